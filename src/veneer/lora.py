@@ -1,8 +1,8 @@
 """LoRA fine-tuning: low-rank adapters for the weights of a model, chosen by rules on paths.
 
 `init_tree` replaces the weights that a rule selects by `vn.types.LoraArray`. It traces the program
-to find the input and output axes of each weight. The other functions split, join and merge trees of
-adapters, and set dropout keys.
+to find the input and output axes of each weight. The other functions split, join and merge weights
+and adapters, and turn dropout on and off.
 
 For quantized weights, LoftQ initializes the adapters so that they correct the error of the
 quantization (Li et al., arXiv 2310.08659): use
@@ -48,7 +48,7 @@ class Rule:
     - `path_regex`: a regex that must match the whole path of a weight: its keys joined with dots,
       such as `layers.0.attention.query.kernel`. A final `.value` of the path (flax.nnx) is
       optional.
-    - `rank`: the rank of the adapter, at least 1. With None, the weight gets no adapter.
+    - `rank`: the rank of the adapter, at least 1. None means that the weights get no adapter.
     - `alpha`, `rs_lora`, `dora`, `dropout`, `dtype`: as in `vn.types.LoraArray.init`.
 
     **Raises:** `ValueError` if the regex is invalid or the rank is less than 1. `TypeError` if
@@ -105,8 +105,8 @@ def init_tree(
     - `key`: a PRNG key for the initial values of the adapters.
     - `model`, `args`, `kwargs`: the program, called as `model(params, *args, **kwargs)`. Without
       `model`, `params` itself is called. The program is traced to find the input axes of each
-      weight: the axes that its products contract. Stacked layers or experts get separate adapters.
-      Without a program, each weight is assumed to be `[..., in, out]`.
+      weight: the axes that its products contract. Each layer or expert of a stack gets its own
+      adapter. If all three are None, each weight is assumed to be `[..., in, out]`.
 
     **Returns:** `params`, with a `LoraArray` in place of each floating array with two or more axes
     to which a rule with a rank applies. To train only the adapters, use `vn.lora.split`, or
@@ -118,11 +118,11 @@ def init_tree(
       PRNG key.
     - `ValueError` if the input axes of a weight, or its output axes, are not adjacent. The message
       names the path.
-    - `ValueError` if an option of a rule, such as `dropout`, is out of range.
+    - `ValueError` if the `dropout` of a rule is outside [0, 1), or its `dtype` is not floating.
 
     **Warns** (`UserWarning`, with paths):
 
-    - if a rule matches no path, or no array that can have an adapter;
+    - if a rule matches no path, or no floating array with two or more axes that has no adapter yet;
     - if a matched weight gets no adapter because no product uses it, unless it is a bias;
     - if an adapter has at least as many values as its weight.
 

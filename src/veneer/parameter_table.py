@@ -101,7 +101,7 @@ _NUMBERS = ("bits", "error", "bytes", "dense bytes", "trainable")
 
 
 def summary(tree: Any, like: Any = None) -> Summary:
-    """Return a table of the arrays in a tree: their formats, sizes and numbers of trained values.
+    """Return a table of the arrays in a tree: their formats, sizes and trainable values.
 
     **Arguments:**
 
@@ -111,11 +111,12 @@ def summary(tree: Any, like: Any = None) -> Summary:
       implicit array: the norm of its difference from the original array, divided by the norm of the
       original array.
 
-    **Returns:** a `Summary`. `print` shows the table. `rows` has one entry per array, and `nbytes`,
-    `dense_nbytes` and `trainable` are totals. An array that occurs at two paths is counted twice.
+    **Returns:** a `Summary`. `print` shows the table. `rows` has one entry per array. `nbytes`,
+    `dense_nbytes` and `trainable` are the total bytes, bytes of the dense arrays, and number of
+    values that `vn.trainable` selects. An array that occurs at two paths is counted twice.
 
-    **Raises:** `ValueError` if `like` has no array of the same shape at the path of an implicit
-    array.
+    **Raises:** `ValueError` if an implicit array of `tree` has no array of the same shape at its
+    path in `like`.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> params = {"w": vn.quant.quantize(jnp.ones((64, 8)), "nf4"), "b": jnp.zeros(8)}

@@ -30,13 +30,13 @@ def device_put(tree: Any, shardings: Any) -> Any:
       returned unchanged.
     - `shardings`: one of the forms in this table. In a list of pairs, the first regex that matches
       applies, and arrays that match no regex stay where they are. `vn.logical_shardings` returns
-      such a list. In each form, a sharding can be replaced by a function that maps an array to its
-      sharding, such as the result of `vn.fully_sharded`.
+      such a list. Each form also accepts, in place of a sharding, a function that maps an array to
+      its sharding, such as the result of `vn.fully_sharded`.
 
     | `shardings` | applies to |
     |---|---|
     | a sharding or a device | all arrays |
-    | a prefix of `tree` with shardings or None | the arrays below; None leaves them in place |
+    | a prefix of `tree` with shardings or None | all arrays below each entry; None moves none |
     | a list of pairs `(regex, sharding)` | arrays whose whole path (`layers.0.kernel`) matches |
 
     **Returns:** a tree of the same structure. A leaf is replicated on all devices if the sharding
@@ -51,9 +51,9 @@ def device_put(tree: Any, shardings: Any) -> Any:
 
     **Warns** (`UserWarning`):
 
-    - if the largest leaf of an implicit array is replicated for this reason, because sharding then
-      saves little memory;
-    - if a regex matches no path.
+    - if the largest leaf of an implicit array is replicated to keep a tile or byte whole, because
+      sharding then saves little memory;
+    - if a regex matches no path in `tree`.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> from jax.sharding import NamedSharding, PartitionSpec as P
@@ -70,22 +70,22 @@ def device_put(tree: Any, shardings: Any) -> Any:
 
 
 def logical_shardings(tree: Any, mesh: Mesh, rules: Any = ()) -> list[tuple[str, NamedSharding]]:
-    """Return a sharding for each array of a model, from the names that the model gives to axes.
+    """Return a sharding for each array of a model, derived from the names of its axes.
 
-    Pass the result to `vn.device_put(params, shardings)` or `vn.load(path, shardings=...)`. It
-    refers to arrays by path. So `tree` can be the model before quantization, or an abstract model
-    without values.
+    Pass the result to `vn.device_put(params, shardings)` or `vn.load(path, shardings=...)`. The
+    result refers to arrays by path. So `tree` can be the model before quantization, or an abstract
+    model without values.
 
     **Arguments:**
 
     - `tree`: a `flax.nnx` module or state whose variables have `out_sharding`; the variables of a
-      `flax.linen` module, in `nn.Partitioned` or `nn.LogicallyPartitioned`; or a pytree with a
-      `PartitionSpec` of axis names in place of each array.
+      `flax.linen` module, wrapped in `nn.Partitioned` or `nn.LogicallyPartitioned`; or a pytree
+      with a `PartitionSpec` of axis names in place of each array.
     - `mesh`: a `jax.sharding.Mesh`.
     - `rules`: a dict or a list of pairs. It maps each axis name to a mesh axis, to a tuple of mesh
-      axes, or to None (not sharded). A list can have several pairs for a name. As in flax, the
-      first pair applies whose mesh axes are free: no other axis of the array uses them. The name of
-      a mesh axis maps to itself.
+      axes, or to None (not sharded). A list can have several pairs for one name. As in flax, the
+      first pair applies whose mesh axes are not yet used by another axis of the array. By default,
+      the name of a mesh axis maps to itself.
 
     **Returns:** a list of pairs `(regex, NamedSharding)`, one per array that has axis names. The
     regex is the escaped path of the array. To place the other arrays too, append
@@ -162,17 +162,18 @@ def fully_sharded(
     """Return a function that shards each array along its longest divisible axis (FSDP).
 
     Use the function in place of a sharding in `vn.device_put` and `vn.load`. An axis is divisible
-    if all devices get equally many values, and no tile or byte of packed codes is split.
+    if all devices get the same number of values, and no tile (values that share a scale) or byte of
+    packed codes is split.
 
     **Arguments:**
 
     - `mesh`: a `jax.sharding.Mesh`.
     - `axis_name`: the mesh axis to shard over, or a tuple of mesh axes.
-    - `spec`: a `PartitionSpec` that applies in addition, such as a tensor-parallel one. Axes of the
-      array that it already shards are not sharded again. It cannot use `axis_name`.
+    - `spec`: a `PartitionSpec` for other mesh axes, such as a tensor-parallel one. The function
+      then shards one of the axes that `spec` does not shard. `spec` cannot use `axis_name`.
 
     **Returns:** a function that maps an array, dense or implicit, to its `NamedSharding`. If no
-    axis is divisible, the sharding is `spec`. If `spec` is None, the array is then replicated.
+    axis is divisible, the array is sharded by `spec` only, or replicated if `spec` is None.
 
     **Raises:** `ValueError` if `axis_name` is not an axis of `mesh`. The returned function raises
     `ValueError` if `spec` names an axis that `mesh` does not have.

@@ -25,10 +25,10 @@ def ste(fn: Callable) -> Callable:
     """Replace the derivative of a function by the identity (straight-through estimator).
 
     The new function computes `fn`. Its derivative with respect to the first argument is the
-    identity, in forward and reverse mode and to any order. So `fn` can be a function without a
-    useful derivative, such as `jnp.round`. The other arguments get no gradient. Source: Bengio et
-    al., Estimating or Propagating Gradients Through Stochastic Neurons for Conditional Computation
-    (arXiv 1308.3432).
+    identity. So `fn` can be a function without a useful derivative, such as `jnp.round`. Forward
+    mode, reverse mode and higher derivatives are supported. The other arguments get no gradient.
+    Source: Bengio et al., Estimating or Propagating Gradients Through Stochastic Neurons for
+    Conditional Computation (arXiv 1308.3432).
 
     **Arguments:**
 
@@ -37,7 +37,7 @@ def ste(fn: Callable) -> Callable:
 
     **Returns:** a function with the same arguments. If `fn` returns an implicit array, such as a
     `QArray`, operations on the result use the rules of that type. The derivatives of these
-    operations are computed with its dense array.
+    operations are those of the same operations on the dense array.
 
     **Raises:** `TypeError`, in a call of the new function, if `fn` does not return an array with
     the shape and dtype of the first argument.

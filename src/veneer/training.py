@@ -23,8 +23,9 @@ def trainable(tree: Any, where: Where = None) -> Any:
     """Return a tree of bools that marks the arrays to train.
 
     Floating and complex arrays are marked True, all others False. A class of implicit arrays can
-    name its trained fields in the attribute `trainable`. A `QArray` has none, so its scales are
-    marked False. A `LoraArray` has `a`, `b` and `magnitude`, but not `w`.
+    list its trained fields in the attribute `trainable`. All arrays in other fields are marked
+    False. `QArray` lists no fields, so its scales are marked False. `LoraArray` lists `a`, `b` and
+    `magnitude`, but not `w`.
 
     **Arguments:**
 
@@ -44,11 +45,11 @@ def trainable(tree: Any, where: Where = None) -> Any:
 
     **Raises:**
 
-    - `ValueError` if the regex is invalid.
-    - `TypeError` if `where` has another type.
+    - `ValueError` if `where` is an invalid regex.
+    - `TypeError` if `where` is not None, a regex, a class or a function.
     - `TypeError` if the attribute `trainable` of a class is not a tuple of its field names or None.
 
-    **Warns** (`UserWarning`) if the regex matches no path.
+    **Warns** (`UserWarning`) if `where` is a regex that matches no path.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> w = vn.quant.quantize(jnp.ones((4, 4)), "int8")
@@ -72,9 +73,10 @@ def freeze(tree: Any, where: Where = None) -> Any:
     **Returns:** the tree, with a `Frozen` in place of each selected array. Run the model under
     `vn.implicit`. `vn.unfreeze` restores the original tree.
 
-    **Raises:** `ValueError` if the regex is invalid. `TypeError` if `where` has another type.
+    **Raises:** `ValueError` if `where` is an invalid regex. `TypeError` if it is not None, a regex,
+    a class or a function.
 
-    **Warns** (`UserWarning`) if the regex matches no path.
+    **Warns** (`UserWarning`) if `where` is a regex that matches no path.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> params = vn.freeze({"w": jnp.eye(2), "b": jnp.zeros(2)}, where="w")
@@ -100,11 +102,12 @@ def unfreeze(tree: Any, where: Where = None) -> Any:
     - `tree`: any pytree.
     - `where`: selects the arrays to unwrap, as in `vn.trainable`. The default is all arrays.
 
-    **Returns:** the tree, without `Frozen` in the selected arrays.
+    **Returns:** the tree, with the original array in place of each selected `Frozen`.
 
-    **Raises:** `ValueError` if the regex is invalid. `TypeError` if `where` has another type.
+    **Raises:** `ValueError` if `where` is an invalid regex. `TypeError` if it is not None, a regex,
+    a class or a function.
 
-    **Warns** (`UserWarning`) if the regex matches no path.
+    **Warns** (`UserWarning`) if `where` is a regex that matches no path.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> vn.unfreeze(vn.freeze({"w": jnp.ones(2)}))

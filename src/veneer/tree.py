@@ -1,8 +1,8 @@
 """Functions of pytrees in which an implicit array is one leaf.
 
-`map`, `flatten`, `leaves`, `structure`, `unflatten` and those that end in `_with_path` have the
-signatures of `jax.tree`. Their `is_leaf` marks further leaves. `partition` and `combine` split and
-join the arrays within implicit arrays.
+`map`, `flatten`, `leaves`, `structure`, `unflatten` and the functions with suffix `_with_path` have
+the signatures of `jax.tree`. Their argument `is_leaf` can mark more nodes as leaves. `partition`
+and `combine` also split and merge the arrays inside implicit arrays.
 """
 
 from collections.abc import Callable, Iterable
@@ -185,7 +185,7 @@ def unflatten(treedef: Any, leaves: Iterable[Any]) -> Any:
 
     **Returns:** the tree.
 
-    **Raises:** `ValueError` if the number of leaves does not fit the structure.
+    **Raises:** `ValueError` if there are fewer or more leaves than in the structure.
 
     >>> import veneer as vn
     >>> vn.tree.unflatten(vn.tree.structure({"a": 1, "b": 2}), [3, 4])
@@ -282,14 +282,15 @@ def materialise_nested(tree: Any, full: bool = False) -> Any:
 
     **Arguments:**
 
-    - `tree`: a pytree, such as one implicit array. Dense arrays are returned unchanged. Unless
-      `full`, so are traced arrays inside a function that runs under `vn.implicit`.
+    - `tree`: a pytree, such as one implicit array. Dense arrays are returned unchanged. With
+      `full=False`, traced arrays inside a function that runs under `vn.implicit` are also returned
+      unchanged.
     - `full`: whether to materialize all layers, like `vn.materialise`.
 
-    **Returns:** the tree. Unless `full`, it can contain the implicit arrays of the next layer.
+    **Returns:** the tree. With `full=False`, it can still contain implicit arrays.
 
-    **Raises:** the error of a class without a dense form, such as a `vn.types.Quantity` with a
-    unit.
+    **Raises:** `TypeError` or `ValueError` if an array has no dense form, such as a
+    `vn.types.Quantity` with a unit.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> frozen = vn.freeze(vn.quant.quantize(jnp.ones(2), "nf4"))
@@ -355,7 +356,7 @@ def _spread(choice: Any, subtree: Any) -> Any:
 
 
 def combine(*trees: Any) -> Any:
-    """Merge trees of the same structure: at each place, take the first leaf that is not None.
+    """Merge trees of the same structure: for each leaf, take the first value that is not None.
 
     **Arguments:**
 
@@ -366,7 +367,8 @@ def combine(*trees: Any) -> Any:
     **Raises:**
 
     - `ValueError` if the structures differ.
-    - `TypeError` if one tree has a complete implicit array where another has some of its leaves.
+    - `TypeError` if one tree has a complete implicit array where another tree has only some of its
+      leaves.
 
     >>> import veneer as vn
     >>> vn.tree.combine({"a": 1, "b": None}, {"a": None, "b": 2})

@@ -32,14 +32,14 @@ class Constant(ImplicitArray):
     **Materializes:** `concatenate`, `cumsum`, `sort`, gathers and scatters, and operations with
     another implicit type.
 
-    A program does not depend on the value of `fill`: a product with `fill=0` is computed, and is
-    NaN where the other operand is NaN. A matmul first sums the dense array, and then multiplies by
-    `fill`. So if `fill` is infinite or a term of the sum overflows, the result can be finite or
-    infinite where the dense matmul gives NaN.
+    Rules do not check whether `fill` is 0. So a product with `fill=0` is NaN where the other
+    operand is NaN. A matmul first sums the dense array, and then multiplies by `fill`. So if `fill`
+    is infinite or a term of the sum overflows, the result can be finite or infinite where the dense
+    matmul gives NaN.
 
     **Arguments:**
 
-    - `fill`: a number, or an array `[...]` with one number per index of the leading axes. Any
+    - `fill`: a number, or an array `[...]` with one number per index of the leading axes, of any
       dtype.
     - `trailing`: a tuple with the sizes of the axes after the leading ones; static.
 

@@ -60,7 +60,7 @@ class Frozen(ImplicitArray):
         return jax.tree.map(jax.lax.stop_gradient, self.x)
 
     def partition(self, spec: PartitionSpec, shape: tuple[int, ...]) -> "Frozen | None":
-        """Return the `PartitionSpec` of each leaf, or None if they cannot be sharded like `x`."""
+        """Return a `PartitionSpec` per leaf, or None if the leaves of `x` cannot be sharded."""
         held = self.x.partition(spec, shape) if isinstance(self.x, Value) else spec
         if held is None:
             return None
@@ -68,6 +68,6 @@ class Frozen(ImplicitArray):
 
     @staticmethod
     def default(primitive: Primitive, values: Sequence[Any], params: dict[str, Any]) -> Any:
-        """Run a primitive on the arrays inside the frozen operands, without gradients."""
+        """Run a primitive on the arrays inside the frozen operands, which get no gradient."""
         bind = lambda *xs: primitive.bind(*xs, **primitive.get_bind_params(params))
         return redispatch(bind, *(x.materialise() if isinstance(x, Frozen) else x for x in values))

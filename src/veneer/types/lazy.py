@@ -60,8 +60,8 @@ class Deferred:
 class Lazy(ImplicitArray):
     """An array that is computed as `function(*operands)` when an operation needs it.
 
-    The function does not run if a program does not use the array. The same holds if the only use is
-    in a branch of `jax.lax.cond` that is not taken.
+    The function does not run if a program does not use the array. It also does not run if the only
+    use is in a branch of `jax.lax.cond` that is not taken.
 
     - Outside of `jax.jit`, the function runs at the first use, and the instance caches the result.
       `jax.tree.map` and `jax.jit` create new instances with an empty cache.
@@ -74,7 +74,7 @@ class Lazy(ImplicitArray):
 
     **Keeps the structure:** `stop_gradient`, `copy` and `astype`.
 
-    **Materializes:** every other operation. `vn.explain` shows where.
+    **Materializes:** every other operation. `vn.explain` lists these operations.
 
     **Arguments:**
 
@@ -139,7 +139,8 @@ class Lazy(ImplicitArray):
 
         A rule (`vn.register`) can return this result. The primitive runs when the result is needed,
         on the materialized operands. Before that, other rules can inspect `.function.primitive`,
-        `.function.params`, `.operands`, and `.output`, which is the index of the result or None.
+        `.function.params` and `.operands`. If the primitive has several results, `.output` is the
+        index of this result, else None.
 
         **Arguments:**
 
@@ -173,7 +174,7 @@ class Lazy(ImplicitArray):
         return outputs
 
     def materialise(self) -> Any:
-        """Return the dense array. Run the function, unless the result is cached."""
+        """Return the dense array. Run the function if its result is not cached."""
         results = self._results()
         return results if self.output is None else results[self.output]
 

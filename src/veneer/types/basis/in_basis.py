@@ -74,13 +74,13 @@ class InBasis(ImplicitArray, abstract=True):
     def regrouped(
         self, array: Any, groups: Sequence[tuple[list[int], list[int]]], new: tuple[int, ...]
     ) -> Any:
-        """Return this array reshaped, or None if the basis does not follow the reshape.
+        """Reshape this array, or return None if the reshape would materialize it.
 
         **Arguments:**
 
-        - `array`: the stored array, reshaped.
-        - `groups`: pairs of old and new axes with the same number of entries, without axes of size
-          1.
+        - `array`: the stored array, which is already reshaped.
+        - `groups`: pairs of a list of old axes and the list of new axes that they become. Axes of
+          size 1 are left out.
         - `new`: the new shape.
         """
         raise NotImplementedError

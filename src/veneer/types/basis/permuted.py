@@ -26,23 +26,24 @@ class Permuted(InBasis):
     it with `array`. A product that contracts other axes multiplies with `array`, and then permutes
     the result.
 
-    **Keeps the structure:** transposes, slices and reshapes of other axes, and floating dtype
-    conversions. Row lookups along another axis return dense rows in the original order.
+    **Keeps the structure:** transposes, slices and reshapes of axes that are not permuted, and
+    floating dtype conversions. Row lookups along another axis return dense rows in the original
+    order.
 
     **Materializes:** elementwise functions, sums, and slices along the permuted axis.
 
     **Arguments:**
 
     - `array`: the stored array, of any shape and dtype, dense or implicit, such as a `QArray`.
-    - `order`: an integer array with the rank of `array`. Along `axis` it is a permutation, which is
-      not checked. Its other axes have size 1, or the size of `array` if each index has its own
-      permutation.
+    - `order`: an integer array with the rank of `array`. Along `axis` it must be a permutation,
+      which is not checked. Along other axes its size is 1, or the size of `array` for a permutation
+      per index.
     - `axis`: the permuted axis, a negative number; static.
 
     **Raises:**
 
     - `TypeError` if `array` or `order` is not an array, or `order` does not contain integers.
-    - `ValueError` if the shape of `order` does not fit `array`, or `axis` is not between
+    - `ValueError` if `order` has another shape than stated above, or `axis` is not between
       `-array.ndim` and -1.
 
     >>> import jax.numpy as jnp, veneer as vn
@@ -76,41 +77,41 @@ class Permuted(InBasis):
             )
 
     def with_array(self, array: Any) -> "Permuted":
-        """Return a copy with another stored array, which must already be permuted."""
+        """Return a copy that stores `array`, which must already be permuted."""
         return Permuted(array, self.order, self.axis)
 
     def basis_axes(self, batch: Sequence[int] = ()) -> set[int] | None:
-        """Return the permuted axis, or None if `order` differs along an axis not in `batch`."""
+        """Return a set of the permuted axis. None if `order` varies along axes not in `batch`."""
         axis = self.ndim + self.axis
         varies = {i for i, n in enumerate(self.order.shape) if n != 1 and i != axis}
         return {axis} if varies <= {*batch} else None
 
     def into_basis(self, x: Any, places: Places) -> Any:
-        """Return an operand of a product, permuted like the stored array.
+        """Permute an operand of a product like the stored array.
 
         **Arguments:**
 
-        - `x`: an array.
+        - `x`: the operand.
         - `places`: a dict from axes of this array to the corresponding axes of `x`.
         """
         order = alongside(self.order, places, jnp.ndim(x))
         return _taken(x, order, places[self.ndim + self.axis])
 
     def out_of_basis(self, x: Any, places: Places) -> Any:
-        """Return an array in the stored order, permuted to the order of the dense array."""
+        """Permute `x` from the order of the stored array to the order of the dense array."""
         place = places[self.ndim + self.axis]
         return _taken(x, jnp.argsort(alongside(self.order, places, jnp.ndim(x)), place), place)
 
     def stored(self, dense: Any) -> Any:
-        """Return a dense array, permuted to the stored order."""
+        """Permute a dense array to the order of the stored array."""
         return self.into_basis(dense, {axis: axis for axis in range(self.ndim)})
 
     def regrouped(
         self, array: Any, groups: Sequence[tuple[list[int], list[int]]], new: tuple[int, ...]
     ) -> "Permuted | None":
-        """Return the array reshaped, or None if the reshape changes the permuted axis.
+        """Reshape this array, or return None if the reshape changes the permuted axis.
 
-        It is also None if `order` differs along other axes.
+        Also return None if `order` varies along other axes.
         """
         if self.order.size != self.order.shape[self.axis]:
             return None
@@ -121,7 +122,7 @@ class Permuted(InBasis):
         return None
 
     def leaf_axes(self) -> Any:
-        """Return the dense axis of each axis of each leaf. The permuted axis cannot be sliced."""
+        """Return a `vn.LeafAxis` per axis of each leaf. The permuted axis cannot be sliced."""
         axis = self.ndim + self.axis
 
         def whole(at: LeafAxis, size: int) -> LeafAxis:

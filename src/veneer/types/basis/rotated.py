@@ -18,16 +18,16 @@ class Rotated(InBasis):
 
     The rotation spreads outliers of weights and activations over all entries, so quantization to
     few bits loses less accuracy. The matrix depends only on the size of the axis. It applies random
-    signs, and then a Kronecker product of Hadamard matrices. Odd prime factors of the size use
-    Hartley matrices. Both are fast transforms (QuaRot, Ashkboos et al., arXiv 2404.00456; QuIP#,
-    Tseng et al., arXiv 2402.04396).
+    signs, and then a Kronecker product of Hadamard matrices. For odd prime factors of the size, it
+    uses Hartley matrices. Both are fast transforms (QuaRot, Ashkboos et al., arXiv 2404.00456;
+    QuIP#, Tseng et al., arXiv 2402.04396).
 
     A product that contracts the rotated axes first rotates the other operand, and then multiplies
     it with `array`. A product that contracts other axes multiplies with `array`, and then rotates
     the result back.
 
-    **Keeps the structure:** transposes, slices and reshapes of other axes, and floating dtype
-    conversions. Row lookups along another axis return dense rows, rotated back.
+    **Keeps the structure:** transposes, slices and reshapes of axes that are not rotated, and
+    floating dtype conversions. Row lookups along another axis return dense rows, rotated back.
 
     **Materializes:** elementwise functions, sums, slices along a rotated axis, and products that
     contract only some of the rotated axes.
@@ -76,26 +76,26 @@ class Rotated(InBasis):
         - `dense`: a floating array `[..., K, N]`.
         - `axes`: the axes to rotate, negative numbers.
 
-        **Raises:** the errors of the constructor of `Rotated`.
+        **Raises:** the same errors as `Rotated(dense, axes)`.
         """
         unrotated = cls(jnp.asarray(dense), tuple(axes))  # checks them
         return unrotated.with_array(unrotated.stored(unrotated.array))
 
     def with_array(self, array: Any) -> "Rotated":
-        """Return a copy with another stored array, which must already be rotated."""
+        """Return a copy that stores `array`, which must already be rotated."""
         return Rotated(array, self.axes)
 
     def basis_axes(self, batch: Sequence[int] = ()) -> set[int] | None:
-        """Return the rotated axes, counted from the front."""
+        """Return the set of rotated axes, counted from the front."""
         del batch
         return {self.ndim + axis for axis in self.axes}
 
     def into_basis(self, x: Any, places: Places) -> Any:
-        """Return an operand of a product, rotated like the stored array.
+        """Rotate an operand of a product like the stored array.
 
         **Arguments:**
 
-        - `x`: an array.
+        - `x`: the operand.
         - `places`: a dict from axes of this array to the corresponding axes of `x`.
         """
         for axis in self._among(places):
@@ -103,19 +103,19 @@ class Rotated(InBasis):
         return x
 
     def out_of_basis(self, x: Any, places: Places) -> Any:
-        """Return the result of a product, rotated back."""
+        """Rotate the result of a product back."""
         for axis in self._among(places):
             x = redispatch(lambda x, at=places[axis]: rotated_back(x, at), x)
         return x
 
     def stored(self, dense: Any) -> Any:
-        """Return a dense array, rotated like the stored array."""
+        """Rotate a dense array like the stored array."""
         return self.into_basis(dense, {axis: axis for axis in range(self.ndim)})
 
     def regrouped(
         self, array: Any, groups: Sequence[tuple[list[int], list[int]]], new: tuple[int, ...]
     ) -> "Rotated | None":
-        """Return the array reshaped, or None if the reshape splits or merges a rotated axis."""
+        """Reshape this array, or return None if the reshape splits or merges a rotated axis."""
         axes = {self.ndim + axis for axis in self.axes if self.shape[axis] != 1}
         moved = [group for group in groups if axes & {*group[0]}]
         if any(len(old) != 1 or len(new_axes) != 1 for old, new_axes in moved):
@@ -123,7 +123,7 @@ class Rotated(InBasis):
         return Rotated(array, tuple(new_axes[0] - len(new) for _, new_axes in moved))
 
     def leaf_axes(self) -> Any:
-        """Return the dense axis of each axis of the leaf. Rotated axes cannot be sliced."""
+        """Return a `vn.LeafAxis` per axis of the leaf. Rotated axes cannot be sliced."""
         whole = lambda at: at._replace(block="whole") if at.axis in self.axes else at
         return [list(map(whole, aligned(self.ndim)))]
 

@@ -32,13 +32,13 @@ class Scaled(InBasis):
     **Arguments:**
 
     - `array`: a floating array of any shape, dense or implicit, such as a `QArray`.
-    - `factor`: a floating array with the rank of `array`. Each axis has the size of `array`, or
-      size 1.
+    - `factor`: a floating array with the rank of `array`. Along each axis, its size is 1 or the
+      size of `array`.
 
     **Raises:**
 
     - `TypeError` if `array` or `factor` is not a floating array.
-    - `ValueError` if the shape of `factor` does not fit `array`.
+    - `ValueError` if `factor` has another shape than stated above.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> w = vn.types.Scaled(jnp.ones((3, 2)), jnp.array([[1.0], [10.0], [100.0]]))
@@ -67,11 +67,11 @@ class Scaled(InBasis):
             )
 
     def with_array(self, array: Any) -> "Scaled":
-        """Return a copy with another stored array and the same factors."""
+        """Return a copy that stores `array` and the same factors."""
         return Scaled(array, self.factor)
 
     def basis_axes(self, batch: Sequence[int] = ()) -> set[int] | None:
-        """Return the axes along which `factor` has several entries, except axes in `batch`."""
+        """Return the set of axes not in `batch` along which `factor` has several entries."""
         return {i for i, n in enumerate(self.factor.shape) if n != 1 and i not in batch}
 
     def into_basis(self, x: Any, places: Places) -> Any:
@@ -85,17 +85,17 @@ class Scaled(InBasis):
         return _times(x, alongside(self.factor, places, jnp.ndim(x)))
 
     def out_of_basis(self, x: Any, places: Places) -> Any:
-        """Return the result of a product, multiplied by the factors."""
+        """Multiply the result of a product by the factors, like `into_basis`."""
         return self.into_basis(x, places)
 
     def stored(self, dense: Any) -> Any:
-        """Return a dense array divided by the factors."""
+        """Divide a dense array by the factors."""
         return (dense / self.factor).astype(dense.dtype)
 
     def regrouped(
         self, array: Any, groups: Sequence[tuple[list[int], list[int]]], new: tuple[int, ...]
     ) -> "Scaled":
-        """Return the array reshaped. Factors along split or merged axes are repeated."""
+        """Reshape this array. Factors along split or merged axes are repeated."""
         sizes, whole = [1] * len(new), list(self.factor.shape)
         for old_axes, new_axes in groups:
             if math.prod(whole[axis] for axis in old_axes) != 1:
@@ -106,9 +106,9 @@ class Scaled(InBasis):
         return Scaled(array, jnp.broadcast_to(self.factor, whole).reshape(sizes))
 
     def leaf_axes(self) -> Any:
-        """Return the dense axis of each axis of each leaf.
+        """Return a `vn.LeafAxis` per axis of each leaf.
 
-        Axes of `factor` with size 1 are not sliced.
+        A slice of the array keeps axes of `factor` with size 1.
         """
         axes = aligned(self.ndim)
 

@@ -91,7 +91,7 @@ class Named(Label):
     def axis(self, name: str) -> int:
         """Return the position of the axis with this name, for functions that take an `axis`.
 
-        **Raises:** `ValueError` if no axis has the name, or several have it.
+        **Raises:** `ValueError` if no axis, or more than one, has this name.
         """
         if self.names.count(name) != 1:
             found = "several axes have" if name in self.names else "no axis has"
@@ -105,7 +105,7 @@ class Named(Label):
 
         - `names`: the names of all axes, in the new order.
 
-        **Raises:** `ValueError` if these are not the names of all axes.
+        **Raises:** `ValueError` if `names` does not contain the name of each axis once.
         """
         if len(names) != len(self.names):
             raise ValueError(f"order takes all the names {self.names}, got {names}")
@@ -113,9 +113,10 @@ class Named(Label):
         return redispatch(lambda x: jnp.transpose(x, axes), self)
 
     def rename(self, **names: str | None) -> "Named":
-        """Rename axes: `x.rename(old="new")`. None removes a name.
+        """Rename axes: `x.rename(old="new")`. Remove a name with `x.rename(old=None)`.
 
-        **Raises:** `ValueError` if no axis has an old name, or two axes would have the same name.
+        **Raises:** `ValueError` if an old name is not the name of one axis, or two axes would have
+        the same name.
         """
         for name in names:
             self.axis(name)
@@ -134,11 +135,12 @@ class Named(Label):
     def by_law(
         cls, law: Callable, primitive: Primitive, values: Sequence[Any], params: dict[str, Any]
     ) -> Any:
-        """Run a primitive on the arrays, and name the axes of its results.
+        """Run a primitive on the arrays without names, and name the axes of its results.
 
         **Arguments:**
 
-        - `law`: a function from the axis names of the operands to the axis names of the results.
+        - `law`: a function that maps the axis names and sizes of the operands to the axis names of
+          the results.
         - `primitive`, `values`, `params`: the primitive, its operands and its parameters.
         """
         try:

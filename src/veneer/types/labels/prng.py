@@ -24,19 +24,21 @@ class PRNGKey(ImplicitArray):
 
     **Keeps the structure:** `jax.random.split`, `fold_in` and `clone`, slices, indexing, reshapes,
     transposes, `concatenate`, `stack`, `where` and `.at[...].set`. Random numbers, `key_data` and
-    comparisons are dense arrays.
+    comparisons return dense arrays.
 
     **Materializes:** other primitives. The result is an array of typed keys.
 
     **Arguments:**
 
-    - `data`: typed keys `[...]`, or their integers `uint32[..., w]`. The generator determines `w`.
+    - `data`: typed keys `[...]`, or their integers `uint32[..., w]`. The generator determines `w`,
+      the number of integers per key.
     - `impl`: the random number generator of the keys, such as `"threefry2x32"`; static.
       `jax.random.key_impl` returns it. Pass it with integers, and omit it for typed keys.
 
     **Raises:**
 
-    - `TypeError` if `data` is not an array, or its dtype or last axis does not fit the generator.
+    - `TypeError` if `data` is not an array, or the generator needs another dtype or size of the
+      last axis.
     - `TypeError` if `impl` is missing for integers, or given for typed keys.
     - `ValueError` if JAX has no generator `impl`.
 
@@ -85,7 +87,7 @@ class PRNGKey(ImplicitArray):
 
         **Arguments:**
 
-        - `num`: the number of new keys per key, or a shape.
+        - `num`: the number of new keys per key, or a tuple with their shape.
 
         **Returns:** keys `[..., num]` or `[..., *num]`.
         """

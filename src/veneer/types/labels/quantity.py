@@ -94,7 +94,7 @@ class Quantity(Label):
     def materialise(self) -> Any:
         """Return the dense array of a dimensionless quantity.
 
-        **Raises:** `ValueError` if the quantity has a dimension.
+        **Raises:** `ValueError` if the unit has a dimension.
         """
         if not is_convertible(self.unit, None):
             raise ValueError(
@@ -107,7 +107,7 @@ class Quantity(Label):
 
         **Arguments:**
 
-        - `unit`: the new unit, or a string.
+        - `unit`: the new unit, as in `Quantity`.
 
         **Raises:** `ValueError` if the units have different dimensions, or if the dtype of the
         value cannot represent the conversion factor, such as 0.001 in int32.
@@ -130,8 +130,8 @@ class Quantity(Label):
 
         **Arguments:**
 
-        - `law`: a function from the units of the operands to the units in which the primitive needs
-          them, and the units of the results.
+        - `law`: a function that returns the unit to which each operand is converted first, and the
+          units of the results, given the operands and the parameters.
         - `primitive`, `values`, `params`: the primitive, its operands and its parameters.
         """
         operands = [_operand(x) for x in values]

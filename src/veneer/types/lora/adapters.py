@@ -51,7 +51,8 @@ def split(tree: Any) -> tuple[Any, Any]:
       split.
 
     **Returns:** a pair of trees `(base, adapters)`. `base` has the weight of each `LoraArray`, and
-    all other leaves. `adapters` has each `LoraArray` without its weight, and None for other leaves.
+    all other leaves. `adapters` has each `LoraArray` with `w=None`, and None in place of all other
+    leaves.
 
     **Warns** (`UserWarning`) if no `LoraArray` is found, because training `adapters` would then do
     nothing.
@@ -87,8 +88,8 @@ def join(base: Any, adapters: Any) -> Any:
 
     **Raises:**
 
-    - `ValueError` if the structures of the trees differ, or the shapes of an adapter and its weight
-      do not fit.
+    - `ValueError` if the structures of the trees differ, or an adapter has another shape than its
+      weight.
     - `TypeError` if a weight with an adapter is not a floating array, or `adapters` contains
       anything other than `LoraArray` and None.
 

@@ -29,17 +29,18 @@ from .magnitude import norm, over_norm
 
 
 class LoraArray(Matrix):
-    """A weight with a LoRA adapter, `w + scale * a @ b`: `[..., *in, *out]`.
+    """A weight `[..., *in, *out]` with a LoRA adapter: `w + scale * a @ b`.
 
     The adapter is a low-rank update (LoRA: Hu et al. 2021, arXiv 2106.09685). Fine-tuning trains
-    `a` and `b`; `w` can be quantized (QLoRA). A product is computed as
+    `a` and `b`, but not `w`, which can be quantized (QLoRA). A product is computed as
     `x @ w + scale * (x @ a) @ b`. This adds `rank * (in + out)` operations per vector. Neither the
     product nor its gradients compute the dense `a @ b`.
 
     **Keeps the structure:** transposes, slices, `stop_gradient`, dtype conversions, and reshapes
-    that do not merge input and output axes. Matrices also keep it in multiples by a number and sums
-    with a `LowRank`. Row lookups and convolutions use `a` and `b` directly. So do solves and
-    determinants with a structured `w`, such as a `Diagonal` (Woodbury identity).
+    that do not merge input and output axes. A matrix also keeps it if it is multiplied by a number
+    or added to a `LowRank`. Row lookups and convolutions do not compute `a @ b`. If `w` is a
+    structured matrix, such as a `Diagonal`, solves and determinants do not compute it either
+    (Woodbury identity).
 
     **Materializes:** other elementwise functions, sums with a dense array, and one of the operands
     in a matmul of two `LoraArray`.
@@ -51,25 +52,27 @@ class LoraArray(Matrix):
     - `a`: the first factor of the update, `[..., *in, rank]`.
     - `b`: the second factor of the update, `[..., rank, *out]`.
     - `magnitude`: for DoRA (Liu et al. 2024, arXiv 2402.09353), the column norms `[..., 1, out]`.
-      The weight is then `magnitude * v / norm(v)` with `v = w + scale * a @ b`, and no gradient
-      through `norm(v)`.
-    - `dropout_key`: a PRNG key, typed `[...]` or raw `[..., 2]`, which turns dropout on.
+      The weight is then `magnitude * v / norm(v)` with `v = w + scale * a @ b`. The gradient treats
+      `norm(v)` as a constant.
+    - `dropout_key`: PRNG keys that turn dropout on: typed keys `[...]` or raw keys `[..., 2]`.
       `vn.lora.with_dropout` sets it.
     - `scale`: the factor of the update, a Python number.
-    - `dropout`: the dropout rate, in [0, 1): the fraction of `x` that is zeroed in `x @ a`, but not
-      in `x @ w`.
-    - `dropped`: "in" or "out", the axes that products contract while dropout is on. Use "out" for a
-      weight `[out, in]` in `x @ w.T`.
-    - `normed`: "in" or "out", the axes over which DoRA takes the norm. With "out", `magnitude` is
-      `[..., out, 1]`.
-    - `in_ndim`, `out_ndim`: the number of input and output axes: `out_ndim=2` for a weight
-      `[in, heads, size]`, `in_ndim=3` for a kernel `[height, width, in, out]`.
+    - `dropout`: the dropout rate, in [0, 1): the fraction of the entries of `x` that are set to 0
+      in `x @ a`, but not in `x @ w`.
+    - `dropped`: "in" or "out": whether products contract the input or output axes while dropout is
+      on. Use "out" for a weight `[out, in]` in `x @ w.T`.
+    - `normed`: "in" or "out": whether DoRA takes the norm over the input or output axes. With
+      "out", `magnitude` is `[..., out, 1]`.
+    - `in_ndim`, `out_ndim`: the number of input and output axes. For example, a weight
+      `[in, heads, size]` needs `out_ndim=2`, and a kernel `[height, width, in, out]` needs
+      `in_ndim=3`.
 
     **Raises:**
 
-    - `TypeError` if `w` is not floating, or an argument has a wrong type.
+    - `TypeError` if `w` is not floating, `a`, `b` or `magnitude` is not an array, or `scale` or
+      `dropout` is not a number.
     - `TypeError` when the array is materialized, if dropout is on.
-    - `ValueError` if the shapes do not fit, or an option is out of range.
+    - `ValueError` if an array has another shape, or an option another value, than stated above.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> w = vn.types.LoraArray.init(jnp.ones((3, 4)), rank=2, key=jax.random.key(0))
@@ -124,8 +127,8 @@ class LoraArray(Matrix):
         - `w`: the weight `[..., *in, *out]`, floating, dense or implicit.
         - `rank`: the rank of the update, at least 1.
         - `key`: a PRNG key for `a`.
-        - `alpha`: sets the factor of the update, `scale`, to `alpha / rank`. The default is `rank`,
-          so `scale` is 1.
+        - `alpha`: a number. The factor of the update, `scale`, is `alpha / rank`. The default is
+          `rank`, so `scale` is 1.
         - `rs_lora`: whether to set `scale` to `alpha / sqrt(rank)` instead, so that large ranks
           learn as fast as small ones (rsLoRA: Kalajdzievski 2023, arXiv 2312.03732).
         - `dora`: whether to use DoRA. Its `magnitude` starts as the column norms of `w`.
@@ -135,7 +138,7 @@ class LoraArray(Matrix):
         **Returns:** a `LoraArray`.
 
         **Raises:** `ValueError` if `rank` is less than 1 or the dtype of `a` and `b` is not
-        floating. `TypeError` if `key` is not a PRNG key. All errors of `LoraArray`.
+        floating. `TypeError` if `key` is not a PRNG key. Also the errors of `LoraArray`.
 
         >>> import jax, jax.numpy as jnp, veneer as vn
         >>> kernel = vn.quant.quantize(jnp.ones((64, 32)), "nf4", channelwise_axes=[1])
@@ -169,37 +172,37 @@ class LoraArray(Matrix):
 
     @property
     def lead(self) -> tuple[int, ...]:
-        """The axis numbers of the leading axes, which `w`, `a` and `b` share."""
+        """The numbers of the leading axes, which `w`, `a` and `b` share."""
         return tuple(range(self.w.ndim - self.in_ndim - self.out_ndim))
 
     @property
     def ins(self) -> tuple[int, ...]:
-        """The axis numbers of the input axes of `w`."""
+        """The numbers of the input axes of `w`."""
         return tuple(range(len(self.lead), self.w.ndim - self.out_ndim))
 
     @property
     def outs(self) -> tuple[int, ...]:
-        """The axis numbers of the output axes of `w`."""
+        """The numbers of the output axes of `w`."""
         return tuple(range(self.w.ndim - self.out_ndim, self.w.ndim))
 
     @property
     def w_labels(self) -> Labels:
-        """The axis numbers of `w`."""
+        """The numbers of all axes of `w`."""
         return *self.lead, *self.ins, *self.outs
 
     @property
     def a_labels(self) -> Labels:
-        """The axes of `a`: the numbers of the same axes of `w`, and a label for the rank."""
+        """A label per axis of `a`: the number of the same axis of `w`, or the label of the rank."""
         return *self.lead, *self.ins, RANK
 
     @property
     def b_labels(self) -> Labels:
-        """The axes of `b`: the numbers of the same axes of `w`, and a label for the rank."""
+        """A label per axis of `b`: the number of the same axis of `w`, or the label of the rank."""
         return *self.lead, RANK, *self.outs
 
     @property
     def norm_axes(self) -> tuple[int, ...]:
-        """The axes over which DoRA takes the norm. `magnitude` has size 1 along these axes."""
+        """The axes over which DoRA takes the norm, or an empty tuple without DoRA."""
         if self.magnitude is None:
             return ()
         return self.ins if self.normed == "in" else self.outs
@@ -210,9 +213,9 @@ class LoraArray(Matrix):
         return self.dropout_key is not None and self.dropout > 0
 
     def changed(self, **changes: Any) -> "LoraArray":
-        """Return a copy with some fields replaced.
+        """Return a copy in which `changes` replaces some fields.
 
-        The new fields are not checked, and can be abstract or None.
+        The new values are not checked. They can be None or abstract arrays.
         """
         new = copy.copy(self)
         new.__dict__.update(changes)
@@ -249,7 +252,7 @@ class LoraArray(Matrix):
         return out.astype(dense.dtype)
 
     def leaf_axes(self) -> list[Axes]:
-        """Return the dense axis of each axis of each leaf. Axes of DoRA's norm cannot be sliced."""
+        """Return a `vn.LeafAxis` per axis of each leaf. Axes of DoRA's norm cannot be sliced."""
         follows = [LeafAxis(axis - self.w.ndim) for axis in self.w_labels]
         whole = [LeafAxis(axis - self.w.ndim, "whole") for axis in self.w_labels]
         split, at = len(self.lead), len(self.lead) + self.in_ndim

@@ -37,7 +37,7 @@ class LowRank(Matrix):
     **Raises:**
 
     - `TypeError` if a factor is not an array.
-    - `ValueError` if the ranks or the leading axes of the factors differ.
+    - `ValueError` if the rank `r` or the leading axes of the factors differ.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> x = vn.types.LowRank(jnp.ones((4, 1)), jnp.ones((1, 4)))
@@ -60,7 +60,7 @@ class LowRank(Matrix):
         return redispatch(jnp.matmul, self.a, self.b)
 
     def partition(self, spec: P, shape: tuple[int, ...]) -> "LowRank":
-        """Return partition specs that shard `a` and `b` like the matrix, but not along the rank."""
+        """Return specs that shard `a` and `b` like the matrix, and do not shard the rank."""
         del shape
         *lead, m, n = spec
         specs = iter((P(*lead, m, None), P(*lead, None, n)))

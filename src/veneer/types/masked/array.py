@@ -31,7 +31,8 @@ class Masked(ImplicitArray):
 
     `x.mean()`, `x.var()`, `x.std()` and `x.count()` use only the valid entries. `jnp.mean` and
     other statistics of `jax.numpy` divide by the number of all entries, so they raise `TypeError`.
-    A sum divided by this number also raises it. A sum multiplied by the reciprocal is not detected.
+    A sum divided by this number also raises `TypeError`, but a sum multiplied by the reciprocal of
+    this number does not.
 
     **Materializes:** nothing. A primitive without a rule raises `TypeError`. Call `filled` to get a
     dense array.
@@ -84,7 +85,7 @@ class Masked(ImplicitArray):
         return jax.core.ShapedArray(value.shape, value.dtype)
 
     def materialise(self) -> Any:
-        """Raise `TypeError`: an invalid entry has no value. Use `filled`."""
+        """Raise `TypeError`, because invalid entries have no value. Use `filled` instead."""
         raise TypeError(
             f"{self!r} has no dense form, because invalid entries have no value. Use x.filled(0.0)."
         )
@@ -95,11 +96,11 @@ class Masked(ImplicitArray):
         return jnp.where(self.mask, value, jnp.asarray(fill, value.dtype))
 
     def count(self, axis: Axis = None, *, keepdims: bool = False) -> jax.Array:
-        """Count the valid entries, in total or along `axis`, as int32."""
+        """Return the number of valid entries, in total or along `axis`, as int32."""
         return jnp.sum(self.mask, axis, dtype="int32", keepdims=keepdims)
 
     def mean(self, axis: Axis = None, *, keepdims: bool = False) -> "Masked":
-        """Return the mean of the valid entries. It is invalid if no entry is valid."""
+        """Return the mean of the valid entries. A mean without valid entries is invalid."""
         return self._mean_of(self.filled(), axis, keepdims, ddof=0)
 
     def var(self, axis: Axis = None, *, ddof: int = 0, keepdims: bool = False) -> "Masked":
@@ -108,14 +109,14 @@ class Masked(ImplicitArray):
         **Arguments:**
 
         - `axis`, `keepdims`: as in `jax.numpy.var`.
-        - `ddof`: the divisor is the number of valid entries minus `ddof`. If this is not positive,
-          the result is invalid.
+        - `ddof`: the divisor is the number of valid entries minus `ddof`. If the divisor is not
+          positive, the result is invalid.
         """
         mean = self.mean(axis, keepdims=True).value
         return self._mean_of(jnp.abs(self.filled() - mean) ** 2, axis, keepdims, ddof)
 
     def std(self, axis: Axis = None, *, ddof: int = 0, keepdims: bool = False) -> "Masked":
-        """Return the standard deviation of the valid entries. It has the arguments of `var`."""
+        """Return the standard deviation of the valid entries. The arguments are those of `var`."""
         var = self.var(axis, ddof=ddof, keepdims=keepdims)
         return Masked(jnp.sqrt(var.filled(1)), var.mask)
 

@@ -28,13 +28,14 @@ class SparseArray(ImplicitArray):
     to 0; `sum` over some of the axes; transposes, reshapes, broadcasts and slices. A matmul or
     `dot_general` with a dense array uses only the stored entries, and returns a dense array.
 
-    **Materializes:** the smaller operand in a matmul of two, the divisor in a quotient of two, sums
-    with a dense array, comparisons, sorts, gathers, and functions that map 0 to another number.
+    **Materializes:** the smaller operand in a matmul of two `SparseArray`, the divisor in a
+    quotient of two, sums with a dense array, comparisons, sorts, gathers, and functions that map 0
+    to another number.
 
     A matmul with N vectors costs `nse * N` multiplications, a gather and a scatter. On CPU, with a
     1024 x 1024 matrix and 1% nonzero entries, it took 0.2 to 0.6 times as long as the dense matmul.
-    With 10%, it took 1.4 to 13 times as long. Elementwise products of two and nonlinear functions
-    first sort the entries, unless `unique_indices` is True.
+    With 10%, it took 1.4 to 13 times as long. Elementwise products of two `SparseArray` and
+    nonlinear functions first sort the entries, unless `unique_indices` is True.
 
     **Arguments:**
 
@@ -47,9 +48,10 @@ class SparseArray(ImplicitArray):
 
     **Raises:**
 
-    - `TypeError` if `data` or `indices` is not a dense array or has another dtype, or
-      `sparse_shape` is not a tuple.
-    - `ValueError` if the shapes of `data` and `indices` do not fit, or `sparse_shape` is empty.
+    - `TypeError` if `data` or `indices` is not a dense array, `data` is boolean, `indices` is not
+      int32 or int64, or `sparse_shape` is not a tuple.
+    - `ValueError` if `data` or `indices` has another shape than stated above, or `sparse_shape` is
+      empty.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> a = vn.types.SparseArray(jnp.array([2.0, 3.0]), jnp.array([[0, 1], [2, 0]]), (3, 2))
@@ -89,7 +91,7 @@ class SparseArray(ImplicitArray):
 
         - `x`: an array of numbers. An implicit array is materialized.
         - `nse`: the number of entries to store per array of the batch. The default is the largest
-          number of nonzero entries in one of them. Under `jax.jit`, `nse` must be given.
+          number of nonzero entries in an array of the batch. Under `jax.jit`, `nse` must be given.
         - `n_batch`: the number of leading batch axes.
 
         **Returns:** the `SparseArray`, with `unique_indices=True`. If `x` is traced and `nse` is
@@ -191,12 +193,12 @@ class SparseArray(ImplicitArray):
         return self.from_bcoo(sparse.bcoo_sum_duplicates(self.to_bcoo(), nse=nse))
 
     def entries(self) -> Entries:
-        """Return the entries with their indices along all axes. Padding is marked."""
+        """Return the entries, their indices along all axes, and a mask that excludes padding."""
         return Entries(self.data, self.indices, self.sparse_shape)
 
     @property
     def pattern(self) -> tuple[Any, tuple[int, ...], bool]:
-        """The fields other than `data`: `SparseArray(data, *x.pattern)` has the same indices."""
+        """All fields except `data`. `SparseArray(data, *x.pattern)` has the indices of `x`."""
         return self.indices, self.sparse_shape, self.unique_indices
 
     def materialise(self) -> jax.Array:

@@ -25,15 +25,15 @@ from ..zero_preserving import LINEAR, NONLINEAR
 
 
 class NMSparse(ImplicitArray):
-    """A matrix `[..., K, N]` with n:m sparsity: n nonzero entries per m neighbors along an axis.
+    """A matrix `[..., K, N]` that stores n of every m neighboring entries along an axis.
 
-    2:4 is the pattern of NVIDIA's sparse tensor cores (Mishra et al., arXiv 2104.08378). Groups of
-    m neighbors lie along the contracted axis: -2 for a JAX kernel `[..., in, out]`, -1 for a weight
-    `[..., out, in]`. The position of each value in its group takes `ceil(log2 m)` bits. So a 2:4
-    matrix in float32 takes 68 bits per group, instead of 128. This saves memory, not time: a matmul
-    expands the matrix to a temporary dense array. On CPU, a matmul with a 1024 x 1024 matrix and 1
-    row of activations took 2.7 times as long as the dense matmul. With 256 rows, it took as long as
-    the dense matmul.
+    The other entries are zero (n:m sparsity). NVIDIA's sparse tensor cores use 2:4 (Mishra et al.,
+    arXiv 2104.08378). Groups of m neighbors lie along the contracted axis: -2 for a JAX kernel
+    `[..., in, out]`, -1 for a weight `[..., out, in]`. The position of each value in its group
+    takes `ceil(log2 m)` bits. So a 2:4 matrix in float32 takes 68 bits per group, instead of 128.
+    This saves memory, not time: a matmul expands the matrix to a temporary dense array. On CPU, a
+    matmul with a 1024 x 1024 matrix and 1 row of activations took 2.7 times as long as the dense
+    matmul. With 256 rows, it took as long as the dense matmul.
 
     In elementwise operations, entries that are not stored stay zero, even if the other operand is
     NaN. In a matmul, NaN times such an entry is NaN.
@@ -56,7 +56,8 @@ class NMSparse(ImplicitArray):
     **Raises:**
 
     - `TypeError` if `values` or `indices` is not an array, or `indices` is not uint8.
-    - `ValueError` if the shapes do not fit, or `n`, `m` or `axis` is out of range.
+    - `ValueError` if `values` or `indices` has another shape than stated above, or `n`, `m` or
+      `axis` is out of range.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> w = vn.types.NMSparse.prune(jnp.array([[1.0, -4.0, 3.0, 2.0]]), axis=-1)
@@ -130,7 +131,7 @@ class NMSparse(ImplicitArray):
 
     @property
     def bits(self) -> int:
-        """The number of bits of a stored position."""
+        """The number of bits that each stored position takes."""
         return _bits(self.m)
 
     @property

@@ -145,10 +145,10 @@ class Tridiagonal(Matrix):
 
 @stores_entries
 class Banded(Matrix):
-    """A banded matrix `[..., n, n]`, stored as the diagonals around the main one.
+    """A banded matrix `[..., n, n]`, stored as its main diagonal and nearby diagonals.
 
-    The layout is the one of LAPACK and `scipy.linalg.solve_banded`: `A[i, j]` is stored as
-    `bands[upper + i - j, j]`. Entries of `bands` that lie outside of the matrix are ignored.
+    As in LAPACK and `scipy.linalg.solve_banded`, `A[i, j]` is stored as `bands[upper + i - j, j]`.
+    Entries of `bands` that lie outside of the matrix are ignored.
 
     With `w` stored diagonals, a product costs `w n` operations per vector. A solve or a determinant
     uses elimination with partial pivoting, in `n` steps and `O(n lower w)` operations (Golub and

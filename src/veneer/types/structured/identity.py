@@ -36,7 +36,7 @@ class Identity(Matrix):
 
     - `n`: the number of rows and columns, an integer.
     - `dtype`: the dtype of the matrix. The default is JAX's default float.
-    - `leading`: the sizes of the leading axes, for a batch of identities.
+    - `leading`: a tuple with the sizes of the leading axes, for a batch of identities.
 
     **Raises:**
 

@@ -26,9 +26,10 @@ class Kronecker(Matrix):
     structure.
 
     **Keeps the structure:** transposes, inverses, multiples by a number, `abs`, `sign`, `square`
-    and integer powers; products and elementwise products of two `Kronecker`, if the shapes of their
-    factors fit; Cholesky factors, if both factors are symmetric positive definite. If both are
-    negative definite, the Cholesky factor is NaN.
+    and integer powers. Products `x @ y` of two `Kronecker` keep it if `x.a @ y.a` and `x.b @ y.b`
+    exist, and elementwise products if the shapes of the factors are equal. Cholesky factors keep it
+    if both factors are symmetric positive definite. If both are negative definite, the Cholesky
+    factor is NaN.
 
     **Materializes:** sums, other elementwise functions, and solves or determinants if a factor is
     not square.

@@ -37,30 +37,31 @@ class Matrix(ImplicitArray, abstract=True):
     linear_in: ClassVar[tuple[str, ...]] = ()
 
     def matvec(self, x: Any, *, precision: Any = None) -> Any:
-        """Return `self @ v` for each row `v` of `x`.
+        """Multiply the matrix `[*lead, m, n]` by `k` vectors.
 
         **Arguments:**
 
-        - `x`: a dense array `[*lead, k, n]`. Leading axes of size 1 are broadcast.
+        - `x`: the vectors, a dense array `[*lead, k, n]` with one per row. Leading axes of size 1
+          are broadcast.
         - `precision`: the precision of dense products, as in `jax.numpy.matmul`.
 
-        **Returns:** the products as rows, `[*lead, k, m]`. In 16-bit dtypes, the result may be
+        **Returns:** the products `[*lead, k, m]`, one per row. For 16-bit floats, the result can be
         float32.
         """
         del x, precision
         return NotImplemented
 
     def transposed(self) -> Any:
-        """Return the transpose `[*lead, n, m]` as a structured matrix."""
+        """Return the transpose, a structured matrix `[*lead, n, m]`."""
         return NotImplemented
 
     def rescaled(self, scale: Callable[[Any], Any]) -> Any:
-        """Return the matrix times a number, or times one number per matrix of a batch.
+        """Multiply the matrix by a number, or each matrix of a batch by its own number.
 
         **Arguments:**
 
-        - `scale`: a function that multiplies an array `[*lead, ...]` by the numbers. It is applied
-          to stored arrays.
+        - `scale`: a function that multiplies an array `[*lead, ...]` by these numbers. This method
+          calls it with stored arrays.
         """
         if not self.linear_in:
             return NotImplemented
@@ -69,7 +70,7 @@ class Matrix(ImplicitArray, abstract=True):
         )
 
     def converted(self, dtype: Any) -> Any:
-        """Return the matrix converted to another floating dtype."""
+        """Convert the matrix to another floating dtype."""
 
         def cast(x: Any) -> Any:
             floating = jnp.issubdtype(x.dtype, jnp.inexact)
@@ -83,9 +84,9 @@ class Matrix(ImplicitArray, abstract=True):
 
         **Arguments:**
 
-        - `b`: the right-hand sides as rows, `[*lead, k, n]`.
+        - `b`: the right-hand sides `[*lead, k, n]`, one per row.
 
-        **Returns:** the solutions as rows, `[*lead, k, n]`.
+        **Returns:** the solutions `[*lead, k, n]`, one per row.
         """
         del b
         return NotImplemented
@@ -99,11 +100,11 @@ class Matrix(ImplicitArray, abstract=True):
         return NotImplemented
 
     def slogdet(self) -> Any:
-        """Return the sign of the determinant and the logarithm of its magnitude, each `[*lead]`."""
+        """Return the sign of the determinant and the log of its magnitude, as arrays `[*lead]`."""
         return NotImplemented
 
     def main_diagonal(self) -> Any:
-        """Return the entries `[*lead, min(m, n)]` of the main diagonal."""
+        """Return the main diagonal, an array `[*lead, min(m, n)]`."""
         return NotImplemented
 
 

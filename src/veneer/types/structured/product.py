@@ -19,11 +19,11 @@ from .matrix import Matrix, overrides, product
 class Product(Matrix):
     """A product `left @ right`, `[..., m, n]`, stored as its two structured factors.
 
-    For structured matrices, `x @ y` is a `Product` if the result fits no other structured type. If
+    For structured matrices, `x @ y` is a `Product` if no other structured type can represent it. If
     `x` and `y` take more than twice the bytes of the dense product, the dense product is computed
     instead. A product with a dense array multiplies by `right` and then by `left`. A product of
-    three is stored as `a @ (b @ c)`. Two adjacent factors are multiplied if the result fits another
-    structured type.
+    three matrices is stored as `a @ (b @ c)`, but adjacent factors are multiplied if another
+    structured type can represent their product.
 
     **Keeps the structure:** transposes, inverses, multiples by a number and products. If both
     factors are square, solves, inverses and determinants use the methods of the factors.

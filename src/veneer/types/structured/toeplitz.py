@@ -135,8 +135,8 @@ class Circulant(Matrix):
     `A[i, j]` is `column[(i - j) % n]`. The FFT diagonalizes the matrix (Golub and Van Loan, *Matrix
     Computations*, 4.8): a product or a solve costs `O(n log n)` per vector, an inverse or a
     determinant `O(n log n)` in total. Up to size 128 a product uses the dense matrix, which is
-    faster. For larger sizes it uses the FFT. Its rounding errors are proportional to the norm of
-    the vector, and if the vector contains a NaN, all entries of the product are NaN. Rounding
+    faster. For larger sizes it uses the FFT. The rounding errors of the FFT are proportional to the
+    norm of the vector. If the vector contains a NaN, all entries of the product are NaN. Rounding
     errors of a solve grow with the condition number. A solve gives infinity or NaN if an eigenvalue
     is zero, and large numbers if it is zero up to rounding.
 
@@ -196,7 +196,7 @@ class Circulant(Matrix):
         return Circulant(_spectral(lambda x: 1 / x, jnp.asarray(self.column)))
 
     def slogdet(self) -> Any:
-        """Return the sign of the determinant and the logarithm of its magnitude, each `[*lead]`."""
+        """Return the sign of the determinant and the log of its magnitude, as arrays `[*lead]`."""
         column = jnp.asarray(self.column)
         n = column.shape[-1]
         if not n:
