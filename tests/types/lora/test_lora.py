@@ -527,3 +527,8 @@ def test_split_warns_if_there_is_nothing_to_train(wrap):
         base, adapters = vn.lora.split({"w": wrap(lora)})
     assert adapters == {"w": None}
     assert vn.materialise(base["w"]).shape == (4, 4)
+
+
+def test_a_dropout_key_must_be_an_array():
+    with pytest.raises(TypeError, match="dropout_key"):
+        LoraArray(jnp.eye(4), jnp.ones((4, 1)), jnp.ones((1, 4)), dropout_key=3)

@@ -20,7 +20,7 @@ from ..._core.surface.shown import is_default
 from ..._core.transform import redispatch
 from ..._core.tree import static
 from ..._core.value import describe, materialise_one
-from ..axes import Leaf, check_axes
+from ..axes import Leaf, check_arrays, check_axes
 from ..structured.factors import applied
 from ..structured.matrix import Matrix
 from . import woodbury
@@ -419,5 +419,6 @@ def _check(lora: LoraArray) -> None:
         of_columns, of_rows = f"{ones(lora.in_ndim)} {outs}", f"{ins} {ones(lora.out_ndim)}"
         check_axes(lora, **axes, magnitude=of_columns if lora.normed == "in" else of_rows)
     if lora.dropout_key is not None:
+        check_arrays(lora, Leaf, "dropout_key")
         typed = jnp.issubdtype(lora.dropout_key.dtype, jax.dtypes.prng_key)
         check_axes(lora, **axes, dropout_key="" if typed else "2")
