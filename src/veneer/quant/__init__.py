@@ -1,26 +1,26 @@
-"""Quantized arrays: few bits per value, dense to every JAX program.
+"""Quantized arrays, which store few bits per value and act as dense arrays in JAX programs.
 
 `quantize` makes a `QArray`, and `quantize_tree` quantizes the weights of a model by a list of
-`Rule`. `calibrate` rounds weights by activations (GPTQ, AWQ, SmoothQuant). `FORMATS` lists the
-number formats.
+`Rule`. `calibrate` quantizes weights with the help of sample data (GPTQ, AWQ, SmoothQuant).
+`FORMATS` has all number formats.
 
-The modules here, and packages of several:
+The modules and packages:
 
     formats              number formats, packing and tiles
     qarray               QArray, the quantized array
     pairs                neighboring values computed in pairs, for XLA on GPUs
     qcache               QCache, a QArray that programs write into
     block_cache          BlockCache, a cache in which blocks of tokens share scales
-    zeros                empty caches of both kinds
+    zeros                zeros: new arrays of type QCache or BlockCache
     conversion           quantize: from dense arrays to QArrays
     ops                  the rules of QArrays for JAX's primitives
     product_weights      weights with a rule for each product
     activations          ActivationQuantized, a weight that quantizes the other operand
-    activation_products  quantized products of two activations, by their place in a program
+    activation_products  quantize_products: products of two activations
     models               rules that quantize the parameters of a model
     observation          statistics of activations
-    ptq                  weights rounded by their activations
-    training             weights quantized on use, and products on codes
+    ptq                  calibrate, allocate_bits and tune: quantization with sample data
+    training             FakeQuantized and quantized products for training
 """
 
 from .activation_products import quantize_products

@@ -43,14 +43,15 @@ def quantize_products(fn: Callable, rules: Sequence[Rule]) -> Callable:
     tile of the last contracted axis.
 
     Derivatives of the returned function ignore the rounding (straight-through estimator). If `fn`
-    itself calls `jax.grad`, products with cotangents are not quantized. If it calls `jax.jvp`,
-    products with tangents are. Products in a `custom_jvp` or `custom_vjp` rule are not quantized.
+    itself calls `jax.grad`, products with cotangents are not quantized. If `fn` calls `jax.jvp`,
+    products with tangents are quantized. Products in a `custom_jvp` or `custom_vjp` rule are not
+    quantized.
 
     **Arguments:**
 
     - `fn`: any function of pytrees. Implicit arrays can be arguments, and are not materialized.
-    - `rules`: a list of `Rule`. The first rule applies that matches the whole place and whose
-      `op_names` include the primitive of the product. `act_qtype=None` leaves products dense.
+    - `rules`: a list of `Rule`. A product uses the first rule whose regex matches the whole place
+      and whose `op_names` allow the primitive. A rule with `act_qtype=None` leaves products dense.
 
     **Returns:** a function with the arguments of `fn`, which supports all transformations of JAX.
 

@@ -27,8 +27,8 @@ class ActivationQuantized(ProductWeight):
 
     A product that contracts the axes in `contracting` first quantizes the other operand, if it is a
     dense floating array. If `array` is a `QArray`, the result is the product of two QArrays (see
-    `vn.quant.dot_general`). All other operations use `array` itself. `vn.quant.quantize_tree`
-    creates this type for a rule with an `act_qtype`.
+    `vn.quant.dot_general`). All other operations use `array` unchanged.
+    `vn.quant.quantize_tree` creates this type for a rule with an `act_qtype`.
 
     | `scale` | scale of the activations |
     |---|---|
@@ -44,24 +44,25 @@ class ActivationQuantized(ProductWeight):
 
     - `array`: the weight, `[..., K, N]`, dense or implicit.
     - `scale`: the static scale, a floating array with the rank of the weight. Each axis has size 1
-      or the size of that axis of the weight. Stacked layers can have one scale each: `[layers, 1,
-      1]`.
-    - `zero_point`: the code that represents 0. Its shape follows the rule for `scale`. It needs a
-      `scale` and an integer format.
-    - `qtype`: the format of the activations.
+      or the size of that axis of the weight. For example, shape `[layers, 1, 1]` gives each layer
+      of a stack its own scale.
+    - `zero_point`: the code that represents 0. Its shape follows the rule for `scale`. It requires
+      a static `scale` and an integer `qtype`.
+    - `qtype`: the format of the activations, such as "int8".
     - `calibration_method`: the method that chooses dynamic scales, as in `vn.quant.quantize`. None
-      is the default of the format.
+      selects the default method of the format.
     - `tile_size`: the number of activations along the last contracted axis that share a dynamic
-      scale. A float is a fraction of the axis. None is the whole axis, or the tile size of the
-      format.
+      scale. A float is a fraction of the axis. None means the tile size of the format if it has
+      one, and otherwise the whole axis.
     - `contracting`: the axes of the weight that a product with activations contracts, as negative
       numbers.
-    - `op_names`: the primitives that quantize activations, as in `vn.quant.Rule`. Empty means all.
+    - `op_names`: the primitives in which activations are quantized, as in `vn.quant.Rule`. An empty
+      list means all.
 
     **Raises:**
 
-    - `ValueError` for an unknown format, method or primitive.
-    - `ValueError` if the shape of `scale` or `zero_point` does not fit the weight.
+    - `ValueError` if a format, a method or a primitive is unknown.
+    - `ValueError` if the shape of `scale` or `zero_point` does not follow the rule for `scale`.
     - `ValueError` if a static `scale` is combined with a `tile_size`, or with a format that needs
       scales per tile, such as mxfp8.
     - `ValueError` if an axis in `contracting` is out of range or not negative.
@@ -139,11 +140,11 @@ class ActivationQuantized(ProductWeight):
         return get_format(self.qtype)
 
     def is_for(self, primitive: str) -> bool:
-        """Return whether products of a primitive, such as "dot_general", quantize activations."""
+        """Return whether activations are quantized in a primitive, such as "dot_general"."""
         return not self.op_names or primitive in self.op_names
 
     def turned_over(self) -> "ActivationQuantized":
-        """Return a copy which records that the last two axes of its codes were swapped."""
+        """Return a copy that records a swap of the last two axes of the stored codes."""
         return self.changed(turned=not self.turned)
 
     def quantise_activations(
@@ -154,8 +155,8 @@ class ActivationQuantized(ProductWeight):
         **Arguments:**
 
         - `x`: the other operand.
-        - `shared`: the contracted axes of `x`. Values along them share a dynamic scale. Tiles are
-          along the last of these axes.
+        - `shared`: the contracted axes of `x`. Values along them share a dynamic scale. If
+          `tile_size` is set, the tiles are along the last of these axes.
         - `batch`: the batch axes of the product, as pairs: an axis of `x` and the matching axis of
           the weight.
         """
@@ -176,10 +177,10 @@ class ActivationQuantized(ProductWeight):
             raise
 
     def stacked_axes(self, summed: Sequence[int], batch: Sequence[int]) -> list[int]:
-        """Return the axes of a stack of weights that multiply the same operand in a product.
+        """Return the free axes of the weight along which it has several static scales.
 
-        Each weight of the stack quantizes the operand with its own static scale. In all other
-        cases the list is empty.
+        The weight is a stack along these axes, and a product quantizes the activations once per
+        scale. The list is empty if scales are dynamic, or vary along contracted or all free axes.
 
         **Arguments:**
 

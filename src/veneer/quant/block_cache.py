@@ -66,7 +66,7 @@ class BlockCache(ImplicitArray):
         return _put(dense, self.newest, self.place * self.newest.shape[self.axis], self.axis)
 
     def leaf_axes(self) -> Any:
-        """Return a list of `vn.LeafAxis` per stored array. The token axis cannot be sliced."""
+        """Return a list of `vn.LeafAxis` for each stored array. The token axis cannot be sliced."""
         whole = LeafAxis(self.axis, "whole")
         newest = [LeafAxis(i) if i != self.axis else whole for i in range(-self.ndim, 0)]
         return [[None, *newest], newest, []]

@@ -52,8 +52,8 @@ class QArray(ImplicitArray):
       nf4, int8 for int5, float8_e4m3fn for mxfp8. Formats whose codes are integers accept any
       integer dtype, if the codes are in range.
     - `scale`: a floating array with the rank of `qvalue`. The size of each axis divides the size of
-      the same axis of `qvalue`, and each entry is the scale of one tile. With float8_e8m0fnu,
-      scales are powers of two. If scales are quantized, as in nvfp4, `scale` is itself a `QArray`.
+      the same axis of `qvalue`, and each entry is the scale of one tile. Scales in float8_e8m0fnu
+      are powers of two. If scales are quantized, as in nvfp4, `scale` is itself a `QArray`.
     - `zero_point`: the code that represents 0. Its shape follows the rule for `scale`. Only integer
       formats have zero points. To store packed zero points, pass them as a `QArray` whose scale
       is 1.
@@ -66,7 +66,7 @@ class QArray(ImplicitArray):
     - `TypeError` if one of the arrays is not a JAX or NumPy array.
     - `ValueError` if the format is unknown, or if the dtype of `qvalue` names no format and `qtype`
       is missing.
-    - `ValueError` if a shape or dtype does not follow these rules, or a code is out of range.
+    - `ValueError` if a shape or dtype does not follow the rules above, or a code is out of range.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> q = vn.quant.QArray(jnp.array([[1, -2], [3, 4]], jnp.int4), jnp.array([[0.5, 1.0]]))
@@ -140,7 +140,7 @@ class QArray(ImplicitArray):
         **Raises:**
 
         - `TypeError` if one of the arrays is not a JAX or NumPy array.
-        - `ValueError` if the format is unknown, or if the shapes and dtypes do not fit together.
+        - `ValueError` if the format is unknown, or a shape or dtype breaks the rules of `QArray`.
 
         >>> import jax.numpy as jnp, veneer as vn
         >>> vn.quant.QArray.from_packed(
@@ -155,7 +155,7 @@ class QArray(ImplicitArray):
         return new
 
     def replace(self, **changes: Any) -> "QArray":
-        """Return a copy with other values for some fields.
+        """Return a copy in which some fields have new values.
 
         `dataclasses.replace` does not work here, because the constructor takes unpacked codes.
 
@@ -165,7 +165,7 @@ class QArray(ImplicitArray):
           `scale`, `zero_point` and `minimum`, and the metadata `qtype`, `packing` and
           `dense_dtype`.
 
-        **Returns:** an array of the same class. All other fields are the same.
+        **Returns:** an array of the same class. Fields that are not in `changes` stay the same.
 
         **Raises:**
 
@@ -249,7 +249,7 @@ class QArray(ImplicitArray):
         return f"QArray({title(self)})" if has_title(self) else super().__repr__()
 
     def codes(self) -> jax.Array:
-        """Return the unpacked codes as int8, uint8, int16 or floats of 8 bits."""
+        """Return the unpacked codes in int8, uint8, int16 or a float dtype of 8 bits."""
         format = self.format
         if format.bits >= 8:
             return jnp.asarray(self.packed)

@@ -39,8 +39,8 @@ def zeros(
       it then gets its own scale.
     - `qtype`, `channelwise_axes`, `tiled_axes`, `scale_dtype`: as for `vn.quant.quantize`.
     - `dtype`: the dtype of the dense array.
-    - `calibration_method`: the default of the format, or "minmax" for scales with a zero point
-      (integer formats only).
+    - `calibration_method`: None for the default method of the format, or "minmax" for scales with a
+      zero point (integer formats only).
     - `block_axis`: the token axis, if blocks of tokens share scales, as in KIVI (arXiv 2402.02750).
       It must be one of `tiled_axes`, and its tile size is the block size. The newest block is also
       stored in full precision.
@@ -53,9 +53,9 @@ def zeros(
 
     - `TypeError` if `dtype` is not floating.
     - `ValueError` if `vn.quant.quantize` would reject the arguments.
-    - `ValueError` for another `calibration_method`, or a format with quantized scales (nvfp4,
-      nf4_dq).
-    - `ValueError` for a negative size, or a `block_axis` that is not in `tiled_axes`.
+    - `ValueError` if `calibration_method` is any other method, or the format has quantized scales
+      (nvfp4, nf4_dq).
+    - `ValueError` if a size is negative, or `block_axis` is not in `tiled_axes`.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> keys = vn.quant.zeros((8, 128, 64), "int8", channelwise_axes=[0, 1])

@@ -63,9 +63,9 @@ def quantize(
       the axis. None means no tiles. A format with a fixed tile size, such as mxfp4, then has tiles
       along the last axis that is not in `channelwise_axes`.
     - `calibration_method`: how to choose the range that the codes of a tile cover (see the table).
-      None is the default of the format.
-    - `scale_dtype`: the dtype of the scales. None is the dtype of the format, or else of `array`.
-      For a float16 array in int16 it is float32.
+      None selects the default method of the format.
+    - `scale_dtype`: the dtype of the scales. None means the scale dtype of the format if it has
+      one, and otherwise the dtype of `array` (float32 for a float16 array in int16).
     - `key`: a key of `jax.random`, for stochastic rounding. The expected value of a result is then
       the exact value, unless it is clipped.
 
@@ -77,7 +77,7 @@ def quantize(
     | "absmean" | the scale is the mean magnitude (BitNet, arXiv 2402.17764) |
     | "fixed,6" | -6 to 6; "fixed,-1,3" has a zero point |
     | "percentile,99.9" | a percentile of magnitudes; "percentile,1,99" has a zero point |
-    | "mse,40,2" | the fraction of the full range, out of 40, with the least mean squared error |
+    | "mse,40,2" | the one of 40 fractions of the full range with the least mean squared error |
     | "hqq,0.7" | the range with the least sum of errors to the power 0.7, as in HQQ |
     | "oas" | Outlier Aware Scaling (arXiv 2603.08713), for mxfp8, mxfp8_16, mxfp4 |
 
@@ -87,7 +87,7 @@ def quantize(
     **Raises:**
 
     - `TypeError` if `array` or `scale_dtype` is not floating, `key` is not a key, or an argument
-      has another type.
+      has the wrong type.
     - `ValueError` for an unknown format or method, a method that the format does not support, an
       axis that is out of range or named twice, or a tile size that does not divide its axis.
 
@@ -388,8 +388,9 @@ def quantize_with_scale(
 
     - `array`, `qtype`, `key`: as for `vn.quant.quantize`.
     - `scale`: one positive number, or a floating array with the rank of `array` and one entry per
-      tile. It is stored in its own dtype, and a Python number in the dtype of `array`. Some formats
-      prescribe another dtype. A scale of 0, or too small to divide by, becomes 1 (in int1, 0).
+      tile. An array keeps its dtype, and a Python number gets the dtype of `array`, unless the
+      format prescribes the dtype of scales. A scale of 0, or too small to divide by, becomes 1 (in
+      int1, 0).
     - `zero_point`: the code that represents 0. Its shape follows the rule for `scale`. Only integer
       formats have zero points.
 

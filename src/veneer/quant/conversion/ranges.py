@@ -63,14 +63,16 @@ def scale_of_range(
     **Arguments:**
 
     - `qtype`: the format.
-    - `high`: the upper end of the range, at least 0. An array of any shape holds several ranges.
-    - `low`: the lower end of the range, at most 0, with the shape of `high`. None is `-high`.
+    - `high`: the upper end of the range, at least 0. An array of any shape can hold several upper
+      ends.
+    - `low`: the lower end of the range, at most 0, with the shape of `high`. None means `-high`.
 
     **Returns:** `(scale, zero_point)` with the shape of `high`. The scale is f32 or f64, and 1 if
     the range has only the value 0. The zero point is int8, uint8 or int16. It is None if `low` is
-    None, unless the format is unsigned.
+    None, except in unsigned integer formats.
 
-    **Raises:** `ValueError` for an unknown format, or for `low` if the format has no zero point.
+    **Raises:** `ValueError` if the format is unknown, or if `low` is given and the format has no
+    zero points.
 
     >>> import veneer as vn
     >>> vn.quant.scale_of_range("int8", 1.275)

@@ -24,9 +24,9 @@ from .unknown import unknown_format
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """A number format: it encodes values that are divided by a scale in codes of a few bits.
+    """A number format, which divides values by a scale and encodes the results in a few bits.
 
-    `vn.quant.FORMATS` is a dict of all formats. `vn.quant.get_format` also takes aliases.
+    `vn.quant.FORMATS` has all formats by name. `vn.quant.get_format` also finds them by alias.
 
     **Arguments:**
 
@@ -34,15 +34,15 @@ class Format:
     - `bits`: the size of a stored code. It can be a fraction: ternary has 1.6 bits, because a byte
       stores five codes.
     - `code_dtype`: the dtype of unpacked codes, as in `QArray.qvalue`.
-    - `bound`: determines the scale of a tile: `absmax / bound`, where `absmax` is its largest
-      magnitude. In unsigned formats, `(max - min) / bound`.
+    - `bound`: the divisor in the scale of a tile: `absmax / bound`, where `absmax` is the largest
+      magnitude of the tile. In unsigned formats, the scale is `(max - min) / bound`.
     - `codebook`: the value of each code, or None if each code is its own value.
     - `source`: the specification, paper or library that defines the format.
     - `tile_size`: the only tile size that the format allows. None allows any size.
-    - `scale_dtype`: the dtype of the scales. None allows any float dtype. With float8_e8m0fnu,
-      scales are powers of two. If `scale_tile` is set, scales are quantized to this format.
-    - `scale_tile`: the number of quantized scales that share one f32 scale. 0: all scales of a
-      matrix share one. None: scales are not quantized.
+    - `scale_dtype`: the dtype of the scales, or their format if they are quantized. None allows any
+      float dtype. Scales in float8_e8m0fnu are powers of two.
+    - `scale_tile`: the number of quantized scales that share one f32 scale. With 0, all scales of a
+      matrix share one. With None, scales are not quantized.
     - `calibration`: the default `calibration_method` of `vn.quant.quantize`.
 
     >>> import veneer as vn
@@ -75,7 +75,7 @@ class Format:
 
     @property
     def is_integer(self) -> bool:
-        """True if each code is an integer and its own value, as in int4. nf4 has a codebook."""
+        """True if codes are integers that represent themselves, as in int4 but not in nf4."""
         return self.codebook is None and jnp.issubdtype(self.code_dtype, jnp.integer)
 
     @property
@@ -111,7 +111,7 @@ class Format:
 
     @property
     def ends(self) -> tuple[float, float]:
-        """The range of values before scaling, symmetric if possible: (-7.0, 7.0) for int4."""
+        """The range of values before scaling: (-7.0, 7.0) for int4. It is symmetric if possible."""
         if self.codebook is None:
             largest = float(self.code_range[1] if self.is_integer else self.bound)
             return -largest, largest
@@ -185,7 +185,7 @@ class Format:
         return thresholds
 
     def decode(self, codes: ArrayLike, dtype: DTypeLike) -> jax.Array:
-        """Return the values of codes, without zero points and scales.
+        """Return the values of codes before zero points and scales are applied.
 
         **Arguments:**
 
@@ -213,11 +213,11 @@ class Format:
         return codes.astype(jnp.uint8) & (2 ** int(self.bits) - 1)  # two's complement
 
     def from_fields(self, fields: jax.Array) -> jax.Array:
-        """Return the codes that unpacked unsigned integers represent, the inverse of `to_fields`.
+        """Return the codes of unpacked unsigned integers. This is the inverse of `to_fields`.
 
         **Arguments:**
 
-        - `fields`: unsigned integers, as unpacked from storage.
+        - `fields`: unsigned integers, unpacked from storage.
 
         **Returns:** in signed formats, signed integers of the same width. In other formats,
         `fields`.
@@ -303,8 +303,23 @@ _BINARY = Format(
     calibration="absmean",
 )
 
-FORMATS: dict[str, Format] = {
-    format.name: format
+
+class _Formats(dict[str, Format]):
+    """All number formats: a dict from the name, such as "int8", to the `Format`.
+
+    | formats | values |
+    |---|---|
+    | int2 to int8, int16 | signed integers |
+    | uint2 to uint8 | unsigned integers with a zero point |
+    | ternary, int1 | -1, 0, 1; -1, 1 |
+    | float8_*, float6_*, float4_e2m1fn | floats of 8, 6 and 4 bits |
+    | nf4, nf4_dq, fp4_bnb, iq4_nl, dynamic8 | codebooks |
+    | mxfp8*, mxfp6*, mxfp4, nvfp4 | floats with a fixed tile size and scale dtype |
+    """
+
+
+FORMATS: dict[str, Format] = _Formats(
+    (format.name, format)
     for format in (
         *map(_integer, range(8, 1, -1)),
         dataclasses.replace(
@@ -361,8 +376,9 @@ FORMATS: dict[str, Format] = {
             source="NVFP4, arXiv 2509.25149: scales in e4m3 and one in f32 above them",
         ),
     )
-}
-"""All number formats: a dict from name to `Format`. Pass a name as `qtype`.
+)
+# The site shows this text, and `help(FORMATS)` shows the docstring of the class.
+"""All number formats: a dict from the name, such as "int8", to the `Format`.
 
 | formats | values |
 |---|---|
@@ -405,7 +421,7 @@ def get_format(qtype: DTypeLike) -> Format:
     **Raises:**
 
     - `TypeError` if `qtype` is neither a name nor a dtype.
-    - `ValueError` if there is no such format. The message names the closest format.
+    - `ValueError` if no format has this name. The message names the closest format.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> vn.quant.get_format("nf4").bits, vn.quant.get_format(jnp.int8).name

@@ -62,7 +62,7 @@ def quantize_tree(
     **Arguments:**
 
     - `params`: a pytree of arrays (nnx, linen, Equinox, plain dicts), or a callable module. If the
-      leaves are abstract (`jax.ShapeDtypeStruct`), so is the result.
+      leaves are abstract (`jax.ShapeDtypeStruct`), the result is abstract, too.
     - `rules`: a list of `Rule`, or the name of a format, such as "int8". In a list, the first rule
       that matches the path of a leaf applies. A name selects the default rules for language models,
       and needs a program.
@@ -91,7 +91,8 @@ def quantize_tree(
     - `TypeError` if `rules` is not a list of `Rule`, or the program cannot be called.
     - `ValueError`, with the path, if a tile does not divide its axis or statistics are missing.
     - `ValueError` if `params` holds no arrays.
-    - `ValueError` if an option of a rule cannot be combined with `train`.
+    - `ValueError` if an option of a rule cannot be combined with `train`, such as `rotate` with
+      `train=True`, or `grad_qtype` with `train=False`.
     - `ValueError` if a format name is given without a program.
 
     **Warns** (`UserWarning`, with paths and a remedy) if:

@@ -32,7 +32,7 @@ TRAINING = ("grad_qtype", "grad_input", "grad_weight", "sparsity")  # what is fo
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Rule:
-    """A rule that assigns formats to the parameters whose path matches.
+    """A rule that assigns formats to the parameters whose path matches a regex.
 
     In a list of rules, the first rule that matches a path applies. `docs/formats.md` explains each
     argument.
@@ -52,27 +52,29 @@ class Rule:
       `layers.0.query.kernel`. A final `.value`, as in flax.nnx, is optional.
     - `qtype`: the format of the weight, such as "int8". None leaves the weight dense.
     - `tile_size`: the number of values along `tile_axis` that share a scale (the group size). A
-      float is a fraction of the axis. `{axis: size}` tiles several axes. None is the whole axis, or
-      the tile size of the format.
+      float is a fraction of the axis. `{axis: size}` tiles several axes. None means the tile size
+      of the format if it has one, and otherwise the whole axis.
     - `tile_axis`: the axis of the weight that products contract: -2 for kernels `[in, out]`, -1 for
       `[out, in]`. Or a list of axes, of which only the last has tiles. If None, the axes are taken
       from the traced program, or -2 if there is no program.
-    - `calibration_method`: the method that chooses scales, as in `vn.quant.quantize`. None is the
-      default of the format.
+    - `calibration_method`: the method that chooses scales, as in `vn.quant.quantize`. None selects
+      the default method of the format.
     - `scale_dtype`: the dtype of the scales, as in `vn.quant.quantize`.
-    - `rotate`: rotate the weight to spread its outliers. It becomes a `vn.types.Rotated`.
-    - `method`: the `method` of `vn.quant.calibrate` for this weight.
+    - `rotate`: if True, rotate the weight to spread its outliers. The weight becomes a
+      `vn.types.Rotated`.
+    - `method`: the `method` of `vn.quant.calibrate` for the weight.
     - `correction_rank`: the rank of a low-rank correction of the rounding error. The weight becomes
       a `vn.types.LoraArray`.
-    - `correction_steps`: how often to alternate rounding and correction (LoftQ, arXiv 2310.08659).
+    - `correction_steps`: how often `quantize_tree` alternates rounding and correction (LoftQ, arXiv
+      2310.08659).
     - `act_qtype`: the format of the activations that multiply the weight. None leaves them dense.
     - `act_calibration_method`, `act_tile_size`: like `calibration_method` and `tile_size`, for the
       activations.
     - `act_range`: "dynamic" computes a scale per row in each product. "mean", "exponential" and
-      "widest" use one static scale, from statistics of `vn.quant.observe`.
+      "widest" use one static scale, from the ranges that `vn.quant.observe` records.
     - `op_names`: a list of the primitives in which activations are quantized: "dot_general",
-      "ragged_dot_general" or "conv_general_dilated". Empty means all.
-    - `grad_qtype`: the format of gradients in the backward pass.
+      "ragged_dot_general" or "conv_general_dilated". An empty list means all.
+    - `grad_qtype`: the format of gradients in the backward pass. None leaves them dense.
     - `grad_input`, `grad_weight`: a `BackwardProduct` for the gradient of the input or of the
       weight, instead of `grad_qtype`.
     - `sparsity`: `(n, m)` keeps the n largest magnitudes of every m neighbors along `tile_axis`.
@@ -80,9 +82,11 @@ class Rule:
 
     **Raises:**
 
-    - `ValueError` for an invalid regex, format, method, range or tile size.
-    - `ValueError` for an option whose format is None, such as `act_tile_size` without `act_qtype`.
-    - `TypeError` for an argument of the wrong type, or a `scale_dtype` that is not floating.
+    - `ValueError` if an argument does not have one of the values above: if the regex is invalid, a
+      format, method or range is unknown, or a tile size is below 1.
+    - `ValueError` if an option is set without its format, such as `act_tile_size` without
+      `act_qtype`.
+    - `TypeError` if an argument has the wrong type, or `scale_dtype` is not floating.
 
     >>> import veneer as vn
     >>> vn.quant.Rule(r"layers\\.\\d+\\.kernel", "nf4", tile_size=64)
@@ -223,7 +227,7 @@ class Rule:
         return any(getattr(self, name) is not None for name in ("qtype", "act_qtype", *TRAINING))
 
     def is_for(self, op: str) -> bool:
-        """Return whether the primitive `op`, such as "dot_general", quantizes activations."""
+        """Return whether activations are quantized in the primitive `op`, such as "dot_general"."""
         return not self.op_names or op in self.op_names
 
     def _tile_axes(self) -> tuple[Any, ...]:
@@ -246,11 +250,11 @@ class Rule:
         return from_end
 
     def along(self, axes: Collection[int], shape: Sequence[int]) -> "Rule":
-        """Return a copy whose `tile_axis` and `tile_size` fit a weight and its products.
+        """Return a copy with the `tile_axis` and `tile_size` for one weight and its products.
 
-        `tile_size` counts values along all contracted axes together. If no tile of this size
-        divides the axes, the copy has smaller tiles. If the axes have fewer values than a tile, all
-        of these values share one scale.
+        The `tile_size` of this rule counts values along all contracted axes together. If no tile of
+        this size divides the axes, the copy has smaller tiles. If the contracted axes have fewer
+        values than a tile, all of these values share one scale.
 
         **Arguments:**
 
@@ -297,7 +301,7 @@ class Rule:
         return axes.channelwise, dict(axes.tiled)
 
     def in_basis(self, array: Any) -> Any:
-        """Return a floating array of rank 2 or more, as a `vn.types.Rotated` if `rotate` is set."""
+        """Return the array as a `vn.types.Rotated` if `rotate` is True, and otherwise unchanged."""
         return Rotated.of(array, self.contracting(array.ndim)) if self.rotate else array
 
     def quantize(self, array: Any) -> Any:
@@ -335,8 +339,8 @@ class Rule:
         - `weight`: a dense or implicit array.
         - `statistics`: the statistics of its activations. Only a static `act_range` needs them.
 
-        **Raises:** `ValueError` if the statistics are missing or do not fit, or if a tile of
-        `act_qtype` does not divide the contracted axis.
+        **Raises:** `ValueError` if a static `act_range` has no statistics, or statistics of a
+        weight of another shape, or if a tile of `act_qtype` does not divide the contracted axis.
         """
         if self.act_qtype is None:
             return weight

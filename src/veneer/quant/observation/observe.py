@@ -42,10 +42,10 @@ def observe(
     """Create a function that runs a model and records statistics of its activations.
 
     Activations are the operands that multiply a weight in `dot_general`, convolutions and
-    `ragged_dot`. Only products that contract the `tile_axis` of the rule count. If `tile_axis` is
-    None, products count that contract the same axes of the weight as its first product in the
-    traced program. With `box`, the program is not traced, and None is axis -2. The model does not
-    change, and its weights stay dense. `docs/calibration.md` lists exceptions.
+    `ragged_dot`. They are recorded in products that contract the `tile_axis` of the rule. If
+    `tile_axis` is None, the first product of the weight in the traced program determines the axes.
+    With `box`, the program is not traced, and None means axis -2. The model does not change, and
+    its weights stay dense. `docs/calibration.md` lists exceptions.
 
     **Arguments:**
 
@@ -53,14 +53,14 @@ def observe(
       `functools.partial`. Their arrays are then the parameters.
     - `rules`: a list of `Rule`, as for `quantize_tree`. A weight is observed if the first rule that
       matches it has a `qtype` or an `act_qtype`.
-    - `params`: a pytree of arrays.
+    - `params`: a pytree of arrays. None if `model` is a module.
     - `gram`: also record the second moments `x.T @ x` of the activations `x`, except in
       convolutions.
     - `decay`: the weight of earlier batches in the exponential average of ranges, at least 0 and
       below 1.
     - `box`: pass `vn.hijax.Box` to record on the device. `observe` then returns a model that
-      records each call and has a method `statistics()`. Call it in any program, such as a training
-      step.
+      records each call and has a method `statistics()`. Call this model in any program, such as a
+      training step.
 
     **Returns:** a function. Its argument is an iterable of batches. If a batch is a tuple, its
     entries are the arguments of the model. Any other batch is the only argument. The function
@@ -71,7 +71,8 @@ def observe(
 
     - `TypeError` if `model` is not callable, if `params` is missing and `model` is a function, if
       `rules` is not a list of `Rule`, or if the batches are a single array or dict.
-    - `ValueError` if `params` holds no arrays, `decay` is out of range, or there are no batches.
+    - `ValueError` if `params` holds no arrays, `decay` is not at least 0 and below 1, or there are
+      no batches.
     - `ValueError` if no activations are recorded for any weight.
     - `ValueError` if two arguments of a `functools.partial` have parameters with the same path.
 

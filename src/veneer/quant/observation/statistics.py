@@ -34,14 +34,14 @@ class ActivationStatistics:
     **Arguments:**
 
     - `count`: the number of values per channel.
-    - `minimum`, `maximum`, `mean`, `absmean`, `mean_square`: per channel. `absmean` is the mean
-      magnitude.
-    - `lows`, `highs`: the smallest and the largest value of each batch, averaged over batches. Two
-      dicts with the keys "mean" and "exponential" (a moving average).
-    - `gram`: the second moments `x.T @ x / count`, `[..., K, K]`. Several contracted axes are
-      flattened into `K`. None unless `observe` is called with `gram=True`.
-    - `cross`: like `gram`, for products of the activations of the quantized model and of the dense
-      model. None unless `calibrate` uses `propagation`.
+    - `minimum`, `maximum`, `mean`, `absmean`, `mean_square`: one value per channel. `absmean` is
+      the mean magnitude.
+    - `lows`, `highs`: the smallest and the largest value of each batch, averaged over batches. Each
+      is a dict with two averages: "mean" and "exponential" (a moving average).
+    - `gram`: the second moments `x.T @ x / count` of the activations `x`, `[..., K, K]`. Several
+      contracted axes are flattened into `K`. It is None unless `observe` has `gram=True`.
+    - `cross`: `x.T @ y / count`, where `x` and `y` are the activations in the quantized and in the
+      dense model. It is None unless `calibrate` uses `propagation`.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> observer = vn.quant.observe(
@@ -71,12 +71,12 @@ class ActivationStatistics:
         return np.maximum(np.abs(self.minimum), np.abs(self.maximum))
 
     def range(self, average: str) -> tuple[Any, Any]:
-        """Return the smallest and the largest activation, over all channels of a weight.
+        """Return the range of the activations over all channels, as `(low, high)`.
 
         **Arguments:**
 
-        - `average`: "mean" or "exponential" averages the ranges of the batches. "widest" covers all
-          values.
+        - `average`: "mean" or "exponential" averages the ranges of the batches. "widest" is the
+          range of all values.
 
         **Raises:** `ValueError` for any other `average`.
         """
@@ -90,7 +90,7 @@ class ActivationStatistics:
         return self.lows[average], self.highs[average]
 
     def of_stacks(self, of_channels: Any) -> np.ndarray:
-        """Return a per-channel array, such as `mean`, as `[S, K]`: one row per stacked weight."""
+        """Return a per-channel array, such as `mean`, as `[stacks, K]`: a row per weight."""
         order = [*self.stacked_axes, *self._contracted()]
         others = [i for i in range(np.ndim(of_channels)) if i not in order]
         return np.transpose(of_channels, [*order, *others]).reshape(self.stacks, -1)

@@ -64,7 +64,7 @@ def conv_general_dilated(
     `[h, w, in, out]` with `channelwise_axes=[-1]`, and images with their batch axis in
     `channelwise_axes`. In all other cases the operands are dequantized.
 
-    Padding and dilation insert the value 0, not the code 0. A dense int8 or uint8 array counts as
+    Padding and dilation insert the value 0, not the code 0. A dense int8 or uint8 array is used as
     codes if the other operand has an integer format. Other integer arrays are converted to the
     dtype of the QArray.
 
@@ -76,7 +76,7 @@ def conv_general_dilated(
       `feature_group_count`, `batch_group_count`, `precision`, `out_sharding`: as for
       `jax.lax.conv_general_dilated`.
     - `preferred_element_type`: the dtype of the result, as for `jax.lax.conv_general_dilated`. For
-      two QArrays, it can also be a narrower float dtype.
+      two QArrays, it can also be a float dtype narrower than their dtype.
 
     **Returns:** an array with the shape and dtype of the convolution of the dense arrays. The
     values are the same up to rounding.

@@ -46,10 +46,10 @@ def dot_general(
     | codes as floats, scales applied to the output | scales do not vary along contracted axes |
     | dequantized operands | all other cases |
 
-    If codes have scales per tile, each tile is summed on its own. This needs tiles of at least 128
-    terms (16 terms if an operand has at most 16 rows or columns). Products of 16-bit floats are
-    summed in f32. A dense int8 or uint8 array counts as codes if the other operand has an integer
-    format. `vn.explain` reports the strategy.
+    If codes have scales per tile, the products of each tile are summed separately. This needs tiles
+    of at least 128 values (16 if an operand has at most 16 rows or columns). Products of 16-bit
+    floats are summed in f32. A dense int8 or uint8 array is used as codes if the other operand has
+    an integer format. `vn.explain` reports the strategy.
 
     **Arguments:**
 

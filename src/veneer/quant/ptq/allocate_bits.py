@@ -36,11 +36,11 @@ def allocate_bits(
 ) -> "BitAllocator":
     """Create an allocator, which chooses a format for each weight within a budget of bits.
 
-    This is mixed precision. For each weight and each rule that matches it, the allocator estimates
-    how much rounding changes the outputs of the weight's products. The estimate uses the second
-    moments of the activations. It is scaled by the error of the model's output when only that
-    weight is rounded. The allocator assumes that these losses add up, and minimizes their total
-    within the budget.
+    This is mixed-precision quantization. For each weight and each rule that matches it, the
+    allocator estimates the loss: how much rounding changes the outputs of the weight's products.
+    The estimate uses the second moments of the activations. It is scaled by the error of the
+    model's output when only that weight is rounded. The allocator assumes that the losses of the
+    weights add up, and minimizes their total within the budget.
 
     **Arguments:**
 
@@ -87,7 +87,7 @@ class BitAllocator:
 
     - `TypeError` if the batches are a single array or dict.
     - `ValueError` if there are no batches, or no choice matches a weight that the model uses.
-    - `ValueError` if the smallest choices need more bits than the budget.
+    - `ValueError` if the budget is too small even for the smallest choice of each weight.
     - `ValueError` if all activations are 0, or so small that their squares underflow.
 
     **Warns** (`UserWarning`) when called, if a choice matches no path, or if all activations of a

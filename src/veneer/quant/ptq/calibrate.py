@@ -67,13 +67,13 @@ def calibrate(
     - `model`: a function of `params` and a batch. If `params` is None, a callable module.
     - `rules`: a list of `Rule` or the name of a format, as for `quantize_tree`.
     - `params`: a pytree of arrays. None if `model` is a module.
-    - `method`: the rounding method (see the table) of weights whose rule has no `method`.
+    - `method`: the rounding method (see the table) for weights whose rule has no `method`.
     - `sequential`: round weights in the order of the program. The activations of a weight then come
       from the model in which all earlier weights are quantized.
     - `propagation`: the fraction, from 0 to 1, of the errors of earlier weights that a weight
       compensates (QEP, arXiv 2504.09629). It needs `sequential`.
-    - `damping`: GPTQ adds this fraction of the mean diagonal entry of the second moments to their
-      diagonal.
+    - `damping`: a number of at least 0. GPTQ adds `damping` times the mean of the diagonal of the
+      second moments to that diagonal.
     - `memory`: a limit in bytes for the second moments, which are a float64 `[K, K]` array per
       weight. To stay within the limit, the calibration reads the batches several times.
     - `resume`: a folder for results. After an interruption, the same call continues from there.
@@ -87,15 +87,15 @@ def calibrate(
     | "smoothquant", "smoothquant+gptq" | after moving outliers to weights (arXiv 2211.10438) |
 
     **Returns:** a `Calibrator`. Call it with an iterable of batches to get the quantized
-    parameters. Each output channel of a weight keeps the better of these codes and the nearest
-    codes. Embeddings and convolution kernels are rounded to nearest.
+    parameters. Each output channel of a weight gets the codes of the method or the nearest codes,
+    whichever have less error. Embeddings and convolution kernels are rounded to nearest.
 
     **Raises:**
 
     - `TypeError` if `model` is not callable, if `params` is missing and `model` is a function, or
       if `rules` is not a list of `Rule`.
-    - `ValueError` if `params` holds no arrays, for an unknown method, an argument that is out of
-      range, or a rule with an option for training.
+    - `ValueError` if `params` holds no arrays, `method` is unknown, `memory`, `propagation` or
+      `damping` is out of range, or a rule has an option for training, such as `grad_qtype`.
 
     `Calibrator` lists the errors and warnings of the calibration itself.
 
@@ -115,8 +115,8 @@ class Calibrator:
     """A calibration of a model, created by `calibrate`.
 
     Call it with an iterable of batches. If a batch is a tuple, its entries are the arguments of the
-    model. Any other batch is the only argument. The call returns the quantized parameters or
-    module. Afterwards, the attribute `report` has the error of each weight, and `print(report)`
+    model. A batch of another type is the only argument. The call returns the quantized parameters
+    or module. Afterwards, the attribute `report` has the error of each weight, and `print(report)`
     shows a table.
 
     **Arguments:** the same as for `calibrate`.
@@ -128,7 +128,8 @@ class Calibrator:
       needs several passes.
     - `ValueError` if there are no batches, or if products use none of the weights that the rules
       quantize.
-    - `ValueError` if no activations are recorded, if all of them are 0, or if some are not finite.
+    - `ValueError` if no activations are recorded, if all activations are 0, or if some are not
+      finite.
     - `ValueError` if the folder `resume` has the results of another calibration.
     - `ImportError` if `progress=True` and the package rich is not installed.
 

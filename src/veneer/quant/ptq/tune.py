@@ -49,9 +49,9 @@ def tune(
     - `learning_rate`: the initial learning rate of Adam, which decays to 0 along a cosine. Steps
       are relative to each scale, and to the root mean square of each dense array. Codes use four
       times this rate, relative to the distance between codes.
-    - `loss`: a function of the outputs and the outputs of the dense model, which returns a scalar.
-      None is the mean squared difference, divided by the mean square of the dense outputs, and
-      averaged over floating outputs.
+    - `loss`: a function that returns a scalar for the outputs of the quantized model and of the
+      dense model. None means the mean squared difference, divided by the mean square of the dense
+      outputs, and averaged over floating outputs.
 
     | `train` | arrays |
     |---|---|
@@ -59,14 +59,15 @@ def tune(
     | "scales" | floating scales; quantized scales and powers of two stay the same |
     | "dense" | other floating arrays, such as biases and the leaves of a `LoraArray` |
 
-    **Returns:** a tuner. Call it with a list of batches to get a tuned tree like `quantized`. If a
-    batch is a tuple, its entries are the arguments of the model. Afterwards, the attribute `losses`
-    lists the mean loss before tuning, in each epoch, and after tuning. If the loss did not fall,
-    the call returns `quantized` unchanged, with a `UserWarning`.
+    **Returns:** a `Tuner`. Call it with a list of batches to get a tuned tree like `quantized`. If
+    a batch is a tuple, its entries are the arguments of the model. Afterwards, the attribute
+    `losses` lists the mean loss before tuning, in each epoch, and after tuning. If the loss did not
+    fall, the call returns `quantized` unchanged, with a `UserWarning`.
 
     **Raises:**
 
-    - `ValueError` for an unknown part in `train`, or `epochs` or `learning_rate` out of range.
+    - `ValueError` if `train` is empty or has an unknown part, `epochs` is below 1, or
+      `learning_rate` is not above 0.
 
     The call of the tuner raises:
 

@@ -21,22 +21,22 @@ class BackwardProduct:
 
     | argument of `Rule` | product | contracted axis of `g` |
     |---|---|---|
-    | `grad_input` | `g @ w.T`, the gradient of `x` | channels |
-    | `grad_weight` | `x.T @ g`, the gradient of `w` | rows |
+    | `grad_input` | `g @ w.T`, the gradient of `x` | the output channels |
+    | `grad_weight` | `x.T @ g`, the gradient of `w` | the rows of `x` |
 
     **Arguments:**
 
     - `qtype`: the format of `g`. None leaves `g` dense.
     - `tile_size`: the number of values of `g` along the last contracted axis that share a scale. A
-      float is a fraction of the axis. `{axis: size}` sets sizes for several axes of `g`. None is
-      the whole axis, or the tile size of the format. If the other operand is quantized again for
-      this product, it gets the same tile size.
+      float is a fraction of the axis. `{axis: size}` sets sizes for several axes of `g`. None means
+      the tile size of the format if it has one, and otherwise the whole axis. If the other operand
+      is quantized again for this product, it gets the same tile size.
     - `calibration_method`: the method that chooses the scales of `g`, as in `vn.quant.quantize`.
-      None is the default of the format.
-    - `residual_qtype`: the form of the other operand, `w` or `x` (see the table). The forward pass
-      stores it for the backward pass.
-    - `stochastic`: round `g` stochastically. Without a key from
-      `vn.quant.with_stochastic_rounding`, `g` is rounded to nearest.
+      None selects the default method of the format.
+    - `residual_qtype`: how this product gets the other operand, `w` or `x`, from the forward pass
+      (see the table).
+    - `stochastic`: if True, round `g` stochastically with the key that
+      `vn.quant.with_stochastic_rounding` sets. Without a key, `g` is rounded to nearest.
 
     | `residual_qtype` | the other operand |
     |---|---|
@@ -46,8 +46,9 @@ class BackwardProduct:
 
     **Raises:**
 
-    - `ValueError` for an unknown format or method, or a method without a `qtype`.
-    - `ValueError` for a tile size that is out of range or that the format does not support.
+    - `ValueError` if a format or a method is unknown, or if there is a method but no `qtype`.
+    - `ValueError` if a tile size is below 1, a fraction is not above 0 and at most 1, or the format
+      has another fixed tile size.
     - `TypeError` if a tile size is not a number.
 
     >>> import veneer as vn

@@ -12,9 +12,9 @@ from .fake_quantized import FakeQuantized
 def convert(params: Any) -> Any:
     """Quantize the weights of a trained model.
 
-    Each `FakeQuantized` becomes a `QArray`, or an `ActivationQuantized` that wraps one if it has an
-    `act_qtype`. The model gives the same results as in training, up to rounding. The full-precision
-    weights are dropped.
+    Each `FakeQuantized` becomes a `QArray`. If it has an `act_qtype`, an `ActivationQuantized`
+    wraps the `QArray`. The model gives the same results as in training, up to rounding. The
+    full-precision weights are dropped.
 
     **Arguments:**
 

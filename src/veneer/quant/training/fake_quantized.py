@@ -41,7 +41,7 @@ class FakeQuantized(ImplicitArray):
     | `grad_qtype`, `grad_input`, `grad_weight` | the backward pass also quantizes gradients |
     | `sparsity` | `w` is pruned before it is quantized; pruned values still get gradients |
 
-    With a `grad_` argument, products with this weight have no forward-mode derivative (`jax.jvp`).
+    If one of the `grad_` arguments is set, products with this weight do not support `jax.jvp`.
 
     **Arguments:**
 
@@ -59,9 +59,9 @@ class FakeQuantized(ImplicitArray):
     **Raises:**
 
     - `TypeError` if `w` is not a floating array.
-    - `ValueError` for an unknown format or method, or an axis that `w` does not have.
+    - `ValueError` if a format or a method is unknown, or `w` does not have one of the axes.
     - `ValueError` if a tile or a group of `sparsity` does not divide its axis.
-    - `ValueError` if `key` or `mask` has the wrong shape.
+    - `ValueError` if `key` or `mask` does not have the shape that is described above.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> w = vn.quant.FakeQuantized(jnp.array([[0.3, -1.0], [1.5, 0.1]]), qtype="int2")
@@ -148,7 +148,7 @@ class FakeQuantized(ImplicitArray):
 
     @property
     def format(self) -> Format | None:
-        """The entry of `vn.quant.FORMATS` for `qtype`. None if the weight is not quantized."""
+        """The entry of `vn.quant.FORMATS` for `qtype`. None if `qtype` is None."""
         return None if self.qtype is None else get_format(self.qtype)
 
     @property
@@ -172,9 +172,9 @@ class FakeQuantized(ImplicitArray):
 
     @property
     def backward(self) -> tuple[BackwardProduct, BackwardProduct] | None:
-        """The pair of `BackwardProduct` for the gradients of the input and of the weight.
+        """The pair `(grad_input, grad_weight)`, with `BackwardProduct(grad_qtype)` for None.
 
-        None if the backward pass quantizes nothing.
+        The pair itself is None if the backward pass quantizes no gradients.
         """
         products = self.grad_input, self.grad_weight
         if self.grad_qtype is None and products == (None, None):
@@ -188,7 +188,7 @@ class FakeQuantized(ImplicitArray):
         return min(self.tile_axes)
 
     def changed(self, **changes: Any) -> "FakeQuantized":
-        """Return a copy with other values for some fields, without checks."""
+        """Return a copy in which `changes` replace some fields. The new values are not checked."""
         new = object.__new__(type(self))
         new.__dict__.update({k: v for k, v in self.__dict__.items() if not k.startswith("_")})
         new.__dict__.update(changes)
@@ -221,7 +221,7 @@ class FakeQuantized(ImplicitArray):
     def with_mask(self, mask: Leaf) -> "FakeQuantized":
         """Return a copy with another mask, which is True for the values to keep.
 
-        **Raises:** `ValueError` for a mask of another shape or dtype.
+        **Raises:** `ValueError` if the mask does not have the shape of `w` and dtype bool.
         """
         new = self.changed(mask=mask)
         new.aval()
@@ -229,7 +229,7 @@ class FakeQuantized(ImplicitArray):
 
     @property
     def storage_name(self) -> str | None:
-        """The format after `convert`, as displays and `vn.summary` show it: "as nf4, tile 64"."""
+        """The format that `convert` gives the weight, for `vn.summary`: "as nf4, tile 64"."""
         sparse = []
         if self.sparsity is not None:
             n, m, *block = self.sparsity
@@ -245,7 +245,7 @@ class FakeQuantized(ImplicitArray):
 
     @property
     def kept(self) -> Leaf | None:
-        """The mask that is True for the values of `w` to keep. None keeps all values."""
+        """The mask that is True for the values of `w` to keep, or None if all are kept."""
         if self.mask is not None or self.sparsity is None:
             return self.mask
         return mask_of(
@@ -292,9 +292,9 @@ class FakeQuantized(ImplicitArray):
         return dense.astype(self.dtype)
 
     def partition(self, spec: PartitionSpec, shape: Shape) -> "FakeQuantized | None":
-        """Return partition specs for the leaves.
+        """Return a copy with a `PartitionSpec` for each leaf of a weight that `spec` shards.
 
-        Return None if the sharding would cut a tile or a group of `sparsity`.
+        Return None if the sharding would split a tile or a group of `sparsity` between devices.
         """
         whole = shape == self.shape
         for axis in range(self.ndim):

@@ -13,7 +13,7 @@ def with_stochastic_rounding(params: Any, key: jax.Array) -> Any:
     """Set the PRNG key of each `FakeQuantized` weight that quantizes gradients.
 
     With a key, the backward pass rounds gradients up or down at random, so that the expected value
-    is exact. Without a key it rounds to nearest, so values below half a step become 0.
+    is exact. Without a key it rounds to nearest, so gradients near 0 become 0.
 
     Call this inside the loss, because keys have no gradient. Pass a new key in each training step,
     as an argument of the compiled step. Each weight, and each layer of a stack that `scan` runs
