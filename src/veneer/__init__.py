@@ -24,7 +24,8 @@
     cli, demo           the command line, and a demonstration on a real model
     cli_help            examples and tables of the command line's help
 
-docs/architecture.md lists the imports that each module may have, and describes three calls.
+docs/architecture.md lists the imports that each module may have, and the functions that three
+example calls run through.
 """
 
 from importlib import import_module

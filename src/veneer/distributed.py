@@ -110,7 +110,7 @@ def psum_scatter(
     **Arguments:**
 
     - `x`: a floating array, or a pytree of them, but no implicit arrays. An array with fewer than
-      `tile_size` values per device is sent unquantized.
+      `n * tile_size` values is sent unquantized, where `n` is the number of devices.
     - `axis_name`: the name of a mesh axis, or a sequence of names.
     - `qtype`: a format of `vn.quant.FORMATS`, except "nf4_dq" and "nvfp4", because their scales are
       quantized.
@@ -175,7 +175,7 @@ def psum(
     **Arguments:**
 
     - `x`: a floating array, or a pytree of them, but no implicit arrays. An array with fewer than
-      `tile_size` values per device is sent unquantized.
+      `n * tile_size` values is sent unquantized, where `n` is the number of devices.
     - `axis_name`: the name of a mesh axis, or a sequence of names.
     - `qtype`: a format of `vn.quant.FORMATS`, except "nf4_dq" and "nvfp4", because their scales are
       quantized.

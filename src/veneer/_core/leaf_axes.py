@@ -9,10 +9,10 @@ Shape = tuple[int, ...]
 
 
 class LeafAxis(NamedTuple):
-    """An axis of a leaf that corresponds to an axis of the dense array, in the same order.
+    """A mapping from an axis of a leaf to an axis of the dense array that keeps the element order.
 
-    `ImplicitArray.leaf_axes` returns a `LeafAxis` for each axis of each leaf. Programs that slice,
-    transpose or shard the dense array then do so to the leaves.
+    `ImplicitArray.leaf_axes` returns, for each leaf, a list with a `LeafAxis` per axis. With it,
+    Veneer slices, transposes and shards the leaves instead of the dense array.
 
     **Arguments:**
 

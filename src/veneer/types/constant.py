@@ -33,9 +33,9 @@ class Constant(ImplicitArray):
     another implicit type.
 
     Rules do not check whether `fill` is 0. So a product with `fill=0` is NaN where the other
-    operand is NaN. A matmul first sums the dense array, and then multiplies by `fill`. So if `fill`
-    is infinite or a term of the sum overflows, the result can be finite or infinite where the dense
-    matmul gives NaN.
+    operand is NaN. A matmul sums the dense array first, and multiplies the sum by `fill`. The
+    matmul of dense arrays multiplies each entry by `fill` first. If `fill` is infinite or one of
+    these products overflows, it can give NaN where the rule gives a finite or infinite result.
 
     **Arguments:**
 

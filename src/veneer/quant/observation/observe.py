@@ -45,7 +45,7 @@ def observe(
     `ragged_dot`. They are recorded in products that contract the `tile_axis` of the rule. If
     `tile_axis` is None, the first product of the weight in the traced program determines the axes.
     With `box`, the program is not traced, and None means axis -2. The model does not change, and
-    its weights stay dense. `docs/calibration.md` lists exceptions.
+    its weights stay dense. `docs/calibration.md` lists which operands count as activations.
 
     **Arguments:**
 

@@ -46,10 +46,11 @@ def dot_general(
     | codes as floats, scales applied to the output | scales do not vary along contracted axes |
     | dequantized operands | all other cases |
 
-    If codes have scales per tile, the products of each tile are summed separately. This needs tiles
-    of at least 128 values (16 if an operand has at most 16 rows or columns). Products of 16-bit
-    floats are summed in f32. A dense int8 or uint8 array is used as codes if the other operand has
-    an integer format. `vn.explain` reports the strategy.
+    Sums of integer and float8 codes also support scales per tile: the products of each tile are
+    summed separately. If the tiles have fewer than 128 values (16 if the output has at most 16 rows
+    or columns), operands with tiles are dequantized instead. Products of 16-bit floats are summed
+    in f32. A dense int8 or uint8 array is used as codes if the other operand has an integer format.
+    `vn.explain` reports the strategy.
 
     **Arguments:**
 

@@ -46,9 +46,9 @@ def tune(
     - `params`: the dense parameters. None if `model` is a module.
     - `train`: a list of the parts to train (see the table).
     - `epochs`: the number of passes over the batches.
-    - `learning_rate`: the initial learning rate of Adam, which decays to 0 along a cosine. Steps
-      are relative to each scale, and to the root mean square of each dense array. Codes use four
-      times this rate, relative to the distance between codes.
+    - `learning_rate`: the initial learning rate of Adam, which decays to 0 along a cosine. For a
+      scale, it is relative to the scale. For a dense array, it is relative to the root mean square
+      of the array. For codes, it is four times as large and relative to the distance between codes.
     - `loss`: a function that returns a scalar for the outputs of the quantized model and of the
       dense model. None means the mean squared difference, divided by the mean square of the dense
       outputs, and averaged over floating outputs.

@@ -81,7 +81,14 @@ class Permuted(InBasis):
         return Permuted(array, self.order, self.axis)
 
     def basis_axes(self, batch: Sequence[int] = ()) -> set[int] | None:
-        """Return a set of the permuted axis. None if `order` varies along axes not in `batch`."""
+        """Return a set that contains only the permuted axis, counted from the front.
+
+        **Arguments:**
+
+        - `batch`: the batch axes of a product.
+
+        **Returns:** the set. None if `order` varies along another axis that is not in `batch`.
+        """
         axis = self.ndim + self.axis
         varies = {i for i, n in enumerate(self.order.shape) if n != 1 and i != axis}
         return {axis} if varies <= {*batch} else None

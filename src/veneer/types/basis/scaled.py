@@ -18,10 +18,10 @@ from .in_basis import InBasis, Places, alongside
 class Scaled(InBasis):
     """An array `array * factor`, stored as `array` and a factor per channel.
 
-    A product that contracts the axis of the channels first multiplies the other operand by
-    `factor`, and then multiplies it with `array`. Two calibration methods use this. AWQ (Lin et
-    al., arXiv 2306.00978) scales up the channels with large activations before it rounds the
-    weight, so their rounding errors are smaller. SmoothQuant (Xiao et al., arXiv 2211.10438)
+    If a product contracts the channel axis, the other operand is multiplied by `factor`, and the
+    result is multiplied with `array`. Two calibration methods use this. AWQ (Lin et al., arXiv
+    2306.00978) scales up the channels with large activations before it rounds the weight, so the
+    rounding errors of these channels are smaller. SmoothQuant (Xiao et al., arXiv 2211.10438)
     divides large activations by a factor, and multiplies their weights by the same factor.
 
     **Keeps the structure:** transposes, slices, reshapes, lookups of rows, and floating dtype

@@ -192,12 +192,12 @@ class LoraArray(Matrix):
 
     @property
     def a_labels(self) -> Labels:
-        """A label per axis of `a`: the number of the same axis of `w`, or the label of the rank."""
+        """The labels of the axes of `a`: `"rank"` for the rank axis, else an axis number of `w`."""
         return *self.lead, *self.ins, RANK
 
     @property
     def b_labels(self) -> Labels:
-        """A label per axis of `b`: the number of the same axis of `w`, or the label of the rank."""
+        """The labels of the axes of `b`: `"rank"` for the rank axis, else an axis number of `w`."""
         return *self.lead, RANK, *self.outs
 
     @property
