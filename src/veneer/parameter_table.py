@@ -111,9 +111,9 @@ def summary(tree: Any, like: Any = None) -> Summary:
       implicit array: the norm of its difference from the original array, divided by the norm of the
       original array.
 
-    **Returns:** a `Summary`. `print` shows the table. `rows` has one entry per array. `nbytes`,
-    `dense_nbytes` and `trainable` are the total bytes, bytes of the dense arrays, and number of
-    values that `vn.trainable` selects. An array that occurs at two paths is counted twice.
+    **Returns:** a `Summary`. `print` shows the table. `rows` has one entry per array. `nbytes` is
+    the total of the stored bytes, and `dense_nbytes` that of the dense arrays. `trainable` is the
+    number of values that `vn.trainable` selects. An array at two paths is counted twice.
 
     **Raises:** `ValueError` if an implicit array of `tree` has no array of the same shape at its
     path in `like`.

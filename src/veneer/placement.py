@@ -83,9 +83,9 @@ def logical_shardings(tree: Any, mesh: Mesh, rules: Any = ()) -> list[tuple[str,
       with a `PartitionSpec` of axis names in place of each array.
     - `mesh`: a `jax.sharding.Mesh`.
     - `rules`: a dict or a list of pairs. It maps each axis name to a mesh axis, to a tuple of mesh
-      axes, or to None (not sharded). A list can have several pairs for one name. As in flax, the
-      first pair applies whose mesh axes are not yet used by another axis of the array. By default,
-      the name of a mesh axis maps to itself.
+      axes, or to None (not sharded). A list can have several pairs for one name. They are tried in
+      order, as in flax. A pair is skipped if another axis of the array already uses its mesh axes.
+      If no pair applies, the name of a mesh axis maps to itself.
 
     **Returns:** a list of pairs `(regex, NamedSharding)`, one per array that has axis names. The
     regex is the escaped path of the array. To place the other arrays too, append

@@ -46,7 +46,7 @@ def trainable(tree: Any, where: Where = None) -> Any:
     **Raises:**
 
     - `ValueError` if `where` is an invalid regex.
-    - `TypeError` if `where` is not None, a regex, a class or a function.
+    - `TypeError` if `where` is not in the table.
     - `TypeError` if the attribute `trainable` of a class is not a tuple of its field names or None.
 
     **Warns** (`UserWarning`) if `where` is a regex that matches no path.
@@ -73,8 +73,8 @@ def freeze(tree: Any, where: Where = None) -> Any:
     **Returns:** the tree, with a `Frozen` in place of each selected array. Run the model under
     `vn.implicit`. `vn.unfreeze` restores the original tree.
 
-    **Raises:** `ValueError` if `where` is an invalid regex. `TypeError` if it is not None, a regex,
-    a class or a function.
+    **Raises:** `ValueError` if `where` is an invalid regex. `TypeError` if `where` is not in the
+    table of `vn.trainable`.
 
     **Warns** (`UserWarning`) if `where` is a regex that matches no path.
 
@@ -104,8 +104,8 @@ def unfreeze(tree: Any, where: Where = None) -> Any:
 
     **Returns:** the tree, with the original array in place of each selected `Frozen`.
 
-    **Raises:** `ValueError` if `where` is an invalid regex. `TypeError` if it is not None, a regex,
-    a class or a function.
+    **Raises:** `ValueError` if `where` is an invalid regex. `TypeError` if `where` is not in the
+    table of `vn.trainable`.
 
     **Warns** (`UserWarning`) if `where` is a regex that matches no path.
 

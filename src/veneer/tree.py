@@ -67,7 +67,7 @@ def map(f: Callable, tree: Any, *rest: Any, is_leaf: IsLeaf = None) -> Any:
 def map_with_path(
     f: Callable, tree: Any, *rest: Any, is_leaf: IsLeaf = None, is_leaf_takes_path: bool = False
 ) -> Any:
-    """Apply a function to each leaf of a tree and its path. An implicit array is one leaf.
+    """Apply a function to the path and the value of each leaf. An implicit array is one leaf.
 
     **Arguments:**
 
@@ -290,7 +290,7 @@ def materialise_nested(tree: Any, full: bool = False) -> Any:
     **Returns:** the tree. With `full=False`, it can still contain implicit arrays.
 
     **Raises:** `TypeError` or `ValueError` if an array has no dense form, such as a
-    `vn.types.Quantity` with a unit.
+    `vn.types.Quantity` in meters.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> frozen = vn.freeze(vn.quant.quantize(jnp.ones(2), "nf4"))

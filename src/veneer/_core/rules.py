@@ -137,10 +137,10 @@ def register(
     **Arguments:**
 
     - `primitive`: a primitive, its name in jaxprs, or a sequence of them. Or a jitted function,
-      such as `jnp.linalg.det`, or a partial of one with static keywords. If an argument is an
-      implicit array, the rule runs instead of the function. It takes the array arguments of the
-      function, and returns the same results. Inside `jax.vmap` or `jax.grad`, the rules of the
-      primitives in the function run instead.
+      such as `jnp.linalg.det`, or a partial of one with static keywords. Calls of this function
+      with an implicit array then run the rule. The rule takes the array arguments of the function
+      and returns the same results as the function. Inside `jax.vmap` or `jax.grad`, the function
+      itself runs, with the rules of its primitives.
     - `precedence`: a number. If several rules fit and none of them is the most specific, the rule
       with the highest precedence runs.
 

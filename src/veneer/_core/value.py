@@ -32,8 +32,8 @@ class Value(Shown):
 
     To define a type, subclass `vn.ImplicitArray`, which adds operators and array attributes. Use
     `Value` in annotations and with `isinstance`. A subclass becomes a frozen dataclass and a
-    pytree, unless a framework (Equinox, `flax.struct`) makes it one. Declare a base class without
-    fields with `abstract=True`, as in `class Base(vn.Value, abstract=True)`.
+    pytree. For Equinox and `flax.struct` classes, the framework does this. Declare a base class
+    without fields with `abstract=True`, as in `class Base(vn.Value, abstract=True)`.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> isinstance(vn.quant.quantize(jnp.ones(2), "int8"), vn.Value)
@@ -129,8 +129,8 @@ class Value(Shown):
         **Arguments:**
 
         - `spec`: a `PartitionSpec` with an entry for each axis of the dense array.
-        - `shape`: the dense shape after the operation. It is smaller for arguments of
-          `jax.shard_map`, larger for its results, and the same for a placement on devices.
+        - `shape`: for an argument of `jax.shard_map`, the dense shape of one block. For a result,
+          the shape of the joined blocks. For a placement on devices, the shape of the dense array.
 
         **Returns:** a value of this type with a `PartitionSpec` in place of each array. None if its
         leaves cannot be sharded like the dense array. The value is then materialized, unless `spec`
@@ -146,7 +146,7 @@ class Value(Shown):
     def leaf_axes(self) -> Sequence[Axes] | None:
         """Declare which axis of the dense array each axis of each leaf corresponds to.
 
-        Programs that slice, transpose or shard the dense array then do so to the leaves.
+        With it, Veneer slices, transposes and shards the leaves instead of the dense array.
 
         **Returns:** a list with a sequence per leaf: a `vn.LeafAxis` for each axis of the leaf, or
         None if no dense axis corresponds to it. An implicit array in a field counts as one leaf.
@@ -324,7 +324,7 @@ def materialise(tree: Any) -> Any:
 
     - `TypeError` if an implicit array holds gradients of its leaves, as `jax.grad` returns them.
     - `TypeError` if the method `materialise` of its class returns the array itself.
-    - The error of a class without a dense form, such as a `vn.types.Quantity` with a dimension.
+    - The error of the class if an array has no dense form, such as a `vn.types.Quantity` in meters.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> q = vn.quant.quantize(jnp.array([1.0, -1.0]), "nf4")

@@ -20,8 +20,8 @@ implicit array as one typed value: a jaxpr has a `dot_general` with an operand o
 - *One primitive*, `high`, represents all operations: JAX primitives that run rules, functions made
   by `vn.hijax.primitive`, and their derivatives and batched forms. Jaxprs print the name of the
   operation.
-- *Loops and branches* accept typed values and pytrees of leaves. Where their results join, they
-  convert both to one form.
+- *Loops and branches* accept typed values and pytrees of leaves. If two branches return different
+  forms, or a loop's body changes the form of its carry, both are converted to one form.
 
 The modules, each of which imports only those above it:
 

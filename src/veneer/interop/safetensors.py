@@ -63,8 +63,8 @@ def save(
     - `TypeError` if `path` is not a path, or if a leaf is a tracer or has a type or dtype that is
       not listed above. The error names the path of the leaf.
     - `TypeError` if a key is neither a string nor an integer, or `config` is not JSON.
-    - `ValueError` if `format` is None, so that a folder is saved, and `path` ends in .gguf or
-      .safetensors.
+    - `ValueError` if `format` is None and `path` ends in .gguf or .safetensors. Without `format`,
+      `save` writes a folder.
     - `ValueError` if `format` is not listed above or cannot hold a tensor (the error names it), if
       two tensors get the same name, if the tree is too deep, or if `config` or `names` is passed
       without `format`.

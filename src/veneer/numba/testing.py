@@ -26,7 +26,7 @@ def compare_numba_and_py(
     atol: float | None = None,
     native: bool = True,
 ) -> Any:
-    """Compile a JAX function, and compare its results with the NumPy rules of its primitives.
+    """Compile a JAX function, and compare its results with those of the NumPy rules.
 
     The comparison covers the values, dtypes, shapes and structure of the results. It also checks
     that no argument is modified. The generated code runs twice: in Python, where each memory access

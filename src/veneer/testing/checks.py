@@ -90,7 +90,7 @@ def check_rules(
     - `transformations`: whether to run programs under `vmap`, `scan` and `grad`, which takes most
       of the time.
     - `tolerance`: the allowed difference, in units of the machine epsilon of the dtype times the
-      largest absolute value (at least 1) of the dense result. For 16-bit dtypes, a sixteenth of it.
+      largest absolute value (at least 1) of the dense result. 16-bit dtypes use `tolerance / 16`.
 
     **Returns:** a `vn.testing.CheckedRules`.
 

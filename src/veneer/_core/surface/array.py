@@ -64,11 +64,11 @@ class ImplicitArray(ArrayOperators, Shaped, Value, abstract=True):
     |---|---|---|
     | `batch_transparent` | True | slicing all leaves along a leading axis slices the dense array |
     | `metadata_is_meaning` | True | loops and branches that change static fields raise an error |
-    | `is_label` | None | whether the only leaf is the dense array; None: call `materialise` |
+    | `is_label` | None | whether the only leaf is the dense array; None: `materialise` is tried |
     | `keeps_dtypes` | True | rules must return the dtype that the primitive has for dense arrays |
     | `commute_ops` | True | a rule for `x + y` also serves `y + x`; also for `mul`, `max`, ... |
     | `compiles_operators` | True | `x + y` outside `vn.implicit` may be compiled with `jax.jit` |
-    | `default_precedence` | 0 | if several types define `default`, the highest number runs |
+    | `default_precedence` | 0 | the operand type with the highest number runs its `default` |
     | `dense_tangent` | False | with `vn.hijax`, a tangent is one dense array, not one per leaf |
     | `is_cache` | False | True for key-value caches, whose bytes reports count separately |
     | `trainable` | None | the names of the fields that `vn.trainable` selects; None: all |

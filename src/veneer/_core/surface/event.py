@@ -16,7 +16,7 @@ BEFORE_CALL = "before the call"
 
 
 class MaterialiseError(TypeError):
-    """The error that a primitive would materialize an operand.
+    """The error for a primitive that would materialize an operand.
 
     `vn.implicit` raises it with `on_materialise="error"` or `"error_weights"`, if a primitive has
     no rule or its rule materializes an operand. The message names the primitive, its operands, the
