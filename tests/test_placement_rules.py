@@ -207,7 +207,7 @@ def test_what_does_not_divide_is_named_with_what_would():
     with pytest.raises(vn.MaterialiseError, match=would):
         vn.implicit(f, on_materialise="error")(w)
     narrow = {"up": vn.quant.quantize(jnp.ones((64, 8)), "nf4", channelwise_axes=[1])}
-    would = r"^up is whole.* have 1 values, but 2 are stored together \(4 devices would fit\)"
+    would = r"^up is replicated.* have 1 values, but 2 are stored together \(4 devices would fit\)"
     with pytest.warns(UserWarning, match=would):
         vn.device_put(narrow, [("up", on(None, "data", mesh=LINE))])
 

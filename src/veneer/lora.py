@@ -122,7 +122,9 @@ def init_tree(
 
     **Warns** (`UserWarning`, with paths):
 
-    - if a rule matches no path, or no floating array with two or more axes that has no adapter yet;
+    - if a rule matches no path;
+    - if a rule matches only arrays that cannot get an adapter: arrays that are not floating, have
+      fewer than two axes, or already have an adapter;
     - if a matched weight gets no adapter because no product uses it, unless it is a bias;
     - if an adapter has at least as many values as its weight.
 

@@ -10,9 +10,9 @@
     frozen          `Frozen`
     lazy            `Lazy`
 
-and what they share:
+Modules that several types use:
 
-    axes            checks of the axes of leaves
+    axes            checks that the leaves of a type are arrays with matching shapes
     elementwise     the elementwise primitives
     zero_preserving  the elementwise primitives that map 0 to 0
 """

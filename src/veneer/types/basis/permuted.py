@@ -22,12 +22,12 @@ class Permuted(InBasis):
     importance. Channels of similar importance then share a scale. Such a weight is a `Permuted` of
     a `QArray`.
 
-    A product that contracts the permuted axis first permutes the other operand, and then multiplies
-    it with `array`. A product that contracts other axes multiplies with `array`, and then permutes
-    the result.
+    If a product contracts the permuted axis, the other operand is permuted, and then multiplied
+    with `array`. If a product contracts other axes, the other operand is multiplied with `array`,
+    and then the result is permuted.
 
-    **Keeps the structure:** transposes, slices and reshapes of axes that are not permuted, and
-    floating dtype conversions. Row lookups along another axis return dense rows in the original
+    **Keeps the structure:** transposes, floating dtype conversions, and slices and reshapes along
+    axes that are not permuted. Row lookups along another axis return dense rows in the original
     order.
 
     **Materializes:** elementwise functions, sums, and slices along the permuted axis.
@@ -36,8 +36,8 @@ class Permuted(InBasis):
 
     - `array`: the stored array, of any shape and dtype, dense or implicit, such as a `QArray`.
     - `order`: an integer array with the rank of `array`. Along `axis` it must be a permutation,
-      which is not checked. Along other axes its size is 1, or the size of `array` for a permutation
-      per index.
+      which is not checked. Along each other axis its size is 1 if all indices of that axis share
+      the permutation. Otherwise it is the size of `array`.
     - `axis`: the permuted axis, a negative number; static.
 
     **Raises:**

@@ -17,17 +17,17 @@ class Rotated(InBasis):
     """An array `[...]` that is stored rotated by an orthogonal matrix along some axes.
 
     The rotation spreads outliers of weights and activations over all entries, so quantization to
-    few bits loses less accuracy. The matrix depends only on the size of the axis. It applies random
-    signs, and then a Kronecker product of Hadamard matrices. For odd prime factors of the size, it
-    uses Hartley matrices. Both are fast transforms (QuaRot, Ashkboos et al., arXiv 2404.00456;
-    QuIP#, Tseng et al., arXiv 2402.04396).
+    few bits loses less accuracy. All axes of the same size are rotated by the same matrix: random
+    but fixed signs, and then a Kronecker product of Hadamard matrices. For odd prime factors of the
+    size, it uses Hartley matrices. Both are fast transforms (QuaRot, Ashkboos et al., arXiv
+    2404.00456; QuIP#, Tseng et al., arXiv 2402.04396).
 
-    A product that contracts the rotated axes first rotates the other operand, and then multiplies
-    it with `array`. A product that contracts other axes multiplies with `array`, and then rotates
-    the result back.
+    If a product contracts the rotated axes, the other operand is rotated, and then multiplied with
+    `array`. If a product contracts other axes, the other operand is multiplied with `array`, and
+    then the result is rotated back.
 
-    **Keeps the structure:** transposes, slices and reshapes of axes that are not rotated, and
-    floating dtype conversions. Row lookups along another axis return dense rows, rotated back.
+    **Keeps the structure:** transposes, floating dtype conversions, and slices and reshapes along
+    axes that are not rotated. Row lookups along another axis return dense rows, rotated back.
 
     **Materializes:** elementwise functions, sums, slices along a rotated axis, and products that
     contract only some of the rotated axes.

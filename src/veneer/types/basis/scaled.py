@@ -71,7 +71,12 @@ class Scaled(InBasis):
         return Scaled(array, self.factor)
 
     def basis_axes(self, batch: Sequence[int] = ()) -> set[int] | None:
-        """Return the set of axes not in `batch` along which `factor` has several entries."""
+        """Return the set of axes along which `factor` has more than one entry.
+
+        **Arguments:**
+
+        - `batch`: the batch axes of a product. They are left out.
+        """
         return {i for i, n in enumerate(self.factor.shape) if n != 1 and i not in batch}
 
     def into_basis(self, x: Any, places: Places) -> Any:
@@ -108,7 +113,7 @@ class Scaled(InBasis):
     def leaf_axes(self) -> Any:
         """Return a `vn.LeafAxis` per axis of each leaf.
 
-        A slice of the array keeps axes of `factor` with size 1.
+        A slice of the array slices `factor` too, except along axes where `factor` has size 1.
         """
         axes = aligned(self.ndim)
 

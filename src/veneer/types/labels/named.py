@@ -115,8 +115,8 @@ class Named(Label):
     def rename(self, **names: str | None) -> "Named":
         """Rename axes: `x.rename(old="new")`. Remove a name with `x.rename(old=None)`.
 
-        **Raises:** `ValueError` if an old name is not the name of one axis, or two axes would have
-        the same name.
+        **Raises:** `ValueError` if no axis, or more than one, has an old name, or if two axes would
+        have the same new name.
         """
         for name in names:
             self.axis(name)

@@ -37,8 +37,8 @@ class PRNGKey(ImplicitArray):
 
     **Raises:**
 
-    - `TypeError` if `data` is not an array, or the generator needs another dtype or size of the
-      last axis.
+    - `TypeError` if `data` is not an array, or its dtype or the size of its last axis does not fit
+      the generator.
     - `TypeError` if `impl` is missing for integers, or given for typed keys.
     - `ValueError` if JAX has no generator `impl`.
 

@@ -29,7 +29,8 @@ class Quantity(Label):
     - Products, quotients and powers combine the units of their operands. If all units cancel, the
       result is a dense array.
     - Sums, comparisons, `concatenate` and `where` convert all operands to the unit of the first.
-      Operands without a unit raise an error, except constants that are 0, infinite or NaN.
+      Operands without a unit count as dimensionless, so adding 1.0 to a length raises an error.
+      Constants that are 0, infinite or NaN take the unit of the other operands.
     - `exp`, `log` and similar functions accept only dimensionless operands. `sin`, `cos` and `tan`
       also accept angles.
     - Reductions, slices, transposes, sorts, indexing and cumulative sums keep the unit. Singular
@@ -130,8 +131,9 @@ class Quantity(Label):
 
         **Arguments:**
 
-        - `law`: a function that returns the unit to which each operand is converted first, and the
-          units of the results, given the operands and the parameters.
+        - `law`: a function of the operands and the parameters. It returns a pair: a list with the
+          unit to which each operand is converted before the primitive runs, and the unit of the
+          result. If the results have different units, the second is a list.
         - `primitive`, `values`, `params`: the primitive, its operands and its parameters.
         """
         operands = [_operand(x) for x in values]

@@ -88,8 +88,8 @@ def join(base: Any, adapters: Any) -> Any:
 
     **Raises:**
 
-    - `ValueError` if the structures of the trees differ, or an adapter has another shape than its
-      weight.
+    - `ValueError` if the structures of the trees differ, or the shapes of `a` and `b` in an adapter
+      do not fit its weight.
     - `TypeError` if a weight with an adapter is not a floating array, or `adapters` contains
       anything other than `LoraArray` and None.
 

@@ -37,10 +37,10 @@ class LoraArray(Matrix):
     product nor its gradients compute the dense `a @ b`.
 
     **Keeps the structure:** transposes, slices, `stop_gradient`, dtype conversions, and reshapes
-    that do not merge input and output axes. A matrix also keeps it if it is multiplied by a number
-    or added to a `LowRank`. Row lookups and convolutions do not compute `a @ b`. If `w` is a
-    structured matrix, such as a `Diagonal`, solves and determinants do not compute it either
-    (Woodbury identity).
+    that do not merge input and output axes. If the array is a matrix, multiples by a number and
+    sums with a `LowRank` keep it too. Row lookups and convolutions do not compute `a @ b`. If `w`
+    is a structured matrix, such as a `Diagonal`, solves and determinants do not compute `a @ b`
+    either (Woodbury identity).
 
     **Materializes:** other elementwise functions, sums with a dense array, and one of the operands
     in a matmul of two `LoraArray`.
@@ -59,10 +59,10 @@ class LoraArray(Matrix):
     - `scale`: the factor of the update, a Python number.
     - `dropout`: the dropout rate, in [0, 1): the fraction of the entries of `x` that are set to 0
       in `x @ a`, but not in `x @ w`.
-    - `dropped`: "in" or "out": whether products contract the input or output axes while dropout is
-      on. Use "out" for a weight `[out, in]` in `x @ w.T`.
-    - `normed`: "in" or "out": whether DoRA takes the norm over the input or output axes. With
-      "out", `magnitude` is `[..., out, 1]`.
+    - `dropped`: the axes of `w` that products contract while dropout is on: "in" for `x @ w`, "out"
+      for `x @ w.T`.
+    - `normed`: the axes of `w` over which DoRA takes the norm: "in" or "out". With "out",
+      `magnitude` is `[..., out, 1]`.
     - `in_ndim`, `out_ndim`: the number of input and output axes. For example, a weight
       `[in, heads, size]` needs `out_ndim=2`, and a kernel `[height, width, in, out]` needs
       `in_ndim=3`.
@@ -72,7 +72,7 @@ class LoraArray(Matrix):
     - `TypeError` if `w` is not floating, `a`, `b` or `magnitude` is not an array, or `scale` or
       `dropout` is not a number.
     - `TypeError` when the array is materialized, if dropout is on.
-    - `ValueError` if an array has another shape, or an option another value, than stated above.
+    - `ValueError` if the shape of an array or the value of an option is not as stated above.
 
     >>> import jax, jax.numpy as jnp, veneer as vn
     >>> w = vn.types.LoraArray.init(jnp.ones((3, 4)), rank=2, key=jax.random.key(0))
@@ -252,7 +252,7 @@ class LoraArray(Matrix):
         return out.astype(dense.dtype)
 
     def leaf_axes(self) -> list[Axes]:
-        """Return a `vn.LeafAxis` per axis of each leaf. Axes of DoRA's norm cannot be sliced."""
+        """Return a `vn.LeafAxis` per axis of each leaf. Axes in `norm_axes` cannot be sliced."""
         follows = [LeafAxis(axis - self.w.ndim) for axis in self.w_labels]
         whole = [LeafAxis(axis - self.w.ndim, "whole") for axis in self.w_labels]
         split, at = len(self.lead), len(self.lead) + self.in_ndim

@@ -31,8 +31,8 @@ class Masked(ImplicitArray):
 
     `x.mean()`, `x.var()`, `x.std()` and `x.count()` use only the valid entries. `jnp.mean` and
     other statistics of `jax.numpy` divide by the number of all entries, so they raise `TypeError`.
-    A sum divided by this number also raises `TypeError`, but a sum multiplied by the reciprocal of
-    this number does not.
+    A sum divided by this number also raises `TypeError`. A sum multiplied by the reciprocal of this
+    number raises no error, and is not the mean of the valid entries.
 
     **Materializes:** nothing. A primitive without a rule raises `TypeError`. Call `filled` to get a
     dense array.

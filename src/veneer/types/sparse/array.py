@@ -43,8 +43,8 @@ class SparseArray(ImplicitArray):
     - `indices`: int32 or int64 `[*batch, nse, n_sparse]`, the index of each entry along each sparse
       axis.
     - `sparse_shape`: the sizes of the last `n_sparse` axes, a nonempty tuple; static.
-    - `unique_indices`: whether no two entries of an array have the same index, apart from padding.
-      This is not checked; static.
+    - `unique_indices`: whether the indices in each array of the batch are distinct, apart from
+      padding; static. This is not checked.
 
     **Raises:**
 

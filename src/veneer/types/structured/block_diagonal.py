@@ -28,8 +28,8 @@ class BlockDiagonal(Matrix):
     **Keeps the structure:** transposes, inverses, Cholesky factors, multiples by a number, products
     with a `Diagonal` on either side, elementwise products with a dense array, and elementwise
     functions that map 0 to 0. Sums and elementwise products of two `BlockDiagonal` keep it if their
-    blocks have equal shapes. Products keep it if each block can be multiplied by the block at the
-    same position.
+    `blocks` have equal shapes. A matmul of two `BlockDiagonal` keeps it if both have `k` blocks,
+    and the blocks of the first have as many columns as the blocks of the second have rows.
 
     **Materializes:** sums with a dense array, functions that map 0 to another number, and solves or
     determinants if the blocks are not square.

@@ -60,8 +60,8 @@ class Matrix(ImplicitArray, abstract=True):
 
         **Arguments:**
 
-        - `scale`: a function that multiplies an array `[*lead, ...]` by these numbers. This method
-          calls it with stored arrays.
+        - `scale`: a function that multiplies an array `[*lead, ...]` by the number, or by the
+          number of each matrix. It is applied to some of the fields, not to the dense matrix.
         """
         if not self.linear_in:
             return NotImplemented

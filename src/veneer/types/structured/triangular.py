@@ -30,7 +30,8 @@ class Triangular(Matrix):
     **Keeps the structure:** transposes, inverses, multiples by a number, elementwise functions that
     map 0 to 0, and sums and products of two matrices that are both lower or both upper. The product
     of a lower and an upper matrix is a `Product`. `jax.scipy.linalg.solve_triangular` accepts a
-    `Triangular`. Solves, inverses and determinants support float32 and float64, as in JAX.
+    `Triangular`. In JAX 0.12, `jnp.linalg.solve` and `jnp.linalg.inv` raise an error for 16-bit
+    floats, as they do for dense arrays.
 
     **Materializes:** sums of a lower and an upper matrix, sums with a dense array, elementwise
     products, Cholesky factors, and functions that map 0 to another number.
