@@ -8,13 +8,13 @@ The modules and packages:
 
     formats              number formats, packing and tiles
     qarray               QArray, the quantized array
-    pairs                neighboring values computed in pairs, for XLA on GPUs
+    pairs                decoding two neighboring values at once, which is faster on GPUs
     qcache               QCache, a QArray that programs write into
     block_cache          BlockCache, a cache in which blocks of tokens share scales
     zeros                zeros: new arrays of type QCache or BlockCache
     conversion           quantize: from dense arrays to QArrays
     ops                  the rules of QArrays for JAX's primitives
-    product_weights      weights with a rule for each product
+    product_weights      ProductWeight, the base class of weights with their own rule for products
     activations          ActivationQuantized, a weight that quantizes the other operand
     activation_products  quantize_products: products of two activations
     models               rules that quantize the parameters of a model

@@ -144,7 +144,11 @@ class ActivationQuantized(ProductWeight):
         return not self.op_names or primitive in self.op_names
 
     def turned_over(self) -> "ActivationQuantized":
-        """Return a copy that records a swap of the last two axes of the stored codes."""
+        """Return a copy with the same arrays, in which the attribute `turned` is inverted.
+
+        It is True if the last two axes of the stored codes are swapped, compared with the weight
+        that was quantized.
+        """
         return self.changed(turned=not self.turned)
 
     def quantise_activations(
@@ -177,10 +181,11 @@ class ActivationQuantized(ProductWeight):
             raise
 
     def stacked_axes(self, summed: Sequence[int], batch: Sequence[int]) -> list[int]:
-        """Return the free axes of the weight along which it has several static scales.
+        """Return the free axes of the weight along which the static scales differ.
 
-        The weight is a stack along these axes, and a product quantizes the activations once per
-        scale. The list is empty if scales are dynamic, or vary along contracted or all free axes.
+        An example is a layer axis. A product then quantizes the activations once for each scale.
+        The list is empty if the scales are dynamic, or if they differ along a contracted axis or
+        along every free axis.
 
         **Arguments:**
 

@@ -27,9 +27,9 @@ class BlockCache(ImplicitArray):
     is also stored in full precision, and is quantized again with each new token. To create a cache,
     call `vn.quant.zeros` with `block_axis`.
 
-    The cache stays quantized in four operations: `jax.lax.dynamic_update_slice` of consecutive
-    tokens, products that do not contract the token axis, transposes, and slices of other axes. All
-    other operations materialize the array.
+    The cache stays quantized in four operations: `jax.lax.dynamic_update_slice`, products that do
+    not contract the token axis, transposes, and slices that keep all tokens. All other operations
+    materialize the array.
 
     **Arguments:**
 
@@ -66,7 +66,11 @@ class BlockCache(ImplicitArray):
         return _put(dense, self.newest, self.place * self.newest.shape[self.axis], self.axis)
 
     def leaf_axes(self) -> Any:
-        """Return a list of `vn.LeafAxis` for each stored array. The token axis cannot be sliced."""
+        """Return one list per stored array, with an entry for each of its axes.
+
+        An entry is a `vn.LeafAxis`, or None for the axis of `blocks`. The token axis cannot be
+        sliced.
+        """
         whole = LeafAxis(self.axis, "whole")
         newest = [LeafAxis(i) if i != self.axis else whole for i in range(-self.ndim, 0)]
         return [[None, *newest], newest, []]

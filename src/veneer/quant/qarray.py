@@ -304,7 +304,7 @@ class QArray(ImplicitArray):
         return stored.update(shape=tuple(shape), dtype=dtype, weak_type=False)
 
     def leaf_axes(self) -> list[list[LeafAxis]]:
-        """Return a list of `vn.LeafAxis` for each stored array."""
+        """Return one list per stored array, with a `vn.LeafAxis` for each of its axes."""
         ndim = self.ndim
 
         def of(leaf: Any) -> list[LeafAxis]:

@@ -27,10 +27,11 @@ class QCache(QArray):
     A write must replace whole groups of values that share a scale. Writing a part of a group
     materializes the array, and `vn.explain` reports it.
 
-    If a program reads values and writes them back, they do not change. For this, the largest
-    magnitude of a group gets the largest code, unlike in `vn.quant.quantize`. If the dtype of the
-    array has 16 bits, or differs from the dtype of the scales, each write first compares the new
-    values with the old ones. Groups with equal values keep their codes.
+    If a program reads values and writes them back, they do not change. To ensure this, a cache
+    computes its scales differently from `vn.quant.quantize`. In int4, for example, the scale of a
+    group is its largest magnitude divided by 7 instead of 7.5. If the dtype of the array has 16
+    bits, or differs from the dtype of the scales, each write also compares the new values with the
+    old ones, and groups with equal values keep their codes.
 
     **Arguments:** the same as for `QArray`.
 

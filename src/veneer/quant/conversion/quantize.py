@@ -77,7 +77,7 @@ def quantize(
     | "absmean" | the scale is the mean magnitude (BitNet, arXiv 2402.17764) |
     | "fixed,6" | -6 to 6; "fixed,-1,3" has a zero point |
     | "percentile,99.9" | a percentile of magnitudes; "percentile,1,99" has a zero point |
-    | "mse,40,2" | the one of 40 fractions of the full range with the least mean squared error |
+    | "mse,40,2" | n/40 of the full range, with the n of least mean error to the power 2 |
     | "hqq,0.7" | the range with the least sum of errors to the power 0.7, as in HQQ |
     | "oas" | Outlier Aware Scaling (arXiv 2603.08713), for mxfp8, mxfp8_16, mxfp4 |
 

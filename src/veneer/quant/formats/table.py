@@ -35,7 +35,7 @@ class Format:
       stores five codes.
     - `code_dtype`: the dtype of unpacked codes, as in `QArray.qvalue`.
     - `bound`: the divisor in the scale of a tile: `absmax / bound`, where `absmax` is the largest
-      magnitude of the tile. In unsigned formats, the scale is `(max - min) / bound`.
+      magnitude of the tile. In uint2 to uint8, the scale is `(max - min) / bound`.
     - `codebook`: the value of each code, or None if each code is its own value.
     - `source`: the specification, paper or library that defines the format.
     - `tile_size`: the only tile size that the format allows. None allows any size.
@@ -70,7 +70,10 @@ class Format:
 
     @property
     def byte_dtype(self) -> np.dtype:
-        """The dtype of unpacked integer codes and zero points: int8, uint8 or int16."""
+        """The dtype that holds an unpacked integer code or zero point in whole bytes.
+
+        It is int8 for int4, and uint8 for uint4 and nf4. Their `code_dtype` is int4 or uint4.
+        """
         return np.dtype(f"{'' if self.signed else 'u'}int{max(8, math.ceil(self.bits))}")
 
     @property
@@ -111,7 +114,10 @@ class Format:
 
     @property
     def ends(self) -> tuple[float, float]:
-        """The range of values before scaling: (-7.0, 7.0) for int4. It is symmetric if possible."""
+        """The largest symmetric range of values before scaling: (-7.0, 7.0) for int4, without -8.
+
+        For a codebook without such a range, it is the smallest and the largest value.
+        """
         if self.codebook is None:
             largest = float(self.code_range[1] if self.is_integer else self.bound)
             return -largest, largest
@@ -213,7 +219,7 @@ class Format:
         return codes.astype(jnp.uint8) & (2 ** int(self.bits) - 1)  # two's complement
 
     def from_fields(self, fields: jax.Array) -> jax.Array:
-        """Return the codes of unpacked unsigned integers. This is the inverse of `to_fields`.
+        """Convert unsigned integers back to codes. This is the inverse of `to_fields`.
 
         **Arguments:**
 

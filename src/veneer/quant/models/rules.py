@@ -250,10 +250,11 @@ class Rule:
         return from_end
 
     def along(self, axes: Collection[int], shape: Sequence[int]) -> "Rule":
-        """Return a copy with the `tile_axis` and `tile_size` for one weight and its products.
+        """Return a copy whose `tile_axis` and `tile_size` fit one weight.
 
-        The `tile_size` of this rule counts values along all contracted axes together. If no tile of
-        this size divides the axes, the copy has smaller tiles. If the contracted axes have fewer
+        The `tile_axis` of the copy are the contracted axes. If there are several, a tile can extend
+        along all of them, and the `tile_size` of this rule is the number of its values. If no tile
+        of this size divides the axes, the copy has smaller tiles. If the contracted axes have fewer
         values than a tile, all of these values share one scale.
 
         **Arguments:**

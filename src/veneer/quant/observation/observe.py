@@ -71,8 +71,8 @@ def observe(
 
     - `TypeError` if `model` is not callable, if `params` is missing and `model` is a function, if
       `rules` is not a list of `Rule`, or if the batches are a single array or dict.
-    - `ValueError` if `params` holds no arrays, `decay` is not at least 0 and below 1, or there are
-      no batches.
+    - `ValueError` if `params` holds no arrays, `decay` is below 0 or not below 1, or there are no
+      batches.
     - `ValueError` if no activations are recorded for any weight.
     - `ValueError` if two arguments of a `functools.partial` have parameters with the same path.
 

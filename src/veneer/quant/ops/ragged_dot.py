@@ -79,7 +79,7 @@ def ragged_dot_general(
     | ragged axis | product |
     |---|---|
     | a batch axis | like `vn.quant.dot_general`, because groups do not change the result |
-    | a free axis of `lhs`, and `rhs` is quantized | on CPU, one group at a time |
+    | a free axis of `lhs`, and `rhs` is quantized | on CPU, one group at a time; else dequantized |
     | all other cases | the operands are dequantized |
 
     If groups are multiplied one at a time, `rhs` is never dequantized as a whole, and a NaN affects

@@ -83,8 +83,9 @@ def calibrate(
     |---|---|
     | "gptq" | one by one; each compensates the errors of earlier codes (arXiv 2210.17323) |
     | "nearest" | the nearest codes, with the scales of least error |
-    | "awq", "awq+gptq" | after scaling channels by their activations (arXiv 2306.00978) |
-    | "smoothquant", "smoothquant+gptq" | after moving outliers to weights (arXiv 2211.10438) |
+    | "awq" | the nearest codes, after scaling channels by their activations (arXiv 2306.00978) |
+    | "smoothquant" | the nearest codes, after moving outliers to weights (arXiv 2211.10438) |
+    | "awq+gptq", "smoothquant+gptq" | as in "gptq", after the same scaling or moving |
 
     **Returns:** a `Calibrator`. Call it with an iterable of batches to get the quantized
     parameters. Each output channel of a weight gets the codes of the method or the nearest codes,

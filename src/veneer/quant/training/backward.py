@@ -40,7 +40,7 @@ class BackwardProduct:
 
     | `residual_qtype` | the other operand |
     |---|---|
-    | "forward" | the codes of the forward pass; new codes if this product cannot use their scales |
+    | "forward" | the codes of the forward pass; or new codes, if their scales do not fit |
     | None | the array before quantization |
     | a format | the array, quantized to this format |
 

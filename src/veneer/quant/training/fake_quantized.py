@@ -59,7 +59,8 @@ class FakeQuantized(ImplicitArray):
     **Raises:**
 
     - `TypeError` if `w` is not a floating array.
-    - `ValueError` if a format or a method is unknown, or `w` does not have one of the axes.
+    - `ValueError` if a format or a method is unknown, or if an axis in `tile_axis` or `tile_size`
+      is out of range for `w`.
     - `ValueError` if a tile or a group of `sparsity` does not divide its axis.
     - `ValueError` if `key` or `mask` does not have the shape that is described above.
 
@@ -172,9 +173,10 @@ class FakeQuantized(ImplicitArray):
 
     @property
     def backward(self) -> tuple[BackwardProduct, BackwardProduct] | None:
-        """The pair `(grad_input, grad_weight)`, with `BackwardProduct(grad_qtype)` for None.
+        """The options of the two products of the backward pass, `(grad_input, grad_weight)`.
 
-        The pair itself is None if the backward pass quantizes no gradients.
+        If one is None, `BackwardProduct(grad_qtype)` takes its place. If `grad_input`,
+        `grad_weight` and `grad_qtype` are all None, this attribute is None.
         """
         products = self.grad_input, self.grad_weight
         if self.grad_qtype is None and products == (None, None):
@@ -229,7 +231,7 @@ class FakeQuantized(ImplicitArray):
 
     @property
     def storage_name(self) -> str | None:
-        """The format that `convert` gives the weight, for `vn.summary`: "as nf4, tile 64"."""
+        """The text that `vn.summary` shows for the format after `convert`: "as nf4, tile 64"."""
         sparse = []
         if self.sparsity is not None:
             n, m, *block = self.sparsity
@@ -292,9 +294,14 @@ class FakeQuantized(ImplicitArray):
         return dense.astype(self.dtype)
 
     def partition(self, spec: PartitionSpec, shape: Shape) -> "FakeQuantized | None":
-        """Return a copy with a `PartitionSpec` for each leaf of a weight that `spec` shards.
+        """Return a copy with a `PartitionSpec` in place of each array.
 
-        Return None if the sharding would split a tile or a group of `sparsity` between devices.
+        **Arguments:**
+
+        - `spec`, `shape`: as for `vn.Value.partition`.
+
+        **Returns:** the copy. None if the sharding would split a tile or a group of `sparsity`
+        between devices.
         """
         whole = shape == self.shape
         for axis in range(self.ndim):
