@@ -84,8 +84,9 @@ def logical_shardings(tree: Any, mesh: Mesh, rules: Any = ()) -> list[tuple[str,
     - `mesh`: a `jax.sharding.Mesh`.
     - `rules`: a dict or a list of pairs. It maps each axis name to a mesh axis, to a tuple of mesh
       axes, or to None (not sharded). A list can have several pairs for one name. They are tried in
-      order, as in flax. A pair is skipped if another axis of the array already uses its mesh axes.
-      If no pair applies, the name of a mesh axis maps to itself.
+      order, as in flax. A pair is skipped if another axis of the array already uses one of its mesh
+      axes. For an axis name that is also the name of a mesh axis, a pair that maps it to that mesh
+      axis is added last. If all pairs of a name are skipped, the axis is not sharded.
 
     **Returns:** a list of pairs `(regex, NamedSharding)`, one per array that has axis names. The
     regex is the escaped path of the array. To place the other arrays too, append

@@ -35,8 +35,8 @@ def zeros(
 
     **Arguments:**
 
-    - `shape`: the shape of the array. An axis can have size 0. Each entry that is concatenated to
-      it then gets its own scale.
+    - `shape`: the shape of the array. To start with an empty cache, give the token axis size 0 and
+      name it in `channelwise_axes`. Each token that is concatenated then gets its own scale.
     - `qtype`, `channelwise_axes`, `tiled_axes`, `scale_dtype`: as for `vn.quant.quantize`.
     - `dtype`: the dtype of the dense array.
     - `calibration_method`: None for the default method of the format, or "minmax" for scales with a

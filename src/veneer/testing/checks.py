@@ -31,10 +31,10 @@ class CheckedRules:
 
     | attribute | content |
     |---|---|
-    | `agree` | the names of the programs that agree with the dense array |
+    | `agree` | the names of the test programs that gave the same results with the dense array |
     | `rules` | a dict from a primitive to the places (file and line) of the rules that ran |
     | `made_dense` | the primitives that no rule fitted, so that the array was materialized |
-    | `refused` | a dict from each program that the type rejected to the error message |
+    | `refused` | a dict from each test program that the type rejected to the error message |
 
     >>> import veneer as vn
     >>> print(vn.testing.CheckedRules(("neg",), {"neg": frozenset({"f.py:3"})}, frozenset({"exp"})))

@@ -82,8 +82,9 @@ def ragged_dot_general(
     | a free axis of `lhs`, and `rhs` is quantized | on CPU, one group at a time; else dequantized |
     | all other cases | the operands are dequantized |
 
-    If groups are multiplied one at a time, `rhs` is never dequantized as a whole, and a NaN affects
-    only its row or its group.
+    If groups are multiplied one at a time, `rhs` is never dequantized as a whole. A NaN in a row of
+    `lhs` then affects only that row of the result. A NaN in the matrix of a group affects only the
+    rows of that group.
 
     **Arguments:**
 

@@ -86,7 +86,8 @@ class BitAllocator:
     **Raises** when called, apart from the errors of `quantize_tree`:
 
     - `TypeError` if the batches are a single array or dict.
-    - `ValueError` if there are no batches, or no choice matches a weight that the model uses.
+    - `ValueError` if there are no batches, or the choices match none of the weights that the model
+      uses.
     - `ValueError` if the budget is too small even for the smallest choice of each weight.
     - `ValueError` if all activations are 0, or so small that their squares underflow.
 

@@ -103,7 +103,13 @@ class Rotated(InBasis):
         return x
 
     def out_of_basis(self, x: Any, places: Places) -> Any:
-        """Rotate the result of a product back."""
+        """Undo the rotation of `into_basis`.
+
+        **Arguments:**
+
+        - `x`: an array in the rotated basis, such as the result of a product with the stored array.
+        - `places`: a dict from axes of this array to the corresponding axes of `x`.
+        """
         for axis in self._among(places):
             x = redispatch(lambda x, at=places[axis]: rotated_back(x, at), x)
         return x

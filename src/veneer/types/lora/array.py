@@ -172,32 +172,32 @@ class LoraArray(Matrix):
 
     @property
     def lead(self) -> tuple[int, ...]:
-        """The numbers of the leading axes, which `w`, `a` and `b` share."""
+        """The indices of the leading axes, which `w`, `a` and `b` share."""
         return tuple(range(self.w.ndim - self.in_ndim - self.out_ndim))
 
     @property
     def ins(self) -> tuple[int, ...]:
-        """The numbers of the input axes of `w`."""
+        """The indices of the input axes of `w`, counted from the front."""
         return tuple(range(len(self.lead), self.w.ndim - self.out_ndim))
 
     @property
     def outs(self) -> tuple[int, ...]:
-        """The numbers of the output axes of `w`."""
+        """The indices of the output axes of `w`, counted from the front."""
         return tuple(range(self.w.ndim - self.out_ndim, self.w.ndim))
 
     @property
     def w_labels(self) -> Labels:
-        """The numbers of all axes of `w`."""
+        """The indices of all axes of `w`."""
         return *self.lead, *self.ins, *self.outs
 
     @property
     def a_labels(self) -> Labels:
-        """The labels of the axes of `a`: `"rank"` for the rank axis, else an axis number of `w`."""
+        """The labels of the axes of `a`: `"rank"` for the rank axis, else an axis index of `w`."""
         return *self.lead, *self.ins, RANK
 
     @property
     def b_labels(self) -> Labels:
-        """The labels of the axes of `b`: `"rank"` for the rank axis, else an axis number of `w`."""
+        """The labels of the axes of `b`: `"rank"` for the rank axis, else an axis index of `w`."""
         return *self.lead, RANK, *self.outs
 
     @property

@@ -60,8 +60,9 @@ class Matrix(ImplicitArray, abstract=True):
 
         **Arguments:**
 
-        - `scale`: a function that multiplies an array `[*lead, ...]` by the number, or by the
-          number of each matrix. It is applied to some of the fields, not to the dense matrix.
+        - `scale`: a function that takes a field `[*lead, ...]` and multiplies it by the number. In
+          a batch, it multiplies the entries of each matrix by the number for that matrix. It is
+          called with the fields that must be multiplied, and not with the dense matrix.
         """
         if not self.linear_in:
             return NotImplemented
