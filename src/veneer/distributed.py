@@ -1,10 +1,10 @@
-"""Collectives that send dense arrays, such as gradients and activations, quantized.
+"""Collectives that quantize the dense arrays that they send, such as gradients and activations.
 
 Use them like the collectives of `jax.lax`, under `jax.shard_map`. Each device sums the received
 values in f32. `psum` then sends the sums quantized too, so all devices have the same result.
-Quantizing received values again, with the same format and tiles, does not change them. Implicit
-arrays do not need these collectives: under `vn.implicit`, the collectives of `jax.lax` send the
-packed leaves.
+If a device sends received values again, with the same format and tiles, there is no further
+rounding error. Implicit arrays do not need these collectives: under `vn.implicit`, the collectives
+of `jax.lax` send the packed leaves.
 
 Sources: Wang et al., ZeRO++: Extremely Efficient Collective Communication for Giant Model Training
 (2023). Ahmed et al., EQuARX: Efficient Quantized AllReduce in XLA for Distributed ML Acceleration

@@ -36,7 +36,7 @@ def device_put(tree: Any, shardings: Any) -> Any:
     | `shardings` | applies to |
     |---|---|
     | a sharding or a device | all arrays |
-    | a prefix of `tree` with shardings or None | all arrays below each entry; None moves none |
+    | a prefix of `tree` with shardings or None | arrays below each entry; those below None stay |
     | a list of pairs `(regex, sharding)` | arrays whose whole path (`layers.0.kernel`) matches |
 
     **Returns:** a tree of the same structure. A leaf is replicated on all devices if the sharding

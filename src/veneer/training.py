@@ -23,9 +23,9 @@ def trainable(tree: Any, where: Where = None) -> Any:
     """Return a tree of bools that marks the arrays to train.
 
     Floating and complex arrays are marked True, all others False. A class of implicit arrays can
-    list its trained fields in the attribute `trainable`. All arrays in other fields are marked
-    False. `QArray` lists no fields, so its scales are marked False. `LoraArray` lists `a`, `b` and
-    `magnitude`, but not `w`.
+    list its trained fields in the attribute `trainable`. All arrays in its other fields are marked
+    False. The list of `QArray` is empty, so its scales are marked False. The list of `LoraArray`
+    has `a`, `b` and `magnitude`, but not `w`.
 
     **Arguments:**
 

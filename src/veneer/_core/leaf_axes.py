@@ -43,7 +43,7 @@ class LeafAxis(NamedTuple):
     packed_in: int | None = None
 
     def span(self, start: int, limit: int, stride: int, size: int) -> Any:
-        """Return the slice of the leaf for a slice of the dense axis. None if it splits a block."""
+        """Map a dense slice to `(start, limit, stride)` in the leaf. None if it splits a block."""
         block = self.block
         if block == 1:
             return start, limit, stride

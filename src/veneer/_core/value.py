@@ -31,9 +31,9 @@ class Value(Shown):
     """A pytree that represents an array: the base class of `vn.ImplicitArray`.
 
     To define a type, subclass `vn.ImplicitArray`, which adds operators and array attributes. Use
-    `Value` in annotations and with `isinstance`. A subclass becomes a frozen dataclass and a
-    pytree. For Equinox and `flax.struct` classes, the framework does this. Declare a base class
-    without fields with `abstract=True`, as in `class Base(vn.Value, abstract=True)`.
+    `Value` in annotations and with `isinstance`. Veneer makes each subclass a frozen dataclass and
+    a pytree, unless Equinox or `flax.struct` does so. If a base class has no fields, declare it
+    with `abstract=True`, as in `class Base(vn.Value, abstract=True)`.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> isinstance(vn.quant.quantize(jnp.ones(2), "int8"), vn.Value)
@@ -323,8 +323,8 @@ def materialise(tree: Any) -> Any:
     **Raises:**
 
     - `TypeError` if an implicit array holds gradients of its leaves, as `jax.grad` returns them.
-    - `TypeError` if the method `materialise` of its class returns the array itself.
-    - The error of the class if an array has no dense form, such as a `vn.types.Quantity` in meters.
+    - `TypeError` if the method `materialise` of an implicit array returns the array itself.
+    - Any error that this method raises, such as `ValueError` for a `vn.types.Quantity` in meters.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> q = vn.quant.quantize(jnp.array([1.0, -1.0]), "nf4")

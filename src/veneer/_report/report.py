@@ -23,8 +23,8 @@ class Report:
 
     `print` shows it as a table, and notebooks show it as HTML. `to_html` returns a page with
     sortable tables. The table groups events by weight, named by its path in the arguments. Events
-    without a weight come last, as "intermediates". Equal events share one row, which shows their
-    number. The weights of numbered layers are grouped under one path, such as `layers.*.kernel`.
+    without a weight come last, as "intermediates". Equal events share one row, which shows how many
+    they are. The weights of numbered layers are grouped under one path, such as `layers.*.kernel`.
 
     **Arguments:**
 

@@ -12,11 +12,12 @@ implicit array as one typed value: a jaxpr has a `dot_general` with an operand o
   JAX itself handles gradients of leaves, shardings, donation and exports, and a call of a jitted
   function has no overhead.
 - *A primitive takes an implicit array as one operand.* An equation `lora[512,512] = pack w a b`
-  packs its leaves into one typed value, and results stay typed. `jax.numpy` gets the typed value
-  through `__jax_array__`, so a class needs no base class or metaclass of JAX.
+  packs the leaves `w`, `a` and `b` into one typed value, and results stay typed. `jax.numpy` gets
+  the typed value through `__jax_array__`, so a class needs no base class or metaclass of JAX.
 - *Derivatives* with respect to leaves are the same as for any pytree. An array whose class sets
   `dense_tangent = True`, such as `QArray`, is one leaf for `jax.grad`, `vjp`, `jvp` and
-  `linearize`. Its tangent is a dense array, and the derivative of its rounding is the identity.
+  `linearize`. Derivatives are taken with respect to its dense array, so its tangents and
+  gradients are dense arrays.
 - *One primitive*, `high`, represents all operations: JAX primitives that run rules, functions made
   by `vn.hijax.primitive`, and their derivatives and batched forms. Jaxprs print the name of the
   operation.

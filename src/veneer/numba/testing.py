@@ -29,8 +29,8 @@ def compare_numba_and_py(
     """Compile a JAX function, and compare its results with those of the NumPy rules.
 
     The comparison covers the values, dtypes, shapes and structure of the results. It also checks
-    that no argument is modified. The generated code runs twice: in Python, where each memory access
-    is checked, and compiled.
+    that no argument is modified. The generated code runs in Python, with a check of each memory
+    access, and then as native code.
 
     **Arguments:**
 

@@ -70,10 +70,10 @@ def check_rules(
     """Compare an array type with its dense array in about a hundred small programs.
 
     The programs cover elementwise functions, arithmetic, comparisons, reductions, products, solves
-    and data movement. Each must give the shape, dtype and values of the dense array. For each rule
-    that ran, one program also runs under `vmap` (inside and outside `vn.implicit`), in a scan over
-    a stack, and under `grad` with respect to the leaves. If a result is an implicit array, the
-    checks in `__post_init__` of its class must pass.
+    and data movement. Each result must have the same shape, dtype and values as with the dense
+    array. For each rule that ran, one program also runs under `vmap` (inside and outside
+    `vn.implicit`), in a scan over a stack, and under `grad` with respect to the leaves. If a result
+    is an implicit array, the checks in `__post_init__` of its class must pass.
 
     **Arguments:**
 

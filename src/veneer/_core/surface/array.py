@@ -64,7 +64,7 @@ class ImplicitArray(ArrayOperators, Shaped, Value, abstract=True):
     |---|---|---|
     | `batch_transparent` | True | slicing all leaves along a leading axis slices the dense array |
     | `metadata_is_meaning` | True | loops and branches that change static fields raise an error |
-    | `is_label` | None | whether the only leaf is the dense array; None: `materialise` is tried |
+    | `is_label` | None | whether the only leaf is the dense array; None: Veneer tests it |
     | `keeps_dtypes` | True | rules must return the dtype that the primitive has for dense arrays |
     | `commute_ops` | True | a rule for `x + y` also serves `y + x`; also for `mul`, `max`, ... |
     | `compiles_operators` | True | `x + y` outside `vn.implicit` may be compiled with `jax.jit` |

@@ -104,7 +104,10 @@ class Box(Kept):
 
     @classmethod
     def tree_unflatten(cls, of: "Threaded | Shared", children: Iterable[Any]) -> "Box":
-        """Return a Box with these leaves. If they are references to a Box, return that Box."""
+        """Return a Box with the leaves `children`.
+
+        If they are the references that `tree_flatten` of a Box returned, return that Box itself.
+        """
         return of.box_of(list(children))
 
 
