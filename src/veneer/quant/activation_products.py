@@ -39,8 +39,11 @@ def quantize_products(fn: Callable, rules: Sequence[Rule]) -> Callable:
     The `path_regex` of a rule matches the place of a product. The place consists of the names of
     the scopes (`jax.named_scope`, modules of linen and Equinox) and jitted functions around the
     product, joined with "/". Profiles show the same names. The place of an `einsum` ends with its
-    subscripts. Each operand gets a scale per index of the axes that are not contracted, and per
-    tile of the last contracted axis.
+    subscripts.
+
+    Each operand has one scale per index along the axes that are not contracted. If the rule has an
+    `act_tile_size`, or its format a fixed tile size, each tile of the last contracted axis also has
+    its own scale.
 
     Derivatives of the returned function ignore the rounding (straight-through estimator). If `fn`
     itself calls `jax.grad`, products with cotangents are not quantized. If `fn` calls `jax.jvp`,

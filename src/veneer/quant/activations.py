@@ -144,10 +144,10 @@ class ActivationQuantized(ProductWeight):
         return not self.op_names or primitive in self.op_names
 
     def turned_over(self) -> "ActivationQuantized":
-        """Return a copy with the same arrays, in which the attribute `turned` is inverted.
+        """Return a copy with the same arrays and the opposite value of `turned`.
 
-        It is True if the last two axes of the stored codes are swapped, compared with the weight
-        that was quantized.
+        The attribute `turned` is True if the last two axes of the stored codes are swapped,
+        compared with the weight that was quantized.
         """
         return self.changed(turned=not self.turned)
 

@@ -68,8 +68,8 @@ class BlockCache(ImplicitArray):
     def leaf_axes(self) -> Any:
         """Return one list per stored array, with an entry for each of its axes.
 
-        An entry is a `vn.LeafAxis`, or None for the axis of `blocks`. The token axis cannot be
-        sliced.
+        An entry is a `vn.LeafAxis`. The first axis of `blocks`, which counts the blocks, has None
+        instead. The token axis cannot be sliced.
         """
         whole = LeafAxis(self.axis, "whole")
         newest = [LeafAxis(i) if i != self.axis else whole for i in range(-self.ndim, 0)]

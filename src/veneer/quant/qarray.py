@@ -39,8 +39,9 @@ class QArray(ImplicitArray):
     `nbytes` is the size of all stored arrays. Codes are packed along the last axis. If padding
     would waste bytes there, as in a convolution kernel `[out, in, 3, 3]`, another axis is used.
 
-    The dtype of the dense array is the dtype of `scale`, or float32 if `scale` has 8 bits.
-    `vn.quant.quantize` keeps the dtype of its input.
+    If `vn.quant.quantize` creates a QArray, the dense array has the dtype of the input. If the
+    constructor creates it, the dense array has the dtype of `scale`, or float32 if `scale` has 8
+    bits.
 
     `vmap` and `scan` slice all stored arrays along their leading axes. Therefore the scale of
     stacked weights must have the full size along these axes: name them in the `channelwise_axes` of
@@ -267,11 +268,17 @@ class QArray(ImplicitArray):
         return format.decode(format.from_fields(fields), dtype)
 
     def scales(self) -> jax.Array:
-        """Return the scales in f32 or f64. Quantized scales are dequantized."""
+        """Return the scales in f32, or in f64 if they are stored in f64.
+
+        Quantized scales are dequantized.
+        """
         return _wide(self.scale)
 
     def minima(self) -> jax.Array | None:
-        """Return the minima in f32 or f64, or None if the array has no minima."""
+        """Return the minima in f32, or in f64 if they are stored in f64.
+
+        If the array has no minima, return None.
+        """
         return None if self.minimum is None else _wide(self.minimum)
 
     def zero_points(self) -> jax.Array | None:

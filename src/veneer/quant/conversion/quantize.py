@@ -60,10 +60,12 @@ def quantize(
     - `qtype`: the format: a name in `vn.quant.FORMATS`, such as "int8", or a dtype.
     - `channelwise_axes`: the axes with one scale per index.
     - `tiled_axes`: `{axis: tile size}`, the axes with one scale per tile. A float is a fraction of
-      the axis. None means no tiles. A format with a fixed tile size, such as mxfp4, then has tiles
-      along the last axis that is not in `channelwise_axes`.
+      the axis. None means no tiles, except in formats with a fixed tile size, such as mxfp4. They
+      have tiles along the last axis that is not in `channelwise_axes`, and one scale per index
+      along all other axes.
     - `calibration_method`: how to choose the range that the codes of a tile cover (see the table).
-      None selects the default method of the format.
+      None selects the default method of the format. "mse" and "hqq" without numbers use the numbers
+      in the table.
     - `scale_dtype`: the dtype of the scales. None means the scale dtype of the format if it has
       one, and otherwise the dtype of `array` (float32 for a float16 array in int16).
     - `key`: a key of `jax.random`, for stochastic rounding. The expected value of a result is then
@@ -73,12 +75,15 @@ def quantize(
     |---|---|
     | "absmax" | symmetric, up to the largest magnitude; "absmax,0.9": up to 0.9 times that |
     | "minmax" | from the smallest to the largest value, including 0; has a zero point |
+    | "minmax,0.9" | 0.9 times the range of "minmax" |
     | "rms,7" | symmetric, up to 7 times the root mean square |
     | "absmean" | the scale is the mean magnitude (BitNet, arXiv 2402.17764) |
-    | "fixed,6" | -6 to 6; "fixed,-1,3" has a zero point |
-    | "percentile,99.9" | a percentile of magnitudes; "percentile,1,99" has a zero point |
-    | "mse,40,2" | n/40 of the full range, with the n of least mean error to the power 2 |
-    | "hqq,0.7" | the range with the least sum of errors to the power 0.7, as in HQQ |
+    | "fixed,6" | -6 to 6 |
+    | "fixed,-1,3" | -1 to 3; has a zero point |
+    | "percentile,99.9" | symmetric, up to the 99.9th percentile of the magnitudes |
+    | "percentile,1,99" | from the 1st to the 99th percentile, including 0; has a zero point |
+    | "mse,40,2" | the fraction n/40 of the full range with the least mean of `abs(error)**2` |
+    | "hqq,0.7" | the range with the least sum of `abs(error)**0.7`, as in HQQ |
     | "oas" | Outlier Aware Scaling (arXiv 2603.08713), for mxfp8, mxfp8_16, mxfp4 |
 
     **Returns:** a `QArray` with the shape and dtype of `array`. A tile with a NaN or infinity

@@ -29,8 +29,9 @@ def calibration_range(
     - `array`, `qtype`, `channelwise_axes`, `tiled_axes`, `calibration_method`: as for
       `vn.quant.quantize`.
 
-    **Returns:** `(low, high)`, two arrays in f32 or f64 with one entry per tile. If `low` is None,
-    the range is from `-high` to `high`. The range of a tile with a NaN or infinity is NaN.
+    **Returns:** `(low, high)`, two arrays with one entry per tile, in f32, or in f64 if `array` is
+    f64. If `low` is None, the range is from `-high` to `high`. The range of a tile with a NaN or
+    infinity is NaN.
 
     **Raises:** the errors of `vn.quant.quantize`.
 
@@ -67,9 +68,10 @@ def scale_of_range(
       ends.
     - `low`: the lower end of the range, at most 0, with the shape of `high`. None means `-high`.
 
-    **Returns:** `(scale, zero_point)` with the shape of `high`. The scale is f32 or f64, and 1 if
-    the range has only the value 0. The zero point is int8, uint8 or int16. It is None if `low` is
-    None, except in unsigned integer formats.
+    **Returns:** `(scale, zero_point)` with the shape of `high`. The scale is f32, or f64 if `high`
+    or `low` is f64. It is 1 if the range has only the value 0. The zero point has the dtype of the
+    codes in whole bytes: int8, uint8 or int16. It is None if `low` is None, except in unsigned
+    integer formats.
 
     **Raises:** `ValueError` if the format is unknown, or if `low` is given and the format has no
     zero points.

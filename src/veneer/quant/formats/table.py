@@ -114,9 +114,10 @@ class Format:
 
     @property
     def ends(self) -> tuple[float, float]:
-        """The largest symmetric range of values before scaling: (-7.0, 7.0) for int4, without -8.
+        """The ends of the largest symmetric range of codes: (-7.0, 7.0) for int4, without -8.
 
-        For a codebook without such a range, it is the smallest and the largest value.
+        In a codebook, the values of the codes count. If it has no symmetric range, the ends are its
+        smallest and its largest value.
         """
         if self.codebook is None:
             largest = float(self.code_range[1] if self.is_integer else self.bound)

@@ -89,7 +89,11 @@ def quantize_tree(
     **Raises:**
 
     - `TypeError` if `rules` is not a list of `Rule`, or the program cannot be called.
-    - `ValueError`, with the path, if a tile does not divide its axis or statistics are missing.
+    - `ValueError`, with the path, if statistics are missing.
+    - `ValueError`, with the path, if a tile of a rule does not divide its axis and cannot be
+      changed: it is a tile of activations, the rule sets `tile_axis`, `tile_size` is a dict, the
+      format has a fixed tile size, there is no program, or no tile of 8 or more values divides the
+      axis.
     - `ValueError` if `params` holds no arrays.
     - `ValueError` if an option of a rule cannot be combined with `train`, such as `rotate` with
       `train=True`, or `grad_qtype` with `train=False`.
@@ -98,9 +102,12 @@ def quantize_tree(
     **Warns** (`UserWarning`, with paths and a remedy) if:
 
     - a rule matches no path, or most values stay dense because no rule matches them;
-    - a weight stays dense or unchanged: the program uses it in no product, it has fewer than 4,096
-      values, it is inside another implicit array, or it is already quantized;
-    - a tile does not divide the contracted axes, so a weight gets another tile size or format;
+    - a weight stays dense or unchanged: the program uses it in no product, it is inside another
+      implicit array, or it is already quantized;
+    - `rules` is the name of a format, and all weights have fewer than 4,096 values, so they stay
+      dense;
+    - a tile does not divide the axes that the program contracts, so a weight gets a smaller tile
+      or, if `rules` is the name of a format, one scale per channel or int8;
     - a weight is not rotated, because another use of it would undo the rotation;
     - a quantized weight is hardly smaller than the dense weight;
     - two products contract different axes of a weight;

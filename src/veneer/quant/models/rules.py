@@ -252,10 +252,11 @@ class Rule:
     def along(self, axes: Collection[int], shape: Sequence[int]) -> "Rule":
         """Return a copy whose `tile_axis` and `tile_size` fit one weight.
 
-        The `tile_axis` of the copy are the contracted axes. If there are several, a tile can extend
-        along all of them, and the `tile_size` of this rule is the number of its values. If no tile
-        of this size divides the axes, the copy has smaller tiles. If the contracted axes have fewer
-        values than a tile, all of these values share one scale.
+        The `tile_axis` of the copy is the list of contracted axes. If there are several, a tile can
+        extend along all of them: the `tile_size` of this rule is then the number of values in a
+        tile, and the `tile_size` of the copy is a dict with a size per axis. If no tile of this
+        size divides the axes, the copy has smaller tiles. If the contracted axes have fewer values
+        than a tile, all of these values share one scale.
 
         **Arguments:**
 
@@ -306,10 +307,11 @@ class Rule:
         return Rotated.of(array, self.contracting(array.ndim)) if self.rotate else array
 
     def quantize(self, array: Any) -> Any:
-        """Quantize a floating array of rank 2 or more. With `qtype=None`, its values stay dense.
+        """Quantize a floating array of rank 2 or more.
 
-        **Returns:** a `QArray`, or a `vn.types.Rotated` that wraps it if `rotate` is set. There is
-        no low-rank correction: only `quantize_tree` and `calibrate` use `correction_rank`.
+        **Returns:** a `QArray`, or the dense array if `qtype` is None. If `rotate` is True, the
+        result is a `vn.types.Rotated` that wraps this array. There is no low-rank correction: only
+        `quantize_tree` and `calibrate` use `correction_rank`.
         """
         array = self.in_basis(array)
         if isinstance(array, InBasis):
@@ -340,8 +342,13 @@ class Rule:
         - `weight`: a dense or implicit array.
         - `statistics`: the statistics of its activations. Only a static `act_range` needs them.
 
-        **Raises:** `ValueError` if a static `act_range` has no statistics, or statistics of a
-        weight of another shape, or if a tile of `act_qtype` does not divide the contracted axis.
+        **Raises:**
+
+        - `ValueError` if `act_range` is static and `statistics` is None, or belongs to a weight of
+          another shape, or has a range that is 0 or not finite.
+        - `ValueError` if `act_range` is static and `act_calibration_method` needs the activations
+          themselves, as "mse" does.
+        - `ValueError` if a tile of the activations does not divide the last contracted axis.
         """
         if self.act_qtype is None:
             return weight

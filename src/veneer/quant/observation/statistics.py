@@ -38,7 +38,7 @@ class ActivationStatistics:
       the mean magnitude.
     - `lows`, `highs`: the smallest and the largest value of each batch, averaged over batches. Each
       is a dict with two averages: "mean" and "exponential" (a moving average).
-    - `gram`: the second moments `x.T @ x / count` of the activations `x`, `[..., K, K]`. Several
+    - `gram`: `[..., K, K]`, the second moments `x.T @ x / count` of the activations `x`. Several
       contracted axes are flattened into `K`. It is None unless `observe` has `gram=True`.
     - `cross`: `x.T @ y / count`, where `x` and `y` are the activations in the quantized and in the
       dense model. It is None unless `calibrate` uses `propagation`.

@@ -60,9 +60,9 @@ def conv_general_dilated(
     """Convolve two arrays like `jax.lax.conv_general_dilated`; one or both can be a `QArray`.
 
     If both are quantized and no scale varies along the contracted axes, the codes are convolved and
-    the output is scaled. Sums of integer codes are exact. To get such scales, quantize a kernel
-    `[h, w, in, out]` with `channelwise_axes=[-1]`, and images with their batch axis in
-    `channelwise_axes`. In all other cases the operands are dequantized.
+    the output is scaled. Sums of integer codes are then exact. In all other cases the operands are
+    dequantized. To avoid this, quantize a kernel `[h, w, in, out]` with `channelwise_axes=[-1]`,
+    and images with only their batch axis in `channelwise_axes`.
 
     Padding and dilation insert the value 0, not the code 0. A dense int8 or uint8 array is used as
     codes if the other operand has an integer format. Other integer arrays are converted to the

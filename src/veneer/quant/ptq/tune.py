@@ -55,7 +55,7 @@ def tune(
 
     | `train` | arrays |
     |---|---|
-    | "codes" | the codes of each `QArray`; they take the memory of three dense arrays |
+    | "codes" | the codes of each `QArray`; training takes the memory of three dense arrays |
     | "scales" | floating scales; quantized scales and powers of two stay the same |
     | "dense" | other floating arrays, such as biases and the leaves of a `LoraArray` |
 

@@ -40,15 +40,19 @@ class BackwardProduct:
 
     | `residual_qtype` | the other operand |
     |---|---|
-    | "forward" | the codes of the forward pass; or new codes, if their scales do not fit |
+    | "forward" | the codes of the forward pass, or the array, quantized again (see below) |
     | None | the array before quantization |
     | a format | the array, quantized to this format |
+
+    With "forward", the array is quantized again if its format has a codebook, such as nf4. It is
+    also quantized again if this product contracts an axis with one scale per index, and there are
+    zero points or tiles along another axis. With `qtype=None`, it is never quantized again.
 
     **Raises:**
 
     - `ValueError` if a format or a method is unknown, or if there is a method but no `qtype`.
-    - `ValueError` if a tile size is below 1, a fraction is not above 0 and at most 1, or the format
-      has another fixed tile size.
+    - `ValueError` if an integer tile size is below 1, if a fraction is 0, negative or above 1, or
+      if the format has another fixed tile size.
     - `TypeError` if a tile size is not a number.
 
     >>> import veneer as vn

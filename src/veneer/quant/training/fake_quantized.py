@@ -46,8 +46,9 @@ class FakeQuantized(ImplicitArray):
     **Arguments:**
 
     - `w`: the weight, `[..., in, out]`, floating.
-    - `key`: typed PRNG keys for stochastic rounding of gradients. Their shape is the shape of `w`
-      before `tile_axis`: one key per stacked layer. `vn.quant.with_stochastic_rounding` sets them.
+    - `key`: typed PRNG keys for stochastic rounding of gradients, one per stacked layer. Their
+      shape consists of the sizes of all axes of `w` that precede the first axis in `tile_axis`.
+      `vn.quant.with_stochastic_rounding` sets them.
     - `mask`: a bool array of the shape of `w`, True for the values to keep. If it is None, each use
       computes the mask from `sparsity`. `vn.quant.with_masks` sets it.
     - `qtype`, `tile_size`, `tile_axis`, `calibration_method`, `scale_dtype`, `act_qtype`,
@@ -168,7 +169,11 @@ class FakeQuantized(ImplicitArray):
 
     @property
     def grid(self) -> ScaleAxes:
-        """The axes of `w` with one scale per index, and the axes with one scale per tile."""
+        """The axes of `w` along which scales differ.
+
+        The attribute `channelwise` has the axes with one scale per index. The attribute `tiled` has
+        a pair `(axis, tile size)` for each axis with one scale per tile.
+        """
         return scale_axes_of(self.w.ndim, self.tile_axes, self.format, self.tile_size)
 
     @property
@@ -190,7 +195,7 @@ class FakeQuantized(ImplicitArray):
         return min(self.tile_axes)
 
     def changed(self, **changes: Any) -> "FakeQuantized":
-        """Return a copy in which `changes` replace some fields. The new values are not checked."""
+        """Return a copy with new values for the fields in `changes`, without checking them."""
         new = object.__new__(type(self))
         new.__dict__.update({k: v for k, v in self.__dict__.items() if not k.startswith("_")})
         new.__dict__.update(changes)
