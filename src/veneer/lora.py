@@ -106,7 +106,8 @@ def init_tree(
     - `model`, `args`, `kwargs`: the program, called as `model(params, *args, **kwargs)`. Without
       `model`, `params` itself is called. The program is traced to find the input axes of each
       weight: the axes that its products contract. Each layer or expert of a stack gets its own
-      adapter. If all three are None, each weight is assumed to be `[..., in, out]`.
+      adapter. If all three are None, nothing is called or traced, and each weight is assumed to be
+      `[..., in, out]`.
 
     **Returns:** `params`, with a `LoraArray` in place of each floating array with two or more axes
     to which a rule with a rank applies. To train only the adapters, use `vn.lora.split`, or
@@ -125,7 +126,8 @@ def init_tree(
     - if a rule matches no path;
     - if a rule matches only arrays that cannot get an adapter: arrays that are not floating, have
       fewer than two axes, or already have an adapter;
-    - if a matched weight gets no adapter because no product uses it, unless it is a bias;
+    - if a matched weight gets no adapter because no product uses it (biases and norm scales are not
+      reported if their rule adds adapters to other weights);
     - if an adapter has at least as many values as its weight.
 
     >>> import jax, jax.numpy as jnp, veneer as vn

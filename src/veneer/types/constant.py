@@ -33,9 +33,10 @@ class Constant(ImplicitArray):
     another implicit type.
 
     Rules do not check whether `fill` is 0. So a product with `fill=0` is NaN where the other
-    operand is NaN. A matmul sums the dense array first, and multiplies the sum by `fill`. The
-    matmul of dense arrays multiplies each entry by `fill` first. If `fill` is infinite or one of
-    these products overflows, it can give NaN where the rule gives a finite or infinite result.
+    operand is NaN. A matmul sums the entries of the dense operand, and multiplies the sum by
+    `fill`. A matmul of two dense arrays multiplies each entry by `fill` before the sum. If `fill`
+    is infinite or such a product overflows, the matmul of two dense arrays can be NaN where the
+    matmul with a `Constant` is a number or infinite.
 
     **Arguments:**
 

@@ -66,8 +66,8 @@ class Lazy(ImplicitArray):
     - Outside of `jax.jit`, the function runs at the first use, and the instance caches the result.
       `jax.tree.map` and `jax.jit` create new instances with an empty cache.
     - Under `jax.jit`, each use traces the function again. XLA removes duplicate computations.
-    - If a loop or a call of a jitted function uses the array, the function runs once, before the
-      loop or the call.
+    - If the array is used in a loop or in a call of a jitted function, `function` runs once, before
+      the loop or the call.
 
     The leaves are the operands. So the gradient with respect to a `Lazy` contains the gradients
     with respect to its operands, and `jax.vmap(vn.implicit(f))` maps over the axes of the operands.
@@ -88,7 +88,7 @@ class Lazy(ImplicitArray):
     - `TypeError` if `function` is not callable or hashable, captures a traced array, or does not
       return one array.
     - `TypeError` if an operand is not an array.
-    - All errors of `function` when it is traced with the operands.
+    - Any error that `function` raises when it is traced with the operands.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> gram = vn.types.Lazy(lambda x: x.T @ x, jnp.arange(6.0).reshape(3, 2))

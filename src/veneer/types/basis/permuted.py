@@ -116,9 +116,10 @@ class Permuted(InBasis):
     def regrouped(
         self, array: Any, groups: Sequence[tuple[list[int], list[int]]], new: tuple[int, ...]
     ) -> "Permuted | None":
-        """Reshape this array, or return None if the reshape changes the permuted axis.
+        """Reshape this array, or return None if one of two conditions is not met.
 
-        Also return None if `order` varies along other axes.
+        The reshape must not split or merge the permuted axis, and `order` must have size 1 along
+        all other axes.
         """
         if self.order.size != self.order.shape[self.axis]:
             return None

@@ -17,10 +17,11 @@ class Rotated(InBasis):
     """An array `[...]` that is stored rotated by an orthogonal matrix along some axes.
 
     The rotation spreads outliers of weights and activations over all entries, so quantization to
-    few bits loses less accuracy. All axes of the same size are rotated by the same matrix: random
-    but fixed signs, and then a Kronecker product of Hadamard matrices. For odd prime factors of the
-    size, it uses Hartley matrices. Both are fast transforms (QuaRot, Ashkboos et al., arXiv
-    2404.00456; QuIP#, Tseng et al., arXiv 2402.04396).
+    few bits loses less accuracy. All axes of the same size are rotated by the same matrix. The
+    rotation multiplies by random but fixed signs, and then by a Kronecker product of Hadamard
+    matrices, or Hartley matrices for odd prime factors of the size. The product is computed one
+    factor at a time (QuaRot, Ashkboos et al., arXiv 2404.00456; QuIP#, Tseng et al., arXiv
+    2402.04396).
 
     If a product contracts the rotated axes, the other operand is rotated, and then multiplied with
     `array`. If a product contracts other axes, the other operand is multiplied with `array`, and

@@ -18,13 +18,14 @@ from .in_basis import InBasis, Places, alongside
 class Scaled(InBasis):
     """An array `array * factor`, stored as `array` and a factor per channel.
 
-    If a product contracts the channel axis, the other operand is multiplied by `factor`, and the
-    result is multiplied with `array`. Two calibration methods use this. AWQ (Lin et al., arXiv
+    If a product contracts the channel axis, the other operand is multiplied by `factor`, and then
+    multiplied with `array`. Otherwise the other operand is multiplied with `array`, and then the
+    result is multiplied by `factor`. Two calibration methods use this. AWQ (Lin et al., arXiv
     2306.00978) scales up the channels with large activations before it rounds the weight, so the
     rounding errors of these channels are smaller. SmoothQuant (Xiao et al., arXiv 2211.10438)
     divides large activations by a factor, and multiplies their weights by the same factor.
 
-    **Keeps the structure:** transposes, slices, reshapes, lookups of rows, and floating dtype
+    **Keeps the structure:** transposes, slices, reshapes, row lookups, and floating dtype
     conversions.
 
     **Materializes:** elementwise functions and sums.
@@ -100,7 +101,11 @@ class Scaled(InBasis):
     def regrouped(
         self, array: Any, groups: Sequence[tuple[list[int], list[int]]], new: tuple[int, ...]
     ) -> "Scaled":
-        """Reshape this array. Factors along split or merged axes are repeated."""
+        """Reshape this array.
+
+        If axes are split or merged, and `factor` has several entries along one of them, it is first
+        broadcast to the sizes of these axes.
+        """
         sizes, whole = [1] * len(new), list(self.factor.shape)
         for old_axes, new_axes in groups:
             if math.prod(whole[axis] for axis in old_axes) != 1:

@@ -139,8 +139,9 @@ class Named(Label):
 
         **Arguments:**
 
-        - `law`: a function that maps the axis names and sizes of the operands to the axis names of
-          the results.
+        - `law`: a function, called as `law(*axes, **params)` with an object per operand that has
+          its axis names (`names`) and sizes (`shape`). It returns the names of the result: a tuple,
+          or a list of tuples for several results.
         - `primitive`, `values`, `params`: the primitive, its operands and its parameters.
         """
         try:

@@ -131,9 +131,9 @@ class Quantity(Label):
 
         **Arguments:**
 
-        - `law`: a function of the operands and the parameters. It returns a pair: a list with the
-          unit to which each operand is converted before the primitive runs, and the unit of the
-          result. If the results have different units, the second is a list.
+        - `law`: a function, called as `law(*operands, **params)`. It returns a pair. The first item
+          is a list with the unit to which each operand is converted before the primitive runs. The
+          second item is the unit of the results, or a list with a unit per result.
         - `primitive`, `values`, `params`: the primitive, its operands and its parameters.
         """
         operands = [_operand(x) for x in values]

@@ -37,13 +37,13 @@ class LoraArray(Matrix):
     product nor its gradients compute the dense `a @ b`.
 
     **Keeps the structure:** transposes, slices, `stop_gradient`, dtype conversions, and reshapes
-    that do not merge input and output axes. If the array is a matrix, multiples by a number and
-    sums with a `LowRank` keep it too. Row lookups and convolutions do not compute `a @ b`. If `w`
-    is a structured matrix, such as a `Diagonal`, solves and determinants do not compute `a @ b`
-    either (Woodbury identity).
+    that do not merge input and output axes. With one input axis and one output axis, multiples by a
+    number and sums with a `LowRank` keep it too. Row lookups and convolutions do not compute
+    `a @ b`. If `w` is a structured matrix, such as a `Diagonal`, solves and determinants do not
+    compute `a @ b` either (Woodbury identity).
 
-    **Materializes:** other elementwise functions, sums with a dense array, and one of the operands
-    in a matmul of two `LoraArray`.
+    **Materializes:** other elementwise functions, sums with a dense array, and the second operand
+    in a matmul of two `LoraArray`, unless the result is a `vn.types.Product`.
 
     **Arguments:**
 
@@ -275,7 +275,7 @@ class LoraArray(Matrix):
 
     @property
     def is_sum(self) -> bool:
-        """True if the array is a matrix `w + scale * a @ b`, without DoRA and dropout."""
+        """True for one input axis and one output axis, no DoRA, and dropout off."""
         return self.in_ndim == self.out_ndim == 1 and self.magnitude is None and not self.drops
 
     def matvec(self, x: Any, *, precision: Any = None) -> Any:
@@ -296,8 +296,8 @@ class LoraArray(Matrix):
 
         - `permutation`: the order of the axes, as in `jax.lax.transpose`.
 
-        **Returns:** a `LoraArray`, or `NotImplemented` if the permutation mixes input and output
-        axes.
+        **Returns:** a `LoraArray`. The input axes and the output axes can change places.
+        `NotImplemented` if the permutation mixes leading, input and output axes.
         """
         split, at = len(self.lead), len(self.lead) + self.in_ndim
         swapped = permutation[split] in self.outs

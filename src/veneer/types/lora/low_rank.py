@@ -60,7 +60,7 @@ class LowRank(Matrix):
         return redispatch(jnp.matmul, self.a, self.b)
 
     def partition(self, spec: P, shape: tuple[int, ...]) -> "LowRank":
-        """Return a `PartitionSpec` per factor. It shards all axes like the matrix, but not `r`."""
+        """Return a `PartitionSpec` per factor, given the matrix `spec`. `r` is not sharded."""
         del shape
         *lead, m, n = spec
         specs = iter((P(*lead, m, None), P(*lead, None, n)))

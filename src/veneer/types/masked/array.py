@@ -22,8 +22,8 @@ class Masked(ImplicitArray):
     - The result of an elementwise function is valid where all operands are valid. In `jnp.where`,
       only the condition and the chosen operand must be valid.
     - Reductions, cumulative functions and matmuls skip invalid entries. The result of a reduction
-      is valid if at least one of its entries is valid. An entry of a matmul is valid if at least
-      one of its terms multiplies two valid entries.
+      is valid if at least one of the reduced entries is valid. An entry of a matmul is valid if at
+      least one of its terms multiplies two valid entries.
     - Sorts put invalid entries last. `argmax` and `argmin` return the index of a valid entry, if
       any entry is valid.
     - Slices, transposes and other operations that move entries also move the mask. Padding, and
@@ -31,8 +31,9 @@ class Masked(ImplicitArray):
 
     `x.mean()`, `x.var()`, `x.std()` and `x.count()` use only the valid entries. `jnp.mean` and
     other statistics of `jax.numpy` divide by the number of all entries, so they raise `TypeError`.
-    A sum divided by this number also raises `TypeError`. A sum multiplied by the reciprocal of this
-    number raises no error, and is not the mean of the valid entries.
+    In `vn.implicit(f)(x)`, a sum divided by this number also raises `TypeError`. No error is raised
+    in `jax.jit(vn.implicit(f))(x)`, outside of `vn.implicit`, or if the sum is multiplied by the
+    reciprocal. The result is then not the mean of the valid entries.
 
     **Materializes:** nothing. A primitive without a rule raises `TypeError`. Call `filled` to get a
     dense array.

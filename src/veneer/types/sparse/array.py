@@ -28,14 +28,15 @@ class SparseArray(ImplicitArray):
     to 0; `sum` over some of the axes; transposes, reshapes, broadcasts and slices. A matmul or
     `dot_general` with a dense array uses only the stored entries, and returns a dense array.
 
-    **Materializes:** the smaller operand in a matmul of two `SparseArray`, the divisor in a
-    quotient of two, sums with a dense array, comparisons, sorts, gathers, and functions that map 0
-    to another number.
+    **Materializes:** the operand with the smaller dense array in a matmul of two `SparseArray`, the
+    divisor in a quotient of two, sums with a dense array, comparisons, sorts, gathers, and
+    functions that map 0 to another number.
 
     A matmul with N vectors costs `nse * N` multiplications, a gather and a scatter. On CPU, with a
     1024 x 1024 matrix and 1% nonzero entries, it took 0.2 to 0.6 times as long as the dense matmul.
-    With 10%, it took 1.4 to 13 times as long. Elementwise products of two `SparseArray` and
-    nonlinear functions first sort the entries, unless `unique_indices` is True.
+    With 10%, it took 1.4 to 13 times as long. Elementwise products of two `SparseArray` sort the
+    entries of both. Nonlinear functions first sort the entries and sum duplicates, unless
+    `unique_indices` is True.
 
     **Arguments:**
 
@@ -100,9 +101,10 @@ class SparseArray(ImplicitArray):
         **Raises:**
 
         - `TypeError` if `x` is boolean.
-        - `ValueError` if `nse` is too small, or `n_batch` leaves no sparse axis.
-        - `ValueError` if `x` is a traced integer array, because NaN cannot mark an `nse` that is
-          too small.
+        - `ValueError` if `nse` is too small and `x` is not traced.
+        - `ValueError` if `n_batch` is not between 0 and `x.ndim - 1`.
+        - `ValueError` if `x` is a traced integer array and `nse` is given, because integers have no
+          NaN to mark an `nse` that is too small.
         - `jax.errors.ConcretizationTypeError` if `x` is traced and `nse` is missing.
 
         >>> import jax.numpy as jnp, veneer as vn

@@ -18,8 +18,8 @@ class Permutation(Matrix):
     """A permutation matrix `[..., n, n]`, where `P @ x` is `x[indices]`.
 
     Row `i` has its 1 in column `indices[i]`. A product or a solve reorders the `n` entries of each
-    vector, without multiplications. Solves, and products with the transpose, sort the indices
-    first. The determinant is the sign of the permutation, computed in `O(n log n)`.
+    vector, without multiplications. Transposes, solves and products `x @ P` first sort the indices.
+    The determinant is the sign of the permutation, computed in `O(n log n)`.
 
     **Keeps the structure:** transposes, inverses and products of two `Permutation`. A multiple by a
     number is a `Product` of a `Diagonal` and the `Permutation`.

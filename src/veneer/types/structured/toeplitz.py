@@ -21,12 +21,12 @@ DIRECT_UP_TO = 128
 class Toeplitz(Matrix):
     """A Toeplitz matrix `[..., m, n]`, whose entries depend only on `i - j`.
 
-    Up to size 128, products and solves use the dense matrix, which is faster. For larger sizes, a
-    product is a convolution by FFT, with `O((m + n) log(m + n))` operations per vector. A solve
-    takes `O(n^2)` operations for Levinson's recursion, and then `O(n log n)` per vector (Golub and
-    Van Loan, *Matrix Computations*, 4.7). If the backward error of the solution is larger than is
-    typical of LU with partial pivoting, the system is solved again by dense LU. With
-    `jax.vmap(vn.implicit(f))`, both solutions are always computed, so use
+    If `m` and `n` are at most 128, products and solves use the dense matrix, which is faster.
+    Otherwise, a product is a convolution by FFT, with `O((m + n) log(m + n))` operations per
+    vector. A solve takes `O(n^2)` operations for Levinson's recursion, and then `O(n log n)` per
+    vector (Golub and Van Loan, *Matrix Computations*, 4.7). If the backward error of the solution
+    is larger than is typical of LU with partial pivoting, the system is solved again by dense LU.
+    With `jax.vmap(vn.implicit(f))`, both solutions are always computed, so use
     `vn.implicit(jax.vmap(f))`.
 
     The rounding error of an FFT is about `eps * log2(m + n)` times the norm of the vector. So small
