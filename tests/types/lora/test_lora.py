@@ -532,3 +532,12 @@ def test_split_warns_if_there_is_nothing_to_train(wrap):
 def test_a_dropout_key_must_be_an_array():
     with pytest.raises(TypeError, match="dropout_key"):
         LoraArray(jnp.eye(4), jnp.ones((4, 1)), jnp.ones((1, 4)), dropout_key=3)
+
+
+@pytest.mark.parametrize("f", [abs, lambda x: x + 1, lambda x: x * x], ids=["abs", "add", "mul"])
+def test_operators_say_that_a_dropout_key_leaves_no_dense_form(f):
+    lora = LoraArray(
+        *(jnp.eye(4), jnp.ones((4, 1)), jnp.ones((1, 4))), dropout=0.5, dropout_key=arrays.key(0)
+    )
+    with pytest.raises(TypeError, match="has a dropout key, so it has no dense form"):
+        f(lora)

@@ -99,7 +99,7 @@ def _named(value: Any, path: Any) -> str:
 def _is_count(leaf: Any) -> bool:
     """Whether a leaf is a bool or an integer by itself, as sizes, axes and flags are."""
     aval = jax.typeof(leaf)
-    return getattr(aval, "shape", None) == () and aval.dtype.kind in "biu"
+    return getattr(aval, "shape", None) == () and getattr(aval.dtype, "kind", "") in set("biu")
 
 
 def check_is_first(rule: Any, registered: Iterable[Any], primitive: str) -> None:
