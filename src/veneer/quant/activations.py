@@ -144,10 +144,10 @@ class ActivationQuantized(ProductWeight):
         return not self.op_names or primitive in self.op_names
 
     def turned_over(self) -> "ActivationQuantized":
-        """Return a copy with the same arrays and the opposite value of `turned`.
+        """Return a copy that records one more swap of the last two axes. No array is changed.
 
-        The attribute `turned` is True if the last two axes of the stored codes are swapped,
-        compared with the weight that was quantized.
+        Rules call this after they swap these axes of all arrays. The attribute `turned` records
+        the swaps: it is False after an even number of them and True after an odd number.
         """
         return self.changed(turned=not self.turned)
 

@@ -114,10 +114,11 @@ class Format:
 
     @property
     def ends(self) -> tuple[float, float]:
-        """The ends of the largest symmetric range of codes: (-7.0, 7.0) for int4, without -8.
+        """The ends of the largest symmetric range of codes, such as (-7.0, 7.0) for int4.
 
-        In a codebook, the values of the codes count. If it has no symmetric range, the ends are its
-        smallest and its largest value.
+        If the format has a codebook, this is a range of values of the codebook, such as (-1.0, 1.0)
+        for nf4. If the codebook has no symmetric range, the ends are its smallest and its largest
+        value.
         """
         if self.codebook is None:
             largest = float(self.code_range[1] if self.is_integer else self.bound)

@@ -106,8 +106,11 @@ def quantize_tree(
       implicit array, or it is already quantized;
     - `rules` is the name of a format, and all weights have fewer than 4,096 values, so they stay
       dense;
-    - a tile does not divide the axes that the program contracts, so a weight gets a smaller tile
-      or, if `rules` is the name of a format, one scale per channel or int8;
+    - a tile does not divide the axes that the program contracts, so a weight gets a smaller tile;
+    - `rules` is the name of a format with a fixed tile size, and no contracted axis of a weight is
+      a multiple of it, so the weight becomes int8;
+    - `rules` is the name of a format, and no tile of 8 or more values divides the contracted axes
+      of a weight, so the weight gets one scale per channel;
     - a weight is not rotated, because another use of it would undo the rotation;
     - a quantized weight is hardly smaller than the dense weight;
     - two products contract different axes of a weight;

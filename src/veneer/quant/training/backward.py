@@ -40,13 +40,18 @@ class BackwardProduct:
 
     | `residual_qtype` | the other operand |
     |---|---|
-    | "forward" | the codes of the forward pass, or the array, quantized again (see below) |
+    | "forward" | the codes of the forward pass if possible (see below) |
     | None | the array before quantization |
     | a format | the array, quantized to this format |
 
-    With "forward", the array is quantized again if its format has a codebook, such as nf4. It is
-    also quantized again if this product contracts an axis with one scale per index, and there are
-    zero points or tiles along another axis. With `qtype=None`, it is never quantized again.
+    With "forward", this product cannot use the codes of the other operand in two cases:
+
+    - The format of the other operand has a codebook, such as nf4.
+    - The other operand has one scale per index along an axis that this product contracts, and it
+      also has zero points, or tiles along another axis.
+
+    The other operand is then quantized again, in the format of the forward pass. With `qtype=None`,
+    the codes of the forward pass are always used.
 
     **Raises:**
 

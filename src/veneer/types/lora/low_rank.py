@@ -60,7 +60,13 @@ class LowRank(Matrix):
         return redispatch(jnp.matmul, self.a, self.b)
 
     def partition(self, spec: P, shape: tuple[int, ...]) -> "LowRank":
-        """Return a `PartitionSpec` per factor, given the matrix `spec`. `r` is not sharded."""
+        """Return a `PartitionSpec` per factor. The rank axis is not sharded.
+
+        **Arguments:**
+
+        - `spec`: the `PartitionSpec` of the matrix `[..., m, n]`.
+        - `shape`: the shape of the matrix. It is not used.
+        """
         del shape
         *lead, m, n = spec
         specs = iter((P(*lead, m, None), P(*lead, None, n)))

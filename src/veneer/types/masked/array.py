@@ -31,9 +31,11 @@ class Masked(ImplicitArray):
 
     `x.mean()`, `x.var()`, `x.std()` and `x.count()` use only the valid entries. `jnp.mean` and
     other statistics of `jax.numpy` divide by the number of all entries, so they raise `TypeError`.
-    In `vn.implicit(f)(x)`, a sum divided by this number also raises `TypeError`. No error is raised
-    in `jax.jit(vn.implicit(f))(x)`, outside of `vn.implicit`, or if the sum is multiplied by the
-    reciprocal. The result is then not the mean of the valid entries.
+
+    A sum divided by the number of all entries, such as `x.sum() / x.size`, is not the mean of the
+    valid entries. In `vn.implicit(f)(x)`, this division also raises `TypeError`. The mistake is not
+    detected in `jax.jit(vn.implicit(f))(x)`, in operators outside of `vn.implicit`, or if the sum
+    is multiplied by the reciprocal of the number.
 
     **Materializes:** nothing. A primitive without a rule raises `TypeError`. Call `filled` to get a
     dense array.
