@@ -45,7 +45,7 @@ def test_a_type_that_is_right():
     assert "exp" in checked.made_dense
     assert len(checked.agree) > 100
     assert checked.refused == {}
-    assert "rules ran for" in str(checked)
+    assert "Rules ran for" in str(checked)
     assert "dot_general, " in str(checked)
 
 

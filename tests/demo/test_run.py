@@ -21,9 +21,8 @@ def test_prints_a_table_and_an_answer_and_writes_a_picture(write_bert, params, t
         *found["variants"][0],
         *found["nearest"][0],
     }
-    assert [row["name"] for row in found["variants"]] == [
-        str(v.fitted(run.load(folder))) for v in VARIANTS
-    ]
+    fitted = [str(v.fitted(run.load(folder))) for v in VARIANTS]
+    assert [row["name"] for row in found["variants"]] == list(dict.fromkeys(fitted))
     printed = capsys.readouterr().out
     for said in ("f32", "int8, channelwise", "nf4, tile 32", "int4, tile 32", run.QUERY):
         assert said in printed

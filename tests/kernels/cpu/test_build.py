@@ -27,7 +27,7 @@ def test_processes_may_compile_at_the_same_time(tmp_path):
 
 
 def test_an_unknown_target_or_isa_is_an_error(tmp_path):
-    with pytest.raises(KeyError, match="no kernel veneer_rows_int5_few"):
+    with pytest.raises(KeyError, match="no kernel is named veneer_rows_int5_few"):
         build.target("veneer_rows_int5_few")
     code = """
 from veneer.kernels.cpu import build
