@@ -10,6 +10,7 @@ import transformer
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from support import arrays
+from support.annotations import unless_checked
 from support.array_types import assert_close
 from support.claims import Claim, claims
 from support.policies import only_by_rules
@@ -412,6 +413,7 @@ def test_what_drops_stands_for_no_array():
 # Trees.
 
 
+@unless_checked
 def test_join_says_that_its_trees_are_swapped():
     base, adapters = lora.split({"w": LoraArray(W, A, B)})
     with pytest.raises(TypeError, match=r"adapters must hold LoraArrays and None, .* not f32\["):
