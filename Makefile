@@ -53,7 +53,7 @@ test-slow: $(DEV) ## install all libraries, and run the slow tests, in minutes
 test-all: $(DEV) ## install all libraries, and run every case, in an hour
 	$(BIN)/python -m pytest -n auto --dist worksteal --all --jaxtyping-packages=veneer,beartype.beartype $(ARGS)
 
-test-nightly: ## run the tests on the nightly build of JAX, in an environment of its own
+test-nightly: ## run the tests on the nightly build of JAX, in a separate environment
 	$(MAKE) setup VENV=$(VENV)-nightly
 	$(VENV)-nightly/bin/python -m pip install --quiet --upgrade --pre jax jaxlib \
 		--index-url https://us-python.pkg.dev/ml-oss-artifacts-published/jax/simple/

@@ -37,7 +37,7 @@ def problems_of(tag: str) -> list[str]:
 
 
 def section(version: str) -> tuple[str, str] | None:
-    """Return the day and the text of a version in the CHANGELOG, or None if there is none."""
+    """Return the day and the text of a version in the CHANGELOG, or None if it has no section."""
     heading = rf"^## \[{re.escape(version)}\] - (\d{{4}}-\d\d-\d\d)$(.*?)(?=^## |\Z)"
     text = (ROOT / "CHANGELOG.md").read_text("utf-8")
     match = re.search(heading, text, re.MULTILINE | re.DOTALL)

@@ -37,13 +37,13 @@ def docstrings():
 
 
 def has_example(name):
-    """Return whether a docstring has an example, which calls the function if it is one."""
+    """Return whether a docstring has an example. The example of a function must call it."""
     _, found, example = (inspect.getdoc(OBJECTS[name]) or "").partition(">>>")
     return found and (name in CLASSES or name.rpartition(".")[2] in example)
 
 
 def undocumented(function):
-    """Return what the docstring of a function lacks."""
+    """Yield the parts that the docstring of a function lacks."""
     text = inspect.getdoc(function) or ""
     verb = text.split(" ", 1)[0]
     if verb in NOT_A_VERB or (verb.endswith("s") and not verb.endswith("ss")):

@@ -8,7 +8,7 @@ from typer.core import TyperCommand, TyperGroup
 class FormatCost(NamedTuple):
     """A row of the table of formats: bits per value, and the relative error of two models' weights.
 
-    The numbers are those of docs/formats.md.
+    The numbers are from docs/formats.md.
     """
 
     name: str

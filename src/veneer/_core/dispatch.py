@@ -21,7 +21,7 @@ from .value import Value, describe, is_value, operands_met
 
 
 def dispatch(primitive: Primitive, values: Sequence[Any], params: dict[str, Any]) -> Any:
-    """Run a primitive on values of which one at least is implicit.
+    """Run a primitive on values, at least one of them implicit.
 
     Try a matching rule, the `default` of the operand types, rules that map over leading axes, and
     materialization, in this order.

@@ -82,7 +82,7 @@ def are_axes(stated: Any, ndims: list[int]) -> bool:
 def partition(
     axes: Sequence[Axes], spec: PartitionSpec, old: Shape, new: Shape
 ) -> list[PartitionSpec] | None:
-    """Return the `PartitionSpec` of each leaf for that of the dense array.
+    """Return the `PartitionSpec` of each leaf for a `PartitionSpec` of the dense array.
 
     Return None if a block would be cut. `old` and `new` are the dense shapes before and after the
     array is cut or joined. Each part of an array gets a copy of an entry that all elements share.

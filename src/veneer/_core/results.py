@@ -18,7 +18,7 @@ def check_result(
     out: Any,
     source: str,
 ) -> None:
-    """Reject a result whose shapes or dtypes are not those of the primitive, if it has any."""
+    """Reject a result with other shapes or dtypes than the primitive gives, if these are known."""
     several = primitive.multiple_results
     results = out if several else [out]
     found = None

@@ -24,7 +24,7 @@ implicit array as one typed value: a jaxpr has a `dot_general` with an operand o
 - *Loops and branches* accept typed values and pytrees of leaves. If two branches return different
   forms, or a loop's body changes the form of its carry, both are converted to one form.
 
-The modules, each of which imports only those above it:
+The modules. Each imports only modules above it:
 
     patching            set attributes of another package, and restore them exactly
     mode                whether high types are on: install, uninstall, enabled

@@ -56,7 +56,7 @@ def check_arrays(value: Any, kinds: Any, /, *fields: str) -> None:
 
     **Arguments:**
 
-    - `kinds`: what they may be: a `Leaf`, or an `Array`.
+    - `kinds`: the accepted types: `Leaf` or `Array`.
 
     **Raises:** `TypeError` for a field that holds anything else.
     """

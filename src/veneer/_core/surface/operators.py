@@ -181,7 +181,7 @@ for _name in "get set add subtract multiply mul divide power min max apply".spli
 
 
 class _IndexUpdater:
-    """An object that `array.at` returns, to be indexed as that of `jax.Array`."""
+    """The object that `array.at` returns. It is indexed like `jax.Array.at`."""
 
     def __init__(self, array: Any):
         self._array = array

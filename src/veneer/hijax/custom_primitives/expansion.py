@@ -131,7 +131,9 @@ class Expansion(Operation):
         """An error about what one of them gives for a tangent."""
         is_tree = isinstance(tangent, Value | Tangent)
         shown = repr(exposed(tangent)) if is_tree else listed([jax.typeof(tangent)])[1:-1]
-        hint = "" if self.typed else " (outside vn.hijax.enabled(), tangents are those of leaves)"
+        hint = (
+            "" if self.typed else " (outside vn.hijax.enabled(), a tangent has one array per leaf)"
+        )
         return self.refuse(f"{rule} returns {shown} as the tangent of {wanted}{hint}")
 
     def batch(self, size: int, name: Any, values: Sequence[Any], dims: Sequence[Any]) -> Any:

@@ -26,7 +26,7 @@ from .unknown import unknown_format
 class Format:
     """A number format, which divides values by a scale and encodes the results in a few bits.
 
-    `vn.quant.FORMATS` has all formats by name. `vn.quant.get_format` also finds them by alias.
+    `vn.quant.FORMATS` maps names to formats. `vn.quant.get_format` also takes aliases.
 
     **Arguments:**
 
@@ -315,14 +315,7 @@ _BINARY = Format(
 class _Formats(dict[str, Format]):
     """All number formats: a dict from the name, such as "int8", to the `Format`.
 
-    | formats | values |
-    |---|---|
-    | int2 to int8, int16 | signed integers |
-    | uint2 to uint8 | unsigned integers with a zero point |
-    | ternary, int1 | -1, 0, 1; -1, 1 |
-    | float8_*, float6_*, float4_e2m1fn | floats of 8, 6 and 4 bits |
-    | nf4, nf4_dq, fp4_bnb, iq4_nl, dynamic8 | codebooks |
-    | mxfp8*, mxfp6*, mxfp4, nvfp4 | floats with a fixed tile size and scale dtype |
+    docs/formats.md has a table of them, with their sizes and errors.
     """
 
 
@@ -385,7 +378,7 @@ FORMATS: dict[str, Format] = _Formats(
         ),
     )
 )
-# The site shows this text, and `help(FORMATS)` shows the docstring of the class.
+# For the site. `help(FORMATS)` shows the docstring of the class.
 """All number formats: a dict from the name, such as "int8", to the `Format`.
 
 | formats | values |

@@ -55,7 +55,7 @@ class Rule:
       float is a fraction of the axis. `{axis: size}` tiles several axes. None means the tile size
       of the format if it has one, and otherwise the whole axis.
     - `tile_axis`: the axis of the weight that products contract: -2 for kernels `[in, out]`, -1 for
-      `[out, in]`. Or a list of axes, of which only the last has tiles. If None, the axes are taken
+      `[out, in]`. Or a list of axes; only the last one has tiles. If None, the axes are taken
       from the traced program, or -2 if there is no program.
     - `calibration_method`: the method that chooses scales, as in `vn.quant.quantize`. None selects
       the default method of the format.

@@ -248,7 +248,7 @@ def _select(which: ArrayLike, *cases: TrackedWeight) -> TrackedWeight:
 
 
 def parameters_and_program(model: Any, params: Any, call: str) -> tuple[Any, Callable]:
-    """Return the parameters, which can be those of a module, and the program.
+    """Return the parameters, also of a module, and the program.
 
     **Arguments:**
 

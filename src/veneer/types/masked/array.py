@@ -119,7 +119,7 @@ class Masked(ImplicitArray):
         return self._mean_of(jnp.abs(self.filled() - mean) ** 2, axis, keepdims, ddof)
 
     def std(self, axis: Axis = None, *, ddof: int = 0, keepdims: bool = False) -> "Masked":
-        """Return the standard deviation of the valid entries. The arguments are those of `var`."""
+        """Return the standard deviation of the valid entries. It takes the arguments of `var`."""
         var = self.var(axis, ddof=ddof, keepdims=keepdims)
         return Masked(jnp.sqrt(var.filled(1)), var.mask)
 
