@@ -37,7 +37,7 @@ def ste(fn: Callable) -> Callable:
 
     **Returns:** a function with the same arguments. If `fn` returns an implicit array, such as a
     `QArray`, operations on the result use the rules of that type. The derivatives of these
-    operations equal the results for the dense array.
+    operations equal the derivatives of the same operations on the dense array.
 
     **Raises:** `TypeError`, in a call of the new function, if `fn` does not return an array with
     the shape and dtype of the first argument.

@@ -65,7 +65,7 @@ def variants(model: LanguageModel) -> dict[str, Any]:
 def main(
     model: LanguageModel, question: str = QUESTION, console: Console | None = None
 ) -> dict[str, Any]:
-    """Ask the model a question. Print each word of the answer at once, and then a table of formats.
+    """Ask the model a question. Print the answer word by word, and then a table of formats.
 
     **Returns:** the results, as `veneer demo --json` prints them.
     """
