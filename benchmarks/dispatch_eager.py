@@ -19,7 +19,17 @@ def quantised() -> list[Claim]:
     return [Claim(Side("`x @ q`, int8", lambda: x @ q), Side("`x @ w`", lambda: x @ w), target=3)]
 
 
+def compiled_calls() -> list[Claim]:
+    """Return a claim about a call of a compiled function, which flattens its arguments."""
+    w = jnp.ones((64, 64))
+    arrays = [vn.quant.quantize(w, "int8", channelwise_axes=[1]) for _ in range(100)]
+    tuples = [(q.packed, q.scale) for q in arrays]
+    first = jax.jit(lambda tree: jax.tree.leaves(tree)[0])
+    ours = Side("a compiled function of 100 arrays in int8", lambda: first(arrays))
+    return [Claim(ours, Side("of their leaves, in tuples", lambda: first(tuples)), target=4)]
+
+
 if __name__ == "__main__":
     arguments = parser(__doc__).parse_args()
-    claims = eager(VENEER) + quantised()
+    claims = eager(VENEER) + quantised() + compiled_calls()
     print(results_table(measure(claims, rounds=arguments.rounds, batches=20, calls=50), "µs"))
