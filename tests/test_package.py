@@ -2,6 +2,7 @@
 
 import ast
 import importlib.metadata
+import inspect
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -225,6 +226,12 @@ def test_completion_shows_no_internals():
         name for name in names if dir(getattr(vn, name)) != sorted(getattr(vn, name).__all__)
     ]
     assert set(dir(vn)) == {*vn.__all__, "__version__"}
+
+
+def test_the_source_of_a_public_class_is_found():
+    classes = [vn.ImplicitArray, vn.Value, vn.LeafAxis, vn.Event, vn.Report]
+    assert all(inspect.getsource(cls).startswith(("class", "@")) for cls in classes)
+    assert vn.OutsideImplicitError.__module__ == "veneer"
 
 
 def test_the_version_is_that_of_the_distribution():

@@ -142,6 +142,5 @@ def __dir__() -> list[str]:
     return [*__all__, "__version__"]
 
 
-for _name in __all__:
-    if isinstance(globals().get(_name), type):  # errors, for instance, show it
-        globals()[_name].__module__ = "veneer"
+for _error in (AmbiguousLookupError, MaterialiseError, MaterialiseWarning, OutsideImplicitError):
+    _error.__module__ = "veneer"  # as tracebacks show it
