@@ -30,7 +30,8 @@ from veneer.demo.fetch import LANGUAGE_MODEL, fetch
 from veneer.demo.language_model import LanguageModel, load, perplexity, windows
 from veneer.demo.programs import program
 from veneer.interop.checkpoints.gguf import GgufFile, write_gguf
-from veneer.quant import Format, qcache
+from veneer.quant import Format
+from veneer.quant.caches import qcache
 from veneer.quant.conversion import quantize
 from veneer.quant.conversion.quantize import QuantizeParams
 

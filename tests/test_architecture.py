@@ -89,6 +89,23 @@ def test_a_package_maps_its_modules(path):
     assert mapped_modules(ast.get_docstring(tree_of(path), clean=False) or "") == inside
 
 
+def folders_imported_by(folder: Path) -> set[str]:
+    """The folders inside the parent of `folder` that its files import, at any depth."""
+    parent = module_of(folder.parent / "__init__.py") + "."
+    modules = (m for path in folder.rglob("*.py") for m in modules_imported_by(path))
+    inside = {m.removeprefix(parent).split(".")[0] for m in modules if m.startswith(parent)}
+    return {name for name in inside if (folder.parent / name).is_dir()} - {folder.name}
+
+
+@pytest.mark.parametrize("package", ["quant"])
+def test_a_package_lists_its_folders_in_the_order_of_imports(package):
+    text = ast.get_docstring(tree_of(PACKAGE / package / "__init__.py"), clean=False) or ""
+    order = [name for name in re.findall(r"^ {4}(\w+) {2,}\S", text, re.MULTILINE)]
+    assert len(order) > 5
+    for i, name in enumerate(order):
+        assert folders_imported_by(PACKAGE / package / name) <= set(order[:i]), name
+
+
 def test_the_heart_is_read_in_one_sitting():
     heart = (PACKAGE / "_core").glob("*.py")
     assert sum(len(path.read_text("utf-8").splitlines()) for path in heart) < 1800

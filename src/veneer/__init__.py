@@ -13,7 +13,6 @@
     interop             files and other libraries
     lora                LoRA adapters, by rules on paths
     tree                trees in which an implicit array is one leaf
-    straight_through    `ste`: run a function with the derivative of the identity
     distributed         collectives that send dense arrays quantized
     placement           `device_put` and shardings of dense arrays
     training            which weights are trained: `freeze`, `unfreeze` and `trainable`
@@ -47,11 +46,11 @@ from ._report.report import Report
 
 if TYPE_CHECKING:
     from . import distributed, hijax, lora, numba, quant, testing, tree, types
+    from ._core.surface.straight_through import ste
     from .hijax.jit import jit
     from .interop.safetensors import load, save
     from .parameter_table import summary
     from .placement import device_put, fully_sharded, logical_shardings
-    from .straight_through import ste
     from .training import freeze, trainable, unfreeze
 
 __version__ = "0.1.0"
@@ -110,7 +109,7 @@ _LAZY = {
     "numba": "numba",
     "quant": "quant",
     "save": "interop.safetensors",
-    "ste": "straight_through",
+    "ste": "_core.surface.straight_through",
     "summary": "parameter_table",
     "testing": "testing",
     "trainable": "training",

@@ -24,9 +24,9 @@ from jax.typing import DTypeLike
 
 from ._core.value import is_value, materialise_one
 from ._jax.tracing import vary_along, varying_axes
+from .quant.arrays.qarray import QUANTIZABLE, QArray
 from .quant.conversion.quantize import quantize_by, quantize_params
 from .quant.formats import get_format
-from .quant.qarray import QUANTIZABLE, QArray
 
 __all__ = ["all_gather", "psum", "psum_scatter"]
 

@@ -19,10 +19,10 @@ from ._core.surface.mistakes import check_key, check_parameters
 from ._core.surface.weights import check_regex, path_matches
 from ._core.value import Value
 from ._jax.source_lines import warn_user
+from .quant.arrays.qarray import QUANTIZABLE
 from .quant.models.correction import low_rank_axes
 from .quant.models.rules import flatten_with_paths, shown, some_of, warn_of_unmatched
 from .quant.models.uses import Use, program_of, telling, uses_of
-from .quant.qarray import QUANTIZABLE
 from .types.lora import LoraArray, join, merge, split, with_dropout, without_dropout
 
 __all__ = [

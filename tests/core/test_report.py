@@ -85,7 +85,7 @@ def test_files_are_named_from_where_one_works_and_from_where_modules_are_found(
     rule = str(package / "quant" / "qarray.py") + ":1"
     lines = [f"{tmp_path}/model.py:3 (f.<locals>.g)", f"{jax.__file__}:1 (f)", "/elsewhere/f.py:1"]
     shown = str(vn.Report(tuple(vn.Event("sin", (), rule, 0, line) for line in lines)))
-    assert " veneer/quant/qarray.py:1" in shown
+    assert " veneer/quant/arrays/qarray.py:1" in shown
     assert " model.py:3 (f.g)" in shown
     assert " jax/__init__.py:1 (f)" in shown
     assert " /elsewhere/f.py:1" in shown

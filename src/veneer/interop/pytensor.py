@@ -25,10 +25,10 @@ from jax.experimental.sparse import BCOO
 
 from .._core.transform import redispatch
 from .._install import install_command
+from ..quant.arrays.qarray import QArray
 from ..quant.formats import get_format
 from ..quant.formats.packing import Packing
 from ..quant.formats.tiles import divides
-from ..quant.qarray import QArray
 from .pytensor_sparse import check_patterns
 
 _x64 = jax.config.values["jax_enable_x64"]  # that of the program, whatever context this is in

@@ -24,7 +24,7 @@ from opt_einsum.parser import parse_einsum_input
 from .. import quant
 from .._core.surface.array import ImplicitArray
 from .._core.transform import redispatch
-from ..quant.qarray import QUANTIZABLE, QArray
+from ..quant.arrays.qarray import QUANTIZABLE, QArray
 
 __all__ = [
     "QArray",

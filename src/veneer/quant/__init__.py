@@ -6,41 +6,38 @@
 
 The modules and packages:
 
-    formats              number formats, packing and tiles
-    qarray               QArray, the quantized array
-    pairs                decoding two neighboring values at once, which is faster on GPUs
-    qcache               QCache, a QArray that programs write into
-    block_cache          BlockCache, a cache in which blocks of tokens share scales
-    zeros                zeros: new arrays of type QCache or BlockCache
-    conversion           quantize: from dense arrays to QArrays
-    ops                  the rules of QArrays for JAX's primitives
-    product_weights      ProductWeight, the base class of weights with their own rule for products
-    activations          ActivationQuantized, a weight that quantizes the other operand
-    activation_products  quantize_products: products of two activations
-    models               rules that quantize the parameters of a model
-    observation          statistics of activations
-    ptq                  calibrate, allocate_bits and tune: quantization with sample data
-    training             FakeQuantized and quantized products for training
+    formats      number formats, packing and tiles
+    arrays       QArray, the quantized array
+    conversion   quantize: from dense arrays to QArrays
+    caches       QCache and BlockCache, quantized arrays that programs write into
+    weights      ActivationQuantized, a weight that quantizes the other operand of its products
+    ops          the rules of QArrays for JAX's primitives
+    observation  statistics of activations
+    models       Rule, quantize_tree, observe and quantize_products: rules for a whole model
+    ptq          calibrate, allocate_bits and tune: quantization with sample data
+    training     FakeQuantized and quantized products for training
+
+Each package imports only from packages above it in this list.
 """
 
-from .activation_products import quantize_products
-from .activations import ActivationQuantized
-from .block_cache import BlockCache
+from .arrays.qarray import QArray
+from .caches.block_cache import BlockCache
+from .caches.qcache import QCache
+from .caches.zeros import zeros
 from .conversion.fake_quantize import fake_quantize, fake_quantize_with_scale
 from .conversion.quantize import dequantize, quantize, quantize_with_scale
 from .conversion.ranges import calibration_range, scale_of_range
 from .formats import FORMATS, Format, get_format
 from .formats.packing import Packing
+from .models.activation_products import quantize_products
+from .models.observe import observe
 from .models.quantize_tree import quantize_tree
 from .models.rules import Rule
-from .observation.observe import observe
 from .observation.statistics import ActivationStatistics, load_statistics, save_statistics
 from .ops import conv_general_dilated, dot, dot_general, einsum, ragged_dot, ragged_dot_general
 from .ptq.allocate_bits import BitAllocator, allocate_bits
 from .ptq.calibrate import Calibrator, calibrate
 from .ptq.tune import Tuner, tune
-from .qarray import QArray
-from .qcache import QCache
 from .training import (
     BackwardProduct,
     FakeQuantized,
@@ -49,7 +46,7 @@ from .training import (
     with_masks,
     with_stochastic_rounding,
 )
-from .zeros import zeros
+from .weights.activations import ActivationQuantized
 
 __all__ = [
     "FORMATS",

@@ -13,5 +13,6 @@ mistakes        those in a type or a rule, told by the names that its author gav
 shown           how values are shown: in a line, in a notebook, by treescope
 weights         which implicit arrays are weights, and their paths
 found           weights that no argument holds, told by what their leaves are
+straight_through  `ste`: run a function with the derivative of the identity
 captures        what a function closes over, opened so that it is as an argument
 """

@@ -8,6 +8,7 @@ The modules here:
     calibration     from the values of a tile to the range that its codes cover: the methods
     ranges          ranges on their own, as they are recorded and kept
     scales          scales as they are stored
+    sparsity        which weights of each group are kept
     chunks          tiles, a few at a time
     cpu_kernel      quantising by a kernel for CPUs
 """

@@ -7,10 +7,10 @@ import jax
 import numpy as np
 
 from ...kernels.quantize import Quantizer, quantize, serves
+from ..arrays.qarray import QArray
 from ..formats import FORMATS
 from ..formats.packing import Packing, axis_to_pack
 from ..formats.tiles import Shape
-from ..qarray import QArray
 from .calibration import Calibration
 
 if TYPE_CHECKING:

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from ..._core.surface.array import ImplicitArray
-from ...straight_through import ste
+from ..._core.surface.straight_through import ste
+from ..arrays.qarray import QArray
 from ..formats import FORMATS
 from ..formats.tiles import Leaf, over_tiles
-from ..qarray import QArray
 from .quantize import (
     Axes,
     QuantizeParams,

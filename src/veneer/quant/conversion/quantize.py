@@ -16,10 +16,10 @@ from ..._core.surface.array import ImplicitArray
 from ..._core.surface.mistakes import check_key
 from ..._core.value import materialise_one
 from ..._jax.source_lines import warn_user
+from ..arrays.qarray import QUANTIZABLE, QArray, pack_codes
 from ..formats import FORMATS, Format, get_format, is_format
 from ..formats.rounding import encode_stochastically
 from ..formats.tiles import Leaf, Shape, divides, over_tiles, split_tiles, tile_counts
-from ..qarray import QUANTIZABLE, QArray, pack_codes
 from .calibration import (
     Calibration,
     Range,

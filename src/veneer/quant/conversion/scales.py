@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from ..arrays.qarray import QArray
 from ..formats import Format, get_format
 from ..formats.rounding import round_to_dtype
 from ..formats.tiles import Shape, over_tiles, split_tiles
-from ..qarray import QArray
 
 
 def usable(scale: jax.Array) -> jax.Array:

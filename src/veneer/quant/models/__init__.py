@@ -3,6 +3,9 @@
 The modules here:
 
     rules           Rule: parameters by their paths
+    methods         the names of methods of post-training quantization
+    observe         observe: statistics of the activations of a model
+    activation_products  quantize_products: products of two activations
     quantize_tree   the parameters of a tree, by rules
     correction      corrections of low rank of what rounding lost
     notices         what that tells of: dense weights, other tiles, large results

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from ..qarray import QArray
+from ..arrays.qarray import QArray
 from .rules import Rule
 
 

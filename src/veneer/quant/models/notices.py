@@ -13,10 +13,10 @@ import numpy as np
 from ..._core.value import is_part, is_value
 from ..._jax.source_lines import warn_user
 from ...types.lora import LoraArray
-from ..activations import ActivationQuantized
+from ..arrays.qarray import QArray
 from ..formats import get_format
-from ..qarray import QArray
 from ..training import FakeQuantized
+from ..weights.activations import ActivationQuantized
 from .rules import Rule, can_be_quantized, some_of
 from .uses import Use
 from .usual_rules import SMALL

@@ -13,8 +13,8 @@ from jax.typing import DTypeLike
 
 from ..._core.surface.mistakes import check_parameters
 from ..._jax.source_lines import warn_user
+from ..arrays.qarray import QArray
 from ..observation.statistics import ActivationStatistics
-from ..qarray import QArray
 from ..training import FakeQuantized
 from .correction import LowRankAxes, free_without_program, low_rank_axes, quantize_corrected
 from .notices import (

@@ -14,17 +14,17 @@ from ..._core.value import is_value
 from ..._jax.source_lines import warn_user
 from ...types.basis import InBasis, Rotated
 from ...types.lora import LoraArray
-from ..activations import ActivationQuantized, check_activation_format, products_named
+from ..arrays.qarray import QUANTIZABLE
 from ..conversion.calibration import check_calibration
 from ..conversion.quantize import quantize, scale_dtype_in, tile_in
 from ..conversion.scale_axes import check_tile_size, scale_axes_of, tile_size_in
+from ..conversion.sparsity import Sparsity, check_sparsity
 from ..formats import get_format, is_format
 from ..formats.tiles import Shape
 from ..observation.statistics import ActivationStatistics, static_range
-from ..ptq.methods import check_method
-from ..qarray import QUANTIZABLE
 from ..training import BackwardProduct
-from ..training.sparsity import Sparsity, check_sparsity
+from ..weights.activations import ActivationQuantized, check_activation_format, products_named
+from .methods import check_method
 
 RANGES = ("dynamic", "mean", "exponential", "widest")
 TRAINING = ("grad_qtype", "grad_input", "grad_weight", "sparsity")  # what is for training alone

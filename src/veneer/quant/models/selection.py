@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 import jax
 
+from ..arrays.qarray import QUANTIZABLE
 from ..formats import get_format
 from ..formats.tiles import dividing_tiles
-from ..qarray import QUANTIZABLE
 from .notices import changed_tiles
 from .rules import Rule, can_be_quantized
 from .usual_rules import default_tile, fit_usual

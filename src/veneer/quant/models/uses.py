@@ -25,7 +25,7 @@ from ..._jax.primitives import Primitive, find_primitive
 from ..._jax.sharding import replicated_sharding
 from ..._jax.source_lines import user_line, warn_user
 from ..formats.tiles import Shape
-from ..product_weights import Factors, ProductWeight, reshape_factors
+from ..weights.product_weights import Factors, ProductWeight, reshape_factors
 from .rules import flatten_with_paths
 
 LOOK_UP = "gather"  # the primitive that a look-up is

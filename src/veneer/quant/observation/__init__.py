@@ -2,7 +2,6 @@
 
 The modules here:
 
-    observe         observe: the model with its weights replaced
     observed        a weight that records its activations
     recording       what the host keeps of the activations of a weight
     totals          what a Box keeps of them

@@ -21,7 +21,7 @@ from ..._core.tree import static
 from ..._jax.sharding import replicated, replicated_sharding
 from ..formats.tiles import Leaf
 from ..ops.activations import bind, sums_over_features
-from ..product_weights import Factors, ProductWeight
+from ..weights.product_weights import Factors, ProductWeight
 from .recording import Recording
 from .totals import added
 

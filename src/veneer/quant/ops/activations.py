@@ -12,14 +12,14 @@ from ..._core.policy import note_how
 from ..._core.primitives.dimension_numbers import DotDimensionNumbers
 from ..._core.primitives.scopes import may_be_tangents
 from ..._core.rules import register
+from ..._core.surface.straight_through import ste
 from ..._core.surface.weights import keep_sources
 from ..._core.transform import redispatch
 from ..._core.value import Value, materialise_one
 from ..._jax.primitives import find_primitive
-from ...straight_through import ste
-from ..activations import ActivationQuantized
-from ..product_weights import ProductWeight
-from ..qarray import QUANTIZABLE, QArray
+from ..arrays.qarray import QUANTIZABLE, QArray
+from ..weights.activations import ActivationQuantized
+from ..weights.product_weights import ProductWeight
 from .by_kernel import weight_is
 
 # Each is bound again, on the weight itself and on quantised activations.

@@ -30,10 +30,10 @@ from ...kernels import (
     matmul,
     select,
 )
+from ..arrays.qarray import QArray
 from ..formats import get_format
 from ..formats.packing import Packing, two_bits
 from ..formats.tiles import over_tiles
-from ..qarray import QArray
 from .by_xla import multiplied_codes
 from .kernel_references import ProductByXla, ScalesByXla
 from .operands import fits_int32, is_algorithm

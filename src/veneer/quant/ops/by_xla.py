@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..arrays.pairs import runs_on_gpu
+from ..arrays.qarray import QUANTIZABLE, QArray
 from ..formats.tiles import Shape, over_tiles
-from ..pairs import runs_on_gpu
-from ..qarray import QUANTIZABLE, QArray
 from .minima import minima_apart
 from .operands import (
     accumulator,

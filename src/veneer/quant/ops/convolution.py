@@ -19,8 +19,8 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ..._core.rules import register
 from ..._core.surface.array import ImplicitArray
+from ..arrays.qarray import QUANTIZABLE, QArray
 from ..formats.tiles import over_tiles
-from ..qarray import QUANTIZABLE, QArray
 from .operands import (
     accumulator,
     as_operand,

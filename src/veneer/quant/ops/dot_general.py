@@ -12,9 +12,9 @@ from jax.typing import ArrayLike, DTypeLike
 from ..._core.primitives.dimension_numbers import DotDimensionNumbers, NestedAxes
 from ..._core.rules import register
 from ..._core.surface.array import ImplicitArray
+from ..arrays.pairs import runs_on_gpu
+from ..arrays.qarray import QArray
 from ..formats.tiles import over_tiles
-from ..pairs import runs_on_gpu
-from ..qarray import QArray
 from .by_kernel import by_kernel, too_small_for_kernels
 from .by_xla import WAYS_BY_XLA
 from .minima import minima_apart

@@ -13,7 +13,7 @@ from opt_einsum.parser import parse_einsum_input
 from ..._core.surface.array import ImplicitArray
 from ..._core.transform import redispatch
 from ..._core.value import materialise
-from ..qarray import QArray
+from ..arrays.qarray import QArray
 from .operands import as_operand
 
 

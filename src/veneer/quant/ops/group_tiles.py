@@ -18,7 +18,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from ..._core.primitives.dimension_numbers import DotDimensionNumbers, without
-from ..qarray import QArray
+from ..arrays.qarray import QArray
 from .dot_general import dot_general, plan_of
 from .product import DotParams
 

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 
 from ..._core.primitives.dimension_numbers import DotDimensionNumbers
 from ...kernels import MatmulOperands, MatmulProblem
+from ..arrays.qarray import QArray
 from ..formats import get_format
 from ..formats.packing import Packing
-from ..qarray import QArray
 from .by_xla import by_xla
 from .product import DotParams
 

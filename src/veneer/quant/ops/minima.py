@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..arrays.qarray import QArray
 from ..formats.tiles import over_tiles
-from ..qarray import QArray
 from .operands import accumulator, dequantized, has_minimum, may_scale_outside
 from .product import DotParams, Plan
 

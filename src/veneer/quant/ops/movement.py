@@ -20,9 +20,9 @@ from ..._core.primitives.movement import gather
 from ..._core.rules import register
 from ..._core.transform import redispatch
 from ..._jax.primitives import find_primitive, start_in_bounds
+from ..arrays.qarray import QUANTIZABLE, QArray
 from ..formats.packing import UNITS, Packing, unpack
 from ..formats.tiles import Leaf
-from ..qarray import QUANTIZABLE, QArray
 
 
 @register("convert_element_type")

@@ -20,10 +20,10 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ..._core.surface.array import ImplicitArray
 from ..._core.value import materialise_one
+from ..arrays.pairs import compute_elementwise, runs_on_gpu
+from ..arrays.qarray import QUANTIZABLE, QArray
 from ..formats import Format
 from ..formats.tiles import over_tiles
-from ..pairs import compute_elementwise, runs_on_gpu
-from ..qarray import QUANTIZABLE, QArray
 
 INT32_MAX = 2**31 - 1
 

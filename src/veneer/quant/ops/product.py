@@ -18,8 +18,8 @@ from jax.typing import DTypeLike
 
 from ..._core.policy import note_how
 from ..._core.primitives.dimension_numbers import DotDimensionNumbers
+from ..arrays.qarray import QArray
 from ..formats.tiles import Shape, over_tiles
-from ..qarray import QArray
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ from ..._core.primitives.dimension_numbers import DotDimensionNumbers
 from ..._core.rules import register
 from ..._core.surface.array import ImplicitArray
 from ..._core.value import materialise_one
-from ..qarray import QUANTIZABLE, QArray
+from ..arrays.qarray import QUANTIZABLE, QArray
 from .dot_general import plan_of
 from .group_tiles import GroupedDotParams, multiply_groups
 from .operands import accumulator, dequantized, is_algorithm, operand_pair

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..arrays.qarray import QArray
 from ..formats.tiles import Leaf, Shape
-from ..qarray import QArray
 from .product import DotParams
 
 

@@ -5,7 +5,6 @@ The modules here:
     calibrate       the parameters of a model, by one of these methods
     allocate_bits   which weight takes which of several formats, within a budget of bits
     allocation      choices for weights, of the least loss in so many bits
-    methods         the methods, by name
     tune            scales and codes, trained until outputs are the dense model's
     tuned_tree      what of a tree is trained, and how it is stored in the end
     kept            what was found so far, in a folder, from which the same calibration goes on

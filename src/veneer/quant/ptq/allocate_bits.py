@@ -15,16 +15,10 @@ import numpy as np
 from ..._core.transform import implicit
 from ..._core.value import is_value, materialise_one
 from ..models.correction import LowRankAxes, quantize_corrected
+from ..models.observe import arguments_of, check_batches, record, statistics_of, tell_of_vanishing
 from ..models.quantize_tree import Chosen, check_rules, choose
 from ..models.rules import Rule, rules_in, some_of, warn_of_unmatched
 from ..models.uses import parameters_and_program
-from ..observation.observe import (
-    arguments_of,
-    check_batches,
-    record,
-    statistics_of,
-    tell_of_vanishing,
-)
 from ..observation.statistics import ActivationStatistics
 from .allocation import Choice, allocated
 from .report import AllocationReport, WeightBits

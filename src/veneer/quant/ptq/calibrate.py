@@ -17,10 +17,8 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from ..._jax.source_lines import warn_user
-from ..models.quantize_tree import Chosen, check_rules, choose
-from ..models.rules import Rule, rules_or_format, some_of
-from ..models.uses import parameters_and_program
-from ..observation.observe import (
+from ..models.methods import get_method, method_for
+from ..models.observe import (
     arguments_of,
     check_batches,
     record,
@@ -29,11 +27,13 @@ from ..observation.observe import (
     tell_of_unmet,
     tell_of_vanishing,
 )
+from ..models.quantize_tree import Chosen, check_rules, choose
+from ..models.rules import Rule, rules_or_format, some_of
+from ..models.uses import parameters_and_program
 from ..observation.recording import Recording
 from ..observation.statistics import ActivationStatistics
 from .gptq import DAMPING
 from .kept import KeptCalibration, identity_of
-from .methods import get_method, method_for
 from .report import CalibrationReport
 from .weight import RoundedWeight, naming
 

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...types.basis import InBasis
-from ..activations import ActivationQuantized
+from ..arrays.qarray import QUANTIZABLE, QArray
 from ..formats.packing import pack
 from ..formats.rounding import round_to_dtype
 from ..formats.tiles import over_tiles
-from ..qarray import QUANTIZABLE, QArray
+from ..weights.activations import ActivationQuantized
 
 #: By how much more codes are trained than scales: what this found best of 1 and 4, for int2.
 _OF_CODES = 4.0

@@ -13,16 +13,16 @@ import numpy as np
 from ..._core.value import materialise_one
 from ...types.basis import InBasis, Scaled
 from ...types.lora import LoraArray
+from ..arrays.qarray import pack_codes
 from ..formats import get_format
 from ..formats.tiles import tile_shape
 from ..models.correction import LowRankAxes, corrected
+from ..models.methods import get_method
 from ..models.rules import Rule
 from ..observation.statistics import ActivationStatistics
-from ..qarray import pack_codes
 from .factors import awq_factors, smoothquant_factors
 from .gptq import damped, gptq
 from .low_rank import Correction
-from .methods import get_method
 from .moments import Moments
 from .report import WeightLoss
 

@@ -4,7 +4,6 @@ The modules here:
 
     fake_quantized  FakeQuantized, a weight in training
     backward        BackwardProduct, how a product of the backward pass is quantised
-    sparsity        which weights of each group are kept
     products        rules for products of such weights
     operand         how an operand is quantised, and its derivative
     dot_general     dot_general on codes, forward and backward

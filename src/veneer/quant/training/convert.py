@@ -5,7 +5,7 @@ from typing import Any
 import jax
 
 from ..._core.surface.mistakes import check_parameters
-from ..activations import ActivationQuantized
+from ..weights.activations import ActivationQuantized
 from .fake_quantized import FakeQuantized
 
 

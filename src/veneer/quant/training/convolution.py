@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..._core.value import materialise_one
+from ..arrays.qarray import QArray
 from ..formats.tiles import over_tiles
 from ..ops.convolution import conv_general_dilated
-from ..qarray import QArray
 from .backward import BackwardProduct
 from .operand import (
     OperandRecipe,

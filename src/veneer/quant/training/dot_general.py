@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..._core.primitives.dimension_numbers import DotDimensionNumbers
+from ..arrays.qarray import QUANTIZABLE, QArray
 from ..formats.tiles import over_tiles
 from ..ops.dot_general import dot_general
-from ..qarray import QUANTIZABLE, QArray
 from .backward import BackwardProduct
 from .operand import (
     OperandRecipe,

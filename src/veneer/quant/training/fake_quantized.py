@@ -12,18 +12,18 @@ from jax.sharding import PartitionSpec
 
 from ..._core.surface.array import ImplicitArray
 from ..._core.surface.shown import is_default
+from ..._core.surface.straight_through import ste
 from ..._core.tree import static
 from ..._core.value import describe
-from ...straight_through import ste
-from ..activations import check_activation_format
+from ..arrays.qarray import QUANTIZABLE, QArray
 from ..conversion.fake_quantize import fake_quantize
 from ..conversion.quantize import quantize
 from ..conversion.scale_axes import ScaleAxes, TileSize, from_the_end, scale_axes_of, tile_size_in
+from ..conversion.sparsity import Sparsity, check_groups, check_sparsity, group_size, mask_of
 from ..formats import Format, get_format
 from ..formats.tiles import Shape
-from ..qarray import QUANTIZABLE, QArray
+from ..weights.activations import check_activation_format
 from .backward import BackwardProduct
-from .sparsity import Sparsity, check_groups, check_sparsity, group_size, mask_of
 
 Leaf = jax.Array | np.ndarray
 

@@ -10,12 +10,12 @@ import numpy as np
 from jax import lax
 
 from ..._core.value import materialise_one
+from ..arrays.qarray import QUANTIZABLE, QArray
 from ..conversion.calibration import check_calibration
 from ..conversion.fake_quantize import fake_quantize
 from ..conversion.quantize import quantize
 from ..conversion.scale_axes import ScaleAxes, row_axes
 from ..formats import get_format
-from ..qarray import QUANTIZABLE, QArray
 from .backward import BackwardProduct
 
 

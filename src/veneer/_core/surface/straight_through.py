@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import zero_from_primal
 
-from ._core.primitives.labels import dense_unless
-from ._core.surface.array import ImplicitArray
-from ._core.transform import redispatch
-from ._core.value import Value, aval_of, describe, is_value, materialise_one
-from ._jax.primitives import Primitive
+from ..._jax.primitives import Primitive
+from ..primitives.labels import dense_unless
+from ..transform import redispatch
+from ..value import Value, aval_of, describe, is_value, materialise_one
+from .array import ImplicitArray
 
 
 def ste(fn: Callable) -> Callable:

@@ -6,14 +6,14 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from .._core.primitives.writing import stored_as
-from .._core.value import Value, make_dense
-from .._jax.primitives import find_primitive
-from .conversion.quantize import quantize_as
-from .formats.packing import pack, unpack
-from .formats.rounding import round_to_dtype
-from .formats.tiles import Shape, over_tiles, split_tiles
-from .qarray import QArray
+from ..._core.primitives.writing import stored_as
+from ..._core.value import Value, make_dense
+from ..._jax.primitives import find_primitive
+from ..arrays.qarray import QArray
+from ..conversion.quantize import quantize_as
+from ..formats.packing import pack, unpack
+from ..formats.rounding import round_to_dtype
+from ..formats.tiles import Shape, over_tiles, split_tiles
 
 
 class QCache(QArray):

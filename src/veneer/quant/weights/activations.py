@@ -11,15 +11,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from .._core.tree import static
-from .._core.value import Value
-from .conversion.calibration import check_calibration
-from .conversion.quantize import quantize, quantize_with_scale
-from .conversion.scale_axes import check_tile_size, row_axes
-from .formats import Format, get_format
-from .formats.tiles import Leaf
+from ..._core.tree import static
+from ..._core.value import Value
+from ..arrays.qarray import QArray
+from ..conversion.calibration import check_calibration
+from ..conversion.quantize import quantize, quantize_with_scale
+from ..conversion.scale_axes import check_tile_size, row_axes
+from ..formats import Format, get_format
+from ..formats.tiles import Leaf
 from .product_weights import Factors, ProductWeight
-from .qarray import QArray
 
 
 class ActivationQuantized(ProductWeight):

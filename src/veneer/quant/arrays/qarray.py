@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from .._core.leaf_axes import LeafAxis, Movement, aligned
-from .._core.surface.array import ImplicitArray
-from .._core.surface.mistakes import refuse_derivatives
-from .._core.surface.shown import has_title, title
-from .._core.tree import static
-from .formats import FORMATS, Format, get_format
-from .formats.packing import UNITS, Packing, axis_to_pack, pack, packed_size, unpack
-from .formats.tiles import Leaf, Shape, divides, over_tiles, tile_shape
+from ..._core.leaf_axes import LeafAxis, Movement, aligned
+from ..._core.surface.array import ImplicitArray
+from ..._core.surface.mistakes import refuse_derivatives
+from ..._core.surface.shown import has_title, title
+from ..._core.tree import static
+from ..formats import FORMATS, Format, get_format
+from ..formats.packing import UNITS, Packing, axis_to_pack, pack, packed_size, unpack
+from ..formats.tiles import Leaf, Shape, divides, over_tiles, tile_shape
 from .pairs import compute_elementwise, runs_on_gpu
 
 _NARROW_INTEGERS = {"int2": "int8", "int4": "int8", "uint2": "uint8", "uint4": "uint8"}

@@ -7,15 +7,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from .._core.leaf_axes import LeafAxis, Movement
-from .._core.primitives.dimension_numbers import DotDimensionNumbers
-from .._core.primitives.writing import stored_as
-from .._core.rules import register
-from .._core.surface.array import ImplicitArray
-from .._core.transform import redispatch
-from .._core.tree import static
-from .._core.value import Value
-from .._jax.primitives import find_primitive, start_in_bounds
+from ..._core.leaf_axes import LeafAxis, Movement
+from ..._core.primitives.dimension_numbers import DotDimensionNumbers
+from ..._core.primitives.writing import stored_as
+from ..._core.rules import register
+from ..._core.surface.array import ImplicitArray
+from ..._core.transform import redispatch
+from ..._core.tree import static
+from ..._core.value import Value
+from ..._jax.primitives import find_primitive, start_in_bounds
 from .qcache import QCache
 
 

@@ -14,19 +14,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._core.policy import note_how
-from .._core.primitives.scopes import Place, asked, asking, place
-from .._core.rules import add_rule, register
-from .._core.surface.array import ImplicitArray
-from .._core.transform import redispatch, run_around
-from .._core.value import MATERIALISE, Value, is_kept
-from .._jax.primitives import Primitive, find_primitive
-from ..straight_through import ste
-from .conversion.quantize import quantize, tile_in
-from .conversion.scale_axes import scale_axes_of
-from .formats import get_format
-from .models.rules import Rule, rules_in
-from .qarray import QUANTIZABLE
+from ..._core.policy import note_how
+from ..._core.primitives.scopes import Place, asked, asking, place
+from ..._core.rules import add_rule, register
+from ..._core.surface.array import ImplicitArray
+from ..._core.surface.straight_through import ste
+from ..._core.transform import redispatch, run_around
+from ..._core.value import MATERIALISE, Value, is_kept
+from ..._jax.primitives import Primitive, find_primitive
+from ..arrays.qarray import QUANTIZABLE
+from ..conversion.quantize import quantize, tile_in
+from ..conversion.scale_axes import scale_axes_of
+from ..formats import get_format
+from .rules import Rule, rules_in
 
 
 def quantize_products(fn: Callable, rules: Sequence[Rule]) -> Callable:

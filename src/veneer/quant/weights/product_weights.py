@@ -19,15 +19,15 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from .._core.leaf_axes import LeafAxis, Movement, aligned
-from .._core.primitives.reshaping import reshape_groups
-from .._core.primitives.scopes import may_be_tangents
-from .._core.rules import register
-from .._core.surface.array import ImplicitArray
-from .._core.transform import redispatch
-from .._core.value import Value
-from .._jax.primitives import Primitive, find_primitive
-from .formats.tiles import Leaf, Shape
+from ..._core.leaf_axes import LeafAxis, Movement, aligned
+from ..._core.primitives.reshaping import reshape_groups
+from ..._core.primitives.scopes import may_be_tangents
+from ..._core.rules import register
+from ..._core.surface.array import ImplicitArray
+from ..._core.transform import redispatch
+from ..._core.value import Value
+from ..._jax.primitives import Primitive, find_primitive
+from ..formats.tiles import Leaf, Shape
 
 #: The factors of an axis as pairs (origin, size), the slowest-varying first. The origin is a set of
 #: axes of the weight, or a bool: whether the factor is contracted.

@@ -21,13 +21,13 @@ from ..._core.primitives.scopes import telling_tangents
 from ..._core.surface.mistakes import check_parameters
 from ..._core.transform import implicit
 from ..._jax.source_lines import warn_user
-from ..activations import PRODUCTS
-from ..models.rules import Rule, flatten_with_paths, rule_for, rules_in, warn_of_unmatched
-from ..models.uses import telling, uses_of
-from .observed import Observed, boxes_of, recordings_of, tokens
-from .recording import Recording
-from .statistics import ActivationStatistics
-from .totals import ended, store, totals_of
+from ..observation.observed import Observed, boxes_of, recordings_of, tokens
+from ..observation.recording import Recording
+from ..observation.statistics import ActivationStatistics
+from ..observation.totals import ended, store, totals_of
+from ..weights.activations import PRODUCTS
+from .rules import Rule, flatten_with_paths, rule_for, rules_in, warn_of_unmatched
+from .uses import telling, uses_of
 
 
 def observe(

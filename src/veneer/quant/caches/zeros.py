@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from ..arrays.qarray import QUANTIZABLE
+from ..conversion.quantize import Axes, TiledAxes, quantize_by, quantize_params
+from ..formats import get_format
+from ..formats.tiles import normalize_axis, tile_shape
 from .block_cache import BlockCache
-from .conversion.quantize import Axes, TiledAxes, quantize_by, quantize_params
-from .formats import get_format
-from .formats.tiles import normalize_axis, tile_shape
-from .qarray import QUANTIZABLE
 from .qcache import QCache, packed_along
 
 

@@ -1,0 +1,5 @@
+"""Weights with their own rule for products.
+
+product_weights  ProductWeight, the base class
+activations      ActivationQuantized, a weight that quantizes the other operand
+"""
