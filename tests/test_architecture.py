@@ -100,7 +100,7 @@ def folders_imported_by(folder: Path) -> set[str]:
 @pytest.mark.parametrize("package", ["quant"])
 def test_a_package_lists_its_folders_in_the_order_of_imports(package):
     text = ast.get_docstring(tree_of(PACKAGE / package / "__init__.py"), clean=False) or ""
-    order = [name for name in re.findall(r"^ {4}(\w+) {2,}\S", text, re.MULTILINE)]
+    order = re.findall(r"^ {4}(\w+) {2,}\S", text, re.MULTILINE)
     assert len(order) > 5
     for i, name in enumerate(order):
         assert folders_imported_by(PACKAGE / package / name) <= set(order[:i]), name

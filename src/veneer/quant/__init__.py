@@ -12,10 +12,10 @@ The modules and packages:
     caches       QCache and BlockCache, quantized arrays that programs write into
     weights      ActivationQuantized, a weight that quantizes the other operand of its products
     ops          the rules of QArrays for JAX's primitives
+    training     FakeQuantized and quantized products for training
     observation  statistics of activations
     models       Rule, quantize_tree, observe and quantize_products: rules for a whole model
     ptq          calibrate, allocate_bits and tune: quantization with sample data
-    training     FakeQuantized and quantized products for training
 
 Each package imports only from packages above it in this list.
 """
