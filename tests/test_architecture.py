@@ -106,9 +106,23 @@ def test_a_package_lists_its_folders_in_the_order_of_imports(package):
         assert folders_imported_by(PACKAGE / package / name) <= set(order[:i]), name
 
 
-def test_the_heart_is_read_in_one_sitting():
-    heart = (PACKAGE / "_core").glob("*.py")
-    assert sum(len(path.read_text("utf-8").splitlines()) for path in heart) < 1800
+def test_core_modules_import_only_earlier_modules():
+    """The map of `_core` lists its modules in the order of imports. Besides, they import `_jax`."""
+    core = PACKAGE / "_core"
+    text = ast.get_docstring(tree_of(core / "__init__.py"), clean=False) or ""
+    order = re.findall(r"^ {4}(\w+) {2,}\S", text, re.MULTILINE)
+    assert set(order) == {path.stem for path in core.glob("*.py")} - {"__init__"} | {
+        *("primitives", "surface")
+    }
+    for i, name in enumerate(order[:-2]):
+        imported = {
+            module.removeprefix("veneer._core.")
+            for module in modules_imported_by(core / f"{name}.py")
+            if not module.startswith("veneer._jax")
+        }
+        assert imported <= set(order[:i]), name
+    for i, name in enumerate(("primitives", "surface")):
+        assert folders_imported_by(core / name) <= {("primitives", "surface")[0]} - {name}, i
 
 
 def test_a_class_has_its_name_for_itself():

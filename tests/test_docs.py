@@ -24,8 +24,8 @@ from support.array_types import Tagged, assert_close, lora
 import veneer as vn
 import veneer.types  # whose rules are not those of a page
 from veneer._core import rules
+from veneer._core.nesting import pack
 from veneer._core.primitives import collectives, movement, writing
-from veneer._core.surface.nesting import pack
 from veneer._jax.primitives import find_primitive
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -71,7 +71,7 @@ def registry(monkeypatch):
     monkeypatch.setattr(rules, "_rules", table)
     yield
     vn.hijax.uninstall()  # where a page had no time to
-    for clear in rules._forget:
+    for clear in rules._clear_caches:
         clear()
 
 

@@ -33,12 +33,12 @@ from typing import TYPE_CHECKING, Any
 from jax.typing import ArrayLike
 
 from . import _core as _core
+from ._core.errors import OutsideImplicitError
+from ._core.event import Event, MaterialiseError, MaterialiseWarning
 from ._core.leaf_axes import LeafAxis
 from ._core.rules import AmbiguousLookupError, register
 from ._core.surface.array import ImplicitArray
-from ._core.surface.event import Event, MaterialiseError, MaterialiseWarning
-from ._core.surface.mistakes import OutsideImplicitError
-from ._core.transform import implicit
+from ._core.surface.implicit import implicit
 from ._core.tree import static
 from ._core.value import Value, materialise
 from ._report.explain import explain

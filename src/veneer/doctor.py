@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import quant
-from ._core.transform import implicit
+from ._core.surface.implicit import implicit
 from ._core.value import materialise
 from ._install import install_command
 from .kernels import Codes, MatmulOperands, MatmulProblem, select

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from . import tree as vtree
 from ._core.primitives.sharding import axes_of, entries_of, leaf_specs, places, split, why_not_cut
-from ._core.surface.weights import path_matches
+from ._core.surface.arguments import path_matches
 from ._core.value import is_value
 
 

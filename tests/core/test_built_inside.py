@@ -10,7 +10,7 @@ from support.array_types import assert_close
 from support.policies import only_by_rules
 
 import veneer as vn
-from veneer._core.surface import nesting
+from veneer._core import nesting
 from veneer.types import Diagonal, Kronecker, LowRank, Masked, Named, Quantity
 
 FIRST, LAST = arrays.array([False, True, True]), arrays.array([True, True, False])

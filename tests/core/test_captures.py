@@ -10,7 +10,7 @@ from support import arrays
 from support.array_types import MAKERS, OneHot, Tagged, assert_close, by_numpy
 
 import veneer as vn
-from veneer._core import transform
+from veneer._core.surface import implicit
 
 W = MAKERS["lora"](arrays.key(0))
 X = arrays.array(np.linspace(-1.0, 1.0, 18).reshape(3, 6))
@@ -270,7 +270,7 @@ def test_imports_and_classes_within_a_function_that_is_opened():
 
 def test_functions_of_our_own_rules_are_not_opened(monkeypatch):
     opened = []
-    monkeypatch.setattr(transform, "open_closure", lambda fn: opened.append(fn) or fn)
+    monkeypatch.setattr(implicit, "open_closure", lambda fn: opened.append(fn) or fn)
 
     def loss(w, x):
         return jnp.sum((x @ w).T * 2)

@@ -29,10 +29,10 @@ def dot(monkeypatch):
     """A registry of this test alone: what it registers is forgotten after it."""
     table = {p: list(of_primitive) for p, of_primitive in rules._rules.items()}
     monkeypatch.setattr(rules, "_rules", table)
-    for clear in rules._forget:
+    for clear in rules._clear_caches:
         clear()
     yield
-    for clear in rules._forget:
+    for clear in rules._clear_caches:
         clear()
 
 

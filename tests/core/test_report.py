@@ -82,7 +82,7 @@ def test_files_are_named_from_where_one_works_and_from_where_modules_are_found(
 ):
     package = Path(vn.__file__).parent
     monkeypatch.chdir(tmp_path)
-    rule = str(package / "quant" / "qarray.py") + ":1"
+    rule = str(package / "quant" / "arrays" / "qarray.py") + ":1"
     lines = [f"{tmp_path}/model.py:3 (f.<locals>.g)", f"{jax.__file__}:1 (f)", "/elsewhere/f.py:1"]
     shown = str(vn.Report(tuple(vn.Event("sin", (), rule, 0, line) for line in lines)))
     assert " veneer/quant/arrays/qarray.py:1" in shown

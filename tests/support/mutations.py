@@ -55,8 +55,8 @@ MUTATIONS = [
         "core/test_policy.py transforms/test_custom_derivatives.py",
     ),
     Mutation(
-        "ImplicitTracer(trace, x) if c else x for c, x in",
-        "ImplicitTracer(trace, x) if isinstance(x, Value) else x for c, x in",
+        "ImplicitTracer(trace, x) if s else x for s, x in",
+        "ImplicitTracer(trace, x) if isinstance(x, Value) else x for s, x in",
         "core/test_implicit.py",
     ),
     # Primitives.

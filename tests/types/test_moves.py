@@ -14,7 +14,7 @@ from support.every_type import EVERY_TYPE, T, plain, value
 
 import veneer as vn
 from veneer._core.trace import ImplicitTracer
-from veneer._core.value import stands_for
+from veneer._core.value import dense_shape_of
 from veneer.testing.programs import moves
 
 
@@ -188,7 +188,9 @@ def _classes(cls):
 
 
 def test_every_type_of_ours_with_a_constructor_of_its_own_states_its_checks():
-    made = [c for c in _classes(vn.Value) if c.__module__.startswith("veneer.") and c._made_here]
+    made = [
+        c for c in _classes(vn.Value) if c.__module__.startswith("veneer.") and c._is_own_dataclass
+    ]
     own = [c for c in made if inspect.unwrap(c.__init__).__code__.co_filename != "<string>"]
     assert {"QArray", "ActivationQuantized", "Toeplitz", "Lazy"} <= {c.__name__ for c in own}
     assert [c for c in own if c.__post_init__.__module__ != c.__module__] == []
@@ -203,5 +205,5 @@ def test_a_block_with_another_number_of_scales_is_none(name):
     codes, scale = map(jax.typeof, jax.tree.leaves(q))
     block = jax.ShapeDtypeStruct((4, 3), codes.dtype)
     of = lambda *shape: jax.ShapeDtypeStruct(shape, scale.dtype)
-    assert stands_for(jax.tree.structure(q), (block, of(1, 3))) == (4, 3)
-    assert stands_for(jax.tree.structure(q), (block, of(1, 2))) is None
+    assert dense_shape_of(jax.tree.structure(q), (block, of(1, 3))) == (4, 3)
+    assert dense_shape_of(jax.tree.structure(q), (block, of(1, 2))) is None

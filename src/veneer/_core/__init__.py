@@ -1,22 +1,26 @@
-"""The core: implicit values, rules, and the transform that runs them. It knows no concrete type.
+"""The core: implicit values, rules, and the trace that runs them. It knows no concrete type.
 
-The modules here are the heart, and what a newcomer reads, each importing those above it:
+The modules here are the core. Each imports only modules above it, and `_jax`:
 
-    tree            classes as pytrees, and flat lists of leaves
-    policy          who is told what happens to implicit operands
-    leaf_axes       which dense axis each axis of a leaf follows, and in blocks of what size
-    value           Value, and materialise
-    batch_axes      the leaf axes of a value: stated by its type, or those of a batch
-    rules           which rule is for which operand types: multiple dispatch
-    results         the check of what a rule returns
-    dispatch        what a primitive gives: by a rule, a default, or made dense
-    trace           the trace, which wraps implicit values and no others
-    transform       implicit, and redispatch, by which rules of ours call functions of ours
+    tree              classes as dataclasses and pytrees
+    errors            errors about values and rules that users can make by mistake
+    event             Event, a record of a primitive that ran on an implicit operand
+    policy            the reaction to materialization: allow, warn, raise, collect
+    leaf_axes         LeafAxis: how the axes of leaves correspond to dense axes
+    value             Value, the base class of implicit arrays, and materialise
+    sources           the weights that a value comes from, for reports
+    annotations       the annotations of a rule as classes of operands
+    jitted_functions  jitted functions that have rules like primitives
+    rules             register, and the selection of a rule by operand types
+    dispatch          run a primitive by a rule, a default, or materialization
+    nesting           nested calls of implicit, and values that programs build
+    trace             the trace, which wraps implicit values only
+    transform         redispatch: run a function with the rules in force
 
-and in rooms of their own:
+The packages, which import the core:
 
-    surface         Python's side: ImplicitArray, its operators, annotations, captured variables
-    primitives      what values of any type do at JAX's own primitives
+    primitives        rules of all implicit types for JAX's own primitives
+    surface           ImplicitArray, implicit, and what else users call
 """
 
 from pathlib import Path

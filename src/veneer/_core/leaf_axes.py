@@ -1,4 +1,4 @@
-"""Leaf axes, from which the slicing, moving and sharding of leaves are derived."""
+"""Leaf axes: how the axes of the stored leaves correspond to the axes of the dense array."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
@@ -58,28 +58,29 @@ class LeafAxis(NamedTuple):
 class Movement(NamedTuple):
     """A change of the axes of the dense array."""
 
-    shape: Shape  # the new shape
-    axes: tuple[int | None, ...]  # the new index of each old axis; None if it is gone or merged
-    reorders: bool = False  # whether axes change places, or are merged or split
+    shape: Shape  # the new dense shape
+    axes: tuple[int | None, ...]  # the new index of each old axis; None if removed or merged
+    reorders: bool = False  # whether axes are permuted, merged or split
 
 
-Axes = Sequence[LeafAxis | None]  # of a leaf: of each of its axes; None follows no dense axis
+Axes = Sequence[LeafAxis | None]  # an entry for each axis of a leaf; None: no dense axis
 
 
-def aligned(ndim: int) -> tuple[LeafAxis, ...]:
-    """The axes of a leaf that has those of the dense array."""
+def aligned_axes(ndim: int) -> tuple[LeafAxis, ...]:
+    """Return the leaf axes of a leaf with the shape of the dense array."""
     return tuple(map(LeafAxis, range(-ndim, 0)))
 
 
-def are_axes(stated: Any, ndims: list[int]) -> bool:
-    """Whether a type states an entry for each axis of each leaf; nothing else is iterated over."""
-    lists = isinstance(stated, list | tuple) and all(isinstance(a, list | tuple) for a in stated)
-    if not lists or [len(axes) for axes in stated] != ndims:
+def are_valid_axes(axes: Any, ndims: list[int]) -> bool:
+    """Return whether the result of `leaf_axes` has an entry for each axis of each leaf."""
+    if not isinstance(axes, list | tuple) or not all(isinstance(a, list | tuple) for a in axes):
         return False
-    return all(axis is None or isinstance(axis, LeafAxis) for axes in stated for axis in axes)
+    if [len(of_leaf) for of_leaf in axes] != ndims:
+        return False
+    return all(axis is None or isinstance(axis, LeafAxis) for of_leaf in axes for axis in of_leaf)
 
 
-def partition(
+def partition_leaves(
     axes: Sequence[Axes], spec: PartitionSpec, old: Shape, new: Shape
 ) -> list[PartitionSpec] | None:
     """Return the `PartitionSpec` of each leaf for a `PartitionSpec` of the dense array.
@@ -94,8 +95,8 @@ def partition(
         return None if axis.block == "whole" else spec[axis.axis]
 
     for axis in (axis for of_leaf in axes for axis in of_leaf if axis is not None):
-        # All are of the smaller size, and must end with a unit of codes: sizes in bytes may fit
-        # where these do not, as those of two blocks of 6 codes, in units of 8.
+        # Each part must end with a whole block. The number of bytes can be divisible although the
+        # number of codes is not: two blocks of 6 codes, stored in units of 8.
         small, large = sorted((old[axis.axis], new[axis.axis]))
         cut = axis.block == "whole" or (isinstance(axis.block, int) and small % axis.block)
         if small != large and cut:

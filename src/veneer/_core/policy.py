@@ -1,4 +1,4 @@
-"""Policies: what happens if an implicit array is materialized, for the extent of a call."""
+"""Policies: what happens when an implicit array is materialized, for the extent of a call."""
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -10,7 +10,7 @@ from typing import Literal
 import jax
 
 from .._jax.source_lines import user_line, user_place
-from .surface.event import Event, MaterialiseError, MaterialiseWarning, Operands
+from .event import Event, MaterialiseError, MaterialiseWarning, Operands
 
 OnMaterialise = (
     Literal["allow", "warn", "error", "warn_weights", "error_weights"] | Callable[[Event], None]
@@ -19,26 +19,26 @@ OnMaterialise = (
 
 @dataclass(frozen=True, eq=False)
 class Policy:
-    """What to do on materialization, and a list that collects events. Compared by identity."""
+    """The reaction to materialization, and a list that collects events. Compared by identity."""
 
     on_materialise: OnMaterialise = "allow"
     events: list[Event] | None = None
-    weights_alone: bool = False
+    weights_only: bool = False
 
 
 ALLOW = Policy()
 ERROR = Policy("error")
-RECORD = Policy()  # in force while events are recorded, to be told later
+RECORD = Policy()  # in force while a program is traced whose events are emitted in each call
 _NAMED = {
     "allow": ALLOW,
     "warn": Policy("warn"),
     "error": ERROR,
-    "warn_weights": Policy("warn", weights_alone=True),
-    "error_weights": Policy("error", weights_alone=True),
+    "warn_weights": Policy("warn", weights_only=True),
+    "error_weights": Policy("error", weights_only=True),
 }
 
-# A user context and not a context variable: JAX traces a jitted function anew when it changes, so
-# that no function traced under one policy is silent under another.
+# JAX traces a jitted function again when a user context changes, but not when a context variable
+# does. So a function that was traced under one policy is not silent under another.
 _policy = jax.make_user_context(ALLOW)
 
 
@@ -47,9 +47,9 @@ def current_policy() -> Policy:
 
 
 def policy_in_force(policy: Policy) -> AbstractContextManager[None]:
-    """Puts a policy in force, for functions that run later than the call that set it."""
-    stale = policy is RECORD and _recorded.get(None) is None  # what it recorded has been told
-    return nullcontext() if stale or policy is _policy.value else _policy(policy)
+    """Set the policy. A function that runs later can restore the policy of its definition."""
+    is_over = policy is RECORD and _recorded.get(None) is None
+    return nullcontext() if is_over or policy is _policy.value else _policy(policy)
 
 
 def policy_of(choice: OnMaterialise) -> Policy:
@@ -62,8 +62,8 @@ def policy_of(choice: OnMaterialise) -> Policy:
     return Policy(choice)
 
 
-def overridden_by(policy: Policy) -> AbstractContextManager[None]:
-    """Puts a policy in force; `ALLOW` keeps what an enclosing call set, and so do events."""
+def nested_policy(policy: Policy) -> AbstractContextManager[None]:
+    """Set the policy of a nested call. `ALLOW` keeps the current one. Events stay collected."""
     if policy is ALLOW:
         return nullcontext()
     events = _policy.value.events
@@ -74,8 +74,8 @@ _recorded: ContextVar[list[Event]] = ContextVar("recorded")
 
 
 @contextmanager
-def recording() -> Iterator[list[Event]]:
-    """Collects events instead of telling anyone, so that they can be told each time."""
+def recorded_events() -> Iterator[list[Event]]:
+    """Collect events instead of emitting them, so that each call of a program can emit them."""
     events: list[Event] = []
     token = _recorded.set(events)
     try:
@@ -85,20 +85,20 @@ def recording() -> Iterator[list[Event]]:
         _recorded.reset(token)
 
 
-def tells_each_time(policy: Policy) -> bool:
-    """Whether someone must hear of what was staged before, each time that it runs."""
+def must_replay_events(policy: Policy) -> bool:
+    """Return whether each call of a traced program must emit the events of the trace."""
     return policy not in (ALLOW, ERROR)
 
 
-def tell(events: Iterable[Event]) -> None:
-    """Tells whoever asked, by the policy in force."""
+def emit_events(events: Iterable[Event]) -> None:
+    """Warn, raise, call the callback and collect, as the current policy says."""
     policy = _policy.value
     for event in events:
         if policy is RECORD:
             _recorded.get().append(event)
         if policy.events is not None:
             policy.events.append(event)
-        if not (event.weight_nbytes if policy.weights_alone else event.made_dense):
+        if not (event.weight_nbytes if policy.weights_only else event.made_dense):
             continue
         if policy.on_materialise == "warn":
             file, line = user_place()
@@ -110,30 +110,31 @@ def tell(events: Iterable[Event]) -> None:
             policy.on_materialise(event)
 
 
-# How the running rule computes, the bytes of each operand that it materializes, and the reason why
-# it ran no kernel.
+# Of the rule that is running: how it computes its result, the bytes that it materializes of each
+# operand, and why it runs no kernel.
 _how: ContextVar[tuple[str, Sequence[int], str]] = ContextVar("how", default=("", (), ""))
 
 
 def note_how(how: str, dense: Sequence[int] = (), no_kernel: str = "") -> None:
-    """Called by a rule at its end: its way, and how many bytes of each operand that makes dense."""
+    """Note how the running rule computes its result. A rule calls this before it returns."""
     if _policy.value is not ALLOW:
         _how.set((how, dense, no_kernel))
 
 
-def note_rule(primitive: str, operands: Callable[[], Operands], rule: str) -> None:
-    """Tells that a rule ran, where someone asked for a report or it makes something dense."""
+def report_rule(primitive: str, operands: Callable[[], Operands], rule: str) -> None:
+    """Emit the event of a rule that ran, if it materialized an operand or a report needs it."""
     policy, (how, dense, no_kernel) = _policy.value, _how.get()
     _how.set(("", (), ""))
     if any(dense) or policy is RECORD or policy.events is not None:
         shown, sources, _, caches = operands()
         dense = (*dense, *[0] * (len(shown) - len(dense)))
-        said = shown, rule, sum(dense), user_line(), how, sources, dense, caches, no_kernel
-        tell([Event(primitive, *said)])
+        fields = shown, rule, sum(dense), user_line(), how, sources, dense, caches, no_kernel
+        emit_events([Event(primitive, *fields)])
 
 
-def note_materialised(primitive: str, operands: Callable[[], Operands], why: str = "") -> None:
+def report_materialised(primitive: str, operands: Callable[[], Operands], why: str = "") -> None:
+    """Emit the event of a primitive that runs on materialized operands."""
     if _policy.value is not ALLOW:
         shown, sources, dense, caches = operands()
-        said = shown, None, sum(dense), user_line(), why, sources, dense, caches
-        tell([Event(primitive, *said)])
+        fields = shown, None, sum(dense), user_line(), why, sources, dense, caches
+        emit_events([Event(primitive, *fields)])

@@ -1,8 +1,8 @@
-"""Rules of JAX primitives for given operand types, chosen by multiple dispatch.
+"""Rules of JAX primitives for given operand types, selected by multiple dispatch.
 
-A resolution depends only on the classes of the operands. All dense operands (arrays, tracers,
-scalars) have one class, `Dense`. So "more specific" orders tuples of classes, and resolutions are
-cached in one dict.
+The selection depends only on the classes of the operands. All dense operands (arrays, tracers,
+scalars) have one class, `Dense`. So "more specific" orders tuples of classes, and selected rules
+are cached in one dict.
 """
 
 import functools
@@ -14,9 +14,8 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from .._jax.primitives import Primitive, find_primitive
-from .surface.annotations import Alternatives, check_annotations, operand_types
-from .surface.functions import JittedFunction, is_jitted, jitted_function
-from .surface.mistakes import check_is_first
+from .annotations import Alternatives, check_annotations, operand_types
+from .jitted_functions import JittedFunction, is_jitted, jitted_function
 from .value import Value
 
 _F = TypeVar("_F", bound=Callable)
@@ -44,42 +43,37 @@ class AmbiguousLookupError(TypeError):
     """
 
 
-def _fits(operand: type, alternatives: Alternatives) -> bool:
+def _accepts(alternatives: Alternatives, operand: type) -> bool:
     return any(issubclass(operand, alternative) for alternative in alternatives)
-
-
-def _within(narrow: Alternatives, wide: Alternatives) -> bool:
-    return all(_fits(alternative, wide) for alternative in narrow)
 
 
 @dataclass(frozen=True)
 class RegisteredRule:
-    """A function for one primitive, the operand types that it takes, and its precedence."""
+    """A function for one primitive, the operand types that it accepts, and its precedence."""
 
     function: Callable
     operands: tuple[Alternatives, ...]
     more: Alternatives | None  # the types of any number of further operands
     precedence: int
-    structural: bool = False  # it contains programs, whose primitives are checked and reported
-    conditional: bool = False  # it may decline: asked before one of the same types that does not
+    structural: bool = False  # see `add_rule`, as for the next two
+    conditional: bool = False
     eager: Callable[[Sequence[Any], dict[str, Any]], Any] | None = None
-    swapped: bool = False  # it serves the operands of another rule in the other order
+    swapped: bool = False  # a copy of a rule that takes the operands in the opposite order
     order: int = field(default_factory=itertools.count().__next__)
 
-    def _operand(self, i: int) -> Alternatives | None:
-        return self.operands[i] if i < len(self.operands) else self.more
+    def _operand(self, i: int) -> Alternatives:
+        return self.operands[i] if i < len(self.operands) else (self.more or frozenset())
 
-    def fits(self, classes: Sequence[type]) -> bool:
+    def accepts(self, classes: Sequence[type]) -> bool:
         count = len(classes)
         if count < len(self.operands) or (count > len(self.operands) and self.more is None):
             return False
-        return all(_fits(c, self._operand(i)) for i, c in enumerate(classes))  # type: ignore[arg-type]
+        return all(_accepts(self._operand(i), c) for i, c in enumerate(classes))
 
-    def within(self, other: "RegisteredRule", count: int) -> bool:
-        """Whether `other` takes every `count` operands that this rule takes."""
+    def is_within(self, other: "RegisteredRule", count: int) -> bool:
+        """Return whether `other` accepts all tuples of `count` operands that this rule accepts."""
         return all(
-            _within(self._operand(i), other._operand(i))  # type: ignore[arg-type]
-            for i in range(count)
+            _accepts(other._operand(i), c) for i in range(count) for c in self._operand(i)
         ) and (self.more is None or other.more is not None)
 
     @cached_property
@@ -87,7 +81,7 @@ class RegisteredRule:
         return location_of(self.function)
 
     def __str__(self) -> str:
-        names = [" | ".join(sorted(c.__name__ for c in kinds)) for kinds in self.operands]
+        names = [" | ".join(sorted(c.__name__ for c in classes)) for classes in self.operands]
         if self.more is not None:
             names.append("*" + " | ".join(sorted(c.__name__ for c in self.more)))
         return f"({', '.join(names)}) at {self.location} (precedence {self.precedence})"
@@ -98,18 +92,18 @@ def location_of(function: Callable) -> str:
     return f"{code.co_filename}:{code.co_firstlineno}"
 
 
-# Of what rules are: a primitive, or a jitted function that is treated as if it were one.
+# The key of a rule: a primitive, or a jitted function that is treated like one.
 Target = Primitive | JittedFunction
 
 _rules: dict[Target, list[RegisteredRule]] = {}
-_resolutions: dict[Any, RegisteredRule | None] = {}
-MAY_MAKE_VALUES: set[Primitive] = set()  # as their programs do
-_forget: list[Callable[[], None]] = [_resolutions.clear]
+_selected: dict[Any, RegisteredRule | None] = {}
+CONTAINS_PROGRAMS: set[Primitive] = set()  # primitives whose programs may build implicit values
+_clear_caches: list[Callable[[], None]] = [_selected.clear]
 
 
-def forget_with_rules(clear: Callable[[], None]) -> None:
-    """Has a cache that depends on the registered rules cleared when one is added."""
-    _forget.append(clear)
+def clear_with_rules(clear: Callable[[], None]) -> None:
+    """Register a function that clears a cache when a rule is added."""
+    _clear_caches.append(clear)
 
 
 def register(
@@ -164,8 +158,9 @@ def register(
     >>> Zero(jnp.ones(3)) * jnp.arange(3.0)
     Zero(like=f32[3])
     """
-    one = isinstance(primitive, str) or not isinstance(primitive, Iterable)
-    targets = [_target(p) for p in ((primitive,) if one else primitive)]  # type: ignore[union-attr]
+    is_single = isinstance(primitive, str) or not isinstance(primitive, Iterable)
+    primitives: Any = (primitive,) if is_single else primitive
+    targets = list(map(_target_of, primitives))
 
     def add(function: _F) -> _F:
         check_annotations(function)
@@ -175,7 +170,7 @@ def register(
     return add
 
 
-def _target(x: Any) -> Target:
+def _target_of(x: Any) -> Target:
     if isinstance(x, str):
         return find_primitive(x)
     if isinstance(x, Primitive):
@@ -197,34 +192,51 @@ def add_rule(
     conditional: bool = False,
     eager: Callable[[Sequence[Any], dict[str, Any]], Any] | None = None,
 ) -> None:
-    """Add a rule to the tables of some primitives, and clear the resolutions.
+    """Add a rule to the tables of some primitives, and clear the caches.
 
-    `structural`: for primitives that contain programs or call the host. Results are neither checked
-    nor reported. `conditional`: the rule declines operands for more than their types, and is tried
-    before one that does not. `eager`: a faster function for eager calls, of the operands and the
-    parameters, which may return NotImplemented.
+    **Arguments:**
+
+    - `structural`: the primitives contain programs or call the host. The rule checks and reports
+      results itself.
+    - `conditional`: the rule may return NotImplemented, and is tried before rules of the same types
+      that may not.
+    - `eager`: a faster function for eager calls. It takes the list of operands and the dict of
+      parameters, and may return NotImplemented.
     """
     operands, more = operand_types(function)
     rule = RegisteredRule(function, operands, more, precedence, structural, conditional, eager)
     for primitive in primitives:
         if structural and isinstance(primitive, Primitive):
-            MAY_MAKE_VALUES.add(primitive)
-        check_is_first(rule, _rules.setdefault(primitive, []), primitive.name)
+            CONTAINS_PROGRAMS.add(primitive)
+        _reject_duplicate(rule, _rules.setdefault(primitive, []), primitive.name)
         _rules[primitive].append(rule)
         if primitive.name in COMMUTATIVE and _may_swap(rule):
             _rules[primitive].append(_swapped(rule))
-    for clear in _forget:
+    for clear in _clear_caches:
         clear()
 
 
-#: Primitives of which a rule for `(x, y)` also serves `(y, x)`, for types with `commute_ops`.
+def _reject_duplicate(rule: RegisteredRule, rules: Iterable[RegisteredRule], name: str) -> None:
+    """Reject a rule of the same operands as a rule of another module, which it would replace."""
+    signature = lambda r: (r.operands, r.more, r.precedence, r.conditional, r.swapped)
+    for other in rules:
+        modules = [r.function.__module__ for r in (other, rule)]
+        if signature(other) == signature(rule) and modules[0] != modules[1]:
+            raise ValueError(
+                f"{name} already has a rule for these operands, in another module:\n  "
+                f"{other}, of {modules[0]}\n  {rule}, of {modules[1]}\nTo replace it, register "
+                "the new rule with a higher precedence."
+            )
+
+
+#: Primitives whose rule for `(x, y)` also serves `(y, x)`, if the types set `commute_ops`.
 COMMUTATIVE = frozenset("add add_any mul max min and or xor eq ne".split())
 
 
 def _may_swap(rule: RegisteredRule) -> bool:
-    two_kinds = len(set(rule.operands)) == 2 == len(rule.operands) and rule.more is None
-    values = {c for kinds in rule.operands for c in kinds if issubclass(c, Value)}
-    return two_kinds and all(c.commute_ops for c in values)
+    differ = len(set(rule.operands)) == 2 == len(rule.operands) and rule.more is None
+    values = {c for classes in rule.operands for c in classes if issubclass(c, Value)}
+    return differ and all(c.commute_ops for c in values)
 
 
 def _swapped(rule: RegisteredRule) -> RegisteredRule:
@@ -236,7 +248,7 @@ def _swapped(rule: RegisteredRule) -> RegisteredRule:
 
 
 def structural(name: str) -> Callable[[_F], _F]:
-    """Adds a rule, for any type, to a primitive that contains programs."""
+    """Add a structural rule for all types to a primitive that contains programs."""
 
     def add(function: _F) -> _F:
         add_rule(function, [find_primitive(name)], structural=True)
@@ -251,28 +263,31 @@ def structural_rule(primitive: Primitive) -> Callable:
 
 
 def rules_of(cls: type[Value]) -> list[tuple[Target, RegisteredRule]]:
-    """The rules of which an operand by itself is annotated with a type, but structural ones."""
-    takes = lambda rule: any(cls in kinds for kinds in rule.operands)
-    every = ((target, rule) for target, rules in _rules.items() for rule in rules)
-    return [(target, rule) for target, rule in every if takes(rule) and not rule.structural]
+    """Return the rules, except structural ones, that name a class in an annotation."""
+    return [
+        (target, rule)
+        for target, rules in _rules.items()
+        for rule in rules
+        if not rule.structural and any(cls in classes for classes in rule.operands)
+    ]
 
 
 def resolve(
     primitive: Target, classes: tuple[type, ...], tried: tuple[RegisteredRule, ...] = ()
 ) -> RegisteredRule | None:
-    """The rule for operands of these classes, without those already tried; None if none fits."""
+    """Return the rule for operands of these classes, without the rules in `tried`, or None."""
     key = primitive, classes, tried
     try:
-        return _resolutions[key]
+        return _selected[key]
     except KeyError:
-        return _resolutions.setdefault(key, _most_specific(primitive, classes, tried))
+        return _selected.setdefault(key, _most_specific(primitive, classes, tried))
 
 
 def _most_specific(
     primitive: Target, classes: tuple[type, ...], tried: tuple[RegisteredRule, ...]
 ) -> RegisteredRule | None:
-    fitting = [r for r in _rules.get(primitive, ()) if r.fits(classes) and r not in tried]
-    fitting = [r for r in fitting if not r.swapped] or fitting  # a copy beats nothing registered
+    fitting = [r for r in _rules.get(primitive, ()) if r.accepts(classes) and r not in tried]
+    fitting = [r for r in fitting if not r.swapped] or fitting
     best = [r for r in fitting if not any(_beats(s, r, len(classes)) for s in fitting)]
     if len(best) > 1:
         highest = max(rule.precedence for rule in best)
@@ -289,8 +304,8 @@ def _most_specific(
 
 
 def _beats(rule: RegisteredRule, other: RegisteredRule, count: int) -> bool:
-    narrower, wider = rule.within(other, count), other.within(rule, count)
-    if narrower and wider:  # the same signature: the one registered last replaces the other
+    narrower, wider = rule.is_within(other, count), other.is_within(rule, count)
+    if narrower and wider:  # the same types: the rule registered last replaces the other
         order = lambda r: (r.precedence, r.conditional, r.order)
         return order(rule) > order(other)
     return narrower

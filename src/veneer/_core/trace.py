@@ -8,9 +8,8 @@ import jax
 from .._jax.primitives import Primitive
 from .._jax.tracing import Trace, Tracer, current_trace, is_in_derivative
 from .dispatch import dispatch
-from .rules import MAY_MAKE_VALUES, structural_rule
-from .surface.mistakes import refuse_derivatives
-from .surface.nesting import (
+from .errors import reject_derivatives, reject_leaves, warn_of_scales_without_codes
+from .nesting import (
     as_tracer,
     builds_values,
     enclosing_implicit,
@@ -19,21 +18,21 @@ from .surface.nesting import (
     leave,
     mixes_with_outer,
 )
-from .surface.parts import refuse_leaves, warn_of_leaves_by_dtype
+from .rules import CONTAINS_PROGRAMS, structural_rule
 from .value import Value
 
 
 class ImplicitTracer(Tracer):
-    """An implicit value, as a program under `implicit` sees it."""
+    """The tracer of an implicit value in a program under `implicit`."""
 
     __slots__ = ("value",)
 
     def __init__(self, trace: "ImplicitTrace", value: Value):
-        refuse_derivatives(value)
+        reject_derivatives(value)
         try:
             aval = value.aval()
         except Exception as error:
-            refuse_leaves([value], error)
+            reject_leaves([value], error)
             raise
         if not isinstance(aval, jax.core.ShapedArray):
             raise TypeError(
@@ -41,7 +40,7 @@ class ImplicitTracer(Tracer):
                 f"jax.typeof(array) does, not {aval!r}."
             )
         if is_in_derivative(trace.parent):
-            warn_of_leaves_by_dtype(value)
+            warn_of_scales_without_codes(value)
         super().__init__(trace, aval)
         self.value = value
         trace.holds_values = True
@@ -54,20 +53,20 @@ class ImplicitTrace(Trace):
     """A trace that runs rules for primitives with an implicit operand of this trace.
 
     `tag` identifies the values of one call of `implicit`, also in functions that run later in
-    another trace. `outer` is the enclosing call of `implicit` (`surface.nesting`).
+    another trace. `outer` is the trace of the enclosing call of `implicit` (see `nesting.py`).
     """
 
-    __slots__ = ("holds_values", "outer", "parent", "tag", "takes_any")
+    __slots__ = ("holds_values", "no_filter", "outer", "parent", "tag")
 
-    def __init__(self, parent: Trace, tag: object, takes_any: bool = True):
+    def __init__(self, parent: Trace, tag: object, no_filter: bool = True):
         super().__init__()
         self.parent: Any = parent
         self.outer, self.holds_values = enclosing_implicit(parent), False
-        self.tag, self.takes_any = tag, takes_any  # any value, or what a filter has chosen
+        self.tag, self.no_filter = tag, no_filter
         self.requires_low = parent.requires_low
 
     def wrap(self, x: Any) -> Any:
-        """Implicit values as tracers of this trace; anything else as it is."""
+        """Return a tracer for an implicit value, and anything else unchanged."""
         return ImplicitTracer(self, x) if isinstance(x, Value) else x
 
     def unwrap(self, x: Any) -> Any:
@@ -76,7 +75,7 @@ class ImplicitTrace(Trace):
 
     @classmethod
     def run(cls, program: Callable, values: Sequence[Any]) -> list[Any]:
-        """Run a program in a new trace. Even if all values are dense, it may build others."""
+        """Run a program in a new trace, because it may build implicit values from dense ones."""
         trace = cls(current_trace(), object())
         wrapped = list(map(trace.wrap, values))
         with entered(trace, trace):
@@ -92,7 +91,7 @@ class ImplicitTrace(Trace):
                 run = dispatch
                 break
         else:
-            if primitive not in MAY_MAKE_VALUES or not builds_values(primitive, params):
+            if primitive not in CONTAINS_PROGRAMS or not builds_values(primitive, params):
                 return parent.process_primitive(primitive, tracers, params)
             run = lambda primitive, values, params: structural_rule(primitive)(*values, **params)
         if mixes_with_outer(self, tracers):
@@ -101,10 +100,10 @@ class ImplicitTrace(Trace):
         state = enter(parent, self.outer)
         try:
             out = run(primitive, values, params)
-            # Here, for a type's aval() may compute, and a primitive leaves no trace current.
+            # Inside `enter`, because aval() of a type may compute.
             return list(map(self.wrap, out)) if primitive.multiple_results else self.wrap(out)
         except Exception as error:
-            refuse_leaves(values, error)
+            reject_leaves(values, error)
             raise
         finally:
             leave(state)
@@ -114,8 +113,8 @@ class ImplicitTrace(Trace):
         with entered(self.parent, self.outer):
             return [as_tracer(x) if isinstance(x, Value) else x for x in map(self.unwrap, tracers)]
 
-    # What JAX hands to a trace together with functions, and not by `process_primitive`: a rule has
-    # them, and the trace, among its parameters.
+    # JAX passes these primitives, which have functions as parameters, to methods of their own.
+    # Their rules take the functions and this trace as parameters.
 
     def process_custom_jvp_call(
         self,
@@ -127,7 +126,7 @@ class ImplicitTrace(Trace):
         *,
         symbolic_zeros: bool,
     ) -> Any:
-        if self.requires_low:  # no derivative will be taken above: JAX drops the rule here too
+        if self.requires_low:  # no derivative is taken outside, so JAX drops the rule too
             return self._inline(fun, tracers)
         functions = {"fun": fun, "jvp": jvp, "symbolic_zeros": symbolic_zeros}
         with entered(self.parent, self.outer):
@@ -169,7 +168,7 @@ class ImplicitTrace(Trace):
     def process_call(  # JAX < 0.12
         self, primitive: Primitive, f: Any, tracers: Sequence[Any], params: dict[str, Any], /
     ) -> Any:
-        del primitive, params  # a call is its function
+        del primitive, params
         return self._inline(f, tracers)
 
     def _inline(self, fun: Any, tracers: Sequence[Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Implicit values: pytrees that stand for a dense array they do not store."""
+"""Implicit values: pytrees that represent a dense array without storing it."""
 
 import dataclasses
 from abc import ABCMeta
@@ -12,22 +12,29 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
+from .._jax.caller_errors import reject_dense_update
 from .._jax.primitives import Primitive
 from .._jax.source_lines import user_line
 from .._jax.tracing import mesh_of, vary_as
-from .leaf_axes import Axes, Movement, are_axes, partition
-from .policy import ALLOW, note_materialised, policy_in_force
-from .surface import mistakes
-from .surface.event import Operands, Source
-from .surface.fields import Fields, fields_of
-from .surface.shown import Shown
-from .tree import checks_of, has_metadata, make_dataclass, make_pytree, static
+from .errors import check_fields, check_leaves_fit, reject_derivatives
+from .event import Operands, Source
+from .leaf_axes import Axes, Movement, are_valid_axes, partition_leaves
+from .policy import ALLOW, policy_in_force, report_materialised
+from .tree import (
+    ArrayFields,
+    array_fields_of,
+    checks_of,
+    has_metadata,
+    make_dataclass,
+    make_pytree,
+    static,
+)
 
 T = TypeVar("T")
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field, static))
-class Value(Shown):
+class Value:
     """A pytree that represents an array: the base class of `vn.ImplicitArray`.
 
     To define a type, subclass `vn.ImplicitArray`, which adds operators and array attributes. Use
@@ -40,8 +47,8 @@ class Value(Shown):
     True
     """
 
-    # Computed attributes, which trees and copies omit. They are slots because Equinox compares the
-    # `__dict__` of two modules.
+    # Attributes that trees and copies omit. They are slots because Equinox compares the `__dict__`
+    # of two modules.
     __slots__ = ("_aval", "_high", "_holds_derivatives", "_source")
 
     #: Whether static fields change the meaning of a value (a unit), not only its storage. If True,
@@ -75,34 +82,39 @@ class Value(Shown):
     #: Whether programs write into values, as into a key-value cache. Reports count it separately.
     is_cache: ClassVar[bool] = False
 
-    _made_here: ClassVar[bool] = False
+    #: The name of the type in jaxprs. None means the class name, shortened.
+    type_name: Any = None
+
+    #: The storage that notebooks and `vn.summary` show, as `"tile 64"`. None derives it.
+    storage_name: Any = None
+
+    _is_own_dataclass: ClassVar[bool] = False  # made by `make_dataclass`, not by another library
     _pytree: ClassVar[bool] = False
-    _fields: ClassVar[Fields] = Fields(frozenset(), tell=True)
+    _fields: ClassVar[ArrayFields] = ArrayFields(frozenset(), is_complete=True)
 
     def __init_subclass__(cls, *, abstract: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls._pytree = False
-        made = "__dataclass_params__" in vars(cls)  # by flax.struct.PyTreeNode
-        to_be_made = type(cls) not in (type, ABCMeta)  # by Equinox's metaclass
-        cls._made_here = not (made or to_be_made or abstract)
-        if cls._made_here:
+        by_flax = "__dataclass_params__" in vars(cls)  # flax.struct.PyTreeNode
+        by_equinox = type(cls) not in (type, ABCMeta)  # its metaclass makes the dataclass later
+        cls._is_own_dataclass = not (by_flax or by_equinox or abstract)
+        if cls._is_own_dataclass:
             make_dataclass(cls)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        # At the first instance, so that flax.struct.dataclass may register the class first.
+        # Not in `__init_subclass__`: the decorator flax.struct.dataclass registers classes later.
         if not cls._pytree:
             make_pytree(cls)
-            cls._fields = fields_of(cls)
+            cls._fields = array_fields_of(cls)
         return super().__new__(cls)
 
-    # Of the classes made dataclasses here; other frameworks see to theirs.
     def __setattr__(self, name: str, value: Any) -> None:
-        if self._made_here:
+        if self._is_own_dataclass:
             raise dataclasses.FrozenInstanceError(f"cannot assign to {type(self).__name__}.{name}")
         super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
-        if self._made_here:
+        if self._is_own_dataclass:
             raise dataclasses.FrozenInstanceError(f"cannot delete {type(self).__name__}.{name}")
         super().__delattr__(name)
 
@@ -136,12 +148,12 @@ class Value(Shown):
         leaves cannot be sharded like the dense array. The value is then materialized, unless `spec`
         shards only leading axes that all leaves have.
         """
-        _, structure, axes = stated_layout(self)
-        specs = None if axes is None else partition(axes, spec, self.aval().shape, shape)
+        _, structure, axes = declared_layout(self)
+        specs = None if axes is None else partition_leaves(axes, spec, self.aval().shape, shape)
         if specs is None:
             return None
-        stays = Movement(shape, tuple(range(len(shape))))
-        return jax.tree.unflatten(structure, specs)._moved(stays)
+        no_movement = Movement(shape, tuple(range(len(shape))))
+        return jax.tree.unflatten(structure, specs)._moved(no_movement)
 
     def leaf_axes(self) -> Sequence[Axes] | None:
         """Declare which axis of the dense array each axis of each leaf corresponds to.
@@ -168,7 +180,7 @@ class Value(Shown):
 
         `vn.explain` and `on_materialise` report the materialized operands.
         """
-        mistakes.refuse_dense_update(values[0] if values else None, primitive.name)
+        reject_dense_update(values[0] if values else None, primitive.name)
         dense = make_dense(primitive, values)
         return primitive.bind(*dense, **primitive.get_bind_params(params))
 
@@ -182,9 +194,9 @@ _SLOTS = {name: vars(Value)[name] for name in Value.__slots__}
 
 
 def get_cached(value: Value, name: str, default: Any = None) -> Any:
-    """Return what is known of a value besides its fields.
+    """Return an attribute of `Value.__slots__`.
 
-    Not by `getattr`: a class may define `__getattr__`, and answer with the attribute of a part.
+    `getattr` would call a `__getattr__` of the class, which may return the attribute of a part.
     """
     try:
         return _SLOTS[name].__get__(value)
@@ -193,67 +205,73 @@ def get_cached(value: Value, name: str, default: Any = None) -> Any:
 
 
 def is_value(x: Any) -> bool:
-    """Whether `x` is an implicit value: the `is_leaf` of tree functions that keep them whole."""
+    """Return whether `x` is an implicit value. For the argument `is_leaf` of tree functions."""
     return isinstance(x, Value)
 
 
-def is_whole(value: Value) -> bool:
-    """Return whether every array field is set. A partitioned value counts as a plain pytree."""
+def has_all_leaves(value: Value) -> bool:
+    """Return whether every array field is set. If not, JAX sees the value as a plain pytree."""
     fields = type(value)._fields
     for name, held in value.__dict__.items():
-        if held is None and name in fields.arrays:
+        if held is None and name in fields.required:
             return False
-        if isinstance(held, Value) and not is_whole(held):
+        if isinstance(held, Value) and not has_all_leaves(held):
             return False
     is_none = lambda x: x is None
-    if fields.tell or not any(map(is_none, jax.tree.leaves(value, is_leaf=is_none))):
+    if fields.is_complete or not any(map(is_none, jax.tree.leaves(value, is_leaf=is_none))):
         return True
-    with suppress(Exception):  # whatever a type's own code raises where leaves are missing
+    with suppress(Exception):  # code of the class may raise anything if leaves are missing
         return value.aval() is not None
     return False
 
 
 def is_part(value: Any) -> Callable[[Any], bool]:
+    """Return the `is_leaf` function that selects the values in the fields of `value`."""
     return lambda x: isinstance(x, Value) and x is not value
 
 
 def source_of(x: Any) -> Source:
-    """The weights that a value is, or is made of, where somebody asks; nothing of other values."""
+    """Return the source that `sources.with_source` gave to a value. Empty for anything else."""
     return get_cached(x, "_source", ()) if isinstance(x, Value) else ()
 
 
-def aval_of(part: Any) -> Any:
-    return part.aval() if isinstance(part, Value) else jax.typeof(part)
+def aval_of(x: Any) -> Any:
+    return x.aval() if isinstance(x, Value) else jax.typeof(x)
 
 
-def stated_layout(value: Value) -> tuple[list[Any], Any, Sequence[Axes] | None]:
-    """The parts of a value, their structure, and the axes that its type states, or None."""
+def declared_layout(value: Value) -> tuple[list[Any], Any, Sequence[Axes] | None]:
+    """Return the parts of a value, their tree structure, and the result of `leaf_axes`.
+
+    A part is a leaf, or an implicit array in a field.
+    """
     parts, structure = jax.tree.flatten(value, is_part(value))
-    stated = value.leaf_axes()
-    if stated is not None and not are_axes(stated, [aval_of(part).ndim for part in parts]):
+    axes = value.leaf_axes()
+    if axes is not None and not are_valid_axes(axes, [aval_of(part).ndim for part in parts]):
         raise TypeError(
-            f"{type(value).__name__}.leaf_axes returns {stated!r}. It must return, per leaf, a "
+            f"{type(value).__name__}.leaf_axes returns {axes!r}. It must return, per leaf, a "
             f"vn.LeafAxis or None for each axis: {value!r}"
         )
-    return parts, structure, stated
+    return parts, structure, axes
 
 
-# Raised by a type with a defect, or by one that needs concrete leaves: these are no refusals.
-DEFECTS = (jax.errors.JAXTypeError, AttributeError, NameError)
+# Errors that a check of a class raises because it has a bug or needs concrete leaves. They do not
+# mean that the leaves do not fit.
+CHECK_BUGS = (jax.errors.JAXTypeError, AttributeError, NameError)
 
 
 @lru_cache(maxsize=4096)
-def stands_for(tree: Any, leaves: tuple[jax.ShapeDtypeStruct, ...]) -> tuple[int, ...] | None:
-    """Return the dense shape of this structure with abstract leaves; None if its class raises."""
+def dense_shape_of(tree: Any, leaves: tuple[jax.ShapeDtypeStruct, ...]) -> tuple[int, ...] | None:
+    """Return the dense shape of a value with abstract leaves. None if its class rejects them."""
     try:
-        with suppress(*DEFECTS):
-            jax.eval_shape(partial(check_structure, tree), *leaves)
+        with suppress(*CHECK_BUGS):
+            jax.eval_shape(partial(run_checks, tree), *leaves)
         return jax.tree.unflatten(tree, leaves).aval().shape
-    except Exception:  # whatever a type's own code raises on leaves that make no sense to it
+    except Exception:  # code of the class may raise anything for leaves that do not fit
         return None
 
 
-def check_structure(tree: Any, *leaves: Any) -> None:
+def run_checks(tree: Any, *leaves: Any) -> None:
+    """Run the checks of the classes of a value, and of the values in its fields."""
     values = [jax.tree.unflatten(tree, leaves)]
     for value in values:
         values += filter(is_value, jax.tree.leaves(value, is_leaf=is_part(value)))
@@ -261,25 +279,26 @@ def check_structure(tree: Any, *leaves: Any) -> None:
             check()
 
 
-class Kept:
-    """A base of pytrees that `implicit` does not take apart: they are more than their leaves."""
+class OpaqueNode:
+    """The base class of pytrees that `implicit` passes on as one leaf, such as a `Box`."""
 
 
-def is_kept(x: Any) -> bool:
-    return isinstance(x, (Value, Kept))  # faster than of a union
+def is_opaque_leaf(x: Any) -> bool:
+    return isinstance(x, (Value, OpaqueNode))  # a tuple is faster than a union
 
 
-# A type's own materialise() may call vn.materialise on its leaves, which must not be marked.
+# The method `materialise` of a type may call vn.materialise on its leaves, which is not marked.
 _materialising: ContextVar[bool] = ContextVar("materialising", default=False)
 
 
 def materialise_one(x: Any) -> Any:
+    """Return the dense array of `x`, which may be dense already. Nothing is reported."""
     if isinstance(x, Value):
         token = _materialising.set(True)
         try:
-            with policy_in_force(ALLOW):  # what its own parts do is no news
+            with policy_in_force(ALLOW):
                 while isinstance(x, Value):
-                    mistakes.refuse_derivatives(x)
+                    reject_derivatives(x)
                     dense = x.materialise()
                     if type(dense) is type(x) and _same_type(dense, x):
                         raise TypeError(f"{type(x).__name__}.materialise() returns itself")
@@ -289,14 +308,12 @@ def materialise_one(x: Any) -> Any:
     return x
 
 
-def _same_type(one: Value, other: Value) -> bool:
-    kind: Any = [
-        (jax.tree.structure(v), list(map(jax.typeof, jax.tree.leaves(v)))) for v in (one, other)
-    ]
-    return kind[0] == kind[1]
+def _same_type(x: Value, y: Value) -> bool:
+    type_of: Any = lambda v: (jax.tree.structure(v), list(map(jax.typeof, jax.tree.leaves(v))))
+    return type_of(x) == type_of(y)
 
 
-#: The name by which `materialise` marks a traced value, for `implicit` to make it dense.
+#: The name that marks a tracer that `implicit` must materialize.
 MATERIALISE = "veneer.materialise"
 
 
@@ -334,7 +351,7 @@ def materialise(tree: Any) -> Any:
 
     def dense(x: Any) -> Any:
         if isinstance(x, jax.core.Tracer) and not _materialising.get():
-            return checkpoint_name(x, MATERIALISE)  # it may be implicit in a trace further out
+            return checkpoint_name(x, MATERIALISE)  # an enclosing trace may know it as implicit
         return materialise_one(x)
 
     return jax.tree.map(dense, tree, is_leaf=is_value)
@@ -345,9 +362,9 @@ def make_dense(primitive: Primitive, values: Sequence[Any], why: str = "") -> li
     implicit = [v for v in values if isinstance(v, Value)]
     if not implicit:
         return list(values)
-    note_materialised(primitive.name, lambda: operands_met(values), why)
+    report_materialised(primitive.name, lambda: describe_operands(values), why)
     try:
-        return [_checked(v) if isinstance(v, Value) else v for v in values]
+        return [_materialise_checked(v) if isinstance(v, Value) else v for v in values]
     except Exception as error:
         error.add_note(
             f"{primitive.name}({', '.join(describe(values))}) at {user_line()}: no rule fits, so "
@@ -357,13 +374,13 @@ def make_dense(primitive: Primitive, values: Sequence[Any], why: str = "") -> li
         raise
 
 
-def _checked(value: Value) -> Any:
+def _materialise_checked(value: Value) -> Any:
     dense = materialise_one(value)
-    stated, found = value.aval(), _aval_of_dense(value, dense)
-    if (stated.shape, stated.dtype) != (found.shape, found.dtype):
+    declared, actual = value.aval(), _aval_of_dense(value, dense)
+    if (declared.shape, declared.dtype) != (actual.shape, actual.dtype):
         raise TypeError(
-            f"{type(value).__name__}.materialise() returns {_short(found)}, but its aval() is "
-            f"{_short(stated)}: {value!r}"
+            f"{type(value).__name__}.materialise() returns {_short(actual)}, but its aval() is "
+            f"{_short(declared)}: {value!r}"
         )
     return vary_as(jax.tree.leaves(value), dense)
 
@@ -377,8 +394,8 @@ def _aval_of_dense(value: Value, dense: Any) -> Any:
         ) from None
 
 
-def operands_met(values: Sequence[Any]) -> Operands:
-    """What an event says of operands; dense bytes are those of implicit ones."""
+def describe_operands(values: Sequence[Any]) -> Operands:
+    """Return the description of operands for an event."""
     avals = [v.aval() if isinstance(v, Value) else None for v in values]
     dense = [0 if a is None else a.size * a.dtype.itemsize for a in avals]
     caches = tuple(isinstance(v, Value) and v.is_cache for v in values)
@@ -395,7 +412,7 @@ def _describe(x: Any) -> str:
         return _summary(x)
     try:
         return f"{type(x).__name__}:{_short(x.aval())}"
-    except Exception:  # it lacks leaves, as a part of an array does
+    except Exception:  # a partitioned value lacks leaves
         return repr(x)
 
 
@@ -414,9 +431,9 @@ def _aval_of_materialise(value: Value, x64: bool) -> jax.core.ShapedArray:
     try:
         return _find_aval(treedef, tuple(map(jax.typeof, leaves)), x64)
     except Exception as error:
-        mistakes.refuse_derivatives(value, error)
-        mistakes.check_fields(value, error)
-        mistakes.check_leaves_fit(value, checks_of(value), error)
+        reject_derivatives(value, error)
+        check_fields(value, error)
+        check_leaves_fit(value, checks_of(value), error)
         error.add_note(
             f"While finding the shape and dtype of {value!r} from its materialise(); "
             "define aval() to state them."
@@ -428,12 +445,12 @@ def _aval_of_materialise(value: Value, x64: bool) -> jax.core.ShapedArray:
 def _find_aval(treedef: Any, leaves: Any, _x64: bool) -> jax.core.ShapedArray:
     def dense(*leaves: Any) -> Any:
         value = jax.tree.unflatten(treedef, leaves)
-        found = materialise_one(value)
-        _aval_of_dense(value, found)
-        return vary_as(leaves, found)
+        result = materialise_one(value)
+        _aval_of_dense(value, result)
+        return vary_as(leaves, result)
 
-    # Not by eval_shape, whose result has lost the mesh that it is sharded over.
-    # The key of the cache has the mesh of the leaves, and not the mesh of the context.
+    # The result of eval_shape would lack the mesh that it is sharded over. The cache is keyed by
+    # the mesh of the leaves, not by the mesh of the context.
     with jax.sharding.use_abstract_mesh(mesh_of(leaves)):
         (aval,) = jax.make_jaxpr(dense)(*leaves).out_avals
     return aval

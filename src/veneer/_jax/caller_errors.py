@@ -179,3 +179,36 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
+
+
+_UPDATES = {"equinox._update": "equinox.apply_updates", "optax._src.update": "optax.apply_updates"}
+
+
+def reject_dense_update(parameter: Any, primitive: str = "") -> None:
+    """Reject an update of quantized weights by a dense array, which would replace them.
+
+    The functions of `_UPDATES` add an update to a parameter. Call this with the left operand of a
+    sum, from its operator, or with the name of the primitive that materializes its operands.
+    """
+    if primitive:
+        callers = [m for m in _UPDATES if primitive == "add" and m in sys.modules and frame_of(m)]
+    else:
+        frame = calling_frame(sys._getframe(1), ("veneer", "jaxtyping", "beartype"))
+        callers = [m for m in _UPDATES if m == frame.f_globals.get("__name__")]
+    if callers and holds_codes(parameter):
+        refuse_update(_UPDATES[callers[0]], parameter)
+
+
+def calling_frame(frame: FrameType, packages: tuple[str, ...]) -> FrameType:
+    """Return the innermost frame, from this one on, of a function outside of some packages."""
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(packages):
+        frame = frame.f_back
+    return frame
+
+
+def frame_of(module: str) -> FrameType | None:
+    """Return the innermost frame of a function of a module, or None if none is running."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != module:
+        frame = frame.f_back
+    return frame

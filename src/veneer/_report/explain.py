@@ -7,10 +7,10 @@ from typing import Any, ParamSpec
 import jax
 import numpy as np
 
+from .._core.event import Event
 from .._core.policy import Policy, policy_in_force
-from .._core.surface.event import Event
+from .._core.surface.implicit import implicit
 from .._core.surface.operators import materialised_before
-from .._core.transform import implicit
 from .report import Report
 
 P = ParamSpec("P")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import lru_cache
 
-from .._core.surface.event import BEFORE_CALL, Event
+from .._core.event import BEFORE_CALL, Event
 from .tables import size_of
 
 #: The heading of the events that have no weight among their operands.

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .._core.surface.event import Event
+from .._core.event import Event
 from .groups import by_weight, describe_materialized, short, what_ran
 from .tables import (
     Cells,

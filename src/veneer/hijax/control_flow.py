@@ -14,11 +14,11 @@ from typing import Any
 
 import jax
 
-from .._core.policy import ALLOW, current_policy, recording, tell
+from .._core.event import Event
+from .._core.policy import ALLOW, current_policy, emit_events, recorded_events
 from .._core.primitives.control_flow import meeting
 from .._core.primitives.labels import may_be_labelled, refuses_to_be_dense
 from .._core.primitives.staging import DENSE, typed
-from .._core.surface.event import Event
 from .._core.value import Value, is_value
 from .._jax.primitives import Primitive, find_primitive
 from .mapping import is_stackable, made_dense, stackable
@@ -113,9 +113,9 @@ def _attempt() -> Iterator[list[Event]]:
     if current_policy() is ALLOW:
         yield []
         return
-    with recording() as events:
+    with recorded_events() as events:
         yield events
-    tell(events)
+    emit_events(events)
 
 
 def _retried(

@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
+from .._core.errors import holds_derivatives
 from .._core.primitives.custom_derivatives import (
     cotangent_of_dense,
     instantiate,
     leaf_cotangents,
     tangent_of_leaves,
 )
-from .._core.surface.mistakes import holds_derivatives
 from .._core.value import Value, describe, is_part, is_value
 from .._jax.hijax import StoreException
 from .._jax.primitives import Primitive

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from .._core.policy import ALLOW, current_policy, policy_in_force
-from .._core.rules import add_rule, forget_with_rules
+from .._core.rules import add_rule, clear_with_rules
 from .._core.value import Value, is_value
 from .._jax.hijax import (
     GradAccum,
@@ -98,7 +98,7 @@ def _types_of_results(
     return tuple(result_types), traced.effects
 
 
-forget_with_rules(_types_of_results.cache_clear)
+clear_with_rules(_types_of_results.cache_clear)
 
 
 def _type_of_result(x: Any) -> Any:

@@ -17,7 +17,7 @@ from weakref import ReferenceType, WeakKeyDictionary, WeakSet
 
 import jax
 
-from .._core.transform import implicit
+from .._core.surface.implicit import implicit
 from .._jax.hijax import (
     jit_with_options,
     key_of,

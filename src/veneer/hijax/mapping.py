@@ -12,8 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._core.policy import Operands, note_materialised
-from .._core.surface.mistakes import no_array
+from .._core.errors import derivatives_error
+from .._core.event import Operands
+from .._core.policy import report_materialised
 from .._core.value import Value, describe, is_value, make_dense, source_of
 from .._jax.primitives import Primitive, find_primitive
 from .high import apply
@@ -50,7 +51,7 @@ def refuse_derivatives(function: Callable) -> Callable:
 def refuse_within_rule(name: str, x: Any) -> None:
     """Refuses derivatives that a rule gives to one of JAX's functions."""
     if within_rule.value and has_derivatives(x):
-        raise no_array(name)
+        raise derivatives_error(name)
 
 
 # Which values are one array.
@@ -92,7 +93,7 @@ def made_dense(primitive: Primitive, x: Any) -> Any:
     nbytes = t.size * t.dtype.itemsize
     is_cache = isinstance(value, Value) and value.is_cache
     said = Operands(shown, (source_of(value),), (nbytes,), (is_cache,))
-    note_materialised(primitive.name, lambda: said)
+    report_materialised(primitive.name, lambda: said)
     return apply(Materialise(t), canonical(value) if isinstance(value, Value) else value)[0]
 
 

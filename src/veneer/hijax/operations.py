@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from .._core.dispatch import dispatch
 from .._core.policy import ALLOW, current_policy
-from .._core.surface.found import with_source
+from .._core.sources import with_source
 from .._core.value import Value, is_value, make_dense, materialise_one, source_of
 from .._jax.hijax import Zero
 from .._jax.primitives import Primitive

@@ -16,24 +16,20 @@ from weakref import ref
 
 import jax
 
-from .._core.batch_axes import has_batch_axes, takes_batch_axis
-from .._core.surface import mistakes
-from .._core.surface.parts import refuse_leaves, warn_of_leaves_by_dtype
+from .._core.errors import (
+    derivatives_error,
+    is_marked_as_derivatives,
+    reject_leaves,
+    warn_of_scales_without_codes,
+)
+from .._core.primitives.batch_axes import has_batch_axes, takes_batch_axis
 from .._core.surface.shown import short_name
-from .._core.value import Value, get_cached, is_value, is_whole
+from .._core.value import Value, get_cached, has_all_leaves, is_value
 from .._jax.hijax import HiType, aval_property, copy_shaped_array, holds_tracers
 from .._jax.tracing import abstract_array, current_trace, is_in_derivative, is_of_numbers
 from .high import Add, Pack, Unpack, Zeros, apply, is_staged, packed
 from .mode import is_enabled
-from .values import (
-    HighArray,
-    Tangent,
-    flatten_value,
-    is_inexact,
-    leaves_of,
-    strong_leaf,
-    value_of,
-)
+from .values import HighArray, Tangent, flatten_value, is_inexact, leaves_of, strong_leaf, value_of
 
 
 class StructuredType(HiType):
@@ -300,7 +296,7 @@ _OPERATORS = _OPERATORS - {"_copy", "_create", "_deepcopy"} | {"__jax_array__"} 
 
 def no_array(what: str, *types: Any) -> TypeError:
     """The error where tangents are operands."""
-    return mistakes.no_array(f"{what}({', '.join(map(str, types))})")
+    return derivatives_error(f"{what}({', '.join(map(str, types))})")
 
 
 def type_of(value: Any) -> HighType:
@@ -318,7 +314,7 @@ def type_of_leaf(leaf: Any) -> Any:
 
 def is_complete(value: Value) -> bool:
     """Whether it is a value and not a part of one, as `equinox.partition` makes them."""
-    if not is_whole(value):
+    if not has_all_leaves(value):
         return False
     try:
         type_of(value)
@@ -336,7 +332,7 @@ def high_type(treedef: Any, leaves: tuple[Any, ...], x64: bool) -> HighType:
     """The high type of the values with this structure and these types of leaves."""
     del x64  # of the key
     if not all(map(is_of_numbers, leaves)):
-        refuse_leaves([jax.tree.unflatten(treedef, leaves)])
+        reject_leaves([jax.tree.unflatten(treedef, leaves)])
     return HighType(treedef, leaves, abstract(treedef, leaves))
 
 
@@ -392,10 +388,10 @@ def canonical(x: Any) -> Any:
     computed at once, a tracer of its type, whose leaves are operands and so are seen by the trace.
     """
     value = value_of(x)
-    if mistakes.is_marked(value):
-        raise mistakes.no_array(str(type_of(value)))
+    if is_marked_as_derivatives(value):
+        raise derivatives_error(str(type_of(value)))
     if is_in_derivative(current_trace()):
-        warn_of_leaves_by_dtype(value)
+        warn_of_scales_without_codes(value)
     if current_trace().requires_low:
         return x if x is not value else as_high_array(value)
     leaves = [canonical(x) if isinstance(x, Value) else x for x in leaves_of(value)]
@@ -457,7 +453,7 @@ def opened_derivatives(x: Any) -> Any:
 
 def operand_of(value: Value) -> Any:
     """What a primitive is given; of derivatives a tangent, of which it is refused by name."""
-    if not mistakes.is_marked(value):
+    if not is_marked_as_derivatives(value):
         return canonical(value)
     t = TangentType(type_of(value))
     return Tangent(t, list(compress(leaves_of(value), map(is_inexact, t.of.leaves))))

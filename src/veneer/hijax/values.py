@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._core.errors import is_marked_as_derivatives
 from .._core.surface.array import ImplicitArray
-from .._core.surface.mistakes import is_marked
 from .._core.value import Value, is_part, is_value
 from .mode import is_enabled
 
@@ -98,7 +98,7 @@ def mark_derivatives(x: Any) -> Any:
 
 def is_derivative(x: Any) -> bool:
     """Whether it is known to hold derivatives by the leaves of a value."""
-    return isinstance(x, Value) and is_marked(x)
+    return isinstance(x, Value) and is_marked_as_derivatives(x)
 
 
 def values_of(tree: Any) -> list[Any]:

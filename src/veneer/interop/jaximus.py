@@ -28,13 +28,13 @@ from jax import tree_util
 
 from .. import tree as _tree
 from .._core import rules
+from .._core.annotations import names_around, operand_types
+from .._core.event import MaterialiseWarning
 from .._core.policy import ALLOW, current_policy
-from .._core.surface.annotations import names_around, operand_types
 from .._core.surface.array import ImplicitArray as _CoreArray
-from .._core.surface.event import MaterialiseWarning
+from .._core.surface.implicit import implicit as _implicit
 from .._core.surface.straight_through import StraightThrough
 from .._core.surface.straight_through import ste as _ste
-from .._core.transform import implicit as _implicit
 from .._core.tree import static
 from .._core.value import Value, describe, is_value, materialise_one
 from .._jax.primitives import Primitive, find_primitive

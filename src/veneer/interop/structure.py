@@ -26,7 +26,7 @@ from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
 from .._core.primitives.sharding import places
 from .._core.tree import checks_of
-from .._core.value import DEFECTS, Value
+from .._core.value import CHECK_BUGS, Value
 from ..quant import ActivationQuantized, Packing, QArray
 from .folder import as_jax
 from .manifest import BYTE_FLOATS, MAX_LEVELS
@@ -391,7 +391,7 @@ def _refusal_of(structure: Any, avals: tuple[jax.ShapeDtypeStruct, ...]) -> str 
             check()
 
     try:
-        with contextlib.suppress(*DEFECTS):
+        with contextlib.suppress(*CHECK_BUGS):
             jax.eval_shape(check, *avals)
     except Exception as error:  # whatever a class raises
         return " ".join(str(error).split())

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._core.transform import implicit
+from .._core.surface.implicit import implicit
 from .backend.interpreted import interpreted
 from .codegen.calls import Calls
 from .compiler import compile, source_of

@@ -11,7 +11,7 @@ import numpy as np
 
 from .._core.policy import Policy, policy_in_force
 from .._core.rules import rules_of
-from .._core.transform import implicit
+from .._core.surface.implicit import implicit
 from .._core.value import Value, is_part, is_value, materialise
 from .programs import CHOLESKY, KINKED, SOLVES, Program, programs_of
 

@@ -10,11 +10,11 @@ from typing import Any
 import jax
 from jax.typing import ArrayLike
 
+from .._core.errors import check_fields
 from .._core.rules import add_rule, register
 from .._core.surface.array import ImplicitArray
-from .._core.surface.mistakes import check_fields
+from .._core.surface.implicit import implicit
 from .._core.trace import ImplicitTrace
-from .._core.transform import implicit
 from .._core.tree import static
 from .._core.value import Value, is_value, make_dense, materialise_one
 from .._jax.primitives import Primitive, find_primitive

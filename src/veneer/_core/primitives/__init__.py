@@ -25,6 +25,7 @@ and others:
 
 and what rules are written with:
 
+    batch_axes          leading axes that every leaf has, found for types without `leaf_axes`
     labels              types whose one leaf is the dense array itself
     leaf_by_leaf        what moves entries about, done to each leaf by the axes that it follows
     reshaping           the shapes of leaves in blocks, when the dense array is reshaped

@@ -16,13 +16,13 @@ from jax.tree_util import treedef_is_leaf
 
 from ..._jax.primitives import find_primitive, is_inlined, open_jaxpr
 from ..._jax.sharding import UNSPECIFIED
-from ..batch_axes import has_batch_axes
 from ..dispatch import apply_rules
-from ..policy import current_policy, tells_each_time
-from ..rules import add_rule, forget_with_rules, structural
-from ..surface.event import MaterialiseError
-from ..surface.functions import JittedFunction, functions_named
+from ..event import MaterialiseError
+from ..jitted_functions import JittedFunction, functions_named
+from ..policy import current_policy, must_replay_events
+from ..rules import add_rule, clear_with_rules, structural
 from ..value import Value
+from .batch_axes import has_batch_axes
 from .scopes import ASKED, OF_TANGENTS, inside
 from .staging import references, stage, taking
 
@@ -30,12 +30,12 @@ from .staging import references, stage, taking
 # keeps as long as the function.
 
 _functions: WeakKeyDictionary[Any, Callable] = WeakKeyDictionary()
-forget_with_rules(_functions.clear)
+clear_with_rules(_functions.clear)
 
 
 def _jit_eagerly(values: Sequence[Any], params: dict[str, Any]) -> Any:
     # A function that is compiled tells nobody what it does.
-    if not is_plain(params) or tells_each_time(current_policy()) or OF_TANGENTS.value:
+    if not is_plain(params) or must_replay_events(current_policy()) or OF_TANGENTS.value:
         return NotImplemented
     jaxpr = params["jaxpr"]
     function = _functions.get(jaxpr)
@@ -102,7 +102,7 @@ def _is_program_of(jaxpr: Any, call: _Call) -> bool:
 
 
 _recognised: WeakKeyDictionary[Any, tuple[_Call, ...]] = WeakKeyDictionary()
-forget_with_rules(_recognised.clear)
+clear_with_rules(_recognised.clear)
 
 
 class _NoRuleError(Exception):

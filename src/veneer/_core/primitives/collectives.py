@@ -25,11 +25,11 @@ from jax import lax
 
 from ..._jax.primitives import find_primitive
 from ..._jax.tracing import vary_along, varying_axes
-from ..batch_axes import layout_of
 from ..leaf_axes import LeafAxis, Movement
 from ..rules import add_rule
 from ..transform import redispatch
 from ..value import Value, aval_of
+from .batch_axes import layout_of
 from .leaf_by_leaf import Leaf, MovementPlan, allows, rebuilt
 
 

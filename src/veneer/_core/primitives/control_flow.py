@@ -15,13 +15,13 @@ from jax.tree_util import treedef_is_leaf
 
 from ..._jax.primitives import bind_scan, find_primitive, scan_counts
 from ..._jax.tracing import slice_type
-from ..batch_axes import has_batch_axes, takes_batch_axis
-from ..policy import tell
+from ..event import join_sources
+from ..policy import emit_events
 from ..rules import structural
-from ..surface.event import joined
-from ..surface.weights import keep_sources
+from ..sources import keep_sources
 from ..tree import split_list
 from ..value import Value, describe, is_value, make_dense
+from .batch_axes import has_batch_axes, takes_batch_axis
 from .labels import dense_unless, is_label, may_be_labelled, refuses_to_be_dense
 from .staging import (
     DENSE,
@@ -54,8 +54,8 @@ def _cond(index: Any, *values: Any, branches: Sequence[Any], **params: Any) -> l
             break
         forms |= change
     for branch in staged:
-        tell(branch.events)
-    sources = map(joined, zip(*(branch.out_sources for branch in staged), strict=True))
+        emit_events(branch.events)
+    sources = map(join_sources, zip(*(branch.out_sources for branch in staged), strict=True))
     first = replace(first, out_sources=tuple(sources))
     refs = references(*(branch.jaxpr for branch in staged))
     branches = tuple(taking(branch.jaxpr, refs) for branch in staged)
@@ -137,7 +137,7 @@ def _fixed_point(
             if stack and i >= len(carry) and is_value(output) and not takes_batch_axis(output):
                 change[i] = DENSE
         if not change:
-            tell(staged.events)
+            emit_events(staged.events)
             return staged, carry
         forms |= change
 

@@ -15,9 +15,9 @@ from ..._jax.custom_functions import structure_of_operands
 from ..._jax.primitives import close_jaxpr, contained_jaxpr, find_primitive, open_jaxpr
 from ..policy import current_policy, policy_in_force
 from ..rules import structural
-from ..surface.weights import restore_sources
+from ..sources import restore_sources
 from ..trace import ImplicitTracer
-from ..transform import implicit
+from ..transform import redispatch
 from ..tree import split_list
 from ..value import describe, make_dense, source_of
 from .labels import dense_unless, is_label
@@ -109,7 +109,7 @@ def _custom_vmap(*values: Any, call: Any, rule: Any, in_tree: Any, out_tree: Any
             return jax.tree.leaves(out)
 
         with policy_in_force(policy):
-            out = implicit(run)(*restore_sources(sources, jax.tree.unflatten(treedef, leaves)))
+            out = redispatch(run, *restore_sources(sources, jax.tree.unflatten(treedef, leaves)))
             out = [
                 x if not treedef_is_leaf(tree) else make_dense(primitive, [x])[0]
                 for x, tree in zip(out, staged.out_trees, strict=True)

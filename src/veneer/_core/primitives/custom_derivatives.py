@@ -20,7 +20,7 @@ from jax.custom_derivatives import SymbolicZero
 from ..._jax.custom_functions import call_bwd, reset_stores, transform_flat_function
 from ..._jax.primitives import Primitive, find_primitive
 from ..rules import structural
-from ..surface.weights import restore_sources
+from ..sources import restore_sources
 from ..tree import split_list
 from ..value import Value, describe, make_dense, materialise_one, source_of
 from .labels import dense_unless, is_label

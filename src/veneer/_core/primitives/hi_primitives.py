@@ -14,7 +14,7 @@ from ..._jax.custom_functions import CustomRoot, RootLinearMap
 from ..._jax.primitives import find_primitive
 from ..._jax.tracing import current_trace
 from ..rules import add_rule
-from ..transform import implicit
+from ..transform import redispatch
 from ..value import is_value, make_dense
 
 _primitive = find_primitive("call_hi_primitive")
@@ -29,7 +29,7 @@ def _call_hi_primitive(*values: Any, **params: Any) -> Any:
         return jax.tree.leaves(_root_linear_map(high, *operands))
     if current_trace().requires_low or not any(map(_is_inexact, high.out_avals_flat)):
         # No derivative of it will be taken: it may be replaced by the program that it stands for.
-        return jax.tree.leaves(implicit(high.expand)(*operands), is_leaf=is_value)
+        return jax.tree.leaves(redispatch(high.expand, *operands), is_leaf=is_value)
     return NotImplemented
 
 
@@ -62,7 +62,7 @@ def _is_inexact(aval: Any) -> bool:
 
 
 def _to_dense(function: Callable) -> Callable:
-    return lambda *operands: _dense(implicit(function)(*operands))
+    return lambda *operands: _dense(redispatch(function, *operands))
 
 
 def _dense(tree: Any) -> Any:

@@ -13,7 +13,7 @@ import jax
 from ..._jax.primitives import Primitive
 from ..._jax.tracing import is_zero
 from ..tree import has_metadata
-from ..value import DEFECTS, Value, make_dense
+from ..value import CHECK_BUGS, Value, make_dense
 
 
 def is_label(value: Any) -> bool:
@@ -70,7 +70,7 @@ def _kind_of(treedef: Any, leaf: Any) -> str:
         nonlocal kind
         try:
             kind = "holds" if jax.tree.unflatten(treedef, [x]).materialise() is x else "other"
-        except DEFECTS:
+        except CHECK_BUGS:
             kind = "other"
         except Exception:  # whatever a type raises that refuses to be dense
             kind = "refuses"

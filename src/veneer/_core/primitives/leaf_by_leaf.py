@@ -8,11 +8,11 @@ import jax
 
 from ..._jax.primitives import find_primitive
 from ..._jax.tracing import vary_together
-from ..batch_axes import LeafLayout, layout_of, takes_batch_axis
 from ..leaf_axes import Axes, Movement, Shape
 from ..transform import redispatch
 from ..tree import has_metadata
-from ..value import Value, aval_of, stands_for
+from ..value import Value, aval_of, dense_shape_of
+from .batch_axes import LeafLayout, layout_of, takes_batch_axis
 from .labels import is_label
 
 Step = tuple[Sequence[Any], dict[str, Any]]  # further operands and parameters of the primitive
@@ -111,7 +111,10 @@ def rebuilt(structure: Any, parts: Sequence[Any], movement: Movement) -> Any:
     if isinstance(value, Value):
         leaves, tree = jax.tree.flatten(value)
         avals = map(jax.typeof, leaves)
-        if stands_for(tree, tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals)) is None:
+        if (
+            dense_shape_of(tree, tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))
+            is None
+        ):
             return NotImplemented
     return value
 

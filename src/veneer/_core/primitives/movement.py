@@ -15,11 +15,11 @@ from jax import lax
 
 from ..._jax.divisors import divisor_of
 from ..._jax.primitives import find_primitive
-from ..batch_axes import layout_of
 from ..leaf_axes import Axes, LeafAxis, Movement, Shape
 from ..rules import add_rule
 from ..transform import redispatch
 from ..value import Value, aval_of
+from .batch_axes import layout_of
 from .leaf_by_leaf import RULES, AsItIs, Leaf, MovementPlan, Step, allows, move, rebuilt
 from .reshaping import axis_of_units, reshaped
 

@@ -11,19 +11,18 @@ import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
 
 from ..._jax.tracing import abstract_array
-from ..batch_axes import takes_batch_axis
-from ..policy import note_materialised
+from ..nesting import compose_value, outside_implicit_error, pack
+from ..policy import report_materialised
 from ..rules import add_rule
-from ..surface.nesting import composed, pack
-from ..surface.operands import outside_implicit_error
 from ..trace import ImplicitTrace
-from ..value import make_dense, operands_met
+from ..value import describe_operands, make_dense
+from .batch_axes import takes_batch_axis
 from .custom_derivatives import materialise_along
 from .labels import is_label
 
 
 def _pack(*leaves: Any, structure: Any) -> Any:
-    return composed(jax.tree.unflatten(structure, leaves), ImplicitTrace.run)
+    return compose_value(jax.tree.unflatten(structure, leaves), ImplicitTrace.run)
 
 
 add_rule(_pack, [pack], structural=True)
@@ -44,7 +43,7 @@ def _jvp(leaves: Sequence[Any], tangents: Sequence[Any], *, structure: Any) -> A
     value = jax.tree.unflatten(structure, leaves)
     if not is_label(value):
         why = "its derivative is that of the dense array"
-        note_materialised(pack.name, lambda: operands_met([value]), why)
+        report_materialised(pack.name, lambda: describe_operands([value]), why)
     dense, primals = materialise_along(value, moving)
     moves = [t for t, m in zip(tangents, moving, strict=True) if m]
     return out, jax.jvp(dense, primals, moves)[1]

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ..._jax.tracing import current_trace
+from ..nesting import entered
 from ..policy import current_policy, policy_in_force
-from ..surface.nesting import entered
 from ..trace import ImplicitTrace
 from .scopes import returning
 

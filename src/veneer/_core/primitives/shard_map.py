@@ -16,7 +16,7 @@ from ..._jax.sharding import flat_tree
 from ..._jax.tracing import varying_axes
 from ..policy import current_policy, policy_in_force
 from ..rules import add_rule, structural
-from ..surface.weights import keep_sources
+from ..sources import keep_sources
 from ..value import Value, make_dense
 from .reentering import reentering
 from .sharding import Sizes, axes_of, entries_of, join, map_leaves, split, why_not_cut

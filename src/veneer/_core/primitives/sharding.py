@@ -15,10 +15,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..._jax.primitives import find_primitive
-from ..batch_axes import has_batch_axes
 from ..leaf_axes import LeafAxis
 from ..rules import add_rule
-from ..value import Value, is_part, make_dense, stands_for, stated_layout
+from ..value import Value, declared_layout, dense_shape_of, is_part, make_dense
+from .batch_axes import has_batch_axes
 from .labels import is_label
 
 _NAMES = ("device_put", "reshard", "sharding_constraint")
@@ -97,12 +97,14 @@ def _fits(value: Value, specs: Any, spec: P, sizes: Sizes, resize: Resize) -> bo
         avals.append(jax.ShapeDtypeStruct(shape, aval.dtype))
     wanted = value.aval().shape
     blocks = [_blocks(e, sizes) for e in entries_of(spec, len(wanted))]
-    return stands_for(jax.tree.structure(specs), tuple(avals)) == tuple(map(resize, wanted, blocks))
+    return dense_shape_of(jax.tree.structure(specs), tuple(avals)) == tuple(
+        map(resize, wanted, blocks)
+    )
 
 
 def why_not_cut(value: Value, spec: P, sizes: Sizes) -> str:
     """What of a value is stored together and would be cut in two; nothing where it is not that."""
-    parts, _, axes = stated_layout(value)
+    parts, _, axes = declared_layout(value)
     entries, shape = entries_of(spec, value.aval().ndim), value.aval().shape
     for part, of_part in zip(parts, axes or [()] * len(parts), strict=True):
         for axis in filter(None, of_part):

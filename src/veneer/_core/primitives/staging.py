@@ -12,20 +12,20 @@ import jax
 from ..._jax.primitives import close_jaxpr, find_primitive, jaxpr_as_fun, open_jaxpr
 from ..._jax.source_lines import user_line
 from ..._jax.tracing import trace_context
+from ..errors import check_fields
+from ..event import FOUND, Event, Source, paths_of, resolve_source
+from ..nesting import staging_trace
 from ..policy import (
     ALLOW,
     RECORD,
     current_policy,
+    emit_events,
+    must_replay_events,
     policy_in_force,
-    recording,
-    tell,
-    tells_each_time,
+    recorded_events,
 )
-from ..rules import forget_with_rules
-from ..surface.event import FOUND, Event, Source, paths_of, resolved
-from ..surface.found import leaves_from, origin_of, with_source
-from ..surface.mistakes import check_fields
-from ..surface.nesting import staging_here
+from ..rules import clear_with_rules
+from ..sources import find_source, leaf_sources, with_source
 from ..trace import ImplicitTrace
 from ..tree import split_list
 from ..value import Value, is_value, make_dense, source_of
@@ -42,7 +42,7 @@ class Staged:
     jaxpr: Any  # closed
     out_trees: tuple[Any, ...]  # the structure of each output
     out_avals: tuple[tuple[Any, ...], ...]  # the abstract leaves of each output
-    events: tuple[Event, ...]  # what to tell each time, if anyone asks
+    events: tuple[Event, ...]  # what to emit_events each time, if anyone asks
     line: str  # of the call for which it was staged
     out_sources: tuple[Source, ...]  # the weights of which each output is made, if anyone asks
     differs: bool  # for what may be tangents
@@ -55,12 +55,12 @@ class Staged:
         """
         if not (self.events or any(self.out_sources)):
             return self
-        sources, here = list(map(origin_of, values)), user_line()
+        sources, here = list(map(find_source, values)), user_line()
         at = lambda line: here if line == self.line else line
         return replace(
             self,
             events=tuple(event.met_by(sources, at(event.line)) for event in self.events),
-            out_sources=tuple(resolved(source, sources) for source in self.out_sources),
+            out_sources=tuple(resolve_source(source, sources) for source in self.out_sources),
         )
 
     def output(self, i: int) -> tuple[Any, tuple[Any, ...]]:
@@ -88,7 +88,7 @@ class Staged:
 
 
 _staged: WeakKeyDictionary[Any, dict[Any, Staged]] = WeakKeyDictionary()
-forget_with_rules(_staged.clear)
+clear_with_rules(_staged.clear)
 
 
 def example(tree: Any, avals: Sequence[Any]) -> Any:
@@ -127,7 +127,7 @@ def stage(
     `name` is that of a function whose program it is.
     """
     staged = find_staged(primitive, jaxpr, values, forms, name)
-    tell(staged.events)
+    emit_events(staged.events)
     return staged
 
 
@@ -143,12 +143,12 @@ def find_staged(
     policy = current_policy()
     with inside(name) if ASKED.value else nullcontext():
         # Policies under which events are recorded, and told each time, stage alike.
-        with policy_in_force(RECORD) if tells_each_time(policy) else nullcontext():
+        with policy_in_force(RECORD) if must_replay_events(policy) else nullcontext():
             key = treedef, avals, frozenset(forms.items()), current_policy(), trace_context()
         known = _staged.setdefault(jaxpr, {})
         if key not in known:
             closed = close_jaxpr(jaxpr)
-            sources = tuple(map(origin_of, values)) if current_policy() is not ALLOW else ()
+            sources = tuple(map(find_source, values)) if current_policy() is not ALLOW else ()
             known[key] = _stage(find_primitive(primitive), closed, treedef, avals, forms, sources)
     if known[key].differs:
         may_be_tangents()
@@ -183,8 +183,8 @@ def _stage(
         numbered: list[Source] = [(i, *paths) for i, paths in enumerate(names)]
         for value, source in zip(values, numbered, strict=False):  # none, where nobody asks
             with_source(value, source)
-        known = leaves_from(zip(values, numbered, strict=True)) if sources else nullcontext()
-        with known, staging_here():
+        known = leaf_sources(zip(values, numbered, strict=True)) if sources else nullcontext()
+        with known, staging_trace():
             outputs = ImplicitTrace.run(jaxpr_as_fun(jaxpr), values)
         for i, form in forms.items():
             outputs[i] = _in_form(primitive, outputs[i], form)
@@ -195,12 +195,14 @@ def _stage(
 
     events: list[Event] = []
     noted: Any = answers_noted() if OF_TANGENTS.value else nullcontext([])
-    recorded: Any = recording() if tells_each_time(current_policy()) else nullcontext(events)
+    recorded: Any = (
+        recorded_events() if must_replay_events(current_policy()) else nullcontext(events)
+    )
     try:
         with noted as differs, recorded as events:
             staged = jax.make_jaxpr(on_leaves)(*avals)
     except BaseException:
-        tell(events)
+        emit_events(events)
         raise
     counts: list[int] = [tree.num_leaves for tree in out_trees]
     out_avals = [tuple(piece) for piece in split_list(staged.out_avals, *counts)][:-1]

@@ -15,12 +15,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..._jax.primitives import find_primitive
-from ..batch_axes import layout_of
 from ..leaf_axes import Shape
 from ..rules import add_rule
 from ..transform import redispatch
 from ..tree import has_metadata
 from ..value import Value, aval_of
+from .batch_axes import layout_of
 from .labels import is_label
 from .leaf_by_leaf import Leaf
 from .movement import concatenate

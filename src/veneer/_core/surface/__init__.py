@@ -1,18 +1,11 @@
-"""Where Python meets the heart: what users subclass, annotate and capture.
+"""The API that users subclass and call, on top of the core and its rules for primitives.
 
-array           ImplicitArray, what users subclass
-operators       its operators and methods, those of `jax.Array`
-annotations     those of a rule, as the classes of operands that it takes
-event           what users are told: events, the error and the warning
-functions       jitted functions that have rules, as primitives do
-fields          the fields of a type that hold an array, by their annotations
-parts           values that stand for no array, refused
-operands        values as operands of JAX's functions where nobody has wrapped them
-nesting         calls of implicit within others, and arrays that programs build
-mistakes        those in a type or a rule, told by the names that its author gave
-shown           how values are shown: in a line, in a notebook, by treescope
-weights         which implicit arrays are weights, and their paths
-found           weights that no argument holds, told by what their leaves are
+array             ImplicitArray, the class that users subclass
+operators         its operators and methods, those of `jax.Array`
+shown             the display of values: in a line, in a notebook, by treescope
+implicit          implicit: the transformation with filters, policies and captured arrays
+captures          implicit arrays that a function captures, turned into arguments
+operands          implicit arrays that JAX functions get as operands
 straight_through  `ste`: run a function with the derivative of the identity
-captures        what a function closes over, opened so that it is as an argument
+arguments         checks of arguments that several public functions take
 """

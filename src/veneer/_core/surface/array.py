@@ -1,4 +1,4 @@
-"""`ImplicitArray`: what users subclass."""
+"""`ImplicitArray`, the class that users subclass."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,12 +9,13 @@ import numpy as np
 
 from ..._jax.tracing import an_operator_asks, set_operand_of, set_type_of
 from ..value import Value
-from .operands import as_operand, type_of
+from .operands import as_operand, type_of_operand
 from .operators import ArrayOperators
+from .shown import Shown
 
 
 class Shaped:
-    """Shape, dtype, rank and size by `aval()`, of a value that stands for an array."""
+    """Attributes of a dense array, computed from `aval()`."""
 
     @property
     def shape(self: Any) -> tuple[int, ...]:
@@ -37,7 +38,7 @@ class Shaped:
         return self.aval().size
 
 
-class ImplicitArray(ArrayOperators, Shaped, Value, abstract=True):
+class ImplicitArray(ArrayOperators, Shaped, Shown, Value, abstract=True):
     """An array that looks dense to every JAX program and stores something cheaper.
 
     Subclass it with annotated fields for arrays, `vn.static` fields for metadata, and a method
@@ -101,7 +102,7 @@ class ImplicitArray(ArrayOperators, Shaped, Value, abstract=True):
     @property
     def __jax_array__(self) -> Callable[[], Any]:
         """The function that `jax.numpy` calls to convert an operand."""
-        if an_operator_asks():  # ours is next
+        if an_operator_asks():  # the reflected operator of this class computes the result
             raise AttributeError("__jax_array__")
         return partial(as_operand, self)
 
@@ -117,4 +118,4 @@ class ImplicitArray(ArrayOperators, Shaped, Value, abstract=True):
 
 
 set_operand_of(ImplicitArray, as_operand)
-set_type_of(Value, type_of)
+set_type_of(Value, type_of_operand)

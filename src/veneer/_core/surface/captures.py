@@ -1,15 +1,17 @@
-"""What a function closes over, as a pytree: so that a captured implicit array is as an argument.
+"""Implicit arrays that a function captures, turned into children of a pytree.
 
-JAX takes a captured array as a constant, but of a captured implicit array it knows nothing. So a
-function is opened here: what it captures becomes the children of a `Closure`, and `close` makes
-a function of them, as the original but for that. Captured are the variables of enclosing scopes,
-with the functions and containers among them; those variables of its module that are implicit arrays
-(and no functions or containers that hold one: a module is too large to search in each call);
-defaults, the arguments of `functools.partial`, and the object of a bound method. A function that
-captures no implicit array, and no part of one, is left as it is; variables that functions assign
-stay what they are, and containers are copied as those of arguments are. Wrapped ones (`jax.jit`,
-`jax.custom_vjp`) are not opened: what they capture is an operand where they come to it
-(`operands`).
+JAX treats a captured array as a constant, but it does not know implicit arrays. So `open_closure`
+converts a function that captures implicit arrays to a `Closure`, a pytree with the captured objects
+as children, and `close` rebuilds the function from the children. Captured objects are:
+
+- the variables of enclosing scopes, with the functions and containers among them;
+- the variables of the module that are implicit arrays, but not functions or containers that hold
+  implicit arrays: a module is too large to search in each call;
+- defaults, the arguments of `functools.partial`, and the object of a bound method.
+
+A function that captures no implicit array is left unchanged, and so are variables that functions
+assign. Containers are copied, like those in arguments. Wrapped functions (`jax.jit`,
+`jax.custom_vjp`) are not opened: an implicit array that they capture is an operand (`operands.py`).
 """
 
 import dis
@@ -21,18 +23,18 @@ from typing import Any
 
 import jax
 
-from ..value import Kept, Value, is_kept
+from ..value import OpaqueNode, Value, is_opaque_leaf
 
 
 @jax.tree_util.register_pytree_with_keys_class
 @dataclass(frozen=True)
 class Closure:
-    """An opened function: what it captures, as children, and the function that puts it back."""
+    """A function as a pytree: the captured objects, and a function that puts them back."""
 
     captured: list[Any]
     close: Callable[[list[Any]], Callable]
-    names: tuple[str, ...]  # of what is captured
-    function: Callable  # as it was
+    names: tuple[str, ...]  # of the captured objects
+    function: Callable  # the original
 
     def tree_flatten(self) -> tuple[list[Any], Any]:
         return self.captured, (self.close, self.names, self.function)
@@ -47,7 +49,7 @@ class Closure:
 
 
 def may_capture(function: Any) -> bool:
-    """Whether a function could ever capture anything, and need be opened when it is called."""
+    """Return whether a function can capture anything, so that each call must open it."""
     return type(function) is not FunctionType or bool(
         function.__closure__
         or function.__defaults__
@@ -57,24 +59,24 @@ def may_capture(function: Any) -> bool:
 
 
 def open_closure(function: Any, within: tuple[Any, ...] = ()) -> Any:
-    """The function, or a `Closure` of it if it captures an implicit array."""
+    """Return a `Closure` if a function captures an implicit array, else the function itself."""
     opener = _OPENERS.get(type(function))
-    if opener is None or function in within:  # a function that calls itself captures itself
+    if opener is None or function in within:  # a recursive function captures itself
         return function
     return opener(function, (*within, function))
 
 
 def close(function: Any) -> Any:
-    """The inverse of `open_closure`."""
+    """Undo `open_closure`."""
     return function.close(_close_all(function.captured)) if type(function) is Closure else function
 
 
-def refuse_assignments(closure: Any) -> None:
-    """Refuses that a function assigned variables which were opened: it would be lost."""
+def reject_assignments(closure: Any) -> None:
+    """Reject a call that assigned a variable with implicit arrays, whose new value is lost."""
     if type(closure) is not Closure:
         return
     for part in jax.tree.leaves(closure.captured, is_leaf=_is_part):
-        refuse_assignments(part)
+        reject_assignments(part)
     remake: Any = closure.close
     for cell, content in getattr(remake, "cells", ()):
         if not _is_filled(cell) or cell.cell_contents is not content:
@@ -86,7 +88,7 @@ def refuse_assignments(closure: Any) -> None:
 
 
 def _is_part(x: Any) -> bool:
-    return type(x) is Closure or isinstance(x, Kept)
+    return type(x) is Closure or isinstance(x, OpaqueNode)
 
 
 def _close_all(tree: Any) -> Any:
@@ -94,13 +96,13 @@ def _close_all(tree: Any) -> Any:
 
 
 def _open_all(items: Iterable[Any], within: tuple[Any, ...]) -> list[Any] | None:
-    """The items with functions opened; None if there is no implicit array in them."""
+    """Open the functions among the items. Return None if the items hold no implicit array."""
     opened = [open_closure(item, within) for item in items]
     return opened if _holds_values(opened) else None
 
 
 def _holds_values(tree: Any) -> bool:
-    leaves = jax.tree.leaves(tree, is_leaf=is_kept)
+    leaves = jax.tree.leaves(tree, is_leaf=is_opaque_leaf)
     return any(isinstance(x, Value) for x in leaves)
 
 
@@ -119,7 +121,7 @@ def _open_captures(function: FunctionType, names: list[str], within: tuple[Any, 
         for i, cell in enumerate(cells)
         if _is_filled(cell) and id(cell) not in written
     }
-    # Others stay the objects that they are: what a function appends to a list must be in that list.
+    # Other contents stay the same objects: a function may append to a list.
     opened = {i: content for i, content in contents.items() if _holds_values(content)}
     rest = [*(variables[n] for n in names), function.__defaults__, function.__kwdefaults__]
     captured = [*opened.values(), *(open_closure(item, within) for item in rest)]
@@ -131,9 +133,9 @@ def _open_captures(function: FunctionType, names: list[str], within: tuple[Any, 
 
 
 def _written_cells(function: Any, seen: set[int]) -> set[int]:
-    """The variables of enclosing scopes that a function assigns, or those that it captures do.
+    """Return the ids of the cells that a function, or a function that it captures, assigns.
 
-    They must stay the same variables, so they are not opened.
+    They must stay the same cells, so they are not opened.
     """
     if type(function) is not FunctionType or id(function) in seen:
         return set()
@@ -155,10 +157,10 @@ def _stored_names(code: CodeType) -> frozenset[str]:
 
 
 class _Overlay(dict[str, Any]):
-    """Some variables in place of a module's own, and for the rest the module's, as they are now."""
+    """The variables of a module, some of them replaced. Others have their current values."""
 
     def __init__(self, module: dict[str, Any], replaced: Iterable[tuple[str, Any]]):
-        super().__init__(module)  # for code that does not ask __getitem__: imports, class bodies
+        super().__init__(module)  # imports and class bodies do not call __getitem__
         self._module, self._replaced = module, dict(replaced)
         self.update(self._replaced)
 
@@ -167,11 +169,11 @@ class _Overlay(dict[str, Any]):
 
 
 class _Remake:
-    """Makes a function again, with other contents of its cells, module variables and defaults."""
+    """A copy of a function, with new contents of its cells, module variables and defaults."""
 
     def __init__(self, function: FunctionType, opened: list[int], names: list[str]):
         self.function, self.opened, self.names = function, opened, names
-        self.cells: list[tuple[CellType, Any]] = []  # the old and the new, with what they held
+        self.cells: list[tuple[CellType, Any]] = []  # old and new cells, with their contents
 
     def __call__(self, captured: list[Any]) -> Callable:
         old = self.function
@@ -224,7 +226,7 @@ def _is_filled(cell: CellType) -> bool:
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
-    """A code object, and those of the functions defined in it."""
+    """Yield a code object, and those of the functions that it defines."""
     yield code
     for constant in code.co_consts:
         if type(constant) is CodeType:
@@ -232,13 +234,13 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def _captured_names(code: CodeType, variables: dict[str, Any]) -> list[str]:
-    """The module variables that code reads and that are implicit arrays.
+    """Return the module variables that a function reads and that are implicit arrays.
 
-    Empty if it assigns any module variable: that would be lost in an overlay of them.
+    Return none if it assigns a module variable, because an `_Overlay` would lose the new value.
     """
     codes = list(_codes(code))
     if not any(isinstance(variables.get(name), Value) for c in codes for name in c.co_names):
-        return []  # as a rule, and without taking the code apart
+        return []  # the usual case, without disassembling the code
     instructions = [i for c in codes for i in dis.get_instructions(c)]
     if any(i.opname in ("STORE_GLOBAL", "DELETE_GLOBAL") for i in instructions):
         return []

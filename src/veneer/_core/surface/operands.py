@@ -1,24 +1,27 @@
-"""Values as operands of JAX's functions where nobody has wrapped them.
+"""Implicit values that JAX functions get as operands although `implicit` has not wrapped them.
 
-`implicit` wraps the values that it sees: those among the arguments of a function, and those that
-it captures. A function may come to others: one that it builds (by a constructor, `vn.tree.combine`,
-`nnx.merge`), or that lies in a container of its module. Such a value is a tree of leaves, as
-anywhere, until a function of JAX's takes it for an array. There it is an operand:
+`implicit` wraps the implicit arrays in the arguments of a function and those that it captures. A
+program may use others: arrays that it builds (by a constructor, `vn.tree.combine`, `nnx.merge`) or
+that lie in a container of its module. Such a value is a plain pytree until a JAX function takes it
+as an array. Then it becomes an operand:
 
-- directly under `implicit`, as if it had been an argument;
-- in what another transformation runs there (`jax.grad`, `vmap`, `jit`, a loop), by the primitive
-  `pack`, of which the rule makes a value of the leaves once `implicit` meets it.
+- directly under `implicit`: like an argument;
+- in another transformation under `implicit` (`jax.grad`, `vmap`, `jit`, a loop): by the primitive
+  `pack`, whose rule builds the value from its leaves in the trace of `implicit`.
 
-Anywhere else it is refused by name, and is never made dense unasked.
+Everywhere else it raises `OutsideImplicitError`. It is never materialized silently.
 """
 
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
-from ..._jax.tracing import current_trace
-from ..value import Value, describe
-from .mistakes import OutsideImplicitError
-from .nesting import as_tracer, enclosing_implicit
-from .parts import refuse_part
+import jax
+
+from ..._jax.tracing import current_trace, is_eager
+from ..errors import reject_derivatives, reject_leaves
+from ..nesting import as_tracer, enclosing_implicit, outside_implicit_error
+from ..value import CHECK_BUGS, Value, dense_shape_of, has_all_leaves, is_part, is_value, run_checks
 
 
 def as_operand(value: Value) -> Any:
@@ -26,26 +29,50 @@ def as_operand(value: Value) -> Any:
 
     **Raises:** `OutsideImplicitError` outside `implicit`. `TypeError` for a part of a value.
     """
-    refuse_part(value)
-    if enclosing_implicit(current_trace()) is None:
-        raise outside_implicit_error(value)
+    _check_operand(value)
     return as_tracer(value)
 
 
-def outside_implicit_error(value: Value) -> OutsideImplicitError:
-    """Return the error for a value that is an operand of a JAX function outside `implicit`."""
-    (name,) = describe([value])
-    return OutsideImplicitError(
-        f"JAX functions cannot take {name} outside vn.implicit. Wrap the function that uses it, "
-        "as in vn.implicit(f)(x), vn.implicit(module)(x) or vn.implicit(module.apply)(variables, "
-        "x), or call vn.materialise on the array. If the function is already wrapped, pass the "
-        "array as an argument, or write jax.jit(vn.implicit(f))."
-    )
+def type_of_operand(value: Value) -> Any:
+    """Return the result of `jax.typeof` for a value that is an operand of a JAX function."""
+    _check_operand(value)
+    return value.aval()
 
 
-def type_of(value: Value) -> Any:
-    """What `jax.typeof` gives, where an operand is asked for."""
-    refuse_part(value)
+def _check_operand(value: Value) -> None:
+    check_is_array(value)
     if enclosing_implicit(current_trace()) is None:
         raise outside_implicit_error(value)
-    return value.aval()
+
+
+def check_is_array(value: Value) -> None:
+    """Reject a value that lacks leaves, or holds derivatives, and so represents no array."""
+    reject_derivatives(value)
+    if not has_all_leaves(value):
+        raise TypeError(
+            f"{value!r} has None instead of some arrays. If it is one part of a partitioned tree, "
+            "combine the parts with vn.tree.combine before you compute with it."
+        )
+    if not is_eager():
+        _check_mapped_leaves(value)
+
+
+def _check_mapped_leaves(value: Value) -> None:
+    """Reject leaves that do not fit, on a copy with abstract leaves: a check may assign fields."""
+    leaves, tree = jax.tree.flatten(value, is_leaf=is_part(value))
+    if not all(hasattr(x, "shape") and hasattr(x, "dtype") and not is_value(x) for x in leaves):
+        return
+    avals = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
+    with suppress(TypeError):  # metadata that cannot be hashed
+        if dense_shape_of(tree, avals) is not None:
+            return
+    try:
+        with suppress(*CHECK_BUGS):
+            jax.eval_shape(partial(run_checks, tree), *avals)
+    except Exception as error:
+        reject_leaves([value], error)
+        error.add_note(
+            f"This {type(value).__name__} may have been mapped leaf by leaf. To map the array, "
+            "call the function that takes it as an argument under vn.implicit."
+        )
+        raise

@@ -1,4 +1,4 @@
-"""Operators and array methods of implicit arrays at top level: JAX's own, under `implicit`."""
+"""Operators and array methods of implicit arrays: those of `jax.Array`, with the rules in force."""
 
 import operator
 import weakref
@@ -11,16 +11,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..._jax.caller_errors import reject_dense_update
 from ..._jax.source_lines import user_line
 from ..._jax.tracing import ConcreteArray, is_eager
+from ..errors import check_fields, is_marked_as_derivatives
+from ..event import BEFORE_CALL, Event
 from ..policy import ALLOW, Policy, current_policy, policy_in_force
-from ..rules import forget_with_rules
+from ..rules import clear_with_rules
+from ..sources import tag_sources
 from ..transform import redispatch
 from ..value import Value, materialise
-from .event import BEFORE_CALL, Event
-from .found import found
-from .mistakes import check_fields, is_marked, refuse_dense_update
-from .parts import refuse_part
+from .operands import check_is_array
 
 _OPERANDS = (Value, jax.Array, np.ndarray, np.generic, bool, int, float, complex)
 
@@ -46,8 +47,8 @@ class _DenseResult(NamedTuple):
         events: list[Event] = []
         with policy_in_force(Policy(events=events)):
             jax.eval_shape(run, [x for a, x in zip(is_array, self.leaves, strict=True) if a])
-        made_dense = [event for event in events if event.made_dense]
-        return [replace(event, line=self.line, how=BEFORE_CALL) for event in made_dense]
+        events = [event for event in events if event.made_dense]
+        return [replace(event, line=self.line, how=BEFORE_CALL) for event in events]
 
 
 _dense_results: dict[int, _DenseResult] = {}  # by the id of the array
@@ -56,8 +57,8 @@ _dense_results: dict[int, _DenseResult] = {}  # by the id of the array
 def _remember_dense(out: Any, function: Callable, operands: Any) -> Any:
     """Remember how a dense matrix was computed from implicit operands, as long as it exists.
 
-    No report is being made of an eager operation. `explain` reports it later, if it is given the
-    matrix. The operands are not kept alive.
+    `explain` reports the eager operation later, if it is called with the matrix. The operands are
+    not kept alive.
     """
     if type(out) is ConcreteArray and out.ndim > 1:
         leaves, structure = jax.tree.flatten(operands)
@@ -75,19 +76,19 @@ def materialised_before(arrays: Iterable[Any]) -> list[Event]:
     return [event for result in alive for event in result.events()]
 
 
-def _at_top_level(function: Callable) -> Callable[..., Any]:
-    """An operator with the rules in force; compiled, where it is computed at once."""
+def _operator(function: Callable) -> Callable[..., Any]:
+    """Return an operator that runs the rules. Eager calls are compiled."""
 
     def transformed(*operands: Any) -> Any:
         for x in operands:
             if isinstance(x, Value):
-                refuse_part(x)
-        return redispatch(function, *found(operands))
+                check_is_array(x)
+        return redispatch(function, *tag_sources(operands))
 
     @cache
     def compiled() -> Callable:
         jitted: Any = jax.jit(transformed)
-        forget_with_rules(jitted.clear_cache)
+        clear_with_rules(jitted.clear_cache)
         return jitted
 
     def apply(*operands: Any) -> Any:
@@ -95,7 +96,7 @@ def _at_top_level(function: Callable) -> Callable[..., Any]:
             return transformed(*operands)
         try:
             return _remember_dense(compiled()(*operands), function, operands)
-        except TypeError as error:  # for a leaf or for metadata: ours names the field
+        except TypeError as error:  # check_fields names the field in its error
             for x in operands:
                 if isinstance(x, Value):
                     check_fields(x, error)
@@ -105,33 +106,33 @@ def _at_top_level(function: Callable) -> Callable[..., Any]:
 
 
 def _are_arrays(operands: Sequence[Any]) -> bool:
-    for x in operands:  # in each eager operation: faster than all()
+    for x in operands:  # faster than all(), and called in each eager operation
         if not isinstance(x, _OPERANDS):
             return False
-        if isinstance(x, Value) and (not x.compiles_operators or is_marked(x)):
+        if isinstance(x, Value) and (not x.compiles_operators or is_marked_as_derivatives(x)):
             return False
     return True
 
 
 def _unary(function: Callable) -> Callable[[Any], Any]:
-    apply = _at_top_level(function)
+    apply = _operator(function)
     return lambda self: apply(self)
 
 
 def _binary(function: Callable) -> Callable[[Any, Any], Any]:
-    apply = _at_top_level(function)
+    apply = _operator(function)
     return lambda self, other: apply(self, other)
 
 
 def _reflected(function: Callable) -> Callable[[Any, Any], Any]:
-    apply = _at_top_level(function)
+    apply = _operator(function)
     return lambda self, other: apply(other, self)
 
 
 def _method(name: str) -> Callable[..., Any]:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        refuse_part(self)
-        out = redispatch(call, *found((self, args, kwargs)))
+        check_is_array(self)
+        out = redispatch(call, *tag_sources((self, args, kwargs)))
         is_reported = current_policy() is not ALLOW
         return out if is_reported else _remember_dense(out, call, (self, args, kwargs))
 
@@ -148,7 +149,7 @@ def _property(name: str) -> property:
 
 
 def _on_dense(name: str) -> Callable[..., Any]:
-    """A method whose result is no array, or of a shape that only the values tell."""
+    """Return a method for results that are not arrays, or whose shape depends on the data."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         return getattr(jnp.asarray(materialise(self)), name)(*args, **kwargs)
@@ -162,7 +163,7 @@ def _scalar(convert: Callable) -> Callable[[Any], Any]:
 
 
 class _IndexUpdate:
-    """`array.at[index]`, whose methods give updated arrays."""
+    """The object `array.at[index]`, whose methods return updated arrays."""
 
     def __init__(self, array: Any, index: Any):
         self._array, self._index = array, index
@@ -171,7 +172,7 @@ class _IndexUpdate:
 def _update(name: str) -> Callable[..., Any]:
     def update(self: _IndexUpdate, *args: Any, **kwargs: Any) -> Any:
         call = lambda x, i, args, kwargs: getattr(x.at[i], name)(*args, **kwargs)
-        return redispatch(call, *found((self._array, self._index, args, kwargs)))
+        return redispatch(call, *tag_sources((self._array, self._index, args, kwargs)))
 
     return update
 
@@ -202,7 +203,7 @@ class ArrayOperators:
     __invert__ = _unary(operator.invert)
 
     def __add__(self, other: Any) -> Any:
-        refuse_dense_update(self)
+        reject_dense_update(self)
         return _add(self, other)
 
     __sub__ = _binary(operator.sub)
@@ -211,9 +212,9 @@ class ArrayOperators:
     __floordiv__ = _binary(operator.floordiv)
     __mod__ = _binary(operator.mod)
     __divmod__ = _binary(divmod)
-    # Not compiled: jax.numpy has a way of its own for an exponent that it knows.
-    __pow__ = lambda self, other: redispatch(operator.pow, *found((self, other)))
-    __rpow__ = lambda self, other: redispatch(operator.pow, *found((other, self)))
+    # Not compiled: jax.numpy computes a constant exponent by multiplications.
+    __pow__ = lambda self, other: redispatch(operator.pow, *tag_sources((self, other)))
+    __rpow__ = lambda self, other: redispatch(operator.pow, *tag_sources((other, self)))
     __matmul__ = _binary(operator.matmul)
     __and__ = _binary(operator.and_)
     __or__ = _binary(operator.or_)
@@ -250,7 +251,7 @@ class ArrayOperators:
     __index__ = _scalar(operator.index)
 
     __array_priority__ = 1000
-    __array_ufunc__ = None  # numpy_array @ implicit_array is ours to compute, not NumPy's
+    __array_ufunc__ = None  # so that NumPy leaves numpy_array @ implicit_array to __rmatmul__
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         if copy is False:

@@ -1,7 +1,6 @@
-"""How an implicit array is shown: in a line, in a notebook, and by treescope.
+"""The display of implicit arrays: in a line, in a notebook, and by treescope.
 
-What is shown follows from the fields of a class; the class adds how it is stored, if its fields do
-not say it (`storage_name`).
+The display shows the fields of a class. A class can set `storage_name` to describe its storage.
 """
 
 import dataclasses
@@ -14,15 +13,9 @@ import jax.numpy as jnp
 
 
 class Shown:
-    """The base of what notebooks and treescope show by title, and unfold to its fields."""
+    """The base class of values that notebooks and treescope show as a title with fields."""
 
-    #: The name of the type in jaxprs. None means the class name, shortened.
-    type_name: Any = None
-
-    #: The storage that notebooks and `vn.summary` show, as `"tile 64"`. None derives it.
-    storage_name: Any = None
-
-    # No method, of which treescope would take note in the class, to add a page to what it shows.
+    # A property, because treescope shows the HTML of a class that has this method.
     _repr_html_ = property(lambda self: lambda: _html(self))
 
     def __treescope_repr__(self, path: Any, subtree_renderer: Any) -> Any:
@@ -38,9 +31,9 @@ class Shown:
 
 
 def short_name(value: Any) -> str:
-    """The name that jaxprs show for a value's type: `lora` of a `LoraArray`.
+    """Return the name of the type of a value in jaxprs, such as `lora` for a `LoraArray`.
 
-    A class may say another, by an attribute or a property `type_name`.
+    A class can set another name with the attribute or property `type_name`.
     """
     if value.type_name is not None:
         return value.type_name
@@ -49,11 +42,11 @@ def short_name(value: Any) -> str:
 
 
 def title(value: Any) -> str:
-    """A value in a line: `q4[64,128] tile 64, 4.5 bits`, which are those stored for each entry.
+    """Describe a value in one line with the bits per element: `q4[64,128] tile 64, 4.5 bits`.
 
-    The name of its class alone, if it lacks leaves, or they are no arrays.
+    If it lacks leaves, or they are not arrays, return only the name of its class.
     """
-    with suppress(Exception):  # whatever a type's own code raises on leaves that make no sense
+    with suppress(Exception):  # code of the class may raise anything
         nbytes = sum(map(_nbytes, jax.tree.leaves(value)))
         value = jax.tree.map(_abstract, value)
         aval = value.aval()
@@ -64,16 +57,16 @@ def title(value: Any) -> str:
 
 
 def _abstract(x: Any) -> Any:
-    """A leaf as a shape and a dtype: an array, what nnx puts in its place to show it, a number."""
+    """Return the shape and dtype of a leaf: an array, a number, or a placeholder of flax.nnx."""
     if not hasattr(x, "dtype"):
         return jax.ShapeDtypeStruct((), jnp.result_type(x))
-    # JAX 0.12 warns of a float64 of NumPy's, unless jax_enable_x64 is set.
+    # JAX 0.12 warns about a float64 NumPy array, unless jax_enable_x64 is set.
     dtype = jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
     return jax.ShapeDtypeStruct(x.shape, dtype)
 
 
 def has_title(value: Any) -> bool:
-    """Whether a value has a title: it is of arrays."""
+    """Return whether `title` describes more than the class."""
     return title(value) != type(value).__name__
 
 
@@ -88,13 +81,13 @@ def _with_storage(value: Any) -> str:
 
 
 def _fields(value: Any) -> list[tuple[str, Any]]:
-    """The fields, but those that are left out, or are as by default."""
+    """Return the fields that are set and differ from their defaults."""
     pairs = [(f, getattr(value, f.name, None)) for f in dataclasses.fields(value)]
     return [(f.name, x) for f, x in pairs if not is_default(x, f.default)]
 
 
 def is_default(x: Any, default: Any) -> bool:
-    """Return whether a field is None or has its default. Only plain data has: no array does."""
+    """Return whether a field is None, or plain data that equals its default."""
     return x is None or (isinstance(x, _PLAIN) and bool(x == default))
 
 
@@ -107,7 +100,7 @@ def _nbytes(x: Any) -> int:
 
 
 def _html(value: Any) -> str:
-    import html  # which takes a while
+    import html  # slow to import
 
     def shown(x: Any) -> str:
         if isinstance(x, Shown):

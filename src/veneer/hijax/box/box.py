@@ -7,14 +7,14 @@ from typing import Any
 
 import jax
 
-from ..._core.value import Kept
+from ..._core.value import OpaqueNode
 from .contents import Contents, flat
 from .frames import resolved, state
 from .view import View
 
 
 @jax.tree_util.register_pytree_node_class
-class Box(Kept):
+class Box(OpaqueNode):
     """A mutable container for a pytree of arrays and implicit arrays.
 
     A function can read and write a Box that is an argument or a captured variable. This works under

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from ..._core.rules import forget_with_rules
+from ..._core.rules import clear_with_rules
 from ..._core.value import Value, is_value
 from ..._jax.tracing import trace_context
 from ..high import Operation
@@ -159,4 +159,4 @@ def _known(
     return known, result_types
 
 
-forget_with_rules(_known.cache_clear)
+clear_with_rules(_known.cache_clear)

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from ..._core.surface.annotations import Alternatives, Dense, operand_types
+from ..._core.annotations import Alternatives, Dense, operand_types
 from ..._core.trace import ImplicitTrace
 from ..._core.value import Value, is_value
 from ..._jax.tracing import current_trace, set_current_trace

@@ -15,7 +15,9 @@ from jax.typing import ArrayLike
 from ..._core import rules
 from ..._core.rules import add_rule
 from ..._core.surface.array import Shaped
-from ..._core.transform import FilterSpec, implicit, redispatch
+from ..._core.surface.implicit import FilterSpec, implicit
+from ..._core.surface.shown import Shown
+from ..._core.transform import redispatch
 from ..._core.value import Value as _CoreValue
 from ..._install import install_command
 from ..._jax.primitives import Primitive, find_primitive, inlines_early, jaxpr_as_fun
@@ -53,7 +55,7 @@ class Value(eqx.Module, _CoreValue):
         return super().__getattribute__(name)
 
 
-class ArrayValue(Shaped, Value):
+class ArrayValue(Shaped, Shown, Value):
     """A `Value` that represents an array: the base of types that are written for Quax.
 
     It has a shape and a dtype, but no operators such as `x + y`. A subclass may define operators.

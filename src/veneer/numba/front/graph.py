@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..._core.transform import implicit
+from ..._core.surface.implicit import implicit
 from ..._jax.primitives import open_jaxpr
 from ..._jax.source_lines import UNKNOWN_LINE, equation_line
 from .keys import data, known_aval, known_params, like, numbers

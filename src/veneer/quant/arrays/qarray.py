@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from ..._core.leaf_axes import LeafAxis, Movement, aligned
+from ..._core.errors import reject_derivatives
+from ..._core.leaf_axes import LeafAxis, Movement, aligned_axes
 from ..._core.surface.array import ImplicitArray
-from ..._core.surface.mistakes import refuse_derivatives
 from ..._core.surface.shown import has_title, title
 from ..._core.tree import static
 from ..formats import FORMATS, Format, get_format
@@ -229,7 +229,7 @@ class QArray(ImplicitArray):
     @property
     def qvalue(self) -> jax.Array:
         """The unpacked codes, in the `code_dtype` of the format, such as int4."""
-        refuse_derivatives(self)
+        reject_derivatives(self)
         return self.codes().astype(self.format.code_dtype)
 
     @property
@@ -324,7 +324,7 @@ class QArray(ImplicitArray):
             # By equality alone, which also symbolic sizes have. An axis of size 0 has any count.
             return 1 if size in (0, count) else size // count
 
-        packed = list(aligned(ndim))
+        packed = list(aligned_axes(ndim))
         if self.packing is not None:
             axis = self.packing.axis
             packed[axis] = LeafAxis(axis, *UNITS[self.format.bits])
@@ -363,7 +363,7 @@ class QArray(ImplicitArray):
         - `TypeError` if the array holds gradients of its leaves, as `jax.grad` returns them.
         - `ValueError` if `jax.tree.map` or a similar function changed the dtype of the codes.
         """
-        refuse_derivatives(self)
+        reject_derivatives(self)
         _check_codes_are_stored(self, self.packed.dtype)
         return compute_elementwise(QArray._dequantize, self, self.dtype)
 

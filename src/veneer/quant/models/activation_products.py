@@ -20,7 +20,7 @@ from ..._core.rules import add_rule, register
 from ..._core.surface.array import ImplicitArray
 from ..._core.surface.straight_through import ste
 from ..._core.transform import redispatch, run_around
-from ..._core.value import MATERIALISE, Value, is_kept
+from ..._core.value import MATERIALISE, Value, is_opaque_leaf
 from ..._jax.primitives import Primitive, find_primitive
 from ..arrays.qarray import QUANTIZABLE
 from ..conversion.quantize import quantize, tile_in
@@ -83,7 +83,7 @@ def quantize_products(fn: Callable, rules: Sequence[Rule]) -> Callable:
 
     @wraps(fn, updated=())
     def of_activations(*args: Any, **kwargs: Any) -> Any:
-        leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_kept)
+        leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_opaque_leaf)
         products = _products_of(rules, asked(), code)
 
         def run(*leaves: Any) -> Any:
@@ -94,7 +94,7 @@ def quantize_products(fn: Callable, rules: Sequence[Rule]) -> Callable:
             out = run_around(run, *map(_marked, leaves))
         products.warn_of_unmatched()
         is_ours = lambda x: isinstance(x, Activation)
-        return jax.tree.map(lambda x: x.array if is_ours(x) else x, out, is_leaf=is_kept)
+        return jax.tree.map(lambda x: x.array if is_ours(x) else x, out, is_leaf=is_opaque_leaf)
 
     return of_activations
 

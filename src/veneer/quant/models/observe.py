@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._core.primitives.scopes import telling_tangents
-from ..._core.surface.mistakes import check_parameters
-from ..._core.transform import implicit
+from ..._core.surface.arguments import check_parameters
+from ..._core.surface.implicit import implicit
 from ..._jax.source_lines import warn_user
 from ..observation.observed import Observed, boxes_of, recordings_of, tokens
 from ..observation.recording import Recording

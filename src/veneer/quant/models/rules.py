@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from ..._core.surface.weights import check_regex, path_matches
+from ..._core.surface.arguments import check_regex, path_matches
 from ..._core.value import is_value
 from ..._jax.source_lines import warn_user
 from ...types.basis import InBasis, Rotated

@@ -17,8 +17,9 @@ from jax.typing import ArrayLike
 
 from ..._core.primitives.dimension_numbers import DotDimensionNumbers
 from ..._core.rules import register
-from ..._core.surface.mistakes import check_parameters
-from ..._core.transform import implicit, redispatch
+from ..._core.surface.arguments import check_parameters
+from ..._core.surface.implicit import implicit
+from ..._core.transform import redispatch
 from ..._core.tree import static
 from ..._core.value import is_value
 from ..._jax.primitives import Primitive, find_primitive

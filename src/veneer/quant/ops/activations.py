@@ -12,8 +12,8 @@ from ..._core.policy import note_how
 from ..._core.primitives.dimension_numbers import DotDimensionNumbers
 from ..._core.primitives.scopes import may_be_tangents
 from ..._core.rules import register
+from ..._core.sources import keep_sources
 from ..._core.surface.straight_through import ste
-from ..._core.surface.weights import keep_sources
 from ..._core.transform import redispatch
 from ..._core.value import Value, materialise_one
 from ..._jax.primitives import find_primitive

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._core.transform import implicit
+from ..._core.surface.implicit import implicit
 from ..._core.value import is_value, materialise_one
 from ..models.correction import LowRankAxes, quantize_corrected
 from ..models.observe import arguments_of, check_batches, record, statistics_of, tell_of_vanishing

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._core.transform import implicit
+from ..._core.surface.implicit import implicit
 from ..._jax.primitives import constants_in
 from ..._jax.source_lines import warn_user
 from ..models.uses import abstracted

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._core.transform import implicit
+from ..._core.surface.implicit import implicit
 from ..._jax.source_lines import warn_user
 from ..models.observe import arguments_of, check_batches
 from ..models.uses import parameters_and_program

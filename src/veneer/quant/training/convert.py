@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from ..._core.surface.mistakes import check_parameters
+from ..._core.surface.arguments import check_parameters
 from ..weights.activations import ActivationQuantized
 from .fake_quantized import FakeQuantized
 

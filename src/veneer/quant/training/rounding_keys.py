@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..._core.surface.mistakes import check_key
+from ..._core.surface.arguments import check_key
 from .fake_quantized import FakeQuantized
 
 

@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from ..._core.leaf_axes import LeafAxis, Movement, aligned
+from ..._core.leaf_axes import LeafAxis, Movement, aligned_axes
 from ..._core.primitives.reshaping import reshape_groups
 from ..._core.primitives.scopes import may_be_tangents
 from ..._core.rules import register
@@ -132,7 +132,7 @@ class ProductWeight(ImplicitArray, abstract=True):
 
     def leaf_axes(self) -> list[Sequence[LeafAxis]]:
         """Return the axes of each leaf. A companion of size 1 is shared along the whole axis."""
-        axes, shape = aligned(self.ndim), self.shape
+        axes, shape = aligned_axes(self.ndim), self.shape
 
         def of(leaf: Leaf) -> list[LeafAxis]:
             pairs = zip(axes, leaf.shape, strict=True)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._core.leaf_axes import LeafAxis, Movement, aligned
+from ..._core.leaf_axes import LeafAxis, Movement, aligned_axes
 from ..._core.transform import redispatch
 from ..._core.tree import static
 from ..axes import Leaf, check_arrays
@@ -138,7 +138,7 @@ class Permuted(InBasis):
                 return at._replace(block="whole")
             return at if size == self.shape[at.axis] else at._replace(block="shared")
 
-        axes = aligned(self.ndim)
+        axes = aligned_axes(self.ndim)
         array = [whole(at, size) for at, size in zip(axes, self.shape, strict=True)]
         assert array[axis].block == "whole"
         return [array, list(map(whole, axes, self.order.shape))]

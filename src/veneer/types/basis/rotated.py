@@ -5,7 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ..._core.leaf_axes import Movement, aligned
+from ..._core.leaf_axes import Movement, aligned_axes
 from ..._core.transform import redispatch
 from ..._core.tree import static
 from ..axes import Leaf, check_arrays
@@ -132,7 +132,7 @@ class Rotated(InBasis):
     def leaf_axes(self) -> Any:
         """Return a `vn.LeafAxis` per axis of the leaf. Rotated axes cannot be sliced."""
         whole = lambda at: at._replace(block="whole") if at.axis in self.axes else at
-        return [list(map(whole, aligned(self.ndim)))]
+        return [list(map(whole, aligned_axes(self.ndim)))]
 
     def _moved(self, movement: Movement) -> "Rotated":
         """This array, whose leaves were moved, rotated along the axes that now are."""

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from ..._core.leaf_axes import LeafAxis, Movement, aligned
+from ..._core.leaf_axes import LeafAxis, Movement, aligned_axes
 from ..._core.transform import redispatch
 from ..axes import Leaf, check_arrays
 from .in_basis import InBasis, Places, alongside
@@ -120,7 +120,7 @@ class Scaled(InBasis):
 
         A slice of the array slices `factor` too, except along axes where `factor` has size 1.
         """
-        axes = aligned(self.ndim)
+        axes = aligned_axes(self.ndim)
 
         def at(axis: LeafAxis, size: int) -> LeafAxis:
             return axis if size == self.shape[axis.axis] else axis._replace(block="shared")

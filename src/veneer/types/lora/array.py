@@ -14,11 +14,11 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from ..._core.leaf_axes import Axes, LeafAxis, Movement
+from ..._core.surface.arguments import check_key
 from ..._core.surface.array import ImplicitArray
-from ..._core.surface.mistakes import check_key, check_metadata
 from ..._core.surface.shown import is_default
 from ..._core.transform import redispatch
-from ..._core.tree import static
+from ..._core.tree import check_metadata, static
 from ..._core.value import describe, materialise_one
 from ..axes import Leaf, check_arrays, check_axes
 from ..structured.factors import applied

@@ -8,7 +8,8 @@ from typing import Any, ClassVar, TypeVar
 from jax.typing import ArrayLike
 
 from ...._core.surface.array import ImplicitArray
-from ...._core.transform import implicit, redispatch
+from ...._core.surface.implicit import implicit
+from ...._core.transform import redispatch
 from ...._core.value import Value, materialise_one
 from ...._jax.primitives import Primitive, find_primitive
 from ..core import ArrayValue, register, with_operands

@@ -1,14 +1,14 @@
-"""What users are told of materialisation: events, the error, and the warning."""
+"""Events: records of the primitives that ran on implicit operands, an error and a warning."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-#: The weights that an operand is, or is made of: their paths. While a program is staged, numbers
-#: stand for its operands, of which it is known when it is met what they are.
+#: The paths of the weights that a value comes from. In a program that is traced once and called
+#: often, a number stands for the operand of that index, and is resolved in each call.
 Source = tuple[str | int, ...]
 
-#: In the place of the path of a weight that is neither in an argument nor captured.
+#: The path of a weight that is neither in an argument nor captured.
 FOUND = "an array that the program found"
 
 #: The `how` of what an eager operation materialized before the program was called.
@@ -95,9 +95,9 @@ class Event:
     nbytes: int
     line: str
     how: str = ""
-    sources: tuple[Source, ...] = ()  # of each operand
-    dense: tuple[int, ...] = ()  # of each operand, the bytes that are made dense
-    caches: tuple[bool, ...] = ()  # of each operand, whether programs write into it
+    sources: tuple[Source, ...] = ()
+    dense: tuple[int, ...] = ()
+    caches: tuple[bool, ...] = ()
     no_kernel: str = ""
 
     @property
@@ -108,7 +108,7 @@ class Event:
     @property
     def weights(self) -> tuple[str, ...]:
         """The paths of all weights in `sources`, without repetition."""
-        return paths_of(joined(self.sources))
+        return paths_of(join_sources(self.sources))
 
     @property
     def weight_nbytes(self) -> int:
@@ -118,8 +118,8 @@ class Event:
     @property
     def cache_nbytes(self) -> int:
         """The number of bytes that were materialized from key-value caches."""
-        of_each = zip(self.dense, self.sources, self.caches, strict=True) if self.caches else ()
-        return sum(n for n, source, is_cache in of_each if source and is_cache)
+        operands = zip(self.dense, self.sources, self.caches, strict=True) if self.caches else ()
+        return sum(n for n, source, is_cache in operands if source and is_cache)
 
     @property
     def how_and_why(self) -> str:
@@ -134,31 +134,33 @@ class Event:
         - `sources`: for each operand of the call, the paths of the weights that it comes from.
         - `line`: file and line of the call.
         """
-        return replace(self, line=line, sources=tuple(resolved(s, sources) for s in self.sources))
+        return replace(
+            self, line=line, sources=tuple(resolve_source(s, sources) for s in self.sources)
+        )
 
     def __str__(self) -> str:
         of = f", of {', '.join(self.weights)}" if self.weights else ""
-        met = f"{self.primitive}({', '.join(self.operands)}) at {self.line}{of}"
+        call = f"{self.primitive}({', '.join(self.operands)}) at {self.line}{of}"
         if self.rule is not None:
             dense = f"{self.nbytes:,} bytes are materialized" if self.nbytes else ""
-            return f"{met}: " + ", ".join(
+            return f"{call}: " + ", ".join(
                 filter(None, (f"rule {self.rule}", self.how_and_why, dense))
             )
         why = f": {self.how}" if self.how else ""
-        return f"{met}: no rule fits{why}, so {self.nbytes:,} bytes are materialized"
+        return f"{call}: no rule fits{why}, so {self.nbytes:,} bytes are materialized"
 
 
 def paths_of(source: Source) -> tuple[str, ...]:
-    """The paths in a source, without numbers of operands."""
+    """Return the paths in a source, without the numbers of operands."""
     return tuple(x for x in source if isinstance(x, str))
 
 
-def resolved(source: Source, operands: Sequence[Source]) -> Source:
-    """The source of what comes of the operands of a staged program, by those of the operands."""
-    met = [operands[i] for i in source if isinstance(i, int)]
-    return joined([*met, (FOUND,)] if FOUND in source else met)
+def resolve_source(source: Source, operands: Sequence[Source]) -> Source:
+    """Replace the numbers in a source by the sources of the operands of a call."""
+    sources = [operands[i] for i in source if isinstance(i, int)]
+    return join_sources([*sources, (FOUND,)] if FOUND in source else sources)
 
 
-def joined(sources: Sequence[Any]) -> Source:
-    """The sources of several values, as that of what is made of them."""
+def join_sources(sources: Iterable[Source]) -> Source:
+    """Return the source of a value that is computed from values with these sources."""
     return tuple(dict.fromkeys(x for source in sources for x in source))

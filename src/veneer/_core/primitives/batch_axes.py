@@ -1,16 +1,13 @@
 """Batch axes: leading axes that every leaf carries, found for types without `leaf_axes`."""
 
 from collections.abc import Sequence
-from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import jax
 
-from .leaf_axes import Axes, aligned
-from .value import Value, stands_for, stated_layout
-
-#: The operands of a primitive whose `default` has returned NotImplemented.
-unhandled_operands: ContextVar[Sequence[Any]] = ContextVar("unhandled_operands", default=())
+from ..dispatch import unhandled_operands
+from ..leaf_axes import Axes, aligned_axes
+from ..value import Value, declared_layout, dense_shape_of
 
 
 class LeafLayout(NamedTuple):
@@ -28,12 +25,12 @@ class LeafLayout(NamedTuple):
 
 def layout_of(value: Value) -> LeafLayout:
     """The leaf axes of a value, as its type states them, or those of a batch."""
-    parts, structure, axes = stated_layout(value)
+    parts, structure, axes = declared_layout(value)
     if axes is not None:
         return LeafLayout(parts, structure, axes, True)
     leaves, structure = jax.tree.flatten(value)
     ndim, count = value.aval().ndim, _count_batch_axes(value)
-    axes = [(*aligned(ndim)[:count], *[None] * (jax.typeof(x).ndim - count)) for x in leaves]
+    axes = [(*aligned_axes(ndim)[:count], *[None] * (jax.typeof(x).ndim - count)) for x in leaves]
     return LeafLayout(leaves, structure, axes, False)
 
 
@@ -72,7 +69,7 @@ def _has_shape(value: Value, old: int, new: int, inner: tuple[int, ...]) -> bool
     unlike = 1 + max(known, default=0)
     batch = tuple(unlike + i for i in range(new))
     abstract = (jax.ShapeDtypeStruct((*batch, *a.shape[old:]), a.dtype) for a in avals)
-    return stands_for(treedef, tuple(abstract)) == (*batch, *inner)
+    return dense_shape_of(treedef, tuple(abstract)) == (*batch, *inner)
 
 
 def _transparent(tree: Any) -> bool:

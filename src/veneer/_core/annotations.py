@@ -1,4 +1,4 @@
-"""The annotations of a rule, as the classes of operands that it takes."""
+"""The annotations of a rule, converted to the classes of the operands that it accepts."""
 
 import inspect
 import sys
@@ -11,21 +11,21 @@ import jax
 import numpy as np
 from jax.typing import ArrayLike
 
-from ..value import Value
+from .value import Value
 
 
 class Dense:
-    """The class of every operand that is not an implicit value."""
+    """The class of all operands that are not implicit values."""
 
 
-# An operand's annotation as classes: `Dense`, subclasses of Value, or `object` for anything.
+# The classes that an annotation accepts: `Dense`, subclasses of Value, or `object` for anything.
 Alternatives = frozenset[type]
 
 _DENSE_TYPES = (*typing.get_args(ArrayLike), np.generic, bool, int, float, complex)
 
 
 def names_around(function: Callable) -> dict[str, Any]:
-    """The names that a function's annotations may use: of its module and of where it is defined."""
+    """Return the variables that annotations of a function can name: global and local ones."""
     frame: types.FrameType | None = sys._getframe()
     while frame is not None and frame.f_globals is not function.__globals__:
         frame = frame.f_back
@@ -33,12 +33,12 @@ def names_around(function: Callable) -> dict[str, Any]:
 
 
 def operand_types(function: Callable) -> tuple[tuple[Alternatives, ...], Alternatives | None]:
-    """The classes of each operand that a rule takes, and of any number of further ones."""
+    """Return the accepted classes of each operand of a rule, and those of its `*args`."""
     operands: list[Alternatives] = []
     more: Alternatives | None = None
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind in (parameter.KEYWORD_ONLY, parameter.VAR_KEYWORD):
-            continue  # a parameter of the primitive
+            continue  # parameters of the primitive
         annotation = parameter.annotation
         if isinstance(annotation, str):  # from __future__ import annotations
             annotation = eval(annotation, names_around(function))
@@ -51,16 +51,15 @@ def operand_types(function: Callable) -> tuple[tuple[Alternatives, ...], Alterna
 
 
 def check_annotations(function: Callable) -> None:
-    """Reject a rule that says of no operand which implicit type it takes.
+    """Reject a rule that names no implicit type, unless `Any` says that it serves all of them.
 
-    An operand without an annotation may be anything, but only beside one of a type that is named.
-    A rule that names none would serve every implicit type. `Any` says that this is meant.
+    Without this check, a rule whose annotations were forgotten would run for every implicit type.
     """
     operands, more = operand_types(function)
-    every = (*operands, *([] if more is None else [more]))
-    if any(issubclass(c, Value) for kinds in every for c in kinds):
+    accepted = (*operands, *([] if more is None else [more]))
+    if any(issubclass(c, Value) for classes in accepted for c in classes):
         return
-    if all(kinds == {Dense} for kinds in every):
+    if all(classes == {Dense} for classes in accepted):
         raise TypeError(
             f"{function.__qualname__} takes only dense operands. A rule runs only if an operand "
             "is implicit. Annotate that operand with its type, a subclass of vn.ImplicitArray."

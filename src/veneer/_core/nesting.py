@@ -1,9 +1,10 @@
-"""Calls of `implicit` within others, and the arrays that programs build under them.
+"""Nested calls of `implicit`, and implicit values that programs build under them.
 
 One call of `implicit` may run inside another: a layer calls it, or an operator of an array that the
-program builds. A primitive may then have operands of both. What looks dense to the inner trace may
-be an implicit array of the outer one. So the inner trace leaves such a primitive, with its own
-values, to the outer trace. No value ever takes another for a dense array.
+program builds. A primitive may then have operands of both calls. A tracer that looks dense to the
+inner trace may be an implicit array of the outer trace. So the inner trace passes such a primitive,
+with its own values, on to the outer trace. Otherwise a rule would treat an implicit operand as a
+dense one.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,26 +14,26 @@ from typing import Any
 
 import jax
 
-from ..._jax.primitives import Primitive, is_or_contains
-from ..._jax.tracing import Tracer, current_trace, primal_of, swap_trace, traces_around
-from ..policy import note_materialised
-from ..value import Value, is_value, materialise_one, operands_met
-from .found import found
-from .mistakes import OutsideImplicitError
+from .._jax.primitives import Primitive, is_or_contains
+from .._jax.tracing import Tracer, current_trace, primal_of, swap_trace, traces_around
+from .errors import OutsideImplicitError
+from .policy import report_materialised
+from .sources import tag_sources
+from .value import Value, describe, describe_operands, is_value, materialise_one
 
-#: Makes a value of a tree structure from its leaves. The rules are in `primitives`.
+#: The primitive that builds a value from its leaves. Its rules are in `primitives/packing.py`.
 pack = Primitive("pack_value")
 
-#: Whether `pack` was bound in this process. Until then, no jaxpr has to be searched for it, which
-#: would take a tenth of the time to trace a dense model.
+#: Whether `pack` was bound in this process. Until then, jaxprs are not searched for it. The search
+#: takes a tenth of the time to trace a dense model.
 _is_pack_used = False
 
-#: The trace of the innermost `implicit` whose program is running. JAX forgets which traces are
-#: around the body of a `shard_map` that it stages.
+#: The trace of the innermost `implicit` whose program is running. In the body of a `shard_map`,
+#: JAX does not tell which traces enclose it.
 _running: ContextVar[Any] = ContextVar("running", default=None)
 
-#: Whether a program runs under `implicit`. It is part of the key of JAX's caches: a jitted function
-#: may build implicit arrays, and is then another program under `implicit` than outside.
+#: Whether a program runs under `implicit`. A user context is part of the key of JAX's caches: a
+#: jitted function that builds implicit arrays is another program outside `implicit`.
 _IS_RUNNING: Any = jax.make_user_context(False)
 
 #: The trace into which a rule stages a program. The rule was chosen by the types of all operands,
@@ -41,14 +42,14 @@ _staged_program: ContextVar[Any] = ContextVar("staged_program", default=None)
 
 
 def enter(trace: Any, running: Any) -> Any:
-    """Make a trace current, within an `implicit`; return what `leave` needs to undo it."""
+    """Make a trace current, and `running` the innermost `implicit`. Return a state for `leave`."""
     context = _IS_RUNNING(running is not None)
     context.__enter__()
     return swap_trace(trace), _running.set(running), context
 
 
 def leave(state: Any) -> None:
-    """Make the trace current that was so before `enter`."""
+    """Undo `enter`."""
     previous, token, context = state
     swap_trace(previous)
     _running.reset(token)
@@ -57,7 +58,7 @@ def leave(state: Any) -> None:
 
 @contextmanager
 def entered(trace: Any, running: Any) -> Iterator[None]:
-    """Within, a trace is current, and the program of an `implicit` runs, or none does."""
+    """Call `enter` and `leave` around a block."""
     state = enter(trace, running)
     try:
         yield
@@ -66,8 +67,8 @@ def entered(trace: Any, running: Any) -> Iterator[None]:
 
 
 @contextmanager
-def staging_here() -> Iterator[None]:
-    """Within, the current trace is one into which a rule stages a program."""
+def staging_trace() -> Iterator[None]:
+    """Mark the current trace as one into which a rule stages a program."""
     token = _staged_program.set(current_trace())
     try:
         yield
@@ -76,14 +77,14 @@ def staging_here() -> Iterator[None]:
 
 
 def is_implicit_trace(trace: Any) -> bool:
-    """Return whether a trace is that of a call of `implicit`."""
-    return hasattr(trace, "takes_any")
+    """Return whether a trace belongs to a call of `implicit`."""
+    return hasattr(trace, "no_filter")
 
 
 def enclosing_implicit(trace: Any) -> Any:
-    """Return the innermost `implicit` that a trace runs in, or None if that has a filter."""
+    """Return the innermost `implicit` trace around a trace, or None if it has a filter."""
     innermost = next(filter(is_implicit_trace, traces_around(trace)), _running.get())
-    return innermost if innermost is not None and innermost.takes_any else None
+    return innermost if innermost is not None and innermost.no_filter else None
 
 
 def mixes_with_outer(trace: Any, tracers: Sequence[Any]) -> bool:
@@ -94,7 +95,7 @@ def mixes_with_outer(trace: Any, tracers: Sequence[Any]) -> bool:
     """
     if trace.outer is None:
         return False
-    staged = _traces_in_implicit(trace.parent)  # into programs that an outer trace runs later
+    staged = _traces_in_implicit(trace.parent)  # of programs that an outer trace runs later
     for x in map(primal_of, tracers):
         if not isinstance(x, Tracer):
             continue
@@ -109,22 +110,22 @@ def mixes_with_outer(trace: Any, tracers: Sequence[Any]) -> bool:
 def _traces_in_implicit(trace: Any) -> list[Any]:
     """Return the enclosing traces whose dense-looking tracers may be implicit in an outer call.
 
-    Such a trace, as of a `jit` body, lies inside an `implicit` call that holds implicit arrays. The
-    walk outwards stops at `_staged_program` and at a call with a filter.
+    These are the traces, such as that of a `jit` body, inside an `implicit` call that holds
+    implicit arrays. The walk outwards stops at `_staged_program` and at a call with a filter.
     """
     inside: list[Any] = []
-    not_yet: list[Any] = []
+    candidates: list[Any] = []
     program, running = _staged_program.get(), _running.get()
-    while getattr(trace, "takes_any", True):
+    while getattr(trace, "no_filter", True):
         if trace is not None and trace is program:
             break
         if is_implicit_trace(trace):
             if trace.holds_values:
-                inside += not_yet
-                not_yet = []
+                inside += candidates
+                candidates = []
             trace, running = trace.parent, None
         elif trace is not None:
-            not_yet.append(trace)
+            candidates.append(trace)
             trace = getattr(trace, "parent_trace", None)
         elif running is not None:
             trace, running = running, None
@@ -134,11 +135,11 @@ def _traces_in_implicit(trace: Any) -> list[Any]:
 
 
 def as_tracer(value: Value) -> Any:
-    """Return a value as an array of the program that is running under `implicit`."""
+    """Return a tracer for a value that a program under `implicit` builds and uses as an array."""
     trace: Any = current_trace()
-    if getattr(trace, "takes_any", False):
-        with entered(trace.parent, trace.outer):  # for a type's aval() may compute
-            return trace.wrap(composed(jax.tree.map(trace.unwrap, value), trace.run))
+    if getattr(trace, "no_filter", False):
+        with entered(trace.parent, trace.outer):  # aval() of a type may compute
+            return trace.wrap(compose_value(jax.tree.map(trace.unwrap, value), trace.run))
     if outer := enclosing_implicit(trace):
         outer.holds_values = True
     leaves, structure = jax.tree.flatten(value)
@@ -147,16 +148,27 @@ def as_tracer(value: Value) -> Any:
     return pack.bind(*leaves, structure=structure)
 
 
+def outside_implicit_error(value: Value) -> OutsideImplicitError:
+    """Return the error for a value that is an operand of a JAX function outside `implicit`."""
+    (name,) = describe([value])
+    return OutsideImplicitError(
+        f"JAX functions cannot take {name} outside vn.implicit. Wrap the function that uses it, "
+        "as in vn.implicit(f)(x), vn.implicit(module)(x) or vn.implicit(module.apply)(variables, "
+        "x), or call vn.materialise on the array. If the function is already wrapped, pass the "
+        "array as an argument, or write jax.jit(vn.implicit(f))."
+    )
+
+
 def builds_values(primitive: Primitive, params: dict[str, Any]) -> bool:
     """Return whether a primitive, or a program in its parameters, builds an implicit array."""
     return _is_pack_used and is_or_contains(primitive, params, pack.name)
 
 
-def composed(value: Value, run: Callable[[Callable, Sequence[Any]], list[Any]]) -> Any:
-    """Return a value that a program built, whose leaves may be implicit arrays.
+def compose_value(value: Value, run: Callable[[Callable, Sequence[Any]], list[Any]]) -> Any:
+    """Return a value that a program built and whose leaves may be implicit arrays.
 
-    A type may not accept them: a `Diagonal` of a `Quantity` is no matrix that it knows. The result
-    is then the dense array, computed by the rules of the leaves.
+    If its type does not accept such leaves, as a `Diagonal` does not accept a `Quantity`, return
+    its dense array instead, computed by `run` with the rules of the leaves.
     """
     leaves, structure = jax.tree.flatten(value, is_leaf=lambda x: x is not value and is_value(x))
     if any(map(is_value, leaves)):
@@ -164,7 +176,7 @@ def composed(value: Value, run: Callable[[Callable, Sequence[Any]], list[Any]]) 
             value.aval()
         except OutsideImplicitError:
             why = f"{type(value).__name__} cannot hold it"
-            note_materialised(pack.name, lambda: operands_met(leaves), why)
+            report_materialised(pack.name, lambda: describe_operands(leaves), why)
             dense = lambda *leaves: [materialise_one(jax.tree.unflatten(structure, leaves))]
             return run(dense, leaves)[0]
-    return found(value)
+    return tag_sources(value)

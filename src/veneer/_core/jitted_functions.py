@@ -1,9 +1,9 @@
-"""Jitted functions of JAX's as something that has rules, as primitives have.
+"""Jitted functions, such as `jnp.linalg.det`, that have rules like primitives.
 
-`jnp.linalg.det` is a jit of some program, and by its primitives no rule could tell that this is a
-determinant. So a jit is recognised by its name and its program: its jaxpr must be the one to which
-JAX traces the function for operands of these types, or `jax.vmap` of it. Differentiated it is
-another program, which is not recognised.
+The primitives inside `jnp.linalg.det` do not tell that they compute a determinant. So a call of it
+is recognized by the name of the jit and by its jaxpr, which must be equal to the jaxpr that JAX
+traces for operands of these types, or to that of `jax.vmap` of the function. The derivative of the
+function is another program, which is not recognized.
 """
 
 import functools
@@ -14,7 +14,7 @@ import jax
 
 
 class JittedFunction:
-    """A jitted function, or a partial of one with static keywords, in the place of a primitive."""
+    """A jitted function, or a partial of one with static keywords, with the API of a primitive."""
 
     multiple_results = True
 
@@ -25,19 +25,19 @@ class JittedFunction:
         self.name: str = self._jitted.__name__
 
     def jaxpr(self, avals: Sequence[Any], vmaps: int = 0) -> Any:
-        """What JAX traces it to for operands of these types, if so many axes are mapped."""
-        like = [
+        """Trace the function, under `vmaps` calls of `jax.vmap`, for operands of these types."""
+        operands = [
             jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type, sharding=a.sharding)
             for a in avals
         ]
         function = lambda *xs: self._jitted(*xs, **self._keywords)
         for _ in range(vmaps):
             function = jax.vmap(function)
-        equations = jax.make_jaxpr(function)(*like).jaxpr.eqns
+        equations = jax.make_jaxpr(function)(*operands).jaxpr.eqns
         return equations[-1].params["jaxpr"] if equations else None
 
     def abstract_eval(self, *avals: Any) -> tuple[Any, Any]:
-        """The types of the results, as a primitive of several results gives them."""
+        """Return the types of the results and no effects, like `Primitive.abstract_eval`."""
         return list(self.jaxpr(avals).out_avals), set()
 
 
@@ -46,21 +46,21 @@ _by_name: dict[str, list[JittedFunction]] = {}
 
 
 def is_jitted(function: Any) -> bool:
-    """Whether a function, or the one that a partial is of, is the result of `jax.jit`."""
+    """Return whether a function, or the function in a partial, was made by `jax.jit`."""
     bare = function.func if isinstance(function, functools.partial) else function
     return callable(bare) and hasattr(bare, "trace") and hasattr(bare, "lower")
 
 
 def jitted_function(function: Any) -> JittedFunction:
-    """The one `JittedFunction` of a function; from then on it is known by its name."""
+    """Return the `JittedFunction` of a function, the same object in each call."""
     partial = isinstance(function, functools.partial)
     key = (function.func, tuple(sorted(function.keywords.items()))) if partial else function
     if key not in _functions:
-        made = _functions[key] = JittedFunction(function)
-        _by_name.setdefault(made.name, []).append(made)
+        target = _functions[key] = JittedFunction(function)
+        _by_name.setdefault(target.name, []).append(target)
     return _functions[key]
 
 
 def functions_named(name: str) -> Sequence[JittedFunction]:
-    """Those that have rules, of this name."""
+    """Return the functions of this name for which `jitted_function` was called."""
     return _by_name.get(name, ())
