@@ -33,7 +33,7 @@ def names_around(function: Callable) -> dict[str, Any]:
 
 
 def operand_types(function: Callable) -> tuple[tuple[Alternatives, ...], Alternatives | None]:
-    """Return the accepted classes of each operand of a rule, and those of its `*args`."""
+    """Return the accepted classes of each operand of a rule, and of its `*args`."""
     operands: list[Alternatives] = []
     more: Alternatives | None = None
     for parameter in inspect.signature(function).parameters.values():

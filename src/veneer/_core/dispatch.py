@@ -122,7 +122,7 @@ _NOT_JAX = (np.ndarray, np.generic, bool, int, float, complex)
 def _check_result(
     target: Target, values: Sequence[Any], params: dict[str, Any], out: Any, source: str
 ) -> None:
-    """Reject a result with other shapes or dtypes than those of the primitive, if known."""
+    """Reject a result whose shapes or dtypes differ from the results of the primitive."""
     several = target.multiple_results
     results = out if several else [out]
     actual = None

@@ -168,7 +168,7 @@ class EndlessRuleError(RecursionError):
 
 
 def endless_rule_error(error: RecursionError, call: Callable) -> RecursionError:
-    """Return an error that names the rule that calls itself, or `error` if there is none.
+    """Return an error that names the rule that calls itself, or `error` if no rule does.
 
     `call` is the function that calls rules. Its frames hold each rule in the variable `function`
     and the primitive in the variable `target`.
@@ -187,7 +187,7 @@ def endless_rule_error(error: RecursionError, call: Callable) -> RecursionError:
     repeated = [function for function, count in calls.items() if count > 1]
     if not repeated:
         return error
-    # Prefer a rule of the user: between two calls of it, rules of veneer run, such as that of jit.
+    # Prefer a rule of the user: between two calls of it, rules of veneer run, such as the jit rule.
     function = max(repeated, key=lambda f: (not f.__module__.startswith("veneer."), calls[f]))
     name, code = innermost[function]["target"].name, inspect.unwrap(function).__code__
     return EndlessRuleError(

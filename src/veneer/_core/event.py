@@ -5,13 +5,13 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 #: The paths of the weights that a value comes from. In a program that is traced once and called
-#: often, a number stands for the operand of that index, and is resolved in each call.
+#: often, a number represents the operand of that index, and is resolved in each call.
 Source = tuple[str | int, ...]
 
 #: The path of a weight that is neither in an argument nor captured.
 FOUND = "an array that the program found"
 
-#: The `how` of what an eager operation materialized before the program was called.
+#: The `how` of an event in an eager operation that ran before the program was called.
 BEFORE_CALL = "before the call"
 
 

@@ -2,7 +2,7 @@
 
 The primitives inside `jnp.linalg.det` do not tell that they compute a determinant. So a call of it
 is recognized by the name of the jit and by its jaxpr, which must be equal to the jaxpr that JAX
-traces for operands of these types, or to that of `jax.vmap` of the function. The derivative of the
+traces for operands of these types, or for `jax.vmap` of the function. The derivative of the
 function is another program, which is not recognized.
 """
 

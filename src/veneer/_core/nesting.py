@@ -24,15 +24,15 @@ from .value import Value, describe, describe_operands, is_value, materialise_one
 #: The primitive that builds a value from its leaves. Its rules are in `primitives/packing.py`.
 pack = Primitive("pack_value")
 
-#: Whether `pack` was bound in this process. Until then, jaxprs are not searched for it. The search
-#: takes a tenth of the time to trace a dense model.
+#: True once `pack` was bound in this process. Until then, jaxprs are not searched for it, because a
+#: search takes a tenth of the time to trace a dense model.
 _is_pack_used = False
 
 #: The trace of the innermost `implicit` whose program is running. In the body of a `shard_map`,
 #: JAX does not tell which traces enclose it.
 _running: ContextVar[Any] = ContextVar("running", default=None)
 
-#: Whether a program runs under `implicit`. A user context is part of the key of JAX's caches: a
+#: True while a program runs under `implicit`. A user context is part of the key of JAX's caches: a
 #: jitted function that builds implicit arrays is another program outside `implicit`.
 _IS_RUNNING: Any = jax.make_user_context(False)
 
@@ -110,7 +110,7 @@ def mixes_with_outer(trace: Any, tracers: Sequence[Any]) -> bool:
 def _traces_in_implicit(trace: Any) -> list[Any]:
     """Return the enclosing traces whose dense-looking tracers may be implicit in an outer call.
 
-    These are the traces, such as that of a `jit` body, inside an `implicit` call that holds
+    These are the traces (of a `jit` body, for example) inside an `implicit` call that holds
     implicit arrays. The walk outwards stops at `_staged_program` and at a call with a filter.
     """
     inside: list[Any] = []

@@ -110,8 +110,8 @@ def emit_events(events: Iterable[Event]) -> None:
             policy.on_materialise(event)
 
 
-# Of the rule that is running: how it computes its result, the bytes that it materializes of each
-# operand, and why it runs no kernel.
+# For the running rule: how it computes its result, the bytes that it materializes of each operand,
+# and why it runs no kernel.
 _how: ContextVar[tuple[str, Sequence[int], str]] = ContextVar("how", default=("", (), ""))
 
 

@@ -51,35 +51,35 @@ class Value:
     # of two modules.
     __slots__ = ("_aval", "_high", "_holds_derivatives", "_source")
 
-    #: Whether static fields change the meaning of a value (a unit), not only its storage. If True,
+    #: True if static fields change the meaning of a value (a unit), not only its storage. If True,
     #: a loop or a branch that changes them raises; if False, it materializes the value.
     metadata_is_meaning: ClassVar[bool] = True
 
-    #: Whether a slice of all leaves along a leading axis represents that slice of the array. Set
+    #: True if a slice of all leaves along a leading axis represents that slice of the array. Set
     #: False if elements depend on each other (`x / norm(x)`). Loops then materialize the value.
     batch_transparent: ClassVar[bool] = True
 
-    #: Whether the only leaf is the dense array, as for a unit or a tag. None calls `materialise` to
+    #: True if the only leaf is the dense array, as for a unit or a tag. None calls `materialise` to
     #: find out. A type that cannot materialize must set False if its leaf is another array.
     is_label: ClassVar[bool | None] = None
 
-    #: Whether results of rules must have the dtypes of the primitives. Shapes are always checked.
+    #: True if results of rules must have the dtypes of the primitives. Shapes are always checked.
     keeps_dtypes: ClassVar[bool] = True
 
-    #: Whether a rule for operands `(x, y)` of a commutative primitive also serves `(y, x)`.
+    #: True if a rule for operands `(x, y)` of a commutative primitive also serves `(y, x)`.
     commute_ops: ClassVar[bool] = True
 
-    #: Whether operators outside `implicit` may be compiled. False if a value caches its results.
+    #: True if operators outside `implicit` may be compiled. False if a value caches its results.
     compiles_operators: ClassVar[bool] = True
 
     #: If several operand types define `default`, the one with the highest precedence runs.
     default_precedence: ClassVar[int] = 0
 
-    #: Whether its tangent is a dense array, not one per leaf, with `vn.hijax`. True for quantized
+    #: True if its tangent is a dense array, not one per leaf, with `vn.hijax`. True for quantized
     #: arrays, because codes have no tangent.
     dense_tangent: ClassVar[bool] = False
 
-    #: Whether programs write into values, as into a key-value cache. Reports count it separately.
+    #: True if programs write into values, as into a key-value cache. Reports count it separately.
     is_cache: ClassVar[bool] = False
 
     #: The name of the type in jaxprs. None means the class name, shortened.

@@ -1,7 +1,7 @@
 """The API that users subclass and call, on top of the core and its rules for primitives.
 
 array             ImplicitArray, the class that users subclass
-operators         its operators and methods, those of `jax.Array`
+operators         its operators and methods, like those in `jax.Array`
 shown             the display of values: in a line, in a notebook, by treescope
 implicit          implicit: the transformation with filters, policies and captured arrays
 captures          implicit arrays that a function captures, turned into arguments

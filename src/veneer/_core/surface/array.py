@@ -45,8 +45,8 @@ class ImplicitArray(ArrayOperators, Shaped, Shown, Value, abstract=True):
     `materialise` that returns the dense array. The subclass is a frozen dataclass and a pytree.
     In its methods, count axes from the end, because `vmap` and `scan` add and remove leading axes.
 
-    The constructor also takes `shape` and `dtype`. It raises `ValueError` if those of the dense
-    array differ. Operators and array methods work without `vn.implicit`. Functions of `jax.numpy`
+    The constructor also takes `shape` and `dtype`. It raises `ValueError` if the dense array has
+    others. Operators and array methods work without `vn.implicit`. Functions of `jax.numpy`
     must be wrapped: `vn.implicit(jnp.sin)(x)`.
 
     A subclass may override these methods:

@@ -226,7 +226,7 @@ def _is_filled(cell: CellType) -> bool:
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
-    """Yield a code object, and those of the functions that it defines."""
+    """Yield a code object, and the code objects of the functions that it defines."""
     yield code
     for constant in code.co_consts:
         if type(constant) is CodeType:

@@ -1,4 +1,4 @@
-"""Operators and array methods of implicit arrays: those of `jax.Array`, with the rules in force."""
+"""The operators and methods of `jax.Array` for implicit arrays, with the rules in force."""
 
 import operator
 import weakref

@@ -1,8 +1,8 @@
-"""`ste`: the value of a function, with the derivative of the identity.
+"""`ste`: run a function with the derivative of the identity.
 
-A dense result needs a `custom_jvp` and no more. Behind an implicit one there is no dense array for
-a tangent to belong to, and its leaves may be integers; so it is wrapped, as `StraightThrough`,
-together with the array that tangents are those of.
+For a dense result, a `custom_jvp` suffices. An implicit result has no dense array that could have a
+tangent, and its leaves may be integers. So it is wrapped in a `StraightThrough`, together with the
+argument of the function, whose tangent it has.
 """
 
 from collections.abc import Callable, Sequence
@@ -52,9 +52,9 @@ def ste(fn: Callable) -> Callable:
 
     @wraps(fn, updated=())
     def straight_through(x: Any, /, *args: Any, **kwargs: Any) -> Any:
-        # Constants, so that JAX does not ask for derivatives which fn may not have.
-        held_x, held_args, held_kwargs = _constant((x, args, kwargs))
-        value = fn(held_x, *held_args, **held_kwargs)
+        # fn may have no derivative, so it gets constants.
+        constant_x, constant_args, constant_kwargs = _stop_gradients((x, args, kwargs))
+        value = fn(constant_x, *constant_args, **constant_kwargs)
         _check(fn, value, x)
         if isinstance(value, Value):
             return StraightThrough(value, x)
@@ -63,7 +63,7 @@ def ste(fn: Callable) -> Callable:
     return straight_through
 
 
-def _constant(tree: Any) -> Any:
+def _stop_gradients(tree: Any) -> Any:
     is_array = lambda x: isinstance(x, jax.Array | np.ndarray)
     return jax.tree.map(lambda x: jax.lax.stop_gradient(x) if is_array(x) else x, tree)
 
@@ -90,7 +90,7 @@ def _name(fn: Callable) -> str:
 
 @jax.custom_jvp
 def _derivative_of(value: Any, x: Any) -> Any:
-    """`value`, whose derivative is that of `x`."""
+    """Return `value`, with the derivative of `x`."""
     del x
     return value
 
@@ -98,20 +98,20 @@ def _derivative_of(value: Any, x: Any) -> Any:
 @_derivative_of.defjvp
 def _(primals: Any, tangents: Any) -> tuple[Any, Any]:
     _, tangent = tangents
-    return _derivative_of(*primals), tangent  # by the same rule, for derivatives of higher order
+    return _derivative_of(*primals), tangent  # the same rule, for higher derivatives
 
 
 class StraightThrough(ImplicitArray):
-    """The implicit array `value`, with the derivatives of `source`: what `ste` gives.
+    """The result of `ste`: the implicit array `value`, with the derivatives of `source`.
 
-    A primitive acts on `value`, by the rules of its type. Its derivative is that of the primitive
-    at the dense form of `value`, and goes on to `source`, of which only the tangent is used.
+    A primitive runs the rules of `value`. Its derivative equals the derivative of the primitive at
+    the dense array of `value`, applied to the tangent of `source`.
 
-    As any function with a `custom_jvp`, that loses its derivative in what `jax.linear_transpose` is
-    given: there, materialise it first.
+    Like every `custom_jvp`, it has no derivative inside the argument of `jax.linear_transpose`.
+    There, materialize it first.
     """
 
-    default_precedence: ClassVar[int] = -1  # derivatives are taken at the last
+    default_precedence: ClassVar[int] = -1  # the `default` of other operands runs first
 
     value: Value  # [...]
     source: Any  # [...], dense or implicit
@@ -121,40 +121,40 @@ class StraightThrough(ImplicitArray):
         return aval_of(self.value).update()
 
     def materialise(self) -> Any:
-        """The dense form of `value`, with the derivatives of `source`."""
+        """Return the dense array of `value`, with the derivatives of `source`."""
         return redispatch(_derivative_of, materialise_one(self.value), self.source)
 
     @staticmethod
     def default(primitive: Primitive, values: Sequence[Any], params: dict[str, Any]) -> Any:
-        """What the primitive gives on `value`; one of this type, if that is implicit."""
+        """Run a primitive on `value`. An implicit result is a `StraightThrough` again."""
         bind = partial(primitive.bind, **primitive.get_bind_params(params))
         run = partial(redispatch, bind)
         run_dense = lambda *xs: jax.tree.map(materialise_one, run(*xs), is_leaf=is_value)
 
         @jax.custom_jvp
         def call(*values: Any) -> Any:
-            out = run(*(x.value if _is_ours(x) else x for x in values))
-            return jax.tree.map(_with_a_source, out, is_leaf=is_value)
+            out = run(*(x.value if _is_straight(x) else x for x in values))
+            return jax.tree.map(_wrap_result, out, is_leaf=is_value)
 
         @call.defjvp
         def _(values: Any, tangents: Any) -> tuple[Any, Any]:
-            # On dense forms: linear in the tangents, `call` would lose its own rule for the next
-            # derivative, for JAX takes a function of what is to be transposed for linear itself.
-            dense = dense_unless(lambda x: not _is_ours(x), primitive, values)
-            moves = map(_tangent_of_dense, values, tangents)
-            moved = jax.jvp(run_dense, tuple(dense), tuple(moves))[1]
+            # On dense arrays: JAX would transpose a `call` that is linear in the tangents, and
+            # ignore its rule in the next derivative.
+            dense = dense_unless(lambda x: not _is_straight(x), primitive, values)
+            dense_tangents = map(_tangent_of_dense, values, tangents)
+            tangent = jax.jvp(run_dense, tuple(dense), tuple(dense_tangents))[1]
             out = call(*values)
-            return out, jax.tree.map(_tangent_of_result, out, moved, is_leaf=_is_ours)
+            return out, jax.tree.map(_tangent_of_result, out, tangent, is_leaf=_is_straight)
 
         return call(*values)
 
 
-def _is_ours(x: Any) -> bool:
+def _is_straight(x: Any) -> bool:
     return isinstance(x, StraightThrough)
 
 
-def _with_a_source(out: Any) -> Any:
-    """A result, which gets its tangent at the source, if it is implicit, and no value there."""
+def _wrap_result(out: Any) -> Any:
+    """Wrap an implicit result. Its source, which holds only a tangent, is zero."""
     return StraightThrough(out, jnp.zeros(out.shape, out.dtype)) if is_value(out) else out
 
 
