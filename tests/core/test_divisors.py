@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 import veneer as vn
-from veneer._jax.divisors import divisor_of
+from veneer._jax.known_values import find_divisor
 
 N = 1000
 
@@ -47,7 +47,7 @@ def test_of_a_traced_index(name):
 
     def traced(i):
         index = program(i)
-        found.append(divisor_of(index))
+        found.append(find_divisor(index))
         return index
 
     jax.make_jaxpr(traced)(3)
@@ -57,15 +57,15 @@ def test_of_a_traced_index(name):
 
 
 def test_of_what_is_known():
-    assert divisor_of(jnp.array([48, 96, 0])) == 48
-    assert divisor_of(jnp.int32(0)) == 0
+    assert find_divisor(jnp.array([48, 96, 0])) == 48
+    assert find_divisor(jnp.int32(0)) == 0
 
 
 def test_what_overflows_is_divided_all_the_same():
     """By a power of two: 96 * i, which is 32 * 3 * i, is no multiple of 3 once it has."""
     f = lambda i: (i.astype(jnp.int8)) * jnp.int8(96)
     found = []
-    jax.make_jaxpr(lambda i: found.append(divisor_of(f(i))))(3)
+    jax.make_jaxpr(lambda i: found.append(find_divisor(f(i))))(3)
     assert found == [32]
     results = np.asarray(f(jnp.arange(100)))
     assert (results % 32 == 0).all()

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from .._jax.primitives import Primitive
 from .._jax.source_lines import user_line
-from .._jax.tracing import mesh_of, vary_as
+from .._jax.tracing import find_mesh, vary_like
 from .leaf_axes import Axes, Movement, are_axes, partition
 from .policy import ALLOW, note_materialised, policy_in_force
 from .surface import mistakes
@@ -365,7 +365,7 @@ def _checked(value: Value) -> Any:
             f"{type(value).__name__}.materialise() returns {_short(found)}, but its aval() is "
             f"{_short(stated)}: {value!r}"
         )
-    return vary_as(jax.tree.leaves(value), dense)
+    return vary_like(jax.tree.leaves(value), dense)
 
 
 def _aval_of_dense(value: Value, dense: Any) -> Any:
@@ -430,10 +430,10 @@ def _find_aval(treedef: Any, leaves: Any, _x64: bool) -> jax.core.ShapedArray:
         value = jax.tree.unflatten(treedef, leaves)
         found = materialise_one(value)
         _aval_of_dense(value, found)
-        return vary_as(leaves, found)
+        return vary_like(leaves, found)
 
     # Not by eval_shape, whose result has lost the mesh that it is sharded over.
     # The key of the cache has the mesh of the leaves, and not the mesh of the context.
-    with jax.sharding.use_abstract_mesh(mesh_of(leaves)):
+    with jax.sharding.use_abstract_mesh(find_mesh(leaves)):
         (aval,) = jax.make_jaxpr(dense)(*leaves).out_avals
     return aval

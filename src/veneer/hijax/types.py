@@ -22,7 +22,7 @@ from .._core.surface.parts import refuse_leaves, warn_of_leaves_by_dtype
 from .._core.surface.shown import short_name
 from .._core.value import Value, get_cached, is_value, is_whole
 from .._jax.hijax import HiType, aval_property, copy_shaped_array, holds_tracers
-from .._jax.tracing import abstract_array, current_trace, is_in_derivative, is_of_numbers
+from .._jax.tracing import abstract_array, current_trace, has_numeric_dtype, is_in_derivative
 from .high import Add, Pack, Unpack, Zeros, apply, is_staged, packed
 from .mode import is_enabled
 from .values import (
@@ -335,7 +335,7 @@ def _high_type(treedef: Any, leaves: tuple[Any, ...]) -> HighType:
 def high_type(treedef: Any, leaves: tuple[Any, ...], x64: bool) -> HighType:
     """The high type of the values with this structure and these types of leaves."""
     del x64  # of the key
-    if not all(map(is_of_numbers, leaves)):
+    if not all(map(has_numeric_dtype, leaves)):
         refuse_leaves([jax.tree.unflatten(treedef, leaves)])
     return HighType(treedef, leaves, abstract(treedef, leaves))
 

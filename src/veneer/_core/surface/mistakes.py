@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from ..._jax.caller_errors import holds_codes, refuse_update
+from ..._jax.caller_errors import has_quantized_array, raise_update_error
 
 #: The methods in which a class checks the fields of a value: of dataclasses, and of Equinox.
 CHECKS = ("__post_init__", "__check_init__")
@@ -260,8 +260,8 @@ def refuse_dense_update(parameter: Any, primitive: str = "") -> None:
     else:
         frame = calling_frame(sys._getframe(1), ("veneer", "jaxtyping", "beartype"))
         callers = [m for m in _UPDATES if m == frame.f_globals.get("__name__")]
-    if callers and holds_codes(parameter):
-        refuse_update(_UPDATES[callers[0]], parameter)
+    if callers and has_quantized_array(parameter):
+        raise_update_error(_UPDATES[callers[0]], parameter)
 
 
 def calling_frame(frame: FrameType, packages: tuple[str, ...]) -> FrameType:
