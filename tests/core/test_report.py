@@ -11,7 +11,7 @@ from support import arrays
 from support.array_types import lora
 
 import veneer as vn
-from veneer._report.tables import wrapped
+from veneer._report.tables import wrap_text
 
 W = lora(arrays.key(0))
 X = arrays.ones((3, 6))
@@ -66,7 +66,7 @@ def test_it_fits_the_screen(report, columns, monkeypatch):
 @pytest.mark.parametrize("width", [7, 20, 60])
 def test_text_that_is_wrapped_is_all_there(width):
     text = "  rule veneer/quant/ops/dot_general.py:83: convert codes of rhs to float, f32[128,128]"
-    lines = wrapped(text, width)
+    lines = wrap_text(text, width)
     assert max(map(len, lines)) <= width
     assert all(line.startswith("  ") for line in lines)
     assert "".join("".join(lines).split()) == "".join(text.split())
@@ -82,7 +82,7 @@ def test_files_are_named_from_where_one_works_and_from_where_modules_are_found(
 ):
     package = Path(vn.__file__).parent
     monkeypatch.chdir(tmp_path)
-    rule = str(package / "quant" / "qarray.py") + ":1"
+    rule = str(package / "quant" / "arrays" / "qarray.py") + ":1"
     lines = [f"{tmp_path}/model.py:3 (f.<locals>.g)", f"{jax.__file__}:1 (f)", "/elsewhere/f.py:1"]
     shown = str(vn.Report(tuple(vn.Event("sin", (), rule, 0, line) for line in lines)))
     assert " veneer/quant/arrays/qarray.py:1" in shown
