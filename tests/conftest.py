@@ -24,7 +24,7 @@ if jax.config.jax_platforms is None:
     jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)  # enough for a 2 x 4 mesh
 
-# By default JAX chooses the form of its errors by whether IPython is installed.
+# The default form of JAX's errors depends on whether IPython is installed.
 jax.config.update("jax_traceback_filtering", "tracebackhide")
 
 # The import hook of jaxtyping wraps each function, and JAX would take a wrapper for user code.
@@ -37,7 +37,7 @@ gc.disable()
 contexts.reuse()
 fixed_examples.from_no_modules()
 
-# Every run has the same examples. New ones are the fuzzer's task.
+# Every run has the same examples. The fuzzer tries new ones.
 # The first example of a property compiles, so a time limit for one example would fail by chance.
 settings.register_profile(
     "all",

@@ -17,7 +17,7 @@ import pytest
 import tables
 import typer
 from safetensors.numpy import save_file
-from support import quantised_folders
+from support import quantized_folders
 from support.gguf_files import blocks_of
 from support.model_configs import SMALL
 from support.optional import needs
@@ -860,8 +860,8 @@ def test_importing_the_command_line_loads_nothing_that_help_does_not_need():
 
 
 def packed_folder(path, name="gptq"):
-    tensors, _ = getattr(quantised_folders, name)(np.random.default_rng(0))
-    return quantised_folders.write(path, tensors, quantization_config={"quant_method": name})
+    tensors, _ = getattr(quantized_folders, name)(np.random.default_rng(0))
+    return quantized_folders.write(path, tensors, quantization_config={"quant_method": name})
 
 
 def test_inspect_shows_what_another_library_quantised(veneer, tmp_path):

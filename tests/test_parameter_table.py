@@ -1,4 +1,4 @@
-"""`vn.summary`: the arrays of a tree, as data and as a table."""
+"""`vn.summary`: the rows, the totals and the tables of a tree of arrays."""
 
 import html.parser
 import io
@@ -16,7 +16,7 @@ import veneer as vn
 
 
 class Adapted(Lora):
-    """A low-rank update that is trained, of a weight that is not."""
+    """A frozen weight with a trained low-rank update."""
 
     trainable = ("a", "b")
 
@@ -64,22 +64,22 @@ def as_data(summary):
     }
 
 
-def test_it_has_a_row_for_each_array(table):
+def test_each_array_has_a_row(table):
     assert as_data(table) == ROWS
 
 
-def test_it_has_totals(table):
+def test_totals_add_up_the_rows(table):
     assert table.nbytes == sum(row[4] for row in ROWS.values())
     assert table.dense_nbytes == sum(row[5] for row in ROWS.values())
     assert table.trainable == 8 + 144 + 1000
 
 
-def test_a_model_that_is_not_loaded_has_the_same(table):
+def test_an_abstract_model_has_the_same_rows(table):
     arrays = {k: v for k, v in PARAMS.items() if k not in ("activation", "rate")}
     assert as_data(vn.summary(jax.eval_shape(lambda: arrays))) == as_data(table)
 
 
-def test_keys_and_arrays_alone_have_rows():
+def test_a_single_key_has_a_row():
     (row,) = vn.summary(jax.random.key(0)).rows
     assert (row.path, row.dtype.name, row.trainable) == ("", "key<fry>", 0)
     assert vn.summary({}).rows == ()
@@ -93,7 +93,7 @@ CELLS = [
 ]
 
 
-def test_it_prints_a_table_without_rich(table, monkeypatch):
+def test_the_table_prints_without_rich(table, monkeypatch):
     monkeypatch.setitem(sys.modules, "rich", None)
     text = str(table)
     assert set(CELLS) <= set(text.split())
@@ -101,19 +101,19 @@ def test_it_prints_a_table_without_rich(table, monkeypatch):
 
 
 @pytest.mark.parametrize("columns", [70, 80, 140])
-def test_it_fits_the_screen(table, columns, monkeypatch):
+def test_the_table_fits_the_terminal(table, columns, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(columns))
     assert max(map(len, str(table).splitlines())) <= columns
     assert set(CELLS) <= set(str(table).split())
 
 
-def test_without_a_terminal_it_has_80_columns(monkeypatch):
+def test_the_table_has_80_columns_without_a_terminal(monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
     name = "blocks.11.attention.out_projection.kernel"
     table = vn.summary({name: NF4, "b": jnp.ones(2)}, like={name: jnp.ones((64, 8))})
     lines = str(table).splitlines()
     assert max(map(len, lines)) <= 80
-    assert name in lines  # over its row
+    assert name in lines  # on a line above its row
     assert "error" in str(table)
     assert "bits" in str(table)
 
@@ -124,7 +124,7 @@ def test_no_cell_is_cut(monkeypatch):
     assert path in "".join(str(vn.summary({path: jnp.ones(2)})).split())
 
 
-def test_weights_that_are_trained_as_quantised_show_their_format():
+def test_fake_quantized_weights_show_their_format():
     w = vn.quant.FakeQuantized(jnp.ones((64, 8)), qtype="nf4", tile_size=32)
     (row,) = vn.summary(w).rows
     assert row.format == "FakeQuantized as nf4, tile 32"
@@ -132,7 +132,7 @@ def test_weights_that_are_trained_as_quantised_show_their_format():
     assert vn.summary(lora).rows[0].format == "LoraArray rank 2 over nf4, tile 32"
 
 
-def test_rich_draws_it(table):
+def test_rich_prints_the_table(table):
     file = io.StringIO()
     Console(file=file, width=200, force_terminal=True).print(table)
     assert set(CELLS) <= set(re.sub(r"\x1b\[[0-9;]*m", " ", file.getvalue()).split())
@@ -147,7 +147,7 @@ class Cells(html.parser.HTMLParser):
         self.cells += data.split()
 
 
-def test_a_notebook_shows_a_table(table):
+def test_a_notebook_shows_an_html_table(table):
     page = Cells()
     page.feed(table._repr_html_())
     assert set(CELLS) <= set(page.cells)
@@ -157,7 +157,7 @@ def test_html_is_escaped():
     assert "<b>" not in vn.summary({"<b>": jnp.ones(2)})._repr_html_()
 
 
-def test_bits_and_errors_beside_the_tree_of_which_it_was_made():
+def test_like_adds_bits_and_errors():
     dense = {"w": jnp.array([[0.5, 1.0], [2.0, 4.0]]), "zero": jnp.zeros((2, 2)), "b": jnp.ones(2)}
     small = dense | {name: vn.quant.quantize(dense[name], "int4") for name in ("w", "zero")}
     rows = {row.path: row for row in vn.summary(small, like=dense).rows}

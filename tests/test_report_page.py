@@ -1,4 +1,4 @@
-"""The page of `vn.explain`, as a reader uses it, in a headless Chromium."""
+"""The HTML page of a report, used as a reader does, in a headless Chromium."""
 
 import browser
 import contrast
@@ -9,7 +9,7 @@ import veneer as vn
 
 pytestmark = pytest.mark.skipif(
     browser.found() is None,
-    reason="there is no Chromium to show the page: apt-get install chromium",
+    reason="needs Chromium: apt-get install chromium",
 )
 
 PROGRAM = """\
@@ -55,7 +55,7 @@ def page(chromium, address):
 
 
 def shown(page, what=".over b"):
-    """The texts that are seen of the elements that a selector names."""
+    """Return the texts of the visible elements that a selector matches."""
     return page.run(
         f"[...document.querySelectorAll('{what}')].filter(e => e.checkVisibility())"
         ".map(e => e.textContent)"
@@ -69,7 +69,7 @@ def click(page, text, within="#weights "):
     )
 
 
-def test_a_click_on_a_heading_sorts_weights_and_what_met_each(page):
+def test_a_click_on_a_heading_sorts_groups_and_rows(page):
     assert shown(page) == ["params.a", "params.b", "params.c"]
     click(page, "dense")
     assert shown(page) == ["params.c", "params.b", "params.a"]
@@ -81,7 +81,7 @@ def test_a_click_on_a_heading_sorts_weights_and_what_met_each(page):
     click(page, "primitive")
     assert shown(page, "td:first-child") == ["div", "sqrt", "dot_general", "exp"]
     click(page, "primitive")
-    click(page, "primitive")  # as the program has them
+    click(page, "primitive")  # back to the order of the program
     assert shown(page, "td:first-child") == ["dot_general", "div", "sqrt", "exp"]
     assert page.run("document.querySelector('[aria-sort]')") is None
 
@@ -99,7 +99,7 @@ def test_a_click_on_a_weight_folds_it(page):
     assert len(shown(page, "td:first-child")) == 4
 
 
-def test_by_line_it_shows_the_source(page):
+def test_the_table_by_line_shows_source_code(page):
     assert shown(page, "pre") == []
     page.run("document.querySelector('[value=lines]').click()")
     names = [name.rpartition("/")[2] for name in shown(page)]
@@ -113,13 +113,13 @@ def test_by_line_it_shows_the_source(page):
     assert shown(page)[0].rpartition("/")[2] == "program.py:6 (model)"
 
 
-def test_it_shows_what_was_made_dense_alone(page):
+def test_only_materialized_rows_can_be_shown(page):
     page.run("document.querySelector('[name=dense]').click()")
     assert shown(page, "td:first-child") == ["div", "sqrt", "exp"]
     assert shown(page) == ["params.b", "params.c"]
 
 
-def test_without_scripts_it_is_two_tables(chromium, address):
+def test_without_scripts_both_tables_are_shown(chromium, address):
     page = chromium.open(address, scripts=False)
     assert len(shown(page, "table")) == 2
     assert len(shown(page, "td:first-child")) == 8
@@ -127,13 +127,13 @@ def test_without_scripts_it_is_two_tables(chromium, address):
     assert shown(page, "#controls") == []
 
 
-def test_it_asks_for_nothing_but_itself(page, address):
+def test_the_page_loads_nothing_else(page, address):
     assert set(page.requests) == {address}
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [browser.DESKTOP, browser.PHONE])
-def test_it_is_readable(chromium, address, width, dark):
+def test_the_page_has_contrast_and_fits_the_width(chromium, address, width, dark):
     page = chromium.open(address, width=width, dark=dark)
     for by in ("weights", "lines"):
         page.run(f"document.querySelector('[value={by}]').click()")
@@ -141,13 +141,13 @@ def test_it_is_readable(chromium, address, width, dark):
         assert page.run("document.documentElement.scrollWidth") <= width
 
 
-def test_the_contrast_is_measured(page):
+def test_low_contrast_is_found(page):
     page.run("document.querySelector('h1').style = 'font-size: 14px; color: #808080'")
     (fault,) = contrast.faults(page)
     assert (fault["text"], fault["ratio"]) == ("What happened to implicit arrays", 3.95)
 
 
-def test_the_pictures_of_the_documentation_are_of_the_page_s_own_program(chromium, tmp_path):
+def test_the_pictures_of_the_documentation_can_be_made(chromium, tmp_path):
     screenshots.of_report(chromium, tmp_path)
     pictures = {path.name for path in tmp_path.glob("*.png")}
     assert pictures == {"report.png", "report_dark.png"}

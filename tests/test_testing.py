@@ -1,4 +1,4 @@
-"""`vn.testing.check_rules` finds what is wrong with a type, and nothing in one that is right."""
+"""`vn.testing.check_rules` accepts a correct type and reports each mistake of a wrong one."""
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +22,11 @@ class Diagonal(vn.ImplicitArray):
 
 
 def example(**methods):
-    """A value of a type of its own, for which a test registers rules."""
+    """Return a value of a new type, so that a test can register rules for it."""
     return type("Odd", (Diagonal,), methods)(jnp.array([1.0, 2.0, 3.0]))
 
 
-def test_a_type_that_is_right():
+def test_a_correct_type_passes():
     w = example()
 
     @vn.register(["neg", "sin"])
@@ -49,7 +49,7 @@ def test_a_type_that_is_right():
     assert "dot_general, " in str(checked)
 
 
-# A rule, by its primitive, and what is said of it.
+# Each mistake: the primitive, its rule, and the message.
 WRONG = {
     "values": ("exp", lambda w, **_: w.like(jnp.exp(w.diagonal)), "exp: 6 of 9 values differ, by"),
     "a shape": (
@@ -72,7 +72,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_rule_that_is_wrong(name):
+def test_a_wrong_rule_is_reported(name):
     primitive, rule, message = WRONG[name]
     w = example(like=lambda self, diagonal: type(self)(diagonal))
 
@@ -86,7 +86,7 @@ def test_a_rule_that_is_wrong(name):
         check_rules(type(w), w, transformations=name in ("a batch", "a derivative"))
 
 
-def test_a_value_that_its_constructor_refuses():
+def test_the_constructor_checks_results():
     def check(self):
         if self.diagonal.shape[-1] != 3:
             raise ValueError("three entries")
@@ -103,7 +103,7 @@ def test_a_value_that_its_constructor_refuses():
         check_rules(type(w), w, transformations=False)
 
 
-def test_a_rule_that_no_program_meets():
+def test_an_unused_rule_is_reported():
     w = example()
 
     @vn.register("conv_general_dilated")
@@ -132,7 +132,7 @@ def test_a_rule_that_no_program_meets():
 
 
 class Metres(vn.ImplicitArray):
-    """A label that refuses to be lost."""
+    """A length. It cannot be materialized, because that would lose the unit."""
 
     x: jax.Array
 
@@ -148,7 +148,7 @@ def _(x: Metres, **params):
     return Metres(-x.x)
 
 
-def test_a_type_that_refuses_to_be_dense():
+def test_a_type_without_a_dense_array_can_be_checked():
     bare = lambda tree: jax.tree.map(
         lambda x: x.x if isinstance(x, Metres) else x, tree, is_leaf=lambda x: isinstance(x, Metres)
     )
@@ -176,7 +176,7 @@ def test_examples_of_any_shape_and_dtype(shape, dtype):
     assert len(checked.agree) > 20
 
 
-def test_what_is_no_example():
+def test_a_wrong_argument_is_rejected():
     with pytest.raises((TypeError, TypeCheckError)):
         check_rules(3, example())
     with pytest.raises(

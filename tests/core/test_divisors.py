@@ -1,4 +1,4 @@
-"""What is known to divide an index, of which only the program that computes it is known."""
+"""Divisors of traced indices, and the slices that stay quantized because of them."""
 
 import functools
 
@@ -9,17 +9,17 @@ import pytest
 from jax import lax
 
 import veneer as vn
-from veneer._jax.divisors import divisor_of
+from veneer._jax.known_values import find_divisor
 
 N = 1000
 
 
 def twice(i, _):
-    """Which asks for the same index two times: 60 such, 2 ** 60 times if none is kept."""
+    """Use the same index twice. Without a cache, 60 such steps would search it 2 ** 60 times."""
     return i + i
 
 
-#: Of an index `i` of which nothing is known, and what divides the result at least.
+#: Programs of an unknown index `i`, and the divisor that is found.
 PROGRAMS = {
     "itself": (lambda i: i, 1),
     "a multiple": (lambda i: i * 64, 64),
@@ -41,32 +41,32 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_of_a_traced_index(name):
+def test_divisors_of_traced_indices(name):
     program, expected = PROGRAMS[name]
-    found = []
+    divisors = []
 
     def traced(i):
         index = program(i)
-        found.append(divisor_of(index))
+        divisors.append(find_divisor(index))
         return index
 
     jax.make_jaxpr(traced)(3)
-    assert found == [expected]
+    assert divisors == [expected]
     results = np.asarray(jax.vmap(program)(jnp.arange(-N, N)))
     assert (results == 0 if expected == 0 else results % expected == 0).all()
 
 
-def test_of_what_is_known():
-    assert divisor_of(jnp.array([48, 96, 0])) == 48
-    assert divisor_of(jnp.int32(0)) == 0
+def test_divisors_of_known_values():
+    assert find_divisor(jnp.array([48, 96, 0])) == 48
+    assert find_divisor(jnp.int32(0)) == 0
 
 
-def test_what_overflows_is_divided_all_the_same():
-    """By a power of two: 96 * i, which is 32 * 3 * i, is no multiple of 3 once it has."""
+def test_divisors_hold_after_an_overflow():
+    """96 * i is always a multiple of 32, but after an overflow not of 3."""
     f = lambda i: (i.astype(jnp.int8)) * jnp.int8(96)
-    found = []
-    jax.make_jaxpr(lambda i: found.append(divisor_of(f(i))))(3)
-    assert found == [32]
+    divisors = []
+    jax.make_jaxpr(lambda i: divisors.append(find_divisor(f(i))))(3)
+    assert divisors == [32]
     results = np.asarray(f(jnp.arange(100)))
     assert (results % 32 == 0).all()
     assert (results % 96 != 0).any()
@@ -75,8 +75,8 @@ def test_what_overflows_is_divided_all_the_same():
 @pytest.mark.parametrize("start", [0, 16, 48, 64, 1000, -16])
 @pytest.mark.parametrize("traced", [True, False])
 @pytest.mark.parametrize("qtype", ["int8", "int4", "int3"])
-def test_slices_of_whole_tiles_stay_quantised_wherever_they_start(qtype, traced, start):
-    """Out of bounds, JAX moves them in. Rows are in tiles; columns are packed."""
+def test_slices_of_whole_tiles_stay_quantized(qtype, traced, start):
+    """JAX moves starts that are out of bounds. Rows are tiled, and columns are packed."""
     w = jax.random.normal(jax.random.key(0), (64, 64))
     q = vn.quant.quantize(w, qtype, channelwise_axes=(1,), tiled_axes={0: 8})
     for axis in (0, 1):
@@ -87,9 +87,9 @@ def test_slices_of_whole_tiles_stay_quantised_wherever_they_start(qtype, traced,
         np.testing.assert_array_equal(out.dequantize(), f(q.dequantize(), start // 16))
 
 
-def test_slices_of_which_that_is_not_known_are_dense():
+def test_slices_with_unknown_divisors_are_dense():
     q = vn.quant.quantize(jnp.ones((64, 64)), "int4", channelwise_axes=(1,), tiled_axes={0: 8})
     f = lambda w, i: lax.dynamic_slice_in_dim(w, i, 16)
     assert isinstance(jax.jit(vn.implicit(f))(q, 8), jax.Array)
-    part = lambda w, i: lax.dynamic_slice_in_dim(w, i * 8, 12)  # of a tile and a half
+    part = lambda w, i: lax.dynamic_slice_in_dim(w, i * 8, 12)  # a tile and a half
     assert isinstance(jax.jit(vn.implicit(part))(q, 1), jax.Array)

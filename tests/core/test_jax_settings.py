@@ -1,4 +1,4 @@
-"""Programs under settings of JAX: without jit, and with a check that no tracer is kept."""
+"""Programs under `jax.disable_jit` and `jax.check_tracer_leaks`."""
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +55,7 @@ PROGRAMS = {
 
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_program_runs_without_jit(name, format):
+def test_programs_run_without_jit(name, format):
     expected = PROGRAMS[name](X, quantized(format))
     with jax.disable_jit():
         w = quantized(format)
@@ -91,7 +91,7 @@ def test_a_cache_is_written_without_jit():
 
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("kind", ["int8", "low rank"])
-def test_a_program_keeps_no_tracer(name, kind):
+def test_programs_leak_no_tracers(name, kind):
     a, b = arrays.normal(64, 2), arrays.normal(2, 32)
     w = quantized("int8") if kind == "int8" else vn.types.LowRank(a, b)
     with jax.check_tracer_leaks():

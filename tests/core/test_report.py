@@ -11,7 +11,7 @@ from support import arrays
 from support.array_types import lora
 
 import veneer as vn
-from veneer._report.tables import wrapped
+from veneer._report.tables import wrap_text
 
 W = lora(arrays.key(0))
 X = arrays.ones((3, 6))
@@ -27,11 +27,11 @@ def report():
     return vn.explain(model)(X, W)
 
 
-def test_it_shows_itself(report):
+def test_repr_equals_str(report):
     assert repr(report) == str(report)
 
 
-def test_equal_events_are_shown_once_with_their_number(report, monkeypatch):
+def test_equal_events_share_one_row_with_a_count(report, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     lines = str(report).splitlines()
     (i,) = [i for i, line in enumerate(lines) if "dot_general" in line]
@@ -40,7 +40,7 @@ def test_equal_events_are_shown_once_with_their_number(report, monkeypatch):
     assert len(report.events) == 5
 
 
-def test_they_are_grouped_by_weight_and_those_of_none_come_last():
+def test_events_are_grouped_by_weight_intermediates_last():
     def model(layers, x):
         for layer in layers:
             x = jnp.sin(W + W)[:3] + x @ layer["kernel"]
@@ -57,29 +57,27 @@ def test_they_are_grouped_by_weight_and_those_of_none_come_last():
 
 
 @pytest.mark.parametrize("columns", [50, 80, 200])
-def test_it_fits_the_screen(report, columns, monkeypatch):
+def test_the_table_fits_the_terminal(report, columns, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(columns))
     text = str(report)
     assert max(map(len, text.splitlines())) <= columns
 
 
 @pytest.mark.parametrize("width", [7, 20, 60])
-def test_text_that_is_wrapped_is_all_there(width):
+def test_wrapping_loses_no_text(width):
     text = "  rule veneer/quant/ops/dot_general.py:83: convert codes of rhs to float, f32[128,128]"
-    lines = wrapped(text, width)
+    lines = wrap_text(text, width)
     assert max(map(len, lines)) <= width
     assert all(line.startswith("  ") for line in lines)
     assert "".join("".join(lines).split()) == "".join(text.split())
 
 
-def test_without_a_terminal_it_has_80_columns(report, monkeypatch):
+def test_the_table_has_80_columns_without_a_terminal(report, monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
     assert max(map(len, str(report).splitlines())) <= 80
 
 
-def test_files_are_named_from_where_one_works_and_from_where_modules_are_found(
-    report, tmp_path, monkeypatch
-):
+def test_paths_are_relative_to_the_folder_or_to_sys_path(report, tmp_path, monkeypatch):
     package = Path(vn.__file__).parent
     monkeypatch.chdir(tmp_path)
     rule = str(package / "quant" / "arrays" / "qarray.py") + ":1"
@@ -91,7 +89,7 @@ def test_files_are_named_from_where_one_works_and_from_where_modules_are_found(
     assert " /elsewhere/f.py:1" in shown
 
 
-def test_the_summary_counts(report):
+def test_the_summary_counts_events_and_bytes(report):
     assert report.summary == (
         "5 primitives had implicit operands. 1 of them materialized 144 bytes (weights only)."
     )
@@ -103,7 +101,7 @@ def test_the_summary_counts(report):
     ("nbytes", "shown"),
     [(1, "1 byte"), (9999, "9,999 bytes"), (10_000, "10 kB"), (2_097_152, "2.1 MB")],
 )
-def test_sizes(nbytes, shown):
+def test_sizes_have_suitable_units(nbytes, shown):
     report = vn.Report((vn.Event("exp", ("W:f32[]",), None, nbytes, "f.py:1"),))
     assert f"materialized {shown} (no weights)" in report.summary
 
@@ -125,7 +123,7 @@ class Rows(html.parser.HTMLParser):
             self.rows[-1][-1] += data.strip()
 
 
-def test_the_page_has_the_rows_and_marks_the_dense_ones(report):
+def test_the_page_has_all_rows_and_marks_dense_ones(report):
     page = Rows()
     page.feed(report.to_html())
     over = "w144 bytes materialized"
@@ -134,7 +132,7 @@ def test_the_page_has_the_rows_and_marks_the_dense_ones(report):
     assert report.summary in report.to_html()
 
 
-def test_a_notebook_shows_the_table(report):
+def test_a_notebook_shows_an_html_table(report):
     page = Rows()
     page.feed(report._repr_html_())
     assert [row[0] for row in page.rows][-2:] == ["dot_general", "exp"]
@@ -142,13 +140,13 @@ def test_a_notebook_shows_the_table(report):
     assert "<table>" in vn.Report(())._repr_html_()
 
 
-def test_the_page_escapes_what_it_shows():
+def test_the_page_escapes_html():
     report = vn.Report((vn.Event("<b>", ("a & b",), None, 1, "<lambda>"),))
     assert "<td>&lt;b&gt;</td><td>a &amp; b</td>" in report.to_html()
     assert "<b>&lt;lambda&gt;</b>" in report.to_html()
 
 
-def test_the_page_has_each_line_with_the_source_around_it(tmp_path):
+def test_the_page_shows_source_around_each_line(tmp_path):
     program = tmp_path / "program.py"
     program.write_text("def f(w):\n    # <-\n    y = w + 1\n    return y\n\n\ndef g(): ...\n")
     event = vn.Event("add", ("W:f32[]",), None, 4, f"{program}:3 (f)")
@@ -156,7 +154,7 @@ def test_the_page_has_each_line_with_the_source_around_it(tmp_path):
     _, _, lines = vn.Report((later, event, event)).to_html().partition('<section id="lines">')
     shown = "1  def f(w):\n2      # &lt;-\n<mark>3      y = w + 1</mark>\n4      return y\n5</pre>"
     assert f"<pre>{shown}" in lines
-    assert lines.index("program.py:3 (f)") < lines.index("program.py:20 (f)")  # that has no source
+    assert lines.index("program.py:3 (f)") < lines.index("program.py:20 (f)")
     assert lines.count("<pre>") == 1
     assert '<td class="number times" data-n="2">2</td>' in lines
     assert "<td>intermediates</td>" in lines.replace(' class="where"', "")
@@ -175,7 +173,7 @@ DIAGONAL = vn.types.Diagonal(arrays.ones(4))
     ],
     ids=["sum", "reflected", "method"],
 )
-def test_what_operators_materialized_before_is_reported(build, primitive, nbytes):
+def test_operators_before_the_call_are_reported(build, primitive, nbytes):
     dense = build()
     for report in (vn.explain(jnp.sin)(dense), vn.explain(lambda x: x + dense)(1.0)):
         (event,) = report.events
@@ -185,12 +183,12 @@ def test_what_operators_materialized_before_is_reported(build, primitive, nbytes
     assert not vn.explain(jnp.sin)(jnp.array(dense)).events  # another array
 
 
-def test_operators_that_materialize_nothing_are_not_reported():
+def test_operators_that_run_a_rule_are_not_reported():
     assert not vn.explain(jnp.sin)(DIAGONAL @ jnp.ones((4, 2))).events
     assert not vn.explain(jnp.sin)(vn.materialise(DIAGONAL)).events
 
 
-def test_a_report_keeps_neither_results_nor_operands_alive():
+def test_a_report_keeps_no_arrays_alive():
     diagonal = vn.types.Diagonal(jnp.ones(4))
     dense = diagonal + KRONECKER
     result, operand = weakref.ref(dense), weakref.ref(diagonal.diagonal)

@@ -1,24 +1,24 @@
-"""What tests share: types to probe with, tables of claims, and how a run is divided.
+"""Shared parts of the tests: array types, tables of claims, and settings of test runs.
 
-contexts          a context of MLIR for many programs
+contexts          one MLIR context for many programs
 arrays            constants of test modules that compile nothing
 array_types       implicit arrays, and when two trees agree
-probes            types that refuse to be dense, or to lose their metadata
-matrix            the table of probes by transformations
-claims            the table of a type's operations by transformations
-implicit_weights  implicit arrays in the place of a layer's weights
+probes            types that cannot be materialized, or must keep their metadata
+matrix            tests of every probe under every transformation
+claims            tests of the operations of a type under every transformation
+implicit_weights  implicit arrays for the weights of a layer
 jax_functions     arguments for every public function of JAX
-meshes            a mesh of eight devices, and values that say how they are cut
+meshes            meshes of eight devices, and values with a sharding
 gguf_files        GGUF files of random blocks
-stored_values     what a QArray stands for, found by NumPy alone
+stored_values     the dense array of a QArray, computed by NumPy alone
 every_type        a value of every array type, in any floating dtype
-fixed_examples    examples of properties that are the same in every run
-annotations       whether they are checked in this run
-policies          what to make of an operand that is made dense
-selection         which cases of each test a run has
+fixed_examples    Hypothesis examples that are the same in every run
+annotations       a skip for runs that check annotations
+policies          policies for operands that are materialized
+selection         the choice of the cases of each test in a run
 durations.json    the seconds of one case of each test that takes long
 environment       the environment variables of a run
-memory            how many workers a run starts, and when they release memory
-plain_english     words that make a text hard to read, and the texts that users see
+memory            the number of workers, and the memory of each
+plain_english     a search for words that make a text hard to read
 optional          skips for libraries that are not installed
 """

@@ -1,9 +1,12 @@
-"""Runs in which annotations are checked: there what is no argument at all is refused by its own."""
+"""Skip tests of our error messages in runs that check annotations.
+
+There, the annotation checker rejects an argument of the wrong type before our code sees it.
+"""
 
 import jaxtyping
 import pytest
 
 ARE_CHECKED = not jaxtyping.config.jaxtyping_disable
 
-#: Of a test of our words for an argument of another type than is annotated.
-unless_checked = pytest.mark.skipif(ARE_CHECKED, reason="refused by its annotation before")
+#: The mark of a test of our message for an argument whose type contradicts its annotation.
+unless_checked = pytest.mark.skipif(ARE_CHECKED, reason="the annotation checker rejects it first")

@@ -1,4 +1,4 @@
-"""Implicit arrays for the tests: what each stands for, and one that refuses to be dense."""
+"""Implicit array types for the tests, makers of random values, and `assert_close`."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ import veneer as vn
 
 
 class Lora(vn.ImplicitArray):
-    """A dense or an implicit weight and a low-rank update of it."""
+    """A dense or implicit weight with a low-rank update."""
 
     w: jax.Array | vn.ImplicitArray  # [..., in, out]
     a: jax.Array  # [..., in, rank]
@@ -31,7 +31,7 @@ def _(x: vn.ArrayLike, w: Lora, *, dimension_numbers, **params):
 
 
 class Diagonal(vn.ImplicitArray):
-    """A matrix with nothing beside its diagonal."""
+    """A diagonal matrix."""
 
     diagonal: jax.Array  # [..., n]
 
@@ -47,7 +47,7 @@ def _(x: vn.ArrayLike, w: Diagonal, *, dimension_numbers, **params):
 
 
 class Normed(vn.ImplicitArray):
-    """An array of norm 1, all of whose entries depend on each other."""
+    """An array of norm 1. Each entry depends on all others, so it cannot be batched by leaf."""
 
     x: jax.Array  # [...]
     batch_transparent = False
@@ -57,7 +57,7 @@ class Normed(vn.ImplicitArray):
 
 
 class Tagged(vn.ImplicitArray):
-    """A dense array with a label, which refuses to lose it."""
+    """A dense array with a label. It cannot be materialized, because that would lose the label."""
 
     x: jax.Array  # [...]
     label: str = vn.static(default="")
@@ -70,7 +70,7 @@ class Tagged(vn.ImplicitArray):
 
 
 class OneHot(vn.ImplicitArray):
-    """A vector with one entry that is not zero, which refuses to store the others."""
+    """A vector with one nonzero entry. It cannot be materialized."""
 
     value: jax.Array  # []
     index: int = vn.static()
@@ -92,7 +92,7 @@ def _(x: vn.ArrayLike | vn.ImplicitArray, y: OneHot, *, dimension_numbers, **par
 
 
 class Metres(vn.ImplicitArray):
-    """A length to some power, whose dense form is a bare number."""
+    """A power of a length. Its dense array has no unit."""
 
     x: jax.Array  # [...]
     power: int = vn.static(default=1)
@@ -130,9 +130,9 @@ def _(x: Tagged | vn.ArrayLike, y: Tagged | vn.ArrayLike, **params):
 
 
 def lora(key: jax.Array, shape: tuple[int, ...] = (6, 6), rank: int = 2) -> Lora:
-    """A random one; leading axes are batch axes."""
+    """Return a random `Lora`. The leading axes of `shape` are batch axes."""
     *batch, m, n = shape
-    random = np.random.default_rng(np.asarray(jax.random.key_data(key)))  # which compiles nothing
+    random = np.random.default_rng(np.asarray(jax.random.key_data(key)))  # compiles nothing
     normal = lambda *shape: random.standard_normal(shape, np.float32)
     parts = normal(*shape) / 2, normal(*batch, m, rank), normal(*batch, rank, n)
     return Lora(*jax.device_put(parts), scale=0.5)
@@ -144,7 +144,7 @@ def by_numpy(w: Lora) -> np.ndarray:
 
 
 def quantized(qtype: str, tile: int | None):
-    """A maker of random quantised matrices, tiled along the contracting axis."""
+    """Return a maker of random quantized matrices, tiled along the contracted axis."""
 
     def make(key: jax.Array, shape: tuple[int, ...] = (6, 6)) -> vn.quant.QArray:
         contracting = len(shape) - 2
@@ -157,12 +157,12 @@ def quantized(qtype: str, tile: int | None):
 
 
 def lora_of_int8(key: jax.Array, shape: tuple[int, ...] = (6, 6)) -> Lora:
-    """A low-rank update of a quantised weight, as QLoRA trains."""
+    """Return a quantized weight with a low-rank update, as in QLoRA."""
     update = lora(key, shape)
     return Lora(quantized("int8", None)(key, shape), update.a, update.b, scale=0.5)
 
 
-# Each makes a random [..., m, n] array from a key and a shape.
+# Functions that make a random [..., m, n] array from a key and a shape.
 MAKERS = {
     "lora": lora,
     "int8": quantized("int8", None),
@@ -173,7 +173,7 @@ MAKERS = {
 
 
 def assert_close(actual, expected, tol: float = 1e-5) -> None:
-    """Trees that stand for the same arrays, of the same shapes and dtypes."""
+    """Check that two trees have the same structure, shapes and dtypes, and close dense arrays."""
     actual, expected = vn.materialise(actual), vn.materialise(expected)
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):

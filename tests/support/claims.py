@@ -1,8 +1,8 @@
-"""Claims of the array types: what an operation gives, and of which type, in every transformation.
+"""Test claims about operations of array types under every transformation.
 
-A claim is a function of some operands. It is run with `vn.implicit`, and with `dense`, which makes
-the operands dense at that very place, under each of the transformations; the two must agree. Unless
-it says so, nothing may be made dense on the way.
+A claim is a function of some operands. Under each transformation, it runs with `vn.implicit` and
+with `dense`, which materializes the operands at the same point. The results must agree. Unless the
+claim allows it, no operand may be materialized.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ VALUES = {"is_leaf": lambda x: isinstance(x, vn.Value)}
 
 
 class Draw:
-    """Random arrays to make operands of: of some batch axes, size `n`, and dtype.
+    """A source of random arrays with given batch axes, size `n` and dtype.
 
     `draw(m, n)` is a normal array of shape `[*batch, m, n]`; `draw.positive(n)` is in [0.5, 1.5).
     """
@@ -33,7 +33,7 @@ class Draw:
 
     @property
     def key(self) -> jax.Array:
-        """A key, another each time."""
+        """A new random key at each access."""
         self._count += 1
         return jax.random.fold_in(self._key, self._count)
 
@@ -48,7 +48,7 @@ Maker = Callable[[Draw], Any]
 
 
 def undress(tree: Any) -> Any:
-    """The dense arrays that a tree stands for; of a label that refuses, the array it holds."""
+    """Materialize a tree. A type that cannot be materialized gives its only leaf."""
 
     def dense(x: Any) -> Any:
         if not isinstance(x, vn.Value):
@@ -63,24 +63,24 @@ def undress(tree: Any) -> Any:
 
 
 def dense(function: Callable) -> Callable:
-    """What `implicit(function)` must agree with."""
+    """Return a function that materializes its arguments and calls `function`."""
     return lambda *args: function(*undress(args))
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A function of operands that are made of a `Draw`, and the type of its result.
+    """A function of random operands, and the type of its results.
 
     **Arguments:**
 
     - `run`: the function.
-    - `operands`: what makes each of its operands.
+    - `operands`: a function from a `Draw` to an operand, for each operand.
     - `kept`: the type of every result, as a class; None for dense arrays.
-    - `made_dense`: whether an operand is made dense, as `vn.explain` then shows.
-    - `sizes`: further sizes `n` at which it holds, beside 4.
-    - `dtypes`: further dtypes in which it holds, beside float32.
-    - `tolerance`: of results, relative to the largest, in units of the dtype's epsilon.
-    - `without`: transformations that do not apply, with the reason in a comment beside.
+    - `made_dense`: whether an operand may be materialized.
+    - `sizes`: sizes `n` to test, besides 4.
+    - `dtypes`: dtypes to test, besides float32.
+    - `tolerance`: the allowed error, in units of the epsilon of the dtype times the largest result.
+    - `without`: transformations that do not apply. A comment gives the reason.
     """
 
     run: Callable
@@ -97,13 +97,13 @@ class Claim:
 
 
 def scalar(tree: Any) -> jax.Array:
-    """A number that depends on every entry."""
+    """Return a scalar that depends on every entry of a tree."""
     leaves = jax.tree.leaves(undress(tree))
     return sum((jnp.sin(x.astype(jnp.float32)).sum() for x in leaves), jnp.float32(0))
 
 
 def floats(operands: Sequence[Any]) -> tuple[int, ...]:
-    """The operands by which a program can be differentiated."""
+    """Return the indices of the operands that a program can be differentiated with respect to."""
     differentiable = lambda x: jnp.issubdtype(jnp.result_type(x), jnp.inexact)
     return tuple(i for i, x in enumerate(operands) if any(map(differentiable, jax.tree.leaves(x))))
 
@@ -112,8 +112,8 @@ def _grad(function: Callable, operands: Sequence[Any]) -> Callable:
     return jax.grad(lambda *xs: scalar(function(*xs)), floats(operands), allow_int=True)
 
 
-# Of a transform m, which is vn.implicit or `dense`, a function f, and operands (*x, stacks *xs).
-# What is not about eager calls is compiled as one: eagerly, each operation would be for itself.
+# Functions of a transform m (vn.implicit or `dense`), a function f, operands x and stacks xs. All
+# but the first compile the whole program, which is faster than eager operations.
 TRANSFORMATIONS: dict[str, Callable] = {
     "implicit": lambda m, f, x, xs: m(f)(*x),
     "jit of implicit": lambda m, f, x, xs: jax.jit(m(f))(*x),
@@ -131,7 +131,7 @@ TRANSFORMATIONS: dict[str, Callable] = {
 
 
 def scalar_of_arrays(tree: Any) -> jax.Array:
-    """`scalar`, as a program that knows nothing of implicit arrays."""
+    """Return the same scalar as `scalar`, without a reference to implicit arrays."""
     return sum(
         (jnp.sin(x.astype(jnp.float32)).sum() for x in jax.tree.leaves(tree)), jnp.float32(0)
     )
@@ -142,12 +142,12 @@ def _of_structured(claim: Claim) -> Callable:
     return lambda f: vn.implicit(f, on_materialise=policy)
 
 
-# A derivative by the dense array is dense, so what a type keeps of its structure does not apply.
+# A derivative with respect to the dense array is dense, so these results have no special type.
 _BY_THE_DENSE = ("implicit of grad",)
 
 
 def claims(table: Mapping[str, Claim]) -> tuple[Callable, Callable]:
-    """The tests of a table of claims: under transformations, and over sizes and dtypes."""
+    """Return two tests of a table of claims: under transformations, and over sizes and dtypes."""
     grid = [
         pytest.param(claim, how, id=f"{name}-{how}")
         for name, claim in table.items()
@@ -160,7 +160,7 @@ def claims(table: Mapping[str, Claim]) -> tuple[Callable, Callable]:
         run, x, xs = TRANSFORMATIONS[how], claim.make(), claim.make(batch=(3,))
         m = vn.implicit if how in _BY_THE_DENSE else _of_structured(claim)
         out = run(m, claim.run, x, xs)
-        # The reference is the program of dense arrays, compiled, whichever way the other is run.
+        # The reference is always compiled.
         reference = TRANSFORMATIONS["jit of implicit"] if how == "implicit" else run
         assert_agrees(out, reference(dense, claim.run, x, xs), claim)
         if "grad" not in how:
@@ -184,7 +184,7 @@ def claims(table: Mapping[str, Claim]) -> tuple[Callable, Callable]:
 
 
 def check_kept(out: Any, claim: Claim) -> None:
-    """That every result is of the type that is claimed."""
+    """Check that every result has the claimed type."""
     for x in jax.tree.leaves(out, **VALUES):
         if claim.kept is None:
             assert not isinstance(x, vn.Value), f"{x!r} is claimed to be dense"
@@ -193,7 +193,7 @@ def check_kept(out: Any, claim: Claim) -> None:
 
 
 def assert_agrees(out: Any, expected: Any, claim: Claim) -> None:
-    """Trees of types are compared as they are where both are such, and else by what they mean."""
+    """Compare the leaves of two trees, or their dense arrays if the structures differ."""
     for x in (out, expected):
         assert not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(x))
     if jax.tree.structure(out) != jax.tree.structure(expected):
@@ -212,6 +212,6 @@ def assert_agrees(out: Any, expected: Any, claim: Claim) -> None:
 
 
 def _in_double(x: Any) -> np.ndarray:
-    # By NumPy: for each shape, jax.numpy would compile each function.
+    # NumPy, because jax.numpy would compile each function for each shape.
     wide = "complex128" if jnp.issubdtype(jnp.result_type(x), jnp.complexfloating) else "float64"
     return np.asarray(x).astype(wide)

@@ -1,4 +1,4 @@
-"""A value of every array type, in any floating dtype and with any leading axes."""
+"""Make a value of every array type, in any floating dtype and with any leading axes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ Lead = tuple[int, ...]
 
 
 class Arrays:
-    """Random arrays `[*lead, ...]` of a dtype: with entries in [0.5, 1.5), and some of them 0."""
+    """A source of random arrays `[*lead, ...]` of a dtype, with entries in [0.5, 1.5)."""
 
     def __init__(self, lead: Lead, dtype: Any):
         self.lead, self.dtype = lead, jnp.dtype(dtype)
@@ -39,7 +39,7 @@ def _quantized(qtype: str, **how: Any) -> Callable[[Arrays], Any]:
     return lambda a: vn.quant.quantize(a(4, 4), qtype, **how)
 
 
-#: By name, what makes a value `[*lead, 4, 4]`; keys alone are `[*lead]`.
+#: A function that makes a value `[*lead, 4, 4]` of each type. A PRNGKey has the shape `[*lead]`.
 EVERY_TYPE: dict[str, Callable[[Arrays], Any]] = {
     "Banded": lambda a: T.Banded(a(3, 4), 2, 0),
     "BlockDiagonal": lambda a: T.BlockDiagonal(a(2, 2, 2)),
@@ -84,12 +84,12 @@ EVERY_TYPE: dict[str, Callable[[Arrays], Any]] = {
 
 
 def value(name: str, lead: Lead = (), dtype: Any = "float32") -> Any:
-    """A value of a type, the same each time."""
+    """Return a value of a type, the same at each call."""
     return EVERY_TYPE[name](Arrays(lead, dtype))
 
 
 def plain(tree: Any) -> Any:
-    """The dense arrays that a tree stands for; of types that refuse, what their leaves say."""
+    """Materialize a tree. Types that cannot be materialized give the array inside."""
 
     def dense(x: Any) -> Any:
         if isinstance(x, T.Masked):

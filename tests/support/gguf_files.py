@@ -1,4 +1,4 @@
-"""GGUF files of random blocks, and what is in them."""
+"""Make random blocks for GGUF files, and read GGUF files."""
 
 import jax
 import numpy as np
@@ -34,14 +34,14 @@ METADATA = {
     "arrays": [np.arange(2, dtype=np.uint8), np.zeros(0, np.uint8)],
 }
 
-# How many heads queries and keys have.
+# The numbers of heads of queries and keys.
 HEADS = {"llama.attention.head_count": 4, "llama.attention.head_count_kv": 2}
 
 DENSE = {dtype.name: np.arange(6).astype(dtype).reshape(2, 3) for _, dtype in DENSE_TYPES.values()}
 
 
 def blocks_of(name, *shape, seed=0):
-    """A QArray of a type's random blocks, its values of `shape`."""
+    """Return a QArray of a shape, made of random blocks of a GGUF type."""
     row = next(row for row in BLOCK_TYPES.values() if row.name == name)
     rows = int(np.prod(shape[:-1]))
     blocks = np.random.default_rng(seed).integers(

@@ -1,4 +1,4 @@
-"""Implicit arrays in the place of a layer's weights, of any shape."""
+"""Make implicit arrays for the weights of a layer, of any shape."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -20,7 +20,7 @@ def nf4(w: jax.Array, in_ndim: int = 1) -> vn.quant.QArray:
 
 
 def lora(w: jax.Array | vn.ImplicitArray, in_ndim: int = 1) -> LoraArray:
-    """An update that is not zero: the first `in_ndim` axes of the weight come in."""
+    """Return a weight with a nonzero update. Its first `in_ndim` axes are the input axes."""
     new = LoraArray.init(
         w, 2, key=jax.random.key(0), alpha=1.0, in_ndim=in_ndim, out_ndim=w.ndim - in_ndim
     )
@@ -35,7 +35,7 @@ WEIGHTS = (int8, nf4, lora, qlora)
 
 
 def cases(layers: Iterable[str]) -> list[Any]:
-    """Each layer with each kind of weight, of which a vector has no update of low rank."""
+    """Return each layer with each kind of weight. A vector (LayerNorm) has no low-rank update."""
     return [
         pytest.param((name, make), id=f"{name}-{make.__name__}")
         for name in layers

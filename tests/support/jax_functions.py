@@ -1,4 +1,4 @@
-"""Arguments for every public function of JAX that takes arrays, and why some have none."""
+"""Example arguments for every public function of JAX that takes arrays."""
 
 import inspect
 import io
@@ -29,7 +29,7 @@ FUNCTIONS = {
 class Example(NamedTuple):
     args: tuple
     kwargs: dict[str, Any]
-    make: Callable = lambda function: function  # what is called, of the public function
+    make: Callable = lambda function: function  # returns a callable from the public function
 
 
 def ex(*args, **kwargs):
@@ -39,7 +39,7 @@ def ex(*args, **kwargs):
 
 
 def over_axis(*args, **kwargs):
-    """A collective, over an axis of size 3."""
+    """Return an example of a collective over an axis of size 3."""
     named = lambda f: jax.vmap(lambda x: f(x, "i", *args, **kwargs), axis_name="i")
     return ex(X[None] + X[:, None])._replace(make=named)
 
@@ -56,7 +56,7 @@ IMAGES = X.reshape(1, 1, 3, 3)
 INDEX = np.array([2, 0])
 FIRST, LAST = INDEX[1, ...], INDEX[0, ...]  # arrays without axes
 
-# Functions to which a guess by the number of required arguments (X, then Y) does not do.
+# Functions that cannot be called with X, or with X and Y if they require two arguments.
 EXAMPLES: dict[str, Example] = {}
 
 
@@ -308,7 +308,7 @@ examples(
     scaled_dot_general=ex(X[None], Y[None], (((2,), (2,)), ((0,), (0,)))),
 )
 
-# Results that depend on shapes and dtypes alone, and so are no more implicit than those are.
+# Functions whose results depend only on shapes and dtypes, so the results are not implicit.
 STATIC = """
     lax.dce_sink lax.dtype lax.full_like numpy.diag_indices_from numpy.empty_like
     numpy.full_like numpy.iscomplexobj numpy.isrealobj numpy.isscalar numpy.iterable numpy.ndim
@@ -316,7 +316,7 @@ STATIC = """
     numpy.triu_indices_from numpy.zeros_like
 """.split()
 
-# Not called, with the reason.
+# Functions that the tests do not call, with the reason.
 LISTED: dict[str, str] = {}
 
 
@@ -351,7 +351,7 @@ listed("takes shapes", "numpy.fft", "fftfreq rfftfreq")
 listed("takes options", "nn", "get_scaled_dot_general_config")
 listed("JAX has it on no CPU", "nn", "scaled_matmul")
 
-# What needs the numbers themselves, in Python, and so refuses with a type that has none to give.
+# Functions that need the values in Python. They raise for a type that cannot be materialized.
 NEEDS_VALUES = {
     "numpy.array_repr": ex(X),
     "numpy.array_str": ex(X),

@@ -1,8 +1,8 @@
-"""The matrix of probe types and transformations: what a cell is, and what it must agree with.
+"""Test each probe type under each transformation: the matrix of probes and cells.
 
-A cell is a program that uses `m.implicit` somewhere. It is run twice: with `vn.implicit`, and with
-`dense`, which makes the operands dense at that very place. So a derivative that is taken outside is
-one with respect to the leaves in both, and one that is taken inside is not in either.
+A cell is a program that calls `m.implicit`. It runs twice: with `vn.implicit`, and with `dense`,
+which materializes the operands at the same point. So in both runs, a derivative taken outside is
+with respect to the leaves, and a derivative taken inside is with respect to the dense array.
 """
 
 from collections.abc import Callable, Iterable
@@ -23,13 +23,13 @@ VALUES = {"is_leaf": lambda x: isinstance(x, vn.Value)}
 
 
 def plain(tree: Any) -> Any:
-    """The dense arrays that a tree stands for; of a type that refuses, the arrays it wraps."""
+    """Materialize a tree. Types that cannot be materialized give the array inside."""
     refuses = lambda x: isinstance(x, Opaque | Quantity)
     return jax.tree.map(lambda x: bare(x) if refuses(x) else vn.materialise(x), tree, **VALUES)
 
 
 def dense(function: Callable) -> Callable:
-    """What `implicit(function)` must agree with."""
+    """Return a function that materializes its arguments and calls `function`."""
     return lambda *args: function(*plain(args))
 
 
@@ -40,14 +40,14 @@ has_unit = lambda **exponents: lambda x: getattr(x, "unit", ()) == unit(**expone
 
 @dataclass(frozen=True)
 class Probe:
-    """A type, and a program of it.
+    """A type, and a program for its values.
 
-    `kinds` says what type a result has that is a step's result ("c"), the loss, or a derivative of
-    the loss by the value or by the carry.
+    `kinds` maps a kind of result to a check of its type. The kinds are the result of a step ("c"),
+    the loss, and derivatives of the loss with respect to the value or the carry.
     """
 
-    make: Callable  # a value, of a key and a shape [..., N, N]
-    wrap: Callable = lambda x: x  # the carry, of an array
+    make: Callable  # makes a value from a key and a shape [..., N, N]
+    wrap: Callable = lambda x: x  # makes a carry from an array
     step: Callable = lambda c, w: jnp.tanh(c @ w)  # [N, N], [N, N] -> [N, N]
     loss_of: Callable = lambda y, c: jnp.sin(y).sum()
     kinds: dict[str, Callable] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class Probe:
         return self.loss_of(self.step(c, w), c)
 
     def check_kind(self, kind: str, results: Any) -> None:
-        """That results are of the type that their kind is of, metadata included."""
+        """Check that results have the type of their kind, including metadata."""
         metadata = jax.tree.structure(self.make(jax.random.key(0), (N, N)))
         same = lambda x: jax.tree.structure(x) == metadata
         is_right = same if kind == "w" else self.kinds.get(kind, is_dense)
@@ -96,7 +96,7 @@ PROBES = {
 
 
 def of(make: Callable) -> Callable:
-    """A maker of values, from one of a function that draws arrays with the leading axes."""
+    """Return a maker of values. `make` gets a function that draws arrays with the leading axes."""
 
     def value(key: jax.Array, shape: tuple[int, ...]) -> Any:
         lead, count = shape[:-2], iter(range(100))
@@ -106,8 +106,8 @@ def of(make: Callable) -> Callable:
     return value
 
 
-# The types that the package offers, in a program that multiplies by them. Those of other kinds,
-# which no program of a matmul could tell from their leaf, have claims of their own.
+# The public types, in a program that multiplies by them. Types that a matmul cannot tell from their
+# leaf are tested by claims instead.
 T = vn.types
 TYPES = {
     "LoraArray": Probe(of(lambda a: T.LoraArray(a(N, N), a(N, 2), a(2, N), scale=0.5))),
@@ -137,7 +137,7 @@ TYPES = {
 
 
 class Operands:
-    """What a cell is made of: the transform, the probe's program, and its operands."""
+    """The input of a cell: the transform, the program of the probe, and its operands."""
 
     def __init__(self, name: str, implicit: Callable):
         probe = (PROBES | TYPES)[name]
@@ -150,12 +150,12 @@ class Operands:
         self.w = probe.make(value, (N, N))
         self.ws = probe.make(value, (2, N, N))
 
-    # `wrap` and `unwrap` are for cells that call the transform inside of a loop of JAX's own, whose
-    # carry is an array.
+    # Cells that call the transform inside a loop of JAX need an array as carry, so they use `wrap`
+    # and `unwrap`.
     unwrap = staticmethod(plain)
 
     def scalar(self, function: Callable) -> Callable:
-        """The function under the transform, with results that JAX can differentiate."""
+        """Return the transformed function, with materialized results that JAX can differentiate."""
         return lambda *args: plain(self.implicit(function)(*args))
 
 
@@ -165,7 +165,7 @@ operands = cache(Operands)
 @dataclass(frozen=True)
 class Cell:
     run: Callable[[Operands], Any]
-    kinds: Any  # the kinds of the results, a tree prefix of them; None for any
+    kinds: Any  # a tree prefix of the results with their kinds; None allows any type
 
 
 def cells(kinds: Any, table: dict[str, Callable[[Operands], Any]]) -> dict[str, Cell]:
@@ -174,14 +174,14 @@ def cells(kinds: Any, table: dict[str, Callable[[Operands], Any]]) -> dict[str, 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why JAX cannot do a cell, and what is said of it."""
+    """A cell that JAX cannot run: the reason, and the error message."""
 
     reason: str
     message: str
-    of_dense_too: bool  # whether JAX refuses the dense program in the same words
+    of_dense_too: bool  # whether the dense program raises the same error
 
 
-# One of each kind: metadata, leaves that are trained, codes, and types in types.
+# One probe for metadata, trained leaves, codes, and types inside types.
 KINDS = ("opaque", "quantity", "lora", "int4", "lora of int8", "doubly scaled")
 OTHERS = tuple(name for name in PROBES if name not in KINDS)
 
@@ -192,7 +192,7 @@ def matrix(
     *,
     refused: dict[tuple[str, str], Refusal] | None = None,
 ) -> Callable:
-    """The test of a table of cells, but for those that are refused."""
+    """Return a test of a table of cells. Cells in `refused` must raise."""
     grid = [
         pytest.param(cell, probe, (refused or {}).get((name, probe)), id=f"{name}-{probe}")
         for name, cell in cells.items()
@@ -217,7 +217,7 @@ def matrix(
 
 
 def assert_same(out: Any, expected: Any) -> None:
-    """Trees of types are compared as they are where both are such, and else by what they mean."""
+    """Compare the leaves of two trees, or their dense arrays if the structures differ."""
     for x in (out, expected):
         assert not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(x))
     if jax.tree.structure(out) != jax.tree.structure(expected):
@@ -226,6 +226,6 @@ def assert_same(out: Any, expected: Any) -> None:
     for x, y in zip(jax.tree.leaves(out), jax.tree.leaves(expected), strict=True):
         assert (jnp.shape(x), jnp.result_type(x)) == (jnp.shape(y), jnp.result_type(y))
         if jnp.result_type(x) != jax.dtypes.float0:
-            # Sums in another order: the error is one of the largest terms.
+            # Sums may run in another order, so the error is relative to the largest entry.
             tolerance = 2e-5 * max(1.0, float(jnp.max(jnp.abs(y), initial=0.0)))
             assert jnp.allclose(x, y, rtol=0, atol=tolerance), (x, y)

@@ -17,7 +17,7 @@ STEP = 80_000_000
 
 
 def resident_bytes():
-    """Return the resident bytes of this process, or 0 where the system does not tell."""
+    """Return the resident bytes of this process, or 0 if the system does not report them."""
     with suppress(OSError):
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
@@ -33,14 +33,14 @@ def peak_bytes():
 
 
 def available_bytes():
-    """Return the bytes that new processes may use, or None where the system does not tell."""
+    """Return the bytes that new processes may use, or None if the system does not report them."""
     limits = []
     with suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
         available = next(line for line in lines if line.startswith("MemAvailable:"))
         limits.append(int(available.split()[1]) * 1024)
     container = Path("/sys/fs/cgroup")
-    with suppress(OSError, ValueError):  # memory.max is "max" where there is no limit
+    with suppress(OSError, ValueError):  # memory.max is "max" without a limit
         limit = int((container / "memory.max").read_text())
         limits.append(limit - int((container / "memory.current").read_text()))
     with suppress(OSError, ValueError, AttributeError):

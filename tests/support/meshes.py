@@ -1,4 +1,4 @@
-"""A mesh of 2 x 4 devices, and values that say how they are cut over it."""
+"""Meshes of 2 x 4 devices, values with a sharding, and a check of sharded programs."""
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +19,11 @@ EXPLICIT = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Explicit,) * 2
 KEY = arrays.key(0)
 X = arrays.normal(4, 8)
 
-TOLERANCE = 1e-4  # sums are taken in another order on each number of devices
+TOLERANCE = 1e-4  # each number of devices adds the terms of a sum in another order
 
 
 class ColumnLora(Lora):
-    """A low-rank update that says how its leaves are cut."""
+    """A low-rank update with shardings for its leaves."""
 
     def partition(self, spec, shape):
         *batch, m, n = spec
@@ -53,7 +53,7 @@ WAYS = {
 
 
 def check(f, *operands, ways=("jit outside",), events=()):
-    """`f` on values agrees with `f` on dense arrays; the primitives in `events` make it dense."""
+    """Check `f` against dense arrays, and that only the primitives in `events` have no rule."""
     expected = jax.jit(f)(*vn.materialise(operands))
     outs = [WAYS[way](f)(*operands) for way in ways]
     for out in outs:
@@ -68,7 +68,7 @@ def matmul(x, w):
 
 
 class Stated(vn.ImplicitArray):
-    """One whose stated aval says nothing of shardings, nor of varying along mesh axes."""
+    """A type whose `aval` has no sharding and no varying manual axes."""
 
     x: jax.Array  # [...]
 
@@ -83,5 +83,5 @@ class Stated(vn.ImplicitArray):
 
 
 def put(x, *spec):
-    """An array, or a value leaf by leaf, sharded over the explicit mesh."""
+    """Shard an array, or the leaves of a value, over the explicit mesh."""
     return vn.implicit(lambda x: jax.device_put(x, NamedSharding(EXPLICIT, P(*spec))))(x)

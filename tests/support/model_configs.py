@@ -1,4 +1,4 @@
-"""Models by their `config.json`: three that the pages plan, and a small one."""
+"""The `config.json` of models: three from the documentation, and a small one."""
 
 import json
 from pathlib import Path
@@ -17,5 +17,5 @@ SMALL = {
 
 
 def config(name: str) -> dict[str, Any]:
-    """What the config of a model says."""
+    """Return the config of a model."""
     return json.loads((CONFIGS / f"{name}.json").read_text("utf-8"))

@@ -1,8 +1,8 @@
-"""Breaks the package, a line at a time, and says which of the breaks `make test` catches.
+"""Break the package, one line at a time, and report which breaks `make test` catches.
 
     python tests/support/mutations.py                  # all, from the environment of make setup
-    python tests/support/mutations.py -k numba         # those whose text or tests have this
-    python tests/support/mutations.py --check          # only that each text is there, and once
+    python tests/support/mutations.py -k numba         # those whose text or tests contain it
+    python tests/support/mutations.py --check          # check that each text occurs once
 
 Each mutation is made in a copy of the project. The tests that are most likely to catch it run
 first, and all others only if those pass. The exit status is 0 if at most three mutations survive.
@@ -22,14 +22,14 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 
-#: As many may survive.
+#: The number of mutations that may survive.
 SURVIVORS = 3
 
 
 class Mutation(NamedTuple):
-    """A text that is somewhere in the package, once; what takes its place; and tests to try first.
+    """A text that occurs once in the package, its replacement, and the tests to try first.
 
-    Found by the text alone: a module may move.
+    It has no path, because a module may move.
     """
 
     old: str
@@ -38,7 +38,7 @@ class Mutation(NamedTuple):
 
 
 MUTATIONS = [
-    # The heart.
+    # The core.
     Mutation(
         "return not says_no and all(map(_transparent, tree.children()))",
         "return all(map(_transparent, tree.children()))",
@@ -75,7 +75,7 @@ MUTATIONS = [
         "both[len(both) // 2 :])\n        moved",
         "transforms/test_custom_derivatives.py transforms/matrix",
     ),
-    # Quantisation.
+    # Quantization.
     Mutation(
         "exponent - (fraction == 0.5)",
         "exponent - (fraction > 0.5)",
@@ -182,16 +182,16 @@ MUTATIONS = [
 
 
 def found_in(root: Path, mutation: Mutation) -> Path:
-    """The module that has the text, which must be there once."""
+    """Return the module with the text of a mutation. The text must occur exactly once."""
     counts = {p: p.read_text("utf-8").count(mutation.old) for p in (root / "src").rglob("*.py")}
     where = [path for path, count in counts.items() for _ in range(count)]
     if len(where) != 1:
-        raise SystemExit(f"{len(where)} times in src, and not once: {mutation.old!r}")
+        raise SystemExit(f"found {len(where)} times in src instead of once: {mutation.old!r}")
     return where[0]
 
 
 def is_caught(copy: Path, mutation: Mutation) -> str | None:
-    """What tests caught it: its own, or all; None if none did."""
+    """Return "its tests" or "all tests", whichever caught a mutation, or None."""
     path = found_in(copy, mutation)
     text = path.read_text("utf-8")
     path.write_text(text.replace(mutation.old, mutation.new), "utf-8")
@@ -206,7 +206,7 @@ def is_caught(copy: Path, mutation: Mutation) -> str | None:
 
 
 def failures(copy: Path, paths: list[str]) -> str | None:
-    """What pytest says of quick tests of the copy, or None if they pass; the first ends them."""
+    """Run the quick tests of a copy. Return the output up to the first failure, or None."""
     environment = os.environ | {
         "CI": "true",
         "PYTHONPATH": str(copy / "src"),
@@ -214,7 +214,7 @@ def failures(copy: Path, paths: list[str]) -> str | None:
     }
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *paths]
     done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
-    # The status is 5 if a quick run has none of these tests, and negative if a test crashed.
+    # The status is 5 if a quick run skips all of these tests, and negative if a test crashed.
     if done.returncode not in (0, 1, 2, 3, 5) and done.returncode > 0:
         raise SystemExit(f"pytest did not run:\n{done.stdout}\n{done.stderr}")
     return None if done.returncode in (0, 5) else done.stdout[-2000:]
@@ -222,25 +222,25 @@ def failures(copy: Path, paths: list[str]) -> str | None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("-k", default="", help="only those whose text or tests have this")
-    parser.add_argument("--jobs", type=int, default=1, help="how many to try at a time")
-    parser.add_argument("--check", action="store_true", help="only look for the texts")
+    parser.add_argument("-k", default="", help="only mutations whose text or tests contain this")
+    parser.add_argument("--jobs", type=int, default=1, help="how many mutations to try in parallel")
+    parser.add_argument("--check", action="store_true", help="only check that the texts exist")
     options = parser.parse_args()
     chosen = [m for m in MUTATIONS if options.k in f"{m.old} {m.tests}"]
     for mutation in chosen:
         found_in(ROOT, mutation)
     if options.check:
-        print(f"each of {len(chosen)} texts is there, and once")
+        print(f"each of {len(chosen)} texts occurs once")
         return 0
     with tempfile.TemporaryDirectory() as folder:
         copies: Queue[Path] = Queue()
         unneeded = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", ".hypothesis")
         for job in range(options.jobs):
-            copy = Path(folder) / str(job) / "copy"  # tests look for the name of the package
+            copy = Path(folder) / str(job) / "copy"  # tests read the name of the folder
             shutil.copytree(ROOT, copy, ignore=unneeded)
             copies.put(copy)
-        if said := failures(copy, []):
-            raise SystemExit(f"the quick tests fail with nothing broken:\n{said}")
+        if output := failures(copy, []):
+            raise SystemExit(f"the quick tests fail without a mutation:\n{output}")
         with ThreadPoolExecutor(options.jobs) as pool:
             caught = sum(pool.map(lambda mutation: try_mutation(copies, mutation), chosen))
     print(f"{caught} of {len(chosen)} caught")

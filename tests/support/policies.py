@@ -1,18 +1,18 @@
-"""What tests make of an operand that is made dense.
+"""Policies for operands that are materialized.
 
-The products here are small. So no kernel serves them, and the way that their rule goes makes floats
-of all codes; what is asked is whether a rule fits.
+The products in the tests are too small for a kernel, so their rules convert all codes to floats.
+The tests therefore check only whether a rule fits.
 """
 
 import veneer as vn
 
 
 def only_by_rules(event):
-    """Refuses what no rule fits, and allows what the way of a rule makes dense: small products."""
+    """Raise for a primitive without a rule. Allow operands that a rule materializes."""
     if event.rule is None:
         raise vn.MaterialiseError(str(event))
 
 
 def without_rule(report):
-    """The events of a report in which no rule fitted."""
+    """Return the events of a report in which no rule fitted."""
     return [event for event in report.events if event.rule is None]

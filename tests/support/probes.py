@@ -1,4 +1,4 @@
-"""Types that show what an ordinary one lets pass: a fallback to dense, or metadata that is lost."""
+"""Array types that make two mistakes visible: a silent fallback to dense, and lost metadata."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ from veneer._jax.primitives import find_primitive
 
 
 class Opaque(vn.ImplicitArray):
-    """An array that refuses to be dense. Every first-order primitive has a rule for it."""
+    """An array that cannot be materialized. Every first-order primitive has a rule for it."""
 
     x: jax.Array  # [...]
 
@@ -23,14 +23,14 @@ class Opaque(vn.ImplicitArray):
         raise RuntimeError("Opaque refuses to be dense")
 
 
-# These contain programs, or make and use what is no array (tokens, references).
+# These primitives contain programs, or use tokens or references.
 HIGHER_ORDER = """
     call_p closed_call_p cond_p custom_jvp_call_p custom_lin_p custom_vjp_call_p jit_p
     linear_solve_p remat_p scan_p while_p after_all_p create_token_p dce_sink_p empty2_p get_p
     swap_p
 """.split()
 
-# JAX lists these nowhere, though its public functions bind them.
+# Public functions of JAX bind these primitives, but no public module lists them.
 UNLISTED = """
     cholesky_update lu_pivots_to_permutation ormqr ragged_dot_general random_unwrap random_wrap
     reduce_scatter scaled_dot symmetric_product
@@ -59,11 +59,11 @@ for _primitive in FIRST_ORDER:
     _leaf_by_leaf(_primitive)
 
 
-Unit = tuple[tuple[str, float], ...]  # a base unit and its exponent, sorted, none of them zero
+Unit = tuple[tuple[str, float], ...]  # pairs of a base unit and a nonzero exponent, sorted
 
 
 class Quantity(vn.ImplicitArray):
-    """An array with a unit, which refuses to lose it."""
+    """An array with a unit. It cannot be materialized, because that would lose the unit."""
 
     x: jax.Array  # [...]
     unit: Unit = vn.static()
@@ -84,7 +84,7 @@ def unit_of(x) -> Unit:
 
 
 def with_unit(x, unit: Unit):
-    """A quantity, or a dense array where the unit is none."""
+    """Return a quantity, or the dense array if the unit is empty."""
     return Quantity(x, unit) if unit else x
 
 
@@ -101,7 +101,7 @@ class UnitError(TypeError):
 
 
 def _is_zero(x) -> bool:
-    """Whether an operand is known to be zero, which is so in any unit."""
+    """Return whether an operand is known to be zero. Zero is valid in any unit."""
     return not isinstance(x, Quantity | jax.core.Tracer) and not np.any(x)
 
 
@@ -112,7 +112,7 @@ def agreed(operands) -> Unit:
     return units.pop()
 
 
-# A primitive, and the unit of its results by its operands and parameters.
+# A function from the operands and parameters of a primitive to the unit of its results.
 Law = Callable[..., Unit]
 _first: Law = lambda x, *others, **params: unit_of(x)
 _all: Law = lambda *operands, **params: agreed(operands)
@@ -139,7 +139,7 @@ LAWS: dict[str, Law] = {
     **dict.fromkeys(
         "add sub max min rem nextafter concatenate stack pad clamp complex".split(), _all
     ),
-    # Of cotangents: JAX starts their sum over a loop at a dense zero.
+    # It adds cotangents. JAX starts their sum over a loop at a dense zero.
     "add_any": lambda x, y: agreed([z for z in (x, y) if isinstance(z, Quantity)]),
     **dict.fromkeys("eq ne lt le gt ge atan2".split(), _comparison),
     **dict.fromkeys("mul dot_general conv_general_dilated".split(), _product),
@@ -181,7 +181,7 @@ for _primitive in FIRST_ORDER:
 
 
 class DoublyScaled(vn.ImplicitArray):
-    """Codes with scales that are themselves quantised."""
+    """Codes with scales that are quantized too."""
 
     codes: jax.Array  # int8[..., K, N]
     scale: vn.ImplicitArray  # [..., 1, N]

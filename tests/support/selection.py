@@ -59,7 +59,7 @@ KERNELS = ("tests/kernels/", "tests/native/", "tests/quant/ops/")
 
 
 def pytest_addoption(parser):
-    group = parser.getgroup("veneer", "which cases run: a case is a test and its parameters")
+    group = parser.getgroup("veneer", "which cases run: a case is a test with its parameters")
     add = group.addoption
     add("--all", action="store_true", help="run every case of every test; by default, run some")
     add("--slow", action="store_true", help="run only the tests that are omitted by default")
@@ -127,9 +127,9 @@ def pytest_collection_modifyitems(config, items):
 def move_kernels_to_the_middle(items):
     """Let one worker compile the kernels, and another the programs of `vn.numba`.
 
-    What Numba compiles stays in the process. pytest-xdist gives each of two workers half of the
-    items, and later takes items from the end of a half. So the kernels start the second half. The
-    order is otherwise as before.
+    Compiled code of Numba stays in the process. pytest-xdist gives each of two workers half of the
+    items, and later moves items from the end of a half. So the kernels start the second half. The
+    order of the other items is kept.
     """
     kernels = [item for item in items if _file(item).startswith(KERNELS)]
     others = [item for item in items if not _file(item).startswith(KERNELS)]

@@ -1,4 +1,4 @@
-"""Expected values: what a QArray represents, by NumPy alone, and what a cache stores."""
+"""Compute the dense array of a QArray by NumPy alone, and quantize as a cache does."""
 
 import dataclasses
 from typing import Any
@@ -26,7 +26,7 @@ def stored_in_cache(
 
 
 def unpacked(packed: np.ndarray, bits: float, axis: int, size: int) -> np.ndarray:
-    """The fields, uint8, that bytes hold along an axis."""
+    """Return the fields that bytes hold along an axis, as uint8."""
     packed = np.moveaxis(np.asarray(packed), axis, -1)
     if bits in (1, 2, 4):
         places = range(0, 8, int(bits))
@@ -43,7 +43,7 @@ def unpacked(packed: np.ndarray, bits: float, axis: int, size: int) -> np.ndarra
 
 
 def codes_of(q: QArray) -> np.ndarray:
-    """The codes of a QArray, as numbers."""
+    """Return the codes of a QArray as numbers."""
     format, stored = q.format, np.asarray(q.packed)
     if format.bits >= 8:
         return stored
@@ -64,7 +64,7 @@ def codes_of(q: QArray) -> np.ndarray:
 
 
 def stored_values(x: object) -> np.ndarray:
-    """The values of a QArray; any other array as it is."""
+    """Return the dense values of a QArray. Return any other array unchanged."""
     if not isinstance(x, QArray):
         return np.asarray(x)
     values = codes_of(x)
@@ -82,7 +82,7 @@ def stored_values(x: object) -> np.ndarray:
 
 
 def entry_of_each_value(entries: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Entries repeated over their tiles."""
+    """Repeat entries over their tiles."""
     for axis, (count, size) in enumerate(zip(entries.shape, shape, strict=True)):
         entries = np.repeat(entries, size // count if count else 0, axis)
     return entries

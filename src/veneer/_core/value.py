@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from .._jax.caller_errors import reject_dense_update
 from .._jax.primitives import Primitive
 from .._jax.source_lines import user_line
-from .._jax.tracing import mesh_of, vary_as
+from .._jax.tracing import find_mesh, vary_like
 from .errors import check_fields, check_leaves_fit, reject_derivatives
 from .event import Operands, Source
 from .leaf_axes import Axes, Movement, are_valid_axes, partition_leaves
@@ -382,7 +382,7 @@ def _materialise_checked(value: Value) -> Any:
             f"{type(value).__name__}.materialise() returns {_short(actual)}, but its aval() is "
             f"{_short(declared)}: {value!r}"
         )
-    return vary_as(jax.tree.leaves(value), dense)
+    return vary_like(jax.tree.leaves(value), dense)
 
 
 def _aval_of_dense(value: Value, dense: Any) -> Any:
@@ -447,10 +447,10 @@ def _find_aval(treedef: Any, leaves: Any, _x64: bool) -> jax.core.ShapedArray:
         value = jax.tree.unflatten(treedef, leaves)
         result = materialise_one(value)
         _aval_of_dense(value, result)
-        return vary_as(leaves, result)
+        return vary_like(leaves, result)
 
     # The result of eval_shape would lack the mesh that it is sharded over. The cache is keyed by
     # the mesh of the leaves, not by the mesh of the context.
-    with jax.sharding.use_abstract_mesh(mesh_of(leaves)):
+    with jax.sharding.use_abstract_mesh(find_mesh(leaves)):
         (aval,) = jax.make_jaxpr(dense)(*leaves).out_avals
     return aval

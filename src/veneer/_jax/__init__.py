@@ -1,18 +1,16 @@
-"""The seam to private JAX: the only room that imports `jax._src`.
+"""Adapters to private JAX: the only package that imports `jax._src`.
 
-What is public is taken from its public place, but for jax.extend.core: importing that imports
-Pallas, which takes as long as all of our modules. A shim names the version it is for, so that it
-can be deleted.
+Public names are imported from their public modules. The exception is `jax.extend.core`: importing
+it imports Pallas, which takes as long as all of veneer. Code for one version of JAX names the
+version, so that it can be deleted with the support for that version.
 
-    tracing             which trace is current, and what one knows of the arrays in it
-    tangents            scopes around the tangents that JAX computes
-    divisors            what divides an integer that a program computes
-    primitives          primitives by name, the jaxprs that some contain, and the starts of slices
-    custom_functions    functions with derivatives, solvers or batching rules of their own
-    sparse              what the primitives of `jax.experimental.sparse` compute
-    sharding            shardings, and the trees that functions of a shard_map return
-    source_lines        the user's place in the program
+    tracing             the current trace, kinds of traced arrays, and varying manual axes
+    known_values        entries, zeros and divisors of traced arrays that are known at trace time
+    primitives          primitives by name, jaxprs, scans, and the lowering of primitives
+    derivatives         custom derivatives and batching rules, and a named scope for tangents
+    sharding            resharding, and reshapes of sharded arrays
+    source_lines        the user's source line, without veneer's own frames
     caller_errors       notes on errors of JAX for implicit arrays outside `implicit`
-    export              the classes of values, as jax.export writes them
-    hijax               what high types are built on; imported only where they are used
+    export              serialization of metadata for `jax.export`
+    hijax               names for high types; imported only by programs that use high types
 """

@@ -1,12 +1,12 @@
-"""Advice on errors that JAX and optax raise for an implicit array outside `implicit`.
+"""Add notes to errors that JAX and optax raise for implicit arrays outside `implicit`.
 
-There, an implicit array is a pytree. `jax.grad`, `jax.vmap`, `jax.lax.scan` and
-`optax.apply_updates` check its leaves, and raise an error about integers, sizes or structures
-before they call any function of ours. But they flatten the array before the check, or flatten or
-unflatten it for the message. At that moment `check_caller` asks the calling function's own
-check for the error, adds a note with the remedy, and raises it.
+Outside `implicit`, an implicit array is a pytree. `jax.grad`, `jax.vmap`, `jax.lax.scan` and
+`optax.apply_updates` check its leaves, and raise an error about integers, sizes or structures. But
+first, they flatten or unflatten the array, for the check or for the message. Our flatten and
+unflatten functions call `check_caller`. It looks at the frame of the calling function, runs the
+check of that function early, adds a note with the remedy to its error, and raises the error.
 
-JAX is not patched. If a version of it renames a function or a variable, its error has no note.
+JAX is not patched. If a version of JAX renames a function or a variable, the error has no note.
 """
 
 import sys
@@ -34,8 +34,8 @@ _CARRY = (
 )
 
 
-def refuse_update(function: str, value: Any) -> NoReturn:
-    """Raise the error of a function that would replace quantized weights by a dense array."""
+def raise_update_error(function: str, value: Any) -> NoReturn:
+    """Raise the error for a function that would replace quantized weights by a dense array."""
     raise TypeError(
         f"{function}: quantized weights cannot be updated, and {value!r} would be replaced by a "
         "dense array. Update the first tree of vn.tree.partition(model, vn.trainable(model)), or "
@@ -43,15 +43,15 @@ def refuse_update(function: str, value: Any) -> NoReturn:
     )
 
 
-def holds_codes(value: Any) -> bool:
-    """Return whether a value is quantized, or an array among its fields is."""
+def has_quantized_array(value: Any) -> bool:
+    """Return whether a value, or an array in its fields, is quantized."""
     is_quantized = lambda x: getattr(x, "dense_tangent", False)
     return any(map(is_quantized, jax.tree.leaves(value, is_leaf=is_quantized)))
 
 
 def _check_dtypes(frame: FrameType, value: Any) -> None:
     names, function = frame.f_locals, frame.f_code.co_name
-    if "ans" in names or "y" in names:  # results are flattened, and the arguments are checked
+    if "ans" in names or "y" in names:  # JAX has checked the arguments and flattens the results
         return
     reverse = "allow_int" in names
     mode = "grad" if function == "value_and_grad_f" else "jacrev" if reverse else "jacfwd"
@@ -65,7 +65,7 @@ def _check_dtypes(frame: FrameType, value: Any) -> None:
 def _check_scanned_sizes(frame: FrameType, value: Any) -> None:
     names, leaves = frame.f_locals, jax.tree.leaves(value)
     if "xs_flat" in names or (frame.f_code.co_name == "scan" and "init_flat" not in names):
-        return  # a carry or a result is flattened, whose leaves may have any size
+        return  # JAX flattens a carry or a result, and their leaves may have any size
     if len({np.shape(leaf)[:1] for leaf in leaves}) > 1:
         check = _with_note(frame.f_globals["_infer_scan_length"], _MAP, value)
         check(leaves, list(map(jax.typeof, leaves)), names["length"])
@@ -84,7 +84,7 @@ def _check_carry(frame: FrameType, value: Any) -> None:
     structures: list[Any] = [
         jax.tree.structure(x, is_leaf=lambda x: type(x) is type(value)) for x in carries
     ]
-    if structures[0] == structures[1]:  # they differ in arrays alone
+    if structures[0] == structures[1]:  # the carries differ only in their arrays
         _call_again(frame, _CARRY, value)
 
 
@@ -92,24 +92,24 @@ def _check_update(frame: FrameType, value: Any) -> None:
     names = frame.f_locals
     if names["prefix_tree"] is value and type(names["full_tree"]) is not type(value):
         callers = {(f.f_globals.get("__name__"), f.f_code.co_name) for f in _frames(frame)}
-        if ("optax._src.update", "apply_updates") in callers and holds_codes(value):
-            _with_note(refuse_update, "", value)("optax.apply_updates", value)
+        if ("optax._src.update", "apply_updates") in callers and has_quantized_array(value):
+            _with_note(raise_update_error, "", value)("optax.apply_updates", value)
 
 
 def _call_again(frame: FrameType, note: str, value: Any) -> None:
-    """Call a function again, with the arguments that it has: it raises the same error."""
+    """Call the function of a frame again with its current arguments, for the same error."""
     code = frame.f_code
     names = code.co_varnames[: code.co_argcount]
     call = _with_note(frame.f_globals[code.co_name], note, value)
     call(*[frame.f_locals[name] for name in names])
 
 
-class _Found(BaseException):
-    """The error of a calling function, which `suppress(Exception)` lets pass."""
+class _CallerError(BaseException):
+    """A carrier of the error of a calling function. `suppress(Exception)` does not stop it."""
 
 
 def _with_note(check: Callable, note: str, value: Any) -> Callable[..., None]:
-    """Return a function that calls a check, and adds a note to its error."""
+    """Return a function that calls a check and adds a note, unless it is "", to its error."""
 
     def call(*args: Any) -> None:
         try:
@@ -117,14 +117,14 @@ def _with_note(check: Callable, note: str, value: Any) -> Callable[..., None]:
         except (TypeError, ValueError) as error:
             if note:
                 error.add_note(note.format(repr(value)))
-            raise _Found from error
+            raise _CallerError from error
 
     return call
 
 
 _Checks = dict[tuple[str, str], Callable[[FrameType, Any], None]]
 
-# By module and name of the calling function: its check of an array.
+# Our check for each calling function, by its module and name.
 _LOOPS = "jax._src.lax.control_flow.loops"
 _WHEN_FLATTENED: _Checks = {
     ("jax._src.api", "value_and_grad_f"): _check_dtypes,
@@ -137,7 +137,7 @@ _WHEN_UNFLATTENED: _Checks = {
     ("jax._src.api", "_mapped_axis_size"): _check_mapped_sizes,
     (_LOOPS, "_check_carry_type"): _check_carry,
 }
-# Functions of trees, which call each other.
+# The functions of JAX between a calling function and our flatten or unflatten functions.
 _TREE_FUNCTIONS = frozenset("tree_flatten tree_unflatten tree_map map flatten unflatten".split())
 _CALLERS = _TREE_FUNCTIONS.union(name for _, name in _WHEN_FLATTENED | _WHEN_UNFLATTENED)
 
@@ -145,15 +145,15 @@ _running = threading.local()
 
 
 def check_caller(value: Any, *, flattened: bool) -> None:
-    """Raise the error that the calling function is about to raise for a value, with a note.
+    """Raise the error that a calling function is about to raise for a value, with a note.
 
-    Call it from the function that flattens or unflattens values. Each call of a compiled function
-    flattens its arguments, and this adds 0.1 to 0.6 us for each.
+    The functions that flatten and unflatten values call this. It adds 0.1 to 0.6 us per implicit
+    array to each call of a compiled function, which flattens its arguments.
     """
     try:
-        # The caller of a function of trees, which calls the one that flattens, which calls this.
+        # Skip this function, our flatten or unflatten function, and the tree function of JAX.
         frame = sys._getframe(3)
-    except ValueError:  # compiled functions flatten their arguments without a function of trees
+    except ValueError:  # JAX calls us from C++, without a tree function in Python
         return
     if frame.f_code.co_name in _CALLERS and not getattr(_running, "check", False):
         _raise_error(frame, value, _WHEN_FLATTENED if flattened else _WHEN_UNFLATTENED)
@@ -166,16 +166,15 @@ def _raise_error(frame: FrameType, value: Any, checks: _Checks) -> None:
         return
     _running.check = True
     try:
-        with suppress(Exception):  # the caller differs from what its check expects
+        with suppress(Exception):  # this version of JAX has other functions or variables
             check(frame, value)
-    except _Found as found:
-        raise found.__cause__ from None  # type: ignore[misc]
+    except _CallerError as carrier:
+        raise carrier.__cause__ from None  # type: ignore[misc]
     finally:
         _running.check = False
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yield a frame and its callers."""
     while frame is not None:
         yield frame
         frame = frame.f_back
@@ -195,8 +194,8 @@ def reject_dense_update(parameter: Any, primitive: str = "") -> None:
     else:
         frame = calling_frame(sys._getframe(1), ("veneer", "jaxtyping", "beartype"))
         callers = [m for m in _UPDATES if m == frame.f_globals.get("__name__")]
-    if callers and holds_codes(parameter):
-        refuse_update(_UPDATES[callers[0]], parameter)
+    if callers and has_quantized_array(parameter):
+        raise_update_error(_UPDATES[callers[0]], parameter)
 
 
 def calling_frame(frame: FrameType, packages: tuple[str, ...]) -> FrameType:

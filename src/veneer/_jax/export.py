@@ -1,16 +1,16 @@
-"""Exported programs that take and give implicit arrays: their metadata as JSON in the file.
+"""Make implicit arrays exportable: write the metadata of their classes as JSON for `jax.export`.
 
-`jax.export` writes the structure of arguments and results beside a program. A class is registered
-with it when it is defined, so that a file can be read before there is any value of the class.
-Nothing is pickled: metadata may be numbers, strings, None, dtypes, and tuples of those, named ones
-if the field's annotation names their class.
+`jax.export` stores the tree structures of arguments and results with a program. Each class is
+registered when it is defined, so a file can be read before the program has a value of the class.
+Nothing is pickled: metadata may be numbers, strings, None, dtypes, and tuples of them. It may also
+be a NamedTuple if the annotation of the field contains its class.
 """
 
 import dataclasses
 import inspect
 import json
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -22,15 +22,16 @@ _ScalarType = type(jnp.float32)
 
 
 def make_exportable(cls: Any) -> None:
-    """Registers a dataclass of ours for `jax.export`; one defined anew replaces the former."""
+    """Register a dataclass for `jax.export`. It replaces an earlier class with the same name."""
     names = tuple(f.name for f in dataclasses.fields(cls) if f.metadata.get("static", False))
     data = tuple(f.name for f in dataclasses.fields(cls) if f.name not in names)
 
     def serialize(metadata: Sequence[Any]) -> bytes:
-        # That of our own pytrees comes with its types; that of flax.struct does not.
-        ours = len(metadata) == 2 and isinstance(metadata[0], tuple)
-        values = metadata[0] if ours and metadata[1] == tuple(map(type, metadata[0])) else metadata
-        written = {n: _encode(x, cls, n) for n, x in zip(names, values, strict=True)}
+        # Our pytrees have pairs of values and their types as metadata, flax.struct only values.
+        is_pair = len(metadata) == 2 and isinstance(metadata[0], tuple)
+        if is_pair and metadata[1] == tuple(map(type, metadata[0])):
+            metadata = metadata[0]
+        written = {n: _encode(x, cls, n) for n, x in zip(names, metadata, strict=True)}
         return json.dumps(written).encode()
 
     def deserialize(text: bytes) -> tuple[Any, ...]:
@@ -42,15 +43,21 @@ def make_exportable(cls: Any) -> None:
             )
         return tuple(_decode(written[n], cls, n) for n in names)
 
-    def from_children(metadata: Sequence[Any], children: Sequence[Any]) -> Any:
+    def from_children(aux_data: Any, children: Any) -> Any:
         value = cls.__new__(cls)
-        value.__dict__.update(
-            zip(names, metadata, strict=True), **dict(zip(data, children, strict=True))
-        )
+        value.__dict__.update(zip((*names, *data), (*aux_data, *children), strict=True))
         return value
 
     name = f"{cls.__module__}.{cls.__qualname__}"
-    _register(cls, name, serialize, deserialize, from_children)
+    # JAX rejects a name that it knows, such as a class that a notebook defines again.
+    deserialization_registry.pop(name, None)
+    register_pytree_node_serialization(
+        cls,
+        serialized_name=name,
+        serialize_auxdata=serialize,
+        deserialize_auxdata=deserialize,
+        from_children=from_children,
+    )
 
 
 def _encode(x: Any, cls: type, field: str) -> Any:
@@ -97,15 +104,15 @@ def _decode(x: Any, cls: type, field: str) -> Any:
 
 
 def _named_tuples(cls: type, field: str) -> set[type]:
-    """The classes of named tuples that a field's annotation speaks of, and theirs in turn."""
-    found: set[type] = set()
+    """Return the NamedTuple classes in the annotation of a field, and in their annotations."""
+    classes: set[type] = set()
 
     def search(annotation: Any) -> None:
         for part in typing.get_args(annotation):
             search(part)
         is_tuple = isinstance(annotation, type) and issubclass(annotation, tuple)
-        if is_tuple and hasattr(annotation, "_fields") and annotation not in found:
-            found.add(annotation)
+        if is_tuple and hasattr(annotation, "_fields") and annotation not in classes:
+            classes.add(annotation)
             for part in typing.get_type_hints(annotation).values():
                 search(part)
 
@@ -116,25 +123,4 @@ def _named_tuples(cls: type, field: str) -> set[type]:
                 typing.get_type_hints(base)[field] if isinstance(annotation, str) else annotation
             )
             break
-    return found
-
-
-def _register(
-    cls: type,
-    name: str,
-    serialize: Callable[[Any], bytes],
-    deserialize: Callable[[bytes], Any],
-    from_children: Any,
-) -> None:
-    """Registers a pytree class for `jax.export`, in the place of one of the same name, if any.
-
-    JAX refuses a name that it knows: that of a class defined anew in a notebook, say.
-    """
-    deserialization_registry.pop(name, None)
-    register_pytree_node_serialization(
-        cls,
-        serialized_name=name,
-        serialize_auxdata=serialize,
-        deserialize_auxdata=deserialize,
-        from_children=from_children,
-    )
+    return classes

@@ -1,110 +1,65 @@
-"""The private JAX names of high types: only a program that has those imports them."""
+"""Private names and helpers of JAX for high types. Only programs with high types import them."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax._src import (
-    ad_checkpoint,
-    ad_util,
-    api,
-    core,
-    custom_derivatives,
-    dtypes,
-    pjit,
-    source_info_util,
-    stages,
-    tree_util,
-)
+
+# Redundant aliases mark the names that veneer.hijax imports from here.
+from jax._src import ad_checkpoint as ad_checkpoint
+from jax._src import api as api
+from jax._src import core as core
+from jax._src import custom_derivatives as custom_derivatives
+from jax._src import dtypes as dtypes
 from jax._src import hijax as jax_hijax
-from jax._src import pmap as jax_pmap
-from jax._src import shard_map as jax_shard_map
-from jax._src.hijax import HiType, MappingSpec, register_hitype
-from jax._src.interpreters import ad, batching
+from jax._src import pjit as pjit
+from jax._src import pmap as jax_pmap  # noqa: F401
+from jax._src import shard_map as jax_shard_map  # noqa: F401
+from jax._src import source_info_util
+from jax._src import stages as stages
+from jax._src import tree_util as tree_util
+from jax._src.ad_util import Zero as Zero
+from jax._src.hijax import HiType as HiType
+from jax._src.hijax import MappingSpec as MappingSpec
+from jax._src.hijax import register_hitype as register_hitype
+from jax._src.interpreters import ad
+from jax._src.interpreters import batching as batching
 from jax._src.interpreters import partial_eval as pe
-from jax._src.lax import lax, parallel
-from jax._src.lax.control_flow import conditionals, loops
-from jax._src.linear_util import StoreException
+from jax._src.lax import lax as lax
+from jax._src.lax import parallel as parallel
+from jax._src.lax.control_flow import conditionals as conditionals
+from jax._src.lax.control_flow import loops as loops
+from jax._src.linear_util import StoreException as StoreException
 from jax._src.sharding_impls import UnspecifiedValue as Unspecified
-from jax._src.state.types import RefEffect
-from jax._src.tree_util import tracing_registry
-from jax._src.util import weakref_lru_cache
+from jax._src.state.types import RefEffect as RefEffect
+from jax._src.tree_util import tracing_registry as tracing_registry
+from jax._src.util import weakref_lru_cache as weakref_lru_cache
 
 from .primitives import Primitive
 from .tracing import Tracer
 
 try:
-    from jax._src.flattree import FlatTree
+    from jax._src.flattree import FlatTree as FlatTree
 except ImportError:  # JAX < 0.12
-    from jax._src.tree_util import FlatTree
-
-__all__ = [
-    "FlatTree",
-    "GradAccum",
-    "HiPrim",
-    "HiType",
-    "MappingSpec",
-    "RefEffect",
-    "StoreException",
-    "Unspecified",
-    "ValAccum",
-    "Zero",
-    "ad_checkpoint",
-    "api",
-    "aval_property",
-    "batching",
-    "call_jvp_rule",
-    "call_transpose_rule",
-    "conditionals",
-    "copy_shaped_array",
-    "core",
-    "custom_derivatives",
-    "custom_lin",
-    "define_high_primitive",
-    "dtypes",
-    "high_primitive",
-    "holds_tracers",
-    "instantiate_zeros",
-    "jax_pmap",
-    "jax_shard_map",
-    "jit_with_options",
-    "key_of",
-    "lax",
-    "loops",
-    "no_effects",
-    "options_of",
-    "parallel",
-    "pe",
-    "pjit",
-    "places_results",
-    "print_as",
-    "register_hitype",
-    "stages",
-    "to_staged",
-    "tracing_registry",
-    "tree_util",
-    "weakref_lru_cache",
-    "with_further_result",
-]
+    from jax._src.tree_util import FlatTree as FlatTree
 
 GradAccum = ad.GradAccum
 ValAccum = ad.ValAccum
-Zero = ad_util.Zero
 instantiate_zeros = ad.instantiate_zeros
-# JAX 0.12 renamed VJPHiPrimitive.
-HiPrim: Any = getattr(jax_hijax, "HiPrim", None) or jax_hijax.VJPHiPrimitive
 custom_lin = ad.custom_lin_p
 aval_property = core.aval_property
-jit_with_options = pjit._cpp_pjit
 no_effects = core.no_effects
+jit_with_options = pjit._cpp_pjit
+# JAX 0.12 renamed VJPHiPrimitive.
+HiPrim: Any = getattr(jax_hijax, "HiPrim", None) or jax_hijax.VJPHiPrimitive
 
 
-def options_of(jitted: Any) -> Any:
-    """Return the options of a function that `jax.jit` made, as `jit_with_options` takes them."""
+def get_jit_options(jitted: Any) -> Any:
+    """Return the options of a jitted function, as `jit_with_options` takes them."""
     return jitted._jit_info
 
 
-def key_of(options: Any) -> tuple[Any, ...]:
+def get_options_key(options: Any) -> tuple[Any, ...]:
     """Return a key that is equal for equal options of `jax.jit`, which JAX compares by identity."""
     compiler_options = repr(options.compiler_options_kvs)  # their values may be unhashable
     return tuple(
@@ -114,17 +69,17 @@ def key_of(options: Any) -> tuple[Any, ...]:
     )
 
 
-def places_results(options: Any) -> bool:
-    """Return whether options of `jax.jit` have shardings or layouts for the results."""
+def has_result_placement(options: Any) -> bool:
+    """Return whether options of `jax.jit` set shardings or layouts of the results."""
     shardings, layouts = options.out_shardings_leaves, options.out_layouts_leaves
     is_given = any(not isinstance(x, Unspecified) for x in shardings)
     return is_given or any(x is not None for x in layouts)
 
 
-def with_further_result(options: Any) -> Any:
-    """Return options of `jax.jit` for a function that returns a pair: the results, and a tree.
+def extend_options_to_pair(options: Any) -> Any:
+    """Return options of `jax.jit` for a function that returns its former results and a second tree.
 
-    `out_shardings` apply to the results. JAX chooses the shardings of the tree.
+    `out_shardings` apply to the former results. JAX chooses the shardings of the second tree.
     """
 
     def pair(name: str) -> dict[str, Any]:
@@ -137,14 +92,14 @@ def with_further_result(options: Any) -> Any:
 
 
 def copy_shaped_array(aval: Any, model: jax.core.ShapedArray) -> None:
-    """Gives an abstract value that is a ShapedArray by inheritance the attributes of one."""
+    """Copy the attributes of `model` to an instance of a subclass of ShapedArray."""
     for name in jax.core.ShapedArray.__slots__:
         if name != "__weakref__":
             object.__setattr__(aval, name, getattr(model, name))
 
 
-def high_primitive(name: str) -> Primitive:
-    """A primitive of several results that lives above lowering."""
+def make_high_primitive(name: str) -> Primitive:
+    """Return a primitive with several results that JAX replaces before it lowers a program."""
     primitive = Primitive(name)
     primitive.multiple_results = True
     vars(primitive)["is_high"] = lambda *avals, **params: True
@@ -160,7 +115,7 @@ def define_high_primitive(
     transpose: Callable[..., None],
     batch: Callable[..., tuple[list[Any], list[Any]]],
 ) -> None:
-    """Sets what JAX asks of such a primitive. Where it is lowered, `run` is in its place."""
+    """Set the rules of a high primitive. JAX replaces the primitive by `run` before lowering."""
     vars(primitive)["to_lojax"] = run
     primitive.def_effectful_abstract_eval(abstract_eval)
     ad.primitive_jvps[primitive] = jvp
@@ -173,13 +128,13 @@ def define_high_primitive(
     batching.fancy_primitive_batchers[primitive] = batcher
 
 
-def print_as(
-    primitive: Primitive, named: Callable[[dict[str, Any]], tuple[str, dict[str, Any]]]
+def set_printed_form(
+    primitive: Primitive, get_form: Callable[[dict[str, Any]], tuple[str, dict[str, Any]]]
 ) -> None:
-    """Has jaxprs show a primitive under the name and with the parameters that `named` gives."""
+    """Set a function from the parameters of a primitive to the name and parameters to print."""
 
     def rule(eqn: Any, context: Any, settings: Any) -> Any:
-        name, params = named(eqn.params)
+        name, params = get_form(eqn.params)
         eqn = eqn.replace(primitive=Primitive(name), params=params)
         return core._pp_eqn(eqn, context, settings)
 
@@ -189,7 +144,7 @@ def print_as(
 def call_jvp_rule(
     primitive: Primitive, primals: Sequence[Any], tangents: Sequence[Any], params: dict[str, Any]
 ) -> tuple[list[Any], list[Any]]:
-    """What JAX's own derivative rule of a primitive gives: results and their tangents."""
+    """Call JAX's derivative rule of a primitive. Return the results and their tangents."""
     rule = ad.primitive_jvps.get(primitive)
     if rule is None:
         raise NotImplementedError(f"JAX has no derivative rule for {primitive.name}")
@@ -202,7 +157,10 @@ def call_jvp_rule(
 def call_transpose_rule(
     primitive: Primitive, cotangents: Sequence[Any], operands: Sequence[Any], params: dict[str, Any]
 ) -> None:
-    """Runs JAX's own transpose rule of a primitive: linear operands are accumulators."""
+    """Call JAX's transpose rule of a primitive.
+
+    Linear operands are accumulators (`GradAccum`), and the rule adds their cotangents to them.
+    """
     cts: Any = list(cotangents) if primitive.multiple_results else cotangents[0]
     if primitive in ad.fancy_transposes:
         ad.fancy_transposes[primitive](cts, *operands, **params)
@@ -215,12 +173,12 @@ def call_transpose_rule(
 
 
 def holds_tracers(leaves: Sequence[Any]) -> bool:
-    """Whether any of the leaves is traced."""
+    """Return whether any of the leaves is a tracer."""
     return any(isinstance(x, Tracer) for x in leaves)
 
 
-def to_staged(x: Any) -> Any:
-    """A result as a tracer where it is lowered, which JAX < 0.12 wants of a constant too."""
+def stage_constant(x: Any) -> Any:
+    """Return a result as a tracer of the current jaxpr. JAX < 0.12 needs this for constants too."""
     trace = core.trace_ctx.trace
     if isinstance(trace, pe.DynamicJaxprTrace) and hasattr(x, "dtype") and isinstance(x, jax.Array):
         return trace.to_jaxpr_tracer(x, source_info_util.current())

@@ -1,4 +1,4 @@
-"""JAX's primitives, found by their names; the jaxprs that some contain; the starts of slices."""
+"""Find primitives by name, inspect and evaluate jaxprs, bind scans, and set lowering rules."""
 
 import difflib
 import sys
@@ -12,16 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax._src import core, dispatch, source_info_util
-from jax._src import xla_metadata as xla_metadata  # for its primitive, which we name
+from jax._src import xla_metadata as xla_metadata  # defines a primitive that we look up by name
 from jax._src.core import Primitive as Primitive
 from jax._src.core import jaxpr_as_fun as jaxpr_as_fun
 from jax._src.interpreters import mlir
 from jax._src.interpreters.partial_eval import convert_constvars_jaxpr
 from jax._src.lax import special
 
-# Primitives by name. All those of the modules that JAX has imported, for it lists a part of them
-# in jax.lax and jax.extend.core.primitives, and importing the latter takes as long as all of ours.
-
+# The primitives of all imported modules of JAX, by name. jax.lax lists only some of them.
 _primitives: dict[str, Primitive] = {}
 
 
@@ -43,7 +41,7 @@ def _find_primitives() -> dict[str, Primitive]:
 
 
 def find_primitive(name: str) -> Primitive:
-    """The JAX primitive of this name: as jaxprs print it, or as `jax.lax.<name>_p`."""
+    """Return the JAX primitive with a name, as jaxprs print it or as in `jax.lax.<name>_p`."""
     if name not in _primitives:
         _primitives.update(_find_primitives())
     try:
@@ -59,27 +57,38 @@ def find_primitive(name: str) -> Primitive:
         ) from None
 
 
+def get_special_implementation(name: str) -> Callable[..., Any]:
+    """Return the function of `jax.lax` that JAX lowers a special function such as igamma to."""
+    return getattr(special, f"{name}_impl")
+
+
+def get_sparse_implementation(name: str) -> Callable[..., Any]:
+    """Return the function that JAX lowers a primitive of `jax.experimental.sparse` to."""
+    from jax.experimental.sparse import bcoo
+
+    return getattr(bcoo, f"_{name}_impl")
+
+
 # Jaxprs. Up to JAX 0.11 a jaxpr with its constants is a ClosedJaxpr; from 0.12 it is a Jaxpr.
 
 
 def close_jaxpr(jaxpr: Any) -> Any:
-    """A jaxpr without constants, as `jaxpr_as_fun` takes it."""
+    """Return a jaxpr that has no constants in the form that `jaxpr_as_fun` takes."""
     return jaxpr if hasattr(jaxpr, "consts") else core.ClosedJaxpr(jaxpr, ())
 
 
-def is_inlined(params: dict[str, Any]) -> bool:
-    """Whether JAX puts the program of a jit in the place of the call: up to JAX 0.11 a bool."""
-    inline = params["inline"]
-    return inline is True or getattr(inline, "name", "").startswith("JAX_")
-
-
 def open_jaxpr(closed: Any) -> tuple[Any, list[Any]]:
-    """A closed jaxpr as one that takes its constants first, and those constants."""
+    """Return a jaxpr whose first inputs are the constants of a closed jaxpr, and the constants."""
     return convert_constvars_jaxpr(closed.jaxpr), list(closed.consts)
 
 
+def contained_jaxpr(params: dict[str, Any]) -> Any:
+    """Return the jaxpr in the parameters of a call. JAX 0.12 renamed some of these parameters."""
+    return params["call_jaxpr"] if "call_jaxpr" in params else params["jaxpr"]
+
+
 def constants_in(jaxpr: Any) -> Iterator[Any]:
-    """Yield the constants of a jaxpr and of those that it contains."""
+    """Yield the constants of a jaxpr and of the jaxprs inside it."""
     yield from getattr(jaxpr, "consts", ())
     for equation in jaxpr.eqns:
         for value in jax.tree.leaves(list(equation.params.values())):
@@ -87,26 +96,25 @@ def constants_in(jaxpr: Any) -> Iterator[Any]:
                 yield from constants_in(value)
 
 
+_names_in_jaxprs: WeakKeyDictionary[Any, dict[str, bool]] = WeakKeyDictionary()
+
+
 def is_or_contains(primitive: Primitive, params: dict[str, Any], name: str) -> bool:
-    """Whether a primitive is of this name, or a program in its parameters has an equation of it."""
-    programs = core.jaxprs_in_params(params)
-    return primitive.name == name or any(_has_equation(jaxpr, name) for jaxpr in programs)
+    """Return whether a primitive has a name, or a jaxpr in its parameters has such a primitive."""
+
+    def contains(jaxpr: Any) -> bool:
+        known = _names_in_jaxprs.setdefault(jaxpr, {})
+        if name not in known:
+            known[name] = any(is_or_contains(e.primitive, e.params, name) for e in jaxpr.eqns)
+        return known[name]
+
+    return primitive.name == name or any(map(contains, core.jaxprs_in_params(params)))
 
 
-def _has_equation(jaxpr: Any, name: str) -> bool:
-    known = _with_equations.setdefault(jaxpr, {})
-    if name not in known:
-        known[name] = any(is_or_contains(e.primitive, e.params, name) for e in jaxpr.eqns)
-    return known[name]
-
-
-_with_equations: WeakKeyDictionary[Any, dict[str, bool]] = WeakKeyDictionary()
-
-
-def evaluated(
+def evaluate_jaxpr(
     jaxpr: Any, operands: Sequence[Any], run: Callable[[Any, list[Any]], Sequence[Any]]
 ) -> list[Any]:
-    """What a closed jaxpr gives of operands where `run(equation, operands)` is each equation's."""
+    """Evaluate a closed jaxpr, with `run(equation, operands)` for each of its equations."""
     opened, constants = open_jaxpr(jaxpr)
     env = dict(zip(opened.invars, [*constants, *operands], strict=True))
     read = lambda atom: atom.val if isinstance(atom, core.Literal) else env[atom]
@@ -122,9 +130,18 @@ def evaluated(
     return [read(atom) for atom in opened.outvars]
 
 
-def contained_jaxpr(params: dict[str, Any]) -> Any:
-    """The jaxpr that a call of it holds in its parameters, whose name JAX 0.12 changed in some."""
-    return params["call_jaxpr"] if "call_jaxpr" in params else params["jaxpr"]
+def is_inlined(params: dict[str, Any]) -> bool:
+    """Return whether JAX inlines a `jit` with these parameters, while it traces or lowers."""
+    inline = params["inline"]  # a bool up to JAX 0.11, then a jax.Inline
+    return inline is True or getattr(inline, "name", "").startswith("JAX_")
+
+
+def inlines_early(inline: Any) -> bool:
+    """Return whether JAX inlines a `jit` with this `inline` parameter while it traces."""
+    return inline is jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else inline
+
+
+# Slices and scans.
 
 
 def start_in_bounds(start: Any, size: int, length: int = 1) -> jax.Array:
@@ -159,9 +176,9 @@ def bind_scan(
     length: int,
     params: dict[str, Any],
 ) -> list[Any]:
-    """Binds `scan` with another jaxpr and other operands, and else as it was bound with `params`.
+    """Bind `scan` with a new jaxpr and new operands, and the other parameters of another `scan`.
 
-    Not by `jax.lax.scan`, which compiles a loop run eagerly anew for each function it is given.
+    `jax.lax.scan` would compile an eager loop again for each function that it is given.
     """
     params = {**params, "jaxpr": jaxpr, "length": length}
     if "num_consts" in params:  # JAX < 0.12
@@ -176,21 +193,14 @@ def bind_scan(
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
-    """The numbers of constants and of carried values among the operands of a `scan`."""
+    """Return the numbers of constants and of carried values among the operands of a `scan`."""
     if "num_consts" in params:  # JAX < 0.12
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()
     return len(consts), len(carry)
 
 
-def special_function(name: str) -> Callable[..., Any]:
-    """The function of `jax.lax` that JAX lowers a primitive such as igamma to."""
-    return getattr(special, f"{name}_impl")
-
-
-def lowered_with_devices(primitive: Primitive) -> None:
-    """Has a primitive of ours told of the devices as it is lowered."""
-    dispatch.prim_requires_devices_during_lowering.add(primitive)
+# Execution and lowering.
 
 
 def compile_when_eager(primitive: Primitive) -> None:
@@ -210,15 +220,13 @@ def compile_when_eager(primitive: Primitive) -> None:
             return compiled(tuple(params.items()))(*arrays)
 
 
-def lower_otherwise(primitive: Primitive, platform: str, rule: Callable[..., Any]) -> None:
-    """Has a primitive of JAX's lowered for a platform by a rule: `rule(JAX's own, ctx, ...)`."""
-    otherwise = mlir._platform_specific_lowerings[platform].get(primitive)
-    otherwise = otherwise or mlir._lowerings[primitive]
-    mlir.register_lowering(primitive, partial(rule, otherwise.rule), platform=platform)
+def require_devices_for_lowering(primitive: Primitive) -> None:
+    """Make JAX pass the devices of the program to the lowering rule of a primitive."""
+    dispatch.prim_requires_devices_during_lowering.add(primitive)
 
 
-def inlines_early(inline: Any) -> bool:
-    """Whether JAX traces a jit with this `inline` parameter as its body, and not as a call."""
-    if hasattr(jax, "Inline"):  # JAX >= 0.11
-        return inline is jax.Inline.JAX_EARLY
-    return inline
+def wrap_lowering(primitive: Primitive, platform: str, rule: Callable[..., Any]) -> None:
+    """Replace the lowering rule of a primitive on a platform by `rule(former_rule, ctx, ...)`."""
+    former = mlir._platform_specific_lowerings[platform].get(primitive)
+    former = former or mlir._lowerings[primitive]
+    mlir.register_lowering(primitive, partial(rule, former.rule), platform=platform)

@@ -1,4 +1,4 @@
-"""Shardings, and the trees that functions of a `shard_map` return."""
+"""Replicate arrays, reshape arrays over explicit meshes, and read compiled shardings."""
 
 import math
 from collections.abc import Sequence
@@ -9,8 +9,7 @@ from jax._src.sharding_impls import UNSPECIFIED as UNSPECIFIED
 from jax._src.sharding_impls import parse_flatten_op_sharding
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-# The function of a shard_map returns a tree of JAX's own, with the specs of its leaves beside it.
-
+# The function of a shard_map returns a FlatTree, and the specs of its leaves.
 try:
     from jax._src.flattree import flatten as flat_tree
 except ImportError:  # JAX < 0.12
@@ -20,7 +19,7 @@ except ImportError:  # JAX < 0.12
 
 
 def replicated_sharding(x: Any) -> NamedSharding | None:
-    """Return the sharding of an array that is not cut, or None without explicit mesh axes."""
+    """Return the sharding that replicates an array over its mesh, or None without explicit axes."""
     mesh = jax.typeof(x).sharding.mesh
     if AxisType.Explicit not in mesh.axis_types:
         return None
@@ -28,39 +27,38 @@ def replicated_sharding(x: Any) -> NamedSharding | None:
 
 
 def replicated(x: Any) -> Any:
-    """Return an array with no axis cut over an explicit mesh; without one, as it is."""
+    """Return an array, replicated if it is sharded over an explicit mesh."""
     sharding = replicated_sharding(x)
     return x if sharding is None else jax.sharding.reshard(x, sharding)
 
 
 def split_axes(x: Any, parts: Sequence[Sequence[int]]) -> Any:
-    """Return an array with each axis split in parts.
+    """Return an array with each axis split into axes of the given sizes.
 
-    JAX does not reshape an array over an explicit mesh if that would split an axis elsewhere than
-    the mesh cuts it. Such an axis is gathered first. Otherwise the first part is cut.
+    The first part of a sharded axis keeps the sharding if the shards divide it. If not, the axis is
+    gathered first, because JAX cannot reshape an axis across the borders of its shards.
     """
     sizes = [size for part in parts for size in part]
     if replicated_sharding(x) is None or sizes == [*x.shape]:
         return x.reshape(sizes)
-    mesh, entries = jax.typeof(x).sharding.mesh, _entries(x)
-    names = [entry if isinstance(entry, tuple) else (entry,) for entry in entries]
-    cut = [math.prod(mesh.shape[n] for n in of if n is not None) for of in names]
-    kept = [e if part[0] % n == 0 else None for e, part, n in zip(entries, parts, cut, strict=True)]
-    spec = [
-        e
-        for kept_entry, part in zip(kept, parts, strict=True)
-        for e in (kept_entry, *[None] * (len(part) - 1))
-    ]
+    mesh = jax.typeof(x).sharding.mesh
+    kept: list[Any] = []
+    split: list[Any] = []
+    for entry, part in zip(_spec_entries(x), parts, strict=True):
+        names = entry if isinstance(entry, tuple) else (entry,)
+        shards = math.prod(mesh.shape[name] for name in names if name is not None)
+        kept.append(entry if part[0] % shards == 0 else None)
+        split += [kept[-1], *[None] * (len(part) - 1)]
     x = jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*kept)))
-    return jax.lax.reshape(x, sizes, out_sharding=NamedSharding(mesh, PartitionSpec(*spec)))
+    return jax.lax.reshape(x, sizes, out_sharding=NamedSharding(mesh, PartitionSpec(*split)))
 
 
 def join_axes(x: Any, like: Any) -> Any:
-    """Return an array with its axes joined to those of another one, and cut as that is."""
+    """Return an array with adjacent axes joined to the shape of another, and sharded like it."""
     if replicated_sharding(like) is None or x.shape == like.shape:
         return x.reshape(like.shape)
     mesh, axis = jax.typeof(like).sharding.mesh, 0
-    entries, spec = _entries(x), []
+    entries, spec = _spec_entries(x), []
     for size in like.shape:
         spec.append(entries[axis])
         joined = x.shape[axis]
@@ -69,20 +67,20 @@ def join_axes(x: Any, like: Any) -> Any:
             joined *= x.shape[axis]
             axis += 1
     x = jax.lax.reshape(x, like.shape, out_sharding=NamedSharding(mesh, PartitionSpec(*spec)))
-    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*_entries(like))))
+    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*_spec_entries(like))))
 
 
-def _entries(x: Any) -> list[Any]:
+def _spec_entries(x: Any) -> list[Any]:
     spec = jax.typeof(x).sharding.spec
     return [*spec, *[None] * (len(x.shape) - len(spec))]
 
 
-def spec_over(mesh: Any, sharding: Any, ndim: int) -> PartitionSpec:
-    """The spec of a sharding that the partitioner has found; an empty one where there is none.
+def find_partition_spec(mesh: Any, sharding: Any, ndim: int) -> PartitionSpec:
+    """Return the spec of a sharding that XLA's partitioner chose, or an empty spec.
 
-    It may cut along a part of an axis of the mesh, which no spec says.
+    The partitioner can split an array along a part of a mesh axis, which no spec can express.
     """
     try:
         return parse_flatten_op_sharding(sharding._to_xla_hlo_sharding(ndim), mesh)[0]
-    except Exception:  # of several types, and some by mistake: a KeyError for a part of an axis
+    except Exception:  # JAX raises errors of several types, such as KeyError for a part of an axis
         return PartitionSpec()

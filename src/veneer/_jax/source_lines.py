@@ -1,4 +1,4 @@
-"""The user's place in the program: source lines, with veneer's own frames left out."""
+"""Find the user's source line, without the frames of JAX and veneer."""
 
 import sys
 import warnings
@@ -8,48 +8,45 @@ from typing import Any
 
 from jax._src import source_info_util, traceback_util
 
+#: The result of `equation_line` for an equation without a user's source line.
+UNKNOWN_LINE = "unknown"
+
 
 def hide_frames_of(package: Path) -> None:
-    """Leaves a package's frames out of the source lines that JAX records for the user's code."""
+    """Exclude a package's frames from the source lines and tracebacks that JAX records."""
     source_info_util.register_exclusion(str(package))
     traceback_util.register_exclusion(str(package))
 
 
-def user_line() -> str:
-    """`file:line (function)` of the user's code that is being traced.
-
-    The line that JAX recorded, if it did; within a function that JAX has traced before it did
-    not, and the line is that of the call.
-    """
-    recorded = source_info_util.user_frame(source_info_util.current().traceback)
-    if recorded is not None:
-        return f"{recorded.file_name}:{recorded.start_line} ({recorded.function_name})"
-    frame = _user_frame()
-    if frame is None:
-        return "unknown"
-    return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_qualname})"
-
-
-#: What `equation_line` gives where there is no line of the user's.
-UNKNOWN_LINE = "unknown"
-
-
 def equation_line(source_info: Any) -> str:
-    """`file:line (function)` of the user's code that an equation of a jaxpr was traced from."""
+    """Return the user's `file:line (function)` that an equation of a jaxpr was traced from."""
     frame = source_info_util.user_frame(source_info.traceback)
     if frame is None:
         return UNKNOWN_LINE
     return f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
 
 
+def user_line() -> str:
+    """Return the user's `file:line (function)` that is being traced.
+
+    It is the line that JAX recorded. In a function that was traced before, JAX records none, and
+    the result is the line of the running call.
+    """
+    recorded = equation_line(source_info_util.current())
+    frame = _user_frame() if recorded == UNKNOWN_LINE else None
+    if frame is None:
+        return recorded
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_qualname})"
+
+
 def user_place() -> tuple[str, int]:
-    """File and line of the user's call that is running."""
+    """Return the file and line of the user's call that is running."""
     frame = _user_frame()
     return (frame.f_code.co_filename, frame.f_lineno) if frame else ("<unknown>", 0)
 
 
 def warn_user(message: str) -> None:
-    """Warns with `UserWarning`, at the user's call that is running."""
+    """Emit a `UserWarning` at the line of the user's call that is running."""
     warnings.warn_explicit(message, UserWarning, *user_place())
 
 
@@ -61,8 +58,10 @@ def _user_frame() -> FrameType | None:
 
 
 def current_scopes() -> list[tuple[str, str]]:
-    """The scopes and transformations around what is bound now, as ("scope", name) or ("transform",
-    name), the outermost first; in a program that another contains, from its start on.
+    """Return the named scopes and transformations around the current position, outermost first.
+
+    Each is ("scope", name) or ("transform", name). In a jaxpr that an equation contains, the list
+    starts anew.
     """
     stack = source_info_util.current_name_stack().stack
     return [(type(entry).__name__.lower(), entry.name) for entry in stack]

@@ -1,8 +1,7 @@
-"""What ran where, for people: the report of `vn.explain`, and the tables that show it.
+"""Report how implicit operands were computed: `vn.explain`, and the tables that show its report.
 
-explain     runs a function once for its report
-report      events, counted and added up, as text and as a table of a notebook
-groups      events in groups, by weight and by line of the program
-page        the same as a page to sort and to fold, by weight and by line of the program
-tables      plain, HTML and coloured tables
+report      `explain`, and `Report`: its events as text and as a table of a notebook
+groups      events grouped by weight or by line of the program, with equal events counted
+page        the report as an HTML page with sortable tables
+tables      tables as plain text, as HTML and for rich
 """

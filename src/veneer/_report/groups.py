@@ -1,4 +1,4 @@
-"""The events of a report in groups, counted: by weight, and by line of the program."""
+"""Group the events of a report by weight or by line of the program, and count equal events."""
 
 import os
 import re
@@ -6,64 +6,84 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import lru_cache
+from typing import NamedTuple
 
-from .._core.event import BEFORE_CALL, Event
-from .tables import size_of
+from .._core.event import (
+    BEFORE_CALL,
+    Event,
+)
+from .tables import short_size_of, size_of
 
-#: The heading of the events that have no weight among their operands.
-INTERMEDIATES = "intermediates"
-
-#: Equal events, each with the weights that it met, and their number.
-Group = Counter[tuple[Event, str]]
+_INTERMEDIATES = "intermediates"  # the name of the group of events without a weight
 
 
-def by_weight(events: Iterable[Event]) -> dict[str, Group]:
+class Row(NamedTuple):
+    """Equal events of a group."""
+
+    event: Event
+    weights: str  # the paths of its weights, joined, or "intermediates"
+    times: int
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that all of the events materialized together."""
+        return self.event.nbytes * self.times
+
+    @property
+    def cells(self) -> tuple[str, str, str, str, str]:
+        """The texts for the primitive, its operands, the count, what ran, and the bytes."""
+        event = self.event
+        if event.rule is not None:
+            ran = f"rule {shorten(event.rule)}" + (f": {event.how_and_why}" if event.how else "")
+        else:
+            when = f" {event.how}" if event.how == BEFORE_CALL else ""
+            ran = f"materialized{when}: no rule fits"
+        dense = short_size_of(self.nbytes) if event.made_dense else ""
+        return event.primitive, ", ".join(event.operands), str(self.times), ran, dense
+
+
+class Group(NamedTuple):
+    """The events of one weight, or of one line."""
+
+    name: str
+    rows: list[Row]
+
+    @property
+    def materialized(self) -> str:
+        """A text with the number of materialized bytes, or "" if there are none."""
+        nbytes = sum(row.nbytes for row in self.rows)
+        dense = [row.event for row in self.rows if row.event.made_dense]
+        small = ", too small for a kernel" if all(event.no_kernel for event in dense) else ""
+        return f"{size_of(nbytes)} materialized{small}" if nbytes else ""
+
+
+def group_by_weight(events: Iterable[Event]) -> list[Group]:
     """Group events by the paths of their weights. Events without a weight come last."""
-    groups = _grouped(events, lambda event, weights: weights)
-    intermediates = groups.pop(INTERMEDIATES, None)
-    return groups | {INTERMEDIATES: intermediates} if intermediates else groups
+    groups = _group(events, lambda event, weights: weights)
+    return sorted(groups, key=lambda group: group.name == _INTERMEDIATES)
 
 
-def by_line(events: Iterable[Event]) -> dict[str, Group]:
-    """The events of each line of the program, in the order of its files."""
-    groups = _grouped(events, lambda event, weights: event.line)
-    place = lambda line: [int(x) if i % 2 else x for i, x in enumerate(re.split(r"(\d+)", line))]
-    return {line: groups[line] for line in sorted(groups, key=place)}
+def group_by_line(events: Iterable[Event]) -> list[Group]:
+    """Group events by their lines of the program, sorted by file and line number."""
+    groups = _group(events, lambda event, weights: event.line)
+    split_numbers = lambda line: re.split(r"(\d+)", line)  # numbers have odd indices
+    place = lambda line: [int(x) if i % 2 else x for i, x in enumerate(split_numbers(line))]
+    return sorted(groups, key=lambda group: place(group.name))
 
 
-def _grouped(events: Iterable[Event], name: Callable[[Event, str], str]) -> dict[str, Group]:
-    """Those of each name, of an event and its weights. Paths that differ in numbers are one."""
-    groups: dict[str, Group] = {}
+def _group(events: Iterable[Event], get_name: Callable[[Event, str], str]) -> list[Group]:
+    """Group events by a name, which may depend on the weights. Replace layer numbers by `*`."""
+    counts: dict[str, Counter[tuple[Event, str]]] = {}
     for event in events:
         paths = (re.sub(r"(?<![^.])\d+(?![^.])", "*", path) for path in event.weights)
-        weights = ", ".join(dict.fromkeys(paths)) or INTERMEDIATES
-        counted = replace(event, sources=()), weights  # what differs in a path alone is equal here
-        groups.setdefault(name(event, weights), Counter())[counted] += 1
-    return groups
+        weights = ", ".join(dict.fromkeys(paths)) or _INTERMEDIATES
+        key = replace(event, sources=()), weights  # events of different layers count as equal
+        counts.setdefault(get_name(event, weights), Counter())[key] += 1
+    return [Group(name, [Row(*key, n) for key, n in c.items()]) for name, c in counts.items()]
 
 
-def describe_materialized(nbytes: int, group: Group) -> str:
-    """Return how many bytes of a group were materialized, and whether its size is the reason."""
-    small = all(event.no_kernel for event, _ in group if event.made_dense)
-    return f"{size_of(nbytes)} materialized" + (", too small for a kernel" if small else "")
-
-
-def what_ran(event: Event) -> str:
-    """Returns the rule that ran, and how; or that none fitted."""
-    if event.rule is None:
-        when = f" {event.how}" if event.how == BEFORE_CALL else ""
-        return f"materialized{when}: no rule fits"
-    return f"rule {short(event.rule)}" + (f": {event.how_and_why}" if event.how else "")
-
-
-def short(place: str) -> str:
-    """A place in a file, from where one works, or from where Python finds modules."""
-    short = (place.removeprefix(folder) for folder in _folders(os.getcwd(), tuple(sys.path)))
+def shorten(place: str) -> str:
+    """Return a file and line, relative to the working directory or to a folder of `sys.path`."""
+    folders = (os.getcwd(), *(folder for folder in sys.path if isinstance(folder, str)))
+    short = (place.removeprefix(os.path.join(os.path.abspath(f), "")) for f in folders)
     return min([place, *short], key=len).replace("<locals>.", "")
-
-
-@lru_cache(maxsize=16)
-def _folders(here: str, path: tuple[str, ...]) -> tuple[str, ...]:
-    folders = (os.path.abspath(folder) for folder in (here, *path) if isinstance(folder, str))
-    return tuple(dict.fromkeys(folder.rstrip(os.sep) + os.sep for folder in folders))

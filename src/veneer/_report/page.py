@@ -1,38 +1,45 @@
-"""The report of `explain` as a page that is sorted and folded, by weight and by line.
+"""Show a report as a self-contained HTML page with two tables: by weight, and by program line.
 
-It needs nothing else, and no other host. Without JavaScript both tables are there, whole.
+The page loads nothing else. Scripts sort the tables and fold their groups. Without JavaScript, both
+tables are shown in full.
 """
 
 import html
 import linecache
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 from string import Template
-from typing import TYPE_CHECKING
 
-from .groups import Group, by_line, by_weight, describe_materialized, short, what_ran
-from .tables import short_size_of
+from .._core.event import (
+    Event,
+)
+from .groups import Group, group_by_line, group_by_weight, shorten
 
-if TYPE_CHECKING:
-    from .report import Report
-
-_CONTEXT = 2  # lines of the source before the one that is shown, and after it
+_CONTEXT = 2  # how many source lines to show before and after a line of the program
 
 
-def page_of(report: "Report") -> str:
-    """The page of HTML."""
+def make_page(events: Sequence[Event], summary: str) -> str:
+    """Return the HTML of the page."""
     template = Template(Path(__file__).with_name("page.html").read_text("utf-8"))
-    lines = by_line(report.events)
+    weights = [
+        _body(group, group.name, "", [shorten(row.event.line) for row in group.rows])
+        for group in group_by_weight(events)
+    ]
+    lines = [
+        _body(group, shorten(group.name), _source(group.name), [row.weights for row in group.rows])
+        for group in group_by_line(events)
+    ]
     return template.substitute(
-        summary=html.escape(report.summary),
-        weights=_table("where", map(_of_weight, by_weight(report.events).items())),
-        lines=_table("weight", (_of_line(line, group) for line, group in lines.items())),
+        summary=html.escape(summary),
+        weights=_table("where", weights),
+        lines=_table("weight", lines),
     )
 
 
-def _table(last: str, bodies: Iterator[str]) -> str:
+def _table(last: str, bodies: list[str]) -> str:
+    """Return a table of the given bodies. The heading of its last column is `last`."""
     numbers = ("times", "dense")
     headings = (
         f'<th scope="col"{_class("number" if name in numbers else "")}>{name}</th>'
@@ -41,39 +48,32 @@ def _table(last: str, bodies: Iterator[str]) -> str:
     return f"<table>\n<thead><tr>{''.join(headings)}</tr></thead>\n{''.join(bodies)}</table>"
 
 
-def _of_weight(item: tuple[str, Group]) -> str:
-    weight, group = item
-    return _body(weight, "", group, [short(event.line) for event, _ in group])
+def _body(group: Group, name: str, source: str, last: list[str]) -> str:
+    """Return a `tbody` with the name of a group, a source excerpt, and a row per entry.
 
-
-def _of_line(line: str, group: Group) -> str:
-    return _body(short(line), _source(line), group, [weight for _, weight in group])
-
-
-def _body(name: str, source: str, group: Group, last: list[str]) -> str:
-    """The rows of a group under its name, of which the last cells are given."""
-    nbytes = sum(event.nbytes * times for (event, _), times in group.items())
-    is_dense = any(event.made_dense for event, _ in group)
-    told = f" <span>{describe_materialized(nbytes, group)}</span>" if nbytes else ""
-    rows = [f"<div><b>{html.escape(name)}</b>{told}</div>{source}"]
-    rows = [f'<tr class="over"><th colspan="6" scope="rowgroup">{rows[0]}</th></tr>']
-    for ((event, _), times), where in zip(group.items(), last, strict=True):
-        dense = event.nbytes * times
-        cells = (
-            ("", "", event.primitive),
-            ("", "", ", ".join(event.operands)),
-            ("number times", f' data-n="{times}"', str(times)),
-            ("what", "", what_ran(event)),
-            ("number", f' data-n="{dense}"', short_size_of(dense) if event.made_dense else ""),
-            ("where", "", where),
+    `last` has the text of the last cell of each row.
+    """
+    note = f" <span>{group.materialized}</span>" if group.materialized else ""
+    title = f"<div><b>{html.escape(name)}</b>{note}</div>{source}"
+    rows = [f'<tr class="over"><th colspan="6" scope="rowgroup">{title}</th></tr>']
+    for entry, where in zip(group.rows, last, strict=True):
+        attributes = (
+            "",
+            "",
+            f' class="number times" data-n="{entry.times}"',
+            ' class="what"',
+            f' class="number" data-n="{entry.nbytes}"',
+            ' class="where"',
         )
-        row = "".join(f"<td{_class(c)}{n}>{html.escape(text)}</td>" for c, n, text in cells)
-        rows.append(f"<tr{_class('dense' if event.made_dense else '')}>{row}</tr>")
+        cells = zip(attributes, (*entry.cells, where), strict=True)
+        row = "".join(f"<td{attribute}>{html.escape(text)}</td>" for attribute, text in cells)
+        rows.append(f"<tr{_class('dense' if entry.event.made_dense else '')}>{row}</tr>")
+    is_dense = any(entry.event.made_dense for entry in group.rows)
     return f"<tbody{_class('dense' if is_dense else '')}>\n" + "\n".join(rows) + "\n</tbody>\n"
 
 
 def _source(line: str) -> str:
-    """The line of a program, among those around it, if its file can be read."""
+    """Return a program line with the lines around it as HTML, or "" if its file is unreadable."""
     place = re.match(r"(.*):(\d+)( \(|$)", line)
     lines = linecache.getlines(place[1]) if place else []
     if not place or not 0 < int(place[2]) <= len(lines):

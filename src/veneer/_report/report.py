@@ -1,20 +1,28 @@
-"""The report of `explain`: what happened to implicit operands, as a table and as a page."""
+"""`explain` runs a function for its report, and `Report` shows what happened to its operands."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import wraps
+from typing import Any, ParamSpec
 
-from .._core.event import Event
-from .groups import by_weight, describe_materialized, short, what_ran
-from .tables import (
-    Cells,
-    count_of,
-    html_table,
-    screen_width,
-    short_size_of,
-    size_of,
-    text_table,
-    wrapped,
+import jax
+import numpy as np
+
+from .._core.event import (
+    Event,
 )
+from .._core.policy import Policy, policy_in_force
+from .._core.surface.implicit import (
+    implicit,
+)
+from .._core.surface.operators import materialised_before
+from .groups import group_by_weight, shorten
+from .tables import Cells, count_of, html_table, screen_width, size_of, text_table, wrap_text
+
+P = ParamSpec("P")
+
+_HEADINGS = ("primitive", "operands", "times", "what ran", "dense", "where")
+_NUMBERS = ("times", "dense")
 
 
 @dataclass(frozen=True, repr=False)
@@ -60,8 +68,8 @@ class Report:
         count = f"{count_of(len(self.events), 'primitive')} had implicit operands."
         if not self.materialised:
             return f"{count} None was materialized."
-        of_caches = sum(event.cache_nbytes for event in self.materialised)
-        kinds = {"caches": of_caches, "weights": self.weight_nbytes - of_caches}
+        cache_nbytes = sum(event.cache_nbytes for event in self.materialised)
+        kinds = {"caches": cache_nbytes, "weights": self.weight_nbytes - cache_nbytes}
         parts = [f"{size_of(n)} of {kind}" for kind, n in kinds.items() if n]
         parts = [f"{kind} only" for kind, n in kinds.items() if 0 < n == self.nbytes] or parts
         shown = f"{size_of(self.nbytes)} ({', '.join(parts) or 'no weights'})"
@@ -81,7 +89,7 @@ class Report:
                 primitive, operands, times, what, dense, where = row
                 rows += [(times, f"{primitive}({operands})", dense, where), f"         {what}"]
         table = text_table(("times", "primitive", "dense", "where"), rows, right=_NUMBERS)
-        return "\n".join([table, *wrapped(self.summary, screen_width())])
+        return "\n".join([table, *wrap_text(self.summary, screen_width())])
 
     __repr__ = __str__
 
@@ -92,26 +100,66 @@ class Report:
         shows the source code around each line, which this method reads from its file. Without
         JavaScript, the tables are complete but cannot be sorted.
         """
-        from .page import page_of  # what it imports takes a while
+        from .page import make_page  # imports modules that are slow to import
 
-        return page_of(self)
+        return make_page(self.events, self.summary)
 
     def _repr_html_(self) -> str:
-        import html  # which takes a while
+        import html  # slow to import
 
         table = html_table(_HEADINGS, list(self._rows()), right=_NUMBERS)
         return f"{table}\n<p>{html.escape(self.summary)}</p>"
 
     def _rows(self) -> Iterator[Cells | str]:
-        """The rows, those of each weight under its path."""
-        for path, group in by_weight(self.events).items():
-            nbytes = sum(event.nbytes * times for (event, _), times in group.items())
-            yield path + (f": {describe_materialized(nbytes, group)}" if nbytes else "")
-            for (event, _), times in group.items():
-                dense = short_size_of(event.nbytes * times) if event.made_dense else ""
-                operands, where = ", ".join(event.operands), short(event.line)
-                yield event.primitive, operands, str(times), what_ran(event), dense, where
+        """Yield the rows of the table: for each weight, a title and the cells of its events."""
+        for group in group_by_weight(self.events):
+            yield group.name + (f": {group.materialized}" if group.materialized else "")
+            for row in group.rows:
+                yield *row.cells, shorten(row.event.line)
 
 
-_HEADINGS = ("primitive", "operands", "times", "what ran", "dense", "where")
-_NUMBERS = ("times", "dense")
+def explain(fn: Callable[P, Any]) -> Callable[P, Report]:
+    """Return a function that reports what each primitive of `fn` does with implicit operands.
+
+    The returned function traces `fn` under `vn.implicit`, but does not run the computation.
+
+    **Arguments:**
+
+    - `fn`: a function of pytrees. It may already be wrapped by `vn.implicit` or `jax.jit`.
+
+    **Returns:** a function of the arguments of `fn` that returns a `vn.Report`. The report has a
+    `vn.Event` for each primitive with an implicit operand: the rule that runs, if any, and the
+    number of bytes that are materialized on the default backend of JAX. Weights are named by their
+    paths in the arguments. If an operator such as `w + 1` materialized a weight before the call,
+    and `fn` takes or captures the result, the report has an event for the operator too.
+
+    **Raises:** The returned function raises `TypeError` if `fn` is not callable, and any error that
+    `fn` raises while it is traced.
+
+    >>> import jax.numpy as jnp, veneer as vn
+    >>> w = vn.quant.quantize(jnp.eye(2), "nf4")
+    >>> report = vn.explain(lambda x, w: jnp.sin(x @ w) + w)(jnp.ones(2), w)
+    >>> [(e.primitive, e.rule is not None, e.nbytes) for e in report.events]
+    [('dot_general', True, 16), ('add', False, 16)]
+    >>> [e.weights for e in report.events], report.weight_nbytes
+    ([('w',), ('w',)], 32)
+    """
+
+    @wraps(fn, updated=())
+    def traced(*args: Any, **kwargs: Any) -> Report:
+        leaves, treedef = jax.tree.flatten((args, kwargs))
+        is_array = [isinstance(x, jax.Array | np.ndarray) for x in leaves]
+
+        def call_with_arrays(arrays: list[Any]) -> Any:
+            rest = iter(arrays)
+            filled = [next(rest) if a else x for a, x in zip(is_array, leaves, strict=True)]
+            args, kwargs = jax.tree.unflatten(treedef, filled)
+            return implicit(fn)(*args, **kwargs)
+
+        events: list[Event] = []
+        arrays = [x for a, x in zip(is_array, leaves, strict=True) if a]
+        with policy_in_force(Policy(events=events)):
+            program = jax.make_jaxpr(call_with_arrays)(arrays)
+        return Report((*materialised_before([*arrays, *program.consts]), *events))
+
+    return traced

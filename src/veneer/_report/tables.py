@@ -1,9 +1,10 @@
-"""Tables of strings: as text that fits a screen, as HTML, and as rich draws them.
+"""Format tables of strings: as text that fits the terminal, as HTML, or for rich.
 
-A column is flush left unless `right` names its heading; `total` is a last row, set off. A row that
-is one string is a line of its own, over the rows that follow.
+The headings in `right` name the columns of numbers, which are right-aligned. `total` is a last row.
+A row that is a single string is a title above the rows that follow, across all columns.
 """
 
+import itertools
 import os
 import re
 import shutil
@@ -14,14 +15,14 @@ from typing import Any
 Cells = Sequence[str]
 Rows = Sequence[Cells | str]
 
-_LEAST = 6  # what a column is never narrower than for the sake of others
+_MIN_WIDTH = 6  # columns of text are not made narrower than this
 _GAP = "  "
 
 
 def screen_width() -> int:
-    """The columns of the terminal that is printed to, or those of $COLUMNS; 80 without either."""
-    knows = "COLUMNS" in os.environ or sys.stdout.isatty()
-    return shutil.get_terminal_size((80, 24)).columns if knows else 80
+    """Return $COLUMNS or the width of the terminal; 80 if stdout is not a terminal."""
+    is_known = "COLUMNS" in os.environ or sys.stdout.isatty()
+    return shutil.get_terminal_size((80, 24)).columns if is_known else 80
 
 
 def text_table(
@@ -32,66 +33,64 @@ def text_table(
     *,
     may_stack: bool = False,
 ) -> str:
-    """The table as lines of text that fit the screen: cells are wrapped, and none is cut.
+    """Return a table as lines of text that fit the terminal. Texts are wrapped, never cut.
 
-    Numbers, flush right, are not wrapped. With `may_stack`, the first cell of each row is a line
-    over the others where the table does not fit otherwise.
+    Numbers are not wrapped. With `may_stack`, a table that is too wide has the first cell of each
+    row on a line of its own, above the other cells.
     """
-    screen, last = screen_width(), [total] if total else []
-    widths = _natural_widths(headings, [*rows, *last], right)
+    screen, footer = screen_width(), [total] if total else []
+    lines: list[Cells | str] = [headings, *rows, *footer]
+    widths = _natural_widths(headings, lines, right)
     if may_stack and sum(widths) + len(_GAP) * (len(widths) - 1) > screen:
         stack = lambda cells: [cells[0], cells[1:]] if any(cells[1:]) else [cells[0]]
-        rows = [line for row in rows for line in ([row] if isinstance(row, str) else stack(row))]
-        title, *headings = headings
-        lines = [title, headings, *rows, *(line for row in last for line in stack(row))]
-    else:
-        lines = [headings, *rows, *last]
+        lines = [part for x in lines for part in ([x] if isinstance(x, str) else stack(x))]
+        headings = headings[1:]
     indent = _GAP if any(isinstance(line, str) for line in lines) else ""
     room = screen - len(indent) - len(_GAP) * (len(headings) - 1)
     fixed = [heading in right for heading in headings]
-    widths = _fitted(_natural_widths(headings, lines, right), fixed, room)
+    widths = _fit_widths(_natural_widths(headings, lines, right), fixed, room)
 
-    def printed(row: Cells | str) -> Iterator[str]:
+    def print_row(row: Cells | str) -> Iterator[str]:
         if isinstance(row, str):
-            yield from wrapped(row, screen)
+            yield from wrap_text(row, screen)
             return
-        cells = [wrapped(cell, n) for cell, n in zip(row, widths, strict=True)]
-        for i in range(max(map(len, cells))):
-            line = [cell[i] if i < len(cell) else "" for cell in cells]
+        cells = [wrap_text(cell, n) for cell, n in zip(row, widths, strict=True)]
+        for pieces in itertools.zip_longest(*cells, fillvalue=""):
             aligned = (
                 piece.rjust(n) if is_fixed else piece.ljust(n)
-                for piece, n, is_fixed in zip(line, widths, fixed, strict=True)
+                for piece, n, is_fixed in zip(pieces, widths, fixed, strict=True)
             )
             yield (indent + _GAP.join(aligned)).rstrip()
 
-    return "\n".join(line for row in lines for line in printed(row))
+    return "\n".join(line for row in lines for line in print_row(row))
 
 
-def _natural_widths(headings: Cells, rows: Rows, right: Collection[str]) -> list[int]:
-    """The widths of columns in which nothing is wrapped but the headings of numbers."""
+def _natural_widths(headings: Cells, lines: Rows, right: Collection[str]) -> list[int]:
+    """Return the widths of columns in which only the headings of numbers are wrapped."""
     words = [heading.split() if heading in right else [heading] for heading in headings]
-    full = [row for row in rows if not isinstance(row, str) and row is not headings]
-    columns = zip(*full, strict=True) if full else [()] * len(headings)
+    rows = [line for line in lines if not isinstance(line, str) and line != headings]
+    columns = zip(*rows, strict=True) if rows else [()] * len(headings)
     return [max(map(len, [*w, *cells])) for w, cells in zip(words, columns, strict=True)]
 
 
-def _fitted(natural: Sequence[int], fixed: Sequence[bool], room: int) -> list[int]:
-    """The widths of columns that fit: the widest are made narrower, down to one width."""
-    free = room - sum(n for n, is_fixed in zip(natural, fixed, strict=True) if is_fixed)
+def _fit_widths(natural: Sequence[int], fixed: Sequence[bool], room: int) -> list[int]:
+    """Return widths that fit: limit the columns that are not fixed to the same maximum."""
     texts = [n for n, is_fixed in zip(natural, fixed, strict=True) if not is_fixed]
-    most = max([_LEAST, *texts])
-    while most > _LEAST and sum(min(n, most) for n in texts) > free:
-        most -= 1
-    widths = [n if is_fixed else min(n, most) for n, is_fixed in zip(natural, fixed, strict=True)]
-    for i, n in enumerate(natural):  # what is left over goes to the first
+    free = room - (sum(natural) - sum(texts))
+    limit = max([_MIN_WIDTH, *texts])
+    while limit > _MIN_WIDTH and sum(min(n, limit) for n in texts) > free:
+        limit -= 1
+    widths = [n if is_fixed else min(n, limit) for n, is_fixed in zip(natural, fixed, strict=True)]
+    for i, n in enumerate(natural):  # the first columns get the remaining room
         widths[i] += min(n - widths[i], max(0, room - sum(widths)))
     return widths
 
 
-def wrapped(text: str, width: int) -> list[str]:
-    """The text in lines, of which the later ones are indented as the first is.
+def wrap_text(text: str, width: int) -> list[str]:
+    """Return the lines of a wrapped text. All lines have the indentation of the text.
 
-    Lines end after a space or a slash; within a word that is longer than a line, after a mark.
+    Lines end after a space or a slash. A word that is longer than a line is broken after a
+    punctuation mark, or anywhere.
     """
     indent = text[: len(text) - len(text.lstrip())]
     room = max(1, width - len(indent))
@@ -109,21 +108,18 @@ def wrapped(text: str, width: int) -> list[str]:
 
 
 def html_table(
-    headings: Cells,
-    rows: Rows,
-    total: Cells | None = None,
-    right: Collection[str] = (),
+    headings: Cells, rows: Rows, total: Cells | None = None, right: Collection[str] = ()
 ) -> str:
-    """The table as an element of HTML."""
-    import html  # which takes a while
+    """Return a table as an HTML element."""
+    import html  # slow to import
 
     styles = [' style="text-align: right"' if heading in right else "" for heading in headings]
 
     def row(tag: str, cells: Cells | str) -> str:
         if isinstance(cells, str):
             return f'<tr class="over"><th colspan="{len(headings)}">{html.escape(cells)}</th></tr>'
-        filled = zip(styles, cells, strict=True)
-        inside = "".join(f"<{tag}{style}>{html.escape(cell)}</{tag}>" for style, cell in filled)
+        pairs = zip(styles, cells, strict=True)
+        inside = "".join(f"<{tag}{style}>{html.escape(cell)}</{tag}>" for style, cell in pairs)
         return f"<tr>{inside}</tr>"
 
     foot = f"<tfoot>{row('th', total)}</tfoot>\n" if total else ""
@@ -137,7 +133,7 @@ def html_table(
 def rich_table(
     headings: Cells, rows: Sequence[Cells], total: Cells | None = None, right: Collection[str] = ()
 ) -> Any:
-    """The table as a `rich.table.Table`."""
+    """Return a table as a `rich.table.Table`."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -151,14 +147,14 @@ def rich_table(
             overflow="fold",
         )
     for row in rows:
-        table.add_row(*map(Text, row))  # as text: a name in brackets is no markup
+        table.add_row(*map(Text, row))  # rich would take brackets in a string for markup
     return table
 
 
 def print_rich(table: Any, **options: Any) -> None:
-    """Prints a rich table as wide as it is: a terminal may wrap lines, but no cell is cut.
+    """Print a rich table at its full width. The terminal may wrap its lines.
 
-    `options` are those of `rich.console.Console`.
+    `options` are passed to `rich.console.Console`.
     """
     from rich.console import Console
 
@@ -169,12 +165,12 @@ def print_rich(table: Any, **options: Any) -> None:
 
 
 def count_of(n: int, noun: str) -> str:
-    """`1 byte`, `2 bytes`."""
+    """Return a number and a noun in the right form, such as "1 byte" or "2 bytes"."""
     return f"{n:,} {noun}" + ("" if n == 1 else "s")
 
 
 def size_of(nbytes: int) -> str:
-    """A number of bytes in the unit that suits it: `9,999 bytes`, `2.1 MB`."""
+    """Return a number of bytes in a suitable unit, such as "9,999 bytes" or "2.1 MB"."""
     if nbytes < 10_000:
         return count_of(nbytes, "byte")
     size = float(nbytes)
@@ -186,15 +182,15 @@ def size_of(nbytes: int) -> str:
 
 
 def short_size_of(nbytes: int) -> str:
-    """The same for a cell of a table: `9,999 B`."""
+    """Return a number of bytes for a cell of a table, such as "9,999 B" or "2.1 MB"."""
     return f"{nbytes:,} B" if nbytes < 10_000 else size_of(nbytes)
 
 
 class Tabular:
-    """What is a table wherever it is shown: by `print`, by rich, in a notebook."""
+    """A base class of objects that `print`, rich and notebooks show as a table."""
 
     def _table(self) -> tuple[Cells, Sequence[Cells], Cells, Cells]:
-        """The headings, the rows, the last row, and which columns are of numbers."""
+        """Return the headings, the rows, the row of totals, and the headings of numbers."""
         raise NotImplementedError
 
     def __str__(self) -> str:

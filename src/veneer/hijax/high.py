@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
-from .._jax.hijax import high_primitive, holds_tracers
+from .._jax.hijax import holds_tracers, make_high_primitive
 from .._jax.tracing import current_trace
 from .values import Tangent, leaves_of, strong_leaf
 
 if TYPE_CHECKING:
     from .types import HighType, TangentType
 
-high = high_primitive("high")
+high = make_high_primitive("high")
 
 
 class Operation:

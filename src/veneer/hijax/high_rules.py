@@ -26,8 +26,8 @@ from .._jax.hijax import (
     call_transpose_rule,
     define_high_primitive,
     no_effects,
-    print_as,
-    to_staged,
+    set_printed_form,
+    stage_constant,
 )
 from .._jax.tracing import is_eager, trace_context
 from .high import Operation, Pack, Unpack, apply, high
@@ -52,7 +52,7 @@ def run(*operands: Any, operation: Operation) -> list[Any]:
     policy = current_policy() if is_eager() else ALLOW
     with in_force(), policy_in_force(policy):
         out = operation.run(*map(value_of, operands))
-        return [as_high_array(to_staged(_without_weak_types(x))) for x in map(value_of, out)]
+        return [as_high_array(stage_constant(_without_weak_types(x))) for x in map(value_of, out)]
 
 
 def _without_weak_types(x: Any) -> Any:
@@ -307,5 +307,5 @@ def _under_implicit(*operands: Any, operation: Operation) -> list[Any]:
 define_high_primitive(
     high, run=run, abstract_eval=abstract_eval, jvp=jvp, transpose=transpose, batch=batch
 )
-print_as(high, lambda params: (params["operation"].name, params["operation"].printed or {}))
+set_printed_form(high, lambda params: (params["operation"].name, params["operation"].printed or {}))
 add_rule(_under_implicit, [high], structural=True)

@@ -19,12 +19,12 @@ import jax
 
 from .._core.surface.implicit import implicit
 from .._jax.hijax import (
+    extend_options_to_pair,
+    get_jit_options,
+    get_options_key,
+    has_result_placement,
     jit_with_options,
-    key_of,
-    options_of,
-    places_results,
     weakref_lru_cache,
-    with_further_result,
 )
 from .._jax.tracing import Tracer, current_trace, is_eager, jax_caller
 from .box.box import Box, is_box
@@ -73,7 +73,7 @@ def jit(function: Callable | None = None, /, **options: Any) -> Any:
     """
     if function is None:
         return partial(jit, **options)
-    return Jitted(function, options_of(jax.jit(function, **options)))
+    return Jitted(function, get_jit_options(jax.jit(function, **options)))
 
 
 class Jitted:
@@ -166,10 +166,10 @@ class Specialisation:
         # What a Box holds is gone with the arguments that are donated, and is to come back.
         self.donates = bool(options.donate_argnums or options.donate_argnames)
         # Shardings and layouts apply to the results, not to the contents of Boxes.
-        self.splits = places_results(options)
+        self.splits = has_result_placement(options)
         wrapped = _wrapped(function, partial(self._traced, function))
         _wrappers.add(wrapped)
-        options = with_further_result(options) if self.splits else options
+        options = extend_options_to_pair(options) if self.splits else options
         self.compiled: Any = jit_with_options(wrapped, options)
 
     def fits(self) -> bool:
@@ -309,7 +309,7 @@ def let_boxes_change(infer: Callable) -> Callable:
     def infer_or_change(function: Any, options: Any, args: Any, kwargs: Any) -> Any:
         if not is_enabled() or function in _wrappers or jax_caller() != "cache_miss":
             return infer(function, options, args, kwargs)
-        cell = _cell_of(function, key_of(options))
+        cell = _cell_of(function, get_options_key(options))
         if not cell:
             before, state.changes_structure = state.changes_structure, False
             try:

@@ -34,7 +34,7 @@ from .._jax.hijax import (
     tree_util,
 )
 from .._jax.primitives import Primitive, find_primitive, jaxpr_as_fun
-from .._jax.tracing import an_operator_asks, is_eager, set_current_trace
+from .._jax.tracing import is_eager, is_read_by_operator, set_current_trace
 from .collectives import Trees
 from .control_flow import (
     check_branches,
@@ -111,7 +111,7 @@ def _jax_array(without: property) -> property:
     def asked(value: Any) -> Any:
         if is_enabled():
             return partial(canonical, value)
-        if an_operator_asks():
+        if is_read_by_operator():
             raise AttributeError("__jax_array__")
         return without.fget(value)  # type: ignore[misc]
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from .._jax.tracing import InvalidInputException, set_operand_of
+from .._jax.tracing import InvalidInputException, set_operand_conversion
 
 _ABSENT = object()
 
@@ -74,10 +74,10 @@ def _set_item(owner: dict, key: Any, value: Any) -> Callable[[], None]:
 
 
 def _set_operand(cls: type, operand: Callable[[Any], Any]) -> Callable[[], None]:
-    before = set_operand_of(cls, operand) or _refuse
+    before = set_operand_conversion(cls, operand) or _refuse
 
     def undo() -> None:
-        set_operand_of(cls, before)
+        set_operand_conversion(cls, before)
 
     return undo
 

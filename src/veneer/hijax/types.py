@@ -26,7 +26,7 @@ from .._core.primitives.batch_axes import has_batch_axes, takes_batch_axis
 from .._core.surface.shown import short_name
 from .._core.value import Value, get_cached, has_all_leaves, is_value
 from .._jax.hijax import HiType, aval_property, copy_shaped_array, holds_tracers
-from .._jax.tracing import abstract_array, current_trace, is_in_derivative, is_of_numbers
+from .._jax.tracing import abstract_array, current_trace, has_numeric_dtype, is_in_derivative
 from .high import Add, Pack, Unpack, Zeros, apply, is_staged, packed
 from .mode import is_enabled
 from .values import HighArray, Tangent, flatten_value, is_inexact, leaves_of, strong_leaf, value_of
@@ -331,7 +331,7 @@ def _high_type(treedef: Any, leaves: tuple[Any, ...]) -> HighType:
 def high_type(treedef: Any, leaves: tuple[Any, ...], x64: bool) -> HighType:
     """The high type of the values with this structure and these types of leaves."""
     del x64  # of the key
-    if not all(map(is_of_numbers, leaves)):
+    if not all(map(has_numeric_dtype, leaves)):
         reject_leaves([jax.tree.unflatten(treedef, leaves)])
     return HighType(treedef, leaves, abstract(treedef, leaves))
 

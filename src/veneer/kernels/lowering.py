@@ -27,7 +27,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .._jax.primitives import Primitive
-from .._jax.sharding import spec_over
+from .._jax.sharding import find_partition_spec
 from . import calls, select
 from .problem import ZERO_POINTS, MatmulOperands, MatmulProblem, operands_of
 
@@ -442,7 +442,7 @@ def _cuts(
 
 def _asked(mesh: Any, x: Any, axis: int) -> _Cut:
     """How the partitioner would have an axis of an array cut."""
-    spec = spec_over(mesh, x.sharding, len(x.shape))
+    spec = find_partition_spec(mesh, x.sharding, len(x.shape))
     entry = spec[axis] if axis < len(spec) else None
     return (entry,) if isinstance(entry, str) else entry
 

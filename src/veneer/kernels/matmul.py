@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
 
-from .._jax.primitives import Primitive, compile_when_eager, lowered_with_devices
+from .._jax.primitives import Primitive, compile_when_eager, require_devices_for_lowering
 from .._jax.tracing import vary_together
 from .lowering import by_kernel, by_reference, is_for_this_cpu, lowered_p
 from .problem import MatmulOperands, MatmulProblem, operands_of
@@ -43,7 +43,7 @@ def matmul(operands: MatmulOperands, problem: MatmulProblem) -> jax.Array:
 
 
 matmul_p = Primitive("stored_matmul")
-lowered_with_devices(matmul_p)  # which `sharding` needs
+require_devices_for_lowering(matmul_p)  # which `sharding` needs
 
 compile_when_eager(matmul_p)
 

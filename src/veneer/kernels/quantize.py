@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import batching, mlir
 
-from .._jax.primitives import Primitive, compile_when_eager, lowered_with_devices
+from .._jax.primitives import Primitive, compile_when_eager, require_devices_for_lowering
 from . import select
 from .cpu import build
 from .cpu.kinds import MOST_COLUMNS, QUANTIZE_TABLE, QUANTIZED_BITS, WITHIN_ROWS
@@ -77,7 +77,7 @@ def quantize(array: jax.Array, quantizer: Quantizer) -> tuple[jax.Array, jax.Arr
 
 quantize_p = Primitive("quantise_tiles")
 quantize_p.multiple_results = True
-lowered_with_devices(quantize_p)
+require_devices_for_lowering(quantize_p)
 
 compile_when_eager(quantize_p)
 

@@ -19,11 +19,11 @@ from jax import lax
 from .._jax.primitives import (
     close_jaxpr,
     contained_jaxpr,
-    evaluated,
+    evaluate_jaxpr,
     find_primitive,
     is_or_contains,
-    lower_otherwise,
     start_in_bounds,
+    wrap_lowering,
 )
 from .lowering import Stacked, call_kernel, is_for_this_cpu, kernel_for
 from .matmul import matmul_p, turned_by
@@ -51,7 +51,7 @@ def _lowered(
     return otherwise(ctx, *values, body_jaxpr=body, body_nconsts=body_nconsts, **params)
 
 
-lower_otherwise(find_primitive("while"), "cpu", _lowered)
+wrap_lowering(find_primitive("while"), "cpu", _lowered)
 
 #: What kernels read from where it lies in a stack.
 _LEAVES = ("packed", "scale", "zero_point", "minimum", "outer_scale", "outer_minimum")
@@ -96,7 +96,7 @@ def _whole(x: Any) -> Any:
 
 
 def _run(jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
-    return [_whole(x) for x in evaluated(close_jaxpr(jaxpr), operands, _equation)]
+    return [_whole(x) for x in evaluate_jaxpr(close_jaxpr(jaxpr), operands, _equation)]
 
 
 #: Primitives that are the program that they contain, once all derivatives are taken.
@@ -118,7 +118,7 @@ def _equation(equation: Any, operands: list[Any]) -> Sequence[Any]:
     if primitive.name in _CALLS and (contains(matmul_p.name) or contains("dynamic_slice")):
         if params.get("differentiated") and params["prevent_cse"]:
             operands = _barrier(operands)
-        return evaluated(close_jaxpr(contained_jaxpr(params)), operands, _equation)
+        return evaluate_jaxpr(close_jaxpr(contained_jaxpr(params)), operands, _equation)
     if primitive.name == "cond" and contains(matmul_p.name):
         return _branches(operands, **params)
     if primitive is matmul_p and (product := _product(operands, **params)) is not None:

@@ -1,9 +1,7 @@
-"""Checks of array types, for tests.
+"""Test the rules of an array type: `check_rules` and its result.
 
-The modules:
-
-    checks          `check_rules`: compare a type with its dense array in many programs
-    programs        the programs, for arrays of any shape
+checks          `check_rules`: compare a type with its dense array in many programs
+programs        the programs, for arrays of any shape
 """
 
 from .checks import CheckedRules, check_rules

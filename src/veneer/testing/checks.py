@@ -1,8 +1,7 @@
-"""`check_rules`: an array type is held to the dense program."""
+"""Compare the rules of an array type with the dense program: `check_rules`."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import jax
@@ -13,16 +12,10 @@ from .._core.policy import Policy, policy_in_force
 from .._core.rules import rules_of
 from .._core.surface.implicit import implicit
 from .._core.value import Value, is_part, is_value, materialise
-from .programs import CHOLESKY, KINKED, SOLVES, Program, programs_of
+from .programs import CHOLESKY, NOT_SMOOTH, SOLVES, Program, programs_for_shape
 
-#: A program `f` of each of a stack, and of a dense array, where `m` is `implicit` or makes dense.
-_OF_STACKS: dict[str, Callable[[Callable, Program, Any, Any], Any]] = {
-    "vmap within": lambda m, f, ws, d: m(lambda ws, d: jax.vmap(lambda w: f(w, d))(ws))(ws, d),
-    "scan within": lambda m, f, ws, d: m(
-        lambda ws, d: jax.lax.scan(lambda c, w: (c, f(w, d)), 0, ws)[1]
-    )(ws, d),
-    "vmap outside": lambda m, f, ws, d: jax.vmap(lambda w: m(f)(w, d))(ws),
-}
+# It runs a program on a value under a transformation: `implicit`, or one that materializes.
+_Run = Callable[[Program, Callable, Any], Any]
 
 
 @dataclass(frozen=True)
@@ -124,16 +117,18 @@ def check_rules(
     if not isinstance(example, cls):
         raise TypeError(f"The example must be a {cls.__name__}, not {example!r}.")
     check = _Check(example, dense, cls.__name__ if may_refuse else None, tolerance)
-    check.as_they_are({**_all_programs(check.x), **(programs or {})})
+    check.run_programs({**_programs_for(check.x), **(programs or {})})
     if transformations:
-        check.of_stacks()
-        check.derivatives()
-    check.report()
+        check.run_on_stacks()
+        check.run_derivatives()
+    if check.differences:
+        listing = "\n".join(f"{name}: {text}" for name, text in check.differences.items())
+        raise AssertionError(f"{example!r} differs from its dense array:\n{listing}")
     rules = {name: frozenset(at) for name, at in check.rules.items()}
-    unmet = {target.name: rule for target, rule in rules_of(cls) if target.name not in rules}
-    unmet = {name: rule for name, rule in unmet.items() if name not in {*untested}}
-    if unmet:
-        listing = "\n".join(f"{name}: {rule}" for name, rule in sorted(unmet.items()))
+    tested = {*rules, *untested}
+    unused = {target.name: rule for target, rule in rules_of(cls) if target.name not in tested}
+    if unused:
+        listing = "\n".join(f"{name}: {rule}" for name, rule in sorted(unused.items()))
         raise AssertionError(
             f"These rules of {cls.__name__} ran in no program. Pass programs= that use them, "
             f"another example, or untested=[...] if they are tested elsewhere:\n{listing}"
@@ -142,47 +137,41 @@ def check_rules(
     return CheckedRules(agree, rules, frozenset(check.made_dense), check.refused)
 
 
-def _all_programs(x: Any) -> dict[str, Program]:
-    """Those of an array, with solves if it is a matrix of which there is an inverse."""
-    found = programs_of(x.shape)
-    square = x.ndim == 2 and x.shape[0] == x.shape[1] and x.size > 0
-    if square and x.dtype.name in ("float32", "float64"):
+def _programs_for(x: Any) -> dict[str, Program]:
+    """Return the programs for a dense array. Solves need a well-conditioned square matrix."""
+    programs = programs_for_shape(x.shape)
+    is_square = x.ndim == 2 and x.shape[0] == x.shape[1] and x.size > 0
+    if is_square and x.dtype.name in ("float32", "float64"):
         wide = np.asarray(x, np.float64)
         if np.linalg.cond(wide) < 1e3:
-            found |= SOLVES
+            programs |= SOLVES
             if (wide == wide.T).all() and np.linalg.eigvalsh(wide).min() > 0:
-                found |= CHOLESKY
-    return found
+                programs |= CHOLESKY
+    return programs
 
 
 class _Check:
-    """The programs of an example, and what has been found of them so far."""
+    """The programs that ran on an example, the rules that they used, and the differences."""
 
     def __init__(self, example: Any, dense: Callable, refusing: str | None, tolerance: float):
         self.w, self.dense, self._refusing, self._tolerance = example, dense, refusing, tolerance
         self.x = jnp.asarray(dense(example))
-        self.d = _beside(self.x)
+        self.d = _nonzero_array_like(self.x)
         self.programs: dict[str, Program] = {}
-        self.by_rules: dict[str, Program] = {}  # those in which a rule ran that had not before
+        self.programs_by_rule: dict[str, Program] = {}  # the first program that used each rule
         self.rules: dict[str, set[str]] = {}
         self.made_dense: set[str] = set()
         self.refused: dict[str, str] = {}
-        self._differences: dict[str, str] = {}
-        stated = example.aval()
-        if (stated.shape, stated.dtype) != (self.x.shape, self.x.dtype):
+        self.differences: dict[str, str] = {}
+        claimed = example.aval()
+        if (claimed.shape, claimed.dtype) != (self.x.shape, self.x.dtype):
             raise AssertionError(
-                f"aval() of {example!r} returns {stated}, but its dense array is {self.x.aval}."
+                f"aval() of {example!r} returns {claimed}, but its dense array is {self.x.aval}."
             )
 
-    def report(self) -> None:
-        """Refuses what has been found to differ."""
-        if self._differences:
-            shown = "\n".join(f"{name}: {what}" for name, what in self._differences.items())
-            raise AssertionError(f"{self.w!r} differs from its dense array:\n{shown}")
-
-    def as_they_are(self, programs: Mapping[str, Program]) -> None:
-        """The programs, compiled as one; those that JAX does not refuse of the dense array."""
-        # Some of what it does not do for complex numbers JAX finds out as it lowers a program.
+    def run_programs(self, programs: Mapping[str, Program]) -> None:
+        """Run the programs that JAX supports for the dense array, and record the rules."""
+        # JAX finds some functions that it lacks for complex numbers only when it lowers a program.
         is_complex = jnp.issubdtype(self.x.dtype, jnp.complexfloating)
         for name, program in programs.items():
             try:
@@ -190,34 +179,32 @@ class _Check:
                     jax.jit(program).lower(self.x, self.d)
                 else:
                     jax.eval_shape(program, self.x, self.d)
-            except Exception:  # whatever JAX raises for this dtype or shape
+            except Exception:  # JAX raises errors of many types for a wrong dtype or shape
                 continue
             self.programs[name] = program
+        self._compare("", self.programs, lambda f, m, w: m(f)(w, self.d), self.w, record=True)
 
-        def run(program: Program, m: Callable, w: Any) -> Any:
-            return m(program)(w, self.d)
-
-        self._compare("", self.programs, run, self.w, note=True)
-
-    def of_stacks(self) -> None:
-        """One for each rule, of stacks: if leaves can be stacked."""
+    def run_on_stacks(self) -> None:
+        """Run one program per rule on a stack of two examples, if their leaves can be stacked."""
         stack = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), self.w)
         try:
             is_stack = self.w.batch_transparent and stack.aval().shape == (2, *self.x.shape)
-        except Exception:  # whatever a type raises on leaves that make no sense to it
+        except Exception:  # a type may raise any error for leaves with a wrong shape
             is_stack = False
         if not is_stack:
             return
-        for how, transformed in _OF_STACKS.items():
+        vmap: _Run = lambda f, m, ws: m(lambda ws, d: jax.vmap(lambda w: f(w, d))(ws))(ws, self.d)
+        scan: _Run = lambda f, m, ws: m(
+            lambda ws, d: jax.lax.scan(lambda c, w: (c, f(w, d)), 0, ws)[1]
+        )(ws, self.d)
+        vmap_outside: _Run = lambda f, m, ws: jax.vmap(lambda w: m(f)(w, self.d))(ws)
+        self._compare("vmap within", self.programs_by_rule, vmap, stack)
+        self._compare("scan within", self.programs_by_rule, scan, stack)
+        self._compare("vmap outside", self.programs_by_rule, vmap_outside, stack)
 
-            def run(program: Program, m: Callable, ws: Any, transformed: Any = transformed) -> Any:
-                return transformed(m, program, ws, self.d)
-
-            self._compare(how, self.by_rules, run, stack)
-
-    def derivatives(self) -> None:
-        """One for each rule, by the leaves, if it is smooth."""
-        smooth = {name: f for name, f in self.by_rules.items() if name not in KINKED}
+    def run_derivatives(self) -> None:
+        """Differentiate one program per rule with respect to the leaves, if it is smooth."""
+        smooth = {n: f for n, f in self.programs_by_rule.items() if n not in NOT_SMOOTH}
 
         def run(program: Program, m: Callable, w: Any) -> Any:
             loss = lambda w: _sum_of_sines(self.dense(m(program)(w, self.d)))
@@ -225,73 +212,74 @@ class _Check:
             leaves = jax.tree.leaves(gradient)
             return [leaf for leaf in leaves if leaf.dtype != jax.dtypes.float0]
 
-        # Of losses, through several operations: the error is some times that of one.
+        # The errors of several operations add up in a loss.
         self._compare("grad", smooth, run, self.w, tolerance=8 * self._tolerance)
 
     def _compare(
         self,
-        how: str,
+        mode: str,
         programs: Mapping[str, Program],
-        run: Callable[[Program, Callable, Any], Any],
+        run: _Run,
         w: Any,
         *,
-        note: bool = False,
+        record: bool = False,
         tolerance: float | None = None,
     ) -> None:
-        """Runs programs by the rules and by the dense array, and notes what differs."""
-        of_dense = lambda f: lambda w, *more: f(self.dense(w), *more)
+        """Run programs with the rules and with the dense array, and store the differences.
+
+        All programs are compiled as one. `run` calls a program under a transformation: `implicit`,
+        or one that materializes the arguments.
+        """
+        materialise_argument = lambda f: lambda w, *more: f(self.dense(w), *more)
+        title = lambda name: f"{name}, {mode}" if mode else name
         events: list[Any] = []
 
-        def both(w: Any) -> dict[str, Any]:
+        def run_all(w: Any) -> dict[str, Any]:
             results = {}
             for name, program in programs.items():
                 before = len(events)
                 try:
-                    expected = run(program, of_dense, w)
-                except Exception:  # it has no such transformation, as it is
+                    expected = run(program, materialise_argument, w)
+                except Exception:  # JAX does not support the transformation of this program
                     continue
                 try:
                     result = run(program, implicit, w)
-                    jax.tree.map(_check_constructed, result, is_leaf=is_value)
+                    jax.tree.map(_check_constructor, result, is_leaf=is_value)
                     results[name] = self.dense(result), expected
-                except Exception as error:  # whatever a rule raises
-                    self._raised(_titled(name, how), error)
-                if note:
-                    self._note(name, events[before:])
+                except Exception as error:  # a rule may raise any error
+                    self._record_error(title(name), error)
+                if record:
+                    self._record_events(name, events[before:])
             return results
 
         with policy_in_force(Policy(events=events)):
-            results = jax.jit(both)(w)
-        for name, (found, expected) in results.items():
-            what = _difference(found, expected, self.x.dtype, tolerance or self._tolerance)
-            if what is not None:
-                self._differences[_titled(name, how)] = what
+            results = jax.jit(run_all)(w)
+        for name, (result, expected) in results.items():
+            text = _compare_trees(result, expected, self.x.dtype, tolerance or self._tolerance)
+            if text is not None:
+                self.differences[title(name)] = text
 
-    def _raised(self, name: str, error: Exception) -> None:
+    def _record_error(self, name: str, error: Exception) -> None:
         text = " ".join(str(error).split())
         is_refusal = isinstance(error, TypeError | ValueError) and self._refusing is not None
         if is_refusal and str(self._refusing) in text:
             self.refused[name] = text
         else:
-            self._differences[name] = f"{type(error).__name__}: {text}"
+            self.differences[name] = f"{type(error).__name__}: {text}"
 
-    def _note(self, name: str, events: Iterable[Any]) -> None:
+    def _record_events(self, name: str, events: Iterable[Any]) -> None:
         for event in events:
             if event.rule is None:
                 self.made_dense.add(event.primitive)
             else:
                 places = self.rules.setdefault(event.primitive, set())
                 if event.rule not in places:
-                    self.by_rules[name] = self.programs[name]
+                    self.programs_by_rule[name] = self.programs[name]
                 places.add(event.rule)
 
 
-def _titled(name: str, how: str) -> str:
-    return f"{name}, {how}" if how else name
-
-
-def _beside(x: jax.Array) -> jax.Array:
-    """A dense array to go with one: of its shape and dtype, with no two entries alike, and no 0."""
+def _nonzero_array_like(x: jax.Array) -> jax.Array:
+    """Return an array of the same shape and dtype, without zeros. Float entries are distinct."""
     if jnp.issubdtype(x.dtype, jnp.inexact):
         return (1 + jnp.arange(x.size) / max(x.size, 1)).reshape(x.shape).astype(x.dtype)
     if jnp.issubdtype(x.dtype, jnp.integer):
@@ -299,40 +287,40 @@ def _beside(x: jax.Array) -> jax.Array:
     return x
 
 
-def _check_constructed(x: Any) -> None:
-    """Has the constructor of each value look at it, for the leaves may come from elsewhere."""
+def _check_constructor(x: Any) -> None:
+    """Call `__post_init__` of each value in `x`, because JAX builds values without it."""
     if isinstance(x, Value):
         for part in jax.tree.leaves(x, is_leaf=is_part(x)):
-            _check_constructed(part)
+            _check_constructor(part)
         post_init = getattr(x, "__post_init__", None)
         if post_init is not None:
             post_init()
 
 
 def _sum_of_sines(tree: Any) -> jax.Array:
-    """A number that depends on every floating entry."""
+    """Return a scalar that depends on every floating entry of a tree."""
     floating = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
     if not floating:
         raise TypeError("nothing to differentiate")
     return sum((jnp.sin(x.astype(jnp.float32)).sum() for x in floating), jnp.float32(0))
 
 
-def _difference(found: Any, expected: Any, dtype: Any, tolerance: float) -> str | None:
-    """What differs in two trees of arrays, or None."""
-    structures: list[Any] = [jax.tree.structure(x) for x in (found, expected)]
+def _compare_trees(result: Any, expected: Any, dtype: Any, tolerance: float) -> str | None:
+    """Return a text with the first difference of two trees of arrays, or None."""
+    structures: list[Any] = [jax.tree.structure(x) for x in (result, expected)]
     if structures[0] != structures[1]:
         return f"{structures[0]}, where the dense array gives {structures[1]}"
-    compare = partial(_difference_of_arrays, dtype=dtype, tolerance=tolerance)
-    found, expected = (jax.tree.leaves(x) for x in (found, expected))
-    return next((what for what in map(compare, found, expected) if what), None)
+    pairs = zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True)
+    texts = (_compare_arrays(x, y, dtype, tolerance) for x, y in pairs)
+    return next(filter(None, texts), None)
 
 
-def _difference_of_arrays(x: Any, y: Any, dtype: Any, tolerance: float) -> str | None:
+def _compare_arrays(x: Any, y: Any, dtype: Any, tolerance: float) -> str | None:
     if (x.shape, x.dtype) != (y.shape, y.dtype):
         return f"{jax.typeof(x)}, where the dense array gives {jax.typeof(y)}"
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x, y = jax.random.key_data(x), jax.random.key_data(y)
-    # Sums of a few terms in another order; of halves, rounded now and then on the way.
+    # The terms of a sum may be added in another order, and 16-bit numbers are rounded in between.
     inexact = [t for t in (dtype, x.dtype) if jnp.issubdtype(t, jnp.inexact)]
     eps = max((float(jnp.finfo(t).eps) for t in inexact), default=0.0)
     eps = eps if jnp.issubdtype(x.dtype, jnp.inexact) else 0.0
@@ -344,6 +332,6 @@ def _difference_of_arrays(x: Any, y: Any, dtype: Any, tolerance: float) -> str |
     if close.all():
         return None
     with np.errstate(invalid="ignore"):
-        by = np.abs(x - y)[~close]
-    worst = float(np.max(by, initial=0.0, where=np.isfinite(by)))
+        errors = np.abs(x - y)[~close]
+    worst = float(np.max(errors, initial=0.0, where=np.isfinite(errors)))
     return f"{(~close).sum()} of {close.size} values differ, by up to {worst:.3g}"

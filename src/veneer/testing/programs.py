@@ -1,12 +1,14 @@
-"""Programs of one array `w` of any shape, and a dense one `d` of it: a primitive each, or few."""
+"""Small test programs of an array `w` of any shape, and of a dense array `d` of the same shape."""
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from .._jax.primitives import find_primitive
@@ -15,17 +17,16 @@ Shape = tuple[int, ...]
 Program = Callable[..., Any]
 
 ELEMENTWISE = (
-    *("abs", "sign", "floor", "ceil", "round", "square", "integer_pow", "is_finite", "not"),
+    *("abs", "sign", "floor", "ceil", "round", "square", "is_finite"),
     *("exp", "exp2", "expm1", "log", "log1p", "sqrt", "rsqrt", "cbrt", "logistic"),
     *("sin", "cos", "tan", "asin", "acos", "atan"),
     *("sinh", "cosh", "tanh", "asinh", "acosh", "atanh"),
     *("erf", "erfc", "erf_inv", "lgamma", "digamma", "neg", "real", "imag", "conj"),
 )
 
-
-#: Those of which no derivative is compared: it jumps where two entries are the same, or is large
-#: where they are near the end of a domain; or it is of less precision than the rest.
-KINKED = frozenset(
+#: Programs whose derivatives are not compared. They jump where entries are equal, are large near
+#: the border of a domain, or have lower precision than the other derivatives.
+NOT_SMOOTH = frozenset(
     (
         *("abs", "sign", "floor", "ceil", "round", "sqrt", "rsqrt", "cbrt", "max", "compare"),
         *("where", "sort", "max over axes", "min over axes", "prod over axes", "cumprod"),
@@ -34,26 +35,34 @@ KINKED = frozenset(
     )
 )
 
+#: Programs for square matrices that have an inverse. JAX supports only float32 and float64.
+SOLVES: dict[str, Program] = {
+    "solve": lambda w, d: [jnp.linalg.solve(w, d), jnp.linalg.solve(w, d[..., :1])],
+    "inv": lambda w, d: jnp.linalg.inv(w),
+    "det": lambda w, d: [jnp.linalg.det(w), *jnp.linalg.slogdet(w)],
+    "lu": lambda w, d: jax.scipy.linalg.lu_factor(w)[0],
+    "triangular solve": lambda w, d: jax.scipy.linalg.solve_triangular(w, d, lower=True),
+}
 
-def programs_of(shape: Shape) -> dict[str, Program]:
-    """Those that an array of this shape has; some of them its dtype may not have."""
-    found: dict[str, Program] = {
-        name: partial(lambda w, d, name: getattr(lax, name)(w), name=name)
-        for name in ELEMENTWISE
-        if hasattr(lax, name)
+#: Programs for positive definite matrices.
+CHOLESKY: dict[str, Program] = {"cholesky": lambda w, d: jnp.linalg.cholesky(w)}
+
+
+def programs_for_shape(shape: Shape) -> dict[str, Program]:
+    """Return the programs for arrays of a shape. JAX may reject some for the dtype of an array."""
+    elementwise = {name: getattr(lax, name) for name in ELEMENTWISE if hasattr(lax, name)}
+    programs: dict[str, Program] = {
+        **{name: lambda w, d, f=f: f(w) for name, f in elementwise.items()},
+        "integer_pow": lambda w, d: lax.integer_pow(w, 3),
+        "not": lambda w, d: ~w,
+        **dict(_arithmetic(shape)),
+        **dict(_reductions(len(shape))),
     }
-    found["integer_pow"] = lambda w, d: lax.integer_pow(w, 3)
-    found["not"] = lambda w, d: ~w
-    found |= dict(_arithmetic(shape)) | dict(_reductions(len(shape)))
     if len(shape) >= 2:
-        found |= dict(_products())
+        programs |= dict(_products())
         if shape[-1] == shape[-2]:
-            found |= dict(_of_squares())
-    return found | {name: _of_one(move) for name, move in moves(shape)}
-
-
-def _of_one(function: Callable[[Any], Any]) -> Program:
-    return lambda w, d: function(w)
+            programs |= dict(_square_products())
+    return programs | {name: lambda w, d, move=move: move(w) for name, move in moves(shape)}
 
 
 def _arithmetic(shape: Shape) -> Iterator[tuple[str, Program]]:
@@ -79,86 +88,51 @@ def _arithmetic(shape: Shape) -> Iterator[tuple[str, Program]]:
 
 def _reductions(ndim: int) -> Iterator[tuple[str, Program]]:
     axes: list[int | None] = [None, *range(ndim)]
+
+    def reduce(w: Any, d: Any, *, name: str) -> list[Any]:
+        return [getattr(w, name)(axis) for axis in axes]
+
+    def accumulate(w: Any, d: Any, *, name: str) -> list[Any]:
+        return [getattr(lax, name)(w, axis) for axis in range(ndim)]
+
     for name in ("sum", "mean", "max", "min", "prod", "argmax", "argmin"):
-        yield (
-            f"{name} over axes",
-            lambda w, d, name=name: [getattr(w, name)(axis) for axis in axes],
-        )
+        yield f"{name} over axes", partial(reduce, name=name)
     yield "any, all", lambda w, d: [f(w > 0.7, a) for f in (jnp.any, jnp.all) for a in axes]
     if ndim >= 2:
         yield "sum over two axes", lambda w, d: w.sum((-2, -1))
     for name in ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"):
-        yield (
-            name,
-            lambda w, d, name=name: [getattr(lax, name)(w, axis) for axis in range(ndim)],
-        )
+        yield name, partial(accumulate, name=name)
 
 
 def _products() -> Iterator[tuple[str, Program]]:
-    wide = {"preferred_element_type": "float32"}
-    turned = lambda d: jnp.swapaxes(d, -1, -2)
-    yield "a matmul", lambda w, d: [w @ turned(d), turned(d) @ w]
-    yield "a matmul of the transpose", lambda w, d: [turned(w) @ d, d @ turned(w)]
+    matmul_float32 = partial(jnp.matmul, preferred_element_type="float32")
+    transpose = lambda x: jnp.swapaxes(x, -1, -2)
+    yield "a matmul", lambda w, d: [w @ transpose(d), transpose(d) @ w]
+    yield "a matmul of the transpose", lambda w, d: [transpose(w) @ d, d @ transpose(w)]
     yield (
         "a matmul, preferred",
-        lambda w, d: [jnp.matmul(w, turned(d), **wide), jnp.matmul(turned(d), w, **wide)],  # type: ignore[arg-type]
+        lambda w, d: [matmul_float32(w, transpose(d)), matmul_float32(transpose(d), w)],
     )
-    yield "a matmul, exact", lambda w, d: jnp.matmul(w, turned(d), precision="highest")
-    yield "by a vector", lambda w, d: [w @ d[(0,) * (d.ndim - 1)], turned(d)[..., 0, :] @ w]
-    yield "by its transpose", lambda w, d: w @ turned(w)
+    yield "a matmul, exact", lambda w, d: jnp.matmul(w, transpose(d), precision="highest")
+    yield "by a vector", lambda w, d: [w @ d[(0,) * (d.ndim - 1)], transpose(d)[..., 0, :] @ w]
+    yield "by its transpose", lambda w, d: w @ transpose(w)
     yield "a sum of products", lambda w, d: jnp.einsum("...ij,...ij->...", w, d)
 
 
-def _of_squares() -> Iterator[tuple[str, Program]]:
+def _square_products() -> Iterator[tuple[str, Program]]:
+    last: Any = {"axis1": -2, "axis2": -1}
     yield "by itself", lambda w, d: [w @ w, jnp.swapaxes(w, -1, -2) @ w]
     yield "by itself, preferred", lambda w, d: jnp.matmul(w, w, preferred_element_type="float32")
-    yield (
-        "trace",
-        lambda w, d: [
-            jnp.trace(w, axis1=-2, axis2=-1),
-            jnp.diagonal(w),
-            jnp.diagonal(w, axis1=-2, axis2=-1),
-        ],
-    )
-
-
-#: Of square matrices that have an inverse, in float32 and float64 alone, as in JAX.
-SOLVES: dict[str, Program] = {
-    "solve": lambda w, d: [jnp.linalg.solve(w, d), jnp.linalg.solve(w, d[..., :1])],
-    "inv": lambda w, d: jnp.linalg.inv(w),
-    "det": lambda w, d: [jnp.linalg.det(w), *jnp.linalg.slogdet(w)],
-    "lu": lambda w, d: jax.scipy.linalg.lu_factor(w)[0],
-    "triangular solve": lambda w, d: jax.scipy.linalg.solve_triangular(w, d, lower=True),
-}
-
-#: Of those that are positive definite.
-CHOLESKY: dict[str, Program] = {"cholesky": lambda w, d: jnp.linalg.cholesky(w)}
+    yield "trace", lambda w, d: [jnp.trace(w, **last), jnp.diagonal(w), jnp.diagonal(w, **last)]
 
 
 def moves(shape: Shape) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Programs that move entries."""
+    """Yield names and programs that move the entries of one array without changing them."""
     ndim = len(shape)
     for axis in range(ndim):
-        yield f"none along {axis}", lambda w, i=axis: lax.slice_in_dim(w, 0, 0, axis=i)
-        yield f"backwards along {axis}", lambda w, i=axis: jnp.flip(w, i)
-        yield f"rolled along {axis}", lambda w, i=axis: jnp.roll(w, 1, i)
-        yield f"concatenated along {axis}", lambda w, i=axis: jnp.concatenate([w, w], i)
-        yield f"unstacked along {axis}", lambda w, i=axis: jnp.unstack(w, axis=i)
-        yield (
-            f"tiled along {axis}",
-            lambda w, i=axis: jnp.tile(w, (1,) * i + (2,) + (1,) * (ndim - i - 1)),
-        )
-        if shape[axis] > 1:
-            yield from _moves_along(axis)
+        yield from _moves_along_axis(axis, shape)
     for axis in range(ndim + 1):
-        yield f"a new axis {axis}", lambda w, i=axis: jnp.expand_dims(w, i)
-        yield f"stacked along {axis}", lambda w, i=axis: jnp.stack([w, w], i)
-        yield (
-            f"repeated along {axis}",
-            lambda w, i=axis: jnp.broadcast_to(
-                jnp.expand_dims(w, i), (*w.shape[:i], 3, *w.shape[i:])
-            ),
-        )
+        yield from _moves_to_new_axis(axis)
     for order in itertools.permutations(range(ndim)):
         if order != tuple(range(ndim)):
             yield f"transposed {order}", lambda w, p=order: w.transpose(p)
@@ -166,7 +140,7 @@ def moves(shape: Shape) -> Iterator[tuple[str, Callable[..., Any]]]:
         yield (
             f"{axis} and the next merged",
             lambda w, i=axis: w.reshape(
-                *w.shape[:i], w.shape[i] * w.shape[i + 1], *w.shape[i + 2 :]
+                *w.shape[:i], math.prod(w.shape[i : i + 2]), *w.shape[i + 2 :]
             ),
         )
     if ndim:
@@ -178,21 +152,34 @@ def moves(shape: Shape) -> Iterator[tuple[str, Callable[..., Any]]]:
     yield "chosen", lambda w: jnp.where(jnp.array(True), w, w)
 
 
-def _moves_along(axis: int) -> Iterator[tuple[str, Callable[..., Any]]]:
-    yield f"one along {axis}", lambda w: jnp.take(w, 1, axis)
-    yield f"squeezed {axis}", lambda w: lax.slice_in_dim(w, 1, 2, axis=axis).squeeze(axis)
-    yield f"one, as an axis, {axis}", lambda w: lax.slice_in_dim(w, 1, 2, axis=axis)
-    yield f"every other along {axis}", lambda w: lax.slice_in_dim(w, 0, None, 2, axis)
+def _moves_along_axis(i: int, shape: Shape) -> Iterator[tuple[str, Callable[..., Any]]]:
+    counts = [2 if axis == i else 1 for axis in range(len(shape))]
+    indices = np.array([[1, 0], [0, 0]])
+    yield f"none along {i}", lambda w: lax.slice_in_dim(w, 0, 0, axis=i)
+    yield f"backwards along {i}", lambda w: jnp.flip(w, i)
+    yield f"rolled along {i}", lambda w: jnp.roll(w, 1, i)
+    yield f"concatenated along {i}", lambda w: jnp.concatenate([w, w], i)
+    yield f"unstacked along {i}", lambda w: jnp.unstack(w, axis=i)
+    yield f"tiled along {i}", lambda w: jnp.tile(w, counts)
+    if shape[i] < 2:
+        return
+    yield f"one along {i}", lambda w: jnp.take(w, 1, i)
+    yield f"squeezed {i}", lambda w: lax.slice_in_dim(w, 1, 2, axis=i).squeeze(i)
+    yield f"one, as an axis, {i}", lambda w: lax.slice_in_dim(w, 1, 2, axis=i)
+    yield f"every other along {i}", lambda w: lax.slice_in_dim(w, 0, None, 2, i)
+    yield f"at an index along {i}", lambda w: lax.dynamic_index_in_dim(w, jnp.int32(1), i, False)
+    yield f"some at an index along {i}", lambda w: lax.dynamic_slice_in_dim(w, 1, 1, i)
+    yield f"at indices along {i}", lambda w: jnp.take(w, indices, i, mode="clip")
+    yield f"filled along {i}", lambda w: jnp.take(w, jnp.array([1, 99]), i)
+    yield f"split along {i}", lambda w: jnp.split(w, [1], i)
+    yield f"vmap over {i}", lambda w: jax.vmap(lambda r: r[None], i)(w)
+    yield f"vmap along {i}", lambda w: jax.vmap(lambda r: r, i, i)(w)
+
+
+def _moves_to_new_axis(i: int) -> Iterator[tuple[str, Callable[..., Any]]]:
+    yield f"a new axis {i}", lambda w: jnp.expand_dims(w, i)
+    yield f"stacked along {i}", lambda w: jnp.stack([w, w], i)
     yield (
-        f"at an index along {axis}",
-        lambda w: lax.dynamic_index_in_dim(w, jnp.int32(1), axis, keepdims=False),
+        f"repeated along {i}",
+        lambda w: jnp.broadcast_to(jnp.expand_dims(w, i), (*w.shape[:i], 3, *w.shape[i:])),
     )
-    yield f"some at an index along {axis}", lambda w: lax.dynamic_slice_in_dim(w, 1, 1, axis)
-    yield (
-        f"at indices along {axis}",
-        lambda w: jnp.take(w, jnp.array([[1, 0], [0, 0]]), axis, mode="clip"),
-    )
-    yield f"filled along {axis}", lambda w: jnp.take(w, jnp.array([1, 99]), axis)
-    yield f"split along {axis}", lambda w: jnp.split(w, [1], axis)
-    yield f"vmap over {axis}", lambda w: jax.vmap(lambda r: r[None], axis)(w)
-    yield f"vmap along {axis}", lambda w: jax.vmap(lambda r: r, axis, axis)(w)

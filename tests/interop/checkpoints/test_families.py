@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from support import quantised_folders as folders
+from support import quantized_folders as folders
 
 import veneer as vn
 from veneer.quant import QArray

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from support import quantised_folders as folders
+from support import quantized_folders as folders
 from support.stored_values import stored_values
 
 import veneer as vn

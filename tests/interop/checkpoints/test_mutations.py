@@ -12,7 +12,7 @@ import tracemalloc
 import numpy as np
 import pytest
 from support import arrays
-from support import quantised_folders as folders
+from support import quantized_folders as folders
 from support.every_type import value
 
 import veneer as vn

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import quantised_folders as folders
+from support import quantized_folders as folders
 
 import veneer as vn
 from veneer.types import Permuted

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from ..._jax.custom_functions import call_bwd, reset_stores, transform_flat_function
+from ..._jax.derivatives import call_bwd, reset_stores, transform_flat_function
 from ..._jax.primitives import Primitive, find_primitive
 from ..rules import structural
 from ..sources import restore_sources

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..._jax.custom_functions import CustomRoot, RootLinearMap
+from ..._jax.derivatives import CustomRoot, RootLinearMap
 from ..._jax.primitives import find_primitive
 from ..._jax.tracing import current_trace
 from ..rules import add_rule

@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 
+from ..._jax.known_values import is_zero
 from ..._jax.primitives import Primitive
-from ..._jax.tracing import is_zero
 from ..tree import has_metadata
 from ..value import CHECK_BUGS, Value, make_dense
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..._jax.divisors import divisor_of
+from ..._jax.known_values import find_divisor
 from ..._jax.primitives import find_primitive
 from ..leaf_axes import Axes, LeafAxis, Movement, Shape
 from ..rules import add_rule
@@ -213,7 +213,7 @@ def _in_blocks(axis: LeafAxis, start: Any, old: Shape, new: Shape) -> bool:
     if block == 1:
         return True
     is_whole = old[at] % block == new[at] % block == 0 and block <= jnp.iinfo(start.dtype).max
-    return is_whole and divisor_of(start) % block == 0
+    return is_whole and find_divisor(start) % block == 0
 
 
 def _rev(x: Value, *, dimensions: Sequence[int]) -> Any:

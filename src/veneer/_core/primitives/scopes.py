@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import jax
 
+from ..._jax.derivatives import TANGENT_SCOPE, tangents_in_scope
 from ..._jax.primitives import find_primitive
 from ..._jax.source_lines import current_scopes
-from ..._jax.tangents import TANGENT_SCOPE, tangents_in_scope
 
 
 class Place(NamedTuple):

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
-from ..._jax.tracing import an_operator_asks, set_operand_of, set_type_of
+from ..._jax.tracing import is_read_by_operator, set_operand_conversion, set_type_function
 from ..value import Value
 from .operands import as_operand, type_of_operand
 from .operators import ArrayOperators
@@ -102,7 +102,7 @@ class ImplicitArray(ArrayOperators, Shaped, Shown, Value, abstract=True):
     @property
     def __jax_array__(self) -> Callable[[], Any]:
         """The function that `jax.numpy` calls to convert an operand."""
-        if an_operator_asks():  # the reflected operator of this class computes the result
+        if is_read_by_operator():  # the reflected operator of this class computes the result
             raise AttributeError("__jax_array__")
         return partial(as_operand, self)
 
@@ -117,5 +117,5 @@ class ImplicitArray(ArrayOperators, Shaped, Shown, Value, abstract=True):
         return sum(x.size * x.dtype.itemsize for x in arrays)
 
 
-set_operand_of(ImplicitArray, as_operand)
-set_type_of(Value, type_of_operand)
+set_operand_conversion(ImplicitArray, as_operand)
+set_type_function(Value, type_of_operand)

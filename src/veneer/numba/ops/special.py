@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..._jax.primitives import special_function
+from ..._jax.primitives import get_special_implementation
 from ..codegen.arrays import ArrayExpr, number
 from ..codegen.builder import Builder, broadcast_read
 from ..codegen.index import Index
@@ -102,7 +102,7 @@ def _define_by_loops(name: str, function: Function) -> None:
 
 def _of_jax(name: str, *, with_dtype: bool = True) -> Function:
     """The function that JAX lowers a primitive to."""
-    function = special_function(name)
+    function = get_special_implementation(name)
 
     def of_arrays(*operands: Any) -> Any:
         options = {"dtype": operands[0].dtype} if with_dtype else {}

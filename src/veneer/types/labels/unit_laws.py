@@ -8,7 +8,7 @@ from typing import Any, SupportsFloat
 import numpy as np
 
 from ..._core.value import Value
-from ..._jax.tracing import known_entries
+from ..._jax.known_values import known_entries
 from .units import Unit, factor, is_convertible, product, radians, show
 
 

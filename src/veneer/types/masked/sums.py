@@ -6,8 +6,9 @@ from jax.typing import ArrayLike
 
 from ..._core.rules import add_rule
 from ..._core.transform import redispatch
+from ..._jax.known_values import known_entries
 from ..._jax.primitives import find_primitive, jaxpr_as_fun
-from ..._jax.tracing import is_eager, known_entries
+from ..._jax.tracing import is_eager
 from .array import Masked
 
 

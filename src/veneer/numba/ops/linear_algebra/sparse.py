@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ...._jax.sparse import sparse_program
+from ...._jax.primitives import get_sparse_implementation
 from ...codegen.arrays import ArrayExpr
 from ...codegen.builder import Builder
 from ...registry import funcify, perform
@@ -16,7 +16,7 @@ from ...registry import funcify, perform
 def _register(name: str) -> None:
     @funcify.register(name)
     def _(b: Builder, *operands: ArrayExpr, **params: Any) -> ArrayExpr:
-        program = sparse_program(name)
+        program = get_sparse_implementation(name)
         return b.traced(lambda *xs: [program(*xs, **params)], *operands)[0]
 
 

@@ -1,4 +1,4 @@
-"""Small folders of each family, made of random integers, and what they are worth by plain NumPy."""
+"""Make small random checkpoints of each family, and their dense arrays by plain NumPy."""
 
 import json
 
@@ -18,7 +18,7 @@ E2M1 = np.float32([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6
 
 
 def write(path, tensors, **config):
-    """A folder of these tensors and this `config.json`, `metadata` being in the header."""
+    """Write a folder with tensors and a `config.json`. `metadata` goes into the header."""
     path.mkdir(exist_ok=True)
     metadata = config.pop("metadata", None)
     contiguous = {k: np.ascontiguousarray(x) for k, x in tensors.items()}
@@ -28,7 +28,7 @@ def write(path, tensors, **config):
 
 
 def bit_stream(codes, bits, axis):
-    """Words of 32 bits along an axis, code after code, the lowest bit first."""
+    """Pack codes into 32-bit words along an axis, lowest bit first. Codes may cross words."""
     codes = np.moveaxis(codes, axis, -1)
     separate = (codes[..., None] >> np.arange(bits)) & 1
     separate = separate.reshape(*codes.shape[:-1], -1).astype(np.uint64)
@@ -40,7 +40,7 @@ def bit_stream(codes, bits, axis):
 
 
 def words_of(codes, bits, axis):
-    """Words of 32 bits along an axis, each of as many whole codes as it holds."""
+    """Pack codes into 32-bit words along an axis. Each word holds only whole codes."""
     codes = np.moveaxis(codes, axis, -1)
     count = 32 // bits
     codes = np.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, -codes.shape[-1] % count)])
@@ -103,7 +103,7 @@ def awq(rng, *, out=32, groups=3, tile=32, size=None, sym=False):
 def pack_quantized(
     rng, *, bits=4, out=12, size=96, tile=32, sym=False, desc_act=False, whole=False
 ):
-    """With `whole`, as before version 0.18: each word has whole codes."""
+    """With `whole`, each word holds only whole codes, as before version 0.18."""
     pack = words_of if whole else bit_stream
     groups = -(-size // tile)
     q = rng.integers(0, 2**bits, (out, size))
@@ -124,7 +124,7 @@ def pack_quantized(
 
 
 def spread(entries, shape, tile):
-    """Each entry over its tile, the last ones cut."""
+    """Repeat each entry over its tile. The last tiles may be shorter."""
     for axis, size in enumerate(tile):
         entries = np.repeat(entries, size, axis)
     return entries[tuple(map(slice, shape))]
@@ -140,7 +140,7 @@ def scaled_bytes(rng, *, dtype, shape=(24, 40), tile=(8, 8), name="m.weight_scal
 
 
 def nibbles(q, *, high_first=False):
-    """Two codes a byte along the last axis."""
+    """Pack two codes per byte along the last axis."""
     q = np.pad(q.astype(np.uint8), [(0, 0)] * (q.ndim - 1) + [(0, q.shape[-1] % 2)])
     first, second = q[..., ::2], q[..., 1::2]
     return first << 4 | second if high_first else first | second << 4
@@ -159,7 +159,7 @@ def nvfp4(rng, *, shape=(6, 64)):
 
 
 def microscaling(rng, *, bits=4, shape=(6, 64)):
-    """mxfp4, mxfp6 of e2m3, and mxfp8, as compressed-tensors has them."""
+    """mxfp4, mxfp6 with e2m3, or mxfp8, as compressed-tensors writes them."""
     q = rng.integers(0, 127 if bits == 8 else 2**bits, shape)
     s = rng.integers(100, 140, (shape[0], shape[1] // 32)).astype(np.uint8)
     if bits == 8:
@@ -240,7 +240,7 @@ def mlx_float(rng, *, mode, shape=(6, 64)):
 
 
 def torchao(rng, *, kind, bits=8, shape=(6, 64), tile=16, zero=False):
-    """Without what the header says: see `torchao_metadata`."""
+    """The header is separate: see `torchao_metadata`."""
     counts = (shape[0], shape[1] // tile)
     half = 2 ** (bits - 1)
     q = rng.integers(-half, half, shape)

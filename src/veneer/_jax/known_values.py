@@ -1,0 +1,89 @@
+"""Find the entries, zeros and divisors of traced arrays that are known at trace time."""
+
+from collections.abc import Callable
+from math import gcd, prod
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src import core
+from jax._src.interpreters.partial_eval import DynamicJaxprTracer
+from jax._src.shard_map import ShardMapTracer
+
+from .tracing import Tracer, primal_of
+
+_COPIES = {"broadcast_in_dim", "convert_element_type", "copy", "copy_p", "reshape"}
+# A branch of `cond` returns such an array for a residual of another branch, and nothing reads it.
+_UNINITIALIZED = {"empty", "empty2"}
+
+
+def is_zero(x: Any) -> bool:
+    """Return whether all entries of an array are known to be zero."""
+    entries = known_entries(x)
+    return entries is not None and not entries.any()
+
+
+def known_entries(x: Any) -> np.ndarray | None:
+    """Return an array with the same distinct values as `x`, or None if they are not known.
+
+    They are known if `x` is concrete, or traced and copied from a concrete array by reshapes,
+    broadcasts and conversions. The result has the shape of that concrete array.
+    """
+    if isinstance(x, DynamicJaxprTracer):
+        if isinstance(x.val, core.Literal):
+            return known_entries(x.val.val)
+        equation: Any = x.parent
+        if equation is None:
+            return None
+        if equation.primitive.name in _UNINITIALIZED:
+            return np.zeros(())
+        is_copy = equation.primitive.name in _COPIES
+        entries = known_entries(equation.in_tracers[0]) if is_copy else None
+        return None if entries is None else entries.astype(x.dtype)
+    if isinstance(x, Tracer) or jax.dtypes.issubdtype(jax.typeof(x).dtype, jax.dtypes.extended):
+        return None
+    return np.asarray(x)
+
+
+_take_first: Callable[[list[int]], int] = lambda divisors: divisors[0]
+
+# The divisor of a primitive's result, computed from the divisors of its operands.
+_COMBINE_DIVISORS: dict[str, Callable[[list[int]], int]] = {
+    **dict.fromkeys(
+        "broadcast_in_dim convert_element_type copy copy_p dynamic_slice expand_dims neg pvary "
+        "reduce_max reduce_min reshape slice squeeze stop_gradient transpose".split(),
+        _take_first,
+    ),
+    **dict.fromkeys("add clamp concatenate max min rem sub".split(), lambda ds: gcd(*ds)),
+    "mul": prod,
+    "select_n": lambda ds: gcd(*ds[1:]),
+}
+
+
+def find_divisor(x: Any) -> int:
+    """Return an integer that divides every entry of an array, such as 8 for a traced `8 * i`.
+
+    For known entries, it is their greatest common divisor; 0 if all entries are 0. For other traced
+    integers, it is a power of two, found from the equations that compute them: a power of two still
+    divides results that overflow. If nothing is known, it is 1.
+    """
+    return _find_divisor(x, {})
+
+
+def _find_divisor(x: Any, cache: dict[int, int]) -> int:
+    x = primal_of(x)
+    x = x.val if isinstance(x, ShardMapTracer) else x  # the values of all devices, concatenated
+    if id(x) in cache:
+        return cache[id(x)]
+    divisor = 1
+    if jax.dtypes.issubdtype(jax.typeof(x).dtype, np.integer):
+        entries = known_entries(x)
+        equation: Any = x.parent if isinstance(x, DynamicJaxprTracer) else None
+        if entries is not None:
+            divisor = int(np.gcd.reduce(entries.astype(np.int64), axis=None)) if entries.size else 0
+        elif equation is not None and equation.primitive.name in _COMBINE_DIVISORS:
+            of_operands = [_find_divisor(operand, cache) for operand in equation.in_tracers]
+            divisor = _COMBINE_DIVISORS[equation.primitive.name](of_operands)
+            divisor &= -divisor  # the largest power of two that divides it
+    cache[id(x)] = divisor
+    return divisor
