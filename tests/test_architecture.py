@@ -1,4 +1,4 @@
-"""The map of the package is true: its rooms and their modules, its arrows, and three journeys."""
+"""The structure of the package: imports, maps of modules, and docs/architecture.md."""
 
 import ast
 import functools
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-import journeys
+import call_paths
 import pytest
 from support.mutations import MUTATIONS, ROOT, found_in
 from test_package import PACKAGE, SOURCES, imported_by, module_of, relative_name
@@ -16,7 +16,7 @@ from test_package import PACKAGE, SOURCES, imported_by, module_of, relative_name
 DOCS = Path(__file__).parent.parent / "docs"
 ARCHITECTURE = (DOCS / "architecture.md").read_text("utf-8")
 MODULES = {module_of(path): path for path in SOURCES}
-ROOMS = [path for path in SOURCES if path.name == "__init__.py"]
+PACKAGES = [path for path in SOURCES if path.name == "__init__.py"]
 
 
 @functools.cache
@@ -25,23 +25,20 @@ def tree_of(path: Path) -> ast.Module:
 
 
 def modules_imported_by(path: Path) -> set[str]:
-    """The modules of veneer that a file imports, at its top or within functions.
-
-    Not those that it imports for annotations alone.
-    """
-    tree = _Unannotated().visit(ast.parse(path.read_text("utf-8")))
+    """Return the modules of veneer that a file imports, except for annotations alone."""
+    tree = _WithoutTypeChecking().visit(ast.parse(path.read_text("utf-8")))
     names = imported_by(tree, module_of(path), path.name == "__init__.py")
     modules = {name if name in MODULES else name.rpartition(".")[0] for name in names}
     return (modules & MODULES.keys()) - {module_of(path)}
 
 
-class _Unannotated(ast.NodeTransformer):
+class _WithoutTypeChecking(ast.NodeTransformer):
     def visit_If(self, node):
         return None if ast.unparse(node.test) == "TYPE_CHECKING" else self.generic_visit(node)
 
 
-def circle_in(graph: dict[str, set[str]]) -> list[str]:
-    """The modules of a circle of imports, each imported by the next; none if there is no circle."""
+def find_circle(graph: dict[str, set[str]]) -> list[str]:
+    """Return modules that import each other in a circle. Empty if there is no circle."""
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -49,19 +46,19 @@ def circle_in(graph: dict[str, set[str]]) -> list[str]:
     return []
 
 
-def test_no_module_imports_itself_by_way_of_others():
-    # Of `from . import x` it is x that counts: a package that imports its modules is no circle.
+def test_modules_do_not_import_each_other_in_a_circle():
+    # `from . import x` counts as an import of x, so a package may import its modules.
     graph = {name: modules_imported_by(path) for name, path in MODULES.items()}
     assert sum(map(len, graph.values())) > len(MODULES)
-    assert circle_in(graph) == []
+    assert find_circle(graph) == []
 
 
 def test_a_circle_is_found():
-    assert circle_in({"a": {"b"}, "b": {"c"}, "c": set()}) == []
-    assert set(circle_in({"a": {"b"}, "b": {"c"}, "c": {"a"}})) == {"a", "b", "c"}
+    assert find_circle({"a": {"b"}, "b": {"c"}, "c": set()}) == []
+    assert set(find_circle({"a": {"b"}, "b": {"c"}, "c": {"a"}})) == {"a", "b", "c"}
 
 
-def test_imports_within_functions_count_and_those_for_annotations_do_not(tmp_path, monkeypatch):
+def test_imports_in_functions_count_and_for_annotations_do_not(tmp_path, monkeypatch):
     path = tmp_path / "module.py"
     path.write_text(
         "from typing import TYPE_CHECKING\n"
@@ -73,7 +70,7 @@ def test_imports_within_functions_count_and_those_for_annotations_do_not(tmp_pat
 
 
 def mapped_modules(text: str) -> set[str]:
-    """The modules that a package's docstring maps: `    name, other   what they are`."""
+    """Return the modules that the docstring of a package lists: `    name, other   contents`."""
     names: set[str] = set()
     for line in text.split("\n"):
         entry = re.match(r"(?: {4})?(\w+(?:, \w+)*) {2,}\S", line)
@@ -82,7 +79,7 @@ def mapped_modules(text: str) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("path", ROOMS, ids=relative_name)
+@pytest.mark.parametrize("path", PACKAGES, ids=relative_name)
 def test_a_package_maps_its_modules(path):
     inside = {p.stem for p in path.parent.glob("*.py")} - {"__init__", "__main__"}
     inside |= {p.parent.name for p in path.parent.glob("*/__init__.py")}
@@ -125,7 +122,7 @@ def test_core_modules_import_only_earlier_modules():
         assert folders_imported_by(core / name) <= {("primitives", "surface")[0]} - {name}, i
 
 
-def test_a_class_has_its_name_for_itself():
+def test_class_names_are_unique():
     places = defaultdict(list)
     for path in SOURCES:
         for node in tree_of(path).body:
@@ -158,51 +155,43 @@ def test_private_names_stay_in_their_files(path):
     assert list(private_imports(path)) == []
 
 
-# The files that a journey visited when all of the core was one flat room.
-# (The last has 27 again since values that a program builds are seen: it is traced from the start.
-# The others have as many as then since products of the same x are one call; and two or one
-# more since calls of `implicit` within others are told apart. High types have one more since
-# `jax.jit` lets a Box change.)
-VISITED_BEFORE = dict(zip(journeys.JOURNEYS, (36, 38, 29), strict=True))
+def call_paths_of_the_page() -> dict[str, list[str]]:
+    """The steps of each call path on the page, as `file:function`."""
+    section = ARCHITECTURE.partition("\n## Call paths\n")[2]
+    paths: dict[str, list[str]] = {}
+    for part in section.split("\n### ")[1:]:
+        title, _, text = part.partition("\n")
+        paths[title.strip("`")] = re.findall(r"`([\w/]+\.py:[\w.]+)`", text)
+    return paths
 
 
-def journeys_of_the_page() -> dict[str, list[str]]:
-    """The steps that the page names, `file:function`, by journey."""
-    found: dict[str, list[str]] = {}
-    for section in ARCHITECTURE.split("\n### ")[1:]:
-        title, _, text = section.partition("\n")
-        found[title.strip("`")] = re.findall(r"`([\w/]+\.py:[\w.]+)`", text)
-    return found
+def test_the_page_has_the_call_paths_of_the_benchmark():
+    assert call_paths_of_the_page().keys() == call_paths.PROGRAMS.keys()
 
 
-def test_the_page_has_the_journeys_that_are_counted():
-    assert journeys_of_the_page().keys() == journeys.JOURNEYS.keys()
-
-
-@pytest.mark.slow  # compiling the call paths takes 15 seconds
-@pytest.mark.parametrize("name", journeys.JOURNEYS)
-def test_a_journey_goes_by_the_steps_that_the_page_names(name):
-    named = journeys_of_the_page()[name]
-    steps = journeys.steps_of_cached(name)
+@pytest.mark.slow  # compiling the programs takes 15 seconds
+@pytest.mark.parametrize("name", call_paths.PROGRAMS)
+def test_a_call_takes_the_steps_that_the_page_names(name):
+    named = call_paths_of_the_page()[name]
+    steps = call_paths.steps_of_cached(name)
     assert len(named) >= 8
     assert [step for step in named if step not in steps] == []
     assert named == sorted(named, key=steps.index)
-    assert len(journeys.files(steps)) <= VISITED_BEFORE[name]
 
 
-def test_the_page_names_every_room():
-    rooms = {path.parent.relative_to(PACKAGE).as_posix() for path in ROOMS} - {"."}
+def test_the_page_names_every_package():
+    packages = {path.parent.relative_to(PACKAGE).as_posix() for path in PACKAGES} - {"."}
     named = set(re.findall(r"`([\w/]+)`", ARCHITECTURE))
-    assert rooms <= named
+    assert packages <= named
 
 
-def test_what_the_page_names_exists():
+def test_files_that_the_page_names_exist():
     files = set(re.findall(r"`([\w/]+\.py)(?::[\w.]+)?`", ARCHITECTURE))
     assert {name for name in files if not (PACKAGE / name).exists()} == set()
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.new[:40])
-def test_what_the_mutations_break_is_there(mutation):
-    """A change that moves a text takes its mutation along: `tests/support/mutations.py`."""
+def test_the_text_of_each_mutation_is_in_the_source(mutation):
+    """A change of the source must also change `tests/support/mutations.py`."""
     assert found_in(ROOT, mutation).is_file()
     assert all((ROOT / "tests" / path).exists() for path in mutation.tests.split())

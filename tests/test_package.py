@@ -1,8 +1,9 @@
-"""What importing veneer costs, what it offers, and which of its rooms knows of which."""
+"""The cost of importing veneer, its public names, and the imports between its packages."""
 
 import ast
 import importlib.metadata
 import inspect
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -39,52 +40,20 @@ PUBLIC = [
     ),
 ]
 
-# The arrows of docs/architecture.md: the rooms that a room may import from. Below `cli` and `demo`,
-# nobody imports from `veneer` itself, which imports them all.
-MAY_IMPORT = {
-    "_install": set(),  # any package may import it
-    "_jax": set(),
-    "_core": {"_jax"},
-    "_report": {"_core"},
-    "native": set(),
-    "kernels": {"_jax", "native"},
-    "types": {"_jax", "_core", "kernels"},
-    "quant": {"_jax", "_core", "_report", "kernels", "types"},
-    "numba": {"_jax", "_core", "native", "types", "quant"},
-    "hijax": {"_jax", "_core", "kernels", "types", "quant"},
-    "interop": {
-        *("_jax", "_core", "kernels", "types", "quant", "placement", "tree"),
-    },
-    "demo": {"veneer", "_core", "quant", "interop"},
-    "doctor": {"_core", "kernels", "native", "quant"},
-    "plan": {"_core", "_report", "quant", "placement"},
-    "cli_help": set(),
-    "cli": {"veneer", "_core", "_report", "quant", "interop", "demo", "doctor", "plan", "cli_help"},
-    "__main__": {"cli"},
-    "tree": {"_core"},
-    "lora": {"_jax", "_core", "quant", "types"},
-    "distributed": {"_jax", "_core", "quant"},
-    "placement": {"_core", "tree"},
-    "testing": {"_core", "_jax"},
-    "training": {"_core", "types", "tree"},
-    "parameter_table": {"_core", "_report", "quant", "tree", "training"},
-    "veneer": {
-        *("_core", "_report", "kernels", "types", "quant", "numba", "hijax", "interop"),
-        *(
-            "tree",
-            "training",
-            "parameter_table",
-            "distributed",
-            "placement",
-            "testing",
-            "lora",
-        ),
-    },
-}
+ARCHITECTURE = (Path(__file__).parent.parent / "docs" / "architecture.md").read_text("utf-8")
 
 
-def room_of(module: str) -> str:
-    """`veneer.quant.formats` is in the room `quant`; `veneer` is a room of its own."""
+def imports_of_the_page() -> dict[str, set[str]]:
+    """The table of packages in docs/architecture.md: the packages that each package imports."""
+    rows = re.findall(r"^\| `(\w+)` \| .*? \| ?([^|]*)\|$", ARCHITECTURE, re.MULTILINE)
+    return {package: set(re.findall(r"`(\w+)`", imports)) for package, imports in rows}
+
+
+IMPORTS = imports_of_the_page()
+
+
+def package_of(module: str) -> str:
+    """`quant` of `veneer.quant.formats`; `veneer` of `veneer` itself."""
     _, _, inside = module.partition(".")
     return inside.split(".")[0] or "veneer"
 
@@ -116,10 +85,10 @@ def imports_of(path: Path) -> set[str]:
 
 
 def reached_from(path: Path) -> set[str]:
-    """The rooms other than its own that a file of the package imports from."""
+    """The other packages that a file imports."""
     inside = (name for name in imports_of(path) if name.split(".")[0] == "veneer")
-    rooms = {room if room in MAY_IMPORT else "veneer" for room in map(room_of, inside)}
-    return rooms - {room_of(module_of(path))}
+    packages = {name if name in IMPORTS else "veneer" for name in map(package_of, inside)}
+    return packages - {package_of(module_of(path))}
 
 
 def relative_name(path: Path) -> str:
@@ -248,10 +217,16 @@ def test_annotations_are_checked_at_run_time(pytestconfig):
         vn.register("neg", precedence="high")
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=relative_name)
-def test_imports_follow_the_arrows(path):
-    allowed = MAY_IMPORT[room_of(module_of(path))] | {"_install"}
-    assert reached_from(path) <= allowed
+@pytest.mark.parametrize("package", sorted(IMPORTS))
+def test_a_package_imports_what_the_page_says(package):
+    files = [path for path in SOURCES if package_of(module_of(path)) == package]
+    imported = set().union(*map(reached_from, files)) - {"_install"}
+    assert files
+    assert imported == IMPORTS[package]
+
+
+def test_the_page_lists_every_package():
+    assert IMPORTS.keys() == {package_of(module_of(path)) for path in SOURCES}
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=relative_name)
@@ -259,13 +234,13 @@ def test_imports_no_example(path):
     assert not [name for name in imports_of(path) if name.split(".")[0] == "examples"]
 
 
-def test_private_jax_is_imported_in_one_room():
-    found = {
+def test_only_one_package_imports_private_jax():
+    importers = {
         relative_name(path)
         for path in SOURCES
         if any(name.startswith("jax._src") for name in imports_of(path))
     }
-    assert {name.partition("/")[0] for name in found} == {"_jax"}
+    assert {name.partition("/")[0] for name in importers} == {"_jax"}
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from .tables import short_size_of, size_of
 _INTERMEDIATES = "intermediates"  # the name of the group of events without a weight
 
 
-class Row(NamedTuple):
+class EventRow(NamedTuple):
     """Equal events of a group."""
 
     event: Event
@@ -42,11 +42,11 @@ class Row(NamedTuple):
         return event.primitive, ", ".join(event.operands), str(self.times), ran, dense
 
 
-class Group(NamedTuple):
+class EventGroup(NamedTuple):
     """The events of one weight, or of one line."""
 
     name: str
-    rows: list[Row]
+    rows: list[EventRow]
 
     @property
     def materialized(self) -> str:
@@ -57,13 +57,13 @@ class Group(NamedTuple):
         return f"{size_of(nbytes)} materialized{small}" if nbytes else ""
 
 
-def group_by_weight(events: Iterable[Event]) -> list[Group]:
+def group_by_weight(events: Iterable[Event]) -> list[EventGroup]:
     """Group events by the paths of their weights. Events without a weight come last."""
     groups = _group(events, lambda event, weights: weights)
     return sorted(groups, key=lambda group: group.name == _INTERMEDIATES)
 
 
-def group_by_line(events: Iterable[Event]) -> list[Group]:
+def group_by_line(events: Iterable[Event]) -> list[EventGroup]:
     """Group events by their lines of the program, sorted by file and line number."""
     groups = _group(events, lambda event, weights: event.line)
     split_numbers = lambda line: re.split(r"(\d+)", line)  # numbers have odd indices
@@ -71,7 +71,7 @@ def group_by_line(events: Iterable[Event]) -> list[Group]:
     return sorted(groups, key=lambda group: place(group.name))
 
 
-def _group(events: Iterable[Event], get_name: Callable[[Event, str], str]) -> list[Group]:
+def _group(events: Iterable[Event], get_name: Callable[[Event, str], str]) -> list[EventGroup]:
     """Group events by a name, which may depend on the weights. Replace layer numbers by `*`."""
     counts: dict[str, Counter[tuple[Event, str]]] = {}
     for event in events:
@@ -79,7 +79,9 @@ def _group(events: Iterable[Event], get_name: Callable[[Event, str], str]) -> li
         weights = ", ".join(dict.fromkeys(paths)) or _INTERMEDIATES
         key = replace(event, sources=()), weights  # events of different layers count as equal
         counts.setdefault(get_name(event, weights), Counter())[key] += 1
-    return [Group(name, [Row(*key, n) for key, n in c.items()]) for name, c in counts.items()]
+    return [
+        EventGroup(name, [EventRow(*key, n) for key, n in c.items()]) for name, c in counts.items()
+    ]
 
 
 def shorten(place: str) -> str:

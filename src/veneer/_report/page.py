@@ -15,7 +15,7 @@ from string import Template
 from .._core.event import (
     Event,
 )
-from .groups import Group, group_by_line, group_by_weight, shorten
+from .groups import EventGroup, group_by_line, group_by_weight, shorten
 
 _CONTEXT = 2  # how many source lines to show before and after a line of the program
 
@@ -48,7 +48,7 @@ def _table(last: str, bodies: list[str]) -> str:
     return f"<table>\n<thead><tr>{''.join(headings)}</tr></thead>\n{''.join(bodies)}</table>"
 
 
-def _body(group: Group, name: str, source: str, last: list[str]) -> str:
+def _body(group: EventGroup, name: str, source: str, last: list[str]) -> str:
     """Return a `tbody` with the name of a group, a source excerpt, and a row per entry.
 
     `last` has the text of the last cell of each row.

@@ -1,7 +1,7 @@
-"""How many files of veneer a reader visits who follows one call: those in which code of ours runs.
+"""The functions of veneer that a call runs, in the order of their first calls.
 
-Each journey is made in a process of its own, and again in another, which is counted: the first
-leaves compiled kernels in the cache.
+Each program runs in two processes, one after the other. The steps of the second are counted,
+because the first fills the cache of compiled kernels.
 """
 
 import subprocess
@@ -53,15 +53,15 @@ def native() -> Callable[[], object]:
     return lambda: compile(energy, w, at)(w, at)
 
 
-JOURNEYS = {
+PROGRAMS = {
     "jax.jit(vn.implicit(model))(small, x)": implicit,
     "jax.jit(jax.grad(loss))(small, x), with high types on": high_types,
     "vn.numba.compile(energy, w, at)(w, at)": native,
 }
 
 
-def steps(journey: Callable[[], object]) -> list[str]:
-    """The functions of veneer that are called, as `file:function`, in the order of first calls."""
+def steps(program: Callable[[], object]) -> list[str]:
+    """Return the functions of veneer that a program calls, as `file:function`."""
     seen: dict[str, None] = {}
 
     def note(frame, event, _):
@@ -73,15 +73,15 @@ def steps(journey: Callable[[], object]) -> list[str]:
 
     sys.setprofile(note)
     try:
-        journey()
+        program()
     finally:
         sys.setprofile(None)
     return list(seen)
 
 
 def steps_of_cached(name: str) -> list[str]:
-    """The steps of a journey in a process that finds its kernels compiled."""
-    command = [sys.executable, __file__, "--journey", name]
+    """Return the steps of a program in a process that finds its kernels compiled."""
+    command = [sys.executable, __file__, "--program", name]
     for _ in range(2):
         run = subprocess.run(command, capture_output=True, text=True, check=True)
     return run.stdout.split("\n")[:-1]
@@ -93,16 +93,16 @@ def files(steps: list[str]) -> list[str]:
 
 if __name__ == "__main__":
     options = parser(__doc__)
-    options.add_argument("--journey", help="print the steps of one, and nothing else")
-    options.add_argument("--steps", action="store_true", help="print the steps of all")
+    options.add_argument("--program", help="print only the steps of this program")
+    options.add_argument("--steps", action="store_true", help="print the steps of all programs")
     arguments = options.parse_args()
-    if arguments.journey:
-        print(*steps(JOURNEYS[arguments.journey]()), sep="\n")
+    if arguments.program:
+        print(*steps(PROGRAMS[arguments.program]()), sep="\n")
         sys.exit()
     rows = []
-    for name in JOURNEYS:
+    for name in PROGRAMS:
         found = steps_of_cached(name)
         rows.append([f"`{name}`", str(len(files(found))), str(len(found))])
         if arguments.steps:
             print(name, *found, "", sep="\n    ")
-    print(markdown_table(["journey", "files", "functions"], rows))
+    print(markdown_table(["program", "files", "functions"], rows))
