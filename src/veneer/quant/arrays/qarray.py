@@ -15,7 +15,7 @@ from ..._core.surface.shown import has_title, title
 from ..._core.tree import static
 from ..formats import FORMATS, Format, get_format
 from ..formats.packing import UNITS, Packing, axis_to_pack, pack, packed_size, unpack
-from ..formats.tiles import Leaf, Shape, divides, over_tiles, tile_shape
+from ..formats.tiles import Leaf, Shape, can_tile, over_tiles, tile_shape
 from .pairs import compute_elementwise, runs_on_gpu
 
 _NARROW_INTEGERS = {"int2": "int8", "int4": "int8", "uint2": "uint8", "uint4": "uint8"}
@@ -477,7 +477,7 @@ def _validate(q: QArray) -> None:
         raise ValueError(f"zero_point must have an integer format, not {q.zero_point.qtype}")
     for name in ("scale", "zero_point", "minimum"):
         leaf = getattr(q, name)
-        if leaf is not None and not divides(leaf.shape, q.shape):
+        if leaf is not None and not can_tile(leaf.shape, q.shape):
             raise ValueError(
                 f"{name} of shape {leaf.shape} does not tile codes of shape {q.shape}: it needs "
                 "the same rank, and the size of each axis must divide the size of the codes' axis"

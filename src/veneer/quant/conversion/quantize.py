@@ -19,7 +19,7 @@ from ..._jax.source_lines import warn_user
 from ..arrays.qarray import QUANTIZABLE, QArray, pack_codes
 from ..formats import FORMATS, Format, get_format, is_format
 from ..formats.rounding import encode_stochastically
-from ..formats.tiles import Leaf, Shape, divides, over_tiles, split_tiles, tile_counts
+from ..formats.tiles import Leaf, Shape, can_tile, over_tiles, split_tiles, tile_counts
 from .calibration import (
     Calibration,
     Range,
@@ -446,7 +446,7 @@ def _with_rank(part: jax.Array, array: jax.Array) -> jax.Array:
 
 
 def _check_tiles(name: str, counts: Shape, shape: Shape) -> None:
-    if not divides(counts, shape):
+    if not can_tile(counts, shape):
         raise ValueError(
             f"{name} of shape {counts} does not tile an array of shape {shape}: it needs the same "
             "rank, and the size of each axis must divide the size of the array's axis"
