@@ -85,9 +85,10 @@ def check_fields(q: "QArray") -> None:
         raise ValueError(f"dense_dtype must be a floating dtype, not {q.dense_dtype}")
     if q.zero_point is not None and not q.format.is_integer:
         raise ValueError(f"{q.qtype} is not an integer format, so it has no zero_point")
-    is_quantized = not isinstance(q.zero_point, jax.Array | np.ndarray | None)
-    if is_quantized and not q.zero_point.format.is_integer:
-        raise ValueError(f"zero_point must have an integer format, not {q.zero_point.qtype}")
+    zero_point: Any = q.zero_point
+    is_quantized = not isinstance(zero_point, jax.Array | np.ndarray | None)
+    if is_quantized and not zero_point.format.is_integer:
+        raise ValueError(f"zero_point must have an integer format, not {zero_point.qtype}")
     for name in ("scale", "zero_point", "minimum"):
         leaf = getattr(q, name)
         if leaf is not None and not can_tile(leaf.shape, q.shape):
