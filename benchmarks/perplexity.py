@@ -33,7 +33,7 @@ from veneer.interop.checkpoints.gguf import GgufFile, write_gguf
 from veneer.quant import Format
 from veneer.quant.caches import qcache
 from veneer.quant.conversion import quantize
-from veneer.quant.conversion.quantize import QuantizeParams
+from veneer.quant.conversion.compute import QuantizeParams
 
 WINDOW = 512
 BLOCKS: dict[str, Any] = {
@@ -175,7 +175,7 @@ def _written(array: Any, cache: Any, counts: Any, *, stable: bool, times: int) -
 
 
 def _params(*args: Any, stable: bool) -> Any:
-    return QuantizeParams(*args[:-1], stable)
+    return QuantizeParams(*args) if stable else QuantizeParams(*args[:-1])
 
 
 def scales(text: Path, count: int) -> None:

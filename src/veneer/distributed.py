@@ -25,7 +25,8 @@ from jax.typing import DTypeLike
 from ._core.value import is_value, materialise_one
 from ._jax.tracing import vary_along, varying_axes
 from .quant.arrays.qarray import QUANTIZABLE, QArray
-from .quant.conversion.quantize import quantize_by, quantize_params
+from .quant.conversion.compute import quantize_with_params
+from .quant.conversion.quantize import quantize_params
 from .quant.formats import get_format
 
 __all__ = ["all_gather", "psum", "psum_scatter"]
@@ -234,7 +235,7 @@ class _Sent(NamedTuple):
         tiles = jnp.pad(parts, [(0, 0), (0, -parts.shape[1] % self.tile)])
         tiles = tiles.reshape(parts.shape[0], -1, self.tile)
         params = quantize_params(tiles, self.format, (0, 1), {2: self.tile}, None, None)
-        q = quantize_by(tiles, dataclasses.replace(params, stable_in=self.dtype), key)
+        q = quantize_with_params(tiles, dataclasses.replace(params, stable_in=self.dtype), key)
         lost = parts - _as_parts(q, parts.shape[1])
         return q, jnp.where(jnp.isfinite(lost), lost, 0)  # a step with NaN is one to leave out
 

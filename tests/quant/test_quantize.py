@@ -10,8 +10,8 @@ from support import arrays
 from support.array_types import Lora
 
 from veneer.quant import FORMATS, QArray, dequantize, quantize, quantize_with_scale
-from veneer.quant.conversion import quantize as conversion
-from veneer.quant.conversion.chunks import CHUNK_BYTES, chunks_of
+from veneer.quant.conversion import compute
+from veneer.quant.conversion.compute import CHUNK_BYTES, choose_chunks
 from veneer.quant.conversion.quantize import quantize_params
 from veneer.quant.formats.tiles import dividing_tiles
 
@@ -326,10 +326,10 @@ def test_large_arrays_are_quantised_in_chunks_of_tiles(qtype, tiling):
     params = quantize_params(
         x, qtype, tiling.get("channelwise_axes", ()), tiling.get("tiled_axes"), None, None
     )
-    chunks = chunks_of(x, params.counts, FORMATS[qtype])
+    chunks = choose_chunks(x, params.counts, FORMATS[qtype])
     assert chunks is not None
-    whole = conversion._quantize(x, None, params, None)
-    in_chunks = conversion._quantize.lower(x, None, params, chunks).compile()
+    whole = compute._quantize(x, None, params, None)
+    in_chunks = compute._quantize.lower(x, None, params, chunks).compile()
     jax.tree.map(np.testing.assert_array_equal, in_chunks(x, None), whole)
     # A chunk, and what is found from it; not the 17 MB of the array.
     assert in_chunks.memory_analysis().temp_size_in_bytes < 2.5 * CHUNK_BYTES

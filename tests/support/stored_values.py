@@ -7,7 +7,8 @@ import jax
 import numpy as np
 
 from veneer.quant import QArray
-from veneer.quant.conversion.quantize import quantize_by, quantize_params
+from veneer.quant.conversion.compute import quantize_with_params
+from veneer.quant.conversion.quantize import quantize_params
 
 
 def stored_in_cache(
@@ -22,7 +23,7 @@ def stored_in_cache(
     params = quantize_params(
         x, qtype, channelwise_axes, tiled_axes, calibration_method, scale_dtype
     )
-    return quantize_by(x, dataclasses.replace(params, stable_in=x.dtype.name))
+    return quantize_with_params(x, dataclasses.replace(params, stable_in=x.dtype.name))
 
 
 def unpacked(packed: np.ndarray, bits: float, axis: int, size: int) -> np.ndarray:

@@ -49,7 +49,8 @@ def check_fields(value: Any, error: Exception | None = None) -> None:
                 f"{name_of(path)} is {leaf!r}, but a field must hold arrays or pytrees of "
                 "arrays. Declare metadata with vn.static(), or register the class as a pytree."
             ) from None
-    numbers = [(path, leaf) for path, leaf in leaves if _is_bool_or_integer(leaf)]
+    kind_of = lambda aval: getattr(aval, "shape", None) == () and getattr(aval.dtype, "kind", "")
+    numbers = [(path, leaf) for path, leaf in leaves if kind_of(jax.typeof(leaf)) in {*"biu"}]
     if numbers and isinstance(error, TypeError) and "concrete" in str(error):
         path, leaf = numbers[0]
         field = jax.tree_util.keystr(path[:1])[1:]
@@ -57,11 +58,6 @@ def check_fields(value: Any, error: Exception | None = None) -> None:
             f"{name_of(path)} is {leaf!r}, a leaf. JAX traces leaves, but the type needs its "
             f"value. If it is metadata, declare it so: {field}: ... = vn.static()"
         ) from error
-
-
-def _is_bool_or_integer(leaf: Any) -> bool:
-    aval = jax.typeof(leaf)
-    return getattr(aval, "shape", None) == () and getattr(aval.dtype, "kind", "") in set("biu")
 
 
 def check_leaves_fit(value: Any, checks: Iterable[Callable[[], None]], error: Exception) -> None:

@@ -51,8 +51,11 @@ def run(
         selected = [isinstance(x, Value) and has_all_leaves(x) for x in leaves]
     else:
         selected = list(select(program))
-    if True not in selected and (select is not None or _computes_at_once(leaves)):
-        return call(program)
+    if True not in selected:
+        # Without a filter, a program that is traced may build implicit values from dense ones.
+        is_dense = is_eager() and not any(isinstance(x, Value) for x in leaves)
+        if select is not None or is_dense:
+            return call(program)
     trace = ImplicitTrace(current_trace(), object(), no_filter=select is None)
     trace.outer = trace.outer if joins_outer else None
     wrapped = [ImplicitTracer(trace, x) if s else x for s, x in zip(selected, leaves, strict=True)]
@@ -66,8 +69,3 @@ def run(
         out = jax.tree.map(trace.unwrap, out, is_leaf=lambda x: isinstance(x, OpaqueNode))
     trace.invalidate()
     return out
-
-
-def _computes_at_once(leaves: Sequence[Any]) -> bool:
-    """Return whether a call is eager and all arguments are dense. A trace would be slower."""
-    return is_eager() and not any(isinstance(x, Value) for x in leaves)

@@ -300,7 +300,7 @@ def materialise_one(x: Any) -> Any:
                 while isinstance(x, Value):
                     reject_derivatives(x)
                     dense = x.materialise()
-                    if type(dense) is type(x) and _same_type(dense, x):
+                    if type(dense) is type(x) and _type_of(dense) == _type_of(x):
                         raise TypeError(f"{type(x).__name__}.materialise() returns itself")
                     x = dense
         finally:
@@ -308,9 +308,9 @@ def materialise_one(x: Any) -> Any:
     return x
 
 
-def _same_type(x: Value, y: Value) -> bool:
-    type_of: Any = lambda v: (jax.tree.structure(v), list(map(jax.typeof, jax.tree.leaves(v))))
-    return type_of(x) == type_of(y)
+def _type_of(value: Value) -> Any:
+    leaves, structure = jax.tree.flatten(value)
+    return structure, list(map(jax.typeof, leaves))
 
 
 #: The name that marks a tracer that `implicit` must materialize.

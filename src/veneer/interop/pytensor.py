@@ -28,7 +28,7 @@ from .._install import install_command
 from ..quant.arrays.qarray import QArray
 from ..quant.formats import get_format
 from ..quant.formats.packing import Packing
-from ..quant.formats.tiles import divides
+from ..quant.formats.tiles import can_tile
 from .pytensor_sparse import check_patterns
 
 _x64 = jax.config.values["jax_enable_x64"]  # that of the program, whatever context this is in
@@ -866,7 +866,7 @@ def _repeated(tiles: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _check(x: Any, codes: Any, *tiled: Any) -> None:
-    if x[1] != codes[0] or not all(divides(shape, codes) for shape in tiled):
+    if x[1] != codes[0] or not all(can_tile(shape, codes) for shape in tiled):
         raise ValueError(
             f"QuantizedDot of x {x} and codes {codes} with scale (and zero point) {tiled}: x must "
             "fit the codes, and each axis of the scale must divide the axis of the codes"

@@ -68,7 +68,9 @@ def open_closure(function: Any, within: tuple[Any, ...] = ()) -> Any:
 
 def close(function: Any) -> Any:
     """Undo `open_closure`."""
-    return function.close(_close_all(function.captured)) if type(function) is Closure else function
+    if type(function) is not Closure:
+        return function
+    return function.close(jax.tree.map(close, function.captured, is_leaf=_is_part))
 
 
 def reject_assignments(closure: Any) -> None:
@@ -89,10 +91,6 @@ def reject_assignments(closure: Any) -> None:
 
 def _is_part(x: Any) -> bool:
     return type(x) is Closure or isinstance(x, OpaqueNode)
-
-
-def _close_all(tree: Any) -> Any:
-    return jax.tree.map(close, tree, is_leaf=_is_part)
 
 
 def _open_all(items: Iterable[Any], within: tuple[Any, ...]) -> list[Any] | None:

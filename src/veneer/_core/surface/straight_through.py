@@ -53,7 +53,10 @@ def ste(fn: Callable) -> Callable:
     @wraps(fn, updated=())
     def straight_through(x: Any, /, *args: Any, **kwargs: Any) -> Any:
         # fn may have no derivative, so it gets constants.
-        constant_x, constant_args, constant_kwargs = _stop_gradients((x, args, kwargs))
+        constant_x, constant_args, constant_kwargs = jax.tree.map(
+            lambda leaf: jax.lax.stop_gradient(leaf) if isinstance(leaf, _ARRAYS) else leaf,
+            (x, args, kwargs),
+        )
         value = fn(constant_x, *constant_args, **constant_kwargs)
         _check(fn, value, x)
         if isinstance(value, Value):
@@ -63,9 +66,7 @@ def ste(fn: Callable) -> Callable:
     return straight_through
 
 
-def _stop_gradients(tree: Any) -> Any:
-    is_array = lambda x: isinstance(x, jax.Array | np.ndarray)
-    return jax.tree.map(lambda x: jax.lax.stop_gradient(x) if is_array(x) else x, tree)
+_ARRAYS = (jax.Array, np.ndarray)
 
 
 def _check(fn: Callable, value: Any, x: Any) -> None:

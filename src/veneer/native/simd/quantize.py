@@ -87,9 +87,9 @@ def largest(magnitudes):
 def scales_of(magnitudes, reciprocal, is_short, kind):
     """Return the scales of tiles with these magnitudes: times a reciprocal, and made usable.
 
-    As in `quant.scales.usable`, a scale is 1 if it is too small to divide by, and NaN if it is too
-    large, or NaN. If `is_short` is not 0, it is rounded to 16 bits, half to even. A scale under
-    which a code would be infinite is reduced.
+    As in `as_divisor` of quant/conversion, a scale is 1 if it is too small to divide by, and NaN if
+    it is too large, or NaN. If `is_short` is not 0, it is rounded to 16 bits, half to even. A scale
+    under which a code would be infinite is reduced.
     """
     block = Block("f32", 1, magnitudes.columns)
     limit = _LARGEST_SCALES.get(kind.literal_value)

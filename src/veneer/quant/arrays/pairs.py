@@ -1,17 +1,18 @@
-"""Compute neighboring values in pairs, for XLA on GPUs.
+"""Computing neighboring values in pairs, for XLA on GPUs.
 
 XLA gives each thread of a GPU four elements of a result. For packed codes, these are 2 bytes to
-read and 8 to write in bf16, too few to use the memory bandwidth. Two neighbors of 16 bits that are
-computed as one word of 32 bits make a thread read 4 bytes and write 16.
+read and 8 to write in bf16, too few to use the memory bandwidth. If two neighbors of 16 bits are
+computed as one word of 32 bits, a thread reads 4 bytes and writes 16.
 
-Times of one weight of 4096 x 11008, dequantized to bf16 on an H200, for int4, uint4, nf4 and mxfp4
-with scales along either axis (part 8 of benchmarks/gpu_all.py measures the last line):
+Times to dequantize a weight of 4096 x 11008 to bf16 on an H200, in int4, uint4, nf4 and mxfp4, with
+scales along either axis (part 8 of benchmarks/gpu_all.py measures the last line):
 
-    stack the fields of a byte along a new axis, as on CPUs               63 to 121 µs
-    shift a byte by each place, broadcast along a new axis                62 to 64 µs
-    compute both neighbors of a byte, and write one word                  36 to 47 µs
+    stack the codes of a byte along a new axis, as on CPU      63 to 121 µs
+    shift a byte by each place, broadcast along a new axis     62 to 64 µs
+    compute both neighbors of a byte, and write one word       36 to 47 µs
 
-So GPUs compute pairs if `writes_pairs` holds, and shift otherwise. The bits are always the same.
+So GPUs compute pairs if `can_compute_pairs` holds, and shift otherwise. All results have the same
+bits.
 """
 
 from collections.abc import Callable
@@ -49,57 +50,44 @@ def compute_elementwise(
     if q.packing is not None and q.packing.axis == -2:
         # Matrices are packed along the last axis, so this is the transpose of a stored one. XLA
         # removes the transposes below in a product with it, and writes no transposed leaves.
-        transposed = compute_elementwise(compute, _transposed(q), dtype)
-        return jnp.swapaxes(transposed, -1, -2)
-    if not writes_pairs(q, dtype):
+        leaves = {"packed": jnp.asarray(q.packed)} | _unpacked_companions(q)
+        leaves = {k: x if x is None else jnp.swapaxes(x, -1, -2) for k, x in leaves.items()}
+        stored = q.changed(**leaves, packing=q.packing._replace(axis=-1))
+        return jnp.swapaxes(compute_elementwise(compute, stored, dtype), -1, -2)
+    if not can_compute_pairs(q, dtype):
         return compute(q)
-    joined = _interleave(*map(compute, split_pairs(q)))
+    joined = _interleave(*map(compute, _split_pairs(q)))
     size = q.shape[-1]
     return joined if joined.shape[-1] == size else lax.slice_in_dim(joined, 0, size, axis=-1)
 
 
-def writes_pairs(q: "QArray", dtype: DTypeLike) -> bool:
+def can_compute_pairs(q: "QArray", dtype: DTypeLike) -> bool:
     """Return whether a GPU can compute elements of `dtype` in pairs along the last axis."""
     is_packed = q.packing is not None and q.packing.axis == -1 and q.format.bits in (1, 2, 4)
     return is_packed and q.size > 0 and jnp.dtype(dtype).itemsize in _WORDS
 
 
-def _transposed(q: "QArray") -> "QArray":
-    assert q.packing is not None
-    leaves = {"packed": jnp.asarray(q.packed)} | _dense_leaves(q)
-    leaves = {
-        name: leaf if leaf is None else jnp.swapaxes(leaf, -1, -2) for name, leaf in leaves.items()
-    }
-    return q._assigned(**leaves, packing=q.packing._replace(axis=-1))
-
-
-def _dense_leaves(q: "QArray") -> dict[str, jax.Array | None]:
+def _unpacked_companions(q: "QArray") -> dict[str, jax.Array | None]:
     return {"scale": q.scales(), "zero_point": q.zero_points(), "minimum": q.minima()}
 
 
-def split_pairs(q: "QArray") -> list["QArray"]:
-    """Return the values at even and those at odd places of the last axis, with one code per byte.
+def _split_pairs(q: "QArray") -> list["QArray"]:
+    """Return the values at even and at odd indices of the last axis, with one code per byte.
 
     If the size is odd, the second array has one value of padding.
     """
     size, bits = q.shape[-1], int(q.format.bits)
     packed = jnp.asarray(q.packed)
-    if bits < 4:  # one byte per pair of neighbors, whose bits are the lowest
+    if bits < 4:  # make one byte per pair of neighbors, with the pair in its lowest bits
         places = jnp.arange(0, 8, 2 * bits, dtype=jnp.uint8)
         packed = (packed[..., None] >> places).reshape(*packed.shape[:-1], -1)
         packed = lax.slice_in_dim(packed, 0, -(-size // 2), axis=-1)
-    leaves = _dense_leaves(q)
-    return [
-        q._assigned(
-            packed=codes,
-            packing=None,
-            **{
-                name: None if leaf is None else _every_second(leaf, place, size)
-                for name, leaf in leaves.items()
-            },
-        )
-        for place, codes in enumerate((packed, packed >> bits))
-    ]
+    leaves = _unpacked_companions(q).items()
+    halves = []
+    for place, codes in enumerate((packed, packed >> bits)):
+        half = {k: None if x is None else _every_second(x, place, size) for k, x in leaves}
+        halves.append(q.changed(packed=codes, packing=None, **half))
+    return halves
 
 
 def _every_second(leaf: jax.Array, start: int, size: int) -> jax.Array:
@@ -116,7 +104,7 @@ def _every_second(leaf: jax.Array, start: int, size: int) -> jax.Array:
 
 @jax.custom_jvp
 def _interleave(even: jax.Array, odd: jax.Array) -> jax.Array:
-    """Return an array with the values of two arrays in turn along the last axis."""
+    """Alternate the values of two arrays along the last axis."""
     bits = 8 * even.dtype.itemsize
     word = _WORDS[even.dtype.itemsize]
     low, high = (lax.bitcast_convert_type(x, f"uint{bits}").astype(word) for x in (even, odd))

@@ -1,4 +1,4 @@
-"""`QArray`: a quantised array that looks dense."""
+"""`QArray`, a quantized array that looks dense."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -13,19 +13,16 @@ from ..._core.leaf_axes import LeafAxis, Movement, aligned_axes
 from ..._core.surface.array import ImplicitArray
 from ..._core.surface.shown import has_title, title
 from ..._core.tree import static
-from ..formats import FORMATS, Format, get_format
+from ..formats import Format, get_format
 from ..formats.packing import UNITS, Packing, axis_to_pack, pack, packed_size, unpack
-from ..formats.tiles import Leaf, Shape, divides, over_tiles, tile_shape
+from ..formats.tiles import Leaf, Shape, over_tiles, tile_shape
+from .checks import check_codes_are_stored, check_fields, format_of_codes
 from .pairs import compute_elementwise, runs_on_gpu
 
-_NARROW_INTEGERS = {"int2": "int8", "int4": "int8", "uint2": "uint8", "uint4": "uint8"}
+_ARRAYS = ("packed", "scale", "zero_point", "minimum")
 
-# Narrower floats are codes already.
+# The dtypes that can be quantized. Floats of 8 bits are codes already.
 QUANTIZABLE = tuple(map(jnp.dtype, (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)))
-
-
-# As jaxprs show them: q8[4096,11008].
-_SHORT_NAMES = {f"int{bits}": f"q{bits}" for bits in (*range(1, 9), 16)}
 
 
 class QArray(ImplicitArray):
@@ -99,15 +96,15 @@ class QArray(ImplicitArray):
         minimum: "Leaf | QArray | None" = None,
     ):
         _check_arrays(qvalue=qvalue, scale=scale, zero_point=zero_point, minimum=minimum)
-        format = _format_of_codes(qvalue, qtype)
+        format = format_of_codes(qvalue, qtype)
         packing = None
         if format.bits < 8:
             qvalue, packing = pack_codes(jnp.asarray(qvalue), format)
         elif qvalue.dtype != format.code_dtype:
             qvalue = qvalue.astype(format.code_dtype)
-        if zero_point is not None and zero_point.dtype.name in _NARROW_INTEGERS:
-            # A leaf that is stored as it is, so of a dtype that files have.
-            zero_point = zero_point.astype(_NARROW_INTEGERS[zero_point.dtype.name])
+        if zero_point is not None and zero_point.dtype.name in ("int2", "int4", "uint2", "uint4"):
+            # File formats have no integers below 8 bits.
+            zero_point = zero_point.astype(zero_point.dtype.name[:-1] + "8")
         self._set(qvalue, scale, zero_point, minimum, format.name, packing, None)
 
     @classmethod
@@ -185,41 +182,34 @@ class QArray(ImplicitArray):
             )
         return self.from_packed(**parts | changes)
 
-    # For `copy.replace`, which Python has from 3.13 on. Dataclasses would define it by `__init__`.
+    # `copy.replace` (Python 3.13) calls `__replace__`. A dataclass would call `__init__` there.
     __replace__ = replace
 
-    def _set(
-        self,
-        packed: Leaf,
-        scale: "Leaf | QArray",
-        zero_point: "Leaf | QArray | None",
-        minimum: "Leaf | QArray | None",
-        qtype: str,
-        packing: Packing | None,
-        dense_dtype: DTypeLike | None,
-    ) -> None:
-        _check_arrays(packed=packed, scale=scale, zero_point=zero_point, minimum=minimum)
-        if dense_dtype is None:
-            dense_dtype = scale.dtype if scale.dtype in QUANTIZABLE else jnp.float32
-        dense_dtype = jnp.dtype(dense_dtype).name
-        self._assign(packed, scale, zero_point, minimum, qtype, packing, dense_dtype)
+    def _set(self, *values: Any) -> None:
+        """Set all fields. `dense_dtype`, the last one, can be None."""
+        fields = dict(zip([f.name for f in dataclasses.fields(self)], values, strict=True))
+        _check_arrays(**{name: fields[name] for name in _ARRAYS})
+        dtype, scale_dtype = fields["dense_dtype"], fields["scale"].dtype
+        if dtype is None:
+            dtype = scale_dtype if scale_dtype in QUANTIZABLE else jnp.float32
+        self.__dict__.update(fields | {"dense_dtype": jnp.dtype(dtype).name})
 
     def __post_init__(self) -> None:
-        _validate(self)
-
-    def _assign(self, *values: Any) -> None:
-        for field, value in zip(dataclasses.fields(self), values, strict=True):
-            object.__setattr__(self, field.name, value)  # the dataclass is frozen
+        check_fields(self)
 
     @property
     def type_name(self) -> str:
         """The name of the format in jaxprs and tables, such as "q4" for int4."""
-        return _SHORT_NAMES.get(self.qtype, self.qtype)
+        return f"q{self.qtype[3:]}" if self.qtype.startswith("int") else self.qtype
 
     @property
     def storage_name(self) -> str:
         """The granularity of the scales: "tile 64", "channelwise" or "one scale"."""
-        return self._tiles()
+        sizes = [*zip(self.tile_shape, self.scale.shape, strict=True)]
+        if any(tile > 1 and count > 1 for tile, count in sizes):
+            # Axes with only one tile are named, too.
+            return f"tile {'×'.join(str(tile) for tile, _ in sizes if tile > 1)}"
+        return "channelwise" if self.scale.size > 1 else "one scale"
 
     @property
     def format(self) -> Format:
@@ -236,14 +226,6 @@ class QArray(ImplicitArray):
     def tile_shape(self) -> Shape:
         """The number of values that share one scale, along each axis."""
         return tile_shape(self.shape, self.scale.shape)
-
-    def _tiles(self) -> str:
-        """Returns what shares a scale: `tile 64`."""
-        sizes = [*zip(self.tile_shape, self.scale.shape, strict=True)]
-        if any(tile > 1 and count > 1 for tile, count in sizes):
-            # Of an axis that one tile takes, too.
-            return f"tile {'×'.join(str(tile) for tile, _ in sizes if tile > 1)}"
-        return "channelwise" if self.scale.size > 1 else "one scale"
 
     def __repr__(self) -> str:
         """Return the title, or all fields if a part is not an array."""
@@ -262,7 +244,7 @@ class QArray(ImplicitArray):
         format = self.format
         if not runs_on_gpu() or format.bits not in (1, 2, 4):
             return format.decode(self.codes(), dtype)
-        # GPUs convert integers of 32 bits to floats in one instruction, and narrower ones in more.
+        # GPUs need one instruction to convert a 32-bit integer to a float, and more for others.
         packed = jnp.asarray(self.packed).astype(jnp.uint32)
         fields = unpack(packed, self.packing, format.bits, by_shifts=True)
         return format.decode(format.from_fields(fields), dtype)
@@ -295,7 +277,7 @@ class QArray(ImplicitArray):
         the dtype of the codes, or sliced the axis along which they are packed.
         """
         stored = jax.typeof(self.packed)  # with its sharding, which the codes share
-        _check_codes_are_stored(self, stored.dtype)
+        check_codes_are_stored(self, stored.dtype)
         shape = list(stored.shape)
         if self.packing is not None:
             axis, size = self.packing
@@ -312,44 +294,45 @@ class QArray(ImplicitArray):
 
     def leaf_axes(self) -> list[list[LeafAxis]]:
         """Return one list per stored array, with a `vn.LeafAxis` for each of its axes."""
-        ndim = self.ndim
-
-        def of(leaf: Any) -> list[LeafAxis]:
-            counts = zip(self.shape, leaf.shape, strict=True)
-            return [LeafAxis(i - ndim, block(*sizes)) for i, sizes in enumerate(counts)]
 
         def block(size: int, count: int) -> Any:
             if count == 1:
                 return "shared"
-            # By equality alone, which also symbolic sizes have. An axis of size 0 has any count.
+            # Symbolic sizes support only equality. An axis of size 0 fits any count.
             return 1 if size in (0, count) else size // count
 
-        packed = list(aligned_axes(ndim))
+        packed = list(aligned_axes(self.ndim))
         if self.packing is not None:
             axis = self.packing.axis
             packed[axis] = LeafAxis(axis, *UNITS[self.format.bits])
-        others = (self.scale, self.zero_point, self.minimum)
-        return [packed, *(of(x) for x in others if x is not None)]
+        axes = [packed]
+        for leaf in (self.scale, self.zero_point, self.minimum):
+            if leaf is not None:
+                blocks = [block(*sizes) for sizes in zip(self.shape, leaf.shape, strict=True)]
+                axes.append([LeafAxis(i - self.ndim, size) for i, size in enumerate(blocks)])
+        return axes
 
     def _movable(self) -> "QArray":
-        """Returns this array with a code a byte where a packed axis has size 1: it is no larger."""
+        """Return the array with one code per byte if the packed axis has size 1.
+
+        It has the same size, and all its axes can be moved.
+        """
         if self.packing is None or self.packing.size != 1:
             return self
-        return self._assigned(
-            packed=unpack(self.packed, self.packing, self.format.bits), packing=None
-        )
+        fields = unpack(self.packed, self.packing, self.format.bits)
+        return self.changed(packed=fields, packing=None)
 
     def _moved(self, movement: Movement) -> "QArray":
-        """Returns this array, whose leaves were moved, packed along the axis that now is."""
+        """Return the array with `packing` updated, after its leaves were moved."""
         if self.packing is None:
             return self
         axis = movement.axes[self.packing.axis]
         assert axis is not None
         packing = Packing(axis - len(movement.shape), movement.shape[axis])
-        return self._assigned(packing=packing)
+        return self.changed(packing=packing)
 
-    def _assigned(self, **changes: Any) -> "QArray":
-        """Returns a copy of which some parts are others, unchecked."""
+    def changed(self, **changes: Any) -> "QArray":
+        """Return a copy in which some fields have new values, like `replace` without its checks."""
         new = type(self).__new__(type(self))
         new.__dict__.update({f.name: getattr(self, f.name) for f in dataclasses.fields(self)})
         new.__dict__.update(changes)
@@ -364,22 +347,22 @@ class QArray(ImplicitArray):
         - `ValueError` if `jax.tree.map` or a similar function changed the dtype of the codes.
         """
         reject_derivatives(self)
-        _check_codes_are_stored(self, self.packed.dtype)
+        check_codes_are_stored(self, self.packed.dtype)
         return compute_elementwise(QArray._dequantize, self, self.dtype)
 
     def _dequantize(self) -> jax.Array:
         scale = self.scales()
-        # A scale in f32 does not make numbers in f64 less: products scale sums of these in f64.
+        # A dense array in f64 is computed in f64, even if its scales are stored in f32.
         wide = jnp.promote_types(scale.dtype, self.dtype)
         x = self._decode(wide)
         if (zero_point := self.zero_points()) is not None:
             x = over_tiles(jnp.subtract, x, zero_point.astype(wide))
         if self.scale.dtype == jnp.float8_e8m0fnu:
-            # The least scale, 2**-127, is subnormal in f32, and XLA for CPUs computes with 0
-            # instead. Two factors keep the products that are normal numbers.
-            least = float(jnp.finfo(scale.dtype).tiny)
-            x = over_tiles(jnp.multiply, x, jnp.where(scale < least, 0.5, 1).astype(wide))
-            scale = jnp.maximum(scale, least)
+            # The smallest scale, 2**-127, is subnormal in f32, and XLA for CPUs treats it as 0.
+            # Multiplying by 0.5 and 2**-126 instead keeps products that are normal numbers.
+            tiny = float(jnp.finfo(scale.dtype).tiny)
+            x = over_tiles(jnp.multiply, x, jnp.where(scale < tiny, 0.5, 1).astype(wide))
+            scale = jnp.maximum(scale, tiny)
         x = over_tiles(jnp.multiply, x, scale.astype(wide))
         if (minimum := self.minima()) is not None:
             x = over_tiles(jnp.add, x, minimum.astype(wide))
@@ -391,15 +374,15 @@ class QArray(ImplicitArray):
 
 
 def _wide(leaf: "Leaf | QArray") -> jax.Array:
-    """Returns floats, which may be quantised, in f32 or f64; JAX promotes none of 8 bits."""
+    """Return floats, which may be quantized, in f32 or f64. JAX promotes no floats of 8 bits."""
     wide = jax.dtypes.canonicalize_dtype(jnp.float64 if leaf.dtype == jnp.float64 else jnp.float32)
-    if isinstance(leaf, QArray):  # not rounded to what it stands for, which may be of 16 bits
-        return leaf._assigned(dense_dtype=wide.name).dequantize()
+    if isinstance(leaf, QArray):  # Do not round the product to a dense dtype of 16 bits.
+        return leaf.changed(dense_dtype=wide.name).dequantize()
     return jnp.asarray(leaf).astype(wide)
 
 
 def pack_codes(codes: jax.Array, format: Format) -> tuple[jax.Array, Packing | None]:
-    """Returns codes as they are stored: packed where they are below 8 bits."""
+    """Return codes in their storage dtype, packed if they have fewer than 8 bits."""
     if format.bits >= 8:
         return codes.astype(format.code_dtype), None
     fields = format.to_fields(codes)
@@ -408,110 +391,16 @@ def pack_codes(codes: jax.Array, format: Format) -> tuple[jax.Array, Packing | N
     return pack(fields, format.bits, axis_to_pack(codes.shape, format.bits))
 
 
-def _format_of_codes(qvalue: Leaf, qtype: DTypeLike | None) -> Format:
-    dtype = qvalue.dtype
-    if qtype is None and dtype.name not in FORMATS:
-        raise ValueError(f"qvalue has dtype {dtype.name}, which is not a format: pass qtype")
-    format = get_format(dtype.name if qtype is None else qtype)
-    has_integers = format.is_integer or format.codebook is not None
-    if dtype != format.code_dtype and not (has_integers and jnp.issubdtype(dtype, jnp.integer)):
-        raise ValueError(
-            f"qvalue has dtype {dtype.name}, but codes of {format.name} are "
-            f"{format.code_dtype.name}. To quantize values, call vn.quant.quantize"
-        )
-    is_full = dtype == format.code_dtype and format.bits in (
-        4,
-        8,
-        16,
-    )  # any code of the dtype is one
-    if has_integers and not is_full and dtype.name != format.name:
-        _check_codes(qvalue, format)
-    return format
-
-
-def _check_codes(qvalue: Leaf, format: Format) -> None:
-    """Refuses codes that the format does not have, or of another dtype that cannot be looked at."""
-    if isinstance(qvalue, jax.core.Tracer):
-        if qvalue.dtype == format.code_dtype:
-            return
-        raise ValueError(
-            f"codes of {format.name} are {format.code_dtype.name}, and the range of "
-            f"{qvalue.dtype.name} codes cannot be checked in a traced program: pass "
-            f"qvalue.astype(jnp.{format.code_dtype})"
-        )
-    low, high = format.code_range
-    codes = np.asarray(qvalue)
-    if codes.size and not low <= codes.min() <= codes.max() <= high:
-        raise ValueError(
-            f"codes of {format.name} are from {low} to {high}, but qvalue has codes from "
-            f"{codes.min()} to {codes.max()}"
-        )
-    if format.bits == 1 and format.signed and not codes.all():
-        raise ValueError(f"codes of {format.name} are -1 and 1, but qvalue has code 0")
-
-
 def _check_arrays(**parts: Any) -> None:
     for name, part in parts.items():
-        if isinstance(part, jax.Array | np.ndarray):
-            continue
-        if name in ("zero_point", "minimum") and part is None:
-            continue
-        if name in ("scale", "zero_point", "minimum") and isinstance(part, QArray):
-            continue
-        raise TypeError(
-            f"{name} must be a JAX or NumPy array with the rank of the codes, not a "
-            f"{type(part).__name__}: convert it with jnp.asarray"
-        )
-
-
-def _validate(q: QArray) -> None:
-    _validate_packed(q)
-    for name, leaf in (("scale", q.scale), ("minimum", q.minimum)):
-        if leaf is not None and not jnp.issubdtype(leaf.dtype, jnp.floating):
-            raise ValueError(f"{name} must have a floating dtype, not {leaf.dtype.name}")
-    if not jnp.issubdtype(jnp.dtype(q.dense_dtype), jnp.floating):
-        raise ValueError(f"dense_dtype must be a floating dtype, not {q.dense_dtype}")
-    if q.zero_point is not None and not q.format.is_integer:
-        raise ValueError(f"{q.qtype} is not an integer format, so it has no zero_point")
-    if isinstance(q.zero_point, QArray) and not q.zero_point.format.is_integer:
-        raise ValueError(f"zero_point must have an integer format, not {q.zero_point.qtype}")
-    for name in ("scale", "zero_point", "minimum"):
-        leaf = getattr(q, name)
-        if leaf is not None and not divides(leaf.shape, q.shape):
-            raise ValueError(
-                f"{name} of shape {leaf.shape} does not tile codes of shape {q.shape}: it needs "
-                "the same rank, and the size of each axis must divide the size of the codes' axis"
+        is_optional = name in ("zero_point", "minimum")
+        can_be_quantized = name == "scale" or is_optional
+        if not (
+            isinstance(part, jax.Array | np.ndarray)
+            or (is_optional and part is None)
+            or (can_be_quantized and isinstance(part, QArray))
+        ):
+            raise TypeError(
+                f"{name} must be a JAX or NumPy array with the rank of the codes, not a "
+                f"{type(part).__name__}: convert it with jnp.asarray"
             )
-
-
-def _check_codes_are_stored(q: QArray, dtype: Any) -> None:
-    """Reject codes that a function of leaves has converted, as `jax.tree.map(lambda x: 0.9 * x)`.
-
-    Derivatives by codes have dtype float0.
-    """
-    if dtype not in (q.format.storage_dtype, jax.dtypes.float0):
-        raise ValueError(
-            f"the codes of a QArray in {q.qtype} are {jnp.dtype(dtype).name}, not "
-            f"{q.format.storage_dtype.name}. A function of leaves, such as jax.tree.map, changed "
-            "codes and scales separately. To change the array, use vn.tree.map, or call the "
-            "function under vn.implicit"
-        )
-
-
-def _validate_packed(q: QArray) -> None:
-    if q.packed.dtype != q.format.storage_dtype:
-        raise ValueError(
-            f"{q.qtype} is stored in {q.format.storage_dtype.name}, but packed has dtype "
-            f"{q.packed.dtype.name}"
-        )
-    if q.packing is None:
-        return
-    axis, size = q.packing
-    bits = q.format.bits
-    if bits >= 8:
-        raise ValueError(f"{q.qtype} takes whole bytes, so packing must be None, not {q.packing}")
-    if not -q.packed.ndim <= axis < 0 or q.packed.shape[axis] != packed_size(size, bits):
-        raise ValueError(
-            f"packed of shape {q.packed.shape} does not fit {q.packing}: the axis must be "
-            f"negative, and have {packed_size(size, bits)} bytes"
-        )

@@ -75,7 +75,7 @@ class QCache(QArray):
     @classmethod
     def _of(cls, q: QArray) -> "QCache":
         new = cls.__new__(cls)
-        new.__dict__.update(q._assigned().__dict__)
+        new.__dict__.update(q.changed().__dict__)
         return new
 
 
@@ -127,7 +127,7 @@ def _unless_same(new: QArray, update: jax.Array, old: QArray) -> QArray:
         for name in ("scale", "zero_point")
         if getattr(new, name) is not None
     }
-    return new._assigned(packed=codes, **others)
+    return new.changed(packed=codes, **others)
 
 
 def packed_along(q: QArray, axis: int) -> QArray:
@@ -136,4 +136,4 @@ def packed_along(q: QArray, axis: int) -> QArray:
         return q
     bits = q.format.bits
     packed, packing = pack(unpack(q.packed, q.packing, bits), bits, axis)
-    return q._assigned(packed=packed, packing=packing)
+    return q.changed(packed=packed, packing=packing)

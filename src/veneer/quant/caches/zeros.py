@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from ..arrays.qarray import QUANTIZABLE
-from ..conversion.quantize import Axes, TiledAxes, quantize_by, quantize_params
+from ..conversion.compute import quantize_with_params
+from ..conversion.quantize import Axes, TiledAxes, quantize_params
 from ..formats import get_format
 from ..formats.tiles import normalize_axis, tile_shape
 from .block_cache import BlockCache
@@ -99,7 +100,7 @@ def zeros(
         blocks = params.counts[axis]
         newest = jnp.zeros(replaced(shape, shape[axis] // max(blocks, 1)), dtype)
         one = dataclasses.replace(params, counts=tuple(replaced(params.counts, 1)))
-        q = quantize_by(newest, one)
+        q = quantize_with_params(newest, one)
         repeated = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (blocks, *leaf.shape)), q)
         return BlockCache(QCache._of(repeated), newest, jnp.int32(0), axis - len(shape))
     # One tile, and all along the axis that is packed; the others are the same.
@@ -108,7 +109,9 @@ def zeros(
     pairs = zip(shape, tile, strict=True)
     small = [n if [i] == shared[-1:] else t for i, (n, t) in enumerate(pairs)]
     counts = [n // t if n and t else 1 for n, t in zip(small, tile, strict=True)]
-    q = quantize_by(jnp.zeros(small, dtype), dataclasses.replace(params, counts=tuple(counts)))
+    q = quantize_with_params(
+        jnp.zeros(small, dtype), dataclasses.replace(params, counts=tuple(counts))
+    )
     if q.packing is not None:
         q = packed_along(q, shared[-1] - len(shape))
     packed = list(shape)

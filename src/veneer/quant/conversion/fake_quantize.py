@@ -1,7 +1,7 @@
-"""Fake quantisation: what an array is worth once quantised, with a derivative.
+"""Fake quantization: quantizing and dequantizing an array, with a derivative for training.
 
-The derivative is 1 where a value was rounded, and 0 where it was clipped: beyond the range, a small
-change of it changes nothing.
+The derivative is 1 for values that are rounded, and 0 for values that are clipped: beyond the
+range, a small change of a value changes nothing.
 
 Bengio et al., Estimating or Propagating Gradients Through Stochastic Neurons (2013); Jacob et al.,
 Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-Only Inference (2018).
@@ -18,15 +18,8 @@ from ..._core.surface.straight_through import ste
 from ..arrays.qarray import QArray
 from ..formats import FORMATS
 from ..formats.tiles import Leaf, over_tiles
-from .quantize import (
-    Axes,
-    QuantizeParams,
-    TiledAxes,
-    floating,
-    quantize_params,
-    quantize_tiles,
-    quantize_with_scale,
-)
+from .compute import QuantizeParams, quantize_tiles
+from .quantize import Axes, TiledAxes, as_dense_floats, quantize_params, quantize_with_scale
 
 Ends = tuple[jax.Array, jax.Array]
 
@@ -62,22 +55,24 @@ def fake_quantize(
     >>> jax.grad(fake)(jnp.array([0.5, 1.0, 9.0])).tolist()
     [1.0, 1.0, 0.0]
     """
-    dense = floating(array)
+    dense = as_dense_floats(array)
     params = quantize_params(
         dense, qtype, channelwise_axes, tiled_axes, calibration_method, scale_dtype
     )
-    value, ends = _rounded(dense, key, params)
+    value, ends = _quantize_and_dequantize(dense, key, params)
     return _straight_through(value, dense, ends if params.calibration.clips else None)
 
 
 @functools.partial(jax.jit, static_argnames="params")
-def _rounded(
+def _quantize_and_dequantize(
     array: jax.Array, key: jax.Array | None, params: QuantizeParams
 ) -> tuple[jax.Array, Ends]:
-    q, (low, high) = quantize_tiles(array, key, params)
+    q, ends = quantize_tiles(array, key, params)
+    assert ends is not None  # because the scales are not stable ones
+    low, high = ends
     format = FORMATS[params.format]
     if low is None and format.scale_dtype is not None:
-        # A scale that was rounded up reaches beyond the range that was asked for.
+        # A scale that is rounded up extends the range.
         high = jnp.maximum(high, q.scales().astype(high.dtype) * format.bound)
     return q.dequantize(), (-high if low is None else low, high)
 
@@ -108,26 +103,25 @@ def fake_quantize_with_scale(
     >>> jax.grad(fake)(jnp.array([0.5, 1.4, -2.0])).tolist()
     [1.0, 1.0, 0.0]
     """
-    dense = floating(array)
+    dense = as_dense_floats(array)
     q = quantize_with_scale(dense, qtype, scale, zero_point, key=key)
-    return _straight_through(q.dequantize(), dense, _range_of_codes(q))
-
-
-def _range_of_codes(q: QArray) -> Ends:
-    format, scale = q.format, q.scales()
+    format, scales = q.format, q.scales()
     if q.zero_point is None:
         low = -format.bound if format.signed or not format.is_integer else 0
-        return low * scale, format.bound * scale
-    least, largest = format.code_range
-    end = lambda code: (code - q.zero_point.astype(scale.dtype)) * scale
-    return end(least), end(largest)
+        ends = low * scales, format.bound * scales
+    else:
+        zero = jnp.asarray(q.zero_point).astype(scales.dtype)
+        least, largest = format.code_range
+        ends = (least - zero) * scales, (largest - zero) * scales
+    return _straight_through(q.dequantize(), dense, ends)
 
 
 def _straight_through(value: jax.Array, array: jax.Array, ends: Ends | None) -> jax.Array:
+    """Return `value` with the derivative of `array` where it is in the range, and 0 elsewhere."""
     value = jax.lax.stop_gradient(value)
     if ends is not None:
         low, high = (end.astype(jnp.promote_types(end.dtype, array.dtype)) for end in ends)
-        held = jax.lax.stop_gradient(array)
-        outside = over_tiles(jnp.less, held, low) | over_tiles(jnp.greater, held, high)
-        array = jnp.where(outside, held, array)
+        constant = jax.lax.stop_gradient(array)
+        is_clipped = over_tiles(jnp.less, constant, low) | over_tiles(jnp.greater, constant, high)
+        array = jnp.where(is_clipped, constant, array)
     return ste(lambda _: value)(array)

@@ -1,9 +1,7 @@
 """`quantize` and `dequantize`: from dense arrays to QArrays and back."""
 
-import dataclasses
 import functools
-import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import SupportsIndex
 
 import jax
@@ -16,25 +14,18 @@ from ..._core.surface.arguments import check_key
 from ..._core.surface.array import ImplicitArray
 from ..._core.value import materialise_one
 from ..._jax.source_lines import warn_user
-from ..arrays.qarray import QUANTIZABLE, QArray, pack_codes
+from ..arrays.qarray import QUANTIZABLE, QArray
 from ..formats import FORMATS, Format, get_format, is_format
-from ..formats.rounding import encode_stochastically
-from ..formats.tiles import Leaf, Shape, divides, over_tiles, split_tiles, tile_counts
-from .calibration import (
-    Calibration,
-    Range,
-    check_calibration,
-    find_range,
-    has_zero_point,
-    range_to_scale,
-    stable_scale,
-)
-from .chunks import Chunks, chunks_of, in_chunks
-from .cpu_kernel import has_kernel, quantize_by_kernel
-from .scales import bounded_scale, store_scale, usable
+from ..formats.tiles import Leaf, Shape, can_tile, split_tiles, tile_counts
+from .calibration import as_divisor, check_calibration
+from .compute import QuantizeParams, encode, quantize_with_params
+from .scale_axes import resolve_tile_size
+from .scales import store_scale
 
 Axes = Sequence[SupportsIndex]
 TiledAxes = Mapping[SupportsIndex, SupportsIndex | float]
+
+_QUANTIZABLE_NAMES = ", ".join(dtype.name for dtype in QUANTIZABLE)
 
 
 def quantize(
@@ -106,12 +97,12 @@ def quantize(
     """
     if key is not None:
         check_key(key)
-    dense = floating(array)
+    dense = as_dense_floats(array)
     params = quantize_params(
         dense, qtype, channelwise_axes, tiled_axes, calibration_method, scale_dtype
     )
-    q = quantize_by(dense, params, key)
-    is_static = all(isinstance(n, int) for n in dense.shape)  # or symbolic, for export
+    q = quantize_with_params(dense, params, key)
+    is_static = all(isinstance(n, int) for n in dense.shape)  # sizes are symbolic for export
     has_scale_per_value = is_static and params.counts == dense.shape and dense.size > 1
     if has_scale_per_value and q.nbytes >= dense.nbytes:
         warn_user(
@@ -122,36 +113,17 @@ def quantize(
     return q
 
 
-@dataclasses.dataclass(frozen=True)
-class QuantizeParams:
-    """The checked arguments of `quantize`, hashable for `jax.jit`, and the dtype for stable scales.
-
-    With stable scales, dequantizing and quantizing again does not change values. Caches and
-    collectives need this. Weights use `absmax / (qmax + 1/2)`, which makes the largest value
-    smaller each time. `stable_in` is the dtype in which the values are read and written, or None
-    for the scales of weights. It can be narrower than the array: collectives compute in f32.
-    """
-
-    format: str
-    counts: Shape
-    calibration: Calibration
-    scale_dtype: str
-    stable_in: str | None = None
-
-
 def quantize_params(
     array: jax.Array | jax.ShapeDtypeStruct,
     qtype: DTypeLike,
-    channelwise_axes: Axes,
-    tiled_axes: TiledAxes | None,
-    calibration_method: str | None,
-    scale_dtype: DTypeLike | None,
+    channelwise_axes: Axes = (),
+    tiled_axes: TiledAxes | None = None,
+    calibration_method: str | None = None,
+    scale_dtype: DTypeLike | None = None,
 ) -> QuantizeParams:
-    """Returns the arguments of `quantize`, checked."""
-    format = get_format(qtype)
+    """Check the arguments of `quantize`, and raise its errors."""
+    format, shape = get_format(qtype), array.shape
     calibration = check_calibration(calibration_method or format.calibration, format)
-    shape = array.shape
-    sizes = None
     if not isinstance(channelwise_axes, Iterable):
         raise TypeError(
             "channelwise_axes must be a list of axes, such as "
@@ -161,34 +133,39 @@ def quantize_params(
         raise TypeError(
             f"tiled_axes must be {{axis: tile size}}, such as {{0: 64}}, not {tiled_axes!r}"
         )
-    if tiled_axes is not None:
-        sizes = {int(axis): tile_in(shape, int(axis), tile) for axis, tile in tiled_axes.items()}
-    channelwise, tiled = _tiles_of(format, shape, [int(axis) for axis in channelwise_axes], sizes)
-    return QuantizeParams(
-        format.name,
-        tile_counts(shape, channelwise, tiled),
-        calibration,
-        scale_dtype_in(format, array.dtype, scale_dtype),
-    )
-
-
-def quantize_by(array: jax.Array, params: QuantizeParams, key: jax.Array | None = None) -> QArray:
-    """Does what `quantize` does, once its arguments are checked."""
-    chunks = chunks_of(array, params.counts, format=FORMATS[params.format])
-    return _quantize(array, key, params, chunks)
+    channelwise: Sequence[int] = [int(axis) for axis in channelwise_axes]
+    sizes = (tiled_axes or {}).items()
+    tiled = {int(axis): resolve_tile_size(shape, int(axis), size) for axis, size in sizes}
+    fixed = format.tile_size
+    if fixed is not None and tiled_axes is None:
+        axes = range(len(shape))
+        free = [axis for axis in axes if axis not in {c % len(shape) for c in channelwise}]
+        if not free:
+            raise ValueError(
+                f"{format.name} needs an axis with tiles of {fixed}, but channelwise_axes names "
+                f"all axes of shape {shape}"
+            )
+        channelwise, tiled = [axis for axis in axes if axis != free[-1]], {free[-1]: fixed}
+    elif fixed is not None and [*tiled.values()] != [fixed]:
+        raise ValueError(
+            f"{format.name} needs tiles of {fixed} along one axis, not tiled_axes={tiled}"
+        )
+    counts = tile_counts(shape, channelwise, tiled)
+    scale_dtype = choose_scale_dtype(format, array.dtype, scale_dtype)
+    return QuantizeParams(format.name, counts, calibration, scale_dtype)
 
 
 def quantize_as(array: jax.Array, q: QArray, counts: Shape) -> QArray:
-    """Quantises an array with scales of its own, of shape `counts`, into the format of `q`."""
+    """Quantize an array in the format of `q`, with stable scales of shape `counts`."""
     method = q.format.calibration if q.zero_point is None else "minmax"
     calibration = check_calibration(method, q.format)
     scale_dtype = q.scale.dtype.name
     params = QuantizeParams(q.qtype, counts, calibration, scale_dtype, array.dtype.name)
-    return quantize_by(array, params)
+    return quantize_with_params(array, params)
 
 
-def floating(array: ArrayLike | ImplicitArray) -> jax.Array:
-    """Return the dense array to quantize.
+def as_dense_floats(array: ArrayLike | ImplicitArray) -> jax.Array:
+    """Materialize an array that a user wants to quantize.
 
     **Raises:** `TypeError` if `array` is a format or a tree, or if its dtype cannot be quantized.
     """
@@ -206,174 +183,29 @@ def floating(array: ArrayLike | ImplicitArray) -> jax.Array:
     dense = materialise_one(array)
     dtype = jnp.result_type(dense)
     if dtype not in QUANTIZABLE:
-        raise TypeError(f"array has dtype {dtype.name}, but quantize takes {_names(QUANTIZABLE)}")
+        raise TypeError(f"array has dtype {dtype.name}, but quantize takes {_QUANTIZABLE_NAMES}")
     return jnp.asarray(dense)
 
 
-def _names(dtypes: Sequence) -> str:
-    return ", ".join(jnp.dtype(dtype).name for dtype in dtypes)
+def choose_scale_dtype(format: Format, dtype: DTypeLike, requested: DTypeLike | None) -> str:
+    """Return the dtype of scales: that of the format, the requested one, or that of the array.
 
-
-def tile_in(shape: Shape, axis: int, tile: SupportsIndex | float) -> int:
-    """Returns how many values a tile has, which may be given as its share of an axis.
-
-    **Raises:** `ValueError` for a share that is not above 0 and up to 1.
-    """
-    if not isinstance(tile, float):
-        return operator.index(tile)
-    if not 0 < tile <= 1:
-        raise ValueError(
-            f"the tile size of axis {axis} of shape {shape} is {tile}: it must be an integer, or a "
-            "float from above 0 to 1, which is a fraction of the axis"
-        )
-    # That there is no such axis is said where all are checked.
-    return round(shape[axis] * tile) if -len(shape) <= axis < len(shape) else 1
-
-
-def _tiles_of(
-    format: Format, shape: Shape, channelwise: Sequence[int], tiled: Mapping[int, int] | None
-) -> tuple[Sequence[int], Mapping[int, int]]:
-    size = format.tile_size
-    if size is None:
-        return channelwise, tiled or {}
-    axes = range(len(shape))
-    if tiled is None:
-        free = [axis for axis in axes if axis not in {c % len(shape) for c in channelwise}]
-        if not free:
-            raise ValueError(
-                f"{format.name} needs an axis with tiles of {size}, but channelwise_axes names "
-                f"all axes of shape {shape}"
-            )
-        return [axis for axis in axes if axis != free[-1]], {free[-1]: size}
-    if [*tiled.values()] != [size]:
-        raise ValueError(
-            f"{format.name} needs tiles of {size} along one axis, not tiled_axes={dict(tiled)}"
-        )
-    return channelwise, tiled
-
-
-def scale_dtype_in(format: Format, dtype: DTypeLike, wanted: DTypeLike | None) -> str:
-    """Returns the dtype of scales: what the format says, or what is wanted, or that of the array.
-
-    **Raises:** `ValueError` for another than the format's, `TypeError` for one that is no float.
+    **Raises:** `ValueError` if the format needs another dtype. `TypeError` if the requested dtype
+    is not floating.
     """
     if format.scale_dtype is not None:
-        if wanted is not None and jnp.dtype(wanted).name != format.scale_dtype:
+        if requested is not None and jnp.dtype(requested).name != format.scale_dtype:
             raise ValueError(
                 f"{format.name} needs scale_dtype {format.scale_dtype}, not "
-                f"{jnp.dtype(wanted).name}"
+                f"{jnp.dtype(requested).name}"
             )
         return format.scale_dtype
-    if wanted is None and format.bits > 8 and jnp.dtype(dtype) == jnp.float16:
-        return "float32"  # a step of 2**-15 of the largest value is subnormal in float16
-    name = jnp.dtype(dtype if wanted is None else wanted).name
+    if requested is None and format.bits > 8 and jnp.dtype(dtype) == jnp.float16:
+        return "float32"  # 2**-15 times the largest value can be subnormal in float16
+    name = jnp.dtype(dtype if requested is None else requested).name
     if jnp.dtype(name) not in (*QUANTIZABLE, jnp.float8_e8m0fnu):
-        raise TypeError(f"scale_dtype is {name}, but must be one of {_names(QUANTIZABLE)}")
+        raise TypeError(f"scale_dtype is {name}, but must be one of {_QUANTIZABLE_NAMES}")
     return name
-
-
-# Compiled as one, for no temporary of it then has the size of the array in f32.
-@functools.partial(jax.jit, static_argnames=("params", "chunks"))
-def _quantize(
-    array: jax.Array, key: jax.Array | None, params: QuantizeParams, chunks: Chunks | None
-) -> QArray:
-    if key is None and has_kernel(array, params):
-        return quantize_by_kernel(
-            jax.lax.stop_gradient(array), params, _QuantizedByXla(params, chunks)
-        )
-    return _quantize_by_xla(array, key, params, chunks)
-
-
-@dataclasses.dataclass(frozen=True)
-class _QuantizedByXla:
-    """XLA's way to what a kernel computes."""
-
-    params: QuantizeParams
-    chunks: Chunks | None
-
-    def __call__(self, array: jax.Array, counts: Shape) -> tuple[jax.Array, jax.Array]:
-        """Returns codes and scales."""
-        params = dataclasses.replace(self.params, counts=counts)
-        chunks = self.chunks if counts == self.params.counts else None  # if not, it was mapped
-        packed, scale = jax.tree.leaves(_quantize_by_xla(array, None, params, chunks))
-        return packed, scale
-
-
-def _quantize_by_xla(
-    array: jax.Array, key: jax.Array | None, params: QuantizeParams, chunks: Chunks | None
-) -> QArray:
-    def whole(array: jax.Array, key: jax.Array | None, counts: Shape = params.counts) -> QArray:
-        of_counts = dataclasses.replace(params, counts=counts)
-        if params.stable_in is not None:
-            return _quantize_stably(array, key, of_counts)
-        return quantize_tiles(array, key, of_counts)[0]
-
-    if chunks is None:
-        return whole(array, key)
-
-    def cut(array: jax.Array, key: jax.Array | None) -> QArray:
-        leaves = in_chunks(whole, array, key, params.counts, chunks)
-        return jax.tree.unflatten(jax.tree.structure(jax.eval_shape(whole, array, key)), leaves)
-
-    return jax.lax.platform_dependent(jax.lax.stop_gradient(array), key, cpu=cut, default=whole)
-
-
-def quantize_tiles(
-    array: jax.Array, key: jax.Array | None, params: QuantizeParams
-) -> tuple[QArray, Range]:
-    """Returns the quantised array, and the ranges that its tiles were found to have."""
-    format = FORMATS[params.format]
-    array, tiles, axes, store = _prepare(array, params)
-    ends = find_range(params.calibration, tiles, axes, format, lambda scale: store(scale)[1])
-    scale, zero_point = range_to_scale(ends, format)
-    scale = bounded_scale(scale, zero_point, format, array.dtype, params.scale_dtype)
-    stored, worth = store(scale)
-    return _round(array, format, stored, worth, zero_point, key), ends
-
-
-def _quantize_stably(array: jax.Array, key: jax.Array | None, params: QuantizeParams) -> QArray:
-    format = FORMATS[params.format]
-    array, tiles, axes, store = _prepare(array, params)
-    worth_of = lambda scale: store(scale)[1]
-    dtypes = params.scale_dtype, params.stable_in or array.dtype.name
-    scale, zero_point = stable_scale(params.calibration, tiles, axes, format, worth_of, *dtypes)
-    scale = bounded_scale(scale, zero_point, format, array.dtype, params.scale_dtype)
-    stored, worth = store(scale)
-    return _round(array, format, stored, worth, zero_point, key)
-
-
-def _prepare(
-    array: jax.Array, params: QuantizeParams
-) -> tuple[jax.Array, jax.Array, tuple[int, ...], Callable]:
-    """Return the array, its tiles and their axes, and a function that stores scales."""
-    format = FORMATS[params.format]
-    array = jax.lax.stop_gradient(array)
-    tiles = split_tiles(array.astype(jnp.promote_types(array.dtype, jnp.float32)), params.counts)
-
-    def store(scale: jax.Array) -> tuple[jax.Array | QArray, jax.Array]:
-        return store_scale(scale, params.scale_dtype, format.scale_tile, has_zero=format.has_zero)
-
-    return array, tiles, tuple(range(1, tiles.ndim, 2)), store
-
-
-def _round(
-    array: jax.Array,
-    format: Format,
-    stored: jax.Array | QArray,
-    worth: jax.Array,
-    zero_point: jax.Array | None,
-    key: jax.Array | None,
-) -> QArray:
-    """Quantises with scales that are known, as stored and what they are worth: f32 or f64."""
-    scaled = over_tiles(jnp.divide, array.astype(worth.dtype), worth)
-    if zero_point is not None:
-        scaled = over_tiles(jnp.add, scaled, zero_point.astype(worth.dtype))
-        zero_point = zero_point.astype(format.byte_dtype)
-    codes = format.encode(scaled) if key is None else encode_stochastically(scaled, format, key)
-    packed, packing = pack_codes(codes, format)
-    return QArray.from_packed(
-        packed, stored, zero_point, qtype=format.name, packing=packing, dense_dtype=array.dtype
-    )
 
 
 def quantize_with_scale(
@@ -412,41 +244,25 @@ def quantize_with_scale(
     >>> vn.quant.quantize_with_scale(jnp.array([1.0, 2.4, 9.0]), "int4", 0.5).dequantize().tolist()
     [1.0, 2.5, 3.5]
     """
-    dense = floating(array)
-    scale, zero_point = check_scale(dense, get_format(qtype), scale, zero_point)
-    return _quantize_with_scale(dense, scale, zero_point, key, get_format(qtype).name)
-
-
-def check_scale(
-    array: jax.Array,
-    format: Format,
-    scale: Leaf | QArray | float,
-    zero_point: Leaf | int | None,
-) -> tuple[jax.Array | QArray, jax.Array | None]:
-    """Returns the scale and the zero point of `quantize_with_scale`, checked, of one rank."""
+    dense, format = as_dense_floats(array), get_format(qtype)
     if not isinstance(scale, QArray):
-        scale = _with_rank(jnp.asarray(scale, _dtype_of(scale) or array.dtype), array)
-        scale_dtype_in(format, scale.dtype, None)
-    _check_tiles("scale", scale.shape, array.shape)
-    if zero_point is None:
-        return scale, None
-    if not has_zero_point(format):
-        raise ValueError(f"{format.name} has no zero_point: leave it out")
-    zero_point = _with_rank(jnp.asarray(zero_point), array)
-    _check_tiles("zero_point", zero_point.shape, array.shape)
-    return scale, zero_point
-
-
-def _dtype_of(part: Leaf | float) -> np.dtype | None:
-    return getattr(part, "dtype", None)
+        scale = _with_rank(jnp.asarray(scale, getattr(scale, "dtype", dense.dtype)), dense)
+        choose_scale_dtype(format, scale.dtype, None)  # rejects dtypes that are not floating
+    _check_counts("scale", scale.shape, dense.shape)
+    if zero_point is not None:
+        if not format.has_zero_point:
+            raise ValueError(f"{format.name} has no zero_point: leave it out")
+        zero_point = _with_rank(jnp.asarray(zero_point), dense)
+        _check_counts("zero_point", zero_point.shape, dense.shape)
+    return _quantize_with_scale(dense, scale, zero_point, key, format.name)
 
 
 def _with_rank(part: jax.Array, array: jax.Array) -> jax.Array:
     return part if part.ndim else part.reshape((1,) * array.ndim)
 
 
-def _check_tiles(name: str, counts: Shape, shape: Shape) -> None:
-    if not divides(counts, shape):
+def _check_counts(name: str, counts: Shape, shape: Shape) -> None:
+    if not can_tile(counts, shape):
         raise ValueError(
             f"{name} of shape {counts} does not tile an array of shape {shape}: it needs the same "
             "rank, and the size of each axis must divide the size of the array's axis"
@@ -463,18 +279,18 @@ def _quantize_with_scale(
 ) -> QArray:
     format = FORMATS[qtype]
     array, scale = jax.lax.stop_gradient((array, scale))
-    finite = jnp.isfinite(split_tiles(array, scale.shape)).all(range(1, 2 * array.ndim, 2))
+    is_finite = jnp.isfinite(split_tiles(array, scale.shape)).all(range(1, 2 * array.ndim, 2))
     dtype = jnp.promote_types(array.dtype, jnp.float32)
     if isinstance(scale, QArray):
-        scale = scale.replace(packed=jnp.where(finite, scale.packed, jnp.nan))
-        worth = usable(scale.dequantize().astype(dtype))
-        return _round(array, format, scale, worth, zero_point, key)
+        scale = scale.replace(packed=jnp.where(is_finite, scale.packed, jnp.nan))
+        divisor = as_divisor(scale.dequantize().astype(dtype))
+        return encode(array, format, scale, divisor, zero_point, key)
     if scale.dtype in QUANTIZABLE:
         dtype = jnp.promote_types(dtype, scale.dtype)
-    wide = jnp.where(finite, scale.astype(dtype), jnp.nan)
+    wide = jnp.where(is_finite, scale.astype(dtype), jnp.nan)
     stored_in = format.scale_dtype or scale.dtype.name
-    stored, worth = store_scale(wide, stored_in, format.scale_tile, has_zero=format.has_zero)
-    return _round(array, format, stored, worth, zero_point, key)
+    scales = store_scale(wide, stored_in, format.scale_tile, has_zero=format.has_zero)
+    return encode(array, format, *scales, zero_point, key)
 
 
 def dequantize(q: QArray) -> jax.Array:

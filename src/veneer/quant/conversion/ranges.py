@@ -1,4 +1,4 @@
-"""Ranges, as they are recorded and kept: of the values of an array, and the scale for one."""
+"""Ranges of values, and the scale and zero point of a range: the parts of a static calibration."""
 
 import functools
 
@@ -8,10 +8,9 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ..._core.surface.array import ImplicitArray
 from ..formats import FORMATS, get_format
-from ..formats.tiles import split_tiles
-from .calibration import Range, find_range, has_zero_point, range_to_scale
-from .quantize import Axes, QuantizeParams, TiledAxes, floating, quantize_params
-from .scales import usable
+from .calibration import Range, Tiles, as_divisor, find_range, range_to_scale
+from .compute import QuantizeParams
+from .quantize import Axes, TiledAxes, as_dense_floats, quantize_params
 
 
 def calibration_range(
@@ -42,18 +41,15 @@ def calibration_range(
     >>> low.tolist(), high.tolist()
     ([-1.0], [3.0])
     """
-    dense = floating(array)
-    params = quantize_params(dense, qtype, channelwise_axes, tiled_axes, calibration_method, None)
-    return _find(dense, params)
+    dense = as_dense_floats(array)
+    params = quantize_params(dense, qtype, channelwise_axes, tiled_axes, calibration_method)
+    return _find_range(dense, params)
 
 
 @functools.partial(jax.jit, static_argnames="params")
-def _find(array: jax.Array, params: QuantizeParams) -> Range:
-    array = jax.lax.stop_gradient(array)
-    tiles = split_tiles(array.astype(jnp.promote_types(array.dtype, jnp.float32)), params.counts)
-    return find_range(
-        params.calibration, tiles, tuple(range(1, tiles.ndim, 2)), FORMATS[params.format]
-    )
+def _find_range(array: jax.Array, params: QuantizeParams) -> Range:
+    tiles = Tiles.split(array, params.counts, FORMATS[params.format])
+    return find_range(params.calibration, tiles)
 
 
 def scale_of_range(
@@ -84,7 +80,7 @@ def scale_of_range(
     (0.2..., 5)
     """
     format = get_format(qtype)
-    if low is not None and not has_zero_point(format):  # Qwix's tests match these words
+    if low is not None and not format.has_zero_point:  # Qwix's tests match these words
         raise ValueError(
             f"{format.name} has no zero_point, so it doesn't support asymmetric quantization: "
             "leave out `low`, or use an integer format"
@@ -94,4 +90,4 @@ def scale_of_range(
     scale, zero_point = range_to_scale(jax.lax.stop_gradient(ends), format)
     if zero_point is not None:
         zero_point = zero_point.astype(format.byte_dtype)
-    return usable(scale), zero_point
+    return as_divisor(scale), zero_point

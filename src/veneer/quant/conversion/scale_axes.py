@@ -1,50 +1,48 @@
-"""Which values of an operand share a scale, by the axes that a product contracts."""
+"""Tile sizes, and the axes along which values share a scale."""
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 
 from ..formats import Format
 from ..formats.tiles import Shape
-from .quantize import tile_in
 
-# How many values share a scale along the last axis that is contracted; or along each axis, counted
-# from the end.
+# The number of values per tile along the last contracted axis, or pairs of an axis and its tile
+# size. None means that the whole axis is one tile.
 TileSize = int | tuple[tuple[int, int], ...] | None
 
 
 @dataclass(frozen=True)
 class ScaleAxes:
-    """The axes that have a scale an index, and those that have one a tile; others share one."""
+    """The axes with one scale per index, and those with one per tile. Other axes share a scale."""
 
     channelwise: tuple[int, ...]
     tiled: tuple[tuple[int, int], ...] = ()
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What `quantize` takes."""
+        """The keyword arguments of `quantize`."""
         return {"channelwise_axes": self.channelwise, "tiled_axes": dict(self.tiled) or None}
 
     def size(self, axis: int) -> int | None:
-        """How many neighbours along an axis share a scale; None is all of them."""
+        """Return the number of neighbors along an axis that share a scale. None means all."""
         return 1 if axis in self.channelwise else dict(self.tiled).get(axis)
 
 
-def scale_axes_of(
+def choose_scale_axes(
     ndim: int, shared: Sequence[int], format: Format | None, tile_size: TileSize = None
 ) -> ScaleAxes:
-    """Returns those with which values share a scale along some axes, and along no others.
+    """Return scale axes with which only values along some axes share a scale.
 
     **Arguments:**
 
-    - `ndim`: how many axes there are.
-    - `shared`: those along which a scale is shared, which a product contracts, from the front.
-    - `format`: one that is defined for a tile (mxfp4) has it along the last of these, and nothing
-      else shares.
-    - `tile_size`: how many values share a scale, along the last of `shared` or along each axis; an
-      axis that has tiles need not be contracted. None is all of them.
+    - `ndim`: the rank of the array.
+    - `shared`: the axes along which values share a scale, counted from the front: the axes that a
+      product contracts. A format with a fixed tile size uses only the last one.
+    - `tile_size`: the tile size along the last axis of `shared`. Pairs can also name other axes.
     """
     if format is not None and format.tile_size is not None:
         shared, tile_size = shared[-1:], tile_size or format.tile_size
@@ -52,56 +50,73 @@ def scale_axes_of(
         tiled = tuple((axis % ndim, size) for axis, size in tile_size)
     else:
         tiled = () if tile_size is None or not shared else ((shared[-1], int(tile_size)),)
-    parted = {*shared, *(axis for axis, _ in tiled)}
-    return ScaleAxes(tuple(axis for axis in range(ndim) if axis not in parted), tiled)
+    excluded = {*shared, *(axis for axis, _ in tiled)}
+    return ScaleAxes(tuple(axis for axis in range(ndim) if axis not in excluded), tiled)
 
 
-def row_axes(shape: Shape, shared: Sequence[int], format: Format, tile_size: Any) -> ScaleAxes:
-    """Returns which activations share a scale: those of a row, or of a tile of it.
+def choose_activation_axes(
+    shape: Shape, shared: Sequence[int], format: Format, tile_size: Any
+) -> ScaleAxes:
+    """Return scale axes with one scale per row of activations, or per tile of a row.
 
     **Arguments:**
 
-    - `shape`: of the activations, or of a gradient.
-    - `shared`: the axes that a product contracts; tiles are along the last.
-    - `tile_size`: a number of values, or as a float a share of that axis; None is all of it. Or
-      `{axis: such a size}`.
+    - `shape`: the shape of the activations or of a gradient.
+    - `shared`, `tile_size`: as for `resolve_tile_sizes`.
     """
-    size = tile_size_in(shape, shared, tile_size) if shared else None
-    return scale_axes_of(len(shape), shared, format, size)
+    size = resolve_tile_sizes(shape, shared, tile_size) if shared else None
+    return choose_scale_axes(len(shape), shared, format, size)
 
 
-def tile_size_in(shape: Shape, shared: Sequence[int], tile_size: Any) -> TileSize:
-    """Returns a size of tiles, or one for each of several axes, as whole numbers of values.
+def resolve_tile_sizes(shape: Shape, shared: Sequence[int], tile_size: Any) -> TileSize:
+    """Convert a tile size that a user passes to numbers of values.
 
     **Arguments:**
 
-    - `shape`: of the array.
-    - `shared`: the contracting axes; a single size is that along the last.
-    - `tile_size`: a number of values, or as a float a share of the axis; or `{axis: such a size}`.
+    - `shape`: the shape of the array.
+    - `shared`: the contracted axes. A single size is for the last of them.
+    - `tile_size`: a number of values, or a float that is a fraction of the axis. Or a dict from
+      axes to such sizes.
 
-    **Raises:** `ValueError` for an axis out of range or named twice, and a share above 1.
+    **Raises:** `ValueError` if an axis is out of range or named twice, or a fraction is above 1.
     """
     if tile_size is None:
         return None
     if not isinstance(tile_size, Mapping | tuple):
-        return tile_in(shape, shared[-1], tile_size)
+        return resolve_tile_size(shape, shared[-1], tile_size)
     sizes = dict(tile_size)
-    axes = from_the_end(tuple(sizes), shape) if sizes else ()
+    axes = normalize_tile_axes(tuple(sizes), shape) if sizes else ()
     pairs = zip(axes, sizes.values(), strict=True)
-    return tuple(sorted((axis, tile_in(shape, axis, size)) for axis, size in pairs))
+    return tuple(sorted((axis, resolve_tile_size(shape, axis, size)) for axis, size in pairs))
+
+
+def resolve_tile_size(shape: Shape, axis: int, tile: SupportsIndex | float) -> int:
+    """Return the number of values per tile along an axis, of which a float is a fraction.
+
+    **Raises:** `ValueError` if the fraction is not above 0 and at most 1.
+    """
+    if not isinstance(tile, float):
+        return operator.index(tile)
+    if not 0 < tile <= 1:
+        raise ValueError(
+            f"the tile size of axis {axis} of shape {shape} is {tile}: it must be an integer, or a "
+            "float from above 0 to 1, which is a fraction of the axis"
+        )
+    # `tile_counts` raises an error for an axis that does not exist.
+    return round(shape[axis] * tile) if -len(shape) <= axis < len(shape) else 1
 
 
 def check_tile_size(tile_size: Any, format: Format | None, *, by_axis: bool = False) -> None:
-    """Checks a size of tiles before it is known of what shape they are.
+    """Check a tile size that a user passes, before the shape of the array is known.
 
     **Arguments:**
 
-    - `tile_size`: None, a number of values, or as a float the share of an axis.
-    - `format`: of the values, if they have one.
-    - `by_axis`: whether it may be `{axis: size}` as well.
+    - `tile_size`: None, a number of values, or a float that is a fraction of the axis.
+    - `format`: the format of the values, or None.
+    - `by_axis`: whether a dict from axes to tile sizes is allowed.
 
-    **Raises:** `TypeError` for what is none of these. `ValueError` for a number below 1, a share
-    that is not above 0 and up to 1, and where the format is defined for another tile.
+    **Raises:** `TypeError` if `tile_size` is none of these. `ValueError` if a number is below 1, if
+    a fraction is not above 0 and at most 1, or if the format has another fixed tile size.
     """
     if by_axis and isinstance(tile_size, Mapping | tuple):
         sizes = dict(tile_size)
@@ -123,18 +138,18 @@ def check_tile_size(tile_size: Any, format: Format | None, *, by_axis: bool = Fa
             )
         if not isinstance(size, float) and size < 1:
             raise ValueError(f"tile_size must be at least 1, not {size}")
-    usual = None if format is None else format.tile_size
-    if format is not None and usual is not None and tile_size not in (None, usual):
+    fixed = None if format is None else format.tile_size
+    if format is not None and fixed is not None and tile_size not in (None, fixed):
         raise ValueError(
-            f"{format.name} needs tiles of {usual}, not {tile_size}: leave out tile_size, or use a "
+            f"{format.name} needs tiles of {fixed}, not {tile_size}: leave out tile_size, or use a "
             "format without a fixed tile size"
         )
 
 
-def from_the_end(axes: int | Sequence[int], shape: Shape) -> tuple[int, ...]:
-    """Returns axes counted from the end, where leading ones may come and go.
+def normalize_tile_axes(axes: int | Sequence[int], shape: Shape) -> tuple[int, ...]:
+    """Return axes counted from the end, so that they stay the same if leading axes are added.
 
-    **Raises:** `ValueError` for one that `shape` does not have, or that is named twice.
+    **Raises:** `ValueError` if an axis is out of range or named twice.
     """
     named = [axes] if not isinstance(axes, Sequence) else axes
     for axis in named:

@@ -1,4 +1,4 @@
-"""N:M sparsity: which weights of each group are kept."""
+"""N:M sparsity: of each group of m weights, n are kept and the others are zero."""
 
 import operator
 from typing import Any
@@ -11,15 +11,15 @@ from ...kernels.pruning import largest_positions
 from ..formats import get_format
 from ..formats.tiles import Shape
 
-# n kept of each m; or of each m blocks, of so many neighbours.
+# `(n, m)`: n of each m neighbors are kept. `(n, m, block)`: n of each m blocks of neighbors.
 Sparsity = tuple[int, int] | tuple[int, int, int]
 
 
 def check_sparsity(sparsity: Any, qtype: DTypeLike | None) -> Sparsity:
-    """Returns `(n, m)` or `(n, m, block)`, for weights of a format.
+    """Return a sparsity that a user passes as a tuple of integers.
 
-    **Raises:** `TypeError` where it is not two or three whole numbers; `ValueError` where they do
-    not fit, or the format has no code for 0.
+    **Raises:** `TypeError` if it is not two or three integers. `ValueError` if a number is out of
+    range, or if the format of the weights has no code for 0.
     """
     try:
         n, m, *block = map(operator.index, sparsity)
@@ -39,12 +39,12 @@ def check_sparsity(sparsity: Any, qtype: DTypeLike | None) -> Sparsity:
 
 
 def group_size(sparsity: Sparsity) -> int:
-    """How many neighbours there are in a group, of which some are kept."""
+    """Return the number of weights in a group."""
     return sparsity[1] * (sparsity[2] if len(sparsity) == 3 else 1)
 
 
 def check_groups(sparsity: Sparsity, shape: Shape, axis: int) -> None:
-    """Raises `ValueError` where groups do not divide the axis that they lie along."""
+    """Raise `ValueError` if groups do not divide their axis."""
     size = group_size(sparsity)
     if shape[axis] % size:
         raise ValueError(
@@ -53,18 +53,18 @@ def check_groups(sparsity: Sparsity, shape: Shape, axis: int) -> None:
         )
 
 
-def mask_of(w: jax.Array, sparsity: Sparsity, axis: int) -> jax.Array:
-    """Returns a mask of the shape of `w`: of each m neighbours the n largest in magnitude.
+def sparsity_mask(w: jax.Array, sparsity: Sparsity, axis: int) -> jax.Array:
+    """Return a mask of the shape of `w` that keeps the n largest of each m neighbors.
 
-    Of equal ones the first are kept, and NaN before all others: as `NMSparse.prune` does. Of blocks
-    those are largest whose magnitudes sum to the most.
+    The order is by magnitude, and NaN is the largest. Among equal ones the first are kept, as in
+    `NMSparse.prune`. Blocks are ordered by the sum of their magnitudes.
     """
     n, m = sparsity[:2]
     last = jnp.moveaxis(w, axis, -1)
     groups = last.reshape(*last.shape[:-1], -1, m, group_size(sparsity) // m)
     if groups.shape[-1] > 1:
         groups = abs(groups)
-    places = largest_positions(groups.sum(-1), n, -1)
-    kept = (places[..., None] == jnp.arange(m)).any(-2)
-    spread = jnp.broadcast_to(kept[..., None], groups.shape)
-    return jnp.moveaxis(spread.reshape(last.shape), -1, axis)
+    positions = largest_positions(groups.sum(-1), n, -1)
+    mask = (positions[..., None] == jnp.arange(m)).any(-2)
+    mask = jnp.broadcast_to(mask[..., None], groups.shape)
+    return jnp.moveaxis(mask.reshape(last.shape), -1, axis)

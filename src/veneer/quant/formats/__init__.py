@@ -1,16 +1,16 @@
-"""How numbers become few bits: the formats, and what each does with codes, bytes and tiles.
+"""Number formats: how values are encoded in few bits and packed in bytes.
 
-The modules here:
+The modules:
 
-    table           Format, FORMATS, get_format, is_format: a row for each format
-    codebooks       the value of each code, where that is not the code itself
-    packing         codes of fewer than 8 bits, without gaps, in bytes
+    format          Format: encoding values as codes, and decoding them
+    table           FORMATS: all formats, by name
+    packing         packing codes of fewer than 8 bits in bytes without gaps
     tiles           the groups of values that share a scale
-    rounding        rounding to the nearest value of a dtype, and stochastic rounding
-    unknown         the error for an unknown format, with the name that was probably meant
+    rounding        rounding to a narrow float dtype, and stochastic rounding
+    lookup          get_format, is_format, and the error for an unknown format
 """
 
+from .format import Format as Format
+from .lookup import get_format as get_format
+from .lookup import is_format as is_format
 from .table import FORMATS as FORMATS
-from .table import Format as Format
-from .table import get_format as get_format
-from .table import is_format as is_format

@@ -1,11 +1,12 @@
-"""Packing: codes of fewer than 8 bits, without gaps, in bytes.
+"""Packing codes of fewer than 8 bits in bytes without gaps.
 
-A *unit* is the least run of neighbours that fills whole bytes: two codes of 4 bits a byte, eight of
-3 bits in three. Where a unit is one byte, its codes lie in it in order, the first in the lowest
-place: 8, 4 or 2 fields of 1, 2 or 4 bits, or 5 digits of base 3. Others are bit planes.
+A *unit* is the smallest number of neighboring codes that fills whole bytes, such as two codes of 4
+bits in one byte or eight codes of 3 bits in three bytes. In units of one byte, the first code is in
+the lowest bits: 8, 4 or 2 codes of 1, 2 or 4 bits, or 5 digits of base 3. Other units are bit
+planes (`veneer.kernels.bit_planes`).
 
-XLA's own int4 arrays take one byte a value on CPU and are refused by some of its operations, so
-codes are uint8 in storage, and int8 or uint8 in arithmetic.
+JAX's own int4 arrays take one byte per value on CPU, and some operations of XLA reject them.
+Therefore codes are stored in uint8, and converted to int8 or uint8 for arithmetic.
 """
 
 import functools
@@ -20,16 +21,10 @@ from jax.typing import ArrayLike
 
 from ...kernels.bit_planes import pack_bits, unpack_bits
 
-# Codes and bytes of a unit, by the bits of a code.
+# The number of codes and of bytes in a unit, by the bits of a code.
 UNITS: dict[int | float, tuple[int, int]] = {
-    1: (8, 1),
-    1.6: (5, 1),
-    2: (4, 1),
-    3: (8, 3),
-    4: (2, 1),
-    5: (8, 5),
-    6: (8, 6),
-    7: (8, 7),
+    **{1: (8, 1), 1.6: (5, 1), 2: (4, 1), 4: (2, 1)},
+    **{bits: (8, bits) for bits in (3, 5, 6, 7)},
 }
 
 
@@ -52,7 +47,7 @@ class Packing(NamedTuple):
 
 
 def packed_size(size: int, bits: int | float) -> int:
-    """Returns the bytes that `size` codes take; the last unit may be partly empty.
+    """Return the number of bytes that store `size` codes. The last unit may be partly empty.
 
     >>> from veneer.quant.formats.packing import packed_size
     >>> packed_size(5, 4), packed_size(9, 3), packed_size(11, 1.6)
@@ -63,14 +58,10 @@ def packed_size(size: int, bits: int | float) -> int:
 
 
 def axis_to_pack(shape: Sequence[int], bits: int | float) -> int:
-    """Returns the axis, counted from the end, along which codes of an array are packed.
+    """Return the axis along which to pack the codes of an array, counted from the end.
 
-    The last; or another but the first, where units that are partly empty are an eighth more there,
-    as for a convolution's kernel `[out, in, 3, 3]`.
-
-    >>> from veneer.quant.formats.packing import axis_to_pack
-    >>> axis_to_pack((64, 33), 4), axis_to_pack((128, 64, 3, 3), 4)
-    (-1, -3)
+    It is the last axis if padding there adds less than an eighth. Otherwise it is the axis with the
+    least padding, except the first, as in a convolution kernel `[out, in, 3, 3]`.
     """
     if not shape:
         return -1
@@ -84,15 +75,15 @@ def axis_to_pack(shape: Sequence[int], bits: int | float) -> int:
 
 
 def pack(fields: ArrayLike, bits: int | float, axis: int = -1) -> tuple[jax.Array, Packing]:
-    """Packs neighbours along `axis`.
+    """Pack codes along an axis.
 
     **Arguments:**
 
-    - `fields`: uint8, each less than `2**bits` (3 for 1.6 bits), of rank 1 and up. The axis is
-      padded with zeros to whole units.
+    - `fields`: codes as unsigned integers in uint8, below `2**bits` (below 3 for 1.6 bits). The
+      rank is at least 1. The axis is padded with zeros to whole units.
 
-    **Returns:** the bytes, uint8 with `packed_size(size, bits)` on that axis, and the packing to
-    undo it.
+    **Returns:** the bytes, whose size along `axis` is `packed_size(size, bits)`, and the `Packing`
+    that `unpack` needs.
 
     >>> import jax.numpy as jnp
     >>> from veneer.quant.formats.packing import pack, unpack
@@ -113,23 +104,24 @@ def pack(fields: ArrayLike, bits: int | float, axis: int = -1) -> tuple[jax.Arra
     fields = jnp.pad(fields, [(0, pad if i == at else 0) for i in range(fields.ndim)])
     shape = (*fields.shape[:at], fields.shape[at] // count, count, *fields.shape[at + 1 :])
     units = fields.reshape(shape)
-    packed = jax.lax.index_in_dim(units, 0, at + 1, keepdims=False)
+    base = 3 if bits == 1.6 else 2 ** int(bits)
+    packed = lax.index_in_dim(units, 0, at + 1, keepdims=False)
     for place in range(1, count):
-        field = jax.lax.index_in_dim(units, place, at + 1, keepdims=False)
-        packed = packed + field * jnp.uint8(_weight(bits, place))
+        field = lax.index_in_dim(units, place, at + 1, keepdims=False)
+        packed = packed + field * jnp.uint8(base**place)
     return packed, packing
 
 
 def unpack(
     packed: ArrayLike, packing: Packing | None, bits: int | float, *, by_shifts: bool = False
 ) -> jax.Array:
-    """Return the fields, uint8, that `pack` packed.
+    """Return the codes that `pack` packed, as unsigned integers in uint8.
 
     **Arguments:**
 
-    - `packing`: None means one field per byte, in the lowest place.
-    - `by_shifts`: whether to shift each byte along a new axis instead of stacking its fields. This
-      is faster on GPUs. It has no effect if codes take several bytes or are digits of base 3.
+    - `packing`: the packing that `pack` returned. None means one code per byte, in the lowest bits.
+    - `by_shifts`: whether to shift each byte along a new axis instead of stacking its codes, which
+      is faster on GPUs. It has no effect on bit planes and digits of base 3.
     """
     packed = jnp.asarray(packed)
     if packing is None:
@@ -145,11 +137,7 @@ def unpack(
     else:
         units = jnp.stack([_field(packed, bits, place) for place in range(count)], at + 1)
     shape = (*packed.shape[:at], count * packed.shape[at], *packed.shape[at + 1 :])
-    return jax.lax.slice_in_dim(units.reshape(shape), 0, size, axis=at)
-
-
-def _weight(bits: int | float, place: int) -> int:
-    return 3**place if bits == 1.6 else 2 ** (int(bits) * place)
+    return lax.slice_in_dim(units.reshape(shape), 0, size, axis=at)
 
 
 def _field(packed: jax.Array, bits: int | float, place: int) -> jax.Array:
@@ -158,37 +146,39 @@ def _field(packed: jax.Array, bits: int | float, place: int) -> jax.Array:
     bits = int(bits)
     if place:
         packed = packed >> (bits * place)
-    return packed if bits * (place + 1) == 8 else packed & (2**bits - 1)  # the highest is alone
+    is_highest = bits * (place + 1) == 8
+    return packed if is_highest else packed & (2**bits - 1)
+
+
+# The five digits of base 3 in each byte, as codes of -1, 0 and 1 with 2 bits each: uint16[256].
+_DIGITS = np.arange(256)[:, None] // 3 ** np.arange(5) % 3
+_TEN_BITS = ((_DIGITS - 1 & 3) << 2 * np.arange(5)).sum(1).astype(np.uint16)
 
 
 @functools.partial(jax.jit, static_argnames="size")
-def two_bits(packed: jax.Array, size: int) -> jax.Array:
-    """Packs -1, 0 and 1, which lie five in a byte, four in a byte: of each 4 bytes, 5.
+def ternary_to_int2(packed: jax.Array, size: int) -> jax.Array:
+    """Convert packed ternary codes, five per byte, to packed int2 codes, four per byte.
 
-    Each byte is looked up, for XLA of JAX 0.10 does all that is here anew for each of the 5: with
-    digits that are divided out it takes three times as long.
+    Four bytes become five. Each byte is looked up in a table of its five codes, because XLA (JAX
+    0.10) computes the input of each of the five results anew. Dividing out the digits instead takes
+    three times as long.
+
+    **Arguments:**
+
+    - `packed`: codes packed along the last axis.
+    - `size`: the number of codes along that axis.
     """
     units = jnp.pad(packed, [(0, 0)] * (packed.ndim - 1) + [(0, -packed.shape[-1] % 4)])
     units = units.reshape(*packed.shape[:-1], -1, 4)
-    tens = jnp.asarray(_TEN_BITS).at[units].get(mode="promise_in_bounds")
-
-    def byte(place: int) -> jax.Array:
+    ten_bits = jnp.asarray(_TEN_BITS).at[units].get(mode="promise_in_bounds")
+    bytes_ = []
+    for place in range(5):
         first, shift = divmod(8 * place, 10)
-        bits = tens[..., first] >> shift
+        byte = ten_bits[..., first] >> shift
         if shift > 2:
-            bits |= tens[..., first + 1] << 10 - shift
-        return bits.astype(jnp.uint8)
-
-    bytes_ = [byte(place) for place in range(5)]
-    bytes_ = lax.optimization_barrier(bytes_)  # XLA would ask for each byte which of 5 it is
+            byte |= ten_bits[..., first + 1] << 10 - shift
+        bytes_.append(byte.astype(jnp.uint8))
+    # Without the barrier, XLA would select one of the five expressions for each byte.
+    bytes_ = lax.optimization_barrier(bytes_)
     out = jnp.stack(bytes_, -1).reshape(*packed.shape[:-1], -1)
     return out[..., : packed_size(size, 2)]
-
-
-def _ten_bits() -> np.ndarray:
-    """Five digits of base 3 that a byte has, as -1, 0 and 1 in 2 bits each: `uint16[256]`."""
-    digits = np.arange(256)[:, None] // 3 ** np.arange(5) % 3
-    return ((digits - 1 & 3) << 2 * np.arange(5)).sum(1).astype(np.uint16)
-
-
-_TEN_BITS = _ten_bits()

@@ -1,7 +1,8 @@
-"""Rounding to the nearest value of a dtype, and stochastic rounding to the values of a format.
+"""Rounding to a narrow float dtype, and stochastic rounding to the values of a format.
 
-Stochastic rounding goes up or down, in proportion to how near both neighbors are. The expected
-result is the value itself, if it is in the range of the format. Values of the format are kept.
+Stochastic rounding picks one of the two nearest values, the nearer one with higher probability, so
+that the expected result is the exact value if it is in the range of the format. Values that the
+format represents exactly do not change.
 """
 
 import itertools
@@ -13,27 +14,20 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 if TYPE_CHECKING:
-    from .table import Format
+    from .format import Format
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
 def round_to_dtype(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Round values to the nearest ones of a narrower float dtype, but keep the dtype of `x`.
+    """Round values to the nearest ones of a narrower signed float dtype, but keep their own dtype.
 
     Use this before each conversion to a narrow dtype that the same program may undo. XLA for GPUs
     removes a conversion to 8 or 16 bits and back (`xla_allow_excess_precision`, the default), and
     the rounding with it. Quantization in float8 would then round nothing, and codes would not match
     a scale that is stored in 16 bits. After this function, the conversion itself is exact.
 
-    The derivative is 1, as for a conversion.
-
-    `dequantize` does not use this function for its 16-bit results. A GPU may keep more bits of such
-    a result until the program returns it, as in any JAX program.
-
-    **Arguments:**
-
-    - `dtype`: a float dtype with a sign. Ties are rounded to even, as in a conversion. Values
-      beyond its range become infinite.
+    Ties are rounded to even, and values beyond the range become infinite, as in a conversion. The
+    derivative is 1.
 
     >>> import jax.numpy as jnp
     >>> from veneer.quant.formats.rounding import round_to_dtype
@@ -55,56 +49,54 @@ def round_to_dtype(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 @round_to_dtype.defjvp
-def _round_to_dtype_jvp(
-    dtype: DTypeLike, primals: tuple[jax.Array], tangents: tuple[jax.Array]
-) -> tuple[jax.Array, jax.Array]:
+def _round_to_dtype_jvp(dtype: DTypeLike, primals: tuple, tangents: tuple) -> tuple:
     return round_to_dtype(*primals, dtype), tangents[0]
 
 
 def encode_stochastically(x: jax.Array, format: "Format", key: jax.Array) -> jax.Array:
-    """Returns what `format.encode` does, but one of the two codes next to each value at random.
+    """Return codes like `format.encode`, but round each value up or down at random.
 
     **Arguments:**
 
-    - `x`: values already divided by their scale, of any shape; f32 or f64.
-    - `key`: of `jax.random`.
+    - `x`: values that are already divided by their scale, of any shape, in f32 or f64.
+    - `key`: a key of `jax.random`.
     """
     x = jnp.where(jnp.isnan(x), 0, x)
-    # Below 1 by more than what rounding `u * gap` may add: a value that the format has is kept.
+    # Below, `u * gap` is never rounded up to `gap`, so exact values of the format do not change.
     u = jax.random.uniform(key, x.shape, x.dtype)
     if format.codebook is not None:
-        return _in_codebook(x, format.codebook, u)
+        return _encode_in_codebook(x, format, u)
     if not format.is_integer:
-        return _in_float8(x, format, u)
+        return _encode_in_float8(x, format, u)
     if format.bits == 1:
         return jnp.where(2 * u < x + 1, 1, -1).astype(format.byte_dtype)
     below = jnp.floor(x)
     return jnp.clip(below + (u < x - below), *format.code_range).astype(format.byte_dtype)
 
 
-def _in_codebook(x: jax.Array, codebook: tuple[float, ...], u: jax.Array) -> jax.Array:
-    values = {value: code for code, value in reversed([*enumerate(codebook)])}
-    ascending = sorted(values.items())
+def _encode_in_codebook(x: jax.Array, format: "Format", u: jax.Array) -> jax.Array:
+    ascending = format.sorted_codebook()
     code = jnp.full(x.shape, ascending[0][1], jnp.uint8)
-    for (low, below), (high, above) in itertools.pairwise(ascending):
+    for (low, code_below), (high, code_above) in itertools.pairwise(ascending):
         start = jnp.asarray(low, x.dtype)
         gap = jnp.asarray(high, x.dtype) - start
-        # All gaps below that of x are passed, and none above.
-        code += (u * gap < x - start).astype(jnp.uint8) * jnp.uint8((above - below) % 256)
+        # True for all gaps below `x`, False for all above, and random for the gap around `x`.
+        is_beyond = (u * gap < x - start).astype(jnp.uint8)
+        code += is_beyond * jnp.uint8((code_above - code_below) % 256)
     return code
 
 
-def _in_float8(x: jax.Array, format: "Format", u: jax.Array) -> jax.Array:
-    largest = float(jnp.finfo(format.code_dtype).max)
-    x = jnp.clip(x, -largest, largest)
+def _encode_in_float8(x: jax.Array, format: "Format", u: jax.Array) -> jax.Array:
+    dtype = format.code_dtype
+    x = jnp.clip(x, -format.bound, format.bound)
     magnitude = jnp.abs(x)
-    worth = lambda bits: jax.lax.bitcast_convert_type(bits, format.code_dtype).astype(x.dtype)
-    # The bits of positive floats are in the order of their values.
-    rounded = round_to_dtype(magnitude, format.code_dtype)
-    nearest = jax.lax.bitcast_convert_type(rounded.astype(format.code_dtype), jnp.uint8)
+    to_value = lambda bits: jax.lax.bitcast_convert_type(bits, dtype).astype(x.dtype)
+    # The bit patterns of positive floats are in the order of their values.
+    rounded = round_to_dtype(magnitude, dtype)
+    nearest = jax.lax.bitcast_convert_type(rounded.astype(dtype), jnp.uint8)
     below = nearest - (rounded > magnitude).astype(jnp.uint8)
-    low = worth(below)
-    # Next to the largest there is no number, and nothing to go up for.
-    up = (magnitude > low) & (u * (worth(below + 1) - low) < magnitude - low)
-    bits = below + up.astype(jnp.uint8)
-    return jnp.where(x < 0, -worth(bits), worth(bits)).astype(format.code_dtype)
+    low = to_value(below)
+    # If `low` is the largest value, it equals `magnitude`, and the pattern above is not used.
+    is_up = (magnitude > low) & (u * (to_value(below + 1) - low) < magnitude - low)
+    bits = below + is_up.astype(jnp.uint8)
+    return jnp.where(x < 0, -to_value(bits), to_value(bits)).astype(dtype)

@@ -1,8 +1,8 @@
 """Tiles: the groups of values that share a scale.
 
-A scale has the rank of the values, and each of its axes divides theirs: an axis of the values is
-cut into as many equal tiles as the scale has entries on it. One is a shared scale; as many as there
-are values is channelwise.
+A scale array has the rank of the values. Along each axis, its size is the number of equal tiles
+into which the axis is cut: 1 if all values share a scale, and the size of the axis if each index
+has its own (channelwise). Shapes of scale arrays are called `counts`.
 """
 
 import operator
@@ -21,10 +21,10 @@ Leaf = jax.Array | np.ndarray
 def tile_counts(
     shape: Shape, channelwise_axes: Sequence[int], tiled_axes: Mapping[int, int]
 ) -> Shape:
-    """Returns the shape of the scale: how many tiles each axis of `shape` is cut into.
+    """Return the number of tiles along each axis, which is the shape of the scale.
 
-    **Raises:** `ValueError` for an axis that does not exist or is named twice, and for a tile that
-    does not divide its axis, with sizes that would.
+    **Raises:** `ValueError` if an axis does not exist or is named twice, or if a tile does not
+    divide its axis. The message lists tile sizes that do.
     """
     sizes = [(axis, 1) for axis in channelwise_axes] + list(tiled_axes.items())
     counts = [1] * len(shape)
@@ -37,7 +37,13 @@ def tile_counts(
                 f"tiled: channelwise_axes={tuple(channelwise_axes)}, tiled_axes={dict(tiled_axes)}"
             )
         seen.add(axis)
-        counts[axis] = _count(shape, axis, operator.index(tile))
+        size, tile = shape[axis], operator.index(tile)
+        if tile < 1 or size % tile:
+            raise ValueError(
+                f"a tile of {tile} does not divide axis {axis} (size {size}) of shape {shape}; "
+                f"sizes that do: {', '.join(map(str, dividing_tiles(size, tile)))}"
+            )
+        counts[axis] = size // tile
     return tuple(counts)
 
 
@@ -51,30 +57,18 @@ def normalize_axis(axis: int, shape: Shape) -> int:
     return axis % len(shape)
 
 
-def _count(shape: Shape, axis: int, tile: int) -> int:
-    size = shape[axis]
-    if tile < 1 or size % tile:
-        raise ValueError(
-            f"a tile of {tile} does not divide axis {axis} (size {size}) of shape {shape}; "
-            f"sizes that do: {', '.join(map(str, dividing_tiles(size, tile)))}"
-        )
-    return size // tile
-
-
 def dividing_tiles(size: int, tile: int, limit: int = 6) -> list[int]:
-    """Returns the sizes nearest to `tile`, by ratio, that divide an axis of `size`; in order.
+    """Return the tile sizes that divide an axis of `size`, up to `limit` of them, ascending.
 
-    >>> from veneer.quant.formats.tiles import dividing_tiles
-    >>> dividing_tiles(384, 100)
-    [32, 48, 64, 96, 128, 192]
+    Sizes with the smallest ratio to `tile` are preferred: for 384 and 100, they are 32 to 192.
     """
     tile = max(tile, 1)
     divisors = [d for d in range(1, size + 1) if size % d == 0]
     return sorted(sorted(divisors, key=lambda d: max(d / tile, tile / d))[:limit])
 
 
-def divides(counts: Shape, shape: Shape) -> bool:
-    """Returns whether a scale of shape `counts` is one for values of `shape`."""
+def can_tile(counts: Shape, shape: Shape) -> bool:
+    """Return whether a scale of shape `counts` fits values of `shape`."""
     return len(counts) == len(shape) and all(
         size == count or (count > 0 and size % count == 0)
         for size, count in zip(shape, counts, strict=True)
@@ -82,18 +76,18 @@ def divides(counts: Shape, shape: Shape) -> bool:
 
 
 def tile_shape(shape: Shape, counts: Shape) -> Shape:
-    """Returns how many neighbours share an entry of a scale of shape `counts`, along each axis."""
-    # An axis of size 0 may have a scale of size 0, too.
+    """Return the number of values per tile along each axis, for a scale of shape `counts`."""
+    # The scale of an axis of size 0 can have size 0.
     return tuple(size // max(count, 1) for size, count in zip(shape, counts, strict=True))
 
 
 def split_tiles(x: jax.Array, counts: Shape) -> jax.Array:
-    """Splits every axis in two: `[..., size, ...]` to `[..., count, tile, ...]`."""
+    """Split every axis in two: `[..., size, ...]` becomes `[..., count, tile, ...]`."""
     return split_axes(x, list(zip(counts, tile_shape(x.shape, counts), strict=True)))
 
 
 def over_tiles(op: Callable, x: jax.Array, scale: Leaf) -> jax.Array:
-    """Returns `op(x, scale)`, each entry of `scale` broadcast over its tile of `x`."""
+    """Return `op(x, scale)`, with each entry of `scale` broadcast over its tile of `x`."""
     split: list[Shape] = []
     grid: list[Shape] = []
     for size, count in zip(x.shape, scale.shape, strict=True):

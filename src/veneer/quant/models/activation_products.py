@@ -23,8 +23,8 @@ from ..._core.transform import redispatch, run_around
 from ..._core.value import MATERIALISE, Value, is_opaque_leaf
 from ..._jax.primitives import Primitive, find_primitive
 from ..arrays.qarray import QUANTIZABLE
-from ..conversion.quantize import quantize, tile_in
-from ..conversion.scale_axes import scale_axes_of
+from ..conversion.quantize import quantize
+from ..conversion.scale_axes import choose_scale_axes, resolve_tile_size
 from ..formats import get_format
 from .rules import Rule, rules_in
 
@@ -262,8 +262,8 @@ def _quantized(x: Any, summed: Axes, rule: Rule, at: Place) -> Any:
     assert rule.act_qtype is not None
     last = summed[-1] if summed else 0
     size = rule.act_tile_size
-    tile = None if size is None else tile_in(x.shape, last, size)
-    axes = scale_axes_of(x.ndim, summed, get_format(rule.act_qtype), tile)
+    tile = None if size is None else resolve_tile_size(x.shape, last, size)
+    axes = choose_scale_axes(x.ndim, summed, get_format(rule.act_qtype), tile)
     method = rule.act_calibration_method
     try:
         return ste(quantize)(x, rule.act_qtype, calibration_method=method, **axes.arguments)

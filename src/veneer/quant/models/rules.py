@@ -16,8 +16,13 @@ from ...types.basis import InBasis, Rotated
 from ...types.lora import LoraArray
 from ..arrays.qarray import QUANTIZABLE
 from ..conversion.calibration import check_calibration
-from ..conversion.quantize import quantize, scale_dtype_in, tile_in
-from ..conversion.scale_axes import check_tile_size, scale_axes_of, tile_size_in
+from ..conversion.quantize import choose_scale_dtype, quantize
+from ..conversion.scale_axes import (
+    check_tile_size,
+    choose_scale_axes,
+    resolve_tile_size,
+    resolve_tile_sizes,
+)
 from ..conversion.sparsity import Sparsity, check_sparsity
 from ..formats import get_format, is_format
 from ..formats.tiles import Shape
@@ -169,7 +174,7 @@ class Rule:
                 raise ValueError(
                     "scale_dtype needs a qtype, because qtype=None leaves the weight dense"
                 )
-            name = scale_dtype_in(get_format(self.qtype), np.float32, self.scale_dtype)
+            name = choose_scale_dtype(get_format(self.qtype), np.float32, self.scale_dtype)
             object.__setattr__(self, "scale_dtype", name)  # hashable, and shown as it is written
         if self.method is not None:
             if self.qtype is None:
@@ -271,7 +276,7 @@ class Rule:
         if tile is None or isinstance(tile, Mapping | tuple):
             return dataclasses.replace(self, tile_axis=ordered)
         sizes = [shape[axis] for axis in ordered]
-        tile = tile_in((math.prod(sizes),), 0, tile)
+        tile = resolve_tile_size((math.prod(sizes),), 0, tile)
         if format and format.tile_size is not None:
             ordered.sort(key=lambda axis: shape[axis] % tile == 0)  # the last is the one with tiles
             return dataclasses.replace(self, tile_axis=ordered)
@@ -298,8 +303,8 @@ class Rule:
         ndim = len(shape)
         contracting = self.contracting(ndim)
         format = None if self.qtype is None else get_format(self.qtype)
-        tile_size = tile_size_in(shape, contracting, self.tile_size)
-        axes = scale_axes_of(ndim, [axis + ndim for axis in contracting], format, tile_size)
+        tile_size = resolve_tile_sizes(shape, contracting, self.tile_size)
+        axes = choose_scale_axes(ndim, [axis + ndim for axis in contracting], format, tile_size)
         return axes.channelwise, dict(axes.tiled)
 
     def in_basis(self, array: Any) -> Any:
@@ -359,7 +364,7 @@ class Rule:
         contracting = self.contracting(weight.ndim)
         format = get_format(self.act_qtype)
         size = weight.shape[contracting[-1]]
-        tile = format.tile_size or tile_size_in(weight.shape, contracting, self.act_tile_size)
+        tile = format.tile_size or resolve_tile_sizes(weight.shape, contracting, self.act_tile_size)
         if isinstance(tile, int) and size % max(tile, 1):
             raise ValueError(
                 f"activations in {format.name} have tiles of {tile}, which do not divide axis "

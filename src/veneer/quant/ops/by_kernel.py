@@ -32,7 +32,7 @@ from ...kernels import (
 )
 from ..arrays.qarray import QArray
 from ..formats import get_format
-from ..formats.packing import Packing, two_bits
+from ..formats.packing import Packing, ternary_to_int2
 from ..formats.tiles import over_tiles
 from .by_xla import multiplied_codes
 from .kernel_references import ProductByXla, ScalesByXla
@@ -458,7 +458,7 @@ def _in_bits(q: QArray) -> QArray:
     """
     if q.format.bits != 1.6:
         return q
-    return q.replace(packed=two_bits(q.packed, q.shape[-1]), qtype="int2")
+    return q.replace(packed=ternary_to_int2(q.packed, q.shape[-1]), qtype="int2")
 
 
 def _go_together(q: QArray) -> bool:

@@ -42,7 +42,7 @@ def _gather(q: QArray, indices: ArrayLike, *, mode, fill_value, **params) -> Any
         return NotImplemented
     if _is_packed(q, [axis for axis, size in enumerate(params["slice_sizes"]) if size == 1]):
         fields = unpack(q.packed, q.packing, q.format.bits)
-        q = q._assigned(packed=fields, packing=None)  # of which one is a byte, packed or not
+        q = q.changed(packed=fields, packing=None)  # of which one is a byte, packed or not
     # What a scale of NaN multiplies does not matter.
     of_zero_point = () if q.zero_point is None else (0,)
     fills = (0, np.nan, *of_zero_point, np.nan) if mode == modes.FILL_OR_DROP else None
@@ -106,11 +106,11 @@ def _entry(q: QArray, axis: int, at: Any) -> QArray:
     """Returns what is at a place along an axis, which then has size 1: of the codes one unit."""
     part = _in_one_tile(q, axis, at // q.tile_shape[axis])
     if not _is_packed(q, [axis]):
-        return part._assigned(packed=_one(part.packed, axis, at))
+        return part.changed(packed=_one(part.packed, axis, at))
     codes, bytes_ = UNITS[q.format.bits]
     unit = _one(part.packed, axis, at // codes * bytes_, bytes_)
     fields = unpack(unit, Packing(axis - q.ndim, codes), q.format.bits)
-    return part._assigned(packed=_one(fields, axis, at % codes), packing=None)
+    return part.changed(packed=_one(fields, axis, at % codes), packing=None)
 
 
 def _in_one_tile(q: QArray, axis: int, tile: Any) -> QArray:
@@ -122,4 +122,4 @@ def _in_one_tile(q: QArray, axis: int, tile: Any) -> QArray:
         return _entry(leaf, axis, tile) if isinstance(leaf, QArray) else _one(leaf, axis, tile)
 
     leaves = {name: getattr(q, name) for name in ("scale", "zero_point", "minimum")}
-    return q._assigned(**{k: of(leaf) for k, leaf in leaves.items() if leaf is not None})
+    return q.changed(**{k: of(leaf) for k, leaf in leaves.items() if leaf is not None})

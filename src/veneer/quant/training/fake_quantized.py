@@ -18,8 +18,14 @@ from ..._core.value import describe
 from ..arrays.qarray import QUANTIZABLE, QArray
 from ..conversion.fake_quantize import fake_quantize
 from ..conversion.quantize import quantize
-from ..conversion.scale_axes import ScaleAxes, TileSize, from_the_end, scale_axes_of, tile_size_in
-from ..conversion.sparsity import Sparsity, check_groups, check_sparsity, group_size, mask_of
+from ..conversion.scale_axes import (
+    ScaleAxes,
+    TileSize,
+    choose_scale_axes,
+    normalize_tile_axes,
+    resolve_tile_sizes,
+)
+from ..conversion.sparsity import Sparsity, check_groups, check_sparsity, group_size, sparsity_mask
 from ..formats import Format, get_format
 from ..formats.tiles import Shape
 from ..weights.activations import check_activation_format
@@ -99,12 +105,12 @@ class FakeQuantized(ImplicitArray):
         if not isinstance(self.w, Leaf) or self.w.dtype not in QUANTIZABLE:
             described = f"an array of {self.w.dtype}" if hasattr(self.w, "dtype") else repr(self.w)
             raise TypeError(f"w must be a floating array, not {described}")
-        axes = from_the_end(self.tile_axis, self.w.shape)
+        axes = normalize_tile_axes(self.tile_axis, self.w.shape)
         formats = {name: getattr(self, name) for name in ("qtype", "act_qtype", "grad_qtype")}
         self.__dict__.update(
             dense_dtype=jnp.dtype(self.dense_dtype or self.w.dtype).name,
             tile_axis=axes,
-            tile_size=tile_size_in(self.w.shape, axes, self.tile_size),
+            tile_size=resolve_tile_sizes(self.w.shape, axes, self.tile_size),
             scale_dtype=self.scale_dtype and jnp.dtype(self.scale_dtype).name,
             **{name: qtype and get_format(qtype).name for name, qtype in formats.items()},
         )
@@ -174,7 +180,7 @@ class FakeQuantized(ImplicitArray):
         The attribute `channelwise` has the axes with one scale per index. The attribute `tiled` has
         a pair `(axis, tile size)` for each axis with one scale per tile.
         """
-        return scale_axes_of(self.w.ndim, self.tile_axes, self.format, self.tile_size)
+        return choose_scale_axes(self.w.ndim, self.tile_axes, self.format, self.tile_size)
 
     @property
     def backward(self) -> tuple[BackwardProduct, BackwardProduct] | None:
@@ -255,7 +261,7 @@ class FakeQuantized(ImplicitArray):
         """The mask that is True for the values of `w` to keep, or None if all are kept."""
         if self.mask is not None or self.sparsity is None:
             return self.mask
-        return mask_of(
+        return sparsity_mask(
             jax.lax.stop_gradient(jnp.asarray(self.w)), self.sparsity, self.tile_axes[-1]
         )
 

@@ -14,7 +14,7 @@ from ..arrays.qarray import QUANTIZABLE, QArray
 from ..conversion.calibration import check_calibration
 from ..conversion.fake_quantize import fake_quantize
 from ..conversion.quantize import quantize
-from ..conversion.scale_axes import ScaleAxes, row_axes
+from ..conversion.scale_axes import ScaleAxes, choose_activation_axes
 from ..formats import get_format
 from .backward import BackwardProduct
 
@@ -80,7 +80,7 @@ class OperandRecipe:
             return x.astype(self.dense_dtype)
         format = get_format(qtype)
         tile_size = product.tile_size if format.tile_size is None else None
-        axes = row_axes(x.shape, contracted, format, tile_size)
+        axes = choose_activation_axes(x.shape, contracted, format, tile_size)
         if again and any(x.shape[axis] % size for axis, size in axes.tiled):
             return x.astype(self.dense_dtype)
         how = replace(self, scale_axes=axes)._how if again else axes.arguments
@@ -98,7 +98,7 @@ def activation(
     """How the other operand of a product is quantised: not at all, if it is not floating."""
     if qtype is None or x.dtype not in QUANTIZABLE:
         return OperandRecipe(x.dtype.name, x.dtype.name, None, None, ScaleAxes(()))
-    axes = row_axes(x.shape, shared, get_format(qtype), tile_size)
+    axes = choose_activation_axes(x.shape, shared, get_format(qtype), tile_size)
     return OperandRecipe(x.dtype.name, x.dtype.name, qtype, method, axes)
 
 
@@ -187,7 +187,7 @@ def quantize_gradient(
         # always be rounded down.
         method = f"absmax,{format.bound / format.code_range[1]}"
     try:
-        axes = row_axes(g.shape, contracted, format, product.tile_size)
+        axes = choose_activation_axes(g.shape, contracted, format, product.tile_size)
         return quantize(g, product.qtype, calibration_method=method, key=key, **axes.arguments)
     except ValueError as error:
         error.add_note(f"The gradient of shape {g.shape} could not be quantized with {product}.")

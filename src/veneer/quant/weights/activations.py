@@ -16,7 +16,7 @@ from ..._core.value import Value
 from ..arrays.qarray import QArray
 from ..conversion.calibration import check_calibration
 from ..conversion.quantize import quantize, quantize_with_scale
-from ..conversion.scale_axes import check_tile_size, row_axes
+from ..conversion.scale_axes import check_tile_size, choose_activation_axes
 from ..formats import Format, get_format
 from ..formats.tiles import Leaf
 from .product_weights import Factors, ProductWeight
@@ -170,7 +170,7 @@ class ActivationQuantized(ProductWeight):
             rows = [1 if axis in shared else n for axis, n in enumerate(x.shape)]
             scale = jnp.broadcast_to(scale, rows)
             return quantize_with_scale(x, self.qtype, scale, zero_point)
-        axes = row_axes(x.shape, shared, self.format, self.tile_size)
+        axes = choose_activation_axes(x.shape, shared, self.format, self.tile_size)
         method = self.calibration_method
         try:
             return quantize(x, self.qtype, calibration_method=method, **axes.arguments)

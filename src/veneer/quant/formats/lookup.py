@@ -1,8 +1,26 @@
-"""The error for an unknown format: the name that was probably meant, or what to do instead."""
+"""Lookup of formats by name, with an error that suggests the closest format."""
 
 import difflib
 import re
-from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from .format import Format
+from .table import FORMATS
+
+# Shorter names of formats.
+ALIASES = {
+    "fp8": "float8_e4m3fn",
+    "fp8_e4m3fn": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+    "fp6_e2m3": "float6_e2m3fn",
+    "fp6_e3m2": "float6_e3m2fn",
+    "fp4": "float4_e2m1fn",
+    "fp4_e2m1": "float4_e2m1fn",
+    "b1.58": "ternary",
+}
 
 # The format and tile size that equal each quantization type of GGUF.
 _GGUF = {
@@ -13,8 +31,8 @@ _GGUF = {
     "q8_0": "'int8' with tile_size=32",
 }
 
-# Types of GGUF whose scales are quantized too. `vn.load` reads them, and `quantize` has formats
-# that are close. Names of mixtures, such as Q4_K_M, count as their most frequent type.
+# The closest format and tile size to each type of GGUF whose scales are quantized. Names of
+# mixtures, such as Q4_K_M, are looked up as their most frequent type.
 _CLOSE_TO_GGUF = {
     "q2_k": "'uint2' with tile_size=16",
     "q3_k": "'int3' with tile_size=16",
@@ -27,18 +45,52 @@ _CLOSE_TO_GGUF = {
 }
 
 _DENSE = re.compile(r"(b?f|fp|b?float)(16|32|64)|half|float|double")
-_INTEGER = re.compile(r"(u?)int(\d+)(?:[-_].*)?")  # also int8_per_channel
+_INTEGER = re.compile(r"(u?)int(\d+)(?:[-_].*)?")  # matches int8_per_channel too
 _BITS = re.compile(r"(\d+)[-_ ]?bits?")
 _WEIGHTS_AND_ACTIVATIONS = re.compile(r"w(\d+)a(\d+)")
 _METHOD = re.compile(r"(gptq|awq|smoothquant)(\+gptq)?")
 
 
-def unknown_format(name: str, formats: Sequence[str], aliases: Sequence[str]) -> ValueError:
-    """Return the error for a name that is neither a format nor an alias."""
-    return ValueError(f"unknown format {name!r}{_advice(name.lower(), formats, aliases)}")
+def is_format(name: Any) -> bool:
+    """Return whether something is the name or an alias of a format."""
+    return isinstance(name, str) and (name in FORMATS or name in ALIASES)
 
 
-def _advice(name: str, formats: Sequence[str], aliases: Sequence[str]) -> str:
+def get_format(qtype: DTypeLike) -> Format:
+    """Return the format of a name, an alias or a dtype.
+
+    **Arguments:**
+
+    - `qtype`: a key of `vn.quant.FORMATS` ("nf4"), an alias ("fp8", "fp4", "b1.58"), or a dtype
+      whose name is a key (`jnp.int8`, `jnp.float8_e4m3fn`).
+
+    **Returns:** a `Format`, which is a value of `vn.quant.FORMATS`.
+
+    **Raises:**
+
+    - `TypeError` if `qtype` is neither a name nor a dtype.
+    - `ValueError` if no format has this name. The message names the closest format.
+
+    >>> import jax.numpy as jnp, veneer as vn
+    >>> vn.quant.get_format("nf4").bits, vn.quant.get_format(jnp.int8).name
+    (4, 'int8')
+    >>> vn.quant.get_format("fp8").name
+    'float8_e4m3fn'
+    """
+    try:
+        name = qtype if isinstance(qtype, str) else jnp.dtype(qtype).name
+    except (TypeError, ValueError):
+        name = None
+    if qtype is None or name is None:
+        example = qtype.name if isinstance(qtype, Format) else "nf4"
+        given = "None" if qtype is None else f"a {type(qtype).__name__}"
+        raise TypeError(f"a format is a name, such as {example!r}, or a dtype, not {given}")
+    if not is_format(name):
+        raise ValueError(f"unknown format {name!r}{_suggest(name.lower())}")
+    return FORMATS[ALIASES.get(name, name)]
+
+
+def _suggest(name: str) -> str:
     if name in _GGUF:
         return f"; use {_GGUF[name]}, which is GGUF's {name.upper()}"
     gguf = re.sub(r"_[sml]$", "", name)
@@ -57,27 +109,27 @@ def _advice(name: str, formats: Sequence[str], aliases: Sequence[str]) -> str:
             f"model, {rules}, params=params, method={name!r})"
         )
     if (bits := _WEIGHTS_AND_ACTIVATIONS.fullmatch(name)) is not None and int(bits[2]) < 16:
-        weights, activations = (_closest(f"int{n}", formats, aliases) for n in bits.groups())
+        weights, activations = (_closest(f"int{n}") for n in bits.groups())
         return f"; use vn.quant.Rule('.*', {weights!r}, act_qtype={activations!r})"
-    close = _closest(name, formats, aliases)
+    close = _closest(name)
     if close is None:
-        return f"; the formats are {', '.join(formats)}; aliases are {', '.join(aliases)}"
+        return f"; the formats are {', '.join(FORMATS)}; aliases are {', '.join(ALIASES)}"
     return f"; did you mean {close!r}? vn.quant.FORMATS has all formats"
 
 
-def _closest(name: str, formats: Sequence[str], aliases: Sequence[str]) -> str | None:
+def _closest(name: str) -> str | None:
     """Return the integer format of the most similar width, or else the most similar name."""
     if (width := _BITS.fullmatch(name) or _WEIGHTS_AND_ACTIVATIONS.fullmatch(name)) is not None:
         name = f"int{width[1]}"
     if (integer := _INTEGER.fullmatch(name)) is not None:
         sign, bits = integer.groups()
-        known = [match for other in formats if (match := _INTEGER.fullmatch(other))]
+        known = [match for other in FORMATS if (match := _INTEGER.fullmatch(other))]
 
         def distance(other: re.Match[str]) -> tuple[int, bool, int]:
             width = int(other[2])
             return abs(width - int(bits)), other[1] != sign, -width
 
         return min(known, key=distance)[0]
-    names = (*formats, *aliases)
+    names = (*FORMATS, *ALIASES)
     holding = [known for known in names if len(name) > 2 and name in known]
     return next(iter(holding or difflib.get_close_matches(name, names)), None)

@@ -1,0 +1,248 @@
+"""`Format`: encoding values as codes of few bits, and decoding them.
+
+A value is stored as a code and the scale of its tile. Before zero point and scale, a code
+represents
+
+- itself, in an integer format;
+- the number that it is, in a float format of 8 bits;
+- `codebook[code]`, in all other formats.
+"""
+
+import dataclasses
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike, DTypeLike
+
+from .rounding import round_to_dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """A number format, which divides values by a scale and encodes the results in a few bits.
+
+    `vn.quant.FORMATS` maps names to formats. `vn.quant.get_format` also takes aliases.
+
+    **Arguments:**
+
+    - `name`: the name, such as "nf4", which other functions take as `qtype`.
+    - `bits`: the size of a stored code. It can be a fraction: ternary has 1.6 bits, because a byte
+      stores five codes.
+    - `code_dtype`: the dtype of unpacked codes, as in `QArray.qvalue`.
+    - `bound`: the divisor in the scale of a tile: `absmax / bound`, where `absmax` is the largest
+      magnitude of the tile. In uint2 to uint8, the scale is `(max - min) / bound`.
+    - `codebook`: the value of each code, or None if each code is its own value.
+    - `source`: the specification, paper or library that defines the format.
+    - `tile_size`: the only tile size that the format allows. None allows any size.
+    - `scale_dtype`: the dtype of the scales, or their format if they are quantized. None allows any
+      float dtype. Scales in float8_e8m0fnu are powers of two.
+    - `scale_tile`: the number of quantized scales that share one f32 scale. With 0, all scales of a
+      matrix share one. With None, scales are not quantized.
+    - `calibration`: the default `calibration_method` of `vn.quant.quantize`.
+
+    >>> import veneer as vn
+    >>> nf4 = vn.quant.FORMATS["nf4"]
+    >>> nf4.bits, nf4.code_dtype.name, nf4.storage_dtype.name, nf4.codebook[::5]
+    (4, 'uint4', 'uint8', (-1.0, -0.18477343022823334, 0.24611230194568634, 1.0))
+    """
+
+    name: str
+    bits: int | float
+    code_dtype: np.dtype
+    bound: float
+    codebook: tuple[float, ...] | None
+    source: str
+    _: dataclasses.KW_ONLY
+    tile_size: int | None = None
+    scale_dtype: str | None = None
+    scale_tile: int | None = None
+    calibration: str = "absmax"
+
+    @property
+    def storage_dtype(self) -> np.dtype:
+        """The dtype of stored codes: uint8 for codes of fewer than 8 bits, else `code_dtype`."""
+        return np.dtype(np.uint8) if self.bits < 8 else self.code_dtype
+
+    @property
+    def byte_dtype(self) -> np.dtype:
+        """The dtype that holds an unpacked integer code or zero point in whole bytes.
+
+        It is int8 for int4, and uint8 for uint4 and nf4. Their `code_dtype` is int4 or uint4.
+        """
+        return np.dtype(f"{'' if self.signed else 'u'}int{max(8, math.ceil(self.bits))}")
+
+    @property
+    def is_integer(self) -> bool:
+        """True if codes are integers that represent themselves, as in int4 but not in nf4."""
+        return self.codebook is None and jnp.issubdtype(self.code_dtype, jnp.integer)
+
+    @property
+    def signed(self) -> bool:
+        """True if codes are signed integers."""
+        return jnp.issubdtype(self.code_dtype, jnp.signedinteger)
+
+    @property
+    def has_zero(self) -> bool:
+        """True if one of the codes represents the value 0.
+
+        It is False for int1, whose values are -1 and 1, and for iq4_nl, whose values closest to 0
+        are 1 and -10.
+        """
+        return self.bits != 1 if self.codebook is None else 0 in self.codebook
+
+    @property
+    def has_zero_point(self) -> bool:
+        """True if arrays can have a zero point: in integer formats of at least 2 bits."""
+        return self.is_integer and self.bits >= 2
+
+    @property
+    def code_range(self) -> tuple[int, int]:
+        """The smallest and the largest code: (-8, 7) for int4, (0, 15) for nf4.
+
+        **Raises:** `TypeError` if the codes are floats.
+        """
+        if self.codebook is not None:
+            return 0, len(self.codebook) - 1
+        if not self.is_integer:
+            raise TypeError(
+                f"codes of {self.name} are {self.code_dtype.name}, which have no code_range"
+            )
+        if self.bits < 2:  # int1 and ternary
+            return -1, 1
+        levels = 2 ** int(self.bits)
+        return (-levels // 2, levels // 2 - 1) if self.signed else (0, levels - 1)
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """The ends of the largest symmetric range of codes, such as (-7.0, 7.0) for int4.
+
+        If the format has a codebook, this is a range of values of the codebook, such as (-1.0, 1.0)
+        for nf4. If the codebook has no symmetric range, the ends are its smallest and its largest
+        value.
+        """
+        if self.codebook is None:
+            largest = float(self.code_range[1] if self.is_integer else self.bound)
+            return -largest, largest
+        least, largest = float(min(self.codebook)), float(max(self.codebook))
+        both = min(-least, largest)
+        is_symmetric = {both, -both} <= set(self.codebook)
+        return (-both, both) if is_symmetric else (least, largest)
+
+    def encode(self, x: jax.Array) -> jax.Array:
+        """Return the nearest codes of values that are already divided by their scale.
+
+        A value halfway between two codes gets the even code. Values beyond the range are clipped.
+        NaN is encoded like 0. int1 has no zero, and encodes 0 and NaN as -1.
+
+        **Arguments:**
+
+        - `x`: floats of any shape.
+
+        **Returns:** unpacked codes of the same shape.
+        """
+        x = jnp.where(jnp.isnan(x), 0, x)
+        if self.codebook is not None:
+            return self._nearest_codes(x)
+        if not self.is_integer:
+            clipped = jnp.clip(x, -self.bound, self.bound)
+            return round_to_dtype(clipped, self.code_dtype).astype(self.code_dtype)
+        if self.bits == 1:
+            return jnp.where(x > 0, 1, -1).astype(self.byte_dtype)
+        return jnp.clip(jnp.round(x), *self.code_range).astype(self.byte_dtype)
+
+    def _nearest_codes(self, x: jax.Array) -> jax.Array:
+        """Return the codes of the codebook values nearest to `x`."""
+        codes = [code for _, code in self.sorted_codebook()]
+        if self.bits == 8:  # a binary search takes fewer steps than 255 comparisons
+            # Neighboring thresholds can be equal in 16 bits.
+            x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+            last_below = [
+                np.nextafter(threshold, -np.inf, dtype=x.dtype) if is_beyond else threshold
+                for threshold, is_beyond, _ in self.thresholds(x.dtype)
+            ]
+            return jnp.asarray(codes, jnp.uint8)[
+                jnp.searchsorted(jnp.asarray(last_below, x.dtype), x)
+            ]
+        code = jnp.full(x.shape, codes[0], jnp.uint8)
+        # A sum of comparisons needs no temporary array of [..., 16], compiled or not.
+        for threshold, is_beyond, step in self.thresholds(x.dtype):
+            beyond = x >= threshold if is_beyond else x > threshold
+            code += beyond.astype(jnp.uint8) * jnp.uint8(step)
+        return code
+
+    def sorted_codebook(self) -> list[tuple[float, int]]:
+        """Return pairs of a value of the codebook and its first code, in ascending order."""
+        assert self.codebook is not None
+        return sorted({v: code for code, v in reversed([*enumerate(self.codebook)])}.items())
+
+    def thresholds(self, dtype: DTypeLike) -> list[tuple[float, bool, int]]:
+        """Return the values at which the nearest code of a codebook changes, in ascending order.
+
+        **Arguments:**
+
+        - `dtype`: the dtype in which values are compared.
+
+        **Returns:** a list of `(threshold, is_beyond, step)`. `is_beyond` is True if a value equal
+        to the threshold gets the code above it. `step` is the code above the threshold minus the
+        code below it, modulo 256.
+        """
+        thresholds = []
+        for (below, low), (above, high) in itertools.pairwise(self.sorted_codebook()):
+            middle = (below + above) / 2
+            threshold = float(np.asarray(middle, dtype))
+            # If the dtype cannot represent the middle, no value is a tie.
+            is_beyond = high % 2 == 0 if threshold == middle else threshold > middle
+            thresholds.append((threshold, is_beyond, (high - low) % 256))
+        return thresholds
+
+    def decode(self, codes: ArrayLike, dtype: DTypeLike) -> jax.Array:
+        """Return the values of codes before zero points and scales are applied.
+
+        **Arguments:**
+
+        - `codes`: unpacked codes of any shape.
+        - `dtype`: the dtype of the result.
+        """
+        codes = jnp.asarray(codes)
+        if self.codebook is None:
+            return codes.astype(dtype)
+        # On a mesh with explicit axes, a gather must state the sharding of its result.
+        sharding = jax.typeof(codes).sharding
+        return (
+            jnp.asarray(self.codebook, dtype)
+            .at[codes]
+            .get(mode="promise_in_bounds", out_sharding=None if sharding.mesh.empty else sharding)
+        )
+
+    def to_fields(self, codes: jax.Array) -> jax.Array:
+        """Return codes as unsigned integers in uint8, ready to pack. -1 becomes 15 in int4."""
+        if not self.signed:
+            return codes.astype(jnp.uint8)
+        if self.bits == 1:
+            return (codes > 0).astype(jnp.uint8)
+        if self.bits < 2:
+            return (codes + 1).astype(jnp.uint8)
+        return codes.astype(jnp.uint8) & (2 ** int(self.bits) - 1)  # two's complement
+
+    def from_fields(self, fields: jax.Array) -> jax.Array:
+        """Convert unsigned integers back to codes. This is the inverse of `to_fields`.
+
+        **Arguments:**
+
+        - `fields`: unsigned integers, unpacked from storage.
+
+        **Returns:** in signed formats, signed integers of the same width. In other formats,
+        `fields`.
+        """
+        if not self.signed:
+            return fields
+        codes = fields.astype(f"int{8 * fields.dtype.itemsize}")
+        if self.bits == 1:
+            return 2 * codes - 1
+        if self.bits < 2:
+            return codes - 1
+        sign_bit = 2 ** (int(self.bits) - 1)
+        return (codes ^ sign_bit) - sign_bit  # sign extension of two's complement
