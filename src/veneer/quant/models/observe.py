@@ -1,10 +1,7 @@
 """`observe`: statistics of the activations of a model, of which no line is changed.
 
-Each weight that a rule matches is replaced by an `Observed`, which meets its activations in the
-rules for products. Those reduce them on the device, to an array of the size of a row or of a Gram
-matrix, and send that to the host, by a callback. Along with it goes where in the weight each
-channel is, for of layers that a scan goes through the program is the same. Callbacks run NumPy and
-no JAX, which would wait for the very threads that run it.
+Each weight that a rule matches is replaced by an `ObservedWeight`, whose rules for products reduce
+the activations on the device and send the results to the host, by a callback.
 """
 
 import functools
@@ -21,10 +18,14 @@ from ..._core.primitives.scopes import telling_tangents
 from ..._core.surface.mistakes import check_parameters
 from ..._core.transform import implicit
 from ..._jax.source_lines import warn_user
-from ..observation.observed import Observed, boxes_of, recordings_of, tokens
+from ..observation.observed_weight import (
+    ObservedWeight,
+    boxes_by_token,
+    recordings_by_token,
+    tokens,
+)
 from ..observation.recording import Recording
 from ..observation.statistics import ActivationStatistics
-from ..observation.totals import ended, store, totals_of
 from ..weights.activations import PRODUCTS
 from .rules import Rule, flatten_with_paths, rule_for, rules_in, warn_of_unmatched
 from .uses import telling, uses_of
@@ -138,7 +139,7 @@ def record(
     token, other = next(tokens), next(tokens)
     observed: dict[str, Recording] = {}
     others: dict[str, Recording] = {}
-    recordings_of[token], recordings_of[other] = observed, others
+    recordings_by_token[token], recordings_by_token[other] = observed, others
     how: dict[str, Any] = {"gram": gram, "decay": decay, "paired": beside is not None}
     try:
         parts = None
@@ -154,10 +155,10 @@ def record(
             jax.effects_barrier()
             for path, recording in observed.items():
                 if beside is not None:
-                    recording.pair(others[path])
+                    recording.add_cross(others[path])
                 recording.end_batch()
     finally:
-        del recordings_of[token], recordings_of[other]
+        del recordings_by_token[token], recordings_by_token[other]
     if parts is None:
         raise ValueError("there are no batches to observe. Pass at least one")
     return observed
@@ -207,9 +208,9 @@ class ObservedModel:
         self._token = next(tokens)
         self._recordings: dict[str, Recording] = {}
         self._observed(parts)
-        self.boxes = {path: box(totals_of(one)) for path, one in self._recordings.items()}
-        recordings_of[self._token], boxes_of[self._token] = self._recordings, self.boxes
-        for kept in (recordings_of, boxes_of):
+        self.boxes = {path: box(one.device_totals()) for path, one in self._recordings.items()}
+        recordings_by_token[self._token], boxes_by_token[self._token] = self._recordings, self.boxes
+        for kept in (recordings_by_token, boxes_by_token):
             weakref.finalize(self, kept.pop, self._token)
 
     def _observed(self, parts: Sequence[Any]) -> list[Any]:
@@ -237,7 +238,7 @@ class ObservedModel:
         with telling_tangents(PRODUCTS):
             out = implicit(self._call)(self._observed(parts), *args, **kwargs)
         for box in self.boxes.values():
-            box.update(lambda totals: ended(totals, self._decay))
+            box.update(lambda totals: totals.end_batch(self._decay))
         return out
 
     def statistics(self) -> dict[str, ActivationStatistics]:
@@ -248,7 +249,7 @@ class ObservedModel:
         **Warns** (`UserWarning`) of weights without activations.
         """
         for path, box in self.boxes.items():
-            store(box.get(), self._recordings[path])
+            self._recordings[path].set_totals(box.get())
         return statistics_of(self._recordings)
 
 
@@ -340,7 +341,7 @@ def _observed_tree(
             continue
         recording = Recording(leaf.shape, contracting[path], gram=gram, decay=decay, paired=paired)
         observed[path] = recording
-        replaced[i] = Observed(
+        replaced[i] = ObservedWeight(
             array=jnp.asarray(leaf),
             position=recording.positions(),
             contracting=contracting[path],
@@ -369,8 +370,10 @@ def split(
     observed: Mapping[str, Recording],
 ) -> tuple[dict[str, ActivationStatistics], dict[str, str]]:
     """Returns what was recorded, by the path of the weight; and of others why nothing was."""
-    met = {path: one.statistics() for path, one in observed.items() if one.has_met}
-    return met, {path: one.why_not() for path, one in observed.items() if not one.has_met}
+    met = {path: one.statistics() for path, one in observed.items() if one.has_activations}
+    return met, {
+        path: one.explain_missing() for path, one in observed.items() if not one.has_activations
+    }
 
 
 def tell_of_vanishing(met: Mapping[str, ActivationStatistics]) -> None:
