@@ -14,7 +14,7 @@ import numpy as np
 from ..._core.transform import implicit
 from ..._jax.primitives import constants_in
 from ..._jax.source_lines import warn_user
-from ..models.uses import abstracted
+from ..models.programs import abstract_arrays
 from ..observation.statistics import (
     ActivationStatistics,
     read_npz,
@@ -141,7 +141,7 @@ def _described(program: Callable, params: Any, args: Sequence[Any]) -> list[Any]
         out = jax.tree.leaves(implicit(program)(params, *args))
         return [x for x in out if isinstance(x, jax.Array | np.ndarray)]
 
-    of_arrays, avals = abstracted(run, params, tuple(args))
+    of_arrays, avals = abstract_arrays(run, params, tuple(args))
     jaxpr = jax.make_jaxpr(of_arrays)(avals)
     text = re.sub(r" at 0x[0-9a-f]+", "", str(jaxpr))
     ordered = lambda match: ", ".join(sorted(match[0].split(", ")))
