@@ -27,7 +27,7 @@ from veneer import cli
 from veneer.cli_help import EXAMPLES, FORMAT_COSTS, JSON_KEYS, MORE_FORMATS
 from veneer.interop.checkpoints.gguf import write_gguf
 from veneer.interop.folder import FolderWriter
-from veneer.quant.models.usual_rules import default_tile
+from veneer.quant.models.default_rules import default_tile
 
 
 def normal(*shape, dtype=np.float32, seed=0):
@@ -519,7 +519,7 @@ def test_a_value_error_after_the_work_is_a_defect_of_ours(veneer, model, tmp_pat
     def defect(*_):
         raise ValueError("a defect")
 
-    monkeypatch.setattr("veneer.quant.models.checkpoint.summarise", defect)
+    monkeypatch.setattr("veneer.quant.models.checkpoint.summarize", defect)
     monkeypatch.setattr(sys, "argv", ["veneer", "quantize", str(model), str(tmp_path / "o"), *INT8])
     with pytest.raises(ValueError, match="a defect"):
         cli.main()

@@ -264,9 +264,8 @@ def quantize(
     from .interop.checkpoints.opened import open_checkpoint
     from .interop.folder import FolderWriter, TensorFolder
     from .interop.new_folder import write_aside, write_beside
-    from .quant.models.checkpoint import quantize_stream
-    from .quant.models.rules import some_of
-    from .quant.models.selection import without_default_tile
+    from .quant.models.checkpoint import quantize_stream, without_default_tile
+    from .quant.models.matching import some_of
 
     outcomes = []
     with _kill_raises(), contextlib.ExitStack() as stack:
@@ -619,7 +618,7 @@ def _selectors(
     layout: Layout | None,
     rules: Path | None,
 ) -> list[Any]:
-    from .quant.models.selection import ANY_WEIGHT, CONTRACTING_AXIS, Selector, selectors_from_json
+    from .quant.models.checkpoint import ANY_WEIGHT, CONTRACTING_AXIS, Selector, selectors_from_json
 
     axis = None if layout is None else CONTRACTING_AXIS[layout]
     if rules is not None:
@@ -663,8 +662,8 @@ def _left_dense(source: Path, avals: Mapping[str, Any], selectors: list[Any]) ->
 
     **Raises:** `ValueError` if there are no other tensors to quantize.
     """
-    from .quant.models.rules import can_be_quantized
-    from .quant.models.selection import ANY_WEIGHT, unselected
+    from .quant.models.checkpoint import ANY_WEIGHT, unselected
+    from .quant.models.matching import can_be_quantized
 
     if not avals:
         raise ValueError(f"{source} has no dense tensors: all are already quantized")
@@ -676,7 +675,7 @@ def _left_dense(source: Path, avals: Mapping[str, Any], selectors: list[Any]) ->
 
 
 def _why_dense(names: list[str]) -> str:
-    from .quant.models.rules import some_of
+    from .quant.models.matching import some_of
 
     stays = "1 matrix stays" if len(names) == 1 else f"{len(names)} matrices stay"
     whose = "its name does" if len(names) == 1 else "their names do"
@@ -688,7 +687,7 @@ def _why_dense(names: list[str]) -> str:
 
 
 def _plan(avals: Mapping[str, Any], selectors: list[Any], *, in_file: bool) -> dict[str, Any]:
-    from .quant.models.selection import TileError, UnknownAxisError, plan
+    from .quant.models.checkpoint import TileError, UnknownAxisError, plan
 
     try:
         return plan(avals, selectors)
@@ -779,9 +778,9 @@ def _without_nan(value: Any) -> Any:
 
 
 def _summary_entries(outcomes: Iterable[Any]) -> dict[str, Any]:
-    from .quant.models.checkpoint import summarise
+    from .quant.models.checkpoint import summarize
 
-    groups = [group._asdict() for group in summarise(outcomes)]
+    groups = [group._asdict() for group in summarize(outcomes)]
     for group in groups:
         group["count"] = group.pop("tensors")
     sums = ("count", "bytes_before", "bytes_after")
@@ -806,9 +805,9 @@ def _tensor_entries(report: Any) -> dict[str, Any]:
 def _print_summary(outcomes: Iterable[Any]) -> None:
     from rich.filesize import decimal
 
-    from .quant.models.checkpoint import summarise
+    from .quant.models.checkpoint import summarize
 
-    groups = summarise(outcomes)
+    groups = summarize(outcomes)
     before = sum(group.bytes_before for group in groups)
     after = sum(group.bytes_after for group in groups)
     rows = [

@@ -20,8 +20,9 @@ from ._core.value import Value
 from ._jax.source_lines import warn_user
 from .quant.arrays.qarray import QUANTIZABLE
 from .quant.models.correction import low_rank_axes
-from .quant.models.rules import flatten_with_paths, shown, some_of, warn_of_unmatched
-from .quant.models.uses import Use, program_of, telling, uses_of
+from .quant.models.matching import describe_value, flatten_with_paths, some_of, warn_of_unmatched
+from .quant.models.programs import program_for
+from .quant.models.uses import Use, find_uses, uses_with_axes
 from .types.lora import LoraArray, join, merge, split, with_dropout, without_dropout
 
 __all__ = [
@@ -157,11 +158,11 @@ def init_tree(
                 f"the rule {rule.path_regex!r} gives nothing an adapter: {some_of(its_paths)}. "
                 "Adapters are for floating arrays of rank 2 or more that are not LoraArrays yet"
             )
-    program = program_of(params, model, args, kwargs)
+    program = program_for(params, model, args, kwargs)
     uses = {}
     if program is not None:
-        uses = uses_of(program, params, lambda path, _: path in chosen, args or (), kwargs)
-        unused = [path for path in chosen if not telling(uses[path])]
+        uses = find_uses(program, params, lambda path, _: path in chosen, args or (), kwargs)
+        unused = [path for path in chosen if not uses_with_axes(uses[path])]
         rule_of = chosen
         chosen = {path: rule for path, rule in rule_of.items() if path not in unused}
         at_work = list(chosen.values())
@@ -177,7 +178,7 @@ def init_tree(
         if path not in chosen:
             new.append(leaf)
             continue
-        axes = _axes(path, leaf.shape, telling(uses[path])[0]) if uses else {}
+        axes = _axes(path, leaf.shape, uses_with_axes(uses[path])[0]) if uses else {}
         w = LoraArray.init(leaf, key=next(keys), **chosen[path].options, **axes)
         large += [f"{path} {list(w.shape)}"] if w.a.size + w.b.size >= w.size else []
         new.append(w)
@@ -193,7 +194,7 @@ def _check(rules: Any) -> None:
         if not is_sequence or not isinstance(rule, Rule):
             raise TypeError(
                 "rules must be a list of vn.lora.Rule, such as [vn.lora.Rule('.*', rank=8)], not "
-                f"{shown(rule)}. The rules are the second argument, after the parameters"
+                f"{describe_value(rule)}. The rules are the second argument, after the parameters"
             )
 
 

@@ -13,13 +13,15 @@ from veneer.interop.new_folder import write_aside
 from veneer.interop.safetensors import load, save
 from veneer.quant import Rule, quantize
 from veneer.quant.models.checkpoint import (
+    ANY_WEIGHT,
     Outcome,
+    Selector,
     describe_format,
+    plan,
     quantize_stream,
     relative_error,
-    summarise,
+    summarize,
 )
-from veneer.quant.models.selection import ANY_WEIGHT, Selector, plan
 
 
 def normal(*shape, seed=0):
@@ -43,7 +45,7 @@ def test_a_stream_quantises_as_quantize_does_and_passes_the_rest_through():
 
 
 def test_a_summary_folds_numbers_and_takes_a_group_as_one_vector():
-    groups = summarise(
+    groups = summarize(
         [
             Outcome("layers.0.w", "nf4, tile 64", 100, 20, 3.0, 10.0),
             Outcome("layers.10.w", "nf4, tile 64", 100, 20, 4.0, 0.0),

@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from veneer.quant.models.selection import (
+from veneer.quant.models.checkpoint import (
     ANY_WEIGHT,
     Selector,
     TileError,

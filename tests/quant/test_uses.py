@@ -9,7 +9,7 @@ from support.array_types import assert_close
 
 import veneer as vn
 from veneer.quant import Rule
-from veneer.quant.models.uses import uses_of
+from veneer.quant.models.uses import find_uses
 
 IDS = arrays.arange(3)
 X = arrays.ones((3, 64))
@@ -21,8 +21,8 @@ def w(*shape):
 
 def contracted(model, weight, *args):
     """The axes of a weight that each of its uses contracts, in order."""
-    uses = uses_of(model, {"w": weight}, lambda path, leaf: True, args)["w"]
-    return [sorted(use.contracted) for use in uses if use.says_axes]
+    uses = find_uses(model, {"w": weight}, lambda path, leaf: True, args)["w"]
+    return [sorted(use.contracted) for use in uses if use.has_axes]
 
 
 # What a model does with a weight, its shape, and the axes that are contracted.
@@ -135,7 +135,7 @@ def test_a_weight_of_which_nothing_is_summed_stays_dense(name, rules):
 def test_weights_put_together_are_each_in_the_product():
     params = {"q": w(64, 8), "k": w(64, 4)}
     model = lambda p, x: x @ jnp.concatenate([p["q"], p["k"]], 1)
-    uses = uses_of(model, params, lambda path, leaf: True, (X,))
+    uses = find_uses(model, params, lambda path, leaf: True, (X,))
     assert [[*use.contracted] for path in "qk" for use in uses[path]] == [[-2], [-2]]
 
 

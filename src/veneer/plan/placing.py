@@ -18,7 +18,7 @@ from .._core.primitives.sharding import axes_of, places, split, why_not_cut
 from .._core.value import is_value
 from ..placement import fully_sharded
 from ..quant import Rule, get_format, zeros
-from ..quant.models.usual_rules import OF_VOCABULARIES, default_tile, fit_usual
+from ..quant.models.default_rules import VOCABULARY_QTYPE, default_tile, fit_default_rule
 from .models import AXES, CachedShape, NamedShape
 
 #: The axes of the mesh along which axes are cut by their names.
@@ -79,10 +79,10 @@ def stored_as(weight: NamedShape, format: str, tile: int | None, dtype: str) -> 
         return x
     bits = get_format(format).bits
     if bits < 8 and "vocabulary" in weight.axes:
-        rule = Rule(".*", OF_VOCABULARIES)
+        rule = Rule(".*", VOCABULARY_QTYPE)
     else:
         rule = Rule(".*", format, tile_size=tile or default_tile(format))
-    fitted = fit_usual(rule, {weight.contracted}, weight.shape)
+    fitted = fit_default_rule(rule, {weight.contracted}, weight.shape)
     return jax.eval_shape(fitted.quantize, x)
 
 

@@ -1,16 +1,16 @@
-"""Models: which of their parameters take which format.
+"""Quantize models: choose the format of each parameter by rules on paths.
 
 The modules here:
 
-    rules           Rule: parameters by their paths
-    methods         the names of methods of post-training quantization
+    rules           Rule, the format of the parameters that match a regex
+    matching        matches rules with the leaves of a tree
+    programs        the model that a caller passes: parameters, program and batches
+    uses            find_uses: the axes of each weight that products contract
+    default_rules   the default rules for language models
+    quantize_tree   quantize_tree, and choose_rules for calibrate and allocate_bits
+    notices         the warnings of quantize_tree
+    correction      low-rank corrections of the rounding error
     observe         observe: statistics of the activations of a model
     activation_products  quantize_products: products of two activations
-    quantize_tree   the parameters of a tree, by rules
-    correction      corrections of low rank of what rounding lost
-    notices         what that tells of: dense weights, other tiles, large results
-    uses            which axes of its weights the products of a program contract
-    usual_rules     what is usually done with the weights of a language model
-    selection       tensors of a checkpoint by their names, before any work is done
-    checkpoint      a checkpoint quantised, one tensor after the other
+    checkpoint      quantizes the tensors of a checkpoint, one after the other
 """

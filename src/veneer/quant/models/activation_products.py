@@ -1,7 +1,7 @@
-"""`quantize_products`: products of two activations, quantised by their place in a program.
+"""`quantize_products`: quantize products of two activations, by their place in the program.
 
-An activation is what depends on an argument. A type marks it, and goes through any primitive; its
-rules for products look up where in the program they are.
+Each array that depends on an argument is wrapped in an `Activation`, which all primitives pass on.
+The rules for products of two activations look up the place of the product in the program.
 """
 
 import inspect
@@ -26,7 +26,8 @@ from ..arrays.qarray import QUANTIZABLE
 from ..conversion.quantize import quantize
 from ..conversion.scale_axes import choose_scale_axes, resolve_tile_size
 from ..formats import get_format
-from .rules import Rule, rules_in
+from .matching import as_rules
+from .rules import Rule
 
 
 def quantize_products(fn: Callable, rules: Sequence[Rule]) -> Callable:
@@ -78,81 +79,88 @@ def quantize_products(fn: Callable, rules: Sequence[Rule]) -> Callable:
     >>> bool(0 < jnp.abs(error).max() < 0.1)
     True
     """
-    rules, code = rules_in(rules), _code_of(fn)
-    _products_of(rules, None, code)  # to refuse at once what it cannot do
+    rules, code = as_rules(rules), _code_of(fn)
+    _rules_in_scope(rules, None, code)  # check the rules now
 
     @wraps(fn, updated=())
-    def of_activations(*args: Any, **kwargs: Any) -> Any:
+    def quantized(*args: Any, **kwargs: Any) -> Any:
         leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_opaque_leaf)
-        products = _products_of(rules, asked(), code)
+        scope = _rules_in_scope(rules, asked(), code)
 
         def run(*leaves: Any) -> Any:
             args, kwargs = jax.tree.unflatten(treedef, leaves)
             return fn(*args, **kwargs)
 
-        with asking(products):
-            out = run_around(run, *map(_marked, leaves))
-        products.warn_of_unmatched()
-        is_ours = lambda x: isinstance(x, Activation)
-        return jax.tree.map(lambda x: x.array if is_ours(x) else x, out, is_leaf=is_opaque_leaf)
+        with asking(scope):
+            out = run_around(run, *map(_as_activation, leaves))
+        scope.warn_of_unmatched()
+        return jax.tree.map(_unwrap, out, is_leaf=is_opaque_leaf)
 
-    return of_activations
+    return quantized
 
 
 def _code_of(fn: Any) -> Any:
-    """What stays the same where a function is made anew for each call: its code, or its class."""
+    """Return the code of a function, or its class: the same if a function is created repeatedly."""
     while isinstance(fn, partial):
         fn = fn.func
     fn = inspect.unwrap(getattr(fn, "__func__", fn))
     return getattr(fn, "__code__", type(fn))
 
 
-@lru_cache(maxsize=256)  # for what is traced with one is found again with an equal one
-def _products_of(rules: tuple[Rule, ...], around: "_Products | None", code: Any) -> "_Products":
-    del code  # of the key: which rules have matched is said of a function
-    return _Products(rules, around)
+class _RulesInScope:
+    """The rules of a call of `quantize_products`, and of an outer call around it.
 
+    Rules of the inner call come first. The object remembers which rules have matched a product.
+    """
 
-class _Products:
-    """The rules of a call, before those of a call around it, and what they have matched."""
-
-    def __init__(self, rules: tuple[Rule, ...], around: "_Products | None"):
+    def __init__(self, rules: tuple[Rule, ...], outer: "_RulesInScope | None"):
         for rule in rules:
-            _check(rule)
-        self.rules, self.around = rules, around
+            _check_rule(rule)
+        self.rules, self.outer = rules, outer
         self.unmatched = set(rules)
-        self.met: dict[tuple[str, str], Rule | None] = {}
+        self.rule_by_product: dict[tuple[str, str], Rule | None] = {}  # by place and primitive
 
-    def rule_for(self, at: Place, op: str) -> Rule | None:
-        """Returns the rule of a product at a place."""
-        key = "/".join(at.names), op
-        if key not in self.met:
-            self.met[key] = next(
-                (r for r in self.rules if r.matches(key[0]) and r.is_for(op)), None
+    def find(self, at: Place, op: str) -> Rule | None:
+        """Return the rule of a product at a place."""
+        path = "/".join(at.names)
+        if (path, op) not in self.rule_by_product:
+            self.rule_by_product[path, op] = next(
+                (rule for rule in self.rules if rule.matches(path) and rule.is_for(op)), None
             )
-        rule = self.met[key]
+        rule = self.rule_by_product[path, op]
         self.unmatched.discard(rule)
-        return self.around.rule_for(at, op) if rule is None and self.around else rule
+        return self.outer.find(at, op) if rule is None and self.outer else rule
 
     def warn_of_unmatched(self) -> None:
-        """Warns once of the rules that nothing has matched yet."""
+        """Warn once of each rule that has matched no product so far."""
         unmatched, self.unmatched = self.unmatched, set()
         for rule in self.rules:
             if rule in unmatched:
-                places = ", ".join(f"{at!r} ({op})" for at, op in list(self.met)[:4])
-                message = (
-                    f"the rule {rule.path_regex!r} matches no product of two activations. "
-                    + (
-                        f"The program has such products at {places}. Change path_regex to match "
-                        "one of these names in full, or op_names"
-                        if places
-                        else "The program has no such product"
-                    )
+                products = list(self.rule_by_product)[:4]
+                places = ", ".join(f"{path!r} ({op})" for path, op in products)
+                hint = (
+                    f"The program has such products at {places}. Change path_regex to match one of "
+                    "these names in full, or op_names"
+                    if places
+                    else "The program has no such product"
                 )
-                warnings.warn(message, UserWarning, stacklevel=3)
+                message = f"the rule {rule.path_regex!r} matches no product of two activations. "
+                warnings.warn(message + hint, UserWarning, stacklevel=3)
 
 
-def _check(rule: Rule) -> None:
+@lru_cache(maxsize=256)
+def _rules_in_scope(
+    rules: tuple[Rule, ...], outer: _RulesInScope | None, code: Any
+) -> _RulesInScope:
+    """Return the same object for equal arguments, so that JAX finds earlier traces again.
+
+    `code` is part of the key because each function has its own set of rules that matched.
+    """
+    del code
+    return _RulesInScope(rules, outer)
+
+
+def _check_rule(rule: Rule) -> None:
     default = Rule(
         rule.path_regex,
         None,
@@ -171,12 +179,12 @@ def _check(rule: Rule) -> None:
 class Activation(ImplicitArray):
     """An array that depends on an argument of a function under `quantize_products`.
 
-    It is the array to every primitive but products, and its results are activations. It has no
-    metadata, and no other dense form than its leaf, so that where it meets a dense array in a loop,
-    that is taken for an activation.
+    All primitives except products apply to the array itself, and their results are activations. The
+    type has no metadata and cannot be materialized. So where a loop carry is an activation in one
+    iteration and dense in another, the dense array becomes an activation.
     """
 
-    default_precedence: ClassVar[int] = 100  # it stands around whatever else there is
+    default_precedence: ClassVar[int] = 100  # an activation wraps all other types
 
     array: Any  # [...]
 
@@ -185,85 +193,79 @@ class Activation(ImplicitArray):
         return jax.typeof(self.array)
 
     def materialise(self) -> Any:
-        """Refuses, so that it is an activation wherever it goes."""
+        """Raise `TypeError`, so that the array stays an activation."""
         raise TypeError("an activation in vn.quant.quantize_products cannot be materialized")
 
     @staticmethod
     def default(primitive: Primitive, values: Sequence[Any], params: dict[str, Any]) -> Any:
-        """What the primitive gives on the arrays, as activations."""
+        """Apply the primitive to the arrays, and return the results as activations."""
         bind = lambda *xs: primitive.bind(*xs, **primitive.get_bind_params(params))
-        out = redispatch(bind, *map(_array, values))
-        return list(map(_marked, out)) if primitive.multiple_results else _marked(out)
+        out = redispatch(bind, *map(_unwrap, values))
+        return list(map(_as_activation, out)) if primitive.multiple_results else _as_activation(out)
 
 
-def _array(x: Any) -> Any:
+def _unwrap(x: Any) -> Any:
     return x.array if isinstance(x, Activation) else x
 
 
-def _marked(x: Any) -> Any:
-    """An array as an activation: numbers of any kind, for tokens are looked up in embeddings."""
+def _as_activation(x: Any) -> Any:
+    """Wrap an array of numbers. Integers are wrapped too, because tokens index embeddings."""
     if not isinstance(x, jax.Array | np.ndarray) or isinstance(x, Value):
         return x
     return Activation(x) if jnp.issubdtype(x.dtype, np.generic) else x
 
 
-# Products.
+# Products of two activations.
 
 Axes = Sequence[int]
 
 
-def _summed_in_dot(x: Any, y: Any, params: dict[str, Any]) -> tuple[Axes, Axes]:
-    return params["dimension_numbers"][0]
+def _contracted_by_convolution(params: dict[str, Any]) -> tuple[Axes, Axes]:
+    lhs, rhs = params["dimension_numbers"].lhs_spec, params["dimension_numbers"].rhs_spec
+    return (*lhs[2:], lhs[1]), (*rhs[2:], rhs[1])
 
 
-def _summed_in_ragged_dot(x: Any, y: Any, params: dict[str, Any]) -> tuple[Axes, Axes]:
-    return params["ragged_dot_dimension_numbers"].dot_dimension_numbers[0]
-
-
-def _summed_in_convolution(x: Any, y: Any, params: dict[str, Any]) -> tuple[Axes, Axes]:
-    of_x, of_y = params["dimension_numbers"].lhs_spec, params["dimension_numbers"].rhs_spec
-    return (*of_x[2:], of_x[1]), (*of_y[2:], of_y[1])
-
-
-#: Of each product, from the operands and parameters to the axes of either that are summed.
-SUMMED = {
-    "dot_general": _summed_in_dot,
-    "ragged_dot_general": _summed_in_ragged_dot,
-    "conv_general_dilated": _summed_in_convolution,
+#: For each product, a function from its parameters to the contracted axes of both operands.
+CONTRACTED_AXES: dict[str, Callable[[dict[str, Any]], tuple[Axes, Axes]]] = {
+    "dot_general": lambda params: params["dimension_numbers"][0],
+    "ragged_dot_general": lambda params: params[
+        "ragged_dot_dimension_numbers"
+    ].dot_dimension_numbers[0],
+    "conv_general_dilated": _contracted_by_convolution,
 }
 
 
-def _rule_of(name: str) -> None:
+def _register_product(name: str) -> None:
     primitive = find_primitive(name)
 
     def product(x: Activation, y: Activation, *others: Any, **params: Any) -> Any:
-        at, products = place(), asked()
-        rule = None if products is None or at.is_derivative else products.rule_for(at, name)
+        at, scope = place(), asked()
+        rule = None if scope is None or at.is_derivative else scope.find(at, name)
         operands = x.array, y.array
         dtypes = {jax.typeof(operand).dtype for operand in operands}
         if rule is None or rule.act_qtype is None or not dtypes <= set(QUANTIZABLE):
             return NotImplemented
-        summed = SUMMED[name](*operands, params)
-        pair = [_quantized(*of, rule, at) for of in zip(operands, summed, strict=True)]
+        axes = CONTRACTED_AXES[name](params)
+        pair = [_quantize_operand(*of, rule, at) for of in zip(operands, axes, strict=True)]
         bind = lambda *xs: primitive.bind(*xs, **params)
-        with asking(None):  # the operands may be activations of a call around this one
-            out = redispatch(bind, *pair, *map(_array, others))
+        with asking(None):  # the operands may be activations of an outer call
+            out = redispatch(bind, *pair, *map(_unwrap, others))
         note_how(f"activations in {rule.act_qtype} at {'/'.join(at.names)!r}")
-        return _marked(out)
+        return _as_activation(out)
 
     register(name)(product)
 
 
-for _name in SUMMED:
-    _rule_of(_name)
+for _name in CONTRACTED_AXES:
+    _register_product(_name)
 
 
-def _quantized(x: Any, summed: Axes, rule: Rule, at: Place) -> Any:
+def _quantize_operand(x: Any, contracted: Axes, rule: Rule, at: Place) -> Any:
     assert rule.act_qtype is not None
-    last = summed[-1] if summed else 0
+    last = contracted[-1] if contracted else 0
     size = rule.act_tile_size
     tile = None if size is None else resolve_tile_size(x.shape, last, size)
-    axes = choose_scale_axes(x.ndim, summed, get_format(rule.act_qtype), tile)
+    axes = choose_scale_axes(x.ndim, contracted, get_format(rule.act_qtype), tile)
     method = rule.act_calibration_method
     try:
         return ste(quantize)(x, rule.act_qtype, calibration_method=method, **axes.arguments)
@@ -276,18 +278,18 @@ def _quantized(x: Any, summed: Axes, rule: Rule, at: Place) -> Any:
         raise
 
 
-# What takes arrays alone, and no implicit ones.
+# Primitives that need plain arrays: the index of `cond`, and the arguments of callbacks.
 
 
-def _branch(index: Activation, *operands: Any, branches: Any, **params: Any) -> Any:
+def _cond(index: Activation, *operands: Any, branches: Any, **params: Any) -> Any:
     bind = lambda *xs: find_primitive("cond").bind(*xs, branches=branches, **params)
     return redispatch(bind, index.array, *operands)
 
 
-add_rule(_branch, [find_primitive("cond")], structural=True)
+add_rule(_cond, [find_primitive("cond")], structural=True)
 
 
-def _opens(primitive: Primitive) -> None:
+def _register_callback(primitive: Primitive) -> None:
     def rule(*operands: Any, **params: Any) -> Any:
         if not any(isinstance(x, Activation) for x in operands):
             return NotImplemented
@@ -297,12 +299,12 @@ def _opens(primitive: Primitive) -> None:
 
 
 for _name in ("pure_callback", "io_callback", "debug_callback", "debug_print"):
-    _opens(find_primitive(_name))
+    _register_callback(find_primitive(_name))
 
 
-def _named(x: Activation, *, name: str) -> Any:
-    # It is what it stands for already, of vn.materialise.
+def _materialise(x: Activation, *, name: str) -> Any:
+    # vn.materialise(x) is an identity here, because an activation cannot be materialized.
     return x if name == MATERIALISE else NotImplemented
 
 
-add_rule(_named, [find_primitive("name")], precedence=0)
+add_rule(_materialise, [find_primitive("name")], precedence=0)

@@ -1,27 +1,255 @@
-"""Quantises a checkpoint, one tensor after the other, and says what became of each.
+"""Quantize a checkpoint: a stream of named tensors that may not fit in memory.
 
-Nothing here knows of files. A checkpoint is a stream of named arrays, so a model that does not fit
-in memory is quantised as one that does.
+`plan` chooses the rule of each tensor from names, shapes and dtypes alone, so that errors come
+before any work. `quantize_stream` then quantizes one tensor after the other, and `summarize` turns
+the outcomes into a table. Nothing here knows about files.
 """
 
+import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..arrays.qarray import QArray
+from ..arrays.qarray import QUANTIZABLE, QArray
+from ..formats import get_format
+from ..formats.tiles import dividing_tiles
+from .default_rules import default_tile, fit_default_rule
+from .matching import can_be_quantized
+from .notices import describe_changed_tiles
 from .rules import Rule
+
+# torch stores a `weight` as [out, in], and JAX libraries store a `kernel` as [..., in, out].
+CONTRACTING_AXIS = {"torch": -1, "jax": -2}
+_LAYOUT_OF_NAME = {"weight": "torch", "kernel": "jax"}
+
+ANY_WEIGHT = r".*(weight|kernel)"
+
+
+class UnknownAxisError(ValueError):
+    """An error for a tensor whose contracted axis is unknown."""
+
+
+class TileError(ValueError):
+    """An error for a tile that does not divide the axis of the tensor named `tensor`."""
+
+    def __init__(self, message: str, tensor: str):
+        super().__init__(message)
+        self.tensor = tensor
+
+
+@dataclass(frozen=True)
+class Selector:
+    """A `Rule` of the command line, whose contracted axis may follow from the name of a tensor.
+
+    **Arguments:**
+
+    - `regex`: a regex that matches the whole name.
+    - `qtype`: the format. None leaves the tensors dense.
+    - `tile_size`: the number of values along the contracted axis that share a scale. None means the
+      tile size of the format if it has one (32 for mxfp4), and otherwise the whole axis. "default"
+      means the tile size that `quantize_tree` uses for the name of a format. If it does not divide
+      the axis, the tile is smaller, or the format is int8 if its tile size is fixed.
+    - `tile_axis`: the contracted axis. None means -1 for names that end in "weight", as in torch,
+      and -2 for names that end in "kernel", as in JAX.
+    - `stated`: the place where the user stated the selector, for messages.
+
+    **Raises:** `ValueError` if the regex or the format is invalid, or a tile size is below 1 or
+    differs from the fixed one of the format.
+    """
+
+    regex: str
+    qtype: str | None
+    tile_size: int | Literal["default"] | None = None
+    tile_axis: int | None = None
+    stated: str = "the rule"
+
+    def __post_init__(self) -> None:
+        self.rule(-1)  # checks the arguments
+
+    def __str__(self) -> str:
+        return f"{self.stated} {self.regex!r}"
+
+    def rule(self, tile_axis: int) -> Rule:
+        """Return the rule for a contracted axis."""
+        tile: Any = self.tile_size
+        if tile == "default":
+            tile = None if self.qtype is None else default_tile(self.qtype)
+        elif tile is None and self.qtype is not None:
+            tile = get_format(self.qtype).tile_size
+        return Rule(self.regex, self.qtype, tile_size=tile, tile_axis=tile_axis)
+
+
+#: For each key of a rule in a rules file, its types, and their names in messages.
+_RULE_KEYS: dict[str, tuple[Any, str]] = {
+    "path": (str, "a string"),
+    "qtype": (str | None, "a string or null"),
+    "tile_size": (int | None, "an integer or null"),
+    "tile_axis": (int, "an integer"),
+}
+
+
+def selectors_from_json(text: str, *, tile_axis: int | None = None) -> list[Selector]:
+    """Read the selectors of a rules file, in order. The first that matches a name applies.
+
+    **Arguments:**
+
+    - `text`: a list of `{"path": regex, "qtype": name or null, "tile_size": int or null,
+      "tile_axis": int}`. The last two are optional.
+    - `tile_axis`: the default of "tile_axis".
+
+    **Raises:** `ValueError` with the invalid rule.
+
+    >>> from veneer.quant.models.checkpoint import selectors_from_json
+    >>> selectors_from_json('[{"path": ".*kernel", "qtype": "int8"}]')[0].qtype
+    'int8'
+    """
+    try:
+        rules = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the rules are not JSON: {error}") from error
+    if not isinstance(rules, list):
+        raise ValueError("the rules must be a JSON list of objects")
+    selectors = []
+    for rule in rules:
+        if not isinstance(rule, dict) or not {"path", "qtype"} <= rule.keys() <= _RULE_KEYS.keys():
+            raise ValueError(
+                "a rule must be an object with 'path', 'qtype' and optionally 'tile_size' and "
+                f"'tile_axis', not {json.dumps(rule)}"
+            )
+        for key, value in rule.items():
+            types, expected = _RULE_KEYS[key]
+            if not isinstance(value, types) or isinstance(value, bool):
+                raise ValueError(
+                    f"{key!r} must be {expected}, not {json.dumps(value)}, in the rule "
+                    f"{json.dumps(rule)}"
+                )
+        axis = rule.get("tile_axis", tile_axis)
+        selectors.append(Selector(rule["path"], rule["qtype"], rule.get("tile_size"), axis))
+    return selectors
+
+
+def plan(
+    avals: Mapping[str, jax.ShapeDtypeStruct], selectors: Sequence[Selector]
+) -> dict[str, Rule]:
+    """Choose the rule of each tensor from names, shapes and dtypes.
+
+    A tensor is quantized by the first selector that matches its name, if the tensor is floating and
+    has rank 2 or more.
+
+    **Arguments:**
+
+    - `avals`: the shape and dtype of each tensor by name.
+    - `selectors`: the selectors, in order of precedence.
+
+    **Returns:** a `Rule` for each tensor to quantize, by name.
+
+    **Raises:**
+
+    - `ValueError` if a selector matches no name, or no tensor that can be quantized.
+    - `TileError` if a tile does not divide its axis.
+    - `UnknownAxisError` if the contracted axis is unknown.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from veneer.quant.models.checkpoint import Selector, plan
+    >>> avals = {"proj.weight": jax.ShapeDtypeStruct((8, 64), jnp.float32)}
+    >>> plan(avals, [Selector(".*weight", "nf4", tile_size=32)])["proj.weight"].tile_axis
+    -1
+    """
+    chosen: dict[str, Rule] = {}
+    claimed: set[str] = set()
+    for selector in selectors:
+        names = [name for name in avals if re.fullmatch(selector.regex, name)]
+        if not names:
+            raise ValueError(
+                f"{selector} matches no tensor. It must match a whole name, such as "
+                f"{_list_names(avals)}"
+            )
+        if selector.qtype is not None:
+            able = [name for name in names if can_be_quantized(avals[name])]
+            if not able:
+                allowed = ", ".join(dtype.name for dtype in QUANTIZABLE)
+                aval = avals[names[0]]
+                raise ValueError(
+                    f"{selector} matches no tensor that can be quantized: {names[0]!r} is "
+                    f"{aval.dtype}{list(aval.shape)}, and only {allowed} of rank 2 or more can be"
+                )
+            for name in able:
+                if name not in claimed:
+                    chosen[name] = _rule_for(selector, name, avals[name].shape)
+        claimed.update(names)
+    if not chosen:
+        raise ValueError(f"no tensor is left to quantize among {_list_names(avals)}")
+    return chosen
+
+
+def unselected(
+    avals: Mapping[str, jax.ShapeDtypeStruct], selectors: Sequence[Selector]
+) -> list[str]:
+    """Return the names of the tensors that can be quantized and that no selector matches."""
+    return [
+        name
+        for name, aval in avals.items()
+        if can_be_quantized(aval)
+        and not any(re.fullmatch(selector.regex, name) for selector in selectors)
+    ]
+
+
+def without_default_tile(
+    avals: Mapping[str, jax.ShapeDtypeStruct], rules: Mapping[str, Rule], qtype: str
+) -> list[str]:
+    """Describe the tensors whose axis the default tile of a format does not divide."""
+    default = Rule(".*", qtype, tile_size=default_tile(qtype))
+    return describe_changed_tiles(dict.fromkeys(rules, default), rules, avals)
+
+
+def _rule_for(selector: Selector, name: str, shape: tuple[int, ...]) -> Rule:
+    axis = selector.tile_axis
+    if axis is None:
+        layout = next((x for end, x in _LAYOUT_OF_NAME.items() if name.endswith(end)), None)
+        axis = CONTRACTING_AXIS[layout] if layout else None
+    if axis is None:
+        raise UnknownAxisError(
+            f"the contracted axis of {name!r} {list(shape)} is unknown, because its name ends in "
+            "neither 'weight' nor 'kernel'. Set tile_axis"
+        )
+    if not -len(shape) <= axis < len(shape):
+        raise ValueError(
+            f"{selector} tiles axis {axis}, which {name!r} {list(shape)} does not have"
+        )
+    rule = selector.rule(axis)
+    if selector.tile_size == "default":
+        return fit_default_rule(rule, {axis % len(shape) - len(shape)}, shape)
+    tile = rule.axes(shape)[1].get(axis % len(shape))
+    if tile is not None and shape[axis] % tile:
+        divisors = ", ".join(map(str, dividing_tiles(shape[axis], tile)))
+        remedy = f"Tiles that do are {divisors}"
+        if selector.qtype is not None and get_format(selector.qtype).tile_size is not None:
+            remedy = f"{selector.qtype} has no other tile, so choose another format"
+        raise TileError(
+            f"tile {tile} does not divide axis {axis} of {name!r} {list(shape)}. {remedy}, or "
+            "leave it dense",
+            name,
+        )
+    return rule
+
+
+def _list_names(names: Iterable[str]) -> str:
+    first = [repr(name) for _, name in zip(range(3), names, strict=False)]
+    return ", ".join(first) or "no tensors at all"
 
 
 class Outcome(NamedTuple):
-    """What became of one tensor, and what it cost.
+    """The format and the sizes of one tensor of a checkpoint.
 
-    `error` and `norm` are the Frobenius norms of `original - quantised` and of `original`; None
-    where it was left as it was.
+    `error` and `norm` are the Frobenius norms of `original - quantized` and of `original`. They are
+    None if the tensor was not quantized.
     """
 
     name: str
@@ -37,16 +265,16 @@ def quantize_stream(
     rules: Mapping[str, Rule],
     calibrated: Mapping[str, QArray] = MappingProxyType({}),
 ) -> Iterator[tuple[np.ndarray | QArray, Outcome]]:
-    """Quantises the tensors that have a rule and passes the others through, one at a time.
+    """Quantize the tensors that have a rule, one at a time, and pass on all others.
 
     **Arguments:**
 
-    - `tensors`: names and arrays. Values that are quantised already pass through.
-    - `rules`: by name, as `selection.plan` makes them.
-    - `calibrated`: what is quantised by now, and taken instead.
+    - `tensors`: names and arrays. Each `QArray` is passed on.
+    - `rules`: rules by name, from `plan`.
+    - `calibrated`: quantized tensors by name, which replace the originals.
 
     **Returns:** an iterator of the values to store, in the same order, each with its `Outcome`.
-    float64 weights are quantised in float32 unless `jax_enable_x64` is set, as all else in JAX.
+    float64 weights are quantized in float32 unless `jax_enable_x64` is set.
 
     >>> import numpy as np, veneer as vn
     >>> from veneer.quant.models.checkpoint import quantize_stream
@@ -65,14 +293,14 @@ def quantize_stream(
             else:
                 value = rules[name].quantize(jnp.asarray(original))
             error, norm = error_norms(original, value)
-            del original  # not while the next one is read
+            del original  # so that only one original is in memory
         yield value, Outcome(name, describe_format(value), before, value.nbytes, error, norm)
 
 
 def error_norms(original: np.ndarray | QArray, value: np.ndarray | QArray) -> tuple[float, float]:
-    """Returns the Frobenius norms of `original - value` and of `original`, arrays of one shape.
+    """Return the Frobenius norms of `original - value` and of `original`.
 
-    They are computed in float32, or the wider of the two dtypes.
+    They are computed in float32 or the wider of the two dtypes.
     """
     a, b = (np.asarray(x.dequantize() if isinstance(x, QArray) else x) for x in (original, value))
     wide = np.result_type(a.dtype, b.dtype, np.float32)
@@ -81,7 +309,7 @@ def error_norms(original: np.ndarray | QArray, value: np.ndarray | QArray) -> tu
 
 
 class GroupSummary(NamedTuple):
-    """What became of tensors whose names differ in numbers only (`layer.*.weight`)."""
+    """The totals of tensors whose names differ only in numbers, such as `layer.*.weight`."""
 
     name: str
     format: str
@@ -91,32 +319,31 @@ class GroupSummary(NamedTuple):
     relative_error: float | None
 
 
-def summarise(outcomes: Iterable[Outcome]) -> list[GroupSummary]:
-    """Gives one row to each group of names and format, in order of first appearance.
+def summarize(outcomes: Iterable[Outcome]) -> list[GroupSummary]:
+    """Return a row for each group of names and format, in order of first appearance.
 
-    The relative error is that of the group's tensors taken as one vector; None where none was
-    quantised.
+    The relative error is that of all quantized tensors of the group as one vector. It is None if no
+    tensor was quantized.
     """
     groups: dict[tuple[str, str], list[Outcome]] = {}
     for outcome in outcomes:
         key = re.sub(r"\d+", "*", outcome.name), outcome.format
         groups.setdefault(key, []).append(outcome)
-    return [_summary(name, format, group) for (name, format), group in groups.items()]
-
-
-def _summary(name: str, format: str, group: Sequence[Outcome]) -> GroupSummary:
-    before = sum(outcome.bytes_before for outcome in group)
-    after = sum(outcome.bytes_after for outcome in group)
-    norms = [(x.error, x.norm) for x in group if x.error is not None and x.norm is not None]
-    error = relative_error(*map(math.hypot, *norms)) if norms else None
-    return GroupSummary(name, format, len(group), before, after, error)
+    rows = []
+    for (name, format), group in groups.items():
+        norms = [(x.error, x.norm) for x in group if x.error is not None and x.norm is not None]
+        error = relative_error(*map(math.hypot, *norms)) if norms else None
+        before = sum(outcome.bytes_before for outcome in group)
+        after = sum(outcome.bytes_after for outcome in group)
+        rows.append(GroupSummary(name, format, len(group), before, after, error))
+    return rows
 
 
 def relative_error(error: float, norm: float) -> float:
-    """Returns `error / norm`, where nothing lost of nothing is 0."""
+    """Return `error / norm`, or 0 if both are 0."""
     return error / norm if norm else error and math.inf
 
 
 def describe_format(value: np.ndarray | QArray) -> str:
-    """Names the dtype of a dense array; the format and the tiles of a QArray (`nf4, tile 64`)."""
+    """Return the dtype of a dense array, or the format and tiles of a `QArray` (`nf4, tile 64`)."""
     return f"{value.qtype}, {value.storage_name}" if isinstance(value, QArray) else str(value.dtype)

@@ -1,8 +1,8 @@
-"""Corrections of low rank: what rounding a weight lost, as far as a few products make up for it.
+"""Low-rank corrections of the rounding error of a weight.
 
-Of `E = W - Q`, the matrix of rank r nearest to it: `E @ V @ V.T`, where the columns of V are the
-right singular vectors of the r largest singular values (Eckart and Young 1936). Here in the metric
-of the weight itself, without any data; `ptq/low_rank.py` has that of the activations it meets.
+For a weight W that is rounded to Q, the correction is the matrix of rank r nearest to `E = W - Q`:
+`E @ V @ V.T`, where V holds the right singular vectors of the r largest singular values (Eckart and
+Young 1936). It needs no data. `ptq/low_rank.py` computes corrections weighted by activations.
 """
 
 import math
@@ -19,32 +19,32 @@ from .rules import Rule
 
 
 class LowRankAxes(NamedTuple):
-    """How many axes of a weight `[*lead, *in, *out]` come in and go out in a `LoraArray`.
+    """The axes of a weight `[*lead, *in, *out]` that is stored in a `LoraArray`.
 
     **Arguments:**
 
-    - `in_ndim`, `out_ndim`: of a `LoraArray`.
-    - `contracted`: whether it is the axes `"in"` or `"out"` that products contract.
+    - `in_ndim`, `out_ndim`: the number of input and of output axes, as in `LoraArray`.
+    - `contracted`: "in" or "out", the axes that products contract.
     """
 
     in_ndim: int
     out_ndim: int
     contracted: str
 
-    def matrices(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        """Returns the sizes of leading axes, of those that come in, and of those that go out."""
+    def split_shape(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        """Split the shape of a weight into leading, input and output sizes."""
         at = len(shape) - self.out_ndim
         return shape[: at - self.in_ndim], shape[at - self.in_ndim : at], shape[at:]
 
-    def held(self, q: Any, a: Any, b: Any) -> LoraArray:
-        """Returns a weight with a correction.
+    def as_lora(self, q: Any, a: Any, b: Any) -> LoraArray:
+        """Return a weight of any type plus a correction.
 
         **Arguments:**
 
-        - `q`: the weight, of any type.
-        - `a`, `b`: `[L, in, rank]` and `[L, rank, out]`, of matrices one after the other.
+        - `q`: the weight.
+        - `a`, `b`: the factors `[L, in, rank]` and `[L, rank, out]`, with merged axes.
         """
-        lead, ins, outs = self.matrices(q.shape)
+        lead, ins, outs = self.split_shape(q.shape)
         rank = a.shape[-1]
         return LoraArray(
             q,
@@ -59,14 +59,14 @@ class LowRankAxes(NamedTuple):
 def low_rank_axes(
     ndim: int, contracted: Collection[int], free: Collection[int]
 ) -> LowRankAxes | None:
-    """Returns how a `LoraArray` has the axes of a weight, counted from the end; None if it cannot.
+    """Return the axes of a weight in a `LoraArray`, or None if no `LoraArray` has these axes.
 
-    The last two runs of axes are those that come in and go out; all before are leading ones.
+    The last two runs of contracted or free axes are the input and output axes. The axes before them
+    are leading axes.
 
     **Arguments:**
 
-    - `contracted`: those that products contract.
-    - `free`: those that products leave.
+    - `contracted`, `free`: the contracted and the free axes of products, counted from the end.
 
     >>> from veneer.quant.models.correction import low_rank_axes
     >>> low_rank_axes(4, {-3}, {-2, -1})  # layers of [in, heads, size]
@@ -84,90 +84,79 @@ def low_rank_axes(
     return LowRankAxes(ins, outs, "in" if last < 0 else "out")
 
 
-def free_without_program(ndim: int, contracted: Collection[int]) -> set[int]:
-    """Returns the axes that a product leaves, where no program says it.
+def quantize_with_correction(array: Any, rule: Rule, axes: LowRankAxes | None) -> Any:
+    """Quantize a weight by a rule, and add the low-rank correction of the rule if it has one.
 
-    All that lie behind those that it contracts; or else, as in a torch weight `[out, in]`, the one
-    before them.
-    """
-    behind = set(range(max(contracted) + 1, 0))
-    before = [axis for axis in range(-ndim, 0) if axis not in contracted]
-    return behind or set(before[-1:])
-
-
-def quantize_corrected(array: Any, rule: Rule, axes: LowRankAxes | None) -> Any:
-    """Quantises a weight as a rule says, with a correction of low rank if it asks for one.
-
-    With several `correction_steps`, what is rounded is the weight without the correction that was
-    found before (LoftQ: Li et al., arXiv 2310.08659, algorithm 1), and the step is kept of which
-    the sum of squares lost is the least.
+    With several `correction_steps`, each step rounds the weight minus the correction of the step
+    before (LoftQ, Li et al., arXiv 2310.08659, algorithm 1). The result is the step with the least
+    squared error.
 
     **Arguments:**
 
-    - `array`: floating, `[*lead, *in, *out]`.
-    - `axes`: of the correction; None where the rule asks for none.
+    - `array`: a floating array `[*lead, *in, *out]`.
+    - `axes`: the axes of the correction, or None without one.
 
-    **Returns:** what `rule.quantize` does, in a `LoraArray` if it is corrected.
+    **Returns:** the result of `rule.quantize`, in a `LoraArray` if it has a correction.
     """
     if rule.correction_rank is None or axes is None:
         return rule.quantize(array)
     array = jnp.asarray(array)
     best, least, target = None, jnp.asarray(jnp.inf), array
     for _ in range(rule.correction_steps):
-        found = corrected(rule.quantize(target), array, rule.correction_rank, axes)
-        update = found.update().astype(jnp.float32)
-        loss = jnp.square(_lost(found.w, array) - update).sum()
+        step = add_correction(rule.quantize(target), array, rule.correction_rank, axes)
+        update = step.update().astype(jnp.float32)
+        loss = jnp.square(_rounding_error(step.w, array) - update).sum()
         target = (array - update).astype(array.dtype)
-        kept = partial(jnp.where, loss < least)
-        best = found if best is None else jax.tree.map(kept, found, best)
+        select_better = partial(jnp.where, loss < least)
+        best = step if best is None else jax.tree.map(select_better, step, best)
         least = jnp.minimum(loss, least)
     return best
 
 
-def corrected(q: Any, array: Any, rank: int, axes: LowRankAxes) -> LoraArray:
-    """Returns what stands for an array, rounded, with the correction of least squares.
+def add_correction(q: Any, array: Any, rank: int, axes: LowRankAxes) -> LoraArray:
+    """Add the low-rank correction of least squared error to a rounded array.
 
     **Arguments:**
 
     - `q`: the rounded array.
-    - `array`: as it was.
-    - `rank`: at most; of smaller matrices, as many as they have rows or columns.
-    - `axes`: of the correction.
+    - `array`: the array before rounding.
+    - `rank`: the rank of the correction. The sizes of the matrices limit it.
+    - `axes`: the axes of the correction.
 
     >>> import jax, jax.numpy as jnp
     >>> from veneer.quant import quantize
-    >>> from veneer.quant.models.correction import LowRankAxes, corrected
+    >>> from veneer.quant.models.correction import LowRankAxes, add_correction
     >>> w = jax.random.normal(jax.random.key(0), (16, 8))
-    >>> whole = corrected(quantize(w, "int2"), w, 8, LowRankAxes(1, 1, "in"))
-    >>> bool(jnp.allclose(whole.materialise(), w, atol=1e-5))
+    >>> exact = add_correction(quantize(w, "int2"), w, 8, LowRankAxes(1, 1, "in"))
+    >>> bool(jnp.allclose(exact.materialise(), w, atol=1e-5))
     True
     """
-    lead, ins, outs = axes.matrices(q.shape)
-    lost = _lost(q, array).reshape(math.prod(lead), math.prod(ins), math.prod(outs))
-    return axes.held(q, *_factors(lost, min(rank, *lost.shape[1:])))
+    error = _rounding_error(q, array).reshape(*map(math.prod, axes.split_shape(q.shape)))
+    return axes.as_lora(q, *_low_rank_factors(error, min(rank, *error.shape[1:])))
 
 
-def _lost(q: Any, array: Any) -> jax.Array:
-    """What an array lost; zeros where that is no number."""
-    lost = jnp.asarray(array, jnp.float32) - materialise_one(q)
-    return jnp.where(jnp.isfinite(lost), lost, 0)
+def _rounding_error(q: Any, array: Any) -> jax.Array:
+    error = jnp.asarray(array, jnp.float32) - materialise_one(q)
+    return jnp.where(jnp.isfinite(error), error, 0)
 
 
-def _factors(lost: jax.Array, rank: int) -> tuple[jax.Array, jax.Array]:
-    """The nearest matrices of a rank, as `a @ b`, of matrices `[L, K, N]`."""
-    if lost.shape[1] < lost.shape[2]:
-        b, a = _factors(lost.mT, rank)
+def _low_rank_factors(matrices: jax.Array, rank: int) -> tuple[jax.Array, jax.Array]:
+    """Return the factors `a` and `b` of the nearest matrices of a rank, for `[L, K, N]`."""
+    if matrices.shape[1] < matrices.shape[2]:  # the eigenproblem is that of the smaller side
+        b, a = _low_rank_factors(matrices.mT, rank)
         return a.mT, b.mT
-    unit = lost / jnp.maximum(jnp.abs(lost).max(initial=0), jnp.finfo(lost.dtype).tiny)
+    largest = jnp.maximum(jnp.abs(matrices).max(initial=0), jnp.finfo(matrices.dtype).tiny)
+    unit = matrices / largest
     _, vectors = jnp.linalg.eigh(jnp.matmul(unit.mT, unit, precision="highest"))
-    right = vectors[..., lost.shape[2] - rank :]
-    return balanced(jnp.matmul(lost, right, precision="highest"), right.mT)
+    right = vectors[..., matrices.shape[2] - rank :]
+    return balance_factors(jnp.matmul(matrices, right, precision="highest"), right.mT)
 
 
-def balanced(a: Any, b: Any) -> tuple[Any, Any]:
-    """Returns factors whose columns and rows have the same norms, where those of b are of norm 1.
+def balance_factors(a: Any, b: Any) -> tuple[Any, Any]:
+    """Scale factors so that the columns of `a` and the rows of `b` have equal norms.
 
-    So both learn as fast. A column of a that is zero stays so, as in a LoRA to begin with.
+    The two factors then learn at the same rate. The rows of `b` must have norm 1. A zero column of
+    `a` stays zero, as in a new LoRA.
     """
     norms = (a**2).sum(-2, keepdims=True) ** 0.5
     root = (norms + (norms == 0)) ** 0.5

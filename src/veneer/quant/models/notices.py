@@ -1,7 +1,4 @@
-"""What `quantize_tree` tells of: weights that are not as someone who asked for a format thinks.
-
-Each warning names paths, with what they take, why, and the way out.
-"""
+"""Warnings of `quantize_tree`. Each lists paths, with the reason and a remedy."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,37 +14,58 @@ from ..arrays.qarray import QArray
 from ..formats import get_format
 from ..training import FakeQuantized
 from ..weights.activations import ActivationQuantized
-from .rules import Rule, can_be_quantized, some_of
+from .default_rules import SMALL, VOCABULARY_QTYPE
+from .matching import can_be_quantized, some_of
+from .rules import Rule
 from .uses import Use
-from .usual_rules import SMALL
+
+#: A scale that fewer values share is probably a mistake.
+_FEW_VALUES = 8
+#: Arrays with fewer values than this may be as large as before.
+_NEGLIGIBLE_SIZE = 1024
 
 
-def bits_of(array: Any) -> str:
-    """Returns how many bits a value an array takes, to be shown."""
-    nbytes = getattr(array, "nbytes", array.size * array.dtype.itemsize)  # no abstract array has it
+def _describe_bits(array: Any) -> str:
+    nbytes = getattr(array, "nbytes", array.size * array.dtype.itemsize)  # abstract arrays lack it
     return f"{8 * nbytes / max(array.size, 1):.3g} bits per value"
 
 
-def tell_of_unused(weights: Mapping[str, Any], uses: Mapping[str, Sequence[Use]]) -> None:
-    """Warns of weights, meant to be quantised, that stay dense as no product has them."""
-    # A vector of a stack is a norm, and what is small a bias: those are expected to.
-    large = [
+def warn_of_unused(weights: Mapping[str, Any], uses: Mapping[str, Sequence[Use]]) -> None:
+    """Warn of weights that stay dense because no product uses them."""
+    # Biases, and norm scales that are stacked to a matrix, are expected to stay dense.
+    unexpected = [
         (path, x)
         for path, x in weights.items()
         if not uses[path]
         or (math.prod(x.shape) >= SMALL and all(len(use.free) >= 2 for use in uses[path]))
     ]
-    left = [f"{path} at {bits_of(x)} ({next(iter(uses[path]), 'unused')})" for path, x in large]
-    if left:
+    described = [
+        f"{path} at {_describe_bits(x)} ({next(iter(uses[path]), 'unused')})"
+        for path, x in unexpected
+    ]
+    if described:
         warn_user(
-            f"left dense, because the program uses them in no product: {some_of(left)}. To "
+            f"left dense, because the program uses them in no product: {some_of(described)}. To "
             "quantize them anyway, add a rule for them with a tile_axis"
         )
 
 
-def tell_of_small(weights: Mapping[str, Any], chosen: Mapping[str, Rule], qtype: str) -> None:
-    """Warns where all weights are so small that the usual rules leave them dense."""
-    if weights and not chosen:
+def warn_of_conflicting_uses(path: str, uses: Sequence[Use]) -> None:
+    """Warn if two uses of a weight contract different axes."""
+    first = uses[0]
+    other = next((use for use in uses if use.contracted != first.contracted), None)
+    if other is not None:
+        warn_user(
+            f"{path} is used in two ways, and the first decides its scales: {first}, and "
+            f"{other}. To choose, add a rule for it with a tile_axis"
+        )
+
+
+def warn_of_only_small(
+    weights: Mapping[str, Any], selected: Mapping[str, Rule], qtype: str
+) -> None:
+    """Warn if all weights are so small that the default rules leave them dense."""
+    if weights and not selected:
         warn_user(
             f"no weight is quantized, because all have fewer than {SMALL:,} values: "
             f"{some_of(list(weights))}. To quantize them anyway, pass the rules "
@@ -55,123 +73,133 @@ def tell_of_small(weights: Mapping[str, Any], chosen: Mapping[str, Rule], qtype:
         )
 
 
-def tell_of_unmatched(weights: Mapping[str, Any], chosen: Mapping[str, Rule]) -> None:
-    """Warns where rules leave out more values than they quantise."""
+def warn_of_mostly_dense(weights: Mapping[str, Any], selected: Mapping[str, Rule]) -> None:
+    """Warn if no rule matches most of the values."""
     missed = {
-        path: x for path, x in weights.items() if path not in chosen and math.prod(x.shape) >= SMALL
+        path: x
+        for path, x in weights.items()
+        if path not in selected and math.prod(x.shape) >= SMALL
     }
     count = lambda paths: sum(math.prod(weights[path].shape) for path in paths)
-    if count(missed) > count(path for path, rule in chosen.items() if rule.has_format) > 0:
-        left = [f"{path} at {bits_of(x)}" for path, x in missed.items()]
+    if count(missed) > count(path for path, rule in selected.items() if rule.has_format) > 0:
+        some = some_of([f"{path} at {_describe_bits(x)}" for path, x in missed.items()])
         warn_user(
-            f"most values stay dense, because no rule matches them: {some_of(left)}. Add a rule "
+            f"most values stay dense, because no rule matches them: {some}. Add a rule "
             "for them, or end the list with Rule('.*', None) if they should stay dense"
         )
 
 
-def tell_of_tiles(
-    asked: Mapping[str, Rule], chosen: Mapping[str, Rule], weights: Mapping[str, Any]
+def warn_of_changed_tiles(
+    rules: Mapping[str, Rule], fitted: Mapping[str, Rule], weights: Mapping[str, Any]
 ) -> None:
-    """Warns of weights whose tiles or formats are others than those that are asked for."""
-    if unlike := changed_tiles(asked, chosen, weights):
+    """Warn of weights whose tile or format differs from the rule."""
+    if changed := describe_changed_tiles(rules, fitted, weights):
         warn_user(
-            f"the tile of the rule does not divide the contracted axes: {some_of(unlike)}. To "
+            f"the tile of the rule does not divide the contracted axes: {some_of(changed)}. To "
             "choose, add a rule for these weights with another tile_size or qtype"
         )
 
 
-def changed_tiles(
-    asked: Mapping[str, Rule], chosen: Mapping[str, Rule], weights: Mapping[str, Any]
+def describe_changed_tiles(
+    rules: Mapping[str, Rule], fitted: Mapping[str, Rule], weights: Mapping[str, Any]
 ) -> list[str]:
     """Describe each weight whose tile or format differs from the rule."""
-    unlike = []
-    for path, rule in chosen.items():
-        wanted, x = asked[path], weights[path]
-        if rule.qtype != wanted.qtype:
-            form = f"is in {rule.qtype}, not {wanted.qtype}"
-        elif isinstance(wanted.tile_size, int | np.integer) and _tile(rule, x) != wanted.tile_size:
-            form = f"has tiles of {_tile(rule, x)}, not {wanted.tile_size}"
+    changed = []
+    for path, rule in fitted.items():
+        asked, x = rules[path], weights[path]
+        if rule.qtype != asked.qtype:
+            change = f"is in {rule.qtype}, not {asked.qtype}"
+        elif isinstance(asked.tile_size, int | np.integer) and (
+            (size := _values_per_tile(rule, x)) != asked.tile_size
+        ):
+            change = f"has tiles of {size}, not {asked.tile_size}"
         else:
             continue
-        takes = bits_of(jax.eval_shape(rule.quantize, x))
-        unlike.append(f"{path} {list(x.shape)} {form}, at {takes}")
-    return unlike
+        bits = _describe_bits(jax.eval_shape(rule.quantize, x))
+        changed.append(f"{path} {list(x.shape)} {change}, at {bits}")
+    return changed
 
 
-def tell_of_unrotated(paths: Sequence[str], uses: Mapping[str, Sequence[Use]]) -> None:
-    """Warns of weights that are not rotated, as something takes them that would undo it."""
+def _values_per_tile(rule: Rule, array: Any) -> Any:
+    if rule.tile_size is None:
+        return math.prod(array.shape[axis] for axis in rule.contracting(array.ndim))
+    if isinstance(rule.tile_size, tuple):  # (axis, size) pairs
+        return math.prod(dict(rule.tile_size).values())
+    return rule.tile_size
+
+
+def warn_of_not_rotated(paths: Sequence[str], uses: Mapping[str, Sequence[Use]]) -> None:
+    """Warn of weights that are not rotated, because a use would undo the rotation."""
     if paths:
-        left = [f"{path} ({uses[path][0]})" for path in paths]
+        some = some_of([f"{path} ({uses[path][0]})" for path in paths])
         warn_user(
-            f"not rotated, because these uses would undo the rotation: {some_of(left)}. Add a "
+            f"not rotated, because these uses would undo the rotation: {some}. Add a "
             "rule for these weights without rotate"
         )
 
 
-def _tile(rule: Rule, array: Any) -> Any:
-    """How many values share a scale, by a rule that says so of each axis."""
-    sizes = rule.tile_size
-    if sizes is None:
-        return math.prod(array.shape[axis] for axis in rule.contracting(array.ndim))
-    return math.prod(dict(sizes).values()) if isinstance(sizes, tuple) else sizes
-
-
-def tell_of_held(paths: Sequence[str], leaves: Sequence[Any], rules: Sequence[Rule] | str) -> None:
-    """Warns of weights that are meant, and within arrays of other types, as that of a LoRA is."""
-    held = []
+def warn_of_nested(
+    paths: Sequence[str], leaves: Sequence[Any], rules: Sequence[Rule] | str
+) -> None:
+    """Warn of weights inside arrays of another type, such as a `LoraArray`, that match a rule."""
+    nested = []
     for path, leaf in zip(paths, leaves, strict=True):
         if not is_value(leaf) or isinstance(leaf, QArray | FakeQuantized | ActivationQuantized):
             continue
-        within = jax.tree.leaves(leaf, is_leaf=is_part(leaf))
-        if any(can_be_quantized(x) and x.shape == leaf.shape for x in within):
-            of_leaf = [] if isinstance(rules, str) else [r for r in rules if r.matches(path)][:1]
-            if isinstance(rules, str) or any(rule.has_format for rule in of_leaf):
-                held.append(f"{path} ({type(leaf).__name__})")
-    if held:
+        parts = jax.tree.leaves(leaf, is_leaf=is_part(leaf))
+        if any(can_be_quantized(x) and x.shape == leaf.shape for x in parts) and (
+            isinstance(rules, str) or any(r.has_format for r in _first_match(rules, path))
+        ):
+            nested.append(f"{path} ({type(leaf).__name__})")
+    if nested:
         warn_user(
             f"not quantized, because the weight is inside an array of another type: "
-            f"{some_of(held)}. Quantize first, then create these arrays from quantized weights"
+            f"{some_of(nested)}. Quantize first, then create these arrays from quantized weights"
         )
 
 
-def tell_of_quantised(
+def warn_of_already_quantized(
     paths: Sequence[str], leaves: Sequence[Any], rules: Sequence[Rule] | str
 ) -> None:
-    """Warns of weights in another format than is asked for, which stay as they are."""
-    kept = []
+    """Warn of quantized weights whose format differs from the rule. They stay unchanged."""
+    unchanged = []
     for path, leaf in zip(paths, leaves, strict=True):
-        if isinstance(leaf, QArray):
-            asked: list[Any] = [rules, "int8"]  # as tables and heads are
-            if not isinstance(rules, str):
-                asked = [rule.qtype for rule in rules if rule.matches(path)][:1]
-            if asked and None not in asked and leaf.qtype not in map(_name_of, asked):
-                kept.append(f"{path} ({leaf.qtype})")
-    if kept:
+        if not isinstance(leaf, QArray):
+            continue
+        qtypes: list[Any] = [rules, VOCABULARY_QTYPE]
+        if not isinstance(rules, str):
+            qtypes = [rule.qtype for rule in _first_match(rules, path)]
+        if qtypes and None not in qtypes and leaf.qtype not in [get_format(x).name for x in qtypes]:
+            unchanged.append(f"{path} ({leaf.qtype})")
+    if unchanged:
         warn_user(
-            f"already quantized, and left unchanged: {some_of(kept)}. Quantize the original dense "
-            "weights, or vn.materialise(params), which rounds twice"
+            f"already quantized, and left unchanged: {some_of(unchanged)}. Quantize the original "
+            "dense weights, or vn.materialise(params), which rounds twice"
         )
 
 
-def _name_of(qtype: Any) -> str:
-    return get_format(qtype).name
+def _first_match(rules: Sequence[Rule], path: str) -> list[Rule]:
+    return [rule for rule in rules if rule.matches(path)][:1]
 
 
-def tell_of_large(
-    paths: Sequence[str], quantized: Sequence[Any], chosen: Mapping[str, Rule], *, located: bool
+def warn_of_hardly_smaller(
+    paths: Sequence[str], quantized: Sequence[Any], rules: Mapping[str, Rule], *, has_program: bool
 ) -> None:
-    """Warns of what is not smaller, or of which few values share a scale that nobody asked for."""
+    """Warn of results that are hardly smaller than the dense weights, or have too many scales."""
     large, corrected = [], []
     for path, x in zip(paths, quantized, strict=True):
         q = x.array if isinstance(x, ActivationQuantized) else x
-        if path in chosen and isinstance(q, LoraArray) and _is_large(q):
-            corrected.append(f"{path} {list(q.shape)} takes {bits_of(q)}")
-        if path not in chosen or not isinstance(q, QArray) or q.size < _MATTERS:
+        if path not in rules or not isinstance(q, QArray | LoraArray) or q.size < _NEGLIGIBLE_SIZE:
+            continue
+        is_large = q.nbytes >= q.size * q.dtype.itemsize
+        description = f"{path} {list(q.shape)} takes {_describe_bits(q)}"
+        if isinstance(q, LoraArray):
+            corrected += [description] if is_large else []
             continue
         scales = sum(leaf.size for leaf in jax.tree.leaves(q.scale))
-        asked = located or chosen[path].tile_size is not None or q.format.tile_size is not None
-        if _is_large(q) or (not asked and q.size <= _FEW * scales):
-            large.append(f"{path} {list(q.shape)} takes {bits_of(q)}")
+        sets_tile = rules[path].tile_size is not None or q.format.tile_size is not None
+        has_few = not has_program and not sets_tile and q.size <= _FEW_VALUES * scales
+        large += [description] if is_large or has_few else []
     if corrected:
         warn_user(
             f"hardly smaller, because of their low-rank corrections: {some_of(corrected)}. Set a "
@@ -180,18 +208,8 @@ def tell_of_large(
     if large:
         remedy = (
             "Leave them dense with a rule with qtype=None"
-            if located
+            if has_program
             else "Set tile_axis to the axes that products contract, or pass the program as model= "
             "and args="
         )
         warn_user(f"hardly smaller, because few values share a scale: {some_of(large)}. {remedy}")
-
-
-def _is_large(x: Any) -> bool:
-    return x.size >= _MATTERS and x.nbytes >= x.size * x.dtype.itemsize
-
-
-#: So few values that share a scale are a mistake.
-_FEW = 8
-#: What is smaller than this may be as large as it likes.
-_MATTERS = 1024

@@ -1,13 +1,9 @@
-"""`observe`: statistics of the activations of a model, of which no line is changed.
+"""`observe`: record statistics of the activations of a model, without changing the model.
 
-Each weight that a rule matches is replaced by an `Observed`, which meets its activations in the
-rules for products. Those reduce them on the device, to an array of the size of a row or of a Gram
-matrix, and send that to the host, by a callback. Along with it goes where in the weight each
-channel is, for of layers that a scan goes through the program is the same. Callbacks run NumPy and
-no JAX, which would wait for the very threads that run it.
+Each weight that a rule matches is replaced by an `ObservedWeight`, whose rules for products reduce
+the activations on the device and send the results to the host, by a callback.
 """
 
-import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,16 +14,25 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._core.primitives.scopes import telling_tangents
-from ..._core.surface.arguments import check_parameters
-from ..._core.surface.implicit import implicit
+from ..._core.surface.implicit import (
+    implicit,
+)
 from ..._jax.source_lines import warn_user
-from ..observation.observed import Observed, boxes_of, recordings_of, tokens
+from ..observation.observed_weight import (
+    ObservedWeight,
+    boxes_by_token,
+    recordings_by_token,
+    tokens,
+)
 from ..observation.recording import Recording
 from ..observation.statistics import ActivationStatistics
-from ..observation.totals import ended, store, totals_of
 from ..weights.activations import PRODUCTS
-from .rules import Rule, flatten_with_paths, rule_for, rules_in, warn_of_unmatched
-from .uses import telling, uses_of
+from .matching import as_rules, find_rule, flatten_with_paths, warn_of_unmatched
+from .programs import arguments_of, check_batches, parts_and_program
+from .rules import Rule
+from .uses import find_uses, uses_with_axes
+
+FlatTree = tuple[Sequence[str], Sequence[Any], Any]  # paths, leaves and treedef
 
 
 def observe(
@@ -89,92 +94,81 @@ def observe(
     """
     if not 0 <= decay < 1:
         raise ValueError(f"decay must be at least 0 and below 1, not {decay}")
-    rules = rules_in(rules)
-    program, call = _program(model, params)
-    leaves = [flatten_with_paths(part) for part in program]
-    paths = [path for part, _, _ in leaves for path in part]
-    warn_of_unmatched(rules, paths)
+    rules = as_rules(rules)
+    call = (
+        "observe(model, rules, params=params), or observe(functools.partial(model, params), rules)"
+    )
+    parts, program = parts_and_program(model, params, call)
+    trees = [flatten_with_paths(part) for part in parts]
+    warn_of_unmatched(rules, [path for paths, _, _ in trees for path in paths])
     if box is not None:
         return ObservedModel(
-            program, call, rules, box, takes_params=params is not None, gram=gram, decay=decay
+            parts, program, rules, box, takes_params=params is not None, gram=gram, decay=decay
         )
 
     def run(batches: Iterable[Any]) -> dict[str, ActivationStatistics]:
         check_batches(batches)
 
-        def contracting(args: Sequence[Any]) -> dict[str, tuple[int, ...]]:
-            return _contracting(leaves, rules, _contracted(program, call, rules, args))
+        def contracted_axes(args: Sequence[Any]) -> dict[str, tuple[int, ...]]:
+            return _observed_axes(trees, rules, _traced_axes(parts, program, rules, args))
 
-        return statistics_of(record(call, leaves, contracting, batches, gram=gram, decay=decay))
+        recordings = record(program, trees, contracted_axes, batches, gram=gram, decay=decay)
+        return statistics_of(recordings)
 
     return run
 
 
-Flat = tuple[Sequence[str], Sequence[Any], Any]  # paths, leaves and structure of a tree
-
-
 def record(
-    call: Callable,
-    trees: Sequence[Flat],
-    contracting: Callable[[Sequence[Any]], Mapping[str, tuple[int, ...]]],
+    program: Callable,
+    trees: Sequence[FlatTree],
+    contracted_axes: Callable[[Sequence[Any]], Mapping[str, tuple[int, ...]]],
     batches: Iterable[Any],
     *,
     gram: bool,
     decay: float,
-    beside: Flat | None = None,
+    reference: FlatTree | None = None,
 ) -> dict[str, Recording]:
-    """Records the activations that weights meet, by their paths.
+    """Run a model on batches, and record the activations of its weights, by path.
 
     **Arguments:**
 
-    - `call`: a function of the trees, as a list, and of the arguments that a batch is.
-    - `contracting`: of the arguments of the first batch, which weights are observed, by their paths
-      with the axes that are contracted with activations, counted from the end.
-    - `beside`: another tree like the first, which `call` takes after the others; then products of
-      what each weight meets with what it meets there are recorded, too.
+    - `program`: a function of the list of trees, and of the arguments in a batch.
+    - `contracted_axes`: a function of the arguments of the first batch. It returns the observed
+      weights by path, with the axes contracted with activations, counted from the end.
+    - `gram`, `decay`: as for `observe`.
+    - `reference`: a second version of the first tree, such as the dense weights. `program` takes it
+      as the last of the trees. The products `x.T @ y` of activations in both are recorded, too.
 
-    **Raises:** `ValueError` where there are no batches.
+    **Raises:** `ValueError` if there are no batches.
     """
-    token, other = next(tokens), next(tokens)
-    observed: dict[str, Recording] = {}
-    others: dict[str, Recording] = {}
-    recordings_of[token], recordings_of[other] = observed, others
-    how: dict[str, Any] = {"gram": gram, "decay": decay, "paired": beside is not None}
+    token, other_token = next(tokens), next(tokens)
+    options: dict[str, Any] = {"gram": gram, "decay": decay, "paired": reference is not None}
+    recordings: dict[str, Recording] = {}
+    parts: list[Any] | None = None
     try:
-        parts = None
         for batch in batches:
             args = arguments_of(batch)
             if parts is None:
-                axes = contracting(args)
-                parts = [_observed_tree(tree, axes, token, observed, **how) for tree in trees]
-                if beside is not None:
-                    parts.append(_observed_tree(beside, axes, other, others, **how))
+                axes = contracted_axes(args)
+                parts, recordings = _observe_trees(trees, axes, token, **options)
+                recordings_by_token[token] = recordings
+                if reference is not None:
+                    others, references = _observe_trees([reference], axes, other_token, **options)
+                    recordings_by_token[other_token] = references
+                    parts += others
             with telling_tangents(PRODUCTS):
-                implicit(call)(parts, *args)
+                implicit(program)(parts, *args)
             jax.effects_barrier()
-            for path, recording in observed.items():
-                if beside is not None:
-                    recording.pair(others[path])
+            for path, recording in recordings.items():
+                if reference is not None:
+                    recording.add_cross(references[path])
                 recording.end_batch()
     finally:
-        del recordings_of[token], recordings_of[other]
+        recordings_by_token.pop(token, None)
+        recordings_by_token.pop(other_token, None)
     if parts is None:
         raise ValueError("there are no batches to observe. Pass at least one")
-    return observed
-
-
-def check_batches(batches: Any) -> None:
-    """Refuses what is one batch rather than an iterable of them."""
-    if isinstance(batches, Mapping | jax.Array | np.ndarray):
-        raise TypeError(
-            f"batches must be an iterable, such as a list of batches, not a single "
-            f"{type(batches).__name__}"
-        )
-
-
-def arguments_of(batch: Any) -> tuple[Any, ...]:
-    """Returns the arguments of the model that a batch is."""
-    return batch if type(batch) is tuple else (batch,)
+    return recordings
 
 
 class ObservedModel:
@@ -189,12 +183,12 @@ class ObservedModel:
     **Arguments:** as for `observe`.
     """
 
-    boxes: dict[str, Any]  # by the path of the weight, with `totals.Totals`
+    boxes: dict[str, Any]  # each holds the `Totals` of a weight
 
     def __init__(
         self,
         parts: Sequence[Any],
-        call: Callable,
+        program: Callable,
         rules: Sequence[Rule],
         box: Callable[[Any], Any],
         *,
@@ -202,42 +196,38 @@ class ObservedModel:
         gram: bool,
         decay: float,
     ):
-        self._parts, self._call, self._rules = parts, call, rules
+        self._parts, self._program, self._rules = parts, program, rules
         self._takes_params, self._gram, self._decay = takes_params, gram, decay
         self._token = next(tokens)
-        self._recordings: dict[str, Recording] = {}
-        self._observed(parts)
-        self.boxes = {path: box(totals_of(one)) for path, one in self._recordings.items()}
-        recordings_of[self._token], boxes_of[self._token] = self._recordings, self.boxes
-        for kept in (recordings_of, boxes_of):
-            weakref.finalize(self, kept.pop, self._token)
+        _, self._recordings = self._observe(parts)
+        self.boxes = {path: box(x.device_totals()) for path, x in self._recordings.items()}
+        recordings_by_token[self._token], boxes_by_token[self._token] = (
+            self._recordings,
+            self.boxes,
+        )
+        for registry in (recordings_by_token, boxes_by_token):
+            weakref.finalize(self, registry.pop, self._token)
 
-    def _observed(self, parts: Sequence[Any]) -> list[Any]:
-        recordings: dict[str, Recording] = {}
-        flat = [flatten_with_paths(part) for part in parts]
-        axes = _contracting(flat, self._rules, {})
-        gram, decay = self._gram, self._decay
-        trees = [
-            _observed_tree(tree, axes, self._token, recordings, gram=gram, decay=decay)
-            for tree in flat
-        ]
-        self._recordings = self._recordings or recordings
-        if recordings.keys() != self._recordings.keys():
-            raise ValueError(
-                f"these parameters have weights at {', '.join(recordings)}, and the parameters "
-                f"given to observe at {', '.join(self._recordings)}. Pass the same tree"
-            )
-        return trees
+    def _observe(self, parts: Sequence[Any]) -> tuple[list[Any], dict[str, Recording]]:
+        trees = [flatten_with_paths(part) for part in parts]
+        axes = _observed_axes(trees, self._rules, {})
+        return _observe_trees(trees, axes, self._token, gram=self._gram, decay=self._decay)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, and record its activations as one batch."""
         if self._takes_params and not args:
             raise TypeError("pass params to the observed model as its first positional argument")
         parts, args = ([args[0]], args[1:]) if self._takes_params else (self._parts, args)
+        observed, recordings = self._observe(parts)
+        if recordings.keys() != self._recordings.keys():
+            raise ValueError(
+                f"these parameters have weights at {', '.join(recordings)}, and the parameters "
+                f"given to observe at {', '.join(self._recordings)}. Pass the same tree"
+            )
         with telling_tangents(PRODUCTS):
-            out = implicit(self._call)(self._observed(parts), *args, **kwargs)
+            out = implicit(self._program)(observed, *args, **kwargs)
         for box in self.boxes.values():
-            box.update(lambda totals: ended(totals, self._decay))
+            box.update(lambda totals: totals.end_batch(self._decay))
         return out
 
     def statistics(self) -> dict[str, ActivationStatistics]:
@@ -248,163 +238,142 @@ class ObservedModel:
         **Warns** (`UserWarning`) of weights without activations.
         """
         for path, box in self.boxes.items():
-            store(box.get(), self._recordings[path])
+            self._recordings[path].set_totals(box.get())
         return statistics_of(self._recordings)
 
 
-Program = tuple[Sequence[Any], Callable]
-
-
-def _program(model: Callable, params: Any) -> Program:
-    """The trees of parameters, and the function of them, as a list, and of other arguments."""
-    shown = f"a {type(model).__name__}"
-    how = "Call observe(model, rules, params=params), with a function model(params, batch)"
-    if not callable(model):
-        raise TypeError(f"the model must be a function or a module, not {shown}. {how}")
-    if params is not None:
-        check_parameters(params, "observe(model, rules, params=params)")
-        return [params], lambda parts, /, *args, **kwargs: model(parts[0], *args, **kwargs)
-    if isinstance(model, functools.partial):
-        names = list(model.keywords)
-        parts = [model.func, *model.args, *model.keywords.values()]
-        if jax.tree_util.treedef_is_leaf(jax.tree.structure(model.func)):
-            parts[0] = None
-        split = 1 + len(model.args)
-
-        def call(parts: Sequence[Any], /, *args: Any, **kwargs: Any) -> Any:
-            function = model.func if parts[0] is None else parts[0]
-            keywords = dict(zip(names, parts[split:], strict=True))
-            return function(*parts[1:split], *args, **{**keywords, **kwargs})
-
-        return parts, call
-    if not jax.tree_util.treedef_is_leaf(jax.tree.structure(model)):
-        return [model], lambda parts, /, *args, **kwargs: parts[0](*args, **kwargs)
-    raise TypeError(
-        f"the model, {shown}, holds no parameters. {how}, or pass functools.partial(model, params)"
-    )
-
-
-def _contracted(
-    program: Sequence[Any], call: Callable, rules: Sequence[Rule], args: Sequence[Any]
+def _traced_axes(
+    parts: Sequence[Any], program: Callable, rules: Sequence[Rule], args: Sequence[Any]
 ) -> dict[str, Sequence[int]]:
-    """The axes that the program contracts, by path, where no rule states them."""
-    axes: dict[str, Sequence[int]] = {}
+    """Return the axes that the program contracts, by path, where the rule has no `tile_axis`."""
+    weight_path = lambda path: path.split(".", 1)[-1]  # without the index of the part
 
-    def asks(path: str, leaf: Any) -> bool:
-        rule = rule_for(path.split(".", 1)[-1], leaf, rules)  # the first key is that of the part
+    def needs_axes(path: str, leaf: Any) -> bool:
+        rule = find_rule(weight_path(path), leaf, rules)
         return rule is not None and rule.tile_axis is None
 
     try:
-        found = uses_of(call, list(program), asks, args)
-    except jax.errors.JAXTypeError:  # a program that runs, and cannot be traced
+        uses = find_uses(program, list(parts), needs_axes, args)
+    except jax.errors.JAXTypeError:  # the program runs, but cannot be traced
         return {}
-    for path, uses in found.items():
-        for use in telling(uses)[:1]:
-            axes[path.split(".", 1)[-1]] = sorted(use.contracted)
-    return axes
+    return {
+        weight_path(path): sorted(ordered[0].contracted)
+        for path, of_weight in uses.items()
+        if (ordered := uses_with_axes(of_weight))
+    }
 
 
-def _contracting(
-    trees: Sequence[Flat], rules: Sequence[Rule], axes: Mapping[str, Sequence[int]]
+def _observed_axes(
+    trees: Sequence[FlatTree], rules: Sequence[Rule], traced: Mapping[str, Sequence[int]]
 ) -> dict[str, tuple[int, ...]]:
-    """Which axes of each weight are contracted: as the program says, or else as its rule does."""
-    contracting: dict[str, tuple[int, ...]] = {}
+    """Return the contracted axes of each weight to observe: the traced ones, or those of its rule.
+
+    **Raises:** `ValueError` if two trees have a weight at the same path.
+    """
+    axes: dict[str, tuple[int, ...]] = {}
     for paths, leaves, _ in trees:
         for path, leaf in zip(paths, leaves, strict=True):
-            rule = rule_for(path, leaf, rules)
+            rule = find_rule(path, leaf, rules)
             if rule is None or not (rule.qtype or rule.act_qtype):
                 continue
-            if path in contracting:
+            if path in axes:
                 raise ValueError(
                     f"two arguments of the partial have a parameter at {path!r}. Pass all "
                     "parameters as one tree, params="
                 )
-            contracting[path] = tuple(axes.get(path, rule.contracting(leaf.ndim)))
-    return contracting
+            axes[path] = tuple(traced.get(path, rule.contracting(leaf.ndim)))
+    return axes
 
 
-def _observed_tree(
-    flat: Flat,
-    contracting: Mapping[str, tuple[int, ...]],
+def _observe_trees(
+    trees: Sequence[FlatTree],
+    axes: Mapping[str, tuple[int, ...]],
     token: int,
-    observed: dict[str, Recording],
     *,
     gram: bool,
     decay: float,
     paired: bool = False,
-) -> Any:
-    paths, leaves, treedef = flat
-    replaced = list(leaves)
-    for i, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
-        if path not in contracting:
-            continue
-        recording = Recording(leaf.shape, contracting[path], gram=gram, decay=decay, paired=paired)
-        observed[path] = recording
-        replaced[i] = Observed(
-            array=jnp.asarray(leaf),
-            position=recording.positions(),
-            contracting=contracting[path],
-            path=path,
-            token=token,
-            gram=gram,
-        )
-    return jax.tree.unflatten(treedef, replaced)
+) -> tuple[list[Any], dict[str, Recording]]:
+    """Return the trees with observed weights, and a new recording of each by path."""
+    recordings: dict[str, Recording] = {}
+    observed = []
+    for paths, leaves, treedef in trees:
+        new = list(leaves)
+        for i, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
+            if path not in axes:
+                continue
+            recording = Recording(leaf.shape, axes[path], gram=gram, decay=decay, paired=paired)
+            recordings[path] = recording
+            new[i] = ObservedWeight(
+                array=jnp.asarray(leaf),
+                position=recording.positions(),
+                contracting=axes[path],
+                path=path,
+                token=token,
+                gram=gram,
+            )
+        observed.append(jax.tree.unflatten(treedef, new))
+    return observed, recordings
 
 
-def statistics_of(observed: Mapping[str, Recording]) -> dict[str, ActivationStatistics]:
-    """Returns what was recorded, by the path of the weight.
+def statistics_of(recordings: Mapping[str, Recording]) -> dict[str, ActivationStatistics]:
+    """Return the statistics of recordings by path. Warns of weights without activations.
 
-    **Raises:** `ValueError` where no activations met any of them. Warns of those that met none.
+    **Raises:** `ValueError` if no weight has activations.
     """
-    if not observed:
+    if not recordings:
         raise ValueError(
             "no rule has a format for any weight of the model. Add a rule that matches one"
         )
-    met, unmet = split(observed)
-    tell_of_unmet(unmet, all=not met)
-    return met
+    statistics, missing = split_recordings(recordings)
+    warn_of_missing(missing, is_all=not statistics)
+    return statistics
 
 
-def split(
-    observed: Mapping[str, Recording],
+def split_recordings(
+    recordings: Mapping[str, Recording],
 ) -> tuple[dict[str, ActivationStatistics], dict[str, str]]:
-    """Returns what was recorded, by the path of the weight; and of others why nothing was."""
-    met = {path: one.statistics() for path, one in observed.items() if one.has_met}
-    return met, {path: one.why_not() for path, one in observed.items() if not one.has_met}
+    """Return the statistics of weights with activations, and the reasons why others have none."""
+    statistics = {path: x.statistics() for path, x in recordings.items() if x.has_activations}
+    others = {path: x for path, x in recordings.items() if path not in statistics}
+    return statistics, {path: x.explain_missing() for path, x in others.items()}
 
 
-def tell_of_vanishing(met: Mapping[str, ActivationStatistics]) -> None:
-    """Warn of weights whose activations are zeros, or so small that their squares are.
+def warn_of_missing(missing: Mapping[str, str], *, is_all: bool) -> None:
+    """Warn of weights without activations, given the reason of each by path.
 
-    **Raises:** `ValueError` if all of them are such.
+    **Raises:** `ValueError` if `is_all`: no weight has activations.
+    """
+    message = f"no activations were recorded for {_join_reasons(missing)}"
+    if is_all:
+        raise ValueError(message)
+    if missing:
+        warn_user(message)
+
+
+def warn_of_vanishing(statistics: Mapping[str, ActivationStatistics]) -> None:
+    """Warn of weights whose activations are all 0, or so small that their squares underflow.
+
+    **Raises:** `ValueError` if this holds for all weights.
     """
     vanishing = {}
-    for path, statistics in met.items():
-        largest = np.max(statistics.absmax, where=statistics.count > 0, initial=0)
+    for path, of_weight in statistics.items():
+        largest = np.max(of_weight.absmax, where=of_weight.count > 0, initial=0)
         if largest == 0:
             vanishing[path] = "all are 0"
         elif largest**2 < np.finfo(np.float32).tiny:
             vanishing[path] = f"the largest is {largest:.1g}, and its square underflows"
     if not vanishing:
         return
-    some = "; ".join(f"{path} ({why})" for path, why in itertools.islice(vanishing.items(), 4))
     message = (
-        f"the activations of {some}{'; ...' if len(vanishing) > 4 else ''} are too small to use. "
+        f"the activations of {_join_reasons(vanishing)} are too small to use. "
         "Pass other batches, scale them, or exclude these weights with a rule"
     )
-    if len(vanishing) == len(met):
+    if len(vanishing) == len(statistics):
         raise ValueError(message)
     warn_user(message)
 
 
-def tell_of_unmet(unmet: Mapping[str, str], *, all: bool) -> None:
-    """Warns of weights that met no activations, by their paths with why; raises if those are `all`.
-
-    **Raises:** `ValueError`.
-    """
-    some = "; ".join(f"{path} ({why})" for path, why in itertools.islice(unmet.items(), 4))
-    message = f"no activations were recorded for {some}{'; ...' if len(unmet) > 4 else ''}"
-    if all:
-        raise ValueError(message)
-    if unmet:
-        warn_user(message)
+def _join_reasons(reasons: Mapping[str, str]) -> str:
+    some = "; ".join(f"{path} ({why})" for path, why in itertools.islice(reasons.items(), 4))
+    return some + ("; ..." if len(reasons) > 4 else "")

@@ -1,11 +1,11 @@
-"""`quantize_tree`: the parameters of a model, by rules on their paths.
+"""`quantize_tree`: quantize the parameters of a model, by rules on their paths.
 
-Where the program is given, too, the axes along which a weight is quantised are those that its
-products contract.
+`choose_rules` finds the rule of each weight and the axes that its products contract. `calibrate`
+and `allocate_bits` use it, too.
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -16,29 +16,30 @@ from ..._jax.source_lines import warn_user
 from ..arrays.qarray import QArray
 from ..observation.statistics import ActivationStatistics
 from ..training import FakeQuantized
-from .correction import LowRankAxes, free_without_program, low_rank_axes, quantize_corrected
-from .notices import (
-    tell_of_held,
-    tell_of_large,
-    tell_of_quantised,
-    tell_of_small,
-    tell_of_tiles,
-    tell_of_unmatched,
-    tell_of_unrotated,
-    tell_of_unused,
-)
-from .rules import (
-    TRAINING,
-    Rule,
+from .correction import LowRankAxes, low_rank_axes, quantize_with_correction
+from .default_rules import default_rules, fit_default_rule
+from .matching import (
+    as_rules_or_format,
     can_be_quantized,
+    find_rule,
     flatten_with_paths,
-    rule_for,
-    rules_or_format,
     some_of,
     warn_of_unmatched,
 )
-from .uses import Use, can_be_rotated, program_of, telling, use_for_axes, uses_of
-from .usual_rules import fit_usual, usual_rules
+from .notices import (
+    warn_of_already_quantized,
+    warn_of_changed_tiles,
+    warn_of_conflicting_uses,
+    warn_of_hardly_smaller,
+    warn_of_mostly_dense,
+    warn_of_nested,
+    warn_of_not_rotated,
+    warn_of_only_small,
+    warn_of_unused,
+)
+from .programs import program_for
+from .rules import TRAINING_OPTIONS, Rule
+from .uses import Use, find_uses, uses_with_axes
 
 T = TypeVar("T")
 
@@ -121,27 +122,45 @@ def quantize_tree(
     >>> vn.quant.quantize_tree(params, [vn.quant.Rule("dense.*", "int8")])["dense"]["kernel"].nbytes
     544
     """
-    rules = rules_or_format(rules)
+    rules = as_rules_or_format(rules)
     check_parameters(params, "quantize_tree(params, 'int8', model=f, args=(x,))")
-    program = program_of(params, model, args, kwargs)
+    program = program_for(params, model, args, kwargs)
     if not isinstance(rules, str):
         check_rules(rules, train=train, statistics=statistics)
-    chosen = choose(params, rules, program, args or (), kwargs, of_quantized=not train)
-    return chosen.replaced(
-        lambda path, leaf, rule: _quantized(
-            path, leaf, rule, chosen.corrected_axes(path), train, statistics
-        )
-    )
+    chosen = choose_rules(params, rules, program, args or (), kwargs, wrap_quantized=not train)
+
+    def quantize(path: str, leaf: Any, rule: Rule) -> Any:
+        axes = chosen.correction_axes(path)
+        try:
+            of_leaf = None if statistics is None else statistics.get(path)
+            if statistics is not None and of_leaf is None and rule.act_range != "dynamic":
+                raise ValueError(
+                    f"{rule} needs statistics of this weight, and statistics= has "
+                    f"{some_of(list(statistics)) if statistics else 'none'}. Add a rule for it "
+                    "with act_range='dynamic', before this one"
+                )
+            if train:
+                convert = lambda x: FakeQuantized.from_rule(x, rule) if rule.has_format else x
+            else:
+                convert = lambda x: rule.with_activations(
+                    quantize_with_correction(x, rule, axes), of_leaf
+                )
+            is_abstract = isinstance(leaf, jax.ShapeDtypeStruct)
+            return jax.eval_shape(convert, leaf) if is_abstract else convert(leaf)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+
+    return chosen.replace_leaves(quantize)
 
 
-class Chosen(NamedTuple):
-    """A tree, and what rules make of it.
+class ChosenRules(NamedTuple):
+    """A tree of parameters, and the rule of each leaf that is quantized.
 
     **Arguments:**
 
-    - `paths`, `leaves`, `treedef`: of the tree.
-    - `rules`: by the path of each leaf that is quantised, along the axes that products contract.
-    - `uses`: what the program does with each leaf that rules apply to; None without a program.
+    - `paths`, `leaves`, `treedef`: the tree.
+    - `rules`: the rules by path. With a program, their `tile_axis` is the contracted axes.
+    - `uses`: the uses of each weight in the program, by path. None without a program.
     """
 
     paths: Sequence[str]
@@ -150,19 +169,24 @@ class Chosen(NamedTuple):
     rules: Mapping[str, Rule]
     uses: Mapping[str, Sequence[Use]] | None
 
-    def corrected_axes(self, path: str) -> LowRankAxes | None:
-        """Returns the axes of the correction of a leaf, or None where its rule asks for none.
+    def correction_axes(self, path: str) -> LowRankAxes | None:
+        """Return the axes of the low-rank correction of a leaf, or None if its rule has none.
 
-        **Raises:** `ValueError`, naming the path, where no `LoraArray` has the axes as they lie.
+        **Raises:** `ValueError` if no `LoraArray` has the axes of the leaf. The message has the
+        path.
         """
         rule = self.rules[path]
         if rule.correction_rank is None:
             return None
         shape = self.leaves[self.paths.index(path)].shape
         contracted = set(rule.contracting(len(shape)))
-        uses = telling(self.uses[path]) if self.uses is not None else []
-        fitting = [use.free for use in uses if use.contracted == contracted]
-        free = fitting[0] if fitting else free_without_program(len(shape), contracted)
+        uses = uses_with_axes(self.uses[path]) if self.uses is not None else []
+        free = next((use.free for use in uses if use.contracted == contracted), None)
+        if free is None:
+            # Without a use, the output axes are those after the contracted axes. A weight
+            # [out, in], as in torch, has none there, but one before.
+            others = [axis for axis in range(-len(shape), 0) if axis not in contracted]
+            free = frozenset(range(max(contracted) + 1, 0) or others[-1:])
         axes = low_rank_axes(len(shape), contracted, free)
         if axes is None:
             raise ValueError(
@@ -172,110 +196,89 @@ class Chosen(NamedTuple):
             )
         return axes
 
-    def replaced(self, quantized: Callable[[str, Any, Rule], Any]) -> Any:
-        """Returns the tree with what a function makes of each leaf that is quantised.
+    def replace_leaves(self, quantize: Callable[[str, Any, Rule], Any]) -> Any:
+        """Return the tree with each leaf that has a rule replaced by `quantize(path, leaf, rule)`.
 
-        Warns of what is hardly smaller.
+        Warns of results that are hardly smaller.
         """
         new = [
-            quantized(path, leaf, self.rules[path]) if path in self.rules else leaf
+            quantize(path, leaf, self.rules[path]) if path in self.rules else leaf
             for path, leaf in zip(self.paths, self.leaves, strict=True)
         ]
-        tell_of_large(self.paths, new, self.rules, located=self.uses is not None)
+        warn_of_hardly_smaller(self.paths, new, self.rules, has_program=self.uses is not None)
         return jax.tree.unflatten(self.treedef, new)
 
 
-def choose(
+def choose_rules(
     params: Any,
     rules: Sequence[Rule] | str,
     program: Callable | None,
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None = None,
     *,
-    in_products: bool = False,
-    of_quantized: bool = False,
-) -> Chosen:
-    """Finds the rule of each leaf of a tree, and the axes along which it is quantised.
+    needs_products: bool = False,
+    wrap_quantized: bool = False,
+) -> ChosenRules:
+    """Choose the rule of each leaf of a tree, and fit it to the axes that the program contracts.
 
-    Warns and raises as `quantize_tree`, to which the arguments belong.
+    The other arguments, the errors and the warnings are those of `quantize_tree`.
 
     **Arguments:**
 
-    - `in_products`: whether to refuse rules none of which is for a weight that a product has.
-    - `of_quantized`: whether rules that are of activations alone are for quantised weights, too.
+    - `needs_products`: raise `ValueError` if no product contracts a weight whose rule has a format.
+    - `wrap_quantized`: also choose rules without a `qtype` that quantize the activations of a
+      `QArray`.
     """
     paths, leaves, treedef = flatten_with_paths(params)
-    quantized: dict[str, Rule] = {}
-    if of_quantized and not isinstance(rules, str):
-        quantized = _of_activations(paths, leaves, rules, located=program is not None)
+    wrapping: dict[str, Rule] = {}
+    if wrap_quantized and not isinstance(rules, str):
+        wrapping = _rules_of_quantized(paths, leaves, rules, has_program=program is not None)
     weights = {
         path: leaf
         for path, leaf in zip(paths, leaves, strict=True)
-        if can_be_quantized(leaf) or path in quantized
+        if can_be_quantized(leaf) or path in wrapping
     }
     uses = None
     if program is not None:
-        is_weight = lambda path, leaf: path in weights
-        try:
-            uses = uses_of(program, params, is_weight, args, kwargs)
-        except Exception as error:
-            error.add_note(
-                "This error was raised while the program was traced on shapes. It is called as "
-                "model(params, *args, **kwargs), or as params(*args, **kwargs) without a model."
-            )
-            if callable(params) and _is_of_shapes(error):
-                error.add_note(
-                    "If the module takes one example and these arguments are a batch, pass "
-                    "model=lambda m, x: jax.vmap(m)(x)."
-                )
-            raise
-    if isinstance(rules, str):
-        if uses is None:
-            raise ValueError(
-                f"the default rules for {rules!r} need the program: call quantize_tree(params, "
-                f"{rules!r}, model=f, args=(x,)), or pass a list of Rule"
-            )
-        asked = usual_rules(rules, weights, uses)
+        uses = find_uses(program, params, lambda path, leaf: path in weights, args, kwargs)
+    if not isinstance(rules, str):
+        matches = {path: find_rule(path, leaf, rules) for path, leaf in weights.items()}
+        selected = {path: rule for path, rule in matches.items() if rule is not None} | wrapping
+    elif uses is not None:
+        selected = default_rules(rules, weights, uses)
     else:
-        asked = {path: rule for path, x in weights.items() if (rule := rule_for(path, x, rules))}
-    asked |= quantized
-    if in_products:
-        assert uses is not None
-        _check_products(asked, uses)
+        raise ValueError(
+            f"the default rules for {rules!r} need the program: call quantize_tree(params, "
+            f"{rules!r}, model=f, args=(x,)), or pass a list of Rule"
+        )
+    if needs_products:
+        _check_products(selected, uses or {})
     if isinstance(rules, str):
-        tell_of_small(weights, asked, rules)
+        warn_of_only_small(weights, selected, rules)
     else:
         warn_of_unmatched(rules, paths)
-        tell_of_unmatched(weights, asked)
-    chosen: Mapping[str, Rule] = asked
+        warn_of_mostly_dense(weights, selected)
     if uses is not None:
-        fit = fit_usual if isinstance(rules, str) else Rule.along
-        chosen = _along_the_program(asked, weights, uses, fit)
-    tell_of_held(paths, leaves, rules)
-    tell_of_quantised(paths, leaves, rules)
-    return Chosen(paths, leaves, treedef, chosen, uses)
+        fit = fit_default_rule if isinstance(rules, str) else Rule.along
+        selected = _fit_to_uses(selected, weights, uses, fit)
+    warn_of_nested(paths, leaves, rules)
+    warn_of_already_quantized(paths, leaves, rules)
+    return ChosenRules(paths, leaves, treedef, selected, uses)
 
 
-def _is_of_shapes(error: Exception) -> bool:
-    """Return whether an error of a program is about the shapes of its arguments."""
-    words = ("shape", "rank", "dimension", "axis", "axes", "ndim", "unpack", "vmap")
-    text = str(error).lower()
-    return isinstance(error, TypeError | ValueError) and any(word in text for word in words)
-
-
-def _of_activations(
-    paths: Sequence[str], leaves: Sequence[Any], rules: Sequence[Rule], *, located: bool
+def _rules_of_quantized(
+    paths: Sequence[str], leaves: Sequence[Any], rules: Sequence[Rule], *, has_program: bool
 ) -> dict[str, Rule]:
-    """The rules that say of quantised weights what activations are to be.
+    """Return the rules that only quantize the activations of a leaf that is a `QArray`.
 
-    What products contract is what shares scales, unless the rule says it or a program tells.
+    If neither the rule nor a program tells the contracted axes, they are those that share scales.
     """
-    of = {}
+    chosen = {}
     for path, leaf in zip(paths, leaves, strict=True):
         rule = next((rule for rule in rules if rule.matches(path)), None)
         if not isinstance(leaf, QArray) or rule is None or rule.qtype or not rule.act_qtype:
             continue
-        if rule.tile_axis is None and not located:
+        if rule.tile_axis is None and not has_program:
             sizes = zip(leaf.shape, leaf.scale.shape, strict=True)
             shared = [i - leaf.ndim for i, (size, scales) in enumerate(sizes) if size > scales]
             if not 0 < len(shared) < leaf.ndim:
@@ -284,8 +287,52 @@ def _of_activations(
                     f"its scales of shape {list(leaf.scale.shape)}. Set tile_axis, or pass model="
                 )
             rule = dataclasses.replace(rule, tile_axis=shared)
-        of[path] = rule
-    return of
+        chosen[path] = rule
+    return chosen
+
+
+def _fit_to_uses(
+    rules: Mapping[str, Rule],
+    weights: Mapping[str, Any],
+    uses: Mapping[str, Sequence[Use]],
+    fit: Callable[..., Rule],
+) -> dict[str, Rule]:
+    """Return the rules with the axes that products contract, without those of unused weights."""
+    fitted, unused = {}, {}
+    for path, rule in rules.items():
+        if rule.tile_axis is not None or not rule.has_format:
+            fitted[path] = rule
+        elif ordered := uses_with_axes(uses[path]):
+            warn_of_conflicting_uses(path, ordered)
+            try:
+                fitted[path] = fit(rule, ordered[0].contracted, weights[path].shape)
+            except ValueError as error:
+                raise ValueError(f"{path}: {error}") from None
+        else:
+            unused[path] = weights[path]
+    warn_of_unused(unused, uses)
+    warn_of_changed_tiles(rules, fitted, weights)
+    dense_again = [
+        path
+        for path, rule in fitted.items()
+        if rule.rotate and not all(use.supports_rotation for use in uses[path])
+    ]
+    warn_of_not_rotated(dense_again, uses)
+    return fitted | {path: dataclasses.replace(fitted[path], rotate=False) for path in dense_again}
+
+
+def _check_products(rules: Mapping[str, Rule], uses: Mapping[str, Sequence[Use]]) -> None:
+    """Raise `ValueError` if no product contracts a weight whose rule has a format."""
+    quantized = [path for path, rule in rules.items() if rule.has_format]
+    contracted = [path for path, of in uses.items() if any(x.is_product and x.has_axes for x in of)]
+    if set(quantized).isdisjoint(contracted):
+        others = [f"{path} ({next(iter(uses[path]), 'unused')})" for path in quantized]
+        raise ValueError(
+            "there is nothing to calibrate. The rules have a format for "
+            f"{some_of(others or ['no weight'])}, and products use "
+            f"{some_of(contracted or ['no weight'])}. Add a rule for a weight that a product "
+            "uses, or call vn.quant.quantize_tree, which quantizes embeddings too"
+        )
 
 
 def check_rules(
@@ -295,16 +342,20 @@ def check_rules(
     calibrated: bool = False,
     statistics: Mapping[str, ActivationStatistics] | None = None,
 ) -> None:
-    """Refuses rules that say how to train without `train`, and the other way round.
+    """Raise `ValueError` if a rule has an option that the function does not support.
 
-    And those that say how to calibrate, where nothing is `calibrated`.
+    **Arguments:**
+
+    - `train`: the `train` of `quantize_tree`.
+    - `calibrated`: whether the function is `calibrate`.
+    - `statistics`: the statistics of `quantize_tree`. Warns if no rule needs them.
     """
     for rule in rules:
         if rule.method is not None and not calibrated:
             raise ValueError(
                 f"method {rule.method!r} needs activations, so use vn.quant.calibrate: {rule}"
             )
-        stated = [name for name in TRAINING if getattr(rule, name) is not None]
+        stated = [name for name in TRAINING_OPTIONS if getattr(rule, name) is not None]
         if stated and not train:
             raise ValueError(
                 f"{stated[0]} is for training, so pass train=True to quantize_tree: {rule}"
@@ -332,74 +383,3 @@ def check_rules(
             "statistics= has no effect, because every rule has act_range='dynamic'. Set "
             "act_range='mean' in a rule, or leave out statistics="
         )
-
-
-def _check_products(asked: Mapping[str, Rule], uses: Mapping[str, Sequence[Use]]) -> None:
-    """Refuses rules none of which has a format for a weight that a product sums."""
-    meant = [path for path, rule in asked.items() if rule.has_format]
-    summed = [path for path, of in uses.items() if any(x.is_product and x.contracted for x in of)]
-    if not set(meant) & set(summed):
-        others = [f"{path} ({next(iter(uses[path]), 'unused')})" for path in meant]
-        raise ValueError(
-            "there is nothing to calibrate. The rules have a format for "
-            f"{some_of(others or ['no weight'])}, and products use "
-            f"{some_of(summed or ['no weight'])}. Add a rule for a weight that a product uses, or "
-            "call vn.quant.quantize_tree, which quantizes embeddings too"
-        )
-
-
-def _quantized(
-    path: str,
-    leaf: Any,
-    rule: Rule,
-    axes: LowRankAxes | None,
-    train: bool,
-    statistics: Mapping[str, ActivationStatistics] | None,
-) -> Any:
-    try:
-        of_leaf = None if statistics is None else statistics.get(path)
-        if statistics is not None and of_leaf is None and rule.act_range != "dynamic":
-            raise ValueError(
-                f"{rule} needs statistics of this weight, and statistics= has "
-                f"{some_of(list(statistics)) if statistics else 'none'}. Add a rule for it with "
-                "act_range='dynamic', before this one"
-            )
-
-        def quantized(leaf: Any) -> Any:
-            if train:
-                return FakeQuantized.from_rule(leaf, rule) if rule.has_format else leaf
-            return rule.with_activations(quantize_corrected(leaf, rule, axes), of_leaf)
-
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            return jax.eval_shape(quantized, leaf)
-        return quantized(leaf)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-
-
-def _along_the_program(
-    asked: Mapping[str, Rule],
-    weights: Mapping[str, Any],
-    uses: Mapping[str, Sequence[Use]],
-    fit: Callable[[Rule, Collection[int], Sequence[int]], Rule],
-) -> dict[str, Rule]:
-    """The rules with the axes that the program contracts; without those for what it does not."""
-    located, unused = {}, {}
-    for path, rule in asked.items():
-        if rule.tile_axis is not None or not rule.has_format:
-            located[path] = rule
-            continue
-        first = use_for_axes(path, uses[path])
-        if first is None:
-            unused[path] = weights[path]
-            continue
-        try:
-            located[path] = fit(rule, first.contracted, weights[path].shape)
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from None
-    tell_of_unused(unused, uses)
-    tell_of_tiles(asked, located, weights)
-    turned = [path for path, rule in located.items() if rule.rotate]
-    fixed = [path for path in turned if not all(map(can_be_rotated, uses[path]))]
-    tell_of_unrotated(fixed, uses)
-    return located | {path: dataclasses.replace(located[path], rotate=False) for path in fixed}

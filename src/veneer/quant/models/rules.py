@@ -1,20 +1,22 @@
-"""Quantising a model: rules that say which of its parameters take which format."""
+"""`Rule`: the format of the parameters whose path matches a regex.
+
+The table of rounding methods is here too, because a rule can name one.
+"""
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from ..._core.surface.arguments import check_regex, path_matches
-from ..._core.value import is_value
-from ..._jax.source_lines import warn_user
+from ..._core.surface.arguments import (
+    check_regex,
+    path_matches,
+)
 from ...types.basis import InBasis, Rotated
 from ...types.lora import LoraArray
-from ..arrays.qarray import QUANTIZABLE
 from ..conversion.calibration import check_calibration
 from ..conversion.quantize import choose_scale_dtype, quantize
 from ..conversion.scale_axes import (
@@ -29,10 +31,44 @@ from ..formats.tiles import Shape
 from ..observation.statistics import ActivationStatistics, static_range
 from ..training import BackwardProduct
 from ..weights.activations import ActivationQuantized, check_activation_format, products_named
-from .methods import check_method
 
-RANGES = ("dynamic", "mean", "exponential", "widest")
-TRAINING = ("grad_qtype", "grad_input", "grad_weight", "sparsity")  # what is for training alone
+ACT_RANGES = ("dynamic", "mean", "exponential", "widest")
+TRAINING_OPTIONS = ("grad_qtype", "grad_input", "grad_weight", "sparsity")
+
+
+class RoundingMethod(NamedTuple):
+    """A method of `calibrate`.
+
+    **Arguments:**
+
+    - `factors`: the channel factors that are applied before rounding: "awq", "smoothquant" or None.
+    - `compensates`: whether each code compensates the errors of earlier codes, as in GPTQ.
+      Otherwise each value gets the nearest code.
+    """
+
+    factors: str | None = None
+    compensates: bool = False
+
+
+ROUNDING_METHODS = {
+    "nearest": RoundingMethod(),
+    "gptq": RoundingMethod(compensates=True),
+    "awq": RoundingMethod("awq"),
+    "awq+gptq": RoundingMethod("awq", compensates=True),
+    "smoothquant": RoundingMethod("smoothquant"),
+    "smoothquant+gptq": RoundingMethod("smoothquant", compensates=True),
+}
+
+
+def get_method(name: str) -> RoundingMethod:
+    """Return a row of `ROUNDING_METHODS`.
+
+    **Raises:** `ValueError` if the name is unknown.
+    """
+    if name not in ROUNDING_METHODS:
+        known = ", ".join(ROUNDING_METHODS)
+        raise ValueError(f"unknown method {name!r}; it must be one of {known}")
+    return ROUNDING_METHODS[name]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -121,32 +157,30 @@ class Rule:
 
     def __post_init__(self) -> None:
         check_regex(self.path_regex, "path_regex")
-        self._check_order()
-        for name in ("qtype", "act_qtype", "grad_qtype"):
-            qtype = getattr(self, name)
-            if qtype is not None and not isinstance(qtype, str):  # a dtype; shown by its name
-                object.__setattr__(self, name, get_format(qtype).name)
-        self._check_tiles()
-        self._check_methods()
-        self._check_correction()
-        object.__setattr__(self, "op_names", products_named(self.op_names))
-        if self.grad_qtype is not None:
-            get_format(self.grad_qtype)
-        if self.sparsity is not None:
-            pattern = check_sparsity(self.sparsity, self.qtype)
-            object.__setattr__(self, "sparsity", pattern)
-
-    def _check_order(self) -> None:
         if is_format(self.path_regex) and isinstance(self.qtype, str) and not is_format(self.qtype):
             raise ValueError(
                 f"the arguments of Rule are swapped: write Rule({self.qtype!r}, "
                 f"{self.path_regex!r}), with the regex first"
             )
+        for name in ("qtype", "act_qtype", "grad_qtype"):
+            qtype = getattr(self, name)
+            if qtype is not None and not isinstance(qtype, str):  # a dtype
+                self._normalize(name, get_format(qtype).name)
+        self._check_tiles()
+        self._check_options_of_weights()
+        self._check_activations()
+        if self.grad_qtype is not None:
+            get_format(self.grad_qtype)
+        if self.sparsity is not None:
+            self._normalize("sparsity", check_sparsity(self.sparsity, self.qtype))
+
+    def _normalize(self, field: str, value: Any) -> None:
+        object.__setattr__(self, field, value)  # the dataclass is frozen
 
     def _check_tiles(self) -> None:
         axes = self.tile_axis
         if isinstance(axes, Sequence) and not isinstance(axes, str):
-            object.__setattr__(self, "tile_axis", tuple(axes))  # hashable; the dataclass is frozen
+            self._normalize("tile_axis", tuple(axes))  # hashable
             if not axes:
                 raise ValueError("tile_axis is empty; it must name at least one contracted axis")
         for axis in self._tile_axes():
@@ -155,62 +189,60 @@ class Rule:
         format = None if self.qtype is None else get_format(self.qtype)
         check_tile_size(self.tile_size, format, by_axis=True)
         if isinstance(self.tile_size, Mapping):
-            pairs = tuple(sorted(self.tile_size.items()))
-            object.__setattr__(self, "tile_size", pairs)  # hashable, as above
+            self._normalize("tile_size", tuple(sorted(self.tile_size.items())))  # hashable
 
-    def _check_methods(self) -> None:
-        if self.act_range not in RANGES:
+    def _check_options_of_weights(self) -> None:
+        format = None if self.qtype is None else get_format(self.qtype)
+        for name in ("calibration_method", "scale_dtype", "method", "correction_rank"):
+            if getattr(self, name) is not None and format is None:
+                raise ValueError(
+                    f"{name} needs a qtype, because qtype=None leaves the weight dense"
+                )
+        if self.calibration_method is not None and format is not None:
+            check_calibration(self.calibration_method, format)
+        if self.scale_dtype is not None and format is not None:
+            # The name of a dtype is hashable, and short in the repr.
+            dtype = choose_scale_dtype(format, np.float32, self.scale_dtype)
+            self._normalize("scale_dtype", dtype)
+        factors = None if self.method is None else get_method(self.method).factors
+        if factors and self.rotate:
             raise ValueError(
-                f"unknown act_range {self.act_range!r}; it must be one of {', '.join(RANGES)}"
+                f"rotate=True spreads outliers over all channels, and method {self.method!r} "
+                "scales the channels with outliers. Choose one of them"
             )
-        if self.calibration_method is not None:
-            if self.qtype is None:
-                raise ValueError(
-                    "calibration_method needs a qtype, because qtype=None leaves the weight dense"
-                )
-            check_calibration(self.calibration_method, get_format(self.qtype))
-        if self.scale_dtype is not None:
-            if self.qtype is None:
-                raise ValueError(
-                    "scale_dtype needs a qtype, because qtype=None leaves the weight dense"
-                )
-            name = choose_scale_dtype(get_format(self.qtype), np.float32, self.scale_dtype)
-            object.__setattr__(self, "scale_dtype", name)  # hashable, and shown as it is written
-        if self.method is not None:
-            if self.qtype is None:
-                raise ValueError("method needs a qtype, because qtype=None leaves the weight dense")
-            check_method(self.method, rotate=self.rotate, act_qtype=self.act_qtype)
-        if self.rotate and self.act_range != "dynamic":
+        if factors == "smoothquant" and self.act_qtype is None:
+            raise ValueError(
+                f"method {self.method!r} is for quantized activations, and act_qtype is None. Set "
+                "act_qtype, or use method='awq'"
+            )
+        for name in ("correction_rank", "correction_steps"):
+            count = getattr(self, name)
+            if count is not None and not (isinstance(count, int | np.integer) and count >= 1):
+                raise ValueError(f"{name} must be an integer of 1 or more, not {count!r}")
+        if self.correction_rank is None and self.correction_steps != 1:
+            raise ValueError("correction_steps needs a correction_rank")
+
+    def _check_activations(self) -> None:
+        self._normalize("op_names", products_named(self.op_names))
+        is_static = self.act_range != "dynamic"
+        if self.act_range not in ACT_RANGES:
+            raise ValueError(
+                f"unknown act_range {self.act_range!r}; it must be one of {', '.join(ACT_RANGES)}"
+            )
+        if self.rotate and is_static:
             raise ValueError(
                 f"act_range {self.act_range!r} does not work with rotate=True, because statistics "
                 "are of activations before the rotation. Use act_range='dynamic'"
             )
+        method, tile_size = self.act_calibration_method, self.act_tile_size
         if self.act_qtype is not None:
-            check_activation_format(
-                get_format(self.act_qtype),
-                self.act_calibration_method,
-                self.act_tile_size,
-                is_static=self.act_range != "dynamic",
-            )
-            return
-        how = self.act_calibration_method, self.act_tile_size
-        if how != (None, None) or self.act_range != "dynamic":
+            format = get_format(self.act_qtype)
+            check_activation_format(format, method, tile_size, is_static=is_static)
+        elif method is not None or tile_size is not None or is_static:
             raise ValueError(
                 "act_calibration_method, act_tile_size and act_range need an act_qtype, the "
                 "format of activations"
             )
-
-    def _check_correction(self) -> None:
-        rank, steps = self.correction_rank, self.correction_steps
-        for name, count in (("correction_rank", rank), ("correction_steps", steps)):
-            if count is not None and not (isinstance(count, int | np.integer) and count >= 1):
-                raise ValueError(f"{name} must be an integer of 1 or more, not {count!r}")
-        if rank is not None and self.qtype is None:
-            raise ValueError(
-                "correction_rank needs a qtype, because qtype=None leaves the weight dense"
-            )
-        if rank is None and steps != 1:
-            raise ValueError("correction_steps needs a correction_rank")
 
     def __repr__(self) -> str:
         """Return the call that creates the rule."""
@@ -229,7 +261,9 @@ class Rule:
     @property
     def has_format(self) -> bool:
         """True if the rule quantizes weights, activations or gradients, or prunes weights."""
-        return any(getattr(self, name) is not None for name in ("qtype", "act_qtype", *TRAINING))
+        return any(
+            getattr(self, name) is not None for name in ("qtype", "act_qtype", *TRAINING_OPTIONS)
+        )
 
     def is_for(self, op: str) -> bool:
         """Return whether activations are quantized in the primitive `op`, such as "dot_general"."""
@@ -278,12 +312,13 @@ class Rule:
         sizes = [shape[axis] for axis in ordered]
         tile = resolve_tile_size((math.prod(sizes),), 0, tile)
         if format and format.tile_size is not None:
-            ordered.sort(key=lambda axis: shape[axis] % tile == 0)  # the last is the one with tiles
+            # Only the last axis has tiles, so put an axis that the tile divides last.
+            ordered.sort(key=lambda axis: shape[axis] % tile == 0)
             return dataclasses.replace(self, tile_axis=ordered)
         if math.prod(sizes) <= tile:
             return dataclasses.replace(self, tile_axis=ordered, tile_size=None)
-        cut = cut_in_tiles(sizes, tile)
-        if math.prod(cut) < min(tile, LEAST_TILE):
+        cut = split_tile(sizes, tile)
+        if math.prod(cut) < min(tile, SMALLEST_TILE):
             raise ValueError(
                 f"no tile of about {tile} divides the contracted axes {ordered} of shape {shape}. "
                 "Choose another tile_size, None, or another tile_axis"
@@ -320,10 +355,10 @@ class Rule:
         """
         array = self.in_basis(array)
         if isinstance(array, InBasis):
-            return array.with_array(self._quantized(array.array))
-        return self._quantized(array)
+            return array.with_array(self._quantize_stored(array.array))
+        return self._quantize_stored(array)
 
-    def _quantized(self, array: Any) -> Any:
+    def _quantize_stored(self, array: Any) -> Any:
         if self.qtype is None:
             return array
         try:
@@ -357,9 +392,9 @@ class Rule:
         """
         if self.act_qtype is None:
             return weight
-        if isinstance(weight, LoraArray):  # a correction meets them as they are
+        if isinstance(weight, LoraArray):  # the low-rank correction takes dense activations
             return weight.changed(w=self.with_activations(weight.w, statistics))
-        if isinstance(weight, InBasis):  # they are quantised as they meet what it stores
+        if isinstance(weight, InBasis):  # activations are quantized after their rotation
             return weight.with_array(self.with_activations(weight.array, statistics))
         contracting = self.contracting(weight.ndim)
         format = get_format(self.act_qtype)
@@ -397,19 +432,19 @@ class Rule:
         )
 
 
-#: What is still a tile. Of fewer values a scale takes too much.
-LEAST_TILE = 8
+#: Smaller tiles take too many bits for their scales.
+SMALLEST_TILE = 8
 
 
-def cut_in_tiles(shape: Sequence[int], tile: int) -> list[int]:
-    """Returns how many values along each of several axes are a tile of so many, or nearly.
+def split_tile(shape: Sequence[int], tile: int) -> list[int]:
+    """Return the sizes of a tile of about `tile` values. Each size divides its axis of `shape`.
 
-    Those along one axis; or along the last ones, where there are too few along each.
+    The tile extends along one axis, or along the last axes if that gives a larger tile.
 
-    >>> from veneer.quant.models.rules import cut_in_tiles
-    >>> cut_in_tiles((8, 64), 32), cut_in_tiles((8, 64), 128), cut_in_tiles((64, 3, 3), 32)
+    >>> from veneer.quant.models.rules import split_tile
+    >>> split_tile((8, 64), 32), split_tile((8, 64), 128), split_tile((64, 3, 3), 32)
     ([1, 32], [2, 64], [32, 1, 1])
-    >>> cut_in_tiles((96,), 64), cut_in_tiles((1000,), 64), cut_in_tiles((300,), 64)
+    >>> split_tile((96,), 64), split_tile((1000,), 64), split_tile((300,), 64)
     ([48], [40], [60])
     """
     along_last: list[int] = []
@@ -418,85 +453,14 @@ def cut_in_tiles(shape: Sequence[int], tile: int) -> list[int]:
         along_last.insert(0, math.gcd(size, left))
         left = left // size if along_last[0] == size else 1
     along_one = [
-        [_part(size, tile) if i == axis else 1 for i in range(len(shape))]
+        [_largest_divisor(size, tile) if i == axis else 1 for i in range(len(shape))]
         for axis, size in reversed([*enumerate(shape)])
     ]
     return max([*along_one, along_last], key=math.prod)
 
 
-def _part(size: int, tile: int) -> int:
-    """The largest tile up to one of so many that divides an axis; of whole bytes, if half is."""
-    parts = [n for n in range(1, min(size, tile) + 1) if size % n == 0]
-    return max([n for n in parts if n % 8 == 0 and 2 * n >= tile] or parts, default=1)
-
-
-def rules_or_format(rules: Any) -> tuple[Rule, ...] | str:
-    """Return the rules of a sequence, or the name of a format that is given by its name or dtype.
-
-    **Raises:** `TypeError` for anything else. The message shows the list that was probably meant.
-    """
-    if isinstance(rules, str | type | np.dtype):
-        return get_format(rules).name
-    return rules_in(rules)
-
-
-def rules_in(rules: Any) -> tuple[Rule, ...]:
-    """Returns the rules of a sequence; refuses anything else with what was meant."""
-    if isinstance(rules, Rule):
-        raise TypeError(f"rules must be a list: [{rules}]")
-    if not isinstance(rules, Iterable) or isinstance(rules, str | Mapping):
-        pairs: dict[str, str | None] = {".*": rules if isinstance(rules, str) else "int8"}
-        if isinstance(rules, Mapping) and all(isinstance(x, str) for x in rules):
-            pairs = {path: x for path, x in rules.items() if isinstance(x, str | None)} or pairs
-        meant = ", ".join(f"vn.quant.Rule({path!r}, {x!r})" for path, x in pairs.items())
-        raise TypeError(
-            f"rules must be a list of Rule, such as [{meant}], not {shown(rules)}. The rules are "
-            "the second argument, after the parameters or the model"
-        )
-    rules = tuple(rules)
-    for i, rule in enumerate(rules):
-        if not isinstance(rule, Rule):
-            raise TypeError(
-                f"rules[{i}] must be a Rule, such as Rule('.*', 'int8'), not {shown(rule)}"
-            )
-    return rules
-
-
-def shown(x: Any) -> str:
-    """Return something that is not a rule as messages show it: a tree of arrays by its type."""
-    holds_arrays = any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(x))
-    return f"a {type(x).__name__}" if holds_arrays else repr(x)
-
-
-def flatten_with_paths(tree: Any) -> tuple[list[str], list[Any], Any]:
-    """Returns the paths that rules are matched with, the leaves and the structure of a tree."""
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_value)
-    paths = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]
-    return paths, [leaf for _, leaf in leaves], treedef
-
-
-def rule_for(path: str, leaf: Any, rules: Sequence[Rule]) -> Rule | None:
-    """Returns the first rule that matches, of a leaf that rules apply to."""
-    rule = next((rule for rule in rules if rule.matches(path)), None)
-    return rule if can_be_quantized(leaf) else None
-
-
-def can_be_quantized(leaf: Any) -> bool:
-    """Returns whether rules apply to a leaf (or its aval): it is floating, and of rank 2 and up."""
-    return not is_value(leaf) and getattr(leaf, "ndim", 0) >= 2 and leaf.dtype in QUANTIZABLE
-
-
-def warn_of_unmatched(rules: Sequence[Any], paths: Sequence[str]) -> None:
-    """Warns of each rule that matches none of the paths."""
-    for rule in rules:
-        if not any(map(rule.matches, paths)):
-            warn_user(
-                f"the rule {rule.path_regex!r} matches no parameter. Change its path_regex, which "
-                f"must match a whole path, such as {some_of(paths)}"
-            )
-
-
-def some_of(paths: Sequence[str], shown: int = 4) -> str:
-    """Returns a few of the paths, for messages."""
-    some = ", ".join(paths[:shown]) + (", ..." if len(paths) > shown else "")
-    return some or "(the tree is empty)"
+def _largest_divisor(size: int, tile: int) -> int:
+    """Return the largest divisor of `size` up to `tile`, preferring multiples of 8 from half on."""
+    divisors = [n for n in range(1, min(size, tile) + 1) if size % n == 0]
+    aligned = [n for n in divisors if n % 8 == 0 and 2 * n >= tile]
+    return max(aligned or divisors, default=1)

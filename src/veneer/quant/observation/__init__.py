@@ -1,9 +1,8 @@
-"""What the activations of a model are, as it runs.
+"""Statistics of the activations of a model, recorded while the model runs.
 
 The modules here:
 
-    observed        a weight that records its activations
-    recording       what the host keeps of the activations of a weight
-    totals          what a Box keeps of them
-    statistics      ActivationStatistics, what comes of it, and the static ranges that follow
+    observed_weight  the weight that records its activations, and its rules for products
+    recording        the sums of one weight: Recording on the host, Totals in a Box
+    statistics       ActivationStatistics, their files, and the static scales they give
 """

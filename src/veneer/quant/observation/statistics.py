@@ -1,4 +1,4 @@
-"""Statistics of activations: what is recorded of them, and the static range that follows."""
+"""`ActivationStatistics`, the files that hold them, and the static scales that follow from them."""
 
 import dataclasses
 import math
@@ -81,9 +81,8 @@ class ActivationStatistics:
         **Raises:** `ValueError` for any other `average`.
         """
         if average == "widest":
-            axes = self._contracted()
-            ends = self.minimum.min(axes, keepdims=True), self.maximum.max(axes, keepdims=True)
-            return ends
+            axes = self._contracted_axes()
+            return self.minimum.min(axes, keepdims=True), self.maximum.max(axes, keepdims=True)
         if average not in self.lows:
             names = ", ".join([*self.lows, "widest"])
             raise ValueError(f"unknown average {average!r}; it must be one of {names}")
@@ -91,7 +90,7 @@ class ActivationStatistics:
 
     def of_stacks(self, of_channels: Any) -> np.ndarray:
         """Return a per-channel array, such as `mean`, as `[stacks, K]`: a row per weight."""
-        order = [*self.stacked_axes, *self._contracted()]
+        order = [*self.stacked_axes, *self._contracted_axes()]
         others = [i for i in range(np.ndim(of_channels)) if i not in order]
         return np.transpose(of_channels, [*order, *others]).reshape(self.stacks, -1)
 
@@ -105,7 +104,7 @@ class ActivationStatistics:
         """The axes along which weights are stacked, counted from the front."""
         return tuple(i for i, n in enumerate(np.shape(self.lows["mean"])) if n > 1)
 
-    def _contracted(self) -> tuple[int, ...]:
+    def _contracted_axes(self) -> tuple[int, ...]:
         ranges = np.shape(self.lows["mean"])
         return tuple(i for i, n in enumerate(np.shape(self.minimum)) if n != ranges[i])
 
@@ -118,19 +117,19 @@ def static_range(
     average: str = "mean",
     calibration_method: str | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns the scale of activations, and the zero point where the method has one.
+    """Return the static scale of activations, and the zero point if the method has one.
 
     **Arguments:**
 
-    - `statistics`: what was recorded.
+    - `statistics`: the statistics of the activations.
     - `qtype`: the format of the activations.
-    - `shape`: of the weight that they meet.
-    - `average`: which range, as in `ActivationStatistics.range`.
-    - `calibration_method`: how a range gives the scale; None is the format's own.
+    - `shape`: the shape of the weight that they multiply.
+    - `average`: the range to use, as in `ActivationStatistics.range`.
+    - `calibration_method`: the method that turns the range into a scale. None selects the default
+      of the format.
 
-    **Raises:** `ValueError` for a method that takes the activations themselves, a range that is not
-    finite or that has no values but 0, statistics of a weight of another shape or that lack a
-    layer.
+    **Raises:** `ValueError` if the method needs the activations themselves, if the range is not
+    finite or is 0, or if the statistics belong to a weight of another shape.
     """
     method = calibration_method or get_format(qtype).calibration
     kind = check_calibration(method, get_format(qtype)).name
@@ -144,8 +143,7 @@ def static_range(
         )
     if kind in ("absmean", "rms"):
         moment = statistics.absmean if kind == "absmean" else statistics.mean_square
-        axes = statistics._contracted()
-        high = np.mean(moment, axes, keepdims=True)
+        high = np.mean(moment, statistics._contracted_axes(), keepdims=True)
         high = high if kind == "absmean" else np.sqrt(high)
         low = -high
     elif kind not in ("absmax", "minmax", "fixed"):
@@ -158,7 +156,7 @@ def static_range(
             f"the recorded range is not finite ({low.min()} to {high.max()}): a layer had no "
             "activations, or some that are not finite. Observe other batches"
         )
-    # The two ends, as a tile, are all that the method looks at.
+    # These methods only look at the ends of a range, so a tile of the two ends gives its scale.
     ends = jnp.asarray(np.stack([low, high], -1), jnp.float32)
     tiny = np.finfo(np.float32).tiny
     if kind != "fixed" and (np.abs(np.asarray(ends)).max(-1) < tiny).any():
@@ -168,8 +166,8 @@ def static_range(
     q = quantize(
         ends, qtype, channelwise_axes=tuple(range(low.ndim)), calibration_method=calibration_method
     )
-    scale = q.scales()[..., 0]
-    return scale, None if q.zero_point is None else jnp.asarray(q.zero_point)[..., 0]
+    zero_point = None if q.zero_point is None else jnp.asarray(q.zero_point)[..., 0]
+    return q.scales()[..., 0], zero_point
 
 
 def save_statistics(file: str | Path, statistics: Mapping[str, ActivationStatistics]) -> None:
@@ -192,10 +190,10 @@ def save_statistics(file: str | Path, statistics: Mapping[str, ActivationStatist
     """
     arrays: dict[str, Any] = {
         f"{path}:{field}": array
-        for path, one in statistics.items()
-        for field, array in arrays_of(one).items()
+        for path, of_weight in statistics.items()
+        for field, array in statistics_to_arrays(of_weight).items()
     }
-    with Path(file).open("wb") as stream:  # savez would add a suffix to a name
+    with Path(file).open("wb") as stream:  # NumPy would add a suffix to a file name
         np.savez_compressed(stream, **arrays)
 
 
@@ -218,19 +216,19 @@ def load_statistics(file: str | Path) -> dict[str, ActivationStatistics]:
     {}
     """
     fields: dict[str, dict[str, Any]] = {}
-    for name, array in arrays_in(file).items():
+    for name, array in read_npz(file).items():
         path, _, field = name.rpartition(":")
         fields.setdefault(path, {})[field] = array
     try:
-        return {path: statistics_in(arrays) for path, arrays in fields.items()}
+        return {path: statistics_from_arrays(arrays) for path, arrays in fields.items()}
     except TypeError as error:
         raise ValueError(f"{file} contains no activation statistics: {error}") from None
 
 
-def arrays_in(file: str | Path) -> dict[str, np.ndarray]:
-    """Return the arrays of a file of NumPy's, `.npz`, by name.
+def read_npz(file: str | Path) -> dict[str, np.ndarray]:
+    """Read the arrays of an `.npz` file.
 
-    **Raises:** `ValueError` for a file that is empty, damaged or of another kind.
+    **Raises:** `ValueError` if the file is empty, damaged or of another kind.
     """
     with Path(file).open("rb") as stream:
         try:
@@ -240,18 +238,18 @@ def arrays_in(file: str | Path) -> dict[str, np.ndarray]:
             raise ValueError(f"{file} is empty, damaged or not an .npz file: {error}") from None
 
 
-def arrays_of(statistics: ActivationStatistics) -> dict[str, np.ndarray]:
-    """Returns the arrays of statistics, by name: `lows.mean` is one of those of `lows`."""
+def statistics_to_arrays(statistics: ActivationStatistics) -> dict[str, np.ndarray]:
+    """Return the arrays of statistics by field, such as "count" or "lows.mean"."""
     return {
         jax.tree_util.keystr(keys, simple=True, separator="."): np.asarray(leaf)
         for keys, leaf in jax.tree_util.tree_leaves_with_path(statistics)
     }
 
 
-def statistics_in(arrays: Mapping[str, Any]) -> ActivationStatistics:
-    """Returns the statistics of which these are the arrays, by name.
+def statistics_from_arrays(arrays: Mapping[str, Any]) -> ActivationStatistics:
+    """Return the statistics that `statistics_to_arrays` turned into these arrays.
 
-    **Raises:** `TypeError` where they are of anything else.
+    **Raises:** `TypeError` if the names are not the fields of statistics.
     """
     fields: dict[str, Any] = {"lows": {}, "highs": {}}
     for name, array in arrays.items():

@@ -14,11 +14,12 @@ import numpy as np
 
 from ..._core.surface.implicit import implicit
 from ..._core.value import is_value, materialise_one
-from ..models.correction import LowRankAxes, quantize_corrected
-from ..models.observe import arguments_of, check_batches, record, statistics_of, tell_of_vanishing
-from ..models.quantize_tree import Chosen, check_rules, choose
-from ..models.rules import Rule, rules_in, some_of, warn_of_unmatched
-from ..models.uses import parameters_and_program
+from ..models.correction import LowRankAxes, quantize_with_correction
+from ..models.matching import as_rules, some_of, warn_of_unmatched
+from ..models.observe import record, statistics_of, warn_of_vanishing
+from ..models.programs import arguments_of, check_batches, parameters_and_program
+from ..models.quantize_tree import ChosenRules, check_rules, choose_rules
+from ..models.rules import Rule
 from ..observation.statistics import ActivationStatistics
 from .allocation import Choice, allocated
 from .report import AllocationReport, WeightBits
@@ -103,7 +104,7 @@ class BitAllocator:
     def __init__(self, model: Callable, choices: Sequence[Rule], bits: float | int, params: Any):
         if not bits > 0:
             raise ValueError(f"bits must be a number of bits per value above 0, not {bits}")
-        self._choices = rules_in(choices)
+        self._choices = as_rules(choices)
         check_rules(self._choices, calibrated=any(rule.method for rule in self._choices))
         call = "allocate_bits(model, choices, bits, params=params)"
         self._params, self._program = parameters_and_program(model, params, call)
@@ -160,11 +161,15 @@ class BitAllocator:
             dataclasses.replace(x.asked, path_regex=re.escape(path)) for path, x in chosen.items()
         ]
 
-    def _candidates(self, args: Sequence[Any]) -> tuple[Chosen, dict[str, list["_Alternative"]]]:
+    def _candidates(
+        self, args: Sequence[Any]
+    ) -> tuple[ChosenRules, dict[str, list["_Alternative"]]]:
         """The tree of parameters, and how each weight may be stored, in the order of the tree."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # whoever takes the rules will tell
-            by_rule = [choose(self._params, [rule], self._program, args) for rule in self._choices]
+            by_rule = [
+                choose_rules(self._params, [rule], self._program, args) for rule in self._choices
+            ]
         tree = by_rule[0]
         warn_of_unmatched(self._choices, tree.paths)
         found: dict[str, list[_Alternative]] = {}
@@ -172,7 +177,7 @@ class BitAllocator:
             for asked, chosen in zip(self._choices, by_rule, strict=True):
                 rule = chosen.rules.get(path)
                 if rule is not None and rule.qtype is not None:
-                    axes = chosen.corrected_axes(path)
+                    axes = chosen.correction_axes(path)
                     found.setdefault(path, []).append(_Alternative.of(leaf, asked, rule, axes))
         if not found:
             raise ValueError(
@@ -183,7 +188,7 @@ class BitAllocator:
 
     def _met(
         self,
-        tree: Chosen,
+        tree: ChosenRules,
         candidates: Mapping[str, Sequence["_Alternative"]],
         batches: Iterable[Any],
     ) -> Mapping[str, ActivationStatistics]:
@@ -199,12 +204,12 @@ class BitAllocator:
         call = lambda parts, *args: self._program(parts[0], *args)
         flat = tree.paths, tree.leaves, tree.treedef
         met = statistics_of(record(call, [flat], lambda _: axes, batches, gram=True, decay=0.9))
-        tell_of_vanishing(met)
+        warn_of_vanishing(met)
         return met
 
     def _measured(
         self,
-        tree: Chosen,
+        tree: ChosenRules,
         candidates: Mapping[str, Sequence["_Alternative"]],
         probes: Mapping[str, int],
         args: Sequence[Any],
@@ -243,12 +248,12 @@ class _Alternative(NamedTuple):
 
     @classmethod
     def of(cls, leaf: Any, asked: Rule, rule: Rule, axes: LowRankAxes | None) -> "_Alternative":
-        stored = jax.eval_shape(lambda x: quantize_corrected(x, rule, axes), leaf)
+        stored = jax.eval_shape(lambda x: quantize_with_correction(x, rule, axes), leaf)
         return cls(asked, rule, axes, 8 * stored.nbytes)
 
     def values(self, leaf: Any) -> jax.Array:
         """What it is worth, rounded to nearest."""
-        return jnp.asarray(materialise_one(quantize_corrected(leaf, self.rule, self.axes)))
+        return jnp.asarray(materialise_one(quantize_with_correction(leaf, self.rule, self.axes)))
 
 
 def _probe(candidates: Sequence[_Alternative], losses: Sequence[float], budget: float | int) -> int:

@@ -17,19 +17,17 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from ..._jax.source_lines import warn_user
-from ..models.methods import get_method, method_for
+from ..models.matching import as_rules_or_format, some_of
 from ..models.observe import (
-    arguments_of,
-    check_batches,
     record,
-    split,
+    split_recordings,
     statistics_of,
-    tell_of_unmet,
-    tell_of_vanishing,
+    warn_of_missing,
+    warn_of_vanishing,
 )
-from ..models.quantize_tree import Chosen, check_rules, choose
-from ..models.rules import Rule, rules_or_format, some_of
-from ..models.uses import parameters_and_program
+from ..models.programs import arguments_of, check_batches, parameters_and_program
+from ..models.quantize_tree import ChosenRules, check_rules, choose_rules
+from ..models.rules import Rule, get_method
 from ..observation.recording import Recording
 from ..observation.statistics import ActivationStatistics
 from .gptq import DAMPING
@@ -178,7 +176,7 @@ class Calibrator:
             )
         if not damping >= 0:
             raise ValueError(f"damping must be 0 or more, not {damping}")
-        rules = rules_or_format(rules)
+        rules = as_rules_or_format(rules)
         if not isinstance(rules, str):
             check_rules(rules, calibrated=True)
             acts = [rule for rule in rules if rule.act_qtype is not None]
@@ -201,7 +199,7 @@ class Calibrator:
         if first is _NONE:
             raise ValueError("there are no batches to calibrate with. Pass at least one")
         args = arguments_of(first)
-        chosen = choose(self._params, self._rules, self._program, args, in_products=True)
+        chosen = choose_rules(self._params, self._rules, self._program, args, needs_products=True)
         axes = _contracting(chosen)
         stages = _within(self._memory, chosen, axes)
         several = ["sequential"] if self._sequential else []
@@ -231,7 +229,7 @@ class Calibrator:
                 q, _ = results.get(path, (leaf, None))
                 return rule.with_activations(q, met.get(path))
 
-        new = chosen.replaced(quantized)
+        new = chosen.replace_leaves(quantized)
         asked = {path: self._method_for(rule) for path, rule in chosen.rules.items()}
         useless = [x.path for x in losses if x.method == "nearest" != asked[x.path]]
         if useless:
@@ -244,7 +242,7 @@ class Calibrator:
 
     def _round(
         self,
-        chosen: Chosen,
+        chosen: ChosenRules,
         axes: Mapping[str, tuple[int, ...]],
         stages: Sequence["Stage"],
         batches: Iterable[Any],
@@ -255,7 +253,7 @@ class Calibrator:
         weights = {}
         for path, rule in chosen.rules.items():
             if rule.qtype is not None:
-                of_correction = chosen.corrected_axes(path)
+                of_correction = chosen.correction_axes(path)
                 with naming(path):
                     weights[path] = RoundedWeight(leaves[path], rule, of_correction)
         observed = functools.partial(self._observed, chosen, leaves)
@@ -271,7 +269,7 @@ class Calibrator:
                 tell("", len(known))
                 left = {path: axes[path] for path in stage if path not in known}
                 told = _telling(batches, f"stage {number + 1} of {len(stages)}, batch", tell)
-                new, others = split(observed(left, told, gram=True) if left else {})
+                new, others = split_recordings(observed(left, told, gram=True) if left else {})
                 unmet |= others
                 for path in new:
                     tell(path)
@@ -291,16 +289,22 @@ class Calibrator:
                 met |= known
                 if self._sequential:
                     leaves |= {path: weights[path].values for path in known if path in weights}
-        tell_of_unmet(unmet, all=not met)
-        tell_of_vanishing(met)
+        warn_of_missing(unmet, is_all=not met)
+        warn_of_vanishing(met)
         return weights, met
 
     def _method_for(self, rule: Rule) -> str:
-        return method_for(rule.method, self._method, rotate=rule.rotate, act_qtype=rule.act_qtype)
+        """Return the rounding method of a weight, without channel factors that would not help."""
+        if rule.method is not None:
+            return rule.method
+        method = get_method(self._method)
+        if rule.rotate or (method.factors == "smoothquant" and rule.act_qtype is None):
+            return "gptq" if method.compensates else "nearest"
+        return self._method
 
     def _observed(
         self,
-        chosen: Chosen,
+        chosen: ChosenRules,
         leaves: Mapping[str, Any],
         axes: Mapping[str, tuple[int, ...]],
         batches: Iterable[Any],
@@ -312,7 +316,7 @@ class Calibrator:
         tree = chosen.paths, [leaves[path] for path in chosen.paths], chosen.treedef
         pairs = gram and self._propagation > 0
         dense = (chosen.paths, chosen.leaves, chosen.treedef) if pairs else None
-        return record(call, [tree], lambda _: axes, batches, gram=gram, decay=0.9, beside=dense)
+        return record(call, [tree], lambda _: axes, batches, gram=gram, decay=0.9, reference=dense)
 
 
 _NONE = object()
@@ -344,7 +348,7 @@ def _telling(batches: Iterable[Any], doing: str, tell: Tell) -> Iterator[Any]:
         yield batch
 
 
-def _contracting(chosen: Chosen) -> dict[str, tuple[int, ...]]:
+def _contracting(chosen: ChosenRules) -> dict[str, tuple[int, ...]]:
     """The axes that products contract of each weight that meets activations in one."""
     assert chosen.uses is not None
     leaves = dict(zip(chosen.paths, chosen.leaves, strict=True))
@@ -358,7 +362,9 @@ def _contracting(chosen: Chosen) -> dict[str, tuple[int, ...]]:
 Stage = Mapping[str, Sequence[int] | None]  # by path, the numbers of the matrices; None is all
 
 
-def _within(memory: int | None, chosen: Chosen, axes: Mapping[str, tuple[int, ...]]) -> list[Stage]:
+def _within(
+    memory: int | None, chosen: ChosenRules, axes: Mapping[str, tuple[int, ...]]
+) -> list[Stage]:
     """Sets of weights whose second moments take so many bytes together, or one that takes more."""
     leaves = dict(zip(chosen.paths, chosen.leaves, strict=True))
     stages: list[dict[str, None]] = [{}]

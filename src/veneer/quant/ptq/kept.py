@@ -14,8 +14,13 @@ import numpy as np
 from ..._core.surface.implicit import implicit
 from ..._jax.primitives import constants_in
 from ..._jax.source_lines import warn_user
-from ..models.uses import abstracted
-from ..observation.statistics import ActivationStatistics, arrays_in, arrays_of, statistics_in
+from ..models.programs import abstract_arrays
+from ..observation.statistics import (
+    ActivationStatistics,
+    read_npz,
+    statistics_from_arrays,
+    statistics_to_arrays,
+)
 from .weight import RoundedWeight
 
 
@@ -71,7 +76,7 @@ class KeptCalibration:
         """Keeps what is known of a weight after a stage, whole or not at all."""
         if self._folder is None:
             return
-        met = arrays_of(statistics)
+        met = statistics_to_arrays(statistics)
         arrays: dict[str, Any] = {f"{_MET}{name}": array for name, array in met.items()}
         arrays |= {} if weight is None else weight.state()
         file = self._file(stage, path)
@@ -89,9 +94,11 @@ class KeptCalibration:
             if self._folder is None or not self._file(stage, path).is_file():
                 continue
             try:
-                state = arrays_in(self._file(stage, path))
+                state = read_npz(self._file(stage, path))
                 names = [name for name in state if name.startswith(_MET)]
-                met[path] = statistics_in({name[len(_MET) :]: state.pop(name) for name in names})
+                met[path] = statistics_from_arrays(
+                    {name[len(_MET) :]: state.pop(name) for name in names}
+                )
             except (ValueError, TypeError) as error:
                 warn_user(f"{path} is calibrated again, because {error}")
                 continue
@@ -134,7 +141,7 @@ def _described(program: Callable, params: Any, args: Sequence[Any]) -> list[Any]
         out = jax.tree.leaves(implicit(program)(params, *args))
         return [x for x in out if isinstance(x, jax.Array | np.ndarray)]
 
-    of_arrays, avals = abstracted(run, params, tuple(args))
+    of_arrays, avals = abstract_arrays(run, params, tuple(args))
     jaxpr = jax.make_jaxpr(of_arrays)(avals)
     text = re.sub(r" at 0x[0-9a-f]+", "", str(jaxpr))
     ordered = lambda match: ", ".join(sorted(match[0].split(", ")))

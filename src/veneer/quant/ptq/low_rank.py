@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..models.correction import LowRankAxes, balanced
+from ..models.correction import LowRankAxes, balance_factors
 from .moments import Moments
 
 
@@ -33,7 +33,7 @@ class Correction:
     def __init__(
         self, shape: Sequence[int], rank: int, axes: LowRankAxes, contracting: Sequence[int]
     ):
-        lead, ins, outs = axes.matrices(tuple(shape))
+        lead, ins, outs = axes.split_shape(tuple(shape))
         self._of_weight, self._axes, self._lead = tuple(shape), axes, lead
         self._contracted = sorted(axis % len(shape) for axis in contracting)
         self._shape = math.prod(lead), math.prod(ins), math.prod(outs)
@@ -90,7 +90,7 @@ class Correction:
 
     def held(self, q: Any) -> Any:
         """Returns a weight with the correction."""
-        return self._axes.held(q, *self.factors)
+        return self._axes.as_lora(q, *self.factors)
 
 
 def low_rank_factors(
@@ -124,7 +124,7 @@ def low_rank_factors(
         values, vectors = np.linalg.eigh(gram)
         weighted = np.sqrt(np.maximum(values, 0))[:, None] * (vectors.T @ lost)
         right, _ = np.linalg.qr(weighted.T @ _largest(weighted @ weighted.T, rank))
-    return balanced(lost @ right, right.T)
+    return balance_factors(lost @ right, right.T)
 
 
 def _largest(metric: np.ndarray, count: int) -> np.ndarray:

@@ -15,8 +15,7 @@ import numpy as np
 
 from ..._core.surface.implicit import implicit
 from ..._jax.source_lines import warn_user
-from ..models.observe import arguments_of, check_batches
-from ..models.uses import parameters_and_program
+from ..models.programs import arguments_of, check_batches, parameters_and_program
 from .tuned_tree import TunedTree
 
 PARTS = ("codes", "scales", "dense")

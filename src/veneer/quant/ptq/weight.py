@@ -16,9 +16,8 @@ from ...types.lora import LoraArray
 from ..arrays.qarray import pack_codes
 from ..formats import get_format
 from ..formats.tiles import tile_shape
-from ..models.correction import LowRankAxes, corrected
-from ..models.methods import get_method
-from ..models.rules import Rule
+from ..models.correction import LowRankAxes, add_correction
+from ..models.rules import Rule, get_method
 from ..observation.statistics import ActivationStatistics
 from .factors import awq_factors, smoothquant_factors
 from .gptq import damped, gptq
@@ -146,7 +145,7 @@ class RoundedWeight:
             self._factors = np.broadcast_to(self._factors, factors.shape).copy()
             self._factors[stacks] = factors[stacks]
             self._rounded = self._quantized(self._scaled(matrices))
-        if of.makes_up:
+        if of.compensates:
             self._make_up(matrices, moments, stacks, damping)
         self._method = method
         self._correct(moments, stacks)
@@ -192,7 +191,7 @@ class RoundedWeight:
         packed = _stored(self._rounded).packed
         self._pack(np.frombuffer(state["packed"].tobytes(), packed.dtype).reshape(packed.shape))
         codes = matrices.of(_stored(self._rounded).codes())
-        self._codes = {i: codes[i] for i in self._done if get_method(self._method).makes_up}
+        self._codes = {i: codes[i] for i in self._done if get_method(self._method).compensates}
         if "a" in state:
             self._correction = self._no_correction()
             self._correction.factors = state["a"], state["b"]
@@ -285,7 +284,7 @@ class RoundedWeight:
         if self._low_rank is None:
             return q
         if self._correction is None:
-            return corrected(q, self._dense, *self._low_rank)
+            return add_correction(q, self._dense, *self._low_rank)
         return self._correction.held(q)
 
     def _quantized(self, in_basis: Any) -> Any:

@@ -1,0 +1,88 @@
+"""Match rules with the leaves of a tree by their paths."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from ..._core.value import is_value
+from ..._jax.source_lines import warn_user
+from ..arrays.qarray import QUANTIZABLE
+from ..formats import get_format
+from .rules import Rule
+
+
+def as_rules_or_format(rules: Any) -> tuple[Rule, ...] | str:
+    """Return a tuple of rules, or the name of a format given by its name or dtype.
+
+    **Raises:** `TypeError` for anything else, as `as_rules`.
+    """
+    if isinstance(rules, str | type | np.dtype):
+        return get_format(rules).name
+    return as_rules(rules)
+
+
+def as_rules(rules: Any) -> tuple[Rule, ...]:
+    """Return an iterable of rules as a tuple.
+
+    **Raises:** `TypeError` for anything else. The message shows the list that was probably meant.
+    """
+    if isinstance(rules, Rule):
+        raise TypeError(f"rules must be a list: [{rules}]")
+    if not isinstance(rules, Iterable) or isinstance(rules, str | Mapping):
+        pairs: dict[str, str | None] = {".*": rules if isinstance(rules, str) else "int8"}
+        if isinstance(rules, Mapping) and all(isinstance(x, str) for x in rules):
+            pairs = {path: x for path, x in rules.items() if isinstance(x, str | None)} or pairs
+        meant = ", ".join(f"vn.quant.Rule({path!r}, {x!r})" for path, x in pairs.items())
+        raise TypeError(
+            f"rules must be a list of Rule, such as [{meant}], not {describe_value(rules)}. The "
+            "rules are the second argument, after the parameters or the model"
+        )
+    rules = tuple(rules)
+    for i, rule in enumerate(rules):
+        if not isinstance(rule, Rule):
+            raise TypeError(
+                f"rules[{i}] must be a Rule, such as Rule('.*', 'int8'), not {describe_value(rule)}"
+            )
+    return rules
+
+
+def describe_value(x: Any) -> str:
+    """Return the repr of a value for an error message, or only the type of a tree of arrays."""
+    holds_arrays = any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(x))
+    return f"a {type(x).__name__}" if holds_arrays else repr(x)
+
+
+def flatten_with_paths(tree: Any) -> tuple[list[str], list[Any], Any]:
+    """Return the paths of a tree (the names that rules match), its leaves and its treedef."""
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_value)
+    paths = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]
+    return paths, [leaf for _, leaf in leaves], treedef
+
+
+def find_rule(path: str, leaf: Any, rules: Sequence[Rule]) -> Rule | None:
+    """Return the first rule that matches a path, or None if the leaf cannot be quantized."""
+    rule = next((rule for rule in rules if rule.matches(path)), None)
+    return rule if can_be_quantized(leaf) else None
+
+
+def can_be_quantized(leaf: Any) -> bool:
+    """Return whether a leaf, or its aval, is a floating array of rank 2 or more."""
+    return not is_value(leaf) and getattr(leaf, "ndim", 0) >= 2 and leaf.dtype in QUANTIZABLE
+
+
+def warn_of_unmatched(rules: Sequence[Any], paths: Sequence[str]) -> None:
+    """Warn of each rule that matches none of the paths."""
+    for rule in rules:
+        if not any(map(rule.matches, paths)):
+            warn_user(
+                f"the rule {rule.path_regex!r} matches no parameter. Change its path_regex, which "
+                f"must match a whole path, such as {some_of(paths)}"
+            )
+
+
+def some_of(paths: Sequence[str]) -> str:
+    """Return the first four paths as text for a message."""
+    some = ", ".join(paths[:4]) + (", ..." if len(paths) > 4 else "")
+    return some or "(the tree is empty)"
