@@ -1,4 +1,4 @@
-"""`BackwardProduct`: how a product of the backward pass is quantised."""
+"""`BackwardProduct`, the options for quantizing a product of the backward pass."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -78,8 +78,8 @@ class BackwardProduct:
         format = None if self.qtype is None else get_format(self.qtype)
         check_tile_size(self.tile_size, format, by_axis=True)
         if isinstance(self.tile_size, Mapping):
-            pairs = tuple(sorted(self.tile_size.items()))
-            object.__setattr__(self, "tile_size", pairs)  # hashable
+            pairs = tuple(sorted(self.tile_size.items()))  # Options must be hashable.
+            object.__setattr__(self, "tile_size", pairs)
         if self.residual_qtype not in (None, FORWARD):
             object.__setattr__(self, "residual_qtype", get_format(self.residual_qtype).name)
         if format is None:

@@ -1,4 +1,4 @@
-"""`FakeQuantized`: a weight in training, which the program sees quantised."""
+"""`FakeQuantized`, a weight in training that is quantized wherever a program uses it."""
 
 import contextlib
 import dataclasses
@@ -81,7 +81,7 @@ class FakeQuantized(ImplicitArray):
 
     metadata_is_meaning: ClassVar[bool] = False
     trainable: ClassVar[tuple[str, ...] | None] = ("w",)
-    #: Its one leaf is of its shape and dtype, and not what it stands for.
+    # Its only leaf has its shape and dtype, but not its values.
     is_label: ClassVar[bool | None] = False
 
     w: Leaf
@@ -119,13 +119,13 @@ class FakeQuantized(ImplicitArray):
             check_activation_format(
                 get_format(self.act_qtype), method, tile_size, is_static=False, by_axis=True
             )
-            if isinstance(tile_size, Mapping):  # hashable
+            if isinstance(tile_size, Mapping):  # Static fields must be hashable.
                 self.__dict__["act_tile_size"] = tuple(sorted(tile_size.items()))
         if self.sparsity is not None:
             self.__dict__["sparsity"] = check_sparsity(self.sparsity, self.qtype)
             check_groups(self.sparsity, self.w.shape, self.tile_axes[-1])
         self.aval()
-        jax.eval_shape(self.quantize)  # raises where a tile or a method does not fit
+        jax.eval_shape(self.quantize)  # Raise errors of tiles and methods now, not on first use.
 
     @classmethod
     def from_rule(cls, array: Leaf, rule: Any) -> "FakeQuantized":
@@ -192,8 +192,8 @@ class FakeQuantized(ImplicitArray):
         products = self.grad_input, self.grad_weight
         if self.grad_qtype is None and products == (None, None):
             return None
-        usual = BackwardProduct(self.grad_qtype)
-        return products[0] or usual, products[1] or usual
+        default = BackwardProduct(self.grad_qtype)
+        return products[0] or default, products[1] or default
 
     @property
     def lead(self) -> int:
@@ -213,8 +213,8 @@ class FakeQuantized(ImplicitArray):
         axes: Any = self.tile_axis
         if isinstance(self.tile_size, tuple):
             axes = (*axes, *(axis for axis, _ in self.tile_size))
-        least = max(2 if self.scales_are_quantised else 1, -min(axes))
-        if aval.ndim < least:
+        min_ndim = max(2 if self.scales_are_quantised else 1, -min(axes))
+        if aval.ndim < min_ndim:
             raise ValueError(
                 f"w of shape {aval.shape} has no axis {min(axes)}, which its tiles need"
             )
@@ -250,9 +250,8 @@ class FakeQuantized(ImplicitArray):
         if self.qtype is None:
             return sparse[0] if sparse else None
         tiles = []
-        with contextlib.suppress(
-            ValueError
-        ):  # of a member of a stack that has tiles along its axis
+        # A slice of a stack cannot be quantized if the stack has tiles along the sliced axis.
+        with contextlib.suppress(ValueError):
             tiles.append(jax.eval_shape(FakeQuantized.quantize, self).storage_name)
         return ", ".join([f"as {self.qtype}", *tiles, *sparse])
 
@@ -261,9 +260,8 @@ class FakeQuantized(ImplicitArray):
         """The mask that is True for the values of `w` to keep, or None if all are kept."""
         if self.mask is not None or self.sparsity is None:
             return self.mask
-        return sparsity_mask(
-            jax.lax.stop_gradient(jnp.asarray(self.w)), self.sparsity, self.tile_axes[-1]
-        )
+        w = jax.lax.stop_gradient(jnp.asarray(self.w))
+        return sparsity_mask(w, self.sparsity, self.tile_axes[-1])
 
     @property
     def pruned(self) -> jax.Array:
@@ -282,27 +280,19 @@ class FakeQuantized(ImplicitArray):
         self.aval()
         if self.qtype is None:
             return self.pruned.astype(self.dtype)
-        q = quantize(
-            self.pruned,
-            self.qtype,
-            calibration_method=self.calibration_method,
-            scale_dtype=self.scale_dtype,
-            **self.grid.arguments,
-        )
+        q = quantize(self.pruned, self.qtype, **self._options)
         return q.replace(dense_dtype=self.dense_dtype)
 
     def materialise(self) -> jax.Array:
         """Return the quantized and dequantized weight, with derivatives for training."""
         if self.qtype is None:
             return self.pruned.astype(self.dtype)
-        dense = fake_quantize(
-            self.pruned,
-            self.qtype,
-            calibration_method=self.calibration_method,
-            scale_dtype=self.scale_dtype,
-            **self.grid.arguments,
-        )
-        return dense.astype(self.dtype)
+        return fake_quantize(self.pruned, self.qtype, **self._options).astype(self.dtype)
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        options = {"calibration_method": self.calibration_method, "scale_dtype": self.scale_dtype}
+        return options | self.grid.arguments
 
     def partition(self, spec: PartitionSpec, shape: Shape) -> "FakeQuantized | None":
         """Return a copy with a `PartitionSpec` in place of each array.
@@ -314,26 +304,23 @@ class FakeQuantized(ImplicitArray):
         **Returns:** the copy. None if the sharding would split a tile or a group of `sparsity`
         between devices.
         """
-        whole = shape == self.shape
-        for axis in range(self.ndim):
-            size = self.grid.size(axis)
-            cut = spec[axis] is not None and not whole
-            if cut and (size is None or shape[axis] % size or self.scales_are_quantised):
-                return None
-        at = self.tile_axes[-1]
-        if (
-            self.sparsity is not None
-            and shape[at] != self.shape[at]
-            and shape[at] % group_size(self.sparsity)
-        ):
-            return None  # a group would be cut
+        if shape != self.shape:
+            for axis in range(self.ndim):
+                size = self.grid.size(axis)
+                splits_tile = size is None or shape[axis] % size or self.scales_are_quantised
+                if spec[axis] is not None and splits_tile:
+                    return None
+        axis = self.tile_axes[-1]
+        size = 1 if self.sparsity is None else group_size(self.sparsity)
+        if shape[axis] != self.shape[axis] and shape[axis] % size:
+            return None
         key = None if self.key is None else PartitionSpec(*spec[: self.lead])
         return self.changed(w=spec, key=key, mask=None if self.mask is None else spec)
 
     def __repr__(self) -> str:
         """Return the class and the fields that differ from their defaults."""
         leaves = ("w", "key", "mask")
-        usual = {"tile_axis": (-2,), "dense_dtype": str(getattr(self.w, "dtype", None))}
+        defaults = {"tile_axis": (-2,), "dense_dtype": str(getattr(self.w, "dtype", None))}
         values = {f.name: getattr(self, f.name, None) for f in dataclasses.fields(self)}
         for name in ("tile_size", "act_tile_size"):
             if isinstance(sizes := values[name], tuple):
@@ -341,6 +328,6 @@ class FakeQuantized(ImplicitArray):
         parts = [
             f"{name}={describe([x])[0] if name in leaves else repr(x)}"
             for name, x in values.items()
-            if not is_default(x, usual.get(name))
+            if not is_default(x, defaults.get(name))
         ]
         return f"FakeQuantized({', '.join(parts)})"

@@ -1,0 +1,180 @@
+"""Functions on trees of `FakeQuantized` weights: conversion, masks and keys."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..._core.surface.arguments import (
+    check_key,
+    check_parameters,
+)
+from ..weights.activations import ActivationQuantized
+from .fake_quantized import FakeQuantized
+
+
+def _is_leaf(x: Any) -> bool:
+    return isinstance(x, FakeQuantized)
+
+
+def convert(params: Any) -> Any:
+    """Quantize the weights of a trained model.
+
+    Each `FakeQuantized` becomes a `QArray`. If it has an `act_qtype`, an `ActivationQuantized`
+    wraps the `QArray`. The model gives the same results as in training, up to rounding. The
+    full-precision weights are dropped.
+
+    **Arguments:**
+
+    - `params`: any pytree.
+
+    **Returns:** a tree like `params`. A `FakeQuantized` without a `qtype` becomes a dense array.
+    Leaves of other types are unchanged.
+
+    **Raises:** `ValueError` if `params` holds no arrays, if `act_tile_size` of a weight is a dict,
+    which only training supports, or if a weight was sliced along its `tile_axis`.
+
+    >>> import jax.numpy as jnp, veneer as vn
+    >>> params = {"kernel": jnp.ones((8, 4)), "bias": jnp.zeros(4)}
+    >>> rules = [vn.quant.Rule("kernel", "int4")]
+    >>> trained = vn.quant.quantize_tree(params, rules, train=True)
+    >>> vn.quant.convert(trained)["kernel"].nbytes, trained["kernel"].nbytes
+    (32, 128)
+    """
+    check_parameters(params, "convert(params)")
+
+    def quantized(w: Any) -> Any:
+        if not _is_leaf(w):
+            return w
+        if isinstance(w.act_tile_size, tuple) and w.act_qtype is not None:
+            raise ValueError(
+                f"act_tile_size={dict(w.act_tile_size)} makes blocks of activations, which only "
+                "training supports. Replace it with a number before convert"
+            )
+        if w.act_qtype is None:
+            return w.quantize()
+        return ActivationQuantized(
+            w.quantize(),
+            qtype=w.act_qtype,
+            calibration_method=w.act_calibration_method,
+            tile_size=w.act_tile_size,
+            contracting=tuple(axis - w.ndim for axis in w.tile_axes),
+        )
+
+    return jax.tree.map(quantized, params, is_leaf=_is_leaf)
+
+
+def sparsity_masks(params: Any) -> Any:
+    """Compute the masks of all `FakeQuantized` weights with a `sparsity`, from their values.
+
+    A weight without a mask computes one each time it is used. To change masks only at steps that
+    you choose, keep the result of this function in the training state, and pass it to
+    `vn.quant.with_masks` in each step.
+
+    **Arguments:**
+
+    - `params`: any pytree.
+
+    **Returns:** a tree like `params`. For each weight with a `sparsity`, it has a bool array of the
+    shape of the weight, True for the values to keep. All other leaves become None.
+
+    >>> import jax.numpy as jnp, veneer as vn
+    >>> w = jnp.array([[1.0], [-4.0], [3.0], [2.0]])
+    >>> params = {"kernel": vn.quant.FakeQuantized(w, sparsity=(2, 4)), "bias": jnp.zeros(1)}
+    >>> vn.quant.sparsity_masks(params)["kernel"][:, 0].tolist()
+    [False, True, True, False]
+    """
+
+    def mask(x: Any) -> Any:
+        has_mask = isinstance(x, FakeQuantized) and x.sparsity is not None
+        return x.changed(mask=None).kept if has_mask else None
+
+    return jax.tree.map(mask, params, is_leaf=_is_leaf)
+
+
+def with_masks(params: Any, masks: Any) -> Any:
+    """Set the masks of the `FakeQuantized` weights of a tree.
+
+    Call this inside the loss, because masks have no gradient. Pruned values still get gradients, so
+    later masks can keep them.
+
+    **Arguments:**
+
+    - `params`: any pytree.
+    - `masks`: the tree from `vn.quant.sparsity_masks`. A mask with only True values prunes nothing.
+
+    **Returns:** a tree like `params`, in which each weight with a mask in `masks` uses that mask.
+
+    **Raises:** `ValueError` if the structures of the two trees differ, or if a mask does not have
+    the shape of its weight and dtype bool.
+
+    >>> import jax, jax.numpy as jnp, veneer as vn
+    >>> w = vn.quant.FakeQuantized(jnp.array([[1.0], [4.0]]), sparsity=(1, 2))
+    >>> masks = vn.quant.sparsity_masks(w)
+    >>> loss = lambda w: vn.implicit(jnp.sum)(vn.quant.with_masks(w, masks))
+    >>> value, gradient = jax.value_and_grad(loss)(w)
+    >>> float(value), gradient.w[:, 0].tolist()
+    (4.0, [1.0, 1.0])
+    """
+
+    def masked(x: Any, mask: Any) -> Any:
+        if mask is None:
+            return x
+        if not isinstance(x, FakeQuantized):
+            raise ValueError(
+                f"masks has a mask of shape {mask.shape} where params has a {type(x).__name__}. "
+                "Pass the tree of vn.quant.sparsity_masks(params)"
+            )
+        return x.with_mask(mask)
+
+    return jax.tree.map(masked, params, masks, is_leaf=_is_leaf)
+
+
+def with_stochastic_rounding(params: Any, key: jax.Array) -> Any:
+    """Set the PRNG key of each `FakeQuantized` weight that quantizes gradients.
+
+    With a key, the backward pass rounds gradients up or down at random, so that the expected value
+    is exact. Without a key it rounds to nearest, so gradients near 0 become 0.
+
+    Call this inside the loss, because keys have no gradient. Pass a new key in each training step,
+    as an argument of the compiled step. Each weight, and each layer of a stack that `scan` runs
+    over, gets its own key. Several uses of one weight round differently.
+
+    **Arguments:**
+
+    - `params`: any pytree.
+    - `key`: a single PRNG key, typed or raw.
+
+    **Returns:** a tree like `params`, with keys in the weights that have `grad_qtype`, `grad_input`
+    or `grad_weight`.
+
+    **Raises:**
+
+    - `TypeError` if `key` is not a PRNG key.
+    - `ValueError` if `key` is an array of typed keys.
+
+    >>> import jax, jax.numpy as jnp, veneer as vn
+    >>> rule = vn.quant.Rule(".*", "int8", act_qtype="int8", grad_qtype="int4")
+    >>> params = {"kernel": vn.quant.FakeQuantized.from_rule(jnp.eye(4), rule)}
+    >>> def loss(params, key, x):
+    ...     params = vn.quant.with_stochastic_rounding(params, key)
+    ...     return vn.implicit(lambda p, x: jnp.sin(x @ p["kernel"]).sum())(params, x)
+    >>> step = jax.jit(jax.grad(loss))
+    >>> step(params, jax.random.key(0), jnp.ones((3, 4)))["kernel"].w.shape
+    (4, 4)
+    """
+    check_key(key)
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        key = jax.random.wrap_key_data(key)
+    count = 0
+
+    def keyed(x: Any) -> Any:
+        nonlocal count
+        if not isinstance(x, FakeQuantized) or x.backward is None:
+            return x
+        key_of_weight = jax.random.fold_in(key, count)
+        count += 1
+        lead = x.w.shape[: x.lead]
+        return x.changed(key=jax.random.split(key_of_weight, lead) if lead else key_of_weight)
+
+    return jax.tree.map(keyed, params, is_leaf=_is_leaf)
