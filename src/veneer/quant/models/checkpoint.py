@@ -148,7 +148,7 @@ def plan(
     - `avals`: the shape and dtype of each tensor by name.
     - `selectors`: the selectors, in order of precedence.
 
-    **Returns:** a `Rule` for each tensor to quantize, by name.
+    **Returns:** a dict from names to rules, for the tensors to quantize.
 
     **Raises:**
 
@@ -270,8 +270,8 @@ def quantize_stream(
     **Arguments:**
 
     - `tensors`: names and arrays. Each `QArray` is passed on.
-    - `rules`: rules by name, from `plan`.
-    - `calibrated`: quantized tensors by name, which replace the originals.
+    - `rules`: the result of `plan`.
+    - `calibrated`: quantized tensors that replace the originals.
 
     **Returns:** an iterator of the values to store, in the same order, each with its `Outcome`.
     float64 weights are quantized in float32 unless `jax_enable_x64` is set.
@@ -322,7 +322,7 @@ class GroupSummary(NamedTuple):
 def summarize(outcomes: Iterable[Outcome]) -> list[GroupSummary]:
     """Return a row for each group of names and format, in order of first appearance.
 
-    The relative error is that of all quantized tensors of the group as one vector. It is None if no
+    The relative error treats all quantized tensors of the group as one vector. It is None if no
     tensor was quantized.
     """
     groups: dict[tuple[str, str], list[Outcome]] = {}

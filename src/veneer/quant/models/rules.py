@@ -29,17 +29,10 @@ TRAINING_OPTIONS = ("grad_qtype", "grad_input", "grad_weight", "sparsity")
 
 
 class RoundingMethod(NamedTuple):
-    """A method of `calibrate`.
+    """A method of `calibrate`."""
 
-    **Arguments:**
-
-    - `factors`: the channel factors that are applied before rounding: "awq", "smoothquant" or None.
-    - `compensates`: whether each code compensates the errors of earlier codes, as in GPTQ.
-      Otherwise each value gets the nearest code.
-    """
-
-    factors: str | None = None
-    compensates: bool = False
+    factors: str | None = None  # channel factors, applied before rounding
+    compensates: bool = False  # each code compensates the errors of earlier codes (GPTQ)
 
 
 ROUNDING_METHODS = {
@@ -53,10 +46,7 @@ ROUNDING_METHODS = {
 
 
 def get_method(name: str) -> RoundingMethod:
-    """Return a row of `ROUNDING_METHODS`.
-
-    **Raises:** `ValueError` if the name is unknown.
-    """
+    """Return a row of `ROUNDING_METHODS`, or raise `ValueError` if the name is unknown."""
     if name not in ROUNDING_METHODS:
         known = ", ".join(ROUNDING_METHODS)
         raise ValueError(f"unknown method {name!r}; it must be one of {known}")
