@@ -12,9 +12,9 @@ from veneer.quant.models.checkpoint import (
     Selector,
     TileError,
     UnknownAxisError,
+    find_unselected,
     plan,
     selectors_from_json,
-    unselected,
     without_default_tile,
 )
 
@@ -96,8 +96,8 @@ def test_the_default_tile_fits_the_axis(qtype, size, expected):
 
 
 def test_unselected_tensors_are_those_that_could_be_quantized():
-    assert unselected(AVALS, [Selector(ANY_WEIGHT, "int8")]) == ["table"]
-    assert unselected(AVALS, [Selector("t.*", None), Selector(ANY_WEIGHT, "int8")]) == []
+    assert find_unselected(AVALS, [Selector(ANY_WEIGHT, "int8")]) == ["table"]
+    assert find_unselected(AVALS, [Selector("t.*", None), Selector(ANY_WEIGHT, "int8")]) == []
 
 
 BAD = {

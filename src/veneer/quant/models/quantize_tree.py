@@ -304,13 +304,13 @@ def _fit_to_uses(
             f"the tile of the rule does not divide the contracted axes: {some_of(changed)}. To "
             "choose, add a rule for these weights with another tile_size or qtype"
         )
-    dense_again = [
-        path
+    unrotated = {
+        path: dataclasses.replace(rule, rotate=False)
         for path, rule in fitted.items()
         if rule.rotate and not all(use.supports_rotation for use in uses[path])
-    ]
-    warn_of_not_rotated(dense_again, uses)
-    return fitted | {path: dataclasses.replace(fitted[path], rotate=False) for path in dense_again}
+    }
+    warn_of_not_rotated(list(unrotated), uses)
+    return fitted | unrotated
 
 
 def _check_products(rules: Mapping[str, Rule], uses: Mapping[str, Sequence[Use]]) -> None:
