@@ -662,12 +662,12 @@ def _left_dense(source: Path, avals: Mapping[str, Any], selectors: list[Any]) ->
 
     **Raises:** `ValueError` if there are no other tensors to quantize.
     """
-    from .quant.models.checkpoint import ANY_WEIGHT, unselected
+    from .quant.models.checkpoint import ANY_WEIGHT, find_unselected
     from .quant.models.matching import can_be_quantized
 
     if not avals:
         raise ValueError(f"{source} has no dense tensors: all are already quantized")
-    names = unselected(avals, selectors)
+    names = find_unselected(avals, selectors)
     by_default = [name for name, aval in avals.items() if can_be_quantized(aval)]
     if names and not any(re.fullmatch(ANY_WEIGHT, name) for name in by_default):
         raise ValueError(f"nothing is quantized: {_why_dense(names)}")

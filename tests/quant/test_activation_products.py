@@ -1,4 +1,4 @@
-"""Products of two activations, quantised by their place: the dense program, rounded there."""
+"""Products of two activations: quantize_products equals the program with rounded operands."""
 
 import functools
 
@@ -14,7 +14,7 @@ import veneer as vn
 from veneer.quant import Rule, quantize_products
 
 HEAD = 8
-# No largest value of a row lies half-way between two codes, where the last bit of it decides.
+# With this factor, no value is half-way between two codes, where rounding is not reproducible.
 METHOD = "absmax,1.1"
 RULES = [Rule("(.*/)?attention(/.*)?", None, act_qtype="int8", act_calibration_method=METHOD)]
 RULES_ALL = [Rule(".*", None, act_qtype="int8", act_calibration_method=METHOD)]
@@ -26,7 +26,7 @@ def arrays(*shapes, seed=0):
 
 
 def rounded(x, axis, qtype="int8"):
-    """What the operand of a product stands for that sums an axis; derivatives go through."""
+    """Round an operand along its contracted axis, with a straight-through derivative."""
     how = {"channelwise_axes": [i for i in range(x.ndim) if i != axis % x.ndim]}
     if qtype.startswith("int"):
         how["calibration_method"] = METHOD
@@ -34,7 +34,7 @@ def rounded(x, axis, qtype="int8"):
 
 
 def attention(q, k, v, rounded=lambda x, axis: x):
-    """`[b, t, h, d]`, all of them."""
+    """Compute attention of `q`, `k` and `v`, each `[b, t, h, d]`."""
     with jax.named_scope("attention"):
         scores = jnp.einsum("bqhd,bkhd->bhqk", rounded(q, -1), rounded(k, -1))
         p = jax.nn.softmax(scores / np.sqrt(q.shape[-1]))
@@ -54,7 +54,7 @@ def mapped(f):
 
 
 def in_a_loop(f):
-    """With a carry that starts as a constant, and does not depend on an argument."""
+    """Call `f` in a scan, whose carry starts as a constant instead of an activation."""
 
     def run(q, k, v):
         def step(total, q):
@@ -76,7 +76,7 @@ def in_a_while(f):
 
 
 def in_a_branch(f):
-    """By a predicate that is an activation itself."""
+    """Call `f` in a branch. The predicate is an activation, too."""
     return lambda q, k, v: lax.cond(q.sum() > -1e9, f, lambda q, k, v: q, q, k, v)
 
 
@@ -147,7 +147,7 @@ CELLS += [(p, t) for p in PROGRAMS for t in ("none", "jit of grad", "vmap") if p
 
 
 @pytest.mark.parametrize(("program", "transformation"), CELLS)
-def test_the_program_of_rounded_operands_is_computed(program, transformation):
+def test_products_equal_those_of_rounded_operands(program, transformation):
     wrap, transform = PROGRAMS[program], TRANSFORMATIONS[transformation]
     if program == "while" and "grad" in transformation:
         pytest.skip("JAX has no reverse-mode derivative of a while loop")
@@ -156,17 +156,17 @@ def test_the_program_of_rounded_operands_is_computed(program, transformation):
     assert differs(jax.tree.leaves(out), jax.tree.leaves(transform(wrap(attention))(*QKV)))
 
 
-def quantised_products(f, *args):
+def quantized_products(f, *args):
     report = vn.explain(f)(*args)
     return [e for e in report.events if "activations in" in e.how]
 
 
-def test_every_product_is_on_codes():
+def test_every_product_uses_codes():
     text = str(jax.make_jaxpr(quantize_products(attention, RULES))(*QKV))
     assert text.count("preferred_element_type=int32") == 2
 
 
-def test_derivatives_that_the_function_takes_leave_backward_products_as_they_are():
+def test_backward_products_inside_the_function_stay_dense():
     for f in (loss(attention), jax.checkpoint(loss(attention))):
         program = jax.value_and_grad(f)
         value, gradient = quantize_products(program, RULES)(*QKV)
@@ -174,7 +174,7 @@ def test_derivatives_that_the_function_takes_leave_backward_products_as_they_are
         assert_close(gradient, jax.grad(loss(attention))(*QKV), 0.2)
 
 
-def test_a_function_called_at_two_places_is_staged_for_each():
+def test_a_function_called_at_two_places_is_traced_for_each():
     inner = jax.jit(lambda q, k: q @ k.T)
 
     def f(q, k):
@@ -194,7 +194,7 @@ def test_a_function_called_at_two_places_is_staged_for_each():
         np.testing.assert_allclose(other, q @ k.T, rtol=1e-5, atol=1e-5)
 
 
-def test_names_of_jitted_functions_are_of_a_place_and_those_that_jax_inlines_are_not():
+def test_a_place_names_jitted_functions_but_not_inlined_ones():
     @jax.jit
     def scores(q, k):
         return q @ k.T
@@ -208,8 +208,8 @@ def test_names_of_jitted_functions_are_of_a_place_and_those_that_jax_inlines_are
         np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_weights_are_left_as_they_are_dense_or_quantised():
-    # To two bits, of which the effect is larger than that of a code that rounds the other way.
+def test_products_with_weights_are_unchanged():
+    # Two bits change the result more than a code that is rounded differently.
     rules = [Rule(".*", None, act_qtype="int2", act_calibration_method=METHOD)]
     (w,) = arrays((HEAD, HEAD), seed=1)
     q, k = arrays((4, HEAD), (5, HEAD))
@@ -226,11 +226,11 @@ def test_weights_are_left_as_they_are_dense_or_quantised():
             vn.implicit(quantize_products(holding, rules)),
             jax.jit(vn.implicit(quantize_products(holding, rules))),
         ):
-            assert len(quantised_products(of, q, k)) == 1
+            assert len(quantized_products(of, q, k)) == 1
             np.testing.assert_allclose(of(q, k), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_quantised_arguments_stay_what_they_are():
+def test_quantized_arguments_keep_their_type():
     (w,) = arrays((HEAD, HEAD), seed=1)
     q, k = arrays((4, HEAD), (5, HEAD))
     weight = vn.quant.quantize(w, "int4", channelwise_axes=[1])
@@ -240,7 +240,7 @@ def test_quantised_arguments_stay_what_they_are():
     assert isinstance(quantize_products(lambda w: w, [])(weight), vn.quant.QArray)
 
 
-def test_what_tokens_look_up_is_an_activation():
+def test_embedded_tokens_are_activations():
     (table,) = arrays((10, HEAD))
     f = lambda tokens: table[tokens] @ table[tokens].T
     tokens = jnp.array([3, 1, 4])
@@ -249,7 +249,7 @@ def test_what_tokens_look_up_is_an_activation():
     np.testing.assert_allclose(out, x @ x.T, rtol=1e-5, atol=1e-5)
 
 
-def test_the_first_rule_that_matches_counts():
+def test_the_first_matching_rule_applies():
     q, k, v = QKV
     rules = [Rule(r".*bqhd,bkhd.*", None), Rule(".*", None, act_qtype="float8_e4m3fn")]
     p = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(HEAD))
@@ -280,7 +280,7 @@ def test_op_names_choose_products():
     assert_close(of_both, (convolved, product))
 
 
-def test_groups_of_a_ragged_product():
+def test_ragged_dot_quantizes_activations():
     x, w = arrays((6, 8), (2, 8, 3))
     sizes = jnp.array([2, 3])
     out = quantize_products(lax.ragged_dot, RULES_ALL)(x, w, sizes)
@@ -289,7 +289,7 @@ def test_groups_of_a_ragged_product():
 
 
 @pytest.mark.parametrize(("qtype", "tile"), [("int8", 4), ("int8", 0.5), ("mxfp8", None)])
-def test_tiles_lie_along_what_is_contracted(qtype, tile):
+def test_tiles_are_along_the_contracted_axis(qtype, tile):
     q, k = arrays((4, 64), (5, 64))
     rule = Rule(".*", None, act_qtype=qtype, act_tile_size=tile)
     size = {4: 4, 0.5: 32, None: 32}[tile]
@@ -298,13 +298,13 @@ def test_tiles_lie_along_what_is_contracted(qtype, tile):
     assert_close(out, of(q).dequantize() @ of(k).dequantize().T)
 
 
-def test_groups_of_heads():
-    q, k = arrays((2, 4, 2, 3, 8), (2, 5, 2, 8))  # queries share keys by threes
+def test_grouped_heads_are_batch_axes():
+    q, k = arrays((2, 4, 2, 3, 8), (2, 5, 2, 8))  # three queries share a key
     f = lambda q, k: jnp.einsum("btkgd,bskd->bkgts", q, k)
     assert_close(quantize_products(f, RULES_ALL)(q, k), f(rounded(q, -1), rounded(k, -1)))
 
 
-def test_the_host_is_given_arrays():
+def test_callbacks_receive_plain_arrays():
     seen = []
 
     def f(q, k):
@@ -327,7 +327,9 @@ def test_calls_nest_and_the_inner_rules_come_first():
     f = lambda q, k: q @ k.T
     inner = quantize_products(f, [Rule(".*", None, act_qtype="float8_e4m3fn")])
     fp8 = functools.partial(rounded, qtype="float8_e4m3fn")
-    with pytest.warns(UserWarning, match="matches no product"):  # for none is left
+    with pytest.warns(
+        UserWarning, match="matches no product"
+    ):  # because the inner rules match all products
         out = quantize_products(inner, RULES_ALL)(q, k)
     assert_close(out, fp8(q, -1) @ fp8(k, -1).T)
     unmatched = quantize_products(f, [Rule("elsewhere", None)])
@@ -343,7 +345,7 @@ def test_calls_nest_and_the_inner_rules_come_first():
     )
 
 
-def test_trees_keywords_and_what_is_no_array():
+def test_arguments_can_be_trees_keywords_and_objects():
     q, k = arrays((4, 8), (5, 8))
 
     def f(tree, *, k, name, flag=True):
@@ -355,7 +357,7 @@ def test_trees_keywords_and_what_is_no_array():
     assert_close(out["out"], rounded(q, -1) @ rounded(k, -1).T)
 
 
-def test_dtypes():
+def test_outputs_keep_the_dtype_of_the_function():
     for dtype in (jnp.bfloat16, jnp.float16):
         q, k = (x.astype(dtype) for x in arrays((4, 8), (5, 8)))
         out = quantize_products(lambda q, k: q @ k.T, RULES_ALL)(q, k)
@@ -366,8 +368,8 @@ def test_dtypes():
     assert quantize_products(lambda x: x @ x, RULES_ALL[:0])(n) == 14
 
 
-def test_explain_says_where():
-    (event, _) = quantised_products(quantize_products(attention, RULES), *QKV)
+def test_explain_names_the_place():
+    (event, _) = quantized_products(quantize_products(attention, RULES), *QKV)
     assert event.how == "activations in int8 at 'attention/bqhd,bkhd->bhqk'"
 
 
@@ -375,7 +377,7 @@ def test_a_rule_that_matches_nothing_warns_with_the_places():
     f = quantize_products(attention, [Rule("mlp", None, act_qtype="int6")])
     with pytest.warns(UserWarning, match=r"'mlp' matches no product.*'attention/bqhd,bkhd->bhqk'"):
         f(*QKV)
-    # Though they have matched in another function.
+    # The same rules matched products of another function.
     quantize_products(attention, RULES)(*QKV)
     other = quantize_products(lambda q, k: jnp.vdot(q, k), RULES)
     with pytest.warns(UserWarning, match="matches no product"):
@@ -391,7 +393,7 @@ def test_a_rule_that_matches_nothing_warns_with_the_places():
         Rule(".*", None, act_qtype="int8", tile_axis=-1),
     ],
 )
-def test_a_rule_that_says_more_is_refused(rule):
+def test_a_rule_with_other_options_raises(rule):
     with pytest.raises(ValueError, match="can set only act_qtype"):
         quantize_products(attention, [rule])
 
@@ -407,7 +409,7 @@ def test_errors_name_the_place():
 
 
 @unless_checked
-def test_rules_that_are_none_are_refused():
+def test_other_objects_than_rules_raise():
     with pytest.raises(TypeError, match="must be a Rule"):
         quantize_products(attention, [".*"])
     with pytest.raises(TypeError, match=r"rules must be a list: \[Rule\("):
@@ -415,14 +417,14 @@ def test_rules_that_are_none_are_refused():
 
 
 @pytest.mark.parametrize("name", ["einsum", "ragged_dot", "matmul"])
-def test_op_names_are_those_of_primitives(name):
+def test_op_names_must_be_primitives(name):
     with pytest.raises(ValueError, match="unknown product"):
         Rule(".*", None, act_qtype="int8", op_names=(name,))
     with pytest.raises(TypeError, match="list of names"):
         Rule(".*", None, op_names="dot_general")
 
 
-def test_op_names_of_a_weight():
+def test_op_names_choose_products_of_a_weight():
     (kernel,), (x,) = arrays((1, 8, 4)), arrays((2, 3, 8), seed=1)
 
     def f(kernel, x):
@@ -443,7 +445,7 @@ def test_op_names_of_a_weight():
         vn.quant.quantize_tree(kernel, [rule], train=True)
 
 
-def test_with_high_types():
+def test_high_types_are_supported():
     q, k, v = QKV
     with vn.hijax.enabled():
         out = jax.jit(quantize_products(attention, RULES))(q, k, v)
@@ -452,7 +454,7 @@ def test_with_high_types():
     assert_close(gradient, jax.grad(loss(reference))(q, k, v))
 
 
-def test_modules_of_flax_and_equinox_are_places():
+def test_modules_of_flax_and_equinox_name_places():
     import equinox
     from flax import linen
 
@@ -472,6 +474,6 @@ def test_modules_of_flax_and_equinox_are_places():
     }
     for place, model in models.items():
         run = quantize_products(model, [Rule(place, None, act_qtype="int8")])
-        assert len(quantised_products(run, x)) == 2  # and none of those with weights
+        assert len(quantized_products(run, x)) == 2  # products with weights do not count
         assert differs([run(x)], [model(x)])
         np.testing.assert_allclose(run(x), model(x), atol=0.05)

@@ -1,4 +1,4 @@
-"""What becomes of the tensors of a checkpoint, and that they pass one at a time."""
+"""Quantized checkpoints: outcomes, and a limit on memory."""
 
 import math
 import tracemalloc
@@ -28,7 +28,7 @@ def normal(*shape, seed=0):
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
-def test_a_stream_quantises_as_quantize_does_and_passes_the_rest_through():
+def test_a_stream_quantizes_only_tensors_with_a_rule():
     w, b = normal(4, 8), normal(4)
     q = quantize(w, "int8")
     stream = quantize_stream([("w", w), ("b", b), ("q", q)], {"w": Rule("w", "nf4", tile_axis=-1)})
@@ -44,7 +44,7 @@ def test_a_stream_quantises_as_quantize_does_and_passes_the_rest_through():
     assert (outcome.bytes_before, outcome.bytes_after) == (128, 4 * 4 + 4 * 4)
 
 
-def test_a_summary_folds_numbers_and_takes_a_group_as_one_vector():
+def test_a_summary_groups_names_that_differ_in_numbers():
     groups = summarize(
         [
             Outcome("layers.0.w", "nf4, tile 64", 100, 20, 3.0, 10.0),
@@ -60,7 +60,7 @@ def test_a_summary_folds_numbers_and_takes_a_group_as_one_vector():
     assert groups[1].relative_error is None
 
 
-def test_float64_weights_are_quantised_in_float32_as_jax_does_without_x64():
+def test_float64_weights_are_quantized_in_float32():
     ((q, outcome),) = quantize_stream(
         [("w", np.ones((4, 8)))], {"w": Rule("w", "int8", tile_axis=-1)}
     )
@@ -75,25 +75,25 @@ def test_float64_weights_are_quantised_in_float32_as_jax_does_without_x64():
         ({"channelwise_axes": [0]}, "int8, channelwise"),
         ({"channelwise_axes": [0], "tiled_axes": {1: 4}}, "int8, tile 4"),
         ({"tiled_axes": {0: 2, 1: 4}}, "int8, tile 2×4"),
-        ({"tiled_axes": {0: 2, 1: 8}}, "int8, tile 2×8"),  # two rows, whole
+        ({"tiled_axes": {0: 2, 1: 8}}, "int8, tile 2×8"),  # two whole rows
     ],
 )
-def test_a_format_is_described_with_its_tiles(options, expected):
+def test_describe_format_names_the_tiles(options, expected):
     assert describe_format(quantize(normal(4, 8), "int8", **options)) == expected
 
 
 @pytest.mark.parametrize(
     ("error", "norm", "expected"), [(1.0, 4.0, 0.25), (0.0, 0.0, 0.0), (1.0, 0.0, math.inf)]
 )
-def test_relative_error(error, norm, expected):
+def test_the_relative_error_of_nothing_is_zero(error, norm, expected):
     assert relative_error(error, norm) == expected
 
 
-def test_memory_is_bounded_by_a_few_tensors_and_a_shard(tmp_path):
+def test_memory_is_bounded_by_a_few_tensors(tmp_path):
     count, shape = 48, (256, 256)
     tensor = 4 * math.prod(shape)
     save(tmp_path / "model", {f"{i}.weight": normal(*shape, seed=i) for i in range(count)})
-    # A kernel takes memory as it is compiled, once.
+    # Compiling a kernel takes memory, so do it before the measurement.
     quantize(normal(*shape), "int8", channelwise_axes=[-1])
     before = most_in_jax = sum(x.nbytes for x in jax.live_arrays())
 

@@ -28,7 +28,7 @@ def params():
 
 
 def formats(tree):
-    """Which leaves became what, by path."""
+    """Return the format of each quantized leaf by path."""
     layers = {f"layers.{i}": layer for i, layer in enumerate(tree["layers"])}
     leaves = {"embedding": tree["embedding"], "positions": tree["positions"]}
     leaves |= {f"{path}.{name}": x for path, t in layers.items() for name, x in t._asdict().items()}
@@ -73,14 +73,14 @@ def test_an_abstract_tree_is_quantized_abstractly(name):
     assert vn.tree.structure(small) == vn.tree.structure(concrete)
 
 
-def test_warnings_for_an_abstract_tree_tell_its_bits():
+def test_warnings_for_an_abstract_tree_name_its_bits():
     abstract = jax.eval_shape(lambda: {"a": jnp.ones((128, 128)), "b": jnp.ones((256, 256))})
     with pytest.warns(UserWarning, match="most values stay dense.*b at 32 bits per value"):
         small = quantize_tree(abstract, [Rule("a", "int8")])
     assert small["b"] is abstract["b"]
 
 
-def test_wide_arrays_of_numpy_are_arguments():
+def test_float64_arrays_of_numpy_can_be_arguments():
     tree = {"table": np.ones((50, 64)), "w": np.ones((64, 32))}
     model = lambda params, ids: params["table"][ids] @ params["w"]
     small = quantize_tree(tree, [Rule(".*", "int8")], model=model, args=(np.arange(3),))
@@ -88,7 +88,7 @@ def test_wide_arrays_of_numpy_are_arguments():
     assert small["w"].scale.shape == (1, 32)
 
 
-def test_a_regex_is_matched_in_full():
+def test_a_regex_must_match_the_whole_path():
     tree = quantize_tree(
         params(), [Rule(r"layers\.\d+\.kernel", "nf4"), Rule(r".*bedding", "int8")]
     )
@@ -101,7 +101,7 @@ def test_a_regex_is_matched_in_full():
         assert formats(quantize_tree(params(), [Rule("kernel", "nf4")])) == {}
 
 
-def test_biases_integers_and_what_is_no_array_stay_as_they_are():
+def test_biases_integers_and_other_objects_are_unchanged():
     before = params()
     after = quantize_tree(before, [Rule(".*", "int8")])
     assert after["layers"][0].bias is before["layers"][0].bias
@@ -109,12 +109,12 @@ def test_biases_integers_and_what_is_no_array_stay_as_they_are():
     assert after["name"] == "model"
 
 
-def test_narrow_floats_are_codes_already():
+def test_float8_leaves_are_unchanged():
     codes = jnp.ones((4, 4), jnp.float8_e4m3fn)
     assert quantize_tree({"w": codes}, [Rule("w", "int8")])["w"] is codes
 
 
-def test_arrays_that_are_quantised_already_stay_as_they_are():
+def test_quantized_leaves_are_unchanged():
     q = quantize(jnp.ones((4, 4)), "int8")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
@@ -141,7 +141,7 @@ def test_arrays_that_are_quantised_already_stay_as_they_are():
         ({}, -2, (3, 1, 4)),
     ],
 )
-def test_scales_are_channelwise_on_every_axis_but_the_tiled_ones(tile_size, tile_axis, scale_shape):
+def test_scales_are_channelwise_except_along_the_tile_axis(tile_size, tile_axis, scale_shape):
     rule = Rule("", "int8", tile_size=tile_size, tile_axis=tile_axis)
     q = quantize_tree(jnp.ones((3, 8, 4)), [rule])
     assert q.scale.shape == scale_shape
@@ -153,14 +153,14 @@ def test_scales_are_channelwise_on_every_axis_but_the_tiled_ones(tile_size, tile
     assert trained.quantize().tile_shape == q.tile_shape
 
 
-def test_a_rule_that_matches_nothing_is_told_with_paths_that_it_might_have_meant():
+def test_a_rule_that_matches_nothing_warns_with_paths():
     with pytest.warns(
         UserWarning, match=r"'kernel' matches no .*embedding, layers\.0\.kernel, .*\.\.\."
     ):
         quantize_tree(params(), [Rule("kernel", "int8")])
 
 
-def test_a_rule_that_an_earlier_one_overrides_is_not_told_of():
+def test_a_rule_overridden_by_an_earlier_rule_does_not_warn():
     quantize_tree(params(), [Rule(".*", "int8"), Rule("embedding", "nf4")])
 
 
@@ -177,7 +177,7 @@ def test_a_rule_that_an_earlier_one_overrides_is_not_told_of():
         (Rule(".*kernel", "int4", tile_axis=-3), r"layers\.0\.kernel: tile_axis -3 .* \(4, 8\)"),
     ],
 )
-def test_a_tile_that_does_not_fit_is_refused_with_the_path(rule, message):
+def test_a_tile_that_does_not_fit_raises_with_the_path(rule, message):
     with pytest.raises(ValueError, match=message):
         quantize_tree(params(), [rule])
 
@@ -226,13 +226,13 @@ def test_a_tile_that_does_not_fit_is_refused_with_the_path(rule, message):
         ),
     ],
 )
-def test_a_rule_that_cannot_work_is_refused_where_it_is_written(args, kwargs, message):
+def test_an_invalid_rule_raises_when_it_is_created(args, kwargs, message):
     with pytest.raises(ValueError, match=message):
         Rule(*args, **kwargs)
 
 
 @pytest.mark.parametrize("dtype", [jnp.int8, np.int8, jnp.dtype("int8")])
-def test_a_dtype_is_a_format_wherever_its_name_is(dtype):
+def test_a_dtype_can_replace_the_name_of_a_format(dtype):
     rule = Rule(".*", dtype, act_qtype=dtype, grad_qtype=dtype)
     assert rule == Rule(".*", "int8", act_qtype="int8", grad_qtype="int8")
     assert repr(Rule(".*", dtype)) == "Rule('.*', 'int8')"
@@ -261,7 +261,7 @@ WRONG_RULES = {
     ],
     ids=["quantize_tree", "observe"],
 )
-def test_what_are_no_rules_is_refused_where_it_is_passed(take, rules, message):
+def test_other_objects_than_rules_raise_type_error(take, rules, message):
     with pytest.raises((TypeError, TypeCheckError), match=f"{message}|rules"):
         take(rules)
     if jaxtyping.config.jaxtyping_disable:
@@ -270,7 +270,7 @@ def test_what_are_no_rules_is_refused_where_it_is_passed(take, rules, message):
 
 
 @pytest.mark.skipif(not jaxtyping.config.jaxtyping_disable, reason="it is no Sequence")
-def test_rules_that_can_be_gone_through_once_are_rules_all_the_same():
+def test_rules_can_be_an_iterator():
     rules = (Rule(path, "int8") for path in ("layers.*", "embedding"))
     assert len(formats(quantize_tree(params(), rules))) == 3
 
@@ -285,18 +285,18 @@ def test_rules_that_can_be_gone_through_once_are_rules_all_the_same():
         {"scale_dtype": "int8"},
     ],
 )
-def test_what_is_of_another_type_is_refused_where_it_is_written(kwargs):
+def test_an_argument_of_another_type_raises_type_error(kwargs):
     (name,) = kwargs
     with pytest.raises(TypeError, match=name):
         Rule(".*", "int8", **kwargs)
 
 
-def test_the_integers_of_numpy_are_integers():
+def test_integers_of_numpy_are_valid_tile_sizes():
     rule = Rule(".*", "int8", tile_size=np.int64(2), tile_axis=np.int32(-1))
     assert rule.quantize(jnp.ones((4, 8))).scale.shape == (4, 4)
 
 
-def test_a_rule_is_shown_as_it_is_written():
+def test_the_repr_of_a_rule_is_its_call():
     rule = Rule("w", "int8", tile_axis=[-3, -2], act_qtype="int8")
     assert repr(rule) == "Rule('w', 'int8', tile_axis=(-3, -2), act_qtype='int8')"
     assert eval(repr(rule)) == rule
@@ -319,20 +319,18 @@ def test_a_rule_is_shown_as_it_is_written():
         ("mxfp4", 32, -2, (3, 3, 1, 6)),
     ],
 )
-def test_several_axes_that_a_product_contracts_share_a_scale(
-    qtype, tile_size, tile_axis, scale_shape
-):
+def test_several_contracted_axes_share_a_scale(qtype, tile_size, tile_axis, scale_shape):
     rule = Rule("", qtype, tile_size=tile_size, tile_axis=tile_axis)
     assert quantize_tree(jnp.ones((3, 3, 32, 6)), [rule]).scale.shape == scale_shape
 
 
 @pytest.mark.parametrize("tile_axis", [(-2, 0), (0, 2)])
-def test_axes_that_do_not_fit_are_refused_with_the_path(tile_axis):
+def test_axes_that_do_not_fit_raise_with_the_path(tile_axis):
     with pytest.raises(ValueError, match=r"^w: tile_axis .*\(4, 8\)"):
         quantize_tree({"w": jnp.ones((4, 8))}, [Rule("w", "int8", tile_axis=tile_axis)])
 
 
-def test_the_calibration_method_is_that_of_the_rule():
+def test_weights_use_the_calibration_method_of_the_rule():
     w = jnp.linspace(-1.0, 3.0, 12).reshape(4, 3)
     q = quantize_tree(w, [Rule("", "int8", calibration_method="minmax")])
     assert q.zero_point is not None
@@ -341,7 +339,7 @@ def test_the_calibration_method_is_that_of_the_rule():
 
 
 @pytest.mark.parametrize("train", [False, True])
-def test_scales_are_of_the_dtype_that_the_rule_says(train):
+def test_scales_have_the_scale_dtype_of_the_rule(train):
     w = jnp.linspace(-1.0, 1.3, 64 * 6).reshape(64, 6)
     x = jnp.linspace(-0.5, 2.0, 3 * 64).reshape(3, 64)
     rule = Rule("w", "int4", tile_size=32, scale_dtype=jnp.float16, act_qtype="int8")
@@ -359,7 +357,7 @@ def test_scales_are_of_the_dtype_that_the_rule_says(train):
     np.testing.assert_allclose(max(map(np.max, observed["w"].highs.values())), x.max())
 
 
-def test_activations_go_with_weights_that_are_quantised_or_dense():
+def test_activations_are_quantized_for_dense_weights_too():
     rules = [
         Rule("embedding", None),
         Rule(r"layers\.0.*", "int4", act_qtype="int8", act_calibration_method="rms,3"),
@@ -376,7 +374,7 @@ def test_activations_go_with_weights_that_are_quantised_or_dense():
 
 
 @pytest.mark.parametrize("qtype", ["int4", "int8"])
-def test_activations_of_weights_that_are_quantised_already(qtype):
+def test_a_quantized_weight_can_get_quantized_activations(qtype):
     kernel = quantize(jnp.ones((64, 8)), qtype, channelwise_axes=[1], tiled_axes={0: 32})
     turned = quantize(jnp.ones((8, 64)), qtype, channelwise_axes=[0])
     whole = quantize(jnp.ones((8, 64)), qtype)
@@ -404,12 +402,12 @@ def test_activations_of_weights_that_are_quantised_already(qtype):
     assert quantize_tree(small, rules)["kernel"] is small["kernel"]
 
 
-def test_a_tile_of_activations_that_does_not_divide_is_refused_with_the_path():
+def test_an_activation_tile_that_does_not_fit_raises_with_path():
     with pytest.raises(ValueError, match=r"w: .*mxfp8 have tiles of 32.*axis -2 \(size 48\)"):
         quantize_tree({"w": jnp.ones((48, 4))}, [Rule("w", "int8", act_qtype="mxfp8")])
 
 
-def test_gradients_are_quantised_in_training_alone():
+def test_gradients_are_quantized_only_in_training():
     with pytest.raises(ValueError, match="grad_qtype is for training"):
         quantize_tree(params(), [Rule(".*", "int8", grad_qtype="int8")])
 
@@ -417,7 +415,7 @@ def test_gradients_are_quantised_in_training_alone():
 STATIC = Rule("w", "int8", act_qtype="int8", act_range="mean")
 
 
-def test_a_static_range_takes_statistics_of_the_weight():
+def test_a_static_range_needs_statistics_of_the_weight():
     tree = {"w": jnp.ones((4, 8))}
     with pytest.raises(ValueError, match=r"w: act_range 'mean' needs recorded statistics"):
         quantize_tree(tree, [STATIC])
@@ -429,7 +427,7 @@ def test_a_static_range_takes_statistics_of_the_weight():
         quantize_tree(tree, [Rule("w", "int8")], statistics={})
 
 
-def test_what_is_quantised_in_another_format_already_is_told():
+def test_a_weight_quantized_in_another_format_warns():
     tree = {"w": quantize(jnp.ones((64, 8)), "int8")}
     with pytest.warns(UserWarning, match=r"already quantized, and left unchanged: w \(int8\)"):
         assert vn.quant.quantize_tree(tree, [Rule("w", "nf4")])["w"] is tree["w"]
@@ -439,7 +437,7 @@ def test_what_is_quantised_in_another_format_already_is_told():
         vn.quant.quantize_tree(tree, [Rule("w", None)])
 
 
-def test_a_format_whose_usual_rules_take_no_weight_says_so():
+def test_default_rules_that_match_no_weight_warn():
     small = {"kernel": jnp.ones((16, 32)), "bias": jnp.ones(32)}
     model = lambda params, x: x @ params["kernel"] + params["bias"]
     given = {"model": model, "args": (jnp.ones((2, 16)),)}
@@ -450,7 +448,7 @@ def test_a_format_whose_usual_rules_take_no_weight_says_so():
     assert isinstance(quantize_tree(small, [Rule(".*", "nf4")], **given)["kernel"], QArray)
 
 
-def test_a_program_that_is_called_otherwise_says_how_it_was_called():
+def test_errors_of_a_program_show_how_it_is_called():
     with pytest.raises(TypeError, match="missing 1 required") as error:
         quantize_tree(params(), "nf4", model=lambda params, x, *, train: x, args=(jnp.ones(2),))
     assert "model(params, *args, **kwargs)" in "".join(error.value.__notes__)

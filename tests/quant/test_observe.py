@@ -20,7 +20,7 @@ ANY = [Rule(".*", "int8")]
 
 
 def assert_of(found, *xs, gram=True):
-    """The statistics are those of activations, of any leading axes."""
+    """Check that statistics are those of the activations `xs`, with any leading axes."""
     shape = found.minimum.shape
     x = np.concatenate([np.asarray(x, np.float64).reshape(-1, x.shape[-1]) for x in xs])
     for name, value in {
@@ -38,15 +38,14 @@ def assert_of(found, *xs, gram=True):
 
 X = [normal(2, 3, 8), normal(5, 3, 8, seed=1)]
 W = normal(8, 6, seed=2)
-TURNED, HEADS = (arrays.array(w) for w in (np.asarray(W).T, np.asarray(W).reshape(8, 2, 3)))
+TRANSPOSED, HEADS = (arrays.array(w) for w in (np.asarray(W).T, np.asarray(W).reshape(8, 2, 3)))
 TWO = arrays.array(np.stack([W, W]))
 
-# A program of a weight and activations whose rows are those of x; how the weight is, and where it
-# is contracted.
+# A program of a weight and of activations, the weight, and the axis that the program contracts.
 PROGRAMS = {
     "matmul": (lambda w, x: x @ w, W, -2),
     "jit": (jax.jit(lambda w, x: x @ w), W, -2),
-    "transposed": (lambda w, x: x @ w.T, TURNED, -1),
+    "transposed": (lambda w, x: x @ w.T, TRANSPOSED, -1),
     "the weight first": (lambda w, x: jnp.einsum("kn,btk->nbt", w, x), W, -2),
     "heads": (lambda w, x: jnp.einsum("btk,khd->bthd", x, w), HEADS, 0),
     "reshaped": (lambda w, x: x @ w.reshape(8, 6), HEADS, 0),
@@ -66,7 +65,7 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_what_a_weight_meets_is_recorded(name):
+def test_activations_of_a_weight_are_recorded(name):
     program, w, tile_axis = PROGRAMS[name]
     rule = Rule("", "int8", tile_axis=tile_axis)
     found = observe(program, [rule], params=w, gram=True)(X)[""]
@@ -89,7 +88,7 @@ LAYERS = arrays.array(np.asarray(normal(3, 8, 8, seed=3)) / 3)
 
 
 def layers(ws, x):
-    """What each of some layers is given, and what comes out."""
+    """Return the input of each layer, and the output of the last."""
     inputs = []
     for w in ws:
         inputs.append(x)
@@ -112,7 +111,7 @@ STACKS = {
 
 
 @pytest.mark.parametrize("name", STACKS)
-def test_layers_that_are_stacked_are_told_apart(name):
+def test_stacked_layers_have_separate_statistics(name):
     program = jax.jit(STACKS[name])
     found = observe(lambda p, x: program(p["w"], x), ANY, params={"w": LAYERS}, gram=True)(X)["w"]
     inputs = [layers(LAYERS, x)[0] for x in X]
@@ -124,7 +123,7 @@ def test_layers_that_are_stacked_are_told_apart(name):
         np.testing.assert_allclose(found.highs["mean"][i], [[np.mean(highs)]], rtol=1e-5)
 
 
-def test_experts_of_a_batched_product_are_told_apart():
+def test_experts_of_a_batched_product_have_separate_statistics():
     xs, ws = normal(3, 5, 8), normal(3, 8, 6)
     for program in (jnp.matmul, jax.vmap(jnp.matmul)):
         found = observe(lambda w, x, program=program: program(x, w), ANY, params=ws)([xs])[""]
@@ -132,13 +131,13 @@ def test_experts_of_a_batched_product_are_told_apart():
             assert_of(jax.tree.map(lambda leaf, i=i: leaf[i], found), xs[i], gram=False)
 
 
-def test_a_vmap_around_implicit_is_counted_once_for_each_row():
+def test_vmap_around_implicit_counts_each_row_once():
     x = normal(4, 3, 8)
     program = jax.vmap(lambda w, x: vn.implicit(jnp.matmul)(x, w), (None, 0))
     assert_of(observe(program, ANY, params=W)([x])[""], x, gram=False)
 
 
-def test_a_weight_that_is_used_twice_has_the_statistics_of_both_uses():
+def test_a_weight_used_twice_has_statistics_of_both_uses():
     square = normal(8, 8)
     found = observe(lambda w, x: jnp.tanh(x @ w) @ w, ANY, params=square, gram=True)(X)[""]
     assert_of(found, *X, *(jnp.tanh(x @ square) for x in X))
@@ -158,8 +157,8 @@ def test_channels_of_a_convolution_are_features(groups):
     assert_of(found, image.reshape(2, 6, 6, groups, -1), gram=False)
 
 
-def test_gradients_within_a_model_are_no_activations():
-    """And what a checkpoint computes again is counted again, without a change of means."""
+def test_gradients_inside_a_model_are_not_recorded():
+    # jax.checkpoint recomputes activations, which are counted twice. The means stay the same.
     w, v = normal(8, 8), normal(8, 1)
 
     def energy(params, x):
@@ -175,7 +174,7 @@ def test_gradients_within_a_model_are_no_activations():
             )
 
 
-def test_tangents_of_an_authors_rule_are_no_activations():
+def test_tangents_in_a_custom_jvp_rule_are_not_recorded():
     @jax.custom_jvp
     def layer(w, x):
         return jnp.tanh(x @ w)
@@ -214,7 +213,9 @@ def scanned_layer(w, x):
     return lax.scan(lambda c, _: (tanh_layer(w, c) @ w.T, None), x, length=1)[0]
 
 
-FAR = arrays.array(1000 * np.asarray(normal(3, 8, seed=7)))  # a tangent, unlike any activation
+FAR = arrays.array(
+    1000 * np.asarray(normal(3, 8, seed=7))
+)  # a tangent that is larger than all activations
 DERIVATIVES = {
     "jvp": lambda w, x: jax.jvp(lambda x: tanh_layer(w, x), (x,), (FAR,)),
     "jvp of jit": lambda w, x: jax.jvp(jax.jit(lambda x: tanh_layer(w, x)), (x,), (FAR,)),
@@ -245,10 +246,10 @@ DERIVATIVES = {
 
 @pytest.mark.parametrize("is_jitted", [False, True])
 @pytest.mark.parametrize("name", DERIVATIVES)
-def test_tangents_are_no_activations(name, is_jitted):
+def test_tangents_are_not_recorded(name, is_jitted):
     model = jax.jit(DERIVATIVES[name]) if is_jitted else DERIVATIVES[name]
     x = X[0][0]
-    expected = model(W, x)  # the program is in JAX's caches now
+    expected = model(W, x)  # fills the caches of JAX
     outputs = []
 
     def program(w, x):
@@ -272,7 +273,7 @@ OTHER_PRODUCTS = {
 
 
 @pytest.mark.parametrize("name", OTHER_PRODUCTS)
-def test_tangents_of_other_products_are_no_activations(name):
+def test_tangents_of_other_products_are_not_recorded(name):
     layer, w, axis = OTHER_PRODUCTS[name]
     rules = [Rule("", "int8", tile_axis=axis)]
     program = lambda w, x: jax.jvp(lambda x: layer(w, x), (x,), (FAR,))
@@ -313,10 +314,10 @@ def test_outputs_are_those_of_the_model():
         np.testing.assert_array_equal(y, jax.jit(lambda x: jnp.tanh(x @ W))(x))
 
 
-# How a model and its parameters are given.
+# Models and parameters.
 
 
-def test_a_module_that_can_be_called():
+def test_a_callable_module_can_be_observed():
     model = eqx.nn.MLP(8, 2, 4, 1, key=jax.random.key(0))
     rules = [Rule(r"layers\.\d\.weight", "int8", tile_axis=-1)]
     found = observe(model, rules)([x[0, 0] for x in X])
@@ -327,7 +328,7 @@ def test_a_module_that_can_be_called():
     assert_of(found["layers.0.weight"], *X, gram=False)
 
 
-def test_a_module_of_linen():
+def test_a_linen_module_can_be_observed():
     model = nn.Dense(4)
     variables = model.init(jax.random.key(0), X[0])
     found = observe(jax.jit(model.apply), ANY, params=variables)(X)
@@ -335,7 +336,7 @@ def test_a_module_of_linen():
 
 
 @pytest.mark.parametrize("partial", [functools.partial, jax.tree_util.Partial])
-def test_a_partial_has_its_arguments_for_parameters(partial):
+def test_the_arguments_of_a_partial_are_parameters(partial):
     program = jax.jit(lambda params, x, *, scale: x @ params["w"] * scale["s"])
     model = partial(program, {"w": W}, scale={"s": jnp.ones(6)})
     found = observe(model, ANY)(X)
@@ -343,23 +344,23 @@ def test_a_partial_has_its_arguments_for_parameters(partial):
     assert_of(found["w"], *X, gram=False)
 
 
-def test_two_arguments_of_a_partial_with_the_same_path_are_refused():
+def test_two_arguments_of_a_partial_with_the_same_path_raise():
     model = functools.partial(lambda a, b, x: x @ a["w"] @ b["w"], {"w": W}, {"w": W.T})
     with pytest.raises(ValueError, match="two arguments of the partial have a parameter at 'w'"):
         observe(model, ANY)(X)
 
 
-def test_a_tuple_is_the_arguments_of_the_model():
+def test_a_tuple_holds_the_arguments_of_the_model():
     found = observe(lambda w, x, y: (x + y) @ w, ANY, params=W)((x, x) for x in X)
     assert_of(found[""], *(2 * x for x in X), gram=False)
 
 
-def test_a_model_without_parameters_is_refused():
+def test_a_model_without_parameters_raises():
     with pytest.raises(TypeError, match=r"holds no parameters. Call observe.*params=params"):
         observe(lambda x: x @ W, ANY)
 
 
-def test_what_is_no_sequence_of_batches_is_refused():
+def test_invalid_batches_and_decay_raise():
     run = observe(lambda w, x: x @ w, ANY, params=W)
     with pytest.raises(TypeError, match="list of batches"):
         run(X[0])
@@ -369,7 +370,7 @@ def test_what_is_no_sequence_of_batches_is_refused():
         observe(lambda w, x: x @ w, ANY, params=W, decay=1.0)
 
 
-def test_weights_that_met_no_activations_are_told():
+def test_weights_without_activations_warn():
     params = {"table": normal(5, 8), "w": W, "bias": jnp.ones(6)}
     model = lambda p, ids: p["table"][ids] @ p["w"] + p["bias"]
     with pytest.warns(UserWarning, match=r"recorded for table \(no product used it; "):
@@ -379,7 +380,7 @@ def test_weights_that_met_no_activations_are_told():
         observe(model, [Rule("kernel", "int8"), Rule("w", "int8")], params=params)([jnp.arange(3)])
 
 
-def test_a_rule_that_names_another_axis_is_told():
+def test_a_rule_with_the_wrong_tile_axis_raises():
     with pytest.raises(ValueError, match=r"contract axis -2; set tile_axis"):
         observe(lambda w, x: x @ w, [Rule("", "int8", tile_axis=-1)], params=W)(X)
 
@@ -389,16 +390,16 @@ def test_a_rule_without_a_format_observes_nothing():
         observe(lambda w, x: x @ w, [Rule(".*", None)], params=W)(X)
 
 
-# From statistics to a quantised model.
+# Models that are quantized with the statistics.
 
 
 @pytest.mark.parametrize("act_range", ["mean", "exponential", "widest"])
-def test_static_ranges_of_layers_in_a_scan(act_range):
+def test_layers_in_a_scan_get_separate_static_ranges(act_range):
     program = jax.jit(STACKS["scan"])
     rules = [Rule(".*", "int8", act_qtype="int8", act_range=act_range)]
     statistics = observe(program, rules, params=LAYERS)(X)
-    quantised = quantize_tree(LAYERS, rules, statistics=statistics)
-    assert quantised.scale.shape == (3, 1, 1)
+    quantized = quantize_tree(LAYERS, rules, statistics=statistics)
+    assert quantized.scale.shape == (3, 1, 1)
     inputs = [layers(LAYERS, x)[0] for x in X]
     largest = np.array([[np.abs(x[i]).max() for i in range(3)] for x in inputs])
     ends = {
@@ -406,22 +407,22 @@ def test_static_ranges_of_layers_in_a_scan(act_range):
         "exponential": 0.9 * largest[0] + 0.1 * largest[1],
         "widest": largest.max(0),
     }
-    # Symmetric, of the averages of each end: they are no less than that of the magnitudes.
-    scale = quantised.scale.ravel() * 127.5
+    # The scale follows from the averages of both ends, which are at most the average magnitude.
+    scale = quantized.scale.ravel() * 127.5
     assert (scale <= ends[act_range] * (1 + 1e-5)).all()
     if act_range == "widest":
         np.testing.assert_allclose(scale, ends["widest"], rtol=1e-5)
-    y = vn.implicit(program)(quantised, X[0])
+    y = vn.implicit(program)(quantized, X[0])
     expected = X[0]
     for i, w in enumerate(LAYERS):
-        fake = vn.quant.quantize_with_scale(expected, "int8", quantised.scale[i : i + 1])
+        fake = vn.quant.quantize_with_scale(expected, "int8", quantized.scale[i : i + 1])
         dense = vn.quant.quantize(w, "int8", channelwise_axes=[1]).dequantize()
         expected = jnp.tanh(fake.dequantize() @ dense)
     np.testing.assert_allclose(y, expected, atol=1e-4)
     assert np.abs(y - program(LAYERS, X[0])).max() < 0.1
 
 
-def test_a_sentence_encoder(sentence_encoder):
+def test_static_ranges_keep_sentence_embeddings_similar(sentence_encoder):
     encode, params, batches = sentence_encoder
     rules = [
         Rule(r"embeddings.*", None),
@@ -429,10 +430,10 @@ def test_a_sentence_encoder(sentence_encoder):
     ]
     statistics = observe(encode, rules, params=params)(batches)
     assert len(statistics) == 6
-    quantised = quantize_tree(params, rules, statistics=statistics)
+    quantized = quantize_tree(params, rules, statistics=statistics)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        y = vn.implicit(encode, on_materialise=only_by_rules)(quantised, *batches[0])
+        y = vn.implicit(encode, on_materialise=only_by_rules)(quantized, *batches[0])
     expected = encode(params, *batches[0])
     similarity = (y * expected).sum(-1)
     assert (similarity > 0.995).all()
@@ -441,7 +442,7 @@ def test_a_sentence_encoder(sentence_encoder):
 
 @pytest.fixture
 def sentence_encoder():
-    """The encoder of the demo, of one layer, with parameters from a random number generator."""
+    """Return the encoder of the demo with one layer and random parameters."""
     from veneer.demo.programs import program
 
     module = program("sentence_encoder")

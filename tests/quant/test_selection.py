@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint are quantised, and how."""
+"""The selection of tensors of a checkpoint, and their formats."""
 
 import json
 
@@ -12,9 +12,9 @@ from veneer.quant.models.checkpoint import (
     Selector,
     TileError,
     UnknownAxisError,
+    find_unselected,
     plan,
     selectors_from_json,
-    unselected,
     without_default_tile,
 )
 
@@ -35,7 +35,7 @@ AVALS = {
 }
 
 
-def test_the_default_takes_floating_weights_and_kernels_of_rank_two_and_up():
+def test_the_default_selects_floating_weights_of_rank_two():
     chosen = plan(AVALS, [Selector(ANY_WEIGHT, "int8")])
     assert {name: rule.tile_axis for name, rule in chosen.items()} == {
         "embed.weight": -1,
@@ -57,12 +57,12 @@ def test_the_first_selector_that_matches_wins():
     }
 
 
-def test_a_stated_axis_counts_more_than_the_name():
+def test_a_stated_axis_overrides_the_name():
     assert plan(AVALS, [Selector("table", "int8", 2, -1)])["table"].tile_axis == -1
     assert plan(AVALS, [Selector("embed.weight", "int8", 2, -2)])["embed.weight"].tile_axis == -2
 
 
-def test_a_format_brings_its_own_tile():
+def test_a_fixed_tile_size_is_the_default():
     wide = {"a.weight": aval(4, 64)}
     for qtype, tile in (("mxfp4", 32), ("nvfp4", 16), ("nf4", None)):
         assert plan(wide, [Selector(ANY_WEIGHT, qtype)])["a.weight"].tile_size == tile
@@ -76,7 +76,7 @@ def test_a_format_brings_its_own_tile():
         ("nf4", 128, ("nf4", 64)),
         ("nf4", 96, ("nf4", 48)),
         ("nf4", 40, ("nf4", 40)),
-        ("nf4", 134, ("nf4", 134)),  # 67 and 2 are no tiles
+        ("nf4", 134, ("nf4", 134)),  # 67 and 2, its divisors, are too large and too small
         ("int2", 64, ("int2", 32)),
         ("mxfp4", 64, ("mxfp4", 32)),
         ("mxfp4", 40, ("int8", 40)),
@@ -96,8 +96,8 @@ def test_the_default_tile_fits_the_axis(qtype, size, expected):
 
 
 def test_unselected_tensors_are_those_that_could_be_quantized():
-    assert unselected(AVALS, [Selector(ANY_WEIGHT, "int8")]) == ["table"]
-    assert unselected(AVALS, [Selector("t.*", None), Selector(ANY_WEIGHT, "int8")]) == []
+    assert find_unselected(AVALS, [Selector(ANY_WEIGHT, "int8")]) == ["table"]
+    assert find_unselected(AVALS, [Selector("t.*", None), Selector(ANY_WEIGHT, "int8")]) == []
 
 
 BAD = {
@@ -118,12 +118,12 @@ BAD = {
 
 
 @pytest.mark.parametrize(("selector", "message"), BAD.values(), ids=BAD)
-def test_a_plan_that_cannot_be_is_refused(selector, message):
+def test_an_impossible_plan_raises(selector, message):
     with pytest.raises(ValueError, match=message):
         plan(AVALS, [selector])
 
 
-def test_errors_that_a_caller_can_help_with_have_types_of_their_own():
+def test_unknown_axes_and_tiles_have_their_own_error_types():
     with pytest.raises(UnknownAxisError):
         plan(AVALS, [Selector("table", "int8")])
     with pytest.raises(TileError) as error:
@@ -145,7 +145,7 @@ def test_a_selector_is_checked_when_it_is_made(arguments, message):
         Selector(*arguments)
 
 
-def test_rules_are_read_in_order_with_what_is_missing_by_default():
+def test_rules_are_read_in_order_with_defaults():
     text = json.dumps(
         [
             {"path": "embed.*", "qtype": None},
@@ -174,6 +174,6 @@ def test_rules_are_read_in_order_with_what_is_missing_by_default():
         '[{"path": "x", "qtype": "int9"}]',
     ],
 )
-def test_malformed_rules_are_refused(text):
+def test_malformed_rules_raise(text):
     with pytest.raises(ValueError, match=r"rule|format"):
         selectors_from_json(text)

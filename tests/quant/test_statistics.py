@@ -17,7 +17,7 @@ def batches(*shape, count=4, seed=0):
 
 
 def reduced(x):
-    """What a device sends of rows of activations, `[M, K]`."""
+    """Reduce activations `[M, K]`, as rules for products do on the device."""
     parts = [x.min(0), x.max(0), x.sum(0), np.abs(x).sum(0), np.square(x).sum(0)]
     return [part[None] for part in parts] + [(x.T @ x)[None]]
 
@@ -25,13 +25,13 @@ def reduced(x):
 def recorded(xs, *, shape=(6, 3), decay=0.75, gram=True):
     recording = Recording(shape, (-2,), gram=gram, decay=decay)
     for x in xs:
-        for half in np.array_split(x, 2):  # of two products
+        for half in np.array_split(x, 2):  # the operands of two products
             recording.add(len(half), np.arange(x.shape[1])[None], *reduced(half))
         recording.end_batch()
     return recording.statistics()
 
 
-def test_channels_have_the_moments_of_all_that_was_seen():
+def test_channels_have_the_moments_of_all_batches():
     xs = batches(10, 6)
     x, found = np.concatenate(xs), recorded(xs)
     expected = {
@@ -66,7 +66,7 @@ def test_ranges_are_averaged_over_batches():
         found.range("median")
 
 
-def test_not_a_number_is_no_range():
+def test_a_range_with_nan_raises():
     x = batches(10, 6, count=1)[0]
     x[3, 2] = np.nan
     one = recorded([x])
@@ -86,7 +86,7 @@ def test_not_a_number_is_no_range():
         ("fixed,2.5", lambda x: (None, 2.5)),
     ],
 )
-def test_a_method_finds_its_range_in_statistics(method, ends):
+def test_calibration_methods_use_recorded_ranges(method, ends):
     (x,) = xs = batches(50, 6, count=1)
     scale, zero_point = static_range(recorded(xs), "int8", (6, 3), calibration_method=method)
     low, high = ends(x)
@@ -98,17 +98,17 @@ def test_a_method_finds_its_range_in_statistics(method, ends):
         assert abs(int(zero_point.ravel()[0]) - int(zero_point_)) <= 1
 
 
-def test_a_method_that_takes_the_activations_themselves_is_refused():
+def test_a_method_that_needs_activations_raises():
     with pytest.raises(ValueError, match=r"'mse' needs the activations themselves"):
         static_range(recorded(batches(5, 6)), "int8", (6, 3), calibration_method="mse")
 
 
-def test_statistics_of_a_weight_of_other_axes_are_refused():
+def test_statistics_of_a_weight_of_another_shape_raise():
     with pytest.raises(ValueError, match=r"ranges of shape \(1, 1\), which do not fit"):
         static_range(recorded(batches(5, 6)), "int8", (2, 6, 3))
 
 
-def test_they_are_saved_and_loaded(tmp_path):
+def test_statistics_are_saved_and_loaded(tmp_path):
     statistics = {
         "layers.0:a/b": recorded(batches(5, 6)),
         "w": recorded(batches(5, 6, seed=1), gram=False),
@@ -123,14 +123,14 @@ def test_they_are_saved_and_loaded(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"text", b"PK\x03\x04 cut"], ids=repr)
-def test_a_damaged_file_of_statistics_is_rejected(content, tmp_path):
+def test_a_damaged_file_of_statistics_raises(content, tmp_path):
     file = tmp_path / "statistics.npz"
     file.write_bytes(content)
     with pytest.raises(ValueError, match="is empty, damaged or no"):
         load_statistics(file)
 
 
-def test_they_are_a_pytree_of_arrays():
+def test_statistics_are_a_pytree_of_arrays():
     one = recorded(batches(5, 6))
     halves = jax.tree.map(lambda x: x / 2, {"w": one})
     assert isinstance(halves["w"], ActivationStatistics)

@@ -1,4 +1,4 @@
-"""Axes found from a program: what it does with its weights, and what is said of those."""
+"""The axes that a program contracts, and the warnings about its weights."""
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +20,12 @@ def w(*shape):
 
 
 def contracted(model, weight, *args):
-    """The axes of a weight that each of its uses contracts, in order."""
+    """Return the axes that each use of a weight contracts, in order."""
     uses = find_uses(model, {"w": weight}, lambda path, leaf: True, args)["w"]
     return [sorted(use.contracted) for use in uses if use.has_axes]
 
 
-# What a model does with a weight, its shape, and the axes that are contracted.
+# A program, the shape of its weight, and the axes that each use contracts.
 PROGRAMS = {
     "product": (lambda p, x: x @ p["w"], (64, 8), [[-2]]),
     "of a transpose": (lambda p, x: x @ p["w"].T, (8, 64), [[-1]]),
@@ -114,7 +114,7 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_the_axes_that_a_program_contracts(name):
+def test_find_uses_returns_the_contracted_axes(name):
     model, shape, axes = PROGRAMS[name]
     found = contracted(model, w(*shape), X)
     assert [list(x) for x in dict.fromkeys(map(tuple, found))] == [
@@ -125,14 +125,14 @@ def test_the_axes_that_a_program_contracts(name):
 @pytest.mark.parametrize("rules", [[Rule(".*", "int8")], "int8"])
 @pytest.mark.parametrize("name", ["an outer product", "entries looked up"])
 @pytest.mark.filterwarnings("ignore:left dense")
-def test_a_weight_of_which_nothing_is_summed_stays_dense(name, rules):
+def test_a_weight_without_contracted_axes_stays_dense(name, rules):
     model, _, _ = PROGRAMS[name]
     params = {"w": w(128, 64)}
     small = vn.quant.quantize_tree(params, rules, model=model, args=(X,))
     assert small["w"] is params["w"]
 
 
-def test_weights_put_together_are_each_in_the_product():
+def test_each_concatenated_weight_has_a_use():
     params = {"q": w(64, 8), "k": w(64, 4)}
     model = lambda p, x: x @ jnp.concatenate([p["q"], p["k"]], 1)
     uses = find_uses(model, params, lambda path, leaf: True, (X,))
@@ -140,14 +140,14 @@ def test_weights_put_together_are_each_in_the_product():
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_tile_axis_that_a_rule_states_is_taken():
+def test_the_tile_axis_of_a_rule_overrides_the_program():
     rules = [Rule(".*", "int8", tile_axis=-1)]
     model = lambda p, x: x @ p["w"]
     small = vn.quant.quantize_tree({"w": w(64, 64)}, rules, model=model, args=(X,))
     assert small["w"].scale.shape == (64, 1)
 
 
-def test_training_takes_the_axes_of_the_program():
+def test_training_uses_the_axes_of_the_program():
     model = lambda p, x: jnp.einsum("td,dhk->thk", x, p["w"])
     params, rules = {"w": w(64, 2, 4)}, [Rule(".*", "int8", act_qtype="int8")]
     trained = vn.quant.quantize_tree(params, rules, model=model, args=(X,), train=True)
@@ -157,7 +157,7 @@ def test_training_takes_the_axes_of_the_program():
     assert jnp.allclose(vn.implicit(model)(trained, X), vn.implicit(model)(small, X), atol=1e-5)
 
 
-def test_a_model_may_be_given_abstract_arguments_and_others():
+def test_a_model_can_take_abstract_and_keyword_arguments():
     def model(params, x, *, double):
         return x @ params["w"] * (2 if double else 1)
 
@@ -168,7 +168,7 @@ def test_a_model_may_be_given_abstract_arguments_and_others():
     assert small["w"].scale.shape == (1, 8)
 
 
-def test_a_weight_used_in_two_ways_is_said_with_both_lines():
+def test_conflicting_uses_of_a_weight_warn_with_both_lines():
     def model(params, x):
         y = x @ params["w"]
         return y @ params["w"].T
@@ -178,10 +178,12 @@ def test_a_weight_used_in_two_ways_is_said_with_both_lines():
     line = model.__code__.co_firstlineno
     assert f"test_uses.py:{line + 1} " in str(caught[0].message)
     assert f"test_uses.py:{line + 2} " in str(caught[0].message)
-    assert ARE_CHECKED or caught[0].filename == __file__  # else the caller is the check
+    assert (
+        ARE_CHECKED or caught[0].filename == __file__
+    )  # else a wrapper of the annotation checker is the caller
 
 
-def test_what_is_in_no_product_stays_dense_and_is_told_if_it_is_no_vector():
+def test_weights_in_no_product_warn_except_vectors():
     params = {"norms": w(99, 64), "bias": w(3, 64), "positions": w(99, 64), "w": w(99, 64, 64)}
 
     def model(params, x):
@@ -195,7 +197,7 @@ def test_what_is_in_no_product_stays_dense_and_is_told_if_it_is_no_vector():
     assert [name for name, x in small.items() if isinstance(x, vn.quant.QArray)] == ["w"]
 
 
-def test_weights_that_a_program_does_not_take_from_its_parameters_are_told():
+def test_weights_that_the_program_does_not_use_warn():
     params = {"w": w(64, 8)}
     with pytest.warns(UserWarning, match=r"left dense.* w at 32 bits per value \(unused\)"):
         vn.quant.quantize_tree(
@@ -204,7 +206,7 @@ def test_weights_that_a_program_does_not_take_from_its_parameters_are_told():
 
 
 @pytest.mark.parametrize("rules", [[Rule(".*", "nf4")], "nf4"])
-def test_a_large_weight_that_a_program_adds_is_told_with_its_bits(rules):
+def test_a_large_added_weight_warns_with_its_bits(rules):
     params = {"w": w(64, 64), "positions": w(99, 64).astype("bfloat16")}
     model = lambda p, x: (x + p["positions"][:3]) @ p["w"]
     message = r"left dense.* positions at 16 bits per value \((add|convert).*_uses.py.*tile_axis"
@@ -213,7 +215,7 @@ def test_a_large_weight_that_a_program_adds_is_told_with_its_bits(rules):
     assert small["positions"] is params["positions"]
 
 
-def test_a_width_as_long_as_an_embedding_is_no_vocabulary():
+def test_a_width_equal_to_an_embedding_length_is_no_vocabulary():
     def model(p, ids):
         x = p["words"][ids] + p["positions"][ids]
         return (x @ p["up"]) @ p["down"] @ p["head"]
@@ -238,13 +240,13 @@ def test_a_width_as_long_as_an_embedding_is_no_vocabulary():
         ("mxfp4", 72, r"w \[72, 64\] is in int8, not mxfp4, at 8.44 bits per value"),
     ],
 )
-def test_tiles_that_are_not_as_asked_for_are_told_with_their_bits(rules, rows, message):
+def test_changed_tiles_warn_with_their_bits(rules, rows, message):
     args = {"model": lambda p, x: x @ p["w"], "args": (w(3, rows),)}
     with pytest.warns(UserWarning, match=rf"does not divide.* {message}.*add a rule"):
         vn.quant.quantize_tree({"w": w(rows, 64)}, rules, **args)
 
 
-def test_rules_that_leave_out_most_values_are_told_unless_one_says_so():
+def test_rules_that_match_few_values_warn():
     params = {"attention": w(64, 64), "mlp": w(64, 128)}
     rules = [Rule("att.*", "int8")]
     with pytest.warns(UserWarning, match=r"most values stay dense.* mlp at 32 bits.*'\.\*', None"):
@@ -253,7 +255,7 @@ def test_rules_that_leave_out_most_values_are_told_unless_one_says_so():
     assert small["mlp"] is params["mlp"]
 
 
-def test_without_a_program_scales_that_few_values_share_are_told():
+def test_too_many_scales_warn_without_a_program():
     with pytest.warns(
         UserWarning, match=r"w \[64, 8, 16\] takes 8 bits per value.*tile_axis.*model="
     ):
@@ -276,12 +278,12 @@ def test_without_a_program_scales_that_few_values_share_are_told():
         ),
     ],
 )
-def test_what_is_no_program_is_refused(rules, arguments, error, message):
+def test_an_invalid_program_raises(rules, arguments, error, message):
     with pytest.raises(error, match=message):
         vn.quant.quantize_tree({"w": w(64, 8)}, rules, **arguments)
 
 
-def test_a_tile_near_the_one_that_is_asked_for_is_taken_and_none_below_eight():
+def test_a_near_tile_of_at_least_eight_values_is_chosen():
     rule = Rule(".*", "int4", tile_size=64)
     for size, tile in ((96, 48), (1000, 40), (300, 60), (4304, 16)):
         assert rule.along([-2], (size, 8)).axes((size, 8)) == ((1,), {0: tile})
@@ -291,7 +293,7 @@ def test_a_tile_near_the_one_that_is_asked_for_is_taken_and_none_below_eight():
         rule.along([-2], (101, 8))
 
 
-def test_updates_say_where_they_do_not_fit():
+def test_adapters_that_do_not_fit_name_the_weight():
     rules, key = [vn.lora.Rule(".*", rank=2)], jax.random.key(0)
     model = lambda p, x: jnp.einsum("tah,adh->tdh", x, p["w"])
     with pytest.raises(ValueError, match=r"w \[4, 5, 6\].*adjacent"):
@@ -303,7 +305,7 @@ def test_updates_say_where_they_do_not_fit():
 @pytest.mark.parametrize(
     "leaf", [arrays.ones(8, "f4"), arrays.ones((8, 8), "i4")], ids=["vector", "integers"]
 )
-def test_a_rule_that_fits_no_adapter_is_told(leaf):
+def test_a_rule_that_gives_no_adapter_warns(leaf):
     rules = [vn.lora.Rule("w", rank=2), vn.lora.Rule("x", rank=2)]
     with pytest.warns(UserWarning, match="the rule 'x' gives nothing an adapter: x. Adapters are"):
         tuned = vn.lora.init_tree({"w": w(64, 8), "x": leaf}, rules, key=jax.random.key(0))
@@ -320,14 +322,14 @@ def updates_of(*rules):
     return vn.lora.init_tree(params, rules, key=key, model=model, args=(w(5, 64),))
 
 
-def test_a_bias_beside_the_weight_of_a_product_has_no_update_and_all_else_is_told():
+def test_biases_get_no_adapter_without_a_warning():
     with pytest.warns(UserWarning, match=r"in no product, so they get no adapter: factor$"):
         tuned = updates_of(vn.lora.Rule(".*", 2))
     assert [isinstance(tuned[name], vn.types.LoraArray) for name in ("w", "bias")] == [True, False]
 
 
 @pytest.mark.parametrize("name", ["bias", "norm"])
-def test_a_rule_that_updates_nothing_is_told(name):
+def test_a_rule_for_weights_in_no_product_warns(name):
     with pytest.warns(UserWarning, match=rf"in no product, so they get no adapter: {name}$"):
         updates_of(vn.lora.Rule("w", rank=2), vn.lora.Rule(name, rank=2))
 
@@ -336,13 +338,13 @@ def test_a_rule_that_updates_nothing_is_told(name):
 @pytest.mark.parametrize(
     "rules", [vn.lora.Rule("w", rank=2), ".*", None, [".*"], [Rule(".*", "int8")]]
 )
-def test_rules_for_updates_that_are_none_are_refused(rules):
+def test_other_objects_than_lora_rules_raise(rules):
     with pytest.raises(TypeError, match=r"a list of vn.lora.Rule, such as \[.*\], not"):
         vn.lora.init_tree({"w": w(64, 8)}, rules, key=jax.random.key(0))
 
 
 @pytest.mark.parametrize("rules", [[Rule(".*", "int8")], "int8"])
-def test_a_weight_that_another_type_holds_dense_is_told(rules):
+def test_a_dense_weight_inside_another_type_warns(rules):
     lora = vn.types.LoraArray.init(w(64, 8), 2, key=jax.random.key(0))
     model = {"model": lambda p, x: x @ p["w"], "args": (X,)}
     with pytest.warns(UserWarning, match=r"not quantized.* w \(LoraArray\)\. Quantize first"):
@@ -350,7 +352,7 @@ def test_a_weight_that_another_type_holds_dense_is_told(rules):
 
 
 @pytest.mark.filterwarnings("error")
-def test_weights_that_are_quantised_or_to_stay_dense_may_be_held():
+def test_a_quantized_weight_inside_another_type_is_fine():
     lora = vn.types.LoraArray.init(w(64, 8), 2, key=jax.random.key(0))
     rules = [Rule("w", None), Rule(".*", "int8")]
     q = vn.quant.quantize_tree({"q": lora.w}, [Rule(".*", "int8")])["q"]

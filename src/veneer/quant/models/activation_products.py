@@ -26,6 +26,7 @@ from ..arrays.qarray import QUANTIZABLE
 from ..conversion.quantize import quantize
 from ..conversion.scale_axes import choose_scale_axes, resolve_tile_size
 from ..formats import get_format
+from ..weights.activations import PRODUCTS
 from .matching import as_rules
 from .rules import Rule
 
@@ -220,19 +221,14 @@ def _as_activation(x: Any) -> Any:
 Axes = Sequence[int]
 
 
-def _contracted_by_convolution(params: dict[str, Any]) -> tuple[Axes, Axes]:
+def _contracted_axes(product: str, params: dict[str, Any]) -> tuple[Axes, Axes]:
+    """Return the axes of both operands that a product contracts. Tiles are along the last ones."""
+    if product == "dot_general":
+        return params["dimension_numbers"][0]
+    if product == "ragged_dot_general":
+        return params["ragged_dot_dimension_numbers"].dot_dimension_numbers[0]
     lhs, rhs = params["dimension_numbers"].lhs_spec, params["dimension_numbers"].rhs_spec
     return (*lhs[2:], lhs[1]), (*rhs[2:], rhs[1])
-
-
-#: For each product, a function from its parameters to the contracted axes of both operands.
-CONTRACTED_AXES: dict[str, Callable[[dict[str, Any]], tuple[Axes, Axes]]] = {
-    "dot_general": lambda params: params["dimension_numbers"][0],
-    "ragged_dot_general": lambda params: params[
-        "ragged_dot_dimension_numbers"
-    ].dot_dimension_numbers[0],
-    "conv_general_dilated": _contracted_by_convolution,
-}
 
 
 def _register_product(name: str) -> None:
@@ -245,7 +241,7 @@ def _register_product(name: str) -> None:
         dtypes = {jax.typeof(operand).dtype for operand in operands}
         if rule is None or rule.act_qtype is None or not dtypes <= set(QUANTIZABLE):
             return NotImplemented
-        axes = CONTRACTED_AXES[name](params)
+        axes = _contracted_axes(name, params)
         pair = [_quantize_operand(*of, rule, at) for of in zip(operands, axes, strict=True)]
         bind = lambda *xs: primitive.bind(*xs, **params)
         with asking(None):  # the operands may be activations of an outer call
@@ -256,7 +252,7 @@ def _register_product(name: str) -> None:
     register(name)(product)
 
 
-for _name in CONTRACTED_AXES:
+for _name in PRODUCTS:
     _register_product(_name)
 
 
@@ -302,9 +298,7 @@ for _name in ("pure_callback", "io_callback", "debug_callback", "debug_print"):
     _register_callback(find_primitive(_name))
 
 
+@register("name")
 def _materialise(x: Activation, *, name: str) -> Any:
     # vn.materialise(x) is an identity here, because an activation cannot be materialized.
     return x if name == MATERIALISE else NotImplemented
-
-
-add_rule(_materialise, [find_primitive("name")], precedence=0)

@@ -27,7 +27,7 @@ from .rules import Rule
 
 # torch stores a `weight` as [out, in], and JAX libraries store a `kernel` as [..., in, out].
 CONTRACTING_AXIS = {"torch": -1, "jax": -2}
-_LAYOUT_OF_NAME = {"weight": "torch", "kernel": "jax"}
+_AXIS_OF_NAME = {"weight": CONTRACTING_AXIS["torch"], "kernel": CONTRACTING_AXIS["jax"]}
 
 ANY_WEIGHT = r".*(weight|kernel)"
 
@@ -145,10 +145,10 @@ def plan(
 
     **Arguments:**
 
-    - `avals`: the shape and dtype of each tensor by name.
+    - `avals`: a dict from names of tensors to their shapes and dtypes.
     - `selectors`: the selectors, in order of precedence.
 
-    **Returns:** a `Rule` for each tensor to quantize, by name.
+    **Returns:** a dict from names to rules, for the tensors to quantize.
 
     **Raises:**
 
@@ -189,7 +189,7 @@ def plan(
     return chosen
 
 
-def unselected(
+def find_unselected(
     avals: Mapping[str, jax.ShapeDtypeStruct], selectors: Sequence[Selector]
 ) -> list[str]:
     """Return the names of the tensors that can be quantized and that no selector matches."""
@@ -212,8 +212,7 @@ def without_default_tile(
 def _rule_for(selector: Selector, name: str, shape: tuple[int, ...]) -> Rule:
     axis = selector.tile_axis
     if axis is None:
-        layout = next((x for end, x in _LAYOUT_OF_NAME.items() if name.endswith(end)), None)
-        axis = CONTRACTING_AXIS[layout] if layout else None
+        axis = next((x for end, x in _AXIS_OF_NAME.items() if name.endswith(end)), None)
     if axis is None:
         raise UnknownAxisError(
             f"the contracted axis of {name!r} {list(shape)} is unknown, because its name ends in "
@@ -270,8 +269,8 @@ def quantize_stream(
     **Arguments:**
 
     - `tensors`: names and arrays. Each `QArray` is passed on.
-    - `rules`: rules by name, from `plan`.
-    - `calibrated`: quantized tensors by name, which replace the originals.
+    - `rules`: the result of `plan`.
+    - `calibrated`: quantized tensors that replace the originals.
 
     **Returns:** an iterator of the values to store, in the same order, each with its `Outcome`.
     float64 weights are quantized in float32 unless `jax_enable_x64` is set.
@@ -322,7 +321,7 @@ class GroupSummary(NamedTuple):
 def summarize(outcomes: Iterable[Outcome]) -> list[GroupSummary]:
     """Return a row for each group of names and format, in order of first appearance.
 
-    The relative error is that of all quantized tensors of the group as one vector. It is None if no
+    The relative error treats all quantized tensors of the group as one vector. It is None if no
     tensor was quantized.
     """
     groups: dict[tuple[str, str], list[Outcome]] = {}

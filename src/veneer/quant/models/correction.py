@@ -19,17 +19,11 @@ from .rules import Rule
 
 
 class LowRankAxes(NamedTuple):
-    """The axes of a weight `[*lead, *in, *out]` that is stored in a `LoraArray`.
+    """The axes of a weight `[*lead, *in, *out]` that is stored in a `LoraArray`."""
 
-    **Arguments:**
-
-    - `in_ndim`, `out_ndim`: the number of input and of output axes, as in `LoraArray`.
-    - `contracted`: "in" or "out", the axes that products contract.
-    """
-
-    in_ndim: int
-    out_ndim: int
-    contracted: str
+    in_ndim: int  # the number of input axes
+    out_ndim: int  # the number of output axes
+    contracted: str  # "in" or "out"
 
     def split_shape(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
         """Split the shape of a weight into leading, input and output sizes."""
@@ -37,13 +31,7 @@ class LowRankAxes(NamedTuple):
         return shape[: at - self.in_ndim], shape[at - self.in_ndim : at], shape[at:]
 
     def as_lora(self, q: Any, a: Any, b: Any) -> LoraArray:
-        """Return a weight of any type plus a correction.
-
-        **Arguments:**
-
-        - `q`: the weight.
-        - `a`, `b`: the factors `[L, in, rank]` and `[L, rank, out]`, with merged axes.
-        """
+        """Return a weight plus the correction `a @ b`, `[L, in, rank]` and `[L, rank, out]`."""
         lead, ins, outs = self.split_shape(q.shape)
         rank = a.shape[-1]
         return LoraArray(
@@ -61,12 +49,8 @@ def low_rank_axes(
 ) -> LowRankAxes | None:
     """Return the axes of a weight in a `LoraArray`, or None if no `LoraArray` has these axes.
 
-    The last two runs of contracted or free axes are the input and output axes. The axes before them
-    are leading axes.
-
-    **Arguments:**
-
-    - `contracted`, `free`: the contracted and the free axes of products, counted from the end.
+    `contracted` and `free` are the axes in products, counted from the end. The last two runs of
+    them are the input and output axes. The axes before them are leading axes.
 
     >>> from veneer.quant.models.correction import low_rank_axes
     >>> low_rank_axes(4, {-3}, {-2, -1})  # layers of [in, heads, size]
@@ -89,14 +73,7 @@ def quantize_with_correction(array: Any, rule: Rule, axes: LowRankAxes | None) -
 
     With several `correction_steps`, each step rounds the weight minus the correction of the step
     before (LoftQ, Li et al., arXiv 2310.08659, algorithm 1). The result is the step with the least
-    squared error.
-
-    **Arguments:**
-
-    - `array`: a floating array `[*lead, *in, *out]`.
-    - `axes`: the axes of the correction, or None without one.
-
-    **Returns:** the result of `rule.quantize`, in a `LoraArray` if it has a correction.
+    squared error, in a `LoraArray`.
     """
     if rule.correction_rank is None or axes is None:
         return rule.quantize(array)
@@ -114,14 +91,9 @@ def quantize_with_correction(array: Any, rule: Rule, axes: LowRankAxes | None) -
 
 
 def add_correction(q: Any, array: Any, rank: int, axes: LowRankAxes) -> LoraArray:
-    """Add the low-rank correction of least squared error to a rounded array.
+    """Add the correction of least squared error to `q`, the rounded `array`.
 
-    **Arguments:**
-
-    - `q`: the rounded array.
-    - `array`: the array before rounding.
-    - `rank`: the rank of the correction. The sizes of the matrices limit it.
-    - `axes`: the axes of the correction.
+    The sizes of the matrices limit the rank.
 
     >>> import jax, jax.numpy as jnp
     >>> from veneer.quant import quantize

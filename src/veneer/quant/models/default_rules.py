@@ -48,10 +48,6 @@ def default_rules(
 
     The `tile_axis` of the rules is not set yet. `fit_default_rule` sets it.
 
-    **Arguments:**
-
-    - `weights`, `uses`: the leaves of a tree, and their uses in the program, by path.
-
     **Raises:** `ValueError` if the format is unknown.
     """
     bits, tile = get_format(qtype).bits, default_tile(qtype)
@@ -79,11 +75,6 @@ def fit_default_rule(rule: Rule, contracted: Collection[int], shape: Sequence[in
 
     If the format has a fixed tile size that divides no contracted axis, the rule gets int8. If no
     tile divides the contracted axes, it gets one scale per channel.
-
-    **Arguments:**
-
-    - `contracted`: the contracted axes, counted from the end.
-    - `shape`: the shape of the weight.
     """
     block = get_format(rule.qtype or VOCABULARY_QTYPE).tile_size
     sizes = [shape[axis] for axis in sorted(contracted)]

@@ -61,10 +61,9 @@ def flatten_with_paths(tree: Any) -> tuple[list[str], list[Any], Any]:
     return paths, [leaf for _, leaf in leaves], treedef
 
 
-def find_rule(path: str, leaf: Any, rules: Sequence[Rule]) -> Rule | None:
-    """Return the first rule that matches a path, or None if the leaf cannot be quantized."""
-    rule = next((rule for rule in rules if rule.matches(path)), None)
-    return rule if can_be_quantized(leaf) else None
+def find_rule(path: str, rules: Sequence[Rule]) -> Rule | None:
+    """Return the first rule that matches a path, or None."""
+    return next((rule for rule in rules if rule.matches(path)), None)
 
 
 def can_be_quantized(leaf: Any) -> bool:

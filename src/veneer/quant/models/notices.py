@@ -15,7 +15,7 @@ from ..formats import get_format
 from ..training import FakeQuantized
 from ..weights.activations import ActivationQuantized
 from .default_rules import SMALL, VOCABULARY_QTYPE
-from .matching import can_be_quantized, some_of
+from .matching import can_be_quantized, find_rule, some_of
 from .rules import Rule
 from .uses import Use
 
@@ -89,17 +89,6 @@ def warn_of_mostly_dense(weights: Mapping[str, Any], selected: Mapping[str, Rule
         )
 
 
-def warn_of_changed_tiles(
-    rules: Mapping[str, Rule], fitted: Mapping[str, Rule], weights: Mapping[str, Any]
-) -> None:
-    """Warn of weights whose tile or format differs from the rule."""
-    if changed := describe_changed_tiles(rules, fitted, weights):
-        warn_user(
-            f"the tile of the rule does not divide the contracted axes: {some_of(changed)}. To "
-            "choose, add a rule for these weights with another tile_size or qtype"
-        )
-
-
 def describe_changed_tiles(
     rules: Mapping[str, Rule], fitted: Mapping[str, Rule], weights: Mapping[str, Any]
 ) -> list[str]:
@@ -146,10 +135,10 @@ def warn_of_nested(
     for path, leaf in zip(paths, leaves, strict=True):
         if not is_value(leaf) or isinstance(leaf, QArray | FakeQuantized | ActivationQuantized):
             continue
+        rule = Rule(".*", rules) if isinstance(rules, str) else find_rule(path, rules)
         parts = jax.tree.leaves(leaf, is_leaf=is_part(leaf))
-        if any(can_be_quantized(x) and x.shape == leaf.shape for x in parts) and (
-            isinstance(rules, str) or any(r.has_format for r in _first_match(rules, path))
-        ):
+        has_weight = any(can_be_quantized(x) and x.shape == leaf.shape for x in parts)
+        if has_weight and rule is not None and rule.has_format:
             nested.append(f"{path} ({type(leaf).__name__})")
     if nested:
         warn_user(
@@ -166,20 +155,17 @@ def warn_of_already_quantized(
     for path, leaf in zip(paths, leaves, strict=True):
         if not isinstance(leaf, QArray):
             continue
-        qtypes: list[Any] = [rules, VOCABULARY_QTYPE]
-        if not isinstance(rules, str):
-            qtypes = [rule.qtype for rule in _first_match(rules, path)]
-        if qtypes and None not in qtypes and leaf.qtype not in [get_format(x).name for x in qtypes]:
+        rule = Rule(".*", rules) if isinstance(rules, str) else find_rule(path, rules)
+        if rule is None or rule.qtype is None:
+            continue
+        is_vocabulary = isinstance(rules, str) and leaf.qtype == VOCABULARY_QTYPE
+        if leaf.qtype != get_format(rule.qtype).name and not is_vocabulary:
             unchanged.append(f"{path} ({leaf.qtype})")
     if unchanged:
         warn_user(
             f"already quantized, and left unchanged: {some_of(unchanged)}. Quantize the original "
             "dense weights, or vn.materialise(params), which rounds twice"
         )
-
-
-def _first_match(rules: Sequence[Rule], path: str) -> list[Rule]:
-    return [rule for rule in rules if rule.matches(path)][:1]
 
 
 def warn_of_hardly_smaller(

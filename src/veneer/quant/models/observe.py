@@ -7,6 +7,7 @@ the activations on the device and send the results to the host, by a callback.
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,10 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._core.primitives.scopes import telling_tangents
-from ..._core.surface.implicit import (
-    implicit,
-)
+from ..._core.surface.implicit import implicit
 from ..._jax.source_lines import warn_user
+from ..formats.tiles import Shape
 from ..observation.observed_weight import (
     ObservedWeight,
     boxes_by_token,
@@ -27,7 +27,7 @@ from ..observation.observed_weight import (
 from ..observation.recording import Recording
 from ..observation.statistics import ActivationStatistics
 from ..weights.activations import PRODUCTS
-from .matching import as_rules, find_rule, flatten_with_paths, warn_of_unmatched
+from .matching import as_rules, can_be_quantized, find_rule, flatten_with_paths, warn_of_unmatched
 from .programs import arguments_of, check_batches, parts_and_program
 from .rules import Rule
 from .uses import find_uses, uses_with_axes
@@ -108,12 +108,14 @@ def observe(
 
     def run(batches: Iterable[Any]) -> dict[str, ActivationStatistics]:
         check_batches(batches)
-
-        def contracted_axes(args: Sequence[Any]) -> dict[str, tuple[int, ...]]:
-            return _observed_axes(trees, rules, _traced_axes(parts, program, rules, args))
-
-        recordings = record(program, trees, contracted_axes, batches, gram=gram, decay=decay)
-        return statistics_of(recordings)
+        iterator = iter(batches)
+        first = list(itertools.islice(iterator, 1))
+        if not first:
+            raise ValueError("there are no batches to observe. Pass at least one")
+        traced = _traced_axes(parts, program, rules, arguments_of(first[0]))
+        axes = _observed_axes(trees, rules, traced)
+        batches = itertools.chain(first, iterator)
+        return statistics_of(record(program, trees, axes, batches, gram=gram, decay=decay))
 
     return run
 
@@ -121,7 +123,7 @@ def observe(
 def record(
     program: Callable,
     trees: Sequence[FlatTree],
-    contracted_axes: Callable[[Sequence[Any]], Mapping[str, tuple[int, ...]]],
+    axes: Mapping[str, tuple[int, ...]],
     batches: Iterable[Any],
     *,
     gram: bool,
@@ -133,41 +135,28 @@ def record(
     **Arguments:**
 
     - `program`: a function of the list of trees, and of the arguments in a batch.
-    - `contracted_axes`: a function of the arguments of the first batch. It returns the observed
-      weights by path, with the axes contracted with activations, counted from the end.
+    - `axes`: the axes of each observed weight that are contracted with activations, by path and
+      counted from the end.
     - `gram`, `decay`: as for `observe`.
     - `reference`: a second version of the first tree, such as the dense weights. `program` takes it
       as the last of the trees. The products `x.T @ y` of activations in both are recorded, too.
-
-    **Raises:** `ValueError` if there are no batches.
     """
     token, other_token = next(tokens), next(tokens)
-    options: dict[str, Any] = {"gram": gram, "decay": decay, "paired": reference is not None}
-    recordings: dict[str, Recording] = {}
-    parts: list[Any] | None = None
+    create = partial(Recording, gram=gram, decay=decay, paired=reference is not None)
+    parts, recordings = _observe_trees(trees, axes, token, create)
+    others, references = _observe_trees([reference] if reference else [], axes, other_token, create)
+    recordings_by_token[token], recordings_by_token[other_token] = recordings, references
     try:
         for batch in batches:
-            args = arguments_of(batch)
-            if parts is None:
-                axes = contracted_axes(args)
-                parts, recordings = _observe_trees(trees, axes, token, **options)
-                recordings_by_token[token] = recordings
-                if reference is not None:
-                    others, references = _observe_trees([reference], axes, other_token, **options)
-                    recordings_by_token[other_token] = references
-                    parts += others
             with telling_tangents(PRODUCTS):
-                implicit(program)(parts, *args)
+                implicit(program)([*parts, *others], *arguments_of(batch))
             jax.effects_barrier()
             for path, recording in recordings.items():
-                if reference is not None:
+                if path in references:
                     recording.add_cross(references[path])
                 recording.end_batch()
     finally:
-        recordings_by_token.pop(token, None)
-        recordings_by_token.pop(other_token, None)
-    if parts is None:
-        raise ValueError("there are no batches to observe. Pass at least one")
+        del recordings_by_token[token], recordings_by_token[other_token]
     return recordings
 
 
@@ -197,21 +186,19 @@ class ObservedModel:
         decay: float,
     ):
         self._parts, self._program, self._rules = parts, program, rules
-        self._takes_params, self._gram, self._decay = takes_params, gram, decay
-        self._token = next(tokens)
+        self._takes_params, self._decay, self._token = takes_params, decay, next(tokens)
+        self._create = partial(Recording, gram=gram, decay=decay)
         _, self._recordings = self._observe(parts)
         self.boxes = {path: box(x.device_totals()) for path, x in self._recordings.items()}
-        recordings_by_token[self._token], boxes_by_token[self._token] = (
-            self._recordings,
-            self.boxes,
-        )
+        recordings_by_token[self._token] = self._recordings
+        boxes_by_token[self._token] = self.boxes
         for registry in (recordings_by_token, boxes_by_token):
             weakref.finalize(self, registry.pop, self._token)
 
     def _observe(self, parts: Sequence[Any]) -> tuple[list[Any], dict[str, Recording]]:
         trees = [flatten_with_paths(part) for part in parts]
         axes = _observed_axes(trees, self._rules, {})
-        return _observe_trees(trees, axes, self._token, gram=self._gram, decay=self._decay)
+        return _observe_trees(trees, axes, self._token, self._create)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, and record its activations as one batch."""
@@ -249,8 +236,8 @@ def _traced_axes(
     weight_path = lambda path: path.split(".", 1)[-1]  # without the index of the part
 
     def needs_axes(path: str, leaf: Any) -> bool:
-        rule = find_rule(weight_path(path), leaf, rules)
-        return rule is not None and rule.tile_axis is None
+        rule = find_rule(weight_path(path), rules)
+        return rule is not None and rule.tile_axis is None and can_be_quantized(leaf)
 
     try:
         uses = find_uses(program, list(parts), needs_axes, args)
@@ -266,15 +253,15 @@ def _traced_axes(
 def _observed_axes(
     trees: Sequence[FlatTree], rules: Sequence[Rule], traced: Mapping[str, Sequence[int]]
 ) -> dict[str, tuple[int, ...]]:
-    """Return the contracted axes of each weight to observe: the traced ones, or those of its rule.
+    """Return the contracted axes of each weight to observe: traced, or from its rule.
 
     **Raises:** `ValueError` if two trees have a weight at the same path.
     """
     axes: dict[str, tuple[int, ...]] = {}
     for paths, leaves, _ in trees:
         for path, leaf in zip(paths, leaves, strict=True):
-            rule = find_rule(path, leaf, rules)
-            if rule is None or not (rule.qtype or rule.act_qtype):
+            rule = find_rule(path, rules)
+            if rule is None or not (rule.qtype or rule.act_qtype) or not can_be_quantized(leaf):
                 continue
             if path in axes:
                 raise ValueError(
@@ -289,29 +276,23 @@ def _observe_trees(
     trees: Sequence[FlatTree],
     axes: Mapping[str, tuple[int, ...]],
     token: int,
-    *,
-    gram: bool,
-    decay: float,
-    paired: bool = False,
+    create: Callable[[Shape, Sequence[int]], Recording],
 ) -> tuple[list[Any], dict[str, Recording]]:
-    """Return the trees with observed weights, and a new recording of each by path."""
+    """Return the trees with observed weights, and by path the recordings that `create` returns."""
     recordings: dict[str, Recording] = {}
     observed = []
     for paths, leaves, treedef in trees:
         new = list(leaves)
         for i, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
-            if path not in axes:
-                continue
-            recording = Recording(leaf.shape, axes[path], gram=gram, decay=decay, paired=paired)
-            recordings[path] = recording
-            new[i] = ObservedWeight(
-                array=jnp.asarray(leaf),
-                position=recording.positions(),
-                contracting=axes[path],
-                path=path,
-                token=token,
-                gram=gram,
-            )
+            if path in axes:
+                recordings[path] = create(leaf.shape, axes[path])
+                new[i] = ObservedWeight(
+                    array=jnp.asarray(leaf),
+                    position=recordings[path].positions(),
+                    contracting=axes[path],
+                    path=path,
+                    token=token,
+                )
         observed.append(jax.tree.unflatten(treedef, new))
     return observed, recordings
 

@@ -11,20 +11,15 @@ import jax
 import numpy as np
 from jax.dtypes import canonicalize_dtype
 
-from ..._core.surface.arguments import (
-    check_parameters,
-)
+from ..._core.surface.arguments import check_parameters
 from ..._jax.sharding import replicated_sharding
 
 
 def parameters_and_program(model: Any, params: Any, call: str) -> tuple[Any, Callable]:
     """Return the parameters of a model, and its program.
 
-    **Arguments:**
-
-    - `model`: a function of the parameters and other arguments, or a module that holds them.
-    - `params`: the parameters, or None for a module.
-    - `call`: how to pass both, for error messages.
+    `model` is a function of `params` and other arguments, or a module if `params` is None. `call`
+    shows the right call in error messages.
 
     **Raises:** `TypeError` if the model is not callable, or `params` is missing. `ValueError` if
     the parameters hold no arrays.
@@ -45,7 +40,7 @@ def parts_and_program(model: Any, params: Any, call: str) -> tuple[Sequence[Any]
     """Return the trees of parameters of a model, and its program, a function of their list.
 
     Arrays among the arguments of a `functools.partial` are parameters, too. The arguments and
-    errors are those of `parameters_and_program`.
+    errors are the same as for `parameters_and_program`.
     """
     if params is not None or not isinstance(model, functools.partial):
         params, program = parameters_and_program(model, params, call)

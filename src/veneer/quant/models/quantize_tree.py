@@ -27,8 +27,8 @@ from .matching import (
     warn_of_unmatched,
 )
 from .notices import (
+    describe_changed_tiles,
     warn_of_already_quantized,
-    warn_of_changed_tiles,
     warn_of_conflicting_uses,
     warn_of_hardly_smaller,
     warn_of_mostly_dense,
@@ -154,26 +154,18 @@ def quantize_tree(
 
 
 class ChosenRules(NamedTuple):
-    """A tree of parameters, and the rule of each leaf that is quantized.
-
-    **Arguments:**
-
-    - `paths`, `leaves`, `treedef`: the tree.
-    - `rules`: the rules by path. With a program, their `tile_axis` is the contracted axes.
-    - `uses`: the uses of each weight in the program, by path. None without a program.
-    """
+    """A tree of parameters, and the rule of each leaf that is quantized."""
 
     paths: Sequence[str]
     leaves: Sequence[Any]
     treedef: Any
-    rules: Mapping[str, Rule]
-    uses: Mapping[str, Sequence[Use]] | None
+    rules: Mapping[str, Rule]  # by path; with a program, their tile_axis is the contracted axes
+    uses: Mapping[str, Sequence[Use]] | None  # in the program, by path
 
     def correction_axes(self, path: str) -> LowRankAxes | None:
         """Return the axes of the low-rank correction of a leaf, or None if its rule has none.
 
-        **Raises:** `ValueError` if no `LoraArray` has the axes of the leaf. The message has the
-        path.
+        **Raises:** `ValueError`, with the path, if no `LoraArray` has the axes of the leaf.
         """
         rule = self.rules[path]
         if rule.correction_rank is None:
@@ -221,13 +213,10 @@ def choose_rules(
 ) -> ChosenRules:
     """Choose the rule of each leaf of a tree, and fit it to the axes that the program contracts.
 
-    The other arguments, the errors and the warnings are those of `quantize_tree`.
-
-    **Arguments:**
+    Arguments, errors and warnings are the same as for `quantize_tree`, and in addition:
 
     - `needs_products`: raise `ValueError` if no product contracts a weight whose rule has a format.
-    - `wrap_quantized`: also choose rules without a `qtype` that quantize the activations of a
-      `QArray`.
+    - `wrap_quantized`: also choose rules that only quantize the activations of a `QArray`.
     """
     paths, leaves, treedef = flatten_with_paths(params)
     wrapping: dict[str, Rule] = {}
@@ -242,8 +231,7 @@ def choose_rules(
     if program is not None:
         uses = find_uses(program, params, lambda path, leaf: path in weights, args, kwargs)
     if not isinstance(rules, str):
-        matches = {path: find_rule(path, leaf, rules) for path, leaf in weights.items()}
-        selected = {path: rule for path, rule in matches.items() if rule is not None} | wrapping
+        selected = {path: rule for path in weights if (rule := find_rule(path, rules))} | wrapping
     elif uses is not None:
         selected = default_rules(rules, weights, uses)
     else:
@@ -275,7 +263,7 @@ def _rules_of_quantized(
     """
     chosen = {}
     for path, leaf in zip(paths, leaves, strict=True):
-        rule = next((rule for rule in rules if rule.matches(path)), None)
+        rule = find_rule(path, rules)
         if not isinstance(leaf, QArray) or rule is None or rule.qtype or not rule.act_qtype:
             continue
         if rule.tile_axis is None and not has_program:
@@ -297,7 +285,7 @@ def _fit_to_uses(
     uses: Mapping[str, Sequence[Use]],
     fit: Callable[..., Rule],
 ) -> dict[str, Rule]:
-    """Return the rules with the axes that products contract, without those of unused weights."""
+    """Return the rules with the contracted axes, except the rules of unused weights."""
     fitted, unused = {}, {}
     for path, rule in rules.items():
         if rule.tile_axis is not None or not rule.has_format:
@@ -311,14 +299,18 @@ def _fit_to_uses(
         else:
             unused[path] = weights[path]
     warn_of_unused(unused, uses)
-    warn_of_changed_tiles(rules, fitted, weights)
-    dense_again = [
-        path
+    if changed := describe_changed_tiles(rules, fitted, weights):
+        warn_user(
+            f"the tile of the rule does not divide the contracted axes: {some_of(changed)}. To "
+            "choose, add a rule for these weights with another tile_size or qtype"
+        )
+    unrotated = {
+        path: dataclasses.replace(rule, rotate=False)
         for path, rule in fitted.items()
         if rule.rotate and not all(use.supports_rotation for use in uses[path])
-    ]
-    warn_of_not_rotated(dense_again, uses)
-    return fitted | {path: dataclasses.replace(fitted[path], rotate=False) for path in dense_again}
+    }
+    warn_of_not_rotated(list(unrotated), uses)
+    return fitted | unrotated
 
 
 def _check_products(rules: Mapping[str, Rule], uses: Mapping[str, Sequence[Use]]) -> None:
@@ -342,13 +334,9 @@ def check_rules(
     calibrated: bool = False,
     statistics: Mapping[str, ActivationStatistics] | None = None,
 ) -> None:
-    """Raise `ValueError` if a rule has an option that the function does not support.
+    """Raise `ValueError` if a rule has an option that its use does not support.
 
-    **Arguments:**
-
-    - `train`: the `train` of `quantize_tree`.
-    - `calibrated`: whether the function is `calibrate`.
-    - `statistics`: the statistics of `quantize_tree`. Warns if no rule needs them.
+    `train` and `statistics` are arguments of `quantize_tree`. `calibrate` sets `calibrated`.
     """
     for rule in rules:
         if rule.method is not None and not calibrated:

@@ -11,10 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.typing import DTypeLike
 
-from ..._core.surface.arguments import (
-    check_regex,
-    path_matches,
-)
+from ..._core.surface.arguments import check_regex, path_matches
 from ...types.basis import InBasis, Rotated
 from ...types.lora import LoraArray
 from ..conversion.calibration import check_calibration
@@ -37,17 +34,10 @@ TRAINING_OPTIONS = ("grad_qtype", "grad_input", "grad_weight", "sparsity")
 
 
 class RoundingMethod(NamedTuple):
-    """A method of `calibrate`.
+    """A method of `calibrate`."""
 
-    **Arguments:**
-
-    - `factors`: the channel factors that are applied before rounding: "awq", "smoothquant" or None.
-    - `compensates`: whether each code compensates the errors of earlier codes, as in GPTQ.
-      Otherwise each value gets the nearest code.
-    """
-
-    factors: str | None = None
-    compensates: bool = False
+    factors: str | None = None  # channel factors, applied before rounding
+    compensates: bool = False  # each code compensates the errors of earlier codes (GPTQ)
 
 
 ROUNDING_METHODS = {
@@ -61,10 +51,7 @@ ROUNDING_METHODS = {
 
 
 def get_method(name: str) -> RoundingMethod:
-    """Return a row of `ROUNDING_METHODS`.
-
-    **Raises:** `ValueError` if the name is unknown.
-    """
+    """Return a row of `ROUNDING_METHODS`, or raise `ValueError` if the name is unknown."""
     if name not in ROUNDING_METHODS:
         known = ", ".join(ROUNDING_METHODS)
         raise ValueError(f"unknown method {name!r}; it must be one of {known}")

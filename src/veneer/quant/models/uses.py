@@ -17,17 +17,14 @@ from jax.typing import ArrayLike
 
 from ..._core.primitives.dimension_numbers import DotDimensionNumbers
 from ..._core.rules import register
-from ..._core.surface.implicit import (
-    implicit,
-)
-from ..._core.transform import (
-    redispatch,
-)
+from ..._core.surface.implicit import implicit
+from ..._core.transform import redispatch
 from ..._core.tree import static
 from ..._core.value import is_value
 from ..._jax.primitives import Primitive, find_primitive
 from ..._jax.source_lines import user_line
 from ..formats.tiles import Shape
+from ..weights.activations import PRODUCTS
 from ..weights.product_weights import Factors, ProductWeight, reshape_factors
 from .matching import flatten_with_paths
 from .programs import abstract_arrays
@@ -40,24 +37,18 @@ Axes = frozenset[int]  # axes of the stored weight, counted from the end
 class Use(NamedTuple):
     """A use of a weight in a program.
 
-    **Arguments:**
-
-    - `primitive`: the name of the primitive.
-    - `contracted`: the axes that a product contracts. In a look-up, the axes of a row.
-    - `free`: the axes that the result of a product has. In a look-up, the axes that are indexed.
-      All other axes are batch axes, or stack several weights.
-    - `line`: the line of the user's code.
+    Axes that are neither contracted nor free are batch axes, or stack several weights.
     """
 
     primitive: str
-    contracted: Axes
-    free: Axes
-    line: str
+    contracted: Axes  # the axes that a product contracts; in a look-up, the axes of a row
+    free: Axes  # the other axes that the result has; in a look-up, the indexed axes
+    line: str  # in the user's code
 
     @property
     def is_product(self) -> bool:
         """Return whether the primitive is a product."""
-        return self.primitive in _CONTRACTIONS
+        return self.primitive in PRODUCTS
 
     @property
     def has_axes(self) -> bool:
@@ -194,18 +185,13 @@ _uses: dict[int, dict[str, list[Use]]] = {}  # by token, and then by path
 class TrackedAxes(NamedTuple):
     """The origin of the axes of a tracked array.
 
-    **Arguments:**
-
-    - `path`: the path of the weight.
-    - `factors`: the factors of each axis of the array. Their origins are sets of axes of the
-      weight, counted from the end. `factors` is indexed from the end too, because a scan removes
-      and adds axes at the front.
-    - `looked_up`: the axes of the weight along which rows were looked up.
+    The origins of `factors` are sets of axes of the weight, counted from the end. `factors` is
+    indexed from the end too, because a scan removes and adds axes at the front.
     """
 
-    path: str
-    factors: tuple[Factors, ...]
-    looked_up: Axes = Axes()
+    path: str  # of the weight
+    factors: tuple[Factors, ...]  # per axis of the array
+    looked_up: Axes = Axes()  # the axes of the weight along which rows were looked up
 
     def origins(self, axes: Collection[int], ndim: int) -> Axes:
         """Return the axes of the weight that `axes`, of an array of rank `ndim`, come from.
@@ -263,12 +249,8 @@ class TrackedWeight(ProductWeight):
         """Record a product or another use of the weight.
 
         If rows were looked up before, record a look-up instead. The exception is a product with at
-        least two axes of the weight: then the look-up selected one weight of a stack.
-
-        **Arguments:**
-
-        - `primitive`: the name of the primitive.
-        - `contracted`, `batch`: the axes of a product, counted from the front.
+        least two axes of the weight: then the look-up selected one weight of a stack. `contracted`
+        and `batch` are the axes of a product, counted from the front.
         """
         line = user_line()
         for track in self.tracks:
@@ -276,7 +258,6 @@ class TrackedWeight(ProductWeight):
             others = [i for i in range(self.ndim) if i not in batch]
             free = track.origins(others, self.ndim) - contracted_axes
             use = Use(primitive, contracted_axes, free, line)
-            # A looked-up row is data. A slice with two or more axes is a weight of a stack.
             if track.looked_up and (len(contracted_axes | free) < 2 or not use.is_product):
                 use = Use(LOOK_UP, contracted_axes | free, track.looked_up, line)
             uses_by_path = _uses[self.token]
@@ -296,34 +277,25 @@ class TrackedWeight(ProductWeight):
         """Record the use of each tracked weight, and apply the primitive to the weights."""
         for i, x in enumerate(values):
             if isinstance(x, TrackedWeight):
-                axes_of = _CONTRACTIONS.get(primitive.name, lambda i, params: ())
-                x.note(primitive.name, *axes_of(i, params))
+                is_product = primitive.name in PRODUCTS
+                axes = _product_axes(primitive.name, i, params) if is_product else ()
+                x.note(primitive.name, *axes)
         return ProductWeight.default(primitive, values, params)
 
 
-def _of_dot_general(i: int, params: Mapping[str, Any]) -> Sequence[Collection[int]]:
-    contracted, batch = DotDimensionNumbers.of(params["dimension_numbers"])
-    return contracted[i], batch[i]
-
-
-def _of_ragged_dot_general(i: int, params: Mapping[str, Any]) -> Sequence[Collection[int]]:
+def _product_axes(
+    primitive: str, i: int, params: Mapping[str, Any]
+) -> tuple[Collection[int], Collection[int]]:
+    """Return the axes of operand `i` that a product contracts, and its batch axes."""
+    if primitive == "conv_general_dilated":
+        spec = params["dimension_numbers"][i]
+        return (spec[1:] if i == 1 else spec[1:2]), ()
+    if primitive == "dot_general":
+        contracted, batch = DotDimensionNumbers.of(params["dimension_numbers"])
+        return contracted[i], batch[i]
     numbers = params["ragged_dot_dimension_numbers"]
     contracted, batch = numbers.dot_dimension_numbers
     return contracted[i], (*batch[i], *(numbers.rhs_group_dimensions if i == 1 else ()))
-
-
-def _of_convolution(i: int, params: Mapping[str, Any]) -> Sequence[Collection[int]]:
-    spec = params["dimension_numbers"][i]
-    return (spec[1:],) if i == 1 else (spec[1:2],)
-
-
-#: For each product, a function of the index of an operand and of the parameters. It returns the
-#: contracted axes of the operand, and its batch axes if there are any.
-_CONTRACTIONS: dict[str, Callable[..., Sequence[Collection[int]]]] = {
-    "dot_general": _of_dot_general,
-    "ragged_dot_general": _of_ragged_dot_general,
-    "conv_general_dilated": _of_convolution,
-}
 
 
 @register("gather")
@@ -350,7 +322,7 @@ def _gather(w: TrackedWeight, indices: ArrayLike, **params: Any) -> Any:
 
 @register("concatenate")
 def _concatenate(*operands: TrackedWeight, dimension: int) -> TrackedWeight:
-    """Concatenate weights, such as those of query, key and value. A use is a use of each."""
+    """Concatenate weights, such as query, key and value. Each gets the uses of the result."""
     join = partial(redispatch, lambda *xs: lax.concatenate(xs, dimension))
     array = join(*(w.array for w in operands))
     places = [(axis,) for axis in range(array.ndim)]

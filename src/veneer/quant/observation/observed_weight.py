@@ -42,7 +42,6 @@ class ObservedWeight(ProductWeight):
     contracting: tuple[int, ...] = static()
     path: str = static()
     token: int = static()
-    gram: bool = static()
     factors: tuple[Factors, ...] | None = static(default=None, repr=False, kw_only=True)
 
     @property
@@ -160,7 +159,8 @@ def _record_product(
     if not w.sums_over(axes[1]):
         w.recording.note_other_axes(axis - w.ndim for axis in axes[1])
     elif jnp.issubdtype(jnp.result_type(x), jnp.floating):
-        w.record(jnp.asarray(x), x_axes, axes, gram=w.gram, keep_operand=keep_operand)
+        has_gram = w.recording.grams is not None
+        w.record(jnp.asarray(x), x_axes, axes, gram=has_gram, keep_operand=keep_operand)
 
 
 def _may_be_derivative() -> bool:

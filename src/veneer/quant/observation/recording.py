@@ -22,34 +22,17 @@ class Totals(NamedTuple):
 
     Numbers of one kind share an array, because each array is an operand of every program that
     updates a Box. `Recording` explains positions and stacks.
-
-    **Arguments:**
-
-    - `counts`: the number of values per position, `[positions]`.
-    - `ends`: the minimum and maximum per position, `[2, positions]`.
-    - `sums`: the sums of values, magnitudes and squares, `[3, positions]`.
-    - `ranges`: per stack, `[3, 2, stacks]`: the range of the current batch, the sum of the ranges
-      of earlier batches, and their exponential average.
-    - `batches`: the number of batches with activations, `[stacks]`.
-    - `gram`: the sums of products of two channels, `[stacks, K, K]`. None on the host, which keeps
-      only the matrices of stacks with activations, in `Recording.grams`.
     """
 
-    counts: Any
-    ends: Any
-    sums: Any
-    ranges: Any
-    batches: Any
-    gram: Any = None
+    counts: Any  # [positions], the number of values
+    ends: Any  # [2, positions], the minimum and the maximum
+    sums: Any  # [3, positions], of values, magnitudes and squares
+    ranges: Any  # [3, 2, stacks]: of this batch, their sum over batches, their moving average
+    batches: Any  # [stacks], the number of batches with activations
+    gram: Any = None  # [stacks, K, K], sums of products of channels; on the host, see `grams`
 
     def end_batch(self, decay: float, xp: ModuleType = jnp) -> "Totals":
-        """Return the totals after a batch, whose ranges count in the averages from now on.
-
-        **Arguments:**
-
-        - `decay`: the weight of earlier batches in the exponential average.
-        - `xp`: the module of the arrays, `numpy` or `jax.numpy`.
-        """
+        """Add the ranges of a batch to their averages. `xp` is the module of the arrays."""
         ends, sums, averages = self.ranges
         used = ~(ends[0] > ends[1])  # an unused range is still (inf, -inf); one with NaN is used
         moved = xp.where(self.batches == 0, ends, decay * averages + (1 - decay) * ends)
@@ -110,7 +93,7 @@ class Recording:
             ranges=np.stack([np.repeat(unused, stacks, 1), *np.zeros((2, 2, stacks))]),
             batches=np.zeros(stacks),
         )
-        # Sums of products of two channels, by stack: of this model, and across two models.
+        # Sums of products of channels, by stack: of this model, and across two models.
         self.grams: dict[int, np.ndarray] | None = {} if gram else None
         self._crosses: dict[int, np.ndarray] | None = {}
         self.paired = paired

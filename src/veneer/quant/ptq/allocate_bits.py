@@ -203,7 +203,7 @@ class BitAllocator:
             return {}
         call = lambda parts, *args: self._program(parts[0], *args)
         flat = tree.paths, tree.leaves, tree.treedef
-        met = statistics_of(record(call, [flat], lambda _: axes, batches, gram=True, decay=0.9))
+        met = statistics_of(record(call, [flat], axes, batches, gram=True, decay=0.9))
         warn_of_vanishing(met)
         return met
 

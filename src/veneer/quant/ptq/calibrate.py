@@ -316,7 +316,7 @@ class Calibrator:
         tree = chosen.paths, [leaves[path] for path in chosen.paths], chosen.treedef
         pairs = gram and self._propagation > 0
         dense = (chosen.paths, chosen.leaves, chosen.treedef) if pairs else None
-        return record(call, [tree], lambda _: axes, batches, gram=gram, decay=0.9, reference=dense)
+        return record(call, [tree], axes, batches, gram=gram, decay=0.9, reference=dense)
 
 
 _NONE = object()
