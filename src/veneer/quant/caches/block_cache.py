@@ -1,4 +1,4 @@
-"""`BlockCache`: a cache whose tokens share scales in blocks; the newest is kept in full."""
+"""`BlockCache`, a cache in which blocks of tokens share scales."""
 
 from typing import Any, ClassVar
 
@@ -62,8 +62,9 @@ class BlockCache(ImplicitArray):
 
     def materialise(self) -> jax.Array:
         """Return the dense array of all tokens, with the newest block in full precision."""
-        dense = _joined(self.blocks.dequantize(), self.ndim + self.axis)
-        return _put(dense, self.newest, self.place * self.newest.shape[self.axis], self.axis)
+        dense = _join_blocks(self.blocks.dequantize(), self.ndim + self.axis)
+        start = self.place * self.newest.shape[self.axis]
+        return lax.dynamic_update_slice_in_dim(dense, self.newest, start, self.axis)
 
     def leaf_axes(self) -> Any:
         """Return one list per stored array, with an entry for each of its axes.
@@ -83,20 +84,16 @@ class BlockCache(ImplicitArray):
         return new
 
 
-def _joined(blocks: jax.Array, axis: int) -> jax.Array:
-    """The blocks, which are a first axis, one after the other along an axis of each."""
-    apart = jnp.moveaxis(blocks, 0, axis)
-    *before, count, size = apart.shape[: axis + 2]
-    return apart.reshape(*before, count * size, *apart.shape[axis + 2 :])
-
-
-def _put(x: jax.Array, part: jax.Array, start: Any, axis: int) -> jax.Array:
-    return lax.dynamic_update_slice_in_dim(x, part, start, axis)
+def _join_blocks(blocks: jax.Array, axis: int) -> jax.Array:
+    """Concatenate `[blocks, ...]` along another axis of each block."""
+    moved = jnp.moveaxis(blocks, 0, axis)
+    *before, count, size = moved.shape[: axis + 2]
+    return moved.reshape(*before, count * size, *moved.shape[axis + 2 :])
 
 
 @register("dynamic_update_slice")
 def _dynamic_update_slice(cache: BlockCache, update: ArrayLike, *starts: ArrayLike) -> Any:
-    """Rounds the blocks that are written into, with what is there; the last is the newest then."""
+    """Quantize the blocks that are written into again. The last of them becomes the newest."""
     if any(isinstance(x, Value) for x in (update, *starts)):
         return NotImplemented
     update, axis = jnp.asarray(update), cache.ndim + cache.axis
@@ -105,53 +102,61 @@ def _dynamic_update_slice(cache: BlockCache, update: ArrayLike, *starts: ArrayLi
         return cache
     inner = [*map(start_in_bounds, starts, cache.shape, update.shape)]
     start = inner[axis]
-    # So many blocks have what is written, wherever it begins.
+    # Read a window of as many blocks as the update can touch, wherever it begins.
     count = min((length - 2) // size + 2, cache.shape[axis] // size)
-    begin = jnp.minimum(start // size, cache.shape[axis] // size - count)
-    some = redispatch(lambda x, at: lax.dynamic_slice_in_dim(x, at, count), cache.blocks, begin)
-    window = _joined(some.dequantize(), axis)
-    among = cache.place - begin
-    full = _put(window, cache.newest, jnp.clip(among, 0, count - 1) * size, axis)
-    window = jnp.where((among >= 0) & (among < count), full, window)
-    inner[axis] = start - begin * size
+    first = jnp.minimum(start // size, cache.shape[axis] // size - count)
+    old = redispatch(lambda x, at: lax.dynamic_slice_in_dim(x, at, count), cache.blocks, first)
+    window = _join_blocks(old.dequantize(), axis)
+    # If the newest block is in the window, use its values in full precision.
+    newest_in_window = cache.place - first
+    full = lax.dynamic_update_slice_in_dim(
+        window, cache.newest, jnp.clip(newest_in_window, 0, count - 1) * size, axis
+    )
+    window = jnp.where((newest_in_window >= 0) & (newest_in_window < count), full, window)
+    inner[axis] = start - first * size
     window = lax.dynamic_update_slice(window, update, inner)
 
     place = (start + length - 1) // size
-    newest = lax.dynamic_slice_in_dim(window, (place - begin) * size, size, axis)
-    apart = window.reshape(*window.shape[:axis], count, size, *window.shape[axis + 1 :])
-    axes = range(apart.ndim)
-    new = stored_as(cache.blocks, jnp.moveaxis(apart, axis, 0), axes, lambda: some)
-    # Others of the window stay as they are: what is rounded twice may be another number.
-    number = begin + jnp.arange(count)
-    is_new = (number >= start // size) & (number <= place)
+    newest = lax.dynamic_slice_in_dim(window, (place - first) * size, size, axis)
+    split = window.reshape(*window.shape[:axis], count, size, *window.shape[axis + 1 :])
+    new = stored_as(cache.blocks, jnp.moveaxis(split, axis, 0), range(split.ndim), lambda: old)
+    # Other blocks of the window are not replaced, because a second rounding can change values.
+    index = first + jnp.arange(count)
+    is_new = (index >= start // size) & (index <= place)
     choose = lambda new, old: jnp.where(jnp.expand_dims(is_new, [*range(1, new.ndim)]), new, old)
     write = lambda blocks, part, at: lax.dynamic_update_slice_in_dim(blocks, part, at, 0)
-    blocks = redispatch(write, cache.blocks, jax.tree.map(choose, new, some), begin)
+    blocks = redispatch(write, cache.blocks, jax.tree.map(choose, new, old), first)
     return BlockCache(blocks, newest, place.astype(jnp.int32), cache.axis)
 
 
-def _product(cache: BlockCache, x: ArrayLike, side: int, params: dict[str, Any]) -> Any:
-    """A product with each block, of which the scales are multiplied into x; and with the newest."""
+@register("dot_general")
+def _dot_general_of_cache(cache: BlockCache, x: ArrayLike, **params: Any) -> Any:
+    return _multiply(cache, x, 0, params)
+
+
+@register("dot_general")
+def _dot_general_with_cache(x: ArrayLike, cache: BlockCache, **params: Any) -> Any:
+    return _multiply(cache, x, 1, params)
+
+
+def _multiply(cache: BlockCache, x: ArrayLike, side: int, params: dict[str, Any]) -> Any:
+    """Return the product of a cache, which is operand 0 or 1 (`side`), and a dense array.
+
+    The product with all blocks multiplies the scales of each block into `x`. The product with the
+    newest block in full precision then replaces a part of the result.
+    """
     numbers = DotDimensionNumbers.of(params["dimension_numbers"])
     axis, free = cache.ndim + cache.axis, numbers.free(side, cache.ndim)
     if isinstance(x, Value) or axis not in free or params["out_sharding"] is not None:
         return NotImplemented
-    others = len(numbers.free(1 - side, jnp.ndim(x))) if side else 0
-    at = len(numbers.batch[0]) + others + free.index(axis)  # of the tokens, in the result
+    before = len(numbers.free(1 - side, jnp.ndim(x))) if side else 0
+    token_axis = len(numbers.batch[0]) + before + free.index(axis)  # in the result
     multiply = lambda *pair: find_primitive("dot_general").bind(*pair, **params)
-    ordered = lambda of_cache, of_x: (of_x, of_cache) if side else (of_cache, of_x)
-    # Blocks are an axis of a batch, along which x is the same until the scales are in it.
+    in_order = lambda cached, x: (x, cached) if side else (cached, x)
+    # vmap makes blocks a batch axis. `x` is repeated because each block scales it differently.
     repeated = jnp.broadcast_to(x, (len(cache.blocks), *jnp.shape(x)))
-    out = _joined(redispatch(jax.vmap(multiply), *ordered(cache.blocks, repeated)), at)
-    newest = multiply(*ordered(cache.newest, x))
-    return _put(out, newest, cache.place * cache.newest.shape[axis], at)
-
-
-@register("dot_general")
-def _first(cache: BlockCache, x: ArrayLike, **params: Any) -> Any:
-    return _product(cache, x, 0, params)
-
-
-@register("dot_general")
-def _second(x: ArrayLike, cache: BlockCache, **params: Any) -> Any:
-    return _product(cache, x, 1, params)
+    out = redispatch(jax.vmap(multiply), *in_order(cache.blocks, repeated))
+    start = cache.place * cache.newest.shape[axis]
+    return lax.dynamic_update_slice_in_dim(
+        _join_blocks(out, token_axis), multiply(*in_order(cache.newest, x)), start, token_axis
+    )

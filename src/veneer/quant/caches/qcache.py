@@ -1,4 +1,4 @@
-"""`QCache`: a quantised array that programs write into, such as a cache of keys and values."""
+"""`QCache`, a quantized array that programs write into, such as a cache of keys and values."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -45,35 +45,11 @@ class QCache(QArray):
 
     is_cache: ClassVar[bool] = True
 
-    __init__ = QArray.__init__
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-
-    def _counts(self, shape: Shape, axes: Sequence[int | None]) -> Shape | None:
-        """Returns the shape of the scale of an update; None where that is a part of a group."""
-        counts = []
-        for size, axis in zip(shape, axes, strict=True):
-            tile, count = (
-                (1, 1) if axis is None else (self.tile_shape[axis], self.scale.shape[axis])
-            )
-            if tile == count == 0:
-                tile = 1  # The axis has no entries yet. Each new one gets a scale.
-            if size % tile if tile else size:
-                return None
-            counts.append(size // tile if tile else 1)
-        return tuple(counts)
-
-    def _is_like(self, q: QArray, counts: Shape) -> bool:
-        def kind(x: QArray) -> Any:
-            dtypes = [leaf.dtype for leaf in jax.tree.leaves(x)]
-            return x.qtype, x.packing and x.packing.axis, x.dense_dtype, dtypes
-
-        leaves = [leaf for leaf in (q.scale, q.zero_point) if leaf is not None]
-        return kind(q) == kind(self) and all(leaf.shape == counts for leaf in leaves)
+    __init__ = QArray.__init__  # otherwise, the dataclass would define one
 
     @classmethod
-    def _of(cls, q: QArray) -> "QCache":
+    def from_qarray(cls, q: QArray) -> "QCache":
+        """Return a cache with the fields of a QArray."""
         new = cls.__new__(cls)
         new.__dict__.update(q.changed().__dict__)
         return new
@@ -86,52 +62,71 @@ def _(
     axes: Sequence[int | None],
     read: Callable[[], Any] | None = None,
 ) -> Any:
-    counts = cache._counts(jnp.shape(update), axes)
+    counts = _counts_of_update(cache, jnp.shape(update), axes)
     if counts is None or isinstance(cache.scale, QArray) or cache.minimum is not None:
         return NotImplemented
-    if isinstance(update, QArray) and cache._is_like(update, counts):
-        return QCache._of(update)
+    if isinstance(update, QArray) and _describe(update) == _describe(cache):
+        leaves = (update.scale, update.zero_point)
+        if all(leaf.shape == counts for leaf in leaves if leaf is not None):
+            return QCache.from_qarray(update)
     if isinstance(update, Value):
         (update,) = make_dense(find_primitive("dynamic_update_slice"), [update])
     q = quantize_as(update, cache, counts)
     if cache.packing is not None:
-        q = packed_along(q, cache.packing.axis)
-    if read is not None and not finds_scales_again(cache.dtype, cache.scale.dtype):
-        q = _unless_same(q, update, read())
-    return QCache._of(q)
+        q = repack(q, cache.packing.axis)
+    # Dequantized values get their old scales again if products of a code and a scale are exact and
+    # the scales are not subnormal. Otherwise they are compared with the old values.
+    is_exact = cache.dtype in (jnp.float32, jnp.float64) and cache.dtype == cache.scale.dtype
+    if read is not None and not is_exact:
+        q = _keep_equal_groups(q, update, read())
+    return QCache.from_qarray(q)
 
 
-def finds_scales_again(dtype: Any, scale_dtype: Any) -> bool:
-    """Return whether dequantized values are always quantized by the scales that they come from.
+def _counts_of_update(cache: QCache, shape: Shape, axes: Sequence[int | None]) -> Shape | None:
+    """Return the scale shape of an update, or None if the update covers a part of a group.
 
-    Products of a code and a scale must be exact in `dtype`, and the scale must not be subnormal.
+    `axes` names the axis of the cache for each axis of the update, or None for a new axis.
     """
-    return dtype in (jnp.float32, jnp.float64) and dtype == scale_dtype
+    counts = []
+    for size, axis in zip(shape, axes, strict=True):
+        tile, count = (1, 1) if axis is None else (cache.tile_shape[axis], cache.scale.shape[axis])
+        if tile == count == 0:
+            tile = 1  # The axis has no entries yet. Each new one gets a scale.
+        if size % tile if tile else size:
+            return None
+        counts.append(size // tile if tile else 1)
+    return tuple(counts)
 
 
-def _unless_same(new: QArray, update: jax.Array, old: QArray) -> QArray:
-    """Return an array in which each group has the codes and scale of `old` if its values are."""
+def _describe(q: QArray) -> Any:
+    """Return the properties that arrays must share for their codes to be copied."""
+    dtypes = [leaf.dtype for leaf in jax.tree.leaves(q)]
+    return q.qtype, q.packing and q.packing.axis, q.dense_dtype, dtypes
+
+
+def _keep_equal_groups(new: QArray, update: jax.Array, old: QArray) -> QArray:
+    """Return `new`, but with the codes and scale of `old` in each group whose values are equal."""
     shapes = lambda x: [leaf.shape for leaf in jax.tree.leaves(x)]
     if shapes(new) != shapes(old):
         return new
-    # A program may have kept more bits of values that it read than their dtype has.
-    as_read = lambda x: round_to_dtype(x, new.dtype)
-    is_same = split_tiles(as_read(update) == as_read(old.dequantize()), new.scale.shape)
-    is_same = is_same.all(range(1, is_same.ndim, 2))
-    of_each = over_tiles(jnp.logical_or, jnp.zeros(new.shape, bool), is_same)
-    codes = jnp.where(of_each, old.codes(), new.codes())
+    # A GPU can keep more bits of the values that it read than their dtype has.
+    rounded = lambda x: round_to_dtype(x, new.dtype)
+    is_equal = split_tiles(rounded(update) == rounded(old.dequantize()), new.scale.shape)
+    is_equal = is_equal.all(range(1, is_equal.ndim, 2))
+    is_value_kept = over_tiles(jnp.logical_or, jnp.zeros(new.shape, bool), is_equal)
+    codes = jnp.where(is_value_kept, old.codes(), new.codes())
     if new.packing is not None:
         codes, _ = pack(new.format.to_fields(codes), new.format.bits, new.packing.axis)
     others = {
-        name: jnp.where(is_same, getattr(old, name), getattr(new, name))
+        name: jnp.where(is_equal, getattr(old, name), getattr(new, name))
         for name in ("scale", "zero_point")
         if getattr(new, name) is not None
     }
     return new.changed(packed=codes, **others)
 
 
-def packed_along(q: QArray, axis: int) -> QArray:
-    """Returns an array whose codes are packed along an axis, counted from the end."""
+def repack(q: QArray, axis: int) -> QArray:
+    """Return an array whose codes are packed along another axis, counted from the end."""
     if q.packing is None or q.packing.axis == axis:
         return q
     bits = q.format.bits

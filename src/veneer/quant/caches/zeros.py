@@ -1,4 +1,4 @@
-"""`zeros`: quantised arrays that programs write into, such as a cache of keys and values."""
+"""`zeros`: new arrays of type QCache or BlockCache."""
 
 import dataclasses
 import operator
@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from ..arrays.qarray import QUANTIZABLE
-from ..conversion.compute import quantize_with_params
+from ..conversion.compute import QuantizeParams, quantize_with_params
 from ..conversion.quantize import Axes, TiledAxes, quantize_params
 from ..formats import get_format
-from ..formats.tiles import normalize_axis, tile_shape
+from ..formats.tiles import Shape, normalize_axis, tile_shape
 from .block_cache import BlockCache
-from .qcache import QCache, packed_along
+from .qcache import QCache, repack
 
 
 def zeros(
@@ -82,12 +82,7 @@ def zeros(
     if like.dtype not in QUANTIZABLE:
         raise TypeError(f"dtype must be floating, not {like.dtype.name}")
     params = quantize_params(
-        like,
-        qtype,
-        channelwise_axes,
-        tiled_axes,
-        calibration_method,
-        scale_dtype,
+        like, qtype, channelwise_axes, tiled_axes, calibration_method, scale_dtype
     )
     if block_axis is not None:
         axis = normalize_axis(operator.index(block_axis), shape)
@@ -96,34 +91,35 @@ def zeros(
             raise ValueError(
                 f"block_axis {block_axis} must be one of tiled_axes, which are {named}"
             )
-        replaced = lambda sizes, size: [size if i == axis else n for i, n in enumerate(sizes)]
-        blocks = params.counts[axis]
-        newest = jnp.zeros(replaced(shape, shape[axis] // max(blocks, 1)), dtype)
-        one = dataclasses.replace(params, counts=tuple(replaced(params.counts, 1)))
-        q = quantize_with_params(newest, one)
-        repeated = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (blocks, *leaf.shape)), q)
-        return BlockCache(QCache._of(repeated), newest, jnp.int32(0), axis - len(shape))
-    # One tile, and all along the axis that is packed; the others are the same.
+        return _zeros_in_blocks(shape, dtype, params, axis)
+    # Quantize one tile, with the whole packed axis, and repeat its codes and scales.
     tile = tile_shape(shape, params.counts)
-    shared = [i for i, size in enumerate(tile) if size > 1] or [*range(len(shape))]
-    pairs = zip(shape, tile, strict=True)
-    small = [n if [i] == shared[-1:] else t for i, (n, t) in enumerate(pairs)]
-    counts = [n // t if n and t else 1 for n, t in zip(small, tile, strict=True)]
-    q = quantize_with_params(
-        jnp.zeros(small, dtype), dataclasses.replace(params, counts=tuple(counts))
-    )
-    if q.packing is not None:
-        q = packed_along(q, shared[-1] - len(shape))
-    packed = list(shape)
-    for axis in shared[-1:]:
-        packed[axis] = q.packed.shape[axis]
-    row = q.packed[tuple(slice(None if [i] == shared[-1:] else 1) for i in range(len(shape)))]
-    as_large = lambda leaf: leaf if leaf is None else jnp.broadcast_to(leaf, params.counts)
+    shared = [axis for axis, size in enumerate(tile) if size > 1]
+    packed_axis = max(shared or range(len(shape)), default=-1)
+    small = [shape[i] if i == packed_axis else size for i, size in enumerate(tile)]
+    counts = tuple(n // t if n and t else 1 for n, t in zip(small, tile, strict=True))
+    q = quantize_with_params(jnp.zeros(small, dtype), dataclasses.replace(params, counts=counts))
+    q = repack(q, packed_axis - len(shape))
+    packed = [q.packed.shape[i] if i == packed_axis else size for i, size in enumerate(shape)]
+    row = q.packed[tuple(slice(None if i == packed_axis else 1) for i in range(len(shape)))]
+    repeat = lambda leaf: leaf if leaf is None else jnp.broadcast_to(leaf, params.counts)
     return QCache.from_packed(
         jnp.broadcast_to(row, packed),
-        as_large(q.scale),
-        as_large(q.zero_point),
+        repeat(q.scale),
+        repeat(q.zero_point),
         qtype=qtype,
         packing=q.packing,
         dense_dtype=dtype,
     )
+
+
+def _zeros_in_blocks(
+    shape: Shape, dtype: DTypeLike, params: QuantizeParams, axis: int
+) -> BlockCache:
+    blocks = params.counts[axis]
+    resized = lambda sizes, size: (*sizes[:axis], size, *sizes[axis + 1 :])
+    newest = jnp.zeros(resized(shape, shape[axis] // max(blocks, 1)), dtype)
+    params = dataclasses.replace(params, counts=resized(params.counts, 1))
+    q = quantize_with_params(newest, params)
+    repeated = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (blocks, *leaf.shape)), q)
+    return BlockCache(QCache.from_qarray(repeated), newest, jnp.int32(0), axis - len(shape))

@@ -6,7 +6,7 @@ Users write a method as `"<name>[,<number>...]"`: "absmax", "rms,7", "fixed,-1,3
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,16 +40,10 @@ class Tiles:
     round_scale: Callable[[jax.Array], jax.Array] = lambda scale: scale
 
     @classmethod
-    def split(
-        cls,
-        array: jax.Array,
-        counts: Shape,
-        format: Format,
-        round_scale: Callable[[jax.Array], jax.Array] = lambda scale: scale,
-    ) -> "Tiles":
-        """Split an array into tiles, without a derivative."""
+    def split(cls, array: jax.Array, counts: Shape, *args: Any) -> "Tiles":
+        """Split an array into tiles, without a derivative. `args` are the other fields."""
         wide = jax.lax.stop_gradient(array).astype(jnp.promote_types(array.dtype, jnp.float32))
-        return cls(split_tiles(wide, counts), format, round_scale)
+        return cls(split_tiles(wide, counts), *args)
 
     @property
     def axes(self) -> tuple[int, ...]:
@@ -63,8 +57,8 @@ class Tiles:
     def largest_magnitude(self) -> jax.Array:
         """Return the largest magnitude of each tile, or NaN if the tile contains NaN.
 
-        XLA's maximum drops NaN on CPU, in arrays of some size. As integers, the bits of magnitudes
-        have the same order, and those of NaN are the largest.
+        XLA's maximum drops NaN on CPU, in arrays of some size. The bits of magnitudes, compared as
+        integers, have the same order, and NaN has the largest bits.
         """
         dtype = self.values.dtype
         bits = jnp.dtype(f"int{8 * dtype.itemsize}")
@@ -102,13 +96,44 @@ def range_to_scale(ends: Range, format: Format) -> tuple[jax.Array, jax.Array | 
     return scale, zero_point
 
 
-# The methods of the table below, from tiles and the numbers after the name to ranges.
+class _Method(NamedTuple):
+    find: Callable[..., Range]
+    forms: str
+    counts: tuple[int, ...]
+    is_valid: Callable[..., bool]
 
 
+METHODS: dict[str, _Method] = {}
+
+
+def _method(
+    name: str,
+    forms: str,
+    counts: tuple[int, ...],
+    is_valid: Callable[..., bool] = lambda *numbers: min(numbers) > 0,
+) -> Callable:
+    """Register a function from tiles, and the numbers after the name of a method, to a `Range`.
+
+    **Arguments:**
+
+    - `forms`: how users write the method, for messages.
+    - `counts`: the allowed counts of numbers.
+    - `is_valid`: a function that checks the numbers, if there are any.
+    """
+
+    def register(find: Callable[..., Range]) -> Callable[..., Range]:
+        METHODS[name] = _Method(find, forms, counts, is_valid)
+        return find
+
+    return register
+
+
+@_method("absmax", "absmax[,factor]", (0, 1))
 def _absmax(tiles: Tiles, factor: float = 1.0) -> Range:
     return Range(None, tiles.largest_magnitude() * factor)
 
 
+@_method("minmax", "minmax[,factor]", (0, 1))
 def _minmax(tiles: Tiles, factor: float = 1.0) -> Range:
     low, high = tiles.limits()
     return Range(low * factor, high * factor)
@@ -119,6 +144,7 @@ def _minmax(tiles: Tiles, factor: float = 1.0) -> Range:
 _OAS_BIAS = {"mxfp8": 30 / 31, "mxfp8_16": 30 / 31, "mxfp4": 6 / 7}
 
 
+@_method("oas", "oas", (0,))
 def _oas_range(tiles: Tiles) -> Range:
     """Return the range whose power of two clips the largest value by at most half a step.
 
@@ -129,6 +155,7 @@ def _oas_range(tiles: Tiles) -> Range:
     return _absmax(tiles, _OAS_BIAS[tiles.format.name] / (1 - 2.0**-9))
 
 
+@_method("rms", "rms,factor", (1,))
 def _rms(tiles: Tiles, factor: float) -> Range:
     # Values are divided by the largest one, so that their squares neither overflow nor vanish.
     unit = as_divisor(tiles.largest_magnitude())
@@ -136,11 +163,18 @@ def _rms(tiles: Tiles, factor: float) -> Range:
     return Range(None, unit * jnp.sqrt(jnp.mean(squares, axis=tiles.axes)) * factor)
 
 
+@_method("absmean", "absmean", (0,))
 def _absmean(tiles: Tiles) -> Range:
     # The scale, which is the value of code 1, becomes the mean magnitude.
     return Range(None, jnp.mean(jnp.abs(tiles.values), axis=tiles.axes) * tiles.format.bound)
 
 
+@_method(
+    "fixed",
+    "fixed,bound or fixed,low,high with 0 in between",
+    (1, 2),
+    lambda low, high=None: low > 0 if high is None else low <= 0 <= high != low,
+)
 def _fixed(tiles: Tiles, *ends: float) -> Range:
     low, high = ends if len(ends) == 2 else (-ends[0], ends[0])
     shape = tiles.values.shape[::2]
@@ -148,6 +182,12 @@ def _fixed(tiles: Tiles, *ends: float) -> Range:
     return Range(None if low == -high else filled[0], filled[1])
 
 
+@_method(
+    "percentile",
+    "percentile,p or percentile,low,high, up to 100",
+    (1, 2),
+    lambda *percents: percents[0] >= 0 and [0, *percents][-2] < percents[-1] <= 100,
+)
 def _percentile(tiles: Tiles, *percents: float) -> Range:
     if len(percents) == 1:
         return Range(None, jnp.percentile(jnp.abs(tiles.values), percents[0], axis=tiles.axes))
@@ -155,6 +195,12 @@ def _percentile(tiles: Tiles, *percents: float) -> Range:
     return Range(jnp.minimum(low, 0), jnp.maximum(high, 0))
 
 
+@_method(
+    "mse",
+    "mse[,candidates[,power]]",
+    (0, 1, 2),
+    lambda candidates, power=2: candidates >= 1 and candidates % 1 == 0 and power > 0,
+)
 def _least_error(tiles: Tiles, candidates: float = 40, power: float = 2) -> Range:
     """Return the fraction of the full range with the smallest quantization error.
 
@@ -189,6 +235,7 @@ def _least_error(tiles: Tiles, candidates: float = 40, power: float = 2) -> Rang
     return shrink(factor)
 
 
+@_method("hqq", "hqq[,power up to 1]", (0, 1), lambda power: 0 < power <= 1)
 def _half_quadratic(tiles: Tiles, power: float = 0.7) -> Range:
     """Return the range with the smallest sum of `|error|**power`, for a power of at most 1.
 
@@ -231,51 +278,6 @@ def _half_quadratic(tiles: Tiles, power: float = 0.7) -> Range:
         return Range(None, start.high * factor)
     ends = [(code - zero) * start_scale * factor for code in format.code_range]
     return Range(*ends)
-
-
-class _Method(NamedTuple):
-    """A calibration method.
-
-    **Arguments:**
-
-    - `find`: a function from tiles, and the numbers after the name, to their range.
-    - `forms`: how users write the method, for messages.
-    - `counts`: the allowed counts of numbers.
-    - `is_valid`: a function that checks the numbers, if there are any.
-    """
-
-    find: Callable[..., Range]
-    forms: str
-    counts: tuple[int, ...]
-    is_valid: Callable[..., bool] = lambda *numbers: min(numbers) > 0
-
-
-METHODS = {
-    "absmax": _Method(_absmax, "absmax[,factor]", (0, 1)),
-    "oas": _Method(_oas_range, "oas", (0,)),
-    "minmax": _Method(_minmax, "minmax[,factor]", (0, 1)),
-    "rms": _Method(_rms, "rms,factor", (1,)),
-    "absmean": _Method(_absmean, "absmean", (0,)),
-    "fixed": _Method(
-        _fixed,
-        "fixed,bound or fixed,low,high with 0 in between",
-        (1, 2),
-        lambda low, high=None: low > 0 if high is None else low <= 0 <= high != low,
-    ),
-    "percentile": _Method(
-        _percentile,
-        "percentile,p or percentile,low,high, up to 100",
-        (1, 2),
-        lambda *percents: percents[0] >= 0 and [0, *percents][-2] < percents[-1] <= 100,
-    ),
-    "mse": _Method(
-        _least_error,
-        "mse[,candidates[,power]]",
-        (0, 1, 2),
-        lambda candidates, power=2: candidates >= 1 and candidates % 1 == 0 and power > 0,
-    ),
-    "hqq": _Method(_half_quadratic, "hqq[,power up to 1]", (0, 1), lambda power: 0 < power <= 1),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -324,7 +326,7 @@ def check_calibration(method: str, format: Format) -> Calibration:
     if (
         len(numbers) not in row.counts
         or not all(map(math.isfinite, numbers))
-        or not (row.is_valid(*numbers) if numbers else True)
+        or (numbers and not row.is_valid(*numbers))
     ):
         raise ValueError(f"calibration_method {method!r} does not have the form {row.forms}")
     calibration = Calibration(name, numbers)

@@ -139,7 +139,7 @@ def _quantize_by_kernel(array: jax.Array, params: QuantizeParams, chunks: Chunks
 
 @dataclasses.dataclass(frozen=True)
 class _XlaReference:
-    """A hashable function that computes by XLA what a kernel computes."""
+    """A hashable function that computes the results of a kernel by XLA."""
 
     params: QuantizeParams
     chunks: Chunks | None
@@ -181,8 +181,8 @@ def _compute_in_chunks(
 
     **Arguments:**
 
-    - `fn`: a function that treats each tile independently. The axes of its results are in
-      proportion to those of the array. Each call gets a chunk, its own key, and its `counts`.
+    - `fn`: a function that treats each tile independently. The sizes of its results are in
+      proportion to the size of its input. Each call gets a chunk, its own key, and its `counts`.
     """
     axis, tiles = chunks
     total = counts[axis]

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -188,7 +188,7 @@ def as_dense_floats(array: ArrayLike | ImplicitArray) -> jax.Array:
 
 
 def choose_scale_dtype(format: Format, dtype: DTypeLike, requested: DTypeLike | None) -> str:
-    """Return the dtype of scales: that of the format, the requested one, or that of the array.
+    """Return the scale dtype: the one of the format, the requested one, or the array's.
 
     **Raises:** `ValueError` if the format needs another dtype. `TypeError` if the requested dtype
     is not floating.
@@ -246,27 +246,26 @@ def quantize_with_scale(
     """
     dense, format = as_dense_floats(array), get_format(qtype)
     if not isinstance(scale, QArray):
-        scale = _with_rank(jnp.asarray(scale, getattr(scale, "dtype", dense.dtype)), dense)
+        scale = jnp.asarray(scale, getattr(scale, "dtype", dense.dtype))
         choose_scale_dtype(format, scale.dtype, None)  # rejects dtypes that are not floating
-    _check_counts("scale", scale.shape, dense.shape)
+    scale = _fit_to_array("scale", scale, dense)
     if zero_point is not None:
         if not format.has_zero_point:
             raise ValueError(f"{format.name} has no zero_point: leave it out")
-        zero_point = _with_rank(jnp.asarray(zero_point), dense)
-        _check_counts("zero_point", zero_point.shape, dense.shape)
+        zero_point = _fit_to_array("zero_point", jnp.asarray(zero_point), dense)
     return _quantize_with_scale(dense, scale, zero_point, key, format.name)
 
 
-def _with_rank(part: jax.Array, array: jax.Array) -> jax.Array:
-    return part if part.ndim else part.reshape((1,) * array.ndim)
-
-
-def _check_counts(name: str, counts: Shape, shape: Shape) -> None:
-    if not can_tile(counts, shape):
+def _fit_to_array(name: str, part: Any, array: jax.Array) -> Any:
+    """Return a scale or a zero point with the rank of the array, after a check of its shape."""
+    if part.ndim == 0 and not isinstance(part, QArray):
+        part = part.reshape((1,) * array.ndim)
+    if not can_tile(part.shape, array.shape):
         raise ValueError(
-            f"{name} of shape {counts} does not tile an array of shape {shape}: it needs the same "
-            "rank, and the size of each axis must divide the size of the array's axis"
+            f"{name} of shape {part.shape} does not tile an array of shape {array.shape}: it needs "
+            "the same rank, and the size of each axis must divide the size of the array's axis"
         )
+    return part
 
 
 @functools.partial(jax.jit, static_argnames="qtype")

@@ -91,7 +91,7 @@ def resolve_tile_sizes(shape: Shape, shared: Sequence[int], tile_size: Any) -> T
 
 
 def resolve_tile_size(shape: Shape, axis: int, tile: SupportsIndex | float) -> int:
-    """Return the number of values per tile along an axis, of which a float is a fraction.
+    """Return the number of values per tile. A float is a fraction of the axis.
 
     **Raises:** `ValueError` if the fraction is not above 0 and at most 1.
     """

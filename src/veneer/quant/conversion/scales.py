@@ -1,6 +1,6 @@
 """Scales: stable ones, bounded ones, and how scales are stored.
 
-A scale is stored as a float, as a power of two, or as a code with a scale of its own (double
+A scale is stored as a float, as a power of two, or as a code that has a scale, too (double
 quantization). Codes are computed with the stored scale, so its rounding adds no error to them.
 """
 

@@ -3,7 +3,7 @@
 The modules:
 
     format          Format: encoding values as codes, and decoding them
-    table           FORMATS: all formats, by name
+    table           FORMATS: all number formats
     packing         packing codes of fewer than 8 bits in bytes without gaps
     tiles           the groups of values that share a scale
     rounding        rounding to a narrow float dtype, and stochastic rounding

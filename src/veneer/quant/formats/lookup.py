@@ -1,4 +1,4 @@
-"""Lookup of formats by name, with an error that suggests the closest format."""
+"""Lookup of formats, with an error that suggests the closest name."""
 
 import difflib
 import re
