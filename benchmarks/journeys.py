@@ -1,7 +1,7 @@
-"""How many files of veneer a reader visits who follows one call: those in which code of ours runs.
+"""Count the files and functions of veneer that run in one call: its call path.
 
-Each journey is made in a process of its own, and again in another, which is counted: the first
-leaves compiled kernels in the cache.
+Each call path is traced in two new processes. The first one compiles kernels into the cache, and
+the second one is counted.
 """
 
 import subprocess
@@ -61,7 +61,7 @@ JOURNEYS = {
 
 
 def steps(journey: Callable[[], object]) -> list[str]:
-    """The functions of veneer that are called, as `file:function`, in the order of first calls."""
+    """Return the functions of veneer that a call runs, as `file:function`, by first call."""
     seen: dict[str, None] = {}
 
     def note(frame, event, _):
@@ -80,7 +80,7 @@ def steps(journey: Callable[[], object]) -> list[str]:
 
 
 def steps_of_cached(name: str) -> list[str]:
-    """The steps of a journey in a process that finds its kernels compiled."""
+    """Return the steps of a call path in a process that finds its kernels compiled."""
     command = [sys.executable, __file__, "--journey", name]
     for _ in range(2):
         run = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -93,16 +93,16 @@ def files(steps: list[str]) -> list[str]:
 
 if __name__ == "__main__":
     options = parser(__doc__)
-    options.add_argument("--journey", help="print the steps of one, and nothing else")
-    options.add_argument("--steps", action="store_true", help="print the steps of all")
+    options.add_argument("--journey", help="print only the steps of this call path")
+    options.add_argument("--steps", action="store_true", help="print the steps of all call paths")
     arguments = options.parse_args()
     if arguments.journey:
         print(*steps(JOURNEYS[arguments.journey]()), sep="\n")
         sys.exit()
     rows = []
     for name in JOURNEYS:
-        found = steps_of_cached(name)
-        rows.append([f"`{name}`", str(len(files(found))), str(len(found))])
+        path = steps_of_cached(name)
+        rows.append([f"`{name}`", str(len(files(path))), str(len(path))])
         if arguments.steps:
-            print(name, *found, "", sep="\n    ")
-    print(markdown_table(["journey", "files", "functions"], rows))
+            print(name, *path, "", sep="\n    ")
+    print(markdown_table(["call", "files", "functions"], rows))
