@@ -47,7 +47,7 @@ class Group(NamedTuple):
 
     @property
     def materialized(self) -> str:
-        """A text with the number of materialized bytes, or "" if there are none."""
+        """A text with the number of materialized bytes, or "" for zero bytes."""
         nbytes = sum(row.nbytes for row in self.rows)
         dense = [row.event for row in self.rows if row.event.made_dense]
         small = ", too small for a kernel" if all(event.no_kernel for event in dense) else ""
