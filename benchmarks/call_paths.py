@@ -1,7 +1,7 @@
-"""The functions of veneer that a call runs, in the order of their first calls.
+"""Count the files and functions of veneer that run in one call: its call path.
 
-Each program runs in two processes, one after the other. The steps of the second are counted,
-because the first fills the cache of compiled kernels.
+Each call path is traced in two new processes. The first one compiles kernels into the cache, and
+the second one is counted.
 """
 
 import subprocess
@@ -15,6 +15,7 @@ import numpy as np
 from measure import markdown_table, parser
 
 import veneer as vn
+from veneer.demo.programs import program
 
 PACKAGE = Path(vn.__file__).parent
 
@@ -60,8 +61,8 @@ PROGRAMS = {
 }
 
 
-def steps(program: Callable[[], object]) -> list[str]:
-    """Return the functions of veneer that a program calls, as `file:function`."""
+def steps(journey: Callable[[], object]) -> list[str]:
+    """Return the functions of veneer that a call runs, as `file:function`, by first call."""
     seen: dict[str, None] = {}
 
     def note(frame, event, _):
@@ -80,8 +81,8 @@ def steps(program: Callable[[], object]) -> list[str]:
 
 
 def steps_of_cached(name: str) -> list[str]:
-    """Return the steps of a program in a process that finds its kernels compiled."""
-    command = [sys.executable, __file__, "--program", name]
+    """Return the steps of a call path in a process that finds its kernels compiled."""
+    command = [sys.executable, __file__, "--journey", name]
     for _ in range(2):
         run = subprocess.run(command, capture_output=True, text=True, check=True)
     return run.stdout.split("\n")[:-1]
@@ -93,16 +94,16 @@ def files(steps: list[str]) -> list[str]:
 
 if __name__ == "__main__":
     options = parser(__doc__)
-    options.add_argument("--program", help="print only the steps of this program")
-    options.add_argument("--steps", action="store_true", help="print the steps of all programs")
+    options.add_argument("--journey", help="print only the steps of this call path")
+    options.add_argument("--steps", action="store_true", help="print the steps of all call paths")
     arguments = options.parse_args()
     if arguments.program:
         print(*steps(PROGRAMS[arguments.program]()), sep="\n")
         sys.exit()
     rows = []
-    for name in PROGRAMS:
-        found = steps_of_cached(name)
-        rows.append([f"`{name}`", str(len(files(found))), str(len(found))])
+    for name in JOURNEYS:
+        path = steps_of_cached(name)
+        rows.append([f"`{name}`", str(len(files(path))), str(len(path))])
         if arguments.steps:
-            print(name, *found, "", sep="\n    ")
-    print(markdown_table(["program", "files", "functions"], rows))
+            print(name, *path, "", sep="\n    ")
+    print(markdown_table(["call", "files", "functions"], rows))

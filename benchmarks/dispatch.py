@@ -1,4 +1,4 @@
-"""What dispatch costs, for any library of custom arrays: the same claims, measured the same way."""
+"""Claims about the cost of dispatch, for veneer and for other libraries of custom arrays."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from measure import Claim, Side, Thunk
 
 @dataclass(frozen=True)
 class Library:
-    """The transformation that a library offers, and an array type `w + a @ b` written with it."""
+    """A library: its transformation, and a constructor of an array `w + a @ b` written with it."""
 
     implicit: Callable[[Callable], Callable]
     lora: Callable[[Any, Any, Any], Any]
@@ -20,7 +20,7 @@ class Library:
 
 
 def tracing(library: Library) -> list[Claim]:
-    """Claims about the time to trace a transformer of 12 layers, anew in each call."""
+    """Return claims about the time to trace a transformer of 12 layers for the first time."""
     dense = transformer.init(jax.random.key(0))
     everywhere = transformer.with_low_rank(dense, library.lora)
     once = transformer.with_low_rank(dense, library.lora, layers=1, matrices=("q",))
@@ -41,12 +41,12 @@ def tracing(library: Library) -> list[Claim]:
 
 
 def _fresh_trace(function: Callable, *args: Any) -> Thunk:
-    """Traces `function`, as a function that JAX has not seen before and so has in no cache."""
+    """Return a call that traces a new function, so that JAX finds nothing in its caches."""
     return lambda: jax.make_jaxpr(lambda *args: function(*args))(*args)
 
 
 def eager(library: Library) -> list[Claim]:
-    """Claims about one operation outside `jit`, on x `[4, 64]` and w `[64, 64]`: all dispatch."""
+    """Return claims about one operation outside `jit`, so small that it measures dispatch."""
     implicit = library.implicit
     x = jnp.ones((4, 64))
     low_rank = transformer.low_rank(jax.random.key(0), jnp.ones((64, 64)))
@@ -58,7 +58,7 @@ def eager(library: Library) -> list[Claim]:
     product = Side("`x @ w`", lambda: x @ w)
     return [
         Claim(Side("`implicit(lambda x, w: x @ w)(x, lora)`", lambda: matmul(x, lora)), product, 5),
-        *(_of_operators(x, w, lora) if library.has_operators else []),
+        *(_operators(x, w, lora) if library.has_operators else []),
         Claim(Side("the LoRA product by hand, under `jit`", lambda: by_hand(x, low_rank)), product),
         Claim(
             Side("`implicit(jnp.sin)(x)`, dense", lambda: sin(x)),
@@ -67,7 +67,7 @@ def eager(library: Library) -> list[Claim]:
     ]
 
 
-def _of_operators(x: jax.Array, w: jax.Array, lora: Any) -> list[Claim]:
+def _operators(x: jax.Array, w: jax.Array, lora: Any) -> list[Claim]:
     return [
         Claim(Side("`x @ lora`", lambda: x @ lora), Side("`x @ w`", lambda: x @ w), 3),
         Claim(Side("`lora.T`", lambda: lora.T), Side("`w.T`", lambda: w.T)),
@@ -75,12 +75,12 @@ def _of_operators(x: jax.Array, w: jax.Array, lora: Any) -> list[Claim]:
 
 
 def equations(claim: Claim) -> tuple[int, int]:
-    """How many equations there are in the two jaxprs of a claim about tracing."""
-    return _count(claim.ours.run()), _count(claim.theirs.run())
+    """Return the numbers of equations in the two jaxprs of a claim about tracing."""
+    return _count_equations(claim.ours.run()), _count_equations(claim.theirs.run())
 
 
-def _count(jaxpr: Any) -> int:
+def _count_equations(jaxpr: Any) -> int:
     is_jaxpr = lambda x: hasattr(x, "eqns")
     params = [equation.params for equation in jaxpr.eqns]
     inner = filter(is_jaxpr, jax.tree.leaves(params, is_leaf=is_jaxpr))
-    return len(jaxpr.eqns) + sum(map(_count, inner))
+    return len(jaxpr.eqns) + sum(map(_count_equations, inner))

@@ -1,7 +1,7 @@
-"""The time of one operation outside `jit`, against the same on dense arrays.
+"""Measure one operation outside `jit`, compared with the same operation on dense arrays.
 
-x is `[4, 64]` and the weights are `[64, 64]`, so that the time is that of dispatch. Calls are timed
-in batches, which end when the last result is there.
+x is `[4, 64]` and the weights are `[64, 64]`, so small that dispatch takes most of the time. Calls
+are timed in batches. A batch ends when its last result is ready.
 """
 
 import jax
@@ -13,7 +13,7 @@ from measure import Claim, Side, measure, parser, results_table
 import veneer as vn
 
 
-def quantised() -> list[Claim]:
+def quantized() -> list[Claim]:
     x, w = jnp.ones((4, 64)), jax.random.normal(jax.random.key(0), (64, 64))
     q = vn.quant.quantize(w, "int8", channelwise_axes=[1])
     return [Claim(Side("`x @ q`, int8", lambda: x @ q), Side("`x @ w`", lambda: x @ w), target=3)]
@@ -26,10 +26,10 @@ def compiled_calls() -> list[Claim]:
     tuples = [(q.packed, q.scale) for q in arrays]
     first = jax.jit(lambda tree: jax.tree.leaves(tree)[0])
     ours = Side("a compiled function of 100 arrays in int8", lambda: first(arrays))
-    return [Claim(ours, Side("of their leaves, in tuples", lambda: first(tuples)), target=4)]
+    return [Claim(ours, Side("of tuples of their leaves", lambda: first(tuples)), target=4)]
 
 
 if __name__ == "__main__":
     arguments = parser(__doc__).parse_args()
-    claims = eager(VENEER) + quantised() + compiled_calls()
+    claims = eager(VENEER) + quantized() + compiled_calls()
     print(results_table(measure(claims, rounds=arguments.rounds, batches=20, calls=50), "µs"))

@@ -1,6 +1,6 @@
-"""The time to trace a transformer of 12 layers with implicit weights, against plain JAX.
+"""Measure the time to trace a transformer of 12 layers with implicit weights, and plain JAX.
 
-Each trace is of a new function, as in the first call of a `jax.jit`. Nothing is compiled or run.
+Each trace uses a new function, as in the first call of a `jax.jit`. Nothing is compiled or run.
 """
 
 from dispatch import tracing

@@ -1,7 +1,7 @@
-"""Ratios of times: the two sides measured in one process, by turns, and the median taken.
+"""Measure ratios of times: two sides alternate in one process, and the median ratio counts.
 
-A machine's speed drifts, and other programs disturb it. Two times measured minutes apart cannot be
-compared; the ratio of two that are neighbours can, and the median of such ratios is steady.
+The speed of a machine drifts, and other programs disturb it. Times that are measured minutes apart
+cannot be compared. The ratio of two adjacent times can, and the median of such ratios is stable.
 """
 
 import argparse
@@ -17,26 +17,26 @@ from typing import Any
 import jax
 
 Thunk = Callable[[], Any]
-#: Seconds for which a side waits: threads of the one before may still look for work, on its cores.
-_SETTLES = 0.005
+# Seconds to wait before timing a side: threads of the previous side may still spin on its cores.
+_SETTLE_SECONDS = 0.005
 
 
 @dataclass(frozen=True)
 class Side:
-    """Something that is timed, and what a table calls it; one that takes long, in fewer rounds.
+    """A function to time, and its name in the table.
 
-    It runs `within` a context, of which entering and leaving are not timed.
+    It runs inside the context manager `within`. Entering and leaving it are not timed.
     """
 
     name: str
     run: Thunk
-    every: int = 1  # of so many rounds, it is timed in one
+    every: int = 1  # time it only in every n-th round, because it takes long
     within: Callable[[], AbstractContextManager] = nullcontext
 
 
 @dataclass(frozen=True)
 class Claim:
-    """That our side takes at most `target` times as long as the other; None claims nothing."""
+    """Our side should take at most `target` times as long as theirs. None sets no limit."""
 
     ours: Side
     theirs: Side
@@ -45,7 +45,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Result:
-    """The median ratio for a claim, and the median seconds of our side and of the other."""
+    """The median ratio of a claim, and the median seconds of our side and of theirs."""
 
     claim: Claim
     ratio: float
@@ -55,19 +55,20 @@ class Result:
 def measure(
     claims: Iterable[Claim], *, rounds: int, batches: int = 1, calls: int = 1
 ) -> list[Result]:
-    """Times the claims by turns: in each round, batches of calls of one side and of the other.
+    """Time the claims. In each round, batches of calls of the two sides alternate.
 
-    The time of a side in a round is that of its fastest batch: other programs can only slow it.
+    The time of a side in a round is the time of its fastest batch, because other programs can only
+    slow a batch down.
     """
     claims = list(claims)
-    for claim in claims:  # compile, and fill what caches there are
+    for claim in claims:  # compile, and fill the caches
         for side in (claim.theirs, claim.ours) * 2:
             with side.within():
                 jax.block_until_ready(side.run())
     times: list[list[tuple[float, float]]] = [[] for _ in claims]
     for _ in range(rounds):
         for claim, pairs in zip(claims, times, strict=True):
-            gc.collect()  # the garbage of others; our own is collected as it falls due
+            gc.collect()  # removes the garbage of other claims; collection stays on during a batch
             sides = (claim.ours, claim.theirs) * batches
             seconds = [_timed(side, calls) for side in sides]
             pairs.append((min(seconds[::2]), min(seconds[1::2])))
@@ -75,16 +76,15 @@ def measure(
 
 
 def medians(sides: Iterable[Side], *, rounds: int) -> dict[str, float]:
-    """Times the sides in rounds, in each in another order; returns the median seconds by name.
+    """Time the sides in rounds, each in a random order. Return a dict of median seconds.
 
-    The order is random, for what ran before leaves something behind: in caches, in the clock of a
-    CPU, in threads that look for more work for a while. So a side runs once before it is timed, and
-    is timed as one call among others.
+    The previous side influences a time: through caches, the clock of the CPU, and threads that
+    still spin. So the order is random, and each side runs once before its timed call.
     """
     sides, order = list(sides), random.Random(0)
     seconds: dict[str, list[float]] = {side.name: [] for side in sides}
     gc.collect()
-    gc.disable()  # it would fall into the time of somebody
+    gc.disable()  # a collection would add to the time of one side
     for turn in range(rounds):
         due = [side for side in sides if turn % side.every == 0]
         for side in order.sample(due, len(due)):
@@ -95,13 +95,12 @@ def medians(sides: Iterable[Side], *, rounds: int) -> dict[str, float]:
 
 
 def seconds_a_call(thunk: Thunk, calls: int) -> float:
-    """The time of a call in a batch, at the end of which its last result is waited for.
+    """Return the mean seconds per call of a batch that ends when its last result is ready.
 
-    A call returns before its result is computed, so a batch that nobody waits for would leave work
-    out. To wait for each call would add the same wake-up of a thread to both sides, which flatters
-    the ratio.
+    A call returns before its result is computed, so a batch has to wait. Waiting for each call
+    would add the same thread wake-up to both sides and make the ratio look better than it is.
     """
-    time.sleep(_SETTLES)
+    time.sleep(_SETTLE_SECONDS)
     start = time.perf_counter()
     for _ in range(calls):
         result = thunk()
@@ -121,13 +120,13 @@ def _result(claim: Claim, pairs: Sequence[tuple[float, float]]) -> Result:
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown; the first column is text, the others are figures."""
+    """Return a table in Markdown. The first column is text, the others are numbers."""
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def results_table(results: Iterable[Result], unit: str) -> str:
-    """The results as a table, with times in `unit`: "ms" or "µs"."""
+    """Return the results as a table, with times in `unit`: "ms" or "µs"."""
     scale = {"ms": 1e3, "µs": 1e6}[unit]
 
     def row(result: Result) -> list[str]:
@@ -140,11 +139,9 @@ def results_table(results: Iterable[Result], unit: str) -> str:
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """The options that all benchmarks have."""
+    """Return an argument parser with the options that all benchmarks share."""
     options = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    options.add_argument(
-        "--rounds", type=int, default=9, help="the median is of so many (default 9)"
-    )
+    options.add_argument("--rounds", type=int, default=9, help="number of rounds (default 9)")
     return options

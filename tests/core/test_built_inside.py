@@ -1,4 +1,4 @@
-"""Implicit arrays that a program under `implicit` builds, beside those that it is given."""
+"""Implicit arrays that a program under `implicit` builds from dense arrays."""
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,7 @@ def in_shard_map(f):
     return jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
 
 
-# What runs a function of an array under `implicit`.
+# Transformations that run a function of an array under `implicit`.
 WITHIN = {
     "eager": lambda f: f,
     "jit": jax.jit,
@@ -64,7 +64,7 @@ STACKED = ("map", "vmap", "jit of vmap")
 
 
 def run(within, f, x):
-    """The result of a function, and of the first of a stack where it is mapped."""
+    """Return the result of a function; under a map, the result for the first of a stack."""
     if within in STACKED:
         x = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), x)
     out = vn.implicit(WITHIN[within](f))(x)
@@ -132,7 +132,7 @@ def test_structure_built_inside_is_kept(within):
 
 
 @pytest.mark.parametrize("within", WITHIN)
-def test_structure_built_of_tracers_meets_other_structure(within):
+def test_types_built_from_tracers_work_with_other_types(within):
     x = jnp.array([[1.0, 2], [3, 4]])
     f = lambda k, d: jnp.asarray((k @ d + d) @ jnp.ones(4))
     out = run(within, lambda x: f(Kronecker(x, x), Diagonal(jnp.arange(4.0))), x)
@@ -148,7 +148,7 @@ def test_gradients_of_a_program_with_a_built_mask():
 
 
 @pytest.mark.parametrize("jit", [lambda f: f, jax.jit])
-def test_gradients_by_the_leaves_of_what_is_built(jit):
+def test_gradients_with_respect_to_leaves_of_built_arrays(jit):
     f = lambda x, s: (Diagonal(s) @ x).sum()
     x, s = Quantity(jnp.arange(3.0), "m"), jnp.ones(3)
     grad = vn.implicit(jit(jax.grad(lambda s, x: f(x, s).astype("float32"))))(s, x)
@@ -177,7 +177,7 @@ def test_a_custom_jvp_of_both_kinds_of_operands():
 
 
 def test_a_jitted_function_is_another_one_under_implicit():
-    """JAX keeps what it traced of a jitted function, by the shapes of the operands."""
+    """JAX caches the trace of a jitted function by the shapes of the operands."""
     double = jax.jit(lambda x: x * masked(LAST))
     outside = double(jnp.ones(3))
     np.testing.assert_array_equal(outside.mask, LAST)
@@ -194,14 +194,14 @@ def test_a_type_that_cannot_hold_an_implicit_leaf_is_dense():
         vn.implicit(f, on_materialise="error")(Quantity(jnp.arange(3.0), "m"))
 
 
-def test_a_filter_leaves_what_is_built_to_another_call():
+def test_an_inner_call_handles_arrays_that_a_filter_skips():
     nested = lambda x: vn.implicit(lambda y: y @ x)(LowRank(jnp.ones((3, 1)), jnp.ones((1, 3))))
     f = vn.implicit(nested, (False, True, False))
     out = f(Diagonal(jnp.arange(3.0)))
     assert_close(vn.materialise(out), jnp.ones((3, 3)) * jnp.arange(3.0))
 
 
-def test_nothing_is_made_dense_for_being_built_inside():
+def test_arrays_built_inside_stay_implicit():
     f = lambda x: x @ Diagonal(jnp.arange(3.0)) @ Diagonal(jnp.ones(3)) * 2
     out = vn.implicit(jax.jit(f), on_materialise=only_by_rules)(Diagonal(jnp.ones(3)))
     assert type(out) is Diagonal
@@ -210,7 +210,7 @@ def test_nothing_is_made_dense_for_being_built_inside():
 @pytest.mark.parametrize("mapped", [jax.vmap(jnp.sum), lambda x: lax.map(lambda v: v + 1, x)])
 @pytest.mark.parametrize("make", [lambda w: LowRank(w, w), lambda w: Diagonal(w[0])])
 def test_mapping_over_the_leaves_of_a_built_array_is_rejected(make, mapped):
-    """JAX takes an array that a program builds for a tree of its leaves."""
+    """JAX treats an array that a program builds as a tree of its leaves."""
     with pytest.raises(ValueError, match="has too few axes") as error:
         jax.jit(vn.implicit(lambda w: mapped(make(w))))(jnp.ones((4, 4)))
     assert "may have been mapped leaf by leaf" in error.value.__notes__[0]
@@ -225,7 +225,7 @@ def test_a_program_of_a_lazy_operand_builds_arrays(call):
 
 
 class Doubled(vn.ImplicitArray):
-    """An array whose check assigns a field, and would double it again."""
+    """An array whose check doubles a field, so a second check would double it again."""
 
     x: jax.Array
 

@@ -1,4 +1,4 @@
-"""A captured implicit array is as an argument, or an operand where the function comes to it."""
+"""Captured implicit arrays work like arguments."""
 
 import functools
 
@@ -121,7 +121,7 @@ def test_a_captured_value_obeys_the_filter(spec):
         vn.implicit(lambda x: jnp.dot(x, w), spec)(X)
 
 
-def test_an_object_that_is_no_pytree_is_opened_where_it_is_used():
+def test_attributes_of_a_plain_object_are_operands():
     assert_close(jax.jit(vn.implicit(Model(W)))(X), EXPECTED)
 
 
@@ -203,7 +203,7 @@ PARAMETERS = {"w": W}
 @pytest.mark.parametrize(
     "f", [lambda x: _helper(x), lambda x: jnp.dot(x, PARAMETERS["w"])], ids=["helper", "container"]
 )
-def test_what_a_module_holds_deeper_is_found_where_it_is_used(f):
+def test_arrays_deep_inside_a_module_are_operands(f):
     assert_close(jax.jit(vn.implicit(f))(X), EXPECTED)
 
 
@@ -264,7 +264,7 @@ def _imports_and_defines(x):
     return jnp.dot(x, W) * Local.factor
 
 
-def test_imports_and_classes_within_a_function_that_is_opened():
+def test_imports_and_classes_in_a_function_with_captures():
     assert_close(vn.implicit(_imports_and_defines)(X), EXPECTED * jnp.pi, 1e-4)
 
 

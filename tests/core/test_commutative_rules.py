@@ -1,4 +1,4 @@
-"""A rule for `(x, y)` of a commutative primitive serves `(y, x)`, and changes nothing else."""
+"""A rule for `(x, y)` of a commutative primitive also applies to `(y, x)`."""
 
 import itertools
 
@@ -69,29 +69,29 @@ def test_a_rule_serves_the_other_order(add):
     assert _apply(add, X, Dog(X)) == 1
 
 
-def test_a_rule_that_is_registered_for_the_other_order_comes_first(add):
+def test_a_registered_rule_beats_a_swapped_copy(add):
     _rule(add, vn.ArrayLike, Dog, 2)
     _rule(add, Dog, vn.ArrayLike, 1)
     assert _apply(add, X, Dog(X)) == 2
 
 
-def test_a_type_that_says_no_is_made_dense(add):
+def test_a_type_that_opts_out_is_materialized(add):
     _rule(add, Wild, vn.ArrayLike, 1)
     assert _apply(add, X, Wild(X)).tolist() == (X + X).tolist()
 
 
-def test_a_rule_for_itself_or_a_dense_operand_meets_itself(add):
+def test_a_union_annotation_includes_the_type_itself(add):
     _rule(add, Dog, Dog | vn.ArrayLike, 1)
     assert _apply(add, Dog(X), Dog(X)) == _apply(add, X, Dog(X)) == 1
 
 
-def test_a_rule_that_is_registered_again_replaces_its_copy(add):
+def test_registering_a_rule_again_replaces_its_copy(add):
     _rule(add, Dog, vn.ArrayLike, 1)
     _rule(add, Dog, vn.ArrayLike, 2)
     assert _apply(add, X, Dog(X)) == 2
 
 
-def test_a_copy_is_asked_where_all_that_is_registered_declines(add):
+def test_a_swapped_copy_runs_if_registered_rules_decline(add):
     _rule(add, vn.ArrayLike, Animal, NotImplemented)
     _rule(add, Animal, vn.ArrayLike, 1)
     assert _apply(add, X, Dog(X)) == 1
@@ -110,8 +110,8 @@ _OPERANDS = {"dense": X, "Dog": Dog(X), "Cat": Cat(X), "Puppy": Puppy(X)}
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_copies_change_nothing_of_what_registered_rules_give(count):
-    """For any rules and operands: a primitive that is not commutative gives the same, or none."""
+def test_swapped_copies_do_not_change_registered_results(count):
+    """Compare with a primitive that is not commutative, for all combinations of rules."""
     for signatures in itertools.combinations(_SIGNATURES, count):
         commutative, plain = _primitive("add"), _primitive("sub")
         for number, signature in enumerate(signatures):

@@ -1,7 +1,7 @@
-"""Every public function of JAX that takes arrays is called with a type that refuses to be dense.
+"""Every public function of JAX that takes arrays accepts an array that cannot be materialized.
 
-Each array operand in turn is an `Opaque`, and the others are dense. All results that are arrays
-are `Opaque` and equal to those of the dense call: nothing fell back on the way.
+One array operand after the other is an `Opaque`, and the others are dense. All results that are
+arrays must be `Opaque` and equal the dense results, so no operation falls back to dense arrays.
 """
 
 from typing import Any
@@ -61,7 +61,7 @@ def check(out: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("name", NEEDS_VALUES)
-def test_what_needs_values_is_refused(name):
+def test_functions_that_need_concrete_values_raise(name):
     args, kwargs, _ = with_opaque(NEEDS_VALUES[name], operands(NEEDS_VALUES[name])[0])
     with pytest.raises((RuntimeError, TypeError), match=r"refuses|concrete|traced|must have"):
         vn.implicit(FUNCTIONS[name])(*args, **kwargs)

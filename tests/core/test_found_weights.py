@@ -1,4 +1,4 @@
-"""Weights that a program finds in a container, or puts together: as those among its arguments."""
+"""Weights that a program reads from a container or combines are reported like arguments."""
 
 import equinox as eqx
 import jax
@@ -32,8 +32,8 @@ def in_jit(x):
     return jax.jit(lambda x: x @ jnp.sin(CONTAINER["w"]))(x)
 
 
-# Programs that make dense a weight which is no argument of theirs.
-WAYS = {
+# Programs that materialize a weight that is not one of their arguments.
+PROGRAMS = {
     "in a container of the module": lambda x: x @ jnp.sin(CONTAINER["w"]),
     "by a function of lax": lambda x: x @ lax.sin(CONTAINER["w"]),
     "by an operator": lambda x: x @ CONTAINER["w"] ** 2,
@@ -50,7 +50,7 @@ WAYS = {
     "transposed": lambda x: x @ jnp.sin(jnp.transpose(CONTAINER["w"])),
 }
 COMPUTED = {
-    "quantised there": lambda x: jnp.sin(vn.quant.quantize(x, "int8")),
+    "quantized there": lambda x: jnp.sin(vn.quant.quantize(x, "int8")),
     "and by an operator": lambda x: vn.quant.quantize(x, "int8") ** 2,
     "and in jit": lambda x: jax.jit(jnp.sin)(vn.quant.quantize(x, "int8")),
     "by scales that are known": lambda x: jnp.sin(
@@ -60,39 +60,41 @@ COMPUTED = {
 }
 
 
-def refused(run, *args):
+def error_message(run, *args):
     with pytest.raises(vn.MaterialiseError) as error:
         run(*args)
     return str(error.value)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_what_is_found_is_a_weight_where_a_program_is_compiled(way):
-    program = WAYS[way]
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_weight_in_a_container_is_reported(name):
+    program = PROGRAMS[name]
     run = vn.implicit(program, on_materialise="error_weights")
-    assert f", of {FOUND}" in refused(jax.jit(run), X)
+    assert f", of {FOUND}" in error_message(jax.jit(run), X)
     report = vn.explain(program)(X)
     assert {event.weights for event in report.materialised} == {(FOUND,)}
     assert report.weight_nbytes > 0
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jitted"])
-def test_what_a_compiled_part_finds_is_a_weight(wrap):
+def test_a_weight_used_inside_jit_is_reported(wrap):
     program = lambda x, w: in_jit(x) + x @ w
-    assert FOUND in refused(wrap(vn.implicit(program, on_materialise="error_weights")), X, OTHER)
+    assert FOUND in error_message(
+        wrap(vn.implicit(program, on_materialise="error_weights")), X, OTHER
+    )
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jitted"])
-def test_a_captured_container_is_opened(wrap):
+def test_a_weight_in_a_captured_dict_has_its_path(wrap):
     params = {"w": QUANTIZED}
     run = vn.implicit(lambda x: x @ jnp.sin(params["w"]), on_materialise="error_weights")
-    assert "of params.w" in refused(wrap(run), X)
+    assert "of params.w" in error_message(wrap(run), X)
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jitted"])
 @pytest.mark.parametrize("within", [lambda f: f, jax.jit], ids=["at once", "in jit"])
 @pytest.mark.parametrize("name", ["veneer", "equinox"])
-def test_what_is_put_together_of_parts_is_a_weight(name, within, wrap):
+def test_a_weight_combined_from_partitions_is_reported(name, within, wrap):
     params = {"w": LORA}
     mask = vn.trainable(params)
     split, combine = {
@@ -102,32 +104,32 @@ def test_what_is_put_together_of_parts_is_a_weight(name, within, wrap):
     trained, rest = split(params, mask)
     program = within(lambda trained, rest: X @ jnp.sin(combine(trained, rest)["w"]))
     run = vn.implicit(program, on_materialise="error_weights")
-    assert "of rest.w" in refused(wrap(run), trained, rest)
+    assert "of rest.w" in error_message(wrap(run), trained, rest)
     captured = vn.implicit(lambda t: program(t, rest), on_materialise="error_weights")
-    assert "of rest.w" in refused(wrap(captured), trained)
+    assert "of rest.w" in error_message(wrap(captured), trained)
     of_grad = vn.implicit(
         lambda t: jax.grad(lambda t: program(t, rest).sum())(t), on_materialise="error_weights"
     )
-    assert "of rest.w" in refused(wrap(of_grad), trained)
+    assert "of rest.w" in error_message(wrap(of_grad), trained)
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jitted"])
-@pytest.mark.parametrize("way", COMPUTED)
-def test_what_is_computed_is_none(way, wrap):
-    program = lambda x, w: (COMPUTED[way](x), w)
+@pytest.mark.parametrize("name", COMPUTED)
+def test_a_computed_array_is_not_a_weight(name, wrap):
+    program = lambda x, w: (COMPUTED[name](x), w)
     wrap(vn.implicit(program, on_materialise="error_weights"))(X, OTHER)
-    refused(wrap(vn.implicit(program, on_materialise="error")), X, OTHER)
+    error_message(wrap(vn.implicit(program, on_materialise="error")), X, OTHER)
     report = vn.explain(program)(X, OTHER)
     assert report.materialised
     assert report.weight_nbytes == 0
 
 
-def test_a_product_with_what_is_found_bears_its_name():
+def test_a_product_with_a_container_weight_names_it():
     (event,) = vn.explain(lambda x: x @ CONTAINER["w"])(X).events
     assert (event.primitive, event.weights) == ("dot_general", (FOUND,))
 
 
-def test_a_function_that_is_traced_once_tells_what_is_found_from_what_is_computed():
+def test_one_trace_distinguishes_weights_from_intermediates():
     square = jax.jit(lambda w: jnp.sin(w))
     x = jnp.ones((8, 8))
     program = lambda x, w: (
@@ -139,8 +141,8 @@ def test_a_function_that_is_traced_once_tells_what_is_found_from_what_is_compute
     assert paths == [(), (FOUND,), ("w",)]
 
 
-def test_the_array_that_is_found_stays_as_it_is():
+def test_reporting_does_not_change_the_weight():
     before = set(vars(QUANTIZED))
-    vn.explain(WAYS["by an operator"])(X)
-    vn.explain(WAYS["by a function of lax"])(X)
+    vn.explain(PROGRAMS["by an operator"])(X)
+    vn.explain(PROGRAMS["by a function of lax"])(X)
     assert set(vars(QUANTIZED)) - {"_aval"} == before - {"_aval"}

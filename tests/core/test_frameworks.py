@@ -1,4 +1,4 @@
-"""Implicit arrays whose class is also a module of Equinox or a struct of Flax."""
+"""Implicit arrays whose class is also an Equinox module or a Flax struct."""
 
 import copy
 import dataclasses
@@ -71,7 +71,7 @@ def test_it_is_a_frozen_dataclass(w):
     assert (type(changed), changed.k, w.k) == (type(w), 3.0, 2.0)
 
 
-def test_its_leaves_have_keys_and_its_static_field_is_metadata(w):
+def test_leaves_have_keys_and_static_fields_are_metadata(w):
     leaves = jax.tree_util.tree_leaves_with_path(w)
     assert [(jax.tree_util.keystr(path), leaf.shape) for path, leaf in leaves] == [
         (".u", (3,)),
@@ -135,7 +135,7 @@ def test_transformations(w, wrap):
     assert_close(wrap(lambda w: jnp.sin(U @ w).sum())(w), jnp.sin(U @ DENSE).sum())
 
 
-def test_it_passes_through_jit_as_it_is(w):
+def test_jit_returns_it_unchanged(w):
     out = jax.jit(vn.implicit(lambda w: w))(w)
     assert (type(out), out.k) == (type(w), 2.0)
 
@@ -151,7 +151,7 @@ def test_a_rule_may_be_registered_for_it(w):
     assert_close(-w, -DENSE)
 
 
-def test_the_gradient_by_its_leaves_is_of_the_same_type(w):
+def test_the_gradient_has_the_same_type(w):
     g = jax.grad(vn.implicit(lambda w: jnp.sin(U @ w).sum()))(w)
     dense = jax.grad(lambda u: jnp.sin(U @ (2.0 * u[:, None] * V)).sum())(U)
     assert (type(g), g.k) == (type(w), 2.0)

@@ -1,4 +1,4 @@
-"""Rules for jitted functions of JAX's, found by the program that a jit contains."""
+"""Rules for jitted functions of JAX, which are recognized by the program in the jit."""
 
 import functools
 
@@ -56,7 +56,7 @@ def run(x):
 strict = functools.partial(vn.implicit, on_materialise="error")
 
 
-def is_kept(out, dense):
+def check_results(out, dense):
     assert isinstance(out[3], Diagonal)
     for x, y in zip(vn.materialise(out), dense, strict=True):
         assert jnp.allclose(x, y, rtol=1e-4)
@@ -77,8 +77,8 @@ def is_kept(out, dense):
 )
 def test_a_rule_runs_where_the_function_is_called(transformed, x):
     dense = vn.materialise(x)
-    for _ in range(2):  # found anew, and from the cache
-        is_kept(transformed(x), run(dense))
+    for _ in range(2):  # without and with the cache
+        check_results(transformed(x), run(dense))
 
 
 def test_a_partial_is_the_function_called_with_these_keywords():
@@ -88,7 +88,7 @@ def test_a_partial_is_the_function_called_with_these_keywords():
         strict(functools.partial(jnp.diagonal, offset=1))(one)
 
 
-def test_derivatives_are_those_of_the_rule_or_of_the_opened_function():
+def test_derivatives_of_functions_with_rules():
     by_leaves = jax.grad(vn.implicit(jnp.linalg.det))(one)
     by_the_dense = vn.implicit(jax.grad(jnp.linalg.det))(one)
     dense = jax.grad(jnp.linalg.det)(vn.materialise(one))
@@ -96,7 +96,7 @@ def test_derivatives_are_those_of_the_rule_or_of_the_opened_function():
     assert jnp.allclose(by_the_dense, dense, rtol=1e-4)
 
 
-def test_another_function_of_the_same_name_is_not_taken_for_it():
+def test_another_function_with_the_same_name_has_no_rule():
     @jax.jit
     def det(x):
         return x.sum()

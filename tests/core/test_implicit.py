@@ -1,4 +1,4 @@
-"""The transform itself: what takes part, what passes through, what is told."""
+"""`vn.implicit`: its filter, its results, and its reports of materialization."""
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +57,7 @@ def test_filter_spec_chooses(spec):
     assert [t is Lora for t in seen] == [False, True, True]
 
 
-def test_filter_spec_that_is_no_prefix_is_refused():
+def test_filter_spec_must_be_a_tree_prefix():
     with pytest.raises(ValueError, match=r"prefix of \(fn, args, kwargs\)"):
         vn.implicit(lambda x: x, (True, (True, True)))(W)
 
@@ -111,7 +111,7 @@ def test_a_leaked_value_is_an_error(use):
         use(leaked[0])
 
 
-def test_metadata_stays_through_rules():
+def test_rules_keep_metadata():
     out = vn.implicit(lambda t: jnp.tanh(-jnp.sin(t)))(Tagged(X, "m"))
     assert (type(out), out.label) == (Tagged, "m")
     with pytest.raises(RuntimeError, match="refuses to lose its label 'm'"):
@@ -121,7 +121,7 @@ def test_metadata_stays_through_rules():
 # on_materialise and explain.
 
 
-def test_on_materialise_error_names_primitive_types_bytes_and_line():
+def test_the_error_names_primitive_types_bytes_and_line():
     # Not jnp.exp, which is jitted: its line is that where JAX first traced it for the shape.
     with pytest.raises(vn.MaterialiseError) as error:
         vn.implicit(lambda w: jax.lax.exp(w), on_materialise="error")(W)

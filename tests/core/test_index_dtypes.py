@@ -1,4 +1,4 @@
-"""Starts and indices of every integer dtype, in and out of bounds, give what they give of dense."""
+"""Starts and indices of every integer dtype, in and out of bounds, agree with dense arrays."""
 
 from contextlib import nullcontext
 from functools import partial
@@ -65,13 +65,13 @@ def read(w, i, axis=0, length=1):
 
 
 def layer(w, i):
-    """A slice of which every axis is a part, and one by a public function."""
+    """Slice every axis by `dynamic_slice`, and one axis by a public function."""
     sizes = [1, *(max(1, n - 1) for n in w.shape[1:])]
     return lax.dynamic_slice(w, [i] * w.ndim, sizes) + 0, lax.dynamic_index_in_dim(w, i) + 0
 
 
 def look_up(w, i):
-    """Rows by `gather`, of which `vmap` of a slice is one. Indexing itself rejects int8 here."""
+    """Gather rows by `gather`, and by `vmap` of a slice. Indexing itself rejects int8 here."""
     axes = tuple(range(1, w.ndim))
     numbers, rows = lax.GatherDimensionNumbers(axes, (0,), (0,)), jnp.stack([i, i])
     taken = [
@@ -105,7 +105,7 @@ VALUES = {
 
 
 def compare(program, w, dtype, mode=nullcontext, wrap=vn.implicit, least=None, atol=1e-6):
-    """Compare a program of an implicit array and an index with that of the dense array."""
+    """Compare a program of an implicit array and an index with the dense program."""
     over = lambda w, numbers: lax.map(lambda i: program(w, i), numbers)
     with jax.enable_x64(dtype.endswith("64")), mode():
         numbers = indices(dtype, w.shape[0])
@@ -168,7 +168,7 @@ def test_blocks_of_a_cache_are_written_at_any_dtype(dtype):
         numbers = jnp.asarray(indices(dtype, N))
         out = jax.jit(vn.implicit(over))(empty, numbers)
         expected = jax.jit(over)(jnp.zeros((3, N, 8), "float32"), numbers)
-    # A block whose tokens changed is rounded with them, and the last one is kept as it is.
+    # A block with changed tokens is rounded again, and the last block is not.
     np.testing.assert_allclose(out, expected, atol=0.04)
 
 

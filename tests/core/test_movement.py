@@ -1,4 +1,4 @@
-"""Batch axes come, go and move without code of the type's own, and without its dense form."""
+"""Batch axes can be added, removed and moved without code in the type or a dense array."""
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +43,7 @@ test_diagonal, test_sizes = claims(
 
 
 @pytest.mark.parametrize("name", ["one", "some", "a new axis", "concatenated", "stacked"])
-def test_axes_come_and_go_of_a_type_with_metadata(name):
+def test_axes_of_a_type_with_metadata_can_change(name):
     w = loras(type("Draw", (), {"key": jax.random.key(0), "batch": ()}))
     run = (lambda w: w[1:]) if name == "some" else taken[name]
     out = vn.implicit(run, on_materialise="error")(w)
@@ -59,7 +59,7 @@ def test_the_axes_of_a_matrix_are_no_batch_axes():
         assert jnp.array_equal(out, run(vn.materialise(d)))
 
 
-def test_a_label_with_metadata_is_not_cut_without_its_rule():
+def test_a_type_with_metadata_is_sliced_only_by_its_rule():
     # Its metadata might name the axes.
     assert not isinstance(vn.implicit(lambda x: x[0])(Metres(jnp.ones((2, 2)))), Metres)
     with pytest.raises(RuntimeError, match="refuses"):
@@ -71,7 +71,7 @@ def test_entries_that_depend_on_each_other_are_not_cut():
     assert jnp.allclose(vn.implicit(lambda x: x[0])(x), vn.materialise(x)[0])
 
 
-def test_what_lies_outside_is_filled_as_in_the_dense_array():
+def test_indices_out_of_bounds_are_filled_as_in_dense():
     d = Diagonal(jnp.ones((2, 3)))
     out = vn.implicit(lambda d, i: jnp.take(d, i, axis=0))(d, jnp.array([0, 5]))
     assert jnp.isnan(out[1]).all()
@@ -104,7 +104,7 @@ def test_a_field_may_have_any_name():
 
 
 class Outer(vn.ImplicitArray):
-    """A type that states its leaf axes, and no more; each leaf lacks an axis."""
+    """A type with leaf axes and nothing else. Each leaf has only one of the two axes."""
 
     u: jax.Array  # [m]
     v: jax.Array  # [n]
@@ -119,7 +119,7 @@ class Outer(vn.ImplicitArray):
 @pytest.mark.parametrize(
     "move", [lambda x: x.T, lambda x: x[1], lambda x: x[:, ::-1], lambda x: x[1:], jnp.ravel]
 )
-def test_leaves_that_lack_an_axis_are_moved_only_where_they_may_be(move):
+def test_leaves_without_the_moved_axis_stay_correct(move):
     x = Outer(jnp.arange(3.0), jnp.arange(1.0, 4.0))
     assert jnp.array_equal(vn.materialise(vn.implicit(move)(x)), move(x.materialise()))
 
@@ -131,19 +131,19 @@ def test_values_that_share_a_byte_are_reversed(qtype, size):
     assert jnp.array_equal(vn.materialise(vn.implicit(jnp.flip)(q)), jnp.flip(vn.materialise(q)))
 
 
-def test_an_empty_part_leaves_the_rest_as_it_is():
+def test_concatenating_empty_parts_changes_nothing():
     q = vn.quant.quantize(jnp.eye(4), "int4", channelwise_axes=[0])
     out = vn.implicit(lambda q: jnp.concatenate([q[:0], q, q[:0]]))(q)
     assert isinstance(out, vn.quant.QArray)
     assert jnp.array_equal(vn.materialise(out), vn.materialise(q))
 
 
-def test_what_is_said_of_indices_is_not_said_of_those_that_leaves_share():
+def test_index_guarantees_are_dropped_for_shared_leaves():
     w = lora(jax.random.key(0), (4, 6))
     numbers = jax.lax.GatherDimensionNumbers((1, 2), (), (0, 1))
-    said = {"unique_indices": True, "indices_are_sorted": True, "mode": "clip"}
+    guarantees = {"unique_indices": True, "indices_are_sorted": True, "mode": "clip"}
     at = jnp.array([[0, 0], [0, 1], [2, 2]])
-    program = lambda w: jax.lax.gather(w, at, numbers, (2, 3), **said)
+    program = lambda w: jax.lax.gather(w, at, numbers, (2, 3), **guarantees)
     jaxpr = str(jax.make_jaxpr(vn.implicit(program))(w))
-    assert jaxpr.count("unique_indices=True") == 1  # of `w` itself, and not of `a` and `b`
+    assert jaxpr.count("unique_indices=True") == 1  # only for `w`, not for `a` and `b`
     assert jaxpr.count("indices_are_sorted=True") == 1

@@ -1,4 +1,4 @@
-"""A value is an operand wherever a program under `implicit` comes to it, and nowhere else."""
+"""Implicit arrays that a program builds or reads from a container are operands of JAX."""
 
 import functools
 
@@ -42,7 +42,7 @@ def from_a_container(leaves):
 
 WAYS = {"built": built, "combined": combined, "from a container": from_a_container}
 
-# What a function does with an array, in functions of jax.numpy and jax.lax.
+# Functions of jax.numpy and jax.lax, and operators, that use an array.
 USES = {
     "dot": lambda x, w: jnp.dot(x, w),
     "operator": lambda x, w: x @ w,
@@ -71,7 +71,7 @@ def with_custom_jvp(f):
     return g
 
 
-# What JAX runs the function in, under `implicit`.
+# Transformations of JAX that run the function under `implicit`.
 WITHIN = {
     "nothing": lambda f: f,
     "jit": jax.jit,
@@ -92,7 +92,7 @@ AROUND = {"nothing": lambda f: f, "jit": jax.jit}
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("use", USES)
-def test_what_a_function_builds_or_finds_is_an_operand(value, way, use):
+def test_arrays_that_a_function_builds_are_operands(value, way, use):
     leaves = jax.tree.leaves(value)
     f = lambda x, leaves: USES[use](x, WAYS[way](leaves))
     assert_close(jax.jit(vn.implicit(f))(X, leaves), USES[use](X, vn.materialise(value)))
@@ -107,12 +107,12 @@ def test_in_whatever_runs_the_function(value, within):
 
 
 @pytest.mark.parametrize("within", ["nothing", "jit", "scan", "checkpoint"])
-def test_it_stays_as_it_is_stored(value, within):
+def test_a_container_weight_stays_packed(value, within):
     f = WITHIN[within](lambda x: jnp.dot(x, CONTAINER["w"]))
     jax.jit(vn.implicit(f, on_materialise=only_by_rules))(X)
 
 
-def test_at_once_on_dense_arrays_alone_it_is_refused_and_nothing_runs_twice(value):
+def test_an_eager_call_without_values_raises_and_runs_once(value):
     ran = []
 
     def f(x):
@@ -138,7 +138,7 @@ def test_state_is_written_once(value):
     assert box.get() == 2
 
 
-def test_a_call_within_another_leaves_nothing_behind_for_later_ones(value):
+def test_nested_calls_do_not_affect_later_calls(value):
     f = vn.implicit(lambda x: jnp.dot(x, CONTAINER["w"]))
     expected = jnp.dot(X, vn.materialise(value))
     outer = lambda x: f(x)
@@ -167,7 +167,7 @@ def test_a_value_may_be_made_of_one(value, within):
 
 
 @pytest.mark.parametrize("jit", AROUND.values(), ids=AROUND)
-def test_derivatives_within_are_those_of_the_dense_array_by_the_leaves(jit):
+def test_inner_derivatives_with_respect_to_leaves(jit):
     w, a, b = jax.tree.leaves(VALUES["lora"])
     of_leaves = lambda a, b: jnp.sin(jnp.dot(X, vn.types.LoraArray(w, a, b))).sum()
     dense = lambda a, b: jnp.sin(X @ (w + a @ b)).sum()
@@ -184,7 +184,7 @@ def test_mapped_it_is_a_batch_of_values(value):
     assert_close(found, jnp.stack(2 * [jnp.dot(X, vn.materialise(value))]))
 
 
-def test_what_cannot_be_a_batch_is_made_dense_where_it_is_mapped():
+def test_types_without_batch_axes_are_materialized_in_vmap():
     class Normed(vn.ImplicitArray):
         x: jax.Array
         batch_transparent = False
@@ -280,7 +280,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("jit", AROUND.values(), ids=AROUND)
 @pytest.mark.parametrize("name", REFUSED)
-def test_nothing_is_made_dense_unasked(name, jit):
+def test_functions_outside_implicit_raise(name, jit):
     f = jit(functools.partial(REFUSED[name], VALUES["nf4"]))
     with pytest.raises(RuntimeError, match=r"QArray:f32\[8,6\] outside vn\.implicit"):
         f()
@@ -299,7 +299,7 @@ def test_a_program_traced_under_implicit_is_refused_without_it():
         f(X)
 
 
-def test_operators_and_methods_take_it_as_it_is(value):
+def test_operators_and_methods_agree_with_the_dense_array(value):
     dense = vn.materialise(value)
     assert_close(X @ value, X @ dense)
     assert_close(DENSE - value, DENSE - dense)
@@ -332,7 +332,7 @@ def test_a_field_whose_default_is_none_may_be_none():
 
 
 @pytest.mark.parametrize("use", [lambda w: X @ w, lambda w: w + w, lambda w: -w, lambda w: w.sum()])
-def test_operators_of_a_part_say_what_it_lacks(use):
+def test_operators_of_a_partition_name_the_missing_arrays(use):
     part, _ = parts("lora")
     with pytest.raises(TypeError, match="has None instead of some arrays"):
         use(part["w"])

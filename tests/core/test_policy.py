@@ -1,4 +1,4 @@
-"""What is told of materialisation is told each time, whatever JAX or veneer have cached."""
+"""Materialization is reported on every call, whatever JAX or veneer has cached."""
 
 import dataclasses
 import warnings
@@ -59,7 +59,7 @@ def test_a_callback_hears_each_time_and_need_not_be_hashable():
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["plain", "jit"])
-def test_explain_reports_each_time_what_a_jitted_function_captured(wrap):
+def test_every_explain_reports_captures_of_a_jit(wrap):
     program = wrap(vn.implicit(captures))
     for _ in range(2):
         assert [e.primitive for e in vn.explain(program)(X).events] == ["mul"]
@@ -80,7 +80,7 @@ def test_explain_tells_of_an_overridden_default():
     assert (event.primitive, "test_policy.py:" in event.rule) == ("sin", True)
 
 
-def test_what_was_staged_before_is_told_each_time(monkeypatch):
+def test_cached_programs_report_events_on_every_call(monkeypatch):
     stage, staged, seen = staging._stage, [], []
     monkeypatch.setattr(staging, "_stage", lambda *args: staged.append(args) or stage(*args))
     f = vn.implicit(jax.jit(lambda w: jnp.exp(w) + 1), on_materialise=seen.append)
@@ -89,7 +89,7 @@ def test_what_was_staged_before_is_told_each_time(monkeypatch):
     assert (len(staged), [event.primitive for event in seen]) == (1, ["exp"] * 3)
 
 
-def test_an_attempt_that_is_dropped_is_not_told_of():
+def test_discarded_attempts_are_not_reported():
     loop = lambda w: jax.lax.fori_loop(0, 2, lambda i, w: jnp.exp(w), w)  # goes on dense
     report = vn.explain(loop)(W)
     assert [event.primitive for event in report.events] == ["scan"]

@@ -1,6 +1,6 @@
-"""Rules that redispatch: two types whose authors do not know of each other meet in one product.
+"""Rules that redispatch: two types that do not know each other in one product.
 
-The program and its story are those of Quax's tutorial "Rules that redispatch back to Quax".
+The program is from Quax's tutorial "Rules that redispatch back to Quax".
 """
 
 import re
@@ -26,7 +26,7 @@ def matmul(x, y):
 
 @pytest.fixture
 def dot(monkeypatch):
-    """A registry of this test alone: what it registers is forgotten after it."""
+    """Remove the rules that a test registers."""
     table = {p: list(of_primitive) for p, of_primitive in rules._rules.items()}
     monkeypatch.setattr(rules, "_rules", table)
     for clear in rules._clear_caches:
@@ -211,7 +211,7 @@ OPERANDS = {
 
 @pytest.mark.parametrize("other", OPERANDS.values(), ids=OPERANDS)
 @pytest.mark.parametrize("swap", [False, True], ids=["on the left", "on the right"])
-def test_what_is_dense(dot, other, swap):
+def test_dense_operands_use_the_dense_rule(dot, other, swap):
     @vn.register("mul")
     def _(x: RankOne, y: vn.ArrayLike, **params):
         return jnp.full(x.shape, 1.0)
@@ -225,7 +225,7 @@ def test_what_is_dense(dot, other, swap):
     assert (vn.implicit(program)(LORA) == 1 + swap).all()
 
 
-def test_a_literal_is_dense_in_a_primitive_bound_as_it_is(dot):
+def test_a_python_literal_counts_as_a_dense_operand(dot):
     p = Primitive("scaled")
     p.def_impl(lambda x, by: x * by)
     p.def_abstract_eval(lambda x, by: x)

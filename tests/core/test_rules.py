@@ -1,4 +1,4 @@
-"""Multiple dispatch: which rule runs, and what is said when none can."""
+"""Multiple dispatch: the rule that runs, and the errors when no rule can."""
 
 import importlib
 from typing import Annotated, Any, TypeVar
@@ -115,7 +115,7 @@ def test_without_annotation_anything_fits(primitive):
     assert combine(primitive, Dog(X), X) == combine(primitive, Dog(X), Cat(X)) == 1
 
 
-def test_an_annotation_that_is_no_operand_is_refused(primitive):
+def test_an_annotation_must_be_an_operand_type(primitive):
     with pytest.raises(TypeError, match=r"operand 'x' is annotated .*neither dense"):
         rule(primitive, dict, vn.ArrayLike, 1)
 
@@ -157,7 +157,7 @@ def test_the_same_signature_again_replaces(primitive):
     assert combine(primitive, Dog(X), X) == 2
 
 
-def test_the_same_signature_replaces_no_rule_of_higher_precedence(primitive):
+def test_a_new_rule_keeps_rules_of_higher_precedence(primitive):
     rule(primitive, Dog, vn.ArrayLike, 1, precedence=1)
     rule(primitive, Dog, vn.ArrayLike, 2)
     assert combine(primitive, Dog(X), X) == 1
@@ -189,7 +189,7 @@ def test_not_implemented_tries_the_next_rule_then_materialises(primitive):
     assert combine(primitive, Puppy(X), X) == 1
 
 
-def test_where_every_rule_returns_not_implemented_operands_are_materialised(primitive):
+def test_operands_are_materialized_if_all_rules_decline(primitive):
     rule(primitive, Animal, vn.ArrayLike, NotImplemented)
     assert combine(primitive, Puppy(X), X).tolist() == (X + X).tolist()
 
@@ -227,7 +227,7 @@ def test_an_unknown_name_suggests():
         vn.register("dot_genera")
 
 
-def test_register_refuses_what_is_no_primitive():
+def test_register_rejects_objects_that_are_no_primitive():
     with pytest.raises((TypeError, TypeCheckError), match="primitive"):
         vn.register([lambda x: x])
 
@@ -329,7 +329,7 @@ def test_two_different_defaults_are_refused(primitive):
         combine(primitive, Loud(X), Quiet(X))
 
 
-def test_a_rule_that_redispatches_meets_types_it_does_not_know():
+def test_redispatch_works_with_unknown_types():
     class Scaled(vn.ImplicitArray):
         x: vn.ImplicitArray | jax.Array
         by: float = vn.static(default=2.0)
@@ -340,7 +340,7 @@ def test_a_rule_that_redispatches_meets_types_it_does_not_know():
         def aval(self):
             return jax.typeof(jnp.zeros(3))
 
-    @vn.register("dot_general", precedence=1)  # goes before that of OneHot, which knows no Scaled
+    @vn.register("dot_general", precedence=1)  # OneHot does not know Scaled
     def _(x: Scaled, y: vn.ArrayLike | vn.ImplicitArray, **params):
         return vn.implicit(lambda a, b: jax.lax.dot_general_p.bind(a, b, **params))(x.x, y) * x.by
 
@@ -348,7 +348,7 @@ def test_a_rule_that_redispatches_meets_types_it_does_not_know():
 
 
 @pytest.mark.parametrize("highest_first", [True, False])
-def test_of_several_defaults_that_of_the_highest_precedence_runs(highest_first):
+def test_the_default_with_the_highest_precedence_runs(highest_first):
     class Low(vn.ImplicitArray):
         x: jax.Array
 
@@ -373,7 +373,7 @@ def test_of_several_defaults_that_of_the_highest_precedence_runs(highest_first):
 
 @pytest.mark.parametrize("backend", ["mosaic_gpu", "triton", "tpu"])
 def test_importing_pallas_keeps_the_names_of_primitives(backend):
-    # JAX 0.12's Pallas has attributes named reduce_min_p and reduce_prod_p of its own.
+    # In JAX 0.12, Pallas has other attributes named reduce_min_p and reduce_prod_p.
     importlib.import_module(f"jax.experimental.pallas.{backend}")
     found = _find_primitives()
     for name, primitive in PUBLIC_PRIMITIVES.items():

@@ -1,7 +1,6 @@
-"""`implicit` leaves nothing of itself behind: its programs are those that a person writes by hand.
+"""Programs under `implicit` are the same as programs that a person writes by hand.
 
-Before compilation they are compared equation for equation, as jaxprs; after it, instruction for
-instruction, as optimised HLO.
+The jaxprs are compared equation by equation, and the optimized HLO instruction by instruction.
 """
 
 import operator
@@ -24,7 +23,7 @@ import veneer as vn
 
 KEY = arrays.key(0)
 
-# Of a small copy of the transformer that is timed in benchmarks/.
+# A small copy of the transformer that benchmarks/ measures.
 
 
 @arrays.once

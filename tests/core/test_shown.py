@@ -1,4 +1,4 @@
-"""How implicit arrays are shown: in a line, in a notebook, and by treescope."""
+"""The repr of implicit arrays, and how notebooks and treescope show them."""
 
 import html.parser
 
@@ -16,7 +16,7 @@ from support.every_type import EVERY_TYPE, Arrays
 import veneer as vn
 from veneer._core.surface.shown import title
 
-# Of treescope, with a NumPy that is newer than it.
+# treescope emits it with a newer NumPy.
 pytestmark = pytest.mark.filterwarnings("ignore:The chararray class:DeprecationWarning")
 
 W = arrays.array(np.arange(1.0, 64 * 128 + 1).reshape(64, 128))
@@ -92,7 +92,7 @@ def on_host(x):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", SHOWN)
-def test_numpy_leaves_are_shown_as_those_of_jax(name, dtype):
+def test_numpy_leaves_are_shown_like_jax_arrays(name, dtype):
     value = SHOWN[name](Arrays((), dtype))
     same = jax.tree.map(on_host, value)
     assert repr(same) == repr(value)
@@ -141,7 +141,7 @@ def test_reprs_are_short_in_a_tree():
 
 
 @pytest.mark.parametrize("leaf", [None, True, "a string", jax.sharding.PartitionSpec("x")])
-def test_what_is_not_of_arrays_is_shown_by_its_fields(leaf):
+def test_leaves_that_are_no_arrays_are_shown_as_fields(leaf):
     part = jax.tree.map(lambda _: leaf, LORA)
     assert title(part) == "LoraArray"
     assert repr(part.w).startswith(f"QArray(packed={leaf!r}, scale={leaf!r}")
@@ -160,7 +160,7 @@ def test_html_is_escaped():
     assert "<b>" not in Tagged(jnp.ones(2), "<b>")._repr_html_()
 
 
-def test_a_field_may_have_the_name_of_what_is_shown():
+def test_a_field_may_be_called_title_or_rank():
     class Stored(vn.ImplicitArray):
         rank: jax.Array
         title: jax.Array

@@ -106,7 +106,7 @@ def test_the_value_is_exact():
     assert (value, gradient) == (jnp.float32(1e-9), 1)
 
 
-def test_a_program_has_the_value_and_the_rules_that_it_has_without_derivatives():
+def test_values_and_rules_match_the_program_without_ste():
     straight, plain = (lambda w, f=f: X @ f(w) for f in (vn.ste(int8), int8))
     assert (straight(W) == plain(W)).all()
     assert (jax.vjp(straight, W)[0] == plain(W)).all()
@@ -115,7 +115,7 @@ def test_a_program_has_the_value_and_the_rules_that_it_has_without_derivatives()
     assert not without_rule(vn.explain(straight)(W))
 
 
-def test_what_a_derivative_makes_dense_is_shown():
+def test_materialization_in_derivatives_is_reported():
     gradient = jax.grad(loss_with(vn.ste(int8)))
     (event,) = without_rule(vn.explain(gradient)(W, X))
     assert (event.primitive, event.nbytes) == ("dot_general", W.nbytes)
@@ -131,7 +131,7 @@ STRUCTURAL = {
 
 
 @pytest.mark.parametrize("name", STRUCTURAL)
-def test_what_is_implicit_stays_so(name):
+def test_structural_operations_keep_the_type(name):
     operation = vn.implicit(STRUCTURAL[name])
     kept = operation(int8(W))
     assert type(kept) is vn.quant.QArray
@@ -142,7 +142,7 @@ def test_what_is_implicit_stays_so(name):
     assert_close(gradient(vn.ste(int8)), gradient(by_a_difference(int8)))
 
 
-def test_a_result_goes_through_a_program_that_knows_nothing_of_it():
+def test_gradients_of_an_unchanged_model():
     def model(params, x):
         step = lambda x, w: (jnp.tanh(x @ w), None)
         return jax.lax.scan(step, x, params["layers"])[0] @ params["out"]
@@ -197,7 +197,7 @@ def test_further_arguments_are_given_as_they_are():
     assert (by_x.tolist(), by_scale) == ([1, 1], 0)
 
 
-def test_what_a_function_captures_is_not_differentiated():
+def test_captured_variables_are_not_differentiated():
     for fn in (jnp.sin, lambda x: vn.quant.quantize(x, "int8")):
         loss = lambda x, scale, fn=fn: (2 * vn.ste(lambda x: fn(x * scale))(x)).sum()
         by_x, by_scale = jax.grad(loss, (0, 1))(jnp.arange(3.0), 4.0)
@@ -239,7 +239,7 @@ def test_cotangents_may_be_implicit():
     assert (out.label, cotangent.label, cotangent.x.tolist()) == ("kg", "kg", [1, 1, 1])
 
 
-def test_a_result_that_is_implicit_has_a_shape_and_shows_itself():
+def test_an_implicit_result_has_shape_and_repr():
     result = vn.ste(int8)(W)
     assert (result.shape, result.dtype) == (W.shape, W.dtype)
     assert repr(result).startswith("StraightThrough(value=QArray(")

@@ -1,4 +1,4 @@
-"""A mistake in a type or a rule is told where it is met, by the names that its author gave."""
+"""Error messages for mistakes in a type or a rule, with the names that its author gave."""
 
 import re
 
@@ -104,7 +104,7 @@ def test_a_mistaken_type(mistake, use):
 
 
 class Pair(vn.ImplicitArray):
-    """Two vectors, of which a check finds the shape, and so whether they fit."""
+    """Two vectors. Its check computes the shape, which fails if they do not fit."""
 
     x: jax.Array
     y: jax.Array
@@ -118,7 +118,7 @@ class Pair(vn.ImplicitArray):
         return self.x * self.y
 
 
-def test_a_check_that_asks_for_the_shape_says_once_why_there_is_none():
+def test_an_error_in_aval_is_reported_once():
     with pytest.raises(ValueError, match="x and y differ") as caught:
         Pair(X, X[:2])
     assert str(caught.value) == "x and y differ"
@@ -201,7 +201,7 @@ RESULTS_OF_SEVERAL = [Endless(), EndlessArray(X), X]
 
 @pytest.mark.parametrize("result", RESULTS_OF_SEVERAL, ids=["object", "value", "array"])
 @pytest.mark.parametrize("by", ["rule", "default"])
-def test_what_is_no_list_of_results_is_not_iterated_over(by, result):
+def test_a_result_that_is_no_list_is_rejected(by, result):
     odd = typed() if by == "rule" else endless_default(result)
     if by == "rule":
         register_endless(type(odd), result)
@@ -212,7 +212,7 @@ def test_what_is_no_list_of_results_is_not_iterated_over(by, result):
 
 
 @pytest.mark.parametrize("by", ["rule", "default"])
-def test_what_is_no_array_is_not_iterated_over(by):
+def test_a_result_that_is_no_array_is_rejected(by):
     odd = typed() if by == "rule" else endless_default(Endless())
     if by == "rule":
         register_endless(type(odd), Endless())
@@ -230,7 +230,7 @@ METHODS = {
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_what_a_method_gives_is_not_iterated_over(method):
+def test_a_wrong_result_of_a_method_is_rejected(method):
     odd = typed(**{method: lambda self: Endless()})
     with pytest.raises(TypeError, match=rf"Odd\.{method}"):
         vn.implicit(METHODS[method])(odd)
@@ -275,7 +275,7 @@ def test_a_rule_that_takes_no_parameters():
         vn.implicit(jnp.tanh)(odd)
 
 
-def test_what_is_no_function():
+def test_implicit_rejects_objects_that_are_no_function():
     with pytest.raises((TypeError, TypeCheckError), match="not an object of type int"):
         vn.implicit(3)
 
@@ -301,7 +301,7 @@ def test_a_leaked_value():
             use(leaked[0])
 
 
-def test_metadata_of_equal_value_and_another_type_gives_another_dtype():
+def test_metadata_2_and_2_0_give_different_dtypes():
     times = lambda self: self.x * self.note
     odd = type("Odd", (Held,), {"materialise": times})
     counts = jnp.arange(3)
@@ -323,7 +323,7 @@ def test_a_refusing_type_tells_why():
 
 
 @pytest.mark.parametrize("number", [np.ones(3, np.float32), np.float64(1)], ids=["array", "scalar"])
-def test_what_a_rule_gives_of_numpy_is_an_array_of_jax(number):
+def test_numpy_results_of_rules_become_jax_arrays(number):
     odd = typed(aval=lambda self: jax.core.ShapedArray(np.shape(number), jnp.float32))
 
     @vn.register("cosh")
@@ -334,7 +334,7 @@ def test_what_a_rule_gives_of_numpy_is_an_array_of_jax(number):
     assert (out[0], out.dtype) == (3.0, jnp.float32)
 
 
-def test_equal_metadata_of_another_type_is_compiled_for_apart():
+def test_metadata_2_and_2_0_are_compiled_separately():
     odd = type("Odd", (Held,), {"materialise": lambda self: self.x * self.note})
     counts = jnp.arange(3)
     for note, dtype in ((2, jnp.int32), (2.0, jnp.float32), (2, jnp.int32)):
@@ -342,7 +342,7 @@ def test_equal_metadata_of_another_type_is_compiled_for_apart():
         assert vn.implicit(lambda x: jnp.add(x, 1))(odd(counts, note)).dtype == dtype
 
 
-def test_what_is_staged_follows_the_configuration():
+def test_staged_programs_follow_the_configuration():
     squared = type("Odd", (Held,), {"materialise": lambda self: self.x @ self.x})
     program = jax.jit(lambda w: w * 2)
     held = jax.make_jaxpr(program)(jnp.ones((3, 3)))
@@ -431,7 +431,7 @@ def test_rules_that_call_each_other():
         vn.implicit(jnp.cosh)(kind(X))
 
 
-def test_a_recursion_that_is_no_rule_s_is_as_it_was():
+def test_an_ordinary_recursion_error_is_unchanged():
     def endless():
         return endless()
 
@@ -446,13 +446,13 @@ def test_a_recursion_that_is_no_rule_s_is_as_it_was():
 
 
 @pytest.mark.parametrize("name", ["no_such_primitive", "matmul"])
-def test_a_primitive_that_is_none(name):
+def test_an_unknown_primitive_name_is_rejected(name):
     with pytest.raises(ValueError, match=rf"no primitive named '{name}' .*jax\.make_jaxpr"):
         vn.register(name)
 
 
 @pytest.mark.parametrize("wrong", [3, lambda x: x])
-def test_what_has_no_rules(wrong):
+def test_objects_without_rules_are_rejected(wrong):
     with pytest.raises((TypeError, TypeCheckError)):
         vn.register(wrong)
 
@@ -460,7 +460,7 @@ def test_what_has_no_rules(wrong):
 def test_implicit_as_a_decorator_with_arguments():
     @vn.implicit(on_materialise="error")
     def model(w, x):
-        """What it does."""
+        """Compute something."""
         return jnp.cosh(w) + x
 
     assert model.__doc__ == "What it does."
@@ -477,7 +477,7 @@ WEIGHTS = {"w": vn.quant.QArray(CODES, SCALE, qtype="int8")}
 
 
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit])
-def test_a_value_without_implicit_says_what_to_do(transform):
+def test_the_error_outside_implicit_names_the_remedy(transform):
     f = transform(lambda x: jnp.dot(x, WEIGHTS["w"]))
     with pytest.raises(
         RuntimeError,

@@ -26,7 +26,7 @@ def test_a_subclass_is_a_frozen_dataclass():
         W.scale = 2.0
 
 
-def test_it_is_a_pytree_with_keys_whose_static_fields_are_metadata():
+def test_leaves_have_keys_and_static_fields_are_metadata():
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(W)]
     assert paths == [".w", ".a", ".b"]
     assert jax.tree.structure(W) == jax.tree.structure(dataclasses.replace(W, w=W.w * 2))
@@ -69,7 +69,7 @@ def test_a_materialise_that_returns_itself_is_refused():
         _ = Self(jnp.ones(2)).shape
 
 
-def test_nbytes_are_those_stored():
+def test_nbytes_counts_stored_bytes():
     assert W.nbytes == 4 * (4 * 6 + 4 * 2 + 2 * 6)
 
 

@@ -1,4 +1,4 @@
-"""Which implicit arrays are weights, and which are so in passing: for reports and for policies."""
+"""Reports and policies distinguish weights from intermediate implicit arrays."""
 
 from functools import partial
 
@@ -122,7 +122,7 @@ def test_a_weight_is_one_wherever_it_goes(name, jit):
 
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jitted"])
 @pytest.mark.parametrize("name", IN_PASSING)
-def test_what_is_implicit_in_passing_is_none(name, jit):
+def test_intermediates_are_not_weights(name, jit):
     program = lambda params: IN_PASSING[name](params)
     assert vn.explain(program)(PARAMS).materialised
     assert dense_weights(program, PARAMS) == set()
@@ -139,7 +139,7 @@ def test_a_warning_of_weights_alone():
     assert len(caught) == 1
 
 
-def test_each_weight_has_its_path_where_a_function_is_traced_once():
+def test_one_trace_reports_the_path_of_each_weight():
     square = jax.jit(lambda w: w**2.0)
     model = lambda layers, *more, last: [square(w) for w in (*layers, *more, last)]
     w = PARAMS["w"]
@@ -167,7 +167,7 @@ def test_with_high_types(filter_spec, where):
     of_weight = lambda w, x: x @ jnp.sin(w)
     of_rows = lambda w, ids: 8.0 * w[ids]
     with vn.hijax.enabled():
-        jax.jit(of_weight)(PARAMS["w"], X)  # what is known of types since tells of nothing
+        jax.jit(of_weight)(PARAMS["w"], X)  # fills the caches of high types
         for _ in range(2):
             with pytest.raises(vn.MaterialiseError):
                 wraps[where](of_weight, "error_weights")(PARAMS["w"], X)
@@ -177,7 +177,7 @@ def test_with_high_types(filter_spec, where):
         assert dense_weights(of_weight, PARAMS["w"], X) == {"w"}
 
 
-def test_high_types_tell_of_what_they_stage_once():
+def test_high_types_report_events_once_per_call():
     events = []
     with vn.hijax.enabled():
         program = jax.jit(lambda w: jnp.sin(w))
@@ -186,7 +186,7 @@ def test_high_types_tell_of_what_they_stage_once():
     assert [event.primitive for event in events] == ["sin"] * 2
 
 
-def test_of_a_product_the_bytes_of_the_weight_are_told_apart():
+def test_a_product_reports_the_bytes_of_its_weight():
     w = vn.quant.quantize(jnp.ones((8, 8)), "nf4")
     *_, event = vn.explain(lambda table, w: table[IDS] @ w)(w, w).events
     assert (event.primitive, event.weights) == ("dot_general", ("w",))
@@ -194,7 +194,7 @@ def test_of_a_product_the_bytes_of_the_weight_are_told_apart():
     assert event.rule is not None
 
 
-def test_activations_that_become_floats_beside_a_weight_that_does_not():
+def test_materialized_activations_are_no_weight_bytes():
     plan = vn.Event("dot_general", ("x", "w"), "rule.py:1", 64, "f.py:1", "", ((), ("w",)), (64, 0))
     assert plan.made_dense
     assert plan.weight_nbytes == 0
@@ -207,13 +207,13 @@ def test_the_callers_arrays_stay_as_they_are():
     assert {k: v for k, v in vars(w).items() if k != "_aval"}.keys() == before.keys() - {"_aval"}
 
 
-def test_results_are_those_without_a_policy():
+def test_a_policy_does_not_change_results():
     program = lambda params, x: x @ params["w"] + params["table"][IDS][0] + x @ params["lora"]
     told = vn.implicit(program, on_materialise=lambda event: None)(PARAMS, X)
     np.testing.assert_array_equal(told, vn.implicit(program)(PARAMS, X))
 
 
-def test_with_high_types_an_attempt_that_is_dropped_is_not_told_of():
+def test_high_types_do_not_report_discarded_attempts():
     program = lambda w: jax.lax.fori_loop(0, 3, lambda i, w: 0.5 * jnp.sin(w), w)
     with vn.hijax.enabled():
         for wrap in (lambda f: f, jax.jit):

@@ -1,4 +1,4 @@
-"""Host functions get arrays: implicit operands are made dense before, and visibly."""
+"""Host functions get dense arrays. The materialization of implicit operands is reported."""
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,7 @@ def test_a_host_function_gets_the_dense_array(make, call, x):
 
 
 @pytest.mark.parametrize("call", [pure, io])
-def test_it_is_made_dense_visibly(call, x):
+def test_materialized_callback_operands_are_reported(call, x):
     q = MAKERS["int4"](jax.random.key(0))
     (event,) = vn.explain(call)(x, q).materialised
     assert event.primitive == f"{call.__name__}_callback"
@@ -50,7 +50,7 @@ def test_it_is_made_dense_visibly(call, x):
 @pytest.mark.parametrize(
     "method", ["sequential", "sequential_unrolled", "expand_dims", "broadcast_all"]
 )
-def test_a_vmap_method_holds(method):
+def test_every_vmap_method_works(method):
     xs = jax.random.normal(jax.random.key(1), (3, 2, 6))
     ws = MAKERS["nf4"](jax.random.key(0), (3, 6, 6))
     f = lambda x, w: pure(x, w, vmap_method=method)
@@ -101,7 +101,7 @@ def test_debug_callback_sees_the_dense_array():
     assert rest == ["weight", "kg"]
 
 
-def test_a_label_that_refuses_to_be_dense_goes_over_as_it_is():
+def test_a_type_without_dense_array_is_passed_unchanged():
     def host(x):
         assert isinstance(x, Tagged)
         assert x.label == "kg"

@@ -1,4 +1,4 @@
-"""What is sent to other devices: each leaf as it is stored, where the type says how."""
+"""Collectives send the packed leaves of a type that declares its leaf axes."""
 
 import re
 
@@ -28,7 +28,7 @@ def normal(*shape):
     return jax.random.normal(KEY, shape)
 
 
-def quantised(qtype, axis=-1, tile=None):
+def quantized(qtype, axis=-1, tile=None):
     tiles = {} if tile is None else {0: tile}
     return vn.quant.quantize(normal(64, 64), qtype, channelwise_axes=(axis,), tiled_axes=tiles)
 
@@ -51,8 +51,8 @@ def over_rows(f, check_vma=True):
 
 
 @pytest.mark.parametrize("name", EVERY_TYPE)
-def test_of_every_type(name):
-    """Over an axis of `vmap`, of which nothing is known but that leaves may differ."""
+def test_collectives_of_every_type(name):
+    """Over an axis of `vmap`, any leaf may vary."""
     values = value(name, (3,))
     goes = lambda x: (
         lax.all_gather(x, "i"),
@@ -68,10 +68,10 @@ def test_of_every_type(name):
 
 FORMATS = arrays.OnDemand(
     {
-        "int8 by rows": lambda: quantised("int8", 0),
-        "int8 by columns": lambda: quantised("int8"),
-        "int4 in tiles": lambda: quantised("int4", -1, 8),
-        "uint3": lambda: quantised("uint3", -1, 8),
+        "int8 by rows": lambda: quantized("int8", 0),
+        "int8 by columns": lambda: quantized("int8"),
+        "int4 in tiles": lambda: quantized("int4", -1, 8),
+        "uint3": lambda: quantized("uint3", -1, 8),
         "nf4_dq": lambda: vn.quant.quantize(
             normal(8, 64), "nf4_dq", channelwise_axes=(0,), tiled_axes={1: 8}
         ),
@@ -82,7 +82,7 @@ FORMATS = arrays.OnDemand(
 
 @pytest.mark.parametrize("check_vma", [True, False], ids=["checked", "unchecked"])
 @pytest.mark.parametrize("name", FORMATS)
-def test_quantised_arrays_are_sent_as_stored(name, check_vma):
+def test_quantized_arrays_are_sent_packed(name, check_vma):
     sent = SENT if check_vma else {k: f for k, f in SENT.items() if "same" not in k}
     if name == "mxfp8":  # a scale that is a power of 2 is never 0
         sent = {k: f for k, f in sent.items() if k != "ppermute to some"}
@@ -93,7 +93,7 @@ def test_quantised_arrays_are_sent_as_stored(name, check_vma):
         np.testing.assert_array_equal(found[program].dequantize(), expected)
 
 
-def test_a_scale_that_is_never_0_is_not_sent_to_some():
+def test_ppermute_to_some_devices_with_power_of_2_scales():
     run = over_rows(SENT["ppermute to some"])
     found = jax.jit(vn.implicit(run))(FORMATS["mxfp8"])
     np.testing.assert_array_equal(found, run(vn.materialise(FORMATS["mxfp8"])))
@@ -101,7 +101,7 @@ def test_a_scale_that_is_never_0_is_not_sent_to_some():
 
 @pytest.mark.parametrize("program", ["all_gather, tiled", "ppermute"])
 def test_bytes_that_are_sent(program):
-    q = quantised("int4", -1, 8)
+    q = quantized("int4", -1, 8)
     run = jax.jit(vn.implicit(over_rows(SENT[program])))
     text = run.lower(q).compile().as_text()
     sent = re.findall(
@@ -116,14 +116,14 @@ def test_bytes_that_are_sent(program):
 _DTYPES = {"u8": "uint8", "f32": "float32"}
 
 
-def test_a_leaf_that_is_the_same_everywhere_stays_where_it_is():
-    """So a LoRA update is gathered by rows: of `b`, all devices have all."""
-    lora = vn.types.LoraArray(quantised("int8", 0), normal(64, 4), normal(4, 64))
+def test_a_replicated_leaf_is_not_gathered():
+    """A LoRA update is gathered by rows: every device has all of `b`."""
+    lora = vn.types.LoraArray(quantized("int8", 0), normal(64, 4), normal(4, 64))
     gather = over_rows(SENT["all_gather, tiled"])
     found = jax.jit(vn.implicit(gather, on_materialise=only_by_rules))(lora)
     np.testing.assert_allclose(vn.materialise(found)[2], vn.materialise(lora), rtol=1e-5, atol=1e-4)
     assert found.b.shape == (4, 4, 64)
-    # Where no account is kept, it might differ.
+    # Without check_vma, the leaf might vary.
     unchecked = over_rows(SENT["all_gather, tiled"], check_vma=False)
     (event,) = without_rule(vn.explain(unchecked)(lora))
     assert event.primitive == "all_gather"

@@ -1,4 +1,4 @@
-"""Collectives of every type, over 8 devices, held to the dense array; and what they send."""
+"""Collectives of every type over 8 devices: agreement with dense arrays, and bytes sent."""
 
 import re
 
@@ -34,7 +34,7 @@ def own(axis, size):
     return lambda x: lax.dynamic_slice_in_dim(x, lax.axis_index("y") * size, size, axis)
 
 
-#: Of blocks [4, 4, 4]: along the batch axis, of which each leaf of each type has its own.
+#: Collectives of blocks [4, 4, 4] along the batch axis, which every leaf of every type has.
 OF_A_BATCH = {
     "all_gather": lambda x: lax.all_gather(x, "y"),
     "all_gather, tiled": lambda x: lax.all_gather(x, "y", tiled=True),
@@ -68,12 +68,12 @@ OF_MATRICES = {
 EACH = OF_A_BATCH | OF_MATRICES
 
 
-#: Where no account is kept of what may differ, groups of devices are taken, too.
+#: Types to test without check_vma, which also allows groups of devices.
 UNCHECKED = ["LoraArray", "QArray, nf4 in tiles", "SparseArray", "Scaled", "Masked"]
 
 
 def over_blocks(programs, check_vma):
-    """What each of 8 devices makes of its block, one after the other."""
+    """Return the results of 8 devices for their blocks, stacked."""
     body = lambda x: {name: f(x)[None] for name, f in programs.items()}
     spec = P(("x", "y"))
     return jax.shard_map(body, mesh=MESH, in_specs=spec, out_specs=spec, check_vma=check_vma)
@@ -83,7 +83,7 @@ def over_blocks(programs, check_vma):
     ("name", "check_vma"),
     [*((name, True) for name in EVERY_TYPE), *((name, False) for name in UNCHECKED)],
 )
-def test_every_type_gives_what_the_dense_array_does(name, check_vma):
+def test_every_type_agrees_with_the_dense_array(name, check_vma):
     values = value(name, (32,))
     dense = plain(values)
     programs = dict(OF_A_BATCH) if name == "PRNGKey" else dict(EACH)
@@ -91,7 +91,7 @@ def test_every_type_gives_what_the_dense_array_does(name, check_vma):
         programs = {k: f for k, f in programs.items() if "pairs" not in k}
     if name == "PRNGKey":
         del programs["all_gather"]  # keys have no axis for it: JAX
-    if isinstance(values, T.Masked):  # which refuses to be dense
+    if isinstance(values, T.Masked):  # it cannot be materialized
         programs = {k: f for k, f in programs.items() if "psum" not in k}
     run = over_blocks(programs, check_vma)
     found = jax.jit(lambda x: plain(vn.implicit(run)(x)))(values)
@@ -104,17 +104,17 @@ def test_every_type_gives_what_the_dense_array_does(name, check_vma):
 
 
 @pytest.mark.parametrize("name", EVERY_TYPE)
-def test_every_type_stays_what_it_is_along_its_batch(name):
+def test_collectives_along_batch_axes_keep_the_type(name):
     values = value(name, (32,))
     if isinstance(values, T.Frozen | T.Lazy):
-        pytest.skip("what comes of it is no constant, and has no batch axes")
+        pytest.skip("its results have no batch axes")
     programs = {k: f for k, f in OF_A_BATCH.items() if name != "PRNGKey" or k != "all_gather"}
     run = vn.implicit(over_blocks(programs, False), on_materialise=only_by_rules)
     for program, out in jax.eval_shape(run, values).items():
         assert type(out) is type(values), program
 
 
-def quantised(*shape, tile=128):
+def quantized(*shape, tile=128):
     w = jax.random.normal(KEY, shape)
     return vn.quant.quantize(w, "int4", channelwise_axes=(-1,), tiled_axes={0: tile})
 
@@ -150,7 +150,7 @@ def bytes_sent(run, *operands):
 
 @pytest.mark.parametrize("program", SENT)
 def test_bytes_of_int4_in_tiles_of_128(program):
-    q = quantised(8192, 64)
+    q = quantized(8192, 64)
     f = jax.shard_map(SENT[program], mesh=LINE, in_specs=P("i"), out_specs=P("i"))
     run = jax.jit(vn.implicit(f, on_materialise="error"))
     np.testing.assert_array_equal(run(q).dequantize(), jax.jit(f)(q.dequantize()))
@@ -158,8 +158,8 @@ def test_bytes_of_int4_in_tiles_of_128(program):
 
 
 def test_a_low_rank_update_goes_from_rows_to_columns():
-    """Of `b`, which all devices have, each takes its own part, and `a` is gathered."""
-    w = T.LoraArray(quantised(64, 64, tile=4), jnp.ones((64, 2)), jax.random.normal(KEY, (2, 64)))
+    """Each device takes its part of the replicated `b`, and gathers `a`."""
+    w = T.LoraArray(quantized(64, 64, tile=4), jnp.ones((64, 2)), jax.random.normal(KEY, (2, 64)))
     f = jax.shard_map(SENT["all_to_all"], mesh=LINE, in_specs=P("i"), out_specs=P(None, "i"))
     run = jax.jit(vn.implicit(f, on_materialise=only_by_rules))
     np.testing.assert_allclose(vn.materialise(run(w)), vn.materialise(w), rtol=1e-5)
@@ -182,7 +182,7 @@ def over_rows(f, in_specs, out_specs):
     return jax.shard_map(f, mesh=LINE, in_specs=in_specs, out_specs=out_specs)
 
 
-def test_layers_are_gathered_in_a_scan_and_again_in_the_backward_pass():
+def test_scanned_layers_are_gathered_again_in_backward():
     layers, x = stacked(3), jax.random.normal(KEY, (16, 64))
 
     def loss(w, x):
@@ -198,7 +198,7 @@ def test_layers_are_gathered_in_a_scan_and_again_in_the_backward_pass():
     assert sorted(gathers) == ["f32", "f32", "u8", "u8"]  # codes and scales, forward and backward
 
 
-def test_what_a_scan_takes_of_a_dense_array_may_be_gathered_beside_a_packed_one():
+def test_dense_and_packed_arrays_are_gathered_in_one_scan():
     layers, updates = stacked(2), jax.random.normal(KEY, (2, 64, 64))
 
     def body(w, u):
@@ -213,8 +213,8 @@ def test_what_a_scan_takes_of_a_dense_array_may_be_gathered_beside_a_packed_one(
 
 
 def test_the_transpose_of_a_gather_is_a_psum_scatter():
-    """By `a` and `b` of a LoRA: of `b`, which is not gathered, it is a sum."""
-    q, x = quantised(64, 64, tile=8), jax.random.normal(KEY, (8, 64))
+    """Differentiate by `a` and `b` of a LoRA. `b` is not gathered, so its gradient is a sum."""
+    q, x = quantized(64, 64, tile=8), jax.random.normal(KEY, (8, 64))
     a, b = jnp.ones((64, 2)), jax.random.normal(KEY, (2, 64))
 
     def grads(w, a, b, x):
@@ -233,8 +233,8 @@ def test_the_transpose_of_a_gather_is_a_psum_scatter():
     assert len(re.findall(r"f32\[8,2\]\S* = reduce_scatter\[", program)) == 1
 
 
-def test_a_quantised_weight_has_a_dense_gradient_within_and_none_outside():
-    q, x = quantised(64, 64, tile=8), jax.random.normal(KEY, (8, 64))
+def test_a_quantized_weight_has_a_gradient_only_inside():
+    q, x = quantized(64, 64, tile=8), jax.random.normal(KEY, (8, 64))
     grad = over_rows(jax.grad(sum_of_squares, 1), (P("i"), P("i")), P("i"))
     found = jax.jit(vn.implicit(grad, on_materialise=only_by_rules))(x, q)
     np.testing.assert_allclose(found, jax.jit(grad)(x, q.dequantize()), rtol=1e-3, atol=1e-3)
@@ -258,11 +258,11 @@ def test_vmap_of_collectives(outside):
 def test_a_broadcast_is_of_each_leaf():
     on_devices = over_rows(lambda x: lax.pbroadcast(x, "i", 2), P("i"), P("i"))
     run = jax.jit(vn.implicit(on_devices, on_materialise="error"))
-    text = run.trace(quantised(64, 64, tile=8)).lower(lowering_platforms=("cuda",)).as_text()
+    text = run.trace(quantized(64, 64, tile=8)).lower(lowering_platforms=("cuda",)).as_text()
     assert len(re.findall("collective_broadcast", text)) == 2
 
 
-# What is dense, and what says so.
+# Collectives that materialize their operand, and their reports.
 
 
 def events(f, *operands):
@@ -278,8 +278,8 @@ def events(f, *operands):
         ("dynamic_slice", lambda x: lax.dynamic_slice_in_dim(x, lax.axis_index("i") * 2, 4)),
     ],
 )
-def test_what_is_dense_and_says_so(primitive, program):
-    q = quantised(64, 64, tile=4)
+def test_materializing_collectives_are_reported(primitive, program):
+    q = quantized(64, 64, tile=4)
     f = over_rows(program, P("i"), P("i"))
     assert events(f, q) == [primitive]
     expected = jax.jit(f)(q.dequantize())
@@ -287,7 +287,7 @@ def test_what_is_dense_and_says_so(primitive, program):
 
 
 def test_a_tile_that_lies_across_devices_is_named():
-    w = {"up": quantised(64, 64, tile=32)}
+    w = {"up": quantized(64, 64, tile=32)}
     gather = over_rows(lambda w: SENT["all_gather"](w["up"]), P("i"), P("i"))
     run = vn.implicit(lambda w: gather(w), on_materialise="error")
     each = "axis 0: each of 8 devices would have 8 values, but 32 are stored together"
@@ -305,8 +305,8 @@ def test_a_type_whose_axis_is_stored_together_is_named():
         vn.implicit(gather, on_materialise="error")(w)
 
 
-def test_what_is_made_without_its_leaf_differs_where_that_does():
-    """A leaf says what the dense form of an identity does not: that it is of a batch in blocks."""
+def test_a_result_without_leaves_keeps_varying_axes():
+    """The dense array of an identity is constant, but its leading axis is sharded."""
     eye = T.Identity(4, leading=(8,))
     f = over_rows(lambda w: lax.psum(w + 0.0, "i"), P("i"), P())
     found = jax.jit(vn.implicit(f))(eye)
@@ -314,7 +314,7 @@ def test_what_is_made_without_its_leaf_differs_where_that_does():
 
 
 @pytest.mark.parametrize("how", [{"tiled": True}, {"axis": 1, "tiled": True}], ids=str)
-def test_a_value_that_the_program_builds_is_a_tree_to_a_gather_and_says_so(how):
+def test_gathering_a_built_value_outside_implicit_raises(how):
     w, a, b = jnp.ones((64, 64)), jnp.ones((64, 2)), jnp.ones((2, 64))
 
     def body(w, a, b, gather=lambda x: lax.all_gather(x, "i", **how)):

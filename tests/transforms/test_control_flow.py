@@ -1,6 +1,6 @@
-"""Loops and branches: what is made dense in them, and what is told, passed on and compiled.
+"""Loops and branches: materialization and its reports, carried types, and compilation.
 
-What they compute: matrix/test_control_flow.py; where types meet in them: test_meeting.py.
+matrix/test_control_flow.py tests their results, and test_meeting.py different types in them.
 """
 
 import jax
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.parametrize("name", MAKERS)
 layer = lambda x, w: jnp.tanh(x @ w)
 take = lambda x, w: (layer(x, w), None)
 
-# Of x [3, 6], a value [6, 6] and a stack of values [2, 6, 6].
+# Programs of x [3, 6], a value [6, 6] and a stack of values [2, 6, 6].
 PROGRAMS = {
     "scan": lambda x, w, ws: lax.scan(take, x, ws),
     "scan, reverse": lambda x, w, ws: lax.scan(take, x, ws, reverse=True),
@@ -71,14 +71,14 @@ def test_a_condition_that_uses_a_value(name):
     assert_close(vn.implicit(f)(X, w), f(X, vn.materialise(w)))
 
 
-def test_what_is_made_dense_in_a_branch_is_told(name):
+def test_materialization_in_a_branch_is_reported(name):
     w = MAKERS[name](KEY)
     f = lambda x, w: lax.cond(True, jnp.matmul, lambda x, w: x @ w.T, x, w)
     told = [e.primitive for e in without_rule(vn.explain(f)(X, w))]
-    assert told == (["transpose"] if isinstance(w, Lora) else [])  # which alone has no rule for it
+    assert told == (["transpose"] if isinstance(w, Lora) else [])
 
 
-def test_a_carry_that_changes_type_is_made_dense_and_says_so(name):
+def test_a_carry_that_changes_type_is_materialized(name):
     w = MAKERS[name](KEY)
     f = lambda w: lax.fori_loop(0, 3, lambda i, w: w * 2.0, w)
     assert_close(vn.implicit(f)(w), f(vn.materialise(w)))

@@ -1,4 +1,4 @@
-"""custom_vmap, linear_call, composite: calls that bring a program of their own."""
+"""custom_vmap, linear_call and composite: calls with their own rules."""
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +68,7 @@ def test_vmap_runs_the_rule_that_the_call_brings(kind, in_axes, name):
     assert_close(jax.jit(jax.vmap(jax.jit(vn.implicit(f)), in_axes))(xs, w), expected)
 
 
-def test_a_value_of_which_one_leaf_is_batched_is_batched(x):
+def test_a_value_with_one_batched_leaf_is_batched(x):
     w = lora(jax.random.key(0))
     scales = jnp.arange(3.0)
     f = lambda s: batched(x, w.w + s * (w.a @ w.b))
@@ -89,7 +89,7 @@ def test_forward_derivatives(kind, name, x):
 
 
 @pytest.mark.parametrize("kind", ["lora", "int4"])
-def test_linear_call_is_transposed_as_it_says(kind, x):
+def test_linear_call_uses_its_own_transpose(kind, x):
     w = MAKERS[kind](jax.random.key(0))
     loss = lambda x, w: jnp.sum(jnp.sin(linear(x, w)))
     expected = jax.grad(loss)(x, vn.materialise(w))

@@ -117,7 +117,7 @@ def test_gradient_by_the_dense_array(function, shape, name):
     assert_close(jax.jit(vn.implicit(jax.grad(f, (0, 1))))(X, w), expected, tol=2e-5)
 
 
-def test_gradient_past_a_quantised_operand(function):
+def test_gradients_with_a_quantized_operand(function):
     w = MAKERS["nf4"](KEY)
     f = lambda x, w: jnp.sin(function(x, w)).sum()
     assert_close(jax.grad(vn.implicit(f))(X, w), jax.grad(f)(X, vn.materialise(w)), tol=2e-5)
@@ -167,7 +167,7 @@ USES = {
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
 @pytest.mark.parametrize("name", USES)
 def test_a_cotangent_by_leaves_is_no_array(name, inside, jit):
-    """The codes have none. Their zeros would pass for those of the gradient."""
+    """Codes have no gradient, and zeros in their place would look like a real gradient."""
     quantize = lambda w: vn.quant.quantize(w, "int8", channelwise_axes=[1])
     f = jax.custom_vjp(quantize)
     f.defvjp(lambda w: (f(w), None), lambda _, ct: (USES[name](ct),))
@@ -198,7 +198,7 @@ def test_a_cotangent_may_have_another_dtype():
     assert_close(jax.tree.leaves(gradient), jax.tree.leaves(expected), tol=0.1)
 
 
-def test_the_choice_on_materialisation_holds_for_rules_that_run_later():
+def test_on_materialise_applies_to_backward_functions():
     @jax.custom_vjp
     def f(x, w):
         return (x @ w).sum()
@@ -233,7 +233,7 @@ def test_the_cotangent_of_a_label_is_that_of_its_leaf():
     assert_close(vjp(Tagged(3 * X, "m"))[0].x, jnp.tanh(X) * 3 * X)
 
 
-def test_metadata_that_a_derivative_loses_is_refused():
+def test_a_derivative_must_keep_metadata():
     f = jax.custom_jvp(lambda t: jnp.sin(t))
     f.defjvp(lambda p, t: (jnp.sin(*p), jnp.cos(t[0])))
 

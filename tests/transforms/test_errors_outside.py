@@ -34,7 +34,7 @@ def notes_of(error, call):
 @pytest.mark.parametrize(
     "transformation", ["grad", "value_and_grad", "jacrev", "jacfwd", "hessian"]
 )
-def test_differentiating_quantized_weights_says_what_to_do(transformation, jit):
+def test_gradients_of_quantized_weights_get_a_note(transformation, jit):
     f = jit(getattr(jax, transformation)(loss))
     text, notes = notes_of(TypeError, lambda: f(quantized(), X))
     assert "got int8" in text
@@ -43,7 +43,7 @@ def test_differentiating_quantized_weights_says_what_to_do(transformation, jit):
     assert "vn.lora.split" in notes
 
 
-def test_differentiating_adapters_of_quantized_weights_gets_the_note():
+def test_gradients_of_quantized_adapters_get_a_note():
     params = {"w": vn.types.LoraArray(quantized()["w"], jnp.ones((8, 2)), jnp.ones((2, 4)))}
     _, notes = notes_of(TypeError, lambda: jax.grad(loss)(params, X))
     assert "vn.lora.split" in notes
@@ -98,11 +98,11 @@ def test_a_quantized_update_of_dense_weights_is_applied(apply):
     assert jnp.allclose(updated["w"], W[0] + vn.materialise(quantized()["w"]))
 
 
-def test_optax_updates_what_it_can():
+def test_optax_updates_float_leaves():
     params = {"w": vn.types.LoraArray(jnp.ones((8, 4)), jnp.ones((8, 2)), jnp.ones((2, 4)))}
     updated = optax.apply_updates(params, jax.tree.map(jnp.ones_like, params))
     assert (updated["w"].a == 2).all()
-    with pytest.raises(ValueError, match="pytree structure"):  # of a leaf that is not ours
+    with pytest.raises(ValueError, match="pytree structure"):  # a leaf is no implicit array
         optax.apply_updates({"b": [1.0], **quantized()}, {"b": 1.0, "w": jnp.ones((8, 4))})
 
 
@@ -123,7 +123,7 @@ class Unshown(vn.ImplicitArray):
         raise ZeroDivisionError
 
 
-def test_other_errors_of_updates_are_those_of_jax():
+def test_other_update_errors_are_unchanged():
     assert optax.apply_updates(Half(2.0), Half(1.0)).x == 3
     with pytest.raises(ValueError, match="pytree structure error: different types"):
         optax.apply_updates(vn.types.Diagonal(jnp.ones(3)), jnp.ones((3, 3)))
@@ -178,7 +178,7 @@ def shared_scale():
     ],
     ids=["vmap", "jit", "scan", "map"],
 )
-def test_mapping_leaves_of_different_sizes_says_what_to_do(run, text):
+def test_mapping_leaves_of_different_sizes_gets_a_note(run, text):
     message, notes = notes_of(ValueError, lambda: run(shared_scale()))
     assert text in message
     assert "QArray(q8[3,8,4]" in notes
@@ -195,7 +195,7 @@ def test_mapping_leaves_of_different_sizes_says_what_to_do(run, text):
     ],
     ids=["scan", "fori_loop", "while_loop"],
 )
-def test_a_carry_that_becomes_dense_says_what_to_do(loop):
+def test_a_carry_that_becomes_dense_gets_a_note(loop):
     text, notes = notes_of(TypeError, lambda: loop(quantized()["w"]))
     assert "pytree structure" in text
     assert "Move the loop inside vn.implicit" in notes

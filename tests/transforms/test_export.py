@@ -1,4 +1,4 @@
-"""Programs of implicit arrays that are exported, compiled ahead of time, or only looked at."""
+"""Export, ahead-of-time compilation and inspection of programs of implicit arrays."""
 
 import subprocess
 import sys
@@ -32,7 +32,7 @@ def x():
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_an_exported_program_gives_what_the_dense_one_gives(make, x):
+def test_an_exported_program_agrees_with_the_dense_one(make, x):
     w = make(jax.random.key(0))
     program = rebuilt(vn.implicit(model), w, x)
     out = program.call(w, x)
@@ -59,7 +59,7 @@ def test_a_gradient_is_exported(x):
     assert program.in_tree == export.export(jax.jit(f))(w, x).in_tree
 
 
-def test_other_metadata_is_refused_by_the_program(x):
+def test_an_exported_program_rejects_other_metadata(x):
     w = lora(jax.random.key(0))
     other = Lora(w.w, w.a, w.b, scale=2.0)
     with pytest.raises(ValueError, match="structure"):
@@ -104,14 +104,14 @@ METADATA = [
 
 
 @pytest.mark.parametrize("data", METADATA, ids=str)
-def test_metadata_comes_back_as_it_was(data):
+def test_metadata_survives_an_export(data):
     value = Labelled(jnp.ones(2), data)
     out = rebuilt(lambda x: x, value).call(value)
     assert out.data == data
     assert type(out.data) is type(data)
 
 
-def test_a_named_tuple_comes_back_as_it_was():
+def test_a_named_tuple_survives_an_export():
     value = Labelled(jnp.ones(2), pair=Pair(1, (2.0,)))
     out = rebuilt(lambda x: x, value).call(value)
     assert out.pair == Pair(1, (2.0,))
@@ -123,7 +123,7 @@ def test_a_named_tuple_comes_back_as_it_was():
     [object(), Pair(1, ()), frozenset({1}), (1, 2j)],
     ids=["object", "named tuple", "set", "complex"],
 )
-def test_metadata_that_cannot_be_written_is_named(data):
+def test_unsupported_metadata_raises(data):
     with pytest.raises(TypeError, match=r"jax\.export cannot write Labelled\.data"):
         rebuilt(lambda x: x, Labelled(jnp.ones(2), data))
 
@@ -216,7 +216,7 @@ def test_a_flax_class_is_exported():
     assert_close(rebuilt(f, value).call(value), f(value))
 
 
-# Of symbolic sizes.
+# Symbolic sizes.
 
 
 def exported_for_any_batch(f, weights, *args):

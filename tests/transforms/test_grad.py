@@ -1,4 +1,4 @@
-"""Derivatives by what is dense beside an implicit array, and by its leaves: their types."""
+"""Derivatives with respect to dense operands and to leaves, and their types."""
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ def test_a_dense_tangent_of_an_implicit_primal(name):
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "nf4"])
-def test_gradients_flow_past_a_quantised_weight(name):
+def test_gradients_flow_past_a_quantized_weight(name):
     w = MAKERS[name](KEY)
     ours = jax.grad(vn.implicit(f))(X, w)
     assert_close(ours, jax.grad(f)(X, vn.materialise(w)))

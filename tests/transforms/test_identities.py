@@ -1,4 +1,4 @@
-"""Primitives that give back what they are given act leaf by leaf, whatever the type."""
+"""Primitives that return their operand, such as `copy`, act on each leaf of any type."""
 
 import jax
 import jax.numpy as jnp
@@ -110,7 +110,7 @@ def test_materialise_of_a_traced_value_is_dense_and_no_fallback():
     assert not vn.explain(f)(q, x).materialised
 
 
-def test_no_leaf_of_a_value_that_is_kept_alive_is_dead_code():
+def test_dce_sink_keeps_every_leaf():
     q = MAKERS["int8"](jax.random.key(0))
     program = jax.make_jaxpr(strict(lambda q: jax.lax.dce_sink(q)))(q)
     assert str(program).count("dce_sink") == len(jax.tree.leaves(q))

@@ -1,6 +1,6 @@
-"""What jit keeps and saves: types, shardings, donated memory, and programs staged before.
+"""jit keeps types, shardings, donated memory and cached programs.
 
-That it computes the same as without, in every place and with every option: matrix/test_calls.py.
+matrix/test_calls.py tests its results, in every position and with every option.
 """
 
 import gc
@@ -49,7 +49,7 @@ def test_donated_leaves_are_taken():
 
 
 def computed_shapes(jaxpr: Any) -> Iterator[tuple[int, ...]]:
-    """The shapes that the equations of a jaxpr give, and those of the jaxprs inside it."""
+    """Yield the shapes of all results in a jaxpr and in the jaxprs inside it."""
     for equation in jaxpr.eqns:
         yield from (out.aval.shape for out in equation.outvars)
         for inner in jax.tree.leaves(list(equation.params.values())):

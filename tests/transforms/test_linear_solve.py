@@ -1,4 +1,4 @@
-"""Implicit operators and right-hand sides of custom_linear_solve and what is built on it."""
+"""Implicit operators and right-hand sides of custom_linear_solve and of solvers built on it."""
 
 import jax
 import jax.numpy as jnp
@@ -120,7 +120,7 @@ def test_vmap_over_operators(solver, b):
     assert_close(vn.implicit(jax.vmap(solver, (0, None)))(ws, b), expected, 1e-4)
 
 
-def test_a_right_hand_side_is_made_dense_visibly():
+def test_a_materialized_right_hand_side_is_reported():
     b = MAKERS["lora"](jax.random.key(1), (N, 1))
     a = jnp.eye(N) * 2
     f = lambda a, b: jax.lax.custom_linear_solve(lambda x: a @ x, b, lambda mv, b: b / 2)
@@ -129,7 +129,7 @@ def test_a_right_hand_side_is_made_dense_visibly():
     assert event.primitive == "custom_linear_solve"
 
 
-def test_what_a_solver_adds_to_the_solution_is_kept(b):
+def test_auxiliary_results_of_a_solver_are_kept(b):
     w = matrix("int4")
 
     def f(w, b):
@@ -155,7 +155,7 @@ def area():
     return Quantity(jnp.array([2.0, 4.0]), unit(m=1)), Quantity(jnp.array([6.0, 20.0]), unit(m=3))
 
 
-def test_the_solution_has_metadata_of_its_own(area):
+def test_the_solution_has_its_own_metadata(area):
     for f in (vn.implicit(scale), jax.jit(vn.implicit(scale))):
         x = f(*area)
         assert x.unit == unit(m=2)
@@ -172,7 +172,7 @@ def test_derivatives_of_a_solution_with_metadata(area):
     assert (of_a.unit, of_b.unit) == (a.unit, b.unit)
 
 
-def test_a_solution_whose_metadata_is_wrong_is_refused(area):
+def test_a_solution_with_wrong_metadata_is_rejected(area):
     f = lambda a, b: jax.lax.custom_linear_solve(lambda x: x * a, b, lambda mv, b: b * a)
     with pytest.raises(TypeError, match=r"custom_linear_solve.*'m', 3.0.*'m', 5.0"):
         vn.implicit(f)(*area)

@@ -1,4 +1,4 @@
-"""Where types meet: the two ends of a loop's body, the branches of a cond, the axes of a batch."""
+"""Different types in one place: in the carry of a loop, in branches, and in a batch."""
 
 import jax
 import jax.numpy as jnp
@@ -80,12 +80,12 @@ def test_branches_of_an_implicit_and_a_dense_array(program, index):
     assert not isinstance(check(program, jnp.array(index), W), vn.ImplicitArray)
 
 
-def test_what_is_made_dense_for_a_branch_is_reported_once():
+def test_an_operand_materialized_for_a_branch_is_reported():
     report = vn.explain(lambda w: lax.cond(True, lambda w: w, lambda w: X, w))(W)
     assert [(e.primitive, e.nbytes) for e in report.materialised] == [("cond", X.nbytes)]
 
 
-# Metadata that would differ is refused, by the slot and by what it is on either side.
+# Metadata that differs raises an error that names the slot and both values.
 
 METRES = Quantity(X, unit(m=1))
 
@@ -113,7 +113,7 @@ DIFFERING = {
 }
 
 
-# What refuses to be dense is not made so, nor is what could be: a number would lose the unit.
+# Neither type is materialized, because a plain number would lose the unit.
 LENGTHS = {
     "refuses to be dense": (METRES, r"Quantity\(x=f32\[4,4\], unit=\(\('m', {}.0\),\)\)"),
     "could be dense": (Metres(X), r"Metres\(x=f32\[4,4\], power={}\)"),
@@ -130,7 +130,7 @@ def test_the_slot_and_both_sides_are_named(wrap, slot, program, length, name):
         vn.implicit(wrap(program))(length)
 
 
-def test_a_unit_that_is_not_the_same_is_not_taken_for_zero():
+def test_a_different_unit_raises():
     loop = lambda q: lax.fori_loop(0, 2, lambda i, c: c + q, jnp.ones(SHAPE))
     with pytest.raises((TypeError, UnitError), match=r"units differ|refuses to be dense"):
         vn.implicit(loop)(METRES)

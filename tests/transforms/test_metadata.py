@@ -1,4 +1,4 @@
-"""Loops and branches never lose or falsify what a value's metadata means."""
+"""Loops and branches never lose or change the meaning of metadata."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ KEEPING = {
 
 
 @pytest.mark.parametrize(("program", "power"), KEEPING.values(), ids=KEEPING)
-def test_metadata_that_agrees_is_kept(program, power):
+def test_equal_metadata_is_kept(program, power):
     out = vn.implicit(program)(LENGTH, FIRST)
     assert (type(out), out.power) == (Metres, power)
 
@@ -45,7 +45,7 @@ def test_a_zero_is_zero_in_any_unit(name, wrap):
     assert type(out) is Metres
 
 
-def test_a_type_without_metadata_takes_dense_arrays_in():
+def test_a_type_without_metadata_accepts_dense_arrays():
     loop = lambda x, y: jax.lax.fori_loop(0, 3, lambda i, c: c + y, x)
     out = vn.implicit(loop)(jnp.ones(3), Opaque(jnp.ones(3)))
     assert out.x.tolist() == [4, 4, 4]
@@ -59,7 +59,7 @@ def test_a_type_without_metadata_takes_dense_arrays_in():
     ],
     ids=["cond", "fori_loop"],
 )
-def test_an_array_that_is_not_zero_takes_no_unit(program):
+def test_a_nonzero_array_gets_no_unit(program):
     assert isinstance(vn.implicit(program)(LENGTH), jax.Array)
 
     class Strict(Metres):
@@ -79,13 +79,13 @@ def test_a_loop_whose_body_would_lose_a_label_is_refused():
         vn.implicit(loop)(Tagged(jnp.ones(3), "m"))
 
 
-def test_how_a_value_is_stored_may_change():
+def test_the_packing_of_a_carry_may_change():
     w = quantized("int4", 3)(jax.random.key(0))
     loop = lambda w: jax.lax.fori_loop(0, 3, lambda i, w: w.T, w)  # packed along the other axis
     assert jnp.array_equal(vn.implicit(loop)(w), vn.materialise(w).T)
 
 
-def test_an_argument_that_is_zero_is_seen_to_be_eagerly_alone():
+def test_a_zero_argument_is_recognized_only_eagerly():
     loop = lambda z, m: jax.lax.fori_loop(0, 2, lambda i, c: m, z)
     kinds = [
         type(f(z, LENGTH))
@@ -96,7 +96,7 @@ def test_an_argument_that_is_zero_is_seen_to_be_eagerly_alone():
 
 
 def of_ones(**methods):
-    """A label by its shape and dtype, if what it defines does not say otherwise."""
+    """Return ones of a new type with the given methods. The default `aval` describes its array."""
     methods.setdefault("aval", lambda self: jax.typeof(self.x))
     return type("Odd", (Opaque,), methods)(arrays.ones(3))
 
@@ -118,7 +118,7 @@ def refuse(self):
     ],
     ids=["concrete leaves", "a typo", "the leaf is something else"],
 )
-def test_a_dense_array_is_taken_for_no_type_that_cannot_say_what_it_is(value, error):
+def test_a_dense_branch_needs_a_known_type(value, error):
     choose = lambda p, d: jax.lax.cond(p, lambda d: d, lambda d: jnp.full(3, 5.0), d)
     with pytest.raises(error):
         vn.implicit(choose)(jnp.array(False), value)

@@ -1,4 +1,4 @@
-"""shard_map: values cut into blocks and put together, on a mesh of 2 x 4 devices."""
+"""shard_map: values split into blocks and joined, on a mesh of 2 x 4 devices."""
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +49,7 @@ doubled_gradient.defvjp(
 )
 
 
-# Of x [4, 8] and w [8, 8].
+# Programs of x [4, 8] and w [8, 8].
 PROGRAMS = {
     "rows of x": shard(matmul, *ROWS),
     "rows of x, unchecked": shard(matmul, *ROWS, check_vma=False),
@@ -148,7 +148,7 @@ def test_vmap_over_values(program, outside):
     assert_close(jax.jit(mapped)(X, w), matmul(X, vn.materialise(w)), TOLERANCE)
 
 
-# What goes in and comes out.
+# Inputs and results.
 
 
 @of_each_type
@@ -182,11 +182,11 @@ def test_batch_axes_are_cut_in_every_leaf():
     assert type(out) is Lora
 
 
-def test_a_type_that_is_not_batch_transparent_is_made_dense():
+def test_types_without_batch_transparency_are_materialized():
     check(shard(lambda w: w * 2, P("x"), P("x")), Normed(X), events=("shard_map",))
 
 
-def test_a_type_that_does_not_say_how_it_is_cut_is_made_dense():
+def test_types_without_a_partition_are_materialized():
     w = MAKERS["lora"](KEY, (8, 8))
     check(PROGRAMS["columns of w"], X, w, events=("shard_map",))
     check(PROGRAMS["rows of x"], X, w)
@@ -211,14 +211,14 @@ def _(w: Rescaled, **params):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_a_leaf_that_differs_between_blocks_is_not_taken_from_one_of_them(check_vma):
+def test_a_leaf_that_varies_over_blocks_is_not_replicated(check_vma):
     w = MAKE["lora"]()
     f = shard(lambda w: -w, P("x"), P("x"), check_vma=check_vma)
     check(f, Rescaled(w.w, w.a, w.b, w.scale), events=("shard_map",))
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_an_aval_that_does_not_say_along_what_it_varies(check_vma):
+def test_an_aval_without_varying_axes_works(check_vma):
     f = shard(lambda x: x, P("x"), P("x"), check_vma=check_vma)
     assert type(check(f, Stated(X))) is Stated
 
@@ -240,7 +240,7 @@ def test_a_block_of_another_shape_than_the_dense_one_is_not_used():
     check(shard(lambda c: c * 2, P("x"), P("x")), Constant(jnp.ones(()), 8), events=("shard_map",))
 
 
-def test_a_partition_that_is_not_one_is_refused():
+def test_a_wrong_partition_is_rejected():
     class Wrong(Lora):
         def partition(self, spec, shape):
             return spec

@@ -75,12 +75,12 @@ def test_device_put_in_a_program(to, name):
         assert all(leaf.devices() == devices for leaf in jax.tree.leaves(out))
 
 
-def test_partial_sums_of_leaves_are_not_those_of_the_value():
+def test_unreduced_leaves_have_no_specs():
     unreduced = P(None, None, unreduced={"x"})
     assert leaf_specs(MAKE["lora"](), unreduced, AUTO.shape, lambda size, _: size) is None
 
 
-def test_device_put_of_leaves_that_cannot_be_cut_gives_each_device_all():
+def test_device_put_replicates_leaves_it_cannot_shard():
     w = MAKERS["lora"](KEY, (8, 8))
     out = vn.implicit(lambda w: jax.device_put(w, NamedSharding(AUTO, P("x"))))(w)
     assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(out))
@@ -176,12 +176,12 @@ def test_an_explicit_mesh_without_jit(name, explicit):
     check(matmul, x, w, ways=["eager"])
 
 
-def test_reshard_makes_dense_what_cannot_be_cut(explicit):
+def test_reshard_materializes_types_it_cannot_shard(explicit):
     w = put(MAKERS["lora"](KEY, (8, 8)))
     check(lambda w: reshard(w, P("x")), w, events=("reshard",))
 
 
-def test_reshard_gives_the_type_asked_for_though_an_aval_does_not_state_it(explicit):
+def test_reshard_sets_the_sharding_that_an_aval_omits(explicit):
     out = vn.implicit(lambda x: reshard(x, P("x")))(Stated(put(X, None, "y")))
     assert jax.typeof(out).sharding.spec == P("x", None)
     assert_close(out, X)

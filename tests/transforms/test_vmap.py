@@ -1,6 +1,6 @@
-"""vmap outside, over leaves, and inside, over axes of the program.
+"""vmap outside `implicit`, over leaves, and inside, over axes of the dense array.
 
-Its places beside other transformations: matrix/test_batching.py.
+matrix/test_batching.py tests it together with other transformations.
 """
 
 import jax
@@ -40,7 +40,7 @@ def test_per_example_gradients():
     assert_close(ours, jax.vmap(jax.grad(loss), (0, None))(X, vn.materialise(w)))
 
 
-def test_from_outside_only_leading_axes_of_packed_codes_may_be_mapped():
+def test_outer_vmap_maps_only_leading_axes_of_codes():
     w = MAKERS["int4"](KEY)
     with pytest.raises(ValueError, match=r"leading axes alone|inconsistent sizes"):
         jax.vmap(vn.implicit(lambda w: w + 0), in_axes=1)(w)

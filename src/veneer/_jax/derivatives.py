@@ -56,7 +56,7 @@ class _Absent:
     """A placeholder for a class that this version of JAX does not have."""
 
 
-# Before JAX 0.12, custom_root has no primitive of its own: it is a function with a custom_jvp.
+# Before JAX 0.12, custom_root has no primitive: it is a function with a custom_jvp.
 CustomRoot: Any = getattr(solves, "CustomRoot", _Absent)
 RootLinearMap: Any = getattr(solves, "_RootLinearMap", _Absent)
 

@@ -1,4 +1,4 @@
-"""Find primitives by name, inspect and evaluate jaxprs, bind scans, and set lowering rules."""
+"""Look up primitives, inspect and evaluate jaxprs, bind scans, and set lowering rules."""
 
 import difflib
 import sys
@@ -12,14 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax._src import core, dispatch, source_info_util
-from jax._src import xla_metadata as xla_metadata  # defines a primitive that we look up by name
+from jax._src import xla_metadata as xla_metadata  # defines a primitive that we look up
 from jax._src.core import Primitive as Primitive
 from jax._src.core import jaxpr_as_fun as jaxpr_as_fun
 from jax._src.interpreters import mlir
 from jax._src.interpreters.partial_eval import convert_constvars_jaxpr
 from jax._src.lax import special
 
-# The primitives of all imported modules of JAX, by name. jax.lax lists only some of them.
+# A dict from names to the primitives of all imported modules. jax.lax lists only some of them.
 _primitives: dict[str, Primitive] = {}
 
 

@@ -167,7 +167,7 @@ _pvary_p = find_primitive("pvary")
 
 
 def vary_together(arrays: Sequence[Any]) -> list[Any]:
-    """Return the arrays with types that all vary along the union of their manual axes.
+    """Return the arrays, with each varying along all manual axes that any of them varies along.
 
     JAX does the same to the operands of its own primitives.
     """

@@ -8,10 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
-from .._core.event import (
-    BEFORE_CALL,
-    Event,
-)
+from .._core.event import BEFORE_CALL, Event
 from .tables import short_size_of, size_of
 
 _INTERMEDIATES = "intermediates"  # the name of the group of events without a weight
@@ -50,7 +47,7 @@ class EventGroup(NamedTuple):
 
     @property
     def materialized(self) -> str:
-        """A text with the number of materialized bytes, or "" if there are none."""
+        """A text with the number of materialized bytes, or "" for zero bytes."""
         nbytes = sum(row.nbytes for row in self.rows)
         dense = [row.event for row in self.rows if row.event.made_dense]
         small = ", too small for a kernel" if all(event.no_kernel for event in dense) else ""

@@ -33,7 +33,7 @@ def text_table(
     *,
     may_stack: bool = False,
 ) -> str:
-    """Return a table as lines of text that fit the terminal. Texts are wrapped, never cut.
+    """Return a table as lines of text that fit the terminal. Texts are wrapped.
 
     Numbers are not wrapped. With `may_stack`, a table that is too wide has the first cell of each
     row on a line of its own, above the other cells.

@@ -1,4 +1,4 @@
-"""Where a program ends: at the host, at other devices, in a file. One cell of each.
+"""The boundaries of a program: the host, other devices and files. One cell for each.
 
 See also test_callbacks.py, test_shard_map.py, test_sharding.py and test_export.py.
 """

@@ -1,4 +1,4 @@
-"""scan, while, fori, cond, switch, map, associative_scan: the value at each place in them."""
+"""Values in each position of scan, while, fori, cond, switch, map and associative_scan."""
 
 import jax
 import jax.numpy as jnp
@@ -135,7 +135,7 @@ def until(m):
 
 
 def until_large(m):
-    """A while loop that ends by what it computes."""
+    """Return a while loop whose condition depends on the computed value."""
     grow = lambda c, w: lambda s: s + c + m.step(c, w) * 0
     return lambda c, w: lax.while_loop(lambda s: (s / c).max() < 3, grow(c, w), c)
 

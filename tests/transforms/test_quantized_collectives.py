@@ -1,4 +1,4 @@
-"""Collectives that send dense arrays quantised, over 8 devices, held to those of JAX."""
+"""Collectives that quantize dense arrays to send them, compared with those in JAX."""
 
 import re
 
@@ -74,7 +74,7 @@ def over_blocks(f, check_vma=True, mesh=LINE, specs=None):
 @of_each
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("qtype", ERRORS)
-def test_sums_and_gathers_are_the_exact_ones_within_the_error_of_the_format(name, check_vma, qtype):
+def test_results_are_within_the_error_of_the_format(name, check_vma, qtype):
     ours, exact = EACH[name]
     found = over_blocks(lambda x: ours(x, qtype), check_vma)(X)
     expected = over_blocks(exact, check_vma)(X)
@@ -86,14 +86,14 @@ def test_sums_and_gathers_are_the_exact_ones_within_the_error_of_the_format(name
     assert 0 < error <= ERRORS[qtype] * (sent + again)
 
 
-def test_a_sum_is_that_of_what_devices_are_sent_sent_on():
-    """By hand, on one device."""
-    x = X[:, :, :64]  # of 2,560 values: 20 tiles, of which 4 are nothing
+def test_a_sum_is_quantized_before_and_after_adding():
+    """Compute the same sum by hand on one device."""
+    x = X[:, :, :64]  # 2,560 values: 20 tiles, padded to 24
     rounded = lambda x: stored_in_cache(x, "int8", (0, 1), {2: 128}).dequantize()
     tiles = jnp.pad(x.reshape(8, 20, 128), [(0, 0), (0, 4), (0, 0)])
     expected = rounded(rounded(tiles).sum(0)[None])[0, :20].reshape(x.shape[1:])
     found = over_blocks(lambda x: psum(x, "i"))(x)
-    wrong = abs(found - expected) > 1e-5  # what lies between two codes may go to either
+    wrong = abs(found - expected) > 1e-5  # a value between two codes may be rounded to either
     assert wrong.mean() < 2e-3
     assert abs(found - expected).max() < 1.01 * abs(expected).max() / 127
 
@@ -106,7 +106,7 @@ def test_all_devices_have_the_same(name, key):
         np.testing.assert_array_equal(found[i], found[0])
 
 
-def test_of_a_sum_all_devices_are_known_to_have_the_same():
+def test_a_sum_does_not_vary_over_devices():
     f = lambda x, e: psum(x[0], "i", error=e[0])[0]
     jax.shard_map(f, mesh=LINE, in_specs=(P("i"), P("i")), out_specs=P())(X, X)
 
@@ -130,7 +130,7 @@ def test_int4_takes_an_eighth():
 
 @of_each
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_gradients_are_those_of_the_exact_collectives(name, check_vma):
+def test_gradients_agree_with_exact_collectives(name, check_vma):
     ours, exact = EACH[name]
     weights = jax.random.normal(jax.random.key(1), (8, 32, 112))
     x = X[:, :32]
@@ -142,7 +142,7 @@ def test_gradients_are_those_of_the_exact_collectives(name, check_vma):
     found, expected = grad_of(ours)(weights, x), grad_of(exact)(weights, x)
     assert np.linalg.norm(found - expected) < 0.08 * np.linalg.norm(expected)
     if check_vma and name == "psum":
-        return  # of cotangents that all devices have, nothing is sent
+        return  # replicated cotangents are not sent
     text = grad_of(ours).lower(weights, x).compile().as_text()
     assert bytes_received(grad_of(ours), weights, x) < 0.3 * bytes_received(
         grad_of(exact), weights, x
@@ -150,7 +150,7 @@ def test_gradients_are_those_of_the_exact_collectives(name, check_vma):
     assert not re.search(r"f32\[[\d,]*\d{4,}\S* (all-reduce|reduce-scatter)\(", text)
 
 
-def test_a_layer_is_gathered_again_in_the_backward_pass_and_its_gradient_scattered():
+def test_zero_plus_plus_gathers_again_and_scatters_gradients():
     """ZeRO++: both in int8, within a scan and a checkpoint."""
     w = jax.random.normal(KEY, (3, 64, 64)) / 8
     x = jax.random.normal(KEY, (16, 64))
@@ -183,11 +183,11 @@ def test_there_is_a_derivative_of_the_second_order():
     assert np.linalg.norm(found - expected) < 0.1 * np.linalg.norm(expected)
 
 
-# At random, and with what was lost.
+# Stochastic rounding, and error feedback.
 
 
 @pytest.mark.parametrize("name", EACH)
-def test_at_random_results_are_right_on_average_and_devices_round_for_themselves(name):
+def test_stochastic_rounding_is_unbiased_and_independent(name):
     ours, exact = EACH[name]
     same = jnp.broadcast_to(X[:1], X.shape)
     by_keys = lambda x, keys: lax.map(lambda key: ours(x, "int4", key=key), keys)
@@ -197,14 +197,14 @@ def test_at_random_results_are_right_on_average_and_devices_round_for_themselves
     expected = over_blocks(exact)(same)
     nearest = over_blocks(lambda x: ours(x, "int4"))(same) - expected
     assert abs((found - expected).mean(0)).mean() < 0.3 * abs(nearest).mean()
-    if "scatter" in name:  # rounded to nearest, all make the same error: eight times that of one
+    if "scatter" in name:  # rounding to nearest makes the same error on all eight devices
         assert (found - expected).std() < 0.6 * nearest.std()
 
 
 @pytest.mark.parametrize("name", ["psum", "psum_scatter", "psum_scatter, an axis less"])
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_with_what_was_lost_nothing_is(name, check_vma):
-    """The sum of what was given is that of what came, but for the errors that are left."""
+def test_error_feedback_keeps_the_sum(name, check_vma):
+    """The sum of all results and the remaining errors equals the sum of all inputs."""
     ours, exact = EACH[name]
     shaped = lambda e: e.reshape(4, 8, -1) if "less" in name else e
     run = over_blocks(lambda x, e: ours(x, "int4", error=shaped(e)), check_vma)
@@ -222,7 +222,7 @@ def test_with_what_was_lost_nothing_is(name, check_vma):
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["int8", "int4, with what was lost"])
 def test_a_decoder_learns_as_by_exact_sums(how):
-    """By fewer steps than in benchmarks/scale.py, when the loss still falls."""
+    """Run fewer steps than benchmarks/scale.py, while the loss still falls."""
     exact, dense = data_parallel("f32", 40)
     loss, received = data_parallel(how, 40)
     assert exact < 3.6  # of log(64) = 4.16
@@ -230,10 +230,10 @@ def test_a_decoder_learns_as_by_exact_sums(how):
     assert received < 0.27 * dense
 
 
-# What it composes with.
+# Trees, implicit operands and large arrays.
 
 
-def test_trees_and_what_is_too_small_to_quantise():
+def test_trees_and_arrays_too_small_to_quantize():
     tree = {"w": X, "bias": X[:, 0, :4], "one": X[:, 0, 0]}
     exact = over_blocks(lambda x: lax.psum(x, "i"))(tree)
     zeros = jax.tree.map(jnp.zeros_like, tree)
@@ -286,7 +286,7 @@ def test_a_value_with_nan_is_seen_by_all():
     assert jnp.isnan(found[0]).sum() == 128  # its tile
 
 
-def test_an_implicit_operand_is_made_dense():
+def test_implicit_operands_are_materialized():
     q = vn.quant.quantize(X, "nf4", channelwise_axes=(0, 2), tiled_axes={1: 40})
     program = over_blocks(lambda x: psum(x, "i"))
     np.testing.assert_allclose(
@@ -296,7 +296,7 @@ def test_an_implicit_operand_is_made_dense():
     np.testing.assert_array_equal(gather(X), over_blocks(lambda x: EACH["all_gather"][0](x))(X))
 
 
-# What is refused.
+# Errors.
 
 REFUSED = {
     "a value": (
@@ -351,7 +351,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("program", "error", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_is_refused(program, error, message):
+def test_wrong_arguments_are_rejected(program, error, message):
     with pytest.raises(error, match=message):
         over_blocks(program)(X)
 
@@ -359,7 +359,7 @@ def test_what_is_refused(program, error, message):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("qtype", ["int8", "uint8"])
 def test_large_arrays_are_sent_from_within_a_shard_map(qtype, dtype):
-    """Outside a shard_map, XLA quantizes so many values in chunks on CPUs."""
+    """Outside a shard_map, this many values are quantized in chunks on CPU."""
     x = jnp.broadcast_to(jnp.arange(2**21, dtype=dtype) / 2**21, (8, 2**21))
     total = over_blocks(lambda x: psum(x, "i", qtype))(x)
     np.testing.assert_allclose(total[0, ::4096], 8 * x[0, ::4096], atol=0.1)
