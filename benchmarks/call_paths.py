@@ -15,7 +15,6 @@ import numpy as np
 from measure import markdown_table, parser
 
 import veneer as vn
-from veneer.demo.programs import program
 
 PACKAGE = Path(vn.__file__).parent
 
@@ -61,7 +60,7 @@ PROGRAMS = {
 }
 
 
-def steps(journey: Callable[[], object]) -> list[str]:
+def steps(program: Callable[[], object]) -> list[str]:
     """Return the functions of veneer that a call runs, as `file:function`, by first call."""
     seen: dict[str, None] = {}
 
@@ -82,7 +81,7 @@ def steps(journey: Callable[[], object]) -> list[str]:
 
 def steps_of_cached(name: str) -> list[str]:
     """Return the steps of a call path in a process that finds its kernels compiled."""
-    command = [sys.executable, __file__, "--journey", name]
+    command = [sys.executable, __file__, "--program", name]
     for _ in range(2):
         run = subprocess.run(command, capture_output=True, text=True, check=True)
     return run.stdout.split("\n")[:-1]
@@ -94,14 +93,14 @@ def files(steps: list[str]) -> list[str]:
 
 if __name__ == "__main__":
     options = parser(__doc__)
-    options.add_argument("--journey", help="print only the steps of this call path")
+    options.add_argument("--program", help="print only the steps of this call path")
     options.add_argument("--steps", action="store_true", help="print the steps of all call paths")
     arguments = options.parse_args()
     if arguments.program:
         print(*steps(PROGRAMS[arguments.program]()), sep="\n")
         sys.exit()
     rows = []
-    for name in JOURNEYS:
+    for name in PROGRAMS:
         path = steps_of_cached(name)
         rows.append([f"`{name}`", str(len(files(path))), str(len(path))])
         if arguments.steps:

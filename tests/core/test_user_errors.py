@@ -463,7 +463,7 @@ def test_implicit_as_a_decorator_with_arguments():
         """Compute something."""
         return jnp.cosh(w) + x
 
-    assert model.__doc__ == "What it does."
+    assert model.__doc__ == "Compute something."
     with pytest.raises(vn.MaterialiseError, match="cosh"):
         model(typed(), 1.0)
     with pytest.raises((ValueError, TypeCheckError), match=r"on_materialise must be|eror"):

@@ -43,7 +43,7 @@ class GradientAxes(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Product:
+class TrainingProduct:
     """A product primitive with its parameters. Operand 0 is the left one, operand 1 the right one.
 
     `params` are the parameters of the primitive, as pairs, so that a product is hashable.
@@ -109,7 +109,7 @@ class Product:
         raise NotImplementedError
 
 
-class _DotProduct(Product):
+class _DotProduct(TrainingProduct):
     """A `dot_general`. The gradient of an operand contracts the free axes of the other one."""
 
     primitive = "dot_general"
@@ -152,7 +152,7 @@ class _DotProduct(Product):
         return lax.transpose(out, sorted(range(len(labels)), key=labels.__getitem__))
 
 
-class _Convolution(Product):
+class _Convolution(TrainingProduct):
     """A `conv_general_dilated` of images with a kernel.
 
     Both gradients are convolutions. The gradient of the images convolves the dilated gradient of
@@ -237,7 +237,7 @@ class _Convolution(Product):
         return padding
 
 
-class _RaggedDot(Product):
+class _RaggedDot(TrainingProduct):
     """A `ragged_dot_general`. Quantized operands are materialized."""
 
     primitive = "ragged_dot_general"
@@ -270,7 +270,7 @@ class _RaggedDot(Product):
         return GradientAxes(of_gradient, free[1 - side], {})
 
 
-PRODUCTS: dict[str, type[Product]] = {
+PRODUCTS: dict[str, type[TrainingProduct]] = {
     of.primitive: of for of in (_DotProduct, _Convolution, _RaggedDot)
 }
 

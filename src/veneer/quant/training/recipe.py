@@ -28,7 +28,7 @@ from ..formats import get_format
 from ..formats.tiles import over_tiles
 from .backward import BackwardProduct
 from .fake_quantized import FakeQuantized
-from .products import Product
+from .products import TrainingProduct
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class TrainingRecipe:
     - `backward`: the options of the two products that give the gradients of the operands.
     """
 
-    product: Product
+    product: TrainingProduct
     operands: tuple[OperandRecipe, OperandRecipe]
     backward: tuple[BackwardProduct, BackwardProduct]
 
@@ -172,7 +172,7 @@ def _forward(
 
 
 def _fits_gradient(
-    q: jax.Array | QArray, product: Product, side: int, lhs: jax.Array, rhs: jax.Array
+    q: jax.Array | QArray, product: TrainingProduct, side: int, lhs: jax.Array, rhs: jax.Array
 ) -> bool:
     """Return whether the gradient of the other operand can use an operand as quantized forward."""
     if not product.has_gradients_on_codes:
