@@ -11,14 +11,14 @@ from support import arrays
 from support.arrays import normal
 
 import veneer as vn
-from veneer._core.primitives.dimension_numbers import DotDimensionNumbers
 from veneer.kernels import select
 from veneer.quant import FORMATS, QArray, quantize
-from veneer.quant.ops.by_xla import by_scaled_matmul
-from veneer.quant.ops.dot_general import WAYS, WAYS_BY_XLA
-from veneer.quant.ops.product import DotParams
+from veneer.quant.ops.by_kernel import plan_kernel
+from veneer.quant.ops.by_xla import XLA_STRATEGIES, plan_scaled_matmul, plan_without_minimum
+from veneer.quant.ops.dot_general import STRATEGIES
+from veneer.quant.ops.product import Product
 
-MATMUL = DotParams(DotDimensionNumbers.of((([1], [0]), ([], []))))
+MATMUL = (([1], [0]), ([], []))
 ITEMSIZE = {"f16": 2, "bf16": 2, "f32": 4, "f64": 8}
 
 
@@ -51,35 +51,39 @@ def operands_in(qtype, dtype=jnp.float32):
         yield rows, quantize(w, qtype, channelwise_axes=[1])
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy.__name__)
 @pytest.mark.parametrize("qtype", FORMATS)
-def test_a_plan_counts_the_floats_that_are_in_memory(qtype, way):
+def test_a_plan_counts_the_floats_that_are_in_memory(qtype, strategy):
     for lhs, rhs in operands_in(qtype):
-        plan = way(lhs, rhs, MATMUL)
+        plan = strategy(Product.create(lhs, rhs, MATMUL))
         if plan is not None:
-            nbytes = dense_nbytes(lambda lhs, rhs: way(lhs, rhs, MATMUL)(), lhs, rhs)
-            assert plan.dense_nbytes == nbytes, plan.how
+            compute = lambda lhs, rhs: strategy(Product.create(lhs, rhs, MATMUL))()
+            nbytes = dense_nbytes(compute, lhs, rhs)
+            assert sum(plan.dense) == nbytes, plan.how
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_a_plan_of_16_bits_says_whether_there_are_floats(way, dtype):
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy.__name__)
+def test_a_plan_of_16_bits_says_whether_there_are_floats(strategy, dtype):
     for lhs, rhs in operands_in("int8", dtype):
-        plan = way(lhs, rhs, MATMUL)
+        plan = strategy(Product.create(lhs, rhs, MATMUL))
         if plan is not None:  # a CPU may multiply them in f32, and hold these
-            nbytes = dense_nbytes(lambda lhs, rhs: way(lhs, rhs, MATMUL)(), lhs, rhs)
-            assert plan.dense_nbytes in (nbytes, nbytes // 2), plan.how
+            compute = lambda lhs, rhs: strategy(Product.create(lhs, rhs, MATMUL))()
+            nbytes = dense_nbytes(compute, lhs, rhs)
+            assert sum(plan.dense) in (nbytes, nbytes // 2), plan.how
 
 
 def test_the_operands_above_go_every_way():
-    left = {*WAYS_BY_XLA} - {by_scaled_matmul}  # runs on Blackwell GPUs only
+    # One runs on Blackwell GPUs only. The other needs operands with minima.
+    unused = {plan_kernel, *XLA_STRATEGIES} - {plan_scaled_matmul, plan_without_minimum}
     with select.use("auto"):
         for qtype in FORMATS:
             for lhs, rhs in operands_in(qtype):
-                left = {way for way in left if way(lhs, rhs, MATMUL) is None}
-            if not left:
+                product = Product.create(lhs, rhs, MATMUL)
+                unused = {strategy for strategy in unused if strategy(product) is None}
+            if not unused:
                 break
-    assert not left
+    assert not unused
 
 
 # What a user is told.

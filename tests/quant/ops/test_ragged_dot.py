@@ -300,7 +300,7 @@ def test_other_platforms_than_a_cpu_give_the_same(qtype, monkeypatch):
     x, w = normal(M, K), experts(qtype)
     monkeypatch.setattr(lax, "platform_dependent", lambda *args, cpu, default: default(*args))
     params = {"dimension_numbers": module._MATRICES, "precision": None}
-    y = module._of_groups.__wrapped__(x, w, jnp.array(SIZES), **params, out_dtype=x.dtype)
+    y = module._multiply_groups.__wrapped__(x, w, jnp.array(SIZES), **params, out_dtype=x.dtype)
     assert_agrees(y, (x, w), SIZES)
 
 

@@ -14,10 +14,9 @@ from jax import lax
 from support.arrays import normal
 
 import veneer as vn
-from veneer._core.primitives.dimension_numbers import DotDimensionNumbers
 from veneer.quant import quantize
 from veneer.quant.ops import by_xla
-from veneer.quant.ops.product import DotParams
+from veneer.quant.ops.product import Product
 
 HOW = "jax.nn.scaled_matmul of codes and scales"
 
@@ -77,8 +76,8 @@ def test_products_agree_with_the_dense_arrays(name):
         for seed, (shape, axis, qtype) in enumerate(zip(shapes, contracted, qtypes, strict=True))
     )
     numbers = (tuple((axis,) for axis in contracted), batch)
-    params = DotParams(DotDimensionNumbers.of(numbers))
-    actual = jax.jit(functools.partial(by_xla.product_by_scaled_matmul, params=params))(lhs, rhs)
+    product = lambda lhs, rhs: by_xla.multiply_block_scaled(Product.create(lhs, rhs, numbers))
+    actual = jax.jit(product)(lhs, rhs)
     expected = lax.dot_general(lhs.dequantize(), rhs.dequantize(), numbers)
     assert actual.dtype == expected.dtype
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
@@ -89,8 +88,8 @@ def test_products_agree_with_the_dense_arrays(name):
 def test_vmap_folds_the_mapped_axis_into_the_batch(in_axes):
     lhs = operand(*(3, 5, 64)[in_axes[0] is None :], axis=2 - (in_axes[0] is None))
     rhs = operand(*(64, 7, 3)[: 2 + (in_axes[1] is not None)], axis=0, seed=1)
-    params = DotParams(DotDimensionNumbers.of((((1,), (0,)), ((), ()))))
-    product = functools.partial(by_xla.product_by_scaled_matmul, params=params)
+    numbers = (((1,), (0,)), ((), ()))
+    product = lambda lhs, rhs: by_xla.multiply_block_scaled(Product.create(lhs, rhs, numbers))
     # Outside `implicit`, `vmap` maps each leaf along the same axis number.
     actual = jax.jit(jax.vmap(product, in_axes))(lhs, rhs)
     expected = jax.vmap(jnp.matmul, in_axes)(lhs.dequantize(), rhs.dequantize())
@@ -169,6 +168,5 @@ def test_only_blackwell_gpus_multiply_block_scales(capability, expected, monkeyp
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="JAX has it on GPUs alone")
 def test_scaled_matmul_agrees_with_the_dense_product():
     x, w = operand(5, 64, axis=1), operand(64, 7, axis=0, seed=1)
-    params = DotParams(DotDimensionNumbers.of((((1,), (0,)), ((), ()))))
-    actual = by_xla.product_by_scaled_matmul(x, w, params)
+    actual = by_xla.multiply_block_scaled(Product.create(x, w, (((1,), (0,)), ((), ()))))
     np.testing.assert_allclose(actual, x.dequantize() @ w.dequantize(), rtol=1e-5, atol=1e-5)

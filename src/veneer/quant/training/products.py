@@ -20,7 +20,7 @@ from ..._core.primitives.scopes import may_be_tangents
 from ..._core.rules import register
 from ..._jax.primitives import find_primitive
 from ..conversion.fake_quantize import fake_quantize
-from ..ops.product import Plan, carry_out
+from ..ops.product import Plan, execute
 from .convolution import ConvolutionRecipe, quantized_convolution
 from .dot_general import DotRecipe, quantized_dot_general
 from .fake_quantized import FakeQuantized
@@ -93,7 +93,7 @@ def _fake_product(
         return product(x, w.materialise())
 
     how = f"quantized {operands}, in floating point"
-    return carry_out(Plan(how, compute, (x, w.changed(key=None))))
+    return execute(Plan(how, compute, (x, w.changed(key=None))))
 
 
 @register("conv_general_dilated")
