@@ -39,7 +39,7 @@ def test_a_product_reaches_its_kernel_in_25_functions():
     with kernels.use("auto"):
         jax.jit(program)(w, jnp.ones((4, 512)))  # compiles the kernel
         functions = called_functions(lambda: jax.jit(program)(w, jnp.ones((8, 512))))
-    # Lambdas and properties count. Functions that ran before the rule, such as `QArray.aval`, do
-    # not: a reader has seen them.
+    # Lambdas and properties count. Functions that also ran before the rule, such as `QArray.aval`,
+    # do not count, because a reader has seen them.
     path = functions[functions.index(RULE) : functions.index(KERNEL) + 1]
     assert len(path) <= 25, "\n".join(path)

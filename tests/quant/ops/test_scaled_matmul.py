@@ -22,7 +22,7 @@ HOW = "jax.nn.scaled_matmul of codes and scales"
 
 
 def defined(lhs, rhs, lhs_scales, rhs_scales, preferred_element_type=jnp.float32):
-    """Return what `jax.nn.scaled_matmul` is defined to give. JAX 0.10.2 has none on CPUs."""
+    """Compute `jax.nn.scaled_matmul` from its definition. JAX 0.10.2 has none on CPUs."""
     widen = lambda x, scales: (
         x.astype(jnp.float32)
         * jnp.repeat(scales.astype(jnp.float32), x.shape[-1] // scales.shape[-1], axis=-1)
@@ -117,7 +117,7 @@ def test_only_cuda_programs_call_scaled_matmul():
 
 
 @pytest.mark.usefixtures("blackwell")
-def test_derivatives_are_those_of_the_other_strategies():
+def test_derivatives_agree_with_the_other_strategies():
     x, w = normal(5, 64), operand(64, 7, axis=0, seed=1)
     rules = [vn.quant.Rule(".*", "mxfp8", act_qtype="mxfp8", tile_axis=0)]
     model = lambda w, x: (x @ w) ** 2
@@ -128,7 +128,7 @@ def test_derivatives_are_those_of_the_other_strategies():
     by_xla.has_block_scaled_matmul = lambda: False
     without = jax.value_and_grad(loss)(x)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), with_it, without)
-    # By the scale alone, which is a leaf.
+    # Derivatives by the scale, which is a leaf.
     y = lambda scale: vn.quant.dot(operand(5, 64, axis=1), w.replace(scale=scale)).sum()
     assert jnp.isfinite(jax.grad(y)(w.scales())).all()
 
@@ -147,7 +147,7 @@ def test_derivatives_are_those_of_the_other_strategies():
         (lambda: operand(5, 64, axis=1), lambda: operand(64, 7, axis=0, qtype="int8")),
     ],
 )
-def test_other_operands_take_other_strategies(lhs, rhs):
+def test_other_operands_use_other_strategies(lhs, rhs):
     x, w = lhs(), rhs()
     assert HOW not in how(vn.quant.dot, x, w)
     expected = jnp.dot(*map(vn.materialise, (x, w)))
