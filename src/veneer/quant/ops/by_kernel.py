@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -56,11 +56,10 @@ def plan_kernel(product: Product) -> Plan | None:
         if 0 in shape or not select.may_serve(math.prod(shape) // batch, batch):
             continue
         is_quantized = isinstance(x, QArray)
-        for activations in (
-            _quantized_activations(product, side) if is_quantized else [Activations(x)]
-        ):
-            plan = _plan_matmul(product, side, activations)
-            if plan is not None and is_quantized and activations.scale is None:
+        candidates = _quantized_activations(product, side) if is_quantized else [(x, None)]
+        for values, scale in candidates:
+            plan = _plan_matmul(product, side, values, scale)
+            if plan is not None and is_quantized and scale is None:
                 (nbytes,) = dense_nbytes(x)
                 return dataclasses.replace(plan, dense=(nbytes, 0) if side else (0, nbytes))
             if plan is not None:
@@ -169,25 +168,14 @@ def describe_small_operand(product: Product) -> str:
 # Activations.
 
 
-class Activations(NamedTuple):
-    """The activations of a product, as kernels read them: floats, or int8 codes with scales.
-
-    **Arguments:**
-
-    - `values`: the floats or codes, with the axes of the operand.
-    - `scale`: the scale of codes, in f32. Along contracted axes it has size 1, or the number of
-      scales of the weight. None for floats.
-    """
-
-    values: jax.Array
-    scale: jax.Array | None = None
-
-
-def _quantized_activations(product: Product, side: int) -> Iterator[Activations]:
+def _quantized_activations(
+    product: Product, side: int
+) -> Iterator[tuple[jax.Array, jax.Array | None]]:
     """Yield the forms in which a kernel may read activations that are a QArray, best first.
 
-    If XLA multiplies the codes of both operands, activations are not dequantized for a kernel. The
-    exception are weights in bit planes, which XLA reads slowly.
+    Each is an array and its scale, as in `_plan_matmul`. If XLA multiplies the codes of both
+    operands, activations are not dequantized for a kernel. The exception are weights in bit planes,
+    which XLA reads slowly.
     """
     x: Any
     q: Any
@@ -199,7 +187,9 @@ def _quantized_activations(product: Product, side: int) -> Iterator[Activations]
     is_tiled = len(contracted) == 1 and tiles[0] % max(1, scales[0]) == 0
     has_rows = (
         q.format.is_integer
-        and (x.qtype, x.zero_point, x.minimum) == ("int8", None, None)
+        and x.qtype == "int8"
+        and x.zero_point is None
+        and x.minimum is None
         and x.scale.dtype != jnp.float64
         and (is_tiled or all(count == 1 for count in scales))
     )
@@ -208,10 +198,10 @@ def _quantized_activations(product: Product, side: int) -> Iterator[Activations]
         for axis, count in zip(contracted, tiles, strict=True):
             shape[axis] = 1 if x.scale.shape[axis] == 1 else count
         scale = over_tiles(jnp.multiply, jnp.ones(shape, jnp.float32), x.scales())
-        yield Activations(x.codes(), scale)
+        yield x.codes(), scale
     are_multiplied = has_rows or multiplied_codes(product) is not None
     if not are_multiplied or q.format.bits in PLANE_BITS.values():
-        yield Activations(x.dequantize())
+        yield x.dequantize(), None
 
 
 # The call of a kernel.
@@ -243,10 +233,18 @@ def codes_of(qtype: str, has_zero_point: bool) -> tuple[Codes, int] | None:
     return Codes(bits, values=tuple(value - center for value in values)), center
 
 
-def _plan_matmul(product: Product, side: int, x: Activations) -> Plan | None:
-    """Plan the kernel call for a weight, the operand `side`, and its activations."""
-    dtype = x.values.dtype
-    if x.scale is None and (dtype != product.dtypes[side] or dtype not in _DTYPES):
+def _plan_matmul(
+    product: Product, side: int, x: jax.Array, x_scale: jax.Array | None
+) -> Plan | None:
+    """Plan the kernel call for a weight, the operand `side`, and its activations.
+
+    **Arguments:**
+
+    - `x`: the activations, floats or int8 codes, with the axes of the operand.
+    - `x_scale`: the scale of codes, in f32. Along contracted axes it has size 1, or the number of
+      scales of the weight. None for floats.
+    """
+    if x_scale is None and (x.dtype != product.dtypes[side] or x.dtype not in _DTYPES):
         return None
     q: Any = product.operands[side]
     shape = product.shapes[side]
@@ -265,24 +263,15 @@ def _plan_matmul(product: Product, side: int, x: Activations) -> Plan | None:
     codes = None if matrix is None else codes_of(matrix.qtype, q.zero_point is not None)
     if matrix is None or codes is None:
         return None
-    if matrix.minimum is not None and matrix.minimum.shape != matrix.scale.shape:
+    operands = matrix.operands
+    if operands.minimum is not None and operands.minimum.shape != operands.scale.shape:
         return None
-    if matrix.packed.ndim > 3 and x.scale is not None:
-        return None
-    x_scale = None
-    if x.scale is not None:
-        x_scale = _as_rows(x.scale, x_batch, x_contracted)
+    if x_scale is not None:
+        if operands.packed.ndim > 3:
+            return None
+        x_scale = _as_rows(x_scale, x_batch, x_contracted)
         x_scale = x_scale[..., 0] if x_scale.shape[2] == 1 else x_scale
-    operands = MatmulOperands(
-        _as_rows(x.values, x_batch, x_contracted),
-        matrix.packed,
-        matrix.scale,
-        matrix.zero_point,
-        x_scale,
-        matrix.minimum,
-        matrix.outer_scale,
-        matrix.outer_minimum,
-    )
+    operands = operands._replace(x=_as_rows(x, x_batch, x_contracted), x_scale=x_scale)
     problem = MatmulProblem(
         codes[0],
         matrix.columns,
@@ -301,10 +290,10 @@ def _plan_matmul(product: Product, side: int, x: Activations) -> Plan | None:
         out = matmul(MatmulOperands(*arrays), problem)
         # The result has the batch axes as the stored weight has them, the free axes of x and those
         # of the stored weight.
-        x_free = [i for i in range(x.values.ndim) if i not in (*x_batch, *x_contracted)]
+        x_free = [i for i in range(x.ndim) if i not in (*x_batch, *x_contracted)]
         q_free = [i for i in range(len(shape)) if i not in (*q_batch, *q_contracted)]
         sizes = [shape[i] for i in q_batch]
-        sizes += [x.values.shape[i] for i in x_free] + [shape[i] for i in q_free]
+        sizes += [x.shape[i] for i in x_free] + [shape[i] for i in q_free]
         order = [q_batch.index(stored[i]) for i in product.dimension_numbers.batch[side]]
         x_order = [len(q_batch) + i for i in range(len(x_free))]
         q_start = len(q_batch) + len(x_free)

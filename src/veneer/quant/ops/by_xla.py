@@ -133,7 +133,12 @@ def plan_dense(product: Product) -> Plan:
         how += ", precision fixes the dtypes"
     elif product.out_dtype in QUANTIZABLE and product.terms != 0:
         how += f", lhs is {lhs.dtype.name} and rhs {rhs.dtype.name}"
-    return Plan(how, _multiply_dense, (product,), dense_nbytes(lhs, rhs))
+
+    def multiply(product: Product) -> jax.Array:
+        lhs, rhs = map(dequantized, product.operands)
+        return product.dot(lhs, rhs, product.preferred_element_type)
+
+    return Plan(how, multiply, (product,), dense_nbytes(lhs, rhs))
 
 
 #: In order of preference. The last one supports all products.
@@ -260,11 +265,6 @@ def _(size: int, are_batched: list[bool], *operands: jax.Array) -> tuple[jax.Arr
     ]
     out = _scaled_matmul(*(x.reshape(-1, *x.shape[2:]) for x in stacked))
     return out.reshape(size, -1, *out.shape[1:]), True
-
-
-def _multiply_dense(product: Product) -> jax.Array:
-    lhs, rhs = map(dequantized, product.operands)
-    return product.dot(lhs, rhs, product.preferred_element_type)
 
 
 def _multiply_values(product: Product, are_scaled_after: tuple[bool, ...]) -> jax.Array:

@@ -11,7 +11,7 @@ its own group.
 """
 
 import functools
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,15 +21,13 @@ from jax.typing import DTypeLike
 from ..._core.primitives.dimension_numbers import DotDimensionNumbers, without
 from ..arrays.qarray import QArray
 from .dot_general import STRATEGIES, dot_general
+from .operands import unpack_codes
 from .product import Operand, Product, first_plan
 
 # With fewer rows, XLA takes as long. With more rows, the time to dequantize the matrix for each
 # tile is a small part of the total.
 _LEAST_ROWS = 8
 _MOST_ROWS = 256
-
-
-_Operand = TypeVar("_Operand", bound=Operand)
 
 
 class GroupedDotParams(NamedTuple):
@@ -222,11 +220,10 @@ def _cut_rows(group_sizes: jax.Array, rows: int, count: int) -> _RowTiles:
 # Leaves of operands. For a dense array, the only leaf is the array.
 
 
-def _unpack_before(x: _Operand, axis: int) -> _Operand:
+def _unpack_before(x: Any, axis: int) -> Any:
     """Return `x` with one code per byte, unless it is packed along an axis after `axis`."""
-    if not isinstance(x, QArray) or x.packing is None or x.packing.axis + x.ndim > axis:
-        return x
-    return x.replace(packed=x.format.to_fields(x.codes()), packing=None)  # type: ignore[return-value]
+    is_packed = isinstance(x, QArray) and x.packing and x.packing.axis + x.ndim <= axis
+    return unpack_codes(x) if is_packed else x
 
 
 def _take(x: Operand, axis: int, index: jax.Array, first: int = 0) -> list[jax.Array]:

@@ -67,6 +67,11 @@ def has_minimum(x: jax.Array | QArray) -> bool:
     return isinstance(x, QArray) and x.minimum is not None
 
 
+def unpack_codes(q: QArray) -> QArray:
+    """Return the same array with one code per byte."""
+    return q.replace(packed=q.format.to_fields(q.codes()), packing=None)
+
+
 def dequantized(x: jax.Array | QArray) -> jax.Array:
     """Return the dense array of an operand."""
     return x.dequantize() if isinstance(x, QArray) else x

@@ -198,15 +198,21 @@ def _multiply_groups(
         wide = out_dtype
         if {lhs.dtype, rhs.dtype, out_dtype} <= set(QUANTIZABLE) and not fixes_dtypes(precision):
             # CPUs multiply f32 several times faster than floats of 16 bits.
-            wide = functools.reduce(
-                jnp.promote_types, (lhs.dtype, rhs.dtype, accumulator(out_dtype))
+            dtypes = lhs.dtype, rhs.dtype, accumulator(out_dtype)
+            wide = functools.reduce(jnp.promote_types, dtypes)
+            lhs, rhs = (
+                x.replace(dense_dtype=wide) if isinstance(x, QArray) else x.astype(wide)
+                for x in (lhs, rhs)
             )
-            lhs, rhs = (_as_dtype(x, wide) for x in (lhs, rhs))
         wide_params = params._replace(preferred_element_type=wide)
         return multiply_groups(lhs, rhs, group_sizes, wide_params).astype(out_dtype)
 
     def multiply_dense(lhs: Any, rhs: Any, group_sizes: Any) -> jax.Array:
-        lhs, rhs, group_sizes = _batch_together(dequantized(lhs), dequantized(rhs), group_sizes)
+        # JAX 0.10 to 0.12 batch `ragged_dot_general` only if all operands are batched. Here each
+        # operand depends on all, so that `vmap` batches all of them.
+        arrays = dequantized(lhs), dequantized(rhs), group_sizes
+        false = functools.reduce(jnp.logical_or, [x.ravel()[:1].any() for x in arrays]) & False
+        lhs, rhs, group_sizes = [jnp.where(false, jnp.zeros_like(x), x) for x in arrays]
         return lax.ragged_dot_general(
             lhs,
             rhs,
@@ -222,19 +228,6 @@ def _multiply_groups(
         return lax.platform_dependent(*args, cpu=multiply_by_group, default=multiply_dense)
 
     return multiply(lhs, rhs, group_sizes)
-
-
-def _batch_together(*arrays: jax.Array) -> list[jax.Array]:
-    """Return the arrays so that `vmap` batches all of them if it batches one.
-
-    JAX 0.10 to 0.12 batch `ragged_dot_general` only if all operands are batched.
-    """
-    false = functools.reduce(jnp.logical_or, [x.ravel()[:1].any() for x in arrays]) & False
-    return [jnp.where(false, jnp.zeros_like(x), x) for x in arrays]
-
-
-def _as_dtype(x: Operand, dtype: DTypeLike) -> Operand:
-    return x.replace(dense_dtype=dtype) if isinstance(x, QArray) else x.astype(dtype)
 
 
 @register("ragged_dot_general")

@@ -15,29 +15,25 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..._core.primitives.movement import reshape
-from ...kernels import FLOATS, ScaleCodes
+from ...kernels import FLOATS, MatmulOperands, ScaleCodes
 from ..arrays.qarray import QArray
 from ..formats.packing import Packing, two_bits
 from ..formats.tiles import Shape
 
 
 class StoredMatrix(NamedTuple):
-    """A batch of stored matrices `[B, R, C]`, with arrays as in `veneer.kernels.MatmulOperands`.
+    """A batch of stored matrices `[B, R, C]`.
 
     **Arguments:**
 
+    - `operands`: the arrays of the weight. Those of the activations are missing.
     - `columns`: the number of codes in a row, C.
     - `contracting`: the contracted side, "rows" or "columns".
     - `qtype`: the format of the codes.
     - `scale_codes`: a description of the scales if they are quantized, or None.
     """
 
-    packed: jax.Array
-    scale: jax.Array
-    zero_point: jax.Array | None
-    minimum: jax.Array | None
-    outer_scale: jax.Array | None
-    outer_minimum: jax.Array | None
+    operands: MatmulOperands
     columns: int
     contracting: str
     qtype: str
@@ -82,9 +78,8 @@ def swap_packed_axis(q: QArray) -> QArray:
         return leaf.replace(packed=swap(leaf.packed), scale=swap(leaf.scale), packing=packing)
 
     leaves: dict[str, Any] = {"packed": q.packed, "zero_point": q.zero_points()}
-    if can_read_scale_codes(q, axis=-2):
-        leaves |= {"scale": q.scale, "minimum": q.minimum}
-    else:
+    leaves |= {"scale": q.scale, "minimum": q.minimum}
+    if isinstance(q.scale, QArray) and not can_read_scale_codes(q, axis=-2):
         leaves |= {"scale": q.scales(), "minimum": q.minima()}
     swapped = {name: swap(leaf) for name, leaf in leaves.items()}
     return q.replace(**swapped, packing=q.packing._replace(axis=-1))
@@ -189,16 +184,15 @@ def as_stored_matrix(
         leaves = {name: getattr(matrix, name) for name in leaves}
 
     # Kernels read scales, zero points and minima of each matrix, also if the matrices share them.
-    outer: dict[str, jax.Array | None] = {"scale": None, "minimum": None}
     scale_codes = None
-    for name, leaf in leaves.items():
+    for name, leaf in [*leaves.items()]:
         if leaf is None:
             continue
         if isinstance(leaf, QArray):
             if name == "scale":
                 scales = leaf.shape[-1]
                 scale_codes = ScaleCodes(scales, DequantizeScales(leaf.qtype, scales))
-            outer[name], leaf = jnp.asarray(leaf.scale), leaf.packed
+            leaves[f"outer_{name}"], leaf = jnp.asarray(leaf.scale), leaf.packed
         if name != "packed":
             full = (count, leaf.shape[1], heads, leaf.shape[-1]) if inner else None
             full = full or (count, *leaf.shape[1:])
@@ -211,12 +205,4 @@ def as_stored_matrix(
     if q.format.bits == 1.6:
         # No kernel reads digits of base 3. The five digits of a byte would be in two vectors.
         leaves["packed"], qtype = two_bits(leaves["packed"], columns), "int2"
-    return StoredMatrix(
-        **leaves,
-        outer_scale=outer["scale"],
-        outer_minimum=outer["minimum"],
-        columns=columns,
-        contracting=contracting,
-        qtype=qtype,
-        scale_codes=scale_codes,
-    )
+    return StoredMatrix(MatmulOperands(None, **leaves), columns, contracting, qtype, scale_codes)

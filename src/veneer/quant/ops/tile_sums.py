@@ -14,6 +14,7 @@ from jax import lax
 from ..._core.primitives.dimension_numbers import DotDimensionNumbers
 from ..arrays.qarray import QArray
 from ..formats.tiles import Leaf, Shape
+from .operands import unpack_codes
 
 
 def common_tiles(lhs: QArray, rhs: QArray, numbers: DotDimensionNumbers) -> Shape:
@@ -59,7 +60,10 @@ def sum_over_tiles(
     """
     axes = numbers.contracting
     counts = [lhs.shape[axis] // size for axis, size in zip(axes[0], tiles, strict=True)]
-    operands = [_unpack_along(q, a) for q, a in zip((lhs, rhs), axes, strict=True)]
+    operands = [
+        unpack_codes(q) if q.packing and q.packing.axis + q.ndim in a else q
+        for q, a in zip((lhs, rhs), axes, strict=True)
+    ]
     scales = [
         tuple(
             None if leaf is None else _move_tiles_first(leaf, a, counts)
@@ -87,13 +91,6 @@ def sum_over_tiles(
     # The first tile determines the type of the sum, with its sharding.
     first = multiply_tile(jax.tree.map(lambda x: x[0], steps))
     return lax.scan(add, first, jax.tree.map(lambda x: x[1:], steps))[0]
-
-
-def _unpack_along(q: QArray, axes: Sequence[int]) -> QArray:
-    """Return `q` with one code per byte if it is packed along one of `axes`."""
-    if q.packing is None or q.packing.axis + q.ndim not in axes:
-        return q
-    return q.replace(packed=q.format.to_fields(q.codes()), packing=None)
 
 
 def _move_tiles_first(scale: Leaf, axes: Sequence[int], counts: Sequence[int]) -> jax.Array:
