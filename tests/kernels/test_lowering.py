@@ -20,8 +20,7 @@ from veneer.kernels.gpu import hopper, nvrtc
 from veneer.kernels.gpu import matmul as gpu_matmul
 from veneer.kernels.lowering import by_kernel
 from veneer.kernels.tpu import matmul as tpu_matmul
-from veneer.quant.ops.by_kernel import codes_of
-from veneer.quant.ops.kernel_references import ProductByXla
+from veneer.quant.ops.by_kernel import ProductByXla, codes_of
 
 FEW_ROWS, MANY_ROWS, TPU = "__gpu$xla.gpu.ptx", "mosaic_gpu", "tpu_custom_call"
 DEVICES = {"cuda": ("NVIDIA H100", None, "gpu"), "tpu": ("TPU v5e", 1, "tpu")}

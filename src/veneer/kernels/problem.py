@@ -233,16 +233,21 @@ class MatmulProblem:
 
     def shape(self, operands: MatmulOperands) -> MatmulShape:
         """Returns what the choice of a kernel depends on."""
-        x, packed, x_scale = operands.x, operands.packed, operands.x_scale
+        x, packed = operands.x, operands.packed
         k = x.shape[2]
+        activations = "float"
+        if operands.x_scale is not None:
+            activations = "int8"
+        elif x.dtype in (jnp.bfloat16, jnp.float16):
+            activations = x.dtype.name
         counts = self.counts(operands)
         along_k, along_n = counts if self.contracting == "rows" else counts[::-1]
         return MatmulShape(
             contracting=self.contracting,
-            activations="int8" if x_scale is not None else _float(x),
+            activations=activations,
             m=x.shape[1],
             k=k,
-            n=self.out_shape(x, packed)[2],
+            n=self.columns if self.contracting == "rows" else packed.shape[self.leading],
             tile=k // max(1, along_k),
             batch=x.shape[0],
             scale_columns=along_n,
@@ -277,10 +282,6 @@ class MatmulProblem:
 
     def __repr__(self) -> str:
         return f"MatmulProblem({self.codes.kind}, {self.contracting} contracted)"
-
-
-def _float(x: Any) -> str:
-    return x.dtype.name if x.dtype in (jnp.bfloat16, jnp.float16) else "float"
 
 
 def operands_of(arrays: Sequence[Any], present: Sequence[bool]) -> MatmulOperands:

@@ -61,7 +61,9 @@ def use(choice: str) -> Iterator[None]:
     ...     print(vn.explain(jnp.matmul)(x, w).events[0].how)
     convert codes of rhs to float, scale the output
     """
-    with _choice(_checked(choice, "kernels.use")):
+    if choice not in get_args(Choice):
+        raise _unknown_choice(choice, "kernels.use")
+    with _choice(choice):
         yield
 
 
@@ -70,16 +72,15 @@ def chosen() -> Choice:
 
     **Raises:** `ValueError` if the environment variable `VENEER_KERNELS` holds no choice.
     """
-    return _choice.value or _checked(os.environ.get("VENEER_KERNELS") or "auto", "VENEER_KERNELS")
-
-
-def _checked(choice: str, source: str) -> Choice:
+    choice: Any = _choice.value or os.environ.get("VENEER_KERNELS") or "auto"
     if choice not in get_args(Choice):
-        renamed = ", which is now called 'experimental'" if choice == "pallas" else ""
-        raise ValueError(
-            f"{source} must be 'auto', 'xla' or 'experimental', not {choice!r}{renamed}"
-        )
-    return choice  # type: ignore[return-value]
+        raise _unknown_choice(choice, "VENEER_KERNELS")
+    return choice
+
+
+def _unknown_choice(choice: str, source: str) -> ValueError:
+    renamed = ", which is now called 'experimental'" if choice == "pallas" else ""
+    return ValueError(f"{source} must be 'auto', 'xla' or 'experimental', not {choice!r}{renamed}")
 
 
 @runtime_checkable
@@ -200,16 +201,18 @@ TABLE = (
 )
 
 
-#: What programs may be lowered for, of which there are kernels.
+_LEAST_ENTRIES = min(row.least_entries for row in TABLE)
+
+#: The platforms that have kernels.
 PLATFORMS = tuple(dict.fromkeys(row.platform for row in TABLE))
 
 
-def may_serve(entries: int, batch: int) -> bool:
-    """Return whether a kernel multiplies a batch of stored matrices of so many entries each.
+def may_serve(entries: int, batch: Any) -> bool:
+    """Return whether any kernel multiplies a batch of stored matrices with `entries` codes each.
 
     No kernel multiplies matrices of a symbolic size, as rows of an embedding have for export.
     """
-    return isinstance(entries, int) and any(_is_large(row, entries, batch) for row in TABLE)
+    return isinstance(entries, int) and _is_large(_LEAST_ENTRIES, entries, batch)
 
 
 def least_entries(platform: str, entries: int, batch: int) -> int | None:
@@ -217,15 +220,17 @@ def least_entries(platform: str, entries: int, batch: int) -> int | None:
 
     None if these entries suffice, or if their number is symbolic.
     """
-    rows = [row for row in TABLE if row.platform == platform and not row.opt_in]
-    if not isinstance(entries, int) or any(_is_large(row, entries, batch) for row in rows):
+    rows = (row for row in TABLE if row.platform == platform and not row.opt_in)
+    least = min((row.least_entries for row in rows), default=None)
+    if least is None or not isinstance(entries, int) or _is_large(least, entries, batch):
         return None
-    return min((row.least_entries for row in rows), default=None)
+    return least
 
 
-def _is_large(kernel: Candidate, entries: int, batch: Any) -> bool:
+def _is_large(least: int, entries: int, batch: Any) -> bool:
+    """Return whether a matrix has `least` entries, or is one of a batch that is large enough."""
     is_one_of_many = entries >= _LEAST_OF_MANY and isinstance(batch, int)
-    return entries >= kernel.least_entries or (is_one_of_many and batch * entries >= _LEAST_OF_ALL)
+    return entries >= least or (is_one_of_many and batch * entries >= _LEAST_OF_ALL)
 
 
 def find(platform: str, codes: Codes, shape: MatmulShape, opt_in: bool = False) -> str | None:
@@ -249,51 +254,47 @@ def candidate(
     platform: str, codes: Codes, shape: MatmulShape, opt_in: bool = False
 ) -> Candidate | None:
     """Return the row of the table for a product, or None if XLA computes it."""
-    rows = (row for row in TABLE if row.opt_in <= opt_in and _serves(row, platform, codes, shape))
-    return next((row for row in rows if not _gives_way(row)), None)
+    for row in TABLE:
+        if row.opt_in > opt_in or not _serves(row, platform, codes, shape):
+            continue
+        if row.module is not hopper or not _gives_way():
+            return row
+    return None
 
 
-def _gives_way(kernel: Candidate) -> bool:
-    """Return whether a kernel for Hopper GPUs cannot run here, and a later row may serve."""
-    if kernel.module is not hopper:
-        return False
+def _gives_way() -> bool:
+    """Return whether kernels for Hopper GPUs cannot run here, and a later row may serve."""
     is_other_gpu = gpu_matmul.compute_capability() is not None and not hopper.is_hopper()
     return is_other_gpu or not hopper.has_jax()
 
 
 def _serves(kernel: Candidate, platform: str, codes: Codes, shape: MatmulShape) -> bool:
-    return (
-        (kernel.platform, kernel.contracting) == (platform, shape.contracting)
-        and _takes(kernel, shape)
-        and codes.kind in kernel.kinds
-        and (shape.activations != "int8" or codes.is_integer)
-        and _is_large(kernel, shape.k * shape.n, shape.batch)
-        and shape.tile >= kernel.least_tile
-        and _is_whole(kernel, shape)
-        and (kernel.module is None or kernel.module.can_compute(codes, shape))
-    )
-
-
-def _is_whole(kernel: Candidate, shape: MatmulShape) -> bool:
-    whole, tile = kernel.whole, shape.tile
-    if whole == 1:
-        return True
-    are_parts = tile % whole == 0 or (whole % tile == 0 and tile % 4 == 0)
-    return shape.k % whole == 0 and are_parts
-
-
-def _takes(kernel: Candidate, shape: MatmulShape) -> bool:
-    """Return whether a kernel multiplies activations of this type and number of rows."""
+    """Return whether a row of the table is for a product."""
+    if (kernel.platform, kernel.contracting) != (platform, shape.contracting):
+        return False
     if shape.activations not in _ACTIVATIONS.get(kernel.activations, (kernel.activations,)):
         return False
     if kernel.least_rows > 0 or kernel.most_rows is not None:
         most_rows = math.inf if kernel.most_rows is None else kernel.most_rows
         if not isinstance(shape.m, int) or not kernel.least_rows <= shape.m <= most_rows:
             return False
-    if (kernel.platform, kernel.activations) == ("cpu", "bfloat16"):
-        # The kernel multiplies two neighbors at once.
-        return shape.k % 2 == 0 and build.has_bf16()
-    return True
+    has_pairs = (kernel.platform, kernel.activations) == ("cpu", "bfloat16")
+    if has_pairs and (shape.k % 2 != 0 or not build.has_bf16()):
+        return False  # the kernel multiplies two neighbors at once
+    return (
+        codes.kind in kernel.kinds
+        and (shape.activations != "int8" or codes.is_integer)
+        and _is_large(kernel.least_entries, shape.k * shape.n, shape.batch)
+        and shape.tile >= kernel.least_tile
+        and (kernel.whole == 1 or _is_whole(kernel, shape))
+        and (kernel.module is None or kernel.module.can_compute(codes, shape))
+    )
+
+
+def _is_whole(kernel: Candidate, shape: MatmulShape) -> bool:
+    whole, tile = kernel.whole, shape.tile
+    are_parts = tile % whole == 0 or (whole % tile == 0 and tile % 4 == 0)
+    return shape.k % whole == 0 and are_parts
 
 
 #: The types of activations that a kernel converts to its own.
@@ -440,21 +441,25 @@ def can_lower(kernel: Candidate, operands: MatmulOperands, problem: MatmulProble
     return True
 
 
-def usable(platform: str, operands: MatmulOperands, problem: MatmulProblem) -> str | None:
-    """Return the name of the kernel that a program runs on a platform, or None if XLA computes it.
+def usable(operands: MatmulOperands, problem: MatmulProblem) -> dict[str, str]:
+    """Return the names of the kernels that a program runs, by platform.
 
-    The kernel of a GPU is tried, if a GPU is here. On other machines, no program runs it.
+    XLA computes the product on all other platforms. The kernel of a GPU is compiled to test it, if
+    a GPU is here. On other machines, no program runs it.
     """
-    kernel = candidate(platform, problem.codes, problem.shape(operands), problem.opt_in)
-    if kernel is None:
-        return None
-    if kernel.platform == "gpu":
-        if not has_device(kernel):  # before any work
-            return None
-        arrays = jax.eval_shape(lambda xs: problem.plain(xs.apart())[1], operands)
-        if not can_lower(kernel, arrays, dataclasses.replace(problem, tiles=None)):
-            return None
-    return kernel.target.format(problem.codes.kind)
+    shape, names = problem.shape(operands), {}
+    for platform in PLATFORMS:
+        kernel = candidate(platform, problem.codes, shape, problem.opt_in)
+        if kernel is None:
+            continue
+        if kernel.platform == "gpu":
+            if not has_device(kernel):  # before any work
+                continue
+            arrays = jax.eval_shape(lambda xs: problem.plain(xs.apart())[1], operands)
+            if not can_lower(kernel, arrays, dataclasses.replace(problem, tiles=None)):
+                continue
+        names[platform] = kernel.target.format(problem.codes.kind)
+    return names
 
 
 def has_device(kernel: Candidate) -> bool:

@@ -1,4 +1,4 @@
-"""`jax.nn.dot_product_attention` on quantised queries, keys and values."""
+"""`jax.nn.dot_product_attention` with quantized queries, keys and values."""
 
 import re
 
@@ -28,7 +28,7 @@ def attention(dtype=jnp.float32):
 
 
 def cache(k, v, qtype):
-    """Keys with a scale a position, values with a scale a channel: neither varies along the sum."""
+    """Return keys with scales per token, and values with scales per channel."""
     return quantize(k, qtype, channelwise_axes=[0, 1, 2]), quantize(
         v, qtype, channelwise_axes=[0, 2, 3]
     )
@@ -36,7 +36,7 @@ def cache(k, v, qtype):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("qtype", ["int8", "uint4", "nf4"])
-def test_attends_to_quantised_keys_and_values(qtype, dtype):
+def test_attention_agrees_with_dense_keys_and_values(qtype, dtype):
     q, k, v = attention(dtype)
     args = (q, *cache(k, v, qtype))
     actual = jax.jit(vn.implicit(attend))(*args)
@@ -49,7 +49,7 @@ def test_attends_to_quantised_keys_and_values(qtype, dtype):
 
 
 @pytest.mark.parametrize("qtype", ["int8", "int4"])
-def test_attends_to_a_cache_with_a_scale_for_each_token(qtype):
+def test_attention_agrees_for_a_cache_with_scales_per_token(qtype):
     q, k, v = attention()
     empty = vn.quant.zeros(k.shape, qtype, channelwise_axes=[0, 1, 2])
     written = vn.implicit(lambda c, x: c.at[:, :4].set(x[:, :4]), on_materialise="error")
@@ -59,8 +59,8 @@ def test_attends_to_a_cache_with_a_scale_for_each_token(qtype):
 
 
 @pytest.mark.parametrize("qtype", ["int8", "int4", "fp8"])
-def test_a_long_cache_is_read_by_kernels_and_never_dense(qtype):
-    """Its heads lie behind its tokens, and two queries share a head."""
+def test_a_long_cache_is_read_by_kernels_and_not_materialized(qtype):
+    """The cache is stored with tokens before heads, and two queries share a head."""
     n, heads, width = 320, 4, 64
     q = normal(1, 1, 2 * heads, width, seed=1)
     empty = vn.quant.zeros((1, n, heads, width), qtype, channelwise_axes=[0, 1, 2])
@@ -78,11 +78,11 @@ def test_a_long_cache_is_read_by_kernels_and_never_dense(qtype):
     )
 
 
-def test_quantised_queries_and_keys_are_multiplied_as_integers():
+def test_quantized_queries_and_keys_are_multiplied_as_integers():
     q, k, v = attention()
     args = (quantize(q, "int8", channelwise_axes=[0, 1, 2]), *cache(k, v, "int8"))
     report = vn.explain(attend)(*args)
-    assert [event.primitive for event in report.materialised] == ["dot_general"]  # of p and v
+    assert [event.primitive for event in report.materialised] == ["dot_general"]  # values
     hows = [event.how for event in report.events if event.primitive == "dot_general"]
     assert hows[0] == "multiply integer codes, scale the output"
     assert "scale the output" in hows[1]
@@ -91,7 +91,7 @@ def test_quantised_queries_and_keys_are_multiplied_as_integers():
     )
 
 
-def test_values_with_a_scale_a_position_are_dequantised_and_explain_says_so():
+def test_explain_reports_values_that_are_dequantized():
     q, k, v = attention()
     args = q, k, quantize(v, "int8", channelwise_axes=[0, 1, 2])
     [event] = [e for e in vn.explain(attend)(*args).events if e.primitive == "dot_general"]
@@ -101,7 +101,7 @@ def test_values_with_a_scale_a_position_are_dequantised_and_explain_says_so():
     )
 
 
-def test_gradients_of_queries_and_of_scales():
+def test_gradients_of_queries_and_scales_agree():
     q, k, v = attention()
     k, v = cache(k, v, "int4")
 

@@ -1,4 +1,4 @@
-"""Attention to caches `[batch, tokens, heads, width]`, whose matrices lie side by side."""
+"""Attention to caches `[batch, tokens, heads, width]`, in which heads are interleaved."""
 
 import re
 
@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import veneer as vn
 
-B, S, K, D = 2, 320, 4, 64  # batch, room, heads of keys, width
+B, S, K, D = 2, 320, 4, 64  # batch, tokens, heads of keys, width
 FORMATS = {
     "int8": {},
     "int4": {},
@@ -42,7 +42,7 @@ def attend(q, k, v, at=S, **how):
 
 
 def written_out(q, k, v, at=S):
-    """As many write it: queries that share a head beside it."""
+    """Compute attention by einsum, with an axis for the queries that share a head."""
     b, t, n, d = q.shape
     grouped = q.reshape(b, t, K, n // K, d)
     scores = jnp.einsum("btkgd,bskd->bkgts", grouped, k) * d**-0.5
@@ -67,7 +67,7 @@ def check(program, q, k, v, *rest, tolerance=1e-5):
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("queries", [1, 3, 30])
-def test_attends_as_to_dense_ones(name, queries):
+def test_attention_agrees_with_dense_caches(name, queries):
     q = draw(B, queries, 2 * K, D, seed=1)
     for program in PROGRAMS.values():
         check(program, q, cache(name, 2), cache(name, 3), 100)
@@ -76,25 +76,25 @@ def test_attends_as_to_dense_ones(name, queries):
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("heads", [K, 4 * K])
 @pytest.mark.parametrize("name", ["int8", "int4", "fp8"])
-def test_no_dense_cache_is_made(name, heads, program):
+def test_no_dense_cache_is_materialized(name, heads, program):
     args = draw(B, 1, heads, D, seed=1), cache(name, 2), cache(name, 3), 100
     assert vn.explain(PROGRAMS[program])(*args).materialised == ()
     compiled = jax.jit(vn.implicit(PROGRAMS[program])).lower(*args).compile()
     text = compiled.as_text()
     shapes = re.findall(r"(?:f32|f16|bf16)\[([\d,]+)\]", text)
     assert max(np.prod([*map(int, shape.split(","))]) for shape in shapes) < B * S * K * D
-    # Nor are codes moved to elsewhere.
+    # Codes are not copied either.
     assert not re.search(r"= (?:[su]8|f8\w+)\[[\d,]+\]\S* (?:copy|transpose|fusion)\(", text)
 
 
-def test_of_16_bits():
+def test_attention_in_16_bits_agrees():
     k, v = (cache("int8", seed, dtype=jnp.bfloat16) for seed in (2, 3))
     q = draw(B, 1, K, D, seed=1, dtype=jnp.bfloat16)
     check(attend, q, k, v, tolerance=0.03)  # scores and weights are rounded
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
-def test_a_step_writes_in_place_and_reads_from_there(name):
+def test_a_decoding_step_writes_in_place_and_reads_the_cache(name):
     def step(caches, q, new, at):
         k, v = (jax.lax.dynamic_update_slice(c, new, (0, at, 0, 0)) for c in caches)
         return (k, v), attend(q, k, v, at + 1)
@@ -113,13 +113,13 @@ def test_a_step_writes_in_place_and_reads_from_there(name):
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_one_text_has_no_axis_of_its_own():
+def test_a_single_text_needs_no_batch_axis():
     k, v = cache("int8", 2, (S, K, D)), cache("int8", 3, (S, K, D))
     assert vn.explain(attend)(draw(1, K, D, seed=1), k, v).materialised == ()
     check(attend, draw(1, K, D, seed=1), k, v)
 
 
-def test_mapped():
+def test_attention_under_vmap_agrees():
     k, v = cache("int4", 2), cache("int4", 3)
     lengths = jnp.array([5, S])
 
@@ -130,7 +130,7 @@ def test_mapped():
     check(each, draw(B, 1, K, D, seed=1), k, v)
 
 
-def test_layers_of_a_scan_are_read_from_their_stack():
+def test_a_scan_over_layers_reads_the_stacked_cache():
     shape = 3, B, S, K, D
     k, v = cache("int8", 2, shape), cache("int8", 3, shape)
 
@@ -143,7 +143,7 @@ def test_layers_of_a_scan_are_read_from_their_stack():
     assert compiled.memory_analysis().temp_size_in_bytes < k.packed.nbytes // 3
 
 
-def test_gradients_by_queries_and_scales():
+def test_gradients_by_queries_and_scales_agree():
     q, k, v = draw(B, 2, K, D, seed=1), cache("int4", 2), cache("int4", 3)
 
     def loss(q, scales, dense):
@@ -158,14 +158,14 @@ def test_gradients_by_queries_and_scales():
 
 
 @pytest.mark.parametrize("spec", [P("x"), P(None, None, "x")], ids=["batch", "heads"])
-def test_in_parts_on_two_devices(spec):
+def test_attention_sharded_over_two_devices_agrees(spec):
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     k, v = (vn.device_put(cache("int8", seed), NamedSharding(mesh, spec)) for seed in (2, 3))
     q = jax.device_put(draw(B, 1, K, D, seed=1), NamedSharding(mesh, spec))
     check(attend, q, k, v)
 
 
-def test_integers_of_queries_are_multiplied_as_before():
+def test_quantized_queries_are_multiplied_as_integers():
     q = vn.quant.quantize(draw(B, 1, K, D, seed=1), "int8", channelwise_axes=[0, 1, 2])
     k, v = cache("int8", 2), cache("int8", 3)
     expected = attend(*vn.materialise((q, k, v)))

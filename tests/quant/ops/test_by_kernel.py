@@ -1,4 +1,4 @@
-"""Products by kernels: as those of the dense arrays, in float64, and as those by XLA."""
+"""Products by kernels, compared with dense products in float64 and with products by XLA."""
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,7 @@ from veneer.kernels import BYTES
 from veneer.quant import FORMATS, QArray, quantize
 from veneer.quant.ops.by_kernel import codes_of
 
-# A side of the weight is odd, so that rows end within a byte and within a vector. Its tiles divide
-# the other.
+# N is odd, so that rows end within a byte and within a vector. Tiles divide K.
 K, N = 192, 131
 NOT_SERVED = {
     *("int16", "ternary", "dynamic8", "float8_e4m3", "float8_e3m4"),
@@ -24,13 +23,13 @@ SERVED = [name for name in FORMATS if name not in NOT_SERVED]
 
 
 def how(f, *args):
-    """What `explain` says of the products of a function."""
+    """Return the strategies of the products of a function, as `explain` reports them."""
     events = vn.explain(f)(*args).events
     return [event.how for event in events if event.primitive == "dot_general"]
 
 
 def assert_accurate(actual, x, w, tolerance=1e-5):
-    """That `actual` is `x @ w` in float64, by the norm of the error."""
+    """Check that `actual` is `x @ w`, by the norm of the error in float64."""
     exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
     assert actual.shape == exact.shape
     error = np.linalg.norm(np.asarray(actual, np.float64) - exact) / np.linalg.norm(exact)
@@ -41,7 +40,7 @@ PRODUCTS_BY_SIDE = {"rows": jnp.matmul, "columns": lambda x, w: jnp.einsum("mk,n
 
 
 def weights(qtype, side):
-    """A weight, by granularity: `[K, N]`, of which rows are summed, or `[N, K]`."""
+    """Yield weights of each granularity: `[K, N]` to contract rows, or `[N, K]` for columns."""
     tile = FORMATS[qtype].tile_size or 32
     tilings = {"tiles": ([1], {0: tile})}
     if FORMATS[qtype].tile_size is None:
@@ -51,14 +50,14 @@ def weights(qtype, side):
         if side == "rows":
             yield name, quantize(w, qtype, channelwise_axes=channelwise, tiled_axes=tiled)
         else:
-            turned = {1 - axis: size for axis, size in tiled.items()}
+            transposed = {1 - axis: size for axis, size in tiled.items()}
             across = [1 - axis for axis in channelwise]
-            yield name, quantize(w.T, qtype, channelwise_axes=across, tiled_axes=turned)
+            yield name, quantize(w.T, qtype, channelwise_axes=across, tiled_axes=transposed)
 
 
 @pytest.mark.parametrize("side", PRODUCTS_BY_SIDE)
-@pytest.mark.parametrize("qtype", [*SERVED, "ternary"])  # whose digits are made codes of 2 bits
-def test_every_format_by_every_granularity_and_side(qtype, side):
+@pytest.mark.parametrize("qtype", [*SERVED, "ternary"])  # repacked to 2 bits
+def test_every_format_granularity_and_side_agrees(qtype, side):
     x, cases = normal(3, K, seed=1), dict(weights(qtype, side))
 
     @jax.jit
@@ -68,14 +67,22 @@ def test_every_format_by_every_granularity_and_side(qtype, side):
 
     hows = how(run, x, cases)
     assert len(hows) == len(cases)
-    assert all(said.startswith("CPU kernel") for said in hows)
+    assert all(reported.startswith("CPU kernel") for reported in hows)
     for case, actual in run(x, cases).items():
         dense = cases[case].dequantize()
         assert_accurate(actual, x, dense if side == "rows" else dense.T)
 
 
-def test_digits_of_base_3_that_end_anywhere_within_bytes():
-    sizes = (128, 129, 131, 132, 135, 138, 145)  # each remainder of 5, which a byte has, and of 4
+def test_ternary_rows_can_end_within_a_byte():
+    sizes = (
+        128,
+        129,
+        131,
+        132,
+        135,
+        138,
+        145,
+    )  # all remainders of 4 and 5
     x, y = normal(3, max(sizes), seed=1), normal(3, 200, seed=2)
     ws = {n: quantize(normal(200, n, seed=n), "ternary", channelwise_axes=[0]) for n in sizes}
 
@@ -84,7 +91,7 @@ def test_digits_of_base_3_that_end_anywhere_within_bytes():
     def run(x, y, ws):
         return {n: (x[:, :n] @ w.T, y @ w) for n, w in ws.items()}
 
-    assert all(said.startswith("CPU kernel") for said in how(run, x, y, ws))
+    assert all(reported.startswith("CPU kernel") for reported in how(run, x, y, ws))
     for n, (over_columns, over_rows) in run(x, y, ws).items():
         dense = ws[n].dequantize()
         assert_accurate(over_columns, x[:, :n], dense.T)
@@ -92,18 +99,18 @@ def test_digits_of_base_3_that_end_anywhere_within_bytes():
 
 
 @pytest.mark.parametrize("qtype", ["int4", "ternary"])
-def test_a_stack_by_a_scan_and_by_its_batch(qtype):
+def test_a_stack_agrees_in_a_scan_and_as_a_batch(qtype):
     x, w = normal(3, 4, 192, seed=1), normal(3, 192, 192, seed=2)
     q = quantize(w, qtype, channelwise_axes=[0, 2])
     batch = lambda x, w: jnp.einsum("ebk,ekn->ebn", x, w)
     scanned = lambda x, w: jax.lax.scan(lambda c, xw: (c, xw[0] @ xw[1]), 0, (x, w))[1]
     for f in (batch, scanned, jax.vmap(jnp.matmul)):
-        assert all(said.startswith("CPU kernel") for said in how(f, x, q))
+        assert all(reported.startswith("CPU kernel") for reported in how(f, x, q))
         actual = jax.jit(vn.implicit(f))(x, q)
         assert_accurate(actual, x, q.dequantize())
 
 
-def test_codes_are_worth_what_formats_say():
+def test_kernel_codes_have_the_values_of_the_format():
     for qtype in SERVED:
         format = FORMATS[qtype]
         codes, centre = codes_of(qtype, has_zero_point=False)
@@ -111,7 +118,7 @@ def test_codes_are_worth_what_formats_say():
         if format.bits == 8:
             assert codes.dtype == format.code_dtype.name
             continue
-        if codes.dtype:  # of 6 bits
+        if codes.dtype:  # floats of 6 bits
             assert FORMATS[codes.dtype].codebook == format.codebook
             continue
         fields = jnp.arange(2**format.bits, dtype=jnp.uint8)
@@ -125,7 +132,7 @@ def test_codes_are_worth_what_formats_say():
 
 @pytest.mark.parametrize("preferred", [None, jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_of_16_bits_is_summed_in_f32_and_rounded_once(dtype, preferred):
+def test_16_bit_products_are_summed_in_f32_and_rounded_once(dtype, preferred):
     x = normal(3, K, seed=1, dtype=dtype)
     q = quantize(normal(K, N, seed=2, dtype=dtype), "int4", tiled_axes={0: 32}).replace(
         dense_dtype=dtype
@@ -139,14 +146,14 @@ def test_of_16_bits_is_summed_in_f32_and_rounded_once(dtype, preferred):
     assert_accurate(actual, x, q.replace(dense_dtype="float32").dequantize(), max(eps / 2, 1e-5))
 
 
-# The product, the shapes of the operands, the weight's channelwise axes, and how codes are summed.
+# The product, the shapes of the operands, the channelwise axes, and the contracted side.
 PRODUCTS = {
     "a vector": (jnp.matmul, (192,), (192, 130), [1], "rows"),
     "rows of a batch": (jnp.matmul, (2, 3, 192), (192, 130), [1], "rows"),
     "of the right": (lambda x, w: w @ x, (130, 3), (192, 130), [0], "columns"),
     "of the right, by rows": (lambda x, w: w.T @ x, (192, 3), (192, 130), [1], "rows"),
-    "turned": (lambda x, w: x @ w.T, (3, 130), (192, 130), [0], "columns"),
-    "turned twice": (lambda x, w: x @ w.T.T, (3, 192), (192, 130), [1], "rows"),
+    "transposed": (lambda x, w: x @ w.T, (3, 130), (192, 130), [0], "columns"),
+    "transposed twice": (lambda x, w: x @ w.T.T, (3, 192), (192, 130), [1], "rows"),
     "to heads": (
         lambda x, w: jnp.einsum("btd,dhk->bthk", x, w),
         (2, 3, 96),
@@ -161,7 +168,7 @@ PRODUCTS = {
         [2],
         "rows",
     ),
-    "of heads, turned": (
+    "of heads, transposed": (
         lambda x, w: jnp.einsum("bthk,dhk->btd", x, w),
         (2, 3, 4, 66),
         (96, 4, 66),
@@ -188,23 +195,23 @@ PRODUCTS = {
 
 @pytest.mark.parametrize("qtype", ["int4", "int8"])
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_any_contraction_that_needs_no_code_moved(name, qtype):
+def test_contractions_that_move_no_codes_use_kernels(name, qtype):
     f, x_shape, w_shape, channelwise, side = PRODUCTS[name]
     x, q = (
         normal(*x_shape, seed=1),
         quantize(normal(*w_shape, seed=2), qtype, channelwise_axes=channelwise),
     )
-    said = how(f, x, q)[-1]
-    assert said.startswith("CPU kernel")
+    reported = how(f, x, q)[-1]
+    assert reported.startswith("CPU kernel")
     if qtype == "int4":
-        assert said.startswith(f"CPU kernel {side}")
+        assert reported.startswith(f"CPU kernel {side}")
     actual = jax.jit(vn.implicit(f))(x, q)
     with jax.enable_x64(True):
         exact = f(*(jnp.asarray(np.asarray(y), jnp.float64) for y in (x, q.dequantize())))
     np.testing.assert_allclose(actual, exact, rtol=1e-5, atol=1e-5 * np.abs(exact).max())
 
 
-# Axes that are swapped, and then are one with others: what is stored is no transposed matrix.
+# Axes that are swapped and then joined with others: the stored array is no transposed matrix.
 SWAPPED = {
     "left": (lambda x, w: jnp.einsum("td,dkh->tkh", x, w.swapaxes(1, 2)), (3, 256), [1, 2]),
     "summed": (lambda x, w: jnp.einsum("tdh,dhk->tk", x, w.swapaxes(1, 2)), (3, 256, 64), [0, 2]),
@@ -218,7 +225,7 @@ SWAPPED = {
 
 @pytest.mark.parametrize("qtype", ["int4", "int8", "ternary"])
 @pytest.mark.parametrize("name", SWAPPED)
-def test_swapped_axes_that_are_joined_with_others(name, qtype):
+def test_swapped_and_joined_axes_agree(name, qtype):
     f, x_shape, channelwise = SWAPPED[name]
     x = normal(*x_shape, seed=1)
     q = quantize(normal(256, 4, 64, seed=2), qtype, channelwise_axes=channelwise)
@@ -242,17 +249,17 @@ def test_codes_are_not_moved_for_a_transposed_weight(qtype, batch):
 
 
 @pytest.mark.parametrize("side", ["rows", "columns"])
-@pytest.mark.parametrize("counts", [(3, 4), (5, 2), (2, 160)])  # the last has as many as rows
+@pytest.mark.parametrize("counts", [(3, 4), (5, 2), (2, 160)])  # as many matrices as rows
 @pytest.mark.parametrize("act_qtype", [None, "int8"])
-def test_matrices_that_two_axes_count(counts, side, act_qtype):
-    """They are read as they lie, and not reshaped before; but where two readings would fit."""
+def test_matrices_with_two_batch_axes_agree(counts, side, act_qtype):
+    """They are not reshaped before the kernel, unless their layout would be ambiguous."""
     axis = 2 if side == "columns" else 3
     q = quantize(normal(*counts, 160, 128), "int4", channelwise_axes=[0, 1, axis])
     x = normal(*counts, 2, 128 if side == "columns" else 160, seed=1)
     if act_qtype is not None:
         x = quantize(x, act_qtype, channelwise_axes=[0, 1, 2])
     program = lambda x, w: x @ (w.swapaxes(2, 3) if side == "columns" else w)
-    assert all(said.startswith("CPU kernel") for said in how(program, x, q))
+    assert all(reported.startswith("CPU kernel") for reported in how(program, x, q))
     compiled = jax.jit(vn.implicit(program))
     (call,) = [x for x in compiled.lower(x, q).as_text().splitlines() if f"{side}_lookup4" in x]
     stored = "x".join(map(str, (*counts, 160, 64)))
@@ -261,7 +268,7 @@ def test_matrices_that_two_axes_count(counts, side, act_qtype):
     np.testing.assert_allclose(compiled(x, q), expected, rtol=1e-4, atol=1e-3)
 
 
-def test_a_scale_is_read_for_each_matrix_that_shares_it():
+def test_matrices_of_a_batch_can_share_scales():
     x, w = normal(4, 3, 256), normal(4, 256, 128)
     for axes in ((), (2,), (1, 2)):
         q = quantize(w, "int8", channelwise_axes=axes)
@@ -279,11 +286,11 @@ EXCLUDED = {
 
 
 @pytest.mark.parametrize("f", EXCLUDED.values(), ids=EXCLUDED)
-def test_what_no_kernel_is_for_is_left_to_xla(f):
+def test_products_without_a_kernel_are_left_to_xla(f):
     x, q = normal(3, K, seed=1), quantize(normal(K, N, seed=2), "int4", channelwise_axes=[1])
-    said = how(f, x, q)
-    assert said
-    assert "kernel" not in said[-1]
+    reported = how(f, x, q)
+    assert reported
+    assert "kernel" not in reported[-1]
 
 
 def test_formats_without_kernels_are_left_to_xla():
@@ -300,7 +307,7 @@ def test_float64_is_left_to_xla():
 
 
 @pytest.mark.parametrize("qtype", ["int8", "int4", "nf4", "uint4"])
-def test_what_is_not_finite_stays_in_its_row(qtype):
+def test_nan_and_infinity_stay_in_their_row(qtype):
     x = normal(6, K).at[0, 3].set(jnp.inf).at[1, 4].set(-jnp.inf).at[2, 5].set(jnp.nan)
     q = quantize(normal(K, N, seed=2), qtype, channelwise_axes=[1], tiled_axes={0: 32})
     actual = jax.jit(vn.implicit(jnp.matmul))(x, q)
@@ -310,7 +317,7 @@ def test_what_is_not_finite_stays_in_its_row(qtype):
         assert (actual[0] == x[0] @ q.dequantize())[np.isinf(actual[0])].all()
 
 
-def test_a_scale_of_nan_is_seen_in_its_own_tile():
+def test_a_nan_scale_affects_only_its_tile():
     q = quantize(normal(K, N), "int4", channelwise_axes=[1], tiled_axes={0: 32})
     q = q.replace(scale=q.scale.at[2, 5].set(jnp.nan))
     y = jax.jit(vn.implicit(jnp.matmul))(normal(3, K), q)
@@ -318,7 +325,7 @@ def test_a_scale_of_nan_is_seen_in_its_own_tile():
 
 
 @pytest.mark.parametrize("shape", [(0, K), (2, 0, K)])
-def test_no_rows(shape):
+def test_activations_can_have_no_rows(shape):
     q = quantize(normal(K, N), "int4", channelwise_axes=[1])
     assert jax.jit(vn.implicit(jnp.matmul))(jnp.zeros(shape), q).shape == (*shape[:-1], N)
 
@@ -330,20 +337,20 @@ INTEGER = {"int8": None, "uint8": 64, "int4": 32, "uint4": None, "int2": 32, "in
 
 @pytest.mark.parametrize("side", PRODUCTS_BY_SIDE)
 @pytest.mark.parametrize("qtype", INTEGER)
-def test_integer_products_are_exact_but_for_scales(qtype, side):
+def test_integer_sums_are_exact_before_scaling(qtype, side):
     x = quantize(normal(3, K, seed=1), "int8", channelwise_axes=[0])
     summed, shape = (0, (K, N)) if side == "rows" else (1, (N, K))
     tiles = {summed: INTEGER[qtype]} if INTEGER[qtype] else {}
     w = quantize(normal(*shape, seed=2), qtype, channelwise_axes=[1 - summed], tiled_axes=tiles)
     run = vn.implicit(PRODUCTS_BY_SIDE[side])
-    assert [said.split("_")[0] for said in how(run, x, w)] == ["CPU kernel integer"]
+    assert [reported.split("_")[0] for reported in how(run, x, w)] == ["CPU kernel integer"]
     dense = w.dequantize()
     actual = jax.jit(run)(x, w)
     assert_accurate(actual, x.dequantize(), dense if side == "rows" else dense.T, 1e-6)
 
 
 @pytest.mark.parametrize("qtype", ["nf4", "int8", "uint4", "ternary"])
-def test_activations_quantised_as_they_come(qtype):
+def test_activations_quantized_in_the_product_agree(qtype):
     w = vn.quant.ActivationQuantized(
         quantize(normal(K, N, seed=2), qtype, channelwise_axes=[1], tiled_axes={0: 32}),
         qtype="int8",
@@ -356,12 +363,12 @@ def test_activations_quantised_as_they_come(qtype):
     for a, b in zip(by_kernel, by_xla, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3)
     kernel = "rows" if qtype == "nf4" else "integer_rows"
-    assert any(said.startswith(f"CPU kernel {kernel}") for said in how(jnp.matmul, x, w))
+    assert any(reported.startswith(f"CPU kernel {kernel}") for reported in how(jnp.matmul, x, w))
 
 
 @pytest.mark.parametrize("qtype", ["int4", "int8"])
 @pytest.mark.parametrize("rows", [3, 1000])
-def test_the_weight_is_read_as_it_is_stored(qtype, rows):
+def test_the_stored_weight_is_read_without_a_copy(qtype, rows):
     x, q = normal(rows, 192), quantize(normal(130, 192), qtype, channelwise_axes=[0])
     w = vn.quant.ActivationQuantized(q, qtype="int8", contracting=(-1,))
     with_activations = vn.implicit(lambda x, w: x @ w.T)
@@ -376,7 +383,7 @@ def test_the_weight_is_read_as_it_is_stored(qtype, rows):
         np.testing.assert_allclose(compiled(x, w), with_activations(x, w), rtol=1e-5, atol=1e-3)
     np.testing.assert_allclose(compiled(x, w), exact, rtol=1e-6, atol=1e-4)
     twice = jax.jit(vn.implicit(lambda x, w: x @ w.T.T)).lower(x[:, :130], w)
-    assert "veneer_integer" not in twice.as_text()  # that contracts the other axis
+    assert "veneer_integer" not in twice.as_text()  # the derivative contracts the other axis
 
 
 # Transformations.
@@ -400,7 +407,7 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("qtype", ["int4", "uint8"])
-def test_programs_and_their_derivatives(qtype):
+def test_programs_and_their_derivatives_agree(qtype):
     x = normal(2, 3, K, seed=1)
     w = 0.05 * normal(2, K, 130, seed=2)
     w = quantize(w, qtype, channelwise_axes=[0, 2], tiled_axes={1: 32})
@@ -415,11 +422,11 @@ def test_programs_and_their_derivatives(qtype):
         by_xla = jax.jit(run)(x, w)
     for name in PROGRAMS:
         for a, b in zip(by_kernel[name], by_xla[name], strict=True):
-            # Sums of hundreds in another order, through a few sines.
+            # Sums of hundreds of terms in another order, through a few sines.
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4, err_msg=name)
 
 
-def test_derivatives_by_scales_are_those_by_xla():
+def test_derivatives_by_scales_agree_with_xla():
     x = normal(3, K, seed=1)
     for qtype in ("int4", "uint4"):
         q = quantize(normal(K, 130, seed=2), qtype, channelwise_axes=[1], tiled_axes={0: 32})
@@ -441,7 +448,7 @@ def test_derivatives_by_scales_are_those_by_xla():
 
 
 @pytest.mark.parametrize("qtype", ["int4", "int8", "ternary"])
-def test_no_dense_weight_in_a_gradient(qtype):
+def test_gradients_materialize_no_weight(qtype):
     x, q = normal(3, K, seed=1), quantize(normal(K, 136), qtype, channelwise_axes=[1])
     loss = vn.implicit(lambda x, w: jnp.sum(jnp.sin(x @ w)))
     program = jax.jit(jax.grad(loss)).lower(x, q).compile().as_text()
@@ -464,7 +471,7 @@ def test_an_exported_program_needs_no_kernel():
         assert_accurate(again.call(x, q), x, q.dequantize())
 
 
-def test_an_exported_program_may_have_any_number_of_rows():
+def test_an_exported_program_can_have_symbolic_rows():
     q = quantize(normal(K, N, seed=2), "int4", channelwise_axes=[1])
     (m,) = jax.export.symbolic_shape("m")
     exported = jax.export.export(jax.jit(vn.implicit(jnp.matmul)))(
@@ -476,7 +483,7 @@ def test_an_exported_program_may_have_any_number_of_rows():
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
-def test_other_platforms_have_the_ways_of_xla(platform):
+def test_other_platforms_compute_by_xla(platform):
     x, q = normal(3, K), quantize(normal(K, N), "int4", channelwise_axes=[1])
     text = (
         jax.jit(vn.implicit(jnp.matmul)).trace(x, q).lower(lowering_platforms=(platform,)).as_text()
@@ -485,7 +492,7 @@ def test_other_platforms_have_the_ways_of_xla(platform):
     assert "stablehlo.dot_general" in text
 
 
-def test_eager_products():
+def test_eager_products_agree():
     x, q = normal(3, K, seed=1), quantize(normal(K, N, seed=2), "int4", channelwise_axes=[1])
     for y in (x @ q, vn.implicit(jnp.matmul)(x, q), vn.quant.dot(x, q)):
         assert_accurate(y, x, q.dequantize())

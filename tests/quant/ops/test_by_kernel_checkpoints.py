@@ -1,4 +1,4 @@
-"""What checkpoints bring, read by kernels as it lies: small scales, minima and zero points."""
+"""Kernels for weights as checkpoints store them: small scales, minima and zero points."""
 
 import re
 
@@ -11,12 +11,12 @@ import pytest
 import veneer as vn
 from veneer.quant import QArray
 
-# A side is odd, so that rows of scales end within a vector.
+# N is odd, so that rows of scales end within a vector.
 N, K = 131, 320
 
 
 def stored(qtype, tile, scale_dtype, minimum_dtype, *, shape=(N, K), seed=0):
-    """A weight `[..., N, K]` with tiles along K. Integers for minima are zero points."""
+    """Return a weight `[..., N, K]` with tiles along K. Integer minima become zero points."""
     rng, format = np.random.default_rng(seed), vn.quant.get_format(qtype)
     low, high = format.code_range
     codes = jnp.asarray(rng.integers(low, high + 1, shape), format.code_dtype)
@@ -40,7 +40,7 @@ def how(f, *args):
 
 
 def assert_close(actual, exact, tolerance=1e-5):
-    """By the norm of the error."""
+    """Compare two arrays by the norm of the error."""
     exact = np.asarray(exact, np.float64)
     assert actual.shape == exact.shape
     error = np.linalg.norm(np.asarray(actual, np.float64) - exact) / np.linalg.norm(exact)
@@ -67,7 +67,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_both_sides_by_any_number_of_rows(name):
+def test_both_sides_agree_for_any_number_of_rows(name):
     q = stored(*CASES[name])
     dense = np.asarray(q.dequantize(), np.float64)
     xs = [(normal(m, K), normal(m, N)) for m in (1, 3, 8, 33)]
@@ -77,7 +77,7 @@ def test_both_sides_by_any_number_of_rows(name):
     def run(xs, q):
         return [(x @ q.T, y @ q) for x, y in xs]
 
-    assert all(re.match(r"CPU kernel \w+ \(fallback: ", said) for said in how(run, xs, q))
+    assert all(re.match(r"CPU kernel \w+ \(fallback: ", reported) for reported in how(run, xs, q))
     for (x, y), (by_columns, by_rows) in zip(xs, run(xs, q), strict=True):
         assert_close(by_columns, np.asarray(x, np.float64) @ dense.T)
         assert_close(by_rows, np.asarray(y, np.float64) @ dense)
@@ -93,8 +93,8 @@ def rounded(x, tile=None):
     "name",
     [name for name, (qtype, *_) in CASES.items() if qtype in ("uint4", "int4", "int8", "uint8")],
 )
-def test_both_sides_by_int8_activations(name, of_tiles):
-    """As they are rounded in llama.cpp, with a scale for each tile; or for each row."""
+def test_both_sides_agree_for_int8_activations(name, of_tiles):
+    """Activations have scales per tile, as in llama.cpp, or per row."""
     q = stored(*CASES[name])
     dense = np.asarray(q.dequantize(), np.float64)
     tile = CASES[name][1] if of_tiles else None
@@ -105,7 +105,9 @@ def test_both_sides_by_int8_activations(name, of_tiles):
     def run(xs, q):
         return [(x @ q.T, y @ q) for x, y in xs]
 
-    assert all(re.match(r"CPU kernel integer_\w+ \(fallback: ", said) for said in how(run, xs, q))
+    assert all(
+        re.match(r"CPU kernel integer_\w+ \(fallback: ", reported) for reported in how(run, xs, q)
+    )
     for (x, y), (by_columns, by_rows) in zip(xs, run(xs, q), strict=True):
         assert_close(by_columns, np.asarray(x.dequantize(), np.float64) @ dense.T)
         assert_close(by_rows, np.asarray(y.dequantize(), np.float64) @ dense)
@@ -115,21 +117,21 @@ def test_both_sides_by_int8_activations(name, of_tiles):
 @pytest.mark.parametrize(
     "qtype", ["int3", "uint3", "int5", "uint5", "int6", "uint6", "int7", "uint7"]
 )
-def test_bit_planes_by_few_rows_of_int8(qtype, zeros):
-    """By integers; more rows, and tiles of other sizes, meet them as floats."""
+def test_bit_planes_and_few_int8_rows_are_multiplied_as_integers(qtype, zeros):
+    """Products with more rows or other tile sizes are computed in floats."""
     for tile, columns, of_tiles in ((16, 256, True), (64, 256, False), (192, 192, True)):
         q = stored(qtype, tile, "float16", zeros, shape=(N, columns))
         dense = np.asarray(q.dequantize(), np.float64)
         xs = [rounded(normal(m, columns), tile if of_tiles else None) for m in (1, 2, 7, 16, 17)]
         run = jax.jit(vn.implicit(lambda xs, q: [x @ q.T for x in xs]))
         *few, many = how(run, xs, q)
-        assert all(said.startswith("CPU kernel integer_columns_planes") for said in few)
+        assert all(reported.startswith("CPU kernel integer_columns_planes") for reported in few)
         assert many.startswith("CPU kernel columns_planes")
         for x, out in zip(xs, run(xs, q), strict=True):
             assert_close(out, np.asarray(x.dequantize(), np.float64) @ dense.T)
 
 
-def test_many_rows_that_vmap_makes_of_few_meet_bit_planes_as_floats():
+def test_rows_from_vmap_and_bit_planes_are_multiplied_as_floats():
     q, xs = stored("int6", 16, "float16", None, shape=(N, 256)), normal(40, 1, 256)
     product = lambda x, q: x @ q.T
     run = jax.jit(vn.implicit(jax.vmap(lambda x, q: product(rounded(x, 16), q), (0, None))))
@@ -139,7 +141,7 @@ def test_many_rows_that_vmap_makes_of_few_meet_bit_planes_as_floats():
     assert_close(run(xs, q)[:, 0], exact)
 
 
-def test_activations_with_minima_are_none_of_integer_kernels():
+def test_activations_with_minima_use_no_integer_kernel():
     codes = jnp.asarray(np.random.default_rng(0).integers(-127, 128, (2, K)), jnp.int8)
     scale, minimum = jnp.full((2, 1), 0.01), jnp.array([[1.0], [-2.0]])
     x = QArray(codes, scale, qtype="int8", minimum=minimum).replace(dense_dtype="float32")
@@ -149,10 +151,10 @@ def test_activations_with_minima_are_none_of_integer_kernels():
 
 
 @pytest.mark.parametrize("qtype", ["float6_e2m3fn", "float6_e3m2fn"])
-def test_every_float_of_6_bits_is_worth_what_it_is(qtype):
+def test_every_6_bit_float_is_decoded_exactly(qtype):
     codes = jnp.tile(jnp.arange(64, dtype=jnp.uint8)[:, None], (8, 64))
     q = QArray(codes, jnp.ones((512, 1)), qtype=qtype)
-    for rows in (1, 33):  # which are decoded by other ways
+    for rows in (1, 33):  # kernels decode few and many rows differently
         x = jnp.zeros((rows, 64)).at[:, 5].set(1)
         actual = jax.jit(vn.implicit(lambda x, q: x @ q.T))(x, q)
         dtype = getattr(ml_dtypes, qtype)
@@ -160,11 +162,11 @@ def test_every_float_of_6_bits_is_worth_what_it_is(qtype):
         np.testing.assert_array_equal(actual, np.tile(exact, (rows, 1)))
 
 
-def test_every_scale_of_16_and_8_bits_is_worth_what_it_is():
+def test_every_scale_of_16_and_8_bits_is_decoded_exactly():
     counts = {"float16": 2**16, "bfloat16": 2**16, "float8_e8m0fnu": 2**8}
     for dtype, count in counts.items():
         bits = np.arange(count, dtype=np.uint16 if count > 256 else np.uint8)
-        scale = jnp.asarray(bits).view(dtype)[:, None]  # a row each, of codes that are 1
+        scale = jnp.asarray(bits).view(dtype)[:, None]  # one row per scale, with codes of 1
         q = QArray(jnp.ones((count, 64), jnp.int8), scale).replace(dense_dtype="float32")
         x = jnp.zeros((1, 64)).at[0, 0].set(1)
         actual = jax.jit(vn.implicit(lambda x, q: x @ q.T))(x, q)[0]
@@ -188,7 +190,7 @@ def test_nothing_is_widened_before_the_kernel(qtype, minimum):
 
 
 @pytest.mark.parametrize(("qtype", "kind"), [("uint4", "lookup4"), ("uint5", "planes5")])
-def test_derivatives_batches_and_loops(qtype, kind):
+def test_derivatives_batches_and_loops_agree(qtype, kind):
     q, x = stored(qtype, 32, "float16", "float16"), normal(3, K)
     dense = q.dequantize()
     product = lambda x, w: x @ w.T
@@ -201,14 +203,15 @@ def test_derivatives_batches_and_loops(qtype, kind):
     run = lambda x, w: jax.lax.scan(step, x, w)[0]
     x = normal(2, 256)
     assert all(
-        said.startswith(f"CPU kernel columns_{kind} (fallback: ") for said in how(run, x, layers)
+        reported.startswith(f"CPU kernel columns_{kind} (fallback: ")
+        for reported in how(run, x, layers)
     )
     assert_close(jax.jit(vn.implicit(run))(x, layers), run(x, layers.dequantize()))
 
 
 @pytest.mark.parametrize("activations", [None, "int8"])
 @pytest.mark.parametrize("name", ["scale", "minimum"])
-def test_derivatives_by_scales_and_by_minima(name, activations):
+def test_derivatives_by_scales_and_minima_agree(name, activations):
     q, x = stored("uint4", 32, "float32", "float32"), normal(3, K)
     if activations is not None:
         x = vn.quant.quantize(x, activations, channelwise_axes=[0])
@@ -225,8 +228,8 @@ def test_derivatives_by_scales_and_by_minima(name, activations):
 
 @pytest.mark.parametrize("qtype", ["int4", "int8"])
 @pytest.mark.parametrize("side", ["rows", "columns"])
-def test_programs_of_activations_with_tiles(qtype, side):
-    """Derivatives, batches, zero points, rows that are contracted, and several devices."""
+def test_programs_with_tiled_activations_agree(qtype, side):
+    """Derivatives, batches, zero points, contracted rows and several devices."""
     w, x = normal(256, 128), normal(6, 128 if side == "columns" else 256, seed=2)
     zeros = {"calibration_method": "minmax"} if qtype == "int4" else {}
     axes = ([0], {1: 32}) if side == "columns" else ([1], {0: 32})
@@ -236,7 +239,7 @@ def test_programs_of_activations_with_tiles(qtype, side):
     a = rounded(x, 32)
     product = lambda x, w: x @ w.T if side == "columns" else x @ w
     values, dense = a.dequantize(), q.dequantize()
-    assert all(said.startswith("CPU kernel integer_") for said in how(product, a, q))
+    assert all(reported.startswith("CPU kernel integer_") for reported in how(product, a, q))
     assert_close(jax.jit(vn.implicit(product))(a, q), product(values, dense))
     mapped = jax.jit(vn.implicit(jax.vmap(lambda x, w: product(x, w), (0, None))))
     assert_close(mapped(a, q), product(values, dense))
@@ -250,8 +253,8 @@ def test_programs_of_activations_with_tiles(qtype, side):
 
 @pytest.mark.parametrize("activations", [None, "int8"])
 @pytest.mark.parametrize("name", ["scale", "minimum"])
-@pytest.mark.parametrize("tile", [2, -1])  # the last ends within a vector
-def test_what_is_nan_is_seen_in_its_own_row(name, tile, activations):
+@pytest.mark.parametrize("tile", [2, -1])  # -1 ends within a vector
+def test_a_nan_affects_only_its_row(name, tile, activations):
     q = stored("uint4", 32, "float16", "float16")
     q = q.replace(**{name: getattr(q, name).at[5, tile].set(jnp.nan)})
     for m in (3, 33):
@@ -263,7 +266,7 @@ def test_what_is_nan_is_seen_in_its_own_row(name, tile, activations):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_activations_of_16_bits_meet_minima(dtype):
+def test_16_bit_activations_and_minima_agree(dtype):
     q = stored("uint4", 32, "float16", "float16").replace(dense_dtype=dtype)
     x = normal(2, K).astype(dtype)
     y = jax.jit(vn.implicit(lambda x, q: x @ q.T))(x, q)
@@ -273,15 +276,15 @@ def test_activations_of_16_bits_meet_minima(dtype):
 
 
 @pytest.mark.parametrize(("m", "n", "k"), [(0, N, K), (2, 0, K), (2, N, 0)])
-def test_of_nothing_with_minima(m, n, k):
+def test_empty_products_with_minima_agree(m, n, k):
     q = stored("uint4", 32, "float16", "float16", shape=(n, k))
     y = jax.jit(vn.implicit(lambda x, q: x @ q.T))(normal(m, k), q)
     np.testing.assert_array_equal(y, np.zeros((m, n)))
 
 
 @pytest.mark.parametrize("name", ["scale", "minimum"])
-def test_what_is_infinite_is_seen_in_its_own_row(name):
-    """As infinity or NaN: the sum of what is times infinity may be either, in another order."""
+def test_an_infinity_affects_only_its_row(name):
+    """The row is infinite or NaN, because the order of sums of infinities decides it."""
     q = stored("uint4", 32, "float16", "float16")
     q = q.replace(**{name: getattr(q, name).at[5, 2].set(jnp.inf)})
     for m in (3, 33):

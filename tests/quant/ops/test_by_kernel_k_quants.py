@@ -1,4 +1,4 @@
-"""Scales and minima that are codes, as those of GGUF's K-quants: kernels read them as they lie."""
+"""Kernels for weights whose scales and minima are quantized, as in the K-quants of GGUF."""
 
 import math
 import re
@@ -13,7 +13,7 @@ from quant.ops.test_by_kernel_checkpoints import assert_close, how, normal, roun
 import veneer as vn
 from veneer.quant import QArray
 
-# Codes, those of scales, values a tile, tiles that share an outer scale, and if there are minima.
+# Formats of codes and scales, tile size, tiles per outer scale, and whether there are minima.
 CASES = {
     "Q4_K": ("uint4", "uint6", 32, 8, True),
     "Q5_K": ("uint5", "uint6", 32, 8, True),
@@ -28,7 +28,7 @@ of_each_case = pytest.mark.parametrize("name", CASES)
 
 
 def stored(name, shape=(N, K), outer_dtype="float16", seed=0, *, zeros=False):
-    """A weight `[..., N, K]` with tiles along K; `zeros` has its zero points, and it no minima."""
+    """Return a weight `[..., N, K]` with tiles along K. With `zeros`, it has no minima."""
     qtype, scale_qtype, tile, each, has_minima = CASES[name]
     rng = np.random.default_rng(seed)
 
@@ -51,7 +51,7 @@ def stored(name, shape=(N, K), outer_dtype="float16", seed=0, *, zeros=False):
 
 @of_each_case
 @pytest.mark.parametrize("of_int8", [False, True])
-def test_both_sides_by_any_number_of_rows(name, of_int8):
+def test_both_sides_agree_for_any_number_of_rows(name, of_int8):
     q = stored(name)
     dense = np.asarray(q.dequantize(), np.float64)
     xs = [(normal(m, K), normal(m, N)) for m in (1, 3, 8, 33)]
@@ -63,7 +63,7 @@ def test_both_sides_by_any_number_of_rows(name, of_int8):
     def run(xs, q):
         return [(x @ q.T, y @ q) for x, y in xs]
 
-    assert all(said.startswith("CPU kernel ") for said in how(run, xs, q))
+    assert all(reported.startswith("CPU kernel ") for reported in how(run, xs, q))
     for (x, y), (by_columns, by_rows) in zip(xs, run(xs, q), strict=True):
         x, y = (np.asarray(vn.materialise(values), np.float64) for values in (x, y))
         assert_close(by_columns, x @ dense.T)
@@ -71,8 +71,8 @@ def test_both_sides_by_any_number_of_rows(name, of_int8):
 
 
 @of_each_case
-def test_activations_whose_tiles_are_longer(name):
-    """As a file in Q4_K_M has matrices in Q6_K, whose tiles are shorter."""
+def test_activations_with_longer_tiles_agree(name):
+    """A file in Q4_K_M also has matrices in Q6_K, whose tiles are shorter."""
     q, x = stored(name), rounded(normal(3, K), 64)
     product = lambda x, q: x @ q.T
     assert how(product, x, q)[0].startswith("CPU kernel integer_")
@@ -80,7 +80,7 @@ def test_activations_whose_tiles_are_longer(name):
 
 
 @of_each_case
-def test_zero_points_beside_scales_that_are_codes(name):
+def test_zero_points_with_quantized_scales_agree(name):
     q = stored(name, zeros=True)
     for x in (normal(3, K), normal(33, K), rounded(normal(3, K), CASES[name][2])):
         actual = jax.jit(vn.implicit(lambda x, q: x @ q.T))(x, q)
@@ -89,23 +89,23 @@ def test_zero_points_beside_scales_that_are_codes(name):
 
 @of_each_case
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_activations_of_16_bits(name, dtype):
+def test_16_bit_activations_agree(name, dtype):
     q = stored(name).replace(dense_dtype=dtype)
     for rows in (1, 33):
-        x = (1e-3 * normal(rows, K)).astype(dtype)  # f16 ends at 65504
+        x = (1e-3 * normal(rows, K)).astype(dtype)  # the largest f16 is 65504
         exact = x.astype("float32") @ q.replace(dense_dtype="float32").dequantize().T
         assert_close(jax.jit(vn.implicit(lambda x, q: x @ q.T))(x, q), exact, 1e-2)
 
 
 @of_each_case
 @pytest.mark.parametrize("outer_dtype", ["float32", "bfloat16"])
-def test_outer_scales_of_other_floats(name, outer_dtype):
+def test_outer_scales_of_other_dtypes_agree(name, outer_dtype):
     q, x = stored(name, outer_dtype=outer_dtype), normal(2, K)
     assert_close(jax.jit(vn.implicit(lambda x, q: x @ q.T))(x, q), x @ q.dequantize().T)
 
 
 def wide_scales(program, q):
-    """The arrays of f32 in a program that are as many as scales are, or as outer ones."""
+    """Return the f32 arrays of a program that have the sizes of the scales or outer scales."""
     shapes = (tuple(map(int, x.split(","))) for x in re.findall(r"f32\[([\d,]+)\]", program))
     counts = {math.prod(leaf.shape[-2:]) for leaf in (q, q.scale, q.scale.scale)}
     return [shape for shape in shapes if len(shape) > 1 and math.prod(shape[-2:]) in counts]
@@ -122,7 +122,7 @@ def test_nothing_is_widened_before_the_kernel(name):
 
 @pytest.mark.parametrize("name", ["Q4_K", "Q6_K"])
 @pytest.mark.parametrize("side", ["rows", "columns"])
-def test_derivatives(name, side):
+def test_derivatives_agree(name, side):
     q, x = stored(name), normal(3, N if side == "rows" else K)
     product = lambda x, w: x @ w if side == "rows" else x @ w.T
     loss = lambda x, w: (product(x, w) ** 2).sum()
@@ -140,7 +140,7 @@ def test_derivatives(name, side):
 
 @pytest.mark.parametrize("name", ["Q4_K", "Q6_K"])
 @pytest.mark.parametrize("of_tiles", [False, True])
-def test_derivatives_by_scales_of_activations(name, of_tiles):
+def test_derivatives_by_scales_of_activations_agree(name, of_tiles):
     q, x = stored(name), rounded(normal(3, K), CASES[name][2] if of_tiles else None)
     loss = lambda x, w: ((x @ w.T) ** 2).sum()
     by_kernel = lambda scale: vn.implicit(loss)(x.replace(scale=scale), q)
@@ -149,8 +149,8 @@ def test_derivatives_by_scales_of_activations(name, of_tiles):
 
 
 @pytest.mark.parametrize("name", ["Q4_K", "Q6_K"])
-def test_programs(name):
-    """Batches of activations and of weights, layers in a loop, several devices, and export."""
+def test_batches_loops_devices_and_exports_agree(name):
+    """Batches of activations and weights, layers in a loop, several devices, and export."""
     product = lambda x, w: x @ w.T
     q, x = stored(name), normal(4, K)
     dense = q.dequantize()
@@ -175,8 +175,8 @@ def test_programs(name):
 
 
 @pytest.mark.parametrize("tiles", [10, 12])
-def test_scales_that_end_within_a_byte_are_widened(tiles):
-    """Of which no kernel reads the codes."""
+def test_scales_that_end_within_a_byte_are_dequantized(tiles):
+    """No kernel reads such codes of scales."""
     q, x = stored("an outer scale each", (N, 32 * tiles)), normal(2, 32 * tiles)
     codes = jnp.clip(q.scale.qvalue, 1, 63).astype(vn.quant.get_format("uint6").code_dtype)
     codes = QArray(codes, q.scale.scale, qtype="uint6")

@@ -1,4 +1,4 @@
-"""Products by kernels on 8 devices: each computes its own part of what one would."""
+"""Products by kernels on 8 devices. Each device computes a part of the result."""
 
 import re
 
@@ -21,12 +21,12 @@ MESH = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
 EXPLICIT = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 
-# Parts of it have enough entries for a kernel.
+# Each shard has enough entries for a kernel.
 K, N = 512, 256
 
 
 def put(value, spec, mesh=MESH):
-    """An array, or a weight leaf by leaf, over a mesh."""
+    """Place an array, or a weight leaf by leaf, on a mesh."""
     return vn.implicit(lambda x: jax.device_put(x, NamedSharding(mesh, spec)))(value)
 
 
@@ -49,7 +49,7 @@ WEIGHTS = {
 }
 of_each_weight = pytest.mark.parametrize(("qtype", "tiled"), WEIGHTS.values(), ids=WEIGHTS)
 
-# How activations and the weight are cut; how the result is; and what is sent for it.
+# Shardings of activations, weight and result, and the collectives.
 CUTS = {
     "columns": (P(), P(None, "y"), P(None, "y"), set()),
     "rows of activations and columns": (P("x"), P(None, "y"), P("x", "y"), set()),
@@ -76,10 +76,10 @@ def test_each_device_multiplies_its_part(qtype, tiled, of_x, of_w, of_out, sent)
 
 
 @of_each_weight
-def test_a_weight_that_is_summed_by_its_columns(qtype, tiled):
+def test_a_weight_contracted_along_columns_agrees(qtype, tiled):
     x, w = normal(8, K, seed=1), normal(N, K, seed=2)
-    turned = {1 - axis: size for axis, size in tiled.items()}
-    q = quantize(w, qtype, channelwise_axes=[0], tiled_axes=turned)
+    transposed = {1 - axis: size for axis, size in tiled.items()}
+    q = quantize(w, qtype, channelwise_axes=[0], tiled_axes=transposed)
     product = jax.jit(vn.implicit(lambda x, w: jnp.einsum("mk,nk->mn", x, w)))
     for of_x, of_w, sent in ((P(), P("y"), set()), (P(None, "y"), P(None, "y"), {"all-reduce"})):
         operands = put(x, of_x), put(q, of_w)
@@ -90,8 +90,8 @@ def test_a_weight_that_is_summed_by_its_columns(qtype, tiled):
 
 
 @pytest.mark.parametrize("of_w", [P("y"), P(None, "y"), P("x", "y")], ids=str)
-def test_minima_are_cut_as_scales_are(of_w):
-    """Along the sum each device adds those of its own tiles, which are added up."""
+def test_minima_are_sharded_like_scales(of_w):
+    """Along the contracted axis, each device adds the minima of its tiles."""
     x, w = normal(8, K, seed=1), normal(N, K, seed=2)
     q = quantize(w, "uint4", channelwise_axes=[0], tiled_axes={1: 32})
     q = q.replace(zero_point=None, minimum=normal(*q.scale.shape).astype("float16"))
@@ -107,7 +107,7 @@ def test_minima_are_cut_as_scales_are(of_w):
         assert_close(jax.jit(vn.implicit(run))(x, q), x, q.dequantize().T)
 
 
-# A weight of which something that lies together would be cut, along an axis.
+# Weights, and an axis along which a shard would cut a tile or a byte.
 TOGETHER = arrays.OnDemand(
     {
         "a byte": lambda: (
@@ -139,7 +139,7 @@ TOGETHER = arrays.OnDemand(
 
 
 @pytest.mark.parametrize("name", TOGETHER)
-def test_what_lies_together_is_never_cut(name):
+def test_tiles_and_bytes_are_never_cut(name):
     q, spec = TOGETHER[name]
     x = normal(8, K, seed=1)
     operands = put(x, P("x")), put(q, spec)
@@ -149,7 +149,7 @@ def test_what_lies_together_is_never_cut(name):
         assert_close(product(*operands), x, q.dequantize())
 
 
-def test_a_batch_is_cut_between_its_matrices():
+def test_a_batch_is_sharded_by_matrix():
     x, w = normal(8, 3, K, seed=1), normal(8, K, N, seed=2)
     q = quantize(w, "int4", channelwise_axes=[0, 2], tiled_axes={1: 32})
     for of_x, of_w in ((P(("x", "y")), P(("x", "y"))), (P("x"), P("x", None, "y"))):
@@ -161,7 +161,7 @@ def test_a_batch_is_cut_between_its_matrices():
 
 @pytest.mark.parametrize("tiles", [{}, {1: 32}])
 @pytest.mark.parametrize("side", ["rows", "columns"])
-def test_integer_activations_are_cut_with_their_scales(side, tiles):
+def test_integer_activations_are_sharded_with_their_scales(side, tiles):
     x, w = normal(8, K, seed=1), normal(K, N, seed=2)
     q = quantize(w, "int4", channelwise_axes=[1], tiled_axes={0: 32})
     x = quantize(x, "int8", channelwise_axes=[0], tiled_axes=tiles)
@@ -181,7 +181,7 @@ def test_integer_activations_are_cut_with_their_scales(side, tiles):
         assert f"veneer_integer_{side}" in compiled.as_text()
 
 
-def test_gradients_stay_where_they_are():
+def test_gradients_have_the_sharding_of_their_values():
     x, w = normal(8, K, seed=1), normal(K, N, seed=2)
     q = quantize(w, "int4", channelwise_axes=[1], tiled_axes={0: 32})
     loss = lambda x, w: jnp.sum(jnp.sin(x @ w))
@@ -189,7 +189,7 @@ def test_gradients_stay_where_they_are():
     compiled = jax.jit(jax.grad(vn.implicit(loss))).lower(*operands).compile()
     expected = jax.grad(loss)(x, q.dequantize())
     np.testing.assert_allclose(compiled(*operands), expected, rtol=1e-3, atol=1e-2)
-    assert collectives(compiled) == {"all-reduce"}  # of the gradient, over columns
+    assert collectives(compiled) == {"all-reduce"}  # for the gradient, over columns
 
 
 @of_each_weight
@@ -223,7 +223,7 @@ def test_a_shard_map_of_one_axis_leaves_the_other_to_xla():
     assert_close(jax.jit(vn.implicit(run))(put(x, P("x")), put(q, P(None, "y"))), x, q.dequantize())
 
 
-def test_types_that_say_how_operands_are_cut_are_left_to_xla():
+def test_operands_with_explicit_sharding_are_left_to_xla():
     x, q = normal(8, K, seed=1), quantize(normal(K, N, seed=2), "int8", channelwise_axes=[1])
     with jax.set_mesh(EXPLICIT):
         operands = put(x, P("x"), EXPLICIT), put(q, P(None, "y"), EXPLICIT)

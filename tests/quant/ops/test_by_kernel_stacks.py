@@ -1,4 +1,4 @@
-"""Products with slices of a stack, in loops: as those of the dense arrays, and no code is moved."""
+"""Products with slices of stacked weights in loops, which move no codes."""
 
 import math
 import re
@@ -14,7 +14,7 @@ from veneer import kernels
 from veneer.quant import FORMATS, QArray, quantize
 from veneer.quant.ops.by_kernel import codes_of
 
-# A matrix is so small in bytes that it begins anywhere, and rows end within a byte and a vector.
+# Matrices begin at odd addresses, and their rows end within a byte and within a vector.
 L, M, K, N, D = 3, 3, 192, 131, 256
 
 
@@ -30,7 +30,7 @@ def stack(qtype, *shape, tile=None, **options):
 
 
 def assert_close(actual, exact, tolerance=1e-5):
-    """By the norm of the error."""
+    """Compare two arrays by the norm of the error."""
     exact = np.asarray(exact, np.float64)
     assert actual.shape == exact.shape
     error = np.linalg.norm(np.asarray(actual, np.float64) - exact) / np.linalg.norm(exact)
@@ -41,7 +41,7 @@ _MOVED = re.compile(r"= (?:u8|s8|f8\w+)\[([\d,]+)\]\S* (?:dynamic-slice|slice|co
 
 
 def moved(f, *args, least=K * N // 8):
-    """The sizes of arrays of codes, no smaller than `least`, that a program writes anew."""
+    """Return the sizes, of at least `least`, of the arrays of codes that a program writes."""
     program = jax.jit(vn.implicit(f)).lower(*args).compile().as_text()
     assert 'custom_call_target="veneer_' in program
     sizes = [math.prod(map(int, found.split(","))) for found in _MOVED.findall(program)]
@@ -85,7 +85,7 @@ def test_every_format_is_read_from_its_stack():
 
 
 @pytest.mark.parametrize("scale_dtype", ["float32", "float16"])
-def test_integer_activations(scale_dtype):
+def test_integer_activations_agree(scale_dtype):
     w = stack("int4", L, K, N, scale_dtype=scale_dtype)
     xs = normal(L, M, K, seed=1)
 
@@ -146,19 +146,19 @@ PROGRAMS = {
 
 @pytest.mark.parametrize("qtype", ["int4", "int8"])
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_programs(name, qtype):
+def test_loops_and_branches_read_the_stack(name, qtype):
     x, w, program = normal(M, D, seed=1), stack(qtype, 4, D, D), PROGRAMS[name]
     assert moved(program, x, w) == []
     assert_close(jax.jit(vn.implicit(program))(x, w), program(x, w.dequantize()))
 
 
-def test_what_else_reads_a_layer_has_it():
+def test_other_uses_of_a_layer_are_correct():
     x, w = normal(M, D, seed=1), stack("int8", L, D, D)
     both = scan(lambda x, w: jnp.tanh(x @ w + w[0]))
     assert_close(jax.jit(vn.implicit(both))(x, w), both(x, w.dequantize()))
 
 
-def test_a_stack_that_goes_round_a_loop_may_be_written_to():
+def test_a_stack_in_a_loop_carry_can_be_written():
     x, w = normal(M, D, seed=1), stack("int8", L, D, D)
 
     def run(x, q):
@@ -184,7 +184,7 @@ def test_experts_of_a_batch_are_gathered():
     assert_close(jax.jit(vn.implicit(run))(x, w), run(x, w.dequantize()))
 
 
-def test_the_program_is_the_one_that_is_written():
+def test_the_jaxpr_is_the_same_as_without_stacks():
     x, w = normal(M, D, seed=1), stack("int8", L, D, D)
     jaxpr = jax.make_jaxpr(vn.implicit(scan(layer)))(x, w)
     (loop,) = jaxpr.eqns
@@ -194,7 +194,7 @@ def test_the_program_is_the_one_that_is_written():
     assert "dynamic_slice" not in names
 
 
-def test_high_types_read_stacks_too():
+def test_high_types_read_the_stack():
     x, w, run = normal(M, D, seed=1), stack("int4", L, D, D), scan(layer)
     with vn.hijax.enabled():
         program = jax.jit(run).lower(x, w).compile().as_text()

@@ -1,4 +1,4 @@
-"""`conv_general_dilated` of arrays and QArrays, against dequantising in f64 and convolving that."""
+"""`conv_general_dilated` of arrays and QArrays, compared with dense convolutions in f64."""
 
 import dataclasses
 import functools
@@ -31,7 +31,7 @@ def normal(*shape, dtype=np.float32, seed=0):
 
 
 def spread(leaf, shape):
-    """A leaf repeated over its tiles, in f64."""
+    """Return a leaf in f64, repeated over its tiles."""
     leaf = np.asarray(leaf).astype(np.float64)
     for axis, (count, size) in enumerate(zip(leaf.shape, shape, strict=True)):
         leaf = np.repeat(leaf, size // max(count, 1), axis)
@@ -39,7 +39,7 @@ def spread(leaf, shape):
 
 
 def worth(x):
-    """What an operand stands for, in f64, by NumPy."""
+    """Return the dense array of an operand in f64, computed by NumPy."""
     if not isinstance(x, QArray):
         return np.asarray(x).astype(np.float64)
     codes = np.asarray(x.codes())
@@ -53,7 +53,7 @@ def worth(x):
 
 
 def in_float64(lhs, rhs, **params):
-    """The convolution in f64, and that of the magnitudes, to which rounding is relative."""
+    """Return the convolution in f64, and the convolution of magnitudes, for tolerances."""
     lhs, rhs = worth(lhs), worth(rhs)
     with jax.enable_x64(True):
         conv = lambda lhs, rhs: lax.conv_general_dilated(jnp.array(lhs), jnp.array(rhs), **params)
@@ -61,24 +61,24 @@ def in_float64(lhs, rhs, **params):
 
 
 def terms(rhs, layout):
-    """How many products are summed, for a kernel of a layout such as HWIO."""
+    """Return the number of products in a sum, for a kernel in a layout such as HWIO."""
     return rhs.size // max(rhs.shape[layout.index("O")], 1)
 
 
 def assert_exact_but_for_the_scale(actual, expected, magnitudes, count):
-    """Sums of integers are exact: each value is rounded as often as it is scaled, and cast."""
-    # In f32: the scale of either operand, their product, the sum, and the sum by the scale.
+    """Check that integer sums are exact, and only scaling and the cast round."""
+    # Roundings in f32: both scales, their product, the sum, and the scaled sum.
     eps = 6 * float(jnp.finfo(jnp.promote_types(actual.dtype, jnp.float32)).eps)
     eps += float(jnp.finfo(actual.dtype).eps)
-    # Of an f16 below its normal numbers, the bits that are left.
+    # Subnormal numbers of f16 have fewer bits.
     tiny = float(jnp.finfo(actual.dtype).smallest_subnormal) if actual.dtype == jnp.float16 else 0
-    own = count * float(jnp.finfo(jnp.float64).eps) * magnitudes  # of what is expected
+    own = count * float(jnp.finfo(jnp.float64).eps) * magnitudes  # of the expected values
     error = abs(np.asarray(actual).astype(np.float64) - expected)
     assert (error <= eps * abs(expected) + own + tiny).all()
 
 
 def assert_within_rounding(actual, expected, magnitudes, operand_dtype, count):
-    """Each of `count` terms is rounded to the operands' dtype, and their sum to that of sums."""
+    """Check that each of `count` terms is rounded to the dtype of operands, and sums to f32."""
     operand_eps = float(jnp.finfo(operand_dtype).eps)
     sum_dtype = actual.dtype if actual.dtype == jnp.float64 else jnp.float32
     bound = (4 * operand_eps + count * float(jnp.finfo(sum_dtype).eps)) * magnitudes
@@ -88,7 +88,7 @@ def assert_within_rounding(actual, expected, magnitudes, operand_dtype, count):
 
 # Any convolution.
 
-# Each compiles a program of its own.
+# Each example compiles a program.
 FEW = settings(max_examples=min(10, settings().max_examples))
 
 
@@ -143,13 +143,13 @@ def convolutions(draw):
     return Convolution(lhs, rhs, params)
 
 
-def quantized(draw, x, qtype, apart, groups=None):
-    """`x` in a format, with a scale of its own for each entry of the axes `apart`, or for all."""
+def quantized(draw, x, qtype, separate, groups=None):
+    """Quantize `x` with scales that vary along the axes `separate`, or with one scale."""
     tiled = {}
     if groups is not None and x.shape[groups[0]] % groups[1] == 0 and draw(st.booleans()):
         tiled = {groups[0]: x.shape[groups[0]] // groups[1]}
     return quantize(
-        x, qtype, channelwise_axes=[a for a in apart if draw(st.booleans())], tiled_axes=tiled
+        x, qtype, channelwise_axes=[a for a in separate if draw(st.booleans())], tiled_axes=tiled
     )
 
 
@@ -177,7 +177,7 @@ def test_sums_of_integer_codes_are_exact(data, convolution, dtype):
 
 @FEW
 @given(st.data(), convolutions(), st.sampled_from(FLOATS))
-def test_any_operands_give_what_their_dense_arrays_give(data, convolution, dtype):
+def test_any_operands_agree_with_their_dense_arrays(data, convolution, dtype):
     formats = st.one_of(st.none(), st.sampled_from([*FORMATS]))
     with jax.enable_x64(dtype == jnp.float64):
         operands = []
@@ -211,7 +211,7 @@ def ones_like_scale(x):
 
 @pytest.mark.parametrize("lhs_zero", [None, 0, 200])
 @pytest.mark.parametrize("rhs_zero", [None, 7, 255])
-def test_what_is_padded_or_dilated_is_zero_and_not_the_code_zero(lhs_zero, rhs_zero):
+def test_padding_and_dilation_insert_the_value_zero(lhs_zero, rhs_zero):
     operands = []
     for shape, zero, seed in (((2, 4, 3, 5), lhs_zero, 1), ((2, 3, 5, 3), rhs_zero, 2)):
         x = codes(*shape, low=0, high=256, dtype=np.uint8, seed=seed)
@@ -227,7 +227,7 @@ def test_what_is_padded_or_dilated_is_zero_and_not_the_code_zero(lhs_zero, rhs_z
     expected, _ = in_float64(*operands, **params)
     actual = vn.quant.conv_general_dilated(*operands, **params)
     np.testing.assert_array_equal(actual, expected)
-    assert (expected == 0).any()  # somewhere the window is on padding alone
+    assert (expected == 0).any()  # some windows contain only padding
 
 
 module = importlib.import_module("veneer.quant.ops.convolution")
@@ -238,7 +238,7 @@ module = importlib.import_module("veneer.quant.ops.convolution")
 @pytest.mark.parametrize("groups", [1, 2])
 def test_long_sums_are_exact_in_integers_and_in_floats(way, groups, zero, monkeypatch):
     monkeypatch.setattr(module, "_fast_on_cpu", lambda *_: way == "int8")
-    module._scaled_sums.clear_cache()
+    module._scale_sums_of_codes.clear_cache()
     features = 4096  # products of up to 2**14 each, and f32 holds sums of 2**10 of them
     x = codes(2, 1, 2, groups * features, low=100)
     w = codes(1, 1, features, 2 * groups, low=100, seed=1)
@@ -255,22 +255,22 @@ def test_long_sums_are_exact_in_integers_and_in_floats(way, groups, zero, monkey
             **SAME,
         )
         np.testing.assert_array_equal(actual, np.concatenate(expected, axis=-1))
-    module._scaled_sums.clear_cache()
+    module._scale_sums_of_codes.clear_cache()
 
 
 @pytest.mark.parametrize("layout", [NHWC, ("CHWN", "OHWI", "HCWN")])
-@pytest.mark.parametrize("apart", ["samples", "groups of samples", "features", "all"])
+@pytest.mark.parametrize("separate", ["samples", "groups of samples", "features", "all"])
 @pytest.mark.parametrize("groups", ["feature_group_count", "batch_group_count"])
-def test_samples_and_groups_have_scales_of_their_own(groups, apart, layout):
+def test_samples_and_groups_can_have_separate_scales(groups, separate, layout):
     sizes = {"N": 6, "H": 4, "W": 4, "C": 4, "O": 6, "I": 2 if groups[0] == "f" else 4}
     lhs = normal(*(sizes[axis] for axis in layout[0]))
     lhs = lhs * jnp.arange(1.0, 7.0).reshape([6 if axis == "N" else 1 for axis in layout[0]])
     rhs = normal(*((sizes | {"H": 2, "W": 3})[axis] for axis in layout[1]), seed=1)
     at = layout[0].index
-    tiled = {"groups of samples": {at("N"): 3}, "features": {at("C"): 2}}.get(apart, {})
-    if apart == "all":
+    tiled = {"groups of samples": {at("N"): 3}, "features": {at("C"): 2}}.get(separate, {})
+    if separate == "all":
         tiled = {at("N"): 1, at("C"): 2}
-    if apart == "samples":
+    if separate == "samples":
         tiled = {at("N"): 1}
     x = quantize(lhs, "int8", tiled_axes=tiled)
     params = {"dimension_numbers": layout, groups: 2, **SAME}
@@ -278,14 +278,14 @@ def test_samples_and_groups_have_scales_of_their_own(groups, apart, layout):
         w = quantize(rhs, "uint4", tiled_axes=kernel)
         expected, magnitudes = in_float64(x, w, **params)
         actual = vn.quant.conv_general_dilated(x, w, **params)
-        if apart in ("features", "all") and groups == "batch_group_count":  # summed
+        if separate in ("features", "all") and groups == "batch_group_count":  # contracted
             assert_within_rounding(actual, expected, magnitudes, jnp.float32, 24)
         else:
             assert_exact_but_for_the_scale(actual, expected, magnitudes, 24)
 
 
 def convolved_dtypes(platform, *operands, **params):
-    """The element types of the convolution that is compiled for a platform."""
+    """Return the element types of the convolution that is compiled for a platform."""
     conv = jax.jit(lambda *operands: vn.quant.conv_general_dilated(*operands, **params))
     text = conv.trace(*operands).lower(lowering_platforms=(platform,)).as_text()
     [line] = [line for line in text.splitlines() if "stablehlo.convolution" in line]
@@ -302,9 +302,7 @@ def convolved_dtypes(platform, *operands, **params):
         ("cpu", "NCHW", ["f32", "f32", "f32"]),
     ],
 )
-def test_codes_are_convolved_in_integers_where_the_platform_is_fast_at_that(
-    platform, layout, expected
-):
+def test_codes_are_convolved_in_integers_on_platforms_fast_at_it(platform, layout, expected):
     numbers = NHWC if layout == "NHWC" else ("NCHW", "OIHW", "NCHW")
     lhs = quantize(normal(1, 8, 8, 8), "int8", channelwise_axes=[0])
     rhs = quantize(normal(3, 3, 8, 8), "int4")
@@ -324,11 +322,11 @@ def test_large_and_small_values_stay_in_range(qtype):
         np.testing.assert_allclose(conv(*operands), 800.0, rtol=0.2)
 
 
-# What else there is to a convolution.
+# Other properties.
 
 
 @pytest.mark.parametrize("both", [False, True])
-def test_a_nan_is_seen_in_its_own_sample_and_feature(both):
+def test_a_nan_affects_only_its_sample_and_feature(both):
     x, w = normal(3, 4, 4, 2), normal(2, 2, 2, 3).at[0, 0, 0, 1].set(jnp.nan)
     w = quantize(w, "int8", channelwise_axes=[3])
     if both:
@@ -351,7 +349,7 @@ def test_a_nan_is_seen_in_its_own_sample_and_feature(both):
     ],
     ids=["no samples", "nothing to sum", "no features", "no room for the window"],
 )
-def test_empty_arrays(lhs, rhs):
+def test_empty_arrays_agree(lhs, rhs):
     x = quantize(normal(*lhs), "int8", channelwise_axes=[0])
     w = quantize(normal(*rhs), "int4", channelwise_axes=[3])
     actual = vn.quant.conv_general_dilated(x, w, (1, 1), "VALID", dimension_numbers=NHWC)
@@ -361,7 +359,7 @@ def test_empty_arrays(lhs, rhs):
 
 @pytest.mark.parametrize("preferred", [None, jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("both", [False, True])
-def test_the_dtype_is_that_of_the_dense_arrays(preferred, both):
+def test_the_dtype_is_the_same_as_for_dense_arrays(preferred, both):
     x, w = normal(1, 4, 4, 2, dtype=jnp.bfloat16), normal(2, 2, 2, 3, dtype=jnp.bfloat16)
     w = quantize(w, "int8")
     x = quantize(x, "int8") if both else x
@@ -392,7 +390,7 @@ def test_two_qarrays_of_different_dtypes_are_promoted():
         ((2, 2, 2, 3), {"batch_group_count": 2}, "batch_group_count"),
     ],
 )
-def test_what_does_not_fit_raises_what_lax_raises(shape, params, message, both):
+def test_mismatched_shapes_raise_the_errors_of_lax(shape, params, message, both):
     x, w = normal(3, 4, 4, 2), quantize(normal(*shape), "int8")
     x = quantize(x, "int8") if both else x
     for conv, operands in (
@@ -405,7 +403,7 @@ def test_what_does_not_fit_raises_what_lax_raises(shape, params, message, both):
 
 @pytest.mark.parametrize("narrower", [jnp.float16, jnp.bfloat16])
 @pytest.mark.parametrize("channelwise", [(3,), (2,)], ids=["outside", "dequantized"])
-def test_two_qarrays_take_a_narrower_type(narrower, channelwise):
+def test_two_qarrays_can_have_a_narrower_result(narrower, channelwise):
     operands = (
         quantize(normal(3, 4, 4, 2), "int8"),
         quantize(normal(2, 2, 2, 3), "int8", channelwise_axes=channelwise),
@@ -422,17 +420,17 @@ def test_two_qarrays_take_a_narrower_type(narrower, channelwise):
     np.testing.assert_allclose(
         actual.astype(float), expected, rtol=tolerance, atol=tolerance * 1e-2
     )
-    with pytest.raises(TypeError, match="narrower"):  # as JAX does of two dense arrays
+    with pytest.raises(TypeError, match="narrower"):  # as in JAX for two dense arrays
         run(vn.quant.conv_general_dilated, vn.materialise(operands[0]), operands[1], dtype=narrower)
 
 
-def test_the_arguments_are_those_of_lax():
+def test_the_arguments_are_the_same_as_in_lax():
     names = lambda function: [*inspect.signature(function).parameters]
     assert names(vn.quant.conv_general_dilated) == names(lax.conv_general_dilated)
 
 
 @pytest.mark.parametrize("side", [0, 1])
-def test_other_implicit_operands_are_materialised(side):
+def test_other_implicit_operands_are_materialized(side):
     low_rank = Lora(normal(2, 8, 8, 8), normal(2, 8, 8, 2), normal(2, 8, 2, 8))
     operands = [quantize(normal(2, 8, 8, 8), "int8")] * 2
     operands[side] = low_rank

@@ -1,4 +1,4 @@
-"""Programs with convolutions, unmodified, under `implicit`: a QArray in the place of a kernel."""
+"""Unmodified programs with convolutions under `implicit`, with a QArray as the kernel."""
 
 import functools
 
@@ -27,7 +27,7 @@ conv = functools.partial(
 )
 loss = lambda x, w: jnp.sum(jnp.sin(conv(x, w)))
 
-# Of images [2, 6, 6, 4] and a kernel [3, 3, 4, 4].
+# Functions of images [2, 6, 6, 4] and a kernel [3, 3, 4, 4].
 PROGRAMS = {
     "conv": conv,
     "jit": jax.jit(conv),
@@ -88,9 +88,9 @@ def test_programs_agree_with_the_dense_kernel(program, kernel):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize(("qtype", "apart"), [("int8", [0]), ("uint8", [1, 2])])
-def test_both_operands_may_be_quantised(kernel, qtype, apart):
-    x, w = quantize(normal(2, 6, 6, 4), qtype, channelwise_axes=apart), KERNELS[kernel]
+@pytest.mark.parametrize(("qtype", "separate"), [("int8", [0]), ("uint8", [1, 2])])
+def test_both_operands_can_be_quantized(kernel, qtype, separate):
+    x, w = quantize(normal(2, 6, 6, 4), qtype, channelwise_axes=separate), KERNELS[kernel]
     names = ("conv", "general padding", "vmap over images", "grad of x")
     run = lambda x, w: [PROGRAMS[name](x, w) for name in names]
     actual = vn.materialise(jax.jit(vn.implicit(run))(x, w))
@@ -99,11 +99,11 @@ def test_both_operands_may_be_quantised(kernel, qtype, apart):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
-# Derivatives of the rules.
+# Derivatives.
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_the_rules_are_differentiated_by_the_images_and_the_scale(kernel):
+def test_gradients_by_images_and_scale_agree(kernel):
     x, w = normal(2, 6, 6, 4), KERNELS[kernel]
     ours = lambda x, scale: vn.implicit(loss)(x, w.replace(scale=scale))
     by_hand = lambda x, scale: loss(x, w.replace(scale=scale).dequantize())
@@ -111,7 +111,7 @@ def test_the_rules_are_differentiated_by_the_images_and_the_scale(kernel):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_the_rules_are_differentiated_by_the_scales_of_both(kernel):
+def test_gradients_by_both_scales_agree(kernel):
     x, w = quantize(normal(2, 6, 6, 4), "int8", channelwise_axes=[0]), KERNELS[kernel]
     filled = lambda a, b: (x.replace(scale=a), w.replace(scale=b))
     ours = lambda *scales: vn.implicit(loss)(*filled(*scales))
@@ -134,23 +134,23 @@ def test_no_dense_kernel_is_kept_for_the_backward_pass(kernel):
     assert (3, 3, 4, 4) not in kept
 
 
-# Batches of kernels, by either order of the transformations.
+# Batches of kernels, with both orders of the transformations.
 
 
 @pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("quantised", ["kernels", "images", "both"])
-def test_stacked_kernels_are_mapped(quantised, inside):
+@pytest.mark.parametrize("quantized", ["kernels", "images", "both"])
+def test_vmap_over_stacked_kernels_agrees(quantized, inside):
     xs, ws = normal(3, 2, 5, 5, 4), normal(3, 2, 2, 4, 6, seed=1)
-    if quantised != "kernels":
+    if quantized != "kernels":
         xs = quantize(xs, "int8", channelwise_axes=[0, 1])
-    if quantised != "images":
+    if quantized != "images":
         ws = quantize(ws, "int4", channelwise_axes=[0, 4])
     run = vn.implicit(jax.vmap(conv)) if inside else jax.vmap(vn.implicit(conv))
     expected = jax.vmap(conv)(*vn.materialise((xs, ws)))
     np.testing.assert_allclose(jax.jit(run)(xs, ws), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_stacked_kernels_are_scanned_packed():
+def test_a_scan_over_stacked_kernels_keeps_them_packed():
     x, w = normal(2, 6, 6, 4), quantize(normal(3, 3, 3, 4, 4), "int4", channelwise_axes=[0, 4])
     layer = lambda x, w: (jnp.tanh(conv(x, w, window_strides=(1, 1))), None)
     run = lambda x, w: lax.scan(layer, x, w)[0]
@@ -158,7 +158,7 @@ def test_stacked_kernels_are_scanned_packed():
     np.testing.assert_allclose(actual, run(x, w.dequantize()), rtol=1e-4, atol=1e-4)
 
 
-# What explain tells.
+# Reports.
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_stacked_kernels_are_scanned_packed():
         ),
     ],
 )
-def test_explain_tells_how_it_is_done(x, w, how):
+def test_explain_reports_the_strategy(x, w, how):
     images = normal(2, 6, 6, 4) if x is None else quantize(normal(2, 6, 6, 4), x[0], **x[1])
     kernel = quantize(normal(3, 3, 4, 4), w[0], **w[1])
     [event] = vn.explain(conv)(images, kernel).events
@@ -192,7 +192,7 @@ def test_explain_tells_how_it_is_done(x, w, how):
 
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
 @pytest.mark.parametrize(("both", "groups"), [(False, 1), (True, 1), (True, 4)])
-def test_samples_and_features_may_be_sharded(both, groups):
+def test_sharded_samples_and_features_agree(both, groups):
     mesh = jax.make_mesh((2, 2), ("n", "o"), axis_types=(AxisType.Auto,) * 2)
     x, w = normal(4, 4, 4, 8), normal(3, 3, 8 // groups, 8, seed=1)
     w = quantize(w, "int8", channelwise_axes=[3])
@@ -207,39 +207,39 @@ def test_samples_and_features_may_be_sharded(both, groups):
     np.testing.assert_allclose(jax.jit(vn.implicit(mapped))(x, w), expected, rtol=1e-4, atol=1e-4)
 
 
-# Other libraries' layers, as they are.
+# Unmodified layers of other libraries.
 
 IMAGE = normal(2, 8, 8, 4)
 
 
-def test_flax_linen():
+def test_flax_linen_layers_agree():
     module = flax.linen.Conv(6, (3, 3), strides=2, feature_group_count=2)
     params = module.init(jax.random.key(0), IMAGE)
     kernel = quantize(params["params"]["kernel"], "int8", channelwise_axes=[3])
-    quantised = {"params": params["params"] | {"kernel": kernel}}
-    actual = jax.jit(vn.implicit(module.apply, on_materialise=only_by_rules))(quantised, IMAGE)
-    expected = module.apply(vn.materialise(quantised), IMAGE)
+    quantized = {"params": params["params"] | {"kernel": kernel}}
+    actual = jax.jit(vn.implicit(module.apply, on_materialise=only_by_rules))(quantized, IMAGE)
+    expected = module.apply(vn.materialise(quantized), IMAGE)
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_flax_nnx():
+def test_flax_nnx_layers_agree():
     graph, params = nnx.split(nnx.Conv(4, 6, (3, 3), kernel_dilation=2, rngs=nnx.Rngs(0)))
     is_kernel = lambda leaf: leaf.ndim == 4
-    quantised = jax.tree.map(
+    quantized = jax.tree.map(
         lambda leaf: quantize(leaf, "int8", channelwise_axes=[3]) if is_kernel(leaf) else leaf,
         params,
     )
     run = lambda params, x: nnx.merge(graph, params)(x)
-    actual = jax.jit(vn.implicit(run, on_materialise=only_by_rules))(quantised, IMAGE)
-    expected = run(vn.materialise(quantised), IMAGE)
+    actual = jax.jit(vn.implicit(run, on_materialise=only_by_rules))(quantized, IMAGE)
+    expected = run(vn.materialise(quantized), IMAGE)
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_equinox():
+def test_equinox_layers_agree():
     module = eqx.nn.Conv2d(4, 6, 3, padding="SAME", key=jax.random.key(0))
     weight = quantize(module.weight, "int4", channelwise_axes=[0])
-    quantised = eqx.tree_at(lambda module: module.weight, module, weight)
-    assert isinstance(quantised.weight, QArray)
+    quantized = eqx.tree_at(lambda module: module.weight, module, weight)
+    assert isinstance(quantized.weight, QArray)
     run = lambda module, x: jax.vmap(module)(x.transpose(0, 3, 1, 2))
-    actual = jax.jit(vn.implicit(run, on_materialise=only_by_rules))(quantised, IMAGE)
-    np.testing.assert_allclose(actual, run(vn.materialise(quantised), IMAGE), rtol=1e-4, atol=1e-4)
+    actual = jax.jit(vn.implicit(run, on_materialise=only_by_rules))(quantized, IMAGE)
+    np.testing.assert_allclose(actual, run(vn.materialise(quantized), IMAGE), rtol=1e-4, atol=1e-4)

@@ -1,4 +1,4 @@
-"""Dense integers beside a QArray: bytes are multiplied as codes, as the dense program of floats."""
+"""Products of a QArray and dense integers: bytes are multiplied as codes."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ CONV = {"window_strides": (1, 1), "padding": "SAME", "dimension_numbers": NHWC}
 SIZES = arrays.array([2, 0, 3])
 MATMUL = (([1], [0]), ([], []))
 
-# The function, the same of dense arrays, the shapes, and the axes of each that are channelwise.
+# The function, the dense function, the shapes, and the channelwise axes of each operand.
 PRODUCTS = {
     "dot_general": (
         lambda x, y: vn.quant.dot_general(x, y, MATMUL),
@@ -45,7 +45,7 @@ PRODUCTS = {
 
 
 def operands(name, side, dtype, qtype="int8", dense_dtype=jnp.float32):
-    """One of bytes, at a side, and a QArray."""
+    """Return two operands: dense bytes, at a side, and a QArray."""
     _, _, shapes, channels = PRODUCTS[name]
     rng = np.random.default_rng(0)
     info = jnp.iinfo(dtype)
@@ -70,7 +70,7 @@ def assert_close(out, expected, tolerance=1e-5):
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8])
 @pytest.mark.parametrize("side", [0, 1])
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_bytes_are_worth_what_they_are(name, side, dtype):
+def test_dense_bytes_have_their_values(name, side, dtype):
     run, dense, *_ = PRODUCTS[name]
     for qtype, dense_dtype in (
         ("int8", jnp.float32),
@@ -85,14 +85,14 @@ def test_bytes_are_worth_what_they_are(name, side, dtype):
 
 @pytest.mark.parametrize("side", [0, 1])
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_under_every_transformation(name, side):
+def test_dense_bytes_agree_under_every_transformation(name, side):
     run, dense, *_ = PRODUCTS[name]
     pair = operands(name, side, jnp.int8)
     expected = dense(*stands_for(pair))
     assert_close(jax.jit(run)(*pair), expected)
     stacked = jax.tree.map(lambda x: jnp.stack([x, x]), pair)
     assert_close(lax.scan(lambda c, pair: (c, run(*pair)), 0, stacked)[1][1], expected)
-    if name != "ragged_dot":  # which JAX maps over the first axis of dense operands alone
+    if name != "ragged_dot":  # JAX batches it only along the first axis of dense operands
         assert_close(jax.vmap(run)(*stacked)[1], expected)
     q = pair[1 - side]
 
@@ -113,7 +113,7 @@ def test_bytes_are_multiplied_as_codes(side):
     assert not event.made_dense
 
 
-def test_a_convolution_of_bytes_is_one_of_integers():
+def test_dense_bytes_are_convolved_as_integers():
     pair = operands("conv_general_dilated", 0, jnp.int8)
     program = jax.make_jaxpr(lambda *pair: vn.quant.conv_general_dilated(*pair, **CONV))(*pair)
     assert "preferred_element_type=int32" in str(program)
@@ -129,7 +129,7 @@ def test_other_integers_and_formats_are_multiplied_as_floats(name, dtype, qtype)
     assert_close(run(*pair), dense(*stands_for(pair)))
 
 
-def test_a_product_in_integers_is_as_jax_has_it():
+def test_a_product_with_integer_result_agrees_with_jax():
     x, q = operands("dot_general", 0, jnp.int8)
     out = vn.quant.dot_general(x, q, MATMUL, preferred_element_type=jnp.float16)
     assert out.dtype == jnp.float16

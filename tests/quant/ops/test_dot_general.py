@@ -17,7 +17,7 @@ MATMUL = (([1], [0]), ([], []))
 
 @pytest.fixture(autouse=True)
 def by_xla():
-    """These are XLA's ways to a product; for kernels see test_by_kernel.py."""
+    """Use the strategies by XLA. For kernels, see test_by_kernel.py."""
     with kernels.use("xla"):
         yield
 
@@ -39,7 +39,7 @@ CONTRACTIONS = {
 
 
 def tiled(x, qtype, contracting, tiling):
-    """`x` quantised with the scale varying as `tiling` says."""
+    """Quantize `x` with scales that vary as `tiling` says."""
     free = [axis for axis in range(x.ndim) if axis not in contracting]
     if tiling == "channelwise":
         return quantize(x, qtype, channelwise_axes=free)
@@ -49,7 +49,7 @@ def tiled(x, qtype, contracting, tiling):
 
 
 def dots(function, *args):
-    """Operand and output dtypes of the dot_general equations that a function traces to."""
+    """Return the operand and output dtypes of the dot_general equations of a function."""
     eqns = jax.make_jaxpr(function)(*args).eqns
     return [
         tuple(v.aval.dtype.name for v in (*eqn.invars, *eqn.outvars))
@@ -64,8 +64,8 @@ def matmul(lhs, rhs):
 
 def assert_agrees(actual, expected, operand_dtype=np.float32):
     assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
-    # Sums of tens of products of order 1, in another order; rounded once to the dtype. Dense
-    # operands were rounded to theirs before that.
+    # Tens of products of order 1 are summed in another order, and rounded once to the dtype. The
+    # dense operands are rounded before that.
     eps = float(max(jnp.finfo(expected.dtype).eps, jnp.finfo(operand_dtype).eps))
     actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
     np.testing.assert_allclose(actual, expected, rtol=4 * eps, atol=40 * eps)
@@ -73,12 +73,12 @@ def assert_agrees(actual, expected, operand_dtype=np.float32):
 
 @pytest.mark.parametrize("tiling", ["channelwise", "tiled free axes", "tiled sum"])
 @pytest.mark.parametrize("contraction", CONTRACTIONS)
-def test_agrees_with_the_dense_arrays_on_either_side_and_both(contraction, tiling):
+def test_qarrays_on_either_or_both_sides_agree_with_dense_arrays(contraction, tiling):
     lhs_shape, rhs_shape, dimension_numbers = CONTRACTIONS[contraction]
     lhs, rhs = normal(*lhs_shape, seed=1), normal(*rhs_shape, seed=2)
-    lhs_quantised = tiled(lhs, "int8", dimension_numbers[0][0], tiling)
-    rhs_quantised = tiled(rhs, "int4", dimension_numbers[0][1], tiling)
-    operands = [(lhs_quantised, rhs), (lhs, rhs_quantised), (lhs_quantised, rhs_quantised)]
+    lhs_quantized = tiled(lhs, "int8", dimension_numbers[0][0], tiling)
+    rhs_quantized = tiled(rhs, "int4", dimension_numbers[0][1], tiling)
+    operands = [(lhs_quantized, rhs), (lhs, rhs_quantized), (lhs_quantized, rhs_quantized)]
 
     @jax.jit
     def run(operands):
@@ -91,7 +91,7 @@ def test_agrees_with_the_dense_arrays_on_either_side_and_both(contraction, tilin
 
 
 def by_channel(x, qtype, axis):
-    """`x` quantised with as few scales as the format allows along `axis`, which is summed."""
+    """Quantize `x` with as few scales along the contracted axis as the format allows."""
     free = [i for i in range(x.ndim) if i != axis]
     tile = FORMATS[qtype].tile_size
     return quantize(x, qtype, channelwise_axes=free, tiled_axes={axis: tile} if tile else None)
@@ -101,7 +101,7 @@ def by_channel(x, qtype, axis):
 def test_every_format_multiplies_every_kind(qtype):
     x, w = normal(3, 32, seed=1), normal(32, 5, seed=2)
     q = by_channel(w, qtype, 0)
-    # Integers without zero points and with them, a float and a codebook.
+    # Integers without and with zero points, a float and a codebook.
     lhs = [x, *(by_channel(x, kind, 1) for kind in ("int8", "uint4", "float8_e5m2", "nf4"))]
 
     @jax.jit
@@ -116,7 +116,7 @@ def test_every_format_multiplies_every_kind(qtype):
 @pytest.mark.parametrize("preferred", [None, jnp.bfloat16, jnp.float16, jnp.float32])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 @pytest.mark.parametrize("both", [False, True])
-def test_the_dtype_is_that_of_the_dense_arrays(dtype, preferred, both):
+def test_the_dtype_is_the_same_as_for_dense_arrays(dtype, preferred, both):
     lhs, rhs = normal(3, 8, dtype=dtype), quantize(normal(8, 5, dtype=dtype), "int8")
     if both:
         lhs = quantize(lhs, "int8", channelwise_axes=[0])
@@ -128,7 +128,7 @@ def test_the_dtype_is_that_of_the_dense_arrays(dtype, preferred, both):
 @pytest.mark.parametrize(
     ("lhs_dtype", "dense_dtype"), [(jnp.float32, jnp.bfloat16), (jnp.int32, jnp.float32)]
 )
-def test_operands_of_different_dtypes_give_what_lax_gives(lhs_dtype, dense_dtype):
+def test_operands_of_different_dtypes_agree_with_lax(lhs_dtype, dense_dtype):
     lhs = jnp.arange(24).reshape(3, 8).astype(lhs_dtype)
     rhs = quantize(normal(8, 5, dtype=dense_dtype), "int8")
     dimension_numbers = (([1], [0]), ([], []))
@@ -144,7 +144,7 @@ def test_f16_sums_of_codes_do_not_overflow():
 
 
 @pytest.mark.parametrize("qtype", FORMATS)
-def test_a_nan_scale_is_seen_in_its_own_channel(qtype):
+def test_a_nan_scale_affects_only_its_channel(qtype):
     w = by_channel(normal(32, 3).at[2, 1].set(jnp.nan), qtype, 0)
     x = jnp.ones((2, 32))
     for lhs in (x, by_channel(x, "int8", 1)):
@@ -154,7 +154,7 @@ def test_a_nan_scale_is_seen_in_its_own_channel(qtype):
 
 
 @pytest.mark.parametrize("side", [0, 1])
-def test_other_implicit_operands_are_materialised(side):
+def test_other_implicit_operands_are_materialized(side):
     low_rank = Lora(normal(8, 8), normal(8, 2), normal(2, 8))
     operands = [quantize(normal(8, 8), "int8", channelwise_axes=[1 - side])] * 2
     operands[side] = low_rank
@@ -165,11 +165,11 @@ def test_other_implicit_operands_are_materialised(side):
     assert_agrees(jax.jit(run)(*operands), expected)
 
 
-# What is computed: the claims about the jaxpr.
+# The jaxpr.
 
 
 def how(lhs, rhs, dimension_numbers=MATMUL, *args):
-    """What `explain` says of a product."""
+    """Return the strategy of a product, as `explain` reports it."""
     report = vn.explain(lambda l, r: lax.dot_general(l, r, dimension_numbers, *args))(lhs, rhs)
     return report.events[0].how
 
@@ -193,14 +193,14 @@ def test_integer_codes_are_multiplied_as_integers():
         assert dots(matmul, x, w) == [("int8", "int8", "int32")]
 
 
-def test_codes_of_float8_are_multiplied_as_they_are():
+def test_float8_codes_are_multiplied_directly():
     x = quantize(normal(3, 8), "fp8_e5m2", channelwise_axes=[0])
     w = quantize(normal(8, 5), "fp8_e4m3fn", channelwise_axes=[1])
     assert how(x, w) == "multiply float8 codes, scale the output"
     assert dots(matmul, x, w) == [("float8_e5m2", "float8_e4m3fn", "float32")]
 
 
-def test_a_sum_that_int32_may_not_hold_is_left_to_floats(monkeypatch):
+def test_sums_beyond_int32_are_computed_in_floats(monkeypatch):
     x = quantize(normal(3, 8), "int8", channelwise_axes=[0])
     w = quantize(normal(8, 5), "int8", channelwise_axes=[1])
     exact = matmul(x, w)
@@ -232,14 +232,14 @@ def test_precision_is_passed_on(precision, both):
     assert eqn.params["precision"] == (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
 
 
-def test_an_algorithm_fixes_the_types_so_the_operands_are_dequantised():
+def test_a_dot_algorithm_dequantizes_the_operands():
     x, w = normal(3, 8), quantize(normal(8, 5), "int8")
     for algorithm in (lax.DotAlgorithmPreset.BF16_BF16_F32, "BF16_BF16_F32"):
-        said = how(x, w, MATMUL, algorithm, jnp.float32)
-        assert said == "dequantize rhs, precision fixes the dtypes"
+        reported = how(x, w, MATMUL, algorithm, jnp.float32)
+        assert reported == "dequantize rhs, precision fixes the dtypes"
 
 
-# Tiles along the sum.
+# Tiles along contracted axes.
 
 
 def tiles_of(x, axis, tile, qtype="int8"):
@@ -255,16 +255,17 @@ def tiles_of(x, axis, tile, qtype="int8"):
 def test_integer_tiles_are_multiplied_one_by_one(formats, lhs_tile, rhs_tile, tiles):
     lhs = tiles_of(normal(3, 192, seed=1), 1, lhs_tile, formats[0])
     rhs = tiles_of(normal(192, 5, seed=2), 0, rhs_tile, formats[1])
-    turned = tiles_of(normal(192, 5, seed=2).T, 1, rhs_tile, formats[1])  # packed along the sum
-    said = f"multiply integer codes in {tiles} tiles, scale and add the results"
-    assert how(lhs, rhs) == how(lhs, turned, (([1], [1]), ([], []))) == said
+    # Packed along the contracted axis.
+    transposed = tiles_of(normal(192, 5, seed=2).T, 1, rhs_tile, formats[1])
+    expected = f"multiply integer codes in {tiles} tiles, scale and add the results"
+    assert how(lhs, rhs) == how(lhs, transposed, (([1], [1]), ([], []))) == expected
 
     @jax.jit
-    def run(lhs, rhs, turned):
-        actual = [matmul(lhs, rhs), vn.quant.dot_general(lhs, turned, (([1], [1]), ([], [])))]
+    def run(lhs, rhs, transposed):
+        actual = [matmul(lhs, rhs), vn.quant.dot_general(lhs, transposed, (([1], [1]), ([], [])))]
         return actual, vn.materialise(lhs), vn.materialise(rhs)
 
-    products, x, w = run(lhs, rhs, turned)
+    products, x, w = run(lhs, rhs, transposed)
     for actual in products:
         np.testing.assert_allclose(actual, np.matmul(x, w, dtype=np.float64), rtol=1e-5, atol=1e-5)
 
@@ -280,13 +281,13 @@ def test_tiles_of_a_large_product_are_larger():
     assert "in 2 tiles" in how(tiles_of(normal(32, 256), 1, 128), tiles_of(normal(256, 32), 0, 128))
 
 
-def test_no_more_than_a_tile_of_the_output_is_there_at_a_time():
+def test_one_tile_of_the_output_is_in_memory_at_a_time():
     lhs, rhs = tiles_of(normal(32, 1024), 1, 128), tiles_of(normal(1024, 32), 0, 128)
     run = jax.grad(lambda scale: matmul(lhs, rhs.replace(scale=scale)).sum())
     assert "[8,32,32]" not in str(jax.make_jaxpr(run)(rhs.scale))
 
 
-def test_axes_of_either_side_may_be_tiled():
+def test_axes_of_either_side_can_be_tiled():
     lhs = quantize(
         normal(3, 32, 2, 16, seed=1), "int8", channelwise_axes=[2], tiled_axes={1: 16, 3: 4, 0: 1}
     )
@@ -295,14 +296,14 @@ def test_axes_of_either_side_may_be_tiled():
     assert "in 8 tiles" in how(lhs, rhs, dimension_numbers)
     actual = vn.quant.dot_general(lhs, rhs, dimension_numbers)
     expected = lax.dot_general(lhs.dequantize(), rhs.dequantize(), dimension_numbers)
-    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-4)  # sums of 512
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-4)  # sums of 512 terms
 
 
 # Extreme values.
 
 
-def test_sums_overflow_only_where_those_of_dense_arrays_do():
-    """Codes of 127 times 1e36 are beyond the range of f32; what they stand for is not."""
+def test_sums_overflow_only_if_dense_sums_do():
+    """Codes of 127 times 1e36 are beyond the range of f32, but the values are not."""
     x, w = jnp.full((1, 64), 1e36), jnp.full((64, 3), 1e-3)
     for qtype in ("int8", "uint8", "float8_e5m2", "nf4"):
         q = by_channel(w, qtype, 0)
@@ -311,27 +312,27 @@ def test_sums_overflow_only_where_those_of_dense_arrays_do():
             np.testing.assert_allclose(np.asarray(matmul(lhs, rhs), np.float32), 6.4e34, rtol=0.02)
 
 
-def test_sums_vanish_only_where_those_of_dense_arrays_do():
+def test_sums_underflow_only_if_dense_sums_do():
     x, w = jnp.full((1, 64), 1e-30), jnp.full((64, 3), 1e-6)
     y = matmul(by_channel(x, "int8", 1), by_channel(w, "int8", 0))
     np.testing.assert_allclose(y, 6.4e-35, rtol=0.02)
 
 
 @pytest.mark.parametrize("qtype", ["int8", "int4", "uint8", "nf4", "float8_e4m3fn"])
-def test_infinity_and_nan_go_where_dense_operands_take_them(qtype):
+def test_infinity_and_nan_propagate_as_for_dense_operands(qtype):
     x = normal(4, 32).at[0, 3].set(jnp.inf).at[1, 4].set(-jnp.inf).at[2, 5].set(jnp.nan)
     q = by_channel(normal(32, 5, seed=2).at[3, :2].set(0), qtype, 0)
     np.testing.assert_allclose(matmul(x, q), x @ q.dequantize(), rtol=1e-5, atol=1e-5)
 
 
-def test_shapes_that_do_not_fit_raise_what_lax_raises():
+def test_mismatched_shapes_raise_the_errors_of_lax():
     with pytest.raises(TypeError, match="contracting dimensions to have the same shape"):
         vn.quant.dot_general(
             jnp.ones((3, 7)), quantize(jnp.ones((8, 5)), "int8"), (([1], [0]), ([], []))
         )
 
 
-# As a rule.
+# The rule under `implicit`.
 
 PROGRAMS = {
     "matmul": lambda x, w: x @ w,
@@ -362,7 +363,7 @@ def test_programs_under_implicit_agree_with_the_dense_weight(program, qtype, how
     )
 
 
-def test_the_rules_are_differentiated_with_respect_to_the_scale():
+def test_gradients_by_the_scale_agree():
     x, w = normal(3, 8), quantize(normal(8, 5), "int8", channelwise_axes=[1])
     loss = lambda x, w: jnp.sum((x @ w) ** 2)
     grad = jax.grad(vn.implicit(loss), argnums=1, allow_int=True)(x, w)
@@ -370,7 +371,7 @@ def test_the_rules_are_differentiated_with_respect_to_the_scale():
     np.testing.assert_allclose(grad.scale, jax.grad(by_hand)(w.scale), rtol=1e-5)
 
 
-def test_stacked_weights_are_scanned_packed():
+def test_a_scan_over_stacked_weights_keeps_them_packed():
     x, w = normal(3, 8), quantize(normal(4, 8, 8), "int4", channelwise_axes=[0, 2])
     run = lambda x, w: lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
     actual = vn.implicit(run, on_materialise=only_by_rules)(x, w)

@@ -1,4 +1,4 @@
-"""Products of any two operands against the same in float64, computed apart by NumPy."""
+"""Products of any two operands, compared with products in float64 by NumPy."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from jax import lax
 import veneer as vn
 from veneer.quant import FORMATS, QArray, quantize
 
-# Shapes of both operands, and the dimension numbers. Sums are over 64, or 4 times 16.
+# Shapes of both operands, and the dimension numbers. Sums have 64 terms, or 4 times 16.
 CONTRACTIONS = (
     ((3, 64), (64, 5), (([1], [0]), ([], []))),
     ((64, 3), (5, 64), (([0], [1]), ([], []))),
@@ -20,14 +20,14 @@ CONTRACTIONS = (
     ((17, 64), (64, 18), (([1], [0]), ([], []))),
     ((64,), (64,), (([0], [0]), ([], []))),
 )
-# Each compiles a program of its own.
+# Each example compiles a program.
 FEW = settings(max_examples=min(10, settings().max_examples))
 UNTILED = [name for name, format in FORMATS.items() if format.tile_size is None]
 
 
 @st.composite
 def operands(draw, shape, contracting):
-    """A dense array, or one in any format with any granularity: how it is made."""
+    """Draw a function that creates a dense array, or a QArray of any format and granularity."""
     seed, power = draw(st.integers(0, 99)), draw(st.integers(-1, 1))
     if draw(st.integers(0, 4)) == 0:
         return seed, power, None
@@ -48,18 +48,18 @@ def operands(draw, shape, contracting):
 
 
 def make(how, shape, dtype):
-    seed, power, quantised = how
+    seed, power, quantized = how
     x = jnp.asarray(np.random.default_rng(seed).normal(size=shape) * 10.0**power, dtype)
-    if quantised is None:
+    if quantized is None:
         return x
-    qtype, channelwise, tiled, method = quantised
+    qtype, channelwise, tiled, method = quantized
     return quantize(
         x, qtype, channelwise_axes=channelwise, tiled_axes=tiled, calibration_method=method
     )
 
 
 def in_float64(x):
-    """What an operand stands for, from its codes, in NumPy."""
+    """Return the dense array of an operand, computed from its codes by NumPy."""
     if not isinstance(x, QArray):
         return np.asarray(x, np.float64)
     values = np.asarray(x.format.decode(x.codes(), jnp.float32), np.float64)
@@ -101,9 +101,8 @@ def check(lhs, rhs, dimension_numbers):
     exact = in_float64(lhs), in_float64(rhs)
     expected = contracted(*exact, dimension_numbers)
     size = contracted(*map(np.abs, exact), dimension_numbers)
-    # Of the largest sum that there can be: a rounding for each of 64 terms and a few for scales, in
-    # what is summed in; two of the dtype, to which operands that are dequantised are rounded. Then
-    # one of the result.
+    # Relative to the largest possible sum: a rounding for each of 64 terms and a few for scales, in
+    # the dtype of sums; two roundings of dequantized operands; and one of the result.
     eps = float(jnp.finfo(dtype).eps)
     summed_in = float(jnp.finfo(jnp.promote_types(dtype, jnp.float32)).eps)
     bound = size * (72 * summed_in + 2 * eps) + np.abs(expected) * eps
@@ -114,24 +113,24 @@ def check(lhs, rhs, dimension_numbers):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @FEW
 @given(data=st.data())
-def test_any_operands(data, dtype):
+def test_any_operands_agree(data, dtype):
     check_any(data, jnp.dtype(dtype))
 
 
 @FEW
 @given(data=st.data())
-def test_any_operands_in_float64(data):
+def test_any_operands_in_float64_agree(data):
     with jax.enable_x64(True):
         check_any(data, jnp.dtype(jnp.float64))
 
 
-# One scale, and tiles along the sum, of scales that share one and of scales that do not.
+# One scale, and tiles along the contracted axis with equal and different sizes.
 GRANULARITIES = ({}, {2: 2}, {0: 1, 2: 32})
 
 
 @pytest.mark.parametrize("tiled", GRANULARITIES, ids=str)
 @pytest.mark.parametrize("qtype", UNTILED)
-def test_each_format_in_float64(qtype, tiled):
+def test_each_format_in_float64_agrees(qtype, tiled):
     lhs_shape, rhs_shape, dimension_numbers = CONTRACTIONS[2]
     with jax.enable_x64(True):
         lhs = make((0, 0, (qtype, [], tiled, None)), lhs_shape, jnp.float64)

@@ -1,4 +1,4 @@
-"""Products of integers, per tile and in one, under JAX's transformations: as the dense ones."""
+"""Products of integer codes, with and without tiles, under JAX's transformations."""
 
 import jax
 import jax.numpy as jnp
@@ -16,18 +16,18 @@ def normal(*shape, seed=0):
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
-# What is multiplied, as a format and its tiles along the sum of 64: of the left and the right.
+# The format and tile size, along 64 terms, of lhs and rhs.
 PAIRS = {
     "integers": (("int8", None), ("uint4", None)),
     "integers per tile": (("uint8", 32), ("int4", 16)),
     "float8": (("fp8_e4m3fn", None), ("fp8_e5m2", None)),
     "a codebook, scaled outside": (None, ("nf4", None)),
-    "dequantised tiles": (None, ("int4", 16)),
+    "dequantized tiles": (None, ("int4", 16)),
 }
 of_each_pair = pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
 
 
-def quantised(x, axis, kind):
+def quantized(x, axis, kind):
     if kind is None:
         return x
     qtype, tile = kind
@@ -37,12 +37,12 @@ def quantised(x, axis, kind):
 
 def operands(pair, *batch):
     x, w = normal(*batch, 3, 64, seed=1), normal(*batch, 64, 8, seed=2)
-    return quantised(x, -1, pair[0]), quantised(w, -2, pair[1])
+    return quantized(x, -1, pair[0]), quantized(w, -2, pair[1])
 
 
 def assert_close(actual, expected):
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        # Sums of 64 in another order; derivatives by a scale are sums of codes, and large.
+        # Sums of 64 terms in another order. Derivatives by a scale are sums of codes, and large.
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * max(1, np.abs(b).max()))
 
 
@@ -83,7 +83,7 @@ def test_programs_agree_with_dense_arrays(pair):
 
 
 def with_scales(args, scales):
-    """Operands of which the floats that can be trained are others."""
+    """Return the operands with other scales and dense values."""
     rest = iter(scales)
     return [
         q.replace(scale=next(rest)) if isinstance(q, vn.quant.QArray) else next(rest) for q in args
@@ -91,7 +91,7 @@ def with_scales(args, scales):
 
 
 @of_each_pair
-def test_derivatives_by_scales_and_dense_operands(pair):
+def test_derivatives_by_scales_and_dense_operands_agree(pair):
     args = operands(pair)
     scales = [q.scale if isinstance(q, vn.quant.QArray) else q for q in args]
     product = vn.implicit(lambda x, w: jnp.sum(jnp.sin(x @ w)))
@@ -114,7 +114,7 @@ def test_derivatives_by_scales_and_dense_operands(pair):
 
 
 @of_each_pair
-def test_derivatives_of_the_program_are_those_by_the_dense_arrays(pair):
+def test_derivatives_of_the_program_agree_with_dense_arrays(pair):
     args = operands(pair)
     grad = jax.grad(lambda args: jnp.sum(jnp.sin(args[0] @ args[1])))
     assert_close(vn.materialise(vn.implicit(grad)(args)), grad(vn.materialise(args)))
@@ -126,10 +126,10 @@ of_meshes = pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
 @of_meshes
 @of_each_pair
 @pytest.mark.parametrize("specs", [(P(None, "x"), P("x")), (P(), P(None, "x")), (P("x"), P())])
-def test_shard_map_with_scales_cut_like_the_values(pair, specs):
+def test_shard_map_with_scales_sharded_like_values_agrees(pair, specs):
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
     x, w = normal(4, 64, seed=1), normal(64, 6, seed=2)
-    args = quantised(x, -1, pair[0]), quantised(w, -2, pair[1])
+    args = quantized(x, -1, pair[0]), quantized(w, -2, pair[1])
     summed = specs[1] == P("x")
     out = (
         P()
@@ -147,7 +147,7 @@ def test_shard_map_with_scales_cut_like_the_values(pair, specs):
 
 @of_meshes
 @of_each_pair
-def test_sharded_arrays_under_jit(pair):
+def test_sharded_arrays_under_jit_agree(pair):
     args = operands(pair)
     for mode in (AxisType.Auto, AxisType.Explicit):
         mesh = jax.make_mesh((2,), ("x",), axis_types=(mode,))

@@ -1,4 +1,4 @@
-"""`vn.quant.einsum` and `dot`: jax.numpy's semantics, quantised arithmetic."""
+"""`vn.quant.einsum` and `dot`: the semantics of jax.numpy with quantized arithmetic."""
 
 import inspect
 
@@ -77,7 +77,7 @@ def test_einsum_agrees_with_dense_arrays(name):
 @pytest.mark.parametrize("qtype", ["int8", "fp8", "nf4"])
 @pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
 @pytest.mark.parametrize("rows", [3, 0])
-def test_dense_float8_beside_a_qarray_is_promoted(qtype, dtype, rows):
+def test_a_dense_float8_operand_is_promoted(qtype, dtype, rows):
     x, w = normal(rows, 32).astype(dtype), quantize(normal(32, 4), qtype, channelwise_axes=[1])
     run = jax.jit(
         lambda x, w: (
@@ -91,7 +91,7 @@ def test_dense_float8_beside_a_qarray_is_promoted(qtype, dtype, rows):
         assert_close(y, x.astype(jnp.float32) @ w.dequantize())
 
 
-def test_axes_that_are_no_multiples_say_so():
+def test_axes_that_are_no_multiples_raise():
     lhs, rhs = jnp.ones((2, 3, 8)), quantize(jnp.ones((3, 4, 8)), "int8")
     message = r"Cannot broadcast axis 'n' of tnh,snh->tns: of its sizes 3 and 4"
     with pytest.raises(ValueError, match=message):
@@ -142,7 +142,7 @@ GROUPS = arrays.OnDemand(
 
 
 def repeated(subscripts, *operands):
-    """The einsum of dense operands, with each entry repeated for its group."""
+    """Return the einsum of dense operands, with each entry repeated for its group."""
     terms = subscripts.split("->")[0].replace("...", "bh").split(",")
     most = {}
     for term, x in zip(terms, operands, strict=True):
@@ -157,7 +157,7 @@ def repeated(subscripts, *operands):
 
 @pytest.mark.parametrize("dense", [None, 0, 1])
 @pytest.mark.parametrize("name", GROUPS)
-def test_an_entry_stands_for_a_group(name, dense):
+def test_an_entry_is_multiplied_with_its_group(name, dense):
     subscripts, *operands = GROUPS[name]
     operands = [x.dequantize() if i == dense else x for i, x in enumerate(operands)]
     stands_for = vn.materialise(operands)
@@ -183,7 +183,7 @@ def test_an_entry_stands_for_a_group(name, dense):
         assert any(how.startswith("multiply integer codes") for _, how in ways)
 
 
-def test_groups_by_lists_of_axes():
+def test_groups_in_lists_of_axes_agree():
     _, q, k = GROUPS["queries in groups"]
     expected = vn.quant.einsum("bthd,bshd->bhts", q, k)
     assert_close(vn.quant.einsum(q, [0, 1, 2, 3], k, [0, 4, 2, 3], [0, 2, 1, 4]), expected)
@@ -192,18 +192,18 @@ def test_groups_by_lists_of_axes():
 @pytest.mark.parametrize(
     ("subscripts", "shapes"),
     [
-        ("hd,hd->h", [(6, 4), (4, 4)]),  # no multiple
-        ("hd,hd->h", [(6, 4), (6, 2)]),  # an axis that is summed
+        ("hd,hd->h", [(6, 4), (4, 4)]),  # not a multiple
+        ("hd,hd->h", [(6, 4), (6, 2)]),  # a contracted axis
         ("hd,hd->h", [(6, 4), (6, 4, 2)]),
         ("hd,hd->h", [(6, 4), (3, 4), (2, 4)]),
     ],
 )
-def test_other_sizes_are_refused_as_jax_refuses_them(subscripts, shapes):
+def test_other_sizes_raise_the_errors_of_jax(subscripts, shapes):
     with pytest.raises((ValueError, TypeError)):
         vn.quant.einsum(subscripts, *map(jnp.ones, shapes))
 
 
-def test_einsum_takes_axes_and_options():
+def test_einsum_accepts_lists_of_axes_and_options():
     expected = jnp.einsum(
         in_int8().dequantize(), [0, 1, 2], in_uint4().dequantize(), [2, 3], [3, 0, 1]
     )
@@ -214,13 +214,13 @@ def test_einsum_takes_axes_and_options():
 
 
 @pytest.mark.parametrize("function", [vn.quant.dot, vn.quant.einsum])
-def test_other_implicit_operands_are_materialised(function):
+def test_other_implicit_operands_are_materialized(function):
     lora = Lora(normal(4, 32), normal(4, 2), normal(2, 32))
     args = ("ij,jk->ik",) if function is vn.quant.einsum else ()
     assert_close(function(*args, lora, in_uint4()), lora.materialise() @ in_uint4().dequantize())
 
 
-def test_dot_takes_what_numpys_takes():
+def test_dot_accepts_all_ranks_that_numpy_accepts():
     parameters = list(inspect.signature(vn.quant.dot).parameters)
     assert parameters == ["a", "b", "precision", "preferred_element_type", "out_sharding"]
     row = quantize(normal(32), "int8")
@@ -243,7 +243,7 @@ def test_dot_multiplies_codes():
     assert events(vn.quant.dot, normal(2, 32), in_uint4()) == [("dot_general", OUTSIDE)]
 
 
-# Programs that know nothing of quantised arrays.
+# Programs written for dense arrays.
 
 
 PROGRAMS = arrays.OnDemand(
@@ -262,14 +262,14 @@ PROGRAMS = arrays.OnDemand(
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_programs_reach_integer_products(program):
+def test_programs_use_integer_products(program):
     f, *args = PROGRAMS[program]
     assert_close(vn.materialise(vn.implicit(f)(*args)), f(*vn.materialise(args)))
     assert ("dot_general", INTEGER) in events(f, *args)
     assert not vn.explain(f)(*args).materialised
 
 
-def test_a_public_function_within_implicit_meets_the_rule_once():
+def test_a_public_function_in_implicit_runs_the_rule_once():
     run = lambda x, w: vn.quant.dot_general(x, w, (([2], [0]), ([], [])))
     assert events(run, in_int8(), in_uint4()) == [("dot_general", INTEGER)]
     assert_close(

@@ -75,7 +75,7 @@ def test_sums_of_the_largest_codes_do_not_overflow(weight):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_narrow_results_are_those_of_the_dense_arrays(dtype):
+def test_narrow_results_agree_with_the_dense_arrays(dtype):
     x = quantize(normal(4, 65, dtype=dtype), "int16", channelwise_axes=[0])
     w = quantize(normal(65, 3, seed=1, dtype=dtype), "int8", channelwise_axes=[1])
     assert_near(vn.quant.dot(x, w), in_float64(x) @ in_float64(w), dtype)

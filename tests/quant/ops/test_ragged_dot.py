@@ -14,10 +14,10 @@ from veneer.quant import QArray, quantize
 from veneer.quant.ops import group_tiles
 from veneer.quant.ops import ragged_dot as function
 
-module = __import__("sys").modules["veneer.quant.ops.ragged_dot"]  # the function has its name
+module = __import__("sys").modules["veneer.quant.ops.ragged_dot"]  # the function hides the module
 
 M, G, K, N = 12, 4, 32, 6
-SIZES = np.array([3, 0, 7, 1])  # an empty group, and a row of no group
+SIZES = np.array([3, 0, 7, 1])  # an empty group, and one row without a group
 
 
 def normal(*shape, dtype=np.float32, seed=0):
@@ -25,13 +25,13 @@ def normal(*shape, dtype=np.float32, seed=0):
 
 
 def groups_of_rows(group_sizes, rows):
-    """The group of each row, and -1 for those of none."""
+    """Return the group of each row, or -1 for rows without a group."""
     groups = np.repeat(np.arange(len(group_sizes)), group_sizes)[:rows]
     return np.concatenate([groups, np.full(rows - len(groups), -1)])
 
 
 def reference(lhs, rhs, group_sizes):
-    """The product in float64, and the same of magnitudes; row by row."""
+    """Return the product in float64, row by row, and the product of magnitudes."""
     lhs, rhs = (np.asarray(x, np.float64) for x in vn.materialise((lhs, rhs)))
     rhs = np.concatenate([rhs, np.zeros_like(rhs[:1])])
     groups = groups_of_rows(np.asarray(group_sizes), len(lhs))
@@ -43,7 +43,7 @@ def reference(lhs, rhs, group_sizes):
 def assert_agrees(actual, operands, group_sizes, dtype=np.float32):
     expected, magnitude = reference(*operands, group_sizes)
     assert (actual.shape, actual.dtype) == (expected.shape, dtype)
-    # Of a sum of K products, each rounded, and of the operands, which are computed in f32 at least.
+    # K products are rounded, and the operands are rounded to f32 or a narrower dtype.
     wide = float(jnp.finfo(jnp.promote_types(dtype, jnp.float32)).eps)
     bound = (4 + operands[0].shape[-1]) * wide * magnitude
     bound += float(jnp.finfo(dtype).eps) * np.abs(expected)
@@ -53,8 +53,8 @@ def assert_agrees(actual, operands, group_sizes, dtype=np.float32):
 
 
 def experts(qtype, tiling="channelwise", dtype=np.float32):
-    """Quantised `[G, K, N]`."""
-    w = normal(G, K, N, dtype=dtype, seed=1) + 0.5  # not around 0, so that zero points are not 0
+    """Return quantized experts `[G, K, N]`."""
+    w = normal(G, K, N, dtype=dtype, seed=1) + 0.5  # so that zero points are not 0
     tile = vn.quant.get_format(qtype).tile_size
     if tile is not None:
         return quantize(w, qtype, channelwise_axes=[0, 2], tiled_axes={1: tile})
@@ -68,7 +68,7 @@ def experts(qtype, tiling="channelwise", dtype=np.float32):
 
 
 def rows(qtype, tiling="channelwise"):
-    """Quantised `[M, K]`."""
+    """Return quantized rows `[M, K]`."""
     tilings = {
         "channelwise": {"channelwise_axes": [0]},
         "tiled": {"channelwise_axes": [0], "tiled_axes": {1: 16}},
@@ -87,7 +87,7 @@ ALL = [
 
 
 @pytest.mark.parametrize(("qtype", "tiling"), ALL)
-def test_agrees_with_float64_for_dense_and_quantised_rows(qtype, tiling):
+def test_dense_and_quantized_rows_agree_with_float64(qtype, tiling):
     w = experts(qtype, tiling)
     lhs = [normal(M, K), rows("int8", tiling)]
     if qtype == "int4":
@@ -109,7 +109,7 @@ def compiled():
 
 
 @given(st.lists(st.integers(0, M), min_size=G, max_size=G))
-def test_groups_may_have_any_sizes(group_sizes):
+def test_groups_can_have_any_sizes(group_sizes):
     (w, q), run = compiled()
     x = normal(M, K)
     group_sizes = np.array(group_sizes)
@@ -121,27 +121,27 @@ def test_groups_may_have_any_sizes(group_sizes):
     ("shape", "group_sizes"),
     [((1, 3), [0, 1, 0]), ((3, 8), [1, 0, 0, 1, 0, 0, 1, 0]), ((40, 2), [38, 2]), ((9, 1), [9])],
 )
-def test_tiles_of_rows_are_as_many_as_groups_need(shape, group_sizes):
+def test_there_are_no_more_tiles_than_groups_need(shape, group_sizes):
     x = normal(shape[0], 16)
     w = quantize(normal(shape[1], 16, 5), "int8", channelwise_axes=[0, 2])
     assert_agrees(function(x, w, jnp.array(group_sizes)), (x, w), group_sizes)
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.uint32])
-def test_sizes_may_be_of_any_integer_dtype(dtype):
+def test_group_sizes_can_have_any_integer_dtype(dtype):
     x, w = normal(400, 4), quantize(normal(3, 4, 2), "int8", channelwise_axes=[0, 2])
-    group_sizes = np.array([100, 100, 90], dtype)  # whose sum is no int8
+    group_sizes = np.array([100, 100, 90], dtype)  # whose sum overflows int8
     assert_agrees(function(x, w, group_sizes), (x, w), group_sizes)
 
 
 @pytest.mark.parametrize("preferred", [None, jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_the_dtype_is_that_of_the_dense_arrays(dtype, preferred):
+def test_the_dtype_is_the_same_as_for_dense_arrays(dtype, preferred):
     x, w = normal(M, K, dtype=dtype), experts("nf4", dtype=dtype)
     q = quantize(x, "int8", channelwise_axes=[0])
     run = jax.jit(lambda *lhs: [function(x, w, SIZES, None, preferred) for x in lhs])
     for actual, lhs in zip(run(x, q), (x, q), strict=True):
-        # What is multiplied are the values themselves, and not those rounded to 16 bits.
+        # Values are multiplied, not values rounded to 16 bits.
         exact = [a.replace(dense_dtype="float32") for a in (lhs, w) if isinstance(a, QArray)]
         operands = [lhs, *exact][-2:]
         assert_agrees(actual, operands, SIZES, jnp.dtype(preferred or dtype))
@@ -165,7 +165,7 @@ def test_integers_are_summed_exactly():
     np.testing.assert_array_equal(actual, (codes[0] @ codes[1].T).astype(np.float32))
 
 
-def test_precision_fixes_what_is_multiplied():
+def test_precision_fixes_the_dtypes_that_are_multiplied():
     x, w = normal(M, K), experts("int8")
     y = function(x, w, SIZES, lax.DotAlgorithmPreset.F32_F32_F32, jnp.float32)
     assert_agrees(y, (x, w), SIZES)
@@ -223,14 +223,14 @@ def test_any_axes_agree_with_the_dense_arrays(case):
 @pytest.mark.parametrize(
     ("m", "g", "k", "n"), [(0, 2, 4, 3), (5, 0, 4, 3), (5, 2, 0, 3), (5, 2, 4, 0)]
 )
-def test_empty_axes(m, g, k, n):
+def test_empty_axes_agree(m, g, k, n):
     w = quantize(jnp.ones((g, k, n)), "int8", channelwise_axes=[0, 2])
     y = function(jnp.ones((m, k)), w, jnp.ones(g, jnp.int32))
     assert y.shape == (m, n)
     np.testing.assert_array_equal(y, np.where(np.arange(m) < g, 1.0 * k, 0)[:, None] * np.ones(n))
 
 
-def test_what_jax_refuses_is_refused():
+def test_errors_are_the_same_as_in_jax():
     x, w = normal(M, K), experts("int8")
     with pytest.raises(TypeError, match="rhs group dimension size to be 3, got 4"):
         function(x, w, SIZES[:3])
@@ -240,14 +240,14 @@ def test_what_jax_refuses_is_refused():
         function(x, w, SIZES, group_offset=1)
 
 
-# What is not finite.
+# NaN and infinity.
 
 
 @pytest.mark.parametrize("qtype", ["int8", "uint4", "nf4", "fp8"])
-def test_a_nan_is_seen_in_its_own_group_and_row(qtype):
+def test_a_nan_affects_only_its_group_or_row(qtype):
     w = experts(qtype).dequantize().at[2, 1, 4].set(jnp.nan)
     q = quantize(w, qtype, channelwise_axes=[0, 2])
-    x = normal(M, K).at[1].set(jnp.nan).at[11].set(jnp.nan)  # the last is of no group
+    x = normal(M, K).at[1].set(jnp.nan).at[11].set(jnp.nan)  # the last has no group
     bad = quantize(x, "int8", channelwise_axes=[0])
 
     @jax.jit
@@ -255,18 +255,18 @@ def test_a_nan_is_seen_in_its_own_group_and_row(qtype):
         loss = lambda x: jnp.nansum(function(x, q, SIZES))
         return function(x, q, SIZES), function(bad, q, SIZES), jax.grad(loss)(x)
 
-    dense, quantised, gradient = run(x, bad, q)
+    dense, quantized, gradient = run(x, bad, q)
     expected = np.zeros((M, N), bool)
     expected[1], expected[3:10, 4] = True, True
     np.testing.assert_array_equal(np.isnan(dense), expected)
-    np.testing.assert_array_equal(np.isnan(quantised), expected)
-    for of_no_group in (dense[11], quantised[11], gradient[11]):
+    np.testing.assert_array_equal(np.isnan(quantized), expected)
+    for of_no_group in (dense[11], quantized[11], gradient[11]):
         np.testing.assert_array_equal(of_no_group, 0)
     nan = np.isnan(gradient).any(axis=1)
     assert not nan[[0, 2, 10]].any()
 
 
-def test_a_nan_of_the_last_group_is_not_seen_behind_it():
+def test_a_nan_in_the_last_group_does_not_affect_later_rows():
     w = experts("int8").dequantize().at[3].set(jnp.nan)
     q = quantize(w, "int8", channelwise_axes=[0, 2])
     for x in (normal(M, K), rows("uint8")):
@@ -282,29 +282,29 @@ def test_infinities_and_large_numbers_stay_in_their_rows():
     np.testing.assert_allclose(y, np.array([np.inf, 4e37, 4])[:, None] * np.ones(2), rtol=1e-2)
 
 
-# What is computed.
+# The program.
 
 
-def test_experts_are_never_all_dense_and_neither_in_a_derivative():
+def test_experts_and_derivatives_are_never_fully_dense():
     x = normal(8, 128)
     w = quantize(normal(16, 128, 128), "int4", channelwise_axes=[0, 2])
     group_sizes = jnp.array([1, 0] * 8)
     loss = lambda x, scale, w: (function(x, w.replace(scale=scale), group_sizes) ** 2).sum()
     for run in (loss, jax.grad(loss, argnums=(0, 1))):
         memory = jax.jit(run).lower(x, w.scale, w).compile().memory_analysis()
-        assert memory.temp_size_in_bytes < w.size  # of a byte a value, let alone four
+        assert memory.temp_size_in_bytes < w.size  # less than one byte per value
 
 
 @pytest.mark.parametrize("qtype", ["int8", "nf4"])
-def test_other_platforms_than_a_cpu_give_the_same(qtype, monkeypatch):
+def test_other_platforms_agree_with_cpus(qtype, monkeypatch):
     x, w = normal(M, K), experts(qtype)
     monkeypatch.setattr(lax, "platform_dependent", lambda *args, cpu, default: default(*args))
     params = {"dimension_numbers": module._MATRICES, "precision": None}
-    y = module._of_groups.__wrapped__(x, w, jnp.array(SIZES), **params, out_dtype=x.dtype)
+    y = module._multiply_groups.__wrapped__(x, w, jnp.array(SIZES), **params, out_dtype=x.dtype)
     assert_agrees(y, (x, w), SIZES)
 
 
-def test_lowers_for_a_gpu():
+def test_a_product_can_be_lowered_for_a_gpu():
     x, w = normal(M, K), experts("int8")
     run = jax.jit(lambda x: function(x, w, SIZES))
     assert "while" not in jax.export.export(run, platforms=["cuda"])(x).mlir_module()
@@ -315,9 +315,7 @@ def test_lowers_for_a_gpu():
     ("kernels", "rows", "expected"),
     [("auto", 4, 1), ("auto", 30, 4), ("xla", 4, 4), ("xla", 30, 8)],
 )
-def test_a_tile_that_a_kernel_multiplies_has_the_rows_of_a_group(
-    kernels, rows, expected, monkeypatch
-):
+def test_tiles_for_kernels_have_the_rows_of_an_average_group(kernels, rows, expected, monkeypatch):
     w = quantize(normal(8, 256, 256, seed=1), "int4", channelwise_axes=[0, 2], tiled_axes={1: 64})
     x, sizes = normal(rows, 256), jnp.full(8, rows // 8).at[2].add(rows % 8)
     tiles, multiply = [], group_tiles.dot_general

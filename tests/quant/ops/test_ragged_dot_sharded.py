@@ -1,4 +1,4 @@
-"""Quantised experts in parts on 8 devices, to whom tokens are sent and come back."""
+"""Quantized experts on 8 devices, which exchange tokens and results."""
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +16,11 @@ if jax.device_count() < 8:
     pytest.skip("needs 8 devices", allow_module_level=True)
 
 MESH = jax.make_mesh((8,), ("i",), axis_types=(AxisType.Auto,))
-EXPERTS, K, N, SENT = 16, 64, 32, 4  # two experts a device, which each device sends 4 tokens
+EXPERTS, K, N, SENT = 16, 64, 32, 4  # two experts per device; each device sends 4 tokens to each
 KEY = arrays.key(0)
 X = arrays.normal(8 * 8 * SENT, K)
 
-#: Of the tokens that a device sends to another, how many each of its two experts is to have.
+#: The number of tokens that a device sends to the first and second expert of another device.
 COUNTS = np.array([[1, 3], [2, 2]] * 32).reshape(8, 8, 2)
 SIZES = arrays.array(COUNTS)
 
@@ -29,12 +29,14 @@ OF_TOKENS = arrays.array(np.repeat(np.tile(np.arange(EXPERTS), 8), COUNTS.reshap
 
 
 def experts(x, w, sizes):
-    """Tokens of a device `[8 * SENT, K]`, in the order of experts, by whatever device has those."""
-    met = lax.all_to_all(x, "i", 0, 0, tiled=True)
+    """Return the results for the tokens of a device `[8 * SENT, K]`, in the order of experts."""
+    received = lax.all_to_all(x, "i", 0, 0, tiled=True)
     sizes = lax.all_to_all(sizes[0], "i", 0, 0, tiled=True)
-    of = jnp.repeat(jnp.tile(jnp.arange(2), 8), sizes.reshape(-1), total_repeat_length=len(met))
-    order = jnp.argsort(of, stable=True)
-    y = lax.ragged_dot(met[order], w, sizes.sum(0))[jnp.argsort(order)]
+    expert = jnp.repeat(
+        jnp.tile(jnp.arange(2), 8), sizes.reshape(-1), total_repeat_length=len(received)
+    )
+    order = jnp.argsort(expert, stable=True)
+    y = lax.ragged_dot(received[order], w, sizes.sum(0))[jnp.argsort(order)]
     return lax.all_to_all(jnp.tanh(y), "i", 0, 0, tiled=True)
 
 
@@ -60,7 +62,7 @@ def test_tokens_are_sent_to_their_experts(stored):
     close(run(X, stored, SIZES), one_by_one(X, stored.dequantize()))
 
 
-def test_gradients_by_tokens_and_by_the_dense_experts(stored):
+def test_gradients_by_tokens_and_dense_experts_agree(stored):
     loss = lambda x, w: jnp.sum(OVER_DEVICES(x, w, SIZES) ** 2)
     expected = jax.grad(lambda x, w: jnp.sum(one_by_one(x, w) ** 2), (0, 1))
     of_tokens, of_experts = expected(X, stored.dequantize())
@@ -68,7 +70,7 @@ def test_gradients_by_tokens_and_by_the_dense_experts(stored):
     close(jax.jit(vn.implicit(jax.grad(loss, 1)))(X, stored), of_experts)
 
 
-def test_experts_in_parts_by_jit(stored):
+def test_sharded_experts_under_jit_agree(stored):
     sizes = jnp.full((EXPERTS,), len(X) // EXPERTS, jnp.int32)
     placed = vn.device_put(stored, NamedSharding(MESH, P("i")))
     assert all(len(x.sharding.device_set) == 8 for x in jax.tree.leaves(placed))

@@ -65,7 +65,7 @@ def test_programs_under_implicit_agree_with_dense_experts(name, w):
     np.testing.assert_allclose(actual, program(x, w.dequantize()), rtol=1e-5, atol=2e-5)
 
 
-def test_derivatives_of_the_rules_agree_with_those_of_the_dense_experts(w):
+def test_derivatives_agree_with_dense_experts(w):
     x = normal(M, K, seed=1)
     by_hand = lambda x, scale: loss(x, w.replace(scale=scale).dequantize())
     ours = lambda x, scale: vn.implicit(loss)(x, w.replace(scale=scale))
@@ -83,7 +83,7 @@ def test_derivatives_of_the_rules_agree_with_those_of_the_dense_experts(w):
         np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_the_function_is_mapped_over_each_argument(w):
+def test_vmap_over_each_argument_agrees(w):
     x = normal(2, M, K, seed=1)
     sizes = jnp.stack([SIZES, SIZES[::-1]])
     both = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf[::-1]]), w)
@@ -114,7 +114,7 @@ def test_the_function_is_mapped_over_each_argument(w):
             np.testing.assert_allclose(actual[i], expected, rtol=1e-5, atol=1e-5)
 
 
-def test_explain_says_which_way_it_went(w):
+def test_explain_reports_the_strategy(w):
     x = normal(M, K)
     numbers = lax.RaggedDotDimensionNumbers((([0], [0]), ([], [])), [0], [])
 
@@ -130,11 +130,11 @@ def test_explain_says_which_way_it_went(w):
     vn.implicit(lambda x, w: lax.ragged_dot(x, w, SIZES), on_materialise=only_by_rules)(x, w)
 
 
-# A program that knows nothing of us.
+# A program written for dense arrays.
 
 
 def mixture_of_experts(params, x):
-    """`[tokens, features]` through the two best of the experts, weighted by the router."""
+    """Return the outputs of the two best experts per token, weighted by the router."""
     weights, chosen = lax.top_k(jax.nn.softmax(x @ params["router"]), 2)
     expert = chosen.reshape(-1)
     order = jnp.argsort(expert)
@@ -147,7 +147,7 @@ def mixture_of_experts(params, x):
 
 
 @pytest.mark.parametrize("qtype", ["int4", "nf4"])
-def test_a_mixture_of_quantised_experts_equals_the_dense_one(qtype):
+def test_a_mixture_of_quantized_experts_agrees(qtype):
     dense = {
         "router": normal(8, 6),
         "up": normal(6, 8, 16, seed=1),

@@ -14,16 +14,15 @@ from jax import lax
 from support.arrays import normal
 
 import veneer as vn
-from veneer._core.primitives.dimension_numbers import DotDimensionNumbers
 from veneer.quant import quantize
 from veneer.quant.ops import by_xla
-from veneer.quant.ops.product import DotParams
+from veneer.quant.ops.product import Product
 
 HOW = "jax.nn.scaled_matmul of codes and scales"
 
 
 def defined(lhs, rhs, lhs_scales, rhs_scales, preferred_element_type=jnp.float32):
-    """Return what `jax.nn.scaled_matmul` is defined to give. JAX 0.10.2 has none on CPUs."""
+    """Compute `jax.nn.scaled_matmul` from its definition. JAX 0.10.2 has none on CPUs."""
     widen = lambda x, scales: (
         x.astype(jnp.float32)
         * jnp.repeat(scales.astype(jnp.float32), x.shape[-1] // scales.shape[-1], axis=-1)
@@ -77,8 +76,8 @@ def test_products_agree_with_the_dense_arrays(name):
         for seed, (shape, axis, qtype) in enumerate(zip(shapes, contracted, qtypes, strict=True))
     )
     numbers = (tuple((axis,) for axis in contracted), batch)
-    params = DotParams(DotDimensionNumbers.of(numbers))
-    actual = jax.jit(functools.partial(by_xla.product_by_scaled_matmul, params=params))(lhs, rhs)
+    product = lambda lhs, rhs: by_xla.multiply_block_scaled(Product.create(lhs, rhs, numbers))
+    actual = jax.jit(product)(lhs, rhs)
     expected = lax.dot_general(lhs.dequantize(), rhs.dequantize(), numbers)
     assert actual.dtype == expected.dtype
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
@@ -89,8 +88,8 @@ def test_products_agree_with_the_dense_arrays(name):
 def test_vmap_folds_the_mapped_axis_into_the_batch(in_axes):
     lhs = operand(*(3, 5, 64)[in_axes[0] is None :], axis=2 - (in_axes[0] is None))
     rhs = operand(*(64, 7, 3)[: 2 + (in_axes[1] is not None)], axis=0, seed=1)
-    params = DotParams(DotDimensionNumbers.of((((1,), (0,)), ((), ()))))
-    product = functools.partial(by_xla.product_by_scaled_matmul, params=params)
+    numbers = (((1,), (0,)), ((), ()))
+    product = lambda lhs, rhs: by_xla.multiply_block_scaled(Product.create(lhs, rhs, numbers))
     # Outside `implicit`, `vmap` maps each leaf along the same axis number.
     actual = jax.jit(jax.vmap(product, in_axes))(lhs, rhs)
     expected = jax.vmap(jnp.matmul, in_axes)(lhs.dequantize(), rhs.dequantize())
@@ -118,7 +117,7 @@ def test_only_cuda_programs_call_scaled_matmul():
 
 
 @pytest.mark.usefixtures("blackwell")
-def test_derivatives_are_those_of_the_other_strategies():
+def test_derivatives_agree_with_the_other_strategies():
     x, w = normal(5, 64), operand(64, 7, axis=0, seed=1)
     rules = [vn.quant.Rule(".*", "mxfp8", act_qtype="mxfp8", tile_axis=0)]
     model = lambda w, x: (x @ w) ** 2
@@ -129,7 +128,7 @@ def test_derivatives_are_those_of_the_other_strategies():
     by_xla.has_block_scaled_matmul = lambda: False
     without = jax.value_and_grad(loss)(x)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), with_it, without)
-    # By the scale alone, which is a leaf.
+    # Derivatives by the scale, which is a leaf.
     y = lambda scale: vn.quant.dot(operand(5, 64, axis=1), w.replace(scale=scale)).sum()
     assert jnp.isfinite(jax.grad(y)(w.scales())).all()
 
@@ -148,7 +147,7 @@ def test_derivatives_are_those_of_the_other_strategies():
         (lambda: operand(5, 64, axis=1), lambda: operand(64, 7, axis=0, qtype="int8")),
     ],
 )
-def test_other_operands_take_other_strategies(lhs, rhs):
+def test_other_operands_use_other_strategies(lhs, rhs):
     x, w = lhs(), rhs()
     assert HOW not in how(vn.quant.dot, x, w)
     expected = jnp.dot(*map(vn.materialise, (x, w)))
@@ -169,6 +168,5 @@ def test_only_blackwell_gpus_multiply_block_scales(capability, expected, monkeyp
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="JAX has it on GPUs alone")
 def test_scaled_matmul_agrees_with_the_dense_product():
     x, w = operand(5, 64, axis=1), operand(64, 7, axis=0, seed=1)
-    params = DotParams(DotDimensionNumbers.of((((1,), (0,)), ((), ()))))
-    actual = by_xla.product_by_scaled_matmul(x, w, params)
+    actual = by_xla.multiply_block_scaled(Product.create(x, w, (((1,), (0,)), ((), ()))))
     np.testing.assert_allclose(actual, x.dequantize() @ w.dequantize(), rtol=1e-5, atol=1e-5)

@@ -29,10 +29,11 @@ class DotDimensionNumbers(NamedTuple):
     @classmethod
     def of(cls, dimension_numbers: Sequence[Sequence[Sequence[Any]]]) -> "DotDimensionNumbers":
         """Returns JAX's, whose axes may be in lists, and integers of NumPy's."""
-        contracting, batch = (
-            (tuple(map(int, lhs)), tuple(map(int, rhs))) for lhs, rhs in dimension_numbers
+        (lhs, rhs), (lhs_batch, rhs_batch) = dimension_numbers
+        return cls(
+            (tuple(map(int, lhs)), tuple(map(int, rhs))),
+            (tuple(map(int, lhs_batch)), tuple(map(int, rhs_batch))),
         )
-        return cls(contracting, batch)
 
     @property
     def swapped(self) -> "DotDimensionNumbers":

@@ -1,21 +1,25 @@
-"""What JAX's primitives do on quantised arrays: functions, and the rules of `implicit`.
+"""Operations on quantized arrays: public functions, and the rules of `vn.implicit`.
 
-The modules here:
+A product is a `QuantizedProduct` object. The first strategy that supports it returns a `Plan`,
+which is then executed:
 
-    dot_general     the ways to a product, in the order they are preferred
-    product         what is asked for, and the plan by which it is computed
-    by_kernel       the way by a kernel, as one of matrices
-    kernel_references  what XLA computes where a kernel does not
-    by_xla          the ways by XLA: scaled_matmul, on codes, by tiles, by values, dense
-    tile_sums       a sum cut in tiles
-    minima          minima of tiles, a sum apart from that of the codes
-    operands        from a QArray to what arithmetic takes
-    einsum          einsum and dot, of such products
+    product         QuantizedProduct, a call of dot_general with all facts about it; Plan; execute
+    dot_general     dot_general, its rule, and the table of strategies
+    by_kernel       strategies by kernels
+    stored_matrix   a weight in the layout that kernels multiply
+    by_xla          strategies by XLA: scaled_matmul, codes, tiles, values, dense arrays
+    minima          products of an operand with minima, as two products
+    tile_sums       sums that are computed tile by tile
+    operands        conversions of operands: codes, values and scales for products
+
+Other operations:
+
+    einsum          einsum and dot
     convolution     conv_general_dilated
     ragged_dot      ragged_dot and ragged_dot_general
-    group_tiles     products of groups of rows, a tile of rows at a time
-    activations     products of weights that quantise what they meet
-    movement        casts, and look-ups that fill what is out of bounds
+    group_tiles     products of groups of rows, one tile of rows at a time
+    activations     products of weights that quantize their activations
+    movement        casts, gather, slices and ppermute
 """
 
 from . import activations as activations

@@ -1,4 +1,7 @@
-"""Products of weights that quantise what they meet: `ActivationQuantized`."""
+"""Rules for products of `ActivationQuantized`, a weight that quantizes its activations.
+
+Each rule binds the primitive again, on the weight itself and on quantized activations.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,21 +23,19 @@ from ..._jax.primitives import find_primitive
 from ..arrays.qarray import QUANTIZABLE, QArray
 from ..weights.activations import ActivationQuantized
 from ..weights.product_weights import ProductWeight
-from .by_kernel import weight_is
-
-# Each is bound again, on the weight itself and on quantised activations.
+from .product import weight_operand
 
 
 def bind(primitive: str, operands: Sequence[Any], params: dict[str, Any]) -> Any:
-    """Returns what a primitive gives on operands that may be implicit."""
+    """Bind the primitive of a name to operands that may be implicit."""
     bound = find_primitive(primitive).bind
     return redispatch(lambda *xs: bound(*xs, **params), *operands)
 
 
-def _on_the_weight(
+def _multiply_weight_only(
     primitive: str, operands: Sequence[Any], params: dict[str, Any], w: ActivationQuantized
 ) -> Any:
-    """The product on the weight itself, and tells `explain`: a rule may name the wrong axis."""
+    """Compute the product without quantizing the activations, and report the reason."""
     out = bind(primitive, [w.array if x is w else x for x in operands], params)
     axes = " and ".join(map(str, w.contracting))
     why = f"the product does not contract axis {axes or '(removed)'} of the weight"
@@ -46,19 +47,19 @@ def _on_the_weight(
     return out
 
 
-def _straight_through(
+def _multiply_straight_through(
     product: Callable[[Any, Any], Any],
     x: Any,
     w: ActivationQuantized,
     shared: Sequence[int],
     batch: Sequence[tuple[int, int]] = (),
 ) -> Any:
-    """The product with activations quantised, whose derivative is that of the product alone.
+    """Return the product with quantized activations. Derivatives ignore their rounding.
 
     **Arguments:**
 
-    - `product`: of activations, dense or quantised, and of the weight.
-    - `x`, `shared`, `batch`: as for `quantise_activations`.
+    - `product`: a function of activations, dense or quantized, and the weight.
+    - `x`, `shared`, `batch`: as for `ActivationQuantized.quantise_activations`.
     """
     if isinstance(x, Value) or jnp.result_type(x) not in QUANTIZABLE:
         return product(x, w.array)
@@ -75,42 +76,39 @@ def _straight_through(
         out = call(x, w)
         dense = ste(lambda x: materialise_one(w.quantise_activations(x, shared, batch)))
         leaves, treedef = jax.tree.flatten((dense(x), w.array))
-        # What is no variable has no tangent, and costs no product.
-        moves = jax.tree.leaves((tangents[0], tangents[1].array), is_leaf=_is_zero)
-        moving = [i for i, tangent in enumerate(moves) if not _is_zero(tangent)]
+        # Differentiate only by leaves with tangents, because each costs a product.
+        is_zero = lambda tangent: isinstance(tangent, SymbolicZero)
+        all_tangents = jax.tree.leaves((tangents[0], tangents[1].array), is_leaf=is_zero)
+        varied = [i for i, tangent in enumerate(all_tangents) if not is_zero(tangent)]
 
-        def of_variables(*variables: Any) -> Any:
+        def multiply_varied(*varied_leaves: Any) -> Any:
             full = list(leaves)
-            for i, variable in zip(moving, variables, strict=True):
-                full[i] = variable
+            for i, leaf in zip(varied, varied_leaves, strict=True):
+                full[i] = leaf
             return product(*jax.tree.unflatten(treedef, full))
 
-        if not moving:
+        if not varied:
             return out, jax.tree.map(zero_from_primal, out)
-        variables = [leaves[i] for i in moving]
-        return out, jax.jvp(of_variables, variables, [moves[i] for i in moving])[1]
+        at = [leaves[i] for i in varied]
+        return out, jax.jvp(multiply_varied, at, [all_tangents[i] for i in varied])[1]
 
     call.defjvp(jvp, symbolic_zeros=True)
     return call(jnp.asarray(x), w)
 
 
-def _is_zero(tangent: Any) -> bool:
-    return isinstance(tangent, SymbolicZero)
-
-
 @register("dot_general")
 def _dot_general(x: ArrayLike | QArray, w: ActivationQuantized, **params: Any) -> Any:
     numbers = DotDimensionNumbers.of(params["dimension_numbers"])
-    return _product(x, w, numbers, params, activations_first=True)
+    return _multiply(x, w, numbers, params, activations_first=True)
 
 
 @register("dot_general")
 def _dot_general_swapped(w: ActivationQuantized, x: ArrayLike | QArray, **params: Any) -> Any:
     numbers = DotDimensionNumbers.of(params["dimension_numbers"]).swapped
-    return _product(x, w, numbers, params, activations_first=False)
+    return _multiply(x, w, numbers, params, activations_first=False)
 
 
-def _product(
+def _multiply(
     x: Any,
     w: ActivationQuantized,
     numbers: DotDimensionNumbers,
@@ -118,36 +116,42 @@ def _product(
     *,
     activations_first: bool,
 ) -> Any:
-    """The product, by the numbers of that of activations, which come first, with the weight."""
-    (x_summed, w_summed), (x_batch, w_batch) = numbers
-    if not (w.sums_over(w_summed) and w.is_for("dot_general")):
+    """Return the product of activations and a weight.
+
+    **Arguments:**
+
+    - `numbers`: the dimension numbers with the activations as lhs.
+    - `params`: of the primitive, for operands in their actual order.
+    """
+    (x_contracted, w_contracted), (x_batch, w_batch) = numbers
+    if not (w.sums_over(w_contracted) and w.is_for("dot_general")):
         operands = (x, w) if activations_first else (w, x)
-        return _on_the_weight("dot_general", operands, params, w)
-    stacked = w.stacked_axes(w_summed, w_batch)
+        return _multiply_weight_only("dot_general", operands, params, w)
+    stacked = w.stacked_axes(w_contracted, w_batch)
     if stacked and params["out_sharding"] is None:
-        return _one_by_one(x, w, numbers, stacked, params, activations_first)
+        return _multiply_stacked(x, w, numbers, stacked, params, activations_first)
 
     batch = list(zip(x_batch, w_batch, strict=True))
     last = w.ndim - 2, w.ndim - 1
-    if w.turned and isinstance(w.array, QArray) and len({*last} & {*w_summed}) == 1:
-        # The product sums the other side of what is stored. That is not left to be seen from where
-        # the weight comes from, for there is no seeing through a function with its own derivative.
+    if w.turned and isinstance(w.array, QArray) and len({*last} & {*w_contracted}) == 1:
+        # The product contracts the other axis of the stored matrix. Kernels usually find this in
+        # the program, but they cannot look through the `custom_jvp` below.
         swap = dict(zip(last, last[::-1], strict=True))
         w = w.changed(array=redispatch(lambda array: jnp.swapaxes(array, -1, -2), w.array))
-        of_x, of_w = zip(*numbers, strict=True)
-        stored = [tuple(swap.get(axis, axis) for axis in axes) for axes in of_w]
-        numbers = DotDimensionNumbers(*zip(of_x, stored, strict=True))
+        x_axes, w_axes = zip(*numbers, strict=True)
+        stored = [tuple(swap.get(axis, axis) for axis in axes) for axes in w_axes]
+        numbers = DotDimensionNumbers(*zip(x_axes, stored, strict=True))
         in_order = numbers if activations_first else numbers.swapped
         params = params | {"dimension_numbers": tuple(in_order)}
 
     def product(x: Any, w: Any) -> Any:
-        with weight_is(1 if activations_first else 0):
+        with weight_operand(1 if activations_first else 0):
             return bind("dot_general", (x, w) if activations_first else (w, x), params)
 
-    return _straight_through(product, x, w, x_summed, batch)
+    return _multiply_straight_through(product, x, w, x_contracted, batch)
 
 
-def _one_by_one(
+def _multiply_stacked(
     x: Any,
     w: ActivationQuantized,
     numbers: DotDimensionNumbers,
@@ -155,24 +159,24 @@ def _one_by_one(
     params: dict[str, Any],
     activations_first: bool,
 ) -> Any:
-    """The product with each of a stack of weights, which have ranges of their own.
+    """Return the product with each of a stack of weights that have separate activation ranges.
 
-    So the activations are one operand for each: the axes of the stack become batch axes.
+    The activations are broadcast along the axes of the stack, which become batch axes.
     """
-    shared = {of_x: of_w for pair in numbers for of_x, of_w in zip(*pair, strict=True)}
+    shared = {x_axis: w_axis for pair in numbers for x_axis, w_axis in zip(*pair, strict=True)}
     x_labels = [shared.get(axis, w.ndim + axis) for axis in range(x.ndim)]
     batch = [shared[axis] for axis in numbers.batch[0]]
     x_free = [label for label in x_labels if label >= w.ndim]
     w_free = [axis for axis in range(w.ndim) if axis not in shared.values()]
     last = [*x_free, *w_free] if activations_first else [*w_free, *x_free]
-    apart = jnp.broadcast_to(x, (*(w.shape[axis] for axis in stacked), *x.shape))
+    stacked_x = jnp.broadcast_to(x, (*(w.shape[axis] for axis in stacked), *x.shape))
 
     def product(x: Any, w: Any) -> Any:
         labels = [*stacked, *x_labels], [*range(w.ndim)], [*batch, *last]
         numeric = {name: params[name] for name in ("precision", "preferred_element_type")}
         return jnp.einsum(x, labels[0], w, labels[1], labels[2], **numeric)
 
-    return redispatch(product, apart, w)
+    return redispatch(product, stacked_x, w)
 
 
 @register("ragged_dot_general")
@@ -180,26 +184,28 @@ def _ragged_dot_general(
     x: ArrayLike | QArray, w: ActivationQuantized, group_sizes: ArrayLike, **params: Any
 ) -> Any:
     numbers = params["ragged_dot_dimension_numbers"]
-    (x_summed, w_summed), (x_batch, w_batch) = numbers.dot_dimension_numbers
-    if not (w.sums_over(w_summed) and w.is_for("ragged_dot_general")):
-        return _on_the_weight("ragged_dot_general", (x, w, group_sizes), params, w)
+    (x_contracted, w_contracted), (x_batch, w_batch) = numbers.dot_dimension_numbers
+    if not (w.sums_over(w_contracted) and w.is_for("ragged_dot_general")):
+        return _multiply_weight_only("ragged_dot_general", (x, w, group_sizes), params, w)
     product = lambda x, w: bind("ragged_dot_general", (x, w, group_sizes), params)
-    return _straight_through(product, x, w, x_summed, list(zip(x_batch, w_batch, strict=True)))
+    return _multiply_straight_through(
+        product, x, w, x_contracted, list(zip(x_batch, w_batch, strict=True))
+    )
 
 
 @register("conv_general_dilated")
 def _conv_general_dilated(x: ArrayLike | QArray, w: ActivationQuantized, **params: Any) -> Any:
     _, features, *space = params["dimension_numbers"].lhs_spec
     if not (sums_over_features(w, params) and w.is_for("conv_general_dilated")):
-        return _on_the_weight("conv_general_dilated", (x, w), params, w)
+        return _multiply_weight_only("conv_general_dilated", (x, w), params, w)
     product = lambda x, w: bind("conv_general_dilated", (x, w), params)
-    return _straight_through(product, x, w, [*space, features])
+    return _multiply_straight_through(product, x, w, [*space, features])
 
 
 def sums_over_features(w: ProductWeight, params: dict[str, Any]) -> bool:
-    """Whether a convolution contracts the axis of the kernel that activations' features go with.
+    """Return whether a convolution contracts the axes of the kernel that the weight declares.
 
-    In the derivative by the input, the two axes of features are the other way round.
+    In the derivative by the input, the two feature axes are swapped.
     """
     _, features, *space = params["dimension_numbers"].rhs_spec
     return features - w.ndim in w.contracting and w.sums_over([features, *space])

@@ -1,191 +1,220 @@
-"""Products by kernels, `by_kernel`: from any product to one of matrices, and back.
+"""The strategies by kernels, which read the stored codes of a weight.
 
-Activations are dense, of f32, bf16 or f16; or int8 codes with a scale for each row, as those that
-`act_qtype="int8"` makes, where the weight's codes are integers. Codes are summed before they are
-scaled, in f32, or exactly where both are integers.
+Activations are floats (f32, bf16 or f16), or int8 codes with scales per row, as `act_qtype="int8"`
+creates them, if the weight has an integer format. Kernels sum products of codes before they apply
+scales: in f32, or exactly if both operands are integers.
 """
 
 import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..._core.primitives.movement import reshape
+from ..._core.primitives.dimension_numbers import DotDimensionNumbers
 from ...kernels import (
     BYTES,
-    FLOATS,
     PLANE_BITS,
     SIX_BIT_FLOATS,
     Codes,
     MatmulOperands,
     MatmulProblem,
-    ScaleCodes,
     matmul,
     select,
 )
+from ..arrays.pairs import runs_on_gpu
 from ..arrays.qarray import QArray
 from ..formats import get_format
-from ..formats.packing import Packing, ternary_to_int2
+from ..formats.packing import Packing
 from ..formats.tiles import over_tiles
-from .by_xla import multiplied_codes
-from .kernel_references import ProductByXla, ScalesByXla
-from .operands import fits_int32, is_algorithm
-from .product import DotParams, Plan, dense_nbytes
+from .by_xla import XLA_STRATEGIES, multiplied_codes
+from .minima import split_minimum
+from .operands import fits_int32, fixes_dtypes, has_minimum
+from .product import SIDES, Plan, QuantizedProduct, dense_nbytes, first_plan, runs_on_cpu
+from .stored_matrix import as_stored_matrix, swap_packed_axis
 
 _DTYPES = tuple(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
 
 
-# Which operand is the weight, 0 or 1, where both are QArrays and it is known.
-_weight: ContextVar[int | None] = ContextVar("weight", default=None)
-
-
-@contextmanager
-def weight_is(side: int) -> Iterator[None]:
-    """Says which operand of the products within is the weight: the first, 0, or the second, 1.
-
-    Activations that are quantised look like one. A weight is read as it is stored, and has the time
-    that they take to be arranged for it. Where nothing says it, the weight is the second operand.
-    """
-    token = _weight.set(side)
-    try:
-        yield
-    finally:
-        _weight.reset(token)
-
-
-def by_kernel(lhs: jax.Array | QArray, rhs: jax.Array | QArray, params: DotParams) -> Plan | None:
-    """Reads codes as they are stored, if some platform has a kernel for them."""
-    if select.chosen() == "xla" or is_algorithm(params.precision):
+def plan_kernel(product: QuantizedProduct) -> Plan | None:
+    """Read packed codes by a kernel, if a platform has one for them."""
+    if select.chosen() == "xla" or fixes_dtypes(product.precision) or _is_sharded(product):
         return None
-    if params.out_sharding is not None or _is_cut(lhs, rhs):
+    if product.out_dtype not in _DTYPES:
         return None
-    if params.out_dtype(lhs, rhs) not in _DTYPES:
-        return None
-    operands = lhs, rhs
-    known = _weight.get()
-    for side in (1, 0) if known is None else (known,):
-        q: Any = operands[side]
-        if not isinstance(q, QArray):
+    for side in (1, 0) if product.weight_side is None else (product.weight_side,):
+        x: Any = product.operands[1 - side]
+        if not isinstance(product.operands[side], QArray):
             continue
-        batch = math.prod(_sizes(q, params.dimension_numbers.batch[side]))
-        if q.size == 0 or not select.may_serve(q.size // batch, batch):
+        shape, batch = product.shapes[side], 1
+        for axis in product.dimension_numbers.batch[side]:
+            batch *= shape[axis]
+        if 0 in shape or not select.may_serve(math.prod(shape) // batch, batch):
             continue
-        for x in _activations(lhs, rhs, side, params):
-            plan = _plan(x, q, side, params, params.out_dtype(lhs, rhs))
-            if plan is None:
-                continue
-            other = operands[1 - side]
-            if isinstance(other, QArray) and x.scale is None:  # it was made floats
-                (nbytes,) = dense_nbytes(other)
+        is_quantized = isinstance(x, QArray)
+        candidates = _quantized_activations(product, side) if is_quantized else [(x, None)]
+        for values, scale in candidates:
+            plan = _plan_matmul(product, side, values, scale)
+            if plan is not None and is_quantized and scale is None:
+                (nbytes,) = dense_nbytes(x)
                 return dataclasses.replace(plan, dense=(nbytes, 0) if side else (0, nbytes))
-            return plan
+            if plan is not None:
+                return plan
     return None
 
 
-def too_small_for_kernels(
-    lhs: jax.Array | QArray, rhs: jax.Array | QArray, params: DotParams
-) -> str:
-    """Return the reason why no kernel here reads an operand, if that is its size; else ""."""
-    for side, q in enumerate((lhs, rhs)):
+def _is_sharded(product: QuantizedProduct) -> bool:
+    """Return whether explicit sharding, in the types of arrays, distributes an operand."""
+    if product.out_sharding is not None:
+        return True
+    for leaf in jax.tree.leaves(product.operands):
+        for axis_names in jax.typeof(leaf).sharding.spec:
+            if axis_names is not None:
+                return True
+    return False
+
+
+def plan_kernel_with_folded_scale(product: QuantizedProduct) -> Plan | None:
+    """Multiply activations by the scale of each term, and plan a kernel for the rest.
+
+    `sum_k x[k] * (codes[k, n] * scale[k])` is `sum_k (x[k] * scale[k]) * codes[k, n]`, and x has
+    fewer rows. The values of a cache have such scales, one per token.
+
+    On CPUs, x times the scale is f32, which kernels read. On GPUs it is rounded to the dtype of x,
+    as XLA rounds codes times the scale in the dense product.
+    """
+    side = 1 if isinstance(product.operands[1], QArray) else 0
+    x: Any
+    q: Any
+    x, q = product.operands[1 - side], product.operands[side]
+    contracting, batch = product.dimension_numbers
+    if isinstance(x, QArray) or not isinstance(q, QArray) or product.terms <= 1:
+        return None
+    for axis, count in enumerate(q.scale.shape):
+        if axis in contracting[side]:
+            is_per_term = count == product.shapes[side][axis]
+        else:
+            is_per_term = count <= 1 or axis in batch[side]
+        if not is_per_term:
+            return None
+    if has_minimum(q) or not product.can_scale_output:
+        return None
+    if q.zero_point is not None and q.ndim - 1 in contracting[side]:
+        return None  # kernels read a row of zero points and a row of scales together
+    plan = plan_kernel(product)
+    if runs_on_cpu():
+        # Kernels for CPUs read one scale per term, but they are slow.
+        can_be_faster = plan is not None and "cpu" in plan.kernels_for
+    else:
+        # GPU kernels read no scales per term, and no f32. In f16, x times the scale could overflow
+        # although the dense product does not.
+        is_bf16 = product.dtypes[side] == jnp.bfloat16
+        can_be_faster = runs_on_gpu() and is_bf16 and not (plan and "gpu" in plan.kernels_for)
+    if not can_be_faster:
+        return plan
+
+    # Map axes of x to axes of q. Along the other axes of x, the scale is the same.
+    axes = {
+        x_axis: q_axis
+        for pair in product.dimension_numbers
+        for x_axis, q_axis in zip(pair[1 - side], pair[side], strict=True)
+    }
+    order = [*(axes[i] for i in sorted(axes)), *product.free(side)]
+    scale = lax.transpose(q.scales(), order)
+    scale = scale.reshape([q.scale.shape[axes[i]] if i in axes else 1 for i in range(x.ndim)])
+    dtype = scale.dtype if runs_on_cpu() else x.dtype
+    x = over_tiles(jnp.multiply, x.astype(scale.dtype), scale).astype(dtype)
+    one = jnp.ones([1] * q.ndim, scale.dtype)
+    q = q.replace(scale=one, dense_dtype=dtype)
+    folded = plan_kernel(product.replace(*((x, q) if side else (q, x)), product.out_dtype))
+    if folded is None or jax.default_backend() not in folded.kernels_for:
+        return plan
+    how = f"{folded.how}; scale of {SIDES[side]} multiplied into {SIDES[1 - side]}"
+    return dataclasses.replace(folded, how=how)
+
+
+def plan_kernel_without_minimum(product: QuantizedProduct) -> Plan | None:
+    """Read codes by a kernel that adds no minima, and add the minima in a second product."""
+    split = split_minimum(product)
+    if split is None:
+        return None
+    rest, add_minimum_term = split
+    plan = plan_kernel_with_folded_scale(rest) or plan_kernel(rest)
+    return None if plan is None else add_minimum_term(plan)
+
+
+def describe_small_operand(product: QuantizedProduct) -> str:
+    """Return the reason why no kernel is used here, if it is the size of an operand, else ""."""
+    for side, q in enumerate(product.operands):
         if not isinstance(q, QArray) or q.size == 0 or select.chosen() == "xla":
             continue
         if not all(isinstance(n, int) for n in q.shape):  # exported programs call no kernel
             continue
-        batch = math.prod(_sizes(q, params.dimension_numbers.batch[side]))
+        batch = math.prod(q.shape[axis] for axis in product.dimension_numbers.batch[side])
         least = select.least_entries(jax.default_backend(), q.size // batch, batch)
         if least is not None:
             in_each = f" in each of {batch:,} matrices" if batch > 1 else ""
-            name = "rhs" if side else "lhs"
             return (
-                f"{name} is too small for a kernel ({q.size // batch:,} values{in_each}, and "
-                f"kernels need {least:,})"
+                f"{SIDES[side]} is too small for a kernel ({q.size // batch:,} values{in_each}, "
+                f"and kernels need {least:,})"
             )
     return ""
 
 
-def _sizes(x: Any, axes: Sequence[int]) -> list[Any]:
-    return [x.shape[axis] for axis in axes]
+# Activations.
 
 
-def _is_cut(*operands: jax.Array | QArray) -> bool:
-    """Whether operands' types say that they are cut over devices, and so must the result's."""
-    specs = [jax.typeof(leaf).sharding.spec for leaf in jax.tree.leaves(operands)]
-    return any(entry is not None for spec in specs for entry in spec)
+def _quantized_activations(
+    product: QuantizedProduct, side: int
+) -> Iterator[tuple[jax.Array, jax.Array | None]]:
+    """Yield the forms in which a kernel may read activations that are a QArray, best first.
 
-
-# The operands.
-
-
-class Activations(NamedTuple):
-    """What a weight meets: floats, or int8 codes and the scale of each row.
-
-    **Arguments:**
-
-    - `values`: `[...]`, with the axes of the operand.
-    - `scale`: of codes: f32, of the same shape but of size 1 along axes that are summed; or as many
-      along the one that is as the weight has scales. Else None.
+    Each is an array and its scale, as in `_plan_matmul`. If XLA multiplies the codes of both
+    operands, activations are not dequantized for a kernel. The exception are weights in bit planes,
+    which XLA reads slowly.
     """
-
-    values: jax.Array
-    scale: jax.Array | None = None
-
-
-def _activations(
-    lhs: jax.Array | QArray, rhs: jax.Array | QArray, side: int, params: DotParams
-) -> Iterator[Activations]:
-    """Yields what the weight, which is the operand of a side, meets, as kernels may take it.
-
-    Codes that XLA would multiply with those of the weight are not dequantised for a kernel, but
-    where the weight's are in bit planes, which take XLA longer to read.
-    """
+    x: Any
     q: Any
-    x, q = (lhs, rhs) if side else (rhs, lhs)
-    if isinstance(x, QArray):
-        summed = params.dimension_numbers.contracting[1 - side]
-        of_weight = params.dimension_numbers.contracting[side]
-        tiles = _sizes(q.scale, of_weight)
-        has_rows = q.format.is_integer and _has_rows(x, summed, tiles)
-        if has_rows and fits_int32(x, q, math.prod(_sizes(x, summed))):
-            yield _rows(x, summed, tiles)
-        is_multiplied = has_rows or multiplied_codes(lhs, rhs, params) is not None
-        if is_multiplied and q.format.bits not in PLANE_BITS.values():
-            return
-        x = x.dequantize()
-    if x.dtype == q.dtype and x.dtype in _DTYPES:
-        yield Activations(x)
+    x, q = product.operands[1 - side], product.operands[side]
+    contracted = product.dimension_numbers.contracting[1 - side]
+    tiles = [q.scale.shape[axis] for axis in product.dimension_numbers.contracting[side]]
+    scales = [x.scale.shape[axis] for axis in contracted]
+    # Kernels read int8 codes with one scale per row, or scales per tile of the weight.
+    is_tiled = len(contracted) == 1 and tiles[0] % max(1, scales[0]) == 0
+    has_rows = (
+        q.format.is_integer
+        and x.qtype == "int8"
+        and x.zero_point is None
+        and x.minimum is None
+        and x.scale.dtype != jnp.float64
+        and (is_tiled or all(count == 1 for count in scales))
+    )
+    if has_rows and fits_int32(x, q, product.terms):
+        shape = [*x.shape]
+        for axis, count in zip(contracted, tiles, strict=True):
+            shape[axis] = 1 if x.scale.shape[axis] == 1 else count
+        scale = over_tiles(jnp.multiply, jnp.ones(shape, jnp.float32), x.scales())
+        yield x.codes(), scale
+    are_multiplied = has_rows or multiplied_codes(product) is not None
+    if not are_multiplied or q.format.bits in PLANE_BITS.values():
+        yield x.dequantize(), None
 
 
-def _has_rows(x: QArray, summed: Sequence[int], tiles: Sequence[int]) -> bool:
-    """Whether a row of activations has one scale, or some for as many `tiles` of a weight each."""
-    is_plain = x.qtype == "int8" and x.zero_point is None and x.minimum is None
-    if not is_plain or x.scale.dtype == jnp.float64:
-        return False
-    scales = _sizes(x.scale, summed)
-    is_tiled = len(summed) == 1 and tiles[0] % max(1, scales[0]) == 0
-    return is_tiled or all(size == 1 for size in scales)
-
-
-def _rows(x: QArray, summed: Sequence[int], tiles: Sequence[int]) -> Activations:
-    shape = [*x.shape]
-    for axis, count in zip(summed, tiles, strict=True):
-        shape[axis] = 1 if x.scale.shape[axis] == 1 else count
-    scale = over_tiles(jnp.multiply, jnp.ones(shape, jnp.float32), x.scales())
-    return Activations(x.codes(), scale)
+# The call of a kernel.
 
 
 @functools.cache
 def codes_of(qtype: str, has_zero_point: bool) -> tuple[Codes, int] | None:
-    """Returns the codes of a format as kernels know them, or None; and what they are centred by.
+    """Return the codes of a format as kernels know them, or None if no kernel reads them.
 
-    Unsigned codes that are looked up are worth less by half their range if there is a zero point,
-    which is then, too: so sums that are subtracted from each other are no larger than they must be.
+    With a zero point, half the range is subtracted from unsigned codes that are looked up, and from
+    the zero point. Then sums that are subtracted from each other are as small as possible.
+
+    **Returns:** the codes, and the number that was subtracted.
     """
     format = get_format(qtype)
     if format.bits == 8:
@@ -200,270 +229,133 @@ def codes_of(qtype: str, has_zero_point: bool) -> tuple[Codes, int] | None:
     with jax.ensure_compile_time_eval():
         fields = jnp.arange(2**bits, dtype=jnp.uint8)
         values = format.decode(format.from_fields(fields), jnp.float32).tolist()
-    centre = 2 ** (bits - 1) if has_zero_point and not format.signed else 0
-    return Codes(bits, values=tuple(value - centre for value in values)), centre
+    center = 2 ** (bits - 1) if has_zero_point and not format.signed else 0
+    return Codes(bits, values=tuple(value - center for value in values)), center
 
 
-# The product.
-
-
-def _plan(
-    x: Activations, weight: QArray, side: int, params: DotParams, out_dtype: jnp.dtype
+def _plan_matmul(
+    product: QuantizedProduct, side: int, x: jax.Array, x_scale: jax.Array | None
 ) -> Plan | None:
-    """Returns the product of activations with a weight, the operand of a side; or None."""
-    q, axes = _in_rows(weight)
-    # From the axes of what is stored to those of the activations.
-    summed, batch = (
-        {axes[of_q]: of_x for of_x, of_q in zip(pair[1 - side], pair[side], strict=True)}
-        for pair in params.dimension_numbers
-    )
-    matrix = _as_matrix(q, tuple(summed), tuple(batch))
-    codes = None if matrix is None else codes_of(matrix.q.qtype, q.zero_point is not None)
+    """Plan the kernel call for a weight, the operand `side`, and its activations.
+
+    **Arguments:**
+
+    - `x`: the activations, floats or int8 codes, with the axes of the operand.
+    - `x_scale`: the scale of codes, in f32. Along contracted axes it has size 1, or the number of
+      scales of the weight. None for floats.
+    """
+    if x_scale is None and (x.dtype != product.dtypes[side] or x.dtype not in _DTYPES):
+        return None
+    q: Any = product.operands[side]
+    shape = product.shapes[side]
+    stored = list(range(len(shape)))  # the axis of the stored weight for each axis of the operand
+    if q.packing is not None and q.packing.axis == -2:
+        stored[-2:] = stored[-1], stored[-2]
+        q, shape = swap_packed_axis(q), tuple(map(shape.__getitem__, stored))
+    # Contracted axes and batch axes, of the stored weight and of x, as the former are ordered.
+    axes: list[Any] = []
+    for pair in product.dimension_numbers:
+        pairs = sorted(zip(map(stored.__getitem__, pair[side]), pair[1 - side], strict=True))
+        axes.append(zip(*pairs, strict=True) if pairs else ((), ()))
+    (q_contracted, x_contracted), (q_batch, x_batch) = axes
+
+    matrix = as_stored_matrix(q, shape, q_contracted, q_batch)
+    codes = None if matrix is None else codes_of(matrix.qtype, q.zero_point is not None)
     if matrix is None or codes is None:
         return None
-    minimum = matrix.q.minimum
-    if minimum is not None and minimum.shape != matrix.q.scale.shape:
+    operands = matrix.operands
+    if operands.minimum is not None and operands.minimum.shape != operands.scale.shape:
         return None
-    is_beside = matrix.q.ndim > 3
-    if is_beside and x.scale is not None:
-        return None
-    # In the order in which the axes of the stored array follow each other.
-    first, last = ([pairs[axis] for axis in sorted(pairs)] for pairs in (batch, summed))
-    operands = MatmulOperands(
-        _as_rows(x.values, first, last),
-        matrix.leaf("packed"),
-        matrix.leaf("scale"),
-        matrix.leaf("zero_point"),
-        None if x.scale is None else _as_scales(x.scale, first, last),
-        matrix.leaf("minimum"),
-        matrix.outer("scale"),
-        matrix.outer("minimum"),
-    )
-    reference = ProductByXla(matrix.q.qtype, q.dense_dtype, params.precision)
-    opt_in = select.chosen() == "experimental"
-    product = MatmulProblem(
+    if x_scale is not None:
+        if operands.packed.ndim > 3:
+            return None
+        x_scale = _as_rows(x_scale, x_batch, x_contracted)
+        x_scale = x_scale[..., 0] if x_scale.shape[2] == 1 else x_scale
+    operands = operands._replace(x=_as_rows(x, x_batch, x_contracted), x_scale=x_scale)
+    problem = MatmulProblem(
         codes[0],
         matrix.columns,
         matrix.contracting,
-        out_dtype.name,
+        product.out_dtype.name,
         codes[1],
-        reference,
-        opt_in,
-        matrix.tiles,
+        ProductByXla(matrix.qtype, q.dense_dtype, product.precision),
+        select.chosen() == "experimental",
+        matrix.scale_codes,
     )
-    targets = {
-        platform: target
-        for platform in select.PLATFORMS
-        if (target := select.usable(platform, operands, product)) is not None
-    }
-    if not targets:
+    kernels = select.usable(operands, problem)
+    if not kernels:
         return None
 
-    def compute(*operands: Any) -> jax.Array:
-        out = matmul(MatmulOperands(*operands), product)
-        of_x = [axis for axis in range(x.values.ndim) if axis not in (*first, *last)]
-        of_q = [axis for axis in range(q.ndim) if axis not in (*summed, *batch)]
-        sizes = _sizes(q, sorted(batch)) + _sizes(x.values, of_x) + _sizes(q, of_q)
-        # Where each axis of the result is now: those of the batch, and those of either operand.
-        order = [sorted(batch).index(axes[axis]) for axis in params.dimension_numbers.batch[side]]
-        x_order = [len(batch) + i for i in range(len(of_x))]
-        q_order = [len(batch) + len(of_x) + of_q.index(axis) for axis in axes if axis in of_q]
+    def compute(*arrays: Any) -> jax.Array:
+        out = matmul(MatmulOperands(*arrays), problem)
+        # The result has the batch axes as the stored weight has them, the free axes of x and those
+        # of the stored weight.
+        x_free = [i for i in range(x.ndim) if i not in (*x_batch, *x_contracted)]
+        q_free = [i for i in range(len(shape)) if i not in (*q_batch, *q_contracted)]
+        sizes = [shape[i] for i in q_batch]
+        sizes += [x.shape[i] for i in x_free] + [shape[i] for i in q_free]
+        order = [q_batch.index(stored[i]) for i in product.dimension_numbers.batch[side]]
+        x_order = [len(q_batch) + i for i in range(len(x_free))]
+        q_start = len(q_batch) + len(x_free)
+        q_order = [q_start + q_free.index(i) for i in stored if i in q_free]
         order += x_order + q_order if side else q_order + x_order
         return lax.transpose(out.reshape(sizes), order)
 
-    how = ", ".join(
-        f"{platform.upper()} kernel {target.removeprefix('veneer_')}"
-        for platform, target in targets.items()
-    )
-    return Plan(how, compute, operands, kernels_for=tuple(targets))
+    hows = []
+    for platform, name in kernels.items():
+        hows.append(f"{platform.upper()} kernel {name.removeprefix('veneer_')}")
+    return Plan(", ".join(hows), compute, operands, kernels_for=tuple(kernels))
 
 
-def _as_rows(x: jax.Array, first: Sequence[int], last: Sequence[int]) -> jax.Array:
-    """Returns an array as `[B, M, K]`: some axes, those that are left, and others."""
-    others = [axis for axis in range(x.ndim) if axis not in (*first, *last)]
-    sizes = [math.prod(_sizes(x, axes)) for axes in (first, others, last)]
-    return lax.transpose(x, [*first, *others, *last]).reshape(sizes)
+def _as_rows(x: jax.Array, batch: Sequence[int], contracted: Sequence[int]) -> jax.Array:
+    """Return activations as `[B, M, K]`: batch axes, free axes and contracted axes."""
+    axes: list[int] = [*batch]
+    rows = 1
+    for axis, size in enumerate(x.shape):
+        if axis not in batch and axis not in contracted:
+            axes.append(axis)
+            rows *= size
+    sizes = map(x.shape.__getitem__, batch), map(x.shape.__getitem__, contracted)
+    count, terms = map(math.prod, sizes)
+    return lax.transpose(x, [*axes, *contracted]).reshape(count, rows, terms)
 
 
-def _as_scales(scale: jax.Array, first: Sequence[int], last: Sequence[int]) -> jax.Array:
-    """Returns scales of activations as `[B, M]`, or `[B, M, tiles]` where there are several."""
-    rows = _as_rows(scale, first, last)
-    return rows[..., 0] if rows.shape[2] == 1 else rows
-
-
-# A weight as the matrix that kernels multiply: seen so, with no code moved. They take a batch of
-# matrices `[B, R, C]` as they are stored, and sum one side. An array is one where its axes lie so
-# in memory: those of the batch, and then those that are summed, on either side of those that are
-# left. Scales and minima are as they are stored, where kernels read that.
-
-
-def _in_rows(q: QArray) -> tuple[QArray, tuple[int, ...]]:
-    """Returns an array that is packed along its last axis but one with the last two swapped.
-
-    That is what a transposition leaves behind. XLA drops two that undo each other; and the product
-    sums the other side.
-
-    **Returns:** the array, with its codes in rows, and where the axes of the one given are in it.
-    """
-    order = list(range(q.ndim))
-    if q.packing is None or q.packing.axis != -2:
-        return q, tuple(order)
-    order[-2:] = q.ndim - 1, q.ndim - 2
-    floats = {"scale": q.scale, "minimum": q.minimum}
-    if not _has_codes(q, axis=-2):
-        floats = _floats(q)
-    leaves = {"packed": q.packed, "zero_point": q.zero_points()} | floats
-    swapped = {name: _swapped(leaf, order) for name, leaf in leaves.items()}
-    return q.replace(**swapped, packing=q.packing._replace(axis=-1)), tuple(order)
-
-
-def _swapped(leaf: Any, order: Sequence[int]) -> Any:
-    """A leaf, or None, with its last two axes swapped; of codes, with these in rows."""
-    if not isinstance(leaf, QArray):
-        return leaf if leaf is None else lax.transpose(leaf, order)
-    packed, scale = (lax.transpose(jnp.asarray(x), order) for x in (leaf.packed, leaf.scale))
-    packing = leaf.packing and leaf.packing._replace(axis=-1)
-    return leaf.replace(packed=packed, scale=scale, packing=packing)
-
-
-def _floats(q: QArray) -> dict[str, Any]:
-    """Returns scales and minima as kernels read them: as they are stored, or else in f32."""
-    leaves = {"scale": (q.scale, q.scales), "minimum": (q.minimum, q.minima)}
-    return {
-        name: leaf
-        if leaf is not None and leaf.dtype.name in FLOATS and not isinstance(leaf, QArray)
-        else wide()
-        for name, (leaf, wide) in leaves.items()
-    }
-
-
-def _has_codes(q: QArray, axis: int = -1) -> bool:
-    """Whether scales, and minima if there are some, are codes along an axis that kernels read."""
-    leaves: list[Any] = [q.scale] if q.minimum is None else [q.scale, q.minimum]
-    if not all(_are_codes(leaf, axis) for leaf in leaves):
-        return False
-    are_alike = len({leaf.qtype for leaf in leaves}) == 1
-    return are_alike and all(leaf.shape[:-2] == q.shape[:-2] for leaf in leaves)
-
-
-def _are_codes(leaf: Any, axis: int) -> bool:
-    if not isinstance(leaf, QArray) or leaf.qtype not in ("int8", "uint6"):
-        return False
-    count, outer = leaf.shape[axis], leaf.scale
-    packing = None if leaf.qtype == "int8" else Packing(axis, count)
-    if leaf.packing != packing or (packing and count % 8) or isinstance(outer, QArray):
-        return False
-    is_plain = leaf.zero_point is None and leaf.minimum is None and outer.dtype.name in FLOATS
-    some = outer.shape[axis]
-    each = [some if i == leaf.ndim + axis else size for i, size in enumerate(leaf.shape)]
-    return is_plain and [*outer.shape] == each and some > 0 and count % some == 0
-
-
-class StoredMatrix(NamedTuple):
-    """A batch of matrices, `[B, R, C]`, and the side that a product sums: "rows" or "columns".
+@dataclasses.dataclass(frozen=True)
+class ProductByXla:
+    """A hashable function that computes a `MatmulProblem` by XLA, for platforms without a kernel.
 
     **Arguments:**
 
-    - `q`: the array as `[B, R, C]`; or, of matrices that lie side by side, `[B / H, R, H, C]`.
-    - `columns`: C.
+    - `qtype`, `dense_dtype`: of the weight.
+    - `precision`: of the product.
     """
 
-    q: QArray
-    columns: int
-    contracting: str
+    qtype: str
+    dense_dtype: str
+    precision: Any
 
-    def leaf(self, name: str) -> Any:
-        """The codes as kernels read them, or `[B, R / tr, C / tc]` of scales and their kin."""
-        leaf = getattr(self.q, name)
-        if isinstance(leaf, QArray):
-            return jnp.asarray(leaf.packed)
-        if leaf is None or self.q.ndim == 3 or name == "packed":
-            return leaf if leaf is None else jnp.asarray(leaf)
-        some, rows, _, columns = leaf.shape
-        return leaf.swapaxes(1, 2).reshape(some * leaf.shape[2], rows, columns)
-
-    def outer(self, name: str) -> Any:
-        """What scales or minima that are codes are scaled by, or None."""
-        leaf = getattr(self.q, name)
-        return jnp.asarray(leaf.scale) if isinstance(leaf, QArray) else None
-
-    @property
-    def tiles(self) -> ScaleCodes | None:
-        """What scales are, where they are codes."""
-        leaf = self.q.scale
-        if not isinstance(leaf, QArray):
-            return None
-        return ScaleCodes(leaf.shape[-1], ScalesByXla(leaf.qtype, leaf.shape[-1]))
-
-
-def _as_matrix(q: QArray, summed: Sequence[int], batch: Sequence[int]) -> StoredMatrix | None:
-    """Returns an array as matrices for a product, or None where it does not lie so in memory.
-
-    **Arguments:**
-
-    - `summed`, `batch`: axes of the array.
-    """
-    # Axes of the batch come first; others of it, such as heads, may lie within each row.
-    first = next((i for i, axis in enumerate(sorted(batch)) if axis != i), len(batch))
-    within = sorted(batch)[first:]
-    end = first + len(summed)
-    if not summed:
-        return None
-    if sorted(summed) == list(range(q.ndim - len(summed), q.ndim)):
-        contracting, cut = "columns", q.ndim - len(summed) - len(within)
-    elif sorted(summed) == list(range(first, end)):
-        contracting, cut = "rows", end
-    else:
-        return None
-    behind = cut + len(within)
-    if within and (within != [*range(cut, behind)] or behind == q.ndim or q.format.bits == 1.6):
-        return None
-    parts = q.shape[:first], q.shape[first:cut], q.shape[cut:behind], q.shape[behind:]
-    outer, rows, inner, columns = map(math.prod, parts)
-    sizes = (outer, rows, inner, columns) if within else (outer, rows, columns)
-    is_matrix = sizes in (q.shape, (1, *q.shape))  # already, so that nothing of scales is moved
-    floats = {} if is_matrix and q.ndim < 4 and _has_codes(q) else _floats(q)
-    are_read = all(leaf is None or leaf.dtype.name in FLOATS for leaf in floats.values())
-    if not are_read or not _go_together(q):
-        return None
-    as_kernels_read = None if q.format.bits == 8 else Packing(-1, columns)
-    q = q.replace(**floats, zero_point=q.zero_points())
-    if sizes == (1, *q.shape) and q.packing == as_kernels_read:  # as most are
-        matrix = jax.tree.map(lambda leaf: leaf.reshape(1, *leaf.shape), q)
-    else:
-        matrix = reshape(q, sizes)
-    if matrix is NotImplemented or matrix.packing != as_kernels_read:
-        return None
-    # A leaf that matrices share is there for each, as kernels read it.
-    of_batch = (outer, inner) if within else (outer,)
-    leaves = {"zero_point": matrix.zero_point, "scale": matrix.scale, "minimum": matrix.minimum}
-    shared = {
-        k: x for k, x in leaves.items() if x is not None and x.shape != _of_batch(x.shape, of_batch)
-    }
-    if shared:
-        spread = {k: jnp.broadcast_to(x, _of_batch(x.shape, of_batch)) for k, x in shared.items()}
-        matrix = matrix.replace(**spread)
-    return StoredMatrix(_in_bits(matrix), columns, contracting)
-
-
-def _of_batch(shape: Sequence[int], batch: Sequence[int]) -> tuple[int, ...]:
-    """The shape of a leaf of matrices, of which there is one for each of a batch."""
-    return (*batch, *shape[1:]) if len(batch) == 1 else (batch[0], shape[1], batch[1], shape[3])
-
-
-def _in_bits(q: QArray) -> QArray:
-    """Returns an array of digits of base 3, five in a byte, with codes of 2 bits; others as given.
-
-    No kernel reads such digits: five that share a byte are in two vectors.
-    """
-    if q.format.bits != 1.6:
-        return q
-    return q.replace(packed=ternary_to_int2(q.packed, q.shape[-1]), qtype="int2")
-
-
-def _go_together(q: QArray) -> bool:
-    """Whether zero points are for tiles of scales, or several of these, along each axis."""
-    if q.zero_point is None:
-        return True
-    counts = zip(q.scale.shape, q.zero_point.shape, strict=True)
-    return all(1 in pair or pair[0] == pair[1] for pair in counts)
+    def __call__(self, operands: MatmulOperands, problem: MatmulProblem) -> jax.Array:
+        """Return the product `[B, M, N]`."""
+        operands = operands.apart()
+        batched = operands.x.shape[0] != 1
+        if not batched:  # XLA computes some products faster without a batch axis
+            operands = MatmulOperands(*(None if x is None else jnp.squeeze(x, 0) for x in operands))
+        x, packed, scale, zero_point, x_scale, minimum, *_ = operands
+        is_narrow = get_format(self.qtype).bits < 8
+        q = QArray.from_packed(
+            packed,
+            scale,
+            zero_point,
+            minimum=minimum,
+            qtype=self.qtype,
+            packing=Packing(-1, problem.columns) if is_narrow else None,
+            dense_dtype=x.dtype if x_scale is None else self.dense_dtype,
+        )
+        if x_scale is not None:
+            scale = x_scale if x_scale.ndim == x.ndim else x_scale[..., None]
+            x = QArray.from_packed(x, scale, qtype="int8", dense_dtype=self.dense_dtype)
+        contracted = (x.ndim - 1,), (x.ndim - (2 if problem.contracting == "rows" else 1),)
+        numbers = DotDimensionNumbers(contracted, ((0,), (0,)) if batched else ((), ()))
+        product = QuantizedProduct.create(x, q, numbers, self.precision, problem.out_dtype)
+        out = first_plan(product, XLA_STRATEGIES)()
+        return out if batched else jnp.expand_dims(out, 0)

@@ -1,10 +1,10 @@
-"""`conv_general_dilated` with quantised operands.
+"""`conv_general_dilated` with quantized operands.
 
-Where both are quantised, and neither scale varies along what is summed (the features that come in,
-and the places in the window), the codes are convolved and the scales multiply the output. Of
-integer formats the sums are exact, whether they are computed in integers or in floats: platforms
-are fast at different ones. Otherwise an operand is dequantised: a kernel is small beside what it is
-convolved with, so there is nothing to gain from scaling the output in its place.
+If both operands are quantized and no scale varies along the contracted axes (the input features and
+the window), the codes are convolved and the output is scaled. Sums of integer codes are exact in
+integers and in floats; the faster way depends on the platform. In all other cases the operands are
+dequantized. If only the kernel is quantized, scaling the output would save little, because a kernel
+is small compared with the images.
 """
 
 import functools
@@ -24,6 +24,7 @@ from ..formats.tiles import over_tiles
 from .operands import (
     accumulator,
     as_operand,
+    can_scale_output,
     code_unit,
     dequantized,
     fits_int32,
@@ -32,14 +33,13 @@ from .operands import (
     have_byte_codes,
     int8_codes,
     largest_difference,
-    may_scale_outside,
     operand_pair,
     outer_scale,
     unscaled,
 )
-from .product import Plan, carry_out, dense_nbytes, how_dense
+from .product import Operand, Plan, dense_nbytes, describe_dequantized, execute
 
-# The largest sum of integers that is exact in f32, whatever the order.
+# All sums of integers up to this magnitude are exact in f32, in any order.
 _FLOAT32_EXACT = 2**24
 
 
@@ -92,7 +92,7 @@ def conv_general_dilated(
     ((1, 8, 8, 4), [8, 12])
     """
     lhs, rhs = operand_pair(lhs, rhs, precision, preferred_element_type)
-    lhs, rhs = _in_dtype_of(rhs, lhs), _in_dtype_of(lhs, rhs)
+    lhs, rhs = _promote_integers(lhs, rhs), _promote_integers(rhs, lhs)
     narrower = None
     if isinstance(lhs, QArray) and isinstance(rhs, QArray):
         dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
@@ -117,62 +117,62 @@ def conv_general_dilated(
     return out if narrower is None else out.astype(narrower)
 
 
-def _in_dtype_of(other: jax.Array | QArray, x: jax.Array | QArray) -> jax.Array | QArray:
-    """Dense integers that meet a QArray in its dtype, as a product has them."""
-    is_met = isinstance(other, QArray) and jnp.issubdtype(x.dtype, jnp.integer)
-    return x.astype(other.dtype) if is_met else x
+def _promote_integers(x: Operand, other: Operand) -> Operand:
+    """Return a dense integer array in the dtype of the other operand, if that is a QArray."""
+    is_promoted = isinstance(other, QArray) and jnp.issubdtype(x.dtype, jnp.integer)
+    return x.astype(other.dtype) if is_promoted else x
 
 
 def _plan(
-    lhs: jax.Array | QArray,
-    rhs: jax.Array | QArray,
-    params: dict[str, Any],
-    preferred_element_type: DTypeLike | None,
+    lhs: Operand, rhs: Operand, params: dict[str, Any], preferred_element_type: DTypeLike | None
 ) -> Plan:
-    """Returns what is done: codes are convolved, or what the operands stand for."""
-    conv: Callable[..., jax.Array] = functools.partial(
+    """Return the plan of a convolution: of codes, or of dense arrays."""
+    convolve: Callable[..., jax.Array] = functools.partial(
         lax.conv_general_dilated, preferred_element_type=preferred_element_type, **params
     )
-    # It raises, too, where the operands do not fit.
-    out = jax.eval_shape(conv, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (lhs, rhs)))
+    # This also raises the errors of operands that do not fit.
+    out = jax.eval_shape(convolve, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (lhs, rhs)))
+    reason = ""
+    if isinstance(lhs, QArray) and isinstance(rhs, QArray):
+        # An empty sum is 0 for any scales.
+        is_empty = 0 in (*lhs.shape, *rhs.shape)
+        if not is_empty and can_scale_output(lhs, rhs, out.dtype, params["precision"]):
+            if has_minimum(lhs) or has_minimum(rhs):
+                reason = ", codes have minima"
+            elif not _sums_share_scales(lhs, rhs, params):
+                reason = ", scales vary along the contracted axes"
+            else:
+                return _plan_codes(lhs, rhs, params, out.dtype)
+    how = describe_dequantized(lhs, rhs) + reason
+    compute = lambda *xs: convolve(*map(dequantized, xs))
+    return Plan(how, compute, (lhs, rhs), dense_nbytes(lhs, rhs))
 
-    def dense(reason: str = "") -> Plan:
-        compute = lambda *xs: conv(*map(dequantized, xs))
-        return Plan(how_dense(lhs, rhs) + reason, compute, (lhs, rhs), dense_nbytes(lhs, rhs))
 
-    if not (isinstance(lhs, QArray) and isinstance(rhs, QArray)):
-        return dense()
-    if not may_scale_outside(lhs, rhs, out.dtype, params["precision"]):
-        return dense()
-    if 0 in (*lhs.shape, *rhs.shape):
-        return dense()  # a sum of nothing is 0, whatever the scales are
-    if has_minimum(lhs) or has_minimum(rhs):
-        return dense(", codes have minima")
-    if not _sums_share_scales(lhs, rhs, params):
-        return dense(", scales vary along the contracted axes")
-    are_integers = have_byte_codes(lhs, rhs)
-    codes = "integer codes" if are_integers else "codes as floats"
-    on_codes = functools.partial(_scaled_sums, params=tuple(params.items()), out_dtype=out.dtype)
-    made = dense_nbytes(lhs, rhs, dtype=accumulator(out.dtype))
-    if are_integers:
-        stays = _is_in_integers(lhs, rhs, params, jax.default_backend())
-        made = () if stays else dense_nbytes(lhs, rhs, dtype="float32")
-    return Plan(f"convolve {codes}, scale the output", on_codes, (lhs, rhs), made)
+def _plan_codes(lhs: QArray, rhs: QArray, params: dict[str, Any], out_dtype: jnp.dtype) -> Plan:
+    compute = functools.partial(
+        _scale_sums_of_codes, params=tuple(params.items()), out_dtype=out_dtype
+    )
+    if not have_byte_codes(lhs, rhs):
+        dense = dense_nbytes(lhs, rhs, dtype=accumulator(out_dtype))
+        return Plan("convolve codes as floats, scale the output", compute, (lhs, rhs), dense)
+    is_in_integers = _is_in_integers(lhs, rhs, params, jax.default_backend())
+    dense = () if is_in_integers else dense_nbytes(lhs, rhs, dtype="float32")
+    return Plan("convolve integer codes, scale the output", compute, (lhs, rhs), dense)
 
 
 def _sums_share_scales(lhs: QArray, rhs: QArray, params: dict[str, Any]) -> bool:
-    """Whether all that is summed has one scale on either side."""
+    """Return whether no scale varies along the contracted axes."""
     numbers = params["dimension_numbers"]
     _, feature, *space = numbers.lhs_spec
-    summed = [lhs.scale.shape[axis] for axis in space]
-    summed += [rhs.scale.shape[axis] for axis in numbers.rhs_spec[1:]]
-    # A group of features is summed by itself, and may have a scale of its own.
-    return set(summed) <= {1} and params["feature_group_count"] % lhs.scale.shape[feature] == 0
+    counts = [lhs.scale.shape[axis] for axis in space]
+    counts += [rhs.scale.shape[axis] for axis in numbers.rhs_spec[1:]]
+    # Groups of features are summed separately, and can have different scales.
+    return set(counts) <= {1} and params["feature_group_count"] % lhs.scale.shape[feature] == 0
 
 
-# Compiled as one, so that outside of jit, too, what is not needed on a platform is not computed.
+# Jitted, so that outside of `jit`, too, only the computation for the platform runs.
 @functools.partial(jax.jit, static_argnames=("params", "out_dtype"), inline=True)
-def _scaled_sums(
+def _scale_sums_of_codes(
     lhs: QArray, rhs: QArray, params: tuple[tuple[str, Any], ...], out_dtype: Any
 ) -> jax.Array:
     dtype = accumulator(out_dtype)
@@ -184,44 +184,43 @@ def _scaled_sums(
 
 
 def _output_scale(lhs: QArray, rhs: QArray, params: dict[str, Any]) -> jax.Array:
-    """Returns the product of the scales, of a shape that tiles the output.
+    """Return the product of the scales, with a shape that tiles the output.
 
-    It is that of the dense arrays where they are largest, so it is in range where their products
-    are; a sum times one scale alone might not be.
+    It is in range if the largest products of dense values are. The product of a sum and one scale
+    might overflow.
     """
     numbers, groups = params["dimension_numbers"], params["batch_group_count"]
     batch, feature, *_ = numbers.lhs_spec
     features = rhs.shape[numbers.rhs_spec[0]]
     counts = lhs.scale.shape
-    # [batch, features]: groups of the features that come in are groups of those that go out.
-    of_lhs = lax.transpose(outer_scale(lhs), numbers.lhs_spec)
-    of_lhs = of_lhs.reshape(counts[batch], counts[feature])
-    of_rhs = lax.transpose(outer_scale(rhs), numbers.rhs_spec).reshape(1, -1)
-    if groups > 1 and counts[batch] > 1:  # a group of the batch gives a group of features, too
-        each = jnp.repeat(of_lhs, lhs.shape[batch] // counts[batch], axis=0)
-        of_lhs = each.reshape(groups, -1).T
-    if 1 < of_lhs.shape[1] != of_rhs.shape[1] > 1:
-        of_lhs, of_rhs = (
-            jnp.repeat(scale, features // scale.shape[1], axis=1) for scale in (of_lhs, of_rhs)
-        )
-    scale = lax.expand_dims(of_lhs * of_rhs, range(2, lhs.ndim))
+    # [batch, features]: groups of input features are groups of output features.
+    lhs_scale = lax.transpose(outer_scale(lhs), numbers.lhs_spec)
+    lhs_scale = lhs_scale.reshape(counts[batch], counts[feature])
+    rhs_scale = lax.transpose(outer_scale(rhs), numbers.rhs_spec).reshape(1, -1)
+    if groups > 1 and counts[batch] > 1:  # groups of the batch are groups of output features
+        each = jnp.repeat(lhs_scale, lhs.shape[batch] // counts[batch], axis=0)
+        lhs_scale = each.reshape(groups, -1).T
+    if 1 < lhs_scale.shape[1] != rhs_scale.shape[1] > 1:
+        lhs_scale = jnp.repeat(lhs_scale, features // lhs_scale.shape[1], axis=1)
+        rhs_scale = jnp.repeat(rhs_scale, features // rhs_scale.shape[1], axis=1)
+    scale = lax.expand_dims(lhs_scale * rhs_scale, range(2, lhs.ndim))
     return lax.transpose(scale, sorted(range(lhs.ndim), key=numbers.out_spec.__getitem__))
 
 
-# Codes of an integer format, and the zero point that is to be taken off.
+# Codes of an integer format, and the zero point to subtract.
 _Codes = tuple[jax.Array, jax.Array | None]
 
 
 def _integer_sums(lhs: QArray, rhs: QArray, params: dict[str, Any], dtype: Any) -> jax.Array:
-    """Convolves codes less their zero points, each in units of its `code_unit`.
+    """Convolve codes minus zero points, and multiply the sums by `code_unit` of each operand.
 
-    It is done in int8 where the platform is fast at that, and else in f32, of so few features at a
-    time that it holds their sums. Where there is a zero point it is taken off first, in f32: what
-    is padded is then 0, as it should be.
+    This is done in int8 if the platform computes that fast. Otherwise, it is done in f32, with so
+    few features at a time that their sums are exact. Zero points are subtracted first, in f32, so
+    that padding has the value 0.
     """
     features, *window = (rhs.shape[axis] for axis in params["dimension_numbers"].rhs_spec[1:])
     terms = math.prod(window)
-    # If one feature is too much already, f32 rounds as it does for dense operands.
+    # If the sum for one feature is too large, f32 rounds, as for dense operands.
     size = _FLOAT32_EXACT // (terms * largest_difference(lhs) * largest_difference(rhs)) or features
     unit = code_unit(lhs) * code_unit(rhs)
 
@@ -229,12 +228,12 @@ def _integer_sums(lhs: QArray, rhs: QArray, params: dict[str, Any], dtype: Any) 
         return _convolve(lhs[0], rhs[0], params, jnp.int32).astype(dtype) * unit
 
     def floats(lhs: _Codes, rhs: _Codes) -> jax.Array:
-        values = _less_zero_point(*lhs), _less_zero_point(*rhs)
-        sums = _sums_by_features(*values, params, min(size, features), total)
+        values = _subtract_zero_point(*lhs), _subtract_zero_point(*rhs)
+        sums = _convolve_by_features(*values, params, min(size, features), sum_dtype)
         return sums.astype(dtype) * unit
 
     fits = fits_int32(lhs, rhs, features * terms)
-    total = jnp.int32 if fits and size < features else dtype
+    sum_dtype = jnp.int32 if fits and size < features else dtype
     codes = int8_codes(lhs), int8_codes(rhs)
     if not _is_in_integers(lhs, rhs, params):
         return floats(*codes)
@@ -245,7 +244,7 @@ def _integer_sums(lhs: QArray, rhs: QArray, params: dict[str, Any], dtype: Any) 
 def _is_in_integers(
     lhs: QArray, rhs: QArray, params: dict[str, Any], platform: str | None = None
 ) -> bool:
-    """Whether codes of integer formats are convolved as integers: on a platform, or on any."""
+    """Return whether integer codes are convolved in int8, on a platform or on some platform."""
     features, *window = (rhs.shape[axis] for axis in params["dimension_numbers"].rhs_spec[1:])
     fits = fits_int32(lhs, rhs, features * math.prod(window))
     if not fits or has_int8_zero_point(lhs) or has_int8_zero_point(rhs):
@@ -256,7 +255,7 @@ def _is_in_integers(
     return platform not in ("gpu", "cuda", "rocm")
 
 
-def _less_zero_point(codes: jax.Array, zero_point: jax.Array | None) -> jax.Array:
+def _subtract_zero_point(codes: jax.Array, zero_point: jax.Array | None) -> jax.Array:
     values = codes.astype(jnp.float32)
     if zero_point is None:
         return values
@@ -264,20 +263,20 @@ def _less_zero_point(codes: jax.Array, zero_point: jax.Array | None) -> jax.Arra
 
 
 def _fast_on_cpu(features: int, params: dict[str, Any]) -> bool:
-    """Whether XLA has more than a plain loop for an int8 convolution on CPU.
+    """Return whether XLA has more than a plain loop for an int8 convolution on CPU.
 
-    Measured with JAX 0.10.2 and 0.12.0: 0.7 to 1.0 of the time in f32 with NHWC images and HWIO
-    kernels of 8 features and up; 20 times that of other layouts and ranks.
+    Measured with JAX 0.10.2 and 0.12.0: int8 takes 0.7 to 1.0 of the time of f32 with NHWC images
+    and HWIO kernels of at least 8 features, and 20 times as long with other layouts and ranks.
     """
     layout = lax.conv_dimension_numbers((1,) * 4, (1,) * 4, ("NHWC", "HWIO", "NHWC"))
     dilation = params["lhs_dilation"] or (1,)
     return params["dimension_numbers"] == layout and set(dilation) == {1} and features >= 8
 
 
-def _sums_by_features(
-    lhs: jax.Array, rhs: jax.Array, params: dict[str, Any], size: int, total: Any
+def _convolve_by_features(
+    lhs: jax.Array, rhs: jax.Array, params: dict[str, Any], size: int, dtype: Any
 ) -> jax.Array:
-    """Convolves `size` of the input features (of each group) at a time, and adds up in `total`."""
+    """Convolve `size` input features of each group at a time, and add the sums in `dtype`."""
     _, axis, *_ = params["dimension_numbers"].lhs_spec
     _, rhs_axis, *_ = params["dimension_numbers"].rhs_spec
     before, (_, *after) = lhs.shape[:axis], lhs.shape[axis:]
@@ -288,7 +287,7 @@ def _sums_by_features(
         end = min(start + size, features)
         part = lax.slice_in_dim(grouped, start, end, axis=axis + 1).reshape(*before, -1, *after)
         kernel = lax.slice_in_dim(rhs, start, end, axis=rhs_axis)
-        parts.append(_convolve(part, kernel, params, jnp.float32).astype(total))
+        parts.append(_convolve(part, kernel, params, jnp.float32).astype(dtype))
     return functools.reduce(jnp.add, parts)
 
 
@@ -305,4 +304,4 @@ def _conv_general_dilated(
     **params: Any,
 ) -> jax.Array:
     params["padding"] = tuple(map(tuple, params["padding"]))
-    return carry_out(_plan(as_operand(lhs), as_operand(rhs), params, preferred_element_type))
+    return execute(_plan(as_operand(lhs), as_operand(rhs), params, preferred_element_type))

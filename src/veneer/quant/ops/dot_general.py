@@ -1,28 +1,32 @@
-"""`dot_general` with quantised operands: the ways to a product, in the order they are preferred."""
+"""`dot_general` with quantized operands, computed by the first strategy that supports it."""
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from ..._core.primitives.dimension_numbers import DotDimensionNumbers, NestedAxes
+from ..._core.policy import ALLOW, current_policy
+from ..._core.primitives.dimension_numbers import NestedAxes
 from ..._core.rules import register
 from ..._core.surface.array import ImplicitArray
-from ..arrays.pairs import runs_on_gpu
 from ..arrays.qarray import QArray
-from ..formats.tiles import over_tiles
-from .by_kernel import by_kernel, too_small_for_kernels
-from .by_xla import WAYS_BY_XLA
-from .minima import minima_apart
-from .operands import has_minimum, may_scale_outside, operand_pair
-from .product import DotParams, Plan, carry_out, runs_on_cpu
+from .by_kernel import (
+    describe_small_operand,
+    plan_kernel,
+    plan_kernel_with_folded_scale,
+    plan_kernel_without_minimum,
+)
+from .by_xla import XLA_STRATEGIES
+from .product import Plan, QuantizedProduct, execute, first_plan
 
-# Each offers a plan or nothing: by_kernel, by_scaled_matmul, on_codes, by_tiles, by_values, dense.
-WAYS = (by_kernel, *WAYS_BY_XLA)
+#: All strategies, in order of preference.
+STRATEGIES = (
+    plan_kernel_with_folded_scale,
+    plan_kernel,
+    plan_kernel_without_minimum,
+    *XLA_STRATEGIES,
+)
 
 
 def dot_general(
@@ -69,109 +73,29 @@ def dot_general(
     >>> y.shape, bool(jnp.allclose(y, jnp.ones((2, 3)) @ w.dequantize()))
     ((2, 3), True)
     """
-    numbers = DotDimensionNumbers.of(dimension_numbers)
-    params = DotParams(numbers, precision, preferred_element_type, out_sharding)
-    pair = operand_pair(lhs, rhs, precision, preferred_element_type)
-    plan = next(_plans(*pair, params))
-    return plan()
-
-
-def plan_of(lhs: jax.Array | QArray, rhs: jax.Array | QArray, params: DotParams) -> Plan:
-    """Returns the first plan that there is; of a kernel, with what is done on other platforms."""
-    plans = _plans(lhs, rhs, params)
-    plan = next(plans)
-    if not plan.is_kernel:
-        return dataclasses.replace(plan, no_kernel=too_small_for_kernels(lhs, rhs, params))
-    otherwise = next(plans)
-    return dataclasses.replace(
-        plan,
-        how=f"{plan.how} (fallback: {otherwise.how})",
-        dense=(plan if jax.default_backend() in plan.kernels_for else otherwise).dense,
-    )
-
-
-def _plans(lhs: jax.Array | QArray, rhs: jax.Array | QArray, params: DotParams) -> Iterator[Plan]:
-    """Yields what the ways offer, the plan to carry out first; no way is asked twice."""
-    has_minima = has_minimum(lhs) or has_minimum(rhs)
-    apart = minima_apart(lhs, rhs, params) if has_minima else None
-    if apart is not None:
-        whole = by_kernel(lhs, rhs, params)
-        if whole is not None:
-            yield whole
-        for without in _plans(apart.lhs, apart.rhs, apart.params):
-            if whole is None or not without.is_kernel:
-                yield apart.whole(without)
-        return
-    for way in WAYS:
-        plan = way(lhs, rhs, params)
-        if way is by_kernel and _may_fold_scale(plan, lhs, rhs):
-            plan = _fold_scale_into_other(lhs, rhs, params) or plan
-        if plan is not None:
-            yield plan
-
-
-def _may_fold_scale(plan: Plan | None, lhs: jax.Array | QArray, rhs: jax.Array | QArray) -> bool:
-    """Return whether `_fold_scale_into_other` may give a faster plan than a plan of `by_kernel`.
-
-    Kernels for CPUs read one scale per term of the sum, but are slow. Those for GPUs read none.
-    """
-    if runs_on_cpu():
-        return plan is not None and "cpu" in plan.kernels_for
-    # The product with the scale is rounded to the dtype of the other operand. In f16 it might
-    # overflow where the dense product does not. GPUs have no kernel for f32.
-    are_bf16 = lhs.dtype == rhs.dtype == jnp.bfloat16
-    return runs_on_gpu() and are_bf16 and (plan is None or "gpu" not in plan.kernels_for)
-
-
-def _fold_scale_into_other(
-    lhs: jax.Array | QArray, rhs: jax.Array | QArray, params: DotParams
-) -> Plan | None:
-    """Plan a product by a kernel, with the scale of each term multiplied into the other operand.
-
-    `sum_k x[k] * (codes[k, n] * scale[k])` is `sum_k (x[k] * scale[k]) * codes[k, n]`, and x has
-    fewer rows. The values of a cache have such scales, one per token.
-
-    On CPUs, x times the scale is f32, which kernels read. On GPUs it is rounded to the dtype of x,
-    as XLA rounds codes times the scale in the dense product.
-    """
-    side = 1 if isinstance(rhs, QArray) else 0
-    x, q = (lhs, rhs) if side else (rhs, lhs)
-    if isinstance(x, QArray) or not isinstance(q, QArray) or has_minimum(q):
-        return None
-    is_last = q.ndim - 1 in params.dimension_numbers.contracting[side]
-    if q.zero_point is not None and is_last:  # those are a row, as scales are: kernels read both
-        return None
-    out_dtype = params.out_dtype(lhs, rhs)
-    if not may_scale_outside(lhs, rhs, out_dtype, params.precision) or params.terms(lhs) <= 1:
-        return None
-    counts, free = q.scale.shape, params.dimension_numbers.free(side, q.ndim)
-    summed = params.dimension_numbers.contracting[side]
-    if any(counts[i] != q.shape[i] for i in summed) or any(counts[i] > 1 for i in free):
-        return None
-    # From the axes of x to those of q. Along others of x the scale is the same.
-    axes = {
-        of_x: of_q
-        for pair in params.dimension_numbers
-        for of_x, of_q in zip(pair[1 - side], pair[side], strict=True)
-    }
-    scale = lax.transpose(q.scales(), [*(axes[i] for i in sorted(axes)), *free])
-    scale = scale.reshape([counts[axes[i]] if i in axes else 1 for i in range(x.ndim)])
-    dtype = scale.dtype if runs_on_cpu() else x.dtype
-    x = over_tiles(jnp.multiply, x.astype(scale.dtype), scale).astype(dtype)
-    one = jnp.ones([1] * q.ndim, scale.dtype)
-    q = q.replace(scale=one, dense_dtype=dtype)
-    params = dataclasses.replace(params, preferred_element_type=out_dtype)
-    plan = by_kernel(x, q, params) if side else by_kernel(q, x, params)
-    if plan is None or jax.default_backend() not in plan.kernels_for:
-        return None
-    name, other = ("rhs", "lhs") if side else ("lhs", "rhs")
-    return dataclasses.replace(plan, how=f"{plan.how}; scale of {name} multiplied into {other}")
+    arguments = dimension_numbers, precision, preferred_element_type, out_sharding
+    return first_plan(QuantizedProduct.create(lhs, rhs, *arguments), STRATEGIES)()
 
 
 @register("dot_general")
 def _dot_general(
     lhs: ArrayLike | QArray, rhs: ArrayLike | QArray, *, dimension_numbers: Any, **others: Any
 ) -> jax.Array:
-    params = DotParams(DotDimensionNumbers.of(dimension_numbers), **others)
-    pair = operand_pair(lhs, rhs, params.precision, params.preferred_element_type)
-    return carry_out(plan_of(*pair, params))
+    product = QuantizedProduct.create(lhs, rhs, dimension_numbers, **others)
+    plan = first_plan(product, STRATEGIES)
+    if current_policy() is not ALLOW:  # events are reported
+        plan = complete_report(plan, product)
+    return execute(plan)
+
+
+def complete_report(plan: Plan, product: QuantizedProduct) -> Plan:
+    """Add to a plan the fallback of its kernel, or the reason why it has no kernel."""
+    if not plan.kernels_for:
+        return dataclasses.replace(plan, no_kernel=describe_small_operand(product))
+    fallback = first_plan(product, XLA_STRATEGIES)
+    has_kernel = jax.default_backend() in plan.kernels_for
+    return dataclasses.replace(
+        plan,
+        how=f"{plan.how} (fallback: {fallback.how})",
+        dense=plan.dense if has_kernel else fallback.dense,
+    )

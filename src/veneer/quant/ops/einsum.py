@@ -1,5 +1,6 @@
-"""`einsum` and `dot`: jax.numpy's own, whose products meet the rule for `dot_general`."""
+"""`einsum` and `dot`, which call `jax.numpy` with the rule for `dot_general` in force."""
 
+import functools
 import itertools
 from typing import Any
 
@@ -56,8 +57,10 @@ def einsum(*args: Any, preferred_element_type: DTypeLike | None = None, **kwargs
     """
     options = {"preferred_element_type": preferred_element_type, **kwargs}
     operands = _widen_bytes([as_operand(x) if isinstance(x, ImplicitArray) else x for x in args])
-    # A result that is no product, such as an operand transposed, may be quantised itself.
-    return materialise(redispatch(lambda operands: _of_groups(operands, options), operands))
+    # Without a product, the result may be a QArray, such as a transposed operand.
+    return materialise(
+        redispatch(lambda operands: _einsum_with_groups(operands, options), operands)
+    )
 
 
 def _widen_bytes(operands: list[Any]) -> list[Any]:
@@ -73,27 +76,31 @@ def _widen_bytes(operands: list[Any]) -> list[Any]:
     ]
 
 
-def _of_groups(args: list[Any], options: dict[str, Any]) -> jax.Array:
-    """What einsum gives, with an axis that has groups in one operand alone split in two there."""
+def _einsum_with_groups(args: list[Any], options: dict[str, Any]) -> jax.Array:
+    """Call `jnp.einsum`, after splitting axes whose size in one operand is a multiple.
+
+    If an axis has the sizes 2 and 8, it is split into 2 and 4 in the larger operand. The axis of
+    size 4 has its own label, which the smaller operand does not have.
+    """
     if len(args) < 2:
-        return jnp.einsum(*args, **options)  # which refuses it
+        return jnp.einsum(*args, **options)  # which raises the error
     is_string = isinstance(args[0], str)
     operands = args[1:] if is_string else args[: len(args) // 2 * 2 : 2]
     shapes = iter(map(jnp.shape, operands))
-    # Of what is said by lists, those are at the odd places, and the last says the result.
-    is_said = lambda i: i == 0 if is_string else i % 2 or i == 2 * len(operands)
-    said = [x if is_said(i) else next(shapes) for i, x in enumerate(args)]
-    inputs, output, _ = parse_einsum_input(said, shapes=True)
+    # Subscripts are the first argument, or lists after each operand and the list of the result.
+    is_subscript = lambda i: i == 0 if is_string else i % 2 or i == 2 * len(operands)
+    parsed = [x if is_subscript(i) else next(shapes) for i, x in enumerate(args)]
+    inputs, output, _ = parse_einsum_input(parsed, shapes=True)
     terms = inputs.split(",")
     sizes: dict[str, set[int]] = {}
     for term, x in zip(terms, operands, strict=True):
-        for label, size in zip(term, jnp.shape(x), strict=False):  # or JAX refuses it
+        for label, size in zip(term, jnp.shape(x), strict=False):  # JAX raises if they differ
             sizes.setdefault(label, set()).add(size)
     groups = {}
     for label in output:
-        several = sizes.get(label, set()) - {1}
-        if len(several) == 2 and all(isinstance(size, int) for size in several):
-            few, many = sorted(several)
+        label_sizes = sizes.get(label, set()) - {1}
+        if len(label_sizes) == 2 and all(isinstance(size, int) for size in label_sizes):
+            few, many = sorted(label_sizes)
             if not few or many % few:
                 raise ValueError(
                     f"Cannot broadcast axis {label!r} of {inputs}->{output}: of its sizes {few} "
@@ -141,13 +148,10 @@ def dot(
     (2, 3)
     """
 
-    def of_arrays(a: ArrayLike, b: ArrayLike) -> jax.Array:
-        return jnp.dot(
-            a,
-            b,
-            precision=precision,
-            preferred_element_type=preferred_element_type,
-            out_sharding=out_sharding,
-        )
-
-    return materialise(redispatch(of_arrays, *_widen_bytes([as_operand(a), as_operand(b)])))
+    product = functools.partial(
+        jnp.dot,
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+        out_sharding=out_sharding,
+    )
+    return materialise(redispatch(product, *_widen_bytes([as_operand(a), as_operand(b)])))

@@ -1,16 +1,17 @@
-"""Products of the rows of groups with a matrix for each group, a tile of rows at a time.
+"""Products of groups of rows with one matrix per group, computed one tile of rows at a time.
 
-JAX's `ragged_dot` for a CPU makes a copy of all rows for each group, in which those of others are
-0, and sums over groups: with 64 experts, 64 times the work, after all experts are dequantised. Here
-the rows of a group are cut in tiles of one size, and a loop over tiles multiplies each with the
-matrix of its group, which alone is dequantised then. How many tiles there are depends on the sizes
-of groups. The loop is as long as there may be, and does nothing in the steps that are left over.
+On CPU, JAX's `ragged_dot` copies all rows for each group, with zeros in the rows of other groups,
+and sums over groups. With 64 experts, this is 64 times the work, after all experts are dequantized.
+Here the rows of each group are cut into tiles of one size. A loop multiplies each tile with the
+matrix of its group, and dequantizes only that matrix. The number of tiles depends on the sizes of
+the groups. The loop has the largest possible length, and its unused steps do nothing.
 
-Rows of one group never meet the matrix of another: a NaN in one is seen in its own group alone.
+Rows of one group are never multiplied with the matrix of another. A NaN therefore affects only
+its own group.
 """
 
 import functools
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,25 +20,24 @@ from jax.typing import DTypeLike
 
 from ..._core.primitives.dimension_numbers import DotDimensionNumbers, without
 from ..arrays.qarray import QArray
-from .dot_general import dot_general, plan_of
-from .product import DotParams
+from .dot_general import STRATEGIES, dot_general
+from .operands import unpack_codes
+from .product import Operand, QuantizedProduct, first_plan
 
-# By XLA fewer rows take as long; with more, dequantising a matrix again takes little of the time.
+# With fewer rows, XLA takes as long. With more rows, the time to dequantize the matrix for each
+# tile is a small part of the total.
 _LEAST_ROWS = 8
 _MOST_ROWS = 256
 
 
-_Operand = TypeVar("_Operand", bound=jax.Array | QArray)
-
-
 class GroupedDotParams(NamedTuple):
-    """What `jax.lax.ragged_dot_general` is told beside operands, of a ragged axis that is kept.
+    """The parameters of a `jax.lax.ragged_dot_general` whose ragged axis is not contracted.
 
     **Arguments:**
 
-    - `dimension_numbers`: of the product of a row.
-    - `lhs_ragged`, `rhs_group`: the axis of lhs that is cut in groups, and that of groups of rhs.
-    - `precision`, `preferred_element_type`: for `vn.quant.dot_general`, of each tile.
+    - `dimension_numbers`: of the product without groups.
+    - `lhs_ragged`, `rhs_group`: the ragged axis of lhs, and the group axis of rhs.
+    - `precision`, `preferred_element_type`: for `vn.quant.dot_general`, which multiplies each tile.
     """
 
     dimension_numbers: DotDimensionNumbers
@@ -47,7 +47,7 @@ class GroupedDotParams(NamedTuple):
     preferred_element_type: DTypeLike
 
     def without(self, lhs_axis: int, rhs_axis: int | None) -> "GroupedDotParams":
-        """Returns those of a product of which one axis of lhs, or of both, is gone."""
+        """Return the parameters after one axis of lhs, and one of rhs if it is set, is removed."""
         (lhs_ragged,) = without((self.lhs_ragged,), lhs_axis)
         (rhs_group,) = without((self.rhs_group,), rhs_axis)
         numbers = self.dimension_numbers.without(lhs_axis, rhs_axis)
@@ -55,32 +55,32 @@ class GroupedDotParams(NamedTuple):
 
 
 def multiply_groups(
-    lhs: jax.Array | QArray, rhs: QArray, group_sizes: jax.Array, params: GroupedDotParams
+    lhs: Operand, rhs: QArray, group_sizes: jax.Array, params: GroupedDotParams
 ) -> jax.Array:
-    """Returns `ragged_dot_general` where the ragged axis is one that is not summed.
+    """Return `jax.lax.ragged_dot_general` for a ragged axis that is not contracted.
 
     **Arguments:**
 
-    - `lhs`, `rhs`: of any shapes but with an empty ragged or group axis.
-    - `group_sizes`: `[G]`, or with the axes before it that the groups of lhs depend on.
-    - `params`: the axes, and the types.
+    - `lhs`, `rhs`: of any shapes with non-empty ragged and group axes.
+    - `group_sizes`: `[G]`, or with leading axes if the groups depend on other axes of lhs.
+    - `params`: the axes and dtypes.
     """
     if group_sizes.ndim == 1:
-        return _by_tiles(lhs, rhs, group_sizes, params)
-    # Groups differ along the first axis of the output: one product after the other.
+        return _multiply_tiles(lhs, rhs, group_sizes, params)
+    # Groups differ along the first axis of the output: compute one product after the other.
     lhs_batch, rhs_batch = params.dimension_numbers.batch
     if lhs_batch:
         lhs_axis, rhs_axis = lhs_batch[0], rhs_batch[0]
-        rhs = _with_leading_codes(rhs, rhs_axis)
+        rhs = _unpack_before(rhs, rhs_axis)
         rhs_leaves = _take(rhs, rhs_axis, jnp.arange(rhs.shape[rhs_axis]))
     else:
         lhs_axis, rhs_axis = params.dimension_numbers.free(0, lhs.ndim)[0], None
         rhs_leaves = None
-    lhs = _with_leading_codes(lhs, lhs_axis)
+    lhs = _unpack_before(lhs, lhs_axis)
     lhs_leaves = _take(lhs, lhs_axis, jnp.arange(lhs.shape[lhs_axis]))
 
-    def one(step: Any) -> jax.Array:
-        left, right, sizes = step
+    def multiply_entry(entry: Any) -> jax.Array:
+        left, right, sizes = entry
         return multiply_groups(
             _rebuild(lhs, left),
             rhs if right is None else _rebuild(rhs, right),
@@ -88,78 +88,82 @@ def multiply_groups(
             params.without(lhs_axis, rhs_axis),
         )
 
-    return lax.map(one, (lhs_leaves, rhs_leaves, group_sizes))
+    return lax.map(multiply_entry, (lhs_leaves, rhs_leaves, group_sizes))
 
 
-def _by_tiles(
-    lhs: jax.Array | QArray, rhs: QArray, group_sizes: jax.Array, params: GroupedDotParams
+def _multiply_tiles(
+    lhs: Operand, rhs: QArray, group_sizes: jax.Array, params: GroupedDotParams
 ) -> jax.Array:
+    """Return the product for group sizes `[G]`."""
     numbers, axis, group_axis = params[:3]
-    lhs = _with_leading_codes(lhs, axis)
-    rhs = _with_leading_codes(rhs, group_axis)
-    packed = None if _has_kernel(lhs, rhs, params) else rhs.format.bits < 8
-    count = _rows_of_tile(lhs.shape[axis], rhs.shape[group_axis], packed=packed)
-    tiles = _tiles(group_sizes, lhs.shape[axis], count)
+    lhs = _unpack_before(lhs, axis)
+    rhs = _unpack_before(rhs, group_axis)
+    is_packed = None if _has_kernel(lhs, rhs, params) else rhs.format.bits < 8
+    count = _rows_of_tile(lhs.shape[axis], rhs.shape[group_axis], packed=is_packed)
+    tiles = _cut_rows(group_sizes, lhs.shape[axis], count)
 
     lhs_leaves = _take(lhs, axis, tiles.rows)
-    # Codes are taken within the loop, for a matrix would be copied for each of its tiles, but not
-    # what has a derivative: in a loop it would be added up over all groups at each step.
+    # The loop selects codes, because selecting them before would copy a matrix for each of its
+    # tiles. Arrays with derivatives are selected before: in a loop, their derivatives would be
+    # added up over all groups in each step.
     rhs_leaves = _take(rhs, group_axis, tiles.group, first=1)
-    of_tile = numbers.without(None, group_axis)
+    tile_numbers = numbers.without(None, group_axis)
 
-    def product(left: list, right: list, group: jax.Array) -> jax.Array:
+    def multiply(left: list, right: list, group: jax.Array) -> jax.Array:
         packed = lax.dynamic_index_in_dim(rhs.packed, group, group_axis, keepdims=False)
         return dot_general(
             _rebuild(lhs, left),
             _rebuild(rhs, [packed, *right]),
-            of_tile,
+            tile_numbers,
             params.precision,
             params.preferred_element_type,
         )
 
-    def nothing(left: list, right: list, group: jax.Array) -> jax.Array:
-        out = jax.eval_shape(product, left, right, group)
-        # In a shard_map, zeros that may differ from device to device as the operands do.
+    def fill_zeros(left: list, right: list, group: jax.Array) -> jax.Array:
+        out = jax.eval_shape(multiply, left, right, group)
+        # In a shard_map, the zeros must vary over the same devices as the operands.
         operands = (left, right, rhs.packed, group)
         zeros = [lax.full_like(x, 0, out.dtype, shape=()) for x in jax.tree.leaves(operands)]
         return jnp.broadcast_to(sum(zeros), out.shape)
 
-    # A derivative dequantises once more, instead of keeping a dense matrix for each step. What is
-    # computed again includes the choice: the branches of one would keep all codes for each step.
+    # A derivative dequantizes again, instead of keeping a dense matrix for each step. The condition
+    # is also checkpointed, because its branches would keep all codes for each step.
     @functools.partial(jax.checkpoint, prevent_cse=False)
-    def product_if_used(used: jax.Array, *args: Any) -> jax.Array:
-        return lax.cond(used, product, nothing, *args)
+    def multiply_if_used(is_used: jax.Array, *args: Any) -> jax.Array:
+        return lax.cond(is_used, multiply, fill_zeros, *args)
 
-    steps = (tiles.used, lhs_leaves, rhs_leaves, tiles.group)
-    _, out = lax.scan(lambda _, args: (None, product_if_used(*args)), None, steps)
+    steps = (tiles.is_used, lhs_leaves, rhs_leaves, tiles.group)
+    _, out = lax.scan(lambda _, args: (None, multiply_if_used(*args)), None, steps)
     row_axis = len(numbers.batch[0]) + numbers.free(0, lhs.ndim).index(axis)
     out = jnp.moveaxis(out, 0, row_axis)
     out = lax.collapse(out, row_axis, row_axis + 2)
     return jnp.take(out, tiles.place, row_axis, mode="fill", fill_value=0)
 
 
-def _has_kernel(lhs: jax.Array | QArray, rhs: QArray, params: GroupedDotParams) -> bool:
-    """Whether a row meets the matrix of its group in a kernel on a CPU."""
+def _has_kernel(lhs: Operand, rhs: QArray, params: GroupedDotParams) -> bool:
+    """Return whether a CPU kernel multiplies one row with the matrix of its group."""
     numbers, axis, group_axis, precision, out_dtype = params
-    of_row = DotParams(numbers.without(None, group_axis), precision, out_dtype)
-    found = []
+    platforms: list[str] = []
 
-    def row(lhs: Any, rhs: Any) -> None:
-        one = [lax.slice_in_dim(leaf, 0, 1, axis=axis) for leaf in jax.tree.leaves(lhs)]
+    def plan_row(lhs: Any, rhs: Any) -> None:
+        row = [lax.slice_in_dim(leaf, 0, 1, axis=axis) for leaf in jax.tree.leaves(lhs)]
         matrix = [lax.index_in_dim(x, 0, group_axis, keepdims=False) for x in jax.tree.leaves(rhs)]
-        plan = plan_of(_rebuild(lhs, one), _rebuild(rhs, matrix), of_row)
-        found.append("cpu" in plan.kernels_for)
+        operands = _rebuild(lhs, row), _rebuild(rhs, matrix)
+        product = QuantizedProduct.create(
+            *operands, numbers.without(None, group_axis), precision, out_dtype
+        )
+        platforms.extend(first_plan(product, STRATEGIES).kernels_for)
 
-    jax.eval_shape(row, lhs, rhs)
-    return found[0]
+    jax.eval_shape(plan_row, lhs, rhs)
+    return "cpu" in platforms
 
 
 def _rows_of_tile(rows: int, groups: int, *, packed: bool | None) -> int:
-    """Chooses the rows of a tile: the least power of two that holds an average group.
+    """Choose the number of rows of a tile: a power of two that holds an average group.
 
-    Where codes are unpacked for each tile, which takes as long as to multiply some ten rows, it is
-    one that holds most groups. By a kernel, None, a tile takes as long as it has rows, and there
-    is no least.
+    If codes are unpacked for each tile, which takes as long as multiplying about ten rows, the tile
+    holds most groups. If a kernel multiplies the tiles (`packed` is None), the time is proportional
+    to the number of rows, and there is no minimum.
 
     >>> [_rows_of_tile(rows, 8, packed=False) for rows in (3, 8, 64, 500, 4000)]
     [3, 8, 8, 64, 256]
@@ -174,72 +178,71 @@ def _rows_of_tile(rows: int, groups: int, *, packed: bool | None) -> int:
 
 
 class _RowTiles(NamedTuple):
-    """Tiles of at most `count` rows each, all of one group, in the order of rows.
+    """Tiles of at most `count` rows, each within one group, in the order of rows.
 
-    - `used`: `[steps]`, whether there is such a tile.
+    - `is_used`: `[steps]`, whether the tile has rows.
     - `group`: `[steps]`, the group of its rows.
-    - `rows`: `[steps, count]`, its rows, followed by the number of rows.
-    - `place`: `[rows]`, where each row is among those of all tiles, or the number of these if it is
-      of no group.
+    - `rows`: `[steps, count]`, the indices of its rows, padded with the total number of rows.
+    - `place`: `[rows]`, the index of each row among the rows of all tiles. For a row without a
+      group, it is the number of these rows.
     """
 
-    used: jax.Array
+    is_used: jax.Array
     group: jax.Array
     rows: jax.Array
     place: jax.Array
 
 
-def _tiles(group_sizes: jax.Array, rows: int, count: int) -> _RowTiles:
+def _cut_rows(group_sizes: jax.Array, rows: int, count: int) -> _RowTiles:
     groups = group_sizes.shape[0]
     ends = jnp.minimum(jnp.cumsum(group_sizes.astype(jnp.int32)), rows)
     starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
     tiles = (ends - starts + count - 1) // count
     last = jnp.cumsum(tiles)
-    # Most tiles are needed where each group has one row, and one of them all the others.
+    # The worst case: each group has one row, except for one group, which has all other rows.
     not_empty = min(groups, rows)
     steps = jnp.arange(not_empty + (rows - not_empty) // count, dtype=jnp.int32)
 
     group = jnp.searchsorted(last, steps, side="right", method="compare_all").astype(jnp.int32)
-    used = group < groups
+    is_used = group < groups
     group = jnp.minimum(group, groups - 1)
     start = starts[group] + (steps - (last - tiles)[group]) * count
     tile_rows = start[:, None] + jnp.arange(count, dtype=jnp.int32)
-    in_group = (tile_rows < ends[group][:, None]) & used[:, None]
+    in_group = (tile_rows < ends[group][:, None]) & is_used[:, None]
 
     row = jnp.arange(rows, dtype=jnp.int32)
-    of_row = jnp.searchsorted(ends, row, side="right", method="compare_all").astype(jnp.int32)
-    in_any = of_row < groups
-    of_row = jnp.minimum(of_row, groups - 1)
-    place = (last - tiles)[of_row] * count + row - starts[of_row]
-    place = jnp.where(in_any, place, steps.size * count)
-    return _RowTiles(used, group, jnp.where(in_group, tile_rows, rows), place)
+    row_group = jnp.searchsorted(ends, row, side="right", method="compare_all").astype(jnp.int32)
+    has_group = row_group < groups
+    row_group = jnp.minimum(row_group, groups - 1)
+    place = (last - tiles)[row_group] * count + row - starts[row_group]
+    place = jnp.where(has_group, place, steps.size * count)
+    return _RowTiles(is_used, group, jnp.where(in_group, tile_rows, rows), place)
 
 
-# Parts of QArrays. Of an array, they do the same.
+# Leaves of operands. For a dense array, the only leaf is the array.
 
 
-def _with_leading_codes(x: _Operand, axis: int) -> _Operand:
-    """Returns `x` with a packing, if any, along an axis behind the given one, which can go then."""
-    if not isinstance(x, QArray) or x.packing is None or x.packing.axis + x.ndim > axis:
-        return x
-    return x.replace(packed=x.format.to_fields(x.codes()), packing=None)  # type: ignore[return-value]
+def _unpack_before(x: Any, axis: int) -> Any:
+    """Return `x` with one code per byte, unless it is packed along an axis after `axis`."""
+    is_packed = isinstance(x, QArray) and x.packing and x.packing.axis + x.ndim <= axis
+    return unpack_codes(x) if is_packed else x
 
 
-def _take(x: jax.Array | QArray, axis: int, index: jax.Array, first: int = 0) -> list[jax.Array]:
-    """Takes entries along an axis from each leaf but the first ones; the axes of `index` lead.
+def _take(x: Operand, axis: int, index: jax.Array, first: int = 0) -> list[jax.Array]:
+    """Take entries along an axis from all leaves but the first `first` ones.
 
-    If there are several, only the first of them leads, and the others are where the axis was.
-    Indices out of bounds give what is finite.
+    The first axis of `index` becomes the first axis of the result. Its second axis, if any, takes
+    the place of `axis`. Indices out of bounds give finite values.
     """
     size = x.shape[axis]
     taken = []
     for i, leaf in enumerate(jax.tree.leaves(x)[first:], first):
         entries = index // (size // leaf.shape[axis])
-        # Not a scale of 0, which some formats of scales have not.
+        # Fill scales with 1, because some dtypes of scales have no 0.
         new = jnp.take(leaf, entries, axis, mode="fill", fill_value=0 if i == 0 else 1)
         taken.append(jnp.moveaxis(new, axis, 0))
     return taken
 
 
-def _rebuild(x: jax.Array | QArray, leaves: list) -> Any:
+def _rebuild(x: Operand, leaves: list) -> Any:
     return jax.tree.unflatten(jax.tree.structure(x), leaves)

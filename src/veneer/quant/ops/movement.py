@@ -1,8 +1,7 @@
-"""Rules of a QArray for what its leaf axes do not say.
+"""Rules that keep a QArray quantized where its leaf axes do not: casts, gather, slices, ppermute.
 
-Leaf by leaf, a slice cuts no tile and no byte of several codes. But what is cut to one entry along
-an axis, or to a part of one tile, has one scale there, and its codes are in one unit: they stay
-codes. So does an array of another floating dtype, and so do rows out of bounds.
+Leaf axes alone do not support slices that cut a tile, or a byte with several codes. These rules
+support slices of one entry, and slices within one tile, which have one scale along that axis.
 """
 
 from collections.abc import Sequence
@@ -27,7 +26,7 @@ from ..formats.tiles import Leaf
 
 @register("convert_element_type")
 def _convert_element_type(q: QArray, *, new_dtype, weak_type, sharding) -> Any:
-    # To fewer bits, it is meant to round.
+    # A cast to an integer or to 8 bits is meant to round.
     if weak_type or sharding is not None or new_dtype not in QUANTIZABLE:
         return NotImplemented
     return q.replace(dense_dtype=new_dtype)
@@ -42,10 +41,10 @@ def _gather(q: QArray, indices: ArrayLike, *, mode, fill_value, **params) -> Any
         return NotImplemented
     if _is_packed(q, [axis for axis, size in enumerate(params["slice_sizes"]) if size == 1]):
         fields = unpack(q.packed, q.packing, q.format.bits)
-        q = q.changed(packed=fields, packing=None)  # of which one is a byte, packed or not
-    # What a scale of NaN multiplies does not matter.
-    of_zero_point = () if q.zero_point is None else (0,)
-    fills = (0, np.nan, *of_zero_point, np.nan) if mode == modes.FILL_OR_DROP else None
+        q = q.changed(packed=fields, packing=None)  # an entry takes one byte, packed or not
+    # Rows out of bounds are NaN, because their scales are.
+    zero_point = () if q.zero_point is None else (0,)
+    fills = (0, np.nan, *zero_point, np.nan) if mode == modes.FILL_OR_DROP else None
     params |= {"mode": mode, "fill_value": None, "fills": fills, "rule": _gather}
     return gather(q, indices, **params)
 
@@ -53,7 +52,7 @@ def _gather(q: QArray, indices: ArrayLike, *, mode, fill_value, **params) -> Any
 @register("ppermute")
 def _ppermute(q: QArray, *, perm, axis_name) -> Any:
     if any(x.dtype == jnp.float8_e8m0fnu for x in jax.tree.leaves(q)):
-        return NotImplemented  # who is sent nothing has zeros, which such a scale is not
+        return NotImplemented  # a device that receives nothing gets zeros, which this dtype has not
     return permute(q, perm, axis_name)
 
 
@@ -65,10 +64,10 @@ def _slice(q: QArray, *, start_indices, limit_indices, strides) -> Any:
         start, limit, stride = span
         size, tile = q.shape[axis], q.tile_shape[axis]
         if limit - start == 1 != size and (tile not in (0, 1) or _is_packed(q, [axis])):
-            part = _entry(part, axis, start)
+            part = _slice_entry(part, axis, start)
             span = 0, 1, 1
         elif tile not in (0, 1, size) and stride == 1 and start // tile == (limit - 1) // tile:
-            part = _in_one_tile(part, axis, start // tile)
+            part = _keep_one_scale(part, axis, start // tile)
         spans.append(span)
     if part is q:
         return NotImplemented
@@ -81,7 +80,7 @@ def _dynamic_slice(q: QArray, *indices: ArrayLike, slice_sizes) -> Any:
     for axis, size in enumerate(slice_sizes):
         is_cut = q.tile_shape[axis] not in (0, 1) or _is_packed(q, [axis])
         if size == 1 != q.shape[axis] and is_cut:
-            part = _entry(part, axis, start_in_bounds(indices[axis], q.shape[axis]))
+            part = _slice_entry(part, axis, start_in_bounds(indices[axis], q.shape[axis]))
             starts[axis] = jnp.zeros_like(indices[axis])
     if part is q:
         return NotImplemented
@@ -91,35 +90,34 @@ def _dynamic_slice(q: QArray, *indices: ArrayLike, slice_sizes) -> Any:
 
 
 def _is_packed(q: QArray, axes: Sequence[int]) -> bool:
-    """Whether codes are packed along one of some axes, in units of several."""
+    """Return whether codes are packed along one of `axes`, with more than one code."""
     return q.packing is not None and q.packing.axis + q.ndim in axes and q.packing.size > 1
 
 
-def _one(x: Leaf, axis: int, at: Any, size: int = 1) -> jax.Array:
+def _slice_axis(x: Leaf, axis: int, start: Any, size: int = 1) -> jax.Array:
     x = jnp.asarray(x)
-    if isinstance(at, int):
-        return lax.slice_in_dim(x, at, at + size, axis=axis)
-    return lax.dynamic_slice_in_dim(x, at, size, axis, allow_negative_indices=False)
+    if isinstance(start, int):
+        return lax.slice_in_dim(x, start, start + size, axis=axis)
+    return lax.dynamic_slice_in_dim(x, start, size, axis, allow_negative_indices=False)
 
 
-def _entry(q: QArray, axis: int, at: Any) -> QArray:
-    """Returns what is at a place along an axis, which then has size 1: of the codes one unit."""
-    part = _in_one_tile(q, axis, at // q.tile_shape[axis])
+def _slice_entry(q: QArray, axis: int, index: Any) -> QArray:
+    """Return the entry at an index along an axis, which then has size 1. One unit is unpacked."""
+    part = _keep_one_scale(q, axis, index // q.tile_shape[axis])
     if not _is_packed(q, [axis]):
-        return part.changed(packed=_one(part.packed, axis, at))
+        return part.changed(packed=_slice_axis(part.packed, axis, index))
     codes, bytes_ = UNITS[q.format.bits]
-    unit = _one(part.packed, axis, at // codes * bytes_, bytes_)
+    unit = _slice_axis(part.packed, axis, index // codes * bytes_, bytes_)
     fields = unpack(unit, Packing(axis - q.ndim, codes), q.format.bits)
-    return part.changed(packed=_one(fields, axis, at % codes), packing=None)
+    return part.changed(packed=_slice_axis(fields, axis, index % codes), packing=None)
 
 
-def _in_one_tile(q: QArray, axis: int, tile: Any) -> QArray:
-    """Returns an array with the scale of one tile, by its number, for all along an axis."""
-
-    def of(leaf: "Leaf | QArray") -> Any:
-        if leaf.shape[axis] in (0, 1):
-            return leaf
-        return _entry(leaf, axis, tile) if isinstance(leaf, QArray) else _one(leaf, axis, tile)
-
-    leaves = {name: getattr(q, name) for name in ("scale", "zero_point", "minimum")}
-    return q.changed(**{k: of(leaf) for k, leaf in leaves.items() if leaf is not None})
+def _keep_one_scale(q: QArray, axis: int, tile: Any) -> QArray:
+    """Return the array with the scale, zero point and minimum of one tile along an axis."""
+    leaves = {}
+    for name in ("scale", "zero_point", "minimum"):
+        leaf = getattr(q, name)
+        if leaf is not None and leaf.shape[axis] not in (0, 1):
+            slice_leaf = _slice_entry if isinstance(leaf, QArray) else _slice_axis
+            leaves[name] = slice_leaf(leaf, axis, tile)
+    return q.changed(**leaves)

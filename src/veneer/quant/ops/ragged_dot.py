@@ -1,7 +1,4 @@
-"""`ragged_dot` and `ragged_dot_general` with quantised operands: products of groups of rows.
-
-A mixture of experts is one: tokens sorted by their expert, and a matrix `[K, N]` for each.
-"""
+"""`ragged_dot` and `ragged_dot_general` with quantized operands, as in a mixture of experts."""
 
 import dataclasses
 import functools
@@ -18,10 +15,19 @@ from ..._core.rules import register
 from ..._core.surface.array import ImplicitArray
 from ..._core.value import materialise_one
 from ..arrays.qarray import QUANTIZABLE, QArray
-from .dot_general import plan_of
+from .dot_general import STRATEGIES, complete_report
 from .group_tiles import GroupedDotParams, multiply_groups
-from .operands import accumulator, dequantized, is_algorithm, operand_pair
-from .product import DotParams, Plan, carry_out, dense_nbytes, how_dense, runs_on_cpu
+from .operands import accumulator, dequantized, fixes_dtypes, operand_pair
+from .product import (
+    Operand,
+    Plan,
+    QuantizedProduct,
+    dense_nbytes,
+    describe_dequantized,
+    execute,
+    first_plan,
+    runs_on_cpu,
+)
 
 _MATRICES = lax.RaggedDotDimensionNumbers((([1], [1]), ([], [])), [0], [0])
 
@@ -118,61 +124,63 @@ def ragged_dot_general(
 
 
 def _plan(
-    lhs: jax.Array | QArray,
-    rhs: jax.Array | QArray,
+    lhs: Operand,
+    rhs: Operand,
     group_sizes: jax.Array,
     dimension_numbers: lax.RaggedDotDimensionNumbers,
     precision: Any,
     preferred_element_type: DTypeLike | None,
     group_offset: ArrayLike | None,
 ) -> Plan:
-    """Returns what is done: groups are multiplied one at a time, or what operands stand for."""
-    product: Callable[..., jax.Array] = functools.partial(
+    """Return the plan of a product: one group at a time, as `dot_general`, or dense."""
+    multiply: Callable[..., jax.Array] = functools.partial(
         lax.ragged_dot_general,
         ragged_dot_dimension_numbers=dimension_numbers,
         precision=precision,
         preferred_element_type=preferred_element_type,
     )
-    # It raises, too, where the operands do not fit.
+    # This also raises the errors of operands that do not fit.
     avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (lhs, rhs, group_sizes)]
-    out = jax.eval_shape(product, *avals)
+    out = jax.eval_shape(multiply, *avals)
     operands = lhs, rhs, group_sizes
+    how_dense = describe_dequantized(lhs, rhs)
 
-    def dense(lhs: Any, rhs: Any, group_sizes: Any) -> jax.Array:
+    def multiply_dense(lhs: Any, rhs: Any, group_sizes: Any) -> jax.Array:
         lhs, rhs = dequantized(lhs), dequantized(rhs)
-        return product(lhs, rhs, group_sizes, group_offset=group_offset)
+        return multiply(lhs, rhs, group_sizes, group_offset=group_offset)
 
+    dense = Plan(how_dense, multiply_dense, operands, dense_nbytes(lhs, rhs))
     if group_offset is not None:
-        return Plan(how_dense(lhs, rhs), dense, operands, dense_nbytes(lhs, rhs))
-    if _is_batch(dimension_numbers):
-        numbers = DotDimensionNumbers.of(dimension_numbers.dot_dimension_numbers)
-        plan = plan_of(lhs, rhs, DotParams(numbers, precision, preferred_element_type))
+        return dense
+    contracting_and_batch = dimension_numbers.dot_dimension_numbers
+    (ragged,) = dimension_numbers.lhs_ragged_dimensions
+    if ragged in contracting_and_batch[1][0]:  # a batch axis, for which groups change nothing
+        product = QuantizedProduct.create(
+            lhs, rhs, contracting_and_batch, precision, preferred_element_type
+        )
+        plan = complete_report(first_plan(product, STRATEGIES), product)
         return dataclasses.replace(plan, how=f"as dot_general: {plan.how}")
-    # Sizes that are not known while it is traced have no tiles.
+    # Symbolic sizes, in programs for export, cannot be cut into tiles.
     are_known = all(isinstance(size, int) for size in (*lhs.shape, *rhs.shape))
     has_groups = isinstance(rhs, QArray) and bool(dimension_numbers.rhs_group_dimensions)
     if not (has_groups and are_known):
-        return Plan(how_dense(lhs, rhs), dense, operands, dense_nbytes(lhs, rhs))
-    how = f"one group at a time on CPU (fallback: {how_dense(lhs, rhs)})"
-    if 0 in (lhs.shape[dimension_numbers.lhs_ragged_dimensions[0]], group_sizes.size):
+        return dense
+    how = f"one group at a time on CPU (fallback: {how_dense})"
+    if 0 in (lhs.shape[ragged], group_sizes.size):
         return Plan(how, lambda: jnp.zeros(out.shape, out.dtype), ())
     compute = functools.partial(
-        _of_groups, dimension_numbers=dimension_numbers, precision=precision, out_dtype=out.dtype
+        _multiply_groups,
+        dimension_numbers=dimension_numbers,
+        precision=precision,
+        out_dtype=out.dtype,
     )
-    made = () if runs_on_cpu() else dense_nbytes(lhs, rhs)
-    return Plan(how, compute, operands, made)
+    return Plan(how, compute, operands, () if runs_on_cpu() else dense.dense)
 
 
-def _is_batch(dimension_numbers: lax.RaggedDotDimensionNumbers) -> bool:
-    """Whether the ragged axis is a batch axis, so that a row meets the same matrix in any group."""
-    lhs_batch, _ = dimension_numbers.dot_dimension_numbers[1]
-    return dimension_numbers.lhs_ragged_dimensions[0] in lhs_batch
-
-
-# Compiled as one, for the loop would be compiled at each call.
+# Jitted, because outside of `jit` the loop would be compiled in each call.
 @functools.partial(jax.jit, static_argnames=("dimension_numbers", "precision", "out_dtype"))
-def _of_groups(
-    lhs: jax.Array | QArray,
+def _multiply_groups(
+    lhs: Operand,
     rhs: QArray,
     group_sizes: jax.Array,
     *,
@@ -188,19 +196,25 @@ def _of_groups(
         out_dtype,
     )
 
-    def one_at_a_time(lhs: Any, rhs: Any, group_sizes: Any) -> jax.Array:
+    def multiply_by_group(lhs: Any, rhs: Any, group_sizes: Any) -> jax.Array:
         wide = out_dtype
-        if {lhs.dtype, rhs.dtype, out_dtype} <= set(QUANTIZABLE) and not is_algorithm(precision):
-            # A CPU multiplies floats of 16 bits several times slower than those of 32.
-            wide = functools.reduce(
-                jnp.promote_types, (lhs.dtype, rhs.dtype, accumulator(out_dtype))
+        if {lhs.dtype, rhs.dtype, out_dtype} <= set(QUANTIZABLE) and not fixes_dtypes(precision):
+            # CPUs multiply f32 several times faster than floats of 16 bits.
+            dtypes = lhs.dtype, rhs.dtype, accumulator(out_dtype)
+            wide = functools.reduce(jnp.promote_types, dtypes)
+            lhs, rhs = (
+                x.replace(dense_dtype=wide) if isinstance(x, QArray) else x.astype(wide)
+                for x in (lhs, rhs)
             )
-            lhs, rhs = (_as_dtype(x, wide) for x in (lhs, rhs))
         wide_params = params._replace(preferred_element_type=wide)
         return multiply_groups(lhs, rhs, group_sizes, wide_params).astype(out_dtype)
 
-    def at_once(lhs: Any, rhs: Any, group_sizes: Any) -> jax.Array:
-        lhs, rhs, group_sizes = _mapped_together(dequantized(lhs), dequantized(rhs), group_sizes)
+    def multiply_dense(lhs: Any, rhs: Any, group_sizes: Any) -> jax.Array:
+        # JAX 0.10 to 0.12 batch `ragged_dot_general` only if all operands are batched. Here each
+        # operand depends on all, so that `vmap` batches all of them.
+        arrays = dequantized(lhs), dequantized(rhs), group_sizes
+        false = functools.reduce(jnp.logical_or, [x.ravel()[:1].any() for x in arrays]) & False
+        lhs, rhs, group_sizes = [jnp.where(false, jnp.zeros_like(x), x) for x in arrays]
         return lax.ragged_dot_general(
             lhs,
             rhs,
@@ -210,25 +224,12 @@ def _of_groups(
             preferred_element_type=out_dtype,
         )
 
-    # A derivative dequantises once more, instead of keeping dense weights until then.
+    # A derivative dequantizes again, instead of keeping dense weights until then.
     @jax.checkpoint
-    def product(*args: Any) -> jax.Array:
-        return lax.platform_dependent(*args, cpu=one_at_a_time, default=at_once)
+    def multiply(*args: Any) -> jax.Array:
+        return lax.platform_dependent(*args, cpu=multiply_by_group, default=multiply_dense)
 
-    return product(lhs, rhs, group_sizes)
-
-
-def _mapped_together(*arrays: jax.Array) -> list[jax.Array]:
-    """Returns the arrays, which `vmap` takes to be mapped if any is.
-
-    JAX 0.10 to 0.12 map `ragged_dot_general` over each of its operands or over none.
-    """
-    false = functools.reduce(jnp.logical_or, [x.ravel()[:1].any() for x in arrays]) & False
-    return [jnp.where(false, jnp.zeros_like(x), x) for x in arrays]
-
-
-def _as_dtype(x: jax.Array | QArray, dtype: DTypeLike) -> jax.Array | QArray:
-    return x.replace(dense_dtype=dtype) if isinstance(x, QArray) else x.astype(dtype)
+    return multiply(lhs, rhs, group_sizes)
 
 
 @register("ragged_dot_general")
@@ -253,4 +254,4 @@ def _ragged_dot_general(
         preferred_element_type,
         group_offset,
     )
-    return carry_out(plan)
+    return execute(plan)

@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 from ..._core.policy import note_how
 from ..._core.primitives.scopes import may_be_tangents
 from ..._core.rules import register
-from ..ops.product import Plan, carry_out
+from ..ops.product import Plan, execute
 from .fake_quantized import FakeQuantized
 from .products import PRODUCTS
 from .recipe import OperandRecipe, TrainingRecipe, quantized_product
@@ -78,7 +78,7 @@ def _multiply(
 
     quantized = "weight" if of_x.qtype is None else "operands"
     how = f"quantized {quantized}, in floating point"
-    return carry_out(Plan(how, compute, (x, w.changed(key=None))))
+    return execute(Plan(how, compute, (x, w.changed(key=None))))
 
 
 def _first_key(w: FakeQuantized) -> Any:

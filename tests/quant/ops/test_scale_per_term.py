@@ -1,4 +1,4 @@
-"""Products with a scale for each term of the sum, as of attention with the values of tokens."""
+"""Products with a scale per term of the sum, as in attention to values with scales per token."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ P = arrays.normal(H, M, S)
 V = arrays.normal(H, S, D, seed=1)
 TURNED, MATRIX = arrays.normal(H, D, S, seed=1), arrays.normal(S, D, seed=1)
 
-PROGRAMS = {  # the weights of tokens, and the axis of `V` that is summed
+PROGRAMS = {  # the weights of tokens, and the contracted axis of `V`
     "values": (lambda p, v: p @ v, V, (0, 1)),
     "one scale for all heads": (lambda p, v: p @ v, V, (1,)),
     "by the other side": (lambda p, v: jnp.einsum("hmk,hdk->hmd", p, v), TURNED, (0, 2)),
@@ -28,7 +28,7 @@ PROGRAMS = {  # the weights of tokens, and the axis of `V` that is summed
 
 @pytest.mark.parametrize("qtype", ["int8", "int4", "nf4", "fp8", "uint4"])
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_it_is_multiplied_into_the_other_operand(name, qtype):
+def test_the_scale_is_multiplied_into_the_other_operand(name, qtype):
     program, v, axes = PROGRAMS[name]
     q = vn.quant.quantize(v, qtype, channelwise_axes=axes)
     assert (q.zero_point is not None) == (qtype == "uint4")
@@ -40,7 +40,7 @@ def test_it_is_multiplied_into_the_other_operand(name, qtype):
     np.testing.assert_allclose(found, program(P, q.dequantize()), rtol=1e-4, atol=1e-3)
 
 
-def test_tiles_of_several_terms_and_scales_of_channels_are_left():
+def test_tiles_and_scales_per_channel_are_not_folded():
     for how in (
         {"channelwise_axes": (0,), "tiled_axes": {1: 2}},
         {"channelwise_axes": (0, 1, 2)},
@@ -62,7 +62,7 @@ def test_sums_of_16_bits_are_rounded_once(dtype):
     np.testing.assert_allclose(found.astype(jnp.float32), exact, rtol=eps, atol=1e-3)
 
 
-def test_derivatives_are_those_by_the_dense_array():
+def test_derivatives_agree_with_the_dense_array():
     q = vn.quant.quantize(V, "int8", channelwise_axes=(0, 1))
     g = jax.random.normal(jax.random.key(2), (H, M, D))
     by = lambda scale, p: (g * vn.implicit(jnp.matmul)(p, q.replace(scale=scale))).sum()
@@ -72,14 +72,14 @@ def test_derivatives_are_those_by_the_dense_array():
         np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-2)
 
 
-def test_it_overflows_only_where_the_dense_sum_does():
+def test_it_overflows_only_if_the_dense_sum_does():
     large = 1e-3 * jnp.ones_like(V)
     q = vn.quant.quantize(large, "int8", channelwise_axes=(0, 1))
     found = vn.implicit(jnp.matmul)(jnp.full_like(P, 1e36), q)
     np.testing.assert_allclose(found, 1e33 * S, rtol=0.01)
 
 
-def test_infinity_and_nan_go_where_dense_operands_take_them():
+def test_infinity_and_nan_propagate_as_for_dense_operands():
     p = P.at[0, 0, 3].set(jnp.inf).at[0, 1, 4].set(-jnp.inf).at[1, 2, 5].set(jnp.nan)
     q = vn.quant.quantize(
         V.at[0, 3].set(0).at[1, 7, 0].set(jnp.inf), "int8", channelwise_axes=(0, 1)
@@ -125,14 +125,14 @@ def test_a_gpu_multiplies_by_the_scale_in_bf16(qtype, on_hopper):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_a_gpu_leaves_scales_of_terms_in_other_dtypes(dtype, on_hopper):
+def test_a_gpu_folds_no_scales_of_other_dtypes(dtype, on_hopper):
     p, v = (x.astype(dtype) for x in BATCH)
     q = vn.quant.quantize(v, "int8", channelwise_axes=(0, 1))
     assert "multiplied into" not in how_of(p, q)
 
 
 def test_terms_in_f16_that_cancel_stay_finite_on_a_gpu(on_hopper):
-    # 3000 times the scale, which is 157, is no number of f16.
+    # 3000 times the scale, which is 157, overflows f16.
     p = jnp.zeros((8, 3, 512), jnp.float16)
     p = p.at[..., 0].set(3000.0).at[..., 1].set(-3000.0)
     v = jnp.zeros((8, 512, 128), jnp.float16).at[:, :2].set(20000.0)

@@ -1,4 +1,4 @@
-"""What a way to a product makes dense: what its plan says, against the program that XLA makes."""
+"""The bytes that a plan materializes, compared with the program that XLA compiles."""
 
 import math
 import re
@@ -11,24 +11,24 @@ from support import arrays
 from support.arrays import normal
 
 import veneer as vn
-from veneer._core.primitives.dimension_numbers import DotDimensionNumbers
 from veneer.kernels import select
 from veneer.quant import FORMATS, QArray, quantize
-from veneer.quant.ops.by_xla import by_scaled_matmul
-from veneer.quant.ops.dot_general import WAYS, WAYS_BY_XLA
-from veneer.quant.ops.product import DotParams
+from veneer.quant.ops.by_kernel import plan_kernel
+from veneer.quant.ops.by_xla import XLA_STRATEGIES, plan_scaled_matmul, plan_without_minimum
+from veneer.quant.ops.dot_general import STRATEGIES
+from veneer.quant.ops.product import Product
 
-MATMUL = DotParams(DotDimensionNumbers.of((([1], [0]), ([], []))))
+MATMUL = (([1], [0]), ([], []))
 ITEMSIZE = {"f16": 2, "bf16": 2, "f32": 4, "f64": 8}
 
 
 def dense_nbytes(f, *operands):
-    """The bytes of the floats in memory that are as many as a quantised operand has values."""
+    """Return the bytes of float arrays that have as many values as a quantized operand."""
     compiled = jax.jit(f).lower(*operands).compile()
     sizes = {x.size: 0 for x in operands if isinstance(x, QArray)}
     for computation in re.split(r"\n(?=\S.*\{\n)", compiled.as_text()):
         if "fused" in computation.partition("(")[0]:
-            continue  # what is computed there is nowhere in memory
+            continue  # results within a fusion are not in memory
         for dtype, shape, op in re.findall(r"= (\w+)\[([\d,]*)\]\S* ([\w-]+)\(", computation):
             size = math.prod(map(int, filter(None, shape.split(","))))
             if size in sizes and op not in ("parameter", "bitcast"):
@@ -37,7 +37,7 @@ def dense_nbytes(f, *operands):
 
 
 def operands_in(qtype, dtype=jnp.float32):
-    """Pairs of operands, of a weight in a format: with dense activations, and quantised ones."""
+    """Yield pairs of activations, dense or quantized, and a weight in a format."""
     x, w = normal(32, 256, dtype=dtype), normal(256, 96, dtype=dtype)
     tile = FORMATS[qtype].tile_size
     tiled = quantize(w, qtype, channelwise_axes=[1], tiled_axes={0: tile or 128})
@@ -51,38 +51,42 @@ def operands_in(qtype, dtype=jnp.float32):
         yield rows, quantize(w, qtype, channelwise_axes=[1])
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy.__name__)
 @pytest.mark.parametrize("qtype", FORMATS)
-def test_a_plan_counts_the_floats_that_are_in_memory(qtype, way):
+def test_a_plan_counts_the_floats_in_memory(qtype, strategy):
     for lhs, rhs in operands_in(qtype):
-        plan = way(lhs, rhs, MATMUL)
+        plan = strategy(Product.create(lhs, rhs, MATMUL))
         if plan is not None:
-            nbytes = dense_nbytes(lambda lhs, rhs: way(lhs, rhs, MATMUL)(), lhs, rhs)
-            assert plan.dense_nbytes == nbytes, plan.how
+            compute = lambda lhs, rhs: strategy(Product.create(lhs, rhs, MATMUL))()
+            nbytes = dense_nbytes(compute, lhs, rhs)
+            assert sum(plan.dense) == nbytes, plan.how
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_a_plan_of_16_bits_says_whether_there_are_floats(way, dtype):
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy.__name__)
+def test_a_plan_for_16_bits_counts_the_floats_in_memory(strategy, dtype):
     for lhs, rhs in operands_in("int8", dtype):
-        plan = way(lhs, rhs, MATMUL)
-        if plan is not None:  # a CPU may multiply them in f32, and hold these
-            nbytes = dense_nbytes(lambda lhs, rhs: way(lhs, rhs, MATMUL)(), lhs, rhs)
-            assert plan.dense_nbytes in (nbytes, nbytes // 2), plan.how
+        plan = strategy(Product.create(lhs, rhs, MATMUL))
+        if plan is not None:  # a CPU may convert them to f32
+            compute = lambda lhs, rhs: strategy(Product.create(lhs, rhs, MATMUL))()
+            nbytes = dense_nbytes(compute, lhs, rhs)
+            assert sum(plan.dense) in (nbytes, nbytes // 2), plan.how
 
 
-def test_the_operands_above_go_every_way():
-    left = {*WAYS_BY_XLA} - {by_scaled_matmul}  # runs on Blackwell GPUs only
+def test_the_operands_above_use_every_strategy():
+    # One runs on Blackwell GPUs only. The other needs operands with minima.
+    unused = {plan_kernel, *XLA_STRATEGIES} - {plan_scaled_matmul, plan_without_minimum}
     with select.use("auto"):
         for qtype in FORMATS:
             for lhs, rhs in operands_in(qtype):
-                left = {way for way in left if way(lhs, rhs, MATMUL) is None}
-            if not left:
+                product = Product.create(lhs, rhs, MATMUL)
+                unused = {strategy for strategy in unused if strategy(product) is None}
+            if not unused:
                 break
-    assert not left
+    assert not unused
 
 
-# What a user is told.
+# Reports.
 
 X = normal(4, 256)
 PROGRAMS = arrays.OnDemand(
@@ -107,7 +111,7 @@ PROGRAMS = arrays.OnDemand(
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_what_a_way_makes_dense_is_an_event(name):
+def test_materialized_bytes_are_events(name):
     f, x, w = PROGRAMS[name]
     with select.use("xla"):
         report = vn.explain(f)(x, w)
@@ -130,7 +134,7 @@ def test_what_a_way_makes_dense_is_an_event(name):
             jax.jit(vn.implicit(f, on_materialise="warn"))(x, w)
 
 
-def test_a_loop_tells_each_time_that_it_is_traced():
+def test_a_loop_reports_each_time_it_is_traced():
     with select.use("xla"):
         stack = quantize(normal(3, 256, 256), "int4", channelwise_axes=[0, 2])
         run = lambda x, ws: lax.scan(lambda x, w: (x @ w, None), x, ws)[0]
@@ -140,7 +144,7 @@ def test_a_loop_tells_each_time_that_it_is_traced():
                 vn.implicit(run, on_materialise="error")(X, stack)
 
 
-def test_integers_are_codes_still():
+def test_integer_products_materialize_nothing():
     with select.use("xla"):
         x = quantize(X, "int8", channelwise_axes=[0])
         w = quantize(normal(256, 96), "int4", channelwise_axes=[1])
@@ -149,7 +153,7 @@ def test_integers_are_codes_still():
         vn.implicit(jnp.matmul, on_materialise="error")(x, w)
 
 
-def test_a_rule_that_fails_says_nothing_of_the_next():
+def test_a_failed_rule_leaves_no_report_for_the_next():
     told = []
     with select.use("xla"):
         wide = quantize(normal(256, 96).astype(jnp.float32), "int3", tiled_axes={0: 32})
@@ -159,15 +163,15 @@ def test_a_rule_that_fails_says_nothing_of_the_next():
     assert not told
 
 
-def test_what_one_rule_says_is_not_said_of_another():
+def test_the_report_of_a_rule_does_not_leak_to_the_next():
     w = quantize(normal(256, 96), "int4", channelwise_axes=[1])
     vn.implicit(jnp.matmul, on_materialise="error")(normal(4, 256), w)
     [event] = vn.explain(lambda w: w.T)(w).events
     assert event.how == ""
 
 
-def test_a_report_says_that_small_weights_are_expected():
-    """Apart from those that a kernel could read."""
+def test_a_report_calls_small_weights_expected():
+    """Weights that are large enough for a kernel are not expected."""
     size = lambda n: vn.quant.quantize(jnp.ones((n, n)), "nf4")
     report = vn.explain(lambda x, w: x @ w)(jnp.ones((8, 64)), size(64))
     assert report.summary.endswith("All of it is expected: the arrays are too small for a kernel.")
