@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._core.policy import note_how
-from ..._core.primitives.scopes import Place, asked, asking, place
+from ..._core.primitives.scopes import Place, current_place, query_scopes, scope_query
 from ..._core.rules import add_rule, register
 from ..._core.surface.array import ImplicitArray
 from ..._core.surface.straight_through import ste
@@ -84,13 +84,13 @@ def quantize_products(fn: Callable, rules: Sequence[Rule]) -> Callable:
     @wraps(fn, updated=())
     def of_activations(*args: Any, **kwargs: Any) -> Any:
         leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_opaque_leaf)
-        products = _products_of(rules, asked(), code)
+        products = _products_of(rules, scope_query(), code)
 
         def run(*leaves: Any) -> Any:
             args, kwargs = jax.tree.unflatten(treedef, leaves)
             return fn(*args, **kwargs)
 
-        with asking(products):
+        with query_scopes(products):
             out = run_around(run, *map(_marked, leaves))
         products.warn_of_unmatched()
         is_ours = lambda x: isinstance(x, Activation)
@@ -237,7 +237,7 @@ def _rule_of(name: str) -> None:
     primitive = find_primitive(name)
 
     def product(x: Activation, y: Activation, *others: Any, **params: Any) -> Any:
-        at, products = place(), asked()
+        at, products = current_place(), scope_query()
         rule = None if products is None or at.is_derivative else products.rule_for(at, name)
         operands = x.array, y.array
         dtypes = {jax.typeof(operand).dtype for operand in operands}
@@ -246,7 +246,7 @@ def _rule_of(name: str) -> None:
         summed = SUMMED[name](*operands, params)
         pair = [_quantized(*of, rule, at) for of in zip(operands, summed, strict=True)]
         bind = lambda *xs: primitive.bind(*xs, **params)
-        with asking(None):  # the operands may be activations of a call around this one
+        with query_scopes(None):  # the operands may be activations of a call around this one
             out = redispatch(bind, *pair, *map(_array, others))
         note_how(f"activations in {rule.act_qtype} at {'/'.join(at.names)!r}")
         return _marked(out)

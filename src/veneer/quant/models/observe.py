@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._core.primitives.scopes import telling_tangents
+from ..._core.primitives.scopes import mark_tangents
 from ..._core.surface.arguments import check_parameters
 from ..._core.surface.implicit import implicit
 from ..._jax.source_lines import warn_user
@@ -149,7 +149,7 @@ def record(
                 parts = [_observed_tree(tree, axes, token, observed, **how) for tree in trees]
                 if beside is not None:
                     parts.append(_observed_tree(beside, axes, other, others, **how))
-            with telling_tangents(PRODUCTS):
+            with mark_tangents(PRODUCTS):
                 implicit(call)(parts, *args)
             jax.effects_barrier()
             for path, recording in observed.items():
@@ -234,7 +234,7 @@ class ObservedModel:
         if self._takes_params and not args:
             raise TypeError("pass params to the observed model as its first positional argument")
         parts, args = ([args[0]], args[1:]) if self._takes_params else (self._parts, args)
-        with telling_tangents(PRODUCTS):
+        with mark_tangents(PRODUCTS):
             out = implicit(self._call)(self._observed(parts), *args, **kwargs)
         for box in self.boxes.values():
             box.update(lambda totals: ended(totals, self._decay))

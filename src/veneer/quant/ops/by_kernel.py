@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..._core.primitives.movement import reshape
+from ..._core.primitives.reshaping import reshape
 from ...kernels import (
     BYTES,
     FLOATS,
