@@ -5,7 +5,7 @@ call. On the host, `materialise` would run JAX inside a callback. On CPU this ca
 JAX 0.10, because callbacks and compiled programs wait for the same threads (jax-ml/jax#24255). To
 pass the leaves instead, register a rule for a type.
 
-A label that cannot be materialized is passed as it is, so that its metadata is not lost.
+A label that cannot be materialized is passed unchanged, so that its metadata is not lost.
 `jax.debug.print` prints leaves, and materializes nothing.
 """
 
@@ -16,8 +16,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..._jax.primitives import Primitive, find_primitive
-from ..rules import add_rule, structural
+from ..._jax.primitives import find_primitive
+from ..rules import structural
 from ..value import Value
 from .labels import dense_unless, has_no_dense_form
 
@@ -33,17 +33,18 @@ class _LeafCallback:
         return self.function(*jax.tree.unflatten(self.treedef, leaves))
 
 
-def _add_callback_rule(primitive: Primitive) -> None:
-    def rule(*operands: Any, callback: Callable, **params: Any) -> Any:
+def _add_callback_rule(name: str) -> None:
+    primitive = find_primitive(name)
+
+    @structural(name)
+    def _(*operands: Any, callback: Callable, **params: Any) -> Any:
         values = dense_unless(has_no_dense_form, primitive, operands)
         leaves, treedef = jax.tree.flatten(values)
         return primitive.bind(*leaves, callback=_LeafCallback(callback, treedef), **params)
 
-    add_rule(rule, [primitive], structural=True)
-
 
 for _name in ("pure_callback", "io_callback", "debug_callback"):
-    _add_callback_rule(find_primitive(_name))
+    _add_callback_rule(_name)
 
 
 @jax.tree_util.register_dataclass
@@ -53,21 +54,19 @@ class _Printed:
 
     value: Any
 
-    def __format__(self, spec: str) -> str:
-        return _format(self.value, spec)
-
     def __str__(self) -> str:
-        return _format(self.value, "")
+        return format(self, "")
 
-
-def _format(x: Any, spec: str) -> str:
-    if isinstance(x, Value):
-        shown = (f"{f.name}={_format(getattr(x, f.name), spec)}" for f in fields(x))  # type: ignore[arg-type]
-        return f"{type(x).__name__}({', '.join(shown)})"
-    if not hasattr(x, "shape"):
-        return repr(x)
-    array = np.asarray(x)
-    return format(array[()], spec) if array.ndim == 0 else str(array)
+    def __format__(self, spec: str) -> str:
+        x = self.value
+        if isinstance(x, Value):
+            values = ((f.name, _Printed(getattr(x, f.name))) for f in fields(x))  # type: ignore[arg-type]
+            shown = (f"{name}={format(value, spec)}" for name, value in values)
+            return f"{type(x).__name__}({', '.join(shown)})"
+        if not hasattr(x, "shape"):
+            return repr(x)
+        array = np.asarray(x)
+        return format(array[()], spec) if array.ndim == 0 else str(array)
 
 
 @dataclass(frozen=True)

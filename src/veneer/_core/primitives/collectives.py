@@ -1,8 +1,7 @@
 """Rules of collectives that send elements between devices, for all types.
 
 A collective sends each device another part along an axis, or all of the array. It concatenates
-what a device receives along an axis, or keeps one part of it. A leaf does the same along its own
-axes:
+the parts that a device receives along an axis, or keeps one of them. So does each leaf:
 
 | the leaf axis that is cut | the leaf axis to concatenate along | the leaf is sent by |
 |---|---|---|
@@ -16,7 +15,7 @@ concatenated along an axis that the leaf lacks. There is no rule for sums, becau
 has no meaning.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
@@ -27,10 +26,9 @@ from jax import lax
 from ..._jax.primitives import find_primitive
 from ..._jax.tracing import vary_along, varying_axes
 from ..leaf_axes import LeafAxis, Movement, Shape
-from ..rules import add_rule
 from ..transform import redispatch
 from ..value import Value
-from .leaf_movement import Leaf, can_move, layout_of, rebuild
+from .leaf_movement import Leaf, can_move, layout_of, leaf_rule, rebuild
 
 
 class Exchange(NamedTuple):
@@ -73,7 +71,7 @@ class Exchange(NamedTuple):
 
     def run(self, x: Any) -> Any:
         """Run the collective on an array, with JAX's own primitives."""
-        groups = {} if self.groups is None else {"axis_index_groups": self.groups}
+        groups = {"axis_index_groups": self.groups}
         if self.cut is not None and self.join is not None:
             return lax.all_to_all(x, self.names, self.cut, self.join, tiled=True, **groups)
         if self.cut is not None:
@@ -82,11 +80,14 @@ class Exchange(NamedTuple):
             return lax.dynamic_slice_in_dim(x, start, size, self.cut)
         if self.join is None:
             return x
-        if self.gather == "all_gather":
-            groups["axis_index_groups"] = self.groups
-        params = {"all_gather_dimension": self.join, "axis_size": self.devices, **groups}
-        bind = partial(find_primitive(self.gather).bind, axis_name=self.names, **params)
-        return bind(vary_along(self.names, x), tiled=not self.is_new)
+        return find_primitive(self.gather).bind(
+            vary_along(self.names, x),
+            axis_name=self.names,
+            all_gather_dimension=self.join,
+            axis_size=self.devices,
+            tiled=not self.is_new,
+            **(groups if self.gather == "all_gather" else {}),
+        )
 
     def for_leaf(self, leaf: Leaf, old: Shape, is_checked: bool, is_same: bool) -> Any:
         """Return the exchange of a leaf, or NotImplemented.
@@ -160,8 +161,9 @@ def _exchange_part(x: Value, part: Any, step: Exchange) -> Any:
     return redispatch(step.run, part) if isinstance(part, Value) else step.run(part)
 
 
-def _all_gather_rule(primitive: str) -> Callable[..., Any]:
-    def rule(
+def _add_gather_rule(primitive: str) -> None:
+    @leaf_rule(primitive)
+    def _(
         x: Value,
         *,
         all_gather_dimension: int,
@@ -174,9 +176,12 @@ def _all_gather_rule(primitive: str) -> Callable[..., Any]:
         exchange = Exchange(names, axis_index_groups, axis_size, None, join, not tiled, primitive)
         return exchange_leaves(x, exchange)
 
-    return rule
+
+for _name in ("all_gather", "all_gather_invariant"):
+    _add_gather_rule(_name)
 
 
+@leaf_rule("all_to_all")
 def _all_to_all(
     x: Value,
     *,
@@ -192,6 +197,7 @@ def _all_to_all(
     return exchange_leaves(x, Exchange(names, groups, devices, cut=split_axis, join=concat_axis))
 
 
+@leaf_rule("ppermute")
 def _ppermute(x: Value, *, perm: Any, axis_name: Sequence[str]) -> Any:
     # A device that receives nothing gets zeros. Leaves of zeros may represent another array.
     if {to for _, to in perm} != {*range(prod(map(lax.axis_size, axis_name)))}:
@@ -204,6 +210,7 @@ def permute(x: Value, perm: Any, axis_name: Sequence[str]) -> Value:
     return _bind_leaves("ppermute", x, axis_name, perm=perm)
 
 
+@leaf_rule("pbroadcast")
 def _pbroadcast(x: Value, *, axis_name: Any, source: int) -> Value:
     return _bind_leaves("pbroadcast", x, axis_name, source=source)
 
@@ -217,14 +224,3 @@ def _bind_leaves(primitive: str, x: Value, axis_name: Any, **params: Any) -> Val
 
 def _as_names(axis_name: Any) -> Sequence[str]:
     return tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
-
-
-RULES: dict[str, Callable[..., Any]] = {
-    "all_gather": _all_gather_rule("all_gather"),
-    "all_gather_invariant": _all_gather_rule("all_gather_invariant"),
-    "all_to_all": _all_to_all,
-    "ppermute": _ppermute,
-    "pbroadcast": _pbroadcast,
-}
-for _name, _rule in RULES.items():
-    add_rule(_rule, [find_primitive(_name)], conditional=True)

@@ -138,7 +138,15 @@ def _custom_linear_solve(*values: Any, const_lengths: Any, jaxprs: Any) -> list[
     solve = stage(jaxprs.solve, consts.solve, b)
     x = solve.abstract_outputs()[: len(b)]
     matvec = stage(jaxprs.matvec, consts.matvec, x)
-    _check_metadata_of_product(matvec, b)
+    for right, product in zip(b, matvec.abstract_outputs()[: len(b)], strict=True):
+        tree: Any = jax.tree.structure(right)
+        same_class = isinstance(right, Value) and type(right) is type(product)
+        if same_class and right.metadata_is_meaning and tree != jax.tree.structure(product):
+            raise TypeError(
+                f"custom_linear_solve of b = {right}: matvec(solve(b)) is {product}, with other "
+                "metadata than b. The solver must return metadata that matvec maps to the metadata "
+                "of b. Or call vn.materialise to drop the metadata."
+            )
     vecmat = transpose_solve = None
     if jaxprs.transpose_solve is not None:  # vecmat maps the space of b to that of x
         vecmat = stage(jaxprs.vecmat, consts.vecmat, b)
@@ -153,24 +161,11 @@ def _custom_linear_solve(*values: Any, const_lengths: Any, jaxprs: Any) -> list[
     return solve.unflatten(out)
 
 
-def _check_metadata_of_product(matvec: StagedProgram, b: Sequence[Any]) -> None:
-    """Reject a solution whose product with `A` has other metadata than `b`."""
-    for x, product in zip(b, matvec.abstract_outputs()[: len(b)], strict=True):
-        tree: Any = jax.tree.structure(x)
-        same_class = isinstance(x, Value) and type(x) is type(product)
-        if same_class and x.metadata_is_meaning and tree != jax.tree.structure(product):
-            raise TypeError(
-                f"custom_linear_solve of b = {x}: matvec(solve(b)) is {product}, with other "
-                "metadata than b. The solver must return metadata that matvec maps to the metadata "
-                "of b. Or call vn.materialise to drop the metadata."
-            )
-
-
 @structural("call_hi_primitive")
 def _call_hi_primitive(*values: Any, **params: Any) -> Any:
     """Run a high primitive. JAX 0.12 defines custom_root and functions like searchsorted as such.
 
-    A root is dense. The functions of custom_root run with the rules in force, on what they capture.
+    A root is dense. The functions of custom_root run with the rules in force.
     """
     (high,) = params.values()
     operands = jax.tree.unflatten(high.in_tree, values)

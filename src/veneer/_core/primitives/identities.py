@@ -10,32 +10,34 @@ import jax
 import jax.numpy as jnp
 
 from ..._jax.primitives import Primitive, find_primitive
-from ..rules import add_rule
+from ..rules import register
 from ..value import MATERIALISE, Value, materialise_one
 
 
 def _add_leafwise_rule(primitive: Primitive) -> None:
-    def rule(x: Value, **params: Any) -> Value:
+    @register(primitive, precedence=-1)
+    def _(x: Value, **params: Any) -> Value:
         return jax.tree.map(lambda leaf: primitive.bind(leaf, **params), x)
-
-    add_rule(rule, [primitive])
 
 
 for _name in ("copy", "stop_gradient", "xla_metadata_value"):
     _add_leafwise_rule(find_primitive(_name))
 
 
+@register("name", precedence=-1)
 def _name_leaves(x: Value, *, name: str) -> Any:
     if name == MATERIALISE:  # from vn.materialise, so nothing is reported
         return materialise_one(x)
     return jax.tree.map(lambda leaf: find_primitive("name").bind(leaf, name=name), x)
 
 
+@register("layout_constraint", precedence=-1)
 def _ignore_layout(x: Value, **params: Any) -> Value:
     del params  # the layout of the dense array does not apply to the leaves
     return x
 
 
+@register("reduce_precision", precedence=-1)
 def _reduce_precision(x: Value, *, exponent_bits: int, mantissa_bits: int) -> Any:
     # Accept only the precision that `x` already has. jax.checkpoint marks saved values with it.
     own = jnp.finfo(x.aval().dtype)
@@ -51,21 +53,13 @@ def _reduce_precision(x: Value, *, exponent_bits: int, mantissa_bits: int) -> An
     return jax.tree.map(mark, x)
 
 
+@register("dce_sink", precedence=-1)
 def _dce_sink(x: Value, **params: Any) -> list[Any]:
     for leaf in jax.tree.leaves(x):  # so that no leaf is eliminated as dead code
         find_primitive("dce_sink").bind(leaf, **params)
     return []
 
 
+@register("optimization_barrier", precedence=-1)
 def _optimization_barrier(*operands: Any) -> list[Any]:
     return jax.lax.optimization_barrier(list(operands))
-
-
-for _rule, _name in (
-    (_name_leaves, "name"),
-    (_ignore_layout, "layout_constraint"),
-    (_reduce_precision, "reduce_precision"),
-    (_dce_sink, "dce_sink"),
-    (_optimization_barrier, "optimization_barrier"),
-):
-    add_rule(_rule, [find_primitive(_name)])

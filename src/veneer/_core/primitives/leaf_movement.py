@@ -5,7 +5,7 @@ has, and along which slices of the leaves represent slices of the array.
 """
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 
@@ -13,16 +13,30 @@ from ..._jax.primitives import find_primitive
 from ..._jax.tracing import vary_together
 from ..dispatch import unhandled_operands
 from ..leaf_axes import Axes, Movement, Shape, aligned_axes
+from ..rules import add_rule
 from ..transform import redispatch
 from ..tree import has_metadata
 from ..value import Value, aval_of, declared_layout, dense_shape_of
 from .labels import is_label
 
+F = TypeVar("F", bound=Callable)
+
 Step = tuple[Sequence[Any], dict[str, Any]]  # further operands and parameters of the primitive
 UNCHANGED: Step = ((), {})
 
-#: The rules of `movement.py` by primitive, for values that are fields of a value of their type.
+#: The rules that `leaf_rule` has registered, by primitive.
 RULES: dict[str, Callable[..., Any]] = {}
+
+
+def leaf_rule(primitive: str) -> Callable[[F], F]:
+    """Register a rule for all types, which may return NotImplemented."""
+
+    def add(function: F) -> F:
+        RULES[primitive] = function
+        add_rule(function, [find_primitive(primitive)], conditional=True)
+        return function
+
+    return add
 
 
 class Leaf(NamedTuple):

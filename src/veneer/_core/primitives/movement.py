@@ -13,12 +13,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..._jax.divisors import divisor_of
-from ..._jax.primitives import find_primitive
 from ..leaf_axes import Axes, LeafAxis, Movement, Shape
-from ..rules import add_rule
 from ..transform import redispatch
 from ..value import Value, aval_of
-from .leaf_movement import RULES, UNCHANGED, Leaf, Step, can_move, layout_of, move, rebuild
+from .leaf_movement import UNCHANGED, Leaf, Step, can_move, layout_of, leaf_rule, move, rebuild
 from .reshaping import reshape
 
 
@@ -26,6 +24,7 @@ def _all_axes(shape: Shape) -> tuple[int, ...]:
     return tuple(range(len(shape)))
 
 
+@leaf_rule("squeeze")
 def _squeeze(x: Value, *, dimensions: Sequence[int]) -> Any:
     old = x.aval().shape
     kept = [i for i in _all_axes(old) if i not in dimensions]
@@ -38,6 +37,7 @@ def _squeeze(x: Value, *, dimensions: Sequence[int]) -> Any:
     return move(x, "squeeze", Movement(tuple(old[i] for i in kept), axes), step)
 
 
+@leaf_rule("transpose")
 def _transpose(x: Value, *, permutation: Sequence[int]) -> Any:
     old = x.aval().shape
     new, axes = (old[i] for i in permutation), map([*permutation].index, _all_axes(old))
@@ -52,12 +52,14 @@ def _transpose(x: Value, *, permutation: Sequence[int]) -> Any:
     return move(x, "transpose", Movement(tuple(new), tuple(axes), reorders=True), step)
 
 
+@leaf_rule("reshape")
 def _reshape(x: Value, *, new_sizes: Sequence[int], dimensions: Any, sharding: Any) -> Any:
     if dimensions is not None or sharding is not None:
         return NotImplemented
     return reshape(x, tuple(new_sizes))
 
 
+@leaf_rule("broadcast_in_dim")
 def _broadcast_in_dim(
     x: Value, *operands: Any, shape: Sequence[int], broadcast_dimensions: Any, sharding: Any
 ) -> Any:
@@ -109,11 +111,13 @@ def _slice_spans(x: Value, spans: Sequence[tuple[int, int, int]]) -> Any:
     return move(x, "slice", Movement(new, _all_axes(old)), step, touched=cut)
 
 
+@leaf_rule("slice")
 def _slice(x: Value, *, start_indices: Any, limit_indices: Any, strides: Any) -> Any:
     strides = strides or (1,) * len(start_indices)
     return _slice_spans(x, [*zip(start_indices, limit_indices, strides, strict=True)])
 
 
+@leaf_rule("split")
 def _split(x: Value, *, sizes: Any, axis: int) -> Any:
     layout, old = layout_of(x), x.aval().shape
     pieces: list[Any] = []
@@ -133,6 +137,7 @@ def _split(x: Value, *, sizes: Any, axis: int) -> Any:
     return NotImplemented if any(piece is NotImplemented for piece in pieces) else pieces
 
 
+@leaf_rule("unstack")
 def _unstack(x: Value, *, axis: int) -> Any:
     pieces = _split(x, sizes=(1,) * x.aval().shape[axis], axis=axis)
     if pieces is NotImplemented:
@@ -141,6 +146,7 @@ def _unstack(x: Value, *, axis: int) -> Any:
     return NotImplemented if any(piece is NotImplemented for piece in pieces) else pieces
 
 
+@leaf_rule("dynamic_slice")
 def _dynamic_slice(x: Value, *indices: Any, slice_sizes: Sequence[int]) -> Any:
     old, new = x.aval().shape, tuple(slice_sizes)
     cut = {i for i in _all_axes(old) if new[i] != old[i]}
@@ -178,6 +184,7 @@ def _takes_whole_blocks(axis: LeafAxis, start: Any, old: Shape, new: Shape) -> b
     return is_divisible and fits_dtype and divisor_of(start) % block == 0
 
 
+@leaf_rule("rev")
 def _rev(x: Value, *, dimensions: Sequence[int]) -> Any:
     old = x.aval().shape
 
@@ -195,6 +202,7 @@ def _rev(x: Value, *, dimensions: Sequence[int]) -> Any:
     return move(x, "rev", Movement(old, _all_axes(old)), step, touched=dimensions)
 
 
+@leaf_rule("gather")
 def _gather(x: Value, indices: Any, **params: Any) -> Any:
     # Rows out of bounds are NaN or a number, which zeros or NaNs in the leaves need not represent.
     fills = params["mode"] == lax.GatherScatterMode.FILL_OR_DROP
@@ -292,6 +300,7 @@ def _have_same_type(values: Sequence[Any]) -> bool:
     return len({(jax.tree.structure(v), dtypes(v)) for v in values}) == 1
 
 
+@leaf_rule("concatenate")
 def concatenate(*operands: Value, dimension: Any) -> Any:
     """Concatenate the leaves of values of one type. Return the result, or NotImplemented."""
     dimension = int(dimension)  # jnp.roll passes an integer of NumPy
@@ -356,11 +365,13 @@ def _concatenate_parts(
     return redispatch(lambda *xs: lax.concatenate(xs, at), *parts)
 
 
+@leaf_rule("stack")
 def _stack(*operands: Value, axis: int) -> Any:
     with_axis = [redispatch(jnp.expand_dims, x, axis) for x in operands]
     return redispatch(jnp.concatenate, with_axis, axis)
 
 
+@leaf_rule("select_n")
 def _select(predicate: Any, *cases: Value) -> Any:
     """Select each leaf by one scalar predicate."""
     shapes = lambda x: tuple(map(jnp.shape, jax.tree.leaves(x)))
@@ -368,22 +379,3 @@ def _select(predicate: Any, *cases: Value) -> Any:
     if isinstance(predicate, Value) or jnp.ndim(predicate) or not same_types:
         return NotImplemented
     return jax.tree.map(lambda *leaves: lax.select_n(predicate, *leaves), *cases)
-
-
-RULES |= {
-    "squeeze": _squeeze,
-    "transpose": _transpose,
-    "reshape": _reshape,
-    "broadcast_in_dim": _broadcast_in_dim,
-    "slice": _slice,
-    "dynamic_slice": _dynamic_slice,
-    "rev": _rev,
-    "gather": _gather,
-    "concatenate": concatenate,
-    "stack": _stack,
-    "split": _split,
-    "unstack": _unstack,
-    "select_n": _select,
-}
-for _name, _rule in RULES.items():
-    add_rule(_rule, [find_primitive(_name)], conditional=True)

@@ -22,13 +22,11 @@ from .labels import is_label
 from .leaf_movement import can_stack_leaves
 
 
-def _pack(*leaves: Any, structure: Any) -> Any:
+def _rule(*leaves: Any, structure: Any) -> Any:
     return compose_value(jax.tree.unflatten(structure, leaves), ImplicitTrace.run)
 
 
-add_rule(_pack, [pack], structural=True)
-
-
+@pack.def_abstract_eval
 def _abstract_eval(*avals: Any, structure: Any) -> Any:
     return jax.tree.unflatten(structure, map(abstract_array, avals)).aval()
 
@@ -60,6 +58,7 @@ def _batch(leaves: Sequence[Any], dims: Sequence[Any], *, structure: Any) -> Any
     return jax.vmap(dense, in_axes=tuple(dims))(*leaves), 0
 
 
+@pack.def_impl
 def _raise_outside_implicit(*leaves: Any, structure: Any) -> Any:
     raise outside_implicit_error(jax.tree.unflatten(structure, leaves))
 
@@ -70,8 +69,7 @@ def _lower(ctx: Any, *leaves: Any, structure: Any) -> Any:
     _raise_outside_implicit(*abstract, structure=structure)
 
 
-pack.def_abstract_eval(_abstract_eval)
-pack.def_impl(_raise_outside_implicit)
+add_rule(_rule, [pack], structural=True)
 ad.primitive_jvps[pack] = _jvp
 batching.primitive_batchers[pack] = _batch
 mlir.register_lowering(pack, _lower)

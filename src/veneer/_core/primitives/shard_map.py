@@ -15,7 +15,7 @@ from ..._jax.primitives import find_primitive
 from ..._jax.sharding import flat_tree
 from ..._jax.tracing import varying_axes
 from ..policy import current_policy, policy_in_force
-from ..rules import add_rule, structural
+from ..rules import register, structural
 from ..sources import keep_sources
 from ..value import Value, make_dense
 from .sharding import (
@@ -140,6 +140,7 @@ def reshard_leaf(leaf: Any, spec: P, mesh: Any, manual: frozenset[str]) -> Any:
     return jax.sharding.reshard(leaf, NamedSharding(mesh.abstract_mesh, required))
 
 
+@register(_pvary_p, precedence=-1)
 def _pvary(value: Value, *, axes: tuple[str, ...]) -> Any:
     # The leaves of one value may vary along different axes.
     def vary(leaf: Any) -> Any:
@@ -147,6 +148,3 @@ def _pvary(value: Value, *, axes: tuple[str, ...]) -> Any:
         return _pvary_p.bind(leaf, axes=missing) if missing else leaf
 
     return jax.tree.map(vary, value)
-
-
-add_rule(_pvary, [_pvary_p])

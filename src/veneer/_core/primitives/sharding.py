@@ -15,13 +15,13 @@ from jax.sharding import PartitionSpec as P
 
 from ..._jax.primitives import find_primitive
 from ..leaf_axes import LeafAxis
-from ..rules import add_rule
+from ..rules import register
 from ..value import Value, declared_layout, dense_shape_of, is_part, make_dense
 from .labels import is_label
 from .leaf_movement import has_batch_axes
 
-_NAMES = ("device_put", "reshard", "sharding_constraint")
-device_put_p, reshard_p, sharding_constraint_p = map(find_primitive, _NAMES)
+device_put_p, reshard_p = map(find_primitive, ("device_put", "reshard"))
+sharding_constraint_p = find_primitive("sharding_constraint")
 
 Sizes = Mapping[str, int]  # the sizes of mesh axes, by name
 Resize = Callable[[int, int], int]  # returns the new size of an axis that has so many blocks
@@ -100,7 +100,7 @@ def _resized_specs(value: Value, spec: P, sizes: Sizes, resize: Resize) -> Any:
 
 
 def why_not_split(value: Value, spec: P, sizes: Sizes) -> str:
-    """Return a text that names a block that `spec` would cut. Empty if there is none."""
+    """Return a text about a block that `spec` would cut, or an empty text."""
     parts, _, axes = declared_layout(value)
     entries, shape = entries_of(spec, value.aval().ndim), value.aval().shape
     for part, part_axes in zip(parts, axes or [()] * len(parts), strict=True):
@@ -159,6 +159,7 @@ def _evenly(leaf: Any, spec: P, sizes: Sizes) -> P:
     return P(*(None if n % _count_blocks(e, sizes) else e for n, e in entries))
 
 
+@register(sharding_constraint_p, precedence=-1)
 def _constrain(value: Value, *, sharding: Any, context_mesh: Any, **params: Any) -> Any:
     del params  # the layout and `unconstrained_dims` are about the dense array
     if not isinstance(sharding, NamedSharding):
@@ -182,6 +183,7 @@ def _constrain(value: Value, *, sharding: Any, context_mesh: Any, **params: Any)
     return map_leaves(constrain, value, specs)
 
 
+@register(reshard_p, precedence=-1)
 def _reshard(value: Value, *, dst_sharding: Any, **params: Any) -> Any:
     sizes = dst_sharding.mesh.shape
     specs = leaf_specs(value, dst_sharding.spec, sizes)
@@ -200,6 +202,7 @@ def _reshard(value: Value, *, dst_sharding: Any, **params: Any) -> Any:
     return reshard_p.bind(dense, dst_sharding=dst_sharding, **params)
 
 
+@register(device_put_p, precedence=-1)
 def _device_put(*values: Any, devices: Sequence[Any], srcs: Any, copy_semantics: Any) -> list[Any]:
     leaves, treedef = jax.tree.flatten(list(values))
     counts = [len(jax.tree.leaves(value)) for value in values]
@@ -230,11 +233,3 @@ def leaf_destinations(value: Any, device: Any) -> list[Any]:
     # The leaves must be put on the devices. Those that cannot be split are replicated.
     specs = [P()] * len(leaves) if specs is None else jax.tree.leaves(specs)
     return [device.update(spec=_evenly(x, s, sizes)) for x, s in zip(leaves, specs, strict=True)]
-
-
-for _rule, _primitive in (
-    (_constrain, sharding_constraint_p),
-    (_reshard, reshard_p),
-    (_device_put, device_put_p),
-):
-    add_rule(_rule, [_primitive])

@@ -16,12 +16,11 @@ from jax import lax
 
 from ..._jax.primitives import find_primitive
 from ..leaf_axes import Shape
-from ..rules import add_rule
 from ..transform import redispatch
 from ..tree import has_metadata
 from ..value import Value, aval_of
 from .labels import is_label
-from .leaf_movement import Leaf, layout_of
+from .leaf_movement import Leaf, layout_of, leaf_rule
 from .movement import concatenate
 
 
@@ -47,6 +46,7 @@ def stored_as(
     return update if type(update) is type(x) else NotImplemented
 
 
+@leaf_rule("dynamic_update_slice")
 def _dynamic_update_slice(x: Value, update: Any, *starts: Any) -> Any:
     ndim, new = x.aval().ndim, jnp.shape(update)
     if any(isinstance(start, Value) for start in starts):
@@ -66,6 +66,7 @@ def _dynamic_update_slice(x: Value, update: Any, *starts: Any) -> Any:
     return _write(x, stored_as(x, update, range(ndim), read), new, bind, [*range(ndim)])
 
 
+@leaf_rule("scatter")
 def _scatter(
     x: Value,
     indices: Any,
@@ -167,6 +168,7 @@ def _write(x: Value, update: Any, new: Shape, bind: Callable, axes: Sequence[int
     return jax.tree.unflatten(layout.structure, written)
 
 
+@leaf_rule("concatenate")
 def _concatenate(*operands: Any, dimension: Any) -> Any:
     """Concatenate values with others, stored in the format of the first type with `stored_as`."""
     stores = lambda x: stored_as.dispatch(type(x)) is not stored_as.dispatch(object)
@@ -178,12 +180,3 @@ def _concatenate(*operands: Any, dimension: Any) -> Any:
     if any(x is NotImplemented for x in stored):
         return NotImplemented
     return concatenate(*stored, dimension=dimension)
-
-
-RULES: dict[str, Callable[..., Any]] = {
-    "dynamic_update_slice": _dynamic_update_slice,
-    "scatter": _scatter,
-    "concatenate": _concatenate,
-}
-for _name, _rule in RULES.items():
-    add_rule(_rule, [find_primitive(_name)], conditional=True)
