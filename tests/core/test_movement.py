@@ -43,7 +43,7 @@ test_diagonal, test_sizes = claims(
 
 
 @pytest.mark.parametrize("name", ["one", "some", "a new axis", "concatenated", "stacked"])
-def test_axes_come_and_go_of_a_type_with_metadata(name):
+def test_a_type_with_metadata_keeps_its_type_when_axes_change(name):
     w = loras(type("Draw", (), {"key": jax.random.key(0), "batch": ()}))
     run = (lambda w: w[1:]) if name == "some" else taken[name]
     out = vn.implicit(run, on_materialise="error")(w)
@@ -51,7 +51,7 @@ def test_axes_come_and_go_of_a_type_with_metadata(name):
     assert jnp.allclose(vn.materialise(out), run(vn.materialise(w)))
 
 
-def test_the_axes_of_a_matrix_are_no_batch_axes():
+def test_the_axes_of_a_matrix_are_not_batch_axes():
     d = Diagonal(jnp.ones((3, 3)))  # [3, 3, 3]: of one size all
     for run in (lambda d: d[:, 0], lambda d: d.transpose(1, 0, 2), lambda d: d.reshape(9, 3)):
         out = vn.implicit(run)(d)
@@ -59,31 +59,31 @@ def test_the_axes_of_a_matrix_are_no_batch_axes():
         assert jnp.array_equal(out, run(vn.materialise(d)))
 
 
-def test_a_label_with_metadata_is_not_cut_without_its_rule():
+def test_a_label_with_metadata_is_not_sliced_without_a_rule():
     # Its metadata might name the axes.
     assert not isinstance(vn.implicit(lambda x: x[0])(Metres(jnp.ones((2, 2)))), Metres)
     with pytest.raises(RuntimeError, match="refuses"):
         vn.implicit(lambda x: x[0])(Tagged(jnp.ones((2, 2)), "a"))
 
 
-def test_entries_that_depend_on_each_other_are_not_cut():
+def test_a_value_with_dependent_rows_is_not_sliced_by_leaf():
     x = Normed(jnp.arange(6.0).reshape(2, 3))
     assert jnp.allclose(vn.implicit(lambda x: x[0])(x), vn.materialise(x)[0])
 
 
-def test_what_lies_outside_is_filled_as_in_the_dense_array():
+def test_rows_out_of_bounds_are_nan():
     d = Diagonal(jnp.ones((2, 3)))
     out = vn.implicit(lambda d, i: jnp.take(d, i, axis=0))(d, jnp.array([0, 5]))
     assert jnp.isnan(out[1]).all()
 
 
-def test_leaves_of_different_dtypes_are_not_joined():
+def test_leaves_of_different_dtypes_are_not_concatenated():
     of = lambda dtype: vn.types.Permutation(jnp.array([[0, 1]], dtype))
     out = vn.implicit(lambda x, y: jnp.concatenate([x, y]))(of("int32"), of("int8"))
     assert jnp.array_equal(vn.materialise(out), jnp.stack([jnp.eye(2)] * 2))
 
 
-def test_a_split_along_a_batch_axis_is_one_equation_a_leaf():
+def test_a_split_along_a_batch_axis_is_one_equation_per_leaf():
     d = Diagonal(jnp.ones((4, 3)))  # [4, 3, 3]
     jaxpr = jax.make_jaxpr(vn.implicit(lambda d: jnp.split(d, 2)))(d)
     assert str(jaxpr).count(" = split[") == 1
@@ -119,7 +119,7 @@ class Outer(vn.ImplicitArray):
 @pytest.mark.parametrize(
     "move", [lambda x: x.T, lambda x: x[1], lambda x: x[:, ::-1], lambda x: x[1:], jnp.ravel]
 )
-def test_leaves_that_lack_an_axis_are_moved_only_where_they_may_be(move):
+def test_moving_leaves_that_lack_an_axis_gives_the_dense_result(move):
     x = Outer(jnp.arange(3.0), jnp.arange(1.0, 4.0))
     assert jnp.array_equal(vn.materialise(vn.implicit(move)(x)), move(x.materialise()))
 
@@ -131,14 +131,14 @@ def test_values_that_share_a_byte_are_reversed(qtype, size):
     assert jnp.array_equal(vn.materialise(vn.implicit(jnp.flip)(q)), jnp.flip(vn.materialise(q)))
 
 
-def test_an_empty_part_leaves_the_rest_as_it_is():
+def test_concatenating_empty_arrays_keeps_the_type():
     q = vn.quant.quantize(jnp.eye(4), "int4", channelwise_axes=[0])
     out = vn.implicit(lambda q: jnp.concatenate([q[:0], q, q[:0]]))(q)
     assert isinstance(out, vn.quant.QArray)
     assert jnp.array_equal(vn.materialise(out), vn.materialise(q))
 
 
-def test_what_is_said_of_indices_is_not_said_of_those_that_leaves_share():
+def test_indices_of_shared_entries_are_not_marked_unique():
     w = lora(jax.random.key(0), (4, 6))
     numbers = jax.lax.GatherDimensionNumbers((1, 2), (), (0, 1))
     said = {"unique_indices": True, "indices_are_sorted": True, "mode": "clip"}

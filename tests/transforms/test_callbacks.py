@@ -40,7 +40,7 @@ def test_a_host_function_gets_the_dense_array(make, call, x):
 
 
 @pytest.mark.parametrize("call", [pure, io])
-def test_it_is_made_dense_visibly(call, x):
+def test_materialization_for_a_host_function_is_reported(call, x):
     q = MAKERS["int4"](jax.random.key(0))
     (event,) = vn.explain(call)(x, q).materialised
     assert event.primitive == f"{call.__name__}_callback"
@@ -50,7 +50,7 @@ def test_it_is_made_dense_visibly(call, x):
 @pytest.mark.parametrize(
     "method", ["sequential", "sequential_unrolled", "expand_dims", "broadcast_all"]
 )
-def test_a_vmap_method_holds(method):
+def test_the_vmap_method_is_kept(method):
     xs = jax.random.normal(jax.random.key(1), (3, 2, 6))
     ws = MAKERS["nf4"](jax.random.key(0), (3, 6, 6))
     f = lambda x, w: pure(x, w, vmap_method=method)
@@ -62,7 +62,7 @@ def test_a_vmap_method_holds(method):
     assert_close(vn.implicit(jax.vmap(f, (0, None)))(xs, one), dense)
 
 
-def test_a_loop_of_many_large_callbacks_ends():
+def test_a_loop_of_many_large_callbacks_does_not_deadlock():
     w = lora(jax.random.key(0), (512, 512))
     column = lambda w: jax.pure_callback(
         lambda w: np.asarray(w)[:, 0], jax.ShapeDtypeStruct((512,), jnp.float32), w
@@ -101,7 +101,7 @@ def test_debug_callback_sees_the_dense_array():
     assert rest == ["weight", "kg"]
 
 
-def test_a_label_that_refuses_to_be_dense_goes_over_as_it_is():
+def test_a_label_without_a_dense_form_is_passed_unchanged():
     def host(x):
         assert isinstance(x, Tagged)
         assert x.label == "kg"
@@ -125,7 +125,7 @@ def test_a_compiled_callback_is_compiled_once():
     assert len(traces) == 1
 
 
-def test_a_gradient_is_refused_as_jax_refuses_it(x):
+def test_a_gradient_raises_the_error_of_jax(x):
     w = lora(jax.random.key(0))
     loss = lambda x, w: jnp.sum(pure(x, w))
     for f in (jax.grad(vn.implicit(loss)), vn.implicit(jax.grad(loss))):
@@ -176,7 +176,7 @@ def test_debug_prints_are_in_order_in_a_loop(capfd):
     assert capfd.readouterr().out.splitlines() == expected
 
 
-def test_debug_print_does_not_disturb_a_gradient(capfd):
+def test_debug_print_does_not_change_a_gradient(capfd):
     w, x = lora(jax.random.key(0)), jnp.ones((2, 6))
 
     def loss(w):

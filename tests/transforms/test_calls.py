@@ -43,12 +43,12 @@ WRAPS = {
 @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
 @pytest.mark.parametrize("called", [c(jnp.tanh) for c in CALLS.values()], ids=CALLS)
 class TestCalls:
-    def test_of_dense_operands_next_to_an_implicit_one(self, called, wrap):
+    def test_dense_operands_next_to_an_implicit_one(self, called, wrap):
         w = MAKERS["lora"](jax.random.key(6))
         f = lambda x, w: (called(x), called(x @ w))
         assert_close(wrap(f)(X, w), f(X, vn.materialise(w)))
 
     @pytest.mark.parametrize("name", MAKERS)
-    def test_of_an_implicit_operand(self, called, wrap, name):
+    def test_an_implicit_operand_gives_the_dense_result(self, called, wrap, name):
         w = MAKERS[name](jax.random.key(7))
         assert_close(wrap(called)(w), called(vn.materialise(w)))

@@ -51,7 +51,7 @@ def over_rows(f, check_vma=True):
 
 
 @pytest.mark.parametrize("name", EVERY_TYPE)
-def test_of_every_type(name):
+def test_every_type_gives_the_dense_result_under_vmap(name):
     """Over an axis of `vmap`, of which nothing is known but that leaves may differ."""
     values = value(name, (3,))
     goes = lambda x: (
@@ -82,7 +82,7 @@ FORMATS = arrays.OnDemand(
 
 @pytest.mark.parametrize("check_vma", [True, False], ids=["checked", "unchecked"])
 @pytest.mark.parametrize("name", FORMATS)
-def test_quantised_arrays_are_sent_as_stored(name, check_vma):
+def test_quantized_arrays_are_sent_packed(name, check_vma):
     sent = SENT if check_vma else {k: f for k, f in SENT.items() if "same" not in k}
     if name == "mxfp8":  # a scale that is a power of 2 is never 0
         sent = {k: f for k, f in sent.items() if k != "ppermute to some"}
@@ -93,14 +93,14 @@ def test_quantised_arrays_are_sent_as_stored(name, check_vma):
         np.testing.assert_array_equal(found[program].dequantize(), expected)
 
 
-def test_a_scale_that_is_never_0_is_not_sent_to_some():
+def test_a_scale_without_zero_is_not_sent_to_some_devices():
     run = over_rows(SENT["ppermute to some"])
     found = jax.jit(vn.implicit(run))(FORMATS["mxfp8"])
     np.testing.assert_array_equal(found, run(vn.materialise(FORMATS["mxfp8"])))
 
 
 @pytest.mark.parametrize("program", ["all_gather, tiled", "ppermute"])
-def test_bytes_that_are_sent(program):
+def test_only_packed_bytes_are_sent(program):
     q = quantised("int4", -1, 8)
     run = jax.jit(vn.implicit(over_rows(SENT[program])))
     text = run.lower(q).compile().as_text()
@@ -116,7 +116,7 @@ def test_bytes_that_are_sent(program):
 _DTYPES = {"u8": "uint8", "f32": "float32"}
 
 
-def test_a_leaf_that_is_the_same_everywhere_stays_where_it_is():
+def test_a_leaf_that_all_devices_have_is_not_sent():
     """So a LoRA update is gathered by rows: of `b`, all devices have all."""
     lora = vn.types.LoraArray(quantised("int8", 0), normal(64, 4), normal(4, 64))
     gather = over_rows(SENT["all_gather, tiled"])
@@ -129,7 +129,7 @@ def test_a_leaf_that_is_the_same_everywhere_stays_where_it_is():
     assert event.primitive == "all_gather"
 
 
-def test_derivatives_through_collectives():
+def test_gradients_through_collectives_match_the_dense_ones():
     w = vn.types.LoraArray(*(0.2 * normal(*shape) for shape in ((8, 8), (8, 2), (2, 8))))
     gather = lambda x: lax.all_gather(x, "i", tiled=True)
     body = lambda w: jnp.sum(jnp.sin(gather(w) @ lax.ppermute(w, "i", ROUND).T))[None]

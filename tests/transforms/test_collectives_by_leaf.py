@@ -83,7 +83,7 @@ def over_blocks(programs, check_vma):
     ("name", "check_vma"),
     [*((name, True) for name in EVERY_TYPE), *((name, False) for name in UNCHECKED)],
 )
-def test_every_type_gives_what_the_dense_array_does(name, check_vma):
+def test_every_type_gives_the_dense_result(name, check_vma):
     values = value(name, (32,))
     dense = plain(values)
     programs = dict(OF_A_BATCH) if name == "PRNGKey" else dict(EACH)
@@ -104,7 +104,7 @@ def test_every_type_gives_what_the_dense_array_does(name, check_vma):
 
 
 @pytest.mark.parametrize("name", EVERY_TYPE)
-def test_every_type_stays_what_it_is_along_its_batch(name):
+def test_collectives_along_a_batch_axis_keep_the_type(name):
     values = value(name, (32,))
     if isinstance(values, T.Frozen | T.Lazy):
         pytest.skip("what comes of it is no constant, and has no batch axes")
@@ -149,7 +149,7 @@ def bytes_sent(run, *operands):
 
 
 @pytest.mark.parametrize("program", SENT)
-def test_bytes_of_int4_in_tiles_of_128(program):
+def test_int4_in_tiles_of_128_sends_a_sixth_of_the_bytes(program):
     q = quantised(8192, 64)
     f = jax.shard_map(SENT[program], mesh=LINE, in_specs=P("i"), out_specs=P("i"))
     run = jax.jit(vn.implicit(f, on_materialise="error"))
@@ -157,7 +157,7 @@ def test_bytes_of_int4_in_tiles_of_128(program):
     assert 0 < bytes_sent(run, q) <= 0.16 * bytes_sent(jax.jit(f), q.dequantize())
 
 
-def test_a_low_rank_update_goes_from_rows_to_columns():
+def test_a_low_rank_update_is_split_by_columns_without_sending_b():
     """Of `b`, which all devices have, each takes its own part, and `a` is gathered."""
     w = T.LoraArray(quantised(64, 64, tile=4), jnp.ones((64, 2)), jax.random.normal(KEY, (2, 64)))
     f = jax.shard_map(SENT["all_to_all"], mesh=LINE, in_specs=P("i"), out_specs=P(None, "i"))
@@ -182,7 +182,7 @@ def over_rows(f, in_specs, out_specs):
     return jax.shard_map(f, mesh=LINE, in_specs=in_specs, out_specs=out_specs)
 
 
-def test_layers_are_gathered_in_a_scan_and_again_in_the_backward_pass():
+def test_checkpointed_layers_in_a_scan_are_gathered_twice():
     layers, x = stacked(3), jax.random.normal(KEY, (16, 64))
 
     def loss(w, x):
@@ -198,7 +198,7 @@ def test_layers_are_gathered_in_a_scan_and_again_in_the_backward_pass():
     assert sorted(gathers) == ["f32", "f32", "u8", "u8"]  # codes and scales, forward and backward
 
 
-def test_what_a_scan_takes_of_a_dense_array_may_be_gathered_beside_a_packed_one():
+def test_a_scan_gathers_dense_and_packed_slices():
     layers, updates = stacked(2), jax.random.normal(KEY, (2, 64, 64))
 
     def body(w, u):
@@ -212,7 +212,7 @@ def test_what_a_scan_takes_of_a_dense_array_may_be_gathered_beside_a_packed_one(
     )
 
 
-def test_the_transpose_of_a_gather_is_a_psum_scatter():
+def test_the_transpose_of_a_gather_is_a_reduce_scatter():
     """By `a` and `b` of a LoRA: of `b`, which is not gathered, it is a sum."""
     q, x = quantised(64, 64, tile=8), jax.random.normal(KEY, (8, 64))
     a, b = jnp.ones((64, 2)), jax.random.normal(KEY, (2, 64))
@@ -233,7 +233,7 @@ def test_the_transpose_of_a_gather_is_a_psum_scatter():
     assert len(re.findall(r"f32\[8,2\]\S* = reduce_scatter\[", program)) == 1
 
 
-def test_a_quantised_weight_has_a_dense_gradient_within_and_none_outside():
+def test_a_quantized_weight_has_a_gradient_only_inside_implicit():
     q, x = quantised(64, 64, tile=8), jax.random.normal(KEY, (8, 64))
     grad = over_rows(jax.grad(sum_of_squares, 1), (P("i"), P("i")), P("i"))
     found = jax.jit(vn.implicit(grad, on_materialise=only_by_rules))(x, q)
@@ -244,7 +244,7 @@ def test_a_quantised_weight_has_a_dense_gradient_within_and_none_outside():
 
 
 @pytest.mark.parametrize("outside", [True, False], ids=["vmap outside", "vmap inside"])
-def test_vmap_of_collectives(outside):
+def test_vmap_of_collectives_keeps_the_type(outside):
     q = stacked(2)
     f = over_rows(
         lambda w: lax.all_to_all(SENT["all_gather"](w), "i", 1, 0, tiled=True), P("i"), P("i")
@@ -255,7 +255,7 @@ def test_vmap_of_collectives(outside):
     np.testing.assert_array_equal(out.dequantize(), jax.jit(jax.vmap(f))(q.dequantize()))
 
 
-def test_a_broadcast_is_of_each_leaf():
+def test_pbroadcast_sends_each_leaf():
     on_devices = over_rows(lambda x: lax.pbroadcast(x, "i", 2), P("i"), P("i"))
     run = jax.jit(vn.implicit(on_devices, on_materialise="error"))
     text = run.trace(quantised(64, 64, tile=8)).lower(lowering_platforms=("cuda",)).as_text()
@@ -278,7 +278,7 @@ def events(f, *operands):
         ("dynamic_slice", lambda x: lax.dynamic_slice_in_dim(x, lax.axis_index("i") * 2, 4)),
     ],
 )
-def test_what_is_dense_and_says_so(primitive, program):
+def test_sums_and_cut_blocks_are_materialized_and_reported(primitive, program):
     q = quantised(64, 64, tile=4)
     f = over_rows(program, P("i"), P("i"))
     assert events(f, q) == [primitive]
@@ -286,7 +286,7 @@ def test_what_is_dense_and_says_so(primitive, program):
     np.testing.assert_allclose(jax.jit(vn.implicit(f))(q), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_tile_that_lies_across_devices_is_named():
+def test_the_error_names_a_tile_that_devices_would_share():
     w = {"up": quantised(64, 64, tile=32)}
     gather = over_rows(lambda w: SENT["all_gather"](w["up"]), P("i"), P("i"))
     run = vn.implicit(lambda w: gather(w), on_materialise="error")
@@ -298,14 +298,14 @@ def test_a_tile_that_lies_across_devices_is_named():
         run({"up": update})
 
 
-def test_a_type_whose_axis_is_stored_together_is_named():
+def test_the_error_names_an_axis_that_is_stored_as_a_whole():
     w = {"up": T.Rotated(jnp.ones((8, 8)))}
     gather = over_rows(lambda w: SENT["all_gather"](w["up"]), P("i"), P("i"))
     with pytest.raises(vn.MaterialiseError, match="axis 0 is stored as a whole"):
         vn.implicit(gather, on_materialise="error")(w)
 
 
-def test_what_is_made_without_its_leaf_differs_where_that_does():
+def test_a_dense_array_varies_where_an_unused_leaf_varies():
     """A leaf says what the dense form of an identity does not: that it is of a batch in blocks."""
     eye = T.Identity(4, leading=(8,))
     f = over_rows(lambda w: lax.psum(w + 0.0, "i"), P("i"), P())
@@ -314,7 +314,7 @@ def test_what_is_made_without_its_leaf_differs_where_that_does():
 
 
 @pytest.mark.parametrize("how", [{"tiled": True}, {"axis": 1, "tiled": True}], ids=str)
-def test_a_value_that_the_program_builds_is_a_tree_to_a_gather_and_says_so(how):
+def test_gathering_the_leaves_of_a_built_value_raises(how):
     w, a, b = jnp.ones((64, 64)), jnp.ones((64, 2)), jnp.ones((2, 64))
 
     def body(w, a, b, gather=lambda x: lax.all_gather(x, "i", **how)):

@@ -51,7 +51,7 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_everything_has_a_rule(program, name):
+def test_no_operand_is_materialized(program, name):
     w, ws = MAKERS[name](KEY), MAKERS[name](KEY, (2, 6, 6))
     assert without_rule(vn.explain(PROGRAMS[program])(X, w, ws)) == []
 
@@ -65,27 +65,27 @@ def test_options_of_scan_are_kept(options, name):
 
 
 # In the matrix, no condition of a loop uses the value.
-def test_a_condition_that_uses_a_value(name):
+def test_the_condition_of_a_loop_may_use_a_value(name):
     w = MAKERS[name](KEY)
     f = lambda x, w: PROGRAMS["while, in its condition"](x, w, None)
     assert_close(vn.implicit(f)(X, w), f(X, vn.materialise(w)))
 
 
-def test_what_is_made_dense_in_a_branch_is_told(name):
+def test_materialization_in_a_branch_is_reported(name):
     w = MAKERS[name](KEY)
     f = lambda x, w: lax.cond(True, jnp.matmul, lambda x, w: x @ w.T, x, w)
     told = [e.primitive for e in without_rule(vn.explain(f)(X, w))]
     assert told == (["transpose"] if isinstance(w, Lora) else [])  # which alone has no rule for it
 
 
-def test_a_carry_that_changes_type_is_made_dense_and_says_so(name):
+def test_a_carry_that_changes_type_is_materialized(name):
     w = MAKERS[name](KEY)
     f = lambda w: lax.fori_loop(0, 3, lambda i, w: w * 2.0, w)
     assert_close(vn.implicit(f)(w), f(vn.materialise(w)))
     assert vn.explain(f)(w).materialised
 
 
-def test_branches_of_an_implicit_and_a_dense_array(name):
+def test_branches_may_return_an_implicit_and_a_dense_array(name):
     w = MAKERS[name](KEY)
     f = lambda i, w: lax.switch(i, [lambda w: w, lambda w: w * 2.0, lambda w: w], w)
     for i in range(3):

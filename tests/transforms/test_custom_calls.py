@@ -58,7 +58,7 @@ def test_the_program_inside_runs_the_rules(make, name, x):
 @pytest.mark.parametrize("name", ["batched", "sequential"])
 @pytest.mark.parametrize("in_axes", [(0, 0), (0, None), (None, 0)], ids=str)
 @pytest.mark.parametrize("kind", ["lora", "int4"])
-def test_vmap_runs_the_rule_that_the_call_brings(kind, in_axes, name):
+def test_vmap_runs_the_batching_rule_of_custom_vmap(kind, in_axes, name):
     f = CALLS[name]
     xs = jax.random.normal(jax.random.key(1), (3, 2, 6) if in_axes[0] == 0 else (2, 6))
     w = MAKERS[kind](jax.random.key(0), (3, 6, 6) if in_axes[1] == 0 else (6, 6))
@@ -68,7 +68,7 @@ def test_vmap_runs_the_rule_that_the_call_brings(kind, in_axes, name):
     assert_close(jax.jit(jax.vmap(jax.jit(vn.implicit(f)), in_axes))(xs, w), expected)
 
 
-def test_a_value_of_which_one_leaf_is_batched_is_batched(x):
+def test_a_value_is_batched_if_one_leaf_is_batched(x):
     w = lora(jax.random.key(0))
     scales = jnp.arange(3.0)
     f = lambda s: batched(x, w.w + s * (w.a @ w.b))
@@ -78,7 +78,7 @@ def test_a_value_of_which_one_leaf_is_batched_is_batched(x):
 
 @pytest.mark.parametrize("name", ["batched", "sequential", "linear"])
 @pytest.mark.parametrize("kind", ["lora", "int4"])
-def test_forward_derivatives(kind, name, x):
+def test_forward_derivatives_match_the_dense_ones(kind, name, x):
     """JAX has no reverse-mode derivative of a custom_vmap."""
     f, w = CALLS[name], MAKERS[kind](jax.random.key(0))
     expected = jax.jvp(lambda x: f(x, vn.materialise(w)), (x,), (x + 1,))
@@ -89,7 +89,7 @@ def test_forward_derivatives(kind, name, x):
 
 
 @pytest.mark.parametrize("kind", ["lora", "int4"])
-def test_linear_call_is_transposed_as_it_says(kind, x):
+def test_linear_call_uses_its_own_transpose(kind, x):
     w = MAKERS[kind](jax.random.key(0))
     loss = lambda x, w: jnp.sum(jnp.sin(linear(x, w)))
     expected = jax.grad(loss)(x, vn.materialise(w))
@@ -116,7 +116,7 @@ remembered.defvjp(_fwd, _bwd, optimize_remat=True)
 
 
 @pytest.mark.parametrize("kind", ["lora", "int4"])
-def test_a_custom_vjp_optimized_for_checkpoint(kind, x):
+def test_a_custom_vjp_with_optimize_remat_uses_its_rule(kind, x):
     w = MAKERS[kind](jax.random.key(0))
     loss = lambda x, w: jnp.sum(jax.checkpoint(remembered)(x, w) ** 2)
     expected = jax.grad(loss)(x, vn.materialise(w))
@@ -141,7 +141,7 @@ def test_a_custom_vmap_keeps_a_label():
     assert_close(out.x, jnp.sin(x.x))
 
 
-def test_a_batching_rule_that_loses_a_label_is_refused():
+def test_a_batching_rule_that_loses_a_label_raises():
     f = custom_vmap(jnp.sin)
 
     @f.def_vmap

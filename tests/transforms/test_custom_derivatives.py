@@ -88,7 +88,7 @@ def function(request):
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("name", ["lora", "int4"])
-def test_value(function, shape, name):
+def test_custom_functions_give_the_dense_result(function, shape, name):
     w = MAKERS[name](KEY)
     f = shape(function)
     expected = f(X, vn.materialise(w))
@@ -97,7 +97,7 @@ def test_value(function, shape, name):
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_gradient_by_the_leaves(function, shape):
+def test_gradients_of_leaves_use_the_custom_rule(function, shape):
     f = lambda x, w: jnp.sin(shape(function)(x, w)).sum()
     rebuild = lambda leaves: jax.tree.unflatten(jax.tree.structure(LORA), leaves)
     by_leaves = lambda x, leaves: f(x, vn.materialise(rebuild(leaves)))
@@ -109,7 +109,7 @@ def test_gradient_by_the_leaves(function, shape):
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("name", ["lora", "int4"])
-def test_gradient_by_the_dense_array(function, shape, name):
+def test_gradients_of_the_dense_array_use_the_custom_rule(function, shape, name):
     w = MAKERS[name](KEY)
     f = lambda x, w: jnp.sin(shape(function)(x, w)).sum()
     expected = jax.grad(f, (0, 1))(X, vn.materialise(w))
@@ -117,13 +117,13 @@ def test_gradient_by_the_dense_array(function, shape, name):
     assert_close(jax.jit(vn.implicit(jax.grad(f, (0, 1))))(X, w), expected, tol=2e-5)
 
 
-def test_gradient_past_a_quantised_operand(function):
+def test_the_gradient_of_x_uses_the_rule_with_a_quantized_w(function):
     w = MAKERS["nf4"](KEY)
     f = lambda x, w: jnp.sin(function(x, w)).sum()
     assert_close(jax.grad(vn.implicit(f))(X, w), jax.grad(f)(X, vn.materialise(w)), tol=2e-5)
 
 
-def test_vmap(function):
+def test_vmap_of_custom_functions_gives_the_dense_result(function):
     ws = MAKERS["int8"](KEY, (2, 6, 6))
     expected = jax.vmap(function, (None, 0))(X, vn.materialise(ws))
     assert_close(jax.vmap(vn.implicit(function), (None, 0))(X, ws), expected)
@@ -166,7 +166,7 @@ USES = {
 @pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
 @pytest.mark.parametrize("name", USES)
-def test_a_cotangent_by_leaves_is_no_array(name, inside, jit):
+def test_a_cotangent_with_one_array_per_leaf_is_not_an_array(name, inside, jit):
     """The codes have none. Their zeros would pass for those of the gradient."""
     quantize = lambda w: vn.quant.quantize(w, "int8", channelwise_axes=[1])
     f = jax.custom_vjp(quantize)
@@ -198,7 +198,7 @@ def test_a_cotangent_may_have_another_dtype():
     assert_close(jax.tree.leaves(gradient), jax.tree.leaves(expected), tol=0.1)
 
 
-def test_the_choice_on_materialisation_holds_for_rules_that_run_later():
+def test_on_materialise_also_applies_to_backward_rules():
     @jax.custom_vjp
     def f(x, w):
         return (x @ w).sum()
@@ -214,7 +214,7 @@ def test_the_choice_on_materialisation_holds_for_rules_that_run_later():
         jax.grad(strict)(X, LORA)
 
 
-def test_a_label_is_kept_under_every_transformation():
+def test_transformations_keep_a_label():
     same = jax.custom_jvp(lambda t: jnp.sin(t))
     same.defjvp(lambda p, t: (jnp.sin(*p), jnp.tanh(*p) * t[0]))
     f, tagged = vn.implicit(same), Tagged(X, "m")
@@ -226,14 +226,14 @@ def test_a_label_is_kept_under_every_transformation():
     assert_close(tangent.x, jnp.tanh(X) * 2 * X)
 
 
-def test_the_cotangent_of_a_label_is_that_of_its_leaf():
+def test_the_cotangent_of_a_label_is_a_label():
     same = jax.custom_vjp(lambda t: jnp.sin(t))
     same.defvjp(lambda t: (jnp.sin(t), jnp.tanh(t)), lambda tanh, ct: (tanh * ct,))
     _, vjp = jax.vjp(vn.implicit(same), Tagged(X, "m"))
     assert_close(vjp(Tagged(3 * X, "m"))[0].x, jnp.tanh(X) * 3 * X)
 
 
-def test_metadata_that_a_derivative_loses_is_refused():
+def test_a_tangent_with_other_metadata_raises():
     f = jax.custom_jvp(lambda t: jnp.sin(t))
     f.defjvp(lambda p, t: (jnp.sin(*p), jnp.cos(t[0])))
 
@@ -249,7 +249,7 @@ def test_metadata_that_a_derivative_loses_is_refused():
 
 
 @pytest.mark.parametrize("name", ["custom_jvp_call", "custom_vjp_call"])
-def test_a_rule_of_a_user_does_not_take_the_place_of_an_authors(name, monkeypatch):
+def test_a_registered_rule_does_not_replace_a_custom_derivative(name, monkeypatch):
     table = {p: list(of_primitive) for p, of_primitive in rules._rules.items()}
     monkeypatch.setattr(rules, "_rules", table)
 

@@ -34,7 +34,7 @@ def notes_of(error, call):
 @pytest.mark.parametrize(
     "transformation", ["grad", "value_and_grad", "jacrev", "jacfwd", "hessian"]
 )
-def test_differentiating_quantized_weights_says_what_to_do(transformation, jit):
+def test_the_error_for_grad_of_quantized_weights_has_a_remedy(transformation, jit):
     f = jit(getattr(jax, transformation)(loss))
     text, notes = notes_of(TypeError, lambda: f(quantized(), X))
     assert "got int8" in text
@@ -43,13 +43,13 @@ def test_differentiating_quantized_weights_says_what_to_do(transformation, jit):
     assert "vn.lora.split" in notes
 
 
-def test_differentiating_adapters_of_quantized_weights_gets_the_note():
+def test_the_error_for_grad_of_quantized_lora_has_a_remedy():
     params = {"w": vn.types.LoraArray(quantized()["w"], jnp.ones((8, 2)), jnp.ones((2, 4)))}
     _, notes = notes_of(TypeError, lambda: jax.grad(loss)(params, X))
     assert "vn.lora.split" in notes
 
 
-def test_gradients_that_jax_takes_have_no_error():
+def test_gradients_that_jax_supports_have_no_error():
     q = quantized()
     jax.grad(loss, argnums=1)(q, X)
     jax.jacfwd(lambda x: q["w"])(jnp.ones(()))  # a result, not an argument
@@ -86,7 +86,7 @@ HOLD_CODES = {
 @pytest.mark.parametrize("apply", [optax.apply_updates, eqx.apply_updates], ids=["optax", "eqx"])
 @pytest.mark.parametrize("wrap", [lambda f: f, vn.implicit], ids=["outside", "implicit"])
 @pytest.mark.parametrize("make", HOLD_CODES.values(), ids=HOLD_CODES)
-def test_no_update_replaces_codes_in_silence(make, wrap, apply):
+def test_a_dense_update_of_codes_raises(make, wrap, apply):
     params = {"w": make(quantized()["w"])}
     with pytest.raises(TypeError, match=r"apply_updates: quantized weights cannot be updated"):
         wrap(apply)(params, {"w": jnp.ones((8, 4))})
@@ -98,7 +98,7 @@ def test_a_quantized_update_of_dense_weights_is_applied(apply):
     assert jnp.allclose(updated["w"], W[0] + vn.materialise(quantized()["w"]))
 
 
-def test_optax_updates_what_it_can():
+def test_optax_updates_lora_arrays():
     params = {"w": vn.types.LoraArray(jnp.ones((8, 4)), jnp.ones((8, 2)), jnp.ones((2, 4)))}
     updated = optax.apply_updates(params, jax.tree.map(jnp.ones_like, params))
     assert (updated["w"].a == 2).all()
@@ -123,13 +123,13 @@ class Unshown(vn.ImplicitArray):
         raise ZeroDivisionError
 
 
-def test_other_errors_of_updates_are_those_of_jax():
+def test_other_errors_of_updates_come_from_jax():
     assert optax.apply_updates(Half(2.0), Half(1.0)).x == 3
     with pytest.raises(ValueError, match="pytree structure error: different types"):
         optax.apply_updates(vn.types.Diagonal(jnp.ones(3)), jnp.ones((3, 3)))
 
 
-def test_a_loop_may_have_arrays_without_leaves():
+def test_loops_accept_values_without_leaves():
     params = {"w": vn.quant.quantize(W, "int8", channelwise_axes=[0, 2]), "b": jnp.zeros((3, 4))}
     parts = vn.tree.partition(params, vn.trainable(params))
     jax.lax.scan(lambda c, layer: (c, None), 0, parts)
@@ -157,7 +157,7 @@ def test_errors_with_other_causes_have_no_note(program):
     ("module", "name"),
     [("jax._src.api", "value_and_grad_f"), ("jax._src.tree_util", "_prefix_error")],
 )
-def test_a_renamed_function_of_jax_only_loses_its_note(module, name):
+def test_without_the_known_jax_function_only_the_note_is_lost(module, name):
     namespace = {"__name__": module}
     exec(f"import jax\ndef {name}(x):\n    return jax.tree_util.tree_leaves(x)", namespace)
     assert len(namespace[name](quantized())) == 2
@@ -178,7 +178,7 @@ def shared_scale():
     ],
     ids=["vmap", "jit", "scan", "map"],
 )
-def test_mapping_leaves_of_different_sizes_says_what_to_do(run, text):
+def test_the_error_for_leaves_of_different_sizes_has_a_remedy(run, text):
     message, notes = notes_of(ValueError, lambda: run(shared_scale()))
     assert text in message
     assert "QArray(q8[3,8,4]" in notes
@@ -195,7 +195,7 @@ def test_mapping_leaves_of_different_sizes_says_what_to_do(run, text):
     ],
     ids=["scan", "fori_loop", "while_loop"],
 )
-def test_a_carry_that_becomes_dense_says_what_to_do(loop):
+def test_the_error_for_a_carry_that_becomes_dense_has_a_remedy(loop):
     text, notes = notes_of(TypeError, lambda: loop(quantized()["w"]))
     assert "pytree structure" in text
     assert "Move the loop inside vn.implicit" in notes

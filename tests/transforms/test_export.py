@@ -32,7 +32,7 @@ def x():
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_an_exported_program_gives_what_the_dense_one_gives(make, x):
+def test_an_exported_program_gives_the_dense_result(make, x):
     w = make(jax.random.key(0))
     program = rebuilt(vn.implicit(model), w, x)
     out = program.call(w, x)
@@ -40,7 +40,7 @@ def test_an_exported_program_gives_what_the_dense_one_gives(make, x):
     assert jax.tree.structure(out) == jax.tree.structure(vn.implicit(model)(w, x))
 
 
-def test_types_that_refuse_to_be_dense_are_exported():
+def test_types_without_a_dense_form_are_exported():
     value, one_hot = Tagged(jnp.ones(3), "kg"), OneHot(jnp.float32(2.0), 1, n=3)
     f = vn.implicit(lambda x, e: (jnp.sin(x), jnp.arange(3.0) @ e, e))
     tagged, picked, same = rebuilt(f, value, one_hot).call(value, one_hot)
@@ -48,7 +48,7 @@ def test_types_that_refuse_to_be_dense_are_exported():
     assert (tagged.label, float(picked), same.index, same.n) == ("kg", 2.0, 1, 3)
 
 
-def test_a_gradient_is_exported(x):
+def test_gradients_can_be_exported(x):
     w = lora(jax.random.key(0))
     f = jax.grad(vn.implicit(lambda w, x: jnp.sum(model(w, x)[0])))
     program = rebuilt(f, w, x)
@@ -59,7 +59,7 @@ def test_a_gradient_is_exported(x):
     assert program.in_tree == export.export(jax.jit(f))(w, x).in_tree
 
 
-def test_other_metadata_is_refused_by_the_program(x):
+def test_an_exported_program_rejects_other_metadata(x):
     w = lora(jax.random.key(0))
     other = Lora(w.w, w.a, w.b, scale=2.0)
     with pytest.raises(ValueError, match="structure"):
@@ -104,14 +104,14 @@ METADATA = [
 
 
 @pytest.mark.parametrize("data", METADATA, ids=str)
-def test_metadata_comes_back_as_it_was(data):
+def test_metadata_survives_serialization(data):
     value = Labelled(jnp.ones(2), data)
     out = rebuilt(lambda x: x, value).call(value)
     assert out.data == data
     assert type(out.data) is type(data)
 
 
-def test_a_named_tuple_comes_back_as_it_was():
+def test_a_named_tuple_in_metadata_survives_serialization():
     value = Labelled(jnp.ones(2), pair=Pair(1, (2.0,)))
     out = rebuilt(lambda x: x, value).call(value)
     assert out.pair == Pair(1, (2.0,))
@@ -123,12 +123,12 @@ def test_a_named_tuple_comes_back_as_it_was():
     [object(), Pair(1, ()), frozenset({1}), (1, 2j)],
     ids=["object", "named tuple", "set", "complex"],
 )
-def test_metadata_that_cannot_be_written_is_named(data):
+def test_the_error_names_metadata_that_cannot_be_serialized(data):
     with pytest.raises(TypeError, match=r"jax\.export cannot write Labelled\.data"):
         rebuilt(lambda x: x, Labelled(jnp.ones(2), data))
 
 
-def test_a_class_may_be_defined_again():
+def test_a_class_may_be_defined_twice():
     def define(scale):
         class Scaled(vn.ImplicitArray):
             x: jax.Array
@@ -155,7 +155,7 @@ print(program.call(q, jnp.arange(4.0)).tolist())
 """
 
 
-def test_a_file_is_read_by_another_process(tmp_path):
+def test_another_process_can_read_an_exported_file(tmp_path):
     q = vn.quant.quantize(jnp.eye(4), "nf4", channelwise_axes=[1])
     f = jax.jit(vn.implicit(lambda q, x: x @ q))
     file = tmp_path / "program"
@@ -170,7 +170,7 @@ def test_a_file_is_read_by_another_process(tmp_path):
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_lower_and_compile(make, x):
+def test_a_compiled_program_takes_other_values_of_the_type(make, x):
     w = make(jax.random.key(0))
     compiled = jax.jit(vn.implicit(model)).lower(w, x).compile()
     assert_close(compiled(w, x), model(vn.materialise(w), x))
@@ -179,7 +179,7 @@ def test_lower_and_compile(make, x):
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_eval_shape_gives_implicit_results_of_abstract_leaves(make, x):
+def test_eval_shape_returns_values_with_abstract_leaves(make, x):
     w = make(jax.random.key(0))
     abstract = jax.eval_shape(vn.implicit(model), w, x)
     concrete = vn.implicit(model)(w, x)
@@ -192,7 +192,7 @@ def test_eval_shape_gives_implicit_results_of_abstract_leaves(make, x):
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_make_jaxpr_takes_and_gives_leaves(make, x):
+def test_a_jaxpr_takes_and_returns_leaves(make, x):
     w = make(jax.random.key(0))
     program, shape = jax.make_jaxpr(vn.implicit(model), return_shape=True)(w, x)
     out = jax.core.eval_jaxpr(program.jaxpr, program.consts, *jax.tree.leaves((w, x)))

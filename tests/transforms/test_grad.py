@@ -16,28 +16,28 @@ LORA = MAKERS["lora"](KEY)
 f = lambda x, w: jnp.sin(jnp.tanh(x @ w) + (w**2).sum()).sum()
 
 
-def test_the_gradient_by_leaves_is_of_the_same_type():
+def test_the_gradient_of_leaves_has_the_same_type():
     g = jax.grad(vn.implicit(f), 1)(X, LORA)
     assert isinstance(g, Lora)
     assert g.scale == LORA.scale
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_a_dense_tangent_of_an_implicit_primal(name):
+def test_jvp_takes_a_dense_tangent_of_an_implicit_primal(name):
     w = MAKERS[name](KEY)
     pushed = lambda x, w: jax.jvp(f, (x, w), (X, jnp.ones((6, 6))))
     assert_close(vn.implicit(pushed)(X, w), pushed(X, vn.materialise(w)), tol=2e-5)
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "nf4"])
-def test_gradients_flow_past_a_quantised_weight(name):
+def test_x_has_a_gradient_if_w_is_quantized(name):
     w = MAKERS[name](KEY)
     ours = jax.grad(vn.implicit(f))(X, w)
     assert_close(ours, jax.grad(f)(X, vn.materialise(w)))
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
-def test_gradient_by_the_scale(name):
+def test_the_gradient_of_a_scale_matches_the_dense_one(name):
     w = MAKERS[name](KEY)
     rebuilt = lambda s: vn.quant.QArray.from_packed(w.packed, s, qtype=w.qtype, packing=w.packing)
     ours = jax.grad(lambda s: vn.implicit(f)(X, rebuilt(s)))(w.scale)

@@ -29,7 +29,7 @@ def strict(f):
 
 @pytest.mark.parametrize("name", IDENTITIES)
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_the_type_and_its_value_are_kept(make, name):
+def test_identities_keep_the_type_and_the_value(make, name):
     x = make(jax.random.key(0))
     out = jax.jit(strict(IDENTITIES[name]))(x)
     assert jax.tree.structure(out) == jax.tree.structure(x)
@@ -41,7 +41,7 @@ def test_the_type_and_its_value_are_kept(make, name):
 
 @pytest.mark.parametrize("name", IDENTITIES)
 @pytest.mark.parametrize(("make", "unfit"), REFUSING.values(), ids=REFUSING)
-def test_a_type_that_refuses_to_be_dense_is_kept(make, unfit, name):
+def test_identities_keep_types_without_a_dense_form(make, unfit, name):
     if name == unfit:
         pytest.skip("the layout is of a matrix")
     x = make()
@@ -55,14 +55,14 @@ def test_a_type_that_refuses_to_be_dense_is_kept(make, unfit, name):
 @pytest.mark.parametrize(
     "name", sorted(IDENTITIES.keys() - {"layout_constraint"})
 )  # JAX has no vmap of it
-def test_under_vmap(name):
+def test_identities_keep_the_type_under_vmap(name):
     x = MAKERS["int4"](jax.random.key(0), (3, 6, 6))
     for f in (jax.vmap(strict(IDENTITIES[name])), strict(jax.vmap(IDENTITIES[name]))):
         assert jax.tree.structure(f(x)) == jax.tree.structure(x)
         assert_close(f(x), x)
 
 
-def test_a_barrier_of_several_operands_keeps_each():
+def test_a_barrier_keeps_the_type_of_each_operand():
     x, q, y = jnp.ones(2), MAKERS["int8"](jax.random.key(0)), Tagged(jnp.zeros(3), "kg")
     barrier = strict(lambda *xs: jax.lax.optimization_barrier(xs))
     out = jax.jit(barrier)(x, q, y)
@@ -72,7 +72,7 @@ def test_a_barrier_of_several_operands_keeps_each():
 
 
 @pytest.mark.parametrize("name", ["copy", "checkpoint_name", "optimization_barrier"])
-def test_a_gradient_passes(name):
+def test_gradients_pass_through_identities(name):
     w, x = lora(jax.random.key(0)), jnp.ones((2, 6))
     loss = lambda w, x: jnp.sum((x @ IDENTITIES[name](w)) ** 2)
     of_leaves = jax.grad(lambda w, x: loss(w.materialise(), x))(w, x)
@@ -81,7 +81,7 @@ def test_a_gradient_passes(name):
     assert_close(vn.implicit(jax.grad(loss))(w, x), dense, 1e-4)
 
 
-def test_stop_gradient_stops_that_of_every_leaf():
+def test_stop_gradient_applies_to_every_leaf():
     w, x = lora(jax.random.key(0)), jnp.ones((2, 6))
     loss = lambda w, x: jnp.sum((x @ jax.lax.stop_gradient(w)) ** 2)
     grads = jax.grad(strict(loss))(w, x)
@@ -89,7 +89,7 @@ def test_stop_gradient_stops_that_of_every_leaf():
     assert not vn.implicit(jax.grad(loss))(w, x).any()
 
 
-def test_a_rule_that_names_a_type_wins():
+def test_a_rule_of_a_type_runs_first():
     class Loud(vn.ImplicitArray):
         x: jax.Array
 
@@ -103,20 +103,20 @@ def test_a_rule_that_names_a_type_wins():
     assert strict(jax.lax.copy_p.bind)(Loud(jnp.zeros(2))).tolist() == [1, 1]
 
 
-def test_materialise_of_a_traced_value_is_dense_and_no_fallback():
+def test_materialise_of_a_traced_value_is_not_reported():
     q, x = MAKERS["nf4"](jax.random.key(0)), jnp.ones((2, 6))
     f = lambda q, x: x + vn.materialise(q)[0]
     assert_close(jax.jit(strict(jax.jit(f)))(q, x), f(vn.materialise(q), x))
     assert not vn.explain(f)(q, x).materialised
 
 
-def test_no_leaf_of_a_value_that_is_kept_alive_is_dead_code():
+def test_dce_sink_keeps_every_leaf_alive():
     q = MAKERS["int8"](jax.random.key(0))
     program = jax.make_jaxpr(strict(lambda q: jax.lax.dce_sink(q)))(q)
     assert str(program).count("dce_sink") == len(jax.tree.leaves(q))
 
 
-def test_a_lower_precision_is_no_identity():
+def test_reduce_precision_to_fewer_bits_materializes():
     q = MAKERS["int8"](jax.random.key(0))
     reduce = lambda x: jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=2)
     assert_close(vn.implicit(reduce)(q), reduce(vn.materialise(q)))
@@ -143,7 +143,7 @@ POLICIES = {
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 @pytest.mark.parametrize("kind", ["lora", "int4"])
-def test_a_checkpoint_policy_changes_no_value(kind, policy):
+def test_checkpoint_policies_do_not_change_results(kind, policy):
     w, x = MAKERS[kind](jax.random.key(0)), jax.random.normal(jax.random.key(1), (2, 6))
     run = strict if kind == "int4" else vn.implicit  # this LoRA has no rule for x @ w.T
 
@@ -158,7 +158,7 @@ def test_a_checkpoint_policy_changes_no_value(kind, policy):
         assert_close(jax.jit(f)(x, w), dense, 1e-4)
 
 
-def test_a_named_implicit_value_is_saved_by_its_leaves(capsys):
+def test_a_checkpoint_saves_the_leaves_of_a_named_value(capsys):
     w, x = lora(jax.random.key(0)), jnp.ones((2, 6))
     policy = jax.checkpoint_policies.save_only_these_names("w")
     f = jax.checkpoint(lambda w: jnp.sum(jnp.sin(x @ checkpoint_name(w, "w"))), policy=policy)

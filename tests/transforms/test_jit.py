@@ -23,7 +23,7 @@ X = arrays.array(np.linspace(-1.0, 1.0, 18).reshape(3, 6))
 KEY = arrays.key(1)
 
 
-def test_implicit_results_leave_jit_as_they_are():
+def test_jit_returns_implicit_results():
     w = MAKERS["int4"](KEY)
     for wrap in (lambda f: jax.jit(vn.implicit(f)), lambda f: vn.implicit(jax.jit(f))):
         out = wrap(lambda w: (w, w.T))(w)
@@ -31,14 +31,14 @@ def test_implicit_results_leave_jit_as_they_are():
         assert_close(out, (vn.materialise(w), vn.materialise(w).T))
 
 
-def test_a_static_argument_of_an_implicit_function():
+def test_an_implicit_function_may_have_static_arguments():
     w = MAKERS["lora"](KEY)
     g = jax.jit(vn.implicit(lambda x, w, n: x @ w * n), static_argnums=2)
     assert_close(g(X, w, 3), X @ vn.materialise(w) * 3)
 
 
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
-def test_donated_leaves_are_taken():
+def test_the_leaves_of_a_donated_value_are_donated():
     w = MAKERS["lora"](KEY)
     dense = vn.materialise(w)
     g = jax.jit(lambda w: w, donate_argnums=0)
@@ -65,7 +65,7 @@ def test_the_dense_weight_of_a_lora_is_never_computed(wrap):
     assert (512, 512) in shapes(lambda x, w: jnp.exp(w))  # for which there is no rule
 
 
-def test_shardings_of_dense_operands_are_honoured():
+def test_jit_keeps_the_shardings_of_dense_operands():
     mesh = jax.make_mesh((8,), ("rows",), axis_types=(AxisType.Auto,))
     by_rows = NamedSharding(mesh, PartitionSpec("rows"))
     w = MAKERS["lora"](KEY)
@@ -91,14 +91,14 @@ def test_a_second_call_stages_nothing_new(stagings):
     assert len(stagings) == 1
 
 
-def test_operands_of_another_type_are_staged_for(stagings):
+def test_each_type_of_operands_is_staged_once(stagings):
     g = jax.jit(lambda x, w: x @ w)
     for name in ("lora", "int8", "lora of int8", "lora"):
         vn.implicit(g)(X, MAKERS[name](KEY))
     assert len(stagings) == 3
 
 
-def test_a_rule_registered_late_stages_anew(stagings):
+def test_a_new_rule_clears_staged_programs(stagings):
     class Late(Lora):
         pass
 

@@ -63,14 +63,14 @@ def b():
 
 @pytest.mark.parametrize("solver", SOLVERS.values(), ids=SOLVERS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_solution_is_that_of_the_dense_program(kind, solver, b):
+def test_solvers_give_the_dense_result(kind, solver, b):
     w = matrix(kind)
     expected = jax.jit(solver)(vn.materialise(w), b)
     assert_close(jax.jit(vn.implicit(solver))(w, b), expected, 1e-4)
 
 
 @pytest.mark.parametrize("solver", SOLVERS.values(), ids=SOLVERS)
-def test_derivatives_of_the_program(solver, b):
+def test_gradients_inside_implicit_match_the_dense_ones(solver, b):
     w = matrix("lora")
     loss = lambda w, b: jnp.sum(solver(w, b) ** 2)
     expected = jax.jit(jax.grad(loss, (0, 1)))(vn.materialise(w), b)
@@ -78,7 +78,7 @@ def test_derivatives_of_the_program(solver, b):
 
 
 @pytest.mark.parametrize("solver", SOLVERS.values(), ids=SOLVERS)
-def test_derivatives_of_the_rules(solver, b):
+def test_gradients_of_leaves_match_the_dense_ones(solver, b):
     w = matrix("lora")
     loss = lambda w, b: jnp.sum(solver(w, b) ** 2)
     of_leaves = jax.jit(jax.grad(lambda w, b: loss(w.materialise(), b), (0, 1)))(w, b)
@@ -89,13 +89,13 @@ def test_derivatives_of_the_rules(solver, b):
 
 @pytest.mark.parametrize("solver", SOLVERS.values(), ids=SOLVERS)
 @pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_an_operator_stays_implicit(kind, solver, b):
+def test_the_operator_is_not_materialized(kind, solver, b):
     jax.jit(vn.implicit(solver, on_materialise=only_by_rules)).lower(matrix(kind), b)
 
 
 @pytest.mark.parametrize("solver", [solve, root])
 @pytest.mark.parametrize("kind", KINDS)
-def test_jvp(kind, solver, b):
+def test_jvp_of_a_solver_matches_the_dense_one(kind, solver, b):
     w = matrix(kind)
     expected = jax.jvp(lambda b: solver(vn.materialise(w), b), (b,), (b + 1,))
     assert_close(jax.jvp(lambda b: vn.implicit(solver)(w, b), (b,), (b + 1,)), expected, 1e-4)
@@ -105,7 +105,7 @@ def test_jvp(kind, solver, b):
 
 @pytest.mark.parametrize("solver", SOLVERS.values(), ids=SOLVERS)
 @pytest.mark.parametrize("kind", ["lora", "int4"])
-def test_vmap_over_right_hand_sides(kind, solver):
+def test_vmap_over_right_hand_sides_gives_the_dense_result(kind, solver):
     w, bs = matrix(kind), jax.random.normal(jax.random.key(1), (3, N))
     expected = jax.jit(jax.vmap(solver, (None, 0)))(vn.materialise(w), bs)
     assert_close(jax.jit(jax.vmap(vn.implicit(solver), (None, 0)))(w, bs), expected, 1e-4)
@@ -113,14 +113,14 @@ def test_vmap_over_right_hand_sides(kind, solver):
 
 
 @pytest.mark.parametrize("solver", [solve, root])
-def test_vmap_over_operators(solver, b):
+def test_vmap_over_operators_gives_the_dense_result(solver, b):
     ws = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf[::-1]]), matrix("lora"))
     expected = jax.vmap(solver, (0, None))(vn.materialise(ws), b)
     assert_close(jax.vmap(vn.implicit(solver), (0, None))(ws, b), expected, 1e-4)
     assert_close(vn.implicit(jax.vmap(solver, (0, None)))(ws, b), expected, 1e-4)
 
 
-def test_a_right_hand_side_is_made_dense_visibly():
+def test_materialization_of_the_right_hand_side_is_reported():
     b = MAKERS["lora"](jax.random.key(1), (N, 1))
     a = jnp.eye(N) * 2
     f = lambda a, b: jax.lax.custom_linear_solve(lambda x: a @ x, b, lambda mv, b: b / 2)
@@ -129,7 +129,7 @@ def test_a_right_hand_side_is_made_dense_visibly():
     assert event.primitive == "custom_linear_solve"
 
 
-def test_what_a_solver_adds_to_the_solution_is_kept(b):
+def test_a_solver_may_return_implicit_aux_values(b):
     w = matrix("int4")
 
     def f(w, b):
@@ -155,14 +155,14 @@ def area():
     return Quantity(jnp.array([2.0, 4.0]), unit(m=1)), Quantity(jnp.array([6.0, 20.0]), unit(m=3))
 
 
-def test_the_solution_has_metadata_of_its_own(area):
+def test_the_solution_may_have_other_metadata(area):
     for f in (vn.implicit(scale), jax.jit(vn.implicit(scale))):
         x = f(*area)
         assert x.unit == unit(m=2)
         assert_close(x.x, jnp.array([3.0, 5.0]))
 
 
-def test_derivatives_of_a_solution_with_metadata(area):
+def test_the_cotangents_of_a_solution_keep_metadata(area):
     a, b = area
     out, vjp = jax.vjp(vn.implicit(scale), a, b)
     expected, vjp_of_numbers = jax.vjp(scale, a.x, b.x)
@@ -172,7 +172,7 @@ def test_derivatives_of_a_solution_with_metadata(area):
     assert (of_a.unit, of_b.unit) == (a.unit, b.unit)
 
 
-def test_a_solution_whose_metadata_is_wrong_is_refused(area):
+def test_a_solution_with_wrong_metadata_raises(area):
     f = lambda a, b: jax.lax.custom_linear_solve(lambda x: x * a, b, lambda mv, b: b * a)
     with pytest.raises(TypeError, match=r"custom_linear_solve.*'m', 3.0.*'m', 5.0"):
         vn.implicit(f)(*area)

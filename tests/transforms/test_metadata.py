@@ -22,7 +22,7 @@ KEEPING = {
 
 
 @pytest.mark.parametrize(("program", "power"), KEEPING.values(), ids=KEEPING)
-def test_metadata_that_agrees_is_kept(program, power):
+def test_equal_metadata_is_kept(program, power):
     out = vn.implicit(program)(LENGTH, FIRST)
     assert (type(out), out.power) == (Metres, power)
 
@@ -40,12 +40,12 @@ JOINED_BY_ZEROS = {
 
 @pytest.mark.parametrize("name", JOINED_BY_ZEROS)
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_a_zero_is_zero_in_any_unit(name, wrap):
+def test_zeros_are_converted_to_any_unit(name, wrap):
     out = jax.eval_shape(vn.implicit(wrap(JOINED_BY_ZEROS[name])), LENGTH)
     assert type(out) is Metres
 
 
-def test_a_type_without_metadata_takes_dense_arrays_in():
+def test_arrays_are_converted_to_a_type_without_metadata():
     loop = lambda x, y: jax.lax.fori_loop(0, 3, lambda i, c: c + y, x)
     out = vn.implicit(loop)(jnp.ones(3), Opaque(jnp.ones(3)))
     assert out.x.tolist() == [4, 4, 4]
@@ -59,7 +59,7 @@ def test_a_type_without_metadata_takes_dense_arrays_in():
     ],
     ids=["cond", "fori_loop"],
 )
-def test_an_array_that_is_not_zero_takes_no_unit(program):
+def test_an_array_that_is_not_zero_gets_no_unit(program):
     assert isinstance(vn.implicit(program)(LENGTH), jax.Array)
 
     class Strict(Metres):
@@ -73,19 +73,19 @@ def test_an_array_that_is_not_zero_takes_no_unit(program):
         vn.implicit(program)(Strict(LENGTH.x))
 
 
-def test_a_loop_whose_body_would_lose_a_label_is_refused():
+def test_a_loop_whose_body_loses_a_label_raises():
     loop = lambda t: jax.lax.fori_loop(0, 2, lambda i, t: jnp.exp(t), t)
     with pytest.raises(RuntimeError, match="refuses to lose its label"):
         vn.implicit(loop)(Tagged(jnp.ones(3), "m"))
 
 
-def test_how_a_value_is_stored_may_change():
+def test_the_storage_of_a_carry_may_change():
     w = quantized("int4", 3)(jax.random.key(0))
     loop = lambda w: jax.lax.fori_loop(0, 3, lambda i, w: w.T, w)  # packed along the other axis
     assert jnp.array_equal(vn.implicit(loop)(w), vn.materialise(w).T)
 
 
-def test_an_argument_that_is_zero_is_seen_to_be_eagerly_alone():
+def test_only_an_eager_call_sees_that_an_argument_is_zero():
     loop = lambda z, m: jax.lax.fori_loop(0, 2, lambda i, c: m, z)
     kinds = [
         type(f(z, LENGTH))
@@ -118,7 +118,7 @@ def refuse(self):
     ],
     ids=["concrete leaves", "a typo", "the leaf is something else"],
 )
-def test_a_dense_array_is_taken_for_no_type_that_cannot_say_what_it_is(value, error):
+def test_an_array_is_not_converted_if_materialise_has_a_bug(value, error):
     choose = lambda p, d: jax.lax.cond(p, lambda d: d, lambda d: jnp.full(3, 5.0), d)
     with pytest.raises(error):
         vn.implicit(choose)(jnp.array(False), value)

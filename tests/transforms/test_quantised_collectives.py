@@ -74,7 +74,7 @@ def over_blocks(f, check_vma=True, mesh=LINE, specs=None):
 @of_each
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("qtype", ERRORS)
-def test_sums_and_gathers_are_the_exact_ones_within_the_error_of_the_format(name, check_vma, qtype):
+def test_results_are_within_the_error_of_the_format(name, check_vma, qtype):
     ours, exact = EACH[name]
     found = over_blocks(lambda x: ours(x, qtype), check_vma)(X)
     expected = over_blocks(exact, check_vma)(X)
@@ -86,7 +86,7 @@ def test_sums_and_gathers_are_the_exact_ones_within_the_error_of_the_format(name
     assert 0 < error <= ERRORS[qtype] * (sent + again)
 
 
-def test_a_sum_is_that_of_what_devices_are_sent_sent_on():
+def test_a_sum_is_quantized_before_and_after_it_is_summed():
     """By hand, on one device."""
     x = X[:, :, :64]  # of 2,560 values: 20 tiles, of which 4 are nothing
     rounded = lambda x: stored_in_cache(x, "int8", (0, 1), {2: 128}).dequantize()
@@ -100,27 +100,27 @@ def test_a_sum_is_that_of_what_devices_are_sent_sent_on():
 
 @pytest.mark.parametrize("key", [None, KEY], ids=["to nearest", "at random"])
 @pytest.mark.parametrize("name", ["psum", "all_gather", "all_gather, tiled"])
-def test_all_devices_have_the_same(name, key):
+def test_all_devices_get_the_same_result(name, key):
     found = over_blocks(lambda x: EACH[name][0](x, "int4", key=key), check_vma=False)(X)
     for i in range(1, 8):
         np.testing.assert_array_equal(found[i], found[0])
 
 
-def test_of_a_sum_all_devices_are_known_to_have_the_same():
+def test_the_type_of_a_sum_does_not_vary_over_devices():
     f = lambda x, e: psum(x[0], "i", error=e[0])[0]
     jax.shard_map(f, mesh=LINE, in_specs=(P("i"), P("i")), out_specs=P())(X, X)
 
 
 @of_each
 @pytest.mark.parametrize("qtype", ["int8", "float8_e4m3fn", "mxfp8"])
-def test_a_quarter_of_the_bytes(name, qtype):
+def test_8_bit_formats_send_a_quarter_of_the_bytes(name, qtype):
     ours, exact = EACH[name]
     packed = bytes_received(over_blocks(lambda x: ours(x, qtype)), LARGE)
     dense = bytes_received(over_blocks(exact), LARGE)
     assert 0.25 * dense < packed <= 0.27 * dense
 
 
-def test_int4_takes_an_eighth():
+def test_int4_sends_an_eighth_of_the_bytes():
     packed = bytes_received(over_blocks(lambda x: psum(x, "i", "int4")), LARGE)
     assert packed <= 0.14 * bytes_received(over_blocks(lambda x: lax.psum(x, "i")), LARGE)
 
@@ -130,7 +130,7 @@ def test_int4_takes_an_eighth():
 
 @of_each
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_gradients_are_those_of_the_exact_collectives(name, check_vma):
+def test_gradients_are_close_to_the_exact_ones(name, check_vma):
     ours, exact = EACH[name]
     weights = jax.random.normal(jax.random.key(1), (8, 32, 112))
     x = X[:, :32]
@@ -150,7 +150,7 @@ def test_gradients_are_those_of_the_exact_collectives(name, check_vma):
     assert not re.search(r"f32\[[\d,]*\d{4,}\S* (all-reduce|reduce-scatter)\(", text)
 
 
-def test_a_layer_is_gathered_again_in_the_backward_pass_and_its_gradient_scattered():
+def test_checkpointed_layers_are_gathered_twice_in_int8():
     """ZeRO++: both in int8, within a scan and a checkpoint."""
     w = jax.random.normal(KEY, (3, 64, 64)) / 8
     x = jax.random.normal(KEY, (16, 64))
@@ -174,7 +174,7 @@ def test_a_layer_is_gathered_again_in_the_backward_pass_and_its_gradient_scatter
     assert sorted(sent) == sorted([*both, ("f32", "all_to_all"), ("u8", "all_to_all")])
 
 
-def test_there_is_a_derivative_of_the_second_order():
+def test_second_derivatives_are_close_to_the_exact_ones():
     of_sum = lambda x: jnp.sum(jnp.sin(psum_scatter(x[0], "i", tiled=True)))
     slope = jax.grad(lambda x: jnp.sum(jax.grad(of_sum)(x) ** 2))
     exact = lambda x: jnp.sum(jnp.sin(lax.psum_scatter(x[0], "i", tiled=True)))
@@ -187,7 +187,7 @@ def test_there_is_a_derivative_of_the_second_order():
 
 
 @pytest.mark.parametrize("name", EACH)
-def test_at_random_results_are_right_on_average_and_devices_round_for_themselves(name):
+def test_stochastic_rounding_is_unbiased_on_each_device(name):
     ours, exact = EACH[name]
     same = jnp.broadcast_to(X[:1], X.shape)
     by_keys = lambda x, keys: lax.map(lambda key: ours(x, "int4", key=key), keys)
@@ -203,7 +203,7 @@ def test_at_random_results_are_right_on_average_and_devices_round_for_themselves
 
 @pytest.mark.parametrize("name", ["psum", "psum_scatter", "psum_scatter, an axis less"])
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_with_what_was_lost_nothing_is(name, check_vma):
+def test_error_feedback_keeps_the_sum_over_steps(name, check_vma):
     """The sum of what was given is that of what came, but for the errors that are left."""
     ours, exact = EACH[name]
     shaped = lambda e: e.reshape(4, 8, -1) if "less" in name else e
@@ -221,7 +221,7 @@ def test_with_what_was_lost_nothing_is(name, check_vma):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["int8", "int4, with what was lost"])
-def test_a_decoder_learns_as_by_exact_sums(how):
+def test_a_decoder_learns_as_with_exact_sums(how):
     """By fewer steps than in benchmarks/scale.py, when the loss still falls."""
     exact, dense = data_parallel("f32", 40)
     loss, received = data_parallel(how, 40)
@@ -233,7 +233,7 @@ def test_a_decoder_learns_as_by_exact_sums(how):
 # What it composes with.
 
 
-def test_trees_and_what_is_too_small_to_quantise():
+def test_small_leaves_of_a_tree_are_not_quantized():
     tree = {"w": X, "bias": X[:, 0, :4], "one": X[:, 0, 0]}
     exact = over_blocks(lambda x: lax.psum(x, "i"))(tree)
     zeros = jax.tree.map(jnp.zeros_like, tree)
@@ -249,7 +249,7 @@ def test_trees_and_what_is_too_small_to_quantise():
     np.testing.assert_array_equal(gathered[3], tree["bias"])
 
 
-def test_over_two_axes_of_a_mesh_and_over_one():
+def test_sums_over_one_or_two_mesh_axes():
     both = over_blocks(lambda x: psum(x, ("x", "y")), mesh=GRID)(X)
     np.testing.assert_array_equal(both, over_blocks(lambda x: psum(x, "i"))(X))
     one = over_blocks(lambda x: psum_scatter(x[0], "y", tiled=True)[None], mesh=GRID)(X)
@@ -258,7 +258,7 @@ def test_over_two_axes_of_a_mesh_and_over_one():
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_sums_of_halves_are_in_f32(dtype):
+def test_half_precision_is_summed_in_f32(dtype):
     x = X.astype(dtype)
     found = over_blocks(lambda x: psum(x, "i"))(x)
     assert found.dtype == dtype
@@ -268,7 +268,7 @@ def test_sums_of_halves_are_in_f32(dtype):
     assert grad.dtype == dtype
 
 
-def test_vmap_of_collectives_and_axes_of_vmap():
+def test_collectives_work_under_vmap_and_over_its_axis():
     stack = jnp.stack([X, 2 * X], 1)
     per_row = over_blocks(jax.vmap(lambda x: psum(x, "i"), in_axes=1, out_axes=1))(stack)
     for i in range(2):
@@ -278,7 +278,7 @@ def test_vmap_of_collectives_and_axes_of_vmap():
     np.testing.assert_allclose(by_vmap, over_blocks(lambda x: psum(x, "i"))(X), rtol=1e-6)
 
 
-def test_a_value_with_nan_is_seen_by_all():
+def test_all_devices_get_a_nan():
     run = over_blocks(lambda x, e: psum(x, "i", error=e))
     found, error = run(X.at[3, 7, 5].set(jnp.nan), jnp.zeros_like(X))
     assert jnp.isfinite(error).all()  # which the next step is given, too
@@ -286,7 +286,7 @@ def test_a_value_with_nan_is_seen_by_all():
     assert jnp.isnan(found[0]).sum() == 128  # its tile
 
 
-def test_an_implicit_operand_is_made_dense():
+def test_an_implicit_operand_is_materialized():
     q = vn.quant.quantize(X, "nf4", channelwise_axes=(0, 2), tiled_axes={1: 40})
     program = over_blocks(lambda x: psum(x, "i"))
     np.testing.assert_allclose(
@@ -351,14 +351,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("program", "error", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_is_refused(program, error, message):
+def test_wrong_arguments_raise(program, error, message):
     with pytest.raises(error, match=message):
         over_blocks(program)(X)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("qtype", ["int8", "uint8"])
-def test_large_arrays_are_sent_from_within_a_shard_map(qtype, dtype):
+def test_large_arrays_are_sent_inside_a_shard_map(qtype, dtype):
     """Outside a shard_map, XLA quantizes so many values in chunks on CPUs."""
     x = jnp.broadcast_to(jnp.arange(2**21, dtype=dtype) / 2**21, (8, 2**21))
     total = over_blocks(lambda x: psum(x, "i", qtype))(x)

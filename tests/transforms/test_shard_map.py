@@ -100,7 +100,7 @@ PROGRAMS = {
 
 @of_the_flat_types
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_shard_map(program, name):
+def test_shard_map_gives_the_dense_result(program, name):
     w = MAKE[name]()
     if program == "two mesh axes on one of w" and name == "int4":
         w = MAKE[name]((8, 16))  # so that each of the 8 devices has a byte
@@ -109,12 +109,12 @@ def test_shard_map(program, name):
 
 @of_each_type
 @pytest.mark.parametrize("program", ["columns of w", "captured", "grad of it"])
-def test_shard_map_in_every_way(program, name):
+def test_shard_map_works_with_every_nesting_of_jit(program, name):
     check(PROGRAMS[program], X, MAKE[name](), ways=WAYS)
 
 
 @of_each_type
-def test_a_shard_map_within_another(name):
+def test_a_shard_map_may_be_inside_another(name):
     def outer(x, w):
         inner = jax.shard_map(matmul, in_specs=ROWS[0], out_specs=ROWS[1], axis_names={"x"})
         return inner(x, w)
@@ -125,7 +125,7 @@ def test_a_shard_map_within_another(name):
 
 @of_the_flat_types
 @pytest.mark.parametrize("program", ["rows of x", "columns of w, unchecked", "captured"])
-def test_grad_with_respect_to_the_leaves(program, name):
+def test_gradients_of_leaves_match_the_dense_ones(program, name):
     w = MAKE[name]()
     loss = lambda f: lambda w: (f(X, w) ** 2).sum()
     grad = lambda f: jax.jit(jax.grad(loss(f), allow_int=True))(w)
@@ -140,7 +140,7 @@ def test_grad_with_respect_to_the_leaves(program, name):
 
 @pytest.mark.parametrize("program", ["rows of x", "columns of w, unchecked", "captured"])
 @pytest.mark.parametrize("outside", [True, False], ids=["vmap outside", "vmap inside"])
-def test_vmap_over_values(program, outside):
+def test_vmap_over_values_gives_the_dense_result(program, outside):
     w = MAKE["lora"]((3, 8, 8))
     f = PROGRAMS[program]
     over = lambda f: jax.vmap(f, in_axes=(None, 0))
@@ -153,12 +153,12 @@ def test_vmap_over_values(program, outside):
 
 @of_each_type
 @pytest.mark.parametrize("spec", [P(), P("x"), P(None, "y"), P("x", "y")], ids=str)
-def test_values_come_out_as_they_went_in(spec, name):
+def test_shard_map_keeps_the_type(spec, name):
     w = MAKE[name]()
     assert type(check(shard(lambda w: w, spec, spec), w)) is type(w)
 
 
-def test_a_label_goes_through_whole():
+def test_shard_map_keeps_a_label():
     f = shard(jnp.sin, P("x", "y"), P("x", "y"))
     captured = lambda x: shard(lambda: jnp.sin(x), (), P())()
     for program in (f, captured):
@@ -168,7 +168,7 @@ def test_a_label_goes_through_whole():
             assert_close(out.x, jnp.sin(X))
 
 
-def test_a_label_goes_round_a_loop_in_the_body():
+def test_a_loop_in_the_body_keeps_a_label():
     loop = lambda x: jax.lax.scan(lambda c, _: (jnp.sin(c), c), x, None, length=2)
     f = shard(loop, P("x"), (P("x"), P(None, "x")))
     last, all_ = jax.jit(vn.implicit(f))(Tagged(X, "metres"))
@@ -176,23 +176,23 @@ def test_a_label_goes_round_a_loop_in_the_body():
     assert_close((last.x, all_.x), (jnp.sin(jnp.sin(X)), jnp.stack([X, jnp.sin(X)])))
 
 
-def test_batch_axes_are_cut_in_every_leaf():
+def test_batch_axes_are_split_in_every_leaf():
     w = MAKERS["lora"](KEY, (4, 8, 8))
     out = check(shard(lambda w: w, P("y"), P("y")), w)
     assert type(out) is Lora
 
 
-def test_a_type_that_is_not_batch_transparent_is_made_dense():
+def test_a_type_that_is_not_batch_transparent_is_materialized():
     check(shard(lambda w: w * 2, P("x"), P("x")), Normed(X), events=("shard_map",))
 
 
-def test_a_type_that_does_not_say_how_it_is_cut_is_made_dense():
+def test_a_type_without_leaf_axes_is_materialized():
     w = MAKERS["lora"](KEY, (8, 8))
     check(PROGRAMS["columns of w"], X, w, events=("shard_map",))
     check(PROGRAMS["rows of x"], X, w)
 
 
-def test_a_type_that_refuses_to_be_dense_is_not_cut():
+def test_splitting_a_type_without_a_dense_form_raises():
     hot = OneHot(jnp.float32(2.0), index=1, n=8)
     f = lambda spec: vn.implicit(shard(lambda x, y: x @ y, (P(None, *spec), spec), P()))
     assert_close(f(P())(X, hot), 2 * X[:, 1])
@@ -211,14 +211,14 @@ def _(w: Rescaled, **params):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_a_leaf_that_differs_between_blocks_is_not_taken_from_one_of_them(check_vma):
+def test_leaves_that_differ_between_blocks_are_not_joined(check_vma):
     w = MAKE["lora"]()
     f = shard(lambda w: -w, P("x"), P("x"), check_vma=check_vma)
     check(f, Rescaled(w.w, w.a, w.b, w.scale), events=("shard_map",))
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_an_aval_that_does_not_say_along_what_it_varies(check_vma):
+def test_aval_may_omit_the_axes_that_an_array_varies_along(check_vma):
     f = shard(lambda x: x, P("x"), P("x"), check_vma=check_vma)
     assert type(check(f, Stated(X))) is Stated
 
@@ -236,11 +236,11 @@ class Constant(vn.ImplicitArray):
         return Constant(P(), self.n)
 
 
-def test_a_block_of_another_shape_than_the_dense_one_is_not_used():
+def test_a_block_with_a_wrong_shape_is_not_used():
     check(shard(lambda c: c * 2, P("x"), P("x")), Constant(jnp.ones(()), 8), events=("shard_map",))
 
 
-def test_a_partition_that_is_not_one_is_refused():
+def test_partition_must_return_a_value_of_the_type():
     class Wrong(Lora):
         def partition(self, spec, shape):
             return spec
@@ -251,7 +251,7 @@ def test_a_partition_that_is_not_one_is_refused():
         vn.implicit(shard(lambda w: w, P("x"), P("x")))(Wrong(jnp.eye(8), X.T, X))
 
 
-def test_the_users_mistakes_are_told_as_for_dense_arrays():
+def test_wrong_out_specs_raise_the_error_of_jax():
     f = shard(lambda x, w: {"a": x, "w": w}, (P(), P("x")), {"a": P(), "w": P()})
     with pytest.raises(ValueError, match=r"out_specs\['w'\] is P\(\) which implies"):
         jax.jit(vn.implicit(f))(X, MAKE["lora"]())
@@ -260,7 +260,7 @@ def test_the_users_mistakes_are_told_as_for_dense_arrays():
 # Over explicit axes.
 
 
-def test_leaves_may_be_cut_along_fewer_axes_than_the_dense_array():
+def test_leaves_may_be_sharded_along_fewer_axes():
     w = MAKE["lora"]()
     with jax.set_mesh(EXPLICIT):
         w = ColumnLora(put(w.w, None, "y"), put(w.a, "x"), put(w.b, None, "y"), w.scale)
@@ -275,7 +275,7 @@ def test_leaves_may_be_cut_along_fewer_axes_than_the_dense_array():
             assert_close(jax.jit(vn.implicit(f))(w), expected, TOLERANCE)
 
 
-def test_capture_is_refused_as_for_dense_arrays():
+def test_a_captured_array_on_explicit_axes_raises():
     f = lambda x, w: jax.shard_map(lambda x: x @ w, out_specs=P("x"))(x)
     with jax.set_mesh(EXPLICIT):
         x, w = put(X, "x"), put(MAKE["lora"]())

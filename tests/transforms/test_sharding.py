@@ -42,7 +42,7 @@ def test_a_constraint_keeps_the_type(spec, name):
     assert jax.tree.structure(out) == jax.tree.structure(w)
 
 
-def test_a_constraint_holds_for_each_leaf():
+def test_a_constraint_shards_each_leaf():
     f = lambda w: jax.lax.with_sharding_constraint(w, NamedSharding(AUTO, P("x", "y")))
     out = jax.jit(vn.implicit(f))(MAKE["lora"]())
     assert specs_of(out) == [P("x", "y"), P("x"), P(None, "y")]
@@ -50,7 +50,7 @@ def test_a_constraint_holds_for_each_leaf():
     assert specs_of(out) == [P("x", "y"), P(None, "y")]
 
 
-def test_a_leaf_that_cannot_follow_a_constraint_stays():
+def test_a_leaf_that_cannot_be_split_ignores_a_constraint():
     f = lambda w: jax.lax.with_sharding_constraint(w, NamedSharding(AUTO, P("x", "y")))
     w = MAKERS["lora"](KEY, (8, 8))
     assert without_rule(vn.explain(f)(w)) == []
@@ -59,14 +59,14 @@ def test_a_leaf_that_cannot_follow_a_constraint_stays():
 
 
 @of_the_flat_types
-def test_the_cotangent_of_a_constraint(name):
+def test_the_gradient_through_a_constraint_matches_the_dense_one(name):
     constrain = lambda w: jax.lax.with_sharding_constraint(w, NamedSharding(AUTO, P("x", "y")))
     check(jax.grad(lambda x, w: matmul(x, constrain(w)).sum(), argnums=1), X, MAKE[name]())
 
 
 @of_each_type
 @pytest.mark.parametrize("to", [NamedSharding(AUTO, P("x", "y")), jax.devices()[1], None], ids=str)
-def test_device_put_in_a_program(to, name):
+def test_device_put_keeps_the_type(to, name):
     w = MAKE[name]()
     out = check(lambda w: jax.device_put(w, to), w, ways=["eager"])
     assert type(out) is type(w)
@@ -75,12 +75,12 @@ def test_device_put_in_a_program(to, name):
         assert all(leaf.devices() == devices for leaf in jax.tree.leaves(out))
 
 
-def test_partial_sums_of_leaves_are_not_those_of_the_value():
+def test_leaves_have_no_spec_for_an_unreduced_array():
     unreduced = P(None, None, unreduced={"x"})
     assert leaf_specs(MAKE["lora"](), unreduced, AUTO.shape, lambda size, _: size) is None
 
 
-def test_device_put_of_leaves_that_cannot_be_cut_gives_each_device_all():
+def test_device_put_replicates_leaves_that_cannot_be_split():
     w = MAKERS["lora"](KEY, (8, 8))
     out = vn.implicit(lambda w: jax.device_put(w, NamedSharding(AUTO, P("x"))))(w)
     assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(out))
@@ -88,7 +88,7 @@ def test_device_put_of_leaves_that_cannot_be_cut_gives_each_device_all():
 
 
 @of_each_type
-def test_at_top_level_a_value_is_put_as_a_pytree(name):
+def test_device_put_outside_implicit_puts_each_leaf(name):
     w = MAKE[name]()
     expected = matmul(X, vn.materialise(w))
     everywhere = NamedSharding(AUTO, P())
@@ -100,7 +100,7 @@ def test_at_top_level_a_value_is_put_as_a_pytree(name):
     assert_close(jitted(X, w), expected, TOLERANCE)
 
 
-def test_at_top_level_leaves_may_be_cut_each_in_its_way():
+def test_device_put_outside_implicit_takes_a_spec_per_leaf():
     w = MAKE["lora"]()
     by_leaf = ColumnLora(*(NamedSharding(AUTO, spec) for spec in _COLUMNS_OF_LORA), scale=w.scale)
     put = jax.device_put(w, by_leaf)
@@ -152,7 +152,7 @@ EXPLICIT_PROGRAMS = {
 
 @of_the_flat_types
 @pytest.mark.parametrize("program", EXPLICIT_PROGRAMS)
-def test_explicit_mesh(program, name, explicit):
+def test_programs_on_an_explicit_mesh_give_the_dense_type(program, name, explicit):
     f = EXPLICIT_PROGRAMS[program]
     x, w = put(X, "x"), columns(MAKE[name]())
     assert w.aval() == jax.typeof(vn.materialise(w))
@@ -171,23 +171,23 @@ def test_reshard_keeps_the_type(spec, name, explicit):
 
 
 @of_each_type
-def test_an_explicit_mesh_without_jit(name, explicit):
+def test_an_eager_matmul_on_an_explicit_mesh(name, explicit):
     x, w = put(X, "x"), columns(MAKE[name]())
     check(matmul, x, w, ways=["eager"])
 
 
-def test_reshard_makes_dense_what_cannot_be_cut(explicit):
+def test_reshard_materializes_leaves_that_cannot_be_split(explicit):
     w = put(MAKERS["lora"](KEY, (8, 8)))
     check(lambda w: reshard(w, P("x")), w, events=("reshard",))
 
 
-def test_reshard_gives_the_type_asked_for_though_an_aval_does_not_state_it(explicit):
+def test_reshard_returns_the_requested_sharding(explicit):
     out = vn.implicit(lambda x: reshard(x, P("x")))(Stated(put(X, None, "y")))
     assert jax.typeof(out).sharding.spec == P("x", None)
     assert_close(out, X)
 
 
-def test_explicit_axes_within_an_auto_mesh():
+def test_explicit_axes_inside_an_auto_mesh():
     with jax.set_mesh(AUTO):
         f = explicit_axes(matmul, in_sharding=(P("x"), P(None, "y")))
         for name in MAKE:

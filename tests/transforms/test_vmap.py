@@ -16,14 +16,14 @@ X = arrays.array(np.linspace(-1.0, 1.0, 18).reshape(3, 6))
 KEY = arrays.key(3)
 
 
-def test_inner_axes_of_the_program():
+def test_vmap_inside_implicit_maps_inner_axes():
     w = MAKERS["int4"](KEY)
     g = jax.vmap(lambda column: X @ column, in_axes=1, out_axes=1)
     assert_close(vn.implicit(g)(w), g(vn.materialise(w)))
 
 
 @pytest.mark.parametrize("name", ["lora", "int8", "nf4"])
-def test_two_batch_axes_of_a_value(name):
+def test_vmap_twice_over_a_value(name):
     w = MAKERS[name](KEY, (2, 3, 6, 6))
     g = lambda wrap: jax.vmap(jax.vmap(wrap(lambda w: X @ w)))
     assert_close(g(vn.implicit)(w), g(lambda f: f)(vn.materialise(w)))
@@ -31,7 +31,7 @@ def test_two_batch_axes_of_a_value(name):
     assert_close(vn.implicit(h)(w), h(vn.materialise(w)))
 
 
-def test_per_example_gradients():
+def test_per_example_gradients_match_the_dense_ones():
     w = MAKERS["int8"](KEY)
     loss = lambda x, w: jnp.sin(x @ w).sum()
     ours = vn.implicit(jax.vmap(jax.grad(loss, 1), (0, None)))(X, w)
@@ -40,7 +40,7 @@ def test_per_example_gradients():
     assert_close(ours, jax.vmap(jax.grad(loss), (0, None))(X, vn.materialise(w)))
 
 
-def test_from_outside_only_leading_axes_of_packed_codes_may_be_mapped():
+def test_vmap_outside_rejects_inner_axes_of_packed_codes():
     w = MAKERS["int4"](KEY)
     with pytest.raises(ValueError, match=r"leading axes alone|inconsistent sizes"):
         jax.vmap(vn.implicit(lambda w: w + 0), in_axes=1)(w)
