@@ -1,4 +1,4 @@
-"""Batch axes come, go and move without code of the type's own, and without its dense form."""
+"""Axes are added, removed and moved by the generic rules, without materialization."""
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +52,7 @@ def test_a_type_with_metadata_keeps_its_type_when_axes_change(name):
 
 
 def test_the_axes_of_a_matrix_are_not_batch_axes():
-    d = Diagonal(jnp.ones((3, 3)))  # [3, 3, 3]: of one size all
+    d = Diagonal(jnp.ones((3, 3)))  # [3, 3, 3]
     for run in (lambda d: d[:, 0], lambda d: d.transpose(1, 0, 2), lambda d: d.reshape(9, 3)):
         out = vn.implicit(run)(d)
         assert not isinstance(out, vn.Value)
@@ -60,7 +60,7 @@ def test_the_axes_of_a_matrix_are_not_batch_axes():
 
 
 def test_a_label_with_metadata_is_not_sliced_without_a_rule():
-    # Its metadata might name the axes.
+    # The metadata might refer to the axes.
     assert not isinstance(vn.implicit(lambda x: x[0])(Metres(jnp.ones((2, 2)))), Metres)
     with pytest.raises(RuntimeError, match="refuses"):
         vn.implicit(lambda x: x[0])(Tagged(jnp.ones((2, 2)), "a"))
@@ -104,7 +104,7 @@ def test_a_field_may_have_any_name():
 
 
 class Outer(vn.ImplicitArray):
-    """A type that states its leaf axes, and no more; each leaf lacks an axis."""
+    """A type that only declares its leaf axes. Each leaf lacks an axis."""
 
     u: jax.Array  # [m]
     v: jax.Array  # [n]
@@ -145,5 +145,5 @@ def test_indices_of_shared_entries_are_not_marked_unique():
     at = jnp.array([[0, 0], [0, 1], [2, 2]])
     program = lambda w: jax.lax.gather(w, at, numbers, (2, 3), **said)
     jaxpr = str(jax.make_jaxpr(vn.implicit(program))(w))
-    assert jaxpr.count("unique_indices=True") == 1  # of `w` itself, and not of `a` and `b`
+    assert jaxpr.count("unique_indices=True") == 1  # only for `w`, not for `a` and `b`
     assert jaxpr.count("indices_are_sorted=True") == 1

@@ -1,4 +1,4 @@
-"""Slicing the leaves is slicing the value only along a batch axis: never by chance."""
+"""Leaves are sliced only along batch axes, not along axes that happen to have the same size."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ class Symmetric(vn.ImplicitArray):
 
 
 class SymmetricByT(vn.ImplicitArray):
-    x: jax.Array  # [n, n]: it takes no leading axis
+    x: jax.Array  # [n, n], without leading axes
 
     def materialise(self):
         return self.x + self.x.T

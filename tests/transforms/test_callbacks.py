@@ -1,4 +1,4 @@
-"""Host functions get arrays: implicit operands are made dense before, and visibly."""
+"""Host functions get arrays: implicit operands are materialized first, and this is reported."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ import veneer as vn
 
 
 def total(x, w):
-    """A host function: of arrays, and of nothing else."""
+    """A host function that takes only arrays."""
     assert isinstance(w, jax.Array | np.ndarray)
     return np.asarray(x) @ np.asarray(w) + np.float32(1)
 
@@ -69,7 +69,7 @@ def test_a_loop_of_many_large_callbacks_does_not_deadlock():
     )
     f = lambda w: jax.lax.scan(lambda c, _: (c + column(w), None), jnp.zeros(512), length=50)[0]
     assert_close(jax.jit(vn.implicit(f))(w), 50 * vn.materialise(w)[:, 0], 1e-4)
-    for _ in range(20):  # dispatched one after the other, and waited for at the end
+    for _ in range(20):  # dispatched without waiting
         last = vn.implicit(column)(w)
     assert_close(last, vn.materialise(w)[:, 0])
 
@@ -133,7 +133,7 @@ def test_a_gradient_raises_the_error_of_jax(x):
             f(x, w)
 
 
-# debug.print
+# jax.debug.print
 
 PRINTED = {
     "a label": (Tagged(arrays.arange(2.0), "kg"), "Tagged(x=[0. 1.], label='kg')"),

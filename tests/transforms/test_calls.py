@@ -1,4 +1,4 @@
-"""shard_map and plain calls, whose functions are not traced yet when they are called."""
+"""shard_map and closed calls of dense and implicit operands, eagerly and under jit."""
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +16,14 @@ MESH = jax.make_mesh((2,), ("rows",), axis_types=(AxisType.Auto,), devices=jax.d
 
 
 def by_rows(f):
-    """`f` of each row, and the mean over all rows."""
+    """Return a function that applies `f` to each row, and returns the mean, too."""
     spec = PartitionSpec("rows")
     both = lambda x: (f(x), jax.lax.pmean(f(x), "rows"))
     return jax.shard_map(both, mesh=MESH, in_specs=spec, out_specs=(spec, PartitionSpec()))
 
 
 def call(f):
-    """`f` as the call of its jaxpr."""
+    """Return a function that binds `closed_call` with the jaxpr of `f`."""
 
     def called(x):
         params = primitives.closed_call_p.get_bind_params({"call_jaxpr": jax.make_jaxpr(f)(x)})

@@ -1,4 +1,4 @@
-"""What is sent to other devices: each leaf as it is stored, where the type says how."""
+"""Collectives send the stored leaves of values whose types declare leaf axes."""
 
 import re
 
@@ -21,7 +21,7 @@ if jax.device_count() < 4:
 MESH = jax.make_mesh((4,), ("i",), axis_types=(AxisType.Auto,))
 KEY = arrays.key(0)
 ROUND = [(i, (i + 1) % 4) for i in range(4)]
-ON = [(i, i + 1) for i in range(3)]  # and nothing to the first
+ON = [(i, i + 1) for i in range(3)]  # the first device receives nothing
 
 
 def normal(*shape):
@@ -45,14 +45,14 @@ SENT = {
 
 
 def over_rows(f, check_vma=True):
-    """A function of blocks of rows, and what each device has, one after the other."""
+    """Return a function of blocks of rows that stacks the results of all devices."""
     body = lambda x: jax.tree.map(lambda f: f(x)[None], f)
     return jax.shard_map(body, mesh=MESH, in_specs=P("i"), out_specs=P("i"), check_vma=check_vma)
 
 
 @pytest.mark.parametrize("name", EVERY_TYPE)
 def test_every_type_gives_the_dense_result_under_vmap(name):
-    """Over an axis of `vmap`, of which nothing is known but that leaves may differ."""
+    """Along an axis of `vmap`, all leaves may differ."""
     values = value(name, (3,))
     goes = lambda x: (
         lax.all_gather(x, "i"),
@@ -117,13 +117,13 @@ _DTYPES = {"u8": "uint8", "f32": "float32"}
 
 
 def test_a_leaf_that_all_devices_have_is_not_sent():
-    """So a LoRA update is gathered by rows: of `b`, all devices have all."""
+    """If a LoRA is split by rows, all devices have all of `b`."""
     lora = vn.types.LoraArray(quantised("int8", 0), normal(64, 4), normal(4, 64))
     gather = over_rows(SENT["all_gather, tiled"])
     found = jax.jit(vn.implicit(gather, on_materialise=only_by_rules))(lora)
     np.testing.assert_allclose(vn.materialise(found)[2], vn.materialise(lora), rtol=1e-5, atol=1e-4)
     assert found.b.shape == (4, 4, 64)
-    # Where no account is kept, it might differ.
+    # Without check_vma, the leaf may differ between devices.
     unchecked = over_rows(SENT["all_gather, tiled"], check_vma=False)
     (event,) = without_rule(vn.explain(unchecked)(lora))
     assert event.primitive == "all_gather"

@@ -1,4 +1,4 @@
-"""Collectives of every type, over 8 devices, held to the dense array; and what they send."""
+"""Collectives of every type over 8 devices: the results, and the bytes that are sent."""
 
 import re
 
@@ -30,11 +30,11 @@ def exchange(cut, join, **how):
 
 
 def own(axis, size):
-    """The part of an axis with the number of the device, by an index that is a multiple."""
+    """Return a function that slices the part of an axis for this device."""
     return lambda x: lax.dynamic_slice_in_dim(x, lax.axis_index("y") * size, size, axis)
 
 
-#: Of blocks [4, 4, 4]: along the batch axis, of which each leaf of each type has its own.
+#: Programs on blocks [4, 4, 4], along the batch axis that each leaf of each type has.
 OF_A_BATCH = {
     "all_gather": lambda x: lax.all_gather(x, "y"),
     "all_gather, tiled": lambda x: lax.all_gather(x, "y", tiled=True),
@@ -68,12 +68,12 @@ OF_MATRICES = {
 EACH = OF_A_BATCH | OF_MATRICES
 
 
-#: Where no account is kept of what may differ, groups of devices are taken, too.
+#: Without check_vma, collectives also accept groups of devices.
 UNCHECKED = ["LoraArray", "QArray, nf4 in tiles", "SparseArray", "Scaled", "Masked"]
 
 
 def over_blocks(programs, check_vma):
-    """What each of 8 devices makes of its block, one after the other."""
+    """Return a function that runs the programs on 8 blocks, and stacks the results."""
     body = lambda x: {name: f(x)[None] for name, f in programs.items()}
     spec = P(("x", "y"))
     return jax.shard_map(body, mesh=MESH, in_specs=spec, out_specs=spec, check_vma=check_vma)
@@ -87,11 +87,11 @@ def test_every_type_gives_the_dense_result(name, check_vma):
     values = value(name, (32,))
     dense = plain(values)
     programs = dict(OF_A_BATCH) if name == "PRNGKey" else dict(EACH)
-    if check_vma:  # groups are not supported then, of an all_gather
+    if check_vma:  # all_gather then supports no groups
         programs = {k: f for k, f in programs.items() if "pairs" not in k}
     if name == "PRNGKey":
-        del programs["all_gather"]  # keys have no axis for it: JAX
-    if isinstance(values, T.Masked):  # which refuses to be dense
+        del programs["all_gather"]  # not supported by JAX for keys
+    if isinstance(values, T.Masked):  # it cannot be materialized
         programs = {k: f for k, f in programs.items() if "psum" not in k}
     run = over_blocks(programs, check_vma)
     found = jax.jit(lambda x: plain(vn.implicit(run)(x)))(values)
@@ -107,7 +107,7 @@ def test_every_type_gives_the_dense_result(name, check_vma):
 def test_collectives_along_a_batch_axis_keep_the_type(name):
     values = value(name, (32,))
     if isinstance(values, T.Frozen | T.Lazy):
-        pytest.skip("what comes of it is no constant, and has no batch axes")
+        pytest.skip("the result is not constant, and has no batch axes")
     programs = {k: f for k, f in OF_A_BATCH.items() if name != "PRNGKey" or k != "all_gather"}
     run = vn.implicit(over_blocks(programs, False), on_materialise=only_by_rules)
     for program, out in jax.eval_shape(run, values).items():
@@ -140,7 +140,7 @@ _COLLECTIVE = r"= (.*?) (?:all-gather|all-to-all|collective-permute|all-reduce)(
 
 
 def bytes_sent(run, *operands):
-    """The bytes of what collectives give, in the compiled program."""
+    """Return the bytes of the results of collectives in the compiled program."""
     results = re.findall(_COLLECTIVE, run.lower(*operands).compile().as_text())
     arrays = re.findall(r"(\w+)\[([\d,]*)\]", " ".join(results))
     return sum(
@@ -158,7 +158,7 @@ def test_int4_in_tiles_of_128_sends_a_sixth_of_the_bytes(program):
 
 
 def test_a_low_rank_update_is_split_by_columns_without_sending_b():
-    """Of `b`, which all devices have, each takes its own part, and `a` is gathered."""
+    """Each device slices its part of `b`, and `a` is gathered."""
     w = T.LoraArray(quantised(64, 64, tile=4), jnp.ones((64, 2)), jax.random.normal(KEY, (2, 64)))
     f = jax.shard_map(SENT["all_to_all"], mesh=LINE, in_specs=P("i"), out_specs=P(None, "i"))
     run = jax.jit(vn.implicit(f, on_materialise=only_by_rules))
@@ -213,7 +213,7 @@ def test_a_scan_gathers_dense_and_packed_slices():
 
 
 def test_the_transpose_of_a_gather_is_a_reduce_scatter():
-    """By `a` and `b` of a LoRA: of `b`, which is not gathered, it is a sum."""
+    """The gradient of `a`, which is gathered, is scattered. The gradient of `b` is a sum."""
     q, x = quantised(64, 64, tile=8), jax.random.normal(KEY, (8, 64))
     a, b = jnp.ones((64, 2)), jax.random.normal(KEY, (2, 64))
 
@@ -262,7 +262,7 @@ def test_pbroadcast_sends_each_leaf():
     assert len(re.findall("collective_broadcast", text)) == 2
 
 
-# What is dense, and what says so.
+# Materialization and errors.
 
 
 def events(f, *operands):
@@ -274,7 +274,7 @@ def events(f, *operands):
     [
         ("reduce_scatter", lambda x: lax.psum_scatter(x, "i", tiled=True)),
         ("psum_invariant", lambda x: lax.psum(x, "i")[None]),
-        ("all_to_all", lambda x: lax.all_to_all(x, "i", 0, 1, tiled=True)),  # of one row each
+        ("all_to_all", lambda x: lax.all_to_all(x, "i", 0, 1, tiled=True)),  # one row each
         ("dynamic_slice", lambda x: lax.dynamic_slice_in_dim(x, lax.axis_index("i") * 2, 4)),
     ],
 )
@@ -306,7 +306,7 @@ def test_the_error_names_an_axis_that_is_stored_as_a_whole():
 
 
 def test_a_dense_array_varies_where_an_unused_leaf_varies():
-    """A leaf says what the dense form of an identity does not: that it is of a batch in blocks."""
+    """The dense array of an identity does not depend on its leaf, which is split into blocks."""
     eye = T.Identity(4, leading=(8,))
     f = over_rows(lambda w: lax.psum(w + 0.0, "i"), P("i"), P())
     found = jax.jit(vn.implicit(f))(eye)

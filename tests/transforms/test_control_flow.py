@@ -1,6 +1,6 @@
-"""Loops and branches: what is made dense in them, and what is told, passed on and compiled.
+"""Loops and branches: what is materialized and reported in them, and how often they compile.
 
-What they compute: matrix/test_control_flow.py; where types meet in them: test_meeting.py.
+See matrix/test_control_flow.py for their results, and test_meeting.py for values that change type.
 """
 
 import jax
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.parametrize("name", MAKERS)
 layer = lambda x, w: jnp.tanh(x @ w)
 take = lambda x, w: (layer(x, w), None)
 
-# Of x [3, 6], a value [6, 6] and a stack of values [2, 6, 6].
+# Functions of x [3, 6], a value [6, 6] and a stack of values [2, 6, 6].
 PROGRAMS = {
     "scan": lambda x, w, ws: lax.scan(take, x, ws),
     "scan, reverse": lambda x, w, ws: lax.scan(take, x, ws, reverse=True),
@@ -64,7 +64,7 @@ def test_options_of_scan_are_kept(options, name):
     assert options.items() <= scan.params.items()
 
 
-# In the matrix, no condition of a loop uses the value.
+# No condition of a loop in matrix/ uses the value.
 def test_the_condition_of_a_loop_may_use_a_value(name):
     w = MAKERS[name](KEY)
     f = lambda x, w: PROGRAMS["while, in its condition"](x, w, None)
@@ -75,7 +75,7 @@ def test_materialization_in_a_branch_is_reported(name):
     w = MAKERS[name](KEY)
     f = lambda x, w: lax.cond(True, jnp.matmul, lambda x, w: x @ w.T, x, w)
     told = [e.primitive for e in without_rule(vn.explain(f)(X, w))]
-    assert told == (["transpose"] if isinstance(w, Lora) else [])  # which alone has no rule for it
+    assert told == (["transpose"] if isinstance(w, Lora) else [])  # the only type without a rule
 
 
 def test_a_carry_that_changes_type_is_materialized(name):

@@ -1,4 +1,4 @@
-"""custom_vmap, linear_call, composite: calls that bring a program of their own."""
+"""custom_vmap, linear_call, composite: calls with their own batching rule or transpose."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ def batched(x, w):
 
 @batched.def_vmap
 def _(axis_size, in_batched, x, w):
-    """Gives the double, so that its use is seen."""
+    """Return twice the result, which shows that the rule ran."""
     in_axes = [0 if b else None for b in in_batched]
     return 2 * jax.vmap(lambda x, w: jnp.tanh(x @ w), in_axes, axis_size=axis_size)(x, w), True
 
@@ -29,7 +29,7 @@ def sequential(x, w):
 
 
 def linear(x, w):
-    """x @ w, with half of the true transpose, so that its use is seen."""
+    """x @ w, with half of the true transpose, which shows that it ran."""
     return linear_call(lambda w, x: x @ w, lambda w, ct: ct @ w.T / 2, w, x)
 
 
@@ -79,7 +79,7 @@ def test_a_value_is_batched_if_one_leaf_is_batched(x):
 @pytest.mark.parametrize("name", ["batched", "sequential", "linear"])
 @pytest.mark.parametrize("kind", ["lora", "int4"])
 def test_forward_derivatives_match_the_dense_ones(kind, name, x):
-    """JAX has no reverse-mode derivative of a custom_vmap."""
+    """JAX has no reverse-mode derivative of custom_vmap."""
     f, w = CALLS[name], MAKERS[kind](jax.random.key(0))
     expected = jax.jvp(lambda x: f(x, vn.materialise(w)), (x,), (x + 1,))
     assert_close(jax.jvp(lambda x: vn.implicit(f)(x, w), (x,), (x + 1,)), expected)
@@ -109,7 +109,7 @@ def _fwd(x, w):
 
 def _bwd(residuals, ct):
     x, w = residuals
-    return 3 * ct @ w.T, x.T @ ct  # not the true ones, so that their use is seen
+    return 3 * ct @ w.T, x.T @ ct  # wrong on purpose, to show that the rule ran
 
 
 remembered.defvjp(_fwd, _bwd, optimize_remat=True)

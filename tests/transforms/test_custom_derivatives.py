@@ -1,4 +1,4 @@
-"""custom_jvp, custom_vjp and checkpoint: their authors' rules hold for implicit operands."""
+"""custom_jvp, custom_vjp and checkpoint use the user's rules for implicit operands."""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ def twisted(x, w):
 @twisted.defjvp
 def _(primals, tangents):
     (x, w), (dx, dw) = primals, tangents
-    return twisted(x, w), 3 * (dx @ w) + 5 * (x @ dw)  # not the derivative: it must show
+    return twisted(x, w), 3 * (dx @ w) + 5 * (x @ dw)  # wrong on purpose, to show that the rule ran
 
 
 def zeros_aware(primals, tangents):
@@ -167,7 +167,7 @@ USES = {
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
 @pytest.mark.parametrize("name", USES)
 def test_a_cotangent_with_one_array_per_leaf_is_not_an_array(name, inside, jit):
-    """The codes have none. Their zeros would pass for those of the gradient."""
+    """Codes have no derivative. Their zeros would look like a gradient of zero."""
     quantize = lambda w: vn.quant.quantize(w, "int8", channelwise_axes=[1])
     f = jax.custom_vjp(quantize)
     f.defvjp(lambda w: (f(w), None), lambda _, ct: (USES[name](ct),))

@@ -1,4 +1,4 @@
-"""Programs of implicit arrays that are exported, compiled ahead of time, or only looked at."""
+"""Programs with implicit arrays that are exported, compiled ahead of time, or only traced."""
 
 import subprocess
 import sys
@@ -17,12 +17,12 @@ import veneer as vn
 
 
 def rebuilt(f, *args):
-    """`f`, exported for these arguments, written and read again."""
+    """Export `f` for these arguments, serialize it and read it back."""
     return export.deserialize(export.export(jax.jit(f))(*args).serialize())
 
 
 def model(w, x):
-    """Gives a dense and an implicit result."""
+    """Return a dense and an implicit result."""
     return jnp.tanh(x @ w), w.T
 
 
@@ -67,14 +67,14 @@ def test_an_exported_program_rejects_other_metadata(x):
 
 
 class Pair(NamedTuple):
-    """Metadata in metadata."""
+    """A named tuple as metadata."""
 
     left: int
     right: "tuple[float, ...]"
 
 
 class Labelled(vn.ImplicitArray):
-    """With metadata of any kind that the test asks for."""
+    """A value with metadata of any kind."""
 
     x: jax.Array
     data: Any = vn.static(default=None)
@@ -216,7 +216,7 @@ def test_a_flax_class_is_exported():
     assert_close(rebuilt(f, value).call(value), f(value))
 
 
-# Of symbolic sizes.
+# Symbolic sizes.
 
 
 def exported_for_any_batch(f, weights, *args):
@@ -284,7 +284,7 @@ CACHE_USES = {
 }
 
 
-@unless_checked  # a symbolic size is no int
+@unless_checked  # a symbolic size is not an int
 @pytest.mark.parametrize("use", CACHE_USES)
 @pytest.mark.parametrize("qtype", ["int8", "uint4", "nf4"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

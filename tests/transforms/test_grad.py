@@ -1,4 +1,4 @@
-"""Derivatives by what is dense beside an implicit array, and by its leaves: their types."""
+"""Derivatives with respect to leaves and to dense operands next to an implicit array."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What JAX 0.12 defines as high primitives runs the rules as other functions do."""
+"""Functions that JAX 0.12 defines as high primitives."""
 
 import jax
 import jax.numpy as jnp

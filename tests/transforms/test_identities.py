@@ -1,4 +1,4 @@
-"""Primitives that give back what they are given act leaf by leaf, whatever the type."""
+"""Primitives that return their operand unchanged are bound with each leaf, for all types."""
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +43,7 @@ def test_identities_keep_the_type_and_the_value(make, name):
 @pytest.mark.parametrize(("make", "unfit"), REFUSING.values(), ids=REFUSING)
 def test_identities_keep_types_without_a_dense_form(make, unfit, name):
     if name == unfit:
-        pytest.skip("the layout is of a matrix")
+        pytest.skip("the layout is for a matrix")
     x = make()
     out = strict(IDENTITIES[name])(x)
     assert jax.tree.structure(out) == jax.tree.structure(x)
@@ -54,7 +54,7 @@ def test_identities_keep_types_without_a_dense_form(make, unfit, name):
 
 @pytest.mark.parametrize(
     "name", sorted(IDENTITIES.keys() - {"layout_constraint"})
-)  # JAX has no vmap of it
+)  # which JAX cannot map
 def test_identities_keep_the_type_under_vmap(name):
     x = MAKERS["int4"](jax.random.key(0), (3, 6, 6))
     for f in (jax.vmap(strict(IDENTITIES[name])), strict(jax.vmap(IDENTITIES[name]))):

@@ -1,6 +1,6 @@
-"""What jit keeps and saves: types, shardings, donated memory, and programs staged before.
+"""jit: types of results, shardings, donated memory, and reuse of staged programs.
 
-That it computes the same as without, in every place and with every option: matrix/test_calls.py.
+See matrix/test_calls.py for its results.
 """
 
 import gc
@@ -49,7 +49,7 @@ def test_the_leaves_of_a_donated_value_are_donated():
 
 
 def computed_shapes(jaxpr: Any) -> Iterator[tuple[int, ...]]:
-    """The shapes that the equations of a jaxpr give, and those of the jaxprs inside it."""
+    """Yield the shapes of the results of a jaxpr's equations, also in the jaxprs inside it."""
     for equation in jaxpr.eqns:
         yield from (out.aval.shape for out in equation.outvars)
         for inner in jax.tree.leaves(list(equation.params.values())):
@@ -62,7 +62,7 @@ def test_the_dense_weight_of_a_lora_is_never_computed(wrap):
     x, w = jnp.ones((1, 512)), MAKERS["lora"](KEY, (512, 512))
     shapes = lambda f: set(computed_shapes(jax.make_jaxpr(vn.implicit(wrap(f)))(x, w)))
     assert (512, 512) not in shapes(lambda x, w: x @ w)
-    assert (512, 512) in shapes(lambda x, w: jnp.exp(w))  # for which there is no rule
+    assert (512, 512) in shapes(lambda x, w: jnp.exp(w))  # there is no rule for it
 
 
 def test_jit_keeps_the_shardings_of_dense_operands():
@@ -77,7 +77,7 @@ def test_jit_keeps_the_shardings_of_dense_operands():
 
 @pytest.fixture
 def stagings(monkeypatch):
-    """Grows by one each time that a jaxpr is staged for implicit operands."""
+    """A list with an entry for each jaxpr that was staged."""
     stage, calls = staging._stage, []
     monkeypatch.setattr(staging, "_stage", lambda *args: calls.append(args) or stage(*args))
     return calls

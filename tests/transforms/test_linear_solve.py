@@ -1,4 +1,4 @@
-"""Implicit operators and right-hand sides of custom_linear_solve and what is built on it."""
+"""Implicit operators and right-hand sides of custom_linear_solve and of solvers that use it."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ N = 6
 
 
 def matrix(kind):
-    """An implicit matrix not far from the identity, so that all solvers converge."""
+    """Return an implicit matrix close to the identity, so that all solvers converge."""
     if kind == "lora":
         a, b = jax.random.normal(jax.random.key(0), (2, N, 2)) / 5
         return Lora(jnp.eye(N), a, b.T, scale=0.5)
@@ -23,7 +23,7 @@ def matrix(kind):
 
 
 def solve(w, b):
-    """Gradients by the implicit function theorem; solved by a fixed number of steps."""
+    """Solve by a fixed number of steps. Gradients use the implicit function theorem."""
 
     def richardson(matvec, b):
         return jax.lax.fori_loop(0, 60, lambda i, x: x + 0.6 * (b - matvec(x)), jnp.zeros_like(b))
@@ -45,7 +45,7 @@ def bicgstab(w, b):
 
 
 def root(w, b):
-    """The root of x w + tanh(x) / 4 - b, by a fixed number of steps."""
+    """Return the root of x w + tanh(x) / 4 - b, found by a fixed number of steps."""
     f = lambda x: x @ w + jnp.tanh(x) / 4 - b
     steps = lambda f, x: jax.lax.fori_loop(0, 30, lambda i, x: x - 0.6 * f(x), x)
     tangent = lambda g, y: jnp.linalg.solve(jax.jacobian(g)(y), y)
@@ -141,11 +141,11 @@ def test_a_solver_may_return_implicit_aux_values(b):
     assert_close((x, aux), f(vn.materialise(w), b))
 
 
-# Labels: a quantity with a unit.
+# Labels: quantities with units.
 
 
 def scale(a, b):
-    """Solves a x = b, elementwise."""
+    """Solve a x = b, elementwise."""
     solve = lambda matvec, b: b / a
     return jax.lax.custom_linear_solve(lambda x: x * a, b, solve, solve, symmetric=True)
 

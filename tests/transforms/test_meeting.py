@@ -1,4 +1,4 @@
-"""Where types meet: the two ends of a loop's body, the branches of a cond, the axes of a batch."""
+"""Values whose type changes in a loop or differs between branches, and slices along batch axes."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ X = arrays.normal(*SHAPE, seed=8)
 
 
 def check(f, *operands):
-    """`f` on values agrees with `f` on dense arrays, eagerly and under jit; gives the values."""
+    """Check that `f` gives the dense result, eagerly and under jit. Return the result."""
     expected = f(*vn.materialise(operands))
     out = vn.implicit(f)(*operands)
     assert_close(out, expected)
@@ -25,12 +25,12 @@ def check(f, *operands):
     return out
 
 
-# A carry that changes type goes to a fixed point.
+# A carry that changes its type.
 
 
 @pytest.mark.parametrize("make", [lora, lora_of_int8])
 def test_the_types_of_a_carry_reach_a_fixed_point(make):
-    """The first is dense after one turn, the second after two: the types settle on the third."""
+    """One value is dense after one iteration, one after two, and one after three."""
     ws = [make(key, SHAPE) for key in jax.random.split(KEY, 3)]
     body = lambda c: (c[0] + 1.0, c[0], c[1])
     out = check(lambda *c: lax.fori_loop(0, 4, lambda _, c: body(c), c), *ws)
@@ -59,7 +59,7 @@ def test_the_result_type_is_the_same_for_zero_iterations():
         assert not isinstance(check(loop, W, jnp.array(n)), vn.ImplicitArray)
 
 
-# Branches meet at the dense form.
+# Branches whose results differ in type return dense arrays.
 
 BRANCHES = {
     "cond": lambda i, w: lax.cond(i == 0, lambda w: w, lambda w: w * 2.0, w),
@@ -85,7 +85,7 @@ def test_materialization_for_a_branch_is_reported_once():
     assert [(e.primitive, e.nbytes) for e in report.materialised] == [("cond", X.nbytes)]
 
 
-# Metadata that would differ is refused, by the slot and by what it is on either side.
+# If metadata would differ, the error names the output and both types.
 
 METRES = Quantity(X, unit(m=1))
 
@@ -113,7 +113,7 @@ DIFFERING = {
 }
 
 
-# What refuses to be dense is not made so, nor is what could be: a number would lose the unit.
+# Neither type is materialized, because a number would lose the unit.
 LENGTHS = {
     "refuses to be dense": (METRES, r"Quantity\(x=f32\[4,4\], unit=\(\('m', {}.0\),\)\)"),
     "could be dense": (Metres(X), r"Metres\(x=f32\[4,4\], power={}\)"),
@@ -136,7 +136,7 @@ def test_ones_are_not_converted_to_a_unit():
         vn.implicit(loop)(METRES)
 
 
-# A type whose rows depend on each other is never cut or stacked leaf by leaf.
+# A type whose rows depend on each other is not sliced or stacked by leaf.
 
 
 class Accumulated(vn.ImplicitArray):

@@ -1,4 +1,4 @@
-"""Loops and branches never lose or falsify what a value's metadata means."""
+"""Loops and branches keep the metadata of values, or raise."""
 
 import jax
 import jax.numpy as jnp
@@ -81,7 +81,7 @@ def test_a_loop_whose_body_loses_a_label_raises():
 
 def test_the_storage_of_a_carry_may_change():
     w = quantized("int4", 3)(jax.random.key(0))
-    loop = lambda w: jax.lax.fori_loop(0, 3, lambda i, w: w.T, w)  # packed along the other axis
+    loop = lambda w: jax.lax.fori_loop(0, 3, lambda i, w: w.T, w)  # now packed along the other axis
     assert jnp.array_equal(vn.implicit(loop)(w), vn.materialise(w).T)
 
 
@@ -96,7 +96,7 @@ def test_only_an_eager_call_sees_that_an_argument_is_zero():
 
 
 def of_ones(**methods):
-    """A label by its shape and dtype, if what it defines does not say otherwise."""
+    """Return a value of a new class, whose only leaf has the shape and dtype of the value."""
     methods.setdefault("aval", lambda self: jax.typeof(self.x))
     return type("Odd", (Opaque,), methods)(arrays.ones(3))
 

@@ -1,4 +1,4 @@
-"""Collectives that send dense arrays quantised, over 8 devices, held to those of JAX."""
+"""Collectives of `vn.distributed`, which quantize what they send, compared with those of JAX."""
 
 import re
 
@@ -23,12 +23,12 @@ if jax.device_count() < 8:
 LINE = jax.make_mesh((8,), ("i",), axis_types=(AxisType.Auto,))
 GRID = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
 KEY = arrays.key(0)
-X = arrays.normal(8, 40, 112)  # a part has no whole number of tiles
+X = arrays.normal(8, 40, 112)  # the size of a part is not a multiple of the tile size
 LARGE = arrays.normal(8, 320, 448)
 
-#: The most that a value is off, of the largest in its tile.
+#: The largest error of a value, relative to the largest value in its tile.
 ERRORS = {"int8": 0.5 / 127, "float8_e4m3fn": 2**-4, "mxfp8": 2**-3, "int4": 0.5 / 7}
-#: Ours and JAX's, of a block with an axis in front that is one device's.
+#: Our function and JAX's, on a block whose first axis has size 1.
 EACH = {
     "all_gather": (
         lambda x, *how, **k: all_gather(x[0], "i", *how, **k)[None],
@@ -57,7 +57,7 @@ of_each = pytest.mark.parametrize("name", EACH)
 
 
 def over_blocks(f, check_vma=True, mesh=LINE, specs=None):
-    """Each device's own result, side by side; what all have is made its own."""
+    """Return a function that runs `f` on each device and concatenates the results."""
     names = mesh.axis_names
 
     def own(y):
@@ -87,13 +87,13 @@ def test_results_are_within_the_error_of_the_format(name, check_vma, qtype):
 
 
 def test_a_sum_is_quantized_before_and_after_it_is_summed():
-    """By hand, on one device."""
-    x = X[:, :, :64]  # of 2,560 values: 20 tiles, of which 4 are nothing
+    """Compute the same on one device."""
+    x = X[:, :, :64]  # 2,560 values: 20 tiles, padded to 24
     rounded = lambda x: stored_in_cache(x, "int8", (0, 1), {2: 128}).dequantize()
     tiles = jnp.pad(x.reshape(8, 20, 128), [(0, 0), (0, 4), (0, 0)])
     expected = rounded(rounded(tiles).sum(0)[None])[0, :20].reshape(x.shape[1:])
     found = over_blocks(lambda x: psum(x, "i"))(x)
-    wrong = abs(found - expected) > 1e-5  # what lies between two codes may go to either
+    wrong = abs(found - expected) > 1e-5  # a value between two codes may be rounded to either
     assert wrong.mean() < 2e-3
     assert abs(found - expected).max() < 1.01 * abs(expected).max() / 127
 
@@ -142,7 +142,7 @@ def test_gradients_are_close_to_the_exact_ones(name, check_vma):
     found, expected = grad_of(ours)(weights, x), grad_of(exact)(weights, x)
     assert np.linalg.norm(found - expected) < 0.08 * np.linalg.norm(expected)
     if check_vma and name == "psum":
-        return  # of cotangents that all devices have, nothing is sent
+        return  # all devices have the same cotangents, so nothing is sent
     text = grad_of(ours).lower(weights, x).compile().as_text()
     assert bytes_received(grad_of(ours), weights, x) < 0.3 * bytes_received(
         grad_of(exact), weights, x
@@ -151,7 +151,7 @@ def test_gradients_are_close_to_the_exact_ones(name, check_vma):
 
 
 def test_checkpointed_layers_are_gathered_twice_in_int8():
-    """ZeRO++: both in int8, within a scan and a checkpoint."""
+    """ZeRO++: weights are gathered and gradients scattered in int8, in a checkpointed scan."""
     w = jax.random.normal(KEY, (3, 64, 64)) / 8
     x = jax.random.normal(KEY, (16, 64))
 
@@ -183,7 +183,7 @@ def test_second_derivatives_are_close_to_the_exact_ones():
     assert np.linalg.norm(found - expected) < 0.1 * np.linalg.norm(expected)
 
 
-# At random, and with what was lost.
+# Stochastic rounding and error feedback.
 
 
 @pytest.mark.parametrize("name", EACH)
@@ -197,14 +197,14 @@ def test_stochastic_rounding_is_unbiased_on_each_device(name):
     expected = over_blocks(exact)(same)
     nearest = over_blocks(lambda x: ours(x, "int4"))(same) - expected
     assert abs((found - expected).mean(0)).mean() < 0.3 * abs(nearest).mean()
-    if "scatter" in name:  # rounded to nearest, all make the same error: eight times that of one
+    if "scatter" in name:  # rounded to nearest, all devices make the same error
         assert (found - expected).std() < 0.6 * nearest.std()
 
 
 @pytest.mark.parametrize("name", ["psum", "psum_scatter", "psum_scatter, an axis less"])
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_error_feedback_keeps_the_sum_over_steps(name, check_vma):
-    """The sum of what was given is that of what came, but for the errors that are left."""
+    """The sum of all inputs is the sum of all results plus the remaining errors."""
     ours, exact = EACH[name]
     shaped = lambda e: e.reshape(4, 8, -1) if "less" in name else e
     run = over_blocks(lambda x, e: ours(x, "int4", error=shaped(e)), check_vma)
@@ -222,15 +222,15 @@ def test_error_feedback_keeps_the_sum_over_steps(name, check_vma):
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["int8", "int4, with what was lost"])
 def test_a_decoder_learns_as_with_exact_sums(how):
-    """By fewer steps than in benchmarks/scale.py, when the loss still falls."""
+    """Fewer steps than in benchmarks/scale.py, while the loss still falls."""
     exact, dense = data_parallel("f32", 40)
     loss, received = data_parallel(how, 40)
-    assert exact < 3.6  # of log(64) = 4.16
+    assert exact < 3.6  # it starts at log(64) = 4.16
     assert abs(loss / exact - 1) < 0.005
     assert received < 0.27 * dense
 
 
-# What it composes with.
+# Trees, meshes, dtypes and transformations.
 
 
 def test_small_leaves_of_a_tree_are_not_quantized():
@@ -281,9 +281,9 @@ def test_collectives_work_under_vmap_and_over_its_axis():
 def test_all_devices_get_a_nan():
     run = over_blocks(lambda x, e: psum(x, "i", error=e))
     found, error = run(X.at[3, 7, 5].set(jnp.nan), jnp.zeros_like(X))
-    assert jnp.isfinite(error).all()  # which the next step is given, too
+    assert jnp.isfinite(error).all()  # so the next step is not affected
     assert jnp.isnan(found[:, 7, 5]).all()
-    assert jnp.isnan(found[0]).sum() == 128  # its tile
+    assert jnp.isnan(found[0]).sum() == 128  # the whole tile
 
 
 def test_an_implicit_operand_is_materialized():
@@ -296,7 +296,7 @@ def test_an_implicit_operand_is_materialized():
     np.testing.assert_array_equal(gather(X), over_blocks(lambda x: EACH["all_gather"][0](x))(X))
 
 
-# What is refused.
+# Errors.
 
 REFUSED = {
     "a value": (
@@ -359,7 +359,7 @@ def test_wrong_arguments_raise(program, error, message):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("qtype", ["int8", "uint8"])
 def test_large_arrays_are_sent_inside_a_shard_map(qtype, dtype):
-    """Outside a shard_map, XLA quantizes so many values in chunks on CPUs."""
+    """Outside a shard_map, this many values are quantized in chunks on CPU."""
     x = jnp.broadcast_to(jnp.arange(2**21, dtype=dtype) / 2**21, (8, 2**21))
     total = over_blocks(lambda x: psum(x, "i", qtype))(x)
     np.testing.assert_allclose(total[0, ::4096], 8 * x[0, ::4096], atol=0.1)

@@ -1,4 +1,4 @@
-"""shard_map: values cut into blocks and put together, on a mesh of 2 x 4 devices."""
+"""shard_map: values are split into blocks and joined, on a mesh of 2 x 4 devices."""
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,7 @@ CONTRACTED = (P(None, "y"), P("y", None)), P()
 
 @jax.custom_vjp
 def doubled_gradient(x, w):
-    """With respect to w; and none with respect to x."""
+    """A product with twice the gradient of w, and none of x."""
     return x @ w
 
 
@@ -49,7 +49,7 @@ doubled_gradient.defvjp(
 )
 
 
-# Of x [4, 8] and w [8, 8].
+# Functions of x [4, 8] and w [8, 8].
 PROGRAMS = {
     "rows of x": shard(matmul, *ROWS),
     "rows of x, unchecked": shard(matmul, *ROWS, check_vma=False),
@@ -148,7 +148,7 @@ def test_vmap_over_values_gives_the_dense_result(program, outside):
     assert_close(jax.jit(mapped)(X, w), matmul(X, vn.materialise(w)), TOLERANCE)
 
 
-# What goes in and comes out.
+# Operands and results.
 
 
 @of_each_type
@@ -201,7 +201,7 @@ def test_splitting_a_type_without_a_dense_form_raises():
 
 
 class Rescaled(ColumnLora):
-    """One whose factors share a scale in a way of each device's own."""
+    """A LoRA that divides `a` and multiplies `b` by a number that differs between devices."""
 
 
 @vn.register("neg")
@@ -224,7 +224,7 @@ def test_aval_may_omit_the_axes_that_an_array_varies_along(check_vma):
 
 
 class Constant(vn.ImplicitArray):
-    """One that is wrong about its blocks, which are as long as the whole by its metadata."""
+    """A type whose `partition` is wrong: its blocks have the shape of the whole array."""
 
     value: jax.Array  # []
     n: int = vn.static()
@@ -257,7 +257,7 @@ def test_wrong_out_specs_raise_the_error_of_jax():
         jax.jit(vn.implicit(f))(X, MAKE["lora"]())
 
 
-# Over explicit axes.
+# Explicit mesh axes.
 
 
 def test_leaves_may_be_sharded_along_fewer_axes():

@@ -1,6 +1,6 @@
-"""vmap outside, over leaves, and inside, over axes of the program.
+"""vmap outside `implicit`, over leaves, and inside it, over axes of the program.
 
-Its places beside other transformations: matrix/test_batching.py.
+See matrix/test_batching.py for vmap with other transformations.
 """
 
 import jax

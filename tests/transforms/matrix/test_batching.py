@@ -1,11 +1,11 @@
-"""vmap at every place, over every axis; collectives over an axis that it names."""
+"""vmap inside and outside other transformations, over each axis, with collectives over its axis."""
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from support.matrix import OTHERS, cells, matrix
 
-last = lambda c: jax.tree.map(lambda x: jnp.moveaxis(x, 0, -1), c)  # the batch axis goes there
+last = lambda c: jax.tree.map(lambda x: jnp.moveaxis(x, 0, -1), c)  # move the batch axis to the end
 OVER_WS = (None, 0)
 
 CELLS = cells(

@@ -1,4 +1,4 @@
-"""Where a program ends: at the host, at other devices, in a file. One cell of each.
+"""Callbacks, shardings, shard_map and export: one cell for each.
 
 See also test_callbacks.py, test_shard_map.py, test_sharding.py and test_export.py.
 """
@@ -18,7 +18,7 @@ ROWS, BATCH = NamedSharding(MESH, P("d")), P("d")
 
 
 def on_host(call):
-    """A sum that the host computes, of arrays or of the types that refuse to be such."""
+    """Return a function that computes a sum on the host."""
     add = lambda c, w: np.asarray(bare(c)) + np.asarray(bare(w))
     return lambda c, w: call(add, jax.ShapeDtypeStruct((N, N), jnp.float32), c, w)
 
@@ -41,12 +41,12 @@ def put(m):
 
 
 def mapped(m):
-    """On each device, one of a batch of two."""
+    """Run the step on two devices, each with one element of a batch."""
     return jax.shard_map(jax.vmap(m.step), mesh=MESH, in_specs=(BATCH, BATCH), out_specs=BATCH)
 
 
 def rebuilt(function, *args):
-    """`function`, exported for these arguments, written and read again."""
+    """Export a function for these arguments, serialize it, read it back and call it."""
     return export.deserialize(export.export(jax.jit(function))(*args).serialize()).call(*args)
 
 

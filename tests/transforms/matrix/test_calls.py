@@ -1,4 +1,4 @@
-"""Calls: eager, jit at every place and with every option, ahead of time, abstract evaluation."""
+"""Eager calls, jit with each option, inside and outside, compilation, abstract evaluation."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""scan, while, fori, cond, switch, map, associative_scan: the value at each place in them."""
+"""scan, while, fori, cond, switch, map, associative_scan, with a value in each position."""
 
 import jax
 import jax.numpy as jnp
@@ -135,18 +135,18 @@ def until(m):
 
 
 def until_large(m):
-    """A while loop that ends by what it computes."""
+    """A while loop whose condition depends on the result."""
     grow = lambda c, w: lambda s: s + c + m.step(c, w) * 0
     return lambda c, w: lax.while_loop(lambda s: (s / c).max() < 3, grow(c, w), c)
 
 
 def indexed(m):
-    """A loop that takes one of a stack of values."""
+    """A loop that indexes a stack of values."""
     return lambda c, ws: lax.fori_loop(0, 2, lambda i, c: m.step(c, ws[i]), c)
 
 
 def times(m):
-    """A loop whose trip count is not the same for all of a batch."""
+    """A loop whose number of iterations differs within a batch."""
     return lambda n, c, w: lax.fori_loop(0, n, lambda i, c: m.step(c, w), c)
 
 

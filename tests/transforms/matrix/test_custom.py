@@ -18,7 +18,7 @@ POLICIES = {
 
 
 def by_jvp(m):
-    """The step, with a derivative that is not its own: it must show."""
+    """The step, with a wrong derivative that shows that the rule ran."""
 
     @jax.custom_jvp
     def function(c, w):
@@ -46,7 +46,7 @@ def by_jvp_of_zeros(m):
 
 
 def by_vjp(m):
-    """Its residuals are the operands themselves."""
+    """A function whose residuals are its operands."""
     function = jax.custom_vjp(lambda c, w: m.step(c, w))
 
     def bwd(residuals, ct):
@@ -143,14 +143,14 @@ def differentiated(name, make):
 CELLS: dict[str, Cell] = {}
 for _name, _make in FUNCTIONS.items():
     CELLS |= called(_name, _make) | differentiated(_name, _make)
-for _name, _policy in POLICIES.items():  # they show in derivatives alone
+for _name, _policy in POLICIES.items():  # policies only affect derivatives
     CELLS |= differentiated(f"checkpoint, {_name}", partial(checkpointed, policy=_policy))
 
 test_functions = matrix(CELLS)
 
 
 def solved(m):
-    """A diagonal system, whose solver is its author's."""
+    """A diagonal system with its own solver."""
 
     def function(c, w):
         diagonal = 2 + jnp.tanh(w / c)

@@ -1,4 +1,4 @@
-"""Derivatives: by the leaves (of `implicit`) and by the dense array (`implicit` of them)."""
+"""Derivatives by leaves (`grad` of `implicit`) and by the dense array (`implicit` of `grad`)."""
 
 import jax
 import jax.numpy as jnp
@@ -7,14 +7,14 @@ from support.matrix import PROBES, N, Refusal, cells, matrix
 
 
 def tangents(tree):
-    """The tree as a tangent of itself."""
+    """Return the tree as a tangent of itself."""
     zero = lambda x: np.zeros(x.shape, jax.dtypes.float0)
     is_float = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
     return jax.tree.map(lambda x: x if is_float(x) else zero(x), tree)
 
 
 def second(m):
-    """A derivative of a derivative, along the value."""
+    """The derivative of a derivative, along the value."""
     return lambda c, w: jax.grad(lambda w: (jax.grad(m.loss, 1)(c, w) * w).sum())(w)
 
 

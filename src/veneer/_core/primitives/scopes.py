@@ -42,10 +42,13 @@ class Place(NamedTuple):
         )
 
 
+_TOP = Place()
+
+
 @dataclass(frozen=True)
 class _ScopeQuery:
     key: Any = None  # the hashable object that `scope_query` returns
-    outside: Place = Place()  # the place of the program that is being traced
+    outside: Place = _TOP  # the place of the program that is being traced
     marks_tangents: bool = False
 
 
