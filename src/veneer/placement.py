@@ -11,7 +11,14 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from . import tree as vtree
-from ._core.primitives.sharding import axes_of, entries_of, leaf_specs, places, split, why_not_cut
+from ._core.primitives.sharding import (
+    axes_of,
+    block_specs,
+    entries_of,
+    leaf_destinations,
+    leaf_specs,
+    why_not_split,
+)
 from ._core.surface.arguments import path_matches
 from ._core.value import is_value
 
@@ -201,7 +208,7 @@ def fully_sharded(
         for axis in sorted(range(len(shape)), key=lambda axis: -shape[axis]):
             cut = PartitionSpec(*entries[:axis], axis_name, *entries[axis + 1 :])
             is_whole = shape[axis] % count == 0 and (
-                not is_value(x) or split(x, cut, mesh.shape) is not None
+                not is_value(x) or block_specs(x, cut, mesh.shape) is not None
             )
             if entries[axis] is None and is_whole:
                 return NamedSharding(mesh, cut)
@@ -229,7 +236,7 @@ def put(paths: Sequence[str], arrays: Sequence[Any], asked: Sequence[Any]) -> li
         if device is not None and _is_array(x):
             _check(path, x, device)
             leaves += jax.tree.leaves(x)
-            devices += places(x, device)
+            devices += leaf_destinations(x, device)
     placed = iter(_put(leaves, devices))
     for i, (x, device) in enumerate(zip(arrays, asked, strict=True)):
         if device is not None and _is_array(x):
@@ -342,7 +349,7 @@ def _check(path: str, x: Any, device: Any) -> None:
     except ValueError as error:
         raise ValueError(f"{name} has shape {shape}: {error}") from None
     if is_value(x) and block != shape and _stays_whole(x, sharding):
-        why = why_not_cut(x, sharding.spec, sharding.mesh.shape)
+        why = why_not_split(x, sharding.spec, sharding.mesh.shape)
         warnings.warn(
             f"{name} is replicated on each device, because blocks of shape {list(block)} for "
             f"{sharding.spec} would split a tile or a byte of {x!r}"
@@ -359,7 +366,7 @@ def _stays_whole(x: Any, sharding: NamedSharding) -> bool:
     specs = leaf_specs(x, sharding.spec, sharding.mesh.shape, lambda size, _: size)
     asked = [None] * len(leaves) if specs is None else jax.tree.leaves(specs)
     size = lambda part: math.prod(part[0].shape) * part[0].dtype.itemsize
-    of_leaves = zip(leaves, asked, places(x, sharding), strict=True)
+    of_leaves = zip(leaves, asked, leaf_destinations(x, sharding), strict=True)
     leaf, spec, place = max(of_leaves, key=size)
     follows = spec is None or any(entry is not None for entry in spec)
     return follows and size((leaf,)) > 0 and place.shard_shape(leaf.shape) == leaf.shape

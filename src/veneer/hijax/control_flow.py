@@ -16,9 +16,9 @@ import jax
 
 from .._core.event import Event
 from .._core.policy import ALLOW, current_policy, emit_events, recorded_events
-from .._core.primitives.control_flow import meeting
-from .._core.primitives.labels import may_be_labelled, refuses_to_be_dense
-from .._core.primitives.staging import DENSE, typed
+from .._core.primitives.control_flow import common_form
+from .._core.primitives.labels import can_become_label, has_no_dense_form
+from .._core.primitives.staging import DENSE, value_type
 from .._core.value import Value, is_value
 from .._jax.primitives import Primitive, find_primitive
 from .mapping import is_stackable, made_dense, stackable
@@ -60,8 +60,8 @@ def _check_types(what: str, one: Any, other: Any) -> None:
 
 
 def _meeting(what: str, *pair: Any) -> Callable[[Any], Any]:
-    one, other = (typed(jax.tree.map(abstract_of, x)) for x in pair)
-    return lambda tried: meeting(what, one, other, tried)
+    one, other = (value_type(jax.tree.map(abstract_of, x)) for x in pair)
+    return lambda tried: common_form(what, one, other, tried)
 
 
 def _flat(tree: Any) -> tuple[list[Any], Any]:
@@ -104,7 +104,7 @@ def _in_form(form: Any, primitive: Primitive, x: Any) -> Any:
     if _is_array(x):
         return x
     labelled = jax.tree.unflatten(form, [x])
-    return labelled if may_be_labelled(x, labelled) else x
+    return labelled if can_become_label(x, labelled) else x
 
 
 @contextmanager
@@ -249,7 +249,7 @@ def _like(primitive: Primitive, before: Any, after: Any) -> Any:
     if not _is_array(after):
         return after
     value = abstract_of(after.aval) if is_typed(after) else value_of(after)
-    return after if refuses_to_be_dense(value) else made_dense(primitive, after)
+    return after if has_no_dense_form(value) else made_dense(primitive, after)
 
 
 def _with_leaves_of(primitive: Primitive, before: Any, after: Any) -> Any:

@@ -14,7 +14,7 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from .._core.errors import holds_derivatives
 from .._core.primitives.custom_derivatives import (
-    cotangent_of_dense,
+    cast_cotangent,
     instantiate,
     leaf_cotangents,
     tangent_of_leaves,
@@ -215,7 +215,7 @@ def _pulled_back(ct: Any, of: Any, operand: Any) -> Any:
     if operand is None or not hasattr(ct, "dtype"):
         raise _misfit(ct, of)
     value = opened(exposed(operand))
-    ct = cotangent_of_dense(value, ct)
+    ct = cast_cotangent(value, ct)
     if type(of) is HighType:
         pull = Vjp(Materialise(of), (True,), (True,))
         return apply(pull, canonical(value), ct)[0]

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from .._core.primitives.sharding import places
+from .._core.primitives.sharding import leaf_destinations
 from .._jax.hijax import Unspecified, core, pe, tracing_registry
 from .types import HighType, TangentType, abstract
 from .values import exposed, is_inexact
@@ -103,7 +103,7 @@ def _leaf_shardings(aval: Any, sharding: Any) -> Sequence[Any]:
     """The shardings of the leaves of a value, for that of the dense array."""
     of = aval.of if isinstance(aval, TangentType) else aval
     shardings: list[Any] = []
-    at_leaves = lambda *leaves: shardings.extend(places(of.of_arrays(leaves), sharding))
+    at_leaves = lambda *leaves: shardings.extend(leaf_destinations(of.of_arrays(leaves), sharding))
     jax.make_jaxpr(at_leaves)(*of.lo_ty())  # for what a type's `partition` asks of its leaves
     return shardings
 

@@ -12,8 +12,8 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec as P
 
-from .._core.primitives.shard_map import joined, placed
-from .._core.primitives.sharding import map_leaves, split, why_not_cut
+from .._core.primitives.shard_map import checked_joined_specs, reshard_leaf
+from .._core.primitives.sharding import block_specs, map_leaves, why_not_split
 from .._core.value import Value, is_part, is_value
 from .._jax.primitives import Primitive
 from .._jax.sharding import flat_tree
@@ -162,11 +162,13 @@ class _Body:
                 self.blocks.append(None)
                 continue
             value = fully_opened(x)
-            block = split(value, spec, self._mesh.shape)
+            block = block_specs(value, spec, self._mesh.shape)
             if block is None:
                 remedy = "Use the spec P(), or pass vn.materialise(x)"
-                raise _refused("split", t, spec, remedy, why_not_cut(value, spec, self._mesh.shape))
-            place = lambda leaf, spec: placed(leaf, spec, self._mesh, self._manual)
+                raise _refused(
+                    "split", t, spec, remedy, why_not_split(value, spec, self._mesh.shape)
+                )
+            place = lambda leaf, spec: reshard_leaf(leaf, spec, self._mesh, self._manual)
             leaves += jax.tree.leaves(map_leaves(place, value, block))
             leaf_specs += jax.tree.leaves(block)
             self.blocks.append(block)
@@ -183,7 +185,7 @@ class _Body:
             t = _high_type_of(x)
             if t is not None:
                 results[i] = fully_opened(x)
-                joint = joined(results[i], spec, self._mesh.shape, self._check_vma)
+                joint = checked_joined_specs(results[i], spec, self._mesh.shape, self._check_vma)
                 if joint is None:
                     raise _refused("join", t, spec, "Return vn.materialise(x)")
                 leaf_specs[i] = self._joined[i] = joint

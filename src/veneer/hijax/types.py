@@ -22,7 +22,7 @@ from .._core.errors import (
     reject_leaves,
     warn_of_scales_without_codes,
 )
-from .._core.primitives.batch_axes import has_batch_axes, takes_batch_axis
+from .._core.primitives.leaf_movement import can_stack_leaves, has_batch_axes
 from .._core.surface.shown import short_name
 from .._core.value import Value, get_cached, has_all_leaves, is_value
 from .._jax.hijax import HiType, aval_property, copy_shaped_array, holds_tracers
@@ -351,7 +351,7 @@ def abstract_of(a: Any) -> Any:
 @lru_cache(maxsize=4096)
 def takes_axis(type: HighType) -> bool:
     """Whether a new first axis on each leaf makes a stack of values."""
-    return takes_batch_axis(abstract(type.treedef, type.leaves))
+    return can_stack_leaves(abstract(type.treedef, type.leaves))
 
 
 @lru_cache(maxsize=4096)

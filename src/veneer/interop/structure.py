@@ -24,7 +24,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
-from .._core.primitives.sharding import places
+from .._core.primitives.sharding import leaf_destinations
 from .._core.tree import checks_of
 from .._core.value import CHECK_BUGS, Value
 from ..quant import ActivationQuantized, Packing, QArray
@@ -462,7 +462,7 @@ def _like_array(value: Any, like: Any, refuse: Callable[[], NoReturn]) -> Any:
     if not isinstance(sharding, NamedSharding):
         return jax.tree.map(as_jax, value)
     parts, treedef = jax.tree.flatten(value)
-    placed = map(jax.device_put, parts, places(value, sharding))
+    placed = map(jax.device_put, parts, leaf_destinations(value, sharding))
     return jax.tree.unflatten(treedef, placed)
 
 

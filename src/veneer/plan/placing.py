@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .._core.primitives.sharding import axes_of, places, split, why_not_cut
+from .._core.primitives.sharding import axes_of, block_specs, leaf_destinations, why_not_split
 from .._core.value import is_value
 from ..placement import fully_sharded
 from ..quant import Rule, get_format, zeros
@@ -98,7 +98,7 @@ def _dtype_in(format: str) -> str | None:
 
 def nbytes(array: Any, sharding: NamedSharding) -> int:
     """The bytes that a device has of an array, leaf by leaf."""
-    leaves = zip(jax.tree.leaves(array), places(array, sharding), strict=True)
+    leaves = zip(jax.tree.leaves(array), leaf_destinations(array, sharding), strict=True)
     return sum(math.prod(s.shard_shape(x.shape)) * x.dtype.itemsize for x, s in leaves)
 
 
@@ -114,14 +114,14 @@ def spec_by_names(array: Any, axes: tuple[str, ...], over: Split) -> tuple[P, st
         if _is_cut(array, cut, over.mesh):
             entries[i], used = to, used | {*axes_of(to)}
         else:
-            told = why_not_cut(array, cut, over.mesh.shape) if is_value(array) else ""
+            told = why_not_split(array, cut, over.mesh.shape) if is_value(array) else ""
             why = told or f"{over.count(to)} devices do not divide its axis of {array.shape[i]}"
     return P(*entries), why
 
 
 def _is_cut(array: Any, spec: P, mesh: AbstractMesh) -> bool:
     if is_value(array):
-        return split(array, spec, mesh.shape) is not None
+        return block_specs(array, spec, mesh.shape) is not None
     counts = [math.prod(mesh.shape[name] for name in axes_of(entry)) for entry in spec]
     return all(size % count == 0 for size, count in zip(array.shape, counts, strict=True))
 

@@ -1,12 +1,9 @@
-"""`custom_jvp` and `custom_vjp` functions that meet implicit values.
+"""Rules of `custom_jvp` and `custom_vjp` functions.
 
-Such a function is rebuilt, with JAX's public decorators, as a function of the leaves. Its
-derivative with respect to an implicit operand is the one its author wrote, taken at the dense
-array that the operand stands for, composed with the derivative of `materialise`. So its outputs
-are dense, for so are the tangents and cotangents that an author's rule speaks of.
-
-Labels need none of that: the tangent or cotangent of a label is a label, with the same metadata, so
-they go in and come out as they are.
+Such a function is rebuilt as a function of leaves, with JAX's public decorators. Its derivative
+with respect to an implicit operand is the user's rule at the dense array, composed with the
+derivative of `materialise`. User's rules take and return dense tangents and cotangents, so the
+outputs are dense. The tangent or cotangent of a label is a label, so labels stay labels.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,8 +21,8 @@ from ..sources import restore_sources
 from ..tree import split_list
 from ..value import Value, describe, make_dense, materialise_one, source_of
 from .labels import dense_unless, is_label
-from .reentering import reentering
-from .scopes import OF_TANGENTS, answers_noted, asked
+from .scopes import IN_DERIVATIVE_RULE, record_tangent_queries, scope_query
+from .staging import capture_context
 
 _custom_jvp_p, _custom_vjp_p = map(find_primitive, ("custom_jvp_call", "custom_vjp_call"))
 
@@ -34,68 +31,61 @@ _custom_jvp_p, _custom_vjp_p = map(find_primitive, ("custom_jvp_call", "custom_v
 def _custom_jvp_call(
     *values: Any, trace: Any, fun: Any, jvp: Any, symbolic_zeros: bool
 ) -> Sequence[Any]:
-    """A `custom_jvp` function at `values`, in the trace below `trace`."""
-    primitive = _custom_jvp_p
-    run_later = reentering(trace)
-    run_jvp = _run_jvp(run_later, fun)
-    if not any(isinstance(v, Value) for v in values):  # it may close over implicit ones
-        outputs = _Outputs(primitive)
-        jvp = transform_flat_function(jvp, lambda f: outputs.flat(run_jvp(f), tangents=True))
-        fun = transform_flat_function(fun, lambda f: outputs.flat(run_later(f)))
+    run_later = capture_context(trace)
+    run_jvp = _jvp_runner(run_later, fun)
+    if not any(isinstance(v, Value) for v in values):  # the functions may capture implicit values
+        outputs = _OutputsAsArrays(_custom_jvp_p)
+        jvp = transform_flat_function(jvp, lambda f: outputs.wrap(run_jvp(f), is_jvp=True))
+        fun = transform_flat_function(fun, lambda f: outputs.wrap(run_later(f)))
         out = trace.parent.process_custom_jvp_call(
-            primitive, fun, jvp, values, symbolic_zeros=symbolic_zeros
+            _custom_jvp_p, fun, jvp, values, symbolic_zeros=symbolic_zeros
         )
         return outputs.rebuild(out)
-    leaves, treedef = jax.tree.flatten(list(values))
-    sources = list(map(source_of, values))
-    together = lambda leaves: restore_sources(sources, jax.tree.unflatten(treedef, leaves))
+    leaves, unflatten, group = _flatten(values)
 
     @jax.custom_jvp
     def call(*leaves: Any) -> list[Any]:
-        out = run_later(fun.call_wrapped)(*together(leaves))
-        return dense_unless(is_label, primitive, out)
+        out = run_later(fun.call_wrapped)(*unflatten(leaves))
+        return dense_unless(is_label, _custom_jvp_p, out)
 
-    def call_jvp(leaves: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
-        primals = together(leaves)
-        moves = [
-            tangent_of_leaves(primal, tangent, symbolic_zeros)
-            for primal, tangent in zip(primals, _by_value(treedef, tangents), strict=True)
+    def call_jvp(leaves: Any, leaf_tangents: Any) -> tuple[list[Any], list[Any]]:
+        primals = unflatten(leaves)
+        tangents = [
+            tangent_of_leaves(primal, of_leaves, symbolic_zeros)
+            for primal, of_leaves in zip(primals, group(leaf_tangents), strict=True)
         ]
         reset_stores(jvp)
-        both = run_jvp(jvp.call_wrapped)(*primals, *moves)
-        out = dense_unless(is_label, primitive, both[: len(both) // 2])
-        moved = [
-            _tangent_of_output(primitive, primal, tangent)
-            for primal, tangent in zip(out, both[len(out) :], strict=True)
-        ]
-        return out, moved
+        results = run_jvp(jvp.call_wrapped)(*primals, *tangents)
+        out = dense_unless(is_label, _custom_jvp_p, results[: len(results) // 2])
+        out_tangents = map(_tangent_of_output, out, results[len(out) :])
+        return out, list(out_tangents)
 
     call.defjvp(call_jvp, symbolic_zeros=True)
     return call(*leaves)
 
 
-def _run_jvp(run_later: Callable, fun: Any) -> Callable[[Callable], Callable]:
-    """What runs a derivative rule later, from a function of primals and tangents to the outputs.
+def _jvp_runner(run_later: Callable, fun: Any) -> Callable[[Callable], Callable]:
+    """Return a wrapper like `run_later` for a derivative rule of primals and tangents.
 
-    Where a product of tangents differs from one of activations, or somebody asks for places, the
-    rule is run for the tangents alone, and the outputs are those of the function itself.
+    If a rule for a product distinguishes tangents, or if a scope query is set, the derivative rule
+    runs only for the tangents. The outputs then come from `fun`.
     """
-    is_asked = asked() is not None
+    has_query = scope_query() is not None
 
-    def run_jvp(jvp: Callable) -> Callable[..., list[Any]]:
+    def wrap(jvp: Callable) -> Callable[..., list[Any]]:
         def run(*args: Any) -> list[Any]:
-            with answers_noted() as differs, OF_TANGENTS(True):
-                both = run_later(jvp, is_derivative=True)(*args)
-            if not (is_asked or differs):
-                return both
+            with record_tangent_queries() as queries, IN_DERIVATIVE_RULE(True):
+                results = run_later(jvp, is_derivative=True)(*args)
+            if not (has_query or queries):
+                return results
             reset_stores(fun)
             out = run_later(fun.call_wrapped)(*args[: len(args) // 2])
-            reset_stores(fun)  # JAX reads those of one of the two functions
-            return [*out, *both[len(out) :]]
+            reset_stores(fun)  # JAX reads the stores of only one of the functions
+            return [*out, *results[len(out) :]]
 
         return run
 
-    return run_jvp
+    return wrap
 
 
 @structural("custom_vjp_call")
@@ -108,91 +98,91 @@ def _custom_vjp_call(
     out_trees: Callable,
     symbolic_zeros: bool,
 ) -> Sequence[Any]:
-    """A `custom_vjp` function at `values`, in the trace below `trace`."""
-    primitive = _custom_vjp_p
-    run_later = reentering(trace)
-    if not any(isinstance(v, Value) for v in values):  # it may close over implicit ones
-        outputs = _Outputs(primitive)
-        fun = transform_flat_function(fun, lambda f: outputs.flat(run_later(f)))
-        fwd = transform_flat_function(fwd, lambda f: outputs.flat(run_later(f)))
+    run_later = capture_context(trace)
+    if not any(isinstance(v, Value) for v in values):  # the functions may capture implicit values
+        outputs = _OutputsAsArrays(_custom_vjp_p)
+        fun = transform_flat_function(fun, lambda f: outputs.wrap(run_later(f)))
+        fwd = transform_flat_function(fwd, lambda f: outputs.wrap(run_later(f)))
         out = trace.parent.process_custom_vjp_call(
-            primitive, fun, fwd, bwd, values, out_trees=out_trees, symbolic_zeros=symbolic_zeros
+            _custom_vjp_p, fun, fwd, bwd, values, out_trees=out_trees, symbolic_zeros=symbolic_zeros
         )
         return outputs.rebuild(out)
-    leaves, treedef = jax.tree.flatten(list(values))
-    sources = list(map(source_of, values))
-    together = lambda leaves: restore_sources(sources, jax.tree.unflatten(treedef, leaves))
+    leaves, unflatten, group = _flatten(values)
 
     @jax.custom_vjp
     def call(*leaves: Any) -> list[Any]:
-        out = run_later(fun.call_wrapped)(*together(leaves))
-        return dense_unless(is_label, primitive, out)
+        out = run_later(fun.call_wrapped)(*unflatten(leaves))
+        return dense_unless(is_label, _custom_vjp_p, out)
 
     def call_fwd(*primals: Any) -> tuple[list[Any], Any]:
-        values = together([p.value for p in primals])
-        perturbed = _by_value(treedef, [p.perturbed for p in primals])
-        flagged = [x for value, p in zip(values, perturbed, strict=True) for x in (value, any(p))]
+        values = unflatten([p.value for p in primals])
+        perturbed = map(any, group([p.perturbed for p in primals]))
         reset_stores(fwd)
-        results = run_later(fwd.call_wrapped)(*flagged)
+        pairs = zip(values, perturbed, strict=True)
+        results = run_later(fwd.call_wrapped)(*(x for pair in pairs for x in pair))
         _, residual_tree, forwarded = out_trees()
         count = residual_tree.num_leaves - sum(f is not None for f in forwarded)
         computed, out = split_list(results, count)
         rest = iter(computed)
         residuals = [next(rest) if f is None else values[f] for f in forwarded]
         operands = [v if isinstance(v, Value) else None for v in values]
-        return dense_unless(is_label, primitive, out), (residuals, operands)
+        return dense_unless(is_label, _custom_vjp_p, out), (residuals, operands)
 
     def call_bwd_rule(saved: Any, cotangents: list[Any]) -> tuple[Any, ...]:
         residuals, operands = saved
-        cotangents = [_settle(ct, symbolic_zeros) for ct in cotangents]
+        cotangents = [_fill_zeros(ct, symbolic_zeros) for ct in cotangents]
         run: Callable = lambda *args: call_bwd(bwd, *split_list(args, len(residuals)))
-        found = run_later(run, is_derivative=True)(*residuals, *cotangents)
-        return tuple(
-            leaf_ct
-            for operand, ct in zip(operands, found, strict=True)
-            for leaf_ct in leaf_cotangents(primitive, operand, ct)
+        results = run_later(run, is_derivative=True)(*residuals, *cotangents)
+        of_leaves = (
+            leaf_cotangents(_custom_vjp_p, operand, ct)
+            for operand, ct in zip(operands, results, strict=True)
         )
+        return tuple(ct for cts in of_leaves for ct in cts)
 
     call.defvjp(call_fwd, call_bwd_rule, symbolic_zeros=True)
     return call(*leaves)
 
 
-class _Outputs:
-    """The outputs of a function that takes arrays and gives labels, as arrays for JAX."""
+def _flatten(values: Sequence[Any]) -> tuple[list[Any], Callable, Callable]:
+    """Return the leaves of values, a function that rebuilds the values, and one that groups leaves.
+
+    The functions do not capture the leaves, whose tracers must not outlive their trace.
+    """
+    leaves, treedef = jax.tree.flatten(list(values))
+    counts = [len(jax.tree.leaves(value)) for value in values]
+    sources = list(map(source_of, values))
+    unflatten = lambda leaves: restore_sources(sources, jax.tree.unflatten(treedef, leaves))
+    group = lambda leaves: list(split_list(leaves, *counts))[:-1]
+    return leaves, unflatten, group
+
+
+class _OutputsAsArrays:
+    """The outputs of a function that returns labels, as arrays for JAX and back as labels."""
 
     def __init__(self, primitive: Primitive):
         self.primitive = primitive
         self.trees: list[Any] = []
 
-    def flat(self, run: Callable, tangents: bool = False) -> Callable:
-        """`run` giving arrays; of outputs followed by their tangents, the former are noted."""
+    def wrap(self, run: Callable, is_jvp: bool = False) -> Callable:
+        """Return a function of arrays. With `is_jvp`, tangents follow the outputs of `run`."""
 
         def on_arrays(*args: Any) -> list[Any]:
             out = dense_unless(is_label, self.primitive, run(*args))
             self.trees = [jax.tree.structure(v) for v in out]
-            if tangents:
+            if is_jvp:
                 del self.trees[len(out) // 2 :]
             return [jax.tree.leaves(v)[0] if isinstance(v, Value) else v for v in out]
 
         return on_arrays
 
     def rebuild(self, arrays: Sequence[Any]) -> list[Any]:
-        """The outputs; residuals, if any, come before and are not among the arrays."""
+        # The trees of residuals come first. `arrays` has only the outputs.
         trees = self.trees[len(self.trees) - len(arrays) :]
         return [jax.tree.unflatten(t, [x]) for t, x in zip(trees, arrays, strict=True)]
 
 
-def _by_value(treedef: Any, leaves: Sequence[Any]) -> list[list[Any]]:
-    return list(split_list(leaves, *(child.num_leaves for child in treedef.children())))[:-1]
-
-
-def is_zero(tangent: Any) -> bool:
-    """Whether a tangent is known to be zero: told so, or that of an integer."""
-    return isinstance(tangent, SymbolicZero) or jax.dtypes.float0 == tangent.dtype
-
-
 def instantiate(tangent: Any) -> Any:
-    """A zero that is told as an array of zeros; any other tangent as it is."""
+    """Return an array of zeros for a symbolic zero, and any other tangent unchanged."""
     if not isinstance(tangent, SymbolicZero):
         return tangent
     aval: Any = tangent.aval
@@ -200,8 +190,8 @@ def instantiate(tangent: Any) -> Any:
     return np.zeros(shape, dtype) if dtype == jax.dtypes.float0 else jnp.zeros(shape, dtype)
 
 
-def _settle(tangent: Any, symbolic_zeros: bool) -> Any:
-    """A tangent or cotangent as the author's rule takes it: zeros are arrays unless it asked."""
+def _fill_zeros(tangent: Any, symbolic_zeros: bool) -> Any:
+    """Return a tangent or cotangent for a user's rule, which may ask for symbolic zeros."""
     if isinstance(tangent, Value):
         (leaf,) = jax.tree.leaves(tangent, is_leaf=lambda x: isinstance(x, SymbolicZero))
         if isinstance(leaf, SymbolicZero) and symbolic_zeros:
@@ -210,37 +200,40 @@ def _settle(tangent: Any, symbolic_zeros: bool) -> Any:
     return tangent if symbolic_zeros else instantiate(tangent)
 
 
-def materialise_along(value: Value, moving: Sequence[bool]) -> tuple[Callable, list[Any]]:
-    """The dense array as a function of some of the leaves, and those leaves."""
+def dense_function_of(value: Value, selected: Sequence[bool]) -> tuple[Callable, list[Any]]:
+    """Return a function from the selected leaves to the dense array, and those leaves."""
     leaves, treedef = jax.tree.flatten(value)
 
-    def dense(*moved: Any) -> Any:
-        rest = iter(moved)
-        filled = [next(rest) if m else x for m, x in zip(moving, leaves, strict=True)]
+    def dense(*args: Any) -> Any:
+        rest = iter(args)
+        filled = [next(rest) if s else x for s, x in zip(selected, leaves, strict=True)]
         return materialise_one(jax.tree.unflatten(treedef, filled))
 
-    return dense, [x for m, x in zip(moving, leaves, strict=True) if m]
+    return dense, [x for s, x in zip(selected, leaves, strict=True) if s]
 
 
 def tangent_of_leaves(value: Any, tangents: Sequence[Any], symbolic_zeros: bool) -> Any:
-    """The tangent of an operand, from those of its leaves."""
+    """Return the tangent of an operand for a user's rule, given the tangents of its leaves."""
     if is_label(value) and jnp.issubdtype(value.aval().dtype, jnp.inexact):
-        return _settle(jax.tree.unflatten(jax.tree.structure(value), tangents), symbolic_zeros)
-    moving = [not is_zero(t) for t in tangents]
+        return _fill_zeros(jax.tree.unflatten(jax.tree.structure(value), tangents), symbolic_zeros)
+    float0 = jax.dtypes.float0
+    moving = [not (isinstance(t, SymbolicZero) or float0 == t.dtype) for t in tangents]
     if not isinstance(value, Value):
         (tangent,) = tangents
     elif not any(moving):
         tangent = SymbolicZero(value.aval().to_tangent_aval())
     else:
-        dense, primals = materialise_along(value, moving)
-        moves = [t for m, t in zip(moving, tangents, strict=True) if m]
-        tangent = jax.jvp(dense, primals, moves)[1]
-    return _settle(tangent, symbolic_zeros)
+        dense, primals = dense_function_of(value, moving)
+        tangent = jax.jvp(dense, primals, [t for m, t in zip(moving, tangents, strict=True) if m])[
+            1
+        ]
+    return _fill_zeros(tangent, symbolic_zeros)
 
 
-def _tangent_of_output(primitive: Primitive, primal: Any, tangent: Any) -> Any:
+def _tangent_of_output(primal: Any, tangent: Any) -> Any:
+    """Return the tangent of an output of a user's rule in the form of the output."""
     if not isinstance(primal, Value):
-        return make_dense(primitive, [tangent])[0]
+        return make_dense(_custom_jvp_p, [tangent])[0]
     structure: Any = jax.tree.structure(primal)
     if is_label(tangent):
         if structure != jax.tree.structure(tangent):
@@ -249,12 +242,12 @@ def _tangent_of_output(primitive: Primitive, primal: Any, tangent: Any) -> Any:
                 f"{primal!r}. Both must have the same metadata."
             )
         return tangent
-    return jax.tree.unflatten(structure, make_dense(primitive, [tangent]))
+    return jax.tree.unflatten(structure, make_dense(_custom_jvp_p, [tangent]))
 
 
 def leaf_cotangents(primitive: Primitive, operand: Value | None, cotangent: Any) -> list[Any]:
-    """The cotangents of an operand's leaves; that of a dense one, if it is None."""
-    if is_label(cotangent):  # what its metadata says is of the dual space: the number is meant
+    """Return the cotangents of the leaves of an operand. None is a dense operand."""
+    if is_label(cotangent):  # its metadata is of the dual space, so it is dropped
         (cotangent,) = jax.tree.leaves(cotangent)
     else:
         (cotangent,) = make_dense(primitive, [cotangent])
@@ -264,18 +257,18 @@ def leaf_cotangents(primitive: Primitive, operand: Value | None, cotangent: Any)
     if cotangent is None:
         return [None] * len(leaves)
     moving = [jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in leaves]
-    dense, primals = materialise_along(operand, moving)
-    cts = iter(jax.vjp(dense, *primals)[1](cotangent_of_dense(operand, cotangent)))
+    dense, primals = dense_function_of(operand, moving)
+    cts = iter(jax.vjp(dense, *primals)[1](cast_cotangent(operand, cotangent)))
     return [next(cts) if m else None for m in moving]
 
 
-def cotangent_of_dense(operand: Value, cotangent: Any) -> Any:
+def cast_cotangent(operand: Value, cotangent: Any) -> Any:
     """Return a dense cotangent in the dtype of its operand, or reject one of another shape."""
     aval = operand.aval()
     if jnp.shape(cotangent) != aval.shape:
-        given, of = describe([cotangent, operand])
+        actual, expected = describe([cotangent, operand])
         raise TypeError(
-            f"The backward rule of a custom_vjp returns {given} for the argument {of}. A cotangent "
-            "must have the same shape as its argument."
+            f"The backward rule of a custom_vjp returns {actual} for the argument {expected}. A "
+            "cotangent must have the same shape as its argument."
         )
     return jnp.asarray(cotangent, aval.dtype)

@@ -1,4 +1,4 @@
-"""Dimension numbers: which axes of two operands a product sums, and which both have."""
+"""Dimension numbers of `jax.lax.dot_general`: contracted axes and batch axes of two operands."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -10,12 +10,12 @@ NestedAxes = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Seq
 
 
 class DotDimensionNumbers(NamedTuple):
-    """`dimension_numbers` of `jax.lax.dot_general`, which takes this as it is; hashable.
+    """The `dimension_numbers` of `jax.lax.dot_general`, in hashable form.
 
-    **Arguments:** each for the first operand and the second, which are the sides 0 and 1.
+    **Arguments:**
 
-    - `contracting`: the axes that are summed.
-    - `batch`: the axes that both have, and the output first.
+    - `contracting`: the contracted axes of the left and of the right operand.
+    - `batch`: the batch axes of each. They are the leading axes of the output.
 
     >>> from veneer._core.primitives.dimension_numbers import DotDimensionNumbers
     >>> numbers = DotDimensionNumbers.of((([2], [1]), ([0], [0])))
@@ -28,39 +28,35 @@ class DotDimensionNumbers(NamedTuple):
 
     @classmethod
     def of(cls, dimension_numbers: Sequence[Sequence[Sequence[Any]]]) -> "DotDimensionNumbers":
-        """Returns JAX's, whose axes may be in lists, and integers of NumPy's."""
-        (lhs, rhs), (lhs_batch, rhs_batch) = dimension_numbers
-        return cls(
-            (tuple(map(int, lhs)), tuple(map(int, rhs))),
-            (tuple(map(int, lhs_batch)), tuple(map(int, rhs_batch))),
+        """Convert dimension numbers, whose axes may be lists and integers of NumPy."""
+        contracting, batch = (
+            (tuple(map(int, lhs)), tuple(map(int, rhs))) for lhs, rhs in dimension_numbers
         )
+        return cls(contracting, batch)
 
     @property
     def swapped(self) -> "DotDimensionNumbers":
-        """Those of the product with its operands the other way round."""
+        """The dimension numbers of the product with its operands exchanged."""
         return DotDimensionNumbers(self.contracting[::-1], self.batch[::-1])
 
     def free(self, side: int, ndim: int) -> Axes:
-        """Returns the axes of an operand that the output has and the other operand has not."""
+        """Return the axes of operand 0 or 1 that are neither contracted nor batch axes."""
         shared = (*self.contracting[side], *self.batch[side])
         return tuple(axis for axis in range(ndim) if axis not in shared)
 
     def without(self, lhs_axis: int | None, rhs_axis: int | None) -> "DotDimensionNumbers":
-        """Returns the numbers that axes have when one of an operand, or of both, is gone."""
-        gone = lhs_axis, rhs_axis
-        contracting, batch = (
-            (without(pair[0], gone[0]), without(pair[1], gone[1])) for pair in self
-        )
+        """Return the dimension numbers after one axis, or None, of each operand is removed."""
+        contracting, batch = ((without(lhs, lhs_axis), without(rhs, rhs_axis)) for lhs, rhs in self)
         return DotDimensionNumbers(contracting, batch)
 
 
-def without(axes: Axes, gone: int | None) -> Axes:
-    """Returns the numbers that axes have when one, which may be of them, is gone.
+def without(axes: Axes, removed: int | None) -> Axes:
+    """Return the new numbers of axes after one axis of the array, if any, is removed.
 
     >>> from veneer._core.primitives.dimension_numbers import without
     >>> without((0, 1, 3), 1)
     (0, 2)
     """
-    if gone is None:
+    if removed is None:
         return axes
-    return tuple(axis - (axis > gone) for axis in axes if axis != gone)
+    return tuple(axis - (axis > removed) for axis in axes if axis != removed)

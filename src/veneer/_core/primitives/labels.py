@@ -1,7 +1,7 @@
-"""Labels: types whose one leaf is the dense array itself, with metadata beside it (a unit, a tag).
+"""Labels: types whose only leaf is the dense array, with metadata such as a unit or a tag.
 
-The dense array of a label moves as its leaf does. So its tangents, cotangents and shardings are
-those of the leaf, with the same metadata, and none of them needs the dense array.
+The tangent, the cotangent and the sharding of a label are those of its leaf, with the same
+metadata. So none of them materializes it.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,36 +17,32 @@ from ..value import CHECK_BUGS, Value, make_dense
 
 
 def is_label(value: Any) -> bool:
-    """Whether a value is a label, by what its type says or by what `materialise` does.
+    """Return whether a value has one leaf, which is the dense array. The leaf may be abstract.
 
-    It is if it has one leaf, of its own shape and dtype, and `materialise` returns that. A type
-    whose `materialise` refuses, with an error, has no other dense form than its leaf; one whose
-    leaf is something else says so, by `is_label = False`; one whose `materialise` copies its leaf
-    may say True. The leaf may be abstract.
+    It must have the shape and dtype of the value, and `materialise` must return it or raise an
+    error. The class attribute `is_label` overrides the check of `materialise`.
     """
     return isinstance(value, Value) and _kind(value) != "other"
 
 
-def refuses_to_be_dense(value: Any) -> bool:
-    """Whether a value is a label whose `materialise` raises an error."""
-    return isinstance(value, Value) and _kind(value) == "refuses"
+def has_no_dense_form(value: Any) -> bool:
+    """Return whether a value is a label whose `materialise` raises an error."""
+    return isinstance(value, Value) and _kind(value) == "raises"
 
 
-def may_be_labelled(x: Any, example: Value) -> bool:
-    """Whether a dense array may be taken for a label as `example` is, where the two must agree.
+def can_become_label(x: Any, label: Value) -> bool:
+    """Return whether a dense array can be converted to the type of `label`, to agree with it.
 
-    A zero may: it is zero in any unit. Another array may if the label has no metadata, so that
-    nothing is claimed of the array, and the two could not meet at the dense form.
+    Zero can, because it is zero in any unit. Another array can if the label has no metadata that
+    the array would claim, and cannot be materialized instead.
     """
-    if is_zero(x):
-        return True
-    return not has_metadata(example) and refuses_to_be_dense(example)
+    return is_zero(x) or (not has_metadata(label) and has_no_dense_form(label))
 
 
 def dense_unless(
     keep: Callable[[Any], bool], primitive: Primitive, values: Sequence[Any]
 ) -> list[Any]:
-    """The values, with those made dense, visibly, for which `keep` does not hold."""
+    """Materialize the values for which `keep` returns False, and report it."""
     dense = iter(make_dense(primitive, [v for v in values if not keep(v)]))
     return [v if keep(v) else next(dense) for v in values]
 
@@ -58,22 +54,23 @@ def _kind(value: Value) -> str:
     leaf, aval = jax.typeof(leaves[0]), value.aval()
     if (leaf.shape, leaf.dtype) != (aval.shape, aval.dtype):
         return "other"
-    kind = _kind_of(treedef, leaf)
-    return "holds" if kind == "other" and type(value).is_label else kind
+    kind = _kind_by_materialise(treedef, leaf)
+    return "returns leaf" if kind == "other" and type(value).is_label else kind
 
 
 @lru_cache(maxsize=4096)
-def _kind_of(treedef: Any, leaf: Any) -> str:
+def _kind_by_materialise(treedef: Any, leaf: Any) -> str:
     kind = "other"
 
     def dense(x: jax.Array) -> None:
         nonlocal kind
         try:
-            kind = "holds" if jax.tree.unflatten(treedef, [x]).materialise() is x else "other"
+            if jax.tree.unflatten(treedef, [x]).materialise() is x:
+                kind = "returns leaf"
         except CHECK_BUGS:
-            kind = "other"
-        except Exception:  # whatever a type raises that refuses to be dense
-            kind = "refuses"
+            pass
+        except Exception:  # a type that cannot be materialized may raise anything
+            kind = "raises"
 
     jax.eval_shape(dense, leaf)
     return kind

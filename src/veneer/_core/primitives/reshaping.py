@@ -1,18 +1,67 @@
-"""What becomes of a leaf in blocks when the dense array is reshaped."""
+"""Reshape the leaves of a value when its dense array is reshaped."""
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 
-from ..leaf_axes import Shape
+from ..leaf_axes import Movement, Shape
+from ..value import Value
+from .leaf_movement import Leaf, layout_of, move
+
+
+def reshape(x: Value, new: Shape) -> Any:
+    """Return a value of another shape, or NotImplemented if a block would be cut."""
+    x = x._movable()
+    old, layout = x.aval().shape, layout_of(x)
+    # The axes after the last one that a leaf axis corresponds to must stay as they are.
+    outer = 1 + max(layout.dense_axes(), default=-1)
+    new_outer = len(new) - (len(old) - outer)
+    if new_outer < 0 or old[outer:] != new[new_outer:] or (layout.is_declared and 0 in old):
+        return NotImplemented
+    sizes = old[:outer], new[:new_outer]
+    axes: list[int | None] = [None] * outer
+    for leaf in layout.leaves:
+        for i, axis in enumerate(leaf.axes):
+            if axis is not None and axis.packed_in:
+                at, count = axis.axis, leaf.shape[i] // axis.packed_in
+                blocks = (*old[:at], count, *old[at + 1 : outer])
+                axes[at] = _new_packed_axis(blocks, *sizes, at, int(axis.block))
+                if axes[at] is None:
+                    return NotImplemented
+
+    def step(leaf: Leaf) -> Any:
+        outer_axes: Any = leaf.axes[:outer]
+        if [axis and axis.axis for axis in outer_axes] != [*range(outer)]:
+            return NotImplemented
+        if any(axis.block == "whole" for axis in outer_axes):
+            return NotImplemented
+        widths = [axis.packed_in or 1 for axis in outer_axes]
+        blocks = tuple(n // width for n, width in zip(leaf.shape, widths, strict=False))
+        entries = reshaped(blocks, *sizes)
+        if entries is None:
+            return NotImplemented
+        new_sizes = [*entries, *leaf.shape[outer:]]
+        for i, width in zip(axes, widths, strict=True):
+            if width > 1 and i is not None:
+                new_sizes[i] *= width
+        return (), {"new_sizes": tuple(new_sizes), "dimensions": None, "sharding": None}
+
+    movement = Movement(new, (*axes, *range(new_outer, len(new))), reorders=True)
+    return move(x, "reshape", movement, step)
 
 
 def reshaped(leaf: Shape, old: Shape, new: Shape) -> Shape | None:
-    """A leaf's shape once the values go from shape `old` to `new`, or None.
+    """Return the new shape of a leaf when the dense array is reshaped. None if it has none.
 
-    Axes are split and merged in groups of equal size. In a group, the leaf's entries must cover
-    runs of values that follow each other in memory, before and after.
+    The groups of `reshape_groups` are split and merged separately. In each group, every entry of
+    the leaf must be for a contiguous run of dense elements, before and after.
+
+    **Arguments:**
+
+    - `leaf`: the number of leaf entries along each dense axis.
+    - `old`, `new`: the dense shapes.
     """
     if leaf == old:
         return new
@@ -23,36 +72,43 @@ def reshaped(leaf: Shape, old: Shape, new: Shape) -> Shape | None:
         counts = [leaf[axis] for axis in old_axes]
         if len(old_axes) > 1 or len(new_axes) > 1:
             entries = math.prod(counts)
-            if _runs(entries, [old[axis] for axis in old_axes]) != counts:
+            if _counts_of_runs(entries, [old[axis] for axis in old_axes]) != counts:
                 return None
-            runs = _runs(entries, [new[axis] for axis in new_axes])
-            if runs is None:
+            new_counts = _counts_of_runs(entries, [new[axis] for axis in new_axes])
+            if new_counts is None:
                 return None
-            counts = runs
+            counts = new_counts
         for axis, count in zip(new_axes, counts, strict=True):
             shape[axis] = count
     return tuple(shape)
 
 
-def axis_of_units(units: Shape, old: Shape, new: Shape, axis: int, block: int) -> int | None:
-    """The new axis along which units lie, whose last may be partly empty; None for several."""
-    counts = reshaped(units, old, new)
+def _new_packed_axis(blocks: Shape, old: Shape, new: Shape, axis: int, block: int) -> int | None:
+    """Return the new axis along which blocks are packed. None if they would lie along several.
+
+    **Arguments:**
+
+    - `blocks`: the number of blocks along each dense axis.
+    - `axis`, `block`: the old axis along which they are packed, and the elements per block.
+    """
+    counts = reshaped(blocks, old, new)
     for old_axes, new_axes in reshape_groups(old, new):
         if counts is None or axis not in old_axes:
             continue
         if len(old_axes) == len(new_axes) == 1:
             return new_axes[0]
-        along = [i for i in new_axes if counts[i] < new[i]]
-        # A unit that is partly empty ends a row, and would be amid the values of a longer one.
-        if len(along) == 1 and old[axis] % block == 0:
-            return along[0]
+        packed = [i for i in new_axes if counts[i] < new[i]]
+        # The last block of an axis may be partly empty. Merged with another axis, this gap would
+        # be in the middle.
+        if len(packed) == 1 and old[axis] % block == 0:
+            return packed[0]
     return None
 
 
 def reshape_groups(old: Shape, new: Shape) -> Iterator[tuple[list[int], list[int]]]:
-    """Yields consecutive axes of both shapes with as many values, few at a time; none of size 1.
+    """Yield the smallest groups of consecutive axes with equal sizes, omitting axes of size 1.
 
-    Axes whose symbolic sizes cannot be compared are in one group with all that follow.
+    Axes whose symbolic sizes cannot be compared are in one group with all axes after them.
     """
     left = [axis for axis, size in enumerate(old) if size != 1]
     right = [axis for axis, size in enumerate(new) if size != 1]
@@ -74,15 +130,15 @@ def reshape_groups(old: Shape, new: Shape) -> Iterator[tuple[list[int], list[int
         yield group
 
 
-def _runs(entries: int, sizes: Sequence[int]) -> list[int] | None:
-    """A leaf's shape if its entries cover equal runs in memory of values of shape `sizes`.
+def _counts_of_runs(entries: int, sizes: Sequence[int]) -> list[int] | None:
+    """Return the shape of this many entries if each is for a run of elements of shape `sizes`.
 
-    >>> _runs(6, [2, 12]), _runs(2, [2, 12]), _runs(4, [6, 2])
+    >>> _counts_of_runs(6, [2, 12]), _counts_of_runs(2, [2, 12]), _counts_of_runs(4, [6, 2])
     ([2, 3], [2, 1], None)
     """
     counts = []
     for size in sizes:
-        if entries % size == 0:  # also of symbolic sizes
+        if entries % size == 0:  # also for symbolic sizes
             count = size
         elif size % entries == 0:
             count = entries

@@ -1,8 +1,9 @@
-"""Where in a program a primitive is bound: the scopes and functions that it is in.
+"""The place in a program where a primitive is bound, and whether it computes a derivative.
 
-JAX keeps the names of the scopes around an equation (`jax.named_scope`), and starts anew in each
-program that another contains. Here they are kept from there on, with the names of jitted functions,
-while somebody asks: what is staged then is staged for a place, by a user context.
+JAX names the scopes (`jax.named_scope`) around an equation, but only those inside the innermost
+program, such as the body of a `jit`. While a query is in force, this module also keeps the scopes
+and jitted functions around that program. The query is a user context, which is part of the key of
+JAX's caches. So a function that is called at two places is traced for each of them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,14 +20,14 @@ from ..._jax.source_lines import current_scopes
 
 
 class Place(NamedTuple):
-    """Where a primitive is bound.
+    """The place in a program where a primitive is bound.
 
     **Arguments:**
 
-    - `names`: of the scopes and jitted functions around it, the outermost first.
-    - `is_derivative`: whether it is bound as a program is transposed, and is no part of the forward
-      pass that is computed again; or in what a user wrote for the derivative of a function.
-    - `is_tangent`: whether it computes a tangent. Known only within `telling_tangents`.
+    - `names`: the scopes and jitted functions around it, outermost first.
+    - `is_derivative`: whether it belongs to a transposed program, or to a derivative rule of the
+      user. False in a forward pass that `jax.checkpoint` recomputes.
+    - `is_tangent`: whether it computes a tangent. Always False outside `mark_tangents`.
     """
 
     names: tuple[str, ...] = ()
@@ -41,42 +42,37 @@ class Place(NamedTuple):
         )
 
 
+_TOP = Place()
+
+
 @dataclass(frozen=True)
-class _Asked:
-    what: Any  # whatever the one who asks wants to find again; hashable
-    outside: Place  # of the program that is being staged
-    tells_tangents: bool = False
+class _ScopeQuery:
+    key: Any = None  # the hashable object that `scope_query` returns
+    outside: Place = _TOP  # the place of the program that is being traced
+    marks_tangents: bool = False
 
 
-#: What somebody asks for, if anybody does. A user context, for JAX to trace anew where it changes.
-ASKED: Any = jax.make_user_context(None)
-
-# What JAX names what a `jax.checkpoint` computes again.
-_COMPUTED_AGAIN = "rematted_computation"
+_query: Any = jax.make_user_context(None)
 
 
-def asked() -> Any:
-    """What somebody who asks for places has put in force, or None."""
-    return None if ASKED.value is None else ASKED.value.what
+def scope_query() -> Any:
+    """Return the object that `query_scopes` has put in force, or None."""
+    return _query.value and _query.value.key
 
 
-def asking(what: Any) -> AbstractContextManager[None]:
-    """Puts something in force, to be found at any place within; None hides what there is."""
-    return ASKED(replace(_now_asked(), what=what))
+def query_scopes(key: Any) -> AbstractContextManager[None]:
+    """Put a hashable object in force, which rules get from `scope_query`. None hides it."""
+    return _query(replace(_query.value or _ScopeQuery(), key=key))
 
 
-def _now_asked() -> _Asked:
-    return _Asked(None, Place()) if ASKED.value is None else ASKED.value
-
-
-def place() -> Place:
-    """Where a primitive that is bound now is, for who asks."""
-    names, is_derivative, is_tangent = ASKED.value.outside
+def current_place() -> Place:
+    """Return the place of the primitive that is bound now. Call it only while a query is set."""
+    names, is_derivative, is_tangent = _query.value.outside
     names = list(names)
     for kind, name in current_scopes():
         if kind == "transform":
             is_derivative = is_derivative or name == "transpose"
-        elif name == _COMPUTED_AGAIN:
+        elif name == "rematted_computation":  # jax.checkpoint's name for a recomputed forward pass
             is_derivative = False
         elif name == TANGENT_SCOPE:
             is_tangent = True
@@ -85,94 +81,91 @@ def place() -> Place:
     return Place(tuple(names), is_derivative, is_tangent)
 
 
-@contextmanager
-def inside(name: str | None = None) -> Iterator[None]:
-    """Has what JAX traces within, as a program of its own, know where it is; for who asks.
+def enter_program(name: str | None = None) -> AbstractContextManager[None]:
+    """Keep the current place while JAX traces a program inside the current one.
 
-    **Arguments:**
-
-    - `name`: of the function that is traced, where it has one.
+    `name` is the name of a jitted function. It becomes part of the place.
     """
-    here = place()
-    if name is not None:
-        here = here._replace(names=(*here.names, name))
-    with ASKED(replace(_now_asked(), outside=here)):
-        yield
+    if _query.value is None:
+        return nullcontext()
+    here = current_place()
+    names = here.names if name is None else (*here.names, name)
+    return _query(replace(_query.value, outside=here._replace(names=names)))
 
 
-def returning() -> Callable[[bool], AbstractContextManager[None]]:
-    """Returns what is entered where a function runs later, for it to be where the program is now.
+def capture_place() -> Callable[[bool], AbstractContextManager[None]]:
+    """Return a function that makes a context, in which a function that runs later is at this place.
 
-    The context is told whether the function is the derivative of another.
+    Its argument says whether the function that runs later is a derivative rule.
     """
-    if ASKED.value is None:
+    if _query.value is None:
         return lambda is_derivative: nullcontext()
-    here = place()
-    then = replace(ASKED.value, outside=here)
+    here = current_place()
+    captured = replace(_query.value, outside=here)
 
-    def enter(is_derivative: bool) -> AbstractContextManager[None]:
+    def restore(is_derivative: bool) -> AbstractContextManager[None]:
         if is_derivative:
-            return ASKED(replace(then, outside=here._replace(is_derivative=True)))
-        is_asked = ASKED.value is not None and asked() is then.what
-        if is_asked and place().is_within(here):
-            return nullcontext()  # it runs at once, in the same program
-        return ASKED(then)
+            return _query(replace(captured, outside=here._replace(is_derivative=True)))
+        is_same_query = _query.value is not None and scope_query() is captured.key
+        if is_same_query and current_place().is_within(here):
+            return nullcontext()  # the function runs at once, in the same program
+        return _query(captured)
 
-    return enter
+    return restore
 
 
 @contextmanager
-def telling_tangents(products: Sequence[str]) -> Iterator[None]:
+def mark_tangents(products: Sequence[str]) -> Iterator[None]:
     """Let `is_in_derivative_part` tell tangents of these primitives from primal values.
 
     JAX differentiates a program before a trace of `implicit` runs it, so an equation does not show
-    whether its operands are tangents. Here JAX puts those that are in a scope of their own.
+    whether its operands are tangents. Here JAX binds tangents in a scope with a reserved name.
     """
-    asks = replace(_now_asked(), tells_tangents=True)
+    marks_tangents = lambda: _query.value is not None and _query.value.marks_tangents
+    query = replace(_query.value or _ScopeQuery(), marks_tangents=True)
     primitives = list(map(find_primitive, products))
-    with tangents_in_scope(primitives, lambda: _now_asked().tells_tangents), ASKED(asks):
+    with tangents_in_scope(primitives, marks_tangents), _query(query):
         yield
 
 
 def is_in_derivative_part() -> bool:
     """Return whether the current primitive belongs to a derivative inside the program.
 
-    Always False outside `telling_tangents`, and for what `jax.checkpoint` recomputes.
+    Always False outside `mark_tangents`, and in what `jax.checkpoint` recomputes.
     """
-    if ASKED.value is None or not ASKED.value.tells_tangents:
+    if _query.value is None or not _query.value.marks_tangents:
         return False
-    at = place()
-    return at.is_derivative or at.is_tangent
+    place = current_place()
+    return place.is_derivative or place.is_tangent
 
 
-# Products that quantise or record activations, and leave tangents alone.
+#: Whether a derivative rule of the user (of a `custom_jvp` function) is running. A user context,
+#: because products in it quantize no operand, so JAX must trace a function again for it.
+IN_DERIVATIVE_RULE: Any = jax.make_user_context(False)
 
-#: Whether what runs is what a user wrote for the tangents of a function. A user context, for JAX to
-#: trace anew where it changes.
-OF_TANGENTS: Any = jax.make_user_context(False)
-
-#: What `may_be_tangents` notes of being asked, while somebody wants to know.
-_ANSWERS: ContextVar[list[bool] | None] = ContextVar("_ANSWERS", default=None)
+#: The list of `record_tangent_queries`.
+_tangent_queries: ContextVar[list[bool] | None] = ContextVar("_tangent_queries", default=None)
 
 
 def may_be_tangents() -> bool:
-    """Whether an operand may be a tangent, in what a user wrote for the derivative of a function.
+    """Return whether operands may be tangents, because a derivative rule of the user is running.
 
-    There the outputs are not those of the function, which is run beside it for who asks.
+    Rules that quantize or record activations call this, and leave tangents alone. The primal
+    outputs of the derivative rule are then computed separately (see `custom_derivatives.py`).
     """
-    if OF_TANGENTS.value and (answers := _ANSWERS.get()) is not None:
-        answers.append(True)
-    return bool(OF_TANGENTS.value)
+    if IN_DERIVATIVE_RULE.value and (queries := _tangent_queries.get()) is not None:
+        queries.append(True)
+    return bool(IN_DERIVATIVE_RULE.value)
 
 
 @contextmanager
-def answers_noted() -> Iterator[list[bool]]:
-    """Gives a list with an entry for each time that `may_be_tangents` says so within."""
-    answers: list[bool] = []
-    token = _ANSWERS.set(answers)
+def record_tangent_queries() -> Iterator[list[bool]]:
+    """Yield a list that gets an entry whenever `may_be_tangents` returns True in this block."""
+    queries: list[bool] = []
+    token = _tangent_queries.set(queries)
     try:
-        yield answers
+        yield queries
     finally:
-        _ANSWERS.reset(token)
-        if answers and (outer := _ANSWERS.get()) is not None:
+        _tangent_queries.reset(token)
+        if queries and (outer := _tangent_queries.get()) is not None:
             outer.append(True)

@@ -1,6 +1,6 @@
-"""Staging: the program inside a primitive, traced anew with the rules in force, on leaves."""
+"""Staging: trace the program inside a primitive again, on leaves and with the rules in force."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -9,12 +9,12 @@ from weakref import WeakKeyDictionary
 
 import jax
 
-from ..._jax.primitives import close_jaxpr, find_primitive, jaxpr_as_fun, open_jaxpr
+from ..._jax.primitives import Primitive, close_jaxpr, find_primitive, jaxpr_as_fun, open_jaxpr
 from ..._jax.source_lines import user_line
-from ..._jax.tracing import trace_context
+from ..._jax.tracing import current_trace, trace_context
 from ..errors import check_fields
 from ..event import FOUND, Event, Source, paths_of, resolve_source
-from ..nesting import staging_trace
+from ..nesting import entered, staging_trace
 from ..policy import (
     ALLOW,
     RECORD,
@@ -29,159 +29,154 @@ from ..sources import find_source, leaf_sources, with_source
 from ..trace import ImplicitTrace
 from ..tree import split_list
 from ..value import Value, is_value, make_dense, source_of
-from .labels import is_label, may_be_labelled
-from .scopes import ASKED, OF_TANGENTS, answers_noted, inside, may_be_tangents
+from .labels import can_become_label, is_label
+from .scopes import (
+    IN_DERIVATIVE_RULE,
+    capture_place,
+    enter_program,
+    may_be_tangents,
+    record_tangent_queries,
+)
 
-Typed = tuple[Any, Sequence[Any]]  # a value's structure and its abstract leaves
+ValueType = tuple[Any, Sequence[Any]]  # the structure of a value, and its abstract leaves
+
+#: The form that outputs must be converted to, by index: `DENSE`, or the structure of a label.
+Forms = Mapping[int, Any]
+
+DENSE = object()
 
 
 @dataclass(frozen=True)
-class Staged:
-    """A jaxpr of leaves that does what another did on implicit values."""
+class StagedProgram:
+    """A jaxpr on leaves that computes the same as a jaxpr on implicit values."""
 
     jaxpr: Any  # closed
     out_trees: tuple[Any, ...]  # the structure of each output
     out_avals: tuple[tuple[Any, ...], ...]  # the abstract leaves of each output
-    events: tuple[Event, ...]  # what to emit_events each time, if anyone asks
-    line: str  # of the call for which it was staged
-    out_sources: tuple[Source, ...]  # the weights of which each output is made, if anyone asks
-    differs: bool  # for what may be tangents
+    events: tuple[Event, ...]  # to emit in each call, if a policy needs them
+    line: str  # of the call that was traced
+    out_sources: tuple[Source, ...]  # of each output, if a policy needs them
+    queries_tangents: bool  # whether it differs because operands may be tangents
 
-    def met_by(self, values: Sequence[Any]) -> "Staged":
-        """This, as it is met here, with operands that may be weights.
+    def resolve(self, operands: Sequence[Any]) -> "StagedProgram":
+        """Return this program with the events and sources of the current call.
 
-        Events that have no line but that of the call have the present one. So they are in functions
-        of JAX's own, which it traces once (`x @ w`).
+        Events at the line of the traced call get the current line. JAX traces its own functions,
+        such as that of `x @ w`, only once.
         """
         if not (self.events or any(self.out_sources)):
             return self
-        sources, here = list(map(find_source, values)), user_line()
-        at = lambda line: here if line == self.line else line
+        sources, here = list(map(find_source, operands)), user_line()
+        line_of = lambda event: here if event.line == self.line else event.line
         return replace(
             self,
-            events=tuple(event.met_by(sources, at(event.line)) for event in self.events),
+            events=tuple(event.met_by(sources, line_of(event)) for event in self.events),
             out_sources=tuple(resolve_source(source, sources) for source in self.out_sources),
         )
 
-    def output(self, i: int) -> tuple[Any, tuple[Any, ...]]:
-        """What must agree for two outputs to be of one type."""
+    def output_type(self, i: int) -> ValueType:
         return self.out_trees[i], self.out_avals[i]
 
-    def examples(self) -> list[Any]:
-        """The outputs, with abstract leaves."""
-        return list(map(example, self.out_trees, self.out_avals))
+    def abstract_outputs(self) -> list[Any]:
+        """Return the outputs with abstract leaves."""
+        return list(map(abstract_value, self.out_trees, self.out_avals))
 
     def unflatten(self, leaves: Sequence[Any]) -> list[Any]:
-        """The outputs, from all of their leaves."""
+        """Return the outputs, given all of their leaves."""
         pieces = split_list(leaves, *(tree.num_leaves for tree in self.out_trees))
-        outputs = [
-            jax.tree.unflatten(tree, piece)
-            for tree, piece in zip(self.out_trees, pieces, strict=False)
-        ]
-        if any(self.out_sources):
-            for output, source in zip(outputs, self.out_sources, strict=True):
-                with_source(output, source)
+        outputs = list(map(jax.tree.unflatten, self.out_trees, pieces))
+        for output, source in zip(outputs, self.out_sources, strict=True):
+            with_source(output, source)
         return outputs
 
     def __call__(self, *values: Any) -> list[Any]:
         return self.unflatten(jaxpr_as_fun(self.jaxpr)(*jax.tree.leaves(values)))
 
 
-_staged: WeakKeyDictionary[Any, dict[Any, Staged]] = WeakKeyDictionary()
-clear_with_rules(_staged.clear)
-
-
-def example(tree: Any, avals: Sequence[Any]) -> Any:
-    """A value of a type, with abstract leaves."""
+def abstract_value(tree: Any, avals: Sequence[Any]) -> Any:
+    """Return a value of this structure with abstract leaves."""
     return jax.tree.unflatten(tree, [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals])
 
 
-def typed(value: Any) -> Typed:
-    """A value's structure and its abstract leaves. Leaves may be abstract already."""
+def value_type(value: Any) -> ValueType:
+    """Return the structure of a value, and its abstract leaves. They may be abstract already."""
     leaves, treedef = jax.tree.flatten(value)
     try:
         return treedef, tuple(map(jax.typeof, leaves))
     except TypeError:
-        for one in jax.tree.leaves(value, is_leaf=is_value):
-            check_fields(one)
+        for part in jax.tree.leaves(value, is_leaf=is_value):
+            check_fields(part)
         raise
 
 
-# Structures that some outputs must have, by their numbers: `DENSE`, or that of a label.
-Forms = Mapping[int, Any]
-
-NO_FORMS: Forms = MappingProxyType({})
-
-DENSE = object()
+_staged: WeakKeyDictionary[Any, dict[Any, StagedProgram]] = WeakKeyDictionary()
+clear_with_rules(_staged.clear)
 
 
 def stage(
-    primitive: str,
-    jaxpr: Any,
-    values: Sequence[Any],
-    forms: Forms = NO_FORMS,
-    name: str | None = None,
-) -> Staged:
-    """`jaxpr` staged for the types of `values`, with some outputs brought into other forms.
+    primitive: str, jaxpr: Any, values: Sequence[Any], *, name: str | None = None
+) -> StagedProgram:
+    """Stage a jaxpr for the types of some values, and emit its events.
 
-    `name` is that of a function whose program it is.
+    `name` is the name of the jitted function that the jaxpr is from.
     """
-    staged = find_staged(primitive, jaxpr, values, forms, name)
+    staged = stage_without_events(primitive, jaxpr, values, name=name)
     emit_events(staged.events)
     return staged
 
 
-def find_staged(
+def stage_to_labels(
+    primitive: str, jaxpr: Any, values: Sequence[Any], count: int | None = None
+) -> StagedProgram:
+    """Stage a jaxpr. Its first `count` outputs, or all, are materialized unless they are labels."""
+    outputs = stage_without_events(primitive, jaxpr, values).abstract_outputs()[:count]
+    others = [i for i, x in enumerate(outputs) if is_value(x) and not is_label(x)]
+    staged = stage_without_events(primitive, jaxpr, values, dict.fromkeys(others, DENSE))
+    emit_events(staged.events)
+    return staged
+
+
+def stage_without_events(
     primitive: str,
     jaxpr: Any,
     values: Sequence[Any],
-    forms: Forms = NO_FORMS,
+    forms: Forms = MappingProxyType({}),
     name: str | None = None,
-) -> Staged:
-    """`stage`, telling nobody yet of what happened: for an attempt that may be dropped."""
-    treedef, avals = typed(list(values))
-    policy = current_policy()
-    with inside(name) if ASKED.value else nullcontext():
-        # Policies under which events are recorded, and told each time, stage alike.
+) -> StagedProgram:
+    """Stage a jaxpr, with some outputs in other forms. To use the program, emit its events."""
+    treedef, avals = value_type(list(values))
+    with enter_program(name):
+        # All policies that record events share one program.
+        policy = current_policy()
         with policy_in_force(RECORD) if must_replay_events(policy) else nullcontext():
             key = treedef, avals, frozenset(forms.items()), current_policy(), trace_context()
         known = _staged.setdefault(jaxpr, {})
         if key not in known:
             closed = close_jaxpr(jaxpr)
-            sources = tuple(map(find_source, values)) if current_policy() is not ALLOW else ()
+            sources = tuple(map(find_source, values)) if policy is not ALLOW else ()
             known[key] = _stage(find_primitive(primitive), closed, treedef, avals, forms, sources)
-    if known[key].differs:
-        may_be_tangents()
-    return known[key].met_by(values)
-
-
-def stage_to_labels(
-    primitive: str, jaxpr: Any, values: Sequence[Any], count: int | None = None
-) -> Staged:
-    """`stage`, with the first `count` outputs, or all, made dense unless they are labels."""
-    staged = find_staged(primitive, jaxpr, values)
-    outputs = staged.examples()[:count]
-    others = [i for i, x in enumerate(outputs) if is_value(x) and not is_label(x)]
-    return stage(primitive, jaxpr, values, dict.fromkeys(others, DENSE))
+    if known[key].queries_tangents:
+        may_be_tangents()  # for `record_tangent_queries` of the program around this one
+    return known[key].resolve(values)
 
 
 def _stage(
-    primitive: Any,
+    primitive: Primitive,
     jaxpr: Any,
     treedef: Any,
     avals: Sequence[Any],
     forms: Forms,
     sources: Sequence[Source],
-) -> Staged:
+) -> StagedProgram:
     out_trees: list[Any] = []
     out_sources: list[Source] = []
 
     def on_leaves(*leaves: Any) -> list[Any]:
         values = jax.tree.unflatten(treedef, leaves)
-        # By number, for the next time; and by name, if an error is raised here.
+        # Numbers of operands are resolved in each call. The paths are for errors in this one.
         names = [[x for x in paths_of(source) if x != FOUND] for source in sources]
         numbered: list[Source] = [(i, *paths) for i, paths in enumerate(names)]
-        for value, source in zip(values, numbered, strict=False):  # none, where nobody asks
+        for value, source in zip(values, numbered, strict=False):  # no source if none is needed
             with_source(value, source)
         known = leaf_sources(zip(values, numbered, strict=True)) if sources else nullcontext()
         with known, staging_trace():
@@ -194,64 +189,82 @@ def _stage(
         return [leaf for leaves, _ in flat for leaf in leaves]
 
     events: list[Event] = []
-    noted: Any = answers_noted() if OF_TANGENTS.value else nullcontext([])
-    recorded: Any = (
-        recorded_events() if must_replay_events(current_policy()) else nullcontext(events)
-    )
+    replays = must_replay_events(current_policy())
+    recorded: Any = recorded_events() if replays else nullcontext(events)
+    queries: Any = record_tangent_queries() if IN_DERIVATIVE_RULE.value else nullcontext(())
     try:
-        with noted as differs, recorded as events:
+        with queries as tangent_queries, recorded as events:
             staged = jax.make_jaxpr(on_leaves)(*avals)
     except BaseException:
         emit_events(events)
         raise
-    counts: list[int] = [tree.num_leaves for tree in out_trees]
-    out_avals = [tuple(piece) for piece in split_list(staged.out_avals, *counts)][:-1]
-    line = user_line() if events else ""
-    return Staged(
+    *out_avals, _ = split_list(staged.out_avals, *(tree.num_leaves for tree in out_trees))
+    return StagedProgram(
         staged,
         tuple(out_trees),
-        tuple(out_avals),
+        tuple(map(tuple, out_avals)),
         tuple(events),
-        line,
+        user_line() if events else "",
         tuple(out_sources),
-        bool(differs),
+        bool(tangent_queries),
     )
 
 
-def _in_form(primitive: Any, output: Any, form: Any) -> Any:
+def _in_form(primitive: Primitive, output: Any, form: Any) -> Any:
     if form is DENSE:
         return make_dense(primitive, [output])[0]
-    if not isinstance(output, Value):
-        label = jax.tree.unflatten(form, [output])
-        return label if may_be_labelled(output, label) else output
-    return output
+    if isinstance(output, Value):
+        return output
+    label = jax.tree.unflatten(form, [output])
+    return label if can_become_label(output, label) else output
 
 
-# A rule may write to a `Box`. Where it does so in a loop, the body that is staged for the rule
-# closes over references (`jax.Ref`), which JAX takes for no constants of a loop, a branch or a jit:
-# they are operands of what contains the program.
+def lift_references(*jaxprs: Any) -> tuple[list[Any], list[Any]]:
+    """Make the references (`jax.Ref`) that closed jaxprs capture their leading operands.
 
+    A rule may write to a `Box` that it captures. In a loop, a branch or a jit, JAX rejects a
+    reference that is a constant of the program.
 
-def references(*jaxprs: Any) -> list[Any]:
-    """The references among the constants of closed jaxprs, each once."""
-    found = {id(x): x for jaxpr in jaxprs for x in jaxpr.consts if _is_reference(x)}
-    return list(found.values())
-
-
-def taking(jaxpr: Any, refs: Sequence[Any]) -> Any:
-    """A closed jaxpr that takes these references first, of which some were its constants."""
+    **Returns:** the references, and the jaxprs that take all of them.
+    """
+    refs = {id(x): x for jaxpr in jaxprs for x in jaxpr.consts if isinstance(x, jax.Ref)}
     if not refs:
-        return jaxpr
-    opened, constants = open_jaxpr(jaxpr)
-    numbers = {id(ref): i for i, ref in enumerate(refs)}
+        return [], list(jaxprs)
 
-    def program(*args: Any) -> list[Any]:
-        own = [args[numbers[id(x)]] if id(x) in numbers else x for x in constants]
-        return jaxpr_as_fun(close_jaxpr(opened))(*own, *args[len(refs) :])
+    def lift(jaxpr: Any) -> Any:
+        program, constants = open_jaxpr(jaxpr)
 
-    avals = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in jaxpr.in_avals]
-    return jax.make_jaxpr(program)(*refs, *avals)
+        def take_references(*args: Any) -> list[Any]:
+            given = dict(zip(refs, args, strict=False))
+            own = [given.get(id(x), x) for x in constants]
+            return jaxpr_as_fun(close_jaxpr(program))(*own, *args[len(refs) :])
+
+        avals = [
+            jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in jaxpr.in_avals
+        ]
+        return jax.make_jaxpr(take_references)(*refs.values(), *avals)
+
+    return list(refs.values()), list(map(lift, jaxprs))
 
 
-def _is_reference(x: Any) -> bool:
-    return isinstance(x, jax.Ref)
+def capture_context(trace: ImplicitTrace) -> Callable[..., Callable[..., list[Any]]]:
+    """Return a wrapper for functions of tracers that JAX runs later, under another trace.
+
+    The wrapped function takes and returns values. It runs with the rules, the policy and the place
+    of now, and knows the values of `trace` that it captures. `is_derivative=True` says that it is a
+    derivative rule.
+    """
+    tag, policy, restore_place = trace.tag, current_policy(), capture_place()
+
+    def run_later(function: Callable, *, is_derivative: bool = False) -> Callable[..., list[Any]]:
+        def run(*args: Any) -> list[Any]:
+            inner = ImplicitTrace(current_trace(), tag)
+            with policy_in_force(policy), restore_place(is_derivative):
+                wrapped = list(map(inner.wrap, args))
+                with entered(inner, inner):
+                    out = function(*wrapped)
+                return list(map(inner.unwrap, out))
+
+        return run
+
+    return run_later

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._core.policy import note_how
-from ..._core.primitives.scopes import Place, asked, asking, place
+from ..._core.primitives.scopes import Place, current_place, query_scopes, scope_query
 from ..._core.rules import add_rule, register
 from ..._core.surface.array import ImplicitArray
 from ..._core.surface.straight_through import ste
@@ -86,13 +86,13 @@ def quantize_products(fn: Callable, rules: Sequence[Rule]) -> Callable:
     @wraps(fn, updated=())
     def quantized(*args: Any, **kwargs: Any) -> Any:
         leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_opaque_leaf)
-        scope = _rules_in_scope(rules, asked(), code)
+        scope = _rules_in_scope(rules, scope_query(), code)
 
         def run(*leaves: Any) -> Any:
             args, kwargs = jax.tree.unflatten(treedef, leaves)
             return fn(*args, **kwargs)
 
-        with asking(scope):
+        with query_scopes(scope):
             out = run_around(run, *map(_as_activation, leaves))
         scope.warn_of_unmatched()
         return jax.tree.map(_unwrap, out, is_leaf=is_opaque_leaf)
@@ -235,7 +235,7 @@ def _register_product(name: str) -> None:
     primitive = find_primitive(name)
 
     def product(x: Activation, y: Activation, *others: Any, **params: Any) -> Any:
-        at, scope = place(), asked()
+        at, scope = current_place(), scope_query()
         rule = None if scope is None or at.is_derivative else scope.find(at, name)
         operands = x.array, y.array
         dtypes = {jax.typeof(operand).dtype for operand in operands}
@@ -244,7 +244,7 @@ def _register_product(name: str) -> None:
         axes = _contracted_axes(name, params)
         pair = [_quantize_operand(*of, rule, at) for of in zip(operands, axes, strict=True)]
         bind = lambda *xs: primitive.bind(*xs, **params)
-        with asking(None):  # the operands may be activations of an outer call
+        with query_scopes(None):  # the operands may be activations of an outer call
             out = redispatch(bind, *pair, *map(_unwrap, others))
         note_how(f"activations in {rule.act_qtype} at {'/'.join(at.names)!r}")
         return _as_activation(out)

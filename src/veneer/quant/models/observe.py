@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._core.primitives.scopes import telling_tangents
+from ..._core.primitives.scopes import mark_tangents
 from ..._core.surface.implicit import implicit
 from ..._jax.source_lines import warn_user
 from ..formats.tiles import Shape
@@ -148,7 +148,7 @@ def record(
     recordings_by_token[token], recordings_by_token[other_token] = recordings, references
     try:
         for batch in batches:
-            with telling_tangents(PRODUCTS):
+            with mark_tangents(PRODUCTS):
                 implicit(program)([*parts, *others], *arguments_of(batch))
             jax.effects_barrier()
             for path, recording in recordings.items():
@@ -211,7 +211,7 @@ class ObservedModel:
                 f"these parameters have weights at {', '.join(recordings)}, and the parameters "
                 f"given to observe at {', '.join(self._recordings)}. Pass the same tree"
             )
-        with telling_tangents(PRODUCTS):
+        with mark_tangents(PRODUCTS):
             out = implicit(self._program)(observed, *args, **kwargs)
         for box in self.boxes.values():
             box.update(lambda totals: totals.end_batch(self._decay))

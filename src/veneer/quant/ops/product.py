@@ -1,4 +1,4 @@
-"""`QuantizedProduct`, a call of `dot_general` with all facts about it, and `Plan`, its execution."""
+"""`QuantizedProduct`, a `dot_general` with all facts about it, and `Plan`, how to compute it."""
 
 import dataclasses
 import functools

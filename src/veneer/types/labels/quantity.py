@@ -9,7 +9,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from ..._core.primitives.calls import is_plain
-from ..._core.primitives.labels import refuses_to_be_dense
+from ..._core.primitives.labels import has_no_dense_form
 from ..._core.rules import add_rule
 from ..._core.transform import redispatch
 from ..._core.tree import static
@@ -204,7 +204,7 @@ def _open_call(*operands: Label | ArrayLike, jaxpr: Any, **params: Any) -> Any:
     numbers = any(not isinstance(x, Value) for x in operands)
     if not numbers or len(jaxpr.eqns) > _FEW or not is_plain(params):
         return NotImplemented
-    if not any(map(refuses_to_be_dense, operands)):
+    if not any(map(has_no_dense_form, operands)):
         return NotImplemented
     return redispatch(jaxpr_as_fun(jaxpr), *operands)
 
