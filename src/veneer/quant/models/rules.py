@@ -28,7 +28,7 @@ from ..formats import get_format, is_format
 from ..formats.tiles import Shape
 from ..observation.statistics import ActivationStatistics, static_range
 from ..training import BackwardProduct
-from ..weights.activations import ActivationQuantized, check_activation_format, products_named
+from ..weights.activations import ActivationQuantized, check_activation_format, check_op_names
 from .methods import check_method
 
 RANGES = ("dynamic", "mean", "exponential", "widest")
@@ -129,7 +129,7 @@ class Rule:
         self._check_tiles()
         self._check_methods()
         self._check_correction()
-        object.__setattr__(self, "op_names", products_named(self.op_names))
+        object.__setattr__(self, "op_names", check_op_names(self.op_names))
         if self.grad_qtype is not None:
             get_format(self.grad_qtype)
         if self.sparsity is not None:
