@@ -584,7 +584,7 @@ def test_empty_products_are_supported(shape):
     np.testing.assert_array_equal(jnp.ones(shape) @ w, np.zeros((shape[0], 6)))
 
 
-def test_op_names_must_name_products():
+def test_it_is_a_product_weight_with_a_quantized_array():
     w = weight("int8", 16, 6, act_qtype="int8")
     assert isinstance(w, ProductWeight)
     assert isinstance(w.array, QArray)

@@ -70,7 +70,7 @@ def test_sharding_splits_no_tile_and_no_byte(qtype, shape, channelwise, tiled, s
         assert out.scale.shape == scale
 
 
-def test_device_put_places_each_leaf():
+def test_a_sharding_constraint_places_each_leaf():
     q = quantize(jax.random.normal(KEY, (8, 64)), "nvfp4")
     sharding = NamedSharding(MESH, ROWS)
     placed = jax.jit(vn.implicit(lambda q: jax.lax.with_sharding_constraint(q, sharding)))(q)
@@ -198,7 +198,7 @@ def test_bits_are_allocated_over_an_explicit_mesh(explicit):
 
 @pytest.mark.parametrize("spec", [("y", None), (None, "y"), (("x", "y"), None)], ids=str)
 @pytest.mark.parametrize("qtype", ["int8", "int4", "nf4"])
-def test_tiles_that_an_explicit_mesh_splits_raise(qtype, spec, explicit):
+def test_tiles_that_span_devices_of_an_explicit_mesh_agree(qtype, spec, explicit):
     # A device holds 16 of 64 rows with tiles of 32, or 96 of 192 rows with tiles of 64.
     w = arrays.normal(64, 8)
     make = lambda w: quantize(w, qtype, channelwise_axes=[1], tiled_axes={0: 32})

@@ -68,7 +68,7 @@ def test_values_of_16_bits_quantize_to_themselves(name, method, dtype):
 
 @pytest.mark.parametrize("scale_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["int8", "int4", "uint4", "ternary", "fp8"])
-def test_scales_of_fewer_bits_do_not_change(name, scale_dtype):
+def test_values_with_narrow_scales_quantize_to_themselves(name, scale_dtype):
     store = lambda x: stored_in_cache(x, name, [0], scale_dtype=scale_dtype).dequantize()
     once = store(rows(512, 32))
     assert_same_bits(store(once), once)
