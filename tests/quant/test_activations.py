@@ -29,13 +29,13 @@ PAIRS = [
 
 
 def weight(qtype, *shape, tile_size=None, seed=1, **kwargs):
-    """A weight with activations, contracted along the last axis but one."""
+    """Return a weight that quantizes activations, contracted along its second-last axis."""
     rule = vn.quant.Rule("", qtype, tile_size=tile_size, **kwargs)
     return quantize_tree(normal(*shape, seed=seed), [rule])
 
 
 def rows(x, qtype, axis=-1, **kwargs):
-    """Activations as they are to be quantised: by a scale for each row."""
+    """Return activations, quantized with a scale per row."""
     axis %= x.ndim
     tile = vn.quant.get_format(qtype).tile_size
     return quantize(
@@ -52,7 +52,7 @@ def exact(equation, *operands):
 
 
 def assert_near(actual, expected, tolerance=1e-5):
-    """Within the rounding of sums in float32, by the largest value."""
+    """Compare up to the rounding of f32 sums, relative to the largest value."""
     assert np.isfinite(expected).all()
     np.testing.assert_allclose(actual, expected, atol=tolerance * np.abs(expected).max())
 
@@ -62,7 +62,7 @@ def matmul(x, w):
 
 
 def with_gradient(function, x):
-    """What a function gives of `x`, and the gradient by it of a sum; compiled as one."""
+    """Return the result of a function and the gradient of its sum, compiled as one program."""
 
     @jax.jit
     def run(x):
@@ -74,7 +74,7 @@ def with_gradient(function, x):
 
 @pytest.mark.parametrize("tile_size", [None, 32])
 @pytest.mark.parametrize(("qtype", "act_qtype"), PAIRS)
-def test_a_product_is_that_of_what_both_operands_stand_for(qtype, act_qtype, tile_size):
+def test_products_equal_those_of_dequantized_operands(qtype, act_qtype, tile_size):
     if qtype is None or qtype == "nvfp4":
         tile_size = None
     x, w = normal(3, 64), weight(qtype, 64, 6, tile_size=tile_size, act_qtype=act_qtype)
@@ -83,14 +83,14 @@ def test_a_product_is_that_of_what_both_operands_stand_for(qtype, act_qtype, til
     assert np.abs(expected - exact("mk,kn->mn", x, vn.materialise(w))).max() > 1e-4
 
 
-def test_two_integer_formats_meet_in_integer_arithmetic():
+def test_two_integer_formats_use_integer_arithmetic():
     program = jax.make_jaxpr(vn.implicit(matmul))
     text = str(program(normal(3, 64), weight("int4", 64, 6, act_qtype="int8")))
     assert "preferred_element_type=int32" in text
     assert "preferred_element_type=int32" not in str(program(normal(3, 64), weight("int4", 64, 6)))
 
 
-def test_the_calibration_method_is_that_of_the_rule():
+def test_the_calibration_method_is_used():
     x = normal(3, 64)
     w = weight("int8", 64, 6, act_qtype="int8", act_calibration_method="minmax")
     expected = rows(x, "int8", calibration_method="minmax")
@@ -99,7 +99,7 @@ def test_the_calibration_method_is_that_of_the_rule():
 
 @pytest.mark.parametrize("tile", [16, 0.5])
 @pytest.mark.parametrize("tile_size", [None, 16, {-2: 16, -1: 2}])
-def test_tiles_of_a_row_have_scales_of_their_own(tile, tile_size):
+def test_each_tile_of_a_row_has_its_own_scale(tile, tile_size):
     x = normal(3, 64).at[1, 40].multiply(1e3)
     w = weight("int8", 64, 6, tile_size=tile_size, act_qtype="int8", act_tile_size=tile)
     size = 16 if tile == 16 else 32
@@ -113,14 +113,14 @@ def test_tiles_of_a_row_have_scales_of_their_own(tile, tile_size):
     assert_near(turned, expected)
 
 
-def test_a_tile_of_activations_that_does_not_divide_is_refused_with_the_path():
+def test_an_activation_tile_that_does_not_divide_raises():
     with pytest.raises(ValueError, match="w: activations in int8 have tiles of 5"):
         quantize_tree(
             {"w": normal(64, 6)}, [vn.quant.Rule("w", "int8", act_qtype="int8", act_tile_size=5)]
         )
 
 
-def test_every_row_has_a_scale_of_its_own():
+def test_each_row_has_its_own_scale():
     w = weight("int8", 16, 6, act_qtype="int8")
     x = normal(2, 3, 16)
     y = x @ w
@@ -131,7 +131,7 @@ def test_every_row_has_a_scale_of_its_own():
     np.testing.assert_array_equal(again, y)
 
 
-# What is done with a weight and activations: a program of them, and of two dense arrays.
+# Programs of activations and a weight, and the same program of two dense arrays.
 X = normal(2, 5, 16)
 PROGRAMS = {
     "matmul": (lambda x, w: x @ w, (16, 6), {}),
@@ -198,13 +198,13 @@ def case(request):
     return program, quantize_tree(normal(*shape, seed=1), [rule])
 
 
-def test_a_weight_keeps_its_activations_and_its_derivative_wherever_it_goes(case):
+def test_moved_weights_still_quantize_activations(case):
     program, w = case
     dense = vn.materialise(w)
 
     strict = vn.implicit(program, on_materialise=only_by_rules)
     y, grad = with_gradient(lambda x: strict(x, w), X)
-    # Linear in each operand, so the gradient does not depend on the activations.
+    # The program is linear in each operand, so the gradient does not depend on the activations.
     y_, grad_ = with_gradient(lambda x: program(x, dense), rows(X, "int8"))
     assert_near(y, np.asarray(y_))
     assert_near(grad, np.asarray(grad_))
@@ -213,8 +213,8 @@ def test_a_weight_keeps_its_activations_and_its_derivative_wherever_it_goes(case
 
 @pytest.mark.parametrize("act_qtype", ["int4", "float8_e4m3fn"])
 @pytest.mark.parametrize("static", [False, True])
-def test_the_gradient_is_that_of_the_fake_quantised_program(act_qtype, static):
-    """Of a network, with respect to its input and its dense weights, with 64 bits."""
+def test_gradients_equal_those_of_fake_quantization(act_qtype, static):
+    """The gradients are with respect to the input and the dense weights of a network, in f64."""
     with jax.enable_x64(True):
         scale = jnp.full((1, 1), 0.3) if static else None
         arrays = [normal(16, 8, seed=i, dtype=np.float64) for i in (1, 2)]
@@ -223,7 +223,7 @@ def test_the_gradient_is_that_of_the_fake_quantised_program(act_qtype, static):
 
         def network(product, ws, x):
             first, second = ws
-            # Of one sign: the largest of a row, if it is negative, lies between two codes of int4.
+            # Values are positive. A negative largest value would be a tie in int4.
             between = jnp.square(jnp.tanh(product(x, first))) @ jnp.ones((8, 16))
             return jnp.sum(jnp.sin(product(between, second)))
 
@@ -245,7 +245,7 @@ def test_the_gradient_is_that_of_the_fake_quantised_program(act_qtype, static):
             assert np.abs(grad).max() > 1e-3
 
 
-def test_cotangents_are_no_activations():
+def test_cotangents_are_not_quantized():
     w = weight("int8", 16, 6, act_qtype="int4")
     x, seen = normal(4, 16), jnp.linspace(0.0, 1.0, 6)
     program = lambda x, w: (jnp.square(x @ w) * seen).sum()
@@ -256,7 +256,7 @@ def test_cotangents_are_no_activations():
 
 
 def sin_of(product, how=lambda f: f):
-    """`sin(x @ w)`, whose author says how it moves with x."""
+    """Return `sin(x @ w)` with a custom JVP rule."""
 
     @jax.custom_jvp
     def f(x, w):
@@ -297,8 +297,8 @@ WEIGHTS_IN_RULES = {
 
 @pytest.mark.parametrize("kind", WEIGHTS_IN_RULES)
 @pytest.mark.parametrize("name", PRODUCTS_IN_RULES)
-def test_tangents_of_an_authors_rule_are_no_activations(name, kind):
-    """Its outputs are those of the function, and its tangents go by the weight itself."""
+def test_tangents_of_a_custom_jvp_rule_are_not_quantized(name, kind):
+    """The outputs use quantized activations. The tangents use the weight alone."""
     x, t = normal(3, 8), 0.3 * normal(3, 8, seed=2)
     w = WEIGHTS_IN_RULES[kind](normal(8, 4, seed=1))
     f, more = PRODUCTS_IN_RULES[name](w)
@@ -316,7 +316,7 @@ def test_tangents_of_an_authors_rule_are_no_activations(name, kind):
         np.testing.assert_allclose(grad, slope @ stands_for.T, rtol=1e-4, atol=1e-5)
 
 
-def test_two_weights_that_meet_are_both_weights():
+def test_a_product_of_two_weights_quantizes_neither():
     one, other = (
         weight("int8", 8, 8, act_qtype="int4"),
         weight("int8", 8, 8, act_qtype="int4", seed=2),
@@ -325,7 +325,7 @@ def test_two_weights_that_meet_are_both_weights():
     assert_near(one @ other, expected)
 
 
-def test_an_operand_that_is_quantised_or_integer_is_left_as_it_is():
+def test_quantized_and_integer_operands_do_not_change():
     w = weight("int8", 16, 6, act_qtype="int2")
     for x in (quantize(normal(3, 16), "int8"), jnp.arange(48).reshape(3, 16)):
         assert_near(x @ w, exact("mk,kn->mn", vn.materialise(x), vn.materialise(w)))
@@ -341,7 +341,7 @@ def test_other_primitives_act_on_the_weight():
     assert isinstance(vn.implicit(lambda w: w.astype(int))(w), jax.Array)
 
 
-def test_a_lora_updates_a_weight_with_activations():
+def test_lora_updates_a_weight_with_activations():
     w = weight("int8", 16, 6, act_qtype="int8")
     a, b, x = normal(16, 2, seed=2), normal(2, 6, seed=3), normal(3, 16)
     y = x @ LoraArray(w, a, b)
@@ -351,7 +351,7 @@ def test_a_lora_updates_a_weight_with_activations():
     assert_near(y, expected)
 
 
-def test_only_what_is_held_may_be_trained():
+def test_only_the_array_can_be_trained():
     static = ActivationQuantized(normal(4, 4), jnp.ones((1, 1)), qtype="int8")
     mask = vn.trainable(static)
     assert (mask.array, mask.scale) == (True, False)
@@ -377,7 +377,7 @@ def convolve(x, w, window_strides=(1, 1), **kwargs):
 
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 @pytest.mark.parametrize("act_qtype", ["int8", "uint8"])
-def test_a_convolution_quantises_each_entry_of_the_batch(name, act_qtype):
+def test_convolutions_quantize_each_batch_entry(name, act_qtype):
     shape, kwargs = CONVOLUTIONS[name]
     w = weight("int8", *shape, act_qtype=act_qtype, tile_axis=(0, 1, 2))
     q = quantize(IMAGE, act_qtype, channelwise_axes=[0]).dequantize()
@@ -398,7 +398,7 @@ ELSEWHERE = {
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)
-def test_a_product_over_another_axis_leaves_activations_and_is_reported(name):
+def test_contracting_another_axis_is_reported(name):
     program, shape, of_weight, tile_axis = ELSEWHERE[name]
     x, w = normal(*shape), weight("int8", *of_weight, act_qtype="int8", tile_axis=tile_axis)
     assert_near(vn.implicit(program)(x, w), program(x, vn.materialise(w)))
@@ -406,14 +406,14 @@ def test_a_product_over_another_axis_leaves_activations_and_is_reported(name):
     assert sum(said in event.how for event in vn.explain(program)(x, w).events) == 1
 
 
-def test_a_product_over_its_own_axis_is_not_reported():
+def test_contracting_its_own_axis_is_not_reported():
     w = weight("int8", 8, 4, act_qtype="int8")
     events = vn.explain(matmul)(normal(5, 8), w).events
     assert not any("activations not" in event.how for event in events)
 
 
 @pytest.mark.parametrize("static", [False, True])
-def test_convolutions_of_a_stack_of_kernels(static):
+def test_convolutions_use_a_stack_of_kernels(static):
     w = weight("int8", 2, 3, 3, 4, 6, act_qtype="int8", tile_axis=(-4, -3, -2))
     scales = jnp.array([0.02, 0.05]).reshape(2, 1, 1, 1, 1)
     if static:
@@ -428,18 +428,18 @@ def test_convolutions_of_a_stack_of_kernels(static):
     outside = jax.vmap(vn.implicit(convolve), (None, 0))(IMAGE, w)
     assert_near(outside, expected([0, 1]))
     inside = vn.implicit(jax.vmap(convolve, (None, 0)))(IMAGE, w)
-    # They have become one kernel, and have one range: the widest.
+    # Concatenated kernels share the widest of their ranges.
     assert_near(inside, expected([1, 1]))
 
 
-def test_the_cotangent_of_a_convolution_is_no_activation():
+def test_cotangents_of_convolutions_are_not_quantized():
     w = weight("int8", 3, 3, 4, 6, act_qtype="int2", tile_axis=(0, 1, 2))
     program = lambda x, w: jnp.sum(convolve(x, w) * jnp.cos(jnp.arange(6.0)))
     grad = vn.implicit(jax.grad(program))(IMAGE, w)
     assert_near(grad, np.asarray(jax.grad(program)(IMAGE, vn.materialise(w))))
 
 
-def test_rows_of_a_ragged_product_are_quantised():
+def test_ragged_products_quantize_rows():
     w = weight("int8", 3, 16, 6, act_qtype="int8")
     x, sizes = normal(10, 16), jnp.array([3, 0, 7])
     y, grad = with_gradient(lambda x: vn.implicit(lax.ragged_dot)(x, w, sizes), x)
@@ -458,7 +458,7 @@ def with_scale(x, qtype, scale, zero_point=None):
 
 @pytest.mark.parametrize("qtype", ["int8", "int4", "float8_e4m3fn", "nf4"])
 @pytest.mark.parametrize("w_qtype", ["int8", None])
-def test_a_static_scale_is_that_of_all_rows_and_clips(qtype, w_qtype):
+def test_a_static_scale_applies_to_all_rows_and_clips(qtype, w_qtype):
     x, w = normal(3, 16).at[0, 0].set(1e4), weight(w_qtype, 16, 6)
     q = ActivationQuantized(w, jnp.full((1, 1), 0.03), qtype=qtype)
     expected = with_scale(x, qtype, 0.03)
@@ -466,7 +466,7 @@ def test_a_static_scale_is_that_of_all_rows_and_clips(qtype, w_qtype):
     assert_near(x @ q, exact("mk,kn->mn", expected, vn.materialise(w)))
 
 
-def test_a_static_zero_point_is_that_of_all_rows():
+def test_a_static_zero_point_applies_to_all_rows():
     x, w = normal(3, 16) + 2, weight("int4", 16, 6)
     scale, zero_point = vn.quant.scale_of_range("uint8", 5.0, -1.0)
     part = lambda leaf: jnp.reshape(leaf, (1, 1))
@@ -502,7 +502,7 @@ STACKS = {
 
 
 @pytest.mark.parametrize("name", STACKS)
-def test_each_of_a_stack_of_weights_has_its_own_range(name):
+def test_each_weight_of_a_stack_has_its_own_range(name):
     x, w = normal(4, 16), weight("int8", 3, 16, 6)
     q = ActivationQuantized(w, SCALES, qtype="int8")
     actual = jax.jit(vn.implicit(STACKS[name], on_materialise=only_by_rules))(x, q)
@@ -515,7 +515,7 @@ def test_each_of_a_stack_of_weights_has_its_own_range(name):
         assert_near(jax.vmap(product, (None, 0))(x, q), expected)
 
 
-def test_weights_that_become_one_have_the_widest_of_their_ranges():
+def test_concatenated_weights_share_the_widest_range():
     x, w = 8 * normal(4, 16), weight("int8", 16, 6)
     parts = [
         ActivationQuantized(w, jnp.full((1, 1), scale), qtype="int8") for scale in (0.01, 0.3, 0.1)
@@ -525,7 +525,7 @@ def test_weights_that_become_one_have_the_widest_of_their_ranges():
     assert_near(y, np.tile(expected, 3))
 
 
-def test_weights_that_become_one_have_the_widest_of_their_ranges_with_zero_points():
+def test_concatenated_weights_share_the_widest_asymmetric_range():
     x, w = normal(4, 16), weight("int8", 16, 6)
     ranges = [(2.0, -0.5), (0.5, -3.0)]
     parts = []
@@ -539,10 +539,12 @@ def test_weights_that_become_one_have_the_widest_of_their_ranges_with_zero_point
     expected = exact(
         "mk,kn->mn", with_scale(x, "uint8", float(scale), int(zero_point)), vn.materialise(w)
     )
-    assert_near(y, np.tile(expected, 2), 0.02)  # the ends are those of codes, within a step
+    assert_near(
+        y, np.tile(expected, 2), 0.02
+    )  # the ends are codes, so they are off by up to a step
 
 
-def test_the_leaves_are_cut_with_the_weight():
+def test_companions_are_sliced_with_the_weight():
     P = jax.sharding.PartitionSpec
     w = ActivationQuantized(normal(4, 16, 6), jnp.ones((4, 1, 1)), qtype="int8")
     cut = w.partition(P("x", None, "y"), (2, 16, 3))
@@ -564,12 +566,12 @@ def test_the_leaves_are_cut_with_the_weight():
         ({"contracting": (-3,)}, "must be negative axes"),
     ],
 )
-def test_what_cannot_be_is_refused(changes, message):
+def test_invalid_arguments_raise(changes, message):
     with pytest.raises(ValueError, match=message):
         ActivationQuantized(jnp.ones((4, 4)), **{"qtype": "int8"} | changes)
 
 
-def test_a_tile_that_does_not_divide_is_told_with_the_weight():
+def test_a_tile_that_does_not_divide_raises_with_the_weight():
     w = ActivationQuantized(jnp.ones((48, 4)), qtype="mxfp8")
     with pytest.raises(ValueError, match="tile of 32 does not divide") as info:
         jnp.ones((2, 48)) @ w
@@ -577,12 +579,12 @@ def test_a_tile_that_does_not_divide_is_told_with_the_weight():
 
 
 @pytest.mark.parametrize("shape", [(0, 16), (3, 0)])
-def test_empty_products(shape):
+def test_empty_products_are_supported(shape):
     w = ActivationQuantized(weight("int8", shape[1], 6), qtype="int8")
     np.testing.assert_array_equal(jnp.ones(shape) @ w, np.zeros((shape[0], 6)))
 
 
-def test_the_names_say_what_they_are():
+def test_it_is_a_product_weight_with_a_quantized_array():
     w = weight("int8", 16, 6, act_qtype="int8")
     assert isinstance(w, ProductWeight)
     assert isinstance(w.array, QArray)

@@ -1,4 +1,4 @@
-"""A cache whose tokens share scales in blocks: what is rounded, kept in full, and read."""
+"""Reading and writing a `BlockCache`, whose newest block is in full precision."""
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ def draw(*shape, seed=0):
 
 
 def written(tokens, count, size=SIZE, qtype="int4", **how):
-    """The first tokens in a cache of this many, by definition: all blocks rounded but the last."""
+    """Return the expected values of a cache: all blocks are quantized except the last."""
     dense = jnp.where(jnp.arange(tokens.shape[1])[:, None] < count, tokens, 0)
     whole = stored_in_cache(dense, qtype, (0, 2), {1: size}, **how).dequantize()
     is_last = jnp.arange(tokens.shape[1]) // size == (count - 1) // size
@@ -42,7 +42,7 @@ write = jax.jit(
 
 @pytest.mark.parametrize("how", [{}, {"calibration_method": "minmax"}, {"scale_dtype": "float16"}])
 @pytest.mark.parametrize("parts", [[1] * S, [5, 1, 1, 4, 7, 6], [S], [4] * 6, [2, 9, 3, 10]])
-def test_all_blocks_are_rounded_but_the_newest(parts, how):
+def test_all_blocks_except_the_newest_are_quantized(parts, how):
     qtype = "uint4" if "calibration_method" in how else "int4"
     cache, tokens, at = empty(qtype, **how), draw(H, S, D), 0
     for length in parts:
@@ -53,21 +53,21 @@ def test_all_blocks_are_rounded_but_the_newest(parts, how):
         np.testing.assert_allclose(cache.materialise(), expected, atol=1e-6)
 
 
-def test_what_is_written_behind_the_newest_is_rounded_with_its_block():
+def test_writing_an_older_block_quantizes_it_again():
     tokens = draw(H, S, D)
     cache = write(write(empty(), tokens, 0), 2 * tokens[:, :1], 5)
     changed = written(tokens, S).at[:, 5].set(2 * tokens[:, 0])
     got = cache.materialise()
-    np.testing.assert_array_equal(got[:, 4:8], changed[:, 4:8])  # which is in full now
+    np.testing.assert_array_equal(got[:, 4:8], changed[:, 4:8])  # now in full precision
     np.testing.assert_array_equal(got[:, :4], changed[:, :4])
     after = write(cache, tokens[:, :1], 20).materialise()
     whole = stored_in_cache(changed[:, 4:8], "int4", (0, 2)).dequantize()
     np.testing.assert_allclose(after[:, 4:8], whole, atol=1e-6)
-    np.testing.assert_array_equal(after[:, 8:20], got[:, 8:20])  # rounded once, and not again
+    np.testing.assert_array_equal(after[:, 8:20], got[:, 8:20])  # not rounded again
 
 
 @pytest.mark.parametrize("start", [-3, 0, 21, 23, 40])
-def test_where_there_is_no_room_it_is_written_where_jax_does(start):
+def test_starts_are_clamped_as_in_jax(start):
     tokens = draw(H, 3, D)
     expected = lax.dynamic_update_slice(jnp.zeros((H, S, D)), tokens, (0, start, 0))
     got = write(empty(), tokens, start).materialise()
@@ -83,7 +83,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_axes_are_written_in_part_too(name):
+def test_other_axes_can_be_written_in_part(name):
     shape, at = OTHERS[name]
     run = lambda c, u: lax.dynamic_update_slice(c, u, at)
     cache, update = write(empty(), draw(H, 2, D, seed=1), 0), draw(*shape)
@@ -91,7 +91,7 @@ def test_other_axes_are_written_in_part_too(name):
     np.testing.assert_array_equal(out.materialise(), run(cache.materialise(), update))
 
 
-def test_a_loop_and_donation_keep_it():
+def test_loops_and_donation_keep_the_type():
     tokens = draw(H, S, D)
     body = lambda i, c: lax.dynamic_update_slice(
         c, lax.dynamic_slice_in_dim(tokens, i, 1, 1), (0, i, 0)
@@ -117,7 +117,7 @@ PRODUCTS = {
 
 @pytest.mark.parametrize("qtype", ["int4", "uint4", "int8"])
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_products_are_those_of_its_dense_form(name, qtype):
+def test_products_equal_those_of_the_dense_array(name, qtype):
     how = {"calibration_method": "minmax"} if qtype == "uint4" else {}
     cache = write(empty(qtype, **how), draw(H, 13, D), 0)
     x, run = draw(H, 3, D, seed=1), PRODUCTS[name]
@@ -126,7 +126,7 @@ def test_products_are_those_of_its_dense_form(name, qtype):
 
 
 @pytest.mark.parametrize("qtype", ["int4", "uint4"])
-def test_kernels_read_its_blocks_as_they_lie(qtype):
+def test_kernels_read_packed_blocks(qtype):
     how = {"calibration_method": "minmax"} if qtype == "uint4" else {}
     cache = write(empty(qtype, room=2048, width=64, size=32, **how), draw(H, 1500, 64), 0)
     x, run = draw(H, 3, 64, seed=1), PRODUCTS["einsum"]
@@ -139,7 +139,7 @@ def test_kernels_read_its_blocks_as_they_lie(qtype):
 
 
 @pytest.mark.parametrize("qtype", ["int8", "int4"])
-def test_no_block_is_copied_as_one_is_written_and_all_are_read(qtype):
+def test_writing_and_reading_copies_no_block(qtype):
     cache = empty(qtype, room=2048, width=64, size=32)
 
     def step(cache, token, x, at):
@@ -153,13 +153,13 @@ def test_no_block_is_copied_as_one_is_written_and_all_are_read(qtype):
     made = [line for line in lines if f"8[{stored}]" in line.partition(" = ")[2].partition("(")[0]]
     assert not [line for line in made if " copy(" in line]
     assert sum("dynamic-update-slice" in line and " fusion(" in line for line in made) == 1
-    expected = write(cache, token, 5).materialise()  # before it is given away
+    expected = write(cache, token, 5).materialise()  # before the buffer is donated
     cache, found = compiled(cache, token, x, 5)
     np.testing.assert_array_equal(cache.materialise(), expected)
     np.testing.assert_allclose(found, PRODUCTS["einsum"](x, expected), rtol=1e-4, atol=1e-4)
 
 
-def test_a_sum_over_tokens_makes_it_dense_visibly():
+def test_contracting_tokens_is_reported():
     cache = write(empty(), draw(H, 13, D), 0)
     run = lambda x, c: jnp.einsum("hqs,hsd->hqd", x, c)
     x = draw(H, 3, S, seed=1)
@@ -187,12 +187,12 @@ def test_narrow_dtypes(dtype):
         (1, {1: 5}, "does not divide"),
     ],
 )
-def test_what_no_blocks_are(axis, tiles, message):
+def test_invalid_block_axes_raise(axis, tiles, message):
     with pytest.raises(ValueError, match=message):
         vn.quant.zeros((H, S, D), "int4", channelwise_axes=(0,), tiled_axes=tiles, block_axis=axis)
 
 
-def test_high_types_keep_it():
+def test_high_types_keep_the_type():
     tokens, x = draw(H, 7, D), draw(H, 3, D, seed=1)
     with vn.hijax.enabled():
         step = jax.jit(lambda c, u: lax.dynamic_update_slice(c, u, (0, 2, 0)))
@@ -205,7 +205,7 @@ def test_high_types_keep_it():
     )
 
 
-def test_many_are_mapped_from_outside():
+def test_vmap_outside_of_implicit_maps_caches():
     caches = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), empty())
     tokens, at = draw(2, H, 3, D), jnp.array([2, 11])
     out = jax.vmap(write)(caches, tokens, at)

@@ -1,4 +1,4 @@
-"""A quantised array that programs write into: what is written, and what stays."""
+"""Writing into a `QCache`: new values are quantized, and other values do not change."""
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +61,7 @@ FORMATS = {
 
 
 @pytest.mark.parametrize("write", WRITES)
-def test_what_is_written_is_rounded_and_the_rest_stays(write):
+def test_written_values_are_rounded_and_others_stay(write):
     c, run = cache(), WRITES[write]
     c = vn.implicit(WRITES["a slice"])(c, 3 * draw((H, S, D), seed=1), 0)
     expected = run(c.dequantize(), rounded(token).dequantize(), 3)
@@ -75,7 +75,7 @@ def test_what_is_written_is_rounded_and_the_rest_stays(write):
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_every_position_of_every_format(name, dtype):
+def test_every_format_is_written_at_every_position(name, dtype):
     qtype, how = name.split()[0].rstrip(","), FORMATS[name]
     c = cache(qtype, dtype, **how)
     np.testing.assert_array_equal(c.dequantize(), 0)
@@ -88,7 +88,7 @@ def test_every_position_of_every_format(name, dtype):
     assert c.nbytes == cache(qtype, dtype, **how).nbytes
 
 
-def test_narrow_codes_are_packed_along_the_axis_that_shares_a_scale():
+def test_codes_are_packed_along_the_axis_that_shares_a_scale():
     keys = vn.quant.zeros((H, D, S), "int4", channelwise_axes=(0, 2))
     assert keys.packing.axis == -2
     write = vn.implicit(
@@ -109,7 +109,7 @@ NOTHING = {
 
 
 @pytest.mark.parametrize("write", NOTHING)
-def test_nothing_is_written_by_an_empty_update(write):
+def test_an_empty_update_writes_nothing(write):
     c = vn.implicit(WRITES["a slice"])(cache(), token, 2)
     out = vn.implicit(NOTHING[write], on_materialise="error")(c, token)
     assert isinstance(out, vn.quant.QCache)
@@ -117,7 +117,7 @@ def test_nothing_is_written_by_an_empty_update(write):
 
 
 @pytest.mark.parametrize("axes", [(0, 0), (0, None), (None, 0)])
-def test_mapped_from_outside(axes):
+def test_vmap_outside_of_implicit_writes(axes):
     caches, updates = jax.tree.map(lambda x: jnp.stack([x, x]), cache()), draw((2, H, 1, D))
     args = tuple(
         x if axis == 0 else jax.tree.map(lambda leaf: leaf[0], x)
@@ -132,8 +132,8 @@ def test_mapped_from_outside(axes):
 
 
 @pytest.mark.parametrize("name", ["a slice", "at an index", "joined"])
-def test_no_derivative_passes_what_is_quantised(name):
-    """It is zero by what is written, and right by what is beside it in a program."""
+def test_writing_has_no_derivative(name):
+    """The derivative by the update is zero. Other derivatives in the program are right."""
     run = vn.implicit(lambda u, w: (WRITES[name](cache(), u, 3) * w).sum())
     by_update, by_weight = jax.grad(run, (0, 1))(token, 2.0)
     np.testing.assert_array_equal(by_update, 0)
@@ -141,13 +141,13 @@ def test_no_derivative_passes_what_is_quantised(name):
 
 
 @pytest.mark.parametrize("value", [jnp.nan, jnp.inf])
-def test_what_is_not_finite_is_in_its_own_group(value):
+def test_nan_and_infinity_stay_in_their_group(value):
     out = vn.implicit(WRITES["at an index"])(cache(), token.at[0, 0, 0].set(value), 2)
     is_nan = jnp.isnan(out.dequantize()).all(-1)
     assert [*zip(*jnp.nonzero(is_nan), strict=True)] == [(0, 2)]
 
 
-def test_part_of_a_group_makes_it_dense_visibly():
+def test_writing_part_of_a_group_is_reported():
     c = vn.quant.zeros((H, S, D), "int8", channelwise_axes=(0,))
     run = WRITES["a slice"]
     out = vn.implicit(run)(c, token, 1)
@@ -156,8 +156,8 @@ def test_part_of_a_group_makes_it_dense_visibly():
         vn.implicit(run, on_materialise="error")(c, token, 1)
 
 
-def test_a_quantised_weight_is_written_into_as_before():
-    """What is written into rows of an embedding must not be rounded unasked."""
+def test_writing_into_a_weight_materializes_it():
+    """Rows that a program writes into an embedding are not quantized."""
     rows = rounded(draw((H, S, D)))
     for name in ("a slice", "at an index", "joined"):
         run = WRITES[name]
@@ -165,13 +165,13 @@ def test_a_quantised_weight_is_written_into_as_before():
         np.testing.assert_array_equal(out, run(rows.dequantize(), token, 1))
 
 
-def test_codes_are_written_as_they_are():
+def test_quantized_updates_keep_their_codes():
     u = rounded(token)
     out = vn.implicit(WRITES["a slice"], on_materialise="error")(cache(), u, 2)
     np.testing.assert_array_equal(out.packed[:, 2:3], u.packed)
 
 
-def test_every_type_is_written_into_by_its_own():
+def test_each_type_uses_its_own_rule_for_writing():
     d = lambda *shape: vn.types.Diagonal(draw(shape))
     for run in (
         lambda x, y: lax.dynamic_update_slice(x, y, (1, 0, 0)),
@@ -183,18 +183,18 @@ def test_every_type_is_written_into_by_its_own():
 
 
 @pytest.mark.parametrize("qtype", ["int8", "fp8"])
-def test_only_what_is_new_is_written(qtype):
+def test_only_new_values_are_written(qtype):
     c = vn.quant.zeros((4, 1024, 64), qtype, channelwise_axes=(0, 1))
     write = jax.jit(vn.implicit(WRITES["a slice"]), donate_argnums=0)
     compiled = write.lower(c, jnp.ones((4, 1, 64)), 3).compile()
-    for wider in ("f32", "f16", "bf16"):  # of which XLA makes floats of 8 bits
+    for wider in ("f32", "f16", "bf16"):  # XLA converts 8-bit floats to these
         assert f"{wider}[4,1024,64]" not in compiled.as_text()
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes == c.nbytes
     assert memory.temp_size_in_bytes < c.nbytes // 8
 
 
-def test_a_cut_cache_stays_cut():
+def test_a_sharded_cache_stays_sharded():
     mesh = jax.make_mesh((2,), ("heads",), axis_types=(jax.sharding.AxisType.Auto,))
     c = vn.device_put(cache(), NamedSharding(mesh, P("heads")))
     out = jax.jit(vn.implicit(WRITES["a slice"]))(c, token, 1)
@@ -222,19 +222,19 @@ def test_a_cut_cache_stays_cut():
         ("int8", {"tiled_axes": {2: 3}, "block_axis": 1}, "must be one of tiled_axes"),
     ],
 )
-def test_what_no_cache_is(qtype, how, message):
+def test_invalid_arguments_of_zeros_raise(qtype, how, message):
     with pytest.raises(ValueError, match=message):
         vn.quant.zeros((H, S, D), qtype, **how)
 
 
 @pytest.mark.parametrize("shape", [(-1,), (H, -S, D), (-H, -S, D)])
-def test_a_cache_has_no_negative_size(shape):
+def test_negative_sizes_raise(shape):
     with pytest.raises(ValueError, match="must not have negative sizes"):
         vn.quant.zeros(shape, "int8")
 
 
 @pytest.mark.parametrize("qtype", ["int8", "int4"])
-def test_tiles_along_two_axes_of_a_cache(qtype):
+def test_a_cache_can_have_tiles_along_two_axes(qtype):
     how = {"channelwise_axes": (0,), "tiled_axes": {1: 4, 2: 3}}
     empty = vn.quant.zeros((H, 8, D), qtype, **how)
     assert empty.scale.shape == (H, 2, 2)
@@ -252,7 +252,7 @@ TILES = {
 @pytest.mark.parametrize("qtype", ["int8", "int4", "nf4"])
 @pytest.mark.parametrize("name", TILES)
 @pytest.mark.parametrize("shape", [(H, 0, D), (H, 8, 0), (0, 8, D), (H, 0, 0)], ids=str)
-def test_a_cache_without_entries_is_read_and_written(shape, name, qtype):
+def test_an_empty_cache_is_read_and_written(shape, name, qtype):
     empty = vn.quant.zeros(shape, qtype, **TILES[name])
     assert empty.shape == vn.materialise(empty).shape == shape
     dense = jnp.zeros(shape)
@@ -269,7 +269,7 @@ def test_a_cache_without_entries_is_read_and_written(shape, name, qtype):
 
 
 @pytest.mark.parametrize("qtype", ["int8", "int4"])
-def test_a_cache_of_zero_tokens_grows_by_token(qtype):
+def test_an_empty_cache_grows_by_tokens(qtype):
     empty = vn.quant.zeros((H, 0, D), qtype, channelwise_axes=(0, 1))
     out = vn.implicit(lambda c: jnp.concatenate([c, token], 1), on_materialise="error")(empty)
     assert type(out) is type(empty)
@@ -280,7 +280,7 @@ def attend(c, q):
     return jax.nn.softmax(q @ c.swapaxes(1, 2)) @ c
 
 
-def test_a_report_does_not_call_a_cache_a_weight():
+def test_reports_do_not_call_a_cache_a_weight():
     report = vn.explain(attend)(cache(), jnp.ones((H, 1, D)))
     assert {event.cache_nbytes for event in report.materialised} == {4 * H * S * D}
     assert "(caches only)" in report.summary
@@ -290,7 +290,7 @@ def test_a_report_does_not_call_a_cache_a_weight():
 
 
 @pytest.mark.parametrize("qtype", ["int8", "int4"])
-def test_a_report_says_that_a_cache_is_too_small(qtype):
+def test_reports_say_that_a_cache_is_too_small(qtype):
     small, large = (
         vn.quant.zeros((H, room, 64), qtype, channelwise_axes=(0, 1)) for room in (16, 256)
     )

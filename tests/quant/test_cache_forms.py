@@ -1,4 +1,4 @@
-"""Forms of a cache that plain programs have: a ring, and pages."""
+"""Programs with other cache layouts: ring buffers and pages."""
 
 import re
 
@@ -24,19 +24,19 @@ def attend(query, keys, values, is_seen):
 
 
 def each_written(tokens, qtype):
-    """The tokens as a cache has them, dense: each by its own scales."""
+    """Quantize and dequantize tokens with one scale each."""
     axes = [*range(tokens.ndim - 1)]
     return stored_in_cache(tokens, qtype, axes).dequantize()
 
 
 def no_float_like(compiled, shape):
-    """Whether a program makes no floats as many as a cache has."""
+    """Return whether a program has no float array of the size of a cache."""
     shapes = re.findall(r"(?:f32|bf16|f16)\[([\d,]+)\]", compiled.as_text())
     return max(np.prod([*map(int, s.split(","))]) for s in shapes) < np.prod(shape)
 
 
 @pytest.mark.parametrize("qtype", ["int8", "int4", "fp8"])
-def test_a_ring_has_the_last_tokens_of_a_window(qtype):
+def test_a_ring_buffer_holds_the_last_tokens(qtype):
     window, length = 256, 400
     tokens = draw(2, length, H, D)
     query = draw(2, 1, H, D, seed=1)
@@ -53,7 +53,7 @@ def test_a_ring_has_the_last_tokens_of_a_window(qtype):
     empty = vn.quant.zeros(shape, qtype, channelwise_axes=(0, 1, 2))
     run = jax.jit(vn.implicit(run, on_materialise="error"))
     cache, out = run(empty, query)
-    last = each_written(tokens, qtype)[:, -window:]  # in another order, which attention knows not
+    last = each_written(tokens, qtype)[:, -window:]  # in another order, which attention ignores
     expected = attend(query, last, last, jnp.ones((2, window), bool))
     np.testing.assert_array_equal(jnp.roll(cache.dequantize(), -(length % window), 1), last)
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
@@ -80,7 +80,7 @@ TILED = {
 
 @pytest.mark.parametrize("queries", [1, 4])
 @pytest.mark.parametrize("name", TILED)
-def test_attention_to_tokens_in_tiles_is_by_kernels(name, queries):
+def test_attention_with_tiles_of_tokens_uses_kernels(name, queries):
     room, length = 2048, 1500
     tokens, query = draw(2, H, length, D), draw(H, queries, D, seed=1)
 
@@ -105,7 +105,7 @@ def test_attention_to_tokens_in_tiles_is_by_kernels(name, queries):
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "fp8", *TILED])
-def test_attention_at_every_position_is_that_to_the_dense_cache(name):
+def test_attention_equals_that_with_a_dense_cache(name):
     heads, room = 16, 256
     by_token = ({"qtype": name, "channelwise_axes": (0, 1)},) * 2
     empty = [vn.quant.zeros((heads, room, D), **how) for how in TILED.get(name, by_token)]
@@ -130,14 +130,14 @@ def test_attention_at_every_position_is_that_to_the_dense_cache(name):
 
 
 @pytest.mark.parametrize("qtype", ["int8", "int4", "fp8"])
-def test_pages_of_texts_of_unequal_lengths(qtype):
+def test_pages_hold_texts_of_unequal_lengths(qtype):
     size, pages, lengths = 32, 24, np.array([300, 70])
     table = np.random.default_rng(0).permutation(pages)[:20].reshape(2, 10)
     tokens, query = draw(2, 320, H, D), draw(2, 1, H, D, seed=1)
 
     def write(
         pool, new, at
-    ):  # of each text a token, `[batch, heads, width]`, at a place of its own
+    ):  # one token per text, `[batch, heads, width]`, each at its own position
         return pool.at[table[jnp.arange(2), at // size], at % size].set(new)
 
     def run(pool, query, lengths):
@@ -155,11 +155,11 @@ def test_pages_of_texts_of_unequal_lengths(qtype):
     run = jax.jit(vn.implicit(run, on_materialise="error"))
     pool, out = run(empty, query, lengths)
     dense = each_written(tokens, qtype)
-    dense = dense.at[1, 69].set(dense[1, 299])  # where the shorter one was written to the end
+    dense = dense.at[1, 69].set(dense[1, 299])  # the shorter text is written up to the end
     expected = attend(query, dense, dense, jnp.arange(320) < lengths[:, None])
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
     reads = jax.jit(vn.implicit(read)).lower(pool, query, lengths).compile()
-    if qtype != "fp8":  # which XLA for CPUs gathers as f16
+    if qtype != "fp8":  # XLA on CPU gathers fp8 as f16
         assert no_float_like(reads, (2, 320, H, D))
     writes = jax.jit(vn.implicit(write), donate_argnums=0)
     compiled = writes.lower(pool, tokens[:, 0], lengths).compile()

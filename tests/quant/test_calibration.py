@@ -19,7 +19,7 @@ from veneer.quant.conversion.calibration import METHODS, check_calibration
 X = np.random.default_rng(0).normal(size=(4, 64)) + 0.3
 ROWS = {"channelwise_axes": [0]}
 
-# What a method finds in the rows of X, in NumPy: the largest magnitude, or both ends.
+# The expected range of each row of X by NumPy: the largest magnitude, or both ends.
 RANGES = {
     "absmax": lambda x: (None, np.abs(x).max(1)),
     "absmax,0.75": lambda x: (None, 0.75 * np.abs(x).max(1)),
@@ -38,7 +38,7 @@ RANGES = {
 
 
 @pytest.mark.parametrize("method", RANGES)
-def test_the_range_is_what_numpy_finds(method):
+def test_ranges_equal_those_of_numpy(method):
     x = X.astype(np.float32)
     low, high = calibration_range(x, "int4", **ROWS, calibration_method=method)
     for ours, expected in zip((low, high), RANGES[method](X), strict=True):
@@ -48,7 +48,7 @@ def test_the_range_is_what_numpy_finds(method):
             np.testing.assert_allclose(ours, expected[:, None], rtol=1e-5)
 
 
-def test_percentiles_of_numbers_of_one_sign_reach_to_zero():
+def test_percentile_ranges_include_zero():
     x = np.abs(X).astype(np.float32) + 1
     method = {"calibration_method": "percentile,5,99"}
     low, high = calibration_range(x, "int4", **ROWS, **method)
@@ -60,7 +60,7 @@ def test_percentiles_of_numbers_of_one_sign_reach_to_zero():
 
 
 @pytest.mark.parametrize("method", RANGES)
-def test_quantize_takes_the_scale_of_that_range(method):
+def test_quantize_uses_the_scale_of_the_range(method):
     x = X.astype(np.float32)
     low, high = calibration_range(x, "int4", **ROWS, calibration_method=method)
     scale, zero_point = scale_of_range("int4", high, low)
@@ -72,7 +72,7 @@ def test_quantize_takes_the_scale_of_that_range(method):
 
 
 @pytest.mark.parametrize("method", ["absmax", "fixed,2", "percentile,90", "rms,2"])
-def test_without_a_sign_the_middle_code_is_the_zero_of_a_symmetric_range(method):
+def test_unsigned_codes_cover_a_symmetric_range(method):
     x = X.astype(np.float32)
     q = quantize(x, "uint4", **ROWS, calibration_method=method)
     assert (q.zero_point == 8).all()
@@ -82,9 +82,9 @@ def test_without_a_sign_the_middle_code_is_the_zero_of_a_symmetric_range(method)
 
 
 @pytest.mark.parametrize("qtype", ["int4", "uint3", "int2", "ternary", "int1", "nf4", "mxfp4"])
-def test_the_error_is_least_of_all_parts_that_were_tried(qtype):
+def test_mse_finds_the_fraction_with_the_least_error(qtype):
     x = X.astype(np.float32)
-    # Of mxfp4, the tiles are halves of rows.
+    # Tiles of mxfp4 are halves of rows.
     tiles = x.reshape(-1, FORMATS[qtype].tile_size or 64)
     error = lambda method: np.square(
         quantize(tiles, qtype, **ROWS, calibration_method=method).dequantize() - tiles
@@ -96,7 +96,7 @@ def test_the_error_is_least_of_all_parts_that_were_tried(qtype):
 
 
 @pytest.mark.parametrize("qtype", ["int3", "uint2"])
-def test_the_error_is_least_to_a_power_of_ones_own(qtype):
+def test_mse_takes_another_power(qtype):
     x = X.astype(np.float32)
     error = lambda method: (
         np.abs(quantize(x, qtype, **ROWS, calibration_method=method).dequantize() - x) ** 3.5
@@ -107,8 +107,8 @@ def test_the_error_is_least_to_a_power_of_ones_own(qtype):
 
 
 @pytest.mark.parametrize("qtype", ["int4", "uint3", "nf4"])
-def test_half_quadratic_splitting_leaves_fewer_errors_where_there_are_outliers(qtype):
-    # On a grid but for a tenth, which spoils the range from least to largest.
+def test_hqq_has_a_smaller_error_with_outliers(qtype):
+    # Nine tenths of the values are on a grid. The others widen the range of the tile.
     rng = np.random.default_rng(1)
     grid = np.asarray(FORMATS[qtype].codebook or np.arange(-3, 4)) / 7
     x = rng.choice(grid, (8, 64)) + rng.standard_t(2, (8, 64)) * (rng.random((8, 64)) < 0.1)
@@ -122,13 +122,13 @@ def test_half_quadratic_splitting_leaves_fewer_errors_where_there_are_outliers(q
     assert found.sum() < 0.85 * before.sum()
 
 
-def test_half_quadratic_splitting_does_not_depend_on_the_unit():
+def test_hqq_does_not_depend_on_the_unit():
     x = X.astype(np.float32)
     codes = lambda x: quantize(x, "uint3", **ROWS, calibration_method="hqq").qvalue
     np.testing.assert_array_equal(codes(x), codes(x * 2.0**-30))
 
 
-def test_outliers_are_cut_off_where_that_costs_least():
+def test_mse_clips_outliers():
     x = np.append(X.reshape(1, -1), [[9.0]], axis=1).astype(np.float32)
     error = lambda method: float(
         np.abs(quantize(x, "int2", calibration_method=method).dequantize() - x).mean()
@@ -146,11 +146,11 @@ METHOD_OF_EACH = {
     "mse": "mse,4",
     "hqq": "hqq",
 }
-assert METHOD_OF_EACH.keys() | {"oas"} == METHODS.keys()  # which is for mx formats alone
+assert METHOD_OF_EACH.keys() | {"oas"} == METHODS.keys()  # "oas" is for mx formats only
 
 
-# The largest value that keeps the scale 1: half a step beyond 6 of e2m1, or beyond 480 of an e4m3
-# without NaN. Qwix's main branch rounds to bfloat16 first, which lowers it by 2**-9.
+# The largest value with scale 1: half a step beyond 6 in e2m1, or beyond 480 in e4m3 without NaN.
+# Qwix's main branch rounds to bfloat16 first, which lowers it by 2**-9.
 LARGEST_OF_SCALE_1 = {
     "mxfp4": 7 * (1 - 2**-9),
     "mxfp8": 448 * 31 / 30 * (1 - 2**-9),
@@ -180,7 +180,7 @@ def test_biased_scales_have_less_error_than_those_rounded_up():
     assert error("oas") < 0.95 * error("absmax")
 
 
-def test_biased_scales_keep_nan_to_its_tile_and_empty_arrays():
+def test_biased_scales_handle_nan_and_empty_arrays():
     x = jnp.ones((3, 32)).at[1, 5].set(jnp.nan)
     dense = jax.jit(
         lambda x: quantize(x, "mxfp4", channelwise_axes=[0], calibration_method="oas").dequantize()
@@ -202,14 +202,14 @@ def test_mxfp8_in_tiles_of_16_has_biased_scales():
 
 
 @pytest.mark.parametrize("qtype", ["int8", "mxfp6", "nvfp4"])
-def test_formats_without_biased_scales_say_so(qtype):
+def test_oas_raises_for_other_formats(qtype):
     with pytest.raises(ValueError, match=f"'oas' .* mxfp4, not for {qtype}"):
         quantize(X, qtype, calibration_method="oas")
 
 
 @pytest.mark.parametrize("method", [*METHOD_OF_EACH.values(), "percentile,10,90", "fixed,-1,2"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
-def test_tiles_that_are_no_ordinary_numbers_stay_by_themselves(method, dtype):
+def test_unusual_tiles_do_not_affect_others(method, dtype):
     rows = np.tile(X[:1], (8, 1))
     rows[0] = 0
     rows[1, 5], rows[2, 5], rows[3, 5] = np.nan, np.inf, -np.inf
@@ -229,7 +229,7 @@ def test_tiles_that_are_no_ordinary_numbers_stay_by_themselves(method, dtype):
 
 @pytest.mark.parametrize("method", METHOD_OF_EACH.values())
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0), (0, 3), (1, 1)])
-def test_every_method_takes_any_shape(method, shape):
+def test_every_method_accepts_any_shape(method, shape):
     assert quantize(jnp.ones(shape), "int8", calibration_method=method).dequantize().shape == shape
 
 
@@ -240,7 +240,7 @@ numbers = st.floats(-(2.0**120), 2.0**120, width=32)
     "method", ["absmax", "minmax", "rms,4", "percentile,99", "mse,3", "mse,3,2.4", "hqq"]
 )
 @given(x=arrays.arrays(np.float32, (2, 8), elements=numbers))
-def test_finite_values_never_give_nan_nor_grow(method, x):
+def test_finite_values_stay_finite_and_in_range(method, x):
     q = quantize(x, "int4", **ROWS, calibration_method=method)
     dense, largest = np.asarray(q.dequantize()), np.abs(x).max(1, keepdims=True)
     assert np.isfinite(dense).all()
@@ -249,7 +249,7 @@ def test_finite_values_never_give_nan_nor_grow(method, x):
 
 
 @pytest.mark.parametrize("method", ["absmax", "minmax", "mse,4", "percentile,1,99", "fixed,2"])
-def test_calibrating_under_jit_and_vmap_is_the_same(method):
+def test_jit_and_vmap_give_the_same_range(method):
     x = jnp.asarray(X, jnp.float32)
     expected = quantize(x, "uint4", **ROWS, calibration_method=method)
     one = lambda row: quantize(row, "uint4", calibration_method=method)
@@ -282,12 +282,12 @@ def test_calibrating_under_jit_and_vmap_is_the_same(method):
         ("hqq,1.5", "not have the form hqq"),
     ],
 )
-def test_what_is_no_method_is_refused(method, message):
+def test_invalid_methods_raise(method, message):
     with pytest.raises(ValueError, match=message):
         check_calibration(method, get_format("int8"))
 
 
-def test_scales_that_are_powers_of_two_are_not_split_for():
+def test_hqq_raises_for_power_of_two_scales():
     with pytest.raises(ValueError, match=r"powers of two, as in mxfp4: use 'mse'"):
         check_calibration("hqq", get_format("mxfp4"))
 

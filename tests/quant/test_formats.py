@@ -1,4 +1,4 @@
-"""The table of formats, and codes: what values they stand for, and which is the nearest."""
+"""The table of formats, and encoding and decoding in each of them."""
 
 import re
 
@@ -29,7 +29,7 @@ def all_codes(format):
 
 
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
-def test_a_row_of_the_table_agrees_with_itself(format):
+def test_the_fields_of_a_format_are_consistent(format):
     assert FORMATS[format.name] is format
     assert format.source
     codes = all_codes(format)
@@ -45,9 +45,9 @@ def test_a_row_of_the_table_agrees_with_itself(format):
     else:
         assert format.storage_dtype == format.code_dtype
     if format.codebook is not None:
-        assert len(set(format.codebook)) >= len(codes) - 1  # of a float, 0 is there twice
+        assert len(set(format.codebook)) >= len(codes) - 1  # floats have two zeros
         assert format.code_dtype == (ml_dtypes.uint4 if format.bits == 4 else np.uint8)
-    # The bound is the largest value, or half a step beyond it where codes are a step apart.
+    # The bound is the largest value. In integer formats, it is half a step more.
     step = format.is_integer and format.signed and format.bits > 1
     # LiteRT scales the largest magnitude to 2**15, a whole step beyond the last code of int16.
     assert format.bound == values.max() + (1.0 if format.bits == 16 else 0.5) * step
@@ -56,13 +56,13 @@ def test_a_row_of_the_table_agrees_with_itself(format):
         assert not FORMATS[format.scale_dtype].is_integer
 
 
-def test_aliases_are_of_formats_and_hide_none():
+def test_aliases_name_formats_and_hide_none():
     assert set(ALIASES.values()) <= set(FORMATS)
     assert not set(ALIASES) & set(FORMATS)
     assert all(get_format(alias) is FORMATS[name] for alias, name in ALIASES.items())
 
 
-def test_nf4_has_sixteen_ascending_values_that_end_at_one_and_contain_zero():
+def test_nf4_ascends_from_minus_one_to_one_and_has_zero():
     assert len(NF4) == 16
     assert (np.diff(NF4) > 0).all()
     assert (NF4[0], NF4[7], NF4[-1]) == (-1.0, 0.0, 1.0)
@@ -76,7 +76,7 @@ def test_nf4_has_sixteen_ascending_values_that_end_at_one_and_contain_zero():
         ("float6_e3m2fn", ml_dtypes.float6_e3m2fn),
     ],
 )
-def test_the_codes_of_small_floats_are_their_bit_patterns(name, dtype):
+def test_codes_of_small_floats_are_their_bit_patterns(name, dtype):
     codebook = np.array(FORMATS[name].codebook, np.float32)
     np.testing.assert_array_equal(
         codebook, np.arange(len(codebook), dtype=np.uint8).view(dtype).astype(np.float32)
@@ -84,7 +84,7 @@ def test_the_codes_of_small_floats_are_their_bit_patterns(name, dtype):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_code_decodes_to_a_value_that_encodes_to_it(name):
+def test_every_code_survives_decoding_and_encoding(name):
     format = FORMATS[name]
     codes = all_codes(format)
     again = np.asarray(format.encode(format.decode(codes, jnp.float32)))
@@ -127,12 +127,12 @@ def test_every_code_decodes_to_a_value_that_encodes_to_it(name):
         ("mxfp8", np.inf, 448),
     ],
 )
-def test_rounds_half_to_even_and_clips(name, value, code):
+def test_encoding_rounds_half_to_even_and_clips(name, value, code):
     assert FORMATS[name].encode(jnp.float32(value)) == code
 
 
 def near_ties(values, dtype):
-    """Values, what lies halfway between neighbours, and the numbers next to those."""
+    """Return values, the ties between them, and the floats next to these ties."""
     values = np.unique(values)
     middles = ((values[1:] + values[:-1]) / 2).astype(dtype)
     beside = [np.nextafter(middles, dtype(way)) for way in (-np.inf, np.inf)]
@@ -142,7 +142,7 @@ def near_ties(values, dtype):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("name", OF_FLOATS)
-def test_the_nearest_value_is_found_and_of_two_the_even_code(name, dtype):
+def test_encoding_gives_the_nearest_value_and_even_ties(name, dtype):
     format = FORMATS[name]
     with jax.enable_x64(dtype is np.float64):
         codes = all_codes(format)
@@ -154,11 +154,11 @@ def test_the_nearest_value_is_found_and_of_two_the_even_code(name, dtype):
     chosen = encoded.astype(np.float64) if book is None else values[encoded]
     distances = np.abs(x.astype(np.float64)[:, None] - values)
     np.testing.assert_array_equal(np.abs(chosen - x.astype(np.float64)), distances.min(1))
-    # In f64, a distance is exact, and so is a tie.
+    # Distances and ties are exact in f64.
     patterns = encoded.view(np.uint8)
     is_tie = (distances == distances.min(1, keepdims=True)).sum(1) > 1
-    is_tie &= chosen != 0  # which is there twice
-    assert is_tie.any() or name.startswith(("nf4", "fp4_bnb"))  # of thirds, and of quantiles
+    is_tie &= chosen != 0  # zero has two codes
+    assert is_tie.any() or name.startswith(("nf4", "fp4_bnb"))  # their ties are not floats
     assert (patterns[is_tie] % 2 == 0).all()
 
 
@@ -172,7 +172,7 @@ def test_the_nearest_value_is_found_and_of_two_the_even_code(name, dtype):
         ("float8_e5m2", ml_dtypes.float8_e5m2),
     ],
 )
-def test_small_floats_are_those_of_ml_dtypes_once_clipped(name, dtype):
+def test_small_floats_equal_those_of_ml_dtypes_after_clipping(name, dtype):
     format = FORMATS[name]
     largest = float(ml_dtypes.finfo(dtype).max)
     assert format.bound == largest
@@ -182,21 +182,21 @@ def test_small_floats_are_those_of_ml_dtypes_once_clipped(name, dtype):
     np.testing.assert_array_equal(ours, x.clip(-largest, largest).astype(dtype).astype(np.float32))
 
 
-# What stands for zero in iq4_nl is 1.
+# iq4_nl has no zero. The value closest to it is 1.
 @pytest.mark.parametrize("name", [name for name in FORMATS if name != "int1"])
-def test_nan_takes_the_code_of_zero(name):
+def test_nan_gets_the_code_of_zero(name):
     format = FORMATS[name]
     code = format.encode(jnp.float32(np.nan))
     assert code == format.encode(jnp.float32(0))
     assert format.decode(code, jnp.float32) == (1 if name == "iq4_nl" else 0)
 
 
-def test_a_format_is_found_by_name_and_by_dtype():
+def test_get_format_takes_names_and_dtypes():
     assert get_format("int4") is get_format(jnp.int4) is FORMATS["int4"]
     assert get_format("fp8") is get_format(jnp.float8_e4m3fn) is FORMATS["float8_e4m3fn"]
 
 
-def test_an_unknown_format_is_refused_with_the_known_ones():
+def test_an_unknown_format_raises_with_the_known_ones():
     message = r"unknown format 'squeezed'; the formats are int8, .*nvfp4; aliases are fp8, .*b1\.58"
     with pytest.raises(ValueError, match=message):
         get_format("squeezed")
@@ -205,7 +205,7 @@ def test_an_unknown_format_is_refused_with_the_known_ones():
 @pytest.mark.parametrize(
     ("name", "meant"), [("q4_0", "'int4'"), ("Q4_1", "'uint4'"), ("Q8_0", "'int8'")]
 )
-def test_types_of_gguf_name_the_format_here(name, meant):
+def test_gguf_types_raise_with_the_equal_format(name, meant):
     message = (
         f"unknown format '{name}'; use {meant} with tile_size=32, which is GGUF's {name.upper()}"
     )
@@ -213,7 +213,7 @@ def test_types_of_gguf_name_the_format_here(name, meant):
         get_format(name)
 
 
-def test_codes_that_are_floats_have_no_range():
+def test_float_codes_have_no_code_range():
     with pytest.raises(TypeError, match="codes of mxfp8 are float8_e4m3fn"):
         _ = FORMATS["mxfp8"].code_range
 
@@ -233,7 +233,7 @@ def test_codes_that_are_floats_have_no_range():
         ("uint1", "int1"),
     ],
 )
-def test_the_format_that_was_meant(name, meant):
+def test_the_error_suggests_the_closest_format(name, meant):
     message = rf"unknown format '{name}'; did you mean '{meant}'\?"
     with pytest.raises(ValueError, match=message):
         get_format(name)
@@ -248,20 +248,20 @@ def test_the_format_that_was_meant(name, meant):
         ("IQ4_XS", "'iq4_nl' with tile_size=32"),
     ],
 )
-def test_other_types_of_gguf_name_vn_load_and_a_close_format(name, close):
+def test_other_gguf_types_raise_with_load_and_a_close_format(name, close):
     message = f"unknown format '{name}', a type of GGUF: vn.load reads .* closest format is {close}"
     with pytest.raises(ValueError, match=message):
         get_format(name)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bf16", "fp16", jnp.float32, jnp.bfloat16])
-def test_a_dense_dtype_is_no_format_and_the_remedy_is_none(dtype):
+def test_a_dense_dtype_raises_and_suggests_none(dtype):
     with pytest.raises(ValueError, match="a dense dtype: to keep a weight dense, write None as"):
         get_format(dtype)
 
 
 @pytest.mark.parametrize("name", ["Q4_K", "Q5_K", "Q6_K", "Q3_K", "Q2_K"])
-def test_formats_named_for_a_type_of_gguf_exist(name):
+def test_the_formats_suggested_for_gguf_types_exist(name):
     with pytest.raises(ValueError, match="closest format is") as raised:
         get_format(name)
     closest = str(raised.value).rpartition("format is ")[2]
@@ -271,6 +271,6 @@ def test_formats_named_for_a_type_of_gguf_exist(name):
 
 
 @pytest.mark.parametrize("wrong", [4, ["nf4"], None])
-def test_what_is_no_name_of_a_format(wrong):
+def test_values_that_are_no_name_raise(wrong):
     with pytest.raises((TypeError, TypeCheckError), match=r"a format is a name|get_format"):
         get_format(wrong)

@@ -19,7 +19,7 @@ from veneer.quant.formats.packing import pack
 IDS = arrays.array([[3, 0], [1, -1]])
 OUT_OF_BOUNDS = arrays.array([7, 2, -9])
 
-# What programs do to a weight, and the shape of one to do it to.
+# Programs of a weight, and the shape of the weight.
 PROGRAMS = {
     "transpose": (lambda x: x.T, (4, 5, 6)),
     "transpose of some axes": (lambda x: x.transpose(1, 0, 2), (4, 5, 6)),
@@ -83,7 +83,7 @@ PROGRAMS = {
 
 
 def qarray(shape, qtype="int4", *, counts, packed_axis=None, zero_point=False):
-    """Random codes with a scale of shape `counts`, packed on any axis."""
+    """Return random codes with a scale of shape `counts`, packed along any axis."""
     rng = np.random.default_rng(0)
     scale = jnp.asarray(rng.uniform(0.5, 2, counts), jnp.float32)
     zero = jnp.asarray(rng.integers(-4, 4, counts), jnp.int8) if zero_point else None
@@ -96,7 +96,7 @@ def qarray(shape, qtype="int4", *, counts, packed_axis=None, zero_point=False):
 
 
 def tilings(shape):
-    """Shapes of scales: shared, channelwise, and tiles along each axis that has a divisor."""
+    """Yield shapes of scales: shared, channelwise, and tiled along each axis with a divisor."""
     yield (1,) * len(shape)
     yield shape
     for axis, size in enumerate(shape):
@@ -107,7 +107,7 @@ def tilings(shape):
 
 
 def every_layout(shape):
-    """QArrays of a shape: each tiling with the codes packed along each axis, or not packed."""
+    """Yield QArrays with each tiling, packed along each axis or not packed."""
     for counts, axis in itertools.product(tilings(shape), range(len(shape))):
         yield qarray(shape, "int4", counts=counts, packed_axis=axis, zero_point=axis == 0)
     yield qarray(shape, "nf4", counts=shape, packed_axis=-1)
@@ -131,8 +131,8 @@ def test_every_layout_gives_the_values_of_the_dense_array(program):
         )
 
 
-# Programs that keep a layout quantised, with its scale's shape and packed axis; and what becomes of
-# the shape of the scale and of the packing.
+# Programs that keep a layout quantized, with the shape of the scale and the packed axis, before and
+# after.
 KEPT = [
     ("transpose", (1, 5, 3), -1, (3, 5, 1), Packing(-3, 6)),
     ("transpose of some axes", (4, 1, 3), -3, (1, 4, 3), Packing(-2, 4)),
@@ -187,7 +187,7 @@ KEPT = [
 
 
 @pytest.mark.parametrize(("program", "counts", "axis", "new_counts", "new_packing"), KEPT)
-def test_stays_packed_where_no_tile_and_no_byte_is_cut(
+def test_codes_stay_packed_if_no_tile_or_byte_is_split(
     program, counts, axis, new_counts, new_packing
 ):
     run, shape = PROGRAMS[program]
@@ -197,32 +197,32 @@ def test_stays_packed_where_no_tile_and_no_byte_is_cut(
     assert (out.scale.shape, out.packing) == (new_counts, new_packing)
 
 
-# Programs that would cut a tile, or a byte of two codes, in two.
+# Programs that would split a tile, or a byte with two codes.
 CUT = [
     ("split the last axis", (4, 3), -2),  # tiles of 4 in rows of 6
     ("split an odd axis", (1, 1), -2),
-    ("merge", (1, 4, 1), -1),  # entries that come again in the next row
+    ("merge", (1, 4, 1), -1),  # scales that repeat in the next row
     ("merge the last axes", (1, 1, 1), -2),
     ("merge and split", (4, 1), -1),
     ("slice within a tile", (3, 1), -1),
     ("slice within a tile", (1, 1), -1),
     ("slice with strides", (3, 1), None),
-    ("slice within a tile", (2, 1), None),  # of two tiles, parts of each
-    ("take filled", (6, 1), -1),  # with a number, which no scale can stand for in general
+    ("slice within a tile", (2, 1), None),  # parts of two tiles
+    ("take filled", (6, 1), -1),  # the fill value may not be a multiple of the scale
     ("windows", (3, 5), -1),
     ("astype int", (4, 5), -1),
 ]
 
 
 @pytest.mark.parametrize(("program", "counts", "axis"), CUT)
-def test_is_materialised_where_a_tile_or_a_byte_would_be_cut(program, counts, axis):
+def test_splitting_a_tile_or_byte_materializes(program, counts, axis):
     run, shape = PROGRAMS[program]
     q = qarray(shape, counts=counts, packed_axis=axis)
     with pytest.raises(vn.MaterialiseError):
         jax.eval_shape(vn.implicit(run, on_materialise="error"), q)
 
 
-def test_the_fill_of_rows_out_of_bounds_is_nan_in_every_format():
+def test_rows_out_of_bounds_are_nan_in_every_format():
     for qtype in vn.quant.FORMATS:
         table = vn.quant.quantize(jnp.ones((4, 32)), qtype, channelwise_axes=[0])
         rows = vn.implicit(lambda x: jnp.take(x, jnp.array([1, 4]), axis=0))(table)
@@ -245,7 +245,7 @@ def test_a_bf16_cast_keeps_the_scale():
 
 @st.composite
 def reshapes(draw):
-    """A shape, one that a reshape may give, and the shape of a leaf."""
+    """Draw a shape, a reshaped one, and the shape of a leaf."""
     factors = draw(st.lists(st.sampled_from([1, 2, 2, 3]), max_size=6))
 
     def merged():
@@ -264,12 +264,12 @@ def divisors(size):
 
 
 def numbered(counts, shape):
-    """Which entry of a leaf covers each value."""
+    """Return the index of the leaf entry that covers each value."""
     return entry_of_each_value(np.arange(math.prod(counts)).reshape(counts), shape)
 
 
 @given(reshapes())
-def test_a_reshaped_leaf_covers_the_values_that_it_covered(case):
+def test_reshaped_leaves_cover_the_same_values(case):
     old, new, counts = case
     new_counts = reshaped(counts, old, new)
     possible = [
@@ -281,7 +281,7 @@ def test_a_reshaped_leaf_covers_the_values_that_it_covered(case):
     assert possible == ([] if new_counts is None else [new_counts])
 
 
-# What moves arrays whose last axis is too short to be packed along, and empty ones.
+# Programs that move empty arrays, and arrays with a short last axis, which is not packed.
 SHORT = {
     "transposed": lambda w: w.T,
     "a slice": lambda w: w[:, 1:],
@@ -294,7 +294,7 @@ SHORT = {
 
 @pytest.mark.parametrize("shape", [(6, 4, 3, 3), (0, 8, 3), (6, 0, 3), (4, 7, 1)], ids=str)
 @pytest.mark.parametrize("qtype", ["int4", "int3", "ternary"])
-def test_arrays_of_short_and_of_empty_axes_move(qtype, shape):
+def test_arrays_with_short_or_empty_axes_can_be_moved(qtype, shape):
     w = vn.quant.quantize(jax.random.normal(jax.random.key(0), shape), qtype, channelwise_axes=[0])
     for name, program in SHORT.items():
         found, expected = vn.materialise(vn.implicit(program)(w)), program(w.dequantize())

@@ -17,10 +17,10 @@ from veneer.quant.formats.packing import UNITS, pack
 
 ROWS = arrays.array([2, 0, 5, -1])
 
-BYTES = "bytes"  # of one code each
+BYTES = "bytes"  # with one code each
 
-# Programs on values [6, w·u + rest], packed along the last axis in units of u codes, one scale a
-# row: what is run, w, rest, and whether the result is packed in the same units, or in BYTES.
+# Programs on values [6, w·u + rest], packed along the last axis in units of u codes, with one scale
+# per row: the program, w, rest, and whether the result is packed in the same units or in BYTES.
 ALONG = {
     "transpose": (lambda x, u: x.T, 2, 1, True),
     "swap and swap back": (lambda x, u: x.T[None].T, 1, 1, True),
@@ -58,7 +58,7 @@ ALONG = {
     "scan over rows": (lambda x, u: lax.scan(lambda c, row: (c, row + 0), 0, x)[1], 1, 1, None),
 }
 
-# One scale for all, so that a unit is all that can be cut.
+# One scale for all values, so that only units can be split.
 MERGED = {
     "merge": (lambda x, u: x.reshape(6 * 2 * u), 2, 0, True),
     "merge and split": (lambda x, u: x.reshape(3, 4 * u), 2, 0, True),
@@ -74,7 +74,7 @@ BY_UNIT = ["int1", "ternary", "int2", "uint3", "int4", "int5", "mxfp6", "uint7"]
 
 
 def random_codes(format, shape):
-    """Codes, a byte each, of the whole range."""
+    """Return random codes of the whole range, one per byte."""
     low, high = format.code_range
     codes = np.random.default_rng(0).integers(low, high + 1, shape)
     if format.name == "int1":
@@ -83,7 +83,7 @@ def random_codes(format, shape):
 
 
 def packed_array(qtype, shape, axis, counts):
-    """Random codes packed along an axis, with a scale of shape `counts`, and a zero point."""
+    """Return random codes packed along an axis, with a scale of shape `counts` and a zero point."""
     format = FORMATS[qtype]
     packed, packing = pack(format.to_fields(random_codes(format, shape)), format.bits, axis)
     scale = jnp.asarray(np.random.default_rng(1).uniform(0.5, 2, counts), jnp.float32)
@@ -92,7 +92,7 @@ def packed_array(qtype, shape, axis, counts):
 
 
 def run_all(programs, arrays):
-    """What each program gives for its QArray, and for the dense array; compiled as one."""
+    """Run each program on its QArray and on the dense array, compiled as one."""
 
     @jax.jit
     def run(arrays):
@@ -110,7 +110,7 @@ def assert_same_values(output, expected, name):
 
 
 @pytest.mark.parametrize("qtype", BY_UNIT)
-def test_no_unit_is_cut_and_whole_ones_stay_packed(qtype):
+def test_whole_units_stay_packed(qtype):
     codes, _ = UNITS[FORMATS[qtype].bits]
     programs, arrays, kept = [], [], {}
     for table, counts in ((ALONG, (6, 1)), (MERGED, (1, 1)), (FINE, (6, None))):
@@ -141,7 +141,7 @@ FIRST = {
 
 
 @pytest.mark.parametrize("qtype", ["ternary", "uint3"])
-def test_units_may_lie_along_another_axis_than_the_last(qtype):
+def test_units_can_be_along_another_axis(qtype):
     codes, _ = UNITS[FORMATS[qtype].bits]
     arrays = [
         packed_array(qtype, (w * codes + rest, 4), 0, (1, 4)) for _, w, rest, _ in FIRST.values()
@@ -171,14 +171,14 @@ def test_a_packed_axis_of_size_one_needs_no_packing(qtype):
         assert output.packing is None
 
 
-def test_a_unit_is_not_laid_over_two_axes():
+def test_a_unit_does_not_span_two_axes():
     q = packed_array("int2", (3, 4), -1, (1, 1))
     run = vn.implicit(lambda x: x.reshape(3, 2, 2), on_materialise="error")
     with pytest.raises(vn.MaterialiseError):
         jax.eval_shape(run, q)
 
 
-# Formats with scales of their own, on values [4, 6, 64]; quantised along the last axis.
+# Formats with their own scale formats, on values [4, 6, 64], quantized along the last axis.
 NESTED = {
     "transpose": lambda x: x.transpose(2, 0, 1),
     "one of the stack": lambda x: x[1],
@@ -203,7 +203,7 @@ NESTED = {
 
 
 @pytest.mark.parametrize("qtype", ["nvfp4", "nf4_dq", "mxfp6", "mxfp8"])
-def test_quantised_scales_and_powers_of_two_move_with_the_codes(qtype):
+def test_quantized_and_power_of_two_scales_move_with_codes(qtype):
     x = jax.random.normal(jax.random.key(0), (4, 6, 64)) * jnp.arange(1, 5).reshape(4, 1, 1)
     tiles = {2: FORMATS[qtype].tile_size or 16}
     q = vn.quant.quantize(x, qtype, channelwise_axes=[0, 1], tiled_axes=tiles)
@@ -213,7 +213,7 @@ def test_quantised_scales_and_powers_of_two_move_with_the_codes(qtype):
         assert_same_values(output, expected, name)
 
 
-def test_scales_leave_their_format_where_it_would_be_cut_and_the_codes_stay():
+def test_scales_are_dequantized_if_their_tiles_are_split():
     q = vn.quant.quantize(jnp.arange(256.0).reshape(8, 32), "nf4_dq", channelwise_axes=[0, 1])
     assert q.scale.scale.shape == (1, 1)
     tiled = q.replace(scale=q.scale.replace(scale=jnp.array([[1.0], [2.0]])))
@@ -225,7 +225,7 @@ def test_scales_leave_their_format_where_it_would_be_cut_and_the_codes_stay():
 
 
 @pytest.mark.parametrize("qtype", ["nvfp4", "mxfp6", "ternary", "int3"])
-def test_a_stack_is_mapped_and_scanned_over(qtype):
+def test_vmap_and_scan_slice_a_stack(qtype):
     x = jax.random.normal(jax.random.key(0), (3, 4, 32))
     q = vn.quant.quantize(x, qtype, channelwise_axes=[0, 1])
     dense = q.dequantize()

@@ -1,4 +1,4 @@
-"""Minima: what a code worth 0 stands for, in every product and movement as in the dense array."""
+"""Arrays with minima, in products and movements: they agree with the dense array."""
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +13,11 @@ RNG = np.random.default_rng(0)
 
 
 def affine(shape, counts, *, qtype="uint4", scale_dtype="float16", nested=False):
-    """A QArray with minima, and what it stands for, by NumPy alone."""
+    """Return a QArray with minima, and the represented array by NumPy."""
     format = vn.quant.get_format(qtype)
     low, high = format.code_range
     codes = RNG.integers(low, high + 1, shape)
-    if nested:  # as K-quants: codes of 6 bits, for each of 2 or more a scale above them
+    if nested:  # like K-quants: 6-bit codes with scales of their own
         outer = (*counts[:-1], max(1, counts[-1] // 2))
         steps = [RNG.integers(0, 64, counts).astype(np.uint8) for _ in range(2)]
         wide = [np.asarray(RNG.normal(size=outer), scale_dtype) for _ in range(2)]
@@ -56,7 +56,7 @@ CASES = [
 
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize(("shape", "counts", "qtype"), CASES)
-def test_it_stands_for_codes_times_scales_and_minima(shape, counts, qtype, nested):
+def test_values_are_codes_times_scales_plus_minima(shape, counts, qtype, nested):
     q, dense = affine(shape, counts, qtype=qtype, nested=nested)
     np.testing.assert_array_equal(vn.materialise(q), dense)
     np.testing.assert_array_equal(jax.jit(vn.materialise)(q), dense)
@@ -72,7 +72,7 @@ def close(ours, dense, rtol=2e-5):
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize(("shape", "counts", "qtype"), CASES)
 @pytest.mark.parametrize("side", ["rows", "columns"])
-def test_products(shape, counts, qtype, nested, side):
+def test_products_agree_with_the_dense_array(shape, counts, qtype, nested, side):
     q, dense = affine(shape, counts, qtype=qtype, nested=nested)
     axis = 0 if side == "rows" else 1
     x = jnp.asarray(RNG.normal(size=(3, shape[axis])), jnp.float32)
@@ -89,7 +89,7 @@ def test_products(shape, counts, qtype, nested, side):
 
 
 @pytest.mark.parametrize("qtype", ["int8", "uint4"])
-def test_quantised_activations(qtype):
+def test_products_with_quantized_activations_agree(qtype):
     q, dense = affine((8, 64), (8, 2), qtype="uint4")
     x = vn.quant.quantize(
         jnp.asarray(RNG.normal(size=(5, 64)), jnp.float32), qtype, channelwise_axes=[0]
@@ -100,13 +100,13 @@ def test_quantised_activations(qtype):
     close(vn.implicit(product)(x.dequantize(), weight), x.dequantize() @ dense.T, 2e-2)
 
 
-def test_both_operands():
+def test_both_operands_can_have_minima():
     (q, dense), (r, other) = affine((8, 64), (8, 2)), affine((4, 64), (4, 4), qtype="int8")
     close(vn.implicit(lambda q, r: q @ r.T)(q, r), dense @ other.T)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_halves_are_rounded_once(dtype):
+def test_16_bit_values_are_rounded_once(dtype):
     q, dense = affine((8, 64), (8, 2))
     x = jnp.asarray(RNG.normal(size=(3, 64)), dtype)
     w = q.replace(dense_dtype=dtype)
@@ -116,7 +116,7 @@ def test_halves_are_rounded_once(dtype):
     close(ours, np.asarray(x, "f4") @ dense.T, 4 * eps)
 
 
-def test_batches_experts_and_convolutions():
+def test_batched_ragged_and_convolution_products_agree():
     q, dense = affine((3, 8, 64), (3, 8, 2), nested=True)
     x = jnp.asarray(RNG.normal(size=(3, 5, 64)), jnp.float32)
     close(vn.implicit(jnp.einsum)("bmk,bnk->bmn", x, q), jnp.einsum("bmk,bnk->bmn", x, dense))
@@ -147,21 +147,21 @@ MOVEMENTS = {
 
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("name", MOVEMENTS)
-def test_movement(name, nested):
+def test_movements_agree_with_the_dense_array(name, nested):
     q, dense = affine((8, 64), (8, 2), nested=nested)
     ours = vn.implicit(MOVEMENTS[name])(q)
     expected = MOVEMENTS[name](jnp.asarray(dense))
     np.testing.assert_array_equal(vn.materialise(ours), expected)
 
 
-def test_layers_in_a_scan():
+def test_layers_are_scanned():
     q, dense = affine((3, 8, 8), (3, 8, 2), nested=True)
     x = jnp.asarray(RNG.normal(size=8), jnp.float32)
     layers = lambda w, x: lax.scan(lambda x, w: (jnp.tanh(w @ x), None), x, w)[0]
     close(vn.implicit(layers)(q, x), layers(jnp.asarray(dense), x))
 
 
-def test_constant_tiles_and_empty_arrays():
+def test_constant_tiles_and_empty_arrays_are_supported():
     q = QArray(jnp.zeros((2, 4), jnp.uint4), jnp.zeros((2, 1)), minimum=jnp.full((2, 1), 0.3))
     np.testing.assert_array_equal(vn.materialise(q), np.full((2, 4), np.float32(0.3)))
     close(vn.implicit(jnp.matmul)(jnp.ones((1, 2)), q), np.full((1, 4), 0.6))
@@ -169,7 +169,7 @@ def test_constant_tiles_and_empty_arrays():
     assert not vn.implicit(jnp.matmul)(jnp.ones((2, 0)), empty).any()
 
 
-def test_they_are_saved(tmp_path):
+def test_minima_are_saved_and_loaded(tmp_path):
     tree = {"a": affine((8, 64), (8, 2))[0], "b": affine((8, 64), (8, 4), nested=True)[0]}
     vn.save(tmp_path / "saved", tree)
     loaded = vn.load(tmp_path / "saved")
@@ -178,7 +178,7 @@ def test_they_are_saved(tmp_path):
         np.testing.assert_array_equal(vn.materialise(loaded[name]), vn.materialise(q))
 
 
-def test_parts_that_do_not_fit():
+def test_minima_that_do_not_fit_raise():
     codes, scale = jnp.zeros((4, 6), jnp.uint4), jnp.ones((4, 2))
     with pytest.raises(ValueError, match=r"minimum of shape \(4, 4\) does not tile"):
         QArray(codes, scale, minimum=jnp.ones((4, 4)))
@@ -188,7 +188,7 @@ def test_parts_that_do_not_fit():
         QArray(codes, scale, minimum=1.0)
 
 
-def test_codebooks_of_files():
+def test_codebooks_equal_those_of_bitsandbytes():
     values = np.asarray(vn.quant.get_format("dynamic8").codebook, np.float32)
     assert len(set(values.tolist())) == 256
     assert (np.diff(values) > 0).all()

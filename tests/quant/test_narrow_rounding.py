@@ -46,9 +46,9 @@ def values_to_round(dtype, wide):
         *((dtype, wide) for dtype in FLOAT8 for wide in ("bfloat16", "float16")),
     ],
 )
-def test_rounding_is_that_of_a_conversion(dtype, wide):
+def test_rounding_equals_that_of_a_conversion(dtype, wide):
     x = values_to_round(dtype, wide)
-    # By NumPy. XLA on CPU keeps the rounding, too.
+    # The reference is NumPy. XLA on CPU also keeps the rounding.
     expected = x.astype(jnp.dtype(dtype)).astype(x.dtype).astype(np.float32)
     for function in (round_to_dtype, jax.jit(round_to_dtype, static_argnums=1)):
         actual = function(jnp.asarray(x), dtype)
@@ -75,7 +75,7 @@ def test_zero_keeps_its_sign_and_others_are_not_finite(dtype):
 
 
 @pytest.mark.parametrize("dtype", FLOAT8)
-def test_values_beyond_a_float8_stay_what_a_conversion_gives(dtype):
+def test_values_beyond_a_float8_round_as_in_a_conversion(dtype):
     largest = float(jnp.finfo(dtype).max)
     x = np.linspace(0.99, 1.3, 400).astype(np.float32) * largest
     expected = x.astype(jnp.dtype(dtype)).astype(np.float32)
@@ -85,7 +85,7 @@ def test_values_beyond_a_float8_stay_what_a_conversion_gives(dtype):
     np.testing.assert_array_equal(actual[finite], expected[finite])
 
 
-def test_a_dtype_that_is_as_wide_changes_nothing():
+def test_a_dtype_of_the_same_width_changes_nothing():
     x = jnp.array([1 / 3, 1e-40, jnp.nan])
     np.testing.assert_array_equal(round_to_dtype(x, "float32"), x)
 
@@ -231,7 +231,7 @@ def test_training_in_float8_rounds():
 
 
 @pytest.mark.parametrize("qtype", FLOAT8_CODES)
-def test_the_program_rounds_apart_from_the_conversion(qtype):
+def test_rounding_and_conversion_are_separate_operations(qtype):
     program = jax.jit(lambda x: vn.quant.fake_quantize(x, qtype))
     lowered = program.lower(jnp.asarray(X)).as_text()
     mantissa = jnp.finfo(FORMATS[qtype].code_dtype).nmant
@@ -240,7 +240,7 @@ def test_the_program_rounds_apart_from_the_conversion(qtype):
 
 
 @pytest.mark.parametrize("value", [0.003, 0.33, 500.0])  # subnormal, normal, and too large
-def test_the_derivative_is_that_of_a_conversion(value):
+def test_the_derivative_equals_that_of_a_conversion(value):
     derivative = jax.grad(lambda x: round_to_dtype(x, "float8_e4m3fn"))(jnp.float32(value))
     assert derivative == 1
     assert jax.vmap(jax.grad(lambda x: round_to_dtype(x, "float16")))(jnp.full(2, 1e-7)).min() == 1

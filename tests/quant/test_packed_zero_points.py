@@ -1,4 +1,4 @@
-"""Zero points of which several share a byte, as checkpoints have them."""
+"""Packed zero points, as in checkpoints: several of them share a byte."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ N, K, TILE = 128, 256, 32
 
 
 def weights(qtype="uint4"):
-    """A weight `[N, K]` with a zero point for each tile: packed, and a byte each."""
+    """Return a weight `[N, K]` with packed zero points, and one with a byte per zero point."""
     rng, most = np.random.default_rng(0), vn.quant.get_format(qtype).code_range[1]
     dtype = vn.quant.get_format(qtype).code_dtype
     codes = jnp.asarray(rng.integers(0, most + 1, (N, K)), dtype)
@@ -49,13 +49,13 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_they_are_worth_what_they_are_with_a_byte_each(name):
+def test_packed_zero_points_give_the_same_values(name):
     packed, wide = weights()
     run = jax.jit(vn.implicit(lambda q: vn.materialise(PROGRAMS[name](q))))
     np.testing.assert_array_equal(run(packed), run(wide))
 
 
-def test_derivatives_by_scales():
+def test_derivatives_by_scales_are_the_same():
     product = vn.implicit(lambda q: ((X @ q.T) ** 2).sum())
     by_scale = lambda q: jax.grad(lambda scale: product(q.replace(scale=scale)))(q.scale)
     packed, wide = map(by_scale, weights())
@@ -63,7 +63,7 @@ def test_derivatives_by_scales():
 
 
 @pytest.mark.parametrize("qtype", ["uint2", "uint3", "uint4"])
-def test_a_product_is_by_the_same_kernel(qtype):
+def test_products_use_the_same_kernel(qtype):
     packed, wide = weights(qtype)
     assert packed.nbytes < wide.nbytes
     said = [vn.explain(lambda x, q: x @ q.T)(X, q).events[-1].how for q in (packed, wide)]
@@ -73,7 +73,7 @@ def test_a_product_is_by_the_same_kernel(qtype):
     assert not any(f"f32[{a},{b}]" in compiled for a, b in ((N, K), (K, N)))
 
 
-def test_zero_points_are_integers():
+def test_zero_points_must_be_integers():
     packed, _ = weights()
     floats = vn.quant.quantize(jnp.ones((N, K // TILE)), "nf4")
     with pytest.raises(ValueError, match="zero_point must have an integer format, not nf4"):

@@ -1,4 +1,4 @@
-"""Packing: without gaps, to the bit, along any axis."""
+"""Packing of codes along any axis, without gaps."""
 
 import functools
 
@@ -19,7 +19,7 @@ SHAPES = hnp.array_shapes(min_dims=1, max_dims=3, min_side=0, max_side=5)
 
 @functools.cache
 def pack_compiled(bits, axis):
-    """`pack` and `unpack` compiled as one: examples have shapes of their own."""
+    """Return `pack` and `unpack` as one compiled function, because each example has a new shape."""
 
     @jax.jit
     def run(fields):
@@ -48,12 +48,12 @@ def test_unpack_undoes_pack_and_no_byte_is_wasted(bits, data):
     size = fields.shape[axis]
     assert packed.shape[axis] == packed_size(size, bits)
     np.testing.assert_array_equal(again, fields)
-    # And as the text of `veneer.json` has it, which NumPy follows.
+    # The NumPy reference follows the description in `veneer.json`.
     np.testing.assert_array_equal(unpacked(packed, bits, axis, size), fields)
 
 
 @pytest.mark.parametrize("bits", UNITS)
-def test_a_whole_unit_takes_as_many_bits_as_its_codes(bits):
+def test_a_unit_takes_as_many_bits_as_its_codes(bits):
     codes, bytes_ = UNITS[bits]
     assert codes * bits == 8 * bytes_
     assert [packed_size(size, bits) for size in (0, 1, codes, codes + 1)] == [
@@ -76,7 +76,7 @@ def test_the_first_code_is_in_the_lowest_place(bits, fields, packed):
     assert pack(np.array(fields, np.uint8), bits)[0].tolist() == packed
 
 
-def test_without_packing_a_byte_holds_one_field():
+def test_without_packing_a_byte_holds_one_code():
     codes = jnp.array([0x0F, 0x01], jnp.uint8)
     assert unpack(codes, None, 4).tolist() == [15, 1]
     assert unpack(codes, None, 2).tolist() == [3, 1]
@@ -84,7 +84,7 @@ def test_without_packing_a_byte_holds_one_field():
 
 
 @pytest.mark.parametrize("bits", [1.6, 3, 4])
-def test_the_packed_axis_keeps_its_name_when_leading_axes_come(bits):
+def test_the_packed_axis_stays_when_leading_axes_are_added(bits):
     fields = np.arange(24, dtype=np.uint8).reshape(2, 3, 4) % 3
     packed, packing = pack(fields[0], bits, axis=0)
     stacked = jax.vmap(lambda fields: pack(fields, bits, axis=0)[0])(fields)
@@ -94,17 +94,17 @@ def test_the_packed_axis_keeps_its_name_when_leading_axes_come(bits):
 
 
 def bytes_by_formula(format, rows, columns):
-    """The bytes of a matrix quantised in tiles of 32, or those of the format, along its rows."""
+    """Return the bytes of a matrix with tiles of 32 (or a fixed tile size) along its rows."""
     codes = rows * int(-(-columns * format.bits // 8))
     scales = rows * columns // (format.tile_size or 32)
-    if format.scale_tile is not None:  # of 8 bits, with a scale in f32 for so many of them
+    if format.scale_tile is not None:  # 8-bit scales, and their f32 scales
         return codes + scales + 4 * -(-scales // (format.scale_tile or scales))
     zero_points = 0 if format.signed or not format.is_integer else scales
     return codes + scales * (1 if format.scale_dtype else 4) + zero_points
 
 
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
-def test_as_many_bytes_are_stored_as_the_format_says(format):
+def test_stored_bytes_match_the_formula(format):
     w = jnp.asarray(np.random.default_rng(0).normal(size=(16, 320)), jnp.float32)
     q = quantize(w, format.name, channelwise_axes=[0], tiled_axes={1: format.tile_size or 32})
     assert q.nbytes == bytes_by_formula(format, 16, 320)

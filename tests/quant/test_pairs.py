@@ -13,7 +13,7 @@ from veneer.quant.arrays import pairs, qarray
 from veneer.quant.ops import operands
 
 FORMATS = ("int4", "uint4", "nf4", "mxfp4", "nvfp4", "int2", "int1", "ternary", "int3", "int8")
-# Shapes of values, and the shape of what shares a scale along the tiled axis.
+# Shapes, channelwise axes, and tiled axes.
 SHAPES = (
     ((64, 96), [1], {0: 32}),
     ((96, 64), [0], {1: 32}),
@@ -102,7 +102,7 @@ def test_empty_arrays_and_vectors(assert_same):
 
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_16_bits_are_written_in_words(dtype, transpose, on_gpu):
+def test_16_bit_values_are_written_as_32_bit_words(dtype, transpose, on_gpu):
     q = quantized("int4", (64, 96), [1], {0: 32}, dtype)
     if transpose:
         q = vn.implicit(lambda q: q.mT)(q)
@@ -125,7 +125,7 @@ def test_16_bits_are_written_in_words(dtype, transpose, on_gpu):
         ("int8", "bfloat16", False),
     ],
 )
-def test_pairs_are_of_16_bits_and_whole_fields(qtype, dtype, expected):
+def test_pairs_need_16_bits_and_whole_bytes(qtype, dtype, expected):
     q = quantized(qtype, (64, 96), [1], {0: 32}, "bfloat16")
     assert pairs.can_compute_pairs(q, dtype) == expected
 
@@ -144,7 +144,7 @@ def test_the_derivative_by_the_scale_is_the_same(shape, on_gpu):
         np.testing.assert_allclose(gradient(), expected, rtol=2e-2, atol=0.1)
 
 
-def test_vmap_maps_pairs(on_gpu):
+def test_vmap_gives_the_same_bits(on_gpu):
     q = quantized("nf4", (3, 64, 33), [0, 2], {1: 32}, "bfloat16")
     expected = q.dequantize()
     with on_gpu():

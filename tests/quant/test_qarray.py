@@ -41,7 +41,7 @@ def test_the_zero_point_is_subtracted_tile_by_tile(code_dtype, zero_dtype):
     codes = jnp.array([[1, 2, 3, 4], [-1, 0, 5, 6]], code_dtype)
     scale, zero = jnp.array([[2.0], [0.5]]), jnp.array([[1, -3]], zero_dtype)
     q = QArray(codes, scale, zero)
-    assert q.zero_point.dtype != jnp.int4  # a leaf has a dtype that files have
+    assert q.zero_point.dtype != jnp.int4  # file formats have no int4
     expected = (codes.astype(jnp.float32) - jnp.array([1, 1, -3, -3])) * scale
     np.testing.assert_array_equal(dequantize(q), expected)
 
@@ -71,14 +71,14 @@ def test_the_zero_point_is_subtracted_tile_by_tile(code_dtype, zero_dtype):
         ),
     ],
 )
-def test_parts_that_do_not_fit_together_are_refused(args, kwargs, message):
+def test_fields_that_do_not_fit_together_raise(args, kwargs, message):
     with pytest.raises(ValueError, match=message):
         QArray(*args, **kwargs)
 
 
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.int32, jnp.uint8])
 @pytest.mark.parametrize("qtype", ["int8", "int5", "int4", "uint4", "nf4"])
-def test_codes_of_a_wider_dtype_are_taken_where_they_fit(qtype, dtype):
+def test_codes_of_a_wider_dtype_are_accepted_if_in_range(qtype, dtype):
     codes = np.array([[0, 1, 7]])
     q = QArray(jnp.array(codes, dtype), jnp.ones((1, 1)), qtype=qtype)
     assert q.qvalue.dtype == q.format.code_dtype
@@ -86,12 +86,12 @@ def test_codes_of_a_wider_dtype_are_taken_where_they_fit(qtype, dtype):
 
 
 @pytest.mark.parametrize(("qtype", "code"), [("int4", 8), ("int4", -9), ("nf4", -1), ("int8", 128)])
-def test_codes_out_of_range_are_refused(qtype, code):
+def test_codes_out_of_range_raise(qtype, code):
     with pytest.raises(ValueError, match=rf"codes of {qtype} are from .* from {code}"):
         QArray(jnp.array([code, code]), jnp.ones(1), qtype=qtype)
 
 
-def test_codes_whose_range_cannot_be_checked_are_refused():
+def test_traced_codes_whose_range_is_unknown_raise():
     build = lambda codes: QArray(codes, jnp.ones(1), qtype="int4").dequantize()
     assert jax.jit(build)(jnp.ones(2, jnp.int4)).shape == (2,)
     with pytest.raises(ValueError, match=r"cannot be checked in a traced program"):
@@ -99,7 +99,7 @@ def test_codes_whose_range_cannot_be_checked_are_refused():
 
 
 @pytest.mark.parametrize("qtype", KINDS)
-def test_from_packed_takes_the_leaves_as_they_are(qtype):
+def test_from_packed_stores_its_arrays_unchanged(qtype):
     q = quantize(normal(3, 5, dtype=jnp.bfloat16), qtype, scale_dtype=jnp.float32)
     stored = jax.tree.map(np.asarray, q)
     again = QArray.from_packed(
@@ -134,7 +134,7 @@ def test_from_packed_takes_the_leaves_as_they_are(qtype):
         ),
     ],
 )
-def test_from_packed_refuses_what_does_not_fit(packed, kwargs, message):
+def test_from_packed_checks_shapes_and_dtypes(packed, kwargs, message):
     with pytest.raises(ValueError, match=message):
         QArray.from_packed(packed, np.ones(1, np.float32), **kwargs)
 
@@ -150,20 +150,20 @@ def test_from_packed_refuses_what_does_not_fit(packed, kwargs, message):
         (lambda q: dequantize(jnp.ones(3)), r"q|dequantize"),
     ],
 )
-def test_what_is_not_an_array_is_refused_by_name(build, name):
+def test_fields_that_are_no_arrays_raise_with_their_name(build, name):
     with pytest.raises(TypeError, match=name):
         build(quantize(normal(2, 4), "int8"))
 
 
 @pytest.mark.skipif(not hasattr(copy, "replace"), reason="it came with Python 3.13")
-def test_copy_replace_is_the_method():
+def test_copy_replace_calls_the_method():
     q = quantize(normal(3, 5), "int4")
     new = copy.replace(q, scale=2 * q.scale)
     np.testing.assert_array_equal(new.dequantize(), 2 * q.dequantize())
 
 
 @pytest.mark.parametrize("qtype", KINDS)
-def test_replace_keeps_the_other_parts(qtype):
+def test_replace_keeps_the_other_fields(qtype):
     q = quantize(normal(3, 5, dtype=jnp.bfloat16), qtype, scale_dtype=jnp.float32)
     new = q.replace(scale=2 * q.scale)
     assert new.packed is q.packed
@@ -172,7 +172,7 @@ def test_replace_keeps_the_other_parts(qtype):
     assert q.replace(dense_dtype=jnp.float16).dtype == jnp.float16
 
 
-def test_replace_refuses_what_does_not_fit():
+def test_replace_checks_the_new_fields():
     q = quantize(normal(3, 5), "nf4")
     with pytest.raises(ValueError, match=r"scale of shape \(5,\)"):
         q.replace(scale=jnp.ones(5))
@@ -184,7 +184,7 @@ def test_replace_refuses_what_does_not_fit():
     ("shape", "tiling", "expected"),
     [((6, 8), {"channelwise_axes": [0], "tiled_axes": {1: 4}}, (1, 4)), ((0, 4), {}, (0, 4))],
 )
-def test_the_tile_shape_is_how_many_values_share_a_scale(shape, tiling, expected):
+def test_tile_shape_counts_the_values_per_scale(shape, tiling, expected):
     assert quantize(jnp.ones(shape), "int8", **tiling).tile_shape == expected
 
 
@@ -192,7 +192,7 @@ def test_the_tile_shape_is_how_many_values_share_a_scale(shape, tiling, expected
 
 
 @pytest.mark.parametrize("qtype", KINDS)
-def test_the_shape_follows_leading_axes_that_come_and_go(qtype):
+def test_the_shape_follows_added_and_removed_leading_axes(qtype):
     q = quantize(normal(2, 3, 5), qtype, channelwise_axes=[0])
     dense = q.dequantize()
     seen = []
@@ -206,7 +206,7 @@ def test_the_shape_follows_leading_axes_that_come_and_go(qtype):
     assert set(seen) == {(3, 5)}
 
 
-def test_it_passes_through_jit_and_abstract_evaluation():
+def test_qarrays_pass_through_jit_and_eval_shape():
     q = quantize(normal(3, 5), "int4")
     assert jax.tree.structure(jax.jit(lambda q: q)(q)) == jax.tree.structure(q)
     abstract = jax.eval_shape(lambda q: q, q)
@@ -218,7 +218,7 @@ def test_materialise_is_dequantize():
     np.testing.assert_array_equal(vn.materialise({"w": q})["w"], dequantize(q))
 
 
-# One number everywhere. However a value is decoded, in however many steps, it has the same bits.
+# A value has the same bits, however it is decoded.
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_materialise_is_dequantize():
     [("bfloat16", None), ("float32", None), ("float64", None), ("float64", "float32")],
 )
 @pytest.mark.parametrize("qtype", FORMATS)
-def test_a_value_has_the_same_bits_eagerly_compiled_and_by_numpy(qtype, dtype, scale_dtype):
+def test_values_have_the_same_bits_eager_compiled_and_in_numpy(qtype, dtype, scale_dtype):
     format = FORMATS[qtype]
     if scale_dtype is not None and format.scale_dtype is not None:
         pytest.skip("its scales have one dtype")

@@ -15,7 +15,7 @@ from veneer.quant.conversion.compute import CHUNK_BYTES, choose_chunks
 from veneer.quant.conversion.quantize import quantize_params
 from veneer.quant.formats.tiles import dividing_tiles
 
-# Arguments of quantize for an array of shape (6, 8), and the shape of the scale that they ask for.
+# Arguments of quantize for an array of shape (6, 8), and the expected shape of the scale.
 TILINGS = [
     ({}, (1, 1)),
     ({"channelwise_axes": [1]}, (1, 8)),
@@ -34,7 +34,7 @@ def normal(*shape, dtype=np.float32, seed=0):
 
 
 def spread(scale, shape):
-    """The scale repeated over its tiles, by NumPy."""
+    """Repeat the scale over its tiles, by NumPy."""
     for axis, (count, size) in enumerate(zip(scale.shape, shape, strict=True)):
         scale = np.repeat(scale, size // count, axis)
     return scale
@@ -50,7 +50,7 @@ def widest_gap(format):
 
 
 def error_bound(q, x):
-    """Half a step, and what clips the largest value of a tile, where its scale was rounded down."""
+    """Return half a step, plus the clipping error of a scale that was rounded down."""
     step = widest_gap(q.format) * spread(np.asarray(q.scales()), x.shape)
     # f32 rounds 127.5 steps; a scale in e4m3 has 3 bits after the first.
     rounding = 2.0**-4 if isinstance(q.scale, QArray) else 1e-5
@@ -66,13 +66,13 @@ def test_each_value_is_within_half_a_step_of_its_tile(qtype):
 
 
 def largest_kept(qtype):
-    """A method that clips nothing."""
+    """Return a calibration method that clips nothing."""
     return "absmax" if FORMATS[qtype].calibration == "absmean" else None
 
 
 @pytest.mark.parametrize("qtype", ["int8", "int3", "uint4", "nf4", "float8_e5m2"])
 @pytest.mark.parametrize(("tiling", "scale_shape"), TILINGS)
-def test_tiles_are_where_they_are_asked_for(qtype, tiling, scale_shape):
+def test_tiles_are_along_the_requested_axes(qtype, tiling, scale_shape):
     x = normal(6, 8)
     q = quantize(x, qtype, **tiling)
     assert q.scale.shape == scale_shape
@@ -81,7 +81,7 @@ def test_tiles_are_where_they_are_asked_for(qtype, tiling, scale_shape):
 
 @pytest.mark.parametrize("qtype", ["int8", "int4"])
 @pytest.mark.parametrize(("tiling", "scale_shape"), TILINGS)
-def test_integer_codes_are_what_numpy_finds_by_hand(qtype, tiling, scale_shape):
+def test_integer_codes_equal_those_of_numpy(qtype, tiling, scale_shape):
     x = normal(6, 8)
     q = quantize(x, qtype, **tiling)
     rows, columns = scale_shape
@@ -91,7 +91,7 @@ def test_integer_codes_are_what_numpy_finds_by_hand(qtype, tiling, scale_shape):
     np.testing.assert_allclose(q.scale, scale, rtol=2e-7)  # XLA multiplies by 1 / bound
     quotient = np.asarray(x) / spread(np.asarray(q.scale), x.shape)
     codes = np.clip(np.rint(quotient), -bound - 0.5, bound - 0.5)
-    # The largest value of a tile lies half-way between two codes, so its rounding decides.
+    # The largest value of a tile is a tie, so the rounding of the scale decides.
     tie = np.abs(np.abs(quotient - np.rint(quotient)) - 0.5) < 1e-4
     np.testing.assert_array_equal(np.where(tie, codes, q.qvalue), codes)
     assert tie.sum() <= q.scale.size
@@ -108,13 +108,13 @@ def test_integer_codes_are_what_numpy_finds_by_hand(qtype, tiling, scale_shape):
     ],
 )
 @pytest.mark.parametrize("qtype", ["int8", "int4", "uint8", "nf4", "float8_e4m3fn"])
-def test_codes_are_found_from_the_scale_as_stored(qtype, dtype, scale_dtype):
+def test_codes_are_computed_with_the_stored_scale(qtype, dtype, scale_dtype):
     x = normal(4, 16, dtype=dtype)
     q = quantize(x, qtype, channelwise_axes=[0], scale_dtype=scale_dtype)
     assert q.dtype == dtype
     assert q.scale.dtype == (scale_dtype or dtype)
     error = np.abs(q.dequantize().astype(jnp.float32) - x.astype(jnp.float32))
-    # A scale that was rounded down may clip the largest value, and the result has its own rounding.
+    # A scale that is rounded down clips the largest value, and the result is rounded as well.
     stored = 0 if q.scale.dtype == jnp.float8_e8m0fnu else jnp.finfo(q.scale.dtype).eps
     largest = np.abs(np.asarray(x, np.float32)).max(axis=1, keepdims=True)
     half_step = widest_gap(q.format) / 2 * np.asarray(q.scales(), np.float32)
@@ -128,7 +128,7 @@ def test_small_f16_weights_keep_their_precision():
 
 
 @pytest.mark.parametrize("qtype", ["int8", "uint8"])
-def test_float64_is_quantised_in_float64(qtype):
+def test_float64_is_quantized_in_float64(qtype):
     with jax.enable_x64(True):
         x = normal(4, 8, dtype=np.float64)
         q = quantize(x, qtype, channelwise_axes=[0])
@@ -139,7 +139,7 @@ def test_float64_is_quantised_in_float64(qtype):
 
 
 @pytest.mark.parametrize("qtype", FORMATS)
-def test_a_tile_without_numbers_to_scale_is_nan_or_zero_and_alone(qtype):
+def test_a_tile_of_nan_or_zeros_does_not_affect_others(qtype):
     rows = np.array(normal(6, 128)) + 0.1
     rows[0] = 0
     rows[1, 2], rows[2, 3], rows[3, 4] = np.nan, np.inf, -np.inf
@@ -172,12 +172,12 @@ def test_a_small_scale_per_value_does_not_warn():
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_large_scale_per_value_is_an_error_where_warnings_are():
+def test_a_large_scale_per_value_raises_if_warnings_do():
     with pytest.raises(UserWarning, match="gets one scale per value"):
         quantize(jnp.ones(16), "int8", channelwise_axes=[0])
 
 
-def test_a_symbolic_axis_with_a_scale_per_value_is_exported():
+def test_a_symbolic_axis_with_a_scale_per_value_exports():
     (n,) = export.symbolic_shape("n")
     f = jax.jit(lambda x: quantize(x, "int8", channelwise_axes=[0]).dequantize())
     exported = export.export(f)(jax.ShapeDtypeStruct((n,), jnp.float32))
@@ -185,23 +185,23 @@ def test_a_symbolic_axis_with_a_scale_per_value_is_exported():
 
 
 @pytest.mark.parametrize("key", [0, 1.5, "key", np.zeros(2)])
-def test_a_key_is_of_jax(key):
+def test_keys_that_are_not_of_jax_raise(key):
     message = r"key must be a JAX PRNG key, such as jax\.random\.key|quantize"
     with pytest.raises((TypeError, TypeCheckError), match=message):
         quantize(jnp.ones((4, 4)), "int8", key=key)
 
 
 @pytest.mark.parametrize("array", [[1.0, 2.0], (1.0,)])
-def test_a_sequence_is_no_array(array):
+def test_sequences_raise(array):
     message = f"takes an array, not a {type(array).__name__}|quantize"
     with pytest.raises((TypeError, TypeCheckError), match=message):
         quantize(array, "int8")
 
 
-# XLA's max drops a NaN on CPU, if there are many values.
+# XLA's maximum drops NaN on CPU, in large arrays.
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("size", [1, 7, 1000])
-def test_a_value_that_is_not_finite_is_seen_in_tiles_of_any_size(bad, size):
+def test_nan_and_infinity_are_seen_in_tiles_of_any_size(bad, size):
     x = normal(3, size).at[1, size // 2].set(bad)
     dense = quantize(x, "int8", channelwise_axes=[0]).dequantize()
     assert np.isnan(dense).all(axis=1).tolist() == [False, True, False]
@@ -209,7 +209,7 @@ def test_a_value_that_is_not_finite_is_seen_in_tiles_of_any_size(bad, size):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
 @pytest.mark.parametrize("qtype", FORMATS)
-def test_the_largest_values_are_kept_or_nan_never_zero_or_infinite(qtype, dtype):
+def test_the_largest_values_are_kept_or_become_nan(qtype, dtype):
     largest = jnp.finfo(dtype).max
     x = jnp.tile(jnp.array([largest, -largest], dtype), 32)
     dense = np.asarray(quantize(x, qtype).dequantize().astype(jnp.float32))
@@ -220,7 +220,7 @@ def test_the_largest_values_are_kept_or_nan_never_zero_or_infinite(qtype, dtype)
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("qtype", FORMATS)
-def test_no_number_becomes_infinite(qtype, dtype):
+def test_no_finite_value_becomes_infinite(qtype, dtype):
     format, largest = FORMATS[qtype], float(jnp.finfo(dtype).max)
     shares = np.array([1, 0.999, 0.97, 0.95, 0.9, 0.8, 0.75, 0.6])
     x = np.concatenate([np.linspace(low, 1, 128) * shares[:, None] for low in (-1, 0)])
@@ -266,13 +266,13 @@ def test_any_shape_is_kept(qtype, shape):
 
 @pytest.mark.parametrize("qtype", OF_A_TILE)
 @pytest.mark.parametrize("shape", [(0, 64), (2, 0)])
-def test_formats_of_a_tile_take_empty_arrays(qtype, shape):
+def test_formats_with_a_fixed_tile_accept_empty_arrays(qtype, shape):
     assert quantize(jnp.ones(shape), qtype).dequantize().shape == shape
 
 
 @pytest.mark.parametrize("key", [None, arrays.key(3)])
 @pytest.mark.parametrize("qtype", ["int4", "uint8", "nf4", "mxfp4", "nvfp4"])
-def test_quantising_under_jit_is_the_same(qtype, key):
+def test_jit_gives_the_same_codes(qtype, key):
     x = normal(3, 4, 64)
     params = {"channelwise_axes": [0, 1], "tiled_axes": {2: FORMATS[qtype].tile_size or 32}}
     expected = quantize(x, qtype, **params, key=key)
@@ -282,7 +282,7 @@ def test_quantising_under_jit_is_the_same(qtype, key):
 
 
 @pytest.mark.parametrize("qtype", ["int4", "uint8", "nf4", "mxfp4"])
-def test_quantising_under_vmap_is_the_same(qtype):
+def test_vmap_gives_the_same_codes(qtype):
     x = normal(3, 4, 64)
     tiled = {2: FORMATS[qtype].tile_size or 32}
     expected = quantize(x, qtype, channelwise_axes=[0, 1], tiled_axes=tiled)
@@ -294,7 +294,7 @@ def test_quantising_under_vmap_is_the_same(qtype):
 
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
 @pytest.mark.parametrize("qtype", ["int4", "uint8", "nf4"])
-def test_quantising_by_shards_is_the_same(qtype):
+def test_sharded_arrays_get_the_same_codes(qtype):
     x = normal(64, 6)
     params = {"channelwise_axes": [1], "tiled_axes": {0: 8}}
     expected = quantize(x, qtype, **params)
@@ -306,7 +306,7 @@ def test_quantising_by_shards_is_the_same(qtype):
         jax.tree.map(np.testing.assert_array_equal, q, expected)
 
 
-# Large arrays, a few tiles at a time.
+# Chunks of large arrays.
 
 
 @pytest.mark.parametrize(
@@ -317,11 +317,11 @@ def test_quantising_by_shards_is_the_same(qtype):
         ("nf4", {"channelwise_axes": [1]}),
         ("uint8", {"channelwise_axes": [1], "tiled_axes": {0: 700}}),
         ("int3", {"tiled_axes": {1: 4}}),
-        ("int3", {"tiled_axes": {1: 52}}),  # two tiles of which fill whole bytes
+        ("int3", {"tiled_axes": {1: 52}}),  # two tiles fill whole bytes
         ("mxfp8", {"channelwise_axes": [0], "tiled_axes": {1: 32}}),
     ],
 )
-def test_large_arrays_are_quantised_in_chunks_of_tiles(qtype, tiling):
+def test_large_arrays_are_quantized_in_chunks(qtype, tiling):
     x = normal(2100, 2080)
     params = quantize_params(
         x, qtype, tiling.get("channelwise_axes", ()), tiling.get("tiled_axes"), None, None
@@ -331,11 +331,11 @@ def test_large_arrays_are_quantised_in_chunks_of_tiles(qtype, tiling):
     whole = compute._quantize(x, None, params, None)
     in_chunks = compute._quantize.lower(x, None, params, chunks).compile()
     jax.tree.map(np.testing.assert_array_equal, in_chunks(x, None), whole)
-    # A chunk, and what is found from it; not the 17 MB of the array.
+    # Temporary arrays have the size of a chunk, not the 17 MB of the array.
     assert in_chunks.memory_analysis().temp_size_in_bytes < 2.5 * CHUNK_BYTES
 
 
-def test_each_chunk_has_a_key_of_its_own():
+def test_each_chunk_has_its_own_key():
     x = jnp.full((2048, 2048), 0.5).at[:, 0].set(1.0)
     q = quantize(x, "int8", channelwise_axes=[0], key=jax.random.key(0))
     up = np.asarray(q.codes()[:, 1:] == 64)  # 0.5 is 63.75 steps
@@ -346,12 +346,12 @@ def test_each_chunk_has_a_key_of_its_own():
 @pytest.mark.parametrize(
     ("qtype", "nbytes"), [("int8", 15), ("int4", 9), ("nf4", 9), ("int3", 9), ("ternary", 3)]
 )
-def test_nbytes_counts_what_is_stored(qtype, nbytes):
+def test_nbytes_counts_all_stored_arrays(qtype, nbytes):
     q = quantize(normal(3, 5), qtype)
     assert q.nbytes == nbytes + 4 == sum(leaf.nbytes for leaf in jax.tree.leaves(q))
 
 
-def test_no_derivative_passes_not_by_the_scale_either():
+def test_values_and_scales_have_no_derivative():
     of_array = lambda x: quantize(x, "int8").dequantize().sum()
     of_scale = lambda s: quantize_with_scale(jnp.ones(3), "int8", s).dequantize().sum()
     assert jax.grad(of_array)(normal(8)).tolist() == [0] * 8
@@ -390,7 +390,7 @@ def test_no_derivative_passes_not_by_the_scale_either():
         ),
     ],
 )
-def test_arguments_that_do_not_fit_are_refused(shape, kwargs, error, message):
+def test_invalid_arguments_raise(shape, kwargs, error, message):
     with pytest.raises(error, match=message):
         quantize(jnp.ones(shape), "int8", **kwargs)
 
@@ -403,34 +403,34 @@ def test_arguments_that_do_not_fit_are_refused(shape, kwargs, error, message):
         ({"scale_dtype": jnp.float32}, "needs scale_dtype float8_e8m0fnu, not float32"),
     ],
 )
-def test_a_format_of_a_tile_is_taken_as_it_is_defined(kwargs, message):
+def test_formats_with_a_fixed_tile_reject_others(kwargs, message):
     with pytest.raises(ValueError, match=message):
         quantize(jnp.ones((2, 64)), "mxfp4", **kwargs)
 
 
-def test_only_floating_arrays_are_quantised():
+def test_only_floating_arrays_are_quantized():
     for refused in (quantize, lambda x, qtype: quantize_with_scale(x, qtype, 1.0)):
         with pytest.raises(TypeError, match="array has dtype int32, but quantize takes float16"):
             refused(jnp.arange(3), "int8")
 
 
-def test_the_sizes_offered_are_the_nearest_that_divide():
+def test_the_nearest_dividing_tile_sizes_are_suggested():
     assert dividing_tiles(384, 100) == [32, 48, 64, 96, 128, 192]
     assert dividing_tiles(7, 4) == [1, 7]
 
 
-def test_an_implicit_array_of_another_type_is_materialised_first():
+def test_other_implicit_arrays_are_materialized():
     low_rank = Lora(normal(6, 4), normal(6, 2), normal(2, 4))
     expected = quantize(low_rank.materialise(), "int8")
     for q in (quantize(low_rank, "int8"), jax.jit(lambda w: quantize(w, "int8"))(low_rank)):
         np.testing.assert_allclose(q.dequantize(), expected.dequantize(), rtol=1e-5)
 
 
-# With a scale that is known.
+# quantize_with_scale.
 
 
 @pytest.mark.parametrize("qtype", FORMATS)
-def test_the_scale_that_quantize_found_gives_the_same_again(qtype):
+def test_the_scale_of_quantize_gives_the_same_codes(qtype):
     x = normal(3, 64)
     q = quantize(x, qtype, channelwise_axes=[0])
     again = quantize_with_scale(x, qtype, q.scale, q.zero_point)
@@ -438,7 +438,7 @@ def test_the_scale_that_quantize_found_gives_the_same_again(qtype):
     jax.tree.map(np.testing.assert_array_equal, again, q)
 
 
-def test_a_known_scale_clips_and_keeps_nan():
+def test_a_given_scale_clips_and_keeps_nan():
     x = jnp.array([[1.0, 100.0], [-100.0, 0.3], [jnp.nan, 1.0], [1.0, jnp.inf]])
     q = quantize_with_scale(x, "int8", jnp.full((4, 1), 0.5))
     expected = [[1, 63.5], [-64, 0.5], [np.nan] * 2, [np.nan] * 2]
@@ -448,7 +448,7 @@ def test_a_known_scale_clips_and_keeps_nan():
     np.testing.assert_array_equal(shifted.dequantize(), [[1, 6], [-1.5, 0.5]])  # 0.3 / 0.5 is 0.6
 
 
-def test_a_known_scale_is_stored_as_the_format_has_it():
+def test_a_given_scale_is_stored_in_the_dtype_of_the_format():
     x = normal(2, 64)
     q = quantize_with_scale(x, "mxfp4", jnp.full((2, 2), 0.3))
     assert q.scale.dtype == jnp.float8_e8m0fnu
@@ -471,18 +471,18 @@ def test_a_known_scale_is_stored_as_the_format_has_it():
         (("int8", arrays.ones((1, 1), jnp.int32)), TypeError, "scale_dtype is int32"),
     ],
 )
-def test_a_scale_that_does_not_fit_is_refused(args, error, message):
+def test_a_given_scale_that_does_not_fit_raises(args, error, message):
     with pytest.raises(error, match=message):
         quantize_with_scale(normal(6, 8), *args)
 
 
-def test_dequantize_takes_a_qarray():
+def test_dequantize_rejects_other_types():
     with pytest.raises(TypeError, match=r"q|dequantize"):
         dequantize(jnp.ones(3))
 
 
 @pytest.mark.parametrize("qtype", FORMATS)
-def test_a_tile_of_zeros_stays_one_also_where_no_code_stands_for_zero(qtype):
+def test_a_tile_of_zeros_stays_zero_without_a_zero_code(qtype):
     w = jnp.ones((32, 2)).at[:, 0].set(0)
     tile = FORMATS[qtype].tile_size or 32
     q = quantize(w, qtype, channelwise_axes=[1], tiled_axes={0: tile})
@@ -490,5 +490,5 @@ def test_a_tile_of_zeros_stays_one_also_where_no_code_stands_for_zero(qtype):
     assert q.dequantize()[:, 1].all()
 
 
-def test_a_known_scale_of_zero_gives_zeros_also_where_no_code_stands_for_zero():
+def test_a_given_scale_of_zero_gives_zeros_without_a_zero_code():
     assert not quantize_with_scale(jnp.zeros(4), "int1", 0.0).dequantize().any()

@@ -23,7 +23,7 @@ KEEPING = [("int4", "absmax"), ("int8", "minmax"), ("ternary", "absmean"), ("nvf
 
 
 def check(fake, dense, inside):
-    """The value is that of quantising; the derivative is 1 inside, in all modes; then it is 0."""
+    """Check that values are quantized, and that the derivative is 1 inside the range, else 0."""
     fn = jax.jit(fake)
     np.testing.assert_array_equal(fn(X), dense)
     ones = np.where(inside, 1.0, 0.0)
@@ -33,14 +33,14 @@ def check(fake, dense, inside):
     moved = jax.jvp(fn, (X,), (weights,))
     np.testing.assert_array_equal(moved[0], dense)
     np.testing.assert_array_equal(moved[1], weights * ones)
-    # The square has the second derivative 2 of each value that moves.
+    # The second derivative of the square is 2 for each value with a derivative.
     square = lambda x: jnp.square(fake(x)).sum()
     second = jax.jvp(jax.grad(square), (X,), (jnp.ones_like(X),))[1]
     np.testing.assert_array_equal(second, 2 * ones)
 
 
 @pytest.mark.parametrize(("qtype", "method"), CASES)
-def test_the_derivative_is_zero_where_a_value_is_clipped(qtype, method):
+def test_clipped_values_have_no_derivative(qtype, method):
     how = {**ROWS, "calibration_method": method}
     low, high = calibration_range(X, qtype, **how)
     inside = ((-high if low is None else low) <= X) & (high >= X)
@@ -49,7 +49,7 @@ def test_the_derivative_is_zero_where_a_value_is_clipped(qtype, method):
 
 
 @pytest.mark.parametrize(("qtype", "method"), KEEPING)
-def test_the_derivative_is_one_where_the_range_has_all_values(qtype, method):
+def test_all_derivatives_are_one_if_nothing_is_clipped(qtype, method):
     how = {**ROWS, "calibration_method": method}
     check(lambda x: fake_quantize(x, qtype, **how), quantize(X, qtype, **how).dequantize(), True)
 
@@ -63,10 +63,10 @@ def test_the_derivative_is_one_where_the_range_has_all_values(qtype, method):
         ("uint4", 0.1, None, 0, 1.5),
         ("nf4", 0.8, None, -0.8, 0.8),
         ("float8_e4m3fn", 1 / 448, None, -1, 1),
-        ("mxfp4", 0.24, None, -1.5, 1.5),  # the power of two above: 0.25
+        ("mxfp4", 0.24, None, -1.5, 1.5),  # rounded up to 0.25
     ],
 )
-def test_a_known_scale_clips_beyond_its_codes(qtype, scale, zero_point, low, high):
+def test_a_given_scale_clips_beyond_its_codes(qtype, scale, zero_point, low, high):
     if qtype == "mxfp4":
         scale = jnp.full((4, 2), scale)
     inside = (low - 1e-6 <= X) & (high + 1e-6 >= X)
@@ -80,12 +80,12 @@ def test_unsigned_codes_clip_below_zero():
     np.testing.assert_array_equal(jax.grad(fake)(jnp.array([-0.3, 0.3, 1.2, 1.7])), [0, 1, 1, 0])
 
 
-def test_a_scale_that_is_known_has_no_derivative():
+def test_a_given_scale_has_no_derivative():
     loss = lambda scale: fake_quantize_with_scale(X, "int4", scale).sum()
     assert jax.grad(loss)(jnp.float32(0.1)) == 0
 
 
-def test_under_vmap_each_has_a_range_of_its_own():
+def test_vmap_gives_each_entry_its_own_range():
     fake = lambda x: fake_quantize(x, "int4", calibration_method="percentile,80")
     rows = lambda x: fake_quantize(x, "int4", **ROWS, calibration_method="percentile,80")
     np.testing.assert_array_equal(jax.vmap(fake)(X), rows(X))
@@ -93,7 +93,7 @@ def test_under_vmap_each_has_a_range_of_its_own():
     np.testing.assert_array_equal(by_row, jax.grad(lambda x: rows(x).sum())(X))
 
 
-def test_rounding_at_random_has_the_same_derivative():
+def test_stochastic_rounding_has_the_same_derivative():
     key = jax.random.key(0)
     how = {**ROWS, "calibration_method": "rms,1"}
     fake = lambda x: fake_quantize(x, "int4", **how, key=key)
@@ -112,12 +112,12 @@ def test_narrow_floats_keep_their_dtype(dtype):
     assert set(np.unique(grad.astype(jnp.float32))) == {0.0, 1.0}
 
 
-def test_an_implicit_array_is_trained_by_its_parts():
+def test_the_leaves_of_an_implicit_array_get_gradients():
     lora = Lora(X, jnp.ones((4, 2)), jnp.ones((2, 64)))
     grad = jax.grad(lambda a: fake_quantize(Lora(X, a, lora.b), "int8").sum())(lora.a)
     np.testing.assert_allclose(grad, jnp.full((4, 2), 64.0))
 
 
-def test_a_tile_that_is_not_a_number_is_nan_alone():
+def test_nan_stays_in_its_tile():
     x = X.at[1, 3].set(jnp.nan)
     assert np.isnan(fake_quantize(x, "int8", **ROWS)).all(axis=1).tolist() == [0, 1, 0, 0]

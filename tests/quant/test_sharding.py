@@ -1,4 +1,4 @@
-"""QArray cut into blocks and put together: neither a tile nor a byte is cut in two."""
+"""Sharding of QArrays: no tile and no byte is split."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ def shard(f, in_specs, out_specs):
 
 
 def through(q, spec):
-    """What comes out of a shard_map that q goes into and out of by the same spec."""
+    """Return the result of an identity shard_map with the same spec for input and output."""
     out = shard(lambda q: q, spec, spec)(q)
     assert_close(out, q.dequantize())
     return out
@@ -32,8 +32,8 @@ def through(q, spec):
 
 ROWS, COLUMNS = P("x"), P(None, "x")
 
-# qtype, shape, channelwise axes, tiled axes, how it is cut, and the scale of the whole made of
-# 4 blocks; None where it cannot be cut.
+# The format, shape, channelwise axes, tiled axes, spec, and the shape of the scale after joining 4
+# blocks, or None if the array cannot be sharded.
 CUTS = {
     "channels": ("int8", (8, 8), [1], {}, COLUMNS, (1, 8)),
     "across the channels": ("int8", (8, 8), [1], {}, ROWS, (4, 8)),
@@ -47,7 +47,7 @@ CUTS = {
     "a batch axis, of 4 bits": ("int4", (4, 6, 3), [0, 2], {}, ROWS, (4, 1, 3)),
     "a vector": ("int4", (16,), [], {0: 4}, ROWS, (4,)),
     "between bit planes": ("int3", (2, 64), [0], {}, COLUMNS, (2, 4)),
-    # 28 codes are 4 units of 8, and a block of 7 would be one: sizes fit, and codes do not.
+    # 28 codes take 4 units of 8, but a block of 7 codes takes a unit, too. Only the bytes divide.
     "through bit planes": ("int3", (2, 28), [0], {}, COLUMNS, None),
     "between digits": ("ternary", (2, 20), [0], {}, COLUMNS, (2, 4)),
     "powers of two": ("mxfp8", (2, 128), [0], None, COLUMNS, (2, 4)),
@@ -60,7 +60,7 @@ CUTS = {
 @pytest.mark.parametrize(
     ("qtype", "shape", "channelwise", "tiled", "spec", "scale"), CUTS.values(), ids=CUTS
 )
-def test_cuts(qtype, shape, channelwise, tiled, spec, scale):
+def test_sharding_splits_no_tile_and_no_byte(qtype, shape, channelwise, tiled, spec, scale):
     w = jax.random.normal(KEY, shape)
     out = through(quantize(w, qtype, channelwise_axes=channelwise, tiled_axes=tiled), spec)
     if scale is None:
@@ -70,7 +70,7 @@ def test_cuts(qtype, shape, channelwise, tiled, spec, scale):
         assert out.scale.shape == scale
 
 
-def test_an_array_with_scales_of_its_own_is_placed_leaf_by_leaf():
+def test_a_sharding_constraint_places_each_leaf():
     q = quantize(jax.random.normal(KEY, (8, 64)), "nvfp4")
     sharding = NamedSharding(MESH, ROWS)
     placed = jax.jit(vn.implicit(lambda q: jax.lax.with_sharding_constraint(q, sharding)))(q)
@@ -79,7 +79,7 @@ def test_an_array_with_scales_of_its_own_is_placed_leaf_by_leaf():
     assert_close(placed, q.dequantize())
 
 
-def test_a_zero_point_is_cut_as_the_scale_is():
+def test_zero_points_are_sharded_like_scales():
     codes = jax.random.randint(KEY, (8, 4), -8, 8, jnp.int8)
     scale = jnp.linspace(0.5, 1.0, 4).reshape(4, 1)
     for zero_point in (jnp.arange(4, dtype=jnp.int8).reshape(4, 1), jnp.full((1, 1), 3, jnp.int8)):
@@ -97,7 +97,7 @@ def test_a_zero_point_is_cut_as_the_scale_is():
     ],
     ids=["end with a byte", "end within a byte", "end with bit planes", "end within bit planes"],
 )
-def test_whole_blocks_put_together(qtype, shape, whole):
+def test_whole_blocks_are_joined(qtype, shape, whole):
     q = quantize(jax.random.normal(KEY, shape), qtype, channelwise_axes=[-1])
     out = shard(lambda q: q, P(), COLUMNS)(q)
     assert_close(out, jnp.tile(q.dequantize(), (1, 4)))
@@ -108,14 +108,14 @@ def test_whole_blocks_put_together(qtype, shape, whole):
 @pytest.mark.parametrize(
     ("qtype", "tiled"), [("int8", {}), ("int4", {0: 16}), ("uint4", {0: 16}), ("mxfp8", None)]
 )
-def test_quantising_what_is_cut_along_and_across_tiles(qtype, tiled, spec):
+def test_sharded_arrays_are_quantized_along_any_axis(qtype, tiled, spec):
     w = jax.random.normal(KEY, (64, 8)).at[3, 5].set(jnp.nan)
     make = lambda w: quantize(w, qtype, channelwise_axes=[1], tiled_axes=tiled or {0: 32})
     found = jax.jit(make)(jax.device_put(w, NamedSharding(MESH, spec)))
     assert_close(found.dequantize(), make(w).dequantize())
 
 
-# Over an explicit mesh, which is the default of `jax.make_mesh` from JAX 0.12 on.
+# Explicit meshes, the default of `jax.make_mesh` from JAX 0.12 on.
 
 EXPLICIT = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
 UP, DOWN = arrays.normal(64, 32), arrays.normal(32, 16, seed=1)
@@ -143,7 +143,7 @@ def dense_mlp(params, x):
     return jax.nn.relu(x @ params["up"]) @ params["down"]
 
 
-# How `up` and the activations are cut.
+# The specs of `up` and of the activations.
 LAYOUTS = {
     "by rows of activations": ((None, "y"), (None, "x", None)),
     "along the contracted axis": (("y", None), (None, "x", "y")),
@@ -177,7 +177,7 @@ def test_a_model_over_an_explicit_mesh_is_calibrated(how, name, explicit):
         assert jnp.mean(same) > 0.95  # sums are in another order
 
 
-def test_a_program_is_traced_with_the_shardings_of_its_arguments(explicit):
+def test_programs_are_traced_with_argument_shardings(explicit):
     def model(params, x):
         specs = {"in_specs": (P("x", None), P(None, "y")), "out_specs": P("x", "y")}
         return jax.shard_map(lambda x, w: x @ w, mesh=EXPLICIT, **specs)(x, params["w"])
@@ -198,8 +198,8 @@ def test_bits_are_allocated_over_an_explicit_mesh(explicit):
 
 @pytest.mark.parametrize("spec", [("y", None), (None, "y"), (("x", "y"), None)], ids=str)
 @pytest.mark.parametrize("qtype", ["int8", "int4", "nf4"])
-def test_tiles_that_an_explicit_mesh_would_split(qtype, spec, explicit):
-    # Of 64 rows 16 are on a device, and tiles have 32. Of 192 rows 96 are, and tiles have 64.
+def test_tiles_that_span_devices_of_an_explicit_mesh_agree(qtype, spec, explicit):
+    # A device holds 16 of 64 rows with tiles of 32, or 96 of 192 rows with tiles of 64.
     w = arrays.normal(64, 8)
     make = lambda w: quantize(w, qtype, channelwise_axes=[1], tiled_axes={0: 32})
     tall = jnp.concatenate([w, w, w])

@@ -1,4 +1,4 @@
-"""Values that a program reads from a cache, or from a collective, and writes back as they are."""
+"""Values that a program reads from a cache or a collective and writes back do not change."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ import veneer as vn
 H, S, D = 4, 12, 32  # texts or heads, tokens, width
 FORMATS = [f for f in vn.quant.FORMATS.values() if f.scale_tile is None]
 NAMES = [f.name for f in FORMATS]
-#: Formats of which caches may have zero points.
+#: Formats with optional zero points in caches.
 AFFINE = [f.name for f in FORMATS if f.is_integer and f.bits >= 2]
 METHODS = [(name, None) for name in NAMES] + [
     (name, "minmax") for name in AFFINE if name.startswith("int")
@@ -23,7 +23,7 @@ METHODS = [(name, None) for name in NAMES] + [
 
 
 def rows(*shape, dtype="float32"):
-    """Rows of different ranges and means, some without a sign, and zeros."""
+    """Return rows with different ranges and means, some of them positive, and zeros."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=shape) * np.exp(3 * rng.normal(size=(*shape[:-1], 1)))
     x += rng.normal(size=(*shape[:-1], 1)) * abs(x).max(-1, keepdims=True)
@@ -47,8 +47,8 @@ def test_dequantized_values_quantize_to_themselves(name, method):
     assert_same_bits(store(once), once)
 
 
-#: Formats in which 16-bit values may be given another scale: their codes have more bits than bf16,
-#: or their ends differ, or their scales in f16 are subnormal. A cache compares them with the old.
+#: Formats in which 16-bit values can get another scale: their codes have more bits than bf16, their
+#: ends differ, or their scales in f16 are subnormal. A cache compares new values with old ones.
 UNSURE = ["int16", "uint8", "iq4_nl", "float8_e5m2", "float8_e5m2fnuz"]
 
 
@@ -68,7 +68,7 @@ def test_values_of_16_bits_quantize_to_themselves(name, method, dtype):
 
 @pytest.mark.parametrize("scale_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["int8", "int4", "uint4", "ternary", "fp8"])
-def test_scales_of_fewer_bits_are_found_again(name, scale_dtype):
+def test_values_with_narrow_scales_quantize_to_themselves(name, scale_dtype):
     store = lambda x: stored_in_cache(x, name, [0], scale_dtype=scale_dtype).dequantize()
     once = store(rows(512, 32))
     assert_same_bits(store(once), once)
@@ -92,11 +92,11 @@ def test_the_largest_magnitude_has_the_last_code(name):
 
 
 def read(cache, *starts):
-    """Values as they are read, dense."""
+    """Return a dense slice of a cache."""
     return vn.materialise(lax.dynamic_slice(cache, starts, (H, 1, D)))
 
 
-#: Each writes new tokens to the texts that are on, and to others what was read.
+#: Programs that write new tokens to some texts, and to the others the values that they read.
 WRITES = {
     "a slice": lambda c, new, on, at: lax.dynamic_update_slice(
         c, jnp.where(on[:, None, None], new, read(c, 0, at, 0)), (0, at, 0)
@@ -130,7 +130,7 @@ def filled(qtype, dtype="float32", **how):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize(("name", "method"), METHODS)
-def test_a_masked_write_keeps_what_is_off(name, method, dtype):
+def test_a_masked_write_keeps_the_other_texts(name, method, dtype):
     cache = filled(name, dtype, calibration_method=method)
     before = cache.dequantize()
     step = jax.jit(vn.implicit(WRITES["a slice"]))
@@ -155,10 +155,10 @@ CACHES = {
 
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("name", WRITES)
-def test_every_write_keeps_what_was_read(name, cache):
+def test_every_write_keeps_unchanged_values(name, cache):
     full = filled(cache.split()[0].rstrip(","), **CACHES[cache])
     if name == "joined" and "powers" in cache:
-        return  # Nothing is written over: values without their scale may have another one.
+        return  # Concatenation has no old values to compare with.
     before = full.dequantize()
     step = jax.jit(vn.implicit(WRITES[name]))
     after = step(full, jnp.ones((H, 1, D), before.dtype), jnp.zeros(H, bool), 2)
@@ -167,7 +167,7 @@ def test_every_write_keeps_what_was_read(name, cache):
 
 
 def test_a_small_scale_of_16_bits_is_kept():
-    """Subnormal scales have few bits, so that not each is found again."""
+    """Subnormal scales have few bits, so a second rounding can change them."""
     tiny = rows(H, 1, D) * 1e-6
     cache = vn.quant.zeros((H, S, D), "int8", channelwise_axes=(0, 1), scale_dtype="float16")
     write = vn.implicit(lambda c, x: lax.dynamic_update_slice(c, x, (0, 3, 0)))
@@ -193,8 +193,8 @@ def blocks(qtype, dtype="float32", **how):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", BLOCKS)
-def test_blocks_of_other_texts_stay(name, dtype):
-    """Texts of unequal lengths are written in turns, each at its own place."""
+def test_blocks_of_other_texts_do_not_change(name, dtype):
+    """Texts of unequal lengths are written in turns, each at its own position."""
     cache, tokens = blocks(name, dtype, **BLOCKS[name]), rows(H, 24, D, dtype=dtype)
 
     @jax.jit
@@ -209,7 +209,7 @@ def test_blocks_of_other_texts_stay(name, dtype):
         before = cache.materialise()
         cache = write(cache, text, at)
         after = cache.materialise()
-        # The block that is left is rounded now. All others of other texts keep their bits.
+        # The previous newest block is rounded now. All other blocks of other texts keep their bits.
         others = [i for i in range(6) if i != (5, 16)[step % 2] // 4 and i != at // 4]
         split = lambda x: x.reshape(H, 6, 4, D)[:, others]  # noqa: B023
         if step:
@@ -219,7 +219,7 @@ def test_blocks_of_other_texts_stay(name, dtype):
                 assert_same_bits(after[jnp.array(rest)], before[jnp.array(rest)])
 
 
-def test_texts_of_unequal_lengths_lose_no_more_than_once():
+def test_texts_of_unequal_lengths_are_rounded_once():
     tokens = jax.random.normal(jax.random.key(0), (2, 64, D))
     lengths = jnp.array([40, 8])
 
@@ -245,7 +245,7 @@ def test_texts_of_unequal_lengths_lose_no_more_than_once():
 
 
 def mean_of(collective, qtype, devices):
-    """Return a function from replicas to what they are after a collective, divided by devices."""
+    """Return a function that averages replicas by a collective."""
     mesh = jax.make_mesh(
         (devices,), ("i",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices]
     )
@@ -272,7 +272,7 @@ def test_a_collective_of_equal_replicas_changes_nothing(collective, name):
 
 @pytest.mark.parametrize("devices", [2, 3, 5, 6, 7])
 @pytest.mark.parametrize("name", ["int8", "int4", "uint8", "ternary", "nf4", "fp8"])
-def test_so_does_a_mean_over_any_number_of_devices(name, devices):
+def test_a_mean_over_any_number_of_devices_changes_nothing(name, devices):
     run = mean_of("psum", name, devices)
     once = run(rows(48, 64))
     np.testing.assert_allclose(run(run(once)), once, rtol=2**-15, atol=0)

@@ -1,4 +1,4 @@
-"""A model quantised by Qwix's provider, and the same one by rules on its parameters."""
+"""A model quantized by Qwix's provider, and by our rules for its parameters."""
 
 import flax.linen as nn
 import jax
@@ -11,7 +11,7 @@ from support import arrays
 import veneer as vn
 from veneer.quant import Rule, quantize_tree
 
-# Qwix 0.1.8 asks for a name that newer versions of Flax have replaced.
+# Qwix 0.1.8 imports a name that newer versions of Flax have renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:'VariableState' was removed:DeprecationWarning")
 
 
@@ -36,9 +36,9 @@ VECTORS = arrays.normal(4, 6, 16, seed=2)
 
 
 def by_qwix(model, params, x, *rules):
-    quantised = qwix.quantize_model(model, qwix.PtqProvider(rules))
-    abstract = jax.eval_shape(quantised.init, jax.random.key(0), x)["params"]
-    return quantised.apply({"params": qwix.quantize_params(params["params"], abstract)}, x)
+    quantized = qwix.quantize_model(model, qwix.PtqProvider(rules))
+    abstract = jax.eval_shape(quantized.init, jax.random.key(0), x)["params"]
+    return quantized.apply({"params": qwix.quantize_params(params["params"], abstract)}, x)
 
 
 def by_us(model, params, x, *rules):
@@ -46,17 +46,17 @@ def by_us(model, params, x, *rules):
 
 
 @pytest.mark.parametrize(("qtype", "tile"), [("int8", None), ("int4", 8), ("nf4", 16)])
-def test_weights_alone(qtype, tile):
+def test_quantized_weights_give_the_outputs_of_qwix(qtype, tile):
     model = Attention()
     params = model.init(jax.random.key(0), VECTORS)
     theirs = qwix.QuantizationRule(weight_qtype=getattr(jnp, qtype, qtype), tile_size=tile)
     expected = by_qwix(model, params, VECTORS, theirs)
     found = by_us(model, params, VECTORS, Rule(r".*\.kernel", qtype, tile_size=tile))
     np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-6)
-    assert np.abs(found - model.apply(params, VECTORS)).max() > 1e-4  # it is quantised
+    assert np.abs(found - model.apply(params, VECTORS)).max() > 1e-4  # differs from the dense model
 
 
-def test_weights_and_activations():
+def test_quantized_activations_give_the_outputs_of_qwix():
     model = Network()
     params = model.init(jax.random.key(0), IMAGES)
     expected = by_qwix(
@@ -72,7 +72,7 @@ def test_weights_and_activations():
         Rule(r".*conv\.kernel", "int8", tile_axis=(-4, -3, -2), act_qtype="int8"),
         Rule(r".*\.kernel", "int8", act_qtype="int8"),
     )
-    # A code of an activation may be the next one, where the one before differs in its last bit.
+    # A difference in the last bit can change the code of an activation by one.
     np.testing.assert_allclose(found, expected, atol=2e-3 * np.abs(expected).max())
     dense = model.apply(params, IMAGES)
     assert np.abs(found - dense).max() > 3 * np.abs(found - expected).max()

@@ -1,4 +1,4 @@
-"""The products against Qwix 0.1.8's: the same quantised operands give the same numbers."""
+"""Products of the same quantized operands, compared with Qwix 0.1.8."""
 
 import contextlib
 import functools
@@ -18,13 +18,13 @@ OURS = OPERATIONS
 PAIRS = {"weight": (False, True), "activation": (True, False), "both": (True, True)}
 
 
-def operands(op, quantised, qtype, granularity, dtype=jnp.float32, method="absmax"):
-    """The operands of an operation as Qwix quantises them, dense where `quantised` says so."""
+def operands(op, quantized, qtype, granularity, dtype=jnp.float32, method="absmax"):
+    """Return the operands of an operation, quantized by Qwix if `quantized` is True for them."""
     rng = np.random.default_rng(0)
     made = []
     for side, shape in enumerate((op.lhs, op.rhs)):
         x = jnp.asarray(rng.normal(size=shape) + 0.2, dtype)
-        if quantised[side]:
+        if quantized[side]:
             kind, _, tile = granularity.partition(" ")
             tiling = op.tiling(side, kind, int(tile or 0))
             x = qwix.quantize(x, QWIX_NAMES[qtype], calibration_method=method, **tiling)
@@ -42,12 +42,12 @@ def agree(actual, expected, tolerance):
     return np.abs(actual - expected).max() <= tolerance * np.abs(expected).max()
 
 
-# With nf4 on both sides, Qwix multiplies the codes, which are places in the codebook.
+# If both operands are nf4, Qwix multiplies the codes, which are indices of the codebook.
 CODES_OF_QWIX = ("ragged_dot", "ragged_dot_general")
 
 
 def compare(arguments, tolerance=2e-6, with_rules=False, wrong=()):
-    """Asserts that Qwix's operations and ours give the same numbers, but for those it has `wrong`.
+    """Assert that Qwix's operations and ours agree, except for those in `wrong`.
 
     And so do JAX's own under `implicit`, where `with_rules` says so.
 
@@ -56,12 +56,12 @@ def compare(arguments, tolerance=2e-6, with_rules=False, wrong=()):
     """
     expected = {}
     for op in OURS:
-        # What Qwix cannot do raises errors of many types, some of XLA's; benchmarks/
-        # qwix_comparison.py lists them.
+        # Operations that Qwix does not support raise errors of many types, some of them from XLA.
+        # benchmarks/qwix_comparison.py lists them.
         with contextlib.suppress(Exception):
             expected[op.name] = jax.block_until_ready(op.call(qwix, *arguments[op.name]))
 
-    @jax.jit  # one program, for to compile takes longer than to run
+    @jax.jit  # one program, because compiling takes longer than running
     def results(arguments):
         calls = [lambda op: functools.partial(op.call, vn.quant)]
         if with_rules:
@@ -78,20 +78,20 @@ def is_theirs(x):
     return isinstance(x, qwix.QArray)
 
 
-# What XLA does not compile for CPU in these versions of JAX.
+# Products that XLA does not compile for CPU in these versions of JAX.
 FOUR_BITS = {"int4", "int3", "int2", "float4_e2m1fn", "mxfp4", "nvfp4", "nf4"}
 
 
 def expected_of_qwix(qtype, pair):
-    """The operations that Qwix has for sure, so that the comparison is not one of nothing."""
+    """Return operations that Qwix must support, so that the comparison is not empty."""
     if pair != "both":
         return {op.name for op in OURS}
     ragged = {"ragged_dot", "ragged_dot_general"}
     return ragged if qtype in FOUR_BITS else ragged | {"dot", "dot_general", "einsum"}
 
 
-# Every operation with every operand and granularity would take minutes to compile. These are the
-# ways that a product can go: of integers and of floats, with scales outside and inside.
+# Compiling every operation with every operand and granularity would take minutes. These cover the
+# strategies for products: of integers and floats, with scales applied to results or operands.
 CASES = [
     ("int8", "both", "channel"),
     ("int8", "both", "tile 128"),
@@ -107,7 +107,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("qtype", "pair", "granularity"), CASES)
-def test_the_operations_give_the_numbers_of_qwix(qtype, pair, granularity):
+def test_operations_give_the_results_of_qwix(qtype, pair, granularity):
     arguments = {op.name: operands(op, PAIRS[pair], qtype, granularity) for op in OURS}
     found = compare(
         arguments,
@@ -118,7 +118,7 @@ def test_the_operations_give_the_numbers_of_qwix(qtype, pair, granularity):
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-def test_every_format_gives_the_numbers_of_qwix(pair):
+def test_every_format_gives_the_results_of_qwix(pair):
     op = OPERATIONS[0]
     arguments = {}
     for qtype in QWIX_NAMES:
@@ -135,12 +135,12 @@ def test_every_format_gives_the_numbers_of_qwix(pair):
 
 
 @pytest.mark.parametrize(("pair", "granularity"), [("activation", "channel"), ("both", "tile 128")])
-def test_zero_points_are_taken_off_as_in_qwix(pair, granularity):
+def test_zero_points_are_subtracted_as_in_qwix(pair, granularity):
     arguments = {
         op.name: operands(op, PAIRS[pair], "int8", granularity, method="minmax") for op in OURS
     }
     found = compare(arguments)
-    # Qwix refuses two zero points, but where it dequantises.
+    # Qwix accepts two zero points only if it dequantizes.
     both = {"ragged_dot", "ragged_dot_general"}
     assert (both if pair == "both" else expected_of_qwix("int8", pair)) <= found
 
@@ -148,8 +148,8 @@ def test_zero_points_are_taken_off_as_in_qwix(pair, granularity):
 @pytest.mark.parametrize(
     ("qtype", "pair", "dtype"), [("int8", "both", "bfloat16"), ("nf4", "weight", "float16")]
 )
-def test_operands_of_16_bits_give_the_numbers_of_qwix_to_their_rounding(qtype, pair, dtype):
+def test_16_bit_operands_agree_with_qwix_up_to_rounding(qtype, pair, dtype):
     arguments = {op.name: operands(op, PAIRS[pair], qtype, "tile 32", dtype=dtype) for op in OURS}
-    # Qwix rounds sums, scales and dequantised operands to 16 bits on the way.
+    # Qwix rounds sums, scales and dequantized operands to 16 bits.
     found = compare(arguments, tolerance=8 * float(jnp.finfo(dtype).eps))
     assert expected_of_qwix(qtype, pair) <= found

@@ -1,4 +1,4 @@
-"""`quantize` and `dequantize` against Qwix 0.1.8's: the same codes, scales and zero points."""
+"""Codes, scales and zero points of `quantize`, compared with Qwix 0.1.8."""
 
 import functools
 
@@ -13,7 +13,7 @@ from veneer.quant import FORMATS, QArray, dequantize, quantize
 
 SHAPE = (64, 96)
 
-# Arguments of both libraries' `quantize`.
+# Arguments of `quantize` in both libraries.
 TILINGS = {
     "one scale": {},
     "channelwise": {"channelwise_axes": [1]},
@@ -33,7 +33,7 @@ def float64(x) -> np.ndarray:
 
 
 def worth(q: QArray) -> np.ndarray:
-    """What the codes and scales stand for, in float64 by NumPy, without the last rounding."""
+    """Dequantize in float64 by NumPy, without the last rounding."""
     values = float64(q.format.decode(q.codes(), jnp.float32))
     scale, zero_point = float64(q.scales()), q.zero_point
     if zero_point is not None:
@@ -53,7 +53,7 @@ def both(x, qtype, **arguments) -> tuple[QArray, QArray]:
 
 
 def assert_same_to_rounding(x, ours: QArray, theirs: QArray):
-    """Asserts that both chose a nearest value, by scales of one rounding more or less."""
+    """Assert that both chose a nearest value, with scales that differ by one rounding at most."""
     assert (ours.zero_point is None) == (theirs.zero_point is None)
     if ours.zero_point is not None:
         np.testing.assert_array_equal(ours.zero_point, theirs.zero_point)
@@ -62,11 +62,11 @@ def assert_same_to_rounding(x, ours: QArray, theirs: QArray):
     np.testing.assert_allclose(our_scale, their_scale, rtol=eps)
     x, a, b = float64(x), worth(ours), worth(theirs)
     differ = ~np.isclose(a, b, rtol=2 * eps, atol=0)
-    # A value half-way between two codes, as far as the precision of the quotient can tell, goes to
-    # either: so does the largest of a tile, which `scale = absmax / (qmax + 1/2)` puts there.
+    # A tie, up to the precision of the quotient, can get either code. The largest value of a tile
+    # is a tie, because `scale = absmax / (qmax + 1/2)`.
     slack = 4 * eps * np.abs(x)
     assert (np.abs(np.abs(a - x) - np.abs(b - x))[differ] <= slack[differ]).all()
-    # Qwix divides in the dtype of the array and we in f32 at least: of the two, ours is the nearer.
+    # Qwix divides in the dtype of the array. We divide in f32 at least, so our code is nearer.
     comparable = differ & spread(our_scale == their_scale)
     rounding = 4e-7 * np.abs(x)
     assert (np.abs(a - x) <= np.abs(b - x) + rounding)[comparable].all()
@@ -75,9 +75,9 @@ def assert_same_to_rounding(x, ours: QArray, theirs: QArray):
 
 
 CASES = [(tiling, "float32") for tiling in TILINGS] + [("tiled", "bfloat16"), ("tiled", "float16")]
-# Of these, Qwix takes the scale of ordinary numbers for 0 in f16: see below.
+# In these formats, Qwix replaces normal scales in f16 by 1: see below.
 TOO_SMALL_IN_F16 = ["float8_e4m3fn", "float8_e5m2", "int8"]
-ODD_WIDTHS = {"int3", "int5", "int6", "int7"}  # what holds for the others holds for them
+ODD_WIDTHS = {"int3", "int5", "int6", "int7"}  # covered by the other formats
 
 
 @pytest.mark.parametrize(
@@ -101,18 +101,18 @@ EXACT = ["int8", "int6", "int4", "int3", "nf4", "float8_e4m3fn"]
 @pytest.mark.parametrize("tiling", TILINGS)
 @pytest.mark.parametrize("qtype", EXACT)
 def test_absmax_gives_the_bits_of_qwix_compiled(qtype, tiling):
-    # The largest of a tile is a tie, of which a bit of the scale decides.
-    quantise_compiled = jax.jit(
+    # The largest value of a tile is a tie, so the last bit of the scale decides.
+    quantize_compiled = jax.jit(
         functools.partial(qwix.quantize, qtype=QWIX_NAMES[qtype], **TILINGS[tiling])
     )
     for seed in range(20 if tiling == "one scale" else 2):
         x = normal(jnp.float32, seed)
-        ours, theirs = quantize(x, qtype, **TILINGS[tiling]), from_qwix(quantise_compiled(x))
+        ours, theirs = quantize(x, qtype, **TILINGS[tiling]), from_qwix(quantize_compiled(x))
         np.testing.assert_array_equal(ours.scale, theirs.scale)
         np.testing.assert_array_equal(ours.codes(), theirs.codes())
 
 
-def test_one_scale_of_qwix_eager_is_not_its_own_compiled():
+def test_one_eager_scale_of_qwix_differs_when_compiled():
     eager = functools.partial(qwix.quantize, qtype=jnp.int4)
     compiled = jax.jit(eager)
     pairs = [
@@ -122,7 +122,7 @@ def test_one_scale_of_qwix_eager_is_not_its_own_compiled():
     assert 0 < max(apart) < 2 * float(jnp.finfo(jnp.float32).eps)
 
 
-def test_unsigned_codes_by_absmax_reach_below_zero_as_those_of_qwix_do_not():
+def test_unsigned_codes_by_absmax_cover_negative_values():
     x = jnp.abs(normal(jnp.float32))
     options = {"channelwise_axes": [1], "calibration_method": "absmax"}
     ours, theirs = quantize(x, "uint8", **options), qwix.quantize(x, jnp.uint8, **options)
@@ -130,11 +130,11 @@ def test_unsigned_codes_by_absmax_reach_below_zero_as_those_of_qwix_do_not():
     assert (np.asarray(ours.zero_point) == 128).all()
     np.testing.assert_allclose(ours.scale, theirs.scale * (255.5 / 127.5), rtol=1e-6)
     error = lambda x, values: rms(float64(values) - float64(x))
-    # Of what is never negative, minmax, which is meant where no method is named, is as near.
+    # For positive values, the default method "minmax" has the same error.
     assert error(x, dequantize(quantize(x, "uint8", channelwise_axes=[1]))) < 1.01 * error(
         x, qwix.dequantize(theirs)
     )
-    # Of what is, all that is below zero becomes 0 in Qwix.
+    # In Qwix, all negative values become 0.
     x = normal(jnp.float32)
     theirs = qwix.dequantize(qwix.quantize(x, jnp.uint8, **options))
     assert (theirs >= 0).all()
@@ -142,8 +142,8 @@ def test_unsigned_codes_by_absmax_reach_below_zero_as_those_of_qwix_do_not():
 
 
 @pytest.mark.parametrize("qtype", TOO_SMALL_IN_F16)
-def test_f16_weights_keep_the_scale_that_qwix_takes_for_zero(qtype):
-    # Qwix makes a scale 1 below the root of the least normal number, which is 1/128 in f16.
+def test_f16_weights_keep_scales_that_qwix_replaces(qtype):
+    # Qwix replaces scales below the root of the smallest normal number (1/128 in f16) by 1.
     x = normal(jnp.float16) * 0.1
     ours, theirs = both(x, qtype, channelwise_axes=[1])
     assert (theirs.scale == 1).all()
@@ -153,13 +153,13 @@ def test_f16_weights_keep_the_scale_that_qwix_takes_for_zero(qtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("qtype", ["int8", "int4"])  # those that Qwix has zero points for
+@pytest.mark.parametrize("qtype", ["int8", "int4"])  # Qwix has zero points only for these
 def test_minmax_gives_the_scales_codes_and_zero_points_of_qwix(qtype, dtype):
     x = normal(DTYPES[dtype]) + 0.7
     ours, theirs = both(x, qtype, calibration_method="minmax", **TILINGS["tiled"])
     assert ours.zero_point.dtype == theirs.zero_point.dtype
     apart = np.abs(ours.zero_point.astype(int) - theirs.zero_point.astype(int))
-    assert apart.max() <= (dtype != "float32")  # Qwix finds it in the precision of the array
+    assert apart.max() <= (dtype != "float32")  # Qwix computes it in the dtype of the array
     if dtype == "float32":
         assert_same_to_rounding(x, ours, theirs)
     else:
@@ -174,15 +174,15 @@ def test_minmax_gives_the_scales_codes_and_zero_points_of_qwix(qtype, dtype):
 def test_microscaling_gives_the_powers_of_two_and_codes_of_qwix(qtype):
     x = normal(jnp.float32)
     ours, theirs = both(x, qtype, channelwise_axes=[1], tiled_axes={0: 32})
-    assert ours.scale.dtype == jnp.float8_e8m0fnu  # a byte, where Qwix keeps the array's dtype
+    assert ours.scale.dtype == jnp.float8_e8m0fnu  # Qwix keeps the dtype of the array
     np.testing.assert_array_equal(ours.scales(), theirs.scales())
-    # The quotient by a power of two is exact, so no value is near enough to half-way to differ.
+    # Dividing by a power of two is exact, so no tie can get another code.
     np.testing.assert_array_equal(worth(ours), worth(theirs))
 
 
 def test_microscaling_does_not_clip_bf16_tiles_as_qwix_does():
-    # Qwix finds the logarithm of the scale in bf16, which may take it below a power of two that the
-    # scale is just above: up to two parts in a hundred of the largest value are cut off.
+    # Qwix computes the logarithm of the scale in bf16. This can round a scale down to a power of
+    # two, which clips the largest value by up to two percent.
     x = normal(jnp.bfloat16)
     ours, theirs = both(x, "mxfp8", channelwise_axes=[1], tiled_axes={0: 32})
     largest = np.abs(float64(x)).reshape(2, 32, 96).max(1)
@@ -203,15 +203,15 @@ def test_nvfp4_has_one_more_scale_than_qwix():
     assert theirs.scale.scale.size == 1
     assert (theirs.scale.scale == 1).all()
     assert ours.scale.scale.shape == (1, 1)
-    # The largest scale is the largest number of e4m3, so that all are where its precision is full.
+    # The largest scale is the largest number of e4m3, so that few scales are subnormal.
     np.testing.assert_allclose(float(ours.scale.codes().astype(jnp.float32).max()), 448)
     eps = float(jnp.finfo(jnp.float8_e4m3fn).eps)
     np.testing.assert_allclose(ours.scales(), theirs.scales(), rtol=eps)
     assert rms(worth(ours) - x) < 1.05 * rms(worth(theirs) - x)
 
 
-def test_nvfp4_keeps_small_weights_that_qwix_rounds_to_nothing():
-    x = normal(jnp.float32) * 1e-3  # scales below 2**-9 are subnormal in e4m3, then 0
+def test_nvfp4_keeps_small_weights_that_qwix_rounds_to_zero():
+    x = normal(jnp.float32) * 1e-3  # scales below 2**-9 become 0 in e4m3
     ours, theirs = both(x, "nvfp4", channelwise_axes=[1], tiled_axes={0: 16})
     assert rms(worth(ours) - x) < 0.15 * rms(x)
     assert np.isnan(worth(theirs)).any() or rms(worth(theirs) - x) > 0.5 * rms(x)
@@ -222,17 +222,17 @@ def rms(x) -> float:
 
 
 @pytest.mark.parametrize("scale_dtype", ["bfloat16", "float16"])
-def test_codes_fit_the_scale_as_stored_where_qwix_rounds_it_afterwards(scale_dtype):
+def test_codes_use_the_stored_scale_and_those_of_qwix_do_not(scale_dtype):
     x = normal(jnp.float32)
     ours, theirs = both(x, "int8", channelwise_axes=[1], scale_dtype=scale_dtype)
     np.testing.assert_array_equal(ours.scale, theirs.scale)
-    # In Qwix the dtype of the scale is that of the dense array; ours stays that of the input.
+    # Qwix dequantizes to the dtype of the scale. We keep the dtype of the input.
     assert (theirs.dtype, ours.dtype) == (scale_dtype, x.dtype)
     assert rms(worth(ours) - x) <= rms(worth(theirs) - x)
 
 
 @pytest.mark.parametrize("qtype", QWIX_NAMES)
-def test_the_same_array_dequantises_to_the_same_numbers(qtype):
+def test_the_same_codes_dequantize_to_the_same_values(qtype):
     tile = FORMATS[qtype].tile_size or 32
     theirs = qwix.quantize(
         normal(jnp.float32), QWIX_NAMES[qtype], channelwise_axes=[1], tiled_axes={0: tile}
@@ -256,25 +256,25 @@ def test_the_same_array_dequantises_to_the_same_numbers(qtype):
         ("float8_e4m3fn", "rms,4"),
     ],
 )
-def test_the_numbers_after_a_method_mean_what_they_do_in_qwix(qtype, method, dtype):
+def test_the_numbers_of_a_method_mean_the_same_as_in_qwix(qtype, method, dtype):
     x = normal(DTYPES[dtype])
     ours, theirs = both(x, qtype, calibration_method=method, **TILINGS["tiled"])
     if dtype == "float32":
-        # Means are sums in some order, so the scales have a few roundings more; and no range is
-        # exceeded by a value that is half-way between two codes.
+        # The order of sums differs, so scales can differ by a few roundings. No value outside of
+        # the range is a tie.
         np.testing.assert_allclose(ours.scales(), theirs.scales(), rtol=1e-6)
         a, b = worth(ours), worth(theirs)
         assert (~np.isclose(a, b, rtol=2e-6, atol=1e-7)).mean() < 0.002
     else:
-        # Qwix takes the mean of squares in bf16, so that its scales are a hundredth off.
+        # Qwix computes the mean of squares in bf16, so its scales differ by a percent.
         np.testing.assert_allclose(float64(ours.scales()), float64(theirs.scales()), rtol=0.03)
 
 
 @pytest.mark.parametrize("method", ["fixed,2", "fixed,-2,2", "fixed,-1,3"])
-def test_a_fixed_range_is_the_one_of_qwix_with_a_scale_for_each_tile(method):
+def test_a_fixed_range_equals_that_of_qwix_per_tile(method):
     x = normal(jnp.float32)
     ours, theirs = both(x, "int8", calibration_method=method, channelwise_axes=[1])
-    # Qwix has one scale whatever the tiles are, which are all the same here.
+    # Qwix ignores the tiles and has one scale. Ours are all equal.
     assert (theirs.scale.shape, ours.scale.shape) == ((1, 1), (1, SHAPE[1]))
     zero_point = None if ours.zero_point is None else ours.zero_point[:, :1]
     one = QArray(ours.qvalue, ours.scale[:, :1], zero_point)
@@ -288,14 +288,16 @@ def test_a_tile_of_zeros_has_scale_one_in_both():
     assert (worth(ours)[:, 3] == 0).all()
 
 
-def test_tiny_values_keep_their_bits_where_qwix_makes_them_zero():
-    x = normal(jnp.float32) * 1e-21  # Qwix takes scales below the root of the least normal for 0
+def test_tiny_values_are_kept_and_become_zero_in_qwix():
+    x = (
+        normal(jnp.float32) * 1e-21
+    )  # Qwix replaces scales below the root of the smallest normal number
     ours, theirs = both(x, "int8", channelwise_axes=[1])
     assert (worth(theirs) == 0).all()
     assert rms(worth(ours) - x) < 0.01 * rms(x)
 
 
-def test_a_nan_stays_in_its_tile_in_ours_and_becomes_a_number_in_qwix():
+def test_nan_stays_in_its_tile_and_becomes_a_number_in_qwix():
     x = normal(jnp.float32).at[0, 0].set(jnp.nan)
     ours, theirs = both(x, "int8", channelwise_axes=[1])
     assert np.isnan(worth(ours)[:, 0]).all()

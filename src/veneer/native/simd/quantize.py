@@ -26,7 +26,7 @@ from .blocks import (
 
 #: The least normal f32. Neither a scale nor its reciprocal is smaller.
 _TINY = 2.0**-126
-#: The largest scale under which no code is infinite, by kind, as `quant.scales.bounded_scale`.
+#: The largest scale under which no code is infinite, by kind, as `limit_scale` of quant/conversion.
 _LARGEST_SCALES = {
     kind: float(np.finfo(np.float32).max / np.float32(reach) * np.float32(1 - 2.0**-23))
     for kind, reach in {"int8": 128, "int4": 8}.items()

@@ -23,6 +23,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from ..formats.packing import split_neighbors
+
 if TYPE_CHECKING:
     from .qarray import QArray
 
@@ -76,16 +78,10 @@ def _split_pairs(q: "QArray") -> list["QArray"]:
 
     If the size is odd, the second array has one value of padding.
     """
-    size, bits = q.shape[-1], int(q.format.bits)
-    packed = jnp.asarray(q.packed)
-    if bits < 4:  # make one byte per pair of neighbors, with the pair in its lowest bits
-        places = jnp.arange(0, 8, 2 * bits, dtype=jnp.uint8)
-        packed = (packed[..., None] >> places).reshape(*packed.shape[:-1], -1)
-        packed = lax.slice_in_dim(packed, 0, -(-size // 2), axis=-1)
-    leaves = _unpacked_companions(q).items()
+    size, leaves = q.shape[-1], _unpacked_companions(q).items()
     halves = []
-    for place, codes in enumerate((packed, packed >> bits)):
-        half = {k: None if x is None else _every_second(x, place, size) for k, x in leaves}
+    for start, codes in enumerate(split_neighbors(q.packed, int(q.format.bits), size)):
+        half = {k: None if x is None else _every_second(x, start, size) for k, x in leaves}
         halves.append(q.changed(packed=codes, packing=None, **half))
     return halves
 

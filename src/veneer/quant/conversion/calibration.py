@@ -308,11 +308,6 @@ def check_calibration(method: str, format: Format) -> Calibration:
 
     **Raises:** `ValueError` if the method is unknown, its numbers are invalid, or the format does
     not support it.
-
-    >>> import veneer as vn
-    >>> from veneer.quant.conversion.calibration import check_calibration
-    >>> check_calibration("fixed,-1,3", vn.quant.get_format("int8"))
-    Calibration(name='fixed', numbers=(-1.0, 3.0))
     """
     name, *written = (part.strip() for part in method.lower().split(","))
     if name not in METHODS:

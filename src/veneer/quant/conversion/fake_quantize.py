@@ -1,8 +1,5 @@
 """Fake quantization: quantizing and dequantizing an array, with a derivative for training.
 
-The derivative is 1 for values that are rounded, and 0 for values that are clipped: beyond the
-range, a small change of a value changes nothing.
-
 Bengio et al., Estimating or Propagating Gradients Through Stochastic Neurons (2013); Jacob et al.,
 Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-Only Inference (2018).
 """

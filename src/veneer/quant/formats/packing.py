@@ -150,6 +150,24 @@ def _field(packed: jax.Array, bits: int | float, place: int) -> jax.Array:
     return packed if is_highest else packed & (2**bits - 1)
 
 
+def split_neighbors(packed: ArrayLike, bits: int, size: int) -> tuple[jax.Array, jax.Array]:
+    """Unpack the codes at even and at odd indices of the last axis into two arrays.
+
+    Each byte of a result has one code, in its lowest bits. Its other bits are not cleared.
+
+    **Arguments:**
+
+    - `packed`: codes of 1, 2 or 4 bits, packed along the last axis.
+    - `size`: the number of codes along that axis.
+    """
+    packed = jnp.asarray(packed)
+    if bits < 4:  # make one byte per pair of neighbors, with the pair in its lowest bits
+        places = jnp.arange(0, 8, 2 * bits, dtype=jnp.uint8)
+        packed = (packed[..., None] >> places).reshape(*packed.shape[:-1], -1)
+        packed = lax.slice_in_dim(packed, 0, -(-size // 2), axis=-1)
+    return packed, packed >> bits
+
+
 # The five digits of base 3 in each byte, as codes of -1, 0 and 1 with 2 bits each: uint16[256].
 _DIGITS = np.arange(256)[:, None] // 3 ** np.arange(5) % 3
 _TEN_BITS = ((_DIGITS - 1 & 3) << 2 * np.arange(5)).sum(1).astype(np.uint16)

@@ -57,14 +57,14 @@ def normalize_axis(axis: int, shape: Shape) -> int:
     return axis % len(shape)
 
 
-def dividing_tiles(size: int, tile: int, limit: int = 6) -> list[int]:
-    """Return the tile sizes that divide an axis of `size`, up to `limit` of them, ascending.
+def dividing_tiles(size: int, tile: int) -> list[int]:
+    """Return up to six tile sizes that divide an axis of `size`, in ascending order.
 
-    Sizes with the smallest ratio to `tile` are preferred: for 384 and 100, they are 32 to 192.
+    They are the nearest to `tile`, by ratio: for 384 and 100, they are 32 to 192.
     """
     tile = max(tile, 1)
     divisors = [d for d in range(1, size + 1) if size % d == 0]
-    return sorted(sorted(divisors, key=lambda d: max(d / tile, tile / d))[:limit])
+    return sorted(sorted(divisors, key=lambda d: max(d / tile, tile / d))[:6])
 
 
 def can_tile(counts: Shape, shape: Shape) -> bool:

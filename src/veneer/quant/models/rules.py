@@ -27,7 +27,7 @@ from ..formats import get_format, is_format
 from ..formats.tiles import Shape
 from ..observation.statistics import ActivationStatistics, static_range
 from ..training import BackwardProduct
-from ..weights.activations import ActivationQuantized, check_activation_format, products_named
+from ..weights.activations import ActivationQuantized, check_activation_format, check_op_names
 
 ACT_RANGES = ("dynamic", "mean", "exponential", "widest")
 TRAINING_OPTIONS = ("grad_qtype", "grad_input", "grad_weight", "sparsity")
@@ -210,7 +210,7 @@ class Rule:
             raise ValueError("correction_steps needs a correction_rank")
 
     def _check_activations(self) -> None:
-        self._normalize("op_names", products_named(self.op_names))
+        self._normalize("op_names", check_op_names(self.op_names))
         is_static = self.act_range != "dynamic"
         if self.act_range not in ACT_RANGES:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""`ActivationQuantized`: a weight whose partner in a product is quantised as the two meet."""
+"""`ActivationQuantized`, a weight whose products quantize the other operand."""
 
 import dataclasses
 import math
@@ -108,9 +108,9 @@ class ActivationQuantized(ProductWeight):
         array = array if isinstance(array, Value) else jnp.asarray(array)
         if tile_size is not None and not isinstance(tile_size, float):
             tile_size = operator.index(tile_size)
-        axes, op_names = tuple(int(axis) for axis in contracting), products_named(op_names)
-        how = (get_format(qtype).name, calibration_method, tile_size, axes, op_names, False, None)
-        values = (array, scale, zero_point, *how)
+        axes = tuple(int(axis) for axis in contracting)
+        options = (get_format(qtype).name, calibration_method, tile_size, axes)
+        values = (array, scale, zero_point, *options, check_op_names(op_names), False, None)
         for field, value in zip(dataclasses.fields(self), values, strict=True):
             object.__setattr__(self, field.name, value)  # the dataclass is frozen
 
@@ -121,7 +121,10 @@ class ActivationQuantized(ProductWeight):
         shape = self.array.shape
         for name in self.companions:
             leaf = getattr(self, name)
-            if leaf is not None and not _fits(leaf.shape, shape):
+            if leaf is None:
+                continue
+            pairs = zip(leaf.shape, shape, strict=False)
+            if leaf.ndim != len(shape) or any(n not in (1, size) for n, size in pairs):
                 raise ValueError(
                     f"{name} has shape {leaf.shape}. For a weight of shape {shape} it must have "
                     "the same rank, and each axis must have the same size or size 1"
@@ -166,7 +169,7 @@ class ActivationQuantized(ProductWeight):
         """
         if self.scale is not None:
             scale, zero_point = self._scale_for(x.ndim, batch)
-            # A row each, so that NaN in one is not that of all.
+            # Each row gets a copy of the scale, so that NaN stays in its row.
             rows = [1 if axis in shared else n for axis, n in enumerate(x.shape)]
             scale = jnp.broadcast_to(scale, rows)
             return quantize_with_scale(x, self.qtype, scale, zero_point)
@@ -196,39 +199,39 @@ class ActivationQuantized(ProductWeight):
             return []
         free = [axis for axis in range(self.ndim) if axis not in (*summed, *batch)]
         stacked = [axis for axis in free if self.scale.shape[axis] > 1]
-        # Along the only free axis, parts of one weight lie side by side.
+        # Along the only free axis, scales that differ belong to concatenated weights.
         return stacked if len(stacked) < len(free) else []
 
     def _scale_for(
         self, ndim: int, batch: Sequence[tuple[int, int]]
     ) -> tuple[jax.Array, jax.Array | None]:
-        """The scale and the zero point for an operand: one, or one for each of a batch."""
-        assert self.scale is not None
-        scale, zero_point = jnp.asarray(self.scale), self.zero_point
-        scale = scale.astype(jnp.promote_types(scale.dtype, jnp.float32))
-        apart = [axis for axis in range(self.ndim) if axis not in {w for _, w in batch}]
-        if math.prod(scale.shape[axis] for axis in apart) > 1:
-            scale, zero_point = self._widest(scale, zero_point, apart)
-        shape = [1] * ndim
-        for axis, of_weight in batch:
-            shape[axis] = scale.shape[of_weight]
-        order = [*(of_weight for _, of_weight in sorted(batch)), *apart]
-        arrange = lambda leaf: lax.transpose(jnp.asarray(leaf), order).reshape(shape)
-        return arrange(scale), None if zero_point is None else arrange(zero_point)
+        """Return the static scale and zero point for an operand of rank `ndim`.
 
-    def _widest(
-        self, scale: jax.Array, zero_point: Leaf | None, axes: Sequence[int]
-    ) -> tuple[jax.Array, jax.Array | None]:
-        """One range that holds all those along some axes, of weights that have become one."""
-        if zero_point is None:
-            return scale.max(axes, keepdims=True), None
-        least, largest = self.format.code_range
-        zero = zero_point.astype(scale.dtype)
-        low = ((least - zero) * scale).min(axes, keepdims=True)
-        high = ((largest - zero) * scale).max(axes, keepdims=True)
-        scale = (high - low) / (largest - least)
-        zero = jnp.clip(jnp.round(least - low / scale), least, largest)
-        return scale, zero.astype(zero_point.dtype)
+        They have one entry, or one per batch entry. If there are more, as after
+        concatenating weights, the widest of their ranges is used.
+        """
+        assert self.scale is not None
+        scale = jnp.asarray(self.scale)
+        scale = scale.astype(jnp.promote_types(scale.dtype, jnp.float32))
+        zero_point = None if self.zero_point is None else jnp.asarray(self.zero_point)
+        axes = [axis for axis in range(self.ndim) if axis not in {w for _, w in batch}]
+        is_single = math.prod(scale.shape[axis] for axis in axes) <= 1
+        if not is_single and zero_point is None:
+            scale = scale.max(axes, keepdims=True)
+        elif not is_single and zero_point is not None:
+            least, largest = self.format.code_range
+            zero = zero_point.astype(scale.dtype)
+            low = ((least - zero) * scale).min(axes, keepdims=True)
+            high = ((largest - zero) * scale).max(axes, keepdims=True)
+            scale = (high - low) / (largest - least)
+            zero = jnp.clip(jnp.round(least - low / scale), least, largest)
+            zero_point = zero.astype(zero_point.dtype)
+        shape = [1] * ndim
+        for axis, weight_axis in batch:
+            shape[axis] = scale.shape[weight_axis]
+        order = [*(weight_axis for _, weight_axis in sorted(batch)), *axes]
+        arrange = lambda leaf: lax.transpose(leaf, order).reshape(shape)
+        return arrange(scale), None if zero_point is None else arrange(zero_point)
 
 
 def check_activation_format(
@@ -239,9 +242,10 @@ def check_activation_format(
     is_static: bool,
     by_axis: bool = False,
 ) -> None:
-    """Raises `ValueError` for a method, a tile or a scale that activations in a format cannot have.
+    """Check the options of activations in a format.
 
-    `TypeError` for a tile that is no number.
+    **Raises:** `ValueError` if the format does not support the method, the tile size or a static
+    scale. `TypeError` if the tile size is not a number.
     """
     if method is not None:
         check_calibration(method, format)
@@ -258,14 +262,14 @@ def check_activation_format(
         )
 
 
-#: The primitives that are products, and of which rules may be for some.
+#: The primitives that are products.
 PRODUCTS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
 
 
-def products_named(names: Sequence[str]) -> tuple[str, ...]:
-    """Returns the primitives that `op_names` names.
+def check_op_names(names: Sequence[str]) -> tuple[str, ...]:
+    """Return `op_names` as a tuple, after a check that they are names of products.
 
-    **Raises:** `TypeError` for what is no sequence of names, `ValueError` for an unknown one.
+    **Raises:** `TypeError` if `names` is not a sequence of names. `ValueError` if one is unknown.
     """
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
         raise TypeError(f"op_names must be a list of names of primitives, not {names!r}")
@@ -276,8 +280,3 @@ def products_named(names: Sequence[str]) -> tuple[str, ...]:
                 "Use dot_general for dot, matmul and einsum, and ragged_dot_general for ragged_dot"
             )
     return tuple(names)
-
-
-def _fits(leaf: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    pairs = zip(leaf, shape, strict=False)
-    return len(leaf) == len(shape) and all(n in (1, size) for n, size in pairs)

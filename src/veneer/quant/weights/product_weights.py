@@ -1,7 +1,8 @@
-"""`ProductWeight`: an array that does something of its own in products, and is a weight elsewhere.
+"""`ProductWeight`, the base class of weights with their own rules for products.
 
-Its leaves are those of the weight and its *companions*: what is said of the weight along some of
-its axes. A companion has the rank of the weight, and along each axis its size or 1.
+A product weight consists of the weight and its *companions*: arrays that describe the weight along
+some of its axes, such as the scales of activations. A companion has the rank of the weight. The
+size of each of its axes is 1 or the size in the weight.
 """
 
 import dataclasses
@@ -110,11 +111,11 @@ class ProductWeight(ImplicitArray, abstract=True):
     factors: tuple[Factors, ...] | None
 
     def aval(self) -> jax.core.ShapedArray:
-        """The shape and dtype of `array`."""
+        """Return the shape and dtype of `array`."""
         return self.array.aval() if isinstance(self.array, Value) else jax.typeof(self.array)
 
     def materialise(self) -> Any:
-        """The weight, which may be implicit in turn."""
+        """Return the weight, which can be an implicit array."""
         return self.array
 
     def partition(self, spec: PartitionSpec, shape: Shape) -> Any:
@@ -123,25 +124,24 @@ class ProductWeight(ImplicitArray, abstract=True):
         if array is None:
             return None
 
-        def of(leaf: Leaf) -> PartitionSpec:
-            return PartitionSpec(
-                *(None if n == 1 else s for s, n in zip(spec, leaf.shape, strict=True))
-            )
-
-        return self.changed(array=array, **{k: of(v) for k, v in self._companions().items()})
+        specs = {}
+        for name, leaf in self._companions().items():
+            pairs = zip(spec, leaf.shape, strict=True)
+            specs[name] = PartitionSpec(*(None if n == 1 else entry for entry, n in pairs))
+        return self.changed(array=array, **specs)
 
     def leaf_axes(self) -> list[Sequence[LeafAxis]]:
         """Return the axes of each leaf. A companion of size 1 is shared along the whole axis."""
         axes, shape = aligned_axes(self.ndim), self.shape
-
-        def of(leaf: Leaf) -> list[LeafAxis]:
+        all_axes: list[Sequence[LeafAxis]] = [axes]
+        for leaf in self._companions().values():
             pairs = zip(axes, leaf.shape, strict=True)
-            return [a if n == shape[a.axis] else a._replace(block="shared") for a, n in pairs]
-
-        return [axes, *map(of, self._companions().values())]
+            shared = [a if n == shape[a.axis] else a._replace(block="shared") for a, n in pairs]
+            all_axes.append(shared)
+        return all_axes
 
     def _moved(self, movement: Movement) -> Any:
-        """Return the weight after a movement, whose leaves have moved already."""
+        """Return the weight with `contracting` and `factors` updated, after its leaves moved."""
         before = len(movement.axes)
         places = [() if i is None else (int(i),) for i in movement.axes]
         new = self.with_axes(places, movement.shape)
@@ -149,7 +149,7 @@ class ProductWeight(ImplicitArray, abstract=True):
         return new.turned_over() if movement.axes == swapped else new
 
     def changed(self, **changes: Any) -> Any:
-        """Returns a copy of which some fields are others, unchecked."""
+        """Return a copy in which some fields have new values, without checks."""
         new = object.__new__(type(self))
         for field in dataclasses.fields(self):
             object.__setattr__(new, field.name, changes.get(field.name, getattr(self, field.name)))
@@ -189,12 +189,12 @@ class ProductWeight(ImplicitArray, abstract=True):
         return self.changed(contracting=axes, factors=tuple(new) if is_mixed else None)
 
     def _factors_of(self, axis: int, ndim: int) -> Factors:
-        # Axes of a stack come and go at the front, so factors are those of the last axes.
-        place = len(self.factors or ()) - ndim + axis
-        return self.factors[place] if self.factors and place >= 0 else ()
+        # Axes of a stack are added and removed at the front, so factors are counted from the end.
+        index = len(self.factors or ()) - ndim + axis
+        return self.factors[index] if self.factors and index >= 0 else ()
 
     def turned_over(self) -> Any:
-        """Returns a weight whose last two axes have just been swapped; types may note that."""
+        """Return the weight after a swap of its last two axes. Subclasses can record the swap."""
         return self
 
     def sums_over(self, axes: Sequence[int]) -> bool:
@@ -210,36 +210,20 @@ class ProductWeight(ImplicitArray, abstract=True):
         return bool(contracting) and contracting <= set(axes) and not may_be_tangents()
 
     def _companions(self) -> dict[str, Leaf]:
-        found = {name: getattr(self, name) for name in self.companions}
-        return {name: leaf for name, leaf in found.items() if leaf is not None}
+        leaves = {name: getattr(self, name) for name in self.companions}
+        return {name: leaf for name, leaf in leaves.items() if leaf is not None}
 
     @staticmethod
     def default(primitive: Primitive, values: Sequence[Any], params: dict[str, Any]) -> Any:
-        """What the primitive gives on the weights themselves."""
+        """Apply a primitive that has no rule to the arrays of the weights."""
         bind = lambda *xs: primitive.bind(*xs, **primitive.get_bind_params(params))
         return redispatch(bind, *(x.array if isinstance(x, ProductWeight) else x for x in values))
 
 
-# Rules for what leaf axes do not say. `_moved` is given what to do with a companion, and where the
-# axes go; None is where they were.
+# Rules for the primitives that leaf axes do not cover.
 
 
-def _moved(
-    w: ProductWeight,
-    primitive: str,
-    params: dict[str, Any],
-    companion: Callable[[Leaf], Any],
-    places: Sequence[Sequence[int]] | None = None,
-    *operands: Any,
-) -> Any:
-    bind = find_primitive(primitive).bind
-    array = redispatch(lambda x, *others: bind(x, *others, **params), w.array, *operands)
-    companions = {name: companion(leaf) for name, leaf in w._companions().items()}
-    new = w if places is None else w.with_axes(places, array.shape)
-    return new.changed(array=array, **companions)
-
-
-def _in_full(w: ProductWeight, leaf: Leaf) -> jax.Array:
+def _broadcast(w: ProductWeight, leaf: Leaf) -> jax.Array:
     return jnp.broadcast_to(leaf, w.shape)
 
 
@@ -247,22 +231,24 @@ def _in_full(w: ProductWeight, leaf: Leaf) -> jax.Array:
 def _convert_element_type(w: ProductWeight, **params: Any) -> Any:
     if not jnp.issubdtype(params["new_dtype"], jnp.floating):
         return NotImplemented
-    return _moved(w, "convert_element_type", params, lambda leaf: leaf)
+    convert = partial(find_primitive("convert_element_type").bind, **params)
+    return w.changed(array=redispatch(convert, w.array))
 
 
 @register("gather")
 def _gather(w: ProductWeight, indices: ArrayLike, **params: Any) -> Any:
     """Select one weight of a stack by a single index. Looked-up rows become plain arrays."""
     numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
-    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-    left = [axis for axis in range(w.ndim) if axis not in gone]
-    whole = all(sizes[axis] == w.shape[axis] for axis in left)
-    bind = find_primitive("gather").bind
-    if jnp.ndim(indices) != 1 or len(left) < 2 or not whole:
-        return redispatch(lambda x, i: bind(x, i, **params), w.array, indices)
-    places = [(left.index(axis),) if axis in left else () for axis in range(w.ndim)]
-    move = lambda leaf: bind(_in_full(w, leaf), indices, **params)
-    return _moved(w, "gather", params, move, places, indices)
+    removed = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    kept = [axis for axis in range(w.ndim) if axis not in removed]
+    gather = partial(find_primitive("gather").bind, **params)
+    array = redispatch(gather, w.array, indices)
+    takes_whole_axes = all(sizes[axis] == w.shape[axis] for axis in kept)
+    if jnp.ndim(indices) != 1 or len(kept) < 2 or not takes_whole_axes:
+        return array
+    leaves = {k: gather(_broadcast(w, leaf), indices) for k, leaf in w._companions().items()}
+    places = [(kept.index(axis),) if axis in kept else () for axis in range(w.ndim)]
+    return w.with_axes(places, array.shape).changed(array=array, **leaves)
 
 
 @register("reshape")
@@ -273,24 +259,22 @@ def _reshape(w: ProductWeight, **params: Any) -> Any:
     if order is not None:
         w = redispatch(lambda w: lax.transpose(w, order), w)
         params |= {"dimensions": None}
-
-    def move(leaf: Leaf) -> jax.Array:
-        if leaf.size == 1:
-            leading = sizes[: max(0, len(sizes) - 2)]
-            return jnp.broadcast_to(jnp.reshape(leaf, ()), (*leading, 1, 1)[-len(sizes) or 4 :])
-        return lax.reshape(_in_full(w, leaf), sizes)
-
-    return _moved(w.with_reshaped_axes(sizes), "reshape", params, move)
+    leaves = {}
+    for name, leaf in w._companions().items():
+        if leaf.size == 1:  # Keep one entry per matrix.
+            shape = (*sizes[:-2], *(1 for _ in sizes[-2:]))
+            leaves[name] = jnp.broadcast_to(jnp.reshape(leaf, ()), shape)
+        else:
+            leaves[name] = lax.reshape(_broadcast(w, leaf), sizes)
+    array = redispatch(partial(find_primitive("reshape").bind, **params), w.array)
+    return w.with_reshaped_axes(sizes).changed(array=array, **leaves)
 
 
 @register("concatenate")
 def _concatenate(*operands: ProductWeight, dimension: Any) -> Any:
-    """Concatenate weights with equal static fields, such as those of query, key and value."""
-    first = operands[0]
-    if any(_kind(w) != _kind(first) for w in operands):
-        return NotImplemented
+    """Concatenate weights with equal static fields, such as the query, key and value weights."""
 
-    def joined(*leaves: Leaf) -> jax.Array:
+    def concatenate(*leaves: Leaf) -> jax.Array:
         others = [(*x.shape[:dimension], 1, *x.shape[dimension + 1 :]) for x in leaves]
         sizes = list(np.broadcast_shapes(*others))
         parts = []
@@ -299,37 +283,37 @@ def _concatenate(*operands: ProductWeight, dimension: Any) -> Any:
             parts.append(jnp.broadcast_to(leaf, sizes))
         return lax.concatenate(parts, dimension)
 
-    join = partial(redispatch, lambda *xs: lax.concatenate(xs, dimension))
-    array = join(*(w.array for w in operands))
-    columns = zip(*(w._companions().values() for w in operands), strict=True)
-    companions = dict(zip(first._companions(), (joined(*c) for c in columns), strict=True))
-    stay = [(axis,) for axis in range(first.ndim)]
-    new = first.with_axes(stay, array.shape)
-    return new.changed(array=array, **companions, **_shared_factors(operands, new))
-
-
-def _shared_factors(operands: Sequence[ProductWeight], new: ProductWeight) -> dict[str, Any]:
-    """Return the factors of arrays that are put together, which are none if they differ."""
-    have_same = all(w.factors == operands[0].factors for w in operands)
-    return {"factors": new.factors if have_same else None}
+    return _combine(operands, lambda *xs: lax.concatenate(xs, dimension), concatenate)
 
 
 @register("select_n")
 def _select(which: ArrayLike, *cases: ProductWeight) -> Any:
     """Select between weights of one kind, as `vmap` of `cond` does with a weight and itself."""
-    first = cases[0]
-    if any(_kind(w) != _kind(first) for w in cases):
+    select = partial(lax.select_n, which)
+    return _combine(cases, select, lambda *leaves: select(*map(_broadcast, cases, leaves)))
+
+
+def _combine(
+    weights: Sequence[ProductWeight], combine: Callable, combine_companions: Callable[..., Any]
+) -> Any:
+    """Combine weights with equal static fields into one. Factors are lost if they differ."""
+    first = weights[0]
+    if any(_static_fields(w) != _static_fields(first) for w in weights):
         return NotImplemented
-    select = partial(redispatch, lax.select_n, which)
-    in_full = [[_in_full(w, leaf) for leaf in w._companions().values()] for w in cases]
-    companions = [select(*leaves) for leaves in zip(*in_full, strict=True)]
-    array = select(*(w.array for w in cases))
-    factors = _shared_factors(cases, first)
-    companions_by_name = dict(zip(first._companions(), companions, strict=True))
-    return first.changed(array=array, **companions_by_name, **factors)
+    array = redispatch(combine, *(w.array for w in weights))
+    companions: dict[str, Any] = {
+        name: combine_companions(*(getattr(w, name) for w in weights))
+        for name in first._companions()
+    }
+    new = first
+    if array.shape != first.shape:
+        new = first.with_axes([(axis,) for axis in range(first.ndim)], array.shape)
+    if any(w.factors != first.factors for w in weights):
+        companions["factors"] = None
+    return new.changed(array=array, **companions)
 
 
-def _kind(w: ProductWeight) -> Any:
-    static = [f.name for f in dataclasses.fields(w) if f.metadata.get("static")]
-    static = [name for name in static if name != "factors"]
-    return (type(w), *(getattr(w, name) for name in static), tuple(w._companions()))
+def _static_fields(w: ProductWeight) -> Any:
+    names = [f.name for f in dataclasses.fields(w) if f.metadata.get("static")]
+    values = [getattr(w, name) for name in names if name != "factors"]
+    return type(w), values, tuple(w._companions())
