@@ -58,7 +58,7 @@ def in_mode(f):
 
 
 def close(one, other):
-    """The same but for rounding: a program that records is fused in another way."""
+    """Check equality up to rounding, because XLA fuses a recording program differently."""
     np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-5)
 
 
@@ -77,7 +77,7 @@ def on_the_host():
 
 
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
-def test_the_same_as_on_the_host(program, on_the_host):
+def test_a_box_records_what_the_host_records(program, on_the_host):
     observed = vn.quant.observe(model, RULES, params=params(), gram=True, box=vn.hijax.Box)
     run, plain = program(observed), program(model)
     for batch in batches():
@@ -86,13 +86,13 @@ def test_the_same_as_on_the_host(program, on_the_host):
     agree(observed.statistics(), on_the_host)
 
 
-def test_in_a_loop_over_batches(on_the_host):
+def test_a_scan_over_batches_is_recorded(on_the_host):
     observed = vn.quant.observe(model, RULES, params=params(), gram=True, box=vn.hijax.Box)
     jax.jit(lambda p, xs: lax.map(lambda x: observed(p, x), xs))(params(), jnp.stack(batches()))
     agree(observed.statistics(), on_the_host)
 
 
-def test_a_model_with_its_parameters(on_the_host):
+def test_a_partial_can_be_observed_in_a_box(on_the_host):
     own = jax.tree_util.Partial(model, params())
     observed = vn.quant.observe(own, RULES, gram=True, box=vn.hijax.Box)
     run = jax.jit(observed)
@@ -101,7 +101,7 @@ def test_a_model_with_its_parameters(on_the_host):
     agree(observed.statistics(), on_the_host)
 
 
-def test_keywords_are_the_models():
+def test_keyword_arguments_reach_the_model():
     def of_keywords(params, x, *, shift):
         return (x + shift) @ params["w"]
 
@@ -120,7 +120,7 @@ def test_keywords_are_the_models():
         given(params=own, x=x, shift=2.0)
 
 
-def test_activations_that_are_not_finite():
+def test_nan_and_infinity_are_recorded():
     def product(params, x):
         return x @ params["w"]
 
@@ -133,17 +133,17 @@ def test_activations_that_are_not_finite():
         agree(observed.statistics(), observe()([x]))
 
 
-def test_statistics_quantise():
+def test_statistics_of_a_box_quantize_a_model():
     observed = vn.quant.observe(model, RULES, params=params(), box=vn.hijax.Box)
     with pytest.raises(ValueError, match="no activations were recorded for first"):
         observed.statistics()
     x = batches()[0]
     y = observed(params(), x)
-    quantised = vn.quant.quantize_tree(params(), RULES, statistics=observed.statistics())
-    np.testing.assert_allclose(vn.implicit(model)(quantised, x), y, atol=0.2)
+    quantized = vn.quant.quantize_tree(params(), RULES, statistics=observed.statistics())
+    np.testing.assert_allclose(vn.implicit(model)(quantized, x), y, atol=0.2)
 
 
-def test_other_parameters_are_refused():
+def test_parameters_of_another_tree_raise():
     observed = vn.quant.observe(model, RULES, params=params(), box=vn.hijax.Box)
     with pytest.raises(ValueError, match="have weights at first, and the parameters given"):
         observed({"first": jnp.ones((3, 4))}, batches()[0])

@@ -21,7 +21,7 @@ from ..arrays.qarray import QUANTIZABLE, QArray
 from ..formats import get_format
 from ..formats.tiles import dividing_tiles
 from .default_rules import default_tile, fit_default_rule
-from .matching import can_be_quantized
+from .matching import can_be_quantized, some_of
 from .notices import describe_changed_tiles
 from .rules import Rule
 
@@ -169,7 +169,7 @@ def plan(
         if not names:
             raise ValueError(
                 f"{selector} matches no tensor. It must match a whole name, such as "
-                f"{_list_names(avals)}"
+                f"{some_of(list(map(repr, avals)))}"
             )
         if selector.qtype is not None:
             able = [name for name in names if can_be_quantized(avals[name])]
@@ -185,7 +185,7 @@ def plan(
                     chosen[name] = _rule_for(selector, name, avals[name].shape)
         claimed.update(names)
     if not chosen:
-        raise ValueError(f"no tensor is left to quantize among {_list_names(avals)}")
+        raise ValueError(f"no tensor is left to quantize among {some_of(list(map(repr, avals)))}")
     return chosen
 
 
@@ -237,11 +237,6 @@ def _rule_for(selector: Selector, name: str, shape: tuple[int, ...]) -> Rule:
             name,
         )
     return rule
-
-
-def _list_names(names: Iterable[str]) -> str:
-    first = [repr(name) for _, name in zip(range(3), names, strict=False)]
-    return ", ".join(first) or "no tensors at all"
 
 
 class Outcome(NamedTuple):

@@ -127,43 +127,34 @@ def warn_of_not_rotated(paths: Sequence[str], uses: Mapping[str, Sequence[Use]])
         )
 
 
-def warn_of_nested(
+def warn_of_unchanged(
     paths: Sequence[str], leaves: Sequence[Any], rules: Sequence[Rule] | str
 ) -> None:
-    """Warn of weights inside arrays of another type, such as a `LoraArray`, that match a rule."""
-    nested = []
+    """Warn of implicit arrays that match a rule and stay unchanged.
+
+    They are quantized in another format, or hold the weight, as a `LoraArray` does.
+    """
+    quantized, nested = [], []
     for path, leaf in zip(paths, leaves, strict=True):
-        if not is_value(leaf) or isinstance(leaf, QArray | FakeQuantized | ActivationQuantized):
-            continue
         rule = Rule(".*", rules) if isinstance(rules, str) else find_rule(path, rules)
-        parts = jax.tree.leaves(leaf, is_leaf=is_part(leaf))
-        has_weight = any(can_be_quantized(x) and x.shape == leaf.shape for x in parts)
-        if has_weight and rule is not None and rule.has_format:
-            nested.append(f"{path} ({type(leaf).__name__})")
+        if not is_value(leaf) or rule is None or not rule.has_format:
+            continue
+        if isinstance(leaf, QArray):
+            is_vocabulary = isinstance(rules, str) and leaf.qtype == VOCABULARY_QTYPE
+            if rule.qtype is not None and leaf.qtype != get_format(rule.qtype).name:
+                quantized += [] if is_vocabulary else [f"{path} ({leaf.qtype})"]
+        elif not isinstance(leaf, FakeQuantized | ActivationQuantized):
+            parts = jax.tree.leaves(leaf, is_leaf=is_part(leaf))
+            if any(can_be_quantized(x) and x.shape == leaf.shape for x in parts):
+                nested.append(f"{path} ({type(leaf).__name__})")
     if nested:
         warn_user(
             f"not quantized, because the weight is inside an array of another type: "
             f"{some_of(nested)}. Quantize first, then create these arrays from quantized weights"
         )
-
-
-def warn_of_already_quantized(
-    paths: Sequence[str], leaves: Sequence[Any], rules: Sequence[Rule] | str
-) -> None:
-    """Warn of quantized weights whose format differs from the rule. They stay unchanged."""
-    unchanged = []
-    for path, leaf in zip(paths, leaves, strict=True):
-        if not isinstance(leaf, QArray):
-            continue
-        rule = Rule(".*", rules) if isinstance(rules, str) else find_rule(path, rules)
-        if rule is None or rule.qtype is None:
-            continue
-        is_vocabulary = isinstance(rules, str) and leaf.qtype == VOCABULARY_QTYPE
-        if leaf.qtype != get_format(rule.qtype).name and not is_vocabulary:
-            unchanged.append(f"{path} ({leaf.qtype})")
-    if unchanged:
+    if quantized:
         warn_user(
-            f"already quantized, and left unchanged: {some_of(unchanged)}. Quantize the original "
+            f"already quantized, and left unchanged: {some_of(quantized)}. Quantize the original "
             "dense weights, or vn.materialise(params), which rounds twice"
         )
 

@@ -27,7 +27,14 @@ from ..observation.observed_weight import (
 from ..observation.recording import Recording
 from ..observation.statistics import ActivationStatistics
 from ..weights.activations import PRODUCTS
-from .matching import as_rules, can_be_quantized, find_rule, flatten_with_paths, warn_of_unmatched
+from .matching import (
+    as_rules,
+    can_be_quantized,
+    find_rule,
+    flatten_with_paths,
+    some_of,
+    warn_of_unmatched,
+)
 from .programs import arguments_of, check_batches, parts_and_program
 from .rules import Rule
 from .uses import find_uses, uses_with_axes
@@ -325,7 +332,8 @@ def warn_of_missing(missing: Mapping[str, str], *, is_all: bool) -> None:
 
     **Raises:** `ValueError` if `is_all`: no weight has activations.
     """
-    message = f"no activations were recorded for {_join_reasons(missing)}"
+    described = [f"{path} ({why})" for path, why in missing.items()]
+    message = f"no activations were recorded for {some_of(described)}"
     if is_all:
         raise ValueError(message)
     if missing:
@@ -337,24 +345,19 @@ def warn_of_vanishing(statistics: Mapping[str, ActivationStatistics]) -> None:
 
     **Raises:** `ValueError` if this holds for all weights.
     """
-    vanishing = {}
+    vanishing = []
     for path, of_weight in statistics.items():
         largest = np.max(of_weight.absmax, where=of_weight.count > 0, initial=0)
         if largest == 0:
-            vanishing[path] = "all are 0"
+            vanishing.append(f"{path} (all are 0)")
         elif largest**2 < np.finfo(np.float32).tiny:
-            vanishing[path] = f"the largest is {largest:.1g}, and its square underflows"
+            vanishing.append(f"{path} (the largest is {largest:.1g}, and its square underflows)")
     if not vanishing:
         return
     message = (
-        f"the activations of {_join_reasons(vanishing)} are too small to use. "
+        f"the activations of {some_of(vanishing)} are too small to use. "
         "Pass other batches, scale them, or exclude these weights with a rule"
     )
     if len(vanishing) == len(statistics):
         raise ValueError(message)
     warn_user(message)
-
-
-def _join_reasons(reasons: Mapping[str, str]) -> str:
-    some = "; ".join(f"{path} ({why})" for path, why in itertools.islice(reasons.items(), 4))
-    return some + ("; ..." if len(reasons) > 4 else "")

@@ -28,13 +28,12 @@ from .matching import (
 )
 from .notices import (
     describe_changed_tiles,
-    warn_of_already_quantized,
     warn_of_conflicting_uses,
     warn_of_hardly_smaller,
     warn_of_mostly_dense,
-    warn_of_nested,
     warn_of_not_rotated,
     warn_of_only_small,
+    warn_of_unchanged,
     warn_of_unused,
 )
 from .programs import program_for
@@ -249,8 +248,7 @@ def choose_rules(
     if uses is not None:
         fit = fit_default_rule if isinstance(rules, str) else Rule.along
         selected = _fit_to_uses(selected, weights, uses, fit)
-    warn_of_nested(paths, leaves, rules)
-    warn_of_already_quantized(paths, leaves, rules)
+    warn_of_unchanged(paths, leaves, rules)
     return ChosenRules(paths, leaves, treedef, selected, uses)
 
 
