@@ -15,7 +15,7 @@ from report import made_with
 from scipy.linalg.lapack import dpotrf, dpotri
 
 import veneer as vn
-from veneer.quant.ptq.gptq import DAMPING, damped, gptq
+from veneer.quant.ptq.gptq import DAMPING, damp, gptq
 from veneer.quant.ptq.moments import Moments
 
 ROUNDS = 5
@@ -56,7 +56,7 @@ def rounding() -> Iterator[list[str]]:
         scale = np.repeat(np.abs(w.reshape(n // 128, 128, n)).max(1) / 7, 128, axis=0)
 
         def lapack(gram: np.ndarray = gram) -> None:
-            lower, _ = dpotrf(damped(gram, DAMPING), lower=1)
+            lower, _ = dpotrf(damp(gram, DAMPING), lower=1)
             dpotri(lower, lower=1)
 
         ours = lambda w=w, gram=gram, scale=scale: gptq(w, Moments(gram), scale, None, "int4")

@@ -9,7 +9,7 @@ from support.annotations import unless_checked
 
 import veneer as vn
 from veneer.quant import Rule, allocate_bits, calibrate, quantize_tree
-from veneer.quant.ptq.allocation import Choice, allocated
+from veneer.quant.ptq.allocate_bits import Choice, solve_knapsack
 
 RNG = np.random.default_rng(0)
 
@@ -47,12 +47,12 @@ def lost(params, x=BATCHES[0]):
 
 
 def least_by_brute_force(choices, budget):
-    ways = itertools.product(*choices.values())
-    return min(sum(x.loss for x in way) for way in ways if sum(x.bits for x in way) <= budget)
+    rows = itertools.product(*choices.values())
+    return min(sum(x.loss for x in row) for row in rows if sum(x.bits for x in row) <= budget)
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_nothing_within_the_budget_loses_less(seed):
+def test_no_choices_within_the_budget_have_less_loss(seed):
     rng = np.random.default_rng(seed)
     choices = {
         path: [
@@ -64,13 +64,13 @@ def test_nothing_within_the_budget_loses_less(seed):
     }
     least = {path: of[0] for path, of in choices.items()}
     for budget in range(sum(x.bits for x in least.values()), 8 * 24, 3):
-        found = allocated(choices, budget)
+        found = solve_knapsack(choices, budget)
         assert sum(x.bits for x in found.values()) <= budget
         best = least_by_brute_force(choices, budget)
         np.testing.assert_allclose(sum(x.loss for x in found.values()), best)
 
 
-def test_of_many_weights_little_is_lost_to_sums_that_are_not_kept():
+def test_many_weights_are_allocated_within_two_percent():
     rng = np.random.default_rng(0)
     choices = {
         str(path): [Choice(i, int(bits * size), weight * 4.0**-bits) for i, bits in enumerate(BITS)]
@@ -79,9 +79,9 @@ def test_of_many_weights_little_is_lost_to_sums_that_are_not_kept():
         )
     }
     budget = sum(of[1].bits for of in choices.values())
-    found = allocated(choices, budget)
+    found = solve_knapsack(choices, budget)
     assert sum(x.bits for x in found.values()) <= budget
-    # No choice loses less than by a price of bits, whatever that is.
+    # The Lagrange dual with any price per bit is a lower bound of the loss.
     prices = np.geomspace(1e-12, 1e-3, 400)
     least = max(
         sum(min(x.loss + price * x.bits for x in of) for of in choices.values()) - price * budget
@@ -90,14 +90,14 @@ def test_of_many_weights_little_is_lost_to_sums_that_are_not_kept():
     assert least * 0.999 <= sum(x.loss for x in found.values()) <= least * 1.02
 
 
-def test_bits_go_where_the_model_loses_most_and_others_take_the_rules():
+def test_sensitive_weights_get_more_bits():
     allocation = allocate_bits(model, CHOICES, 5.0, params=PARAMS)
     rules = allocation(BATCHES)
     report = {row.path: row for row in allocation.report.rows}
     small = quantize_tree(PARAMS, rules, model=model, args=(BATCHES[0],))
     assert sum(8 * q.nbytes for q in small.values()) == sum(row.bits for row in report.values())
     assert allocation.report.bits <= 5.0
-    assert report["gate"].qtype == "int3"  # which the output hardly has anything of
+    assert report["gate"].qtype == "int3"  # it hardly affects the output
     same = quantize_tree(PARAMS, CHOICES[1:2], model=model, args=(BATCHES[0],))
     assert lost(small) < lost(same)
     calibrated = calibrate(model, rules, params=PARAMS)(BATCHES)
@@ -105,14 +105,15 @@ def test_bits_go_where_the_model_loses_most_and_others_take_the_rules():
     table = str(allocation.report)
     assert "total" in table
     assert "bits" in table
-    # What the model loses by a weight alone, in the choice of the fewest bits.
+    # The error of the model if only this weight is rounded, to the fewest bits.
     alone = PARAMS | {"gate": small["gate"]}
     share = lost(alone) / float(jnp.linalg.norm(model(PARAMS, BATCHES[0])))
-    np.testing.assert_allclose(report["gate"].model_loses, share, rtol=0.1)  # by another choice
+    # The allocator measures another choice, and scales its error.
+    np.testing.assert_allclose(report["gate"].model_loses, share, rtol=0.1)
 
 
 @pytest.mark.parametrize("bits", [4.0, 6.5, 40.0])
-def test_a_budget_is_kept(bits):
+def test_the_budget_is_not_exceeded(bits):
     allocation = allocate_bits(jax.jit(model), CHOICES, bits, params=PARAMS)
     allocation(BATCHES)
     assert allocation.report.bits <= bits
@@ -120,7 +121,7 @@ def test_a_budget_is_kept(bits):
         assert {row.qtype for row in allocation.report.rows} == {"int8"}
 
 
-def test_tables_corrections_rotations_and_layers_are_choices_too():
+def test_corrections_and_rotations_can_be_choices():
     params = {
         "table": array(40, 32, scale=1),
         "layers": array(2, 32, 32, scale=0.2),
@@ -145,7 +146,7 @@ def test_tables_corrections_rotations_and_layers_are_choices_too():
     assert taken <= 9.5 * (40 * 32 + 2 * 32 * 32)
 
 
-def test_paths_are_taken_as_they_are():
+def test_special_characters_in_paths_are_escaped():
     params = {"a.b": PARAMS["up"], "a+b": PARAMS["down"]}
     run = lambda params, x: x @ params["a.b"] @ params["a+b"]
     rules = allocate_bits(run, CHOICES[1:], 6.0, params=params)(BATCHES)
@@ -153,7 +154,7 @@ def test_paths_are_taken_as_they_are():
         assert [rule.matches(path) for rule in rules].count(True) == 1
 
 
-def test_mistakes_of_allocation():
+def test_wrong_arguments_of_allocate_bits_raise():
     with pytest.raises(TypeError, match=r"holds no parameters.*params=params"):
         allocate_bits(lambda x: model(PARAMS, x), CHOICES, 5.0)
     with pytest.raises(ValueError, match="there are no batches"):
@@ -172,13 +173,13 @@ def test_mistakes_of_allocation():
             allocate_bits(model, CHOICES, bits, params=PARAMS)
     for budget in (30, float("nan")):
         with pytest.raises(ValueError, match="at least 40 bits, and the budget"):
-            allocated({"a": [Choice(0, 40, 1.0)]}, budget)
+            solve_knapsack({"a": [Choice(0, 40, 1.0)]}, budget)
     with pytest.raises(ValueError, match=r"\w+: .* activations are not finite"):
         allocate_bits(model, CHOICES, 5.0, params=PARAMS)([BATCHES[0].at[1, 2].set(jnp.nan)])
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-25])
-def test_activations_that_vanish_are_told(size):
+def test_vanishing_activations_raise_or_warn(size):
     allocation = allocate_bits(model, CHOICES, 5.0, params=PARAMS)
     with pytest.raises(ValueError, match=r"the activations of .* are too small"):
         allocation([size * BATCHES[0]])
@@ -189,6 +190,6 @@ def test_activations_that_vanish_are_told(size):
 
 
 @unless_checked
-def test_a_choice_is_no_sequence_of_them():
+def test_choices_must_be_a_list():
     with pytest.raises(TypeError, match="rules must be a list"):
         allocate_bits(model, CHOICES[0], 5.0, params=PARAMS)

@@ -43,7 +43,7 @@ def error(model, small, params, x=HELD):
     return float(jnp.linalg.norm(vn.implicit(model)(small, x) - expected))
 
 
-def test_the_codes_are_those_of_gptq_on_the_second_moments():
+def test_codes_equal_those_of_gptq():
     small = calibrate(mlp, INT4, params=MLP)(BATCHES)
     x = np.concatenate(BATCHES)
     met = {"up": x, "down": np.maximum(x @ np.asarray(MLP["up"]), 0)}
@@ -51,7 +51,7 @@ def test_the_codes_are_those_of_gptq_on_the_second_moments():
         scale = np.repeat(np.asarray(q.scale), 16, axis=0)
         moments = Moments(met[path].T @ met[path] / len(x))
         codes = gptq(np.asarray(MLP[path]), moments, scale, None, "int4")
-        assert (codes == np.asarray(q.qvalue)).mean() > 0.98  # sums are in another order
+        assert (codes == np.asarray(q.qvalue)).mean() > 0.98  # the order of sums differs
 
 
 @pytest.mark.parametrize("how", [{}, {"sequential": True, "propagation": 0.5}], ids=str)
@@ -64,7 +64,7 @@ def test_derivatives_in_a_model_do_not_change_its_codes(how):
 
 @pytest.mark.parametrize("sequential", [False, True])
 @pytest.mark.parametrize("qtype", ["int4", "uint3", "nf4", "mxfp4", "int8"])
-def test_a_model_loses_less_than_by_rounding_to_nearest(qtype, sequential):
+def test_calibration_beats_rounding_to_nearest(qtype, sequential):
     rules = [Rule(".*", qtype, tile_size=None if qtype == "mxfp4" else 16)]
     calibration = calibrate(jax.jit(mlp), rules, params=MLP, sequential=sequential)
     small = calibration(BATCHES)
@@ -83,7 +83,7 @@ def test_a_model_loses_less_than_by_rounding_to_nearest(qtype, sequential):
         assert loss.after < loss.before
 
 
-def test_what_comes_before_is_rounded_first():
+def test_sequential_calibration_follows_the_program():
     passes = []
 
     class Batches(list):
@@ -105,7 +105,7 @@ def test_what_comes_before_is_rounded_first():
         np.testing.assert_array_equal(small[name].codes(), once[name].codes())
 
 
-def test_rows_that_are_looked_up_and_heads_that_are_tied():
+def test_tied_embeddings_are_quantized():
     params = {"table": array(50, 32, scale=1), "w": array(32, 32), "norm": jnp.ones(32)}
 
     def model(params, ids):
@@ -131,11 +131,11 @@ INT2 = [Rule(".*", "int2", tile_size=16)]
 
 
 @pytest.mark.parametrize("share", [0.5, 1.0])
-def test_a_weight_makes_up_for_what_those_before_it_lost(share):
+def test_propagation_compensates_earlier_errors(share):
     run = lambda **how: calibrate(deep, INT2, params=DEEP, sequential=True, **how)(BATCHES)
     small = run(propagation=share)
     x = dense = np.concatenate(BATCHES).astype(float)
-    for name in "abc":  # what is rounded, by least squares of both models' activations
+    for name in "abc":  # the rounded target is a least-squares fit of both models' activations
         w = np.asarray(DEEP[name], float)
         gram, cross = x.T @ x / len(x), x.T @ dense / len(x)
         damped = gram + 0.01 * np.diagonal(gram).mean() * np.eye(64)
@@ -149,21 +149,21 @@ def test_a_weight_makes_up_for_what_those_before_it_lost(share):
         )
         scale = np.repeat(np.asarray(scaled.scale), 16, axis=0)
         codes = gptq(target, Moments(gram), scale, None, "int2")
-        assert (codes == np.asarray(small[name].qvalue)).mean() > 0.98  # sums are in another order
+        assert (codes == np.asarray(small[name].qvalue)).mean() > 0.98  # the order of sums differs
         x = x + np.tanh(x @ np.asarray(vn.materialise(small[name])))
         dense = dense + np.tanh(dense @ w)
     assert error(deep, small, DEEP) < 0.96 * error(deep, run(), DEEP)
 
 
 @pytest.mark.parametrize("options", [{"rotate": True}, {"correction_rank": 4}, {"method": "awq"}])
-def test_what_goes_with_propagation(options):
+def test_propagation_supports_other_options(options):
     rules = [Rule(".*", "int2", tile_size=16, **options)]
     run = lambda **how: calibrate(deep, rules, params=DEEP, sequential=True, **how)(BATCHES)
     assert error(deep, run(propagation=0.5), DEEP) < 0.96 * error(deep, run(), DEEP)
 
 
-def test_weights_whose_activations_have_no_partners_are_as_without():
-    def model(params, x):  # each meets two
+def test_propagation_skips_weights_used_twice():
+    def model(params, x):  # each weight is used twice
         return jnp.tanh(jnp.tanh(x @ params["a"]) @ params["a"]) @ params["b"] + x @ params["b"]
 
     run = lambda **how: calibrate(model, INT2, params=two, sequential=True, **how)(BATCHES)
@@ -174,10 +174,10 @@ def test_weights_whose_activations_have_no_partners_are_as_without():
 @pytest.mark.parametrize(
     "how", [{}, {"sequential": True}, {"sequential": True, "propagation": 0.5}], ids=str
 )
-def test_layers_of_a_scan_are_as_those_one_after_the_other(how):
+def test_a_scan_gives_the_codes_of_the_unrolled_model(how):
     ups, downs = array(2, 64, 32, scale=0.2), array(2, 32, 64, scale=0.2)
 
-    @jax.jit  # compiled once for all batches, and not for each
+    @jax.jit  # compile once for all batches
     def scanned(params, x):
         step = lambda x, layer: (x + jnp.tanh(x @ layer[0]) @ layer[1], None)
         return lax.scan(step, x, (params["up"], params["down"]))[0]
@@ -193,13 +193,13 @@ def test_layers_of_a_scan_are_as_those_one_after_the_other(how):
     each = calibrate(unrolled, INT4, params=apart, **how)(BATCHES)
     for name, q in small.items():
         codes = np.stack([each[f"{name}{i}"].codes() for i in range(2)])
-        assert (codes == np.asarray(q.codes())).mean() > 0.97  # of other orders of sums
+        assert (codes == np.asarray(q.codes())).mean() > 0.97  # the order of sums differs
     assert error(scanned, small, stacked) < 0.9 * error(
         scanned, quantize_tree(stacked, INT4, model=scanned, args=(HELD,)), stacked
     )
 
 
-def test_heads_and_experts_one_of_which_meets_nothing():
+def test_heads_and_an_unused_expert_are_quantized():
     params = {"q": array(64, 4, 16), "o": array(4, 16, 64), "experts": array(3, 64, 32)}
 
     def model(params, x):
@@ -219,7 +219,8 @@ def test_heads_and_experts_one_of_which_meets_nothing():
         tiled_axes={0: 16},
         calibration_method="mse,40,2.4",
     )
-    far = lambda x: np.abs(np.asarray(x) - np.asarray(params["experts"][1]))  # but for ties
+    # Codes of ties can differ, so compare the distances.
+    far = lambda x: np.abs(np.asarray(x) - np.asarray(params["experts"][1]))
     np.testing.assert_allclose(
         far(vn.materialise(small["experts"])[1]), far(unmet.dequantize()), atol=1e-6
     )
@@ -237,7 +238,7 @@ class Layer:
         return gain * lax.conv_general_dilated(image, self.kernel, (1, 1), "SAME", None, None, dims)
 
 
-def test_a_module_is_called_itself_and_kernels_of_convolutions_are_rounded_to_nearest():
+def test_a_module_with_a_convolution_is_quantized():
     layer = Layer(array(64, 64), array(3, 3, 1, 8))
     calibration = calibrate(layer, [Rule(".*", "int8")])
     small = calibration((x, jnp.ones(8)) for x in BATCHES)
@@ -246,7 +247,7 @@ def test_a_module_is_called_itself_and_kernels_of_convolutions_are_rounded_to_ne
     assert [loss.path for loss in calibration.report.rows] == ["weight"]
 
 
-def test_activations_have_static_ranges_of_the_same_batches():
+def test_static_ranges_come_from_the_same_batches():
     rules = [Rule(".*", "int8", act_qtype="int8", act_range="mean")]
     small = calibrate(mlp, rules, params=MLP)(BATCHES)
     statistics = vn.quant.observe(mlp, rules, params=MLP)(BATCHES)
@@ -257,7 +258,7 @@ def test_activations_have_static_ranges_of_the_same_batches():
     assert jax.tree.leaves(calibrate(mlp, only, params=MLP)(BATCHES)["up"])[0] is MLP["up"]
 
 
-def test_the_usual_choices_by_the_name_of_a_format():
+def test_a_format_name_selects_the_default_rules():
     params = {"w": array(64, 128), "norm": jnp.ones(64)}
     model = lambda params, x: (x * params["norm"]) @ params["w"]
     small = calibrate(model, "nf4", params=params)(BATCHES)
@@ -265,12 +266,12 @@ def test_the_usual_choices_by_the_name_of_a_format():
     assert small["norm"] is params["norm"]
 
 
-def test_what_is_no_better_than_rounding_to_nearest_is_told():
+def test_a_useless_method_warns_and_rounds_to_nearest():
     rules = [Rule(".*", "int4", calibration_method="absmax")]
     params = {"w": MLP["up"]}
     calibration = calibrate(lambda params, x: x @ params["w"], rules, params=params)
     with pytest.warns(UserWarning, match="no better than rounding to nearest for w"):
-        small = calibration([jnp.eye(64)])  # channels that have nothing to do with each other
+        small = calibration([jnp.eye(64)])  # uncorrelated channels
     [loss] = calibration.report.rows
     assert loss.method == "nearest"
     assert loss.after == loss.before
@@ -289,7 +290,7 @@ def test_the_report_is_a_table():
     assert "<table" in calibration.report._repr_html_()
 
 
-def test_mistakes():
+def test_wrong_arguments_raise():
     with pytest.raises(ValueError, match="unknown method 'gptp'; it must be one of nearest, gptq"):
         calibrate(mlp, INT4, params=MLP, method="gptp")
     with pytest.raises(ValueError, match="damping must be 0 or more"):
@@ -318,7 +319,7 @@ VANISHING = {"all are 0": 0.0, "its square underflows": 1e-25}
 
 @pytest.mark.parametrize("why", VANISHING)
 @pytest.mark.parametrize("how", [{}, {"sequential": True}, {"method": "awq"}], ids=str)
-def test_activations_that_vanish_are_told(why, how):
+def test_vanishing_activations_raise_or_warn(why, how):
     small = [VANISHING[why] * x for x in BATCHES[:1]]
     calibration = calibrate(mlp, INT4, params=MLP, **how)
     with pytest.raises(ValueError, match=f"the activations of .*{why}"):
@@ -340,7 +341,7 @@ def test_a_static_range_of_zeros_is_rejected():
 
 
 def raised_by(error, call):
-    """The message of an error, before which nothing was warned of: warnings are errors here."""
+    """Return the message of an error. Warnings before it would be errors, too."""
     with pytest.raises(error) as raised:
         call()
     return str(raised.value)
@@ -360,7 +361,7 @@ LOOKED_UP = lambda params, ids: params["table"][ids] + (params["w"] @ jnp.ones(8
     ],
     ids=["unused", "looked up", "as its rule says", "no path", "no format"],
 )
-def test_rules_for_nothing_that_a_product_has(rules, said):
+def test_rules_without_a_product_raise(rules, said):
     params = {"table": array(50, 32), "w": array(16, 8), "unused": array(8, 8)}
     calibration = calibrate(LOOKED_UP, rules, params=params)
     message = raised_by(ValueError, lambda: calibration([jnp.arange(3)]))
@@ -369,7 +370,7 @@ def test_rules_for_nothing_that_a_product_has(rules, said):
 
 
 @pytest.mark.parametrize("how", [{}, {"memory": 1}, {"sequential": True}], ids=str)
-def test_products_that_the_batches_never_come_to(how):
+def test_batches_that_use_no_product_raise(how):
     def model(params, x):
         return lax.cond(x[0, 0] > 1e9, lambda: mlp(params, x), lambda: x[:, :48])
 
@@ -384,7 +385,7 @@ def test_products_that_the_batches_never_come_to(how):
 
 
 @pytest.mark.parametrize("how", [{}, {"memory": 1}, {"sequential": True}], ids=str)
-def test_one_product_that_the_batches_never_come_to_is_told_once(how):
+def test_unused_products_warn_once(how):
     params = {"first": array(64, 64), **MLP, "last": array(48, 48)}
 
     def model(params, x):
@@ -401,7 +402,7 @@ def test_one_product_that_the_batches_never_come_to_is_told_once(how):
     assert vn.tree.structure(small) == vn.tree.structure(nearest)
 
 
-@jax.jit  # compiled once for all batches, and not for each
+@jax.jit  # compile once for all batches
 def layers(params, x):
     step = lambda x, layer: (x + jnp.tanh(x @ layer[0]) @ layer[1], None)
     return lax.scan(step, x, (params["up"], params["down"]))[0] @ params["head"]
@@ -415,7 +416,7 @@ LAYERS = {
 
 
 class Stopped(list):
-    """Batches that end with an error as they are gone through for the last but so many times."""
+    """Batches that raise an error in pass number `passes`."""
 
     def __init__(self, batches, passes):
         super().__init__(batches)
@@ -436,7 +437,7 @@ class Stopped(list):
 @pytest.mark.parametrize(
     "how", [{"sequential": True}, {"sequential": True, "propagation": 0.5}, {"memory": 1}], ids=str
 )
-def test_what_was_stopped_goes_on_where_it_was(how, options, tmp_path):
+def test_an_interrupted_calibration_resumes(how, options, tmp_path):
     activations = {"act_qtype": "int8"} if "act_range" in options else {}
     rules = [Rule(".*", "int4", tile_size=16, **options, **activations)]
     run = lambda batches, **more: calibrate(layers, rules, params=LAYERS, **how, **more)(batches)
@@ -448,11 +449,11 @@ def test_what_was_stopped_goes_on_where_it_was(how, options, tmp_path):
     small = run(passes, resume=tmp_path)
     whole = Stopped(BATCHES, 100)
     jax.tree.map(np.testing.assert_array_equal, small, run(whole))
-    assert passes.passes - whole.passes == kept - 1  # one more, to compare the batches
+    assert passes.passes - whole.passes == kept - 1  # one more pass compares the batches
     assert not list(tmp_path.glob("*.begun"))
 
 
-def test_a_folder_is_of_one_calibration(tmp_path):
+def test_a_folder_of_another_calibration_raises(tmp_path):
     first = calibrate(mlp, INT4, params=MLP, resume=tmp_path / "new" / "kept")
     small = first(BATCHES)
     again = calibrate(mlp, INT4, params=MLP, resume=tmp_path / "new" / "kept")
@@ -485,7 +486,7 @@ def test_a_folder_is_of_one_calibration(tmp_path):
         calibrate(mlp, INT4, params=MLP, resume=tmp_path / "file")(BATCHES)
 
 
-def test_constants_of_a_model_are_part_of_it(tmp_path):
+def test_other_constants_make_another_calibration(tmp_path):
     model = lambda offset: jax.jit(lambda params, x: mlp(params, x + offset))
     calibrate(model(jnp.ones(64)), INT4, params=MLP, resume=tmp_path)(BATCHES[:1])
     calibrate(model(jnp.ones(64)), INT4, params=MLP, resume=tmp_path)(BATCHES[:1])
@@ -513,11 +514,12 @@ def test_a_damaged_identity_is_rejected(content, tmp_path):
     (tmp_path / "calibration.json").write_text(content)
     with pytest.raises(ValueError, match=r"calibration.json is empty or damaged.* Delete"):
         calibrate(mlp, INT4, params=MLP, resume=tmp_path)(BATCHES)
-    (tmp_path / "calibration.json").rename(tmp_path / "calibration.begun")  # stopped while writing
+    # An interruption while the file is written leaves this name.
+    (tmp_path / "calibration.json").rename(tmp_path / "calibration.begun")
     calibrate(mlp, INT4, params=MLP, resume=tmp_path)(BATCHES)
 
 
-def test_moments_are_of_some_weights_at_a_time():
+def test_a_memory_limit_divides_the_weights():
     batches = Stopped(BATCHES, 100)
     small = calibrate(mlp, INT4, params=MLP, memory=8 * 96**2)(batches)
     assert batches.passes == 100 - 1 - 2  # the first batch, up, and down
@@ -532,7 +534,7 @@ def test_moments_are_of_some_weights_at_a_time():
         calibrate(model, INT4, params=unmet, memory=1)(BATCHES)
 
 
-def test_a_bar_shows_what_is_done(capsys):
+def test_progress_shows_a_bar(capsys):
     calibrate(mlp, INT4, params=MLP, progress=True)(BATCHES)
     assert "100%" in capsys.readouterr().err
 
@@ -543,14 +545,14 @@ def test_progress_without_rich_says_what_to_install(monkeypatch):
         calibrate(mlp, INT4, params=MLP, progress=True)(BATCHES)
 
 
-LARGE = np.isin(np.arange(64), [3, 20, 41])  # channels of large activations
+LARGE = np.isin(np.arange(64), [3, 20, 41])  # channels with large activations
 PEAKS = arrays.array(np.where(LARGE, 30.0, 1.0))
 PEAKED = [arrays.array(np.asarray(x) * np.asarray(PEAKS)) for x in BATCHES]
 
 
 @pytest.mark.parametrize("rule", [{}, {"rotate": True}, {"act_qtype": "int8", "rotate": True}])
 @pytest.mark.parametrize("method", ["gptq", "awq", "awq+gptq", "nearest"])
-def test_methods_and_bases_lose_less_where_channels_stand_out(method, rule):
+def test_methods_handle_channels_with_outliers(method, rule):
     params = {"w": array(64, 48), "heads": array(64, 4, 8), "out": array(4, 8, 32)}
 
     def model(params, x):
@@ -576,7 +578,7 @@ def test_methods_and_bases_lose_less_where_channels_stand_out(method, rule):
     assert lost(small)[1] < 1.02 * lost(nearest)[1]
 
 
-def test_layers_have_factors_of_their_own_and_are_scanned():
+def test_stacked_layers_have_separate_factors():
     ws = array(3, 64, 64, scale=0.1)
 
     def scanned(params, x):
@@ -595,7 +597,7 @@ def test_layers_have_factors_of_their_own_and_are_scanned():
         assert lost(small) < 0.8 * lost(nearest)
 
 
-def test_smoothquant_gives_what_activations_have_to_weights():
+def test_smoothquant_moves_outliers_to_the_weight():
     params, model = {"w": array(64, 48)}, lambda params, x: x @ params["w"]
     rules = [Rule("w", "int8", act_qtype="int8")]
     nearest = quantize_tree(params, rules, model=model, args=(HELD,))
@@ -607,7 +609,7 @@ def test_smoothquant_gives_what_activations_have_to_weights():
     assert lost(small) < 0.5 * lost(nearest)
 
 
-def test_methods_that_do_not_go_with_a_rule():
+def test_methods_that_contradict_a_rule_raise():
     with pytest.raises(ValueError, match="method 'gptq' needs activations"):
         quantize_tree(MLP, [Rule(".*", "int4", method="gptq")])
     with pytest.raises(ValueError, match="unknown method 'gpt'"):
@@ -626,7 +628,7 @@ def test_methods_that_do_not_go_with_a_rule():
         quantize_tree(MLP, [Rule(".*", "int4", rotate=True)], train=True)
 
 
-def test_what_a_convolution_takes_is_not_rotated():
+def test_kernels_of_convolutions_are_not_rotated():
     params = {"kernel": array(3, 3, 4, 8), "w": array(8, 16)}
 
     def model(params, x):
@@ -642,7 +644,7 @@ def test_what_a_convolution_takes_is_not_rotated():
     np.testing.assert_allclose(vn.implicit(model)(small, x), model(params, x), atol=0.2)
 
 
-def test_the_report_is_drawn():
+def test_the_report_can_be_plotted():
     import matplotlib.pyplot as plt
 
     rows = [

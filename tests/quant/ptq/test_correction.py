@@ -7,7 +7,7 @@ from support import arrays
 
 import veneer as vn
 from veneer.quant import Rule, calibrate, quantize_tree
-from veneer.quant.ptq.low_rank import low_rank_factors
+from veneer.quant.ptq.moments import low_rank_factors
 
 RNG = np.random.default_rng(0)
 
@@ -27,7 +27,7 @@ HELD = arrays.array(numbers(100, 32, scale=1) @ MIX)
 
 
 def corrected_in_numpy(lost, gram, rank):
-    """QERA's solution as it is written: by the root of the moments, and the inverse of that."""
+    """Return QERA's solution as in the paper, with the root of the moments and its inverse."""
     values, vectors = np.linalg.eigh(gram)
     root = vectors * np.sqrt(values) @ vectors.T
     left, singular, right = np.linalg.svd(root @ lost, full_matrices=False)
@@ -37,7 +37,7 @@ def corrected_in_numpy(lost, gram, rank):
 
 @pytest.mark.parametrize("shape", [(12, 7), (7, 12), (9, 9)])
 @pytest.mark.parametrize("rank", [1, 4, 7])
-def test_the_correction_is_that_of_ten_lines_of_numpy(shape, rank):
+def test_the_correction_equals_a_numpy_reference(shape, rank):
     lost = RNG.normal(size=shape)
     x = RNG.normal(size=(40, shape[0])) @ RNG.normal(size=(shape[0], shape[0]))
     a, b = low_rank_factors(lost, x.T @ x, rank)
@@ -48,9 +48,9 @@ def test_the_correction_is_that_of_ten_lines_of_numpy(shape, rank):
 
 
 @pytest.mark.parametrize("shape", [(12, 7), (7, 12)])
-def test_moments_of_fewer_rows_than_channels_and_none(shape):
+def test_singular_and_zero_moments_are_supported(shape):
     lost, x = RNG.normal(size=shape), RNG.normal(size=(3, shape[0]))
-    a, b = low_rank_factors(lost, x.T @ x, 3)  # as many as there are outputs that differ
+    a, b = low_rank_factors(lost, x.T @ x, 3)  # the rank of the activations
     np.testing.assert_allclose(x @ (lost - a @ b), 0, atol=1e-9)
     a, b = low_rank_factors(lost, np.zeros((shape[0], shape[0])), 2)
     singular = np.linalg.svd(lost, compute_uv=False)
@@ -58,7 +58,7 @@ def test_moments_of_fewer_rows_than_channels_and_none(shape):
 
 
 @pytest.mark.parametrize("shape", [(8, 32), (32, 8), (3, 8, 16)])
-def test_without_data_what_is_lost_are_the_singular_values_left_out(shape):
+def test_without_data_the_error_is_the_best_possible(shape):
     w = array(*shape)
     q = quantize_tree({"w": w}, [Rule("w", "int3")])["w"]
     singular = np.linalg.svd(w - q.dequantize(), compute_uv=False)
@@ -83,9 +83,9 @@ def loftq_in_numpy(w, qtype, rank, steps):
     return lost
 
 
-# Not int2, of which the largest value of each tile is on a tie.
+# Not int2, because the largest value of each of its tiles is a tie.
 @pytest.mark.parametrize("qtype", ["nf4", "uint2"])
-def test_loftq_loses_less_with_steps_of_which_it_has_the_best(qtype):
+def test_loftq_keeps_the_best_step(qtype):
     w = array(64, 64)
     each = loftq_in_numpy(w, qtype, 8, 4)
     for steps in (1, 2, 4):
@@ -95,7 +95,7 @@ def test_loftq_loses_less_with_steps_of_which_it_has_the_best(qtype):
     assert lost < 0.97 * each[0]
 
 
-def test_a_corrected_weight_is_trained_as_a_lora_and_known_by_its_shape():
+def test_a_correction_is_trainable_and_has_a_known_shape():
     w = array(32, 16).astype(jnp.bfloat16)
     rules = [Rule("w", "nf4", tile_size=16, correction_rank=4, correction_steps=2)]
     quantized = lambda params: quantize_tree(params, rules)
@@ -119,7 +119,7 @@ HEADS = {"q": array(32, 4, 8), "o": array(4, 8, 32), "t": array(16, 32)}
 
 
 @pytest.mark.parametrize("how", [{}, {"rotate": True}, {"act_qtype": "int8", "rotate": True}])
-def test_heads_and_transposes_rotated_or_not_are_products_of_no_dense_weight(how):
+def test_corrected_weights_stay_packed_in_products(how):
     rules = [Rule(".*", "int3", tile_size=16, correction_rank=6, **how)]
     plain = [Rule(".*", "int3", tile_size=16, **how)]
     params, expected = HEADS, heads(HEADS, HELD)
@@ -147,7 +147,7 @@ def test_heads_and_transposes_rotated_or_not_are_products_of_no_dense_weight(how
 
 
 @pytest.mark.parametrize("sequential", [False, True])
-def test_layers_of_a_scan_have_corrections_of_their_own(sequential):
+def test_layers_of_a_scan_have_separate_corrections(sequential):
     params = {"w": array(2, 32, 32, scale=0.2), "head": array(32, 8)}
 
     @jax.jit
@@ -165,7 +165,7 @@ def test_layers_of_a_scan_have_corrections_of_their_own(sequential):
         assert lost(32, sequential=sequential) < 1e-3
 
 
-def test_rows_looked_up_and_kernels_of_convolutions_are_corrected_without_data():
+def test_embeddings_and_kernels_are_corrected_without_data():
     params = {"table": array(40, 16, scale=1), "kernel": array(3, 3, 4, 8)}
 
     def model(params, ids):
@@ -182,12 +182,12 @@ def test_rows_looked_up_and_kernels_of_convolutions_are_corrected_without_data()
     assert lost(small) < 0.95 * lost(plain)
 
 
-def test_experts_of_which_one_meets_nothing_and_columns_split_in_groups():
+def test_unused_experts_and_grouped_columns_are_corrected():
     params = {"experts": array(3, 32, 16), "groups": array(4, 8, 2, 8)}
 
     def model(params, x):
         y = x @ params["experts"][0] - x @ params["experts"][2]
-        # Free, contracted, free: of each of the four a correction of its own.
+        # The axes are free, contracted, free: each of the four blocks has its own correction.
         return y, jnp.einsum("td,gdek->tgek", x[:, :8], params["groups"])
 
     rules = [Rule(".*", "int3", correction_rank=4)]
@@ -203,7 +203,7 @@ def test_experts_of_which_one_meets_nothing_and_columns_split_in_groups():
         assert jnp.linalg.norm(expected - y) < 0.2 * jnp.linalg.norm(expected)
 
 
-def test_what_products_sum_apart_is_corrected_in_parts():
+def test_contracted_leading_axes_are_corrected_in_parts():
     params = {"w": array(4, 32, 8)}
     model = lambda params, x: jnp.einsum("thk,hdk->td", x.reshape(-1, 4, 8), params["w"])
     rules = [Rule("w", "int3", correction_rank=3)]
@@ -214,7 +214,7 @@ def test_what_products_sum_apart_is_corrected_in_parts():
     assert lost(small) < 0.95 * lost(plain)
 
 
-def test_mistakes_of_corrections():
+def test_wrong_corrections_raise():
     for rank in (0, -1):
         with pytest.raises(ValueError, match="correction_rank must be an integer of 1 or more"):
             Rule(".*", "int4", correction_rank=rank)
@@ -227,7 +227,7 @@ def test_mistakes_of_corrections():
         quantize_tree(HEADS, [rule], train=True)
     with pytest.raises(ValueError, match="calibrate computes the best correction"):
         calibrate(heads, [rule], params=HEADS)
-    stacked = {"w": array(8, 3, 16)}  # of which the layers lie in between
+    stacked = {"w": array(8, 3, 16)}  # the stacked axis is between the others
     model = lambda params, x: jnp.einsum("tld,dlk->tlk", x, params["w"])
     with pytest.raises(ValueError, match="w: correction_rank does not support shape"):
         quantize_tree(stacked, [rule], model=model, args=(jnp.ones((2, 3, 8)),))

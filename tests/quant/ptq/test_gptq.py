@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from veneer.quant import FORMATS, quantize
-from veneer.quant.ptq.gptq import damped, gptq, inverse_factor
+from veneer.quant.ptq.gptq import damp, gptq, inverse_factor
 from veneer.quant.ptq.moments import Moments, cholesky
 
 RNG = np.random.default_rng(0)
@@ -12,7 +12,7 @@ W = RNG.normal(size=(96, 24)).astype(np.float32)
 
 
 def grid(w, qtype, tile=32):
-    """The nearest codes in tiles of rows, and the scale and the zero point of each entry."""
+    """Return the nearest codes, and the scale and the zero point of each entry."""
     q = quantize(w, qtype, channelwise_axes=[1], tiled_axes={0: tile})
     of_entries = lambda x: np.repeat(np.asarray(x, np.float32), tile, axis=0)
     zero = None if q.zero_point is None else of_entries(q.zero_point)
@@ -34,13 +34,13 @@ def gptq_in_numpy(w, gram, scale, zero, low, high, damping=0.01):
 
 
 @pytest.mark.parametrize("qtype", ["int4", "uint3"])
-def test_codes_are_those_of_ten_lines_of_numpy(qtype):
+def test_codes_equal_a_numpy_reference(qtype):
     _, scale, zero = grid(W, qtype)
     gram = X.T @ X / len(X)
     codes = gptq(W, Moments(gram), scale, zero, qtype)
     zeros = np.zeros_like(W) if zero is None else zero
     expected = gptq_in_numpy(W, gram, scale, zeros, *FORMATS[qtype].code_range)
-    # float32 may fall on the other side of a tie, after which a column goes its own way.
+    # Float32 can round a tie to the other side, after which the rest of the column differs.
     assert (codes.astype(int) == expected).all(0).mean() > 0.9
 
 
@@ -54,7 +54,7 @@ def value(codes, scale, zero, qtype):
 
 
 @pytest.mark.parametrize("qtype", ["int4", "uint2", "nf4", "float8_e4m3fn", "ternary"])
-def test_no_output_loses_more_than_by_rounding_to_nearest_and_all_of_them_less(qtype):
+def test_no_output_is_worse_than_rounding_to_nearest(qtype):
     q, scale, zero = grid(W, qtype)
     codes = gptq(W, Moments(X.T @ X / len(X)), scale, zero, qtype)
     assert codes.dtype == FORMATS[qtype].code_dtype
@@ -63,7 +63,7 @@ def test_no_output_loses_more_than_by_rounding_to_nearest_and_all_of_them_less(q
     assert after.sum() < 0.75 * before.sum()
 
 
-def test_what_no_activation_meets_is_rounded_to_nearest():
+def test_unused_channels_are_rounded_to_nearest():
     x = X * (np.arange(96) % 3 > 0)
     q, scale, zero = grid(W, "int4")
     codes = gptq(W, Moments(x.T @ x / len(x)), scale, zero, "int4")
@@ -73,11 +73,11 @@ def test_what_no_activation_meets_is_rounded_to_nearest():
 
 
 def assert_as_near(ours, nearest, w):
-    """The largest magnitude of a tile is half a step beyond its code: a tie, near as it is."""
+    """The largest magnitude of a tile is half a step beyond its code, which is a tie."""
     np.testing.assert_allclose(np.abs(ours - w), np.abs(nearest - w), atol=1e-5)
 
 
-def test_activations_without_correlation_leave_nothing_to_make_up_for():
+def test_uncorrelated_channels_are_rounded_to_nearest():
     q, scale, zero = grid(W, "int4")
     codes = gptq(W, Moments(np.diag(np.linspace(1, 2, 96))), scale, zero, "int4")
     assert_as_near(value(codes, scale, zero, "int4"), q.dequantize(), W)
@@ -92,7 +92,7 @@ def test_fewer_rows_than_channels_are_damped():
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_weight_that_is_no_number_spoils_its_own_tile_alone(bad):
+def test_a_nonfinite_weight_affects_only_its_tile(bad):
     w = W.copy()
     w[40, 3] = bad
     _, scale, zero = grid(w, "int4")
@@ -105,7 +105,7 @@ def test_a_weight_that_is_no_number_spoils_its_own_tile_alone(bad):
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_moments_that_are_not_finite_are_refused(bad):
+def test_nonfinite_moments_raise(bad):
     gram = X.T @ X
     gram[3, 5] = bad
     with pytest.raises(ValueError, match="activations are not finite"):
@@ -113,23 +113,23 @@ def test_moments_that_are_not_finite_are_refused(bad):
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (3, 0), (1, 1), (65, 2)])
-def test_matrices_of_any_size(shape):
+def test_matrices_can_have_any_size(shape):
     x = RNG.normal(size=(7, shape[0]))
     w = np.ones(shape, np.float32)
     assert gptq(w, Moments(x.T @ x), w, None, "int4").tolist() == w.astype(int).tolist()
 
 
-def test_factors_of_an_inverse():
-    metric = damped(X.T @ X, 0.01)
+def test_inverse_factor_is_triangular_and_exact():
+    metric = damp(X.T @ X, 0.01)
     upper = inverse_factor(cholesky(metric[::-1, ::-1]))
     np.testing.assert_allclose(upper.T @ upper @ metric, np.eye(96), atol=1e-9)
     assert (np.tril(upper, -1) == 0).all()
-    # None at all, to working precision.
+    # A singular matrix.
     assert np.isfinite(inverse_factor(cholesky(np.ones((8, 8))))).all()
 
 
-def test_a_loss_has_its_precision_where_errors_make_up_for_each_other():
-    x = X + 1e3 * RNG.normal(size=(512, 1))  # of all channels at once
+def test_losses_are_precise_when_errors_cancel():
+    x = X + 1e3 * RNG.normal(size=(512, 1))  # the same in all channels
     error = W - W.mean(0)
     expected = np.square(x @ error.astype(float)).mean(0)
     np.testing.assert_allclose(Moments(x.T @ x / len(x)).loss(error, 0 * W), expected, rtol=1e-3)

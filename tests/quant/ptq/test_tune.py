@@ -1,4 +1,4 @@
-"""`tune`: what is stored is what was trained, in every format and basis, and loses less."""
+"""`tune` stores the trained tree in every format and basis, with less loss."""
 
 import equinox as eqx
 import jax
@@ -28,7 +28,7 @@ def model(params, x):
     return jnp.tanh(x @ params["w"]) @ params["v"] + params["bias"]
 
 
-def quantised(qtype, params=PARAMS, **how):
+def quantized(qtype, params=PARAMS, **how):
     tile = None if vn.quant.FORMATS[qtype].tile_size else 16
     return quantize_tree(
         params, [Rule("[wv]", qtype, tile_size=tile, **how)], model=model, args=X[:1]
@@ -53,8 +53,8 @@ FORMS = {
 
 
 @pytest.mark.parametrize("qtype", FORMS)
-def test_what_is_stored_is_what_was_trained_and_loses_less(qtype):
-    small = quantised(qtype, **FORMS[qtype])
+def test_the_stored_tree_has_the_trained_loss(qtype):
+    small = quantized(qtype, **FORMS[qtype])
     tuning = tune(model, small, params=PARAMS, epochs=12, learning_rate=0.02)
     better = tuning(X)
     assert vn.tree.structure(better) == vn.tree.structure(small)
@@ -68,8 +68,8 @@ def test_what_is_stored_is_what_was_trained_and_loses_less(qtype):
 
 
 @pytest.mark.parametrize("part", ["codes", "scales", "dense"])
-def test_only_what_is_named_is_trained(part):
-    small = quantised("int2")
+def test_only_the_named_parts_are_trained(part):
+    small = quantized("int2")
     better = tune(model, small, params=PARAMS, train=[part], epochs=8, learning_rate=0.03)(X)
     changed = {
         "codes": bool((better["w"].codes() != small["w"].codes()).any()),
@@ -80,7 +80,7 @@ def test_only_what_is_named_is_trained(part):
     assert loss_of(better) < loss_of(small)
 
 
-def test_codes_begin_where_a_method_has_put_them_and_near_what_they_stand_for():
+def test_tuning_starts_from_the_calibrated_codes():
     calibrated = vn.quant.calibrate(model, [Rule("[wv]", "int3")], params=PARAMS)(X)
     tuning = tune(model, calibrated, params=PARAMS, epochs=1, learning_rate=1e-9)
     with pytest.warns(UserWarning, match="did not reduce the loss"):
@@ -89,24 +89,24 @@ def test_codes_begin_where_a_method_has_put_them_and_near_what_they_stand_for():
     np.testing.assert_allclose(tuning.losses, tuning.losses[0], rtol=1e-5)
 
 
-def test_weights_that_were_transposed_since_and_updates_of_low_rank():
+def test_transposed_weights_and_adapters_are_tuned():
     params = {"w": PARAMS["w"].T, "v": PARAMS["v"], "bias": PARAMS["bias"]}
-    turned = lambda params, x: model(params | {"w": params["w"].T}, x)
-    small = quantised("int2")
+    transposed = lambda params, x: model(params | {"w": params["w"].T}, x)
+    small = quantized("int2")
     small = {"w": vn.implicit(jnp.transpose)(small["w"]), "v": small["v"], "bias": small["bias"]}
     assert isinstance(small["w"], QArray)
-    better = tune(turned, small, params=params, epochs=8, learning_rate=0.02)(X)
-    unturned = better | {"w": vn.implicit(jnp.transpose)(better["w"])}
-    assert loss_of(unturned) < 0.8 * loss_of(quantised("int2"))
+    better = tune(transposed, small, params=params, epochs=8, learning_rate=0.02)(X)
+    untransposed = better | {"w": vn.implicit(jnp.transpose)(better["w"])}
+    assert loss_of(untransposed) < 0.8 * loss_of(quantized("int2"))
 
-    lora = quantised("int2")
+    lora = quantized("int2")
     lora["w"] = vn.types.LoraArray.init(lora["w"], rank=4, key=jax.random.key(0))
     tuned = tune(model, lora, params=PARAMS, train=["dense"], epochs=20, learning_rate=0.02)(X)
     assert (tuned["w"].w.packed == lora["w"].w.packed).all()
     assert loss_of(tuned) < 0.9 * loss_of(lora)
 
 
-def test_a_module_and_a_loss_of_ones_own():
+def test_a_module_is_tuned_with_a_custom_loss():
     module = eqx.nn.MLP(32, 8, 16, 1, key=jax.random.key(0))
     call = eqx.filter_vmap(lambda module, x: module(x), in_axes=(None, 0))
     small = quantize_tree(module, [Rule(".*weight", "int2", tile_axis=-1)])
@@ -123,8 +123,8 @@ def test_a_module_and_a_loss_of_ones_own():
     assert tuning.losses[-1] < 0.9 * tuning.losses[0]
 
 
-def test_mistakes():
-    small = quantised("int2")
+def test_wrong_arguments_raise():
+    small = quantized("int2")
     with pytest.raises(TypeError, match=r"read only once\. Pass a list"):
         tune(model, small, params=PARAMS)(iter(X))
     with pytest.raises(ValueError, match="there are no batches to tune with"):
@@ -136,7 +136,7 @@ def test_mistakes():
     with pytest.raises(ValueError, match="epochs must be 1 or more"):
         tune(model, small, params=PARAMS, epochs=0)
     with pytest.raises(ValueError, match="there is nothing to train: the tree has no scales"):
-        tune(model, quantised("mxfp4"), params=PARAMS, train=["scales"])(X)
+        tune(model, quantized("mxfp4"), params=PARAMS, train=["scales"])(X)
     with pytest.raises(ValueError, match="the loss is nan"):
         tune(model, small, params=PARAMS)([X[0].at[0, 0].set(jnp.nan)])
     with pytest.raises(ValueError, match="no floating output"):

@@ -1,4 +1,4 @@
-"""Other formats, tiles and residuals for each product of the backward pass."""
+"""Formats, tiles and residuals of each product of the backward pass."""
 
 import jax
 import jax.numpy as jnp
@@ -30,20 +30,20 @@ CASES = {
         "grad_input": BackwardProduct("int4", calibration_method="rms,2"),
         "grad_weight": BackwardProduct("int8", calibration_method="absmax,0.5"),
     },
-    "residuals as they were": {
+    "dense residuals": {
         "grad_input": BackwardProduct("int8", residual_qtype=None),
         "grad_weight": BackwardProduct("int8", residual_qtype=None),
     },
-    "residuals quantised anew": {
+    "residuals quantized again": {
         "grad_input": BackwardProduct("int8", residual_qtype="int8"),
         "grad_weight": BackwardProduct("int8", residual_qtype="int4", tile_size=16),
     },
-    "nothing but residuals as they were": {
+    "only dense residuals": {
         "grad_qtype": None,
         "grad_input": BackwardProduct(None, residual_qtype=None),
         "grad_weight": BackwardProduct(None, residual_qtype=None),
     },
-    "nothing but the products": {
+    "no formats": {
         "grad_qtype": None,
         "grad_input": BackwardProduct(None),
     },
@@ -61,7 +61,7 @@ CASES = {
         "act_tile_size": 16,
         "grad_weight": BackwardProduct("int8", tile_size=8),
     },
-    "as fp8 training has it": {
+    "fp8 training": {
         "qtype": "float8_e4m3fn",
         "act_qtype": "float8_e4m3fn",
         "act_tile_size": 16,
@@ -74,7 +74,7 @@ CASES = {
 
 
 def dense(x, qtype, axis, tile=None, method=None):
-    """A matrix as quantised for a product that sums over an axis, as one would write it."""
+    """Quantize and dequantize a matrix for a product that contracts an axis."""
     if qtype is None:
         return x
     tile = 32 if qtype == "mxfp8" else tile
@@ -87,7 +87,7 @@ def dense(x, qtype, axis, tile=None, method=None):
 def by_hand(
     x, w, g, *, qtype, act_qtype, grad_qtype, tile_size=None, act_tile_size=None, **products
 ):
-    """The product and both gradients of `x @ w`, in floating point."""
+    """Return the product `x @ w` and both gradients, in floating point."""
     blocks = isinstance(tile_size, dict)
     if blocks:
         q = quantize(w, qtype, tiled_axes=tile_size)
@@ -97,19 +97,19 @@ def by_hand(
     tiles = None if act_tile_size is None else {1: act_tile_size}
     rows = quantize(x, act_qtype, channelwise_axes=[0], tiled_axes=tiles)
 
-    def gradient(name, summed, residual, scale, original):
-        """`summed` is the axis of g, and of the other operand as [summed, kept]."""
+    def gradient(name, contracted, residual, scale, original):
+        """Return the operands. `contracted` is an axis of g; the other operand has it first."""
         of = products.get(name) or BackwardProduct(grad_qtype)
-        quantised = lambda g: dense(g, of.qtype, summed, of.tile_size, of.calibration_method)
+        quantize_g = lambda g: dense(g, of.qtype, contracted, of.tile_size, of.calibration_method)
         if of.residual_qtype != "forward":
             y = dense(original, of.residual_qtype, 0, of.tile_size)
-            return quantised(g), y
+            return quantize_g(g), y
         if of.qtype is None or (blocks and name == "grad_input"):
-            return quantised(g), residual
+            return quantize_g(g), residual
         if scale is None:
-            return quantised(g), dense(original, qtype, 0, of.tile_size)
-        by_scale = scale if summed == 1 else scale.T
-        return quantised(g * by_scale), residual / scale.T
+            return quantize_g(g), dense(original, qtype, 0, of.tile_size)
+        by_scale = scale if contracted == 1 else scale.T
+        return quantize_g(g * by_scale), residual / scale.T
 
     scale = None if tile_size is not None else q.scales()
     gx, y = gradient("grad_input", 1, q.dequantize().T, scale, w.T)
@@ -120,7 +120,7 @@ def by_hand(
 
 
 @pytest.mark.parametrize("of", CASES.values(), ids=CASES)
-def test_values_and_gradients_are_those_of_quantised_operands(of):
+def test_gradients_equal_products_of_quantized_operands(of):
     of = INT8 | of
 
     @jax.jit
@@ -153,11 +153,11 @@ QWIX = {
             "grad_weight": BackwardProduct("int8", calibration_method="absmax,0.5"),
         },
     ),
-    "residuals as they were": (
+    "dense residuals": (
         {"use_original_residuals": True},
         dict.fromkeys(("grad_input", "grad_weight"), BackwardProduct("int8", residual_qtype=None)),
     ),
-    "residuals as they were, and gradients": (
+    "dense residuals and gradients": (
         {"use_original_residuals": True, "dlhs_grad_qtype": None, "drhs_grad_qtype": None},
         dict.fromkeys(("grad_input", "grad_weight"), BackwardProduct(None, residual_qtype=None)),
     ),
@@ -196,7 +196,7 @@ QWIX = {
             "grad_weight": BackwardProduct("int8", tile_size={0: 8, 1: 16}, residual_qtype=None),
         },
     ),
-    "residuals quantised anew": (
+    "residuals quantized again": (
         {
             "use_original_residuals": True,
             "dlhs_residual_qtype": "int8",
@@ -212,7 +212,7 @@ QWIX = {
 
 
 @pytest.mark.parametrize("case", QWIX.values(), ids=QWIX)
-def test_it_equals_qwix(case):
+def test_values_and_gradients_equal_qwix(case):
     import qwix._src.core.dot_general_qt as core
 
     theirs, of = case
@@ -231,13 +231,13 @@ def test_it_equals_qwix(case):
 
 
 def residuals_of(of):
-    """The dtypes that the forward pass keeps for the backward pass."""
+    """Return the dtypes of the arrays that the forward pass saves for the backward pass."""
     dot = lambda x, w: vn.implicit(jnp.matmul)(x, FakeQuantized(w, **INT8 | of))
     leaves = jax.tree.leaves(jax.vjp(dot, X, W)[1])
     return sorted({x.dtype.name for x in leaves if x.size > max(*X.shape, *W.shape)})
 
 
-def test_what_is_kept_for_the_backward_pass():
+def test_residuals_have_the_requested_dtypes():
     kept = BackwardProduct("int8", residual_qtype=None)
     assert residuals_of({}) == ["int8"]
     assert residuals_of({"tile_size": {0: 16, 1: 16}}) == ["int8"]
@@ -245,7 +245,7 @@ def test_what_is_kept_for_the_backward_pass():
     assert residuals_of({"grad_input": kept, "grad_weight": kept}) == ["float32"]
 
 
-def test_grad_qtype_is_that_of_both():
+def test_grad_qtype_applies_to_both_products():
     both = FakeQuantized(W, qtype="int8", grad_qtype="int8")
     assert both.backward == (BackwardProduct("int8"), BackwardProduct("int8"))
     one = FakeQuantized(W, qtype="int8", grad_qtype="int8", grad_weight=BackwardProduct("int4"))
@@ -256,7 +256,7 @@ def test_grad_qtype_is_that_of_both():
     assert hash(FakeQuantized(W, act_qtype="int8", act_tile_size={0: 8}).act_tile_size)
 
 
-def test_the_weight_may_come_first():
+def test_the_weight_can_be_the_first_operand():
     of = INT8 | {
         "grad_input": BackwardProduct("int8", tile_size=16),
         "grad_weight": BackwardProduct("int4", tile_size=8),
@@ -280,7 +280,7 @@ OF_LAYERS = INT8 | {
 }
 
 
-def test_scan_vmap_and_checkpoint():
+def test_scan_vmap_and_checkpoint_are_supported():
     layers = jax.random.normal(KEYS[3], (2, 16, 16)) / 4
     x = X[:8, :16]
 
@@ -307,7 +307,7 @@ CONVOLUTIONS = {
 
 
 @pytest.mark.parametrize("more", CONVOLUTIONS.values(), ids=CONVOLUTIONS)
-def test_convolutions_take_each_product_as_it_says(more):
+def test_convolutions_use_the_options_of_each_product(more):
     count = more.get("feature_group_count", 1)
     images = jax.random.normal(KEYS[0], (4, 5, 6, 4))
     kernel = jax.random.normal(KEYS[1], (3, 2, 4 // count, 8))
@@ -337,7 +337,7 @@ def test_convolutions_take_each_product_as_it_says(more):
     assert_close(found, wanted, 1e-4)
 
 
-def test_ragged_products_take_each_product_as_it_says():
+def test_ragged_dot_uses_the_options_of_each_product():
     sizes = jnp.array([12, 20])
     w = jax.random.normal(KEYS[1], (2, 64, 48))
     dot = lambda x, w: jax.lax.ragged_dot(x, w, sizes)
@@ -350,23 +350,23 @@ def test_ragged_products_take_each_product_as_it_says():
     def both(x, w, g):
         ours = lambda x, w: vn.implicit(dot)(x, FakeQuantized(w, **of))
         out, pull = jax.vjp(ours, x, w)
-        quantised = quantize(w, "int8", channelwise_axes=[0, 2]).dequantize()
+        quantized = quantize(w, "int8", channelwise_axes=[0, 2]).dequantize()
         rows = dense(x, "int8", 1)
-        by_x = jax.vjp(dot, x, quantised)[1](dense(g, "int8", 1, 16))[0]
+        by_x = jax.vjp(dot, x, quantized)[1](dense(g, "int8", 1, 16))[0]
         by_w = jax.vjp(dot, dense(x, "float8_e4m3fn", 0), w)[1](dense(g, "int4", 0))[1]
-        return (out, *pull(g)), (dot(rows, quantised), by_x, by_w)
+        return (out, *pull(g)), (dot(rows, quantized), by_x, by_w)
 
     found, wanted = both(X, w, G)
     assert_close(found, wanted, 1e-4)
 
 
-def test_blocks_of_activations_are_not_converted():
+def test_blocks_of_activations_cannot_be_converted():
     w = FakeQuantized(W, qtype="int8", act_qtype="int8", act_tile_size={0: 8, 1: 8})
     with pytest.raises(ValueError, match="which only training supports"):
         vn.quant.convert({"w": w})
 
 
-def test_a_rule_says_it():
+def test_a_rule_sets_backward_products():
     rule = Rule("w", "int8", grad_weight=BackwardProduct("int4", tile_size=8))
     trained = quantize_tree({"w": W}, [rule], train=True)["w"]
     assert trained.backward == (BackwardProduct(None), BackwardProduct("int4", tile_size=8))
@@ -389,12 +389,12 @@ def test_a_rule_says_it():
         (ValueError, "needs tiles", {"qtype": "mxfp8", "tile_size": 8}),
     ],
 )
-def test_what_does_not_fit_is_refused(error, says, args):
+def test_wrong_options_raise(error, says, args):
     with pytest.raises(error, match=says):
         BackwardProduct(**args)
 
 
-def test_a_tile_that_does_not_divide_says_whose_it_is():
+def test_a_tile_that_does_not_divide_names_the_product():
     w = FakeQuantized(W, grad_weight=BackwardProduct("int8", tile_size=5))
     with pytest.raises(ValueError, match="does not divide") as caught:
         jax.grad(vn.implicit(lambda w: (X @ w).sum()))(w)

@@ -1,4 +1,4 @@
-"""What comes out of training gives what was trained."""
+"""`convert` returns a model with the results of the trained one."""
 
 import jax
 import jax.numpy as jnp
@@ -31,19 +31,19 @@ def program(params, x):
     ],
     ids=lambda rule: f"{rule.qtype}, {rule.act_qtype}, {rule.grad_qtype}",
 )
-def test_a_program_gives_the_same(rule):
+def test_a_converted_model_gives_the_same_results(rule):
     params = {"layers": W, "out": W[0], "bias": jnp.ones(32)}
     trained = quantize_tree(params, [rule], train=True)
-    # Unoptimised, the two programs differ in the last bits of activations, and so in some codes.
-    optimised = {"xla_backend_optimization_level": 3}
+    # Without optimization, the activations of the two programs differ by rounding, and some codes.
+    optimized = {"xla_backend_optimization_level": 3}
     run = jax.jit(
-        lambda *trees: [vn.implicit(program)(tree, X) for tree in trees], compiler_options=optimised
+        lambda *trees: [vn.implicit(program)(tree, X) for tree in trees], compiler_options=optimized
     )
     before, after = run(trained, convert(trained))
     assert_close(after, before, 1e-3)
 
 
-def test_it_is_what_quantising_the_master_weights_gives():
+def test_convert_equals_quantizing_the_trained_weights():
     rule = Rule("w", "int4", tile_size=8, act_qtype="int8")
     trained = quantize_tree({"w": W}, [rule], train=True)
     found, wanted = convert(trained)["w"], quantize_tree({"w": trained["w"].w}, [rule])["w"]
@@ -52,13 +52,13 @@ def test_it_is_what_quantising_the_master_weights_gives():
     assert all((a == b).all() for a, b in zip(*map(jax.tree.leaves, (found, wanted)), strict=True))
 
 
-def test_it_goes_into_other_types_and_leaves_the_rest():
+def test_convert_reaches_nested_weights_only():
     lora = vn.types.LoraArray.init(FakeQuantized(W[0], qtype="int4"), 2, key=jax.random.key(0))
     found = convert({"a": lora, "b": W})
     assert isinstance(found["a"].w, QArray)
     assert found["b"] is W
 
 
-def test_the_dense_dtype_is_kept():
+def test_convert_keeps_the_dense_dtype():
     q = FakeQuantized(W[0], qtype="int4", dense_dtype="bfloat16")
     assert convert(q).dtype == jnp.bfloat16

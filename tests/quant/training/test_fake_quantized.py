@@ -1,4 +1,4 @@
-"""Weights in training: what they stand for, and gradients under every transformation."""
+"""The values and gradients of weights in training, under every transformation."""
 
 import equinox as eqx
 import jax
@@ -28,7 +28,7 @@ RULES = {
 
 
 def model(params, x):
-    """Stacked layers in a scan, one of a transposed weight, and a use that is no product."""
+    """Use stacked layers in a scan, a transposed weight, and a weight outside of a product."""
 
     def layer(x, w):
         return jnp.tanh(x @ w), None
@@ -38,7 +38,7 @@ def model(params, x):
 
 
 def fake(w, rule, axis):
-    """Fake quantisation as people write it, with the rule's numbers."""
+    """Fake-quantize a weight with the options of a rule."""
     if rule.qtype is None:
         return w
     return fake_quantize(
@@ -58,9 +58,9 @@ def fake_rows(x, rule):
     return fake_quantize(x, rule.act_qtype, channelwise_axes=[0], calibration_method=method)
 
 
-# `out` is [out, in], and is contracted along its last axis; a rule for it says so.
+# Products contract the last axis of `out`, so its rule has tile_axis=-1.
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-def test_gradients_are_those_of_the_fake_quantised_program(rule):
+def test_gradients_equal_those_of_fake_quantization(rule):
     out = W[0] * W[1]
 
     def given(layers, out):
@@ -95,14 +95,14 @@ def _fields(rule):
     return {name: getattr(rule, name) for name in names.split()}
 
 
-def test_clipping_takes_the_gradient_of_what_it_clips():
+def test_clipped_values_have_no_gradient():
     w = jnp.array([[0.1], [5.0], [0.2], [-0.3]])
     q = FakeQuantized(w, qtype="int4", calibration_method="fixed,1")
     gradient = jax.grad(lambda q: (jnp.ones(4) @ q).sum())(q)
     assert gradient.w[:, 0].tolist() == [1, 0, 1, 1]
 
 
-def test_in_the_other_order_the_gradient_is_that_by_the_dense_weight():
+def test_implicit_grad_differentiates_the_dense_weight():
     loss = lambda w, x: jnp.sin(x @ w).sum()
     w = FakeQuantized(W[0], qtype="int4")
     found = vn.implicit(jax.grad(loss))(w, X)
@@ -110,7 +110,7 @@ def test_in_the_other_order_the_gradient_is_that_by_the_dense_weight():
     assert_close(jax.grad(vn.implicit(loss))(w, X).w, found, 1e-5)  # nothing is clipped
 
 
-def test_in_the_other_order_gradients_are_not_taken_for_activations():
+def test_implicit_grad_does_not_quantize_gradients():
     loss = lambda w, x: jnp.sin(x @ w).sum()
     w = FakeQuantized(W[0], qtype="int4", act_qtype="int2")
     dense, rows = vn.materialise(w), fake_quantize(X, "int2", channelwise_axes=[0])
@@ -119,7 +119,7 @@ def test_in_the_other_order_gradients_are_not_taken_for_activations():
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_narrow_floats_keep_their_dtype(dtype):
+def test_gradients_keep_narrow_float_dtypes(dtype):
     w, x = W[0].astype(dtype), X.astype(dtype)
     q = FakeQuantized(w, qtype="int4", act_qtype="int8")
     loss = lambda w, x: jnp.sin((x @ w).astype(jnp.float32)).sum()
@@ -130,7 +130,7 @@ def test_narrow_floats_keep_their_dtype(dtype):
     assert_close((by_w.w, by_x), expected, 0.02)
 
 
-def test_a_cast_weight_is_quantised_from_the_master():
+def test_a_cast_weight_is_quantized_from_the_master():
     q = FakeQuantized(W[0], qtype="int4")
     cast = vn.implicit(lambda w: w.astype(jnp.bfloat16))(q)
     assert (cast.w.dtype, cast.dtype) == (jnp.float32, jnp.bfloat16)
@@ -147,7 +147,7 @@ CONVOLUTIONS = {
 
 
 @pytest.mark.parametrize("more", CONVOLUTIONS.values(), ids=CONVOLUTIONS)
-def test_convolutions(more):
+def test_convolutions_equal_fake_quantized_ones(more):
     count = more.get("feature_group_count", 1)
     images = jax.random.normal(KEYS[0], (2, 6, 5, 4))
     kernel = jax.random.normal(KEYS[1], (3, 2, 4 // count, 6))
@@ -172,7 +172,7 @@ def test_convolutions(more):
     assert_close(found, wanted, 1e-4)
 
 
-def test_ragged_products():
+def test_ragged_dot_equals_a_fake_quantized_one():
     sizes = jnp.array([2, 3])
     loss = lambda w, x: jnp.sin(jax.lax.ragged_dot(x, w, sizes)).sum()
 
@@ -188,7 +188,7 @@ def test_ragged_products():
     assert_close(found, wanted, 1e-4)
 
 
-def test_the_weight_may_come_first():
+def test_the_weight_can_be_the_first_operand():
     loss = lambda w, x: jnp.sin(w @ x).sum()
     q = FakeQuantized(W[0], qtype="int4", act_qtype="int8", tile_axis=-1)
     columns = fake_quantize(X.T, "int8", channelwise_axes=[1])
@@ -219,7 +219,7 @@ def test_adam_trains_the_master_weights():
     assert (mask["a"].w, mask["bias"]) == (True, True)
 
 
-def test_equinox():
+def test_an_equinox_model_is_trained():
     layer = quantize_tree(
         eqx.nn.MLP(16, 4, 8, 1, key=KEYS[2]),
         [Rule(r".*\.weight", "int4", tile_axis=-1, act_qtype="int8")],
@@ -245,7 +245,7 @@ def test_equinox():
     assert_close([part.weight.w for part in found.layers], wanted, 1e-4)
 
 
-def test_nnx():
+def test_an_nnx_model_is_trained():
     layer = nnx.Linear(16, 4, rngs=nnx.Rngs(0))
     kernel = layer.kernel[...]
     layer.kernel = nnx.Param(FakeQuantized(kernel, qtype="int4"))
@@ -260,7 +260,7 @@ def test_nnx():
     assert_close(gradient(variables)["kernel"].get_value().w, jax.grad(dense)(kernel), 1e-4)
 
 
-def test_a_slice_along_a_tile_is_one_of_the_weight_as_quantised():
+def test_a_slice_along_a_tile_is_fake_quantized():
     q = FakeQuantized(W[0], qtype="int4")
     dense = vn.materialise(q)
     assert (vn.implicit(lambda w: w[3:5])(q) == dense[3:5]).all()
@@ -271,7 +271,7 @@ def test_a_slice_along_a_tile_is_one_of_the_weight_as_quantised():
     assert (vn.materialise(layer) == vn.materialise(FakeQuantized(W[1], qtype="int4"))).all()
 
 
-def test_tiles_along_a_leading_axis_are_of_a_stack_and_not_of_its_members():
+def test_tiles_along_a_stack_need_the_whole_stack():
     w = jax.random.normal(KEYS[0], (4, 16, 8))
     q = FakeQuantized(w, qtype="int8", tile_size={0: 2, -1: 4})
     assert repr(q) == "FakeQuantized(w=f32[4,16,8], qtype='int8', tile_size={-3: 2, -1: 4})"
@@ -287,7 +287,7 @@ def test_tiles_along_a_leading_axis_are_of_a_stack_and_not_of_its_members():
 
 
 @pytest.mark.parametrize("qtype", ["nvfp4", "nf4_dq", "mxfp4"])
-def test_a_transpose_stands_for_the_transpose(qtype):
+def test_a_transpose_represents_the_transposed_weight(qtype):
     w = jax.random.normal(KEYS[0], (2, 32, 64))
     q = FakeQuantized(w, qtype=qtype, act_qtype="int8")
     for order in [(0, 2, 1), (1, 0, 2), (2, 1, 0)]:
@@ -295,7 +295,7 @@ def test_a_transpose_stands_for_the_transpose(qtype):
         assert_close(vn.materialise(turned), vn.materialise(q).transpose(order), 0)
 
 
-def test_only_leading_axes_without_tiles_are_cut_over_devices():
+def test_sharding_does_not_split_tiles():
     P = jax.sharding.PartitionSpec
     q = FakeQuantized(W, qtype="int4", tile_size=8)
     assert q.partition(P("x", None, None), (1, 16, 16)).w == P("x", None, None)
@@ -321,11 +321,11 @@ TWO_KEYS = jax.random.wrap_key_data(arrays.zeros((2, 2), np.uint32))
         (ValueError, "key must have shape", {"qtype": "int4", "key": TWO_KEYS}),
     ],
 )
-def test_what_does_not_fit_is_refused(error, says, fields):
+def test_wrong_fields_raise(error, says, fields):
     with pytest.raises(error, match=says):
         FakeQuantized(W[0], **fields)
 
 
-def test_only_floating_arrays_are_trained():
+def test_integer_weights_raise():
     with pytest.raises(TypeError, match="floating"):
         FakeQuantized(np.arange(4).reshape(2, 2), qtype="int4")

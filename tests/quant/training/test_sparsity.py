@@ -1,4 +1,4 @@
-"""N:M sparsity in training: what is kept, gradients that go straight through, and kept masks."""
+"""N:M sparsity in training: masks, straight-through gradients and saved masks."""
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ LAYERS = arrays.array(np.random.default_rng(2).normal(size=(2, 16, 16)) / 4)
 
 
 def mask_by_hand(w, n, m, axis=-2):
-    """Which n of each m neighbours are largest, by their ranks."""
+    """Return the mask of the n largest of each m neighbors."""
     last = jnp.moveaxis(w, axis, -1)
     groups = abs(last).reshape(*last.shape[:-1], -1, m)
     ranks = jnp.argsort(jnp.argsort(-groups, -1, stable=True), -1)
@@ -35,28 +35,28 @@ def mask_by_hand(w, n, m, axis=-2):
 
 
 def pruned(w, n, m, axis=-2):
-    """With gradients that go straight through."""
+    """Return the pruned weight with straight-through gradients."""
     return w + jax.lax.stop_gradient(jnp.where(mask_by_hand(w, n, m, axis), w, 0) - w)
 
 
 @pytest.mark.parametrize("pattern", [(2, 4), (1, 4), (3, 8), (4, 4)], ids=str)
 @pytest.mark.parametrize("qtype", [None, "int8", "nf4"])
-def test_it_stands_for_what_is_pruned_and_then_quantised(pattern, qtype):
+def test_weights_are_pruned_before_quantization(pattern, qtype):
     of = {"qtype": qtype, "sparsity": pattern}
-    quantised = lambda w: w if qtype is None else fake_quantize(w, qtype, channelwise_axes=[1])
+    quantized = lambda w: w if qtype is None else fake_quantize(w, qtype, channelwise_axes=[1])
 
     def both(w, x):
         ours = lambda w, x: jnp.sin(vn.implicit(jnp.matmul)(x, FakeQuantized(w, **of))).sum()
-        theirs = lambda w, x: jnp.sin(x @ quantised(pruned(w, *pattern))).sum()
+        theirs = lambda w, x: jnp.sin(x @ quantized(pruned(w, *pattern))).sum()
         return [jax.value_and_grad(f, (0, 1))(w, x) for f in (ours, theirs)]
 
     found, wanted = jax.jit(both)(W, X)
     assert_close(found, wanted, 1e-5)
     (_, (by_w, _)), _ = found, wanted
-    assert (by_w != 0).all()  # what is not kept moves on
+    assert (by_w != 0).all()  # pruned values get gradients, too
 
 
-def test_what_is_kept_is_what_nm_sparse_keeps():
+def test_masks_equal_those_of_nm_sparse():
     tied = jnp.round(W).at[2, 3].set(jnp.nan)
     for axis in (-2, -1):
         for n, m in [(2, 4), (1, 4), (3, 8)]:
@@ -64,7 +64,7 @@ def test_what_is_kept_is_what_nm_sparse_keeps():
             assert (ours == NMSparse.prune(tied, n, m, axis).mask()).all()
 
 
-def test_it_is_what_qwix_keeps():
+def test_masks_equal_those_of_qwix():
     import qwix._src.core.sparsity as core
 
     for axis, order in [(-2, "C"), (-1, "R")]:
@@ -73,7 +73,7 @@ def test_it_is_what_qwix_keeps():
 
 
 @pytest.mark.parametrize("order", ["C", "R"])
-def test_blocks_are_kept_by_the_sums_of_their_magnitudes(order):
+def test_blocks_are_ranked_by_their_absolute_sums(order):
     axis = {"C": -2, "R": -1}[order]
     w = jax.random.normal(KEYS[2], (24, 24))
     weight = FakeQuantized(w, sparsity=(2, 3, 4), tile_axis=axis)
@@ -89,7 +89,7 @@ def test_blocks_are_kept_by_the_sums_of_their_magnitudes(order):
     assert (weight.kept == theirs).all()
 
 
-def test_products_on_codes_are_of_what_is_kept():
+def test_products_on_codes_use_pruned_weights():
     of = {"qtype": "int8", "act_qtype": "int8", "grad_qtype": "int8"}
 
     def both(w, x):
@@ -104,7 +104,7 @@ def test_products_on_codes_are_of_what_is_kept():
     assert_close(found, wanted, 1e-5)
 
 
-def test_qwix_computes_the_same_on_codes():
+def test_sparse_products_on_codes_equal_qwix():
     import qwix._src.core.dot_general_qt as core
     import qwix._src.core.sparsity as sparsity
 
@@ -124,7 +124,7 @@ def test_qwix_computes_the_same_on_codes():
 
     (out, by_x, by_w), wanted = run(X, W, jax.random.normal(KEYS[2], (6, 8)))
     assert_close((out, by_x), wanted[:2], 1e-5)
-    # Theirs does not go straight through the mask: what is pruned stays.
+    # In qwix, pruned values get no gradient.
     assert_close(jnp.where(mask_by_hand(W, 2, 4), by_w, 0), wanted[2], 1e-5)
 
 
@@ -139,13 +139,13 @@ RULES = [
 ]
 
 
-@pytest.mark.parametrize("with_kept", [False, True], ids=["found at each use", "kept"])
-def test_stacks_transposes_and_batches(with_kept):
+@pytest.mark.parametrize("with_saved", [False, True], ids=["computed", "saved"])
+def test_stacks_transposes_and_batches_are_supported(with_saved):
     params = {"layers": LAYERS, "out": W.T}
 
     def ours(params, x):
         params = quantize_tree(params, RULES, train=True)
-        if with_kept:
+        if with_saved:
             params = with_masks(params, sparsity_masks(params))
         return vn.implicit(program)(params, x)
 
@@ -161,23 +161,23 @@ def test_stacks_transposes_and_batches(with_kept):
     assert_close(found, wanted, 1e-4)
 
 
-def test_kept_masks_stay_until_they_are_found_again():
+def test_saved_masks_stay_until_recomputed():
     params = quantize_tree(
         {"w": W, "b": jnp.zeros(8)}, [Rule("w", "int8", sparsity=(2, 4))], train=True
     )
     masks = sparsity_masks(params)
     assert masks["b"] is None
     assert (masks["w"] == mask_by_hand(W, 2, 4)).all()
-    turned = jax.tree.map(lambda x: x[::-1], params)
-    assert (vn.materialise(with_masks(turned, masks)["w"])[~masks["w"]] == 0).all()
-    assert (sparsity_masks(turned)["w"] == mask_by_hand(W[::-1], 2, 4)).all()
-    assert (sparsity_masks(with_masks(turned, masks))["w"] == mask_by_hand(W[::-1], 2, 4)).all()
+    flipped = jax.tree.map(lambda x: x[::-1], params)
+    assert (vn.materialise(with_masks(flipped, masks)["w"])[~masks["w"]] == 0).all()
+    assert (sparsity_masks(flipped)["w"] == mask_by_hand(W[::-1], 2, 4)).all()
+    assert (sparsity_masks(with_masks(flipped, masks))["w"] == mask_by_hand(W[::-1], 2, 4)).all()
     all_kept = jax.tree.map(jnp.ones_like, masks)
     dense = quantize_tree({"w": W}, [Rule("w", "int8")])["w"]
     assert_close(vn.materialise(with_masks(params, all_kept)["w"]), dense.dequantize(), 0)
 
 
-def test_training_by_a_schedule():
+def test_masks_can_change_on_a_schedule():
     target = X @ jnp.where(mask_by_hand(W, 2, 4), W, 0)
     rule = Rule("w", "int8", sparsity=(2, 4))
     params = quantize_tree({"w": W + 0.3}, [rule], train=True)
@@ -209,7 +209,7 @@ def test_training_by_a_schedule():
     assert values[-1] < values[6] / 2
 
 
-def test_it_is_the_same_in_plain_jax_with_high_types():
+def test_high_types_give_the_same_gradients():
     of = {"qtype": "int8", "act_qtype": "int8", "grad_weight": BackwardProduct("int4")}
     w = FakeQuantized(W, sparsity=(2, 4), **of)
     masks = sparsity_masks(w)
@@ -224,7 +224,7 @@ def test_it_is_the_same_in_plain_jax_with_high_types():
         assert_close((value, gradient.w), (wanted[0], wanted[1].w), 1e-5)
 
 
-def test_what_comes_out_of_training_has_the_zeros():
+def test_converted_weights_have_the_zeros():
     trained = quantize_tree(
         {"w": W}, [Rule("w", "int4", act_qtype="int8", sparsity=(2, 4))], train=True
     )
@@ -233,7 +233,7 @@ def test_what_comes_out_of_training_has_the_zeros():
     assert (vn.materialise(out) == vn.materialise(trained["w"])).all()
 
 
-def test_a_group_is_not_cut_over_devices():
+def test_sharding_does_not_split_groups():
     P = jax.sharding.PartitionSpec
     w = FakeQuantized(W, sparsity=(2, 4))
     w = w.with_mask(w.kept)
@@ -257,12 +257,12 @@ def test_a_group_is_not_cut_over_devices():
         (ValueError, "mask must be", {"mask": arrays.ones((8, 16), bool)}),
     ],
 )
-def test_what_does_not_fit_is_refused(error, says, fields):
+def test_wrong_sparsity_raises(error, says, fields):
     with pytest.raises(error, match=says):
         FakeQuantized(W, **fields)
 
 
-def test_masks_of_other_trees_are_refused():
+def test_masks_of_other_trees_raise():
     params = quantize_tree({"w": W}, [Rule("w", "int4", sparsity=(2, 4))], train=True)
     masks = sparsity_masks(params)
     with pytest.raises(ValueError, match="mask must be"):

@@ -1,17 +1,15 @@
-"""Post-training quantisation: weights rounded by the activations that they meet.
+"""Post-training quantization: round weights according to their activations on sample data.
 
 The modules here:
 
-    calibrate       the parameters of a model, by one of these methods
-    allocate_bits   which weight takes which of several formats, within a budget of bits
-    allocation      choices for weights, of the least loss in so many bits
-    tune            scales and codes, trained until outputs are the dense model's
-    tuned_tree      what of a tree is trained, and how it is stored in the end
-    kept            what was found so far, in a folder, from which the same calibration goes on
-    weight          a weight that is being rounded: one matrix, or a stack of them
-    report          what weights lost, as a table
-    moments         second moments of activations, and what a weight's outputs lose
-    factors         of channels, by which weights are multiplied and activations divided
-    low_rank        corrections of low rank of what rounding lost
-    gptq            codes of a matrix, one row after the other, each making up for those before
+    calibrate       `calibrate`: quantize the parameters of a model
+    allocate_bits   `allocate_bits`: choose a format for each weight within a budget of bits
+    tune            `tune`: train the scales and codes of a quantized model
+    tuned_tree      `TunedTree`, the trained parts of a tree
+    saved_progress  `SavedProgress`, results in a folder from which a calibration continues
+    weight          `RoundedWeight`, a weight that is rounded according to its activations
+    matrices        a weight as a stack of matrices, and its low-rank correction
+    gptq            GPTQ, which chooses the codes of a matrix row by row
+    moments         second moments of activations, channel factors and low-rank factors
+    report          tables of the errors and formats of weights
 """

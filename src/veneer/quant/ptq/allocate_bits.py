@@ -1,4 +1,9 @@
-"""`allocate_bits`: which weight takes which format, so that a model loses least in so many bits."""
+"""`allocate_bits`: choose a format for each weight within a budget of bits.
+
+Each weight has several choices with known bits and loss, and the losses of different weights add
+up. That is a multiple-choice knapsack problem (Kellerer, Pferschy and Pisinger 2004, "Knapsack
+Problems", chapter 11). `solve_knapsack` uses dynamic programming over Pareto fronts.
+"""
 
 import dataclasses
 import itertools
@@ -21,9 +26,12 @@ from ..models.programs import arguments_of, check_batches, parameters_and_progra
 from ..models.quantize_tree import ChosenRules, check_rules, choose_rules
 from ..models.rules import Rule
 from ..observation.statistics import ActivationStatistics
-from .allocation import Choice, allocated
+from .matrices import MatrixStack, finite, product_axes
 from .report import AllocationReport, WeightBits
-from .weight import MatrixStack, finite, moments_of, naming
+from .weight import name_errors
+
+#: The largest number of sums that the knapsack keeps. Of more, it keeps the best per range of bits.
+_MAX_SUMS = 8192
 
 
 def allocate_bits(
@@ -113,192 +121,235 @@ class BitAllocator:
     def __call__(self, batches: Iterable[Any]) -> list[Rule]:
         """Return a rule for each weight, chosen with the activations of the batches."""
         check_batches(batches)
-        first = next(again := iter(batches), _NONE)
-        if first is _NONE:
+        first = next(remaining := iter(batches), _NO_BATCH)
+        if first is _NO_BATCH:
             raise ValueError("there are no batches to allocate bits with. Pass at least one")
-        args, batches = arguments_of(first), itertools.chain([first], again)
-        tree, candidates = self._candidates(args)
+        args, batches = arguments_of(first), itertools.chain([first], remaining)
+        tree, candidates = self._find_candidates(args)
         leaves = dict(zip(tree.paths, tree.leaves, strict=True))
-        count = sum(math.prod(leaves[path].shape) for path in candidates)
-        least = sum(min(x.bits for x in of) for of in candidates.values())
+        sizes = {path: math.prod(leaves[path].shape) for path in candidates}
+        count = sum(sizes.values())
+        least = sum(min(x.bits for x in row) for row in candidates.values())
         if least > self._bits * count:
             raise ValueError(
                 f"the budget of {self._bits} bits per value is below the {least / count:.3g} of "
                 "the smallest choices. Raise bits, or add smaller choices"
             )
-        met = self._met(tree, candidates, batches)
+        statistics = self._observe(tree, candidates, batches)
         losses = {
-            path: [_lost(path, leaves[path], x, met.get(path)) for x in of]
-            for path, of in candidates.items()
+            path: [x.loss(path, leaves[path], statistics.get(path)) for x in row]
+            for path, row in candidates.items()
         }
-        probes = {
-            path: _probe(of, losses[path], self._bits * math.prod(leaves[path].shape))
-            for path, of in candidates.items()
-        }
-        measured = self._measured(tree, candidates, probes, args)
-        found = allocated(
-            {
-                path: _choices(of, losses[path], probes[path], measured.get(path))
-                for path, of in candidates.items()
-            },
-            self._bits * count,
-        )
-        chosen = {path: candidates[path][choice.number] for path, choice in found.items()}
-        self.report = AllocationReport(
-            tuple(
-                WeightBits(
-                    path,
-                    tuple(leaves[path].shape),
-                    str(chosen[path].rule.qtype),
-                    choice.bits,
-                    math.sqrt(losses[path][choice.number]),
-                    math.sqrt(choice.loss),
-                )
-                for path, choice in found.items()
-            )
-        )
-        return [
-            dataclasses.replace(x.asked, path_regex=re.escape(path)) for path, x in chosen.items()
-        ]
+        # The model runs with one candidate per weight. The losses of the others are scaled alike.
+        probes = {}
+        for path, row in candidates.items():
+            lossy = [i for i, loss in enumerate(losses[path]) if loss] or range(len(row))
+            budget = self._bits * sizes[path]
+            probes[path] = min(lossy, key=lambda i: abs(row[i].bits - budget))
+        model_losses = self._measure_model_losses(tree, candidates, probes, args)
+        choices = {}
+        for path, row in candidates.items():
+            probe_loss = losses[path][probes[path]]
+            scale = model_losses[path] / probe_loss if path in model_losses and probe_loss else 1.0
+            choices[path] = [Choice(i, x.bits, scale * losses[path][i]) for i, x in enumerate(row)]
+        rules, rows = [], []
+        for path, choice in solve_knapsack(choices, self._bits * count).items():
+            candidate = candidates[path][choice.number]
+            shape, qtype = tuple(leaves[path].shape), str(candidate.rule.qtype)
+            errors = math.sqrt(losses[path][choice.number]), math.sqrt(choice.loss)
+            rows.append(WeightBits(path, shape, qtype, choice.bits, *errors))
+            rules.append(dataclasses.replace(candidate.choice, path_regex=re.escape(path)))
+        self.report = AllocationReport(tuple(rows))
+        return rules
 
-    def _candidates(
+    def _find_candidates(
         self, args: Sequence[Any]
-    ) -> tuple[ChosenRules, dict[str, list["_Alternative"]]]:
-        """The tree of parameters, and how each weight may be stored, in the order of the tree."""
+    ) -> tuple[ChosenRules, dict[str, list["_Candidate"]]]:
+        """Return the tree of parameters, and the candidates of each weight, in its order."""
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # whoever takes the rules will tell
-            by_rule = [
+            # The function that gets the allocated rules repeats these warnings.
+            warnings.simplefilter("ignore", UserWarning)
+            by_choice = [
                 choose_rules(self._params, [rule], self._program, args) for rule in self._choices
             ]
-        tree = by_rule[0]
+        tree = by_choice[0]
         warn_of_unmatched(self._choices, tree.paths)
-        found: dict[str, list[_Alternative]] = {}
+        candidates: dict[str, list[_Candidate]] = {}
         for path, leaf in zip(tree.paths, tree.leaves, strict=True):
-            for asked, chosen in zip(self._choices, by_rule, strict=True):
+            for choice, chosen in zip(self._choices, by_choice, strict=True):
                 rule = chosen.rules.get(path)
                 if rule is not None and rule.qtype is not None:
                     axes = chosen.correction_axes(path)
-                    found.setdefault(path, []).append(_Alternative.of(leaf, asked, rule, axes))
-        if not found:
+                    row = candidates.setdefault(path, [])
+                    row.append(_Candidate.create(leaf, choice, rule, axes))
+        if not candidates:
             raise ValueError(
                 "no choice has a format for a weight that the program uses. Change the path_regex "
                 f"of a choice, which must match a whole path, such as {some_of(tree.paths)}"
             )
-        return tree, found
+        return tree, candidates
 
-    def _met(
+    def _observe(
         self,
         tree: ChosenRules,
-        candidates: Mapping[str, Sequence["_Alternative"]],
+        candidates: Mapping[str, Sequence["_Candidate"]],
         batches: Iterable[Any],
     ) -> Mapping[str, ActivationStatistics]:
-        """What each weight that is in a product meets, along the axes that it contracts."""
-        uses, ndims = tree.uses or {}, dict(zip(tree.paths, map(np.ndim, tree.leaves), strict=True))
-        axes = {
-            path: of[0].rule.contracting(ndims[path])
-            for path, of in candidates.items()
-            if any(use.is_product for use in uses[path])
-        }
+        """Return the statistics of the activations of each weight that products use."""
+        axes = product_axes(tree, {path: row[0].rule for path, row in candidates.items()})
         if not axes:
             return {}
         call = lambda parts, *args: self._program(parts[0], *args)
         flat = tree.paths, tree.leaves, tree.treedef
-        met = statistics_of(record(call, [flat], axes, batches, gram=True, decay=0.9))
-        warn_of_vanishing(met)
-        return met
+        recordings = record(call, [flat], axes, batches, gram=True, decay=0.9)
+        statistics = statistics_of(recordings)
+        warn_of_vanishing(statistics)
+        return statistics
 
-    def _measured(
+    def _measure_model_losses(
         self,
         tree: ChosenRules,
-        candidates: Mapping[str, Sequence["_Alternative"]],
+        candidates: Mapping[str, Sequence["_Candidate"]],
         probes: Mapping[str, int],
         args: Sequence[Any],
     ) -> dict[str, float]:
-        """By path, what the model loses by one of the choices for that weight alone.
+        """Return the relative squared error of the model if only one weight is rounded, by path.
 
-        Nothing of a model whose outputs are no numbers, or zeros.
+        Return no losses if the outputs of the model are 0, or not floating.
         """
-        run = lambda leaves: _outputs(
-            implicit(self._program)(jax.tree.unflatten(tree.treedef, leaves), *args)
-        )
+
+        def run(leaves: Sequence[Any]) -> list[np.ndarray]:
+            out = implicit(self._program)(jax.tree.unflatten(tree.treedef, leaves), *args)
+            arrays = [
+                jnp.asarray(materialise_one(x))
+                for x in jax.tree.leaves(out, is_leaf=is_value)
+                if hasattr(x, "dtype")
+            ]
+            return [np.asarray(x, float) for x in arrays if jnp.issubdtype(x.dtype, jnp.floating)]
+
         expected = run(tree.leaves)
         power = sum(np.square(y).sum() for y in expected)
         if not power:
             return {}
-        found = {}
+        losses = {}
         for i, (path, leaf) in enumerate(zip(tree.paths, tree.leaves, strict=True)):
             if path in candidates:
-                values = candidates[path][probes[path]].values(leaf)
+                values = candidates[path][probes[path]].round(leaf)
                 outs = run([*tree.leaves[:i], values, *tree.leaves[i + 1 :]])
-                lost = sum(np.square(y - z).sum() for y, z in zip(outs, expected, strict=True))
-                found[path] = float(lost / power)
-        return found
+                loss = sum(np.square(y - z).sum() for y, z in zip(outs, expected, strict=True))
+                losses[path] = float(loss / power)
+        return losses
 
 
-_NONE = object()
+_NO_BATCH = object()
 
 
-class _Alternative(NamedTuple):
-    """A way to store a weight: the rule that was asked for, as it is for the weight, and bits."""
+class _Candidate(NamedTuple):
+    """A format for a weight.
 
-    asked: Rule
+    **Arguments:**
+
+    - `choice`: the rule that the caller passed.
+    - `rule`: the same rule, fitted to the weight.
+    - `axes`: the axes of its low-rank correction, or None.
+    - `bits`: the bits of the whole weight.
+    """
+
+    choice: Rule
     rule: Rule
     axes: LowRankAxes | None
     bits: int
 
     @classmethod
-    def of(cls, leaf: Any, asked: Rule, rule: Rule, axes: LowRankAxes | None) -> "_Alternative":
+    def create(cls, leaf: Any, choice: Rule, rule: Rule, axes: LowRankAxes | None) -> "_Candidate":
         stored = jax.eval_shape(lambda x: quantize_with_correction(x, rule, axes), leaf)
-        return cls(asked, rule, axes, 8 * stored.nbytes)
+        return cls(choice, rule, axes, 8 * stored.nbytes)
 
-    def values(self, leaf: Any) -> jax.Array:
-        """What it is worth, rounded to nearest."""
+    def round(self, leaf: Any) -> jax.Array:
+        """Quantize and dequantize a weight."""
         return jnp.asarray(materialise_one(quantize_with_correction(leaf, self.rule, self.axes)))
 
+    def loss(self, path: str, leaf: Any, statistics: ActivationStatistics | None) -> float:
+        """Return the relative squared error of the outputs of a weight.
 
-def _probe(candidates: Sequence[_Alternative], losses: Sequence[float], budget: float | int) -> int:
-    """The choice by which a model is asked: the nearest to a budget of those that lose anything."""
-    numbers = range(len(candidates))
-    losing = [i for i in numbers if losses[i]] or numbers
-    return min(losing, key=lambda i: abs(candidates[i].bits - budget))
-
-
-def _choices(
-    candidates: Sequence[_Alternative],
-    losses: Sequence[float],
-    probe: int,
-    measured: float | None,
-) -> list[Choice]:
-    """Choices whose losses are the model's: that of the probe, and of others in proportion."""
-    factor = measured / losses[probe] if measured is not None and losses[probe] else 1.0
-    return [Choice(i, x.bits, factor * losses[i]) for i, x in enumerate(candidates)]
-
-
-def _lost(
-    path: str, leaf: Any, candidate: _Alternative, statistics: ActivationStatistics | None
-) -> float:
-    """The mean square of what outputs lose, by that of the outputs; or of a weight without any."""
-    values = candidate.values(leaf)
-    met = statistics is not None and statistics.gram is not None
-    stacked = statistics.stacked_axes if met and statistics is not None else ()
-    matrices = MatrixStack(leaf.shape, candidate.rule.contracting(leaf.ndim), stacked)
-    dense, rounded = finite(matrices.of(leaf)), finite(matrices.of(values))
-    if not met or statistics is None:
-        power = np.square(dense).sum()
-        return float(np.square(dense - rounded).sum() / power) if power else 0.0
-    with naming(path):
-        moments = moments_of(statistics, matrices)
-    each = zip(moments, dense, rounded, strict=True)
-    lost = sum(moment.loss(w, q).sum() for moment, w, q in each)
-    power = sum(moment.power(w).sum() for moment, w in zip(moments, dense, strict=True))
-    return float(max(0.0, lost / power)) if power else 0.0
+        Without activations, return the relative squared error of the weight itself.
+        """
+        grams = statistics if statistics is not None and statistics.gram is not None else None
+        stacked = () if grams is None else grams.stacked_axes
+        matrices = MatrixStack(leaf.shape, self.rule.contracting(leaf.ndim), stacked)
+        dense, rounded = (finite(matrices.split(x)) for x in (leaf, self.round(leaf)))
+        if grams is None:
+            loss, power = np.square(dense - rounded).sum(), np.square(dense).sum()
+        else:
+            with name_errors(path):
+                moments = matrices.moments(grams)
+            pairs = zip(moments, dense, rounded, strict=True)
+            loss = sum(moment.loss(w, q).sum() for moment, w, q in pairs)
+            power = sum(moment.power(w).sum() for moment, w in zip(moments, dense, strict=True))
+        return float(loss / power) if power else 0.0
 
 
-def _outputs(tree: Any) -> list[np.ndarray]:
-    """The floating arrays of a tree, in float64."""
-    arrays = [
-        jnp.asarray(materialise_one(x))
-        for x in jax.tree.leaves(tree, is_leaf=is_value)
-        if hasattr(x, "dtype")
-    ]
-    return [np.asarray(x, float) for x in arrays if jnp.issubdtype(x.dtype, jnp.floating)]
+class Choice(NamedTuple):
+    """One choice for a weight.
+
+    **Arguments:**
+
+    - `number`: the index of the choice.
+    - `bits`: the bits of the whole weight.
+    - `loss`: the loss, in a unit that is the same for all weights.
+    """
+
+    number: int
+    bits: int
+    loss: float
+
+
+def solve_knapsack(
+    choices: Mapping[str, Sequence[Choice]], budget: float | int
+) -> dict[str, Choice]:
+    """Return one choice per weight with the least total loss within a budget of bits.
+
+    The result is exact for a few weights. For many weights it is approximate: see `_MAX_SUMS`.
+
+    **Arguments:**
+
+    - `choices`: at least one choice per weight, by path.
+    - `budget`: the bits of all weights together.
+
+    **Raises:** `ValueError` if the budget is too small for the smallest choices.
+
+    >>> from veneer.quant.ptq.allocate_bits import Choice, solve_knapsack
+    >>> small, large = Choice(0, 40, 1.0), Choice(1, 80, 0.1)
+    >>> solution = solve_knapsack({"a": [small, large], "b": [small, Choice(1, 80, 0.5)]}, 120)
+    >>> {path: choice.bits for path, choice in solution.items()}
+    {'a': 80, 'b': 40}
+    """
+    needed = sum(min(x.bits for x in row) for row in choices.values())  # by the following weights
+    if not needed <= budget:
+        raise ValueError(f"the weights take at least {needed} bits, and the budget is {budget:.0f}")
+    bits, losses, steps = np.zeros(1), np.zeros(1), []
+    for row in choices.values():
+        needed -= min(x.bits for x in row)
+        all_bits = (bits[:, None] + np.array([x.bits for x in row], float)).ravel()
+        all_losses = (losses[:, None] + np.array([x.loss for x in row], float)).ravel()
+        front = _pareto_front(all_bits, all_losses, budget - needed)
+        bits, losses = all_bits[front], all_losses[front]
+        steps.append(np.divmod(front, len(row)))  # the sum before, and the number of the choice
+    at, solution = len(losses) - 1, {}
+    for (path, row), (before, number) in reversed([*zip(choices.items(), steps, strict=True)]):
+        solution[path] = row[number[at]]
+        at = before[at]
+    return {path: solution[path] for path in choices}
+
+
+def _pareto_front(bits: np.ndarray, losses: np.ndarray, budget: float | int) -> np.ndarray:
+    """Return the indices of the Pareto front of (bits, loss) within a budget, ordered by bits."""
+    order = np.lexsort((losses, bits))
+    order = order[bits[order] <= budget]
+    least_before = np.minimum.accumulate(losses[order])[:-1]
+    order = order[np.append(True, losses[order][1:] < least_before)]
+    if len(order) <= _MAX_SUMS:
+        return order
+    ordered = bits[order]
+    ranges = ((ordered - ordered[0]) / (ordered[-1] - ordered[0]) * _MAX_SUMS).astype(int)
+    return order[np.append(ranges[1:] > ranges[:-1], True)]

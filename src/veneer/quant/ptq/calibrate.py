@@ -1,7 +1,7 @@
-"""`calibrate`: the parameters of a model, rounded by the activations that they meet.
+"""`calibrate`: quantize the parameters of a model with the activations of sample data.
 
-The model is observed as `observe` does it, with second moments: once, or in stages, of which each
-sees the activations of what was rounded before it.
+The model is observed with second moments, once or in stages. In a sequential calibration, each
+stage observes the activations of a model in which the weights of earlier stages are quantized.
 """
 
 import dataclasses
@@ -31,9 +31,10 @@ from ..models.rules import Rule, get_method
 from ..observation.recording import Recording
 from ..observation.statistics import ActivationStatistics
 from .gptq import DAMPING
-from .kept import KeptCalibration, identity_of
+from .matrices import product_axes
 from .report import CalibrationReport
-from .weight import RoundedWeight, naming
+from .saved_progress import SavedProgress, digest_calibration
+from .weight import RoundedWeight, name_errors
 
 
 def calibrate(
@@ -195,45 +196,45 @@ class Calibrator:
     def __call__(self, batches: Iterable[Any]) -> Any:
         """Return the parameters, quantized with the activations of the batches."""
         check_batches(batches)
-        first = next(again := iter(batches), _NONE)
-        if first is _NONE:
+        first = next(remaining := iter(batches), _NO_BATCH)
+        if first is _NO_BATCH:
             raise ValueError("there are no batches to calibrate with. Pass at least one")
         args = arguments_of(first)
         chosen = choose_rules(self._params, self._rules, self._program, args, needs_products=True)
-        axes = _contracting(chosen)
-        stages = _within(self._memory, chosen, axes)
-        several = ["sequential"] if self._sequential else []
-        several += [f"memory={self._memory:,}"] if len(stages) > 1 else []
-        several += ["resume"] if self._resume is not None else []
-        if not several:
-            batches = itertools.chain([first], again)
-        elif again is batches:
+        axes = product_axes(chosen, chosen.rules)
+        stages = _limit_memory(self._memory, chosen, axes)
+        repeating = ["sequential"] if self._sequential else []
+        repeating += [f"memory={self._memory:,}"] if len(stages) > 1 else []
+        repeating += ["resume"] if self._resume is not None else []
+        if not repeating:
+            batches = itertools.chain([first], remaining)
+        elif remaining is batches:
             raise TypeError(
-                f"{several[0]} reads the batches several times, and a {type(batches).__name__} can "
-                "be read only once. Pass a list, or an object whose __iter__ starts again"
+                f"{repeating[0]} reads the batches several times, and a {type(batches).__name__} "
+                "can be read only once. Pass a list, or an object whose __iter__ starts again"
             )
-        how = self._method, self._sequential, self._propagation, self._damping, self._memory
-        called = self._rules, *how
-        kept = KeptCalibration(
+        options = self._method, self._sequential, self._propagation, self._damping, self._memory
+        saved = SavedProgress(
             self._resume,
-            lambda: identity_of(called, self._program, self._params, args, batches),
+            lambda: digest_calibration(
+                (self._rules, *options), self._program, self._params, args, batches
+            ),
         )
-        weights, met = self._round(chosen, axes, stages, batches, kept)
-
+        weights, statistics = self._round(chosen, axes, stages, batches, saved)
         results = {path: weight.result(path) for path, weight in weights.items()}
         losses = tuple(loss for _, loss in results.values() if loss is not None)
         self.report = CalibrationReport(losses)
 
-        def quantized(path: str, leaf: Any, rule: Rule) -> Any:
-            with naming(path):
+        def quantize(path: str, leaf: Any, rule: Rule) -> Any:
+            with name_errors(path):
                 q, _ = results.get(path, (leaf, None))
-                return rule.with_activations(q, met.get(path))
+                return rule.with_activations(q, statistics.get(path))
 
-        new = chosen.replace_leaves(quantized)
-        asked = {path: self._method_for(rule) for path, rule in chosen.rules.items()}
-        useless = [x.path for x in losses if x.method == "nearest" != asked[x.path]]
+        new = chosen.replace_leaves(quantize)
+        methods = {path: self._method_for(rule) for path, rule in chosen.rules.items()}
+        useless = [x.path for x in losses if x.method == "nearest" != methods[x.path]]
         if useless:
-            names = " and ".join(sorted({asked[path] for path in useless}))
+            names = " and ".join(sorted({methods[path] for path in useless}))
             warn_user(
                 f"{names} was no better than rounding to nearest for {some_of(useless)}, so they "
                 "are rounded to nearest. More or other batches may help"
@@ -246,52 +247,53 @@ class Calibrator:
         axes: Mapping[str, tuple[int, ...]],
         stages: Sequence["Stage"],
         batches: Iterable[Any],
-        kept: KeptCalibration,
+        saved: SavedProgress,
     ) -> tuple[Mapping[str, RoundedWeight], Mapping[str, ActivationStatistics]]:
-        """The weights, rounded in stages, and the statistics of their activations."""
+        """Round all weights in stages. Return them, and the statistics of their activations."""
         leaves = dict(zip(chosen.paths, chosen.leaves, strict=True))
         weights = {}
         for path, rule in chosen.rules.items():
             if rule.qtype is not None:
-                of_correction = chosen.correction_axes(path)
-                with naming(path):
-                    weights[path] = RoundedWeight(leaves[path], rule, of_correction)
-        observed = functools.partial(self._observed, chosen, leaves)
+                correction_axes = chosen.correction_axes(path)
+                with name_errors(path):
+                    weights[path] = RoundedWeight(leaves[path], rule, correction_axes)
+        observe = functools.partial(self._observe, chosen, leaves)
         if self._sequential:
-            dense = statistics_of(observed(axes, batches, gram=False))
-            stages = stages_of({path: dense[path] for path in chosen.uses or () if path in dense})
+            dense = statistics_of(observe(axes, batches, gram=False))
+            in_order = [path for path in chosen.uses or () if path in dense]
+            stages = _order_stages({path: dense[path] for path in in_order})
             leaves |= {path: w.nearest() for path, w in weights.items() if path not in axes}
-        met: dict[str, ActivationStatistics] = {}
-        unmet: dict[str, str] = {}
-        with _bar(sum(map(len, stages)), shown=self._progress) as tell:
+        statistics: dict[str, ActivationStatistics] = {}
+        missing: dict[str, str] = {}
+        with _progress_bar(sum(map(len, stages)), is_shown=self._progress) as show:
             for number, stage in enumerate(stages):
-                known = kept.restored(number, {path: weights.get(path) for path in stage})
-                tell("", len(known))
-                left = {path: axes[path] for path in stage if path not in known}
-                told = _telling(batches, f"stage {number + 1} of {len(stages)}, batch", tell)
-                new, others = split_recordings(observed(left, told, gram=True) if left else {})
-                unmet |= others
+                done = saved.restore(number, {path: weights.get(path) for path in stage})
+                show("", len(done))
+                todo = {path: axes[path] for path in stage if path not in done}
+                text = f"stage {number + 1} of {len(stages)}, batch"
+                shown = _show_batches(batches, text, show)
+                new, without = split_recordings(observe(todo, shown, gram=True) if todo else {})
+                missing |= without
                 for path in new:
-                    tell(path)
-                    known[path] = dataclasses.replace(new[path], gram=None, cross=None)
+                    show(path)
+                    done[path] = dataclasses.replace(new[path], gram=None, cross=None)
                     if path in weights:
-                        rule = chosen.rules[path]
-                        with naming(path):
+                        with name_errors(path):
                             weights[path].round(
                                 new[path],
-                                method=self._method_for(rule),
+                                method=self._method_for(chosen.rules[path]),
                                 damping=self._damping,
                                 propagation=self._propagation,
                                 stacks=stage[path],
                             )
-                    kept.save(number, path, known[path], weights.get(path))
-                    tell(path, 1)
-                met |= known
+                    saved.save(number, path, done[path], weights.get(path))
+                    show(path, 1)
+                statistics |= done
                 if self._sequential:
-                    leaves |= {path: weights[path].values for path in known if path in weights}
-        warn_of_missing(unmet, is_all=not met)
-        warn_of_vanishing(met)
-        return weights, met
+                    leaves |= {path: weights[path].values for path in done if path in weights}
+        warn_of_missing(missing, is_all=not statistics)
+        warn_of_vanishing(statistics)
+        return weights, statistics
 
     def _method_for(self, rule: Rule) -> str:
         """Return the rounding method of a weight, without channel factors that would not help."""
@@ -302,7 +304,7 @@ class Calibrator:
             return "gptq" if method.compensates else "nearest"
         return self._method
 
-    def _observed(
+    def _observe(
         self,
         chosen: ChosenRules,
         leaves: Mapping[str, Any],
@@ -311,25 +313,24 @@ class Calibrator:
         *,
         gram: bool,
     ) -> Mapping[str, Recording]:
-        """What some weights meet; and where nothing is rounded, if errors are propagated."""
+        """Record the activations of some weights, and of the dense model to propagate errors."""
         call = lambda parts, *args: [self._program(part, *args) for part in parts]
         tree = chosen.paths, [leaves[path] for path in chosen.paths], chosen.treedef
-        pairs = gram and self._propagation > 0
-        dense = (chosen.paths, chosen.leaves, chosen.treedef) if pairs else None
+        needs_dense = gram and self._propagation > 0
+        dense = (chosen.paths, chosen.leaves, chosen.treedef) if needs_dense else None
         return record(call, [tree], axes, batches, gram=gram, decay=0.9, reference=dense)
 
 
-_NONE = object()
+_NO_BATCH = object()
 
-
-Tell = Callable[..., None]  # what is being done, and how many weights more are done
+#: A function that shows a text, and adds a number of finished weights to the progress bar.
+Show = Callable[..., None]
 
 
 @contextmanager
-def _bar(total: int, *, shown: bool) -> Iterator[Tell]:
-    """A bar of so many weights, if it is to be shown."""
-    if not shown:
-        yield lambda doing, done=0: None
+def _progress_bar(total: int, *, is_shown: bool) -> Iterator[Show]:
+    if not is_shown:
+        yield lambda text, advance=0: None
         return
     try:
         from rich.console import Console
@@ -339,66 +340,58 @@ def _bar(total: int, *, shown: bool) -> Iterator[Tell]:
 
     with Progress(console=Console(stderr=True)) as bar:
         task = bar.add_task("", total=total)
-        yield lambda doing, done=0: bar.update(task, description=doing, advance=done)
+        yield lambda text, advance=0: bar.update(task, description=text, advance=advance)
 
 
-def _telling(batches: Iterable[Any], doing: str, tell: Tell) -> Iterator[Any]:
+def _show_batches(batches: Iterable[Any], text: str, show: Show) -> Iterator[Any]:
     for i, batch in enumerate(batches, start=1):
-        tell(f"{doing} {i}")
+        show(f"{text} {i}")
         yield batch
 
 
-def _contracting(chosen: ChosenRules) -> dict[str, tuple[int, ...]]:
-    """The axes that products contract of each weight that meets activations in one."""
-    assert chosen.uses is not None
-    leaves = dict(zip(chosen.paths, chosen.leaves, strict=True))
-    return {
-        path: rule.contracting(leaves[path].ndim)
-        for path, rule in chosen.rules.items()
-        if rule.has_format and any(use.is_product for use in chosen.uses[path])
-    }
+#: The weights of a stage, by path, with the indices of their matrices. None means all matrices.
+Stage = Mapping[str, Sequence[int] | None]
 
 
-Stage = Mapping[str, Sequence[int] | None]  # by path, the numbers of the matrices; None is all
-
-
-def _within(
+def _limit_memory(
     memory: int | None, chosen: ChosenRules, axes: Mapping[str, tuple[int, ...]]
 ) -> list[Stage]:
-    """Sets of weights whose second moments take so many bytes together, or one that takes more."""
+    """Divide the weights into stages whose second moments fit in a number of bytes.
+
+    A weight that does not fit is the only weight of its stage.
+    """
     leaves = dict(zip(chosen.paths, chosen.leaves, strict=True))
     stages: list[dict[str, None]] = [{}]
-    taken = 0
+    used = 0
     for path, contracted in axes.items():
         shape = leaves[path].shape
-        places = contracted, range(-len(shape), -2)  # what is summed, and what may be stacked
-        summed, stacked = (math.prod(shape[axis] for axis in place) for place in places)
-        size = 8 * summed**2 * stacked
-        if stages[-1] and memory is not None and taken + size > memory:
+        size = math.prod(shape[axis] for axis in contracted)
+        nbytes = 8 * size**2 * math.prod(shape[:-2])  # leading axes may be stacked
+        if stages[-1] and memory is not None and used + nbytes > memory:
             stages.append({})
-            taken = 0
+            used = 0
         stages[-1][path] = None
-        taken += size
+        used += nbytes
     return [*stages]
 
 
-def stages_of(statistics: Mapping[str, ActivationStatistics]) -> list[Stage]:
-    """Returns the sets of weights that are rounded at once, one after the other.
+def _order_stages(statistics: Mapping[str, ActivationStatistics]) -> list[Stage]:
+    """Divide the weights into the stages of a sequential calibration.
 
-    Those that meet the same activations one after the other. Of weights that are stacks of as many
-    matrices, as a scan goes through, all of the first matrix come before those of the second.
+    Consecutive weights with the same activations, such as q, k and v, are one stage. For stacked
+    weights that a scan uses, all first matrices precede all second matrices.
 
     **Arguments:**
 
-    - `statistics`: of the activations, by path in the order of the program.
+    - `statistics`: the statistics of the activations, by path, in the order of the program.
     """
     stages: list[dict[str, list[int]]] = []
-    before: Any = None
+    previous: Any = None
     for count, paths in itertools.groupby(statistics, lambda path: statistics[path].stacks):
         for stack, path in itertools.product(range(count), list(paths)):
-            met = statistics[path].of_stacks(statistics[path].mean_square)[stack]
-            if before is None or not np.array_equal(met, before, equal_nan=True):
+            squares = statistics[path].of_stacks(statistics[path].mean_square)[stack]
+            if previous is None or not np.array_equal(squares, previous, equal_nan=True):
                 stages.append({})
             stages[-1].setdefault(path, []).append(stack)
-            before = met
+            previous = squares
     return [*stages]

@@ -1,4 +1,4 @@
-"""What the weights of a model lost by being rounded, and the bits they were given: tables."""
+"""Tables of the errors of rounded weights, and of the formats of weights."""
 
 import math
 from collections.abc import Sequence
@@ -14,9 +14,9 @@ class WeightLoss(NamedTuple):
     **Arguments:**
 
     - `path`, `shape`, `qtype`: of the weight.
-    - `before`, `after`: the error of the outputs of its products, as the root mean square of the
-      error divided by that of the dense outputs, on the same activations. `before` is for rounding
-      to nearest as in `quantize_tree`, and `after` for the result.
+    - `before`, `after`: the root mean square error of the outputs of its products, relative to the
+      root mean square of the dense outputs for the same activations. `before` is for rounding to
+      nearest as in `quantize_tree`, and `after` for the result.
     - `method`: the method of rounding.
     - `correction_rank`: the rank of its correction, which `after` includes, or None.
     """
@@ -41,19 +41,14 @@ class CalibrationReport(Tabular):
 
     def _table(self) -> tuple[Cells, Sequence[Cells], Cells, Cells]:
         names = ("path", "format", "shape", "nearest error", "error", "method")
-        cells = [
-            (
-                row.path,
-                row.qtype,
-                str(list(row.shape)),
-                percent(row.before),
-                percent(row.after),
-                _how(row),
-            )
-            for row in self.rows
-        ]
+        cells = []
+        for row in self.rows:
+            rank = row.correction_rank
+            method = row.method if rank is None else f"{row.method}, rank {rank}"
+            errors = percent(row.before), percent(row.after)
+            cells.append((row.path, row.qtype, str(list(row.shape)), *errors, method))
         mean = "mean", "", "", self.mean("before"), self.mean("after"), ""
-        return names, cells, mean, _NUMBERS
+        return names, cells, mean, ("nearest error", "error")
 
     def plot(self, axes: Any = None) -> Any:
         """Draw two bars for each weight: rounded to nearest, and calibrated. This needs matplotlib.
@@ -69,9 +64,9 @@ class CalibrationReport(Tabular):
 
             _, axes = plt.subplots(figsize=(8, 1 + 0.25 * len(self.rows)), layout="constrained")
         places = range(len(self.rows))
-        for label, field, colour in (("nearest", "before", "0.8"), ("calibrated", "after", "C0")):
+        for label, field, color in (("nearest", "before", "0.8"), ("calibrated", "after", "C0")):
             values = [100 * getattr(row, field) for row in self.rows]
-            axes.barh(places, values, color=colour, label=label)
+            axes.barh(places, values, color=color, label=label)
         axes.set_yticks(places, [row.path for row in self.rows])
         axes.invert_yaxis()
         axes.set_xlabel("error of the outputs, % of their norm")
@@ -120,30 +115,16 @@ class AllocationReport(Tabular):
 
     def _table(self) -> tuple[Cells, Sequence[Cells], Cells, Cells]:
         names = ("path", "format", "shape", "bits per value", "error", "model error")
-        cells = [
-            (
-                row.path,
-                row.qtype,
-                str(list(row.shape)),
-                f"{row.bits / max(1, math.prod(row.shape)):.3g}",
-                percent(row.loses),
-                percent(row.model_loses),
-            )
-            for row in self.rows
-        ]
-        together = percent(math.hypot(*(row.model_loses for row in self.rows)))
-        total = ("total", "", "", f"{self.bits:.3g}", "", together)
+        cells = []
+        for row in self.rows:
+            bits = f"{row.bits / max(1, math.prod(row.shape)):.3g}"
+            errors = percent(row.loses), percent(row.model_loses)
+            cells.append((row.path, row.qtype, str(list(row.shape)), bits, *errors))
+        model_error = percent(math.hypot(*(row.model_loses for row in self.rows)))
+        total = ("total", "", "", f"{self.bits:.3g}", "", model_error)
         return names, cells, total, ("bits per value", "error", "model error")
 
 
 def percent(share: float) -> str:
-    """Returns a share as it is shown, by two digits."""
+    """Return a fraction as a percentage with two significant digits."""
     return f"{100 * share:.2g}%"
-
-
-def _how(row: WeightLoss) -> str:
-    rank = row.correction_rank
-    return row.method if rank is None else f"{row.method}, rank {rank}"
-
-
-_NUMBERS = ("nearest error", "error")

@@ -1,8 +1,8 @@
-"""`tune`: scales and codes of a quantized model, trained until its outputs are the dense model's.
+"""`tune`: train the scales and codes of a quantized model to match the outputs of the dense model.
 
-The straight-through estimator (Bengio et al., arXiv 1308.3432) and learned scales (LSQ, Esser et
-al., arXiv 1902.08153), as EfficientQAT's first phase has them (Chen et al., arXiv 2407.11062), with
-what the dense model gives for a target.
+The method is the first phase of EfficientQAT (Chen et al., arXiv 2407.11062), with the outputs of
+the dense model as targets. It combines the straight-through estimator (Bengio et al., arXiv
+1308.3432) and learned scales (LSQ, Esser et al., arXiv 1902.08153).
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -16,7 +16,7 @@ import numpy as np
 from ..._core.surface.implicit import implicit
 from ..._jax.source_lines import warn_user
 from ..models.programs import arguments_of, check_batches, parameters_and_program
-from .tuned_tree import TunedTree
+from .tuned_tree import TunedTree, arrays_only, replace_arrays
 
 PARTS = ("codes", "scales", "dense")
 
@@ -135,37 +135,43 @@ class Tuner:
         count = sum(1 for _ in batches)
         if not count:
             raise ValueError("there are no batches to tune with. Pass at least one")
+        try:
+            import optax
+        except ImportError as error:
+            raise ImportError("vn.quant.tune needs optax: pip install optax") from error
         tuned = TunedTree(self._quantized, self._dense, self._train)
-        dense, others = _split(self._dense)
+        dense_leaves, treedef = jax.tree.flatten(self._dense)
+        dense = arrays_only(dense_leaves)
 
         def loss(state: Any, fixed: Any, dense: Any, args: Any) -> jax.Array:
             outputs = implicit(self._program)(tuned.tree(state, fixed), *args)
-            expected = self._program(others(dense), *args)
+            params = jax.tree.unflatten(treedef, replace_arrays(dense_leaves, dense))
+            expected = self._program(params, *args)
             return self._loss(outputs, jax.lax.stop_gradient(expected))
 
-        optimiser = _adam(self._rate, self._epochs * count)
+        optimizer = optax.adam(optax.cosine_decay_schedule(self._rate, self._epochs * count))
 
         @partial(jax.jit, donate_argnums=(0, 1))
         def step(state: Any, moments: Any, fixed: Any, dense: Any, args: Any) -> Any:
-            lost, gradients = jax.value_and_grad(loss)(state, fixed, dense, args)
-            updates, moments = optimiser.update(gradients, moments)
-            return jax.tree.map(jnp.add, state, updates), moments, lost
+            value, gradients = jax.value_and_grad(loss)(state, fixed, dense, args)
+            updates, moments = optimizer.update(gradients, moments)
+            return jax.tree.map(jnp.add, state, updates), moments, value
 
-        compiled = jax.jit(loss)
-        mean = lambda state: float(
-            np.mean([compiled(state, tuned.fixed, dense, arguments_of(x)) for x in batches])
+        compiled_loss = jax.jit(loss)
+        mean_loss = lambda state: _mean(
+            [compiled_loss(state, tuned.fixed, dense, arguments_of(x)) for x in batches]
         )
         state = tuned.start()
-        moments = optimiser.init(state)
-        self.losses = [_finite(mean(state))]
+        moments = optimizer.init(state)
+        self.losses = [mean_loss(state)]
         for _ in range(self._epochs):
-            lost = []
+            values = []
             for batch in batches:
                 args = arguments_of(batch)
-                state, moments, of_batch = step(state, moments, tuned.fixed, dense, args)
-                lost.append(of_batch)
-            self.losses.append(_finite(float(np.mean(lost))))
-        self.losses.append(_finite(mean(state)))
+                state, moments, value = step(state, moments, tuned.fixed, dense, args)
+                values.append(value)
+            self.losses.append(_mean(values))
+        self.losses.append(mean_loss(state))
         if not self.losses[-1] < self.losses[0]:
             warn_user(
                 f"tuning did not reduce the loss ({self.losses[0]:.3g} before, "
@@ -177,51 +183,27 @@ class Tuner:
 
 
 def relative_error(outputs: Any, expected: Any) -> jax.Array:
-    """Returns the mean square of a difference by that of what is expected, a mean over leaves.
+    """Return the mean squared error, divided by the mean square of `expected`.
 
-    >>> import jax.numpy as jnp
-    >>> from veneer.quant.ptq.tune import relative_error
-    >>> float(relative_error(jnp.array([1.0, 2.0]), jnp.array([1.0, 3.0]))).__round__(3)
-    0.1
+    The result is the mean over the floating arrays of both trees.
     """
-    shares = []
-    for out, wanted in zip(jax.tree.leaves(outputs), jax.tree.leaves(expected), strict=True):
-        if jnp.issubdtype(jnp.result_type(wanted), jnp.floating):
-            wide = jnp.asarray(wanted, jnp.float32)
+    errors = []
+    for output, target in zip(jax.tree.leaves(outputs), jax.tree.leaves(expected), strict=True):
+        if jnp.issubdtype(jnp.result_type(target), jnp.floating):
+            wide = jnp.asarray(target, jnp.float32)
             power = jnp.mean(wide**2)
-            lost = jnp.mean((jnp.asarray(out, jnp.float32) - wide) ** 2)
-            shares.append(lost / jnp.where(power > 0, power, 1))
-    if not shares:
+            error = jnp.mean((jnp.asarray(output, jnp.float32) - wide) ** 2)
+            errors.append(error / jnp.where(power > 0, power, 1))
+    if not errors:
         raise ValueError("the model has no floating output, so pass a loss")
-    return jnp.stack(shares).mean()
+    return jnp.stack(errors).mean()
 
 
-def _split(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """The arrays of a tree, and what puts others in their places."""
-    leaves, treedef = jax.tree.flatten(tree)
-    at = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array | np.ndarray)]
-
-    def put(arrays: list[Any]) -> Any:
-        new = list(leaves)
-        for i, array in zip(at, arrays, strict=True):
-            new[i] = array
-        return jax.tree.unflatten(treedef, new)
-
-    return [leaves[i] for i in at], put
-
-
-def _adam(rate: float, steps: int) -> Any:
-    try:
-        import optax
-    except ImportError as error:
-        raise ImportError("vn.quant.tune needs optax: pip install optax") from error
-    return optax.adam(optax.cosine_decay_schedule(rate, steps))
-
-
-def _finite(loss: float) -> float:
-    if not np.isfinite(loss):
+def _mean(losses: list[Any]) -> float:
+    mean = float(np.mean(losses))
+    if not np.isfinite(mean):
         raise ValueError(
-            f"the loss is {loss}, because the dense or the quantized model has outputs that are "
+            f"the loss is {mean}, because the dense or the quantized model has outputs that are "
             "not finite. Check both on these batches"
         )
-    return loss
+    return mean

@@ -1,6 +1,15 @@
-"""A tree whose quantised leaves are trained: what of each, and how it is stored in the end."""
+"""`TunedTree`, a tree whose codes, scales and dense arrays are trained.
 
-from collections.abc import Sequence
+The trained variables of a leaf are a dict:
+
+| name | of | variable |
+|---|---|---|
+| "codes" | a `QArray` | the codes before rounding, divided by `_code_step` |
+| "scales" | a `QArray` | the logarithm of the change of each scale |
+| "dense" | a dense array | the change, divided by the root mean square of the array |
+"""
+
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,171 +23,211 @@ from ..formats.rounding import round_to_dtype
 from ..formats.tiles import over_tiles
 from ..weights.activations import ActivationQuantized
 
-#: By how much more codes are trained than scales: what this found best of 1 and 4, for int2.
-_OF_CODES = 4.0
+#: The learning rate of codes, relative to the rate of scales. For int2, 4 was better than 1.
+_CODES_RATE = 4.0
+
+Variables = Mapping[str, jax.Array]
 
 
 class TunedTree:
-    """A tree of which some leaves are trained.
+    """A tree with some trained leaves.
+
+    `fixed` is the list of the arrays of the tree before training, None for leaves of other types.
 
     **Arguments:**
 
-    - `quantised`, `dense`: the tree, and what it was rounded from.
-    - `train`: of `"codes"`, `"scales"` and `"dense"`.
+    - `quantized`: the tree.
+    - `dense`: the tree before quantization.
+    - `train`: the trained parts, a subset of "codes", "scales" and "dense".
 
-    `fixed` has its arrays, as they were.
-
-    **Raises:** `ValueError` where there is nothing to train.
+    **Raises:** `ValueError` if the tree has none of these parts.
     """
 
-    def __init__(self, quantised: Any, dense: Any, train: frozenset[str]):
-        is_q = lambda x: isinstance(x, QArray)
-        self._quantised, self._unrounded = quantised, dense
-        self._leaves, self._treedef = jax.tree.flatten(quantised, is_leaf=is_q)
-        self._codes = (
-            {i: q for i, q in enumerate(self._leaves) if is_q(q)} if "codes" in train else {}
-        )
-        self._scales = {}
-        if "scales" in train:
-            self._scales = {i: q for i, q in enumerate(self._leaves) if is_q(q) and _has_floats(q)}
-        self._dense = {}
-        if "dense" in train:
-            self._dense = {
-                i: x for i, x in enumerate(self._leaves) if not is_q(x) and _is_floating(x)
-            }
-        if not (self._codes or self._scales or self._dense):
+    def __init__(self, quantized: Any, dense: Any, train: frozenset[str]):
+        self._quantized, self._dense = quantized, dense
+        self._leaves, self._treedef = jax.tree.flatten(quantized, is_leaf=_is_qarray)
+        parts = [train & _trainable_parts(leaf) for leaf in self._leaves]
+        self._parts = {i: names for i, names in enumerate(parts) if names}
+        if not self._parts:
             raise ValueError(
                 f"there is nothing to train: the tree has no {' or '.join(sorted(train))}. Only "
                 "floating scales and the codes of a QArray can be trained"
             )
-        arrays = [isinstance(x, jax.Array | np.ndarray | QArray) for x in self._leaves]
-        self.fixed = [
-            x if is_array else None for x, is_array in zip(self._leaves, arrays, strict=True)
-        ]
+        self.fixed = arrays_only(self._leaves)
 
-    def start(self) -> Any:
-        """Returns what is trained: codes by what they were rounded from, others by no change."""
-        wanted = _dense_values(self._quantised, self._unrounded) if self._codes else {}
-        codes = {i: _latent(q, wanted.get(i)) / _step(q) for i, q in self._codes.items()}
-        scales = {i: jnp.zeros(q.scale.shape, jnp.float32) for i, q in self._scales.items()}
-        dense = {i: jnp.zeros(x.shape, jnp.float32) for i, x in self._dense.items()}
-        return {"codes": codes, "scales": scales, "dense": dense}
+    def start(self) -> dict[int, Variables]:
+        """Return the initial variables of each trained leaf.
 
-    def tree(self, state: Any, fixed: Sequence[Any]) -> Any:
-        """Returns the tree for a state, with arrays that have derivatives in place of QArrays."""
-        leaves = list(self._leaves)
-        for i, array in enumerate(fixed):
-            leaves[i] = leaves[i] if array is None else array
-        for i in {**self._codes, **self._scales}:
-            leaves[i] = _value(leaves[i], state["codes"].get(i), state["scales"].get(i))
-        for i in self._dense:
-            leaves[i] = _moved(leaves[i], state["dense"][i])
+        Codes start from the dense values, and all other parts start unchanged.
+        """
+        needs_dense = any("codes" in names for names in self._parts.values())
+        dense = _dense_leaves(self._quantized, self._dense) if needs_dense else {}
+        state: dict[int, Variables] = {}
+        for i, names in self._parts.items():
+            leaf = self._leaves[i]
+            variables: dict[str, jax.Array] = {}
+            if "codes" in names:
+                variables["codes"] = _codes_before_rounding(leaf, dense.get(i)) / _code_step(leaf)
+            if "scales" in names:
+                variables["scales"] = jnp.zeros(leaf.scale.shape, jnp.float32)
+            if "dense" in names:
+                variables["dense"] = jnp.zeros(leaf.shape, jnp.float32)
+            state[i] = variables
+        return state
+
+    def tree(self, state: Mapping[int, Variables], fixed: Sequence[Any]) -> Any:
+        """Return the tree for some variables, with dense arrays, which have derivatives."""
+        leaves = replace_arrays(self._leaves, fixed)
+        for i, variables in state.items():
+            leaves[i] = _dense_value(leaves[i], variables)
         return jax.tree.unflatten(self._treedef, leaves)
 
-    def stored(self, state: Any) -> Any:
-        """Returns the tree for a state, as it is stored."""
+    def stored(self, state: Mapping[int, Variables]) -> Any:
+        """Return the tree for some variables, with quantized arrays."""
         leaves = list(self._leaves)
-        for i in {**self._codes, **self._scales}:
-            leaves[i] = _stored(leaves[i], state["codes"].get(i), state["scales"].get(i))
-        for i in self._dense:
-            leaves[i] = _moved(leaves[i], state["dense"][i])
+        for i, variables in state.items():
+            leaves[i] = _stored_value(leaves[i], variables)
         return jax.tree.unflatten(self._treedef, leaves)
 
 
-def _has_floats(q: QArray) -> bool:
-    """Whether scales are floats of a dtype that a share of one changes; not powers of two."""
-    return not isinstance(q.scale, QArray) and q.scale.dtype in QUANTIZABLE
+def arrays_only(leaves: Sequence[Any]) -> list[Any]:
+    """Return leaves with None in place of those that are not arrays, to pass to `jax.jit`."""
+    is_array = lambda x: isinstance(x, jax.Array | np.ndarray | QArray)
+    return [leaf if is_array(leaf) else None for leaf in leaves]
 
 
-def _is_floating(x: Any) -> bool:
-    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
+def replace_arrays(leaves: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
+    """Return leaves with arrays from another list. None keeps a leaf."""
+    return [x if array is None else array for x, array in zip(leaves, arrays, strict=True)]
 
 
-def _dense_values(quantised: Any, dense: Any) -> dict[int, Any]:
-    """By the number of a QArray, the dense array that it was made of, as it would be stored."""
-    is_q = lambda x: isinstance(x, QArray)
-    leaves = jax.tree.leaves(dense)
+def _is_qarray(x: Any) -> bool:
+    return isinstance(x, QArray)
+
+
+def _trainable_parts(leaf: Any) -> set[str]:
+    if isinstance(leaf, QArray):
+        # A small change of a quantized scale, or of a power of two, would be rounded away.
+        has_float_scale = not isinstance(leaf.scale, QArray) and leaf.scale.dtype in QUANTIZABLE
+        return {"codes", "scales"} if has_float_scale else {"codes"}
+    is_floating = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
+    return {"dense"} if is_floating else set()
+
+
+def _dense_leaves(quantized: Any, dense: Any) -> dict[int, Any]:
+    """Return the dense array of each QArray, in its basis, by the index of the leaf.
+
+    The result is empty if the trees have different structures, as with a `LoraArray`. Codes then
+    start from their quantized values.
+    """
+    parts, treedef = jax.tree.flatten(quantized, is_leaf=_is_qarray)
+    indices = jax.tree.unflatten(treedef, list(range(len(parts))))
+    is_weight = lambda x: isinstance(x, QArray | InBasis | ActivationQuantized)
+    weights = jax.tree.leaves(quantized, is_leaf=is_weight)
+    dense_leaves = jax.tree.leaves(dense)
     found: dict[int, Any] = {}
-    parts, treedef = jax.tree.flatten(quantised, is_leaf=is_q)
-    numbers = jax.tree.unflatten(treedef, list(range(len(parts))))
-    same = lambda x: isinstance(x, QArray | InBasis | ActivationQuantized)
-    whole = jax.tree.leaves(quantised, is_leaf=same)
-    of_whole = jax.tree.leaves(numbers, is_leaf=same)
-    if len(whole) != len(leaves):
-        return found  # other trees, as with a LoraArray: codes begin where they are
-    for leaf, number, array in zip(whole, of_whole, leaves, strict=True):
-        while isinstance(leaf, InBasis | ActivationQuantized):
-            array = leaf.stored(jnp.asarray(array)) if isinstance(leaf, InBasis) else array
-            leaf, number = leaf.array, number.array
-        if is_q(leaf) and getattr(array, "shape", None) == leaf.shape:
-            found[number] = array
+    if len(weights) != len(dense_leaves):
+        return found
+    indices = jax.tree.leaves(indices, is_leaf=is_weight)
+    for weight, index, array in zip(weights, indices, dense_leaves, strict=True):
+        while isinstance(weight, InBasis | ActivationQuantized):
+            array = weight.stored(jnp.asarray(array)) if isinstance(weight, InBasis) else array
+            weight, index = weight.array, index.array
+        if isinstance(weight, QArray) and getattr(array, "shape", None) == weight.shape:
+            found[index] = array
     return found
 
 
-def _units(q: QArray, x: jax.Array, scale: jax.Array) -> jax.Array:
-    """Values in steps of a code, of these scales."""
-    minimum = q.minima()
-    x = x if minimum is None else over_tiles(jnp.subtract, x, minimum)
-    x = over_tiles(jnp.divide, x, jnp.where(scale == 0, 1, scale))
-    zero_point = q.zero_points()
-    return x if zero_point is None else over_tiles(jnp.add, x, zero_point.astype(x.dtype))
+def _dense_value(x: Any, variables: Variables) -> jax.Array:
+    """Return the dense array of a leaf. Its derivative ignores the rounding of codes and scales."""
+    if not isinstance(x, QArray):
+        return _change_dense(x, variables["dense"])
+    scale = _trained_scale(x, variables)
+    if "codes" not in variables:
+        codes = x.format.decode(x.codes(), jnp.float32)
+    else:
+        exact = _trained_codes(x, variables["codes"], scale)
+        clipped = jnp.clip(exact, *_code_range(x))
+        rounded = x.format.decode(x.format.encode(exact), jnp.float32)
+        codes = clipped + jax.lax.stop_gradient(rounded - clipped)
+    return _from_codes(x, codes, scale).astype(x.dtype)
 
 
-def _worth(q: QArray, x: jax.Array, scale: jax.Array) -> jax.Array:
-    """What values in steps of a code are worth: undoes `_units`."""
-    zero_point = q.zero_points()
-    x = x if zero_point is None else over_tiles(jnp.subtract, x, zero_point.astype(x.dtype))
-    x, minimum = over_tiles(jnp.multiply, x, scale), q.minima()
-    return x if minimum is None else over_tiles(jnp.add, x, minimum)
+def _stored_value(x: Any, variables: Variables) -> Any:
+    """Return the stored form of a leaf."""
+    if not isinstance(x, QArray):
+        return _change_dense(x, variables["dense"])
+    scale = _trained_scale(x, variables)
+    changes = {}
+    if "codes" in variables:
+        codes = x.format.encode(_trained_codes(x, variables["codes"], scale))
+        if x.packing is None:
+            changes["packed"] = codes.astype(x.packed.dtype)
+        else:
+            fields = x.format.to_fields(codes)
+            changes["packed"], _ = pack(fields, x.format.bits, x.packing.axis)
+    if "scales" in variables:
+        changes["scale"] = scale.astype(x.scale.dtype)
+    return x.replace(**changes)
 
 
-def _latent(q: QArray, wanted: Any) -> jax.Array:
-    """What is trained of codes: the value that each was rounded from, or near it.
-
-    Where a method has chosen another code than the nearest, the end of what is rounded to it.
-    """
-    code = q.format.decode(q.codes(), jnp.float32)
-    if wanted is None:
-        return code
-    exact = _units(q, jnp.asarray(wanted, jnp.float32), q.scales())
-    near = code + jnp.clip(exact - code, -0.3, 0.3)
-    return jnp.where(q.format.encode(near) == q.codes(), near, code)
+def _change_dense(x: Any, change: jax.Array) -> jax.Array:
+    wide = jnp.asarray(x, jnp.float32)
+    size = jnp.sqrt(jnp.mean(wide**2))
+    return (wide + jnp.where(size > 0, size, 1) * change).astype(x.dtype)
 
 
-def _scale(q: QArray, change: jax.Array | None) -> jax.Array:
-    """The scales of a state, as they are stored, with a derivative as if they were not rounded."""
+def _trained_scale(q: QArray, variables: Variables) -> jax.Array:
+    """Return the scales, rounded to their dtype. The derivative ignores the rounding."""
     scale = q.scales()
-    if change is None:
+    if "scales" not in variables:
         return scale
-    exact = scale * jnp.exp(change)
+    exact = scale * jnp.exp(variables["scales"])
     return exact + jax.lax.stop_gradient(round_to_dtype(exact, q.scale.dtype) - exact)
 
 
-def _value(q: QArray, codes: jax.Array | None, change: jax.Array | None) -> jax.Array:
-    """The values of a state, with a derivative straight through the rounding."""
-    scale = _scale(q, change)
-    if codes is None:
-        rounded = q.format.decode(q.codes(), jnp.float32)
-    else:
-        now = _now(q, codes, scale)
-        within = jnp.clip(now, *_range(q))
-        hard = q.format.decode(q.format.encode(now), jnp.float32)
-        rounded = within + jax.lax.stop_gradient(hard - within)
-    return _worth(q, rounded, scale).astype(q.dtype)
+def _trained_codes(q: QArray, codes: jax.Array, scale: jax.Array) -> jax.Array:
+    """Return the codes before rounding, converted from the old scales to `scale`."""
+    return _to_codes(q, _from_codes(q, _code_step(q) * codes, q.scales()), scale)
 
 
-def _now(q: QArray, codes: jax.Array, scale: jax.Array) -> jax.Array:
-    """What is trained of codes, in steps of the scales that are now."""
-    return _units(q, _worth(q, _step(q) * codes, q.scales()), scale)
+def _codes_before_rounding(q: QArray, dense: Any) -> jax.Array:
+    """Return codes before rounding that round to the codes of `q`.
+
+    They come from the dense values. Where GPTQ chose another code than the nearest, they are as
+    close to the dense values as its rounding allows.
+    """
+    codes = q.format.decode(q.codes(), jnp.float32)
+    if dense is None:
+        return codes
+    exact = _to_codes(q, jnp.asarray(dense, jnp.float32), q.scales())
+    near = codes + jnp.clip(exact - codes, -0.3, 0.3)
+    return jnp.where(q.format.encode(near) == q.codes(), near, codes)
 
 
-def _step(q: QArray) -> float:
-    """By how much codes are trained, of what is between two."""
-    low, high = _range(q)
-    return _OF_CODES * (high - low) / (2**q.format.bits - 1)
+def _to_codes(q: QArray, x: jax.Array, scale: jax.Array) -> jax.Array:
+    """Return dense values in units of codes, without rounding."""
+    minimum, zero_point = q.minima(), q.zero_points()
+    x = x if minimum is None else over_tiles(jnp.subtract, x, minimum)
+    x = over_tiles(jnp.divide, x, jnp.where(scale == 0, 1, scale))
+    return x if zero_point is None else over_tiles(jnp.add, x, zero_point.astype(x.dtype))
 
 
-def _range(q: QArray) -> tuple[float, float]:
+def _from_codes(q: QArray, x: jax.Array, scale: jax.Array) -> jax.Array:
+    """Return the dense values of codes: the inverse of `_to_codes`."""
+    minimum, zero_point = q.minima(), q.zero_points()
+    x = x if zero_point is None else over_tiles(jnp.subtract, x, zero_point.astype(x.dtype))
+    x = over_tiles(jnp.multiply, x, scale)
+    return x if minimum is None else over_tiles(jnp.add, x, minimum)
+
+
+def _code_step(q: QArray) -> float:
+    """Return the change of codes that a change of 1 of their variable makes."""
+    low, high = _code_range(q)
+    return _CODES_RATE * (high - low) / (2**q.format.bits - 1)
+
+
+def _code_range(q: QArray) -> tuple[float, float]:
     if q.format.codebook is not None:
         return min(q.format.codebook), max(q.format.codebook)
     if q.format.is_integer:
@@ -186,24 +235,3 @@ def _range(q: QArray) -> tuple[float, float]:
         return float(low), float(high)
     largest = float(jnp.finfo(q.format.code_dtype).max)
     return -largest, largest
-
-
-def _stored(q: QArray, codes: jax.Array | None, change: jax.Array | None) -> QArray:
-    """What is stored of a state."""
-    scale = _scale(q, change)
-    if codes is not None:
-        now = _now(q, codes, scale)
-        new = q.format.encode(now)
-        if q.packing is None:
-            packed = new.astype(q.packed.dtype)
-        else:
-            packed, _ = pack(q.format.to_fields(new), q.format.bits, q.packing.axis)
-        q = q.replace(packed=packed)
-    return q if change is None else q.replace(scale=scale.astype(q.scale.dtype))
-
-
-def _moved(x: Any, change: jax.Array) -> jax.Array:
-    """A dense array that is changed by a share of its spread."""
-    wide = jnp.asarray(x, jnp.float32)
-    spread = jnp.sqrt(jnp.mean(wide**2))
-    return (wide + jnp.where(spread > 0, spread, 1) * change).astype(x.dtype)

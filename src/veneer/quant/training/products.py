@@ -127,7 +127,7 @@ class _DotProduct(TrainingProduct):
         return dot_general(lhs, rhs, *extra, **dict(self.params))
 
     def gradient_axes(self, side: int, ndims: Sequence[int]) -> GradientAxes:
-        # The output has the batch axes, the free axes of operand 0, and those of operand 1.
+        # The output has the batch axes, the free axes of operand 0, and the free axes of operand 1.
         batch = self._numbers.batch[1 - side]
         free = self._numbers.free(1 - side, ndims[1 - side])
         start = len(batch) + (len(self._numbers.free(0, ndims[0])) if side == 0 else 0)
@@ -157,7 +157,7 @@ class _Convolution(TrainingProduct):
 
     Both gradients are convolutions. The gradient of the images convolves the dilated gradient of
     the output with the reversed kernel. The gradient of the kernel convolves the images with the
-    gradient of the output, with the batch axis in the place of channels.
+    gradient of the output, with the batch axis as channels.
     """
 
     primitive = "conv_general_dilated"
@@ -184,7 +184,8 @@ class _Convolution(TrainingProduct):
     def gradient_axes(self, side: int, ndims: Sequence[int]) -> GradientAxes:
         del ndims
         lhs, rhs, out = self["dimension_numbers"]
-        # The gradient of images contracts output channels, and that of the kernel the batch.
+        # The gradient of images contracts output channels. The gradient of the kernel contracts
+        # the batch.
         axis, of_output = (rhs[0], out[1]) if side == 0 else (lhs[0], out[0])
         places = rhs[2:] if side == 0 else lhs[2:]
         return GradientAxes((*out[2:], of_output), (*places, axis), {axis: of_output})
@@ -264,7 +265,7 @@ class _RaggedDot(TrainingProduct):
         for i, (contracted, batch) in enumerate(zip(*numbers.dot_dimension_numbers, strict=True)):
             others = (*contracted, *batch, *groups[i])
             free.append(tuple(axis for axis in range(ndims[i]) if axis not in others))
-        # The output has the batch axes, the free axes of operand 0, and those of operand 1.
+        # The output has the batch axes, the free axes of operand 0, and the free axes of operand 1.
         start = len(numbers.dot_dimension_numbers[1][0]) + (len(free[0]) if side == 0 else 0)
         of_gradient = tuple(range(start, start + len(free[1 - side])))
         return GradientAxes(of_gradient, free[1 - side], {})

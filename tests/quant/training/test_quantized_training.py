@@ -28,22 +28,22 @@ FORMATS = {
 
 
 def q(x, qtype, axes, method=None):
-    """A dense array as quantised, by a scale for each index of some axes."""
+    """Quantize and dequantize an array, with one scale per index of some axes."""
     if qtype is None:
         return x
     return quantize(x, qtype, channelwise_axes=axes, calibration_method=method).dequantize()
 
 
 def by_hand(x, w, g, of):
-    """The product and both gradients of `x @ w`, in floating point."""
+    """Return the product `x @ w` and both gradients, in floating point."""
     weights, rows, grads = of["qtype"], of.get("act_qtype"), of["grad_qtype"]
     tiles = {0: of["tile_size"]} if "tile_size" in of else None
     dense = w
     if weights is not None:
         dense = quantize(w, weights, channelwise_axes=[1], tiled_axes=tiles).dequantize()
     qx = q(x, rows, [0])
-    # What is channelwise and symmetric gives its scale to the gradient; other operands are
-    # quantised anew for the other product.
+    # The scale of a symmetric per-channel operand multiplies the gradient. Other operands are
+    # quantized again for the other product.
     moves = lambda qtype: qtype is not None and qtype[0] in "if"
     if moves(weights) and tiles is None:
         scale = quantize(w, weights, channelwise_axes=[1]).scales()
@@ -59,7 +59,7 @@ def by_hand(x, w, g, of):
 
 
 @pytest.mark.parametrize("of", FORMATS.values(), ids=FORMATS)
-def test_values_and_gradients_are_those_of_quantised_operands(of):
+def test_gradients_equal_products_of_quantized_operands(of):
     g = jax.random.normal(KEYS[2], (6, 8))
 
     @jax.jit
@@ -71,7 +71,7 @@ def test_values_and_gradients_are_those_of_quantised_operands(of):
     assert_close(ours(X, W), by_hand(X, W, g, of), 1e-4)
 
 
-def test_the_products_of_a_step_are_of_integers():
+def test_all_products_of_a_step_use_integers():
     loss = lambda w, x: (x @ w).sum()
     w = FakeQuantized(W, **FORMATS["int8"])
     jaxpr = jax.make_jaxpr(jax.grad(vn.implicit(loss), (0, 1)))(w, X)
@@ -102,7 +102,7 @@ DIMENSIONS = {
 
 @pytest.mark.parametrize("case", DIMENSIONS.values(), ids=DIMENSIONS)
 @pytest.mark.parametrize("swapped", [False, True], ids=["x first", "w first"])
-def test_any_dimension_numbers(case, swapped):
+def test_dimension_numbers_can_be_arbitrary(case, swapped):
     x_shape, w_shape, numbers = case
     if swapped:
         numbers = tuple(pair[::-1] for pair in numbers)
@@ -118,7 +118,7 @@ def test_any_dimension_numbers(case, swapped):
 
     both = lambda *args: [jax.grad(f, (0, 1))(*args) for f in (ours, loss)]
     found, dense = jax.jit(both)(x, w)
-    assert_close(found, dense, 0.15)  # of values of some units, quantised in 255 steps
+    assert_close(found, dense, 0.15)  # values of a few units, in 255 steps
     assert [a.shape for a in found] == [x.shape, w.shape]
 
 
@@ -129,13 +129,13 @@ QWIX_SHAPES = {
 
 
 def value_and_gradients(f, x, w, g):
-    """For one gradient `g` of the result, lest an error of rounding turn a code."""
+    """Use one gradient `g` of the result, so that rounding cannot change its codes."""
     out, pull = jax.vjp(f, x, w)
     return out, *pull(g)
 
 
 @pytest.mark.parametrize("case", QWIX_SHAPES.values(), ids=QWIX_SHAPES)
-def test_it_equals_qwix(case):
+def test_values_and_gradients_equal_qwix(case):
     import qwix._src.core.dot_general_qt as core
 
     names = "lhs_qtype rhs_qtype dlhs_grad_qtype drhs_grad_qtype".split()
@@ -169,7 +169,7 @@ def images_and_kernel(groups=1):
 
 
 @pytest.mark.parametrize("more", CONVOLUTIONS.values(), ids=CONVOLUTIONS)
-def test_convolutions_equal_those_of_qwix(more):
+def test_convolutions_equal_qwix(more):
     import qwix._src.core.conv_general_qt as core
 
     names = "lhs_qtype rhs_qtype dlhs_grad_qtype drhs_grad_qtype".split()
@@ -200,7 +200,7 @@ OTHER_CONVOLUTIONS = {
 
 
 @pytest.mark.parametrize("case", OTHER_CONVOLUTIONS.values(), ids=OTHER_CONVOLUTIONS)
-def test_other_convolutions_are_near_the_dense_ones(case):
+def test_other_convolutions_are_close_to_dense_ones(case):
     of, more = case
     conv = jax.lax.conv_general_dilated
     loss = lambda x, w: jnp.sin(convolve(conv, x, w, more)).sum()
@@ -214,7 +214,7 @@ def test_other_convolutions_are_near_the_dense_ones(case):
         assert 0 < jnp.linalg.norm(one - other) < 0.06 * jnp.linalg.norm(other)
 
 
-def test_ragged_products_quantise_the_gradient_that_comes_back():
+def test_ragged_dot_quantizes_the_gradient():
     sizes = jnp.array([2, 4])
     w = jax.random.normal(KEYS[2], (2, 16, 8))
     loss = lambda w, x: jnp.sin(jax.lax.ragged_dot(x, w, sizes)).sum()
@@ -238,7 +238,7 @@ def test_clipped_values_have_no_gradient():
 
 @pytest.mark.parametrize("of", ["int8", "weights alone"])
 @pytest.mark.parametrize("dtype", ["int32", "uint8", "bool"])
-def test_activations_may_be_integers(of, dtype):
+def test_activations_can_be_integers(of, dtype):
     x = (jnp.arange(96).reshape(6, 16) % 7 % 3).astype(dtype)
     loss = lambda w, x: jnp.sin(x @ w).sum()
     found = jax.grad(vn.implicit(loss))(FakeQuantized(W, **FORMATS[of]), x).w
@@ -246,7 +246,7 @@ def test_activations_may_be_integers(of, dtype):
     assert_close(found, wanted, 0.02)
 
 
-def test_in_bf16_gradients_have_the_dtypes_of_what_they_are_of():
+def test_gradients_have_the_dtypes_of_their_operands():
     w = FakeQuantized(W, dense_dtype="bfloat16", **FORMATS["int8"])
     loss = lambda w, x: (x @ w).astype(jnp.float32).sum()
     by_w, by_x = jax.grad(vn.implicit(loss), (0, 1))(w, X.astype(jnp.bfloat16))
@@ -254,7 +254,7 @@ def test_in_bf16_gradients_have_the_dtypes_of_what_they_are_of():
     assert_close(by_w.w, jax.grad(loss)(W, X), 0.1)
 
 
-def test_scan_vmap_and_checkpoint():
+def test_scan_vmap_and_checkpoint_are_supported():
     layers = jnp.stack([W @ W.T, -W @ W.T]) / 4
 
     def loss(layers, x):
@@ -275,7 +275,7 @@ def test_scan_vmap_and_checkpoint():
     assert_close(found, wanted, 1e-5)
 
 
-def test_nan_stays_where_it_is():
+def test_nan_does_not_spread():
     x = X.at[2, 3].set(jnp.nan)
     dot = lambda x, w: vn.implicit(jnp.matmul)(x, FakeQuantized(w, **FORMATS["int8"]))
     out, pull = jax.vjp(dot, x, W)
@@ -284,13 +284,13 @@ def test_nan_stays_where_it_is():
     assert np.isnan(by_x).any(1).tolist() == [False, True, False, False, False, False]
 
 
-def test_forward_mode_is_refused():
+def test_forward_mode_raises():
     dot = lambda x: vn.implicit(jnp.matmul)(x, FakeQuantized(W, **FORMATS["int8"]))
     with pytest.raises(TypeError, match="forward-mode"):
         jax.jvp(dot, (X,), (X,))
 
 
-def test_it_says_which_way_it_went():
+def test_explain_names_the_strategy():
     (event,) = vn.explain(lambda w: X @ w)(FakeQuantized(W, **FORMATS["int8"])).events
     assert event.how == "on codes, forward and backward"
     (event,) = vn.explain(lambda w: X @ w)(FakeQuantized(W, qtype="int8")).events

@@ -1,4 +1,4 @@
-"""What a calibration has found so far, kept in a folder from which the same one goes on."""
+"""`SavedProgress`, the results of a calibration in a folder, from which it can continue."""
 
 import hashlib
 import json
@@ -23,19 +23,24 @@ from ..observation.statistics import (
 )
 from .weight import RoundedWeight
 
+#: The prefix of the names of statistics in a file.
+_STATISTICS = "met:"
+#: The suffix of a file that is not yet complete.
+_PARTIAL = ".begun"
 
-class KeptCalibration:
-    """What is known of weights after each stage, in a folder; of one calibration alone.
+
+class SavedProgress:
+    """A folder with the weights and statistics after each stage of one calibration.
 
     **Arguments:**
 
-    - `folder`: made where there is none. None keeps nothing.
-    - `identity`: returns digests of everything that the result depends on, by name.
+    - `folder`: the folder, which is created if needed. None saves nothing.
+    - `digests`: a function that returns the `digest_calibration` of this calibration.
 
-    **Raises:** `ValueError` for a folder of another calibration, or of anything else.
+    **Raises:** `ValueError` if the folder belongs to another calibration, or holds other files.
     """
 
-    def __init__(self, folder: str | Path | None, identity: Callable[[], Mapping[str, str]]):
+    def __init__(self, folder: str | Path | None, digests: Callable[[], Mapping[str, str]]):
         self._folder = None if folder is None else Path(folder)
         if self._folder is None:
             return
@@ -43,24 +48,24 @@ class KeptCalibration:
         if self._folder.exists() and not self._folder.is_dir():
             raise ValueError(f"{folder} is not a folder. Choose another one for resume")
         if file.is_file():
-            self._check(file, identity())
+            self._check_digests(file, digests())
             return
-        if self._folder.exists() and any(x.suffix != _BEGUN for x in self._folder.iterdir()):
+        if self._folder.exists() and any(x.suffix != _PARTIAL for x in self._folder.iterdir()):
             raise ValueError(f"{folder} has no calibration to resume. Choose another folder")
         self._folder.mkdir(parents=True, exist_ok=True)
-        begun = file.with_suffix(_BEGUN)
-        begun.write_text(json.dumps(dict(identity()), indent=1), encoding="utf-8")
-        begun.replace(file)
+        partial = file.with_suffix(_PARTIAL)
+        partial.write_text(json.dumps(dict(digests()), indent=1), encoding="utf-8")
+        partial.replace(file)
 
-    def _check(self, file: Path, identity: Mapping[str, str]) -> None:
+    def _check_digests(self, file: Path, digests: Mapping[str, str]) -> None:
         try:
-            known = dict(json.loads(file.read_text(encoding="utf-8")))
+            saved = dict(json.loads(file.read_text(encoding="utf-8")))
         except (ValueError, TypeError):
             raise ValueError(
                 f"{file} is empty or damaged, so its calibration is unknown. Delete "
                 f"{self._folder}, or choose another folder"
             ) from None
-        if others := [name for name, digest in identity.items() if known.get(name) != digest]:
+        if others := [name for name, digest in digests.items() if saved.get(name) != digest]:
             raise ValueError(
                 f"{self._folder} belongs to a calibration with other {' and '.join(others)}. "
                 "Choose another folder, or delete it"
@@ -73,89 +78,84 @@ class KeptCalibration:
         statistics: ActivationStatistics,
         weight: RoundedWeight | None,
     ) -> None:
-        """Keeps what is known of a weight after a stage, whole or not at all."""
+        """Save a weight after a stage. An interruption leaves no incomplete file."""
         if self._folder is None:
             return
-        met = statistics_to_arrays(statistics)
-        arrays: dict[str, Any] = {f"{_MET}{name}": array for name, array in met.items()}
+        fields = statistics_to_arrays(statistics)
+        arrays: dict[str, Any] = {f"{_STATISTICS}{name}": x for name, x in fields.items()}
         arrays |= {} if weight is None else weight.state()
         file = self._file(stage, path)
-        begun = file.with_suffix(_BEGUN)
-        with begun.open("wb") as stream:
+        partial = file.with_suffix(_PARTIAL)
+        with partial.open("wb") as stream:
             np.savez(stream, **arrays)
-        begun.replace(file)
+        partial.replace(file)
 
-    def restored(
+    def restore(
         self, stage: int, weights: Mapping[str, RoundedWeight | None]
     ) -> dict[str, ActivationStatistics]:
-        """Restores the weights of which a stage is kept, and returns what they met, by path."""
-        met = {}
+        """Restore the weights that are saved for a stage. Return their statistics, by path."""
+        statistics = {}
         for path, weight in weights.items():
             if self._folder is None or not self._file(stage, path).is_file():
                 continue
             try:
                 state = read_npz(self._file(stage, path))
-                names = [name for name in state if name.startswith(_MET)]
-                met[path] = statistics_from_arrays(
-                    {name[len(_MET) :]: state.pop(name) for name in names}
-                )
+                names = [name for name in state if name.startswith(_STATISTICS)]
+                fields = {name.removeprefix(_STATISTICS): state.pop(name) for name in names}
+                statistics[path] = statistics_from_arrays(fields)
             except (ValueError, TypeError) as error:
                 warn_user(f"{path} is calibrated again, because {error}")
                 continue
             if weight is not None:
                 weight.restore(state)
-        return met
+        return statistics
 
     def _file(self, stage: int, path: str) -> Path:
         assert self._folder is not None
         return self._folder / f"{stage:05}-{hashlib.sha256(path.encode()).hexdigest()[:16]}.npz"
 
 
-_MET = "met:"  # before the names of statistics
-_BEGUN = ".begun"  # the suffix of a file that is being written
-
-
-def identity_of(
-    called: object, program: Callable, params: Any, args: Sequence[Any], batches: Iterable[Any]
+def digest_calibration(
+    options: object, program: Callable, params: Any, args: Sequence[Any], batches: Iterable[Any]
 ) -> dict[str, str]:
-    """Return digests of a calibration, by what of it they are.
+    """Return named digests of everything that determines the result of a calibration.
 
     **Arguments:**
 
-    - `called`: the arguments of the calibration, as they are printed.
+    - `options`: the options of the calibration. Only their `repr` matters.
     - `program`: the model, a function of the parameters and of `args`.
-    - `batches`: all of them.
+    - `batches`: all batches.
     """
     return {
-        "rules or options": _digest([repr(called)]),
-        "model": _digest(_described(program, params, args)),
+        "rules or options": _digest([repr(options)]),
+        "model": _digest(_describe_program(program, params, args)),
         "parameters": _digest(jax.tree.leaves(params)),
         "batches": _digest(x for batch in batches for x in ("batch", *jax.tree.leaves(batch))),
     }
 
 
-def _described(program: Callable, params: Any, args: Sequence[Any]) -> list[Any]:
-    """Return the text of a program and its constants, the same in each process."""
+def _describe_program(program: Callable, params: Any, args: Sequence[Any]) -> list[Any]:
+    """Return the text and the constants of a program, which are the same in each process."""
 
     def run(params: Any, args: Any) -> list[Any]:
         out = jax.tree.leaves(implicit(program)(params, *args))
         return [x for x in out if isinstance(x, jax.Array | np.ndarray)]
 
-    of_arrays, avals = abstract_arrays(run, params, tuple(args))
-    jaxpr = jax.make_jaxpr(of_arrays)(avals)
+    run_on_arrays, avals = abstract_arrays(run, params, tuple(args))
+    jaxpr = jax.make_jaxpr(run_on_arrays)(avals)
     text = re.sub(r" at 0x[0-9a-f]+", "", str(jaxpr))
-    ordered = lambda match: ", ".join(sorted(match[0].split(", ")))
-    return [re.sub(r"(?<=frozenset\(\{)[^}]*", ordered, text), *constants_in(jaxpr)]
+    sort_items = lambda match: ", ".join(sorted(match[0].split(", ")))
+    return [re.sub(r"(?<=frozenset\(\{)[^}]*", sort_items, text), *constants_in(jaxpr)]
 
 
 def _digest(parts: Iterable[Any]) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for part in parts:
         if not isinstance(part, str) and jnp.issubdtype(jnp.result_type(part), jax.dtypes.prng_key):
             part = jax.random.key_data(part)
         array = np.asarray(part)
         if array.dtype.kind in "OUS":
             array = np.frombuffer(repr(part).encode(), np.uint8)
-        found.update(f"{array.dtype}{array.shape}".encode())
-        found.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-    return found.hexdigest()
+        digest.update(f"{array.dtype}{array.shape}".encode())
+        digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
