@@ -112,9 +112,7 @@ def selected(format: Format, layout: str, m: int, k: int, n: int) -> str:
         config = hopper_config.config_for(hopper_config.Sizes(m, k, n, bits, tile))
         assert config is not None
         return many_rows_name(config)
-    floats = "bfloat16", q.scale.dtype.name, "bfloat16"
-    product = (problem.codes, layout == "rows", m, n, k, tile, n, *floats)
-    return few_rows_name(gpu_matmul.config_for(gpu_matmul.ProductSizes(*product)))
+    return few_rows_name(gpu_matmul.config_for(gpu_matmul.layout_of(operands, problem)))
 
 
 # Read the results.
