@@ -47,6 +47,7 @@ from gpu_worker import (
     MXFP4,
     NF4,
     QUICK,
+    UINT4,
     Job,
     Program,
     Sizes,
@@ -169,7 +170,7 @@ def kernel_methods(format: Format, layout: str) -> Iterator[Method]:
     digits = ((4, 4), (4, 8), (8, 4)) if is_rows else ((4, 4), (2, 4), (2, 8), (1, 16))
     floats = ((4, 4), (4, 8)) if is_rows else ((2, 4), (2, 8), (1, 8))
     plan = [(1, (1, 8), False), (2, (9, 16), False), (4, (17, 64), False)]
-    if format.qtype in ("int4", "int8"):
+    if format.qtype in ("int4", "int8", "uint4"):
         plan.insert(0, (1, (1, gpu_matmul.MOST_DIGIT_ROWS), True))
     for m_tiles, rows, by_digits in plan:
         for n_tiles, k_warps in digits if by_digits else floats:
@@ -327,7 +328,7 @@ def measure_products(worker: Worker) -> None:
     plan = [(small, f, layout, sizes.rows) for f in (INT4, INT8) for layout in LAYOUTS]
     plan += [(large, f, layout, sizes.rows_large) for f in (INT4, INT8) for layout in LAYOUTS]
     plan += [(shape, INT4, "columns", (1,)) for shape in sizes.decoded]
-    others = [(f, layout) for f in (FP8, NF4, MXFP4) for layout in LAYOUTS]
+    others = [(f, layout) for f in (FP8, UINT4, NF4, MXFP4) for layout in LAYOUTS]
     plan += [(small, *other, sizes.rows_others) for other in others]
     cells = []
     for (k, n), format, layout, rows in plan:

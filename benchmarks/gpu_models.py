@@ -24,8 +24,11 @@ import llama
 
 
 @functools.cache
-def model(sizes: Sizes, stored: Format | None) -> dict[str, Any]:
-    """Return random bf16 parameters of the Llama. Quantize its matrices if `stored` is a format."""
+def model(sizes: Sizes, stored: Format | None, embedding: bool = False) -> dict[str, Any]:
+    """Return random bf16 parameters of the Llama.
+
+    Quantize its matrices if `stored` is a format. The embedding is quantized only if `embedding`.
+    """
     config = llama.Config(*sizes.llama)
     shapes = jax.eval_shape(lambda: llama.init(jax.random.key(0), config))
 
@@ -37,7 +40,8 @@ def model(sizes: Sizes, stored: Format | None) -> dict[str, Any]:
             return quantized(key, shape, stored, "columns")
         return jax.random.normal(key, shape, jnp.bfloat16) / shape[1] ** 0.5
 
-    is_matrix = lambda name: re.search(r"(_proj|lm_head)\.weight$", name) and stored
+    matrices = "_proj|lm_head|embed_tokens" if embedding else "_proj|lm_head"
+    is_matrix = lambda name: re.search(rf"({matrices})\.weight$", name) and stored
     keys = jax.random.split(jax.random.key(0), len(shapes))
     return {
         name: make(key, aval.shape, bool(is_matrix(name)))
@@ -86,6 +90,53 @@ def measure_decoding(worker: Worker) -> None:
     )
 
 
+def stacked(params: dict[str, Any], layers: int, head_parts: int) -> dict[str, Any]:
+    """Stack parameters for `lax.scan`: those of all layers, and equal parts of the vocabulary.
+
+    A scan compiles one layer instead of all of them. It also materializes one matrix at a time.
+    """
+    by_layer = []
+    for i in range(layers):
+        prefix = f"model.layers.{i}."
+        by_layer.append(
+            {k.removeprefix(prefix): v for k, v in params.items() if k.startswith(prefix)}
+        )
+    split = lambda leaf: leaf.reshape(head_parts, -1, *leaf.shape[1:])
+    return {
+        "layers": jax.tree.map(lambda *leaves: jnp.stack(leaves), *by_layer),
+        "head": jax.tree.map(split, params["lm_head.weight"]),
+        **{name: params[name] for name in ("model.embed_tokens.weight", "model.norm.weight")},
+    }
+
+
+def mean_loss(head: Any, x: jax.Array, targets: jax.Array) -> jax.Array:
+    """Return the mean of `-log p` of each target token.
+
+    It computes the logits of one part of the vocabulary at a time, also for derivatives.
+
+    **Arguments:**
+
+    - `head`: the matrix of the logits, `[parts, vocabulary / parts, width]`.
+    - `x`: `[batch, length, width]`.
+    - `targets`: tokens, `[batch, length]`.
+    """
+    size = head.shape[1]
+
+    @jax.checkpoint
+    def add_part(state: Any, part: Any) -> tuple[Any, None]:
+        (total, of_target), (first, matrix) = state, part
+        logits = (x @ matrix.T).astype(jnp.float32)
+        total = jnp.logaddexp(total, jax.nn.logsumexp(logits, axis=-1))
+        is_target = targets[..., None] == first + jnp.arange(size)
+        of_target = of_target + jnp.where(is_target, logits, 0).sum(-1)
+        return (total, of_target), None
+
+    state = jnp.full(targets.shape, -jnp.inf), jnp.zeros(targets.shape)
+    firsts = size * jnp.arange(len(head))
+    (total, of_target), _ = lax.scan(add_part, state, (firsts, head))
+    return (total - of_target).mean()
+
+
 class TrainingStep(NamedTuple):
     """A LoRA training step, and the bytes of its frozen weights."""
 
@@ -95,36 +146,29 @@ class TrainingStep(NamedTuple):
 
 @functools.cache
 def training_steps(worker: Worker) -> list[TrainingStep]:
-    """Return a LoRA training step for each format of the frozen weights: bf16, int4 and nf4."""
+    """Return a LoRA training step for each format of the frozen weights: bf16, int4 and nf4.
+
+    There are two steps for int4: with the embedding in bf16, and with all matrices in int4.
+    """
     import optax
 
     sizes, config = worker.sizes, llama.Config(*worker.sizes.llama)
     tx = optax.adam(1e-4)
 
-    def layer_step(layer: Any, x: jax.Array) -> jax.Array:
+    @jax.checkpoint
+    def layer_step(x: jax.Array, layer: Any) -> tuple[jax.Array, None]:
         cache = llama.empty_cache(config, *x.shape[:2], x.dtype)
         kept = cache.keys[0], cache.values[0]
         y = llama.norm(layer["input_layernorm.weight"], x, config)
         x = x + llama.attention(layer, config, y, kept, 0, 0)[0]
         y = llama.norm(layer["post_attention_layernorm.weight"], x, config)
-        return x + llama.swiglu(layer, y)
+        return x + llama.swiglu(layer, y), None
 
     def losses(params: Any, tokens: jax.Array) -> jax.Array:
         x = params["model.embed_tokens.weight"][tokens]
-        for i in range(config.num_hidden_layers):
-            prefix = f"model.layers.{i}."
-            layer = {k.removeprefix(prefix): v for k, v in params.items() if k.startswith(prefix)}
-            x = jax.checkpoint(layer_step)(layer, x)
+        x, _ = lax.scan(layer_step, x, params["layers"])
         x = llama.norm(params["model.norm.weight"], x, config)
-
-        @jax.checkpoint
-        def of_text(params: Any, x: jax.Array, tokens: jax.Array) -> jax.Array:
-            log_p = jax.nn.log_softmax(llama.logits(params, x[:-1]).astype(jnp.float32))
-            return -jnp.take_along_axis(log_p, tokens[1:, None], -1).mean()
-
-        head = {"lm_head.weight": params["lm_head.weight"]}
-        head["model.embed_tokens.weight"] = params["model.embed_tokens.weight"]
-        return sum(of_text(head, x[i], tokens[i]) for i in range(len(x))) / len(x)
+        return mean_loss(params["head"], x[:, :-1], tokens[:, 1:])
 
     def step(trained: Any, state: Any, frozen: Any, tokens: jax.Array) -> Any:
         def of_trained(trained: Any) -> jax.Array:
@@ -135,14 +179,17 @@ def training_steps(worker: Worker) -> list[TrainingStep]:
         return optax.apply_updates(trained, updates), state, value
 
     steps = []
-    for stored in (None, INT4, NF4):
-        key = f"6/{stored or 'bf16'}"
+    for stored, embedding in ((None, False), (INT4, False), (INT4, True), (NF4, False)):
+        key = f"6/{stored or 'bf16'}{', and the embedding' if embedding else ''}"
         with worker.attempt(key, "make"):
             rules = [vn.lora.Rule(r".*_proj\.weight", rank=8, alpha=16)]
-            tuned = vn.lora.init_tree(model(sizes, stored), rules, key=jax.random.key(2))
+            params = model(sizes, stored, embedding)
+            params = stacked(params, config.num_hidden_layers, sizes.head_parts)
+            tuned = vn.lora.init_tree(params, rules, key=jax.random.key(2))
             is_adapted = lambda path, x: isinstance(x, vn.types.LoraArray)
             trained, frozen = vn.tree.partition(tuned, vn.trainable(tuned, where=is_adapted))
-            arguments = trained, tx.init(trained), frozen, jnp.ones(sizes.trained, jnp.int32)
+            tokens = jax.random.randint(jax.random.key(3), sizes.trained, 0, config.vocab_size)
+            arguments = trained, tx.init(trained), frozen, tokens
             steps.append(TrainingStep(Job(key, step, arguments), stored_bytes(frozen)))
     return steps
 
@@ -156,7 +203,8 @@ def measure_qlora(worker: Worker) -> None:
         sizes = programs[key].run.memory_analysis()
         parts = sizes.argument_size_in_bytes, sizes.temp_size_in_bytes, sizes.output_size_in_bytes
         peak = {"peak_bytes": sum(parts), "argument_bytes": parts[0]}
-        return {"frozen_bytes": steps[key].frozen_bytes, **peak}
+        loss = float(programs[key].run(*arguments[key])[2])
+        return {"loss": loss, "frozen_bytes": steps[key].frozen_bytes, **peak}
 
     arguments = {key: step.job.args for key, step in steps.items()}
     _time_programs(worker, programs, arguments, facts, lambda key: "6/bf16")

@@ -69,8 +69,9 @@ def quantized(key: Any, shape: tuple[int, ...], format: Format, layout: str) -> 
 
 def problem_of(x: Any, q: Any, layout: str) -> tuple[MatmulOperands, MatmulProblem]:
     """Return the arguments of a kernel in `veneer.kernels.gpu` for a product."""
-    codes, offset = codes_of(q.qtype, False)
-    operands = MatmulOperands(x[None], q.packed[None], q.scale[None])
+    codes, offset = codes_of(q.qtype, q.zero_point is not None)
+    zero_point = None if q.zero_point is None else q.zero_point[None]
+    operands = MatmulOperands(x[None], q.packed[None], q.scale[None], zero_point)
     return operands, MatmulProblem(codes, q.shape[-1], layout, "bfloat16", offset, print)
 
 
@@ -112,9 +113,7 @@ def selected(format: Format, layout: str, m: int, k: int, n: int) -> str:
         config = hopper_config.config_for(hopper_config.Sizes(m, k, n, bits, tile))
         assert config is not None
         return many_rows_name(config)
-    floats = "bfloat16", q.scale.dtype.name, "bfloat16"
-    product = (problem.codes, layout == "rows", m, n, k, tile, n, *floats)
-    return few_rows_name(gpu_matmul.config_for(gpu_matmul.ProductSizes(*product)))
+    return few_rows_name(gpu_matmul.config_for(gpu_matmul.layout_of(operands, problem)))
 
 
 # Read the results.
@@ -179,7 +178,7 @@ def line_of(by_name: dict[str, Line], name: str) -> Line | None:
 
 # Make the tables.
 
-_FORMATS = ("int4", "int8", "float8_e4m3fn", "nf4", "mxfp4")
+_FORMATS = ("int4", "int8", "float8_e4m3fn", "uint4", "nf4", "mxfp4")
 
 
 def _order(text: str) -> int:

@@ -36,8 +36,8 @@ _CUDA_IS_LOST = 3  # the exit code of a worker
 QUICK = {"xla_gpu_autotune_level": 0}  # for programs that are not timed
 
 INT4, INT8, FP8 = Format("int4", 128), Format("int8"), Format("float8_e4m3fn")
-NF4, MXFP4 = Format("nf4", 64), Format("mxfp4", 32)
-CHECKED = (INT4, Format("int4", 32), Format("int4"), INT8, Format("uint4"), NF4, FP8, MXFP4)
+UINT4, NF4, MXFP4 = Format("uint4", 128), Format("nf4", 64), Format("mxfp4", 32)
+CHECKED = (INT4, Format("int4", 32), Format("int4"), INT8, Format("uint4"), UINT4, NF4, FP8, MXFP4)
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Sizes:
     rows_others: tuple[int, ...] = (1, 16, 128, 1024)
     #: The K and N of the weights in the model of part 5.
     decoded: tuple[tuple[int, int], ...] = ((2048, 512), (2048, 2048), (2048, 8192), (8192, 2048))
-    dequantized: tuple[Format, ...] = (INT4, Format("uint4", 128), INT8, NF4, MXFP4)
+    dequantized: tuple[Format, ...] = (INT4, UINT4, INT8, NF4, MXFP4)
     rotated: int = 200_000_000  # bytes of weights to rotate through, more than the L2 cache holds
     least: int = 3  # fewest copies of a weight
     most: int = 12  # most copies of a weight
@@ -63,6 +63,7 @@ class Sizes:
     batches: tuple[int, ...] = (1, 16)
     tokens: int = 64
     trained: tuple[int, int] = (4, 512)  # texts, tokens
+    head_parts: int = 6  # parts of the vocabulary, of which a training step computes logits in turn
     attention: tuple[int, ...] = (8, 8, 4, 128)  # batch, KV heads, queries per head, width
     contexts: tuple[tuple[int, int], ...] = ((4096, 4), (32768, 1))  # tokens, layers
 
@@ -86,6 +87,7 @@ SMALL = Sizes(
     batches=(1, 2),
     tokens=4,
     trained=(1, 16),
+    head_parts=2,
     attention=(1, 2, 2, 64),
     contexts=((64, 2),),
 )

@@ -5,7 +5,7 @@ Kernels know no types: a matrix is codes in bytes, scales and zero points.
     problem         what a product is: its codes, its operands, and all else known of it
     matmul          the product as a JAX primitive: its derivatives, its batching, its lowering
     lowering        how it is computed on one device, and cut over several
-    calls           calls of kernels of the CPU: products of the same x are one
+    calls           calls of kernels for CPUs and GPUs: products of the same x are one
     stacks          with a slice of a stack, as a loop has it: read from where it lies
     quantize        codes and scales of an array, as a JAX primitive
     select          which kernel computes which product, and `use`

@@ -1,79 +1,149 @@
-"""Calls of the CPU's kernels, in the program that is lowered: products of the same x are one call.
+"""Calls of kernels, in the program that is lowered: products of the same x are one call.
 
-A call costs what a small product does: XLA and the kernel have to begin, and threads to come
-together. So where few rows of x are multiplied by several matrices, as by those of queries, keys
-and values, the second joins the first, at its place. That is when JAX has done all else: no
-derivative, batch or program that users see knows of it. What JAX lowers apart, as it does the body
-of a function with derivatives of its own, sees no others: so activations are rounded, outside of
-loops, which `stacks.py` has written out.
+A call takes as long as a small product. On a CPU, XLA and the kernel start, and threads meet. On a
+GPU, a launch takes microseconds. So if few rows of x are multiplied by several matrices, such as
+those of queries, keys and values, the second product joins the call of the first, and is computed
+there. This happens while JAX lowers a program, after all transformations, so derivatives, batches
+and the jaxprs that users see are the same as before.
+
+JAX lowers some parts of a program separately, such as the body of a function with custom
+derivatives. Products in such a part join only each other. Therefore activations are rounded
+outside of it, except in loops, which `stacks.py` rewrites.
 """
 
+import functools
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo as hlo
 from jax.interpreters import mlir
 
 from .._jax.primitives import Primitive
-from .select import are_few
 
 kernel_p = Primitive("stored_matmul_kernel")
 
 
-def call(
-    target: str, activations: Sequence[Any], matrix: Sequence[Any], shape: Sequence[int]
-) -> jax.Array:
-    """Calls a kernel, in what is lowered for one CPU.
+@runtime_checkable
+class CallableKernel(Protocol):
+    """A kernel that computes products of the same activations in one call. It is hashable."""
+
+    @property
+    def most_products(self) -> int:
+        """The most products in one call."""
+        ...
+
+    def is_called_by(self, operation: Any) -> bool:
+        """Return whether a custom call in the program is a call of this kernel."""
+        ...
+
+    def emit(self, ctx: Any, operands: Sequence[Any], shapes: Sequence[Any]) -> Sequence[Any]:
+        """Write a call into the program, and return a result of each shape.
+
+        The operands are the activations, and then those of each matrix. In `ctx`, the avals of
+        operands have the right shapes, but not the right dtypes.
+        """
+        ...
+
+
+class CpuKernel(NamedTuple):
+    """A kernel of the CPU.
 
     **Arguments:**
 
-    - `target`: a product's, which is built.
-    - `activations`: what products of the same x share: x, and its scales if it has some.
+    - `target`: the name of its FFI target, which is built.
+    - `most_products`: the most products in one call.
+    """
+
+    target: str
+    most_products: int
+
+    def is_called_by(self, operation: Any) -> bool:
+        """Return whether a custom call has the target of this kernel."""
+        return attribute(operation, "call_target_name") == self.target
+
+    def emit(self, ctx: Any, operands: Sequence[Any], shapes: Sequence[Any]) -> Sequence[Any]:
+        """Write a call of the target."""
+        return jax.ffi.ffi_lowering(self.target)(ctx, *operands)
+
+
+def call(
+    kernel: CallableKernel,
+    activations: Sequence[Any],
+    matrix: Sequence[Any],
+    shape: Sequence[int],
+    dtype: str = "float32",
+) -> jax.Array:
+    """Call a kernel, in a program that is lowered for one device.
+
+    **Arguments:**
+
+    - `activations`: the operands that products of the same x share: x, and its scales if it has
+      some.
     - `matrix`: all other operands.
-    - `shape`: of the product, which is f32.
+    - `shape`, `dtype`: those of the product.
     """
     return kernel_p.bind(
-        *activations, *matrix, target=target, shape=tuple(shape), lead=len(activations)
+        *activations,
+        *matrix,
+        kernel=kernel,
+        shape=tuple(shape),
+        dtype=dtype,
+        lead=len(activations),
     )
 
 
 @kernel_p.def_abstract_eval
-def _typed(*avals: Any, target: str, shape: tuple[int, ...], lead: int) -> Any:
-    del avals, target, lead
-    return jax.core.ShapedArray(shape, np.dtype("float32"))
+def _typed(
+    *avals: Any, kernel: CallableKernel, shape: tuple[int, ...], dtype: str, lead: int
+) -> Any:
+    del avals, kernel, lead
+    return jax.core.ShapedArray(shape, jnp.dtype(dtype))
 
 
 def _lowered(
-    ctx: Any, *operands: Any, target: str, shape: tuple[int, ...], lead: int
+    ctx: Any,
+    *operands: Any,
+    kernel: CallableKernel,
+    shape: tuple[int, ...],
+    dtype: str,
+    lead: int,
 ) -> Sequence[Any]:
-    out = _joined(ctx, operands, target, shape, lead) if are_few(target) else None
+    emit = functools.partial(_emitted, ctx, kernel, jnp.dtype(dtype))
+    joins = kernel.most_products > 1
+    out = _joined(ctx, operands, kernel, emit, shape, lead) if joins else None
     if out is None:
-        (out,) = _emitted(ctx, target, operands, [shape])
+        (out,) = emit(operands, [shape])
     # JAX keeps what it is given. This stays, where what it is made from is replaced.
     return [hlo.reshape(out.type, out)]
 
 
 def _joined(
-    ctx: Any, operands: Sequence[Any], target: str, shape: tuple[int, ...], lead: int
+    ctx: Any,
+    operands: Sequence[Any],
+    kernel: CallableKernel,
+    emit: Callable[..., Sequence[Any]],
+    shape: tuple[int, ...],
+    lead: int,
 ) -> Any:
     """The product as a result of an earlier call, that is there or is made to be; or None."""
     activations, matrix, program = operands[:lead], operands[lead:], _Program(ctx)
-    earlier = [*_earlier(program, target, activations, len(matrix))]
+    earlier = [*_earlier(program, kernel, activations, len(matrix))]
     for other in earlier:
         if (out := _found(program, other, lead, matrix, shape)) is not None:
             return out
     for other in earlier:
-        if len(other.results) == _MOST or (moved := program.moved_before(other, matrix)) is None:
+        is_full = len(other.results) == kernel.most_products
+        if is_full or (moved := program.moved_before(other, matrix)) is None:
             continue
         for operation in moved:
             operation.move_before(other)
         shapes = [tuple(before.type.shape) for before in other.results]
         with ir.InsertionPoint(other), other.location:
-            results = _emitted(ctx, target, [*other.operands, *matrix], [*shapes, shape])
+            results = emit([*other.operands, *matrix], [*shapes, shape])
         for before, now in zip(other.results, results, strict=False):
             before.replace_all_uses_with(now)
         other.erase()
@@ -84,24 +154,26 @@ def _joined(
 mlir.register_lowering(kernel_p, _lowered, cacheable=False)
 
 
-def _emitted(ctx: Any, target: str, operands: Sequence[Any], shapes: Sequence[Any]) -> Any:
-    """Writes a call where the program is written."""
-    entry = np.dtype("float32")  # which says nothing of operands: they are there
-    avals_in = [jax.core.ShapedArray(tuple(operand.type.shape), entry) for operand in operands]
-    avals_out = [jax.core.ShapedArray(tuple(shape), entry) for shape in shapes]
+def _emitted(
+    ctx: Any, kernel: CallableKernel, dtype: Any, operands: Sequence[Any], shapes: Sequence[Any]
+) -> Sequence[Any]:
+    """Write a call where the program is written. Its results have a dtype."""
+    avals_in = [jax.core.ShapedArray(tuple(operand.type.shape), dtype) for operand in operands]
+    avals_out = [jax.core.ShapedArray(tuple(shape), dtype) for shape in shapes]
     ctx = ctx.replace(avals_in=avals_in, avals_out=avals_out)
-    return jax.ffi.ffi_lowering(target)(ctx, *operands)
+    return kernel.emit(ctx, operands, shapes)
 
 
 def _earlier(
-    program: "_Program", target: str, activations: Sequence[Any], count: int
+    program: "_Program", kernel: CallableKernel, activations: Sequence[Any], count: int
 ) -> Iterator[Any]:
     """Calls of a kernel with the same activations, and as many operands for each matrix."""
     lead = len(activations)
     for x in program.twins(activations[0]):
         for use in x.uses:
             call = use.owner.operation
-            if use.operand_number == 0 and _calls(call, target) and call.block == program.block:
+            is_call = call.name == "stablehlo.custom_call" and call.block == program.block
+            if use.operand_number == 0 and is_call and kernel.is_called_by(call):
                 pairs = zip(call.operands[1:lead], activations[1:], strict=True)
                 fits = len(call.operands) == lead + count * len(call.results)
                 if fits and all(itertools.starmap(program.is_same, pairs)):
@@ -120,9 +192,9 @@ def _found(
     return None
 
 
-def _calls(operation: Any, target: str) -> bool:
-    is_call = operation.name == "stablehlo.custom_call"
-    return is_call and ir.StringAttr(operation.attributes["call_target_name"]).value == target
+def attribute(operation: Any, name: str) -> str:
+    """Return an attribute of an operation, which must be a string."""
+    return ir.StringAttr(operation.attributes[name]).value
 
 
 #: Operations that give the same wherever they are, as those do that operands are made by.
@@ -130,7 +202,8 @@ _PURE = {
     f"stablehlo.{name}"
     for name in (
         *("add", "subtract", "multiply", "divide", "minimum", "maximum", "clamp", "abs", "negate"),
-        *("broadcast_in_dim", "compare", "concatenate", "constant", "convert", "dynamic_slice"),
+        *("bitcast_convert", "broadcast_in_dim", "compare", "concatenate", "constant", "convert"),
+        "dynamic_slice",
         *("iota", "reshape", "round_nearest_even", "select", "slice", "transpose"),
     )
 }
@@ -138,8 +211,6 @@ _IN_FUNCTIONS = {*_PURE, "stablehlo.reduce", "stablehlo.return", "func.func", "f
 
 #: How many operations in a row two values are compared by, and how many are moved.
 _DEPTH, _MOST_MOVED = 6, 32
-#: Products of a call, at most.
-_MOST = 16
 
 
 class _Program:
@@ -232,8 +303,7 @@ class _Program:
         if operation.name == "func.call":
             return self._is_pure(ir.FlatSymbolRefAttr(operation.attributes["callee"]))
         if operation.name == "stablehlo.custom_call":
-            target = ir.StringAttr(operation.attributes["call_target_name"]).value
-            return target.startswith("veneer_quantise_")
+            return attribute(operation, "call_target_name").startswith("veneer_quantise_")
         return operation.name in _IN_FUNCTIONS
 
 

@@ -29,10 +29,13 @@ from jax.sharding import PartitionSpec as P
 from .._jax.primitives import Primitive
 from .._jax.sharding import find_partition_spec
 from . import calls, select
+from .gpu import matmul as gpu_matmul
 from .problem import ZERO_POINTS, MatmulOperands, MatmulProblem, operands_of
 
 #: Codes that share a zero point along the sum, at least, for a kernel to read it.
 _LEAST_TILE = 16
+#: The most products in one call of a kernel of the CPU.
+_MOST_PRODUCTS = 16
 
 # On one device.
 
@@ -49,6 +52,13 @@ def is_for_this_cpu(ctx: Any) -> bool:
     """Returns whether what is lowered is for this process, and one CPU alone."""
     context = ctx.module_context
     is_here = context.platforms == ("cpu",) and not context.lowering_parameters.for_export
+    return is_here and is_on_one_device(ctx)
+
+
+def is_for_this_gpu(ctx: Any) -> bool:
+    """Return whether a program is for this process, and one GPU alone."""
+    context = ctx.module_context
+    is_here = context.platforms == ("cuda",) and not context.lowering_parameters.for_export
     return is_here and is_on_one_device(ctx)
 
 
@@ -76,7 +86,9 @@ def by_kernel(
     kernel = _candidate(platform, operands, problem)
     if kernel is not None and select.can_lower(kernel, operands, problem):
         assert kernel.module is not None
-        out = kernel.module.product(operands, problem)
+        is_shared = kernel.module is gpu_matmul
+        product = gpu_matmul.shared_product if is_shared else kernel.module.product
+        out = product(operands, problem)
         is_subtracted = kernel.module.takes_zero_points(operands, problem)
         if operands.zero_point is not None and not is_subtracted:
             out -= _of_zero_points(problem, operands)
@@ -84,6 +96,13 @@ def by_kernel(
             out += _over_tiles(operands, operands.minimum.astype(jnp.float32), problem)
         return out.astype(problem.out_dtype)
     return problem.reference(operands, problem)
+
+
+def by_gpu_kernel(*arrays: Any, problem: MatmulProblem, present: Sequence[bool]) -> jax.Array:
+    """Compute a product on one GPU: by a kernel if there is one for it."""
+    has_kernel = _may_serve("gpu", arrays, problem, present)
+    compute = functools.partial(by_kernel, platform="gpu") if has_kernel else by_reference
+    return compute(*arrays, problem=problem, present=present)
 
 
 def _candidate(
@@ -140,7 +159,7 @@ def call_kernel(
     outer = [] if operands.outer_scale is None else ["outer_scale"]
     outer += [] if operands.outer_minimum is None or added is None else ["outer_minimum"]
     out = calls.call(
-        target,
+        calls.CpuKernel(target, _MOST_PRODUCTS if select.are_few(target) else 1),
         (x,) if x_scale is None else (x, x_scale),
         (
             *stored("packed"),

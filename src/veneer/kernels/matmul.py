@@ -24,7 +24,14 @@ from jax.interpreters import ad, batching, mlir
 
 from .._jax.primitives import Primitive, compile_when_eager, require_devices_for_lowering
 from .._jax.tracing import vary_together
-from .lowering import by_kernel, by_reference, is_for_this_cpu, lowered_p
+from .lowering import (
+    by_gpu_kernel,
+    by_kernel,
+    by_reference,
+    is_for_this_cpu,
+    is_for_this_gpu,
+    lowered_p,
+)
 from .problem import MatmulOperands, MatmulProblem, operands_of
 
 
@@ -191,7 +198,11 @@ def _lowered(ctx: Any, *values: Any, problem: MatmulProblem, present: Sequence[b
         problem = dataclasses.replace(problem, leading=2)
 
     # What is cached is lowered elsewhere, where no product sees those that share its x.
-    compute = by_kernel if is_for_this_cpu(ctx) else lowered_p.bind
+    compute: Any = lowered_p.bind
+    if is_for_this_cpu(ctx):
+        compute = by_kernel
+    elif is_for_this_gpu(ctx):
+        compute = by_gpu_kernel
 
     def call(*arrays: Any) -> jax.Array:
         if source is None:

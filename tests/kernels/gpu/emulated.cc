@@ -3,24 +3,30 @@
 #define THREADS_OF_BLOCK (32 * WK)
 #include "matmul.cu"
 
+// Convert a pointer to the type of a parameter.
+struct Pointer {
+    void* address;
+
+    template <typename T>
+    operator T*() const { return static_cast<T*>(address); }
+};
+
 struct Call {
-    const u16* x;
-    const u8* w;
-    const Scale* scale;
-    const ZeroPoint* zero_point;
-    void* out;
+    void** arrays;  // x, the arrays of each weight, and the results
 
     void operator()() const {
+        constexpr int PER_WEIGHT = ZERO ? 3 : 2;
+#define ARRAY(i) Pointer{arrays[i]}
 #if ZERO
-        NAME(x, w, scale, zero_point, out);
+#define WEIGHT_ARRAYS(i) , ARRAY(3 * i + 1), ARRAY(3 * i + 2), ARRAY(3 * i + 3)
 #else
-        NAME(x, w, scale, out);
+#define WEIGHT_ARRAYS(i) , ARRAY(2 * i + 1), ARRAY(2 * i + 2)
 #endif
+#define RESULT_ARRAY(i) , ARRAY(PER_WEIGHT * PRODUCTS + 1 + i)
+        NAME(ARRAY(0) EACH(WEIGHT_ARRAYS) EACH(RESULT_ARRAY));
     }
 };
 
-extern "C" void emulate(const u16* x, const u8* w, const void* scale, const void* zero_point, void* out,
-                        int blocks, int batch) {
-    Call call{x, w, static_cast<const Scale*>(scale), static_cast<const ZeroPoint*>(zero_point), out};
-    run(call, blocks, batch, SHARED_BYTES);
+extern "C" void emulate(void** arrays, int blocks, int batch) {
+    run(Call{arrays}, blocks, batch, SHARED_BYTES);
 }

@@ -49,13 +49,15 @@ def call_library(target, out, *, legacy_backend_config, custom_call_api_version)
     )
     library = re.search(r'kernel_data = "(.+?)"', legacy_backend_config)[1]
 
-    def call(x, packed, scale, zero_point=None):
-        result = np.full(out.shape, jnp.nan, out.dtype)
-        arrays = [
-            np.asarray(a) for a in (x, packed, scale, scale if zero_point is None else zero_point)
-        ]
-        addresses = [ctypes.c_void_p(a.ctypes.data) for a in (*arrays, result)]
-        ctypes.CDLL(library).emulate(*addresses, blocks, batch)
-        return jnp.asarray(result)
+    results_at = re.search(r"output_indices = \[(.+?)\]", legacy_backend_config)[1].split(", ")
+
+    def call(*operands):
+        results = [np.full(each.shape, jnp.nan, each.dtype) for each in out]
+        arrays = [*map(np.asarray, operands), *results]
+        first = len(operands)
+        assert results_at == [f"{i} : i32" for i in range(first, first + len(results))]
+        addresses = (ctypes.c_void_p * len(arrays))(*(a.ctypes.data for a in arrays))
+        ctypes.CDLL(library).emulate(addresses, blocks, batch)
+        return [jnp.asarray(result) for result in results]
 
     return call

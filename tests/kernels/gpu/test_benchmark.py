@@ -1,5 +1,6 @@
 """Run the GPU benchmark with tiny sizes, and check the tables that it makes for docs/gpu.md."""
 
+import dataclasses
 import importlib.util
 import json
 import re
@@ -8,9 +9,16 @@ import sys
 from pathlib import Path
 
 import gpu_all
+import gpu_models
 import gpu_tables
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from gpu_tables import Format
+from gpu_worker import INT4, SMALL
+
+import veneer as vn
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "gpu.md").read_text("utf-8")
@@ -76,3 +84,33 @@ def test_a_result_replaces_an_error_and_an_earlier_result(tmp_path):
     assert gpu_tables.read(tmp_path) == {"a": lines[0], "b": lines[0]}
     (tmp_path / "2.jsonl").write_text(json.dumps({"key": "a", "us": 2}))
     assert gpu_tables.read(tmp_path)["a"]["us"] == 2
+
+
+def test_the_loss_by_parts_of_the_vocabulary_is_the_loss():
+    params = gpu_models.model(SMALL, INT4)
+    head = gpu_models.stacked(params, 1, head_parts=2)["head"]
+    key = jax.random.key(0)
+    x = jax.random.normal(key, (2, 7, SMALL.llama[1]), jnp.bfloat16)
+    targets = jax.random.randint(key, x.shape[:2], 0, SMALL.llama[0])
+
+    def expected(x):
+        logits = x @ params["lm_head.weight"].dequantize().T
+        log_p = jax.nn.log_softmax(logits.astype(jnp.float32))
+        return -jnp.take_along_axis(log_p, targets[..., None], -1).mean()
+
+    by_parts = jax.value_and_grad(lambda x: vn.implicit(gpu_models.mean_loss)(head, x, targets))
+    (loss, gradient), (other, exact) = by_parts(x), jax.value_and_grad(expected)(x)
+    np.testing.assert_allclose(loss, other, rtol=1e-3)
+    error = jnp.linalg.norm((gradient - exact).astype(jnp.float32))
+    assert error < 0.01 * jnp.linalg.norm(exact.astype(jnp.float32))
+
+
+def test_stacked_layers_are_those_of_the_model():
+    sizes = dataclasses.replace(SMALL, llama=(64, 128, 256, 2, 2, 1, 64))
+    params = gpu_models.model(sizes, INT4)
+    name = "mlp.up_proj.weight"
+    layers = gpu_models.stacked(params, 2, head_parts=2)["layers"][name]
+    for i in range(2):
+        np.testing.assert_array_equal(
+            layers.dequantize()[i], params[f"model.layers.{i}.{name}"].dequantize()
+        )

@@ -1,6 +1,8 @@
 """Compare the CUDA kernel for few rows, run in an emulator, with dense products."""
 
 import dataclasses
+import itertools
+import re
 import shutil
 
 import jax
@@ -8,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from kernels.device_products import assert_is_dense, example
-from kernels.gpu.emulated import emulate
+from kernels.gpu.emulated import call_library, emulate
 
+import veneer as vn
 from veneer.kernels import Codes, MatmulProblem
 from veneer.kernels.gpu import matmul, nvrtc
 from veneer.kernels.problem import MatmulShape
@@ -124,9 +127,10 @@ def check_differences(contracting, m, kind, offset, zero_points=None, dtype=jnp.
 
 def test_different_kernels_have_different_names():
     sizes = matmul.ProductSizes(
-        Codes(8, "int8"), True, 1, 4096, 4096, 128, 4096, "bfloat16", "float32", "bfloat16"
+        Codes(8, "int8"), True, 1, 4096, (4096,), 128, False, "bfloat16", "float32", "bfloat16"
     )
     others = {"tile": 256, "scale_dtype": "bfloat16", "out_dtype": "float32", "zero_dtype": "int8"}
+    others["ns"] = 4096, 512
     changed = [sizes._replace(**{name: value}) for name, value in others.items()]
     names = [matmul.name_of(each, matmul.config_for(each)) for each in (sizes, *changed)]
     assert len(set(names)) == len(names)
@@ -181,3 +185,64 @@ def test_nan_and_infinity_stay_where_they_belong(contracting, value, name, m):
     else:
         expected[:, :, 7] = False
     np.testing.assert_array_equal(is_finite, expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "m", "ns", "zero_dtype", "contracting"),
+    [
+        ("int4", 1, (64, 32, 128), None, "columns"),
+        ("int4", 3, (96, 32, 160, 64), None, "rows"),
+        ("int8", 2, (48, 16), None, "rows"),
+        ("int8", 11, (16, 80, 32), "int8", "columns"),
+    ],
+)
+def test_one_launch_computes_products_of_the_same_x(kind, m, ns, zero_dtype, contracting):
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(2, m, 128)), jnp.bfloat16)
+    operands, problems, expected = [], [], []
+    for seed, n in enumerate(ns):
+        shape, tile = ((2, 128, n), (64, 1)) if contracting == "rows" else ((2, n, 128), (1, 64))
+        w, codes, each = example(kind, shape, tile, x, seed=seed)
+        values = np.asarray(w.codes, np.float64)
+        if zero_dtype is not None:
+            zero_point = np.random.default_rng(seed).integers(0, 9, w.scale.shape, zero_dtype)
+            each = each._replace(zero_point=jnp.asarray(zero_point))
+            values = values - zero_point.repeat(tile[0], 1).repeat(tile[1], 2)
+        dense = values * w.scale.repeat(tile[0], 1).repeat(tile[1], 2)
+        expected.append(np.asarray(x, np.float64) @ (dense if contracting == "rows" else dense.mT))
+        operands.append(each)
+        problems.append(MatmulProblem(codes, shape[2], contracting, "float32", 0, print))
+    layouts = [matmul.layout_of(*single) for single in zip(operands, problems, strict=True)]
+    (layout,) = {layout._replace(ns=ns) for layout in layouts}
+    config = matmul._call_config(layout, matmul._checked(layout, None), batch=2)
+    results = [jax.ShapeDtypeStruct((2, m, n), jnp.float32) for n in ns]
+    call = call_library(
+        matmul._TARGET, results, legacy_backend_config=config, custom_call_api_version=2
+    )
+    stored = (matmul._stored_arrays(each, layout) for each in operands)
+    for out, exact in zip(call(x, *itertools.chain(*stored)), expected, strict=True):
+        np.testing.assert_allclose(out, exact, rtol=0, atol=1e-5 * np.abs(exact).max())
+
+
+def launches(function, *args):
+    """Return the number of products of each launch in a program that is lowered for a GPU."""
+    lowered = jax.jit(vn.implicit(function)).trace(*args).lower(lowering_platforms=("cuda",))
+    pattern = r"%\w+(?::(\d+))? = stablehlo.custom_call @__gpu\$xla.gpu.ptx"
+    return [int(count or 1) for count in re.findall(pattern, lowered.as_text())]
+
+
+def test_products_of_the_same_x_share_a_launch(monkeypatch):
+    monkeypatch.setattr(nvrtc, "compile_ptx", lambda source, options: "PTX")
+
+    def stored(n, qtype="int4", k=1024):
+        w = jax.random.normal(jax.random.key(n), (n, k), jnp.bfloat16)
+        return vn.quant.quantize(w, qtype, channelwise_axes=[0], tiled_axes={1: 128})
+
+    x = jnp.ones((1, 1024), jnp.bfloat16)
+    wide, narrow, other, integer = stored(512), stored(256), stored(320), stored(256, "int8")
+    each = lambda x, *weights: [jnp.sin(x @ w.T) for w in weights]
+    assert launches(each, x, wide, narrow, other) == [3]
+    assert launches(each, x, wide, integer) == [1, 1]
+    assert launches(each, x, *[stored(256 + 64 * i) for i in range(5)]) == [4, 1]
+    assert launches(lambda x, w: (x @ w.T, jnp.cos(x @ w.T)), x, narrow) == [1]
+    assert launches(lambda x, a, b: (x @ a.T, (x + 1) @ b.T), x, wide, narrow) == [1, 1]
+    assert launches(lambda x, a, b: (x @ a.T) @ b.T, x, stored(1024), narrow) == [1, 1]

@@ -1,7 +1,8 @@
 // Multiply a few rows of activations by a packed, quantized weight on an NVIDIA GPU.
 //
 // out[b, m, n] = sum over k of x[b, m, k] * W[b, k, n], where W is stored as codes and scales.
-// K is the length of the contracted axis, and k is an index along it.
+// K is the length of the contracted axis, and k is an index along it. One launch can multiply the
+// same x by several weights, which differ only in N. Each block computes columns of one of them.
 //
 // With few rows, reading W takes most of the time. Therefore the kernel reads each byte of W once,
 // keeps many bytes in flight, and needs about one integer instruction per code:
@@ -19,7 +20,10 @@
 //
 // `matmul.py` compiles this file with these macros:
 //
-//   M, N, K     the sizes of the product
+//   M, K        the sizes of the products
+//   SIZES       the N of each product, separated by commas
+//   PRODUCTS    the number of products: 1 to 4
+//   WHOLE       1: each N is a multiple of 16 * MT
 //   ROWS        1: W is stored as [K, N]; 0: as [N, K]
 //   BITS        the bits per code: 4 or 8
 //   FORM        how codes are decoded: 0: consecutive integers, (code ^ FLIP) - LESS; 1: a table of
@@ -29,7 +33,7 @@
 //   ZERO        the dtype of zero points: 0 none, 1 int8, 2 uint8
 //   TILE        the number of codes along K that share a scale and a zero point
 //   SCALE       the dtype of scales: 0 f32, 1 bf16, 2 f16, 3 float8_e8m0fnu
-//   SCALE_N     the number of scales along N: N, or 1 if all columns share them
+//   ONE_SCALE   1: all columns share scales and zero points; 0: each has its own
 //   F16         the dtype of x: 1 f16, 0 bf16
 //   OUT         the dtype of the result: 0 f32, 1 bf16, 2 f16
 //   MT          the number of tiles of 16 result columns per warp
@@ -210,7 +214,8 @@ constexpr int X_ALL_BYTES = WK * X_BYTES;
 constexpr int SHARED_BYTES = (RING_BYTES > PARTS_BYTES ? RING_BYTES : PARTS_BYTES) + X_ALL_BYTES;
 constexpr bool IS_TILED = TILE < K;
 constexpr int TILES = K / TILE;
-constexpr bool N_IS_WHOLE = N % WARP_N == 0;
+constexpr int N_OF[PRODUCTS] = {SIZES};
+constexpr bool N_IS_WHOLE = WHOLE;
 constexpr bool K_IS_WHOLE = K % UNIT == 0 && UNITS % WK == 0;
 // The bits of 1024 in f16, or 128 in bf16, twice. From there on, floats have a spacing of 1, so
 // that an integer can be inserted into the low bits.
@@ -282,6 +287,34 @@ DEVICE void decode_four(u32 word, u32 less, u32 (&pairs)[2]) {
     pairs[1] = pair_of_bytes(bytes_of(word, 0, 0x4342), less);
 }
 
+// Hold a weight and its product.
+
+#if SCALE == 0
+typedef u32 Scale;
+#elif SCALE == 3
+typedef u8 Scale;
+#else
+typedef u16 Scale;
+#endif
+
+#if ZERO == 1
+typedef signed char ZeroPoint;
+#else
+typedef u8 ZeroPoint;
+#endif
+
+struct Weight {
+    const u8* codes;
+    const Scale* scale;
+    const ZeroPoint* zero_point;
+    void* out;
+    int size;  // N
+
+    // Return N, which is a constant if there is one product.
+    DEVICE int n() const { return PRODUCTS == 1 ? N_OF[0] : size; }
+    DEVICE int scale_columns() const { return ONE_SCALE ? 1 : n(); }
+};
+
 // Load scales and zero points.
 
 DEVICE float scale_of_bits(u32 bits) {
@@ -295,14 +328,6 @@ DEVICE float scale_of_bits(u32 bits) {
     return from_bits(bits == 0 ? 0x00400000u : bits == 255 ? 0x7FC00000u : bits << 23);
 #endif
 }
-
-#if SCALE == 0
-typedef u32 Scale;
-#elif SCALE == 3
-typedef u8 Scale;
-#else
-typedef u16 Scale;
-#endif
 
 constexpr int LANE_COLUMNS = 2 * MT;  // result columns per lane
 constexpr int SCALES_ALIGNMENT =
@@ -318,19 +343,19 @@ DEVICE int column_of(int tile, int group, int half) {
 
 // Return the index of the scale and zero point of a tile along K and a column. Columns beyond N
 // get the index of the last column.
-DEVICE int place_of(int tile, int n) {
-    int column = SCALE_N == 1 ? 0 : N_IS_WHOLE || n < N ? n : N - 1;
-    return ROWS ? tile * SCALE_N + column : column * TILES + tile;
+DEVICE int place_of(const Weight& w, int tile, int n) {
+    int column = ONE_SCALE ? 0 : N_IS_WHOLE || n < w.n() ? n : w.n() - 1;
+    return ROWS ? tile * w.scale_columns() + column : column * TILES + tile;
 }
 
-DEVICE Scales load_scales(const Scale* scale, int tile, int n, int group) {
+DEVICE Scales load_scales(const Weight& w, int tile, int n, int group) {
     if (!K_IS_WHOLE && tile >= TILES) tile = TILES - 1;
-    if (ROWS && N_IS_WHOLE && SCALE_N > 1)
-        return *reinterpret_cast<const Scales*>(scale + tile * SCALE_N + n + group * LANE_COLUMNS);
+    if (ROWS && N_IS_WHOLE && !ONE_SCALE)
+        return *reinterpret_cast<const Scales*>(w.scale + tile * w.n() + n + group * LANE_COLUMNS);
     Scales out;
     for (int i = 0; i < MT; ++i)
         for (int half = 0; half < 2; ++half)
-            out.of[i][half] = scale[place_of(tile, n + column_of(i, group, half))];
+            out.of[i][half] = w.scale[place_of(w, tile, n + column_of(i, group, half))];
     return out;
 }
 
@@ -342,23 +367,17 @@ struct Less { int of[MT][2]; };
 struct Less { u32 of[MT][2]; };
 #endif
 
-#if ZERO == 1
-typedef signed char ZeroPoint;
-#else
-typedef u8 ZeroPoint;
-#endif
-
 // The number to subtract from a code's byte, apart from the zero point. Bytes of 8-bit codes whose
 // sign bit must be flipped are multiplied as signed bytes, which flips it.
 constexpr int BYTE_LESS = IS_SIGNED_NIBBLE ? 0 : BITS == 8 ? LESS - FLIP : LESS;
 
-DEVICE Less load_less(const ZeroPoint* zero_point, int tile, int n, int group) {
+DEVICE Less load_less(const Weight& w, int tile, int n, int group) {
     if (!K_IS_WHOLE && tile >= TILES) tile = TILES - 1;
     Less out;
     for (int i = 0; i < MT; ++i)
         for (int half = 0; half < 2; ++half) {
             int number = INTEGER ? BYTE_LESS : LESS;
-            if (ZERO) number += zero_point[place_of(tile, n + column_of(i, group, half))];
+            if (ZERO) number += w.zero_point[place_of(w, tile, n + column_of(i, group, half))];
             out.of[i][half] = INTEGER ? number : pair_of_number(number);
         }
     return out;
@@ -413,20 +432,21 @@ struct Copies {
     // `slot` is the index of the next stage in the ring buffer. `row` is the lane's first stored
     // row, counted from the start of a stage if ROWS is 1, otherwise from the start of W.
     int slot, row;
+    int size;  // N
     bool is_column_inside;
 
-    DEVICE Copies(u8* ring, const u8* w, int n, int first_unit, int lane)
-        : stages(first_unit), slot(0) {
+    DEVICE Copies(u8* ring, const Weight& w, int n, int first_unit, int lane)
+        : stages(first_unit), slot(0), size(w.n()) {
         constexpr int PARTS = ROWS ? ROW_BYTES / 16 : 4;  // 16-byte parts per stored row
         row = lane / PARTS;
         int part = lane % PARTS;
         if (ROWS) {
             int column = n * BITS / 8 + part * 16;
-            from = w + static_cast<u64>(row) * (N * BITS / 8) + column;
+            from = w.codes + static_cast<u64>(row) * (size * BITS / 8) + column;
             to = ring + part * 16;
-            is_column_inside = N_IS_WHOLE || column < N * BITS / 8;
+            is_column_inside = N_IS_WHOLE || column < size * BITS / 8;
         } else {
-            from = w + static_cast<u64>(n + row) * (K * BITS / 8) + part * 16;
+            from = w.codes + static_cast<u64>(n + row) * (K * BITS / 8) + part * 16;
             // Permute the parts of each row, so that a warp reads from all banks.
             to = ring + row * 64 + (part ^ ((row >> 1) & 3)) * 16;
             row += n;
@@ -447,13 +467,13 @@ struct Copies {
                 // one. In each read, four lanes then access neighboring places.
                 int place = in_stage / 16 * 16 + r % 4 * 4 + r / 4;
                 bool is_inside = is_column_inside && (K_IS_WHOLE || k + in_stage < K);
-                const u8* source = from + static_cast<u64>(k + i * STEP) * (N * BITS / 8);
+                const u8* source = from + static_cast<u64>(k + i * STEP) * (size * BITS / 8);
                 copy_16_bytes(stage + place * ROW_BYTES, source, is_inside);
             }
         } else {
             int part_k = lane % 4 * (128 / BITS);
             for (int i = 0; i < 2 * MT; ++i) {
-                bool is_inside = (N_IS_WHOLE || row + 8 * i < N) && (K_IS_WHOLE || k + part_k < K);
+                bool is_inside = (N_IS_WHOLE || row + 8 * i < size) && (K_IS_WHOLE || k + part_k < K);
                 const u8* source = from + k * BITS / 8 + static_cast<u64>(8 * i) * (K * BITS / 8);
                 copy_16_bytes(stage + i * 512, source, is_inside);
             }
@@ -683,9 +703,8 @@ DEVICE void add_digits(Sums& sums, Parts& part, const float* powers, const Scale
 }
 
 // Accumulate this warp's share of the contracted axis into `sums`.
-DEVICE void sum_over_k(Sums& sums, u8* ring, u8* digits, const u16* x, const u8* w,
-                       const Scale* scale, const ZeroPoint* zero_point, int n, int first_unit,
-                       int lane) {
+DEVICE void sum_over_k(Sums& sums, u8* ring, u8* digits, const u16* x, const Weight& w, int n,
+                       int first_unit, int lane) {
     int group = lane / 4, thread = lane % 4;
     Copies copies(ring, w, n, first_unit, lane);
     for (int s = 0; s < STAGES - 1; ++s)
@@ -702,7 +721,7 @@ DEVICE void sum_over_k(Sums& sums, u8* ring, u8* digits, const u16* x, const u8*
     Parts part = {};
     int digit_sums[NT] = {};
     Scales scales = {};
-    Less less = load_less(zero_point, 0, n, group);
+    Less less = load_less(w, 0, n, group);
     int slot = 0;
 #pragma unroll 1
     for (int s = 0; s < WARP_STAGES; ++s) {
@@ -719,9 +738,9 @@ DEVICE void sum_over_k(Sums& sums, u8* ring, u8* digits, const u16* x, const u8*
             }
         }
         if (IS_TILED && (k % TILE == 0 || k % UNIT == 0))
-            scales = load_scales(scale, k / TILE, n, group);
+            scales = load_scales(w, k / TILE, n, group);
         if (ZERO && (k % TILE == 0 || k % UNIT == 0))
-            less = load_less(zero_point, IS_TILED ? k / TILE : 0, n, group);
+            less = load_less(w, IS_TILED ? k / TILE : 0, n, group);
         wait_for_copies<STAGES - 2>();
         __syncwarp();
         if (s + STAGES - 1 < WARP_STAGES) copies.next(lane);
@@ -730,8 +749,8 @@ DEVICE void sum_over_k(Sums& sums, u8* ring, u8* digits, const u16* x, const u8*
         for (int step = 0; step < STAGE_K / 32; ++step) {
             int at = k + 32 * step;
             if (step > 0 && IS_TILED && at % TILE == 0) {
-                scales = load_scales(scale, at / TILE, n, group);
-                if (ZERO) less = load_less(zero_point, at / TILE, n, group);
+                scales = load_scales(w, at / TILE, n, group);
+                if (ZERO) less = load_less(w, at / TILE, n, group);
             }
             u32 b[NT][2];
             read_digits(b, digits, at % UNIT, group, thread);
@@ -794,8 +813,8 @@ DEVICE void multiply_step(Sums& part, const u8* from, const Four (&x)[NT], const
 }
 
 // Accumulate this warp's share of the contracted axis into `sums`.
-DEVICE void sum_over_k(Sums& sums, u8* ring, const u16* x, const u8* w, const Scale* scale,
-                       const ZeroPoint* zero_point, int m, int n, int first_unit, int lane) {
+DEVICE void sum_over_k(Sums& sums, u8* ring, const u16* x, const Weight& w, int m, int n,
+                       int first_unit, int lane) {
     int group = lane / 4, thread = lane % 4;
     Copies copies(ring, w, n, first_unit, lane);
     for (int s = 0; s < STAGES - 1; ++s)
@@ -805,7 +824,7 @@ DEVICE void sum_over_k(Sums& sums, u8* ring, const u16* x, const u8* w, const Sc
     Stages stages(first_unit);
     Sums part = {};
     Scales scales = {};
-    Less less = load_less(zero_point, 0, n, group);
+    Less less = load_less(w, 0, n, group);
     int slot = 0;
 #pragma unroll 1
     for (int s = 0; s < WARP_STAGES; ++s) {
@@ -823,8 +842,8 @@ DEVICE void sum_over_k(Sums& sums, u8* ring, const u16* x, const u8* w, const Sc
             bool is_first = at % TILE == 0 || at % UNIT == 0;
             bool is_last = (at + 16) % TILE == 0 || (at + 16) % UNIT == 0;
             if (IS_TILED && is_first) {
-                scales = load_scales(scale, at / TILE, n, group);
-                if (ZERO) less = load_less(zero_point, at / TILE, n, group);
+                scales = load_scales(w, at / TILE, n, group);
+                if (ZERO) less = load_less(w, at / TILE, n, group);
             }
             multiply_step(IS_TILED ? part : sums, here + step * 16 * ROW_BYTES, xs[step], less,
                           group, thread);
@@ -878,8 +897,8 @@ DEVICE void multiply_word(Sums& part, const u8* from, int word, const WordX (&x)
 }
 
 // Accumulate this warp's share of the contracted axis into `sums`.
-DEVICE void sum_over_k(Sums& sums, u8* ring, const u16* x, const u8* w, const Scale* scale,
-                       const ZeroPoint* zero_point, int m, int n, int first_unit, int lane) {
+DEVICE void sum_over_k(Sums& sums, u8* ring, const u16* x, const Weight& w, int m, int n,
+                       int first_unit, int lane) {
     int group = lane / 4, thread = lane % 4;
     Copies copies(ring, w, n, first_unit, lane);
     for (int s = 0; s < STAGES - 1; ++s)
@@ -900,8 +919,8 @@ DEVICE void sum_over_k(Sums& sums, u8* ring, const u16* x, const u8* w, const Sc
         Scales scales[STAGE_TILES];
         Less less[STAGE_TILES];
         for (int tile = 0; tile < STAGE_TILES; ++tile) {
-            if (IS_TILED) scales[tile] = load_scales(scale, k / TILE + tile, n, group);
-            less[tile] = load_less(zero_point, IS_TILED ? k / TILE + tile : 0, n, group);
+            if (IS_TILED) scales[tile] = load_scales(w, k / TILE + tile, n, group);
+            less[tile] = load_less(w, IS_TILED ? k / TILE + tile : 0, n, group);
         }
         wait_for_copies<STAGES - 2>();
         __syncwarp();
@@ -929,33 +948,59 @@ DEVICE void store(void* out, u64 at, float value) {
 #endif
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-    NAME(const u16* x, const u8* w, const Scale* scale,
+#if PRODUCTS == 1
+#define EACH(F) F(0)
+#elif PRODUCTS == 2
+#define EACH(F) F(0) F(1)
+#elif PRODUCTS == 3
+#define EACH(F) F(0) F(1) F(2)
+#else
+#define EACH(F) F(0) F(1) F(2) F(3)
+#endif
+
+// Declare the parameters for a weight, in the order of the operands that `matmul.py` passes.
 #if ZERO
-                  const ZeroPoint* zero_point,
+#define WEIGHT(i) , const u8 *codes##i, const Scale *scale##i, const ZeroPoint *zero_point##i
+#define ZERO_POINT(i) zero_point##i
+#else
+#define WEIGHT(i) , const u8 *codes##i, const Scale *scale##i
+#define ZERO_POINT(i) nullptr
 #endif
-                  void* out) {
-#if !ZERO
-    const ZeroPoint* zero_point = nullptr;
-#endif
+#define RESULT(i) , void *out##i
+
+// Take the next weight, unless `block` is already among the blocks of `w`.
+#define CHOOSE(i)                                                                 \
+    if (!is_chosen) {                                                             \
+        constexpr int BLOCKS = (N_OF[i] + WARP_N - 1) / WARP_N;                   \
+        w = Weight{codes##i, scale##i, ZERO_POINT(i), out##i, N_OF[i]};           \
+        is_chosen = i + 1 == PRODUCTS || block < BLOCKS;                          \
+        if (!is_chosen) block -= BLOCKS;                                          \
+    }
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    NAME(const u16* x EACH(WEIGHT) EACH(RESULT)) {
     SHARED_ARRAY(shared, SHARED_BYTES);
     float* parts = reinterpret_cast<float*>(shared + X_ALL_BYTES);
     constexpr int ROW_BLOCKS = INTEGER ? 1 : (M + 8 * NT - 1) / (8 * NT);
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     int m = blockIdx.x % ROW_BLOCKS * 8 * NT;
-    int n = blockIdx.x / ROW_BLOCKS * WARP_N;
+    int block = blockIdx.x / ROW_BLOCKS;
+    Weight w;
+    bool is_chosen = false;
+    EACH(CHOOSE)
+    int n = block * WARP_N;
     int b = blockIdx.z;
     x += static_cast<u64>(b) * M * K;
-    w += static_cast<u64>(b) * (static_cast<u64>(K) * N * BITS / 8);
-    scale += static_cast<u64>(b) * TILES * SCALE_N;
-    if (ZERO) zero_point += static_cast<u64>(b) * TILES * SCALE_N;
+    w.codes += static_cast<u64>(b) * (static_cast<u64>(K) * w.n() * BITS / 8);
+    w.scale += static_cast<u64>(b) * TILES * w.scale_columns();
+    if (ZERO) w.zero_point += static_cast<u64>(b) * TILES * w.scale_columns();
 
     Sums sums = {};
     u8* ring = shared + X_ALL_BYTES + warp * STAGES * STAGE_BYTES;
 #if INTEGER
-    sum_over_k(sums, ring, shared + warp * X_BYTES, x, w, scale, zero_point, n, warp, lane);
+    sum_over_k(sums, ring, shared + warp * X_BYTES, x, w, n, warp, lane);
 #else
-    sum_over_k(sums, ring, x, w, scale, zero_point, m, n, warp, lane);
+    sum_over_k(sums, ring, x, w, m, n, warp, lane);
 #endif
 
     // Reduce the accumulators of all warps into the first warp. In each round, half of the warps
@@ -987,19 +1032,19 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int i = 0; i < MT; ++i)
         for (int half = 0; half < 2; ++half) {
             int column = n + column_of(i, group, half);
-            if (column >= N) continue;
-            float last = IS_TILED ? 1.0f : scale_of_bits(scale[place_of(0, column)]);
+            if (column >= w.n()) continue;
+            float last = IS_TILED ? 1.0f : scale_of_bits(w.scale[place_of(w, 0, column)]);
 #if INTEGER
             for (int row = 0; row < M; ++row)
                 if (thread == row % 4)
-                    store(out, (static_cast<u64>(b) * M + row) * N + column,
+                    store(w.out, (static_cast<u64>(b) * M + row) * w.n() + column,
                           rows[i][half][row] * last);
 #else
             for (int j = 0; j < NT; ++j)
                 for (int c = 0; c < 2; ++c) {
                     int row = m + 8 * j + 2 * thread + c;
-                    u64 at = (static_cast<u64>(b) * M + row) * N + column;
-                    if (row < M) store(out, at, sums[i][j][2 * half + c] * last);
+                    u64 at = (static_cast<u64>(b) * M + row) * w.n() + column;
+                    if (row < M) store(w.out, at, sums[i][j][2 * half + c] * last);
                 }
 #endif
         }

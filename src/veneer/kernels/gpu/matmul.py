@@ -2,20 +2,24 @@
 
 NVRTC compiles `matmul.cu` for the sizes of a product when JAX lowers a program. The program
 contains the PTX. Therefore a cached or saved program includes the kernel, and needs no library.
+
+Products of the same activations with several weights become one launch (see `kernels/calls.py`).
+A launch with a small weight takes 2 to 3 microseconds, however little it reads.
 """
 
 import functools
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .. import calls
 from ..problem import Codes, MatmulOperands, MatmulProblem, MatmulShape
 from . import nvrtc
 
@@ -32,6 +36,10 @@ _UNIT = 128
 _MOST_EXACT = {"bfloat16": 256, "float16": 2048}
 #: The most rows of activations that are split into digits. With more rows, bf16 is faster.
 MOST_DIGIT_ROWS = 2
+#: The most products in one launch.
+MOST_PRODUCTS = 4
+
+_TARGET = "__gpu$xla.gpu.ptx"  # XLA's custom call that launches PTX
 
 
 class Config(NamedTuple):
@@ -55,15 +63,16 @@ class Config(NamedTuple):
 
 
 class ProductSizes(NamedTuple):
-    """The sizes, dtypes and layout of a product, for which a kernel is compiled.
+    """The sizes, dtypes and layout of products of the same x, for which a kernel is compiled.
 
     **Arguments:**
 
-    - `codes`: the codes of the weight.
-    - `is_rows`: whether the weight is stored as `[K, N]`. Otherwise it is `[N, K]`.
-    - `m`, `n`, `k`: the sizes of the product `[m, k] x [k, n]`.
+    - `codes`: the codes of the weights.
+    - `is_rows`: whether a weight is stored as `[K, N]`. Otherwise it is `[N, K]`.
+    - `m`, `k`: the sizes of the activations, `[m, k]`.
+    - `ns`: the N of each weight.
     - `tile`: the number of codes along K that share a scale.
-    - `scale_columns`: the number of scales along N: `n` or 1.
+    - `has_one_scale`: whether all columns share scales and zero points.
     - `x_dtype`, `scale_dtype`, `out_dtype`: the dtypes of activations, scales and result.
     - `zero_dtype`: the dtype of zero points, which have the shape of the scales. "" means none.
     - `zero_offset`: the offset of zero points. The kernel subtracts it from each zero point.
@@ -72,10 +81,10 @@ class ProductSizes(NamedTuple):
     codes: Codes
     is_rows: bool
     m: int
-    n: int
     k: int
+    ns: tuple[int, ...]
     tile: int
-    scale_columns: int
+    has_one_scale: bool
     x_dtype: str
     scale_dtype: str
     out_dtype: str
@@ -190,12 +199,17 @@ def config_for(layout: ProductSizes) -> Config:
             )
             if config is None or k_warps > max(counts[0], units):
                 continue
-            if -(-layout.n // (16 * n_tiles)) * k_warps >= least_warps:
+            if _column_blocks(layout, config) * k_warps >= least_warps:
                 return config
             fitting.append(config)
     if not fitting:
         raise nvrtc.CompileError(f"no configuration fits {_SHARED_BYTES} bytes of shared memory")
     return max(fitting, key=lambda config: config.k_warps / config.n_tiles)
+
+
+def _column_blocks(layout: ProductSizes, config: Config) -> int:
+    """Return the number of blocks along N of all weights."""
+    return sum(-(-n // (16 * config.n_tiles)) for n in layout.ns)
 
 
 def _with_most_stages(layout: ProductSizes, config: Config) -> Config | None:
@@ -206,7 +220,7 @@ def _with_most_stages(layout: ProductSizes, config: Config) -> Config | None:
     return None
 
 
-def macros(layout: ProductSizes, config: Config) -> dict[str, int]:
+def macros(layout: ProductSizes, config: Config) -> dict[str, int | str]:
     """Return the macros for compiling `matmul.cu`."""
     form = form_of(layout.codes, layout.x_dtype)
     assert form is not None
@@ -232,11 +246,13 @@ def macros(layout: ProductSizes, config: Config) -> dict[str, int]:
         "ROWS": int(layout.is_rows),
         "F16": int(layout.x_dtype == "float16"),
         "M": layout.m,
-        "N": layout.n,
         "K": layout.k,
+        "SIZES": ",".join(map(str, layout.ns)),
+        "PRODUCTS": len(layout.ns),
+        "WHOLE": int(all(n % (16 * config.n_tiles) == 0 for n in layout.ns)),
         "TILE": layout.tile,
         "SCALE": SCALES.index(layout.scale_dtype),
-        "SCALE_N": layout.scale_columns,
+        "ONE_SCALE": int(layout.has_one_scale),
         "OUT": FLOATS.index(layout.out_dtype),
         "MT": config.n_tiles,
         "NT": config.m_tiles,
@@ -290,28 +306,77 @@ def product(
 
     **Raises:** `nvrtc.CompileError` if the kernel cannot be compiled.
     """
-    layout, config, kernel = _compiled(operands, problem, config)
-    columns = 16 * config.n_tiles
-    m_blocks = 1 if config.by_digits else -(-layout.m // (8 * config.m_tiles))
-    blocks = -(-layout.n // columns) * m_blocks
-    batch = operands.x.shape[0]
+    layout = layout_of(operands, problem)
+    config = _checked(layout, config)
     call = jax.ffi.ffi_call(
-        "__gpu$xla.gpu.ptx",
-        jax.ShapeDtypeStruct((batch, layout.m, layout.n), jnp.dtype(layout.out_dtype)),
+        _TARGET,
+        [
+            jax.ShapeDtypeStruct((operands.x.shape[0], layout.m, n), jnp.dtype(layout.out_dtype))
+            for n in layout.ns
+        ],
         custom_call_api_version=2,
-        legacy_backend_config=_call_config(
-            name_of(layout, config),
-            kernel,
-            grid=(blocks, 1, batch),
-            threads=32 * config.k_warps,
-            operands=4 if layout.zero_dtype else 3,
-        ),
+        legacy_backend_config=_call_config(layout, config, operands.x.shape[0]),
     )
-    packed, scale = lax.bitcast_convert_type(operands.packed, jnp.uint8), operands.scale
+    (out,) = call(operands.x, *_stored_arrays(operands, layout))
+    return out
+
+
+def shared_product(operands: MatmulOperands, problem: MatmulProblem) -> jax.Array:
+    """Return the same as `product`, in a program that is lowered for one device.
+
+    Products of the same x with weights that differ only in N are computed by one launch.
+    """
+    layout = layout_of(operands, problem)
+    shape = operands.x.shape[0], layout.m, *layout.ns
+    arrays = _stored_arrays(operands, layout)
+    return calls.call(Kernel(layout), [operands.x], arrays, shape, layout.out_dtype)
+
+
+class Kernel(NamedTuple):
+    """A kernel for products with weights that differ only in N, for `kernels/calls.py`.
+
+    **Arguments:**
+
+    - `layout`: the sizes of one of the products.
+    """
+
+    layout: ProductSizes
+
+    @property
+    def most_products(self) -> int:
+        """The most products in one launch."""
+        return MOST_PRODUCTS
+
+    def is_called_by(self, operation: Any) -> bool:
+        """Return whether a custom call launches this kernel, with weights of any N."""
+        if calls.attribute(operation, "call_target_name") != _TARGET:
+            return False
+        layout = self._with_sizes([out.type.shape for out in operation.results])
+        start = f'{{name = "{name_of(layout, config_for(layout))}"'
+        return calls.attribute(operation, "backend_config").startswith(start)
+
+    def emit(self, ctx: Any, operands: Sequence[Any], shapes: Sequence[Any]) -> Sequence[Any]:
+        """Write a launch into the program that is lowered."""
+        layout = self._with_sizes(shapes)
+        config = _call_config(layout, _checked(layout, None), shapes[0][0])
+        emit = jax.ffi.ffi_lowering(_TARGET, backend_config=config, api_version=2)
+        return emit(ctx, *operands)
+
+    def _with_sizes(self, shapes: Sequence[Sequence[int]]) -> ProductSizes:
+        return self.layout._replace(ns=tuple(shape[-1] for shape in shapes))
+
+
+def _stored_arrays(operands: MatmulOperands, layout: ProductSizes) -> list[jax.Array]:
+    """Return codes, scales and perhaps zero points as the kernel reads them."""
+    packed, scale = operands.packed, operands.scale
+    if packed.dtype != jnp.uint8:
+        packed = lax.bitcast_convert_type(packed, jnp.uint8)
     if scale.dtype == jnp.float8_e8m0fnu:
         scale = lax.bitcast_convert_type(scale, jnp.uint8)
-    zero_points = () if not layout.zero_dtype else (operands.zero_point,)
-    return call(operands.x, packed, scale, *zero_points)
+    if not layout.zero_dtype:
+        return [packed, scale]
+    assert operands.zero_point is not None
+    return [packed, scale, operands.zero_point]
 
 
 def takes_zero_points(operands: MatmulOperands, problem: MatmulProblem) -> bool:
@@ -329,38 +394,53 @@ def compile(operands: MatmulOperands, problem: MatmulProblem) -> None:
 
     **Raises:** `nvrtc.CompileError` if it is impossible.
     """
-    _compiled(operands, problem, None)
+    layout = layout_of(operands, problem)
+    ptx(layout, _checked(layout, None), _capability(layout))
 
 
-def _compiled(
-    operands: MatmulOperands, problem: MatmulProblem, config: Config | None
-) -> tuple[ProductSizes, Config, str]:
+def layout_of(operands: MatmulOperands, problem: MatmulProblem) -> ProductSizes:
+    """Return what the kernel for a product is compiled for. Arrays may be avals."""
     shape = problem.shape(operands)
     subtracts = takes_zero_points(operands, problem)
     is_added = operands.minimum is not None or (operands.zero_point is not None and not subtracts)
     scale_dtype = operands.scale.dtype.name
     assert shape.scale_columns is not None
-    layout = ProductSizes(
+    return ProductSizes(
         problem.codes,
         shape.contracting == "rows",
-        *(shape.m, shape.n, shape.k, shape.tile, shape.scale_columns),
+        *(shape.m, shape.k, (shape.n,), shape.tile, shape.scale_columns == 1),
         operands.x.dtype.name,
         "uint8" if scale_dtype == "float8_e8m0fnu" else scale_dtype,
         "float32" if is_added else problem.out_dtype,
         *((operands.zero_point.dtype.name, problem.offset) if subtracts else ()),
     )
-    capability, least = compute_capability(), 89 if problem.codes.dtype.startswith("float8") else 80
-    if capability is None or capability < least:
-        found = (
-            "there is no NVIDIA GPU" if capability is None else f"this GPU has {capability / 10}"
-        )
-        raise nvrtc.CompileError(f"the kernel needs compute capability {least / 10}, but {found}")
+
+
+def _checked(layout: ProductSizes, config: Config | None) -> Config:
+    """Return a configuration with all fields set. The default is `config_for(layout)`.
+
+    **Raises:** `nvrtc.CompileError` if it needs too much shared memory.
+    """
     config = config or config_for(layout)
     if config.stages == 0:
         config = _with_most_stages(layout, config) or config
     if config.stages == 0 or shared_bytes(layout, config) > _SHARED_BYTES:
         raise nvrtc.CompileError(f"{config} needs more than {_SHARED_BYTES} bytes of shared memory")
-    return layout, config, ptx(layout, config, capability)
+    return config
+
+
+def _capability(layout: ProductSizes) -> int:
+    """Return the compute capability to compile for.
+
+    **Raises:** `nvrtc.CompileError` if there is no GPU that the kernel can run on.
+    """
+    capability, least = compute_capability(), 89 if layout.codes.dtype.startswith("float8") else 80
+    if capability is None or capability < least:
+        found = (
+            "there is no NVIDIA GPU" if capability is None else f"this GPU has {capability / 10}"
+        )
+        raise nvrtc.CompileError(f"the kernel needs compute capability {least / 10}, but {found}")
+    return capability
 
 
 @functools.cache
@@ -392,7 +472,7 @@ def ptx(layout: ProductSizes, config: Config, capability: int) -> str:
     """Return the PTX of the kernel for a product."""
     source = Path(__file__).with_name("matmul.cu").read_text("utf-8")
     defined = [
-        f"-D{name}={value}{'u' if value >= 2**31 else ''}"
+        f"-D{name}={value}{'u' if isinstance(value, int) and value >= 2**31 else ''}"
         for name, value in macros(layout, config).items()
     ]
     defined.append(f"-DNAME={name_of(layout, config)}")
@@ -407,21 +487,25 @@ def name_of(layout: ProductSizes, config: Config) -> str:
     It ends with a hash of the macros, because XLA may take kernels of the same name for the same.
     """
     side = "rows" if layout.is_rows else "columns"
-    sizes = f"{layout.m}x{layout.n}x{layout.k}"
+    sizes = f"{layout.m}x{'_'.join(map(str, layout.ns))}x{layout.k}"
     divided = "_".join(str(int(size)) for size in config)
     digest = hashlib.sha256(json.dumps(macros(layout, config)).encode()).hexdigest()[:8]
     return f"veneer_{side}_{layout.codes.kind}_{sizes}_{divided}_{digest}"
 
 
-def _call_config(
-    name: str, ptx: str, grid: tuple[int, int, int], threads: int, operands: int
-) -> str:
+def _call_config(layout: ProductSizes, config: Config, batch: int) -> str:
     """Return XLA's launch configuration for a kernel, an MLIR dictionary."""
+    m_blocks = 1 if config.by_digits else -(-layout.m // (8 * config.m_tiles))
+    grid = _column_blocks(layout, config) * m_blocks, 1, batch
     numbers: Mapping[str, int] = {
         **{f"grid_{axis}": size for axis, size in zip("xyz", grid, strict=True)},
-        **{"block_x": threads, "block_y": 1, "block_z": 1, "shared_mem_bytes": 0},
+        **{"block_x": 32 * config.k_warps, "block_y": 1, "block_z": 1, "shared_mem_bytes": 0},
     }
-    texts = {"name": name, "kernel_type": "ptx", "kernel_data": ptx}
+    kernel = ptx(layout, config, _capability(layout))
+    texts = {"name": name_of(layout, config), "kernel_type": "ptx", "kernel_data": kernel}
     entries = [f"{name} = {json.dumps(text)}" for name, text in texts.items()]
     entries += [f"{name} = {number} : i32" for name, number in numbers.items()]
-    return "{" + ", ".join([*entries, f"output_indices = [{operands} : i32]"]) + "}"
+    products = len(layout.ns)
+    first = 1 + (3 if layout.zero_dtype else 2) * products
+    results = ", ".join(f"{i} : i32" for i in range(first, first + products))
+    return "{" + ", ".join([*entries, f"output_indices = [{results}]"]) + "}"
