@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import treedef_is_leaf
 
-from ..._jax.custom_functions import CustomRoot, RootLinearMap, structure_of_operands
+from ..._jax.derivatives import CustomRoot, RootLinearMap, get_operand_structure
 from ..._jax.primitives import close_jaxpr, find_primitive, open_jaxpr
 from ..._jax.tracing import current_trace
 from ..policy import current_policy, policy_in_force
@@ -113,7 +113,7 @@ def _custom_vmap(*values: Any, call: Any, rule: Any, in_tree: Any, out_tree: Any
         *leaves,
         call=staged.jaxpr,
         rule=batch_leaves,
-        in_tree=structure_of_operands(tuple(leaves)),
+        in_tree=get_operand_structure(tuple(leaves)),
         out_tree=jax.tree.structure([0] * len(staged.out_trees)),
     )
     return staged.unflatten(out)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..._jax.divisors import divisor_of
+from ..._jax.known_values import find_divisor
 from ..leaf_axes import Axes, LeafAxis, Movement, Shape
 from ..transform import redispatch
 from ..value import Value, aval_of
@@ -181,7 +181,7 @@ def _takes_whole_blocks(axis: LeafAxis, start: Any, old: Shape, new: Shape) -> b
         return True
     is_divisible = old[i] % block == new[i] % block == 0
     fits_dtype = block <= jnp.iinfo(start.dtype).max
-    return is_divisible and fits_dtype and divisor_of(start) % block == 0
+    return is_divisible and fits_dtype and find_divisor(start) % block == 0
 
 
 @leaf_rule("rev")
