@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ...types.structured.product import Product
 from ..arrays.pairs import runs_on_gpu
 from ..arrays.qarray import QUANTIZABLE, QArray
 from ..formats.tiles import Shape
@@ -54,8 +55,8 @@ _LEAST_TILE_OF_FEW = 16
 _FEW = 16
 
 
-def plan_without_minimum(product: QuantizedProduct) -> Plan | None:
-    """Add the minima of an operand in a second product."""
+def plan_without_minimum(product: Product) -> Plan | None:
+    """Plan to add the minima of an operand in a second product."""
     split = split_minimum(product)
     if split is None:
         return None
@@ -63,8 +64,8 @@ def plan_without_minimum(product: QuantizedProduct) -> Plan | None:
     return add_minimum_term(first_plan(rest, XLA_STRATEGIES))
 
 
-def plan_scaled_matmul(product: QuantizedProduct) -> Plan | None:
-    """Multiply codes of mxfp8 and their scales by `jax.nn.scaled_matmul`, on GPUs that have it."""
+def plan_scaled_matmul(product: Product) -> Plan | None:
+    """Plan to call `jax.nn.scaled_matmul` for mxfp8 operands, on GPUs that support it."""
     lhs, rhs = product.operands
     if not (isinstance(lhs, QArray) and isinstance(rhs, QArray) and has_block_scaled_matmul()):
         return None
@@ -87,8 +88,8 @@ def plan_scaled_matmul(product: QuantizedProduct) -> Plan | None:
     return Plan("jax.nn.scaled_matmul of codes and scales", compute, (product,))
 
 
-def plan_codes(product: QuantizedProduct) -> Plan | None:
-    """Multiply the codes of both operands, and scale the output."""
+def plan_codes(product: Product) -> Plan | None:
+    """Plan to multiply the codes of both operands, and scale the output."""
     codes = multiplied_codes(product)
     if codes is None or codes[1] > 1:
         return None
@@ -99,8 +100,8 @@ def plan_codes(product: QuantizedProduct) -> Plan | None:
     return Plan(f"multiply {kind} codes, scale the output", _multiply_codes, (product,), dense)
 
 
-def plan_tiles(product: QuantizedProduct) -> Plan | None:
-    """Multiply the codes of both operands tile by tile, scale each sum, and add the sums."""
+def plan_tiles(product: Product) -> Plan | None:
+    """Plan to multiply codes tile by tile, scale the sum of each tile, and add these sums."""
     codes = multiplied_codes(product)
     if codes is None or codes[1] == 1:
         return None
@@ -109,8 +110,8 @@ def plan_tiles(product: QuantizedProduct) -> Plan | None:
     return Plan(how, functools.partial(_multiply_tiles, tiles=tiles), (product,))
 
 
-def plan_values(product: QuantizedProduct) -> Plan | None:
-    """Multiply codes as floats, and scale the output if scales do not vary along the sum."""
+def plan_values(product: Product) -> Plan | None:
+    """Plan to multiply codes as floats, and scale the output if no scale varies along the sum."""
     if not product.can_scale_output or product.terms == 0:
         return None
     hows, are_scaled_after = [], []
@@ -125,8 +126,8 @@ def plan_values(product: QuantizedProduct) -> Plan | None:
     return Plan("; ".join(hows), compute, (product,), dense_nbytes(*product.operands))
 
 
-def plan_dense(product: QuantizedProduct) -> Plan:
-    """Dequantize both operands and multiply the dense arrays."""
+def plan_dense(product: Product) -> Plan:
+    """Plan to dequantize both operands and multiply the dense arrays."""
     lhs, rhs = product.operands
     how = describe_dequantized(lhs, rhs)
     if fixes_dtypes(product.precision):
