@@ -26,7 +26,6 @@ from ...kernels import (
     matmul,
     select,
 )
-from ...types.structured.product import Product
 from ..arrays.pairs import runs_on_gpu
 from ..arrays.qarray import QArray
 from ..formats import get_format
@@ -41,7 +40,7 @@ from .stored_matrix import as_stored_matrix, swap_packed_axis
 _DTYPES = tuple(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
 
 
-def plan_kernel(product: Product) -> Plan | None:
+def plan_kernel(product: QuantizedProduct) -> Plan | None:
     """Plan to read packed codes by a kernel, if a platform has one for them."""
     if select.chosen() == "xla" or fixes_dtypes(product.precision) or _is_sharded(product):
         return None
@@ -79,7 +78,7 @@ def _is_sharded(product: QuantizedProduct) -> bool:
     return False
 
 
-def plan_kernel_with_folded_scale(product: Product) -> Plan | None:
+def plan_kernel_with_folded_scale(product: QuantizedProduct) -> Plan | None:
     """Plan to multiply the scale of each term into the activations, and call a kernel for the rest.
 
     `sum_k x[k] * (codes[k, n] * scale[k])` is `sum_k (x[k] * scale[k]) * codes[k, n]`, and x has
@@ -138,7 +137,7 @@ def plan_kernel_with_folded_scale(product: Product) -> Plan | None:
     return dataclasses.replace(folded, how=how)
 
 
-def plan_kernel_without_minimum(product: Product) -> Plan | None:
+def plan_kernel_without_minimum(product: QuantizedProduct) -> Plan | None:
     """Plan to call a kernel that adds no minima, and add the minima in a second product."""
     split = split_minimum(product)
     if split is None:

@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ...types.structured.product import Product
 from ..arrays.pairs import runs_on_gpu
 from ..arrays.qarray import QUANTIZABLE, QArray
 from ..formats.tiles import Shape
@@ -55,7 +54,7 @@ _LEAST_TILE_OF_FEW = 16
 _FEW = 16
 
 
-def plan_without_minimum(product: Product) -> Plan | None:
+def plan_without_minimum(product: QuantizedProduct) -> Plan | None:
     """Plan to add the minima of an operand in a second product."""
     split = split_minimum(product)
     if split is None:
@@ -64,7 +63,7 @@ def plan_without_minimum(product: Product) -> Plan | None:
     return add_minimum_term(first_plan(rest, XLA_STRATEGIES))
 
 
-def plan_scaled_matmul(product: Product) -> Plan | None:
+def plan_scaled_matmul(product: QuantizedProduct) -> Plan | None:
     """Plan to call `jax.nn.scaled_matmul` for mxfp8 operands, on GPUs that support it."""
     lhs, rhs = product.operands
     if not (isinstance(lhs, QArray) and isinstance(rhs, QArray) and has_block_scaled_matmul()):
@@ -88,7 +87,7 @@ def plan_scaled_matmul(product: Product) -> Plan | None:
     return Plan("jax.nn.scaled_matmul of codes and scales", compute, (product,))
 
 
-def plan_codes(product: Product) -> Plan | None:
+def plan_codes(product: QuantizedProduct) -> Plan | None:
     """Plan to multiply the codes of both operands, and scale the output."""
     codes = multiplied_codes(product)
     if codes is None or codes[1] > 1:
@@ -100,7 +99,7 @@ def plan_codes(product: Product) -> Plan | None:
     return Plan(f"multiply {kind} codes, scale the output", _multiply_codes, (product,), dense)
 
 
-def plan_tiles(product: Product) -> Plan | None:
+def plan_tiles(product: QuantizedProduct) -> Plan | None:
     """Plan to multiply codes tile by tile, scale the sum of each tile, and add these sums."""
     codes = multiplied_codes(product)
     if codes is None or codes[1] == 1:
@@ -110,7 +109,7 @@ def plan_tiles(product: Product) -> Plan | None:
     return Plan(how, functools.partial(_multiply_tiles, tiles=tiles), (product,))
 
 
-def plan_values(product: Product) -> Plan | None:
+def plan_values(product: QuantizedProduct) -> Plan | None:
     """Plan to multiply codes as floats, and scale the output if no scale varies along the sum."""
     if not product.can_scale_output or product.terms == 0:
         return None
@@ -126,7 +125,7 @@ def plan_values(product: Product) -> Plan | None:
     return Plan("; ".join(hows), compute, (product,), dense_nbytes(*product.operands))
 
 
-def plan_dense(product: Product) -> Plan:
+def plan_dense(product: QuantizedProduct) -> Plan:
     """Plan to dequantize both operands and multiply the dense arrays."""
     lhs, rhs = product.operands
     how = describe_dequantized(lhs, rhs)
