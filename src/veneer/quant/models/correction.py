@@ -2,7 +2,7 @@
 
 For a weight W that is rounded to Q, the correction is the matrix of rank r nearest to `E = W - Q`:
 `E @ V @ V.T`, where V holds the right singular vectors of the r largest singular values (Eckart and
-Young 1936). It needs no data. `ptq/low_rank.py` computes corrections weighted by activations.
+Young 1936). It needs no data. `ptq/moments.py` weights corrections by activations.
 """
 
 import math

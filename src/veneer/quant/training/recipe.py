@@ -178,27 +178,54 @@ def _fits_gradient(
     if not product.has_gradients_on_codes:
         return True
     axes = product.gradient_axes(1 - side, (lhs.ndim, rhs.ndim))
-    if has_scales_only_along(q, axes.other_to_gradient):
+    if _has_scales_only_along(q, axes.other_to_gradient):
         return True
-    return product.supports_tiles and has_tiles_along(q, axes.of_other)
+    return product.supports_tiles and _has_tiles_along(q, axes.of_other)
 
 
 def _backward(recipe: TrainingRecipe, residuals: Any, g: jax.Array) -> tuple[Any, ...]:
     saved, extra, key = residuals
     keys = _split_key(key, g)
-    gradients = [
-        _gradient(recipe, side, saved, extra, g, keys[side]).astype(operand.dtype)
-        if jnp.issubdtype(operand.dtype, jnp.floating)
-        else None
-        for side, operand in enumerate(recipe.operands)
-    ]
+    gradients: list[jax.Array | None] = []
+    for side, operand in enumerate(recipe.operands):
+        if not jnp.issubdtype(operand.dtype, jnp.floating):
+            gradients.append(None)
+            continue
+        if recipe.product.has_gradients_on_codes:
+            gradient = _gradient_on_codes(recipe, side, saved, g, keys[side])
+        else:
+            gradient = _dense_gradient(recipe, side, saved, extra, g, keys[side])
+        gradients.append(gradient.astype(operand.dtype))
     return *gradients, None, None
 
 
 quantized_product.defvjp(_forward, _backward)
 
 
-def _gradient(
+def _gradient_on_codes(
+    recipe: TrainingRecipe, side: int, saved: Sequence[Any], g: jax.Array, key: Any
+) -> jax.Array:
+    """Return the gradient of operand `side`: a product of codes of `g` and of the other operand."""
+    product, backward = recipe.product, recipe.backward[side]
+    axes = product.gradient_axes(side, (saved[0].ndim, saved[1].ndim))
+    other = product.transpose_operand(side, saved[1 - side])
+    wide = jnp.promote_types(g.dtype, jnp.float32)
+    if not isinstance(other, QArray):
+        other = recipe.operands[1 - side].requantize(other, axes.of_other, backward)
+        if other.dtype not in QUANTIZABLE:
+            other = other.astype(wide)  # otherwise the next line would round g to integers
+        g = g.astype(other.dtype)
+    elif backward.qtype is not None and _has_scales_only_along(other, axes.other_to_gradient):
+        g = _multiply_by_scale(g.astype(wide), other, axes.other_to_gradient)
+        one = jnp.ones([1] * other.ndim, wide)
+        other = other.replace(scale=one, dense_dtype=wide.name)
+    else:
+        g, other = g.astype(wide), other.replace(dense_dtype=wide.name)
+    q = _quantize_gradient(g, backward, axes.of_gradient, key)
+    return product.multiply_gradient(side, q, other, (saved[0].shape, saved[1].shape), wide)
+
+
+def _dense_gradient(
     recipe: TrainingRecipe,
     side: int,
     saved: Sequence[Any],
@@ -206,40 +233,23 @@ def _gradient(
     g: jax.Array,
     key: Any,
 ) -> jax.Array:
-    """Return the gradient of operand `side`, which is a product of `g` with the other operand."""
+    """Return the gradient of operand `side` in floating point, by JAX's transpose of the product.
+
+    `g` and the other operand are quantized and dequantized.
+    """
     product, backward, other = recipe.product, recipe.backward[side], saved[1 - side]
-    shapes = saved[0].shape, saved[1].shape
     axes = product.gradient_axes(side, (saved[0].ndim, saved[1].ndim))
-    if product.has_gradients_on_codes:
-        other = product.transpose_operand(side, other)
-    is_quantized = isinstance(other, QArray)
-    if not is_quantized:
+    if not isinstance(other, QArray):
         other = recipe.operands[1 - side].requantize(other, axes.of_other, backward)
-
-    if not product.has_gradients_on_codes:
-        other = materialise_one(other)
-        q = materialise_one(_quantize_gradient(g, backward, axes.of_gradient, key))
-        bind = lambda x: product.bind(*((x, other) if side == 0 else (other, x)), *extra)
-        # The product is linear in x, so the values of x do not matter.
-        x = jnp.zeros(shapes[side], recipe.operands[side].dense_dtype)
-        return jax.vjp(bind, x)[1](q)[0]
-
-    wide = jnp.promote_types(g.dtype, jnp.float32)
-    if not is_quantized:
-        if other.dtype not in QUANTIZABLE:
-            other = other.astype(wide)  # otherwise the next line would round g to integers
-        g = g.astype(other.dtype)
-    elif backward.qtype is not None and has_scales_only_along(other, axes.other_to_gradient):
-        g = _multiply_by_scale(g.astype(wide), other, axes.other_to_gradient)
-        one = jnp.ones([1] * other.ndim, wide)
-        other = other.replace(scale=one, dense_dtype=wide.name)
-    else:
-        g, other = g.astype(wide), other.replace(dense_dtype=wide.name)
-    q = _quantize_gradient(g, backward, axes.of_gradient, key)
-    return product.multiply_gradient(side, q, other, shapes, wide)
+    other = materialise_one(other)
+    q = materialise_one(_quantize_gradient(g, backward, axes.of_gradient, key))
+    bind = lambda x: product.bind(*((x, other) if side == 0 else (other, x)), *extra)
+    # The product is linear in x, so the values of x do not matter.
+    x = jnp.zeros(saved[side].shape, recipe.operands[side].dense_dtype)
+    return jax.vjp(bind, x)[1](q)[0]
 
 
-def has_scales_only_along(q: jax.Array | QArray, axes: Collection[int]) -> bool:
+def _has_scales_only_along(q: jax.Array | QArray, axes: Collection[int]) -> bool:
     """Return whether an operand is codes times a scale that is constant along all other axes.
 
     A product that contracts `axes` can then use the codes: the scale multiplies the gradient.
@@ -251,7 +261,7 @@ def has_scales_only_along(q: jax.Array | QArray, axes: Collection[int]) -> bool:
     return all(count == 1 or axis in axes for axis, count in enumerate(q.scale.shape))
 
 
-def has_tiles_along(q: jax.Array | QArray, axes: Collection[int]) -> bool:
+def _has_tiles_along(q: jax.Array | QArray, axes: Collection[int]) -> bool:
     """Return whether neighbors along each of `axes` share scales, in a format without a codebook.
 
     A product that contracts these axes can then sum the codes of each tile, as in the forward pass.
