@@ -32,9 +32,9 @@ def format_of_codes(qvalue: Leaf, qtype: DTypeLike | None) -> Format:
             f"qvalue has dtype {dtype.name}, but codes of {format.name} are "
             f"{format.code_dtype.name}. To quantize values, call vn.quant.quantize"
         )
-    # In formats with as many codes as their dtype has values, every value is a code.
-    are_all_codes = dtype == format.code_dtype and format.bits in (4, 8, 16)
-    if has_integers and not are_all_codes and dtype.name != format.name:
+    # A dtype with as many values as the format has codes needs no check.
+    is_full = dtype == format.code_dtype and format.bits in (4, 8, 16)
+    if has_integers and not is_full and dtype.name != format.name:
         _check_code_range(qvalue, format)
     return format
 
@@ -99,7 +99,10 @@ def check_fields(q: "QArray") -> None:
 
 
 def check_tiling(name: str, scale_shape: Shape, tiled_name: str, shape: Shape) -> None:
-    """Raise `ValueError`, with both names, if a scale does not fit values of `shape`."""
+    """Raise `ValueError` if the axes of a scale do not divide the axes of the values it scales.
+
+    The message calls the scale `name` and the values `tiled_name`.
+    """
     if not can_tile(scale_shape, shape):
         raise ValueError(
             f"{name} of shape {scale_shape} does not tile {tiled_name} of shape {shape}: it needs "

@@ -49,8 +49,9 @@ class QArray(ImplicitArray):
     - `scale`: a floating array with the rank of `qvalue`. The size of each axis divides the size of
       the same axis of `qvalue`, and each entry is the scale of one tile. Scales in float8_e8m0fnu
       are powers of two. If scales are quantized, as in nvfp4, `scale` is itself a `QArray`.
-    - `zero_point`: the code that represents 0, per tile, with a shape like that of `scale`. Only
-      integer formats have zero points. To store packed zero points, pass a `QArray` with scale 1.
+    - `zero_point`: the code that represents 0, per tile. The rules for the shape of `scale` apply.
+      Only integer formats have zero points. To store packed zero points, pass a `QArray` with
+      scale 1.
     - `qtype`: the format. The default is the format named like the dtype of `qvalue`, such as int4.
     - `minimum`: a value that is added after scaling, per tile, as in GGUF's Q4_1. The rules for the
       shape and dtype of `scale` apply.
@@ -388,7 +389,7 @@ def pack_codes(codes: jax.Array, format: Format) -> tuple[jax.Array, Packing | N
 
 
 def _check_arrays(**arrays: Any) -> None:
-    """Raise `TypeError` if an argument of `QArray`, passed by name, has a wrong type."""
+    """Raise `TypeError` if an argument of `QArray`, passed as a keyword, has a wrong type."""
     for name, array in arrays.items():
         is_optional = name in ("zero_point", "minimum") and array is None
         is_quantized = name not in ("qvalue", "packed") and isinstance(array, QArray)

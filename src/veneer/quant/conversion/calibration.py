@@ -47,7 +47,7 @@ class Tiles:
 
     @property
     def inner_axes(self) -> tuple[int, ...]:
-        """The axes of `values` along which values share a tile."""
+        """The axes of `values` within a tile. Reducing them leaves one entry per tile."""
         return tuple(range(1, self.values.ndim, 2))
 
     def expand(self, x: jax.Array) -> jax.Array:
@@ -78,7 +78,7 @@ def split_into_tiles(
     format: Format,
     round_scale: Callable[[jax.Array], jax.Array] = lambda scale: scale,
 ) -> Tiles:
-    """Split an array into tiles, one for each entry of a scale. Results have no derivative."""
+    """Split an array into tiles, one tile per entry of a scale. The values have derivative 0."""
     wide = jax.lax.stop_gradient(array).astype(jnp.promote_types(array.dtype, jnp.float32))
     return Tiles(split_tiles(wide, scale_shape), format, round_scale)
 
@@ -120,8 +120,8 @@ def _find_minmax_range(tiles: Tiles, factor: float = 1.0) -> Range:
     return Range(low * factor, high * factor)
 
 
-# The value whose mantissa bits are all set, divided by the value half a step beyond it: 6 / 7 in
-# float4_e2m1fn, 480 / 496 in float8_e4m3fn.
+# The bias of OAS by format. It is the value whose mantissa bits are all set, divided by the value
+# half a step beyond: 6 / 7 in float4_e2m1fn, 480 / 496 in float8_e4m3fn.
 _OAS_BIAS = {"mxfp8": 30 / 31, "mxfp8_16": 30 / 31, "mxfp4": 6 / 7}
 
 
@@ -130,7 +130,8 @@ def _find_oas_range(tiles: Tiles) -> Range:
 
     Outlier Aware Scaling (OAS, arXiv 2603.08713) multiplies the scale by a bias below 1 before the
     scale is rounded up to a power of two. Qwix also rounds the biased scale to bfloat16, so a scale
-    up to a relative 2**-9 below a power of two counts as that power. The division has this effect.
+    up to a relative 2**-9 below a power of two counts as that power. Dividing the bias by
+    1 - 2**-9 has the same effect.
     """
     return _find_absmax_range(tiles, _OAS_BIAS[tiles.format.name] / (1 - 2.0**-9))
 
@@ -175,6 +176,7 @@ def _find_mse_range(tiles: Tiles, candidates: float = 40, power: float = 2) -> R
     factors = jnp.arange(int(candidates), 0, -1, dtype=tiles.values.dtype) / candidates
 
     def mean_error(factor: jax.Array) -> jax.Array:
+        """Return the error of each tile if the range is `factor` times the full range."""
         scale, zero_point = range_to_scale(shrink(factor), format)
         scale = tiles.expand(tiles.round_scale(scale))
         zero = 0 if zero_point is None else tiles.expand(zero_point)

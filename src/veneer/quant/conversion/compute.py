@@ -31,10 +31,9 @@ class QuantizeParams:
 
     - `qtype`: the name of the format.
     - `scale_shape`: the shape of the scale, which is the number of tiles along each axis.
-    - `stable_in`: None for weights. Their scales are `absmax / (qmax + 1/2)`, so dequantizing and
-      quantizing again makes the largest value smaller each time. Caches and collectives need stable
-      scales, with which values do not change. They pass the dtype of the dequantized values, which
-      can be narrower than the dtype of the array.
+    - `stable_in`: the dtype of dequantized values if scales are stable, else None. With stable
+      scales, which caches and collectives need, dequantizing and quantizing again does not change
+      values. With the scale of weights, `absmax / (qmax + 1/2)`, the largest value shrinks.
     """
 
     qtype: str
@@ -54,7 +53,7 @@ class Chunks(NamedTuple):
 def quantize_with_params(
     array: jax.Array, params: QuantizeParams, key: jax.Array | None = None
 ) -> QArray:
-    """Quantize an array with arguments that are already checked."""
+    """Quantize an array. `params` has the checked arguments of `quantize`."""
     chunks = choose_chunks(array, params.scale_shape, FORMATS[params.qtype])
     return _quantize(array, key, params, chunks)
 
@@ -150,7 +149,7 @@ def _quantize_by_kernel(array: jax.Array, params: QuantizeParams, chunks: Chunks
 
 @dataclasses.dataclass(frozen=True)
 class _XlaReference:
-    """A function that computes packed codes and scales by XLA, hashable as a static argument."""
+    """A hashable function that computes packed codes and scales by XLA instead of a kernel."""
 
     params: QuantizeParams
     chunks: Chunks | None

@@ -115,7 +115,10 @@ def fake_quantize_with_scale(
 
 
 def _straight_through(value: jax.Array, array: jax.Array, ends: Ends | None) -> jax.Array:
-    """Return `value` with the derivative 1 with respect to `array`, or 0 if beyond `ends`."""
+    """Return `value`, with derivative 1 with respect to `array`, or 0 where `array` is clipped.
+
+    Entries of `array` beyond `ends` are clipped. If `ends` is None, no entries are.
+    """
     value = jax.lax.stop_gradient(value)
     if ends is not None:
         low, high = (end.astype(jnp.promote_types(end.dtype, array.dtype)) for end in ends)

@@ -139,6 +139,7 @@ def quantize_params(
     tiled = {int(axis): resolve_tile_size(shape, int(axis), size) for axis, size in sizes}
     tile = format.tile_size
     if tile is not None and tiled_axes is None:
+        # Put the tiles along the last axis that is not channelwise.
         axes = range(len(shape))
         free_axes = [axis for axis in axes if axis not in {c % len(shape) for c in channelwise}]
         if not free_axes:
@@ -158,7 +159,10 @@ def quantize_params(
 
 
 def quantize_as(array: jax.Array, q: QArray, scale_shape: Shape) -> QArray:
-    """Quantize an array in the format of `q`, so that doing it again does not change values."""
+    """Quantize an array in the format of `q`, with stable scales of shape `scale_shape`.
+
+    Stable means that quantizing the dequantized result again does not change values.
+    """
     method = q.format.calibration if q.zero_point is None else "minmax"
     calibration = check_calibration(method, q.format)
     scale_dtype, stable_in = q.scale.dtype.name, array.dtype.name
@@ -190,10 +194,13 @@ def as_dense_floats(array: ArrayLike | ImplicitArray) -> jax.Array:
 
 
 def choose_scale_dtype(format: Format, dtype: DTypeLike, requested: DTypeLike | None) -> str:
-    """Return the scale dtype: of the format, or else requested, or else `dtype`, of the array.
+    """Return the name of the dtype of scales.
 
-    **Raises:** `ValueError` if the format needs another dtype. `TypeError` if the requested dtype
-    is not floating.
+    A format can prescribe this dtype. Otherwise it is the requested dtype or, if that is None,
+    `dtype`, the dtype of the array.
+
+    **Raises:** `ValueError` if the format prescribes another dtype than the requested dtype.
+    `TypeError` if the requested dtype is not floating.
     """
     if format.scale_dtype is not None:
         if requested is not None and jnp.dtype(requested).name != format.scale_dtype:
@@ -276,14 +283,15 @@ def _quantize_with_scale(
 ) -> QArray:
     format = FORMATS[qtype]
     array, scale = jax.lax.stop_gradient((array, scale))
-    # `split_tiles` splits each axis in two, of tiles and of values in a tile.
+    # The scale of a tile with NaN or infinity becomes NaN. `split_tiles` splits each axis in two:
+    # an axis of tiles, and an axis of values within a tile, which is reduced here.
     is_finite = jnp.isfinite(split_tiles(array, scale.shape)).all(range(1, 2 * array.ndim, 2))
     dtype = jnp.promote_types(array.dtype, jnp.float32)
     if isinstance(scale, QArray):
         scale = scale.replace(packed=jnp.where(is_finite, scale.packed, jnp.nan))
         divisor = as_divisor(scale.dequantize().astype(dtype))
         return encode(array, format, scale, divisor, zero_point, key)
-    if scale.dtype in QUANTIZABLE:
+    if scale.dtype in QUANTIZABLE:  # JAX promotes no floats of 8 bits.
         dtype = jnp.promote_types(dtype, scale.dtype)
     wide = jnp.where(is_finite, scale.astype(dtype), jnp.nan)
     stored, divisor = store_scale(wide, format.scale_dtype or scale.dtype.name, format)
@@ -294,8 +302,8 @@ def dequantize(q: QArray) -> jax.Array:
     """Return the dense array of a quantized array.
 
     Codes are multiplied by their scales in f32, or in f64 if the scale or `q` is f64. The result is
-    then rounded to the dtype of `q`. Results are the same with and without `jax.jit`,
-    except that XLA for GPUs may omit the rounding if the program continues in f32.
+    then rounded to the dtype of `q`. Results are the same with and without `jax.jit`, except that
+    XLA for GPUs may omit the rounding if the program continues in f32.
 
     **Arguments:**
 

@@ -38,13 +38,13 @@ class ScaleAxes:
 def choose_scale_axes(
     ndim: int, shared: Sequence[int], format: Format | None, tile_size: TileSize = None
 ) -> ScaleAxes:
-    """Choose scales for an operand of a product: shared along contracted axes, or cut into tiles.
+    """Return the axes along which the scales of an operand of a product differ.
 
     **Arguments:**
 
     - `ndim`: the rank of the array.
-    - `shared`: the axes along which values share a scale, counted from the front. These are the
-      axes that the product contracts.
+    - `shared`: the axes that the product contracts, counted from the front. Without tiles, values
+      along these axes share a scale.
     - `format`: the format of the values, or None if they are not quantized. A format with a fixed
       tile size uses only the last axis of `shared`. Along other axes, each index has a scale.
     - `tile_size`: the tile size along the last axis of `shared`. Or pairs `(axis, tile size)`, also
@@ -64,13 +64,10 @@ def choose_scale_axes(
 def choose_activation_axes(
     shape: Shape, shared: Sequence[int], format: Format, tile_size: Any
 ) -> ScaleAxes:
-    """Choose scales for activations or gradients, from their shape and any kind of tile size.
+    """Return the axes along which the scales of activations or gradients of a shape differ.
 
-    **Arguments:**
-
-    - `shared`: the axes that the product contracts, counted from the front. Without tiles, values
-      along these axes share a scale.
-    - `tile_size`: a tile size that `resolve_tile_sizes` accepts, such as 128, 0.5 or `{-1: 128}`.
+    Values share a scale along the axes in `shared`, which a product contracts, or along tiles of
+    these axes. `tile_size` is None, a number, a fraction, or a dict such as `{-1: 128}`.
     """
     size = resolve_tile_sizes(shape, shared, tile_size) if shared else None
     return choose_scale_axes(len(shape), shared, format, size)
@@ -81,7 +78,6 @@ def resolve_tile_sizes(shape: Shape, shared: Sequence[int], tile_size: Any) -> T
 
     **Arguments:**
 
-    - `shape`: the shape of the array.
     - `shared`: the axes that a product contracts. A single size is for the last of these axes.
     - `tile_size`: None, a number of values, or a float that is a fraction of the axis. Or a dict
       from axes to such sizes.
@@ -119,11 +115,8 @@ def resolve_tile_size(shape: Shape, axis: int, tile: SupportsIndex | float) -> i
 def check_tile_size(tile_size: Any, format: Format | None, *, by_axis: bool = False) -> None:
     """Check a tile size that a user passes, before the shape of the array is known.
 
-    **Arguments:**
-
-    - `tile_size`: None, a number of values, or a float that is a fraction of the axis.
-    - `format`: the format of the values, or None if they are not quantized.
-    - `by_axis`: whether `tile_size` can also be a dict from axes to tile sizes.
+    It can be None, a number of values, or a float that is a fraction of the axis. If `by_axis`, it
+    can also be a dict from axes to such sizes.
 
     **Raises:** `TypeError` if `tile_size` has another type. `ValueError` if a number is below 1, if
     a fraction is not above 0 and at most 1, or if the format has another fixed tile size.

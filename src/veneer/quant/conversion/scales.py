@@ -1,6 +1,6 @@
 """Stable scales, limits for scales, and the storage formats of scales.
 
-A scale is stored as a float, as a power of two, or as a code that has a scale of its own (double
+A scale is stored as a float, as a power of two, or as a code with another scale (double
 quantization). Codes are computed with the stored scale, so rounding the scale adds no error.
 """
 
@@ -163,9 +163,8 @@ def store_scale(
 def _quantize_scales(scale: jax.Array, qtype: str, tile: int) -> QArray:
     """Quantize scales in a float8 format, with one f32 scale per group of at most `tile` scales.
 
-    A group is a block of the last two axes. Its size along the last axis is the largest divisor of
-    the axis that is at most `tile`. Its size along the other axis is then chosen likewise, for the
-    rest of `tile`. If `tile` is 0, a group has all scales of both axes.
+    Groups are blocks of the last two axes. They are as long as possible along the last axis, and
+    then along the other axis. If `tile` is 0, a group has all scales of both axes.
     """
     format = get_format(qtype)
     outer_shape, limit = list(scale.shape), tile

@@ -16,15 +16,10 @@ Sparsity = tuple[int, int] | tuple[int, int, int]
 
 
 def check_sparsity(sparsity: Any, qtype: DTypeLike | None) -> Sparsity:
-    """Check a sparsity that a user passes, and return it as a tuple of integers.
-
-    **Arguments:**
-
-    - `sparsity`: `(n, m)` or `(n, m, block)`, as in `Sparsity`.
-    - `qtype`: the format of the weights, or None if they are not quantized.
+    """Convert a sparsity that a user passes to a tuple of integers.
 
     **Raises:** `TypeError` if `sparsity` is not two or three integers. `ValueError` if a number is
-    out of range, or if the format has no code for 0.
+    out of range, or if the format `qtype` has no code for 0. None means dense weights.
     """
     try:
         n, m, *block = map(operator.index, sparsity)
@@ -44,12 +39,12 @@ def check_sparsity(sparsity: Any, qtype: DTypeLike | None) -> Sparsity:
 
 
 def group_size(sparsity: Sparsity) -> int:
-    """Return the number of weights in a group, of which n of m weights or blocks are kept."""
+    """Return the number of weights in a group: m weights, or m blocks of weights."""
     return sparsity[1] * (sparsity[2] if len(sparsity) == 3 else 1)
 
 
 def check_groups(sparsity: Sparsity, shape: Shape, axis: int) -> None:
-    """Raise `ValueError` if the groups do not divide an axis of weights of a shape."""
+    """Raise `ValueError` if the size of a group does not divide an axis of the weights."""
     size = group_size(sparsity)
     if shape[axis] % size:
         raise ValueError(

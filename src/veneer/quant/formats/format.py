@@ -28,8 +28,8 @@ class Format:
     **Arguments:**
 
     - `name`: the name, such as "nf4", which other functions take as `qtype`.
-    - `bits`: the size of a stored code. It can be a fraction: ternary has 1.6 bits, because a byte
-      stores five codes.
+    - `bits`: the number of bits per stored code. Ternary has 1.6 bits, because a byte stores five
+      codes.
     - `code_dtype`: the dtype of `QArray.qvalue`, the unpacked codes.
     - `bound`: the divisor in the scale of a tile: `absmax / bound`, where `absmax` is the largest
       magnitude of the tile. In uint2 to uint8, the scale is `(max - min) / bound`.
@@ -183,7 +183,7 @@ class Format:
 
         The result is a list of `(threshold, is_above, step)`. `is_above` is True if a value equal
         to the threshold gets the code above the threshold. `step` is the code above the threshold
-        minus the code below, modulo 256.
+        minus the code below, modulo 256, because codes are added in uint8.
         """
         thresholds = []
         for (low, low_code), (high, high_code) in itertools.pairwise(self.sorted_codebook()):
@@ -212,9 +212,9 @@ class Format:
         """Convert codes to unsigned integers of `bits` bits in uint8. In int4, -1 becomes 15."""
         if not self.signed:
             return codes.astype(jnp.uint8)
-        if self.bits == 1:
+        if self.bits == 1:  # -1 and 1 become 0 and 1.
             return (codes > 0).astype(jnp.uint8)
-        if self.bits < 2:
+        if self.bits < 2:  # Ternary codes -1, 0 and 1 become 0, 1 and 2.
             return (codes + 1).astype(jnp.uint8)
         return codes.astype(jnp.uint8) & (2 ** int(self.bits) - 1)  # two's complement
 

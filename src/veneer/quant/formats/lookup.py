@@ -99,8 +99,8 @@ def _suggest(name: str) -> str:
     if _DENSE.fullmatch(name):
         return ", a dense dtype: to keep a weight dense, write None as the format of its rule"
     if _METHOD.fullmatch(name):
-        acts = name.startswith("smoothquant")
-        rules = "[vn.quant.Rule('.*', 'int8', act_qtype='int8')]" if acts else "'int4'"
+        has_activations = name.startswith("smoothquant")
+        rules = "[vn.quant.Rule('.*', 'int8', act_qtype='int8')]" if has_activations else "'int4'"
         return (
             ", which is a method of calibration. Choose a format, and call vn.quant.calibrate("
             f"model, {rules}, params=params, method={name!r})"

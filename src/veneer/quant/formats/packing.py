@@ -61,8 +61,8 @@ def axis_to_pack(shape: Sequence[int], bits: int | float) -> int:
     """Return the axis along which to pack codes of an array, counted from the end.
 
     It is the last axis if padding there adds less than an eighth. Otherwise, as in a convolution
-    kernel `[out, in, 3, 3]`, it is the axis with the least padding. The first axis of several is
-    never packed.
+    kernel `[out, in, 3, 3]`, it is the axis with the least padding. The first axis is packed only
+    in arrays of rank 1.
     """
     if not shape:
         return -1
@@ -134,6 +134,7 @@ def unpack(
         return unpack_bits(packed, int(bits), axis, size)
     front_axis = packed.ndim + axis
     if by_shifts and bits != 1.6:
+        # Shift by one amount per code of a byte, along a new axis after the packed axis.
         shifts = jnp.arange(0, 8, int(bits), dtype=packed.dtype).reshape(-1, *[1] * (-1 - axis))
         mask = jnp.asarray(2**bits - 1, packed.dtype)
         units = (jnp.expand_dims(packed, front_axis + 1) >> shifts) & mask

@@ -41,7 +41,8 @@ def round_to_dtype(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     rounded = jax.lax.reduce_precision(wide, wide_info.nexp, info.nmant)
     infinite = jnp.sign(rounded) * jnp.inf
     rounded = jnp.where(jnp.abs(rounded) > float(info.max), infinite, rounded)
-    if info.tiny > wide_info.tiny:  # otherwise both dtypes have the same subnormal numbers
+    if info.tiny > wide_info.tiny:  # Otherwise both dtypes have the same exponents.
+        # Below the smallest normal number, the numbers of a dtype have equal distances.
         step = float(info.smallest_subnormal)
         subnormal = jnp.round(wide / step) * step
         rounded = jnp.where(jnp.abs(wide) < float(info.tiny), subnormal, rounded)
@@ -72,6 +73,7 @@ def encode_stochastically(x: jax.Array, format: "Format", key: jax.Array) -> jax
 
 
 def _encode_in_codebook(x: jax.Array, format: "Format", random: jax.Array) -> jax.Array:
+    """Return codes of a codebook, rounded up or down by `random` numbers in [0, 1)."""
     ascending = format.sorted_codebook()
     code = jnp.full(x.shape, ascending[0][1], jnp.uint8)  # the code of the smallest value
     for (low, low_code), (high, high_code) in itertools.pairwise(ascending):
@@ -84,6 +86,7 @@ def _encode_in_codebook(x: jax.Array, format: "Format", random: jax.Array) -> ja
 
 
 def _encode_in_float8(x: jax.Array, format: "Format", random: jax.Array) -> jax.Array:
+    """Return float8 values, rounded up or down by `random` numbers in [0, 1)."""
     dtype = format.code_dtype
     x = jnp.clip(x, -format.bound, format.bound)
     magnitude = jnp.abs(x)

@@ -65,6 +65,7 @@ def _integer(
     name: str, bits: int | float, bound: float, source: str, calibration: str = "absmax"
 ) -> Format:
     """Return an integer format, which is unsigned if `name` starts with "u"."""
+    # Unpacked codes of other widths than 4 and 16 are in int8 or uint8.
     sign, width = "u" if name.startswith("u") else "", bits if bits in (4, 16) else 8
     dtype = jnp.dtype(f"{sign}int{width}")
     return Format(name, bits, dtype, bound, None, source, calibration=calibration)

@@ -93,10 +93,11 @@ def split_tiles(x: jax.Array, scale_shape: Shape) -> jax.Array:
 
 def over_tiles(op: Callable, x: jax.Array, scale: Leaf) -> jax.Array:
     """Return `op(x, scale)`, with each entry of `scale` broadcast over its tile of `x`."""
-    # Split only axes of several tiles of several values. Other axes broadcast without a reshape.
+    # Split an axis into tiles only if it has several tiles of several values. Others broadcast.
     axes = [
         ((size,), (count,)) if count in (1, size) else ((count, size // count), (count, 1))
         for size, count in zip(x.shape, scale.shape, strict=True)
     ]
-    value_parts, scale_parts = [part for part, _ in axes], [part for _, part in axes]
-    return join_axes(op(split_axes(x, value_parts), split_axes(jnp.asarray(scale), scale_parts)), x)
+    split_x = split_axes(x, [x_sizes for x_sizes, _ in axes])
+    split_scale = split_axes(jnp.asarray(scale), [scale_sizes for _, scale_sizes in axes])
+    return join_axes(op(split_x, split_scale), x)
