@@ -91,6 +91,7 @@ def resolve_tile_sizes(shape: Shape, shared: Sequence[int], tile_size: Any) -> T
     if not isinstance(tile_size, Mapping | tuple):
         return resolve_tile_size(shape, shared[-1], tile_size)
     sizes = dict(tile_size)
+    # `normalize_tile_axes` checks the axes, and needs at least one.
     axes = normalize_tile_axes(tuple(sizes), shape) if sizes else ()
     pairs = zip(axes, sizes.values(), strict=True)
     return tuple(sorted((axis, resolve_tile_size(shape, axis, size)) for axis, size in pairs))

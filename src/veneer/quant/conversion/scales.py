@@ -20,7 +20,7 @@ from .calibration import Calibration, Tiles, as_divisor
 def stable_scale(
     calibration: Calibration, tiles: Tiles, scale_dtype: str, dtype: DTypeLike
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return scales and zero points with which quantizing dequantized values does not change them.
+    """Return scales and zero points such that quantizing dequantized values changes nothing.
 
     Two properties ensure this:
 

@@ -19,7 +19,7 @@ def check_sparsity(sparsity: Any, qtype: DTypeLike | None) -> Sparsity:
     """Convert a sparsity that a user passes to a tuple of integers.
 
     **Raises:** `TypeError` if `sparsity` is not two or three integers. `ValueError` if a number is
-    out of range, or if the format `qtype` has no code for 0. None means dense weights.
+    out of range, or if the format `qtype` has no code for 0. Without quantization, `qtype` is None.
     """
     try:
         n, m, *block = map(operator.index, sparsity)

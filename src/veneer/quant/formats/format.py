@@ -226,9 +226,9 @@ class Format:
         if not self.signed:
             return fields
         codes = fields.astype(f"int{8 * fields.dtype.itemsize}")
-        if self.bits == 1:
+        if self.bits == 1:  # 0 and 1 become -1 and 1.
             return 2 * codes - 1
-        if self.bits < 2:
+        if self.bits < 2:  # 0, 1 and 2 become -1, 0 and 1 (ternary).
             return codes - 1
         sign_bit = 2 ** (int(self.bits) - 1)
         return (codes ^ sign_bit) - sign_bit  # sign extension of two's complement

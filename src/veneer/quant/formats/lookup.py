@@ -117,7 +117,8 @@ def _suggest(name: str) -> str:
 def _closest(name: str) -> str | None:
     """Return the known format that is most similar to an unknown name, or None.
 
-    If the name has a width, as in "int9" or "3bit", it is the integer format of the nearest width.
+    A name with a width, such as "int9" or "3bit", is most similar to the integer format of the
+    nearest width.
     """
     if (width := _BITS.fullmatch(name) or _WEIGHTS_AND_ACTIVATIONS.fullmatch(name)) is not None:
         name = f"int{width[1]}"
