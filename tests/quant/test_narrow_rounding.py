@@ -191,7 +191,7 @@ def test_stochastic_rounding_rounds(qtype):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e8m0fnu"])
 def test_codes_match_a_scale_of_fewer_bits(dtype):
     def program(scale):
-        stored, value = store_scale(scale, dtype, None)
+        stored, value = store_scale(scale, dtype, FORMATS["int8"])
         return stored.astype(jnp.float32), value
 
     scale = jnp.abs(jnp.asarray(X)) * 1e-3

@@ -326,7 +326,7 @@ def test_large_arrays_are_quantized_in_chunks(qtype, tiling):
     params = quantize_params(
         x, qtype, tiling.get("channelwise_axes", ()), tiling.get("tiled_axes"), None, None
     )
-    chunks = choose_chunks(x, params.counts, FORMATS[qtype])
+    chunks = choose_chunks(x, params.scale_shape, FORMATS[qtype])
     assert chunks is not None
     whole = compute._quantize(x, None, params, None)
     in_chunks = compute._quantize.lower(x, None, params, chunks).compile()

@@ -81,9 +81,13 @@ MUTATIONS = [
         "exponent - (fraction > 0.5)",
         "quant/test_formats.py quant/test_quantize.py quant/test_qarray.py",
     ),
-    Mutation("(u < x - below)", "(u > x - below)", "quant/test_rounding.py"),
+    Mutation("(random < x - floor)", "(random > x - floor)", "quant/test_rounding.py"),
     Mutation("if tile < 1 or size % tile:", "if tile < 1:", "quant/test_quantize.py"),
-    Mutation("pad = -packing.size % count", "pad = packing.size % count", "quant/test_packing.py"),
+    Mutation(
+        "padding = -packing.size % codes_per_unit",
+        "padding = packing.size % codes_per_unit",
+        "quant/test_packing.py",
+    ),
     Mutation(
         "x = over_tiles(jnp.subtract, x, zero_point.astype(wide)",
         "x = over_tiles(jnp.add, x, zero_point.astype(wide)",

@@ -9,14 +9,16 @@ from jax.typing import DTypeLike
 
 from ..formats import FORMATS, Format, get_format
 from ..formats.packing import packed_size
-from ..formats.tiles import Leaf, can_tile
+from ..formats.tiles import Leaf, Shape, can_tile
 
 if TYPE_CHECKING:
     from .qarray import QArray
 
 
 def format_of_codes(qvalue: Leaf, qtype: DTypeLike | None) -> Format:
-    """Return the format of codes that a user passes.
+    """Return the format of codes that a user passes to `QArray`.
+
+    If `qtype` is None, the format is the format that is named like the dtype of the codes.
 
     **Raises:** `ValueError` if the dtype or the range of the codes does not fit the format.
     """
@@ -30,14 +32,18 @@ def format_of_codes(qvalue: Leaf, qtype: DTypeLike | None) -> Format:
             f"qvalue has dtype {dtype.name}, but codes of {format.name} are "
             f"{format.code_dtype.name}. To quantize values, call vn.quant.quantize"
         )
-    # Every value of these dtypes is a code.
+    # A dtype with as many values as the format has codes needs no check.
     is_full = dtype == format.code_dtype and format.bits in (4, 8, 16)
     if has_integers and not is_full and dtype.name != format.name:
-        _check_codes(qvalue, format)
+        _check_code_range(qvalue, format)
     return format
 
 
-def _check_codes(qvalue: Leaf, format: Format) -> None:
+def _check_code_range(qvalue: Leaf, format: Format) -> None:
+    """Raise `ValueError` if an integer is not a code of a format.
+
+    The values of a tracer are unknown. Then only the `code_dtype` of the format is accepted.
+    """
     if isinstance(qvalue, jax.core.Tracer):
         if qvalue.dtype == format.code_dtype:
             return
@@ -58,10 +64,7 @@ def _check_codes(qvalue: Leaf, format: Format) -> None:
 
 
 def check_fields(q: "QArray") -> None:
-    """Check the dtypes and shapes of all fields.
-
-    **Raises:** `ValueError`, which names the field.
-    """
+    """Raise `ValueError` if the dtype or shape of a field breaks a rule of `QArray`."""
     if q.packed.dtype != q.format.storage_dtype:
         raise ValueError(
             f"{q.qtype} is stored in {q.format.storage_dtype.name}, but packed has dtype "
@@ -86,25 +89,34 @@ def check_fields(q: "QArray") -> None:
     if q.zero_point is not None and not q.format.is_integer:
         raise ValueError(f"{q.qtype} is not an integer format, so it has no zero_point")
     zero_point: Any = q.zero_point
-    is_quantized = not isinstance(zero_point, jax.Array | np.ndarray | None)
-    if is_quantized and not zero_point.format.is_integer:
+    is_packed = not isinstance(zero_point, jax.Array | np.ndarray | None)
+    if is_packed and not zero_point.format.is_integer:
         raise ValueError(f"zero_point must have an integer format, not {zero_point.qtype}")
     for name in ("scale", "zero_point", "minimum"):
         leaf = getattr(q, name)
-        if leaf is not None and not can_tile(leaf.shape, q.shape):
-            raise ValueError(
-                f"{name} of shape {leaf.shape} does not tile codes of shape {q.shape}: it needs "
-                "the same rank, and the size of each axis must divide the size of the codes' axis"
-            )
+        if leaf is not None:
+            check_tiling(name, leaf.shape, "codes", q.shape)
 
 
-def check_codes_are_stored(q: "QArray", dtype: Any) -> None:
-    """Reject codes that a function of leaves has converted, as `jax.tree.map(lambda x: 0.9 * x)`.
+def check_tiling(name: str, scale_shape: Shape, tiled_name: str, shape: Shape) -> None:
+    """Raise `ValueError` if the axes of a scale do not divide the axes of the values it scales.
 
-    **Arguments:**
-
-    - `dtype`: the dtype of the stored codes. Derivatives with respect to codes have float0.
+    The message calls the scale `name` and the values `tiled_name`.
     """
+    if not can_tile(scale_shape, shape):
+        raise ValueError(
+            f"{name} of shape {scale_shape} does not tile {tiled_name} of shape {shape}: it needs "
+            "the same rank, and the size of each axis must divide the size of the tiled axis"
+        )
+
+
+def check_codes_are_stored(q: "QArray") -> None:
+    """Raise `ValueError` if the dtype of the stored codes is not the storage dtype of the format.
+
+    This happens if a function converts the leaves, such as `jax.tree.map(lambda x: 0.9 * x, q)`.
+    float0, the dtype of derivatives with respect to integers, is accepted.
+    """
+    dtype = jax.typeof(q.packed).dtype
     if dtype not in (q.format.storage_dtype, jax.dtypes.float0):
         raise ValueError(
             f"the codes of a QArray in {q.qtype} are {jnp.dtype(dtype).name}, not "

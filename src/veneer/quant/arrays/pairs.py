@@ -1,18 +1,17 @@
-"""Computing neighboring values in pairs, for XLA on GPUs.
+"""Computing two neighboring values at once, which is faster on GPUs.
 
-XLA gives each thread of a GPU four elements of a result. For packed codes, these are 2 bytes to
-read and 8 to write in bf16, too few to use the memory bandwidth. If two neighbors of 16 bits are
-computed as one word of 32 bits, a thread reads 4 bytes and writes 16.
+XLA gives each thread of a GPU four elements of a result. For 4-bit codes dequantized to bf16, a
+thread reads 2 bytes and writes 8, too few to use the memory bandwidth. If two neighbors of 16 bits
+are computed as one word of 32 bits, a thread reads 4 bytes and writes 16.
 
 Times to dequantize a weight of 4096 x 11008 to bf16 on an H200, in int4, uint4, nf4 and mxfp4, with
 scales along either axis (part 8 of benchmarks/gpu_all.py measures the last line):
 
-    stack the codes of a byte along a new axis, as on CPU      63 to 121 µs
-    shift a byte by each place, broadcast along a new axis     62 to 64 µs
-    compute both neighbors of a byte, and write one word       36 to 47 µs
+    `unpack`, one shift per code of a byte           63 to 121 µs
+    `unpack` with `by_shifts`, one broadcast shift   62 to 64 µs
+    compute both neighbors and write one word        36 to 47 µs
 
-So GPUs compute pairs if `can_compute_pairs` holds, and shift otherwise. All results have the same
-bits.
+All three have the same results, bit for bit.
 """
 
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from ..formats.packing import split_neighbors
 if TYPE_CHECKING:
     from .qarray import QArray
 
+# The dtype of a word that holds two elements, by the bytes per element.
 _WORDS = {1: jnp.uint16, 2: jnp.uint32}
 
 
@@ -39,71 +39,80 @@ def runs_on_gpu() -> bool:
 def compute_elementwise(
     compute: Callable[["QArray"], jax.Array], q: "QArray", dtype: DTypeLike
 ) -> jax.Array:
-    """Return `compute(q)`, in pairs on a GPU if possible.
+    """Return `compute(q)`. On a GPU, compute two neighbors at once if possible.
 
     **Arguments:**
 
-    - `compute`: a function of a `QArray` that computes each element of its result, of the shape of
-      `q`, from the code, scale, zero point and minimum of that element.
-    - `dtype`: of the result.
+    - `compute`: an elementwise function of a `QArray`. It returns an array of the same shape, and
+      computes each element from the code, scale, zero point and minimum of that element.
+    - `dtype`: the dtype of the result of `compute`.
     """
     if not runs_on_gpu():
         return compute(q)
     if q.packing is not None and q.packing.axis == -2:
-        # Matrices are packed along the last axis, so this is the transpose of a stored one. XLA
-        # removes the transposes below in a product with it, and writes no transposed leaves.
-        leaves = {"packed": jnp.asarray(q.packed)} | _unpacked_companions(q)
+        # Matrices are packed along the last axis, so `q` is a transposed matrix. Undo that, and
+        # transpose the result. In a product, XLA removes these transposes.
+        leaves = {"packed": jnp.asarray(q.packed)} | _unpacked_scale_leaves(q)
         leaves = {k: x if x is None else jnp.swapaxes(x, -1, -2) for k, x in leaves.items()}
-        stored = q.changed(**leaves, packing=q.packing._replace(axis=-1))
-        return jnp.swapaxes(compute_elementwise(compute, stored, dtype), -1, -2)
+        transposed = q.changed(**leaves, packing=q.packing._replace(axis=-1))
+        return jnp.swapaxes(compute_elementwise(compute, transposed, dtype), -1, -2)
     if not can_compute_pairs(q, dtype):
         return compute(q)
-    joined = _interleave(*map(compute, _split_pairs(q)))
-    size = q.shape[-1]
+    even, odd = _split_even_and_odd(q)
+    joined = _interleave(compute(even), compute(odd))
+    size = q.shape[-1]  # `joined` has one value of padding if the size is odd
     return joined if joined.shape[-1] == size else lax.slice_in_dim(joined, 0, size, axis=-1)
 
 
 def can_compute_pairs(q: "QArray", dtype: DTypeLike) -> bool:
-    """Return whether a GPU can compute elements of `dtype` in pairs along the last axis."""
+    """Return whether pairs of neighbors along the last axis share a byte, and two elements a word.
+
+    `dtype` is the dtype of the elements to compute.
+    """
     is_packed = q.packing is not None and q.packing.axis == -1 and q.format.bits in (1, 2, 4)
     return is_packed and q.size > 0 and jnp.dtype(dtype).itemsize in _WORDS
 
 
-def _unpacked_companions(q: "QArray") -> dict[str, jax.Array | None]:
+def _unpacked_scale_leaves(q: "QArray") -> dict[str, jax.Array | None]:
+    """Return scale, zero point and minimum by field name, none of them quantized or packed."""
     return {"scale": q.scales(), "zero_point": q.zero_points(), "minimum": q.minima()}
 
 
-def _split_pairs(q: "QArray") -> list["QArray"]:
+def _split_even_and_odd(q: "QArray") -> list["QArray"]:
     """Return the values at even and at odd indices of the last axis, with one code per byte.
 
     If the size is odd, the second array has one value of padding.
     """
-    size, leaves = q.shape[-1], _unpacked_companions(q).items()
+    size, leaves = q.shape[-1], _unpacked_scale_leaves(q).items()
     halves = []
     for start, codes in enumerate(split_neighbors(q.packed, int(q.format.bits), size)):
-        half = {k: None if x is None else _every_second(x, start, size) for k, x in leaves}
+        half = {k: None if x is None else _take_every_second(x, start, size) for k, x in leaves}
         halves.append(q.changed(packed=codes, packing=None, **half))
     return halves
 
 
-def _every_second(leaf: jax.Array, start: int, size: int) -> jax.Array:
-    """Return the entries of a leaf that belong to every second value of the last axis."""
+def _take_every_second(leaf: jax.Array, start: int, size: int) -> jax.Array:
+    """Return the entries of a scale for the values at `start`, `start + 2`, ... of the last axis.
+
+    `size` is the number of values along that axis. The scale has one entry per tile of values.
+    """
     entries = leaf.shape[-1]
     if entries == 1 or (size // entries) % 2 == 0:
-        return leaf  # both neighbors have the same entry
-    if entries != size:
+        return leaf  # Both neighbors have the same entry.
+    if entries != size:  # Tiles have an odd size, so make one entry per value.
         leaf = jnp.repeat(leaf, size // entries, -1, total_repeat_length=size)
-    if size % 2:
+    if size % 2:  # The padding gets the last entry.
         leaf = jnp.concatenate([leaf, lax.slice_in_dim(leaf, size - 1, size, axis=-1)], -1)
     return lax.slice_in_dim(leaf, start, leaf.shape[-1], 2, axis=-1)
 
 
 @jax.custom_jvp
 def _interleave(even: jax.Array, odd: jax.Array) -> jax.Array:
-    """Alternate the values of two arrays along the last axis."""
+    """Return an array that alternates the values of two arrays along the last axis."""
     bits = 8 * even.dtype.itemsize
     word = _WORDS[even.dtype.itemsize]
     low, high = (lax.bitcast_convert_type(x, f"uint{bits}").astype(word) for x in (even, odd))
+    # A bit cast to a narrower dtype adds an axis of size 2, with the low bits first.
     pairs = lax.bitcast_convert_type(low | high << bits, even.dtype)
     return pairs.reshape(*even.shape[:-1], 2 * even.shape[-1])
 

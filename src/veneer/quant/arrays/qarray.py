@@ -19,8 +19,6 @@ from ..formats.tiles import Leaf, Shape, over_tiles, tile_shape
 from .checks import check_codes_are_stored, check_fields, format_of_codes
 from .pairs import compute_elementwise, runs_on_gpu
 
-_ARRAYS = ("packed", "scale", "zero_point", "minimum")
-
 # The dtypes that can be quantized. Floats of 8 bits are codes already.
 QUANTIZABLE = tuple(map(jnp.dtype, (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)))
 
@@ -36,9 +34,8 @@ class QArray(ImplicitArray):
     `nbytes` is the size of all stored arrays. Codes are packed along the last axis. If padding
     would waste bytes there, as in a convolution kernel `[out, in, 3, 3]`, another axis is used.
 
-    If `vn.quant.quantize` creates a QArray, the dense array has the dtype of the input. If the
-    constructor creates it, the dense array has the dtype of `scale`, or float32 if `scale` has 8
-    bits.
+    `vn.quant.quantize` gives the dense array the dtype of the input. The constructor gives the
+    dense array the dtype of `scale`, or float32 if `scale` has 8 bits.
 
     `vmap` and `scan` slice all stored arrays along their leading axes. Therefore the scale of
     stacked weights must have the full size along these axes: name them in the `channelwise_axes` of
@@ -52,12 +49,12 @@ class QArray(ImplicitArray):
     - `scale`: a floating array with the rank of `qvalue`. The size of each axis divides the size of
       the same axis of `qvalue`, and each entry is the scale of one tile. Scales in float8_e8m0fnu
       are powers of two. If scales are quantized, as in nvfp4, `scale` is itself a `QArray`.
-    - `zero_point`: the code that represents 0. Its shape follows the rule for `scale`. Only integer
-      formats have zero points. To store packed zero points, pass them as a `QArray` whose scale
-      is 1.
+    - `zero_point`: the code that represents 0, per tile. The rules for the shape of `scale` apply.
+      Only integer formats have zero points. To store packed zero points, pass a `QArray` with
+      scale 1.
     - `qtype`: the format. The default is the format named like the dtype of `qvalue`, such as int4.
-    - `minimum`: a value that is added after scaling, as in GGUF's Q4_1. Its shape and dtype follow
-      the rules for `scale`.
+    - `minimum`: a value that is added after scaling, per tile, as in GGUF's Q4_1. The rules for the
+      shape and dtype of `scale` apply.
 
     **Raises:**
 
@@ -76,7 +73,7 @@ class QArray(ImplicitArray):
 
     metadata_is_meaning: ClassVar[bool] = False
     trainable: ClassVar[tuple[str, ...] | None] = ()
-    dense_tangent: ClassVar[bool] = True  # straight through the rounding
+    dense_tangent: ClassVar[bool] = True  # the rounding has derivative 1 (straight-through)
 
     packed: Leaf
     scale: "Leaf | QArray"
@@ -103,9 +100,9 @@ class QArray(ImplicitArray):
         elif qvalue.dtype != format.code_dtype:
             qvalue = qvalue.astype(format.code_dtype)
         if zero_point is not None and zero_point.dtype.name in ("int2", "int4", "uint2", "uint4"):
-            # File formats have no integers below 8 bits.
+            # File formats have no integers below 8 bits, so uint4 becomes uint8.
             zero_point = zero_point.astype(zero_point.dtype.name[:-1] + "8")
-        self._set(qvalue, scale, zero_point, minimum, format.name, packing, None)
+        self._set_fields(qvalue, scale, zero_point, minimum, format.name, packing, None)
 
     @classmethod
     def from_packed(
@@ -147,8 +144,9 @@ class QArray(ImplicitArray):
         ... ).dequantize().tolist()
         [1.0, 2.0, -1.0]
         """
-        new = cls.__new__(cls)
-        new._set(packed, scale, zero_point, minimum, get_format(qtype).name, packing, dense_dtype)
+        _check_arrays(packed=packed, scale=scale, zero_point=zero_point, minimum=minimum)
+        new, name = cls.__new__(cls), get_format(qtype).name
+        new._set_fields(packed, scale, zero_point, minimum, name, packing, dense_dtype)
         new.__post_init__()
         return new
 
@@ -175,20 +173,22 @@ class QArray(ImplicitArray):
         >>> q.replace(scale=2 * q.scale).dequantize().tolist()
         [2.0, -2.0]
         """
-        parts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        if unknown := sorted(changes.keys() - parts.keys()):
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        if unknown := sorted(changes.keys() - fields.keys()):
             raise TypeError(
-                f"a QArray has no field {unknown[0]!r}; its fields are {', '.join(parts)}"
+                f"a QArray has no field {unknown[0]!r}; its fields are {', '.join(fields)}"
             )
-        return self.from_packed(**parts | changes)
+        return self.from_packed(**fields | changes)
 
-    # `copy.replace` (Python 3.13) calls `__replace__`. A dataclass would call `__init__` there.
+    # `copy.replace` (Python 3.13) calls `__replace__`, which a dataclass implements by `__init__`.
     __replace__ = replace
 
-    def _set(self, *values: Any) -> None:
-        """Set all fields. `dense_dtype`, the last one, can be None."""
+    def _set_fields(self, *values: Any) -> None:
+        """Set all fields to `values`, which are in the order of the fields.
+
+        If `dense_dtype` is None, choose the dtype of the scale, or float32 if it has 8 bits.
+        """
         fields = dict(zip([f.name for f in dataclasses.fields(self)], values, strict=True))
-        _check_arrays(**{name: fields[name] for name in _ARRAYS})
         dtype, scale_dtype = fields["dense_dtype"], fields["scale"].dtype
         if dtype is None:
             dtype = scale_dtype if scale_dtype in QUANTIZABLE else jnp.float32
@@ -207,7 +207,7 @@ class QArray(ImplicitArray):
         """The granularity of the scales: "tile 64", "channelwise" or "one scale"."""
         sizes = [*zip(self.tile_shape, self.scale.shape, strict=True)]
         if any(tile > 1 and count > 1 for tile, count in sizes):
-            # Axes with only one tile are named, too.
+            # Include the size of an axis that is one tile: "tile 3×64" for tiles of [3, 64].
             return f"tile {'×'.join(str(tile) for tile, _ in sizes if tile > 1)}"
         return "channelwise" if self.scale.size > 1 else "one scale"
 
@@ -228,7 +228,7 @@ class QArray(ImplicitArray):
         return tile_shape(self.shape, self.scale.shape)
 
     def __repr__(self) -> str:
-        """Return the title, or all fields if a part is not an array."""
+        """Return format, shape and bits per value. If a leaf is not an array, return all fields."""
         return f"QArray({title(self)})" if has_title(self) else super().__repr__()
 
     def codes(self) -> jax.Array:
@@ -240,11 +240,11 @@ class QArray(ImplicitArray):
         return format.from_fields(fields)
 
     def _decode(self, dtype: DTypeLike) -> jax.Array:
-        """Return the values of the codes, before zero points and scales, in `dtype`."""
+        """Return the numbers that the codes represent before zero points and scales, in `dtype`."""
         format = self.format
         if not runs_on_gpu() or format.bits not in (1, 2, 4):
             return format.decode(self.codes(), dtype)
-        # GPUs need one instruction to convert a 32-bit integer to a float, and more for others.
+        # GPUs convert 32-bit integers to floats in one instruction, and other integers in several.
         packed = jnp.asarray(self.packed).astype(jnp.uint32)
         fields = unpack(packed, self.packing, format.bits, by_shifts=True)
         return format.decode(format.from_fields(fields), dtype)
@@ -254,17 +254,14 @@ class QArray(ImplicitArray):
 
         Quantized scales are dequantized.
         """
-        return _wide(self.scale)
+        return _to_wide_floats(self.scale)
 
     def minima(self) -> jax.Array | None:
-        """Return the minima in f32, or in f64 if they are stored in f64.
-
-        If the array has no minima, return None.
-        """
-        return None if self.minimum is None else _wide(self.minimum)
+        """Return the minima in f32 or f64 like `scales`, or None if the array has no minima."""
+        return None if self.minimum is None else _to_wide_floats(self.minimum)
 
     def zero_points(self) -> jax.Array | None:
-        """Return the unpacked zero points as integers, or None if the array has none."""
+        """Return the unpacked zero points, or None if the array has no zero points."""
         zero_point = self.zero_point
         if zero_point is None:
             return None
@@ -276,8 +273,8 @@ class QArray(ImplicitArray):
         **Raises:** `ValueError` if a function that works on leaves, such as `jax.tree.map`, changed
         the dtype of the codes, or sliced the axis along which they are packed.
         """
-        stored = jax.typeof(self.packed)  # with its sharding, which the codes share
-        check_codes_are_stored(self, stored.dtype)
+        check_codes_are_stored(self)
+        stored = jax.typeof(self.packed)  # The dense array has the sharding of the stored codes.
         shape = list(stored.shape)
         if self.packing is not None:
             axis, size = self.packing
@@ -293,29 +290,29 @@ class QArray(ImplicitArray):
         return stored.update(shape=tuple(shape), dtype=dtype, weak_type=False)
 
     def leaf_axes(self) -> list[list[LeafAxis]]:
-        """Return one list per stored array, with a `vn.LeafAxis` for each of its axes."""
+        """Return a list of `vn.LeafAxis` per stored array, which maps axes to the dense array."""
 
-        def block(size: int, count: int) -> Any:
+        def block_size(size: int, count: int) -> Any:
             if count == 1:
                 return "shared"
-            # Symbolic sizes support only equality. An axis of size 0 fits any count.
+            # Symbolic sizes support only equality. An axis of size 0 can have any number of tiles.
             return 1 if size in (0, count) else size // count
 
-        packed = list(aligned_axes(self.ndim))
+        packed_axes = list(aligned_axes(self.ndim))
         if self.packing is not None:
             axis = self.packing.axis
-            packed[axis] = LeafAxis(axis, *UNITS[self.format.bits])
-        axes = [packed]
+            packed_axes[axis] = LeafAxis(axis, *UNITS[self.format.bits])
+        axes = [packed_axes]
         for leaf in (self.scale, self.zero_point, self.minimum):
             if leaf is not None:
-                blocks = [block(*sizes) for sizes in zip(self.shape, leaf.shape, strict=True)]
-                axes.append([LeafAxis(i - self.ndim, size) for i, size in enumerate(blocks)])
+                blocks = map(block_size, self.shape, leaf.shape)
+                axes.append([LeafAxis(i - self.ndim, block) for i, block in enumerate(blocks)])
         return axes
 
     def _movable(self) -> "QArray":
-        """Return the array with one code per byte if the packed axis has size 1.
+        """Return an array with one code per byte if the packed axis has size 1, else `self`.
 
-        It has the same size, and all its axes can be moved.
+        The number of bytes stays the same, and without a packed axis all axes can be moved.
         """
         if self.packing is None or self.packing.size != 1:
             return self
@@ -323,11 +320,11 @@ class QArray(ImplicitArray):
         return self.changed(packed=fields, packing=None)
 
     def _moved(self, movement: Movement) -> "QArray":
-        """Return the array with `packing` updated, after its leaves were moved."""
+        """Return the array with `packing` for the new axes, after the leaves were moved."""
         if self.packing is None:
             return self
         axis = movement.axes[self.packing.axis]
-        assert axis is not None
+        assert axis is not None  # A movement that removes or merges the packed axis is rejected.
         packing = Packing(axis - len(movement.shape), movement.shape[axis])
         return self.changed(packing=packing)
 
@@ -347,7 +344,7 @@ class QArray(ImplicitArray):
         - `ValueError` if `jax.tree.map` or a similar function changed the dtype of the codes.
         """
         reject_derivatives(self)
-        check_codes_are_stored(self, self.packed.dtype)
+        check_codes_are_stored(self)
         return compute_elementwise(QArray._dequantize, self, self.dtype)
 
     def _dequantize(self) -> jax.Array:
@@ -373,16 +370,16 @@ class QArray(ImplicitArray):
         return self.dequantize()
 
 
-def _wide(leaf: "Leaf | QArray") -> jax.Array:
-    """Return floats, which may be quantized, in f32 or f64. JAX promotes no floats of 8 bits."""
+def _to_wide_floats(leaf: "Leaf | QArray") -> jax.Array:
+    """Convert scales or minima, which may be quantized, to f32, or to f64 if they are f64."""
     wide = jax.dtypes.canonicalize_dtype(jnp.float64 if leaf.dtype == jnp.float64 else jnp.float32)
-    if isinstance(leaf, QArray):  # Do not round the product to a dense dtype of 16 bits.
+    if isinstance(leaf, QArray):  # Do not round to a dense dtype of 16 bits.
         return leaf.changed(dense_dtype=wide.name).dequantize()
     return jnp.asarray(leaf).astype(wide)
 
 
 def pack_codes(codes: jax.Array, format: Format) -> tuple[jax.Array, Packing | None]:
-    """Return codes in their storage dtype, packed if they have fewer than 8 bits."""
+    """Convert codes to their storage dtype. Pack codes of fewer than 8 bits, and return how."""
     if format.bits >= 8:
         return codes.astype(format.code_dtype), None
     fields = format.to_fields(codes)
@@ -391,16 +388,13 @@ def pack_codes(codes: jax.Array, format: Format) -> tuple[jax.Array, Packing | N
     return pack(fields, format.bits, axis_to_pack(codes.shape, format.bits))
 
 
-def _check_arrays(**parts: Any) -> None:
-    for name, part in parts.items():
-        is_optional = name in ("zero_point", "minimum")
-        can_be_quantized = name == "scale" or is_optional
-        if not (
-            isinstance(part, jax.Array | np.ndarray)
-            or (is_optional and part is None)
-            or (can_be_quantized and isinstance(part, QArray))
-        ):
+def _check_arrays(**arrays: Any) -> None:
+    """Raise `TypeError` if an argument of `QArray`, passed as a keyword, has a wrong type."""
+    for name, array in arrays.items():
+        is_optional = name in ("zero_point", "minimum") and array is None
+        is_quantized = name not in ("qvalue", "packed") and isinstance(array, QArray)
+        if not (isinstance(array, jax.Array | np.ndarray) or is_optional or is_quantized):
             raise TypeError(
                 f"{name} must be a JAX or NumPy array with the rank of the codes, not a "
-                f"{type(part).__name__}: convert it with jnp.asarray"
+                f"{type(array).__name__}: convert it with jnp.asarray"
             )

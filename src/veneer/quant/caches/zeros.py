@@ -93,16 +93,18 @@ def zeros(
             )
         return _zeros_in_blocks(shape, dtype, params, axis)
     # Quantize one tile, with the whole packed axis, and repeat its codes and scales.
-    tile = tile_shape(shape, params.counts)
+    tile = tile_shape(shape, params.scale_shape)
     shared = [axis for axis, size in enumerate(tile) if size > 1]
     packed_axis = max(shared or range(len(shape)), default=-1)
     small = [shape[i] if i == packed_axis else size for i, size in enumerate(tile)]
     counts = tuple(n // t if n and t else 1 for n, t in zip(small, tile, strict=True))
-    q = quantize_with_params(jnp.zeros(small, dtype), dataclasses.replace(params, counts=counts))
+    q = quantize_with_params(
+        jnp.zeros(small, dtype), dataclasses.replace(params, scale_shape=counts)
+    )
     q = repack(q, packed_axis - len(shape))
     packed = [q.packed.shape[i] if i == packed_axis else size for i, size in enumerate(shape)]
     row = q.packed[tuple(slice(None if i == packed_axis else 1) for i in range(len(shape)))]
-    repeat = lambda leaf: leaf if leaf is None else jnp.broadcast_to(leaf, params.counts)
+    repeat = lambda leaf: leaf if leaf is None else jnp.broadcast_to(leaf, params.scale_shape)
     return QCache.from_packed(
         jnp.broadcast_to(row, packed),
         repeat(q.scale),
@@ -116,10 +118,10 @@ def zeros(
 def _zeros_in_blocks(
     shape: Shape, dtype: DTypeLike, params: QuantizeParams, axis: int
 ) -> BlockCache:
-    blocks = params.counts[axis]
+    blocks = params.scale_shape[axis]
     resized = lambda sizes, size: (*sizes[:axis], size, *sizes[axis + 1 :])
     newest = jnp.zeros(resized(shape, shape[axis] // max(blocks, 1)), dtype)
-    params = dataclasses.replace(params, counts=resized(params.counts, 1))
+    params = dataclasses.replace(params, scale_shape=resized(params.scale_shape, 1))
     q = quantize_with_params(newest, params)
     repeated = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (blocks, *leaf.shape)), q)
     return BlockCache(QCache.from_qarray(repeated), newest, jnp.int32(0), axis - len(shape))

@@ -1,4 +1,4 @@
-"""Calibration methods: from the values of a tile to the range that its codes cover.
+"""Calibration methods, which choose the range of values that the codes of a tile cover.
 
 Users write a method as `"<name>[,<number>...]"`: "absmax", "rms,7", "fixed,-1,3".
 """
@@ -6,7 +6,7 @@ Users write a method as `"<name>[,<number>...]"`: "absmax", "rms,7", "fixed,-1,3
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +16,9 @@ from ..formats.tiles import Shape, split_tiles
 
 
 class Range(NamedTuple):
-    """The range that codes cover, per tile: from `low` to `high`.
+    """The range of values that the codes of each tile cover: arrays with one entry per tile.
 
-    If `low` is None, the range is symmetric, from `-high`, and needs no zero point.
+    If `low` is None, ranges are symmetric, from `-high` to `high`, and need no zero point.
     """
 
     low: jax.Array | None
@@ -31,59 +31,74 @@ class Tiles:
 
     **Arguments:**
 
-    - `values`: `[..., count, tile, ...]`, two axes per axis of the array.
-    - `round_scale`: a function that rounds scales as storing them does, for "mse" and "hqq".
+    - `values`: the values, with two axes per axis of the array: the number of tiles, and the number
+      of values per tile.
+    - `round_scale`: a function that rounds scales to numbers that can be stored.
     """
 
     values: jax.Array
     format: Format
-    round_scale: Callable[[jax.Array], jax.Array] = lambda scale: scale
-
-    @classmethod
-    def split(cls, array: jax.Array, counts: Shape, *args: Any) -> "Tiles":
-        """Split an array into tiles, without a derivative. `args` are the other fields."""
-        wide = jax.lax.stop_gradient(array).astype(jnp.promote_types(array.dtype, jnp.float32))
-        return cls(split_tiles(wide, counts), *args)
+    round_scale: Callable[[jax.Array], jax.Array]
 
     @property
-    def axes(self) -> tuple[int, ...]:
-        """The axes of `values` that run within a tile."""
+    def scale_shape(self) -> Shape:
+        """The number of tiles along each axis of the array."""
+        return self.values.shape[::2]
+
+    @property
+    def inner_axes(self) -> tuple[int, ...]:
+        """The axes of `values` within a tile. Reducing them leaves one entry per tile."""
         return tuple(range(1, self.values.ndim, 2))
 
     def expand(self, x: jax.Array) -> jax.Array:
-        """Return an array with one entry per tile in a shape that broadcasts to `values`."""
-        return jnp.expand_dims(x, self.axes)
+        """Reshape an array with one entry per tile so that it broadcasts to `values`."""
+        return jnp.expand_dims(x, self.inner_axes)
 
     def largest_magnitude(self) -> jax.Array:
         """Return the largest magnitude of each tile, or NaN if the tile contains NaN.
 
-        XLA's maximum drops NaN on CPU, in arrays of some size. The bits of magnitudes, compared as
-        integers, have the same order, and NaN has the largest bits.
+        XLA's maximum drops NaN on CPU, in arrays of some size. So compare the bits of magnitudes as
+        integers instead. They have the same order, and NaN has the largest bits.
         """
         dtype = self.values.dtype
         bits = jnp.dtype(f"int{8 * dtype.itemsize}")
         magnitudes = jax.lax.bitcast_convert_type(jnp.abs(self.values), bits)
-        largest = jnp.max(magnitudes, axis=self.axes, initial=0)
+        largest = jnp.max(magnitudes, axis=self.inner_axes, initial=0)
         return jax.lax.bitcast_convert_type(largest, dtype)
 
     def limits(self) -> tuple[jax.Array, jax.Array]:
-        """Return the smallest and the largest value of each tile, or 0 if 0 is beyond them."""
-        low = jnp.min(self.values, axis=self.axes, initial=0)
-        return low, jnp.max(self.values, axis=self.axes, initial=0)
+        """Return `(low, high)` per tile: the smallest range with 0 and all values of the tile."""
+        low = jnp.min(self.values, axis=self.inner_axes, initial=0)
+        return low, jnp.max(self.values, axis=self.inner_axes, initial=0)
+
+
+def split_into_tiles(
+    array: jax.Array,
+    scale_shape: Shape,
+    format: Format,
+    round_scale: Callable[[jax.Array], jax.Array] = lambda scale: scale,
+) -> Tiles:
+    """Split an array into tiles, one tile per entry of a scale. The values have derivative 0."""
+    wide = jax.lax.stop_gradient(array).astype(jnp.promote_types(array.dtype, jnp.float32))
+    return Tiles(split_tiles(wide, scale_shape), format, round_scale)
 
 
 def as_divisor(scale: jax.Array) -> jax.Array:
-    """Return a scale to divide by: 1 if it is too small, and NaN if it is too large.
+    """Replace scales that cannot divide: by 1 if they are too small, and by NaN if too large.
 
-    XLA divides by multiplying with the reciprocal, so that must be a normal number, too.
+    XLA may multiply by the reciprocal instead. So the reciprocal must be a normal number, too.
     """
     tiny = jnp.finfo(scale.dtype).tiny
     return jnp.where(scale < tiny, 1, jnp.where(scale <= 1 / tiny, scale, jnp.nan))
 
 
-def range_to_scale(ends: Range, format: Format) -> tuple[jax.Array, jax.Array | None]:
-    """Return the scale, and the zero point in the same float dtype, to cover a range with codes."""
-    low, high = ends
+def range_to_scale(ranges: Range, format: Format) -> tuple[jax.Array, jax.Array | None]:
+    """Return the scale and the zero point with which the codes of a format cover a range.
+
+    The zero point has the dtype of the scale. It is None if the range is symmetric, except in
+    unsigned integer formats.
+    """
+    low, high = ranges
     scale, zero_point = high / format.bound, None
     if low is not None:
         least, largest = format.code_range
@@ -96,112 +111,59 @@ def range_to_scale(ends: Range, format: Format) -> tuple[jax.Array, jax.Array | 
     return scale, zero_point
 
 
-class _Method(NamedTuple):
-    find: Callable[..., Range]
-    forms: str
-    counts: tuple[int, ...]
-    is_valid: Callable[..., bool]
-
-
-METHODS: dict[str, _Method] = {}
-
-
-def _method(
-    name: str,
-    forms: str,
-    counts: tuple[int, ...],
-    is_valid: Callable[..., bool] = lambda *numbers: min(numbers) > 0,
-) -> Callable:
-    """Register a function from tiles, and the numbers after the name of a method, to a `Range`.
-
-    **Arguments:**
-
-    - `forms`: how users write the method, for messages.
-    - `counts`: the allowed counts of numbers.
-    - `is_valid`: a function that checks the numbers, if there are any.
-    """
-
-    def register(find: Callable[..., Range]) -> Callable[..., Range]:
-        METHODS[name] = _Method(find, forms, counts, is_valid)
-        return find
-
-    return register
-
-
-@_method("absmax", "absmax[,factor]", (0, 1))
-def _absmax(tiles: Tiles, factor: float = 1.0) -> Range:
+def _find_absmax_range(tiles: Tiles, factor: float = 1.0) -> Range:
     return Range(None, tiles.largest_magnitude() * factor)
 
 
-@_method("minmax", "minmax[,factor]", (0, 1))
-def _minmax(tiles: Tiles, factor: float = 1.0) -> Range:
+def _find_minmax_range(tiles: Tiles, factor: float = 1.0) -> Range:
     low, high = tiles.limits()
     return Range(low * factor, high * factor)
 
 
-# The value whose mantissa bits are all set, divided by the value half a step beyond it: 6 / 7 in
-# float4_e2m1fn, 480 / 496 in float8_e4m3fn.
+# The bias of OAS by format. It is the value whose mantissa bits are all set, divided by the value
+# half a step beyond: 6 / 7 in float4_e2m1fn, 480 / 496 in float8_e4m3fn.
 _OAS_BIAS = {"mxfp8": 30 / 31, "mxfp8_16": 30 / 31, "mxfp4": 6 / 7}
 
 
-@_method("oas", "oas", (0,))
-def _oas_range(tiles: Tiles) -> Range:
-    """Return the range whose power of two clips the largest value by at most half a step.
+def _find_oas_range(tiles: Tiles) -> Range:
+    """Return a range that may clip the largest value, by at most half a step.
 
-    Outlier Aware Scaling (OAS, arXiv 2603.08713) adds a bias to the logarithm of the scale. Qwix
-    first rounds the biased scale to bfloat16. A scale less than a relative 2**-9 below a power of
-    two becomes that power.
+    Outlier Aware Scaling (OAS, arXiv 2603.08713) multiplies the scale by a bias below 1 before the
+    scale is rounded up to a power of two. Qwix also rounds the biased scale to bfloat16, so a scale
+    up to a relative 2**-9 below a power of two counts as that power. Dividing the bias by
+    1 - 2**-9 has the same effect.
     """
-    return _absmax(tiles, _OAS_BIAS[tiles.format.name] / (1 - 2.0**-9))
+    return _find_absmax_range(tiles, _OAS_BIAS[tiles.format.name] / (1 - 2.0**-9))
 
 
-@_method("rms", "rms,factor", (1,))
-def _rms(tiles: Tiles, factor: float) -> Range:
-    # Values are divided by the largest one, so that their squares neither overflow nor vanish.
+def _find_rms_range(tiles: Tiles, factor: float) -> Range:
+    # Divide by the largest value, so that squares neither overflow nor vanish.
     unit = as_divisor(tiles.largest_magnitude())
     squares = jnp.square(tiles.values / tiles.expand(unit))
-    return Range(None, unit * jnp.sqrt(jnp.mean(squares, axis=tiles.axes)) * factor)
+    return Range(None, unit * jnp.sqrt(jnp.mean(squares, axis=tiles.inner_axes)) * factor)
 
 
-@_method("absmean", "absmean", (0,))
-def _absmean(tiles: Tiles) -> Range:
-    # The scale, which is the value of code 1, becomes the mean magnitude.
-    return Range(None, jnp.mean(jnp.abs(tiles.values), axis=tiles.axes) * tiles.format.bound)
+def _find_absmean_range(tiles: Tiles) -> Range:
+    # With this range, the scale, which is the value of code 1, is the mean magnitude.
+    mean = jnp.mean(jnp.abs(tiles.values), axis=tiles.inner_axes)
+    return Range(None, mean * tiles.format.bound)
 
 
-@_method(
-    "fixed",
-    "fixed,bound or fixed,low,high with 0 in between",
-    (1, 2),
-    lambda low, high=None: low > 0 if high is None else low <= 0 <= high != low,
-)
-def _fixed(tiles: Tiles, *ends: float) -> Range:
+def _find_fixed_range(tiles: Tiles, *ends: float) -> Range:
     low, high = ends if len(ends) == 2 else (-ends[0], ends[0])
-    shape = tiles.values.shape[::2]
-    filled = [jnp.full(shape, end, tiles.values.dtype) for end in (low, high)]
-    return Range(None if low == -high else filled[0], filled[1])
+    fill = lambda end: jnp.full(tiles.scale_shape, end, tiles.values.dtype)
+    return Range(None if low == -high else fill(low), fill(high))
 
 
-@_method(
-    "percentile",
-    "percentile,p or percentile,low,high, up to 100",
-    (1, 2),
-    lambda *percents: percents[0] >= 0 and [0, *percents][-2] < percents[-1] <= 100,
-)
-def _percentile(tiles: Tiles, *percents: float) -> Range:
+def _find_percentile_range(tiles: Tiles, *percents: float) -> Range:
+    percentile = lambda x, percent: jnp.percentile(x, percent, axis=tiles.inner_axes)
     if len(percents) == 1:
-        return Range(None, jnp.percentile(jnp.abs(tiles.values), percents[0], axis=tiles.axes))
-    low, high = (jnp.percentile(tiles.values, percent, axis=tiles.axes) for percent in percents)
+        return Range(None, percentile(jnp.abs(tiles.values), percents[0]))
+    low, high = (percentile(tiles.values, percent) for percent in percents)
     return Range(jnp.minimum(low, 0), jnp.maximum(high, 0))
 
 
-@_method(
-    "mse",
-    "mse[,candidates[,power]]",
-    (0, 1, 2),
-    lambda candidates, power=2: candidates >= 1 and candidates % 1 == 0 and power > 0,
-)
-def _least_error(tiles: Tiles, candidates: float = 40, power: float = 2) -> Range:
+def _find_mse_range(tiles: Tiles, candidates: float = 40, power: float = 2) -> Range:
     """Return the fraction of the full range with the smallest quantization error.
 
     The fractions are 1/candidates, 2/candidates, ..., 1. The error is the mean of `|error|**power`.
@@ -209,94 +171,143 @@ def _least_error(tiles: Tiles, candidates: float = 40, power: float = 2) -> Rang
     """
     format = tiles.format
     is_symmetric = format.signed or not format.is_integer
-    full = _absmax(tiles) if is_symmetric else _minmax(tiles)
+    full = _find_absmax_range(tiles) if is_symmetric else _find_minmax_range(tiles)
     shrink = lambda factor: jax.tree.map(lambda end: end * factor, full)
     factors = jnp.arange(int(candidates), 0, -1, dtype=tiles.values.dtype) / candidates
 
     def mean_error(factor: jax.Array) -> jax.Array:
+        """Return the error of each tile if the range is `factor` times the full range."""
         scale, zero_point = range_to_scale(shrink(factor), format)
         scale = tiles.expand(tiles.round_scale(scale))
         zero = 0 if zero_point is None else tiles.expand(zero_point)
         codes = format.encode(tiles.values / scale + zero)
         values = (format.decode(codes, scale.dtype) - zero) * scale
         if power == 2:
-            return jnp.mean(jnp.square(values - tiles.values), axis=tiles.axes)
-        # Errors are divided by the size of the range, because powers of large numbers overflow.
+            return jnp.mean(jnp.square(values - tiles.values), axis=tiles.inner_axes)
+        # Divide errors by the size of the range, because powers of large numbers overflow.
         unit = tiles.expand(as_divisor(full.high - (0 if full.low is None else full.low)))
-        return jnp.mean((jnp.abs(values - tiles.values) / unit) ** power, axis=tiles.axes)
+        return jnp.mean((jnp.abs(values - tiles.values) / unit) ** power, axis=tiles.inner_axes)
 
-    def step(best: tuple, factor: jax.Array) -> tuple[tuple, None]:
-        best_factor, least = best
+    def try_factor(best: tuple, factor: jax.Array) -> tuple[tuple, None]:
+        best_factor, least_error = best
         error = mean_error(factor)
-        return (jnp.where(error < least, factor, best_factor), jnp.minimum(error, least)), None
+        best_factor = jnp.where(error < least_error, factor, best_factor)
+        return (best_factor, jnp.minimum(error, least_error)), None
 
     ones = jnp.ones_like(full.high)
-    (factor, _), _ = jax.lax.scan(step, (ones, jnp.full_like(ones, jnp.inf)), factors)
-    return shrink(factor)
+    start = (ones, jnp.full_like(ones, jnp.inf))
+    (best_factor, _), _ = jax.lax.scan(try_factor, start, factors)
+    return shrink(best_factor)
 
 
-@_method("hqq", "hqq[,power up to 1]", (0, 1), lambda power: 0 < power <= 1)
-def _half_quadratic(tiles: Tiles, power: float = 0.7) -> Range:
+def _find_hqq_range(tiles: Tiles, power: float = 0.7) -> Range:
     """Return the range with the smallest sum of `|error|**power`, for a power of at most 1.
 
-    Half-quadratic quantization (HQQ; Badri and Shaji, 2023) tolerates a few large errors. It
-    alternates two steps: shrink the error to find outliers, then fit the rest by least squares.
-    The penalty on their difference grows. This version fits the scale as well as the zero point.
-    It starts at the range of `_least_error`, and returns the best range of all steps.
+    Half-quadratic quantization (HQQ; Badri and Shaji, 2023) tolerates a few large errors. Each step
+    shrinks the errors, so that only large ones remain, and subtracts these from the values. Then
+    the step fits the zero point, and in this version also the scale, to the result by least
+    squares. From step to step, a growing penalty shrinks the errors less. The search starts at the
+    range of `_find_mse_range`, and returns the best range of all steps.
     """
-    format, start = tiles.format, _least_error(tiles, power=power)
-    start_scale, zero = range_to_scale(start, format)
+    format, start = tiles.format, _find_mse_range(tiles, power=power)
+    start_scale, start_zero = range_to_scale(start, format)
     unit = as_divisor(start_scale)
-    total = lambda x: jnp.sum(x, axis=tiles.axes)
+    total = lambda x: jnp.sum(x, axis=tiles.inner_axes)
 
     def step(state: tuple, penalty: jax.Array) -> tuple[tuple, None]:
-        factor, zero, best, least = state
+        factor, zero, best, least_loss = state
+        # Quantize with the scale `unit * factor`. Values and errors are in units of the scale.
         scale = tiles.expand(tiles.round_scale(unit * factor))
         scaled = tiles.values / scale
         shift = 0 if zero is None else tiles.expand(zero)
         codes = format.decode(format.encode(scaled + shift), scale.dtype)
-        steps = codes if zero is None else codes - shift
-        error = scaled - steps
+        quantized = codes if zero is None else codes - shift
+        error = scaled - quantized
+        # Keep the factor and the zero point if the loss is the smallest so far.
         loss = total((jnp.abs(error) * (scale / tiles.expand(unit))) ** power)
-        is_better = loss < least
+        is_better = loss < least_loss
         best = jax.tree.map(lambda new, old: jnp.where(is_better, new, old), (factor, zero), best)
+        # Subtract the errors of outliers, and fit the zero point and the scale to the result.
         shrunk = jnp.abs(error) - jnp.abs(error) ** (power - 1) / penalty
-        target = scaled - jnp.sign(error) * jax.nn.relu(shrunk)  # without the outliers
+        target = scaled - jnp.sign(error) * jax.nn.relu(shrunk)
         if zero is not None:
-            zero = jnp.round(jnp.mean(codes - target, axis=tiles.axes))
+            zero = jnp.round(jnp.mean(codes - target, axis=tiles.inner_axes))
             zero = jnp.clip(zero, *format.code_range)
-            steps = codes - tiles.expand(zero)
-        growth = total(steps * target) / total(jnp.square(steps))
-        new_factor = jnp.where((growth > 0) & jnp.isfinite(growth), factor * growth, factor)
-        return (new_factor, zero, best, jnp.minimum(loss, least)), None
+            quantized = codes - tiles.expand(zero)
+        fit = total(quantized * target) / total(jnp.square(quantized))
+        factor = jnp.where((fit > 0) & jnp.isfinite(fit), factor * fit, factor)
+        return (factor, zero, best, jnp.minimum(loss, least_loss)), None
 
     ones = jnp.ones_like(unit)
     penalties = 10.0 * 1.05 ** jnp.arange(20, dtype=ones.dtype)
-    state = (ones, zero, (ones, zero), jnp.full_like(ones, jnp.inf))
+    state = (ones, start_zero, (ones, start_zero), jnp.full_like(ones, jnp.inf))
     (_, _, (factor, zero), _), _ = jax.lax.scan(step, state, penalties)
-    if start.low is None or zero is None:
+    if zero is None:
         return Range(None, start.high * factor)
-    ends = [(code - zero) * start_scale * factor for code in format.code_range]
-    return Range(*ends)
+    low, high = ((code - zero) * start_scale * factor for code in format.code_range)
+    return Range(low, high)
+
+
+class _Method(NamedTuple):
+    """A calibration method.
+
+    - `find_range`: a function from tiles, and the numbers after the name of the method, to ranges.
+    - `syntax`: how users write the method, for error messages.
+    - `number_counts`: how many numbers can follow the name.
+    - `is_valid`: a function from the numbers, if there are any, to whether they are allowed.
+    """
+
+    find_range: Callable[..., Range]
+    syntax: str
+    number_counts: tuple[int, ...]
+    is_valid: Callable[..., bool] = lambda *numbers: min(numbers) > 0
+
+
+METHODS = {
+    "absmax": _Method(_find_absmax_range, "absmax[,factor]", (0, 1)),
+    "minmax": _Method(_find_minmax_range, "minmax[,factor]", (0, 1)),
+    "oas": _Method(_find_oas_range, "oas", (0,)),
+    "rms": _Method(_find_rms_range, "rms,factor", (1,)),
+    "absmean": _Method(_find_absmean_range, "absmean", (0,)),
+    "fixed": _Method(
+        _find_fixed_range,
+        "fixed,bound or fixed,low,high with 0 in between",
+        (1, 2),
+        lambda low, high=None: low > 0 if high is None else low <= 0 <= high != low,
+    ),
+    "percentile": _Method(
+        _find_percentile_range,
+        "percentile,p or percentile,low,high, up to 100",
+        (1, 2),
+        lambda low, high=None: 0 < low <= 100 if high is None else 0 <= low < high <= 100,
+    ),
+    "mse": _Method(
+        _find_mse_range,
+        "mse[,candidates[,power]]",
+        (0, 1, 2),
+        lambda candidates, power=2: candidates >= 1 and candidates % 1 == 0 and power > 0,
+    ),
+    "hqq": _Method(_find_hqq_range, "hqq[,power up to 1]", (0, 1), lambda power: 0 < power <= 1),
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    """A method of `METHODS` and its numbers."""
+    """A parsed calibration method: a key of `METHODS`, and the numbers after the name."""
 
     name: str
     numbers: tuple[float, ...]
 
     @property
     def symmetric(self) -> bool:
-        """True if all ranges of the method are symmetric around 0."""
+        """True if ranges are symmetric around 0, at least in signed formats ("mse" and "hqq")."""
         if self.name in ("fixed", "percentile") and len(self.numbers) == 2:
             return self.name == "fixed" and sum(self.numbers) == 0
         return self.name != "minmax"
 
     @property
     def clips(self) -> bool:
-        """True if the method clips outliers, the values beyond its range, on purpose."""
+        """True if the method chooses ranges that exclude outliers, which are then clipped."""
         if self.name in ("absmax", "minmax"):
             return any(factor < 1 for factor in self.numbers)
         # "absmean" chooses the scale of code 1, and "oas" clips by half a step at most.
@@ -304,26 +315,26 @@ class Calibration:
 
 
 def check_calibration(method: str, format: Format) -> Calibration:
-    """Parse a `calibration_method` for a format.
+    """Parse the `calibration_method` that a user passes to `quantize`.
 
-    **Raises:** `ValueError` if the method is unknown, its numbers are invalid, or the format does
-    not support it.
+    **Raises:** `ValueError` if the method is unknown, if the numbers after the name are invalid, or
+    if the format does not support the method.
     """
-    name, *written = (part.strip() for part in method.lower().split(","))
+    name, *number_texts = (part.strip() for part in method.lower().split(","))
     if name not in METHODS:
-        known = "; ".join(row.forms for row in METHODS.values())
+        known = "; ".join(row.syntax for row in METHODS.values())
         raise ValueError(f"unknown calibration_method {method!r}; the methods are {known}")
     row = METHODS[name]
     try:
-        numbers = tuple(map(float, written))
+        numbers = tuple(map(float, number_texts))
     except ValueError:
-        numbers = (math.nan,)
+        numbers = (math.nan,)  # rejected below
     if (
-        len(numbers) not in row.counts
+        len(numbers) not in row.number_counts
         or not all(map(math.isfinite, numbers))
         or (numbers and not row.is_valid(*numbers))
     ):
-        raise ValueError(f"calibration_method {method!r} does not have the form {row.forms}")
+        raise ValueError(f"calibration_method {method!r} does not have the form {row.syntax}")
     calibration = Calibration(name, numbers)
     if not calibration.symmetric and not format.has_zero_point:
         raise ValueError(
@@ -344,10 +355,10 @@ def check_calibration(method: str, format: Format) -> Calibration:
 
 
 def find_range(calibration: Calibration, tiles: Tiles) -> Range:
-    """Return the range of each tile. It is NaN if the tile contains NaN or infinity."""
-    if 0 in [tiles.values.shape[axis] for axis in tiles.axes]:
-        zeros = jnp.zeros(tiles.values.shape[::2], tiles.values.dtype)
+    """Return the ranges that a method chooses, or NaN for tiles with NaN or infinity."""
+    if 0 in [tiles.values.shape[axis] for axis in tiles.inner_axes]:  # Tiles have no values.
+        zeros = jnp.zeros(tiles.scale_shape, tiles.values.dtype)
         return Range(None if calibration.symmetric else zeros, zeros)
-    ends = METHODS[calibration.name].find(tiles, *calibration.numbers)
+    ranges = METHODS[calibration.name].find_range(tiles, *calibration.numbers)
     is_finite = jnp.isfinite(tiles.largest_magnitude())
-    return jax.tree.map(lambda end: jnp.where(is_finite, end, jnp.nan), ends)
+    return jax.tree.map(lambda end: jnp.where(is_finite, end, jnp.nan), ranges)

@@ -3,8 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,7 @@ from ..formats import FORMATS, Format
 from ..formats.packing import UNITS, Packing, axis_to_pack
 from ..formats.rounding import encode_stochastically
 from ..formats.tiles import Shape, over_tiles, tile_shape
-from .calibration import Calibration, Range, Tiles, find_range, range_to_scale
+from .calibration import Calibration, Range, find_range, range_to_scale, split_into_tiles
 from .scales import limit_scale, stable_scale, store_scale
 
 # The size of a chunk in f32. Several chunks fit in a cache that CPU cores share.
@@ -26,23 +25,26 @@ CHUNK_BYTES = 2**22
 
 @dataclasses.dataclass(frozen=True)
 class QuantizeParams:
-    """The checked arguments of `quantize`, hashable for `jax.jit`, and the dtype for stable scales.
+    """The checked arguments of `quantize`, hashable for `jax.jit`.
 
-    With stable scales, dequantizing and quantizing again does not change values. Caches and
-    collectives need this. Weights use `absmax / (qmax + 1/2)`, which makes the largest value
-    smaller each time. `stable_in` is the dtype in which the values are read and written, or None
-    for the scales of weights. It can be narrower than the array: collectives compute in f32.
+    **Arguments:**
+
+    - `qtype`: the name of the format.
+    - `scale_shape`: the shape of the scale, which is the number of tiles along each axis.
+    - `stable_in`: the dtype of dequantized values if scales are stable, else None. With stable
+      scales, which caches and collectives need, dequantizing and quantizing again does not change
+      values. With the scale of weights, `absmax / (qmax + 1/2)`, the largest value shrinks.
     """
 
-    format: str
-    counts: Shape
+    qtype: str
+    scale_shape: Shape
     calibration: Calibration
     scale_dtype: str
     stable_in: str | None = None
 
 
 class Chunks(NamedTuple):
-    """The number of tiles per chunk along an axis. The last chunk can overlap the one before it."""
+    """How to cut an array into chunks: the axis, and the number of tiles per chunk along it."""
 
     axis: int
     tiles: int
@@ -51,45 +53,51 @@ class Chunks(NamedTuple):
 def quantize_with_params(
     array: jax.Array, params: QuantizeParams, key: jax.Array | None = None
 ) -> QArray:
-    """Quantize an array with arguments that are already checked."""
-    chunks = choose_chunks(array, params.counts, FORMATS[params.format])
+    """Quantize an array. `params` has the checked arguments of `quantize`."""
+    chunks = choose_chunks(array, params.scale_shape, FORMATS[params.qtype])
     return _quantize(array, key, params, chunks)
 
 
-def choose_chunks(array: jax.Array, counts: Shape, format: Format) -> Chunks | None:
-    """Return how to cut an array of `counts` tiles into chunks, or None to quantize it at once.
+def choose_chunks(array: jax.Array, scale_shape: Shape, format: Format) -> Chunks | None:
+    """Return how to cut an array into chunks of whole tiles, or None to quantize it at once.
 
     XLA on CPU does not fuse a maximum over tiles with the computation that uses it, and allocates
-    temporary arrays of the size of its input. A loop over chunks of whole tiles keeps them small.
-    These are quantized at once: small arrays, arrays of symbolic size, arrays whose scales are
-    quantized together, arrays that are split over devices, and arrays of one tile.
+    temporary arrays of the size of its input. A loop over chunks keeps them small. The result is
+    None if the array is small, has one tile, has a symbolic size, or is split over devices, or if
+    its scales are quantized together.
     """
-    size = array.size * 4
-    if not isinstance(size, int):  # symbolic, in programs for export
+    nbytes = array.size * 4  # in f32
+    if not isinstance(nbytes, int):  # symbolic, in programs for export
         return None
-    if size < 2 * CHUNK_BYTES or format.scale_tile is not None or _is_sharded(array):
+    if nbytes < 2 * CHUNK_BYTES or format.scale_tile is not None or _is_sharded(array):
         return None
-    # For each axis, the least number of tiles that fills whole bytes of packed codes.
-    steps = {}
-    for axis, tile in enumerate(tile_shape(array.shape, counts)):
+    # For each axis, find the least number of tiles that fills whole bytes of packed codes.
+    least_tiles = {}
+    for axis, tile in enumerate(tile_shape(array.shape, scale_shape)):
         is_packed = axis == array.ndim - 1 and format.bits < 8
-        unit = UNITS[format.bits][0] if is_packed else 1
-        if array.shape[axis] % unit == 0:
-            steps[axis] = math.lcm(unit, tile) // tile
-    if not steps:
+        codes_per_unit = UNITS[format.bits][0] if is_packed else 1
+        if array.shape[axis] % codes_per_unit == 0:
+            least_tiles[axis] = math.lcm(codes_per_unit, tile) // tile
+    if not least_tiles:
         return None
-    least_bytes = {axis: size // counts[axis] * step for axis, step in steps.items()}
-    small = [axis for axis in least_bytes if least_bytes[axis] <= CHUNK_BYTES]
-    axis = small[0] if small else min(least_bytes, key=least_bytes.__getitem__)
-    tiles = max(CHUNK_BYTES // least_bytes[axis], 1) * steps[axis]
-    return Chunks(axis, tiles) if 2 * tiles <= counts[axis] else None
+    # Cut the first axis along which chunks can be small enough, or else be smallest.
+    least_bytes = {axis: nbytes // scale_shape[axis] * n for axis, n in least_tiles.items()}
+    axis = min(least_bytes, key=lambda axis: max(least_bytes[axis], CHUNK_BYTES))
+    tiles = max(CHUNK_BYTES // least_bytes[axis], 1) * least_tiles[axis]
+    return Chunks(axis, tiles) if 2 * tiles <= scale_shape[axis] else None
 
 
 def _is_sharded(array: jax.Array) -> bool:
+    """Return whether an array is split over devices. Tracers show this only by their type."""
     if not isinstance(array, jax.core.Tracer) and len(array.sharding.device_set) > 1:
         return True
-    spec = getattr(jax.typeof(array).sharding, "spec", ())
-    return bool(varying_axes(array)) or any(entry is not None for entry in spec)
+    # Within `shard_map`, `varying_axes` are the mesh axes over which the array is split.
+    return _has_sharded_axis(array) or bool(varying_axes(array))
+
+
+def _has_sharded_axis(array: jax.Array) -> bool:
+    """Return whether the type of an array has a sharded axis, as on a mesh with explicit axes."""
+    return any(entry is not None for entry in getattr(jax.typeof(array).sharding, "spec", ()))
 
 
 # Compiled as one program, so that no temporary array has the size of the input in f32.
@@ -103,33 +111,35 @@ def _quantize(
 
 
 def _has_cpu_kernel(array: jax.Array, params: QuantizeParams) -> bool:
-    """Return whether a CPU kernel computes the same bits as XLA."""
-    format = FORMATS[params.format]
-    spec = getattr(jax.typeof(array).sharding, "spec", ())
+    """Return whether a CPU kernel can quantize the array, with the same bits as XLA."""
+    format = FORMATS[params.qtype]
     return (
         array.dtype == np.float32
         and params.scale_dtype == "float32"
         and params.calibration == Calibration("absmax", ())
-        and all(entry is None for entry in spec)
+        and not _has_sharded_axis(array)
         and (format.bits >= 8 or axis_to_pack(array.shape, format.bits) == -1)
-        and kernel.serves(params.format, array.shape, params.counts)
+        and kernel.serves(params.qtype, array.shape, params.scale_shape)
     )
 
 
 def _quantize_by_kernel(array: jax.Array, params: QuantizeParams, chunks: Chunks | None) -> QArray:
     """Quantize by a kernel on CPU, and by XLA on other platforms."""
-    format = FORMATS[params.format]
+    format = FORMATS[params.qtype]
     is_stable = params.stable_in is not None
+    # The constants of the kernel: the factor from absmax to scale, and whether scales are rounded.
     largest = format.ends[1] if is_stable else format.bound
     table = [np.float32(1) / np.float32(largest), np.float32(is_stable)]
     if format.codebook is not None:
-        # The least value of each code. `nextafter` excludes ties that get the code below.
+        # The smallest value of each code but the first. `nextafter` excludes a tie that gets the
+        # code below.
         table += [
-            np.float32(at) if is_beyond else np.nextafter(np.float32(at), np.float32(np.inf))
-            for at, is_beyond, _ in format.thresholds(np.float32)
+            np.float32(value) if is_above else np.nextafter(np.float32(value), np.float32(np.inf))
+            for value, is_above, _ in format.thresholds(np.float32)
         ]
-    reference = _XlaReference(params, chunks)
-    quantizer = kernel.Quantizer(params.format, tuple(map(float, table)), params.counts, reference)
+    quantizer = kernel.Quantizer(
+        params.qtype, tuple(map(float, table)), params.scale_shape, _XlaReference(params, chunks)
+    )
     packed, scale = kernel.quantize(jax.lax.stop_gradient(array), quantizer)
     packing = Packing(-1, array.shape[-1]) if format.bits < 8 else None
     return QArray.from_packed(
@@ -139,16 +149,15 @@ def _quantize_by_kernel(array: jax.Array, params: QuantizeParams, chunks: Chunks
 
 @dataclasses.dataclass(frozen=True)
 class _XlaReference:
-    """A hashable function that computes the results of a kernel by XLA."""
+    """A hashable function that computes packed codes and scales by XLA instead of a kernel."""
 
     params: QuantizeParams
     chunks: Chunks | None
 
-    def __call__(self, array: jax.Array, counts: Shape) -> tuple[jax.Array, jax.Array]:
-        """Return codes and scales."""
-        params = dataclasses.replace(self.params, counts=counts)
-        # vmap adds an axis, to which the chunks do not apply.
-        chunks = self.chunks if counts == self.params.counts else None
+    def __call__(self, array: jax.Array, scale_shape: Shape) -> tuple[jax.Array, jax.Array]:
+        params = dataclasses.replace(self.params, scale_shape=scale_shape)
+        # vmap adds an axis to the array. The chunks are for the array without this axis.
+        chunks = self.chunks if scale_shape == self.params.scale_shape else None
         packed, scale = jax.tree.leaves(_quantize_by_xla(array, None, params, chunks))
         return packed, scale
 
@@ -156,79 +165,58 @@ class _XlaReference:
 def _quantize_by_xla(
     array: jax.Array, key: jax.Array | None, params: QuantizeParams, chunks: Chunks | None
 ) -> QArray:
-    def at_once(array: jax.Array, key: jax.Array | None, counts: Shape = params.counts) -> QArray:
-        return quantize_tiles(array, key, dataclasses.replace(params, counts=counts))[0]
-
+    """Quantize at once, or in chunks on CPU if `chunks` is not None."""
+    at_once = lambda array, key: quantize_tiles(array, key, params)[0]
     if chunks is None:
         return at_once(array, key)
-
-    def in_chunks(array: jax.Array, key: jax.Array | None) -> QArray:
-        leaves = _compute_in_chunks(at_once, array, key, params.counts, chunks)
-        return jax.tree.unflatten(jax.tree.structure(jax.eval_shape(at_once, array, key)), leaves)
-
+    in_chunks = lambda array, key: _quantize_in_chunks(array, key, params, chunks)
     array = jax.lax.stop_gradient(array)
     return jax.lax.platform_dependent(array, key, cpu=in_chunks, default=at_once)
 
 
-def _compute_in_chunks(
-    fn: Callable[[jax.Array, jax.Array | None, Shape], Any],
-    array: jax.Array,
-    key: jax.Array | None,
-    counts: Shape,
-    chunks: Chunks,
-) -> list[jax.Array]:
-    """Return the leaves of `fn(array, key, counts)`, computed for one chunk after the other.
+def _quantize_in_chunks(
+    array: jax.Array, key: jax.Array | None, params: QuantizeParams, chunks: Chunks
+) -> QArray:
+    axis, chunk_tiles = chunks
+    tiles = params.scale_shape[axis]
+    tile = array.shape[axis] // tiles
+    chunk_shape = (*params.scale_shape[:axis], chunk_tiles, *params.scale_shape[axis + 1 :])
+    chunk_params = dataclasses.replace(params, scale_shape=chunk_shape)
+    result = jax.eval_shape(lambda array, key: quantize_tiles(array, key, params)[0], array, key)
+    shapes, structure = jax.tree.flatten(result)
 
-    **Arguments:**
-
-    - `fn`: a function that treats each tile independently. The sizes of its results are in
-      proportion to the size of its input. Each call gets a chunk, its own key, and its `counts`.
-    """
-    axis, tiles = chunks
-    total = counts[axis]
-    tile = array.shape[axis] // total
-    resized = lambda shape, size: (*shape[:axis], size, *shape[axis + 1 :])
-
-    def compute(index: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
-        start = jnp.minimum(index * tiles, total - tiles)
-        chunk = jax.lax.dynamic_slice_in_dim(array, start * tile, tiles * tile, axis)
+    def write_chunk(index: jax.Array, leaves: list[jax.Array]) -> list[jax.Array]:
+        start = jnp.minimum(index * chunk_tiles, tiles - chunk_tiles)  # The last chunk can overlap.
+        chunk = jax.lax.dynamic_slice_in_dim(array, start * tile, chunk_tiles * tile, axis)
         chunk_key = None if key is None else jax.random.fold_in(key, index)
-        return start, jax.tree.leaves(fn(chunk, chunk_key, resized(counts, tiles)))
+        parts = jax.tree.leaves(quantize_tiles(chunk, chunk_key, chunk_params)[0])
+        # Codes and scales have different sizes, so convert the first tile to a position in each.
+        positions = [start * part.shape[axis] // chunk_tiles for part in parts]
+        write = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=axis)
+        return list(map(write, leaves, parts, positions))
 
-    def step(index: jax.Array, results: list[jax.Array]) -> list[jax.Array]:
-        start, parts = compute(index)
-        # Starts are in proportion: a byte stores several codes, and many codes share a scale.
-        return [
-            jax.lax.dynamic_update_slice_in_dim(x, part, start * part.shape[axis] // tiles, axis)
-            for x, part in zip(results, parts, strict=True)
-        ]
-
-    _, shapes = jax.eval_shape(compute, jax.ShapeDtypeStruct((), jnp.int32))
-    empty = [jnp.zeros(resized(s.shape, s.shape[axis] * total // tiles), s.dtype) for s in shapes]
-    return jax.lax.fori_loop(0, -(-total // tiles), step, empty)
+    empty = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in shapes]
+    leaves = jax.lax.fori_loop(0, -(-tiles // chunk_tiles), write_chunk, empty)
+    return jax.tree.unflatten(structure, leaves)
 
 
 def quantize_tiles(
     array: jax.Array, key: jax.Array | None, params: QuantizeParams
 ) -> tuple[QArray, Range | None]:
-    """Return the quantized array, and the range of each tile, or None for stable scales."""
-    format = FORMATS[params.format]
+    """Return the quantized array and the ranges of its tiles, or None with stable scales."""
+    format, scale_dtype = FORMATS[params.qtype], params.scale_dtype
     array = jax.lax.stop_gradient(array)
-
-    def store(scale: jax.Array) -> tuple[jax.Array | QArray, jax.Array]:
-        return store_scale(scale, params.scale_dtype, format.scale_tile, has_zero=format.has_zero)
-
-    tiles = Tiles.split(array, params.counts, format, lambda scale: store(scale)[1])
-    ends = None
+    round_scale = lambda scale: store_scale(scale, scale_dtype, format)[1]
+    tiles = split_into_tiles(array, params.scale_shape, format, round_scale)
+    ranges = None
     if params.stable_in is None:
-        ends = find_range(params.calibration, tiles)
-        scale, zero_point = range_to_scale(ends, format)
+        ranges = find_range(params.calibration, tiles)
+        scale, zero_point = range_to_scale(ranges, format)
     else:
-        scale, zero_point = stable_scale(
-            params.calibration, tiles, params.scale_dtype, params.stable_in
-        )
-    scale = limit_scale(scale, zero_point, format, array.dtype, params.scale_dtype)
-    return encode(array, format, *store(scale), zero_point, key), ends
+        scale, zero_point = stable_scale(params.calibration, tiles, scale_dtype, params.stable_in)
+    scale = limit_scale(scale, zero_point, format, array.dtype, scale_dtype)
+    stored, divisor = store_scale(scale, scale_dtype, format)
+    return encode(array, format, stored, divisor, zero_point, key), ranges
 
 
 def encode(
@@ -239,11 +227,10 @@ def encode(
     zero_point: jax.Array | None,
     key: jax.Array | None,
 ) -> QArray:
-    """Quantize an array with known scales.
+    """Quantize an array with known scales, by stochastic rounding if `key` is not None.
 
-    **Arguments:**
-
-    - `stored`, `divisor`: the results of `store_scale`.
+    `stored` has the scales as the result stores them. `divisor` has their values in f32 or f64,
+    none of them too small to divide by.
     """
     scaled = over_tiles(jnp.divide, array.astype(divisor.dtype), divisor)
     if zero_point is not None:

@@ -18,6 +18,7 @@ from ..formats.tiles import Leaf, over_tiles
 from .compute import QuantizeParams, quantize_tiles
 from .quantize import Axes, TiledAxes, as_dense_floats, quantize_params, quantize_with_scale
 
+# The smallest and the largest value that is not clipped, with one entry per tile.
 Ends = tuple[jax.Array, jax.Array]
 
 
@@ -33,8 +34,8 @@ def fake_quantize(
 ) -> jax.Array:
     """Quantize and dequantize an array, with a derivative for training (QAT).
 
-    The derivative is the straight-through estimator (Bengio et al., arXiv 1308.3432): 1 if
-    a value is in the range of its tile, and 0 if it is clipped. These calibration methods clip
+    The derivative is the straight-through estimator (Bengio et al., arXiv 1308.3432): 1 if a value
+    is in the range of its tile, and 0 if the value is clipped. These calibration methods clip
     values: "fixed", "rms", "percentile", "mse", "hqq", and with a factor below 1 also "absmax" and
     "minmax". The scale has no derivative, and second derivatives are 0.
 
@@ -64,12 +65,12 @@ def fake_quantize(
 def _quantize_and_dequantize(
     array: jax.Array, key: jax.Array | None, params: QuantizeParams
 ) -> tuple[jax.Array, Ends]:
-    q, ends = quantize_tiles(array, key, params)
-    assert ends is not None  # because the scales are not stable ones
-    low, high = ends
-    format = FORMATS[params.format]
+    q, ranges = quantize_tiles(array, key, params)
+    assert ranges is not None  # Only stable scales have no ranges.
+    low, high = ranges
+    format = FORMATS[params.qtype]
     if low is None and format.scale_dtype is not None:
-        # A scale that is rounded up extends the range.
+        # A scale that is rounded up, such as a power of two, extends the range.
         high = jnp.maximum(high, q.scales().astype(high.dtype) * format.bound)
     return q.dequantize(), (-high if low is None else low, high)
 
@@ -82,10 +83,10 @@ def fake_quantize_with_scale(
     *,
     key: jax.Array | None = None,
 ) -> jax.Array:
-    """Quantize with given scales and dequantize, with a derivative for training.
+    """Quantize an array with scales that are already known, and dequantize the result.
 
-    The derivative is 1 if a value is in the range of the codes, and 0 if it is clipped. The scale
-    and the zero point have no derivative.
+    The derivative is 1 if a value is in the range of the codes, and 0 if the value is clipped. The
+    scale and the zero point have no derivative.
 
     **Arguments:**
 
@@ -114,11 +115,15 @@ def fake_quantize_with_scale(
 
 
 def _straight_through(value: jax.Array, array: jax.Array, ends: Ends | None) -> jax.Array:
-    """Return `value` with the derivative of `array` where it is in the range, and 0 elsewhere."""
+    """Return `value`, with derivative 1 with respect to `array`, or 0 where `array` is clipped.
+
+    Entries of `array` beyond `ends` are clipped. If `ends` is None, no entries are.
+    """
     value = jax.lax.stop_gradient(value)
     if ends is not None:
         low, high = (end.astype(jnp.promote_types(end.dtype, array.dtype)) for end in ends)
         constant = jax.lax.stop_gradient(array)
         is_clipped = over_tiles(jnp.less, constant, low) | over_tiles(jnp.greater, constant, high)
         array = jnp.where(is_clipped, constant, array)
+    # `ste` returns the value of a function with the derivative of its argument.
     return ste(lambda _: value)(array)

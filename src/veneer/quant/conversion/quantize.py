@@ -14,9 +14,10 @@ from ..._core.surface.arguments import check_key
 from ..._core.surface.array import ImplicitArray
 from ..._core.value import materialise_one
 from ..._jax.source_lines import warn_user
+from ..arrays.checks import check_tiling
 from ..arrays.qarray import QUANTIZABLE, QArray
 from ..formats import FORMATS, Format, get_format, is_format
-from ..formats.tiles import Leaf, Shape, can_tile, split_tiles, tile_counts
+from ..formats.tiles import Leaf, Shape, split_tiles, tile_counts
 from .calibration import as_divisor, check_calibration
 from .compute import QuantizeParams, encode, quantize_with_params
 from .scale_axes import resolve_tile_size
@@ -51,9 +52,9 @@ def quantize(
     - `qtype`: the format: a name in `vn.quant.FORMATS`, such as "int8", or a dtype.
     - `channelwise_axes`: the axes with one scale per index.
     - `tiled_axes`: `{axis: tile size}`, the axes with one scale per tile. A float is a fraction of
-      the axis. None means no tiles, except in formats with a fixed tile size, such as mxfp4. They
-      have tiles along the last axis that is not in `channelwise_axes`, and one scale per index
-      along all other axes.
+      the axis. None means no tiles, except in formats with a fixed tile size, such as mxfp4. These
+      formats then have tiles along the last axis that is not in `channelwise_axes`, and one scale
+      per index along all other axes.
     - `calibration_method`: how to choose the range that the codes of a tile cover (see the table).
       None selects the default method of the format. "mse" and "hqq" without numbers use the numbers
       in the table.
@@ -103,7 +104,7 @@ def quantize(
     )
     q = quantize_with_params(dense, params, key)
     is_static = all(isinstance(n, int) for n in dense.shape)  # sizes are symbolic for export
-    has_scale_per_value = is_static and params.counts == dense.shape and dense.size > 1
+    has_scale_per_value = is_static and params.scale_shape == dense.shape and dense.size > 1
     if has_scale_per_value and q.nbytes >= dense.nbytes:
         warn_user(
             f"{dense.dtype.name}{[*dense.shape]} gets one scale per value, so {qtype} takes "
@@ -121,7 +122,7 @@ def quantize_params(
     calibration_method: str | None = None,
     scale_dtype: DTypeLike | None = None,
 ) -> QuantizeParams:
-    """Check the arguments of `quantize`, and raise its errors."""
+    """Check the arguments of `quantize`, and return them in a form that `jax.jit` can hash."""
     format, shape = get_format(qtype), array.shape
     calibration = check_calibration(calibration_method or format.calibration, format)
     if not isinstance(channelwise_axes, Iterable):
@@ -136,36 +137,41 @@ def quantize_params(
     channelwise: Sequence[int] = [int(axis) for axis in channelwise_axes]
     sizes = (tiled_axes or {}).items()
     tiled = {int(axis): resolve_tile_size(shape, int(axis), size) for axis, size in sizes}
-    fixed = format.tile_size
-    if fixed is not None and tiled_axes is None:
+    tile = format.tile_size
+    if tile is not None and tiled_axes is None:
+        # Put the tiles along the last axis that is not channelwise.
         axes = range(len(shape))
-        free = [axis for axis in axes if axis not in {c % len(shape) for c in channelwise}]
-        if not free:
+        free_axes = [axis for axis in axes if axis not in {c % len(shape) for c in channelwise}]
+        if not free_axes:
             raise ValueError(
-                f"{format.name} needs an axis with tiles of {fixed}, but channelwise_axes names "
+                f"{format.name} needs an axis with tiles of {tile}, but channelwise_axes names "
                 f"all axes of shape {shape}"
             )
-        channelwise, tiled = [axis for axis in axes if axis != free[-1]], {free[-1]: fixed}
-    elif fixed is not None and [*tiled.values()] != [fixed]:
+        tiled = {free_axes[-1]: tile}
+        channelwise = [axis for axis in axes if axis not in tiled]
+    elif tile is not None and [*tiled.values()] != [tile]:
         raise ValueError(
-            f"{format.name} needs tiles of {fixed} along one axis, not tiled_axes={tiled}"
+            f"{format.name} needs tiles of {tile} along one axis, not tiled_axes={tiled}"
         )
-    counts = tile_counts(shape, channelwise, tiled)
+    scale_shape = tile_counts(shape, channelwise, tiled)
     scale_dtype = choose_scale_dtype(format, array.dtype, scale_dtype)
-    return QuantizeParams(format.name, counts, calibration, scale_dtype)
+    return QuantizeParams(format.name, scale_shape, calibration, scale_dtype)
 
 
-def quantize_as(array: jax.Array, q: QArray, counts: Shape) -> QArray:
-    """Quantize an array in the format of `q`, with stable scales of shape `counts`."""
+def quantize_as(array: jax.Array, q: QArray, scale_shape: Shape) -> QArray:
+    """Quantize an array in the format of `q`, with stable scales of shape `scale_shape`.
+
+    Stable means that quantizing the dequantized result again does not change values.
+    """
     method = q.format.calibration if q.zero_point is None else "minmax"
     calibration = check_calibration(method, q.format)
-    scale_dtype = q.scale.dtype.name
-    params = QuantizeParams(q.qtype, counts, calibration, scale_dtype, array.dtype.name)
+    scale_dtype, stable_in = q.scale.dtype.name, array.dtype.name
+    params = QuantizeParams(q.qtype, scale_shape, calibration, scale_dtype, stable_in)
     return quantize_with_params(array, params)
 
 
 def as_dense_floats(array: ArrayLike | ImplicitArray) -> jax.Array:
-    """Materialize an array that a user wants to quantize.
+    """Return the argument of `quantize` as a dense array. Implicit arrays are materialized.
 
     **Raises:** `TypeError` if `array` is a format or a tree, or if its dtype cannot be quantized.
     """
@@ -188,10 +194,13 @@ def as_dense_floats(array: ArrayLike | ImplicitArray) -> jax.Array:
 
 
 def choose_scale_dtype(format: Format, dtype: DTypeLike, requested: DTypeLike | None) -> str:
-    """Return the scale dtype: the one of the format, the requested one, or the array's.
+    """Return the name of the dtype of scales.
 
-    **Raises:** `ValueError` if the format needs another dtype. `TypeError` if the requested dtype
-    is not floating.
+    A format can prescribe this dtype. Otherwise it is the requested dtype or, if that is None,
+    `dtype`, the dtype of the array.
+
+    **Raises:** `ValueError` if the format prescribes another dtype than the requested dtype.
+    `TypeError` if the requested dtype is not floating.
     """
     if format.scale_dtype is not None:
         if requested is not None and jnp.dtype(requested).name != format.scale_dtype:
@@ -216,7 +225,7 @@ def quantize_with_scale(
     *,
     key: jax.Array | None = None,
 ) -> QArray:
-    """Quantize an array with given scales, such as static or learned ones.
+    """Quantize an array with scales that are already known, such as static or learned scales.
 
     Values beyond the range of the codes are clipped. `vn.quant.scale_of_range` computes the scale
     and the zero point of a range. The derivative is 0, as for `vn.quant.quantize`.
@@ -228,7 +237,7 @@ def quantize_with_scale(
       tile. An array keeps its dtype, and a Python number gets the dtype of `array`, unless the
       format prescribes the dtype of scales. A scale of 0, or too small to divide by, becomes 1 (in
       int1, 0).
-    - `zero_point`: the code that represents 0. Its shape follows the rule for `scale`. Only integer
+    - `zero_point`: the code that represents 0, as one number or one entry per tile. Only integer
       formats have zero points.
 
     **Returns:** a `QArray`. If the values or the scale of a tile contain NaN or infinity, the tile
@@ -247,7 +256,7 @@ def quantize_with_scale(
     dense, format = as_dense_floats(array), get_format(qtype)
     if not isinstance(scale, QArray):
         scale = jnp.asarray(scale, getattr(scale, "dtype", dense.dtype))
-        choose_scale_dtype(format, scale.dtype, None)  # rejects dtypes that are not floating
+        choose_scale_dtype(format, scale.dtype, None)  # This raises if the scale is not floating.
     scale = _fit_to_array("scale", scale, dense)
     if zero_point is not None:
         if not format.has_zero_point:
@@ -257,14 +266,10 @@ def quantize_with_scale(
 
 
 def _fit_to_array(name: str, part: Any, array: jax.Array) -> Any:
-    """Return a scale or a zero point with the rank of the array, after a check of its shape."""
+    """Check the shape of a scale or zero point, and reshape a scalar to the rank of `array`."""
     if part.ndim == 0 and not isinstance(part, QArray):
         part = part.reshape((1,) * array.ndim)
-    if not can_tile(part.shape, array.shape):
-        raise ValueError(
-            f"{name} of shape {part.shape} does not tile an array of shape {array.shape}: it needs "
-            "the same rank, and the size of each axis must divide the size of the array's axis"
-        )
+    check_tiling(name, part.shape, "an array", array.shape)
     return part
 
 
@@ -278,26 +283,27 @@ def _quantize_with_scale(
 ) -> QArray:
     format = FORMATS[qtype]
     array, scale = jax.lax.stop_gradient((array, scale))
+    # The scale of a tile with NaN or infinity becomes NaN. `split_tiles` splits each axis in two:
+    # an axis of tiles, and an axis of values within a tile, which is reduced here.
     is_finite = jnp.isfinite(split_tiles(array, scale.shape)).all(range(1, 2 * array.ndim, 2))
     dtype = jnp.promote_types(array.dtype, jnp.float32)
     if isinstance(scale, QArray):
         scale = scale.replace(packed=jnp.where(is_finite, scale.packed, jnp.nan))
         divisor = as_divisor(scale.dequantize().astype(dtype))
         return encode(array, format, scale, divisor, zero_point, key)
-    if scale.dtype in QUANTIZABLE:
+    if scale.dtype in QUANTIZABLE:  # JAX promotes no floats of 8 bits.
         dtype = jnp.promote_types(dtype, scale.dtype)
     wide = jnp.where(is_finite, scale.astype(dtype), jnp.nan)
-    stored_in = format.scale_dtype or scale.dtype.name
-    scales = store_scale(wide, stored_in, format.scale_tile, has_zero=format.has_zero)
-    return encode(array, format, *scales, zero_point, key)
+    stored, divisor = store_scale(wide, format.scale_dtype or scale.dtype.name, format)
+    return encode(array, format, stored, divisor, zero_point, key)
 
 
 def dequantize(q: QArray) -> jax.Array:
     """Return the dense array of a quantized array.
 
-    Codes are multiplied by their scales in f32, or in f64 if the scale or `q` has this dtype. The
-    result is then rounded to the dtype of `q`. Results are the same with and without `jax.jit`,
-    except that XLA for GPUs may omit the rounding if the program continues in f32.
+    Codes are multiplied by their scales in f32, or in f64 if the scale or `q` is f64. The result is
+    then rounded to the dtype of `q`. Results are the same with and without `jax.jit`, except that
+    XLA for GPUs may omit the rounding if the program continues in f32.
 
     **Arguments:**
 

@@ -1,4 +1,4 @@
-"""Ranges of values, and the scale and zero point of a range: the parts of a static calibration."""
+"""Ranges of values, and the scale and zero point of a range, for static calibration."""
 
 import functools
 
@@ -8,7 +8,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ..._core.surface.array import ImplicitArray
 from ..formats import FORMATS, get_format
-from .calibration import Range, Tiles, as_divisor, find_range, range_to_scale
+from .calibration import Range, as_divisor, find_range, range_to_scale, split_into_tiles
 from .compute import QuantizeParams
 from .quantize import Axes, TiledAxes, as_dense_floats, quantize_params
 
@@ -29,8 +29,8 @@ def calibration_range(
       `vn.quant.quantize`.
 
     **Returns:** `(low, high)`, two arrays with one entry per tile, in f32, or in f64 if `array` is
-    f64. If `low` is None, the range is from `-high` to `high`. The range of a tile with a NaN or
-    infinity is NaN.
+    f64. If `low` is None, the range is from `-high` to `high`. If a tile has a NaN or infinity, its
+    range is NaN.
 
     **Raises:** the errors of `vn.quant.quantize`.
 
@@ -48,7 +48,7 @@ def calibration_range(
 
 @functools.partial(jax.jit, static_argnames="params")
 def _find_range(array: jax.Array, params: QuantizeParams) -> Range:
-    tiles = Tiles.split(array, params.counts, FORMATS[params.format])
+    tiles = split_into_tiles(array, params.scale_shape, FORMATS[params.qtype])
     return find_range(params.calibration, tiles)
 
 
@@ -65,9 +65,9 @@ def scale_of_range(
     - `low`: the lower end of the range, at most 0, with the shape of `high`. None means `-high`.
 
     **Returns:** `(scale, zero_point)` with the shape of `high`. The scale is f32, or f64 if `high`
-    or `low` is f64. It is 1 if the range has only the value 0. The zero point has the dtype of the
-    codes in whole bytes: int8, uint8 or int16. It is None if `low` is None, except in unsigned
-    integer formats.
+    or `low` is f64. If the range has only the value 0, the scale is 1. The zero point is int8 or
+    int16 in signed formats and uint8 in unsigned formats. If `low` is None, the zero point is None,
+    except in unsigned integer formats.
 
     **Raises:** `ValueError` if the format is unknown, or if `low` is given and the format has no
     zero points.
@@ -80,14 +80,15 @@ def scale_of_range(
     (0.2..., 5)
     """
     format = get_format(qtype)
-    if low is not None and not format.has_zero_point:  # Qwix's tests match these words
+    if low is not None and not format.has_zero_point:  # Qwix's tests match this message.
         raise ValueError(
             f"{format.name} has no zero_point, so it doesn't support asymmetric quantization: "
             "leave out `low`, or use an integer format"
         )
-    wide = lambda end: jnp.asarray(end, jnp.promote_types(jnp.result_type(end), jnp.float32))
-    ends = Range(None if low is None else jnp.minimum(wide(low), 0), jnp.maximum(wide(high), 0))
-    scale, zero_point = range_to_scale(jax.lax.stop_gradient(ends), format)
+    to_wide = lambda end: jnp.asarray(end, jnp.promote_types(jnp.result_type(end), jnp.float32))
+    low = None if low is None else jnp.minimum(to_wide(low), 0)
+    ranges = jax.lax.stop_gradient(Range(low, jnp.maximum(to_wide(high), 0)))
+    scale, zero_point = range_to_scale(ranges, format)
     if zero_point is not None:
         zero_point = zero_point.astype(format.byte_dtype)
     return as_divisor(scale), zero_point

@@ -1,7 +1,7 @@
 """Tile sizes, and the axes along which values share a scale."""
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, SupportsIndex
 
@@ -10,41 +10,48 @@ import numpy as np
 from ..formats import Format
 from ..formats.tiles import Shape
 
-# The number of values per tile along the last contracted axis, or pairs of an axis and its tile
-# size. None means that the whole axis is one tile.
+# The number of values per tile along the last contracted axis, or pairs `(axis, tile size)`. None
+# means that the whole axis is one tile.
 TileSize = int | tuple[tuple[int, int], ...] | None
 
 
 @dataclass(frozen=True)
 class ScaleAxes:
-    """The axes with one scale per index, and those with one per tile. Other axes share a scale."""
+    """The axes with one scale per index, and pairs `(axis, tile size)` with one scale per tile.
+
+    Along other axes, all values share a scale.
+    """
 
     channelwise: tuple[int, ...]
     tiled: tuple[tuple[int, int], ...] = ()
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The keyword arguments of `quantize`."""
+        """The keyword arguments of `vn.quant.quantize` for these axes."""
         return {"channelwise_axes": self.channelwise, "tiled_axes": dict(self.tiled) or None}
 
     def size(self, axis: int) -> int | None:
-        """Return the number of neighbors along an axis that share a scale. None means all."""
+        """Return the number of neighbors along an axis that share a scale, or None for all."""
         return 1 if axis in self.channelwise else dict(self.tiled).get(axis)
 
 
 def choose_scale_axes(
     ndim: int, shared: Sequence[int], format: Format | None, tile_size: TileSize = None
 ) -> ScaleAxes:
-    """Return scale axes with which only values along some axes share a scale.
+    """Return the axes along which the scales of an operand of a product differ.
 
     **Arguments:**
 
     - `ndim`: the rank of the array.
-    - `shared`: the axes along which values share a scale, counted from the front: the axes that a
-      product contracts. A format with a fixed tile size uses only the last one.
-    - `tile_size`: the tile size along the last axis of `shared`. Pairs can also name other axes.
+    - `shared`: the axes that the product contracts, counted from the front. Without tiles, values
+      along these axes share a scale.
+    - `format`: the format of the values, or None if they are not quantized. A format with a fixed
+      tile size uses only the last axis of `shared`. Along other axes, each index has a scale.
+    - `tile_size`: the tile size along the last axis of `shared`. Or pairs `(axis, tile size)`, also
+      of other axes.
     """
     if format is not None and format.tile_size is not None:
+        # A slice, because `shared` can be empty.
         shared, tile_size = shared[-1:], tile_size or format.tile_size
     if isinstance(tile_size, tuple):
         tiled = tuple((axis % ndim, size) for axis, size in tile_size)
@@ -57,26 +64,25 @@ def choose_scale_axes(
 def choose_activation_axes(
     shape: Shape, shared: Sequence[int], format: Format, tile_size: Any
 ) -> ScaleAxes:
-    """Return scale axes with one scale per row of activations, or per tile of a row.
+    """Return the axes along which the scales of activations or gradients of a shape differ.
 
-    **Arguments:**
-
-    - `shape`: the shape of the activations or of a gradient.
-    - `shared`, `tile_size`: as for `resolve_tile_sizes`.
+    Values share a scale along the axes in `shared`, which a product contracts, or along tiles of
+    these axes. `tile_size` is None, a number, a fraction, or a dict such as `{-1: 128}`.
     """
     size = resolve_tile_sizes(shape, shared, tile_size) if shared else None
     return choose_scale_axes(len(shape), shared, format, size)
 
 
 def resolve_tile_sizes(shape: Shape, shared: Sequence[int], tile_size: Any) -> TileSize:
-    """Convert a tile size that a user passes to numbers of values.
+    """Convert fractions in a tile size that a user passes to numbers of values.
 
     **Arguments:**
 
-    - `shape`: the shape of the array.
-    - `shared`: the contracted axes. A single size is for the last of them.
-    - `tile_size`: a number of values, or a float that is a fraction of the axis. Or a dict from
-      axes to such sizes.
+    - `shared`: the axes that a product contracts. A single size is for the last of these axes.
+    - `tile_size`: None, a number of values, or a float that is a fraction of the axis. Or a dict
+      from axes to such sizes.
+
+    **Returns:** None, a number of values, or sorted pairs `(axis, number of values)`.
 
     **Raises:** `ValueError` if an axis is out of range or named twice, or a fraction is above 1.
     """
@@ -85,13 +91,14 @@ def resolve_tile_sizes(shape: Shape, shared: Sequence[int], tile_size: Any) -> T
     if not isinstance(tile_size, Mapping | tuple):
         return resolve_tile_size(shape, shared[-1], tile_size)
     sizes = dict(tile_size)
+    # `normalize_tile_axes` checks the axes, and needs at least one.
     axes = normalize_tile_axes(tuple(sizes), shape) if sizes else ()
     pairs = zip(axes, sizes.values(), strict=True)
     return tuple(sorted((axis, resolve_tile_size(shape, axis, size)) for axis, size in pairs))
 
 
 def resolve_tile_size(shape: Shape, axis: int, tile: SupportsIndex | float) -> int:
-    """Return the number of values per tile. A float is a fraction of the axis.
+    """Return the number of values per tile along an axis. A float is a fraction of the axis.
 
     **Raises:** `ValueError` if the fraction is not above 0 and at most 1.
     """
@@ -102,31 +109,28 @@ def resolve_tile_size(shape: Shape, axis: int, tile: SupportsIndex | float) -> i
             f"the tile size of axis {axis} of shape {shape} is {tile}: it must be an integer, or a "
             "float from above 0 to 1, which is a fraction of the axis"
         )
-    # `tile_counts` raises an error for an axis that does not exist.
+    # For an axis that does not exist, any size will do: `tile_counts` raises the error later.
     return round(shape[axis] * tile) if -len(shape) <= axis < len(shape) else 1
 
 
 def check_tile_size(tile_size: Any, format: Format | None, *, by_axis: bool = False) -> None:
     """Check a tile size that a user passes, before the shape of the array is known.
 
-    **Arguments:**
+    It can be None, a number of values, or a float that is a fraction of the axis. If `by_axis`, it
+    can also be a dict from axes to such sizes.
 
-    - `tile_size`: None, a number of values, or a float that is a fraction of the axis.
-    - `format`: the format of the values, or None.
-    - `by_axis`: whether a dict from axes to tile sizes is allowed.
-
-    **Raises:** `TypeError` if `tile_size` is none of these. `ValueError` if a number is below 1, if
+    **Raises:** `TypeError` if `tile_size` has another type. `ValueError` if a number is below 1, if
     a fraction is not above 0 and at most 1, or if the format has another fixed tile size.
     """
+    sizes: Collection[Any] = () if tile_size is None else (tile_size,)
     if by_axis and isinstance(tile_size, Mapping | tuple):
-        sizes = dict(tile_size)
-        if wrong := [axis for axis in sizes if not isinstance(axis, int | np.integer)]:
+        size_by_axis = dict(tile_size)
+        sizes = size_by_axis.values()
+        if wrong := [axis for axis in size_by_axis if not isinstance(axis, int | np.integer)]:
             raise TypeError(
                 f"tile_size must map axes, which are integers, to sizes, not {wrong[0]!r}"
             )
-    else:
-        sizes = {} if tile_size is None else {-1: tile_size}
-    for size in sizes.values():
+    for size in sizes:
         if not isinstance(size, int | np.integer | float):
             raise TypeError(
                 "tile_size must be an integer, or a float that is a fraction of the axis, not "
@@ -138,24 +142,25 @@ def check_tile_size(tile_size: Any, format: Format | None, *, by_axis: bool = Fa
             )
         if not isinstance(size, float) and size < 1:
             raise ValueError(f"tile_size must be at least 1, not {size}")
-    fixed = None if format is None else format.tile_size
-    if format is not None and fixed is not None and tile_size not in (None, fixed):
+    if format is None or format.tile_size is None:
+        return
+    if tile_size not in (None, format.tile_size):
         raise ValueError(
-            f"{format.name} needs tiles of {fixed}, not {tile_size}: leave out tile_size, or use a "
-            "format without a fixed tile size"
+            f"{format.name} needs tiles of {format.tile_size}, not {tile_size}: leave out "
+            "tile_size, or use a format without a fixed tile size"
         )
 
 
 def normalize_tile_axes(axes: int | Sequence[int], shape: Shape) -> tuple[int, ...]:
-    """Return axes counted from the end, so that they stay the same if leading axes are added.
+    """Return axes counted from the end, which stay the same if leading axes are added.
 
-    **Raises:** `ValueError` if an axis is out of range or named twice.
+    **Raises:** `ValueError` if no axis is named, or if an axis is out of range or named twice.
     """
-    named = [axes] if not isinstance(axes, Sequence) else axes
-    for axis in named:
+    axis_list = axes if isinstance(axes, Sequence) else [axes]
+    for axis in axis_list:
         if not -len(shape) <= axis < len(shape):
             raise ValueError(f"tile_axis {axis} is out of range for shape {shape}")
-    from_end = tuple(int(axis) % len(shape) - len(shape) for axis in named)
+    from_end = tuple(int(axis) % len(shape) - len(shape) for axis in axis_list)
     if not from_end or len(set(from_end)) < len(from_end):
         raise ValueError(
             f"tile_axis {axes!r} must name at least one axis of shape {shape}, and none twice"

@@ -1,7 +1,7 @@
-"""Scales: stable ones, bounded ones, and how scales are stored.
+"""Stable scales, limits for scales, and the storage formats of scales.
 
-A scale is stored as a float, as a power of two, or as a code that has a scale, too (double
-quantization). Codes are computed with the stored scale, so its rounding adds no error to them.
+A scale is stored as a float, as a power of two, or as a code with another scale (double
+quantization). Codes are computed with the stored scale, so rounding the scale adds no error.
 """
 
 import dataclasses
@@ -20,9 +20,9 @@ from .calibration import Calibration, Tiles, as_divisor
 def stable_scale(
     calibration: Calibration, tiles: Tiles, scale_dtype: str, dtype: DTypeLike
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return scales and zero points that quantizing the dequantized values gives again.
+    """Return scales and zero points such that quantizing dequantized values changes nothing.
 
-    Dequantizing and quantizing again must not change values. Two properties ensure this:
+    Two properties ensure this:
 
     - The value at an end of the range gets the last code.
     - For f32 values, a scale has 8 bits fewer than f32. Its product with a code is then exact.
@@ -32,31 +32,29 @@ def stable_scale(
     if codes have more bits than the mantissa of `dtype`, if the ends of a codebook have different
     magnitudes, or if the scale is subnormal in f16.
 
-    **Arguments:**
-
-    - `calibration`: "absmax", "minmax" or "absmean".
-    - `scale_dtype`: the dtype of stored scales.
-    - `dtype`: the dtype of the dequantized values.
+    `calibration` is "absmax", "minmax" or "absmean". `scale_dtype` is the dtype of stored scales,
+    and `dtype` the dtype of the dequantized values.
     """
     values, format = tiles.values, tiles.format
     is_finite = jnp.isfinite(tiles.largest_magnitude())
     info = jnp.finfo(values.dtype)
-    nmant = info.nmant - 8
+    mantissa_bits = info.nmant - 8
     if not calibration.symmetric and format.bits <= jnp.finfo(dtype).nmant:
-        nmant = min(nmant, jnp.finfo(dtype).nmant - 1)
+        mantissa_bits = min(mantissa_bits, jnp.finfo(dtype).nmant - 1)
 
-    def round_bits(scale: jax.Array) -> jax.Array:
-        few_bits = jax.lax.reduce_precision(scale, info.nexp, nmant)
-        is_usable = (scale >= info.tiny) & (scale <= 1 / info.tiny)
-        return jnp.where(is_finite, jnp.where(is_usable, few_bits, scale), jnp.nan)
+    def round_mantissa(scale: jax.Array) -> jax.Array:
+        rounded = jax.lax.reduce_precision(scale, info.nexp, mantissa_bits)
+        can_divide = (scale >= info.tiny) & (scale <= 1 / info.tiny)
+        return jnp.where(is_finite, jnp.where(can_divide, rounded, scale), jnp.nan)
 
     if calibration.name == "absmean":
-        return round_bits(_mean_of_nonzero(tiles)), None
+        return round_mantissa(_mean_of_nonzero(tiles)), None
     if calibration.symmetric:
+        # In a codebook whose ends have different magnitudes, map both ends to the positive end.
         least, largest = format.ends
         as_positive = jnp.where(values < 0, values * (largest / least), values)
         scale = dataclasses.replace(tiles, values=as_positive).largest_magnitude() / largest
-        return round_bits(scale), None
+        return round_mantissa(scale), None
     low, high = tiles.limits()
     least, largest = format.code_range
     steps = largest - least
@@ -64,52 +62,56 @@ def stable_scale(
     def place_zero(scale: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return the number of codes below zero, and the distance of the ends to the last codes."""
         below, above = -low / scale, high / scale
+        # Center the range in the codes, unless the range covers less than a quarter of the codes.
         slack = jnp.where(below + above < steps / 4, 0, steps - below - above) / 2
-        middle = below + slack
-        zero = jnp.clip(jnp.round(middle), 0, steps)
-        return zero, jnp.abs(zero - middle) + slack
+        centered = below + slack
+        codes_below = jnp.clip(jnp.round(centered), 0, steps)
+        return codes_below, jnp.abs(codes_below - centered) + slack
 
-    scale = tiles.round_scale(round_bits((high - low) / steps))
-    # An end of the range may lie halfway between two codes. A smaller scale moves it past the last.
+    scale = tiles.round_scale(round_mantissa((high - low) / steps))
+    # An end of the range may be halfway between two codes, and then be rounded up or down. With a
+    # slightly smaller scale, the end is beyond the last code, and always gets the last code.
     factor = 1.0
     if scale_dtype != "float8_e8m0fnu":
-        factor -= 0.7 * max(float(jnp.finfo(scale_dtype).eps), 2.0**-nmant)
-    is_halfway = place_zero(scale)[1] > 0.5 - 2.0**-6
-    scale = jnp.where(is_halfway, tiles.round_scale(round_bits(scale * factor)), scale)
-    return scale, place_zero(scale)[0] + least
+        factor -= 0.7 * max(float(jnp.finfo(scale_dtype).eps), 2.0**-mantissa_bits)
+    _, distance = place_zero(scale)
+    smaller = tiles.round_scale(round_mantissa(scale * factor))
+    scale = jnp.where(distance > 0.5 - 2.0**-6, smaller, scale)
+    codes_below, _ = place_zero(scale)
+    return scale, codes_below + least
 
 
 def _mean_of_nonzero(tiles: Tiles) -> jax.Array:
-    """Return the mean of the magnitudes with a nonzero code. It is exact if they are all equal."""
+    """Return the mean magnitude of the values whose code is not 0, per tile.
+
+    The mean is computed from differences to the largest magnitude. So it is exact if all of these
+    magnitudes are equal.
+    """
     magnitudes, largest = jnp.abs(tiles.values), tiles.largest_magnitude()
-    mean = jnp.mean(magnitudes, axis=tiles.axes, keepdims=True)
-    has_code = magnitudes > mean / 2 if tiles.format.has_zero else jnp.full_like(magnitudes, True)
-    differences = jnp.where(has_code, tiles.expand(largest) - magnitudes, 0)
-    return largest - differences.sum(tiles.axes) / jnp.maximum(has_code.sum(tiles.axes), 1)
+    axes = tiles.inner_axes
+    mean = jnp.mean(magnitudes, axis=axes, keepdims=True)
+    # Values up to half the scale, which is the mean magnitude, get code 0.
+    is_nonzero = magnitudes > mean / 2 if tiles.format.has_zero else jnp.full_like(magnitudes, True)
+    differences = jnp.where(is_nonzero, tiles.expand(largest) - magnitudes, 0)
+    return largest - differences.sum(axes) / jnp.maximum(is_nonzero.sum(axes), 1)
 
 
 def limit_scale(
     scale: jax.Array, zero_point: jax.Array | None, format: Format, dtype: DTypeLike, stored_in: str
 ) -> jax.Array:
-    """Reduce scales that would make the largest code infinite.
+    """Reduce scales with which the largest code would represent infinity.
 
-    Rounding can take a value near the largest number of `dtype` beyond it. Under the smaller scale
-    the value is clipped instead. A scale that is not finite becomes NaN.
-
-    **Arguments:**
-
-    - `scale`, `zero_point`: in f32 or f64.
-    - `dtype`: the dtype of the represented array.
-    - `stored_in`: the dtype of the stored scale.
+    Values near the largest number of `dtype`, the dtype of the dense array, can be rounded up to
+    more than this number. With the reduced scale, they are clipped instead. A scale that is not
+    finite becomes NaN. `stored_in` is the dtype of stored scales.
     """
     largest_code: jax.Array | float
-    if not format.is_integer:
-        largest_code = float(max(map(abs, format.codebook or [format.bound])))
-    elif zero_point is None:
-        largest_code = float(max(map(abs, format.code_range)))
-    else:
+    if zero_point is not None:
         least, largest = format.code_range
         largest_code = jnp.maximum(zero_point - least, largest - zero_point)
+    else:
+        numbers = format.code_range if format.is_integer else format.codebook or [format.bound]
+        largest_code = float(max(map(abs, numbers)))
     limit = jnp.asarray(float(jnp.finfo(dtype).max), scale.dtype) / largest_code
     if stored_in == "float8_e8m0fnu":  # The scale is rounded up to a power of two.
         limit = jnp.ldexp(jnp.ones((), scale.dtype), jnp.frexp(limit)[1] - 1)
@@ -119,9 +121,9 @@ def limit_scale(
 
 
 def store_scale(
-    scale: jax.Array, dtype: str, scale_tile: int | None, *, has_zero: bool = True
+    scale: jax.Array, dtype: str, format: Format
 ) -> tuple[jax.Array | QArray, jax.Array]:
-    """Convert scales to their storage format.
+    """Convert scales to the dtype in which they are stored, or quantize them.
 
     A scale that is too small to divide by is stored as 1, because all codes of its tile are 0. In a
     format without a code for 0, it is stored as 0, or as the smallest power of two.
@@ -129,16 +131,18 @@ def store_scale(
     **Arguments:**
 
     - `scale`: f32 or f64, not negative. NaN stays NaN.
-    - `dtype`: the dtype of stored scales, or their format if `scale_tile` is not None.
-    - `scale_tile`: the number of scales that share a scale of their own. 0 is all of a matrix.
-    - `has_zero`: whether the format of the values has a code for 0.
+    - `dtype`: the dtype of stored scales, or the format of quantized scales.
+    - `format`: the format of the values. Scales are quantized if it has a `scale_tile`.
 
-    **Returns:** the stored scales, and their values in the dtype of `scale`, to divide by.
+    **Returns:** the stored scales, and numbers to divide values by: the values of the stored scales
+    in the dtype of `scale`, but 1 instead of scales that are too small.
     """
-    if scale_tile is not None:
-        # The limit leaves room for rounding up.
+    has_zero = format.has_zero
+    if format.scale_tile is not None:
+        # This limit is half of what `as_divisor` allows, because scales can be rounded up.
         largest = 0.5 / jnp.finfo(scale.dtype).tiny
-        quantized = _quantize_scales(jnp.where(scale > largest, jnp.nan, scale), dtype, scale_tile)
+        scale = jnp.where(scale > largest, jnp.nan, scale)
+        quantized = _quantize_scales(scale, dtype, format.scale_tile)
         return quantized, quantized.dequantize().astype(scale.dtype)
     if dtype == "float8_e8m0fnu":
         # Round up to a power of two that is a normal number in f32. `fraction` is in [0.5, 1).
@@ -149,7 +153,7 @@ def store_scale(
         least = jnp.asarray(2.0**-126, scale.dtype)
         stored = power if has_zero else jnp.where(scale < least, least, power)
         return stored.astype(dtype), power
-    # Scales divide in f32, where the subnormal numbers of f16 are normal numbers.
+    # Values are divided in f32 or f64, where the subnormal numbers of f16 are normal numbers.
     rounded = round_to_dtype(scale, dtype)
     divisor = as_divisor(rounded)
     stored = divisor if has_zero else jnp.where(rounded < jnp.finfo(scale.dtype).tiny, 0, divisor)
@@ -157,24 +161,24 @@ def store_scale(
 
 
 def _quantize_scales(scale: jax.Array, qtype: str, tile: int) -> QArray:
-    """Quantize scales in a float format of 8 bits, with one f32 scale per `tile` of them.
+    """Quantize scales in a float8 format, with one f32 scale per group of at most `tile` scales.
 
-    Tiles extend over the last two axes. Along each of these, their size is the largest number that
-    divides the axis and makes tiles of at most `tile` scales, first along the last axis. A tile
-    size of 0 means both axes.
+    Groups are blocks of the last two axes. They are as long as possible along the last axis, and
+    then along the other axis. If `tile` is 0, a group has all scales of both axes.
     """
     format = get_format(qtype)
-    counts, left = list(scale.shape), tile
+    outer_shape, limit = list(scale.shape), tile
     for axis in reversed(range(scale.ndim)[-2:]):
         size = scale.shape[axis]
-        run = size if tile == 0 else max(d for d in range(1, max(left, 1) + 1) if size % d == 0)
-        counts[axis] = size // max(run, 1)
-        left //= max(run, 1)
-    split = split_tiles(jnp.where(jnp.isnan(scale), 0, scale), tuple(counts))
+        group = size if tile == 0 else max(d for d in range(1, limit + 1) if size % d == 0)
+        group = max(group, 1)  # An axis can have size 0.
+        outer_shape[axis] = size // group
+        limit //= group
+    split = split_tiles(jnp.where(jnp.isnan(scale), 0, scale), tuple(outer_shape))
     largest = jnp.max(split, axis=range(1, split.ndim, 2), initial=0)
-    outer = as_divisor((largest / format.bound).astype(jnp.float32))
-    # A code of 0 would make a scale that cannot be divided by.
+    outer_scale = as_divisor((largest / format.bound).astype(jnp.float32))
+    # A code of 0 would make a scale that cannot be divided by, so use at least the next code.
     least = float(jnp.finfo(format.code_dtype).smallest_subnormal)
-    codes = jnp.maximum(over_tiles(jnp.divide, scale, outer.astype(scale.dtype)), least)
-    codes = jnp.where(jnp.isnan(scale), jnp.nan, format.encode(codes)).astype(format.code_dtype)
-    return QArray.from_packed(codes, outer, qtype=qtype)
+    scaled = jnp.maximum(over_tiles(jnp.divide, scale, outer_scale.astype(scale.dtype)), least)
+    codes = jnp.where(jnp.isnan(scale), jnp.nan, format.encode(scaled)).astype(format.code_dtype)
+    return QArray.from_packed(codes, outer_scale, qtype=qtype)

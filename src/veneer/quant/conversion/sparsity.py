@@ -16,14 +16,14 @@ Sparsity = tuple[int, int] | tuple[int, int, int]
 
 
 def check_sparsity(sparsity: Any, qtype: DTypeLike | None) -> Sparsity:
-    """Return a sparsity that a user passes as a tuple of integers.
+    """Convert a sparsity that a user passes to a tuple of integers.
 
-    **Raises:** `TypeError` if it is not two or three integers. `ValueError` if a number is out of
-    range, or if the format of the weights has no code for 0.
+    **Raises:** `TypeError` if `sparsity` is not two or three integers. `ValueError` if a number is
+    out of range, or if the format `qtype` has no code for 0. Without quantization, `qtype` is None.
     """
     try:
         n, m, *block = map(operator.index, sparsity)
-        (size,) = block or [1]
+        (size,) = block or [1]  # This raises if there are more than three integers.
     except (TypeError, ValueError):
         raise TypeError(
             "sparsity must be (n, m), such as (2, 4), or (n, m, block), in whole numbers, not "
@@ -39,12 +39,12 @@ def check_sparsity(sparsity: Any, qtype: DTypeLike | None) -> Sparsity:
 
 
 def group_size(sparsity: Sparsity) -> int:
-    """Return the number of weights in a group."""
+    """Return the number of weights in a group: m weights, or m blocks of weights."""
     return sparsity[1] * (sparsity[2] if len(sparsity) == 3 else 1)
 
 
 def check_groups(sparsity: Sparsity, shape: Shape, axis: int) -> None:
-    """Raise `ValueError` if groups do not divide their axis."""
+    """Raise `ValueError` if the size of a group does not divide an axis of the weights."""
     size = group_size(sparsity)
     if shape[axis] % size:
         raise ValueError(
@@ -54,17 +54,18 @@ def check_groups(sparsity: Sparsity, shape: Shape, axis: int) -> None:
 
 
 def sparsity_mask(w: jax.Array, sparsity: Sparsity, axis: int) -> jax.Array:
-    """Return a mask of the shape of `w` that keeps the n largest of each m neighbors.
+    """Return a mask of the shape of `w`, True for the n largest of each m neighbors along `axis`.
 
-    The order is by magnitude, and NaN is the largest. Among equal ones the first are kept, as in
-    `NMSparse.prune`. Blocks are ordered by the sum of their magnitudes.
+    Weights are compared by magnitude, and blocks by the sum of the magnitudes. NaN is the largest.
+    Among equal weights or blocks, the first are kept, as in `NMSparse.prune`.
     """
     n, m = sparsity[:2]
-    last = jnp.moveaxis(w, axis, -1)
-    groups = last.reshape(*last.shape[:-1], -1, m, group_size(sparsity) // m)
-    if groups.shape[-1] > 1:
+    block = group_size(sparsity) // m
+    axis_last = jnp.moveaxis(w, axis, -1)
+    groups = axis_last.reshape(*axis_last.shape[:-1], -1, m, block)
+    if block > 1:  # `largest_positions` takes the magnitudes of single weights itself.
         groups = abs(groups)
     positions = largest_positions(groups.sum(-1), n, -1)
-    mask = (positions[..., None] == jnp.arange(m)).any(-2)
-    mask = jnp.broadcast_to(mask[..., None], groups.shape)
-    return jnp.moveaxis(mask.reshape(last.shape), -1, axis)
+    is_kept = (positions[..., None] == jnp.arange(m)).any(-2)  # [..., groups, m]
+    mask = jnp.broadcast_to(is_kept[..., None], groups.shape)
+    return jnp.moveaxis(mask.reshape(axis_last.shape), -1, axis)

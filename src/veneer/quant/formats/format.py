@@ -1,10 +1,9 @@
 """`Format`: encoding values as codes of few bits, and decoding them.
 
-A value is stored as a code and the scale of its tile. Before zero point and scale, a code
-represents
+A value is stored as a code. Neighboring values, called a tile, share a scale. Before the zero point
+and the scale are applied, a code represents
 
-- itself, in an integer format;
-- the number that it is, in a float format of 8 bits;
+- itself, in integer formats and in 8-bit float formats;
 - `codebook[code]`, in all other formats.
 """
 
@@ -22,25 +21,25 @@ from .rounding import round_to_dtype
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """A number format, which divides values by a scale and encodes the results in a few bits.
+    """A number format, which encodes values, divided by a scale, as codes of few bits.
 
-    `vn.quant.FORMATS` maps names to formats. `vn.quant.get_format` also takes aliases.
+    `vn.quant.FORMATS` maps names to formats. `vn.quant.get_format` also accepts aliases.
 
     **Arguments:**
 
     - `name`: the name, such as "nf4", which other functions take as `qtype`.
-    - `bits`: the size of a stored code. It can be a fraction: ternary has 1.6 bits, because a byte
-      stores five codes.
-    - `code_dtype`: the dtype of unpacked codes, as in `QArray.qvalue`.
+    - `bits`: the number of bits per stored code. Ternary has 1.6 bits, because a byte stores five
+      codes.
+    - `code_dtype`: the dtype of `QArray.qvalue`, the unpacked codes.
     - `bound`: the divisor in the scale of a tile: `absmax / bound`, where `absmax` is the largest
       magnitude of the tile. In uint2 to uint8, the scale is `(max - min) / bound`.
-    - `codebook`: the value of each code, or None if each code is its own value.
+    - `codebook`: the value of each code, or None if each code represents itself.
     - `source`: the specification, paper or library that defines the format.
     - `tile_size`: the only tile size that the format allows. None allows any size.
-    - `scale_dtype`: the dtype of the scales, or their format if they are quantized. None allows any
+    - `scale_dtype`: the dtype of the scales, or the format of quantized scales. None allows any
       float dtype. Scales in float8_e8m0fnu are powers of two.
     - `scale_tile`: the number of quantized scales that share one f32 scale. With 0, all scales of a
-      matrix share one. With None, scales are not quantized.
+      matrix share one f32 scale. With None, scales are not quantized.
     - `calibration`: the default `calibration_method` of `vn.quant.quantize`.
 
     >>> import veneer as vn
@@ -68,9 +67,9 @@ class Format:
 
     @property
     def byte_dtype(self) -> np.dtype:
-        """The dtype that holds an unpacked integer code or zero point in whole bytes.
+        """The dtype for arithmetic on integer codes and zero points, which has at least 8 bits.
 
-        It is int8 for int4, and uint8 for uint4 and nf4. Their `code_dtype` is int4 or uint4.
+        For example, int4 has int8, and both uint4 and nf4 have uint8.
         """
         return np.dtype(f"{'' if self.signed else 'u'}int{max(8, math.ceil(self.bits))}")
 
@@ -88,14 +87,14 @@ class Format:
     def has_zero(self) -> bool:
         """True if one of the codes represents the value 0.
 
-        It is False for int1, whose values are -1 and 1, and for iq4_nl, whose values closest to 0
-        are 1 and -10.
+        False for int1, whose values are -1 and 1, and for iq4_nl, whose values closest to 0 are 1
+        and -10.
         """
         return self.bits != 1 if self.codebook is None else 0 in self.codebook
 
     @property
     def has_zero_point(self) -> bool:
-        """True if arrays can have a zero point: in integer formats of at least 2 bits."""
+        """True if a `QArray` can have a zero point: in integer formats of at least 2 bits."""
         return self.is_integer and self.bits >= 2
 
     @property
@@ -117,31 +116,24 @@ class Format:
 
     @property
     def ends(self) -> tuple[float, float]:
-        """The ends of the largest symmetric range of codes, such as (-7.0, 7.0) for int4.
+        """The smallest and the largest number of the largest range that is symmetric around 0.
 
-        If the format has a codebook, this is a range of values of the codebook, such as (-1.0, 1.0)
-        for nf4. If the codebook has no symmetric range, the ends are its smallest and its largest
-        value.
+        For example, (-7.0, 7.0) for int4 and (-1.0, 1.0) for nf4. If a codebook has no such range,
+        these are the smallest and the largest value of the codebook.
         """
         if self.codebook is None:
             largest = float(self.code_range[1] if self.is_integer else self.bound)
             return -largest, largest
         least, largest = float(min(self.codebook)), float(max(self.codebook))
-        both = min(-least, largest)
-        is_symmetric = {both, -both} <= set(self.codebook)
-        return (-both, both) if is_symmetric else (least, largest)
+        magnitude = min(-least, largest)
+        is_symmetric = {-magnitude, magnitude} <= set(self.codebook)
+        return (-magnitude, magnitude) if is_symmetric else (least, largest)
 
     def encode(self, x: jax.Array) -> jax.Array:
-        """Return the nearest codes of values that are already divided by their scale.
+        """Return the unpacked codes that are nearest to values already divided by their scale.
 
-        A value halfway between two codes gets the even code. Values beyond the range are clipped.
-        NaN is encoded like 0. int1 has no zero, and encodes 0 and NaN as -1.
-
-        **Arguments:**
-
-        - `x`: floats of any shape.
-
-        **Returns:** unpacked codes of the same shape.
+        A value halfway between two numbers gets the even code. Values beyond the range are clipped.
+        NaN gets the code of 0. int1 has no code for 0, and encodes 0 and NaN as -1.
         """
         x = jnp.where(jnp.isnan(x), 0, x)
         if self.codebook is not None:
@@ -156,93 +148,87 @@ class Format:
     def _nearest_codes(self, x: jax.Array) -> jax.Array:
         """Return the codes of the codebook values nearest to `x`."""
         codes = [code for _, code in self.sorted_codebook()]
-        if self.bits == 8:  # a binary search takes fewer steps than 255 comparisons
+        if self.bits == 8:  # A binary search takes fewer steps than 255 comparisons.
             # Neighboring thresholds can be equal in 16 bits.
             x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+            # `searchsorted` finds the first entry that is not below x. So each entry is the largest
+            # value that gets the code below the threshold.
             last_below = [
-                np.nextafter(threshold, -np.inf, dtype=x.dtype) if is_beyond else threshold
-                for threshold, is_beyond, _ in self.thresholds(x.dtype)
+                np.nextafter(threshold, -np.inf, dtype=x.dtype) if is_above else threshold
+                for threshold, is_above, _ in self.thresholds(x.dtype)
             ]
-            return jnp.asarray(codes, jnp.uint8)[
-                jnp.searchsorted(jnp.asarray(last_below, x.dtype), x)
-            ]
+            positions = jnp.searchsorted(jnp.asarray(last_below, x.dtype), x)
+            return jnp.asarray(codes, jnp.uint8)[positions]
+        # Start at the lowest code, and add a step for each threshold below x. This needs no
+        # temporary array of [..., 16], compiled or not.
         code = jnp.full(x.shape, codes[0], jnp.uint8)
-        # A sum of comparisons needs no temporary array of [..., 16], compiled or not.
-        for threshold, is_beyond, step in self.thresholds(x.dtype):
-            beyond = x >= threshold if is_beyond else x > threshold
-            code += beyond.astype(jnp.uint8) * jnp.uint8(step)
+        for threshold, is_above, step in self.thresholds(x.dtype):
+            has_passed = x >= threshold if is_above else x > threshold
+            code += has_passed.astype(jnp.uint8) * jnp.uint8(step)
         return code
 
     def sorted_codebook(self) -> list[tuple[float, int]]:
-        """Return pairs of a value of the codebook and its first code, in ascending order."""
+        """Return the pairs `(value, code)` of the codebook in ascending order of the values.
+
+        If several codes represent a value, the pair has the lowest code.
+        """
         assert self.codebook is not None
-        return sorted({v: code for code, v in reversed([*enumerate(self.codebook)])}.items())
+        code_of_value: dict[float, int] = {}
+        for code, value in enumerate(self.codebook):
+            code_of_value.setdefault(value, code)
+        return sorted(code_of_value.items())
 
     def thresholds(self, dtype: DTypeLike) -> list[tuple[float, bool, int]]:
-        """Return the values at which the nearest code of a codebook changes, in ascending order.
+        """Return the values in `dtype` at which the nearest code changes, in ascending order.
 
-        **Arguments:**
-
-        - `dtype`: the dtype in which values are compared.
-
-        **Returns:** a list of `(threshold, is_beyond, step)`. `is_beyond` is True if a value equal
-        to the threshold gets the code above it. `step` is the code above the threshold minus the
-        code below it, modulo 256.
+        The result is a list of `(threshold, is_above, step)`. `is_above` is True if a value equal
+        to the threshold gets the code above the threshold. `step` is the code above the threshold
+        minus the code below, modulo 256, because codes are added in uint8.
         """
         thresholds = []
-        for (below, low), (above, high) in itertools.pairwise(self.sorted_codebook()):
-            middle = (below + above) / 2
+        for (low, low_code), (high, high_code) in itertools.pairwise(self.sorted_codebook()):
+            middle = (low + high) / 2
             threshold = float(np.asarray(middle, dtype))
-            # If the dtype cannot represent the middle, no value is a tie.
-            is_beyond = high % 2 == 0 if threshold == middle else threshold > middle
-            thresholds.append((threshold, is_beyond, (high - low) % 256))
+            # A tie gets the even code. If the dtype cannot represent the middle, there are no ties.
+            is_above = high_code % 2 == 0 if threshold == middle else threshold > middle
+            thresholds.append((threshold, is_above, (high_code - low_code) % 256))
         return thresholds
 
     def decode(self, codes: ArrayLike, dtype: DTypeLike) -> jax.Array:
-        """Return the values of codes before zero points and scales are applied.
+        """Return in `dtype` the numbers that unpacked codes represent.
 
-        **Arguments:**
-
-        - `codes`: unpacked codes of any shape.
-        - `dtype`: the dtype of the result.
+        Zero points and scales are not applied.
         """
         codes = jnp.asarray(codes)
         if self.codebook is None:
             return codes.astype(dtype)
         # On a mesh with explicit axes, a gather must state the sharding of its result.
         sharding = jax.typeof(codes).sharding
-        return (
-            jnp.asarray(self.codebook, dtype)
-            .at[codes]
-            .get(mode="promise_in_bounds", out_sharding=None if sharding.mesh.empty else sharding)
-        )
+        out_sharding = None if sharding.mesh.empty else sharding
+        values = jnp.asarray(self.codebook, dtype).at[codes]
+        return values.get(mode="promise_in_bounds", out_sharding=out_sharding)
 
     def to_fields(self, codes: jax.Array) -> jax.Array:
-        """Return codes as unsigned integers in uint8, ready to pack. -1 becomes 15 in int4."""
+        """Convert codes to unsigned integers of `bits` bits in uint8. In int4, -1 becomes 15."""
         if not self.signed:
             return codes.astype(jnp.uint8)
-        if self.bits == 1:
+        if self.bits == 1:  # -1 and 1 become 0 and 1.
             return (codes > 0).astype(jnp.uint8)
-        if self.bits < 2:
+        if self.bits < 2:  # Ternary codes -1, 0 and 1 become 0, 1 and 2.
             return (codes + 1).astype(jnp.uint8)
         return codes.astype(jnp.uint8) & (2 ** int(self.bits) - 1)  # two's complement
 
     def from_fields(self, fields: jax.Array) -> jax.Array:
-        """Convert unsigned integers back to codes. This is the inverse of `to_fields`.
+        """Convert unsigned integers of `bits` bits back to codes. In int4, 15 becomes -1.
 
-        **Arguments:**
-
-        - `fields`: unsigned integers, unpacked from storage.
-
-        **Returns:** in signed formats, signed integers of the same width. In other formats,
-        `fields`.
+        `fields` has any unsigned dtype. Signed codes get the signed dtype of the same width.
         """
         if not self.signed:
             return fields
         codes = fields.astype(f"int{8 * fields.dtype.itemsize}")
-        if self.bits == 1:
+        if self.bits == 1:  # 0 and 1 become -1 and 1.
             return 2 * codes - 1
-        if self.bits < 2:
+        if self.bits < 2:  # 0, 1 and 2 become -1, 0 and 1 (ternary).
             return codes - 1
         sign_bit = 2 ** (int(self.bits) - 1)
         return (codes ^ sign_bit) - sign_bit  # sign extension of two's complement

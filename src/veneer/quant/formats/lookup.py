@@ -22,26 +22,21 @@ ALIASES = {
     "b1.58": "ternary",
 }
 
-# The format and tile size that equal each quantization type of GGUF.
-_GGUF = {
-    "q4_0": "'int4' with tile_size=32",
-    "q4_1": "'uint4' with tile_size=32",
-    "q5_0": "'int5' with tile_size=32",
-    "q5_1": "'uint5' with tile_size=32",
-    "q8_0": "'int8' with tile_size=32",
-}
-
-# The closest format and tile size to each type of GGUF whose scales are quantized. Names of
-# mixtures, such as Q4_K_M, are looked up as their most frequent type.
-_CLOSE_TO_GGUF = {
-    "q2_k": "'uint2' with tile_size=16",
-    "q3_k": "'int3' with tile_size=16",
-    "q4_k": "'uint4' with tile_size=32",
-    "q5_k": "'uint5' with tile_size=32",
-    "q6_k": "'int6' with tile_size=16",
-    "iq4_xs": "'iq4_nl' with tile_size=32",
-    "tq1_0": "'ternary' with tile_size=256",
-    "tq2_0": "'ternary' with tile_size=256",
+# The closest format and tile size to each quantization type of GGUF.
+_GGUF_TYPES = {
+    "q4_0": ("int4", 32),
+    "q4_1": ("uint4", 32),
+    "q5_0": ("int5", 32),
+    "q5_1": ("uint5", 32),
+    "q8_0": ("int8", 32),
+    "q2_k": ("uint2", 16),
+    "q3_k": ("int3", 16),
+    "q4_k": ("uint4", 32),
+    "q5_k": ("uint5", 32),
+    "q6_k": ("int6", 16),
+    "iq4_xs": ("iq4_nl", 32),
+    "tq1_0": ("ternary", 256),
+    "tq2_0": ("ternary", 256),
 }
 
 _DENSE = re.compile(r"(b?f|fp|b?float)(16|32|64)|half|float|double")
@@ -52,7 +47,7 @@ _METHOD = re.compile(r"(gptq|awq|smoothquant)(\+gptq)?")
 
 
 def is_format(name: Any) -> bool:
-    """Return whether something is the name or an alias of a format."""
+    """Return whether `name` is the name or an alias of a format. It can be any object."""
     return isinstance(name, str) and (name in FORMATS or name in ALIASES)
 
 
@@ -83,27 +78,29 @@ def get_format(qtype: DTypeLike) -> Format:
         name = None
     if qtype is None or name is None:
         example = qtype.name if isinstance(qtype, Format) else "nf4"
-        given = "None" if qtype is None else f"a {type(qtype).__name__}"
-        raise TypeError(f"a format is a name, such as {example!r}, or a dtype, not {given}")
+        wrong = "None" if qtype is None else f"a {type(qtype).__name__}"
+        raise TypeError(f"a format is a name, such as {example!r}, or a dtype, not {wrong}")
     if not is_format(name):
         raise ValueError(f"unknown format {name!r}{_suggest(name.lower())}")
     return FORMATS[ALIASES.get(name, name)]
 
 
 def _suggest(name: str) -> str:
-    if name in _GGUF:
-        return f"; use {_GGUF[name]}, which is GGUF's {name.upper()}"
-    gguf = re.sub(r"_[sml]$", "", name)
-    if gguf in _CLOSE_TO_GGUF:
+    """Return the end of the error message for an unknown format, which says what to use instead."""
+    # Mixtures of types, such as Q4_K_M, are looked up as their most frequent type.
+    if (gguf := re.sub(r"_[sml]$", "", name)) in _GGUF_TYPES:
+        closest = "{!r} with tile_size={}".format(*_GGUF_TYPES[gguf])
+        if re.fullmatch(r"q\d_[01]", gguf):  # equal to the format, because scales are not quantized
+            return f"; use {closest}, which is GGUF's {name.upper()}"
         return (
             f", a type of GGUF: vn.load reads it from a GGUF file. To quantize, the closest "
-            f"format is {_CLOSE_TO_GGUF[gguf]}"
+            f"format is {closest}"
         )
     if _DENSE.fullmatch(name):
         return ", a dense dtype: to keep a weight dense, write None as the format of its rule"
     if _METHOD.fullmatch(name):
-        acts = name.startswith("smoothquant")
-        rules = "[vn.quant.Rule('.*', 'int8', act_qtype='int8')]" if acts else "'int4'"
+        has_activations = name.startswith("smoothquant")
+        rules = "[vn.quant.Rule('.*', 'int8', act_qtype='int8')]" if has_activations else "'int4'"
         return (
             ", which is a method of calibration. Choose a format, and call vn.quant.calibrate("
             f"model, {rules}, params=params, method={name!r})"
@@ -118,18 +115,19 @@ def _suggest(name: str) -> str:
 
 
 def _closest(name: str) -> str | None:
-    """Return the integer format of the most similar width, or else the most similar name."""
+    """Return the known format that is most similar to an unknown name, or None.
+
+    A name with a width, such as "int9" or "3bit", is most similar to the integer format of the
+    nearest width.
+    """
     if (width := _BITS.fullmatch(name) or _WEIGHTS_AND_ACTIVATIONS.fullmatch(name)) is not None:
         name = f"int{width[1]}"
     if (integer := _INTEGER.fullmatch(name)) is not None:
         sign, bits = integer.groups()
         known = [match for other in FORMATS if (match := _INTEGER.fullmatch(other))]
-
-        def distance(other: re.Match[str]) -> tuple[int, bool, int]:
-            width = int(other[2])
-            return abs(width - int(bits)), other[1] != sign, -width
-
-        return min(known, key=distance)[0]
+        # Prefer the nearest width, then the same sign, then the larger width.
+        order = lambda m: (abs(int(m[2]) - int(bits)), m[1] != sign, -int(m[2]))
+        return min(known, key=order)[0]
     names = (*FORMATS, *ALIASES)
-    holding = [known for known in names if len(name) > 2 and name in known]
-    return next(iter(holding or difflib.get_close_matches(name, names)), None)
+    longer_names = [known for known in names if len(name) > 2 and name in known]
+    return next(iter(longer_names or difflib.get_close_matches(name, names)), None)

@@ -1,9 +1,11 @@
 """Packing codes of fewer than 8 bits in bytes without gaps.
 
-A *unit* is the smallest number of neighboring codes that fills whole bytes, such as two codes of 4
-bits in one byte or eight codes of 3 bits in three bytes. In units of one byte, the first code is in
-the lowest bits: 8, 4 or 2 codes of 1, 2 or 4 bits, or 5 digits of base 3. Other units are bit
-planes (`veneer.kernels.bit_planes`).
+A *unit* is the smallest group of neighboring codes that fills whole bytes:
+
+- one byte, with 8, 4 or 2 codes of 1, 2 or 4 bits. The first code is in the lowest bits.
+- one byte, with 5 ternary codes as digits of base 3. The first code is the lowest digit.
+- b bytes, with 8 codes of b = 3, 5, 6 or 7 bits. Each byte is a bit plane: it has the same bit of
+  all 8 codes (`veneer.kernels.bit_planes`).
 
 JAX's own int4 arrays take one byte per value on CPU, and some operations of XLA reject them.
 Therefore codes are stored in uint8, and converted to int8 or uint8 for arithmetic.
@@ -21,11 +23,9 @@ from jax.typing import ArrayLike
 
 from ...kernels.bit_planes import pack_bits, unpack_bits
 
-# The number of codes and of bytes in a unit, by the bits of a code.
-UNITS: dict[int | float, tuple[int, int]] = {
-    **{1: (8, 1), 1.6: (5, 1), 2: (4, 1), 4: (2, 1)},
-    **{bits: (8, bits) for bits in (3, 5, 6, 7)},
-}
+# From the bits per code to the number of codes and the number of bytes in a unit.
+UNITS: dict[int | float, tuple[int, int]] = {1: (8, 1), 1.6: (5, 1), 2: (4, 1), 4: (2, 1)}
+UNITS |= {bits: (8, bits) for bits in (3, 5, 6, 7)}
 
 
 class Packing(NamedTuple):
@@ -58,29 +58,30 @@ def packed_size(size: int, bits: int | float) -> int:
 
 
 def axis_to_pack(shape: Sequence[int], bits: int | float) -> int:
-    """Return the axis along which to pack the codes of an array, counted from the end.
+    """Return the axis along which to pack codes of an array, counted from the end.
 
-    It is the last axis if padding there adds less than an eighth. Otherwise it is the axis with the
-    least padding, except the first, as in a convolution kernel `[out, in, 3, 3]`.
+    It is the last axis if padding there adds less than an eighth. Otherwise, as in a convolution
+    kernel `[out, in, 3, 3]`, it is the axis with the least padding. The first axis is packed only
+    in arrays of rank 1.
     """
     if not shape:
         return -1
     codes, bytes_ = UNITS[bits]
 
-    def excess(axis: int) -> float:
+    def padded_ratio(axis: int) -> float:
         return packed_size(shape[axis], bits) * codes / (bytes_ * max(shape[axis], 1))
 
-    others = range(-2, -len(shape), -1)
-    return -1 if excess(-1) < 1.125 else min((-1, *others), key=excess)
+    candidates = (-1, *range(-2, -len(shape), -1))
+    return -1 if padded_ratio(-1) < 1.125 else min(candidates, key=padded_ratio)
 
 
 def pack(fields: ArrayLike, bits: int | float, axis: int = -1) -> tuple[jax.Array, Packing]:
-    """Pack codes along an axis.
+    """Pack codes along an axis, padded with zeros to whole bytes.
 
     **Arguments:**
 
     - `fields`: codes as unsigned integers in uint8, below `2**bits` (below 3 for 1.6 bits). The
-      rank is at least 1. The axis is padded with zeros to whole units.
+      rank is at least 1.
 
     **Returns:** the bytes, whose size along `axis` is `packed_size(size, bits)`, and the `Packing`
     that `unpack` needs.
@@ -96,19 +97,20 @@ def pack(fields: ArrayLike, bits: int | float, axis: int = -1) -> tuple[jax.Arra
     fields = jnp.asarray(fields)
     axis = axis % fields.ndim - fields.ndim
     packing = Packing(axis, fields.shape[axis])
-    count, bytes_ = UNITS[bits]
-    if bytes_ > 1:
+    codes_per_unit, bytes_per_unit = UNITS[bits]
+    if bytes_per_unit > 1:
         return pack_bits(fields, int(bits), axis), packing
-    at = fields.ndim + axis
-    pad = -packing.size % count
-    fields = jnp.pad(fields, [(0, pad if i == at else 0) for i in range(fields.ndim)])
-    shape = (*fields.shape[:at], fields.shape[at] // count, count, *fields.shape[at + 1 :])
-    units = fields.reshape(shape)
+    axis += fields.ndim
+    padding = -packing.size % codes_per_unit
+    fields = jnp.pad(fields, [(0, padding if i == axis else 0) for i in range(fields.ndim)])
+    before, size, after = fields.shape[:axis], fields.shape[axis], fields.shape[axis + 1 :]
+    units = fields.reshape(*before, size // codes_per_unit, codes_per_unit, *after)
+    # Each byte is a number whose digits are the codes, the first code as the lowest digit.
     base = 3 if bits == 1.6 else 2 ** int(bits)
-    packed = lax.index_in_dim(units, 0, at + 1, keepdims=False)
-    for place in range(1, count):
-        field = lax.index_in_dim(units, place, at + 1, keepdims=False)
-        packed = packed + field * jnp.uint8(base**place)
+    packed = lax.index_in_dim(units, 0, axis + 1, keepdims=False)
+    for place in range(1, codes_per_unit):
+        digit = lax.index_in_dim(units, place, axis + 1, keepdims=False)
+        packed = packed + digit * jnp.uint8(base**place)
     return packed, packing
 
 
@@ -120,27 +122,32 @@ def unpack(
     **Arguments:**
 
     - `packing`: the packing that `pack` returned. None means one code per byte, in the lowest bits.
-    - `by_shifts`: whether to shift each byte along a new axis instead of stacking its codes, which
-      is faster on GPUs. It has no effect on bit planes and digits of base 3.
+    - `by_shifts`: whether to unpack codes of 1, 2 or 4 bits with one broadcast shift, which is
+      faster on GPUs, instead of one shift per code of a byte.
     """
     packed = jnp.asarray(packed)
     if packing is None:
-        return _field(packed, bits, 0)
+        return _extract_code(packed, bits, 0)
     axis, size = packing
-    count, bytes_ = UNITS[bits]
-    if bytes_ > 1:
+    codes_per_unit, bytes_per_unit = UNITS[bits]
+    if bytes_per_unit > 1:
         return unpack_bits(packed, int(bits), axis, size)
-    at = packed.ndim + axis
+    front_axis = packed.ndim + axis
     if by_shifts and bits != 1.6:
-        places = jnp.arange(0, 8, int(bits), dtype=packed.dtype).reshape(-1, *[1] * (-1 - axis))
-        units = (jnp.expand_dims(packed, at + 1) >> places) & jnp.asarray(2**bits - 1, packed.dtype)
+        # Shift by one amount per code of a byte, along a new axis after the packed axis.
+        shifts = jnp.arange(0, 8, int(bits), dtype=packed.dtype).reshape(-1, *[1] * (-1 - axis))
+        mask = jnp.asarray(2**bits - 1, packed.dtype)
+        units = (jnp.expand_dims(packed, front_axis + 1) >> shifts) & mask
     else:
-        units = jnp.stack([_field(packed, bits, place) for place in range(count)], at + 1)
-    shape = (*packed.shape[:at], count * packed.shape[at], *packed.shape[at + 1 :])
-    return lax.slice_in_dim(units.reshape(shape), 0, size, axis=at)
+        codes = [_extract_code(packed, bits, place) for place in range(codes_per_unit)]
+        units = jnp.stack(codes, front_axis + 1)
+    before, after = packed.shape[:front_axis], packed.shape[front_axis + 1 :]
+    padded = units.reshape(*before, codes_per_unit * packed.shape[front_axis], *after)
+    return lax.slice_in_dim(padded, 0, size, axis=front_axis)
 
 
-def _field(packed: jax.Array, bits: int | float, place: int) -> jax.Array:
+def _extract_code(packed: jax.Array, bits: int | float, place: int) -> jax.Array:
+    """Return the code number `place` of each byte. Code 0 is in the lowest bits."""
     if bits == 1.6:
         return packed // jnp.uint8(3**place) % jnp.uint8(3)
     bits = int(bits)
@@ -153,50 +160,42 @@ def _field(packed: jax.Array, bits: int | float, place: int) -> jax.Array:
 def split_neighbors(packed: ArrayLike, bits: int, size: int) -> tuple[jax.Array, jax.Array]:
     """Unpack the codes at even and at odd indices of the last axis into two arrays.
 
-    Each byte of a result has one code, in its lowest bits. Its other bits are not cleared.
-
-    **Arguments:**
-
-    - `packed`: codes of 1, 2 or 4 bits, packed along the last axis.
-    - `size`: the number of codes along that axis.
+    Each byte of both arrays has one code in the lowest bits. The other bits are not cleared.
+    `packed` has codes of 1, 2 or 4 bits, packed along the last axis, which has `size` codes.
     """
     packed = jnp.asarray(packed)
-    if bits < 4:  # make one byte per pair of neighbors, with the pair in its lowest bits
-        places = jnp.arange(0, 8, 2 * bits, dtype=jnp.uint8)
-        packed = (packed[..., None] >> places).reshape(*packed.shape[:-1], -1)
+    if bits < 4:  # Make one byte per pair of neighbors, with the pair in the lowest bits.
+        shifts = jnp.arange(0, 8, 2 * bits, dtype=jnp.uint8)
+        packed = (packed[..., None] >> shifts).reshape(*packed.shape[:-1], -1)
         packed = lax.slice_in_dim(packed, 0, -(-size // 2), axis=-1)
     return packed, packed >> bits
 
 
-# The five digits of base 3 in each byte, as codes of -1, 0 and 1 with 2 bits each: uint16[256].
-_DIGITS = np.arange(256)[:, None] // 3 ** np.arange(5) % 3
-_TEN_BITS = ((_DIGITS - 1 & 3) << 2 * np.arange(5)).sum(1).astype(np.uint16)
+# For each byte, its five digits of base 3, and the same five ternary codes in 2 bits each.
+_TERNARY_DIGITS = np.arange(256)[:, None] // 3 ** np.arange(5) % 3
+_FIVE_INT2_CODES = ((_TERNARY_DIGITS - 1 & 3) << 2 * np.arange(5)).sum(1).astype(np.uint16)
 
 
 @functools.partial(jax.jit, static_argnames="size")
 def ternary_to_int2(packed: jax.Array, size: int) -> jax.Array:
     """Convert packed ternary codes, five per byte, to packed int2 codes, four per byte.
 
-    Four bytes become five. Each byte is looked up in a table of its five codes, because XLA (JAX
-    0.10) computes the input of each of the five results anew. Dividing out the digits instead takes
-    three times as long.
-
-    **Arguments:**
-
-    - `packed`: codes packed along the last axis.
-    - `size`: the number of codes along that axis.
+    `packed` is packed along the last axis, which has `size` codes. A table maps each byte to its
+    five codes. This is three times as fast as computing the digits, which XLA (JAX 0.10) would do
+    again for each output byte.
     """
-    units = jnp.pad(packed, [(0, 0)] * (packed.ndim - 1) + [(0, -packed.shape[-1] % 4)])
-    units = units.reshape(*packed.shape[:-1], -1, 4)
-    ten_bits = jnp.asarray(_TEN_BITS).at[units].get(mode="promise_in_bounds")
-    bytes_ = []
+    # Four bytes with five codes each become five bytes with four codes each.
+    groups = jnp.pad(packed, [(0, 0)] * (packed.ndim - 1) + [(0, -packed.shape[-1] % 4)])
+    groups = groups.reshape(*packed.shape[:-1], -1, 4)
+    ten_bits = jnp.asarray(_FIVE_INT2_CODES).at[groups].get(mode="promise_in_bounds")
+    out_bytes = []
     for place in range(5):
-        first, shift = divmod(8 * place, 10)
-        byte = ten_bits[..., first] >> shift
-        if shift > 2:
-            byte |= ten_bits[..., first + 1] << 10 - shift
-        bytes_.append(byte.astype(jnp.uint8))
-    # Without the barrier, XLA would select one of the five expressions for each byte.
-    bytes_ = lax.optimization_barrier(bytes_)
-    out = jnp.stack(bytes_, -1).reshape(*packed.shape[:-1], -1)
+        index, shift = divmod(8 * place, 10)
+        byte = ten_bits[..., index] >> shift
+        if shift > 2:  # The byte ends in the next 10 bits.
+            byte |= ten_bits[..., index + 1] << 10 - shift
+        out_bytes.append(byte.astype(jnp.uint8))
+    # Without the barrier, XLA would compute all five expressions for each byte, and select one.
+    out_bytes = lax.optimization_barrier(out_bytes)
+    out = jnp.stack(out_bytes, -1).reshape(*packed.shape[:-1], -1)
     return out[..., : packed_size(size, 2)]

@@ -1,8 +1,8 @@
 """Rounding to a narrow float dtype, and stochastic rounding to the values of a format.
 
-Stochastic rounding picks one of the two nearest values, the nearer one with higher probability, so
-that the expected result is the exact value if it is in the range of the format. Values that the
-format represents exactly do not change.
+Stochastic rounding picks the next value of the format below or above at random. The nearer value
+has the higher probability, so that the expected result is the exact value. Values that the format
+represents exactly do not change, and values beyond its range are clipped.
 """
 
 import itertools
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
 def round_to_dtype(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Round values to the nearest ones of a narrower signed float dtype, but keep their own dtype.
+    """Round values to the precision of a narrower signed float dtype, without a conversion.
 
-    Use this before each conversion to a narrow dtype that the same program may undo. XLA for GPUs
-    removes a conversion to 8 or 16 bits and back (`xla_allow_excess_precision`, the default), and
-    the rounding with it. Quantization in float8 would then round nothing, and codes would not match
-    a scale that is stored in 16 bits. After this function, the conversion itself is exact.
+    The result keeps the dtype of `x`. Ties are rounded to even, and values beyond the range become
+    infinite, as in a conversion. The derivative is 1.
 
-    Ties are rounded to even, and values beyond the range become infinite, as in a conversion. The
-    derivative is 1.
+    Call this function before a conversion to a narrow dtype. XLA for GPUs removes a conversion to 8
+    or 16 bits and back, and the rounding with it (`xla_allow_excess_precision`, the default).
+    Quantization in float8 would then round nothing, and codes would not match a scale that is
+    stored in 16 bits.
 
     >>> import jax.numpy as jnp
     >>> from veneer.quant.formats.rounding import round_to_dtype
@@ -41,7 +41,8 @@ def round_to_dtype(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     rounded = jax.lax.reduce_precision(wide, wide_info.nexp, info.nmant)
     infinite = jnp.sign(rounded) * jnp.inf
     rounded = jnp.where(jnp.abs(rounded) > float(info.max), infinite, rounded)
-    if info.tiny > wide_info.tiny:  # otherwise both dtypes have the same subnormal numbers
+    if info.tiny > wide_info.tiny:  # Otherwise both dtypes have the same exponents.
+        # Below the smallest normal number, the numbers of a dtype have equal distances.
         step = float(info.smallest_subnormal)
         subnormal = jnp.round(wide / step) * step
         rounded = jnp.where(jnp.abs(wide) < float(info.tiny), subnormal, rounded)
@@ -54,49 +55,49 @@ def _round_to_dtype_jvp(dtype: DTypeLike, primals: tuple, tangents: tuple) -> tu
 
 
 def encode_stochastically(x: jax.Array, format: "Format", key: jax.Array) -> jax.Array:
-    """Return codes like `format.encode`, but round each value up or down at random.
+    """Round each value up or down at random to a value of a format, and return the unpacked codes.
 
-    **Arguments:**
-
-    - `x`: values that are already divided by their scale, of any shape, in f32 or f64.
-    - `key`: a key of `jax.random`.
+    `x` has f32 or f64 values that are already divided by their scale. NaN gets the code of 0.
     """
     x = jnp.where(jnp.isnan(x), 0, x)
-    # Below, `u * gap` is never rounded up to `gap`, so exact values of the format do not change.
-    u = jax.random.uniform(key, x.shape, x.dtype)
+    # Below, `random * gap` is less than `gap`, so exact values of the format do not change.
+    random = jax.random.uniform(key, x.shape, x.dtype)  # in [0, 1)
     if format.codebook is not None:
-        return _encode_in_codebook(x, format, u)
+        return _encode_in_codebook(x, format, random)
     if not format.is_integer:
-        return _encode_in_float8(x, format, u)
+        return _encode_in_float8(x, format, random)
     if format.bits == 1:
-        return jnp.where(2 * u < x + 1, 1, -1).astype(format.byte_dtype)
-    below = jnp.floor(x)
-    return jnp.clip(below + (u < x - below), *format.code_range).astype(format.byte_dtype)
+        return jnp.where(2 * random < x + 1, 1, -1).astype(format.byte_dtype)
+    floor = jnp.floor(x)
+    return jnp.clip(floor + (random < x - floor), *format.code_range).astype(format.byte_dtype)
 
 
-def _encode_in_codebook(x: jax.Array, format: "Format", u: jax.Array) -> jax.Array:
+def _encode_in_codebook(x: jax.Array, format: "Format", random: jax.Array) -> jax.Array:
+    """Return codes of a codebook, rounded up or down by `random` numbers in [0, 1)."""
     ascending = format.sorted_codebook()
-    code = jnp.full(x.shape, ascending[0][1], jnp.uint8)
-    for (low, code_below), (high, code_above) in itertools.pairwise(ascending):
+    code = jnp.full(x.shape, ascending[0][1], jnp.uint8)  # the code of the smallest value
+    for (low, low_code), (high, high_code) in itertools.pairwise(ascending):
         start = jnp.asarray(low, x.dtype)
         gap = jnp.asarray(high, x.dtype) - start
         # True for all gaps below `x`, False for all above, and random for the gap around `x`.
-        is_beyond = (u * gap < x - start).astype(jnp.uint8)
-        code += is_beyond * jnp.uint8((code_above - code_below) % 256)
+        has_passed = (random * gap < x - start).astype(jnp.uint8)
+        code += has_passed * jnp.uint8((high_code - low_code) % 256)
     return code
 
 
-def _encode_in_float8(x: jax.Array, format: "Format", u: jax.Array) -> jax.Array:
+def _encode_in_float8(x: jax.Array, format: "Format", random: jax.Array) -> jax.Array:
+    """Return float8 values, rounded up or down by `random` numbers in [0, 1)."""
     dtype = format.code_dtype
     x = jnp.clip(x, -format.bound, format.bound)
     magnitude = jnp.abs(x)
     to_value = lambda bits: jax.lax.bitcast_convert_type(bits, dtype).astype(x.dtype)
-    # The bit patterns of positive floats are in the order of their values.
-    rounded = round_to_dtype(magnitude, dtype)
-    nearest = jax.lax.bitcast_convert_type(rounded.astype(dtype), jnp.uint8)
-    below = nearest - (rounded > magnitude).astype(jnp.uint8)
-    low = to_value(below)
-    # If `low` is the largest value, it equals `magnitude`, and the pattern above is not used.
-    is_up = (magnitude > low) & (u * (to_value(below + 1) - low) < magnitude - low)
-    bits = below + is_up.astype(jnp.uint8)
-    return jnp.where(x < 0, -to_value(bits), to_value(bits)).astype(dtype)
+    # The bit patterns of positive floats are in the order of their values, so the next pattern is
+    # the next float.
+    nearest = round_to_dtype(magnitude, dtype)
+    nearest_bits = jax.lax.bitcast_convert_type(nearest.astype(dtype), jnp.uint8)
+    low_bits = nearest_bits - (nearest > magnitude).astype(jnp.uint8)
+    low, high = to_value(low_bits), to_value(low_bits + 1)
+    # If `low` is the largest float, `high` is not a number, but then `magnitude` equals `low`.
+    rounds_up = (magnitude > low) & (random * (high - low) < magnitude - low)
+    rounded = to_value(low_bits + rounds_up.astype(jnp.uint8))
+    return jnp.where(x < 0, -rounded, rounded).astype(dtype)

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from .format import Format
 
-# NormalFloat: quantiles of N(0, 1), normalized to [-1, 1], with an exact zero.
+# NormalFloat (QLoRA): quantiles of N(0, 1), normalized to [-1, 1], with an exact zero.
 _NF4 = (
     -1.0,
     -0.6961928009986877,
@@ -38,31 +38,34 @@ _FP4 = (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)
 _FP4_BNB = [float(np.float32(sign * value / 12)) for sign in (1, -1) for value in _FP4]
 
 
-def _dynamic_map() -> list[float]:
+def _dynamic_codebook() -> list[float]:
     """Return the 256 values of the dynamic 8-bit format of bitsandbytes, in ascending order.
 
-    For i from 0 to 6, the i-th power of ten has 2**i values of each sign, which are spread evenly
-    from 0.1 to 1 times that power. The values are computed in float32, as torch does on processors
-    with fused multiply-add. On other processors, torch rounds some last bits differently.
+    The values are 0, 1, and for each i from 0 to 6 the centers of 2**i equal intervals between
+    10**(i - 7) and 10**(i - 6), with both signs. They are computed in float32, as torch does on
+    processors with fused multiply-add. On other processors, torch rounds some last bits
+    differently.
     """
     values = [0.0, 1.0]
     for i in range(7):
+        # The bounds of the intervals in [0.1, 1]. Like torch.linspace, compute the lower half of
+        # them from the lower end, and the upper half from the upper end.
         count = 2**i + 1
-        step = np.float64(np.float32(0.9) / np.float32(count - 1))
-        # Like torch.linspace, compute each half of the bounds from its own end.
         index = np.arange(count)
-        low = np.float32(0.1) + step * index
-        high = np.float32(1.0) - step * index[::-1]
-        bounds = np.where(index < count // 2, low, high).astype(np.float32)
-        means = (bounds[:-1] + bounds[1:]) / np.float32(2)
-        scaled = np.float32(10.0 ** (i - 6)) * means
-        values += [*map(float, scaled), *map(float, -scaled)]
+        step = np.float64(np.float32(0.9) / np.float32(count - 1))
+        from_low = np.float32(0.1) + step * index
+        from_high = np.float32(1.0) - step * index[::-1]
+        bounds = np.where(index < count // 2, from_low, from_high).astype(np.float32)
+        centers = np.float32(10.0 ** (i - 6)) * ((bounds[:-1] + bounds[1:]) / np.float32(2))
+        values += [*centers.tolist(), *(-centers).tolist()]
     return sorted(values)
 
 
 def _integer(
     name: str, bits: int | float, bound: float, source: str, calibration: str = "absmax"
 ) -> Format:
+    """Return an integer format, which is unsigned if `name` starts with "u"."""
+    # Unpacked codes of other widths than 4 and 16 are in int8 or uint8.
     sign, width = "u" if name.startswith("u") else "", bits if bits in (4, 16) else 8
     dtype = jnp.dtype(f"{sign}int{width}")
     return Format(name, bits, dtype, bound, None, source, calibration=calibration)
@@ -74,19 +77,23 @@ def _float8(dtype: DTypeLike, source: str) -> Format:
 
 
 def _codebook(name: str, values: Sequence[float], source: str) -> Format:
-    """Return a row whose scale is `absmax / max(values)`. `values` are in the order of codes."""
+    """Return a format whose code i represents `values[i]`, with scale `absmax / max(values)`."""
     bits = len(values).bit_length() - 1
     dtype = np.dtype(jnp.uint4 if bits == 4 else np.uint8)
     return Format(name, bits, dtype, float(max(values)), tuple(map(float, values)), source)
 
 
 def _small_float(name: str, bits: int) -> Format:
-    """Return a row for a float of fewer than 8 bits, whose bit patterns index a codebook."""
+    """Return a float format of 4 or 6 bits. Its codes are the bit patterns of the floats.
+
+    `name` is the name of the dtype in `ml_dtypes`, which lists the value of each bit pattern.
+    """
     values = np.arange(2**bits, dtype=np.uint8).view(getattr(ml_dtypes, name)).astype(float)
     return _codebook(name, values.tolist(), "OCP Microscaling Formats (MX) 1.0, section 5.3")
 
 
 def _microscaling(name: str, element: Format) -> Format:
+    """Return a format that adds power-of-two scales in tiles of 32 to the codes of `element`."""
     return dataclasses.replace(
         element,
         name=name,
@@ -97,7 +104,7 @@ def _microscaling(name: str, element: Format) -> Format:
     )
 
 
-# The scale maps the largest magnitude half a step beyond the largest code, because values that far
+# This scale maps the largest magnitude to half a step beyond the largest code. Values up to there
 # are still rounded to that code.
 _SYMMETRIC = "symmetric, scale = absmax / (qmax + 1/2), as Qwix 0.1.8"
 _AFFINE = "affine, scale = (max - min) / (2**bits - 1), as Qwix 0.1.8's asymmetric int8"
@@ -149,7 +156,7 @@ FORMATS: dict[str, Format] = _Formats(
         ),
         _codebook("fp4_bnb", _FP4_BNB, "bitsandbytes 0.45, fp4"),
         _codebook("iq4_nl", _IQ4_NL, "llama.cpp, IQ4_NL and IQ4_XS"),
-        _codebook("dynamic8", _dynamic_map(), _DYNAMIC),
+        _codebook("dynamic8", _dynamic_codebook(), _DYNAMIC),
         _microscaling("mxfp8", _E4M3),
         dataclasses.replace(
             _microscaling("mxfp8_16", _E4M3),

@@ -1,8 +1,8 @@
 """Tiles: the groups of values that share a scale.
 
-A scale array has the rank of the values. Along each axis, its size is the number of equal tiles
-into which the axis is cut: 1 if all values share a scale, and the size of the axis if each index
-has its own (channelwise). Shapes of scale arrays are called `counts`.
+A scale array has the rank of the values. The size of each of its axes is the number of equal tiles
+into which the same axis of the values is cut. The size is 1 if all values along the axis share a
+scale, and the full size if each index has its own scale (channelwise).
 """
 
 import operator
@@ -21,10 +21,12 @@ Leaf = jax.Array | np.ndarray
 def tile_counts(
     shape: Shape, channelwise_axes: Sequence[int], tiled_axes: Mapping[int, int]
 ) -> Shape:
-    """Return the number of tiles along each axis, which is the shape of the scale.
+    """Return the number of tiles along each axis of values, which is the shape of the scale.
 
-    **Raises:** `ValueError` if an axis does not exist or is named twice, or if a tile does not
-    divide its axis. The message lists tile sizes that do.
+    `channelwise_axes` have one scale per index. `tiled_axes` maps axes to tile sizes.
+
+    **Raises:** `ValueError` if an axis does not exist or is named twice, or if a tile size does not
+    divide its axis.
     """
     sizes = [(axis, 1) for axis in channelwise_axes] + list(tiled_axes.items())
     counts = [1] * len(shape)
@@ -50,7 +52,7 @@ def tile_counts(
 def normalize_axis(axis: int, shape: Shape) -> int:
     """Return an axis counted from the front.
 
-    **Raises:** `ValueError` if it is out of range.
+    **Raises:** `ValueError` if the axis is out of range.
     """
     if not -len(shape) <= axis < len(shape):
         raise ValueError(f"axis {axis} is out of range for an array of shape {shape}")
@@ -58,43 +60,44 @@ def normalize_axis(axis: int, shape: Shape) -> int:
 
 
 def dividing_tiles(size: int, tile: int) -> list[int]:
-    """Return up to six tile sizes that divide an axis of `size`, in ascending order.
+    """Return the up to six divisors of `size` nearest to `tile` by ratio, in ascending order.
 
-    They are the nearest to `tile`, by ratio: for 384 and 100, they are 32 to 192.
+    For size 384 and tile 100, these are 32, 48, 64, 96, 128 and 192. Error messages suggest them.
     """
     tile = max(tile, 1)
     divisors = [d for d in range(1, size + 1) if size % d == 0]
     return sorted(sorted(divisors, key=lambda d: max(d / tile, tile / d))[:6])
 
 
-def can_tile(counts: Shape, shape: Shape) -> bool:
-    """Return whether a scale of shape `counts` fits values of `shape`."""
-    return len(counts) == len(shape) and all(
+def can_tile(scale_shape: Shape, shape: Shape) -> bool:
+    """Return whether the axes of a scale divide the axes of values of `shape`."""
+    return len(scale_shape) == len(shape) and all(
         size == count or (count > 0 and size % count == 0)
-        for size, count in zip(shape, counts, strict=True)
+        for size, count in zip(shape, scale_shape, strict=True)
     )
 
 
-def tile_shape(shape: Shape, counts: Shape) -> Shape:
-    """Return the number of values per tile along each axis, for a scale of shape `counts`."""
+def tile_shape(shape: Shape, scale_shape: Shape) -> Shape:
+    """Return the number of values that share a scale along each axis of values of `shape`."""
     # The scale of an axis of size 0 can have size 0.
-    return tuple(size // max(count, 1) for size, count in zip(shape, counts, strict=True))
+    return tuple(size // max(count, 1) for size, count in zip(shape, scale_shape, strict=True))
 
 
-def split_tiles(x: jax.Array, counts: Shape) -> jax.Array:
-    """Split every axis in two: `[..., size, ...]` becomes `[..., count, tile, ...]`."""
-    return split_axes(x, list(zip(counts, tile_shape(x.shape, counts), strict=True)))
+def split_tiles(x: jax.Array, scale_shape: Shape) -> jax.Array:
+    """Split every axis in two: the number of tiles, and the number of values per tile.
+
+    For example, values `[64, 8]` with a scale `[2, 8]` become `[2, 32, 8, 1]`.
+    """
+    return split_axes(x, list(zip(scale_shape, tile_shape(x.shape, scale_shape), strict=True)))
 
 
 def over_tiles(op: Callable, x: jax.Array, scale: Leaf) -> jax.Array:
     """Return `op(x, scale)`, with each entry of `scale` broadcast over its tile of `x`."""
-    split: list[Shape] = []
-    grid: list[Shape] = []
-    for size, count in zip(x.shape, scale.shape, strict=True):
-        if count in (1, size):
-            split.append((size,))
-            grid.append((count,))
-        else:
-            split.append((count, size // count))
-            grid.append((count, 1))
-    return join_axes(op(split_axes(x, split), split_axes(jnp.asarray(scale), grid)), x)
+    # Split an axis into tiles only if it has several tiles of several values. Others broadcast.
+    axes = [
+        ((size,), (count,)) if count in (1, size) else ((count, size // count), (count, 1))
+        for size, count in zip(x.shape, scale.shape, strict=True)
+    ]
+    split_x = split_axes(x, [x_sizes for x_sizes, _ in axes])
+    split_scale = split_axes(jnp.asarray(scale), [scale_sizes for _, scale_sizes in axes])
+    return join_axes(op(split_x, split_scale), x)
