@@ -245,7 +245,7 @@ def gathered(x: Any, placed: placing.PlacedWeight) -> Any:
 def lying(x: Any, sharding: NamedSharding) -> Any:
     """An abstract array, implicit or dense, that lies somewhere."""
     leaves, structure = jax.tree.flatten(x)
-    pairs = zip(leaves, placing.places(x, sharding), strict=True)
+    pairs = zip(leaves, placing.leaf_destinations(x, sharding), strict=True)
     return jax.tree.unflatten(
         structure, [jax.ShapeDtypeStruct(y.shape, y.dtype, sharding=s) for y, s in pairs]
     )

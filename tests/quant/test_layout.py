@@ -248,14 +248,14 @@ def reshapes(draw):
     """Draw a shape, a reshaped one, and the shape of a leaf."""
     factors = draw(st.lists(st.sampled_from([1, 2, 2, 3]), max_size=6))
 
-    def merged():
+    def draw_shape():
         cuts = draw(st.lists(st.booleans(), min_size=len(factors), max_size=len(factors)))
         groups = [[]]
         for factor, cut in zip(factors, cuts, strict=True):
             groups = [*groups, [factor]] if cut else [*groups[:-1], [*groups[-1], factor]]
         return tuple(map(math.prod, groups))
 
-    old, new = merged(), merged()
+    old, new = draw_shape(), draw_shape()
     return old, new, tuple(draw(st.sampled_from(divisors(size))) for size in old)
 
 

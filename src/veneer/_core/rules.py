@@ -210,7 +210,9 @@ def add_rule(
             CONTAINS_PROGRAMS.add(primitive)
         _reject_duplicate(rule, _rules.setdefault(primitive, []), primitive.name)
         _rules[primitive].append(rule)
-        if primitive.name in COMMUTATIVE and _may_swap(rule):
+        values = {c for classes in rule.operands for c in classes if issubclass(c, Value)}
+        differ = len(set(rule.operands)) == 2 == len(rule.operands) and rule.more is None
+        if primitive.name in COMMUTATIVE and differ and all(c.commute_ops for c in values):
             _rules[primitive].append(_swapped(rule))
     for clear in _clear_caches:
         clear()
@@ -231,12 +233,6 @@ def _reject_duplicate(rule: RegisteredRule, rules: Iterable[RegisteredRule], nam
 
 #: Primitives whose rule for `(x, y)` also serves `(y, x)`, if the types set `commute_ops`.
 COMMUTATIVE = frozenset("add add_any mul max min and or xor eq ne".split())
-
-
-def _may_swap(rule: RegisteredRule) -> bool:
-    differ = len(set(rule.operands)) == 2 == len(rule.operands) and rule.more is None
-    values = {c for classes in rule.operands for c in classes if issubclass(c, Value)}
-    return differ and all(c.commute_ops for c in values)
 
 
 def _swapped(rule: RegisteredRule) -> RegisteredRule:

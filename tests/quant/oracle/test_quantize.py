@@ -32,7 +32,7 @@ def float64(x) -> np.ndarray:
     return np.asarray(x.astype(jnp.float32) if x.dtype.itemsize < 4 else x, np.float64)
 
 
-def worth(q: QArray) -> np.ndarray:
+def exact_values(q: QArray) -> np.ndarray:
     """Dequantize in float64 by NumPy, without the last rounding."""
     values = float64(q.format.decode(q.codes(), jnp.float32))
     scale, zero_point = float64(q.scales()), q.zero_point
@@ -60,7 +60,7 @@ def assert_same_to_rounding(x, ours: QArray, theirs: QArray):
     eps = float(jnp.finfo(x.dtype).eps)
     our_scale, their_scale = float64(ours.scales()), float64(theirs.scales())
     np.testing.assert_allclose(our_scale, their_scale, rtol=eps)
-    x, a, b = float64(x), worth(ours), worth(theirs)
+    x, a, b = float64(x), exact_values(ours), exact_values(theirs)
     differ = ~np.isclose(a, b, rtol=2 * eps, atol=0)
     # A tie, up to the precision of the quotient, can get either code. The largest value of a tile
     # is a tie, because `scale = absmax / (qmax + 1/2)`.
@@ -147,9 +147,9 @@ def test_f16_weights_keep_scales_that_qwix_replaces(qtype):
     x = normal(jnp.float16) * 0.1
     ours, theirs = both(x, qtype, channelwise_axes=[1])
     assert (theirs.scale == 1).all()
-    assert rms(worth(ours) - float64(x)) < 0.1 * rms(float64(x))
+    assert rms(exact_values(ours) - float64(x)) < 0.1 * rms(float64(x))
     if qtype == "int8":
-        assert (worth(theirs) == 0).all()
+        assert (exact_values(theirs) == 0).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -166,7 +166,7 @@ def test_minmax_gives_the_scales_codes_and_zero_points_of_qwix(qtype, dtype):
         eps = float(jnp.finfo(x.dtype).eps)
         levels = 2**ours.format.bits
         step = spread(float64(theirs.scales())) * (1 + levels * eps)
-        assert (np.abs(worth(ours) - worth(theirs)) <= step).all()
+        assert (np.abs(exact_values(ours) - exact_values(theirs)) <= step).all()
 
 
 @pytest.mark.usefixtures("current_emitters")
@@ -177,7 +177,7 @@ def test_microscaling_gives_the_powers_of_two_and_codes_of_qwix(qtype):
     assert ours.scale.dtype == jnp.float8_e8m0fnu  # Qwix keeps the dtype of the array
     np.testing.assert_array_equal(ours.scales(), theirs.scales())
     # Dividing by a power of two is exact, so no tie can get another code.
-    np.testing.assert_array_equal(worth(ours), worth(theirs))
+    np.testing.assert_array_equal(exact_values(ours), exact_values(theirs))
 
 
 def test_microscaling_does_not_clip_bf16_tiles_as_qwix_does():
@@ -207,14 +207,14 @@ def test_nvfp4_has_one_more_scale_than_qwix():
     np.testing.assert_allclose(float(ours.scale.codes().astype(jnp.float32).max()), 448)
     eps = float(jnp.finfo(jnp.float8_e4m3fn).eps)
     np.testing.assert_allclose(ours.scales(), theirs.scales(), rtol=eps)
-    assert rms(worth(ours) - x) < 1.05 * rms(worth(theirs) - x)
+    assert rms(exact_values(ours) - x) < 1.05 * rms(exact_values(theirs) - x)
 
 
 def test_nvfp4_keeps_small_weights_that_qwix_rounds_to_zero():
     x = normal(jnp.float32) * 1e-3  # scales below 2**-9 become 0 in e4m3
     ours, theirs = both(x, "nvfp4", channelwise_axes=[1], tiled_axes={0: 16})
-    assert rms(worth(ours) - x) < 0.15 * rms(x)
-    assert np.isnan(worth(theirs)).any() or rms(worth(theirs) - x) > 0.5 * rms(x)
+    assert rms(exact_values(ours) - x) < 0.15 * rms(x)
+    assert np.isnan(exact_values(theirs)).any() or rms(exact_values(theirs) - x) > 0.5 * rms(x)
 
 
 def rms(x) -> float:
@@ -228,7 +228,7 @@ def test_codes_use_the_stored_scale_and_those_of_qwix_do_not(scale_dtype):
     np.testing.assert_array_equal(ours.scale, theirs.scale)
     # Qwix dequantizes to the dtype of the scale. We keep the dtype of the input.
     assert (theirs.dtype, ours.dtype) == (scale_dtype, x.dtype)
-    assert rms(worth(ours) - x) <= rms(worth(theirs) - x)
+    assert rms(exact_values(ours) - x) <= rms(exact_values(theirs) - x)
 
 
 @pytest.mark.parametrize("qtype", QWIX_NAMES)
@@ -263,7 +263,7 @@ def test_the_numbers_of_a_method_mean_the_same_as_in_qwix(qtype, method, dtype):
         # The order of sums differs, so scales can differ by a few roundings. No value outside of
         # the range is a tie.
         np.testing.assert_allclose(ours.scales(), theirs.scales(), rtol=1e-6)
-        a, b = worth(ours), worth(theirs)
+        a, b = exact_values(ours), exact_values(theirs)
         assert (~np.isclose(a, b, rtol=2e-6, atol=1e-7)).mean() < 0.002
     else:
         # Qwix computes the mean of squares in bf16, so its scales differ by a percent.
@@ -285,7 +285,7 @@ def test_a_tile_of_zeros_has_scale_one_in_both():
     x = normal(jnp.float32).at[:, 3].set(0)
     ours, theirs = both(x, "int8", channelwise_axes=[1])
     assert ours.scale[0, 3] == theirs.scale[0, 3] == 1
-    assert (worth(ours)[:, 3] == 0).all()
+    assert (exact_values(ours)[:, 3] == 0).all()
 
 
 def test_tiny_values_are_kept_and_become_zero_in_qwix():
@@ -293,13 +293,13 @@ def test_tiny_values_are_kept_and_become_zero_in_qwix():
         normal(jnp.float32) * 1e-21
     )  # Qwix replaces scales below the root of the smallest normal number
     ours, theirs = both(x, "int8", channelwise_axes=[1])
-    assert (worth(theirs) == 0).all()
-    assert rms(worth(ours) - x) < 0.01 * rms(x)
+    assert (exact_values(theirs) == 0).all()
+    assert rms(exact_values(ours) - x) < 0.01 * rms(x)
 
 
 def test_nan_stays_in_its_tile_and_becomes_a_number_in_qwix():
     x = normal(jnp.float32).at[0, 0].set(jnp.nan)
     ours, theirs = both(x, "int8", channelwise_axes=[1])
-    assert np.isnan(worth(ours)[:, 0]).all()
-    assert np.isfinite(worth(ours)[:, 1:]).all()
-    assert np.isfinite(worth(theirs)[:, 1:]).all()
+    assert np.isnan(exact_values(ours)[:, 0]).all()
+    assert np.isfinite(exact_values(ours)[:, 1:]).all()
+    assert np.isfinite(exact_values(theirs)[:, 1:]).all()

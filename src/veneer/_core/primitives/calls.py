@@ -67,7 +67,7 @@ class _NoRuleError(Exception):
 
 
 def _apply_rules_of_function(name: str, jaxpr: Any, values: Sequence[Any]) -> Any:
-    """Run the rule of a function, such as `jnp.linalg.det`, if a jaxpr is that of the function."""
+    """Run the rule of the function, such as `jnp.linalg.det`, that a jaxpr was traced from."""
     for function, vmaps in _recognize(name, jaxpr):
         if not all(has_batch_axes(v, vmaps) for v in values if isinstance(v, Value)):
             continue

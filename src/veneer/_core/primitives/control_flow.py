@@ -154,7 +154,7 @@ def _without_weak_type(leaf: Any) -> Any:
 def common_form(where: str, one: ValueType, other: ValueType, tried: Any = None) -> Any:
     """Return the form that values on both sides of a loop or in two branches must be converted to.
 
-    A dense array may become a label, if it is zero. Otherwise both become dense.
+    A dense array may be converted to a label, if it is zero. Otherwise both are materialized.
 
     **Arguments:**
 

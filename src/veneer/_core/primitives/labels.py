@@ -1,7 +1,7 @@
 """Labels: types whose only leaf is the dense array, with metadata such as a unit or a tag.
 
-The tangent, the cotangent and the sharding of a label are those of its leaf, with the same
-metadata. So none of them materializes it.
+The tangent, cotangent and sharding of a label are the same as for its leaf, with the same metadata.
+So none of them materializes the label.
 """
 
 from collections.abc import Callable, Sequence

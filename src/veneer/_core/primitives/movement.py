@@ -224,7 +224,7 @@ def gather(
 ) -> Any:
     """Gather from each leaf of a value. Return the result, or NotImplemented.
 
-    **Arguments:** those of the primitive, and
+    **Arguments:** the parameters of the primitive, and
 
     - `fills`: the fill value of each leaf, for indices out of bounds. Replaces `fill_value`.
     - `rule`: the rule for a field that is of the type of `x`.
@@ -319,8 +319,11 @@ def concatenate(*operands: Value, dimension: Any) -> Any:
             return NotImplemented
     if layouts[0].is_declared and 0 in (*shapes[0], *sizes):
         return NotImplemented
+    # A shared entry is for a block with the size of the axis, which all operands must share.
+    is_shared = lambda axis: axis is not None and axis.block == "shared"
+    sized = lambda axis, shape: axis._replace(block=shape[axis.axis]) if is_shared(axis) else axis
     axes = [
-        [_with_numbers(leaf.axes, shape) for leaf in layout.leaves]
+        [[sized(axis, shape) for axis in leaf.axes] for leaf in layout.leaves]
         for layout, shape in zip(layouts, shapes, strict=True)
     ]
     if any(other != axes[0] for other in axes):
@@ -336,12 +339,6 @@ def concatenate(*operands: Value, dimension: Any) -> Any:
     if any(result is NotImplemented for result in results):
         return NotImplemented
     return results[0] if _have_same_type(results) else NotImplemented
-
-
-def _with_numbers(axes: Axes, shape: Shape) -> list[LeafAxis | None]:
-    """Return leaf axes with a number for each "shared" block: the size of the dense axis."""
-    is_shared = lambda axis: axis is not None and axis.block == "shared"
-    return [a._replace(block=shape[a.axis]) if is_shared(a) else a for a in axes]  # type: ignore[union-attr]
 
 
 def _concatenate_parts(

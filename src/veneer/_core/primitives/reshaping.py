@@ -15,7 +15,7 @@ def reshape(x: Value, new: Shape) -> Any:
     """Return a value of another shape, or NotImplemented if a block would be cut."""
     x = x._movable()
     old, layout = x.aval().shape, layout_of(x)
-    # The axes after the last one that a leaf axis corresponds to must stay as they are.
+    # Axes after the last one that a leaf axis corresponds to must not change.
     outer = 1 + max(layout.dense_axes(), default=-1)
     new_outer = len(new) - (len(old) - outer)
     if new_outer < 0 or old[outer:] != new[new_outer:] or (layout.is_declared and 0 in old):

@@ -100,7 +100,7 @@ def _resized_specs(value: Value, spec: P, sizes: Sizes, resize: Resize) -> Any:
 
 
 def why_not_split(value: Value, spec: P, sizes: Sizes) -> str:
-    """Return a text about a block that `spec` would cut, or an empty text."""
+    """Return a text about a block that `spec` cuts, or an empty text."""
     parts, _, axes = declared_layout(value)
     entries, shape = entries_of(spec, value.aval().ndim), value.aval().shape
     for part, part_axes in zip(parts, axes or [()] * len(parts), strict=True):

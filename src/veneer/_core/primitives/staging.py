@@ -61,8 +61,8 @@ class StagedProgram:
     def resolve(self, operands: Sequence[Any]) -> "StagedProgram":
         """Return this program with the events and sources of the current call.
 
-        Events at the line of the traced call get the current line. JAX traces its own functions,
-        such as that of `x @ w`, only once.
+        Events at the line of the traced call get the current line, because JAX traces its own
+        functions, such as `jnp.matmul`, only once.
         """
         if not (self.events or any(self.out_sources)):
             return self

@@ -41,7 +41,7 @@ _DTYPES = tuple(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
 
 
 def plan_kernel(product: QuantizedProduct) -> Plan | None:
-    """Read packed codes by a kernel, if a platform has one for them."""
+    """Plan to read packed codes by a kernel, if a platform has one for them."""
     if select.chosen() == "xla" or fixes_dtypes(product.precision) or _is_sharded(product):
         return None
     if product.out_dtype not in _DTYPES:
@@ -79,7 +79,7 @@ def _is_sharded(product: QuantizedProduct) -> bool:
 
 
 def plan_kernel_with_folded_scale(product: QuantizedProduct) -> Plan | None:
-    """Multiply activations by the scale of each term, and plan a kernel for the rest.
+    """Plan to multiply the scale of each term into the activations, and call a kernel for the rest.
 
     `sum_k x[k] * (codes[k, n] * scale[k])` is `sum_k (x[k] * scale[k]) * codes[k, n]`, and x has
     fewer rows. The values of a cache have such scales, one per token.
@@ -138,7 +138,7 @@ def plan_kernel_with_folded_scale(product: QuantizedProduct) -> Plan | None:
 
 
 def plan_kernel_without_minimum(product: QuantizedProduct) -> Plan | None:
-    """Read codes by a kernel that adds no minima, and add the minima in a second product."""
+    """Plan to call a kernel that adds no minima, and add the minima in a second product."""
     split = split_minimum(product)
     if split is None:
         return None

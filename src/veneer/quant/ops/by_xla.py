@@ -55,7 +55,7 @@ _FEW = 16
 
 
 def plan_without_minimum(product: QuantizedProduct) -> Plan | None:
-    """Add the minima of an operand in a second product."""
+    """Plan to add the minima of an operand in a second product."""
     split = split_minimum(product)
     if split is None:
         return None
@@ -64,7 +64,7 @@ def plan_without_minimum(product: QuantizedProduct) -> Plan | None:
 
 
 def plan_scaled_matmul(product: QuantizedProduct) -> Plan | None:
-    """Multiply codes of mxfp8 and their scales by `jax.nn.scaled_matmul`, on GPUs that have it."""
+    """Plan to call `jax.nn.scaled_matmul` for mxfp8 operands, on GPUs that support it."""
     lhs, rhs = product.operands
     if not (isinstance(lhs, QArray) and isinstance(rhs, QArray) and has_block_scaled_matmul()):
         return None
@@ -88,7 +88,7 @@ def plan_scaled_matmul(product: QuantizedProduct) -> Plan | None:
 
 
 def plan_codes(product: QuantizedProduct) -> Plan | None:
-    """Multiply the codes of both operands, and scale the output."""
+    """Plan to multiply the codes of both operands, and scale the output."""
     codes = multiplied_codes(product)
     if codes is None or codes[1] > 1:
         return None
@@ -100,7 +100,7 @@ def plan_codes(product: QuantizedProduct) -> Plan | None:
 
 
 def plan_tiles(product: QuantizedProduct) -> Plan | None:
-    """Multiply the codes of both operands tile by tile, scale each sum, and add the sums."""
+    """Plan to multiply codes tile by tile, scale the sum of each tile, and add these sums."""
     codes = multiplied_codes(product)
     if codes is None or codes[1] == 1:
         return None
@@ -110,7 +110,7 @@ def plan_tiles(product: QuantizedProduct) -> Plan | None:
 
 
 def plan_values(product: QuantizedProduct) -> Plan | None:
-    """Multiply codes as floats, and scale the output if scales do not vary along the sum."""
+    """Plan to multiply codes as floats, and scale the output if no scale varies along the sum."""
     if not product.can_scale_output or product.terms == 0:
         return None
     hows, are_scaled_after = [], []
@@ -126,7 +126,7 @@ def plan_values(product: QuantizedProduct) -> Plan | None:
 
 
 def plan_dense(product: QuantizedProduct) -> Plan:
-    """Dequantize both operands and multiply the dense arrays."""
+    """Plan to dequantize both operands and multiply the dense arrays."""
     lhs, rhs = product.operands
     how = describe_dequantized(lhs, rhs)
     if fixes_dtypes(product.precision):

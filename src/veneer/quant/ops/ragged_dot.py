@@ -112,27 +112,22 @@ def ragged_dot_general(
     >>> y.shape, [round(float(v), 1) for v in y[:, 0, 0]]
     ((2, 1, 3), [2.0, 0.0])
     """
-    plan = _plan(
-        *operand_pair(lhs, rhs, precision, preferred_element_type),
-        jnp.asarray(materialise_one(group_sizes)),
-        dimension_numbers,
-        precision,
-        preferred_element_type,
-        group_offset,
-    )
-    return plan()
+    options = dimension_numbers, precision, preferred_element_type, group_offset
+    return _plan(lhs, rhs, group_sizes, *options)()
 
 
 def _plan(
-    lhs: Operand,
-    rhs: Operand,
-    group_sizes: jax.Array,
+    lhs: ArrayLike | ImplicitArray,
+    rhs: ArrayLike | ImplicitArray,
+    group_sizes: ArrayLike | ImplicitArray,
     dimension_numbers: lax.RaggedDotDimensionNumbers,
     precision: Any,
     preferred_element_type: DTypeLike | None,
     group_offset: ArrayLike | None,
 ) -> Plan:
     """Return the plan of a product: one group at a time, as `dot_general`, or dense."""
+    lhs, rhs = operand_pair(lhs, rhs, precision, preferred_element_type)
+    group_sizes = jnp.asarray(materialise_one(group_sizes))
     multiply: Callable[..., jax.Array] = functools.partial(
         lax.ragged_dot_general,
         ragged_dot_dimension_numbers=dimension_numbers,
@@ -246,12 +241,5 @@ def _ragged_dot_general(
 ) -> Any:
     if out_sharding is not None:
         return NotImplemented
-    plan = _plan(
-        *operand_pair(lhs, rhs, precision, preferred_element_type),
-        jnp.asarray(group_sizes),
-        ragged_dot_dimension_numbers,
-        precision,
-        preferred_element_type,
-        group_offset,
-    )
-    return execute(plan)
+    options = ragged_dot_dimension_numbers, precision, preferred_element_type, group_offset
+    return execute(_plan(lhs, rhs, group_sizes, *options))

@@ -164,7 +164,7 @@ class BitAllocator:
 
     def _find_candidates(
         self, args: Sequence[Any]
-    ) -> tuple[ChosenRules, dict[str, list["_Candidate"]]]:
+    ) -> tuple[ChosenRules, dict[str, list["_FittedChoice"]]]:
         """Return the tree of parameters, and the candidates of each weight, in its order."""
         with warnings.catch_warnings():
             # The function that gets the allocated rules repeats these warnings.
@@ -174,14 +174,14 @@ class BitAllocator:
             ]
         tree = by_choice[0]
         warn_of_unmatched(self._choices, tree.paths)
-        candidates: dict[str, list[_Candidate]] = {}
+        candidates: dict[str, list[_FittedChoice]] = {}
         for path, leaf in zip(tree.paths, tree.leaves, strict=True):
             for choice, chosen in zip(self._choices, by_choice, strict=True):
                 rule = chosen.rules.get(path)
                 if rule is not None and rule.qtype is not None:
                     axes = chosen.correction_axes(path)
                     row = candidates.setdefault(path, [])
-                    row.append(_Candidate.create(leaf, choice, rule, axes))
+                    row.append(_FittedChoice.create(leaf, choice, rule, axes))
         if not candidates:
             raise ValueError(
                 "no choice has a format for a weight that the program uses. Change the path_regex "
@@ -192,7 +192,7 @@ class BitAllocator:
     def _observe(
         self,
         tree: ChosenRules,
-        candidates: Mapping[str, Sequence["_Candidate"]],
+        candidates: Mapping[str, Sequence["_FittedChoice"]],
         batches: Iterable[Any],
     ) -> Mapping[str, ActivationStatistics]:
         """Return the statistics of the activations of each weight that products use."""
@@ -209,7 +209,7 @@ class BitAllocator:
     def _measure_model_losses(
         self,
         tree: ChosenRules,
-        candidates: Mapping[str, Sequence["_Candidate"]],
+        candidates: Mapping[str, Sequence["_FittedChoice"]],
         probes: Mapping[str, int],
         args: Sequence[Any],
     ) -> dict[str, float]:
@@ -244,8 +244,8 @@ class BitAllocator:
 _NO_BATCH = object()
 
 
-class _Candidate(NamedTuple):
-    """A format for a weight.
+class _FittedChoice(NamedTuple):
+    """A choice of the caller, fitted to a weight.
 
     **Arguments:**
 
@@ -261,7 +261,9 @@ class _Candidate(NamedTuple):
     bits: int
 
     @classmethod
-    def create(cls, leaf: Any, choice: Rule, rule: Rule, axes: LowRankAxes | None) -> "_Candidate":
+    def create(
+        cls, leaf: Any, choice: Rule, rule: Rule, axes: LowRankAxes | None
+    ) -> "_FittedChoice":
         stored = jax.eval_shape(lambda x: quantize_with_correction(x, rule, axes), leaf)
         return cls(choice, rule, axes, 8 * stored.nbytes)
 
