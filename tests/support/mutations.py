@@ -40,8 +40,8 @@ class Mutation(NamedTuple):
 MUTATIONS = [
     # The core.
     Mutation(
-        "return not says_no and all(map(_transparent, tree.children()))",
-        "return all(map(_transparent, tree.children()))",
+        "        return False\n    return all(map(_is_batch_transparent, tree.children()))",
+        "        pass\n    return all(map(_is_batch_transparent, tree.children()))",
         "transforms/test_batch_axes.py transforms/test_meeting.py core/test_movement.py",
     ),
     Mutation(
@@ -50,8 +50,8 @@ MUTATIONS = [
         "core/test_rules.py types/labels",
     ),
     Mutation(
-        "with policy_in_force(policy), place_of(is_derivative):",
-        "with policy_in_force(current_policy()), place_of(is_derivative):",
+        "with policy_in_force(policy), restore_place(is_derivative):",
+        "with policy_in_force(current_policy()), restore_place(is_derivative):",
         "core/test_policy.py transforms/test_custom_derivatives.py",
     ),
     Mutation(
@@ -61,8 +61,8 @@ MUTATIONS = [
     ),
     # Primitives.
     Mutation(
-        "value.aval().shape[:1] == (length,) and has_batch_axes(value, 1)",
-        "value.aval().shape[:1] == (length,)",
+        "not isinstance(x, Value) or has_batch_axes(x, 1)",
+        "not isinstance(x, Value) or x.aval().ndim > 0",
         "transforms/test_control_flow.py transforms/test_batch_axes.py types",
     ),
     Mutation(
@@ -71,8 +71,8 @@ MUTATIONS = [
         "types/labels",
     ),
     Mutation(
-        "both[: len(both) // 2])\n        moved",
-        "both[len(both) // 2 :])\n        moved",
+        "results[: len(results) // 2])",
+        "results[len(results) // 2 :])",
         "transforms/test_custom_derivatives.py transforms/matrix",
     ),
     # Quantization.

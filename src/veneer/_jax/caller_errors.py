@@ -117,7 +117,7 @@ class _CallerError(BaseException):
 def _with_note(check: Callable, note: str, value: Any) -> Callable[..., None]:
     """Return a function that calls `check` and raises its error as a `_CallerError`.
 
-    The note, if it is not "", is added to the error. `{}` in the note stands for the value.
+    A note, with `{}` replaced by the value, is added to the error. With "", no note is added.
     """
 
     def call(*args: Any) -> None:

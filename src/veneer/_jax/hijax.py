@@ -177,8 +177,8 @@ def call_transpose_rule(
 ) -> None:
     """Call JAX's transpose rule of a primitive.
 
-    In `operands`, an accumulator (`GradAccum`) stands for each linear operand. The cotangent of the
-    operand is added to the accumulator.
+    In `operands`, each linear operand is replaced by an accumulator (`GradAccum`), to which the
+    cotangent of the operand is added.
     """
     cts: Any = list(cotangents) if primitive.multiple_results else cotangents[0]
     if primitive in ad.fancy_transposes:

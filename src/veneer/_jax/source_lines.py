@@ -31,7 +31,7 @@ def user_line() -> str:
     """Return the user's `file:line (function)` that is being traced.
 
     JAX records this line for most equations. If JAX replays a cached jaxpr, no line is recorded,
-    and the result is the innermost user's line that is running. `UNKNOWN_LINE` if there is none.
+    and the result is the innermost user's line that is running, or `UNKNOWN_LINE`.
     """
     recorded = equation_line(source_info_util.current())
     frame = _user_frame() if recorded == UNKNOWN_LINE else None
