@@ -6,7 +6,7 @@ version, so that it can be deleted with the support for that version.
 
     tracing             the current trace, kinds of traced arrays, and varying manual axes
     known_values        entries, zeros and divisors of traced arrays that are known at trace time
-    primitives          primitives by name, jaxprs, scans, and the lowering of primitives
+    primitives          lookup of primitives, jaxprs, scans, and the lowering of primitives
     derivatives         custom derivatives and batching rules, and a named scope for tangents
     sharding            resharding, and reshapes of sharded arrays
     source_lines        the user's source line, without veneer's own frames

@@ -1,7 +1,8 @@
 """Call JAX's custom derivative and batching rules, and mark tangents with a named scope.
 
-JAX passes the functions of `custom_jvp` and `custom_vjp` to a trace as `WrappedFun`s. A
-`WrappedFun` writes trees and other results into stores, which its caller reads after the call.
+JAX passes the functions of `custom_jvp` and `custom_vjp` to a trace as `WrappedFun`s. Besides its
+return value, a `WrappedFun` writes results such as tree structures into stores. Its caller reads
+the stores after the call.
 """
 
 import os
@@ -25,22 +26,22 @@ def transform_flat_function(
     function: lu.WrappedFun, transform: Callable[[Callable], Callable]
 ) -> lu.WrappedFun:
     """Return a `WrappedFun` that calls `transform(f)`, where `f` is the function inside."""
-
-    def transformed(inner: Callable, *args: Any) -> Any:
-        return transform(inner)(*args)
-
-    return lu.transformation2(transformed)(function)
+    call_transformed = lambda inner, *args: transform(inner)(*args)
+    return lu.transformation2(call_transformed)(function)
 
 
 def reset_stores(function: lu.WrappedFun) -> None:
-    """Empty the stores of a `WrappedFun`, which can be filled only once, to call it again."""
+    """Empty the stores of a `WrappedFun`, so that it can be called again."""
     for store in function.stores:
         if store is not None:
             store.reset()
 
 
 def call_bwd(bwd: lu.WrappedFun, residuals: Sequence, cotangents: Sequence) -> list[Any]:
-    """Call the backward function of a `custom_vjp`. Return cotangents, with None for zeros."""
+    """Call the backward function of a `custom_vjp`.
+
+    **Returns:** the cotangent of each operand, or None for a symbolic zero.
+    """
     out = bwd.call_wrapped(*residuals, *cotangents)
     if isinstance(out, tuple) and len(out) == 2 and isinstance(out[0], list):  # JAX >= 0.12
         out, logs = out
@@ -61,18 +62,18 @@ CustomRoot: Any = getattr(solves, "CustomRoot", _Absent)
 RootLinearMap: Any = getattr(solves, "_RootLinearMap", _Absent)
 
 
-def get_operand_structure(tree: Any) -> Any:
-    """Return the tree structure that a `custom_vmap` stores for its operands."""
-    registry = getattr(custom_batching, "tracing_registry", None)  # JAX >= 0.12 has its own
-    return registry.flatten(tree)[1] if registry else jax.tree.structure(tree)
+def get_operand_structure(operands: Any) -> Any:
+    """Return the tree structure of operands as `custom_vmap` stores it in its equation."""
+    registry = getattr(custom_batching, "tracing_registry", None)  # JAX >= 0.12
+    return registry.flatten(operands)[1] if registry else jax.tree.structure(operands)
 
 
 #: The name of the scope around the operations that compute tangents.
 TANGENT_SCOPE = "veneer_tangent"
 
 _lock = threading.Lock()
-_open_blocks = 0  # the open blocks of `tangents_in_scope`, in all threads
-_undos: list[Callable[[], None]] = []
+_open_blocks = 0  # the number of open blocks of `tangents_in_scope`, in all threads
+_undo_functions: list[Callable[[], None]] = []  # restore the rules of JAX that are wrapped
 
 
 def _replace_lock() -> None:
@@ -87,17 +88,18 @@ if hasattr(os, "register_at_fork"):
 
 @contextmanager
 def tangents_in_scope(primitives: Sequence[Primitive], is_on: Callable[[], bool]) -> Iterator[None]:
-    """Compute the tangents of some primitives and of `custom_jvp` functions in a named scope.
+    """Put the operations that compute tangents into the named scope `TANGENT_SCOPE`.
 
     JAX's derivative rules compute a primal value and its tangent by the same primitives on the same
-    source line, so a staged program does not show which operations compute tangents. JAX has no
-    hook for this. While a block is open, its derivative rules are wrapped.
+    source line, so a jaxpr does not show which operations compute tangents. JAX has no hook for
+    this. So this context manager wraps the derivative rules of JAX until the last block ends.
 
     **Arguments:**
 
-    - `primitives`: the primitives, the same in all open blocks.
-    - `is_on`: a function that returns whether to mark the tangents that are computed now. If its
-      result changes, JAX must trace functions again.
+    - `primitives`: the primitives whose derivative rules are wrapped, the same in all blocks. The
+      rules of `custom_jvp` functions are always wrapped.
+    - `is_on`: a function that returns whether to mark the tangents that are computed now. JAX must
+      not reuse a jaxpr that was traced when `is_on` returned another result.
     """
     global _open_blocks
     with _lock:
@@ -109,8 +111,8 @@ def tangents_in_scope(primitives: Sequence[Primitive], is_on: Callable[[], bool]
     finally:
         with _lock:
             _open_blocks -= 1
-            while _open_blocks == 0 and _undos:
-                _undos.pop()()
+            while _open_blocks == 0 and _undo_functions:
+                _undo_functions.pop()()
 
 
 def _wrap_derivative_rules(primitives: Sequence[Primitive], is_on: Callable[[], bool]) -> None:
@@ -118,38 +120,48 @@ def _wrap_derivative_rules(primitives: Sequence[Primitive], is_on: Callable[[], 
     for primitive in primitives:
         rule = rules[primitive]
         rules[primitive] = _put_tangent_in_scope(primitive, rule, is_on)
-        _undos.append(partial(rules.__setitem__, primitive, rule))
-    name = "process_custom_jvp_call"
-    for trace in (ad.JVPTrace, ad.LinearizeTrace):
-        process = getattr(trace, name)
-        setattr(trace, name, _put_custom_rule_in_scope(process, is_on))
-        _undos.append(partial(setattr, trace, name, process))
+        _undo_functions.append(partial(rules.__setitem__, primitive, rule))
+    method = "process_custom_jvp_call"
+    for trace_class in (ad.JVPTrace, ad.LinearizeTrace):
+        process = getattr(trace_class, method)
+        setattr(trace_class, method, _put_custom_rule_in_scope(process, is_on))
+        _undo_functions.append(partial(setattr, trace_class, method, process))
 
 
 def _put_tangent_in_scope(primitive: Primitive, rule: Callable, is_on: Callable) -> Callable:
+    """Return a derivative rule that computes the tangent in the scope and the primal outside."""
+
     @wraps(rule)
     def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
         if not is_on():
             return rule(primals, tangents, **params)
         with jax.named_scope(TANGENT_SCOPE):
             _, tangent = rule(primals, tangents, **params)
+        # The primal of the rule is in the scope too. So drop it and compute it again outside.
         return primitive.bind(*primals, **params), tangent
 
     return jvp
 
 
 def _put_custom_rule_in_scope(process: Callable, is_on: Callable) -> Callable:
+    """Wrap the method of a trace that runs `custom_jvp` functions.
+
+    The rule of the user runs in the scope, for the tangents. The function itself runs outside, for
+    the primal results.
+    """
+
     @wraps(process)
     def process_custom_jvp_call(
         self: Any, primitive: Any, fun: Any, jvp: Any, tracers: Any, /, **params: Any
     ) -> Any:
         def run_rule(rule: Callable, *args: Any) -> list[Any]:
+            primals = args[: len(args) // 2]  # the tangents follow
             with jax.named_scope(TANGENT_SCOPE):
-                both = rule(*args)
+                results = rule(*args)
             reset_stores(fun)
-            out = fun.call_wrapped(*args[: len(args) // 2])
+            out = fun.call_wrapped(*primals)
             reset_stores(fun)  # JAX reads the stores of the rule instead
-            return [*out, *both[len(out) :]]
+            return [*out, *results[len(out) :]]
 
         if is_on():
             jvp = transform_flat_function(jvp, lambda rule: partial(run_rule, rule))

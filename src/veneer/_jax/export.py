@@ -18,34 +18,36 @@ import numpy as np
 from jax._src.export._export import deserialization_registry
 from jax.export import register_pytree_node_serialization
 
-_ScalarType = type(jnp.float32)
+_JnpScalar = type(jnp.float32)  # the type of jnp.float32, jnp.int8, ...
 
 
 def make_exportable(cls: Any) -> None:
-    """Register a dataclass for `jax.export`. It replaces an earlier class with the same name."""
-    names = tuple(f.name for f in dataclasses.fields(cls) if f.metadata.get("static", False))
-    data = tuple(f.name for f in dataclasses.fields(cls) if f.name not in names)
+    """Register a dataclass for `jax.export`, in place of an earlier class with the same name."""
+    static_names = [f.name for f in dataclasses.fields(cls) if f.metadata.get("static", False)]
+    array_names = [f.name for f in dataclasses.fields(cls) if f.name not in static_names]
 
     def serialize(metadata: Sequence[Any]) -> bytes:
-        # Our pytrees have pairs of values and their types as metadata, flax.struct only values.
+        # The metadata of our pytrees is a pair: the values of the static fields, and their types.
+        # The metadata of flax.struct is the values.
         is_pair = len(metadata) == 2 and isinstance(metadata[0], tuple)
         if is_pair and metadata[1] == tuple(map(type, metadata[0])):
             metadata = metadata[0]
-        written = {n: _encode(x, cls, n) for n, x in zip(names, metadata, strict=True)}
-        return json.dumps(written).encode()
+        fields = zip(static_names, metadata, strict=True)
+        return json.dumps({name: _encode(value, cls, name) for name, value in fields}).encode()
 
     def deserialize(text: bytes) -> tuple[Any, ...]:
-        written = json.loads(text)
-        if written.keys() != set(names):
+        encoded = json.loads(text)
+        if encoded.keys() != set(static_names):
             raise ValueError(
-                f"The file has a {cls.__name__} with metadata {sorted(written)}, but the class "
-                f"has {sorted(names)}. It has changed since the program was exported."
+                f"The file has a {cls.__name__} with metadata {sorted(encoded)}, but the class "
+                f"has {sorted(static_names)}. It has changed since the program was exported."
             )
-        return tuple(_decode(written[n], cls, n) for n in names)
+        return tuple(_decode(encoded[name], cls, name) for name in static_names)
 
     def from_children(aux_data: Any, children: Any) -> Any:
         value = cls.__new__(cls)
-        value.__dict__.update(zip((*names, *data), (*aux_data, *children), strict=True))
+        names = (*static_names, *array_names)
+        value.__dict__.update(zip(names, (*aux_data, *children), strict=True))
         return value
 
     name = f"{cls.__module__}.{cls.__qualname__}"
@@ -61,18 +63,18 @@ def make_exportable(cls: Any) -> None:
 
 
 def _encode(x: Any, cls: type, field: str) -> Any:
+    """Return a JSON value for the value of a static field, or for an item of a tuple in it."""
     if x is None or type(x) in (bool, int, float, str):
         return x
     if isinstance(x, tuple):
-        kind = type(x)
         items = [_encode(item, cls, field) for item in x]
-        if kind is tuple:
+        if type(x) is tuple:
             return {"tuple": items}
-        if kind in _named_tuples(cls, field):
-            return {"named": kind.__qualname__, "tuple": items}
+        if type(x) in _named_tuples(cls, field):
+            return {"named": type(x).__qualname__, "tuple": items}
     if isinstance(x, np.dtype):
         return {"dtype": x.name}
-    if isinstance(x, _ScalarType):  # jnp.float32
+    if isinstance(x, _JnpScalar):
         return {"jnp": x.dtype.name}
     if isinstance(x, type) and issubclass(x, np.generic):
         return {"np": np.dtype(x).name}
@@ -84,15 +86,17 @@ def _encode(x: Any, cls: type, field: str) -> Any:
 
 
 def _decode(x: Any, cls: type, field: str) -> Any:
+    """Return the value that `_encode` has written as the JSON value `x`."""
+    """Return the value that `_encode` has written as the JSON value `x`."""
     if not isinstance(x, dict):
         return x
     if "tuple" in x:
         items = [_decode(item, cls, field) for item in x["tuple"]]
         if "named" not in x:
             return tuple(items)
-        for kind in _named_tuples(cls, field):
-            if kind.__qualname__ == x["named"]:
-                return kind(*items)
+        for named_tuple in _named_tuples(cls, field):
+            if named_tuple.__qualname__ == x["named"]:
+                return named_tuple(*items)
         raise ValueError(
             f"The file has a {x['named']} as {cls.__name__}.{field}, but the annotation of the "
             "field does not name it. The class has changed since the program was exported."
@@ -116,11 +120,7 @@ def _named_tuples(cls: type, field: str) -> set[type]:
             for part in typing.get_type_hints(annotation).values():
                 search(part)
 
-    for base in cls.__mro__:
-        annotation = inspect.get_annotations(base).get(field)
-        if annotation is not None:
-            search(
-                typing.get_type_hints(base)[field] if isinstance(annotation, str) else annotation
-            )
-            break
+    owner = next(base for base in cls.__mro__ if field in inspect.get_annotations(base))
+    annotation = inspect.get_annotations(owner)[field]
+    search(typing.get_type_hints(owner)[field] if isinstance(annotation, str) else annotation)
     return classes

@@ -1,4 +1,8 @@
-"""Private names and helpers of JAX for high types. Only programs with high types import them."""
+"""Private names of JAX for high types, and helper functions that use them.
+
+A high type is a type of values in jaxprs that JAX replaces by arrays before lowering. Only programs
+with high types import this module.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -60,7 +64,10 @@ def get_jit_options(jitted: Any) -> Any:
 
 
 def get_options_key(options: Any) -> tuple[Any, ...]:
-    """Return a key that is equal for equal options of `jax.jit`, which JAX compares by identity."""
+    """Return a hashable key of `jax.jit` options, without the function that they were given with.
+
+    JAX compares the options by identity.
+    """
     compiler_options = repr(options.compiler_options_kvs)  # their values may be unhashable
     return tuple(
         options._replace(
@@ -71,37 +78,38 @@ def get_options_key(options: Any) -> tuple[Any, ...]:
 
 def has_result_placement(options: Any) -> bool:
     """Return whether options of `jax.jit` set shardings or layouts of the results."""
-    shardings, layouts = options.out_shardings_leaves, options.out_layouts_leaves
-    is_given = any(not isinstance(x, Unspecified) for x in shardings)
-    return is_given or any(x is not None for x in layouts)
+    sets_shardings = any(not isinstance(x, Unspecified) for x in options.out_shardings_leaves)
+    return sets_shardings or any(x is not None for x in options.out_layouts_leaves)
 
 
 def extend_options_to_pair(options: Any) -> Any:
-    """Return options of `jax.jit` for a function that returns its former results and a second tree.
+    """Return options of `jax.jit` for a function whose result becomes the pair `(result, extra)`.
 
-    `out_shardings` apply to the former results. JAX chooses the shardings of the second tree.
+    `out_shardings` and the layouts of results still apply to `result`. JAX chooses them for
+    `extra`.
     """
 
-    def pair(name: str) -> dict[str, Any]:
+    def extend(name: str) -> dict[str, Any]:
         treedef, leaves = getattr(options, f"{name}_treedef"), getattr(options, f"{name}_leaves")
-        tree = treedef.unflatten(leaves), None
-        leaves, treedef = jax.tree.flatten(tree, is_leaf=lambda x: x is None)
+        pair = treedef.unflatten(leaves), None
+        leaves, treedef = jax.tree.flatten(pair, is_leaf=lambda x: x is None)
         return {f"{name}_treedef": treedef, f"{name}_leaves": tuple(leaves)}
 
-    return options._replace(**pair("out_shardings"), **pair("out_layouts"))
+    return options._replace(**extend("out_shardings"), **extend("out_layouts"))
 
 
 def copy_shaped_array(aval: Any, model: jax.core.ShapedArray) -> None:
-    """Copy the attributes of `model` to an instance of a subclass of ShapedArray."""
+    """Set every attribute of `aval`, an instance of a subclass of ShapedArray, as in `model`."""
     for name in jax.core.ShapedArray.__slots__:
         if name != "__weakref__":
             object.__setattr__(aval, name, getattr(model, name))
 
 
 def make_high_primitive(name: str) -> Primitive:
-    """Return a primitive with several results that JAX replaces before it lowers a program."""
+    """Return a primitive that takes high types and returns a list. It has no rules yet."""
     primitive = Primitive(name)
     primitive.multiple_results = True
+    # JAX replaces a primitive for which `is_high` returns True before it lowers a program.
     vars(primitive)["is_high"] = lambda *avals, **params: True
     return primitive
 
@@ -115,15 +123,21 @@ def define_high_primitive(
     transpose: Callable[..., None],
     batch: Callable[..., tuple[list[Any], list[Any]]],
 ) -> None:
-    """Set the rules of a high primitive. JAX replaces the primitive by `run` before lowering."""
+    """Set the rules of a primitive that `make_high_primitive` returned.
+
+    The rules take and return the same as JAX's rules. The exceptions are:
+
+    - `run`: called instead of the primitive before JAX lowers a program.
+    - `batch`: called with `(axis_size, axis_name, values, dims, **params)`.
+    """
     vars(primitive)["to_lojax"] = run
     primitive.def_effectful_abstract_eval(abstract_eval)
     ad.primitive_jvps[primitive] = jvp
     ad.fancy_transposes[primitive] = transpose
 
     def batcher(axis: Any, values: Any, dims: Any, **params: Any) -> Any:
-        named = axis.name is not None and axis.name is not core.no_axis_name
-        return batch(axis.size, axis.name if named else None, values, dims, **params)
+        name = None if axis.name is core.no_axis_name else axis.name
+        return batch(axis.size, name, values, dims, **params)
 
     batching.fancy_primitive_batchers[primitive] = batcher
 
@@ -131,20 +145,24 @@ def define_high_primitive(
 def set_printed_form(
     primitive: Primitive, get_form: Callable[[dict[str, Any]], tuple[str, dict[str, Any]]]
 ) -> None:
-    """Set a function from the parameters of a primitive to the name and parameters to print."""
+    """Print equations of a primitive in jaxprs under another name and with other parameters.
 
-    def rule(eqn: Any, context: Any, settings: Any) -> Any:
+    `get_form` takes the parameters of an equation, and returns the name and the parameters to
+    print.
+    """
+
+    def print_equation(eqn: Any, context: Any, settings: Any) -> Any:
         name, params = get_form(eqn.params)
         eqn = eqn.replace(primitive=Primitive(name), params=params)
         return core._pp_eqn(eqn, context, settings)
 
-    core.pp_eqn_rules[primitive] = rule
+    core.pp_eqn_rules[primitive] = print_equation
 
 
 def call_jvp_rule(
     primitive: Primitive, primals: Sequence[Any], tangents: Sequence[Any], params: dict[str, Any]
 ) -> tuple[list[Any], list[Any]]:
-    """Call JAX's derivative rule of a primitive. Return the results and their tangents."""
+    """Call JAX's derivative rule of a primitive. Return lists of results and of their tangents."""
     rule = ad.primitive_jvps.get(primitive)
     if rule is None:
         raise NotImplementedError(f"JAX has no derivative rule for {primitive.name}")
@@ -159,7 +177,8 @@ def call_transpose_rule(
 ) -> None:
     """Call JAX's transpose rule of a primitive.
 
-    Linear operands are accumulators (`GradAccum`), and the rule adds their cotangents to them.
+    In `operands`, each linear operand is replaced by an accumulator (`GradAccum`), to which the
+    cotangent of the operand is added.
     """
     cts: Any = list(cotangents) if primitive.multiple_results else cotangents[0]
     if primitive in ad.fancy_transposes:
@@ -173,12 +192,14 @@ def call_transpose_rule(
 
 
 def holds_tracers(leaves: Sequence[Any]) -> bool:
-    """Return whether any of the leaves is a tracer."""
     return any(isinstance(x, Tracer) for x in leaves)
 
 
 def stage_constant(x: Any) -> Any:
-    """Return a result as a tracer of the current jaxpr. JAX < 0.12 needs this for constants too."""
+    """Return the result of a rule as a tracer, if a jaxpr is being traced. Otherwise return `x`.
+
+    JAX < 0.12 rejects a result that is a constant.
+    """
     trace = core.trace_ctx.trace
     if isinstance(trace, pe.DynamicJaxprTrace) and hasattr(x, "dtype") and isinstance(x, jax.Array):
         return trace.to_jaxpr_tracer(x, source_info_util.current())

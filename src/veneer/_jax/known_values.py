@@ -12,9 +12,10 @@ from jax._src.shard_map import ShardMapTracer
 
 from .tracing import Tracer, primal_of
 
-_COPIES = {"broadcast_in_dim", "convert_element_type", "copy", "copy_p", "reshape"}
-# A branch of `cond` returns such an array for a residual of another branch, and nothing reads it.
-_UNINITIALIZED = {"empty", "empty2"}
+_COPY_PRIMITIVES = {"broadcast_in_dim", "convert_element_type", "copy", "copy_p", "reshape"}
+# Primitives that return an uninitialized array. A branch of `cond` returns such an array in place
+# of a residual of another branch, and no program reads it. So it may be taken for zeros.
+_EMPTY_PRIMITIVES = {"empty", "empty2"}
 
 
 def is_zero(x: Any) -> bool:
@@ -35,9 +36,9 @@ def known_entries(x: Any) -> np.ndarray | None:
         equation: Any = x.parent
         if equation is None:
             return None
-        if equation.primitive.name in _UNINITIALIZED:
+        if equation.primitive.name in _EMPTY_PRIMITIVES:
             return np.zeros(())
-        is_copy = equation.primitive.name in _COPIES
+        is_copy = equation.primitive.name in _COPY_PRIMITIVES
         entries = known_entries(equation.in_tracers[0]) if is_copy else None
         return None if entries is None else entries.astype(x.dtype)
     if isinstance(x, Tracer) or jax.dtypes.issubdtype(jax.typeof(x).dtype, jax.dtypes.extended):
@@ -45,34 +46,35 @@ def known_entries(x: Any) -> np.ndarray | None:
     return np.asarray(x)
 
 
-_take_first: Callable[[list[int]], int] = lambda divisors: divisors[0]
-
-# The divisor of a primitive's result, computed from the divisors of its operands.
+# Functions from the divisors of the operands of a primitive to a divisor of its result.
 _COMBINE_DIVISORS: dict[str, Callable[[list[int]], int]] = {
     **dict.fromkeys(
         "broadcast_in_dim convert_element_type copy copy_p dynamic_slice expand_dims neg pvary "
         "reduce_max reduce_min reshape slice squeeze stop_gradient transpose".split(),
-        _take_first,
+        lambda divisors: divisors[0],
     ),
     **dict.fromkeys("add clamp concatenate max min rem sub".split(), lambda ds: gcd(*ds)),
     "mul": prod,
-    "select_n": lambda ds: gcd(*ds[1:]),
+    "select_n": lambda ds: gcd(*ds[1:]),  # the first operand is the predicate
 }
 
 
 def find_divisor(x: Any) -> int:
     """Return an integer that divides every entry of an array, such as 8 for a traced `8 * i`.
 
-    For known entries, it is their greatest common divisor; 0 if all entries are 0. For other traced
-    integers, it is a power of two, found from the equations that compute them: a power of two still
-    divides results that overflow. If nothing is known, it is 1.
+    If the entries are known, the result is their greatest common divisor, or 0 if all are 0. If `x`
+    is traced, the result is the largest power of two that the equations for `x` imply. It is a
+    power of two because an integer that overflows keeps only these divisors. If nothing is known,
+    the result is 1.
     """
     return _find_divisor(x, {})
 
 
 def _find_divisor(x: Any, cache: dict[int, int]) -> int:
+    """Find the divisor of a tracer from the divisors of its operands. `cache` is by id."""
     x = primal_of(x)
-    x = x.val if isinstance(x, ShardMapTracer) else x  # the values of all devices, concatenated
+    if isinstance(x, ShardMapTracer):
+        x = x.val  # the entries of all devices, concatenated
     if id(x) in cache:
         return cache[id(x)]
     divisor = 1
@@ -82,8 +84,8 @@ def _find_divisor(x: Any, cache: dict[int, int]) -> int:
         if entries is not None:
             divisor = int(np.gcd.reduce(entries.astype(np.int64), axis=None)) if entries.size else 0
         elif equation is not None and equation.primitive.name in _COMBINE_DIVISORS:
-            of_operands = [_find_divisor(operand, cache) for operand in equation.in_tracers]
-            divisor = _COMBINE_DIVISORS[equation.primitive.name](of_operands)
+            operand_divisors = [_find_divisor(operand, cache) for operand in equation.in_tracers]
+            divisor = _COMBINE_DIVISORS[equation.primitive.name](operand_divisors)
             divisor &= -divisor  # the largest power of two that divides it
     cache[id(x)] = divisor
     return divisor

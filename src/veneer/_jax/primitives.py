@@ -24,10 +24,11 @@ _primitives: dict[str, Primitive] = {}
 
 
 def _find_primitives() -> dict[str, Primitive]:
-    """Map the printed name and the attribute name, without `_p`, of each primitive to it.
+    """Return the primitives of all imported modules of JAX by name.
 
-    A printed name takes precedence over an attribute name. If two primitives still share a name,
-    the one imported first wins. In JAX 0.12, Pallas for Mosaic GPU has its own `reduce_min_p`.
+    A primitive has a printed name (in jaxprs) and an attribute name (`neg` for `jax.lax.neg_p`). A
+    printed name takes precedence over an attribute name. If two primitives still share a name, the
+    first that was imported wins: in JAX 0.12, Pallas for Mosaic GPU has its own `reduce_min_p`.
     """
     printed: dict[str, Primitive] = {}
     attributes: dict[str, Primitive] = {}
@@ -41,17 +42,20 @@ def _find_primitives() -> dict[str, Primitive]:
 
 
 def find_primitive(name: str) -> Primitive:
-    """Return the JAX primitive with a name, as jaxprs print it or as in `jax.lax.<name>_p`."""
+    """Return the JAX primitive that jaxprs print as `name`, or that is `jax.lax.<name>_p`.
+
+    **Raises:** `ValueError` with similar names if no imported module has such a primitive.
+    """
     if name not in _primitives:
         _primitives.update(_find_primitives())
     try:
         return _primitives[name]
     except KeyError:
         public = [known for known in _primitives if not known.startswith("_")]
-        close = " or ".join(map(repr, difflib.get_close_matches(name, public, cutoff=0.75)))
+        similar = " or ".join(map(repr, difflib.get_close_matches(name, public, cutoff=0.75)))
         raise ValueError(
             f"no primitive named {name!r} is known"
-            + (f"; did you mean {close}? " if close else ". ")
+            + (f"; did you mean {similar}? " if similar else ". ")
             + "jax.make_jaxpr(f)(x) shows the primitives of a function. One of another library can "
             "be passed as an object, and so can a function that jax.jit has made."
         ) from None
@@ -73,22 +77,22 @@ def get_sparse_implementation(name: str) -> Callable[..., Any]:
 
 
 def close_jaxpr(jaxpr: Any) -> Any:
-    """Return a jaxpr that has no constants in the form that `jaxpr_as_fun` takes."""
+    """Return a closed jaxpr, as `jaxpr_as_fun` takes it. An open jaxpr must have no constants."""
     return jaxpr if hasattr(jaxpr, "consts") else core.ClosedJaxpr(jaxpr, ())
 
 
 def open_jaxpr(closed: Any) -> tuple[Any, list[Any]]:
-    """Return a jaxpr whose first inputs are the constants of a closed jaxpr, and the constants."""
+    """Return the jaxpr that takes the constants as first inputs, and the list of constants."""
     return convert_constvars_jaxpr(closed.jaxpr), list(closed.consts)
 
 
 def contained_jaxpr(params: dict[str, Any]) -> Any:
-    """Return the jaxpr in the parameters of a call. JAX 0.12 renamed some of these parameters."""
-    return params["call_jaxpr"] if "call_jaxpr" in params else params["jaxpr"]
+    """Return the jaxpr in the parameters of a call, such as `closed_call`."""
+    return params["call_jaxpr"] if "call_jaxpr" in params else params["jaxpr"]  # JAX >= 0.12
 
 
 def constants_in(jaxpr: Any) -> Iterator[Any]:
-    """Yield the constants of a jaxpr and of the jaxprs inside it."""
+    """Yield the constants of a jaxpr and of the jaxprs in its equations."""
     yield from getattr(jaxpr, "consts", ())
     for equation in jaxpr.eqns:
         for value in jax.tree.leaves(list(equation.params.values())):
@@ -96,17 +100,18 @@ def constants_in(jaxpr: Any) -> Iterator[Any]:
                 yield from constants_in(value)
 
 
-_names_in_jaxprs: WeakKeyDictionary[Any, dict[str, bool]] = WeakKeyDictionary()
+# For each jaxpr, whether it contains a primitive with a name.
+_contained_names: WeakKeyDictionary[Any, dict[str, bool]] = WeakKeyDictionary()
 
 
 def is_or_contains(primitive: Primitive, params: dict[str, Any], name: str) -> bool:
-    """Return whether a primitive has a name, or a jaxpr in its parameters has such a primitive."""
+    """Return whether a primitive, or one in a jaxpr in its parameters, has the given name."""
 
     def contains(jaxpr: Any) -> bool:
-        known = _names_in_jaxprs.setdefault(jaxpr, {})
-        if name not in known:
-            known[name] = any(is_or_contains(e.primitive, e.params, name) for e in jaxpr.eqns)
-        return known[name]
+        cache = _contained_names.setdefault(jaxpr, {})
+        if name not in cache:
+            cache[name] = any(is_or_contains(e.primitive, e.params, name) for e in jaxpr.eqns)
+        return cache[name]
 
     return primitive.name == name or any(map(contains, core.jaxprs_in_params(params)))
 
@@ -114,7 +119,10 @@ def is_or_contains(primitive: Primitive, params: dict[str, Any], name: str) -> b
 def evaluate_jaxpr(
     jaxpr: Any, operands: Sequence[Any], run: Callable[[Any, list[Any]], Sequence[Any]]
 ) -> list[Any]:
-    """Evaluate a closed jaxpr, with `run(equation, operands)` for each of its equations."""
+    """Evaluate a closed jaxpr. `run(equation, operands)` returns the results of an equation.
+
+    Each equation runs with the source line and the named scopes that it was traced with.
+    """
     opened, constants = open_jaxpr(jaxpr)
     env = dict(zip(opened.invars, [*constants, *operands], strict=True))
     read = lambda atom: atom.val if isinstance(atom, core.Literal) else env[atom]
@@ -131,7 +139,7 @@ def evaluate_jaxpr(
 
 
 def is_inlined(params: dict[str, Any]) -> bool:
-    """Return whether JAX inlines a `jit` with these parameters, while it traces or lowers."""
+    """Return whether JAX inlines a `jit` with these parameters, while tracing or lowering it."""
     inline = params["inline"]  # a bool up to JAX 0.11, then a jax.Inline
     return inline is True or getattr(inline, "name", "").startswith("JAX_")
 
@@ -145,26 +153,27 @@ def inlines_early(inline: Any) -> bool:
 
 
 def start_in_bounds(start: Any, size: int, length: int = 1) -> jax.Array:
-    """Return the start of a dynamic slice, clamped to an axis as the primitive clamps it.
+    """Clamp the start of a dynamic slice to the range from 0 to `size - length`.
 
-    Negative starts become 0, because the primitive does not count from the end. The result is int32
-    if the axis is short enough for that. `jnp.clip` would convert the bound to the dtype of the
-    start first: in uint8, a bound of 299 is 43.
+    The primitive clamps in the same way: a negative start becomes 0.
 
     **Arguments:**
 
     - `start`: an integer of any dtype.
     - `size`: the size of the axis.
     - `length`: the size of the slice.
+
+    **Returns:** an int32, or an integer in the dtype of `start` if `size - length` does not fit.
     """
-    last, start = size - length, jnp.asarray(start)
-    if not isinstance(last, int):  # a symbolic size, of an export
-        return jnp.clip(start_in_bounds(start, jnp.iinfo(jnp.int32).max), 0, last)
-    if last == 0:
+    last_start, start = size - length, jnp.asarray(start)
+    if not isinstance(last_start, int):  # a symbolic size, of an export
+        return jnp.clip(start_in_bounds(start, jnp.iinfo(jnp.int32).max), 0, last_start)
+    if last_start == 0:
         return jnp.zeros((), jnp.int32)
-    bound = np.array(min(last, jnp.iinfo(start.dtype).max), start.dtype)
+    # `jnp.clip` would first convert the bound to the dtype of `start`: in uint8, 299 becomes 43.
+    bound = np.array(min(last_start, jnp.iinfo(start.dtype).max), start.dtype)
     start = lax.clamp(np.zeros_like(bound), start, bound)
-    return start.astype(jnp.int32) if last <= jnp.iinfo(jnp.int32).max else start
+    return start.astype(jnp.int32) if last_start <= jnp.iinfo(jnp.int32).max else start
 
 
 def bind_scan(
@@ -176,9 +185,9 @@ def bind_scan(
     length: int,
     params: dict[str, Any],
 ) -> list[Any]:
-    """Bind `scan` with a new jaxpr and new operands, and the other parameters of another `scan`.
+    """Bind `scan` with a jaxpr and its operands. `params` are the parameters of another `scan`.
 
-    `jax.lax.scan` would compile an eager loop again for each function that it is given.
+    Unlike `jax.lax.scan`, this does not compile an eager loop again for each new Python function.
     """
     params = {**params, "jaxpr": jaxpr, "length": length}
     if "num_consts" in params:  # JAX < 0.12
@@ -204,11 +213,7 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
 
 
 def compile_when_eager(primitive: Primitive) -> None:
-    """Run a primitive of ours, when it is bound eagerly, as a compiled program of that primitive.
-
-    Like JAX's own primitives, it is compiled even under `jax.disable_jit`: it has no Python program
-    to run instead.
-    """
+    """Set the eager implementation of a primitive of ours: compile the primitive and run it."""
 
     @lru_cache(maxsize=1024)
     def compiled(params: tuple[tuple[str, Any], ...]) -> Callable:
@@ -216,17 +221,21 @@ def compile_when_eager(primitive: Primitive) -> None:
 
     @primitive.def_impl
     def run(*arrays: Any, **params: Any) -> Any:
+        # Compile also under `jax.disable_jit`, as JAX does for its own primitives.
         with jax.disable_jit(False):
             return compiled(tuple(params.items()))(*arrays)
 
 
 def require_devices_for_lowering(primitive: Primitive) -> None:
-    """Make JAX pass the devices of the program to the lowering rule of a primitive."""
+    """Let JAX pass the devices of the program to the lowering rule of a primitive."""
     dispatch.prim_requires_devices_during_lowering.add(primitive)
 
 
 def wrap_lowering(primitive: Primitive, platform: str, rule: Callable[..., Any]) -> None:
-    """Replace the lowering rule of a primitive on a platform by `rule(former_rule, ctx, ...)`."""
+    """Replace the lowering rule of a primitive on a platform.
+
+    JAX then calls `rule(former_rule, ctx, *operands, **params)`.
+    """
     former = mlir._platform_specific_lowerings[platform].get(primitive)
     former = former or mlir._lowerings[primitive]
     mlir.register_lowering(primitive, partial(rule, former.rule), platform=platform)

@@ -2,6 +2,7 @@
 
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -29,8 +30,8 @@ def equation_line(source_info: Any) -> str:
 def user_line() -> str:
     """Return the user's `file:line (function)` that is being traced.
 
-    It is the line that JAX recorded. In a function that was traced before, JAX records none, and
-    the result is the line of the running call.
+    JAX records this line for most equations. If JAX replays a cached jaxpr, no line is recorded,
+    and the result is the innermost user's line that is running, or `UNKNOWN_LINE`.
     """
     recorded = equation_line(source_info_util.current())
     frame = _user_frame() if recorded == UNKNOWN_LINE else None
@@ -40,7 +41,7 @@ def user_line() -> str:
 
 
 def user_place() -> tuple[str, int]:
-    """Return the file and line of the user's call that is running."""
+    """Return the file and line number of the innermost user's function that is running."""
     frame = _user_frame()
     return (frame.f_code.co_filename, frame.f_lineno) if frame else ("<unknown>", 0)
 
@@ -51,17 +52,22 @@ def warn_user(message: str) -> None:
 
 
 def _user_frame() -> FrameType | None:
-    frame: FrameType | None = sys._getframe()
-    while frame and not source_info_util.is_user_filename(frame.f_code.co_filename):
+    is_user_frame = lambda f: source_info_util.is_user_filename(f.f_code.co_filename)
+    return next(filter(is_user_frame, frames_from(sys._getframe())), None)
+
+
+def frames_from(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield a frame, its caller, the caller of the caller, and so on."""
+    while frame is not None:
+        yield frame
         frame = frame.f_back
-    return frame
 
 
 def current_scopes() -> list[tuple[str, str]]:
-    """Return the named scopes and transformations around the current position, outermost first.
+    """Return the named scopes and transformations that are active now, outermost first.
 
-    Each is ("scope", name) or ("transform", name). In a jaxpr that an equation contains, the list
-    starts anew.
+    Each is a pair ("scope", name) or ("transform", name). JAX starts an empty list when it traces
+    the body of an equation, such as a `jit` or a loop.
     """
     stack = source_info_util.current_name_stack().stack
     return [(type(entry).__name__.lower(), entry.name) for entry in stack]

@@ -14,6 +14,7 @@ from jax._src.lax.parallel import insert_collective_pvary
 from jax._src.mesh import empty_abstract_mesh
 
 from .primitives import find_primitive
+from .source_lines import frames_from
 
 ConcreteArray = array.ArrayImpl
 Trace = core.Trace
@@ -21,19 +22,21 @@ Tracer = core.Tracer
 InvalidInputException = dtypes.InvalidInputException
 set_current_trace = core.set_current_trace
 
-_DERIVATIVES = {ad.JVPTrace, ad.LinearizeTrace}
+_DERIVATIVE_TRACES = {ad.JVPTrace, ad.LinearizeTrace}
 
 
 def current_trace() -> Trace:
-    """Return the trace that would process a primitive bound now."""
+    """Return the trace that processes the next primitive that is bound."""
     return core.trace_ctx.trace
 
 
 def swap_trace(trace: Any) -> Any:
-    """Make a trace current and return the previous one. Faster than `set_current_trace`."""
-    context = core.trace_ctx
-    previous = context.trace
-    context.set_trace(trace)
+    """Make a trace the current trace, and return the trace that was current before.
+
+    This is faster than `set_current_trace`.
+    """
+    previous = core.trace_ctx.trace
+    core.trace_ctx.set_trace(trace)
     return previous
 
 
@@ -50,7 +53,10 @@ def is_eager() -> bool:
 
 
 def is_staged() -> bool:
-    """Return whether a primitive bound now becomes an equation of a jaxpr, through any traces."""
+    """Return whether a primitive bound now becomes an equation of a jaxpr.
+
+    Between the primitive and the jaxpr, there may be traces of transformations such as `jax.vmap`.
+    """
     trace: Any = core.trace_ctx.trace
     while trace is not None and not isinstance(trace, DynamicJaxprTrace):
         trace = getattr(trace, "parent", None) or getattr(trace, "parent_trace", None)
@@ -59,22 +65,25 @@ def is_staged() -> bool:
 
 def is_in_derivative(trace: Any) -> bool:
     """Return whether a trace, or one around it, computes derivatives."""
-    return any(type(trace) in _DERIVATIVES for trace in traces_around(trace))
+    return any(type(trace) in _DERIVATIVE_TRACES for trace in traces_around(trace))
 
 
 def is_differentiated(x: Any) -> bool:
-    """Return whether an array is a tracer of a derivative."""
-    return isinstance(x, Tracer) and type(x._trace) in _DERIVATIVES
+    """Return whether an array is a tracer of `jax.jvp`, `jax.linearize` or `jax.grad`."""
+    return isinstance(x, Tracer) and type(x._trace) in _DERIVATIVE_TRACES
 
 
 def has_numeric_dtype(x: Any) -> bool:
-    """Return whether an array or a type is neither a reference nor of dtype `float0`."""
+    """Return whether an array or its type is neither a `jax.Ref` nor of dtype `float0`."""
     is_reference = isinstance(x, jax.Ref | jax.ref.AbstractRef)
     return not is_reference and getattr(x, "dtype", None) != jax.dtypes.float0
 
 
 def primal_of(x: Any) -> Any:
-    """Return the array inside tracers of derivatives and of `jax.vmap`, with the mapped axes."""
+    """Return the array inside tracers of derivatives and of `jax.vmap`.
+
+    The array inside a tracer of `jax.vmap` also has the mapped axis.
+    """
     while isinstance(x, ad.JVPTracer | ad.LinearizeTracer | BatchTracer):
         x = x.val if isinstance(x, BatchTracer) else x.primal
     return x
@@ -89,18 +98,16 @@ _operand_conversions: dict[type, Callable[[Any], Any]] = {}
 
 
 def set_operand_conversion(cls: type, convert: Callable[[Any], Any]) -> Callable[[Any], Any] | None:
-    """Convert operands of a class by `convert` when a JAX function is called with them.
+    """Let JAX functions convert each operand of a class with `convert`.
 
-    JAX keeps its handlers in C++ and cannot remove one, so the registered handler looks up the
-    conversion of the class.
-
-    **Returns:** the previous conversion, or None.
+    **Returns:** the previous conversion of the class, or None.
     """
-    before = _operand_conversions.get(cls)
+    previous = _operand_conversions.get(cls)
     _operand_conversions[cls] = convert
-    if before is None:
+    if previous is None:
+        # JAX keeps its handlers in C++ and cannot replace them. So the handler looks up `convert`.
         dtypes.register_canonicalize_value_handler(cls, lambda x: _operand_conversions[cls](x))
-    return before
+    return previous
 
 
 def set_type_function(cls: type, type_of: Callable[[Any], Any]) -> None:
@@ -109,21 +116,20 @@ def set_type_function(cls: type, type_of: Callable[[Any], Any]) -> None:
 
 
 def is_read_by_operator() -> bool:
-    """Return whether an operator of `jax.Array` is reading the property that calls this.
+    """Return whether an operator of `jax.Array` is running. `__jax_array__` calls this function.
 
-    Operators read `__jax_array__`. If the attribute is missing, they return NotImplemented, and
-    Python calls the operator of the other class.
+    An operator returns NotImplemented if its operand has no `__jax_array__`. Then Python calls the
+    operator of the class of the operand.
     """
     return jax_caller().startswith("_operator_")
 
 
 def jax_caller() -> str:
-    """Return the name of the innermost function of JAX that is running."""
-    frame: Any = sys._getframe(1)
+    """Return the name of the innermost function of JAX that is running, or ""."""
     # The frames of an equinox.Module's __getattribute__ or an annotation checker may come first.
-    while frame is not None and not frame.f_globals.get("__name__", "").startswith("jax."):
-        frame = frame.f_back
-    return "" if frame is None else frame.f_code.co_name
+    frames = frames_from(sys._getframe(1))
+    names = (f.f_code.co_name for f in frames if f.f_globals.get("__name__", "").startswith("jax."))
+    return next(names, "")
 
 
 def find_mesh(types: Sequence[Any]) -> Any:
@@ -133,14 +139,14 @@ def find_mesh(types: Sequence[Any]) -> Any:
 
 
 def abstract_array(aval: Any) -> Any:
-    """Return an abstract array of a type, with its sharding and the axes along which it varies."""
+    """Return a `ShapeDtypeStruct` with the sharding and the varying manual axes of a type."""
     return jax.ShapeDtypeStruct(
         aval.shape, aval.dtype, sharding=aval.sharding, manual_axis_type=aval.mat
     )
 
 
 def slice_type(x: Any) -> Any:
-    """Return the type of a slice along the first axis, with the sharding and varying axes kept."""
+    """Return the type of `x[0]`, with the sharding and the varying manual axes of `x`."""
     return abstract_array(core.mapped_aval(jax.typeof(x).shape[0], 0, jax.typeof(x)))
 
 
@@ -154,12 +160,12 @@ def varying_axes(*arrays: Any) -> frozenset[str]:
 
 
 def vary_along(axes: Sequence[str], x: Any) -> Any:
-    """Return an array whose type varies along manual axes, as a collective needs its operand."""
+    """Return `x`, typed as varying along manual axes. Collectives require such operands."""
     return insert_collective_pvary(tuple(axes), x) if axes else x
 
 
 def vary_like(leaves: Sequence[Any], x: Any) -> Any:
-    """Return an array whose type varies along the axes of any leaf that it was computed from."""
+    """Return `x`, typed as varying along each manual axis that any of the leaves varies along."""
     return vary_along(tuple(varying_axes(*leaves)), x)
 
 
@@ -167,9 +173,9 @@ _pvary_p = find_primitive("pvary")
 
 
 def vary_together(arrays: Sequence[Any]) -> list[Any]:
-    """Return the arrays, with each varying along all manual axes that any of them varies along.
+    """Return the arrays, typed as varying along each manual axis that any of them varies along.
 
-    JAX does the same to the operands of its own primitives.
+    JAX does the same to the operands of a primitive.
     """
     axes = [varying_axes(x) for x in arrays]
     union = frozenset[str]().union(*axes)

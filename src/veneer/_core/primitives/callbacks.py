@@ -5,8 +5,8 @@ call. On the host, `materialise` would run JAX inside a callback. On CPU this ca
 JAX 0.10, because callbacks and compiled programs wait for the same threads (jax-ml/jax#24255). To
 pass the leaves instead, register a rule for a type.
 
-A label that cannot be materialized is passed unchanged, so that its metadata is not lost.
-`jax.debug.print` prints leaves, and materializes nothing.
+A value that cannot be materialized and whose only leaf is the dense array, such as one with a unit,
+is passed unchanged. `jax.debug.print` prints leaves, and materializes nothing.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,10 @@ from .labels import dense_unless, has_no_dense_form
 
 @dataclass(frozen=True)
 class _LeafCallback:
-    """A host function of values as a function of their leaves. Compared by its fields."""
+    """A function of leaves that rebuilds values and calls a host function with them.
+
+    Two instances with equal fields are equal, so that JAX does not compile a program again.
+    """
 
     function: Callable
     treedef: Any
@@ -50,7 +53,7 @@ for _name in ("pure_callback", "io_callback", "debug_callback"):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _Printed:
-    """An implicit array that is formatted as its type and fields, with the numbers of leaves."""
+    """A wrapper that formats an implicit array as its type and fields, and an array as numbers."""
 
     value: Any
 
@@ -63,9 +66,10 @@ class _Printed:
             values = ((f.name, _Printed(getattr(x, f.name))) for f in fields(x))  # type: ignore[arg-type]
             shown = (f"{name}={format(value, spec)}" for name, value in values)
             return f"{type(x).__name__}({', '.join(shown)})"
-        if not hasattr(x, "shape"):
+        if not hasattr(x, "shape"):  # a static field
             return repr(x)
         array = np.asarray(x)
+        # `array[()]` is a NumPy scalar, which takes format specs.
         return format(array[()], spec) if array.ndim == 0 else str(array)
 
 
@@ -78,12 +82,13 @@ class _Static:
 
 @structural("debug_print")
 def _debug_print(*operands: Any, in_tree: Any, static_args: Any, **params: Any) -> Any:
+    # Rebuild the arguments of the user's call. `static_args` has pairs of a position and an object.
     static, traced = dict(static_args), iter(operands)
-    printed = lambda x: _Printed(x) if isinstance(x, Value) else x
+    wrap = lambda x: _Printed(x) if isinstance(x, Value) else x
     arguments = [
-        _Static(static[i]) if i in static else printed(next(traced))
-        for i in range(in_tree.num_leaves)
+        _Static(static[i]) if i in static else wrap(next(traced)) for i in range(in_tree.num_leaves)
     ]
+    # Flatten them to leaves of implicit arrays. The positions change.
     leaves, in_tree = jax.tree.flatten(jax.tree.unflatten(in_tree, arguments))
     static_args = tuple((i, x.value) for i, x in enumerate(leaves) if isinstance(x, _Static))
     arrays = [x for x in leaves if not isinstance(x, _Static)]

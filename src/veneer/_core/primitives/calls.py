@@ -1,7 +1,7 @@
 """Rules of primitives that call a program once: jit, `jax.checkpoint`, closed calls.
 
-Each is bound again with a program that is staged for implicit operands: the rules run inside it,
-on the leaves.
+The program is staged: traced again as a program on the leaves of implicit operands, with the rules
+in force. The primitive is then bound with the leaves and the staged program.
 """
 
 import functools
@@ -24,21 +24,24 @@ from .leaf_movement import has_batch_axes
 from .scopes import IN_DERIVATIVE_RULE, enter_program
 from .staging import lift_references, stage
 
-# An eager jit is one call of a compiled function of values. JAX keeps the jaxpr, which is the key,
-# as long as the user's function.
-_functions: WeakKeyDictionary[Any, Callable] = WeakKeyDictionary()
-clear_with_rules(_functions.clear)
+# The compiled functions of `_jit_eagerly`, by jaxpr. JAX keeps the jaxpr of a user's function as
+# long as the function.
+_compiled_functions: WeakKeyDictionary[Any, Callable] = WeakKeyDictionary()
+clear_with_rules(_compiled_functions.clear)
 
 
 def _jit_eagerly(values: Sequence[Any], params: dict[str, Any]) -> Any:
-    # A compiled function reports nothing.
-    replays = must_replay_events(current_policy())
-    if not is_plain(params) or replays or IN_DERIVATIVE_RULE.value:
+    """Run a jit that is bound outside of a trace as one call of a compiled function of values.
+
+    Return NotImplemented if the call needs `_jit`, which stages the program in each call.
+    """
+    reports_events = must_replay_events(current_policy())  # a compiled function reports nothing
+    if reports_events or IN_DERIVATIVE_RULE.value or not has_default_options(params):
         return NotImplemented
     jaxpr = params["jaxpr"]
-    function = _functions.get(jaxpr)
+    function = _compiled_functions.get(jaxpr)
     if function is None:
-        function = _functions.setdefault(jaxpr, _compile(ref(jaxpr), params["name"]))
+        function = _compiled_functions.setdefault(jaxpr, _compile(ref(jaxpr), params["name"]))
     try:
         with enter_program(_name_of(params)):
             return function(*values)
@@ -53,7 +56,11 @@ def _name_of(params: dict[str, Any]) -> str | None:
 
 
 def _compile(jaxpr: ref, name: str) -> Callable[..., list[Any]]:
-    # With a strong reference, the function would keep its own key in the dictionary alive.
+    """Return a compiled function of values that runs a jaxpr, given by a weak reference.
+
+    A strong reference would keep the key of `_compiled_functions` alive.
+    """
+
     def function(*values: Any) -> list[Any]:
         out = _apply_rules_of_function(name, jaxpr(), values)
         return stage("jit", jaxpr(), values)(*values) if out is NotImplemented else out
@@ -67,49 +74,59 @@ class _NoRuleError(Exception):
 
 
 def _apply_rules_of_function(name: str, jaxpr: Any, values: Sequence[Any]) -> Any:
-    """Run the rule of the function, such as `jnp.linalg.det`, that a jaxpr was traced from."""
-    for function, vmaps in _recognize(name, jaxpr):
-        if not all(has_batch_axes(v, vmaps) for v in values if isinstance(v, Value)):
+    """Run the rule of the function, such as `jnp.linalg.det`, that a jaxpr was traced from.
+
+    Return NotImplemented if the function has no rule for these values.
+    """
+
+    def apply(function: JittedFunction, *values: Any) -> Any:
+        out = apply_rules(function, values, {})
+        if out is NotImplemented:
+            raise _NoRuleError  # because jax.vmap cannot return NotImplemented
+        return out
+
+    for function, vmap_count in _find_functions(name, jaxpr):
+        if not all(has_batch_axes(v, vmap_count) for v in values if isinstance(v, Value)):
             continue
-
-        def apply(*values: Any, function: JittedFunction = function) -> Any:
-            out = apply_rules(function, values, {})
-            if out is NotImplemented:
-                raise _NoRuleError
-            return out
-
+        run: Callable = functools.partial(apply, function)
+        for _ in range(vmap_count):
+            run = jax.vmap(run)
         try:
-            return functools.reduce(lambda f, _: jax.vmap(f), range(vmaps), apply)(*values)
+            return run(*values)
         except _NoRuleError:
             pass
     return NotImplemented
 
 
-_recognized: WeakKeyDictionary[Any, list[tuple[JittedFunction, int]]] = WeakKeyDictionary()
-clear_with_rules(_recognized.clear)
+_functions_of_jaxprs: WeakKeyDictionary[Any, list[tuple[JittedFunction, int]]] = WeakKeyDictionary()
+clear_with_rules(_functions_of_jaxprs.clear)
 
 
-def _recognize(name: str, jaxpr: Any) -> Sequence[tuple[JittedFunction, int]]:
-    """Return the functions with rules whose jaxpr this is, under 0 to 2 calls of `jax.vmap`.
+def _find_functions(name: str, jaxpr: Any) -> Sequence[tuple[JittedFunction, int]]:
+    """Return the functions with rules that a jaxpr may have been traced from.
 
     There can be several, because a function may be registered with and without its defaults.
+
+    **Returns:** pairs of a function and the number of calls of `jax.vmap` around it, from 0 to 2.
     """
     functions = functions_named(name)
     if not functions:
         return ()
-    if jaxpr not in _recognized:
-        calls = [(function, vmaps) for vmaps in range(3) for function in functions]
-        _recognized[jaxpr] = [call for call in calls if _is_jaxpr_of(jaxpr, *call)]
-    return _recognized[jaxpr]
+    if jaxpr not in _functions_of_jaxprs:
+        pairs = [(function, vmap_count) for vmap_count in range(3) for function in functions]
+        _functions_of_jaxprs[jaxpr] = [pair for pair in pairs if _is_jaxpr_of(jaxpr, *pair)]
+    return _functions_of_jaxprs[jaxpr]
 
 
-def _is_jaxpr_of(jaxpr: Any, function: JittedFunction, vmaps: int) -> bool:
+def _is_jaxpr_of(jaxpr: Any, function: JittedFunction, vmap_count: int) -> bool:
     try:
-        program = function.jaxpr(jaxpr.in_avals, vmaps)
+        program = function.jaxpr(jaxpr.in_avals, vmap_count)
     except Exception:  # the function may raise anything for operands that it does not take
         return False
-    # JAX may have traced the function twice. Constants are printed without their values.
-    return program is jaxpr or (not (program.consts or jaxpr.consts) and str(program) == str(jaxpr))
+    if program is jaxpr:
+        return True
+    # JAX may have traced the function twice. Equal texts do not imply equal constants.
+    return not (program.consts or jaxpr.consts) and str(program) == str(jaxpr)
 
 
 def _jit(*values: Any, jaxpr: Any, **params: Any) -> Any:
@@ -119,7 +136,7 @@ def _jit(*values: Any, jaxpr: Any, **params: Any) -> Any:
     staged = stage("jit", jaxpr, values, name=_name_of(params))
     refs, (program,) = lift_references(staged.jaxpr)
     in_trees: list[Any] = [jax.tree.structure(v) for v in values]
-    # Leaves ignore a sharding or a layout that is given for their dense array.
+    # A sharding or a layout of the dense array does not apply to the leaves of an implicit array.
     for name, trees, unset in (
         ("in_shardings", in_trees, UNSPECIFIED),
         ("out_shardings", staged.out_trees, UNSPECIFIED),
@@ -127,10 +144,11 @@ def _jit(*values: Any, jaxpr: Any, **params: Any) -> Any:
         ("out_layouts", staged.out_trees, None),
     ):
         pairs = zip(params[name], trees, strict=True)
-        choices = [choice if treedef_is_leaf(tree) else unset for choice, tree in pairs]
-        lifted = [unset] * len(refs) if trees is in_trees else []
-        params[name] = (*lifted, *_repeat(choices, trees))
-    params["donated_invars"] = (*[False] * len(refs), *_repeat(params["donated_invars"], in_trees))
+        options = [option if treedef_is_leaf(tree) else unset for option, tree in pairs]
+        ref_options = [unset] * len(refs) if trees is in_trees else []
+        params[name] = (*ref_options, *_repeat_per_leaf(options, trees))
+    donated = _repeat_per_leaf(params["donated_invars"], in_trees)
+    params["donated_invars"] = (*[False] * len(refs), *donated)
     operands = [*refs, *jax.tree.leaves(values)]
     return staged.unflatten(find_primitive("jit").bind(*operands, jaxpr=program, **params))
 
@@ -138,22 +156,18 @@ def _jit(*values: Any, jaxpr: Any, **params: Any) -> Any:
 add_rule(_jit, [find_primitive("jit")], structural=True, eager=_jit_eagerly)
 
 
-def is_plain(params: dict[str, Any]) -> bool:
+def has_default_options(params: dict[str, Any]) -> bool:
     """Return whether the parameters of a jit set no sharding, layout, donation or option."""
-    ins, outs = params["in_shardings"], params["out_shardings"]
-    return (
-        ins.count(UNSPECIFIED) == len(ins)
-        and outs.count(UNSPECIFIED) == len(outs)
-        and not any(params["donated_invars"])
-        and not any(params["in_layouts"])
-        and not any(params["out_layouts"])
-        and not params["compiler_options_kvs"]
+    shardings = (*params["in_shardings"], *params["out_shardings"])
+    others = "donated_invars", "in_layouts", "out_layouts", "compiler_options_kvs"
+    return shardings.count(UNSPECIFIED) == len(shardings) and not any(
+        any(params[name]) for name in others
     )
 
 
-def _repeat(choices: Sequence[Any], trees: Sequence[Any]) -> list[Any]:
-    """Return the choice for each value once for each of its leaves."""
-    return [c for c, tree in zip(choices, trees, strict=True) for _ in range(tree.num_leaves)]
+def _repeat_per_leaf(options: Sequence[Any], trees: Sequence[Any]) -> list[Any]:
+    """Return a list for leaves that repeats the option of each value once per leaf of the value."""
+    return [x for x, tree in zip(options, trees, strict=True) for _ in range(tree.num_leaves)]
 
 
 @structural("remat")
@@ -161,19 +175,18 @@ def _checkpoint(*values: Any, jaxpr: Any, **params: Any) -> list[Any]:
     staged = stage("remat", jaxpr, values)
     program, constants = open_jaxpr(staged.jaxpr)
     if isinstance(params["prevent_cse"], tuple):  # a bool for each operand
-        trees = [jax.tree.structure(v) for v in values]
-        by_leaf = _repeat(params["prevent_cse"], trees)
+        by_leaf = _repeat_per_leaf(params["prevent_cse"], list(map(jax.tree.structure, values)))
         params["prevent_cse"] = (*[False] * len(constants), *by_leaf)
     leaves = jax.tree.leaves(values)
     out = find_primitive("remat").bind(*constants, *leaves, jaxpr=program, **params)
     return staged.unflatten(out)
 
 
-def _inline_call(name: str) -> None:
-    """Add a rule that replaces a call by the program that it contains.
+def _add_inlining_rule(name: str) -> None:
+    """Add a rule that runs the program in a call instead of the call.
 
-    The other parameters are about the dense operands. For example, the name of a composite promises
-    a backend their number.
+    All other parameters of the call are dropped, because they are about the dense operands. For
+    example, the name of a composite tells a backend how many operands there are.
     """
 
     @structural(name)
@@ -184,4 +197,4 @@ def _inline_call(name: str) -> None:
 
 # In JAX 0.12, closed_call and eval_jaxpr are one primitive.
 for _name in ("closed_call", "composite", "eval_jaxpr", "remat_opt"):
-    _inline_call(_name)
+    _add_inlining_rule(_name)

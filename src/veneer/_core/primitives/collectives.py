@@ -1,18 +1,19 @@
 """Rules of collectives that send elements between devices, for all types.
 
-A collective sends each device another part along an axis, or all of the array. It concatenates
-the parts that a device receives along an axis, or keeps one of them. So does each leaf:
+A collective cuts the array along an axis and sends one slice to each device, or it sends the whole
+array to all. Each device concatenates the received slices along an axis, or keeps one slice. The
+collective of a leaf follows from the leaf axes that correspond to these two axes:
 
-| the leaf axis that is cut | the leaf axis to concatenate along | the leaf is sent by |
+| leaf axis to cut | leaf axis to concatenate along | collective of the leaf |
 |---|---|---|
-| none | has entries | `all_gather` |
-| has entries | has entries | `all_to_all` |
-| none | none: all devices have the same | nothing |
-| has entries | none: all devices have the same | nothing; a device slices its own leaf |
+| none | exists | `all_gather` |
+| exists | exists | `all_to_all` |
+| none | none: all devices have the same leaf | none |
+| exists | none: all devices have the same leaf | none; each device slices its own leaf |
 
-The rules decline if a block would be cut, or if devices have different entries that would be
-concatenated along an axis that the leaf lacks. There is no rule for sums, because a sum of codes
-has no meaning.
+The rules return NotImplemented in two cases: if a block (dense elements that share a leaf entry)
+would be cut, or if devices have different leaves and the leaf has no axis to concatenate along.
+There is no rule for sums, because a sum of codes has no meaning.
 """
 
 from collections.abc import Sequence
@@ -32,17 +33,18 @@ from .leaf_movement import Leaf, can_move, layout_of, leaf_rule, rebuild
 
 
 class Exchange(NamedTuple):
-    """A collective of an array or of a leaf, as an effect on its axes.
+    """A collective of a dense array or of a leaf.
 
     **Arguments:**
 
     - `names`: the mesh axes along which devices send.
     - `groups`: the groups of devices that send to each other. None is one group of all.
     - `devices`: the number of devices in a group.
-    - `cut`: the axis along which each device is sent another part. None if it is sent all.
-    - `join`: the axis along which received parts are concatenated. None if one part is kept.
-    - `is_new`: whether `join` is an axis that only the result has.
-    - `gather`: the primitive that gathers.
+    - `cut`: the axis along which the array is cut, with a slice for each device. None if the whole
+      array is sent to all devices.
+    - `join`: the axis along which the received slices are concatenated. None if one is kept.
+    - `is_new`: whether `join` is a new axis, along which the slices are stacked.
+    - `gather`: the name of the primitive to use if `cut` is None.
     """
 
     names: Sequence[str]
@@ -53,24 +55,24 @@ class Exchange(NamedTuple):
     is_new: bool = False
     gather: str = "all_gather"
 
-    def movement(self, old: Shape) -> Movement:
-        """Return the effect on the axes of an array with the shape `old`."""
-        new, axes = list(old), tuple(range(len(old)))
+    def movement(self, old_shape: Shape) -> Movement:
+        """Return the new shape of an array, and the new index of each axis."""
+        new_shape, axes = list(old_shape), tuple(range(len(old_shape)))
         if self.cut is not None:
-            new[self.cut] //= self.devices
+            new_shape[self.cut] //= self.devices
         if self.join is not None and self.is_new:
-            new.insert(self.join, self.devices)
+            new_shape.insert(self.join, self.devices)
             axes = tuple(i + (i >= self.join) for i in axes)
         elif self.join is not None:
-            new[self.join] *= self.devices
-        return Movement(tuple(new), axes)
+            new_shape[self.join] *= self.devices
+        return Movement(tuple(new_shape), axes)
 
-    def touched(self) -> list[int]:
-        """Return the old axes along which the result has other entries."""
+    def changed_axes(self) -> list[int]:
+        """Return the axes of the operand along which the result has other entries."""
         return [i for i in (self.cut, None if self.is_new else self.join) if i is not None]
 
     def run(self, x: Any) -> Any:
-        """Run the collective on an array, with JAX's own primitives."""
+        """Run the collective on a dense array, with JAX's primitives."""
         groups = {"axis_index_groups": self.groups}
         if self.cut is not None and self.join is not None:
             return lax.all_to_all(x, self.names, self.cut, self.join, tiled=True, **groups)
@@ -89,76 +91,77 @@ class Exchange(NamedTuple):
             **(groups if self.gather == "all_gather" else {}),
         )
 
-    def for_leaf(self, leaf: Leaf, old: Shape, is_checked: bool, is_same: bool) -> Any:
-        """Return the exchange of a leaf, or NotImplemented.
+    def for_leaf(self, leaf: Leaf, dense_shape: Shape, is_checked: bool, is_same: bool) -> Any:
+        """Return the collective of a leaf, or NotImplemented if it cannot represent this one.
 
         **Arguments:**
 
-        - `old`: the shape of the dense array.
-        - `is_checked`: whether JAX tracks which arrays may differ between devices (`check_vma`).
-        - `is_same`: whether, according to that, all devices have the same leaf.
+        - `is_checked`: whether JAX knows which arrays may differ between devices (`check_vma`).
+        - `is_same`: whether JAX then knows that all devices have the same leaf.
         """
         axis_map = leaf.axis_map()
         axis_of = lambda i: leaf.axes[axis_map[i]] if i in axis_map else None
-        cut, join = self.cut, self.join
+        # Map the axis to cut to the leaf. All slices of a shared axis have the same entry.
+        cut = self.cut
         if cut is not None:
             axis: Any = axis_of(cut)
-            if not _has_whole_blocks(axis, old[cut] // self.devices):
+            if not _has_whole_blocks(axis, dense_shape[cut] // self.devices):
                 return NotImplemented
             cut = None if axis is None or axis.block == "shared" else axis_map[cut]
-        if self.is_new and join is not None:
-            stay = [*range(len(old))]
-            join = leaf.arrange([*stay[:join], None, *stay[join:]]).index(None)
+        # Map the axis to concatenate along.
+        join = self.join
+        if join is not None and self.is_new:
+            kept_axes = [*range(len(dense_shape))]
+            join = leaf.arrange([*kept_axes[:join], None, *kept_axes[join:]]).index(None)
         elif join is not None:
             axis = axis_of(join)
-            if axis is None or axis.block == "shared":
-                if axis is None and not is_same:
-                    return NotImplemented
-                join = None if is_same else axis_map[join]
-            elif _has_whole_blocks(axis, old[join]):
-                join = axis_map[join]
-            else:
+            if is_same and (axis is None or axis.block == "shared"):
+                join = None
+            elif axis is None or not _has_whole_blocks(axis, dense_shape[join]):
                 return NotImplemented
+            else:
+                join = axis_map[join]
         if cut is not None and join is None and self.groups is not None:
             return NotImplemented  # a device does not know its index in its group
-        # Then the result of the leaf is the same on all devices.
+        # If every device gets the whole leaf of every other device, the results are the same.
         is_sent_whole = is_checked and self.groups is None and self.cut is not None and cut is None
         gather = "all_gather_invariant" if is_sent_whole else self.gather
         return self._replace(cut=cut, join=join, gather=gather)
 
 
 def _has_whole_blocks(axis: LeafAxis | None, size: int) -> bool:
-    """Return whether a part of a dense axis, with this size, has no partial block."""
+    """Return whether a slice of the given size along a dense axis has no partial block."""
     if axis is None or axis.block == "shared":
         return True
     return axis.block != "whole" and size % axis.block == 0
 
 
 def exchange_leaves(x: Value, exchange: Exchange) -> Any:
-    """Run a collective on the stored leaves of a value. Return the result, or NotImplemented."""
+    """Run a collective on the leaves of a value. Return the result, or NotImplemented."""
     x = x._movable()
-    layout, old = layout_of(x), x.aval().shape
-    movement = exchange.movement(old)
-    if not can_move(x, layout, movement, exchange.touched()):
+    layout, old_shape = layout_of(x), x.aval().shape
+    movement = exchange.movement(old_shape)
+    if not can_move(x, layout, movement, exchange.changed_axes()):
         return NotImplemented
     varying = varying_axes(*jax.tree.leaves(x)) & {*exchange.names}
-    steps = []
+    leaf_exchanges = []
     for part, leaf in zip(layout.parts, layout.leaves, strict=True):
         is_same = bool(varying) and not varying & varying_axes(*jax.tree.leaves(part))
-        steps.append(exchange.for_leaf(leaf, old, bool(varying), is_same))
-    if any(step is NotImplemented for step in steps):
+        leaf_exchanges.append(exchange.for_leaf(leaf, old_shape, bool(varying), is_same))
+    if any(leaf_exchange is NotImplemented for leaf_exchange in leaf_exchanges):
         return NotImplemented
-    parts = map(partial(_exchange_part, x), layout.parts, steps)
+    parts = map(partial(_exchange_part, x), layout.parts, leaf_exchanges)
     return rebuild(layout.structure, [*parts], movement)
 
 
-def _exchange_part(x: Value, part: Any, step: Exchange) -> Any:
-    if not step.touched() and not step.is_new:
+def _exchange_part(x: Value, part: Any, exchange: Exchange) -> Any:
+    """Run a collective on one part of `x`: a leaf, or an implicit array in a field."""
+    if not exchange.changed_axes() and not exchange.is_new:
         return part
-    if isinstance(part, type(x)):  # see `leaf_movement.move`
-        out = exchange_leaves(part, step)
-        return step.run(part.materialise()) if out is NotImplemented else out
-    return redispatch(step.run, part) if isinstance(part, Value) else step.run(part)
+    if isinstance(part, type(x)):  # storage of `x`, such as quantized scales: report nothing
+        out = exchange_leaves(part, exchange)
+        return exchange.run(part.materialise()) if out is NotImplemented else out
+    return redispatch(exchange.run, part) if isinstance(part, Value) else exchange.run(part)
 
 
 def _add_gather_rule(primitive: str) -> None:
@@ -206,7 +209,7 @@ def _ppermute(x: Value, *, perm: Any, axis_name: Sequence[str]) -> Any:
 
 
 def permute(x: Value, perm: Any, axis_name: Sequence[str]) -> Value:
-    """Apply `lax.ppermute` to each leaf. A device that receives nothing gets leaves of zeros."""
+    """Apply `lax.ppermute` to each leaf. A device that receives nothing gets zeros as leaves."""
     return _bind_leaves("ppermute", x, axis_name, perm=perm)
 
 
@@ -216,7 +219,10 @@ def _pbroadcast(x: Value, *, axis_name: Any, source: int) -> Value:
 
 
 def _bind_leaves(primitive: str, x: Value, axis_name: Any, **params: Any) -> Value:
-    """Bind a primitive with each leaf, marked as varying along the axes that any leaf varies."""
+    """Bind a primitive with each leaf, typed as varying along each axis that any leaf varies along.
+
+    JAX requires that the operand of a collective varies along the axes of the collective.
+    """
     varying = tuple(varying_axes(*jax.tree.leaves(x)) & {*_as_names(axis_name)})
     bind = partial(find_primitive(primitive).bind, axis_name=axis_name, **params)
     return jax.tree.map(lambda leaf: bind(vary_along(varying, leaf)), x)

@@ -1,10 +1,12 @@
 """Rules of branches and loops: cond, while, scan.
 
-Each is bound again with programs that are staged for implicit operands. All branches must return
-the same types, and a loop must return its carry with the type that it takes. If an implicit value
-is on one side and a dense array on the other, the value is materialized, and this is reported. For
-the carry of a loop, this needs a fixed-point iteration. If metadata would change, an error is
-raised, unless the type sets `metadata_is_meaning = False`.
+The branches and bodies are staged: traced again as programs on the leaves of implicit operands,
+with the rules in force. The primitive is then bound with the leaves and the staged programs.
+
+All branches must return the same types, and a loop must return its carry with the type that it
+takes. If an implicit value is on one side and a dense array on the other, the value is
+materialized, and this is reported. The programs are staged again until the types agree. If metadata
+would change, an error is raised, unless the type sets `metadata_is_meaning = False`.
 """
 
 from collections.abc import Sequence
@@ -39,9 +41,10 @@ from .staging import (
 @structural("cond")
 def _cond(index: Any, *values: Any, branches: Sequence[Any], **params: Any) -> list[Any]:
     (index,) = make_dense(find_primitive("cond"), [index])
-    forms: dict[int, Any] = {}
+    forms: dict[int, Any] = {}  # by index of an output: the form that all branches convert it to
     while True:
-        first, *others = [stage_without_events("cond", b, values, forms) for b in branches]
+        staged = [stage_without_events("cond", b, values, forms) for b in branches]
+        first, *others = staged
         changes = {}
         for i in range(len(first.out_trees)):
             for other in others:
@@ -52,15 +55,14 @@ def _cond(index: Any, *values: Any, branches: Sequence[Any], **params: Any) -> l
         if not changes:
             break
         forms |= changes
-    staged = [first, *others]
     for branch in staged:
         emit_events(branch.events)
-    sources = map(join_sources, zip(*(branch.out_sources for branch in staged), strict=True))
-    first = replace(first, out_sources=tuple(sources))
     refs, jaxprs = lift_references(*(branch.jaxpr for branch in staged))
     operands = [index, *refs, *jax.tree.leaves(values)]
     out = find_primitive("cond").bind(*operands, branches=tuple(jaxprs), **params)
-    return first.unflatten(out)
+    # An output comes from the weights that it comes from in any branch.
+    sources = map(join_sources, zip(*(branch.out_sources for branch in staged), strict=True))
+    return replace(first, out_sources=tuple(sources)).unflatten(out)
 
 
 @structural("while")
@@ -113,14 +115,18 @@ def _stage_body(
 ) -> tuple[StagedProgram, list[Any]]:
     """Stage the body of a loop so that each carried value has the same type before and after.
 
-    With `stacks`, outputs after the carry are materialized if their leaves cannot be stacked.
+    **Arguments:**
 
-    **Returns:** the body, and the carry before the first iteration.
+    - `consts`, `carry`, `xs`: the operands of the body. `carry` is for the first iteration.
+    - `stacks`: whether the outputs after the carry are stacked, as in a scan. Outputs whose leaves
+      cannot be stacked are then materialized.
+
+    **Returns:** the staged body, and the carry for the first iteration, converted.
     """
     initial = carry
-    carry = [jax.tree.map(_without_weak_type, v) if isinstance(v, Value) else v for v in initial]
+    carry = [jax.tree.map(_strip_weak_type, v) if isinstance(v, Value) else v for v in initial]
     keep_sources(initial, carry)
-    forms: dict[int, Any] = {}
+    forms: dict[int, Any] = {}  # by index of an output: the form that the body converts it to
     while True:
         body = stage_without_events(primitive, jaxpr, [*consts, *carry, *xs], forms)
         changes: dict[int, Any] = {}
@@ -128,6 +134,7 @@ def _stage_body(
             where, types = f"carry {i} of {primitive}", (value_type(value), body.output_type(i))
             form = common_form(where, *types, forms.get(i))
             if form is not None and form is not DENSE and not isinstance(value, Value):
+                # The body returns a label, so convert the dense `value` to it, or materialize both.
                 carry[i] = jax.tree.unflatten(form, [value])
                 if not can_become_label(value, carry[i]):
                     form = common_form(where, *types, form)
@@ -144,24 +151,27 @@ def _stage_body(
         forms |= changes
 
 
-def _without_weak_type(leaf: Any) -> Any:
-    """Return a leaf without the weak type that a carry would lose in the first iteration."""
+def _strip_weak_type(leaf: Any) -> Any:
+    """Return a leaf without weak type. A carry would lose its weak type in the first iteration."""
     aval = jax.typeof(leaf)
     weak = getattr(aval, "weak_type", False)  # types of vn.hijax have no such attribute
     return jax.lax.convert_element_type(leaf, aval.dtype) if weak else leaf
 
 
 def common_form(where: str, one: ValueType, other: ValueType, tried: Any = None) -> Any:
-    """Return the form that values on both sides of a loop or in two branches must be converted to.
+    """Return the form that two values must be converted to, so that they have the same type.
 
-    A dense array may be converted to a label, if it is zero. Otherwise both are materialized.
+    The values are the same output of two branches, or a carry before and after the body of a loop.
+    If one is dense and the other a label (a type whose only leaf is the dense array), the label is
+    tried first. Otherwise both are materialized.
 
     **Arguments:**
 
-    - `where`: the values, as errors name them.
-    - `tried`: the form that the values were already converted to.
+    - `where`: the name of the values for errors.
+    - `one`, `other`: the types of the values.
+    - `tried`: the form that this function returned before for the same values.
 
-    **Returns:** the structure of a label, or `DENSE`. None if both have the same type.
+    **Returns:** the tree structure of the label, or `DENSE`. None if the types are the same.
 
     **Raises:** `TypeError` if metadata would be lost or a type cannot be materialized.
     """
@@ -193,11 +203,13 @@ def common_form(where: str, one: ValueType, other: ValueType, tried: Any = None)
 
 
 def _metadata_differs(one: Any, other: Any) -> bool:
-    """Return whether structures have nodes of one class whose metadata has different meaning."""
+    """Return whether two tree structures differ in metadata that changes the meaning of a value."""
     data, other_data = one.node_data(), other.node_data()
-    if data is None or other_data is None or data[0] is not other_data[0]:
+    if data is None or other_data is None:
         return False
-    cls = data[0]
-    if issubclass(cls, Value) and cls.metadata_is_meaning and data[1] != other_data[1]:
+    (cls, metadata), (other_cls, other_metadata) = data, other_data
+    if cls is not other_cls:
+        return False
+    if issubclass(cls, Value) and cls.metadata_is_meaning and metadata != other_metadata:
         return True
     return any(map(_metadata_differs, one.children(), other.children()))

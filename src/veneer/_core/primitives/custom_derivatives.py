@@ -2,8 +2,9 @@
 
 Such a function is rebuilt as a function of leaves, with JAX's public decorators. Its derivative
 with respect to an implicit operand is the user's rule at the dense array, composed with the
-derivative of `materialise`. User's rules take and return dense tangents and cotangents, so the
-outputs are dense. The tangent or cotangent of a label is a label, so labels stay labels.
+derivative of `materialise`. The rules of users take and return dense tangents and cotangents, so
+outputs are materialized. The exception is a label: a type whose only leaf is the dense array. The
+tangent or cotangent of a label is a label, so an output may be a label.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,7 +42,7 @@ def _custom_jvp_call(
             _custom_jvp_p, fun, jvp, values, symbolic_zeros=symbolic_zeros
         )
         return outputs.rebuild(out)
-    leaves, unflatten, group = _flatten(values)
+    leaves, unflatten, group_by_value = flatten_values(values)
 
     @jax.custom_jvp
     def call(*leaves: Any) -> list[Any]:
@@ -50,36 +51,37 @@ def _custom_jvp_call(
 
     def call_jvp(leaves: Any, leaf_tangents: Any) -> tuple[list[Any], list[Any]]:
         primals = unflatten(leaves)
-        tangents = [
-            tangent_of_leaves(primal, of_leaves, symbolic_zeros)
-            for primal, of_leaves in zip(primals, group(leaf_tangents), strict=True)
-        ]
+        pairs = zip(primals, group_by_value(leaf_tangents), strict=True)
+        tangents = [tangent_of_leaves(primal, ts, symbolic_zeros) for primal, ts in pairs]
         reset_stores(jvp)
         results = run_jvp(jvp.call_wrapped)(*primals, *tangents)
+        # The first half of the results are primal outputs. The other half are their tangents.
         out = dense_unless(is_label, _custom_jvp_p, results[: len(results) // 2])
-        out_tangents = map(_tangent_of_output, out, results[len(out) :])
-        return out, list(out_tangents)
+        return out, list(map(_tangent_of_output, out, results[len(out) :]))
 
     call.defjvp(call_jvp, symbolic_zeros=True)
     return call(*leaves)
 
 
 def _jvp_runner(run_later: Callable, fun: Any) -> Callable[[Callable], Callable]:
-    """Return a wrapper like `run_later` for a derivative rule of primals and tangents.
+    """Return a function that wraps the derivative rule of a `custom_jvp`, to run it with our rules.
 
-    If a rule for a product distinguishes tangents, or if a scope query is set, the derivative rule
-    runs only for the tangents. The outputs then come from `fun`.
+    The derivative rule takes primals and tangents, and returns primal outputs and their tangents.
+    The primal outputs are computed by `fun` instead in two cases: if one of our rules treats
+    operands that may be tangents differently, or if a caller of `query_scopes` needs the place of
+    each primitive.
     """
-    has_query = scope_query() is not None
+    has_scope_query = scope_query() is not None
 
     def wrap(jvp: Callable) -> Callable[..., list[Any]]:
         def run(*args: Any) -> list[Any]:
-            with record_tangent_queries() as queries, IN_DERIVATIVE_RULE(True):
+            with record_tangent_queries() as tangent_queries, IN_DERIVATIVE_RULE(True):
                 results = run_later(jvp, is_derivative=True)(*args)
-            if not (has_query or queries):
+            if not (has_scope_query or tangent_queries):
                 return results
+            primals = args[: len(args) // 2]
             reset_stores(fun)
-            out = run_later(fun.call_wrapped)(*args[: len(args) // 2])
+            out = run_later(fun.call_wrapped)(*primals)
             reset_stores(fun)  # JAX reads the stores of only one of the functions
             return [*out, *results[len(out) :]]
 
@@ -107,7 +109,7 @@ def _custom_vjp_call(
             _custom_vjp_p, fun, fwd, bwd, values, out_trees=out_trees, symbolic_zeros=symbolic_zeros
         )
         return outputs.rebuild(out)
-    leaves, unflatten, group = _flatten(values)
+    leaves, unflatten, group_by_value = flatten_values(values)
 
     @jax.custom_vjp
     def call(*leaves: Any) -> list[Any]:
@@ -116,15 +118,17 @@ def _custom_vjp_call(
 
     def call_fwd(*primals: Any) -> tuple[list[Any], Any]:
         values = unflatten([p.value for p in primals])
-        perturbed = map(any, group([p.perturbed for p in primals]))
+        is_perturbed = map(any, group_by_value([p.perturbed for p in primals]))
         reset_stores(fwd)
-        pairs = zip(values, perturbed, strict=True)
+        pairs = zip(values, is_perturbed, strict=True)
         results = run_later(fwd.call_wrapped)(*(x for pair in pairs for x in pair))
+        # `fwd` omits a residual that is an operand. `forwarded` has the index of the operand, or
+        # None for a residual that `fwd` returns, before the outputs.
         _, residual_tree, forwarded = out_trees()
-        count = residual_tree.num_leaves - sum(f is not None for f in forwarded)
-        computed, out = split_list(results, count)
-        rest = iter(computed)
-        residuals = [next(rest) if f is None else values[f] for f in forwarded]
+        count = residual_tree.num_leaves - sum(index is not None for index in forwarded)
+        returned, out = split_list(results, count)
+        rest = iter(returned)
+        residuals = [next(rest) if index is None else values[index] for index in forwarded]
         operands = [v if isinstance(v, Value) else None for v in values]
         return dense_unless(is_label, _custom_vjp_p, out), (residuals, operands)
 
@@ -133,50 +137,54 @@ def _custom_vjp_call(
         cotangents = [_fill_zeros(ct, symbolic_zeros) for ct in cotangents]
         run: Callable = lambda *args: call_bwd(bwd, *split_list(args, len(residuals)))
         results = run_later(run, is_derivative=True)(*residuals, *cotangents)
-        of_leaves = (
-            leaf_cotangents(_custom_vjp_p, operand, ct)
-            for operand, ct in zip(operands, results, strict=True)
+        pairs = zip(operands, results, strict=True)
+        return tuple(
+            leaf_ct for x, ct in pairs for leaf_ct in leaf_cotangents(_custom_vjp_p, x, ct)
         )
-        return tuple(ct for cts in of_leaves for ct in cts)
 
     call.defvjp(call_fwd, call_bwd_rule, symbolic_zeros=True)
     return call(*leaves)
 
 
-def _flatten(values: Sequence[Any]) -> tuple[list[Any], Callable, Callable]:
-    """Return the leaves of values, a function that rebuilds the values, and one that groups leaves.
+def flatten_values(values: Sequence[Any]) -> tuple[list[Any], Callable, Callable]:
+    """Flatten values to one list of leaves.
 
-    The functions do not capture the leaves, whose tracers must not outlive their trace.
+    **Returns:** the leaves; a function that rebuilds the values from a list of leaves; a function
+    that splits such a list into one list per value. The functions do not capture the leaves, whose
+    tracers must not outlive their trace.
     """
     leaves, treedef = jax.tree.flatten(list(values))
     counts = [len(jax.tree.leaves(value)) for value in values]
     sources = list(map(source_of, values))
     unflatten = lambda leaves: restore_sources(sources, jax.tree.unflatten(treedef, leaves))
-    group = lambda leaves: list(split_list(leaves, *counts))[:-1]
-    return leaves, unflatten, group
+    group_by_value = lambda leaves: list(split_list(leaves, *counts))[:-1]  # the rest is empty
+    return leaves, unflatten, group_by_value
 
 
 class _OutputsAsArrays:
-    """The outputs of a function that returns labels, as arrays for JAX and back as labels."""
+    """A conversion of the outputs of a function from labels to arrays for JAX, and back."""
 
     def __init__(self, primitive: Primitive):
         self.primitive = primitive
         self.trees: list[Any] = []
 
     def wrap(self, run: Callable, is_jvp: bool = False) -> Callable:
-        """Return a function of arrays. With `is_jvp`, tangents follow the outputs of `run`."""
+        """Return a function like `run` that returns arrays, and keep the types of its outputs.
+
+        With `is_jvp`, the second half of the outputs are tangents, whose types are not kept.
+        """
 
         def on_arrays(*args: Any) -> list[Any]:
             out = dense_unless(is_label, self.primitive, run(*args))
-            self.trees = [jax.tree.structure(v) for v in out]
-            if is_jvp:
-                del self.trees[len(out) // 2 :]
+            count = len(out) // 2 if is_jvp else len(out)
+            self.trees = [jax.tree.structure(v) for v in out[:count]]
             return [jax.tree.leaves(v)[0] if isinstance(v, Value) else v for v in out]
 
         return on_arrays
 
     def rebuild(self, arrays: Sequence[Any]) -> list[Any]:
-        # The trees of residuals come first. `arrays` has only the outputs.
+        """Return labels in place of arrays where the function returned labels."""
+        # If the function was a `fwd`, the trees of residuals come first.
         trees = self.trees[len(self.trees) - len(arrays) :]
         return [jax.tree.unflatten(t, [x]) for t, x in zip(trees, arrays, strict=True)]
 
@@ -191,8 +199,11 @@ def instantiate(tangent: Any) -> Any:
 
 
 def _fill_zeros(tangent: Any, symbolic_zeros: bool) -> Any:
-    """Return a tangent or cotangent for a user's rule, which may ask for symbolic zeros."""
-    if isinstance(tangent, Value):
+    """Return a tangent or cotangent as the rule of a user takes it.
+
+    A symbolic zero is passed on if the user set `symbolic_zeros`, and is an array of zeros if not.
+    """
+    if isinstance(tangent, Value):  # a label, whose leaf may be a symbolic zero
         (leaf,) = jax.tree.leaves(tangent, is_leaf=lambda x: isinstance(x, SymbolicZero))
         if isinstance(leaf, SymbolicZero) and symbolic_zeros:
             return leaf
@@ -201,7 +212,10 @@ def _fill_zeros(tangent: Any, symbolic_zeros: bool) -> Any:
 
 
 def dense_function_of(value: Value, selected: Sequence[bool]) -> tuple[Callable, list[Any]]:
-    """Return a function from the selected leaves to the dense array, and those leaves."""
+    """Return a function from some leaves of a value to its dense array, and the list of the leaves.
+
+    `selected` has a bool per leaf. The function takes the selected leaves. The others are constant.
+    """
     leaves, treedef = jax.tree.flatten(value)
 
     def dense(*args: Any) -> Any:
@@ -213,25 +227,29 @@ def dense_function_of(value: Value, selected: Sequence[bool]) -> tuple[Callable,
 
 
 def tangent_of_leaves(value: Any, tangents: Sequence[Any], symbolic_zeros: bool) -> Any:
-    """Return the tangent of an operand for a user's rule, given the tangents of its leaves."""
+    """Return the tangent of an operand, as the rule of a user takes it.
+
+    **Arguments:**
+
+    - `tangents`: the tangent of each leaf of the operand.
+    - `symbolic_zeros`: whether the rule of the user takes symbolic zeros.
+    """
     if is_label(value) and jnp.issubdtype(value.aval().dtype, jnp.inexact):
         return _fill_zeros(jax.tree.unflatten(jax.tree.structure(value), tangents), symbolic_zeros)
-    float0 = jax.dtypes.float0
-    moving = [not (isinstance(t, SymbolicZero) or float0 == t.dtype) for t in tangents]
+    is_zero = lambda t: isinstance(t, SymbolicZero) or t.dtype == jax.dtypes.float0
+    nonzero = [not is_zero(t) for t in tangents]
     if not isinstance(value, Value):
         (tangent,) = tangents
-    elif not any(moving):
+    elif not any(nonzero):
         tangent = SymbolicZero(value.aval().to_tangent_aval())
     else:
-        dense, primals = dense_function_of(value, moving)
-        tangent = jax.jvp(dense, primals, [t for m, t in zip(moving, tangents, strict=True) if m])[
-            1
-        ]
+        dense, primals = dense_function_of(value, nonzero)
+        _, tangent = jax.jvp(dense, primals, [t for t in tangents if not is_zero(t)])
     return _fill_zeros(tangent, symbolic_zeros)
 
 
 def _tangent_of_output(primal: Any, tangent: Any) -> Any:
-    """Return the tangent of an output of a user's rule in the form of the output."""
+    """Return the tangent of an output: a label with the same metadata if the output is a label."""
     if not isinstance(primal, Value):
         return make_dense(_custom_jvp_p, [tangent])[0]
     structure: Any = jax.tree.structure(primal)
@@ -246,8 +264,11 @@ def _tangent_of_output(primal: Any, tangent: Any) -> Any:
 
 
 def leaf_cotangents(primitive: Primitive, operand: Value | None, cotangent: Any) -> list[Any]:
-    """Return the cotangents of the leaves of an operand. None is a dense operand."""
-    if is_label(cotangent):  # its metadata is of the dual space, so it is dropped
+    """Return the cotangent of each leaf of an operand. `operand` is None for a dense operand.
+
+    The cotangent of a leaf with an integer dtype is None.
+    """
+    if is_label(cotangent):  # JAX takes an array; the metadata, such as 1/m, has no place
         (cotangent,) = jax.tree.leaves(cotangent)
     else:
         (cotangent,) = make_dense(primitive, [cotangent])
@@ -256,14 +277,15 @@ def leaf_cotangents(primitive: Primitive, operand: Value | None, cotangent: Any)
     leaves = jax.tree.leaves(operand)
     if cotangent is None:
         return [None] * len(leaves)
-    moving = [jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in leaves]
-    dense, primals = dense_function_of(operand, moving)
-    cts = iter(jax.vjp(dense, *primals)[1](cast_cotangent(operand, cotangent)))
-    return [next(cts) if m else None for m in moving]
+    is_inexact = [jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in leaves]
+    dense, primals = dense_function_of(operand, is_inexact)
+    _, pull_back = jax.vjp(dense, *primals)
+    cts = iter(pull_back(cast_cotangent(operand, cotangent)))
+    return [next(cts) if inexact else None for inexact in is_inexact]
 
 
 def cast_cotangent(operand: Value, cotangent: Any) -> Any:
-    """Return a dense cotangent in the dtype of its operand, or reject one of another shape."""
+    """Convert a dense cotangent to the dtype of the operand. Raise if the shapes differ."""
     aval = operand.aval()
     if jnp.shape(cotangent) != aval.shape:
         actual, expected = describe([cotangent, operand])

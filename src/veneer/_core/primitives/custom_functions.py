@@ -1,8 +1,9 @@
 """Rules of functions with their own transpose, batching rule or solver.
 
-These are linear_call, custom_vmap, custom_linear_solve, and the primitives that JAX defines as
-high ones, such as custom_root. Each is bound again with programs that are staged for implicit
-operands. `custom_derivatives.py` has custom_jvp and custom_vjp.
+These are linear_call, custom_vmap, custom_linear_solve, and functions that JAX defines as high
+primitives, such as custom_root. Most are bound again with staged programs: programs that are traced
+again on the leaves of implicit operands, with the rules in force. `custom_derivatives.py` has the
+rules of custom_jvp and custom_vjp.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,11 +18,11 @@ from ..._jax.primitives import close_jaxpr, find_primitive, open_jaxpr
 from ..._jax.tracing import current_trace
 from ..policy import current_policy, policy_in_force
 from ..rules import structural
-from ..sources import restore_sources
 from ..trace import ImplicitTracer
 from ..transform import redispatch
 from ..tree import split_list
-from ..value import Value, describe, is_value, make_dense, source_of
+from ..value import Value, describe, is_value, make_dense
+from .custom_derivatives import flatten_values
 from .labels import dense_unless, is_label
 from .staging import StagedProgram, stage_to_labels
 
@@ -30,7 +31,8 @@ from .staging import StagedProgram, stage_to_labels
 def _linear_call(
     *values: Any, callee: Any, transpose_thunk: Any, num_callee_consts: int, num_res: int
 ) -> list[Any]:
-    # The residuals may be of any type. The linear operands, at the end, must be dense or labels.
+    # The residuals may be of any type. The linear operands must be dense or labels: types whose
+    # only leaf is the dense array.
     primitive = find_primitive("linear_call")
     consts, residuals, linear = split_list(values, num_callee_consts, num_res)
     linear = dense_unless(is_label, primitive, linear)
@@ -67,33 +69,37 @@ def _custom_vmap(*values: Any, call: Any, rule: Any, in_tree: Any, out_tree: Any
     del out_tree
     primitive = find_primitive("custom_vmap_call")
     staged = stage_to_labels("custom_vmap_call", call, values)
-    leaves, treedef = jax.tree.flatten(list(values))
-    counts = [len(jax.tree.leaves(x)) for x in values]
-    sources = list(map(source_of, values))
+    leaves, unflatten, group_by_value = flatten_values(values)
     policy = current_policy()
 
     def batch_leaves(
         axis_size: int, in_batched: Sequence[bool], *leaves: Any
     ) -> tuple[list[Any], list[bool]]:
-        """Run the user's batching rule. If one leaf of a value is batched, batch all of them."""
-        *flags, _ = split_list(in_batched, *counts)
-        batched = list(map(any, flags))
-        by_leaf = [b for b, count in zip(batched, counts, strict=True) for _ in range(count)]
-        leaves = tuple(
-            jnp.broadcast_to(x, (axis_size, *jnp.shape(x))) if now and not before else x
-            for x, now, before in zip(leaves, by_leaf, in_batched, strict=True)
-        )
+        """Run the user's batching rule on values.
+
+        **Returns:** the leaves of the outputs, and whether each of them is batched.
+        """
+        # If one leaf of a value is batched, batch all leaves of the value.
+        is_batched = [any(flags) for flags in group_by_value(in_batched)]
+        batch = lambda x: jnp.broadcast_to(x, (axis_size, *jnp.shape(x)))
+        groups = zip(group_by_value(leaves), group_by_value(in_batched), is_batched, strict=True)
+        batched_leaves = [
+            batch(x) if value_flag and not flag else x
+            for value_leaves, flags, value_flag in groups
+            for x, flag in zip(value_leaves, flags, strict=True)
+        ]
         out_batched: list[bool] = []
 
         def run(*values: Any) -> list[Any]:
             operands = jax.tree.unflatten(in_tree, values)
-            in_flags = list(jax.tree.unflatten(in_tree, batched))
-            out, out_flags = rule(axis_size, in_flags, *operands)
+            out, out_flags = rule(
+                axis_size, list(jax.tree.unflatten(in_tree, is_batched)), *operands
+            )
             out_batched.extend(jax.tree.leaves(out_flags))
             return jax.tree.leaves(out)
 
         with policy_in_force(policy):
-            out = redispatch(run, *restore_sources(sources, jax.tree.unflatten(treedef, leaves)))
+            out = redispatch(run, *unflatten(batched_leaves))
             for i, tree in enumerate(staged.out_trees):
                 if treedef_is_leaf(tree):
                     (out[i],) = make_dense(primitive, [out[i]])
@@ -123,27 +129,27 @@ def _custom_vmap(*values: Any, call: Any, rule: Any, in_tree: Any, out_tree: Any
 def _custom_linear_solve(*values: Any, const_lengths: Any, jaxprs: Any) -> list[Any]:
     """Solve `A x = b`. The constants of `A` and of the solver may be of any type.
 
-    `b` is materialized unless it is a label. Then `x` is a label whose metadata may differ: a force
-    is a stiffness times a length.
+    `b` is materialized unless it is a label (a type whose only leaf is the dense array). If `b` is
+    a label, `x` may be a label with other metadata. For example, a stiffness times a length is a
+    force.
     """
     *parts, b = split_list(values, *const_lengths)
     b = dense_unless(is_label, find_primitive("custom_linear_solve"), b)
     consts = type(jaxprs)(*parts)
 
     def stage(jaxpr: Any, consts: Sequence[Any], vector: Sequence[Any]) -> StagedProgram:
-        # After the solution, a solver may return values of any type.
-        operands = [*consts, *vector]
-        return stage_to_labels("custom_linear_solve", jaxpr, operands, len(vector))
+        # A solver may return auxiliary values of any type after the solution.
+        return stage_to_labels("custom_linear_solve", jaxpr, [*consts, *vector], len(vector))
 
     solve = stage(jaxprs.solve, consts.solve, b)
     x = solve.abstract_outputs()[: len(b)]
     matvec = stage(jaxprs.matvec, consts.matvec, x)
-    for right, product in zip(b, matvec.abstract_outputs()[: len(b)], strict=True):
-        tree: Any = jax.tree.structure(right)
-        same_class = isinstance(right, Value) and type(right) is type(product)
-        if same_class and right.metadata_is_meaning and tree != jax.tree.structure(product):
+    for operand, product in zip(b, matvec.abstract_outputs()[: len(b)], strict=True):
+        tree: Any = jax.tree.structure(operand)
+        same_class = isinstance(operand, Value) and type(operand) is type(product)
+        if same_class and operand.metadata_is_meaning and tree != jax.tree.structure(product):
             raise TypeError(
-                f"custom_linear_solve of b = {right}: matvec(solve(b)) is {product}, with other "
+                f"custom_linear_solve of b = {operand}: matvec(solve(b)) is {product}, with other "
                 "metadata than b. The solver must return metadata that matvec maps to the metadata "
                 "of b. Or call vn.materialise to drop the metadata."
             )
@@ -163,9 +169,10 @@ def _custom_linear_solve(*values: Any, const_lengths: Any, jaxprs: Any) -> list[
 
 @structural("call_hi_primitive")
 def _call_hi_primitive(*values: Any, **params: Any) -> Any:
-    """Run a high primitive. JAX 0.12 defines custom_root and functions like searchsorted as such.
+    """Run custom_root, or another function that JAX 0.12 defines as a high primitive.
 
-    A root is dense. The functions of custom_root run with the rules in force.
+    A high primitive is an object with a method `expand` that computes it by other primitives. The
+    guess and the root of custom_root are dense. Its functions run with the rules in force.
     """
     (high,) = params.values()
     operands = jax.tree.unflatten(high.in_tree, values)
@@ -185,12 +192,13 @@ def _call_hi_primitive(*values: Any, **params: Any) -> Any:
         return jax.tree.leaves(linear_map(*operands))
     is_inexact = lambda aval: jnp.issubdtype(aval.dtype, jnp.inexact)
     if current_trace().requires_low or not any(map(is_inexact, high.out_avals_flat)):
-        # It will not be differentiated. So it can be replaced by the program that it contains.
+        # JAX does not differentiate the primitive here, so its own derivative rule is not needed.
         return jax.tree.leaves(redispatch(high.expand, *operands), is_leaf=is_value)
     return NotImplemented
 
 
 def _return_dense(function: Callable) -> Callable:
+    """Return a function that runs `function` with the rules in force, and returns dense arrays."""
     return lambda *operands: _materialize(redispatch(function, *operands))
 
 

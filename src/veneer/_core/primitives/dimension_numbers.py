@@ -15,7 +15,7 @@ class DotDimensionNumbers(NamedTuple):
     **Arguments:**
 
     - `contracting`: the contracted axes of the left and of the right operand.
-    - `batch`: the batch axes of each. They are the leading axes of the output.
+    - `batch`: the batch axes of the left and of the right operand. The output has them first.
 
     >>> from veneer._core.primitives.dimension_numbers import DotDimensionNumbers
     >>> numbers = DotDimensionNumbers.of((([2], [1]), ([0], [0])))
@@ -28,7 +28,10 @@ class DotDimensionNumbers(NamedTuple):
 
     @classmethod
     def of(cls, dimension_numbers: Sequence[Sequence[Sequence[Any]]]) -> "DotDimensionNumbers":
-        """Convert dimension numbers, whose axes may be lists and integers of NumPy."""
+        """Convert the `dimension_numbers` of `lax.dot_general` to this class.
+
+        The axes may be lists, and integers of NumPy.
+        """
         contracting, batch = (
             (tuple(map(int, lhs)), tuple(map(int, rhs))) for lhs, rhs in dimension_numbers
         )
@@ -45,13 +48,13 @@ class DotDimensionNumbers(NamedTuple):
         return tuple(axis for axis in range(ndim) if axis not in shared)
 
     def without(self, lhs_axis: int | None, rhs_axis: int | None) -> "DotDimensionNumbers":
-        """Return the dimension numbers after one axis, or None, of each operand is removed."""
+        """Return the dimension numbers after an axis of each operand is removed. None: no axis."""
         contracting, batch = ((without(lhs, lhs_axis), without(rhs, rhs_axis)) for lhs, rhs in self)
         return DotDimensionNumbers(contracting, batch)
 
 
 def without(axes: Axes, removed: int | None) -> Axes:
-    """Return the new numbers of axes after one axis of the array, if any, is removed.
+    """Renumber axes after the axis `removed` of the array is removed. None removes no axis.
 
     >>> from veneer._core.primitives.dimension_numbers import without
     >>> without((0, 1, 3), 1)

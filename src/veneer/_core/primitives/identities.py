@@ -1,7 +1,7 @@
 """Rules of primitives that return their operand unchanged, for all types.
 
-Such a primitive informs the compiler, a transformation or a checkpoint policy. It is bound with
-each leaf, of any dtype and shape. Rules that name a type run first.
+Such a primitive is a hint to the compiler, a transformation or a checkpoint policy. The rules bind
+the primitive with each leaf. A rule that is registered for a type takes precedence.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ for _name in ("copy", "stop_gradient", "xla_metadata_value"):
 
 @register("name", precedence=-1)
 def _name_leaves(x: Value, *, name: str) -> Any:
-    if name == MATERIALISE:  # from vn.materialise, so nothing is reported
+    if name == MATERIALISE:  # `vn.materialise` names an array so, to materialize it here
         return materialise_one(x)
     return jax.tree.map(lambda leaf: find_primitive("name").bind(leaf, name=name), x)
 
@@ -39,7 +39,8 @@ def _ignore_layout(x: Value, **params: Any) -> Value:
 
 @register("reduce_precision", precedence=-1)
 def _reduce_precision(x: Value, *, exponent_bits: int, mantissa_bits: int) -> Any:
-    # Accept only the precision that `x` already has. jax.checkpoint marks saved values with it.
+    # jax.checkpoint marks saved values with the precision that they have. Mark each leaf so. A real
+    # reduction has no rule.
     own = jnp.finfo(x.aval().dtype)
     if exponent_bits < own.nexp or mantissa_bits < own.nmant:
         return NotImplemented
@@ -55,7 +56,7 @@ def _reduce_precision(x: Value, *, exponent_bits: int, mantissa_bits: int) -> An
 
 @register("dce_sink", precedence=-1)
 def _dce_sink(x: Value, **params: Any) -> list[Any]:
-    for leaf in jax.tree.leaves(x):  # so that no leaf is eliminated as dead code
+    for leaf in jax.tree.leaves(x):  # keep each leaf alive during dead code elimination
         find_primitive("dce_sink").bind(leaf, **params)
     return []
 

@@ -17,10 +17,10 @@ from ..value import CHECK_BUGS, Value, make_dense
 
 
 def is_label(value: Any) -> bool:
-    """Return whether a value has one leaf, which is the dense array. The leaf may be abstract.
+    """Return whether a value has one leaf, and the leaf is the dense array. It may be abstract.
 
-    It must have the shape and dtype of the value, and `materialise` must return it or raise an
-    error. The class attribute `is_label` overrides the check of `materialise`.
+    The leaf must have the shape and dtype of the value, and `materialise` must return the leaf or
+    raise an error. The class attribute `is_label` overrides the check of `materialise`.
     """
     return isinstance(value, Value) and _kind(value) != "other"
 
@@ -31,10 +31,10 @@ def has_no_dense_form(value: Any) -> bool:
 
 
 def can_become_label(x: Any, label: Value) -> bool:
-    """Return whether a dense array can be converted to the type of `label`, to agree with it.
+    """Return whether a dense array can be converted to the type of `label`.
 
-    Zero can, because it is zero in any unit. Another array can if the label has no metadata that
-    the array would claim, and cannot be materialized instead.
+    An array of zeros can, because it is zero in any unit. Any array can if the label has no
+    metadata and cannot be materialized.
     """
     return is_zero(x) or (not has_metadata(label) and has_no_dense_form(label))
 
@@ -42,12 +42,13 @@ def can_become_label(x: Any, label: Value) -> bool:
 def dense_unless(
     keep: Callable[[Any], bool], primitive: Primitive, values: Sequence[Any]
 ) -> list[Any]:
-    """Materialize the values for which `keep` returns False, and report it."""
+    """Return the values. Those for which `keep` returns False are materialized and reported."""
     dense = iter(make_dense(primitive, [v for v in values if not keep(v)]))
     return [v if keep(v) else next(dense) for v in values]
 
 
 def _kind(value: Value) -> str:
+    """Return "returns leaf" or "raises" for a label, by its `materialise`. Otherwise "other"."""
     leaves, treedef = jax.tree.flatten(value)
     if len(leaves) != 1 or type(value).is_label is False:
         return "other"
@@ -60,9 +61,10 @@ def _kind(value: Value) -> str:
 
 @lru_cache(maxsize=4096)
 def _kind_by_materialise(treedef: Any, leaf: Any) -> str:
+    """Trace `materialise` for a value with one leaf, and return the kind of the value."""
     kind = "other"
 
-    def dense(x: jax.Array) -> None:
+    def find_kind(x: jax.Array) -> None:
         nonlocal kind
         try:
             if jax.tree.unflatten(treedef, [x]).materialise() is x:
@@ -72,5 +74,5 @@ def _kind_by_materialise(treedef: Any, leaf: Any) -> str:
         except Exception:  # a type that cannot be materialized may raise anything
             kind = "raises"
 
-    jax.eval_shape(dense, leaf)
+    jax.eval_shape(find_kind, leaf)
     return kind

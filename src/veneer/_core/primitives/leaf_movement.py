@@ -1,7 +1,8 @@
-"""Move the leaves of a value instead of its dense array, by the axes that they correspond to.
+"""Apply a primitive that moves elements, such as slice, to the leaves instead of the dense array.
 
-The axes come from `leaf_axes`. A type without it can have batch axes: leading axes that every leaf
-has, and along which slices of the leaves represent slices of the array.
+The method `leaf_axes` of a type declares which axis of the dense array each leaf axis corresponds
+to. A type without it can have batch axes: leading axes that every leaf has, and along which slices
+of the leaves represent slices of the array.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -21,15 +22,19 @@ from .labels import is_label
 
 F = TypeVar("F", bound=Callable)
 
-Step = tuple[Sequence[Any], dict[str, Any]]  # further operands and parameters of the primitive
-UNCHANGED: Step = ((), {})
+#: How to bind a primitive with a leaf: the operands after the leaf, and the parameters.
+Step = tuple[Sequence[Any], dict[str, Any]]
+UNCHANGED: Step = ((), {})  # do not bind the primitive, because the leaf does not change
 
 #: The rules that `leaf_rule` has registered, by primitive.
 RULES: dict[str, Callable[..., Any]] = {}
 
 
 def leaf_rule(primitive: str) -> Callable[[F], F]:
-    """Register a rule for all types, which may return NotImplemented."""
+    """Register the decorated function as the rule of a primitive for all types.
+
+    If the function returns NotImplemented, the next rule is tried.
+    """
 
     def add(function: F) -> F:
         RULES[primitive] = function
@@ -40,40 +45,41 @@ def leaf_rule(primitive: str) -> Callable[[F], F]:
 
 
 class Leaf(NamedTuple):
-    """The shape of a leaf, its axes with dense axes counted from the front, and its number."""
+    """The shape and the axes of a leaf. Its dense axes are counted from the front."""
 
     shape: Shape
     axes: Axes
-    number: int
+    number: int  # the position of the leaf in its `LeafLayout`
 
     def axis_map(self) -> dict[int, int]:
-        """Return the leaf axis of each dense axis that one corresponds to."""
+        """Return a dict from dense axes to the leaf axes that correspond to them."""
         return {axis.axis: i for i, axis in enumerate(self.axes) if axis is not None}
 
-    def arrange(self, result: Sequence[int | None]) -> list[int | None]:
-        """Return the order of the leaf axes for a result with this order of dense axes.
+    def arrange(self, dense_order: Sequence[int | None]) -> list[int | None]:
+        """Return the order of the leaf axes, given the order of the dense axes in a result.
 
-        None is a new axis. A leaf axis without a dense axis stays before its right neighbor.
+        In both, None is a new axis. Omitted dense axes are removed. A leaf axis without a dense
+        axis stays before its right neighbor. The given order must not permute axes.
         """
         axis_map, start = self.axis_map(), 0
-        order: list[int | None] = []
-        stays = [axis is None or axis.axis in result for axis in self.axes]
-        for i in result:
+        leaf_order: list[int | None] = []
+        is_kept = [axis is None or axis.axis in dense_order for axis in self.axes]
+        for i in dense_order:
             if i is None:
-                order.append(None)
+                leaf_order.append(None)
             elif i in axis_map:
-                order += [j for j in range(start, axis_map[i] + 1) if stays[j]]
+                leaf_order += [j for j in range(start, axis_map[i] + 1) if is_kept[j]]
                 start = axis_map[i] + 1
-        return [*order, *(j for j in range(start, len(self.axes)) if stays[j])]
+        return [*leaf_order, *(j for j in range(start, len(self.axes)) if is_kept[j])]
 
 
 class LeafLayout(NamedTuple):
-    """The parts of a value (leaves, or implicit arrays in its fields) with their axes."""
+    """The parts of a value and their axes. A part is a leaf, or an implicit array in a field."""
 
     parts: list[Any]
-    structure: Any
-    leaves: list[Leaf]
-    is_declared: bool  # by `leaf_axes` of the type. If False, the axes are batch axes.
+    structure: Any  # the tree structure whose leaves are the parts
+    leaves: list[Leaf]  # the axes of each part
+    is_declared: bool  # whether the type has `leaf_axes`. If False, the axes are batch axes.
 
     def dense_axes(self) -> set[int]:
         """Return the dense axes, counted from the front, that leaf axes correspond to."""
@@ -87,11 +93,12 @@ def layout_of(value: Value) -> LeafLayout:
     axes = declared
     if axes is None:
         parts, structure = jax.tree.flatten(value)
-        batch = aligned_axes(ndim)[: _count_batch_axes(value)]
-        axes = [(*batch, *[None] * (jax.typeof(x).ndim - len(batch))) for x in parts]
+        batch_axes = aligned_axes(ndim)[: _count_batch_axes(value)]
+        axes = [(*batch_axes, *[None] * (jax.typeof(x).ndim - len(batch_axes))) for x in parts]
+    from_front = lambda axis: axis and axis._replace(axis=axis.axis + ndim)
     leaves = [
-        Leaf(aval_of(part).shape, [a and a._replace(axis=a.axis + ndim) for a in of_part], i)
-        for i, (part, of_part) in enumerate(zip(parts, axes, strict=True))
+        Leaf(aval_of(part).shape, list(map(from_front, part_axes)), i)
+        for i, (part, part_axes) in enumerate(zip(parts, axes, strict=True))
     ]
     return LeafLayout(parts, structure, leaves, declared is not None)
 
@@ -99,42 +106,53 @@ def layout_of(value: Value) -> LeafLayout:
 def _count_batch_axes(value: Value) -> int:
     """Return the number of batch axes, or 0 if the `default` of the type must be tried first."""
     default = type(value).default
-    decides = default is not Value.default and not getattr(default, "is_fallback", False)
-    if decides and not any(value is operand for operand in unhandled_operands.get()):
+    has_own_default = default is not Value.default and not getattr(default, "is_fallback", False)
+    # `unhandled_operands` are those for which `default` has returned NotImplemented.
+    if has_own_default and not any(value is operand for operand in unhandled_operands.get()):
         return 0
     ndim = value.aval().ndim
     return next((n for n in range(ndim, 0, -1) if has_batch_axes(value, n)), 0)
 
 
 def has_batch_axes(value: Value, count: int) -> bool:
-    """Return whether the first `count` axes are batch axes. The leaves may be abstract."""
-    own = value.aval().shape
-    shapes = [jax.typeof(leaf).shape for leaf in jax.tree.leaves(value)]
-    return all(shape[:count] == own[:count] for shape in shapes) and all(
-        _has_shape_with(value, count, n, own[count:]) for n in range(count + 1)
+    """Return whether the first `count` axes are batch axes. The leaves may be abstract.
+
+    Batch axes are leading axes of the dense array and of every leaf. Slices of the leaves along a
+    batch axis represent slices of the dense array.
+    """
+    shape = value.aval().shape
+    leaf_shapes = [jax.typeof(leaf).shape for leaf in jax.tree.leaves(value)]
+    # Check the dense shape for any number of batch axes, as `vmap` and indexing remove them.
+    return all(leaf_shape[:count] == shape[:count] for leaf_shape in leaf_shapes) and all(
+        _has_dense_shape(value, count, n, shape[count:]) for n in range(count + 1)
     )
 
 
 def can_stack_leaves(value: Value) -> bool:
-    """Return whether a new first axis of every leaf would be a batch axis."""
-    own = value.aval().shape
-    return _has_shape_with(value, 0, 0, own) and _has_shape_with(value, 0, 1, own)
+    """Return whether leaves that are stacked along a new first axis represent stacked arrays."""
+    shape = value.aval().shape
+    return _has_dense_shape(value, 0, 0, shape) and _has_dense_shape(value, 0, 1, shape)
 
 
-def _has_shape_with(value: Value, old: int, new: int, inner: Shape) -> bool:
-    """Return whether the dense shape ends with `inner` if `new` axes replace the first `old`."""
+def _has_dense_shape(value: Value, removed: int, added: int, inner_shape: Shape) -> bool:
+    """Return whether the dense shape follows the leaves if their leading axes are replaced.
+
+    Replace the first `removed` axes of each leaf by `added` new axes. The dense shape must then be
+    the sizes of the new axes, followed by `inner_shape`.
+    """
     leaves, treedef = jax.tree.flatten(value)
     if not _is_batch_transparent(treedef):
         return False
     avals = list(map(jax.typeof, leaves))
     # The sizes of the new axes differ from all others. A symbolic size equals no number.
     largest = max((n for aval in avals for n in aval.shape if isinstance(n, int)), default=0)
-    batch = tuple(range(largest + 1, largest + 1 + new))
-    abstract = (jax.ShapeDtypeStruct((*batch, *a.shape[old:]), a.dtype) for a in avals)
-    return dense_shape_of(treedef, tuple(abstract)) == (*batch, *inner)
+    new_sizes = tuple(range(largest + 1, largest + 1 + added))
+    abstract = (jax.ShapeDtypeStruct((*new_sizes, *a.shape[removed:]), a.dtype) for a in avals)
+    return dense_shape_of(treedef, tuple(abstract)) == (*new_sizes, *inner_shape)
 
 
 def _is_batch_transparent(tree: Any) -> bool:
+    """Return whether all classes in a tree structure set `batch_transparent`."""
     data = tree.node_data()
     if data and issubclass(data[0], Value) and not data[0].batch_transparent:
         return False
@@ -142,36 +160,44 @@ def _is_batch_transparent(tree: Any) -> bool:
 
 
 def can_move(
-    x: Value, layout: LeafLayout, movement: Movement, touched: Collection[int] = ()
+    x: Value, layout: LeafLayout, movement: Movement, changed_axes: Collection[int] = ()
 ) -> bool:
     """Return whether moving the leaves can represent a movement of the dense array.
 
-    A dense axis that no leaf axis corresponds to must keep its size and its position from the end,
-    and must not be in `touched`.
+    A dense axis that no leaf axis corresponds to must keep its size, its entries, and its position
+    from the end.
+
+    **Arguments:**
+
+    - `changed_axes`: dense axes along which the result has other entries, as after a slice.
     """
-    old, new, mapped = x.aval().shape, movement.shape, layout.dense_axes()
+    old_shape, new_shape, mapped_axes = x.aval().shape, movement.shape, layout.dense_axes()
     for i, j in enumerate(movement.axes):
-        stays = j is not None and j - len(new) == i - len(old) and new[j] == old[i]
-        if i not in mapped and not (stays and i not in touched):
+        if i in mapped_axes:
+            continue
+        if j is None or i in changed_axes or new_shape[j] != old_shape[i]:
+            return False
+        if j - len(new_shape) != i - len(old_shape):
             return False
     if layout.is_declared:
         # A leaf that lacks a dense axis is broadcast along it. If axes change their places, only
-        # the type knows where the missing axis is now.
-        lacks_axis = any(len({*filter(None, leaf.axes)}) < len(old) for leaf in layout.leaves)
+        # the method `_moved` of the type knows where the missing axis is now.
+        lacks_axis = any(len({*filter(None, leaf.axes)}) < len(old_shape) for leaf in layout.leaves)
         changes_places = movement.reorders or None in movement.axes
         return not (lacks_axis and changes_places and type(x)._moved is Value._moved)
-    # Every axis of a label looks like a batch axis, but its metadata may refer to any of them.
+    # Every axis of a label (a type whose only leaf is the dense array) looks like a batch axis. But
+    # its metadata may refer to an axis.
     if has_metadata(x) and is_label(x):
         return False
-    return bool(mapped) or new == old or can_stack_leaves(x)
+    return bool(mapped_axes) or new_shape == old_shape or can_stack_leaves(x)
 
 
 def move(
     x: Value,
     primitive: str,
     movement: Movement,
-    step: Callable[[Leaf], Any],
-    touched: Collection[int] = (),
+    get_step: Callable[[Leaf], Any],
+    changed_axes: Collection[int] = (),
     rule: Callable[..., Any] | None = None,
 ) -> Any:
     """Bind a primitive with each leaf of a value. Return the result, or NotImplemented.
@@ -179,27 +205,28 @@ def move(
     **Arguments:**
 
     - `movement`: the effect of the primitive on the axes of the dense array.
-    - `step`: returns the further operands and the parameters for a leaf. Or `UNCHANGED`, or
-      NotImplemented.
-    - `touched`: dense axes along which the primitive changes entries. See `can_move`.
-    - `rule`: the rule for a field that is of the type of `x`. The default is from `RULES`.
+    - `get_step`: a function of a `Leaf`. It returns the operands after the leaf and the parameters,
+      or `UNCHANGED` to keep the leaf, or NotImplemented.
+    - `changed_axes`: dense axes along which the result has other entries, as after a slice.
+    - `rule`: the rule for a field that has the type of `x`. The default is `RULES[primitive]`.
     """
     x = x._movable()
     layout = layout_of(x)
-    if not can_move(x, layout, movement, touched):
+    if not can_move(x, layout, movement, changed_axes):
         return NotImplemented
     moved = []
     for part, leaf in zip(layout.parts, layout.leaves, strict=True):
-        action = step(leaf)
-        if action is NotImplemented:
+        step = get_step(leaf)
+        if step is NotImplemented:
             return NotImplemented
-        if action is not UNCHANGED:
-            part = _move_part(x, primitive, part, action, rule or RULES[primitive])
+        if step is not UNCHANGED:
+            part = _move_part(x, primitive, part, step, rule or RULES[primitive])
         moved.append(part)
     return rebuild(layout.structure, moved, movement)
 
 
 def _move_part(x: Value, primitive: str, part: Any, step: Step, rule: Callable[..., Any]) -> Any:
+    """Bind a primitive with one part of `x`: a leaf, or an implicit array in a field."""
     operands, params = step
 
     def bind(*operands: Any) -> Any:
@@ -210,15 +237,15 @@ def _move_part(x: Value, primitive: str, part: Any, step: Step, rule: Callable[.
     if not isinstance(part, Value):
         return bind(part, *operands)
     if isinstance(part, type(x)):
-        # Such a field, as of quantized scales, belongs to the storage of `x`. So nothing is
-        # reported if it is materialized.
+        # Such a field, for example quantized scales, is storage of `x`. So nothing is reported if
+        # the field is materialized.
         moved = rule(part, *operands, **params)
         return bind(part.materialise(), *operands) if moved is NotImplemented else moved
     return redispatch(bind, part, *operands)
 
 
 def rebuild(structure: Any, parts: Sequence[Any], movement: Movement) -> Any:
-    """Return the value of moved parts, or NotImplemented if its class rejects them."""
+    """Build the value of moved parts. Return NotImplemented if the class rejects the parts."""
     value = jax.tree.unflatten(structure, parts)._moved(movement)
     if isinstance(value, Value):
         leaves, tree = jax.tree.flatten(value)

@@ -1,8 +1,9 @@
 """Rules of primitives that move elements, such as transpose, slice and gather, for all types.
 
-Each rule computes the operands and parameters with which each leaf goes through the primitive
-(see `leaf_movement.py`). It declines if a block would be cut, or if the primitive changes an axis
-that no leaf axis corresponds to. Rules that name a type run first.
+Each rule binds the primitive with each leaf, by a function `get_step` that returns the operands
+and parameters for a leaf. A rule returns NotImplemented if a block (dense elements that share a
+leaf entry) would be cut, or if the primitive changes an axis that no leaf axis corresponds to. A
+rule that is registered for a type takes precedence.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,30 +27,32 @@ def _all_axes(shape: Shape) -> tuple[int, ...]:
 
 @leaf_rule("squeeze")
 def _squeeze(x: Value, *, dimensions: Sequence[int]) -> Any:
-    old = x.aval().shape
-    kept = [i for i in _all_axes(old) if i not in dimensions]
-    axes = tuple(kept.index(i) if i in kept else None for i in _all_axes(old))
+    shape = x.aval().shape
+    kept_axes = [i for i in _all_axes(shape) if i not in dimensions]
+    new_axes = tuple(kept_axes.index(i) if i in kept_axes else None for i in _all_axes(shape))
 
-    def step(leaf: Leaf) -> Step:
+    def get_step(leaf: Leaf) -> Step:
         removed = tuple(j for i, j in leaf.axis_map().items() if i in dimensions)
         return ((), {"dimensions": removed}) if removed else UNCHANGED
 
-    return move(x, "squeeze", Movement(tuple(old[i] for i in kept), axes), step)
+    return move(x, "squeeze", Movement(tuple(shape[i] for i in kept_axes), new_axes), get_step)
 
 
 @leaf_rule("transpose")
 def _transpose(x: Value, *, permutation: Sequence[int]) -> Any:
-    old = x.aval().shape
-    new, axes = (old[i] for i in permutation), map([*permutation].index, _all_axes(old))
+    shape = x.aval().shape
+    new_shape = tuple(shape[i] for i in permutation)
+    new_axes = tuple(map([*permutation].index, _all_axes(shape)))
 
-    def step(leaf: Leaf) -> Step:
+    def get_step(leaf: Leaf) -> Step:
         axis_map = leaf.axis_map()
         order = iter([axis_map[i] for i in permutation if i in axis_map])
         # A leaf axis without a dense axis stays.
-        own = tuple(j if axis is None else next(order) for j, axis in enumerate(leaf.axes))
-        return UNCHANGED if own == _all_axes(own) else ((), {"permutation": own})
+        leaf_order = tuple(j if axis is None else next(order) for j, axis in enumerate(leaf.axes))
+        is_sorted = leaf_order == _all_axes(leaf_order)
+        return UNCHANGED if is_sorted else ((), {"permutation": leaf_order})
 
-    return move(x, "transpose", Movement(tuple(new), tuple(axes), reorders=True), step)
+    return move(x, "transpose", Movement(new_shape, new_axes, reorders=True), get_step)
 
 
 @leaf_rule("reshape")
@@ -65,38 +68,40 @@ def _broadcast_in_dim(
 ) -> Any:
     if sharding is not None or operands:
         return NotImplemented
-    old, axes = x.aval().shape, tuple(broadcast_dimensions)
-    dense = [axes.index(j) if j in axes else None for j in range(len(shape))]
+    old_shape, new_axes = x.aval().shape, tuple(broadcast_dimensions)
+    # For each axis of the result, the axis of the operand, or None for a new axis.
+    old_axes = [new_axes.index(j) if j in new_axes else None for j in range(len(shape))]
 
-    def step(leaf: Leaf) -> Any:
+    def get_step(leaf: Leaf) -> Any:
         # Every leaf gets the new axes in full size, so that vmap and scan can slice them.
-        new_sizes = iter(size for size, i in zip(shape, dense, strict=True) if i is None)
-        order = leaf.arrange(dense)
-        sizes = [next(new_sizes) if j is None else leaf.shape[j] for j in order]
+        new_sizes = iter(size for size, i in zip(shape, old_axes, strict=True) if i is None)
+        leaf_order = leaf.arrange(old_axes)
+        sizes = [next(new_sizes) if j is None else leaf.shape[j] for j in leaf_order]
+        # An old axis of size 1 may be broadcast to another size.
         for i, j in leaf.axis_map().items():
             axis: Any = leaf.axes[j]
-            if shape[axes[i]] != old[i] and axis.block != "shared":
+            if shape[new_axes[i]] != old_shape[i] and axis.block != "shared":
                 if axis.block == "whole" or axis.packed_in:
                     return NotImplemented
-                sizes[order.index(j)] = shape[axes[i]]
-        dimensions = tuple(k for k, j in enumerate(order) if j is not None)
+                sizes[leaf_order.index(j)] = shape[new_axes[i]]
+        dimensions = tuple(k for k, j in enumerate(leaf_order) if j is not None)
         params = {"shape": tuple(sizes), "broadcast_dimensions": dimensions, "sharding": None}
         return (), params
 
-    return move(x, "broadcast_in_dim", Movement(tuple(shape), axes), step)
+    return move(x, "broadcast_in_dim", Movement(tuple(shape), new_axes), get_step)
 
 
 def _slice_spans(x: Value, spans: Sequence[tuple[int, int, int]]) -> Any:
-    """Slice a value by a `(start, limit, stride)` for each axis."""
-    old = x.aval().shape
-    cut = {i: span for i, span in enumerate(spans) if span != (0, old[i], 1)}
+    """Slice a value by a `(start, limit, stride)` per axis. Return it, or NotImplemented."""
+    old_shape = x.aval().shape
+    cut_spans = {i: span for i, span in enumerate(spans) if span != (0, old_shape[i], 1)}
 
-    def step(leaf: Leaf) -> Any:
+    def get_step(leaf: Leaf) -> Any:
         leaf_spans = []
         for axis, size in zip(leaf.axes, leaf.shape, strict=True):
             span: Any = 0, size, 1
-            if axis is not None and axis.axis in cut and axis.block != "shared":
-                span = axis.span(*cut[axis.axis], old[axis.axis])
+            if axis is not None and axis.axis in cut_spans and axis.block != "shared":
+                span = axis.span(*cut_spans[axis.axis], old_shape[axis.axis])
                 if span is None:
                     return NotImplemented
             leaf_spans.append(span)
@@ -107,8 +112,9 @@ def _slice_spans(x: Value, spans: Sequence[tuple[int, int, int]]) -> Any:
         return (), {**params, "strides": None if set(strides) == {1} else strides}
 
     # `range` takes no symbolic sizes.
-    new = tuple(n - i if stride == 1 else len(range(i, n, stride)) for i, n, stride in spans)
-    return move(x, "slice", Movement(new, _all_axes(old)), step, touched=cut)
+    new_shape = tuple(n - i if stride == 1 else len(range(i, n, stride)) for i, n, stride in spans)
+    movement = Movement(new_shape, _all_axes(old_shape))
+    return move(x, "slice", movement, get_step, changed_axes=cut_spans)
 
 
 @leaf_rule("slice")
@@ -119,10 +125,10 @@ def _slice(x: Value, *, start_indices: Any, limit_indices: Any, strides: Any) ->
 
 @leaf_rule("split")
 def _split(x: Value, *, sizes: Any, axis: int) -> Any:
-    layout, old = layout_of(x), x.aval().shape
+    layout, shape = layout_of(x), x.aval().shape
     pieces: list[Any] = []
-    if not layout.is_declared:  # a batch axis, along which one equation splits each leaf
-        movement = Movement(old, _all_axes(old))
+    if not layout.is_declared:  # split each leaf along the same batch axis
+        movement = Movement(shape, _all_axes(shape))
         if not can_move(x, layout, movement, (axis,)):
             return NotImplemented
         leaf_pieces = zip(*(lax.split(leaf, sizes, axis) for leaf in layout.parts), strict=True)
@@ -130,7 +136,7 @@ def _split(x: Value, *, sizes: Any, axis: int) -> Any:
     else:
         start = 0
         for size in map(int, sizes):
-            spans = [(0, n, 1) for n in old]
+            spans = [(0, n, 1) for n in shape]
             spans[axis] = start, start + size, 1
             pieces.append(_slice_spans(x, spans))
             start += size
@@ -148,65 +154,71 @@ def _unstack(x: Value, *, axis: int) -> Any:
 
 @leaf_rule("dynamic_slice")
 def _dynamic_slice(x: Value, *indices: Any, slice_sizes: Sequence[int]) -> Any:
-    old, new = x.aval().shape, tuple(slice_sizes)
-    cut = {i for i in _all_axes(old) if new[i] != old[i]}
+    old_shape, new_shape = x.aval().shape, tuple(slice_sizes)
     if any(isinstance(i, Value) for i in indices):
         return NotImplemented
 
-    def step(leaf: Leaf) -> Any:
+    def get_step(leaf: Leaf) -> Any:
         starts, sizes = [], list(leaf.shape)
         for j, axis in enumerate(leaf.axes):
-            starts.append(jnp.zeros_like(indices[0]) if axis is None else indices[axis.axis])
-            if axis is not None and axis.axis in cut and axis.block != "shared":
-                if axis.block == "whole" or not _takes_whole_blocks(axis, starts[j], old, new):
+            if axis is None:
+                starts.append(jnp.zeros_like(indices[0]))
+                continue
+            start, old_size, size = indices[axis.axis], old_shape[axis.axis], new_shape[axis.axis]
+            if size != old_size and axis.block != "shared":
+                if axis.block == "whole" or not _has_whole_blocks(axis, start, old_size, size):
                     return NotImplemented
+                # A packed block is `width` entries of the leaf.
                 width = axis.packed_in or 1
-                sizes[j] = new[axis.axis] // axis.block * width
+                sizes[j] = size // axis.block * width
                 if axis.block > 1:
-                    starts[j] = lax.div(starts[j], jnp.array(axis.block, starts[j].dtype))
+                    start = lax.div(start, jnp.array(axis.block, start.dtype))
                 if width > 1:
-                    starts[j] *= width
+                    start *= width
+            starts.append(start)
         return UNCHANGED if tuple(sizes) == leaf.shape else (starts, {"slice_sizes": tuple(sizes)})
 
-    return move(x, "dynamic_slice", Movement(new, _all_axes(old)), step)
+    return move(x, "dynamic_slice", Movement(new_shape, _all_axes(old_shape)), get_step)
 
 
-def _takes_whole_blocks(axis: LeafAxis, start: Any, old: Shape, new: Shape) -> bool:
-    """Return whether every value of a traced `start` begins a slice of whole blocks.
+def _has_whole_blocks(axis: LeafAxis, start: Any, old_size: int, size: int) -> bool:
+    """Return whether a dynamic slice of a dense axis is known to have no partial block.
 
-    This follows from the computation of `start`, such as `i * 32`.
+    The equations that compute a traced `start`, such as `i * 32`, may show that `start` is
+    divisible by the block size.
     """
-    i, block = axis.axis, int(axis.block)
+    block = int(axis.block)
     if block == 1:
         return True
-    is_divisible = old[i] % block == new[i] % block == 0
+    is_divisible = old_size % block == size % block == 0
     fits_dtype = block <= jnp.iinfo(start.dtype).max
     return is_divisible and fits_dtype and find_divisor(start) % block == 0
 
 
 @leaf_rule("rev")
 def _rev(x: Value, *, dimensions: Sequence[int]) -> Any:
-    old = x.aval().shape
+    shape = x.aval().shape
 
-    def step(leaf: Leaf) -> Any:
+    def get_step(leaf: Leaf) -> Any:
         reversed_axes = []
         for i, j in leaf.axis_map().items():
             axis: Any = leaf.axes[j]
-            if i not in dimensions or (leaf.shape[j] == 1 and not axis.packed_in):
-                continue
-            if axis.block != 1:
-                return NotImplemented
-            reversed_axes.append(j)
+            has_one_entry = leaf.shape[j] == 1 and not axis.packed_in
+            if i in dimensions and not has_one_entry:
+                if axis.block != 1:
+                    return NotImplemented
+                reversed_axes.append(j)
         return ((), {"dimensions": tuple(reversed_axes)}) if reversed_axes else UNCHANGED
 
-    return move(x, "rev", Movement(old, _all_axes(old)), step, touched=dimensions)
+    return move(x, "rev", Movement(shape, _all_axes(shape)), get_step, changed_axes=dimensions)
 
 
 @leaf_rule("gather")
 def _gather(x: Value, indices: Any, **params: Any) -> Any:
-    # Rows out of bounds are NaN or a number, which zeros or NaNs in the leaves need not represent.
-    fills = params["mode"] == lax.GatherScatterMode.FILL_OR_DROP
-    return NotImplemented if fills else gather(x, indices, **params)
+    # In this mode, rows out of bounds are NaN or a fill value. Leaves filled with NaNs or zeros
+    # need not represent such rows.
+    can_fill = params["mode"] == lax.GatherScatterMode.FILL_OR_DROP
+    return NotImplemented if can_fill else gather(x, indices, **params)
 
 
 def gather(
@@ -227,75 +239,80 @@ def gather(
     **Arguments:** the parameters of the primitive, and
 
     - `fills`: the fill value of each leaf, for indices out of bounds. Replaces `fill_value`.
-    - `rule`: the rule for a field that is of the type of `x`.
+    - `rule`: the rule for a field that has the type of `x`. The default is the rule of `gather`.
     """
-    numbers, old = dimension_numbers, x.aval().shape
-    if isinstance(indices, Value) or 0 in old:
+    numbers, old_shape = dimension_numbers, x.aval().shape
+    if isinstance(indices, Value) or 0 in old_shape:
         return NotImplemented
     indices = jnp.asarray(indices)
+    # Find the axis of the operand for each axis of the result, or None for an axis of the indices.
     collapsed, batching = numbers.collapsed_slice_dims, numbers.operand_batching_dims
-    kept = [i for i in _all_axes(old) if i not in (*collapsed, *batching)]
-    axes = dict(zip(kept, numbers.offset_dims, strict=True))
-    dense: list[int | None] = [None] * (len(kept) + indices.ndim - 1)
-    for i, j in axes.items():
-        dense[j] = i
-    batch = iter(indices.shape[:-1])
-    new = tuple(next(batch) if i is None else slice_sizes[i] for i in dense)
+    kept_axes = [i for i in _all_axes(old_shape) if i not in (*collapsed, *batching)]
+    new_axes = dict(zip(kept_axes, numbers.offset_dims, strict=True))
+    old_axes: list[int | None] = [None] * (len(kept_axes) + indices.ndim - 1)
+    for i, j in new_axes.items():
+        old_axes[j] = i
+    index_sizes = iter(indices.shape[:-1])
+    new_shape = tuple(next(index_sizes) if i is None else slice_sizes[i] for i in old_axes)
 
-    def step(leaf: Leaf) -> Any:
+    def get_step(leaf: Leaf) -> Any:
+        # Find the sizes of the slices of the leaf, and by what to divide the indices.
         axis_map = leaf.axis_map()
-        sizes, blocks = list(leaf.shape), dict.fromkeys(axis_map, 1)
+        sizes, divisors = list(leaf.shape), dict.fromkeys(axis_map, 1)
         for i, j in axis_map.items():
             axis: Any = leaf.axes[j]
-            if slice_sizes[i] == old[i]:
+            if slice_sizes[i] == old_shape[i]:
                 continue
-            blocks[i] = old[i] if axis.block == "shared" else axis.block
+            divisors[i] = old_shape[i] if axis.block == "shared" else axis.block
             takes_one = slice_sizes[i] == 1 and i not in batching and not axis.packed_in
-            if blocks[i] == "whole" or (blocks[i] not in (0, 1) and not takes_one):
+            if divisors[i] == "whole" or (divisors[i] != 1 and not takes_one):
                 return NotImplemented
             sizes[j] = slice_sizes[i]
+        # The last axis of the indices has a column for each indexed axis of the operand.
         columns = [k for k, i in enumerate(numbers.start_index_map) if i in axis_map]
-        mapped = [numbers.start_index_map[k] for k in columns]
-        leaf_dims = lambda dims: tuple(axis_map[i] for i in dims if i in axis_map)
+        indexed_axes = [numbers.start_index_map[k] for k in columns]
+        leaf_indices = _leaf_indices(indices, columns, [divisors[i] for i in indexed_axes])
         # If columns are dropped or divided, different indices can become equal or unsorted.
-        all_columns = columns == [*range(indices.shape[-1])] and {*batching} <= {*axis_map}
-        same_indices = all_columns and all(block == 1 for block in blocks.values())
-        pairs = zip(batching, numbers.start_indices_batching_dims, strict=True)
-        offsets = (k for k, j in enumerate(leaf.arrange(dense)) if j is not None)
-        return (_leaf_indices(indices, columns, [blocks[i] for i in mapped]),), {
+        has_all_columns = columns == [*range(indices.shape[-1])] and {*batching} <= {*axis_map}
+        has_same_indices = has_all_columns and all(n == 1 for n in divisors.values())
+        leaf_dims = lambda dims: tuple(axis_map[i] for i in dims if i in axis_map)
+        batching_pairs = zip(batching, numbers.start_indices_batching_dims, strict=True)
+        offsets = (k for k, j in enumerate(leaf.arrange(old_axes)) if j is not None)
+        return (leaf_indices,), {
             "dimension_numbers": lax.GatherDimensionNumbers(
                 offset_dims=tuple(offsets),
                 collapsed_slice_dims=leaf_dims(collapsed),
-                start_index_map=leaf_dims(mapped),
+                start_index_map=leaf_dims(indexed_axes),
                 operand_batching_dims=leaf_dims(batching),
-                start_indices_batching_dims=tuple(k for i, k in pairs if i in axis_map),
+                start_indices_batching_dims=tuple(k for i, k in batching_pairs if i in axis_map),
             ),
             "slice_sizes": tuple(sizes),
-            "unique_indices": unique_indices and same_indices,
-            "indices_are_sorted": indices_are_sorted and same_indices,
+            "unique_indices": unique_indices and has_same_indices,
+            "indices_are_sorted": indices_are_sorted and has_same_indices,
             "fill_value": fill_value if fills is None else fills[leaf.number],
             **params,
         }
 
-    movement = Movement(new, tuple(map(axes.get, _all_axes(old))))
-    return move(x, "gather", movement, step, rule=rule)
+    movement = Movement(new_shape, tuple(map(new_axes.get, _all_axes(old_shape))))
+    return move(x, "gather", movement, get_step, rule=rule)
 
 
-def _leaf_indices(indices: jax.Array, columns: Sequence[int], blocks: list[int]) -> jax.Array:
-    """Return some columns of dense indices, divided by the sizes of blocks.
+def _leaf_indices(indices: jax.Array, columns: Sequence[int], divisors: list[int]) -> jax.Array:
+    """Return the indices of a leaf: some columns of the dense indices, divided by block sizes.
 
-    Floor division keeps indices out of bounds, also negative ones, out of bounds.
+    Floor division keeps indices out of bounds, also negative indices, out of bounds.
     """
     if [*columns] != [*range(indices.shape[-1])]:
         indices = indices[..., jnp.array(columns, int)]
-    if set(blocks) <= {1}:
+    if set(divisors) <= {1}:
         return indices
-    if jnp.iinfo(indices.dtype).bits < 32:  # a block may be too large for the dtype
+    if jnp.iinfo(indices.dtype).bits < 32:  # a block size may be too large for the dtype
         indices = indices.astype(jnp.int32)
-    return indices // jnp.array(blocks, indices.dtype)
+    return indices // jnp.array(divisors, indices.dtype)
 
 
 def _have_same_type(values: Sequence[Any]) -> bool:
+    """Return whether values have the same tree structure and the same dtypes of leaves."""
     dtypes = lambda v: tuple(jax.typeof(leaf).dtype for leaf in jax.tree.leaves(v))
     return len({(jax.tree.structure(v), dtypes(v)) for v in values}) == 1
 
@@ -309,70 +326,85 @@ def concatenate(*operands: Value, dimension: Any) -> Any:
     nonempty = tuple(x for x in operands if x.aval().shape[dimension])
     if nonempty and _have_same_type(operands):
         operands = nonempty
+    # Check whether the leaves of each operand can represent the result.
     operands = tuple(x._movable() for x in operands)
     shapes = [x.aval().shape for x in operands]
     sizes = [shape[dimension] for shape in shapes]
-    new = (*shapes[0][:dimension], sum(sizes), *shapes[0][dimension + 1 :])
-    layouts, movement = [layout_of(x) for x in operands], Movement(new, _all_axes(new))
+    new_shape = (*shapes[0][:dimension], sum(sizes), *shapes[0][dimension + 1 :])
+    layouts, movement = list(map(layout_of, operands)), Movement(new_shape, _all_axes(new_shape))
     for x, layout in zip(operands, layouts, strict=True):
         if not can_move(x, layout, movement, (dimension,)):
             return NotImplemented
     if layouts[0].is_declared and 0 in (*shapes[0], *sizes):
         return NotImplemented
-    # A shared entry is for a block with the size of the axis, which all operands must share.
+    # The operands must have the same blocks. The block of a shared entry is the whole dense axis.
     is_shared = lambda axis: axis is not None and axis.block == "shared"
     sized = lambda axis, shape: axis._replace(block=shape[axis.axis]) if is_shared(axis) else axis
-    axes = [
+    sized_axes, *other_axes = [
         [[sized(axis, shape) for axis in leaf.axes] for leaf in layout.leaves]
         for layout, shape in zip(layouts, shapes, strict=True)
     ]
-    if any(other != axes[0] for other in axes):
+    if any(axes != sized_axes for axes in other_axes):
         return NotImplemented
+    # Concatenate leaf by leaf.
     columns = zip(*(layout.parts for layout in layouts), strict=True)
-    joined = [
+    joined_parts = [
         _concatenate_parts(type(operands[0]), leaf_axes, parts, sizes, dimension)
-        for leaf_axes, parts in zip(axes[0], columns, strict=True)
+        for leaf_axes, parts in zip(sized_axes, columns, strict=True)
     ]
-    if any(part is NotImplemented for part in joined):
+    if any(part is NotImplemented for part in joined_parts):
         return NotImplemented
-    results = [rebuild(layout.structure, joined, movement) for layout in layouts]
+    # The result must not depend on which operand its metadata comes from.
+    results = [rebuild(layout.structure, joined_parts, movement) for layout in layouts]
     if any(result is NotImplemented for result in results):
         return NotImplemented
     return results[0] if _have_same_type(results) else NotImplemented
 
 
 def _concatenate_parts(
-    kind: type[Value], axes: Axes, parts: Sequence[Any], sizes: Sequence[int], dimension: int
+    cls: type[Value], axes: Axes, parts: Sequence[Any], sizes: Sequence[int], dimension: int
 ) -> Any:
-    """Concatenate the parts of several values, unless a block before the last is partial."""
-    at = next((j for j, axis in enumerate(axes) if axis and axis.axis == dimension), None)
-    if at is None:
+    """Concatenate one part (a leaf, or an implicit array in a field) of several values.
+
+    Return NotImplemented if the last block of a value, other than the last value, is partial.
+
+    **Arguments:**
+
+    - `cls`: the class of the values.
+    - `axes`: the axes of the part.
+    - `parts`: the part of each value.
+    - `sizes`: the size of each value along the dense axis `dimension`.
+    """
+    leaf_axis = next((j for j, axis in enumerate(axes) if axis and axis.axis == dimension), None)
+    if leaf_axis is None:
         return NotImplemented
-    block: Any = axes[at].block  # type: ignore[union-attr]
-    others = {(*shape[:at], *shape[at + 1 :]) for shape in (aval_of(part).shape for part in parts)}
-    if block == "whole" or len(others) > 1 or any(size % block for size in sizes[:-1]):
+    block: Any = axes[leaf_axis].block  # type: ignore[union-attr]
+    shapes = [aval_of(part).shape for part in parts]
+    other_sizes = {(*shape[:leaf_axis], *shape[leaf_axis + 1 :]) for shape in shapes}
+    if block == "whole" or len(other_sizes) > 1 or any(size % block for size in sizes[:-1]):
         return NotImplemented
-    if all(isinstance(part, kind) for part in parts):
-        joined = concatenate(*parts, dimension=at)
+    if all(isinstance(part, cls) for part in parts):
+        joined = concatenate(*parts, dimension=leaf_axis)
         if joined is not NotImplemented:
             return joined
-    parts = [part.materialise() if isinstance(part, kind) else part for part in parts]
+    # A part of the class is storage of its value, such as quantized scales: report nothing.
+    parts = [part.materialise() if isinstance(part, cls) else part for part in parts]
     if len({aval_of(part).dtype for part in parts}) > 1:
         return NotImplemented
-    return redispatch(lambda *xs: lax.concatenate(xs, at), *parts)
+    return redispatch(lambda *xs: lax.concatenate(xs, leaf_axis), *parts)
 
 
 @leaf_rule("stack")
 def _stack(*operands: Value, axis: int) -> Any:
-    with_axis = [redispatch(jnp.expand_dims, x, axis) for x in operands]
-    return redispatch(jnp.concatenate, with_axis, axis)
+    expanded = [redispatch(jnp.expand_dims, x, axis) for x in operands]
+    return redispatch(jnp.concatenate, expanded, axis)
 
 
 @leaf_rule("select_n")
 def _select(predicate: Any, *cases: Value) -> Any:
-    """Select each leaf by one scalar predicate."""
-    shapes = lambda x: tuple(map(jnp.shape, jax.tree.leaves(x)))
-    same_types = _have_same_type(cases) and len(set(map(shapes, cases))) == 1
+    """Select the leaves of one case by a scalar predicate. An array of bools is not supported."""
+    leaf_shapes = lambda x: tuple(map(jnp.shape, jax.tree.leaves(x)))
+    same_types = _have_same_type(cases) and len(set(map(leaf_shapes, cases))) == 1
     if isinstance(predicate, Value) or jnp.ndim(predicate) or not same_types:
         return NotImplemented
     return jax.tree.map(lambda *leaves: lax.select_n(predicate, *leaves), *cases)

@@ -1,7 +1,8 @@
 """The rules of `pack`, the primitive that builds a value from leaves inside a program.
 
-Outside `implicit`, a program that contains it can be traced, differentiated and mapped, but not
-run. Its derivative is the derivative of the dense array with respect to the leaves.
+Outside `implicit`, a program that contains `pack` can be traced, differentiated and mapped by vmap,
+but not run. The derivative of `pack` is the derivative of the dense array with respect to the
+leaves.
 """
 
 from collections.abc import Sequence
@@ -33,29 +34,32 @@ def _abstract_eval(*avals: Any, structure: Any) -> Any:
 
 def _jvp(leaves: Sequence[Any], tangents: Sequence[Any], *, structure: Any) -> Any:
     out = pack.bind(*leaves, structure=structure)
-    moving = [type(t) is not ad.Zero for t in tangents]
+    is_nonzero = [type(t) is not ad.Zero for t in tangents]
     value = jax.tree.unflatten(structure, leaves)
     if not is_label(value):
         why = "its derivative is that of the dense array"
         report_materialised(pack.name, lambda: describe_operands([value]), why)
-    dense, primals = dense_function_of(value, moving)
-    return out, jax.jvp(dense, primals, [t for t, m in zip(tangents, moving, strict=True) if m])[1]
+    dense, primals = dense_function_of(value, is_nonzero)
+    nonzero_tangents = [t for t in tangents if type(t) is not ad.Zero]
+    _, out_tangent = jax.jvp(dense, primals, nonzero_tangents)
+    return out, out_tangent
 
 
 def _batch(leaves: Sequence[Any], dims: Sequence[Any], *, structure: Any) -> Any:
+    """Pack leaves with a batch axis. If they cannot be stacked, vmap the dense array instead."""
     size = next(x.shape[d] for x, d in zip(leaves, dims, strict=True) if d is not None)
 
     def slice_of(x: Any, d: int | None) -> Any:
         shape = x.shape if d is None else (*x.shape[:d], *x.shape[d + 1 :])
         return jax.ShapeDtypeStruct(shape, x.dtype)
 
-    def stack(x: Any, d: int | None) -> Any:
+    def move_batch_axis_to_front(x: Any, d: int | None) -> Any:
         return jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
 
     if can_stack_leaves(jax.tree.unflatten(structure, map(slice_of, leaves, dims))):
-        return pack.bind(*map(stack, leaves, dims), structure=structure), 0
-    dense = lambda *leaves: make_dense(pack, [jax.tree.unflatten(structure, leaves)])[0]
-    return jax.vmap(dense, in_axes=tuple(dims))(*leaves), 0
+        return pack.bind(*map(move_batch_axis_to_front, leaves, dims), structure=structure), 0
+    materialize = lambda *leaves: make_dense(pack, [jax.tree.unflatten(structure, leaves)])[0]
+    return jax.vmap(materialize, in_axes=tuple(dims))(*leaves), 0
 
 
 @pack.def_impl

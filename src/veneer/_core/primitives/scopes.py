@@ -1,9 +1,10 @@
 """The place in a program where a primitive is bound, and whether it computes a derivative.
 
-JAX names the scopes (`jax.named_scope`) around an equation, but only those inside the innermost
-program, such as the body of a `jit`. While a query is in force, this module also keeps the scopes
-and jitted functions around that program. The query is a user context, which is part of the key of
-JAX's caches. So a function that is called at two places is traced for each of them.
+JAX records the scopes (`jax.named_scope`) around an equation, but only inside the innermost
+program, such as the body of a `jit`. A caller that needs all of them puts a scope query in force,
+with `query_scopes`. Then this module also keeps the scopes and jitted functions around the program.
+The query is a user context of JAX, so it is part of the keys of JAX's caches. A function that is
+called at two places is then traced for each place.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -35,10 +36,11 @@ class Place(NamedTuple):
     is_tangent: bool = False
 
     def is_within(self, outer: "Place") -> bool:
-        """Return whether this may be a place in a program that runs at another place."""
-        names, *flags = outer
-        return self.names[: len(names)] == names and all(
-            here or not there for here, there in zip(self[1:], flags, strict=True)
+        """Return whether a program that runs at `outer` may contain this place."""
+        return (
+            self.names[: len(outer.names)] == outer.names
+            and self.is_derivative >= outer.is_derivative
+            and self.is_tangent >= outer.is_tangent
         )
 
 
@@ -56,17 +58,23 @@ _query: Any = jax.make_user_context(None)
 
 
 def scope_query() -> Any:
-    """Return the object that `query_scopes` has put in force, or None."""
+    """Return the object that was passed to the innermost `query_scopes`, or None."""
     return _query.value and _query.value.key
 
 
 def query_scopes(key: Any) -> AbstractContextManager[None]:
-    """Put a hashable object in force, which rules get from `scope_query`. None hides it."""
+    """Return a context in which `current_place` works and `scope_query` returns `key`.
+
+    `key` is a hashable object, or None to hide the object of an outer `query_scopes`.
+    """
     return _query(replace(_query.value or _ScopeQuery(), key=key))
 
 
 def current_place() -> Place:
-    """Return the place of the primitive that is bound now. Call it only while a query is set."""
+    """Return the place of the primitive that is bound now.
+
+    Call this only inside `query_scopes` or `mark_tangents`.
+    """
     names, is_derivative, is_tangent = _query.value.outside
     names = list(names)
     for kind, name in current_scopes():
@@ -82,9 +90,9 @@ def current_place() -> Place:
 
 
 def enter_program(name: str | None = None) -> AbstractContextManager[None]:
-    """Keep the current place while JAX traces a program inside the current one.
+    """Return a context in which JAX traces the body of an equation. It keeps the current place.
 
-    `name` is the name of a jitted function. It becomes part of the place.
+    `name` is the name of the jitted function that is traced. It is added to the place.
     """
     if _query.value is None:
         return nullcontext()
@@ -94,9 +102,9 @@ def enter_program(name: str | None = None) -> AbstractContextManager[None]:
 
 
 def capture_place() -> Callable[[bool], AbstractContextManager[None]]:
-    """Return a function that makes a context, in which a function that runs later is at this place.
+    """Return a function that returns a context with the current place, for code that runs later.
 
-    Its argument says whether the function that runs later is a derivative rule.
+    The argument of the function says whether the code that runs later is a derivative rule.
     """
     if _query.value is None:
         return lambda is_derivative: nullcontext()
@@ -116,10 +124,11 @@ def capture_place() -> Callable[[bool], AbstractContextManager[None]]:
 
 @contextmanager
 def mark_tangents(products: Sequence[str]) -> Iterator[None]:
-    """Let `is_in_derivative_part` tell tangents of these primitives from primal values.
+    """Open a block in which `is_in_derivative_part` can find tangents of some primitives.
 
-    JAX differentiates a program before a trace of `implicit` runs it, so an equation does not show
-    whether its operands are tangents. Here JAX binds tangents in a scope with a reserved name.
+    `products` are the names of the primitives. JAX differentiates a program before `implicit` runs
+    its equations, and an equation does not show whether its operands are tangents. In this block,
+    JAX binds the primitives that compute tangents in a scope with a reserved name.
     """
     marks_tangents = lambda: _query.value is not None and _query.value.marks_tangents
     query = replace(_query.value or _ScopeQuery(), marks_tangents=True)
@@ -129,9 +138,9 @@ def mark_tangents(products: Sequence[str]) -> Iterator[None]:
 
 
 def is_in_derivative_part() -> bool:
-    """Return whether the current primitive belongs to a derivative inside the program.
+    """Return whether the primitive that is bound now computes a tangent or a cotangent.
 
-    Always False outside `mark_tangents`, and in what `jax.checkpoint` recomputes.
+    Always False outside `mark_tangents`, and in a forward pass that `jax.checkpoint` recomputes.
     """
     if _query.value is None or not _query.value.marks_tangents:
         return False
@@ -139,19 +148,20 @@ def is_in_derivative_part() -> bool:
     return place.is_derivative or place.is_tangent
 
 
-#: Whether a derivative rule of the user (of a `custom_jvp` function) is running. A user context,
-#: because products in it quantize no operand, so JAX must trace a function again for it.
+#: True while the rule of a `custom_jvp` function runs. It is a user context of JAX, which is part
+#: of the keys of JAX's caches: products in such a rule quantize no operand, so JAX must trace a
+#: function again for them.
 IN_DERIVATIVE_RULE: Any = jax.make_user_context(False)
 
-#: The list of `record_tangent_queries`.
+#: The list that the innermost `record_tangent_queries` yields.
 _tangent_queries: ContextVar[list[bool] | None] = ContextVar("_tangent_queries", default=None)
 
 
 def may_be_tangents() -> bool:
-    """Return whether operands may be tangents, because a derivative rule of the user is running.
+    """Return whether operands may be tangents, because the rule of a `custom_jvp` is running.
 
-    Rules that quantize or record activations call this, and leave tangents alone. The primal
-    outputs of the derivative rule are then computed separately (see `custom_derivatives.py`).
+    Our rules that quantize or record activations call this, and do neither if it returns True.
+    Then the primal outputs of the `custom_jvp` are computed separately, by the function itself.
     """
     if IN_DERIVATIVE_RULE.value and (queries := _tangent_queries.get()) is not None:
         queries.append(True)
@@ -160,12 +170,15 @@ def may_be_tangents() -> bool:
 
 @contextmanager
 def record_tangent_queries() -> Iterator[list[bool]]:
-    """Yield a list that gets an entry whenever `may_be_tangents` returns True in this block."""
+    """Yield a list that gets an entry whenever `may_be_tangents` returns True in this block.
+
+    An outer block gets an entry too.
+    """
     queries: list[bool] = []
-    token = _tangent_queries.set(queries)
+    previous = _tangent_queries.set(queries)
     try:
         yield queries
     finally:
-        _tangent_queries.reset(token)
+        _tangent_queries.reset(previous)
         if queries and (outer := _tangent_queries.get()) is not None:
             outer.append(True)

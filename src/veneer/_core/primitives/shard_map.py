@@ -1,7 +1,7 @@
 """The rule of `shard_map`, whose body gets blocks of implicit values as implicit values.
 
-JAX's own `shard_map` runs the body on blocks of the leaves. Inside, the values of these blocks are
-rebuilt, and the rules are in force.
+A block is the shard of an array on one device. JAX's `shard_map` is bound with the leaves. Its body
+rebuilds a value from the blocks of the leaves, and runs with the rules in force.
 """
 
 from collections.abc import Sequence
@@ -46,22 +46,24 @@ def _shard_map(
     run_later, policy = capture_context(trace), current_policy()
     manual = params["newly_manual_axes"]
     reshard = lambda leaf, spec: reshard_leaf(leaf, spec, mesh, manual)
+    # Find the spec of each leaf. Materialize values that cannot be split. `specs` becomes a list
+    # of dense specs and of values, shaped as blocks, with a spec in place of each leaf.
     operands, specs = list(values), list(in_specs)
     for i, (value, spec) in enumerate(zip(values, in_specs, strict=True)):
         if isinstance(value, Value):
-            block = block_specs(value, spec, mesh.shape)
-            if block is None:
+            value_specs = block_specs(value, spec, mesh.shape)
+            if value_specs is None:
                 why = why_not_split(value, spec, mesh.shape)
                 (operands[i],) = make_dense(_shard_map_p, [value], why)
             else:
-                operands[i], specs[i] = map_leaves(reshard, value, block), block
+                operands[i], specs[i] = map_leaves(reshard, value, value_specs), value_specs
                 keep_sources([value], [operands[i]])
     leaves = jax.tree.leaves(operands)
     leaf_specs, treedef = jax.tree.flatten(specs)
     if len(leaves) != len(values):
         debug_info = debug_info.with_unknown_names()
-    out: Any = None  # what the body returns: JAX's own tree of the results
-    out_treedef: Any = None  # our tree of the leaves of the results
+    out: Any = None  # the FlatTree of results that the body of the user returns
+    out_treedef: Any = None  # the tree structure of the results, joined from blocks
 
     def on_leaves(*leaves: Any) -> Any:
         out_specs: Sequence[Any] = ()
@@ -82,7 +84,8 @@ def _shard_map(
                         specs[i], (results[i],) = spec, make_dense(_shard_map_p, [result])
         nonlocal out_treedef
         leaf_out_specs, out_treedef = jax.tree.flatten(specs)
-        # JAX's messages show the user's own tree. In a derivative, it also contains other data.
+        # JAX's messages show the tree of the user's results. In a derivative, `out.tree` also
+        # contains other data.
         if out.tree.num_leaves == len(results):
             results = jax.tree.unflatten(out.tree, results)
         return flat_tree(results).with_aux(tuple(leaf_out_specs))
@@ -101,43 +104,49 @@ def _shard_map(
 
 
 def checked_joined_specs(block: Value, spec: P, sizes: Sizes, check_vma: bool) -> Any:
-    """Return `joined_specs`, or None if a leaf may differ along an axis that its spec omits.
+    """Return the result of `joined_specs`, or None if blocks cannot be joined leaf by leaf.
 
-    JAX takes such a leaf from any one block. If JAX does not check which arrays vary, a leaf may
-    differ along all axes in the spec of the dense array.
+    JAX takes a leaf from one arbitrary device along a mesh axis that the spec of the leaf omits. So
+    the result is None if the devices along such an axis may have different leaves.
     """
     joined = joined_specs(block, spec, sizes)
     if joined is None:
         return None
     names_in = lambda spec: {name for entry in spec.partitions for name in axes_of(entry)}
     for leaf, leaf_spec in zip(jax.tree.leaves(block), jax.tree.leaves(joined), strict=True):
-        differs = varying_axes(leaf) & names_in(spec) if check_vma else names_in(spec)
-        if not differs <= names_in(leaf_spec):
+        # Without `check_vma`, JAX does not know along which axes a leaf varies.
+        may_vary = varying_axes(leaf) & names_in(spec) if check_vma else names_in(spec)
+        if not may_vary <= names_in(leaf_spec):
             return None
     return joined
 
 
 def reshard_leaf(leaf: Any, spec: P, mesh: Any, manual: frozenset[str]) -> Any:
-    """Return a leaf with the sharding that its spec requires on explicit mesh axes.
+    """Return a leaf, resharded along explicit mesh axes as its spec in a `shard_map` requires.
 
-    The dense array has this sharding by its type. A leaf may be sharded along other or fewer axes.
-    `manual` are the mesh axes of the `shard_map`.
+    On explicit axes, JAX rejects an operand of `shard_map` with another sharding. The dense array
+    has the required sharding, but a leaf may be sharded along other or fewer axes.
+
+    **Arguments:**
+
+    - `manual`: the mesh axes that become manual in the `shard_map`.
     """
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    explicit = {name for name in types if types[name] == AxisType.Explicit}
+    axis_types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    explicit = {name for name, axis_type in axis_types if axis_type == AxisType.Explicit}
     if not explicit & manual:
         return leaf
     aval = jax.typeof(leaf)
-    present = entries_of(aval.sharding.spec, aval.ndim)
-    entries = [
+    old_entries = entries_of(aval.sharding.spec, aval.ndim)
+    # Take the manual axes from the required spec, and keep the sharding along other axes.
+    names_by_axis = [
         tuple(name for name in axes_of(required) if name in explicit)
-        + tuple(name for name in axes_of(own) if name not in manual)
-        for required, own in zip(entries_of(spec, aval.ndim), present, strict=True)
+        + tuple(name for name in axes_of(old) if name not in manual)
+        for required, old in zip(entries_of(spec, aval.ndim), old_entries, strict=True)
     ]
-    required = P(*(entry[0] if len(entry) == 1 else entry or None for entry in entries))
-    if present == required.partitions:
+    new_spec = P(*(names[0] if len(names) == 1 else names or None for names in names_by_axis))
+    if old_entries == new_spec.partitions:
         return leaf
-    return jax.sharding.reshard(leaf, NamedSharding(mesh.abstract_mesh, required))
+    return jax.sharding.reshard(leaf, NamedSharding(mesh.abstract_mesh, new_spec))
 
 
 @register(_pvary_p, precedence=-1)

@@ -1,9 +1,11 @@
 """Shardings of implicit values: a spec for each leaf, and the rules that place arrays on devices.
 
-A leaf is sharded as `Value.partition` of its type says. The leaf of a label is sharded like the
-dense array, and batch axes are sharded in every leaf. Nothing else is guessed from shapes.
+A spec is a `PartitionSpec`. The method `Value.partition` of a type returns the specs of its leaves.
+Without it, leaves are sharded in two cases: if the only leaf is the dense array, and along leading
+axes that all leaves share with the dense array.
 """
 
+import itertools
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -24,16 +26,20 @@ device_put_p, reshard_p = map(find_primitive, ("device_put", "reshard"))
 sharding_constraint_p = find_primitive("sharding_constraint")
 
 Sizes = Mapping[str, int]  # the sizes of mesh axes, by name
-Resize = Callable[[int, int], int]  # returns the new size of an axis that has so many blocks
+Resize = Callable[[int, int], int]  # from the size of an axis and its number of shards to a size
 
 
 def leaf_specs(
     value: Value, spec: P, sizes: Sizes, resize: Resize = lambda size, blocks: size
 ) -> Any:
-    """Return a value with the spec of each leaf in its place. None if it cannot be sharded so.
+    """Return a value with a spec in place of each leaf. None if the leaves cannot be sharded.
 
-    `spec` is the spec of the dense array. The result has the metadata of a value whose axes have
-    the sizes that `resize` returns.
+    **Arguments:**
+
+    - `spec`: the spec of the dense array.
+    - `sizes`: the sizes of the mesh axes.
+    - `resize`: a function of the size of a dense axis and its number of shards. It returns the size
+      of the dense axis that the metadata of the result must fit.
     """
     old = value.aval().shape
     entries = entries_of(spec, len(old))
@@ -54,7 +60,11 @@ def leaf_specs(
 
 
 def _complete_specs(value: Value, declared: Any, sizes: Sizes, resize: Resize) -> Any:
-    """Replace the specs of implicit arrays in fields by the specs of their leaves."""
+    """Return `declared`, a result of `Value.partition`, with a spec for every leaf of `value`.
+
+    A type may declare one spec for an implicit array in a field, or the specs of its parts. None if
+    such an array cannot be sharded.
+    """
     parts = jax.tree.leaves(value, is_leaf=is_part(value))
     specs, structure = jax.tree.flatten(declared, is_leaf=is_part(declared))
     if type(declared) is not type(value) or len(specs) != len(parts):
@@ -72,12 +82,18 @@ def _complete_specs(value: Value, declared: Any, sizes: Sizes, resize: Resize) -
 
 
 def block_specs(value: Value, spec: P, sizes: Sizes) -> Any:
-    """Return one block of a split value, with a spec for each leaf. None if it cannot be split."""
+    """Return the specs that split the leaves of a value into blocks, or None if a block is cut.
+
+    The specs are in place of the leaves, in a value with the metadata of one block.
+    """
     return _resized_specs(value, spec, sizes, operator.floordiv)
 
 
 def joined_specs(block: Value, spec: P, sizes: Sizes) -> Any:
-    """Return the value that blocks are joined to, with a spec for each leaf. None if impossible."""
+    """Return the specs that join the leaves of equal blocks. None if they cannot be joined.
+
+    The specs are in place of the leaves, in a value with the metadata of the joined value.
+    """
     return _resized_specs(block, spec, sizes, operator.mul)
 
 
@@ -100,18 +116,18 @@ def _resized_specs(value: Value, spec: P, sizes: Sizes, resize: Resize) -> Any:
 
 
 def why_not_split(value: Value, spec: P, sizes: Sizes) -> str:
-    """Return a text about a block that `spec` cuts, or an empty text."""
+    """Return a text that says which axis `spec` cannot split, or an empty text."""
     parts, _, axes = declared_layout(value)
     entries, shape = entries_of(spec, value.aval().ndim), value.aval().shape
     for part, part_axes in zip(parts, axes or [()] * len(parts), strict=True):
         for axis in filter(None, part_axes):
             devices = _count_blocks(entries[axis.axis], sizes)
-            size, at = shape[axis.axis] // devices, axis.axis + len(shape)
+            size, number = shape[axis.axis] // devices, axis.axis + len(shape)
             if devices > 1 and axis.block == "whole":
-                return f"axis {at} is stored as a whole"
+                return f"axis {number} is stored as a whole"
             if devices > 1 and isinstance(axis.block, int) and size % axis.block:
                 return (
-                    f"axis {at}: each of {devices} devices would have {size} values, but "
+                    f"axis {number}: each of {devices} devices would have {size} values, but "
                     f"{axis.block} are stored together"
                 ) + _suggest_sizes(axis, axis.block, shape[axis.axis], devices)
         if isinstance(part, Value) and part_axes:
@@ -122,7 +138,7 @@ def why_not_split(value: Value, spec: P, sizes: Sizes) -> str:
 
 
 def _suggest_sizes(axis: LeafAxis, block: int, size: int, devices: int) -> str:
-    """Return a text with the tile size or number of devices that would give whole blocks."""
+    """Return a text with a tile size and a number of devices for which no block is cut."""
     fewer = [n for n in range(2, devices) if size % (n * block) == 0]
     remedies = [f"{max(fewer)} devices"] if fewer else []
     if axis.packed_in is None:  # a block with one scale, which could be smaller
@@ -131,12 +147,12 @@ def _suggest_sizes(axis: LeafAxis, block: int, size: int, devices: int) -> str:
 
 
 def entries_of(spec: P, ndim: int) -> tuple[Any, ...]:
-    """Return the entries of a spec, with None for each axis that it omits."""
+    """Return the entries of a spec, one per axis. An entry that the spec omits is None."""
     return (*spec.partitions, *(None,) * (ndim - len(spec.partitions)))
 
 
 def axes_of(entry: Any) -> tuple[str, ...]:
-    """Return the mesh axes that one entry of a spec names."""
+    """Return the names of the mesh axes in one entry of a spec."""
     if entry is None or entry is P.UNCONSTRAINED:
         return ()
     return entry if isinstance(entry, tuple) else (entry,)
@@ -147,13 +163,13 @@ def _count_blocks(entry: Any, sizes: Sizes) -> int:
 
 
 def map_leaves(f: Callable, value: Value, specs: Any) -> Any:
-    """Return a value of `f(leaf, spec)` for each leaf and its spec."""
+    """Return `value` with each leaf replaced by `f(leaf, spec)`."""
     leaves, treedef = jax.tree.flatten(value)
     return jax.tree.unflatten(treedef, map(f, leaves, jax.tree.leaves(specs)))
 
 
-def _evenly(leaf: Any, spec: P, sizes: Sizes) -> P:
-    """Return the spec of a leaf without the entries that would cut an axis unevenly."""
+def _drop_uneven_entries(leaf: Any, spec: P, sizes: Sizes) -> P:
+    """Return the spec of a leaf without entries whose mesh axes do not divide the leaf axis."""
     shape = jax.typeof(leaf).shape
     entries = zip(shape, entries_of(spec, len(shape)), strict=True)
     return P(*(None if n % _count_blocks(e, sizes) else e for n, e in entries))
@@ -170,14 +186,14 @@ def _constrain(value: Value, *, sharding: Any, context_mesh: Any, **params: Any)
         return value
 
     def constrain(leaf: Any, spec: P) -> Any:
-        spec = _evenly(leaf, spec, sizes)
-        free = frozenset(i for i, entry in enumerate(spec) if entry is P.UNCONSTRAINED)
+        spec = _drop_uneven_entries(leaf, spec, sizes)
+        unconstrained = frozenset(i for i, entry in enumerate(spec) if entry is P.UNCONSTRAINED)
         return sharding_constraint_p.bind(
             leaf,
             sharding=sharding.update(spec=spec),
             layout=None,
             context_mesh=context_mesh,
-            unconstrained_dims=free,
+            unconstrained_dims=unconstrained,
         )
 
     return map_leaves(constrain, value, specs)
@@ -190,13 +206,13 @@ def _reshard(value: Value, *, dst_sharding: Any, **params: Any) -> Any:
     if specs is not None:
 
         def reshard(leaf: Any, spec: P) -> Any:
-            sharding = dst_sharding.update(spec=_evenly(leaf, spec, sizes))
+            sharding = dst_sharding.update(spec=_drop_uneven_entries(leaf, spec, sizes))
             return reshard_p.bind(leaf, dst_sharding=sharding, **params)
 
         out = map_leaves(reshard, value, specs)
         # On explicit mesh axes, the sharding is part of the type, which must be as requested.
-        actual = out.aval().sharding.spec
-        if entries_of(actual, out.aval().ndim) == entries_of(dst_sharding.spec, out.aval().ndim):
+        aval = out.aval()
+        if entries_of(aval.sharding.spec, aval.ndim) == entries_of(dst_sharding.spec, aval.ndim):
             return out
     (dense,) = make_dense(reshard_p, [value])
     return reshard_p.bind(dense, dst_sharding=dst_sharding, **params)
@@ -207,10 +223,9 @@ def _device_put(*values: Any, devices: Sequence[Any], srcs: Any, copy_semantics:
     leaves, treedef = jax.tree.flatten(list(values))
     counts = [len(jax.tree.leaves(value)) for value in values]
     repeat = lambda items: tuple(x for x, n in zip(items, counts, strict=True) for _ in range(n))
-    destinations = map(leaf_destinations, values, devices)
     out = device_put_p.bind(
         *leaves,
-        devices=tuple(device for of_leaves in destinations for device in of_leaves),
+        devices=tuple(itertools.chain(*map(leaf_destinations, values, devices))),
         srcs=repeat(srcs),
         copy_semantics=repeat(copy_semantics),
     )
@@ -218,9 +233,10 @@ def _device_put(*values: Any, devices: Sequence[Any], srcs: Any, copy_semantics:
 
 
 def leaf_destinations(value: Any, device: Any) -> list[Any]:
-    """Return the device or sharding of each leaf if an array is put on `device`.
+    """Return where `jax.device_put` puts each leaf of a value, given where it puts the dense array.
 
-    `device` may be a device, a sharding, a layout with a sharding, or None.
+    `device` and the items of the result are devices, shardings, or None. `device` may also be a
+    layout with a sharding.
     """
     leaves = jax.tree.leaves(value)
     if not isinstance(value, Value):
@@ -230,6 +246,7 @@ def leaf_destinations(value: Any, device: Any) -> list[Any]:
         return [device] * len(leaves)
     sizes = device.mesh.shape
     specs = leaf_specs(value, device.spec, sizes)
-    # The leaves must be put on the devices. Those that cannot be split are replicated.
+    # All leaves must be on the devices. Leaves that cannot be split are replicated.
     specs = [P()] * len(leaves) if specs is None else jax.tree.leaves(specs)
-    return [device.update(spec=_evenly(x, s, sizes)) for x, s in zip(leaves, specs, strict=True)]
+    even_specs = (_drop_uneven_entries(x, s, sizes) for x, s in zip(leaves, specs, strict=True))
+    return [device.update(spec=spec) for spec in even_specs]

@@ -1,4 +1,10 @@
-"""Staging: trace the program inside a primitive again, on leaves and with the rules in force."""
+"""Staging: trace the jaxpr inside a primitive again, on leaves and with the rules in force.
+
+A staged program takes and returns the leaves of implicit values. It is cached by the jaxpr and the
+types of the operands. The trace records an event for each primitive that runs on implicit operands.
+Each call of the cached program emits the events again, with the sources of its own operands. The
+source of a value is the paths of the weights that the value comes from.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -50,19 +56,19 @@ DENSE = object()
 class StagedProgram:
     """A jaxpr on leaves that computes the same as a jaxpr on implicit values."""
 
-    jaxpr: Any  # closed
-    out_trees: tuple[Any, ...]  # the structure of each output
+    jaxpr: Any  # a closed jaxpr
+    out_trees: tuple[Any, ...]  # the tree structure of each output
     out_avals: tuple[tuple[Any, ...], ...]  # the abstract leaves of each output
-    events: tuple[Event, ...]  # to emit in each call, if a policy needs them
-    line: str  # of the call that was traced
-    out_sources: tuple[Source, ...]  # of each output, if a policy needs them
-    queries_tangents: bool  # whether it differs because operands may be tangents
+    events: tuple[Event, ...]  # the events to emit in each call, if a policy needs events
+    line: str  # the user's line that called the program when it was traced
+    out_sources: tuple[Source, ...]  # the weights of each output, if a policy needs events
+    queries_tangents: bool  # whether a rule in the program has called `may_be_tangents`
 
     def resolve(self, operands: Sequence[Any]) -> "StagedProgram":
-        """Return this program with the events and sources of the current call.
+        """Return this program with the events and output sources of a call with these operands.
 
-        Events at the line of the traced call get the current line, because JAX traces its own
-        functions, such as `jnp.matmul`, only once.
+        Events at the line of the traced call get the line of the current call. The lines differ,
+        because JAX traces its own functions, such as `jnp.matmul`, only once.
         """
         if not (self.events or any(self.out_sources)):
             return self
@@ -82,7 +88,7 @@ class StagedProgram:
         return list(map(abstract_value, self.out_trees, self.out_avals))
 
     def unflatten(self, leaves: Sequence[Any]) -> list[Any]:
-        """Return the outputs, given all of their leaves."""
+        """Return the outputs as values, given the list of the leaves of all outputs."""
         pieces = split_list(leaves, *(tree.num_leaves for tree in self.out_trees))
         outputs = list(map(jax.tree.unflatten, self.out_trees, pieces))
         for output, source in zip(outputs, self.out_sources, strict=True):
@@ -94,12 +100,15 @@ class StagedProgram:
 
 
 def abstract_value(tree: Any, avals: Sequence[Any]) -> Any:
-    """Return a value of this structure with abstract leaves."""
+    """Return a value with the given tree structure and abstract leaves."""
     return jax.tree.unflatten(tree, [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals])
 
 
 def value_type(value: Any) -> ValueType:
-    """Return the structure of a value, and its abstract leaves. They may be abstract already."""
+    """Return the tree structure and the abstract leaves of a value or of a list of values.
+
+    **Raises:** `TypeError` if a leaf is no array.
+    """
     leaves, treedef = jax.tree.flatten(value)
     try:
         return treedef, tuple(map(jax.typeof, leaves))
@@ -116,9 +125,9 @@ clear_with_rules(_staged.clear)
 def stage(
     primitive: str, jaxpr: Any, values: Sequence[Any], *, name: str | None = None
 ) -> StagedProgram:
-    """Stage a jaxpr for the types of some values, and emit its events.
+    """Return the staged program of a jaxpr for the types of some values, and emit its events.
 
-    `name` is the name of the jitted function that the jaxpr is from.
+    `primitive` is the primitive that contains the jaxpr. `name` is the name of its jitted function.
     """
     staged = stage_without_events(primitive, jaxpr, values, name=name)
     emit_events(staged.events)
@@ -128,7 +137,11 @@ def stage(
 def stage_to_labels(
     primitive: str, jaxpr: Any, values: Sequence[Any], count: int | None = None
 ) -> StagedProgram:
-    """Stage a jaxpr. Its first `count` outputs, or all, are materialized unless they are labels."""
+    """Return a staged program whose first `count` outputs, or all, are dense or labels.
+
+    A label is a value whose only leaf is the dense array. Other values are materialized at the end
+    of the program.
+    """
     outputs = stage_without_events(primitive, jaxpr, values).abstract_outputs()[:count]
     others = [i for i, x in enumerate(outputs) if is_value(x) and not is_label(x)]
     staged = stage_without_events(primitive, jaxpr, values, dict.fromkeys(others, DENSE))
@@ -143,21 +156,28 @@ def stage_without_events(
     forms: Forms = MappingProxyType({}),
     name: str | None = None,
 ) -> StagedProgram:
-    """Stage a jaxpr, with some outputs in other forms. To use the program, emit its events."""
+    """Return the staged program of a jaxpr. A caller that runs it must emit its events.
+
+    **Arguments:**
+
+    - `primitive`: the primitive that contains the jaxpr.
+    - `forms`: the forms that outputs are converted to, by index.
+    - `name`: the name of the jitted function that the jaxpr is from.
+    """
     treedef, avals = value_type(list(values))
     with enter_program(name):
         # All policies that record events share one program.
         policy = current_policy()
         with policy_in_force(RECORD) if must_replay_events(policy) else nullcontext():
             key = treedef, avals, frozenset(forms.items()), current_policy(), trace_context()
-        known = _staged.setdefault(jaxpr, {})
-        if key not in known:
-            closed = close_jaxpr(jaxpr)
+        programs = _staged.setdefault(jaxpr, {})
+        if key not in programs:
             sources = tuple(map(find_source, values)) if policy is not ALLOW else ()
-            known[key] = _stage(find_primitive(primitive), closed, treedef, avals, forms, sources)
-    if known[key].queries_tangents:
+            arguments = close_jaxpr(jaxpr), treedef, avals, forms, sources
+            programs[key] = _stage(find_primitive(primitive), *arguments)
+    if programs[key].queries_tangents:
         may_be_tangents()  # for `record_tangent_queries` of the program around this one
-    return known[key].resolve(values)
+    return programs[key].resolve(values)
 
 
 def _stage(
@@ -168,49 +188,50 @@ def _stage(
     forms: Forms,
     sources: Sequence[Source],
 ) -> StagedProgram:
+    """Trace a jaxpr on leaves. `sources` has one per operand, or none if no policy needs them."""
     out_trees: list[Any] = []
     out_sources: list[Source] = []
 
     def on_leaves(*leaves: Any) -> list[Any]:
         values = jax.tree.unflatten(treedef, leaves)
-        # Numbers of operands are resolved in each call. The paths are for errors in this one.
-        names = [[x for x in paths_of(source) if x != FOUND] for source in sources]
-        numbered: list[Source] = [(i, *paths) for i, paths in enumerate(names)]
-        for value, source in zip(values, numbered, strict=False):  # no source if none is needed
+        # In the trace, the source of an operand is its number, which `StagedProgram.resolve`
+        # replaces in each call, and its paths, which are for errors in this call.
+        paths = [[path for path in paths_of(source) if path != FOUND] for source in sources]
+        numbered_sources: list[Source] = [(i, *paths_of_i) for i, paths_of_i in enumerate(paths)]
+        pairs = list(zip(values, numbered_sources, strict=False))  # empty without sources
+        for value, source in pairs:
             with_source(value, source)
-        known = leaf_sources(zip(values, numbered, strict=True)) if sources else nullcontext()
-        with known, staging_trace():
+        with leaf_sources(pairs) if pairs else nullcontext(), staging_trace():
             outputs = ImplicitTrace.run(jaxpr_as_fun(jaxpr), values)
         for i, form in forms.items():
-            outputs[i] = _in_form(primitive, outputs[i], form)
+            outputs[i] = _convert_output(primitive, outputs[i], form)
         out_sources.extend(map(source_of, outputs))
-        flat = [jax.tree.flatten(out) for out in outputs]
-        out_trees.extend(tree for _, tree in flat)
-        return [leaf for leaves, _ in flat for leaf in leaves]
+        out_trees.extend(map(jax.tree.structure, outputs))
+        return jax.tree.leaves(outputs)
 
     events: list[Event] = []
     replays = must_replay_events(current_policy())
-    recorded: Any = recorded_events() if replays else nullcontext(events)
-    queries: Any = record_tangent_queries() if IN_DERIVATIVE_RULE.value else nullcontext(())
+    event_context: Any = recorded_events() if replays else nullcontext(events)
+    query_context: Any = record_tangent_queries() if IN_DERIVATIVE_RULE.value else nullcontext(())
     try:
-        with queries as tangent_queries, recorded as events:
+        with query_context as tangent_queries, event_context as events:
             staged = jax.make_jaxpr(on_leaves)(*avals)
     except BaseException:
         emit_events(events)
         raise
     *out_avals, _ = split_list(staged.out_avals, *(tree.num_leaves for tree in out_trees))
     return StagedProgram(
-        staged,
-        tuple(out_trees),
-        tuple(map(tuple, out_avals)),
-        tuple(events),
-        user_line() if events else "",
-        tuple(out_sources),
-        bool(tangent_queries),
+        jaxpr=staged,
+        out_trees=tuple(out_trees),
+        out_avals=tuple(map(tuple, out_avals)),
+        events=tuple(events),
+        line=user_line() if events else "",
+        out_sources=tuple(out_sources),
+        queries_tangents=bool(tangent_queries),
     )
 
 
-def _in_form(primitive: Primitive, output: Any, form: Any) -> Any:
+def _convert_output(primitive: Primitive, output: Any, form: Any) -> Any:
     if form is DENSE:
         return make_dense(primitive, [output])[0]
     if isinstance(output, Value):
@@ -220,12 +241,12 @@ def _in_form(primitive: Primitive, output: Any, form: Any) -> Any:
 
 
 def lift_references(*jaxprs: Any) -> tuple[list[Any], list[Any]]:
-    """Make the references (`jax.Ref`) that closed jaxprs capture their leading operands.
+    """Turn the references (`jax.Ref`) that closed jaxprs capture into leading operands.
 
-    A rule may write to a `Box` that it captures. In a loop, a branch or a jit, JAX rejects a
-    reference that is a constant of the program.
+    A rule captures a reference if it writes to a `Box`. JAX rejects the program of a loop, a branch
+    or a jit if a constant of the program is a reference.
 
-    **Returns:** the references, and the jaxprs that take all of them.
+    **Returns:** the list of references, and the list of jaxprs. Each jaxpr takes all references.
     """
     refs = {id(x): x for jaxpr in jaxprs for x in jaxpr.consts if isinstance(x, jax.Ref)}
     if not refs:
@@ -235,9 +256,9 @@ def lift_references(*jaxprs: Any) -> tuple[list[Any], list[Any]]:
         program, constants = open_jaxpr(jaxpr)
 
         def take_references(*args: Any) -> list[Any]:
-            given = dict(zip(refs, args, strict=False))
-            own = [given.get(id(x), x) for x in constants]
-            return jaxpr_as_fun(close_jaxpr(program))(*own, *args[len(refs) :])
+            ref_by_id = dict(zip(refs, args, strict=False))  # the operands follow the references
+            new_constants = [ref_by_id.get(id(x), x) for x in constants]
+            return jaxpr_as_fun(close_jaxpr(program))(*new_constants, *args[len(refs) :])
 
         avals = [
             jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in jaxpr.in_avals
@@ -248,11 +269,11 @@ def lift_references(*jaxprs: Any) -> tuple[list[Any], list[Any]]:
 
 
 def capture_context(trace: ImplicitTrace) -> Callable[..., Callable[..., list[Any]]]:
-    """Return a wrapper for functions of tracers that JAX runs later, under another trace.
+    """Return a wrapper for functions that JAX runs later, such as derivative rules.
 
-    The wrapped function takes and returns values. It runs with the rules, the policy and the place
-    of now, and knows the values of `trace` that it captures. `is_derivative=True` says that it is a
-    derivative rule.
+    The function that is wrapped takes and returns tracers of `trace`. The wrapper takes and returns
+    values. The function runs with the rules, with the current policy, and at the current place (see
+    `Place`). `is_derivative=True` says that the function is a derivative rule.
     """
     tag, policy, restore_place = trace.tag, current_policy(), capture_place()
 

@@ -1,9 +1,10 @@
 """Rules of primitives that write into a value, for all types.
 
-The update is first stored in the format of the value (`stored_as`). Then each of its leaves is
-written where the dense primitive writes. So nothing is materialized. Old values are read only for
-types that compare them with the update. The rules decline if a part of a block would be written,
-because an entry of a leaf, such as a scale, also applies to the rest of the block.
+The update is first stored in the format of the value (`stored_as`). Then each leaf of the update is
+written into the leaf of the value, where the dense primitive writes. So nothing is materialized.
+Some types compare the update with the old elements, so `stored_as` may read those. The rules return
+NotImplemented if only a part of a block would be written, because a leaf entry of the block, such
+as a scale, also applies to the rest of the block.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,19 +29,21 @@ from .movement import concatenate
 def stored_as(
     x: Any, update: Any, axes: Sequence[int | None], read: Callable[[], Any] | None = None
 ) -> Any:
-    """Return an update in the format of the value that it is written into.
+    """Convert an update to the format of the value that it is written into.
 
-    A type registers a function for its class. Other types take only updates of their own class.
+    A class of values registers its own conversion. By default, an update of the same class is
+    returned unchanged.
 
     **Arguments:**
 
     - `x`: the value.
     - `update`: a dense or implicit array.
-    - `axes`: for each axis of the update, the axis of `x` that it is written along, or None.
-    - `read`: returns the part of `x` that the update replaces, in the shape of the update. None if
-      the update replaces nothing.
+    - `axes`: for each axis of the update, the axis of `x` that the update is written along, or
+      None.
+    - `read`: a function that returns the elements of `x` that the update replaces, in the shape of
+      the update. None if the update replaces nothing.
 
-    **Returns:** NotImplemented if the update cannot be stored so.
+    **Returns:** the converted update, or NotImplemented if the format cannot store the update.
     """
     del axes, read
     return update if type(update) is type(x) else NotImplemented
@@ -48,22 +51,22 @@ def stored_as(
 
 @leaf_rule("dynamic_update_slice")
 def _dynamic_update_slice(x: Value, update: Any, *starts: Any) -> Any:
-    ndim, new = x.aval().ndim, jnp.shape(update)
+    axes, window = range(x.aval().ndim), jnp.shape(update)
     if any(isinstance(start, Value) for start in starts):
         return NotImplemented
-    if 0 in new:
+    if 0 in window:
         return x
 
-    def bind(leaf: Leaf, part: Any, part_update: Any) -> Any:
+    def bind(leaf: Leaf, array: Any, leaf_update: Any) -> Any:
         zero = jnp.zeros_like(starts[0]) if starts else 0
-        part_starts = [zero if axis is None else starts[axis.axis] for axis in leaf.axes]
-        return find_primitive("dynamic_update_slice").bind(part, part_update, *part_starts)
+        leaf_starts = [zero if axis is None else starts[axis.axis] for axis in leaf.axes]
+        return find_primitive("dynamic_update_slice").bind(array, leaf_update, *leaf_starts)
 
     def read() -> Any:
-        bind = lambda *operands: find_primitive("dynamic_slice").bind(*operands, slice_sizes=new)
+        bind = lambda *operands: find_primitive("dynamic_slice").bind(*operands, slice_sizes=window)
         return redispatch(bind, x, *starts)
 
-    return _write(x, stored_as(x, update, range(ndim), read), new, bind, [*range(ndim)])
+    return _write_leaves(x, stored_as(x, update, axes, read), window, bind, axes)
 
 
 @leaf_rule("scatter")
@@ -82,101 +85,105 @@ def _scatter(
         return NotImplemented
     if 0 in jnp.shape(update):
         return x
-    # Bring the axes of the indices to the front of the update, followed by all axes of `x` except
-    # the batching ones, also those that it lacks because the window has size 1 along them.
+    # Move the axes of the indices to the front of the update. Then follow all axes of `x`, except
+    # batching axes. Axes that the update omits, because it has size 1 along them, are inserted.
     inserted, batching = numbers.inserted_window_dims, numbers.operand_batching_dims
-    windows = [int(i) for i in numbers.update_window_dims]
-    index_axes = [i for i in range(jnp.ndim(update)) if i not in windows]
-    lead = len(index_axes)
+    window_dims = [int(i) for i in numbers.update_window_dims]
+    index_axes = [i for i in range(jnp.ndim(update)) if i not in window_dims]
+    index_ndim = len(index_axes)
     axes = [i for i in range(ndim) if i not in batching]
-    new_axes = [lead + k for k, i in enumerate(axes) if i in inserted]
-    order = [*index_axes, *windows]
-    update = redispatch(lambda x: jnp.expand_dims(jnp.transpose(x, order), new_axes), update)
-    window_axes, mapped = tuple(range(lead, lead + len(axes))), numbers.scatter_dims_to_operand_dims
+    inserted_axes = [index_ndim + k for k, i in enumerate(axes) if i in inserted]
+    order = [*index_axes, *window_dims]
+    update = redispatch(lambda x: jnp.expand_dims(jnp.transpose(x, order), inserted_axes), update)
+    window_axes = tuple(range(index_ndim, index_ndim + len(axes)))
+    indexed_axes = tuple(map(int, numbers.scatter_dims_to_operand_dims))
+    sizes = dict(zip(axes, jnp.shape(update)[index_ndim:], strict=True))
+    window = tuple(sizes.get(i, 1) for i in range(ndim))
 
-    def bind(leaf: Leaf, part: Any, part_update: Any) -> Any:
+    def bind(leaf: Leaf, array: Any, leaf_update: Any) -> Any:
         if [axis and axis.axis for axis in leaf.axes] != [*range(ndim)]:
             return NotImplemented
         scatter_numbers = lax.ScatterDimensionNumbers(
             update_window_dims=window_axes,
             inserted_window_dims=(),
-            scatter_dims_to_operand_dims=tuple(map(int, mapped)),
+            scatter_dims_to_operand_dims=indexed_axes,
             operand_batching_dims=batching,
             scatter_indices_batching_dims=numbers.scatter_indices_batching_dims,
         )
         own = {"dimension_numbers": scatter_numbers, "update_jaxpr": None, "update_consts": ()}
-        return find_primitive("scatter").bind(part, indices, part_update, **own, **params)
-
-    window = dict(zip(axes, jnp.shape(update)[lead:], strict=True))
-    new = tuple(window.get(i, 1) for i in range(ndim))
+        return find_primitive("scatter").bind(array, indices, leaf_update, **own, **params)
 
     def read() -> Any:
         gather_numbers = lax.GatherDimensionNumbers(
             offset_dims=window_axes,
             collapsed_slice_dims=(),
-            start_index_map=tuple(map(int, mapped)),
+            start_index_map=indexed_axes,
             operand_batching_dims=tuple(batching),
             start_indices_batching_dims=tuple(numbers.scatter_indices_batching_dims),
         )
-        own = {"dimension_numbers": gather_numbers, "slice_sizes": new, "fill_value": None}
+        own = {"dimension_numbers": gather_numbers, "slice_sizes": window, "fill_value": None}
         bind = lambda *operands: find_primitive("gather").bind(*operands, **own, **params)
         return redispatch(bind, x, indices)
 
-    return _write(x, stored_as(x, update, [*[None] * lead, *axes], read), new, bind, axes)
+    update_axes = [*[None] * index_ndim, *axes]
+    return _write_leaves(x, stored_as(x, update, update_axes, read), window, bind, axes)
 
 
-def _write(x: Value, update: Any, new: Shape, bind: Callable, axes: Sequence[int]) -> Any:
+def _write_leaves(x: Value, update: Any, window: Shape, bind: Callable, axes: Sequence[int]) -> Any:
     """Write the leaves of an update into the leaves of a value. Or return NotImplemented.
 
     **Arguments:**
 
-    - `update`: a value of the same structure, or NotImplemented. Its last axes are along `axes`.
-    - `new`: the size of the part of `x` that is written at one place.
-    - `bind`: a function of a `Leaf`, a part of `x`, and a part of the update. It writes the part.
+    - `update`: the result of `stored_as`. Its last axes correspond to the dense axes `axes`.
+    - `window`: the shape of the part of the dense array that is written at one place.
+    - `bind`: a function of a `Leaf`, the leaf of `x`, and the leaf of the update. It returns the
+      written leaf, or NotImplemented.
     """
-    layout, old = layout_of(x), x.aval().shape
+    layout, shape = layout_of(x), x.aval().shape
     if update is NotImplemented or (has_metadata(x) and is_label(x)):
         return NotImplemented
     update_layout = layout_of(update)
     if update_layout.structure != layout.structure:
         return NotImplemented
-    cut = [i for i, size in enumerate(new) if size != old[i]]
-    written = []
-    for part, leaf, new_part in zip(layout.parts, layout.leaves, update_layout.parts, strict=True):
-        dtype, new_shape = aval_of(part).dtype, aval_of(new_part).shape
-        if dtype != aval_of(new_part).dtype or isinstance(part, Value):
+    cut_axes = [i for i, size in enumerate(window) if size != shape[i]]
+    leaves = []
+    for leaf, array, new in zip(layout.leaves, layout.parts, update_layout.parts, strict=True):
+        dtype, new_shape = aval_of(array).dtype, aval_of(new).shape
+        if dtype != aval_of(new).dtype or isinstance(array, Value):
             return NotImplemented
+        # Along a cut axis, each element must have its own entry in the leaf.
         axis_map = leaf.axis_map()
-        for i in cut:  # along such an axis, each element must have its own entry
+        for i in cut_axes:
             if i not in axis_map or leaf.axes[axis_map[i]].block != 1:  # type: ignore[union-attr]
                 return NotImplemented
-        expected = [
-            new[axis.axis] if axis is not None and axis.axis in cut else size
+        # The leaf of the update must end with the shape of the window in the leaf.
+        leaf_window = [
+            window[axis.axis] if axis is not None and axis.axis in cut_axes else size
             for axis, size in zip(leaf.axes, leaf.shape, strict=True)
             if axis is None or axis.axis in axes
         ]
-        if [*new_shape[len(new_shape) - len(expected) :]] != expected:
+        if [*new_shape[len(new_shape) - len(leaf_window) :]] != leaf_window:
             return NotImplemented
         # On CPU, XLA widens an array of 8-bit floats to write one entry. So write bytes.
-        is_narrow = dtype.itemsize == 1 and jnp.issubdtype(dtype, jnp.floating)
-        if is_narrow:
-            part, new_part = (lax.bitcast_convert_type(x, jnp.uint8) for x in (part, new_part))
-        out = bind(leaf, part, new_part)
-        if out is NotImplemented:
+        is_float8 = dtype.itemsize == 1 and jnp.issubdtype(dtype, jnp.floating)
+        if is_float8:
+            array, new = (lax.bitcast_convert_type(x, jnp.uint8) for x in (array, new))
+        written = bind(leaf, array, new)
+        if written is NotImplemented:
             return NotImplemented
-        written.append(lax.bitcast_convert_type(out, dtype) if is_narrow else out)
-    return jax.tree.unflatten(layout.structure, written)
+        leaves.append(lax.bitcast_convert_type(written, dtype) if is_float8 else written)
+    return jax.tree.unflatten(layout.structure, leaves)
 
 
 @leaf_rule("concatenate")
 def _concatenate(*operands: Any, dimension: Any) -> Any:
-    """Concatenate values with others, stored in the format of the first type with `stored_as`."""
-    stores = lambda x: stored_as.dispatch(type(x)) is not stored_as.dispatch(object)
-    first = next(filter(stores, operands), None)
-    if first is None:
+    """Concatenate a value with arrays that its class can convert to its format with `stored_as`."""
+    has_conversion = lambda x: stored_as.dispatch(type(x)) is not stored_as.dispatch(object)
+    target = next(filter(has_conversion, operands), None)
+    if target is None:
         return NotImplemented
-    axes = range(first.aval().ndim)
-    stored = [x if x is first else stored_as(first, x, axes) for x in operands]
-    if any(x is NotImplemented for x in stored):
+    axes = range(target.aval().ndim)
+    converted = [x if x is target else stored_as(target, x, axes) for x in operands]
+    if any(x is NotImplemented for x in converted):
         return NotImplemented
-    return concatenate(*stored, dimension=dimension)
+    return concatenate(*converted, dimension=dimension)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from ..._core.primitives.calls import is_plain
+from ..._core.primitives.calls import has_default_options
 from ..._core.primitives.labels import has_no_dense_form
 from ..._core.rules import add_rule
 from ..._core.transform import redispatch
@@ -202,7 +202,7 @@ _FEW = 6
 
 def _open_call(*operands: Label | ArrayLike, jaxpr: Any, **params: Any) -> Any:
     numbers = any(not isinstance(x, Value) for x in operands)
-    if not numbers or len(jaxpr.eqns) > _FEW or not is_plain(params):
+    if not numbers or len(jaxpr.eqns) > _FEW or not has_default_options(params):
         return NotImplemented
     if not any(map(has_no_dense_form, operands)):
         return NotImplemented
