@@ -45,8 +45,8 @@ MUTATIONS = [
         "transforms/test_batch_axes.py transforms/test_meeting.py core/test_movement.py",
     ),
     Mutation(
-        "first = max((kind.default_precedence for kind in kinds), default=0)",
-        "first = min((kind.default_precedence for kind in kinds), default=0)",
+        "highest = max((cls.default_precedence for cls in classes), default=0)",
+        "highest = min((cls.default_precedence for cls in classes), default=0)",
         "core/test_rules.py types/labels",
     ),
     Mutation(

@@ -1,16 +1,16 @@
-"""The annotations of a rule, converted to the classes of the operands that it accepts."""
+"""Read the annotations of a rule as the classes of operands that the rule accepts."""
 
 import inspect
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
-import jax
 import numpy as np
 from jax.typing import ArrayLike
 
+from .tree import annotated_types
 from .value import Value
 
 
@@ -18,14 +18,19 @@ class Dense:
     """The class of all operands that are not implicit values."""
 
 
-# The classes that an annotation accepts: `Dense`, subclasses of Value, or `object` for anything.
+# The classes of operands that one annotation accepts, of which an operand must match one: `Dense`,
+# subclasses of `Value`, or `object` for any operand.
 Alternatives = frozenset[type]
 
 _DENSE_TYPES = (*typing.get_args(ArrayLike), np.generic, bool, int, float, complex)
 
 
 def names_around(function: Callable) -> dict[str, Any]:
-    """Return the variables that annotations of a function can name: global and local ones."""
+    """Return the variables that a string annotation of a function can name.
+
+    They are the globals of the function, and the locals of the innermost running function of the
+    same module, which may be the function that defines the rule.
+    """
     frame: types.FrameType | None = sys._getframe()
     while frame is not None and frame.f_globals is not function.__globals__:
         frame = frame.f_back
@@ -33,30 +38,33 @@ def names_around(function: Callable) -> dict[str, Any]:
 
 
 def operand_types(function: Callable) -> tuple[tuple[Alternatives, ...], Alternatives | None]:
-    """Return the accepted classes of each operand of a rule, and of its `*args`."""
+    """Return the classes that a rule accepts for each positional operand, and for its `*args`.
+
+    The second result is None if the rule has no `*args`. Keyword parameters are not operands.
+    """
     operands: list[Alternatives] = []
-    more: Alternatives | None = None
+    further: Alternatives | None = None
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind in (parameter.KEYWORD_ONLY, parameter.VAR_KEYWORD):
-            continue  # parameters of the primitive
+            continue
         annotation = parameter.annotation
         if isinstance(annotation, str):  # from __future__ import annotations
             annotation = eval(annotation, names_around(function))
-        alternatives = frozenset(_alternatives(annotation, function, parameter.name))
+        alternatives = _alternatives(annotation, function, parameter.name)
         if parameter.kind is parameter.VAR_POSITIONAL:
-            more = alternatives
+            further = alternatives
         else:
             operands.append(alternatives)
-    return tuple(operands), more
+    return tuple(operands), further
 
 
 def check_annotations(function: Callable) -> None:
-    """Reject a rule that names no implicit type, unless `Any` says that it serves all of them.
+    """Raise `TypeError` if no operand of a rule is annotated with an implicit type or `Any`.
 
     Without this check, a rule whose annotations were forgotten would run for every implicit type.
     """
-    operands, more = operand_types(function)
-    accepted = (*operands, *([] if more is None else [more]))
+    operands, further = operand_types(function)
+    accepted = operands if further is None else (*operands, further)
     if any(issubclass(c, Value) for classes in accepted for c in classes):
         return
     if all(classes == {Dense} for classes in accepted):
@@ -74,27 +82,20 @@ def check_annotations(function: Callable) -> None:
             )
 
 
-def _alternatives(annotation: Any, function: Callable, name: str) -> Iterable[type]:
-    if annotation in (inspect.Parameter.empty, Any, object):
-        return (object,)
-    annotation = getattr(annotation, "__value__", annotation)  # a `type` statement's alias
-    if isinstance(annotation, TypeVar):
-        return _alternatives(annotation.__bound__ or object, function, name)
-    origin = typing.get_origin(annotation)
-    if origin in (typing.Union, types.UnionType):
-        parts = (_alternatives(a, function, name) for a in typing.get_args(annotation))
-        return [alternative for part in parts for alternative in part]
-    if origin is typing.Annotated:
-        return _alternatives(typing.get_args(annotation)[0], function, name)
-    if hasattr(annotation, "array_type"):  # jaxtyping: Float[Array, "m n"]
-        return _alternatives(annotation.array_type, function, name)
-    if isinstance(origin or annotation, type):
-        cls = origin or annotation
-        if issubclass(cls, Value):
-            return (cls,)
-        if cls in _DENSE_TYPES or issubclass(cls, jax.Array | np.ndarray | np.generic):
-            return (Dense,)
-    raise TypeError(
-        f"{function.__qualname__}: operand {name!r} is annotated {annotation!r}, which is neither "
-        "dense (vn.ArrayLike, jax.Array) nor a subclass of vn.ImplicitArray, nor a union of those."
-    )
+def _alternatives(annotation: Any, function: Callable, operand: str) -> Alternatives:
+    """Return the classes that the annotation of an operand of the rule `function` accepts."""
+    accepted: set[type] = set()
+    for cls in annotated_types(annotation):
+        if cls in (inspect.Parameter.empty, Any, object):
+            accepted.add(object)
+        elif isinstance(cls, type) and issubclass(cls, Value):
+            accepted.add(cls)
+        elif isinstance(cls, type) and issubclass(cls, _DENSE_TYPES):
+            accepted.add(Dense)
+        else:
+            raise TypeError(
+                f"{function.__qualname__}: operand {operand!r} is annotated {annotation!r}, which "
+                "is neither dense (vn.ArrayLike, jax.Array) nor a subclass of vn.ImplicitArray, "
+                "nor a union of those."
+            )
+    return frozenset(accepted)

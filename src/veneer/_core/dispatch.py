@@ -20,22 +20,23 @@ from .rules import Target, location_of, resolve
 from .sources import propagate_sources
 from .value import Value, aval_of, describe, describe_operands, is_value
 
-#: The operands of a primitive whose `default` has returned NotImplemented.
+#: The operands of the running primitive, if the `default` of their types returned NotImplemented.
 unhandled_operands: ContextVar[Sequence[Any]] = ContextVar("unhandled_operands", default=())
 
 
 def dispatch(primitive: Primitive, values: Sequence[Any], params: dict[str, Any]) -> Any:
-    """Run a primitive on values, at least one of them implicit.
+    """Run a primitive on operands of which at least one is implicit, and return its results.
 
-    Try a matching rule, the `default` of the operand types, rules that map over leading axes, and
-    materialization, in this order.
+    Use the first of these that does not return NotImplemented: a matching rule, the `default` of
+    the operand types, a rule for all types, and the primitive on materialized operands.
     """
     out = apply_rules(primitive, values, params)
     if out is not NotImplemented:
         return out
-    kinds = {type(v) for v in values if isinstance(v, Value) and v.default is not Value.default}
-    first = max((kind.default_precedence for kind in kinds), default=0)
-    defaults = {k.default: k.__name__ for k in kinds if k.default_precedence == first}
+    classes = {type(v) for v in values if isinstance(v, Value) and v.default is not Value.default}
+    highest = max((cls.default_precedence for cls in classes), default=0)
+    # Classes that inherit the same `default` count as one.
+    defaults = {c.default: c.__name__ for c in classes if c.default_precedence == highest}
     if not defaults:
         return Value.default(primitive, values, params)
     if len(defaults) > 1:
@@ -47,6 +48,8 @@ def dispatch(primitive: Primitive, values: Sequence[Any], params: dict[str, Any]
     ((default, name),) = defaults.items()
     out = default(primitive, values, params)
     if out is NotImplemented:
+        # Rules for all types have returned NotImplemented, so that `default` could run. They read
+        # `unhandled_operands` and run now.
         token = unhandled_operands.set(values)
         try:
             out = apply_rules(primitive, values, params, only_generic=True)
@@ -54,41 +57,49 @@ def dispatch(primitive: Primitive, values: Sequence[Any], params: dict[str, Any]
             unhandled_operands.reset(token)
         return Value.default(primitive, values, params) if out is NotImplemented else out
     location = location_of(default)
-    return _finish(primitive, values, params, out, location, f"the default of {name}")
+    return _check_and_report(primitive, values, params, out, location, f"the default of {name}")
 
 
 def apply_rules(
     target: Target, values: Sequence[Any], params: dict[str, Any], only_generic: bool = False
 ) -> Any:
-    """Run the most specific rule that accepts the operands. Return NotImplemented if none does.
+    """Run the rules that accept the operands, the most specific first, until one has a result.
 
-    `only_generic` skips the rules of users' types: generic rules have a negative precedence.
+    Return NotImplemented if no rule accepts the operands or all rules return NotImplemented.
+    `only_generic` skips the rules for single types. Rules for all types have a negative precedence.
     """
     classes = tuple([type(v) if isinstance(v, Value) else Dense for v in values])
     tried: tuple = ()
     while (rule := resolve(target, classes, tried)) is not None:
         out: Any = rule.eager(values, params) if rule.eager and is_eager() else NotImplemented
         if out is NotImplemented and not (only_generic and rule.precedence >= 0):
-            out = _call(rule.function, target, values, params)
+            out = _call_rule(rule.function, target, values, params)
         if out is not NotImplemented:
-            if rule.structural:
+            if rule.structural:  # a structural rule checks and reports its results itself
                 return out
             if isinstance(target, JittedFunction):
                 out = jax.tree.leaves(out, is_leaf=is_value)
-            source = f"the rule at {rule.location}"
-            return _finish(target, values, params, out, rule.location, source)
+            name = f"the rule at {rule.location}"
+            return _check_and_report(target, values, params, out, rule.location, name)
         tried = (*tried, rule)
     return NotImplemented
 
 
-def _call(function: Callable, target: Target, values: Sequence[Any], params: dict[str, Any]) -> Any:
+def _call_rule(
+    function: Callable, target: Target, values: Sequence[Any], params: dict[str, Any]
+) -> Any:
+    """Call the function of a rule. Explain errors of endless recursion and of a wrong signature.
+
+    `endless_rule_error` reads the variables `function` and `target` from the frames.
+    """
     try:
         return function(*values, **params)
     except RecursionError as error:
-        raise endless_rule_error(error, _call) from None
+        raise endless_rule_error(error, _call_rule) from None
     except TypeError as error:
-        if error.__traceback__ is None or error.__traceback__.tb_next is not None:
-            raise  # inside the function
+        is_raised_inside = error.__traceback__ is None or error.__traceback__.tb_next is not None
+        if is_raised_inside:
+            raise
         raise TypeError(
             f"The rule at {location_of(function)} cannot be called for "
             f"{target.name}({', '.join(describe(values))}): {error}. A rule takes the operands "
@@ -96,16 +107,19 @@ def _call(function: Callable, target: Target, values: Sequence[Any], params: dic
         ) from None
 
 
-def _finish(
+def _check_and_report(
     target: Target,
     values: Sequence[Any],
     params: dict[str, Any],
     out: Any,
     location: str,
-    source: str,
+    rule: str,
 ) -> Any:
-    """Check and report the result of a rule, and convert NumPy arrays and numbers."""
-    _check_result(target, values, params, out, source)
+    """Check and report the result of a rule, and return it with NumPy arrays converted to JAX.
+
+    `rule` names the rule in error messages, `location` in reports.
+    """
+    _check_result(target, values, params, out, rule)
     if current_policy() is not ALLOW:
         report_rule(target.name, lambda: describe_operands(values), location)
         propagate_sources(target.name, values, params, out)
@@ -120,37 +134,40 @@ _NOT_JAX = (np.ndarray, np.generic, bool, int, float, complex)
 
 
 def _check_result(
-    target: Target, values: Sequence[Any], params: dict[str, Any], out: Any, source: str
+    target: Target, values: Sequence[Any], params: dict[str, Any], out: Any, rule: str
 ) -> None:
-    """Reject a result whose shapes or dtypes differ from the results of the primitive."""
-    several = target.multiple_results
-    results = out if several else [out]
+    """Raise `TypeError` if a rule's results differ in shape or dtype from those of the primitive.
+
+    Accept any dtype if the class of an operand sets `keeps_dtypes = False`.
+    """
+    has_several = target.multiple_results
+    results = out if has_several else [out]
     actual = None
     if isinstance(results, list | tuple):  # another iterable may be endless
         with suppress(TypeError):
             actual = [_shape_and_dtype(aval_of(x)) for x in results]
-    call = lambda: f"{source} for {target.name}({', '.join(describe(values))})"
+    call = lambda: f"{rule} for {target.name}({', '.join(describe(values))})"
     if actual is None:
-        kind = "a sequence of arrays" if several else "one array"
+        kind = "a sequence of arrays" if has_several else "one array"
         raise TypeError(
             f"{call()} returns {out!r}. "
             f"It must return {kind}, like {target.name}. A rule can also return NotImplemented."
         )
-    avals, items = tuple(map(aval_of, values)), tuple(params.items())
+    arguments = target, tuple(map(aval_of, values)), tuple(params.items())
     try:
-        expected = _abstract_results(target, avals, items)
-    except TypeError:  # parameters that cannot be hashed
-        expected = _abstract_results.__wrapped__(target, avals, items)
+        expected = _abstract_results(*arguments)
+    except TypeError:  # parameters that cannot be hashed, so the result is not cached
+        expected = _abstract_results.__wrapped__(*arguments)
     if expected is None or actual == expected:
         return
+    # Each element is a pair (shape, dtype), or None for a result that is not an array.
     shapes = lambda pairs: [pair and pair[0] for pair in pairs]
-    any_dtype = not all(v.keeps_dtypes for v in values if isinstance(v, Value))
-    if not (any_dtype and shapes(actual) == shapes(expected)):
-        short = lambda pair: jax.core.ShapedArray(*pair).str_short(short_dtypes=True)
-        show = lambda pairs: ", ".join(short(pair) if pair else "?" for pair in pairs)
-        raise TypeError(
-            f"{call()} returns {show(actual)}, where {target.name} gives {show(expected)}"
-        )
+    may_change_dtype = not all(v.keeps_dtypes for v in values if isinstance(v, Value))
+    if may_change_dtype and shapes(actual) == shapes(expected):
+        return
+    show_pair = lambda pair: jax.core.ShapedArray(*pair).str_short(short_dtypes=True)
+    show = lambda pairs: ", ".join(show_pair(pair) if pair else "?" for pair in pairs)
+    raise TypeError(f"{call()} returns {show(actual)}, where {target.name} gives {show(expected)}")
 
 
 def _shape_and_dtype(aval: Any) -> tuple[Any, Any] | None:
@@ -158,9 +175,10 @@ def _shape_and_dtype(aval: Any) -> tuple[Any, Any] | None:
 
 
 @lru_cache(maxsize=4096)
-def _abstract_results(target: Target, avals: Any, items: Any) -> list[Any] | None:
+def _abstract_results(target: Target, avals: Any, param_items: Any) -> list[Any] | None:
+    """Return shape and dtype of each result of a primitive, or None if it rejects the operands."""
     try:
-        out, _ = target.abstract_eval(*avals, **dict(items))
+        out, _ = target.abstract_eval(*avals, **dict(param_items))
     except Exception:  # a primitive may raise anything for operands that it does not take
         return None
     out = out if target.multiple_results else [out]

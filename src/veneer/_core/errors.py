@@ -33,10 +33,10 @@ class OutsideImplicitError(RuntimeError):
 
 
 def check_fields(value: Any, error: Exception | None = None) -> None:
-    """Reject static fields that cannot be hashed, and leaves that are not arrays.
+    """Raise `TypeError` if a static field cannot be hashed, or a leaf is not an array.
 
-    If `error` says that JAX needs the value of a traced number, also reject a leaf that is a Python
-    bool or integer, because it should be metadata.
+    `error` is an error that a method of the value has raised. If JAX raised it because the method
+    needs the concrete value of a traced bool or integer, raise an error that names this leaf.
     """
     check_metadata(value)
     leaves = jax.tree_util.tree_leaves_with_path(value)
@@ -49,10 +49,13 @@ def check_fields(value: Any, error: Exception | None = None) -> None:
                 f"{name_of(path)} is {leaf!r}, but a field must hold arrays or pytrees of "
                 "arrays. Declare metadata with vn.static(), or register the class as a pytree."
             ) from None
-    kind_of = lambda aval: getattr(aval, "shape", None) == () and getattr(aval.dtype, "kind", "")
-    numbers = [(path, leaf) for path, leaf in leaves if kind_of(jax.typeof(leaf)) in {*"biu"}]
-    if numbers and isinstance(error, TypeError) and "concrete" in str(error):
-        path, leaf = numbers[0]
+    if not (isinstance(error, TypeError) and "concrete" in str(error)):
+        return
+    for path, leaf in leaves:
+        aval = jax.typeof(leaf)
+        is_scalar = getattr(aval, "shape", None) == ()
+        if not is_scalar or getattr(aval.dtype, "kind", "") not in {"b", "i", "u"}:
+            continue
         field = jax.tree_util.keystr(path[:1])[1:]
         raise TypeError(
             f"{name_of(path)} is {leaf!r}, a leaf. JAX traces leaves, but the type needs its "
@@ -61,18 +64,19 @@ def check_fields(value: Any, error: Exception | None = None) -> None:
 
 
 def check_leaves_fit(value: Any, checks: Iterable[Callable[[], None]], error: Exception) -> None:
-    """Call the checks of a class after an `error`, and raise `ValueError` if one of them does.
+    """Raise `ValueError` if a check of a class fails for the leaves of a value.
 
-    Tree functions, which change each leaf separately, do not call the checks. If a check of the
-    class has caused the error, return: its own message is clear.
+    A method of the value has raised `error`. The cause may be a function such as `jax.tree.map`,
+    which changes each leaf separately and does not call the checks. Return if a check of this value
+    is running, because then `error` comes from the check and has a clear message.
     """
     frame = inspect.currentframe()
     while frame is not None:
         code = frame.f_code
-        if code.co_name in CHECK_METHODS and any(
-            frame.f_locals.get(name) is value for name in code.co_varnames[:1]
-        ):
-            return
+        if code.co_name in CHECK_METHODS:
+            name_of_self = next(iter(code.co_varnames), "")
+            if frame.f_locals.get(name_of_self) is value:
+                return
         frame = frame.f_back
     for check in checks:
         try:
@@ -83,13 +87,15 @@ def check_leaves_fit(value: Any, checks: Iterable[Callable[[], None]], error: Ex
                 f"this {type(value).__name__} separately. To apply it to the array, call "
                 "vn.implicit(function)(value)."
             ) from error
-        except Exception:  # not about leaves that do not fit
+        except Exception:  # not a verdict on the leaves: checks report these by ValueError
             return
 
 
 def reject_leaves(values: Sequence[Any], error: Exception | None = None) -> None:
-    """Reject implicit values with a leaf that is a `jax.Ref` or has dtype float0."""
-    for value in (v for v in values if hasattr(v, "materialise")):
+    """Raise `TypeError` from `error` if a leaf of an implicit value is a `jax.Ref` or float0."""
+    for value in values:
+        if not hasattr(value, "materialise"):
+            continue
         content, leaves = "", jax.tree.leaves(value)
         if any(isinstance(x, jax.Ref | jax.ref.AbstractRef) for x in leaves):
             content = "a jax.Ref for each leaf"
@@ -103,7 +109,10 @@ def reject_leaves(values: Sequence[Any], error: Exception | None = None) -> None
 
 
 def derivatives_error(name: str, dense_tangent: bool = False) -> TypeError:
-    """Return the error for an operand that holds derivatives with respect to its leaves."""
+    """Return the error for an operand of type `name` whose leaves are derivatives.
+
+    If the type sets `dense_tangent`, the message also names `vn.hijax` and `vn.ste` as remedies.
+    """
     remedy = (
         " With vn.hijax.enabled(), the backward rule of a jax.custom_vjp gets the dense cotangent. "
         "vn.ste gives a function the derivative of the identity."
@@ -116,34 +125,33 @@ def derivatives_error(name: str, dense_tangent: bool = False) -> TypeError:
 
 
 def is_marked_as_derivatives(value: Any) -> bool:
-    """Return whether a value was marked because it holds derivatives. Eager operators call this."""
+    """Return whether `vn.hijax` has marked a value as one whose leaves are derivatives."""
     return getattr(value, "_holds_derivatives", False)
 
 
 def holds_derivatives(value: Any) -> bool:
-    """Return whether a value holds derivatives with respect to its leaves instead of arrays.
+    """Return whether the leaves of a value are derivatives, as in a result of `jax.grad`.
 
-    JAX gives integer leaves, such as codes, a derivative of dtype float0.
+    Such a value is marked, or an integer leaf was replaced by a derivative of dtype float0.
     """
-    if is_marked_as_derivatives(value):
-        return True
-    float0 = jax.dtypes.float0
-    return any(getattr(x, "dtype", None) == float0 for x in value.__dict__.values())
+    dtypes = [getattr(x, "dtype", None) for x in value.__dict__.values()]
+    return is_marked_as_derivatives(value) or jax.dtypes.float0 in dtypes
 
 
 def reject_derivatives(value: Any, error: Exception | None = None) -> None:
-    """Reject a value that holds derivatives where an array is needed."""
+    """Raise `TypeError` if the leaves of a value are derivatives, caused by `error`."""
     if holds_derivatives(value):
         raise derivatives_error(type(value).__name__, value.dense_tangent) from error
 
 
 def warn_of_scales_without_codes(value: Any) -> None:
-    """Warn if `equinox.filter_grad` differentiates with respect to scales without their codes.
+    """Warn if `equinox.filter_grad` differentiates with respect to the scales of a quantized array.
 
-    The warning is at the call of `filter_grad`, so that Python shows it once.
+    `filter_grad` selects floating leaves, so the integer codes get no gradient. The warning has the
+    line of the call of `filter_grad`, so that Python shows it once per call site.
     """
-    has_dense_tangent = lambda x: getattr(x, "dense_tangent", False)
-    for part in filter(has_dense_tangent, jax.tree.leaves(value, is_leaf=has_dense_tangent)):
+    is_quantized = lambda x: getattr(x, "dense_tangent", False)
+    for part in filter(is_quantized, jax.tree.leaves(value, is_leaf=is_quantized)):
         if not any(map(is_differentiated, jax.tree.leaves(part))):
             continue
         if frame := frame_of("equinox._ad"):
@@ -159,36 +167,38 @@ def warn_of_scales_without_codes(value: Any) -> None:
             )
 
 
-class EndlessRuleError(RecursionError):
+class _EndlessRuleError(RecursionError):
     """The error for a rule that calls itself without an end."""
 
 
-def endless_rule_error(error: RecursionError, call: Callable) -> RecursionError:
+def endless_rule_error(error: RecursionError, call_rule: Callable) -> RecursionError:
     """Return an error that names the rule that calls itself, or `error` if no rule does.
 
-    `call` is the function that calls rules. Its frames hold each rule in the variable `function`
-    and the primitive in the variable `target`.
+    `call_rule` is the function that calls rules. Its frames hold the function of each running rule
+    in the variable `function`, and the primitive in the variable `target`.
     """
-    if isinstance(error, EndlessRuleError):
+    if isinstance(error, _EndlessRuleError):
         return error
-    code = inspect.unwrap(call).__code__
-    calls: Counter[Callable] = Counter()
-    innermost: dict[Callable, dict[str, Any]] = {}
+    code = inspect.unwrap(call_rule).__code__
+    call_counts: Counter[Callable] = Counter()
+    target_names: dict[Callable, str] = {}
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is code:
-            calls[frame.f_locals["function"]] += 1
-            innermost.setdefault(frame.f_locals["function"], frame.f_locals)
+            rule = frame.f_locals["function"]
+            call_counts[rule] += 1
+            target_names.setdefault(rule, frame.f_locals["target"].name)
         frame = frame.f_back
-    repeated = [function for function, count in calls.items() if count > 1]
+    repeated = [rule for rule, count in call_counts.items() if count > 1]
     if not repeated:
         return error
     # Prefer a rule of the user: between two calls of it, rules of veneer run, such as the jit rule.
-    function = max(repeated, key=lambda f: (not f.__module__.startswith("veneer."), calls[f]))
-    name, code = innermost[function]["target"].name, inspect.unwrap(function).__code__
-    return EndlessRuleError(
+    is_of_user = lambda rule: not rule.__module__.startswith("veneer.")
+    rule = max(repeated, key=lambda rule: (is_of_user(rule), call_counts[rule]))
+    name, code = target_names[rule], inspect.unwrap(rule).__code__
+    return _EndlessRuleError(
         f"The rule at {code.co_filename}:{code.co_firstlineno} for {name} calls itself without "
-        f"an end: it calls {name} with operands of the same types ({calls[function]} nested "
+        f"an end: it calls {name} with operands of the same types ({call_counts[rule]} nested "
         "calls). Compute on the leaves of the operands or on vn.materialise(operand), or return "
         "NotImplemented."
     )

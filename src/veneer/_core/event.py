@@ -1,17 +1,17 @@
-"""Events: records of the primitives that ran on implicit operands, an error and a warning."""
+"""`Event`, a record of a primitive that ran on implicit operands, and its error and warning."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-#: The paths of the weights that a value comes from. In a program that is traced once and called
-#: often, a number represents the operand of that index, and is resolved in each call.
+#: The paths of the weights that a value comes from. A program that is traced once may be called
+#: with other weights. So in its events, an integer `i` means the source of operand `i` of the call.
 Source = tuple[str | int, ...]
 
-#: The path of a weight that is neither in an argument nor captured.
+#: The path of a weight that is neither in an argument nor a captured variable, so it has no name.
 FOUND = "an array that the program found"
 
-#: The `how` of an event in an eager operation that ran before the program was called.
+#: The value of `Event.how` for an eager operation that ran before the reported program.
 BEFORE_CALL = "before the call"
 
 
@@ -50,12 +50,12 @@ class MaterialiseWarning(UserWarning):
 
 
 class Operands(NamedTuple):
-    """The operands of an event: their display text, sources, dense bytes, and which are caches."""
+    """A description of the operands of a primitive, with one entry per operand in each field."""
 
-    shown: tuple[str, ...]
-    sources: tuple[Source, ...]
-    dense: tuple[int, ...]
-    caches: tuple[bool, ...]
+    shown: tuple[str, ...]  # the display text, such as "QArray:f32[2,2]"
+    sources: tuple[Source, ...]  # the paths of the weights that the operand comes from
+    dense: tuple[int, ...]  # the bytes of the dense array; 0 for an operand that is not implicit
+    caches: tuple[bool, ...]  # whether the operand is a key-value cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,38 +129,37 @@ class Event:
     def met_by(self, sources: Sequence[Source], line: str) -> "Event":
         """Return a copy of this event for another call of the same traced program.
 
-        **Arguments:**
-
-        - `sources`: for each operand of the call, the paths of the weights that it comes from.
-        - `line`: file and line of the call.
+        `sources` are, for each operand of the call, the paths of the weights that the operand comes
+        from. `line` is the file and line of the call.
         """
-        return replace(
-            self, line=line, sources=tuple(resolve_source(s, sources) for s in self.sources)
-        )
+        own_sources = tuple(resolve_source(source, sources) for source in self.sources)
+        return replace(self, line=line, sources=own_sources)
 
     def __str__(self) -> str:
-        of = f", of {', '.join(self.weights)}" if self.weights else ""
-        call = f"{self.primitive}({', '.join(self.operands)}) at {self.line}{of}"
+        weights = f", of {', '.join(self.weights)}" if self.weights else ""
+        call = f"{self.primitive}({', '.join(self.operands)}) at {self.line}{weights}"
         if self.rule is not None:
-            dense = f"{self.nbytes:,} bytes are materialized" if self.nbytes else ""
-            return f"{call}: " + ", ".join(
-                filter(None, (f"rule {self.rule}", self.how_and_why, dense))
-            )
+            cost = f"{self.nbytes:,} bytes are materialized" if self.nbytes else ""
+            texts = (f"rule {self.rule}", self.how_and_why, cost)
+            return f"{call}: {', '.join(filter(None, texts))}"
         why = f": {self.how}" if self.how else ""
         return f"{call}: no rule fits{why}, so {self.nbytes:,} bytes are materialized"
 
 
 def paths_of(source: Source) -> tuple[str, ...]:
-    """Return the paths in a source, without the numbers of operands."""
+    """Return the paths in a source, without the integers that represent operands of a call."""
     return tuple(x for x in source if isinstance(x, str))
 
 
 def resolve_source(source: Source, operands: Sequence[Source]) -> Source:
-    """Replace the numbers in a source by the sources of the operands of a call."""
+    """Return a source with each integer `i` replaced by `operands[i]`, the source of operand `i`.
+
+    Drop all paths except `FOUND`: operands bring the paths of weights that have a name.
+    """
     sources = [operands[i] for i in source if isinstance(i, int)]
     return join_sources([*sources, (FOUND,)] if FOUND in source else sources)
 
 
 def join_sources(sources: Iterable[Source]) -> Source:
-    """Return the source of a value that is computed from values with these sources."""
+    """Return the union of some sources, in order and without repetition."""
     return tuple(dict.fromkeys(x for source in sources for x in source))

@@ -1,9 +1,9 @@
 """Jitted functions, such as `jnp.linalg.det`, that have rules like primitives.
 
-The primitives inside `jnp.linalg.det` do not tell that they compute a determinant. So a call of it
-is recognized by the name of the jit and by its jaxpr, which must be equal to the jaxpr that JAX
-traces for operands of these types, or for `jax.vmap` of the function. The derivative of the
-function is another program, which is not recognized.
+The primitives inside `jnp.linalg.det` do not show that they compute a determinant. So Veneer looks
+at each `jit` equation. The equation is a call of a function if it has the name of the function and
+the same jaxpr: the jaxpr that JAX traces for operands of these types, directly or under `jax.vmap`.
+A derivative of the function has another jaxpr and is not recognized.
 """
 
 import functools
@@ -14,18 +14,19 @@ import jax
 
 
 class JittedFunction:
-    """A jitted function, or a partial of one with static keywords, with the API of a primitive."""
+    """A jitted function with static keywords, as an object with the attributes of a primitive."""
 
     multiple_results = True
 
-    def __init__(self, function: Any):
-        partial = isinstance(function, functools.partial)
-        self._jitted: Any = function.func if partial else function
-        self._keywords = function.keywords if partial else {}
-        self.name: str = self._jitted.__name__
+    def __init__(self, jitted: Any, keywords: dict[str, Any]):
+        self._jitted, self._keywords = jitted, keywords
+        self.name: str = jitted.__name__
 
     def jaxpr(self, avals: Sequence[Any], vmaps: int = 0) -> Any:
-        """Trace the function, under `vmaps` calls of `jax.vmap`, for operands of these types."""
+        """Return the jaxpr of the function for operands of these types, or None if it is empty.
+
+        `vmaps` is the number of nested calls of `jax.vmap` around the function.
+        """
         operands = [
             jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type, sharding=a.sharding)
             for a in avals
@@ -34,6 +35,7 @@ class JittedFunction:
         for _ in range(vmaps):
             function = jax.vmap(function)
         equations = jax.make_jaxpr(function)(*operands).jaxpr.eqns
+        # The last equation is the `jit`. JAX may convert operands in the equations before.
         return equations[-1].params["jaxpr"] if equations else None
 
     def abstract_eval(self, *avals: Any) -> tuple[Any, Any]:
@@ -42,25 +44,22 @@ class JittedFunction:
 
 
 _functions: dict[Any, JittedFunction] = {}
-_by_name: dict[str, list[JittedFunction]] = {}
 
 
-def is_jitted(function: Any) -> bool:
-    """Return whether a function, or the function in a partial, was made by `jax.jit`."""
-    bare = function.func if isinstance(function, functools.partial) else function
-    return callable(bare) and hasattr(bare, "trace") and hasattr(bare, "lower")
+def jitted_function(function: Any) -> JittedFunction | None:
+    """Return the `JittedFunction` for a result of `jax.jit`, or a `functools.partial` of one.
 
-
-def jitted_function(function: Any) -> JittedFunction:
-    """Return the `JittedFunction` of a function, the same object in each call."""
-    partial = isinstance(function, functools.partial)
-    key = (function.func, tuple(sorted(function.keywords.items()))) if partial else function
-    if key not in _functions:
-        target = _functions[key] = JittedFunction(function)
-        _by_name.setdefault(target.name, []).append(target)
-    return _functions[key]
+    Return the same object in each call, and None for anything else.
+    """
+    keywords: dict[str, Any] = {}
+    if isinstance(function, functools.partial):
+        function, keywords = function.func, function.keywords
+    if not (callable(function) and hasattr(function, "trace") and hasattr(function, "lower")):
+        return None
+    key = function, tuple(sorted(keywords.items()))
+    return _functions.setdefault(key, JittedFunction(function, keywords))
 
 
 def functions_named(name: str) -> Sequence[JittedFunction]:
     """Return the functions of this name for which `jitted_function` was called."""
-    return _by_name.get(name, ())
+    return [function for function in _functions.values() if function.name == name]

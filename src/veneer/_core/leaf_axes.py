@@ -43,7 +43,10 @@ class LeafAxis(NamedTuple):
     packed_in: int | None = None
 
     def span(self, start: int, limit: int, stride: int, size: int) -> Any:
-        """Map a dense slice to `(start, limit, stride)` in the leaf. None if it splits a block."""
+        """Return `(start, limit, stride)` in the leaf for a slice of the dense axis of this `size`.
+
+        Return None if the slice does not consist of whole blocks, or if `block` is not a number.
+        """
         block = self.block
         if block == 1:
             return start, limit, stride
@@ -51,33 +54,34 @@ class LeafAxis(NamedTuple):
             return None
         if limit != size and limit % block:
             return None
-        width = self.packed_in or 1
-        return start // block * width, -(-limit // block) * width, 1
+        entries = self.packed_in or 1  # of the leaf, per block
+        return start // block * entries, -(-limit // block) * entries, 1
 
 
 class Movement(NamedTuple):
-    """A change of the axes of the dense array."""
+    """The effect of a primitive, such as `transpose` or `reshape`, on the axes of its operand."""
 
-    shape: Shape  # the new dense shape
-    axes: tuple[int | None, ...]  # the new index of each old axis; None if removed or merged
+    shape: Shape  # the shape of the result
+    axes: tuple[int | None, ...]  # for each axis of the operand, its index in the result; or None
     reorders: bool = False  # whether axes are permuted, merged or split
 
 
-Axes = Sequence[LeafAxis | None]  # an entry for each axis of a leaf; None: no dense axis
+# The entry for each axis of one leaf. None if the axis of the leaf corresponds to no dense axis.
+Axes = Sequence[LeafAxis | None]
 
 
 def aligned_axes(ndim: int) -> tuple[LeafAxis, ...]:
-    """Return the leaf axes of a leaf with the shape of the dense array."""
+    """Return the `LeafAxis` of each axis of a leaf that has the shape of the dense array."""
     return tuple(map(LeafAxis, range(-ndim, 0)))
 
 
 def are_valid_axes(axes: Any, ndims: list[int]) -> bool:
-    """Return whether the result of `leaf_axes` has an entry for each axis of each leaf."""
+    """Return whether `leaf_axes` returned a `LeafAxis` or None for each axis of each leaf."""
     if not isinstance(axes, list | tuple) or not all(isinstance(a, list | tuple) for a in axes):
         return False
-    if [len(of_leaf) for of_leaf in axes] != ndims:
-        return False
-    return all(axis is None or isinstance(axis, LeafAxis) for of_leaf in axes for axis in of_leaf)
+    entries = [entry for leaf_entries in axes for entry in leaf_entries]
+    has_valid_entries = all(entry is None or isinstance(entry, LeafAxis) for entry in entries)
+    return has_valid_entries and list(map(len, axes)) == ndims
 
 
 def partition_leaves(
@@ -85,20 +89,21 @@ def partition_leaves(
 ) -> list[PartitionSpec] | None:
     """Return the `PartitionSpec` of each leaf for a `PartitionSpec` of the dense array.
 
-    Return None if a block would be cut. `old` and `new` are the dense shapes before and after the
-    array is cut or joined. Each part of an array gets a copy of an entry that all elements share.
+    `axes` is the result of `leaf_axes`. `old` and `new` are the dense shapes before and after the
+    array is cut into parts, or joined. Return None if a part of a leaf would not consist of whole
+    blocks. Along an axis with `block="shared"`, each part gets a copy of the only entry.
     """
 
-    def entry(axis: LeafAxis | None) -> Any:
+    def spec_entry(axis: LeafAxis | None) -> Any:
         if axis is None or (axis.block == "shared" and new[axis.axis] < old[axis.axis]):
             return None
         return None if axis.block == "whole" else spec[axis.axis]
 
-    for axis in (axis for of_leaf in axes for axis in of_leaf if axis is not None):
-        # Each part must end with a whole block. The number of bytes can be divisible although the
-        # number of codes is not: two blocks of 6 codes, stored in units of 8.
-        small, large = sorted((old[axis.axis], new[axis.axis]))
-        cut = axis.block == "whole" or (isinstance(axis.block, int) and small % axis.block)
-        if small != large and cut:
+    for axis in (axis for leaf_axes in axes for axis in leaf_axes if axis is not None):
+        # Compare blocks, not entries of the leaf. Two blocks of 6 codes in 8 bytes each have a
+        # number of bytes that is divisible by 4, although the number of codes is not.
+        part_size, full_size = sorted((old[axis.axis], new[axis.axis]))
+        cuts = axis.block == "whole" or (isinstance(axis.block, int) and part_size % axis.block)
+        if part_size != full_size and cuts:
             return None
-    return [PartitionSpec(*map(entry, of_leaf)) for of_leaf in axes]
+    return [PartitionSpec(*map(spec_entry, leaf_axes)) for leaf_axes in axes]

@@ -2,9 +2,9 @@
 
 One call of `implicit` may run inside another: a layer calls it, or an operator of an array that the
 program builds. A primitive may then have operands of both calls. A tracer that looks dense to the
-inner trace may be an implicit array of the outer trace. So the inner trace passes such a primitive,
-with its own values, on to the outer trace. Otherwise a rule would treat an implicit operand as a
-dense one.
+inner trace may be an implicit array of the outer trace, and a rule of the inner trace would treat
+the tracer as a dense array. So the inner trace gives such a primitive to the outer trace. First,
+the primitive `pack` turns the implicit arrays of the inner trace into arrays of the outer trace.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,51 +29,53 @@ pack = Primitive("pack_value")
 _is_pack_used = False
 
 #: The trace of the innermost `implicit` whose program is running. In the body of a `shard_map`,
-#: JAX does not tell which traces enclose it.
-_running: ContextVar[Any] = ContextVar("running", default=None)
+#: JAX does not tell which traces enclose the current trace.
+_innermost_implicit: ContextVar[Any] = ContextVar("innermost_implicit", default=None)
 
-#: True while a program runs under `implicit`. A user context is part of the key of JAX's caches: a
-#: jitted function that builds implicit arrays is another program outside `implicit`.
-_IS_RUNNING: Any = jax.make_user_context(False)
+#: True while a program runs under `implicit`. A user context is part of the key of JAX's caches, so
+#: a jitted function that builds implicit arrays is traced again when it is called under `implicit`.
+_is_under_implicit: Any = jax.make_user_context(False)
 
-#: The trace into which a rule stages a program. The rule was chosen by the types of all operands,
-#: so an operand that looks dense here is dense in every enclosing `implicit` too.
-_staged_program: ContextVar[Any] = ContextVar("staged_program", default=None)
-
-
-def enter(trace: Any, running: Any) -> Any:
-    """Make a trace current, and `running` the innermost `implicit`. Return a state for `leave`."""
-    context = _IS_RUNNING(running is not None)
-    context.__enter__()
-    return swap_trace(trace), _running.set(running), context
+#: The trace with which a rule traces a program to a jaxpr. The rule was chosen by the types of all
+#: operands, so an operand that looks dense in this trace is dense in every enclosing `implicit`.
+_staging_trace: ContextVar[Any] = ContextVar("staging_trace", default=None)
 
 
-def leave(state: Any) -> None:
-    """Undo `enter`."""
-    previous, token, context = state
-    swap_trace(previous)
-    _running.reset(token)
-    context.__exit__(None, None, None)
+class use_trace:
+    """A context in which `trace` is JAX's current trace.
+
+    In the context, `innermost` counts as the trace of the innermost call of `implicit`. None means
+    outside all calls. This is a class, because each primitive enters it and generators are slower.
+    """
+
+    __slots__ = ("_context", "_innermost", "_previous", "_token", "_trace")
+
+    def __init__(self, trace: Any, innermost: Any):
+        self._trace, self._innermost = trace, innermost
+
+    def __enter__(self) -> None:
+        self._context = _is_under_implicit(self._innermost is not None)
+        self._context.__enter__()
+        self._previous = swap_trace(self._trace)
+        self._token = _innermost_implicit.set(self._innermost)
+
+    def __exit__(self, *error: object) -> None:
+        swap_trace(self._previous)
+        _innermost_implicit.reset(self._token)
+        self._context.__exit__(None, None, None)
 
 
 @contextmanager
-def entered(trace: Any, running: Any) -> Iterator[None]:
-    """Call `enter` and `leave` around a block."""
-    state = enter(trace, running)
+def mark_staging_trace() -> Iterator[None]:
+    """Mark the current trace as the trace with which a rule traces a program to a jaxpr.
+
+    In the block, operands that look dense count as dense in every enclosing `implicit`.
+    """
+    token = _staging_trace.set(current_trace())
     try:
         yield
     finally:
-        leave(state)
-
-
-@contextmanager
-def staging_trace() -> Iterator[None]:
-    """Mark the current trace as one into which a rule stages a program."""
-    token = _staged_program.set(current_trace())
-    try:
-        yield
-    finally:
-        _staged_program.reset(token)
+        _staging_trace.reset(token)
 
 
 def is_implicit_trace(trace: Any) -> bool:
@@ -82,27 +84,30 @@ def is_implicit_trace(trace: Any) -> bool:
 
 
 def enclosing_implicit(trace: Any) -> Any:
-    """Return the innermost `implicit` trace around a trace, or None if it has a filter."""
-    innermost = next(filter(is_implicit_trace, traces_around(trace)), _running.get())
+    """Return the innermost `implicit` trace in or around a trace, or None.
+
+    Return None also if that call of `implicit` has a `filter_spec`.
+    """
+    innermost = next(filter(is_implicit_trace, traces_around(trace)), _innermost_implicit.get())
     return innermost if innermost is not None and innermost.no_filter else None
 
 
 def mixes_with_outer(trace: Any, tracers: Sequence[Any]) -> bool:
     """Return whether an operand may be an implicit array of an enclosing `implicit` call.
 
-    It may be a tracer of that call, or of a program that is traced inside it, where implicit arrays
-    look dense.
+    Such an operand is a tracer of that call, or of a program that is traced inside that call, where
+    implicit arrays look dense.
     """
     if trace.outer is None:
         return False
-    staged = _traces_in_implicit(trace.parent)  # of programs that an outer trace runs later
+    traces_in_outer = _traces_in_implicit(trace.parent)
     for x in map(primal_of, tracers):
         if not isinstance(x, Tracer):
             continue
         if is_implicit_trace(x._trace):
             if x._trace.tag is not trace.tag:
                 return True
-        elif any(x._trace is other for other in staged):
+        elif any(x._trace is other for other in traces_in_outer):
             return True
     return False
 
@@ -111,34 +116,35 @@ def _traces_in_implicit(trace: Any) -> list[Any]:
     """Return the enclosing traces whose dense-looking tracers may be implicit in an outer call.
 
     These are the traces (of a `jit` body, for example) inside an `implicit` call that holds
-    implicit arrays. The walk outwards stops at `_staged_program` and at a call with a filter.
+    implicit arrays. The walk goes outwards from `trace`. The walk stops at the trace that
+    `mark_staging_trace` marked, and at a call with a filter.
     """
-    inside: list[Any] = []
-    candidates: list[Any] = []
-    program, running = _staged_program.get(), _running.get()
-    while getattr(trace, "no_filter", True):
-        if trace is not None and trace is program:
-            break
+    traces: list[Any] = []
+    since_implicit: list[Any] = []  # the traces since the last `implicit` trace
+    staging, innermost = _staging_trace.get(), _innermost_implicit.get()
+    while True:
+        if trace is None:  # the end of the chain that JAX knows, as in a `shard_map`
+            trace, innermost = innermost, None
+        if trace is None or trace is staging or not getattr(trace, "no_filter", True):
+            return traces
         if is_implicit_trace(trace):
             if trace.holds_values:
-                inside += candidates
-                candidates = []
-            trace, running = trace.parent, None
-        elif trace is not None:
-            candidates.append(trace)
-            trace = getattr(trace, "parent_trace", None)
-        elif running is not None:
-            trace, running = running, None
+                traces += since_implicit
+                since_implicit = []
+            trace, innermost = trace.parent, None
         else:
-            break
-    return inside
+            since_implicit.append(trace)
+            trace = getattr(trace, "parent_trace", None)
 
 
 def as_tracer(value: Value) -> Any:
-    """Return a tracer for a value that a program under `implicit` builds and uses as an array."""
+    """Return a tracer of the current trace for a value that a program under `implicit` has built.
+
+    In a trace of another transformation, such as `jax.grad`, bind `pack` with the leaves.
+    """
     trace: Any = current_trace()
     if getattr(trace, "no_filter", False):
-        with entered(trace.parent, trace.outer):  # aval() of a type may compute
+        with use_trace(trace.parent, trace.outer):  # aval() of a type may compute
             return trace.wrap(compose_value(jax.tree.map(trace.unwrap, value), trace.run))
     if outer := enclosing_implicit(trace):
         outer.holds_values = True
@@ -149,7 +155,7 @@ def as_tracer(value: Value) -> Any:
 
 
 def outside_implicit_error(value: Value) -> OutsideImplicitError:
-    """Return the error for a value that is an operand of a JAX function outside `implicit`."""
+    """Return the error for a JAX function that is called with a value outside `implicit`."""
     (name,) = describe([value])
     return OutsideImplicitError(
         f"JAX functions cannot take {name} outside vn.implicit. Wrap the function that uses it, "
@@ -160,15 +166,16 @@ def outside_implicit_error(value: Value) -> OutsideImplicitError:
 
 
 def builds_values(primitive: Primitive, params: dict[str, Any]) -> bool:
-    """Return whether a primitive, or a program in its parameters, builds an implicit array."""
+    """Return whether a primitive is `pack`, or has a parameter whose jaxpr contains `pack`."""
     return _is_pack_used and is_or_contains(primitive, params, pack.name)
 
 
 def compose_value(value: Value, run: Callable[[Callable, Sequence[Any]], list[Any]]) -> Any:
-    """Return a value that a program built and whose leaves may be implicit arrays.
+    """Return a value that a program built, with its sources, after a check of its leaves.
 
-    If its type does not accept such leaves, as a `Diagonal` does not accept a `Quantity`, return
-    its dense array instead, computed by `run` with the rules of the leaves.
+    If a leaf is an implicit array that the type does not accept, such as a `Quantity` in a
+    `Diagonal`, return the dense array of the value instead, and report it. `run(function, leaves)`
+    calls a function with the rules of the leaves in force.
     """
     leaves, structure = jax.tree.flatten(value, is_leaf=lambda x: x is not value and is_value(x))
     if any(map(is_value, leaves)):

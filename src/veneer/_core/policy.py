@@ -1,4 +1,4 @@
-"""Policies: what happens when an implicit array is materialized, for the extent of a call."""
+"""Policies: what happens when a call of `implicit` materializes an implicit array."""
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,16 +19,16 @@ OnMaterialise = (
 
 @dataclass(frozen=True, eq=False)
 class Policy:
-    """The reaction to materialization, and a list that collects events. Compared by identity."""
+    """The reaction to an implicit array that is materialized. Policies are compared by identity."""
 
     on_materialise: OnMaterialise = "allow"
-    events: list[Event] | None = None
-    weights_only: bool = False
+    events: list[Event] | None = None  # a list to which each event is added
+    weights_only: bool = False  # whether `on_materialise` ignores arrays that are not weights
 
 
 ALLOW = Policy()
 ERROR = Policy("error")
-RECORD = Policy()  # in force while a program is traced whose events are emitted in each call
+RECORD = Policy()  # adds events to the list of `recorded_events`, to emit them in each call later
 _NAMED = {
     "allow": ALLOW,
     "warn": Policy("warn"),
@@ -37,8 +37,8 @@ _NAMED = {
     "error_weights": Policy("error", weights_only=True),
 }
 
-# JAX traces a jitted function again when a user context changes, but not when a context variable
-# does. So a function that was traced under one policy is not silent under another.
+# A user context, because JAX traces a jitted function again when a user context changes, but not
+# when a context variable does. So a jitted function reports under each policy.
 _policy = jax.make_user_context(ALLOW)
 
 
@@ -47,12 +47,17 @@ def current_policy() -> Policy:
 
 
 def policy_in_force(policy: Policy) -> AbstractContextManager[None]:
-    """Set the policy. A function that runs later can restore the policy of its definition."""
-    is_over = policy is RECORD and _recorded.get(None) is None
-    return nullcontext() if is_over or policy is _policy.value else _policy(policy)
+    """Return a context in which `policy` is the current policy.
+
+    Keep the current policy if `policy` is `RECORD` and the block of `recorded_events` has ended.
+    This happens in a function that restores the policy under which it was defined.
+    """
+    has_ended = policy is RECORD and _recorded.get(None) is None
+    return nullcontext() if has_ended or policy is _policy.value else _policy(policy)
 
 
 def policy_of(choice: OnMaterialise) -> Policy:
+    """Return the policy for an argument `on_materialise`. Raise `ValueError` if it is invalid."""
     if isinstance(choice, str) and choice in _NAMED:
         return _NAMED[choice]
     if not callable(choice):
@@ -63,7 +68,10 @@ def policy_of(choice: OnMaterialise) -> Policy:
 
 
 def nested_policy(policy: Policy) -> AbstractContextManager[None]:
-    """Set the policy of a nested call. `ALLOW` keeps the current one. Events stay collected."""
+    """Return a context in which `policy` is in force for a nested call of `implicit`.
+
+    `ALLOW` keeps the policy of the outer call. A list of events of the outer call stays in use.
+    """
     if policy is ALLOW:
         return nullcontext()
     events = _policy.value.events
@@ -75,7 +83,10 @@ _recorded: ContextVar[list[Event]] = ContextVar("recorded")
 
 @contextmanager
 def recorded_events() -> Iterator[list[Event]]:
-    """Collect events instead of emitting them, so that each call of a program can emit them."""
+    """Yield a list that collects the events of the block. They are not emitted.
+
+    The caller traces a program in the block, and emits the events in each call of the program.
+    """
     events: list[Event] = []
     token = _recorded.set(events)
     try:
@@ -86,12 +97,15 @@ def recorded_events() -> Iterator[list[Event]]:
 
 
 def must_replay_events(policy: Policy) -> bool:
-    """Return whether each call of a traced program must emit the events of the trace."""
+    """Return whether each call of a traced program must emit the events of its tracing.
+
+    Under `ALLOW`, events have no effect. Under `ERROR`, tracing has raised the error already.
+    """
     return policy not in (ALLOW, ERROR)
 
 
 def emit_events(events: Iterable[Event]) -> None:
-    """Warn, raise, call the callback and collect, as the current policy says."""
+    """React to events as the current policy says: record, collect, warn, raise or call back."""
     policy = _policy.value
     for event in events:
         if policy is RECORD:
@@ -110,19 +124,25 @@ def emit_events(events: Iterable[Event]) -> None:
             policy.on_materialise(event)
 
 
-# For the running rule: how it computes its result, the bytes that it materializes of each operand,
-# and why it runs no kernel.
+# The arguments of `note_how` in the running rule.
 _how: ContextVar[tuple[str, Sequence[int], str]] = ContextVar("how", default=("", (), ""))
 
 
 def note_how(how: str, dense: Sequence[int] = (), no_kernel: str = "") -> None:
-    """Note how the running rule computes its result. A rule calls this before it returns."""
+    """Set `how`, `dense` and `no_kernel` in the event of the running rule, before it returns.
+
+    `how` is a text about the computation. `dense` is the number of materialized bytes of each
+    operand; missing entries are 0. `no_kernel` names the operand that is too small for a kernel.
+    """
     if _policy.value is not ALLOW:
         _how.set((how, dense, no_kernel))
 
 
 def report_rule(primitive: str, operands: Callable[[], Operands], rule: str) -> None:
-    """Emit the event of a rule that ran, if it materialized an operand or a report needs it."""
+    """Emit the event of a rule that ran, if it materialized an operand or a list collects events.
+
+    `operands` returns the description of the operands. `rule` is the file and line of the rule.
+    """
     policy, (how, dense, no_kernel) = _policy.value, _how.get()
     _how.set(("", (), ""))
     if any(dense) or policy is RECORD or policy.events is not None:
@@ -133,7 +153,10 @@ def report_rule(primitive: str, operands: Callable[[], Operands], rule: str) -> 
 
 
 def report_materialised(primitive: str, operands: Callable[[], Operands], why: str = "") -> None:
-    """Emit the event of a primitive that runs on materialized operands."""
+    """Emit the event of a primitive that runs on materialized operands, for the reason `why`.
+
+    `operands` returns the description of the operands, and is called only if a policy needs it.
+    """
     if _policy.value is not ALLOW:
         shown, sources, dense, caches = operands()
         fields = shown, None, sum(dense), user_line(), why, sources, dense, caches

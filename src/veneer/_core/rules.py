@@ -1,8 +1,7 @@
 """Rules of JAX primitives for given operand types, selected by multiple dispatch.
 
 The selection depends only on the classes of the operands. All dense operands (arrays, tracers,
-scalars) have one class, `Dense`. So "more specific" orders tuples of classes, and selected rules
-are cached in one dict.
+scalars) have one class, `Dense`. So selected rules can be cached by the classes of the operands.
 """
 
 import functools
@@ -15,7 +14,7 @@ from typing import Any, TypeVar
 
 from .._jax.primitives import Primitive, find_primitive
 from .annotations import Alternatives, check_annotations, operand_types
-from .jitted_functions import JittedFunction, is_jitted, jitted_function
+from .jitted_functions import JittedFunction, jitted_function
 from .value import Value
 
 _F = TypeVar("_F", bound=Callable)
@@ -49,32 +48,39 @@ def _accepts(alternatives: Alternatives, operand: type) -> bool:
 
 @dataclass(frozen=True)
 class RegisteredRule:
-    """A function for one primitive, the operand types that it accepts, and its precedence."""
+    """A function that implements a primitive for operands of some classes."""
 
     function: Callable
-    operands: tuple[Alternatives, ...]
-    more: Alternatives | None  # the types of any number of further operands
+    operands: tuple[Alternatives, ...]  # for each operand, the classes that the rule accepts
+    further: Alternatives | None  # the same for the operands in `*args`; None without `*args`
     precedence: int
-    structural: bool = False  # see `add_rule`, as for the next two
-    conditional: bool = False
-    eager: Callable[[Sequence[Any], dict[str, Any]], Any] | None = None
-    swapped: bool = False  # a copy of a rule that takes the operands in the opposite order
-    order: int = field(default_factory=itertools.count().__next__)
+    structural: bool = False  # whether the primitive contains programs, such as `scan`
+    conditional: bool = False  # whether the function may return NotImplemented
+    eager: Callable[[Sequence[Any], dict[str, Any]], Any] | None = None  # faster in eager calls
+    swapped: bool = False  # whether this is a copy that takes the operands in the opposite order
+    order: int = field(default_factory=itertools.count().__next__)  # of registration
 
-    def _operand(self, i: int) -> Alternatives:
-        return self.operands[i] if i < len(self.operands) else (self.more or frozenset())
+    def _classes_of(self, i: int) -> Alternatives:
+        """Return the classes that the rule accepts for operand `i`."""
+        return self.operands[i] if i < len(self.operands) else (self.further or frozenset())
 
     def accepts(self, classes: Sequence[type]) -> bool:
+        """Return whether the rule accepts operands of these classes."""
         count = len(classes)
-        if count < len(self.operands) or (count > len(self.operands) and self.more is None):
+        if count < len(self.operands) or (count > len(self.operands) and self.further is None):
             return False
-        return all(_accepts(self._operand(i), c) for i, c in enumerate(classes))
+        return all(_accepts(self._classes_of(i), c) for i, c in enumerate(classes))
 
     def is_within(self, other: "RegisteredRule", count: int) -> bool:
-        """Return whether `other` accepts all tuples of `count` operands that this rule accepts."""
+        """Return whether `other` accepts all tuples of `count` operands that this rule accepts.
+
+        A rule with `*args` is never within a rule without `*args`.
+        """
+        if self.further is not None and other.further is None:
+            return False
         return all(
-            _accepts(other._operand(i), c) for i in range(count) for c in self._operand(i)
-        ) and (self.more is None or other.more is not None)
+            _accepts(other._classes_of(i), c) for i in range(count) for c in self._classes_of(i)
+        )
 
     @cached_property
     def location(self) -> str:
@@ -82,27 +88,28 @@ class RegisteredRule:
 
     def __str__(self) -> str:
         names = [" | ".join(sorted(c.__name__ for c in classes)) for classes in self.operands]
-        if self.more is not None:
-            names.append("*" + " | ".join(sorted(c.__name__ for c in self.more)))
+        if self.further is not None:
+            names.append("*" + " | ".join(sorted(c.__name__ for c in self.further)))
         return f"({', '.join(names)}) at {self.location} (precedence {self.precedence})"
 
 
 def location_of(function: Callable) -> str:
+    """Return the file and line at which a function is defined, as `file:line`."""
     code = inspect.unwrap(function).__code__
     return f"{code.co_filename}:{code.co_firstlineno}"
 
 
-# The key of a rule: a primitive, or a jitted function that is treated like one.
+# The operation that a rule implements: a primitive, or a jitted function such as `jnp.linalg.det`.
 Target = Primitive | JittedFunction
 
 _rules: dict[Target, list[RegisteredRule]] = {}
 _selected: dict[Any, RegisteredRule | None] = {}
-CONTAINS_PROGRAMS: set[Primitive] = set()  # primitives whose programs may build implicit values
+CONTAINS_PROGRAMS: set[Primitive] = set()  # primitives with programs as parameters, such as `scan`
 _clear_caches: list[Callable[[], None]] = [_selected.clear]
 
 
 def clear_with_rules(clear: Callable[[], None]) -> None:
-    """Register a function that clears a cache when a rule is added."""
+    """Register a function that clears a cache. It is called whenever a rule is added."""
     _clear_caches.append(clear)
 
 
@@ -175,8 +182,8 @@ def _target_of(x: Any) -> Target:
         return find_primitive(x)
     if isinstance(x, Primitive):
         return x
-    if is_jitted(x):
-        return jitted_function(x)
+    if (function := jitted_function(x)) is not None:
+        return function
     raise TypeError(
         "vn.register takes a JAX primitive, its name, a function made by jax.jit, or a sequence "
         f"of them, not {x!r}."
@@ -192,41 +199,41 @@ def add_rule(
     conditional: bool = False,
     eager: Callable[[Sequence[Any], dict[str, Any]], Any] | None = None,
 ) -> None:
-    """Add a rule to the tables of some primitives, and clear the caches.
+    """Add a function as a rule of some primitives, and clear the caches that depend on rules.
 
     **Arguments:**
 
-    - `structural`: the primitives contain programs or call the host. The rule checks and reports
-      results itself.
-    - `conditional`: the rule may return NotImplemented, and is tried before rules of the same types
-      that may not.
+    - `precedence`: as in `register`. Rules for all types have a negative precedence.
+    - `structural`: whether the primitives contain programs or call the host. Then the rule checks
+      and reports its results itself.
+    - `conditional`: whether the rule may return NotImplemented. If so, it is tried before a rule
+      for the same types that may not.
     - `eager`: a faster function for eager calls. It takes the list of operands and the dict of
       parameters, and may return NotImplemented.
     """
-    operands, more = operand_types(function)
-    rule = RegisteredRule(function, operands, more, precedence, structural, conditional, eager)
+    operands, further = operand_types(function)
+    rule = RegisteredRule(function, operands, further, precedence, structural, conditional, eager)
     for primitive in primitives:
         if structural and isinstance(primitive, Primitive):
             CONTAINS_PROGRAMS.add(primitive)
         _reject_duplicate(rule, _rules.setdefault(primitive, []), primitive.name)
         _rules[primitive].append(rule)
-        values = {c for classes in rule.operands for c in classes if issubclass(c, Value)}
-        differ = len(set(rule.operands)) == 2 == len(rule.operands) and rule.more is None
-        if primitive.name in COMMUTATIVE and differ and all(c.commute_ops for c in values):
-            _rules[primitive].append(_swapped(rule))
+        if primitive.name in COMMUTATIVE and _can_swap_operands(rule):
+            _rules[primitive].append(_swap_operands(rule))
     for clear in _clear_caches:
         clear()
 
 
 def _reject_duplicate(rule: RegisteredRule, rules: Iterable[RegisteredRule], name: str) -> None:
-    """Reject a rule of the same operands as a rule of another module, which it would replace."""
-    signature = lambda r: (r.operands, r.more, r.precedence, r.conditional, r.swapped)
+    """Raise `ValueError` if `rule` would replace one of the `rules`, from another module."""
+    signature = lambda r: (r.operands, r.further, r.precedence, r.conditional, r.swapped)
+    module = rule.function.__module__
     for other in rules:
-        modules = [r.function.__module__ for r in (other, rule)]
-        if signature(other) == signature(rule) and modules[0] != modules[1]:
+        other_module = other.function.__module__
+        if signature(other) == signature(rule) and other_module != module:
             raise ValueError(
                 f"{name} already has a rule for these operands, in another module:\n  "
-                f"{other}, of {modules[0]}\n  {rule}, of {modules[1]}\nTo replace it, register "
+                f"{other}, of {other_module}\n  {rule}, of {module}\nTo replace it, register "
                 "the new rule with a higher precedence."
             )
 
@@ -235,7 +242,17 @@ def _reject_duplicate(rule: RegisteredRule, rules: Iterable[RegisteredRule], nam
 COMMUTATIVE = frozenset("add add_any mul max min and or xor eq ne".split())
 
 
-def _swapped(rule: RegisteredRule) -> RegisteredRule:
+def _can_swap_operands(rule: RegisteredRule) -> bool:
+    """Return whether a rule takes two operands of different classes that set `commute_ops`."""
+    if len(rule.operands) != 2 or rule.operands[0] == rule.operands[1] or rule.further is not None:
+        return False
+    classes = rule.operands[0] | rule.operands[1]
+    return all(cls.commute_ops for cls in classes if issubclass(cls, Value))
+
+
+def _swap_operands(rule: RegisteredRule) -> RegisteredRule:
+    """Return a copy of a rule for `(x, y)` that takes the operands as `(y, x)`."""
+
     @functools.wraps(rule.function)
     def function(x: Any, y: Any, **params: Any) -> Any:
         return rule.function(y, x, **params)
@@ -244,7 +261,10 @@ def _swapped(rule: RegisteredRule) -> RegisteredRule:
 
 
 def structural(name: str) -> Callable[[_F], _F]:
-    """Add a structural rule for all types to a primitive that contains programs."""
+    """Return a decorator that adds a function as the rule for all types of the primitive `name`.
+
+    The primitive contains programs, such as `scan`. The rule checks and reports results itself.
+    """
 
     def add(function: _F) -> _F:
         add_rule(function, [find_primitive(name)], structural=True)
@@ -254,12 +274,12 @@ def structural(name: str) -> Callable[[_F], _F]:
 
 
 def structural_rule(primitive: Primitive) -> Callable:
-    """Return the function that `structural` added to a primitive."""
+    """Return the function that the decorator `structural` added as the rule of a primitive."""
     return next(rule.function for rule in _rules[primitive] if rule.structural)
 
 
 def rules_of(cls: type[Value]) -> list[tuple[Target, RegisteredRule]]:
-    """Return the rules, except structural ones, that name a class in an annotation."""
+    """Return the rules that name a class in an annotation, with their targets."""
     return [
         (target, rule)
         for target, rules in _rules.items()
@@ -271,23 +291,27 @@ def rules_of(cls: type[Value]) -> list[tuple[Target, RegisteredRule]]:
 def resolve(
     primitive: Target, classes: tuple[type, ...], tried: tuple[RegisteredRule, ...] = ()
 ) -> RegisteredRule | None:
-    """Return the rule for operands of these classes, without the rules in `tried`, or None."""
+    """Return the most specific rule that accepts operands of these classes, or None.
+
+    Skip the rules in `tried`. Raise `AmbiguousLookupError` if several rules fit equally well.
+    """
     key = primitive, classes, tried
     try:
         return _selected[key]
     except KeyError:
-        return _selected.setdefault(key, _most_specific(primitive, classes, tried))
+        return _selected.setdefault(key, _select_rule(primitive, classes, tried))
 
 
-def _most_specific(
+def _select_rule(
     primitive: Target, classes: tuple[type, ...], tried: tuple[RegisteredRule, ...]
 ) -> RegisteredRule | None:
+    """Compute the result of `resolve`, which is not cached yet."""
     fitting = [r for r in _rules.get(primitive, ()) if r.accepts(classes) and r not in tried]
+    # A copy with swapped operands is used only if no other rule fits.
     fitting = [r for r in fitting if not r.swapped] or fitting
     best = [r for r in fitting if not any(_beats(s, r, len(classes)) for s in fitting)]
-    if len(best) > 1:
-        highest = max(rule.precedence for rule in best)
-        best = [rule for rule in best if rule.precedence == highest]
+    highest = max((rule.precedence for rule in best), default=0)
+    best = [rule for rule in best if rule.precedence == highest]
     if len(best) > 1:
         listing = "\n".join(f"  {rule}" for rule in best)
         raise AmbiguousLookupError(
@@ -300,8 +324,12 @@ def _most_specific(
 
 
 def _beats(rule: RegisteredRule, other: RegisteredRule, count: int) -> bool:
-    narrower, wider = rule.is_within(other, count), other.is_within(rule, count)
-    if narrower and wider:  # the same types: the rule registered last replaces the other
-        order = lambda r: (r.precedence, r.conditional, r.order)
-        return order(rule) > order(other)
-    return narrower
+    """Return whether a rule is tried before another one for `count` operands that both accept.
+
+    The more specific rule comes first. Of rules for the same classes, the one with the highest
+    precedence, then a conditional one, then the one that was registered last comes first.
+    """
+    if rule.is_within(other, count) and other.is_within(rule, count):
+        rank = lambda r: (r.precedence, r.conditional, r.order)
+        return rank(rule) > rank(other)
+    return rule.is_within(other, count)

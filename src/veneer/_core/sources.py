@@ -1,14 +1,15 @@
-"""The weights that an implicit value comes from, which reports and policies name.
+"""The sources of an implicit value: the paths of the weights that the value comes from.
 
 A *weight* is an implicit array that the program is given: an argument, a captured variable, or an
 array that the program finds in a container or builds from parts. Slices, transposes and results of
 the same shape (`2 * w`) still count as the weight, also inside loops, branches and functions. All
 other implicit arrays are intermediates: embedding rows, products, quantized activations.
 
-The source of a value is an attribute that tree functions drop. So code that takes values apart and
-rebuilds them calls `keep_sources`. The leaves of a value that the program builds also tell its
-source: the largest leaf is a leaf of an argument, or a concrete array in a program that is being
-traced. Sources are tracked only while a policy or a report needs them.
+The sources of a value are one tuple, its `Source`, in an attribute. Tree functions drop the
+attribute, so code that flattens values and rebuilds them calls `keep_sources`. A value that the
+program builds gets the sources of its largest leaf. That leaf may be a leaf of an argument. In a
+program that is being traced, a concrete leaf belongs to a weight without a name. Values have
+sources only while a policy or a report needs them.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -35,9 +36,13 @@ _leaf_sources: ContextVar[Mapping[int, Source]] = ContextVar(
 
 @contextmanager
 def leaf_sources(items: Iterable[tuple[Any, Source]]) -> Iterator[None]:
-    """Register the leaves of some trees by identity. The caller must keep the trees alive."""
-    known = {id(leaf): source for tree, source in items for leaf in jax.tree.leaves(tree)}
-    token = _leaf_sources.set(known)
+    """Let `find_source` know the source of each leaf of some trees within a block.
+
+    `items` are pairs of a tree and its source. The caller must keep the trees alive, because leaves
+    are found by their `id`.
+    """
+    sources = {id(leaf): source for tree, source in items for leaf in jax.tree.leaves(tree)}
+    token = _leaf_sources.set(sources)
     try:
         yield
     finally:
@@ -45,17 +50,26 @@ def leaf_sources(items: Iterable[tuple[Any, Source]]) -> Iterator[None]:
 
 
 def find_source(x: Any) -> Source:
-    """Return the source of a value or a leaf. Empty if no policy needs sources."""
+    """Return the paths of the weights that a value or a leaf comes from.
+
+    The result is empty for an intermediate, and if no policy needs sources.
+    """
     if (source := source_of(x)) or current_policy() is ALLOW:
         return source
     if isinstance(x, Value):
         return find_source(max(jax.tree.leaves(x), key=np.size, default=None))
-    known = _leaf_sources.get().get(id(array := primal_of(x)), ())
-    return known or ((FOUND,) if isinstance(array, ConcreteArray) and is_staged() else ())
+    array = primal_of(x)
+    if source := _leaf_sources.get().get(id(array), ()):
+        return source
+    is_nameless_weight = isinstance(array, ConcreteArray) and is_staged()
+    return (FOUND,) if is_nameless_weight else ()
 
 
 def with_source(value: Any, source: Source) -> Any:
-    """Give a new value, and the values in its fields, a source. Return the value."""
+    """Set the source of a value, and of the values in its fields, and return the value.
+
+    Change nothing if the source is empty or `value` is not an implicit value.
+    """
     if source and isinstance(value, Value):
         object.__setattr__(value, "_source", source)
         for part in jax.tree.leaves(value, is_leaf=is_part(value)):
@@ -64,29 +78,27 @@ def with_source(value: Any, source: Source) -> Any:
 
 
 def tag_sources(tree: T) -> T:
-    """Give the implicit arrays of a tree their sources, if a policy needs them."""
+    """Return a tree whose implicit arrays have the sources that `find_source` returns for them."""
 
     def tag(x: Any) -> Any:
         if not isinstance(x, Value) or source_of(x) or not (source := find_source(x)):
             return x
-        return with_source(jax.tree.map(lambda leaf: leaf, x), source)  # a copy of the object
+        copy = jax.tree.map(lambda leaf: leaf, x)
+        return with_source(copy, source)
 
     return tree if current_policy() is ALLOW else jax.tree.map(tag, tree, is_leaf=is_opaque_leaf)
 
 
 def keep_sources(before: Sequence[Any], after: S) -> S:
-    """Give rebuilt values the sources of the values that they were built from."""
-    for old, new in zip(before, after, strict=True):
-        if new is not old:
-            with_source(new, source_of(old))
-    return after
+    """Set the source of each value in `after` to that of the value in `before`. Return `after`."""
+    return restore_sources(map(source_of, before), after)
 
 
-def restore_sources(sources: Sequence[Source], values: S) -> S:
-    """Give rebuilt values these sources.
+def restore_sources(sources: Iterable[Source], values: S) -> S:
+    """Set the source of each value, and return the values.
 
-    A function that JAX keeps in a program closes over the sources instead of the values, because
-    the tracers of the values would outlive their trace.
+    A function that JAX keeps closes over the sources of values instead of the values, because
+    tracers must not outlive their trace.
     """
     for source, value in zip(sources, values, strict=True):
         with_source(value, source)
@@ -96,16 +108,20 @@ def restore_sources(sources: Sequence[Source], values: S) -> S:
 def propagate_sources(
     primitive: str, values: Sequence[Any], params: Mapping[str, Any], out: Any
 ) -> None:
-    """Give the results of a primitive that are still weights the sources of its operands."""
+    """Set the sources of the results of a primitive that are still the weight in an operand.
+
+    If there are as many results as operands, each result comes from the operand at its index.
+    Otherwise, each result may come from all operands.
+    """
     results = out if isinstance(out, (list, tuple)) else [out]
     for i, x in enumerate(results):
         if isinstance(x, Value) and not any(x is v for v in values):
             operands = [values[i]] if len(results) == len(values) else values
-            weights = (v for v in operands if is_value(v) and _is_still(primitive, v, x, params))
+            weights = (v for v in operands if is_value(v) and _is_weight(x, v, primitive, params))
             with_source(x, join_sources(map(source_of, weights)))
 
 
-#: Primitives that move elements into another shape.
+#: Primitives that move elements and may change the shape.
 _MOVES = frozenset(
     "all_gather all_to_all broadcast_in_dim concatenate expand_dims pad reshape select_n split "
     "squeeze stack transpose unstack".split()
@@ -113,13 +129,15 @@ _MOVES = frozenset(
 _PRODUCTS = frozenset(("dot_general", "ragged_dot_general", "conv_general_dilated"))
 
 
-def _is_still(primitive: str, weight: Value, result: Value, params: Mapping[str, Any]) -> bool:
-    old, new = weight.aval().shape, result.aval().shape
+def _is_weight(result: Value, operand: Value, primitive: str, params: Mapping[str, Any]) -> bool:
+    """Return whether the result of a primitive still counts as the weight in an operand."""
+    old, new = operand.aval().shape, result.aval().shape
     if primitive in ("gather", "dynamic_slice", "slice"):
-        # A matrix of a stack is a weight. The rows of a matrix are not, as of an embedding.
+        # A matrix of a stack of matrices is a weight. A row of a matrix is an intermediate.
         return _is_matrix(params.get("slice_sizes", new)) or not _is_matrix(old)
     return primitive in _MOVES or (primitive not in _PRODUCTS and new == old)
 
 
 def _is_matrix(shape: Sequence[int]) -> bool:
+    """Return whether an array of this shape has two or more axes longer than 1."""
     return sum(n not in (0, 1) for n in shape) > 1

@@ -9,15 +9,7 @@ from .._jax.primitives import Primitive
 from .._jax.tracing import Trace, Tracer, current_trace, is_in_derivative
 from .dispatch import dispatch
 from .errors import reject_derivatives, reject_leaves, warn_of_scales_without_codes
-from .nesting import (
-    as_tracer,
-    builds_values,
-    enclosing_implicit,
-    enter,
-    entered,
-    leave,
-    mixes_with_outer,
-)
+from .nesting import as_tracer, builds_values, enclosing_implicit, mixes_with_outer, use_trace
 from .rules import CONTAINS_PROGRAMS, structural_rule
 from .value import Value
 
@@ -52,8 +44,9 @@ class ImplicitTracer(Tracer):
 class ImplicitTrace(Trace):
     """A trace that runs rules for primitives with an implicit operand of this trace.
 
-    `tag` identifies the values of one call of `implicit`, also in functions that run later in
-    another trace. `outer` is the trace of the enclosing call of `implicit` (see `nesting.py`).
+    All other primitives go to `parent`, the trace that was current when `implicit` was called.
+    `tag` identifies the call of `implicit`. Several traces share a tag if a function of the call
+    runs later in another trace. `no_filter` is False if the call has a `filter_spec`.
     """
 
     __slots__ = ("holds_values", "no_filter", "outer", "parent", "tag")
@@ -61,30 +54,39 @@ class ImplicitTrace(Trace):
     def __init__(self, parent: Trace, tag: object, no_filter: bool = True):
         super().__init__()
         self.parent: Any = parent
-        self.outer, self.holds_values = enclosing_implicit(parent), False
         self.tag, self.no_filter = tag, no_filter
+        self.outer: Any = enclosing_implicit(parent)  # the trace of the enclosing call, or None
+        self.holds_values = False  # whether a tracer of this trace was made
         self.requires_low = parent.requires_low
 
     def wrap(self, x: Any) -> Any:
-        """Return a tracer for an implicit value, and anything else unchanged."""
+        """Return a tracer of this trace for an implicit value. Return anything else unchanged."""
         return ImplicitTracer(self, x) if isinstance(x, Value) else x
 
     def unwrap(self, x: Any) -> Any:
-        """The inverse of `wrap`."""
+        """Return the implicit value in a tracer of this call. Return anything else unchanged."""
         return x.value if type(x) is ImplicitTracer and x._trace.tag is self.tag else x
 
     @classmethod
     def run(cls, program: Callable, values: Sequence[Any]) -> list[Any]:
-        """Run a program in a new trace, because it may build implicit values from dense ones."""
+        """Call a program with the rules in force, and return its list of results.
+
+        Unlike `redispatch`, always use a new trace: the program may build implicit values from
+        dense operands.
+        """
         trace = cls(current_trace(), object())
         wrapped = list(map(trace.wrap, values))
-        with entered(trace, trace):
+        with use_trace(trace, trace):
             out = program(*wrapped)
         return list(map(trace.unwrap, out))
 
     def process_primitive(
         self, primitive: Primitive, tracers: Sequence[Any], params: dict[str, Any], /
     ) -> Any:
+        """Run a primitive by `dispatch` if an operand is implicit, else in the parent trace.
+
+        If a program in its parameters builds implicit values, run the structural rule instead.
+        """
         tag, parent = self.tag, self.parent
         for x in tracers:
             if type(x) is ImplicitTracer and x._trace.tag is tag:
@@ -95,42 +97,29 @@ class ImplicitTrace(Trace):
                 return parent.process_primitive(primitive, tracers, params)
             run = lambda primitive, values, params: structural_rule(primitive)(*values, **params)
         if mixes_with_outer(self, tracers):
-            return parent.process_primitive(primitive, self._packed(tracers), params)
+            return parent.process_primitive(primitive, self._pack_operands(tracers), params)
         values = list(map(self.unwrap, tracers))
-        state = enter(parent, self.outer)
-        try:
-            out = run(primitive, values, params)
-            # Inside `enter`, because aval() of a type may compute.
-            return list(map(self.wrap, out)) if primitive.multiple_results else self.wrap(out)
-        except Exception as error:
-            reject_leaves(values, error)
-            raise
-        finally:
-            leave(state)
+        with use_trace(parent, self.outer):
+            try:
+                out = run(primitive, values, params)
+                # Here in the parent trace, because aval() of a type may compute.
+                return list(map(self.wrap, out)) if primitive.multiple_results else self.wrap(out)
+            except Exception as error:
+                reject_leaves(values, error)
+                raise
 
-    def _packed(self, tracers: Sequence[Any]) -> list[Any]:
+    def _pack_operands(self, tracers: Sequence[Any]) -> list[Any]:
         """Return the operands as arrays of the parent trace."""
-        with entered(self.parent, self.outer):
+        with use_trace(self.parent, self.outer):
             return [as_tracer(x) if isinstance(x, Value) else x for x in map(self.unwrap, tracers)]
 
     # JAX passes these primitives, which have functions as parameters, to methods of their own.
     # Their rules take the functions and this trace as parameters.
 
     def process_custom_jvp_call(
-        self,
-        primitive: Primitive,
-        fun: Any,
-        jvp: Any,
-        tracers: Sequence[Any],
-        /,
-        *,
-        symbolic_zeros: bool,
+        self, primitive: Primitive, fun: Any, jvp: Any, tracers: Sequence[Any], /, **params: Any
     ) -> Any:
-        if self.requires_low:  # no derivative is taken outside, so JAX drops the rule too
-            return self._inline(fun, tracers)
-        functions = {"fun": fun, "jvp": jvp, "symbolic_zeros": symbolic_zeros}
-        with entered(self.parent, self.outer):
-            return list(map(self.wrap, self._by_rule(primitive, tracers, functions)))
+        return self._call_custom(primitive, tracers, {"fun": fun, "jvp": jvp, **params})
 
     def process_custom_vjp_call(
         self,
@@ -140,26 +129,34 @@ class ImplicitTrace(Trace):
         bwd: Any,
         tracers: Sequence[Any],
         /,
-        *,
-        out_trees: Callable,
-        symbolic_zeros: bool,
+        **params: Any,
     ) -> Any:
-        if self.requires_low:
-            return self._inline(fun, tracers)
-        functions = {"fun": fun, "fwd": fwd, "bwd": bwd, "out_trees": out_trees}
-        functions["symbolic_zeros"] = symbolic_zeros
-        with entered(self.parent, self.outer):
-            return list(map(self.wrap, self._by_rule(primitive, tracers, functions)))
+        functions = {"fun": fun, "fwd": fwd, "bwd": bwd}
+        return self._call_custom(primitive, tracers, {**functions, **params})
+
+    def _call_custom(
+        self, primitive: Primitive, tracers: Sequence[Any], params: dict[str, Any]
+    ) -> list[Any]:
+        """Run a `custom_jvp` or `custom_vjp` by its structural rule."""
+        if self.requires_low:  # no derivative is taken outside, so JAX drops custom derivatives too
+            return self._inline(params["fun"], tracers)
+        with use_trace(self.parent, self.outer):
+            return list(map(self.wrap, self._apply_structural_rule(primitive, tracers, params)))
 
     def process_shard_map(
         self, primitive: Primitive, f: Any, tracers: Sequence[Any], /, **params: Any
     ) -> Any:
-        with entered(self.parent, self.outer):
-            return self._by_rule(primitive, tracers, {"f": f, **params}).map(self.wrap)
+        with use_trace(self.parent, self.outer):
+            out = self._apply_structural_rule(primitive, tracers, {"f": f, **params})
+            return out.map(self.wrap)
 
-    def _by_rule(self, primitive: Primitive, tracers: Sequence[Any], params: dict[str, Any]) -> Any:
+    def _apply_structural_rule(
+        self, primitive: Primitive, tracers: Sequence[Any], params: dict[str, Any]
+    ) -> Any:
+        """Call the structural rule of a primitive with the values of its operands."""
         if mixes_with_outer(self, tracers):
-            tracers = self._packed(tracers)  # the functions may still capture values of this trace
+            # The rule also gets this trace: its functions may capture values of this trace.
+            tracers = self._pack_operands(tracers)
         return structural_rule(primitive)(*map(self.unwrap, tracers), trace=self, **params)
 
     def stage_value(self, val: Any) -> Any:
@@ -172,5 +169,6 @@ class ImplicitTrace(Trace):
         return self._inline(f, tracers)
 
     def _inline(self, fun: Any, tracers: Sequence[Any]) -> Any:
-        with entered(self, self):
+        """Call a `WrappedFun` of JAX, so that its primitives are processed by this trace."""
+        with use_trace(self, self):
             return fun.call_wrapped(*tracers)

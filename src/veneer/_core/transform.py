@@ -1,4 +1,4 @@
-"""Run functions with the rules in force: the part of `vn.implicit` that the rules use, too."""
+"""Run functions with the rules in force. `vn.implicit` and the rules themselves use this module."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,7 +7,7 @@ import jax
 from jax.tree_util import tree_flatten, tree_unflatten
 
 from .._jax.tracing import ConcreteArray, current_trace, is_eager
-from .nesting import enter, leave
+from .nesting import use_trace
 from .trace import ImplicitTrace, ImplicitTracer
 from .value import OpaqueNode, Value, has_all_leaves, is_opaque_leaf
 
@@ -20,15 +20,19 @@ def call_program(program: Program) -> Any:
 
 
 def redispatch(function: Callable, /, *args: Any, **kwargs: Any) -> Any:
-    """Call `function` with the rules in force. It must not capture implicit arrays.
+    """Call `function(*args, **kwargs)` with the rules of the implicit arguments in force.
 
-    Rules call it for functions of veneer. `vn.implicit` is for functions of users.
+    Rules use this for functions of veneer. `function` must not capture implicit arrays. For
+    functions that may, such as those of users, use `vn.implicit`.
     """
     return run(call_program, (function, args, kwargs))
 
 
 def run_around(function: Callable, /, *args: Any) -> Any:
-    """Call `redispatch`, but treat the implicit arrays of an enclosing call as dense operands."""
+    """Call `function(*args)` like `redispatch`, but never leave primitives to an enclosing call.
+
+    Operands that are implicit arrays of an enclosing call of `implicit` then count as dense.
+    """
     return run(call_program, (function, args, {}), joins_outer=False)
 
 
@@ -38,13 +42,15 @@ def run(
     select: Callable[[Program], Sequence[bool]] | None = None,
     joins_outer: bool = True,
 ) -> Any:
-    """Call `call(program)` with implicit arrays replaced by tracers that run their rules.
+    """Return `call(program)`, with implicit arrays replaced by tracers that run their rules.
 
     **Arguments:**
 
-    - `program`: a pytree. Its implicit arrays are the operands.
-    - `select`: a function that selects among the leaves of `program`. None selects all.
-    - `joins_outer`: whether a primitive with operands of an enclosing `implicit` runs there.
+    - `call`: a function that calls a program, such as `call_program`.
+    - `program`: a function, its arguments and its keywords.
+    - `select`: a function that returns, for each leaf of `program`, whether the leaf is replaced.
+      None replaces all implicit arrays.
+    - `joins_outer`: whether primitives with operands of an enclosing `implicit` are left to it.
     """
     leaves, treedef = tree_flatten(program, is_opaque_leaf)
     if select is None:
@@ -57,15 +63,13 @@ def run(
         if select is not None or is_dense:
             return call(program)
     trace = ImplicitTrace(current_trace(), object(), no_filter=select is None)
-    trace.outer = trace.outer if joins_outer else None
+    if not joins_outer:
+        trace.outer = None
     wrapped = [ImplicitTracer(trace, x) if s else x for s, x in zip(selected, leaves, strict=True)]
-    state = enter(trace, trace)
-    try:
+    with use_trace(trace, trace):
         # Unflatten inside the trace: modules of flax.nnx remember the trace that they are made in.
         out = call(tree_unflatten(treedef, wrapped))
-    finally:
-        leave(state)
-    if type(out) is not ConcreteArray:  # a fast path for most results
+    if type(out) is not ConcreteArray:  # faster for most results
         out = jax.tree.map(trace.unwrap, out, is_leaf=lambda x: isinstance(x, OpaqueNode))
     trace.invalidate()
     return out

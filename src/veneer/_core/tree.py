@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import inspect
 import itertools
-import operator
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,7 +20,8 @@ from .._jax.export import make_exportable
 def static(**kwargs: Any) -> Any:
     """Declare a field of an implicit array as metadata, which JAX compares and never traces.
 
-    If metadata names an axis, count it from the end: `vmap` and `scan` change the leading axes.
+    If the field is the index of an axis, count the axis from the end, because `vmap` and `scan`
+    add and remove leading axes.
 
     **Arguments:**
 
@@ -46,6 +46,7 @@ def static(**kwargs: Any) -> Any:
 
 
 def _is_static(field: dataclasses.Field) -> bool:
+    """Return whether a field is metadata. `flax.struct` marks it with `pytree_node=False`."""
     metadata = field.metadata
     return metadata.get("static", False) or not metadata.get("pytree_node", True)
 
@@ -62,7 +63,7 @@ def has_metadata(value: Any) -> bool:
 
 
 def check_metadata(value: Any) -> None:
-    """Reject static fields that cannot be hashed."""
+    """Raise `TypeError` if a static field of a value is not hashable."""
     for field in dataclasses.fields(value):
         if field.metadata.get("static", False):
             data = getattr(value, field.name, None)
@@ -76,54 +77,60 @@ def check_metadata(value: Any) -> None:
 
 
 def make_dataclass(cls: type) -> None:
-    """Make a class a frozen dataclass that is compared by identity."""
+    """Make a class a frozen dataclass whose instances are compared by identity."""
     if not hasattr(cls, "__post_init__"):
         cls.__post_init__ = check_metadata  # type: ignore[attr-defined]
     for name in inspect.get_annotations(cls):
         if name not in vars(cls) and hasattr(cls, name):
-            # dataclass() would take an attribute of a base class for the default.
+            # Otherwise dataclass() would use an attribute of a base class as the default.
             setattr(cls, name, dataclasses.field())
     declared = {k: v for k, v in vars(cls).items() if isinstance(v, dataclasses.Field)}
     has_generated_init = "__init__" not in vars(cls)
     dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
-    # A second decorator (such as flax.struct.dataclass) must find the class as its author wrote
-    # it: with the field declarations, which dataclass() removes, and without a __setattr__.
+    # A second decorator (such as flax.struct.dataclass) expects the class that its author wrote:
+    # with the field declarations, which dataclass() removes, and without __setattr__ and
+    # __delattr__, which dataclass() adds. The methods of Value raise the same errors.
     for name, declaration in declared.items():
         setattr(cls, name, declaration)
-    for name in ("__setattr__", "__delattr__"):  # those of Value raise the same errors
+    for name in ("__setattr__", "__delattr__"):
         delattr(cls, name)
     cls.__init__ = _add_checks(cls.__init__, has_generated_init)  # type: ignore[misc]
     make_exportable(cls)
 
 
 def _add_checks(init: Callable, calls_post_init: bool) -> Callable:
-    """Return a constructor that also takes `shape` and `dtype`, and calls `__post_init__`."""
+    """Return a constructor that also takes `shape` and `dtype`, and checks the new value.
+
+    The constructor raises `ValueError` if the dense array has another shape or dtype. It calls
+    `__post_init__` unless `init` does (`calls_post_init`) or a subclass runs this constructor.
+    """
     parameters = inspect.signature(init).parameters
-    claimable = [name for name in ("shape", "dtype") if name not in parameters]
+    checkable_names = [name for name in ("shape", "dtype") if name not in parameters]
 
     @functools.wraps(init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        claims = {name: kwargs.pop(name) for name in claimable if name in kwargs}
+        expected = {name: kwargs.pop(name) for name in checkable_names if name in kwargs}
         init(self, *args, **kwargs)
-        if not calls_post_init and type(self).__init__ is __init__:  # not called by a subclass
+        is_called_by_subclass = type(self).__init__ is not __init__
+        if not calls_post_init and not is_called_by_subclass:
             self.__post_init__()
-        for name, claim in claims.items():
-            claim = tuple(claim) if name == "shape" else jax.numpy.dtype(claim)
-            if claim != getattr(self.aval(), name):
+        for name, given in expected.items():
+            given = tuple(given) if name == "shape" else jax.numpy.dtype(given)
+            if given != getattr(self.aval(), name):
                 raise ValueError(
-                    f"{type(self).__name__} was given {name}={claim}, but its dense array has "
+                    f"{type(self).__name__} was given {name}={given}, but its dense array has "
                     f"{name} {getattr(self.aval(), name)}: {self!r}"
                 )
 
     return __init__
 
 
-#: The methods in which a class checks the fields of a value: of dataclasses, and of Equinox.
+#: The methods in which a class checks the fields of a new value. Equinox calls `__check_init__`.
 CHECK_METHODS = ("__post_init__", "__check_init__")
 
 
 def checks_of(value: Any) -> list[Callable[[], None]]:
-    """Return the functions by which the class of a value checks its fields."""
+    """Return each `__check_init__` and `__post_init__` of a value, bound to the value."""
     checks = [vars(c)["__check_init__"] for c in type(value).__mro__ if "__check_init__" in vars(c)]
     checks = [functools.partial(check, value) for check in checks]
     post_init = getattr(value, "__post_init__", None)
@@ -136,19 +143,18 @@ Metadata = tuple[tuple[Any, ...], tuple[type, ...]]  # the values of static fiel
 
 
 def make_pytree(cls: Any) -> None:
-    """Register a dataclass as a pytree with keys, unless it is registered already."""
+    """Register a dataclass as a pytree with keys, unless the class is registered already."""
     fields = dataclasses.fields(cls)
-    meta = tuple(f.name for f in fields if f.metadata.get("static", False))
-    data = tuple(f.name for f in fields if f.name not in meta)
-    keys = tuple(jax.tree_util.GetAttrKey(name) for name in data)
-    get_data, get_metadata = _getter(data), _getter(meta)
+    static_names = [f.name for f in fields if f.metadata.get("static", False)]
+    child_names = [f.name for f in fields if f.name not in static_names]
+    keys = [jax.tree_util.GetAttrKey(name) for name in child_names]
 
     def flatten(value: Any) -> tuple[tuple[Any, ...], Metadata]:
         check_caller(value, flattened=True)
-        attributes = value.__dict__
-        metadata = get_metadata(attributes)
-        # JAX caches programs by metadata, and 2 == 2.0: so the types are part of it.
-        return get_data(attributes), (metadata, tuple(map(type, metadata)))
+        get = value.__dict__.__getitem__
+        metadata = tuple(map(get, static_names))
+        # JAX caches programs by metadata. The types tell apart equal values such as 2 and 2.0.
+        return tuple(map(get, child_names)), (metadata, tuple(map(type, metadata)))
 
     def flatten_with_keys(value: Any) -> tuple[list[tuple[Any, Any]], Metadata]:
         leaves, metadata = flatten(value)
@@ -157,8 +163,8 @@ def make_pytree(cls: Any) -> None:
     def unflatten(metadata: Metadata, leaves: Iterable[Any]) -> Any:
         # The constructor would check the leaves, which may be placeholders.
         value: Any = object.__new__(cls)
-        value.__dict__.update(zip(data, leaves, strict=True))
-        value.__dict__.update(zip(meta, metadata[0], strict=True))
+        value.__dict__.update(zip(child_names, leaves, strict=True))
+        value.__dict__.update(zip(static_names, metadata[0], strict=True))
         check_caller(value, flattened=False)
         return value
 
@@ -167,49 +173,46 @@ def make_pytree(cls: Any) -> None:
     cls._pytree = True
 
 
-def _getter(names: Sequence[str]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
-    if len(names) > 1:
-        return operator.itemgetter(*names)
-    if not names:
-        return lambda items: ()
-    (name,) = names
-    return lambda items: (items[name],)
-
-
 class ArrayFields(NamedTuple):
-    """The fields of a class that hold arrays, according to the annotations."""
+    """The array fields of a class, read from the annotations."""
 
-    required: frozenset[str]  # the fields that hold an array, dense or implicit, and never None
-    is_complete: bool  # whether every other field that is not static may be None
+    required: frozenset[str]  # the fields that always hold an array, dense or implicit
+    is_complete: bool  # whether each field is required, static, or annotated as possibly None
 
 
 def array_fields_of(cls: Any) -> ArrayFields:
-    """Read the annotations of the fields of a dataclass."""
-    leaves = [f for f in dataclasses.fields(cls) if not _is_static(f)]
+    """Return which fields of a dataclass hold arrays, according to the annotations."""
+    fields = [f for f in dataclasses.fields(cls) if not _is_static(f)]
     try:
         annotations = typing.get_type_hints(cls)
     except Exception:  # an annotation may name a local variable
-        annotations = {f.name: f.type for f in leaves}
-    may_be_none = lambda f: f.default is None or type(None) in typing.get_args(annotations[f.name])
-    optional = {f.name for f in leaves if may_be_none(f)}
-    required = frozenset(
-        f.name for f in leaves if f.name not in optional and _is_array_type(annotations[f.name])
-    )
-    return ArrayFields(required, all(f.name in required | optional for f in leaves))
+        annotations = {f.name: f.type for f in fields}
+    types_of = {f.name: annotated_types(annotations[f.name]) for f in fields}
+    optional = {f.name for f in fields if f.default is None or type(None) in types_of[f.name]}
+    arrays = {name for name, classes in types_of.items() if all(map(_is_array_type, classes))}
+    return ArrayFields(frozenset(arrays - optional), types_of.keys() == arrays | optional)
 
 
-def _is_array_type(annotation: Any) -> bool:
+def annotated_types(annotation: Any) -> list[Any]:
+    """Return the types that an annotation allows, such as `[Array, NoneType]` for `Array | None`.
+
+    A `TypeVar` is replaced by its bound, `Annotated` and jaxtyping types by their array type, and
+    a generic type such as `list[int]` by its class.
+    """
     annotation = getattr(annotation, "__value__", annotation)  # a `type` statement's alias
     if isinstance(annotation, typing.TypeVar):
-        return _is_array_type(annotation.__bound__)
-    origin = typing.get_origin(annotation)
+        return annotated_types(annotation.__bound__ or Any)
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType):
-        return all(map(_is_array_type, typing.get_args(annotation)))
+        return [cls for argument in arguments for cls in annotated_types(argument)]
     if origin is typing.Annotated:
-        return _is_array_type(typing.get_args(annotation)[0])
+        return annotated_types(arguments[0])
     if hasattr(annotation, "array_type"):  # jaxtyping: Float[Array, "m n"]
-        return _is_array_type(annotation.array_type)
-    cls = origin or annotation
+        return annotated_types(annotation.array_type)
+    return [origin or annotation]
+
+
+def _is_array_type(cls: Any) -> bool:
     return isinstance(cls, type) and (issubclass(cls, _ARRAYS) or hasattr(cls, "materialise"))
 
 
@@ -217,7 +220,7 @@ _ARRAYS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic, bool, int, f
 
 
 def split_list(values: Sequence, *sizes: int) -> Iterator[list[Any]]:
-    """Yield consecutive parts of these sizes, then the rest."""
+    """Yield consecutive slices of `values` with these sizes, then a list of the other values."""
     iterator = iter(values)
     for size in sizes:
         yield list(itertools.islice(iterator, size))

@@ -47,49 +47,38 @@ class Value:
     True
     """
 
-    # Attributes that trees and copies omit. They are slots because Equinox compares the `__dict__`
-    # of two modules.
+    # Attributes that are lost when a value is flattened or copied. They are slots because Equinox
+    # compares the `__dict__` of two modules.
     __slots__ = ("_aval", "_high", "_holds_derivatives", "_source")
 
-    #: True if static fields change the meaning of a value (a unit), not only its storage. If True,
-    #: a loop or a branch that changes them raises; if False, it materializes the value.
+    #: True if static fields, such as a unit, change the represented array. Loops and branches that
+    #: change static fields then raise an error. Otherwise they materialize the value.
     metadata_is_meaning: ClassVar[bool] = True
-
-    #: True if a slice of all leaves along a leading axis represents that slice of the array. Set
-    #: False if elements depend on each other (`x / norm(x)`). Loops then materialize the value.
+    #: True if slicing all leaves along a leading axis slices the dense array. False, if elements
+    #: depend on each other, as in `x / norm(x)`. Loops then materialize the value.
     batch_transparent: ClassVar[bool] = True
-
-    #: True if the only leaf is the dense array, as for a unit or a tag. None calls `materialise` to
-    #: find out. A type that cannot materialize must set False if its leaf is another array.
+    #: True if the only leaf is the dense array, as for an array with a unit. None traces
+    #: `materialise` to find out, and so needs False if `materialise` always raises.
     is_label: ClassVar[bool | None] = None
-
-    #: True if results of rules must have the dtypes of the primitives. Shapes are always checked.
+    #: True if rules must return the dtypes of the primitive for dense arrays.
     keeps_dtypes: ClassVar[bool] = True
-
     #: True if a rule for operands `(x, y)` of a commutative primitive also serves `(y, x)`.
     commute_ops: ClassVar[bool] = True
-
-    #: True if operators outside `implicit` may be compiled. False if a value caches its results.
+    #: True if operators outside `implicit` may be compiled. False, if a value stores its results.
     compiles_operators: ClassVar[bool] = True
-
     #: If several operand types define `default`, the one with the highest precedence runs.
     default_precedence: ClassVar[int] = 0
-
-    #: True if its tangent is a dense array, not one per leaf, with `vn.hijax`. True for quantized
-    #: arrays, because codes have no tangent.
+    #: True if a tangent is one dense array with `vn.hijax`. Codes of quantized arrays have none.
     dense_tangent: ClassVar[bool] = False
-
-    #: True if programs write into values, as into a key-value cache. Reports count it separately.
+    #: True for arrays that programs write into, such as key-value caches.
     is_cache: ClassVar[bool] = False
-
     #: The name of the type in jaxprs. None means the class name, shortened.
     type_name: Any = None
-
-    #: The storage that notebooks and `vn.summary` show, as `"tile 64"`. None derives it.
+    #: The description of the storage, such as `"tile 64"`. None derives a text from the fields.
     storage_name: Any = None
 
     _is_own_dataclass: ClassVar[bool] = False  # made by `make_dataclass`, not by another library
-    _pytree: ClassVar[bool] = False
+    _pytree: ClassVar[bool] = False  # whether `make_pytree` has registered the class
     _fields: ClassVar[ArrayFields] = ArrayFields(frozenset(), is_complete=True)
 
     def __init_subclass__(cls, *, abstract: bool = False, **kwargs: Any) -> None:
@@ -119,7 +108,7 @@ class Value:
         super().__delattr__(name)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the fields, for pickles and copies."""
+        """Return the fields without the slots, for pickles and copies."""
         return dict(self.__dict__)
 
     def materialise(self) -> Any:
@@ -127,7 +116,7 @@ class Value:
         raise NotImplementedError(f"{type(self).__name__} must define materialise().")
 
     def aval(self) -> jax.core.ShapedArray:
-        """Return the shape and dtype of the dense array, found by tracing `materialise`."""
+        """Return the shape and dtype of the dense array. The default traces `materialise`."""
         x64 = jax.config.jax_enable_x64  # type: ignore[attr-defined]
         cached = get_cached(self, "_aval")
         if cached is None or cached[0] != x64:
@@ -144,9 +133,9 @@ class Value:
         - `shape`: for an argument of `jax.shard_map`, the dense shape of one block. For a result,
           the shape of the joined blocks. For a placement on devices, the shape of the dense array.
 
-        **Returns:** a value of this type with a `PartitionSpec` in place of each array. None if its
-        leaves cannot be sharded like the dense array. The value is then materialized, unless `spec`
-        shards only leading axes that all leaves have.
+        **Returns:** a value of this type with a `PartitionSpec` in place of each array. Or None if
+        the leaves cannot be sharded like the dense array. The value is then materialized, unless
+        `spec` shards only leading axes that all leaves have.
         """
         _, structure, axes = declared_layout(self)
         specs = None if axes is None else partition_leaves(axes, spec, self.aval().shape, shape)
@@ -158,25 +147,31 @@ class Value:
     def leaf_axes(self) -> Sequence[Axes] | None:
         """Declare which axis of the dense array each axis of each leaf corresponds to.
 
-        With it, Veneer slices, transposes and shards the leaves instead of the dense array.
+        With this declaration, Veneer slices, transposes and shards the leaves instead of the dense
+        array.
 
-        **Returns:** a list with a sequence per leaf: a `vn.LeafAxis` for each axis of the leaf, or
-        None if no dense axis corresponds to it. An implicit array in a field counts as one leaf.
-        The default returns None. Then only leading axes that all leaves have are sliced or sharded.
+        **Returns:** a list with one sequence per leaf. The sequence has, for each axis of the leaf,
+        a `vn.LeafAxis`, or None if no dense axis corresponds to the axis. An implicit array in a
+        field counts as one leaf. The default is None instead of a list. Then Veneer slices and
+        shards only leading axes that all leaves have.
         """
         return None
 
     def _movable(self) -> "Value":
-        """Return this value, stored so that its leaves can be moved."""
+        """Return an equal value whose leaves can be sliced, transposed and reshaped."""
         return self
 
     def _moved(self, movement: Movement) -> Any:
-        """Return this value, whose leaves were moved, with new metadata. Or NotImplemented."""
+        """Return this value with the metadata that it must have after a movement of its leaves.
+
+        The leaves were sliced, transposed or reshaped already. Return NotImplemented if no metadata
+        is right. Then the primitive is not computed on the leaves.
+        """
         return NotImplemented if movement.reorders and has_metadata(self) else self
 
     @staticmethod
     def default(primitive: Primitive, values: Sequence[Any], params: dict[str, Any]) -> Any:
-        """Run a primitive that no rule fits, on materialized operands.
+        """Run a primitive on materialized operands, because no rule fits, and return its results.
 
         `vn.explain` and `on_materialise` report the materialized operands.
         """
@@ -194,9 +189,9 @@ _SLOTS = {name: vars(Value)[name] for name in Value.__slots__}
 
 
 def get_cached(value: Value, name: str, default: Any = None) -> Any:
-    """Return an attribute of `Value.__slots__`.
+    """Return an attribute of `Value.__slots__`, or `default` if the attribute is not set.
 
-    `getattr` would call a `__getattr__` of the class, which may return the attribute of a part.
+    `getattr` would call a `__getattr__` of the class, which may return the attribute of a field.
     """
     try:
         return _SLOTS[name].__get__(value)
@@ -205,42 +200,49 @@ def get_cached(value: Value, name: str, default: Any = None) -> Any:
 
 
 def is_value(x: Any) -> bool:
-    """Return whether `x` is an implicit value. For the argument `is_leaf` of tree functions."""
     return isinstance(x, Value)
 
 
 def has_all_leaves(value: Value) -> bool:
-    """Return whether every array field is set. If not, JAX sees the value as a plain pytree."""
+    """Return whether every array field of a value is set.
+
+    If not, the value is a part of a partitioned tree, and `implicit` treats it as a plain pytree.
+    """
     fields = type(value)._fields
-    for name, held in value.__dict__.items():
-        if held is None and name in fields.required:
+    for name, content in value.__dict__.items():
+        if content is None and name in fields.required:
             return False
-        if isinstance(held, Value) and not has_all_leaves(held):
+        if isinstance(content, Value) and not has_all_leaves(content):
             return False
     is_none = lambda x: x is None
     if fields.is_complete or not any(map(is_none, jax.tree.leaves(value, is_leaf=is_none))):
         return True
+    # The annotations do not tell whether a field that is None may be None.
     with suppress(Exception):  # code of the class may raise anything if leaves are missing
         return value.aval() is not None
     return False
 
 
 def is_part(value: Any) -> Callable[[Any], bool]:
-    """Return the `is_leaf` function that selects the values in the fields of `value`."""
+    """Return an `is_leaf` function that stops at the implicit arrays in the fields of `value`."""
     return lambda x: isinstance(x, Value) and x is not value
 
 
 def source_of(x: Any) -> Source:
-    """Return the source that `sources.with_source` gave to a value. Empty for anything else."""
+    """Return the paths of the weights that a value comes from, as `with_source` has set them.
+
+    Return an empty tuple for a value without a source, and for anything else.
+    """
     return get_cached(x, "_source", ()) if isinstance(x, Value) else ()
 
 
 def aval_of(x: Any) -> Any:
+    """Return the shape and dtype of an array: of the dense array if `x` is implicit."""
     return x.aval() if isinstance(x, Value) else jax.typeof(x)
 
 
 def declared_layout(value: Value) -> tuple[list[Any], Any, Sequence[Axes] | None]:
-    """Return the parts of a value, their tree structure, and the result of `leaf_axes`.
+    """Return the parts of a value, their tree structure, and the checked result of `leaf_axes`.
 
     A part is a leaf, or an implicit array in a field.
     """
@@ -254,14 +256,17 @@ def declared_layout(value: Value) -> tuple[list[Any], Any, Sequence[Axes] | None
     return parts, structure, axes
 
 
-# Errors that a check of a class raises because it has a bug or needs concrete leaves. They do not
-# mean that the leaves do not fit.
+# If the check of a class raises one of these errors, the check has a bug or needs concrete leaves.
+# The leaves may be right.
 CHECK_BUGS = (jax.errors.JAXTypeError, AttributeError, NameError)
 
 
 @lru_cache(maxsize=4096)
 def dense_shape_of(tree: Any, leaves: tuple[jax.ShapeDtypeStruct, ...]) -> tuple[int, ...] | None:
-    """Return the dense shape of a value with abstract leaves. None if its class rejects them."""
+    """Return the dense shape of a value, given as a tree structure with abstract leaves.
+
+    Return None if the checks of its class, or its `aval`, raise an error for these leaves.
+    """
     try:
         with suppress(*CHECK_BUGS):
             jax.eval_shape(partial(run_checks, tree), *leaves)
@@ -271,28 +276,29 @@ def dense_shape_of(tree: Any, leaves: tuple[jax.ShapeDtypeStruct, ...]) -> tuple
 
 
 def run_checks(tree: Any, *leaves: Any) -> None:
-    """Run the checks of the classes of a value, and of the values in its fields."""
+    """Build a value from a tree structure and leaves, and run the checks of all its classes."""
     values = [jax.tree.unflatten(tree, leaves)]
-    for value in values:
+    for value in values:  # grows by the values in the fields
         values += filter(is_value, jax.tree.leaves(value, is_leaf=is_part(value)))
         for check in checks_of(value):
             check()
 
 
 class OpaqueNode:
-    """The base class of pytrees that `implicit` passes on as one leaf, such as a `Box`."""
+    """The base class of pytrees that `implicit` passes to the function as they are: a `Box`."""
 
 
 def is_opaque_leaf(x: Any) -> bool:
+    """Return whether tree functions of `implicit` treat a node of a pytree as one leaf."""
     return isinstance(x, (Value, OpaqueNode))  # a tuple is faster than a union
 
 
-# The method `materialise` of a type may call vn.materialise on its leaves, which is not marked.
+# True while the method `materialise` of a type runs. It may call `vn.materialise` on its leaves.
 _materialising: ContextVar[bool] = ContextVar("materialising", default=False)
 
 
 def materialise_one(x: Any) -> Any:
-    """Return the dense array of `x`, which may be dense already. Nothing is reported."""
+    """Return the dense array of `x`, or `x` itself if it is not implicit. Report nothing."""
     if isinstance(x, Value):
         token = _materialising.set(True)
         try:
@@ -300,7 +306,7 @@ def materialise_one(x: Any) -> Any:
                 while isinstance(x, Value):
                     reject_derivatives(x)
                     dense = x.materialise()
-                    if type(dense) is type(x) and _type_of(dense) == _type_of(x):
+                    if type(dense) is type(x) and _tree_type(dense) == _tree_type(x):
                         raise TypeError(f"{type(x).__name__}.materialise() returns itself")
                     x = dense
         finally:
@@ -308,12 +314,13 @@ def materialise_one(x: Any) -> Any:
     return x
 
 
-def _type_of(value: Value) -> Any:
+def _tree_type(value: Value) -> Any:
+    """Return the tree structure of a value and the types of its leaves."""
     leaves, structure = jax.tree.flatten(value)
     return structure, list(map(jax.typeof, leaves))
 
 
-#: The name that marks a tracer that `implicit` must materialize.
+#: The name of a `checkpoint_name` whose rule materializes its operand.
 MATERIALISE = "veneer.materialise"
 
 
@@ -358,7 +365,7 @@ def materialise(tree: Any) -> Any:
 
 
 def make_dense(primitive: Primitive, values: Sequence[Any], why: str = "") -> list[Any]:
-    """Materialize the implicit values, and report it with the reason `why`."""
+    """Return the operands of a primitive, materialized, and report this with the reason `why`."""
     implicit = [v for v in values if isinstance(v, Value)]
     if not implicit:
         return list(values)
@@ -375,6 +382,7 @@ def make_dense(primitive: Primitive, values: Sequence[Any], why: str = "") -> li
 
 
 def _materialise_checked(value: Value) -> Any:
+    """Return the dense array of a value. Raise `TypeError` if it differs from `aval()`."""
     dense = materialise_one(value)
     declared, actual = value.aval(), _aval_of_dense(value, dense)
     if (declared.shape, declared.dtype) != (actual.shape, actual.dtype):
@@ -386,6 +394,7 @@ def _materialise_checked(value: Value) -> Any:
 
 
 def _aval_of_dense(value: Value, dense: Any) -> Any:
+    """Return the type of the result of `value.materialise()`, which must be an array."""
     try:
         return jax.typeof(dense)
     except TypeError:
@@ -395,7 +404,7 @@ def _aval_of_dense(value: Value, dense: Any) -> Any:
 
 
 def describe_operands(values: Sequence[Any]) -> Operands:
-    """Return the description of operands for an event."""
+    """Return the description of the operands of a primitive for an `Event`."""
     avals = [v.aval() if isinstance(v, Value) else None for v in values]
     dense = [0 if a is None else a.size * a.dtype.itemsize for a in avals]
     caches = tuple(isinstance(v, Value) and v.is_cache for v in values)
@@ -403,17 +412,17 @@ def describe_operands(values: Sequence[Any]) -> Operands:
 
 
 def describe(values: Sequence[Any]) -> tuple[str, ...]:
-    """Return the operands as messages show them: `QArray:f32[8,4]`, `f32[2,8]`."""
-    return tuple(map(_describe, values))
+    """Return a text for each operand, such as `QArray:f32[8,4]` or `f32[2,8]`."""
 
+    def describe_one(x: Any) -> str:
+        if not isinstance(x, Value):
+            return _summary(x)
+        try:
+            return f"{type(x).__name__}:{_short(x.aval())}"
+        except Exception:  # a partitioned value lacks leaves
+            return repr(x)
 
-def _describe(x: Any) -> str:
-    if not isinstance(x, Value):
-        return _summary(x)
-    try:
-        return f"{type(x).__name__}:{_short(x.aval())}"
-    except Exception:  # a partitioned value lacks leaves
-        return repr(x)
+    return tuple(map(describe_one, values))
 
 
 def _short(aval: Any) -> str:
@@ -427,6 +436,7 @@ def _summary(x: Any) -> str:
 
 
 def _aval_of_materialise(value: Value, x64: bool) -> jax.core.ShapedArray:
+    """Return the type of the dense array. If `materialise` raises, look for a clearer error."""
     leaves, treedef = jax.tree.flatten(value)
     try:
         return _find_aval(treedef, tuple(map(jax.typeof, leaves)), x64)
@@ -443,6 +453,11 @@ def _aval_of_materialise(value: Value, x64: bool) -> jax.core.ShapedArray:
 
 @lru_cache(maxsize=4096)
 def _find_aval(treedef: Any, leaves: Any, _x64: bool) -> jax.core.ShapedArray:
+    """Trace `materialise` of a value, given as a tree structure with the types of its leaves.
+
+    `_x64` is whether JAX allows 64-bit types. It is only a key of the cache.
+    """
+
     def dense(*leaves: Any) -> Any:
         value = jax.tree.unflatten(treedef, leaves)
         result = materialise_one(value)

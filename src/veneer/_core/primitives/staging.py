@@ -20,7 +20,7 @@ from ..._jax.source_lines import user_line
 from ..._jax.tracing import current_trace, trace_context
 from ..errors import check_fields
 from ..event import FOUND, Event, Source, paths_of, resolve_source
-from ..nesting import entered, staging_trace
+from ..nesting import mark_staging_trace, use_trace
 from ..policy import (
     ALLOW,
     RECORD,
@@ -201,7 +201,8 @@ def _stage(
         pairs = list(zip(values, numbered_sources, strict=False))  # empty without sources
         for value, source in pairs:
             with_source(value, source)
-        with leaf_sources(pairs) if pairs else nullcontext(), staging_trace():
+        known = leaf_sources(zip(values, numbered, strict=True)) if sources else nullcontext()
+        with known, mark_staging_trace():
             outputs = ImplicitTrace.run(jaxpr_as_fun(jaxpr), values)
         for i, form in forms.items():
             outputs[i] = _convert_output(primitive, outputs[i], form)
@@ -282,7 +283,7 @@ def capture_context(trace: ImplicitTrace) -> Callable[..., Callable[..., list[An
             inner = ImplicitTrace(current_trace(), tag)
             with policy_in_force(policy), restore_place(is_derivative):
                 wrapped = list(map(inner.wrap, args))
-                with entered(inner, inner):
+                with use_trace(inner, inner):
                     out = function(*wrapped)
                 return list(map(inner.unwrap, out))
 

@@ -2,10 +2,10 @@
 
 array             ImplicitArray, the class that users subclass
 operators         its operators and methods, like those in `jax.Array`
-shown             the display of values: in a line, in a notebook, by treescope
+shown             the display of implicit arrays as text, in notebooks and by treescope
 implicit          implicit: the transformation with filters, policies and captured arrays
-captures          implicit arrays that a function captures, turned into arguments
-operands          implicit arrays that JAX functions get as operands
+captures          make the implicit arrays that a function captures arguments of it
+operands          implicit arrays that JAX functions get although `implicit` did not wrap them
 straight_through  `ste`: run a function with the derivative of the identity
 arguments         checks of arguments that several public functions take
 """

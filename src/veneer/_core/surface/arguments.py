@@ -7,7 +7,7 @@ import jax
 
 
 def check_parameters(params: Any, call: str) -> None:
-    """Check that a tree of parameters holds arrays. `call` shows how they are passed."""
+    """Raise `ValueError` if a tree of parameters holds no arrays. `call` is an example call."""
     if not any(hasattr(x, "dtype") for x in jax.tree.leaves(params)):
         raise ValueError(
             f"params, a {type(params).__name__}, holds no arrays. Pass the parameters, a tree of "
@@ -16,7 +16,7 @@ def check_parameters(params: Any, call: str) -> None:
 
 
 def check_key(key: Any) -> None:
-    """Check that `key` is a PRNG key of JAX, typed or raw."""
+    """Raise `TypeError` if `key` is not a PRNG key of JAX, typed or raw."""
     dtype = getattr(key, "dtype", None)
     is_key = dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
     if not is_key and not (dtype == "uint32" and key.ndim == 1):
@@ -25,9 +25,9 @@ def check_key(key: Any) -> None:
 
 
 def check_regex(regex: Any, name: str, kinds: str = "a string that is a regex") -> None:
-    """Check a regex for paths, the argument `name`, which can be one of `kinds`.
+    """Raise `TypeError` if a regex is not a string, and `ValueError` if it is not valid.
 
-    **Raises:** `TypeError` if it is not a string. `ValueError` if it is not a valid regex.
+    `name` is the name of the argument, and `kinds` the allowed types, for the error message.
     """
     if not isinstance(regex, str | re.Pattern):
         raise TypeError(f"{name} must be {kinds}, not {regex!r}")
@@ -38,9 +38,9 @@ def check_regex(regex: Any, name: str, kinds: str = "a string that is a regex") 
 
 
 def path_matches(regex: str | re.Pattern, path: str) -> bool:
-    """Return whether a regex matches the whole of a path, with or without a final `.value`.
+    """Return whether a regex matches a whole path, or the path without a final `.value`.
 
-    The path of a variable of `flax.nnx` ends in `.value`, though the model has no such name.
+    Variables of `flax.nnx` have paths that end in `.value`, which is not a name in the model.
 
     >>> from veneer._core.surface.arguments import path_matches
     >>> path_matches(".*kernel", "layer.kernel.value")

@@ -11,11 +11,11 @@ from ..._jax.tracing import is_read_by_operator, set_operand_conversion, set_typ
 from ..value import Value
 from .operands import as_operand, type_of_operand
 from .operators import ArrayOperators
-from .shown import Shown
+from .shown import Shown, nbytes_of
 
 
 class Shaped:
-    """Attributes of a dense array, computed from `aval()`."""
+    """A base class with the attributes of an array that `aval()` determines."""
 
     @property
     def shape(self: Any) -> tuple[int, ...]:
@@ -101,8 +101,10 @@ class ImplicitArray(ArrayOperators, Shaped, Shown, Value, abstract=True):
 
     @property
     def __jax_array__(self) -> Callable[[], Any]:
-        """The function that `jax.numpy` calls to convert an operand."""
-        if is_read_by_operator():  # the reflected operator of this class computes the result
+        """The function that `jax.numpy` calls to convert an operand to an array or a tracer."""
+        if is_read_by_operator():
+            # Without the attribute, an operator of `jax.Array` returns NotImplemented. Then Python
+            # calls the reflected operator of this class.
             raise AttributeError("__jax_array__")
         return partial(as_operand, self)
 
@@ -112,9 +114,7 @@ class ImplicitArray(ArrayOperators, Shaped, Shown, Value, abstract=True):
     @property
     def nbytes(self) -> int:
         """The number of stored bytes: the total size of the leaves."""
-        leaves = jax.tree.leaves(self)
-        arrays = [x if hasattr(x, "dtype") else jax.typeof(x) for x in leaves]  # a Python scalar
-        return sum(x.size * x.dtype.itemsize for x in arrays)
+        return sum(map(nbytes_of, jax.tree.leaves(self)))
 
 
 set_operand_conversion(ImplicitArray, as_operand)

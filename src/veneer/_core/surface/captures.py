@@ -4,14 +4,15 @@ JAX treats a captured array as a constant, but it does not know implicit arrays.
 converts a function that captures implicit arrays to a `Closure`, a pytree with the captured objects
 as children, and `close` rebuilds the function from the children. Captured objects are:
 
-- the variables of enclosing scopes, with the functions and containers among them;
-- the variables of the module that are implicit arrays, but not functions or containers that hold
-  implicit arrays: a module is too large to search in each call;
+- the variables of enclosing scopes, which may be functions and containers;
+- the global variables of the module that are implicit arrays. A function or a container among the
+  globals is not searched, because a module is too large to search in each call;
 - defaults, the arguments of `functools.partial`, and the object of a bound method.
 
-A function that captures no implicit array is left unchanged, and so are variables that functions
-assign. Containers are copied, like those in arguments. Wrapped functions (`jax.jit`,
-`jax.custom_vjp`) are not opened: an implicit array that they capture is an operand (`operands.py`).
+A function that captures no implicit array is left unchanged. A variable that a function assigns is
+left unchanged, too. Containers are copied, like containers in arguments. Wrapped functions
+(`jax.jit`, `jax.custom_vjp`) are not opened. If one captures an implicit array, `operands.py`
+handles the array.
 """
 
 import dis
@@ -29,12 +30,12 @@ from ..value import OpaqueNode, Value, is_opaque_leaf
 @jax.tree_util.register_pytree_with_keys_class
 @dataclass(frozen=True)
 class Closure:
-    """A function as a pytree: the captured objects, and a function that puts them back."""
+    """A function as a pytree whose children are the objects that the function captures."""
 
     captured: list[Any]
-    close: Callable[[list[Any]], Callable]
-    names: tuple[str, ...]  # of the captured objects
-    function: Callable  # the original
+    close: Callable[[list[Any]], Callable]  # returns the function with other captured objects
+    names: tuple[str, ...]  # the names of the captured objects, for paths in messages
+    function: Callable  # the original function
 
     def tree_flatten(self) -> tuple[list[Any], Any]:
         return self.captured, (self.close, self.names, self.function)
@@ -49,7 +50,7 @@ class Closure:
 
 
 def may_capture(function: Any) -> bool:
-    """Return whether a function can capture anything, so that each call must open it."""
+    """Return whether a function can capture an object. If so, each call must use `open_closure`."""
     return type(function) is not FunctionType or bool(
         function.__closure__
         or function.__defaults__
@@ -58,104 +59,103 @@ def may_capture(function: Any) -> bool:
     )
 
 
-def open_closure(function: Any, within: tuple[Any, ...] = ()) -> Any:
-    """Return a `Closure` if a function captures an implicit array, else the function itself."""
+def open_closure(function: Any, opening: tuple[Any, ...] = ()) -> Any:
+    """Return a `Closure` if a function captures an implicit array, else the function itself.
+
+    `opening` are the functions that are being opened. One of them may capture `function`.
+    """
     opener = _OPENERS.get(type(function))
-    if opener is None or function in within:  # a recursive function captures itself
+    if opener is None or function in opening:  # a recursive function captures itself
         return function
-    return opener(function, (*within, function))
+    return opener(function, (*opening, function))
 
 
 def close(function: Any) -> Any:
-    """Undo `open_closure`."""
+    """Return the function that a `Closure` represents. Return anything else unchanged."""
     if type(function) is not Closure:
         return function
-    return function.close(jax.tree.map(close, function.captured, is_leaf=_is_part))
+    return function.close(jax.tree.map(close, function.captured, is_leaf=_is_closure_or_opaque))
 
 
 def reject_assignments(closure: Any) -> None:
-    """Reject a call that assigned a variable with implicit arrays, whose new value is lost."""
+    """Raise `TypeError` if a call of a closure assigned a variable that holds implicit arrays.
+
+    The call ran a copy of the function, so the new content of the variable would be lost.
+    """
     if type(closure) is not Closure:
         return
-    for part in jax.tree.leaves(closure.captured, is_leaf=_is_part):
+    for part in jax.tree.leaves(closure.captured, is_leaf=_is_closure_or_opaque):
         reject_assignments(part)
-    remake: Any = closure.close
-    for cell, content in getattr(remake, "cells", ()):
+    rebuild: Any = closure.close
+    for cell, content in getattr(rebuild, "cells", ()):
         if not _is_filled(cell) or cell.cell_contents is not content:
             raise TypeError(
-                f"{remake.function.__qualname__} captures an implicit array in a variable "
+                f"{rebuild.function.__qualname__} captures an implicit array in a variable "
                 "that it assigns. vn.implicit would lose the new value. Pass the array as an "
                 "argument, and return the new value."
             )
 
 
-def _is_part(x: Any) -> bool:
+def _is_closure_or_opaque(x: Any) -> bool:
     return type(x) is Closure or isinstance(x, OpaqueNode)
 
 
-def _open_all(items: Iterable[Any], within: tuple[Any, ...]) -> list[Any] | None:
-    """Open the functions among the items. Return None if the items hold no implicit array."""
-    opened = [open_closure(item, within) for item in items]
-    return opened if _holds_values(opened) else None
-
-
 def _holds_values(tree: Any) -> bool:
+    """Return whether an implicit array is among the leaves of a tree."""
     leaves = jax.tree.leaves(tree, is_leaf=is_opaque_leaf)
     return any(isinstance(x, Value) for x in leaves)
 
 
-def _open_function(function: FunctionType, within: tuple[Any, ...]) -> Any:
-    names = _captured_names(function.__code__, function.__globals__)
-    if names or function.__closure__ or function.__defaults__ or function.__kwdefaults__:
-        return _open_captures(function, names, within)
-    return function
-
-
-def _open_captures(function: FunctionType, names: list[str], within: tuple[Any, ...]) -> Any:
+def _open_function(function: FunctionType, opening: tuple[Any, ...]) -> Any:
+    """Return a `Closure` of a Python function, or the function if it captures no implicit array."""
     cells, variables = function.__closure__ or (), function.__globals__
-    written = _written_cells(function, set())
+    assigned = _assigned_cells(function, set())
     contents = {
-        i: open_closure(cell.cell_contents, within)
+        i: open_closure(cell.cell_contents, opening)
         for i, cell in enumerate(cells)
-        if _is_filled(cell) and id(cell) not in written
+        if _is_filled(cell) and id(cell) not in assigned
     }
-    # Other contents stay the same objects: a function may append to a list.
-    opened = {i: content for i, content in contents.items() if _holds_values(content)}
-    rest = [*(variables[n] for n in names), function.__defaults__, function.__kwdefaults__]
-    captured = [*opened.values(), *(open_closure(item, within) for item in rest)]
+    # Cells without implicit arrays keep the same objects: a function may append to a list.
+    opened_cells = {i: content for i, content in contents.items() if _holds_values(content)}
+    global_names = _captured_globals(function.__code__, variables)
+    others = [variables[name] for name in global_names]
+    others += [function.__defaults__, function.__kwdefaults__]
+    captured = [*opened_cells.values(), *(open_closure(x, opening) for x in others)]
     if not _holds_values(captured):
         return function
-    free = function.__code__.co_freevars
-    named = (*(free[i] for i in opened), *names, "defaults", "keyword defaults")
-    return Closure(captured, _Remake(function, list(opened), names), named, function)
+    cell_names = [function.__code__.co_freevars[i] for i in opened_cells]
+    names = (*cell_names, *global_names, "defaults", "keyword defaults")
+    return Closure(captured, _Rebuild(function, list(opened_cells), global_names), names, function)
 
 
-def _written_cells(function: Any, seen: set[int]) -> set[int]:
+def _assigned_cells(function: Any, seen: set[int]) -> set[int]:
     """Return the ids of the cells that a function, or a function that it captures, assigns.
 
-    They must stay the same cells, so they are not opened.
+    These cells must not be replaced by new cells. `seen` are the ids of the functions that were
+    searched already.
     """
     if type(function) is not FunctionType or id(function) in seen:
         return set()
     seen.add(id(function))
     names = function.__code__.co_freevars
     cells = function.__closure__ or ()
-    stored = _stored_names(function.__code__) if cells else ()
-    written = {id(cell) for name, cell in zip(names, cells, strict=True) if name in stored}
+    assigned_names = _assigned_names(function.__code__) if cells else ()
+    assigned = {id(cell) for name, cell in zip(names, cells, strict=True) if name in assigned_names}
     for cell in cells:
         if _is_filled(cell):
-            written |= _written_cells(cell.cell_contents, seen)
-    return written
+            assigned |= _assigned_cells(cell.cell_contents, seen)
+    return assigned
 
 
 @lru_cache(maxsize=4096)
-def _stored_names(code: CodeType) -> frozenset[str]:
+def _assigned_names(code: CodeType) -> frozenset[str]:
+    """Return the names of the variables of enclosing scopes that a function assigns."""
     instructions = [i for c in _codes(code) for i in dis.get_instructions(c)]
     return frozenset(i.argval for i in instructions if i.opname in ("STORE_DEREF", "DELETE_DEREF"))
 
 
 class _Overlay(dict[str, Any]):
-    """The variables of a module, some of them replaced. Others have their current values."""
+    """The global variables of a module, with some replaced. Others have their current values."""
 
     def __init__(self, module: dict[str, Any], replaced: Iterable[tuple[str, Any]]):
         super().__init__(module)  # imports and class bodies do not call __getitem__
@@ -166,26 +166,30 @@ class _Overlay(dict[str, Any]):
         return self._replaced[name] if name in self._replaced else self._module[name]
 
 
-class _Remake:
-    """A copy of a function, with new contents of its cells, module variables and defaults."""
+class _Rebuild:
+    """A callable that copies a function with new cells, global variables and defaults.
 
-    def __init__(self, function: FunctionType, opened: list[int], names: list[str]):
-        self.function, self.opened, self.names = function, opened, names
+    `cell_indices` and `global_names` say which cells and global variables are replaced.
+    """
+
+    def __init__(self, function: FunctionType, cell_indices: list[int], global_names: list[str]):
+        self.function = function
+        self.cell_indices, self.global_names = cell_indices, global_names
         self.cells: list[tuple[CellType, Any]] = []  # old and new cells, with their contents
 
     def __call__(self, captured: list[Any]) -> Callable:
         old = self.function
         *contents, defaults, keyword_defaults = captured
-        rest = iter(contents)
+        remaining = iter(contents)  # the contents of the cells, then of the global variables
         cells = list(old.__closure__ or ())
-        for i in self.opened:
-            content = next(rest)
+        for i in self.cell_indices:
+            content = next(remaining)
             self.cells.append((cells[i], cells[i].cell_contents))
             cells[i] = CellType(content)
             self.cells.append((cells[i], content))
         variables = old.__globals__
-        if self.names:
-            variables = _Overlay(variables, zip(self.names, rest, strict=True))
+        if self.global_names:
+            variables = _Overlay(variables, zip(self.global_names, remaining, strict=True))
         new = FunctionType(old.__code__, variables, old.__name__, defaults, tuple(cells) or None)
         new.__kwdefaults__ = keyword_defaults
         new.__dict__.update(old.__dict__)
@@ -193,19 +197,19 @@ class _Remake:
         return new
 
 
-def _open_method(method: MethodType, within: tuple[Any, ...]) -> Any:
-    captured = _open_all([method.__self__, method.__func__], within)
-    if captured is None:
-        return method
-    return Closure(captured, lambda c: MethodType(c[1], c[0]), ("self", "method"), method)
+def _open_method(method: MethodType, opening: tuple[Any, ...]) -> Any:
+    captured = [open_closure(x, opening) for x in (method.__self__, method.__func__)]
+    rebuild = lambda c: MethodType(c[1], c[0])
+    closure = Closure(captured, rebuild, ("self", "method"), method)
+    return closure if _holds_values(captured) else method
 
 
-def _open_partial(function: partial, within: tuple[Any, ...]) -> Any:
-    captured = _open_all([function.func, function.args, function.keywords], within)
-    if captured is None:
-        return function
-    remake = lambda c: partial(c[0], *c[1], **c[2])
-    return Closure(captured, remake, ("function", "args", "keywords"), function)
+def _open_partial(function: partial, opening: tuple[Any, ...]) -> Any:
+    contents = (function.func, function.args, function.keywords)
+    captured = [open_closure(x, opening) for x in contents]
+    rebuild = lambda c: partial(c[0], *c[1], **c[2])
+    closure = Closure(captured, rebuild, ("function", "args", "keywords"), function)
+    return closure if _holds_values(captured) else function
 
 
 _OPENERS: dict[type, Callable[[Any, tuple[Any, ...]], Any]] = {
@@ -231,10 +235,11 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
             yield from _codes(constant)
 
 
-def _captured_names(code: CodeType, variables: dict[str, Any]) -> list[str]:
-    """Return the module variables that a function reads and that are implicit arrays.
+def _captured_globals(code: CodeType, variables: dict[str, Any]) -> list[str]:
+    """Return the names of the global variables that a function reads and that are implicit arrays.
 
-    Return none if it assigns a module variable, because an `_Overlay` would lose the new value.
+    Return none if the function assigns a global variable, because an `_Overlay` would lose the new
+    content.
     """
     codes = list(_codes(code))
     if not any(isinstance(variables.get(name), Value) for c in codes for name in c.co_names):
@@ -242,5 +247,5 @@ def _captured_names(code: CodeType, variables: dict[str, Any]) -> list[str]:
     instructions = [i for c in codes for i in dis.get_instructions(c)]
     if any(i.opname in ("STORE_GLOBAL", "DELETE_GLOBAL") for i in instructions):
         return []
-    read = dict.fromkeys(i.argval for i in instructions if i.opname == "LOAD_GLOBAL")
-    return [name for name in read if isinstance(variables.get(name), Value)]
+    read_names = dict.fromkeys(i.argval for i in instructions if i.opname == "LOAD_GLOBAL")
+    return [name for name in read_names if isinstance(variables.get(name), Value)]

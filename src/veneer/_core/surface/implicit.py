@@ -1,4 +1,4 @@
-"""`implicit`: the transformation that users call, with filters, policies and captured arrays."""
+"""`implicit`, the transformation that users call, with filters, policies and captured arrays."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ FilterSpec = Any  # bool | Callable[[Value], bool] | a pytree of them
 
 
 def _missing() -> None:
-    """The default of `fn`, which makes `implicit` a decorator with arguments."""
+    """The default of `fn`. With this default, `implicit` returns a decorator."""
 
 
 @overload
@@ -94,18 +94,18 @@ def implicit(
     if not treedef_is_leaf(jax.tree.structure(fn)):
         return Implicit(fn, filter_spec, policy)
 
-    captures = may_capture(fn)
+    has_captures = may_capture(fn)
 
     @wraps(fn, updated=())
     def implicit_fn(*args: Any, **kwargs: Any) -> Any:
-        return _run(open_closure(fn) if captures else fn, filter_spec, policy, args, kwargs)
+        return _run(open_closure(fn) if has_captures else fn, filter_spec, policy, args, kwargs)
 
     return implicit_fn
 
 
 @jax.tree_util.register_pytree_node_class
 class Implicit:
-    """The result of `implicit` for a function that is a pytree, such as a module."""
+    """The result of `implicit` for a callable pytree, such as a module."""
 
     def __init__(self, fn: Any, filter_spec: FilterSpec, policy: Policy):
         self.fn, self.filter_spec, self.policy = fn, filter_spec, policy
@@ -127,25 +127,23 @@ class Implicit:
 def _run(fn: Any, filter_spec: FilterSpec, policy: Policy, args: Any, kwargs: Any) -> Any:
     program = fn, args, kwargs
     select = None if filter_spec is True else partial(_select_leaves, filter_spec)
-    if policy is ALLOW and current_policy() is ALLOW:
-        out = run(_call, program, select)
-    else:
-        with nested_policy(policy):
-            if current_policy() is not ALLOW and filter_spec is not False:
-                out = _run_with_paths(program, select)
-            else:
-                out = run(_call, program, select)
+    with nested_policy(policy):
+        if current_policy() is ALLOW or filter_spec is False:
+            out = run(_call_closure, program, select)
+        else:
+            out = _run_with_paths(program, select)
     reject_assignments(fn)
     return out
 
 
-def _call(program: Program) -> Any:
+def _call_closure(program: Program) -> Any:
+    """Call the function of a program, which may be a `Closure`."""
     fn, args, kwargs = program
     return close(fn)(*args, **kwargs)
 
 
 def _select_leaves(filter_spec: FilterSpec, program: Program) -> list[bool]:
-    """Return for each leaf of a program whether `filter_spec` selects it."""
+    """Return, for each leaf of a program, whether `filter_spec` selects the leaf."""
 
     def select(spec: Any, subtree: Any) -> Any:
         choose = spec if callable(spec) else lambda _: bool(spec)
@@ -166,45 +164,48 @@ _has_paths: ContextVar[bool] = ContextVar("has_paths", default=False)
 
 
 def _run_with_paths(program: Program, select: Any) -> Any:
-    """Run a program whose implicit arrays have their paths as sources.
+    """Run a program, and let reports name each implicit array by its path, such as `layer.kernel`.
 
-    A nested call gives no new paths: an array that a program builds and passes to a function is not
-    a weight.
+    A nested call does not name its arguments, because they may be intermediates of the outer call.
     """
     if _has_paths.get():
-        return run(_call, tag_sources(program), select)
+        return run(_call_closure, tag_sources(program), select)
     fn, args, _ = program
     names = _argument_names(fn.function if isinstance(fn, Closure) else fn, len(args))
 
-    def name(path: Any, x: Any) -> Any:
+    def name_weight(path: Any, x: Any) -> Any:
         if not isinstance(x, Value):
             return x
-        copy = jax.tree.map(lambda leaf: leaf, x)  # not the caller's object
+        copy = jax.tree.map(lambda leaf: leaf, x)  # do not change the caller's object
         return with_source(copy, (_path_string(*path, names=names),))
 
-    named = jax.tree.map_with_path(name, program, is_leaf=is_opaque_leaf)
-    weights = jax.tree.leaves(named, is_leaf=is_opaque_leaf)
+    named = jax.tree.map_with_path(name_weight, program, is_leaf=is_opaque_leaf)
+    leaves = jax.tree.leaves(named, is_leaf=is_opaque_leaf)
     token = _has_paths.set(True)
     try:
-        with leaf_sources((x, source_of(x)) for x in weights):
-            return run(_call, named, select)
+        with leaf_sources((x, source_of(x)) for x in leaves):
+            return run(_call_closure, named, select)
     finally:
         _has_paths.reset(token)
 
 
 def _path_string(element: Any, *keys: Any, names: Sequence[str]) -> str:
-    """Return the path of a leaf of a program. `element` is the index in `(fn, args, kwargs)`."""
+    """Return the path of a leaf of `(fn, args, kwargs)`, such as `params.layer.kernel`.
+
+    `element` is the key of `fn`, `args` or `kwargs`, and `keys` are the keys below. `names` are the
+    names of the positional arguments.
+    """
+    name = ""  # of the argument; a path in `fn` has none
     if element.idx == 1:
-        first, keys = names[keys[0].idx], keys[1:]
+        name, keys = names[keys[0].idx], keys[1:]
     elif element.idx == 2:
-        first, keys = keys[0].key, keys[1:]
-    else:
-        first = ""
-    rest = jax.tree_util.keystr(keys, simple=True, separator=".")
-    return ".".join(filter(None, (first, rest)))
+        name, keys = keys[0].key, keys[1:]
+    path = jax.tree_util.keystr(keys, simple=True, separator=".")
+    return ".".join(filter(None, (name, path)))
 
 
 def _argument_names(fn: Any, count: int) -> list[str]:
+    """Return the names of `count` positional arguments of a function: `x`, `args.0`, ..."""
     names: list[str] = []
     with suppress(TypeError, ValueError):  # a function without a signature
         for name, parameter in inspect.signature(fn).parameters.items():
@@ -216,11 +217,12 @@ def _argument_names(fn: Any, count: int) -> list[str]:
 
 
 def _check_arguments(fn: Any, filter_spec: FilterSpec) -> None:
-    """Check that `fn` can be called and that `filter_spec` holds no arrays."""
+    """Raise `TypeError` if `fn` is not callable or `filter_spec` holds arrays other than bools."""
     if not callable(fn):
         shown = type(fn).__name__
         leaves = jax.tree.leaves(fn, is_leaf=is_opaque_leaf)
-        if leaves and leaves[0] is not fn:
+        is_container = bool(leaves) and leaves[0] is not fn
+        if is_container:
             kinds = {"Array" if isinstance(x, jax.Array) else type(x).__name__ for x in leaves}
             shown += f" (leaves: {', '.join(sorted(kinds))})"
         raise TypeError(
@@ -230,7 +232,7 @@ def _check_arguments(fn: Any, filter_spec: FilterSpec) -> None:
         )
     if isinstance(filter_spec, bool) or callable(filter_spec):
         return
-    if any(str(getattr(x, "dtype", "bool")) != "bool" for x in jax.tree.leaves(filter_spec)):
+    if any(hasattr(x, "dtype") and x.dtype != "bool" for x in jax.tree.leaves(filter_spec)):
         raise TypeError(
             "filter_spec holds arrays, but it must be a bool, a predicate, or a pytree of them. "
             "Pass arguments of the function to the result: vn.implicit(f)(params, x)."

@@ -1,15 +1,13 @@
 """Implicit values that JAX functions get as operands although `implicit` has not wrapped them.
 
-`implicit` wraps the implicit arrays in the arguments of a function and those that it captures. A
-program may use others: arrays that it builds (by a constructor, `vn.tree.combine`, `nnx.merge`) or
-that lie in a container of its module. Such a value is a plain pytree until a JAX function takes it
-as an array. Then it becomes an operand:
+`implicit` wraps the implicit arrays that a function takes or captures. A program may use other
+values: it builds them (by a constructor, `vn.tree.combine`, `nnx.merge`), or finds them in a
+container of its module. Such a value is a plain pytree until a JAX function takes it as an array:
 
-- directly under `implicit`: like an argument;
-- in another transformation under `implicit` (`jax.grad`, `vmap`, `jit`, a loop): by the primitive
-  `pack`, whose rule builds the value from its leaves in the trace of `implicit`.
-
-Everywhere else it raises `OutsideImplicitError`. It is never materialized silently.
+- Directly under `implicit`, the value is wrapped like an argument.
+- In another transformation under `implicit` (`jax.grad`, `vmap`, `jit`, a loop), the primitive
+  `pack` is bound with its leaves. The rule of `pack` builds the value in the trace of `implicit`.
+- Everywhere else, `OutsideImplicitError` is raised. The value is never materialized silently.
 """
 
 from contextlib import suppress
@@ -27,7 +25,7 @@ from ..value import CHECK_BUGS, Value, dense_shape_of, has_all_leaves, is_part, 
 def as_operand(value: Value) -> Any:
     """Return the tracer for a value that is an operand of a JAX function.
 
-    **Raises:** `OutsideImplicitError` outside `implicit`. `TypeError` for a part of a value.
+    Raise `OutsideImplicitError` outside `implicit`, and `TypeError` if the value is no array.
     """
     _check_operand(value)
     return as_tracer(value)
@@ -46,7 +44,7 @@ def _check_operand(value: Value) -> None:
 
 
 def check_is_array(value: Value) -> None:
-    """Reject a value that lacks leaves, or holds derivatives, and so represents no array."""
+    """Raise an error if leaves of a value are missing, are derivatives, or do not fit together."""
     reject_derivatives(value)
     if not has_all_leaves(value):
         raise TypeError(
@@ -54,17 +52,21 @@ def check_is_array(value: Value) -> None:
             "combine the parts with vn.tree.combine before you compute with it."
         )
     if not is_eager():
-        _check_mapped_leaves(value)
+        _check_leaves_fit_together(value)
 
 
-def _check_mapped_leaves(value: Value) -> None:
-    """Reject leaves that do not fit, on a copy with abstract leaves: a check may assign fields."""
+def _check_leaves_fit_together(value: Value) -> None:
+    """Run the checks of the class on a copy with abstract leaves, and raise their errors.
+
+    A transformation such as `jax.vmap` may have changed each leaf. The copy is needed because a
+    check may assign fields.
+    """
     leaves, tree = jax.tree.flatten(value, is_leaf=is_part(value))
     if not all(hasattr(x, "shape") and hasattr(x, "dtype") and not is_value(x) for x in leaves):
         return
     avals = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
     with suppress(TypeError):  # metadata that cannot be hashed
-        if dense_shape_of(tree, avals) is not None:
+        if dense_shape_of(tree, avals) is not None:  # cached
             return
     try:
         with suppress(*CHECK_BUGS):

@@ -27,38 +27,37 @@ _OPERANDS = (Value, jax.Array, np.ndarray, np.generic, bool, int, float, complex
 
 
 class _DenseResult(NamedTuple):
-    """A dense matrix that an eager operation computed, and how to stage the operation again."""
+    """A record of an eager operation whose result is a dense matrix."""
 
-    array: weakref.ref
+    array: weakref.ref  # the result
     function: Callable
-    structure: Any  # of the operands, whose arrays are abstract among the leaves
-    leaves: list[Any]
-    line: str
+    structure: Any  # the tree structure of the operands
+    leaves: list[Any]  # the leaves of the operands, with a `ShapedArray` in place of each array
+    line: str  # file and line of the operation
 
     def events(self) -> list[Event]:
-        """Return the events in which the operation materialized an operand."""
-        is_array = [isinstance(x, jax.core.ShapedArray) for x in self.leaves]
+        """Trace the operation again, and return the events in which it materialized an operand."""
+        arrays = {i: x for i, x in enumerate(self.leaves) if isinstance(x, jax.core.ShapedArray)}
 
-        def run(arrays: Any) -> Any:
-            rest = iter(arrays)
-            filled = [next(rest) if a else x for a, x in zip(is_array, self.leaves, strict=True)]
+        def run(traced_arrays: dict[int, Any]) -> Any:
+            filled = [traced_arrays.get(i, x) for i, x in enumerate(self.leaves)]
             return redispatch(self.function, *jax.tree.unflatten(self.structure, filled))
 
         events: list[Event] = []
         with policy_in_force(Policy(events=events)):
-            jax.eval_shape(run, [x for a, x in zip(is_array, self.leaves, strict=True) if a])
+            jax.eval_shape(run, arrays)
         events = [event for event in events if event.made_dense]
         return [replace(event, line=self.line, how=BEFORE_CALL) for event in events]
 
 
-_dense_results: dict[int, _DenseResult] = {}  # by the id of the array
+_dense_results: dict[int, _DenseResult] = {}  # by the id of the result
 
 
 def _remember_dense(out: Any, function: Callable, operands: Any) -> Any:
-    """Remember how a dense matrix was computed from implicit operands, as long as it exists.
+    """Record the eager operation that computed `out`, if `out` is a dense matrix. Return `out`.
 
-    `explain` reports the eager operation later, if it is called with the matrix. The operands are
-    not kept alive.
+    If `explain` is called with this matrix later, it reports the operation. The record ends with
+    the matrix and does not keep the operands alive.
     """
     if type(out) is ConcreteArray and out.ndim > 1:
         leaves, structure = jax.tree.flatten(operands)
@@ -70,16 +69,19 @@ def _remember_dense(out: Any, function: Callable, operands: Any) -> Any:
 
 
 def materialised_before(arrays: Iterable[Any]) -> list[Event]:
-    """Return the events of eager operations that materialized operands to compute these arrays."""
-    results = [(x, _dense_results.get(id(x))) for x in arrays]
-    alive = [result for x, result in results if result is not None and result.array() is x]
-    return [event for result in alive for event in result.events()]
+    """Return the events of materialization in the eager operations that computed `arrays`."""
+    events: list[Event] = []
+    for x in arrays:
+        result = _dense_results.get(id(x))
+        if result is not None and result.array() is x:  # else another array had this id
+            events += result.events()
+    return events
 
 
 def _operator(function: Callable) -> Callable[..., Any]:
-    """Return an operator that runs the rules. Eager calls are compiled."""
+    """Return `function` with the rules in force. Eager calls use `jax.jit` if no policy is set."""
 
-    def transformed(*operands: Any) -> Any:
+    def with_rules(*operands: Any) -> Any:
         for x in operands:
             if isinstance(x, Value):
                 check_is_array(x)
@@ -87,13 +89,13 @@ def _operator(function: Callable) -> Callable[..., Any]:
 
     @cache
     def compiled() -> Callable:
-        jitted: Any = jax.jit(transformed)
+        jitted: Any = jax.jit(with_rules)
         clear_with_rules(jitted.clear_cache)
         return jitted
 
     def apply(*operands: Any) -> Any:
-        if not (is_eager() and current_policy() is ALLOW and _are_arrays(operands)):
-            return transformed(*operands)
+        if not (is_eager() and current_policy() is ALLOW and _can_compile(operands)):
+            return with_rules(*operands)
         try:
             return _remember_dense(compiled()(*operands), function, operands)
         except TypeError as error:  # check_fields names the field in its error
@@ -105,7 +107,8 @@ def _operator(function: Callable) -> Callable[..., Any]:
     return apply
 
 
-def _are_arrays(operands: Sequence[Any]) -> bool:
+def _can_compile(operands: Sequence[Any]) -> bool:
+    """Return whether all operands are arrays that a compiled operator can take."""
     for x in operands:  # faster than all(), and called in each eager operation
         if not isinstance(x, _OPERANDS):
             return False
@@ -114,27 +117,19 @@ def _are_arrays(operands: Sequence[Any]) -> bool:
     return True
 
 
-def _unary(function: Callable) -> Callable[[Any], Any]:
-    apply = _operator(function)
-    return lambda self: apply(self)
-
-
-def _binary(function: Callable) -> Callable[[Any, Any], Any]:
-    apply = _operator(function)
-    return lambda self, other: apply(self, other)
-
-
 def _reflected(function: Callable) -> Callable[[Any, Any], Any]:
     apply = _operator(function)
     return lambda self, other: apply(other, self)
 
 
 def _method(name: str) -> Callable[..., Any]:
+    """Return the method `name` of `jax.Array` for implicit arrays, with the rules in force."""
+
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         check_is_array(self)
-        out = redispatch(call, *tag_sources((self, args, kwargs)))
-        is_reported = current_policy() is not ALLOW
-        return out if is_reported else _remember_dense(out, call, (self, args, kwargs))
+        operands = self, args, kwargs
+        out = redispatch(call, *tag_sources(operands))
+        return _remember_dense(out, call, operands) if current_policy() is ALLOW else out
 
     def call(x: Any, args: Any, kwargs: Any) -> Any:
         return getattr(x, name)(*args, **kwargs)
@@ -145,11 +140,14 @@ def _method(name: str) -> Callable[..., Any]:
 
 def _property(name: str) -> property:
     doc = f"`jax.Array.{name}`, with the registered rules in force."
-    return property(_unary(operator.attrgetter(name)), doc=doc)
+    return property(_operator(operator.attrgetter(name)), doc=doc)
 
 
 def _on_dense(name: str) -> Callable[..., Any]:
-    """Return a method for results that are not arrays, or whose shape depends on the data."""
+    """Return the method `name` of `jax.Array`, applied to the dense array.
+
+    It is for results that rules cannot compute: not an array, or of a shape that depends on data.
+    """
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         return getattr(jnp.asarray(materialise(self)), name)(*args, **kwargs)
@@ -159,17 +157,20 @@ def _on_dense(name: str) -> Callable[..., Any]:
 
 
 def _scalar(convert: Callable) -> Callable[[Any], Any]:
+    """Return a method that converts the dense array to a Python number."""
     return lambda self: convert(materialise(self))
 
 
 class _IndexUpdate:
-    """The object `array.at[index]`, whose methods return updated arrays."""
+    """The object `array.at[index]`. Its methods, such as `set`, return updated arrays."""
 
     def __init__(self, array: Any, index: Any):
         self._array, self._index = array, index
 
 
 def _update(name: str) -> Callable[..., Any]:
+    """Return the method `name` of `jax.Array.at[index]`, with the rules in force."""
+
     def update(self: _IndexUpdate, *args: Any, **kwargs: Any) -> Any:
         call = lambda x, i, args, kwargs: getattr(x.at[i], name)(*args, **kwargs)
         return redispatch(call, *tag_sources((self._array, self._index, args, kwargs)))
@@ -191,36 +192,36 @@ class _IndexUpdater:
         return _IndexUpdate(self._array, index)
 
 
-_add = _binary(operator.add)
+_add = _operator(operator.add)
 
 
 class ArrayOperators:
     """The operators of `jax.Array`, and its methods for arithmetic, shape and reductions."""
 
-    __neg__ = _unary(operator.neg)
-    __pos__ = _unary(operator.pos)
-    __abs__ = _unary(operator.abs)
-    __invert__ = _unary(operator.invert)
+    __neg__ = _operator(operator.neg)
+    __pos__ = _operator(operator.pos)
+    __abs__ = _operator(operator.abs)
+    __invert__ = _operator(operator.invert)
 
     def __add__(self, other: Any) -> Any:
         reject_dense_update(self)
         return _add(self, other)
 
-    __sub__ = _binary(operator.sub)
-    __mul__ = _binary(operator.mul)
-    __truediv__ = _binary(operator.truediv)
-    __floordiv__ = _binary(operator.floordiv)
-    __mod__ = _binary(operator.mod)
-    __divmod__ = _binary(divmod)
+    __sub__ = _operator(operator.sub)
+    __mul__ = _operator(operator.mul)
+    __truediv__ = _operator(operator.truediv)
+    __floordiv__ = _operator(operator.floordiv)
+    __mod__ = _operator(operator.mod)
+    __divmod__ = _operator(divmod)
     # Not compiled: jax.numpy computes a constant exponent by multiplications.
     __pow__ = lambda self, other: redispatch(operator.pow, *tag_sources((self, other)))
     __rpow__ = lambda self, other: redispatch(operator.pow, *tag_sources((other, self)))
-    __matmul__ = _binary(operator.matmul)
-    __and__ = _binary(operator.and_)
-    __or__ = _binary(operator.or_)
-    __xor__ = _binary(operator.xor)
-    __lshift__ = _binary(operator.lshift)
-    __rshift__ = _binary(operator.rshift)
+    __matmul__ = _operator(operator.matmul)
+    __and__ = _operator(operator.and_)
+    __or__ = _operator(operator.or_)
+    __xor__ = _operator(operator.xor)
+    __lshift__ = _operator(operator.lshift)
+    __rshift__ = _operator(operator.rshift)
 
     __radd__ = _reflected(operator.add)
     __rsub__ = _reflected(operator.sub)
@@ -236,12 +237,12 @@ class ArrayOperators:
     __rlshift__ = _reflected(operator.lshift)
     __rrshift__ = _reflected(operator.rshift)
 
-    __lt__ = _binary(operator.lt)
-    __le__ = _binary(operator.le)
-    __gt__ = _binary(operator.gt)
-    __ge__ = _binary(operator.ge)
-    __eq__ = _binary(operator.eq)
-    __ne__ = _binary(operator.ne)
+    __lt__ = _operator(operator.lt)
+    __le__ = _operator(operator.le)
+    __gt__ = _operator(operator.gt)
+    __ge__ = _operator(operator.ge)
+    __eq__ = _operator(operator.eq)
+    __ne__ = _operator(operator.ne)
     __hash__ = None  # type: ignore[assignment]  # as jax.Array: equality is elementwise
 
     __bool__ = _scalar(bool)

@@ -1,8 +1,8 @@
 """`ste`: run a function with the derivative of the identity.
 
 For a dense result, a `custom_jvp` suffices. An implicit result has no dense array that could have a
-tangent, and its leaves may be integers. So it is wrapped in a `StraightThrough`, together with the
-argument of the function, whose tangent it has.
+tangent, and its leaves may be integers. So `ste` returns a `StraightThrough` with two fields: the
+result, and the argument of the function, whose tangent is the tangent of the result.
 """
 
 from collections.abc import Callable, Sequence
@@ -52,16 +52,16 @@ def ste(fn: Callable) -> Callable:
 
     @wraps(fn, updated=())
     def straight_through(x: Any, /, *args: Any, **kwargs: Any) -> Any:
-        # fn may have no derivative, so it gets constants.
+        # Constants, because JAX may be unable to differentiate fn.
         constant_x, constant_args, constant_kwargs = jax.tree.map(
             lambda leaf: jax.lax.stop_gradient(leaf) if isinstance(leaf, _ARRAYS) else leaf,
             (x, args, kwargs),
         )
         value = fn(constant_x, *constant_args, **constant_kwargs)
-        _check(fn, value, x)
+        _check_result(fn, value, x)
         if isinstance(value, Value):
             return StraightThrough(value, x)
-        return redispatch(_derivative_of, value, x)
+        return redispatch(_with_derivative_of, value, x)
 
     return straight_through
 
@@ -69,37 +69,35 @@ def ste(fn: Callable) -> Callable:
 _ARRAYS = (jax.Array, np.ndarray)
 
 
-def _check(fn: Callable, value: Any, x: Any) -> None:
+def _check_result(fn: Callable, value: Any, x: Any) -> None:
+    """Raise `TypeError` if `value`, the result of `fn(x)`, is not an array like `x`."""
+    name = getattr(fn, "__name__", repr(fn))
     try:
-        (given,), (got,) = describe([x]), describe([value])
-        avals = [v.aval() if isinstance(v, Value) else jax.typeof(v) for v in (x, value)]
+        x_aval, aval = aval_of(x), aval_of(value)
     except TypeError:
         raise TypeError(
-            f"vn.ste needs a function from an array to an array, and {_name(fn)} returned "
+            f"vn.ste needs a function from an array to an array, and {name} returned "
             f"{value!r} for {x!r}. For a tree of arrays, call vn.tree.map(vn.ste(fn), tree)"
         ) from None
-    if len({(aval.shape, aval.dtype) for aval in avals}) > 1:
+    if (aval.shape, aval.dtype) != (x_aval.shape, x_aval.dtype):
+        shown_x, shown_value = describe([x, value])
         raise TypeError(
-            f"{_name(fn)} returned {got} for {given}. vn.ste needs a result of the same shape and "
-            "dtype"
+            f"{name} returned {shown_value} for {shown_x}. vn.ste needs a result of the same shape "
+            "and dtype"
         )
 
 
-def _name(fn: Callable) -> str:
-    return getattr(fn, "__name__", repr(fn))
-
-
 @jax.custom_jvp
-def _derivative_of(value: Any, x: Any) -> Any:
-    """Return `value`, with the derivative of `x`."""
+def _with_derivative_of(value: Any, x: Any) -> Any:
+    """Return the array `value`, whose tangent is the tangent of `x`."""
     del x
     return value
 
 
-@_derivative_of.defjvp
+@_with_derivative_of.defjvp
 def _(primals: Any, tangents: Any) -> tuple[Any, Any]:
     _, tangent = tangents
-    return _derivative_of(*primals), tangent  # the same rule, for higher derivatives
+    return _with_derivative_of(*primals), tangent  # the same rule, for higher derivatives
 
 
 class StraightThrough(ImplicitArray):
@@ -108,8 +106,8 @@ class StraightThrough(ImplicitArray):
     A primitive runs the rules of `value`. Its derivative equals the derivative of the primitive at
     the dense array of `value`, applied to the tangent of `source`.
 
-    Like every `custom_jvp`, it has no derivative inside the argument of `jax.linear_transpose`.
-    There, materialize it first.
+    Like every `custom_jvp`, a `StraightThrough` has no derivative in a function that is given to
+    `jax.linear_transpose`. In such a function, materialize the array first.
     """
 
     default_precedence: ClassVar[int] = -1  # the `default` of other operands runs first
@@ -118,16 +116,16 @@ class StraightThrough(ImplicitArray):
     source: Any  # [...], dense or implicit
 
     def aval(self) -> jax.core.ShapedArray:
-        """Return the shape and dtype of `value`, which may be a tracer of a high type."""
-        return aval_of(self.value).update()
+        """Return the shape and dtype of `value`, which may be a tracer of a `vn.hijax` type."""
+        return aval_of(self.value).update()  # a ShapedArray, also for such a type
 
     def materialise(self) -> Any:
         """Return the dense array of `value`, with the derivatives of `source`."""
-        return redispatch(_derivative_of, materialise_one(self.value), self.source)
+        return redispatch(_with_derivative_of, materialise_one(self.value), self.source)
 
     @staticmethod
     def default(primitive: Primitive, values: Sequence[Any], params: dict[str, Any]) -> Any:
-        """Run a primitive on `value`. An implicit result is a `StraightThrough` again."""
+        """Run a primitive on the fields `value`, and wrap implicit results in `StraightThrough`."""
         bind = partial(primitive.bind, **primitive.get_bind_params(params))
         run = partial(redispatch, bind)
         run_dense = lambda *xs: jax.tree.map(materialise_one, run(*xs), is_leaf=is_value)
@@ -141,8 +139,8 @@ class StraightThrough(ImplicitArray):
 
         @call.defjvp
         def _(values: Any, tangents: Any) -> tuple[Any, Any]:
-            # On dense arrays: JAX would transpose a `call` that is linear in the tangents, and
-            # ignore its rule in the next derivative.
+            # The derivative is computed on dense arrays. Otherwise, JAX would transpose a `call` of
+            # the tangents, and ignore the derivative rule of that `call` in the next derivative.
             dense = dense_unless(lambda x: not _is_straight(x), primitive, values)
             dense_tangents = map(_tangent_of_dense, values, tangents)
             tangent = jax.jvp(run_dense, tuple(dense), tuple(dense_tangents))[1]
@@ -156,13 +154,20 @@ def _is_straight(x: Any) -> bool:
     return isinstance(x, StraightThrough)
 
 
+def _wrap_result(out: Any) -> Any:
+    """Wrap an implicit result. Its `source` is only there to have a tangent, so zeros suffice."""
+    return StraightThrough(out, jnp.zeros(out.shape, out.dtype)) if is_value(out) else out
+
+
 def _tangent_of_dense(x: Any, tangent: Any) -> Any:
+    """Return the tangent of the dense array of an operand: the tangent of its `source`."""
     if not isinstance(x, StraightThrough):
         return tangent
     return jax.jvp(materialise_one, (x.source,), (tangent.source,))[1]
 
 
 def _tangent_of_result(out: Any, tangent: Any) -> Any:
+    """Return a tangent with the tree structure of a result, for the tangent of its dense array."""
     if not isinstance(out, StraightThrough):
         return tangent
     return StraightThrough(jax.tree.map(zero_from_primal, out.value), tangent)
