@@ -28,10 +28,7 @@ from .product import weight_operand
 
 
 def bind(primitive: str, operands: Sequence[Any], params: dict[str, Any]) -> Any:
-    """Bind the primitive with the name `primitive`, with the rules of implicit operands in force.
-
-    **Returns:** the result of the primitive, which can be an implicit array.
-    """
+    """Bind a primitive, given its name, to operands that may be implicit arrays."""
     bind_arrays = find_primitive(primitive).bind
     return redispatch(lambda *xs: bind_arrays(*xs, **params), *operands)
 
@@ -39,11 +36,9 @@ def bind(primitive: str, operands: Sequence[Any], params: dict[str, Any]) -> Any
 def _multiply_weight_only(
     primitive: str, operands: Sequence[Any], params: dict[str, Any], w: ActivationQuantized
 ) -> Any:
-    """Return the product of dense activations, and report why they are not quantized.
+    """Return the product with dense activations, and report why they are not quantized.
 
-    **Arguments:**
-
-    - `operands`: the operands of the primitive. One of them is `w`.
+    `operands` are the operands of the primitive, including `w`.
     """
     out = bind(primitive, [w.array if x is w else x for x in operands], params)
     if may_be_tangents():
@@ -73,8 +68,7 @@ def _multiply_straight_through(
     **Arguments:**
 
     - `product`: a function of activations, dense or quantized, and `w.array`.
-    - `x`, `w`: the activations and the weight.
-    - `x_contracted`: the axes of `x` that the product contracts.
+    - `x_contracted`: the axes of the activations `x` that the product contracts.
     - `batch`: the batch axes as pairs: an axis of `x` and the matching axis of `w`.
     """
     if isinstance(x, Value) or jnp.result_type(x) not in QUANTIZABLE:
@@ -117,33 +111,23 @@ def _multiply_straight_through(
 
 @register("dot_general")
 def _dot_general(x: ArrayLike | QArray, w: ActivationQuantized, **params: Any) -> Any:
-    numbers = DotDimensionNumbers.of(params["dimension_numbers"])
-    return _multiply(x, w, numbers, params, activations_first=True)
+    return _multiply(x, w, params, activations_first=True)
 
 
 @register("dot_general")
 def _dot_general_swapped(w: ActivationQuantized, x: ArrayLike | QArray, **params: Any) -> Any:
-    numbers = DotDimensionNumbers.of(params["dimension_numbers"]).swapped
-    return _multiply(x, w, numbers, params, activations_first=False)
+    return _multiply(x, w, params, activations_first=False)
 
 
 def _multiply(
-    x: Any,
-    w: ActivationQuantized,
-    numbers: DotDimensionNumbers,
-    params: dict[str, Any],
-    *,
-    activations_first: bool,
+    x: Any, w: ActivationQuantized, params: dict[str, Any], *, activations_first: bool
 ) -> Any:
     """Return the `dot_general` of activations and a weight, with quantized activations if possible.
 
-    **Arguments:**
-
-    - `numbers`: the dimension numbers with the activations as lhs.
-    - `params`: the parameters of the primitive. Their dimension numbers have the operands in the
-      order that `activations_first` states.
-    - `activations_first`: True if the activations are lhs, False if they are rhs.
+    `activations_first` is True if the activations are lhs, and False if they are rhs.
     """
+    numbers = DotDimensionNumbers.of(params["dimension_numbers"])
+    numbers = numbers if activations_first else numbers.swapped  # now the activations are lhs
     (x_contracted, w_contracted), (x_batch, w_batch) = numbers
     if not (w.sums_over(w_contracted) and w.is_for("dot_general")):
         operands = (x, w) if activations_first else (w, x)
@@ -184,12 +168,9 @@ def _multiply_stacked(
 ) -> Any:
     """Return the product of activations and a stack of weights with a static scale per weight.
 
-    The activations are broadcast along the stack, so that they are quantized once for each scale.
-    The stack axes become batch axes of the product. The other arguments are those of `_multiply`.
-
-    **Arguments:**
-
-    - `stack_axes`: the free axes of `w` along which the scales differ.
+    The scales differ along `stack_axes`, which are free axes of `w`. The activations are broadcast
+    along the stack, which makes these axes batch axes. So activations are quantized once for each
+    scale. In `numbers`, the activations are lhs.
     """
     # Einsum subscripts: i is axis i of `w`, and w.ndim + i is a free axis i of `x`.
     w_subscripts = list(range(w.ndim))

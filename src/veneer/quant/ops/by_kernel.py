@@ -33,7 +33,7 @@ from ..formats.packing import Packing
 from ..formats.tiles import over_tiles
 from .by_xla import XLA_STRATEGIES, find_code_product
 from .minima import split_minimum
-from .operands import fits_int32, fixes_dtypes, has_minimum
+from .operands import fits_int32, fixes_dtypes, has_minimum, multiply_by_scale
 from .product import SIDES, Plan, QuantizedProduct, dense_nbytes, first_plan, runs_on_cpu
 from .stored_matrix import as_stored_matrix, swap_packed_axis
 
@@ -41,7 +41,7 @@ _DTYPES = tuple(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
 
 
 def plan_kernel(product: QuantizedProduct) -> Plan | None:
-    """Return a plan that reads the codes of a QArray by a kernel, or None if no kernel can.
+    """Return a plan that multiplies stored codes by a kernel, or None if no kernel supports this.
 
     If both operands are QArrays, rhs is tried as the weight first, unless `product.weight_side`
     names the weight.
@@ -77,14 +77,13 @@ def plan_kernel(product: QuantizedProduct) -> Plan | None:
 
 
 def plan_kernel_with_folded_scale(product: QuantizedProduct) -> Plan | None:
-    """Return a plan that multiplies activations by scales, and the result by a kernel with codes.
+    """Return a plan that multiplies x by the scale first, and then by the codes with a kernel.
 
-    This needs a scale that varies along the contracted axis k only:
+    This is possible if the scale varies along the contracted axis k, but not along the free axis n:
     `sum_k x[k] * (codes[k, n] * scale[k])` is `sum_k (x[k] * scale[k]) * codes[k, n]`. The values
     in a KV cache have such scales, one per token.
 
-    Return None if the scale varies along other axes. If folding the scale into x is not faster,
-    return the result of `plan_kernel`.
+    Return None for other scales. If this is not faster, return the result of `plan_kernel`.
     """
     side = 1 if isinstance(product.operands[1], QArray) else 0
     x: Any
@@ -117,19 +116,16 @@ def plan_kernel_with_folded_scale(product: QuantizedProduct) -> Plan | None:
     if not can_be_faster:
         return plan
 
-    # Rearrange the scale to the axes of x. It does not vary along the free axes of x.
-    x_to_q = {
-        x_axis: q_axis
-        for pair in product.dimension_numbers
-        for x_axis, q_axis in zip(pair[1 - side], pair[side], strict=True)
-    }
-    order = [*(x_to_q[axis] for axis in sorted(x_to_q)), *product.free_axes(side)]
-    shape = [q.scale.shape[x_to_q[axis]] if axis in x_to_q else 1 for axis in range(x.ndim)]
-    scale = lax.transpose(q.scales(), order).reshape(shape)
     # CPU kernels read f32. On GPUs, x times the scale is rounded to the dtype of x, as XLA rounds
     # codes times the scale in the dense product.
+    scale = q.scales()
     dtype = scale.dtype if runs_on_cpu() else x.dtype
-    x = over_tiles(jnp.multiply, x.astype(scale.dtype), scale).astype(dtype)
+    q_to_x = {
+        q_axis: x_axis
+        for pair in product.dimension_numbers
+        for q_axis, x_axis in zip(pair[side], pair[1 - side], strict=True)
+    }
+    x = multiply_by_scale(x.astype(scale.dtype), scale, q_to_x).astype(dtype)
     one = jnp.ones([1] * q.ndim, scale.dtype)
     q = q.replace(scale=one, dense_dtype=dtype)
     folded = plan_kernel(product.replace(*((x, q) if side else (q, x)), product.out_dtype))
@@ -140,9 +136,9 @@ def plan_kernel_with_folded_scale(product: QuantizedProduct) -> Plan | None:
 
 
 def plan_kernel_without_minimum(product: QuantizedProduct) -> Plan | None:
-    """Return a plan of a kernel that ignores minima, and of a second product that adds them.
+    """Return a plan that multiplies codes by a kernel, and adds the minima by a second product.
 
-    Return None if no operand has minima, or if there is no kernel for the first product.
+    Return None if no operand has minima, or if no kernel multiplies these codes.
     """
     split = split_minimum(product)
     if split is None:
@@ -179,12 +175,8 @@ def _quantized_activations(
 ) -> Iterator[tuple[jax.Array, jax.Array | None]]:
     """Yield the arrays that a kernel may read for activations that are a QArray, best first.
 
-    **Arguments:**
-
-    - `side`: the side of the weight.
-
-    **Returns:** pairs: int8 codes and their scale, or dequantized activations and None. There may
-    be no pair.
+    Each is a pair: int8 codes and their scale, or dequantized activations and None. There may be no
+    pair. `side` is 0 if the weight is lhs, and 1 if it is rhs.
     """
     x: Any
     q: Any
@@ -250,7 +242,7 @@ def _plan_matmul(
 
     **Arguments:**
 
-    - `side`: the side of the weight.
+    - `side`: 0 if the weight is lhs, 1 if it is rhs.
     - `x`: the activations as floats or int8 codes, with the axes of the other operand.
     - `x_scale`: the scale of int8 codes, in f32, with the axes of `x`. Along contracted axes its
       size is 1 or the number of scales of the weight. None for floats.
@@ -345,7 +337,7 @@ def _as_rows(x: jax.Array, batch: Sequence[int], contracted: Sequence[int]) -> j
 
 @dataclasses.dataclass(frozen=True)
 class ProductByXla:
-    """A hashable function that computes the product of a kernel by XLA, for other platforms.
+    """A hashable function that computes a product by XLA, on platforms that have no kernel for it.
 
     **Arguments:**
 
@@ -359,7 +351,7 @@ class ProductByXla:
 
     def __call__(self, operands: MatmulOperands, problem: MatmulProblem) -> jax.Array:
         """Return the product as `[B, M, N]`: batch, rows of activations, outputs per row."""
-        operands = operands.apart()
+        operands = operands.apart()  # stores one matrix after the other
         is_batched = operands.x.shape[0] != 1
         if not is_batched:  # XLA computes some products faster without a batch axis
             operands = MatmulOperands(*(None if x is None else jnp.squeeze(x, 0) for x in operands))
@@ -375,6 +367,7 @@ class ProductByXla:
             dense_dtype=x.dtype if x_scale is None else self.dense_dtype,
         )
         if x_scale is not None:
+            # A scale per row has no axis for the terms. A scale per tile of a row has it.
             scale = x_scale if x_scale.ndim == x.ndim else x_scale[..., None]
             x = QArray.from_packed(x, scale, qtype="int8", dense_dtype=self.dense_dtype)
         contracted = (x.ndim - 1,), (x.ndim - (2 if problem.contracting == "rows" else 1),)

@@ -55,9 +55,9 @@ _FEW_ROWS = 16
 
 
 def plan_without_minimum(product: QuantizedProduct) -> Plan | None:
-    """Return a plan that ignores minima, and then adds them by a second product.
+    """Return a plan that multiplies codes without minima, and adds the minima by a second product.
 
-    Return None if no operand has minima, or if the operand must be dequantized.
+    Return None if no operand has minima, or if that operand must be dequantized.
     """
     split = split_minimum(product)
     if split is None:
@@ -69,7 +69,7 @@ def plan_without_minimum(product: QuantizedProduct) -> Plan | None:
 def plan_scaled_matmul(product: QuantizedProduct) -> Plan | None:
     """Return a plan that multiplies mxfp8 codes and scales by `jax.nn.scaled_matmul`.
 
-    Return None if an operand is not mxfp8, or if the default device does not support it.
+    Return None if an operand is not mxfp8, or if the default device has no such instruction.
     """
     lhs, rhs = product.operands
     if not (isinstance(lhs, QArray) and isinstance(rhs, QArray) and has_block_scaled_matmul()):
@@ -152,13 +152,7 @@ def plan_dense(product: QuantizedProduct) -> Plan:
 
 
 #: The strategies in order of preference. The last strategy supports all products.
-XLA_STRATEGIES = (
-    plan_without_minimum,
-    plan_scaled_matmul,
-    plan_codes,
-    plan_values,
-    plan_dense,
-)
+XLA_STRATEGIES = (plan_without_minimum, plan_scaled_matmul, plan_codes, plan_values, plan_dense)
 
 
 # Conditions.
@@ -179,7 +173,7 @@ def has_block_scaled_matmul() -> bool:
 def _has_mx_blocks(q: QArray, product: QuantizedProduct, side: int) -> bool:
     """Return whether an operand is mxfp8 with tiles along the only contracted axis.
 
-    These are the mx formats that cuDNN supports: float8 with one float8_e8m0fnu per 32 codes.
+    These are the mx formats that cuDNN supports: float8 with a float8_e8m0fnu scale per 32 codes.
     """
     contracting = product.dimension_numbers.contracting[side]
     is_mxfp8 = q.qtype in ("mxfp8", "mxfp8_e5m2") and q.scale.dtype == jnp.float8_e8m0fnu
@@ -290,12 +284,10 @@ def _(size: int, are_batched: list[bool], *operands: jax.Array) -> tuple[jax.Arr
 
 
 def _multiply_values(product: QuantizedProduct, are_scaled_after: tuple[bool, ...]) -> jax.Array:
-    """Return the product of floats.
+    """Return the product, computed on codes as floats, or on dequantized values.
 
-    **Arguments:**
-
-    - `are_scaled_after`: for each operand, whether its scales are applied to the output. Otherwise
-      the operand is dequantized before the product.
+    `are_scaled_after` states for each operand whether codes are multiplied and the output is
+    scaled. Otherwise the operand is dequantized.
     """
     values, scales = [], []
     for x, is_scaled_after in zip(product.operands, are_scaled_after, strict=True):
@@ -311,10 +303,7 @@ def _multiply_values(product: QuantizedProduct, are_scaled_after: tuple[bool, ..
 
 
 def _multiply_codes(product: QuantizedProduct) -> jax.Array:
-    """Return the product, computed on codes.
-
-    No scale or zero point may vary along the contracted axes.
-    """
+    """Return the product of two QArrays without scales that vary along the contracted axes."""
     lhs, rhs = product.operands
     assert isinstance(lhs, QArray)
     assert isinstance(rhs, QArray)
@@ -327,11 +316,9 @@ def _multiply_codes(product: QuantizedProduct) -> jax.Array:
 
 
 def _multiply_tiles(product: QuantizedProduct, tiles: Shape) -> jax.Array:
-    """Return the product, computed on codes of one tile at a time.
+    """Return the product of two QArrays, where each tile is summed and scaled separately.
 
-    **Arguments:**
-
-    - `tiles`: the size of a tile along each contracted axis.
+    `tiles` has the size of a tile along each contracted axis.
     """
     lhs, rhs = product.operands
     assert isinstance(lhs, QArray)
@@ -345,12 +332,7 @@ def _multiply_tiles(product: QuantizedProduct, tiles: Shape) -> jax.Array:
 def _scale_output(
     out: jax.Array, scales: Sequence[jax.Array | None], product: QuantizedProduct
 ) -> jax.Array:
-    """Return the output times the scales of the operands, in the dtype of the product.
-
-    **Arguments:**
-
-    - `scales`: the scale of each operand, or None for an operand without a scale.
-    """
+    """Return the output times the scales of the operands that are not None, in the output dtype."""
     output_scales = [
         product.broadcast_to_output(scale, side, out.ndim).astype(out.dtype)
         for side, scale in enumerate(scales)

@@ -128,10 +128,7 @@ def _plan_convolution(
 ) -> Plan:
     """Return a plan that convolves codes if possible, and otherwise dense arrays.
 
-    **Arguments:**
-
-    - `params`: the keyword arguments of `lax.conv_general_dilated`, without
-      `preferred_element_type`.
+    `params` are the other keyword arguments of `lax.conv_general_dilated`.
 
     **Raises:** the errors of `lax.conv_general_dilated`, for shapes that do not match.
     """
@@ -185,12 +182,7 @@ def _sums_share_scales(lhs: QArray, rhs: QArray, params: dict[str, Any]) -> bool
 def _scale_sums_of_codes(
     lhs: QArray, rhs: QArray, params: tuple[tuple[str, Any], ...], out_dtype: Any
 ) -> jax.Array:
-    """Return the convolution in `out_dtype`, computed on codes.
-
-    **Arguments:**
-
-    - `params`: the keyword arguments of the convolution as pairs, so that they are hashable.
-    """
+    """Convolve codes, and scale the sums. `params` are keyword arguments as hashable pairs."""
     dtype, kwargs = accumulator(out_dtype), dict(params)
     if have_byte_codes(lhs, rhs):
         sums = _sum_integers(lhs, rhs, kwargs, dtype)
@@ -229,7 +221,7 @@ _Codes = tuple[jax.Array, jax.Array | None]
 
 
 def _sum_integers(lhs: QArray, rhs: QArray, params: dict[str, Any], dtype: Any) -> jax.Array:
-    """Convolve integer codes minus zero points, and multiply the sums by both `code_factor`s.
+    """Convolve integer codes minus zero points. Return the sums times both `code_factor`s.
 
     The convolution runs in int8 if the platform supports that and computes it fast. Otherwise it
     runs in f32, with so few input features at a time that the sums are exact.
@@ -266,9 +258,9 @@ def _sum_integers(lhs: QArray, rhs: QArray, params: dict[str, Any], dtype: Any) 
 def _can_convolve_int8(
     lhs: QArray, rhs: QArray, params: dict[str, Any], platform: str | None = None
 ) -> bool:
-    """Return whether integer codes are convolved in int8 on a platform.
+    """Return whether to convolve integer codes in int8 on a platform.
 
-    With `platform=None`, return whether any platform can.
+    With `platform=None`, return whether to do so on any platform.
     """
     features, *window = (rhs.shape[axis] for axis in params["dimension_numbers"].rhs_spec[1:])
     fits = fits_int32(lhs, rhs, features * math.prod(window))
@@ -301,12 +293,7 @@ def _is_int8_fast_on_cpu(features: int, params: dict[str, Any]) -> bool:
 def _convolve_by_features(
     lhs: jax.Array, rhs: jax.Array, params: dict[str, Any], step: int, dtype: Any
 ) -> jax.Array:
-    """Convolve `step` input features of each group at a time, and add the sums in `dtype`.
-
-    **Arguments:**
-
-    - `lhs`, `rhs`: the images and the kernel, in f32.
-    """
+    """Convolve `step` input features of each group at a time, in f32. Add the sums in `dtype`."""
     _, lhs_axis, *_ = params["dimension_numbers"].lhs_spec
     _, rhs_axis, *_ = params["dimension_numbers"].rhs_spec
     features = rhs.shape[rhs_axis]

@@ -49,16 +49,6 @@ class GroupedDotParams(NamedTuple):
     precision: Any
     preferred_element_type: DTypeLike
 
-    def without(self, lhs_axis: int, rhs_axis: int | None) -> "GroupedDotParams":
-        """Return the parameters for operands without the axes `lhs_axis` and `rhs_axis`.
-
-        If `rhs_axis` is None, rhs keeps all axes.
-        """
-        (lhs_ragged,) = without((self.lhs_ragged,), lhs_axis)
-        (rhs_group,) = without((self.rhs_group,), rhs_axis)
-        numbers = self.dimension_numbers.without(lhs_axis, rhs_axis)
-        return self._replace(dimension_numbers=numbers, lhs_ragged=lhs_ragged, rhs_group=rhs_group)
-
 
 def multiply_groups(
     lhs: Operand, rhs: QArray, group_sizes: jax.Array, params: GroupedDotParams
@@ -86,6 +76,11 @@ def multiply_groups(
         rhs_leaves = None
     lhs = _unpack_up_to(lhs, lhs_axis)
     lhs_leaves = _take(lhs, lhs_axis, jnp.arange(lhs.shape[lhs_axis]))
+    # An entry does not have these axes, so the numbers of later axes decrease.
+    (lhs_ragged,) = without((params.lhs_ragged,), lhs_axis)
+    (rhs_group,) = without((params.rhs_group,), rhs_axis)
+    numbers = params.dimension_numbers.without(lhs_axis, rhs_axis)
+    entry_params = GroupedDotParams(numbers, lhs_ragged, rhs_group, *params[3:])
 
     def multiply_entry(entry: Any) -> jax.Array:
         lhs_entry, rhs_entry, entry_sizes = entry
@@ -93,7 +88,7 @@ def multiply_groups(
             _rebuild(lhs, lhs_entry),
             rhs if rhs_entry is None else _rebuild(rhs, rhs_entry),
             entry_sizes,
-            params.without(lhs_axis, rhs_axis),
+            entry_params,
         )
 
     return lax.map(multiply_entry, (lhs_leaves, rhs_leaves, group_sizes))
@@ -102,7 +97,7 @@ def multiply_groups(
 def _multiply_tiles(
     lhs: Operand, rhs: QArray, group_sizes: jax.Array, params: GroupedDotParams
 ) -> jax.Array:
-    """Return the product for group sizes `[G]`, with a loop over tiles of rows."""
+    """Return the product by a loop over tiles of rows. `group_sizes` has one size per group."""
     numbers, ragged_axis, group_axis, precision, out_dtype = params
     lhs = _unpack_up_to(lhs, ragged_axis)
     rhs = _unpack_up_to(rhs, group_axis)
@@ -153,13 +148,9 @@ def _has_kernel(lhs: Operand, rhs: QArray, params: GroupedDotParams) -> bool:
     def plan_row(lhs: Any, rhs: Any) -> None:
         row = [lax.slice_in_dim(leaf, 0, 1, axis=ragged_axis) for leaf in jax.tree.leaves(lhs)]
         matrix = [lax.index_in_dim(x, 0, group_axis, keepdims=False) for x in jax.tree.leaves(rhs)]
-        product = QuantizedProduct.create(
-            _rebuild(lhs, row),
-            _rebuild(rhs, matrix),
-            numbers.without(None, group_axis),
-            precision,
-            out_dtype,
-        )
+        operands = _rebuild(lhs, row), _rebuild(rhs, matrix)
+        tile_numbers = numbers.without(None, group_axis)
+        product = QuantizedProduct.create(*operands, tile_numbers, precision, out_dtype)
         platforms.extend(first_plan(product, STRATEGIES).kernels_for)
 
     # Planning needs shapes only, so no row and no matrix is computed.
@@ -250,8 +241,7 @@ def _cut_rows(group_sizes: jax.Array, total_rows: int, size: int) -> _RowTiles:
 def _unpack_up_to(x: Any, axis: int) -> Any:
     """Return `x` with one code per byte if its codes are packed along `axis` or an axis before.
 
-    Other arrays are returned unchanged. They can be indexed along `axis`: their packed axis, which
-    is counted from the end, stays the same.
+    Other arrays are returned unchanged, because they can be indexed along `axis`.
     """
     is_packed = isinstance(x, QArray) and x.packing and x.packing.axis + x.ndim <= axis
     return unpack_codes(x) if is_packed else x
@@ -273,6 +263,7 @@ def _take(x: Operand, axis: int, index: jax.Array, skip: int = 0) -> list[jax.Ar
     for i, leaf in enumerate(jax.tree.leaves(x)):
         if i < skip:
             continue
+        # An entry of a scale belongs to as many indices as its tile has.
         tile_index = index // (size // leaf.shape[axis])
         # Fill scales with 1, because some dtypes of scales have no 0.
         entries = jnp.take(leaf, tile_index, axis, mode="fill", fill_value=0 if i == 0 else 1)

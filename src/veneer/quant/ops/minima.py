@@ -60,12 +60,9 @@ def split_minimum(
 
 
 def _minimum_term(product: QuantizedProduct, x: Operand, q: QArray, side: int) -> jax.Array:
-    """Return the product of the sums of `x` over tiles and the minima of `q`.
+    """Return the product of the sums of `x` over tiles and the minima of `q`, operand `side`.
 
-    **Arguments:**
-
-    - `product`: the main product, with the axes and the dtype of the result.
-    - `side`: the side of `q`.
+    `product` is the product without minima. It has the axes and the dtype of the result.
     """
     dtype = jnp.dtype(product.out_dtype)
     minima = q.minima()

@@ -110,12 +110,7 @@ def _slice_axis(x: Leaf, axis: int, start: Any, size: int = 1) -> jax.Array:
 
 
 def _slice_entry(q: QArray, axis: int, index: Any) -> QArray:
-    """Slice one entry of an axis, which then has size 1.
-
-    **Arguments:**
-
-    - `index`: the index of the entry, an int or a traced integer.
-    """
+    """Slice one entry of an axis, which then has size 1. The index can be traced."""
     entry = _keep_one_scale(q, axis, index // q.tile_shape[axis])
     if not _is_packed(q, [axis]):
         return entry.changed(packed=_slice_axis(entry.packed, axis, index))
@@ -127,13 +122,9 @@ def _slice_entry(q: QArray, axis: int, index: Any) -> QArray:
 
 
 def _keep_one_scale(q: QArray, axis: int, tile: Any) -> QArray:
-    """Return a copy with only one scale, zero point and minimum along an axis. Keep all codes.
+    """Slice the scale, zero point and minimum of one tile of an axis, but not the codes.
 
-    The copy is valid after its codes are sliced, too.
-
-    **Arguments:**
-
-    - `tile`: the index of the tile whose scale is kept.
+    `tile` is the index of the tile. The caller must slice the codes within that tile.
     """
     leaves = {}
     for name in ("scale", "zero_point", "minimum"):

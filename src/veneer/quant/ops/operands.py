@@ -9,6 +9,7 @@ largest code is then below 4, and sums of codes overflow only if dense sums almo
 
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -44,11 +45,6 @@ def operand_pair(
 
     In a product of floats, a dense int8 or uint8 array becomes a QArray with scale 1 if the other
     operand has an integer format. Strategies then multiply its values as codes.
-
-    **Arguments:**
-
-    - `precision`, `preferred_element_type`: the parameters of the product, as for
-      `jax.lax.dot_general`.
     """
     is_float_product = not fixes_dtypes(precision) and (
         preferred_element_type is None or jnp.dtype(preferred_element_type) in QUANTIZABLE
@@ -193,6 +189,20 @@ def outer_scale(q: QArray) -> jax.Array:
     return q.scales() * 2.0 ** _code_exponent(q.format)
 
 
+def multiply_by_scale(x: jax.Array, scale: jax.Array, axes: Mapping[int, int]) -> jax.Array:
+    """Multiply an array by the scale of another operand, in the dtype of the array.
+
+    `axes` maps axes of the scale to axes of `x`. The scale must have size 1 along its other axes.
+    """
+    scale_axes = sorted(axes, key=axes.__getitem__)  # in the order of the axes of x
+    other_axes = [axis for axis in range(scale.ndim) if axis not in axes]
+    shape = [1] * x.ndim
+    for axis in scale_axes:
+        shape[axes[axis]] = scale.shape[axis]
+    scale = lax.transpose(scale, (*scale_axes, *other_axes)).reshape(shape)
+    return over_tiles(jnp.multiply, x, scale.astype(x.dtype))
+
+
 # Floats.
 
 
@@ -202,6 +212,7 @@ def is_exact_in(format: Format, dtype: DTypeLike) -> bool:
     bf16 represents all integers up to 256. The values of nf4 and int16 need f32.
     """
     if format.codebook is None:
+        # The difference of two 16-bit integers has 17 bits. The first is not in the mantissa.
         return format.bits <= 8 or jnp.finfo(dtype).nmant >= 16
     values = np.asarray(format.codebook, np.float32)
     return bool((values.astype(dtype).astype(np.float32) == values).all())

@@ -33,11 +33,7 @@ def weight_operand(side: int) -> Iterator[None]:
     """Declare which operand is the weight, in the products of two QArrays in this block.
 
     Strategies that use kernels need to know, because a kernel reads the codes of the weight as
-    stored. Without a declaration, they try rhs first.
-
-    **Arguments:**
-
-    - `side`: 0 if the weight is lhs, 1 if it is rhs.
+    stored. Without a declaration, they try rhs first. `side` is 0 for lhs and 1 for rhs.
     """
     token = _weight_side.set(side)
     try:
@@ -110,27 +106,16 @@ class QuantizedProduct:
         terms = 1
         for axis in numbers.contracting[0]:
             terms *= left.shape[axis]
-        return cls(
-            operands,
-            numbers,
-            precision,
-            preferred_element_type,
-            out_sharding,
-            _weight_side.get(),
-            (left.shape, right.shape),
-            (left.dtype, right.dtype),
-            out_dtype,
-            terms,
-        )
+        arguments = operands, numbers, precision, preferred_element_type, out_sharding
+        shapes, dtypes = (left.shape, right.shape), (left.dtype, right.dtype)
+        return cls(*arguments, _weight_side.get(), shapes, dtypes, out_dtype, terms)
 
     def replace(
         self, lhs: Operand, rhs: Operand, dtype: DTypeLike | None = None
     ) -> "QuantizedProduct":
-        """Return the same product of other operands.
+        """Return the same product of other operands, with results in `dtype`.
 
-        **Arguments:**
-
-        - `dtype`: the new `preferred_element_type`. None keeps the old one.
+        With `dtype=None`, the `preferred_element_type` stays the same.
         """
         dtype = self.preferred_element_type if dtype is None else dtype
         arguments = self.dimension_numbers, self.precision, dtype, self.out_sharding
@@ -146,12 +131,9 @@ class QuantizedProduct:
         return self.dimension_numbers.free(side, len(self.shapes[side]))
 
     def dot(self, lhs: jax.Array, rhs: jax.Array, dtype: DTypeLike | None) -> jax.Array:
-        """Return `lax.dot_general` of two dense arrays, with the parameters of this product.
+        """Return the product of dense arrays, such as codes, with the axes of this product.
 
-        **Arguments:**
-
-        - `lhs`, `rhs`: dense arrays with the shapes of the operands, such as their codes.
-        - `dtype`: the `preferred_element_type`.
+        `dtype` is the `preferred_element_type`.
         """
         return lax.dot_general(
             lhs,
@@ -167,11 +149,10 @@ class QuantizedProduct:
 
         **Arguments:**
 
-        - `leaf`: the scale or zero point, with the axes of the operand. Its size along contracted
-          axes must be 1.
-        - `side`: 0 for an operand that is lhs, 1 for rhs.
-        - `ndim`: the rank of the output. Its axes are the batch axes, the free axes of lhs and the
-          free axes of rhs.
+        - `leaf`: the scale or zero point. Its size along contracted axes must be 1.
+        - `side`: the side of the operand.
+        - `ndim`: the rank of the output, whose axes are the batch axes, the free axes of lhs and
+          the free axes of rhs.
 
         **Returns:** an array of rank `ndim` that broadcasts against the output.
         """
@@ -266,10 +247,7 @@ def describe_dequantized(lhs: Operand, rhs: Operand) -> str:
 def dense_nbytes(*operands: Operand, dtype: DTypeLike | None = None) -> tuple[int, ...]:
     """Return the size in bytes of the dense array of each QArray, and 0 for each dense operand.
 
-    **Arguments:**
-
-    - `operands`: arrays and QArrays.
-    - `dtype`: the dtype of the dense arrays. None means the dtype of each operand.
+    `dtype` is the dtype of the dense arrays. None means the dtype of each operand.
     """
     sizes = (x.size * jnp.dtype(x.dtype if dtype is None else dtype).itemsize for x in operands)
     return tuple(n if isinstance(x, QArray) else 0 for x, n in zip(operands, sizes, strict=True))

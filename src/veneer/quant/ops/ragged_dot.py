@@ -183,13 +183,9 @@ def _multiply_groups(
     precision: Any,
     out_dtype: Any,
 ) -> jax.Array:
-    """Return the product: one group at a time on CPU, and dense on other platforms.
+    """Return `ragged_dot_general`, one group at a time on CPU, and dense on other platforms.
 
-    **Arguments:**
-
-    - `lhs`, `rhs`, `group_sizes`, `dimension_numbers`, `precision`: as for `ragged_dot_general`.
-      The ragged axis of `lhs` is a free axis, and `rhs` has a group axis.
-    - `out_dtype`: the dtype of the result.
+    The ragged axis of `lhs` must be a free axis, and `rhs` must have a group axis.
     """
     params = GroupedDotParams(
         DotDimensionNumbers.of(dimension_numbers.dot_dimension_numbers),

@@ -23,7 +23,7 @@ from ..formats.tiles import Shape
 
 
 class StoredMatrix(NamedTuple):
-    """A batch of stored matrices.
+    """A weight as a batch of stored matrices: its arrays, and the facts that kernels need.
 
     **Arguments:**
 
@@ -55,13 +55,7 @@ class DequantizeScales:
     count: int
 
     def __call__(self, packed: jax.Array, outer_scale: jax.Array) -> jax.Array:
-        """Return the scales in f32, with a last axis of size `count`.
-
-        **Arguments:**
-
-        - `packed`: the stored codes of the scales.
-        - `outer_scale`: the scales of these codes.
-        """
+        """Return the scales in f32, given their stored codes and the scale of these codes."""
         packing = None if self.qtype == "int8" else Packing(-1, self.count)
         return QArray.from_packed(
             packed, outer_scale, qtype=self.qtype, packing=packing, dense_dtype="float32"
@@ -101,12 +95,9 @@ def swap_packed_axis(q: QArray) -> QArray:
 def _leaves_for_kernels(q: QArray, *, keep_scale_codes: bool) -> dict[str, Any] | None:
     """Return the arrays of a weight in dtypes that kernels read, as a dict.
 
-    Scales and minima that kernels cannot read are converted to f32. Return None if they are f64, or
-    if kernels do not support the tiles of the zero points.
-
-    **Arguments:**
-
-    - `keep_scale_codes`: True to keep quantized scales if kernels can read them.
+    Quantized scales and minima are kept if `keep_scale_codes` is True and kernels can read them.
+    Otherwise they are converted to f32. Return None if they are f64, or if kernels do not support
+    the tiles of the zero points.
     """
     scale: Any
     minimum: Any
@@ -133,11 +124,8 @@ def _leaves_for_kernels(q: QArray, *, keep_scale_codes: bool) -> dict[str, Any] 
 def can_read_scale_codes(q: QArray, axis: int = -1) -> bool:
     """Return whether kernels can read the scales and minima of an array, which are quantized.
 
-    They must be int8, or uint6 packed along `axis`, with float scales along that axis.
-
-    **Arguments:**
-
-    - `axis`: the axis of the columns of the stored matrix, -1 or -2.
+    They must be int8, or uint6 packed along `axis`, with float scales along that axis. `axis` is
+    the axis of the columns of the stored matrix, -1 or -2.
     """
     leaves: list[Any] = [q.scale] if q.minimum is None else [q.scale, q.minimum]
     for leaf in leaves:

@@ -58,7 +58,6 @@ def sum_over_tiles(
 
     - `multiply`: a function of two QArrays, which have size `tiles` along the contracted axes and
       scales that do not vary along them. It returns a float array.
-    - `lhs`, `rhs`, `numbers`: the operands of the product, and its dimension numbers.
     - `tiles`: the size of a tile along each contracted axis.
     """
     lhs_axes, rhs_axes = numbers.contracting
@@ -99,13 +98,10 @@ def sum_over_tiles(
 
 
 def _move_tiles_first(scale: Leaf, axes: Sequence[int], counts: Sequence[int]) -> jax.Array:
-    """Return a scale with a new first axis that runs over tiles, and with size 1 along `axes`.
+    """Return a scale or zero point with a new first axis that runs over the tiles of a product.
 
-    **Arguments:**
-
-    - `scale`: a scale or zero point. Its size along each of `axes` divides the number in `counts`.
-    - `axes`: the contracted axes.
-    - `counts`: the number of tiles along each of `axes`.
+    There are `counts` tiles along the contracted axes `axes`, which get size 1. The number of
+    entries of the scale along an axis divides the number of tiles.
     """
     leaf = jnp.asarray(scale)
     for axis, count in zip(axes, counts, strict=True):
@@ -123,13 +119,9 @@ def _slice_tile(
     scale: jax.Array,
     zero_point: jax.Array | None,
 ) -> QArray:
-    """Return one tile of an operand.
+    """Return one tile of an operand, with its scale and zero point.
 
-    **Arguments:**
-
-    - `axes`, `index`, `tiles`: the contracted axes, and along each of them the index of the tile
-      and the size of a tile.
-    - `scale`, `zero_point`: the scale and zero point of the tile.
+    `index` and `tiles` have the index of the tile and the size of a tile along each of `axes`.
     """
     packed = jnp.asarray(q.packed)
     if not jnp.issubdtype(packed.dtype, jnp.integer):

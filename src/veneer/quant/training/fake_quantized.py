@@ -140,21 +140,12 @@ class FakeQuantized(ImplicitArray):
         >>> vn.quant.FakeQuantized.from_rule(jnp.ones((4, 2)), rule)
         FakeQuantized(w=f32[4,2], qtype='int4', act_qtype='int8')
         """
-        return cls(
-            array,
-            qtype=rule.qtype,
-            tile_size=rule.tile_size,
-            tile_axis=rule.contracting(array.ndim),
-            calibration_method=rule.calibration_method,
-            scale_dtype=rule.scale_dtype,
-            act_qtype=rule.act_qtype,
-            act_calibration_method=rule.act_calibration_method,
-            act_tile_size=rule.act_tile_size,
-            grad_qtype=rule.grad_qtype,
-            grad_input=rule.grad_input,
-            grad_weight=rule.grad_weight,
-            sparsity=rule.sparsity,
-        )
+        # These fields have the same names in a rule.
+        names = ["qtype", "tile_size", "calibration_method", "scale_dtype", "act_qtype"]
+        names += ["act_calibration_method", "act_tile_size", "grad_qtype", "grad_input"]
+        names += ["grad_weight", "sparsity"]
+        options = {name: getattr(rule, name) for name in names}
+        return cls(array, tile_axis=rule.contracting(array.ndim), **options)
 
     @property
     def format(self) -> Format | None:

@@ -89,12 +89,9 @@ class TrainingProduct:
         raise NotImplementedError
 
     def gradient_axes(self, side: int, ndims: Sequence[int]) -> GradientAxes:
-        """Return the axes of the product that gives the gradient of operand 0 or 1.
+        """Return the axes of the product that gives the gradient of operand `side`.
 
-        **Arguments:**
-
-        - `side`: the number of the operand.
-        - `ndims`: the ranks of both operands.
+        `ndims` are the ranks of both operands.
         """
         raise NotImplementedError
 
@@ -212,6 +209,7 @@ class _Convolution(TrainingProduct):
         lhs, rhs, out = self["dimension_numbers"]
         swap_batch_and_channels = lambda spec: (spec[1], spec[0], *spec[2:])
         specs: tuple[Any, ...]
+        # A stride of the forward convolution becomes a dilation of a gradient, and vice versa.
         strides, dilation = self["window_strides"], self["rhs_dilation"]
         if side == 0:
             operands = g, other
@@ -240,9 +238,7 @@ class _Convolution(TrainingProduct):
     ) -> list[tuple[int, int]]:
         """Return the padding that gives the gradient of operand `side` the size of the operand.
 
-        **Arguments:**
-
-        - `images`, `kernel`, `output`: the sizes of their spatial axes in the forward product.
+        `images`, `kernel` and `output` are the sizes of the spatial axes in the forward product.
         """
         dilate = lambda size, dilation: 0 if size == 0 else 1 + dilation * (size - 1)
         padding = []
@@ -259,7 +255,7 @@ class _Convolution(TrainingProduct):
 
 
 class _RaggedDot(TrainingProduct):
-    """A `ragged_dot_general`. Quantized operands are materialized."""
+    """A `ragged_dot_general` of materialized operands. Its gradients are in floating point."""
 
     primitive = "ragged_dot_general"
     has_gradients_on_codes = False

@@ -11,7 +11,7 @@ the codes of `q(w)` alone. The same holds for `q(x)`. An operand with zero point
 tiles along another axis is quantized again from the dense array.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -27,7 +27,7 @@ from ..conversion.fake_quantize import fake_quantize
 from ..conversion.quantize import quantize
 from ..conversion.scale_axes import ScaleAxes, choose_activation_axes
 from ..formats import get_format
-from ..formats.tiles import over_tiles
+from ..ops.operands import multiply_by_scale
 from .backward import BackwardProduct
 from .fake_quantized import FakeQuantized
 from .products import TrainingProduct
@@ -87,7 +87,10 @@ class OperandRecipe:
         return quantize(x, self.qtype, **self._options).replace(dense_dtype=self.dense_dtype)
 
     def fake_quantize(self, x: jax.Array) -> jax.Array:
-        """Return the quantized and dequantized operand. Derivatives ignore the rounding."""
+        """Return the quantized and dequantized operand, or `x` if `qtype` is None.
+
+        The derivative is 1, and 0 for values that quantization clips.
+        """
         return x if self.qtype is None else fake_quantize(x, self.qtype, **self._options)
 
     def without_clipped_gradients(self, x: jax.Array) -> jax.Array:
@@ -106,8 +109,8 @@ class OperandRecipe:
     ) -> jax.Array | QArray:
         """Quantize the operand for a product of the backward pass.
 
-        Return the dense operand if there is no format, or if `backward` names no format of its own
-        and the tile of the forward format does not divide an axis.
+        The format is `backward.residual_qtype`. If that is "forward", the format is `qtype`, and
+        the operand stays dense if a tile does not divide an axis.
 
         **Arguments:**
 
@@ -173,7 +176,7 @@ def _forward(
     # Save each operand for the gradient of the other operand: its codes if they can be used there.
     saved = []
     for side, (dense, q) in enumerate(zip((lhs, rhs), quantized, strict=True)):
-        backward = recipe.backward[1 - side]
+        backward = recipe.backward[1 - side]  # if its `qtype` is None, the gradient stays dense
         can_reuse = backward.qtype is None or _fits_gradient(q, recipe.product, side, lhs, rhs)
         saved.append(q if backward.reuses_forward and can_reuse else dense)
     return out, (saved, other_operands, key)
@@ -182,12 +185,9 @@ def _forward(
 def _fits_gradient(
     q: jax.Array | QArray, product: TrainingProduct, side: int, lhs: jax.Array, rhs: jax.Array
 ) -> bool:
-    """Return whether the gradient of one operand can use the codes of the other operand.
+    """Return whether the gradient of operand `1 - side` can use the codes of operand `side`.
 
-    **Arguments:**
-
-    - `q`, `side`: the other operand, as quantized in the forward pass, and its side.
-    - `lhs`, `rhs`: the dense operands.
+    `q` is operand `side`, as quantized in the forward pass. `lhs` and `rhs` are dense.
     """
     if not product.has_gradients_on_codes:
         return True
@@ -200,15 +200,12 @@ def _fits_gradient(
 def _backward(recipe: TrainingRecipe, residuals: Any, g: jax.Array) -> tuple[Any, ...]:
     """Return the gradients of lhs and rhs, and None for the other arguments."""
     saved, other_operands, key = residuals
-    gradients: list[Any] = []
-    for side, (operand, side_key) in enumerate(
-        zip(recipe.operands, _split_key(key, g), strict=True)
-    ):
-        gradient = None
+    keys = _split_key(key, g)
+    gradients: list[Any] = [None, None]
+    for side, operand in enumerate(recipe.operands):
         if jnp.issubdtype(operand.dtype, jnp.floating):
-            gradient = _gradient(recipe, side, saved, other_operands, g, side_key)
-            gradient = gradient.astype(operand.dtype)
-        gradients.append(gradient)
+            gradient = _gradient(recipe, side, saved, other_operands, g, keys[side])
+            gradients[side] = gradient.astype(operand.dtype)
     return *gradients, None, None
 
 
@@ -225,10 +222,8 @@ def _gradient(
 ) -> jax.Array:
     """Return the gradient of operand `side`, which is a product of `g` with the other operand.
 
-    **Arguments:**
-
-    - `saved`: lhs and rhs, dense or as quantized in the forward pass.
-    - `g`: the gradient of the output of the forward product.
+    `saved` are lhs and rhs, dense or as quantized in the forward pass. `g` is the gradient of the
+    output.
     """
     product, backward, other = recipe.product, recipe.backward[side], saved[1 - side]
     shapes = saved[0].shape, saved[1].shape
@@ -255,7 +250,7 @@ def _gradient(
             other = other.astype(wide)  # otherwise the next line would round g to integers
         g = g.astype(other.dtype)
     elif backward.qtype is not None and has_scales_only_along(other, axes.other_to_gradient):
-        g = _multiply_by_scale(g.astype(wide), other, axes.other_to_gradient)
+        g = multiply_by_scale(g.astype(wide), other.scales(), axes.other_to_gradient)
         one = jnp.ones([1] * other.ndim, wide)
         other = other.replace(scale=one, dense_dtype=wide.name)
     else:
@@ -288,22 +283,6 @@ def has_tiles_along(q: jax.Array | QArray, axes: Collection[int]) -> bool:
     leaves = [leaf for leaf in (q.scale, q.zero_point, q.minimum) if leaf is not None]
     pairs = [(q.shape[axis], leaf.shape[axis]) for axis in axes for leaf in leaves]
     return all(count == 1 or count < size for size, count in pairs)
-
-
-def _multiply_by_scale(g: jax.Array, q: QArray, axes: Mapping[int, int]) -> jax.Array:
-    """Multiply a gradient by the scale of an operand.
-
-    **Arguments:**
-
-    - `axes`: a map from axes of `q` to axes of `g`. The scale must not vary along other axes.
-    """
-    q_axes = sorted(axes, key=axes.__getitem__)  # in the order of the axes of g
-    other_axes = [axis for axis in range(q.ndim) if axis not in axes]
-    shape = [1] * g.ndim
-    for axis in q_axes:
-        shape[axes[axis]] = q.scale.shape[axis]
-    scale = lax.transpose(q.scales(), (*q_axes, *other_axes)).reshape(shape)
-    return over_tiles(jnp.multiply, g, scale.astype(g.dtype))
 
 
 def _quantize_gradient(

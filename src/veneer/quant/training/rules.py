@@ -128,14 +128,9 @@ def _transpose(w: FakeQuantized, *, permutation: Sequence[int]) -> Any:
 def _transpose_key(w: FakeQuantized, new_leading: Sequence[int]) -> Any:
     """Return the PRNG keys of a transposed weight, one per entry of its leading axes.
 
-    Leading axes precede the first axis in `tile_axis`. An axis that stays a leading axis keeps its
-    keys, and a new leading axis repeats them. Of an axis that is no longer one, the first key is
-    used.
-
-    **Arguments:**
-
-    - `w`: the weight before the transpose.
-    - `new_leading`: the axes of `w` that are the leading axes after the transpose, in their order.
+    Leading axes precede the first axis in `tile_axis`. `new_leading` lists the axes of `w` that
+    become the leading axes, in the new order. A new leading axis repeats the keys. If an axis is no
+    longer a leading axis, its first key is used.
     """
     key = w.key[tuple(slice(None) if axis in new_leading else 0 for axis in range(w.lead))]
     old_axes = [axis for axis in range(w.lead) if axis in new_leading]
