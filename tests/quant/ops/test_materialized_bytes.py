@@ -16,7 +16,7 @@ from veneer.quant import FORMATS, QArray, quantize
 from veneer.quant.ops.by_kernel import plan_kernel
 from veneer.quant.ops.by_xla import XLA_STRATEGIES, plan_scaled_matmul, plan_without_minimum
 from veneer.quant.ops.dot_general import STRATEGIES
-from veneer.quant.ops.product import Product
+from veneer.quant.ops.product import QuantizedProduct
 
 MATMUL = (([1], [0]), ([], []))
 ITEMSIZE = {"f16": 2, "bf16": 2, "f32": 4, "f64": 8}
@@ -55,9 +55,9 @@ def operands_in(qtype, dtype=jnp.float32):
 @pytest.mark.parametrize("qtype", FORMATS)
 def test_a_plan_counts_the_floats_in_memory(qtype, strategy):
     for lhs, rhs in operands_in(qtype):
-        plan = strategy(Product.create(lhs, rhs, MATMUL))
+        plan = strategy(QuantizedProduct.create(lhs, rhs, MATMUL))
         if plan is not None:
-            compute = lambda lhs, rhs: strategy(Product.create(lhs, rhs, MATMUL))()
+            compute = lambda lhs, rhs: strategy(QuantizedProduct.create(lhs, rhs, MATMUL))()
             nbytes = dense_nbytes(compute, lhs, rhs)
             assert sum(plan.dense) == nbytes, plan.how
 
@@ -66,9 +66,9 @@ def test_a_plan_counts_the_floats_in_memory(qtype, strategy):
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy.__name__)
 def test_a_plan_for_16_bits_counts_the_floats_in_memory(strategy, dtype):
     for lhs, rhs in operands_in("int8", dtype):
-        plan = strategy(Product.create(lhs, rhs, MATMUL))
+        plan = strategy(QuantizedProduct.create(lhs, rhs, MATMUL))
         if plan is not None:  # a CPU may convert them to f32
-            compute = lambda lhs, rhs: strategy(Product.create(lhs, rhs, MATMUL))()
+            compute = lambda lhs, rhs: strategy(QuantizedProduct.create(lhs, rhs, MATMUL))()
             nbytes = dense_nbytes(compute, lhs, rhs)
             assert sum(plan.dense) in (nbytes, nbytes // 2), plan.how
 
@@ -79,7 +79,7 @@ def test_the_operands_above_use_every_strategy():
     with select.use("auto"):
         for qtype in FORMATS:
             for lhs, rhs in operands_in(qtype):
-                product = Product.create(lhs, rhs, MATMUL)
+                product = QuantizedProduct.create(lhs, rhs, MATMUL)
                 unused = {strategy for strategy in unused if strategy(product) is None}
             if not unused:
                 break

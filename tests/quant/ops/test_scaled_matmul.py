@@ -16,7 +16,7 @@ from support.arrays import normal
 import veneer as vn
 from veneer.quant import quantize
 from veneer.quant.ops import by_xla
-from veneer.quant.ops.product import Product
+from veneer.quant.ops.product import QuantizedProduct
 
 HOW = "jax.nn.scaled_matmul of codes and scales"
 
@@ -76,7 +76,9 @@ def test_products_agree_with_the_dense_arrays(name):
         for seed, (shape, axis, qtype) in enumerate(zip(shapes, contracted, qtypes, strict=True))
     )
     numbers = (tuple((axis,) for axis in contracted), batch)
-    product = lambda lhs, rhs: by_xla.multiply_block_scaled(Product.create(lhs, rhs, numbers))
+    product = lambda lhs, rhs: by_xla.multiply_block_scaled(
+        QuantizedProduct.create(lhs, rhs, numbers)
+    )
     actual = jax.jit(product)(lhs, rhs)
     expected = lax.dot_general(lhs.dequantize(), rhs.dequantize(), numbers)
     assert actual.dtype == expected.dtype
@@ -89,7 +91,9 @@ def test_vmap_folds_the_mapped_axis_into_the_batch(in_axes):
     lhs = operand(*(3, 5, 64)[in_axes[0] is None :], axis=2 - (in_axes[0] is None))
     rhs = operand(*(64, 7, 3)[: 2 + (in_axes[1] is not None)], axis=0, seed=1)
     numbers = (((1,), (0,)), ((), ()))
-    product = lambda lhs, rhs: by_xla.multiply_block_scaled(Product.create(lhs, rhs, numbers))
+    product = lambda lhs, rhs: by_xla.multiply_block_scaled(
+        QuantizedProduct.create(lhs, rhs, numbers)
+    )
     # Outside `implicit`, `vmap` maps each leaf along the same axis number.
     actual = jax.jit(jax.vmap(product, in_axes))(lhs, rhs)
     expected = jax.vmap(jnp.matmul, in_axes)(lhs.dequantize(), rhs.dequantize())
@@ -168,5 +172,5 @@ def test_only_blackwell_gpus_multiply_block_scales(capability, expected, monkeyp
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="JAX has it on GPUs alone")
 def test_scaled_matmul_agrees_with_the_dense_product():
     x, w = operand(5, 64, axis=1), operand(64, 7, axis=0, seed=1)
-    actual = by_xla.multiply_block_scaled(Product.create(x, w, (((1,), (0,)), ((), ()))))
+    actual = by_xla.multiply_block_scaled(QuantizedProduct.create(x, w, (((1,), (0,)), ((), ()))))
     np.testing.assert_allclose(actual, x.dequantize() @ w.dequantize(), rtol=1e-5, atol=1e-5)

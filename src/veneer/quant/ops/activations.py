@@ -1,6 +1,7 @@
 """Rules for products of `ActivationQuantized`, a weight that quantizes its activations.
 
-Each rule binds the primitive again, on the weight itself and on quantized activations.
+Each rule quantizes the activations and binds the primitive again, with the quantized activations
+and the array that the `ActivationQuantized` wraps.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,23 +28,28 @@ from .product import weight_operand
 
 
 def bind(primitive: str, operands: Sequence[Any], params: dict[str, Any]) -> Any:
-    """Bind the primitive of a name to operands that may be implicit."""
-    bound = find_primitive(primitive).bind
-    return redispatch(lambda *xs: bound(*xs, **params), *operands)
+    """Bind a primitive, given its name, to operands that may be implicit arrays."""
+    bind_arrays = find_primitive(primitive).bind
+    return redispatch(lambda *xs: bind_arrays(*xs, **params), *operands)
 
 
 def _multiply_weight_only(
     primitive: str, operands: Sequence[Any], params: dict[str, Any], w: ActivationQuantized
 ) -> Any:
-    """Compute the product without quantizing the activations, and report the reason."""
+    """Return the product with dense activations, and report why they are not quantized.
+
+    `operands` are the operands of the primitive, including `w`.
+    """
     out = bind(primitive, [w.array if x is w else x for x in operands], params)
-    axes = " and ".join(map(str, w.contracting))
-    why = f"the product does not contract axis {axes or '(removed)'} of the weight"
     if may_be_tangents():
-        why = "the other operand may be a tangent"
+        reason = "the other operand may be a tangent"
     elif not w.is_for(primitive):
-        why = f"op_names is {', '.join(w.op_names)}"
-    note_how(f"activations not quantized to {w.qtype}: {why}")
+        reason = f"op_names is {', '.join(w.op_names)}"
+    else:
+        # A weight has no contracted axes left if indexing removed them.
+        axes = " and ".join(map(str, w.contracting)) or "(removed)"
+        reason = f"the product does not contract axis {axes} of the weight"
+    note_how(f"activations not quantized to {w.qtype}: {reason}")
     return out
 
 
@@ -51,78 +57,77 @@ def _multiply_straight_through(
     product: Callable[[Any, Any], Any],
     x: Any,
     w: ActivationQuantized,
-    shared: Sequence[int],
+    x_contracted: Sequence[int],
     batch: Sequence[tuple[int, int]] = (),
 ) -> Any:
-    """Return the product with quantized activations. Derivatives ignore their rounding.
+    """Return the product of quantized activations and a weight.
+
+    Derivatives treat the quantization of activations as the identity. Activations that are implicit
+    or have no float dtype are not quantized.
 
     **Arguments:**
 
-    - `product`: a function of activations, dense or quantized, and the weight.
-    - `x`, `shared`, `batch`: as for `ActivationQuantized.quantise_activations`.
+    - `product`: a function of activations, dense or quantized, and `w.array`.
+    - `x_contracted`: the axes of the activations `x` that the product contracts.
+    - `batch`: the batch axes as pairs: an axis of `x` and the matching axis of `w`.
     """
     if isinstance(x, Value) or jnp.result_type(x) not in QUANTIZABLE:
         return product(x, w.array)
 
-    weight = w
+    original_w = w
 
     @jax.custom_jvp
-    def call(x: jax.Array, w: ActivationQuantized) -> Any:
-        keep_sources([weight], [w])
-        return product(w.quantise_activations(x, shared, batch), w.array)
+    def multiply(x: jax.Array, w: ActivationQuantized) -> Any:
+        # `custom_jvp` rebuilds the weight, which loses the origin that reports show.
+        keep_sources([original_w], [w])
+        return product(w.quantise_activations(x, x_contracted, batch), w.array)
 
     def jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
         x, w = primals
-        out = call(x, w)
-        dense = ste(lambda x: materialise_one(w.quantise_activations(x, shared, batch)))
-        leaves, treedef = jax.tree.flatten((dense(x), w.array))
+        out = multiply(x, w)
+        fake_quantize = ste(
+            lambda x: materialise_one(w.quantise_activations(x, x_contracted, batch))
+        )
+        leaves, treedef = jax.tree.flatten((fake_quantize(x), w.array))
         # Differentiate only by leaves with tangents, because each costs a product.
         is_zero = lambda tangent: isinstance(tangent, SymbolicZero)
-        all_tangents = jax.tree.leaves((tangents[0], tangents[1].array), is_leaf=is_zero)
-        varied = [i for i, tangent in enumerate(all_tangents) if not is_zero(tangent)]
-
-        def multiply_varied(*varied_leaves: Any) -> Any:
-            full = list(leaves)
-            for i, leaf in zip(varied, varied_leaves, strict=True):
-                full[i] = leaf
-            return product(*jax.tree.unflatten(treedef, full))
-
-        if not varied:
+        leaf_tangents = jax.tree.leaves((tangents[0], tangents[1].array), is_leaf=is_zero)
+        indices = [i for i, tangent in enumerate(leaf_tangents) if not is_zero(tangent)]
+        if not indices:
             return out, jax.tree.map(zero_from_primal, out)
-        at = [leaves[i] for i in varied]
-        return out, jax.jvp(multiply_varied, at, [all_tangents[i] for i in varied])[1]
 
-    call.defjvp(jvp, symbolic_zeros=True)
-    return call(jnp.asarray(x), w)
+        def multiply_with(*new_leaves: Any) -> Any:
+            all_leaves = list(leaves)
+            for i, leaf in zip(indices, new_leaves, strict=True):
+                all_leaves[i] = leaf
+            return product(*jax.tree.unflatten(treedef, all_leaves))
+
+        primal_leaves = [leaves[i] for i in indices]
+        return out, jax.jvp(multiply_with, primal_leaves, [leaf_tangents[i] for i in indices])[1]
+
+    multiply.defjvp(jvp, symbolic_zeros=True)
+    return multiply(jnp.asarray(x), w)
 
 
 @register("dot_general")
 def _dot_general(x: ArrayLike | QArray, w: ActivationQuantized, **params: Any) -> Any:
-    numbers = DotDimensionNumbers.of(params["dimension_numbers"])
-    return _multiply(x, w, numbers, params, activations_first=True)
+    return _multiply(x, w, params, activations_first=True)
 
 
 @register("dot_general")
 def _dot_general_swapped(w: ActivationQuantized, x: ArrayLike | QArray, **params: Any) -> Any:
-    numbers = DotDimensionNumbers.of(params["dimension_numbers"]).swapped
-    return _multiply(x, w, numbers, params, activations_first=False)
+    return _multiply(x, w, params, activations_first=False)
 
 
 def _multiply(
-    x: Any,
-    w: ActivationQuantized,
-    numbers: DotDimensionNumbers,
-    params: dict[str, Any],
-    *,
-    activations_first: bool,
+    x: Any, w: ActivationQuantized, params: dict[str, Any], *, activations_first: bool
 ) -> Any:
-    """Return the product of activations and a weight.
+    """Return the `dot_general` of activations and a weight, with quantized activations if possible.
 
-    **Arguments:**
-
-    - `numbers`: the dimension numbers with the activations as lhs.
-    - `params`: of the primitive, for operands in their actual order.
+    `activations_first` is True if the activations are lhs, and False if they are rhs.
     """
+    numbers = DotDimensionNumbers.of(params["dimension_numbers"])
+    numbers = numbers if activations_first else numbers.swapped  # now the activations are lhs
     (x_contracted, w_contracted), (x_batch, w_batch) = numbers
     if not (w.sums_over(w_contracted) and w.is_for("dot_general")):
         operands = (x, w) if activations_first else (w, x)
@@ -132,15 +137,17 @@ def _multiply(
         return _multiply_stacked(x, w, numbers, stacked, params, activations_first)
 
     batch = list(zip(x_batch, w_batch, strict=True))
-    last = w.ndim - 2, w.ndim - 1
-    if w.turned and isinstance(w.array, QArray) and len({*last} & {*w_contracted}) == 1:
-        # The product contracts the other axis of the stored matrix. Kernels usually find this in
-        # the program, but they cannot look through the `custom_jvp` below.
-        swap = dict(zip(last, last[::-1], strict=True))
+    row_axis, column_axis = w.ndim - 2, w.ndim - 1
+    contracts_one = (row_axis in w_contracted) != (column_axis in w_contracted)
+    if w.turned and isinstance(w.array, QArray) and contracts_one:
+        # The weight is the transpose of a stored matrix. Transpose it back, and contract the other
+        # axis, so that kernels read the stored matrix. XLA removes such a pair of transposes in
+        # other programs, but not through the `custom_jvp` of `_multiply_straight_through`.
         w = w.changed(array=redispatch(lambda array: jnp.swapaxes(array, -1, -2), w.array))
+        swapped = {row_axis: column_axis, column_axis: row_axis}
         x_axes, w_axes = zip(*numbers, strict=True)
-        stored = [tuple(swap.get(axis, axis) for axis in axes) for axes in w_axes]
-        numbers = DotDimensionNumbers(*zip(x_axes, stored, strict=True))
+        stored_axes = [tuple(swapped.get(axis, axis) for axis in axes) for axes in w_axes]
+        numbers = DotDimensionNumbers(*zip(x_axes, stored_axes, strict=True))
         in_order = numbers if activations_first else numbers.swapped
         params = params | {"dimension_numbers": tuple(in_order)}
 
@@ -155,27 +162,31 @@ def _multiply_stacked(
     x: Any,
     w: ActivationQuantized,
     numbers: DotDimensionNumbers,
-    stacked: Sequence[int],
+    stack_axes: Sequence[int],
     params: dict[str, Any],
     activations_first: bool,
 ) -> Any:
-    """Return the product with each of a stack of weights that have separate activation ranges.
+    """Return the product of activations and a stack of weights with a static scale per weight.
 
-    The activations are broadcast along the axes of the stack, which become batch axes.
+    The scales differ along `stack_axes`, which are free axes of `w`. The activations are broadcast
+    along the stack, which makes these axes batch axes. So activations are quantized once for each
+    scale. In `numbers`, the activations are lhs.
     """
-    shared = {x_axis: w_axis for pair in numbers for x_axis, w_axis in zip(*pair, strict=True)}
-    x_labels = [shared.get(axis, w.ndim + axis) for axis in range(x.ndim)]
-    batch = [shared[axis] for axis in numbers.batch[0]]
-    x_free = [label for label in x_labels if label >= w.ndim]
-    w_free = [axis for axis in range(w.ndim) if axis not in shared.values()]
-    last = [*x_free, *w_free] if activations_first else [*w_free, *x_free]
-    stacked_x = jnp.broadcast_to(x, (*(w.shape[axis] for axis in stacked), *x.shape))
+    # Einsum subscripts: i is axis i of `w`, and w.ndim + i is a free axis i of `x`.
+    w_subscripts = list(range(w.ndim))
+    x_to_w = {x_axis: w_axis for pair in numbers for x_axis, w_axis in zip(*pair, strict=True)}
+    x_subscripts = [x_to_w.get(axis, w.ndim + axis) for axis in range(x.ndim)]
+    x_free = [subscript for subscript in x_subscripts if subscript >= w.ndim]
+    w_free = [axis for axis in w_subscripts if axis not in x_to_w.values()]
+    free = [*x_free, *w_free] if activations_first else [*w_free, *x_free]
+    out_subscripts = [*(x_to_w[axis] for axis in numbers.batch[0]), *free]
+    numeric = {name: params[name] for name in ("precision", "preferred_element_type")}
 
     def product(x: Any, w: Any) -> Any:
-        labels = [*stacked, *x_labels], [*range(w.ndim)], [*batch, *last]
-        numeric = {name: params[name] for name in ("precision", "preferred_element_type")}
-        return jnp.einsum(x, labels[0], w, labels[1], labels[2], **numeric)
+        subscripts = [*stack_axes, *x_subscripts]
+        return jnp.einsum(x, subscripts, w, w_subscripts, out_subscripts, **numeric)
 
+    stacked_x = jnp.broadcast_to(x, (*(w.shape[axis] for axis in stack_axes), *x.shape))
     return redispatch(product, stacked_x, w)
 
 
@@ -203,9 +214,10 @@ def _conv_general_dilated(x: ArrayLike | QArray, w: ActivationQuantized, **param
 
 
 def sums_over_features(w: ProductWeight, params: dict[str, Any]) -> bool:
-    """Return whether a convolution contracts the axes of the kernel that the weight declares.
+    """Return whether a convolution sums over all axes in `contracting` of its kernel `w`.
 
-    In the derivative by the input, the two feature axes are swapped.
+    `contracting` must include the input features. The derivative by the input sums over the output
+    features instead.
     """
     _, features, *space = params["dimension_numbers"].rhs_spec
     return features - w.ndim in w.contracting and w.sums_over([features, *space])

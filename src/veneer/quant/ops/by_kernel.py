@@ -1,4 +1,4 @@
-"""The strategies by kernels, which read the stored codes of a weight.
+"""The strategies that use kernels, which read the stored codes of a weight.
 
 Activations are floats (f32, bf16 or f16), or int8 codes with scales per row, as `act_qtype="int8"`
 creates them, if the weight has an integer format. Kernels sum products of codes before they apply
@@ -31,9 +31,9 @@ from ..arrays.qarray import QArray
 from ..formats import get_format
 from ..formats.packing import Packing
 from ..formats.tiles import over_tiles
-from .by_xla import XLA_STRATEGIES, multiplied_codes
+from .by_xla import XLA_STRATEGIES, find_code_product
 from .minima import split_minimum
-from .operands import fits_int32, fixes_dtypes, has_minimum
+from .operands import fits_int32, fixes_dtypes, has_minimum, multiply_by_scale
 from .product import SIDES, Plan, QuantizedProduct, dense_nbytes, first_plan, runs_on_cpu
 from .stored_matrix import as_stored_matrix, swap_packed_axis
 
@@ -41,51 +41,49 @@ _DTYPES = tuple(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
 
 
 def plan_kernel(product: QuantizedProduct) -> Plan | None:
-    """Plan to read packed codes by a kernel, if a platform has one for them."""
-    if select.chosen() == "xla" or fixes_dtypes(product.precision) or _is_sharded(product):
+    """Return a plan that multiplies stored codes by a kernel, or None if no kernel supports this.
+
+    If both operands are QArrays, rhs is tried as the weight first, unless `product.weight_side`
+    names the weight.
+    """
+    if select.chosen() == "xla" or fixes_dtypes(product.precision):
         return None
-    if product.out_dtype not in _DTYPES:
+    if product.out_dtype not in _DTYPES or product.out_sharding is not None:
         return None
+    for leaf in jax.tree.leaves(product.operands):
+        if any(jax.typeof(leaf).sharding.spec):  # an explicit mesh distributes the array
+            return None
     for side in (1, 0) if product.weight_side is None else (product.weight_side,):
         x: Any = product.operands[1 - side]
         if not isinstance(product.operands[side], QArray):
             continue
-        shape, batch = product.shapes[side], 1
+        shape, batch_size = product.shapes[side], 1
         for axis in product.dimension_numbers.batch[side]:
-            batch *= shape[axis]
-        if 0 in shape or not select.may_serve(math.prod(shape) // batch, batch):
+            batch_size *= shape[axis]
+        # Kernels multiply neither empty nor small matrices.
+        if 0 in shape or not select.may_serve(math.prod(shape) // batch_size, batch_size):
             continue
         is_quantized = isinstance(x, QArray)
         candidates = _quantized_activations(product, side) if is_quantized else [(x, None)]
         for values, scale in candidates:
             plan = _plan_matmul(product, side, values, scale)
-            if plan is not None and is_quantized and scale is None:
+            if plan is None:
+                continue
+            if is_quantized and scale is None:  # the activations were dequantized
                 (nbytes,) = dense_nbytes(x)
-                return dataclasses.replace(plan, dense=(nbytes, 0) if side else (0, nbytes))
-            if plan is not None:
-                return plan
+                plan = dataclasses.replace(plan, dense=(nbytes, 0) if side else (0, nbytes))
+            return plan
     return None
 
 
-def _is_sharded(product: QuantizedProduct) -> bool:
-    """Return whether explicit sharding, in the types of arrays, distributes an operand."""
-    if product.out_sharding is not None:
-        return True
-    for leaf in jax.tree.leaves(product.operands):
-        for axis_names in jax.typeof(leaf).sharding.spec:
-            if axis_names is not None:
-                return True
-    return False
-
-
 def plan_kernel_with_folded_scale(product: QuantizedProduct) -> Plan | None:
-    """Plan to multiply the scale of each term into the activations, and call a kernel for the rest.
+    """Return a plan that multiplies x by the scale first, and then by the codes with a kernel.
 
-    `sum_k x[k] * (codes[k, n] * scale[k])` is `sum_k (x[k] * scale[k]) * codes[k, n]`, and x has
-    fewer rows. The values of a cache have such scales, one per token.
+    This is possible if the scale varies along the contracted axis k, but not along the free axis n:
+    `sum_k x[k] * (codes[k, n] * scale[k])` is `sum_k (x[k] * scale[k]) * codes[k, n]`. The values
+    in a KV cache have such scales, one per token.
 
-    On CPUs, x times the scale is f32, which kernels read. On GPUs it is rounded to the dtype of x,
-    as XLA rounds codes times the scale in the dense product.
+    Return None for other scales. If this is not faster, return the result of `plan_kernel`.
     """
     side = 1 if isinstance(product.operands[1], QArray) else 0
     x: Any
@@ -94,6 +92,7 @@ def plan_kernel_with_folded_scale(product: QuantizedProduct) -> Plan | None:
     contracting, batch = product.dimension_numbers
     if isinstance(x, QArray) or not isinstance(q, QArray) or product.terms <= 1:
         return None
+    # The scale must have one entry per term, and must not vary along the free axes.
     for axis, count in enumerate(q.scale.shape):
         if axis in contracting[side]:
             is_per_term = count == product.shapes[side][axis]
@@ -117,17 +116,16 @@ def plan_kernel_with_folded_scale(product: QuantizedProduct) -> Plan | None:
     if not can_be_faster:
         return plan
 
-    # Map axes of x to axes of q. Along the other axes of x, the scale is the same.
-    axes = {
-        x_axis: q_axis
-        for pair in product.dimension_numbers
-        for x_axis, q_axis in zip(pair[1 - side], pair[side], strict=True)
-    }
-    order = [*(axes[i] for i in sorted(axes)), *product.free(side)]
-    scale = lax.transpose(q.scales(), order)
-    scale = scale.reshape([q.scale.shape[axes[i]] if i in axes else 1 for i in range(x.ndim)])
+    # CPU kernels read f32. On GPUs, x times the scale is rounded to the dtype of x, as XLA rounds
+    # codes times the scale in the dense product.
+    scale = q.scales()
     dtype = scale.dtype if runs_on_cpu() else x.dtype
-    x = over_tiles(jnp.multiply, x.astype(scale.dtype), scale).astype(dtype)
+    q_to_x = {
+        q_axis: x_axis
+        for pair in product.dimension_numbers
+        for q_axis, x_axis in zip(pair[side], pair[1 - side], strict=True)
+    }
+    x = multiply_by_scale(x.astype(scale.dtype), scale, q_to_x).astype(dtype)
     one = jnp.ones([1] * q.ndim, scale.dtype)
     q = q.replace(scale=one, dense_dtype=dtype)
     folded = plan_kernel(product.replace(*((x, q) if side else (q, x)), product.out_dtype))
@@ -138,28 +136,32 @@ def plan_kernel_with_folded_scale(product: QuantizedProduct) -> Plan | None:
 
 
 def plan_kernel_without_minimum(product: QuantizedProduct) -> Plan | None:
-    """Plan to call a kernel that adds no minima, and add the minima in a second product."""
+    """Return a plan that multiplies codes by a kernel, and adds the minima by a second product.
+
+    Return None if no operand has minima, or if no kernel multiplies these codes.
+    """
     split = split_minimum(product)
     if split is None:
         return None
-    rest, add_minimum_term = split
-    plan = plan_kernel_with_folded_scale(rest) or plan_kernel(rest)
+    main_product, add_minimum_term = split
+    plan = plan_kernel_with_folded_scale(main_product) or plan_kernel(main_product)
     return None if plan is None else add_minimum_term(plan)
 
 
 def describe_small_operand(product: QuantizedProduct) -> str:
-    """Return the reason why no kernel is used here, if it is the size of an operand, else ""."""
+    """Return a message that a QArray operand is too small for a kernel, or "" if none is."""
     for side, q in enumerate(product.operands):
         if not isinstance(q, QArray) or q.size == 0 or select.chosen() == "xla":
             continue
         if not all(isinstance(n, int) for n in q.shape):  # exported programs call no kernel
             continue
-        batch = math.prod(q.shape[axis] for axis in product.dimension_numbers.batch[side])
-        least = select.least_entries(jax.default_backend(), q.size // batch, batch)
+        matrices = math.prod(q.shape[axis] for axis in product.dimension_numbers.batch[side])
+        values = q.size // matrices
+        least = select.least_entries(jax.default_backend(), values, matrices)
         if least is not None:
-            in_each = f" in each of {batch:,} matrices" if batch > 1 else ""
+            in_each = f" in each of {matrices:,} matrices" if matrices > 1 else ""
             return (
-                f"{SIDES[side]} is too small for a kernel ({q.size // batch:,} values{in_each}, "
+                f"{SIDES[side]} is too small for a kernel ({values:,} values{in_each}, "
                 f"and kernels need {least:,})"
             )
     return ""
@@ -171,35 +173,36 @@ def describe_small_operand(product: QuantizedProduct) -> str:
 def _quantized_activations(
     product: QuantizedProduct, side: int
 ) -> Iterator[tuple[jax.Array, jax.Array | None]]:
-    """Yield the forms in which a kernel may read activations that are a QArray, best first.
+    """Yield the arrays that a kernel may read for activations that are a QArray, best first.
 
-    Each is an array and its scale, as in `_plan_matmul`. If XLA multiplies the codes of both
-    operands, activations are not dequantized for a kernel. The exception are weights in bit planes,
-    which XLA reads slowly.
+    Each is a pair: int8 codes and their scale, or dequantized activations and None. There may be no
+    pair. `side` is 0 if the weight is lhs, and 1 if it is rhs.
     """
     x: Any
     q: Any
     x, q = product.operands[1 - side], product.operands[side]
     contracted = product.dimension_numbers.contracting[1 - side]
-    tiles = [q.scale.shape[axis] for axis in product.dimension_numbers.contracting[side]]
-    scales = [x.scale.shape[axis] for axis in contracted]
-    # Kernels read int8 codes with one scale per row, or scales per tile of the weight.
-    is_tiled = len(contracted) == 1 and tiles[0] % max(1, scales[0]) == 0
-    has_rows = (
+    # The numbers of scales along contracted axes.
+    q_counts = [q.scale.shape[axis] for axis in product.dimension_numbers.contracting[side]]
+    x_counts = [x.scale.shape[axis] for axis in contracted]
+    # Kernels read int8 codes with one scale per row, or with one scale per tile of the weight.
+    has_scales_per_tile = len(contracted) == 1 and q_counts[0] % max(1, x_counts[0]) == 0
+    are_int8_rows = (
         q.format.is_integer
         and x.qtype == "int8"
         and x.zero_point is None
         and x.minimum is None
         and x.scale.dtype != jnp.float64
-        and (is_tiled or all(count == 1 for count in scales))
+        and (has_scales_per_tile or all(count == 1 for count in x_counts))
     )
-    if has_rows and fits_int32(x, q, product.terms):
+    if are_int8_rows and fits_int32(x, q, product.terms):
         shape = [*x.shape]
-        for axis, count in zip(contracted, tiles, strict=True):
+        for axis, count in zip(contracted, q_counts, strict=True):
             shape[axis] = 1 if x.scale.shape[axis] == 1 else count
-        scale = over_tiles(jnp.multiply, jnp.ones(shape, jnp.float32), x.scales())
-        yield x.codes(), scale
-    are_multiplied = has_rows or multiplied_codes(product) is not None
+        yield x.codes(), over_tiles(jnp.multiply, jnp.ones(shape, jnp.float32), x.scales())
+    # Activations are not dequantized for a kernel if XLA multiplies the codes of both operands,
+    # except for weights in bit planes, which XLA reads slowly.
+    are_multiplied = are_int8_rows or find_code_product(product) is not None
     if not are_multiplied or q.format.bits in PLANE_BITS.values():
         yield x.dequantize(), None
 
@@ -209,12 +212,11 @@ def _quantized_activations(
 
 @functools.cache
 def codes_of(qtype: str, has_zero_point: bool) -> tuple[Codes, int] | None:
-    """Return the codes of a format as kernels know them, or None if no kernel reads them.
+    """Return the description of a format's codes for kernels, or None if no kernel reads them.
 
-    With a zero point, half the range is subtracted from unsigned codes that are looked up, and from
-    the zero point. Then sums that are subtracted from each other are as small as possible.
-
-    **Returns:** the codes, and the number that was subtracted.
+    **Returns:** a pair: the `Codes`, and the number that is subtracted from their values. Kernels
+    subtract it from zero points, too. It is half the range for unsigned codes of fewer than 8 bits
+    with a zero point, and otherwise 0. Smaller values round less in float sums.
     """
     format = get_format(qtype)
     if format.bits == 8:
@@ -236,32 +238,38 @@ def codes_of(qtype: str, has_zero_point: bool) -> tuple[Codes, int] | None:
 def _plan_matmul(
     product: QuantizedProduct, side: int, x: jax.Array, x_scale: jax.Array | None
 ) -> Plan | None:
-    """Plan the kernel call for a weight, the operand `side`, and its activations.
+    """Return a plan that calls a kernel, or None if no platform has a kernel for the operands.
 
     **Arguments:**
 
-    - `x`: the activations, floats or int8 codes, with the axes of the operand.
-    - `x_scale`: the scale of codes, in f32. Along contracted axes it has size 1, or the number of
-      scales of the weight. None for floats.
+    - `side`: 0 if the weight is lhs, 1 if it is rhs.
+    - `x`: the activations as floats or int8 codes, with the axes of the other operand.
+    - `x_scale`: the scale of int8 codes, in f32, with the axes of `x`. Along contracted axes its
+      size is 1 or the number of scales of the weight. None for floats.
     """
     if x_scale is None and (x.dtype != product.dtypes[side] or x.dtype not in _DTYPES):
         return None
+
+    # View the weight as stored. `stored_axes` has the stored axis of each axis of the operand.
     q: Any = product.operands[side]
     shape = product.shapes[side]
-    stored = list(range(len(shape)))  # the axis of the stored weight for each axis of the operand
+    stored_axes = list(range(len(shape)))
     if q.packing is not None and q.packing.axis == -2:
-        stored[-2:] = stored[-1], stored[-2]
-        q, shape = swap_packed_axis(q), tuple(map(shape.__getitem__, stored))
-    # Contracted axes and batch axes, of the stored weight and of x, as the former are ordered.
+        stored_axes[-2:] = stored_axes[-1], stored_axes[-2]
+        q, shape = swap_packed_axis(q), tuple(map(shape.__getitem__, stored_axes))
+    # Pair the stored axes with axes of x, in increasing order of the stored axes.
     axes: list[Any] = []
     for pair in product.dimension_numbers:
-        pairs = sorted(zip(map(stored.__getitem__, pair[side]), pair[1 - side], strict=True))
+        pairs = sorted(zip(map(stored_axes.__getitem__, pair[side]), pair[1 - side], strict=True))
         axes.append(zip(*pairs, strict=True) if pairs else ((), ()))
     (q_contracted, x_contracted), (q_batch, x_batch) = axes
 
+    # Find the layout and the codes.
     matrix = as_stored_matrix(q, shape, q_contracted, q_batch)
-    codes = None if matrix is None else codes_of(matrix.qtype, q.zero_point is not None)
-    if matrix is None or codes is None:
+    if matrix is None:
+        return None
+    codes_and_offset = codes_of(matrix.qtype, q.zero_point is not None)
+    if codes_and_offset is None:
         return None
     operands = matrix.operands
     if operands.minimum is not None and operands.minimum.shape != operands.scale.shape:
@@ -270,16 +278,21 @@ def _plan_matmul(
         if operands.packed.ndim > 3:
             return None
         x_scale = _as_rows(x_scale, x_batch, x_contracted)
-        x_scale = x_scale[..., 0] if x_scale.shape[2] == 1 else x_scale
+        x_scale = x_scale[..., 0] if x_scale.shape[2] == 1 else x_scale  # one scale per row
     operands = operands._replace(x=_as_rows(x, x_batch, x_contracted), x_scale=x_scale)
+
+    # Find the kernels.
+    codes, offset = codes_and_offset
+    fallback = ProductByXla(matrix.qtype, q.dense_dtype, product.precision)
+    allows_unmeasured_kernels = select.chosen() == "experimental"
     problem = MatmulProblem(
-        codes[0],
+        codes,
         matrix.columns,
         matrix.contracting,
         product.out_dtype.name,
-        codes[1],
-        ProductByXla(matrix.qtype, q.dense_dtype, product.precision),
-        select.chosen() == "experimental",
+        offset,
+        fallback,
+        allows_unmeasured_kernels,
         matrix.scale_codes,
     )
     kernels = select.usable(operands, problem)
@@ -288,46 +301,48 @@ def _plan_matmul(
 
     def compute(*arrays: Any) -> jax.Array:
         out = matmul(MatmulOperands(*arrays), problem)
-        # The result has the batch axes as the stored weight has them, the free axes of x and those
-        # of the stored weight.
+        # Split the axes of the result, `[B, M, N]`. They are the batch axes, the free axes of x and
+        # the free axes of the weight, in the order of the stored weight.
         x_free = [i for i in range(x.ndim) if i not in (*x_batch, *x_contracted)]
         q_free = [i for i in range(len(shape)) if i not in (*q_batch, *q_contracted)]
         sizes = [shape[i] for i in q_batch]
         sizes += [x.shape[i] for i in x_free] + [shape[i] for i in q_free]
-        order = [q_batch.index(stored[i]) for i in product.dimension_numbers.batch[side]]
+        # Move them to the order of the output of `dot_general`.
+        batch_order = [q_batch.index(stored_axes[i]) for i in product.dimension_numbers.batch[side]]
         x_order = [len(q_batch) + i for i in range(len(x_free))]
         q_start = len(q_batch) + len(x_free)
-        q_order = [q_start + q_free.index(i) for i in stored if i in q_free]
-        order += x_order + q_order if side else q_order + x_order
-        return lax.transpose(out.reshape(sizes), order)
+        q_order = [q_start + q_free.index(i) for i in stored_axes if i in q_free]
+        free_order = x_order + q_order if side == 1 else q_order + x_order
+        return lax.transpose(out.reshape(sizes), batch_order + free_order)
 
-    hows = []
+    descriptions = []
     for platform, name in kernels.items():
-        hows.append(f"{platform.upper()} kernel {name.removeprefix('veneer_')}")
-    return Plan(", ".join(hows), compute, operands, kernels_for=tuple(kernels))
+        descriptions.append(f"{platform.upper()} kernel {name.removeprefix('veneer_')}")
+    return Plan(", ".join(descriptions), compute, operands, kernels_for=tuple(kernels))
 
 
 def _as_rows(x: jax.Array, batch: Sequence[int], contracted: Sequence[int]) -> jax.Array:
-    """Return activations as `[B, M, K]`: batch axes, free axes and contracted axes."""
-    axes: list[int] = [*batch]
-    rows = 1
-    for axis, size in enumerate(x.shape):
+    """Return an array as `[B, M, K]`, with the batch, free and contracted axes merged."""
+    free = []
+    for axis in range(x.ndim):
         if axis not in batch and axis not in contracted:
-            axes.append(axis)
-            rows *= size
-    sizes = map(x.shape.__getitem__, batch), map(x.shape.__getitem__, contracted)
-    count, terms = map(math.prod, sizes)
-    return lax.transpose(x, [*axes, *contracted]).reshape(count, rows, terms)
+            free.append(axis)
+    count, rows, terms = (
+        math.prod(map(x.shape.__getitem__, batch)),
+        math.prod(map(x.shape.__getitem__, free)),
+        math.prod(map(x.shape.__getitem__, contracted)),
+    )
+    return lax.transpose(x, [*batch, *free, *contracted]).reshape(count, rows, terms)
 
 
 @dataclasses.dataclass(frozen=True)
 class ProductByXla:
-    """A hashable function that computes a `MatmulProblem` by XLA, for platforms without a kernel.
+    """A hashable function that computes a product by XLA, on platforms that have no kernel for it.
 
     **Arguments:**
 
-    - `qtype`, `dense_dtype`: of the weight.
-    - `precision`: of the product.
+    - `qtype`, `dense_dtype`: the format of the weight, and the dtype of its dense array.
+    - `precision`: the precision of the product, as for `jax.lax.dot_general`.
     """
 
     qtype: str
@@ -335,27 +350,28 @@ class ProductByXla:
     precision: Any
 
     def __call__(self, operands: MatmulOperands, problem: MatmulProblem) -> jax.Array:
-        """Return the product `[B, M, N]`."""
-        operands = operands.apart()
-        batched = operands.x.shape[0] != 1
-        if not batched:  # XLA computes some products faster without a batch axis
+        """Return the product as `[B, M, N]`: batch, rows of activations, outputs per row."""
+        operands = operands.apart()  # stores one matrix after the other
+        is_batched = operands.x.shape[0] != 1
+        if not is_batched:  # XLA computes some products faster without a batch axis
             operands = MatmulOperands(*(None if x is None else jnp.squeeze(x, 0) for x in operands))
         x, packed, scale, zero_point, x_scale, minimum, *_ = operands
-        is_narrow = get_format(self.qtype).bits < 8
+        is_packed = get_format(self.qtype).bits < 8
         q = QArray.from_packed(
             packed,
             scale,
             zero_point,
             minimum=minimum,
             qtype=self.qtype,
-            packing=Packing(-1, problem.columns) if is_narrow else None,
+            packing=Packing(-1, problem.columns) if is_packed else None,
             dense_dtype=x.dtype if x_scale is None else self.dense_dtype,
         )
         if x_scale is not None:
+            # A scale per row has no axis for the terms. A scale per tile of a row has it.
             scale = x_scale if x_scale.ndim == x.ndim else x_scale[..., None]
             x = QArray.from_packed(x, scale, qtype="int8", dense_dtype=self.dense_dtype)
         contracted = (x.ndim - 1,), (x.ndim - (2 if problem.contracting == "rows" else 1),)
-        numbers = DotDimensionNumbers(contracted, ((0,), (0,)) if batched else ((), ()))
+        numbers = DotDimensionNumbers(contracted, ((0,), (0,)) if is_batched else ((), ()))
         product = QuantizedProduct.create(x, q, numbers, self.precision, problem.out_dtype)
         out = first_plan(product, XLA_STRATEGIES)()
-        return out if batched else jnp.expand_dims(out, 0)
+        return out if is_batched else jnp.expand_dims(out, 0)

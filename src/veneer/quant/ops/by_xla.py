@@ -1,9 +1,9 @@
-"""The strategies by XLA: scaled_matmul, integer and float8 codes, tiles, values, dense arrays.
+"""The strategies that use XLA: scaled_matmul, codes, minima apart, values, dense arrays.
 
 A scale that does not vary along the contracted axes can be applied after the sum:
-`sum_k x[k] * (codes[k, n] * scale[n]) = (sum_k x[k] * codes[k, n]) * scale[n]`. If it does vary and
-the codes of both operands can be multiplied, this is done for each tile. Otherwise the operand is
-dequantized.
+`sum_k x[k] * (codes[k, n] * scale[n]) = (sum_k x[k] * codes[k, n]) * scale[n]`. If the scale varies
+and XLA can multiply the codes of both operands, each tile is summed and scaled separately.
+Otherwise the operand is dequantized.
 
 XLA multiplies arrays in memory. If codes are converted to floats, all values of the operand are in
 memory as floats, and the plan states the number of bytes.
@@ -23,7 +23,7 @@ from ..formats.tiles import Shape
 from .minima import split_minimum
 from .operands import (
     accumulator,
-    code_unit,
+    code_factor,
     dequantized,
     fits_int32,
     fixes_dtypes,
@@ -46,25 +46,31 @@ from .product import (
 )
 from .tile_sums import common_tiles, sum_over_tiles
 
-# The smallest tiles that are summed separately. Each product of tiles is added to the full output.
-# For smaller tiles, this takes longer than dequantizing the operands, unless the output has few
-# rows or columns.
+# The number of terms in the smallest tiles that are summed separately. Each product of tiles is
+# added to the full output. For smaller tiles, this takes longer than dequantizing the operands.
 _LEAST_TILE = 128
-_LEAST_TILE_OF_FEW = 16
-_FEW = 16
+# The same for outputs with at most `_FEW_ROWS` rows or columns, which are added faster.
+_LEAST_TILE_FOR_FEW_ROWS = 16
+_FEW_ROWS = 16
 
 
 def plan_without_minimum(product: QuantizedProduct) -> Plan | None:
-    """Plan to add the minima of an operand in a second product."""
+    """Return a plan that multiplies codes without minima, and adds the minima by a second product.
+
+    Return None if no operand has minima, or if that operand must be dequantized.
+    """
     split = split_minimum(product)
     if split is None:
         return None
-    rest, add_minimum_term = split
-    return add_minimum_term(first_plan(rest, XLA_STRATEGIES))
+    main_product, add_minimum_term = split
+    return add_minimum_term(first_plan(main_product, XLA_STRATEGIES))
 
 
 def plan_scaled_matmul(product: QuantizedProduct) -> Plan | None:
-    """Plan to call `jax.nn.scaled_matmul` for mxfp8 operands, on GPUs that support it."""
+    """Return a plan that multiplies mxfp8 codes and scales by `jax.nn.scaled_matmul`.
+
+    Return None if an operand is not mxfp8, or if the default device has no such instruction.
+    """
     lhs, rhs = product.operands
     if not (isinstance(lhs, QArray) and isinstance(rhs, QArray) and has_block_scaled_matmul()):
         return None
@@ -88,45 +94,49 @@ def plan_scaled_matmul(product: QuantizedProduct) -> Plan | None:
 
 
 def plan_codes(product: QuantizedProduct) -> Plan | None:
-    """Plan to multiply the codes of both operands, and scale the output."""
-    codes = multiplied_codes(product)
-    if codes is None or codes[1] > 1:
+    """Return a plan that multiplies the codes of both operands, and scales the sums.
+
+    Return None if XLA cannot multiply the codes. If scales vary along the contracted axes, each
+    tile is summed and scaled separately.
+    """
+    code_product = find_code_product(product)
+    if code_product is None:
         return None
-    kind, _, _ = codes
+    kind, count, tiles = code_product
+    if count > 1:
+        how = f"multiply {kind} codes in {count} tiles, scale and add the results"
+        return Plan(how, functools.partial(_multiply_tiles, tiles=tiles), (product,))
     # XLA for CPUs multiplies no float8. It converts both operands to f32.
     is_widened = kind == "float8" and runs_on_cpu()
     dense = dense_nbytes(*product.operands, dtype="float32") if is_widened else ()
     return Plan(f"multiply {kind} codes, scale the output", _multiply_codes, (product,), dense)
 
 
-def plan_tiles(product: QuantizedProduct) -> Plan | None:
-    """Plan to multiply codes tile by tile, scale the sum of each tile, and add these sums."""
-    codes = multiplied_codes(product)
-    if codes is None or codes[1] == 1:
-        return None
-    kind, count, tiles = codes
-    how = f"multiply {kind} codes in {count} tiles, scale and add the results"
-    return Plan(how, functools.partial(_multiply_tiles, tiles=tiles), (product,))
-
-
 def plan_values(product: QuantizedProduct) -> Plan | None:
-    """Plan to multiply codes as floats, and scale the output if no scale varies along the sum."""
+    """Return a plan that converts codes to floats and multiplies them, or None for other dtypes.
+
+    The scales of an operand are applied to the output if they do not vary along the contracted
+    axes. Otherwise the operand is dequantized first.
+    """
     if not product.can_scale_output or product.terms == 0:
         return None
-    hows, are_scaled_after = [], []
+    descriptions, are_scaled_after = [], []
     for side, x in enumerate(product.operands):
-        reason = None if not isinstance(x, QArray) else _reason_to_dequantize(x, product, side)
+        if not isinstance(x, QArray):
+            are_scaled_after.append(False)
+            continue
+        reason = _reason_to_dequantize(x, product, side)
         are_scaled_after.append(reason == "")
         if reason:
-            hows.append(f"dequantize {SIDES[side]}, {reason}")
-        elif reason is not None:
-            hows.append(f"convert codes of {SIDES[side]} to float, scale the output")
+            descriptions.append(f"dequantize {SIDES[side]}, {reason}")
+        else:
+            descriptions.append(f"convert codes of {SIDES[side]} to float, scale the output")
     compute = functools.partial(_multiply_values, are_scaled_after=tuple(are_scaled_after))
-    return Plan("; ".join(hows), compute, (product,), dense_nbytes(*product.operands))
+    return Plan("; ".join(descriptions), compute, (product,), dense_nbytes(*product.operands))
 
 
 def plan_dense(product: QuantizedProduct) -> Plan:
-    """Plan to dequantize both operands and multiply the dense arrays."""
+    """Return a plan that dequantizes the operands and multiplies the dense arrays."""
     lhs, rhs = product.operands
     how = describe_dequantized(lhs, rhs)
     if fixes_dtypes(product.precision):
@@ -141,15 +151,8 @@ def plan_dense(product: QuantizedProduct) -> Plan:
     return Plan(how, multiply, (product,), dense_nbytes(lhs, rhs))
 
 
-#: In order of preference. The last one supports all products.
-XLA_STRATEGIES = (
-    plan_without_minimum,
-    plan_scaled_matmul,
-    plan_codes,
-    plan_tiles,
-    plan_values,
-    plan_dense,
-)
+#: The strategies in order of preference. The last strategy supports all products.
+XLA_STRATEGIES = (plan_without_minimum, plan_scaled_matmul, plan_codes, plan_values, plan_dense)
 
 
 # Conditions.
@@ -162,6 +165,7 @@ def has_block_scaled_matmul() -> bool:
     """
     if not runs_on_gpu():
         return False
+    # NVIDIA's GPUs have a text such as "10.0". Other GPUs may have another text, or no attribute.
     major, _, _ = str(getattr(jax.devices()[0], "compute_capability", "")).partition(".")
     return major.isdecimal() and int(major) >= 10
 
@@ -169,19 +173,21 @@ def has_block_scaled_matmul() -> bool:
 def _has_mx_blocks(q: QArray, product: QuantizedProduct, side: int) -> bool:
     """Return whether an operand is mxfp8 with tiles along the only contracted axis.
 
-    These are the mx formats that cuDNN supports: float8 with one float8_e8m0fnu per 32 codes.
+    These are the mx formats that cuDNN supports: float8 with a float8_e8m0fnu scale per 32 codes.
     """
     contracting = product.dimension_numbers.contracting[side]
     is_mxfp8 = q.qtype in ("mxfp8", "mxfp8_e5m2") and q.scale.dtype == jnp.float8_e8m0fnu
     return is_mxfp8 and len(contracting) == 1 and q.tile_shape[contracting[0]] == 32
 
 
-def multiplied_codes(product: QuantizedProduct) -> tuple[str, int, Shape] | None:
-    """Return how XLA multiplies the codes of both operands, or None if it dequantizes one.
+def find_code_product(product: QuantizedProduct) -> tuple[str, int, Shape] | None:
+    """Return how XLA multiplies the codes of both operands, or None if XLA must dequantize them.
 
-    **Returns:** "integer" or "float8", the number of tiles that are summed separately, and the
-    sizes of a tile along the contracted axes.
+    **Returns:** a triple `(kind, count, tile)`. The kind is "integer" or "float8". The contracted
+    axes are cut into `count` tiles, which are summed separately. `tile` has the size of a tile
+    along each contracted axis.
     """
+    # Both operands must be QArrays without minima, and the result must be a float.
     lhs, rhs = product.operands
     if not (isinstance(lhs, QArray) and isinstance(rhs, QArray)):
         return None
@@ -189,6 +195,7 @@ def multiplied_codes(product: QuantizedProduct) -> tuple[str, int, Shape] | None
         return None
     if product.out_dtype not in QUANTIZABLE or product.terms == 0:
         return None
+    # The codes must be integers, or floats that XLA multiplies.
     if have_byte_codes(lhs, rhs):
         kind = "integer"
     elif all(x.format.codebook is None and not x.format.is_integer for x in (lhs, rhs)):
@@ -201,19 +208,24 @@ def multiplied_codes(product: QuantizedProduct) -> tuple[str, int, Shape] | None
             return None
     else:
         return None
-    tiles = common_tiles(lhs, rhs, product.dimension_numbers)
-    terms = math.prod(tiles)
+    # The sum over a tile must fit int32.
+    tile = common_tiles(lhs, rhs, product.dimension_numbers)
+    terms = math.prod(tile)
     if not isinstance(terms, int):  # symbolic, in programs for export
         return None
     if kind == "integer" and not fits_int32(lhs, rhs, terms):
         return None
+    # Several tiles must be large enough.
     count = product.terms // terms
     if count > 1:
-        sizes = [math.prod(product.shapes[side][i] for i in product.free(side)) for side in (0, 1)]
-        is_small = any(isinstance(size, int) and size <= _FEW for size in sizes)
-        if terms < (_LEAST_TILE_OF_FEW if is_small else _LEAST_TILE):
+        rows, columns = (
+            math.prod(product.shapes[side][axis] for axis in product.free_axes(side))
+            for side in (0, 1)
+        )
+        is_small = any(isinstance(size, int) and size <= _FEW_ROWS for size in (rows, columns))
+        if terms < (_LEAST_TILE_FOR_FEW_ROWS if is_small else _LEAST_TILE):
             return None
-    return kind, count, tiles
+    return kind, count, tile
 
 
 def _reason_to_dequantize(q: QArray, product: QuantizedProduct, side: int) -> str:
@@ -230,23 +242,26 @@ def _reason_to_dequantize(q: QArray, product: QuantizedProduct, side: int) -> st
 
 
 def multiply_block_scaled(product: QuantizedProduct) -> jax.Array:
-    """Reshape codes and scales to `[batch, rows, terms]` and call `jax.nn.scaled_matmul`."""
-    operands, shape = [], []
+    """Return the product of mxfp8 operands, computed by `jax.nn.scaled_matmul`."""
+    leaves, out_shape = [], []
     for side, q in enumerate(product.operands):
-        (contracted,), batch = (pair[side] for pair in product.dimension_numbers)
-        free = product.free(side)
         assert isinstance(q, QArray)
-        assert not isinstance(q.scale, QArray)  # as `_has_mx_blocks` says
+        assert not isinstance(q.scale, QArray)  # because `_has_mx_blocks` is True
+        (contracted,), batch = (pair[side] for pair in product.dimension_numbers)
+        free = product.free_axes(side)
+        # The scales need one entry per index of the batch axes and the free axes.
         counts = [q.scale.shape[i] if i == contracted else n for i, n in enumerate(q.shape)]
-        scale = broadcast_tiles(jnp.asarray(q.scale), tuple(counts))
+        scale = broadcast_tiles(jnp.asarray(q.scale), counts)
+        # Reshape codes to [batch, rows, terms], and scales to [batch, rows, tiles].
         sizes = [math.prod(q.shape[i] for i in axes) for axes in (batch, free)]
         for leaf in (q.codes(), scale):
             leaf = lax.transpose(leaf, [*batch, *free, contracted])
-            operands.append(leaf.reshape(*sizes, leaf.shape[-1]))
-        shape += [q.shape[i] for i in (*batch, *free)] if side == 0 else [q.shape[i] for i in free]
-    lhs_codes, lhs_scale, rhs_codes, rhs_scale = operands
+            leaves.append(leaf.reshape(*sizes, leaf.shape[-1]))
+        out_axes = (*batch, *free) if side == 0 else free
+        out_shape += [q.shape[i] for i in out_axes]
+    lhs_codes, lhs_scale, rhs_codes, rhs_scale = leaves
     out = _scaled_matmul(lhs_codes, rhs_codes, lhs_scale, rhs_scale)
-    return out.reshape(shape).astype(product.out_dtype)
+    return out.reshape(out_shape).astype(product.out_dtype)
 
 
 @jax.custom_batching.custom_vmap
@@ -256,7 +271,8 @@ def _scaled_matmul(
     return jax.nn.scaled_matmul(lhs, rhs, lhs_scales, rhs_scales, jnp.float32)
 
 
-# JAX 0.10.2 batches scaled_matmul only if all operands are batched.
+# JAX 0.10.2 batches scaled_matmul only if all operands are batched. This rule broadcasts operands
+# that are not, and merges the mapped axis with the batch axis.
 @_scaled_matmul.def_vmap
 def _(size: int, are_batched: list[bool], *operands: jax.Array) -> tuple[jax.Array, bool]:
     stacked = [
@@ -268,7 +284,11 @@ def _(size: int, are_batched: list[bool], *operands: jax.Array) -> tuple[jax.Arr
 
 
 def _multiply_values(product: QuantizedProduct, are_scaled_after: tuple[bool, ...]) -> jax.Array:
-    """Multiply values, and apply the scales of some operands to the output."""
+    """Return the product, computed on codes as floats, or on dequantized values.
+
+    `are_scaled_after` states for each operand whether codes are multiplied and the output is
+    scaled. Otherwise the operand is dequantized.
+    """
     values, scales = [], []
     for x, is_scaled_after in zip(product.operands, are_scaled_after, strict=True):
         scale = None
@@ -277,12 +297,13 @@ def _multiply_values(product: QuantizedProduct, are_scaled_after: tuple[bool, ..
             x, scale = unscaled(x, x.dtype)
         values.append(dequantized(x))
         scales.append(scale)
-    out = product.dot(values[0], values[1], accumulator(product.out_dtype))
+    lhs, rhs = values
+    out = product.dot(lhs, rhs, accumulator(product.out_dtype))
     return _scale_output(out, scales, product)
 
 
 def _multiply_codes(product: QuantizedProduct) -> jax.Array:
-    """Multiply codes. Scales and zero points must not vary along the contracted axes."""
+    """Return the product of two QArrays without scales that vary along the contracted axes."""
     lhs, rhs = product.operands
     assert isinstance(lhs, QArray)
     assert isinstance(rhs, QArray)
@@ -290,11 +311,15 @@ def _multiply_codes(product: QuantizedProduct) -> jax.Array:
         out = _multiply_integers(product).astype(accumulator(product.out_dtype))
     else:
         out = product.dot(lhs.codes(), rhs.codes(), jnp.float32)
-    out *= code_unit(lhs) * code_unit(rhs)
+    out *= code_factor(lhs) * code_factor(rhs)
     return _scale_output(out, [outer_scale(lhs), outer_scale(rhs)], product)
 
 
 def _multiply_tiles(product: QuantizedProduct, tiles: Shape) -> jax.Array:
+    """Return the product of two QArrays, where each tile is summed and scaled separately.
+
+    `tiles` has the size of a tile along each contracted axis.
+    """
     lhs, rhs = product.operands
     assert isinstance(lhs, QArray)
     assert isinstance(rhs, QArray)
@@ -307,50 +332,43 @@ def _multiply_tiles(product: QuantizedProduct, tiles: Shape) -> jax.Array:
 def _scale_output(
     out: jax.Array, scales: Sequence[jax.Array | None], product: QuantizedProduct
 ) -> jax.Array:
-    """Multiply an output by the scales of the operands, if any, and round it to its dtype.
-
-    The scales are multiplied with each other first. Their product is in range if the largest
-    products of values are, and then so is the result.
-    """
-    arranged = [
+    """Return the output times the scales of the operands that are not None, in the output dtype."""
+    output_scales = [
         product.broadcast_to_output(scale, side, out.ndim).astype(out.dtype)
         for side, scale in enumerate(scales)
         if scale is not None
     ]
-    if arranged:
-        out = out * functools.reduce(jnp.multiply, arranged)
+    if output_scales:
+        # Multiply the scales with each other first. The product of the output and only one of them
+        # might overflow.
+        out = out * functools.reduce(jnp.multiply, output_scales)
     return out.astype(product.out_dtype)
 
 
 def _multiply_integers(product: QuantizedProduct) -> jax.Array:
-    """Return the exact sum, in int32, of products of codes minus their zero points.
+    """Return the exact sums, in int32, of products of codes minus their zero points.
 
-    `sum (a - y) (b - z) = sum a b - y sum b - z (sum a - K y)`. Parts of it may wrap around, and
-    wrap back when they are added.
+    With codes a and b, zero points y and z, and K terms, the sum is
+    `sum (a - y) (b - z) = sum a b - y sum b - z (sum a - K y)`. Intermediate results may wrap
+    around. The final result is still exact if it fits int32.
     """
-    codes, zero_points = [], []
-    for q in product.operands:
-        assert isinstance(q, QArray)
-        codes_of_q, zero_point = int8_codes(q)
-        codes.append(codes_of_q)
-        zero_points.append(zero_point)
-    out = product.dot(codes[0], codes[1], jnp.int32)
-    ndim = out.ndim
+    lhs, rhs = product.operands
+    assert isinstance(lhs, QArray)
+    assert isinstance(rhs, QArray)
+    (lhs_codes, lhs_zero), (rhs_codes, rhs_zero) = int8_codes(lhs), int8_codes(rhs)
+    out = product.dot(lhs_codes, rhs_codes, jnp.int32)
+    broadcast = functools.partial(product.broadcast_to_output, ndim=out.ndim)
 
-    def sum_codes(side: int) -> jax.Array:
+    def sum_codes(codes: jax.Array, side: int) -> jax.Array:
         axes = product.dimension_numbers.contracting[side]
-        sums = codes[side].sum(axes, keepdims=True, dtype=jnp.int32)
-        return product.broadcast_to_output(sums, side, ndim)
+        return broadcast(codes.sum(axes, keepdims=True, dtype=jnp.int32), side)
 
-    lhs_zero, rhs_zero = (
-        None if zero_point is None else product.broadcast_to_output(zero_point, side, ndim)
-        for side, zero_point in enumerate(zero_points)
-    )
     if lhs_zero is not None:
-        out -= lhs_zero * sum_codes(1)
+        lhs_zero = broadcast(lhs_zero, 0)
+        out -= lhs_zero * sum_codes(rhs_codes, 1)
     if rhs_zero is not None:
-        lhs_sum = sum_codes(0)
+        lhs_sum = sum_codes(lhs_codes, 0)
         if lhs_zero is not None:
             lhs_sum -= product.terms * lhs_zero
-        out -= rhs_zero * lhs_sum
+        out -= broadcast(rhs_zero, 1) * lhs_sum
     return out

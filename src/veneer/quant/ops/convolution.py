@@ -1,10 +1,10 @@
 """`conv_general_dilated` with quantized operands.
 
 If both operands are quantized and no scale varies along the contracted axes (the input features and
-the window), the codes are convolved and the output is scaled. Sums of integer codes are exact in
-integers and in floats; the faster way depends on the platform. In all other cases the operands are
-dequantized. If only the kernel is quantized, scaling the output would save little, because a kernel
-is small compared with the images.
+the window), the codes are convolved and the output is scaled. Integer codes are convolved in int8
+or in f32, whichever is faster on the platform. Both sums are exact. In all other cases the operands
+are dequantized. If only the kernel is quantized, scaling the output would save little, because a
+kernel is small compared with the images.
 """
 
 import functools
@@ -25,7 +25,7 @@ from .operands import (
     accumulator,
     as_operand,
     can_scale_output,
-    code_unit,
+    code_factor,
     dequantized,
     fits_int32,
     has_int8_zero_point,
@@ -93,15 +93,15 @@ def conv_general_dilated(
     """
     lhs, rhs = operand_pair(lhs, rhs, precision, preferred_element_type)
     lhs, rhs = _promote_integers(lhs, rhs), _promote_integers(rhs, lhs)
-    narrower = None
+    narrow_dtype = None
     if isinstance(lhs, QArray) and isinstance(rhs, QArray):
         dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
         lhs, rhs = lhs.replace(dense_dtype=dtype), rhs.replace(dense_dtype=dtype)
-        # JAX rejects a result narrower than the operands. Sums of codes are rounded to it here.
+        # JAX rejects a result dtype that is narrower than the operands, so convert the result.
         if preferred_element_type is not None:
             preferred = jnp.dtype(preferred_element_type)
             if preferred in QUANTIZABLE and preferred.itemsize < dtype.itemsize:
-                narrower, preferred_element_type = preferred, None
+                narrow_dtype, preferred_element_type = preferred, None
     params = {
         "window_strides": tuple(window_strides),
         "padding": padding if isinstance(padding, str) else tuple(map(tuple, padding)),
@@ -113,28 +113,31 @@ def conv_general_dilated(
         "precision": precision,
         "out_sharding": out_sharding,
     }
-    out = _plan(lhs, rhs, params, preferred_element_type)()
-    return out if narrower is None else out.astype(narrower)
+    out = _plan_convolution(lhs, rhs, params, preferred_element_type)()
+    return out if narrow_dtype is None else out.astype(narrow_dtype)
 
 
 def _promote_integers(x: Operand, other: Operand) -> Operand:
-    """Return a dense integer array in the dtype of the other operand, if that is a QArray."""
+    """Convert `x` to the dtype of `other` if `x` is an integer array and `other` is a QArray."""
     is_promoted = isinstance(other, QArray) and jnp.issubdtype(x.dtype, jnp.integer)
     return x.astype(other.dtype) if is_promoted else x
 
 
-def _plan(
+def _plan_convolution(
     lhs: Operand, rhs: Operand, params: dict[str, Any], preferred_element_type: DTypeLike | None
 ) -> Plan:
-    """Return the plan of a convolution: of codes, or of dense arrays."""
+    """Return a plan that convolves codes if possible, and otherwise dense arrays.
+
+    `params` are the other keyword arguments of `lax.conv_general_dilated`.
+
+    **Raises:** the errors of `lax.conv_general_dilated`, for shapes that do not match.
+    """
     convolve: Callable[..., jax.Array] = functools.partial(
         lax.conv_general_dilated, preferred_element_type=preferred_element_type, **params
     )
-    # This also raises the errors of operands that do not fit.
     out = jax.eval_shape(convolve, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (lhs, rhs)))
     reason = ""
     if isinstance(lhs, QArray) and isinstance(rhs, QArray):
-        # An empty sum is 0 for any scales.
         is_empty = 0 in (*lhs.shape, *rhs.shape)
         if not is_empty and can_scale_output(lhs, rhs, out.dtype, params["precision"]):
             if has_minimum(lhs) or has_minimum(rhs):
@@ -149,25 +152,29 @@ def _plan(
 
 
 def _plan_codes(lhs: QArray, rhs: QArray, params: dict[str, Any], out_dtype: jnp.dtype) -> Plan:
+    """Return a plan that convolves the codes of both operands and scales the output."""
     compute = functools.partial(
         _scale_sums_of_codes, params=tuple(params.items()), out_dtype=out_dtype
     )
     if not have_byte_codes(lhs, rhs):
         dense = dense_nbytes(lhs, rhs, dtype=accumulator(out_dtype))
         return Plan("convolve codes as floats, scale the output", compute, (lhs, rhs), dense)
-    is_in_integers = _is_in_integers(lhs, rhs, params, jax.default_backend())
-    dense = () if is_in_integers else dense_nbytes(lhs, rhs, dtype="float32")
+    uses_int8 = _can_convolve_int8(lhs, rhs, params, jax.default_backend())
+    dense = () if uses_int8 else dense_nbytes(lhs, rhs, dtype="float32")
     return Plan("convolve integer codes, scale the output", compute, (lhs, rhs), dense)
 
 
 def _sums_share_scales(lhs: QArray, rhs: QArray, params: dict[str, Any]) -> bool:
-    """Return whether no scale varies along the contracted axes."""
+    """Return whether all terms of each sum have the same scale.
+
+    Each group of input features is summed separately, so groups can have different scales.
+    """
     numbers = params["dimension_numbers"]
-    _, feature, *space = numbers.lhs_spec
-    counts = [lhs.scale.shape[axis] for axis in space]
+    _, feature_axis, *space_axes = numbers.lhs_spec
+    counts = [lhs.scale.shape[axis] for axis in space_axes]
     counts += [rhs.scale.shape[axis] for axis in numbers.rhs_spec[1:]]
-    # Groups of features are summed separately, and can have different scales.
-    return set(counts) <= {1} and params["feature_group_count"] % lhs.scale.shape[feature] == 0
+    groups = params["feature_group_count"]
+    return set(counts) <= {1} and groups % lhs.scale.shape[feature_axis] == 0
 
 
 # Jitted, so that outside of `jit`, too, only the computation for the platform runs.
@@ -175,82 +182,92 @@ def _sums_share_scales(lhs: QArray, rhs: QArray, params: dict[str, Any]) -> bool
 def _scale_sums_of_codes(
     lhs: QArray, rhs: QArray, params: tuple[tuple[str, Any], ...], out_dtype: Any
 ) -> jax.Array:
-    dtype = accumulator(out_dtype)
+    """Convolve codes, and scale the sums. `params` are keyword arguments as hashable pairs."""
+    dtype, kwargs = accumulator(out_dtype), dict(params)
     if have_byte_codes(lhs, rhs):
-        sums = _integer_sums(lhs, rhs, dict(params), dtype)
+        sums = _sum_integers(lhs, rhs, kwargs, dtype)
     else:
-        sums = _convolve(unscaled(lhs, dtype)[0], unscaled(rhs, dtype)[0], dict(params), dtype)
-    return over_tiles(jnp.multiply, sums, _output_scale(lhs, rhs, dict(params))).astype(out_dtype)
+        sums = _convolve(unscaled(lhs, dtype)[0], unscaled(rhs, dtype)[0], kwargs, dtype)
+    return over_tiles(jnp.multiply, sums, _output_scale(lhs, rhs, kwargs)).astype(out_dtype)
 
 
 def _output_scale(lhs: QArray, rhs: QArray, params: dict[str, Any]) -> jax.Array:
-    """Return the product of the scales, with a shape that tiles the output.
+    """Return the product of the scales of both operands, with one entry per tile of the output.
 
-    It is in range if the largest products of dense values are. The product of a sum and one scale
-    might overflow.
+    The scales are multiplied with each other, because a sum times only one scale might overflow.
     """
-    numbers, groups = params["dimension_numbers"], params["batch_group_count"]
-    batch, feature, *_ = numbers.lhs_spec
-    features = rhs.shape[numbers.rhs_spec[0]]
-    counts = lhs.scale.shape
-    # [batch, features]: groups of input features are groups of output features.
+    numbers, batch_groups = params["dimension_numbers"], params["batch_group_count"]
+    batch_axis, feature_axis, *_ = numbers.lhs_spec
+    batch_count, feature_count = lhs.scale.shape[batch_axis], lhs.scale.shape[feature_axis]
+    # Both as [batch, output features]. Groups of input features are groups of output features.
     lhs_scale = lax.transpose(outer_scale(lhs), numbers.lhs_spec)
-    lhs_scale = lhs_scale.reshape(counts[batch], counts[feature])
+    lhs_scale = lhs_scale.reshape(batch_count, feature_count)
     rhs_scale = lax.transpose(outer_scale(rhs), numbers.rhs_spec).reshape(1, -1)
-    if groups > 1 and counts[batch] > 1:  # groups of the batch are groups of output features
-        each = jnp.repeat(lhs_scale, lhs.shape[batch] // counts[batch], axis=0)
-        lhs_scale = each.reshape(groups, -1).T
-    if 1 < lhs_scale.shape[1] != rhs_scale.shape[1] > 1:
-        lhs_scale = jnp.repeat(lhs_scale, features // lhs_scale.shape[1], axis=1)
-        rhs_scale = jnp.repeat(rhs_scale, features // rhs_scale.shape[1], axis=1)
+    if batch_groups > 1 and batch_count > 1:  # groups of the batch are groups of output features
+        entry_scale = jnp.repeat(lhs_scale, lhs.shape[batch_axis] // batch_count, axis=0)
+        lhs_scale = entry_scale.reshape(batch_groups, -1).T
+    # Scales for different tiles of output features are both repeated for each output feature.
+    lhs_count, rhs_count = lhs_scale.shape[1], rhs_scale.shape[1]
+    if lhs_count > 1 and rhs_count > 1 and lhs_count != rhs_count:
+        features = rhs.shape[numbers.rhs_spec[0]]
+        lhs_scale = jnp.repeat(lhs_scale, features // lhs_count, axis=1)
+        rhs_scale = jnp.repeat(rhs_scale, features // rhs_count, axis=1)
     scale = lax.expand_dims(lhs_scale * rhs_scale, range(2, lhs.ndim))
     return lax.transpose(scale, sorted(range(lhs.ndim), key=numbers.out_spec.__getitem__))
 
 
-# Codes of an integer format, and the zero point to subtract.
+# Codes in int8, and the zero point to subtract from them.
 _Codes = tuple[jax.Array, jax.Array | None]
 
 
-def _integer_sums(lhs: QArray, rhs: QArray, params: dict[str, Any], dtype: Any) -> jax.Array:
-    """Convolve codes minus zero points, and multiply the sums by `code_unit` of each operand.
+def _sum_integers(lhs: QArray, rhs: QArray, params: dict[str, Any], dtype: Any) -> jax.Array:
+    """Convolve integer codes minus zero points. Return the sums times both `code_factor`s.
 
-    This is done in int8 if the platform computes that fast. Otherwise, it is done in f32, with so
-    few features at a time that their sums are exact. Zero points are subtracted first, in f32, so
-    that padding has the value 0.
+    The convolution runs in int8 if the platform supports that and computes it fast. Otherwise it
+    runs in f32, with so few input features at a time that the sums are exact.
     """
     features, *window = (rhs.shape[axis] for axis in params["dimension_numbers"].rhs_spec[1:])
     terms = math.prod(window)
-    # If the sum for one feature is too large, f32 rounds, as for dense operands.
-    size = _FLOAT32_EXACT // (terms * largest_difference(lhs) * largest_difference(rhs)) or features
-    unit = code_unit(lhs) * code_unit(rhs)
-
-    def integers(lhs: _Codes, rhs: _Codes) -> jax.Array:
-        return _convolve(lhs[0], rhs[0], params, jnp.int32).astype(dtype) * unit
-
-    def floats(lhs: _Codes, rhs: _Codes) -> jax.Array:
-        values = _subtract_zero_point(*lhs), _subtract_zero_point(*rhs)
-        sums = _convolve_by_features(*values, params, min(size, features), sum_dtype)
-        return sums.astype(dtype) * unit
-
+    largest_product = largest_difference(lhs) * largest_difference(rhs)
+    # If the sum for a single feature is too large for f32, it is rounded, as for dense operands.
+    exact_features = _FLOAT32_EXACT // (terms * largest_product) or features
+    # Several exact sums are added in int32, if their total fits.
+    has_several_sums = exact_features < features
     fits = fits_int32(lhs, rhs, features * terms)
-    sum_dtype = jnp.int32 if fits and size < features else dtype
+    total_dtype = jnp.int32 if has_several_sums and fits else dtype
+    factor = code_factor(lhs) * code_factor(rhs)
+
+    def sum_in_int8(lhs: _Codes, rhs: _Codes) -> jax.Array:
+        (lhs_codes, _), (rhs_codes, _) = lhs, rhs  # there are no zero points
+        return _convolve(lhs_codes, rhs_codes, params, jnp.int32).astype(dtype) * factor
+
+    def sum_in_floats(lhs: _Codes, rhs: _Codes) -> jax.Array:
+        # Zero points are subtracted first, so that padding has the value 0.
+        values = _subtract_zero_point(*lhs), _subtract_zero_point(*rhs)
+        step = min(exact_features, features)
+        return _convolve_by_features(*values, params, step, total_dtype).astype(dtype) * factor
+
     codes = int8_codes(lhs), int8_codes(rhs)
-    if not _is_in_integers(lhs, rhs, params):
-        return floats(*codes)
-    on_cpu = integers if _is_in_integers(lhs, rhs, params, "cpu") else floats
-    return lax.platform_dependent(*codes, cpu=on_cpu, cuda=floats, rocm=floats, default=integers)
+    if not _can_convolve_int8(lhs, rhs, params):
+        return sum_in_floats(*codes)
+    on_cpu = sum_in_int8 if _can_convolve_int8(lhs, rhs, params, "cpu") else sum_in_floats
+    on_gpu = sum_in_floats
+    return lax.platform_dependent(*codes, cpu=on_cpu, cuda=on_gpu, rocm=on_gpu, default=sum_in_int8)
 
 
-def _is_in_integers(
+def _can_convolve_int8(
     lhs: QArray, rhs: QArray, params: dict[str, Any], platform: str | None = None
 ) -> bool:
-    """Return whether integer codes are convolved in int8, on a platform or on some platform."""
+    """Return whether to convolve integer codes in int8 on a platform.
+
+    With `platform=None`, return whether to do so on any platform.
+    """
     features, *window = (rhs.shape[axis] for axis in params["dimension_numbers"].rhs_spec[1:])
     fits = fits_int32(lhs, rhs, features * math.prod(window))
     if not fits or has_int8_zero_point(lhs) or has_int8_zero_point(rhs):
         return False
     if platform == "cpu":
-        return _fast_on_cpu(features, params)
+        return _is_int8_fast_on_cpu(features, params)
     # A GPU has no convolution from int8 to int32: github.com/jax-ml/jax/issues/7637.
     return platform not in ("gpu", "cuda", "rocm")
 
@@ -262,7 +279,7 @@ def _subtract_zero_point(codes: jax.Array, zero_point: jax.Array | None) -> jax.
     return over_tiles(jnp.subtract, values, zero_point.astype(jnp.float32))
 
 
-def _fast_on_cpu(features: int, params: dict[str, Any]) -> bool:
+def _is_int8_fast_on_cpu(features: int, params: dict[str, Any]) -> bool:
     """Return whether XLA has more than a plain loop for an int8 convolution on CPU.
 
     Measured with JAX 0.10.2 and 0.12.0: int8 takes 0.7 to 1.0 of the time of f32 with NHWC images
@@ -274,21 +291,23 @@ def _fast_on_cpu(features: int, params: dict[str, Any]) -> bool:
 
 
 def _convolve_by_features(
-    lhs: jax.Array, rhs: jax.Array, params: dict[str, Any], size: int, dtype: Any
+    lhs: jax.Array, rhs: jax.Array, params: dict[str, Any], step: int, dtype: Any
 ) -> jax.Array:
-    """Convolve `size` input features of each group at a time, and add the sums in `dtype`."""
-    _, axis, *_ = params["dimension_numbers"].lhs_spec
+    """Convolve `step` input features of each group at a time, in f32. Add the sums in `dtype`."""
+    _, lhs_axis, *_ = params["dimension_numbers"].lhs_spec
     _, rhs_axis, *_ = params["dimension_numbers"].rhs_spec
-    before, (_, *after) = lhs.shape[:axis], lhs.shape[axis:]
     features = rhs.shape[rhs_axis]
+    # Split the feature axis of the images, to slice each group.
+    before, (_, *after) = lhs.shape[:lhs_axis], lhs.shape[lhs_axis:]
     grouped = lhs.reshape(*before, params["feature_group_count"], features, *after)
-    parts = []
-    for start in range(0, features, size):
-        end = min(start + size, features)
-        part = lax.slice_in_dim(grouped, start, end, axis=axis + 1).reshape(*before, -1, *after)
+    sums = []
+    for start in range(0, features, step):
+        end = min(start + step, features)
+        images = lax.slice_in_dim(grouped, start, end, axis=lhs_axis + 1)
+        images = images.reshape(*before, -1, *after)
         kernel = lax.slice_in_dim(rhs, start, end, axis=rhs_axis)
-        parts.append(_convolve(part, kernel, params, jnp.float32).astype(dtype))
-    return functools.reduce(jnp.add, parts)
+        sums.append(_convolve(images, kernel, params, jnp.float32).astype(dtype))
+    return functools.reduce(jnp.add, sums)
 
 
 def _convolve(lhs: jax.Array, rhs: jax.Array, params: dict[str, Any], dtype: Any) -> jax.Array:
@@ -304,4 +323,5 @@ def _conv_general_dilated(
     **params: Any,
 ) -> jax.Array:
     params["padding"] = tuple(map(tuple, params["padding"]))
-    return execute(_plan(as_operand(lhs), as_operand(rhs), params, preferred_element_type))
+    operands = as_operand(lhs), as_operand(rhs)
+    return execute(_plan_convolution(*operands, params, preferred_element_type))

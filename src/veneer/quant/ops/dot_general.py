@@ -20,7 +20,7 @@ from .by_kernel import (
 from .by_xla import XLA_STRATEGIES
 from .product import Plan, QuantizedProduct, execute, first_plan
 
-#: All strategies, in order of preference.
+#: All strategies in order of preference. The last strategy supports all products.
 STRATEGIES = (
     plan_kernel_with_folded_scale,
     plan_kernel,
@@ -83,13 +83,17 @@ def _dot_general(
 ) -> jax.Array:
     product = QuantizedProduct.create(lhs, rhs, dimension_numbers, **others)
     plan = first_plan(product, STRATEGIES)
-    if current_policy() is not ALLOW:  # events are reported
+    if current_policy() is not ALLOW:  # a report, a warning or an error shows the plan
         plan = complete_report(plan, product)
     return execute(plan)
 
 
 def complete_report(plan: Plan, product: QuantizedProduct) -> Plan:
-    """Add to a plan the fallback of its kernel, or the reason why it has no kernel."""
+    """Return a plan with more information for reports.
+
+    If a kernel computes the plan, its description also names the fallback for other platforms.
+    Otherwise `no_kernel` says whether an operand is too small for a kernel.
+    """
     if not plan.kernels_for:
         return dataclasses.replace(plan, no_kernel=describe_small_operand(product))
     fallback = first_plan(product, XLA_STRATEGIES)

@@ -56,71 +56,83 @@ def einsum(*args: Any, preferred_element_type: DTypeLike | None = None, **kwargs
     (8, 5, 7)
     """
     options = {"preferred_element_type": preferred_element_type, **kwargs}
-    operands = _widen_bytes([as_operand(x) if isinstance(x, ImplicitArray) else x for x in args])
-    # Without a product, the result may be a QArray, such as a transposed operand.
-    return materialise(
-        redispatch(lambda operands: _einsum_with_groups(operands, options), operands)
-    )
+    dense_args = _widen_bytes([as_operand(x) if isinstance(x, ImplicitArray) else x for x in args])
+    out = redispatch(lambda args: _einsum_with_groups(args, options), dense_args)
+    return materialise(out)  # the einsum of a single operand can be a QArray
 
 
-def _widen_bytes(operands: list[Any]) -> list[Any]:
-    """Convert dense floats of one byte, which JAX does not promote, to the dtype of the QArrays."""
-    dtypes = [x.dtype for x in operands if isinstance(x, QArray)]
-    is_narrow = lambda x: (
+def _widen_bytes(args: list[Any]) -> list[Any]:
+    """Convert dense floats of one byte, which JAX does not promote, to the dtype of the QArrays.
+
+    Return all other arguments unchanged.
+    """
+    dtypes = [x.dtype for x in args if isinstance(x, QArray)]
+    if not dtypes:
+        return args
+    is_byte_float = lambda x: (
         isinstance(x, jax.Array | np.ndarray)
         and x.dtype.itemsize == 1
         and jnp.issubdtype(x.dtype, jnp.floating)
     )
-    return [
-        jnp.asarray(x, jnp.result_type(*dtypes)) if dtypes and is_narrow(x) else x for x in operands
-    ]
+    return [jnp.asarray(x, jnp.result_type(*dtypes)) if is_byte_float(x) else x for x in args]
 
 
 def _einsum_with_groups(args: list[Any], options: dict[str, Any]) -> jax.Array:
-    """Call `jnp.einsum`, after splitting axes whose size in one operand is a multiple.
+    """Call `jnp.einsum`. If an axis has two sizes, split it in the operand with the larger size.
 
-    If an axis has the sizes 2 and 8, it is split into 2 and 4 in the larger operand. The axis of
-    size 4 has its own label, which the smaller operand does not have.
+    For example, an axis h of sizes 2 and 8 becomes axes h and g of sizes 2 and 4 in the operand of
+    size 8. The other operand has no axis g. In the result, h and g are merged again.
+
+    **Arguments:**
+
+    - `args`: subscripts and operands, in both forms that `jnp.einsum` accepts.
+    - `options`: keyword arguments of `jnp.einsum`.
     """
     if len(args) < 2:
-        return jnp.einsum(*args, **options)  # which raises the error
+        return jnp.einsum(*args, **options)  # raises the error of JAX
+
+    # Parse the subscripts. They are one string before the operands, or a list after each operand
+    # and a list for the result. The parser needs shapes in place of operands.
     is_string = isinstance(args[0], str)
     operands = args[1:] if is_string else args[: len(args) // 2 * 2 : 2]
     shapes = iter(map(jnp.shape, operands))
-    # Subscripts are the first argument, or lists after each operand and the list of the result.
     is_subscript = lambda i: i == 0 if is_string else i % 2 or i == 2 * len(operands)
-    parsed = [x if is_subscript(i) else next(shapes) for i, x in enumerate(args)]
-    inputs, output, _ = parse_einsum_input(parsed, shapes=True)
+    parser_args = [x if is_subscript(i) else next(shapes) for i, x in enumerate(args)]
+    inputs, output, _ = parse_einsum_input(parser_args, shapes=True)
     terms = inputs.split(",")
+
+    # Find the axes of the result with two sizes above 1.
     sizes: dict[str, set[int]] = {}
     for term, x in zip(terms, operands, strict=True):
-        for label, size in zip(term, jnp.shape(x), strict=False):  # JAX raises if they differ
-            sizes.setdefault(label, set()).add(size)
-    groups = {}
-    for label in output:
-        label_sizes = sizes.get(label, set()) - {1}
-        if len(label_sizes) == 2 and all(isinstance(size, int) for size in label_sizes):
-            few, many = sorted(label_sizes)
-            if not few or many % few:
+        for name, size in zip(term, jnp.shape(x), strict=False):  # JAX raises if they differ
+            sizes.setdefault(name, set()).add(size)
+    split_axes = {}
+    for name in output:
+        axis_sizes = sizes.get(name, set()) - {1}
+        if len(axis_sizes) == 2 and all(isinstance(size, int) for size in axis_sizes):
+            small, large = sorted(axis_sizes)
+            if not small or large % small:
                 raise ValueError(
-                    f"Cannot broadcast axis {label!r} of {inputs}->{output}: of its sizes {few} "
-                    f"and {many}, one must be a multiple of the other"
+                    f"Cannot broadcast axis {name!r} of {inputs}->{output}: of its sizes {small} "
+                    f"and {large}, one must be a multiple of the other"
                 )
-            groups[label] = few, many
-    if not groups:
+            split_axes[name] = small, large
+    if not split_axes:
         return jnp.einsum(*args, **options)
-    unused = (name for i in itertools.count() if (name := get_symbol(i)) not in sizes)
-    inner = dict(zip(groups, unused, strict=False))
+
+    # Split these axes, the last axis of an operand first, and name the second parts.
+    unused_names = (name for i in itertools.count() if (name := get_symbol(i)) not in sizes)
+    second_names = dict(zip(split_axes, unused_names, strict=False))
     for i, (term, x) in enumerate(zip(terms, operands, strict=True)):
-        for axis, label in reversed([*enumerate(term)]):
-            few, many = groups.get(label, (0, 0))
-            if many and x.shape[axis] == many:
-                x = x.reshape(*x.shape[:axis], few, many // few, *x.shape[axis + 1 :])
-                term = term[: axis + 1] + inner[label] + term[axis + 1 :]
+        for axis, name in reversed([*enumerate(term)]):
+            if name in split_axes and x.shape[axis] == split_axes[name][1]:
+                small, large = split_axes[name]
+                x = x.reshape(*x.shape[:axis], small, large // small, *x.shape[axis + 1 :])
+                term = term[: axis + 1] + second_names[name] + term[axis + 1 :]
         terms[i], operands[i] = term, x
-    split = "".join(label + inner.get(label, "") for label in output)
-    out = jnp.einsum(f"{','.join(terms)}->{split}", *operands, **options)
-    return out.reshape([max(sizes[label]) for label in output])
+    split_output = "".join(name + second_names.get(name, "") for name in output)
+    out = jnp.einsum(f"{','.join(terms)}->{split_output}", *operands, **options)
+    return out.reshape([max(sizes[name]) for name in output])
 
 
 def dot(
@@ -147,7 +159,6 @@ def dot(
     >>> vn.quant.dot(jnp.ones((2, 3)), w).shape
     (2, 3)
     """
-
     product = functools.partial(
         jnp.dot,
         precision=precision,

@@ -4,10 +4,11 @@ On CPU, JAX's `ragged_dot` copies all rows for each group, with zeros in the row
 and sums over groups. With 64 experts, this is 64 times the work, after all experts are dequantized.
 Here the rows of each group are cut into tiles of one size. A loop multiplies each tile with the
 matrix of its group, and dequantizes only that matrix. The number of tiles depends on the sizes of
-the groups. The loop has the largest possible length, and its unused steps do nothing.
+the groups, which are not known when JAX traces the loop. So the loop has as many steps as there can
+be tiles, and the last steps may do nothing.
 
-Rows of one group are never multiplied with the matrix of another. A NaN therefore affects only
-its own group.
+Rows of one group are never multiplied with the matrix of another group. A NaN in a row or a matrix
+therefore affects only the result of that group.
 """
 
 import functools
@@ -35,9 +36,11 @@ class GroupedDotParams(NamedTuple):
 
     **Arguments:**
 
-    - `dimension_numbers`: of the product without groups.
-    - `lhs_ragged`, `rhs_group`: the ragged axis of lhs, and the group axis of rhs.
-    - `precision`, `preferred_element_type`: for `vn.quant.dot_general`, which multiplies each tile.
+    - `dimension_numbers`: the contracted axes and the batch axes.
+    - `lhs_ragged`: the ragged axis of lhs. Its entries, the rows, are divided into groups.
+    - `rhs_group`: the group axis of rhs, with one matrix per group.
+    - `precision`, `preferred_element_type`: as for `vn.quant.dot_general`, which multiplies each
+      tile.
     """
 
     dimension_numbers: DotDimensionNumbers
@@ -45,13 +48,6 @@ class GroupedDotParams(NamedTuple):
     rhs_group: int
     precision: Any
     preferred_element_type: DTypeLike
-
-    def without(self, lhs_axis: int, rhs_axis: int | None) -> "GroupedDotParams":
-        """Return the parameters after one axis of lhs, and one of rhs if it is set, is removed."""
-        (lhs_ragged,) = without((self.lhs_ragged,), lhs_axis)
-        (rhs_group,) = without((self.rhs_group,), rhs_axis)
-        numbers = self.dimension_numbers.without(lhs_axis, rhs_axis)
-        return self._replace(dimension_numbers=numbers, lhs_ragged=lhs_ragged, rhs_group=rhs_group)
 
 
 def multiply_groups(
@@ -61,31 +57,38 @@ def multiply_groups(
 
     **Arguments:**
 
-    - `lhs`, `rhs`: of any shapes with non-empty ragged and group axes.
-    - `group_sizes`: `[G]`, or with leading axes if the groups depend on other axes of lhs.
+    - `lhs`, `rhs`: the rows and the matrices. The ragged axis and the group axis are not empty.
+    - `group_sizes`: the number of rows of each group, `[G]` for G groups. Leading axes give
+      separate sizes for each entry of the batch axes, or of the free axes before the ragged axis.
     - `params`: the axes and dtypes.
     """
     if group_sizes.ndim == 1:
         return _multiply_tiles(lhs, rhs, group_sizes, params)
-    # Groups differ along the first axis of the output: compute one product after the other.
+    # The groups differ along the first axis of `group_sizes`, which is the first axis of the
+    # output. Compute the product for one entry after the other.
     lhs_batch, rhs_batch = params.dimension_numbers.batch
     if lhs_batch:
         lhs_axis, rhs_axis = lhs_batch[0], rhs_batch[0]
-        rhs = _unpack_before(rhs, rhs_axis)
+        rhs = _unpack_up_to(rhs, rhs_axis)
         rhs_leaves = _take(rhs, rhs_axis, jnp.arange(rhs.shape[rhs_axis]))
     else:
         lhs_axis, rhs_axis = params.dimension_numbers.free(0, lhs.ndim)[0], None
         rhs_leaves = None
-    lhs = _unpack_before(lhs, lhs_axis)
+    lhs = _unpack_up_to(lhs, lhs_axis)
     lhs_leaves = _take(lhs, lhs_axis, jnp.arange(lhs.shape[lhs_axis]))
+    # An entry does not have these axes, so the numbers of later axes decrease.
+    (lhs_ragged,) = without((params.lhs_ragged,), lhs_axis)
+    (rhs_group,) = without((params.rhs_group,), rhs_axis)
+    numbers = params.dimension_numbers.without(lhs_axis, rhs_axis)
+    entry_params = GroupedDotParams(numbers, lhs_ragged, rhs_group, *params[3:])
 
     def multiply_entry(entry: Any) -> jax.Array:
-        left, right, sizes = entry
+        lhs_entry, rhs_entry, entry_sizes = entry
         return multiply_groups(
-            _rebuild(lhs, left),
-            rhs if right is None else _rebuild(rhs, right),
-            sizes,
-            params.without(lhs_axis, rhs_axis),
+            _rebuild(lhs, lhs_entry),
+            rhs if rhs_entry is None else _rebuild(rhs, rhs_entry),
+            entry_sizes,
+            entry_params,
         )
 
     return lax.map(multiply_entry, (lhs_leaves, rhs_leaves, group_sizes))
@@ -94,35 +97,31 @@ def multiply_groups(
 def _multiply_tiles(
     lhs: Operand, rhs: QArray, group_sizes: jax.Array, params: GroupedDotParams
 ) -> jax.Array:
-    """Return the product for group sizes `[G]`."""
-    numbers, axis, group_axis = params[:3]
-    lhs = _unpack_before(lhs, axis)
-    rhs = _unpack_before(rhs, group_axis)
+    """Return the product by a loop over tiles of rows. `group_sizes` has one size per group."""
+    numbers, ragged_axis, group_axis, precision, out_dtype = params
+    lhs = _unpack_up_to(lhs, ragged_axis)
+    rhs = _unpack_up_to(rhs, group_axis)
+    rows, groups = lhs.shape[ragged_axis], rhs.shape[group_axis]
     is_packed = None if _has_kernel(lhs, rhs, params) else rhs.format.bits < 8
-    count = _rows_of_tile(lhs.shape[axis], rhs.shape[group_axis], packed=is_packed)
-    tiles = _cut_rows(group_sizes, lhs.shape[axis], count)
+    tiles = _cut_rows(group_sizes, rows, _choose_tile_rows(rows, groups, packed=is_packed))
 
-    lhs_leaves = _take(lhs, axis, tiles.rows)
-    # The loop selects codes, because selecting them before would copy a matrix for each of its
-    # tiles. Arrays with derivatives are selected before: in a loop, their derivatives would be
-    # added up over all groups in each step.
-    rhs_leaves = _take(rhs, group_axis, tiles.group, first=1)
+    lhs_leaves = _take(lhs, ragged_axis, tiles.rows)
+    # Each step selects the codes of its group, because selecting them before the loop would copy
+    # the codes of a group for each of its tiles. The other leaves are selected before the loop,
+    # because they have derivatives. In the loop, each step would add to the derivatives of all
+    # groups.
+    rhs_leaves = _take(rhs, group_axis, tiles.group, skip=1)
     tile_numbers = numbers.without(None, group_axis)
 
-    def multiply(left: list, right: list, group: jax.Array) -> jax.Array:
+    def multiply(lhs_leaves: list, rhs_leaves: list, group: jax.Array) -> jax.Array:
         packed = lax.dynamic_index_in_dim(rhs.packed, group, group_axis, keepdims=False)
-        return dot_general(
-            _rebuild(lhs, left),
-            _rebuild(rhs, [packed, *right]),
-            tile_numbers,
-            params.precision,
-            params.preferred_element_type,
-        )
+        operands = _rebuild(lhs, lhs_leaves), _rebuild(rhs, [packed, *rhs_leaves])
+        return dot_general(*operands, tile_numbers, precision, out_dtype)
 
-    def fill_zeros(left: list, right: list, group: jax.Array) -> jax.Array:
-        out = jax.eval_shape(multiply, left, right, group)
+    def fill_zeros(lhs_leaves: list, rhs_leaves: list, group: jax.Array) -> jax.Array:
+        out = jax.eval_shape(multiply, lhs_leaves, rhs_leaves, group)
         # In a shard_map, the zeros must vary over the same devices as the operands.
-        operands = (left, right, rhs.packed, group)
+        operands = (lhs_leaves, rhs_leaves, rhs.packed, group)
         zeros = [lax.full_like(x, 0, out.dtype, shape=()) for x in jax.tree.leaves(operands)]
         return jnp.broadcast_to(sum(zeros), out.shape)
 
@@ -134,115 +133,144 @@ def _multiply_tiles(
 
     steps = (tiles.is_used, lhs_leaves, rhs_leaves, tiles.group)
     _, out = lax.scan(lambda _, args: (None, multiply_if_used(*args)), None, steps)
-    row_axis = len(numbers.batch[0]) + numbers.free(0, lhs.ndim).index(axis)
+    # Merge the axis of steps with the axis of rows in a tile, and put the rows in order.
+    row_axis = len(numbers.batch[0]) + numbers.free(0, lhs.ndim).index(ragged_axis)
     out = jnp.moveaxis(out, 0, row_axis)
     out = lax.collapse(out, row_axis, row_axis + 2)
-    return jnp.take(out, tiles.place, row_axis, mode="fill", fill_value=0)
+    return jnp.take(out, tiles.position, row_axis, mode="fill", fill_value=0)
 
 
 def _has_kernel(lhs: Operand, rhs: QArray, params: GroupedDotParams) -> bool:
     """Return whether a CPU kernel multiplies one row with the matrix of its group."""
-    numbers, axis, group_axis, precision, out_dtype = params
+    numbers, ragged_axis, group_axis, precision, out_dtype = params
     platforms: list[str] = []
 
     def plan_row(lhs: Any, rhs: Any) -> None:
-        row = [lax.slice_in_dim(leaf, 0, 1, axis=axis) for leaf in jax.tree.leaves(lhs)]
+        row = [lax.slice_in_dim(leaf, 0, 1, axis=ragged_axis) for leaf in jax.tree.leaves(lhs)]
         matrix = [lax.index_in_dim(x, 0, group_axis, keepdims=False) for x in jax.tree.leaves(rhs)]
         operands = _rebuild(lhs, row), _rebuild(rhs, matrix)
-        product = QuantizedProduct.create(
-            *operands, numbers.without(None, group_axis), precision, out_dtype
-        )
+        tile_numbers = numbers.without(None, group_axis)
+        product = QuantizedProduct.create(*operands, tile_numbers, precision, out_dtype)
         platforms.extend(first_plan(product, STRATEGIES).kernels_for)
 
+    # Planning needs shapes only, so no row and no matrix is computed.
     jax.eval_shape(plan_row, lhs, rhs)
     return "cpu" in platforms
 
 
-def _rows_of_tile(rows: int, groups: int, *, packed: bool | None) -> int:
-    """Choose the number of rows of a tile: a power of two that holds an average group.
+def _choose_tile_rows(rows: int, groups: int, *, packed: bool | None) -> int:
+    """Choose the number of rows of a tile: a power of two, at least the size of an average group.
 
-    If codes are unpacked for each tile, which takes as long as multiplying about ten rows, the tile
-    holds most groups. If a kernel multiplies the tiles (`packed` is None), the time is proportional
-    to the number of rows, and there is no minimum.
+    **Arguments:**
 
-    >>> [_rows_of_tile(rows, 8, packed=False) for rows in (3, 8, 64, 500, 4000)]
+    - `rows`, `groups`: the total number of rows, and the number of groups.
+    - `packed`: True if codes are unpacked for each tile, which takes as long as multiplying about
+      ten rows. Then tiles are twice as large. None if a kernel multiplies the tiles. Then the time
+      is proportional to the number of rows, and tiles can be small.
+
+    >>> [_choose_tile_rows(rows, 8, packed=False) for rows in (3, 8, 64, 500, 4000)]
     [3, 8, 8, 64, 256]
-    >>> [_rows_of_tile(rows, 8, packed=True) for rows in (3, 8, 64, 500, 4000)]
+    >>> [_choose_tile_rows(rows, 8, packed=True) for rows in (3, 8, 64, 500, 4000)]
     [3, 8, 16, 128, 256]
-    >>> [_rows_of_tile(rows, 8, packed=None) for rows in (3, 8, 30, 64, 500, 4000)]
+    >>> [_choose_tile_rows(rows, 8, packed=None) for rows in (3, 8, 30, 64, 500, 4000)]
     [1, 1, 4, 8, 64, 256]
     """
-    wanted = -(-rows // groups) * (2 if packed else 1)
+    average = -(-rows // groups)  # rounded up
+    wanted = 2 * average if packed else average
+    power_of_two = 1 << (wanted - 1).bit_length()
     least = 1 if packed is None else _LEAST_ROWS
-    return min(max(1 << (wanted - 1).bit_length(), least), _MOST_ROWS, rows)
+    return min(max(power_of_two, least), _MOST_ROWS, rows)
 
 
 class _RowTiles(NamedTuple):
-    """Tiles of at most `count` rows, each within one group, in the order of rows.
+    """The rows of each tile. All rows of a tile belong to one group, and tiles have `size` rows.
 
-    - `is_used`: `[steps]`, whether the tile has rows.
-    - `group`: `[steps]`, the group of its rows.
-    - `rows`: `[steps, count]`, the indices of its rows, padded with the total number of rows.
-    - `place`: `[rows]`, the index of each row among the rows of all tiles. For a row without a
-      group, it is the number of these rows.
+    **Arguments:**
+
+    - `is_used`: `[steps]`, whether the tile of a step has rows.
+    - `group`: `[steps]`, the index of the group of each tile.
+    - `rows`: `[steps, size]`, the indices of the rows of each tile. Tiles with fewer rows are
+      padded with an index that is out of bounds.
+    - `position`: `[total rows]`, the index of each row in `rows.ravel()`. It is out of bounds for a
+      row without a group.
     """
 
     is_used: jax.Array
     group: jax.Array
     rows: jax.Array
-    place: jax.Array
+    position: jax.Array
 
 
-def _cut_rows(group_sizes: jax.Array, rows: int, count: int) -> _RowTiles:
+def _cut_rows(group_sizes: jax.Array, total_rows: int, size: int) -> _RowTiles:
+    """Cut the rows of each group into tiles of `size` rows."""
+    # For each group: its first and last row, and its first and last tile. Ends are exclusive.
     groups = group_sizes.shape[0]
-    ends = jnp.minimum(jnp.cumsum(group_sizes.astype(jnp.int32)), rows)
-    starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
-    tiles = (ends - starts + count - 1) // count
-    last = jnp.cumsum(tiles)
-    # The worst case: each group has one row, except for one group, which has all other rows.
-    not_empty = min(groups, rows)
-    steps = jnp.arange(not_empty + (rows - not_empty) // count, dtype=jnp.int32)
+    row_ends = jnp.minimum(jnp.cumsum(group_sizes.astype(jnp.int32)), total_rows)
+    row_starts = jnp.concatenate([jnp.zeros_like(row_ends[:1]), row_ends[:-1]])
+    tile_counts = (row_ends - row_starts + size - 1) // size
+    tile_ends = jnp.cumsum(tile_counts)
+    tile_starts = tile_ends - tile_counts
 
-    group = jnp.searchsorted(last, steps, side="right", method="compare_all").astype(jnp.int32)
+    # For each step: its group and its rows. The number of steps is enough for the worst case: each
+    # group has one row, except for one group, which has all other rows.
+    max_groups = min(groups, total_rows)
+    steps = jnp.arange(max_groups + (total_rows - max_groups) // size, dtype=jnp.int32)
+    group = jnp.searchsorted(tile_ends, steps, side="right", method="compare_all")
+    group = group.astype(jnp.int32)
     is_used = group < groups
     group = jnp.minimum(group, groups - 1)
-    start = starts[group] + (steps - (last - tiles)[group]) * count
-    tile_rows = start[:, None] + jnp.arange(count, dtype=jnp.int32)
-    in_group = (tile_rows < ends[group][:, None]) & is_used[:, None]
+    start = row_starts[group] + (steps - tile_starts[group]) * size
+    rows = start[:, None] + jnp.arange(size, dtype=jnp.int32)
+    is_in_group = (rows < row_ends[group][:, None]) & is_used[:, None]
+    rows = jnp.where(is_in_group, rows, total_rows)
 
-    row = jnp.arange(rows, dtype=jnp.int32)
-    row_group = jnp.searchsorted(ends, row, side="right", method="compare_all").astype(jnp.int32)
+    # For each row: its group and its position.
+    row = jnp.arange(total_rows, dtype=jnp.int32)
+    row_group = jnp.searchsorted(row_ends, row, side="right", method="compare_all")
+    row_group = row_group.astype(jnp.int32)
     has_group = row_group < groups
     row_group = jnp.minimum(row_group, groups - 1)
-    place = (last - tiles)[row_group] * count + row - starts[row_group]
-    place = jnp.where(has_group, place, steps.size * count)
-    return _RowTiles(is_used, group, jnp.where(in_group, tile_rows, rows), place)
+    position = tile_starts[row_group] * size + row - row_starts[row_group]
+    position = jnp.where(has_group, position, steps.size * size)
+    return _RowTiles(is_used, group, rows, position)
 
 
 # Leaves of operands. For a dense array, the only leaf is the array.
 
 
-def _unpack_before(x: Any, axis: int) -> Any:
-    """Return `x` with one code per byte, unless it is packed along an axis after `axis`."""
+def _unpack_up_to(x: Any, axis: int) -> Any:
+    """Return `x` with one code per byte if its codes are packed along `axis` or an axis before.
+
+    Other arrays are returned unchanged, because they can be indexed along `axis`.
+    """
     is_packed = isinstance(x, QArray) and x.packing and x.packing.axis + x.ndim <= axis
     return unpack_codes(x) if is_packed else x
 
 
-def _take(x: Operand, axis: int, index: jax.Array, first: int = 0) -> list[jax.Array]:
-    """Take entries along an axis from all leaves but the first `first` ones.
+def _take(x: Operand, axis: int, index: jax.Array, skip: int = 0) -> list[jax.Array]:
+    """Take entries along an axis from the leaves of an operand.
 
-    The first axis of `index` becomes the first axis of the result. Its second axis, if any, takes
-    the place of `axis`. Indices out of bounds give finite values.
+    **Arguments:**
+
+    - `index`: the indices, of rank 1 or 2. Indices out of bounds give finite values.
+    - `skip`: the number of leaves to skip. With 1, the codes of a QArray are skipped.
+
+    **Returns:** the leaves. The first axis of `index` is their first axis. The second axis of
+    `index`, if any, replaces `axis`.
     """
     size = x.shape[axis]
     taken = []
-    for i, leaf in enumerate(jax.tree.leaves(x)[first:], first):
-        entries = index // (size // leaf.shape[axis])
+    for i, leaf in enumerate(jax.tree.leaves(x)):
+        if i < skip:
+            continue
+        # An entry of a scale belongs to as many indices as its tile has.
+        tile_index = index // (size // leaf.shape[axis])
         # Fill scales with 1, because some dtypes of scales have no 0.
-        new = jnp.take(leaf, entries, axis, mode="fill", fill_value=0 if i == 0 else 1)
-        taken.append(jnp.moveaxis(new, axis, 0))
+        entries = jnp.take(leaf, tile_index, axis, mode="fill", fill_value=0 if i == 0 else 1)
+        taken.append(jnp.moveaxis(entries, axis, 0))
     return taken
 
 
 def _rebuild(x: Operand, leaves: list) -> Any:
+    """Return an operand with the structure of `x` and other leaves."""
     return jax.tree.unflatten(jax.tree.structure(x), leaves)

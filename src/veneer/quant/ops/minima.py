@@ -1,10 +1,12 @@
 """Products of an operand with minima, computed as a product of codes and a smaller product.
 
-`sum_k x[k] * (codes[k, n] * scale[t, n] + minimum[t, n])`, where t is the tile of k, is the same
-sum without the minimum, plus `sum_t (sum of x over t) * minimum[t, n]`. The second sum is smaller
-by the tile size. Strategies by XLA and kernels for integers compute the first sum. Kernels for
-floats compute both. If x is infinite, the result is NaN if the two sums have opposite signs, or if
-an integer code is equal to its zero point.
+With t as the tile of k, `sum_k x[k] * (codes[k, n] * scale[t, n] + minimum[t, n])` is the sum of
+
+- the main product, `sum_k x[k] * codes[k, n] * scale[t, n]`, and
+- the minimum term, `sum_t (sum of x over t) * minimum[t, n]`, which is smaller by the tile size.
+
+If x is infinite, the result is NaN if the two have opposite signs, or if an integer code is equal
+to its zero point.
 """
 
 import dataclasses
@@ -16,18 +18,20 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..arrays.qarray import QArray
-from ..formats.tiles import over_tiles
 from .operands import accumulator, dequantized, has_minimum
-from .product import Operand, Plan, QuantizedProduct
+from .product import Operand, Plan, QuantizedProduct, broadcast_tiles
 
 
 def split_minimum(
     product: QuantizedProduct,
 ) -> tuple[QuantizedProduct, Callable[[Plan], Plan]] | None:
-    """Return a product without its minimum, and a function that adds the minimum to its plan.
+    """Split a product of an operand with minima into its main product and its minimum term.
 
-    Return None if no operand has a minimum, or if this operand must be dequantized. If both have
-    minima, lhs is dequantized.
+    If both operands have minima, lhs is dequantized.
+
+    **Returns:** a pair: the product without minima, and a function that converts a plan of this
+    product to a plan that also adds the minimum term. None if no operand has minima, or if codes
+    cannot be multiplied before scales are applied.
     """
     lhs, rhs = product.operands
     if not (has_minimum(lhs) or has_minimum(rhs)):
@@ -37,12 +41,12 @@ def split_minimum(
     side = 1 if has_minimum(rhs) else 0
     x: Operand = dequantized(lhs) if side and has_minimum(lhs) else product.operands[1 - side]
     q: Any = product.operands[side]
-    without, dtype = q.replace(minimum=None), accumulator(product.out_dtype)
-    rest = product.replace(x, without, dtype) if side else product.replace(without, x, dtype)
+    q_main, dtype = q.replace(minimum=None), accumulator(product.out_dtype)
+    main = product.replace(x, q_main, dtype) if side == 1 else product.replace(q_main, x, dtype)
 
     def add_minimum_term(plan: Plan) -> Plan:
-        def compute(operands: tuple[Any, ...], x: Operand, q: QArray) -> jax.Array:
-            out = plan.compute(*operands) + _minimum_term(rest, x, q, side)
+        def compute(main_operands: tuple[Any, ...], x: Operand, q: QArray) -> jax.Array:
+            out = plan.compute(*main_operands) + _minimum_term(main, x, q, side)
             return out.astype(product.out_dtype)
 
         return dataclasses.replace(
@@ -52,22 +56,26 @@ def split_minimum(
             operands=(plan.operands, x, q),
         )
 
-    return rest, add_minimum_term
+    return main, add_minimum_term
 
 
 def _minimum_term(product: QuantizedProduct, x: Operand, q: QArray, side: int) -> jax.Array:
-    """Return the product of the sums of x over tiles and the minima."""
+    """Return the product of the sums of `x` over tiles and the minima of `q`, operand `side`.
+
+    `product` is the product without minima. It has the axes and the dtype of the result.
+    """
     dtype = jnp.dtype(product.out_dtype)
     minima = q.minima()
     assert minima is not None
+    # Sum x over the tiles of each contracted axis.
     contracting = product.dimension_numbers.contracting
-    sums, contracted = dequantized(x).astype(dtype), contracting[side]
-    for x_axis, q_axis in zip(contracting[1 - side], contracted, strict=True):
+    sums, q_contracted = dequantized(x).astype(dtype), contracting[side]
+    for x_axis, q_axis in zip(contracting[1 - side], q_contracted, strict=True):
         count = minima.shape[q_axis]
         before, (size, *after) = sums.shape[:x_axis], sums.shape[x_axis:]
         sums = sums.reshape(*before, count, size // count, *after).sum(x_axis + 1)
-    # Along the other axes, each value needs the minimum of its tile.
-    sizes = [minima.shape[i] if i in contracted else n for i, n in enumerate(q.shape)]
-    each = over_tiles(jnp.add, jnp.zeros(sizes, dtype), minima.astype(dtype))
+    # Along the other axes, repeat the minimum of each tile.
+    sizes = [minima.shape[i] if i in q_contracted else n for i, n in enumerate(q.shape)]
+    minima = broadcast_tiles(minima.astype(dtype), sizes)
     exact = dataclasses.replace(product, precision=lax.Precision.HIGHEST)
-    return exact.dot(*((sums, each) if side else (each, sums)), dtype)
+    return exact.dot(*((sums, minima) if side == 1 else (minima, sums)), dtype)

@@ -1,7 +1,9 @@
-"""Rules that keep a QArray quantized where its leaf axes do not: casts, gather, slices, ppermute.
+"""Rules that keep a QArray quantized in casts, gather, ppermute and some slices.
 
-Leaf axes alone do not support slices that cut a tile, or a byte with several codes. These rules
-support slices of one entry, and slices within one tile, which have one scale along that axis.
+The rules for all implicit arrays apply a primitive to each leaf. They do not support slices that
+cut a tile, or a byte with several codes. The rules here support slices of one entry, and slices
+within one tile, which have one scale along that axis. If a rule here returns NotImplemented, the
+rule for all implicit arrays runs.
 """
 
 from collections.abc import Sequence
@@ -26,7 +28,7 @@ from ..formats.tiles import Leaf
 
 @register("convert_element_type")
 def _convert_element_type(q: QArray, *, new_dtype, weak_type, sharding) -> Any:
-    # A cast to an integer or to 8 bits is meant to round.
+    # A user who casts to an integer or to 8 bits wants the values to be rounded.
     if weak_type or sharding is not None or new_dtype not in QUANTIZABLE:
         return NotImplemented
     return q.replace(dense_dtype=new_dtype)
@@ -40,9 +42,10 @@ def _gather(q: QArray, indices: ArrayLike, *, mode, fill_value, **params) -> Any
     if mode == modes.FILL_OR_DROP and fill_value is not None and not np.isnan(fill_value):
         return NotImplemented
     if _is_packed(q, [axis for axis, size in enumerate(params["slice_sizes"]) if size == 1]):
-        fields = unpack(q.packed, q.packing, q.format.bits)
-        q = q.changed(packed=fields, packing=None)  # an entry takes one byte, packed or not
-    # Rows out of bounds are NaN, because their scales are.
+        # Single codes are gathered along the packed axis. A packed code would also take one byte.
+        q = q.changed(packed=unpack(q.packed, q.packing, q.format.bits), packing=None)
+    # The fill values of codes, scales, zero points and minima. Entries out of bounds become NaN,
+    # because their scales are NaN.
     zero_point = () if q.zero_point is None else (0,)
     fills = (0, np.nan, *zero_point, np.nan) if mode == modes.FILL_OR_DROP else None
     params |= {"mode": mode, "fill_value": None, "fills": fills, "rule": _gather}
@@ -51,46 +54,51 @@ def _gather(q: QArray, indices: ArrayLike, *, mode, fill_value, **params) -> Any
 
 @register("ppermute")
 def _ppermute(q: QArray, *, perm, axis_name) -> Any:
+    # A device that receives nothing gets zeros, which float8_e8m0fnu cannot represent.
     if any(x.dtype == jnp.float8_e8m0fnu for x in jax.tree.leaves(q)):
-        return NotImplemented  # a device that receives nothing gets zeros, which this dtype has not
+        return NotImplemented
     return permute(q, perm, axis_name)
 
 
 @register("slice")
 def _slice(q: QArray, *, start_indices, limit_indices, strides) -> Any:
-    part, spans = q, []
+    sliced, spans = q, []
     strides = strides or [1] * q.ndim
     for axis, span in enumerate(zip(start_indices, limit_indices, strides, strict=True)):
         start, limit, stride = span
         size, tile = q.shape[axis], q.tile_shape[axis]
-        if limit - start == 1 != size and (tile not in (0, 1) or _is_packed(q, [axis])):
-            part = _slice_entry(part, axis, start)
-            span = 0, 1, 1
-        elif tile not in (0, 1, size) and stride == 1 and start // tile == (limit - 1) // tile:
-            part = _keep_one_scale(part, axis, start // tile)
+        has_tiles = tile not in (0, 1)  # 0 if the axis is empty, 1 if each index has a scale
+        if limit - start == 1 and size != 1 and (has_tiles or _is_packed(q, [axis])):
+            sliced = _slice_entry(sliced, axis, start)
+            span = 0, 1, 1  # the axis has size 1 now
+        elif has_tiles and tile != size and stride == 1 and start // tile == (limit - 1) // tile:
+            # The slice is within one tile. The codes are sliced below.
+            sliced = _keep_one_scale(sliced, axis, start // tile)
         spans.append(span)
-    if part is q:
+    if sliced is q:
         return NotImplemented
-    return redispatch(lambda part: lax.slice(part, *zip(*spans, strict=True)), part)
+    return redispatch(lambda x: lax.slice(x, *zip(*spans, strict=True)), sliced)
 
 
 @register("dynamic_slice")
 def _dynamic_slice(q: QArray, *indices: ArrayLike, slice_sizes) -> Any:
-    part, starts = q, list(indices)
-    for axis, size in enumerate(slice_sizes):
-        is_cut = q.tile_shape[axis] not in (0, 1) or _is_packed(q, [axis])
-        if size == 1 != q.shape[axis] and is_cut:
-            part = _slice_entry(part, axis, start_in_bounds(indices[axis], q.shape[axis]))
-            starts[axis] = jnp.zeros_like(indices[axis])
-    if part is q:
+    sliced, starts = q, list(indices)
+    for axis, slice_size in enumerate(slice_sizes):
+        has_tiles = q.tile_shape[axis] not in (0, 1)
+        if slice_size == 1 and q.shape[axis] != 1 and (has_tiles or _is_packed(q, [axis])):
+            start = start_in_bounds(indices[axis], q.shape[axis])
+            sliced = _slice_entry(sliced, axis, start)
+            starts[axis] = jnp.zeros_like(indices[axis])  # the axis has size 1 now
+    if sliced is q:
         return NotImplemented
-    # lax.dynamic_slice would count negative starts from the end once more.
+    # Bind the primitive, because `lax.dynamic_slice` would count negative starts from the end a
+    # second time.
     bind = partial(find_primitive("dynamic_slice").bind, slice_sizes=slice_sizes)
-    return redispatch(lambda part: bind(part, *starts), part)
+    return redispatch(lambda x: bind(x, *starts), sliced)
 
 
 def _is_packed(q: QArray, axes: Sequence[int]) -> bool:
-    """Return whether codes are packed along one of `axes`, with more than one code."""
+    """Return whether several codes are packed along one of `axes`."""
     return q.packing is not None and q.packing.axis + q.ndim in axes and q.packing.size > 1
 
 
@@ -102,18 +110,22 @@ def _slice_axis(x: Leaf, axis: int, start: Any, size: int = 1) -> jax.Array:
 
 
 def _slice_entry(q: QArray, axis: int, index: Any) -> QArray:
-    """Return the entry at an index along an axis, which then has size 1. One unit is unpacked."""
-    part = _keep_one_scale(q, axis, index // q.tile_shape[axis])
+    """Slice one entry of an axis, which then has size 1. The index can be traced."""
+    entry = _keep_one_scale(q, axis, index // q.tile_shape[axis])
     if not _is_packed(q, [axis]):
-        return part.changed(packed=_slice_axis(part.packed, axis, index))
+        return entry.changed(packed=_slice_axis(entry.packed, axis, index))
+    # Unpack only the bytes that contain the code.
     codes, bytes_ = UNITS[q.format.bits]
-    unit = _slice_axis(part.packed, axis, index // codes * bytes_, bytes_)
+    unit = _slice_axis(entry.packed, axis, index // codes * bytes_, bytes_)
     fields = unpack(unit, Packing(axis - q.ndim, codes), q.format.bits)
-    return part.changed(packed=_slice_axis(fields, axis, index % codes), packing=None)
+    return entry.changed(packed=_slice_axis(fields, axis, index % codes), packing=None)
 
 
 def _keep_one_scale(q: QArray, axis: int, tile: Any) -> QArray:
-    """Return the array with the scale, zero point and minimum of one tile along an axis."""
+    """Slice the scale, zero point and minimum of one tile of an axis, but not the codes.
+
+    `tile` is the index of the tile. The caller must slice the codes within that tile.
+    """
     leaves = {}
     for name in ("scale", "zero_point", "minimum"):
         leaf = getattr(q, name)

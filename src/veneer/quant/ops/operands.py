@@ -1,15 +1,15 @@
 """Conversions of operands: codes, values and scales in the forms that products need.
 
 A QArray represents `(code - zero_point) * scale`. A product can sum codes first and scale the sum.
-But codes are much larger than the values: a sum of numbers near the largest float, times codes of
-up to 128, overflows although the dense sum does not. Therefore all codes that become floats here
-are divided by a power of two near the largest code, which is exact, and the scale is multiplied by
-it. A code is then at most 2, the scale is half the largest value of a tile, and results are in
-range if the results for dense operands are.
+But codes can be much larger than values: a sum of activations near the largest float, times codes
+of up to 128, overflows although the dense sum does not. Therefore all codes that become floats here
+are divided by a power of two, which is exact, and their scale is multiplied by the same number. The
+largest code is then below 4, and sums of codes overflow only if dense sums almost do.
 """
 
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -43,18 +43,17 @@ def operand_pair(
 ) -> tuple[jax.Array | QArray, jax.Array | QArray]:
     """Return the operands of a product as arrays and QArrays.
 
-    In a product of floats, a dense int8 or uint8 array is also returned as a QArray if the other
-    operand has an integer format: as codes with scale 1. Then the codes are multiplied directly.
+    In a product of floats, a dense int8 or uint8 array becomes a QArray with scale 1 if the other
+    operand has an integer format. Strategies then multiply its values as codes.
     """
-    wanted = preferred_element_type
-    is_fixed = fixes_dtypes(precision) or (
-        wanted is not None and jnp.dtype(wanted) not in QUANTIZABLE
+    is_float_product = not fixes_dtypes(precision) and (
+        preferred_element_type is None or jnp.dtype(preferred_element_type) in QUANTIZABLE
     )
     pair: list[Any] = []
     for x, other in ((lhs, rhs), (rhs, lhs)):
         if not isinstance(x, QArray):
             x = jnp.asarray(materialise_one(x) if isinstance(x, Value) else x)
-            is_byte = x.dtype in (jnp.int8, jnp.uint8) and not is_fixed
+            is_byte = x.dtype in (jnp.int8, jnp.uint8) and is_float_product
             if is_byte and isinstance(other, QArray) and other.format.is_integer:
                 one = jnp.ones([1] * x.ndim, jnp.float32)
                 x = QArray.from_packed(x, one, qtype=x.dtype, dense_dtype=other.dtype)
@@ -63,12 +62,11 @@ def operand_pair(
 
 
 def has_minimum(x: jax.Array | QArray) -> bool:
-    """Return whether an operand is a QArray with minima."""
     return isinstance(x, QArray) and x.minimum is not None
 
 
 def unpack_codes(q: QArray) -> QArray:
-    """Return the same array with one code per byte."""
+    """Return the same QArray with one code per byte."""
     return q.replace(packed=q.format.to_fields(q.codes()), packing=None)
 
 
@@ -78,7 +76,10 @@ def dequantized(x: jax.Array | QArray) -> jax.Array:
 
 
 def fixes_dtypes(precision: Any) -> bool:
-    """Return whether `precision` names an algorithm, which fixes the dtypes that are multiplied."""
+    """Return whether `precision` is a `DotAlgorithm` or its name.
+
+    JAX then multiplies the dtypes of the algorithm, so codes cannot be multiplied instead.
+    """
     if isinstance(precision, str):
         return precision in lax.DotAlgorithmPreset.__members__
     return isinstance(precision, lax.DotAlgorithm | lax.DotAlgorithmPreset)
@@ -87,17 +88,17 @@ def fixes_dtypes(precision: Any) -> bool:
 def can_scale_output(
     lhs: jax.Array | QArray, rhs: jax.Array | QArray, out_dtype: DTypeLike, precision: Any
 ) -> bool:
-    """Return whether codes can be multiplied before scales are applied.
+    """Return whether codes can be multiplied as floats before scales are applied.
 
-    Both dense operands must have one float dtype. The result must be a float, too, and `precision`
-    must not fix the dtypes.
+    Both dense operands must have the same float dtype. The result must be a float, too, and
+    `precision` must not be an algorithm.
     """
     dtypes = {lhs.dtype, rhs.dtype, jnp.dtype(out_dtype)}
     return lhs.dtype == rhs.dtype and dtypes <= set(QUANTIZABLE) and not fixes_dtypes(precision)
 
 
 def accumulator(out_dtype: DTypeLike) -> jnp.dtype:
-    """Return the dtype of sums: f32 for results of 16 bits, which are then rounded once."""
+    """Return the dtype in which to sum: at least f32, so that a 16-bit result is rounded once."""
     return jnp.promote_types(out_dtype, jnp.float32)
 
 
@@ -116,8 +117,8 @@ def largest_code(format: Format) -> float:
     return float(max(map(abs, format.code_range)))
 
 
-def _exponent(format: Format) -> int:
-    """Return the power of two by which codes are divided. The largest quotient is 1 to 4."""
+def _code_exponent(format: Format) -> int:
+    """Return e for codes that are divided by `2**e`. The largest quotient is below 4."""
     largest = largest_code(format)
     return math.floor(math.log2(largest)) - 1 if largest > 2 else 0
 
@@ -126,21 +127,21 @@ def _exponent(format: Format) -> int:
 
 
 def have_byte_codes(lhs: QArray, rhs: QArray) -> bool:
-    """Return whether both formats are integers of at most 8 bits, whose codes fit int8."""
+    """Return whether both QArrays have integer formats of at most 8 bits."""
     return all(q.format.is_integer and q.format.bits <= 8 for q in (lhs, rhs))
 
 
 def fits_int32(lhs: QArray, rhs: QArray, terms: int) -> bool:
-    """Return whether int32 holds any sum of `terms` products of codes minus zero points.
+    """Return whether int32 holds any sum of `terms` products of integer codes minus zero points.
 
-    Only the final sum must fit. Partial sums and their corrections can wrap around, because they
-    wrap back.
+    Only the final sum must fit. Intermediate results can wrap around, because int32 arithmetic is
+    exact modulo 2**32.
     """
     return terms * largest_difference(lhs) * largest_difference(rhs) <= INT32_MAX
 
 
 def largest_difference(q: QArray) -> int:
-    """Return the largest magnitude of an integer code minus its zero point."""
+    """Return an upper bound of the magnitude of an integer code minus its zero point."""
     if q.zero_point is None:
         return int(largest_code(q.format))
     # Stored codes and zero points of 8 bits can have any value, even if the format has fewer bits.
@@ -148,12 +149,13 @@ def largest_difference(q: QArray) -> int:
 
 
 def int8_codes(q: QArray) -> tuple[jax.Array, jax.Array | None]:
-    """Return the codes of an integer format as int8, and the zero point that belongs to them.
+    """Return the codes of an integer format as int8, and their zero point.
 
-    Unsigned codes of 8 bits and their zero point are shifted by 128, because products of integers
-    need two signed operands.
+    Products of integers need two signed operands. Therefore 128 is subtracted from uint8 codes and
+    from their zero point.
 
-    **Returns:** codes in int8, and a zero point in int32 with a shape that tiles them, or None.
+    **Returns:** a pair: codes in int8, and the zero point in int32, or None. The zero point has one
+    entry per tile of codes, like `q.zero_point`.
     """
     codes = compute_elementwise(QArray.codes, q, q.format.byte_dtype)
     zero_point = q.zero_points()
@@ -162,6 +164,7 @@ def int8_codes(q: QArray) -> tuple[jax.Array, jax.Array | None]:
         return codes, zero_point
     if q.format.bits < 8:
         return codes.astype(jnp.int8), zero_point
+    # Flipping the highest bit of a byte subtracts 128, read as int8.
     shifted = lax.bitcast_convert_type(codes ^ np.uint8(128), jnp.int8)
     if zero_point is None:
         zero_point = jnp.zeros([1] * codes.ndim, jnp.int32)
@@ -169,46 +172,62 @@ def int8_codes(q: QArray) -> tuple[jax.Array, jax.Array | None]:
 
 
 def has_int8_zero_point(q: QArray) -> bool:
-    """Return whether `int8_codes` returns a zero point."""
+    """Return whether `int8_codes` returns a zero point, not None."""
     return q.zero_point is not None or (q.format.byte_dtype == np.uint8 and q.format.bits == 8)
 
 
-def code_unit(q: QArray) -> float:
-    """Return the factor for products of integer codes, one factor per quantized operand.
+def code_factor(q: QArray) -> float:
+    """Return the power of two that makes integer codes small, so that products do not overflow.
 
-    `codes * code_unit(q) * outer_scale(q)` equals `codes * q.scales()` and does not overflow.
+    `(codes * code_factor(q)) * outer_scale(q)` equals `codes * q.scales()`.
     """
-    return 2.0 ** -_exponent(q.format)
+    return 2.0 ** -_code_exponent(q.format)
 
 
 def outer_scale(q: QArray) -> jax.Array:
-    """Return the scale, in f32 or f64, of codes that were divided as in `code_unit`."""
-    return q.scales() * 2.0 ** _exponent(q.format)
+    """Return `q.scales() / code_factor(q)`, the scale of codes times `code_factor(q)`."""
+    return q.scales() * 2.0 ** _code_exponent(q.format)
+
+
+def multiply_by_scale(x: jax.Array, scale: jax.Array, axes: Mapping[int, int]) -> jax.Array:
+    """Multiply an array by the scale of another operand, in the dtype of the array.
+
+    `axes` maps axes of the scale to axes of `x`. The scale must have size 1 along its other axes.
+    """
+    scale_axes = sorted(axes, key=axes.__getitem__)  # in the order of the axes of x
+    other_axes = [axis for axis in range(scale.ndim) if axis not in axes]
+    shape = [1] * x.ndim
+    for axis in scale_axes:
+        shape[axes[axis]] = scale.shape[axis]
+    scale = lax.transpose(scale, (*scale_axes, *other_axes)).reshape(shape)
+    return over_tiles(jnp.multiply, x, scale.astype(x.dtype))
 
 
 # Floats.
 
 
 def is_exact_in(format: Format, dtype: DTypeLike) -> bool:
-    """Return whether `dtype` represents each decoded code, minus any zero point, exactly.
+    """Return whether a float dtype represents each decoded code minus zero point exactly.
 
-    bf16 holds all integers up to 256. The values of nf4 and int16 need f32.
+    bf16 represents all integers up to 256. The values of nf4 and int16 need f32.
     """
     if format.codebook is None:
+        # The difference of two 16-bit integers has 17 bits. The first is not in the mantissa.
         return format.bits <= 8 or jnp.finfo(dtype).nmant >= 16
     values = np.asarray(format.codebook, np.float32)
     return bool((values.astype(dtype).astype(np.float32) == values).all())
 
 
 def unscaled(q: QArray, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
-    """Return decoded codes minus zero points, and the scale by which to multiply them.
+    """Split an array without minima into values and scales.
 
     **Arguments:**
 
-    - `dtype`: of the values. They are exact if `is_exact_in` says so.
+    - `dtype`: the float dtype of the values.
 
-    **Returns:** values of the shape of `q`, and scales in f32 or f64 of the shape of its scale.
-    Their product over tiles is the dense array.
+    **Returns:** a pair: decoded codes minus zero points, with the shape of `q`, and scales in f32
+    or f64, with the shape of `q.scale`. Values times the scale of their tile are the dense array.
+    If the dtype is not f16, values are divided by a power of two so that products do not overflow.
     """
     dtype = jnp.dtype(dtype)
     values = compute_elementwise(functools.partial(_unscaled_values, dtype=dtype), q, dtype)
@@ -226,5 +245,5 @@ def _unscaled_values(q: QArray, dtype: jnp.dtype) -> jax.Array:
         integer = jnp.int32 if runs_on_gpu() or q.format.bits > 8 else jnp.int16
         codes, zero_point = q.codes().astype(integer), zero_point.astype(integer)
         values = over_tiles(jnp.subtract, codes, zero_point).astype(dtype)
-    exponent = 0 if dtype == jnp.float16 else _exponent(q.format)
+    exponent = 0 if dtype == jnp.float16 else _code_exponent(q.format)
     return values * jnp.asarray(2.0**-exponent, dtype) if exponent else values

@@ -1,4 +1,4 @@
-"""`QuantizedProduct`, a `dot_general` with all facts about it, and `Plan`, how to compute it."""
+"""`QuantizedProduct`, the arguments of a `dot_general`, and `Plan`, the way to compute a result."""
 
 import dataclasses
 import functools
@@ -21,19 +21,19 @@ from .operands import can_scale_output, operand_pair
 
 Operand = jax.Array | QArray
 
-#: The names of the operands in reports. Their indices are called sides: 0 is lhs, 1 is rhs.
+#: The names of the operands in reports, in the order of sides. The side of lhs is 0, of rhs 1.
 SIDES = ("lhs", "rhs")
 
-# The side of the weight, if both operands are QArrays and the caller knows it.
+# The side of the weight that `weight_operand` declares.
 _weight_side: ContextVar[int | None] = ContextVar("weight_side", default=None)
 
 
 @contextmanager
 def weight_operand(side: int) -> Iterator[None]:
-    """Declare which operand of the products within is the weight: 0 for lhs, 1 for rhs.
+    """Declare which operand is the weight, in the products of two QArrays in this block.
 
-    Quantized activations look like a weight. Kernels read the stored weight, and need the
-    activations in a certain layout. By default, the weight is rhs if that is a QArray.
+    Strategies that use kernels need to know, because a kernel reads the codes of the weight as
+    stored. Without a declaration, they try rhs first. `side` is 0 for lhs and 1 for rhs.
     """
     token = _weight_side.set(side)
     try:
@@ -52,17 +52,18 @@ def weight_operand(side: int) -> Iterator[None]:
 )
 @dataclasses.dataclass(frozen=True)
 class QuantizedProduct:
-    """A call of `dot_general`, and the facts that strategies need. See `QuantizedProduct.create`.
+    """The arguments of a `dot_general`, and values that strategies derive from them.
 
-    It is a pytree with the leaves of its operands, so JAX can trace functions of it.
+    `QuantizedProduct.create` computes the derived values. A product is a pytree whose leaves are
+    the leaves of the operands, so JAX can trace functions of a product.
 
     **Arguments:**
 
-    - `operands`: lhs and rhs.
+    - `operands`: the pair `(lhs, rhs)`.
     - `dimension_numbers`, `precision`, `preferred_element_type`, `out_sharding`: as for
       `jax.lax.dot_general`.
-    - `weight_side`: the side that `weight_operand` declared, or None.
-    - `shapes`, `dtypes`: of the dense operands.
+    - `weight_side`: 0 if lhs is the weight and 1 if rhs is. None if this is unknown.
+    - `shapes`, `dtypes`: the shapes and dtypes of the two dense operands.
     - `out_dtype`: the dtype of the result.
     - `terms`: the number of products that are summed for one entry of the result.
     """
@@ -91,6 +92,7 @@ class QuantizedProduct:
         """Return the product for the arguments of `dot_general`."""
         numbers = DotDimensionNumbers.of(dimension_numbers)
         operands = operand_pair(lhs, rhs, precision, preferred_element_type)
+        # The type of each dense operand. `aval` is called once, because it computes the shape.
         left = operands[0].aval() if isinstance(operands[0], QArray) else operands[0]
         right = operands[1].aval() if isinstance(operands[1], QArray) else operands[1]
         if preferred_element_type is not None:
@@ -104,31 +106,35 @@ class QuantizedProduct:
         terms = 1
         for axis in numbers.contracting[0]:
             terms *= left.shape[axis]
-        return cls(
-            *(operands, numbers, precision, preferred_element_type, out_sharding),
-            *(_weight_side.get(), (left.shape, right.shape), (left.dtype, right.dtype)),
-            *(out_dtype, terms),
-        )
+        arguments = operands, numbers, precision, preferred_element_type, out_sharding
+        shapes, dtypes = (left.shape, right.shape), (left.dtype, right.dtype)
+        return cls(*arguments, _weight_side.get(), shapes, dtypes, out_dtype, terms)
 
     def replace(
         self, lhs: Operand, rhs: Operand, dtype: DTypeLike | None = None
     ) -> "QuantizedProduct":
-        """Return the same product of other operands, with results in `dtype` if it is set."""
+        """Return the same product of other operands, with results in `dtype`.
+
+        With `dtype=None`, the `preferred_element_type` stays the same.
+        """
         dtype = self.preferred_element_type if dtype is None else dtype
         arguments = self.dimension_numbers, self.precision, dtype, self.out_sharding
         return QuantizedProduct.create(lhs, rhs, *arguments)
 
     @property
     def can_scale_output(self) -> bool:
-        """True if codes can be multiplied before scales are applied."""
+        """True if codes can be multiplied as floats before scales are applied."""
         return can_scale_output(*self.operands, self.out_dtype, self.precision)
 
-    def free(self, side: int) -> tuple[int, ...]:
-        """Return the axes of an operand that are neither contracted nor batch axes."""
+    def free_axes(self, side: int) -> tuple[int, ...]:
+        """Return the axes of lhs (side 0) or rhs (1) that are neither contracted nor batch axes."""
         return self.dimension_numbers.free(side, len(self.shapes[side]))
 
     def dot(self, lhs: jax.Array, rhs: jax.Array, dtype: DTypeLike | None) -> jax.Array:
-        """Return the product of dense arrays in place of the operands, in `dtype`."""
+        """Return the product of dense arrays, such as codes, with the axes of this product.
+
+        `dtype` is the `preferred_element_type`.
+        """
         return lax.dot_general(
             lhs,
             rhs,
@@ -139,31 +145,36 @@ class QuantizedProduct:
         )
 
     def broadcast_to_output(self, leaf: jax.Array, side: int, ndim: int) -> jax.Array:
-        """Return the scale or zero point of an operand so that it broadcasts against the output.
+        """Rearrange the scale or zero point of an operand to the axes of the output.
 
         **Arguments:**
 
-        - `leaf`: of size 1 along the contracted axes.
-        - `side`: of the operand.
-        - `ndim`: the rank of the output. Its axes are the batch axes, the free axes of lhs and the
-          free axes of rhs.
+        - `leaf`: the scale or zero point. Its size along contracted axes must be 1.
+        - `side`: the side of the operand.
+        - `ndim`: the rank of the output, whose axes are the batch axes, the free axes of lhs and
+          the free axes of rhs.
+
+        **Returns:** an array of rank `ndim` that broadcasts against the output.
         """
         contracting, batch = (pair[side] for pair in self.dimension_numbers)
-        kept = [axis for axis in range(leaf.ndim) if axis not in contracting]
-        counts = [leaf.shape[axis] for axis in kept]
-        shape = self.shapes[side]
-        sizes = [n if n == 1 else shape[axis] for n, axis in zip(counts, kept, strict=True)]
+        remaining_axes = [axis for axis in range(leaf.ndim) if axis not in contracting]
         leaf = lax.squeeze(leaf, contracting)
-        if sizes != counts:
+        # Repeat the entries of tiles, so that each axis has size 1 or the size of the operand.
+        sizes = [
+            1 if count == 1 else self.shapes[side][axis]
+            for count, axis in zip(leaf.shape, remaining_axes, strict=True)
+        ]
+        if sizes != [*leaf.shape]:
             leaf = broadcast_tiles(leaf, sizes)
-        order = [*batch, *(axis for axis in kept if axis not in batch)]
-        leaf = lax.transpose(leaf, [kept.index(axis) for axis in order])
-        first = leaf.ndim if side == 0 else len(batch)
-        return lax.expand_dims(leaf, range(first, first + ndim - leaf.ndim))
+        order = [*batch, *(axis for axis in remaining_axes if axis not in batch)]
+        leaf = lax.transpose(leaf, [remaining_axes.index(axis) for axis in order])
+        # Insert axes of size 1 for the free axes of the other operand.
+        start = leaf.ndim if side == 0 else len(batch)
+        return lax.expand_dims(leaf, range(start, start + ndim - leaf.ndim))
 
 
 def broadcast_tiles(leaf: jax.Array, shape: Sequence[int]) -> jax.Array:
-    """Return an array of a shape in which each entry of `leaf` fills its tile."""
+    """Broadcast each entry of a scale over its tile, and return an array of shape `shape`."""
     return over_tiles(
         lambda values, tiles: jnp.broadcast_to(tiles, values.shape),
         jnp.zeros(shape, leaf.dtype),
@@ -173,16 +184,17 @@ def broadcast_tiles(leaf: jax.Array, shape: Sequence[int]) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How a product is computed.
+    """A function that computes a product, its arguments, and a description for reports.
 
     **Arguments:**
 
     - `how`: a description for `vn.explain`.
     - `compute`: a function of `operands` that returns the result.
     - `operands`: arrays, or pytrees of arrays.
-    - `dense`: the bytes of each operand that are materialized on the default platform.
-    - `kernels_for`: the platforms on which a kernel computes the product.
-    - `no_kernel`: the reason why no kernel is used, if an operand is too small.
+    - `dense`: the number of bytes that are materialized for each operand, on the default platform.
+      An empty tuple means none.
+    - `kernels_for`: the platforms on which a kernel computes the product, such as "cpu".
+    - `no_kernel`: a message that an operand is too small for a kernel, or "".
     """
 
     how: str
@@ -197,12 +209,15 @@ class Plan:
         return self.compute(*self.operands)
 
 
-#: A function that plans a product, or returns None if it does not support it.
+#: A function that returns a plan for a product, or None for a product that it does not support.
 Strategy = Callable[[QuantizedProduct], Plan | None]
 
 
 def first_plan(product: QuantizedProduct, strategies: Sequence[Strategy]) -> Plan:
-    """Return the plan of the first strategy that supports a product."""
+    """Return the plan of the first strategy that supports a product.
+
+    The last strategy must support every product.
+    """
     for strategy in strategies:
         plan = strategy(product)
         if plan is not None:
@@ -211,37 +226,32 @@ def first_plan(product: QuantizedProduct, strategies: Sequence[Strategy]) -> Pla
 
 
 def execute(plan: Plan) -> jax.Array:
-    """Compute the result in a rule, and report the plan."""
+    """Compute a plan within a rule, report its description, and return the result."""
     compute = plan.compute
-    if not plan.kernels_for:
-        leaves = jax.tree.leaves(plan.operands)
-        if any(isinstance(x, jax.core.Tracer) for x in leaves):
-            # A derivative dequantizes again. Otherwise the dense weights of a whole model would be
-            # kept from the forward pass to the backward pass.
-            compute = jax.checkpoint(compute)
+    leaves = jax.tree.leaves(plan.operands)
+    if not plan.kernels_for and any(isinstance(x, jax.core.Tracer) for x in leaves):
+        # A derivative dequantizes again. Otherwise the dense weights of a whole model would be
+        # kept from the forward pass to the backward pass.
+        compute = jax.checkpoint(compute)
     out = compute(*plan.operands)
     note_how(plan.how, plan.dense, plan.no_kernel)
     return out
 
 
 def describe_dequantized(lhs: Operand, rhs: Operand) -> str:
-    """Return the description of a plan that dequantizes each quantized operand."""
+    """Return the text "dequantize lhs and rhs", with only the operands that are QArrays."""
     names = [name for name, x in zip(SIDES, (lhs, rhs), strict=True) if isinstance(x, QArray)]
     return f"dequantize {' and '.join(names)}"
 
 
 def dense_nbytes(*operands: Operand, dtype: DTypeLike | None = None) -> tuple[int, ...]:
-    """Return the bytes of each operand if it is materialized, or 0 if it is not quantized.
+    """Return the size in bytes of the dense array of each QArray, and 0 for each dense operand.
 
-    **Arguments:**
-
-    - `operands`: arrays and QArrays.
-    - `dtype`: of the materialized arrays. The default is the dtype of each operand.
+    `dtype` is the dtype of the dense arrays. None means the dtype of each operand.
     """
     sizes = (x.size * jnp.dtype(x.dtype if dtype is None else dtype).itemsize for x in operands)
     return tuple(n if isinstance(x, QArray) else 0 for x, n in zip(operands, sizes, strict=True))
 
 
 def runs_on_cpu() -> bool:
-    """Return whether the default platform of JAX is a CPU."""
     return jax.default_backend() == "cpu"

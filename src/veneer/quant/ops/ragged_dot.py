@@ -112,29 +112,31 @@ def ragged_dot_general(
     >>> y.shape, [round(float(v), 1) for v in y[:, 0, 0]]
     ((2, 1, 3), [2.0, 0.0])
     """
-    options = dimension_numbers, precision, preferred_element_type, group_offset
-    return _plan(lhs, rhs, group_sizes, *options)()
+    group_sizes = jnp.asarray(materialise_one(group_sizes))
+    numeric = precision, preferred_element_type
+    return _plan_ragged(lhs, rhs, group_sizes, dimension_numbers, *numeric, group_offset)()
 
 
-def _plan(
+def _plan_ragged(
     lhs: ArrayLike | ImplicitArray,
     rhs: ArrayLike | ImplicitArray,
-    group_sizes: ArrayLike | ImplicitArray,
+    group_sizes: jax.Array,
     dimension_numbers: lax.RaggedDotDimensionNumbers,
     precision: Any,
     preferred_element_type: DTypeLike | None,
     group_offset: ArrayLike | None,
 ) -> Plan:
-    """Return the plan of a product: one group at a time, as `dot_general`, or dense."""
+    """Return the plan of a product: like `dot_general`, one group at a time, or dense.
+
+    **Raises:** the errors of `jax.lax.ragged_dot_general`, for shapes that do not match.
+    """
     lhs, rhs = operand_pair(lhs, rhs, precision, preferred_element_type)
-    group_sizes = jnp.asarray(materialise_one(group_sizes))
     multiply: Callable[..., jax.Array] = functools.partial(
         lax.ragged_dot_general,
         ragged_dot_dimension_numbers=dimension_numbers,
         precision=precision,
         preferred_element_type=preferred_element_type,
     )
-    # This also raises the errors of operands that do not fit.
     avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (lhs, rhs, group_sizes)]
     out = jax.eval_shape(multiply, *avals)
     operands = lhs, rhs, group_sizes
@@ -147,21 +149,19 @@ def _plan(
     dense = Plan(how_dense, multiply_dense, operands, dense_nbytes(lhs, rhs))
     if group_offset is not None:
         return dense
-    contracting_and_batch = dimension_numbers.dot_dimension_numbers
-    (ragged,) = dimension_numbers.lhs_ragged_dimensions
-    if ragged in contracting_and_batch[1][0]:  # a batch axis, for which groups change nothing
-        product = QuantizedProduct.create(
-            lhs, rhs, contracting_and_batch, precision, preferred_element_type
-        )
+    dot_numbers = DotDimensionNumbers.of(dimension_numbers.dot_dimension_numbers)
+    (ragged_axis,) = dimension_numbers.lhs_ragged_dimensions
+    if ragged_axis in dot_numbers.batch[0]:  # groups do not change the result
+        product = QuantizedProduct.create(lhs, rhs, dot_numbers, precision, preferred_element_type)
         plan = complete_report(first_plan(product, STRATEGIES), product)
         return dataclasses.replace(plan, how=f"as dot_general: {plan.how}")
     # Symbolic sizes, in programs for export, cannot be cut into tiles.
     are_known = all(isinstance(size, int) for size in (*lhs.shape, *rhs.shape))
-    has_groups = isinstance(rhs, QArray) and bool(dimension_numbers.rhs_group_dimensions)
-    if not (has_groups and are_known):
+    has_group_axis = bool(dimension_numbers.rhs_group_dimensions)
+    if not (isinstance(rhs, QArray) and has_group_axis and are_known):
         return dense
     how = f"one group at a time on CPU (fallback: {how_dense})"
-    if 0 in (lhs.shape[ragged], group_sizes.size):
+    if 0 in (lhs.shape[ragged_axis], group_sizes.size):
         return Plan(how, lambda: jnp.zeros(out.shape, out.dtype), ())
     compute = functools.partial(
         _multiply_groups,
@@ -183,6 +183,10 @@ def _multiply_groups(
     precision: Any,
     out_dtype: Any,
 ) -> jax.Array:
+    """Return `ragged_dot_general`, one group at a time on CPU, and dense on other platforms.
+
+    The ragged axis of `lhs` must be a free axis, and `rhs` must have a group axis.
+    """
     params = GroupedDotParams(
         DotDimensionNumbers.of(dimension_numbers.dot_dimension_numbers),
         int(dimension_numbers.lhs_ragged_dimensions[0]),
@@ -192,21 +196,22 @@ def _multiply_groups(
     )
 
     def multiply_by_group(lhs: Any, rhs: Any, group_sizes: Any) -> jax.Array:
-        wide = out_dtype
+        dtype = out_dtype
         if {lhs.dtype, rhs.dtype, out_dtype} <= set(QUANTIZABLE) and not fixes_dtypes(precision):
             # CPUs multiply f32 several times faster than floats of 16 bits.
             dtypes = lhs.dtype, rhs.dtype, accumulator(out_dtype)
-            wide = functools.reduce(jnp.promote_types, dtypes)
+            dtype = functools.reduce(jnp.promote_types, dtypes)
             lhs, rhs = (
-                x.replace(dense_dtype=wide) if isinstance(x, QArray) else x.astype(wide)
+                x.replace(dense_dtype=dtype) if isinstance(x, QArray) else x.astype(dtype)
                 for x in (lhs, rhs)
             )
-        wide_params = params._replace(preferred_element_type=wide)
+        wide_params = params._replace(preferred_element_type=dtype)
         return multiply_groups(lhs, rhs, group_sizes, wide_params).astype(out_dtype)
 
     def multiply_dense(lhs: Any, rhs: Any, group_sizes: Any) -> jax.Array:
-        # JAX 0.10 to 0.12 batch `ragged_dot_general` only if all operands are batched. Here each
-        # operand depends on all, so that `vmap` batches all of them.
+        # JAX 0.10 to 0.12 batch `ragged_dot_general` only if all operands are batched. The scalar
+        # `false` depends on all operands, and each operand is made to depend on it. So `vmap`
+        # batches all operands if it batches one of them.
         arrays = dequantized(lhs), dequantized(rhs), group_sizes
         false = functools.reduce(jnp.logical_or, [x.ravel()[:1].any() for x in arrays]) & False
         lhs, rhs, group_sizes = [jnp.where(false, jnp.zeros_like(x), x) for x in arrays]
@@ -219,7 +224,7 @@ def _multiply_groups(
             preferred_element_type=out_dtype,
         )
 
-    # A derivative dequantizes again, instead of keeping dense weights until then.
+    # A derivative dequantizes again. Otherwise dense weights would be kept for the backward pass.
     @jax.checkpoint
     def multiply(*args: Any) -> jax.Array:
         return lax.platform_dependent(*args, cpu=multiply_by_group, default=multiply_dense)
@@ -241,5 +246,6 @@ def _ragged_dot_general(
 ) -> Any:
     if out_sharding is not None:
         return NotImplemented
-    options = ragged_dot_dimension_numbers, precision, preferred_element_type, group_offset
-    return execute(_plan(lhs, rhs, group_sizes, *options))
+    numbers, numeric = ragged_dot_dimension_numbers, (precision, preferred_element_type)
+    group_sizes = jnp.asarray(group_sizes)
+    return execute(_plan_ragged(lhs, rhs, group_sizes, numbers, *numeric, group_offset))

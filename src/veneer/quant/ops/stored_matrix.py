@@ -1,8 +1,9 @@
-"""`StoredMatrix`, a weight in the layout that kernels multiply, without moving codes.
+"""`StoredMatrix`, a view of a weight as the matrices that kernels read, without moving codes.
 
-Kernels read a stored batch of matrices `[B, R, C]`, and contract R or C. A weight has this
-layout if its batch axes come first and the contracted axes lie together, before or after the free
-axes. Further batch axes, such as heads, can lie between R and C.
+Kernels read codes `[B, R, C]`, which are B matrices of R rows and C columns, and contract rows or
+columns. A weight can be viewed like this if its batch axes come first, and its contracted axes are
+neighbors, before or after all free axes. Kernels also read `[B, R, H, C]`, where H is the size of
+batch axes between rows and columns, such as the heads of a cache.
 """
 
 import dataclasses
@@ -22,13 +23,13 @@ from ..formats.tiles import Shape
 
 
 class StoredMatrix(NamedTuple):
-    """A batch of stored matrices `[B, R, C]`.
+    """A weight as a batch of stored matrices: its arrays, and the facts that kernels need.
 
     **Arguments:**
 
-    - `operands`: the arrays of the weight. Those of the activations are missing.
-    - `columns`: the number of codes in a row, C.
-    - `contracting`: the contracted side, "rows" or "columns".
+    - `operands`: the arrays of the weight. The arrays of the activations are None.
+    - `columns`: the number of codes in a row, before packing.
+    - `contracting`: the side that a product sums over, "rows" or "columns".
     - `qtype`: the format of the codes.
     - `scale_codes`: a description of the scales if they are quantized, or None.
     """
@@ -42,7 +43,7 @@ class StoredMatrix(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class DequantizeScales:
-    """A hashable function that dequantizes quantized scales, for `veneer.kernels.ScaleCodes`.
+    """A hashable function that dequantizes quantized scales, for kernels that read float scales.
 
     **Arguments:**
 
@@ -53,125 +54,141 @@ class DequantizeScales:
     qtype: str
     count: int
 
-    def __call__(self, packed: jax.Array, outer: jax.Array) -> jax.Array:
-        """Return the scales `[B, R / tr, C / tc]` in f32."""
+    def __call__(self, packed: jax.Array, outer_scale: jax.Array) -> jax.Array:
+        """Return the scales in f32, given their stored codes and the scale of these codes."""
         packing = None if self.qtype == "int8" else Packing(-1, self.count)
         return QArray.from_packed(
-            packed, outer, qtype=self.qtype, packing=packing, dense_dtype="float32"
+            packed, outer_scale, qtype=self.qtype, packing=packing, dense_dtype="float32"
         ).dequantize()
 
 
 def swap_packed_axis(q: QArray) -> QArray:
-    """Return an array that is packed along the last axis but one with its last two axes swapped.
+    """Return a QArray with its last two axes swapped. The codes must be packed along axis -2.
 
-    Such an array is the transpose of a stored weight. XLA removes two transposes that undo each
-    other, and the kernel contracts the other side.
+    Codes of matrices are stored packed along axis -1, so the array is the transpose of a stored
+    weight. XLA removes both transposes, and a kernel reads the stored weight.
     """
     assert q.packing is not None
     order = list(range(len(q.scale.shape)))
     order[-2:] = order[-1], order[-2]
 
     def swap(leaf: Any) -> Any:
+        if leaf is None:
+            return None
         if not isinstance(leaf, QArray):
-            return leaf if leaf is None else lax.transpose(jnp.asarray(leaf), order)
+            return lax.transpose(jnp.asarray(leaf), order)
         packing = leaf.packing and leaf.packing._replace(axis=-1)
         return leaf.replace(packed=swap(leaf.packed), scale=swap(leaf.scale), packing=packing)
 
-    leaves: dict[str, Any] = {"packed": q.packed, "zero_point": q.zero_points()}
-    leaves |= {"scale": q.scale, "minimum": q.minimum}
-    if isinstance(q.scale, QArray) and not can_read_scale_codes(q, axis=-2):
-        leaves |= {"scale": q.scales(), "minimum": q.minima()}
-    swapped = {name: swap(leaf) for name, leaf in leaves.items()}
-    return q.replace(**swapped, packing=q.packing._replace(axis=-1))
+    scale, minimum = q.scale, q.minimum
+    if isinstance(scale, QArray) and not can_read_scale_codes(q, axis=-2):
+        scale, minimum = q.scales(), q.minima()
+    return q.replace(
+        packed=swap(q.packed),
+        scale=swap(scale),
+        zero_point=swap(q.zero_points()),
+        minimum=swap(minimum),
+        packing=q.packing._replace(axis=-1),
+    )
 
 
-def _leaves_for_kernels(q: QArray, *, can_have_scale_codes: bool) -> dict[str, Any] | None:
-    """Return the arrays of a weight in dtypes that kernels read, or None if this is impossible.
+def _leaves_for_kernels(q: QArray, *, keep_scale_codes: bool) -> dict[str, Any] | None:
+    """Return the arrays of a weight in dtypes that kernels read, as a dict.
 
-    Scales and minima that kernels cannot read are converted to f32.
+    Quantized scales and minima are kept if `keep_scale_codes` is True and kernels can read them.
+    Otherwise they are converted to f32. Return None if they are f64, or if kernels do not support
+    the tiles of the zero points.
     """
-    leaves: dict[str, Any] = {"packed": q.packed, "scale": q.scale, "minimum": q.minimum}
-    has_scale_codes = can_have_scale_codes and isinstance(q.scale, QArray)
-    if not (has_scale_codes and can_read_scale_codes(q)):
-        for name, leaf in (("scale", q.scale), ("minimum", q.minimum)):
-            if isinstance(leaf, QArray) or (leaf is not None and leaf.dtype.name not in FLOATS):
-                leaves[name] = wide = q.scales() if name == "scale" else q.minima()
-                if wide is not None and wide.dtype.name not in FLOATS:  # f64
-                    return None
-    leaves["zero_point"] = zero_point = q.zero_point
+    scale: Any
+    minimum: Any
+    zero_point: Any
+    scale, minimum, zero_point = q.scale, q.minimum, q.zero_point
+    if not (keep_scale_codes and isinstance(scale, QArray) and can_read_scale_codes(q)):
+        if isinstance(scale, QArray) or scale.dtype.name not in FLOATS:
+            scale = q.scales()
+        has_minimum = minimum is not None
+        if has_minimum and (isinstance(minimum, QArray) or minimum.dtype.name not in FLOATS):
+            minimum = q.minima()
+        for leaf in (scale, minimum):
+            if leaf is not None and leaf.dtype.name not in FLOATS:  # f64
+                return None
     if zero_point is not None:
-        leaves["zero_point"] = q.zero_points()
+        zero_point = q.zero_points()
         # Along each axis, both must have tiles of one size, or one of them has a single tile.
-        for counts in zip(q.scale.shape, zero_point.shape, strict=True):
+        for counts in zip(scale.shape, zero_point.shape, strict=True):
             if 1 not in counts and counts[0] != counts[1]:
                 return None
-    return leaves
+    return {"packed": q.packed, "scale": scale, "minimum": minimum, "zero_point": zero_point}
 
 
 def can_read_scale_codes(q: QArray, axis: int = -1) -> bool:
-    """Return whether kernels read the quantized scales of an array, and its minima, if any.
+    """Return whether kernels can read the scales and minima of an array, which are quantized.
 
-    **Arguments:**
-
-    - `axis`: the axis along which they may be packed.
+    They must be int8, or uint6 packed along `axis`, with float scales along that axis. `axis` is
+    the axis of the columns of the stored matrix, -1 or -2.
     """
     leaves: list[Any] = [q.scale] if q.minimum is None else [q.scale, q.minimum]
     for leaf in leaves:
         if not isinstance(leaf, QArray) or leaf.qtype not in ("int8", "uint6"):
             return False
-        count, outer = leaf.shape[axis], leaf.scale
-        packing = None if leaf.qtype == "int8" else Packing(axis, count)
-        if leaf.packing != packing or (packing and count % 8) or isinstance(outer, QArray):
-            return False
         if leaf.zero_point is not None or leaf.minimum is not None:
             return False
-        outer_count = outer.shape[axis]
-        expected = [*leaf.shape]
-        expected[axis] = outer_count
-        if outer.dtype.name not in FLOATS or [*outer.shape] != expected:
+        count, outer_scale = leaf.shape[axis], leaf.scale
+        packing = None if leaf.qtype == "int8" else Packing(axis, count)
+        if leaf.packing != packing or (packing and count % 8):
             return False
-        if outer_count == 0 or count % outer_count:
+        # The scales of these codes must be floats with tiles along `axis` only.
+        if isinstance(outer_scale, QArray) or outer_scale.dtype.name not in FLOATS:
             return False
-    are_alike = len({leaf.qtype for leaf in leaves}) == 1
-    return are_alike and all(leaf.shape[:-2] == q.shape[:-2] for leaf in leaves)
+        outer_count = outer_scale.shape[axis]
+        outer_shape = [*leaf.shape]
+        outer_shape[axis] = outer_count
+        if [*outer_scale.shape] != outer_shape or outer_count == 0 or count % outer_count:
+            return False
+    have_same_format = len({leaf.qtype for leaf in leaves}) == 1
+    return have_same_format and all(leaf.shape[:-2] == q.shape[:-2] for leaf in leaves)
 
 
 def as_stored_matrix(
     q: QArray, shape: Shape, contracted: Sequence[int], batch: Sequence[int]
 ) -> StoredMatrix | None:
-    """Return a weight as stored matrices, or None if it does not have their layout.
+    """View a weight as stored matrices. Return None if its layout does not allow that.
 
     **Arguments:**
 
     - `q`, `shape`: the weight and its dense shape.
-    - `contracted`, `batch`: its contracted axes and its batch axes, in increasing order.
+    - `contracted`, `batch`: the contracted axes and the batch axes of `q`, in increasing order.
     """
-    ndim, outer_ndim = len(shape), 0
-    while outer_ndim < len(batch) and batch[outer_ndim] == outer_ndim:
-        outer_ndim += 1
-    inner = [*batch[outer_ndim:]]  # such as heads, between the rows and the columns
+    # Find the axes of rows and columns, and of the heads between them: the batch axes that do not
+    # come first. The axes are [batch, rows, heads, columns].
+    ndim, rows_start = len(shape), 0
+    while rows_start < len(batch) and batch[rows_start] == rows_start:
+        rows_start += 1
+    head_axes = [*batch[rows_start:]]
     if not contracted:
         return None
     if [*contracted] == [*range(ndim - len(contracted), ndim)]:
-        contracting, start = "columns", ndim - len(contracted) - len(inner)
-    elif [*contracted] == [*range(outer_ndim, outer_ndim + len(contracted))]:
-        contracting, start = "rows", outer_ndim + len(contracted)
+        contracting, heads_start = "columns", ndim - len(contracted) - len(head_axes)
+    elif [*contracted] == [*range(rows_start, rows_start + len(contracted))]:
+        contracting, heads_start = "rows", rows_start + len(contracted)
     else:
         return None
-    end = start + len(inner)
-    if inner and (inner != [*range(start, end)] or end == ndim or q.format.bits == 1.6):
-        return None
-    columns = math.prod(shape[end:])
-    count, rows = math.prod(shape[:outer_ndim]), math.prod(shape[outer_ndim:start])
-    heads = math.prod(shape[start:end])
-    sizes: Shape = (count, rows, heads, columns) if inner else (count, rows, columns)
+    columns_start = heads_start + len(head_axes)
+    if head_axes:
+        are_between = head_axes == [*range(heads_start, columns_start)] and columns_start < ndim
+        if not are_between or q.format.bits == 1.6:
+            return None
+    count, rows = math.prod(shape[:rows_start]), math.prod(shape[rows_start:heads_start])
+    heads, columns = math.prod(shape[heads_start:columns_start]), math.prod(shape[columns_start:])
+    sizes: Shape = (count, rows, heads, columns) if head_axes else (count, rows, columns)
 
+    # Reshape all leaves to these sizes.
     is_matrix = sizes in (shape, (1, *shape)) and ndim < 4
-    leaves = _leaves_for_kernels(q, can_have_scale_codes=is_matrix)
+    leaves = _leaves_for_kernels(q, keep_scale_codes=is_matrix)
     if leaves is None:
         return None
     packing = None if q.format.bits == 8 else Packing(-1, columns)
-    if sizes == (1, *shape) and q.packing == packing:  # as most weights are
+    if sizes == (1, *shape) and q.packing == packing:  # the common case, without a general reshape
         for name, leaf in leaves.items():
             if isinstance(leaf, QArray):
                 leaves[name] = jax.tree.map(lambda x: x.reshape(1, *x.shape), leaf)
@@ -183,23 +200,22 @@ def as_stored_matrix(
             return None
         leaves = {name: getattr(matrix, name) for name in leaves}
 
-    # Kernels read scales, zero points and minima of each matrix, also if the matrices share them.
+    # Split quantized scales into codes and their scales. Broadcast all leaves but the codes of the
+    # weight along the batch axes, because kernels read them for each matrix.
     scale_codes = None
     for name, leaf in [*leaves.items()]:
         if leaf is None:
             continue
         if isinstance(leaf, QArray):
             if name == "scale":
-                scales = leaf.shape[-1]
-                scale_codes = ScaleCodes(scales, DequantizeScales(leaf.qtype, scales))
+                row_count = leaf.shape[-1]
+                scale_codes = ScaleCodes(row_count, DequantizeScales(leaf.qtype, row_count))
             leaves[f"outer_{name}"], leaf = jnp.asarray(leaf.scale), leaf.packed
-        if name != "packed":
-            full = (count, leaf.shape[1], heads, leaf.shape[-1]) if inner else None
-            full = full or (count, *leaf.shape[1:])
-            if leaf.shape != full:
-                leaf = jnp.broadcast_to(leaf, full)
-            if inner:
-                leaf = jnp.asarray(leaf).swapaxes(1, 2).reshape(count * heads, full[1], full[3])
+        if name != "packed" and head_axes:
+            leaf = jnp.broadcast_to(leaf, (count, leaf.shape[1], heads, leaf.shape[3]))
+            leaf = leaf.swapaxes(1, 2).reshape(count * heads, leaf.shape[1], leaf.shape[3])
+        elif name != "packed" and leaf.shape[0] != count:
+            leaf = jnp.broadcast_to(leaf, (count, *leaf.shape[1:]))
         leaves[name] = jnp.asarray(leaf)
     qtype = q.qtype
     if q.format.bits == 1.6:

@@ -1,7 +1,7 @@
-"""Sums that are computed tile by tile, with one tile's part of the output in memory at a time.
+"""Products that are computed tile by tile along the contracted axes, and added up.
 
-If both operands have tiles of different sizes along a contracted axis, the sum is cut at the
-borders of both.
+Only one product of tiles is in memory at a time. If the operands have tiles of different sizes
+along a contracted axis, the tiles of the sum are the largest tiles that divide both.
 """
 
 import math
@@ -18,7 +18,9 @@ from .operands import unpack_codes
 
 
 def common_tiles(lhs: QArray, rhs: QArray, numbers: DotDimensionNumbers) -> Shape:
-    """Return the tile sizes, along contracted axes, in which no scale or zero point varies.
+    """Return the size, along each contracted axis, of the largest tiles with constant scales.
+
+    Within such a tile, no scale or zero point of either operand varies along the contracted axes.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> from veneer._core.primitives.dimension_numbers import DotDimensionNumbers
@@ -28,20 +30,19 @@ def common_tiles(lhs: QArray, rhs: QArray, numbers: DotDimensionNumbers) -> Shap
     >>> common_tiles(q, r, DotDimensionNumbers.of((([1], [1]), ([], []))))
     (2,)
     """
-    tiles = []
-    for pair in zip(*numbers.contracting, strict=True):
-        size = lhs.shape[pair[0]]
-        counts = [
-            leaf.shape[axis]
-            for q, axis in zip((lhs, rhs), pair, strict=True)
+    common_sizes = []
+    for axes in zip(*numbers.contracting, strict=True):
+        tile_sizes = {
+            q.shape[axis] // leaf.shape[axis]
+            for q, axis in zip((lhs, rhs), axes, strict=True)
             for leaf in (q.scale, q.zero_point)
             if leaf is not None
-        ]
-        sizes = {size // count for count in counts}
-        # Symbolic sizes, in programs for export, are equal or have no common tile.
-        are_known = all(isinstance(tile, int) for tile in sizes)
-        tiles.append(math.gcd(*sizes) if are_known else sizes.pop() if len(sizes) == 1 else 1)
-    return tuple(tiles)
+        }
+        if all(isinstance(size, int) for size in tile_sizes):
+            common_sizes.append(math.gcd(*tile_sizes))
+        else:  # in programs for export, sizes can be symbolic, which have no gcd
+            common_sizes.append(tile_sizes.pop() if len(tile_sizes) == 1 else 1)
+    return tuple(common_sizes)
 
 
 def sum_over_tiles(
@@ -57,53 +58,57 @@ def sum_over_tiles(
 
     - `multiply`: a function of two QArrays, which have size `tiles` along the contracted axes and
       scales that do not vary along them. It returns a float array.
+    - `tiles`: the size of a tile along each contracted axis.
     """
-    axes = numbers.contracting
-    counts = [lhs.shape[axis] // size for axis, size in zip(axes[0], tiles, strict=True)]
-    operands = [
-        unpack_codes(q) if q.packing and q.packing.axis + q.ndim in a else q
-        for q, a in zip((lhs, rhs), axes, strict=True)
-    ]
-    scales = [
-        tuple(
-            None if leaf is None else _move_tiles_first(leaf, a, counts)
-            for leaf in (q.scales(), q.zero_points())
+    lhs_axes, rhs_axes = numbers.contracting
+    counts = [lhs.shape[axis] // size for axis, size in zip(lhs_axes, tiles, strict=True)]
+
+    # Codes that are packed along a contracted axis cannot be sliced.
+    operands, scales = [], []
+    for q, axes in ((lhs, lhs_axes), (rhs, rhs_axes)):
+        operands.append(unpack_codes(q) if q.packing and q.packing.axis + q.ndim in axes else q)
+        zero_point = q.zero_points()
+        scales.append(
+            (
+                _move_tiles_first(q.scales(), axes, counts),
+                None if zero_point is None else _move_tiles_first(zero_point, axes, counts),
+            )
         )
-        for q, a in zip(operands, axes, strict=True)
-    ]
 
     # A derivative by the scales computes each tile again. Otherwise the products of all tiles would
     # be kept for it.
     @jax.checkpoint
     def multiply_tile(step: tuple) -> jax.Array:
         number, leaves = step
+        # Convert the number of the tile to an index for each contracted axis, the last axis first.
         index: list[jax.Array] = []
         for count in reversed(counts):
             index.insert(0, number % count)
             number = number // count
-        pairs = zip(operands, axes, leaves, strict=True)
-        return multiply(*(_slice_tile(q, a, index, tiles, *leaf) for q, a, leaf in pairs))
+        parts = zip(operands, numbers.contracting, leaves, strict=True)
+        return multiply(*(_slice_tile(q, axes, index, tiles, *leaf) for q, axes, leaf in parts))
 
     def add(total: jax.Array, step: tuple) -> tuple[jax.Array, None]:
         return total + multiply_tile(step), None
 
     steps = jnp.arange(math.prod(counts), dtype=jnp.int32), scales
-    # The first tile determines the type of the sum, with its sharding.
+    # The loop starts with the product of the first tile, because its type includes the sharding.
     first = multiply_tile(jax.tree.map(lambda x: x[0], steps))
     return lax.scan(add, first, jax.tree.map(lambda x: x[1:], steps))[0]
 
 
 def _move_tiles_first(scale: Leaf, axes: Sequence[int], counts: Sequence[int]) -> jax.Array:
-    """Return a scale as `[tiles, ...]`, with size 1 along `axes`.
+    """Return a scale or zero point with a new first axis that runs over the tiles of a product.
 
-    Along these axes it had `counts` entries, or a number that divides `counts`.
+    There are `counts` tiles along the contracted axes `axes`, which get size 1. The number of
+    entries of the scale along an axis divides the number of tiles.
     """
     leaf = jnp.asarray(scale)
     for axis, count in zip(axes, counts, strict=True):
         leaf = jnp.repeat(leaf, count // leaf.shape[axis], axis, total_repeat_length=count)
-    kept = [1 if axis in axes else size for axis, size in enumerate(leaf.shape)]
+    tile_shape = [1 if axis in axes else size for axis, size in enumerate(leaf.shape)]
     leaf = jnp.moveaxis(leaf, axes, range(len(axes)))
-    return leaf.reshape(math.prod(counts), *kept)
+    return leaf.reshape(math.prod(counts), *tile_shape)
 
 
 def _slice_tile(
@@ -114,12 +119,15 @@ def _slice_tile(
     scale: jax.Array,
     zero_point: jax.Array | None,
 ) -> QArray:
-    """Return one tile of an operand, given its index and its scale and zero point."""
+    """Return one tile of an operand, with its scale and zero point.
+
+    `index` and `tiles` have the index of the tile and the size of a tile along each of `axes`.
+    """
     packed = jnp.asarray(q.packed)
     if not jnp.issubdtype(packed.dtype, jnp.integer):
-        # As bytes, because XLA for CPUs converts a float8 array to f16 before it is sliced.
+        # Slice bytes, because XLA for CPUs converts a float8 array to f16 before it slices.
         packed = lax.bitcast_convert_type(packed, jnp.uint8)
-    for axis, i, size in zip(axes, index, tiles, strict=True):
-        packed = lax.dynamic_slice_in_dim(packed, i * size, size, axis)
+    for axis, tile_index, size in zip(axes, index, tiles, strict=True):
+        packed = lax.dynamic_slice_in_dim(packed, tile_index * size, size, axis)
     packed = lax.bitcast_convert_type(packed, q.packed.dtype)
     return q.replace(packed=packed, scale=scale, zero_point=zero_point)

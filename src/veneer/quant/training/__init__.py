@@ -1,13 +1,11 @@
 """Quantized training: weights that are quantized on use, and products on codes.
 
-The modules here:
-
-    backward        `BackwardProduct`, the options for a product of the backward pass
-    fake_quantized  `FakeQuantized`, a weight that is quantized on use
-    products        the products that training quantizes, and their gradients
-    recipe          a product with quantized operands and gradients
-    rules           the rules of `FakeQuantized` for primitives
-    trees           conversion, masks and rounding keys of all weights of a tree
+backward        `BackwardProduct`, the options for a product of the backward pass
+fake_quantized  `FakeQuantized`, a weight that is quantized on use
+products        the products that training quantizes, and their gradients
+recipe          a product with quantized operands and gradients
+rules           the rules of `FakeQuantized` for primitives
+trees           conversion, masks and rounding keys of all weights of a tree
 """
 
 from . import rules as rules

@@ -98,9 +98,12 @@ class BackwardProduct:
         return self.residual_qtype == FORWARD
 
     def __repr__(self) -> str:
-        """Return the call that creates it."""
-        _, *others = (f for f in dataclasses.fields(self) if f.init)
-        values = ((field, getattr(self, field.name)) for field in others)
-        values = ((f, dict(value) if isinstance(value, tuple) else value) for f, value in values)
-        parts = [f"{field.name}={value!r}" for field, value in values if value != field.default]
-        return f"BackwardProduct({', '.join([repr(self.qtype), *parts])})"
+        """Return the call that creates this object, without arguments that have their defaults."""
+        arguments = [repr(self.qtype)]
+        _, *keyword_fields = dataclasses.fields(self)
+        for field in keyword_fields:
+            value = getattr(self, field.name)
+            if value != field.default:
+                value = dict(value) if isinstance(value, tuple) else value
+                arguments.append(f"{field.name}={value!r}")
+        return f"BackwardProduct({', '.join(arguments)})"

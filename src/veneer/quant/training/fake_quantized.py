@@ -81,7 +81,7 @@ class FakeQuantized(ImplicitArray):
 
     metadata_is_meaning: ClassVar[bool] = False
     trainable: ClassVar[tuple[str, ...] | None] = ("w",)
-    # Its only leaf has its shape and dtype, but not its values.
+    # The leaf `w` has the shape and dtype of the dense array, but other values.
     is_label: ClassVar[bool | None] = False
 
     w: Leaf
@@ -124,8 +124,10 @@ class FakeQuantized(ImplicitArray):
         if self.sparsity is not None:
             self.__dict__["sparsity"] = check_sparsity(self.sparsity, self.qtype)
             check_groups(self.sparsity, self.w.shape, self.tile_axes[-1])
-        self.aval()
-        jax.eval_shape(self.quantize)  # Raise errors of tiles and methods now, not on first use.
+        self.aval()  # raises the errors of `key` and `mask`
+        jax.eval_shape(
+            self.quantize
+        )  # raises the errors of tiles and methods now, not on first use
 
     @classmethod
     def from_rule(cls, array: Leaf, rule: Any) -> "FakeQuantized":
@@ -138,21 +140,12 @@ class FakeQuantized(ImplicitArray):
         >>> vn.quant.FakeQuantized.from_rule(jnp.ones((4, 2)), rule)
         FakeQuantized(w=f32[4,2], qtype='int4', act_qtype='int8')
         """
-        return cls(
-            array,
-            qtype=rule.qtype,
-            tile_size=rule.tile_size,
-            tile_axis=rule.contracting(array.ndim),
-            calibration_method=rule.calibration_method,
-            scale_dtype=rule.scale_dtype,
-            act_qtype=rule.act_qtype,
-            act_calibration_method=rule.act_calibration_method,
-            act_tile_size=rule.act_tile_size,
-            grad_qtype=rule.grad_qtype,
-            grad_input=rule.grad_input,
-            grad_weight=rule.grad_weight,
-            sparsity=rule.sparsity,
-        )
+        # These fields have the same names in a rule.
+        names = ["qtype", "tile_size", "calibration_method", "scale_dtype", "act_qtype"]
+        names += ["act_calibration_method", "act_tile_size", "grad_qtype", "grad_input"]
+        names += ["grad_weight", "sparsity"]
+        options = {name: getattr(rule, name) for name in names}
+        return cls(array, tile_axis=rule.contracting(array.ndim), **options)
 
     @property
     def format(self) -> Format | None:
@@ -161,7 +154,7 @@ class FakeQuantized(ImplicitArray):
 
     @property
     def scales_are_quantised(self) -> bool:
-        """True if the scales of a matrix are quantized together, as in nvfp4.
+        """True if the format quantizes the scales of a matrix together, as nvfp4 does.
 
         A part of such a matrix cannot be quantized alone.
         """
@@ -169,7 +162,7 @@ class FakeQuantized(ImplicitArray):
 
     @property
     def tile_axes(self) -> tuple[int, ...]:
-        """The axes that `tile_axis` names, counted from the front."""
+        """The axes in `tile_axis`, counted from the front."""
         axes: Any = self.tile_axis
         return tuple(axis % self.w.ndim for axis in axes)
 
@@ -177,8 +170,8 @@ class FakeQuantized(ImplicitArray):
     def grid(self) -> ScaleAxes:
         """The axes of `w` along which scales differ.
 
-        The attribute `channelwise` has the axes with one scale per index. The attribute `tiled` has
-        a pair `(axis, tile size)` for each axis with one scale per tile.
+        The attribute `channelwise` lists the axes with one scale per index. The attribute `tiled`
+        lists pairs `(axis, tile size)` for axes with one scale per tile.
         """
         return choose_scale_axes(self.w.ndim, self.tile_axes, self.format, self.tile_size)
 
@@ -186,8 +179,8 @@ class FakeQuantized(ImplicitArray):
     def backward(self) -> tuple[BackwardProduct, BackwardProduct] | None:
         """The options of the two products of the backward pass, `(grad_input, grad_weight)`.
 
-        If one is None, `BackwardProduct(grad_qtype)` takes its place. If `grad_input`,
-        `grad_weight` and `grad_qtype` are all None, this attribute is None.
+        If only one of these fields is None, `BackwardProduct(grad_qtype)` replaces it. If both and
+        `grad_qtype` are None, this property is None, and gradients are not quantized.
         """
         products = self.grad_input, self.grad_weight
         if self.grad_qtype is None and products == (None, None):
@@ -197,7 +190,7 @@ class FakeQuantized(ImplicitArray):
 
     @property
     def lead(self) -> int:
-        """The number of axes of `w` before `tile_axis`, which is also the rank of `key`."""
+        """The number of axes of `w` before the first axis in `tile_axis`: the rank of `key`."""
         return min(self.tile_axes)
 
     def changed(self, **changes: Any) -> "FakeQuantized":
@@ -208,11 +201,16 @@ class FakeQuantized(ImplicitArray):
         return new
 
     def aval(self) -> jax.core.ShapedArray:
-        """Return the shape and dtype of the dense array."""
+        """Return the shape and dtype of the dense array.
+
+        **Raises:** `ValueError` if `w` lacks an axis that its tiles need, or if `key` or `mask` has
+        a wrong shape.
+        """
         aval = jax.typeof(self.w)
         axes: Any = self.tile_axis
         if isinstance(self.tile_size, tuple):
             axes = (*axes, *(axis for axis, _ in self.tile_size))
+        # The axes are counted from the end. Quantized scales need a matrix.
         min_ndim = max(2 if self.scales_are_quantised else 1, -min(axes))
         if aval.ndim < min_ndim:
             raise ValueError(
@@ -243,21 +241,23 @@ class FakeQuantized(ImplicitArray):
     @property
     def storage_name(self) -> str | None:
         """The text that `vn.summary` shows for the format after `convert`: "as nf4, tile 64"."""
-        sparse = []
+        texts = []
+        if self.qtype is not None:
+            texts.append(f"as {self.qtype}")
+            # A slice of a stack cannot be quantized if the stack has tiles along the sliced axis.
+            with contextlib.suppress(ValueError):
+                texts.append(jax.eval_shape(FakeQuantized.quantize, self).storage_name)
         if self.sparsity is not None:
             n, m, *block = self.sparsity
-            sparse = [f"{n} of {m} {f'blocks of {block[0]} ' if block else ''}kept"]
-        if self.qtype is None:
-            return sparse[0] if sparse else None
-        tiles = []
-        # A slice of a stack cannot be quantized if the stack has tiles along the sliced axis.
-        with contextlib.suppress(ValueError):
-            tiles.append(jax.eval_shape(FakeQuantized.quantize, self).storage_name)
-        return ", ".join([f"as {self.qtype}", *tiles, *sparse])
+            texts.append(f"{n} of {m} {f'blocks of {block[0]} ' if block else ''}kept")
+        return ", ".join(texts) or None
 
     @property
     def kept(self) -> Leaf | None:
-        """The mask that is True for the values of `w` to keep, or None if all are kept."""
+        """The mask of `w`, True for the values to keep. None without a mask and a `sparsity`.
+
+        If only `sparsity` is set, the mask is computed from the values of `w`.
+        """
         if self.mask is not None or self.sparsity is None:
             return self.mask
         w = jax.lax.stop_gradient(jnp.asarray(self.w))
@@ -306,28 +306,29 @@ class FakeQuantized(ImplicitArray):
         """
         if shape != self.shape:
             for axis in range(self.ndim):
-                size = self.grid.size(axis)
-                splits_tile = size is None or shape[axis] % size or self.scales_are_quantised
+                tile = self.grid.size(axis)  # None if the whole axis is one tile
+                splits_tile = tile is None or shape[axis] % tile or self.scales_are_quantised
                 if spec[axis] is not None and splits_tile:
                     return None
         axis = self.tile_axes[-1]
-        size = 1 if self.sparsity is None else group_size(self.sparsity)
-        if shape[axis] != self.shape[axis] and shape[axis] % size:
+        group = 1 if self.sparsity is None else group_size(self.sparsity)
+        if shape[axis] != self.shape[axis] and shape[axis] % group:
             return None
         key = None if self.key is None else PartitionSpec(*spec[: self.lead])
         return self.changed(w=spec, key=key, mask=None if self.mask is None else spec)
 
     def __repr__(self) -> str:
         """Return the class and the fields that differ from their defaults."""
-        leaves = ("w", "key", "mask")
+        # The values that `__post_init__` sets for defaults. Transformations of JAX may replace `w`
+        # by an object without a dtype.
         defaults = {"tile_axis": (-2,), "dense_dtype": str(getattr(self.w, "dtype", None))}
-        values = {f.name: getattr(self, f.name, None) for f in dataclasses.fields(self)}
-        for name in ("tile_size", "act_tile_size"):
-            if isinstance(sizes := values[name], tuple):
-                values[name] = dict(sizes)
-        parts = [
-            f"{name}={describe([x])[0] if name in leaves else repr(x)}"
-            for name, x in values.items()
-            if not is_default(x, defaults.get(name))
-        ]
-        return f"FakeQuantized({', '.join(parts)})"
+        arguments = []
+        for field in dataclasses.fields(self):
+            name, value = field.name, getattr(self, field.name, None)
+            if is_default(value, defaults.get(name)):
+                continue
+            if name in ("tile_size", "act_tile_size") and isinstance(value, tuple):
+                value = dict(value)
+            text = describe([value])[0] if name in ("w", "key", "mask") else repr(value)
+            arguments.append(f"{name}={text}")
+        return f"FakeQuantized({', '.join(arguments)})"

@@ -14,27 +14,28 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 from jax import lax
 
-from ..._core.primitives.dimension_numbers import DotDimensionNumbers
+from ..._core.primitives.dimension_numbers import Axes, DotDimensionNumbers
 from ..._core.value import materialise_one
 from ..._jax.primitives import find_primitive
 from ..arrays.qarray import QArray
 from ..formats.tiles import Shape
 from ..ops.convolution import conv_general_dilated
 from ..ops.dot_general import dot_general
-
-Axes = tuple[int, ...]
-Operand = jax.Array | QArray
+from ..ops.product import Operand
 
 
 class GradientAxes(NamedTuple):
-    """The axes of the product that gives the gradient of one operand.
+    """The axes of a product that gives the gradient of one operand of a forward product.
+
+    The operands of this product are g, the gradient of the output, and the other operand of the
+    forward product.
 
     **Arguments:**
 
-    - `of_gradient`: the axes of the gradient of the output that the product contracts.
-    - `of_other`: the axes of the other operand that it contracts.
-    - `other_to_gradient`: maps the axes of the other operand that may have scales per index to axes
-      of the gradient of the output.
+    - `of_gradient`: the axes of g that the product contracts.
+    - `of_other`: the axes of the other operand that the product contracts.
+    - `other_to_gradient`: a map from axes of the other operand to matching axes of g. The product
+      can multiply scales along these axes into g.
     """
 
     of_gradient: Axes
@@ -44,13 +45,15 @@ class GradientAxes(NamedTuple):
 
 @dataclass(frozen=True)
 class TrainingProduct:
-    """A product primitive with its parameters. Operand 0 is the left one, operand 1 the right one.
+    """A primitive for products, with its parameters. Operand 0 is lhs, and operand 1 is rhs.
 
-    `params` are the parameters of the primitive, as pairs, so that a product is hashable.
+    **Arguments:**
+
+    - `params`: the parameters of the primitive as pairs, so that a product is hashable.
     """
 
     primitive: ClassVar[str]
-    supports_tiles: ClassVar[bool] = False  # whether the gradient can sum codes tile by tile
+    supports_tiles: ClassVar[bool] = False  # True if gradients can sum codes tile by tile
 
     params: tuple[tuple[str, Any], ...]
 
@@ -59,58 +62,61 @@ class TrainingProduct:
 
     @property
     def contracted(self) -> tuple[Axes, Axes]:
-        """The axes of the two operands that the product contracts."""
+        """The contracted axes of lhs, and of rhs."""
         raise NotImplementedError
 
     @property
     def has_gradients_on_codes(self) -> bool:
-        """True if gradients are products on codes. Otherwise they are in floating point."""
+        """True if gradients are products on codes, False if they are in floating point."""
         return True
 
     @property
     def description(self) -> str:
-        """The text for `vn.explain`."""
+        """The description that `vn.explain` reports."""
         return "on codes, forward and backward"
 
     @property
     def is_forward(self) -> bool:
-        """True if the product can be one of the forward pass."""
+        """False if the product can only be part of a backward pass."""
         return True
 
-    def bind(self, lhs: Any, rhs: Any, *extra: Any) -> jax.Array:
-        """Return the product of dense operands."""
-        return find_primitive(self.primitive).bind(lhs, rhs, *extra, **dict(self.params))
+    def bind(self, lhs: Any, rhs: Any, *other_operands: Any) -> jax.Array:
+        """Return the product of dense arrays. Some primitives have more than two operands."""
+        return find_primitive(self.primitive).bind(lhs, rhs, *other_operands, **dict(self.params))
 
-    def multiply(self, lhs: Operand, rhs: Operand, *extra: Any) -> jax.Array:
-        """Return the product of quantized operands."""
+    def multiply(self, lhs: Operand, rhs: Operand, *other_operands: Any) -> jax.Array:
+        """Return the product of dense arrays or QArrays."""
         raise NotImplementedError
 
     def gradient_axes(self, side: int, ndims: Sequence[int]) -> GradientAxes:
-        """Return the axes of the product that gives the gradient of operand `side`."""
+        """Return the axes of the product that gives the gradient of operand `side`.
+
+        `ndims` are the ranks of both operands.
+        """
         raise NotImplementedError
 
     def transpose_operand(self, side: int, other: Operand) -> Operand:
-        """Return the other operand, rearranged for the gradient of operand `side`."""
+        """Return operand `1 - side`, rearranged for the gradient of operand `side`."""
         del side
         return other
 
     def multiply_gradient(
         self, side: int, g: Operand, other: Operand, shapes: Sequence[Shape], dtype: Any
     ) -> jax.Array:
-        """Return the gradient of operand `side`. It needs `has_gradients_on_codes`.
+        """Return the gradient of operand `side`, if `has_gradients_on_codes` is True.
 
         **Arguments:**
 
-        - `g`: the quantized gradient of the output.
-        - `other`: the result of `transpose_operand`.
-        - `shapes`: the shapes of the two operands of the forward product.
+        - `g`: the gradient of the output, dense or quantized.
+        - `other`: operand `1 - side`, after `transpose_operand`.
+        - `shapes`: the shapes of both operands.
         - `dtype`: the dtype of the result.
         """
         raise NotImplementedError
 
 
 class _DotProduct(TrainingProduct):
-    """A `dot_general`. The gradient of an operand contracts the free axes of the other one."""
+    """A `dot_general`. The gradient of an operand contracts the free axes of the other operand."""
 
     primitive = "dot_general"
     supports_tiles = True
@@ -123,8 +129,8 @@ class _DotProduct(TrainingProduct):
     def contracted(self) -> tuple[Axes, Axes]:
         return self._numbers.contracting
 
-    def multiply(self, lhs: Operand, rhs: Operand, *extra: Any) -> jax.Array:
-        return dot_general(lhs, rhs, *extra, **dict(self.params))
+    def multiply(self, lhs: Operand, rhs: Operand, *other_operands: Any) -> jax.Array:
+        return dot_general(lhs, rhs, **dict(self.params))
 
     def gradient_axes(self, side: int, ndims: Sequence[int]) -> GradientAxes:
         # The output has the batch axes, the free axes of operand 0, and the free axes of operand 1.
@@ -132,8 +138,8 @@ class _DotProduct(TrainingProduct):
         free = self._numbers.free(1 - side, ndims[1 - side])
         start = len(batch) + (len(self._numbers.free(0, ndims[0])) if side == 0 else 0)
         of_gradient = tuple(range(start, start + len(free)))
-        shared = zip((*batch, *free), (*range(len(batch)), *of_gradient), strict=True)
-        return GradientAxes(of_gradient, free, dict(shared))
+        pairs = zip((*batch, *free), (*range(len(batch)), *of_gradient), strict=True)
+        return GradientAxes(of_gradient, free, dict(pairs))
 
     def multiply_gradient(
         self, side: int, g: Operand, other: Operand, shapes: Sequence[Shape], dtype: Any
@@ -143,13 +149,13 @@ class _DotProduct(TrainingProduct):
         batch, other_batch = self._numbers.batch[side], self._numbers.batch[1 - side]
         numbers = (axes.of_gradient, axes.of_other), (tuple(range(len(batch))), other_batch)
         out = dot_general(g, other, numbers, preferred_element_type=dtype)
-        # The result has the batch axes, the free axes of the operand, and its contracted axes in
-        # the order of the other operand.
+        # The axes of `out` are these axes of the operand: the batch axes, the free axes, and the
+        # contracted axes in the order of the other operand. Sort them.
         contracted, other_contracted = self.contracted[side], self.contracted[1 - side]
         pairs = sorted(zip(other_contracted, contracted, strict=True))
         free = self._numbers.free(side, ndims[side])
-        labels = (*batch, *free, *(axis for _, axis in pairs))
-        return lax.transpose(out, sorted(range(len(labels)), key=labels.__getitem__))
+        operand_axes = (*batch, *free, *(axis for _, axis in pairs))
+        return lax.transpose(out, sorted(range(out.ndim), key=operand_axes.__getitem__))
 
 
 class _Convolution(TrainingProduct):
@@ -164,7 +170,8 @@ class _Convolution(TrainingProduct):
 
     @property
     def contracted(self) -> tuple[Axes, Axes]:
-        # One scale per image, because a convolution sums over channels and places.
+        # A convolution sums over channels and places in a window. A scale must be constant over all
+        # places, because windows overlap.
         _, channels, *places = self["dimension_numbers"].lhs_spec
         return (*places, channels), tuple(self["dimension_numbers"].rhs_spec[1:])
 
@@ -178,17 +185,20 @@ class _Convolution(TrainingProduct):
             return super().description
         return "on codes, forward only (grouped convolution)"
 
-    def multiply(self, lhs: Operand, rhs: Operand, *extra: Any) -> jax.Array:
-        return conv_general_dilated(lhs, rhs, *extra, **dict(self.params))
+    def multiply(self, lhs: Operand, rhs: Operand, *other_operands: Any) -> jax.Array:
+        return conv_general_dilated(lhs, rhs, **dict(self.params))
 
     def gradient_axes(self, side: int, ndims: Sequence[int]) -> GradientAxes:
         del ndims
-        lhs, rhs, out = self["dimension_numbers"]
-        # The gradient of images contracts output channels. The gradient of the kernel contracts
-        # the batch.
-        axis, of_output = (rhs[0], out[1]) if side == 0 else (lhs[0], out[0])
-        places = rhs[2:] if side == 0 else lhs[2:]
-        return GradientAxes((*out[2:], of_output), (*places, axis), {axis: of_output})
+        numbers = self["dimension_numbers"]
+        lhs_batch, _, *lhs_places = numbers.lhs_spec
+        rhs_out_channels, _, *rhs_places = numbers.rhs_spec
+        out_batch, out_channels, *out_places = numbers.out_spec
+        if side == 0:  # the gradient of the images contracts output channels
+            axis, out_axis, places = rhs_out_channels, out_channels, rhs_places
+        else:  # the gradient of the kernel contracts the batch
+            axis, out_axis, places = lhs_batch, out_batch, lhs_places
+        return GradientAxes((*out_places, out_axis), (*places, axis), {axis: out_axis})
 
     def transpose_operand(self, side: int, other: Operand) -> Operand:
         return _reverse(other, self["dimension_numbers"].rhs_spec[2:]) if side == 0 else other
@@ -197,25 +207,28 @@ class _Convolution(TrainingProduct):
         self, side: int, g: Operand, other: Operand, shapes: Sequence[Shape], dtype: Any
     ) -> jax.Array:
         lhs, rhs, out = self["dimension_numbers"]
-        swap = lambda spec: (spec[1], spec[0], *spec[2:])
+        swap_batch_and_channels = lambda spec: (spec[1], spec[0], *spec[2:])
+        specs: tuple[Any, ...]
+        # A stride of the forward convolution becomes a dilation of a gradient, and vice versa.
         strides, dilation = self["window_strides"], self["rhs_dilation"]
         if side == 0:
-            pair, specs = (g, other), (out, swap(rhs), lhs)
-            arguments = self["lhs_dilation"], strides, dilation
+            operands = g, other
+            specs = out, swap_batch_and_channels(rhs), lhs
+            new_strides, new_lhs_dilation, new_dilation = self["lhs_dilation"], strides, dilation
         else:
-            pair, specs = (other, g), (swap(lhs), swap(out), swap(rhs))
-            arguments = dilation, self["lhs_dilation"], strides
-        window_strides, lhs_dilation, rhs_dilation = arguments
-        images, kernel, output = (
+            operands = other, g
+            specs = tuple(map(swap_batch_and_channels, (lhs, out, rhs)))
+            new_strides, new_lhs_dilation, new_dilation = dilation, self["lhs_dilation"], strides
+        image_sizes, kernel_sizes, out_sizes = (
             [shape[axis] for axis in spec[2:]]
             for shape, spec in zip((*shapes, g.shape), (lhs, rhs, out), strict=True)
         )
         return conv_general_dilated(
-            *pair,
-            window_strides=window_strides,
-            padding=self._gradient_padding(side, images, kernel, output),
-            lhs_dilation=lhs_dilation,
-            rhs_dilation=rhs_dilation,
+            *operands,
+            window_strides=new_strides,
+            padding=self._gradient_padding(side, image_sizes, kernel_sizes, out_sizes),
+            lhs_dilation=new_lhs_dilation,
+            rhs_dilation=new_dilation,
             dimension_numbers=lax.ConvDimensionNumbers(*specs),
             preferred_element_type=dtype,
         )
@@ -223,7 +236,10 @@ class _Convolution(TrainingProduct):
     def _gradient_padding(
         self, side: int, images: Sequence[int], kernel: Sequence[int], output: Sequence[int]
     ) -> list[tuple[int, int]]:
-        """Return the padding that gives the gradient of operand `side` the size of the operand."""
+        """Return the padding that gives the gradient of operand `side` the size of the operand.
+
+        `images`, `kernel` and `output` are the sizes of the spatial axes in the forward product.
+        """
         dilate = lambda size, dilation: 0 if size == 0 else 1 + dilation * (size - 1)
         padding = []
         for i, (before, _) in enumerate(self["padding"]):
@@ -239,7 +255,7 @@ class _Convolution(TrainingProduct):
 
 
 class _RaggedDot(TrainingProduct):
-    """A `ragged_dot_general`. Quantized operands are materialized."""
+    """A `ragged_dot_general` of materialized operands. Its gradients are in floating point."""
 
     primitive = "ragged_dot_general"
     has_gradients_on_codes = False
@@ -255,33 +271,32 @@ class _RaggedDot(TrainingProduct):
         ragged = {*self["ragged_dot_dimension_numbers"].lhs_ragged_dimensions}
         return ragged.isdisjoint(self.contracted[0])
 
-    def multiply(self, lhs: Operand, rhs: Operand, *extra: Any) -> jax.Array:
-        return self.bind(materialise_one(lhs), materialise_one(rhs), *extra)
+    def multiply(self, lhs: Operand, rhs: Operand, *other_operands: Any) -> jax.Array:
+        return self.bind(materialise_one(lhs), materialise_one(rhs), *other_operands)
 
     def gradient_axes(self, side: int, ndims: Sequence[int]) -> GradientAxes:
-        numbers = self["ragged_dot_dimension_numbers"]
-        groups = (), tuple(numbers.rhs_group_dimensions)
-        free = []
-        for i, (contracted, batch) in enumerate(zip(*numbers.dot_dimension_numbers, strict=True)):
-            others = (*contracted, *batch, *groups[i])
-            free.append(tuple(axis for axis in range(ndims[i]) if axis not in others))
+        ragged_numbers = self["ragged_dot_dimension_numbers"]
+        numbers = DotDimensionNumbers.of(ragged_numbers.dot_dimension_numbers)
+        lhs_free, rhs_free = numbers.free(0, ndims[0]), numbers.free(1, ndims[1])
+        rhs_free = tuple(a for a in rhs_free if a not in ragged_numbers.rhs_group_dimensions)
         # The output has the batch axes, the free axes of operand 0, and the free axes of operand 1.
-        start = len(numbers.dot_dimension_numbers[1][0]) + (len(free[0]) if side == 0 else 0)
-        of_gradient = tuple(range(start, start + len(free[1 - side])))
-        return GradientAxes(of_gradient, free[1 - side], {})
+        other_free = rhs_free if side == 0 else lhs_free
+        start = len(numbers.batch[0]) + (len(lhs_free) if side == 0 else 0)
+        return GradientAxes(tuple(range(start, start + len(other_free))), other_free, {})
 
 
+#: The class for each primitive.
 PRODUCTS: dict[str, type[TrainingProduct]] = {
-    of.primitive: of for of in (_DotProduct, _Convolution, _RaggedDot)
+    cls.primitive: cls for cls in (_DotProduct, _Convolution, _RaggedDot)
 }
 
 
 def _reverse(x: Any, axes: Sequence[int]) -> Any:
-    """Reverse an array along some axes. The codes of the result are not packed."""
+    """Reverse a dense array or a QArray along some axes. The result has one code per byte."""
     if not isinstance(x, QArray):
         return lax.rev(x, axes)
     codes = lax.rev(x.codes(), axes)
     fields = codes if x.format.bits >= 8 else x.format.to_fields(codes)
-    parts: dict[str, Any] = {"scale": x.scale, "zero_point": x.zero_point, "minimum": x.minimum}
-    parts = {name: _reverse(leaf, axes) for name, leaf in parts.items() if leaf is not None}
-    return QArray.from_packed(fields, **parts, qtype=x.qtype, dense_dtype=x.dense_dtype)
+    leaves: dict[str, Any] = {"scale": x.scale, "zero_point": x.zero_point, "minimum": x.minimum}
+    leaves = {name: _reverse(leaf, axes) for name, leaf in leaves.items() if leaf is not None}
+    return QArray.from_packed(fields, **leaves, qtype=x.qtype, dense_dtype=x.dense_dtype)

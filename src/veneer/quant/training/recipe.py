@@ -1,15 +1,17 @@
-"""The recipe of quantized training: a product on codes whose derivative quantizes gradients.
+"""`quantized_product`: a product on codes whose derivative quantizes gradients.
 
-Forward, `y = q(x) @ q(w)`. Backward, `dx = q(g) @ q(w).T` and `dw = q(x).T @ q(g)`, where each
-product quantizes the gradient `g` of `y` with scales along its own contracted axes.
+With q for "quantize", the forward pass is `y = q(x) @ q(w)`. The backward pass is
+`dx = q(g) @ q(w).T` and `dw = q(x).T @ q(g)`, where g is the gradient of y. Each of these two
+products quantizes g separately, because they contract different axes of g.
 
-A product on codes needs scales that are constant along the axes that it contracts, and the products
-of the backward pass contract other axes than the forward product. If the other operand has one
-scale per channel, `g` is therefore multiplied by that scale before it is quantized. An operand with
-zero points, a codebook, or tiles along another axis is quantized again from the dense array.
+A product on codes needs scales that are constant along its contracted axes. But the scales of
+`q(w)` and `q(x)` are constant along the axes that the forward product contracts. If `q(w)` has one
+scale per output channel, g is multiplied by that scale before g is quantized, and the product uses
+the codes of `q(w)` alone. The same holds for `q(x)`. An operand with zero points, a codebook, or
+tiles along another axis is quantized again from the dense array.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -25,7 +27,7 @@ from ..conversion.fake_quantize import fake_quantize
 from ..conversion.quantize import quantize
 from ..conversion.scale_axes import ScaleAxes, choose_activation_axes
 from ..formats import get_format
-from ..formats.tiles import over_tiles
+from ..ops.operands import multiply_by_scale
 from .backward import BackwardProduct
 from .fake_quantized import FakeQuantized
 from .products import TrainingProduct
@@ -33,16 +35,16 @@ from .products import TrainingProduct
 
 @dataclass(frozen=True)
 class OperandRecipe:
-    """The quantization of one operand in the forward pass.
+    """The options for quantizing one operand of a product in the forward pass.
 
     **Arguments:**
 
     - `dtype`: the dtype of the array before quantization, and of its gradient.
-    - `dense_dtype`: the dtype in which the product uses the operand.
+    - `dense_dtype`: the dtype of the operand in the product.
     - `qtype`: the format. None leaves the operand dense.
     - `method`: the calibration method. None is the default method of the format.
     - `scale_axes`: the axes along which scales differ.
-    - `scale_dtype`: the dtype of the scales, as for `quantize`.
+    - `scale_dtype`: the dtype of the scales, as for `vn.quant.quantize`.
     """
 
     dtype: str
@@ -54,7 +56,7 @@ class OperandRecipe:
 
     @classmethod
     def of_weight(cls, w: FakeQuantized) -> "OperandRecipe":
-        """Return the recipe of a weight."""
+        """Return the options for quantizing a weight."""
         method, axes = w.calibration_method, w.grid
         return cls(w.w.dtype.name, w.dtype.name, w.qtype, method, axes, w.scale_dtype)
 
@@ -62,7 +64,7 @@ class OperandRecipe:
     def of_activation(
         cls, x: Any, w: FakeQuantized, contracted: Sequence[int] | None
     ) -> "OperandRecipe":
-        """Return the recipe of the operand that multiplies the weight `w`.
+        """Return the options for quantizing activations `x` that the weight `w` multiplies.
 
         **Arguments:**
 
@@ -79,13 +81,16 @@ class OperandRecipe:
         return options | self.scale_axes.arguments
 
     def quantize(self, x: jax.Array) -> jax.Array | QArray:
-        """Return the operand as the forward product uses it."""
+        """Return the quantized operand, or the dense operand if `qtype` is None."""
         if self.qtype is None:
             return x.astype(self.dense_dtype)
         return quantize(x, self.qtype, **self._options).replace(dense_dtype=self.dense_dtype)
 
     def fake_quantize(self, x: jax.Array) -> jax.Array:
-        """Return the quantized and dequantized operand, with a derivative."""
+        """Return the quantized and dequantized operand, or `x` if `qtype` is None.
+
+        The derivative is 1, and 0 for values that quantization clips.
+        """
         return x if self.qtype is None else fake_quantize(x, self.qtype, **self._options)
 
     def without_clipped_gradients(self, x: jax.Array) -> jax.Array:
@@ -95,20 +100,23 @@ class OperandRecipe:
         format = get_format(self.qtype)
         if not check_calibration(self.method or format.calibration, format).clips:
             return x
+        # The second term is 0, and has the derivative of `fake_quantize`.
         fake = self.fake_quantize(x)
         return lax.stop_gradient(x) + (fake - lax.stop_gradient(fake))
 
     def requantize(
         self, x: jax.Array, contracted: Sequence[int], backward: BackwardProduct
     ) -> jax.Array | QArray:
-        """Return the operand, quantized from the dense array for a product of the backward pass.
+        """Quantize the operand for a product of the backward pass.
 
-        If `backward` reuses the format of the forward pass, and a tile of that format does not
-        divide its axis of `x`, return the dense operand.
+        The format is `backward.residual_qtype`. If that is "forward", the format is `qtype`, and
+        the operand stays dense if a tile does not divide an axis.
 
         **Arguments:**
 
+        - `x`: the dense operand.
         - `contracted`: the axes of `x` that the product contracts.
+        - `backward`: the options of the product.
         """
         qtype = self.qtype if backward.reuses_forward else backward.residual_qtype
         if qtype is None or x.dtype not in QUANTIZABLE:
@@ -127,13 +135,13 @@ class OperandRecipe:
 
 @dataclass(frozen=True)
 class TrainingRecipe:
-    """A product with the quantization of its operands and gradients. It is a static argument.
+    """A product, with the options for quantizing its operands and gradients. It is hashable.
 
     **Arguments:**
 
-    - `product`: the product.
-    - `operands`: the quantization of the two operands.
-    - `backward`: the options of the two products that give the gradients of the operands.
+    - `product`: the primitive with its parameters.
+    - `operands`: the options for lhs and for rhs.
+    - `backward`: the options of the products that give the gradients of lhs and of rhs.
     """
 
     product: TrainingProduct
@@ -143,38 +151,44 @@ class TrainingRecipe:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def quantized_product(
-    recipe: TrainingRecipe, lhs: jax.Array, rhs: jax.Array, extra: Sequence[Any], key: Any
+    recipe: TrainingRecipe, lhs: jax.Array, rhs: jax.Array, other_operands: Sequence[Any], key: Any
 ) -> jax.Array:
-    """Multiply two dense arrays as a recipe says.
+    """Quantize two dense arrays and return their product. The derivative quantizes gradients.
 
     **Arguments:**
 
-    - `recipe`: the product, and the quantization of its operands and gradients.
+    - `recipe`: the product, and the options for quantizing its operands and gradients.
     - `lhs`, `rhs`: the operands.
-    - `extra`: the other operands of the primitive, which have no gradient.
+    - `other_operands`: the other operands of the primitive, which have no gradient.
     - `key`: a PRNG key for stochastic rounding of gradients, or None.
     """
-    return _forward(recipe, lhs, rhs, extra, key)[0]
+    return _forward(recipe, lhs, rhs, other_operands, key)[0]
 
 
 def _forward(
-    recipe: TrainingRecipe, lhs: jax.Array, rhs: jax.Array, extra: Sequence[Any], key: Any
+    recipe: TrainingRecipe, lhs: jax.Array, rhs: jax.Array, other_operands: Sequence[Any], key: Any
 ) -> tuple[jax.Array, Any]:
-    quantized = [of.quantize(x) for of, x in zip(recipe.operands, (lhs, rhs), strict=True)]
-    out = recipe.product.multiply(*quantized, *extra)
+    """Return the product, and the residuals for `_backward`."""
+    quantized = [
+        operand.quantize(x) for operand, x in zip(recipe.operands, (lhs, rhs), strict=True)
+    ]
+    out = recipe.product.multiply(*quantized, *other_operands)
+    # Save each operand for the gradient of the other operand: its codes if they can be used there.
     saved = []
     for side, (dense, q) in enumerate(zip((lhs, rhs), quantized, strict=True)):
-        # An operand is needed for the gradient of the other one.
-        backward = recipe.backward[1 - side]
+        backward = recipe.backward[1 - side]  # if its `qtype` is None, the gradient stays dense
         can_reuse = backward.qtype is None or _fits_gradient(q, recipe.product, side, lhs, rhs)
         saved.append(q if backward.reuses_forward and can_reuse else dense)
-    return out, (saved, extra, key)
+    return out, (saved, other_operands, key)
 
 
 def _fits_gradient(
     q: jax.Array | QArray, product: TrainingProduct, side: int, lhs: jax.Array, rhs: jax.Array
 ) -> bool:
-    """Return whether the gradient of the other operand can use an operand as quantized forward."""
+    """Return whether the gradient of operand `1 - side` can use the codes of operand `side`.
+
+    `q` is operand `side`, as quantized in the forward pass. `lhs` and `rhs` are dense.
+    """
     if not product.has_gradients_on_codes:
         return True
     axes = product.gradient_axes(1 - side, (lhs.ndim, rhs.ndim))
@@ -184,18 +198,14 @@ def _fits_gradient(
 
 
 def _backward(recipe: TrainingRecipe, residuals: Any, g: jax.Array) -> tuple[Any, ...]:
-    saved, extra, key = residuals
+    """Return the gradients of lhs and rhs, and None for the other arguments."""
+    saved, other_operands, key = residuals
     keys = _split_key(key, g)
-    gradients: list[jax.Array | None] = []
+    gradients: list[Any] = [None, None]
     for side, operand in enumerate(recipe.operands):
-        if not jnp.issubdtype(operand.dtype, jnp.floating):
-            gradients.append(None)
-            continue
-        if recipe.product.has_gradients_on_codes:
-            gradient = _gradient_on_codes(recipe, side, saved, g, keys[side])
-        else:
-            gradient = _dense_gradient(recipe, side, saved, extra, g, keys[side])
-        gradients.append(gradient.astype(operand.dtype))
+        if jnp.issubdtype(operand.dtype, jnp.floating):
+            gradient = _gradient(recipe, side, saved, other_operands, g, keys[side])
+            gradients[side] = gradient.astype(operand.dtype)
     return *gradients, None, None
 
 
@@ -229,30 +239,53 @@ def _dense_gradient(
     recipe: TrainingRecipe,
     side: int,
     saved: Sequence[Any],
-    extra: Sequence[Any],
+    other_operands: Sequence[Any],
     g: jax.Array,
     key: Any,
 ) -> jax.Array:
-    """Return the gradient of operand `side` in floating point, by JAX's transpose of the product.
+    """Return the gradient of operand `side`, which is a product of `g` with the other operand.
 
-    `g` and the other operand are quantized and dequantized.
+    `saved` are lhs and rhs, dense or as quantized in the forward pass. `g` is the gradient of the
+    output.
     """
     product, backward, other = recipe.product, recipe.backward[side], saved[1 - side]
     axes = product.gradient_axes(side, (saved[0].ndim, saved[1].ndim))
-    if not isinstance(other, QArray):
+    if product.has_gradients_on_codes:
+        other = product.transpose_operand(side, other)
+    has_forward_codes = isinstance(other, QArray)
+    if not has_forward_codes:
         other = recipe.operands[1 - side].requantize(other, axes.of_other, backward)
-    other = materialise_one(other)
-    q = materialise_one(_quantize_gradient(g, backward, axes.of_gradient, key))
-    bind = lambda x: product.bind(*((x, other) if side == 0 else (other, x)), *extra)
-    # The product is linear in x, so the values of x do not matter.
-    x = jnp.zeros(saved[side].shape, recipe.operands[side].dense_dtype)
-    return jax.vjp(bind, x)[1](q)[0]
+
+    if not product.has_gradients_on_codes:
+        other = materialise_one(other)
+        dense_g = materialise_one(_quantize_gradient(g, backward, axes.of_gradient, key))
+        bind = lambda x: product.bind(*((x, other) if side == 0 else (other, x)), *other_operands)
+        # The product is linear in x, so the values of x do not matter.
+        x = jnp.zeros(shapes[side], recipe.operands[side].dense_dtype)
+        return jax.vjp(bind, x)[1](dense_g)[0]
+
+    # Give g and the other operand one float dtype, and the other operand scales that are constant
+    # along the contracted axes.
+    wide = jnp.promote_types(g.dtype, jnp.float32)
+    if not has_forward_codes:
+        if other.dtype not in QUANTIZABLE:
+            other = other.astype(wide)  # otherwise the next line would round g to integers
+        g = g.astype(other.dtype)
+    elif backward.qtype is not None and has_scales_only_along(other, axes.other_to_gradient):
+        g = multiply_by_scale(g.astype(wide), other.scales(), axes.other_to_gradient)
+        one = jnp.ones([1] * other.ndim, wide)
+        other = other.replace(scale=one, dense_dtype=wide.name)
+    else:
+        g, other = g.astype(wide), other.replace(dense_dtype=wide.name)
+    quantized_g = _quantize_gradient(g, backward, axes.of_gradient, key)
+    return product.multiply_gradient(side, quantized_g, other, shapes, wide)
 
 
-def _has_scales_only_along(q: jax.Array | QArray, axes: Collection[int]) -> bool:
-    """Return whether an operand is codes times a scale that is constant along all other axes.
+def has_scales_only_along(q: jax.Array | QArray, axes: Collection[int]) -> bool:
+    """Return whether an operand is codes times a scale that varies at most along `axes`.
 
-    A product that contracts `axes` can then use the codes: the scale multiplies the gradient.
+    A product that contracts these axes can then use the codes, and multiply the gradient by the
+    scale. An operand with a codebook, zero points, minima or quantized scales gives False.
     """
     if not isinstance(q, QArray) or q.format.codebook is not None:
         return False
@@ -261,11 +294,11 @@ def _has_scales_only_along(q: jax.Array | QArray, axes: Collection[int]) -> bool
     return all(count == 1 or axis in axes for axis, count in enumerate(q.scale.shape))
 
 
-def _has_tiles_along(q: jax.Array | QArray, axes: Collection[int]) -> bool:
-    """Return whether neighbors along each of `axes` share scales, in a format without a codebook.
+def has_tiles_along(q: jax.Array | QArray, axes: Collection[int]) -> bool:
+    """Return whether neighbors along each of `axes` share a scale, zero point and minimum.
 
-    A product that contracts these axes can then sum the codes of each tile, as in the forward pass.
-    For example, the square blocks of a matrix are also blocks of its transpose.
+    A product that contracts these axes can then sum the codes of each tile. For example, the square
+    blocks of a matrix are also blocks of its transpose. An operand with a codebook gives False.
     """
     if not isinstance(q, QArray) or q.format.codebook is not None:
         return False
@@ -274,33 +307,26 @@ def _has_tiles_along(q: jax.Array | QArray, axes: Collection[int]) -> bool:
     return all(count == 1 or count < size for size, count in pairs)
 
 
-def _multiply_by_scale(g: jax.Array, q: QArray, axes: Mapping[int, int]) -> jax.Array:
-    """Multiply a gradient by the scale of an operand. `axes` maps axes of `q` to axes of `g`."""
-    order = sorted(axes, key=axes.__getitem__)
-    others = [axis for axis in range(q.ndim) if axis not in axes]
-    shape = [1] * g.ndim
-    for axis in order:
-        shape[axes[axis]] = q.scale.shape[axis]
-    scale = lax.transpose(q.scales(), (*order, *others)).reshape(shape)
-    return over_tiles(jnp.multiply, g, scale.astype(g.dtype))
-
-
 def _quantize_gradient(
     g: jax.Array, backward: BackwardProduct, contracted: Sequence[int], key: Any
 ) -> jax.Array | QArray:
-    """Quantize a gradient with one scale per index of the axes that the product does not contract.
+    """Quantize a gradient for a product that contracts the axes `contracted`.
 
-    **Raises:** `ValueError` if a tile does not divide the last contracted axis.
+    Values along these axes share a scale, or have a scale per tile. Return the dense gradient if
+    `backward.qtype` is None.
+
+    **Raises:** `ValueError` if a tile does not divide its axis.
     """
     if backward.qtype is None:
         return g
     format = get_format(backward.qtype)
     key = key if backward.stochastic else None
     method = backward.calibration_method
-    has_bound = format.is_integer and format.signed and format.bits >= 2
-    if key is not None and method is None and has_bound:
-        # The default method scales the largest magnitude to half a step beyond the largest code, so
-        # stochastic rounding would always round it down.
+    is_signed_integer = format.is_integer and format.signed and format.bits >= 2
+    if key is not None and method is None and is_signed_integer:
+        # The default method scales the largest magnitude to `format.bound`, which is half a step
+        # beyond the largest code. Stochastic rounding would always round it down. Scale the largest
+        # magnitude to the largest code.
         method = f"absmax,{format.bound / format.code_range[1]}"
     try:
         axes = choose_activation_axes(g.shape, contracted, format, backward.tile_size)
@@ -311,10 +337,10 @@ def _quantize_gradient(
 
 
 def _split_key(key: Any, g: jax.Array) -> tuple[Any, Any]:
-    """Return a key for each of the two products that quantize the gradient `g`.
+    """Return two different keys derived from a key and the bits of `g`, or two times None.
 
     The bits of `g` are folded in, because a weight can be used several times with the same key: in
-    the steps of a loop, or in the members of a batch.
+    the steps of a loop, or for the members of a batch.
     """
     if key is None:
         return None, None

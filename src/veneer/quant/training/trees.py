@@ -1,5 +1,6 @@
 """Functions on trees of `FakeQuantized` weights: conversion, masks and keys."""
 
+import itertools
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ from ..weights.activations import ActivationQuantized
 from .fake_quantized import FakeQuantized
 
 
-def _is_leaf(x: Any) -> bool:
+def _is_fake_quantized(x: Any) -> bool:
     return isinstance(x, FakeQuantized)
 
 
@@ -40,8 +41,8 @@ def convert(params: Any) -> Any:
     """
     check_parameters(params, "convert(params)")
 
-    def quantized(w: Any) -> Any:
-        if not _is_leaf(w):
+    def quantize_weight(w: Any) -> Any:
+        if not _is_fake_quantized(w):
             return w
         if isinstance(w.act_tile_size, tuple) and w.act_qtype is not None:
             raise ValueError(
@@ -58,7 +59,7 @@ def convert(params: Any) -> Any:
             contracting=tuple(axis - w.ndim for axis in w.tile_axes),
         )
 
-    return jax.tree.map(quantized, params, is_leaf=_is_leaf)
+    return jax.tree.map(quantize_weight, params, is_leaf=_is_fake_quantized)
 
 
 def sparsity_masks(params: Any) -> Any:
@@ -82,11 +83,11 @@ def sparsity_masks(params: Any) -> Any:
     [False, True, True, False]
     """
 
-    def mask(x: Any) -> Any:
-        has_mask = isinstance(x, FakeQuantized) and x.sparsity is not None
-        return x.changed(mask=None).kept if has_mask else None
+    def compute_mask(x: Any) -> Any:
+        is_sparse = _is_fake_quantized(x) and x.sparsity is not None
+        return x.changed(mask=None).kept if is_sparse else None
 
-    return jax.tree.map(mask, params, is_leaf=_is_leaf)
+    return jax.tree.map(compute_mask, params, is_leaf=_is_fake_quantized)
 
 
 def with_masks(params: Any, masks: Any) -> Any:
@@ -114,17 +115,17 @@ def with_masks(params: Any, masks: Any) -> Any:
     (4.0, [1.0, 1.0])
     """
 
-    def masked(x: Any, mask: Any) -> Any:
+    def set_mask(x: Any, mask: Any) -> Any:
         if mask is None:
             return x
-        if not isinstance(x, FakeQuantized):
+        if not _is_fake_quantized(x):
             raise ValueError(
                 f"masks has a mask of shape {mask.shape} where params has a {type(x).__name__}. "
                 "Pass the tree of vn.quant.sparsity_masks(params)"
             )
         return x.with_mask(mask)
 
-    return jax.tree.map(masked, params, masks, is_leaf=_is_leaf)
+    return jax.tree.map(set_mask, params, masks, is_leaf=_is_fake_quantized)
 
 
 def with_stochastic_rounding(params: Any, key: jax.Array) -> Any:
@@ -163,15 +164,15 @@ def with_stochastic_rounding(params: Any, key: jax.Array) -> Any:
     check_key(key)
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.wrap_key_data(key)
-    count = 0
+    weight_numbers = itertools.count()
 
-    def keyed(x: Any) -> Any:
-        nonlocal count
-        if not isinstance(x, FakeQuantized) or x.backward is None:
+    def set_key(x: Any) -> Any:
+        if not _is_fake_quantized(x) or x.backward is None:
             return x
-        key_of_weight = jax.random.fold_in(key, count)
-        count += 1
-        lead = x.w.shape[: x.lead]
-        return x.changed(key=jax.random.split(key_of_weight, lead) if lead else key_of_weight)
+        weight_key = jax.random.fold_in(key, next(weight_numbers))
+        stack_shape = x.w.shape[: x.lead]
+        return x.changed(
+            key=jax.random.split(weight_key, stack_shape) if stack_shape else weight_key
+        )
 
-    return jax.tree.map(keyed, params, is_leaf=_is_leaf)
+    return jax.tree.map(set_key, params, is_leaf=_is_fake_quantized)
