@@ -1,8 +1,7 @@
 """Format tables of strings: as text that fits the terminal, as HTML, or for rich.
 
-All functions take the same arguments. `rows` are sequences of cells. A row can also be one string:
-a title across all columns, above the rows that follow. `total` is a last row of totals. `right`
-lists the headings of columns with numbers. They are right-aligned.
+A row is a sequence of cells, or one string: a title across all columns, above the next rows. The
+argument `right` lists the headings of columns with numbers, which are right-aligned.
 """
 
 import itertools
@@ -36,19 +35,21 @@ def text_table(
 ) -> str:
     """Return a table as text that fits the width of the terminal.
 
-    Texts and headings are wrapped, and numbers are not. With `may_stack`, a table that is too wide
-    has the first cell of each row on its own line, above the other cells.
+    `total` is a last row, and `right` lists the headings of columns with numbers. Numbers are not
+    wrapped. With `may_stack`, a table that is too wide has the first cell of each row on its own
+    line, above the other cells.
     """
     screen = screen_width()
     lines: list[Cells | str] = [headings, *rows, *([total] if total else [])]
     widths = _natural_widths(headings, lines, right)
     if may_stack and sum(widths) + len(_GAP) * (len(widths) - 1) > screen:
-        cell_rows = [[line] if isinstance(line, str) else line for line in lines]
-        lines = []
-        for first, *others in cell_rows:
+        old_lines, lines = lines, []
+        for line in old_lines:
+            first, others = (line, ()) if isinstance(line, str) else (line[0], line[1:])
             lines += [first, others] if any(others) else [first]
         headings = headings[1:]
         widths = _natural_widths(headings, lines, right)
+    # Lines of cells are indented below titles.
     indent = _GAP if any(isinstance(line, str) for line in lines) else ""
     room = screen - len(indent) - len(_GAP) * (len(headings) - 1)
     is_number = [heading in right for heading in headings]

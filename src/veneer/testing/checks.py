@@ -243,8 +243,8 @@ class _Check:
     ) -> None:
         """Run programs on `w` and on its dense array, and store the differences of the results.
 
-        `mode` names the transformation around the programs in messages. If `record` is True, also
-        store the rules that run. All programs are compiled as one.
+        `run` runs one program under a transformation, and `mode` is its name in messages. If
+        `record` is True, also store the rules that run. All programs are compiled as one.
         """
         materialise_argument = lambda f: lambda w, *others: f(self._dense(w), *others)
         title = lambda name: f"{name}, {mode}" if mode else name

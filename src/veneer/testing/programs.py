@@ -53,7 +53,10 @@ CHOLESKY: dict[str, Program] = {"cholesky": lambda w, d: jnp.linalg.cholesky(w)}
 
 
 def programs_for_shape(shape: Shape) -> dict[str, Program]:
-    """Return the programs for arrays of a shape, by name. JAX may reject some for a dtype."""
+    """Return a dict from names to programs for arrays of a shape, of any dtype.
+
+    JAX rejects some of the programs for some dtypes.
+    """
     elementwise = {name: getattr(lax, name) for name in ELEMENTWISE if hasattr(lax, name)}
     programs: dict[str, Program] = {
         **{name: lambda w, d, f=f: f(w) for name, f in elementwise.items()},

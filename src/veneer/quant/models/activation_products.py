@@ -113,10 +113,10 @@ def _code_of(fn: Any) -> Any:
 
 
 class _ActiveRules:
-    """The rules of a function that `quantize_products` returned, while the function runs.
+    """The rules of a function that `quantize_products` returned, in force while the function runs.
 
-    `outer` holds the rules of another such function that calls this one, or None. The object also
-    stores which rules have matched a product.
+    `outer` holds the rules of another such function that calls this function, or None. The object
+    also stores which rules have matched no product yet.
     """
 
     def __init__(self, rules: tuple[Rule, ...], outer: "_ActiveRules | None"):
@@ -160,10 +160,10 @@ class _ActiveRules:
 def _cached_active_rules(
     rules: tuple[Rule, ...], outer: _ActiveRules | None, code: Any
 ) -> _ActiveRules:
-    """Return an `_ActiveRules` object, the same object for equal arguments.
+    """Return an `_ActiveRules` object: the same object for equal arguments.
 
-    The object is part of the key of JAX's cache of traces, so an equal object would trace again.
-    `code` is only part of the cache key here: each function warns of its own unmatched rules.
+    JAX traces a function again for another object. `code` only separates the objects of different
+    functions, because each object stores which rules its function has not matched yet.
     """
     del code
     return _ActiveRules(rules, outer)

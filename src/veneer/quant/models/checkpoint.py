@@ -202,20 +202,17 @@ def find_unselected(
 def without_default_tile(
     avals: Mapping[str, jax.ShapeDtypeStruct], rules: Mapping[str, Rule], qtype: str
 ) -> list[str]:
-    """Return a text for each tensor whose rule in `rules` differs from the default for `qtype`.
+    """Return a text for each tensor whose rule has another tile or format than the default.
 
-    The rule has a smaller tile or the format int8 because the default tile does not divide an axis
-    of the tensor.
+    Such a rule has a smaller tile or the format int8, because the default tile of the format
+    `qtype` does not divide an axis of the tensor.
     """
     default = Rule(".*", qtype, tile_size=default_tile(qtype))
     return describe_changed_tiles(dict.fromkeys(rules, default), rules, avals)
 
 
 def _rule_for(selector: Selector, name: str, shape: tuple[int, ...]) -> Rule:
-    """Return the rule of a selector for one tensor.
-
-    **Raises:** `UnknownAxisError`, `TileError`, or `ValueError` if the tensor has no such axis.
-    """
+    """Return the rule of a selector for one tensor, or raise an error with the name."""
     axis = selector.tile_axis
     if axis is None and name.endswith("weight"):
         axis = CONTRACTING_AXIS["torch"]
@@ -280,7 +277,7 @@ def quantize_stream(
     - `calibrated`: a dict from names to arrays that `vn.quant.calibrate` has already quantized.
 
     **Returns:** an iterator of `(value, outcome)` pairs in the same order. `value` is the array to
-    store. It is unchanged if its name has no rule, or if it is a `QArray`.
+    store. An array without a rule, or a `QArray`, is unchanged.
 
     >>> import numpy as np, veneer as vn
     >>> from veneer.quant.models.checkpoint import quantize_stream

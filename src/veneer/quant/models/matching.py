@@ -71,7 +71,7 @@ def find_rule(path: str, rules: Sequence[Rule]) -> Rule | None:
 
 
 def can_be_quantized(leaf: Any) -> bool:
-    """Return whether a leaf, or its aval, is a floating array of rank 2 or more."""
+    """Return whether a leaf is a floating array of rank 2 or more. It may be abstract."""
     return not is_value(leaf) and getattr(leaf, "ndim", 0) >= 2 and leaf.dtype in QUANTIZABLE
 
 

@@ -19,7 +19,7 @@ from .matching import can_be_quantized, find_rule, some_of
 from .rules import Rule
 from .uses import Use
 
-#: If no more values than this share a scale, the tile is probably a mistake.
+#: If at most this number of values share a scale, the tile is probably a mistake.
 _FEW_VALUES = 8
 #: `warn_of_hardly_smaller` ignores arrays with fewer values than this.
 _NEGLIGIBLE_SIZE = 1024
@@ -32,10 +32,10 @@ def _describe_bits(array: Any) -> str:
 
 
 def warn_of_unused(weights: Mapping[str, Any], uses: Mapping[str, Sequence[Use]]) -> None:
-    """Warn of weights that stay dense because no product uses them.
+    """Warn of weights that the program does not use, or uses in no product, so they stay dense.
 
-    Small weights stay dense without a warning. So do biases and norm scales, even if those of
-    several layers are stacked: their uses have fewer than two free axes.
+    There is no warning for small weights, biases and norm scales that the program uses. A stack of
+    biases is a matrix too, but each of its uses has fewer than two free axes.
     """
     described = [
         f"{path} at {_describe_bits(x)} ({next(iter(uses[path]), 'unused')})"
@@ -166,7 +166,7 @@ def warn_of_unchanged(
 def warn_of_hardly_smaller(
     paths: Sequence[str], quantized: Sequence[Any], rules: Mapping[str, Rule], *, has_program: bool
 ) -> None:
-    """Warn of quantized weights that take as many bytes as dense, or have very many scales.
+    """Warn of quantized weights that take as many bytes as dense weights, or have many scales.
 
     Without a program and a tile size, many scales mean that `tile_axis` may be the wrong axis.
     """

@@ -268,9 +268,7 @@ def _observed_axes(
 ) -> dict[str, tuple[int, ...]]:
     """Return a dict from the path of each weight to observe to its contracted axes.
 
-    The axes are those in `traced`, a dict by path, or else the `tile_axis` of the rule.
-
-    **Raises:** `ValueError` if two trees have a weight at the same path.
+    `traced` is a dict from paths to axes. Other weights have the `tile_axis` of their rule.
     """
     axes: dict[str, tuple[int, ...]] = {}
     for paths, leaves, _ in trees:

@@ -44,9 +44,6 @@ def parameter_trees_and_program(
     `trees` is the list `[params]`, or `[model]` if `params` is None. A `functools.partial` has more
     trees of parameters: its function, if it is a module, and each of its arguments. `call` is an
     example for error messages.
-
-    **Raises:** `TypeError` if the model is not callable, or `params` is missing. `ValueError` if
-    the parameters hold no arrays.
     """
     if params is not None or not isinstance(model, functools.partial):
         params, program = parameters_and_program(model, params, call)

@@ -215,23 +215,23 @@ def choose_rules(
 ) -> ChosenRules:
     """Choose a rule for each leaf of a tree that can be quantized, and fit the rule to the leaf.
 
-    With a program, the `tile_axis` of the fitted rule is the list of axes that the products of the
-    program contract, and its tiles divide these axes.
+    With a program, the `tile_axis` of a fitted rule is the list of axes that products contract, and
+    its tiles divide these axes.
 
     **Arguments:**
 
-    - `params`: a pytree of arrays.
     - `rules`: a list of rules, or the name of a format, which selects the default rules.
     - `program`, `args`, `kwargs`: the program `program(params, *args, **kwargs)`, or None.
     - `needs_products`: raise `ValueError` if no product contracts a weight whose rule has a format.
     - `wrap_quantized`: also choose rules for leaves that are a `QArray`, if a rule has an
       `act_qtype` and no `qtype`.
 
-    **Raises:** `ValueError` with the path if a tile does not divide its axis. `ValueError` if the
-    name of a format is given without a program.
+    **Raises:** `ValueError` if the name of a format is given without a program, and `ValueError`
+    with the path if a tile does not divide its axis.
 
-    **Warns** of rules and weights that do not match, as `quantize_tree` documents.
+    **Warns** (`UserWarning`) of rules that match nothing and of weights that stay dense.
     """
+    # Find the weights, and their uses in the program.
     paths, leaves, treedef = flatten_with_paths(params)
     wrapping: dict[str, Rule] = {}
     if wrap_quantized and not isinstance(rules, str):
@@ -244,6 +244,7 @@ def choose_rules(
     uses = None
     if program is not None:
         uses = find_uses(program, params, lambda path, leaf: path in weights, args, kwargs)
+    # Select a rule for each weight, and warn of rules and weights without a match.
     if not isinstance(rules, str):
         selected = {path: rule for path in weights if (rule := find_rule(path, rules))} | wrapping
     elif uses is not None:
@@ -260,10 +261,11 @@ def choose_rules(
     else:
         warn_of_unmatched(rules, paths)
         warn_of_mostly_dense(weights, selected)
+    warn_of_unchanged(paths, leaves, rules)
+    # Fit the rules to the axes that products contract.
     if uses is not None:
         fit = fit_default_rule if isinstance(rules, str) else Rule.along
         selected = _fit_to_uses(selected, weights, uses, fit)
-    warn_of_unchanged(paths, leaves, rules)
     return ChosenRules(paths, leaves, treedef, selected, uses)
 
 
@@ -298,11 +300,11 @@ def _fit_to_uses(
     uses: Mapping[str, Sequence[Use]],
     fit: Callable[..., Rule],
 ) -> dict[str, Rule]:
-    """Fit rules without a `tile_axis` to the axes that the first use of their weight contracts.
+    """Set the `tile_axis` in rules without one, to the axes that products of the weight contract.
 
-    All arguments except `fit` are indexed by path. `fit(rule, contracted, shape)` returns the
-    fitted rule. The result has no rule for weights that no product uses, and no rotation for
-    weights with a use that would undo the rotation. Warn of both.
+    `fit(rule, contracted, shape)` returns the new rule. The other arguments are indexed by path.
+    Weights that no product contracts get no rule. Rules do not rotate weights if an operation would
+    undo the rotation. Warn of both.
     """
     fitted, unused = {}, {}
     for path, rule in rules.items():

@@ -48,7 +48,7 @@ ROUNDING_METHODS = {
 
 
 def get_method(name: str) -> RoundingMethod:
-    """Return a row of `ROUNDING_METHODS`, or raise `ValueError` if the name is unknown."""
+    """Return the rounding method of a name, or raise `ValueError` if the name is unknown."""
     if name not in ROUNDING_METHODS:
         known = ", ".join(ROUNDING_METHODS)
         raise ValueError(f"unknown method {name!r}; it must be one of {known}")
@@ -154,7 +154,7 @@ class Rule:
         self._check_options_of_weights()
         self._check_activations()
         if self.grad_qtype is not None:
-            get_format(self.grad_qtype)
+            get_format(self.grad_qtype)  # raises ValueError if the format is unknown
         if self.sparsity is not None:
             self._set("sparsity", check_sparsity(self.sparsity, self.qtype))
 
@@ -243,7 +243,7 @@ class Rule:
 
     @property
     def has_format(self) -> bool:
-        """Whether the rule quantizes weights, activations or gradients, or prunes weights."""
+        """True if the rule quantizes weights, activations or gradients, or prunes weights."""
         return any(
             getattr(self, name) is not None for name in ("qtype", "act_qtype", *TRAINING_OPTIONS)
         )
@@ -274,13 +274,10 @@ class Rule:
     def along(self, axes: Collection[int], shape: Sequence[int]) -> "Rule":
         """Return a copy whose `tile_axis` and `tile_size` fit one weight.
 
-        The `tile_axis` of the copy is the list of contracted axes. The `tile_size` is a dict with a
-        size per axis: a tile can extend along several axes, and its sizes multiply to the
-        `tile_size` of this rule. The copy has smaller tiles if these do not divide the axes. The
-        `tile_size` is None if the contracted axes have no more values than a tile.
-
-        If this `tile_size` is None or a dict, or the format has a fixed tile size, the copy keeps
-        it.
+        The `tile_axis` of the copy is the list of contracted axes. An integer `tile_size` becomes a
+        dict with a size per axis, whose product is the old size. The sizes are smaller if no such
+        tile divides the axes. If the contracted axes have fewer values than a tile, the new
+        `tile_size` is None: all values share a scale.
 
         **Arguments:**
 
@@ -441,6 +438,7 @@ def split_tile(shape: Sequence[int], tile: int) -> list[int]:
         [_largest_divisor(size, tile) if i == axis else 1 for i in range(len(shape))]
         for axis, size in reversed([*enumerate(shape)])
     ]
+    # `max` returns the first of several tiles of equal size: along one axis, if possible the last.
     return max([*along_one_axis, along_last_axes], key=math.prod)
 
 

@@ -35,9 +35,9 @@ Axes = frozenset[int]  # axes of a weight in the tree of parameters, counted fro
 
 
 class Use(NamedTuple):
-    """A primitive of a program that has a weight as an operand, such as a product.
+    """A place in a program where a primitive, such as a product, has a weight as an operand.
 
-    Other axes of the weight are batch axes, or the axes along which several weights are stacked.
+    Axes that are neither contracted nor free are batch axes, or axes that stack several weights.
     """
 
     primitive: str  # its name, or "return" if the program returns the weight
@@ -47,15 +47,12 @@ class Use(NamedTuple):
 
     @property
     def is_product(self) -> bool:
-        """Whether the primitive is a product."""
+        """True if the primitive is a product."""
         return self.primitive in PRODUCTS
 
     @property
     def has_axes(self) -> bool:
-        """Whether `contracted` names the axes that share a scale: in products and look-ups.
-
-        False for an outer product, which contracts no axes.
-        """
+        """True for products that contract axes and for look-ups: `contracted` can share scales."""
         return bool(self.contracted) and (self.is_product or self.primitive == LOOK_UP)
 
     def __str__(self) -> str:
@@ -70,7 +67,7 @@ class Use(NamedTuple):
 def uses_with_axes(uses: Sequence[Use]) -> list[Use]:
     """Return the products and look-ups in which axes of the weight share a scale.
 
-    Products come before look-ups. In each group, the order is that of the program.
+    Products come before look-ups. Otherwise the order does not change.
     """
     return sorted((use for use in uses if use.has_axes), key=lambda use: not use.is_product)
 
@@ -82,9 +79,9 @@ def find_uses(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> dict[str, list[Use]]:
-    """Return a dict from the path of each weight to its uses in a program.
+    """Return a dict from the path of each weight to its uses: the primitives with it as operand.
 
-    The first weights are those without a use. The others follow in the order of their first use.
+    Weights without a use come first. The others follow in the order of their first use.
 
     **Arguments:**
 
@@ -191,9 +188,9 @@ class TrackedAxes(NamedTuple):
         return Axes().union(*(origin for origin, _ in factors))
 
     def moved(self, places: Sequence[Sequence[int]], shape: Shape) -> "TrackedAxes":
-        """Return the axes of an array of a new shape, made by a transpose, slice or broadcast.
+        """Return the tracked axes of the array after a transpose, slice or broadcast.
 
-        `places` has, for each old axis, the new axes that replace it, counted from the front.
+        `places` has, for each old axis, the new axes that replace it. `shape` is the new shape.
         """
         factors: list[Factors] = [()] * len(shape)
         for axis, new_axes in enumerate(places):
@@ -202,7 +199,7 @@ class TrackedAxes(NamedTuple):
         return self._replace(factors=tuple(factors))
 
     def reshaped(self, old: Shape, new: Shape) -> "TrackedAxes":
-        """Return the axes of an array after a reshape from shape `old` to shape `new`."""
+        """Return the tracked axes of the array after a reshape from shape `old` to `new`."""
         factors = [self._resized_factors(axis, len(old), size) for axis, size in enumerate(old)]
         return self._replace(factors=tuple(reshape_factors(factors, old, new)))
 
@@ -228,14 +225,14 @@ class TrackedWeight(ProductWeight):
     factors: tuple[Factors, ...] | None = static(default=None, repr=False, kw_only=True)
 
     def with_axes(self, places: Sequence[Sequence[int]], shape: Shape) -> "TrackedWeight":
-        """Return the weight with `tracked_axes` updated to moved axes.
+        """Return the weight with the `tracked_axes` of an array whose axes moved.
 
-        `places` has, for each old axis, the new axes that replace it, counted from the front.
+        `places` has, for each old axis, the new axes that replace it. `shape` is the new shape.
         """
         return self.changed(tracked_axes=tuple(x.moved(places, shape) for x in self.tracked_axes))
 
     def with_reshaped_axes(self, sizes: Shape) -> "TrackedWeight":
-        """Return the weight with `tracked_axes` updated to a reshape to `sizes`."""
+        """Return the weight with the `tracked_axes` of a reshape to the shape `sizes`."""
         new = (axes.reshaped(self.shape, sizes) for axes in self.tracked_axes)
         return self.changed(tracked_axes=tuple(new))
 
@@ -325,7 +322,7 @@ def _gather(w: TrackedWeight, indices: ArrayLike, **params: Any) -> Any:
 
 @register("concatenate")
 def _concatenate(*operands: TrackedWeight, dimension: int) -> TrackedWeight:
-    """Concatenate weights, such as query, key and value. Each gets the uses of the result."""
+    """Concatenate weights, such as query, key and value. A use of the result is a use of each."""
     join = lambda *xs: lax.concatenate(xs, dimension)
     array = redispatch(join, *(w.array for w in operands))
     places = [(axis,) for axis in range(array.ndim)]
@@ -335,7 +332,7 @@ def _concatenate(*operands: TrackedWeight, dimension: int) -> TrackedWeight:
 
 @register("select_n")
 def _select(which: ArrayLike, *cases: TrackedWeight) -> TrackedWeight:
-    """Select between weights, as `vmap` of `cond` does. Each weight gets the uses of the result."""
+    """Select between weights, as `vmap` of `cond` does. A use of the result is a use of each."""
     array = redispatch(lax.select_n, which, *(w.array for w in cases))
     tracked_axes = (axes for w in cases for axes in w.tracked_axes)
     return cases[0].changed(array=array, tracked_axes=tuple(dict.fromkeys(tracked_axes)))

@@ -75,7 +75,7 @@ class ObservedWeight(ProductWeight):
         - `channel_axes`, `batch_axes`: the contracted axes and the batch axes of the product. Each
           is a pair: axes of the operand, and axes of the weight.
         - `gram`: also record the products `x.T @ x` of channels.
-        - `keep_operand`: also send the operand itself, if the recording needs operands.
+        - `keep_operand`: also send the operand itself, if the recording is `paired`.
         """
         if x.size == 0:
             return
@@ -83,10 +83,11 @@ class ObservedWeight(ProductWeight):
         rows = [axis for axis in range(x.ndim) if axis not in (*batch, *channels)]
         sizes = [math.prod(x.shape[axis] for axis in axes) for axes in (batch, rows, channels)]
         batch_size, num_rows, num_channels = sizes
+        # Put batch axes first, channel axes last, and reduce the rows between them.
         x = lax.transpose(x, [*batch, *rows, *channels])
         x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        first_row, first_channel = len(batch), len(batch) + len(rows)
-        rows = list(range(first_row, first_channel))
+        first_row = len(batch)
+        rows = [first_row + i for i in range(len(rows))]
         # An explicit mesh may shard axes, so they are merged after the reductions.
         merge_axes = lambda x, *shape: replicated(x).reshape(shape)
         reductions = x.min(rows), x.max(rows), x.sum(rows), jnp.abs(x).sum(rows), (x * x).sum(rows)
@@ -111,7 +112,10 @@ class ObservedWeight(ProductWeight):
         jax.debug.callback(receive, operand, *reduced)
 
     def _channel_positions(self, batch: Sequence[int], channels: Sequence[int]) -> jax.Array:
-        """Return the entries of `position` as `[batch, channels]`, from index 0 of other axes."""
+        """Return the entries of `position` along batch and channel axes, `[batch, channels]`.
+
+        The index along all other axes is 0.
+        """
         position = jnp.asarray(self.position)
         others = [axis for axis in range(self.ndim) if axis not in (*batch, *channels)]
         for axis in others:

@@ -101,14 +101,14 @@ class Recording:
             ranges=np.stack([np.repeat(_UNUSED_RANGE, stacks, 1), *np.zeros((2, 2, stacks))]),
             batches=np.zeros(stacks),
         )
-        # Sums of products of channels, by stack: within this model, and with another model. None if
-        # they are not recorded.
+        # The sums of products of channels, by stack: within this model, and between this model and
+        # another one. None if these sums are not recorded.
         self.grams: dict[int, np.ndarray] | None = {} if gram else None
         self._crosses: dict[int, np.ndarray] | None = {}
         self.paired = paired
         # The positions and operands of this batch, by the bytes of the positions.
         self._operands: dict[bytes, list[tuple[np.ndarray, np.ndarray]]] = {}
-        self._other_axes: set[tuple[int, ...]] = set()  # contracted by products, but not recorded
+        self._other_axes: set[tuple[int, ...]] = set()  # the axes of products that are not recorded
         self._lock = threading.Lock()  # callbacks run on several threads
 
     @property
@@ -117,9 +117,10 @@ class Recording:
         return bool(self.totals.counts.any())
 
     def positions(self) -> np.ndarray:
-        """Return the indices of the positions, in the shape of the weight.
+        """Return an array of the indices 0, 1, ... of all positions.
 
-        Axes that are neither contracted nor leading axes have size 1.
+        The array has the shape of the weight, with size 1 along axes that are neither leading nor
+        contracted.
         """
         return np.arange(len(self.stack), dtype=np.int32).reshape(self.shape)
 
@@ -221,7 +222,7 @@ class Recording:
         )
 
     def set_totals(self, totals: Totals) -> None:
-        """Replace the totals by those of a Box."""
+        """Replace the totals of this recording by the totals from a Box."""
         *arrays, gram = totals
         self.totals = Totals(*(np.asarray(x, float) for x in arrays))
         if gram is not None:
@@ -231,7 +232,7 @@ class Recording:
     def statistics(self) -> ActivationStatistics:
         """Return the statistics of everything recorded so far."""
         counts, (minimum, maximum), sums, ranges, batches, _ = self.totals
-        # Only index 0 of an axis is returned if no other index has activations.
+        # If only index 0 of an axis has activations, return only this index.
         counts = counts.reshape(self.shape)
         used = tuple(
             slice(None) if counts.take(range(1, n), axis).any() else slice(0, 1)
@@ -256,7 +257,7 @@ class Recording:
         )
 
     def _mean_gram(self, grams: dict[int, np.ndarray], used: tuple[slice, ...]) -> np.ndarray:
-        """Divide the Gram matrices by the number of rows. Return `[*stacks, K, K]` for `used`."""
+        """Return the mean Gram matrix of each stack in the slices `used`: `[*stacks, K, K]`."""
         stacks = np.arange(len(self.totals.batches)).reshape(self.ranges_shape)[used]
         num_rows = np.zeros(len(self.totals.batches))
         np.maximum.at(num_rows, self.stack, self.totals.counts)
@@ -281,7 +282,8 @@ def add_to_totals(
 ) -> Totals:
     """Return the totals in a Box plus the reduced activations of one product.
 
-    `recording` belongs to the same weight. The other arguments are those of `Recording.add`.
+    `recording` maps positions to stacks and channels. `num_rows` is the number of values per
+    channel. `Recording.add` describes the other arrays.
     """
     low, high, sums = (jnp.asarray(x, jnp.float32) for x in (low, high, sums))
     # XLA's reduction to a maximum may drop NaN.
