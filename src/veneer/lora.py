@@ -200,7 +200,7 @@ def _check(rules: Any) -> None:
 
 def _is_bias_or_norm(uses: Sequence[Use]) -> bool:
     """Whether a program only adds a weight, or has it as a vector, of each layer of a stack say."""
-    return bool(uses) and all(use.primitive == "add" or len(use.free) < 2 for use in uses)
+    return bool(uses) and all(use.primitive == "add" or len(use.free_axes) < 2 for use in uses)
 
 
 def _can_be_updated(leaf: Any) -> bool:
@@ -211,7 +211,7 @@ def _can_be_updated(leaf: Any) -> bool:
 
 def _axes(path: str, shape: Sequence[int], use: Use) -> dict[str, Any]:
     """How many axes of a weight go in and out, and on which side a product contracts."""
-    axes = low_rank_axes(len(shape), use.contracted, use.free)
+    axes = low_rank_axes(len(shape), use.contracted, use.free_axes)
     if axes is None:
         raise ValueError(
             f"no adapter fits {path} {list(shape)}: the axes that products contract must be "

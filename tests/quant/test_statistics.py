@@ -18,8 +18,8 @@ def batches(*shape, count=4, seed=0):
 
 def reduced(x):
     """Reduce activations `[M, K]`, as rules for products do on the device."""
-    parts = [x.min(0), x.max(0), x.sum(0), np.abs(x).sum(0), np.square(x).sum(0)]
-    return [part[None] for part in parts] + [(x.T @ x)[None]]
+    sums = np.stack([x.sum(0), np.abs(x).sum(0), np.square(x).sum(0)])
+    return x.min(0)[None], x.max(0)[None], sums[:, None], (x.T @ x)[None]
 
 
 def recorded(xs, *, shape=(6, 3), decay=0.75, gram=True):

@@ -15,43 +15,44 @@ _INTERMEDIATES = "intermediates"  # the name of the group of events without a we
 
 
 class EventRow(NamedTuple):
-    """Equal events of a group."""
+    """A row of a table: an event, and how often equal events occur in the group."""
 
     event: Event
-    weights: str  # the paths of its weights, joined, or "intermediates"
+    weights: str  # the joined paths of the weights of the event, or "intermediates"
     times: int
 
     @property
     def nbytes(self) -> int:
-        """The bytes that all of the events materialized together."""
+        """The number of bytes that all events of the row materialized together."""
         return self.event.nbytes * self.times
 
     @property
     def cells(self) -> tuple[str, str, str, str, str]:
-        """The texts for the primitive, its operands, the count, what ran, and the bytes."""
+        """The texts of the cells: primitive, operands, count, what ran, and materialized bytes."""
         event = self.event
         if event.rule is not None:
-            ran = f"rule {shorten(event.rule)}" + (f": {event.how_and_why}" if event.how else "")
+            details = f": {event.how_and_why}" if event.how else ""
+            what_ran = f"rule {shorten(event.rule)}{details}"
         else:
             when = f" {event.how}" if event.how == BEFORE_CALL else ""
-            ran = f"materialized{when}: no rule fits"
+            what_ran = f"materialized{when}: no rule fits"
         dense = short_size_of(self.nbytes) if event.made_dense else ""
-        return event.primitive, ", ".join(event.operands), str(self.times), ran, dense
+        return event.primitive, ", ".join(event.operands), str(self.times), what_ran, dense
 
 
 class EventGroup(NamedTuple):
-    """The events of one weight, or of one line."""
+    """The events of one weight, or of one program line. The name is a path or a line."""
 
     name: str
     rows: list[EventRow]
 
     @property
     def materialized(self) -> str:
-        """A text with the number of materialized bytes, or "" for zero bytes."""
+        """A text such as "64 bytes materialized", or "" if nothing was materialized."""
         nbytes = sum(row.nbytes for row in self.rows)
-        dense = [row.event for row in self.rows if row.event.made_dense]
-        small = ", too small for a kernel" if all(event.no_kernel for event in dense) else ""
-        return f"{size_of(nbytes)} materialized{small}" if nbytes else ""
+        is_small = all(row.event.no_kernel for row in self.rows if row.event.made_dense)
+        reason = ", too small for a kernel" if is_small else ""
+        return f"{size_of(nbytes)} materialized{reason}" if nbytes else ""
 
 
 def group_by_weight(events: Iterable[Event]) -> list[EventGroup]:
@@ -62,27 +63,39 @@ def group_by_weight(events: Iterable[Event]) -> list[EventGroup]:
 
 def group_by_line(events: Iterable[Event]) -> list[EventGroup]:
     """Group events by their lines of the program, sorted by file and line number."""
-    groups = _group(events, lambda event, weights: event.line)
-    split_numbers = lambda line: re.split(r"(\d+)", line)  # numbers have odd indices
-    place = lambda line: [int(x) if i % 2 else x for i, x in enumerate(split_numbers(line))]
-    return sorted(groups, key=lambda group: place(group.name))
+
+    def sort_key(group: EventGroup) -> list[str | int]:
+        parts = re.split(r"(\d+)", group.name)  # parts with odd indices are numbers
+        return [int(part) if i % 2 else part for i, part in enumerate(parts)]
+
+    return sorted(_group(events, lambda event, weights: event.line), key=sort_key)
 
 
 def _group(events: Iterable[Event], get_name: Callable[[Event, str], str]) -> list[EventGroup]:
-    """Group events by a name, which may depend on the weights. Replace layer numbers by `*`."""
-    counts: dict[str, Counter[tuple[Event, str]]] = {}
+    """Group events, and count equal events in each group.
+
+    `get_name(event, weights)` returns the name of a group. `weights` are the joined paths of the
+    weights of an event, with "*" in place of layer numbers.
+    """
+    counts_by_name: dict[str, Counter[tuple[Event, str]]] = {}
     for event in events:
+        # A layer number is a key of a path: digits between two dots, or at an end of the path.
         paths = (re.sub(r"(?<![^.])\d+(?![^.])", "*", path) for path in event.weights)
         weights = ", ".join(dict.fromkeys(paths)) or _INTERMEDIATES
-        key = replace(event, sources=()), weights  # events of different layers count as equal
-        counts.setdefault(get_name(event, weights), Counter())[key] += 1
+        # Sources are paths with layer numbers. Without them, events of several layers are equal.
+        key = replace(event, sources=()), weights
+        counts_by_name.setdefault(get_name(event, weights), Counter())[key] += 1
     return [
-        EventGroup(name, [EventRow(*key, n) for key, n in c.items()]) for name, c in counts.items()
+        EventGroup(name, [EventRow(*key, times) for key, times in counts.items()])
+        for name, counts in counts_by_name.items()
     ]
 
 
 def shorten(place: str) -> str:
-    """Return a file and line, relative to the working directory or to a folder of `sys.path`."""
+    """Shorten a text such as "/home/me/model.py:12 (f)".
+
+    The file becomes relative to the working directory or to a folder of `sys.path`.
+    """
     folders = (os.getcwd(), *(folder for folder in sys.path if isinstance(folder, str)))
-    short = (place.removeprefix(os.path.join(os.path.abspath(f), "")) for f in folders)
-    return min([place, *short], key=len).replace("<locals>.", "")
+    relative = (place.removeprefix(os.path.join(os.path.abspath(f), "")) for f in folders)
+    return min([place, *relative], key=len).replace("<locals>.", "")

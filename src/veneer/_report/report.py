@@ -1,4 +1,4 @@
-"""`explain` runs a function for its report, and `Report` shows what happened to its operands."""
+"""`explain` traces a function, and `Report` shows how its implicit operands were computed."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -8,13 +8,9 @@ from typing import Any, ParamSpec
 import jax
 import numpy as np
 
-from .._core.event import (
-    Event,
-)
+from .._core.event import Event
 from .._core.policy import Policy, policy_in_force
-from .._core.surface.implicit import (
-    implicit,
-)
+from .._core.surface.implicit import implicit
 from .._core.surface.operators import materialised_before
 from .groups import group_by_weight, shorten
 from .tables import Cells, count_of, html_table, screen_width, size_of, text_table, wrap_text
@@ -31,8 +27,8 @@ class Report:
 
     `print` shows it as a table, and notebooks show it as HTML. `to_html` returns a page with
     sortable tables. The table groups events by weight, named by its path in the arguments. Events
-    without a weight come last, as "intermediates". Equal events share one row, which shows how many
-    they are. The weights of numbered layers are grouped under one path, such as `layers.*.kernel`.
+    without a weight come last, as "intermediates". Equal events share one row with their count. The
+    weights of numbered layers are grouped under one path, such as `layers.*.kernel`.
 
     **Arguments:**
 
@@ -70,15 +66,20 @@ class Report:
             return f"{count} None was materialized."
         cache_nbytes = sum(event.cache_nbytes for event in self.materialised)
         kinds = {"caches": cache_nbytes, "weights": self.weight_nbytes - cache_nbytes}
-        parts = [f"{size_of(n)} of {kind}" for kind, n in kinds.items() if n]
-        parts = [f"{kind} only" for kind, n in kinds.items() if 0 < n == self.nbytes] or parts
-        shown = f"{size_of(self.nbytes)} ({', '.join(parts) or 'no weights'})"
-        total = f"{count} {len(self.materialised)} of them materialized {shown}."
-        small = sum(event.nbytes for event in self.materialised if event.no_kernel)
-        if not small:
+        kinds = {kind: n for kind, n in kinds.items() if n}
+        if [self.nbytes] == [*kinds.values()]:
+            content = f"{next(iter(kinds))} only"
+        else:
+            content = ", ".join(f"{size_of(n)} of {kind}" for kind, n in kinds.items())
+        total = (
+            f"{count} {len(self.materialised)} of them materialized {size_of(self.nbytes)} "
+            f"({content or 'no weights'})."
+        )
+        expected = sum(event.nbytes for event in self.materialised if event.no_kernel)
+        if not expected:
             return total
-        part = "All" if small == self.nbytes else size_of(small)
-        return f"{total} {part} of it is expected: the arrays are too small for a kernel."
+        share = "All" if expected == self.nbytes else size_of(expected)
+        return f"{total} {share} of it is expected: the arrays are too small for a kernel."
 
     def __str__(self) -> str:
         rows: list[Cells | str] = []
@@ -86,8 +87,8 @@ class Report:
             if isinstance(row, str):
                 rows.append(row)
             else:
-                primitive, operands, times, what, dense, where = row
-                rows += [(times, f"{primitive}({operands})", dense, where), f"         {what}"]
+                primitive, operands, times, what_ran, dense, where = row
+                rows += [(times, f"{primitive}({operands})", dense, where), f"         {what_ran}"]
         table = text_table(("times", "primitive", "dense", "where"), rows, right=_NUMBERS)
         return "\n".join([table, *wrap_text(self.summary, screen_width())])
 
@@ -111,7 +112,7 @@ class Report:
         return f"{table}\n<p>{html.escape(self.summary)}</p>"
 
     def _rows(self) -> Iterator[Cells | str]:
-        """Yield the rows of the table: for each weight, a title and the cells of its events."""
+        """Yield the rows of the table: a title for each weight, and the cells of its events."""
         for group in group_by_weight(self.events):
             yield group.name + (f": {group.materialized}" if group.materialized else "")
             for row in group.rows:
@@ -151,9 +152,9 @@ def explain(fn: Callable[P, Any]) -> Callable[P, Report]:
         is_array = [isinstance(x, jax.Array | np.ndarray) for x in leaves]
 
         def call_with_arrays(arrays: list[Any]) -> Any:
-            rest = iter(arrays)
-            filled = [next(rest) if a else x for a, x in zip(is_array, leaves, strict=True)]
-            args, kwargs = jax.tree.unflatten(treedef, filled)
+            remaining = iter(arrays)
+            new = [next(remaining) if a else x for a, x in zip(is_array, leaves, strict=True)]
+            args, kwargs = jax.tree.unflatten(treedef, new)
             return implicit(fn)(*args, **kwargs)
 
         events: list[Event] = []

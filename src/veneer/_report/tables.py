@@ -1,7 +1,7 @@
 """Format tables of strings: as text that fits the terminal, as HTML, or for rich.
 
-The headings in `right` name the columns of numbers, which are right-aligned. `total` is a last row.
-A row that is a single string is a title above the rows that follow, across all columns.
+A row is a sequence of cells, or one string: a title across all columns, above the next rows. The
+argument `right` lists the headings of columns with numbers, which are right-aligned.
 """
 
 import itertools
@@ -15,7 +15,7 @@ from typing import Any
 Cells = Sequence[str]
 Rows = Sequence[Cells | str]
 
-_MIN_WIDTH = 6  # columns of text are not made narrower than this
+_MIN_WIDTH = 6  # the least width of a column of text
 _GAP = "  "
 
 
@@ -33,63 +33,71 @@ def text_table(
     *,
     may_stack: bool = False,
 ) -> str:
-    """Return a table as lines of text that fit the terminal. Texts are wrapped.
+    """Return a table as text that fits the width of the terminal.
 
-    Numbers are not wrapped. With `may_stack`, a table that is too wide has the first cell of each
-    row on a line of its own, above the other cells.
+    `total` is a last row, and `right` lists the headings of columns with numbers. Numbers are not
+    wrapped. With `may_stack`, a table that is too wide has the first cell of each row on its own
+    line, above the other cells.
     """
-    screen, footer = screen_width(), [total] if total else []
-    lines: list[Cells | str] = [headings, *rows, *footer]
+    screen = screen_width()
+    lines: list[Cells | str] = [headings, *rows, *([total] if total else [])]
     widths = _natural_widths(headings, lines, right)
     if may_stack and sum(widths) + len(_GAP) * (len(widths) - 1) > screen:
-        stack = lambda cells: [cells[0], cells[1:]] if any(cells[1:]) else [cells[0]]
-        lines = [part for x in lines for part in ([x] if isinstance(x, str) else stack(x))]
+        old_lines, lines = lines, []
+        for line in old_lines:
+            first, others = (line, ()) if isinstance(line, str) else (line[0], line[1:])
+            lines += [first, others] if any(others) else [first]
         headings = headings[1:]
+        widths = _natural_widths(headings, lines, right)
+    # Lines of cells are indented below titles.
     indent = _GAP if any(isinstance(line, str) for line in lines) else ""
     room = screen - len(indent) - len(_GAP) * (len(headings) - 1)
-    fixed = [heading in right for heading in headings]
-    widths = _fit_widths(_natural_widths(headings, lines, right), fixed, room)
+    is_number = [heading in right for heading in headings]
+    widths = _fit_widths(widths, is_number, room)
 
-    def print_row(row: Cells | str) -> Iterator[str]:
+    def format_row(row: Cells | str) -> Iterator[str]:
         if isinstance(row, str):
             yield from wrap_text(row, screen)
             return
-        cells = [wrap_text(cell, n) for cell, n in zip(row, widths, strict=True)]
+        cells = [wrap_text(cell, width) for cell, width in zip(row, widths, strict=True)]
         for pieces in itertools.zip_longest(*cells, fillvalue=""):
             aligned = (
-                piece.rjust(n) if is_fixed else piece.ljust(n)
-                for piece, n, is_fixed in zip(pieces, widths, fixed, strict=True)
+                piece.rjust(width) if align_right else piece.ljust(width)
+                for piece, width, align_right in zip(pieces, widths, is_number, strict=True)
             )
             yield (indent + _GAP.join(aligned)).rstrip()
 
-    return "\n".join(line for row in lines for line in print_row(row))
+    return "\n".join(line for row in lines for line in format_row(row))
 
 
 def _natural_widths(headings: Cells, lines: Rows, right: Collection[str]) -> list[int]:
-    """Return the widths of columns in which only the headings of numbers are wrapped."""
+    """Return the width of each column without wrapping. Headings of numbers may be wrapped."""
     words = [heading.split() if heading in right else [heading] for heading in headings]
     rows = [line for line in lines if not isinstance(line, str) and line != headings]
     columns = zip(*rows, strict=True) if rows else [()] * len(headings)
     return [max(map(len, [*w, *cells])) for w, cells in zip(words, columns, strict=True)]
 
 
-def _fit_widths(natural: Sequence[int], fixed: Sequence[bool], room: int) -> list[int]:
-    """Return widths that fit: limit the columns that are not fixed to the same maximum."""
-    texts = [n for n, is_fixed in zip(natural, fixed, strict=True) if not is_fixed]
-    free = room - (sum(natural) - sum(texts))
-    limit = max([_MIN_WIDTH, *texts])
-    while limit > _MIN_WIDTH and sum(min(n, limit) for n in texts) > free:
+def _fit_widths(natural: Sequence[int], is_number: Sequence[bool], room: int) -> list[int]:
+    """Return column widths whose sum is at most `room`, if possible.
+
+    Columns of numbers keep their natural width. The other columns get a common maximum.
+    """
+    text_widths = [n for n, keeps in zip(natural, is_number, strict=True) if not keeps]
+    text_room = room - (sum(natural) - sum(text_widths))
+    limit = max([_MIN_WIDTH, *text_widths])
+    while limit > _MIN_WIDTH and sum(min(n, limit) for n in text_widths) > text_room:
         limit -= 1
-    widths = [n if is_fixed else min(n, limit) for n, is_fixed in zip(natural, fixed, strict=True)]
+    widths = [n if keeps else min(n, limit) for n, keeps in zip(natural, is_number, strict=True)]
     for i, n in enumerate(natural):  # the first columns get the remaining room
         widths[i] += min(n - widths[i], max(0, room - sum(widths)))
     return widths
 
 
 def wrap_text(text: str, width: int) -> list[str]:
-    """Return the lines of a wrapped text. All lines have the indentation of the text.
+    """Wrap a text, and return its lines. Each line has the indentation of the text.
 
-    Lines end after a space or a slash. A word that is longer than a line is broken after a
+    Lines break after a space or a slash. If a word is longer than a line, the word breaks after a
     punctuation mark, or anywhere.
     """
     indent = text[: len(text) - len(text.lstrip())]
@@ -110,22 +118,22 @@ def wrap_text(text: str, width: int) -> list[str]:
 def html_table(
     headings: Cells, rows: Rows, total: Cells | None = None, right: Collection[str] = ()
 ) -> str:
-    """Return a table as an HTML element."""
+    """Return a table as an HTML `table` element."""
     import html  # slow to import
 
     styles = [' style="text-align: right"' if heading in right else "" for heading in headings]
 
-    def row(tag: str, cells: Cells | str) -> str:
+    def format_row(tag: str, cells: Cells | str) -> str:
         if isinstance(cells, str):
             return f'<tr class="over"><th colspan="{len(headings)}">{html.escape(cells)}</th></tr>'
         pairs = zip(styles, cells, strict=True)
-        inside = "".join(f"<{tag}{style}>{html.escape(cell)}</{tag}>" for style, cell in pairs)
-        return f"<tr>{inside}</tr>"
+        content = "".join(f"<{tag}{style}>{html.escape(cell)}</{tag}>" for style, cell in pairs)
+        return f"<tr>{content}</tr>"
 
-    foot = f"<tfoot>{row('th', total)}</tfoot>\n" if total else ""
+    foot = f"<tfoot>{format_row('th', total)}</tfoot>\n" if total else ""
     return (
-        f"<table>\n<thead>{row('th', headings)}</thead>\n<tbody>\n"
-        + "\n".join(row("td", cells) for cells in rows)
+        f"<table>\n<thead>{format_row('th', headings)}</thead>\n<tbody>\n"
+        + "\n".join(format_row("td", cells) for cells in rows)
         + f"\n</tbody>\n{foot}</table>"
     )
 
@@ -152,20 +160,17 @@ def rich_table(
 
 
 def print_rich(table: Any, **options: Any) -> None:
-    """Print a rich table at its full width. The terminal may wrap its lines.
-
-    `options` are passed to `rich.console.Console`.
-    """
+    """Print a rich table at its full width. `options` are passed to `rich.console.Console`."""
     from rich.console import Console
 
     console = Console(**options)
     unbounded = console.options.update(width=10_000)
     console.width = max(console.width, console.measure(table, options=unbounded).maximum)
-    console.print(table, soft_wrap=True)
+    console.print(table, soft_wrap=True)  # the terminal may wrap the lines
 
 
 def count_of(n: int, noun: str) -> str:
-    """Return a number and a noun in the right form, such as "1 byte" or "2 bytes"."""
+    """Return a number and a noun in the singular or plural, such as "1 byte" or "2 bytes"."""
     return f"{n:,} {noun}" + ("" if n == 1 else "s")
 
 
@@ -173,12 +178,9 @@ def size_of(nbytes: int) -> str:
     """Return a number of bytes in a suitable unit, such as "9,999 bytes" or "2.1 MB"."""
     if nbytes < 10_000:
         return count_of(nbytes, "byte")
-    size = float(nbytes)
-    for unit in ("kB", "MB", "GB"):
-        size /= 1000
-        if size < 1000 or unit == "GB":
-            break
-    return f"{size:,.3g} {unit}"
+    if nbytes < 1e6:
+        return f"{nbytes / 1e3:,.3g} kB"
+    return f"{nbytes / 1e6:,.3g} MB" if nbytes < 1e9 else f"{nbytes / 1e9:,.3g} GB"
 
 
 def short_size_of(nbytes: int) -> str:
@@ -190,7 +192,7 @@ class Tabular:
     """A base class of objects that `print`, rich and notebooks show as a table."""
 
     def _table(self) -> tuple[Cells, Sequence[Cells], Cells, Cells]:
-        """Return the headings, the rows, the row of totals, and the headings of numbers."""
+        """Return `(headings, rows, total, right)`, the arguments of `text_table`."""
         raise NotImplementedError
 
     def __str__(self) -> str:

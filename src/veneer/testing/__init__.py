@@ -1,7 +1,7 @@
 """Test the rules of an array type: `check_rules` and its result.
 
-checks          `check_rules`: compare a type with its dense array in many programs
-programs        the programs, for arrays of any shape
+checks          `check_rules`: compare an implicit array with its dense array in many programs
+programs        the test programs, for arrays of any shape
 """
 
 from .checks import CheckedRules, check_rules

@@ -1,4 +1,4 @@
-"""Compare the rules of an array type with the dense program: `check_rules`."""
+"""`check_rules`: compare an implicit array with its dense array in many small programs."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +14,8 @@ from .._core.surface.implicit import implicit
 from .._core.value import Value, is_part, is_value, materialise
 from .programs import CHOLESKY, NOT_SMOOTH, SOLVES, Program, programs_for_shape
 
-# It runs a program on a value under a transformation: `implicit`, or one that materializes.
+# A function `run(program, transform, w)` that runs a program on an array `w`. `transform` is
+# `implicit`, or a function that makes a program materialize `w` first.
 _Run = Callable[[Program, Callable, Any], Any]
 
 
@@ -25,8 +26,8 @@ class CheckedRules:
     | attribute | content |
     |---|---|
     | `agree` | the names of the test programs that gave the same results with the dense array |
-    | `rules` | a dict from a primitive to the places (file and line) of the rules that ran |
-    | `made_dense` | the primitives that no rule fitted, so that the array was materialized |
+    | `rules` | a dict from each primitive to the places (file and line) of its rules that ran |
+    | `made_dense` | the primitives that had no matching rule and materialized the array |
     | `refused` | a dict from each test program that the type rejected to the error message |
 
     >>> import veneer as vn
@@ -40,12 +41,13 @@ class CheckedRules:
     refused: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        rules, dense = (", ".join(sorted(x)) for x in (self.rules, self.made_dense))
+        count = len(self.agree)
+        rules = ", ".join(sorted(self.rules)) or "no primitive"
+        dense = ", ".join(sorted(self.made_dense)) or "no primitive"
         rejected = f" Rejected programs: {len(self.refused)}." if self.refused else ""
-        agree = "1 program agrees" if len(self.agree) == 1 else f"{len(self.agree)} programs agree"
         return (
-            f"{agree} with the dense array. Rules ran for "
-            f"{rules or 'no primitive'}. Materialized for {dense or 'no primitive'}.{rejected}"
+            f"{count} program{' agrees' if count == 1 else 's agree'} with the dense array. "
+            f"Rules ran for {rules}. Materialized for {dense}.{rejected}"
         )
 
 
@@ -70,7 +72,7 @@ def check_rules(
 
     **Arguments:**
 
-    - `cls`: the type, a subclass of `vn.ImplicitArray`.
+    - `cls`: the array type, a subclass of `vn.ImplicitArray`.
     - `example`: a small instance with concrete values, such as a matrix `[4, 3]` or a stack
       `[2, 4, 4]`. If rules treat some shapes or options differently, check an example of each.
     - `programs`: a dict of further programs, such as `{"conv": lambda w, d: ...}`. `w` is the
@@ -117,7 +119,7 @@ def check_rules(
     if not isinstance(example, cls):
         raise TypeError(f"The example must be a {cls.__name__}, not {example!r}.")
     check = _Check(example, dense, cls.__name__ if may_refuse else None, tolerance)
-    check.run_programs({**_programs_for(check.x), **(programs or {})})
+    check.run_programs({**_programs_for(check.dense_example), **(programs or {})})
     if transformations:
         check.run_on_stacks()
         check.run_derivatives()
@@ -138,7 +140,7 @@ def check_rules(
 
 
 def _programs_for(x: Any) -> dict[str, Program]:
-    """Return the programs for a dense array. Solves need a well-conditioned square matrix."""
+    """Return the test programs for a dense array. Only well-conditioned matrices get solves."""
     programs = programs_for_shape(x.shape)
     is_square = x.ndim == 2 and x.shape[0] == x.shape[1] and x.size > 0
     if is_square and x.dtype.name in ("float32", "float64"):
@@ -151,69 +153,83 @@ def _programs_for(x: Any) -> dict[str, Program]:
 
 
 class _Check:
-    """The programs that ran on an example, the rules that they used, and the differences."""
+    """The programs that ran on an example, the rules that they used, and the differences.
 
-    def __init__(self, example: Any, dense: Callable, refusing: str | None, tolerance: float):
-        self.w, self.dense, self._refusing, self._tolerance = example, dense, refusing, tolerance
-        self.x = jnp.asarray(dense(example))
-        self.d = _nonzero_array_like(self.x)
+    `type_name` is None if the type must not reject programs. Otherwise, an error whose message has
+    this name rejects a program.
+    """
+
+    def __init__(self, example: Any, dense: Callable, type_name: str | None, tolerance: float):
+        self._example, self._dense = example, dense
+        self._type_name, self._tolerance = type_name, tolerance
+        self.dense_example = x = jnp.asarray(dense(example))
+        self._operand = _nonzero_array_like(x)  # the second argument of each program
         self.programs: dict[str, Program] = {}
-        self.programs_by_rule: dict[str, Program] = {}  # the first program that used each rule
-        self.rules: dict[str, set[str]] = {}
-        self.made_dense: set[str] = set()
-        self.refused: dict[str, str] = {}
-        self.differences: dict[str, str] = {}
-        claimed = example.aval()
-        if (claimed.shape, claimed.dtype) != (self.x.shape, self.x.dtype):
+        self._rule_programs: dict[str, Program] = {}  # the first program that used each rule
+        self.rules: dict[str, set[str]] = {}  # the places of the rules that ran, by primitive
+        self.made_dense: set[str] = set()  # primitives
+        self.refused: dict[str, str] = {}  # error messages by program
+        self.differences: dict[str, str] = {}  # descriptions by program
+        aval = example.aval()
+        if (aval.shape, aval.dtype) != (x.shape, x.dtype):
             raise AssertionError(
-                f"aval() of {example!r} returns {claimed}, but its dense array is {self.x.aval}."
+                f"aval() of {example!r} returns {aval}, but its dense array is {x.aval}."
             )
 
     def run_programs(self, programs: Mapping[str, Program]) -> None:
         """Run the programs that JAX supports for the dense array, and record the rules."""
-        # JAX finds some functions that it lacks for complex numbers only when it lowers a program.
-        is_complex = jnp.issubdtype(self.x.dtype, jnp.complexfloating)
+        x, d = self.dense_example, self._operand
+        is_complex = jnp.issubdtype(x.dtype, jnp.complexfloating)
         for name, program in programs.items():
             try:
-                if is_complex:
-                    jax.jit(program).lower(self.x, self.d)
+                if is_complex:  # JAX rejects some complex functions only in lowering
+                    jax.jit(program).lower(x, d)
                 else:
-                    jax.eval_shape(program, self.x, self.d)
+                    jax.eval_shape(program, x, d)
             except Exception:  # JAX raises errors of many types for a wrong dtype or shape
                 continue
             self.programs[name] = program
-        self._compare("", self.programs, lambda f, m, w: m(f)(w, self.d), self.w, record=True)
+        run: _Run = lambda program, transform, w: transform(program)(w, d)
+        self._compare("", self.programs, run, self._example, record=True)
 
     def run_on_stacks(self) -> None:
         """Run one program per rule on a stack of two examples, if their leaves can be stacked."""
-        stack = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), self.w)
+        example, d = self._example, self._operand
+        stack = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), example)
         try:
-            is_stack = self.w.batch_transparent and stack.aval().shape == (2, *self.x.shape)
+            shape = (2, *self.dense_example.shape)
+            is_stack = example.batch_transparent and stack.aval().shape == shape
         except Exception:  # a type may raise any error for leaves with a wrong shape
             is_stack = False
         if not is_stack:
             return
-        vmap: _Run = lambda f, m, ws: m(lambda ws, d: jax.vmap(lambda w: f(w, d))(ws))(ws, self.d)
-        scan: _Run = lambda f, m, ws: m(
-            lambda ws, d: jax.lax.scan(lambda c, w: (c, f(w, d)), 0, ws)[1]
-        )(ws, self.d)
-        vmap_outside: _Run = lambda f, m, ws: jax.vmap(lambda w: m(f)(w, self.d))(ws)
-        self._compare("vmap within", self.programs_by_rule, vmap, stack)
-        self._compare("scan within", self.programs_by_rule, scan, stack)
-        self._compare("vmap outside", self.programs_by_rule, vmap_outside, stack)
+
+        def run_vmap(program: Program, transform: Callable, stack: Any) -> Any:
+            return transform(lambda stack, d: jax.vmap(lambda w: program(w, d))(stack))(stack, d)
+
+        def run_scan(program: Program, transform: Callable, stack: Any) -> Any:
+            scan = lambda stack, d: jax.lax.scan(lambda c, w: (c, program(w, d)), 0, stack)[1]
+            return transform(scan)(stack, d)
+
+        def run_vmap_outside(program: Program, transform: Callable, stack: Any) -> Any:
+            return jax.vmap(lambda w: transform(program)(w, d))(stack)
+
+        self._compare("vmap within", self._rule_programs, run_vmap, stack)
+        self._compare("scan within", self._rule_programs, run_scan, stack)
+        self._compare("vmap outside", self._rule_programs, run_vmap_outside, stack)
 
     def run_derivatives(self) -> None:
         """Differentiate one program per rule with respect to the leaves, if it is smooth."""
-        smooth = {n: f for n, f in self.programs_by_rule.items() if n not in NOT_SMOOTH}
+        smooth = {n: f for n, f in self._rule_programs.items() if n not in NOT_SMOOTH}
 
-        def run(program: Program, m: Callable, w: Any) -> Any:
-            loss = lambda w: _sum_of_sines(self.dense(m(program)(w, self.d)))
-            gradient = jax.grad(loss, allow_int=True)(w)
-            leaves = jax.tree.leaves(gradient)
+        def run(program: Program, transform: Callable, w: Any) -> Any:
+            loss = lambda w: _sum_of_sines(self._dense(transform(program)(w, self._operand)))
+            leaves = jax.tree.leaves(jax.grad(loss, allow_int=True)(w))
+            # The gradient of an integer leaf has the dtype float0.
             return [leaf for leaf in leaves if leaf.dtype != jax.dtypes.float0]
 
         # The errors of several operations add up in a loss.
-        self._compare("grad", smooth, run, self.w, tolerance=8 * self._tolerance)
+        self._compare("grad", smooth, run, self._example, tolerance=8 * self._tolerance)
 
     def _compare(
         self,
@@ -225,19 +241,19 @@ class _Check:
         record: bool = False,
         tolerance: float | None = None,
     ) -> None:
-        """Run programs with the rules and with the dense array, and store the differences.
+        """Run programs on `w` and on its dense array, and store the differences of the results.
 
-        All programs are compiled as one. `run` calls a program under a transformation: `implicit`,
-        or one that materializes the arguments.
+        `run` runs one program under a transformation, and `mode` is its name in messages. If
+        `record` is True, also store the rules that run. All programs are compiled as one.
         """
-        materialise_argument = lambda f: lambda w, *more: f(self.dense(w), *more)
+        materialise_argument = lambda f: lambda w, *others: f(self._dense(w), *others)
         title = lambda name: f"{name}, {mode}" if mode else name
         events: list[Any] = []
 
         def run_all(w: Any) -> dict[str, Any]:
             results = {}
             for name, program in programs.items():
-                before = len(events)
+                events.clear()
                 try:
                     expected = run(program, materialise_argument, w)
                 except Exception:  # JAX does not support the transformation of this program
@@ -245,24 +261,26 @@ class _Check:
                 try:
                     result = run(program, implicit, w)
                     jax.tree.map(_check_constructor, result, is_leaf=is_value)
-                    results[name] = self.dense(result), expected
+                    results[name] = self._dense(result), expected
                 except Exception as error:  # a rule may raise any error
                     self._record_error(title(name), error)
                 if record:
-                    self._record_events(name, events[before:])
+                    self._record_events(name, events)
             return results
 
         with policy_in_force(Policy(events=events)):
             results = jax.jit(run_all)(w)
         for name, (result, expected) in results.items():
-            text = _compare_trees(result, expected, self.x.dtype, tolerance or self._tolerance)
+            text = _compare_trees(
+                result, expected, self.dense_example.dtype, tolerance or self._tolerance
+            )
             if text is not None:
                 self.differences[title(name)] = text
 
     def _record_error(self, name: str, error: Exception) -> None:
         text = " ".join(str(error).split())
-        is_refusal = isinstance(error, TypeError | ValueError) and self._refusing is not None
-        if is_refusal and str(self._refusing) in text:
+        may_reject = isinstance(error, TypeError | ValueError) and self._type_name is not None
+        if may_reject and str(self._type_name) in text:
             self.refused[name] = text
         else:
             self.differences[name] = f"{type(error).__name__}: {text}"
@@ -274,7 +292,7 @@ class _Check:
             else:
                 places = self.rules.setdefault(event.primitive, set())
                 if event.rule not in places:
-                    self.programs_by_rule[name] = self.programs[name]
+                    self._rule_programs[name] = self.programs[name]
                 places.add(event.rule)
 
 
@@ -288,7 +306,10 @@ def _nonzero_array_like(x: jax.Array) -> jax.Array:
 
 
 def _check_constructor(x: Any) -> None:
-    """Call `__post_init__` of each value in `x`, because JAX builds values without it."""
+    """Call `__post_init__` of `x` and of the implicit arrays in `x`, to run its checks.
+
+    JAX creates these arrays from their leaves without `__post_init__`.
+    """
     if isinstance(x, Value):
         for part in jax.tree.leaves(x, is_leaf=is_part(x)):
             _check_constructor(part)
@@ -298,7 +319,7 @@ def _check_constructor(x: Any) -> None:
 
 
 def _sum_of_sines(tree: Any) -> jax.Array:
-    """Return a scalar that depends on every floating entry of a tree."""
+    """Return the sum of `sin` of all floating entries of a tree, a smooth loss function."""
     floating = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
     if not floating:
         raise TypeError("nothing to differentiate")
@@ -306,7 +327,10 @@ def _sum_of_sines(tree: Any) -> jax.Array:
 
 
 def _compare_trees(result: Any, expected: Any, dtype: Any, tolerance: float) -> str | None:
-    """Return a text with the first difference of two trees of arrays, or None."""
+    """Describe the first difference of two trees of arrays. Return None if they agree.
+
+    `dtype` is the dtype of the example, and `tolerance` the argument of `check_rules`.
+    """
     structures: list[Any] = [jax.tree.structure(x) for x in (result, expected)]
     if structures[0] != structures[1]:
         return f"{structures[0]}, where the dense array gives {structures[1]}"
@@ -321,9 +345,10 @@ def _compare_arrays(x: Any, y: Any, dtype: Any, tolerance: float) -> str | None:
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x, y = jax.random.key_data(x), jax.random.key_data(y)
     # The terms of a sum may be added in another order, and 16-bit numbers are rounded in between.
-    inexact = [t for t in (dtype, x.dtype) if jnp.issubdtype(t, jnp.inexact)]
-    eps = max((float(jnp.finfo(t).eps) for t in inexact), default=0.0)
-    eps = eps if jnp.issubdtype(x.dtype, jnp.inexact) else 0.0
+    eps = 0.0  # results that are not floating must be equal
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        inexact = [t for t in (dtype, x.dtype) if jnp.issubdtype(t, jnp.inexact)]
+        eps = max(float(jnp.finfo(t).eps) for t in inexact)
     units = tolerance / 16 if jnp.dtype(dtype).itemsize < 4 else tolerance
     wide = np.complex128 if jnp.issubdtype(x.dtype, jnp.complexfloating) else np.float64
     x, y = np.asarray(x).astype(wide), np.asarray(y).astype(wide)

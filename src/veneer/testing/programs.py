@@ -1,4 +1,8 @@
-"""Small test programs of an array `w` of any shape, and of a dense array `d` of the same shape."""
+"""Small test programs for an array of any shape.
+
+Each program is a function of the array `w` and of a dense array `d` of the same shape. Programs
+that only move entries take `w` alone.
+"""
 
 import itertools
 import math
@@ -49,7 +53,10 @@ CHOLESKY: dict[str, Program] = {"cholesky": lambda w, d: jnp.linalg.cholesky(w)}
 
 
 def programs_for_shape(shape: Shape) -> dict[str, Program]:
-    """Return the programs for arrays of a shape. JAX may reject some for the dtype of an array."""
+    """Return a dict from names to programs for arrays of a shape, of any dtype.
+
+    JAX rejects some of the programs for some dtypes.
+    """
     elementwise = {name: getattr(lax, name) for name in ELEMENTWISE if hasattr(lax, name)}
     programs: dict[str, Program] = {
         **{name: lambda w, d, f=f: f(w) for name, f in elementwise.items()},
@@ -62,6 +69,7 @@ def programs_for_shape(shape: Shape) -> dict[str, Program]:
         programs |= dict(_products())
         if shape[-1] == shape[-2]:
             programs |= dict(_square_products())
+    # The default arguments bind the loop variables now, because lambdas look names up when called.
     return programs | {name: lambda w, d, move=move: move(w) for name, move in moves(shape)}
 
 
@@ -127,7 +135,7 @@ def _square_products() -> Iterator[tuple[str, Program]]:
 
 
 def moves(shape: Shape) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Yield names and programs that move the entries of one array without changing them."""
+    """Yield `(name, program)` pairs. Each program moves the entries of an array `w`."""
     ndim = len(shape)
     for axis in range(ndim):
         yield from _moves_along_axis(axis, shape)
@@ -153,14 +161,14 @@ def moves(shape: Shape) -> Iterator[tuple[str, Callable[..., Any]]]:
 
 
 def _moves_along_axis(i: int, shape: Shape) -> Iterator[tuple[str, Callable[..., Any]]]:
-    counts = [2 if axis == i else 1 for axis in range(len(shape))]
+    repeats = [2 if axis == i else 1 for axis in range(len(shape))]
     indices = np.array([[1, 0], [0, 0]])
     yield f"none along {i}", lambda w: lax.slice_in_dim(w, 0, 0, axis=i)
     yield f"backwards along {i}", lambda w: jnp.flip(w, i)
     yield f"rolled along {i}", lambda w: jnp.roll(w, 1, i)
     yield f"concatenated along {i}", lambda w: jnp.concatenate([w, w], i)
     yield f"unstacked along {i}", lambda w: jnp.unstack(w, axis=i)
-    yield f"tiled along {i}", lambda w: jnp.tile(w, counts)
+    yield f"tiled along {i}", lambda w: jnp.tile(w, repeats)
     if shape[i] < 2:
         return
     yield f"one along {i}", lambda w: jnp.take(w, 1, i)

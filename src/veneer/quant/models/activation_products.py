@@ -1,7 +1,8 @@
-"""`quantize_products`: quantize products of two activations, by their place in the program.
+"""`quantize_products`: quantize products of two activations by their place in the program.
 
-Each array that depends on an argument is wrapped in an `Activation`, which all primitives pass on.
-The rules for products of two activations look up the place of the product in the program.
+Each argument is wrapped in an `Activation`. The results of primitives with an `Activation` as
+operand are wrapped, too. The rules for products of two `Activation`s look up the name of the scope
+around the product, and quantize both operands.
 """
 
 import inspect
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._core.policy import note_how
-from ..._core.primitives.scopes import Place, current_place, query_scopes, scope_query
+from ..._core.primitives.scopes import current_place, query_scopes, scope_query
 from ..._core.rules import add_rule, register
 from ..._core.surface.array import ImplicitArray
 from ..._core.surface.straight_through import ste
@@ -81,56 +82,62 @@ def quantize_products(fn: Callable, rules: Sequence[Rule]) -> Callable:
     True
     """
     rules, code = as_rules(rules), _code_of(fn)
-    _rules_in_scope(rules, None, code)  # check the rules now
+    _cached_active_rules(rules, None, code)  # check the rules now
 
     @wraps(fn, updated=())
     def quantized(*args: Any, **kwargs: Any) -> Any:
         leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_opaque_leaf)
-        scope = _rules_in_scope(rules, scope_query(), code)
+        active = _cached_active_rules(rules, scope_query(), code)
 
         def run(*leaves: Any) -> Any:
             args, kwargs = jax.tree.unflatten(treedef, leaves)
             return fn(*args, **kwargs)
 
-        with query_scopes(scope):
+        with query_scopes(active):
             out = run_around(run, *map(_as_activation, leaves))
-        scope.warn_of_unmatched()
+        active.warn_of_unmatched()
         return jax.tree.map(_unwrap, out, is_leaf=is_opaque_leaf)
 
     return quantized
 
 
 def _code_of(fn: Any) -> Any:
-    """Return the code of a function, or its class: the same if a function is created repeatedly."""
+    """Return the code object of a function, or the class of another callable.
+
+    All functions that one `def` or `lambda` creates share a code object.
+    """
     while isinstance(fn, partial):
         fn = fn.func
     fn = inspect.unwrap(getattr(fn, "__func__", fn))
     return getattr(fn, "__code__", type(fn))
 
 
-class _RulesInScope:
-    """The rules of a call of `quantize_products`, and of an outer call around it.
+class _ActiveRules:
+    """The rules of a function that `quantize_products` returned, in force while the function runs.
 
-    Rules of the inner call come first. The object remembers which rules have matched a product.
+    `outer` holds the rules of another such function that calls this function, or None. The object
+    also stores which rules have matched no product yet.
     """
 
-    def __init__(self, rules: tuple[Rule, ...], outer: "_RulesInScope | None"):
+    def __init__(self, rules: tuple[Rule, ...], outer: "_ActiveRules | None"):
         for rule in rules:
             _check_rule(rule)
         self.rules, self.outer = rules, outer
         self.unmatched = set(rules)
         self.rule_by_product: dict[tuple[str, str], Rule | None] = {}  # by place and primitive
 
-    def find(self, at: Place, op: str) -> Rule | None:
-        """Return the rule of a product at a place."""
-        path = "/".join(at.names)
-        if (path, op) not in self.rule_by_product:
-            self.rule_by_product[path, op] = next(
-                (rule for rule in self.rules if rule.matches(path) and rule.is_for(op)), None
+    def find(self, place: str, op: str) -> Rule | None:
+        """Return the first rule for the primitive `op` at a place, or None.
+
+        The outer rules apply if no inner rule matches.
+        """
+        if (place, op) not in self.rule_by_product:
+            self.rule_by_product[place, op] = next(
+                (rule for rule in self.rules if rule.matches(place) and rule.is_for(op)), None
             )
-        rule = self.rule_by_product[path, op]
+        rule = self.rule_by_product[place, op]
         self.unmatched.discard(rule)
-        return self.outer.find(at, op) if rule is None and self.outer else rule
+        return self.outer.find(place, op) if rule is None and self.outer else rule
 
     def warn_of_unmatched(self) -> None:
         """Warn once of each rule that has matched no product so far."""
@@ -138,7 +145,7 @@ class _RulesInScope:
         for rule in self.rules:
             if rule in unmatched:
                 products = list(self.rule_by_product)[:4]
-                places = ", ".join(f"{path!r} ({op})" for path, op in products)
+                places = ", ".join(f"{place!r} ({op})" for place, op in products)
                 hint = (
                     f"The program has such products at {places}. Change path_regex to match one of "
                     "these names in full, or op_names"
@@ -150,19 +157,20 @@ class _RulesInScope:
 
 
 @lru_cache(maxsize=256)
-def _rules_in_scope(
-    rules: tuple[Rule, ...], outer: _RulesInScope | None, code: Any
-) -> _RulesInScope:
-    """Return the same object for equal arguments, so that JAX finds earlier traces again.
+def _cached_active_rules(
+    rules: tuple[Rule, ...], outer: _ActiveRules | None, code: Any
+) -> _ActiveRules:
+    """Return an `_ActiveRules` object: the same object for equal arguments.
 
-    `code` is part of the key because each function has its own set of rules that matched.
+    JAX traces a function again for another object. `code` only separates the objects of different
+    functions, because each object stores which rules its function has not matched yet.
     """
     del code
-    return _RulesInScope(rules, outer)
+    return _ActiveRules(rules, outer)
 
 
 def _check_rule(rule: Rule) -> None:
-    default = Rule(
+    supported = Rule(
         rule.path_regex,
         None,
         act_qtype=rule.act_qtype,
@@ -170,19 +178,19 @@ def _check_rule(rule: Rule) -> None:
         act_tile_size=rule.act_tile_size,
         op_names=rule.op_names,
     )
-    if rule != default:
+    if rule != supported:
         raise ValueError(
             "a rule of quantize_products can set only act_qtype, act_calibration_method, "
-            f"act_tile_size and op_names. Replace {rule} with {default}"
+            f"act_tile_size and op_names. Replace {rule} with {supported}"
         )
 
 
 class Activation(ImplicitArray):
-    """An array that depends on an argument of a function under `quantize_products`.
+    """An array that depends on an argument of the function that `quantize_products` got.
 
-    All primitives except products apply to the array itself, and their results are activations. The
-    type has no metadata and cannot be materialized. So where a loop carry is an activation in one
-    iteration and dense in another, the dense array becomes an activation.
+    Primitives apply to the array itself, and their results become activations. The rules for
+    products can quantize it first. An activation cannot be materialized: if a loop carry is an
+    activation in one iteration and dense in another, the dense array becomes an activation.
     """
 
     default_precedence: ClassVar[int] = 100  # an activation wraps all other types
@@ -194,7 +202,7 @@ class Activation(ImplicitArray):
         return jax.typeof(self.array)
 
     def materialise(self) -> Any:
-        """Raise `TypeError`, so that the array stays an activation."""
+        """Raise `TypeError`, because an activation cannot be materialized."""
         raise TypeError("an activation in vn.quant.quantize_products cannot be materialized")
 
     @staticmethod
@@ -210,10 +218,14 @@ def _unwrap(x: Any) -> Any:
 
 
 def _as_activation(x: Any) -> Any:
-    """Wrap an array of numbers. Integers are wrapped too, because tokens index embeddings."""
+    """Wrap an array of numbers in an `Activation`. Return any other value unchanged.
+
+    Integers are wrapped too, because a look-up by token ids in an embedding is an activation.
+    """
     if not isinstance(x, jax.Array | np.ndarray) or isinstance(x, Value):
         return x
-    return Activation(x) if jnp.issubdtype(x.dtype, np.generic) else x
+    is_number = jnp.issubdtype(x.dtype, np.generic)  # False for random keys
+    return Activation(x) if is_number else x
 
 
 # Products of two activations.
@@ -222,31 +234,37 @@ Axes = Sequence[int]
 
 
 def _contracted_axes(product: str, params: dict[str, Any]) -> tuple[Axes, Axes]:
-    """Return the axes of both operands that a product contracts. Tiles are along the last ones."""
+    """Return the axes that a product contracts, of the left and of the right operand."""
     if product == "dot_general":
         return params["dimension_numbers"][0]
     if product == "ragged_dot_general":
         return params["ragged_dot_dimension_numbers"].dot_dimension_numbers[0]
-    lhs, rhs = params["dimension_numbers"].lhs_spec, params["dimension_numbers"].rhs_spec
-    return (*lhs[2:], lhs[1]), (*rhs[2:], rhs[1])
+    numbers = params["dimension_numbers"]
+    # The last contracted axis has tiles, so put the feature axis after the spatial axes.
+    (_, x_features, *x_space), (_, y_features, *y_space) = numbers.lhs_spec, numbers.rhs_spec
+    return (*x_space, x_features), (*y_space, y_features)
 
 
 def _register_product(name: str) -> None:
+    """Register the rule that quantizes both operands of the product primitive `name`."""
     primitive = find_primitive(name)
 
     def product(x: Activation, y: Activation, *others: Any, **params: Any) -> Any:
-        at, scope = current_place(), scope_query()
-        rule = None if scope is None or at.is_derivative else scope.find(at, name)
-        operands = x.array, y.array
-        dtypes = {jax.typeof(operand).dtype for operand in operands}
+        place, active = current_place(), scope_query()
+        if active is None or place.is_derivative:
+            return NotImplemented
+        place_name = "/".join(place.names)
+        rule = active.find(place_name, name)
+        dtypes = {jax.typeof(operand.array).dtype for operand in (x, y)}
         if rule is None or rule.act_qtype is None or not dtypes <= set(QUANTIZABLE):
             return NotImplemented
-        axes = _contracted_axes(name, params)
-        pair = [_quantize_operand(*of, rule, at) for of in zip(operands, axes, strict=True)]
+        x_axes, y_axes = _contracted_axes(name, params)
+        x_quantized = _quantize_operand(x.array, x_axes, rule, place_name)
+        y_quantized = _quantize_operand(y.array, y_axes, rule, place_name)
         bind = lambda *xs: primitive.bind(*xs, **params)
         with query_scopes(None):  # the operands may be activations of an outer call
-            out = redispatch(bind, *pair, *map(_unwrap, others))
-        note_how(f"activations in {rule.act_qtype} at {'/'.join(at.names)!r}")
+            out = redispatch(bind, x_quantized, y_quantized, *map(_unwrap, others))
+        note_how(f"activations in {rule.act_qtype} at {place_name!r}")
         return _as_activation(out)
 
     register(name)(product)
@@ -256,25 +274,25 @@ for _name in PRODUCTS:
     _register_product(_name)
 
 
-def _quantize_operand(x: Any, contracted: Axes, rule: Rule, at: Place) -> Any:
+def _quantize_operand(x: Any, contracted: Axes, rule: Rule, place_name: str) -> Any:
+    """Quantize an operand, with scales that are shared along the contracted axes."""
     assert rule.act_qtype is not None
-    last = contracted[-1] if contracted else 0
-    size = rule.act_tile_size
-    tile = None if size is None else resolve_tile_size(x.shape, last, size)
+    tile = rule.act_tile_size
+    if tile is not None:
+        tile = resolve_tile_size(x.shape, contracted[-1] if contracted else 0, tile)
     axes = choose_scale_axes(x.ndim, contracted, get_format(rule.act_qtype), tile)
     method = rule.act_calibration_method
     try:
         return ste(quantize)(x, rule.act_qtype, calibration_method=method, **axes.arguments)
     except ValueError as error:
-        where = "/".join(at.names)
         error.add_note(
-            f"This error was raised while quantizing an activation of shape {x.shape} at {where!r} "
-            f"with {rule}"
+            f"This error was raised while quantizing an activation of shape {x.shape} at "
+            f"{place_name!r} with {rule}"
         )
         raise
 
 
-# Primitives that need plain arrays: the index of `cond`, and the arguments of callbacks.
+# Primitives that need dense arrays: the index of `cond`, and the arguments of callbacks.
 
 
 def _cond(index: Activation, *operands: Any, branches: Any, **params: Any) -> Any:
@@ -286,6 +304,8 @@ add_rule(_cond, [find_primitive("cond")], structural=True)
 
 
 def _register_callback(primitive: Primitive) -> None:
+    """Register a rule that passes the arrays of activations to a callback primitive."""
+
     def rule(*operands: Any, **params: Any) -> Any:
         if not any(isinstance(x, Activation) for x in operands):
             return NotImplemented
@@ -300,5 +320,6 @@ for _name in ("pure_callback", "io_callback", "debug_callback", "debug_print"):
 
 @register("name")
 def _materialise(x: Activation, *, name: str) -> Any:
-    # vn.materialise(x) is an identity here, because an activation cannot be materialized.
+    # `vn.materialise(x)` binds this primitive with a reserved name. It returns an activation
+    # unchanged, because an activation cannot be materialized.
     return x if name == MATERIALISE else NotImplemented

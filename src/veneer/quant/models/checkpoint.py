@@ -1,8 +1,8 @@
 """Quantize a checkpoint: a stream of named tensors that may not fit in memory.
 
-`plan` chooses the rule of each tensor from names, shapes and dtypes alone, so that errors come
-before any work. `quantize_stream` then quantizes one tensor after the other, and `summarize` turns
-the outcomes into a table. Nothing here knows about files.
+`plan` chooses the rule of each tensor from names, shapes and dtypes, so that errors come before any
+tensor is read. `quantize_stream` then quantizes one tensor after the other. `summarize` turns the
+outcomes into the rows of a table. Nothing here depends on a file format.
 """
 
 import json
@@ -25,19 +25,19 @@ from .matching import can_be_quantized, some_of
 from .notices import describe_changed_tiles
 from .rules import Rule
 
-# torch stores a `weight` as [out, in], and JAX libraries store a `kernel` as [..., in, out].
+#: The axis that products contract. torch stores a `weight` as [out, in], and JAX libraries store a
+#: `kernel` as [..., in, out].
 CONTRACTING_AXIS = {"torch": -1, "jax": -2}
-_AXIS_OF_NAME = {"weight": CONTRACTING_AXIS["torch"], "kernel": CONTRACTING_AXIS["jax"]}
 
 ANY_WEIGHT = r".*(weight|kernel)"
 
 
 class UnknownAxisError(ValueError):
-    """An error for a tensor whose contracted axis is unknown."""
+    """The error for a tensor whose name does not tell which axis products contract."""
 
 
 class TileError(ValueError):
-    """An error for a tile that does not divide the axis of the tensor named `tensor`."""
+    """The error for a tile that does not divide an axis of the tensor named `tensor`."""
 
     def __init__(self, message: str, tensor: str):
         super().__init__(message)
@@ -46,11 +46,11 @@ class TileError(ValueError):
 
 @dataclass(frozen=True)
 class Selector:
-    """A `Rule` of the command line, whose contracted axis may follow from the name of a tensor.
+    """A rule of the command line: the format of the tensors whose names match a regex.
 
     **Arguments:**
 
-    - `regex`: a regex that matches the whole name.
+    - `regex`: a regex that matches the whole name of a tensor.
     - `qtype`: the format. None leaves the tensors dense.
     - `tile_size`: the number of values along the contracted axis that share a scale. None means the
       tile size of the format if it has one (32 for mxfp4), and otherwise the whole axis. "default"
@@ -58,7 +58,7 @@ class Selector:
       the axis, the tile is smaller, or the format is int8 if its tile size is fixed.
     - `tile_axis`: the contracted axis. None means -1 for names that end in "weight", as in torch,
       and -2 for names that end in "kernel", as in JAX.
-    - `stated`: the place where the user stated the selector, for messages.
+    - `stated`: the origin of the selector for messages, such as the name of an option.
 
     **Raises:** `ValueError` if the regex or the format is invalid, or a tile size is below 1 or
     differs from the fixed one of the format.
@@ -77,7 +77,7 @@ class Selector:
         return f"{self.stated} {self.regex!r}"
 
     def rule(self, tile_axis: int) -> Rule:
-        """Return the rule for a contracted axis."""
+        """Return the `Rule` for tensors whose contracted axis is `tile_axis`."""
         tile: Any = self.tile_size
         if tile == "default":
             tile = None if self.qtype is None else default_tile(self.qtype)
@@ -86,7 +86,7 @@ class Selector:
         return Rule(self.regex, self.qtype, tile_size=tile, tile_axis=tile_axis)
 
 
-#: For each key of a rule in a rules file, its types, and their names in messages.
+#: For each key of a rule in a rules file: the allowed types, and a text with these types.
 _RULE_KEYS: dict[str, tuple[Any, str]] = {
     "path": (str, "a string"),
     "qtype": (str | None, "a string or null"),
@@ -96,15 +96,15 @@ _RULE_KEYS: dict[str, tuple[Any, str]] = {
 
 
 def selectors_from_json(text: str, *, tile_axis: int | None = None) -> list[Selector]:
-    """Read the selectors of a rules file, in order. The first that matches a name applies.
+    """Read a rules file, and return a selector per rule, in the same order.
 
     **Arguments:**
 
-    - `text`: a list of `{"path": regex, "qtype": name or null, "tile_size": int or null,
-      "tile_axis": int}`. The last two are optional.
-    - `tile_axis`: the default of "tile_axis".
+    - `text`: a JSON list of `{"path": regex, "qtype": name or null, "tile_size": int or null,
+      "tile_axis": int}`. The keys "tile_size" and "tile_axis" are optional.
+    - `tile_axis`: the axis for rules without "tile_axis".
 
-    **Raises:** `ValueError` with the invalid rule.
+    **Raises:** `ValueError` if the text is not such a list. The message has the invalid rule.
 
     >>> from veneer.quant.models.checkpoint import selectors_from_json
     >>> selectors_from_json('[{"path": ".*kernel", "qtype": "int8"}]')[0].qtype
@@ -125,7 +125,7 @@ def selectors_from_json(text: str, *, tile_axis: int | None = None) -> list[Sele
             )
         for key, value in rule.items():
             types, expected = _RULE_KEYS[key]
-            if not isinstance(value, types) or isinstance(value, bool):
+            if not isinstance(value, types) or isinstance(value, bool):  # a bool is an int
                 raise ValueError(
                     f"{key!r} must be {expected}, not {json.dumps(value)}, in the rule "
                     f"{json.dumps(rule)}"
@@ -138,17 +138,15 @@ def selectors_from_json(text: str, *, tile_axis: int | None = None) -> list[Sele
 def plan(
     avals: Mapping[str, jax.ShapeDtypeStruct], selectors: Sequence[Selector]
 ) -> dict[str, Rule]:
-    """Choose the rule of each tensor from names, shapes and dtypes.
+    """Return a dict from the name of each tensor to quantize to its rule.
 
-    A tensor is quantized by the first selector that matches its name, if the tensor is floating and
-    has rank 2 or more.
+    The first selector that matches the name of a tensor applies. Only floating tensors of rank 2 or
+    more are quantized.
 
     **Arguments:**
 
-    - `avals`: a dict from names of tensors to their shapes and dtypes.
+    - `avals`: a dict from the name of each tensor to its shape and dtype.
     - `selectors`: the selectors, in order of precedence.
-
-    **Returns:** a dict from names to rules, for the tensors to quantize.
 
     **Raises:**
 
@@ -163,7 +161,7 @@ def plan(
     -1
     """
     chosen: dict[str, Rule] = {}
-    claimed: set[str] = set()
+    matched: set[str] = set()  # by any earlier selector, also one without a format
     for selector in selectors:
         names = [name for name in avals if re.fullmatch(selector.regex, name)]
         if not names:
@@ -172,18 +170,18 @@ def plan(
                 f"{some_of(list(map(repr, avals)))}"
             )
         if selector.qtype is not None:
-            able = [name for name in names if can_be_quantized(avals[name])]
-            if not able:
+            quantizable = [name for name in names if can_be_quantized(avals[name])]
+            if not quantizable:
                 allowed = ", ".join(dtype.name for dtype in QUANTIZABLE)
                 aval = avals[names[0]]
                 raise ValueError(
                     f"{selector} matches no tensor that can be quantized: {names[0]!r} is "
                     f"{aval.dtype}{list(aval.shape)}, and only {allowed} of rank 2 or more can be"
                 )
-            for name in able:
-                if name not in claimed:
+            for name in quantizable:
+                if name not in matched:
                     chosen[name] = _rule_for(selector, name, avals[name].shape)
-        claimed.update(names)
+        matched.update(names)
     if not chosen:
         raise ValueError(f"no tensor is left to quantize among {some_of(list(map(repr, avals)))}")
     return chosen
@@ -192,7 +190,7 @@ def plan(
 def find_unselected(
     avals: Mapping[str, jax.ShapeDtypeStruct], selectors: Sequence[Selector]
 ) -> list[str]:
-    """Return the names of the tensors that can be quantized and that no selector matches."""
+    """Return the names of tensors that could be quantized, but match no selector."""
     return [
         name
         for name, aval in avals.items()
@@ -204,15 +202,22 @@ def find_unselected(
 def without_default_tile(
     avals: Mapping[str, jax.ShapeDtypeStruct], rules: Mapping[str, Rule], qtype: str
 ) -> list[str]:
-    """Describe the tensors whose axis the default tile of a format does not divide."""
+    """Return a text for each tensor whose rule has another tile or format than the default.
+
+    Such a rule has a smaller tile or the format int8, because the default tile of the format
+    `qtype` does not divide an axis of the tensor.
+    """
     default = Rule(".*", qtype, tile_size=default_tile(qtype))
     return describe_changed_tiles(dict.fromkeys(rules, default), rules, avals)
 
 
 def _rule_for(selector: Selector, name: str, shape: tuple[int, ...]) -> Rule:
+    """Return the rule of a selector for one tensor, or raise an error with the name."""
     axis = selector.tile_axis
-    if axis is None:
-        axis = next((x for end, x in _AXIS_OF_NAME.items() if name.endswith(end)), None)
+    if axis is None and name.endswith("weight"):
+        axis = CONTRACTING_AXIS["torch"]
+    elif axis is None and name.endswith("kernel"):
+        axis = CONTRACTING_AXIS["jax"]
     if axis is None:
         raise UnknownAxisError(
             f"the contracted axis of {name!r} {list(shape)} is unknown, because its name ends in "
@@ -223,9 +228,11 @@ def _rule_for(selector: Selector, name: str, shape: tuple[int, ...]) -> Rule:
             f"{selector} tiles axis {axis}, which {name!r} {list(shape)} does not have"
         )
     rule = selector.rule(axis)
+    from_front = axis % len(shape)
     if selector.tile_size == "default":
-        return fit_default_rule(rule, {axis % len(shape) - len(shape)}, shape)
-    tile = rule.axes(shape)[1].get(axis % len(shape))
+        return fit_default_rule(rule, {from_front - len(shape)}, shape)
+    _, tiled_axes = rule.axes(shape)
+    tile = tiled_axes.get(from_front)
     if tile is not None and shape[axis] % tile:
         divisors = ", ".join(map(str, dividing_tiles(shape[axis], tile)))
         remedy = f"Tiles that do are {divisors}"
@@ -259,16 +266,18 @@ def quantize_stream(
     rules: Mapping[str, Rule],
     calibrated: Mapping[str, QArray] = MappingProxyType({}),
 ) -> Iterator[tuple[np.ndarray | QArray, Outcome]]:
-    """Quantize the tensors that have a rule, one at a time, and pass on all others.
+    """Quantize the tensors that have a rule, one at a time.
+
+    float64 weights are quantized in float32 unless `jax_enable_x64` is set.
 
     **Arguments:**
 
-    - `tensors`: names and arrays. Each `QArray` is passed on.
-    - `rules`: the result of `plan`.
-    - `calibrated`: quantized tensors that replace the originals.
+    - `tensors`: `(name, array)` pairs.
+    - `rules`: a dict from names to rules, the result of `plan`.
+    - `calibrated`: a dict from names to arrays that `vn.quant.calibrate` has already quantized.
 
-    **Returns:** an iterator of the values to store, in the same order, each with its `Outcome`.
-    float64 weights are quantized in float32 unless `jax_enable_x64` is set.
+    **Returns:** an iterator of `(value, outcome)` pairs in the same order. `value` is the array to
+    store. An array without a rule, or a `QArray`, is unchanged.
 
     >>> import numpy as np, veneer as vn
     >>> from veneer.quant.models.checkpoint import quantize_stream
@@ -278,7 +287,7 @@ def quantize_stream(
     (128, 64)
     """
     for name, value in tensors:
-        before = value.nbytes
+        nbytes = value.nbytes
         error = norm = None
         if name in rules and not isinstance(value, QArray):
             original = value
@@ -288,13 +297,13 @@ def quantize_stream(
                 value = rules[name].quantize(jnp.asarray(original))
             error, norm = error_norms(original, value)
             del original  # so that only one original is in memory
-        yield value, Outcome(name, describe_format(value), before, value.nbytes, error, norm)
+        yield value, Outcome(name, describe_format(value), nbytes, value.nbytes, error, norm)
 
 
 def error_norms(original: np.ndarray | QArray, value: np.ndarray | QArray) -> tuple[float, float]:
-    """Return the Frobenius norms of `original - value` and of `original`.
+    """Return the Frobenius norms of `original - value` and of `original`, as a pair.
 
-    They are computed in float32 or the wider of the two dtypes.
+    The norms are computed in float32, or in the dtype of an argument if it is wider.
     """
     a, b = (np.asarray(x.dequantize() if isinstance(x, QArray) else x) for x in (original, value))
     wide = np.result_type(a.dtype, b.dtype, np.float32)
@@ -303,30 +312,31 @@ def error_norms(original: np.ndarray | QArray, value: np.ndarray | QArray) -> tu
 
 
 class GroupSummary(NamedTuple):
-    """The totals of tensors whose names differ only in numbers, such as `layer.*.weight`."""
+    """The totals of tensors whose names differ only in numbers, such as `layer.*.weight`.
+
+    All tensors of a group have the same format. `relative_error` treats the quantized tensors as
+    one vector. It is None if no tensor was quantized.
+    """
 
     name: str
     format: str
-    tensors: int
+    tensors: int  # the number of tensors
     bytes_before: int
     bytes_after: int
     relative_error: float | None
 
 
 def summarize(outcomes: Iterable[Outcome]) -> list[GroupSummary]:
-    """Return a row for each group of names and format, in order of first appearance.
-
-    The relative error treats all quantized tensors of the group as one vector. It is None if no
-    tensor was quantized.
-    """
+    """Return the totals of each group of tensors, in the order of the first tensor of each."""
     groups: dict[tuple[str, str], list[Outcome]] = {}
     for outcome in outcomes:
         key = re.sub(r"\d+", "*", outcome.name), outcome.format
         groups.setdefault(key, []).append(outcome)
     rows = []
     for (name, format), group in groups.items():
-        norms = [(x.error, x.norm) for x in group if x.error is not None and x.norm is not None]
-        error = relative_error(*map(math.hypot, *norms)) if norms else None
+        errors = [x.error for x in group if x.error is not None]
+        norms = [x.norm for x in group if x.norm is not None]
+        error = relative_error(math.hypot(*errors), math.hypot(*norms)) if errors else None
         before = sum(outcome.bytes_before for outcome in group)
         after = sum(outcome.bytes_after for outcome in group)
         rows.append(GroupSummary(name, format, len(group), before, after, error))
@@ -334,10 +344,12 @@ def summarize(outcomes: Iterable[Outcome]) -> list[GroupSummary]:
 
 
 def relative_error(error: float, norm: float) -> float:
-    """Return `error / norm`, or 0 if both are 0."""
-    return error / norm if norm else error and math.inf
+    """Return `error / norm`: 0 if both are 0, and infinity if only `norm` is 0."""
+    if norm == 0:
+        return 0.0 if error == 0 else math.inf
+    return error / norm
 
 
 def describe_format(value: np.ndarray | QArray) -> str:
-    """Return the dtype of a dense array, or the format and tiles of a `QArray` (`nf4, tile 64`)."""
+    """Return the dtype of a dense array, or the format of a `QArray`, such as "nf4, tile 64"."""
     return f"{value.qtype}, {value.storage_name}" if isinstance(value, QArray) else str(value.dtype)

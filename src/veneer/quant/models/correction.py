@@ -2,9 +2,10 @@
 
 For a weight W that is rounded to Q, the correction is the matrix of rank r nearest to `E = W - Q`:
 `E @ V @ V.T`, where V holds the right singular vectors of the r largest singular values (Eckart and
-Young 1936). It needs no data. `ptq/moments.py` weights corrections by activations.
+Young 1936). The correction needs no data.
 """
 
+import itertools
 import math
 from collections.abc import Collection
 from functools import partial
@@ -23,15 +24,19 @@ class LowRankAxes(NamedTuple):
 
     in_ndim: int  # the number of input axes
     out_ndim: int  # the number of output axes
-    contracted: str  # "in" or "out"
+    contracted: str  # the axes that products contract: "in" or "out"
 
     def split_shape(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        """Split the shape of a weight into leading, input and output sizes."""
+        """Split the shape of a weight into the sizes of leading, input and output axes."""
         at = len(shape) - self.out_ndim
         return shape[: at - self.in_ndim], shape[at - self.in_ndim : at], shape[at:]
 
     def as_lora(self, q: Any, a: Any, b: Any) -> LoraArray:
-        """Return a weight plus the correction `a @ b`, `[L, in, rank]` and `[L, rank, out]`."""
+        """Return the weight `q` with the correction `a @ b` as a `LoraArray`.
+
+        `a` has the shape `[lead, in, rank]` and `b` the shape `[lead, rank, out]`, with the sizes
+        of all leading, input and output axes multiplied.
+        """
         lead, ins, outs = self.split_shape(q.shape)
         rank = a.shape[-1]
         return LoraArray(
@@ -47,10 +52,11 @@ class LowRankAxes(NamedTuple):
 def low_rank_axes(
     ndim: int, contracted: Collection[int], free: Collection[int]
 ) -> LowRankAxes | None:
-    """Return the axes of a weight in a `LoraArray`, or None if no `LoraArray` has these axes.
+    """Return the axes of a weight in a `LoraArray`, or None if a `LoraArray` has no such axes.
 
-    `contracted` and `free` are the axes in products, counted from the end. The last two runs of
-    them are the input and output axes. The axes before them are leading axes.
+    `contracted` and `free` are the axes that products contract and keep, counted from the end. One
+    kind must be at the end of the weight, directly after the other kind. These are the input and
+    output axes. All axes before them are leading axes.
 
     >>> from veneer.quant.models.correction import low_rank_axes
     >>> low_rank_axes(4, {-3}, {-2, -1})  # layers of [in, heads, size]
@@ -58,42 +64,42 @@ def low_rank_axes(
     >>> low_rank_axes(3, {-3}, {-1}) is None
     True
     """
-    sides = [(i in contracted) - (i in free) for i in range(-ndim, 0)]
-    last = sides[-1] if sides else 0
-    outs = next((i for i, side in enumerate(reversed(sides)) if side != last), ndim)
-    rest = sides[: ndim - outs]
-    ins = next((i for i, side in enumerate(reversed(rest)) if side != rest[-1]), len(rest))
-    if not last or not rest or not rest[-1]:
+    kind_of = lambda i: "contracted" if i in contracted else "free" if i in free else None
+    backwards = itertools.groupby(range(-1, -ndim - 1, -1), kind_of)
+    runs = [(kind, len([*axes])) for kind, axes in backwards]
+    if len(runs) < 2 or runs[0][0] is None or runs[1][0] is None:
         return None
-    return LowRankAxes(ins, outs, "in" if last < 0 else "out")
+    (last_kind, out_ndim), (_, in_ndim) = runs[:2]
+    return LowRankAxes(in_ndim, out_ndim, "in" if last_kind == "free" else "out")
 
 
 def quantize_with_correction(array: Any, rule: Rule, axes: LowRankAxes | None) -> Any:
-    """Quantize a weight by a rule, and add the low-rank correction of the rule if it has one.
+    """Quantize a weight by a rule. If the rule sets `correction_rank`, add a correction.
 
     With several `correction_steps`, each step rounds the weight minus the correction of the step
-    before (LoftQ, Li et al., arXiv 2310.08659, algorithm 1). The result is the step with the least
-    squared error, in a `LoraArray`.
+    before (LoftQ, Li et al., arXiv 2310.08659, algorithm 1). The result is the `LoraArray` of the
+    step with the least squared error.
     """
     if rule.correction_rank is None or axes is None:
         return rule.quantize(array)
     array = jnp.asarray(array)
-    best, least, target = None, jnp.asarray(jnp.inf), array
+    best, least_loss, target = None, jnp.asarray(jnp.inf), array
     for _ in range(rule.correction_steps):
-        step = add_correction(rule.quantize(target), array, rule.correction_rank, axes)
-        update = step.update().astype(jnp.float32)
-        loss = jnp.square(_rounding_error(step.w, array) - update).sum()
+        corrected = add_correction(rule.quantize(target), array, rule.correction_rank, axes)
+        update = corrected.update().astype(jnp.float32)
+        loss = jnp.square(_rounding_error(corrected.w, array) - update).sum()
+        select_better = partial(jnp.where, loss < least_loss)
+        best = corrected if best is None else jax.tree.map(select_better, corrected, best)
+        least_loss = jnp.minimum(loss, least_loss)
         target = (array - update).astype(array.dtype)
-        select_better = partial(jnp.where, loss < least)
-        best = step if best is None else jax.tree.map(select_better, step, best)
-        least = jnp.minimum(loss, least)
     return best
 
 
 def add_correction(q: Any, array: Any, rank: int, axes: LowRankAxes) -> LoraArray:
-    """Add the correction of least squared error to `q`, the rounded `array`.
+    """Add a low-rank correction to a quantized array. The correction has the least squared error.
 
-    The sizes of the matrices limit the rank.
+    `q` is the quantized array and `array` the original. If `rank` is more than the input or output
+    size, this size is the rank.
 
     >>> import jax, jax.numpy as jnp
     >>> from veneer.quant import quantize
@@ -108,28 +114,35 @@ def add_correction(q: Any, array: Any, rank: int, axes: LowRankAxes) -> LoraArra
 
 
 def _rounding_error(q: Any, array: Any) -> jax.Array:
+    """Return `array - q` in float32, with 0 in place of values that are not finite."""
     error = jnp.asarray(array, jnp.float32) - materialise_one(q)
     return jnp.where(jnp.isfinite(error), error, 0)
 
 
 def _low_rank_factors(matrices: jax.Array, rank: int) -> tuple[jax.Array, jax.Array]:
-    """Return the factors `a` and `b` of the nearest matrices of a rank, for `[L, K, N]`."""
-    if matrices.shape[1] < matrices.shape[2]:  # the eigenproblem is that of the smaller side
+    """Return factors `a` and `b` for matrices `[L, K, N]`, with `a @ b` nearest to the matrices.
+
+    The shapes of the factors are `[L, K, rank]` and `[L, rank, N]`.
+    """
+    if matrices.shape[1] < matrices.shape[2]:  # solve the smaller eigenproblem
         b, a = _low_rank_factors(matrices.mT, rank)
         return a.mT, b.mT
+    # Divide by the largest magnitude, so that the squares do not overflow.
     largest = jnp.maximum(jnp.abs(matrices).max(initial=0), jnp.finfo(matrices.dtype).tiny)
-    unit = matrices / largest
-    _, vectors = jnp.linalg.eigh(jnp.matmul(unit.mT, unit, precision="highest"))
+    scaled = matrices / largest
+    # The right singular vectors are the eigenvectors of `matrices.T @ matrices`. `eigh` returns
+    # them in ascending order of the eigenvalues.
+    _, vectors = jnp.linalg.eigh(jnp.matmul(scaled.mT, scaled, precision="highest"))
     right = vectors[..., matrices.shape[2] - rank :]
     return balance_factors(jnp.matmul(matrices, right, precision="highest"), right.mT)
 
 
 def balance_factors(a: Any, b: Any) -> tuple[Any, Any]:
-    """Scale factors so that the columns of `a` and the rows of `b` have equal norms.
+    """Scale two factors of a product so that column `i` of `a` and row `i` of `b` have equal norms.
 
-    The two factors then learn at the same rate. The rows of `b` must have norm 1. A zero column of
-    `a` stays zero, as in a new LoRA.
+    In training, the two factors then learn at the same rate. The rows of `b` must have norm 1. A
+    zero column of `a` and its row of `b` stay unchanged, as in a new LoRA.
     """
     norms = (a**2).sum(-2, keepdims=True) ** 0.5
-    root = (norms + (norms == 0)) ** 0.5
+    root = (norms + (norms == 0)) ** 0.5  # 1 for zero columns
     return a / root, b * root.mT

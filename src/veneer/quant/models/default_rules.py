@@ -13,7 +13,7 @@ from .uses import LOOK_UP, Use, uses_with_axes
 
 #: The format of embeddings and heads, if other weights have fewer than 8 bits.
 VOCABULARY_QTYPE = "int8"
-#: Arrays with fewer values than this stay dense.
+#: The default rules leave arrays with fewer values than this dense.
 SMALL = 4096
 
 
@@ -35,7 +35,9 @@ def default_tile(qtype: str) -> int | None:
 def default_rules(
     qtype: str, weights: Mapping[str, Any], uses: Mapping[str, Sequence[Use]]
 ) -> dict[str, Rule]:
-    """Return a rule for each weight that is quantized by default, by path.
+    """Return a dict from the path of each weight that is quantized by default to its rule.
+
+    `weights` are arrays by path. `uses` are the uses of each weight in the program, by path.
 
     | weight | format |
     |---|---|
@@ -43,27 +45,30 @@ def default_rules(
     | embeddings and heads | `qtype`, or int8 with a scale per row if `qtype` has fewer bits |
     | fewer than 4,096 values, or not in a product | dense |
 
-    A head is a weight whose products have as many outputs as an embedding has rows. The exception
-    is a number that a product also contracts: it is a width of the model.
+    A head is a weight whose products have as many outputs as an embedding has rows: the size of
+    the vocabulary. If a product contracts as many values, this size is only a width of the model.
 
-    The `tile_axis` of the rules is not set yet. `fit_default_rule` sets it.
+    The rules have no `tile_axis`. `fit_default_rule` sets it later.
 
     **Raises:** `ValueError` if the format is unknown.
     """
     bits, tile = get_format(qtype).bits, default_tile(qtype)
     shapes = {path: leaf.shape for path, leaf in weights.items() if can_be_quantized(leaf)}
-    first = {path: ordered[0] for path in shapes if (ordered := uses_with_axes(uses[path]))}
-    count = lambda path, axes: math.prod(shapes[path][axis] for axis in axes)
-    looked_up = {path: use for path in shapes for use in uses[path] if use.primitive == LOOK_UP}
-    vocabularies = {count(path, use.free) for path, use in looked_up.items()} - {
-        count(path, use.contracted) for path, use in first.items() if use.is_product
+    size_along = lambda path, axes: math.prod(shapes[path][axis] for axis in axes)
+    embeddings = {path: use for path in shapes for use in uses[path] if use.primitive == LOOK_UP}
+    first_uses = {path: relevant[0] for path in shapes if (relevant := uses_with_axes(uses[path]))}
+    widths = {
+        size_along(path, use.contracted) for path, use in first_uses.items() if use.is_product
     }
+    vocabulary_sizes = {size_along(path, use.free_axes) for path, use in embeddings.items()}
+    vocabulary_sizes -= widths
     rules = {}
     for path, shape in shapes.items():
         if math.prod(shape) < SMALL:
             continue
-        is_head = path in first and count(path, first[path].free) in vocabularies
-        if bits < 8 and (path in looked_up or is_head):
+        use = first_uses.get(path)
+        is_head = use is not None and size_along(path, use.free_axes) in vocabulary_sizes
+        if bits < 8 and (path in embeddings or is_head):
             rules[path] = Rule(re.escape(path), VOCABULARY_QTYPE)
         else:
             rules[path] = Rule(re.escape(path), qtype, tile_size=tile)
@@ -71,14 +76,14 @@ def default_rules(
 
 
 def fit_default_rule(rule: Rule, contracted: Collection[int], shape: Sequence[int]) -> Rule:
-    """Return a default rule for one weight, with the axes that products contract.
+    """Fit a default rule to a weight of a shape. Its `tile_axis` becomes the contracted axes.
 
-    If the format has a fixed tile size that divides no contracted axis, the rule gets int8. If no
-    tile divides the contracted axes, it gets one scale per channel.
+    If the format has a fixed tile size that divides no contracted axis, the format becomes int8. If
+    no tile of 8 or more values divides the contracted axes, the weight gets one scale per channel.
     """
-    block = get_format(rule.qtype or VOCABULARY_QTYPE).tile_size
+    fixed_tile = get_format(rule.qtype or VOCABULARY_QTYPE).tile_size
     sizes = [shape[axis] for axis in sorted(contracted)]
-    if block is not None and not any(size % block == 0 for size in sizes):
+    if fixed_tile is not None and not any(size % fixed_tile == 0 for size in sizes):
         rule = dataclasses.replace(rule, qtype=VOCABULARY_QTYPE)
     tile = rule.tile_size
     if isinstance(tile, int) and math.prod(split_tile(sizes, tile)) < SMALLEST_TILE:

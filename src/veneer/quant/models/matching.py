@@ -14,9 +14,9 @@ from .rules import Rule
 
 
 def as_rules_or_format(rules: Any) -> tuple[Rule, ...] | str:
-    """Return a tuple of rules, or the name of a format given by its name or dtype.
+    """Return an iterable of rules as a tuple, and a format or a dtype as the name of the format.
 
-    **Raises:** `TypeError` for anything else, as `as_rules`.
+    **Raises:** `TypeError` for any other argument.
     """
     if isinstance(rules, str | type | np.dtype):
         return get_format(rules).name
@@ -26,18 +26,19 @@ def as_rules_or_format(rules: Any) -> tuple[Rule, ...] | str:
 def as_rules(rules: Any) -> tuple[Rule, ...]:
     """Return an iterable of rules as a tuple.
 
-    **Raises:** `TypeError` for anything else. The message shows the list that was probably meant.
+    **Raises:** `TypeError` for any other argument. The message suggests a list of rules.
     """
     if isinstance(rules, Rule):
         raise TypeError(f"rules must be a list: [{rules}]")
     if not isinstance(rules, Iterable) or isinstance(rules, str | Mapping):
-        pairs: dict[str, str | None] = {".*": rules if isinstance(rules, str) else "int8"}
-        if isinstance(rules, Mapping) and all(isinstance(x, str) for x in rules):
-            pairs = {path: x for path, x in rules.items() if isinstance(x, str | None)} or pairs
-        meant = ", ".join(f"vn.quant.Rule({path!r}, {x!r})" for path, x in pairs.items())
+        # If the argument is a format, or a dict from paths to formats, suggest it as a list.
+        formats: dict[str, str | None] = {".*": rules if isinstance(rules, str) else "int8"}
+        if isinstance(rules, Mapping) and all(isinstance(path, str) for path in rules):
+            formats = {path: x for path, x in rules.items() if isinstance(x, str | None)} or formats
+        suggestion = ", ".join(f"vn.quant.Rule({path!r}, {x!r})" for path, x in formats.items())
         raise TypeError(
-            f"rules must be a list of Rule, such as [{meant}], not {describe_value(rules)}. The "
-            "rules are the second argument, after the parameters or the model"
+            f"rules must be a list of Rule, such as [{suggestion}], not {describe_value(rules)}. "
+            "The rules are the second argument, after the parameters or the model"
         )
     rules = tuple(rules)
     for i, rule in enumerate(rules):
@@ -49,13 +50,16 @@ def as_rules(rules: Any) -> tuple[Rule, ...]:
 
 
 def describe_value(x: Any) -> str:
-    """Return the repr of a value for an error message, or only the type of a tree of arrays."""
+    """Describe a value in an error message: by its repr, or by its type if it holds arrays."""
     holds_arrays = any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(x))
     return f"a {type(x).__name__}" if holds_arrays else repr(x)
 
 
 def flatten_with_paths(tree: Any) -> tuple[list[str], list[Any], Any]:
-    """Return the paths of a tree (the names that rules match), its leaves and its treedef."""
+    """Return the paths, the leaves and the treedef of a tree. Rules match these paths.
+
+    An implicit array is one leaf.
+    """
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_value)
     paths = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]
     return paths, [leaf for _, leaf in leaves], treedef
@@ -67,7 +71,7 @@ def find_rule(path: str, rules: Sequence[Rule]) -> Rule | None:
 
 
 def can_be_quantized(leaf: Any) -> bool:
-    """Return whether a leaf, or its aval, is a floating array of rank 2 or more."""
+    """Return whether a leaf is a floating array of rank 2 or more. It may be abstract."""
     return not is_value(leaf) and getattr(leaf, "ndim", 0) >= 2 and leaf.dtype in QUANTIZABLE
 
 
@@ -82,6 +86,6 @@ def warn_of_unmatched(rules: Sequence[Any], paths: Sequence[str]) -> None:
 
 
 def some_of(paths: Sequence[str]) -> str:
-    """Return the first four paths as text for a message."""
+    """Join the first four paths for a message."""
     some = ", ".join(paths[:4]) + (", ..." if len(paths) > 4 else "")
     return some or "(the tree is empty)"

@@ -1,4 +1,4 @@
-"""Warnings of `quantize_tree`. Each lists paths, with the reason and a remedy."""
+"""The warnings of `quantize_tree`. Each warning lists paths, and gives a reason and a remedy."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,29 +19,29 @@ from .matching import can_be_quantized, find_rule, some_of
 from .rules import Rule
 from .uses import Use
 
-#: A scale that fewer values share is probably a mistake.
+#: If at most this number of values share a scale, the tile is probably a mistake.
 _FEW_VALUES = 8
-#: Arrays with fewer values than this may be as large as before.
+#: `warn_of_hardly_smaller` ignores arrays with fewer values than this.
 _NEGLIGIBLE_SIZE = 1024
 
 
 def _describe_bits(array: Any) -> str:
-    nbytes = getattr(array, "nbytes", array.size * array.dtype.itemsize)  # abstract arrays lack it
+    # jax.ShapeDtypeStruct has no `nbytes`.
+    nbytes = getattr(array, "nbytes", array.size * array.dtype.itemsize)
     return f"{8 * nbytes / max(array.size, 1):.3g} bits per value"
 
 
 def warn_of_unused(weights: Mapping[str, Any], uses: Mapping[str, Sequence[Use]]) -> None:
-    """Warn of weights that stay dense because no product uses them."""
-    # Biases, and norm scales that are stacked to a matrix, are expected to stay dense.
-    unexpected = [
-        (path, x)
-        for path, x in weights.items()
-        if not uses[path]
-        or (math.prod(x.shape) >= SMALL and all(len(use.free) >= 2 for use in uses[path]))
-    ]
+    """Warn of weights that the program does not use, or uses in no product, so they stay dense.
+
+    There is no warning for small weights, biases and norm scales that the program uses. A stack of
+    biases is a matrix too, but each of its uses has fewer than two free axes.
+    """
     described = [
         f"{path} at {_describe_bits(x)} ({next(iter(uses[path]), 'unused')})"
-        for path, x in unexpected
+        for path, x in weights.items()
+        if not uses[path]
+        or (math.prod(x.shape) >= SMALL and all(len(use.free_axes) >= 2 for use in uses[path]))
     ]
     if described:
         warn_user(
@@ -75,14 +75,12 @@ def warn_of_only_small(
 
 def warn_of_mostly_dense(weights: Mapping[str, Any], selected: Mapping[str, Rule]) -> None:
     """Warn if no rule matches most of the values."""
-    missed = {
-        path: x
-        for path, x in weights.items()
-        if path not in selected and math.prod(x.shape) >= SMALL
-    }
-    count = lambda paths: sum(math.prod(weights[path].shape) for path in paths)
-    if count(missed) > count(path for path, rule in selected.items() if rule.has_format) > 0:
-        some = some_of([f"{path} at {_describe_bits(x)}" for path, x in missed.items()])
+    sizes = {path: math.prod(x.shape) for path, x in weights.items()}
+    unmatched = [path for path, n in sizes.items() if path not in selected and n >= SMALL]
+    num_dense = sum(sizes[path] for path in unmatched)
+    num_quantized = sum(sizes[path] for path, rule in selected.items() if rule.has_format)
+    if num_dense > num_quantized > 0:
+        some = some_of([f"{path} at {_describe_bits(weights[path])}" for path in unmatched])
         warn_user(
             f"most values stay dense, because no rule matches them: {some}. Add a rule "
             "for them, or end the list with Rule('.*', None) if they should stay dense"
@@ -92,33 +90,36 @@ def warn_of_mostly_dense(weights: Mapping[str, Any], selected: Mapping[str, Rule
 def describe_changed_tiles(
     rules: Mapping[str, Rule], fitted: Mapping[str, Rule], weights: Mapping[str, Any]
 ) -> list[str]:
-    """Describe each weight whose tile or format differs from the rule."""
-    changed = []
-    for path, rule in fitted.items():
-        asked, x = rules[path], weights[path]
-        if rule.qtype != asked.qtype:
-            change = f"is in {rule.qtype}, not {asked.qtype}"
-        elif isinstance(asked.tile_size, int | np.integer) and (
-            (size := _values_per_tile(rule, x)) != asked.tile_size
+    """Return a text for each weight whose fitted rule has another format or tile than its rule.
+
+    All arguments are indexed by path. A rule is fitted if its tiles divide the axes of the weight.
+    """
+    texts = []
+    for path, new in fitted.items():
+        old, x = rules[path], weights[path]
+        if new.qtype != old.qtype:
+            change = f"is in {new.qtype}, not {old.qtype}"
+        elif isinstance(old.tile_size, int | np.integer) and (
+            (tile := _values_per_tile(new, x)) != old.tile_size
         ):
-            change = f"has tiles of {size}, not {asked.tile_size}"
+            change = f"has tiles of {tile}, not {old.tile_size}"
         else:
             continue
-        bits = _describe_bits(jax.eval_shape(rule.quantize, x))
-        changed.append(f"{path} {list(x.shape)} {change}, at {bits}")
-    return changed
+        bits = _describe_bits(jax.eval_shape(new.quantize, x))
+        texts.append(f"{path} {list(x.shape)} {change}, at {bits}")
+    return texts
 
 
 def _values_per_tile(rule: Rule, array: Any) -> Any:
     if rule.tile_size is None:
         return math.prod(array.shape[axis] for axis in rule.contracting(array.ndim))
-    if isinstance(rule.tile_size, tuple):  # (axis, size) pairs
-        return math.prod(dict(rule.tile_size).values())
+    if isinstance(rule.tile_size, tuple):  # a dict {axis: size} became a tuple of pairs
+        return math.prod(size for _, size in rule.tile_size)
     return rule.tile_size
 
 
 def warn_of_not_rotated(paths: Sequence[str], uses: Mapping[str, Sequence[Use]]) -> None:
-    """Warn of weights that are not rotated, because a use would undo the rotation."""
+    """Warn of weights that stay unrotated, because an operation would undo their rotation."""
     if paths:
         some = some_of([f"{path} ({uses[path][0]})" for path in paths])
         warn_user(
@@ -132,7 +133,8 @@ def warn_of_unchanged(
 ) -> None:
     """Warn of implicit arrays that match a rule and stay unchanged.
 
-    They are quantized in another format, or hold the weight, as a `LoraArray` does.
+    These arrays are quantized in another format, or contain a dense weight, as a `LoraArray` does.
+    `rules` is a list of rules or the name of a format.
     """
     quantized, nested = [], []
     for path, leaf in zip(paths, leaves, strict=True):
@@ -140,12 +142,14 @@ def warn_of_unchanged(
         if not is_value(leaf) or rule is None or not rule.has_format:
             continue
         if isinstance(leaf, QArray):
+            # With the name of a format, the default rules use another format for vocabularies.
             is_vocabulary = isinstance(rules, str) and leaf.qtype == VOCABULARY_QTYPE
-            if rule.qtype is not None and leaf.qtype != get_format(rule.qtype).name:
-                quantized += [] if is_vocabulary else [f"{path} ({leaf.qtype})"]
+            is_other = rule.qtype is not None and leaf.qtype != get_format(rule.qtype).name
+            if is_other and not is_vocabulary:
+                quantized.append(f"{path} ({leaf.qtype})")
         elif not isinstance(leaf, FakeQuantized | ActivationQuantized):
-            parts = jax.tree.leaves(leaf, is_leaf=is_part(leaf))
-            if any(can_be_quantized(x) and x.shape == leaf.shape for x in parts):
+            fields = jax.tree.leaves(leaf, is_leaf=is_part(leaf))
+            if any(can_be_quantized(x) and x.shape == leaf.shape for x in fields):
                 nested.append(f"{path} ({type(leaf).__name__})")
     if nested:
         warn_user(
@@ -162,21 +166,26 @@ def warn_of_unchanged(
 def warn_of_hardly_smaller(
     paths: Sequence[str], quantized: Sequence[Any], rules: Mapping[str, Rule], *, has_program: bool
 ) -> None:
-    """Warn of results that are hardly smaller than the dense weights, or have too many scales."""
+    """Warn of quantized weights that take as many bytes as dense weights, or have many scales.
+
+    Without a program and a tile size, many scales mean that `tile_axis` may be the wrong axis.
+    """
     large, corrected = [], []
     for path, x in zip(paths, quantized, strict=True):
         q = x.array if isinstance(x, ActivationQuantized) else x
         if path not in rules or not isinstance(q, QArray | LoraArray) or q.size < _NEGLIGIBLE_SIZE:
             continue
-        is_large = q.nbytes >= q.size * q.dtype.itemsize
         description = f"{path} {list(q.shape)} takes {_describe_bits(q)}"
+        is_large = q.nbytes >= q.size * q.dtype.itemsize
         if isinstance(q, LoraArray):
-            corrected += [description] if is_large else []
+            if is_large:
+                corrected.append(description)
             continue
-        scales = sum(leaf.size for leaf in jax.tree.leaves(q.scale))
-        sets_tile = rules[path].tile_size is not None or q.format.tile_size is not None
-        has_few = not has_program and not sets_tile and q.size <= _FEW_VALUES * scales
-        large += [description] if is_large or has_few else []
+        num_scales = sum(leaf.size for leaf in jax.tree.leaves(q.scale))
+        has_tile_size = rules[path].tile_size is not None or q.format.tile_size is not None
+        may_have_wrong_axis = not has_program and not has_tile_size
+        if is_large or (may_have_wrong_axis and q.size <= _FEW_VALUES * num_scales):
+            large.append(description)
     if corrected:
         warn_user(
             f"hardly smaller, because of their low-rank corrections: {some_of(corrected)}. Set a "

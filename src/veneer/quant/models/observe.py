@@ -1,7 +1,7 @@
 """`observe`: record statistics of the activations of a model, without changing the model.
 
-Each weight that a rule matches is replaced by an `ObservedWeight`, whose rules for products reduce
-the activations on the device and send the results to the host, by a callback.
+Each weight that a rule matches is replaced by an `ObservedWeight`. Its rules for products reduce
+the activations on the device. A callback sends the results to the host.
 """
 
 import itertools
@@ -18,12 +18,7 @@ from ..._core.primitives.scopes import mark_tangents
 from ..._core.surface.implicit import implicit
 from ..._jax.source_lines import warn_user
 from ..formats.tiles import Shape
-from ..observation.observed_weight import (
-    ObservedWeight,
-    boxes_by_token,
-    recordings_by_token,
-    tokens,
-)
+from ..observation.observed_weight import ObservedWeight, boxes_by_run, recordings_by_run, run_ids
 from ..observation.recording import Recording
 from ..observation.statistics import ActivationStatistics
 from ..weights.activations import PRODUCTS
@@ -35,7 +30,7 @@ from .matching import (
     some_of,
     warn_of_unmatched,
 )
-from .programs import arguments_of, check_batches, parts_and_program
+from .programs import arguments_of, check_batches, parameter_trees_and_program
 from .rules import Rule
 from .uses import find_uses, uses_with_axes
 
@@ -105,24 +100,25 @@ def observe(
     call = (
         "observe(model, rules, params=params), or observe(functools.partial(model, params), rules)"
     )
-    parts, program = parts_and_program(model, params, call)
-    trees = [flatten_with_paths(part) for part in parts]
-    warn_of_unmatched(rules, [path for paths, _, _ in trees for path in paths])
+    trees, program = parameter_trees_and_program(model, params, call)
+    flat_trees = [flatten_with_paths(tree) for tree in trees]
+    warn_of_unmatched(rules, [path for paths, _, _ in flat_trees for path in paths])
     if box is not None:
         return ObservedModel(
-            parts, program, rules, box, takes_params=params is not None, gram=gram, decay=decay
+            trees, program, rules, box, takes_params=params is not None, gram=gram, decay=decay
         )
 
     def run(batches: Iterable[Any]) -> dict[str, ActivationStatistics]:
         check_batches(batches)
         iterator = iter(batches)
-        first = list(itertools.islice(iterator, 1))
-        if not first:
-            raise ValueError("there are no batches to observe. Pass at least one")
-        traced = _traced_axes(parts, program, rules, arguments_of(first[0]))
-        axes = _observed_axes(trees, rules, traced)
-        batches = itertools.chain(first, iterator)
-        return statistics_of(record(program, trees, axes, batches, gram=gram, decay=decay))
+        try:
+            first_batch = next(iterator)
+        except StopIteration:
+            raise ValueError("there are no batches to observe. Pass at least one") from None
+        traced = _traced_axes(trees, program, rules, arguments_of(first_batch))
+        axes = _observed_axes(flat_trees, rules, traced)
+        batches = itertools.chain([first_batch], iterator)
+        return statistics_of(record(program, flat_trees, axes, batches, gram=gram, decay=decay))
 
     return run
 
@@ -137,53 +133,55 @@ def record(
     decay: float,
     reference: FlatTree | None = None,
 ) -> dict[str, Recording]:
-    """Run a model on batches, and record the activations of its weights, by path.
+    """Run a model on batches. Return a dict from the path of each observed weight to its recording.
 
     **Arguments:**
 
     - `program`: a function of the list of trees, and of the arguments in a batch.
-    - `axes`: the axes of each observed weight that are contracted with activations, by path and
-      counted from the end.
-    - `gram`, `decay`: as for `observe`.
-    - `reference`: a second version of the first tree, such as the dense weights. `program` takes it
-      as the last of the trees. The products `x.T @ y` of activations in both are recorded, too.
+    - `trees`: trees of parameters.
+    - `axes`: a dict from the path of each weight to observe to the axes that products with
+      activations contract, counted from the end.
+    - `gram`, `decay`: arguments of `Recording`.
+    - `reference`: a second version of the first tree, such as the dense weights, or None. `program`
+      takes this tree after all others. If `x` and `y` are the activations of the two versions,
+      the products `x.T @ y` are recorded, too.
     """
-    token, other_token = next(tokens), next(tokens)
+    run_id, reference_id = next(run_ids), next(run_ids)
     create = partial(Recording, gram=gram, decay=decay, paired=reference is not None)
-    parts, recordings = _observe_trees(trees, axes, token, create)
-    others, references = _observe_trees([reference] if reference else [], axes, other_token, create)
-    recordings_by_token[token], recordings_by_token[other_token] = recordings, references
+    observed, recordings = _observe_trees(trees, axes, run_id, create)
+    reference_trees = [] if reference is None else [reference]
+    others, reference_recordings = _observe_trees(reference_trees, axes, reference_id, create)
+    recordings_by_run[run_id], recordings_by_run[reference_id] = recordings, reference_recordings
     try:
         for batch in batches:
             with mark_tangents(PRODUCTS):
-                implicit(program)([*parts, *others], *arguments_of(batch))
-            jax.effects_barrier()
+                implicit(program)([*observed, *others], *arguments_of(batch))
+            jax.effects_barrier()  # wait for the callbacks that record
             for path, recording in recordings.items():
-                if path in references:
-                    recording.add_cross(references[path])
+                if path in reference_recordings:
+                    recording.add_cross(reference_recordings[path])
                 recording.end_batch()
     finally:
-        del recordings_by_token[token], recordings_by_token[other_token]
+        del recordings_by_run[run_id], recordings_by_run[reference_id]
     return recordings
 
 
 class ObservedModel:
     """A model that records its activations in Boxes, created by `observe(..., box=vn.hijax.Box)`.
 
-    Call it as the model, with `params` first if `observe` got them. It can be compiled,
-    differentiated, called in a loop, and in `jax.checkpoint`, whose recomputation is not recorded
-    again. Each call is a batch. `jax.vmap` around it is not supported: map inside the model.
+    Call this object as the model. If `observe` got `params`, pass `params` first. Each call is
+    recorded as one batch. Calls can be compiled, differentiated, in a loop, or in `jax.checkpoint`,
+    which does not record the recomputation. `jax.vmap` of a call is not supported: map inside the
+    model.
 
-    `boxes` maps the path of each weight to its Box.
-
-    **Arguments:** as for `observe`.
+    `boxes` is a dict from the path of each weight to its Box, which holds `Totals`.
     """
 
-    boxes: dict[str, Any]  # each holds the `Totals` of a weight
+    boxes: dict[str, Any]
 
     def __init__(
         self,
-        parts: Sequence[Any],
+        trees: Sequence[Any],
         program: Callable,
         rules: Sequence[Rule],
         box: Callable[[Any], Any],
@@ -192,27 +190,27 @@ class ObservedModel:
         gram: bool,
         decay: float,
     ):
-        self._parts, self._program, self._rules = parts, program, rules
-        self._takes_params, self._decay, self._token = takes_params, decay, next(tokens)
+        self._trees, self._program, self._rules = trees, program, rules
+        self._takes_params, self._decay, self._run_id = takes_params, decay, next(run_ids)
         self._create = partial(Recording, gram=gram, decay=decay)
-        _, self._recordings = self._observe(parts)
+        _, self._recordings = self._observe(trees)
         self.boxes = {path: box(x.device_totals()) for path, x in self._recordings.items()}
-        recordings_by_token[self._token] = self._recordings
-        boxes_by_token[self._token] = self.boxes
-        for registry in (recordings_by_token, boxes_by_token):
-            weakref.finalize(self, registry.pop, self._token)
+        recordings_by_run[self._run_id] = self._recordings
+        boxes_by_run[self._run_id] = self.boxes
+        for registry in (recordings_by_run, boxes_by_run):
+            weakref.finalize(self, registry.pop, self._run_id)
 
-    def _observe(self, parts: Sequence[Any]) -> tuple[list[Any], dict[str, Recording]]:
-        trees = [flatten_with_paths(part) for part in parts]
-        axes = _observed_axes(trees, self._rules, {})
-        return _observe_trees(trees, axes, self._token, self._create)
+    def _observe(self, trees: Sequence[Any]) -> tuple[list[Any], dict[str, Recording]]:
+        flat_trees = [flatten_with_paths(tree) for tree in trees]
+        axes = _observed_axes(flat_trees, self._rules, {})
+        return _observe_trees(flat_trees, axes, self._run_id, self._create)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, and record its activations as one batch."""
         if self._takes_params and not args:
             raise TypeError("pass params to the observed model as its first positional argument")
-        parts, args = ([args[0]], args[1:]) if self._takes_params else (self._parts, args)
-        observed, recordings = self._observe(parts)
+        trees, args = ([args[0]], args[1:]) if self._takes_params else (self._trees, args)
+        observed, recordings = self._observe(trees)
         if recordings.keys() != self._recordings.keys():
             raise ValueError(
                 f"these parameters have weights at {', '.join(recordings)}, and the parameters "
@@ -225,11 +223,11 @@ class ObservedModel:
         return out
 
     def statistics(self) -> dict[str, ActivationStatistics]:
-        """Return the statistics recorded so far, by the path of the weight.
+        """Return a dict from the path of each weight to its statistics from all calls so far.
 
-        **Raises:** `ValueError` if no weight has activations.
+        **Raises:** `ValueError` if no activations were recorded for any weight.
 
-        **Warns** (`UserWarning`) of weights without activations.
+        **Warns** (`UserWarning`) of weights for which no activations were recorded.
         """
         for path, box in self.boxes.items():
             self._recordings[path].set_totals(box.get())
@@ -237,32 +235,35 @@ class ObservedModel:
 
 
 def _traced_axes(
-    parts: Sequence[Any], program: Callable, rules: Sequence[Rule], args: Sequence[Any]
+    trees: Sequence[Any], program: Callable, rules: Sequence[Rule], args: Sequence[Any]
 ) -> dict[str, Sequence[int]]:
-    """Return the axes that the program contracts, by path, where the rule has no `tile_axis`."""
-    weight_path = lambda path: path.split(".", 1)[-1]  # without the index of the part
+    """Return the axes that products contract, by path, of weights whose rule sets no `tile_axis`.
+
+    The result is empty if the program cannot be traced.
+    """
+    weight_path = lambda path: path.split(".", 1)[-1]  # without the index of the tree
 
     def needs_axes(path: str, leaf: Any) -> bool:
         rule = find_rule(weight_path(path), rules)
         return rule is not None and rule.tile_axis is None and can_be_quantized(leaf)
 
     try:
-        uses = find_uses(program, list(parts), needs_axes, args)
-    except jax.errors.JAXTypeError:  # the program runs, but cannot be traced
+        uses = find_uses(program, list(trees), needs_axes, args)
+    except jax.errors.JAXTypeError:  # the program depends on values, such as a Python `if`
         return {}
     return {
-        weight_path(path): sorted(ordered[0].contracted)
-        for path, of_weight in uses.items()
-        if (ordered := uses_with_axes(of_weight))
+        weight_path(path): sorted(relevant_uses[0].contracted)
+        for path, all_uses in uses.items()
+        if (relevant_uses := uses_with_axes(all_uses))
     }
 
 
 def _observed_axes(
     trees: Sequence[FlatTree], rules: Sequence[Rule], traced: Mapping[str, Sequence[int]]
 ) -> dict[str, tuple[int, ...]]:
-    """Return the contracted axes of each weight to observe: traced, or from its rule.
+    """Return a dict from the path of each weight to observe to its contracted axes.
 
-    **Raises:** `ValueError` if two trees have a weight at the same path.
+    `traced` is a dict from paths to axes. Other weights have the `tile_axis` of their rule.
     """
     axes: dict[str, tuple[int, ...]] = {}
     for paths, leaves, _ in trees:
@@ -282,10 +283,14 @@ def _observed_axes(
 def _observe_trees(
     trees: Sequence[FlatTree],
     axes: Mapping[str, tuple[int, ...]],
-    token: int,
+    run_id: int,
     create: Callable[[Shape, Sequence[int]], Recording],
 ) -> tuple[list[Any], dict[str, Recording]]:
-    """Return the trees with observed weights, and by path the recordings that `create` returns."""
+    """Replace the weights at the paths in `axes` by observed weights.
+
+    **Returns:** the new trees, and a dict from paths to recordings. `create(shape, axes)` creates
+    the recording of a weight.
+    """
     recordings: dict[str, Recording] = {}
     observed = []
     for paths, leaves, treedef in trees:
@@ -298,16 +303,16 @@ def _observe_trees(
                     position=recordings[path].positions(),
                     contracting=axes[path],
                     path=path,
-                    token=token,
+                    run_id=run_id,
                 )
         observed.append(jax.tree.unflatten(treedef, new))
     return observed, recordings
 
 
 def statistics_of(recordings: Mapping[str, Recording]) -> dict[str, ActivationStatistics]:
-    """Return the statistics of recordings by path. Warns of weights without activations.
+    """Return the statistics of recordings, by path, and warn of recordings without activations.
 
-    **Raises:** `ValueError` if no weight has activations.
+    **Raises:** `ValueError` if no recording has activations.
     """
     if not recordings:
         raise ValueError(
@@ -321,16 +326,16 @@ def statistics_of(recordings: Mapping[str, Recording]) -> dict[str, ActivationSt
 def split_recordings(
     recordings: Mapping[str, Recording],
 ) -> tuple[dict[str, ActivationStatistics], dict[str, str]]:
-    """Return the statistics of weights with activations, and the reasons why others have none."""
+    """Return two dicts by path: statistics, and for other weights the reason why they have none."""
     statistics = {path: x.statistics() for path, x in recordings.items() if x.has_activations}
-    others = {path: x for path, x in recordings.items() if path not in statistics}
-    return statistics, {path: x.explain_missing() for path, x in others.items()}
+    missing = {p: x.explain_missing() for p, x in recordings.items() if not x.has_activations}
+    return statistics, missing
 
 
 def warn_of_missing(missing: Mapping[str, str], *, is_all: bool) -> None:
-    """Warn of weights without activations, given the reason of each by path.
+    """Warn of weights without activations. `missing` holds the reason for each path.
 
-    **Raises:** `ValueError` if `is_all`: no weight has activations.
+    **Raises:** `ValueError` if `is_all` is True, because then no weight has activations.
     """
     described = [f"{path} ({why})" for path, why in missing.items()]
     message = f"no activations were recorded for {some_of(described)}"
@@ -343,11 +348,11 @@ def warn_of_missing(missing: Mapping[str, str], *, is_all: bool) -> None:
 def warn_of_vanishing(statistics: Mapping[str, ActivationStatistics]) -> None:
     """Warn of weights whose activations are all 0, or so small that their squares underflow.
 
-    **Raises:** `ValueError` if this holds for all weights.
+    **Raises:** `ValueError` if all weights have such activations.
     """
     vanishing = []
-    for path, of_weight in statistics.items():
-        largest = np.max(of_weight.absmax, where=of_weight.count > 0, initial=0)
+    for path, x in statistics.items():
+        largest = np.max(x.absmax, where=x.count > 0, initial=0)
         if largest == 0:
             vanishing.append(f"{path} (all are 0)")
         elif largest**2 < np.finfo(np.float32).tiny:

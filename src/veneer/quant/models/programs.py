@@ -1,4 +1,4 @@
-"""The model that a caller passes: its parameters, its program, and its batches.
+"""Split the model that a caller passes into its parameters and its program.
 
 A program is a function of the parameters and of the other arguments of the model.
 """
@@ -16,10 +16,10 @@ from ..._jax.sharding import replicated_sharding
 
 
 def parameters_and_program(model: Any, params: Any, call: str) -> tuple[Any, Callable]:
-    """Return the parameters of a model, and its program.
+    """Return `(parameters, program)`, where `program(parameters, *args)` calls the model.
 
-    `model` is a function of `params` and other arguments, or a module if `params` is None. `call`
-    shows the right call in error messages.
+    `model` is a function of `params` and other arguments. If `params` is None, `model` is a
+    callable module, which is also the tree of parameters. `call` is an example for error messages.
 
     **Raises:** `TypeError` if the model is not callable, or `params` is missing. `ValueError` if
     the parameters hold no arrays.
@@ -36,28 +36,35 @@ def parameters_and_program(model: Any, params: Any, call: str) -> tuple[Any, Cal
     return (model, _call_module) if params is None else (params, model)
 
 
-def parts_and_program(model: Any, params: Any, call: str) -> tuple[Sequence[Any], Callable]:
-    """Return the trees of parameters of a model, and its program, a function of their list.
+def parameter_trees_and_program(
+    model: Any, params: Any, call: str
+) -> tuple[Sequence[Any], Callable]:
+    """Return `(trees, program)`, where `program(trees, *args)` calls the model.
 
-    Arrays among the arguments of a `functools.partial` are parameters, too. The arguments and
-    errors are the same as for `parameters_and_program`.
+    `trees` is the list `[params]`, or `[model]` if `params` is None. A `functools.partial` has more
+    trees of parameters: its function, if it is a module, and each of its arguments. `call` is an
+    example for error messages.
     """
     if params is not None or not isinstance(model, functools.partial):
         params, program = parameters_and_program(model, params, call)
-        return [params], lambda parts, /, *args, **kwargs: program(parts[0], *args, **kwargs)
-    first = None if _is_leaf(model.func) else model.func
-    split = 1 + len(model.args)
+        return [params], lambda trees, /, *args, **kwargs: program(trees[0], *args, **kwargs)
+    module = None if _is_leaf(model.func) else model.func
+    num_positional = len(model.args)
 
-    def call_partial(parts: Sequence[Any], /, *args: Any, **kwargs: Any) -> Any:
-        function = model.func if first is None else parts[0]
-        keywords = dict(zip(model.keywords, parts[split:], strict=True))
-        return function(*parts[1:split], *args, **{**keywords, **kwargs})
+    def call_partial(trees: Sequence[Any], /, *args: Any, **kwargs: Any) -> Any:
+        new_module, *values = trees
+        function = model.func if module is None else new_module
+        keywords = dict(zip(model.keywords, values[num_positional:], strict=True))
+        return function(*values[:num_positional], *args, **{**keywords, **kwargs})
 
-    return [first, *model.args, *model.keywords.values()], call_partial
+    return [module, *model.args, *model.keywords.values()], call_partial
 
 
 def program_for(params: Any, model: Callable | None, args: Any, kwargs: Any) -> Callable | None:
-    """Return the program that `model`, `args` and `kwargs` describe, or None if none is set.
+    """Return the program that is called as `program(params, *args, **kwargs)`.
+
+    The program is `model`. Without `model`, the program calls `params`. If `args` and `kwargs` are
+    None too, there is no program, and the result is None.
 
     **Raises:** `TypeError` if the program cannot be called, or `args` is not a sequence.
     """
@@ -100,25 +107,26 @@ def check_batches(batches: Any) -> None:
 
 
 def arguments_of(batch: Any) -> tuple[Any, ...]:
-    """Return the arguments of the model in a batch: the entries of a tuple, or the batch itself."""
+    """Return the arguments of the model in a batch: a tuple, or a single argument."""
     return batch if type(batch) is tuple else (batch,)
 
 
 def abstract_arrays(function: Callable, *trees: Any) -> tuple[Callable, list[jax.ShapeDtypeStruct]]:
-    """Turn a function of trees into a function of the list of their arrays, for tracing.
+    """Prepare a function of trees for tracing without values.
 
-    **Returns:** the function, and the abstract arrays. Leaves that are not arrays stay constants.
+    **Returns:** a function of the list of all arrays in the trees, and this list, with abstract
+    arrays. Other leaves of the trees are constants of the function.
     """
     leaves, treedef = jax.tree.flatten(trees)
-    at = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
+    is_array = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves]
 
     def call(arrays: Sequence[Any]) -> Any:
-        full = list(leaves)
-        for i, array in zip(at, arrays, strict=True):
-            full[i] = array
-        return function(*jax.tree.unflatten(treedef, full))
+        remaining = iter(arrays)
+        new = [next(remaining) if a else x for a, x in zip(is_array, leaves, strict=True)]
+        return function(*jax.tree.unflatten(treedef, new))
 
-    return call, [_abstract_array(leaves[i]) for i in at]
+    arrays = [_abstract_array(x) for a, x in zip(is_array, leaves, strict=True) if a]
+    return call, arrays
 
 
 def _abstract_array(array: Any) -> jax.ShapeDtypeStruct:

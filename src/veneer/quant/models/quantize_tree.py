@@ -1,7 +1,7 @@
-"""`quantize_tree`: quantize the parameters of a model, by rules on their paths.
+"""`quantize_tree`: quantize the parameters of a model by rules on their paths.
 
-`choose_rules` finds the rule of each weight and the axes that its products contract. `calibrate`
-and `allocate_bits` use it, too.
+`choose_rules` finds the rule of each weight and the axes that products contract. `calibrate` and
+`allocate_bits` call `choose_rules`, too.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ from .notices import (
 )
 from .programs import program_for
 from .rules import TRAINING_OPTIONS, Rule
-from .uses import Use, find_uses, uses_with_axes
+from .uses import LOOK_UP, Use, find_uses, uses_with_axes
 
 T = TypeVar("T")
 
@@ -55,9 +55,9 @@ def quantize_tree(
 ) -> T:
     """Quantize the weights of a model.
 
-    The program is traced on shapes only, to find the axes that each product contracts. Values of a
-    weight along these axes share a scale: per channel, or per tile if the rule or its format has a
-    group size.
+    The program is traced without values, to find the axes of each weight that products contract.
+    Values along these axes share a scale. If the rule or its format has a tile size (group size),
+    only values in the same tile do.
 
     **Arguments:**
 
@@ -130,19 +130,19 @@ def quantize_tree(
 
     def quantize(path: str, leaf: Any, rule: Rule) -> Any:
         axes = chosen.correction_axes(path)
+        leaf_statistics = None if statistics is None else statistics.get(path)
+
+        def convert(x: Any) -> Any:
+            if train:
+                return FakeQuantized.from_rule(x, rule) if rule.has_format else x
+            return rule.with_activations(quantize_with_correction(x, rule, axes), leaf_statistics)
+
         try:
-            of_leaf = None if statistics is None else statistics.get(path)
-            if statistics is not None and of_leaf is None and rule.act_range != "dynamic":
+            if statistics is not None and leaf_statistics is None and rule.act_range != "dynamic":
                 raise ValueError(
                     f"{rule} needs statistics of this weight, and statistics= has "
                     f"{some_of(list(statistics)) if statistics else 'none'}. Add a rule for it "
                     "with act_range='dynamic', before this one"
-                )
-            if train:
-                convert = lambda x: FakeQuantized.from_rule(x, rule) if rule.has_format else x
-            else:
-                convert = lambda x: rule.with_activations(
-                    quantize_with_correction(x, rule, axes), of_leaf
                 )
             is_abstract = isinstance(leaf, jax.ShapeDtypeStruct)
             return jax.eval_shape(convert, leaf) if is_abstract else convert(leaf)
@@ -153,18 +153,21 @@ def quantize_tree(
 
 
 class ChosenRules(NamedTuple):
-    """A tree of parameters, and the rule of each leaf that is quantized."""
+    """A flattened tree of parameters, and the rules for its leaves.
+
+    With a program, the `tile_axis` of each rule holds the axes that products contract.
+    """
 
     paths: Sequence[str]
     leaves: Sequence[Any]
     treedef: Any
-    rules: Mapping[str, Rule]  # by path; with a program, their tile_axis is the contracted axes
-    uses: Mapping[str, Sequence[Use]] | None  # in the program, by path
+    rules: Mapping[str, Rule]  # by path; leaves without a rule stay unchanged
+    uses: Mapping[str, Sequence[Use]] | None  # the uses of weights by path; None without a program
 
     def correction_axes(self, path: str) -> LowRankAxes | None:
-        """Return the axes of the low-rank correction of a leaf, or None if its rule has none.
+        """Return the axes of a weight in a `LoraArray`, or None if its rule sets no correction.
 
-        **Raises:** `ValueError`, with the path, if no `LoraArray` has the axes of the leaf.
+        **Raises:** `ValueError`, with the path, if a `LoraArray` does not support these axes.
         """
         rule = self.rules[path]
         if rule.correction_rank is None:
@@ -172,10 +175,10 @@ class ChosenRules(NamedTuple):
         shape = self.leaves[self.paths.index(path)].shape
         contracted = set(rule.contracting(len(shape)))
         uses = uses_with_axes(self.uses[path]) if self.uses is not None else []
-        free = next((use.free for use in uses if use.contracted == contracted), None)
+        free = next((use.free_axes for use in uses if use.contracted == contracted), None)
         if free is None:
-            # Without a use, the output axes are those after the contracted axes. A weight
-            # [out, in], as in torch, has none there, but one before.
+            # Without a program, assume that the axes after the contracted axes are free. A weight
+            # [out, in], as in torch, has no axis there. Then the last other axis is free.
             others = [axis for axis in range(-len(shape), 0) if axis not in contracted]
             free = frozenset(range(max(contracted) + 1, 0) or others[-1:])
         axes = low_rank_axes(len(shape), contracted, free)
@@ -190,7 +193,7 @@ class ChosenRules(NamedTuple):
     def replace_leaves(self, quantize: Callable[[str, Any, Rule], Any]) -> Any:
         """Return the tree with each leaf that has a rule replaced by `quantize(path, leaf, rule)`.
 
-        Warns of results that are hardly smaller.
+        Warn of results that are hardly smaller than the leaves.
         """
         new = [
             quantize(path, leaf, self.rules[path]) if path in self.rules else leaf
@@ -210,13 +213,25 @@ def choose_rules(
     needs_products: bool = False,
     wrap_quantized: bool = False,
 ) -> ChosenRules:
-    """Choose the rule of each leaf of a tree, and fit it to the axes that the program contracts.
+    """Choose a rule for each leaf of a tree that can be quantized, and fit the rule to the leaf.
 
-    Arguments, errors and warnings are the same as for `quantize_tree`, and in addition:
+    With a program, the `tile_axis` of a fitted rule is the list of axes that products contract, and
+    its tiles divide these axes.
 
+    **Arguments:**
+
+    - `rules`: a list of rules, or the name of a format, which selects the default rules.
+    - `program`, `args`, `kwargs`: the program `program(params, *args, **kwargs)`, or None.
     - `needs_products`: raise `ValueError` if no product contracts a weight whose rule has a format.
-    - `wrap_quantized`: also choose rules that only quantize the activations of a `QArray`.
+    - `wrap_quantized`: also choose rules for leaves that are a `QArray`, if a rule has an
+      `act_qtype` and no `qtype`.
+
+    **Raises:** `ValueError` if the name of a format is given without a program, and `ValueError`
+    with the path if a tile does not divide its axis.
+
+    **Warns** (`UserWarning`) of rules that match nothing and of weights that stay dense.
     """
+    # Find the weights, and their uses in the program.
     paths, leaves, treedef = flatten_with_paths(params)
     wrapping: dict[str, Rule] = {}
     if wrap_quantized and not isinstance(rules, str):
@@ -229,6 +244,7 @@ def choose_rules(
     uses = None
     if program is not None:
         uses = find_uses(program, params, lambda path, leaf: path in weights, args, kwargs)
+    # Select a rule for each weight, and warn of rules and weights without a match.
     if not isinstance(rules, str):
         selected = {path: rule for path in weights if (rule := find_rule(path, rules))} | wrapping
     elif uses is not None:
@@ -245,19 +261,20 @@ def choose_rules(
     else:
         warn_of_unmatched(rules, paths)
         warn_of_mostly_dense(weights, selected)
+    warn_of_unchanged(paths, leaves, rules)
+    # Fit the rules to the axes that products contract.
     if uses is not None:
         fit = fit_default_rule if isinstance(rules, str) else Rule.along
         selected = _fit_to_uses(selected, weights, uses, fit)
-    warn_of_unchanged(paths, leaves, rules)
     return ChosenRules(paths, leaves, treedef, selected, uses)
 
 
 def _rules_of_quantized(
     paths: Sequence[str], leaves: Sequence[Any], rules: Sequence[Rule], *, has_program: bool
 ) -> dict[str, Rule]:
-    """Return the rules that only quantize the activations of a leaf that is a `QArray`.
+    """Return rules, by path, that quantize only the activations of a leaf that is a `QArray`.
 
-    If neither the rule nor a program tells the contracted axes, they are those that share scales.
+    If neither the rule nor a program tells the contracted axes, use the axes that share scales.
     """
     chosen = {}
     for path, leaf in zip(paths, leaves, strict=True):
@@ -265,8 +282,8 @@ def _rules_of_quantized(
         if not isinstance(leaf, QArray) or rule is None or rule.qtype or not rule.act_qtype:
             continue
         if rule.tile_axis is None and not has_program:
-            sizes = zip(leaf.shape, leaf.scale.shape, strict=True)
-            shared = [i - leaf.ndim for i, (size, scales) in enumerate(sizes) if size > scales]
+            sizes = enumerate(zip(leaf.shape, leaf.scale.shape, strict=True))
+            shared = [axis - leaf.ndim for axis, (size, num_scales) in sizes if size > num_scales]
             if not 0 < len(shared) < leaf.ndim:
                 raise ValueError(
                     f"{path}: the contracted axes of shape {list(leaf.shape)} do not follow from "
@@ -283,15 +300,20 @@ def _fit_to_uses(
     uses: Mapping[str, Sequence[Use]],
     fit: Callable[..., Rule],
 ) -> dict[str, Rule]:
-    """Return the rules with the contracted axes, except the rules of unused weights."""
+    """Set the `tile_axis` in rules without one, to the axes that products of the weight contract.
+
+    `fit(rule, contracted, shape)` returns the new rule. The other arguments are indexed by path.
+    Weights that no product contracts get no rule. Rules do not rotate weights if an operation would
+    undo the rotation. Warn of both.
+    """
     fitted, unused = {}, {}
     for path, rule in rules.items():
         if rule.tile_axis is not None or not rule.has_format:
             fitted[path] = rule
-        elif ordered := uses_with_axes(uses[path]):
-            warn_of_conflicting_uses(path, ordered)
+        elif relevant_uses := uses_with_axes(uses[path]):
+            warn_of_conflicting_uses(path, relevant_uses)
             try:
-                fitted[path] = fit(rule, ordered[0].contracted, weights[path].shape)
+                fitted[path] = fit(rule, relevant_uses[0].contracted, weights[path].shape)
             except ValueError as error:
                 raise ValueError(f"{path}: {error}") from None
         else:
@@ -305,7 +327,7 @@ def _fit_to_uses(
     unrotated = {
         path: dataclasses.replace(rule, rotate=False)
         for path, rule in fitted.items()
-        if rule.rotate and not all(use.supports_rotation for use in uses[path])
+        if rule.rotate and not all(use.primitive in ("dot_general", LOOK_UP) for use in uses[path])
     }
     warn_of_not_rotated(list(unrotated), uses)
     return fitted | unrotated
@@ -314,7 +336,11 @@ def _fit_to_uses(
 def _check_products(rules: Mapping[str, Rule], uses: Mapping[str, Sequence[Use]]) -> None:
     """Raise `ValueError` if no product contracts a weight whose rule has a format."""
     quantized = [path for path, rule in rules.items() if rule.has_format]
-    contracted = [path for path, of in uses.items() if any(x.is_product and x.has_axes for x in of)]
+    contracted = [
+        path
+        for path, of_weight in uses.items()
+        if any(use.is_product and use.has_axes for use in of_weight)
+    ]
     if set(quantized).isdisjoint(contracted):
         others = [f"{path} ({next(iter(uses[path]), 'unused')})" for path in quantized]
         raise ValueError(
@@ -332,38 +358,33 @@ def check_rules(
     calibrated: bool = False,
     statistics: Mapping[str, ActivationStatistics] | None = None,
 ) -> None:
-    """Raise `ValueError` if a rule has an option that its use does not support.
+    """Raise `ValueError` if the caller does not support an option of a rule.
 
-    `train` and `statistics` are arguments of `quantize_tree`. `calibrate` sets `calibrated`.
+    `train` and `statistics` are arguments of `quantize_tree`. `calibrated` is True if the caller is
+    `calibrate`, and not `quantize_tree`. Warn if no rule needs the statistics.
     """
     for rule in rules:
-        if rule.method is not None and not calibrated:
-            raise ValueError(
-                f"method {rule.method!r} needs activations, so use vn.quant.calibrate: {rule}"
-            )
-        stated = [name for name in TRAINING_OPTIONS if getattr(rule, name) is not None]
-        if stated and not train:
-            raise ValueError(
-                f"{stated[0]} is for training, so pass train=True to quantize_tree: {rule}"
-            )
-        if rule.act_range != "dynamic" and train:
-            raise ValueError(
-                f"train=True needs act_range='dynamic', not {rule.act_range!r}: {rule}"
-            )
-        if rule.correction_rank is not None and train:
-            raise ValueError(
-                "train=True does not support correction_rank, because weights change. Quantize "
-                f"without train, and train the correction as a LoRA: {rule}"
-            )
-        if rule.correction_steps > 1 and calibrated:
-            raise ValueError(
-                "correction_steps is for quantize_tree. calibrate computes the best correction "
-                f"in one step, so leave it out: {rule}"
-            )
-        if rule.rotate and train:
-            raise ValueError(f"train=True does not support rotate=True, so leave it out: {rule}")
-        if rule.op_names and train:
-            raise ValueError(f"train=True does not support op_names, so leave it out: {rule}")
+        training_option = next((x for x in TRAINING_OPTIONS if getattr(rule, x) is not None), None)
+        errors = {
+            f"method {rule.method!r} needs activations, so use vn.quant.calibrate": (
+                rule.method is not None and not calibrated
+            ),
+            f"{training_option} is for training, so pass train=True to quantize_tree": (
+                training_option is not None and not train
+            ),
+            f"train=True needs act_range='dynamic', not {rule.act_range!r}": (
+                rule.act_range != "dynamic" and train
+            ),
+            "train=True does not support correction_rank, because weights change. Quantize without "
+            "train, and train the correction as a LoRA": rule.correction_rank is not None and train,
+            "correction_steps is for quantize_tree. calibrate computes the best correction in one "
+            "step, so leave it out": rule.correction_steps > 1 and calibrated,
+            "train=True does not support rotate=True, so leave it out": rule.rotate and train,
+            "train=True does not support op_names, so leave it out": rule.op_names and train,
+        }
+        for message, is_error in errors.items():
+            if is_error:
+                raise ValueError(f"{message}: {rule}")
     if statistics is not None and all(rule.act_range == "dynamic" for rule in rules):
         warn_user(
             "statistics= has no effect, because every rule has act_range='dynamic'. Set "

@@ -1,7 +1,4 @@
-"""`Rule`: the format of the parameters whose path matches a regex.
-
-The table of rounding methods is here too, because a rule can name one.
-"""
+"""`Rule`: the formats of the parameters whose paths match a regex. Also the rounding methods."""
 
 import dataclasses
 import math
@@ -34,10 +31,10 @@ TRAINING_OPTIONS = ("grad_qtype", "grad_input", "grad_weight", "sparsity")
 
 
 class RoundingMethod(NamedTuple):
-    """A method of `calibrate`."""
+    """A method by which `calibrate` rounds a weight."""
 
-    factors: str | None = None  # channel factors, applied before rounding
-    compensates: bool = False  # each code compensates the errors of earlier codes (GPTQ)
+    factors: str | None = None  # the method that chooses factors per channel before rounding
+    compensates: bool = False  # whether each code compensates the errors of earlier codes (GPTQ)
 
 
 ROUNDING_METHODS = {
@@ -51,7 +48,7 @@ ROUNDING_METHODS = {
 
 
 def get_method(name: str) -> RoundingMethod:
-    """Return a row of `ROUNDING_METHODS`, or raise `ValueError` if the name is unknown."""
+    """Return the rounding method of a name, or raise `ValueError` if the name is unknown."""
     if name not in ROUNDING_METHODS:
         known = ", ".join(ROUNDING_METHODS)
         raise ValueError(f"unknown method {name!r}; it must be one of {known}")
@@ -152,22 +149,22 @@ class Rule:
         for name in ("qtype", "act_qtype", "grad_qtype"):
             qtype = getattr(self, name)
             if qtype is not None and not isinstance(qtype, str):  # a dtype
-                self._normalize(name, get_format(qtype).name)
+                self._set(name, get_format(qtype).name)
         self._check_tiles()
         self._check_options_of_weights()
         self._check_activations()
         if self.grad_qtype is not None:
-            get_format(self.grad_qtype)
+            get_format(self.grad_qtype)  # raises ValueError if the format is unknown
         if self.sparsity is not None:
-            self._normalize("sparsity", check_sparsity(self.sparsity, self.qtype))
+            self._set("sparsity", check_sparsity(self.sparsity, self.qtype))
 
-    def _normalize(self, field: str, value: Any) -> None:
+    def _set(self, field: str, value: Any) -> None:
         object.__setattr__(self, field, value)  # the dataclass is frozen
 
     def _check_tiles(self) -> None:
         axes = self.tile_axis
         if isinstance(axes, Sequence) and not isinstance(axes, str):
-            self._normalize("tile_axis", tuple(axes))  # hashable
+            self._set("tile_axis", tuple(axes))  # hashable
             if not axes:
                 raise ValueError("tile_axis is empty; it must name at least one contracted axis")
         for axis in self._tile_axes():
@@ -176,7 +173,7 @@ class Rule:
         format = None if self.qtype is None else get_format(self.qtype)
         check_tile_size(self.tile_size, format, by_axis=True)
         if isinstance(self.tile_size, Mapping):
-            self._normalize("tile_size", tuple(sorted(self.tile_size.items())))  # hashable
+            self._set("tile_size", tuple(sorted(self.tile_size.items())))  # hashable
 
     def _check_options_of_weights(self) -> None:
         format = None if self.qtype is None else get_format(self.qtype)
@@ -189,8 +186,7 @@ class Rule:
             check_calibration(self.calibration_method, format)
         if self.scale_dtype is not None and format is not None:
             # The name of a dtype is hashable, and short in the repr.
-            dtype = choose_scale_dtype(format, np.float32, self.scale_dtype)
-            self._normalize("scale_dtype", dtype)
+            self._set("scale_dtype", choose_scale_dtype(format, np.float32, self.scale_dtype))
         factors = None if self.method is None else get_method(self.method).factors
         if factors and self.rotate:
             raise ValueError(
@@ -203,14 +199,14 @@ class Rule:
                 "act_qtype, or use method='awq'"
             )
         for name in ("correction_rank", "correction_steps"):
-            count = getattr(self, name)
-            if count is not None and not (isinstance(count, int | np.integer) and count >= 1):
-                raise ValueError(f"{name} must be an integer of 1 or more, not {count!r}")
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, int | np.integer) and value >= 1):
+                raise ValueError(f"{name} must be an integer of 1 or more, not {value!r}")
         if self.correction_rank is None and self.correction_steps != 1:
             raise ValueError("correction_steps needs a correction_rank")
 
     def _check_activations(self) -> None:
-        self._normalize("op_names", check_op_names(self.op_names))
+        self._set("op_names", check_op_names(self.op_names))
         is_static = self.act_range != "dynamic"
         if self.act_range not in ACT_RANGES:
             raise ValueError(
@@ -253,7 +249,7 @@ class Rule:
         )
 
     def is_for(self, op: str) -> bool:
-        """Return whether activations are quantized in the primitive `op`, such as "dot_general"."""
+        """Return whether the rule applies to the primitive `op`, such as "dot_general"."""
         return not self.op_names or op in self.op_names
 
     def _tile_axes(self) -> tuple[Any, ...]:
@@ -278,11 +274,10 @@ class Rule:
     def along(self, axes: Collection[int], shape: Sequence[int]) -> "Rule":
         """Return a copy whose `tile_axis` and `tile_size` fit one weight.
 
-        The `tile_axis` of the copy is the list of contracted axes. If there are several, a tile can
-        extend along all of them: the `tile_size` of this rule is then the number of values in a
-        tile, and the `tile_size` of the copy is a dict with a size per axis. If no tile of this
-        size divides the axes, the copy has smaller tiles. If the contracted axes have fewer values
-        than a tile, all of these values share one scale.
+        The `tile_axis` of the copy is the list of contracted axes. An integer `tile_size` becomes a
+        dict with a size per axis, whose product is the old size. The sizes are smaller if no such
+        tile divides the axes. If the contracted axes have fewer values than a tile, the new
+        `tile_size` is None: all values share a scale.
 
         **Arguments:**
 
@@ -292,33 +287,30 @@ class Rule:
         **Raises:** `ValueError` if only tile sizes below 8 divide the axes.
         """
         ordered = sorted(axes)
-        format = None if self.qtype is None else get_format(self.qtype)
-        tile = self.tile_size if format is None else self.tile_size or format.tile_size
+        fixed_tile = None if self.qtype is None else get_format(self.qtype).tile_size
+        tile = self.tile_size or fixed_tile
         if tile is None or isinstance(tile, Mapping | tuple):
             return dataclasses.replace(self, tile_axis=ordered)
         sizes = [shape[axis] for axis in ordered]
+        # A float is a fraction of all values along the contracted axes.
         tile = resolve_tile_size((math.prod(sizes),), 0, tile)
-        if format and format.tile_size is not None:
+        if fixed_tile is not None:
             # Only the last axis has tiles, so put an axis that the tile divides last.
             ordered.sort(key=lambda axis: shape[axis] % tile == 0)
             return dataclasses.replace(self, tile_axis=ordered)
         if math.prod(sizes) <= tile:
             return dataclasses.replace(self, tile_axis=ordered, tile_size=None)
-        cut = split_tile(sizes, tile)
-        if math.prod(cut) < min(tile, SMALLEST_TILE):
+        tile_sizes = split_tile(sizes, tile)
+        if math.prod(tile_sizes) < min(tile, SMALLEST_TILE):
             raise ValueError(
                 f"no tile of about {tile} divides the contracted axes {ordered} of shape {shape}. "
                 "Choose another tile_size, None, or another tile_axis"
             )
-        tiles = dict(zip(ordered, cut, strict=True))
-        return dataclasses.replace(self, tile_axis=ordered, tile_size=tiles)
+        by_axis = dict(zip(ordered, tile_sizes, strict=True))
+        return dataclasses.replace(self, tile_axis=ordered, tile_size=by_axis)
 
     def axes(self, shape: Shape) -> tuple[tuple[int, ...], dict[int, int]]:
-        """Return the arguments `channelwise_axes` and `tiled_axes` of `vn.quant.quantize`.
-
-        **Arguments:**
-
-        - `shape`: the shape of the weight.
+        """Return `(channelwise_axes, tiled_axes)` for a weight, arguments of `vn.quant.quantize`.
 
         **Raises:** `ValueError` if an axis is out of range or named twice.
         """
@@ -330,7 +322,7 @@ class Rule:
         return axes.channelwise, dict(axes.tiled)
 
     def in_basis(self, array: Any) -> Any:
-        """Return the array as a `vn.types.Rotated` if `rotate` is True, and otherwise unchanged."""
+        """Return the array as a `vn.types.Rotated` if `rotate` is True, or else unchanged."""
         return Rotated.of(array, self.contracting(array.ndim)) if self.rotate else array
 
     def quantize(self, array: Any) -> Any:
@@ -356,7 +348,7 @@ class Rule:
             array,
             self.qtype,
             channelwise_axes=channelwise,
-            tiled_axes=dict(tiled.items()),
+            tiled_axes=dict(tiled.items()),  # a dict with the key type that mypy expects
             calibration_method=self.calibration_method,
             scale_dtype=self.scale_dtype,
         )
@@ -367,7 +359,8 @@ class Rule:
         **Arguments:**
 
         - `weight`: a dense or implicit array.
-        - `statistics`: the statistics of its activations. Only a static `act_range` needs them.
+        - `statistics`: statistics of the activations that multiply the weight. Only a static
+          `act_range` needs them.
 
         **Raises:**
 
@@ -419,14 +412,15 @@ class Rule:
         )
 
 
-#: Smaller tiles take too many bits for their scales.
+#: The least number of values in a tile. The scales of smaller tiles take too many bits.
 SMALLEST_TILE = 8
 
 
 def split_tile(shape: Sequence[int], tile: int) -> list[int]:
-    """Return the sizes of a tile of about `tile` values. Each size divides its axis of `shape`.
+    """Return a tile size for each axis of `shape`, which divides this axis.
 
-    The tile extends along one axis, or along the last axes if that gives a larger tile.
+    The sizes multiply to about `tile`, and never to more. The tile extends along one axis, or along
+    the last axes if these allow a larger tile.
 
     >>> from veneer.quant.models.rules import split_tile
     >>> split_tile((8, 64), 32), split_tile((8, 64), 128), split_tile((64, 3, 3), 32)
@@ -434,20 +428,26 @@ def split_tile(shape: Sequence[int], tile: int) -> list[int]:
     >>> split_tile((96,), 64), split_tile((1000,), 64), split_tile((300,), 64)
     ([48], [40], [60])
     """
-    along_last: list[int] = []
-    left = tile
+    along_last_axes: list[int] = []
+    remaining = tile
     for size in reversed(shape):
-        along_last.insert(0, math.gcd(size, left))
-        left = left // size if along_last[0] == size else 1
-    along_one = [
+        along_last_axes.insert(0, math.gcd(size, remaining))
+        # Only a tile that covers this axis can extend along the next axis.
+        remaining = remaining // size if along_last_axes[0] == size else 1
+    along_one_axis = [
         [_largest_divisor(size, tile) if i == axis else 1 for i in range(len(shape))]
         for axis, size in reversed([*enumerate(shape)])
     ]
-    return max([*along_one, along_last], key=math.prod)
+    # `max` returns the first of several tiles of equal size: along one axis, if possible the last.
+    return max([*along_one_axis, along_last_axes], key=math.prod)
 
 
 def _largest_divisor(size: int, tile: int) -> int:
-    """Return the largest divisor of `size` up to `tile`, preferring multiples of 8 from half on."""
+    """Return the largest divisor of `size` that is at most `tile`.
+
+    If a multiple of 8 that is at least half of `tile` divides `size`, return the largest such
+    multiple.
+    """
     divisors = [n for n in range(1, min(size, tile) + 1) if size % n == 0]
     aligned = [n for n in divisors if n % 8 == 0 and 2 * n >= tile]
     return max(aligned or divisors, default=1)

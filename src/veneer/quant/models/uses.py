@@ -1,14 +1,14 @@
-"""The axes of each weight that the products of a program contract.
+"""Find the axes of each weight that the products of a program contract.
 
-`find_uses` traces the program on shapes and dtypes. A `TrackedWeight` takes the place of each
-weight. It follows the weight's axes through transposes, reshapes and slices, and records products
-and look-ups.
+`find_uses` traces the program on shapes and dtypes, with a `TrackedWeight` in place of each weight.
+A `TrackedWeight` follows the axes of the weight through transposes, reshapes and slices. Its rules
+record products and look-ups.
 """
 
 import itertools
 import math
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -31,34 +31,29 @@ from .programs import abstract_arrays
 
 LOOK_UP = "gather"  # the primitive of an embedding look-up
 
-Axes = frozenset[int]  # axes of the stored weight, counted from the end
+Axes = frozenset[int]  # axes of a weight in the tree of parameters, counted from the end
 
 
 class Use(NamedTuple):
-    """A use of a weight in a program.
+    """A place in a program where a primitive, such as a product, has a weight as an operand.
 
-    Axes that are neither contracted nor free are batch axes, or stack several weights.
+    Axes that are neither contracted nor free are batch axes, or axes that stack several weights.
     """
 
-    primitive: str
+    primitive: str  # its name, or "return" if the program returns the weight
     contracted: Axes  # the axes that a product contracts; in a look-up, the axes of a row
-    free: Axes  # the other axes that the result has; in a look-up, the indexed axes
-    line: str  # in the user's code
+    free_axes: Axes  # the axes that the result keeps; in a look-up, the indexed axes
+    line: str  # file and line of the program
 
     @property
     def is_product(self) -> bool:
-        """Return whether the primitive is a product."""
+        """True if the primitive is a product."""
         return self.primitive in PRODUCTS
 
     @property
     def has_axes(self) -> bool:
-        """Return whether the use shows which axes share a scale. An outer product does not."""
+        """True for products that contract axes and for look-ups: `contracted` can share scales."""
         return bool(self.contracted) and (self.is_product or self.primitive == LOOK_UP)
-
-    @property
-    def supports_rotation(self) -> bool:
-        """Return whether the use takes a rotated weight without materializing it."""
-        return self.primitive in ("dot_general", LOOK_UP)
 
     def __str__(self) -> str:
         axes = ", ".join(map(str, sorted(self.contracted)))
@@ -70,7 +65,10 @@ class Use(NamedTuple):
 
 
 def uses_with_axes(uses: Sequence[Use]) -> list[Use]:
-    """Return the uses that show which axes share a scale, products before look-ups."""
+    """Return the products and look-ups in which axes of the weight share a scale.
+
+    Products come before look-ups. Otherwise the order does not change.
+    """
     return sorted((use for use in uses if use.has_axes), key=lambda use: not use.is_product)
 
 
@@ -81,15 +79,15 @@ def find_uses(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> dict[str, list[Use]]:
-    """Return the uses of each weight in a program, by path.
+    """Return a dict from the path of each weight to its uses: the primitives with it as operand.
 
-    Weights are in the order of their first use, after weights without a use.
+    Weights without a use come first. The others follow in the order of their first use.
 
     **Arguments:**
 
     - `call`: the program, called as `call(params, *args, **kwargs)`.
     - `params`: a pytree, whose leaves may be implicit arrays.
-    - `is_weight`: a function of the path and the leaf. Uses are recorded if it returns True.
+    - `is_weight`: a function of a path and a leaf, which returns True for weights.
 
     >>> import jax, jax.numpy as jnp
     >>> from veneer.quant.models.uses import find_uses
@@ -101,29 +99,29 @@ def find_uses(
     {'table': [[-1]], 'kernel': [[-3]]}
     """
     paths, leaves, treedef = flatten_with_paths(params)
-    weights = [is_weight(path, leaf) for path, leaf in zip(paths, leaves, strict=True)]
-    token = next(_tokens)
-    _uses[token] = {path: [] for path, is_one in zip(paths, weights, strict=True) if is_one}
+    is_tracked = [is_weight(path, leaf) for path, leaf in zip(paths, leaves, strict=True)]
+    trace_id = next(_trace_ids)
+    _uses_by_trace[trace_id] = {path: [] for path in itertools.compress(paths, is_tracked)}
 
     def track(path: str, x: Any) -> TrackedWeight:
         factors = tuple(((Axes([axis - x.ndim]), size),) for axis, size in enumerate(x.shape))
-        tracks = (TrackedAxes(path, factors),)
-        return TrackedWeight(array=x, contracting=(), token=token, tracks=tracks)
+        tracked_axes = (TrackedAxes(path, factors),)
+        return TrackedWeight(array=x, contracting=(), trace_id=trace_id, tracked_axes=tracked_axes)
 
     def run(leaves: Any, args: Any, kwargs: Any) -> None:
-        tracked = [
-            track(path, x) if is_one else x
-            for path, x, is_one in zip(paths, leaves, weights, strict=True)
+        new = [
+            track(path, x) if tracked else x
+            for path, x, tracked in zip(paths, leaves, is_tracked, strict=True)
         ]
-        out = implicit(call)(jax.tree.unflatten(treedef, tracked), *args, **kwargs)
+        out = implicit(call)(jax.tree.unflatten(treedef, new), *args, **kwargs)
         for x in jax.tree.leaves(out, is_leaf=is_value):
             if isinstance(x, TrackedWeight):
-                x.note("return")
+                x.record_use("return")
 
     # An implicit weight is traced as the dense array that it represents.
     leaves = [
-        leaf.aval() if is_one and is_value(leaf) else leaf
-        for leaf, is_one in zip(leaves, weights, strict=True)
+        leaf.aval() if tracked and is_value(leaf) else leaf
+        for leaf, tracked in zip(leaves, is_tracked, strict=True)
     ]
     try:
         function, arrays = abstract_arrays(run, leaves, tuple(args), dict(kwargs or {}))
@@ -132,12 +130,12 @@ def find_uses(
         _add_hints(error, call, params)
         raise
     finally:
-        uses = _uses.pop(token)
+        uses = _uses_by_trace.pop(trace_id)
     return uses
 
 
 def _add_hints(error: Exception, call: Callable, params: Any) -> None:
-    """Add notes to an error of a traced program: how it is called, and frequent mistakes."""
+    """Add notes to an error of a traced program: how the program is called, and likely mistakes."""
     if _is_from_linen(error) or _is_from_linen(call):
         error.add_note(
             "For a module of Flax linen, pass all its variables, and model=module.apply: "
@@ -157,119 +155,115 @@ def _add_hints(error: Exception, call: Callable, params: Any) -> None:
 
 
 def _is_from_linen(x: Any) -> bool:
-    """Return whether an object is a module of Flax linen, or its error for missing variables."""
-    names = {f"{cls.__module__}.{cls.__name__}" for cls in type(x).__mro__}
-    return not names.isdisjoint(_LINEN_CLASSES)
+    """Return whether an object is a module of Flax linen, or an error for missing variables."""
+    names = [f"{cls.__module__}.{cls.__name__}" for cls in type(x).__mro__]
+    return any(re.match(r"flax\.(linen\.|errors\.(ApplyScope|Call|Scope))", name) for name in names)
 
 
-_LINEN_CLASSES = frozenset(
-    (
-        "flax.linen.module.Module",
-        "flax.errors.ApplyScopeInvalidVariablesStructureError",
-        "flax.errors.ApplyScopeInvalidVariablesTypeError",
-        "flax.errors.CallCompactUnboundModuleError",
-        "flax.errors.CallSetupUnboundModuleError",
-        "flax.errors.ScopeCollectionNotFound",
-        "flax.errors.ScopeParamNotFoundError",
-        "flax.errors.ScopeVariableNotFoundError",
-    )
-)
-
-
-#: Each trace takes a token. Tracked weights hold it instead of their uses, because their metadata
-#: must be hashable.
-_tokens = itertools.count()
-_uses: dict[int, dict[str, list[Use]]] = {}  # by token, and then by path
+#: Each call of `find_uses` takes a number from `_trace_ids`. Tracked weights hold this number
+#: instead of the lists of uses, because their metadata must be hashable.
+_trace_ids = itertools.count()
+_uses_by_trace: dict[int, dict[str, list[Use]]] = {}  # by the number of a trace, and then by path
 
 
 class TrackedAxes(NamedTuple):
-    """The origin of the axes of a tracked array.
+    """The axes of a weight that the axes of a traced array come from.
 
-    The origins of `factors` are sets of axes of the weight, counted from the end. `factors` is
-    indexed from the end too, because a scan removes and adds axes at the front.
+    Each axis of the array has factors: `(origins, size)` pairs, whose sizes multiply to the size of
+    the axis. `origins` is a set of axes of the weight, counted from the end.
     """
 
     path: str  # of the weight
-    factors: tuple[Factors, ...]  # per axis of the array
+    #: The factors of each axis of the array. If the array has another rank, the last axes
+    #: correspond, because a scan removes and adds axes at the front.
+    factors: tuple[Factors, ...]
     looked_up: Axes = Axes()  # the axes of the weight along which rows were looked up
 
     def origins(self, axes: Collection[int], ndim: int) -> Axes:
-        """Return the axes of the weight that `axes`, of an array of rank `ndim`, come from.
+        """Return the axes of the weight, counted from the end, that some axes come from.
 
-        `axes` are counted from the front, and the result from the end.
+        `axes` are axes of an array of rank `ndim`, counted from the front.
         """
-        before = len(self.factors) - ndim
-        known = [self.factors[before + axis] for axis in axes if before + axis >= 0]
-        return Axes().union(*(origin for factors in known for origin, _ in factors))
+        factors = itertools.chain(*(self._factors_of(axis, ndim) for axis in axes))
+        return Axes().union(*(origin for origin, _ in factors))
 
     def moved(self, places: Sequence[Sequence[int]], shape: Shape) -> "TrackedAxes":
-        """Return the tracked axes after a move, with the arguments of `ProductWeight.with_axes`."""
+        """Return the tracked axes of the array after a transpose, slice or broadcast.
+
+        `places` has, for each old axis, the new axes that replace it. `shape` is the new shape.
+        """
         factors: list[Factors] = [()] * len(shape)
-        for axis, new in enumerate(places):
-            for i in new:
-                factors[i] = self._of_axis(axis, len(places), shape[i])
+        for axis, new_axes in enumerate(places):
+            for i in new_axes:
+                factors[i] = self._resized_factors(axis, len(places), shape[i])
         return self._replace(factors=tuple(factors))
 
     def reshaped(self, old: Shape, new: Shape) -> "TrackedAxes":
-        """Return the axes of an array that was reshaped."""
-        factors = [self._of_axis(axis, len(old), size) for axis, size in enumerate(old)]
+        """Return the tracked axes of the array after a reshape from shape `old` to `new`."""
+        factors = [self._resized_factors(axis, len(old), size) for axis, size in enumerate(old)]
         return self._replace(factors=tuple(reshape_factors(factors, old, new)))
 
-    def _of_axis(self, axis: int, ndim: int, size: int) -> Factors:
-        """Return the factors of an axis, which become one if its size has changed."""
-        before = len(self.factors) - ndim
-        factors = self.factors[before + axis] if before + axis >= 0 else ()
+    def _factors_of(self, axis: int, ndim: int) -> Factors:
+        index = len(self.factors) - ndim + axis
+        return self.factors[index] if index >= 0 else ()
+
+    def _resized_factors(self, axis: int, ndim: int, size: int) -> Factors:
+        """Return the factors of an axis. If their sizes do not fit `size`, merge them into one."""
+        factors = self._factors_of(axis, ndim)
         if math.prod(n for _, n in factors) == size:
             return factors
         return ((Axes().union(*(origin for origin, _ in factors)), size),)
 
 
 class TrackedWeight(ProductWeight):
-    """A weight, or several that were concatenated, that records its uses."""
+    """A weight, or a concatenation of weights, that records the primitives that use it."""
 
     array: Any
-    contracting: tuple[int, ...] = static()  # always empty, because `tracks` has the axes
-    token: int = static()
-    tracks: tuple[TrackedAxes, ...] = static()
+    contracting: tuple[int, ...] = static()  # always empty, because `tracked_axes` has the axes
+    trace_id: int = static()
+    tracked_axes: tuple[TrackedAxes, ...] = static()  # one entry per concatenated weight
     factors: tuple[Factors, ...] | None = static(default=None, repr=False, kw_only=True)
 
     def with_axes(self, places: Sequence[Sequence[int]], shape: Shape) -> "TrackedWeight":
-        """Return the weight with its tracks updated to moved axes."""
-        return self.changed(tracks=tuple(track.moved(places, shape) for track in self.tracks))
+        """Return the weight with the `tracked_axes` of an array whose axes moved.
+
+        `places` has, for each old axis, the new axes that replace it. `shape` is the new shape.
+        """
+        return self.changed(tracked_axes=tuple(x.moved(places, shape) for x in self.tracked_axes))
 
     def with_reshaped_axes(self, sizes: Shape) -> "TrackedWeight":
-        """Return the weight with its tracks updated to a reshape to `sizes`."""
-        return self.changed(
-            tracks=tuple(track.reshaped(self.shape, sizes) for track in self.tracks)
-        )
+        """Return the weight with the `tracked_axes` of a reshape to the shape `sizes`."""
+        new = (axes.reshaped(self.shape, sizes) for axes in self.tracked_axes)
+        return self.changed(tracked_axes=tuple(new))
 
-    def note(
+    def record_use(
         self, primitive: str, contracted: Collection[int] = (), batch: Collection[int] = ()
     ) -> None:
-        """Record a product or another use of the weight.
+        """Record that a primitive uses the weight.
 
-        If rows were looked up before, record a look-up instead. The exception is a product with at
-        least two axes of the weight: then the look-up selected one weight of a stack. `contracted`
-        and `batch` are the axes of a product, counted from the front.
+        `contracted` and `batch` are the axes of a product, counted from the front. If the array is
+        the result of a look-up, record the look-up instead. But if a product uses two or more axes
+        of the array, the look-up selected a weight from a stack, so record the product.
         """
         line = user_line()
-        for track in self.tracks:
-            contracted_axes = track.origins(contracted, self.ndim)
-            others = [i for i in range(self.ndim) if i not in batch]
-            free = track.origins(others, self.ndim) - contracted_axes
-            use = Use(primitive, contracted_axes, free, line)
-            if track.looked_up and (len(contracted_axes | free) < 2 or not use.is_product):
-                use = Use(LOOK_UP, contracted_axes | free, track.looked_up, line)
-            uses_by_path = _uses[self.token]
-            uses = uses_by_path[track.path]
-            if not uses:  # move the weight to the end: the dict is in the order of the program
-                uses_by_path[track.path] = uses_by_path.pop(track.path)
+        kept = [axis for axis in range(self.ndim) if axis not in batch]
+        uses_by_path = _uses_by_trace[self.trace_id]
+        for axes in self.tracked_axes:
+            contracted_axes = axes.origins(contracted, self.ndim)
+            free_axes = axes.origins(kept, self.ndim) - contracted_axes
+            use = Use(primitive, contracted_axes, free_axes, line)
+            row_axes = contracted_axes | free_axes
+            if axes.looked_up and (len(row_axes) < 2 or not use.is_product):
+                use = Use(LOOK_UP, row_axes, axes.looked_up, line)
+            uses = uses_by_path[axes.path]
+            if not uses:  # Move the weight to the end, because the dict is ordered by first uses.
+                uses_by_path[axes.path] = uses_by_path.pop(axes.path)
             if use not in uses:
                 uses.append(use)
 
     def materialise(self) -> Any:
         """Record that an operation materializes the weight, and return the weight."""
-        self.note("materialise")
+        self.record_use("materialise")
         return super().materialise()
 
     @staticmethod
@@ -279,17 +273,20 @@ class TrackedWeight(ProductWeight):
             if isinstance(x, TrackedWeight):
                 is_product = primitive.name in PRODUCTS
                 axes = _product_axes(primitive.name, i, params) if is_product else ()
-                x.note(primitive.name, *axes)
+                x.record_use(primitive.name, *axes)
         return ProductWeight.default(primitive, values, params)
 
 
 def _product_axes(
     primitive: str, i: int, params: Mapping[str, Any]
 ) -> tuple[Collection[int], Collection[int]]:
-    """Return the axes of operand `i` that a product contracts, and its batch axes."""
+    """Return the axes of operand `i` that a product contracts, and the batch axes of operand `i`.
+
+    Operand 0 of a product is the left one, and operand 1 the right one.
+    """
     if primitive == "conv_general_dilated":
-        spec = params["dimension_numbers"][i]
-        return (spec[1:] if i == 1 else spec[1:2]), ()
+        _, features, *space = params["dimension_numbers"][i]
+        return ([features, *space] if i == 1 else [features]), ()  # operand 1 is the kernel
     if primitive == "dot_general":
         contracted, batch = DotDimensionNumbers.of(params["dimension_numbers"])
         return contracted[i], batch[i]
@@ -300,39 +297,42 @@ def _product_axes(
 
 @register("gather")
 def _gather(w: TrackedWeight, indices: ArrayLike, **params: Any) -> Any:
-    """Look up a layer, an expert or a row. The next use shows which it is (see `note`)."""
-    numbers = params["dimension_numbers"]
-    removed = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-    places: list[Sequence[int]] = [() for _ in range(w.ndim)]
-    kept = (axis for axis in range(w.ndim) if axis not in removed)
-    for i, axis in zip(numbers.offset_dims, kept, strict=True):
-        places[axis] = (i,)
+    """Index a weight. The indexed axes are noted, and no use is recorded yet.
+
+    The result can be an embedding row, a layer or an expert. `record_use` tells them apart.
+    """
     bind = find_primitive("gather").bind
     array = redispatch(lambda x, i: bind(x, i, **params), w.array, indices)
-    sizes, shape = params["slice_sizes"], w.shape
-    rows = {i for i in range(w.ndim) if sizes[i] < shape[i]} - {*numbers.operand_batching_dims}
-    tracks = [
-        track.moved(places, array.shape)._replace(
-            looked_up=track.looked_up | track.origins(rows, w.ndim)
+    numbers = params["dimension_numbers"]
+    removed = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    kept = [axis for axis in range(w.ndim) if axis not in removed]
+    new_axes = dict(zip(kept, numbers.offset_dims, strict=True))
+    places = [[new_axes[axis]] if axis in new_axes else [] for axis in range(w.ndim)]
+    sizes = zip(w.shape, params["slice_sizes"], strict=True)
+    indexed = {axis for axis, (n, slice_size) in enumerate(sizes) if slice_size < n}
+    indexed -= {*numbers.operand_batching_dims}
+    tracked_axes = (
+        axes.moved(places, array.shape)._replace(
+            looked_up=axes.looked_up | axes.origins(indexed, w.ndim)
         )
-        for track in w.tracks
-    ]
-    return w.changed(array=array, tracks=tuple(tracks))
+        for axes in w.tracked_axes
+    )
+    return w.changed(array=array, tracked_axes=tuple(tracked_axes))
 
 
 @register("concatenate")
 def _concatenate(*operands: TrackedWeight, dimension: int) -> TrackedWeight:
-    """Concatenate weights, such as query, key and value. Each gets the uses of the result."""
-    join = partial(redispatch, lambda *xs: lax.concatenate(xs, dimension))
-    array = join(*(w.array for w in operands))
+    """Concatenate weights, such as query, key and value. A use of the result is a use of each."""
+    join = lambda *xs: lax.concatenate(xs, dimension)
+    array = redispatch(join, *(w.array for w in operands))
     places = [(axis,) for axis in range(array.ndim)]
-    tracks = (track.moved(places, array.shape) for w in operands for track in w.tracks)
-    return operands[0].changed(array=array, tracks=tuple(dict.fromkeys(tracks)))
+    tracked_axes = (axes.moved(places, array.shape) for w in operands for axes in w.tracked_axes)
+    return operands[0].changed(array=array, tracked_axes=tuple(dict.fromkeys(tracked_axes)))
 
 
 @register("select_n")
 def _select(which: ArrayLike, *cases: TrackedWeight) -> TrackedWeight:
-    """Select between weights, as `vmap` of `cond` does. Any of them may be chosen."""
+    """Select between weights, as `vmap` of `cond` does. A use of the result is a use of each."""
     array = redispatch(lax.select_n, which, *(w.array for w in cases))
-    tracks = (track for w in cases for track in w.tracks)
-    return cases[0].changed(array=array, tracks=tuple(dict.fromkeys(tracks)))
+    tracked_axes = (axes for w in cases for axes in w.tracked_axes)
+    return cases[0].changed(array=array, tracked_axes=tuple(dict.fromkeys(tracked_axes)))

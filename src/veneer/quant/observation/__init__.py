@@ -2,7 +2,7 @@
 
 The modules here:
 
-    observed_weight  the weight that records its activations, and its rules for products
-    recording        the sums of one weight: Recording on the host, Totals in a Box
-    statistics       ActivationStatistics, their files, and the static scales they give
+    observed_weight  ObservedWeight, whose rules for products record the activations
+    recording        sums and ranges of the activations of one weight, while the model runs
+    statistics       ActivationStatistics, the files that hold them, and static scales
 """

@@ -1,7 +1,8 @@
 """`ObservedWeight`: a weight that records the activations that multiply it.
 
-The rules for products reduce the activations on the device. A callback adds the results to a
-`Recording` on the host. If the weight has a Box, the results are added to it on the device.
+The rules for products reduce the activations to sums and ranges on the device. A callback adds
+these to a `Recording` on the host. If `observe` created a Box for the weight, they are added to the
+Box on the device instead.
 """
 
 import functools
@@ -25,83 +26,96 @@ from ..ops.activations import bind, sums_over_features
 from ..weights.product_weights import Factors, ProductWeight
 from .recording import Recording, add_to_totals
 
-#: Each run of `observe` takes a token. Weights hold the token instead of a `Recording` or a Box,
-#: because their metadata must be hashable.
-tokens = itertools.count()
-recordings_by_token: dict[int, dict[str, Recording]] = {}
-boxes_by_token: dict[int, dict[str, Any]] = {}  # only of models that record on the device
+#: Each run of `observe` takes a number from `run_ids`. Weights hold this number instead of a
+#: `Recording` or a Box, because their metadata must be hashable.
+run_ids = itertools.count()
+#: The recordings and Boxes of each run, by the path of the weight. Only some runs have Boxes.
+recordings_by_run: dict[int, dict[str, Recording]] = {}
+boxes_by_run: dict[int, dict[str, Any]] = {}
+
+
+AxesPair = tuple[Sequence[int], Sequence[int]]  # axes of the operand, and axes of the weight
 
 
 class ObservedWeight(ProductWeight):
-    """A weight that records the activations of its products."""
+    """A weight that records the activations that multiply it.
+
+    The leaf `position` numbers the layers and channels of the weight. After a slice, it shows which
+    layer and which channels the slice contains.
+    """
 
     companions: ClassVar[tuple[str, ...]] = ("position",)
 
     array: Any  # [..., K, N]
-    position: Leaf  # [..., K, 1], from Recording.positions: it shows which layer a slice is
-    contracting: tuple[int, ...] = static()
+    position: Leaf  # [..., K, 1], from Recording.positions
+    contracting: tuple[int, ...] = static()  # the contracted axes, counted from the end
     path: str = static()
-    token: int = static()
+    run_id: int = static()
     factors: tuple[Factors, ...] | None = static(default=None, repr=False, kw_only=True)
 
     @property
     def recording(self) -> Recording:
         """The recording of this weight."""
-        return recordings_by_token[self.token][self.path]
+        return recordings_by_run[self.run_id][self.path]
 
     def record(
         self,
         x: jax.Array,
-        x_axes: tuple[Sequence[int], Sequence[int]],
-        axes: tuple[Sequence[int], Sequence[int]],
+        channel_axes: AxesPair,
+        batch_axes: AxesPair = ((), ()),
         *,
         gram: bool,
         keep_operand: bool = False,
     ) -> None:
-        """Record the operand of a product.
+        """Record the operand that multiplies the weight in a product.
 
         **Arguments:**
 
         - `x`: the operand.
-        - `x_axes`, `axes`: the batch axes and the channel axes, of the operand and of the weight.
-        - `gram`: also record `x.T @ x`.
-        - `keep_operand`: also send the operand itself to a recording that is paired with another.
+        - `channel_axes`, `batch_axes`: the contracted axes and the batch axes of the product. Each
+          is a pair: axes of the operand, and axes of the weight.
+        - `gram`: also record the products `x.T @ x` of channels.
+        - `keep_operand`: also send the operand itself, if the recording is `paired`.
         """
         if x.size == 0:
             return
-        batch, channels = x_axes
+        (channels, w_channels), (batch, w_batch) = channel_axes, batch_axes
         rows = [axis for axis in range(x.ndim) if axis not in (*batch, *channels)]
-        sizes = [math.prod(x.shape[axis] for axis in group) for group in (batch, rows, channels)]
-        wide = jnp.promote_types(x.dtype, jnp.float32)
-        x = lax.transpose(x, [*batch, *rows, *channels]).astype(wide)
-        batch_axes, row_axes = range(len(batch)), range(len(batch), len(batch) + len(rows))
+        sizes = [math.prod(x.shape[axis] for axis in axes) for axes in (batch, rows, channels)]
+        batch_size, num_rows, num_channels = sizes
+        # Put batch axes first, channel axes last, and reduce the rows between them.
+        x = lax.transpose(x, [*batch, *rows, *channels])
+        x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        first_row = len(batch)
+        rows = [first_row + i for i in range(len(rows))]
         # An explicit mesh may shard axes, so they are merged after the reductions.
-        merge = lambda x, *shape: replicated(x).reshape(shape)
-        reduced = [x.min(row_axes), x.max(row_axes), x.sum(row_axes), jnp.abs(x).sum(row_axes)]
-        reduced.append(jnp.square(x).sum(row_axes))
-        count, num_rows, num_channels = sizes
-        parts = [merge(part, count, num_channels) for part in reduced]
-        parts.insert(0, self._channel_positions(*axes))
+        merge_axes = lambda x, *shape: replicated(x).reshape(shape)
+        reductions = x.min(rows), x.max(rows), x.sum(rows), jnp.abs(x).sum(rows), (x * x).sum(rows)
+        low, high, *sums = (merge_axes(y, batch_size, num_channels) for y in reductions)
+        reduced = [self._channel_positions(w_batch, w_channels), low, high, jnp.stack(sums)]
         if gram:
             products = lax.dot_general(
                 x,
                 x,
-                ((row_axes, row_axes), (batch_axes, batch_axes)),
+                ((rows, rows), (range(first_row), range(first_row))),
                 precision=lax.Precision.HIGHEST,
                 out_sharding=replicated_sharding(x),
             )
-            parts.append(products.reshape(count, num_channels, num_channels))
-        if self.token in boxes_by_token:
-            boxes_by_token[self.token][self.path].update(
-                lambda totals: add_to_totals(totals, self.recording, num_rows, *parts)
+            reduced.append(products.reshape(batch_size, num_channels, num_channels))
+        if self.run_id in boxes_by_run:
+            boxes_by_run[self.run_id][self.path].update(
+                lambda totals: add_to_totals(totals, self.recording, num_rows, *reduced)
             )
             return
-        receive = functools.partial(_receive, self.token, self.path, num_rows)
-        operand = merge(x, *sizes) if keep_operand and self.recording.paired else None
-        jax.debug.callback(receive, operand, *parts)
+        receive = functools.partial(_receive, self.run_id, self.path, num_rows)
+        operand = merge_axes(x, *sizes) if keep_operand and self.recording.paired else None
+        jax.debug.callback(receive, operand, *reduced)
 
     def _channel_positions(self, batch: Sequence[int], channels: Sequence[int]) -> jax.Array:
-        """Return the positions of the channels, `[batch, channels]`, at index 0 of other axes."""
+        """Return the entries of `position` along batch and channel axes, `[batch, channels]`.
+
+        The index along all other axes is 0.
+        """
         position = jnp.asarray(self.position)
         others = [axis for axis in range(self.ndim) if axis not in (*batch, *channels)]
         for axis in others:
@@ -111,16 +125,17 @@ class ObservedWeight(ProductWeight):
         return position.reshape(math.prod(self.shape[axis] for axis in batch), -1)
 
 
-def _receive(token: int, path: str, rows: int, operand: Any, *parts: Any) -> None:
-    """Add reduced activations to a recording, on the host.
+def _receive(run_id: int, path: str, num_rows: int, operand: Any, *reduced: Any) -> None:
+    """Add reduced activations to a recording on the host. Do nothing if the run has ended.
 
     A callback must not run JAX, because JAX would wait for the thread that runs the callback.
     """
-    recording = recordings_by_token.get(token, {}).get(path)
+    recording = recordings_by_run.get(run_id, {}).get(path)
     if recording is not None:
-        recording.add(rows, *map(np.asarray, parts))
+        recording.add(num_rows, *map(np.asarray, reduced))
         if operand is not None:
-            recording.keep_operand(np.asarray(parts[0]), np.asarray(operand))
+            positions = reduced[0]
+            recording.keep_operand(np.asarray(positions), np.asarray(operand))
 
 
 # Rules for products. Each records the operand, and then computes the product of the weight itself.
@@ -128,15 +143,15 @@ def _receive(token: int, path: str, rows: int, operand: Any, *parts: Any) -> Non
 
 @register("dot_general")
 def _dot_general(x: ArrayLike, w: ObservedWeight, **params: Any) -> Any:
-    (x_axes, w_axes), (x_batch, w_batch) = params["dimension_numbers"]
-    _record_product(x, w, (x_batch, x_axes), (w_batch, w_axes))
+    contracted, batch = params["dimension_numbers"]
+    _record_product(x, w, contracted, batch)
     return bind("dot_general", (x, w.array), params)
 
 
 @register("dot_general")
 def _dot_general_swapped(w: ObservedWeight, x: ArrayLike, **params: Any) -> Any:
     (w_axes, x_axes), (w_batch, x_batch) = params["dimension_numbers"]
-    _record_product(x, w, (x_batch, x_axes), (w_batch, w_axes))
+    _record_product(x, w, (x_axes, w_axes), (x_batch, w_batch))
     return bind("dot_general", (w.array, x), params)
 
 
@@ -144,41 +159,50 @@ def _dot_general_swapped(w: ObservedWeight, x: ArrayLike, **params: Any) -> Any:
 def _ragged_dot_general(
     x: ArrayLike, w: ObservedWeight, group_sizes: ArrayLike, **params: Any
 ) -> Any:
-    numbers = params["ragged_dot_dimension_numbers"]
-    (x_axes, w_axes), (x_batch, w_batch) = numbers.dot_dimension_numbers
+    contracted, batch = params["ragged_dot_dimension_numbers"].dot_dimension_numbers
     # Another model may send a row to another expert, so rows of two models cannot be paired.
-    _record_product(x, w, (x_batch, x_axes), (w_batch, w_axes), keep_operand=False)
+    _record_product(x, w, contracted, batch, keep_operand=False)
     return bind("ragged_dot_general", (x, w.array, group_sizes), params)
 
 
 def _record_product(
-    x: ArrayLike, w: ObservedWeight, x_axes: Any, axes: Any, *, keep_operand: bool = True
+    x: ArrayLike,
+    w: ObservedWeight,
+    contracted: AxesPair,
+    batch: AxesPair,
+    *,
+    keep_operand: bool = True,
 ) -> None:
+    """Record the operand `x` of a product, unless `x` belongs to a derivative or holds integers.
+
+    If the product contracts other axes than `w.contracting`, only note these axes, for a warning.
+    """
     if _may_be_derivative():
         return
-    if not w.sums_over(axes[1]):
-        w.recording.note_other_axes(axis - w.ndim for axis in axes[1])
+    if not w.sums_over(contracted[1]):
+        w.recording.note_other_axes(axis - w.ndim for axis in contracted[1])
     elif jnp.issubdtype(jnp.result_type(x), jnp.floating):
         has_gram = w.recording.grams is not None
-        w.record(jnp.asarray(x), x_axes, axes, gram=has_gram, keep_operand=keep_operand)
+        w.record(jnp.asarray(x), contracted, batch, gram=has_gram, keep_operand=keep_operand)
 
 
 def _may_be_derivative() -> bool:
-    """Return whether operands may be tangents or cotangents instead of activations."""
+    """Return whether an operand may be a tangent or a cotangent instead of an activation."""
     return may_be_tangents() or is_in_derivative_part()
 
 
 @register("conv_general_dilated")
 def _conv_general_dilated(x: ArrayLike, w: ObservedWeight, **params: Any) -> Any:
     numbers, groups = params["dimension_numbers"], params["feature_group_count"]
+    # The feature axis is the second entry of each spec, after the batch or output axis.
     x_features, w_features = numbers.lhs_spec[1], numbers.rhs_spec[1]
     if _may_be_derivative():
         pass
     elif not sums_over_features(w, params):
         w.recording.note_other_axes([w_features - w.ndim])
     elif jnp.issubdtype(jnp.result_type(x), jnp.floating):
-        # The kernel has the channels of one group. The groups of the operand share them.
-        last = jnp.moveaxis(jnp.asarray(x), x_features, -1)
-        last = last.reshape(*last.shape[:-1], groups, -1)
-        w.record(last, ((), [last.ndim - 1]), ((), [w_features]), gram=False)
+        # The kernel has the channels of one group. Each group of the operand counts as a row.
+        x_by_group = jnp.moveaxis(jnp.asarray(x), x_features, -1)
+        x_by_group = x_by_group.reshape(*x_by_group.shape[:-1], groups, -1)
+        w.record(x_by_group, ([x_by_group.ndim - 1], [w_features]), gram=False)
     return bind("conv_general_dilated", (x, w.array), params)

@@ -1,7 +1,7 @@
-"""Sums and ranges of the activations of one weight, while a model runs.
+"""Sums and ranges of the activations of one weight, collected while a model runs.
 
-A `Recording` adds them up on the host, in NumPy arrays of float64. For a Box on the device, the
-same `Totals` are JAX arrays, in float32 with int32 counts.
+A `Recording` holds them on the host, in `Totals` of float64 NumPy arrays. A Box on the device holds
+`Totals` of JAX arrays, in float32 with int32 counts.
 """
 
 import math
@@ -16,48 +16,57 @@ import numpy as np
 from ..formats.tiles import Shape
 from .statistics import ActivationStatistics
 
+_UNUSED_RANGE = np.array([[np.inf], [-np.inf]])  # a minimum and a maximum of no values
+
 
 class Totals(NamedTuple):
     """Sums and ranges of activations, as NumPy or JAX arrays.
 
-    Numbers of one kind share an array, because each array is an operand of every program that
-    updates a Box. `Recording` explains positions and stacks.
+    A stack is one of the weights that a stacked array holds, such as a layer. A position is one
+    channel of one stack. There are few arrays, because each is an operand of every program that
+    updates a Box.
     """
 
     counts: Any  # [positions], the number of values
     ends: Any  # [2, positions], the minimum and the maximum
-    sums: Any  # [3, positions], of values, magnitudes and squares
-    ranges: Any  # [3, 2, stacks]: of this batch, their sum over batches, their moving average
+    sums: Any  # [3, positions], the sums of values, magnitudes and squares
+    #: [3, 2, stacks], the minimum and the maximum: of the current batch, their sum over the earlier
+    #: batches, and their moving average.
+    ranges: Any
     batches: Any  # [stacks], the number of batches with activations
-    gram: Any = None  # [stacks, K, K], sums of products of channels; on the host, see `grams`
+    gram: Any = None  # [stacks, K, K], sums of products of channels; None on the host
 
     def end_batch(self, decay: float, xp: ModuleType = jnp) -> "Totals":
-        """Add the ranges of a batch to their averages. `xp` is the module of the arrays."""
+        """Add the ranges of the current batch to their sums and moving averages.
+
+        `xp` is `jax.numpy` or `numpy`, the module of the arrays.
+        """
         ends, sums, averages = self.ranges
-        used = ~(ends[0] > ends[1])  # an unused range is still (inf, -inf); one with NaN is used
-        moved = xp.where(self.batches == 0, ends, decay * averages + (1 - decay) * ends)
-        unused = xp.broadcast_to(xp.array([[np.inf], [-np.inf]], ends.dtype), ends.shape)
-        sums = xp.where(used, sums + ends, sums)
+        is_used = ~(ends[0] > ends[1])  # an unused range is (inf, -inf); one with NaN is used
+        moving = xp.where(self.batches == 0, ends, decay * averages + (1 - decay) * ends)
+        unused = xp.broadcast_to(xp.array(_UNUSED_RANGE, ends.dtype), ends.shape)
+        sums = xp.where(is_used, sums + ends, sums)
         return self._replace(
-            ranges=xp.stack([unused, sums, xp.where(used, moved, averages)]),
-            batches=self.batches + used,
+            ranges=xp.stack([unused, sums, xp.where(is_used, moving, averages)]),
+            batches=self.batches + is_used,
         )
 
 
 class Recording:
     """Sums and ranges of the activations of one weight.
 
-    Statistics are kept per *position*: an index of the contracted axes and of the leading axes (all
-    before the last two), along which layers or experts may be stacked. A *stack* is an index of the
-    leading axes alone. Its positions are the channels of one product, and share one range. If only
-    index 0 of a leading axis gets activations, nothing is stacked along it, and `statistics`
-    returns that index only.
+    Layers or experts may be stacked along the leading axes of the weight (all before the last two).
+    A *stack* is an index of the leading axes: one layer. A *channel* is an index of the contracted
+    axes. A *position* is a stack and a channel. Sums are kept per position, and ranges per stack.
+
+    If only index 0 of a leading axis gets activations, nothing is stacked along this axis.
+    `statistics` then returns only this index.
 
     **Arguments:**
 
     - `shape`: the shape of the weight.
-    - `contracting`: the axes contracted with activations, counted from the end.
-    - `gram`: also add up products of channels.
+    - `contracting`: the axes that products with activations contract, counted from the end.
+    - `gram`: also add up the products of any two channels.
     - `decay`: the weight of earlier batches in the exponential average of ranges.
     - `paired`: keep the operands of each batch, for `add_cross`.
     """
@@ -77,28 +86,29 @@ class Recording:
         sizes_along = lambda axes: tuple(n if axis in axes else 1 for axis, n in enumerate(shape))
         self.shape = sizes_along(self.stacked_axes | contracted)
         self.ranges_shape, channels_shape = map(sizes_along, (self.stacked_axes, contracted))
-        size, stacks = math.prod(self.shape), math.prod(self.ranges_shape)
+        positions, stacks = math.prod(self.shape), math.prod(self.ranges_shape)
         self.channels = math.prod(channels_shape)
-        # The stack of each position, and its channel within the stack.
+        # The index of the stack and of the channel of each position.
         self.stack, self.channel = (
-            np.broadcast_to(np.arange(math.prod(part)).reshape(part), self.shape).ravel()
-            for part in (self.ranges_shape, channels_shape)
+            np.broadcast_to(np.arange(math.prod(shape)).reshape(shape), self.shape).ravel()
+            for shape in (self.ranges_shape, channels_shape)
         )
-        unused = np.array([[np.inf], [-np.inf]])
         self.decay = decay
         self.totals = Totals(
-            counts=np.zeros(size),
-            ends=np.repeat(unused, size, 1),
-            sums=np.zeros((3, size)),
-            ranges=np.stack([np.repeat(unused, stacks, 1), *np.zeros((2, 2, stacks))]),
+            counts=np.zeros(positions),
+            ends=np.repeat(_UNUSED_RANGE, positions, 1),
+            sums=np.zeros((3, positions)),
+            ranges=np.stack([np.repeat(_UNUSED_RANGE, stacks, 1), *np.zeros((2, 2, stacks))]),
             batches=np.zeros(stacks),
         )
-        # Sums of products of channels, by stack: of this model, and across two models.
+        # The sums of products of channels, by stack: within this model, and between this model and
+        # another one. None if these sums are not recorded.
         self.grams: dict[int, np.ndarray] | None = {} if gram else None
         self._crosses: dict[int, np.ndarray] | None = {}
         self.paired = paired
-        self._operands: dict[bytes, list[tuple[np.ndarray, np.ndarray]]] = {}  # by positions
-        self._other_axes: set[tuple[int, ...]] = set()
+        # The positions and operands of this batch, by the bytes of the positions.
+        self._operands: dict[bytes, list[tuple[np.ndarray, np.ndarray]]] = {}
+        self._other_axes: set[tuple[int, ...]] = set()  # the axes of products that are not recorded
         self._lock = threading.Lock()  # callbacks run on several threads
 
     @property
@@ -107,56 +117,62 @@ class Recording:
         return bool(self.totals.counts.any())
 
     def positions(self) -> np.ndarray:
-        """Return the index of each position, in the shape of the weight with free axes of 1."""
+        """Return an array of the indices 0, 1, ... of all positions.
+
+        The array has the shape of the weight, with size 1 along axes that are neither leading nor
+        contracted.
+        """
         return np.arange(len(self.stack), dtype=np.int32).reshape(self.shape)
 
     def note_other_axes(self, axes: Iterable[int]) -> None:
-        """Note a product that contracts other axes, counted from the end."""
+        """Note the axes of a product that is not recorded, counted from the end."""
         self._other_axes.add(tuple(axes))
 
     def explain_missing(self) -> str:
-        """Return why there may be no activations, and what to do."""
+        """Return a text that says why there are no activations, and what to do."""
         if not self._other_axes:
             return "no product used it; pass batches that use it, or leave it out of the rules"
         axes = " and ".join(str(axes[0] if len(axes) == 1 else axes) for axes in self._other_axes)
         return f"products contract axis {axes}; set tile_axis of its rule to that"
 
-    def add(self, rows: int, positions: Any, low: Any, high: Any, *sums: Any) -> None:
+    def add(
+        self, num_rows: int, positions: Any, low: Any, high: Any, sums: Any, products: Any = None
+    ) -> None:
         """Add the reduced activations of one product.
 
         **Arguments:**
 
-        - `rows`: the number of values per channel.
+        - `num_rows`: the number of values per channel.
         - `positions`, `low`, `high`: the position, minimum and maximum per channel, `[batch,
           channels]`.
-        - `sums`: the sums of values, magnitudes and squares, `[batch, channels]`. If Gram matrices
-          are recorded, also the products of two channels, `[batch, channels, channels]`.
+        - `sums`: the sums of values, magnitudes and squares, `[3, batch, channels]`.
+        - `products`: the products of any two channels, `[batch, channels, channels]`.
         """
         # XLA's reduction to a maximum may drop NaN.
         low, high = (np.where(np.isnan(sums[0]), np.nan, x).astype(float) for x in (low, high))
-        at = positions.ravel()
-        stack = self.stack[at]
+        index = positions.ravel()
+        stack_index = self.stack[index]
         with self._lock, np.errstate(invalid="ignore"):  # static_range rejects NaN later
-            np.add.at(self.totals.counts, at, rows)
-            for ends, index in ((self.totals.ends, at), (self.totals.ranges[0], stack)):
-                np.minimum.at(ends[0], index, low.ravel())
-                np.maximum.at(ends[1], index, high.ravel())
-            for total, part in zip(self.totals.sums, sums[:3], strict=True):
-                np.add.at(total, at, part.ravel().astype(float))
-            if self.grams is not None and len(sums) > 3:
-                for at, product in zip(positions, sums[3], strict=True):
-                    self._add_gram(self.grams, at, product)
+            np.add.at(self.totals.counts, index, num_rows)
+            for ends, i in ((self.totals.ends, index), (self.totals.ranges[0], stack_index)):
+                np.minimum.at(ends[0], i, low.ravel())
+                np.maximum.at(ends[1], i, high.ravel())
+            for total, new in zip(self.totals.sums, sums, strict=True):
+                np.add.at(total, index, new.ravel().astype(float))
+            if self.grams is not None and products is not None:
+                for positions_of_batch, product in zip(positions, products, strict=True):
+                    self._add_gram(self.grams, positions_of_batch, product)
 
     def keep_operand(self, positions: np.ndarray, x: np.ndarray) -> None:
-        """Keep an operand, `[batch, rows, channels]`, until `add_cross` at the end of the batch."""
+        """Keep an operand, `[batch, rows, channels]`, until `add_cross` is called."""
         with self._lock:
             self._operands.setdefault(positions.tobytes(), []).append((positions, x))
 
     def add_cross(self, other: "Recording") -> None:
-        """Add `x.T @ y` of the operands of this batch, here and in the recording `other`.
+        """Add the products `x.T @ y` of the kept operands `x`, and `y` of the recording `other`.
 
         If a position has several operands in a batch, or the two recordings differ, it is unknown
-        which operands belong together. Then nothing is recorded, in this batch and later.
+        which operands correspond. Then no products are added in this batch and later.
         """
         mine, others = self._operands, other._operands
         self._operands, other._operands = {}, {}
@@ -167,23 +183,28 @@ class Recording:
             return
         for key, [(positions, x)] in mine.items():
             [(_, y)] = others[key]
-            for at, product in zip(positions, np.matmul(x.swapaxes(1, 2), y), strict=True):
-                self._add_gram(self._crosses, at, product)
+            products = np.matmul(x.swapaxes(1, 2), y)
+            for positions_of_batch, product in zip(positions, products, strict=True):
+                self._add_gram(self._crosses, positions_of_batch, product)
 
     def _add_gram(
         self, grams: dict[int, np.ndarray], positions: np.ndarray, product: np.ndarray
     ) -> None:
+        """Add a matrix to the Gram matrices of the stacks that its positions belong to.
+
+        Row and column `i` of `product` are the channel at `positions[i]`.
+        """
         stacks = self.stack[positions]
         for stack in np.unique(stacks).tolist():
-            (members,) = np.nonzero(stacks == stack)
-            at = self.channel[positions[members]]
+            (rows,) = np.nonzero(stacks == stack)
+            channels = self.channel[positions[rows]]
             if stack not in grams:
                 grams[stack] = np.zeros((self.channels, self.channels))
-            if np.array_equal(at, np.arange(self.channels)) and len(members) == len(positions):
-                grams[stack] += product
+            if len(rows) == len(positions) and np.array_equal(channels, np.arange(self.channels)):
+                grams[stack] += product  # the frequent case, without indexing
             else:
-                part = product[np.ix_(members, members)].astype(float)
-                np.add.at(grams[stack], np.ix_(at, at), part)
+                part = product[np.ix_(rows, rows)].astype(float)
+                np.add.at(grams[stack], np.ix_(channels, channels), part)
 
     def end_batch(self) -> None:
         """Add the ranges of the current batch to the averages."""
@@ -201,7 +222,7 @@ class Recording:
         )
 
     def set_totals(self, totals: Totals) -> None:
-        """Take the totals from a Box."""
+        """Replace the totals of this recording by the totals from a Box."""
         *arrays, gram = totals
         self.totals = Totals(*(np.asarray(x, float) for x in arrays))
         if gram is not None:
@@ -211,22 +232,17 @@ class Recording:
     def statistics(self) -> ActivationStatistics:
         """Return the statistics of everything recorded so far."""
         counts, (minimum, maximum), sums, ranges, batches, _ = self.totals
+        # If only index 0 of an axis has activations, return only this index.
         counts = counts.reshape(self.shape)
         used = tuple(
             slice(None) if counts.take(range(1, n), axis).any() else slice(0, 1)
             for axis, n in enumerate(self.shape)
         )
         per_channel = lambda x: x.reshape(self.shape)[used]
+        per_stack = lambda x: np.where(batches, x, np.nan).reshape(self.ranges_shape)[used]
         with np.errstate(invalid="ignore"):  # positions without activations have the mean NaN
             averages = {"mean": ranges[1] / batches, "exponential": ranges[2]}
             mean, absmean, mean_square = (per_channel(x.reshape(self.shape) / counts) for x in sums)
-        lows, highs = (
-            {
-                name: np.where(batches, x[i], np.nan).reshape(self.ranges_shape)[used]
-                for name, x in averages.items()
-            }
-            for i in range(2)
-        )
         return ActivationStatistics(
             count=per_channel(counts),
             minimum=per_channel(minimum),
@@ -234,19 +250,20 @@ class Recording:
             mean=mean,
             absmean=absmean,
             mean_square=mean_square,
-            lows=lows,
-            highs=highs,
+            lows={name: per_stack(low) for name, (low, _) in averages.items()},
+            highs={name: per_stack(high) for name, (_, high) in averages.items()},
             gram=self._mean_gram(self.grams, used) if self.grams else None,
             cross=self._mean_gram(self._crosses, used) if self._crosses else None,
         )
 
     def _mean_gram(self, grams: dict[int, np.ndarray], used: tuple[slice, ...]) -> np.ndarray:
+        """Return the mean Gram matrix of each stack in the slices `used`: `[*stacks, K, K]`."""
         stacks = np.arange(len(self.totals.batches)).reshape(self.ranges_shape)[used]
-        counts = np.zeros(len(self.totals.batches))
-        np.maximum.at(counts, self.stack, self.totals.counts)
+        num_rows = np.zeros(len(self.totals.batches))
+        np.maximum.at(num_rows, self.stack, self.totals.counts)
         missing = np.full((self.channels, self.channels), np.nan)
         means = [
-            grams[stack] / counts[stack] if stack in grams else missing
+            grams[stack] / num_rows[stack] if stack in grams else missing
             for stack in stacks.ravel().tolist()
         ]
         leading = [n for axis, n in enumerate(stacks.shape) if axis in self.stacked_axes]
@@ -254,26 +271,37 @@ class Recording:
 
 
 def add_to_totals(
-    totals: Totals, recording: Recording, rows: int, positions: Any, low: Any, high: Any, *sums: Any
+    totals: Totals,
+    recording: Recording,
+    num_rows: int,
+    positions: Any,
+    low: Any,
+    high: Any,
+    sums: Any,
+    products: Any = None,
 ) -> Totals:
-    """Return the totals plus the activations of one product, with the arguments of `add`."""
-    low, high, *parts = (jnp.asarray(x, jnp.float32) for x in (low, high, *sums))
+    """Return the totals in a Box plus the reduced activations of one product.
+
+    `recording` maps positions to stacks and channels. `num_rows` is the number of values per
+    channel. `Recording.add` describes the other arrays.
+    """
+    low, high, sums = (jnp.asarray(x, jnp.float32) for x in (low, high, sums))
     # XLA's reduction to a maximum may drop NaN.
-    low, high = (jnp.where(jnp.isnan(parts[0]), jnp.nan, x) for x in (low, high))
-    at, stack = positions.ravel(), jnp.asarray(recording.stack)[positions]
+    low, high = (jnp.where(jnp.isnan(sums[0]), jnp.nan, x) for x in (low, high))
+    index, stack = positions.ravel(), jnp.asarray(recording.stack)[positions]
     ranges = totals.ranges.at[0, 0, stack.ravel()].min(low.ravel())
-    counts = totals.counts.at[at].add(rows)
+    counts = totals.counts.at[index].add(num_rows)
     counts = jnp.where(counts < totals.counts, jnp.iinfo(counts.dtype).max, counts)  # overflow
     gram = totals.gram
-    if gram is not None and len(parts) > 3:
+    if gram is not None and products is not None:
         channel = jnp.asarray(recording.channel)[positions]
-        same_stack = stack[:, :, None] == stack[:, None, :]
+        is_same_stack = stack[:, :, None] == stack[:, None, :]
         entries = stack[:, :, None], channel[:, :, None], channel[:, None, :]
-        gram = gram.at[entries].add(jnp.where(same_stack, parts[3], 0))
+        gram = gram.at[entries].add(jnp.where(is_same_stack, products, 0).astype(gram.dtype))
     return Totals(
         counts=counts,
-        ends=totals.ends.at[0, at].min(low.ravel()).at[1, at].max(high.ravel()),
-        sums=totals.sums.at[:, at].add(jnp.stack([part.ravel() for part in parts[:3]])),
+        ends=totals.ends.at[0, index].min(low.ravel()).at[1, index].max(high.ravel()),
+        sums=totals.sums.at[:, index].add(sums.reshape(3, -1)),
         ranges=ranges.at[0, 1, stack.ravel()].max(high.ravel()),
         batches=totals.batches,
         gram=gram,

@@ -1,4 +1,4 @@
-"""`ActivationStatistics`, the files that hold them, and the static scales that follow from them."""
+"""`ActivationStatistics`, the files that hold them, and the static scales computed from them."""
 
 import dataclasses
 import math
@@ -22,10 +22,11 @@ from ..formats.tiles import Shape
 class ActivationStatistics:
     """The statistics of the activations that multiply a weight, recorded by `vn.quant.observe`.
 
-    The arrays are NumPy arrays in float64. A channel is one index of the contracted axes. `lows`
-    and `highs` have one range for all channels of a weight. The shapes are:
+    All arrays are NumPy arrays in float64. A channel is one index of the axes of the weight that
+    the products contract. Some arrays have one value per channel. `lows` and `highs` have one value
+    for all channels. For `K` channels, the shapes are:
 
-    | weight | per channel | `lows`, `highs` |
+    | weight | one value per channel | `lows`, `highs` |
     |---|---|---|
     | a kernel `[K, N]` | `[K, 1]` | `[1, 1]` |
     | a torch weight `[N, K]` | `[1, K]` | `[1, 1]` |
@@ -36,8 +37,8 @@ class ActivationStatistics:
     - `count`: the number of values per channel.
     - `minimum`, `maximum`, `mean`, `absmean`, `mean_square`: one value per channel. `absmean` is
       the mean magnitude.
-    - `lows`, `highs`: the smallest and the largest value of each batch, averaged over batches. Each
-      is a dict with two averages: "mean" and "exponential" (a moving average).
+    - `lows`, `highs`: the smallest and the largest value of a batch, averaged over the batches.
+      Each is a dict with two averages: "mean" and "exponential" (a moving average).
     - `gram`: `[..., K, K]`, the second moments `x.T @ x / count` of the activations `x`. Several
       contracted axes are flattened into `K`. It is None unless `observe` has `gram=True`.
     - `cross`: `x.T @ y / count`, where `x` and `y` are the activations in the quantized and in the
@@ -89,7 +90,10 @@ class ActivationStatistics:
         return self.lows[average], self.highs[average]
 
     def of_stacks(self, of_channels: Any) -> np.ndarray:
-        """Return a per-channel array, such as `mean`, as `[stacks, K]`: a row per weight."""
+        """Return an array with one value per channel, such as `mean`, as `[stacks, K]`.
+
+        `stacks` is the number of stacked weights, and `K` the number of channels of each.
+        """
         order = [*self.stacked_axes, *self._contracted_axes()]
         others = [i for i in range(np.ndim(of_channels)) if i not in order]
         return np.transpose(of_channels, [*order, *others]).reshape(self.stacks, -1)
@@ -105,8 +109,9 @@ class ActivationStatistics:
         return tuple(i for i, n in enumerate(np.shape(self.lows["mean"])) if n > 1)
 
     def _contracted_axes(self) -> tuple[int, ...]:
-        ranges = np.shape(self.lows["mean"])
-        return tuple(i for i, n in enumerate(np.shape(self.minimum)) if n != ranges[i])
+        # `lows` has size 1 along contracted axes, and otherwise the shape of `minimum`.
+        sizes = zip(np.shape(self.minimum), np.shape(self.lows["mean"]), strict=True)
+        return tuple(axis for axis, (n, ranges) in enumerate(sizes) if n != ranges)
 
 
 def static_range(
@@ -117,7 +122,9 @@ def static_range(
     average: str = "mean",
     calibration_method: str | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return the static scale of activations, and the zero point if the method has one.
+    """Return the static scale and the zero point of activations.
+
+    The zero point is None if `calibration_method` is symmetric.
 
     **Arguments:**
 
@@ -141,10 +148,12 @@ def static_range(
             f"the statistics have ranges of shape {low.shape}, which do not fit a weight of shape "
             f"{shape}. Pass the statistics of this model"
         )
-    if kind in ("absmean", "rms"):
-        moment = statistics.absmean if kind == "absmean" else statistics.mean_square
-        high = np.mean(moment, statistics._contracted_axes(), keepdims=True)
-        high = high if kind == "absmean" else np.sqrt(high)
+    contracted = statistics._contracted_axes()
+    if kind == "absmean":
+        high = np.mean(statistics.absmean, contracted, keepdims=True)
+        low = -high
+    elif kind == "rms":
+        high = np.sqrt(np.mean(statistics.mean_square, contracted, keepdims=True))
         low = -high
     elif kind not in ("absmax", "minmax", "fixed"):
         raise ValueError(
@@ -156,7 +165,7 @@ def static_range(
             f"the recorded range is not finite ({low.min()} to {high.max()}): a layer had no "
             "activations, or some that are not finite. Observe other batches"
         )
-    # These methods only look at the ends of a range, so a tile of the two ends gives its scale.
+    # These methods use only the ends of a range. So quantize an array of the ends for its scale.
     ends = jnp.asarray(np.stack([low, high], -1), jnp.float32)
     tiny = np.finfo(np.float32).tiny
     if kind != "fixed" and (np.abs(np.asarray(ends)).max(-1) < tiny).any():
@@ -190,8 +199,8 @@ def save_statistics(file: str | Path, statistics: Mapping[str, ActivationStatist
     """
     arrays: dict[str, Any] = {
         f"{path}:{field}": array
-        for path, of_weight in statistics.items()
-        for field, array in statistics_to_arrays(of_weight).items()
+        for path, x in statistics.items()
+        for field, array in statistics_to_arrays(x).items()
     }
     with Path(file).open("wb") as stream:  # NumPy would add a suffix to a file name
         np.savez_compressed(stream, **arrays)
@@ -239,7 +248,7 @@ def read_npz(file: str | Path) -> dict[str, np.ndarray]:
 
 
 def statistics_to_arrays(statistics: ActivationStatistics) -> dict[str, np.ndarray]:
-    """Return the arrays of statistics by field, such as "count" or "lows.mean"."""
+    """Return the arrays of statistics, by field: "count" or "lows.mean", for example."""
     return {
         jax.tree_util.keystr(keys, simple=True, separator="."): np.asarray(leaf)
         for keys, leaf in jax.tree_util.tree_leaves_with_path(statistics)
@@ -247,7 +256,7 @@ def statistics_to_arrays(statistics: ActivationStatistics) -> dict[str, np.ndarr
 
 
 def statistics_from_arrays(arrays: Mapping[str, Any]) -> ActivationStatistics:
-    """Return the statistics that `statistics_to_arrays` turned into these arrays.
+    """Create statistics from arrays by field, such as "count" or "lows.mean".
 
     **Raises:** `TypeError` if the names are not the fields of statistics.
     """
