@@ -57,8 +57,8 @@ class BlockCache(ImplicitArray):
     def aval(self) -> jax.core.ShapedArray:
         """Return the shape and dtype of the dense array."""
         stored = self.blocks.aval()
-        blocks, *shape = stored.shape
-        shape[self.axis] *= blocks
+        num_blocks, *shape = stored.shape
+        shape[self.axis] *= num_blocks
         return stored.update(shape=tuple(shape))
 
     def materialise(self) -> jax.Array:

@@ -1,4 +1,4 @@
-"""`zeros`: new arrays of type QCache or BlockCache."""
+"""`zeros`, which creates an array of type QCache or BlockCache."""
 
 import dataclasses
 import operator

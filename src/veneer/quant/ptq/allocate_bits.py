@@ -172,7 +172,7 @@ class BitAllocator:
     def _find_candidates(
         self, args: Sequence[Any]
     ) -> tuple[ChosenRules, dict[str, list["_WeightCandidate"]]]:
-        """Return the tree of parameters, and the candidates for each weight by path."""
+        """Return the tree of parameters, and the possible formats of each weight by path."""
         with warnings.catch_warnings():
             # The function that gets the allocated rules repeats these warnings.
             warnings.simplefilter("ignore", UserWarning)
@@ -210,7 +210,7 @@ class BitAllocator:
         axes = product_axes(tree, rules)
         if not axes:
             return {}
-        call = lambda trees, *args: self._program(trees[0], *args)
+        call = lambda trees, *args: self._program(trees[0], *args)  # `record` takes several trees
         flat_tree = tree.paths, tree.leaves, tree.treedef
         recordings = record(call, [flat_tree], axes, batches, gram=True, decay=0.9)
         statistics = statistics_of(recordings)
@@ -226,9 +226,8 @@ class BitAllocator:
     ) -> dict[str, float]:
         """Return the relative squared error of the model if a single weight is rounded, by path.
 
-        Return an empty dict if the outputs of the model are 0, or not floating.
-
-        `measured` is the index of the candidate that rounds each weight, by path.
+        `measured` holds the index of the candidate that rounds each weight, by path. Return an
+        empty dict if the outputs of the model are 0 or not floating.
         """
 
         def run(leaves: Sequence[Any]) -> list[np.ndarray]:

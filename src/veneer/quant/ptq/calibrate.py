@@ -351,7 +351,10 @@ Show = Callable[..., None]
 
 @contextmanager
 def _progress_bar(total: int, *, is_shown: bool) -> Iterator[Show]:
-    """Show a progress bar for `total` weights in a block. Yield the function that updates it."""
+    """Show a progress bar for `total` weights, and yield the function that updates the bar.
+
+    If `is_shown` is False, there is no bar, and the function does nothing.
+    """
     if not is_shown:
         yield lambda text, advance=0: None
         return
@@ -411,6 +414,7 @@ def _order_stages(statistics: Mapping[str, ActivationStatistics]) -> list[Stage]
 
     - `statistics`: the statistics of the activations, by path, in the order of the program.
     """
+    # Consecutive weights with the same number of stacked matrices may be used by the same scan.
     stages: list[dict[str, list[int]]] = []
     previous: Any = None
     for count, paths in itertools.groupby(statistics, lambda path: statistics[path].stacks):

@@ -76,9 +76,10 @@ def gptq(
 
 
 def damp(gram: np.ndarray, damping: float) -> np.ndarray:
-    """Return second moments in float64, with `damping` times their mean diagonal added to it.
+    """Return second moments in float64 after adding a constant to the diagonal.
 
-    A channel without activations gets a 1 on the diagonal, and 0 elsewhere.
+    The constant is `damping` times the mean of the diagonal. A channel without activations gets a 1
+    on the diagonal and 0 elsewhere.
     """
     metric = np.array(gram, float)
     diagonal = np.diagonal(metric)
@@ -162,7 +163,7 @@ def _round_panel(
             rows, errors = carry
             code, value = _encode(rows[i], scales[i], zeros[i], qtype)
             error = _zero_nonfinite(rows[i] - value) / block_factors[i, i]
-            rows = rows - block_factors[i][:, None] * error
+            rows = rows - block_factors[i][:, None] * error  # the factors of earlier rows are 0
             return (rows, errors.at[i].set(error)), code
 
         carry = slice_rows(w), jnp.zeros((_BLOCK, w.shape[1]), w.dtype)

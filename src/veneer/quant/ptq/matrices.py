@@ -52,7 +52,10 @@ class MatrixStack:
         return values.reshape(sizes).transpose(np.argsort(self._order))
 
     def grams_in_basis(self, basis: InBasis, grams: np.ndarray) -> np.ndarray:
-        """Transform second moments of activations, `[S, K, K]`, into the basis of a weight."""
+        """Transform second moments of activations, `[S, K, K]`, into the basis of a weight.
+
+        `basis` is a weight that is stored in another basis along contracted axes, such as rotated.
+        """
         stacked, contracted, _ = self._axes
         stacked_sizes, contracted_sizes, _ = self._sizes
         moments = jnp.asarray(grams.reshape(*stacked_sizes, *contracted_sizes, *contracted_sizes))
@@ -98,13 +101,13 @@ class Correction:
 
     The weight is a stack of L matrices, `[L, in, out]`, where L is the product of the leading axes.
     The attribute `factors` holds the factors `[L, in, rank]` and `[L, rank, out]`. The attribute is
-    None before the first `compute`. The factors of other matrices are 0 until they are computed.
+    None before the first `compute`. Factors that are not computed yet are 0.
 
     **Arguments:**
 
     - `shape`: the shape of the weight.
-    - `rank`: the rank. If a matrix is smaller, its size is the rank.
-    - `axes`: the number of input and output axes of the weight.
+    - `rank`: the rank, at most. The sizes of the matrices limit it.
+    - `axes`: the numbers of input and output axes, and which of them products contract.
     - `contracting`: the axes that products contract.
     """
 

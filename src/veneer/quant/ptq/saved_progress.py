@@ -101,8 +101,9 @@ class SavedProgress:
     ) -> dict[str, ActivationStatistics]:
         """Restore the state of each weight that is saved for a stage.
 
-        Return the statistics of the restored weights by path. A weight is None if only the
-        statistics of its activations are saved. Damaged files are ignored, with a warning.
+        `weights` holds the weights of the stage by path, or None if only the statistics of a weight
+        are saved. Return the statistics of the restored weights by path. Damaged files
+        are ignored, with a warning.
         """
         statistics = {}
         for path, weight in weights.items():

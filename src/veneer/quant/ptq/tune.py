@@ -126,7 +126,7 @@ class Tuner:
         self._loss = relative_error if loss is None else loss
 
     def __call__(self, batches: Iterable[Any]) -> Any:
-        """Return the tree, tuned to the outputs of the dense model on the batches."""
+        """Train the quantized tree to match the dense model on the batches, and return the tree."""
         check_batches(batches)
         if iter(batches) is batches:
             raise TypeError(

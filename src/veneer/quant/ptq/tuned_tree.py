@@ -32,8 +32,8 @@ Variables = Mapping[str, jax.Array]
 class TunedTree:
     """A tree in which the codes and scales of each QArray, or dense arrays, are trained.
 
-    The methods take or return the trained variables of each leaf by the index of the leaf. The
-    attribute `arrays` lists the leaves before training, with None for leaves that are not arrays.
+    The attribute `arrays` lists the leaves before training, with None for leaves that are not
+    arrays. The `state` that methods take holds the trained variables of each leaf, by its index.
 
     **Arguments:**
 
@@ -57,7 +57,7 @@ class TunedTree:
         self.arrays = arrays_only(self._leaves)
 
     def start(self) -> dict[int, Variables]:
-        """Return the initial variables.
+        """Return the initial state: the variables of each trained leaf, by the index of the leaf.
 
         Codes start from the dense values. Scales and dense arrays start unchanged.
         """
@@ -76,10 +76,10 @@ class TunedTree:
         return state
 
     def tree(self, state: Mapping[int, Variables], arrays: Sequence[Any]) -> Any:
-        """Return the tree with the trained variables, differentiable with respect to them.
+        """Return the tree with the trained variables, differentiable with respect to `state`.
 
-        A dense array replaces each trained QArray. `arrays` is the attribute of this name. It is an
-        argument so that `jax.jit` does not embed the arrays in the program as constants.
+        A dense array replaces each trained QArray. `arrays` is the attribute of this name, passed
+        as an argument so that `jax.jit` does not embed the arrays in the program as constants.
         """
         leaves = replace_arrays(self._leaves, arrays)
         for i, variables in state.items():
@@ -175,7 +175,7 @@ def _stored_value(x: Any, variables: Variables) -> Any:
 
 
 def _change_dense(x: Any, change: jax.Array) -> jax.Array:
-    """Add a change, which is relative to the root mean square of an array, to the array."""
+    """Return an array plus a change, which is relative to the root mean square of the array."""
     wide = jnp.asarray(x, jnp.float32)
     root_mean_square = jnp.sqrt(jnp.mean(wide**2))
     return (wide + jnp.where(root_mean_square > 0, root_mean_square, 1) * change).astype(x.dtype)
@@ -192,17 +192,17 @@ def _trained_scale(q: QArray, variables: Variables) -> jax.Array:
 
 
 def _trained_codes(q: QArray, codes: jax.Array, scale: jax.Array) -> jax.Array:
-    """Convert the variable "codes", which is relative to the scales of `q`, to codes for `scale`.
+    """Return the codes before rounding for trained scales, `scale`.
 
-    The codes are not rounded.
+    `codes` is the trained variable, which is relative to the scales of `q` before training.
     """
     return _to_codes(q, _from_codes(q, _code_step(q) * codes, q.scales()), scale)
 
 
 def _codes_before_rounding(q: QArray, dense: Any) -> jax.Array:
-    """Return codes before rounding, between the codes of `q` and the dense values.
+    """Return codes before rounding, which lie between the codes of `q` and the dense values.
 
-    All of them round to the codes of `q`. If `dense` is None, they are the codes of `q`.
+    Each of the results rounds to its code in `q`. If `dense` is None, return the codes of `q`.
     """
     codes = q.format.decode(q.codes(), jnp.float32)
     if dense is None:

@@ -84,7 +84,8 @@ class RoundedWeight:
         - `statistics`: the statistics of the activations. Without second moments, as for the kernel
           of a convolution, the weight is rounded to nearest.
         - `method`: a name in `ROUNDING_METHODS`.
-        - `damping`, `propagation`: as for `calibrate`.
+        - `damping`: GPTQ adds this fraction of the mean of the moments' diagonal to the diagonal.
+        - `propagation`: the fraction of the errors of earlier weights to compensate.
         - `stacks`: the indices of the matrices. None means all.
         """
         if statistics.gram is None or not self._dense.size:
@@ -219,7 +220,7 @@ class RoundedWeight:
         self._set_target(jnp.asarray(self._matrices.join(target)))
 
     def _set_target(self, target: Any) -> None:
-        """Replace the array that is rounded, and round it to nearest."""
+        """Round another array instead of the dense weight, and quantize this array to nearest."""
         self._target = target
         self._rounded = self._quantize(self._rule.in_basis(target))
 
@@ -235,7 +236,7 @@ class RoundedWeight:
         return matrices.split(materialise_one(rule.quantize(jnp.asarray(matrices.join(w)))))
 
     def _scale_channels(self) -> Scaled:
-        """Return the target in a basis where each channel is multiplied by its factor."""
+        """Return the array to round, stored with each channel multiplied by its factor."""
         divisors = jnp.asarray(self._matrices.join_channels(1 / self._factors))
         basis = Scaled(self._target, divisors)
         return basis.with_array(basis.stored(self._target))

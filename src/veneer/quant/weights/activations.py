@@ -191,9 +191,9 @@ class ActivationQuantized(ProductWeight):
     def stacked_axes(self, summed: Sequence[int], batch: Sequence[int]) -> list[int]:
         """Return the axes along which weights with different static scales are stacked.
 
-        An example is a layer axis. A product quantizes the activations once for each index of these
-        axes. They are neither contracted nor batch axes. The list is empty if the scales are
-        dynamic, or if they differ along a contracted axis or along every free axis.
+        An example is a layer axis. A product quantizes the activations once per index of these
+        axes. Contracted and batch axes of the product are left out. The list is empty if scales are
+        dynamic, or if they differ along a contracted axis or along all other axes.
 
         **Arguments:**
 

@@ -71,7 +71,7 @@ def _take_factors(remaining: list[tuple[Any, int]], size: int) -> Factors | None
         origin, factor_size = remaining.pop(0)
         part = math.gcd(factor_size, size)
         if part not in (factor_size, size):
-            break  # uneven
+            break  # the factor would be split unevenly
         size //= part
         if part < factor_size:
             remaining.insert(0, (origin, factor_size // part))
@@ -139,10 +139,9 @@ class ProductWeight(ImplicitArray, abstract=True):
         A companion has the block "shared" along an axis of size 1.
         """
         axes, shape = aligned_axes(self.ndim), self.shape
-        align = lambda axis, size: (
-            axis if size == shape[axis.axis] else LeafAxis(axis.axis, "shared")
-        )
-        return [axes, *([*map(align, axes, leaf.shape)] for leaf in self._companions().values())]
+        align = lambda n, size, axis: axis if n == size else LeafAxis(axis.axis, "shared")
+        leaves = self._companions().values()
+        return [axes, *([*map(align, leaf.shape, shape, axes)] for leaf in leaves)]
 
     def _moved(self, movement: Movement) -> Any:
         """Return the weight with `contracting` and `factors` updated, after its leaves moved."""
@@ -159,12 +158,12 @@ class ProductWeight(ImplicitArray, abstract=True):
         return new
 
     def with_axes(self, places: Sequence[Sequence[int]], shape: Shape) -> Any:
-        """Return the weight with `contracting` and `factors` updated to moved axes.
+        """Return the weight with `contracting` and `factors` updated after its axes moved.
 
         **Arguments:**
 
         - `places`: for each old axis, the new axes that replace it, counted from the front.
-        - `shape`: the new shape. An axis of another size has lost its factors.
+        - `shape`: the new shape. If the size of an axis changed, the axis loses its factors.
         """
         contracting: list[int] = []
         new_factors: list[Factors] = [()] * len(shape)
@@ -180,7 +179,7 @@ class ProductWeight(ImplicitArray, abstract=True):
         )
 
     def with_reshaped_axes(self, sizes: Shape) -> Any:
-        """Return the weight with `contracting` and `factors` updated to a reshape to `sizes`."""
+        """Return the weight with `contracting` and `factors` updated for a reshape to `sizes`."""
         old: list[Factors] = []
         for axis, size in enumerate(self.shape):
             factors = self._factors_of(axis, self.ndim)
@@ -289,7 +288,7 @@ def _reshape(w: ProductWeight, **params: Any) -> Any:
 def _concatenate(*operands: ProductWeight, dimension: Any) -> Any:
     """Concatenate weights, such as query, key and value weights, into one.
 
-    Return NotImplemented, which materializes the weights, if their static fields differ.
+    Return NotImplemented if their static fields differ. Only the arrays are then concatenated.
     """
 
     def concatenate_companions(*leaves: Leaf) -> jax.Array:
@@ -311,7 +310,7 @@ def _concatenate(*operands: ProductWeight, dimension: Any) -> Any:
 def _select(which: ArrayLike, *cases: ProductWeight) -> Any:
     """Select between weights. For example, `vmap` of `cond` selects between a weight and itself.
 
-    Return NotImplemented, which materializes the weights, if their static fields differ.
+    Return NotImplemented if their static fields differ. Only arrays are then selected.
     """
     select = partial(lax.select_n, which)
     return _combine(cases, select, lambda *leaves: select(*map(_broadcast, cases, leaves)))
