@@ -1,5 +1,6 @@
 """`BlockCache`, a cache in which blocks of tokens share scales."""
 
+from functools import partial
 from typing import Any, ClassVar
 
 import jax
@@ -56,8 +57,8 @@ class BlockCache(ImplicitArray):
     def aval(self) -> jax.core.ShapedArray:
         """Return the shape and dtype of the dense array."""
         stored = self.blocks.aval()
-        blocks, *shape = stored.shape
-        shape[self.axis] *= blocks
+        num_blocks, *shape = stored.shape
+        shape[self.axis] *= num_blocks
         return stored.update(shape=tuple(shape))
 
     def materialise(self) -> jax.Array:
@@ -72,20 +73,21 @@ class BlockCache(ImplicitArray):
         An entry is a `vn.LeafAxis`. The first axis of `blocks`, which counts the blocks, has None
         instead. The token axis cannot be sliced.
         """
-        whole = LeafAxis(self.axis, "whole")
-        newest = [LeafAxis(i) if i != self.axis else whole for i in range(-self.ndim, 0)]
+        token_axis = LeafAxis(self.axis, "whole")
+        newest = [LeafAxis(i) if i != self.axis else token_axis for i in range(-self.ndim, 0)]
         return [[None, *newest], newest, []]
 
     def _moved(self, movement: Movement) -> "BlockCache":
+        """Return the cache with the new index of its token axis, after its leaves were moved."""
         axis = movement.axes[self.axis]
-        assert axis is not None
-        new = object.__new__(BlockCache)
+        assert axis is not None  # leaf_axes does not allow the removal of the token axis
+        new = object.__new__(BlockCache)  # without checks: the leaves can be of any type here
         new.__dict__.update(self.__dict__ | {"axis": axis - len(movement.shape)})
         return new
 
 
 def _join_blocks(blocks: jax.Array, axis: int) -> jax.Array:
-    """Concatenate `[blocks, ...]` along another axis of each block."""
+    """Concatenate the blocks `x[0], x[1], ...` of an array along an axis of the blocks."""
     moved = jnp.moveaxis(blocks, 0, axis)
     *before, count, size = moved.shape[: axis + 2]
     return moved.reshape(*before, count * size, *moved.shape[axis + 2 :])
@@ -93,39 +95,51 @@ def _join_blocks(blocks: jax.Array, axis: int) -> jax.Array:
 
 @register("dynamic_update_slice")
 def _dynamic_update_slice(cache: BlockCache, update: ArrayLike, *starts: ArrayLike) -> Any:
-    """Quantize the blocks that are written into again. The last of them becomes the newest."""
+    """Return the cache after a dense update, with only the changed blocks quantized again.
+
+    The last changed block becomes the newest block. Return NotImplemented, which materializes the
+    cache, if the update or a start is an implicit array.
+    """
     if any(isinstance(x, Value) for x in (update, *starts)):
         return NotImplemented
     update, axis = jnp.asarray(update), cache.ndim + cache.axis
-    size, length = cache.newest.shape[axis], update.shape[axis]
     if update.size == 0:
         return cache
-    inner = [*map(start_in_bounds, starts, cache.shape, update.shape)]
-    start = inner[axis]
-    # Read a window of as many blocks as the update can touch, wherever it begins.
-    count = min((length - 2) // size + 2, cache.shape[axis] // size)
-    first = jnp.minimum(start // size, cache.shape[axis] // size - count)
-    old = redispatch(lambda x, at: lax.dynamic_slice_in_dim(x, at, count), cache.blocks, first)
-    window = _join_blocks(old.dequantize(), axis)
+    block_size, length = cache.newest.shape[axis], update.shape[axis]
+    num_blocks = cache.shape[axis] // block_size
+    window_starts = [*map(start_in_bounds, starts, cache.shape, update.shape)]
+    start = window_starts[axis]
+    # Dequantize a window of blocks. `start` can be traced, so the window has the largest number of
+    # blocks that any update of this length touches.
+    count = min((length - 2) // block_size + 2, num_blocks)
+    first_block = jnp.minimum(start // block_size, num_blocks - count)
+    read = lambda blocks, index: lax.dynamic_slice_in_dim(blocks, index, count)
+    old_blocks = redispatch(read, cache.blocks, first_block)
+    window = _join_blocks(old_blocks.dequantize(), axis)
     # If the newest block is in the window, use its values in full precision.
-    newest_in_window = cache.place - first
-    full = lax.dynamic_update_slice_in_dim(
-        window, cache.newest, jnp.clip(newest_in_window, 0, count - 1) * size, axis
-    )
-    window = jnp.where((newest_in_window >= 0) & (newest_in_window < count), full, window)
-    inner[axis] = start - first * size
-    window = lax.dynamic_update_slice(window, update, inner)
+    newest_index = cache.place - first_block
+    newest_start = jnp.clip(newest_index, 0, count - 1) * block_size
+    with_newest = lax.dynamic_update_slice_in_dim(window, cache.newest, newest_start, axis)
+    window = jnp.where((newest_index >= 0) & (newest_index < count), with_newest, window)
+    # Write the update into the window, and quantize the window.
+    window_starts[axis] = start - first_block * block_size
+    window = lax.dynamic_update_slice(window, update, window_starts)
+    split = window.reshape(*window.shape[:axis], count, block_size, *window.shape[axis + 1 :])
+    split = jnp.moveaxis(split, axis, 0)
+    new_blocks = stored_as(cache.blocks, split, range(split.ndim), lambda: old_blocks)
+    # Keep the codes of unchanged blocks of the window: a second rounding can change values.
+    place = (start + length - 1) // block_size
+    indices = first_block + jnp.arange(count)
+    is_changed = (indices >= start // block_size) & (indices <= place)
 
-    place = (start + length - 1) // size
-    newest = lax.dynamic_slice_in_dim(window, (place - first) * size, size, axis)
-    split = window.reshape(*window.shape[:axis], count, size, *window.shape[axis + 1 :])
-    new = stored_as(cache.blocks, jnp.moveaxis(split, axis, 0), range(split.ndim), lambda: old)
-    # Other blocks of the window are not replaced, because a second rounding can change values.
-    index = first + jnp.arange(count)
-    is_new = (index >= start // size) & (index <= place)
-    choose = lambda new, old: jnp.where(jnp.expand_dims(is_new, [*range(1, new.ndim)]), new, old)
-    write = lambda blocks, part, at: lax.dynamic_update_slice_in_dim(blocks, part, at, 0)
-    blocks = redispatch(write, cache.blocks, jax.tree.map(choose, new, old), first)
+    def select(new: jax.Array, old: jax.Array) -> jax.Array:
+        return jnp.where(jnp.expand_dims(is_changed, [*range(1, new.ndim)]), new, old)
+
+    selected = jax.tree.map(select, new_blocks, old_blocks)
+    write = lambda blocks, part, index: lax.dynamic_update_slice_in_dim(blocks, part, index, 0)
+    blocks = redispatch(write, cache.blocks, selected, first_block)
+    newest_start = (place - first_block) * block_size
+    newest = lax.dynamic_slice_in_dim(window, newest_start, block_size, axis)
     return BlockCache(blocks, newest, place.astype(jnp.int32), cache.axis)
 
 
@@ -139,24 +153,26 @@ def _dot_general_with_cache(x: ArrayLike, cache: BlockCache, **params: Any) -> A
     return _multiply(cache, x, 1, params)
 
 
-def _multiply(cache: BlockCache, x: ArrayLike, side: int, params: dict[str, Any]) -> Any:
-    """Return the product of a cache, which is operand 0 or 1 (`side`), and a dense array.
+def _multiply(cache: BlockCache, x: ArrayLike, cache_index: int, params: dict[str, Any]) -> Any:
+    """Return the `dot_general` of a cache, which is operand `cache_index` (0 or 1), and `x`.
 
-    The product with all blocks multiplies the scales of each block into `x`. The product with the
-    newest block in full precision then replaces a part of the result.
+    Multiply `x` by all quantized blocks. Then overwrite the part of the result that belongs to the
+    newest block with the product of `x` and that block in full precision. Return NotImplemented,
+    which materializes the cache, if the product contracts the token axis or has it as a batch axis.
     """
     numbers = DotDimensionNumbers.of(params["dimension_numbers"])
-    axis, free = cache.ndim + cache.axis, numbers.free(side, cache.ndim)
-    if isinstance(x, Value) or axis not in free or params["out_sharding"] is not None:
+    axis, free_axes = cache.ndim + cache.axis, numbers.free(cache_index, cache.ndim)
+    if isinstance(x, Value) or axis not in free_axes or params["out_sharding"] is not None:
         return NotImplemented
-    before = len(numbers.free(1 - side, jnp.ndim(x))) if side else 0
-    token_axis = len(numbers.batch[0]) + before + free.index(axis)  # in the result
-    multiply = lambda *pair: find_primitive("dot_general").bind(*pair, **params)
-    in_order = lambda cached, x: (x, cached) if side else (cached, x)
+    # The axes of the result are: batch axes, free axes of operand 0, free axes of operand 1.
+    num_before = len(numbers.batch[0]) + free_axes.index(axis)
+    result_axis = num_before + (len(numbers.free(0, jnp.ndim(x))) if cache_index == 1 else 0)
+    dot_general = partial(find_primitive("dot_general").bind, **params)
+    in_order = lambda cached, x: (cached, x) if cache_index == 0 else (x, cached)
     # vmap makes blocks a batch axis. `x` is repeated because each block scales it differently.
     repeated = jnp.broadcast_to(x, (len(cache.blocks), *jnp.shape(x)))
-    out = redispatch(jax.vmap(multiply), *in_order(cache.blocks, repeated))
+    product = redispatch(jax.vmap(dot_general), *in_order(cache.blocks, repeated))
+    product = _join_blocks(product, result_axis)
+    newest_product = dot_general(*in_order(cache.newest, x))
     start = cache.place * cache.newest.shape[axis]
-    return lax.dynamic_update_slice_in_dim(
-        _join_blocks(out, token_axis), multiply(*in_order(cache.newest, x)), start, token_axis
-    )
+    return lax.dynamic_update_slice_in_dim(product, newest_product, start, result_axis)

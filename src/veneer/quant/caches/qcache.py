@@ -27,11 +27,11 @@ class QCache(QArray):
     A write must replace whole groups of values that share a scale. Writing a part of a group
     materializes the array, and `vn.explain` reports it.
 
-    If a program reads values and writes them back, they do not change. To ensure this, a cache
-    computes its scales differently from `vn.quant.quantize`. In int4, for example, the scale of a
-    group is its largest magnitude divided by 7 instead of 7.5. If the dtype of the array has 16
-    bits, or differs from the dtype of the scales, each write also compares the new values with the
-    old ones, and groups with equal values keep their codes.
+    Values that a program reads and writes back do not change. For this, a cache computes its scales
+    differently from `vn.quant.quantize`. In int4, for example, the scale of a group is its largest
+    magnitude divided by 7 instead of 7.5. If the dense array has a 16-bit dtype, or not the dtype
+    of the scales, each write also compares new and old values. Groups with equal values keep their
+    codes.
 
     **Arguments:** the same as for `QArray`.
 
@@ -45,7 +45,7 @@ class QCache(QArray):
 
     is_cache: ClassVar[bool] = True
 
-    __init__ = QArray.__init__  # otherwise, the dataclass would define one
+    __init__ = QArray.__init__  # Otherwise, the dataclass decorator would generate a constructor.
 
     @classmethod
     def from_qarray(cls, q: QArray) -> "QCache":
@@ -56,77 +56,94 @@ class QCache(QArray):
 
 
 @stored_as.register
-def _(
+def _quantize_update(
     cache: QCache,
     update: Any,
     axes: Sequence[int | None],
-    read: Callable[[], Any] | None = None,
+    read_replaced: Callable[[], Any] | None = None,
 ) -> Any:
-    counts = _counts_of_update(cache, jnp.shape(update), axes)
-    if counts is None or isinstance(cache.scale, QArray) or cache.minimum is not None:
+    """Return an update of a cache as a QCache in the same format, with new scales.
+
+    `axes` holds the axis of the cache for each axis of the update, or None for an axis that lists
+    several updates, as in `scatter`. `read_replaced` returns the values that the update replaces.
+
+    Return NotImplemented if the update covers a part of a group of values that share a scale, or if
+    the cache has quantized scales or minima. The cache is then materialized.
+    """
+    scale_shape = _update_scale_shape(cache, jnp.shape(update), axes)
+    if scale_shape is None or isinstance(cache.scale, QArray) or cache.minimum is not None:
         return NotImplemented
-    if isinstance(update, QArray) and _describe(update) == _describe(cache):
+    if isinstance(update, QArray) and _describe_format(update) == _describe_format(cache):
         leaves = (update.scale, update.zero_point)
-        if all(leaf.shape == counts for leaf in leaves if leaf is not None):
+        if all(leaf.shape == scale_shape for leaf in leaves if leaf is not None):
             return QCache.from_qarray(update)
     if isinstance(update, Value):
         (update,) = make_dense(find_primitive("dynamic_update_slice"), [update])
-    q = quantize_as(update, cache, counts)
+    q = quantize_as(update, cache, scale_shape)
     if cache.packing is not None:
         q = repack(q, cache.packing.axis)
-    # Dequantized values get their old scales again if products of a code and a scale are exact and
-    # the scales are not subnormal. Otherwise they are compared with the old values.
+    # In these dtypes, products of a code and a scale are exact, so dequantized values get their old
+    # scales again, if these are not subnormal. In other dtypes, compare the values.
     is_exact = cache.dtype in (jnp.float32, jnp.float64) and cache.dtype == cache.scale.dtype
-    if read is not None and not is_exact:
-        q = _keep_equal_groups(q, update, read())
+    if read_replaced is not None and not is_exact:
+        q = _keep_equal_groups(q, update, read_replaced())
     return QCache.from_qarray(q)
 
 
-def _counts_of_update(cache: QCache, shape: Shape, axes: Sequence[int | None]) -> Shape | None:
-    """Return the scale shape of an update, or None if the update covers a part of a group.
+def _update_scale_shape(cache: QCache, shape: Shape, axes: Sequence[int | None]) -> Shape | None:
+    """Return the shape of the scales of an update, or None if the update covers a part of a group.
 
-    `axes` names the axis of the cache for each axis of the update, or None for a new axis.
+    `shape` is the shape of the update, and `axes` has the same meaning as in `_quantize_update`.
     """
-    counts = []
+    scale_shape = []
     for size, axis in zip(shape, axes, strict=True):
-        tile, count = (1, 1) if axis is None else (cache.tile_shape[axis], cache.scale.shape[axis])
-        if tile == count == 0:
-            tile = 1  # The axis has no entries yet. Each new one gets a scale.
-        if size % tile if tile else size:
+        if axis is None or cache.scale.shape[axis] == cache.shape[axis]:
+            scale_shape.append(size)  # Each index has its own scale.
+        elif (tile := cache.tile_shape[axis]) and size % tile == 0:
+            scale_shape.append(size // tile)
+        elif tile == size == 0:
+            scale_shape.append(1)  # The values of an empty axis share one scale.
+        else:
             return None
-        counts.append(size // tile if tile else 1)
-    return tuple(counts)
+    return tuple(scale_shape)
 
 
-def _describe(q: QArray) -> Any:
-    """Return the properties that arrays must share for their codes to be copied."""
+def _describe_format(q: QArray) -> Any:
+    """Return the properties of a QArray that a cache must share to copy its codes."""
     dtypes = [leaf.dtype for leaf in jax.tree.leaves(q)]
     return q.qtype, q.packing and q.packing.axis, q.dense_dtype, dtypes
 
 
 def _keep_equal_groups(new: QArray, update: jax.Array, old: QArray) -> QArray:
-    """Return `new`, but with the codes and scale of `old` in each group whose values are equal."""
-    shapes = lambda x: [leaf.shape for leaf in jax.tree.leaves(x)]
-    if shapes(new) != shapes(old):
+    """Return `new` with the codes and scales of `old` in each group whose values are equal.
+
+    `new` is the quantized `update`, and `old` holds the values that it replaces.
+    """
+    leaf_shapes = lambda q: [leaf.shape for leaf in jax.tree.leaves(q)]
+    if leaf_shapes(new) != leaf_shapes(old):
         return new
     # A GPU can keep more bits of the values that it read than their dtype has.
     rounded = lambda x: round_to_dtype(x, new.dtype)
+    # A group is equal if all its values are. The odd axes of the split array are within groups.
     is_equal = split_tiles(rounded(update) == rounded(old.dequantize()), new.scale.shape)
     is_equal = is_equal.all(range(1, is_equal.ndim, 2))
-    is_value_kept = over_tiles(jnp.logical_or, jnp.zeros(new.shape, bool), is_equal)
-    codes = jnp.where(is_value_kept, old.codes(), new.codes())
+    is_equal_per_value = over_tiles(jnp.logical_or, jnp.zeros(new.shape, bool), is_equal)
+    codes = jnp.where(is_equal_per_value, old.codes(), new.codes())
     if new.packing is not None:
         codes, _ = pack(new.format.to_fields(codes), new.format.bits, new.packing.axis)
-    others = {
+    scales = {
         name: jnp.where(is_equal, getattr(old, name), getattr(new, name))
         for name in ("scale", "zero_point")
         if getattr(new, name) is not None
     }
-    return new.changed(packed=codes, **others)
+    return new.changed(packed=codes, **scales)
 
 
 def repack(q: QArray, axis: int) -> QArray:
-    """Return an array whose codes are packed along another axis, counted from the end."""
+    """Return an array with its codes packed along another axis, counted from the end.
+
+    Codes that are stored one per byte stay unpacked.
+    """
     if q.packing is None or q.packing.axis == axis:
         return q
     bits = q.format.bits

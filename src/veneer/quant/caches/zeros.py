@@ -1,4 +1,4 @@
-"""`zeros`: new arrays of type QCache or BlockCache."""
+"""`zeros`, which creates an array of type QCache or BlockCache."""
 
 import dataclasses
 import operator
@@ -43,11 +43,11 @@ def zeros(
     - `calibration_method`: None for the default method of the format, or "minmax" for scales with a
       zero point (integer formats only).
     - `block_axis`: the token axis, if blocks of tokens share scales, as in KIVI (arXiv 2402.02750).
-      It must be one of `tiled_axes`, and its tile size is the block size. The newest block is also
-      stored in full precision.
+      The axis must be one of `tiled_axes`, and its tile size is the block size. The newest block is
+      also stored in full precision.
 
     **Returns:** a `QCache`, or a `BlockCache` if `block_axis` is given. Codes of fewer than 8 bits
-    are packed along the last axis on which values share a scale, so that each write changes whole
+    are packed along the last axis on which values share a scale. Each write then changes whole
     bytes.
 
     **Raises:**
@@ -87,30 +87,30 @@ def zeros(
     if block_axis is not None:
         axis = normalize_axis(operator.index(block_axis), shape)
         if axis not in [int(i) % len(shape) for i in tiled_axes or ()]:
-            named = [*(tiled_axes or ())]
             raise ValueError(
-                f"block_axis {block_axis} must be one of tiled_axes, which are {named}"
+                f"block_axis {block_axis} must be one of tiled_axes, which are "
+                f"{[*(tiled_axes or ())]}"
             )
         return _zeros_in_blocks(shape, dtype, params, axis)
-    # Quantize one tile, with the whole packed axis, and repeat its codes and scales.
-    tile = tile_shape(shape, params.scale_shape)
-    shared = [axis for axis, size in enumerate(tile) if size > 1]
-    packed_axis = max(shared or range(len(shape)), default=-1)
-    small = [shape[i] if i == packed_axis else size for i, size in enumerate(tile)]
-    counts = tuple(n // t if n and t else 1 for n, t in zip(small, tile, strict=True))
-    q = quantize_with_params(
-        jnp.zeros(small, dtype), dataclasses.replace(params, scale_shape=counts)
+    # Bytes are packed along one axis. Quantize one row along this axis, and repeat its codes and
+    # scales along all other axes.
+    tile = tile_shape(shape, params.counts)
+    packed_axis = max((i for i, size in enumerate(tile) if size > 1), default=len(shape) - 1)
+    row_shape, row_scale_shape = (
+        tuple(size if i == packed_axis else 1 for i, size in enumerate(sizes))
+        for sizes in (shape, params.counts)
     )
-    q = repack(q, packed_axis - len(shape))
-    packed = [q.packed.shape[i] if i == packed_axis else size for i, size in enumerate(shape)]
-    row = q.packed[tuple(slice(None if i == packed_axis else 1) for i in range(len(shape)))]
-    repeat = lambda leaf: leaf if leaf is None else jnp.broadcast_to(leaf, params.scale_shape)
+    row_params = dataclasses.replace(params, counts=row_scale_shape)
+    row = quantize_with_params(jnp.zeros(row_shape, dtype), row_params)
+    row = repack(row, packed_axis - len(shape))
+    packed_shape = [row.packed.shape[i] if i == packed_axis else n for i, n in enumerate(shape)]
+    repeat = lambda leaf: leaf if leaf is None else jnp.broadcast_to(leaf, params.counts)
     return QCache.from_packed(
-        jnp.broadcast_to(row, packed),
-        repeat(q.scale),
-        repeat(q.zero_point),
+        jnp.broadcast_to(row.packed, packed_shape),
+        repeat(row.scale),
+        repeat(row.zero_point),
         qtype=qtype,
-        packing=q.packing,
+        packing=row.packing,
         dense_dtype=dtype,
     )
 
@@ -118,10 +118,11 @@ def zeros(
 def _zeros_in_blocks(
     shape: Shape, dtype: DTypeLike, params: QuantizeParams, axis: int
 ) -> BlockCache:
-    blocks = params.scale_shape[axis]
-    resized = lambda sizes, size: (*sizes[:axis], size, *sizes[axis + 1 :])
-    newest = jnp.zeros(resized(shape, shape[axis] // max(blocks, 1)), dtype)
-    params = dataclasses.replace(params, scale_shape=resized(params.scale_shape, 1))
-    q = quantize_with_params(newest, params)
-    repeated = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (blocks, *leaf.shape)), q)
-    return BlockCache(QCache.from_qarray(repeated), newest, jnp.int32(0), axis - len(shape))
+    """Return a `BlockCache` of zeros with blocks along `axis`."""
+    num_blocks = params.counts[axis]
+    replace_size = lambda sizes, size: (*sizes[:axis], size, *sizes[axis + 1 :])
+    newest = jnp.zeros(replace_size(shape, shape[axis] // max(num_blocks, 1)), dtype)
+    params = dataclasses.replace(params, counts=replace_size(params.counts, 1))
+    block = quantize_with_params(newest, params)
+    blocks = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (num_blocks, *leaf.shape)), block)
+    return BlockCache(QCache.from_qarray(blocks), newest, jnp.int32(0), axis - len(shape))

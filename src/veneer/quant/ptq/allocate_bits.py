@@ -6,6 +6,7 @@ Problems", chapter 11). `solve_knapsack` uses dynamic programming over Pareto fr
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 import re
@@ -30,7 +31,8 @@ from .matrices import MatrixStack, finite, product_axes
 from .report import AllocationReport, WeightBits
 from .weight import name_errors
 
-#: The largest number of sums that the knapsack keeps. Of more, it keeps the best per range of bits.
+#: The largest number of sums (bits, loss) that `solve_knapsack` keeps after each weight. If there
+#: are more, the bits are divided into this many ranges, and the sum of least loss in each is kept.
 _MAX_SUMS = 8192
 
 
@@ -39,11 +41,11 @@ def allocate_bits(
 ) -> "BitAllocator":
     """Create an allocator, which chooses a format for each weight within a budget of bits.
 
-    This is mixed-precision quantization. For each weight and each rule that matches it, the
-    allocator estimates the loss: how much rounding changes the outputs of the weight's products.
-    The estimate uses the second moments of the activations. It is scaled by the error of the
-    model's output when only that weight is rounded. The allocator assumes that the losses of the
-    weights add up, and minimizes their total within the budget.
+    This is mixed-precision quantization. For each weight and each matching rule, the allocator
+    estimates the loss: how much rounding changes the outputs of the weight's products. The estimate
+    uses the second moments of the activations. The loss is then scaled by the error of the model's
+    output when only that weight is rounded. The allocator assumes that the losses of the weights
+    add up, and minimizes the total loss within the budget.
 
     **Arguments:**
 
@@ -125,35 +127,40 @@ class BitAllocator:
         if first is _NO_BATCH:
             raise ValueError("there are no batches to allocate bits with. Pass at least one")
         args, batches = arguments_of(first), itertools.chain([first], remaining)
+        # Find the candidates for each weight, and check that the smallest fit in the budget.
         tree, candidates = self._find_candidates(args)
         leaves = dict(zip(tree.paths, tree.leaves, strict=True))
         sizes = {path: math.prod(leaves[path].shape) for path in candidates}
-        count = sum(sizes.values())
-        least = sum(min(x.bits for x in row) for row in candidates.values())
-        if least > self._bits * count:
+        total = sum(sizes.values())  # values in all weights
+        least = sum(min(x.bits for x in options) for options in candidates.values())
+        if least > self._bits * total:
             raise ValueError(
-                f"the budget of {self._bits} bits per value is below the {least / count:.3g} of "
+                f"the budget of {self._bits} bits per value is below the {least / total:.3g} of "
                 "the smallest choices. Raise bits, or add smaller choices"
             )
+        # Estimate the loss of each candidate from the activations.
         statistics = self._observe(tree, candidates, batches)
         losses = {
-            path: [x.loss(path, leaves[path], statistics.get(path)) for x in row]
-            for path, row in candidates.items()
+            path: [x.loss(path, leaves[path], statistics.get(path)) for x in options]
+            for path, options in candidates.items()
         }
-        # The model runs with one candidate per weight. The losses of the others are scaled alike.
-        probes = {}
-        for path, row in candidates.items():
-            lossy = [i for i, loss in enumerate(losses[path]) if loss] or range(len(row))
+        # Measure the loss of the model with one candidate per weight: the one nearest to the budget
+        # that has a loss. Scale the losses of all candidates for the weight by the same factor.
+        measured = {}
+        for path, options in candidates.items():
+            lossy = [i for i, loss in enumerate(losses[path]) if loss] or range(len(options))
             budget = self._bits * sizes[path]
-            probes[path] = min(lossy, key=lambda i: abs(row[i].bits - budget))
-        model_losses = self._measure_model_losses(tree, candidates, probes, args)
+            measured[path] = min(lossy, key=lambda i: abs(options[i].bits - budget))
+        model_losses = self._measure_model_losses(tree, candidates, measured, args)
         choices = {}
-        for path, row in candidates.items():
-            probe_loss = losses[path][probes[path]]
-            scale = model_losses[path] / probe_loss if path in model_losses and probe_loss else 1.0
-            choices[path] = [Choice(i, x.bits, scale * losses[path][i]) for i, x in enumerate(row)]
+        for path, options in candidates.items():
+            estimate = losses[path][measured[path]]
+            scale = model_losses[path] / estimate if path in model_losses and estimate else 1.0
+            pairs = zip(options, losses[path], strict=True)
+            choices[path] = [Choice(i, x.bits, scale * loss) for i, (x, loss) in enumerate(pairs)]
+        # Choose a candidate for each weight.
         rules, rows = [], []
-        for path, choice in solve_knapsack(choices, self._bits * count).items():
+        for path, choice in solve_knapsack(choices, self._bits * total).items():
             candidate = candidates[path][choice.number]
             shape, qtype = tuple(leaves[path].shape), str(candidate.rule.qtype)
             errors = math.sqrt(losses[path][choice.number]), math.sqrt(choice.loss)
@@ -164,24 +171,27 @@ class BitAllocator:
 
     def _find_candidates(
         self, args: Sequence[Any]
-    ) -> tuple[ChosenRules, dict[str, list["_FittedChoice"]]]:
-        """Return the tree of parameters, and the candidates of each weight, in its order."""
+    ) -> tuple[ChosenRules, dict[str, list["_WeightCandidate"]]]:
+        """Return the tree of parameters, and the possible formats of each weight by path."""
         with warnings.catch_warnings():
             # The function that gets the allocated rules repeats these warnings.
             warnings.simplefilter("ignore", UserWarning)
-            by_choice = [
+            trees = [
                 choose_rules(self._params, [rule], self._program, args) for rule in self._choices
             ]
-        tree = by_choice[0]
+        tree = trees[0]  # apart from the rules, all are equal
         warn_of_unmatched(self._choices, tree.paths)
-        candidates: dict[str, list[_FittedChoice]] = {}
+        candidates: dict[str, list[_WeightCandidate]] = {}
         for path, leaf in zip(tree.paths, tree.leaves, strict=True):
-            for choice, chosen in zip(self._choices, by_choice, strict=True):
+            for choice, chosen in zip(self._choices, trees, strict=True):
                 rule = chosen.rules.get(path)
                 if rule is not None and rule.qtype is not None:
                     axes = chosen.correction_axes(path)
-                    row = candidates.setdefault(path, [])
-                    row.append(_FittedChoice.create(leaf, choice, rule, axes))
+                    quantize = functools.partial(quantize_with_correction, rule=rule, axes=axes)
+                    bits = 8 * jax.eval_shape(quantize, leaf).nbytes
+                    candidates.setdefault(path, []).append(
+                        _WeightCandidate(choice, rule, axes, bits)
+                    )
         if not candidates:
             raise ValueError(
                 "no choice has a format for a weight that the program uses. Change the path_regex "
@@ -192,16 +202,17 @@ class BitAllocator:
     def _observe(
         self,
         tree: ChosenRules,
-        candidates: Mapping[str, Sequence["_FittedChoice"]],
+        candidates: Mapping[str, Sequence["_WeightCandidate"]],
         batches: Iterable[Any],
     ) -> Mapping[str, ActivationStatistics]:
         """Return the statistics of the activations of each weight that products use."""
-        axes = product_axes(tree, {path: row[0].rule for path, row in candidates.items()})
+        rules = {path: options[0].rule for path, options in candidates.items()}
+        axes = product_axes(tree, rules)
         if not axes:
             return {}
-        call = lambda parts, *args: self._program(parts[0], *args)
-        flat = tree.paths, tree.leaves, tree.treedef
-        recordings = record(call, [flat], axes, batches, gram=True, decay=0.9)
+        call = lambda trees, *args: self._program(trees[0], *args)  # `record` takes several trees
+        flat_tree = tree.paths, tree.leaves, tree.treedef
+        recordings = record(call, [flat_tree], axes, batches, gram=True, decay=0.9)
         statistics = statistics_of(recordings)
         warn_of_vanishing(statistics)
         return statistics
@@ -209,16 +220,18 @@ class BitAllocator:
     def _measure_model_losses(
         self,
         tree: ChosenRules,
-        candidates: Mapping[str, Sequence["_FittedChoice"]],
-        probes: Mapping[str, int],
+        candidates: Mapping[str, Sequence["_WeightCandidate"]],
+        measured: Mapping[str, int],
         args: Sequence[Any],
     ) -> dict[str, float]:
-        """Return the relative squared error of the model if only one weight is rounded, by path.
+        """Return the relative squared error of the model if a single weight is rounded, by path.
 
-        Return no losses if the outputs of the model are 0, or not floating.
+        `measured` holds the index of the candidate that rounds each weight, by path. Return an
+        empty dict if the outputs of the model are 0 or not floating.
         """
 
         def run(leaves: Sequence[Any]) -> list[np.ndarray]:
+            """Run the model with some parameters, and return the floating arrays in the output."""
             out = implicit(self._program)(jax.tree.unflatten(tree.treedef, leaves), *args)
             arrays = [
                 jnp.asarray(materialise_one(x))
@@ -234,8 +247,8 @@ class BitAllocator:
         losses = {}
         for i, (path, leaf) in enumerate(zip(tree.paths, tree.leaves, strict=True)):
             if path in candidates:
-                values = candidates[path][probes[path]].round(leaf)
-                outs = run([*tree.leaves[:i], values, *tree.leaves[i + 1 :]])
+                rounded = candidates[path][measured[path]].round(leaf)
+                outs = run([*tree.leaves[:i], rounded, *tree.leaves[i + 1 :]])
                 loss = sum(np.square(y - z).sum() for y, z in zip(outs, expected, strict=True))
                 losses[path] = float(loss / power)
         return losses
@@ -244,14 +257,14 @@ class BitAllocator:
 _NO_BATCH = object()
 
 
-class _FittedChoice(NamedTuple):
-    """A choice of the caller, fitted to a weight.
+class _WeightCandidate(NamedTuple):
+    """A possible format for a weight: one of the caller's choices, fitted to the weight.
 
     **Arguments:**
 
     - `choice`: the rule that the caller passed.
-    - `rule`: the same rule, fitted to the weight.
-    - `axes`: the axes of its low-rank correction, or None.
+    - `rule`: the same rule, with the contracted axes of the weight.
+    - `axes`: the axes of the low-rank correction, or None without a correction.
     - `bits`: the bits of the whole weight.
     """
 
@@ -260,13 +273,6 @@ class _FittedChoice(NamedTuple):
     axes: LowRankAxes | None
     bits: int
 
-    @classmethod
-    def create(
-        cls, leaf: Any, choice: Rule, rule: Rule, axes: LowRankAxes | None
-    ) -> "_FittedChoice":
-        stored = jax.eval_shape(lambda x: quantize_with_correction(x, rule, axes), leaf)
-        return cls(choice, rule, axes, 8 * stored.nbytes)
-
     def round(self, leaf: Any) -> jax.Array:
         """Quantize and dequantize a weight."""
         return jnp.asarray(materialise_one(quantize_with_correction(leaf, self.rule, self.axes)))
@@ -274,31 +280,33 @@ class _FittedChoice(NamedTuple):
     def loss(self, path: str, leaf: Any, statistics: ActivationStatistics | None) -> float:
         """Return the relative squared error of the outputs of a weight.
 
-        Without activations, return the relative squared error of the weight itself.
+        Without second moments of activations, return the relative squared error of the weight
+        itself.
         """
-        grams = statistics if statistics is not None and statistics.gram is not None else None
-        stacked = () if grams is None else grams.stacked_axes
-        matrices = MatrixStack(leaf.shape, self.rule.contracting(leaf.ndim), stacked)
+        if statistics is not None and statistics.gram is None:
+            statistics = None
+        stacked_axes = () if statistics is None else statistics.stacked_axes
+        matrices = MatrixStack(leaf.shape, self.rule.contracting(leaf.ndim), stacked_axes)
         dense, rounded = (finite(matrices.split(x)) for x in (leaf, self.round(leaf)))
-        if grams is None:
+        if statistics is None:
             loss, power = np.square(dense - rounded).sum(), np.square(dense).sum()
         else:
             with name_errors(path):
-                moments = matrices.moments(grams)
-            pairs = zip(moments, dense, rounded, strict=True)
-            loss = sum(moment.loss(w, q).sum() for moment, w, q in pairs)
-            power = sum(moment.power(w).sum() for moment, w in zip(moments, dense, strict=True))
+                moments = matrices.moments(statistics)
+            triples = [*zip(moments, dense, rounded, strict=True)]
+            loss = sum(moment.loss(w, q).sum() for moment, w, q in triples)
+            power = sum(moment.power(w).sum() for moment, w, _ in triples)
         return float(loss / power) if power else 0.0
 
 
 class Choice(NamedTuple):
-    """One choice for a weight.
+    """One of the choices for a weight in a knapsack problem.
 
     **Arguments:**
 
     - `number`: the index of the choice.
     - `bits`: the bits of the whole weight.
-    - `loss`: the loss, in a unit that is the same for all weights.
+    - `loss`: the loss. The losses of different weights are added.
     """
 
     number: int
@@ -311,7 +319,8 @@ def solve_knapsack(
 ) -> dict[str, Choice]:
     """Return one choice per weight with the least total loss within a budget of bits.
 
-    The result is exact for a few weights. For many weights it is approximate: see `_MAX_SUMS`.
+    The result is exact as long as at most `_MAX_SUMS` sums of bits are on the Pareto front, as for
+    a few weights. Otherwise it is approximate.
 
     **Arguments:**
 
@@ -326,32 +335,41 @@ def solve_knapsack(
     >>> {path: choice.bits for path, choice in solution.items()}
     {'a': 80, 'b': 40}
     """
-    needed = sum(min(x.bits for x in row) for row in choices.values())  # by the following weights
+    # The bits that the weights after the current one need at least.
+    needed = sum(min(x.bits for x in options) for options in choices.values())
     if not needed <= budget:
         raise ValueError(f"the weights take at least {needed} bits, and the budget is {budget:.0f}")
+    # Add one weight after another. Keep the Pareto front of the sums of bits and losses, and for
+    # each sum the index of the sum before this weight and the number of the choice.
     bits, losses, steps = np.zeros(1), np.zeros(1), []
-    for row in choices.values():
-        needed -= min(x.bits for x in row)
-        all_bits = (bits[:, None] + np.array([x.bits for x in row], float)).ravel()
-        all_losses = (losses[:, None] + np.array([x.loss for x in row], float)).ravel()
+    for options in choices.values():
+        needed -= min(x.bits for x in options)
+        all_bits = (bits[:, None] + np.array([x.bits for x in options], float)).ravel()
+        all_losses = (losses[:, None] + np.array([x.loss for x in options], float)).ravel()
         front = _pareto_front(all_bits, all_losses, budget - needed)
         bits, losses = all_bits[front], all_losses[front]
-        steps.append(np.divmod(front, len(row)))  # the sum before, and the number of the choice
-    at, solution = len(losses) - 1, {}
-    for (path, row), (before, number) in reversed([*zip(choices.items(), steps, strict=True)]):
-        solution[path] = row[number[at]]
-        at = before[at]
+        steps.append(np.divmod(front, len(options)))
+    # The last sum has the least loss. Follow the steps back from it.
+    index, solution = len(losses) - 1, {}
+    for path, (before, number) in zip(reversed([*choices]), reversed(steps), strict=True):
+        solution[path] = choices[path][number[index]]
+        index = before[index]
     return {path: solution[path] for path in choices}
 
 
 def _pareto_front(bits: np.ndarray, losses: np.ndarray, budget: float | int) -> np.ndarray:
-    """Return the indices of the Pareto front of (bits, loss) within a budget, ordered by bits."""
+    """Return the indices of the Pareto front of (bits, loss) within a budget, ordered by bits.
+
+    If the front has more than `_MAX_SUMS` entries, return one entry for each range of bits.
+    """
     order = np.lexsort((losses, bits))
     order = order[bits[order] <= budget]
+    # An entry is on the front if its loss is below the losses of all entries with fewer bits.
     least_before = np.minimum.accumulate(losses[order])[:-1]
-    order = order[np.append(True, losses[order][1:] < least_before)]
-    if len(order) <= _MAX_SUMS:
-        return order
-    ordered = bits[order]
-    ranges = ((ordered - ordered[0]) / (ordered[-1] - ordered[0]) * _MAX_SUMS).astype(int)
-    return order[np.append(ranges[1:] > ranges[:-1], True)]
+    front = order[np.append(True, losses[order][1:] < least_before)]
+    if len(front) <= _MAX_SUMS:
+        return front
+    # Keep the last entry of each range, which has the least loss.
+    offsets = bits[front] - bits[front[0]]
+    ranges = (offsets / offsets[-1] * _MAX_SUMS).astype(int)
+    return front[np.append(ranges[1:] > ranges[:-1], True)]

@@ -1,7 +1,9 @@
 """`calibrate`: quantize the parameters of a model with the activations of sample data.
 
-The model is observed with second moments, once or in stages. In a sequential calibration, each
-stage observes the activations of a model in which the weights of earlier stages are quantized.
+A calibration runs the model on the batches, records the second moments of the activations of each
+weight, and rounds the weights. It rounds them all at the same time, or a group of weights after
+another: each group is a *stage*. In a sequential calibration, a stage uses the activations of the
+model in which the weights of earlier stages are already rounded.
 """
 
 import dataclasses
@@ -196,6 +198,7 @@ class Calibrator:
     def __call__(self, batches: Iterable[Any]) -> Any:
         """Return the parameters, quantized with the activations of the batches."""
         check_batches(batches)
+        # Choose the rule of each weight, which needs the shapes of one batch.
         first = next(remaining := iter(batches), _NO_BATCH)
         if first is _NO_BATCH:
             raise ValueError("there are no batches to calibrate with. Pass at least one")
@@ -203,6 +206,7 @@ class Calibrator:
         chosen = choose_rules(self._params, self._rules, self._program, args, needs_products=True)
         axes = product_axes(chosen, chosen.rules)
         stages = _limit_memory(self._memory, chosen, axes)
+        # Check that the batches can be read as often as needed.
         repeating = ["sequential"] if self._sequential else []
         repeating += [f"memory={self._memory:,}"] if len(stages) > 1 else []
         repeating += ["resume"] if self._resume is not None else []
@@ -221,6 +225,7 @@ class Calibrator:
             ),
         )
         weights, statistics = self._round(chosen, axes, stages, batches, saved)
+        # Report the losses, and insert the rounded weights into the tree.
         results = {path: weight.result(path) for path, weight in weights.items()}
         losses = tuple(loss for _, loss in results.values() if loss is not None)
         self.report = CalibrationReport(losses)
@@ -232,7 +237,8 @@ class Calibrator:
 
         new = chosen.replace_leaves(quantize)
         methods = {path: self._method_for(rule) for path, rule in chosen.rules.items()}
-        useless = [x.path for x in losses if x.method == "nearest" != methods[x.path]]
+        nearest = [loss.path for loss in losses if loss.method == "nearest"]
+        useless = [path for path in nearest if methods[path] != "nearest"]
         if useless:
             names = " and ".join(sorted({methods[path] for path in useless}))
             warn_user(
@@ -249,7 +255,11 @@ class Calibrator:
         batches: Iterable[Any],
         saved: SavedProgress,
     ) -> tuple[Mapping[str, RoundedWeight], Mapping[str, ActivationStatistics]]:
-        """Round all weights in stages. Return them, and the statistics of their activations."""
+        """Round all weights, one stage after another.
+
+        Return the rounded weights, and the statistics of the activations, both by path. A
+        sequential calibration does not use `stages`: it orders the weights itself.
+        """
         leaves = dict(zip(chosen.paths, chosen.leaves, strict=True))
         weights = {}
         for path, rule in chosen.rules.items():
@@ -262,30 +272,34 @@ class Calibrator:
             dense = statistics_of(observe(axes, batches, gram=False))
             in_order = [path for path in chosen.uses or () if path in dense]
             stages = _order_stages({path: dense[path] for path in in_order})
-            leaves |= {path: w.nearest() for path, w in weights.items() if path not in axes}
+            leaves |= {path: w.rounded_values() for path, w in weights.items() if path not in axes}
         statistics: dict[str, ActivationStatistics] = {}
         missing: dict[str, str] = {}
         with _progress_bar(sum(map(len, stages)), is_shown=self._progress) as show:
             for number, stage in enumerate(stages):
+                # Restore the weights that are saved, and observe the activations of the others.
                 done = saved.restore(number, {path: weights.get(path) for path in stage})
                 show("", len(done))
-                todo = {path: axes[path] for path in stage if path not in done}
+                remaining_axes = {path: axes[path] for path in stage if path not in done}
                 text = f"stage {number + 1} of {len(stages)}, batch"
                 shown = _show_batches(batches, text, show)
-                new, without = split_recordings(observe(todo, shown, gram=True) if todo else {})
-                missing |= without
-                for path in new:
+                recordings = observe(remaining_axes, shown, gram=True) if remaining_axes else {}
+                observed, missing_in_stage = split_recordings(recordings)
+                missing |= missing_in_stage
+                # Round and save the observed weights.
+                for path, of_weight in observed.items():
                     show(path)
-                    done[path] = dataclasses.replace(new[path], gram=None, cross=None)
                     if path in weights:
                         with name_errors(path):
                             weights[path].round(
-                                new[path],
+                                of_weight,
                                 method=self._method_for(chosen.rules[path]),
                                 damping=self._damping,
                                 propagation=self._propagation,
                                 stacks=stage[path],
                             )
+                    # The second moments are large and no longer needed.
+                    done[path] = dataclasses.replace(of_weight, gram=None, cross=None)
                     saved.save(number, path, done[path], weights.get(path))
                     show(path, 1)
                 statistics |= done
@@ -296,7 +310,11 @@ class Calibrator:
         return weights, statistics
 
     def _method_for(self, rule: Rule) -> str:
-        """Return the rounding method of a weight, without channel factors that would not help."""
+        """Return the rounding method for a weight with a rule.
+
+        Channels are not scaled if the weight is rotated, or by SmoothQuant if the activations are
+        not quantized.
+        """
         if rule.method is not None:
             return rule.method
         method = get_method(self._method)
@@ -313,8 +331,12 @@ class Calibrator:
         *,
         gram: bool,
     ) -> Mapping[str, Recording]:
-        """Record the activations of some weights, and of the dense model to propagate errors."""
-        call = lambda parts, *args: [self._program(part, *args) for part in parts]
+        """Run the model on the batches, and record the activations of the weights in `axes`.
+
+        The model has the weights in `leaves`, by path. Some are already rounded. If errors are
+        propagated, the dense model runs, too. With `gram`, record second moments.
+        """
+        call = lambda trees, *args: [self._program(tree, *args) for tree in trees]
         tree = chosen.paths, [leaves[path] for path in chosen.paths], chosen.treedef
         needs_dense = gram and self._propagation > 0
         dense = (chosen.paths, chosen.leaves, chosen.treedef) if needs_dense else None
@@ -323,12 +345,16 @@ class Calibrator:
 
 _NO_BATCH = object()
 
-#: A function that shows a text, and adds a number of finished weights to the progress bar.
+#: A function of a text to show and of the number of weights that were finished since the last call.
 Show = Callable[..., None]
 
 
 @contextmanager
 def _progress_bar(total: int, *, is_shown: bool) -> Iterator[Show]:
+    """Show a progress bar for `total` weights, and yield the function that updates the bar.
+
+    If `is_shown` is False, there is no bar, and the function does nothing.
+    """
     if not is_shown:
         yield lambda text, advance=0: None
         return
@@ -344,47 +370,51 @@ def _progress_bar(total: int, *, is_shown: bool) -> Iterator[Show]:
 
 
 def _show_batches(batches: Iterable[Any], text: str, show: Show) -> Iterator[Any]:
+    """Yield the batches, and show the number of each batch in the progress bar."""
     for i, batch in enumerate(batches, start=1):
         show(f"{text} {i}")
         yield batch
 
 
-#: The weights of a stage, by path, with the indices of their matrices. None means all matrices.
+#: The weights that are rounded at the same time: by path, the indices of the matrices of a stacked
+#: weight, or None for all matrices.
 Stage = Mapping[str, Sequence[int] | None]
 
 
 def _limit_memory(
     memory: int | None, chosen: ChosenRules, axes: Mapping[str, tuple[int, ...]]
 ) -> list[Stage]:
-    """Divide the weights into stages whose second moments fit in a number of bytes.
+    """Divide the weights into stages whose second moments fit in `memory` bytes.
 
-    A weight that does not fit is the only weight of its stage.
+    A weight that does not fit is the only weight of its stage. `axes` holds the contracted axes of
+    each weight, by path.
     """
     leaves = dict(zip(chosen.paths, chosen.leaves, strict=True))
     stages: list[dict[str, None]] = [{}]
-    used = 0
+    stage_nbytes = 0
     for path, contracted in axes.items():
         shape = leaves[path].shape
         size = math.prod(shape[axis] for axis in contracted)
         nbytes = 8 * size**2 * math.prod(shape[:-2])  # leading axes may be stacked
-        if stages[-1] and memory is not None and used + nbytes > memory:
+        if stages[-1] and memory is not None and stage_nbytes + nbytes > memory:
             stages.append({})
-            used = 0
+            stage_nbytes = 0
         stages[-1][path] = None
-        used += nbytes
+        stage_nbytes += nbytes
     return [*stages]
 
 
 def _order_stages(statistics: Mapping[str, ActivationStatistics]) -> list[Stage]:
     """Divide the weights into the stages of a sequential calibration.
 
-    Consecutive weights with the same activations, such as q, k and v, are one stage. For stacked
-    weights that a scan uses, all first matrices precede all second matrices.
+    Consecutive weights with the same activations, such as q, k and v, are in one stage. If a scan
+    uses stacked weights, the first matrices of all weights come before the second matrices.
 
     **Arguments:**
 
     - `statistics`: the statistics of the activations, by path, in the order of the program.
     """
+    # Consecutive weights with the same number of stacked matrices may be used by the same scan.
     stages: list[dict[str, list[int]]] = []
     previous: Any = None
     for count, paths in itertools.groupby(statistics, lambda path: statistics[path].stacks):

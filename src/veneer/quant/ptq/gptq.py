@@ -1,11 +1,13 @@
 """GPTQ: choose the codes of a matrix row by row, so that each row compensates earlier errors.
 
-Source: Frantar et al., arXiv 2310.17323. Each column of a matrix `[K, N]` is a separate problem: to
-find the codes nearest to a vector, in the metric of the second moments of the activations. LAPACK
-factorizes the metric in float64, and compiled JAX code rounds blocks of rows.
+Source: Frantar et al., arXiv 2210.17323. Each column of a matrix `[K, N]` is a separate problem:
+find the codes with the least quadratic error. The metric of this error is the matrix of the second
+moments of the activations. LAPACK factorizes the metric in float64, and compiled JAX code rounds
+blocks of rows.
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +19,9 @@ from .moments import Moments, cholesky
 
 #: The damping, as a fraction of the mean of the diagonal of the second moments (section 3.3).
 DAMPING = 0.01
-#: The numbers of rows in a block and in a panel of blocks, which fit in the caches of a core.
+#: The number of rows in a block, and in a panel of blocks. Both fit in the caches of a core.
 _BLOCK, _PANEL = 8, 64
-#: The number of rows whose losses are added at a time.
+#: The number of rows whose losses `_is_norm_above` adds at a time.
 _LOSS_ROWS = 512
 
 
@@ -32,18 +34,19 @@ def gptq(
     *,
     damping: float = DAMPING,
 ) -> np.ndarray:
-    """Choose the codes of a matrix that minimize the loss of its outputs.
+    """Choose the codes of a matrix by GPTQ.
 
-    Rows are rounded in the order of their second moments, the largest first. Rows without
-    activations get the nearest codes. So does each column whose (damped) loss would be larger.
+    GPTQ rounds one row after another, and each row compensates the errors of earlier rows. Rows
+    with larger activations come first. Rows without activations get the nearest codes. A column
+    also gets the nearest codes if their loss (with damping) is not larger.
 
     **Arguments:**
 
     - `w`: the matrix `[K, N]`. Products contract K.
-    - `moments`: the second moments of its activations.
-    - `scale`, `zero_point`: one value per entry, `[K, N]`.
+    - `moments`: the second moments of the activations.
+    - `scale`, `zero_point`: one value per entry of `w`, `[K, N]`.
     - `qtype`: the format.
-    - `damping`: the fraction of the mean of the diagonal of the moments that is added to it.
+    - `damping`: this fraction of the mean of the moments' diagonal is added to the diagonal.
 
     **Returns:** the codes, one per byte, `[K, N]`.
 
@@ -61,33 +64,37 @@ def gptq(
         return np.zeros(w.shape, FORMATS[qtype].byte_dtype)
     metric = damp(moments.gram, damping)
     order = np.argsort(-np.diagonal(moments.gram), kind="stable")
-    lower = cholesky(metric[np.ix_(order[::-1], order[::-1])])
+    reversed_order = order[::-1]  # as `inverse_factor` needs it
+    lower = cholesky(metric[np.ix_(reversed_order, reversed_order)])
     w, scale, zero = w[order], scale[order], np.asarray(zero, np.float32)[order]
-    rounded, losses = _round_rows(w, scale, zero, inverse_factor(lower), qtype=qtype)
-    nearest, errors = map(np.asarray, _round_to_nearest(w, scale, zero, qtype=qtype))
-    codes = np.empty_like(rounded)
-    codes[order] = np.where(_is_loss_above(lower, errors, losses), rounded, nearest)
-    return codes
+    codes, losses = _round_rows(w, scale, zero, inverse_factor(lower), qtype=qtype)
+    nearest, reversed_errors = _round_to_nearest(w, scale, zero, qtype=qtype)
+    is_better = _is_norm_above(lower, np.asarray(reversed_errors), losses)
+    result = np.empty_like(codes)
+    result[order] = np.where(is_better, codes, nearest)
+    return result
 
 
 def damp(gram: np.ndarray, damping: float) -> np.ndarray:
-    """Return second moments in float64 with a damped diagonal. It is 1 for unused channels."""
+    """Return second moments in float64 after adding a constant to the diagonal.
+
+    The constant is `damping` times the mean of the diagonal. A channel without activations gets a 1
+    on the diagonal and 0 elsewhere.
+    """
     metric = np.array(gram, float)
-    at = np.diag_indices(len(metric))
-    diagonal = metric[at]
-    alive = diagonal > 0
-    metric[~alive], metric[:, ~alive] = 0, 0
-    mean = diagonal[alive].mean() if alive.any() else 0
-    metric[at] = np.where(alive, diagonal + damping * mean, 1)
+    diagonal = np.diagonal(metric)
+    is_used = diagonal > 0
+    mean = diagonal[is_used].mean() if is_used.any() else 0
+    damped = np.where(is_used, diagonal + damping * mean, 1)
+    metric[~is_used], metric[:, ~is_used] = 0, 0
+    np.fill_diagonal(metric, damped)
     return metric
 
 
 def inverse_factor(lower: np.ndarray) -> np.ndarray:
-    """Return the upper triangular U for which `U.T @ U` is the inverse of a positive matrix.
+    """Return the upper triangular U with `U.T @ U = inv(M)`, for a positive definite matrix M.
 
-    **Arguments:**
-
-    - `lower`: the Cholesky factor of the matrix with its rows and columns in reverse order.
+    `lower` is the Cholesky factor of `M[::-1, ::-1]`.
     """
     from scipy.linalg.lapack import dtrtri  # JAX depends on SciPy
 
@@ -100,15 +107,11 @@ def _round_rows(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Round rows from the first to the last. Return their codes, and the loss of each column.
 
-    The second half of the rows compensates all errors of the first half at once, and each half does
-    the same within itself. These are products of large matrices, computed by BLAS.
-
-    **Arguments:**
-
-    - `upper`: the `inverse_factor` of the metric, `[K, K]`.
+    `upper` is the `inverse_factor` of the metric, `[K, K]`. Other arrays are `[K, N]`.
     """
     from scipy.linalg.blas import sgemm
 
+    # Pad the rows to whole blocks.
     count, missing = len(w), -len(w) % _BLOCK
     if missing:
         w, scale, zero, upper = (np.pad(x, [(0, missing), (0, 0)]) for x in (w, scale, zero, upper))
@@ -118,13 +121,15 @@ def _round_rows(
     codes, errors = np.empty(w.shape, FORMATS[qtype].code_dtype), np.empty_like(remaining)
 
     def round_range(start: int, stop: int) -> None:
+        """Round the first half of some rows, compensate its errors, and round the second half."""
         rows = slice(start, stop)
         if stop - start <= _PANEL:
             panel = remaining[rows], scale[rows], zero[rows], upper[rows, rows]
             codes[rows], errors[rows] = _round_panel(*panel, qtype=qtype)
             return
-        middle = start + -(-(stop - start) // (2 * _PANEL)) * _PANEL
+        middle = start + math.ceil((stop - start) / (2 * _PANEL)) * _PANEL
         round_range(start, middle)
+        # Subtract `factors.T @ errors`. BLAS needs Fortran order, so compute the transpose.
         factors, second = upper[start:middle, middle:stop], remaining[middle:stop]
         second[:] = sgemm(-1, errors[start:middle].T, factors, beta=1, c=second.T, overwrite_c=1).T
         round_range(middle, stop)
@@ -137,26 +142,34 @@ def _round_rows(
 def _round_panel(
     w: jax.Array, scale: jax.Array, zero: jax.Array, upper: jax.Array, *, qtype: str
 ) -> tuple[jax.Array, jax.Array]:
-    """Round a panel of rows. Return the codes, and the scaled error of each entry."""
+    """Round a panel of rows, in blocks of `_BLOCK` rows.
+
+    Return the codes, and the rounding error of each entry divided by the diagonal of `upper`, which
+    is the part of the inverse factor for these rows. The loss of a column is the sum of the squares
+    of these errors.
+    """
     format, size = FORMATS[qtype], len(w)
 
     def round_block(
         w: jax.Array, start: jax.Array
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        """Round a block of rows, and compensate its errors in all later rows."""
         slice_rows = lambda x: lax.dynamic_slice_in_dim(x, start, _BLOCK)
         scales, zeros, factors = slice_rows(scale), slice_rows(zero), slice_rows(upper)
-        own = lax.dynamic_slice_in_dim(factors, start, _BLOCK, axis=1)
+        block_factors = lax.dynamic_slice_in_dim(factors, start, _BLOCK, axis=1)
 
         def round_row(carry: tuple, i: jax.Array) -> tuple[tuple, jax.Array]:
+            """Round row `i` of the block, and compensate its error in the rows of the block."""
             rows, errors = carry
             code, value = _encode(rows[i], scales[i], zeros[i], qtype)
-            error = _zero_nonfinite(rows[i] - value) / own[i, i]
-            return (rows - own[i][:, None] * error, errors.at[i].set(error)), code
+            error = _zero_nonfinite(rows[i] - value) / block_factors[i, i]
+            rows = rows - block_factors[i][:, None] * error  # the factors of earlier rows are 0
+            return (rows, errors.at[i].set(error)), code
 
         carry = slice_rows(w), jnp.zeros((_BLOCK, w.shape[1]), w.dtype)
         (_, errors), codes = lax.scan(round_row, carry, jnp.arange(_BLOCK))
-        later = jnp.where(jnp.arange(size) >= start + _BLOCK, factors, 0)
-        return w - jnp.matmul(later.T, errors, precision="highest"), (codes, errors)
+        later_factors = jnp.where(jnp.arange(size) >= start + _BLOCK, factors, 0)
+        return w - jnp.matmul(later_factors.T, errors, precision="highest"), (codes, errors)
 
     _, (codes, errors) = lax.scan(round_block, w, jnp.arange(0, size, _BLOCK))
     return codes.reshape(w.shape).astype(format.code_dtype), errors.reshape(w.shape)
@@ -166,33 +179,34 @@ def _round_panel(
 def _round_to_nearest(
     w: jax.Array, scale: jax.Array, zero: jax.Array, *, qtype: str
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the nearest codes, and the rounding errors of the rows in reverse order."""
+    """Return the nearest codes, and the rounding errors with the last row first."""
     codes, value = _encode(w, scale, zero, qtype)
     return codes.astype(FORMATS[qtype].code_dtype), _zero_nonfinite(w - value)[::-1]
 
 
-def _is_loss_above(lower: np.ndarray, errors: np.ndarray, limits: np.ndarray) -> np.ndarray:
-    """Return whether the squared norm of each column of `lower.T @ errors` is above its limit.
+def _is_norm_above(lower: np.ndarray, errors: np.ndarray, limits: np.ndarray) -> np.ndarray:
+    """Return whether the squared norm of each column of `lower.T @ errors` is above a limit.
 
-    Rows are added from the last, where activations are largest. A column whose sum is above the
-    limit is left out of the remaining products.
+    Later rows have larger activations, so they are added first. After each group of rows, columns
+    above their limits are left out.
     """
-    sums, left = np.zeros(errors.shape[1]), np.arange(errors.shape[1])
+    norms, columns = np.zeros(errors.shape[1]), np.arange(errors.shape[1])
     for stop in range(len(errors), 0, -_LOSS_ROWS):
         start = max(0, stop - _LOSS_ROWS)
-        columns = errors[start:] if len(left) == len(sums) else errors[start:, left]
-        part = lower[start:, start:stop].T.astype(np.float32) @ columns
-        sums[left] += np.einsum("kn,kn->n", part, part, dtype=float)
-        left = left[~(sums[left] > limits[left])]
-        if not left.size:
+        # Indexing by all columns would copy the array.
+        selected = errors[start:] if len(columns) == len(norms) else errors[start:, columns]
+        rows = lower[start:, start:stop].T.astype(np.float32) @ selected
+        norms[columns] += np.einsum("kn,kn->n", rows, rows, dtype=float)
+        columns = columns[~(norms[columns] > limits[columns])]
+        if not columns.size:
             break
-    return sums > limits
+    return norms > limits
 
 
 def _encode(
     w: jax.Array, scale: jax.Array, zero: jax.Array, qtype: str
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the nearest codes, and the values that they represent."""
+    """Return the nearest codes, and the values that the codes represent."""
     codes = FORMATS[qtype].encode(w / scale + zero)
     return codes, (FORMATS[qtype].decode(codes, w.dtype) - zero) * scale
 

@@ -16,62 +16,72 @@ from .moments import Moments, low_rank_factors
 
 
 class MatrixStack:
-    """The view of an array as a stack of matrices `[S, K, N]`, where products contract K.
+    """A conversion between an array and a stack of S matrices, `[S, K, N]`.
+
+    Products contract K. Each of the S matrices is multiplied by its own activations.
 
     **Arguments:**
 
     - `shape`: the shape of the array.
-    - `contracting`: the contracted axes, counted from the end.
-    - `stacked`: the axes along which matrices have different activations, from the front.
+    - `contracting`: the axes that are merged into K, counted from the end.
+    - `stacked`: the axes that are merged into S, counted from the front.
     """
 
     def __init__(self, shape: Sequence[int], contracting: Sequence[int], stacked: Sequence[int]):
         contracted = sorted(axis % len(shape) for axis in contracting)
         free = [axis for axis in range(len(shape)) if axis not in (*stacked, *contracted)]
+        self._axes = [*stacked], contracted, free
         self._order = [*stacked, *contracted, *free]
-        self._sizes = [shape[axis] for axis in self._order]
-        self._stacked, self._contracted = list(stacked), contracted
-        count = lambda axes: math.prod(shape[axis] for axis in axes)
-        self.shape = count(stacked), count(contracted), count(free)
+        self._sizes = [[shape[axis] for axis in axes] for axes in self._axes]
+        self.shape = tuple(map(math.prod, self._sizes))
 
     def split(self, array: Any) -> np.ndarray:
-        """Return the matrices of an array."""
+        """Return an array as matrices `[S, K, N]`."""
         return np.asarray(array).transpose(self._order).reshape(self.shape)
 
     def join(self, matrices: np.ndarray) -> np.ndarray:
-        """Return the array that consists of some matrices."""
-        return matrices.reshape(self._sizes).transpose(np.argsort(self._order))
+        """Return matrices `[S, K, N]` as an array: the inverse of `split`."""
+        stacked_sizes, contracted_sizes, free_sizes = self._sizes
+        array = matrices.reshape(*stacked_sizes, *contracted_sizes, *free_sizes)
+        return array.transpose(np.argsort(self._order))
 
     def join_channels(self, values: np.ndarray) -> np.ndarray:
         """Return values per channel, `[S, K]`, as an array that broadcasts against the weight."""
-        start = len(self._stacked) + len(self._contracted)
-        shape = [*self._sizes[:start], *[1] * (len(self._order) - start)]
-        return values.reshape(shape).transpose(np.argsort(self._order))
+        stacked_sizes, contracted_sizes, free_sizes = self._sizes
+        sizes = [*stacked_sizes, *contracted_sizes, *(1 for _ in free_sizes)]
+        return values.reshape(sizes).transpose(np.argsort(self._order))
 
     def grams_in_basis(self, basis: InBasis, grams: np.ndarray) -> np.ndarray:
-        """Return the second moments `[S, K, K]` of activations in the basis of an array."""
-        lead, count = len(self._stacked), len(self._contracted)
-        sizes = self._sizes[lead : lead + count]
-        moments = jnp.asarray(grams.reshape(*self._sizes[:lead], *sizes, *sizes))
-        stacked = {axis: i for i, axis in enumerate(self._stacked)}
-        for start in (lead, lead + count):
-            places = {axis: start + i for i, axis in enumerate(self._contracted)}
-            moments = basis.into_basis(moments, stacked | places)
+        """Transform second moments of activations, `[S, K, K]`, into the basis of a weight.
+
+        `basis` is a weight that is stored in another basis along contracted axes, such as rotated.
+        """
+        stacked, contracted, _ = self._axes
+        stacked_sizes, contracted_sizes, _ = self._sizes
+        moments = jnp.asarray(grams.reshape(*stacked_sizes, *contracted_sizes, *contracted_sizes))
+        stacked_places = {axis: i for i, axis in enumerate(stacked)}
+        # Transform the rows of each matrix of second moments, and then the columns.
+        for start in (len(stacked), len(stacked) + len(contracted)):
+            contracted_places = {axis: start + i for i, axis in enumerate(contracted)}
+            moments = basis.into_basis(moments, stacked_places | contracted_places)
         return np.asarray(moments, float).reshape(grams.shape)
 
     def moments(self, statistics: ActivationStatistics) -> list[Moments]:
-        """Return the second moments of each matrix. Without activations, all of them are 0."""
+        """Return the second moments of the activations of each matrix.
+
+        They are 0 for a matrix without activations, such as an expert that no token selected.
+        """
         count, size, _ = self.shape
         grams = np.reshape(statistics.gram, (count, size, size))
-        is_used = statistics.of_stacks(statistics.count > 0).max(1)
-        pairs = zip(grams, is_used, strict=True)
-        return [Moments(gram if used else np.zeros_like(gram)) for gram, used in pairs]
+        num_values = statistics.of_stacks(statistics.count).max(1)
+        pairs = zip(grams, num_values, strict=True)
+        return [Moments(gram if num > 0 else np.zeros_like(gram)) for gram, num in pairs]
 
 
 def product_axes(tree: ChosenRules, rules: Mapping[str, Rule]) -> dict[str, tuple[int, ...]]:
-    """Return the contracted axes of each weight that has a rule with a format and is in a product.
+    """Return the contracted axes of each weight that is quantized and used in a product, by path.
 
-    Both `rules` and the result are by path.
+    `rules` holds the rule of each weight, by path.
     """
     ndims, uses = dict(zip(tree.paths, map(np.ndim, tree.leaves), strict=True)), tree.uses or {}
     return {
@@ -87,16 +97,17 @@ def finite(x: np.ndarray) -> np.ndarray:
 
 
 class Correction:
-    """The low-rank correction of a weight, which can be computed for some matrices at a time.
+    """The low-rank correction of a weight, computed for one or more matrices at a time.
 
-    `factors` are the factors `[L, in, rank]` and `[L, rank, out]` of its matrices, where L counts
-    the leading axes. They are None before the first `compute`, and 0 for other matrices.
+    The weight is a stack of L matrices, `[L, in, out]`, where L is the product of the leading axes.
+    The attribute `factors` holds the factors `[L, in, rank]` and `[L, rank, out]`. The attribute is
+    None before the first `compute`. Factors that are not computed yet are 0.
 
     **Arguments:**
 
     - `shape`: the shape of the weight.
-    - `rank`: the rank, which the sizes of the matrices limit.
-    - `axes`: the axes of the correction.
+    - `rank`: the rank, at most. The sizes of the matrices limit it.
+    - `axes`: the numbers of input and output axes, and which of them products contract.
     - `contracting`: the axes that products contract.
     """
 
@@ -118,14 +129,15 @@ class Correction:
         stacked_axes: Sequence[int],
         stacks: Collection[int],
     ) -> None:
-        """Compute the corrections of the matrices that have the activations of some stacks.
+        """Compute the factors of some matrices, and store them in `factors`.
 
         **Arguments:**
 
         - `error`: the weight minus the rounded weight.
-        - `moments`: the second moments of the activations of each stack.
-        - `stacked_axes`: the axes along which the stacks lie, counted from the front.
-        - `stacks`: the indices of the stacks.
+        - `moments`: second moments, one for each index of the `stacked_axes`, flattened.
+        - `stacked_axes`: the axes of the weight along which the activations differ, counted from
+          the front.
+        - `stacks`: the indices into `moments` of the matrices to compute.
 
         **Raises:** `ValueError` if activations differ along an axis that the correction contracts.
         """
@@ -135,36 +147,39 @@ class Correction:
                 f"activations differ along the axes {list(stacked_axes)} of the weight. Leave out "
                 "correction_rank for this weight"
             )
-        error = finite(np.asarray(error, np.float32).reshape(self._shape))
+        errors = finite(np.asarray(error, np.float32).reshape(self._shape))
         count, ins, outs = self._shape
         if self.factors is None:
             shapes = (count, ins, self._rank), (count, self._rank, outs)
             self.factors = np.zeros(shapes[0], np.float32), np.zeros(shapes[1], np.float32)
-        counts = [self._lead[axis] for axis in stacked_axes]
-        contracts_outs = self._axes.contracted == "out"
-        for i, index in enumerate(np.ndindex(self._lead)):
-            stack_index = [index[axis] for axis in stacked_axes]
-            stack = int(np.ravel_multi_index(stack_index, counts)) if counts else 0
-            if stack not in stacks:
-                continue
-            gram = self._gram_of_matrix(moments[stack].gram, index)
-            a, b = low_rank_factors(error[i].T if contracts_outs else error[i], gram, self._rank)
-            self.factors[0][i], self.factors[1][i] = (b.T, a.T) if contracts_outs else (a, b)
+        # Repeat the indices of `moments` along the leading axes that share activations.
+        sizes = [n if axis in stacked_axes else 1 for axis, n in enumerate(self._lead)]
+        stack_indices = np.broadcast_to(np.arange(len(moments)).reshape(sizes), self._lead)
+        # A matrix is stored as [in, out] or [out, in]. `low_rank_factors` contracts the rows.
+        is_transposed = self._axes.contracted == "out"
+        for i, (index, stack) in enumerate(np.ndenumerate(stack_indices)):
+            if stack in stacks:
+                gram = self._gram_of_matrix(moments[int(stack)].gram, index)
+                matrix = errors[i].T if is_transposed else errors[i]
+                a, b = low_rank_factors(matrix, gram, self._rank)
+                self.factors[0][i], self.factors[1][i] = (b.T, a.T) if is_transposed else (a, b)
 
     def _gram_of_matrix(self, gram: np.ndarray, index: Sequence[int]) -> np.ndarray:
         """Return the part of a gram that belongs to the matrix at `index` of the leading axes.
 
-        A product can contract leading axes, too. Its gram then covers several matrices.
+        If a product also contracts leading axes, the gram covers several matrices.
         """
         sizes = [self._weight_shape[axis] for axis in self._contracted]
         part = [index[i] if i < len(self._lead) else slice(None) for i in self._contracted]
-        rows = self._shape[2 if self._axes.contracted == "out" else 1]
-        return gram.reshape(*sizes, *sizes)[tuple(part * 2)].reshape(rows, rows)
+        _, ins, outs = self._shape
+        size = outs if self._axes.contracted == "out" else ins
+        # The axes of a gram are the contracted axes twice: for its rows and for its columns.
+        return gram.reshape(*sizes, *sizes)[tuple(part * 2)].reshape(size, size)
 
     def add_to(self, q: Any, dense: Any) -> Any:
         """Return a rounded weight with the correction.
 
-        Before the first `compute`, use the correction of least squared error.
+        Before the first `compute`, the correction has the least squared error.
 
         **Arguments:**
 

@@ -1,7 +1,7 @@
-"""Second moments of activations, and the channel factors and corrections of least loss.
+"""Second moments of activations, and the channel factors and corrections with the least loss.
 
-The loss of a rounded matrix is the mean squared error of its outputs `x @ w`. It depends on the
-activations `x` only by their second moments.
+The loss of a rounded matrix is the mean squared error of the outputs `x @ w`. The loss depends on
+the activations `x` only through their second moments.
 """
 
 import functools
@@ -15,7 +15,7 @@ from ..models.correction import balance_factors
 
 #: The exponents that AWQ tries (section 3.2: a grid of 20 over [0, 1]).
 _EXPONENTS = np.linspace(0, 1, 21)
-#: AWQ compares the losses of this many outputs. Other outputs have similar losses.
+#: The number of outputs whose losses AWQ computes. Other outputs have similar losses.
 _COLUMNS = 512
 
 
@@ -49,8 +49,10 @@ class Moments:
 
         if not w.size:
             return np.zeros(w.shape[1])
-        columns = strmm(1, self._root, np.asarray(w, np.float32).T, side=1, trans_a=1)
-        return np.einsum("nk,nk->n", columns, columns, dtype=float)
+        # For each output, this is the squared norm of a column of R @ w, with R from `_root`.
+        # BLAS needs Fortran order, so compute the transpose, w.T @ R.T.
+        products = strmm(1, self._root, np.asarray(w, np.float32).T, side=1, trans_a=1)
+        return np.einsum("nk,nk->n", products, products, dtype=float)
 
     @functools.cached_property
     def _root(self) -> np.ndarray:
@@ -59,21 +61,22 @@ class Moments:
         With R, a loss is a sum of squares. Float32 is then precise enough even if errors of
         different channels cancel.
         """
+        # Factorize the correlations, whose diagonal is 1. That works for channels of all scales.
         size = np.sqrt(np.diagonal(self.gram))
-        alive = np.where(size > 0, size, 1)
-        correlations = self.gram / alive / alive[:, None]
+        divisor = np.where(size > 0, size, 1)
+        correlations = self.gram / divisor / divisor[:, None]
         upper = cholesky(correlations + np.diag(size == 0)).T
         return (upper * size).astype(np.float32)
 
 
 def cholesky(metric: np.ndarray) -> np.ndarray:
-    """Return the lower triangular L with `L @ L.T = metric`.
+    """Return the lower triangular L with `L @ L.T = metric`, for a finite symmetric matrix.
 
-    If the matrix, which must be finite, is not positive definite to working precision, its diagonal
-    is increased.
+    If rounding errors make the matrix indefinite, its diagonal is increased.
     """
     from scipy.linalg.lapack import dpotrf
 
+    # LAPACK needs Fortran order. The transpose of a symmetric matrix is the same matrix in it.
     lower, failed = dpotrf(metric.T, lower=1, clean=1)
     increase = 1e-8 * np.diagonal(metric).max(initial=0)
     while failed:
@@ -88,71 +91,76 @@ def awq_factors(
     magnitudes: np.ndarray,
     round_matrices: Callable[[np.ndarray], np.ndarray],
 ) -> np.ndarray:
-    """Return AWQ's channel factors: the power of the magnitudes of activations with the least loss.
+    """Return the channel factors of AWQ, which reduce the error of channels with large activations.
 
-    The weight is multiplied by the factors, and the activations are divided by them. Source: Lin et
-    al., arXiv 2306.00978, equation 5.
+    The factors are a power of the mean magnitudes of the activations. The exponent is the one with
+    the least loss. The weight is multiplied by the factors before rounding, and divided by them
+    afterwards. Source: Lin et al., arXiv 2306.00978, equation 5.
 
     **Arguments:**
 
-    - `matrices`: the weight, `[S, K, N]`, finite.
+    - `matrices`: the weight, finite. A stack of S matrices, `[S, K, N]`, where products contract K.
     - `moments`: the second moments of the activations of each matrix.
     - `magnitudes`: the mean magnitude of each channel of the activations, `[S, K]`.
     - `round_matrices`: a function that quantizes and dequantizes matrices.
 
     **Returns:** the factors, `[S, K]` in float32.
     """
+    # Estimate the loss from a sample of the columns.
     columns = slice(None, None, math.ceil(max(1, matrices.shape[2]) / _COLUMNS))
-    least = np.full(len(matrices), np.inf)
-    best = np.ones(magnitudes.shape, np.float32)
+    least_losses = np.full(len(matrices), np.inf)
+    best_factors = np.ones(magnitudes.shape, np.float32)
     for exponent in _EXPONENTS:
         factors = np.where(magnitudes > 0, magnitudes, 1) ** exponent
+        # Normalize the factors, as in the code of AWQ.
         factors /= np.sqrt(factors.max(1, keepdims=True) * factors.min(1, keepdims=True))
         factors = factors.astype(np.float32)
-        values = round_matrices(matrices * factors[:, :, None]) / factors[:, :, None]
+        rounded = round_matrices(matrices * factors[:, :, None]) / factors[:, :, None]
         for i, moment in enumerate(moments):
-            loss = moment.loss(matrices[i, :, columns], values[i, :, columns]).sum()
-            if loss < least[i]:
-                least[i], best[i] = loss, factors[i]
-    return best
+            loss = moment.loss(matrices[i, :, columns], rounded[i, :, columns]).sum()
+            if loss < least_losses[i]:
+                least_losses[i], best_factors[i] = loss, factors[i]
+    return best_factors
 
 
 def smoothquant_factors(matrices: np.ndarray, largest: np.ndarray) -> np.ndarray:
-    """Return SmoothQuant's channel factors, which move outliers of activations to the weight.
+    """Return the channel factors of SmoothQuant, which move outliers of activations to the weight.
 
-    Source: Xiao et al., arXiv 2211.10438, equation 4 with alpha 0.5.
+    The weight is multiplied by the factors, and the activations are divided by them. Source: Xiao
+    et al., arXiv 2211.10438, equation 4 with alpha 0.5.
 
     **Arguments:**
 
-    - `matrices`: the weight, `[S, K, N]`, finite.
+    - `matrices`: the weight, finite. A stack of S matrices, `[S, K, N]`, where products contract K.
     - `largest`: the largest magnitude of each channel of the activations, `[S, K]`.
 
     **Returns:** the factors, `[S, K]` in float32. Channels of zeros have factor 1.
     """
-    of_weight = np.abs(matrices).max(2, initial=0)
-    alive = (of_weight > 0) & (largest > 0)
-    ratios = np.where(alive, largest, 1) ** 0.5 / np.where(alive, of_weight, 1) ** 0.5
-    return ratios.astype(np.float32)
+    largest_weights = np.abs(matrices).max(2, initial=0)
+    is_nonzero = (largest_weights > 0) & (largest > 0)
+    roots = (np.sqrt(np.where(is_nonzero, x, 1)) for x in (largest, largest_weights))
+    return np.divide(*roots).astype(np.float32)
 
 
 def low_rank_factors(
     error: np.ndarray, gram: np.ndarray, rank: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the factors `a` and `b` of the low-rank correction C of least loss.
+    """Return the factors `a` and `b` of the low-rank correction `C = a @ b` with the least loss.
 
-    C has the least trace of `(E - C).T @ G @ (E - C)`, where E is the error and G the gram. With V
-    the right singular vectors of the largest singular values of `G^(1/2) @ E`, it is `E @ V @ V.T`.
-    That equals QERA's `G^(-1/2) @ svd_r(G^(1/2) @ E)` (Zhang et al., arXiv 2410.06040, theorem 1),
-    but it has no inverse, so G can be singular.
+    The loss is the trace of `(E - C).T @ G @ (E - C)`, where E is `error` and G is `gram`. The
+    solution is `C = E @ V @ V.T`, where V holds the right singular vectors of the largest singular
+    values of `G^(1/2) @ E`. QERA has the equal solution `G^(-1/2) @ svd_r(G^(1/2) @ E)` (Zhang et
+    al., arXiv 2410.06040, theorem 1). The form with V has no inverse, so G can be singular.
 
     **Arguments:**
 
     - `error`: the weight minus the rounded weight, `[K, N]`.
-    - `gram`: the second moments of the activations, `[K, K]`. If all are 0, the correction has the
-      least squared error.
+    - `gram`: the second moments of the activations, `[K, K]`. If all are 0, the loss is the squared
+      error of the weight.
     - `rank`: the rank, at most K and N.
 
-    **Returns:** `[K, rank]` and `[rank, N]` in float64, whose columns and rows have equal norms.
+    **Returns:** `a`, `[K, rank]`, and `b`, `[rank, N]`, in float64. Column i of `a` has the same
+    norm as row i of `b`.
 
     >>> import numpy as np
     >>> from veneer.quant.ptq.moments import low_rank_factors
@@ -164,6 +172,8 @@ def low_rank_factors(
     error, gram = np.asarray(error, float), np.asarray(gram, float)
     if not gram.any():
         gram = np.eye(len(gram))
+    # V holds eigenvectors of E.T @ G @ E, [N, N]. If K is smaller than N, compute the eigenvectors
+    # of the [K, K] matrix `weighted @ weighted.T` instead, and map them to V.
     if error.shape[1] <= error.shape[0]:
         right = _top_eigenvectors(error.T @ gram @ error, rank)
     else:
@@ -174,7 +184,9 @@ def low_rank_factors(
 
 
 def _top_eigenvectors(matrix: np.ndarray, count: int) -> np.ndarray:
+    """Return the eigenvectors of the largest eigenvalues of a symmetric matrix, as columns."""
     from scipy.linalg import eigh
 
-    n = len(matrix)
-    return eigh(matrix, subset_by_index=[n - count, n - 1])[1]
+    size = len(matrix)
+    _, vectors = eigh(matrix, subset_by_index=[size - count, size - 1])  # in ascending order
+    return vectors

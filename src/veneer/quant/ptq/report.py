@@ -1,4 +1,4 @@
-"""Tables of the errors of rounded weights, and of the formats of weights."""
+"""The reports of `calibrate` and `allocate_bits`: tables with a row per weight."""
 
 import math
 from collections.abc import Sequence
@@ -9,16 +9,18 @@ from ..._report.tables import Cells, Tabular
 
 
 class WeightLoss(NamedTuple):
-    """The error of one weight.
+    """The error of one weight after calibration.
+
+    An error is the root mean square error of the outputs of the weight's products, divided by the
+    root mean square of the dense outputs.
 
     **Arguments:**
 
-    - `path`, `shape`, `qtype`: of the weight.
-    - `before`, `after`: the root mean square error of the outputs of its products, relative to the
-      root mean square of the dense outputs for the same activations. `before` is for rounding to
-      nearest as in `quantize_tree`, and `after` for the result.
-    - `method`: the method of rounding.
-    - `correction_rank`: the rank of its correction, which `after` includes, or None.
+    - `path`, `shape`, `qtype`: the path, shape and format of the weight.
+    - `before`: the error after rounding to nearest, as in `quantize_tree`.
+    - `after`: the error of the result, including a low-rank correction.
+    - `method`: the rounding method.
+    - `correction_rank`: the rank of the low-rank correction, or None without a correction.
     """
 
     path: str
@@ -32,7 +34,7 @@ class WeightLoss(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class CalibrationReport(Tabular):
-    """The errors of the weights of a calibration.
+    """The errors of the weights after a calibration.
 
     `print` shows a table, a notebook an HTML table, and `plot` a chart.
     """
@@ -40,7 +42,7 @@ class CalibrationReport(Tabular):
     rows: tuple[WeightLoss, ...]
 
     def _table(self) -> tuple[Cells, Sequence[Cells], Cells, Cells]:
-        names = ("path", "format", "shape", "nearest error", "error", "method")
+        headings = ("path", "format", "shape", "nearest error", "error", "method")
         cells = []
         for row in self.rows:
             rank = row.correction_rank
@@ -48,10 +50,12 @@ class CalibrationReport(Tabular):
             errors = percent(row.before), percent(row.after)
             cells.append((row.path, row.qtype, str(list(row.shape)), *errors, method))
         mean = "mean", "", "", self.mean("before"), self.mean("after"), ""
-        return names, cells, mean, ("nearest error", "error")
+        return headings, cells, mean, ("nearest error", "error")
 
     def plot(self, axes: Any = None) -> Any:
-        """Draw two bars for each weight: rounded to nearest, and calibrated. This needs matplotlib.
+        """Draw the error of rounding to nearest, and the error, as two bars per weight.
+
+        This needs matplotlib.
 
         **Arguments:**
 
@@ -63,11 +67,11 @@ class CalibrationReport(Tabular):
             import matplotlib.pyplot as plt
 
             _, axes = plt.subplots(figsize=(8, 1 + 0.25 * len(self.rows)), layout="constrained")
-        places = range(len(self.rows))
+        positions = range(len(self.rows))
         for label, field, color in (("nearest", "before", "0.8"), ("calibrated", "after", "C0")):
             values = [100 * getattr(row, field) for row in self.rows]
-            axes.barh(places, values, color=color, label=label)
-        axes.set_yticks(places, [row.path for row in self.rows])
+            axes.barh(positions, values, color=color, label=label)
+        axes.set_yticks(positions, [row.path for row in self.rows])
         axes.invert_yaxis()
         axes.set_xlabel("error of the outputs, % of their norm")
         axes.legend()
@@ -80,14 +84,15 @@ class CalibrationReport(Tabular):
 
 
 class WeightBits(NamedTuple):
-    """The format of one weight.
+    """The format that `allocate_bits` chose for one weight.
 
     **Arguments:**
 
-    - `path`, `shape`, `qtype`: of the weight.
+    - `path`, `shape`, `qtype`: the path, shape and format of the weight.
     - `bits`: the total number of bits, including scales and corrections.
-    - `loses`: the relative error of the outputs of its products when it is rounded to nearest.
-    - `model_loses`: the relative error of the model's output when only this weight is rounded.
+    - `loses`: the relative error of the outputs of the weight's products, if the weight is rounded
+      to nearest.
+    - `model_loses`: the relative error of the model's output, if only this weight is rounded.
     """
 
     path: str
@@ -100,7 +105,7 @@ class WeightBits(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class AllocationReport(Tabular):
-    """The formats of the weights of an allocation.
+    """The formats that `allocate_bits` chose for the weights of a model.
 
     `print` shows a table, and a notebook an HTML table.
     """
@@ -114,7 +119,7 @@ class AllocationReport(Tabular):
         return sum(row.bits for row in self.rows) / max(1, values)
 
     def _table(self) -> tuple[Cells, Sequence[Cells], Cells, Cells]:
-        names = ("path", "format", "shape", "bits per value", "error", "model error")
+        headings = ("path", "format", "shape", "bits per value", "error", "model error")
         cells = []
         for row in self.rows:
             bits = f"{row.bits / max(1, math.prod(row.shape)):.3g}"
@@ -122,7 +127,7 @@ class AllocationReport(Tabular):
             cells.append((row.path, row.qtype, str(list(row.shape)), bits, *errors))
         model_error = percent(math.hypot(*(row.model_loses for row in self.rows)))
         total = ("total", "", "", f"{self.bits:.3g}", "", model_error)
-        return names, cells, total, ("bits per value", "error", "model error")
+        return headings, cells, total, ("bits per value", "error", "model error")
 
 
 def percent(share: float) -> str:

@@ -1,4 +1,4 @@
-"""`SavedProgress`, the results of a calibration in a folder, from which it can continue."""
+"""`SavedProgress`: a folder with results of a calibration, from which the same call continues."""
 
 import hashlib
 import json
@@ -30,12 +30,15 @@ _PARTIAL = ".begun"
 
 
 class SavedProgress:
-    """A folder with the weights and statistics after each stage of one calibration.
+    """A folder with the weights and statistics after each stage of a calibration.
+
+    A stage is a group of weights that are rounded at the same time.
 
     **Arguments:**
 
     - `folder`: the folder, which is created if needed. None saves nothing.
-    - `digests`: a function that returns the `digest_calibration` of this calibration.
+    - `digests`: a function that returns named digests of all that determines the results. The
+      folder stores them, to find out later whether it belongs to the same calibration.
 
     **Raises:** `ValueError` if the folder belongs to another calibration, or holds other files.
     """
@@ -78,7 +81,10 @@ class SavedProgress:
         statistics: ActivationStatistics,
         weight: RoundedWeight | None,
     ) -> None:
-        """Save a weight after a stage. An interruption leaves no incomplete file."""
+        """Save the statistics and the state of the weight with a path after a stage.
+
+        The file is complete or absent, even after an interruption.
+        """
         if self._folder is None:
             return
         fields = statistics_to_arrays(statistics)
@@ -93,12 +99,18 @@ class SavedProgress:
     def restore(
         self, stage: int, weights: Mapping[str, RoundedWeight | None]
     ) -> dict[str, ActivationStatistics]:
-        """Restore the weights that are saved for a stage. Return their statistics, by path."""
+        """Restore the state of each weight that is saved for a stage.
+
+        `weights` holds the weights of the stage by path, or None if only the statistics of a weight
+        are saved. Return the statistics of the restored weights by path. Damaged files
+        are ignored, with a warning.
+        """
         statistics = {}
         for path, weight in weights.items():
             if self._folder is None or not self._file(stage, path).is_file():
                 continue
             try:
+                # The names of statistics have a prefix. The other arrays are the weight's state.
                 state = read_npz(self._file(stage, path))
                 names = [name for name in state if name.startswith(_STATISTICS)]
                 fields = {name.removeprefix(_STATISTICS): state.pop(name) for name in names}
@@ -122,8 +134,8 @@ def digest_calibration(
 
     **Arguments:**
 
-    - `options`: the options of the calibration. Only their `repr` matters.
-    - `program`: the model, a function of the parameters and of `args`.
+    - `options`: the options of the calibration. The digest is of their `repr`.
+    - `program`: the model, a function of `params` and `args`.
     - `batches`: all batches.
     """
     return {
@@ -135,7 +147,7 @@ def digest_calibration(
 
 
 def _describe_program(program: Callable, params: Any, args: Sequence[Any]) -> list[Any]:
-    """Return the text and the constants of a program, which are the same in each process."""
+    """Return the jaxpr of a program as a text that is equal in all processes, and its constants."""
 
     def run(params: Any, args: Any) -> list[Any]:
         out = jax.tree.leaves(implicit(program)(params, *args))
@@ -143,18 +155,20 @@ def _describe_program(program: Callable, params: Any, args: Sequence[Any]) -> li
 
     run_on_arrays, avals = abstract_arrays(run, params, tuple(args))
     jaxpr = jax.make_jaxpr(run_on_arrays)(avals)
+    # Memory addresses and the order of frozensets differ between processes.
     text = re.sub(r" at 0x[0-9a-f]+", "", str(jaxpr))
     sort_items = lambda match: ", ".join(sorted(match[0].split(", ")))
     return [re.sub(r"(?<=frozenset\(\{)[^}]*", sort_items, text), *constants_in(jaxpr)]
 
 
 def _digest(parts: Iterable[Any]) -> str:
+    """Return the SHA-256 digest of strings, arrays and numbers."""
     digest = hashlib.sha256()
     for part in parts:
         if not isinstance(part, str) and jnp.issubdtype(jnp.result_type(part), jax.dtypes.prng_key):
             part = jax.random.key_data(part)
         array = np.asarray(part)
-        if array.dtype.kind in "OUS":
+        if array.dtype.kind in "OUS":  # objects and strings have no bytes of their own
             array = np.frombuffer(repr(part).encode(), np.uint8)
         digest.update(f"{array.dtype}{array.shape}".encode())
         digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)

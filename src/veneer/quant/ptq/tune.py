@@ -18,6 +18,7 @@ from ..._jax.source_lines import warn_user
 from ..models.programs import arguments_of, check_batches, parameters_and_program
 from .tuned_tree import TunedTree, arrays_only, replace_arrays
 
+#: The names that the argument `train` can contain.
 PARTS = ("codes", "scales", "dense")
 
 
@@ -43,7 +44,7 @@ def tune(
     - `model`: a function of parameters and a batch, or the dense callable module.
     - `quantized`: the quantized parameters or module, from `quantize_tree` or, better, `calibrate`.
     - `params`: the dense parameters. None if `model` is a module.
-    - `train`: a list of the parts to train (see the table).
+    - `train`: what to train, a list of names in the table below.
     - `epochs`: the number of passes over the batches.
     - `learning_rate`: the initial learning rate of Adam, which decays to 0 along a cosine. For a
       scale, it is relative to the scale. For a dense array, it is relative to the root mean square
@@ -125,7 +126,7 @@ class Tuner:
         self._loss = relative_error if loss is None else loss
 
     def __call__(self, batches: Iterable[Any]) -> Any:
-        """Return the tree, tuned to the outputs of the dense model on the batches."""
+        """Train the quantized tree to match the dense model on the batches, and return the tree."""
         check_batches(batches)
         if iter(batches) is batches:
             raise TypeError(
@@ -140,11 +141,12 @@ class Tuner:
         except ImportError as error:
             raise ImportError("vn.quant.tune needs optax: pip install optax") from error
         tuned = TunedTree(self._quantized, self._dense, self._train)
+        # Arrays are arguments of the compiled functions: as constants, they would be copied.
         dense_leaves, treedef = jax.tree.flatten(self._dense)
         dense = arrays_only(dense_leaves)
 
-        def loss(state: Any, fixed: Any, dense: Any, args: Any) -> jax.Array:
-            outputs = implicit(self._program)(tuned.tree(state, fixed), *args)
+        def loss(state: Any, arrays: Any, dense: Any, args: Any) -> jax.Array:
+            outputs = implicit(self._program)(tuned.tree(state, arrays), *args)
             params = jax.tree.unflatten(treedef, replace_arrays(dense_leaves, dense))
             expected = self._program(params, *args)
             return self._loss(outputs, jax.lax.stop_gradient(expected))
@@ -152,14 +154,14 @@ class Tuner:
         optimizer = optax.adam(optax.cosine_decay_schedule(self._rate, self._epochs * count))
 
         @partial(jax.jit, donate_argnums=(0, 1))
-        def step(state: Any, moments: Any, fixed: Any, dense: Any, args: Any) -> Any:
-            value, gradients = jax.value_and_grad(loss)(state, fixed, dense, args)
+        def step(state: Any, moments: Any, arrays: Any, dense: Any, args: Any) -> Any:
+            value, gradients = jax.value_and_grad(loss)(state, arrays, dense, args)
             updates, moments = optimizer.update(gradients, moments)
             return jax.tree.map(jnp.add, state, updates), moments, value
 
         compiled_loss = jax.jit(loss)
         mean_loss = lambda state: _mean(
-            [compiled_loss(state, tuned.fixed, dense, arguments_of(x)) for x in batches]
+            [compiled_loss(state, tuned.arrays, dense, arguments_of(x)) for x in batches]
         )
         state = tuned.start()
         moments = optimizer.init(state)
@@ -168,7 +170,7 @@ class Tuner:
             values = []
             for batch in batches:
                 args = arguments_of(batch)
-                state, moments, value = step(state, moments, tuned.fixed, dense, args)
+                state, moments, value = step(state, moments, tuned.arrays, dense, args)
                 values.append(value)
             self.losses.append(_mean(values))
         self.losses.append(mean_loss(state))
@@ -183,9 +185,10 @@ class Tuner:
 
 
 def relative_error(outputs: Any, expected: Any) -> jax.Array:
-    """Return the mean squared error, divided by the mean square of `expected`.
+    """Return the mean over all floating arrays of a tree of their relative squared errors.
 
-    The result is the mean over the floating arrays of both trees.
+    The error of an array is the mean squared error, divided by the mean square of the expected
+    array. Raise `ValueError` if `expected` has no floating array.
     """
     errors = []
     for output, target in zip(jax.tree.leaves(outputs), jax.tree.leaves(expected), strict=True):
@@ -200,6 +203,7 @@ def relative_error(outputs: Any, expected: Any) -> jax.Array:
 
 
 def _mean(losses: list[Any]) -> float:
+    """Return the mean of losses, or raise `ValueError` if the mean is not finite."""
     mean = float(np.mean(losses))
     if not np.isfinite(mean):
         raise ValueError(

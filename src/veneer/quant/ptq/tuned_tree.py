@@ -1,8 +1,8 @@
 """`TunedTree`, a tree whose codes, scales and dense arrays are trained.
 
-The trained variables of a leaf are a dict:
+The trained variables of each leaf of the tree are a dict:
 
-| name | of | variable |
+| name | leaf | variable |
 |---|---|---|
 | "codes" | a `QArray` | the codes before rounding, divided by `_code_step` |
 | "scales" | a `QArray` | the logarithm of the change of each scale |
@@ -30,44 +30,44 @@ Variables = Mapping[str, jax.Array]
 
 
 class TunedTree:
-    """A tree with some trained leaves.
+    """A tree in which the codes and scales of each QArray, or dense arrays, are trained.
 
-    `fixed` is the list of the arrays of the tree before training, None for leaves of other types.
+    The attribute `arrays` lists the leaves before training, with None for leaves that are not
+    arrays. The `state` that methods take holds the trained variables of each leaf, by its index.
 
     **Arguments:**
 
     - `quantized`: the tree.
     - `dense`: the tree before quantization.
-    - `train`: the trained parts, a subset of "codes", "scales" and "dense".
+    - `train`: what to train, a subset of "codes", "scales" and "dense".
 
-    **Raises:** `ValueError` if the tree has none of these parts.
+    **Raises:** `ValueError` if the tree has none of these.
     """
 
     def __init__(self, quantized: Any, dense: Any, train: frozenset[str]):
         self._quantized, self._dense = quantized, dense
         self._leaves, self._treedef = jax.tree.flatten(quantized, is_leaf=_is_qarray)
-        parts = [train & _trainable_parts(leaf) for leaf in self._leaves]
-        self._parts = {i: names for i, names in enumerate(parts) if names}
-        if not self._parts:
+        names = [train & _trainable_names(leaf) for leaf in self._leaves]
+        self._names = {i: of_leaf for i, of_leaf in enumerate(names) if of_leaf}
+        if not self._names:
             raise ValueError(
                 f"there is nothing to train: the tree has no {' or '.join(sorted(train))}. Only "
                 "floating scales and the codes of a QArray can be trained"
             )
-        self.fixed = arrays_only(self._leaves)
+        self.arrays = arrays_only(self._leaves)
 
     def start(self) -> dict[int, Variables]:
-        """Return the initial variables of each trained leaf.
+        """Return the initial state: the variables of each trained leaf, by the index of the leaf.
 
-        Codes start from the dense values, and all other parts start unchanged.
+        Codes start from the dense values. Scales and dense arrays start unchanged.
         """
-        needs_dense = any("codes" in names for names in self._parts.values())
-        dense = _dense_leaves(self._quantized, self._dense) if needs_dense else {}
+        dense = _dense_leaves(self._quantized, self._dense)
         state: dict[int, Variables] = {}
-        for i, names in self._parts.items():
+        for i, names in self._names.items():
             leaf = self._leaves[i]
             variables: dict[str, jax.Array] = {}
             if "codes" in names:
-                variables["codes"] = _codes_before_rounding(leaf, dense.get(i)) / _code_step(leaf)
+                variables["codes"] = _codes_before_rounding(leaf, dense[i]) / _code_step(leaf)
             if "scales" in names:
                 variables["scales"] = jnp.zeros(leaf.scale.shape, jnp.float32)
             if "dense" in names:
@@ -75,15 +75,19 @@ class TunedTree:
             state[i] = variables
         return state
 
-    def tree(self, state: Mapping[int, Variables], fixed: Sequence[Any]) -> Any:
-        """Return the tree for some variables, with dense arrays, which have derivatives."""
-        leaves = replace_arrays(self._leaves, fixed)
+    def tree(self, state: Mapping[int, Variables], arrays: Sequence[Any]) -> Any:
+        """Return the tree with the trained variables, differentiable with respect to `state`.
+
+        A dense array replaces each trained QArray. `arrays` is the attribute of this name, passed
+        as an argument so that `jax.jit` does not embed the arrays in the program as constants.
+        """
+        leaves = replace_arrays(self._leaves, arrays)
         for i, variables in state.items():
             leaves[i] = _dense_value(leaves[i], variables)
         return jax.tree.unflatten(self._treedef, leaves)
 
     def stored(self, state: Mapping[int, Variables]) -> Any:
-        """Return the tree for some variables, with quantized arrays."""
+        """Return the tree with the trained variables, in which a QArray stays a QArray."""
         leaves = list(self._leaves)
         for i, variables in state.items():
             leaves[i] = _stored_value(leaves[i], variables)
@@ -91,13 +95,13 @@ class TunedTree:
 
 
 def arrays_only(leaves: Sequence[Any]) -> list[Any]:
-    """Return leaves with None in place of those that are not arrays, to pass to `jax.jit`."""
+    """Return a list of leaves with None in place of leaves that `jax.jit` cannot take."""
     is_array = lambda x: isinstance(x, jax.Array | np.ndarray | QArray)
     return [leaf if is_array(leaf) else None for leaf in leaves]
 
 
 def replace_arrays(leaves: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
-    """Return leaves with arrays from another list. None keeps a leaf."""
+    """Return a list of leaves after replacing each leaf for which `arrays` is not None."""
     return [x if array is None else array for x, array in zip(leaves, arrays, strict=True)]
 
 
@@ -105,7 +109,8 @@ def _is_qarray(x: Any) -> bool:
     return isinstance(x, QArray)
 
 
-def _trainable_parts(leaf: Any) -> set[str]:
+def _trainable_names(leaf: Any) -> set[str]:
+    """Return which of "codes", "scales" and "dense" can be trained in a leaf."""
     if isinstance(leaf, QArray):
         # A small change of a quantized scale, or of a power of two, would be rounded away.
         has_float_scale = not isinstance(leaf.scale, QArray) and leaf.scale.dtype in QUANTIZABLE
@@ -114,47 +119,45 @@ def _trainable_parts(leaf: Any) -> set[str]:
     return {"dense"} if is_floating else set()
 
 
-def _dense_leaves(quantized: Any, dense: Any) -> dict[int, Any]:
-    """Return the dense array of each QArray, in its basis, by the index of the leaf.
+def _dense_leaves(quantized: Any, dense: Any) -> list[Any]:
+    """Return the dense array of each QArray in a list of the leaves of the quantized tree.
 
-    The result is empty if the trees have different structures, as with a `LoraArray`. Codes then
-    start from their quantized values.
+    The dense array is in the basis of the QArray, for example rotated. The entry is None for other
+    leaves, and for all leaves if the trees have different structures, as with a `LoraArray`.
     """
-    parts, treedef = jax.tree.flatten(quantized, is_leaf=_is_qarray)
-    indices = jax.tree.unflatten(treedef, list(range(len(parts))))
     is_weight = lambda x: isinstance(x, QArray | InBasis | ActivationQuantized)
-    weights = jax.tree.leaves(quantized, is_leaf=is_weight)
-    dense_leaves = jax.tree.leaves(dense)
-    found: dict[int, Any] = {}
-    if len(weights) != len(dense_leaves):
-        return found
-    indices = jax.tree.leaves(indices, is_leaf=is_weight)
-    for weight, index, array in zip(weights, indices, dense_leaves, strict=True):
-        while isinstance(weight, InBasis | ActivationQuantized):
-            array = weight.stored(jnp.asarray(array)) if isinstance(weight, InBasis) else array
-            weight, index = weight.array, index.array
-        if isinstance(weight, QArray) and getattr(array, "shape", None) == weight.shape:
-            found[index] = array
-    return found
+    weights, arrays = jax.tree.leaves(quantized, is_leaf=is_weight), jax.tree.leaves(dense)
+    if len(weights) != len(arrays):
+        return [None] * len(jax.tree.leaves(quantized, is_leaf=_is_qarray))
+    result: list[Any] = []
+    for weight, array in zip(weights, arrays, strict=True):
+        inner = weight
+        while isinstance(inner, InBasis | ActivationQuantized):
+            array = inner.stored(jnp.asarray(array)) if isinstance(inner, InBasis) else array
+            inner = inner.array
+        for leaf in jax.tree.leaves(weight, is_leaf=_is_qarray):
+            has_dense = leaf is inner and getattr(array, "shape", None) == leaf.shape
+            result.append(array if has_dense else None)
+    return result
 
 
 def _dense_value(x: Any, variables: Variables) -> jax.Array:
-    """Return the dense array of a leaf. Its derivative ignores the rounding of codes and scales."""
+    """Return the dense array of a leaf with trained variables. Derivatives ignore all rounding."""
     if not isinstance(x, QArray):
         return _change_dense(x, variables["dense"])
     scale = _trained_scale(x, variables)
     if "codes" not in variables:
         codes = x.format.decode(x.codes(), jnp.float32)
     else:
-        exact = _trained_codes(x, variables["codes"], scale)
-        clipped = jnp.clip(exact, *_code_range(x))
-        rounded = x.format.decode(x.format.encode(exact), jnp.float32)
+        unrounded = _trained_codes(x, variables["codes"], scale)
+        clipped = jnp.clip(unrounded, *_code_range(x))
+        rounded = x.format.decode(x.format.encode(unrounded), jnp.float32)
         codes = clipped + jax.lax.stop_gradient(rounded - clipped)
     return _from_codes(x, codes, scale).astype(x.dtype)
 
 
 def _stored_value(x: Any, variables: Variables) -> Any:
-    """Return the stored form of a leaf."""
+    """Return a leaf with trained variables: a QArray if it was a QArray, or else a dense array."""
     if not isinstance(x, QArray):
         return _change_dense(x, variables["dense"])
     scale = _trained_scale(x, variables)
@@ -172,41 +175,46 @@ def _stored_value(x: Any, variables: Variables) -> Any:
 
 
 def _change_dense(x: Any, change: jax.Array) -> jax.Array:
+    """Return an array plus a change, which is relative to the root mean square of the array."""
     wide = jnp.asarray(x, jnp.float32)
-    size = jnp.sqrt(jnp.mean(wide**2))
-    return (wide + jnp.where(size > 0, size, 1) * change).astype(x.dtype)
+    root_mean_square = jnp.sqrt(jnp.mean(wide**2))
+    return (wide + jnp.where(root_mean_square > 0, root_mean_square, 1) * change).astype(x.dtype)
 
 
 def _trained_scale(q: QArray, variables: Variables) -> jax.Array:
-    """Return the scales, rounded to their dtype. The derivative ignores the rounding."""
+    """Return the trained scales, rounded to their dtype. The derivative ignores the rounding."""
     scale = q.scales()
     if "scales" not in variables:
         return scale
-    exact = scale * jnp.exp(variables["scales"])
-    return exact + jax.lax.stop_gradient(round_to_dtype(exact, q.scale.dtype) - exact)
+    unrounded = scale * jnp.exp(variables["scales"])
+    rounded = round_to_dtype(unrounded, q.scale.dtype)
+    return unrounded + jax.lax.stop_gradient(rounded - unrounded)
 
 
 def _trained_codes(q: QArray, codes: jax.Array, scale: jax.Array) -> jax.Array:
-    """Return the codes before rounding, converted from the old scales to `scale`."""
+    """Return the codes before rounding for trained scales, `scale`.
+
+    `codes` is the trained variable, which is relative to the scales of `q` before training.
+    """
     return _to_codes(q, _from_codes(q, _code_step(q) * codes, q.scales()), scale)
 
 
 def _codes_before_rounding(q: QArray, dense: Any) -> jax.Array:
-    """Return codes before rounding that round to the codes of `q`.
+    """Return codes before rounding, which lie between the codes of `q` and the dense values.
 
-    They come from the dense values. Where GPTQ chose another code than the nearest, they are as
-    close to the dense values as its rounding allows.
+    Each of the results rounds to its code in `q`. If `dense` is None, return the codes of `q`.
     """
     codes = q.format.decode(q.codes(), jnp.float32)
     if dense is None:
         return codes
-    exact = _to_codes(q, jnp.asarray(dense, jnp.float32), q.scales())
-    near = codes + jnp.clip(exact - codes, -0.3, 0.3)
-    return jnp.where(q.format.encode(near) == q.codes(), near, codes)
+    dense_codes = _to_codes(q, jnp.asarray(dense, jnp.float32), q.scales())
+    # GPTQ can choose another code than the nearest. So move at most 0.3 towards the dense value.
+    unrounded = codes + jnp.clip(dense_codes - codes, -0.3, 0.3)
+    return jnp.where(q.format.encode(unrounded) == q.codes(), unrounded, codes)
 
 
 def _to_codes(q: QArray, x: jax.Array, scale: jax.Array) -> jax.Array:
-    """Return dense values in units of codes, without rounding."""
+    """Return the codes of dense values before rounding: `x / scale + zero_point`."""
     minimum, zero_point = q.minima(), q.zero_points()
     x = x if minimum is None else over_tiles(jnp.subtract, x, minimum)
     x = over_tiles(jnp.divide, x, jnp.where(scale == 0, 1, scale))
@@ -222,12 +230,13 @@ def _from_codes(q: QArray, x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def _code_step(q: QArray) -> float:
-    """Return the change of codes that a change of 1 of their variable makes."""
+    """Return the unit of the variable "codes": the mean distance between codes times a rate."""
     low, high = _code_range(q)
     return _CODES_RATE * (high - low) / (2**q.format.bits - 1)
 
 
 def _code_range(q: QArray) -> tuple[float, float]:
+    """Return the least and the largest value of a code."""
     if q.format.codebook is not None:
         return min(q.format.codebook), max(q.format.codebook)
     if q.format.is_integer:

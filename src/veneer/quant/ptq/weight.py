@@ -14,7 +14,7 @@ from ...types.basis import InBasis, Scaled
 from ...types.lora import LoraArray
 from ..arrays.qarray import pack_codes
 from ..formats import get_format
-from ..formats.tiles import tile_shape
+from ..formats.tiles import over_tiles
 from ..models.correction import LowRankAxes
 from ..models.rules import Rule, get_method
 from ..observation.statistics import ActivationStatistics
@@ -23,8 +23,8 @@ from .matrices import Correction, MatrixStack, finite
 from .moments import Moments, awq_factors, smoothquant_factors
 from .report import WeightLoss
 
-#: The calibration method for formats whose default method covers the whole range of a tile: the
-#: scale of least error to the power 2.4, as in the code of GPTQ.
+#: The calibration method for formats whose default method covers all values of a tile. It chooses
+#: the scale with the least error to the power 2.4, as in the code of GPTQ.
 SCALES = "mse,40,2.4"
 
 #: A method is used only if its loss is below this fraction of the loss of rounding to nearest.
@@ -34,13 +34,15 @@ _WORTHWHILE = 0.999
 class RoundedWeight:
     """A weight that is rounded by a rule, all at once or matrix by matrix.
 
-    `values` is the dense array of the matrices that are rounded, and of the others before rounding.
+    The weight is a stack of S matrices, `[S, K, N]`, such as the layers of a model. Products
+    contract K. The attribute `values` is the dense weight, in which matrices have their rounded
+    values as soon as `round` has rounded them.
 
     **Arguments:**
 
     - `dense`: the weight, of rank 2 or more.
     - `rule`: a rule with a format, and with the contracted axes.
-    - `axes`: the axes of its low-rank correction, or None without one.
+    - `axes`: the axes of the low-rank correction, or None without a correction.
     """
 
     def __init__(self, dense: Any, rule: Rule, axes: LowRankAxes | None = None):
@@ -62,6 +64,10 @@ class RoundedWeight:
         self._done: set[int] = set()  # the indices of the rounded matrices
         self.values = dense
 
+    @property
+    def _matrices(self) -> MatrixStack:
+        return MatrixStack(self._dense.shape, self._contracting, self._stacked_axes)
+
     def round(
         self,
         statistics: ActivationStatistics,
@@ -75,59 +81,59 @@ class RoundedWeight:
 
         **Arguments:**
 
-        - `statistics`: the statistics of its activations. Without second moments, as for the kernel
+        - `statistics`: the statistics of the activations. Without second moments, as for the kernel
           of a convolution, the weight is rounded to nearest.
         - `method`: a name in `ROUNDING_METHODS`.
-        - `damping`, `propagation`: as for `calibrate`.
+        - `damping`: GPTQ adds this fraction of the mean of the moments' diagonal to the diagonal.
+        - `propagation`: the fraction of the errors of earlier weights to compensate.
         - `stacks`: the indices of the matrices. None means all.
         """
         if statistics.gram is None or not self._dense.size:
-            self.values = self.nearest()
+            self.values = self.rounded_values()
             return
         self._stacked_axes = statistics.stacked_axes
-        matrices = self._matrices()
-        moments = matrices.moments(statistics)
+        split = self._matrices.split
+        moments = self._matrices.moments(statistics)
         stacks = range(len(moments)) if stacks is None else stacks
         if propagation and statistics.cross is not None:
-            self._propagate_errors(
-                matrices, statistics.cross, moments, stacks, damping, propagation
-            )
-        target = finite(matrices.split(self._target))
+            self._propagate_errors(statistics.cross, moments, stacks, damping, propagation)
+        target = finite(split(self._target))
+        # Scale the channels.
         factors_method = get_method(method).factors
         if factors_method is not None:
             if factors_method == "smoothquant":
                 factors = smoothquant_factors(target, statistics.of_stacks(statistics.absmax))
             else:
                 magnitudes = statistics.of_stacks(statistics.absmean)
-                round_matrices = lambda w: self._round_to_nearest(matrices, w)
-                factors = awq_factors(target, moments, magnitudes, round_matrices)
+                factors = awq_factors(target, moments, magnitudes, self._round_to_nearest)
             self._factors = np.broadcast_to(self._factors, factors.shape).copy()
             self._factors[stacks] = factors[stacks]
-            self._rounded = self._quantize(self._scale_channels(matrices))
+            self._rounded = self._quantize(self._scale_channels())
+        # Choose the codes, and then the correction of the remaining error.
         if get_method(method).compensates:
-            self._choose_codes(matrices, moments, stacks, damping)
+            self._choose_codes(moments, stacks, damping)
         self._method = method
         if self._correction is not None:
             error = self._target - materialise_one(self._rounded)
             self._correction.compute(error, moments, self._stacked_axes, stacks)
         self._done.update(stacks)
-        self._update_values(matrices)
-        rounded = matrices.split(self.values)
-        nearest = matrices.split(materialise_one(self._nearest))
+        self._update_values()
+        # Add the losses of these matrices.
+        rounded, nearest = split(self.values), split(materialise_one(self._nearest))
         for i in stacks:
             losses = (moments[i].loss(target[i], finite(x[i])).sum() for x in (nearest, rounded))
             self._losses += [*losses, moments[i].power(target[i]).sum()]
 
-    def nearest(self) -> jax.Array:
-        """Return the dense array of the weight in its current state, with its correction.
+    def rounded_values(self) -> jax.Array:
+        """Return the dense array of the rounded weight, with its correction.
 
-        Matrices that are not rounded by a method have the nearest codes, with scales of least
+        Matrices that `round` has not rounded yet have the nearest codes, with scales of least
         error.
         """
         return materialise_one(self._with_correction(self._rounded))
 
     def state(self) -> dict[str, np.ndarray]:
-        """Return the progress as named arrays, for `restore`."""
+        """Return the rounded matrices and their losses as named arrays, for `restore`."""
         state = {
             "stacked_axes": np.array(self._stacked_axes, int),
             "done": np.array(sorted(self._done), int),
@@ -143,60 +149,55 @@ class RoundedWeight:
         return state
 
     def restore(self, state: Mapping[str, np.ndarray]) -> None:
-        """Continue from the `state` of a weight with the same values, rule and axes."""
+        """Set the rounded matrices and their losses to the `state` of an equal weight and rule."""
         self._stacked_axes = tuple(state["stacked_axes"].tolist())
         self._done, self._losses = set(state["done"].tolist()), state["lost"]
         if not self._done:
-            self.values = self.nearest()
+            self.values = self.rounded_values()
             return
         self._method, self._factors = str(state["method"]), state["factors"]
-        matrices = self._matrices()
         if "target" in state:
             self._set_target(jnp.asarray(state["target"]))
         if self._factors.ndim:
-            self._rounded = self._quantize(self._scale_channels(matrices))
+            self._rounded = self._quantize(self._scale_channels())
         old = _unwrap(self._rounded).packed
         packed = np.frombuffer(state["packed"].tobytes(), old.dtype)
         self._set_packed(packed.reshape(old.shape))
         if get_method(self._method).compensates:
-            codes = matrices.split(_unwrap(self._rounded).codes())
+            codes = self._matrices.split(_unwrap(self._rounded).codes())
             self._gptq_codes = {i: codes[i] for i in self._done}
         if "a" in state and self._correction is not None:
             self._correction.factors = state["a"], state["b"]
-        self._update_values(matrices)
+        self._update_values()
 
     def result(self, path: str) -> tuple[Any, WeightLoss | None]:
-        """Return the rounded weight and its loss, or the nearest codes if its loss is not smaller.
+        """Return the rounded weight and its loss. The loss is None if all activations are 0.
 
-        The loss is None if all activations are missing or 0. The result of SmoothQuant is always
-        used, because its gain is in the activations. A correction is always used with its codes.
+        If the method did not reduce the loss, return the weight rounded to nearest instead. There
+        are two exceptions. SmoothQuant is always used, because its gain is in the activations. A
+        correction is always used with the codes for which it was computed.
         """
-        before, after, power = self._losses
+        nearest_loss, loss, power = self._losses
         q, method = self._rounded, self._method
         if not power:
             return self._with_correction(q), None
         has_correction = self._correction is not None and self._correction.factors is not None
-        is_fixed = has_correction or get_method(method).factors == "smoothquant"
-        if not is_fixed and not after < _WORTHWHILE * before:
-            q, method, after = self._nearest, "nearest", before
-        relative = lambda loss: float(np.sqrt(loss / power))
-        qtype, new = _unwrap(q).qtype, self._with_correction(q)
-        rank = new.rank if isinstance(new, LoraArray) else None
-        loss = WeightLoss(path, q.shape, qtype, relative(before), relative(after), method, rank)
-        return new, loss
+        is_always_used = has_correction or get_method(method).factors == "smoothquant"
+        if not is_always_used and not loss < _WORTHWHILE * nearest_loss:
+            q, method, loss = self._nearest, "nearest", nearest_loss
+        before, after = (float(np.sqrt(x / power)) for x in (nearest_loss, loss))
+        qtype, result = _unwrap(q).qtype, self._with_correction(q)
+        rank = result.rank if isinstance(result, LoraArray) else None
+        return result, WeightLoss(path, q.shape, qtype, before, after, method, rank)
 
-    def _matrices(self) -> MatrixStack:
-        return MatrixStack(self._dense.shape, self._contracting, self._stacked_axes)
-
-    def _update_values(self, matrices: MatrixStack) -> None:
-        rounded, values = matrices.split(self.nearest()), matrices.split(self._dense).copy()
-        done = sorted(self._done)
-        values[done] = rounded[done]
+    def _update_values(self) -> None:
+        matrices, done = self._matrices, sorted(self._done)
+        values = matrices.split(self._dense).copy()
+        values[done] = matrices.split(self.rounded_values())[done]
         self.values = jnp.asarray(matrices.join(values))
 
     def _propagate_errors(
         self,
-        matrices: MatrixStack,
         crosses: Any,
         moments: Sequence[Moments],
         stacks: Sequence[int],
@@ -206,16 +207,20 @@ class RoundedWeight:
         """Change the target of some matrices to compensate errors of their activations.
 
         The change is the least-squares solution, times `propagation` (QEP, arXiv 2504.09629).
+        `crosses` holds the mean of `x.T @ y` for each matrix, `[K, K]`, where `x` and `y` are the
+        activations in the quantized and in the dense model.
         """
-        target = matrices.split(self._target).copy()
-        for i, cross in enumerate(np.reshape(crosses, (len(moments), *[len(target[0])] * 2))):
+        target = self._matrices.split(self._target).copy()
+        _, size, _ = target.shape
+        for i, cross in enumerate(np.reshape(crosses, (-1, size, size))):
             gram = moments[i].gram
             if i in stacks and gram.any():
                 change = propagation * (cross - gram) @ finite(target[i])
                 target[i] += np.linalg.solve(damp(gram, damping), change).astype(target.dtype)
-        self._set_target(jnp.asarray(matrices.join(target)))
+        self._set_target(jnp.asarray(self._matrices.join(target)))
 
     def _set_target(self, target: Any) -> None:
+        """Round another array instead of the dense weight, and quantize this array to nearest."""
         self._target = target
         self._rounded = self._quantize(self._rule.in_basis(target))
 
@@ -224,44 +229,44 @@ class RoundedWeight:
         q = self._rule_in_basis.quantize(_unwrap(array))
         return array.with_array(q) if isinstance(array, InBasis) else q
 
-    def _round_to_nearest(self, matrices: MatrixStack, w: np.ndarray) -> np.ndarray:
+    def _round_to_nearest(self, w: np.ndarray) -> np.ndarray:
         """Quantize and dequantize matrices with the default scales of the format."""
-        rule = dataclasses.replace(self._rule_in_basis, calibration_method=None)
+        rule, matrices = self._rule_in_basis, self._matrices
+        rule = dataclasses.replace(rule, calibration_method=None)
         return matrices.split(materialise_one(rule.quantize(jnp.asarray(matrices.join(w)))))
 
-    def _scale_channels(self, matrices: MatrixStack) -> Scaled:
-        basis = Scaled(self._target, jnp.asarray(matrices.join_channels(1 / self._factors)))
+    def _scale_channels(self) -> Scaled:
+        """Return the array to round, stored with each channel multiplied by its factor."""
+        divisors = jnp.asarray(self._matrices.join_channels(1 / self._factors))
+        basis = Scaled(self._target, divisors)
         return basis.with_array(basis.stored(self._target))
 
     def _choose_codes(
-        self,
-        matrices: MatrixStack,
-        moments: Sequence[Moments],
-        stacks: Sequence[int],
-        damping: float,
+        self, moments: Sequence[Moments], stacks: Sequence[int], damping: float
     ) -> None:
         """Choose the codes of some matrices by GPTQ, with the current scales."""
-        q = _unwrap(self._rounded)
-        scale = matrices.split(_repeat_tiles(q.scales(), q.shape))
-        zero_point = q.zero_points()
-        if zero_point is not None:
-            zero_point = matrices.split(_repeat_tiles(zero_point, q.shape))
+        q, matrices = _unwrap(self._rounded), self._matrices
         dense, grams = self._target, np.stack([moment.gram for moment in moments])
         if isinstance(self._rounded, InBasis):
             dense = self._rounded.stored(dense)
             grams = matrices.grams_in_basis(self._rounded, grams)
         dense = matrices.split(dense)
+        # GPTQ takes the scale and zero point of each value instead of each tile.
+        repeat = lambda x: matrices.split(over_tiles(jnp.add, jnp.zeros(q.shape, x.dtype), x))
+        scale, zero_point = repeat(q.scales()), q.zero_points()
+        zero_point = None if zero_point is None else repeat(zero_point)
         for i in stacks:
             zero = None if zero_point is None else zero_point[i]
             codes = gptq(dense[i], Moments(grams[i]), scale[i], zero, q.qtype, damping=damping)
             self._gptq_codes[i] = codes
-        # Earlier calls chose the codes of other matrices. New factors or a new target reset them.
+        # Insert the codes of earlier calls, too: new factors or a new target have reset them.
         all_codes = matrices.split(q.codes()).copy()
         for i, codes in self._gptq_codes.items():
             all_codes[i] = codes
         self._set_packed(pack_codes(jnp.asarray(matrices.join(all_codes)), q.format)[0])
 
     def _set_packed(self, packed: Any) -> None:
+        """Replace the packed codes of the rounded weight."""
         q = _unwrap(self._rounded).replace(packed=jnp.asarray(packed))
         rounded = self._rounded
         self._rounded = rounded.with_array(q) if isinstance(rounded, InBasis) else q
@@ -280,7 +285,11 @@ def name_errors(path: str) -> Iterator[None]:
 
 
 def _with_least_error(rule: Rule) -> Rule:
-    """Return the rule with scales of least error, if it and its format do not say otherwise."""
+    """Return a rule that chooses the scales with the least error.
+
+    A rule with its own calibration method, or with a format whose default method does not cover the
+    range of a tile, stays the same.
+    """
     assert rule.qtype is not None
     covers_range = get_format(rule.qtype).calibration in ("absmax", "minmax")
     if rule.calibration_method is not None or not covers_range:
@@ -289,12 +298,5 @@ def _with_least_error(rule: Rule) -> Rule:
 
 
 def _unwrap(x: Any) -> Any:
+    """Return the stored array of an `InBasis`, or `x` itself if it is another array."""
     return x.array if isinstance(x, InBasis) else x
-
-
-def _repeat_tiles(x: Any, shape: Sequence[int]) -> np.ndarray:
-    """Return values per tile as values per entry of an array."""
-    x = np.asarray(x)
-    for axis, size in enumerate(tile_shape(tuple(shape), x.shape)):
-        x = np.repeat(x, size, axis)
-    return x

@@ -1,6 +1,5 @@
 """`ActivationQuantized`, a weight whose products quantize the other operand."""
 
-import dataclasses
 import math
 import operator
 from collections.abc import Sequence
@@ -25,9 +24,9 @@ from .product_weights import Factors, ProductWeight
 class ActivationQuantized(ProductWeight):
     """A weight whose products quantize the other operand, the activations.
 
-    A product that contracts the axes in `contracting` first quantizes the other operand, if it is a
-    dense floating array. If `array` is a `QArray`, the result is the product of two QArrays (see
-    `vn.quant.dot_general`). All other operations use `array` unchanged.
+    A product that contracts the axes in `contracting` first quantizes the other operand, if this
+    operand is a dense floating array. If `array` is a `QArray`, the product multiplies two QArrays,
+    like `vn.quant.dot_general`. All other operations use `array` unchanged.
     `vn.quant.quantize_tree` creates this type for a rule with an `act_qtype`.
 
     | `scale` | scale of the activations |
@@ -46,14 +45,14 @@ class ActivationQuantized(ProductWeight):
     - `scale`: the static scale, a floating array with the rank of the weight. Each axis has size 1
       or the size of that axis of the weight. For example, shape `[layers, 1, 1]` gives each layer
       of a stack its own scale.
-    - `zero_point`: the code that represents 0. Its shape follows the rule for `scale`. It requires
-      a static `scale` and an integer `qtype`.
+    - `zero_point`: the code that represents 0. The allowed shapes are the same as for `scale`. A
+      zero point requires a static `scale` and an integer `qtype`.
     - `qtype`: the format of the activations, such as "int8".
     - `calibration_method`: the method that chooses dynamic scales, as in `vn.quant.quantize`. None
       selects the default method of the format.
     - `tile_size`: the number of activations along the last contracted axis that share a dynamic
-      scale. A float is a fraction of the axis. None means the tile size of the format if it has
-      one, and otherwise the whole axis.
+      scale. A float is a fraction of the axis. None means the tile size of the format, or the whole
+      axis if the format has no tile size.
     - `contracting`: the axes of the weight that a product with activations contracts, as negative
       numbers.
     - `op_names`: the primitives in which activations are quantized, as in `vn.quant.Rule`. An empty
@@ -62,7 +61,7 @@ class ActivationQuantized(ProductWeight):
     **Raises:**
 
     - `ValueError` if a format, a method or a primitive is unknown.
-    - `ValueError` if the shape of `scale` or `zero_point` does not follow the rule for `scale`.
+    - `ValueError` if the shape of `scale` or `zero_point` is not allowed.
     - `ValueError` if a static `scale` is combined with a `tile_size`, or with a format that needs
       scales per tile, such as mxfp8.
     - `ValueError` if an axis in `contracting` is out of range or not negative.
@@ -108,11 +107,18 @@ class ActivationQuantized(ProductWeight):
         array = array if isinstance(array, Value) else jnp.asarray(array)
         if tile_size is not None and not isinstance(tile_size, float):
             tile_size = operator.index(tile_size)
-        axes = tuple(int(axis) for axis in contracting)
-        options = (get_format(qtype).name, calibration_method, tile_size, axes)
-        values = (array, scale, zero_point, *options, check_op_names(op_names), False, None)
-        for field, value in zip(dataclasses.fields(self), values, strict=True):
-            object.__setattr__(self, field.name, value)  # the dataclass is frozen
+        self.__dict__.update(  # The dataclass is frozen, so attributes cannot be assigned.
+            array=array,
+            scale=scale,
+            zero_point=zero_point,
+            qtype=get_format(qtype).name,
+            calibration_method=calibration_method,
+            tile_size=tile_size,
+            contracting=tuple(int(axis) for axis in contracting),
+            op_names=check_op_names(op_names),
+            turned=False,
+            factors=None,
+        )
 
     def __post_init__(self) -> None:
         is_static = self.scale is not None
@@ -147,10 +153,9 @@ class ActivationQuantized(ProductWeight):
         return not self.op_names or primitive in self.op_names
 
     def turned_over(self) -> "ActivationQuantized":
-        """Return a copy that records one more swap of the last two axes. No array is changed.
+        """Return a copy with the flag `turned` inverted. The arrays stay the same.
 
-        Rules call this after they swap these axes of all arrays. The attribute `turned` records
-        the swaps: it is False after an even number of them and True after an odd number.
+        Rules call this method after they swap the last two axes of all arrays.
         """
         return self.changed(turned=not self.turned)
 
@@ -168,10 +173,10 @@ class ActivationQuantized(ProductWeight):
           the weight.
         """
         if self.scale is not None:
-            scale, zero_point = self._scale_for(x.ndim, batch)
+            scale, zero_point = self._scale_for(self.scale, x.ndim, batch)
             # Each row gets a copy of the scale, so that NaN stays in its row.
-            rows = [1 if axis in shared else n for axis, n in enumerate(x.shape)]
-            scale = jnp.broadcast_to(scale, rows)
+            scale_shape = [1 if axis in shared else n for axis, n in enumerate(x.shape)]
+            scale = jnp.broadcast_to(scale, scale_shape)
             return quantize_with_scale(x, self.qtype, scale, zero_point)
         axes = choose_activation_axes(x.shape, shared, self.format, self.tile_size)
         method = self.calibration_method
@@ -184,11 +189,11 @@ class ActivationQuantized(ProductWeight):
             raise
 
     def stacked_axes(self, summed: Sequence[int], batch: Sequence[int]) -> list[int]:
-        """Return the free axes of the weight along which the static scales differ.
+        """Return the axes along which weights with different static scales are stacked.
 
-        An example is a layer axis. A product then quantizes the activations once for each scale.
-        The list is empty if the scales are dynamic, or if they differ along a contracted axis or
-        along every free axis.
+        An example is a layer axis. A product quantizes the activations once per index of these
+        axes. Contracted and batch axes of the product are left out. The list is empty if scales are
+        dynamic, or if they differ along a contracted axis or along all other axes.
 
         **Arguments:**
 
@@ -197,40 +202,39 @@ class ActivationQuantized(ProductWeight):
         """
         if self.scale is None or any(self.scale.shape[axis] > 1 for axis in summed):
             return []
-        free = [axis for axis in range(self.ndim) if axis not in (*summed, *batch)]
-        stacked = [axis for axis in free if self.scale.shape[axis] > 1]
+        free_axes = [axis for axis in range(self.ndim) if axis not in (*summed, *batch)]
+        stacked = [axis for axis in free_axes if self.scale.shape[axis] > 1]
         # Along the only free axis, scales that differ belong to concatenated weights.
-        return stacked if len(stacked) < len(free) else []
+        return stacked if len(stacked) < len(free_axes) else []
 
     def _scale_for(
-        self, ndim: int, batch: Sequence[tuple[int, int]]
+        self, scale: Leaf, ndim: int, batch: Sequence[tuple[int, int]]
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Return the static scale and zero point for an operand of rank `ndim`.
+        """Return the static scale and zero point as arrays that broadcast against activations.
 
-        They have one entry, or one per batch entry. If there are more, as after
-        concatenating weights, the widest of their ranges is used.
+        Both have one entry per index of the batch axes. Other entries, as of concatenated weights,
+        are merged into one: the scale and zero point of the widest range. `ndim` is the rank of the
+        activations. `batch` lists pairs: a batch axis of the activations, and of the weight.
         """
-        assert self.scale is not None
-        scale = jnp.asarray(self.scale)
-        scale = scale.astype(jnp.promote_types(scale.dtype, jnp.float32))
+        scale = jnp.asarray(scale, jnp.promote_types(scale.dtype, jnp.float32))
         zero_point = None if self.zero_point is None else jnp.asarray(self.zero_point)
-        axes = [axis for axis in range(self.ndim) if axis not in {w for _, w in batch}]
-        is_single = math.prod(scale.shape[axis] for axis in axes) <= 1
-        if not is_single and zero_point is None:
-            scale = scale.max(axes, keepdims=True)
-        elif not is_single and zero_point is not None:
-            least, largest = self.format.code_range
-            zero = zero_point.astype(scale.dtype)
-            low = ((least - zero) * scale).min(axes, keepdims=True)
-            high = ((largest - zero) * scale).max(axes, keepdims=True)
-            scale = (high - low) / (largest - least)
-            zero = jnp.clip(jnp.round(least - low / scale), least, largest)
-            zero_point = zero.astype(zero_point.dtype)
+        batch_axes = [weight_axis for _, weight_axis in sorted(batch)]
+        other_axes = [axis for axis in range(self.ndim) if axis not in batch_axes]
+        if math.prod(scale.shape[axis] for axis in other_axes) > 1:
+            if zero_point is None:
+                scale = scale.max(other_axes, keepdims=True)
+            else:
+                lowest_code, highest_code = self.format.code_range
+                zero = zero_point.astype(scale.dtype)
+                low = ((lowest_code - zero) * scale).min(other_axes, keepdims=True)
+                high = ((highest_code - zero) * scale).max(other_axes, keepdims=True)
+                scale = (high - low) / (highest_code - lowest_code)
+                zero = jnp.round(lowest_code - low / scale)
+                zero_point = jnp.clip(zero, lowest_code, highest_code).astype(zero_point.dtype)
         shape = [1] * ndim
         for axis, weight_axis in batch:
             shape[axis] = scale.shape[weight_axis]
-        order = [*(weight_axis for _, weight_axis in sorted(batch)), *axes]
-        arrange = lambda leaf: lax.transpose(leaf, order).reshape(shape)
+        arrange = lambda leaf: lax.transpose(leaf, [*batch_axes, *other_axes]).reshape(shape)
         return arrange(scale), None if zero_point is None else arrange(zero_point)
 
 
@@ -242,10 +246,12 @@ def check_activation_format(
     is_static: bool,
     by_axis: bool = False,
 ) -> None:
-    """Check the options of activations in a format.
+    """Check the options for quantizing activations.
 
-    **Raises:** `ValueError` if the format does not support the method, the tile size or a static
-    scale. `TypeError` if the tile size is not a number.
+    With `by_axis`, `tile_size` can also be a dict from axes to tile sizes.
+
+    **Raises:** `ValueError` if the format does not support the calibration method, the tile size or
+    a static scale. `TypeError` if the tile size is not a number.
     """
     if method is not None:
         check_calibration(method, format)
@@ -262,14 +268,15 @@ def check_activation_format(
         )
 
 
-#: The primitives that are products.
+#: The names of the primitives that are products.
 PRODUCTS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
 
 
 def check_op_names(names: Sequence[str]) -> tuple[str, ...]:
-    """Return `op_names` as a tuple, after a check that they are names of products.
+    """Return the argument `op_names` as a tuple.
 
-    **Raises:** `TypeError` if `names` is not a sequence of names. `ValueError` if one is unknown.
+    **Raises:** `TypeError` if `names` is not a sequence of strings. `ValueError` if a name is not
+    in `PRODUCTS`.
     """
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
         raise TypeError(f"op_names must be a list of names of primitives, not {names!r}")

@@ -1,9 +1,4 @@
-"""`ProductWeight`, the base class of weights with their own rules for products.
-
-A product weight consists of the weight and its *companions*: arrays that describe the weight along
-some of its axes, such as the scales of activations. A companion has the rank of the weight. The
-size of each of its axes is 1 or the size in the weight.
-"""
+"""`ProductWeight`, the base class of weights with their own rules for products."""
 
 import dataclasses
 import functools
@@ -31,20 +26,21 @@ from ..._jax.primitives import Primitive, find_primitive
 from ..formats.tiles import Leaf, Shape
 
 #: The factors of an axis as pairs (origin, size), the slowest-varying first. The origin is a set of
-#: axes of the weight, or a bool: whether the factor is contracted.
+#: axes of the original weight, or a bool: whether products contract the factor.
 Factors = tuple[tuple[Any, int], ...]
 
 
 def reshape_factors(factors: Sequence[Factors], old: Shape, new: Shape) -> list[Factors]:
     """Return the factors of each axis after a reshape.
 
-    An axis of size 1 has no factors. If a new axis would split a factor unevenly, or if a size is
-    symbolic, that axis and the later axes of its reshape group each get one factor. Its origin is
-    the union of all origins in the group.
+    A factor is an axis that earlier reshapes merged into a larger axis. An axis of size 1 has no
+    factors. If a new axis would split a factor unevenly, or if a size is symbolic, the origins of
+    all merged axes are united: the new axis becomes a single factor.
 
     **Arguments:**
 
-    - `factors`: the factors of each axis of `old`. Origins are sets or bools, combined by `|`.
+    - `factors`: for each axis of `old`, a tuple of pairs: the origin and the size of a factor. An
+      origin is a set or a bool.
     - `old`, `new`: the shape before and after the reshape.
 
     >>> k, n = frozenset("k"), frozenset("n")
@@ -53,11 +49,11 @@ def reshape_factors(factors: Sequence[Factors], old: Shape, new: Shape) -> list[
     """
     result: list[Factors] = [()] * len(new)
     for old_axes, new_axes in reshape_groups(old, new):
-        left = [factor for axis in old_axes for factor in factors[axis]]
-        union = functools.reduce(operator.or_, (origin for origin, _ in left))
+        remaining = [factor for axis in old_axes for factor in factors[axis]]
+        united_origin = functools.reduce(operator.or_, (origin for origin, _ in remaining))
         for axis in new_axes:
-            taken = _take_factors(left, new[axis])
-            result[axis] = ((union, new[axis]),) if taken is None else taken
+            taken = _take_factors(remaining, new[axis])
+            result[axis] = ((united_origin, new[axis]),) if taken is None else taken
     return result
 
 
@@ -65,49 +61,52 @@ def _have_size(factors: Factors, size: int) -> bool:
     return bool(factors) and math.prod(n for _, n in factors) == size
 
 
-def _take_factors(left: list[tuple[Any, int]], size: int) -> Factors | None:
-    """Remove the first factors of `left` whose product is `size`, and return them.
+def _take_factors(remaining: list[tuple[Any, int]], size: int) -> Factors | None:
+    """Remove the first factors whose product is `size` from a list, and return them.
 
-    Return None and clear `left` if this would split a factor unevenly, or if a size is symbolic.
+    Clear the list and return None if this would split a factor unevenly, or if a size is symbolic.
     """
     taken: list[tuple[Any, int]] = []
-    while left and isinstance(size, int) and isinstance(left[0][1], int) and size > 1:
-        origin, n = left.pop(0)
-        part = math.gcd(n, size)
-        if part not in (n, size):
-            break
+    while remaining and isinstance(size, int) and isinstance(remaining[0][1], int) and size > 1:
+        origin, factor_size = remaining.pop(0)
+        part = math.gcd(factor_size, size)
+        if part not in (factor_size, size):
+            break  # the factor would be split unevenly
         size //= part
-        if part < n:
-            left.insert(0, (origin, n // part))
-        if taken and taken[-1][0] == origin:
+        if part < factor_size:
+            remaining.insert(0, (origin, factor_size // part))
+        if taken and taken[-1][0] == origin:  # join factors with the same origin
             part *= taken.pop()[1]
         taken.append((origin, part))
     if size == 1:
         return tuple(taken)
-    left.clear()
+    remaining.clear()
     return None
 
 
 class ProductWeight(ImplicitArray, abstract=True):
-    """A weight, dense or implicit, with its own rules for products.
+    """A weight, dense or implicit, whose class has its own rules for products.
 
-    Subclasses have the fields `array`, their companions, `contracting` and `factors`. `contracting`
-    holds the axes that products with activations contract, counted from the end. A product that
-    contracts other axes belongs to a derivative: its other operand is a cotangent. Transposes,
-    reshapes and slices keep the type. All other primitives act on `array`.
+    Products with activations contract the axes in `contracting`, which are counted from the end. A
+    product that contracts other axes belongs to a derivative and multiplies a cotangent.
+    Transposes, reshapes and slices keep the class. All other primitives are applied to `array`.
+
+    A subclass declares the fields `array`, `contracting`, `factors` and its companions: arrays with
+    the rank of the weight that describe it, such as scales. Each axis of a companion has size 1 or
+    the size of the weight's axis.
     """
 
     metadata_is_meaning: ClassVar[bool] = False
     trainable: ClassVar[tuple[str, ...] | None] = ("array",)
     default_precedence: ClassVar[int] = 2
     is_label: ClassVar[bool | None] = False
-    #: The names of the fields that are companions; each may be None.
+    #: The names of the fields that hold companions. Each field may be None.
     companions: ClassVar[tuple[str, ...]] = ()
 
     array: Any
     contracting: tuple[int, ...]
-    #: The factors of each axis, whose origins say whether they are contracted. None if no axis
-    #: mixes contracted and other factors.
+    #: For each axis, the axes that reshapes merged into it, as pairs: whether products contract the
+    #: merged axis, and its size. None if no axis is merged from contracted and other axes.
     factors: tuple[Factors, ...] | None
 
     def aval(self) -> jax.core.ShapedArray:
@@ -115,15 +114,19 @@ class ProductWeight(ImplicitArray, abstract=True):
         return self.array.aval() if isinstance(self.array, Value) else jax.typeof(self.array)
 
     def materialise(self) -> Any:
-        """Return the weight, which can be an implicit array."""
+        """Return `array`, which can be an implicit array."""
         return self.array
 
     def partition(self, spec: PartitionSpec, shape: Shape) -> Any:
-        """Partition the weight by `spec`, and each companion along its axes of size above 1."""
+        """Return a weight with the `PartitionSpec` of each leaf in place of the leaf.
+
+        `spec` is the `PartitionSpec` of the dense array, and `shape` the dense shape of one block.
+        A companion is replicated along axes of size 1. Return None if `array` is an implicit array
+        that cannot be sharded like the dense array.
+        """
         array = self.array.partition(spec, shape) if isinstance(self.array, Value) else spec
         if array is None:
             return None
-
         specs = {}
         for name, leaf in self._companions().items():
             pairs = zip(spec, leaf.shape, strict=True)
@@ -131,51 +134,52 @@ class ProductWeight(ImplicitArray, abstract=True):
         return self.changed(array=array, **specs)
 
     def leaf_axes(self) -> list[Sequence[LeafAxis]]:
-        """Return the axes of each leaf. A companion of size 1 is shared along the whole axis."""
+        """Return a list of `vn.LeafAxis` for `array` and for each companion.
+
+        A companion has the block "shared" along an axis of size 1.
+        """
         axes, shape = aligned_axes(self.ndim), self.shape
-        all_axes: list[Sequence[LeafAxis]] = [axes]
-        for leaf in self._companions().values():
-            pairs = zip(axes, leaf.shape, strict=True)
-            shared = [a if n == shape[a.axis] else a._replace(block="shared") for a, n in pairs]
-            all_axes.append(shared)
-        return all_axes
+        align = lambda n, size, axis: axis if n == size else LeafAxis(axis.axis, "shared")
+        leaves = self._companions().values()
+        return [axes, *([*map(align, leaf.shape, shape, axes)] for leaf in leaves)]
 
     def _moved(self, movement: Movement) -> Any:
         """Return the weight with `contracting` and `factors` updated, after its leaves moved."""
-        before = len(movement.axes)
-        places = [() if i is None else (int(i),) for i in movement.axes]
+        ndim = len(movement.axes)
+        places = [() if axis is None else (int(axis),) for axis in movement.axes]
         new = self.with_axes(places, movement.shape)
-        swapped = (*range(before - 2), before - 1, before - 2)
-        return new.turned_over() if movement.axes == swapped else new
+        is_swap = movement.axes == (*range(ndim - 2), ndim - 1, ndim - 2)  # of the last two axes
+        return new.turned_over() if is_swap else new
 
     def changed(self, **changes: Any) -> Any:
         """Return a copy in which some fields have new values, without checks."""
         new = object.__new__(type(self))
-        for field in dataclasses.fields(self):
-            object.__setattr__(new, field.name, changes.get(field.name, getattr(self, field.name)))
+        new.__dict__.update(self.__dict__ | changes)
         return new
 
     def with_axes(self, places: Sequence[Sequence[int]], shape: Shape) -> Any:
-        """Return the weight with `contracting` and `factors` updated to moved axes.
+        """Return the weight with `contracting` and `factors` updated after its axes moved.
 
         **Arguments:**
 
         - `places`: for each old axis, the new axes that replace it, counted from the front.
-        - `shape`: the new shape. An axis of another size has lost its factors.
+        - `shape`: the new shape. If the size of an axis changed, the axis loses its factors.
         """
-        ndim = len(shape)
-        axes = [i - ndim for axis in self.contracting for i in places[axis]]
-        factors: list[Factors] = [()] * ndim
-        for axis, new in enumerate(places):
-            of_axis = self._factors_of(axis, len(places))
-            for i in new:
-                factors[i] = of_axis if _have_size(of_axis, shape[i]) else ()
+        contracting: list[int] = []
+        new_factors: list[Factors] = [()] * len(shape)
+        for axis, new_axes in enumerate(places):
+            factors = self._factors_of(axis, len(places))
+            for new_axis in new_axes:
+                new_factors[new_axis] = factors if _have_size(factors, shape[new_axis]) else ()
+        for axis in self.contracting:
+            contracting += [new_axis - len(shape) for new_axis in places[axis]]
         return self.changed(
-            contracting=tuple(dict.fromkeys(axes)), factors=tuple(factors) if any(factors) else None
+            contracting=tuple(dict.fromkeys(contracting)),  # without duplicates
+            factors=tuple(new_factors) if any(new_factors) else None,
         )
 
     def with_reshaped_axes(self, sizes: Shape) -> Any:
-        """Return the weight with `contracting` and `factors` updated to a reshape to `sizes`."""
+        """Return the weight with `contracting` and `factors` updated for a reshape to `sizes`."""
         old: list[Factors] = []
         for axis, size in enumerate(self.shape):
             factors = self._factors_of(axis, self.ndim)
@@ -183,24 +187,29 @@ class ProductWeight(ImplicitArray, abstract=True):
                 factors = ((axis - self.ndim in self.contracting, size),)
             old.append(factors)
         new = reshape_factors(old, self.shape, sizes)
-        kinds = [{is_contracted for is_contracted, _ in factors} for factors in new]
-        axes = tuple(axis - len(kinds) for axis, of_axis in enumerate(kinds) if True in of_axis)
-        is_mixed = any(len(of_axis) > 1 for of_axis in kinds)
+        is_contracted = [any(origin for origin, _ in factors) for factors in new]
+        axes = tuple(axis - len(new) for axis, contracted in enumerate(is_contracted) if contracted)
+        is_mixed = any(len({origin for origin, _ in factors}) > 1 for factors in new)
         return self.changed(contracting=axes, factors=tuple(new) if is_mixed else None)
 
     def _factors_of(self, axis: int, ndim: int) -> Factors:
-        # Axes of a stack are added and removed at the front, so factors are counted from the end.
+        """Return the factors of an axis, counted from the front, when the weight has rank `ndim`.
+
+        `vmap` and `scan` add and remove axes at the front without updating `factors`. So the last
+        entry of `factors` belongs to the last axis.
+        """
         index = len(self.factors or ()) - ndim + axis
         return self.factors[index] if self.factors and index >= 0 else ()
 
     def turned_over(self) -> Any:
-        """Return the weight after a swap of its last two axes. Subclasses can record the swap."""
+        """Return a weight whose last two axes were swapped. A subclass can record the swap."""
         return self
 
     def sums_over(self, axes: Sequence[int]) -> bool:
-        """Return whether a product contracts all axes of `contracting`.
+        """Return whether a product that contracts `axes` multiplies the weight by activations.
 
-        Return False within a user's `custom_jvp` rule, where the other operand may be a tangent.
+        This is so if the product contracts all axes in `contracting`. Return False in a user's
+        `custom_jvp` rule, where the other operand can be a tangent.
 
         **Arguments:**
 
@@ -215,12 +224,12 @@ class ProductWeight(ImplicitArray, abstract=True):
 
     @staticmethod
     def default(primitive: Primitive, values: Sequence[Any], params: dict[str, Any]) -> Any:
-        """Apply a primitive that has no rule to the arrays of the weights."""
+        """Apply a primitive that has no rule, with the `array` of each weight as operand."""
         bind = lambda *xs: primitive.bind(*xs, **primitive.get_bind_params(params))
         return redispatch(bind, *(x.array if isinstance(x, ProductWeight) else x for x in values))
 
 
-# Rules for the primitives that leaf axes do not cover.
+# The rules below are for primitives that Veneer cannot derive from `leaf_axes`.
 
 
 def _broadcast(w: ProductWeight, leaf: Leaf) -> jax.Array:
@@ -237,14 +246,18 @@ def _convert_element_type(w: ProductWeight, **params: Any) -> Any:
 
 @register("gather")
 def _gather(w: ProductWeight, indices: ArrayLike, **params: Any) -> Any:
-    """Select one weight of a stack by a single index. Looked-up rows become plain arrays."""
+    """Select one weight of a stack, such as a layer. Keep its type and companions.
+
+    Other look-ups, such as embedding rows, return an array without the type of the weight.
+    """
     numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
     removed = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     kept = [axis for axis in range(w.ndim) if axis not in removed]
     gather = partial(find_primitive("gather").bind, **params)
     array = redispatch(gather, w.array, indices)
     takes_whole_axes = all(sizes[axis] == w.shape[axis] for axis in kept)
-    if jnp.ndim(indices) != 1 or len(kept) < 2 or not takes_whole_axes:
+    has_one_index = jnp.ndim(indices) == 1
+    if not has_one_index or len(kept) < 2 or not takes_whole_axes:
         return array
     leaves = {k: gather(_broadcast(w, leaf), indices) for k, leaf in w._companions().items()}
     places = [(kept.index(axis),) if axis in kept else () for axis in range(w.ndim)]
@@ -261,7 +274,8 @@ def _reshape(w: ProductWeight, **params: Any) -> Any:
         params |= {"dimensions": None}
     leaves = {}
     for name, leaf in w._companions().items():
-        if leaf.size == 1:  # Keep one entry per matrix.
+        if leaf.size == 1:
+            # Repeat the entry along the leading axes, so that a matrix of a stack can be selected.
             shape = (*sizes[:-2], *(1 for _ in sizes[-2:]))
             leaves[name] = jnp.broadcast_to(jnp.reshape(leaf, ()), shape)
         else:
@@ -272,23 +286,32 @@ def _reshape(w: ProductWeight, **params: Any) -> Any:
 
 @register("concatenate")
 def _concatenate(*operands: ProductWeight, dimension: Any) -> Any:
-    """Concatenate weights with equal static fields, such as the query, key and value weights."""
+    """Concatenate weights, such as query, key and value weights, into one.
 
-    def concatenate(*leaves: Leaf) -> jax.Array:
-        others = [(*x.shape[:dimension], 1, *x.shape[dimension + 1 :]) for x in leaves]
-        sizes = list(np.broadcast_shapes(*others))
+    Return NotImplemented if their static fields differ. Only the arrays are then concatenated.
+    """
+
+    def concatenate_companions(*leaves: Leaf) -> jax.Array:
+        # Companions can have size 1 along any axis. Along `dimension`, each gets the size of its
+        # weight. Along other axes, all get the same size.
+        other_sizes = [(*x.shape[:dimension], 1, *x.shape[dimension + 1 :]) for x in leaves]
+        sizes = list(np.broadcast_shapes(*other_sizes))
         parts = []
         for leaf, w in zip(leaves, operands, strict=True):
             sizes[dimension] = w.shape[dimension]
             parts.append(jnp.broadcast_to(leaf, sizes))
         return lax.concatenate(parts, dimension)
 
-    return _combine(operands, lambda *xs: lax.concatenate(xs, dimension), concatenate)
+    concatenate = lambda *arrays: lax.concatenate(arrays, dimension)
+    return _combine(operands, concatenate, concatenate_companions)
 
 
 @register("select_n")
 def _select(which: ArrayLike, *cases: ProductWeight) -> Any:
-    """Select between weights of one kind, as `vmap` of `cond` does with a weight and itself."""
+    """Select between weights. For example, `vmap` of `cond` selects between a weight and itself.
+
+    Return NotImplemented if their static fields differ. Only arrays are then selected.
+    """
     select = partial(lax.select_n, which)
     return _combine(cases, select, lambda *leaves: select(*map(_broadcast, cases, leaves)))
 
@@ -296,24 +319,28 @@ def _select(which: ArrayLike, *cases: ProductWeight) -> Any:
 def _combine(
     weights: Sequence[ProductWeight], combine: Callable, combine_companions: Callable[..., Any]
 ) -> Any:
-    """Combine weights with equal static fields into one. Factors are lost if they differ."""
+    """Combine weights into one: their arrays by one function, and each companion by another.
+
+    Drop the `factors` if they differ. Return NotImplemented if other static fields differ.
+    """
     first = weights[0]
     if any(_static_fields(w) != _static_fields(first) for w in weights):
         return NotImplemented
-    array = redispatch(combine, *(w.array for w in weights))
-    companions: dict[str, Any] = {
+    changes: dict[str, Any] = {
         name: combine_companions(*(getattr(w, name) for w in weights))
         for name in first._companions()
     }
-    new = first
-    if array.shape != first.shape:
-        new = first.with_axes([(axis,) for axis in range(first.ndim)], array.shape)
+    changes["array"] = redispatch(combine, *(w.array for w in weights))
     if any(w.factors != first.factors for w in weights):
-        companions["factors"] = None
-    return new.changed(array=array, **companions)
+        changes["factors"] = None
+    new = first
+    if changes["array"].shape != first.shape:
+        new = first.with_axes([(axis,) for axis in range(first.ndim)], changes["array"].shape)
+    return new.changed(**changes)
 
 
 def _static_fields(w: ProductWeight) -> Any:
+    """Return the type, the static fields and the names of companions that are not None."""
     names = [f.name for f in dataclasses.fields(w) if f.metadata.get("static")]
     values = [getattr(w, name) for name in names if name != "factors"]
     return type(w), values, tuple(w._companions())
