@@ -201,7 +201,7 @@ def _stage(
         pairs = list(zip(values, numbered_sources, strict=False))  # empty without sources
         for value, source in pairs:
             with_source(value, source)
-        known = leaf_sources(zip(values, numbered, strict=True)) if sources else nullcontext()
+        known = leaf_sources(pairs) if sources else nullcontext()
         with known, mark_staging_trace():
             outputs = ImplicitTrace.run(jaxpr_as_fun(jaxpr), values)
         for i, form in forms.items():

@@ -94,17 +94,17 @@ def zeros(
         return _zeros_in_blocks(shape, dtype, params, axis)
     # Bytes are packed along one axis. Quantize one row along this axis, and repeat its codes and
     # scales along all other axes.
-    tile = tile_shape(shape, params.counts)
+    tile = tile_shape(shape, params.scale_shape)
     packed_axis = max((i for i, size in enumerate(tile) if size > 1), default=len(shape) - 1)
     row_shape, row_scale_shape = (
         tuple(size if i == packed_axis else 1 for i, size in enumerate(sizes))
-        for sizes in (shape, params.counts)
+        for sizes in (shape, params.scale_shape)
     )
-    row_params = dataclasses.replace(params, counts=row_scale_shape)
+    row_params = dataclasses.replace(params, scale_shape=row_scale_shape)
     row = quantize_with_params(jnp.zeros(row_shape, dtype), row_params)
     row = repack(row, packed_axis - len(shape))
     packed_shape = [row.packed.shape[i] if i == packed_axis else n for i, n in enumerate(shape)]
-    repeat = lambda leaf: leaf if leaf is None else jnp.broadcast_to(leaf, params.counts)
+    repeat = lambda leaf: leaf if leaf is None else jnp.broadcast_to(leaf, params.scale_shape)
     return QCache.from_packed(
         jnp.broadcast_to(row.packed, packed_shape),
         repeat(row.scale),
@@ -119,10 +119,10 @@ def _zeros_in_blocks(
     shape: Shape, dtype: DTypeLike, params: QuantizeParams, axis: int
 ) -> BlockCache:
     """Return a `BlockCache` of zeros with blocks along `axis`."""
-    num_blocks = params.counts[axis]
+    num_blocks = params.scale_shape[axis]
     replace_size = lambda sizes, size: (*sizes[:axis], size, *sizes[axis + 1 :])
     newest = jnp.zeros(replace_size(shape, shape[axis] // max(num_blocks, 1)), dtype)
-    params = dataclasses.replace(params, counts=replace_size(params.counts, 1))
+    params = dataclasses.replace(params, scale_shape=replace_size(params.scale_shape, 1))
     block = quantize_with_params(newest, params)
     blocks = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (num_blocks, *leaf.shape)), block)
     return BlockCache(QCache.from_qarray(blocks), newest, jnp.int32(0), axis - len(shape))

@@ -27,7 +27,6 @@ from ..conversion.fake_quantize import fake_quantize
 from ..conversion.quantize import quantize
 from ..conversion.scale_axes import ScaleAxes, choose_activation_axes
 from ..formats import get_format
-from ..ops.operands import multiply_by_scale
 from .backward import BackwardProduct
 from .fake_quantized import FakeQuantized
 from .products import TrainingProduct
@@ -151,7 +150,7 @@ class TrainingRecipe:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def quantized_product(
-    recipe: TrainingRecipe, lhs: jax.Array, rhs: jax.Array, other_operands: Sequence[Any], key: Any
+    recipe: TrainingRecipe, lhs: jax.Array, rhs: jax.Array, extra: Sequence[Any], key: Any
 ) -> jax.Array:
     """Quantize two dense arrays and return their product. The derivative quantizes gradients.
 
@@ -159,27 +158,27 @@ def quantized_product(
 
     - `recipe`: the product, and the options for quantizing its operands and gradients.
     - `lhs`, `rhs`: the operands.
-    - `other_operands`: the other operands of the primitive, which have no gradient.
+    - `extra`: the other operands of the primitive, which have no gradient.
     - `key`: a PRNG key for stochastic rounding of gradients, or None.
     """
-    return _forward(recipe, lhs, rhs, other_operands, key)[0]
+    return _forward(recipe, lhs, rhs, extra, key)[0]
 
 
 def _forward(
-    recipe: TrainingRecipe, lhs: jax.Array, rhs: jax.Array, other_operands: Sequence[Any], key: Any
+    recipe: TrainingRecipe, lhs: jax.Array, rhs: jax.Array, extra: Sequence[Any], key: Any
 ) -> tuple[jax.Array, Any]:
     """Return the product, and the residuals for `_backward`."""
     quantized = [
         operand.quantize(x) for operand, x in zip(recipe.operands, (lhs, rhs), strict=True)
     ]
-    out = recipe.product.multiply(*quantized, *other_operands)
+    out = recipe.product.multiply(*quantized, *extra)
     # Save each operand for the gradient of the other operand: its codes if they can be used there.
     saved = []
     for side, (dense, q) in enumerate(zip((lhs, rhs), quantized, strict=True)):
         backward = recipe.backward[1 - side]  # if its `qtype` is None, the gradient stays dense
         can_reuse = backward.qtype is None or _fits_gradient(q, recipe.product, side, lhs, rhs)
         saved.append(q if backward.reuses_forward and can_reuse else dense)
-    return out, (saved, other_operands, key)
+    return out, (saved, extra, key)
 
 
 def _fits_gradient(
@@ -199,13 +198,18 @@ def _fits_gradient(
 
 def _backward(recipe: TrainingRecipe, residuals: Any, g: jax.Array) -> tuple[Any, ...]:
     """Return the gradients of lhs and rhs, and None for the other arguments."""
-    saved, other_operands, key = residuals
+    saved, extra, key = residuals
     keys = _split_key(key, g)
-    gradients: list[Any] = [None, None]
+    gradients: list[jax.Array | None] = []
     for side, operand in enumerate(recipe.operands):
-        if jnp.issubdtype(operand.dtype, jnp.floating):
-            gradient = _gradient(recipe, side, saved, other_operands, g, keys[side])
-            gradients[side] = gradient.astype(operand.dtype)
+        if not jnp.issubdtype(operand.dtype, jnp.floating):
+            gradients.append(None)
+            continue
+        if recipe.product.has_gradients_on_codes:
+            gradient = _gradient_on_codes(recipe, side, saved, g, keys[side])
+        else:
+            gradient = _dense_gradient(recipe, side, saved, extra, g, keys[side])
+        gradients.append(gradient.astype(operand.dtype))
     return *gradients, None, None
 
 
@@ -226,7 +230,7 @@ def _gradient_on_codes(
             other = other.astype(wide)  # otherwise the next line would round g to integers
         g = g.astype(other.dtype)
     elif backward.qtype is not None and _has_scales_only_along(other, axes.other_to_gradient):
-        g = _multiply_by_scale(g.astype(wide), other, axes.other_to_gradient)
+        g = multiply_by_scale(g.astype(wide), other.scales(), axes.other_to_gradient)
         one = jnp.ones([1] * other.ndim, wide)
         other = other.replace(scale=one, dense_dtype=wide.name)
     else:
@@ -239,50 +243,28 @@ def _dense_gradient(
     recipe: TrainingRecipe,
     side: int,
     saved: Sequence[Any],
-    other_operands: Sequence[Any],
+    extra: Sequence[Any],
     g: jax.Array,
     key: Any,
 ) -> jax.Array:
-    """Return the gradient of operand `side`, which is a product of `g` with the other operand.
+    """Return the gradient of operand `side` in floating point, by JAX's transpose of the product.
 
-    `saved` are lhs and rhs, dense or as quantized in the forward pass. `g` is the gradient of the
-    output.
+    `g` and the other operand are quantized and dequantized.
     """
     product, backward, other = recipe.product, recipe.backward[side], saved[1 - side]
     axes = product.gradient_axes(side, (saved[0].ndim, saved[1].ndim))
-    if product.has_gradients_on_codes:
-        other = product.transpose_operand(side, other)
-    has_forward_codes = isinstance(other, QArray)
-    if not has_forward_codes:
+    if not isinstance(other, QArray):
         other = recipe.operands[1 - side].requantize(other, axes.of_other, backward)
-
-    if not product.has_gradients_on_codes:
-        other = materialise_one(other)
-        dense_g = materialise_one(_quantize_gradient(g, backward, axes.of_gradient, key))
-        bind = lambda x: product.bind(*((x, other) if side == 0 else (other, x)), *other_operands)
-        # The product is linear in x, so the values of x do not matter.
-        x = jnp.zeros(shapes[side], recipe.operands[side].dense_dtype)
-        return jax.vjp(bind, x)[1](dense_g)[0]
-
-    # Give g and the other operand one float dtype, and the other operand scales that are constant
-    # along the contracted axes.
-    wide = jnp.promote_types(g.dtype, jnp.float32)
-    if not has_forward_codes:
-        if other.dtype not in QUANTIZABLE:
-            other = other.astype(wide)  # otherwise the next line would round g to integers
-        g = g.astype(other.dtype)
-    elif backward.qtype is not None and has_scales_only_along(other, axes.other_to_gradient):
-        g = multiply_by_scale(g.astype(wide), other.scales(), axes.other_to_gradient)
-        one = jnp.ones([1] * other.ndim, wide)
-        other = other.replace(scale=one, dense_dtype=wide.name)
-    else:
-        g, other = g.astype(wide), other.replace(dense_dtype=wide.name)
-    quantized_g = _quantize_gradient(g, backward, axes.of_gradient, key)
-    return product.multiply_gradient(side, quantized_g, other, shapes, wide)
+    other = materialise_one(other)
+    q = materialise_one(_quantize_gradient(g, backward, axes.of_gradient, key))
+    bind = lambda x: product.bind(*((x, other) if side == 0 else (other, x)), *extra)
+    # The product is linear in x, so the values of x do not matter.
+    x = jnp.zeros(saved[side].shape, recipe.operands[side].dense_dtype)
+    return jax.vjp(bind, x)[1](q)[0]
 
 
-def has_scales_only_along(q: jax.Array | QArray, axes: Collection[int]) -> bool:
-    """Return whether an operand is codes times a scale that varies at most along `axes`.
+def _has_scales_only_along(q: jax.Array | QArray, axes: Collection[int]) -> bool:
+    """Return whether an operand is codes times a scale that is constant along all other axes.
 
     A product that contracts these axes can then use the codes, and multiply the gradient by the
     scale. An operand with a codebook, zero points, minima or quantized scales gives False.
@@ -294,8 +276,8 @@ def has_scales_only_along(q: jax.Array | QArray, axes: Collection[int]) -> bool:
     return all(count == 1 or axis in axes for axis, count in enumerate(q.scale.shape))
 
 
-def has_tiles_along(q: jax.Array | QArray, axes: Collection[int]) -> bool:
-    """Return whether neighbors along each of `axes` share a scale, zero point and minimum.
+def _has_tiles_along(q: jax.Array | QArray, axes: Collection[int]) -> bool:
+    """Return whether neighbors along each of `axes` share scales, in a format without a codebook.
 
     A product that contracts these axes can then sum the codes of each tile. For example, the square
     blocks of a matrix are also blocks of its transpose. An operand with a codebook gives False.
