@@ -65,15 +65,14 @@ class Report:
         if not self.materialised:
             return f"{count} None was materialized."
         cache_nbytes = sum(event.cache_nbytes for event in self.materialised)
-        kinds = {"caches": cache_nbytes, "weights": self.weight_nbytes - cache_nbytes}
-        kinds = {kind: n for kind, n in kinds.items() if n}
-        if [self.nbytes] == [*kinds.values()]:
-            content = f"{next(iter(kinds))} only"
-        else:
-            content = ", ".join(f"{size_of(n)} of {kind}" for kind, n in kinds.items())
+        nbytes_by_kind = {"caches": cache_nbytes, "weights": self.weight_nbytes - cache_nbytes}
+        parts = [f"{size_of(n)} of {kind}" for kind, n in nbytes_by_kind.items() if n]
+        for kind, n in nbytes_by_kind.items():
+            if 0 < n == self.nbytes:
+                parts = [f"{kind} only"]
         total = (
             f"{count} {len(self.materialised)} of them materialized {size_of(self.nbytes)} "
-            f"({content or 'no weights'})."
+            f"({', '.join(parts) or 'no weights'})."
         )
         expected = sum(event.nbytes for event in self.materialised if event.no_kernel)
         if not expected:

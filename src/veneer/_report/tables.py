@@ -20,7 +20,7 @@ _GAP = "  "
 
 
 def screen_width() -> int:
-    """Return $COLUMNS or the width of the terminal; 80 if stdout is not a terminal."""
+    """Return $COLUMNS or the width of the terminal, or 80 if stdout is not a terminal."""
     is_known = "COLUMNS" in os.environ or sys.stdout.isatty()
     return shutil.get_terminal_size((80, 24)).columns if is_known else 80
 

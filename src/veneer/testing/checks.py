@@ -278,6 +278,7 @@ class _Check:
                 self.differences[title(name)] = text
 
     def _record_error(self, name: str, error: Exception) -> None:
+        """Store the error of a program: as a rejection if allowed, or else as a difference."""
         text = " ".join(str(error).split())
         may_reject = isinstance(error, TypeError | ValueError) and self._type_name is not None
         if may_reject and str(self._type_name) in text:
@@ -286,6 +287,7 @@ class _Check:
             self.differences[name] = f"{type(error).__name__}: {text}"
 
     def _record_events(self, name: str, events: Iterable[Any]) -> None:
+        """Store which rules ran in a program, and which primitives materialized the array."""
         for event in events:
             if event.rule is None:
                 self.made_dense.add(event.primitive)
@@ -331,15 +333,16 @@ def _compare_trees(result: Any, expected: Any, dtype: Any, tolerance: float) -> 
 
     `dtype` is the dtype of the example, and `tolerance` the argument of `check_rules`.
     """
-    structures: list[Any] = [jax.tree.structure(x) for x in (result, expected)]
-    if structures[0] != structures[1]:
-        return f"{structures[0]}, where the dense array gives {structures[1]}"
+    structure: Any = jax.tree.structure(result)
+    if structure != jax.tree.structure(expected):
+        return f"{structure}, where the dense array gives {jax.tree.structure(expected)}"
     pairs = zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True)
     texts = (_compare_arrays(x, y, dtype, tolerance) for x, y in pairs)
     return next(filter(None, texts), None)
 
 
 def _compare_arrays(x: Any, y: Any, dtype: Any, tolerance: float) -> str | None:
+    """Describe the difference of two arrays. Return None if they agree within the tolerance."""
     if (x.shape, x.dtype) != (y.shape, y.dtype):
         return f"{jax.typeof(x)}, where the dense array gives {jax.typeof(y)}"
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):

@@ -170,14 +170,8 @@ def _cached_active_rules(
 
 
 def _check_rule(rule: Rule) -> None:
-    supported = Rule(
-        rule.path_regex,
-        None,
-        act_qtype=rule.act_qtype,
-        act_calibration_method=rule.act_calibration_method,
-        act_tile_size=rule.act_tile_size,
-        op_names=rule.op_names,
-    )
+    names = ("act_qtype", "act_calibration_method", "act_tile_size", "op_names")
+    supported = Rule(rule.path_regex, None, **{name: getattr(rule, name) for name in names})
     if rule != supported:
         raise ValueError(
             "a rule of quantize_products can set only act_qtype, act_calibration_method, "
@@ -189,8 +183,8 @@ class Activation(ImplicitArray):
     """An array that depends on an argument of the function that `quantize_products` got.
 
     Primitives apply to the array itself, and their results become activations. The rules for
-    products can quantize it first. An activation cannot be materialized: if a loop carry is an
-    activation in one iteration and dense in another, the dense array becomes an activation.
+    products can quantize the array first. An activation cannot be materialized. So a loop carry
+    that is an activation in only one iteration becomes an activation in all iterations.
     """
 
     default_precedence: ClassVar[int] = 100  # an activation wraps all other types

@@ -212,7 +212,7 @@ def without_default_tile(
 
 
 def _rule_for(selector: Selector, name: str, shape: tuple[int, ...]) -> Rule:
-    """Return the rule of a selector for one tensor, or raise an error with the name."""
+    """Return the `Rule` of a selector for one tensor. Errors have the name of the tensor."""
     axis = selector.tile_axis
     if axis is None and name.endswith("weight"):
         axis = CONTRACTING_AXIS["torch"]

@@ -34,8 +34,8 @@ def _describe_bits(array: Any) -> str:
 def warn_of_unused(weights: Mapping[str, Any], uses: Mapping[str, Sequence[Use]]) -> None:
     """Warn of weights that the program does not use, or uses in no product, so they stay dense.
 
-    There is no warning for small weights, biases and norm scales that the program uses. A stack of
-    biases is a matrix too, but each of its uses has fewer than two free axes.
+    There is no warning for small weights that the program uses, or for biases and norm scales. A
+    stack of biases is a matrix too, but results keep only one of its axes.
     """
     described = [
         f"{path} at {_describe_bits(x)} ({next(iter(uses[path]), 'unused')})"

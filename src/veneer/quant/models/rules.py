@@ -229,13 +229,14 @@ class Rule:
 
     def __repr__(self) -> str:
         """Return the call that creates the rule."""
-        first, second, *others = (f for f in dataclasses.fields(self) if f.init)
-        parts = [repr(getattr(self, field.name)) for field in (first, second)]
-        values = [(field, getattr(self, field.name)) for field in others]
-        if isinstance(self.tile_size, tuple):
-            values = [(f, dict(v) if f.name == "tile_size" else v) for f, v in values]
-        parts += [f"{field.name}={value!r}" for field, value in values if value != field.default]
-        return f"Rule({', '.join(parts)})"
+        arguments = [repr(self.path_regex), repr(self.qtype)]
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.kw_only and value != field.default:
+                if field.name == "tile_size" and isinstance(value, tuple):
+                    value = dict(value)  # a dict is stored as pairs, because a rule is hashable
+                arguments.append(f"{field.name}={value!r}")
+        return f"Rule({', '.join(arguments)})"
 
     def matches(self, path: str) -> bool:
         """Return whether the rule matches a path. A final `.value` of the path is optional."""
@@ -310,7 +311,9 @@ class Rule:
         return dataclasses.replace(self, tile_axis=ordered, tile_size=by_axis)
 
     def axes(self, shape: Shape) -> tuple[tuple[int, ...], dict[int, int]]:
-        """Return `(channelwise_axes, tiled_axes)` for a weight, arguments of `vn.quant.quantize`.
+        """Return two arguments of `vn.quant.quantize`, as `(channelwise_axes, tiled_axes)`.
+
+        `shape` is the shape of the weight.
 
         **Raises:** `ValueError` if an axis is out of range or named twice.
         """

@@ -83,16 +83,16 @@ class Recording:
         ndim = len(shape)
         contracted = {axis + ndim for axis in contracting}
         self.stacked_axes = set(range(ndim - 2)) - contracted
-        sizes_along = lambda axes: tuple(n if axis in axes else 1 for axis, n in enumerate(shape))
-        self.shape = sizes_along(self.stacked_axes | contracted)
-        self.ranges_shape, channels_shape = map(sizes_along, (self.stacked_axes, contracted))
+        # The shape of the weight, with size 1 along all axes except `axes`.
+        shape_along = lambda axes: tuple(n if axis in axes else 1 for axis, n in enumerate(shape))
+        self.shape = shape_along(self.stacked_axes | contracted)
+        self.ranges_shape, channels_shape = shape_along(self.stacked_axes), shape_along(contracted)
         positions, stacks = math.prod(self.shape), math.prod(self.ranges_shape)
         self.channels = math.prod(channels_shape)
-        # The index of the stack and of the channel of each position.
-        self.stack, self.channel = (
-            np.broadcast_to(np.arange(math.prod(shape)).reshape(shape), self.shape).ravel()
-            for shape in (self.ranges_shape, channels_shape)
-        )
+        # For each position, the index of its stack and the index of its channel.
+        indices = lambda sizes: np.arange(math.prod(sizes)).reshape(sizes)
+        self.stack = np.broadcast_to(indices(self.ranges_shape), self.shape).ravel()
+        self.channel = np.broadcast_to(indices(channels_shape), self.shape).ravel()
         self.decay = decay
         self.totals = Totals(
             counts=np.zeros(positions),
@@ -129,7 +129,7 @@ class Recording:
         self._other_axes.add(tuple(axes))
 
     def explain_missing(self) -> str:
-        """Return a text that says why there are no activations, and what to do."""
+        """Return a text that says why the weight has no activations, and what to do."""
         if not self._other_axes:
             return "no product used it; pass batches that use it, or leave it out of the rules"
         axes = " and ".join(str(axes[0] if len(axes) == 1 else axes) for axes in self._other_axes)
@@ -138,13 +138,13 @@ class Recording:
     def add(
         self, num_rows: int, positions: Any, low: Any, high: Any, sums: Any, products: Any = None
     ) -> None:
-        """Add the reduced activations of one product.
+        """Add the activations of one product, which are already reduced to sums and ranges.
 
         **Arguments:**
 
         - `num_rows`: the number of values per channel.
-        - `positions`, `low`, `high`: the position, minimum and maximum per channel, `[batch,
-          channels]`.
+        - `positions`: the indices of the channels in the totals, `[batch, channels]`.
+        - `low`, `high`: the minimum and the maximum per channel, `[batch, channels]`.
         - `sums`: the sums of values, magnitudes and squares, `[3, batch, channels]`.
         - `products`: the products of any two channels, `[batch, channels, channels]`.
         """
@@ -190,9 +190,9 @@ class Recording:
     def _add_gram(
         self, grams: dict[int, np.ndarray], positions: np.ndarray, product: np.ndarray
     ) -> None:
-        """Add a matrix to the Gram matrices of the stacks that its positions belong to.
+        """Add `product`, the products of any two channels, to the Gram matrices of stacks.
 
-        Row and column `i` of `product` are the channel at `positions[i]`.
+        `positions[i]` tells the stack and the channel of row and column `i`.
         """
         stacks = self.stack[positions]
         for stack in np.unique(stacks).tolist():

@@ -131,7 +131,7 @@ def static_range(
     - `statistics`: the statistics of the activations.
     - `qtype`: the format of the activations.
     - `shape`: the shape of the weight that they multiply.
-    - `average`: the range to use, as in `ActivationStatistics.range`.
+    - `average`: the range to use: "mean", "exponential" or "widest".
     - `calibration_method`: the method that turns the range into a scale. None selects the default
       of the format.
 

@@ -27,6 +27,7 @@ from ..conversion.fake_quantize import fake_quantize
 from ..conversion.quantize import quantize
 from ..conversion.scale_axes import ScaleAxes, choose_activation_axes
 from ..formats import get_format
+from ..ops.operands import multiply_by_scale
 from .backward import BackwardProduct
 from .fake_quantized import FakeQuantized
 from .products import TrainingProduct
