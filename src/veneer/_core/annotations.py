@@ -18,19 +18,16 @@ class Dense:
     """The class of all operands that are not implicit values."""
 
 
-# The classes of operands that one annotation accepts, of which an operand must match one: `Dense`,
-# subclasses of `Value`, or `object` for any operand.
+# The classes that one annotation accepts: `Dense`, subclasses of `Value`, or `object` for any
+# operand. An operand must be an instance of one of these classes.
 Alternatives = frozenset[type]
 
 _DENSE_TYPES = (*typing.get_args(ArrayLike), np.generic, bool, int, float, complex)
 
 
 def names_around(function: Callable) -> dict[str, Any]:
-    """Return the variables that a string annotation of a function can name.
-
-    They are the globals of the function, and the locals of the innermost running function of the
-    same module, which may be the function that defines the rule.
-    """
+    """Return the globals of a function, and the locals of the function that is defining it."""
+    # The defining function is the innermost running function of the same module.
     frame: types.FrameType | None = sys._getframe()
     while frame is not None and frame.f_globals is not function.__globals__:
         frame = frame.f_back

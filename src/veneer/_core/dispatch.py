@@ -15,7 +15,7 @@ from .._jax.tracing import is_eager
 from .annotations import Dense
 from .errors import endless_rule_error
 from .jitted_functions import JittedFunction
-from .policy import ALLOW, current_policy, report_rule
+from .policy import ALLOW, current_policy, report_rule, set_variable
 from .rules import Target, location_of, resolve
 from .sources import propagate_sources
 from .value import Value, aval_of, describe, describe_operands, is_value
@@ -25,7 +25,7 @@ unhandled_operands: ContextVar[Sequence[Any]] = ContextVar("unhandled_operands",
 
 
 def dispatch(primitive: Primitive, values: Sequence[Any], params: dict[str, Any]) -> Any:
-    """Run a primitive on operands of which at least one is implicit, and return its results.
+    """Run a primitive with at least one implicit operand, and return its results.
 
     Use the first of these that does not return NotImplemented: a matching rule, the `default` of
     the operand types, a rule for all types, and the primitive on materialized operands.
@@ -50,11 +50,8 @@ def dispatch(primitive: Primitive, values: Sequence[Any], params: dict[str, Any]
     if out is NotImplemented:
         # Rules for all types have returned NotImplemented, so that `default` could run. They read
         # `unhandled_operands` and run now.
-        token = unhandled_operands.set(values)
-        try:
+        with set_variable(unhandled_operands, values):
             out = apply_rules(primitive, values, params, only_generic=True)
-        finally:
-            unhandled_operands.reset(token)
         return Value.default(primitive, values, params) if out is NotImplemented else out
     location = location_of(default)
     return _check_and_report(primitive, values, params, out, location, f"the default of {name}")
@@ -88,13 +85,10 @@ def apply_rules(
 def _call_rule(
     function: Callable, target: Target, values: Sequence[Any], params: dict[str, Any]
 ) -> Any:
-    """Call the function of a rule. Explain errors of endless recursion and of a wrong signature.
-
-    `endless_rule_error` reads the variables `function` and `target` from the frames.
-    """
+    """Call the function of a rule. Explain errors of endless recursion and of a wrong signature."""
     try:
         return function(*values, **params)
-    except RecursionError as error:
+    except RecursionError as error:  # the helper reads `function` and `target` from the frames
         raise endless_rule_error(error, _call_rule) from None
     except TypeError as error:
         is_raised_inside = error.__traceback__ is None or error.__traceback__.tb_next is not None
@@ -115,10 +109,7 @@ def _check_and_report(
     location: str,
     rule: str,
 ) -> Any:
-    """Check and report the result of a rule, and return it with NumPy arrays converted to JAX.
-
-    `rule` names the rule in error messages, `location` in reports.
-    """
+    """Check and report the result of a rule. Return it with NumPy arrays converted to JAX."""
     _check_result(target, values, params, out, rule)
     if current_policy() is not ALLOW:
         report_rule(target.name, lambda: describe_operands(values), location)
@@ -136,7 +127,7 @@ _NOT_JAX = (np.ndarray, np.generic, bool, int, float, complex)
 def _check_result(
     target: Target, values: Sequence[Any], params: dict[str, Any], out: Any, rule: str
 ) -> None:
-    """Raise `TypeError` if a rule's results differ in shape or dtype from those of the primitive.
+    """Raise `TypeError` if results of a rule have other shapes or dtypes than the primitive's.
 
     Accept any dtype if the class of an operand sets `keeps_dtypes = False`.
     """

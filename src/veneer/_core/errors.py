@@ -2,16 +2,16 @@
 
 import inspect
 import sys
+import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from types import FrameType
 from typing import Any
 
 import jax
 
 from .._jax.caller_errors import calling_frame, frame_of
-from .._jax.tracing import is_differentiated
+from .._jax.tracing import Tracer, is_differentiated
 from .tree import CHECK_METHODS, check_metadata
 
 
@@ -70,14 +70,11 @@ def check_leaves_fit(value: Any, checks: Iterable[Callable[[], None]], error: Ex
     which changes each leaf separately and does not call the checks. Return if a check of this value
     is running, because then `error` comes from the check and has a clear message.
     """
-    frame = inspect.currentframe()
-    while frame is not None:
-        code = frame.f_code
-        if code.co_name in CHECK_METHODS:
-            name_of_self = next(iter(code.co_varnames), "")
+    for frame, _ in traceback.walk_stack(sys._getframe()):
+        if frame.f_code.co_name in CHECK_METHODS:
+            name_of_self = next(iter(frame.f_code.co_varnames), "")
             if frame.f_locals.get(name_of_self) is value:
                 return
-        frame = frame.f_back
     for check in checks:
         try:
             check()
@@ -87,7 +84,7 @@ def check_leaves_fit(value: Any, checks: Iterable[Callable[[], None]], error: Ex
                 f"this {type(value).__name__} separately. To apply it to the array, call "
                 "vn.implicit(function)(value)."
             ) from error
-        except Exception:  # not a verdict on the leaves: checks report these by ValueError
+        except Exception:  # a bug in the check: only a ValueError is about the leaves
             return
 
 
@@ -109,10 +106,7 @@ def reject_leaves(values: Sequence[Any], error: Exception | None = None) -> None
 
 
 def derivatives_error(name: str, dense_tangent: bool = False) -> TypeError:
-    """Return the error for an operand of type `name` whose leaves are derivatives.
-
-    If the type sets `dense_tangent`, the message also names `vn.hijax` and `vn.ste` as remedies.
-    """
+    """Return the error for an operand of type `name` whose leaves are derivatives."""
     remedy = (
         " With vn.hijax.enabled(), the backward rule of a jax.custom_vjp gets the dense cotangent. "
         "vn.ste gives a function the derivative of the identity."
@@ -130,10 +124,7 @@ def is_marked_as_derivatives(value: Any) -> bool:
 
 
 def holds_derivatives(value: Any) -> bool:
-    """Return whether the leaves of a value are derivatives, as in a result of `jax.grad`.
-
-    Such a value is marked, or an integer leaf was replaced by a derivative of dtype float0.
-    """
+    """Return whether a value is marked as derivatives, or has a leaf of dtype float0."""
     dtypes = [getattr(x, "dtype", None) for x in value.__dict__.values()]
     return is_marked_as_derivatives(value) or jax.dtypes.float0 in dtypes
 
@@ -150,7 +141,8 @@ def warn_of_scales_without_codes(value: Any) -> None:
     `filter_grad` selects floating leaves, so the integer codes get no gradient. The warning has the
     line of the call of `filter_grad`, so that Python shows it once per call site.
     """
-    is_quantized = lambda x: getattr(x, "dense_tangent", False)
+    # A tracer of a `vn.hijax` type has the attribute too, but its tangent includes the codes.
+    is_quantized = lambda x: getattr(x, "dense_tangent", False) and not isinstance(x, Tracer)
     for part in filter(is_quantized, jax.tree.leaves(value, is_leaf=is_quantized)):
         if not any(map(is_differentiated, jax.tree.leaves(part))):
             continue
@@ -182,13 +174,11 @@ def endless_rule_error(error: RecursionError, call_rule: Callable) -> RecursionE
     code = inspect.unwrap(call_rule).__code__
     call_counts: Counter[Callable] = Counter()
     target_names: dict[Callable, str] = {}
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame, _ in traceback.walk_stack(sys._getframe()):
         if frame.f_code is code:
             rule = frame.f_locals["function"]
             call_counts[rule] += 1
             target_names.setdefault(rule, frame.f_locals["target"].name)
-        frame = frame.f_back
     repeated = [rule for rule, count in call_counts.items() if count > 1]
     if not repeated:
         return error

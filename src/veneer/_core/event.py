@@ -147,19 +147,19 @@ class Event:
 
 
 def paths_of(source: Source) -> tuple[str, ...]:
-    """Return the paths in a source, without the integers that represent operands of a call."""
+    """Return the weight paths in a source, without the integers that represent operands."""
     return tuple(x for x in source if isinstance(x, str))
 
 
 def resolve_source(source: Source, operands: Sequence[Source]) -> Source:
-    """Return a source with each integer `i` replaced by `operands[i]`, the source of operand `i`.
+    """Replace each integer `i` in a source by `operands[i]`, the weight paths of operand `i`.
 
-    Drop all paths except `FOUND`: operands bring the paths of weights that have a name.
+    Drop all other elements except `FOUND`, because the operands bring the paths of named weights.
     """
     sources = [operands[i] for i in source if isinstance(i, int)]
     return join_sources([*sources, (FOUND,)] if FOUND in source else sources)
 
 
 def join_sources(sources: Iterable[Source]) -> Source:
-    """Return the union of some sources, in order and without repetition."""
+    """Return the union of some tuples of weight paths, in order and without repetition."""
     return tuple(dict.fromkeys(x for source in sources for x in source))

@@ -54,8 +54,9 @@ class LeafAxis(NamedTuple):
             return None
         if limit != size and limit % block:
             return None
-        entries = self.packed_in or 1  # of the leaf, per block
-        return start // block * entries, -(-limit // block) * entries, 1
+        entries_per_block = self.packed_in or 1
+        block_limit = -(-limit // block)  # rounded up, because the last block may be partly empty
+        return start // block * entries_per_block, block_limit * entries_per_block, 1
 
 
 class Movement(NamedTuple):
@@ -100,10 +101,10 @@ def partition_leaves(
         return None if axis.block == "whole" else spec[axis.axis]
 
     for axis in (axis for leaf_axes in axes for axis in leaf_axes if axis is not None):
-        # Compare blocks, not entries of the leaf. Two blocks of 6 codes in 8 bytes each have a
-        # number of bytes that is divisible by 4, although the number of codes is not.
+        # Count dense elements, because the number of leaf entries can be divisible although a part
+        # ends inside a block.
         part_size, full_size = sorted((old[axis.axis], new[axis.axis]))
-        cuts = axis.block == "whole" or (isinstance(axis.block, int) and part_size % axis.block)
-        if part_size != full_size and cuts:
+        splits = axis.block == "whole" or (isinstance(axis.block, int) and part_size % axis.block)
+        if part_size != full_size and splits:
             return None
     return [PartitionSpec(*map(spec_entry, leaf_axes)) for leaf_axes in axes]

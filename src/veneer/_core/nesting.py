@@ -7,8 +7,8 @@ the tracer as a dense array. So the inner trace gives such a primitive to the ou
 the primitive `pack` turns the implicit arrays of the inner trace into arrays of the outer trace.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
@@ -17,9 +17,9 @@ import jax
 from .._jax.primitives import Primitive, is_or_contains
 from .._jax.tracing import Tracer, current_trace, primal_of, swap_trace, traces_around
 from .errors import OutsideImplicitError
-from .policy import report_materialised
+from .policy import report_materialised, set_variable
 from .sources import tag_sources
-from .value import Value, describe, describe_operands, is_value, materialise_one
+from .value import Value, describe, describe_operands, is_part, is_value, materialise_one
 
 #: The primitive that builds a value from its leaves. Its rules are in `primitives/packing.py`.
 pack = Primitive("pack_value")
@@ -65,17 +65,12 @@ class use_trace:
         self._context.__exit__(None, None, None)
 
 
-@contextmanager
-def mark_staging_trace() -> Iterator[None]:
-    """Mark the current trace as the trace with which a rule traces a program to a jaxpr.
+def mark_staging_trace() -> AbstractContextManager[None]:
+    """Return a context in which dense-looking tracers of the current trace count as dense.
 
-    In the block, operands that look dense count as dense in every enclosing `implicit`.
+    A rule that was selected for the types of all operands uses this to trace a program to a jaxpr.
     """
-    token = _staging_trace.set(current_trace())
-    try:
-        yield
-    finally:
-        _staging_trace.reset(token)
+    return set_variable(_staging_trace, current_trace())
 
 
 def is_implicit_trace(trace: Any) -> bool:
@@ -171,13 +166,13 @@ def builds_values(primitive: Primitive, params: dict[str, Any]) -> bool:
 
 
 def compose_value(value: Value, run: Callable[[Callable, Sequence[Any]], list[Any]]) -> Any:
-    """Return a value that a program built, with its sources, after a check of its leaves.
+    """Return a value that a program built, tagged with the paths of its weights for reports.
 
     If a leaf is an implicit array that the type does not accept, such as a `Quantity` in a
     `Diagonal`, return the dense array of the value instead, and report it. `run(function, leaves)`
     calls a function with the rules of the leaves in force.
     """
-    leaves, structure = jax.tree.flatten(value, is_leaf=lambda x: x is not value and is_value(x))
+    leaves, structure = jax.tree.flatten(value, is_leaf=is_part(value))
     if any(map(is_value, leaves)):
         try:
             value.aval()

@@ -5,13 +5,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypeVar
 
 import jax
 
 from .._jax.source_lines import user_line, user_place
 from .event import Event, MaterialiseError, MaterialiseWarning, Operands
 
+T = TypeVar("T")
 OnMaterialise = (
     Literal["allow", "warn", "error", "warn_weights", "error_weights"] | Callable[[Event], None]
 )
@@ -78,6 +79,16 @@ def nested_policy(policy: Policy) -> AbstractContextManager[None]:
     return policy_in_force(policy if events is None else replace(policy, events=events))
 
 
+@contextmanager
+def set_variable(variable: ContextVar[T], value: T) -> Iterator[None]:
+    """Return a context in which a context variable has the given value."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
 _recorded: ContextVar[list[Event]] = ContextVar("recorded")
 
 
@@ -88,12 +99,8 @@ def recorded_events() -> Iterator[list[Event]]:
     The caller traces a program in the block, and emits the events in each call of the program.
     """
     events: list[Event] = []
-    token = _recorded.set(events)
-    try:
-        with policy_in_force(RECORD):
-            yield events
-    finally:
-        _recorded.reset(token)
+    with set_variable(_recorded, events), policy_in_force(RECORD):
+        yield events
 
 
 def must_replay_events(policy: Policy) -> bool:
@@ -139,10 +146,7 @@ def note_how(how: str, dense: Sequence[int] = (), no_kernel: str = "") -> None:
 
 
 def report_rule(primitive: str, operands: Callable[[], Operands], rule: str) -> None:
-    """Emit the event of a rule that ran, if it materialized an operand or a list collects events.
-
-    `operands` returns the description of the operands. `rule` is the file and line of the rule.
-    """
+    """Emit the event of a rule that ran, if it materialized an operand or events are collected."""
     policy, (how, dense, no_kernel) = _policy.value, _how.get()
     _how.set(("", (), ""))
     if any(dense) or policy is RECORD or policy.events is not None:
@@ -153,10 +157,7 @@ def report_rule(primitive: str, operands: Callable[[], Operands], rule: str) -> 
 
 
 def report_materialised(primitive: str, operands: Callable[[], Operands], why: str = "") -> None:
-    """Emit the event of a primitive that runs on materialized operands, for the reason `why`.
-
-    `operands` returns the description of the operands, and is called only if a policy needs it.
-    """
+    """Emit the event of a primitive that runs on materialized operands, for the reason `why`."""
     if _policy.value is not ALLOW:
         shown, sources, dense, caches = operands()
         fields = shown, None, sum(dense), user_line(), why, sources, dense, caches

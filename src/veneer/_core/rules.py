@@ -178,6 +178,7 @@ def register(
 
 
 def _target_of(x: Any) -> Target:
+    """Return the primitive or the `JittedFunction` for an argument of `register`."""
     if isinstance(x, str):
         return find_primitive(x)
     if isinstance(x, Primitive):
@@ -203,7 +204,8 @@ def add_rule(
 
     **Arguments:**
 
-    - `precedence`: as in `register`. Rules for all types have a negative precedence.
+    - `precedence`: a number. If no rule is the most specific, the one with the highest precedence
+      runs. Rules for all types have a negative precedence.
     - `structural`: whether the primitives contain programs or call the host. Then the rule checks
       and reports its results itself.
     - `conditional`: whether the rule may return NotImplemented. If so, it is tried before a rule
@@ -305,7 +307,7 @@ def resolve(
 def _select_rule(
     primitive: Target, classes: tuple[type, ...], tried: tuple[RegisteredRule, ...]
 ) -> RegisteredRule | None:
-    """Compute the result of `resolve`, which is not cached yet."""
+    """Return the most specific rule that accepts operands of these classes, without a cache."""
     fitting = [r for r in _rules.get(primitive, ()) if r.accepts(classes) and r not in tried]
     # A copy with swapped operands is used only if no other rule fits.
     fitting = [r for r in fitting if not r.swapped] or fitting

@@ -12,8 +12,8 @@ program that is being traced, a concrete leaf belongs to a weight without a name
 sources only while a policy or a report needs them.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -23,7 +23,7 @@ import numpy as np
 
 from .._jax.tracing import ConcreteArray, is_staged, primal_of
 from .event import FOUND, Source, join_sources
-from .policy import ALLOW, current_policy
+from .policy import ALLOW, current_policy, set_variable
 from .value import Value, is_opaque_leaf, is_part, is_value, source_of
 
 T = TypeVar("T")
@@ -34,26 +34,18 @@ _leaf_sources: ContextVar[Mapping[int, Source]] = ContextVar(
 )
 
 
-@contextmanager
-def leaf_sources(items: Iterable[tuple[Any, Source]]) -> Iterator[None]:
-    """Let `find_source` know the source of each leaf of some trees within a block.
+def leaf_sources(items: Iterable[tuple[Any, Source]]) -> AbstractContextManager[None]:
+    """Return a context in which `find_source` knows the weights that some leaves come from.
 
-    `items` are pairs of a tree and its source. The caller must keep the trees alive, because leaves
-    are found by their `id`.
+    `items` are pairs of a tree of leaves and the paths of the weights. The caller must keep the
+    trees alive, because leaves are found by their `id`.
     """
     sources = {id(leaf): source for tree, source in items for leaf in jax.tree.leaves(tree)}
-    token = _leaf_sources.set(sources)
-    try:
-        yield
-    finally:
-        _leaf_sources.reset(token)
+    return set_variable(_leaf_sources, sources)
 
 
 def find_source(x: Any) -> Source:
-    """Return the paths of the weights that a value or a leaf comes from.
-
-    The result is empty for an intermediate, and if no policy needs sources.
-    """
+    """Return the paths of the weights that a value or a leaf comes from, or an empty tuple."""
     if (source := source_of(x)) or current_policy() is ALLOW:
         return source
     if isinstance(x, Value):
@@ -66,9 +58,10 @@ def find_source(x: Any) -> Source:
 
 
 def with_source(value: Any, source: Source) -> Any:
-    """Set the source of a value, and of the values in its fields, and return the value.
+    """Record the paths of the weights that a value comes from, and return the value.
 
-    Change nothing if the source is empty or `value` is not an implicit value.
+    Also record the paths for the values in its fields. Do nothing if `source` is empty or `value`
+    is not an implicit value.
     """
     if source and isinstance(value, Value):
         object.__setattr__(value, "_source", source)
@@ -78,7 +71,7 @@ def with_source(value: Any, source: Source) -> Any:
 
 
 def tag_sources(tree: T) -> T:
-    """Return a tree whose implicit arrays have the sources that `find_source` returns for them."""
+    """Return a tree whose implicit arrays record the paths of the weights that they come from."""
 
     def tag(x: Any) -> Any:
         if not isinstance(x, Value) or source_of(x) or not (source := find_source(x)):
@@ -90,12 +83,12 @@ def tag_sources(tree: T) -> T:
 
 
 def keep_sources(before: Sequence[Any], after: S) -> S:
-    """Set the source of each value in `after` to that of the value in `before`. Return `after`."""
+    """Copy the recorded weight paths of values to the values rebuilt from them, `after`."""
     return restore_sources(map(source_of, before), after)
 
 
 def restore_sources(sources: Iterable[Source], values: S) -> S:
-    """Set the source of each value, and return the values.
+    """Record the paths of the weights that each value comes from, and return the values.
 
     A function that JAX keeps closes over the sources of values instead of the values, because
     tracers must not outlive their trace.
@@ -108,7 +101,7 @@ def restore_sources(sources: Iterable[Source], values: S) -> S:
 def propagate_sources(
     primitive: str, values: Sequence[Any], params: Mapping[str, Any], out: Any
 ) -> None:
-    """Set the sources of the results of a primitive that are still the weight in an operand.
+    """Record the weight paths of operands in the results that still count as the weight.
 
     If there are as many results as operands, each result comes from the operand at its index.
     Otherwise, each result may come from all operands.

@@ -119,20 +119,14 @@ class ImplicitTrace(Trace):
     def process_custom_jvp_call(
         self, primitive: Primitive, fun: Any, jvp: Any, tracers: Sequence[Any], /, **params: Any
     ) -> Any:
-        return self._call_custom(primitive, tracers, {"fun": fun, "jvp": jvp, **params})
+        params |= {"fun": fun, "jvp": jvp}
+        return self._call_custom(primitive, tracers, params)
 
     def process_custom_vjp_call(
-        self,
-        primitive: Primitive,
-        fun: Any,
-        fwd: Any,
-        bwd: Any,
-        tracers: Sequence[Any],
-        /,
-        **params: Any,
+        self, primitive: Primitive, fun: Any, fwd: Any, bwd: Any, tracers: Any, /, **params: Any
     ) -> Any:
-        functions = {"fun": fun, "fwd": fwd, "bwd": bwd}
-        return self._call_custom(primitive, tracers, {**functions, **params})
+        params |= {"fun": fun, "fwd": fwd, "bwd": bwd}
+        return self._call_custom(primitive, tracers, params)
 
     def _call_custom(
         self, primitive: Primitive, tracers: Sequence[Any], params: dict[str, Any]

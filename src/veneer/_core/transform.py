@@ -22,8 +22,8 @@ def call_program(program: Program) -> Any:
 def redispatch(function: Callable, /, *args: Any, **kwargs: Any) -> Any:
     """Call `function(*args, **kwargs)` with the rules of the implicit arguments in force.
 
-    Rules use this for functions of veneer. `function` must not capture implicit arrays. For
-    functions that may, such as those of users, use `vn.implicit`.
+    Rules use this for functions of veneer. `function` must not capture implicit arrays. Functions
+    of users may, so `vn.implicit` runs these functions.
     """
     return run(call_program, (function, args, kwargs))
 
@@ -50,7 +50,8 @@ def run(
     - `program`: a function, its arguments and its keywords.
     - `select`: a function that returns, for each leaf of `program`, whether the leaf is replaced.
       None replaces all implicit arrays.
-    - `joins_outer`: whether primitives with operands of an enclosing `implicit` are left to it.
+    - `joins_outer`: whether a primitive with an operand of an enclosing call of `implicit` runs in
+      the trace of that call. If not, such an operand counts as dense.
     """
     leaves, treedef = tree_flatten(program, is_opaque_leaf)
     if select is None:

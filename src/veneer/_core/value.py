@@ -19,7 +19,7 @@ from .._jax.tracing import find_mesh, vary_like
 from .errors import check_fields, check_leaves_fit, reject_derivatives
 from .event import Operands, Source
 from .leaf_axes import Axes, Movement, are_valid_axes, partition_leaves
-from .policy import ALLOW, policy_in_force, report_materialised
+from .policy import ALLOW, policy_in_force, report_materialised, set_variable
 from .tree import (
     ArrayFields,
     array_fields_of,
@@ -117,7 +117,7 @@ class Value:
 
     def aval(self) -> jax.core.ShapedArray:
         """Return the shape and dtype of the dense array. The default traces `materialise`."""
-        x64 = jax.config.jax_enable_x64  # type: ignore[attr-defined]
+        x64 = jax.config.jax_enable_x64  # type: ignore[attr-defined]  # it changes dtypes
         cached = get_cached(self, "_aval")
         if cached is None or cached[0] != x64:
             cached = x64, _aval_of_materialise(self, x64)
@@ -229,10 +229,7 @@ def is_part(value: Any) -> Callable[[Any], bool]:
 
 
 def source_of(x: Any) -> Source:
-    """Return the paths of the weights that a value comes from, as `with_source` has set them.
-
-    Return an empty tuple for a value without a source, and for anything else.
-    """
+    """Return the recorded paths of the weights that a value comes from, or an empty tuple."""
     return get_cached(x, "_source", ()) if isinstance(x, Value) else ()
 
 
@@ -285,11 +282,11 @@ def run_checks(tree: Any, *leaves: Any) -> None:
 
 
 class OpaqueNode:
-    """The base class of pytrees that `implicit` passes to the function as they are: a `Box`."""
+    """The base class of pytrees that `implicit` passes to the function unchanged, such as `Box`."""
 
 
 def is_opaque_leaf(x: Any) -> bool:
-    """Return whether tree functions of `implicit` treat a node of a pytree as one leaf."""
+    """Return whether `x` is a pytree that `implicit` treats as one leaf."""
     return isinstance(x, (Value, OpaqueNode))  # a tuple is faster than a union
 
 
@@ -299,18 +296,15 @@ _materialising: ContextVar[bool] = ContextVar("materialising", default=False)
 
 def materialise_one(x: Any) -> Any:
     """Return the dense array of `x`, or `x` itself if it is not implicit. Report nothing."""
-    if isinstance(x, Value):
-        token = _materialising.set(True)
-        try:
-            with policy_in_force(ALLOW):
-                while isinstance(x, Value):
-                    reject_derivatives(x)
-                    dense = x.materialise()
-                    if type(dense) is type(x) and _tree_type(dense) == _tree_type(x):
-                        raise TypeError(f"{type(x).__name__}.materialise() returns itself")
-                    x = dense
-        finally:
-            _materialising.reset(token)
+    if not isinstance(x, Value):
+        return x
+    with set_variable(_materialising, True), policy_in_force(ALLOW):
+        while isinstance(x, Value):
+            reject_derivatives(x)
+            dense = x.materialise()
+            if type(dense) is type(x) and _tree_type(dense) == _tree_type(x):
+                raise TypeError(f"{type(x).__name__}.materialise() returns itself")
+            x = dense
     return x
 
 
@@ -335,8 +329,8 @@ def materialise(tree: T) -> T: ...
 def materialise(tree: Any) -> Any:
     """Replace every implicit array of a tree by its dense array.
 
-    It also works on an operand inside a function under `vn.implicit`. `vn.explain` and
-    `on_materialise` do not report it.
+    This also works for an operand inside a function under `vn.implicit`. `vn.explain` and
+    `on_materialise` do not report arrays that this function materializes.
 
     **Arguments:**
 
@@ -436,7 +430,7 @@ def _summary(x: Any) -> str:
 
 
 def _aval_of_materialise(value: Value, x64: bool) -> jax.core.ShapedArray:
-    """Return the type of the dense array. If `materialise` raises, look for a clearer error."""
+    """Return the type of the dense array by tracing `materialise`. Explain errors of the trace."""
     leaves, treedef = jax.tree.flatten(value)
     try:
         return _find_aval(treedef, tuple(map(jax.typeof, leaves)), x64)
@@ -453,10 +447,7 @@ def _aval_of_materialise(value: Value, x64: bool) -> jax.core.ShapedArray:
 
 @lru_cache(maxsize=4096)
 def _find_aval(treedef: Any, leaves: Any, _x64: bool) -> jax.core.ShapedArray:
-    """Trace `materialise` of a value, given as a tree structure with the types of its leaves.
-
-    `_x64` is whether JAX allows 64-bit types. It is only a key of the cache.
-    """
+    """Trace `materialise` for leaves of these types. `_x64` is only a key of the cache."""
 
     def dense(*leaves: Any) -> Any:
         value = jax.tree.unflatten(treedef, leaves)

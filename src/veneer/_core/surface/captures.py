@@ -37,12 +37,10 @@ class Closure:
     names: tuple[str, ...]  # the names of the captured objects, for paths in messages
     function: Callable  # the original function
 
-    def tree_flatten(self) -> tuple[list[Any], Any]:
-        return self.captured, (self.close, self.names, self.function)
-
     def tree_flatten_with_keys(self) -> tuple[list[Any], Any]:
         keys = map(jax.tree_util.DictKey, self.names)
-        return list(zip(keys, self.captured, strict=True)), self.tree_flatten()[1]
+        children = list(zip(keys, self.captured, strict=True))
+        return children, (self.close, self.names, self.function)
 
     @classmethod
     def tree_unflatten(cls, settings: Any, children: Iterable[Any]) -> "Closure":
@@ -86,7 +84,7 @@ def reject_assignments(closure: Any) -> None:
         return
     for part in jax.tree.leaves(closure.captured, is_leaf=_is_closure_or_opaque):
         reject_assignments(part)
-    rebuild: Any = closure.close
+    rebuild: Any = closure.close  # has cells if it is a `_Rebuild`
     for cell, content in getattr(rebuild, "cells", ()):
         if not _is_filled(cell) or cell.cell_contents is not content:
             raise TypeError(
@@ -109,6 +107,9 @@ def _holds_values(tree: Any) -> bool:
 def _open_function(function: FunctionType, opening: tuple[Any, ...]) -> Any:
     """Return a `Closure` of a Python function, or the function if it captures no implicit array."""
     cells, variables = function.__closure__ or (), function.__globals__
+    global_names = _captured_globals(function.__code__, variables)
+    if not (cells or global_names or function.__defaults__ or function.__kwdefaults__):
+        return function
     assigned = _assigned_cells(function, set())
     contents = {
         i: open_closure(cell.cell_contents, opening)
@@ -117,7 +118,6 @@ def _open_function(function: FunctionType, opening: tuple[Any, ...]) -> Any:
     }
     # Cells without implicit arrays keep the same objects: a function may append to a list.
     opened_cells = {i: content for i, content in contents.items() if _holds_values(content)}
-    global_names = _captured_globals(function.__code__, variables)
     others = [variables[name] for name in global_names]
     others += [function.__defaults__, function.__kwdefaults__]
     captured = [*opened_cells.values(), *(open_closure(x, opening) for x in others)]
@@ -129,10 +129,9 @@ def _open_function(function: FunctionType, opening: tuple[Any, ...]) -> Any:
 
 
 def _assigned_cells(function: Any, seen: set[int]) -> set[int]:
-    """Return the ids of the cells that a function, or a function that it captures, assigns.
+    """Return the ids of the closure cells that a function, or a function in a cell, assigns.
 
-    These cells must not be replaced by new cells. `seen` are the ids of the functions that were
-    searched already.
+    `seen` are the ids of the functions that were searched already.
     """
     if type(function) is not FunctionType or id(function) in seen:
         return set()
@@ -167,10 +166,7 @@ class _Overlay(dict[str, Any]):
 
 
 class _Rebuild:
-    """A callable that copies a function with new cells, global variables and defaults.
-
-    `cell_indices` and `global_names` say which cells and global variables are replaced.
-    """
+    """A callable that copies a function with new contents of some cells and global variables."""
 
     def __init__(self, function: FunctionType, cell_indices: list[int], global_names: list[str]):
         self.function = function

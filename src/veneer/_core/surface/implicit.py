@@ -4,13 +4,22 @@ import inspect
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
 from jax.tree_util import treedef_is_leaf
 
-from ..policy import ALLOW, OnMaterialise, Policy, current_policy, nested_policy, policy_of
+from ..policy import (
+    ALLOW,
+    OnMaterialise,
+    Policy,
+    current_policy,
+    nested_policy,
+    policy_of,
+    set_variable,
+)
 from ..sources import leaf_sources, tag_sources, with_source
 from ..transform import Program, run
 from ..value import Value, has_all_leaves, is_opaque_leaf, source_of
@@ -103,25 +112,20 @@ def implicit(
     return implicit_fn
 
 
-@jax.tree_util.register_pytree_node_class
+@jax.tree_util.register_dataclass
+@dataclass(eq=False, repr=False)
 class Implicit:
     """The result of `implicit` for a callable pytree, such as a module."""
 
-    def __init__(self, fn: Any, filter_spec: FilterSpec, policy: Policy):
-        self.fn, self.filter_spec, self.policy = fn, filter_spec, policy
+    fn: Any
+    filter_spec: FilterSpec = field(metadata={"static": True})
+    policy: Policy = field(metadata={"static": True})
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return _run(self.fn, self.filter_spec, self.policy, args, kwargs)
 
     def __repr__(self) -> str:
         return f"implicit({self.fn!r})"
-
-    def tree_flatten(self) -> tuple[tuple[Any], Any]:
-        return (self.fn,), (self.filter_spec, self.policy)
-
-    @classmethod
-    def tree_unflatten(cls, settings: Any, children: tuple[Any]) -> "Implicit":
-        return cls(*children, *settings)
 
 
 def _run(fn: Any, filter_spec: FilterSpec, policy: Policy, args: Any, kwargs: Any) -> Any:
@@ -181,12 +185,9 @@ def _run_with_paths(program: Program, select: Any) -> Any:
 
     named = jax.tree.map_with_path(name_weight, program, is_leaf=is_opaque_leaf)
     leaves = jax.tree.leaves(named, is_leaf=is_opaque_leaf)
-    token = _has_paths.set(True)
-    try:
-        with leaf_sources((x, source_of(x)) for x in leaves):
-            return run(_call_closure, named, select)
-    finally:
-        _has_paths.reset(token)
+    pairs = [(x, source_of(x)) for x in leaves]
+    with set_variable(_has_paths, True), leaf_sources(pairs):
+        return run(_call_closure, named, select)
 
 
 def _path_string(element: Any, *keys: Any, names: Sequence[str]) -> str:

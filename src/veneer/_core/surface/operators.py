@@ -146,7 +146,7 @@ def _property(name: str) -> property:
 def _on_dense(name: str) -> Callable[..., Any]:
     """Return the method `name` of `jax.Array`, applied to the dense array.
 
-    It is for results that rules cannot compute: not an array, or of a shape that depends on data.
+    Rules cannot compute a result that is not an array, or whose shape depends on the data.
     """
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -125,7 +125,7 @@ class StraightThrough(ImplicitArray):
 
     @staticmethod
     def default(primitive: Primitive, values: Sequence[Any], params: dict[str, Any]) -> Any:
-        """Run a primitive on the fields `value`, and wrap implicit results in `StraightThrough`."""
+        """Run a primitive on the fields `value`. Wrap implicit results in `StraightThrough`."""
         bind = partial(primitive.bind, **primitive.get_bind_params(params))
         run = partial(redispatch, bind)
         run_dense = lambda *xs: jax.tree.map(materialise_one, run(*xs), is_leaf=is_value)
@@ -160,7 +160,7 @@ def _wrap_result(out: Any) -> Any:
 
 
 def _tangent_of_dense(x: Any, tangent: Any) -> Any:
-    """Return the tangent of the dense array of an operand: the tangent of its `source`."""
+    """Return the dense tangent of an operand. A `StraightThrough` has the tangent of `source`."""
     if not isinstance(x, StraightThrough):
         return tangent
     return jax.jvp(materialise_one, (x.source,), (tangent.source,))[1]
