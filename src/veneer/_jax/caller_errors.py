@@ -51,7 +51,7 @@ def _has_quantized_array(value: Any) -> bool:
 
 
 def _check_dtypes(frame: FrameType, value: Any) -> None:
-    """Check the dtypes of leaves in a frame of `jax.grad`, `jax.jacrev` or `jax.jacfwd`."""
+    """Raise the error of `jax.grad`, `jax.jacrev` or `jax.jacfwd` if a leaf is an integer array."""
     variables, function = frame.f_locals, frame.f_code.co_name
     if "ans" in variables or "y" in variables:  # JAX is flattening the results, not the arguments
         return
@@ -65,7 +65,7 @@ def _check_dtypes(frame: FrameType, value: Any) -> None:
 
 
 def _check_scanned_sizes(frame: FrameType, value: Any) -> None:
-    """Check the sizes of leaves in a frame of `jax.lax.scan`."""
+    """Raise the error of `jax.lax.scan` if the leaves of a scanned value differ in length."""
     variables, leaves = frame.f_locals, jax.tree.leaves(value)
     if "xs_flat" in variables or (frame.f_code.co_name == "scan" and "init_flat" not in variables):
         return  # JAX is flattening a carry or a result, whose leaves may have any size
@@ -75,7 +75,7 @@ def _check_scanned_sizes(frame: FrameType, value: Any) -> None:
 
 
 def _check_mapped_sizes(frame: FrameType, value: Any) -> None:
-    """Check the sizes of leaves in a frame of `jax.vmap`."""
+    """Raise the error of `jax.vmap` if the leaves of a value differ in size along mapped axes."""
     leaves = {id(leaf) for leaf in jax.tree.leaves(value)}
     mapped = zip(frame.f_locals["vals"], frame.f_locals["dims"], strict=True)
     sizes = {np.shape(x)[axis] for x, axis in mapped if id(x) in leaves and axis is not None}
@@ -84,7 +84,7 @@ def _check_mapped_sizes(frame: FrameType, value: Any) -> None:
 
 
 def _check_carry(frame: FrameType, value: Any) -> None:
-    """Check whether the carry of a loop changes between a dense and an implicit array."""
+    """Raise the error of a loop if its carry changes between a dense and an implicit array."""
     is_leaf = lambda x: type(x) is type(value)
     structure_of: Any = lambda carry: jax.tree.structure(carry, is_leaf=is_leaf)
     before = structure_of(frame.f_locals["in_carry"].unflatten())
@@ -94,7 +94,7 @@ def _check_carry(frame: FrameType, value: Any) -> None:
 
 
 def _check_update(frame: FrameType, value: Any) -> None:
-    """Check whether `optax.apply_updates` would replace quantized weights by a dense array."""
+    """Raise an error if `optax.apply_updates` would replace quantized weights by a dense array."""
     variables = frame.f_locals
     if variables["prefix_tree"] is value and type(variables["full_tree"]) is not type(value):
         callers = {(f.f_globals.get("__name__"), f.f_code.co_name) for f in frames_from(frame)}
@@ -173,7 +173,7 @@ def check_caller(value: Any, *, flattened: bool) -> None:
 
 
 def _run_check(frame: FrameType, value: Any, checks: _Checks) -> None:
-    """Run the check of the first frame outside of tree functions, if `checks` has one."""
+    """Run our check for the function that called JAX's tree functions, if `checks` has one."""
     frame = next(f for f in frames_from(frame) if f.f_code.co_name not in _TREE_FUNCTIONS)
     check = checks.get((frame.f_globals.get("__name__", ""), frame.f_code.co_name))
     if check is None:

@@ -59,19 +59,15 @@ _COMBINE_DIVISORS: dict[str, Callable[[list[int]], int]] = {
 }
 
 
-def find_divisor(x: Any) -> int:
+def find_divisor(x: Any, cache: dict[int, int] | None = None) -> int:
     """Return an integer that divides every entry of an array, such as 8 for a traced `8 * i`.
 
     If the entries are known, the result is their greatest common divisor, or 0 if all are 0. If `x`
     is traced, the result is the largest power of two that the equations for `x` imply. It is a
     power of two because an integer that overflows keeps only these divisors. If nothing is known,
-    the result is 1.
+    the result is 1. Recursive calls pass `cache`, a dict from the id of an array to its divisor.
     """
-    return _find_divisor(x, {})
-
-
-def _find_divisor(x: Any, cache: dict[int, int]) -> int:
-    """Find the divisor of a tracer from the divisors of its operands. `cache` is by id."""
+    cache = {} if cache is None else cache
     x = primal_of(x)
     if isinstance(x, ShardMapTracer):
         x = x.val  # the entries of all devices, concatenated
@@ -84,7 +80,7 @@ def _find_divisor(x: Any, cache: dict[int, int]) -> int:
         if entries is not None:
             divisor = int(np.gcd.reduce(entries.astype(np.int64), axis=None)) if entries.size else 0
         elif equation is not None and equation.primitive.name in _COMBINE_DIVISORS:
-            operand_divisors = [_find_divisor(operand, cache) for operand in equation.in_tracers]
+            operand_divisors = [find_divisor(operand, cache) for operand in equation.in_tracers]
             divisor = _COMBINE_DIVISORS[equation.primitive.name](operand_divisors)
             divisor &= -divisor  # the largest power of two that divides it
     cache[id(x)] = divisor

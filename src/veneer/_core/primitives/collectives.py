@@ -92,12 +92,14 @@ class Exchange(NamedTuple):
         )
 
     def for_leaf(self, leaf: Leaf, dense_shape: Shape, is_checked: bool, is_same: bool) -> Any:
-        """Return the collective of a leaf, or NotImplemented if it cannot represent this one.
+        """Return the collective of a leaf that represents this collective of the dense array.
+
+        Return NotImplemented if there is no such collective.
 
         **Arguments:**
 
         - `is_checked`: whether JAX knows which arrays may differ between devices (`check_vma`).
-        - `is_same`: whether JAX then knows that all devices have the same leaf.
+        - `is_same`: whether JAX knows that all devices have the same leaf.
         """
         axis_map = leaf.axis_map()
         axis_of = lambda i: leaf.axes[axis_map[i]] if i in axis_map else None
@@ -123,9 +125,9 @@ class Exchange(NamedTuple):
                 join = axis_map[join]
         if cut is not None and join is None and self.groups is not None:
             return NotImplemented  # a device does not know its index in its group
-        # If every device gets the whole leaf of every other device, the results are the same.
-        is_sent_whole = is_checked and self.groups is None and self.cut is not None and cut is None
-        gather = "all_gather_invariant" if is_sent_whole else self.gather
+        # If the dense array is cut and the leaf is not, all devices gather the same leaves.
+        is_invariant = is_checked and self.groups is None and self.cut is not None and cut is None
+        gather = "all_gather_invariant" if is_invariant else self.gather
         return self._replace(cut=cut, join=join, gather=gather)
 
 

@@ -113,7 +113,7 @@ def _stage_body(
     *,
     stacks: bool = False,
 ) -> tuple[StagedProgram, list[Any]]:
-    """Stage the body of a loop so that each carried value has the same type before and after.
+    """Trace the body of a loop on leaves, so that the carry has the same types before and after.
 
     **Arguments:**
 
@@ -121,7 +121,8 @@ def _stage_body(
     - `stacks`: whether the outputs after the carry are stacked, as in a scan. Outputs whose leaves
       cannot be stacked are then materialized.
 
-    **Returns:** the staged body, and the carry for the first iteration, converted.
+    **Returns:** the staged body, and the carry for the first iteration, converted to the types of
+    the body.
     """
     initial = carry
     carry = [jax.tree.map(_strip_weak_type, v) if isinstance(v, Value) else v for v in initial]

@@ -8,6 +8,7 @@ tangent or cotangent of a label is a label, so an output may be a label.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -33,10 +34,10 @@ def _custom_jvp_call(
     *values: Any, trace: Any, fun: Any, jvp: Any, symbolic_zeros: bool
 ) -> Sequence[Any]:
     run_later = capture_context(trace)
-    run_jvp = _jvp_runner(run_later, fun)
+    run_jvp = partial(_run_jvp, run_later, fun, scope_query() is not None)
     if not any(isinstance(v, Value) for v in values):  # the functions may capture implicit values
         outputs = _OutputsAsArrays(_custom_jvp_p)
-        jvp = transform_flat_function(jvp, lambda f: outputs.wrap(run_jvp(f), is_jvp=True))
+        jvp = transform_flat_function(jvp, lambda f: outputs.wrap(partial(run_jvp, f), is_jvp=True))
         fun = transform_flat_function(fun, lambda f: outputs.wrap(run_later(f)))
         out = trace.parent.process_custom_jvp_call(
             _custom_jvp_p, fun, jvp, values, symbolic_zeros=symbolic_zeros
@@ -54,7 +55,7 @@ def _custom_jvp_call(
         pairs = zip(primals, group_by_value(leaf_tangents), strict=True)
         tangents = [tangent_of_leaves(primal, ts, symbolic_zeros) for primal, ts in pairs]
         reset_stores(jvp)
-        results = run_jvp(jvp.call_wrapped)(*primals, *tangents)
+        results = run_jvp(jvp.call_wrapped, *primals, *tangents)
         # The first half of the results are primal outputs. The other half are their tangents.
         out = dense_unless(is_label, _custom_jvp_p, results[: len(results) // 2])
         return out, list(map(_tangent_of_output, out, results[len(out) :]))
@@ -63,31 +64,24 @@ def _custom_jvp_call(
     return call(*leaves)
 
 
-def _jvp_runner(run_later: Callable, fun: Any) -> Callable[[Callable], Callable]:
-    """Return a function that wraps the derivative rule of a `custom_jvp`, to run it with our rules.
+def _run_jvp(
+    run_later: Callable, fun: Any, has_scope_query: bool, jvp: Callable, *args: Any
+) -> list[Any]:
+    """Run the derivative rule `jvp` of a `custom_jvp` function `fun`, with our rules in force.
 
-    The derivative rule takes primals and tangents, and returns primal outputs and their tangents.
-    The primal outputs are computed by `fun` instead in two cases: if one of our rules treats
-    operands that may be tangents differently, or if a caller of `query_scopes` needs the place of
-    each primitive.
+    The rule takes primals and tangents, and returns primal outputs and their tangents. The primal
+    outputs are computed by `fun` instead in two cases: if one of our rules treats operands that may
+    be tangents differently, or if a caller of `query_scopes` needs the place of each primitive.
     """
-    has_scope_query = scope_query() is not None
-
-    def wrap(jvp: Callable) -> Callable[..., list[Any]]:
-        def run(*args: Any) -> list[Any]:
-            with record_tangent_queries() as tangent_queries, IN_DERIVATIVE_RULE(True):
-                results = run_later(jvp, is_derivative=True)(*args)
-            if not (has_scope_query or tangent_queries):
-                return results
-            primals = args[: len(args) // 2]
-            reset_stores(fun)
-            out = run_later(fun.call_wrapped)(*primals)
-            reset_stores(fun)  # JAX reads the stores of only one of the functions
-            return [*out, *results[len(out) :]]
-
-        return run
-
-    return wrap
+    with record_tangent_queries() as tangent_queries, IN_DERIVATIVE_RULE(True):
+        results = run_later(jvp, is_derivative=True)(*args)
+    if not (has_scope_query or tangent_queries):
+        return results
+    primals = args[: len(args) // 2]
+    reset_stores(fun)
+    out = run_later(fun.call_wrapped)(*primals)
+    reset_stores(fun)  # JAX reads the stores of only one of the functions
+    return [*out, *results[len(out) :]]
 
 
 @structural("custom_vjp_call")

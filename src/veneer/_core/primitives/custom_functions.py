@@ -154,7 +154,7 @@ def _custom_linear_solve(*values: Any, const_lengths: Any, jaxprs: Any) -> list[
                 "of b. Or call vn.materialise to drop the metadata."
             )
     vecmat = transpose_solve = None
-    if jaxprs.transpose_solve is not None:  # vecmat maps the space of b to that of x
+    if jaxprs.transpose_solve is not None:  # vecmat maps vectors like b to vectors like x
         vecmat = stage(jaxprs.vecmat, consts.vecmat, b)
         transpose_solve = stage(jaxprs.transpose_solve, consts.transpose_solve, x)
     staged = type(jaxprs)(matvec, vecmat, solve, transpose_solve)
@@ -162,7 +162,7 @@ def _custom_linear_solve(*values: Any, const_lengths: Any, jaxprs: Any) -> list[
     out = find_primitive("custom_linear_solve").bind(
         *jax.tree.leaves((leaves, b)),
         const_lengths=type(const_lengths)(*map(len, leaves)),
-        jaxprs=type(jaxprs)(*(program and program.jaxpr for program in staged)),
+        jaxprs=type(jaxprs)(*(None if program is None else program.jaxpr for program in staged)),
     )
     return solve.unflatten(out)
 

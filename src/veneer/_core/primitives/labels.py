@@ -31,7 +31,7 @@ def has_no_dense_form(value: Any) -> bool:
 
 
 def can_become_label(x: Any, label: Value) -> bool:
-    """Return whether a dense array can be converted to the type of `label`.
+    """Return whether a dense array can be converted to a label of the same type as `label`.
 
     An array of zeros can, because it is zero in any unit. Any array can if the label has no
     metadata and cannot be materialized.

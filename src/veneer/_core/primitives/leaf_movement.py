@@ -245,7 +245,11 @@ def _move_part(x: Value, primitive: str, part: Any, step: Step, rule: Callable[.
 
 
 def rebuild(structure: Any, parts: Sequence[Any], movement: Movement) -> Any:
-    """Build the value of moved parts. Return NotImplemented if the class rejects the parts."""
+    """Build a value from moved parts: leaves, or implicit arrays in fields.
+
+    Return NotImplemented if the class cannot adapt its metadata to the movement, or rejects the
+    shapes of the parts.
+    """
     value = jax.tree.unflatten(structure, parts)._moved(movement)
     if isinstance(value, Value):
         leaves, tree = jax.tree.flatten(value)

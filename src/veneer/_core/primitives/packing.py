@@ -36,7 +36,7 @@ def _jvp(leaves: Sequence[Any], tangents: Sequence[Any], *, structure: Any) -> A
     out = pack.bind(*leaves, structure=structure)
     is_nonzero = [type(t) is not ad.Zero for t in tangents]
     value = jax.tree.unflatten(structure, leaves)
-    if not is_label(value):
+    if not is_label(value):  # the dense array of a label is its leaf, so nothing is materialized
         why = "its derivative is that of the dense array"
         report_materialised(pack.name, lambda: describe_operands([value]), why)
     dense, primals = dense_function_of(value, is_nonzero)

@@ -44,13 +44,10 @@ class Place(NamedTuple):
         )
 
 
-_TOP = Place()
-
-
 @dataclass(frozen=True)
 class _ScopeQuery:
     key: Any = None  # the hashable object that `scope_query` returns
-    outside: Place = _TOP  # the place of the program that is being traced
+    outside: Place = Place()  # noqa: RUF009  # the place of the program that is being traced
     marks_tangents: bool = False
 
 
@@ -90,9 +87,10 @@ def current_place() -> Place:
 
 
 def enter_program(name: str | None = None) -> AbstractContextManager[None]:
-    """Return a context in which JAX traces the body of an equation. It keeps the current place.
+    """Return a context in which JAX traces the body of the current equation.
 
-    `name` is the name of the jitted function that is traced. It is added to the place.
+    In this context, the result of `current_place` begins with the place of the equation. `name` is
+    the name of the jitted function that is traced, which is added to the place.
     """
     if _query.value is None:
         return nullcontext()

@@ -41,21 +41,23 @@ def leaf_specs(
     - `resize`: a function of the size of a dense axis and its number of shards. It returns the size
       of the dense axis that the metadata of the result must fit.
     """
-    old = value.aval().shape
-    entries = entries_of(spec, len(old))
+    old_shape = value.aval().shape
+    entries = entries_of(spec, len(old_shape))
     if spec.unreduced or spec.reduced:  # partial sums of leaves do not represent partial sums
         return None
     if all(entry is None for entry in entries):
         return jax.tree.map(lambda _: P(), value)
     if is_label(value):
         return jax.tree.map(lambda _: P(*entries), value)
-    shape = tuple(resize(n, _count_blocks(e, sizes)) for n, e in zip(old, entries, strict=True))
-    declared = value.partition(P(*entries), shape)
+    new_shape = tuple(
+        resize(n, _count_blocks(e, sizes)) for n, e in zip(old_shape, entries, strict=True)
+    )
+    declared = value.partition(P(*entries), new_shape)
     if declared is not None:
         return _complete_specs(value, declared, sizes, resize)
-    leading = 1 + max(i for i, entry in enumerate(entries) if entry is not None)
-    if has_batch_axes(value, leading):
-        return jax.tree.map(lambda _: P(*entries[:leading]), value)
+    leading_ndim = 1 + max(i for i, entry in enumerate(entries) if entry is not None)
+    if has_batch_axes(value, leading_ndim):
+        return jax.tree.map(lambda _: P(*entries[:leading_ndim]), value)
     return None
 
 
@@ -98,7 +100,11 @@ def joined_specs(block: Value, spec: P, sizes: Sizes) -> Any:
 
 
 def _resized_specs(value: Value, spec: P, sizes: Sizes, resize: Resize) -> Any:
-    """Return `leaf_specs`, or None if the resized leaves do not represent the resized array."""
+    """Return a value with a spec in place of each leaf, for blocks or for joined blocks.
+
+    `resize` computes the new sizes of each leaf and of the dense array. Return None if the new
+    leaves do not represent the new array.
+    """
     specs = leaf_specs(value, spec, sizes, resize)
     if specs is None:
         return None
