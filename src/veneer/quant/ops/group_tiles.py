@@ -80,7 +80,9 @@ def multiply_groups(
     (lhs_ragged,) = without((params.lhs_ragged,), lhs_axis)
     (rhs_group,) = without((params.rhs_group,), rhs_axis)
     numbers = params.dimension_numbers.without(lhs_axis, rhs_axis)
-    entry_params = GroupedDotParams(numbers, lhs_ragged, rhs_group, *params[3:])
+    entry_params = params._replace(
+        dimension_numbers=numbers, lhs_ragged=lhs_ragged, rhs_group=rhs_group
+    )
 
     def multiply_entry(entry: Any) -> jax.Array:
         lhs_entry, rhs_entry, entry_sizes = entry

@@ -42,12 +42,13 @@ def _gather(q: QArray, indices: ArrayLike, *, mode, fill_value, **params) -> Any
     if mode == modes.FILL_OR_DROP and fill_value is not None and not np.isnan(fill_value):
         return NotImplemented
     if _is_packed(q, [axis for axis, size in enumerate(params["slice_sizes"]) if size == 1]):
-        # Single codes are gathered along the packed axis. A packed code would also take one byte.
+        # Single codes are gathered along the packed axis. Each takes one byte, packed or not.
         q = q.changed(packed=unpack(q.packed, q.packing, q.format.bits), packing=None)
     # The fill values of codes, scales, zero points and minima. Entries out of bounds become NaN,
     # because their scales are NaN.
     zero_point = () if q.zero_point is None else (0,)
     fills = (0, np.nan, *zero_point, np.nan) if mode == modes.FILL_OR_DROP else None
+    # `rule` is applied to scales that are a QArray.
     params |= {"mode": mode, "fill_value": None, "fills": fills, "rule": _gather}
     return gather(q, indices, **params)
 

@@ -152,15 +152,15 @@ def can_read_scale_codes(q: QArray, axis: int = -1) -> bool:
 def as_stored_matrix(
     q: QArray, shape: Shape, contracted: Sequence[int], batch: Sequence[int]
 ) -> StoredMatrix | None:
-    """View a weight as stored matrices. Return None if its layout does not allow that.
+    """View a weight as stored matrices, or return None if the layout of the weight prevents this.
 
     **Arguments:**
 
     - `q`, `shape`: the weight and its dense shape.
     - `contracted`, `batch`: the contracted axes and the batch axes of `q`, in increasing order.
     """
-    # Find the axes of rows and columns, and of the heads between them: the batch axes that do not
-    # come first. The axes are [batch, rows, heads, columns].
+    # Find the first axis of rows, heads and columns. The axes are [batch, rows, heads, columns].
+    # Heads are the batch axes that do not come first.
     ndim, rows_start = len(shape), 0
     while rows_start < len(batch) and batch[rows_start] == rows_start:
         rows_start += 1
