@@ -97,7 +97,7 @@ def plan_kernel_with_folded_scale(product: QuantizedProduct) -> Plan | None:
         if axis in contracting[side]:
             is_per_term = count == product.shapes[side][axis]
         else:
-            is_per_term = count <= 1 or axis in batch[side]
+            is_per_term = axis in batch[side] or count in (0, 1)  # also with a symbolic count
         if not is_per_term:
             return None
     if has_minimum(q) or not product.can_scale_output:
