@@ -12,7 +12,6 @@ from collections.abc import Callable
 
 import jax
 
-from ..._install import install_command
 from ...native.cache import Cache
 from ...native.ffi_header import header, header_text
 from ...native.forks import COMPILING
@@ -34,7 +33,7 @@ def available() -> str | None:
     if sys.maxsize < 2**32 or sys.byteorder != "little":
         return "kernels need a 64-bit little-endian CPU"
     if importlib.util.find_spec("numba") is None:
-        return f"kernels need Numba: {install_command('numba')}"
+        return "kernels need Numba: pip install 'numba>=0.61'"
     if os.environ.get("NUMBA_DISABLE_JIT", "0") != "0":
         return "NUMBA_DISABLE_JIT is set"
     try:
