@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import operator
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -148,13 +149,13 @@ def make_pytree(cls: Any) -> None:
     static_names = [f.name for f in fields if f.metadata.get("static", False)]
     child_names = [f.name for f in fields if f.name not in static_names]
     keys = [jax.tree_util.GetAttrKey(name) for name in child_names]
+    get_children, get_metadata = _getter(child_names), _getter(static_names)
 
     def flatten(value: Any) -> tuple[tuple[Any, ...], Metadata]:
         check_caller(value, flattened=True)
-        get = value.__dict__.__getitem__
-        metadata = tuple(map(get, static_names))
+        metadata = get_metadata(value.__dict__)
         # JAX caches programs by metadata. The types tell apart equal values such as 2 and 2.0.
-        return tuple(map(get, child_names)), (metadata, tuple(map(type, metadata)))
+        return get_children(value.__dict__), (metadata, tuple(map(type, metadata)))
 
     def flatten_with_keys(value: Any) -> tuple[list[tuple[Any, Any]], Metadata]:
         leaves, metadata = flatten(value)
@@ -171,6 +172,13 @@ def make_pytree(cls: Any) -> None:
     with contextlib.suppress(ValueError):  # Equinox and flax.struct register their classes
         jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
     cls._pytree = True
+
+
+def _getter(names: Sequence[str]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
+    """Return a fast function from a dict to the tuple of the entries with these names."""
+    if len(names) > 1:
+        return operator.itemgetter(*names)  # for one name, it would not return a tuple
+    return lambda entries: tuple(entries[name] for name in names)
 
 
 class ArrayFields(NamedTuple):

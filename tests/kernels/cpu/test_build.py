@@ -41,9 +41,7 @@ except ValueError as error:
 
 def test_numba_that_is_missing_is_said_once_and_how_to_get_it(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "numba", None)
-    assert build.available.__wrapped__() == (
-        "kernels need Numba: pip install 'numba>=0.61'"
-    )
+    assert build.available.__wrapped__() == ("kernels need Numba: pip install 'numba>=0.61'")
 
 
 @pytest.mark.parametrize(

@@ -87,9 +87,19 @@ def _operator(function: Callable) -> Callable[..., Any]:
                 check_is_array(x)
         return redispatch(function, *tag_sources(operands))
 
+    materializes = False  # whether the operator materialized an operand, for any operand types
+
+    def with_rules_noted(*operands: Any) -> Any:
+        nonlocal materializes
+        events: list[Event] = []
+        with policy_in_force(Policy(events=events)):
+            out = with_rules(*operands)
+        materializes = materializes or any(event.made_dense for event in events)
+        return out
+
     @cache
     def compiled() -> Callable:
-        jitted: Any = jax.jit(with_rules)
+        jitted: Any = jax.jit(with_rules_noted)
         clear_with_rules(jitted.clear_cache)
         return jitted
 
@@ -97,7 +107,8 @@ def _operator(function: Callable) -> Callable[..., Any]:
         if not (is_eager() and current_policy() is ALLOW and _can_compile(operands)):
             return with_rules(*operands)
         try:
-            return _remember_dense(compiled()(*operands), function, operands)
+            out = compiled()(*operands)
+            return _remember_dense(out, function, operands) if materializes else out
         except TypeError as error:  # check_fields names the field in its error
             for x in operands:
                 if isinstance(x, Value):
