@@ -229,8 +229,8 @@ def _find_hqq_range(tiles: Tiles, power: float = 0.7) -> Range:
         is_better = loss < least_loss
         best = jax.tree.map(lambda new, old: jnp.where(is_better, new, old), (factor, zero), best)
         # Subtract the shrunk errors, and fit the zero point and the scale to the result.
-        shrunk = jnp.abs(error) - jnp.abs(error) ** (power - 1) / penalty
-        target = scaled - jnp.sign(error) * jax.nn.relu(shrunk)
+        shrunk = jax.nn.relu(jnp.abs(error) - jnp.abs(error) ** (power - 1) / penalty)
+        target = scaled - jnp.sign(error) * shrunk
         if zero is not None:
             zero = jnp.round(jnp.mean(codes - target, axis=tiles.inner_axes))
             zero = jnp.clip(zero, *format.code_range)

@@ -80,7 +80,7 @@ def choose_chunks(array: jax.Array, scale_shape: Shape, format: Format) -> Chunk
             least_tiles[axis] = math.lcm(codes_per_unit, tile) // tile
     if not least_tiles:
         return None
-    # Choose the first axis whose least chunk has at most CHUNK_BYTES, or else the least chunk.
+    # Cut the first axis whose least chunk fits in CHUNK_BYTES, or else the axis with the smallest.
     least_bytes = {axis: nbytes // scale_shape[axis] * n for axis, n in least_tiles.items()}
     axis = min(least_bytes, key=lambda axis: max(least_bytes[axis], CHUNK_BYTES))
     tiles = max(CHUNK_BYTES // least_bytes[axis], 1) * least_tiles[axis]
@@ -88,7 +88,7 @@ def choose_chunks(array: jax.Array, scale_shape: Shape, format: Format) -> Chunk
 
 
 def _is_sharded(array: jax.Array) -> bool:
-    """Return whether an array is split over devices. Tracers show this only by their type."""
+    """Return whether an array is split over devices. For a tracer, check only its type."""
     if not isinstance(array, jax.core.Tracer) and len(array.sharding.device_set) > 1:
         return True
     # Within `shard_map`, `varying_axes` are the mesh axes over which the array is split.
@@ -205,7 +205,7 @@ def _quantize_in_chunks(
 def quantize_tiles(
     array: jax.Array, key: jax.Array | None, params: QuantizeParams
 ) -> tuple[QArray, Range | None]:
-    """Return the quantized array, and the ranges of its tiles or, with stable scales, None."""
+    """Return the quantized array and the ranges of its tiles. With stable scales, they are None."""
     format, scale_dtype = FORMATS[params.qtype], params.scale_dtype
     array = jax.lax.stop_gradient(array)
     round_scale = lambda scale: store_scale(scale, scale_dtype, format)[1]

@@ -123,8 +123,8 @@ def _straight_through(value: jax.Array, array: jax.Array, ends: Ends | None) -> 
     value = jax.lax.stop_gradient(value)
     if ends is not None:
         low, high = (end.astype(jnp.promote_types(end.dtype, array.dtype)) for end in ends)
-        constant = jax.lax.stop_gradient(array)
-        is_clipped = over_tiles(jnp.less, constant, low) | over_tiles(jnp.greater, constant, high)
-        array = jnp.where(is_clipped, constant, array)
+        detached = jax.lax.stop_gradient(array)
+        is_clipped = over_tiles(jnp.less, detached, low) | over_tiles(jnp.greater, detached, high)
+        array = jnp.where(is_clipped, detached, array)
     # `ste(f)(x)` has the value of `f(x)` and the derivative of `x`.
     return ste(lambda _: value)(array)

@@ -135,9 +135,9 @@ def quantize_params(
             f"tiled_axes must be {{axis: tile size}}, such as {{0: 64}}, not {tiled_axes!r}"
         )
     channelwise: Sequence[int] = [int(axis) for axis in channelwise_axes]
-    sizes = (tiled_axes or {}).items()
-    tiled = {int(axis): resolve_tile_size(shape, int(axis), size) for axis, size in sizes}
-    tile = format.tile_size
+    tile_sizes = (tiled_axes or {}).items()
+    tiled = {int(axis): resolve_tile_size(shape, int(axis), size) for axis, size in tile_sizes}
+    tile = format.tile_size  # None if the format allows any tile size
     if tile is not None and tiled_axes is None:
         # Put the tiles along the last axis that is not channelwise. All others are channelwise.
         axes = range(len(shape))

@@ -60,9 +60,9 @@ def normalize_axis(axis: int, shape: Shape) -> int:
 
 
 def dividing_tiles(size: int, tile: int) -> list[int]:
-    """Return the up to six divisors of `size` nearest to `tile` by ratio, in ascending order.
+    """Return the divisors of `size` nearest to `tile` by ratio, at most six, in ascending order.
 
-    For size 384 and tile 100, these are 32, 48, 64, 96, 128 and 192. Error messages suggest them.
+    For size 384 and tile 100: 32, 48, 64, 96, 128 and 192. Error messages suggest these sizes.
     """
     tile = max(tile, 1)
     divisors = [d for d in range(1, size + 1) if size % d == 0]
