@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def format_of_codes(qvalue: Leaf, qtype: DTypeLike | None) -> Format:
     """Return the format of codes that a user passes to `QArray`.
 
-    If `qtype` is None, the format is the format that is named like the dtype of the codes.
+    If `qtype` is None, the dtype of the codes has the name of the format, such as "int8".
 
     **Raises:** `ValueError` if the dtype or the range of the codes does not fit the format.
     """
@@ -32,17 +32,17 @@ def format_of_codes(qvalue: Leaf, qtype: DTypeLike | None) -> Format:
             f"qvalue has dtype {dtype.name}, but codes of {format.name} are "
             f"{format.code_dtype.name}. To quantize values, call vn.quant.quantize"
         )
-    # A dtype with as many values as the format has codes needs no check.
-    is_full = dtype == format.code_dtype and format.bits in (4, 8, 16)
-    if has_integers and not is_full and dtype.name != format.name:
+    # If every value of the dtype is a code, such as uint4 for nf4, there is nothing to check.
+    has_only_codes = dtype == format.code_dtype and format.bits in (4, 8, 16)
+    if has_integers and not has_only_codes and dtype.name != format.name:
         _check_code_range(qvalue, format)
     return format
 
 
 def _check_code_range(qvalue: Leaf, format: Format) -> None:
-    """Raise `ValueError` if an integer is not a code of a format.
+    """Raise `ValueError` if an integer in `qvalue` is not a code of the format.
 
-    The values of a tracer are unknown. Then only the `code_dtype` of the format is accepted.
+    The values of a tracer are unknown, so a tracer must have the `code_dtype` of the format.
     """
     if isinstance(qvalue, jax.core.Tracer):
         if qvalue.dtype == format.code_dtype:
@@ -89,8 +89,8 @@ def check_fields(q: "QArray") -> None:
     if q.zero_point is not None and not q.format.is_integer:
         raise ValueError(f"{q.qtype} is not an integer format, so it has no zero_point")
     zero_point: Any = q.zero_point
-    is_packed = not isinstance(zero_point, jax.Array | np.ndarray | None)
-    if is_packed and not zero_point.format.is_integer:
+    is_qarray = not isinstance(zero_point, jax.Array | np.ndarray | None)
+    if is_qarray and not zero_point.format.is_integer:
         raise ValueError(f"zero_point must have an integer format, not {zero_point.qtype}")
     for name in ("scale", "zero_point", "minimum"):
         leaf = getattr(q, name)
@@ -99,7 +99,7 @@ def check_fields(q: "QArray") -> None:
 
 
 def check_tiling(name: str, scale_shape: Shape, tiled_name: str, shape: Shape) -> None:
-    """Raise `ValueError` if the axes of a scale do not divide the axes of the values it scales.
+    """Raise `ValueError` if a scale of `scale_shape` does not fit values of `shape`.
 
     The message calls the scale `name` and the values `tiled_name`.
     """

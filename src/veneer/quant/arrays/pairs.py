@@ -1,8 +1,8 @@
 """Computing two neighboring values at once, which is faster on GPUs.
 
-XLA gives each thread of a GPU four elements of a result. For 4-bit codes dequantized to bf16, a
-thread reads 2 bytes and writes 8, too few to use the memory bandwidth. If two neighbors of 16 bits
-are computed as one word of 32 bits, a thread reads 4 bytes and writes 16.
+On a GPU, XLA lets each thread compute four elements of a result. To dequantize 4-bit codes to bf16,
+a thread then reads 2 bytes and writes 8, which is too little to use the full memory bandwidth. If
+an element is a 32-bit word with two neighboring bf16 values, a thread reads 4 bytes and writes 16.
 
 Times to dequantize a weight of 4096 x 11008 to bf16 on an H200, in int4, uint4, nf4 and mxfp4, with
 scales along either axis (part 8 of benchmarks/gpu_all.py measures the last line):
@@ -11,7 +11,7 @@ scales along either axis (part 8 of benchmarks/gpu_all.py measures the last line
     `unpack` with `by_shifts`, one broadcast shift   62 to 64 µs
     compute both neighbors and write one word        36 to 47 µs
 
-All three have the same results, bit for bit.
+The results of all three methods are equal, bit for bit.
 """
 
 from collections.abc import Callable
@@ -39,7 +39,7 @@ def runs_on_gpu() -> bool:
 def compute_elementwise(
     compute: Callable[["QArray"], jax.Array], q: "QArray", dtype: DTypeLike
 ) -> jax.Array:
-    """Return `compute(q)`. On a GPU, compute two neighbors at once if possible.
+    """Return `compute(q)`. On a GPU, compute two neighboring elements at once if possible.
 
     **Arguments:**
 
@@ -50,8 +50,8 @@ def compute_elementwise(
     if not runs_on_gpu():
         return compute(q)
     if q.packing is not None and q.packing.axis == -2:
-        # Matrices are packed along the last axis, so `q` is a transposed matrix. Undo that, and
-        # transpose the result. In a product, XLA removes these transposes.
+        # Matrices are packed along the last axis, so `q` is a transposed matrix. Transpose it back
+        # first, and transpose the result. In a product, XLA removes these transposes.
         leaves = {"packed": jnp.asarray(q.packed)} | _unpacked_scale_leaves(q)
         leaves = {k: x if x is None else jnp.swapaxes(x, -1, -2) for k, x in leaves.items()}
         transposed = q.changed(**leaves, packing=q.packing._replace(axis=-1))
@@ -65,23 +65,23 @@ def compute_elementwise(
 
 
 def can_compute_pairs(q: "QArray", dtype: DTypeLike) -> bool:
-    """Return whether pairs of neighbors along the last axis share a byte, and two elements a word.
+    """Return whether two neighbors along the last axis can be computed at once.
 
-    `dtype` is the dtype of the elements to compute.
+    Their codes must share a byte, and a word must hold two elements of `dtype`, the result's dtype.
     """
     is_packed = q.packing is not None and q.packing.axis == -1 and q.format.bits in (1, 2, 4)
     return is_packed and q.size > 0 and jnp.dtype(dtype).itemsize in _WORDS
 
 
 def _unpacked_scale_leaves(q: "QArray") -> dict[str, jax.Array | None]:
-    """Return scale, zero point and minimum by field name, none of them quantized or packed."""
+    """Return the scale, zero point and minimum as plain arrays, by field name. None if unset."""
     return {"scale": q.scales(), "zero_point": q.zero_points(), "minimum": q.minima()}
 
 
 def _split_even_and_odd(q: "QArray") -> list["QArray"]:
-    """Return the values at even and at odd indices of the last axis, with one code per byte.
+    """Return one array with the values at even indices of the last axis, and one with the others.
 
-    If the size is odd, the second array has one value of padding.
+    Both have one code per byte. If the size is odd, the second array ends in one value of padding.
     """
     size, leaves = q.shape[-1], _unpacked_scale_leaves(q).items()
     halves = []
@@ -92,13 +92,13 @@ def _split_even_and_odd(q: "QArray") -> list["QArray"]:
 
 
 def _take_every_second(leaf: jax.Array, start: int, size: int) -> jax.Array:
-    """Return the entries of a scale for the values at `start`, `start + 2`, ... of the last axis.
+    """Return the scales of the values at indices `start`, `start + 2`, ... of the last axis.
 
-    `size` is the number of values along that axis. The scale has one entry per tile of values.
+    `leaf` has one scale, zero point or minimum per tile. `size` is the number of values.
     """
     entries = leaf.shape[-1]
     if entries == 1 or (size // entries) % 2 == 0:
-        return leaf  # Both neighbors have the same entry.
+        return leaf  # Both neighbors are in one tile.
     if entries != size:  # Tiles have an odd size, so make one entry per value.
         leaf = jnp.repeat(leaf, size // entries, -1, total_repeat_length=size)
     if size % 2:  # The padding gets the last entry.

@@ -94,7 +94,7 @@ class QArray(ImplicitArray):
     ):
         _check_arrays(qvalue=qvalue, scale=scale, zero_point=zero_point, minimum=minimum)
         format = format_of_codes(qvalue, qtype)
-        packing = None
+        packing, dense_dtype = None, None
         if format.bits < 8:
             qvalue, packing = pack_codes(jnp.asarray(qvalue), format)
         elif qvalue.dtype != format.code_dtype:
@@ -102,7 +102,7 @@ class QArray(ImplicitArray):
         if zero_point is not None and zero_point.dtype.name in ("int2", "int4", "uint2", "uint4"):
             # File formats have no integers below 8 bits, so uint4 becomes uint8.
             zero_point = zero_point.astype(zero_point.dtype.name[:-1] + "8")
-        self._set_fields(qvalue, scale, zero_point, minimum, format.name, packing, None)
+        self._set_fields(qvalue, scale, zero_point, minimum, format.name, packing, dense_dtype)
 
     @classmethod
     def from_packed(
@@ -204,7 +204,7 @@ class QArray(ImplicitArray):
 
     @property
     def storage_name(self) -> str:
-        """The granularity of the scales: "tile 64", "channelwise" or "one scale"."""
+        """Which values share a scale, for tables: "tile 64", "channelwise" or "one scale"."""
         sizes = [*zip(self.tile_shape, self.scale.shape, strict=True)]
         if any(tile > 1 and count > 1 for tile, count in sizes):
             # Include the size of an axis that is one tile: "tile 3×64" for tiles of [3, 64].
@@ -228,7 +228,7 @@ class QArray(ImplicitArray):
         return tile_shape(self.shape, self.scale.shape)
 
     def __repr__(self) -> str:
-        """Return format, shape and bits per value. If a leaf is not an array, return all fields."""
+        """Return the format, shape and bits per value, or all fields if a leaf is not an array."""
         return f"QArray({title(self)})" if has_title(self) else super().__repr__()
 
     def codes(self) -> jax.Array:
@@ -240,7 +240,7 @@ class QArray(ImplicitArray):
         return format.from_fields(fields)
 
     def _decode(self, dtype: DTypeLike) -> jax.Array:
-        """Return the numbers that the codes represent before zero points and scales, in `dtype`."""
+        """Return the value of each code in `dtype`, without zero point and scale."""
         format = self.format
         if not runs_on_gpu() or format.bits not in (1, 2, 4):
             return format.decode(self.codes(), dtype)
@@ -271,7 +271,7 @@ class QArray(ImplicitArray):
         """Return the shape and dtype of the dense array.
 
         **Raises:** `ValueError` if a function that works on leaves, such as `jax.tree.map`, changed
-        the dtype of the codes, or sliced the axis along which they are packed.
+        the dtype of the codes, or sliced the packed axis.
         """
         check_codes_are_stored(self)
         stored = jax.typeof(self.packed)  # The dense array has the sharding of the stored codes.
@@ -290,7 +290,7 @@ class QArray(ImplicitArray):
         return stored.update(shape=tuple(shape), dtype=dtype, weak_type=False)
 
     def leaf_axes(self) -> list[list[LeafAxis]]:
-        """Return a list of `vn.LeafAxis` per stored array, which maps axes to the dense array."""
+        """Return the `vn.LeafAxis` of each axis, as one list per stored array."""
 
         def block_size(size: int, count: int) -> Any:
             if count == 1:
@@ -301,7 +301,8 @@ class QArray(ImplicitArray):
         packed_axes = list(aligned_axes(self.ndim))
         if self.packing is not None:
             axis = self.packing.axis
-            packed_axes[axis] = LeafAxis(axis, *UNITS[self.format.bits])
+            codes, bytes_ = UNITS[self.format.bits]
+            packed_axes[axis] = LeafAxis(axis, block=codes, packed_in=bytes_)
         axes = [packed_axes]
         for leaf in (self.scale, self.zero_point, self.minimum):
             if leaf is not None:
@@ -310,9 +311,9 @@ class QArray(ImplicitArray):
         return axes
 
     def _movable(self) -> "QArray":
-        """Return an array with one code per byte if the packed axis has size 1, else `self`.
+        """Return `self`, but unpacked to one code per byte if the packed axis has size 1.
 
-        The number of bytes stays the same, and without a packed axis all axes can be moved.
+        The number of bytes stays the same. An unpacked array can be transposed and reshaped freely.
         """
         if self.packing is None or self.packing.size != 1:
             return self
@@ -320,7 +321,7 @@ class QArray(ImplicitArray):
         return self.changed(packed=fields, packing=None)
 
     def _moved(self, movement: Movement) -> "QArray":
-        """Return the array with `packing` for the new axes, after the leaves were moved."""
+        """Return the array with `packing` updated, after its leaves were transposed or reshaped."""
         if self.packing is None:
             return self
         axis = movement.axes[self.packing.axis]
@@ -356,7 +357,7 @@ class QArray(ImplicitArray):
             x = over_tiles(jnp.subtract, x, zero_point.astype(wide))
         if self.scale.dtype == jnp.float8_e8m0fnu:
             # The smallest scale, 2**-127, is subnormal in f32, and XLA for CPUs treats it as 0.
-            # Multiplying by 0.5 and 2**-126 instead keeps products that are normal numbers.
+            # So multiply by 0.5, and then by 2**-126, the smallest normal number.
             tiny = float(jnp.finfo(scale.dtype).tiny)
             x = over_tiles(jnp.multiply, x, jnp.where(scale < tiny, 0.5, 1).astype(wide))
             scale = jnp.maximum(scale, tiny)
@@ -379,7 +380,7 @@ def _to_wide_floats(leaf: "Leaf | QArray") -> jax.Array:
 
 
 def pack_codes(codes: jax.Array, format: Format) -> tuple[jax.Array, Packing | None]:
-    """Convert codes to their storage dtype. Pack codes of fewer than 8 bits, and return how."""
+    """Return the stored codes and their `Packing`, or None if no two codes share a byte."""
     if format.bits >= 8:
         return codes.astype(format.code_dtype), None
     fields = format.to_fields(codes)
@@ -389,7 +390,7 @@ def pack_codes(codes: jax.Array, format: Format) -> tuple[jax.Array, Packing | N
 
 
 def _check_arrays(**arrays: Any) -> None:
-    """Raise `TypeError` if an argument of `QArray`, passed as a keyword, has a wrong type."""
+    """Raise `TypeError` if one of `arrays`, the arguments of `QArray`, has a wrong type."""
     for name, array in arrays.items():
         is_optional = name in ("zero_point", "minimum") and array is None
         is_quantized = name not in ("qvalue", "packed") and isinstance(array, QArray)

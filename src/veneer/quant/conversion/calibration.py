@@ -16,7 +16,7 @@ from ..formats.tiles import Shape, split_tiles
 
 
 class Range(NamedTuple):
-    """The range of values that the codes of each tile cover: arrays with one entry per tile.
+    """The smallest and the largest value that codes cover, as arrays with one entry per tile.
 
     If `low` is None, ranges are symmetric, from `-high` to `high`, and need no zero point.
     """
@@ -27,13 +27,12 @@ class Range(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """The values of an array in f32 or f64, split into tiles, and the format to quantize them in.
+    """An array in f32 or f64, split into tiles, and the format in which to quantize it.
 
     **Arguments:**
 
-    - `values`: the values, with two axes per axis of the array: the number of tiles, and the number
-      of values per tile.
-    - `round_scale`: a function that rounds scales to numbers that can be stored.
+    - `values`: the array with each axis split in two: the tiles, and the values within a tile.
+    - `round_scale`: a function that rounds scales to the values that they will have when stored.
     """
 
     values: jax.Array
@@ -78,15 +77,15 @@ def split_into_tiles(
     format: Format,
     round_scale: Callable[[jax.Array], jax.Array] = lambda scale: scale,
 ) -> Tiles:
-    """Split an array into tiles, one tile per entry of a scale. The values have derivative 0."""
+    """Split an array into one tile per entry of the scale. The tiles have no derivative."""
     wide = jax.lax.stop_gradient(array).astype(jnp.promote_types(array.dtype, jnp.float32))
     return Tiles(split_tiles(wide, scale_shape), format, round_scale)
 
 
 def as_divisor(scale: jax.Array) -> jax.Array:
-    """Replace scales that cannot divide: by 1 if they are too small, and by NaN if too large.
+    """Return scales by which values can be divided: 1 for too small scales, NaN for too large ones.
 
-    XLA may multiply by the reciprocal instead. So the reciprocal must be a normal number, too.
+    XLA may multiply by `1 / scale` instead, so `1 / scale` must be a normal number, too.
     """
     tiny = jnp.finfo(scale.dtype).tiny
     return jnp.where(scale < tiny, 1, jnp.where(scale <= 1 / tiny, scale, jnp.nan))
@@ -105,6 +104,7 @@ def range_to_scale(ranges: Range, format: Format) -> tuple[jax.Array, jax.Array 
         scale = (high - low) / (largest - least)
         zero_point = jnp.clip(jnp.round(least - low / as_divisor(scale)), least, largest)
     elif format.is_integer and not format.signed:
+        # As in the signed format of the same width, but with codes that are shifted by `middle`.
         middle = 2 ** (int(format.bits) - 1)
         scale = high / (middle - 0.5)
         zero_point = jnp.full(scale.shape, middle, scale.dtype)
@@ -126,21 +126,21 @@ _OAS_BIAS = {"mxfp8": 30 / 31, "mxfp8_16": 30 / 31, "mxfp4": 6 / 7}
 
 
 def _find_oas_range(tiles: Tiles) -> Range:
-    """Return a range that may clip the largest value, by at most half a step.
+    """Return ranges that may clip the largest value of a tile, by at most half a step.
 
-    Outlier Aware Scaling (OAS, arXiv 2603.08713) multiplies the scale by a bias below 1 before the
-    scale is rounded up to a power of two. Qwix also rounds the biased scale to bfloat16, so a scale
-    up to a relative 2**-9 below a power of two counts as that power. Dividing the bias by
-    1 - 2**-9 has the same effect.
+    Outlier Aware Scaling (OAS, arXiv 2603.08713) multiplies the scale by a bias below 1, and then
+    rounds it up to a power of two. Qwix also rounds the biased scale to bfloat16. So it treats a
+    scale just below a power of two, by a relative 2**-9 at most, like that power. Dividing the bias
+    by 1 - 2**-9 has the same effect.
     """
     return _find_absmax_range(tiles, _OAS_BIAS[tiles.format.name] / (1 - 2.0**-9))
 
 
 def _find_rms_range(tiles: Tiles, factor: float) -> Range:
-    # Divide by the largest value, so that squares neither overflow nor vanish.
-    unit = as_divisor(tiles.largest_magnitude())
-    squares = jnp.square(tiles.values / tiles.expand(unit))
-    return Range(None, unit * jnp.sqrt(jnp.mean(squares, axis=tiles.inner_axes)) * factor)
+    # Divide by the largest magnitude, so that squares neither overflow nor vanish.
+    largest = as_divisor(tiles.largest_magnitude())
+    squares = jnp.square(tiles.values / tiles.expand(largest))
+    return Range(None, largest * jnp.sqrt(jnp.mean(squares, axis=tiles.inner_axes)) * factor)
 
 
 def _find_absmean_range(tiles: Tiles) -> Range:
@@ -164,15 +164,15 @@ def _find_percentile_range(tiles: Tiles, *percents: float) -> Range:
 
 
 def _find_mse_range(tiles: Tiles, candidates: float = 40, power: float = 2) -> Range:
-    """Return the fraction of the full range with the smallest quantization error.
+    """Return the fraction of the full range of each tile with the smallest quantization error.
 
     The fractions are 1/candidates, 2/candidates, ..., 1. The error is the mean of `|error|**power`.
     A power above 2 preserves the largest values better (GPTQ's own code uses 2.4).
     """
     format = tiles.format
     is_symmetric = format.signed or not format.is_integer
-    full = _find_absmax_range(tiles) if is_symmetric else _find_minmax_range(tiles)
-    shrink = lambda factor: jax.tree.map(lambda end: end * factor, full)
+    full_range = _find_absmax_range(tiles) if is_symmetric else _find_minmax_range(tiles)
+    shrink = lambda factor: jax.tree.map(lambda end: end * factor, full_range)
     factors = jnp.arange(int(candidates), 0, -1, dtype=tiles.values.dtype) / candidates
 
     def mean_error(factor: jax.Array) -> jax.Array:
@@ -181,12 +181,13 @@ def _find_mse_range(tiles: Tiles, candidates: float = 40, power: float = 2) -> R
         scale = tiles.expand(tiles.round_scale(scale))
         zero = 0 if zero_point is None else tiles.expand(zero_point)
         codes = format.encode(tiles.values / scale + zero)
-        values = (format.decode(codes, scale.dtype) - zero) * scale
+        errors = (format.decode(codes, scale.dtype) - zero) * scale - tiles.values
         if power == 2:
-            return jnp.mean(jnp.square(values - tiles.values), axis=tiles.inner_axes)
+            return jnp.mean(jnp.square(errors), axis=tiles.inner_axes)
         # Divide errors by the size of the range, because powers of large numbers overflow.
-        unit = tiles.expand(as_divisor(full.high - (0 if full.low is None else full.low)))
-        return jnp.mean((jnp.abs(values - tiles.values) / unit) ** power, axis=tiles.inner_axes)
+        low, high = full_range
+        size = tiles.expand(as_divisor(high - (0 if low is None else low)))
+        return jnp.mean((jnp.abs(errors) / size) ** power, axis=tiles.inner_axes)
 
     def try_factor(best: tuple, factor: jax.Array) -> tuple[tuple, None]:
         best_factor, least_error = best
@@ -194,7 +195,7 @@ def _find_mse_range(tiles: Tiles, candidates: float = 40, power: float = 2) -> R
         best_factor = jnp.where(error < least_error, factor, best_factor)
         return (best_factor, jnp.minimum(error, least_error)), None
 
-    ones = jnp.ones_like(full.high)
+    ones = jnp.ones_like(full_range.high)
     start = (ones, jnp.full_like(ones, jnp.inf))
     (best_factor, _), _ = jax.lax.scan(try_factor, start, factors)
     return shrink(best_factor)
@@ -204,15 +205,15 @@ def _find_hqq_range(tiles: Tiles, power: float = 0.7) -> Range:
     """Return the range with the smallest sum of `|error|**power`, for a power of at most 1.
 
     Half-quadratic quantization (HQQ; Badri and Shaji, 2023) tolerates a few large errors. Each step
-    shrinks the errors, so that only large ones remain, and subtracts these from the values. Then
-    the step fits the zero point, and in this version also the scale, to the result by least
-    squares. From step to step, a growing penalty shrinks the errors less. The search starts at the
-    range of `_find_mse_range`, and returns the best range of all steps.
+    quantizes the values, shrinks the errors so that small errors become 0, and subtracts the rest
+    from the values. It fits the zero point, and in this version also the scale, to the difference
+    by least squares. A penalty grows with each step, and shrinks the errors less. The search starts
+    at the range of `_find_mse_range`, and the result is the best range of all steps.
     """
     format, start = tiles.format, _find_mse_range(tiles, power=power)
     start_scale, start_zero = range_to_scale(start, format)
     unit = as_divisor(start_scale)
-    total = lambda x: jnp.sum(x, axis=tiles.inner_axes)
+    sum_tiles = lambda x: jnp.sum(x, axis=tiles.inner_axes)
 
     def step(state: tuple, penalty: jax.Array) -> tuple[tuple, None]:
         factor, zero, best, least_loss = state
@@ -224,18 +225,18 @@ def _find_hqq_range(tiles: Tiles, power: float = 0.7) -> Range:
         quantized = codes if zero is None else codes - shift
         error = scaled - quantized
         # Keep the factor and the zero point if the loss is the smallest so far.
-        loss = total((jnp.abs(error) * (scale / tiles.expand(unit))) ** power)
+        loss = sum_tiles((jnp.abs(error) * (scale / tiles.expand(unit))) ** power)
         is_better = loss < least_loss
         best = jax.tree.map(lambda new, old: jnp.where(is_better, new, old), (factor, zero), best)
-        # Subtract the errors of outliers, and fit the zero point and the scale to the result.
-        shrunk = jnp.abs(error) - jnp.abs(error) ** (power - 1) / penalty
-        target = scaled - jnp.sign(error) * jax.nn.relu(shrunk)
+        # Subtract the shrunk errors, and fit the zero point and the scale to the result.
+        shrunk = jax.nn.relu(jnp.abs(error) - jnp.abs(error) ** (power - 1) / penalty)
+        target = scaled - jnp.sign(error) * shrunk
         if zero is not None:
             zero = jnp.round(jnp.mean(codes - target, axis=tiles.inner_axes))
             zero = jnp.clip(zero, *format.code_range)
             quantized = codes - tiles.expand(zero)
-        fit = total(quantized * target) / total(jnp.square(quantized))
-        factor = jnp.where((fit > 0) & jnp.isfinite(fit), factor * fit, factor)
+        change = sum_tiles(quantized * target) / sum_tiles(jnp.square(quantized))
+        factor = jnp.where((change > 0) & jnp.isfinite(change), factor * change, factor)
         return (factor, zero, best, jnp.minimum(loss, least_loss)), None
 
     ones = jnp.ones_like(unit)
@@ -251,10 +252,10 @@ def _find_hqq_range(tiles: Tiles, power: float = 0.7) -> Range:
 class _Method(NamedTuple):
     """A calibration method.
 
-    - `find_range`: a function from tiles, and the numbers after the name of the method, to ranges.
+    - `find_range`: a function `(tiles, *numbers) -> Range`. In "rms,7", 7 is the only number.
     - `syntax`: how users write the method, for error messages.
     - `number_counts`: how many numbers can follow the name.
-    - `is_valid`: a function from the numbers, if there are any, to whether they are allowed.
+    - `is_valid`: a function `(*numbers) -> bool` that checks the numbers, if there are any.
     """
 
     find_range: Callable[..., Range]
@@ -300,9 +301,9 @@ class Calibration:
 
     @property
     def symmetric(self) -> bool:
-        """True if ranges are symmetric around 0, at least in signed formats ("mse" and "hqq")."""
+        """True if ranges are symmetric. Those of "mse" and "hqq" are not in unsigned integers."""
         if self.name in ("fixed", "percentile") and len(self.numbers) == 2:
-            return self.name == "fixed" and sum(self.numbers) == 0
+            return self.name == "fixed" and sum(self.numbers) == 0  # such as "fixed,-3,3"
         return self.name != "minmax"
 
     @property
@@ -310,7 +311,7 @@ class Calibration:
         """True if the method chooses ranges that exclude outliers, which are then clipped."""
         if self.name in ("absmax", "minmax"):
             return any(factor < 1 for factor in self.numbers)
-        # "absmean" chooses the scale of code 1, and "oas" clips by half a step at most.
+        # The range of "absmean" only sets the scale, and "oas" clips by half a step at most.
         return self.name not in ("absmean", "oas")
 
 
@@ -355,7 +356,7 @@ def check_calibration(method: str, format: Format) -> Calibration:
 
 
 def find_range(calibration: Calibration, tiles: Tiles) -> Range:
-    """Return the ranges that a method chooses, or NaN for tiles with NaN or infinity."""
+    """Return the range that a method chooses for each tile. Tiles with NaN or infinity get NaN."""
     if 0 in [tiles.values.shape[axis] for axis in tiles.inner_axes]:  # Tiles have no values.
         zeros = jnp.zeros(tiles.scale_shape, tiles.values.dtype)
         return Range(None if calibration.symmetric else zeros, zeros)

@@ -31,9 +31,9 @@ class QuantizeParams:
 
     - `qtype`: the name of the format.
     - `scale_shape`: the shape of the scale, which is the number of tiles along each axis.
-    - `stable_in`: the dtype of dequantized values if scales are stable, else None. With stable
-      scales, which caches and collectives need, dequantizing and quantizing again does not change
-      values. With the scale of weights, `absmax / (qmax + 1/2)`, the largest value shrinks.
+    - `stable_in`: the dtype of the dequantized values if scales are stable, else None. Stable means
+      that quantizing dequantized values again does not change them, as caches and collectives need.
+      The usual scale, `absmax / (qmax + 1/2)`, is not stable: it shrinks the largest value.
     """
 
     qtype: str
@@ -44,7 +44,7 @@ class QuantizeParams:
 
 
 class Chunks(NamedTuple):
-    """How to cut an array into chunks: the axis, and the number of tiles per chunk along it."""
+    """How to cut an array into chunks: along `axis`, with `tiles` tiles per chunk."""
 
     axis: int
     tiles: int
@@ -62,9 +62,9 @@ def choose_chunks(array: jax.Array, scale_shape: Shape, format: Format) -> Chunk
     """Return how to cut an array into chunks of whole tiles, or None to quantize it at once.
 
     XLA on CPU does not fuse a maximum over tiles with the computation that uses it, and allocates
-    temporary arrays of the size of its input. A loop over chunks keeps them small. The result is
+    temporary arrays of the size of its input. A loop over chunks keeps these arrays small. Return
     None if the array is small, has one tile, has a symbolic size, or is split over devices, or if
-    its scales are quantized together.
+    its scales are themselves quantized.
     """
     nbytes = array.size * 4  # in f32
     if not isinstance(nbytes, int):  # symbolic, in programs for export
@@ -80,7 +80,7 @@ def choose_chunks(array: jax.Array, scale_shape: Shape, format: Format) -> Chunk
             least_tiles[axis] = math.lcm(codes_per_unit, tile) // tile
     if not least_tiles:
         return None
-    # Cut the first axis along which chunks can be small enough, or else be smallest.
+    # Cut the first axis whose least chunk fits in CHUNK_BYTES, or else the axis with the smallest.
     least_bytes = {axis: nbytes // scale_shape[axis] * n for axis, n in least_tiles.items()}
     axis = min(least_bytes, key=lambda axis: max(least_bytes[axis], CHUNK_BYTES))
     tiles = max(CHUNK_BYTES // least_bytes[axis], 1) * least_tiles[axis]
@@ -88,7 +88,7 @@ def choose_chunks(array: jax.Array, scale_shape: Shape, format: Format) -> Chunk
 
 
 def _is_sharded(array: jax.Array) -> bool:
-    """Return whether an array is split over devices. Tracers show this only by their type."""
+    """Return whether an array is split over devices. For a tracer, check only its type."""
     if not isinstance(array, jax.core.Tracer) and len(array.sharding.device_set) > 1:
         return True
     # Within `shard_map`, `varying_axes` are the mesh axes over which the array is split.
@@ -127,12 +127,12 @@ def _quantize_by_kernel(array: jax.Array, params: QuantizeParams, chunks: Chunks
     """Quantize by a kernel on CPU, and by XLA on other platforms."""
     format = FORMATS[params.qtype]
     is_stable = params.stable_in is not None
-    # The constants of the kernel: the factor from absmax to scale, and whether scales are rounded.
+    # The constants of the kernel: `scale / absmax`, and whether to round scales.
     largest = format.ends[1] if is_stable else format.bound
     table = [np.float32(1) / np.float32(largest), np.float32(is_stable)]
     if format.codebook is not None:
-        # The smallest value of each code but the first. `nextafter` excludes a tie that gets the
-        # code below.
+        # The smallest value of each code but the first: the threshold, or the next float if the
+        # threshold itself gets the code below.
         table += [
             np.float32(value) if is_above else np.nextafter(np.float32(value), np.float32(np.inf))
             for value, is_above, _ in format.thresholds(np.float32)
@@ -177,33 +177,35 @@ def _quantize_by_xla(
 def _quantize_in_chunks(
     array: jax.Array, key: jax.Array | None, params: QuantizeParams, chunks: Chunks
 ) -> QArray:
+    """Quantize the chunks in a loop that writes each one into the result."""
     axis, chunk_tiles = chunks
-    tiles = params.scale_shape[axis]
-    tile = array.shape[axis] // tiles
+    num_tiles = params.scale_shape[axis]
+    tile = array.shape[axis] // num_tiles  # the number of values per tile
     chunk_shape = (*params.scale_shape[:axis], chunk_tiles, *params.scale_shape[axis + 1 :])
     chunk_params = dataclasses.replace(params, scale_shape=chunk_shape)
     result = jax.eval_shape(lambda array, key: quantize_tiles(array, key, params)[0], array, key)
     shapes, structure = jax.tree.flatten(result)
 
     def write_chunk(index: jax.Array, leaves: list[jax.Array]) -> list[jax.Array]:
-        start = jnp.minimum(index * chunk_tiles, tiles - chunk_tiles)  # The last chunk can overlap.
-        chunk = jax.lax.dynamic_slice_in_dim(array, start * tile, chunk_tiles * tile, axis)
+        # The last chunk can overlap the chunk before.
+        first_tile = jnp.minimum(index * chunk_tiles, num_tiles - chunk_tiles)
+        chunk = jax.lax.dynamic_slice_in_dim(array, first_tile * tile, chunk_tiles * tile, axis)
         chunk_key = None if key is None else jax.random.fold_in(key, index)
-        parts = jax.tree.leaves(quantize_tiles(chunk, chunk_key, chunk_params)[0])
-        # Codes and scales have different sizes, so convert the first tile to a position in each.
-        positions = [start * part.shape[axis] // chunk_tiles for part in parts]
+        updates = jax.tree.leaves(quantize_tiles(chunk, chunk_key, chunk_params)[0])
+        # Codes and scales have different sizes, so convert the tile to an index into each leaf.
+        starts = [first_tile * update.shape[axis] // chunk_tiles for update in updates]
         write = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=axis)
-        return list(map(write, leaves, parts, positions))
+        return list(map(write, leaves, updates, starts))
 
     empty = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in shapes]
-    leaves = jax.lax.fori_loop(0, -(-tiles // chunk_tiles), write_chunk, empty)
+    leaves = jax.lax.fori_loop(0, -(-num_tiles // chunk_tiles), write_chunk, empty)
     return jax.tree.unflatten(structure, leaves)
 
 
 def quantize_tiles(
     array: jax.Array, key: jax.Array | None, params: QuantizeParams
 ) -> tuple[QArray, Range | None]:
-    """Return the quantized array and the ranges of its tiles, or None with stable scales."""
+    """Return the quantized array and the ranges of its tiles. With stable scales, they are None."""
     format, scale_dtype = FORMATS[params.qtype], params.scale_dtype
     array = jax.lax.stop_gradient(array)
     round_scale = lambda scale: store_scale(scale, scale_dtype, format)[1]
@@ -216,10 +218,10 @@ def quantize_tiles(
         scale, zero_point = stable_scale(params.calibration, tiles, scale_dtype, params.stable_in)
     scale = limit_scale(scale, zero_point, format, array.dtype, scale_dtype)
     stored, divisor = store_scale(scale, scale_dtype, format)
-    return encode(array, format, stored, divisor, zero_point, key), ranges
+    return encode_with_scale(array, format, stored, divisor, zero_point, key), ranges
 
 
-def encode(
+def encode_with_scale(
     array: jax.Array,
     format: Format,
     stored: jax.Array | QArray,
@@ -229,8 +231,8 @@ def encode(
 ) -> QArray:
     """Quantize an array with known scales, by stochastic rounding if `key` is not None.
 
-    `stored` has the scales as the result stores them. `divisor` has their values in f32 or f64,
-    none of them too small to divide by.
+    `stored` is the scale of the result. `divisor` has the same scales in f32 or f64, except that
+    scales which are too small to divide by are replaced.
     """
     scaled = over_tiles(jnp.divide, array.astype(divisor.dtype), divisor)
     if zero_point is not None:

@@ -65,6 +65,7 @@ def fake_quantize(
 def _quantize_and_dequantize(
     array: jax.Array, key: jax.Array | None, params: QuantizeParams
 ) -> tuple[jax.Array, Ends]:
+    """Return the dequantized values, and the ends of the range in which no value is clipped."""
     q, ranges = quantize_tiles(array, key, params)
     assert ranges is not None  # Only stable scales have no ranges.
     low, high = ranges
@@ -117,13 +118,13 @@ def fake_quantize_with_scale(
 def _straight_through(value: jax.Array, array: jax.Array, ends: Ends | None) -> jax.Array:
     """Return `value`, with derivative 1 with respect to `array`, or 0 where `array` is clipped.
 
-    Entries of `array` beyond `ends` are clipped. If `ends` is None, no entries are.
+    Entries of `array` beyond `ends` are clipped. If `ends` is None, no entry is clipped.
     """
     value = jax.lax.stop_gradient(value)
     if ends is not None:
         low, high = (end.astype(jnp.promote_types(end.dtype, array.dtype)) for end in ends)
-        constant = jax.lax.stop_gradient(array)
-        is_clipped = over_tiles(jnp.less, constant, low) | over_tiles(jnp.greater, constant, high)
-        array = jnp.where(is_clipped, constant, array)
-    # `ste` returns the value of a function with the derivative of its argument.
+        detached = jax.lax.stop_gradient(array)
+        is_clipped = over_tiles(jnp.less, detached, low) | over_tiles(jnp.greater, detached, high)
+        array = jnp.where(is_clipped, detached, array)
+    # `ste(f)(x)` has the value of `f(x)` and the derivative of `x`.
     return ste(lambda _: value)(array)

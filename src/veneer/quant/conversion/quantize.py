@@ -19,7 +19,7 @@ from ..arrays.qarray import QUANTIZABLE, QArray
 from ..formats import FORMATS, Format, get_format, is_format
 from ..formats.tiles import Leaf, Shape, split_tiles, tile_counts
 from .calibration import as_divisor, check_calibration
-from .compute import QuantizeParams, encode, quantize_with_params
+from .compute import QuantizeParams, encode_with_scale, quantize_with_params
 from .scale_axes import resolve_tile_size
 from .scales import store_scale
 
@@ -52,9 +52,9 @@ def quantize(
     - `qtype`: the format: a name in `vn.quant.FORMATS`, such as "int8", or a dtype.
     - `channelwise_axes`: the axes with one scale per index.
     - `tiled_axes`: `{axis: tile size}`, the axes with one scale per tile. A float is a fraction of
-      the axis. None means no tiles, except in formats with a fixed tile size, such as mxfp4. These
-      formats then have tiles along the last axis that is not in `channelwise_axes`, and one scale
-      per index along all other axes.
+      the axis. None means no tiles. But in a format with a fixed tile size, such as mxfp4, it means
+      tiles along the last axis that is not in `channelwise_axes`, and one scale per index along all
+      other axes.
     - `calibration_method`: how to choose the range that the codes of a tile cover (see the table).
       None selects the default method of the format. "mse" and "hqq" without numbers use the numbers
       in the table.
@@ -122,7 +122,7 @@ def quantize_params(
     calibration_method: str | None = None,
     scale_dtype: DTypeLike | None = None,
 ) -> QuantizeParams:
-    """Check the arguments of `quantize`, and return them in a form that `jax.jit` can hash."""
+    """Check the arguments of `quantize`, and return them as hashable `QuantizeParams`."""
     format, shape = get_format(qtype), array.shape
     calibration = check_calibration(calibration_method or format.calibration, format)
     if not isinstance(channelwise_axes, Iterable):
@@ -135,11 +135,11 @@ def quantize_params(
             f"tiled_axes must be {{axis: tile size}}, such as {{0: 64}}, not {tiled_axes!r}"
         )
     channelwise: Sequence[int] = [int(axis) for axis in channelwise_axes]
-    sizes = (tiled_axes or {}).items()
-    tiled = {int(axis): resolve_tile_size(shape, int(axis), size) for axis, size in sizes}
-    tile = format.tile_size
+    tile_sizes = (tiled_axes or {}).items()
+    tiled = {int(axis): resolve_tile_size(shape, int(axis), size) for axis, size in tile_sizes}
+    tile = format.tile_size  # None if the format allows any tile size
     if tile is not None and tiled_axes is None:
-        # Put the tiles along the last axis that is not channelwise.
+        # Put the tiles along the last axis that is not channelwise. All others are channelwise.
         axes = range(len(shape))
         free_axes = [axis for axis in axes if axis not in {c % len(shape) for c in channelwise}]
         if not free_axes:
@@ -171,7 +171,7 @@ def quantize_as(array: jax.Array, q: QArray, scale_shape: Shape) -> QArray:
 
 
 def as_dense_floats(array: ArrayLike | ImplicitArray) -> jax.Array:
-    """Return the argument of `quantize` as a dense array. Implicit arrays are materialized.
+    """Return the first argument of `quantize` as a dense array. Materialize an implicit array.
 
     **Raises:** `TypeError` if `array` is a format or a tree, or if its dtype cannot be quantized.
     """
@@ -196,8 +196,8 @@ def as_dense_floats(array: ArrayLike | ImplicitArray) -> jax.Array:
 def choose_scale_dtype(format: Format, dtype: DTypeLike, requested: DTypeLike | None) -> str:
     """Return the name of the dtype of scales.
 
-    A format can prescribe this dtype. Otherwise it is the requested dtype or, if that is None,
-    `dtype`, the dtype of the array.
+    This is the dtype that the format prescribes, or else `requested`. If both are None, it is
+    `dtype`, the dtype of the array, but float32 for a float16 array in a format above 8 bits.
 
     **Raises:** `ValueError` if the format prescribes another dtype than the requested dtype.
     `TypeError` if the requested dtype is not floating.
@@ -210,7 +210,7 @@ def choose_scale_dtype(format: Format, dtype: DTypeLike, requested: DTypeLike | 
             )
         return format.scale_dtype
     if requested is None and format.bits > 8 and jnp.dtype(dtype) == jnp.float16:
-        return "float32"  # 2**-15 times the largest value can be subnormal in float16
+        return "float32"  # In int16, 2**-15 times the largest value can be subnormal in float16.
     name = jnp.dtype(dtype if requested is None else requested).name
     if jnp.dtype(name) not in (*QUANTIZABLE, jnp.float8_e8m0fnu):
         raise TypeError(f"scale_dtype is {name}, but must be one of {_QUANTIZABLE_NAMES}")
@@ -235,8 +235,8 @@ def quantize_with_scale(
     - `array`, `qtype`, `key`: as for `vn.quant.quantize`.
     - `scale`: one positive number, or a floating array with the rank of `array` and one entry per
       tile. An array keeps its dtype, and a Python number gets the dtype of `array`, unless the
-      format prescribes the dtype of scales. A scale of 0, or too small to divide by, becomes 1 (in
-      int1, 0).
+      format prescribes the dtype of scales. A scale that is 0 or too small to divide by becomes 1,
+      or in int1 becomes 0.
     - `zero_point`: the code that represents 0, as one number or one entry per tile. Only integer
       formats have zero points.
 
@@ -265,12 +265,12 @@ def quantize_with_scale(
     return _quantize_with_scale(dense, scale, zero_point, key, format.name)
 
 
-def _fit_to_array(name: str, part: Any, array: jax.Array) -> Any:
+def _fit_to_array(name: str, scale: Any, array: jax.Array) -> Any:
     """Check the shape of a scale or zero point, and reshape a scalar to the rank of `array`."""
-    if part.ndim == 0 and not isinstance(part, QArray):
-        part = part.reshape((1,) * array.ndim)
-    check_tiling(name, part.shape, "an array", array.shape)
-    return part
+    if scale.ndim == 0 and not isinstance(scale, QArray):
+        scale = scale.reshape((1,) * array.ndim)
+    check_tiling(name, scale.shape, "an array", array.shape)
+    return scale
 
 
 @functools.partial(jax.jit, static_argnames="qtype")
@@ -283,19 +283,19 @@ def _quantize_with_scale(
 ) -> QArray:
     format = FORMATS[qtype]
     array, scale = jax.lax.stop_gradient((array, scale))
-    # The scale of a tile with NaN or infinity becomes NaN. `split_tiles` splits each axis in two:
-    # an axis of tiles, and an axis of values within a tile, which is reduced here.
+    # The scale of a tile with NaN or infinity becomes NaN. `split_tiles` splits each axis into the
+    # tiles and the values within a tile, at odd indices. Reduce the values.
     is_finite = jnp.isfinite(split_tiles(array, scale.shape)).all(range(1, 2 * array.ndim, 2))
     dtype = jnp.promote_types(array.dtype, jnp.float32)
     if isinstance(scale, QArray):
         scale = scale.replace(packed=jnp.where(is_finite, scale.packed, jnp.nan))
         divisor = as_divisor(scale.dequantize().astype(dtype))
-        return encode(array, format, scale, divisor, zero_point, key)
-    if scale.dtype in QUANTIZABLE:  # JAX promotes no floats of 8 bits.
+        return encode_with_scale(array, format, scale, divisor, zero_point, key)
+    if scale.dtype in QUANTIZABLE:  # JAX does not promote floats of 8 bits.
         dtype = jnp.promote_types(dtype, scale.dtype)
     wide = jnp.where(is_finite, scale.astype(dtype), jnp.nan)
     stored, divisor = store_scale(wide, format.scale_dtype or scale.dtype.name, format)
-    return encode(array, format, stored, divisor, zero_point, key)
+    return encode_with_scale(array, format, stored, divisor, zero_point, key)
 
 
 def dequantize(q: QArray) -> jax.Array:

@@ -65,7 +65,7 @@ def scale_of_range(
     - `low`: the lower end of the range, at most 0, with the shape of `high`. None means `-high`.
 
     **Returns:** `(scale, zero_point)` with the shape of `high`. The scale is f32, or f64 if `high`
-    or `low` is f64. If the range has only the value 0, the scale is 1. The zero point is int8 or
+    or `low` is f64. If `high` and `low` are 0, the scale is 1. The zero point is int8 or
     int16 in signed formats and uint8 in unsigned formats. If `low` is None, the zero point is None,
     except in unsigned integer formats.
 

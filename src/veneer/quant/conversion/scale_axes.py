@@ -17,9 +17,10 @@ TileSize = int | tuple[tuple[int, int], ...] | None
 
 @dataclass(frozen=True)
 class ScaleAxes:
-    """The axes with one scale per index, and pairs `(axis, tile size)` with one scale per tile.
+    """The axes of an array along which scales differ.
 
-    Along other axes, all values share a scale.
+    `channelwise` axes have one scale per index, and `tiled` axes, given as pairs `(axis, size)`,
+    one scale per tile of this size. Along other axes, all values share a scale.
     """
 
     channelwise: tuple[int, ...]
@@ -31,7 +32,7 @@ class ScaleAxes:
         return {"channelwise_axes": self.channelwise, "tiled_axes": dict(self.tiled) or None}
 
     def size(self, axis: int) -> int | None:
-        """Return the number of neighbors along an axis that share a scale, or None for all."""
+        """Return the tile size along an axis: 1 if channelwise, None if one scale is shared."""
         return 1 if axis in self.channelwise else dict(self.tiled).get(axis)
 
 
@@ -47,12 +48,11 @@ def choose_scale_axes(
       along these axes share a scale.
     - `format`: the format of the values, or None if they are not quantized. A format with a fixed
       tile size uses only the last axis of `shared`. Along other axes, each index has a scale.
-    - `tile_size`: the tile size along the last axis of `shared`. Or pairs `(axis, tile size)`, also
-      of other axes.
+    - `tile_size`: the tile size along the last axis of `shared`, or pairs `(axis, tile size)` of
+      any axes. None means no tiles, unless the format has a tile size.
     """
     if format is not None and format.tile_size is not None:
-        # A slice, because `shared` can be empty.
-        shared, tile_size = shared[-1:], tile_size or format.tile_size
+        shared, tile_size = shared[-1:], tile_size or format.tile_size  # `shared` can be empty.
     if isinstance(tile_size, tuple):
         tiled = tuple((axis % ndim, size) for axis, size in tile_size)
     else:
@@ -64,17 +64,17 @@ def choose_scale_axes(
 def choose_activation_axes(
     shape: Shape, shared: Sequence[int], format: Format, tile_size: Any
 ) -> ScaleAxes:
-    """Return the axes along which the scales of activations or gradients of a shape differ.
+    """Return the axes along which the scales of activations or gradients differ.
 
-    Values share a scale along the axes in `shared`, which a product contracts, or along tiles of
-    these axes. `tile_size` is None, a number, a fraction, or a dict such as `{-1: 128}`.
+    The product contracts the axes in `shared`. Values along these axes, or along tiles of them,
+    share a scale. `tile_size` is None, a number, a fraction, or a dict such as `{-1: 128}`.
     """
     size = resolve_tile_sizes(shape, shared, tile_size) if shared else None
     return choose_scale_axes(len(shape), shared, format, size)
 
 
 def resolve_tile_sizes(shape: Shape, shared: Sequence[int], tile_size: Any) -> TileSize:
-    """Convert fractions in a tile size that a user passes to numbers of values.
+    """Convert a tile size that a user passes: replace fractions of an axis by numbers of values.
 
     **Arguments:**
 
@@ -116,7 +116,7 @@ def resolve_tile_size(shape: Shape, axis: int, tile: SupportsIndex | float) -> i
 def check_tile_size(tile_size: Any, format: Format | None, *, by_axis: bool = False) -> None:
     """Check a tile size that a user passes, before the shape of the array is known.
 
-    It can be None, a number of values, or a float that is a fraction of the axis. If `by_axis`, it
+    `tile_size` is None, a number of values, or a float as a fraction of the axis. If `by_axis`, it
     can also be a dict from axes to such sizes.
 
     **Raises:** `TypeError` if `tile_size` has another type. `ValueError` if a number is below 1, if
@@ -152,7 +152,7 @@ def check_tile_size(tile_size: Any, format: Format | None, *, by_axis: bool = Fa
 
 
 def normalize_tile_axes(axes: int | Sequence[int], shape: Shape) -> tuple[int, ...]:
-    """Return axes counted from the end, which stay the same if leading axes are added.
+    """Return `axes` as negative numbers, which stay the same if leading axes are added.
 
     **Raises:** `ValueError` if no axis is named, or if an axis is out of range or named twice.
     """

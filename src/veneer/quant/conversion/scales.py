@@ -1,7 +1,7 @@
 """Stable scales, limits for scales, and the storage formats of scales.
 
-A scale is stored as a float, as a power of two, or as a code with another scale (double
-quantization). Codes are computed with the stored scale, so rounding the scale adds no error.
+A scale is stored as a float, as a power of two, or quantized (double quantization). Values are
+divided by the stored scale, so rounding the scale adds no error.
 """
 
 import dataclasses
@@ -20,20 +20,19 @@ from .calibration import Calibration, Tiles, as_divisor
 def stable_scale(
     calibration: Calibration, tiles: Tiles, scale_dtype: str, dtype: DTypeLike
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return scales and zero points such that quantizing dequantized values changes nothing.
-
-    Two properties ensure this:
-
-    - The value at an end of the range gets the last code.
-    - For f32 values, a scale has 8 bits fewer than f32. Its product with a code is then exact.
-
-    If `dtype` has 16 bits, dequantized values are rounded once more. With a zero point, both ends
-    of the range are rounded, so the scale has one bit fewer than `dtype`. This is not always enough
-    if codes have more bits than the mantissa of `dtype`, if the ends of a codebook have different
-    magnitudes, or if the scale is subnormal in f16.
+    """Return stable scales and zero points: quantizing dequantized values again changes nothing.
 
     `calibration` is "absmax", "minmax" or "absmean". `scale_dtype` is the dtype of stored scales,
     and `dtype` the dtype of the dequantized values.
+
+    Scales are stable because of two properties:
+
+    - The value at an end of the range gets the last code.
+    - The mantissa of a scale has 8 bits fewer than f32, so `code * scale` is exact in f32.
+
+    If `dtype` has 16 bits, dequantized values are rounded to it. So with a zero point, a scale has
+    one mantissa bit fewer than `dtype`. This can fail if codes have more bits than the mantissa, if
+    the ends of a codebook have different magnitudes, or if the scale is subnormal in f16.
     """
     values, format = tiles.values, tiles.format
     is_finite = jnp.isfinite(tiles.largest_magnitude())
@@ -60,13 +59,13 @@ def stable_scale(
     steps = largest - least
 
     def place_zero(scale: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return the number of codes below zero, and the distance of the ends to the last codes."""
+        """Return how many codes are below zero, and how far the ends are from the last codes."""
         below, above = -low / scale, high / scale
         # Center the range in the codes, unless the range covers less than a quarter of the codes.
-        slack = jnp.where(below + above < steps / 4, 0, steps - below - above) / 2
-        centered = below + slack
+        unused_per_side = jnp.where(below + above < steps / 4, 0, steps - below - above) / 2
+        centered = below + unused_per_side
         codes_below = jnp.clip(jnp.round(centered), 0, steps)
-        return codes_below, jnp.abs(codes_below - centered) + slack
+        return codes_below, jnp.abs(codes_below - centered) + unused_per_side
 
     scale = tiles.round_scale(round_mantissa((high - low) / steps))
     # An end of the range may be halfway between two codes, and then be rounded up or down. With a
@@ -84,8 +83,8 @@ def stable_scale(
 def _mean_of_nonzero(tiles: Tiles) -> jax.Array:
     """Return the mean magnitude of the values whose code is not 0, per tile.
 
-    The mean is computed from differences to the largest magnitude. So it is exact if all of these
-    magnitudes are equal.
+    The mean is computed from differences to the largest magnitude. So it is exact if all these
+    values have the same magnitude.
     """
     magnitudes, largest = jnp.abs(tiles.values), tiles.largest_magnitude()
     axes = tiles.inner_axes
@@ -99,11 +98,10 @@ def _mean_of_nonzero(tiles: Tiles) -> jax.Array:
 def limit_scale(
     scale: jax.Array, zero_point: jax.Array | None, format: Format, dtype: DTypeLike, stored_in: str
 ) -> jax.Array:
-    """Reduce scales with which the largest code would represent infinity.
+    """Reduce scales that are so large that the largest code would be dequantized to infinity.
 
-    Values near the largest number of `dtype`, the dtype of the dense array, can be rounded up to
-    more than this number. With the reduced scale, they are clipped instead. A scale that is not
-    finite becomes NaN. `stored_in` is the dtype of stored scales.
+    Otherwise values near the maximum of `dtype`, the dtype of the dense array, could be rounded up
+    to infinity. Scales that are not finite become NaN. Scales are stored in the dtype `stored_in`.
     """
     largest_code: jax.Array | float
     if zero_point is not None:
@@ -126,7 +124,7 @@ def store_scale(
     """Convert scales to the dtype in which they are stored, or quantize them.
 
     A scale that is too small to divide by is stored as 1, because all codes of its tile are 0. In a
-    format without a code for 0, it is stored as 0, or as the smallest power of two.
+    format without a code for 0, it is stored as 0, or in float8_e8m0fnu as 2**-126.
 
     **Arguments:**
 
@@ -134,8 +132,8 @@ def store_scale(
     - `dtype`: the dtype of stored scales, or the format of quantized scales.
     - `format`: the format of the values. Scales are quantized if it has a `scale_tile`.
 
-    **Returns:** the stored scales, and numbers to divide values by: the values of the stored scales
-    in the dtype of `scale`, but 1 instead of scales that are too small.
+    **Returns:** `(stored, divisor)`: the stored scales, and the numbers to divide values by. The
+    numbers are the stored scales in the dtype of `scale`, but 1 for scales that are too small.
     """
     has_zero = format.has_zero
     if format.scale_tile is not None:
@@ -163,11 +161,11 @@ def store_scale(
 def _quantize_scales(scale: jax.Array, qtype: str, tile: int) -> QArray:
     """Quantize scales in a float8 format, with one f32 scale per group of at most `tile` scales.
 
-    Groups are blocks of the last two axes. They are as long as possible along the last axis, and
-    then along the other axis. If `tile` is 0, a group has all scales of both axes.
+    A group is a block of the last two axes. It is as long as possible along the last axis, and then
+    along the axis before. If `tile` is 0, a group has all scales of both axes.
     """
     format = get_format(qtype)
-    outer_shape, limit = list(scale.shape), tile
+    outer_shape, limit = list(scale.shape), tile  # `limit` is the largest size of a group
     for axis in reversed(range(scale.ndim)[-2:]):
         size = scale.shape[axis]
         group = size if tile == 0 else max(d for d in range(1, limit + 1) if size % d == 0)

@@ -22,8 +22,8 @@ def check_sparsity(sparsity: Any, qtype: DTypeLike | None) -> Sparsity:
     out of range, or if the format `qtype` has no code for 0. Without quantization, `qtype` is None.
     """
     try:
-        n, m, *block = map(operator.index, sparsity)
-        (size,) = block or [1]  # This raises if there are more than three integers.
+        n, m, *rest = map(operator.index, sparsity)
+        (block,) = rest or [1]  # This raises if there are more than three integers.
     except (TypeError, ValueError):
         raise TypeError(
             "sparsity must be (n, m), such as (2, 4), or (n, m, block), in whole numbers, not "
@@ -31,15 +31,15 @@ def check_sparsity(sparsity: Any, qtype: DTypeLike | None) -> Sparsity:
         ) from None
     if not 1 <= n <= m or m < 2:
         raise ValueError(f"sparsity (n, m) must have 1 <= n <= m and m >= 2, not ({n}, {m})")
-    if size < 1:
-        raise ValueError(f"the block of sparsity must be 1 or more, not {size}")
+    if block < 1:
+        raise ValueError(f"the block of sparsity must be 1 or more, not {block}")
     if qtype is not None and not get_format(qtype).has_zero:
         raise ValueError(f"{qtype} has no code for 0, which sparsity needs. Use another qtype")
-    return (n, m) if size == 1 else (n, m, size)
+    return (n, m) if block == 1 else (n, m, block)
 
 
 def group_size(sparsity: Sparsity) -> int:
-    """Return the number of weights in a group: m weights, or m blocks of weights."""
+    """Return the number of weights per group: `m`, or `m * block` if sparsity has blocks."""
     return sparsity[1] * (sparsity[2] if len(sparsity) == 3 else 1)
 
 

@@ -1,7 +1,7 @@
 """`Format`: encoding values as codes of few bits, and decoding them.
 
-A value is stored as a code. Neighboring values, called a tile, share a scale. Before the zero point
-and the scale are applied, a code represents
+A value is divided by the scale of its tile, a group of neighboring values, and stored as a code.
+Before the zero point and the scale are applied again, a code represents
 
 - itself, in integer formats and in 8-bit float formats;
 - `codebook[code]`, in all other formats.
@@ -67,9 +67,9 @@ class Format:
 
     @property
     def byte_dtype(self) -> np.dtype:
-        """The dtype for arithmetic on integer codes and zero points, which has at least 8 bits.
+        """The integer dtype, of 8 bits or more, in which codes and zero points are computed.
 
-        For example, int4 has int8, and both uint4 and nf4 have uint8.
+        For example, int8 for int4, and uint8 for uint4 and nf4.
         """
         return np.dtype(f"{'' if self.signed else 'u'}int{max(8, math.ceil(self.bits))}")
 
@@ -116,10 +116,10 @@ class Format:
 
     @property
     def ends(self) -> tuple[float, float]:
-        """The smallest and the largest number of the largest range that is symmetric around 0.
+        """The ends of the largest symmetric range whose ends are values of the format.
 
-        For example, (-7.0, 7.0) for int4 and (-1.0, 1.0) for nf4. If a codebook has no such range,
-        these are the smallest and the largest value of the codebook.
+        For example, (-7.0, 7.0) for int4 and (-1.0, 1.0) for nf4. iq4_nl has no such range, so its
+        ends are the smallest and the largest value of its codebook, (-127.0, 113.0).
         """
         if self.codebook is None:
             largest = float(self.code_range[1] if self.is_integer else self.bound)
@@ -130,10 +130,10 @@ class Format:
         return (-magnitude, magnitude) if is_symmetric else (least, largest)
 
     def encode(self, x: jax.Array) -> jax.Array:
-        """Return the unpacked codes that are nearest to values already divided by their scale.
+        """Return the nearest unpacked codes of values that are already divided by their scale.
 
-        A value halfway between two numbers gets the even code. Values beyond the range are clipped.
-        NaN gets the code of 0. int1 has no code for 0, and encodes 0 and NaN as -1.
+        A value halfway between two codes gets the even code. Values out of range are clipped.
+        NaN is encoded like 0. int1 has no code for 0, and encodes 0 and NaN as -1.
         """
         x = jnp.where(jnp.isnan(x), 0, x)
         if self.codebook is not None:
@@ -151,16 +151,16 @@ class Format:
         if self.bits == 8:  # A binary search takes fewer steps than 255 comparisons.
             # Neighboring thresholds can be equal in 16 bits.
             x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-            # `searchsorted` finds the first entry that is not below x. So each entry is the largest
-            # value that gets the code below the threshold.
-            last_below = [
+            # `searchsorted` returns the index of the first entry that is not below x. So entry i
+            # must be the largest value that is encoded as `codes[i]`.
+            largest_values = [
                 np.nextafter(threshold, -np.inf, dtype=x.dtype) if is_above else threshold
                 for threshold, is_above, _ in self.thresholds(x.dtype)
             ]
-            positions = jnp.searchsorted(jnp.asarray(last_below, x.dtype), x)
-            return jnp.asarray(codes, jnp.uint8)[positions]
-        # Start at the lowest code, and add a step for each threshold below x. This needs no
-        # temporary array of [..., 16], compiled or not.
+            index = jnp.searchsorted(jnp.asarray(largest_values, x.dtype), x)
+            return jnp.asarray(codes, jnp.uint8)[index]
+        # Start at the code of the smallest value, and add the step of each threshold below x. This
+        # needs no temporary array with 16 entries per value, even without `jax.jit`.
         code = jnp.full(x.shape, codes[0], jnp.uint8)
         for threshold, is_above, step in self.thresholds(x.dtype):
             has_passed = x >= threshold if is_above else x > threshold
@@ -189,16 +189,13 @@ class Format:
         for (low, low_code), (high, high_code) in itertools.pairwise(self.sorted_codebook()):
             middle = (low + high) / 2
             threshold = float(np.asarray(middle, dtype))
-            # A tie gets the even code. If the dtype cannot represent the middle, there are no ties.
+            # The middle gets the even code. If `dtype` rounds it up, the threshold lies above it.
             is_above = high_code % 2 == 0 if threshold == middle else threshold > middle
             thresholds.append((threshold, is_above, (high_code - low_code) % 256))
         return thresholds
 
     def decode(self, codes: ArrayLike, dtype: DTypeLike) -> jax.Array:
-        """Return in `dtype` the numbers that unpacked codes represent.
-
-        Zero points and scales are not applied.
-        """
+        """Return the value of each unpacked code in `dtype`, without zero point and scale."""
         codes = jnp.asarray(codes)
         if self.codebook is None:
             return codes.astype(dtype)
@@ -209,7 +206,7 @@ class Format:
         return values.get(mode="promise_in_bounds", out_sharding=out_sharding)
 
     def to_fields(self, codes: jax.Array) -> jax.Array:
-        """Convert codes to unsigned integers of `bits` bits in uint8. In int4, -1 becomes 15."""
+        """Convert codes to fields: the unsigned integers to pack, in uint8. In int4, -1 is 15."""
         if not self.signed:
             return codes.astype(jnp.uint8)
         if self.bits == 1:  # -1 and 1 become 0 and 1.
@@ -219,9 +216,9 @@ class Format:
         return codes.astype(jnp.uint8) & (2 ** int(self.bits) - 1)  # two's complement
 
     def from_fields(self, fields: jax.Array) -> jax.Array:
-        """Convert unsigned integers of `bits` bits back to codes. In int4, 15 becomes -1.
+        """Convert fields, as `to_fields` returns them, back to codes. In int4, 15 becomes -1.
 
-        `fields` has any unsigned dtype. Signed codes get the signed dtype of the same width.
+        `fields` can have any unsigned dtype. Signed codes get the signed dtype of the same width.
         """
         if not self.signed:
             return fields

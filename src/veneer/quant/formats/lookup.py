@@ -47,7 +47,7 @@ _METHOD = re.compile(r"(gptq|awq|smoothquant)(\+gptq)?")
 
 
 def is_format(name: Any) -> bool:
-    """Return whether `name` is the name or an alias of a format. It can be any object."""
+    """Return whether `name`, which can be any object, is the name or an alias of a format."""
     return isinstance(name, str) and (name in FORMATS or name in ALIASES)
 
 
@@ -77,6 +77,7 @@ def get_format(qtype: DTypeLike) -> Format:
     except (TypeError, ValueError):
         name = None
     if qtype is None or name is None:
+        # A `Format` is not a valid `qtype`, but its name is.
         example = qtype.name if isinstance(qtype, Format) else "nf4"
         wrong = "None" if qtype is None else f"a {type(qtype).__name__}"
         raise TypeError(f"a format is a name, such as {example!r}, or a dtype, not {wrong}")
@@ -86,11 +87,11 @@ def get_format(qtype: DTypeLike) -> Format:
 
 
 def _suggest(name: str) -> str:
-    """Return the end of the error message for an unknown format, which says what to use instead."""
-    # Mixtures of types, such as Q4_K_M, are looked up as their most frequent type.
-    if (gguf := re.sub(r"_[sml]$", "", name)) in _GGUF_TYPES:
-        closest = "{!r} with tile_size={}".format(*_GGUF_TYPES[gguf])
-        if re.fullmatch(r"q\d_[01]", gguf):  # equal to the format, because scales are not quantized
+    """Return what to use instead of an unknown format, as the end of an error message."""
+    # Q4_K_M is a mixture of GGUF types, most of them Q4_K. Suggest a format for that type.
+    if (gguf_type := re.sub(r"_[sml]$", "", name)) in _GGUF_TYPES:
+        closest = "{!r} with tile_size={}".format(*_GGUF_TYPES[gguf_type])
+        if re.fullmatch(r"q\d_[01]", gguf_type):  # The format stores the same codes and scales.
             return f"; use {closest}, which is GGUF's {name.upper()}"
         return (
             f", a type of GGUF: vn.load reads it from a GGUF file. To quantize, the closest "
@@ -105,8 +106,8 @@ def _suggest(name: str) -> str:
             ", which is a method of calibration. Choose a format, and call vn.quant.calibrate("
             f"model, {rules}, params=params, method={name!r})"
         )
-    if (bits := _WEIGHTS_AND_ACTIVATIONS.fullmatch(name)) is not None and int(bits[2]) < 16:
-        weights, activations = (_closest(f"int{n}") for n in bits.groups())
+    if (widths := _WEIGHTS_AND_ACTIVATIONS.fullmatch(name)) is not None and int(widths[2]) < 16:
+        weights, activations = (_closest(f"int{bits}") for bits in widths.groups())
         return f"; use vn.quant.Rule('.*', {weights!r}, act_qtype={activations!r})"
     close = _closest(name)
     if close is None:
@@ -123,10 +124,10 @@ def _closest(name: str) -> str | None:
     if (width := _BITS.fullmatch(name) or _WEIGHTS_AND_ACTIVATIONS.fullmatch(name)) is not None:
         name = f"int{width[1]}"
     if (integer := _INTEGER.fullmatch(name)) is not None:
-        sign, bits = integer.groups()
+        prefix, bits = integer.groups()  # The prefix is "u" or "".
         known = [match for other in FORMATS if (match := _INTEGER.fullmatch(other))]
-        # Prefer the nearest width, then the same sign, then the larger width.
-        order = lambda m: (abs(int(m[2]) - int(bits)), m[1] != sign, -int(m[2]))
+        # Prefer the nearest width, then the same prefix, then the larger width.
+        order = lambda m: (abs(int(m[2]) - int(bits)), m[1] != prefix, -int(m[2]))
         return min(known, key=order)[0]
     names = (*FORMATS, *ALIASES)
     longer_names = [known for known in names if len(name) > 2 and name in known]

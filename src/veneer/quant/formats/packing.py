@@ -58,17 +58,18 @@ def packed_size(size: int, bits: int | float) -> int:
 
 
 def axis_to_pack(shape: Sequence[int], bits: int | float) -> int:
-    """Return the axis along which to pack codes of an array, counted from the end.
+    """Return the axis of an array of `shape` along which to pack codes, counted from the end.
 
-    It is the last axis if padding there adds less than an eighth. Otherwise, as in a convolution
-    kernel `[out, in, 3, 3]`, it is the axis with the least padding. The first axis is packed only
-    in arrays of rank 1.
+    This is the last axis if padding its codes to whole bytes adds less than an eighth. Otherwise,
+    as in a convolution kernel `[out, in, 3, 3]`, it is the axis with the least padding. The first
+    axis is packed only in arrays of rank 1.
     """
     if not shape:
         return -1
     codes, bytes_ = UNITS[bits]
 
     def padded_ratio(axis: int) -> float:
+        """Return the number of codes including padding, relative to `shape[axis]`."""
         return packed_size(shape[axis], bits) * codes / (bytes_ * max(shape[axis], 1))
 
     candidates = (-1, *range(-2, -len(shape), -1))
@@ -80,8 +81,8 @@ def pack(fields: ArrayLike, bits: int | float, axis: int = -1) -> tuple[jax.Arra
 
     **Arguments:**
 
-    - `fields`: codes as unsigned integers in uint8, below `2**bits` (below 3 for 1.6 bits). The
-      rank is at least 1.
+    - `fields`: codes as unsigned integers in uint8, below `2**bits`, of rank 1 or more.
+    - `bits`: the number of bits per code. With 1.6 bits, codes are 0, 1 or 2.
 
     **Returns:** the bytes, whose size along `axis` is `packed_size(size, bits)`, and the `Packing`
     that `unpack` needs.
@@ -147,7 +148,7 @@ def unpack(
 
 
 def _extract_code(packed: jax.Array, bits: int | float, place: int) -> jax.Array:
-    """Return the code number `place` of each byte. Code 0 is in the lowest bits."""
+    """Return the code at index `place` of each byte. The code at index 0 is in the lowest bits."""
     if bits == 1.6:
         return packed // jnp.uint8(3**place) % jnp.uint8(3)
     bits = int(bits)
@@ -158,13 +159,13 @@ def _extract_code(packed: jax.Array, bits: int | float, place: int) -> jax.Array
 
 
 def split_neighbors(packed: ArrayLike, bits: int, size: int) -> tuple[jax.Array, jax.Array]:
-    """Unpack the codes at even and at odd indices of the last axis into two arrays.
+    """Return two arrays: the codes at even and the codes at odd indices of the last axis.
 
     Each byte of both arrays has one code in the lowest bits. The other bits are not cleared.
-    `packed` has codes of 1, 2 or 4 bits, packed along the last axis, which has `size` codes.
+    `packed` has `size` codes of 1, 2 or 4 bits along the last axis.
     """
     packed = jnp.asarray(packed)
-    if bits < 4:  # Make one byte per pair of neighbors, with the pair in the lowest bits.
+    if bits < 4:  # Copy each byte once per pair of codes, with the pair in the lowest bits.
         shifts = jnp.arange(0, 8, 2 * bits, dtype=jnp.uint8)
         packed = (packed[..., None] >> shifts).reshape(*packed.shape[:-1], -1)
         packed = lax.slice_in_dim(packed, 0, -(-size // 2), axis=-1)
@@ -181,8 +182,8 @@ def ternary_to_int2(packed: jax.Array, size: int) -> jax.Array:
     """Convert packed ternary codes, five per byte, to packed int2 codes, four per byte.
 
     `packed` is packed along the last axis, which has `size` codes. A table maps each byte to its
-    five codes. This is three times as fast as computing the digits, which XLA (JAX 0.10) would do
-    again for each output byte.
+    five int2 codes, in 10 bits. This is three times as fast as computing the digits, because XLA
+    (JAX 0.10) would compute them again for each output byte.
     """
     # Four bytes with five codes each become five bytes with four codes each.
     groups = jnp.pad(packed, [(0, 0)] * (packed.ndim - 1) + [(0, -packed.shape[-1] % 4)])
@@ -190,9 +191,9 @@ def ternary_to_int2(packed: jax.Array, size: int) -> jax.Array:
     ten_bits = jnp.asarray(_FIVE_INT2_CODES).at[groups].get(mode="promise_in_bounds")
     out_bytes = []
     for place in range(5):
-        index, shift = divmod(8 * place, 10)
+        index, shift = divmod(8 * place, 10)  # where the output byte begins
         byte = ten_bits[..., index] >> shift
-        if shift > 2:  # The byte ends in the next 10 bits.
+        if shift > 2:  # The output byte ends in the next 10 bits.
             byte |= ten_bits[..., index + 1] << 10 - shift
         out_bytes.append(byte.astype(jnp.uint8))
     # Without the barrier, XLA would compute all five expressions for each byte, and select one.

@@ -24,10 +24,8 @@ def round_to_dtype(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     The result keeps the dtype of `x`. Ties are rounded to even, and values beyond the range become
     infinite, as in a conversion. The derivative is 1.
 
-    Call this function before a conversion to a narrow dtype. XLA for GPUs removes a conversion to 8
-    or 16 bits and back, and the rounding with it (`xla_allow_excess_precision`, the default).
-    Quantization in float8 would then round nothing, and codes would not match a scale that is
-    stored in 16 bits.
+    Call this function before a conversion to a narrow dtype. By default, XLA for GPUs removes a
+    conversion to 8 or 16 bits and back (`xla_allow_excess_precision`), so it would not round.
 
     >>> import jax.numpy as jnp
     >>> from veneer.quant.formats.rounding import round_to_dtype
@@ -60,13 +58,14 @@ def encode_stochastically(x: jax.Array, format: "Format", key: jax.Array) -> jax
     `x` has f32 or f64 values that are already divided by their scale. NaN gets the code of 0.
     """
     x = jnp.where(jnp.isnan(x), 0, x)
-    # Below, `random * gap` is less than `gap`, so exact values of the format do not change.
-    random = jax.random.uniform(key, x.shape, x.dtype)  # in [0, 1)
+    # A value is rounded up if `random` times the gap between the values below and above is less
+    # than the distance to the value below. `random` is in [0, 1), so exact values do not change.
+    random = jax.random.uniform(key, x.shape, x.dtype)
     if format.codebook is not None:
         return _encode_in_codebook(x, format, random)
     if not format.is_integer:
         return _encode_in_float8(x, format, random)
-    if format.bits == 1:
+    if format.bits == 1:  # The gap between -1 and 1 is 2.
         return jnp.where(2 * random < x + 1, 1, -1).astype(format.byte_dtype)
     floor = jnp.floor(x)
     return jnp.clip(floor + (random < x - floor), *format.code_range).astype(format.byte_dtype)
@@ -79,9 +78,9 @@ def _encode_in_codebook(x: jax.Array, format: "Format", random: jax.Array) -> ja
     for (low, low_code), (high, high_code) in itertools.pairwise(ascending):
         start = jnp.asarray(low, x.dtype)
         gap = jnp.asarray(high, x.dtype) - start
-        # True for all gaps below `x`, False for all above, and random for the gap around `x`.
-        has_passed = (random * gap < x - start).astype(jnp.uint8)
-        code += has_passed * jnp.uint8((high_code - low_code) % 256)
+        # `x` passes all gaps below it, and none above. It passes the gap around it if it rounds up.
+        passes_gap = (random * gap < x - start).astype(jnp.uint8)
+        code += passes_gap * jnp.uint8((high_code - low_code) % 256)
     return code
 
 
@@ -91,13 +90,12 @@ def _encode_in_float8(x: jax.Array, format: "Format", random: jax.Array) -> jax.
     x = jnp.clip(x, -format.bound, format.bound)
     magnitude = jnp.abs(x)
     to_value = lambda bits: jax.lax.bitcast_convert_type(bits, dtype).astype(x.dtype)
-    # The bit patterns of positive floats are in the order of their values, so the next pattern is
-    # the next float.
+    # Positive floats have the same order as their bit patterns, so adding 1 gives the next float.
     nearest = round_to_dtype(magnitude, dtype)
     nearest_bits = jax.lax.bitcast_convert_type(nearest.astype(dtype), jnp.uint8)
     low_bits = nearest_bits - (nearest > magnitude).astype(jnp.uint8)
     low, high = to_value(low_bits), to_value(low_bits + 1)
-    # If `low` is the largest float, `high` is not a number, but then `magnitude` equals `low`.
+    # If `low` is the largest float, `high` is NaN or infinity. Then `magnitude` equals `low`.
     rounds_up = (magnitude > low) & (random * (high - low) < magnitude - low)
     rounded = to_value(low_bits + rounds_up.astype(jnp.uint8))
     return jnp.where(x < 0, -rounded, rounded).astype(dtype)

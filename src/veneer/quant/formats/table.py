@@ -48,8 +48,8 @@ def _dynamic_codebook() -> list[float]:
     """
     values = [0.0, 1.0]
     for i in range(7):
-        # The bounds of the intervals in [0.1, 1]. Like torch.linspace, compute the lower half of
-        # them from the lower end, and the upper half from the upper end.
+        # The bounds of 2**i intervals of [0.1, 1], which the last step scales. Like torch.linspace,
+        # compute the lower half of the bounds from 0.1, and the upper half from 1.
         count = 2**i + 1
         index = np.arange(count)
         step = np.float64(np.float32(0.9) / np.float32(count - 1))
@@ -65,7 +65,7 @@ def _integer(
     name: str, bits: int | float, bound: float, source: str, calibration: str = "absmax"
 ) -> Format:
     """Return an integer format, which is unsigned if `name` starts with "u"."""
-    # Unpacked codes of other widths than 4 and 16 are in int8 or uint8.
+    # Codes of 4 and 16 bits have a dtype of that width. All other codes are in int8 or uint8.
     sign, width = "u" if name.startswith("u") else "", bits if bits in (4, 16) else 8
     dtype = jnp.dtype(f"{sign}int{width}")
     return Format(name, bits, dtype, bound, None, source, calibration=calibration)
@@ -76,8 +76,8 @@ def _float8(dtype: DTypeLike, source: str) -> Format:
     return Format(dtype.name, 8, dtype, float(jnp.finfo(dtype).max), None, source)
 
 
-def _codebook(name: str, values: Sequence[float], source: str) -> Format:
-    """Return a format whose code i represents `values[i]`, with scale `absmax / max(values)`."""
+def _codebook_format(name: str, values: Sequence[float], source: str) -> Format:
+    """Return a format whose code i represents `values[i]`. Scales are `absmax / max(values)`."""
     bits = len(values).bit_length() - 1
     dtype = np.dtype(jnp.uint4 if bits == 4 else np.uint8)
     return Format(name, bits, dtype, float(max(values)), tuple(map(float, values)), source)
@@ -86,14 +86,14 @@ def _codebook(name: str, values: Sequence[float], source: str) -> Format:
 def _small_float(name: str, bits: int) -> Format:
     """Return a float format of 4 or 6 bits. Its codes are the bit patterns of the floats.
 
-    `name` is the name of the dtype in `ml_dtypes`, which lists the value of each bit pattern.
+    `name` is also the dtype of `ml_dtypes` that defines the value of each bit pattern.
     """
     values = np.arange(2**bits, dtype=np.uint8).view(getattr(ml_dtypes, name)).astype(float)
-    return _codebook(name, values.tolist(), "OCP Microscaling Formats (MX) 1.0, section 5.3")
+    return _codebook_format(name, values.tolist(), "OCP Microscaling Formats (MX) 1.0, section 5.3")
 
 
 def _microscaling(name: str, element: Format) -> Format:
-    """Return a format that adds power-of-two scales in tiles of 32 to the codes of `element`."""
+    """Return a microscaling (MX) format: `element` with one power-of-two scale per 32 values."""
     return dataclasses.replace(
         element,
         name=name,
@@ -118,7 +118,7 @@ _DYNAMIC = "8-bit Optimizers, arXiv 2110.02861: dynamic tree quantization, as in
 _E4M3, _E5M2 = _float8(jnp.float8_e4m3fn, _OCP), _float8(jnp.float8_e5m2, _OCP)
 _E2M1 = _small_float("float4_e2m1fn", 4)
 _E2M3, _E3M2 = _small_float("float6_e2m3fn", 6), _small_float("float6_e3m2fn", 6)
-_NORMAL = _codebook("nf4", _NF4, "QLoRA, arXiv 2305.14314, appendix E")
+_NORMAL = _codebook_format("nf4", _NF4, "QLoRA, arXiv 2305.14314, appendix E")
 
 
 class _Formats(dict[str, Format]):
@@ -154,9 +154,9 @@ FORMATS: dict[str, Format] = _Formats(
             scale_dtype="float8_e4m3fn",
             scale_tile=256,
         ),
-        _codebook("fp4_bnb", _FP4_BNB, "bitsandbytes 0.45, fp4"),
-        _codebook("iq4_nl", _IQ4_NL, "llama.cpp, IQ4_NL and IQ4_XS"),
-        _codebook("dynamic8", _dynamic_codebook(), _DYNAMIC),
+        _codebook_format("fp4_bnb", _FP4_BNB, "bitsandbytes 0.45, fp4"),
+        _codebook_format("iq4_nl", _IQ4_NL, "llama.cpp, IQ4_NL and IQ4_XS"),
+        _codebook_format("dynamic8", _dynamic_codebook(), _DYNAMIC),
         _microscaling("mxfp8", _E4M3),
         dataclasses.replace(
             _microscaling("mxfp8_16", _E4M3),

@@ -1,8 +1,8 @@
 """Tiles: the groups of values that share a scale.
 
-A scale array has the rank of the values. The size of each of its axes is the number of equal tiles
-into which the same axis of the values is cut. The size is 1 if all values along the axis share a
-scale, and the full size if each index has its own scale (channelwise).
+A scale array has the rank of the values. Each axis has one entry per tile of the same axis of the
+values: one entry if all values along the axis share a scale, and one per index if the axis is
+channelwise.
 """
 
 import operator
@@ -28,29 +28,29 @@ def tile_counts(
     **Raises:** `ValueError` if an axis does not exist or is named twice, or if a tile size does not
     divide its axis.
     """
-    sizes = [(axis, 1) for axis in channelwise_axes] + list(tiled_axes.items())
+    tile_sizes = [(axis, 1) for axis in channelwise_axes] + list(tiled_axes.items())
     counts = [1] * len(shape)
     seen: set[int] = set()
-    for named, tile in sizes:
-        axis = normalize_axis(named, shape)
-        if axis in seen:
+    for axis, tile in tile_sizes:
+        from_front = normalize_axis(axis, shape)
+        if from_front in seen:
             raise ValueError(
-                f"axis {named} of shape {shape} is named twice. An axis is either channelwise or "
+                f"axis {axis} of shape {shape} is named twice. An axis is either channelwise or "
                 f"tiled: channelwise_axes={tuple(channelwise_axes)}, tiled_axes={dict(tiled_axes)}"
             )
-        seen.add(axis)
-        size, tile = shape[axis], operator.index(tile)
+        seen.add(from_front)
+        size, tile = shape[from_front], operator.index(tile)
         if tile < 1 or size % tile:
             raise ValueError(
-                f"a tile of {tile} does not divide axis {axis} (size {size}) of shape {shape}; "
-                f"sizes that do: {', '.join(map(str, dividing_tiles(size, tile)))}"
+                f"a tile of {tile} does not divide axis {from_front} (size {size}) of shape "
+                f"{shape}; sizes that do: {', '.join(map(str, dividing_tiles(size, tile)))}"
             )
-        counts[axis] = size // tile
+        counts[from_front] = size // tile
     return tuple(counts)
 
 
 def normalize_axis(axis: int, shape: Shape) -> int:
-    """Return an axis counted from the front.
+    """Return an axis counted from the front, so -1 becomes `len(shape) - 1`.
 
     **Raises:** `ValueError` if the axis is out of range.
     """
@@ -60,9 +60,9 @@ def normalize_axis(axis: int, shape: Shape) -> int:
 
 
 def dividing_tiles(size: int, tile: int) -> list[int]:
-    """Return the up to six divisors of `size` nearest to `tile` by ratio, in ascending order.
+    """Return the divisors of `size` nearest to `tile` by ratio, at most six, in ascending order.
 
-    For size 384 and tile 100, these are 32, 48, 64, 96, 128 and 192. Error messages suggest them.
+    For size 384 and tile 100: 32, 48, 64, 96, 128 and 192. Error messages suggest these sizes.
     """
     tile = max(tile, 1)
     divisors = [d for d in range(1, size + 1) if size % d == 0]
@@ -70,7 +70,7 @@ def dividing_tiles(size: int, tile: int) -> list[int]:
 
 
 def can_tile(scale_shape: Shape, shape: Shape) -> bool:
-    """Return whether the axes of a scale divide the axes of values of `shape`."""
+    """Return whether a scale has the rank of `shape`, and each of its sizes divides that axis."""
     return len(scale_shape) == len(shape) and all(
         size == count or (count > 0 and size % count == 0)
         for size, count in zip(shape, scale_shape, strict=True)
@@ -78,13 +78,13 @@ def can_tile(scale_shape: Shape, shape: Shape) -> bool:
 
 
 def tile_shape(shape: Shape, scale_shape: Shape) -> Shape:
-    """Return the number of values that share a scale along each axis of values of `shape`."""
+    """Return the number of values per tile along each axis. `shape` is the shape of the values."""
     # The scale of an axis of size 0 can have size 0.
     return tuple(size // max(count, 1) for size, count in zip(shape, scale_shape, strict=True))
 
 
 def split_tiles(x: jax.Array, scale_shape: Shape) -> jax.Array:
-    """Split every axis in two: the number of tiles, and the number of values per tile.
+    """Split every axis of `x` into two axes: the tiles, and the values within a tile.
 
     For example, values `[64, 8]` with a scale `[2, 8]` become `[2, 32, 8, 1]`.
     """
@@ -92,12 +92,12 @@ def split_tiles(x: jax.Array, scale_shape: Shape) -> jax.Array:
 
 
 def over_tiles(op: Callable, x: jax.Array, scale: Leaf) -> jax.Array:
-    """Return `op(x, scale)`, with each entry of `scale` broadcast over its tile of `x`."""
+    """Return the elementwise `op(x, scale)`, with each scale broadcast over its tile of `x`."""
     # Split an axis into tiles only if it has several tiles of several values. Others broadcast.
-    axes = [
+    split_sizes = [
         ((size,), (count,)) if count in (1, size) else ((count, size // count), (count, 1))
         for size, count in zip(x.shape, scale.shape, strict=True)
     ]
-    split_x = split_axes(x, [x_sizes for x_sizes, _ in axes])
-    split_scale = split_axes(jnp.asarray(scale), [scale_sizes for _, scale_sizes in axes])
+    split_x = split_axes(x, [x_sizes for x_sizes, _ in split_sizes])
+    split_scale = split_axes(jnp.asarray(scale), [scale_sizes for _, scale_sizes in split_sizes])
     return join_axes(op(split_x, split_scale), x)
