@@ -1,12 +1,13 @@
 """Products of an operand with minima, computed as a product of codes and a smaller product.
 
-With t as the tile of k, `sum_k x[k] * (codes[k, n] * scale[t, n] + minimum[t, n])` is the sum of
+A minimum is an offset of all values of a tile. If t is the tile that contains k, then
+`sum_k x[k] * (codes[k, n] * scale[t, n] + minimum[t, n])` is the sum of
 
 - the main product, `sum_k x[k] * codes[k, n] * scale[t, n]`, and
 - the minimum term, `sum_t (sum of x over t) * minimum[t, n]`, which is smaller by the tile size.
 
-If x is infinite, the result is NaN if the two have opposite signs, or if an integer code is equal
-to its zero point.
+If x is infinite, the result is NaN if these two terms have opposite signs, or if an integer code is
+equal to its zero point.
 """
 
 import dataclasses
@@ -29,8 +30,8 @@ def split_minimum(
 
     If both operands have minima, lhs is dequantized.
 
-    **Returns:** a pair: the product without minima, and a function that converts a plan of this
-    product to a plan that also adds the minimum term. None if no operand has minima, or if codes
+    **Returns:** a pair: the main product, and a function that takes a plan for the main product and
+    returns a plan that also adds the minimum term. None if no operand has minima, or if codes
     cannot be multiplied before scales are applied.
     """
     lhs, rhs = product.operands
@@ -60,9 +61,9 @@ def split_minimum(
 
 
 def _minimum_term(product: QuantizedProduct, x: Operand, q: QArray, side: int) -> jax.Array:
-    """Return the product of the sums of `x` over tiles and the minima of `q`, operand `side`.
+    """Return the minimum term: the product of the sums of `x` over tiles and the minima of `q`.
 
-    `product` is the product without minima. It has the axes and the dtype of the result.
+    `product` is the main product, which has the same output. `side` is 0 if `q` is lhs, 1 if rhs.
     """
     dtype = jnp.dtype(product.out_dtype)
     minima = q.minima()

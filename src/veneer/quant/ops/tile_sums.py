@@ -1,7 +1,7 @@
 """Products that are computed tile by tile along the contracted axes, and added up.
 
 Only one product of tiles is in memory at a time. If the operands have tiles of different sizes
-along a contracted axis, the tiles of the sum are the largest tiles that divide both.
+along a contracted axis, the greatest common divisor is used as the tile size.
 """
 
 import math
@@ -67,20 +67,17 @@ def sum_over_tiles(
     operands, scales = [], []
     for q, axes in ((lhs, lhs_axes), (rhs, rhs_axes)):
         operands.append(unpack_codes(q) if q.packing and q.packing.axis + q.ndim in axes else q)
-        zero_point = q.zero_points()
-        scales.append(
-            (
-                _move_tiles_first(q.scales(), axes, counts),
-                None if zero_point is None else _move_tiles_first(zero_point, axes, counts),
-            )
-        )
+        scale, zero_point = _move_tiles_first(q.scales(), axes, counts), q.zero_points()
+        if zero_point is not None:
+            zero_point = _move_tiles_first(zero_point, axes, counts)
+        scales.append((scale, zero_point))
 
     # A derivative by the scales computes each tile again. Otherwise the products of all tiles would
     # be kept for it.
     @jax.checkpoint
     def multiply_tile(step: tuple) -> jax.Array:
-        number, leaves = step
-        # Convert the number of the tile to an index for each contracted axis, the last axis first.
+        number, leaves = step  # the number of the tile, and its scales and zero points
+        # Convert the number to an index of the tile along each contracted axis, last axis first.
         index: list[jax.Array] = []
         for count in reversed(counts):
             index.insert(0, number % count)
@@ -98,10 +95,10 @@ def sum_over_tiles(
 
 
 def _move_tiles_first(scale: Leaf, axes: Sequence[int], counts: Sequence[int]) -> jax.Array:
-    """Return a scale or zero point with a new first axis that runs over the tiles of a product.
+    """Return a scale or zero point with a new first axis: the tiles of a product, in order.
 
-    There are `counts` tiles along the contracted axes `axes`, which get size 1. The number of
-    entries of the scale along an axis divides the number of tiles.
+    `counts` has the number of tiles along each of the contracted axes `axes`, which have size 1 in
+    the result. The size of `scale` along these axes divides the number of tiles.
     """
     leaf = jnp.asarray(scale)
     for axis, count in zip(axes, counts, strict=True):
