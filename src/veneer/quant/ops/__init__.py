@@ -1,7 +1,7 @@
 """Operations on quantized arrays: public functions, and the rules of `vn.implicit`.
 
 A strategy is a function that returns a `Plan` for a product, or None if it does not support the
-product. A product executes the first plan that a strategy returns:
+product. The plan of the first strategy that supports the product is executed:
 
     product         QuantizedProduct, the arguments of a dot_general; Plan; execute
     dot_general     dot_general, its rule, and the table of strategies

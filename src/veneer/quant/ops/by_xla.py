@@ -245,7 +245,7 @@ def _reason_to_dequantize(q: QArray, product: QuantizedProduct, side: int) -> st
 
 def multiply_block_scaled(product: QuantizedProduct) -> jax.Array:
     """Return the product of mxfp8 operands, computed by `jax.nn.scaled_matmul`."""
-    leaves, out_shape = [], []
+    codes_and_scales, out_shape = [], []
     for side, q in enumerate(product.operands):
         assert isinstance(q, QArray)
         assert not isinstance(q.scale, QArray)  # because `_has_mx_blocks` is True
@@ -258,10 +258,10 @@ def multiply_block_scaled(product: QuantizedProduct) -> jax.Array:
         sizes = [math.prod(q.shape[i] for i in axes) for axes in (batch, free)]
         for leaf in (q.codes(), scale):
             leaf = lax.transpose(leaf, [*batch, *free, contracted])
-            leaves.append(leaf.reshape(*sizes, leaf.shape[-1]))
+            codes_and_scales.append(leaf.reshape(*sizes, leaf.shape[-1]))
         out_axes = (*batch, *free) if side == 0 else free
         out_shape += [q.shape[i] for i in out_axes]
-    lhs_codes, lhs_scale, rhs_codes, rhs_scale = leaves
+    lhs_codes, lhs_scale, rhs_codes, rhs_scale = codes_and_scales
     out = _scaled_matmul(lhs_codes, rhs_codes, lhs_scale, rhs_scale)
     return out.reshape(out_shape).astype(product.out_dtype)
 

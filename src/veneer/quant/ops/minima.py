@@ -45,16 +45,16 @@ def split_minimum(
     q_main, dtype = q.replace(minimum=None), accumulator(product.out_dtype)
     main = product.replace(x, q_main, dtype) if side == 1 else product.replace(q_main, x, dtype)
 
-    def add_minimum_term(plan: Plan) -> Plan:
+    def add_minimum_term(main_plan: Plan) -> Plan:
         def compute(main_operands: tuple[Any, ...], x: Operand, q: QArray) -> jax.Array:
-            out = plan.compute(*main_operands) + _minimum_term(main, x, q, side)
+            out = main_plan.compute(*main_operands) + _minimum_term(main, x, q, side)
             return out.astype(product.out_dtype)
 
         return dataclasses.replace(
-            plan,
-            how=f"{plan.how}; add minima times per-tile sums",
+            main_plan,
+            how=f"{main_plan.how}; add minima times per-tile sums",
             compute=compute,
-            operands=(plan.operands, x, q),
+            operands=(main_plan.operands, x, q),
         )
 
     return main, add_minimum_term

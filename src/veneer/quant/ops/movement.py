@@ -114,7 +114,7 @@ def _slice_entry(q: QArray, axis: int, index: Any) -> QArray:
     entry = _keep_one_scale(q, axis, index // q.tile_shape[axis])
     if not _is_packed(q, [axis]):
         return entry.changed(packed=_slice_axis(entry.packed, axis, index))
-    # Unpack only the unit, a few bytes that hold a fixed number of codes, with the code at `index`.
+    # Unpack only the unit with the code: `unit_bytes` bytes that hold `unit_codes` codes.
     unit_codes, unit_bytes = UNITS[q.format.bits]
     unit = _slice_axis(entry.packed, axis, index // unit_codes * unit_bytes, unit_bytes)
     codes = unpack(unit, Packing(axis - q.ndim, unit_codes), q.format.bits)

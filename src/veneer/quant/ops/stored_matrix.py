@@ -69,14 +69,14 @@ def swap_packed_axis(q: QArray) -> QArray:
     cancels that transpose and this one, so that a kernel reads the stored weight.
     """
     assert q.packing is not None
-    order = list(range(len(q.scale.shape)))
-    order[-2:] = order[-1], order[-2]
+    swapped_axes = list(range(len(q.scale.shape)))
+    swapped_axes[-2:] = swapped_axes[-1], swapped_axes[-2]
 
     def swap(leaf: Any) -> Any:
         if leaf is None:
             return None
         if not isinstance(leaf, QArray):
-            return lax.transpose(jnp.asarray(leaf), order)
+            return lax.transpose(jnp.asarray(leaf), swapped_axes)
         packing = leaf.packing and leaf.packing._replace(axis=-1)
         return leaf.replace(packed=swap(leaf.packed), scale=swap(leaf.scale), packing=packing)
 

@@ -56,8 +56,8 @@ def sum_over_tiles(
 
     **Arguments:**
 
-    - `multiply`: a function of two QArrays, which have size `tiles` along the contracted axes and
-      scales that do not vary along them. It returns a float array.
+    - `multiply`: a function of two QArrays that returns a float array. Along the contracted axes,
+      the QArrays have size `tiles` and one scale.
     - `tiles`: the size of a tile along each contracted axis.
     """
     lhs_axes, rhs_axes = numbers.contracting
@@ -76,14 +76,14 @@ def sum_over_tiles(
     # be kept for it.
     @jax.checkpoint
     def multiply_tile(step: tuple) -> jax.Array:
-        number, leaves = step  # the number of the tile, and its scales and zero points
+        number, tile_scales = step  # for lhs and for rhs, a scale and a zero point of the tile
         # Convert the number to an index of the tile along each contracted axis, last axis first.
         index: list[jax.Array] = []
         for count in reversed(counts):
             index.insert(0, number % count)
             number = number // count
-        parts = zip(operands, numbers.contracting, leaves, strict=True)
-        return multiply(*(_slice_tile(q, axes, index, tiles, *leaf) for q, axes, leaf in parts))
+        sides = zip(operands, numbers.contracting, tile_scales, strict=True)
+        return multiply(*(_slice_tile(q, axes, index, tiles, *pair) for q, axes, pair in sides))
 
     def add(total: jax.Array, step: tuple) -> tuple[jax.Array, None]:
         return total + multiply_tile(step), None

@@ -210,26 +210,25 @@ class _Convolution(TrainingProduct):
         lhs, rhs, out = self["dimension_numbers"]
         swap_batch_and_channels = lambda spec: (spec[1], spec[0], *spec[2:])
         specs: tuple[Any, ...]
-        # A stride of the forward convolution becomes a dilation in the gradient, and vice versa.
-        strides, dilation = self["window_strides"], self["rhs_dilation"]
-        if side == 0:
-            operands = g, other
-            specs = out, swap_batch_and_channels(rhs), lhs
-            new_strides, new_lhs_dilation, new_dilation = self["lhs_dilation"], strides, dilation
-        else:
-            operands = other, g
-            specs = tuple(map(swap_batch_and_channels, (lhs, out, rhs)))
-            new_strides, new_lhs_dilation, new_dilation = dilation, self["lhs_dilation"], strides
+        # The distance between neighbors: the dilation of an operand, or the stride of an output.
+        image_step, kernel_step = self["lhs_dilation"], self["rhs_dilation"]
+        out_step = self["window_strides"]
+        if side == 0:  # the kernel convolves g
+            operands, specs = (g, other), (out, swap_batch_and_channels(rhs), lhs)
+            lhs_step, rhs_step, result_step = out_step, kernel_step, image_step
+        else:  # g convolves the images
+            operands, specs = (other, g), tuple(map(swap_batch_and_channels, (lhs, out, rhs)))
+            lhs_step, rhs_step, result_step = image_step, out_step, kernel_step
         image_sizes, kernel_sizes, out_sizes = (
             [shape[axis] for axis in spec[2:]]
             for shape, spec in zip((*shapes, g.shape), (lhs, rhs, out), strict=True)
         )
         return conv_general_dilated(
             *operands,
-            window_strides=new_strides,
+            window_strides=result_step,
             padding=self._gradient_padding(side, image_sizes, kernel_sizes, out_sizes),
-            lhs_dilation=new_lhs_dilation,
-            rhs_dilation=new_dilation,
+            lhs_dilation=lhs_step,
+            rhs_dilation=rhs_step,
             dimension_numbers=lax.ConvDimensionNumbers(*specs),
             preferred_element_type=dtype,
         )

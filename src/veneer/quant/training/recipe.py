@@ -278,7 +278,7 @@ def _has_scales_only_along(q: jax.Array | QArray, axes: Collection[int]) -> bool
 
 
 def _has_tiles_along(q: jax.Array | QArray, axes: Collection[int]) -> bool:
-    """Return whether tiles along each of `axes` share scales, in a format without a codebook.
+    """Return whether several values along each of `axes` share a scale, without a codebook.
 
     A product that contracts these axes can then sum the codes of each tile. For example, the square
     blocks of a matrix are also blocks of its transpose.
