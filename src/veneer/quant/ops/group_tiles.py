@@ -185,14 +185,14 @@ def _choose_tile_rows(rows: int, groups: int, *, packed: bool | None) -> int:
 
 
 class _RowTiles(NamedTuple):
-    """The rows of each tile. All rows of a tile belong to one group, and tiles have `size` rows.
+    """The rows of each tile, for a loop with one tile per step. A tile has rows of one group.
 
     **Arguments:**
 
     - `is_used`: `[steps]`, whether the tile of a step has rows.
     - `group`: `[steps]`, the index of the group of each tile.
-    - `rows`: `[steps, size]`, the indices of the rows of each tile. Tiles with fewer rows are
-      padded with an index that is out of bounds.
+    - `rows`: `[steps, size]`, the indices of the rows of each tile. Tiles with fewer than `size`
+      rows are padded with an index that is out of bounds.
     - `position`: `[total rows]`, the index of each row in `rows.ravel()`. It is out of bounds for a
       row without a group.
     """
@@ -274,5 +274,5 @@ def _take(x: Operand, axis: int, index: jax.Array, skip: int = 0) -> list[jax.Ar
 
 
 def _rebuild(x: Operand, leaves: list) -> Any:
-    """Return an operand with the structure of `x` and other leaves."""
+    """Return an operand with the structure of `x` and the leaves `leaves`."""
     return jax.tree.unflatten(jax.tree.structure(x), leaves)

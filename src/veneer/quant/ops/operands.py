@@ -185,7 +185,7 @@ def code_factor(q: QArray) -> float:
 
 
 def outer_scale(q: QArray) -> jax.Array:
-    """Return `q.scales() / code_factor(q)`, the scale of codes times `code_factor(q)`."""
+    """Return `q.scales() / code_factor(q)`, which is the scale of `codes * code_factor(q)`."""
     return q.scales() * 2.0 ** _code_exponent(q.format)
 
 
