@@ -1,15 +1,15 @@
 """Operations on quantized arrays: public functions, and the rules of `vn.implicit`.
 
-A product is a `QuantizedProduct` object. The first strategy that supports it returns a `Plan`,
-which is then executed:
+A strategy is a function that returns a `Plan` for a product, or None if it does not support the
+product. The plan of the first strategy that supports the product is executed:
 
-    product         QuantizedProduct, a call of dot_general with all facts about it; Plan; execute
+    product         QuantizedProduct, the arguments of a dot_general; Plan; execute
     dot_general     dot_general, its rule, and the table of strategies
-    by_kernel       strategies by kernels
-    stored_matrix   a weight in the layout that kernels multiply
-    by_xla          strategies by XLA: scaled_matmul, codes, tiles, values, dense arrays
-    minima          products of an operand with minima, as two products
-    tile_sums       sums that are computed tile by tile
+    by_kernel       strategies that call kernels
+    stored_matrix   a weight in the layout that kernels read
+    by_xla          strategies that use XLA operations, on codes or on dense arrays
+    minima          products of an operand with minima (offsets per tile), as two products
+    tile_sums       products that are summed tile by tile
     operands        conversions of operands: codes, values and scales for products
 
 Other operations:
@@ -17,7 +17,7 @@ Other operations:
     einsum          einsum and dot
     convolution     conv_general_dilated
     ragged_dot      ragged_dot and ragged_dot_general
-    group_tiles     products of groups of rows, one tile of rows at a time
+    group_tiles     ragged_dot on CPU, as a loop over tiles of rows
     activations     products of weights that quantize their activations
     movement        casts, gather, slices and ppermute
 """

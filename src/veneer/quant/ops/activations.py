@@ -1,7 +1,7 @@
 """Rules for products of `ActivationQuantized`, a weight that quantizes its activations.
 
-Each rule quantizes the activations and binds the primitive again, with the quantized activations
-and the array that the `ActivationQuantized` wraps.
+Each rule quantizes the activations and binds the primitive again. In the new call, `w.array`, the
+wrapped array, replaces the weight `w`.
 """
 
 from collections.abc import Callable, Sequence
@@ -62,12 +62,12 @@ def _multiply_straight_through(
 ) -> Any:
     """Return the product of quantized activations and a weight.
 
-    Derivatives treat the quantization of activations as the identity. Activations that are implicit
-    or have no float dtype are not quantized.
+    Derivatives treat the quantization of activations as the identity. Activations are not quantized
+    if they are an implicit array or have no float dtype.
 
     **Arguments:**
 
-    - `product`: a function of activations, dense or quantized, and `w.array`.
+    - `product`: a function that multiplies activations, dense or quantized, and `w.array`.
     - `x_contracted`: the axes of the activations `x` that the product contracts.
     - `batch`: the batch axes as pairs: an axis of `x` and the matching axis of `w`.
     """
@@ -85,25 +85,24 @@ def _multiply_straight_through(
     def jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
         x, w = primals
         out = multiply(x, w)
-        fake_quantize = ste(
-            lambda x: materialise_one(w.quantise_activations(x, x_contracted, batch))
-        )
-        leaves, treedef = jax.tree.flatten((fake_quantize(x), w.array))
-        # Differentiate only by leaves with tangents, because each costs a product.
+        quantize = lambda x: materialise_one(w.quantise_activations(x, x_contracted, batch))
+        # `ste` gives the quantized activations the derivative of the identity.
+        leaves, treedef = jax.tree.flatten((ste(quantize)(x), w.array))
+        # Differentiate only with respect to leaves with tangents, because each costs a product.
         is_zero = lambda tangent: isinstance(tangent, SymbolicZero)
         leaf_tangents = jax.tree.leaves((tangents[0], tangents[1].array), is_leaf=is_zero)
-        indices = [i for i, tangent in enumerate(leaf_tangents) if not is_zero(tangent)]
-        if not indices:
+        varying = [i for i, tangent in enumerate(leaf_tangents) if not is_zero(tangent)]
+        if not varying:
             return out, jax.tree.map(zero_from_primal, out)
 
         def multiply_with(*new_leaves: Any) -> Any:
             all_leaves = list(leaves)
-            for i, leaf in zip(indices, new_leaves, strict=True):
+            for i, leaf in zip(varying, new_leaves, strict=True):
                 all_leaves[i] = leaf
             return product(*jax.tree.unflatten(treedef, all_leaves))
 
-        primal_leaves = [leaves[i] for i in indices]
-        return out, jax.jvp(multiply_with, primal_leaves, [leaf_tangents[i] for i in indices])[1]
+        primal_leaves = [leaves[i] for i in varying]
+        return out, jax.jvp(multiply_with, primal_leaves, [leaf_tangents[i] for i in varying])[1]
 
     multiply.defjvp(jvp, symbolic_zeros=True)
     return multiply(jnp.asarray(x), w)
@@ -138,8 +137,8 @@ def _multiply(
 
     batch = list(zip(x_batch, w_batch, strict=True))
     row_axis, column_axis = w.ndim - 2, w.ndim - 1
-    contracts_one = (row_axis in w_contracted) != (column_axis in w_contracted)
-    if w.turned and isinstance(w.array, QArray) and contracts_one:
+    contracts_row_or_column = (row_axis in w_contracted) != (column_axis in w_contracted)
+    if w.turned and isinstance(w.array, QArray) and contracts_row_or_column:
         # The weight is the transpose of a stored matrix. Transpose it back, and contract the other
         # axis, so that kernels read the stored matrix. XLA removes such a pair of transposes in
         # other programs, but not through the `custom_jvp` of `_multiply_straight_through`.
@@ -147,9 +146,9 @@ def _multiply(
         swapped = {row_axis: column_axis, column_axis: row_axis}
         x_axes, w_axes = zip(*numbers, strict=True)
         stored_axes = [tuple(swapped.get(axis, axis) for axis in axes) for axes in w_axes]
-        numbers = DotDimensionNumbers(*zip(x_axes, stored_axes, strict=True))
-        in_order = numbers if activations_first else numbers.swapped
-        params = params | {"dimension_numbers": tuple(in_order)}
+        stored_numbers = DotDimensionNumbers(*zip(x_axes, stored_axes, strict=True))
+        stored_numbers = stored_numbers if activations_first else stored_numbers.swapped
+        params = params | {"dimension_numbers": tuple(stored_numbers)}
 
     def product(x: Any, w: Any) -> Any:
         with weight_operand(1 if activations_first else 0):
@@ -166,10 +165,10 @@ def _multiply_stacked(
     params: dict[str, Any],
     activations_first: bool,
 ) -> Any:
-    """Return the product of activations and a stack of weights with a static scale per weight.
+    """Return the product of activations and stacked weights, each with its own activation scale.
 
-    The scales differ along `stack_axes`, which are free axes of `w`. The activations are broadcast
-    along the stack, which makes these axes batch axes. So activations are quantized once for each
+    These static scales differ along `stack_axes`, which are free axes of `w`. The activations are
+    broadcast along `stack_axes`, which become batch axes. So the activations are quantized once per
     scale. In `numbers`, the activations are lhs.
     """
     # Einsum subscripts: i is axis i of `w`, and w.ndim + i is a free axis i of `x`.
@@ -214,10 +213,10 @@ def _conv_general_dilated(x: ArrayLike | QArray, w: ActivationQuantized, **param
 
 
 def sums_over_features(w: ProductWeight, params: dict[str, Any]) -> bool:
-    """Return whether a convolution sums over all axes in `contracting` of its kernel `w`.
+    """Return whether a convolution with the kernel `w` sums over all axes in `w.contracting`.
 
-    `contracting` must include the input features. The derivative by the input sums over the output
-    features instead.
+    These axes must include the input features. The result is False for the convolution that
+    computes the gradient of the images, because it sums over the output features.
     """
     _, features, *space = params["dimension_numbers"].rhs_spec
     return features - w.ndim in w.contracting and w.sums_over([features, *space])

@@ -1,8 +1,8 @@
 """The strategies that use kernels, which read the stored codes of a weight.
 
-Activations are floats (f32, bf16 or f16), or int8 codes with scales per row, as `act_qtype="int8"`
-creates them, if the weight has an integer format. Kernels sum products of codes before they apply
-scales: in f32, or exactly if both operands are integers.
+Activations are floats (f32, bf16 or f16). If the weight has an integer format, they can also be
+int8 codes with scales per row, as `act_qtype="int8"` creates them. Kernels first sum products of
+codes, in f32 or exactly if both operands are integers. Then they apply scales.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ _DTYPES = tuple(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
 
 
 def plan_kernel(product: QuantizedProduct) -> Plan | None:
-    """Return a plan that multiplies stored codes by a kernel, or None if no kernel supports this.
+    """Return a plan in which a kernel multiplies the stored codes, or None if no kernel can.
 
     If both operands are QArrays, rhs is tried as the weight first, unless `product.weight_side`
     names the weight.
@@ -64,12 +64,12 @@ def plan_kernel(product: QuantizedProduct) -> Plan | None:
         if 0 in shape or not select.may_serve(math.prod(shape) // batch_size, batch_size):
             continue
         is_quantized = isinstance(x, QArray)
-        candidates = _quantized_activations(product, side) if is_quantized else [(x, None)]
+        candidates = _activation_candidates(product, side) if is_quantized else [(x, None)]
         for values, scale in candidates:
             plan = _plan_matmul(product, side, values, scale)
             if plan is None:
                 continue
-            if is_quantized and scale is None:  # the activations were dequantized
+            if is_quantized and scale is None:  # report the bytes of dequantized activations
                 (nbytes,) = dense_nbytes(x)
                 plan = dataclasses.replace(plan, dense=(nbytes, 0) if side else (0, nbytes))
             return plan
@@ -77,13 +77,13 @@ def plan_kernel(product: QuantizedProduct) -> Plan | None:
 
 
 def plan_kernel_with_folded_scale(product: QuantizedProduct) -> Plan | None:
-    """Return a plan that multiplies x by the scale first, and then by the codes with a kernel.
+    """Return a plan that multiplies x by the scale, and then calls a kernel with x and the codes.
 
     This is possible if the scale varies along the contracted axis k, but not along the free axis n:
     `sum_k x[k] * (codes[k, n] * scale[k])` is `sum_k (x[k] * scale[k]) * codes[k, n]`. The values
     in a KV cache have such scales, one per token.
 
-    Return None for other scales. If this is not faster, return the result of `plan_kernel`.
+    Return None for other scales. If this order is not faster, return the result of `plan_kernel`.
     """
     side = 1 if isinstance(product.operands[1], QArray) else 0
     x: Any
@@ -136,9 +136,10 @@ def plan_kernel_with_folded_scale(product: QuantizedProduct) -> Plan | None:
 
 
 def plan_kernel_without_minimum(product: QuantizedProduct) -> Plan | None:
-    """Return a plan that multiplies codes by a kernel, and adds the minima by a second product.
+    """Return a plan in which a kernel multiplies codes, and a second product adds the minima.
 
-    Return None if no operand has minima, or if no kernel multiplies these codes.
+    Minima are offsets, one per tile. Return None if no operand has minima, or if no kernel can
+    multiply the codes.
     """
     split = split_minimum(product)
     if split is None:
@@ -149,7 +150,7 @@ def plan_kernel_without_minimum(product: QuantizedProduct) -> Plan | None:
 
 
 def describe_small_operand(product: QuantizedProduct) -> str:
-    """Return a message that a QArray operand is too small for a kernel, or "" if none is."""
+    """Return a message if a QArray operand is too small for a kernel, and "" otherwise."""
     for side, q in enumerate(product.operands):
         if not isinstance(q, QArray) or q.size == 0 or select.chosen() == "xla":
             continue
@@ -157,12 +158,12 @@ def describe_small_operand(product: QuantizedProduct) -> str:
             continue
         matrices = math.prod(q.shape[axis] for axis in product.dimension_numbers.batch[side])
         values = q.size // matrices
-        least = select.least_entries(jax.default_backend(), values, matrices)
-        if least is not None:
+        needed_values = select.least_entries(jax.default_backend(), values, matrices)
+        if needed_values is not None:
             in_each = f" in each of {matrices:,} matrices" if matrices > 1 else ""
             return (
                 f"{SIDES[side]} is too small for a kernel ({values:,} values{in_each}, "
-                f"and kernels need {least:,})"
+                f"and kernels need {needed_values:,})"
             )
     return ""
 
@@ -170,13 +171,13 @@ def describe_small_operand(product: QuantizedProduct) -> str:
 # Activations.
 
 
-def _quantized_activations(
+def _activation_candidates(
     product: QuantizedProduct, side: int
 ) -> Iterator[tuple[jax.Array, jax.Array | None]]:
-    """Yield the arrays that a kernel may read for activations that are a QArray, best first.
+    """Yield the inputs of a kernel to try for activations that are a QArray, best first.
 
-    Each is a pair: int8 codes and their scale, or dequantized activations and None. There may be no
-    pair. `side` is 0 if the weight is lhs, and 1 if it is rhs.
+    Each is a pair: int8 codes and their scale, or dequantized activations and None. Yield nothing
+    if XLA is better. `side` is 0 if the weight is lhs, and 1 if it is rhs.
     """
     x: Any
     q: Any
@@ -196,14 +197,14 @@ def _quantized_activations(
         and (has_scales_per_tile or all(count == 1 for count in x_counts))
     )
     if are_int8_rows and fits_int32(x, q, product.terms):
-        shape = [*x.shape]
+        scale_shape = [*x.shape]
         for axis, count in zip(contracted, q_counts, strict=True):
-            shape[axis] = 1 if x.scale.shape[axis] == 1 else count
-        yield x.codes(), over_tiles(jnp.multiply, jnp.ones(shape, jnp.float32), x.scales())
+            scale_shape[axis] = 1 if x.scale.shape[axis] == 1 else count
+        yield x.codes(), over_tiles(jnp.multiply, jnp.ones(scale_shape, jnp.float32), x.scales())
     # Activations are not dequantized for a kernel if XLA multiplies the codes of both operands,
     # except for weights in bit planes, which XLA reads slowly.
-    are_multiplied = are_int8_rows or find_code_product(product) is not None
-    if not are_multiplied or q.format.bits in PLANE_BITS.values():
+    has_code_product = are_int8_rows or find_code_product(product) is not None
+    if not has_code_product or q.format.bits in PLANE_BITS.values():
         yield x.dequantize(), None
 
 
@@ -212,11 +213,12 @@ def _quantized_activations(
 
 @functools.cache
 def codes_of(qtype: str, has_zero_point: bool) -> tuple[Codes, int] | None:
-    """Return the description of a format's codes for kernels, or None if no kernel reads them.
+    """Return how kernels decode the codes of a format, or None if no kernel reads these codes.
 
-    **Returns:** a pair: the `Codes`, and the number that is subtracted from their values. Kernels
-    subtract it from zero points, too. It is half the range for unsigned codes of fewer than 8 bits
-    with a zero point, and otherwise 0. Smaller values round less in float sums.
+    **Returns:** a pair: the `Codes`, and an offset that is subtracted from the decoded values.
+    Kernels also subtract the offset from zero points, so the result is the same. The offset is half
+    the range for unsigned codes of fewer than 8 bits with a zero point, because smaller values
+    round less in float sums. Otherwise it is 0.
     """
     format = get_format(qtype)
     if format.bits == 8:
@@ -231,8 +233,8 @@ def codes_of(qtype: str, has_zero_point: bool) -> tuple[Codes, int] | None:
     with jax.ensure_compile_time_eval():
         fields = jnp.arange(2**bits, dtype=jnp.uint8)
         values = format.decode(format.from_fields(fields), jnp.float32).tolist()
-    center = 2 ** (bits - 1) if has_zero_point and not format.signed else 0
-    return Codes(bits, values=tuple(value - center for value in values)), center
+    offset = 2 ** (bits - 1) if has_zero_point and not format.signed else 0
+    return Codes(bits, values=tuple(value - offset for value in values)), offset
 
 
 def _plan_matmul(
@@ -243,14 +245,14 @@ def _plan_matmul(
     **Arguments:**
 
     - `side`: 0 if the weight is lhs, 1 if it is rhs.
-    - `x`: the activations as floats or int8 codes, with the axes of the other operand.
-    - `x_scale`: the scale of int8 codes, in f32, with the axes of `x`. Along contracted axes its
-      size is 1 or the number of scales of the weight. None for floats.
+    - `x`: the activations as floats or int8 codes, with the same axes as operand `1 - side`.
+    - `x_scale`: the f32 scale of int8 codes, with the same axes as `x`. Its size along a contracted
+      axis is 1 or the number of scales of the weight. None if `x` has floats.
     """
     if x_scale is None and (x.dtype != product.dtypes[side] or x.dtype not in _DTYPES):
         return None
 
-    # View the weight as stored. `stored_axes` has the stored axis of each axis of the operand.
+    # View the weight as stored. `stored_axes[i]` is the stored axis of axis i of the operand.
     q: Any = product.operands[side]
     shape = product.shapes[side]
     stored_axes = list(range(len(shape)))
@@ -301,13 +303,13 @@ def _plan_matmul(
 
     def compute(*arrays: Any) -> jax.Array:
         out = matmul(MatmulOperands(*arrays), problem)
-        # Split the axes of the result, `[B, M, N]`. They are the batch axes, the free axes of x and
-        # the free axes of the weight, in the order of the stored weight.
+        # Split the three axes `[B, M, N]` of `out` into the batch axes, the free axes of x, and the
+        # free axes of the weight. Batch axes and axes of the weight are in stored order.
         x_free = [i for i in range(x.ndim) if i not in (*x_batch, *x_contracted)]
         q_free = [i for i in range(len(shape)) if i not in (*q_batch, *q_contracted)]
         sizes = [shape[i] for i in q_batch]
         sizes += [x.shape[i] for i in x_free] + [shape[i] for i in q_free]
-        # Move them to the order of the output of `dot_general`.
+        # Transpose to the order of `dot_general`: batch axes, free axes of lhs, free axes of rhs.
         batch_order = [q_batch.index(stored_axes[i]) for i in product.dimension_numbers.batch[side]]
         x_order = [len(q_batch) + i for i in range(len(x_free))]
         q_start = len(q_batch) + len(x_free)
@@ -327,17 +329,15 @@ def _as_rows(x: jax.Array, batch: Sequence[int], contracted: Sequence[int]) -> j
     for axis in range(x.ndim):
         if axis not in batch and axis not in contracted:
             free.append(axis)
-    count, rows, terms = (
-        math.prod(map(x.shape.__getitem__, batch)),
-        math.prod(map(x.shape.__getitem__, free)),
-        math.prod(map(x.shape.__getitem__, contracted)),
-    )
-    return lax.transpose(x, [*batch, *free, *contracted]).reshape(count, rows, terms)
+    merged_sizes = []
+    for axes in (batch, free, contracted):
+        merged_sizes.append(math.prod(map(x.shape.__getitem__, axes)))
+    return lax.transpose(x, [*batch, *free, *contracted]).reshape(merged_sizes)
 
 
 @dataclasses.dataclass(frozen=True)
 class ProductByXla:
-    """A hashable function that computes a product by XLA, on platforms that have no kernel for it.
+    """A hashable function that computes a product with XLA, on platforms without a kernel.
 
     **Arguments:**
 
@@ -351,7 +351,7 @@ class ProductByXla:
 
     def __call__(self, operands: MatmulOperands, problem: MatmulProblem) -> jax.Array:
         """Return the product as `[B, M, N]`: batch, rows of activations, outputs per row."""
-        operands = operands.apart()  # stores one matrix after the other
+        operands = operands.apart()  # codes [B, R, H, C] become [B * H, R, C]
         is_batched = operands.x.shape[0] != 1
         if not is_batched:  # XLA computes some products faster without a batch axis
             operands = MatmulOperands(*(None if x is None else jnp.squeeze(x, 0) for x in operands))
@@ -367,7 +367,7 @@ class ProductByXla:
             dense_dtype=x.dtype if x_scale is None else self.dense_dtype,
         )
         if x_scale is not None:
-            # A scale per row has no axis for the terms. A scale per tile of a row has it.
+            # A scale per row has no contracted axis yet. A scale per tile of a row has this axis.
             scale = x_scale if x_scale.ndim == x.ndim else x_scale[..., None]
             x = QArray.from_packed(x, scale, qtype="int8", dense_dtype=self.dense_dtype)
         contracted = (x.ndim - 1,), (x.ndim - (2 if problem.contracting == "rows" else 1),)

@@ -1,4 +1,4 @@
-"""The strategies that use XLA: scaled_matmul, codes, minima apart, values, dense arrays.
+"""The strategies that use XLA operations, on codes or on dense arrays.
 
 A scale that does not vary along the contracted axes can be applied after the sum:
 `sum_k x[k] * (codes[k, n] * scale[n]) = (sum_k x[k] * codes[k, n]) * scale[n]`. If the scale varies
@@ -6,7 +6,7 @@ and XLA can multiply the codes of both operands, each tile is summed and scaled 
 Otherwise the operand is dequantized.
 
 XLA multiplies arrays in memory. If codes are converted to floats, all values of the operand are in
-memory as floats, and the plan states the number of bytes.
+memory as floats, and `Plan.dense` is their number of bytes.
 """
 
 import functools
@@ -55,9 +55,10 @@ _FEW_ROWS = 16
 
 
 def plan_without_minimum(product: QuantizedProduct) -> Plan | None:
-    """Return a plan that multiplies codes without minima, and adds the minima by a second product.
+    """Return a plan that multiplies without minima, and adds the minima with a second product.
 
-    Return None if no operand has minima, or if that operand must be dequantized.
+    Minima are offsets, one per tile. Return None if no operand has minima, or if codes cannot be
+    multiplied before scales are applied.
     """
     split = split_minimum(product)
     if split is None:
@@ -69,7 +70,7 @@ def plan_without_minimum(product: QuantizedProduct) -> Plan | None:
 def plan_scaled_matmul(product: QuantizedProduct) -> Plan | None:
     """Return a plan that multiplies mxfp8 codes and scales by `jax.nn.scaled_matmul`.
 
-    Return None if an operand is not mxfp8, or if the default device has no such instruction.
+    Return None if an operand is not mxfp8, or if the default device must dequantize mxfp8 operands.
     """
     lhs, rhs = product.operands
     if not (isinstance(lhs, QArray) and isinstance(rhs, QArray) and has_block_scaled_matmul()):
@@ -87,14 +88,14 @@ def plan_scaled_matmul(product: QuantizedProduct) -> Plan | None:
         return lax.platform_dependent(product, cuda=multiply_block_scaled, default=fallback.compute)
 
     @compute.defjvp
-    def _(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
+    def jvp(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
         return compute(*primals), jax.jvp(fallback.compute, primals, tangents)[1]
 
     return Plan("jax.nn.scaled_matmul of codes and scales", compute, (product,))
 
 
 def plan_codes(product: QuantizedProduct) -> Plan | None:
-    """Return a plan that multiplies the codes of both operands, and scales the sums.
+    """Return a plan that multiplies the codes of both operands, and applies scales to the sums.
 
     Return None if XLA cannot multiply the codes. If scales vary along the contracted axes, each
     tile is summed and scaled separately.
@@ -102,10 +103,10 @@ def plan_codes(product: QuantizedProduct) -> Plan | None:
     code_product = find_code_product(product)
     if code_product is None:
         return None
-    kind, count, tiles = code_product
-    if count > 1:
-        how = f"multiply {kind} codes in {count} tiles, scale and add the results"
-        return Plan(how, functools.partial(_multiply_tiles, tiles=tiles), (product,))
+    kind, tile_count, tile_sizes = code_product
+    if tile_count > 1:
+        how = f"multiply {kind} codes in {tile_count} tiles, scale and add the results"
+        return Plan(how, functools.partial(_multiply_tiles, tile_sizes=tile_sizes), (product,))
     # XLA for CPUs multiplies no float8. It converts both operands to f32.
     is_widened = kind == "float8" and runs_on_cpu()
     dense = dense_nbytes(*product.operands, dtype="float32") if is_widened else ()
@@ -113,10 +114,11 @@ def plan_codes(product: QuantizedProduct) -> Plan | None:
 
 
 def plan_values(product: QuantizedProduct) -> Plan | None:
-    """Return a plan that converts codes to floats and multiplies them, or None for other dtypes.
+    """Return a plan that converts codes to floats and multiplies the floats.
 
     The scales of an operand are applied to the output if they do not vary along the contracted
-    axes. Otherwise the operand is dequantized first.
+    axes. Otherwise the operand is dequantized first. Return None if `product.can_scale_output` is
+    False, or if the sums have no terms.
     """
     if not product.can_scale_output or product.terms == 0:
         return None
@@ -183,9 +185,9 @@ def _has_mx_blocks(q: QArray, product: QuantizedProduct, side: int) -> bool:
 def find_code_product(product: QuantizedProduct) -> tuple[str, int, Shape] | None:
     """Return how XLA multiplies the codes of both operands, or None if XLA must dequantize them.
 
-    **Returns:** a triple `(kind, count, tile)`. The kind is "integer" or "float8". The contracted
-    axes are cut into `count` tiles, which are summed separately. `tile` has the size of a tile
-    along each contracted axis.
+    **Returns:** a triple `(kind, tile_count, tile_sizes)`. The kind is "integer" or "float8". The
+    contracted axes are cut into `tile_count` tiles, which are summed separately. `tile_sizes` has
+    the size of a tile along each contracted axis.
     """
     # Both operands must be QArrays without minima, and the result must be a float.
     lhs, rhs = product.operands
@@ -209,15 +211,15 @@ def find_code_product(product: QuantizedProduct) -> tuple[str, int, Shape] | Non
     else:
         return None
     # The sum over a tile must fit int32.
-    tile = common_tiles(lhs, rhs, product.dimension_numbers)
-    terms = math.prod(tile)
+    tile_sizes = common_tiles(lhs, rhs, product.dimension_numbers)
+    terms = math.prod(tile_sizes)
     if not isinstance(terms, int):  # symbolic, in programs for export
         return None
     if kind == "integer" and not fits_int32(lhs, rhs, terms):
         return None
     # Several tiles must be large enough.
-    count = product.terms // terms
-    if count > 1:
+    tile_count = product.terms // terms
+    if tile_count > 1:
         rows, columns = (
             math.prod(product.shapes[side][axis] for axis in product.free_axes(side))
             for side in (0, 1)
@@ -225,7 +227,7 @@ def find_code_product(product: QuantizedProduct) -> tuple[str, int, Shape] | Non
         is_small = any(isinstance(size, int) and size <= _FEW_ROWS for size in (rows, columns))
         if terms < (_LEAST_TILE_FOR_FEW_ROWS if is_small else _LEAST_TILE):
             return None
-    return kind, count, tile
+    return kind, tile_count, tile_sizes
 
 
 def _reason_to_dequantize(q: QArray, product: QuantizedProduct, side: int) -> str:
@@ -243,23 +245,23 @@ def _reason_to_dequantize(q: QArray, product: QuantizedProduct, side: int) -> st
 
 def multiply_block_scaled(product: QuantizedProduct) -> jax.Array:
     """Return the product of mxfp8 operands, computed by `jax.nn.scaled_matmul`."""
-    leaves, out_shape = [], []
+    codes_and_scales, out_shape = [], []
     for side, q in enumerate(product.operands):
         assert isinstance(q, QArray)
         assert not isinstance(q.scale, QArray)  # because `_has_mx_blocks` is True
         (contracted,), batch = (pair[side] for pair in product.dimension_numbers)
         free = product.free_axes(side)
         # The scales need one entry per index of the batch axes and the free axes.
-        counts = [q.scale.shape[i] if i == contracted else n for i, n in enumerate(q.shape)]
-        scale = broadcast_tiles(jnp.asarray(q.scale), counts)
+        scale_shape = [q.scale.shape[i] if i == contracted else n for i, n in enumerate(q.shape)]
+        scale = broadcast_tiles(jnp.asarray(q.scale), scale_shape)
         # Reshape codes to [batch, rows, terms], and scales to [batch, rows, tiles].
         sizes = [math.prod(q.shape[i] for i in axes) for axes in (batch, free)]
         for leaf in (q.codes(), scale):
             leaf = lax.transpose(leaf, [*batch, *free, contracted])
-            leaves.append(leaf.reshape(*sizes, leaf.shape[-1]))
+            codes_and_scales.append(leaf.reshape(*sizes, leaf.shape[-1]))
         out_axes = (*batch, *free) if side == 0 else free
         out_shape += [q.shape[i] for i in out_axes]
-    lhs_codes, lhs_scale, rhs_codes, rhs_scale = leaves
+    lhs_codes, lhs_scale, rhs_codes, rhs_scale = codes_and_scales
     out = _scaled_matmul(lhs_codes, rhs_codes, lhs_scale, rhs_scale)
     return out.reshape(out_shape).astype(product.out_dtype)
 
@@ -271,10 +273,12 @@ def _scaled_matmul(
     return jax.nn.scaled_matmul(lhs, rhs, lhs_scales, rhs_scales, jnp.float32)
 
 
-# JAX 0.10.2 batches scaled_matmul only if all operands are batched. This rule broadcasts operands
-# that are not, and merges the mapped axis with the batch axis.
+# JAX 0.10.2 batches scaled_matmul only if all operands are batched. This rule broadcasts the other
+# operands along the mapped axis, and merges the mapped axis with the batch axis.
 @_scaled_matmul.def_vmap
-def _(size: int, are_batched: list[bool], *operands: jax.Array) -> tuple[jax.Array, bool]:
+def _vmap_scaled_matmul(
+    size: int, are_batched: list[bool], *operands: jax.Array
+) -> tuple[jax.Array, bool]:
     stacked = [
         x if is_batched else jnp.broadcast_to(x, (size, *x.shape))
         for x, is_batched in zip(operands, are_batched, strict=True)
@@ -284,10 +288,10 @@ def _(size: int, are_batched: list[bool], *operands: jax.Array) -> tuple[jax.Arr
 
 
 def _multiply_values(product: QuantizedProduct, are_scaled_after: tuple[bool, ...]) -> jax.Array:
-    """Return the product, computed on codes as floats, or on dequantized values.
+    """Return the product, computed in floats.
 
-    `are_scaled_after` states for each operand whether codes are multiplied and the output is
-    scaled. Otherwise the operand is dequantized.
+    `are_scaled_after` has a bool for lhs and one for rhs. True multiplies the codes of the operand
+    and scales the output. False dequantizes the operand first.
     """
     values, scales = [], []
     for x, is_scaled_after in zip(product.operands, are_scaled_after, strict=True):
@@ -303,7 +307,7 @@ def _multiply_values(product: QuantizedProduct, are_scaled_after: tuple[bool, ..
 
 
 def _multiply_codes(product: QuantizedProduct) -> jax.Array:
-    """Return the product of two QArrays without scales that vary along the contracted axes."""
+    """Return the product of two QArrays whose scales do not vary along the contracted axes."""
     lhs, rhs = product.operands
     assert isinstance(lhs, QArray)
     assert isinstance(rhs, QArray)
@@ -315,24 +319,24 @@ def _multiply_codes(product: QuantizedProduct) -> jax.Array:
     return _scale_output(out, [outer_scale(lhs), outer_scale(rhs)], product)
 
 
-def _multiply_tiles(product: QuantizedProduct, tiles: Shape) -> jax.Array:
+def _multiply_tiles(product: QuantizedProduct, tile_sizes: Shape) -> jax.Array:
     """Return the product of two QArrays, where each tile is summed and scaled separately.
 
-    `tiles` has the size of a tile along each contracted axis.
+    `tile_sizes` has the size of a tile along each contracted axis.
     """
     lhs, rhs = product.operands
     assert isinstance(lhs, QArray)
     assert isinstance(rhs, QArray)
     dtype = accumulator(product.out_dtype)
     multiply = lambda lhs, rhs: _multiply_codes(product.replace(lhs, rhs, dtype))
-    sums = sum_over_tiles(multiply, lhs, rhs, product.dimension_numbers, tiles)
+    sums = sum_over_tiles(multiply, lhs, rhs, product.dimension_numbers, tile_sizes)
     return sums.astype(product.out_dtype)
 
 
 def _scale_output(
     out: jax.Array, scales: Sequence[jax.Array | None], product: QuantizedProduct
 ) -> jax.Array:
-    """Return the output times the scales of the operands that are not None, in the output dtype."""
+    """Multiply the output by the scales that are not None, and cast it to `product.out_dtype`."""
     output_scales = [
         product.broadcast_to_output(scale, side, out.ndim).astype(out.dtype)
         for side, scale in enumerate(scales)

@@ -2,9 +2,9 @@
 
 If both operands are quantized and no scale varies along the contracted axes (the input features and
 the window), the codes are convolved and the output is scaled. Integer codes are convolved in int8
-or in f32, whichever is faster on the platform. Both sums are exact. In all other cases the operands
-are dequantized. If only the kernel is quantized, scaling the output would save little, because a
-kernel is small compared with the images.
+or f32, whichever is faster on the platform. Sums are exact in both dtypes. In all other cases the
+operands are dequantized. If only the kernel is quantized, scaling the output would save little,
+because a kernel is small compared with the images.
 """
 
 import functools
@@ -187,19 +187,21 @@ def _scale_sums_of_codes(
     if have_byte_codes(lhs, rhs):
         sums = _sum_integers(lhs, rhs, kwargs, dtype)
     else:
-        sums = _convolve(unscaled(lhs, dtype)[0], unscaled(rhs, dtype)[0], kwargs, dtype)
+        (images, _), (kernel, _) = unscaled(lhs, dtype), unscaled(rhs, dtype)
+        sums = _convolve(images, kernel, kwargs, dtype)
     return over_tiles(jnp.multiply, sums, _output_scale(lhs, rhs, kwargs)).astype(out_dtype)
 
 
 def _output_scale(lhs: QArray, rhs: QArray, params: dict[str, Any]) -> jax.Array:
-    """Return the product of the scales of both operands, with one entry per tile of the output.
+    """Return the scales of both operands, multiplied and rearranged to the axes of the output.
 
     The scales are multiplied with each other, because a sum times only one scale might overflow.
     """
     numbers, batch_groups = params["dimension_numbers"], params["batch_group_count"]
     batch_axis, feature_axis, *_ = numbers.lhs_spec
     batch_count, feature_count = lhs.scale.shape[batch_axis], lhs.scale.shape[feature_axis]
-    # Both as [batch, output features]. Groups of input features are groups of output features.
+    # Rearrange both to [batch, output features]. A group of input features is computed into one
+    # group of output features, so scales per input group become scales per output feature.
     lhs_scale = lax.transpose(outer_scale(lhs), numbers.lhs_spec)
     lhs_scale = lhs_scale.reshape(batch_count, feature_count)
     rhs_scale = lax.transpose(outer_scale(rhs), numbers.rhs_spec).reshape(1, -1)
@@ -221,7 +223,7 @@ _Codes = tuple[jax.Array, jax.Array | None]
 
 
 def _sum_integers(lhs: QArray, rhs: QArray, params: dict[str, Any], dtype: Any) -> jax.Array:
-    """Convolve integer codes minus zero points. Return the sums times both `code_factor`s.
+    """Convolve integer codes minus zero points. Multiply the sums by `code_factor` of each operand.
 
     The convolution runs in int8 if the platform supports that and computes it fast. Otherwise it
     runs in f32, with so few input features at a time that the sums are exact.
@@ -229,7 +231,7 @@ def _sum_integers(lhs: QArray, rhs: QArray, params: dict[str, Any], dtype: Any) 
     features, *window = (rhs.shape[axis] for axis in params["dimension_numbers"].rhs_spec[1:])
     terms = math.prod(window)
     largest_product = largest_difference(lhs) * largest_difference(rhs)
-    # If the sum for a single feature is too large for f32, it is rounded, as for dense operands.
+    # The number of features whose sum is exact in f32. If it is 0, sum all features, and round.
     exact_features = _FLOAT32_EXACT // (terms * largest_product) or features
     # Several exact sums are added in int32, if their total fits.
     has_several_sums = exact_features < features
@@ -280,7 +282,7 @@ def _subtract_zero_point(codes: jax.Array, zero_point: jax.Array | None) -> jax.
 
 
 def _is_int8_fast_on_cpu(features: int, params: dict[str, Any]) -> bool:
-    """Return whether XLA has more than a plain loop for an int8 convolution on CPU.
+    """Return whether XLA computes an int8 convolution on CPU faster than with a plain loop.
 
     Measured with JAX 0.10.2 and 0.12.0: int8 takes 0.7 to 1.0 of the time of f32 with NHWC images
     and HWIO kernels of at least 8 features, and 20 times as long with other layouts and ranks.
@@ -293,11 +295,11 @@ def _is_int8_fast_on_cpu(features: int, params: dict[str, Any]) -> bool:
 def _convolve_by_features(
     lhs: jax.Array, rhs: jax.Array, params: dict[str, Any], step: int, dtype: Any
 ) -> jax.Array:
-    """Convolve `step` input features of each group at a time, in f32. Add the sums in `dtype`."""
+    """Convolve in f32, `step` input features of each group at a time. Add the sums in `dtype`."""
     _, lhs_axis, *_ = params["dimension_numbers"].lhs_spec
     _, rhs_axis, *_ = params["dimension_numbers"].rhs_spec
     features = rhs.shape[rhs_axis]
-    # Split the feature axis of the images, to slice each group.
+    # Split the feature axis of the images into groups and features, to slice within each group.
     before, (_, *after) = lhs.shape[:lhs_axis], lhs.shape[lhs_axis:]
     grouped = lhs.reshape(*before, params["feature_group_count"], features, *after)
     sums = []

@@ -89,10 +89,10 @@ def _dot_general(
 
 
 def complete_report(plan: Plan, product: QuantizedProduct) -> Plan:
-    """Return a plan with more information for reports.
+    """Return a plan with a complete description for `vn.explain`.
 
-    If a kernel computes the plan, its description also names the fallback for other platforms.
-    Otherwise `no_kernel` says whether an operand is too small for a kernel.
+    If a kernel computes the product, `how` also names the fallback for other platforms. Otherwise
+    `no_kernel` becomes a message if an operand is too small for a kernel.
     """
     if not plan.kernels_for:
         return dataclasses.replace(plan, no_kernel=describe_small_operand(product))

@@ -1,4 +1,4 @@
-"""`einsum` and `dot`, which call `jax.numpy` with the rule for `dot_general` in force."""
+"""`einsum` and `dot`, which call the functions of `jax.numpy` with the rule for `dot_general`."""
 
 import functools
 import itertools
@@ -25,8 +25,8 @@ def einsum(*args: Any, preferred_element_type: DTypeLike | None = None, **kwargs
     only one operand and is summed, this operand is dequantized.
 
     Two operands can have different sizes along an axis of the result, if one size is a multiple of
-    the other. Each entry of the smaller operand is then multiplied with several neighbors in the
-    larger one, as in grouped-query attention. Nothing is repeated in memory.
+    the other. Each entry of the smaller operand is then multiplied with a group of neighbors in the
+    larger operand, as in grouped-query attention. Nothing is repeated in memory.
 
     **Arguments:**
 

@@ -1,7 +1,7 @@
 """Products of groups of rows with one matrix per group, computed one tile of rows at a time.
 
-On CPU, JAX's `ragged_dot` copies all rows for each group, with zeros in the rows of other groups,
-and sums over groups. With 64 experts, this is 64 times the work, after all experts are dequantized.
+On CPU, JAX's `ragged_dot` needs dense matrices. It copies all rows for each group, with zeros in
+the rows of other groups, and sums over groups. With 64 experts, this is 64 times the work.
 Here the rows of each group are cut into tiles of one size. A loop multiplies each tile with the
 matrix of its group, and dequantizes only that matrix. The number of tiles depends on the sizes of
 the groups, which are not known when JAX traces the loop. So the loop has as many steps as there can
@@ -58,8 +58,8 @@ def multiply_groups(
     **Arguments:**
 
     - `lhs`, `rhs`: the rows and the matrices. The ragged axis and the group axis are not empty.
-    - `group_sizes`: the number of rows of each group, `[G]` for G groups. Leading axes give
-      separate sizes for each entry of the batch axes, or of the free axes before the ragged axis.
+    - `group_sizes`: the number of rows of each group, `[G]` for G groups. With shape `[..., G]`,
+      sizes differ along the batch axes, or along the free axes of lhs before the ragged axis.
     - `params`: the axes and dtypes.
     """
     if group_sizes.ndim == 1:
@@ -76,7 +76,7 @@ def multiply_groups(
         rhs_leaves = None
     lhs = _unpack_up_to(lhs, lhs_axis)
     lhs_leaves = _take(lhs, lhs_axis, jnp.arange(lhs.shape[lhs_axis]))
-    # An entry does not have these axes, so the numbers of later axes decrease.
+    # Remove `lhs_axis` and `rhs_axis`, which an entry does not have. Later axes get lower numbers.
     (lhs_ragged,) = without((params.lhs_ragged,), lhs_axis)
     (rhs_group,) = without((params.rhs_group,), rhs_axis)
     numbers = params.dimension_numbers.without(lhs_axis, rhs_axis)
@@ -110,8 +110,8 @@ def _multiply_tiles(
     lhs_leaves = _take(lhs, ragged_axis, tiles.rows)
     # Each step selects the codes of its group, because selecting them before the loop would copy
     # the codes of a group for each of its tiles. The other leaves are selected before the loop,
-    # because they have derivatives. In the loop, each step would add to the derivatives of all
-    # groups.
+    # because they have gradients. If they were selected in the loop, each step of the backward pass
+    # would add to the gradients of all groups.
     rhs_leaves = _take(rhs, group_axis, tiles.group, skip=1)
     tile_numbers = numbers.without(None, group_axis)
 
@@ -127,8 +127,8 @@ def _multiply_tiles(
         zeros = [lax.full_like(x, 0, out.dtype, shape=()) for x in jax.tree.leaves(operands)]
         return jnp.broadcast_to(sum(zeros), out.shape)
 
-    # A derivative dequantizes again, instead of keeping a dense matrix for each step. The condition
-    # is also checkpointed, because its branches would keep all codes for each step.
+    # A derivative dequantizes again, instead of keeping a dense matrix for each step. The whole
+    # `lax.cond` is checkpointed, because it would otherwise keep all codes for each step.
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def multiply_if_used(is_used: jax.Array, *args: Any) -> jax.Array:
         return lax.cond(is_used, multiply, fill_zeros, *args)
@@ -161,7 +161,7 @@ def _has_kernel(lhs: Operand, rhs: QArray, params: GroupedDotParams) -> bool:
 
 
 def _choose_tile_rows(rows: int, groups: int, *, packed: bool | None) -> int:
-    """Choose the number of rows of a tile: a power of two, at least the size of an average group.
+    """Choose the number of rows of a tile: a power of two near the average size of a group.
 
     **Arguments:**
 
@@ -178,21 +178,21 @@ def _choose_tile_rows(rows: int, groups: int, *, packed: bool | None) -> int:
     [1, 1, 4, 8, 64, 256]
     """
     average = -(-rows // groups)  # rounded up
-    wanted = 2 * average if packed else average
-    power_of_two = 1 << (wanted - 1).bit_length()
-    least = 1 if packed is None else _LEAST_ROWS
-    return min(max(power_of_two, least), _MOST_ROWS, rows)
+    target = 2 * average if packed else average
+    power_of_two = 1 << (target - 1).bit_length()  # rounded up
+    least_rows = 1 if packed is None else _LEAST_ROWS
+    return min(max(power_of_two, least_rows), _MOST_ROWS, rows)
 
 
 class _RowTiles(NamedTuple):
-    """The rows of each tile. All rows of a tile belong to one group, and tiles have `size` rows.
+    """The rows of each tile, for a loop with one tile per step. A tile has rows of one group.
 
     **Arguments:**
 
     - `is_used`: `[steps]`, whether the tile of a step has rows.
     - `group`: `[steps]`, the index of the group of each tile.
-    - `rows`: `[steps, size]`, the indices of the rows of each tile. Tiles with fewer rows are
-      padded with an index that is out of bounds.
+    - `rows`: `[steps, size]`, the indices of the rows of each tile. Tiles with fewer than `size`
+      rows are padded with an index that is out of bounds.
     - `position`: `[total rows]`, the index of each row in `rows.ravel()`. It is out of bounds for a
       row without a group.
     """
@@ -217,16 +217,16 @@ def _cut_rows(group_sizes: jax.Array, total_rows: int, size: int) -> _RowTiles:
     # group has one row, except for one group, which has all other rows.
     max_groups = min(groups, total_rows)
     steps = jnp.arange(max_groups + (total_rows - max_groups) // size, dtype=jnp.int32)
-    group = jnp.searchsorted(tile_ends, steps, side="right", method="compare_all")
-    group = group.astype(jnp.int32)
-    is_used = group < groups
-    group = jnp.minimum(group, groups - 1)
-    start = row_starts[group] + (steps - tile_starts[group]) * size
-    rows = start[:, None] + jnp.arange(size, dtype=jnp.int32)
-    is_in_group = (rows < row_ends[group][:, None]) & is_used[:, None]
-    rows = jnp.where(is_in_group, rows, total_rows)
+    step_group = jnp.searchsorted(tile_ends, steps, side="right", method="compare_all")
+    step_group = step_group.astype(jnp.int32)
+    is_used = step_group < groups
+    step_group = jnp.minimum(step_group, groups - 1)
+    start = row_starts[step_group] + (steps - tile_starts[step_group]) * size
+    step_rows = start[:, None] + jnp.arange(size, dtype=jnp.int32)
+    is_in_group = (step_rows < row_ends[step_group][:, None]) & is_used[:, None]
+    step_rows = jnp.where(is_in_group, step_rows, total_rows)
 
-    # For each row: its group and its position.
+    # For each row: its group, and its position among the rows of all steps.
     row = jnp.arange(total_rows, dtype=jnp.int32)
     row_group = jnp.searchsorted(row_ends, row, side="right", method="compare_all")
     row_group = row_group.astype(jnp.int32)
@@ -234,16 +234,16 @@ def _cut_rows(group_sizes: jax.Array, total_rows: int, size: int) -> _RowTiles:
     row_group = jnp.minimum(row_group, groups - 1)
     position = tile_starts[row_group] * size + row - row_starts[row_group]
     position = jnp.where(has_group, position, steps.size * size)
-    return _RowTiles(is_used, group, rows, position)
+    return _RowTiles(is_used, step_group, step_rows, position)
 
 
 # Leaves of operands. For a dense array, the only leaf is the array.
 
 
 def _unpack_up_to(x: Any, axis: int) -> Any:
-    """Return `x` with one code per byte if its codes are packed along `axis` or an axis before.
+    """Return `x` with one code per byte if its codes are packed along `axis` or an earlier axis.
 
-    Other arrays are returned unchanged, because they can be indexed along `axis`.
+    The codes of the result can be indexed along `axis`. All other arrays are returned unchanged.
     """
     is_packed = isinstance(x, QArray) and x.packing and x.packing.axis + x.ndim <= axis
     return unpack_codes(x) if is_packed else x
@@ -257,22 +257,22 @@ def _take(x: Operand, axis: int, index: jax.Array, skip: int = 0) -> list[jax.Ar
     - `index`: the indices, of rank 1 or 2. Indices out of bounds give finite values.
     - `skip`: the number of leaves to skip. With 1, the codes of a QArray are skipped.
 
-    **Returns:** the leaves. The first axis of `index` is their first axis. The second axis of
-    `index`, if any, replaces `axis`.
+    **Returns:** the leaves. The first axis of `index` becomes the first axis of each leaf. The
+    second axis of `index`, if any, takes the place of `axis`.
     """
     size = x.shape[axis]
     taken = []
     for i, leaf in enumerate(jax.tree.leaves(x)):
         if i < skip:
             continue
-        # An entry of a scale belongs to as many indices as its tile has.
+        # One entry of a scale is for all indices of a tile. Codes have one entry per index.
         tile_index = index // (size // leaf.shape[axis])
-        # Fill scales with 1, because some dtypes of scales have no 0.
+        # Fill codes, leaf 0, with 0. Fill scales with 1, because some of their dtypes have no 0.
         entries = jnp.take(leaf, tile_index, axis, mode="fill", fill_value=0 if i == 0 else 1)
         taken.append(jnp.moveaxis(entries, axis, 0))
     return taken
 
 
 def _rebuild(x: Operand, leaves: list) -> Any:
-    """Return an operand with the structure of `x` and other leaves."""
+    """Return an operand with the structure of `x` and the leaves `leaves`."""
     return jax.tree.unflatten(jax.tree.structure(x), leaves)

@@ -1,12 +1,13 @@
 """Products of an operand with minima, computed as a product of codes and a smaller product.
 
-With t as the tile of k, `sum_k x[k] * (codes[k, n] * scale[t, n] + minimum[t, n])` is the sum of
+A minimum is an offset of all values of a tile. If t is the tile that contains k, then
+`sum_k x[k] * (codes[k, n] * scale[t, n] + minimum[t, n])` is the sum of
 
 - the main product, `sum_k x[k] * codes[k, n] * scale[t, n]`, and
 - the minimum term, `sum_t (sum of x over t) * minimum[t, n]`, which is smaller by the tile size.
 
-If x is infinite, the result is NaN if the two have opposite signs, or if an integer code is equal
-to its zero point.
+If x is infinite, the result is NaN if these two terms have opposite signs, or if an integer code is
+equal to its zero point.
 """
 
 import dataclasses
@@ -29,8 +30,8 @@ def split_minimum(
 
     If both operands have minima, lhs is dequantized.
 
-    **Returns:** a pair: the product without minima, and a function that converts a plan of this
-    product to a plan that also adds the minimum term. None if no operand has minima, or if codes
+    **Returns:** a pair: the main product, and a function that takes a plan for the main product and
+    returns a plan that also adds the minimum term. None if no operand has minima, or if codes
     cannot be multiplied before scales are applied.
     """
     lhs, rhs = product.operands
@@ -44,25 +45,25 @@ def split_minimum(
     q_main, dtype = q.replace(minimum=None), accumulator(product.out_dtype)
     main = product.replace(x, q_main, dtype) if side == 1 else product.replace(q_main, x, dtype)
 
-    def add_minimum_term(plan: Plan) -> Plan:
+    def add_minimum_term(main_plan: Plan) -> Plan:
         def compute(main_operands: tuple[Any, ...], x: Operand, q: QArray) -> jax.Array:
-            out = plan.compute(*main_operands) + _minimum_term(main, x, q, side)
+            out = main_plan.compute(*main_operands) + _minimum_term(main, x, q, side)
             return out.astype(product.out_dtype)
 
         return dataclasses.replace(
-            plan,
-            how=f"{plan.how}; add minima times per-tile sums",
+            main_plan,
+            how=f"{main_plan.how}; add minima times per-tile sums",
             compute=compute,
-            operands=(plan.operands, x, q),
+            operands=(main_plan.operands, x, q),
         )
 
     return main, add_minimum_term
 
 
 def _minimum_term(product: QuantizedProduct, x: Operand, q: QArray, side: int) -> jax.Array:
-    """Return the product of the sums of `x` over tiles and the minima of `q`, operand `side`.
+    """Return the minimum term: the product of the sums of `x` over tiles and the minima of `q`.
 
-    `product` is the product without minima. It has the axes and the dtype of the result.
+    `product` is the main product, which has the same output. `side` is 0 if `q` is lhs, 1 if rhs.
     """
     dtype = jnp.dtype(product.out_dtype)
     minima = q.minima()

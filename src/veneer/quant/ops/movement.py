@@ -1,9 +1,9 @@
 """Rules that keep a QArray quantized in casts, gather, ppermute and some slices.
 
 The rules for all implicit arrays apply a primitive to each leaf. They do not support slices that
-cut a tile, or a byte with several codes. The rules here support slices of one entry, and slices
-within one tile, which have one scale along that axis. If a rule here returns NotImplemented, the
-rule for all implicit arrays runs.
+cut a tile, or a byte with several codes. The rules here support slices of size 1 along an axis, and
+slices within one tile, which need one scale. If a rule here returns NotImplemented, the rule for
+all implicit arrays runs.
 """
 
 from collections.abc import Sequence
@@ -37,9 +37,8 @@ def _convert_element_type(q: QArray, *, new_dtype, weak_type, sharding) -> Any:
 @register("gather")
 def _gather(q: QArray, indices: ArrayLike, *, mode, fill_value, **params) -> Any:
     modes = lax.GatherScatterMode
-    if mode == modes.ONE_HOT:
-        return NotImplemented
-    if mode == modes.FILL_OR_DROP and fill_value is not None and not np.isnan(fill_value):
+    fills_number = fill_value is not None and not np.isnan(fill_value)
+    if mode == modes.ONE_HOT or (mode == modes.FILL_OR_DROP and fills_number):
         return NotImplemented
     if _is_packed(q, [axis for axis, size in enumerate(params["slice_sizes"]) if size == 1]):
         # Single codes are gathered along the packed axis. Each takes one byte, packed or not.
@@ -48,7 +47,7 @@ def _gather(q: QArray, indices: ArrayLike, *, mode, fill_value, **params) -> Any
     # because their scales are NaN.
     zero_point = () if q.zero_point is None else (0,)
     fills = (0, np.nan, *zero_point, np.nan) if mode == modes.FILL_OR_DROP else None
-    # `rule` is applied to scales that are a QArray.
+    # `gather` applies `rule` to a leaf that is a QArray, such as quantized scales.
     params |= {"mode": mode, "fill_value": None, "fills": fills, "rule": _gather}
     return gather(q, indices, **params)
 
@@ -92,8 +91,8 @@ def _dynamic_slice(q: QArray, *indices: ArrayLike, slice_sizes) -> Any:
             starts[axis] = jnp.zeros_like(indices[axis])  # the axis has size 1 now
     if sliced is q:
         return NotImplemented
-    # Bind the primitive, because `lax.dynamic_slice` would count negative starts from the end a
-    # second time.
+    # Bind the primitive, because the caller's `lax.dynamic_slice` has already added the axis size
+    # to negative starts.
     bind = partial(find_primitive("dynamic_slice").bind, slice_sizes=slice_sizes)
     return redispatch(lambda x: bind(x, *starts), sliced)
 
@@ -115,11 +114,11 @@ def _slice_entry(q: QArray, axis: int, index: Any) -> QArray:
     entry = _keep_one_scale(q, axis, index // q.tile_shape[axis])
     if not _is_packed(q, [axis]):
         return entry.changed(packed=_slice_axis(entry.packed, axis, index))
-    # Unpack only the bytes that contain the code.
-    codes, bytes_ = UNITS[q.format.bits]
-    unit = _slice_axis(entry.packed, axis, index // codes * bytes_, bytes_)
-    fields = unpack(unit, Packing(axis - q.ndim, codes), q.format.bits)
-    return entry.changed(packed=_slice_axis(fields, axis, index % codes), packing=None)
+    # Unpack only the unit with the code: `unit_bytes` bytes that hold `unit_codes` codes.
+    unit_codes, unit_bytes = UNITS[q.format.bits]
+    unit = _slice_axis(entry.packed, axis, index // unit_codes * unit_bytes, unit_bytes)
+    codes = unpack(unit, Packing(axis - q.ndim, unit_codes), q.format.bits)
+    return entry.changed(packed=_slice_axis(codes, axis, index % unit_codes), packing=None)
 
 
 def _keep_one_scale(q: QArray, axis: int, tile: Any) -> QArray:
@@ -130,7 +129,7 @@ def _keep_one_scale(q: QArray, axis: int, tile: Any) -> QArray:
     leaves = {}
     for name in ("scale", "zero_point", "minimum"):
         leaf = getattr(q, name)
-        if leaf is not None and leaf.shape[axis] not in (0, 1):
+        if leaf is not None and leaf.shape[axis] not in (0, 1):  # 1 if tiles span the axis
             slice_leaf = _slice_entry if isinstance(leaf, QArray) else _slice_axis
             leaves[name] = slice_leaf(leaf, axis, tile)
     return q.changed(**leaves)

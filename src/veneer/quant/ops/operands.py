@@ -3,8 +3,8 @@
 A QArray represents `(code - zero_point) * scale`. A product can sum codes first and scale the sum.
 But codes can be much larger than values: a sum of activations near the largest float, times codes
 of up to 128, overflows although the dense sum does not. Therefore all codes that become floats here
-are divided by a power of two, which is exact, and their scale is multiplied by the same number. The
-largest code is then below 4, and sums of codes overflow only if dense sums almost do.
+are divided by a power of two, which is exact, and their scale is multiplied by the same number. All
+codes are then below 4, so that sums of codes rarely overflow.
 """
 
 import functools
@@ -78,7 +78,7 @@ def dequantized(x: jax.Array | QArray) -> jax.Array:
 def fixes_dtypes(precision: Any) -> bool:
     """Return whether `precision` is a `DotAlgorithm` or its name.
 
-    JAX then multiplies the dtypes of the algorithm, so codes cannot be multiplied instead.
+    Such a precision fixes the dtypes that JAX multiplies, so codes cannot be multiplied instead.
     """
     if isinstance(precision, str):
         return precision in lax.DotAlgorithmPreset.__members__
@@ -88,7 +88,7 @@ def fixes_dtypes(precision: Any) -> bool:
 def can_scale_output(
     lhs: jax.Array | QArray, rhs: jax.Array | QArray, out_dtype: DTypeLike, precision: Any
 ) -> bool:
-    """Return whether codes can be multiplied as floats before scales are applied.
+    """Return whether codes can be multiplied as floats, and scales applied to the output.
 
     Both dense operands must have the same float dtype. The result must be a float, too, and
     `precision` must not be an algorithm.
@@ -118,7 +118,7 @@ def largest_code(format: Format) -> float:
 
 
 def _code_exponent(format: Format) -> int:
-    """Return e for codes that are divided by `2**e`. The largest quotient is below 4."""
+    """Return an exponent e, so that the codes of a format divided by `2**e` are below 4."""
     largest = largest_code(format)
     return math.floor(math.log2(largest)) - 1 if largest > 2 else 0
 
@@ -151,8 +151,8 @@ def largest_difference(q: QArray) -> int:
 def int8_codes(q: QArray) -> tuple[jax.Array, jax.Array | None]:
     """Return the codes of an integer format as int8, and their zero point.
 
-    Products of integers need two signed operands. Therefore 128 is subtracted from uint8 codes and
-    from their zero point.
+    Products of integers need two signed operands. Therefore 128 is subtracted from unsigned codes
+    of 8 bits and from their zero point.
 
     **Returns:** a pair: codes in int8, and the zero point in int32, or None. The zero point has one
     entry per tile of codes, like `q.zero_point`.
@@ -162,7 +162,7 @@ def int8_codes(q: QArray) -> tuple[jax.Array, jax.Array | None]:
     zero_point = None if zero_point is None else zero_point.astype(jnp.int32)
     if codes.dtype == jnp.int8:
         return codes, zero_point
-    if q.format.bits < 8:
+    if q.format.bits < 8:  # unsigned codes below 128
         return codes.astype(jnp.int8), zero_point
     # Flipping the highest bit of a byte subtracts 128, read as int8.
     shifted = lax.bitcast_convert_type(codes ^ np.uint8(128), jnp.int8)
@@ -177,7 +177,7 @@ def has_int8_zero_point(q: QArray) -> bool:
 
 
 def code_factor(q: QArray) -> float:
-    """Return the power of two that makes integer codes small, so that products do not overflow.
+    """Return the power of two that codes are multiplied by, so that products do not overflow.
 
     `(codes * code_factor(q)) * outer_scale(q)` equals `codes * q.scales()`.
     """
@@ -185,7 +185,7 @@ def code_factor(q: QArray) -> float:
 
 
 def outer_scale(q: QArray) -> jax.Array:
-    """Return `q.scales() / code_factor(q)`, the scale of codes times `code_factor(q)`."""
+    """Return `q.scales() / code_factor(q)`, which is the scale of `codes * code_factor(q)`."""
     return q.scales() * 2.0 ** _code_exponent(q.format)
 
 
@@ -212,22 +212,22 @@ def is_exact_in(format: Format, dtype: DTypeLike) -> bool:
     bf16 represents all integers up to 256. The values of nf4 and int16 need f32.
     """
     if format.codebook is None:
-        # The difference of two 16-bit integers has 17 bits. The first is not in the mantissa.
+        # The difference of two 16-bit integers has 17 bits. A mantissa stores all but the first.
         return format.bits <= 8 or jnp.finfo(dtype).nmant >= 16
     values = np.asarray(format.codebook, np.float32)
     return bool((values.astype(dtype).astype(np.float32) == values).all())
 
 
 def unscaled(q: QArray, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
-    """Split an array without minima into values and scales.
+    """Split an array without minima into values and scales, whose product is the dense array.
 
     **Arguments:**
 
     - `dtype`: the float dtype of the values.
 
-    **Returns:** a pair: decoded codes minus zero points, with the shape of `q`, and scales in f32
-    or f64, with the shape of `q.scale`. Values times the scale of their tile are the dense array.
-    If the dtype is not f16, values are divided by a power of two so that products do not overflow.
+    **Returns:** a pair: the values, which are decoded codes minus zero points, and the scales, in
+    f32 or f64, with one entry per tile. If the dtype is not f16, values are divided by a power of
+    two, and scales are multiplied by it, so that products do not overflow.
     """
     dtype = jnp.dtype(dtype)
     values = compute_elementwise(functools.partial(_unscaled_values, dtype=dtype), q, dtype)

@@ -1,4 +1,4 @@
-"""`QuantizedProduct`, the arguments of a `dot_general`, and `Plan`, the way to compute a result."""
+"""`QuantizedProduct`, the arguments of a `dot_general`, and `Plan`, a function that computes it."""
 
 import dataclasses
 import functools
@@ -30,10 +30,10 @@ _weight_side: ContextVar[int | None] = ContextVar("weight_side", default=None)
 
 @contextmanager
 def weight_operand(side: int) -> Iterator[None]:
-    """Declare which operand is the weight, in the products of two QArrays in this block.
+    """Declare which operand is the weight if both are QArrays, for products in a `with` block.
 
-    Strategies that use kernels need to know, because a kernel reads the codes of the weight as
-    stored. Without a declaration, they try rhs first. `side` is 0 for lhs and 1 for rhs.
+    A kernel reads the codes of the weight as stored, and converts the other operand. Without this
+    declaration, strategies that use kernels try rhs first. `side` is 0 for lhs and 1 for rhs.
     """
     token = _weight_side.set(side)
     try:
@@ -113,9 +113,9 @@ class QuantizedProduct:
     def replace(
         self, lhs: Operand, rhs: Operand, dtype: DTypeLike | None = None
     ) -> "QuantizedProduct":
-        """Return the same product of other operands, with results in `dtype`.
+        """Return a product of other operands, with the same parameters.
 
-        With `dtype=None`, the `preferred_element_type` stays the same.
+        `dtype` is the new `preferred_element_type`. None keeps the current one.
         """
         dtype = self.preferred_element_type if dtype is None else dtype
         arguments = self.dimension_numbers, self.precision, dtype, self.out_sharding
@@ -145,16 +145,16 @@ class QuantizedProduct:
         )
 
     def broadcast_to_output(self, leaf: jax.Array, side: int, ndim: int) -> jax.Array:
-        """Rearrange the scale or zero point of an operand to the axes of the output.
+        """Rearrange the scale or zero point of an operand to broadcast it against the output.
 
         **Arguments:**
 
         - `leaf`: the scale or zero point. Its size along contracted axes must be 1.
-        - `side`: the side of the operand.
+        - `side`: 0 if the operand is lhs, 1 if it is rhs.
         - `ndim`: the rank of the output, whose axes are the batch axes, the free axes of lhs and
           the free axes of rhs.
 
-        **Returns:** an array of rank `ndim` that broadcasts against the output.
+        **Returns:** an array of rank `ndim`.
         """
         contracting, batch = (pair[side] for pair in self.dimension_numbers)
         remaining_axes = [axis for axis in range(leaf.ndim) if axis not in contracting]
@@ -175,11 +175,8 @@ class QuantizedProduct:
 
 def broadcast_tiles(leaf: jax.Array, shape: Sequence[int]) -> jax.Array:
     """Broadcast each entry of a scale over its tile, and return an array of shape `shape`."""
-    return over_tiles(
-        lambda values, tiles: jnp.broadcast_to(tiles, values.shape),
-        jnp.zeros(shape, leaf.dtype),
-        leaf,
-    )
+    repeat_entry = lambda tile, entry: jnp.broadcast_to(entry, tile.shape)
+    return over_tiles(repeat_entry, jnp.zeros(shape, leaf.dtype), leaf)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,10 +188,10 @@ class Plan:
     - `how`: a description for `vn.explain`.
     - `compute`: a function of `operands` that returns the result.
     - `operands`: arrays, or pytrees of arrays.
-    - `dense`: the number of bytes that are materialized for each operand, on the default platform.
-      An empty tuple means none.
+    - `dense`: for each operand, the bytes that are materialized on the default platform. An empty
+      tuple means none.
     - `kernels_for`: the platforms on which a kernel computes the product, such as "cpu".
-    - `no_kernel`: a message that an operand is too small for a kernel, or "".
+    - `no_kernel`: a message if an operand is too small for a kernel, and "" otherwise.
     """
 
     how: str
@@ -205,7 +202,7 @@ class Plan:
     no_kernel: str = ""
 
     def __call__(self) -> jax.Array:
-        """Return the result."""
+        """Compute the product."""
         return self.compute(*self.operands)
 
 
@@ -226,7 +223,7 @@ def first_plan(product: QuantizedProduct, strategies: Sequence[Strategy]) -> Pla
 
 
 def execute(plan: Plan) -> jax.Array:
-    """Compute a plan within a rule, report its description, and return the result."""
+    """Execute a plan in a rule of `vn.implicit`, report its description, and return the result."""
     compute = plan.compute
     leaves = jax.tree.leaves(plan.operands)
     if not plan.kernels_for and any(isinstance(x, jax.core.Tracer) for x in leaves):

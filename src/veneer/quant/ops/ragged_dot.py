@@ -84,9 +84,9 @@ def ragged_dot_general(
 
     | ragged axis | product |
     |---|---|
-    | a batch axis | like `vn.quant.dot_general`, because groups do not change the result |
+    | a batch axis | by `vn.quant.dot_general`, because the group sizes have no effect |
     | a free axis of `lhs`, and `rhs` is quantized | on CPU, one group at a time; else dequantized |
-    | all other cases | the operands are dequantized |
+    | any other case, such as a contracted axis | the operands are dequantized |
 
     If groups are multiplied one at a time, `rhs` is never dequantized as a whole. A NaN in a row of
     `lhs` then affects only that row of the result. A NaN in the matrix of a group affects only the
@@ -113,8 +113,8 @@ def ragged_dot_general(
     ((2, 1, 3), [2.0, 0.0])
     """
     group_sizes = jnp.asarray(materialise_one(group_sizes))
-    numeric = precision, preferred_element_type
-    return _plan_ragged(lhs, rhs, group_sizes, dimension_numbers, *numeric, group_offset)()
+    params = dimension_numbers, precision, preferred_element_type, group_offset
+    return _plan_ragged(lhs, rhs, group_sizes, *params)()
 
 
 def _plan_ragged(
@@ -126,7 +126,7 @@ def _plan_ragged(
     preferred_element_type: DTypeLike | None,
     group_offset: ArrayLike | None,
 ) -> Plan:
-    """Return the plan of a product: like `dot_general`, one group at a time, or dense.
+    """Return a plan for `ragged_dot_general`, as described in the table of that function.
 
     **Raises:** the errors of `jax.lax.ragged_dot_general`, for shapes that do not match.
     """
@@ -183,7 +183,7 @@ def _multiply_groups(
     precision: Any,
     out_dtype: Any,
 ) -> jax.Array:
-    """Return `ragged_dot_general`, one group at a time on CPU, and dense on other platforms.
+    """Compute `ragged_dot_general`, one group at a time on CPU, with dense operands elsewhere.
 
     The ragged axis of `lhs` must be a free axis, and `rhs` must have a group axis.
     """
@@ -209,9 +209,9 @@ def _multiply_groups(
         return multiply_groups(lhs, rhs, group_sizes, wide_params).astype(out_dtype)
 
     def multiply_dense(lhs: Any, rhs: Any, group_sizes: Any) -> jax.Array:
-        # JAX 0.10 to 0.12 batch `ragged_dot_general` only if all operands are batched. The scalar
-        # `false` depends on all operands, and each operand is made to depend on it. So `vmap`
-        # batches all operands if it batches one of them.
+        # JAX 0.10 to 0.12 batch `ragged_dot_general` only if all operands are batched. Make each
+        # operand depend on all operands, through the scalar `false`. Then `vmap` batches all of
+        # them if it batches one.
         arrays = dequantized(lhs), dequantized(rhs), group_sizes
         false = functools.reduce(jnp.logical_or, [x.ravel()[:1].any() for x in arrays]) & False
         lhs, rhs, group_sizes = [jnp.where(false, jnp.zeros_like(x), x) for x in arrays]
@@ -246,6 +246,5 @@ def _ragged_dot_general(
 ) -> Any:
     if out_sharding is not None:
         return NotImplemented
-    numbers, numeric = ragged_dot_dimension_numbers, (precision, preferred_element_type)
-    group_sizes = jnp.asarray(group_sizes)
-    return execute(_plan_ragged(lhs, rhs, group_sizes, numbers, *numeric, group_offset))
+    params = ragged_dot_dimension_numbers, precision, preferred_element_type, group_offset
+    return execute(_plan_ragged(lhs, rhs, jnp.asarray(group_sizes), *params))

@@ -1,9 +1,9 @@
-"""`StoredMatrix`, a view of a weight as the matrices that kernels read, without moving codes.
+"""`StoredMatrix`, a weight viewed as the matrices that kernels read, without moving codes.
 
 Kernels read codes `[B, R, C]`, which are B matrices of R rows and C columns, and contract rows or
-columns. A weight can be viewed like this if its batch axes come first, and its contracted axes are
-neighbors, before or after all free axes. Kernels also read `[B, R, H, C]`, where H is the size of
-batch axes between rows and columns, such as the heads of a cache.
+columns. A weight can be viewed like this if its axes have one of two orders: batch, contracted and
+free axes, or batch, free and contracted axes. Kernels also read `[B, R, H, C]`, where H is the size
+of further batch axes between rows and columns, such as the heads of a KV cache.
 """
 
 import dataclasses
@@ -23,15 +23,15 @@ from ..formats.tiles import Shape
 
 
 class StoredMatrix(NamedTuple):
-    """A weight as a batch of stored matrices: its arrays, and the facts that kernels need.
+    """A weight as a batch of stored matrices: its arrays, and their description for kernels.
 
     **Arguments:**
 
-    - `operands`: the arrays of the weight. The arrays of the activations are None.
+    - `operands`: the arrays of the weight. The fields for arrays of activations are None.
     - `columns`: the number of codes in a row, before packing.
-    - `contracting`: the side that a product sums over, "rows" or "columns".
+    - `contracting`: the axis of each matrix that a product sums over, "rows" or "columns".
     - `qtype`: the format of the codes.
-    - `scale_codes`: a description of the scales if they are quantized, or None.
+    - `scale_codes`: how kernels decode quantized scales. None if the scales are floats.
     """
 
     operands: MatmulOperands
@@ -65,18 +65,18 @@ class DequantizeScales:
 def swap_packed_axis(q: QArray) -> QArray:
     """Return a QArray with its last two axes swapped. The codes must be packed along axis -2.
 
-    Codes of matrices are stored packed along axis -1, so the array is the transpose of a stored
-    weight. XLA removes both transposes, and a kernel reads the stored weight.
+    Such an array is the transpose of a stored weight, whose codes are packed along axis -1. XLA
+    cancels that transpose and this one, so that a kernel reads the stored weight.
     """
     assert q.packing is not None
-    order = list(range(len(q.scale.shape)))
-    order[-2:] = order[-1], order[-2]
+    swapped_axes = list(range(len(q.scale.shape)))
+    swapped_axes[-2:] = swapped_axes[-1], swapped_axes[-2]
 
     def swap(leaf: Any) -> Any:
         if leaf is None:
             return None
         if not isinstance(leaf, QArray):
-            return lax.transpose(jnp.asarray(leaf), order)
+            return lax.transpose(jnp.asarray(leaf), swapped_axes)
         packing = leaf.packing and leaf.packing._replace(axis=-1)
         return leaf.replace(packed=swap(leaf.packed), scale=swap(leaf.scale), packing=packing)
 
@@ -96,8 +96,8 @@ def _leaves_for_kernels(q: QArray, *, keep_scale_codes: bool) -> dict[str, Any] 
     """Return the arrays of a weight in dtypes that kernels read, as a dict.
 
     Quantized scales and minima are kept if `keep_scale_codes` is True and kernels can read them.
-    Otherwise they are converted to f32. Return None if they are f64, or if kernels do not support
-    the tiles of the zero points.
+    Otherwise they are converted to f32. Return None if scales or minima are f64, or if kernels do
+    not support the tiles of the zero points.
     """
     scale: Any
     minimum: Any
@@ -122,10 +122,10 @@ def _leaves_for_kernels(q: QArray, *, keep_scale_codes: bool) -> dict[str, Any] 
 
 
 def can_read_scale_codes(q: QArray, axis: int = -1) -> bool:
-    """Return whether kernels can read the scales and minima of an array, which are quantized.
+    """Return whether kernels can read the quantized scales and minima of an array.
 
-    They must be int8, or uint6 packed along `axis`, with float scales along that axis. `axis` is
-    the axis of the columns of the stored matrix, -1 or -2.
+    Scales and minima must be int8, or uint6 packed along `axis`. Their own scales must be floats
+    with tiles along `axis`: the axis of the columns of the stored matrix, -1 or -2.
     """
     leaves: list[Any] = [q.scale] if q.minimum is None else [q.scale, q.minimum]
     for leaf in leaves:

@@ -1,7 +1,7 @@
 """Products that are computed tile by tile along the contracted axes, and added up.
 
 Only one product of tiles is in memory at a time. If the operands have tiles of different sizes
-along a contracted axis, the tiles of the sum are the largest tiles that divide both.
+along a contracted axis, the greatest common divisor is used as the tile size.
 """
 
 import math
@@ -56,8 +56,8 @@ def sum_over_tiles(
 
     **Arguments:**
 
-    - `multiply`: a function of two QArrays, which have size `tiles` along the contracted axes and
-      scales that do not vary along them. It returns a float array.
+    - `multiply`: a function of two QArrays that returns a float array. Along the contracted axes,
+      the QArrays have size `tiles` and one scale.
     - `tiles`: the size of a tile along each contracted axis.
     """
     lhs_axes, rhs_axes = numbers.contracting
@@ -67,26 +67,23 @@ def sum_over_tiles(
     operands, scales = [], []
     for q, axes in ((lhs, lhs_axes), (rhs, rhs_axes)):
         operands.append(unpack_codes(q) if q.packing and q.packing.axis + q.ndim in axes else q)
-        zero_point = q.zero_points()
-        scales.append(
-            (
-                _move_tiles_first(q.scales(), axes, counts),
-                None if zero_point is None else _move_tiles_first(zero_point, axes, counts),
-            )
-        )
+        scale, zero_point = _move_tiles_first(q.scales(), axes, counts), q.zero_points()
+        if zero_point is not None:
+            zero_point = _move_tiles_first(zero_point, axes, counts)
+        scales.append((scale, zero_point))
 
     # A derivative by the scales computes each tile again. Otherwise the products of all tiles would
     # be kept for it.
     @jax.checkpoint
     def multiply_tile(step: tuple) -> jax.Array:
-        number, leaves = step
-        # Convert the number of the tile to an index for each contracted axis, the last axis first.
+        number, tile_scales = step  # for lhs and for rhs, a scale and a zero point of the tile
+        # Convert the number to an index of the tile along each contracted axis, last axis first.
         index: list[jax.Array] = []
         for count in reversed(counts):
             index.insert(0, number % count)
             number = number // count
-        parts = zip(operands, numbers.contracting, leaves, strict=True)
-        return multiply(*(_slice_tile(q, axes, index, tiles, *leaf) for q, axes, leaf in parts))
+        sides = zip(operands, numbers.contracting, tile_scales, strict=True)
+        return multiply(*(_slice_tile(q, axes, index, tiles, *pair) for q, axes, pair in sides))
 
     def add(total: jax.Array, step: tuple) -> tuple[jax.Array, None]:
         return total + multiply_tile(step), None
@@ -98,10 +95,10 @@ def sum_over_tiles(
 
 
 def _move_tiles_first(scale: Leaf, axes: Sequence[int], counts: Sequence[int]) -> jax.Array:
-    """Return a scale or zero point with a new first axis that runs over the tiles of a product.
+    """Return a scale or zero point with a new first axis: the tiles of a product, in order.
 
-    There are `counts` tiles along the contracted axes `axes`, which get size 1. The number of
-    entries of the scale along an axis divides the number of tiles.
+    `counts` has the number of tiles along each of the contracted axes `axes`, which have size 1 in
+    the result. The size of `scale` along these axes divides the number of tiles.
     """
     leaf = jnp.asarray(scale)
     for axis, count in zip(axes, counts, strict=True):

@@ -1,9 +1,9 @@
-"""Quantized training: weights that are quantized on use, and products on codes.
+"""Quantized training: weights that are quantized on use, and products of quantized codes.
 
 backward        `BackwardProduct`, the options for a product of the backward pass
 fake_quantized  `FakeQuantized`, a weight that is quantized on use
-products        the products that training quantizes, and their gradients
-recipe          a product with quantized operands and gradients
+products        the primitives that training quantizes, and their gradients
+recipe          `quantized_product`, which quantizes its operands and its gradients
 rules           the rules of `FakeQuantized` for primitives
 trees           conversion, masks and rounding keys of all weights of a tree
 """

@@ -47,8 +47,8 @@ class BackwardProduct:
     With "forward", this product cannot use the codes of the other operand in two cases:
 
     - The format of the other operand has a codebook, such as nf4.
-    - The other operand has one scale per index along an axis that this product contracts, and it
-      also has zero points, or tiles along another axis.
+    - The other operand has one scale per index along an axis that this product contracts. It also
+      has zero points, or tiles along another axis.
 
     The other operand is then quantized again, in the format of the forward pass. With `qtype=None`,
     the codes of the forward pass are always used.

@@ -124,10 +124,9 @@ class FakeQuantized(ImplicitArray):
         if self.sparsity is not None:
             self.__dict__["sparsity"] = check_sparsity(self.sparsity, self.qtype)
             check_groups(self.sparsity, self.w.shape, self.tile_axes[-1])
-        self.aval()  # raises the errors of `key` and `mask`
-        jax.eval_shape(
-            self.quantize
-        )  # raises the errors of tiles and methods now, not on first use
+        # Raise the errors of `key`, `mask`, tiles and methods now, not on first use.
+        self.aval()
+        jax.eval_shape(self.quantize)
 
     @classmethod
     def from_rule(cls, array: Leaf, rule: Any) -> "FakeQuantized":
@@ -154,9 +153,9 @@ class FakeQuantized(ImplicitArray):
 
     @property
     def scales_are_quantised(self) -> bool:
-        """True if the format quantizes the scales of a matrix together, as nvfp4 does.
+        """True if the scales of the format are quantized, too, as in nvfp4.
 
-        A part of such a matrix cannot be quantized alone.
+        The scales of a whole matrix are quantized together, so a part of it cannot be quantized.
         """
         return self.format is not None and self.format.scale_tile is not None
 
@@ -170,8 +169,8 @@ class FakeQuantized(ImplicitArray):
     def grid(self) -> ScaleAxes:
         """The axes of `w` along which scales differ.
 
-        The attribute `channelwise` lists the axes with one scale per index. The attribute `tiled`
-        lists pairs `(axis, tile size)` for axes with one scale per tile.
+        The field `channelwise` lists the axes with one scale per index. The field `tiled` lists
+        pairs `(axis, tile size)` for the axes with one scale per tile.
         """
         return choose_scale_axes(self.w.ndim, self.tile_axes, self.format, self.tile_size)
 
@@ -190,7 +189,7 @@ class FakeQuantized(ImplicitArray):
 
     @property
     def lead(self) -> int:
-        """The number of axes of `w` before the first axis in `tile_axis`: the rank of `key`."""
+        """The number of axes of `w` before the first axis in `tile_axis`. `key` has this rank."""
         return min(self.tile_axes)
 
     def changed(self, **changes: Any) -> "FakeQuantized":
@@ -203,8 +202,8 @@ class FakeQuantized(ImplicitArray):
     def aval(self) -> jax.core.ShapedArray:
         """Return the shape and dtype of the dense array.
 
-        **Raises:** `ValueError` if `w` lacks an axis that its tiles need, or if `key` or `mask` has
-        a wrong shape.
+        **Raises:** `ValueError` if `w` does not have all axes in `tile_axis` and `tile_size`, or if
+        `key` or `mask` has a wrong shape.
         """
         aval = jax.typeof(self.w)
         axes: Any = self.tile_axis
@@ -254,7 +253,7 @@ class FakeQuantized(ImplicitArray):
 
     @property
     def kept(self) -> Leaf | None:
-        """The mask of `w`, True for the values to keep. None without a mask and a `sparsity`.
+        """The mask of `w`, True for the values to keep. None if `mask` and `sparsity` are None.
 
         If only `sparsity` is set, the mask is computed from the values of `w`.
         """
@@ -274,8 +273,8 @@ class FakeQuantized(ImplicitArray):
 
         If `qtype` is None, return the pruned dense array, which has derivatives.
 
-        **Raises:** `ValueError` if `w` was sliced along an axis that `tile_axis` or `tile_size`
-        names, so that the axis is gone.
+        **Raises:** `ValueError` if slicing removed an axis of `w` that is in `tile_axis` or
+        `tile_size`.
         """
         self.aval()
         if self.qtype is None:
@@ -295,7 +294,7 @@ class FakeQuantized(ImplicitArray):
         return options | self.grid.arguments
 
     def partition(self, spec: PartitionSpec, shape: Shape) -> "FakeQuantized | None":
-        """Return a copy with a `PartitionSpec` in place of each array.
+        """Return a copy whose `w`, `key` and `mask` are `PartitionSpec`s.
 
         **Arguments:**
 
@@ -319,8 +318,8 @@ class FakeQuantized(ImplicitArray):
 
     def __repr__(self) -> str:
         """Return the class and the fields that differ from their defaults."""
-        # The values that `__post_init__` sets for defaults. Transformations of JAX may replace `w`
-        # by an object without a dtype.
+        # `__post_init__` replaces these two defaults. Transformations of JAX may replace `w` by an
+        # object without a dtype.
         defaults = {"tile_axis": (-2,), "dense_dtype": str(getattr(self.w, "dtype", None))}
         arguments = []
         for field in dataclasses.fields(self):

@@ -5,6 +5,8 @@
 | `dot_general` | on codes | on codes |
 | `conv_general_dilated` | on codes | on codes; floating point if grouped |
 | `ragged_dot_general` | floating point | floating point |
+
+"On codes" multiplies the codes of quantized operands. "Floating point" dequantizes them first.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,17 +27,16 @@ from ..ops.product import Operand
 
 
 class GradientAxes(NamedTuple):
-    """The axes of a product that gives the gradient of one operand of a forward product.
+    """The axes of a gradient product, which computes the gradient of one operand of a product.
 
-    The operands of this product are g, the gradient of the output, and the other operand of the
-    forward product.
+    A gradient product multiplies g, the gradient of the output, and the other operand.
 
     **Arguments:**
 
-    - `of_gradient`: the axes of g that the product contracts.
-    - `of_other`: the axes of the other operand that the product contracts.
-    - `other_to_gradient`: a map from axes of the other operand to matching axes of g. The product
-      can multiply scales along these axes into g.
+    - `of_gradient`: the axes of g that the gradient product contracts.
+    - `of_other`: the axes of the other operand that the gradient product contracts.
+    - `other_to_gradient`: a map from axes of the other operand to matching axes of g. Scales of the
+      other operand that vary only along these axes can be multiplied into g.
     """
 
     of_gradient: Axes
@@ -67,7 +68,7 @@ class TrainingProduct:
 
     @property
     def has_gradients_on_codes(self) -> bool:
-        """True if gradients are products on codes, False if they are in floating point."""
+        """True if gradients multiply the codes of operands, False if they dequantize operands."""
         return True
 
     @property
@@ -77,11 +78,11 @@ class TrainingProduct:
 
     @property
     def is_forward(self) -> bool:
-        """False if the product can only be part of a backward pass."""
+        """True if a forward pass can contain this product, False if only a backward pass can."""
         return True
 
     def bind(self, lhs: Any, rhs: Any, *other_operands: Any) -> jax.Array:
-        """Return the product of dense arrays. Some primitives have more than two operands."""
+        """Bind the primitive to dense arrays. Some primitives have more than two operands."""
         return find_primitive(self.primitive).bind(lhs, rhs, *other_operands, **dict(self.params))
 
     def multiply(self, lhs: Operand, rhs: Operand, *other_operands: Any) -> jax.Array:
@@ -89,7 +90,7 @@ class TrainingProduct:
         raise NotImplementedError
 
     def gradient_axes(self, side: int, ndims: Sequence[int]) -> GradientAxes:
-        """Return the axes of the product that gives the gradient of operand `side`.
+        """Return the axes of the product that computes the gradient of operand `side`.
 
         `ndims` are the ranks of both operands.
         """
@@ -149,8 +150,8 @@ class _DotProduct(TrainingProduct):
         batch, other_batch = self._numbers.batch[side], self._numbers.batch[1 - side]
         numbers = (axes.of_gradient, axes.of_other), (tuple(range(len(batch))), other_batch)
         out = dot_general(g, other, numbers, preferred_element_type=dtype)
-        # The axes of `out` are these axes of the operand: the batch axes, the free axes, and the
-        # contracted axes in the order of the other operand. Sort them.
+        # `operand_axes[i]` is the axis of the operand that axis i of `out` is: the batch axes, the
+        # free axes, and the contracted axes in the order of the other operand.
         contracted, other_contracted = self.contracted[side], self.contracted[1 - side]
         pairs = sorted(zip(other_contracted, contracted, strict=True))
         free = self._numbers.free(side, ndims[side])
@@ -170,10 +171,10 @@ class _Convolution(TrainingProduct):
 
     @property
     def contracted(self) -> tuple[Axes, Axes]:
-        # A convolution sums over channels and places in a window. A scale must be constant over all
-        # places, because windows overlap.
-        _, channels, *places = self["dimension_numbers"].lhs_spec
-        return (*places, channels), tuple(self["dimension_numbers"].rhs_spec[1:])
+        # A convolution sums over channels and a window. Scales of the images must be constant along
+        # the whole spatial axes, because windows overlap.
+        _, channels, *spatial = self["dimension_numbers"].lhs_spec
+        return (*spatial, channels), tuple(self["dimension_numbers"].rhs_spec[1:])
 
     @property
     def has_gradients_on_codes(self) -> bool:
@@ -191,14 +192,14 @@ class _Convolution(TrainingProduct):
     def gradient_axes(self, side: int, ndims: Sequence[int]) -> GradientAxes:
         del ndims
         numbers = self["dimension_numbers"]
-        lhs_batch, _, *lhs_places = numbers.lhs_spec
-        rhs_out_channels, _, *rhs_places = numbers.rhs_spec
-        out_batch, out_channels, *out_places = numbers.out_spec
+        lhs_batch, _, *lhs_spatial = numbers.lhs_spec
+        rhs_out_channels, _, *rhs_spatial = numbers.rhs_spec
+        out_batch, out_channels, *out_spatial = numbers.out_spec
         if side == 0:  # the gradient of the images contracts output channels
-            axis, out_axis, places = rhs_out_channels, out_channels, rhs_places
+            axis, out_axis, spatial = rhs_out_channels, out_channels, rhs_spatial
         else:  # the gradient of the kernel contracts the batch
-            axis, out_axis, places = lhs_batch, out_batch, lhs_places
-        return GradientAxes((*out_places, out_axis), (*places, axis), {axis: out_axis})
+            axis, out_axis, spatial = lhs_batch, out_batch, lhs_spatial
+        return GradientAxes((*out_spatial, out_axis), (*spatial, axis), {axis: out_axis})
 
     def transpose_operand(self, side: int, other: Operand) -> Operand:
         return _reverse(other, self["dimension_numbers"].rhs_spec[2:]) if side == 0 else other
@@ -209,26 +210,25 @@ class _Convolution(TrainingProduct):
         lhs, rhs, out = self["dimension_numbers"]
         swap_batch_and_channels = lambda spec: (spec[1], spec[0], *spec[2:])
         specs: tuple[Any, ...]
-        # A stride of the forward convolution becomes a dilation of a gradient, and vice versa.
-        strides, dilation = self["window_strides"], self["rhs_dilation"]
-        if side == 0:
-            operands = g, other
-            specs = out, swap_batch_and_channels(rhs), lhs
-            new_strides, new_lhs_dilation, new_dilation = self["lhs_dilation"], strides, dilation
-        else:
-            operands = other, g
-            specs = tuple(map(swap_batch_and_channels, (lhs, out, rhs)))
-            new_strides, new_lhs_dilation, new_dilation = dilation, self["lhs_dilation"], strides
+        # The distance between neighbors: the dilation of an operand, or the stride of an output.
+        image_step, kernel_step = self["lhs_dilation"], self["rhs_dilation"]
+        out_step = self["window_strides"]
+        if side == 0:  # the kernel convolves g
+            operands, specs = (g, other), (out, swap_batch_and_channels(rhs), lhs)
+            lhs_step, rhs_step, result_step = out_step, kernel_step, image_step
+        else:  # g convolves the images
+            operands, specs = (other, g), tuple(map(swap_batch_and_channels, (lhs, out, rhs)))
+            lhs_step, rhs_step, result_step = image_step, out_step, kernel_step
         image_sizes, kernel_sizes, out_sizes = (
             [shape[axis] for axis in spec[2:]]
             for shape, spec in zip((*shapes, g.shape), (lhs, rhs, out), strict=True)
         )
         return conv_general_dilated(
             *operands,
-            window_strides=new_strides,
+            window_strides=result_step,
             padding=self._gradient_padding(side, image_sizes, kernel_sizes, out_sizes),
-            lhs_dilation=new_lhs_dilation,
-            rhs_dilation=new_dilation,
+            lhs_dilation=lhs_step,
+            rhs_dilation=rhs_step,
             dimension_numbers=lax.ConvDimensionNumbers(*specs),
             preferred_element_type=dtype,
         )
@@ -238,7 +238,8 @@ class _Convolution(TrainingProduct):
     ) -> list[tuple[int, int]]:
         """Return the padding that gives the gradient of operand `side` the size of the operand.
 
-        `images`, `kernel` and `output` are the sizes of the spatial axes in the forward product.
+        `images`, `kernel` and `output` are the sizes of the spatial axes in the forward product. A
+        convolution of n entries with a window of w has `n + before + after - w + 1` outputs.
         """
         dilate = lambda size, dilation: 0 if size == 0 else 1 + dilation * (size - 1)
         padding = []
@@ -282,6 +283,7 @@ class _RaggedDot(TrainingProduct):
         # The output has the batch axes, the free axes of operand 0, and the free axes of operand 1.
         other_free = rhs_free if side == 0 else lhs_free
         start = len(numbers.batch[0]) + (len(lhs_free) if side == 0 else 0)
+        # No scales are multiplied into g, because gradients are in floating point.
         return GradientAxes(tuple(range(start, start + len(other_free))), other_free, {})
 
 

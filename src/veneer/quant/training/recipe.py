@@ -1,14 +1,14 @@
-"""`quantized_product`: a product on codes whose derivative quantizes gradients.
+"""`quantized_product`: a product of quantized codes whose derivative quantizes gradients.
 
 With q for "quantize", the forward pass is `y = q(x) @ q(w)`. The backward pass is
 `dx = q(g) @ q(w).T` and `dw = q(x).T @ q(g)`, where g is the gradient of y. Each of these two
 products quantizes g separately, because they contract different axes of g.
 
-A product on codes needs scales that are constant along its contracted axes. But the scales of
-`q(w)` and `q(x)` are constant along the axes that the forward product contracts. If `q(w)` has one
-scale per output channel, g is multiplied by that scale before g is quantized, and the product uses
-the codes of `q(w)` alone. The same holds for `q(x)`. An operand with zero points, a codebook, or
-tiles along another axis is quantized again from the dense array.
+A product of codes needs scales that are constant along its contracted axes. The scales of `q(w)`
+and `q(x)` are constant along the axes that the forward product contracts, but the backward pass
+contracts other axes. If `q(w)` has one scale per output channel, g is multiplied by that scale, and
+then quantized and multiplied with the codes of `q(w)`. Likewise if `q(x)` has one scale per row. An
+operand with zero points, a codebook, or tiles along another axis is quantized again.
 """
 
 from collections.abc import Collection, Sequence
@@ -151,7 +151,7 @@ class TrainingRecipe:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def quantized_product(
-    recipe: TrainingRecipe, lhs: jax.Array, rhs: jax.Array, extra: Sequence[Any], key: Any
+    recipe: TrainingRecipe, lhs: jax.Array, rhs: jax.Array, other_operands: Sequence[Any], key: Any
 ) -> jax.Array:
     """Quantize two dense arrays and return their product. The derivative quantizes gradients.
 
@@ -159,30 +159,29 @@ def quantized_product(
 
     - `recipe`: the product, and the options for quantizing its operands and gradients.
     - `lhs`, `rhs`: the operands.
-    - `extra`: the other operands of the primitive, which have no gradient.
+    - `other_operands`: the operands of the primitive after lhs and rhs, which have no gradient.
     - `key`: a PRNG key for stochastic rounding of gradients, or None.
     """
-    return _forward(recipe, lhs, rhs, extra, key)[0]
+    return _forward(recipe, lhs, rhs, other_operands, key)[0]
 
 
 def _forward(
-    recipe: TrainingRecipe, lhs: jax.Array, rhs: jax.Array, extra: Sequence[Any], key: Any
+    recipe: TrainingRecipe, lhs: jax.Array, rhs: jax.Array, other_operands: Sequence[Any], key: Any
 ) -> tuple[jax.Array, Any]:
     """Return the product, and the residuals for `_backward`."""
-    quantized = [
-        operand.quantize(x) for operand, x in zip(recipe.operands, (lhs, rhs), strict=True)
-    ]
-    out = recipe.product.multiply(*quantized, *extra)
+    operands = zip(recipe.operands, (lhs, rhs), strict=True)
+    quantized = [options.quantize(x) for options, x in operands]
+    out = recipe.product.multiply(*quantized, *other_operands)
     # Save each operand for the gradient of the other operand: its codes if they can be used there.
     saved = []
     for side, (dense, q) in enumerate(zip((lhs, rhs), quantized, strict=True)):
         backward = recipe.backward[1 - side]  # if its `qtype` is None, the gradient stays dense
-        can_reuse = backward.qtype is None or _fits_gradient(q, recipe.product, side, lhs, rhs)
+        can_reuse = backward.qtype is None or _can_reuse_codes(q, recipe.product, side, lhs, rhs)
         saved.append(q if backward.reuses_forward and can_reuse else dense)
-    return out, (saved, extra, key)
+    return out, (saved, other_operands, key)
 
 
-def _fits_gradient(
+def _can_reuse_codes(
     q: jax.Array | QArray, product: TrainingProduct, side: int, lhs: jax.Array, rhs: jax.Array
 ) -> bool:
     """Return whether the gradient of operand `1 - side` can use the codes of operand `side`.
@@ -199,7 +198,7 @@ def _fits_gradient(
 
 def _backward(recipe: TrainingRecipe, residuals: Any, g: jax.Array) -> tuple[Any, ...]:
     """Return the gradients of lhs and rhs, and None for the other arguments."""
-    saved, extra, key = residuals
+    saved, other_operands, key = residuals
     keys = _split_key(key, g)
     gradients: list[jax.Array | None] = []
     for side, operand in enumerate(recipe.operands):
@@ -209,7 +208,7 @@ def _backward(recipe: TrainingRecipe, residuals: Any, g: jax.Array) -> tuple[Any
         if recipe.product.has_gradients_on_codes:
             gradient = _gradient_on_codes(recipe, side, saved, g, keys[side])
         else:
-            gradient = _dense_gradient(recipe, side, saved, extra, g, keys[side])
+            gradient = _dense_gradient(recipe, side, saved, other_operands, g, keys[side])
         gradients.append(gradient.astype(operand.dtype))
     return *gradients, None, None
 
@@ -224,27 +223,28 @@ def _gradient_on_codes(
     product, backward = recipe.product, recipe.backward[side]
     axes = product.gradient_axes(side, (saved[0].ndim, saved[1].ndim))
     other = product.transpose_operand(side, saved[1 - side])
-    wide = jnp.promote_types(g.dtype, jnp.float32)
+    wide_dtype = jnp.promote_types(g.dtype, jnp.float32)
     if not isinstance(other, QArray):
         other = recipe.operands[1 - side].requantize(other, axes.of_other, backward)
         if other.dtype not in QUANTIZABLE:
-            other = other.astype(wide)  # otherwise the next line would round g to integers
+            other = other.astype(wide_dtype)  # otherwise the next line would round g to integers
         g = g.astype(other.dtype)
     elif backward.qtype is not None and _has_scales_only_along(other, axes.other_to_gradient):
-        g = multiply_by_scale(g.astype(wide), other.scales(), axes.other_to_gradient)
-        one = jnp.ones([1] * other.ndim, wide)
-        other = other.replace(scale=one, dense_dtype=wide.name)
+        # Multiply the scales into g, so that `other` is codes with scale 1.
+        g = multiply_by_scale(g.astype(wide_dtype), other.scales(), axes.other_to_gradient)
+        one = jnp.ones([1] * other.ndim, wide_dtype)
+        other = other.replace(scale=one, dense_dtype=wide_dtype.name)
     else:
-        g, other = g.astype(wide), other.replace(dense_dtype=wide.name)
+        g, other = g.astype(wide_dtype), other.replace(dense_dtype=wide_dtype.name)
     q = _quantize_gradient(g, backward, axes.of_gradient, key)
-    return product.multiply_gradient(side, q, other, (saved[0].shape, saved[1].shape), wide)
+    return product.multiply_gradient(side, q, other, (saved[0].shape, saved[1].shape), wide_dtype)
 
 
 def _dense_gradient(
     recipe: TrainingRecipe,
     side: int,
     saved: Sequence[Any],
-    extra: Sequence[Any],
+    other_operands: Sequence[Any],
     g: jax.Array,
     key: Any,
 ) -> jax.Array:
@@ -258,17 +258,17 @@ def _dense_gradient(
         other = recipe.operands[1 - side].requantize(other, axes.of_other, backward)
     other = materialise_one(other)
     q = materialise_one(_quantize_gradient(g, backward, axes.of_gradient, key))
-    bind = lambda x: product.bind(*((x, other) if side == 0 else (other, x)), *extra)
+    bind = lambda x: product.bind(*((x, other) if side == 0 else (other, x)), *other_operands)
     # The product is linear in x, so the values of x do not matter.
     x = jnp.zeros(saved[side].shape, recipe.operands[side].dense_dtype)
     return jax.vjp(bind, x)[1](q)[0]
 
 
 def _has_scales_only_along(q: jax.Array | QArray, axes: Collection[int]) -> bool:
-    """Return whether an operand is codes times a scale that is constant along all other axes.
+    """Return whether an operand is codes times a scale that varies only along `axes`.
 
     A product that contracts these axes can then use the codes, and multiply the gradient by the
-    scale. An operand with a codebook, zero points, minima or quantized scales gives False.
+    scale. The result is False for a codebook, zero points, minima or quantized scales.
     """
     if not isinstance(q, QArray) or q.format.codebook is not None:
         return False
@@ -278,10 +278,10 @@ def _has_scales_only_along(q: jax.Array | QArray, axes: Collection[int]) -> bool
 
 
 def _has_tiles_along(q: jax.Array | QArray, axes: Collection[int]) -> bool:
-    """Return whether neighbors along each of `axes` share scales, in a format without a codebook.
+    """Return whether several values along each of `axes` share a scale, without a codebook.
 
     A product that contracts these axes can then sum the codes of each tile. For example, the square
-    blocks of a matrix are also blocks of its transpose. An operand with a codebook gives False.
+    blocks of a matrix are also blocks of its transpose.
     """
     if not isinstance(q, QArray) or q.format.codebook is not None:
         return False
@@ -320,7 +320,7 @@ def _quantize_gradient(
 
 
 def _split_key(key: Any, g: jax.Array) -> tuple[Any, Any]:
-    """Return two different keys derived from a key and the bits of `g`, or two times None.
+    """Return two different keys derived from `key` and the bits of `g`, or two None if it is None.
 
     The bits of `g` are folded in, because a weight can be used several times with the same key: in
     the steps of a loop, or for the members of a batch.

@@ -62,7 +62,7 @@ def _multiply(
     """
     x = jnp.asarray(x)
     product = PRODUCTS[primitive](tuple(params.items()))
-    # Convert a pair for (x, w) to the order of the operands, and back.
+    # Swap a pair (for x, for w) to (for lhs, for rhs) if the weight is lhs, or swap it back.
     in_order = lambda for_x, for_w: (for_x, for_w) if weight_side == 1 else (for_w, for_x)
     x_contracted, w_contracted = in_order(*product.contracted)
     contracts_tiles = set(w.tile_axes) <= set(w_contracted)
@@ -75,7 +75,7 @@ def _multiply(
         recipe = TrainingRecipe(product, in_order(x_recipe, w_recipe), in_order(*w.backward))
         x = x_recipe.without_clipped_gradients(x)
         dense_w = w_recipe.without_clipped_gradients(w.pruned)
-        # A stack of weights in one product shares the first key.
+        # If one product multiplies a whole stack of weights, use the first key for all of them.
         has_key = w.key is not None and w.key.size > 0
         key = w.key.reshape(-1)[0] if has_key else None
         return quantized_product(recipe, *in_order(x, dense_w), other_operands, key)
@@ -106,7 +106,7 @@ def _transpose(w: FakeQuantized, *, permutation: Sequence[int]) -> Any:
     if w.format is not None and w.scales_are_quantised:
         # Scales are quantized in groups that share an outer scale. A group depends on the order of
         # axes, unless it consists of all scales of a matrix.
-        is_per_matrix = w.format.scale_tile == 0
+        is_per_matrix = w.format.scale_tile == 0  # 0 stands for all scales of a matrix
         if not is_per_matrix or {*permutation[-2:]} != {ndim - 2, ndim - 1}:
             return NotImplemented
     new_axis = lambda axis: list(permutation).index(axis % ndim) - ndim

@@ -171,8 +171,7 @@ def with_stochastic_rounding(params: Any, key: jax.Array) -> Any:
             return x
         weight_key = jax.random.fold_in(key, next(weight_numbers))
         stack_shape = x.w.shape[: x.lead]
-        return x.changed(
-            key=jax.random.split(weight_key, stack_shape) if stack_shape else weight_key
-        )
+        keys = jax.random.split(weight_key, stack_shape) if stack_shape else weight_key
+        return x.changed(key=keys)
 
     return jax.tree.map(set_key, params, is_leaf=_is_fake_quantized)
