@@ -36,8 +36,8 @@ def text_table(
     """Return a table as text that fits the width of the terminal.
 
     `total` is a last row, and `right` lists the headings of columns with numbers. Numbers are not
-    wrapped. With `may_stack`, a table that is too wide has the first cell of each row on its own
-    line, above the other cells.
+    wrapped. If `may_stack` is True and the table is too wide, the first cell of each row gets its
+    own line, above the other cells of the row.
     """
     screen = screen_width()
     lines: list[Cells | str] = [headings, *rows, *([total] if total else [])]
@@ -71,7 +71,7 @@ def text_table(
 
 
 def _natural_widths(headings: Cells, lines: Rows, right: Collection[str]) -> list[int]:
-    """Return the width of each column without wrapping. Headings of numbers may be wrapped."""
+    """Return the width of each column if only the headings in `right` are wrapped, at spaces."""
     words = [heading.split() if heading in right else [heading] for heading in headings]
     rows = [line for line in lines if not isinstance(line, str) and line != headings]
     columns = zip(*rows, strict=True) if rows else [()] * len(headings)

@@ -90,7 +90,7 @@ class ActivationStatistics:
         return self.lows[average], self.highs[average]
 
     def of_stacks(self, of_channels: Any) -> np.ndarray:
-        """Return an array with one value per channel, such as `mean`, as `[stacks, K]`.
+        """Reshape an array with one value per channel, such as `mean`, to `[stacks, K]`.
 
         `stacks` is the number of stacked weights, and `K` the number of channels of each.
         """
@@ -130,7 +130,7 @@ def static_range(
 
     - `statistics`: the statistics of the activations.
     - `qtype`: the format of the activations.
-    - `shape`: the shape of the weight that they multiply.
+    - `shape`: the shape of the weight that multiplies the activations.
     - `average`: the range to use: "mean", "exponential" or "widest".
     - `calibration_method`: the method that turns the range into a scale. None selects the default
       of the format.
