@@ -160,6 +160,7 @@ def explain(fn: Callable[P, Any]) -> Callable[P, Report]:
         arrays = [x for a, x in zip(is_array, leaves, strict=True) if a]
         with policy_in_force(Policy(events=events)):
             program = jax.make_jaxpr(call_with_arrays)(arrays)
-        return Report((*materialised_before([*arrays, *program.consts]), *events))
+        captured = program.consts  # arrays that `fn` uses, but does not take as arguments
+        return Report((*materialised_before([*arrays, *captured]), *events))
 
     return traced

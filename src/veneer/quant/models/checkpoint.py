@@ -58,7 +58,7 @@ class Selector:
       tile size does not divide the axis, the format becomes int8.
     - `tile_axis`: the contracted axis. None means -1 for names that end in "weight", as in torch,
       and -2 for names that end in "kernel", as in JAX.
-    - `stated`: the origin of the selector for messages, such as the name of an option.
+    - `stated`: the name of the selector in messages, such as a command-line option.
 
     **Raises:** `ValueError` if the regex or the format is invalid, or a tile size is below 1 or
     differs from the fixed one of the format.

@@ -20,7 +20,7 @@ from .rules import Rule
 
 
 class LowRankAxes(NamedTuple):
-    """The axes of a weight `[*lead, *in, *out]` that is stored in a `LoraArray`."""
+    """The split of the axes of a weight in a `LoraArray`: `[*lead, *in, *out]`."""
 
     in_ndim: int  # the number of input axes
     out_ndim: int  # the number of output axes
@@ -52,7 +52,7 @@ class LowRankAxes(NamedTuple):
 def low_rank_axes(
     ndim: int, contracted: Collection[int], free: Collection[int]
 ) -> LowRankAxes | None:
-    """Return the axes of a weight in a `LoraArray`, or None if a `LoraArray` has no such axes.
+    """Return the `LowRankAxes` of a weight, or None if its axes are in an unsupported order.
 
     `contracted` and `free` are the axes that products contract and keep, counted from the end. The
     last axes of the weight (the output axes) must be of one kind, and the axes directly before them

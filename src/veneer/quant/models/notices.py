@@ -74,7 +74,7 @@ def warn_of_only_small(
 
 
 def warn_of_mostly_dense(weights: Mapping[str, Any], selected: Mapping[str, Rule]) -> None:
-    """Warn if no rule matches most of the values."""
+    """Warn if most values are in weights that no rule matches."""
     sizes = {path: math.prod(x.shape) for path, x in weights.items()}
     unmatched = [path for path, n in sizes.items() if path not in selected and n >= SMALL]
     num_dense = sum(sizes[path] for path in unmatched)

@@ -262,7 +262,7 @@ def _observed_axes(
 ) -> dict[str, tuple[int, ...]]:
     """Return a dict from the path of each weight to observe to its contracted axes.
 
-    `traced` is a dict from paths to axes. Other weights have the `tile_axis` of their rule.
+    `traced` is a dict from paths to axes. For other paths, use the `tile_axis` of the rule.
     """
     axes: dict[str, tuple[int, ...]] = {}
     for paths, leaves, _ in trees:

@@ -164,7 +164,7 @@ class ChosenRules(NamedTuple):
     uses: Mapping[str, Sequence[Use]] | None  # the uses of weights by path; None without a program
 
     def correction_axes(self, path: str) -> LowRankAxes | None:
-        """Return the axes of a weight in a `LoraArray`, or None if its rule sets no correction.
+        """Return the `LowRankAxes` of a weight, or None if its rule sets no `correction_rank`.
 
         **Raises:** `ValueError`, with the path, if a `LoraArray` does not support these axes.
         """

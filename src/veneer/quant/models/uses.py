@@ -305,7 +305,7 @@ def _gather(w: TrackedWeight, indices: ArrayLike, **params: Any) -> Any:
     batch_axes = {*numbers.operand_batching_dims}
     removed = {*numbers.collapsed_slice_dims, *batch_axes}
     kept = [axis for axis in range(w.ndim) if axis not in removed]
-    new_axes = dict(zip(kept, numbers.offset_dims, strict=True))
+    new_axes = dict(zip(kept, numbers.offset_dims, strict=True))  # from axes of `w` to the result's
     places = [[new_axes[axis]] if axis in new_axes else [] for axis in range(w.ndim)]
     sizes = enumerate(zip(w.shape, params["slice_sizes"], strict=True))
     indexed = {axis for axis, (size, slice_size) in sizes if slice_size < size} - batch_axes

@@ -67,11 +67,10 @@ class ObservedWeight(ProductWeight):
         gram: bool,
         keep_operand: bool = False,
     ) -> None:
-        """Record the operand that multiplies the weight in a product.
+        """Record the operand `x` that multiplies the weight in a product.
 
         **Arguments:**
 
-        - `x`: the operand.
         - `channel_axes`, `batch_axes`: the contracted axes and the batch axes of the product. Each
           is a pair: axes of the operand, and axes of the weight.
         - `gram`: also record the products `x.T @ x` of channels.
