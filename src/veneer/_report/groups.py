@@ -41,7 +41,7 @@ class EventRow(NamedTuple):
 
 
 class EventGroup(NamedTuple):
-    """The events of one weight or one program line. `name` is its path, or the line."""
+    """The events of one weight or program line. `name` is the path of the weight, or the line."""
 
     name: str
     rows: list[EventRow]

@@ -140,7 +140,7 @@ def check_rules(
 
 
 def _programs_for(x: Any) -> dict[str, Program]:
-    """Return the test programs for a dense array: with solves if it is well-conditioned."""
+    """Return the test programs for a dense array. Add solves for a well-conditioned matrix."""
     programs = programs_for_shape(x.shape)
     is_square = x.ndim == 2 and x.shape[0] == x.shape[1] and x.size > 0
     if is_square and x.dtype.name in ("float32", "float64"):

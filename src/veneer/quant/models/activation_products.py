@@ -161,8 +161,8 @@ def _cached_active_rules(
 ) -> _ActiveRules:
     """Return an `_ActiveRules` object: the same object for equal arguments.
 
-    A new object would make JAX trace the function again. Different functions need different
-    objects, because an object stores which rules are unmatched, so `function_key` is an argument.
+    A new object would make JAX trace the function again. `function_key` gives each function its
+    own object, because the object stores which rules the function has not matched yet.
     """
     del function_key
     return _ActiveRules(rules, outer)

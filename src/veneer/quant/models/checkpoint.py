@@ -33,7 +33,7 @@ ANY_WEIGHT = r".*(weight|kernel)"
 
 
 class UnknownAxisError(ValueError):
-    """The error for a tensor whose contracted axis is unknown from its name."""
+    """The error for a tensor whose name does not determine its contracted axis."""
 
 
 class TileError(ValueError):
@@ -202,7 +202,7 @@ def find_unselected(
 def describe_adapted(
     avals: Mapping[str, jax.ShapeDtypeStruct], rules: Mapping[str, Rule], qtype: str
 ) -> list[str]:
-    """Return a text for each tensor that the default tile of the format `qtype` does not divide.
+    """Return a text for each tensor with an axis that the default tile of `qtype` does not divide.
 
     The rules of these tensors have a smaller tile, or the format int8.
     """

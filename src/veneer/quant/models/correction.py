@@ -142,7 +142,7 @@ def balance_factors(a: Any, b: Any) -> tuple[Any, Any]:
     """Scale two factors of a product so that column `i` of `a` and row `i` of `b` have equal norms.
 
     In training, the two factors then learn at the same rate. The rows of `b` must have norm 1. If
-    column `i` of `a` is zero, it and row `i` of `b` stay unchanged.
+    column `i` of `a` is zero, both stay unchanged.
     """
     norms = (a**2).sum(-2, keepdims=True) ** 0.5
     root = (norms + (norms == 0)) ** 0.5  # 1 for zero columns

@@ -131,7 +131,7 @@ def warn_of_not_rotated(paths: Sequence[str], uses: Mapping[str, Sequence[Use]])
 def warn_of_unchanged(
     paths: Sequence[str], leaves: Sequence[Any], rules: Sequence[Rule] | str
 ) -> None:
-    """Warn of implicit arrays that match a rule, but are not quantized by it.
+    """Warn of implicit arrays that stay unchanged, although a rule matches them.
 
     These arrays are quantized in another format, or wrap a dense weight, as a `LoraArray` does.
     `rules` is a list of rules or the name of a format.
@@ -166,9 +166,9 @@ def warn_of_unchanged(
 def warn_of_hardly_smaller(
     paths: Sequence[str], quantized: Sequence[Any], rules: Mapping[str, Rule], *, has_program: bool
 ) -> None:
-    """Warn of quantized weights that take as many bytes as dense weights, or have many scales.
+    """Warn of quantized weights that take as many bytes as dense weights.
 
-    With neither a program nor a tile size, many scales are a sign of a wrong `tile_axis`.
+    With neither a program nor a tile size, also warn of many scales: `tile_axis` may be wrong.
     """
     large, large_with_correction = [], []
     for path, x in zip(paths, quantized, strict=True):

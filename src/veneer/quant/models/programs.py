@@ -41,9 +41,9 @@ def parameter_trees_and_program(
 ) -> tuple[Sequence[Any], Callable]:
     """Return `(trees, program)`, where `program(trees, *args)` calls the model.
 
-    `trees` is the list `[params]`, or `[model]` if `params` is None. For a `functools.partial`, it
-    has the function (None if that is not a module) and each argument. Error messages suggest the
-    text `call`.
+    `trees` is the list `[params]`, or `[model]` if `params` is None. For a `functools.partial`,
+    `trees` holds its function (None if the function is not a module) and its arguments. Error
+    messages suggest the text `call`.
     """
     if params is not None or not isinstance(model, functools.partial):
         params, program = parameters_and_program(model, params, call)

@@ -37,7 +37,7 @@ class Totals(NamedTuple):
     gram: Any = None  # [stacks, K, K], sums of products of channels; None on the host
 
     def end_batch(self, decay: float, xp: ModuleType = jnp) -> "Totals":
-        """Add the ranges of the current batch to the sums and moving averages, and reset them.
+        """Add the ranges of this batch to the sums and moving averages, and start a new batch.
 
         `xp` is `jax.numpy` or `numpy`, the module of the arrays.
         """
