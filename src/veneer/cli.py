@@ -264,7 +264,7 @@ def quantize(
     from .interop.checkpoints.opened import open_checkpoint
     from .interop.folder import FolderWriter, TensorFolder
     from .interop.new_folder import write_aside, write_beside
-    from .quant.models.checkpoint import quantize_stream, without_default_tile
+    from .quant.models.checkpoint import describe_adapted, quantize_stream
     from .quant.models.matching import some_of
 
     outcomes = []
@@ -281,7 +281,7 @@ def quantize(
             by_name = rules is None and not include
             left_dense = _left_dense(source, dense, selectors) if by_name else []
             chosen = _plan(dense, selectors, in_file=rules is not None)
-            adapted = without_default_tile(dense, chosen, format) if format and not tile else []
+            adapted = describe_adapted(dense, chosen, format) if format and not tile else []
             made, report = _calibrated(source, calibrate, chosen, method)
             beside = _beside(source, tensors)
         with _bad_input((OSError,)), write_aside(target, overwrite=overwrite) as folder:

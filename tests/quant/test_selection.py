@@ -12,10 +12,10 @@ from veneer.quant.models.checkpoint import (
     Selector,
     TileError,
     UnknownAxisError,
+    describe_adapted,
     find_unselected,
     plan,
     selectors_from_json,
-    without_default_tile,
 )
 
 
@@ -91,7 +91,7 @@ def test_the_default_tile_fits_the_axis(qtype, size, expected):
     }
     assert {rule.qtype for rule in chosen.values()} == {expected[0]}
     assert shapes == {"a.weight": (1, expected[1]), "b.kernel": (1, expected[1], 1)}
-    told = without_default_tile(avals, chosen, qtype)
+    told = describe_adapted(avals, chosen, qtype)
     assert len(told) == (0 if expected in (("int8", 96), (qtype, 64), (qtype, 32)) else 2)
 
 

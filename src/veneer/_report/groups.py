@@ -15,7 +15,7 @@ _INTERMEDIATES = "intermediates"  # the name of the group of events without a we
 
 
 class EventRow(NamedTuple):
-    """A row of a table: an event, and how often equal events occur in the group."""
+    """A row of a table: how a primitive ran (its event), and how often in the group."""
 
     event: Event
     weights: str  # the joined paths of the weights of the event, or "intermediates"
@@ -41,7 +41,7 @@ class EventRow(NamedTuple):
 
 
 class EventGroup(NamedTuple):
-    """The events of one weight, or of one program line. The name is a path or a line."""
+    """The events of one weight or program line. `name` is the path of the weight, or the line."""
 
     name: str
     rows: list[EventRow]
@@ -74,15 +74,15 @@ def group_by_line(events: Iterable[Event]) -> list[EventGroup]:
 def _group(events: Iterable[Event], get_name: Callable[[Event, str], str]) -> list[EventGroup]:
     """Group events, and count equal events in each group.
 
-    `get_name(event, weights)` returns the name of a group. `weights` are the joined paths of the
-    weights of an event, with "*" in place of layer numbers.
+    `get_name(event, weights)` returns the name of the group of an event. `weights` is a text: the
+    paths of the weights of the event, with "*" in place of layer numbers.
     """
     counts_by_name: dict[str, Counter[tuple[Event, str]]] = {}
     for event in events:
         # A layer number is a key of a path: digits between two dots, or at an end of the path.
         paths = (re.sub(r"(?<![^.])\d+(?![^.])", "*", path) for path in event.weights)
         weights = ", ".join(dict.fromkeys(paths)) or _INTERMEDIATES
-        # Sources are paths with layer numbers. Without them, events of several layers are equal.
+        # `sources` has paths with layer numbers. Without it, events of several layers are equal.
         key = replace(event, sources=()), weights
         counts_by_name.setdefault(get_name(event, weights), Counter())[key] += 1
     return [

@@ -50,26 +50,26 @@ def _table(bodies: list[str], *, last_heading: str) -> str:
 
 
 def _table_body(group: EventGroup, title: str, source: str, last_cells: list[str]) -> str:
-    """Return a `tbody` element: a title row, and a row for each entry of the group.
+    """Return a `tbody` element: a title row, and a row for each event of the group.
 
-    The title row has the title, the number of materialized bytes and the HTML in `source`.
-    `last_cells` has the text of the last cell of each row.
+    The title row has the title, the number of materialized bytes and `source`: HTML that shows
+    source code. `last_cells` has the text of the last cell of each other row.
     """
     note = f" <span>{group.materialized}</span>" if group.materialized else ""
     title_cell = f"<div><b>{html.escape(title)}</b>{note}</div>{source}"
-    rows = [f'<tr class="over"><th colspan="6" scope="rowgroup">{title_cell}</th></tr>']
-    for entry, last_cell in zip(group.rows, last_cells, strict=True):
-        primitive, operands, times, what_ran, dense = map(html.escape, entry.cells)
-        rows.append(
-            f"<tr{_class('dense' if entry.event.made_dense else '')}>"
+    html_rows = [f'<tr class="over"><th colspan="6" scope="rowgroup">{title_cell}</th></tr>']
+    for row, last_cell in zip(group.rows, last_cells, strict=True):
+        primitive, operands, times, what_ran, dense = map(html.escape, row.cells)
+        html_rows.append(
+            f"<tr{_class('dense' if row.event.made_dense else '')}>"
             f"<td>{primitive}</td><td>{operands}</td>"
-            f'<td class="number times" data-n="{entry.times}">{times}</td>'
+            f'<td class="number times" data-n="{row.times}">{times}</td>'
             f'<td class="what">{what_ran}</td>'
-            f'<td class="number" data-n="{entry.nbytes}">{dense}</td>'
+            f'<td class="number" data-n="{row.nbytes}">{dense}</td>'
             f'<td class="where">{html.escape(last_cell)}</td></tr>'
         )
-    is_dense = any(entry.event.made_dense for entry in group.rows)
-    return f"<tbody{_class('dense' if is_dense else '')}>\n" + "\n".join(rows) + "\n</tbody>\n"
+    is_dense = any(row.event.made_dense for row in group.rows)
+    return f"<tbody{_class('dense' if is_dense else '')}>\n" + "\n".join(html_rows) + "\n</tbody>\n"
 
 
 def _source_excerpt(place: str) -> str:

@@ -74,10 +74,10 @@ class Report:
             f"{count} {len(self.materialised)} of them materialized {size_of(self.nbytes)} "
             f"({', '.join(parts) or 'no weights'})."
         )
-        expected = sum(event.nbytes for event in self.materialised if event.no_kernel)
-        if not expected:
+        expected_nbytes = sum(event.nbytes for event in self.materialised if event.no_kernel)
+        if not expected_nbytes:
             return total
-        share = "All" if expected == self.nbytes else size_of(expected)
+        share = "All" if expected_nbytes == self.nbytes else size_of(expected_nbytes)
         return f"{total} {share} of it is expected: the arrays are too small for a kernel."
 
     def __str__(self) -> str:
@@ -160,6 +160,7 @@ def explain(fn: Callable[P, Any]) -> Callable[P, Report]:
         arrays = [x for a, x in zip(is_array, leaves, strict=True) if a]
         with policy_in_force(Policy(events=events)):
             program = jax.make_jaxpr(call_with_arrays)(arrays)
-        return Report((*materialised_before([*arrays, *program.consts]), *events))
+        captured = program.consts  # arrays that `fn` uses, but does not take as arguments
+        return Report((*materialised_before([*arrays, *captured]), *events))
 
     return traced

@@ -36,21 +36,21 @@ def text_table(
     """Return a table as text that fits the width of the terminal.
 
     `total` is a last row, and `right` lists the headings of columns with numbers. Numbers are not
-    wrapped. With `may_stack`, a table that is too wide has the first cell of each row on its own
-    line, above the other cells.
+    wrapped. If `may_stack` is True and the table is too wide, the first cell of each row gets its
+    own line, above the other cells of the row.
     """
     screen = screen_width()
-    lines: list[Cells | str] = [headings, *rows, *([total] if total else [])]
-    widths = _natural_widths(headings, lines, right)
+    all_rows: list[Cells | str] = [headings, *rows, *([total] if total else [])]
+    widths = _natural_widths(headings, all_rows, right)
     if may_stack and sum(widths) + len(_GAP) * (len(widths) - 1) > screen:
-        old_lines, lines = lines, []
-        for line in old_lines:
-            first, others = (line, ()) if isinstance(line, str) else (line[0], line[1:])
-            lines += [first, others] if any(others) else [first]
+        unstacked, all_rows = all_rows, []
+        for row in unstacked:
+            first, others = (row, ()) if isinstance(row, str) else (row[0], row[1:])
+            all_rows += [first, others] if any(others) else [first]
         headings = headings[1:]
-        widths = _natural_widths(headings, lines, right)
-    # Lines of cells are indented below titles.
-    indent = _GAP if any(isinstance(line, str) for line in lines) else ""
+        widths = _natural_widths(headings, all_rows, right)
+    # Rows of cells are indented below titles.
+    indent = _GAP if any(isinstance(row, str) for row in all_rows) else ""
     room = screen - len(indent) - len(_GAP) * (len(headings) - 1)
     is_number = [heading in right for heading in headings]
     widths = _fit_widths(widths, is_number, room)
@@ -67,13 +67,13 @@ def text_table(
             )
             yield (indent + _GAP.join(aligned)).rstrip()
 
-    return "\n".join(line for row in lines for line in format_row(row))
+    return "\n".join(line for row in all_rows for line in format_row(row))
 
 
-def _natural_widths(headings: Cells, lines: Rows, right: Collection[str]) -> list[int]:
-    """Return the width of each column without wrapping. Headings of numbers may be wrapped."""
+def _natural_widths(headings: Cells, all_rows: Rows, right: Collection[str]) -> list[int]:
+    """Return the width of each column if only the headings in `right` are wrapped, at spaces."""
     words = [heading.split() if heading in right else [heading] for heading in headings]
-    rows = [line for line in lines if not isinstance(line, str) and line != headings]
+    rows = [row for row in all_rows if not isinstance(row, str) and row != headings]
     columns = zip(*rows, strict=True) if rows else [()] * len(headings)
     return [max(map(len, [*w, *cells])) for w, cells in zip(words, columns, strict=True)]
 

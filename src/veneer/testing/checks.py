@@ -140,7 +140,7 @@ def check_rules(
 
 
 def _programs_for(x: Any) -> dict[str, Program]:
-    """Return the test programs for a dense array. Only well-conditioned matrices get solves."""
+    """Return the test programs for a dense array. Add solves for a well-conditioned matrix."""
     programs = programs_for_shape(x.shape)
     is_square = x.ndim == 2 and x.shape[0] == x.shape[1] and x.size > 0
     if is_square and x.dtype.name in ("float32", "float64"):
@@ -155,8 +155,8 @@ def _programs_for(x: Any) -> dict[str, Program]:
 class _Check:
     """The programs that ran on an example, the rules that they used, and the differences.
 
-    `type_name` is None if the type must not reject programs. Otherwise, an error whose message has
-    this name rejects a program.
+    An error whose message has `type_name` means that the array type rejects the program. If
+    `type_name` is None, every error counts as a difference.
     """
 
     def __init__(self, example: Any, dense: Callable, type_name: str | None, tolerance: float):
@@ -214,6 +214,7 @@ class _Check:
         def run_vmap_outside(program: Program, transform: Callable, stack: Any) -> Any:
             return jax.vmap(lambda w: transform(program)(w, d))(stack)
 
+        # "within" or "outside" `transform`, which is `vn.implicit`.
         self._compare("vmap within", self._rule_programs, run_vmap, stack)
         self._compare("scan within", self._rule_programs, run_scan, stack)
         self._compare("vmap outside", self._rule_programs, run_vmap_outside, stack)
@@ -243,10 +244,11 @@ class _Check:
     ) -> None:
         """Run programs on `w` and on its dense array, and store the differences of the results.
 
-        `run` runs one program under a transformation, and `mode` is its name in messages. If
-        `record` is True, also store the rules that run. All programs are compiled as one.
+        `run(program, transform, w)` runs `transform(program)`, for example under `vmap`. Here,
+        `transform` is `implicit`, or replaces `w` by its dense array. `mode` names the run in
+        messages. If `record` is True, also store which rules ran.
         """
-        materialise_argument = lambda f: lambda w, *others: f(self._dense(w), *others)
+        with_dense_argument = lambda f: lambda w, *others: f(self._dense(w), *others)
         title = lambda name: f"{name}, {mode}" if mode else name
         events: list[Any] = []
 
@@ -255,7 +257,7 @@ class _Check:
             for name, program in programs.items():
                 events.clear()
                 try:
-                    expected = run(program, materialise_argument, w)
+                    expected = run(program, with_dense_argument, w)
                 except Exception:  # JAX does not support the transformation of this program
                     continue
                 try:
@@ -269,7 +271,7 @@ class _Check:
             return results
 
         with policy_in_force(Policy(events=events)):
-            results = jax.jit(run_all)(w)
+            results = jax.jit(run_all)(w)  # one compilation for all programs
         for name, (result, expected) in results.items():
             text = _compare_trees(
                 result, expected, self.dense_example.dtype, tolerance or self._tolerance

@@ -57,6 +57,7 @@ def programs_for_shape(shape: Shape) -> dict[str, Program]:
 
     JAX rejects some of the programs for some dtypes.
     """
+    # `f=f` and `move=move` bind the loop variables now. Otherwise all lambdas use the last values.
     elementwise = {name: getattr(lax, name) for name in ELEMENTWISE if hasattr(lax, name)}
     programs: dict[str, Program] = {
         **{name: lambda w, d, f=f: f(w) for name, f in elementwise.items()},
@@ -69,7 +70,6 @@ def programs_for_shape(shape: Shape) -> dict[str, Program]:
         programs |= dict(_products())
         if shape[-1] == shape[-2]:
             programs |= dict(_square_products())
-    # The default arguments bind the loop variables now, because lambdas look names up when called.
     return programs | {name: lambda w, d, move=move: move(w) for name, move in moves(shape)}
 
 

@@ -1,8 +1,8 @@
 """`quantize_products`: quantize products of two activations by their place in the program.
 
-Each argument is wrapped in an `Activation`. The results of primitives with an `Activation` as
-operand are wrapped, too. The rules for products of two `Activation`s look up the name of the scope
-around the product, and quantize both operands.
+The arguments of the function become `Activation`s, and so do the results of primitives with an
+`Activation` as operand. In a product of two `Activation`s, the names of the scopes around the
+product select a `Rule`, and both operands are quantized.
 """
 
 import inspect
@@ -35,18 +35,17 @@ from .rules import Rule
 def quantize_products(fn: Callable, rules: Sequence[Rule]) -> Callable:
     """Return a function that quantizes products of two activations, such as `q @ k.T` in attention.
 
-    Activations are arrays that depend on the arguments of `fn`. Arrays that `fn` captures, or that
-    it holds as a module or a `functools.partial`, are weights. Quantize their products with
-    `vn.quant.quantize_tree`.
+    Activations are arrays that depend on the arguments of `fn`. Arrays that `fn` captures are
+    weights, and also the arrays in `fn` itself, if `fn` is a module or a `functools.partial`.
+    Quantize products of weights with `vn.quant.quantize_tree`.
 
     The `path_regex` of a rule matches the place of a product. The place consists of the names of
     the scopes (`jax.named_scope`, modules of linen and Equinox) and jitted functions around the
     product, joined with "/". Profiles show the same names. The place of an `einsum` ends with its
     subscripts.
 
-    Each operand has one scale per index along the axes that are not contracted. If the rule has an
-    `act_tile_size`, or its format a fixed tile size, each tile of the last contracted axis also has
-    its own scale.
+    Values along the contracted axes of an operand share a scale. If the rule or its format has a
+    tile size, each tile of the last contracted axis has its own scale.
 
     Derivatives of the returned function ignore the rounding (straight-through estimator). If `fn`
     itself calls `jax.grad`, products with cotangents are not quantized. If `fn` calls `jax.jvp`,
@@ -81,28 +80,28 @@ def quantize_products(fn: Callable, rules: Sequence[Rule]) -> Callable:
     >>> bool(0 < jnp.abs(error).max() < 0.1)
     True
     """
-    rules, code = as_rules(rules), _code_of(fn)
-    _cached_active_rules(rules, None, code)  # check the rules now
+    rules, function_key = as_rules(rules), _function_key(fn)
+    _cached_active_rules(rules, None, function_key)  # check the rules now
 
     @wraps(fn, updated=())
     def quantized(*args: Any, **kwargs: Any) -> Any:
         leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_opaque_leaf)
-        active = _cached_active_rules(rules, scope_query(), code)
+        active_rules = _cached_active_rules(rules, scope_query(), function_key)
 
         def run(*leaves: Any) -> Any:
             args, kwargs = jax.tree.unflatten(treedef, leaves)
             return fn(*args, **kwargs)
 
-        with query_scopes(active):
+        with query_scopes(active_rules):  # `scope_query` then returns them
             out = run_around(run, *map(_as_activation, leaves))
-        active.warn_of_unmatched()
+        active_rules.warn_of_unmatched()
         return jax.tree.map(_unwrap, out, is_leaf=is_opaque_leaf)
 
     return quantized
 
 
-def _code_of(fn: Any) -> Any:
-    """Return the code object of a function, or the class of another callable.
+def _function_key(fn: Any) -> Any:
+    """Return a cache key: the code object of a function, or the class of another callable.
 
     All functions that one `def` or `lambda` creates share a code object.
     """
@@ -113,10 +112,10 @@ def _code_of(fn: Any) -> Any:
 
 
 class _ActiveRules:
-    """The rules of a function that `quantize_products` returned, in force while the function runs.
+    """The rules of one `quantize_products` call, in force while the returned function runs.
 
-    `outer` holds the rules of another such function that calls this function, or None. The object
-    also stores which rules have matched no product yet.
+    `outer` holds the rules of an enclosing call of such a function, or None. `unmatched` holds the
+    rules that have matched no product yet.
     """
 
     def __init__(self, rules: tuple[Rule, ...], outer: "_ActiveRules | None"):
@@ -129,7 +128,7 @@ class _ActiveRules:
     def find(self, place: str, op: str) -> Rule | None:
         """Return the first rule for the primitive `op` at a place, or None.
 
-        The outer rules apply if no inner rule matches.
+        If no rule of this object matches, return the result of `outer.find`.
         """
         if (place, op) not in self.rule_by_product:
             self.rule_by_product[place, op] = next(
@@ -158,14 +157,14 @@ class _ActiveRules:
 
 @lru_cache(maxsize=256)
 def _cached_active_rules(
-    rules: tuple[Rule, ...], outer: _ActiveRules | None, code: Any
+    rules: tuple[Rule, ...], outer: _ActiveRules | None, function_key: Any
 ) -> _ActiveRules:
     """Return an `_ActiveRules` object: the same object for equal arguments.
 
-    JAX traces a function again for another object. `code` only separates the objects of different
-    functions, because each object stores which rules its function has not matched yet.
+    A new object would make JAX trace the function again. `function_key` gives each function its
+    own object, because the object stores which rules the function has not matched yet.
     """
-    del code
+    del function_key
     return _ActiveRules(rules, outer)
 
 
@@ -180,11 +179,11 @@ def _check_rule(rule: Rule) -> None:
 
 
 class Activation(ImplicitArray):
-    """An array that depends on an argument of the function that `quantize_products` got.
+    """An array that depends on an argument of the function passed to `quantize_products`.
 
-    Primitives apply to the array itself, and their results become activations. The rules for
-    products can quantize the array first. An activation cannot be materialized. So a loop carry
-    that is an activation in only one iteration becomes an activation in all iterations.
+    A primitive with an activation as operand runs on the wrapped array, and its result becomes an
+    activation. Rules for products quantize the array first. Because an activation cannot be
+    materialized, a loop carry is an activation in all iterations or in none.
     """
 
     default_precedence: ClassVar[int] = 100  # an activation wraps all other types
@@ -201,7 +200,7 @@ class Activation(ImplicitArray):
 
     @staticmethod
     def default(primitive: Primitive, values: Sequence[Any], params: dict[str, Any]) -> Any:
-        """Apply the primitive to the arrays, and return the results as activations."""
+        """Apply the primitive to the wrapped arrays, and return its results as activations."""
         bind = lambda *xs: primitive.bind(*xs, **primitive.get_bind_params(params))
         out = redispatch(bind, *map(_unwrap, values))
         return list(map(_as_activation, out)) if primitive.multiple_results else _as_activation(out)
@@ -243,12 +242,12 @@ def _register_product(name: str) -> None:
     """Register the rule that quantizes both operands of the product primitive `name`."""
     primitive = find_primitive(name)
 
-    def product(x: Activation, y: Activation, *others: Any, **params: Any) -> Any:
-        place, active = current_place(), scope_query()
-        if active is None or place.is_derivative:
+    def product(x: Activation, y: Activation, *group_sizes: Any, **params: Any) -> Any:
+        place, active_rules = current_place(), scope_query()
+        if active_rules is None or place.is_derivative:
             return NotImplemented
         place_name = "/".join(place.names)
-        rule = active.find(place_name, name)
+        rule = active_rules.find(place_name, name)
         dtypes = {jax.typeof(operand.array).dtype for operand in (x, y)}
         if rule is None or rule.act_qtype is None or not dtypes <= set(QUANTIZABLE):
             return NotImplemented
@@ -257,7 +256,7 @@ def _register_product(name: str) -> None:
         y_quantized = _quantize_operand(y.array, y_axes, rule, place_name)
         bind = lambda *xs: primitive.bind(*xs, **params)
         with query_scopes(None):  # the operands may be activations of an outer call
-            out = redispatch(bind, x_quantized, y_quantized, *map(_unwrap, others))
+            out = redispatch(bind, x_quantized, y_quantized, *map(_unwrap, group_sizes))
         note_how(f"activations in {rule.act_qtype} at {place_name!r}")
         return _as_activation(out)
 
@@ -274,10 +273,10 @@ def _quantize_operand(x: Any, contracted: Axes, rule: Rule, place_name: str) -> 
     tile = rule.act_tile_size
     if tile is not None:
         tile = resolve_tile_size(x.shape, contracted[-1] if contracted else 0, tile)
-    axes = choose_scale_axes(x.ndim, contracted, get_format(rule.act_qtype), tile)
+    scale_axes = choose_scale_axes(x.ndim, contracted, get_format(rule.act_qtype), tile)
     method = rule.act_calibration_method
     try:
-        return ste(quantize)(x, rule.act_qtype, calibration_method=method, **axes.arguments)
+        return ste(quantize)(x, rule.act_qtype, calibration_method=method, **scale_axes.arguments)
     except ValueError as error:
         error.add_note(
             f"This error was raised while quantizing an activation of shape {x.shape} at "
@@ -298,7 +297,7 @@ add_rule(_cond, [find_primitive("cond")], structural=True)
 
 
 def _register_callback(primitive: Primitive) -> None:
-    """Register a rule that passes the arrays of activations to a callback primitive."""
+    """Register a rule that passes the arrays inside activations to a callback primitive."""
 
     def rule(*operands: Any, **params: Any) -> Any:
         if not any(isinstance(x, Activation) for x in operands):

@@ -1,8 +1,8 @@
 """Quantize a checkpoint: a stream of named tensors that may not fit in memory.
 
 `plan` chooses the rule of each tensor from names, shapes and dtypes, so that errors come before any
-tensor is read. `quantize_stream` then quantizes one tensor after the other. `summarize` turns the
-outcomes into the rows of a table. Nothing here depends on a file format.
+tensor is read. `quantize_stream` then quantizes one tensor after the other. `summarize` returns
+the rows of a table of sizes and errors. Nothing here depends on a file format.
 """
 
 import json
@@ -33,7 +33,7 @@ ANY_WEIGHT = r".*(weight|kernel)"
 
 
 class UnknownAxisError(ValueError):
-    """The error for a tensor whose name does not tell which axis products contract."""
+    """The error for a tensor whose name does not determine its contracted axis."""
 
 
 class TileError(ValueError):
@@ -54,11 +54,11 @@ class Selector:
     - `qtype`: the format. None leaves the tensors dense.
     - `tile_size`: the number of values along the contracted axis that share a scale. None means the
       tile size of the format if it has one (32 for mxfp4), and otherwise the whole axis. "default"
-      means the tile size that `quantize_tree` uses for the name of a format. If it does not divide
-      the axis, the tile is smaller, or the format is int8 if its tile size is fixed.
+      means the default tile size of the format, or a smaller one that divides the axis. If a fixed
+      tile size does not divide the axis, the format becomes int8.
     - `tile_axis`: the contracted axis. None means -1 for names that end in "weight", as in torch,
       and -2 for names that end in "kernel", as in JAX.
-    - `stated`: the origin of the selector for messages, such as the name of an option.
+    - `stated`: the name of the selector in messages, such as a command-line option.
 
     **Raises:** `ValueError` if the regex or the format is invalid, or a tile size is below 1 or
     differs from the fixed one of the format.
@@ -138,7 +138,7 @@ def selectors_from_json(text: str, *, tile_axis: int | None = None) -> list[Sele
 def plan(
     avals: Mapping[str, jax.ShapeDtypeStruct], selectors: Sequence[Selector]
 ) -> dict[str, Rule]:
-    """Return a dict from the name of each tensor to quantize to its rule.
+    """Return the rules of the tensors to quantize, as a dict from names to rules.
 
     The first selector that matches the name of a tensor applies. Only floating tensors of rank 2 or
     more are quantized.
@@ -199,13 +199,12 @@ def find_unselected(
     ]
 
 
-def without_default_tile(
+def describe_adapted(
     avals: Mapping[str, jax.ShapeDtypeStruct], rules: Mapping[str, Rule], qtype: str
 ) -> list[str]:
-    """Return a text for each tensor whose rule has another tile or format than the default.
+    """Return a text for each tensor with an axis that the default tile of `qtype` does not divide.
 
-    Such a rule has a smaller tile or the format int8, because the default tile of the format
-    `qtype` does not divide an axis of the tensor.
+    The rules of these tensors have a smaller tile, or the format int8.
     """
     default = Rule(".*", qtype, tile_size=default_tile(qtype))
     return describe_changed_tiles(dict.fromkeys(rules, default), rules, avals)
@@ -230,7 +229,7 @@ def _rule_for(selector: Selector, name: str, shape: tuple[int, ...]) -> Rule:
     rule = selector.rule(axis)
     from_front = axis % len(shape)
     if selector.tile_size == "default":
-        return fit_default_rule(rule, {from_front - len(shape)}, shape)
+        return fit_default_rule(rule, {from_front - len(shape)}, shape)  # from the end
     _, tiled_axes = rule.axes(shape)
     tile = tiled_axes.get(from_front)
     if tile is not None and shape[axis] % tile:

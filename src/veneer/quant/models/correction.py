@@ -20,7 +20,7 @@ from .rules import Rule
 
 
 class LowRankAxes(NamedTuple):
-    """The axes of a weight `[*lead, *in, *out]` that is stored in a `LoraArray`."""
+    """The split of the axes of a weight in a `LoraArray`: `[*lead, *in, *out]`."""
 
     in_ndim: int  # the number of input axes
     out_ndim: int  # the number of output axes
@@ -34,8 +34,8 @@ class LowRankAxes(NamedTuple):
     def as_lora(self, q: Any, a: Any, b: Any) -> LoraArray:
         """Return the weight `q` with the correction `a @ b` as a `LoraArray`.
 
-        `a` has the shape `[lead, in, rank]` and `b` the shape `[lead, rank, out]`, with the sizes
-        of all leading, input and output axes multiplied.
+        `a` has the shape `[lead, in, rank]` and `b` the shape `[lead, rank, out]`. All leading axes
+        of the weight are merged into `lead`, all input axes into `in`, and output axes into `out`.
         """
         lead, ins, outs = self.split_shape(q.shape)
         rank = a.shape[-1]
@@ -52,11 +52,11 @@ class LowRankAxes(NamedTuple):
 def low_rank_axes(
     ndim: int, contracted: Collection[int], free: Collection[int]
 ) -> LowRankAxes | None:
-    """Return the axes of a weight in a `LoraArray`, or None if a `LoraArray` has no such axes.
+    """Return the `LowRankAxes` of a weight, or None if its axes are in an unsupported order.
 
-    `contracted` and `free` are the axes that products contract and keep, counted from the end. One
-    kind must be at the end of the weight, directly after the other kind. These are the input and
-    output axes. All axes before them are leading axes.
+    `contracted` and `free` are the axes that products contract and keep, counted from the end. The
+    last axes of the weight (the output axes) must be of one kind, and the axes directly before them
+    (the input axes) of the other kind. All axes before these two groups are leading axes.
 
     >>> from veneer.quant.models.correction import low_rank_axes
     >>> low_rank_axes(4, {-3}, {-2, -1})  # layers of [in, heads, size]
@@ -65,8 +65,9 @@ def low_rank_axes(
     True
     """
     kind_of = lambda i: "contracted" if i in contracted else "free" if i in free else None
-    backwards = itertools.groupby(range(-1, -ndim - 1, -1), kind_of)
-    runs = [(kind, len([*axes])) for kind, axes in backwards]
+    # The groups of adjacent axes of one kind, from the last axis to the first.
+    groups = itertools.groupby(range(-1, -ndim - 1, -1), kind_of)
+    runs = [(kind, len([*axes])) for kind, axes in groups]
     if len(runs) < 2 or runs[0][0] is None or runs[1][0] is None:
         return None
     (last_kind, out_ndim), (_, in_ndim) = runs[:2]
@@ -96,10 +97,10 @@ def quantize_with_correction(array: Any, rule: Rule, axes: LowRankAxes | None) -
 
 
 def add_correction(q: Any, array: Any, rank: int, axes: LowRankAxes) -> LoraArray:
-    """Add a low-rank correction to a quantized array. The correction has the least squared error.
+    """Add to a quantized array the low-rank correction with the least squared error.
 
-    `q` is the quantized array and `array` the original. If `rank` is more than the input or output
-    size, this size is the rank.
+    `q` is the quantized array and `array` the original. A `rank` above the input or output size is
+    reduced to this size.
 
     >>> import jax, jax.numpy as jnp
     >>> from veneer.quant import quantize
@@ -140,8 +141,8 @@ def _low_rank_factors(matrices: jax.Array, rank: int) -> tuple[jax.Array, jax.Ar
 def balance_factors(a: Any, b: Any) -> tuple[Any, Any]:
     """Scale two factors of a product so that column `i` of `a` and row `i` of `b` have equal norms.
 
-    In training, the two factors then learn at the same rate. The rows of `b` must have norm 1. A
-    zero column of `a` and its row of `b` stay unchanged, as in a new LoRA.
+    In training, the two factors then learn at the same rate. The rows of `b` must have norm 1. If
+    column `i` of `a` is zero, both stay unchanged.
     """
     norms = (a**2).sum(-2, keepdims=True) ** 0.5
     root = (norms + (norms == 0)) ** 0.5  # 1 for zero columns

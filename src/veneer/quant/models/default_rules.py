@@ -35,9 +35,9 @@ def default_tile(qtype: str) -> int | None:
 def default_rules(
     qtype: str, weights: Mapping[str, Any], uses: Mapping[str, Sequence[Use]]
 ) -> dict[str, Rule]:
-    """Return a dict from the path of each weight that is quantized by default to its rule.
+    """Return the default rules of the weights to quantize, as a dict from paths to rules.
 
-    `weights` are arrays by path. `uses` are the uses of each weight in the program, by path.
+    `weights` and `uses` are dicts from paths: to the weight, and to its uses in the program.
 
     | weight | format |
     |---|---|
@@ -55,20 +55,19 @@ def default_rules(
     bits, tile = get_format(qtype).bits, default_tile(qtype)
     shapes = {path: leaf.shape for path, leaf in weights.items() if can_be_quantized(leaf)}
     size_along = lambda path, axes: math.prod(shapes[path][axis] for axis in axes)
-    embeddings = {path: use for path in shapes for use in uses[path] if use.primitive == LOOK_UP}
+    look_ups = {path: use for path in shapes for use in uses[path] if use.primitive == LOOK_UP}
     first_uses = {path: relevant[0] for path in shapes if (relevant := uses_with_axes(uses[path]))}
-    widths = {
-        size_along(path, use.contracted) for path, use in first_uses.items() if use.is_product
-    }
-    vocabulary_sizes = {size_along(path, use.free_axes) for path, use in embeddings.items()}
-    vocabulary_sizes -= widths
+    products = {path: use for path, use in first_uses.items() if use.is_product}
+    widths = {size_along(path, use.contracted) for path, use in products.items()}
+    # The free axes of a look-up are the indexed axes, so their size is the number of rows.
+    vocabulary_sizes = {size_along(path, use.free_axes) for path, use in look_ups.items()} - widths
     rules = {}
     for path, shape in shapes.items():
         if math.prod(shape) < SMALL:
             continue
         use = first_uses.get(path)
         is_head = use is not None and size_along(path, use.free_axes) in vocabulary_sizes
-        if bits < 8 and (path in embeddings or is_head):
+        if bits < 8 and (path in look_ups or is_head):
             rules[path] = Rule(re.escape(path), VOCABULARY_QTYPE)
         else:
             rules[path] = Rule(re.escape(path), qtype, tile_size=tile)
@@ -76,10 +75,10 @@ def default_rules(
 
 
 def fit_default_rule(rule: Rule, contracted: Collection[int], shape: Sequence[int]) -> Rule:
-    """Fit a default rule to a weight of a shape. Its `tile_axis` becomes the contracted axes.
+    """Fit a default rule to the shape of a weight, and set `tile_axis` to the contracted axes.
 
-    If the format has a fixed tile size that divides no contracted axis, the format becomes int8. If
-    no tile of 8 or more values divides the contracted axes, the weight gets one scale per channel.
+    If no contracted axis is a multiple of the fixed tile size of a format, the format becomes int8.
+    If no tile of 8 or more values divides these axes, the weight gets one scale per channel.
     """
     fixed_tile = get_format(rule.qtype or VOCABULARY_QTYPE).tile_size
     sizes = [shape[axis] for axis in sorted(contracted)]

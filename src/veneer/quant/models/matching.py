@@ -14,9 +14,9 @@ from .rules import Rule
 
 
 def as_rules_or_format(rules: Any) -> tuple[Rule, ...] | str:
-    """Return an iterable of rules as a tuple, and a format or a dtype as the name of the format.
+    """Return a tuple of rules, or the name of a format if `rules` is a format or a dtype.
 
-    **Raises:** `TypeError` for any other argument.
+    **Raises:** `TypeError` if `rules` is neither an iterable of rules nor a format.
     """
     if isinstance(rules, str | type | np.dtype):
         return get_format(rules).name

@@ -32,10 +32,10 @@ def _describe_bits(array: Any) -> str:
 
 
 def warn_of_unused(weights: Mapping[str, Any], uses: Mapping[str, Sequence[Use]]) -> None:
-    """Warn of weights that the program does not use, or uses in no product, so they stay dense.
+    """Warn of weights that stay dense, because the program uses them in no product or not at all.
 
-    There is no warning for small weights that the program uses, or for biases and norm scales. A
-    stack of biases is a matrix too, but results keep only one of its axes.
+    There is no warning for small weights that the program uses, or for biases and norm scales:
+    results keep only one axis of such a weight, even of a stack of them.
     """
     described = [
         f"{path} at {_describe_bits(x)} ({next(iter(uses[path]), 'unused')})"
@@ -74,7 +74,7 @@ def warn_of_only_small(
 
 
 def warn_of_mostly_dense(weights: Mapping[str, Any], selected: Mapping[str, Rule]) -> None:
-    """Warn if no rule matches most of the values."""
+    """Warn if most values are in weights that no rule matches."""
     sizes = {path: math.prod(x.shape) for path, x in weights.items()}
     unmatched = [path for path, n in sizes.items() if path not in selected and n >= SMALL]
     num_dense = sum(sizes[path] for path in unmatched)
@@ -90,9 +90,9 @@ def warn_of_mostly_dense(weights: Mapping[str, Any], selected: Mapping[str, Rule
 def describe_changed_tiles(
     rules: Mapping[str, Rule], fitted: Mapping[str, Rule], weights: Mapping[str, Any]
 ) -> list[str]:
-    """Return a text for each weight whose fitted rule has another format or tile than its rule.
+    """Return a text for each weight whose format or tile in `fitted` differs from `rules`.
 
-    All arguments are indexed by path. A rule is fitted if its tiles divide the axes of the weight.
+    All arguments are dicts by path. The tiles in `fitted` divide the axes of the weights.
     """
     texts = []
     for path, new in fitted.items():
@@ -131,9 +131,9 @@ def warn_of_not_rotated(paths: Sequence[str], uses: Mapping[str, Sequence[Use]])
 def warn_of_unchanged(
     paths: Sequence[str], leaves: Sequence[Any], rules: Sequence[Rule] | str
 ) -> None:
-    """Warn of implicit arrays that match a rule and stay unchanged.
+    """Warn of implicit arrays that stay unchanged, although a rule matches them.
 
-    These arrays are quantized in another format, or contain a dense weight, as a `LoraArray` does.
+    These arrays are quantized in another format, or wrap a dense weight, as a `LoraArray` does.
     `rules` is a list of rules or the name of a format.
     """
     quantized, nested = [], []
@@ -144,8 +144,8 @@ def warn_of_unchanged(
         if isinstance(leaf, QArray):
             # With the name of a format, the default rules use another format for vocabularies.
             is_vocabulary = isinstance(rules, str) and leaf.qtype == VOCABULARY_QTYPE
-            is_other = rule.qtype is not None and leaf.qtype != get_format(rule.qtype).name
-            if is_other and not is_vocabulary:
+            has_other_format = rule.qtype is not None and leaf.qtype != get_format(rule.qtype).name
+            if has_other_format and not is_vocabulary:
                 quantized.append(f"{path} ({leaf.qtype})")
         elif not isinstance(leaf, FakeQuantized | ActivationQuantized):
             fields = jax.tree.leaves(leaf, is_leaf=is_part(leaf))
@@ -166,11 +166,11 @@ def warn_of_unchanged(
 def warn_of_hardly_smaller(
     paths: Sequence[str], quantized: Sequence[Any], rules: Mapping[str, Rule], *, has_program: bool
 ) -> None:
-    """Warn of quantized weights that take as many bytes as dense weights, or have many scales.
+    """Warn of quantized weights that take as many bytes as dense weights.
 
-    Without a program and a tile size, many scales mean that `tile_axis` may be the wrong axis.
+    With neither a program nor a tile size, also warn of many scales: `tile_axis` may be wrong.
     """
-    large, corrected = [], []
+    large, large_with_correction = [], []
     for path, x in zip(paths, quantized, strict=True):
         q = x.array if isinstance(x, ActivationQuantized) else x
         if path not in rules or not isinstance(q, QArray | LoraArray) or q.size < _NEGLIGIBLE_SIZE:
@@ -179,17 +179,17 @@ def warn_of_hardly_smaller(
         is_large = q.nbytes >= q.size * q.dtype.itemsize
         if isinstance(q, LoraArray):
             if is_large:
-                corrected.append(description)
+                large_with_correction.append(description)
             continue
         num_scales = sum(leaf.size for leaf in jax.tree.leaves(q.scale))
         has_tile_size = rules[path].tile_size is not None or q.format.tile_size is not None
         may_have_wrong_axis = not has_program and not has_tile_size
         if is_large or (may_have_wrong_axis and q.size <= _FEW_VALUES * num_scales):
             large.append(description)
-    if corrected:
+    if large_with_correction:
         warn_user(
-            f"hardly smaller, because of their low-rank corrections: {some_of(corrected)}. Set a "
-            "smaller correction_rank"
+            "hardly smaller, because of their low-rank corrections: "
+            f"{some_of(large_with_correction)}. Set a smaller correction_rank"
         )
     if large:
         remedy = (

@@ -1,7 +1,7 @@
 """`observe`: record statistics of the activations of a model, without changing the model.
 
-Each weight that a rule matches is replaced by an `ObservedWeight`. Its rules for products reduce
-the activations on the device. A callback sends the results to the host.
+Each weight that a rule matches is replaced by an `ObservedWeight`. In products with it, the
+activations are reduced to sums and ranges on the device. A callback sends these to the host.
 """
 
 import itertools
@@ -57,7 +57,7 @@ def observe(
     **Arguments:**
 
     - `model`: a function of `params` and a batch. If `params` is None, a callable module or a
-      `functools.partial`. Their arrays are then the parameters.
+      `functools.partial`, whose arrays are the parameters.
     - `rules`: a list of `Rule`, as for `quantize_tree`. A weight is observed if the first rule that
       matches it has a `qtype` or an `act_qtype`.
     - `params`: a pytree of arrays. None if `model` is a module.
@@ -78,9 +78,8 @@ def observe(
 
     - `TypeError` if `model` is not callable, if `params` is missing and `model` is a function, if
       `rules` is not a list of `Rule`, or if the batches are a single array or dict.
-    - `ValueError` if `params` holds no arrays, `decay` is below 0 or not below 1, or there are no
-      batches.
-    - `ValueError` if no activations are recorded for any weight.
+    - `ValueError` if `params` holds no arrays, `decay` is below 0 or not below 1, there are no
+      batches, or no activations are recorded for any weight.
     - `ValueError` if two arguments of a `functools.partial` have parameters with the same path.
 
     **Warns** (`UserWarning`) of a rule that matches no path, and of weights for which no
@@ -137,25 +136,25 @@ def record(
 
     **Arguments:**
 
-    - `program`: a function of the list of trees, and of the arguments in a batch.
+    - `program`: a function of a list of trees, and of the arguments in a batch.
     - `trees`: trees of parameters.
     - `axes`: a dict from the path of each weight to observe to the axes that products with
       activations contract, counted from the end.
     - `gram`, `decay`: arguments of `Recording`.
-    - `reference`: a second version of the first tree, such as the dense weights, or None. `program`
-      takes this tree after all others. If `x` and `y` are the activations of the two versions,
-      the products `x.T @ y` are recorded, too.
+    - `reference`: another version of the first tree, such as the dense weights, or None. `program`
+      gets it as the last tree. For activations `x` of the first tree and `y` of the reference, the
+      products `x.T @ y` are recorded, too.
     """
     run_id, reference_id = next(run_ids), next(run_ids)
     create = partial(Recording, gram=gram, decay=decay, paired=reference is not None)
     observed, recordings = _observe_trees(trees, axes, run_id, create)
     reference_trees = [] if reference is None else [reference]
-    others, reference_recordings = _observe_trees(reference_trees, axes, reference_id, create)
+    references, reference_recordings = _observe_trees(reference_trees, axes, reference_id, create)
     recordings_by_run[run_id], recordings_by_run[reference_id] = recordings, reference_recordings
     try:
         for batch in batches:
             with mark_tangents(PRODUCTS):
-                implicit(program)([*observed, *others], *arguments_of(batch))
+                implicit(program)([*observed, *references], *arguments_of(batch))
             jax.effects_barrier()  # wait for the callbacks that record
             for path, recording in recordings.items():
                 if path in reference_recordings:
@@ -174,7 +173,7 @@ class ObservedModel:
     which does not record the recomputation. `jax.vmap` of a call is not supported: map inside the
     model.
 
-    `boxes` is a dict from the path of each weight to its Box, which holds `Totals`.
+    `boxes` is a dict from the path of each weight to a Box of `Totals`: sums and ranges.
     """
 
     boxes: dict[str, Any]
@@ -195,9 +194,9 @@ class ObservedModel:
         self._create = partial(Recording, gram=gram, decay=decay)
         _, self._recordings = self._observe(trees)
         self.boxes = {path: box(x.device_totals()) for path, x in self._recordings.items()}
-        recordings_by_run[self._run_id] = self._recordings
-        boxes_by_run[self._run_id] = self.boxes
-        for registry in (recordings_by_run, boxes_by_run):
+        # Observed weights look up their recording and Box by run id, until this object is deleted.
+        for registry, values in ((recordings_by_run, self._recordings), (boxes_by_run, self.boxes)):
+            registry[self._run_id] = values
             weakref.finalize(self, registry.pop, self._run_id)
 
     def _observe(self, trees: Sequence[Any]) -> tuple[list[Any], dict[str, Recording]]:
@@ -237,9 +236,9 @@ class ObservedModel:
 def _traced_axes(
     trees: Sequence[Any], program: Callable, rules: Sequence[Rule], args: Sequence[Any]
 ) -> dict[str, Sequence[int]]:
-    """Return the axes that products contract, by path, of weights whose rule sets no `tile_axis`.
+    """Trace the program for the contracted axes of weights whose rule sets no `tile_axis`.
 
-    The result is empty if the program cannot be traced.
+    Return a dict from paths to axes. It is empty if the program cannot be traced.
     """
     weight_path = lambda path: path.split(".", 1)[-1]  # without the index of the tree
 
@@ -263,7 +262,7 @@ def _observed_axes(
 ) -> dict[str, tuple[int, ...]]:
     """Return a dict from the path of each weight to observe to its contracted axes.
 
-    `traced` is a dict from paths to axes. Other weights have the `tile_axis` of their rule.
+    `traced` is a dict from paths to axes. For other paths, use the `tile_axis` of the rule.
     """
     axes: dict[str, tuple[int, ...]] = {}
     for paths, leaves, _ in trees:
@@ -286,10 +285,10 @@ def _observe_trees(
     run_id: int,
     create: Callable[[Shape, Sequence[int]], Recording],
 ) -> tuple[list[Any], dict[str, Recording]]:
-    """Replace the weights at the paths in `axes` by observed weights.
+    """Replace the weights at the paths in `axes` by `ObservedWeight`s.
 
-    **Returns:** the new trees, and a dict from paths to recordings. `create(shape, axes)` creates
-    the recording of a weight.
+    **Returns:** the new trees, and a dict from paths to recordings. Each recording is created by
+    `create(shape, axes)`.
     """
     recordings: dict[str, Recording] = {}
     observed = []
@@ -333,9 +332,9 @@ def split_recordings(
 
 
 def warn_of_missing(missing: Mapping[str, str], *, is_all: bool) -> None:
-    """Warn of weights without activations. `missing` holds the reason for each path.
+    """Warn of weights without activations. `missing` is a dict from their paths to reasons.
 
-    **Raises:** `ValueError` if `is_all` is True, because then no weight has activations.
+    **Raises:** `ValueError` instead, if `is_all` says that no other weight has activations.
     """
     described = [f"{path} ({why})" for path, why in missing.items()]
     message = f"no activations were recorded for {some_of(described)}"

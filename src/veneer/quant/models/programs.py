@@ -1,4 +1,4 @@
-"""Split the model that a caller passes into its parameters and its program.
+"""Separate a model into its parameters and its program.
 
 A program is a function of the parameters and of the other arguments of the model.
 """
@@ -19,7 +19,7 @@ def parameters_and_program(model: Any, params: Any, call: str) -> tuple[Any, Cal
     """Return `(parameters, program)`, where `program(parameters, *args)` calls the model.
 
     `model` is a function of `params` and other arguments. If `params` is None, `model` is a
-    callable module, which is also the tree of parameters. `call` is an example for error messages.
+    callable module, which is also the tree of parameters. Error messages suggest the text `call`.
 
     **Raises:** `TypeError` if the model is not callable, or `params` is missing. `ValueError` if
     the parameters hold no arrays.
@@ -41,9 +41,9 @@ def parameter_trees_and_program(
 ) -> tuple[Sequence[Any], Callable]:
     """Return `(trees, program)`, where `program(trees, *args)` calls the model.
 
-    `trees` is the list `[params]`, or `[model]` if `params` is None. A `functools.partial` has more
-    trees of parameters: its function, if it is a module, and each of its arguments. `call` is an
-    example for error messages.
+    `trees` is the list `[params]`, or `[model]` if `params` is None. For a `functools.partial`,
+    `trees` holds its function (None if the function is not a module) and its arguments. Error
+    messages suggest the text `call`.
     """
     if params is not None or not isinstance(model, functools.partial):
         params, program = parameters_and_program(model, params, call)
@@ -52,10 +52,10 @@ def parameter_trees_and_program(
     num_positional = len(model.args)
 
     def call_partial(trees: Sequence[Any], /, *args: Any, **kwargs: Any) -> Any:
-        new_module, *values = trees
+        new_module, *bound = trees
         function = model.func if module is None else new_module
-        keywords = dict(zip(model.keywords, values[num_positional:], strict=True))
-        return function(*values[:num_positional], *args, **{**keywords, **kwargs})
+        bound_kwargs = dict(zip(model.keywords, bound[num_positional:], strict=True))
+        return function(*bound[:num_positional], *args, **{**bound_kwargs, **kwargs})
 
     return [module, *model.args, *model.keywords.values()], call_partial
 
@@ -107,15 +107,15 @@ def check_batches(batches: Any) -> None:
 
 
 def arguments_of(batch: Any) -> tuple[Any, ...]:
-    """Return the arguments of the model in a batch: a tuple, or a single argument."""
+    """Return a batch as a tuple of arguments. A batch that is not a tuple is the only argument."""
     return batch if type(batch) is tuple else (batch,)
 
 
 def abstract_arrays(function: Callable, *trees: Any) -> tuple[Callable, list[jax.ShapeDtypeStruct]]:
-    """Prepare a function of trees for tracing without values.
+    """Return `(call, arrays)`, so that tracing `call(arrays)` traces `function(*trees)`.
 
-    **Returns:** a function of the list of all arrays in the trees, and this list, with abstract
-    arrays. Other leaves of the trees are constants of the function.
+    `arrays` is the list of all arrays in the trees, each as a `ShapeDtypeStruct`. The other leaves
+    of the trees are constants of `call`.
     """
     leaves, treedef = jax.tree.flatten(trees)
     is_array = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves]
@@ -132,6 +132,7 @@ def abstract_arrays(function: Callable, *trees: Any) -> tuple[Callable, list[jax
 def _abstract_array(array: Any) -> jax.ShapeDtypeStruct:
     # JAX 0.12 warns of dtypes that it does not support, such as int64 of a NumPy array.
     dtype = canonicalize_dtype(array.dtype, allow_extended_dtype=True)
-    is_sharded = isinstance(array, jax.Array) and replicated_sharding(array) is not None
-    sharding = jax.typeof(array).sharding if is_sharded else None
+    # Only a mesh with explicit axes makes the sharding a part of the type.
+    has_sharding = isinstance(array, jax.Array) and replicated_sharding(array) is not None
+    sharding = jax.typeof(array).sharding if has_sharding else None
     return jax.ShapeDtypeStruct(array.shape, dtype, sharding=sharding)

@@ -57,7 +57,7 @@ def quantize_tree(
 
     The program is traced without values, to find the axes of each weight that products contract.
     Values along these axes share a scale. If the rule or its format has a tile size (group size),
-    only values in the same tile do.
+    only values in the same tile share a scale.
 
     **Arguments:**
 
@@ -94,10 +94,9 @@ def quantize_tree(
       changed: it is a tile of activations, the rule sets `tile_axis`, `tile_size` is a dict, the
       format has a fixed tile size, there is no program, or no tile of 8 or more values divides the
       axis.
-    - `ValueError` if `params` holds no arrays.
+    - `ValueError` if `params` holds no arrays, or a format name is given without a program.
     - `ValueError` if an option of a rule cannot be combined with `train`, such as `rotate` with
       `train=True`, or `grad_qtype` with `train=False`.
-    - `ValueError` if a format name is given without a program.
 
     **Warns** (`UserWarning`, with paths and a remedy) if:
 
@@ -165,7 +164,7 @@ class ChosenRules(NamedTuple):
     uses: Mapping[str, Sequence[Use]] | None  # the uses of weights by path; None without a program
 
     def correction_axes(self, path: str) -> LowRankAxes | None:
-        """Return the axes of a weight in a `LoraArray`, or None if its rule sets no correction.
+        """Return the `LowRankAxes` of a weight, or None if its rule sets no `correction_rank`.
 
         **Raises:** `ValueError`, with the path, if a `LoraArray` does not support these axes.
         """
@@ -177,8 +176,8 @@ class ChosenRules(NamedTuple):
         uses = uses_with_axes(self.uses[path]) if self.uses is not None else []
         free = next((use.free_axes for use in uses if use.contracted == contracted), None)
         if free is None:
-            # Without a program, assume that the axes after the contracted axes are free. A weight
-            # [out, in], as in torch, has no axis there. Then the last other axis is free.
+            # Without a program, assume that the axes after the contracted axes are free. If none
+            # follows, as in torch's [out, in], the last axis that is not contracted is free.
             others = [axis for axis in range(-len(shape), 0) if axis not in contracted]
             free = frozenset(range(max(contracted) + 1, 0) or others[-1:])
         axes = low_rank_axes(len(shape), contracted, free)
@@ -213,7 +212,7 @@ def choose_rules(
     needs_products: bool = False,
     wrap_quantized: bool = False,
 ) -> ChosenRules:
-    """Choose a rule for each leaf of a tree that can be quantized, and fit the rule to the leaf.
+    """Choose a rule for each leaf that can be quantized, and fit the rule to the leaf.
 
     With a program, the `tile_axis` of a fitted rule is the list of axes that products contract, and
     its tiles divide these axes.
@@ -272,9 +271,9 @@ def choose_rules(
 def _rules_of_quantized(
     paths: Sequence[str], leaves: Sequence[Any], rules: Sequence[Rule], *, has_program: bool
 ) -> dict[str, Rule]:
-    """Return rules, by path, that quantize only the activations of a leaf that is a `QArray`.
+    """Return rules, by path, for leaves that are a `QArray`, to quantize only activations.
 
-    If neither the rule nor a program tells the contracted axes, use the axes that share scales.
+    Without a `tile_axis` and a program, the axes that share scales are the contracted axes.
     """
     chosen = {}
     for path, leaf in zip(paths, leaves, strict=True):
@@ -300,11 +299,11 @@ def _fit_to_uses(
     uses: Mapping[str, Sequence[Use]],
     fit: Callable[..., Rule],
 ) -> dict[str, Rule]:
-    """Set the `tile_axis` in rules without one, to the axes that products of the weight contract.
+    """Set `tile_axis` in each rule without one to the axes that products of the weight contract.
 
-    `fit(rule, contracted, shape)` returns the new rule. The other arguments are indexed by path.
-    Weights that no product contracts get no rule. Rules do not rotate weights if an operation would
-    undo the rotation. Warn of both.
+    `fit(rule, contracted, shape)` returns the new rule. The other arguments are dicts by path. Warn
+    of weights that no product contracts: they get no rule. Warn of weights that a rule rotates, if
+    an operation would undo the rotation: they are not rotated.
     """
     fitted, unused = {}, {}
     for path, rule in rules.items():
@@ -335,18 +334,18 @@ def _fit_to_uses(
 
 def _check_products(rules: Mapping[str, Rule], uses: Mapping[str, Sequence[Use]]) -> None:
     """Raise `ValueError` if no product contracts a weight whose rule has a format."""
-    quantized = [path for path, rule in rules.items() if rule.has_format]
-    contracted = [
+    with_format = [path for path, rule in rules.items() if rule.has_format]
+    in_products = [
         path
-        for path, of_weight in uses.items()
-        if any(use.is_product and use.has_axes for use in of_weight)
+        for path, weight_uses in uses.items()
+        if any(use.is_product and use.has_axes for use in weight_uses)
     ]
-    if set(quantized).isdisjoint(contracted):
-        others = [f"{path} ({next(iter(uses[path]), 'unused')})" for path in quantized]
+    if set(with_format).isdisjoint(in_products):
+        others = [f"{path} ({next(iter(uses[path]), 'unused')})" for path in with_format]
         raise ValueError(
             "there is nothing to calibrate. The rules have a format for "
             f"{some_of(others or ['no weight'])}, and products use "
-            f"{some_of(contracted or ['no weight'])}. Add a rule for a weight that a product "
+            f"{some_of(in_products or ['no weight'])}. Add a rule for a weight that a product "
             "uses, or call vn.quant.quantize_tree, which quantizes embeddings too"
         )
 

@@ -70,7 +70,7 @@ class Rule:
     | format | `qtype`, `tile_size`, `tile_axis`, `calibration_method`, `scale_dtype` |
     | fidelity | `rotate`, `method`, `correction_rank`, `correction_steps` |
     | activations | `act_qtype`, `act_calibration_method`, `act_tile_size`, `act_range` |
-    | | `op_names` |
+    | products | `op_names` |
     | training | `grad_qtype`, `grad_input`, `grad_weight`, `sparsity` |
 
     - `path_regex`: a regex that matches the whole path of a parameter. Keys are joined with dots:
@@ -95,8 +95,9 @@ class Rule:
     - `act_qtype`: the format of the activations that multiply the weight. None leaves them dense.
     - `act_calibration_method`, `act_tile_size`: like `calibration_method` and `tile_size`, for the
       activations.
-    - `act_range`: "dynamic" computes a scale per row in each product. "mean", "exponential" and
-      "widest" use one static scale, from the ranges that `vn.quant.observe` records.
+    - `act_range`: "dynamic" computes a scale per row in each product. The others use one static
+      scale, from the ranges of batches that `vn.quant.observe` records: their "mean", their
+      "exponential" moving average, or the "widest" range, of all batches.
     - `op_names`: a list of the primitives in which activations are quantized: "dot_general",
       "ragged_dot_general" or "conv_general_dilated". An empty list means all.
     - `grad_qtype`: the format of gradients in the backward pass. None leaves them dense.
@@ -187,13 +188,13 @@ class Rule:
         if self.scale_dtype is not None and format is not None:
             # The name of a dtype is hashable, and short in the repr.
             self._set("scale_dtype", choose_scale_dtype(format, np.float32, self.scale_dtype))
-        factors = None if self.method is None else get_method(self.method).factors
-        if factors and self.rotate:
+        factor_method = None if self.method is None else get_method(self.method).factors
+        if factor_method and self.rotate:
             raise ValueError(
                 f"rotate=True spreads outliers over all channels, and method {self.method!r} "
                 "scales the channels with outliers. Choose one of them"
             )
-        if factors == "smoothquant" and self.act_qtype is None:
+        if factor_method == "smoothquant" and self.act_qtype is None:
             raise ValueError(
                 f"method {self.method!r} is for quantized activations, and act_qtype is None. Set "
                 "act_qtype, or use method='awq'"
@@ -276,8 +277,8 @@ class Rule:
         """Return a copy whose `tile_axis` and `tile_size` fit one weight.
 
         The `tile_axis` of the copy is the list of contracted axes. An integer `tile_size` becomes a
-        dict with a size per axis, whose product is the old size. The sizes are smaller if no such
-        tile divides the axes. If the contracted axes have fewer values than a tile, the new
+        dict with a size per axis. The sizes multiply to the old size, or to less if no such tile
+        divides the axes. If the contracted axes have at most as many values as a tile, the new
         `tile_size` is None: all values share a scale.
 
         **Arguments:**
@@ -331,16 +332,16 @@ class Rule:
     def quantize(self, array: Any) -> Any:
         """Quantize a floating array of rank 2 or more.
 
-        **Returns:** a `QArray`, or the dense array if `qtype` is None. If `rotate` is True, the
-        result is a `vn.types.Rotated` that wraps this array. There is no low-rank correction: only
-        `quantize_tree` and `calibrate` use `correction_rank`.
+        **Returns:** a `QArray`, or the dense array if `qtype` is None. If `rotate` is True, a
+        `vn.types.Rotated` wraps the result. `correction_rank` has no effect here: only
+        `quantize_tree` and `calibrate` use it.
         """
         array = self.in_basis(array)
         if isinstance(array, InBasis):
-            return array.with_array(self._quantize_stored(array.array))
-        return self._quantize_stored(array)
+            return array.with_array(self._quantize_array(array.array))
+        return self._quantize_array(array)
 
-    def _quantize_stored(self, array: Any) -> Any:
+    def _quantize_array(self, array: Any) -> Any:
         if self.qtype is None:
             return array
         try:
@@ -422,8 +423,8 @@ SMALLEST_TILE = 8
 def split_tile(shape: Sequence[int], tile: int) -> list[int]:
     """Return a tile size for each axis of `shape`, which divides this axis.
 
-    The sizes multiply to about `tile`, and never to more. The tile extends along one axis, or along
-    the last axes if these allow a larger tile.
+    The sizes multiply to about `tile`, and never to more. The tile extends along one axis. If a
+    tile along several of the last axes has more values, it extends along those.
 
     >>> from veneer.quant.models.rules import split_tile
     >>> split_tile((8, 64), 32), split_tile((8, 64), 128), split_tile((64, 3, 3), 32)

@@ -52,7 +52,7 @@ class Use(NamedTuple):
 
     @property
     def has_axes(self) -> bool:
-        """True for products that contract axes and for look-ups: `contracted` can share scales."""
+        """True for a product or a look-up whose `contracted` has at least one axis."""
         return bool(self.contracted) and (self.is_product or self.primitive == LOOK_UP)
 
     def __str__(self) -> str:
@@ -65,10 +65,7 @@ class Use(NamedTuple):
 
 
 def uses_with_axes(uses: Sequence[Use]) -> list[Use]:
-    """Return the products and look-ups in which axes of the weight share a scale.
-
-    Products come before look-ups. Otherwise the order does not change.
-    """
+    """Return the uses whose `has_axes` is True: products first, then look-ups."""
     return sorted((use for use in uses if use.has_axes), key=lambda use: not use.is_product)
 
 
@@ -79,7 +76,7 @@ def find_uses(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> dict[str, list[Use]]:
-    """Return a dict from the path of each weight to its uses: the primitives with it as operand.
+    """Return a dict from the path of each weight to the list of its uses in a program.
 
     Weights without a use come first. The others follow in the order of their first use.
 
@@ -167,10 +164,11 @@ _uses_by_trace: dict[int, dict[str, list[Use]]] = {}  # by the number of a trace
 
 
 class TrackedAxes(NamedTuple):
-    """The axes of a weight that the axes of a traced array come from.
+    """For each axis of an array computed from a weight, the axes of the weight it comes from.
 
     Each axis of the array has factors: `(origins, size)` pairs, whose sizes multiply to the size of
-    the axis. `origins` is a set of axes of the weight, counted from the end.
+    the axis. `origins` is a set of axes of the weight, counted from the end. If a reshape
+    merges two axes of the weight, the new axis has two factors.
     """
 
     path: str  # of the weight
@@ -180,9 +178,9 @@ class TrackedAxes(NamedTuple):
     looked_up: Axes = Axes()  # the axes of the weight along which rows were looked up
 
     def origins(self, axes: Collection[int], ndim: int) -> Axes:
-        """Return the axes of the weight, counted from the end, that some axes come from.
+        """Return the axes of the weight, counted from the end, that axes of the array come from.
 
-        `axes` are axes of an array of rank `ndim`, counted from the front.
+        `axes` are the axes of the array, counted from the front. `ndim` is its rank.
         """
         factors = itertools.chain(*(self._factors_of(axis, ndim) for axis in axes))
         return Axes().union(*(origin for origin, _ in factors))
@@ -190,7 +188,7 @@ class TrackedAxes(NamedTuple):
     def moved(self, places: Sequence[Sequence[int]], shape: Shape) -> "TrackedAxes":
         """Return the tracked axes of the array after a transpose, slice or broadcast.
 
-        `places` has, for each old axis, the new axes that replace it. `shape` is the new shape.
+        `places[i]` lists the new axes that replace axis `i`. `shape` is the new shape.
         """
         factors: list[Factors] = [()] * len(shape)
         for axis, new_axes in enumerate(places):
@@ -225,14 +223,14 @@ class TrackedWeight(ProductWeight):
     factors: tuple[Factors, ...] | None = static(default=None, repr=False, kw_only=True)
 
     def with_axes(self, places: Sequence[Sequence[int]], shape: Shape) -> "TrackedWeight":
-        """Return the weight with the `tracked_axes` of an array whose axes moved.
+        """Return the weight with `tracked_axes` updated after a transpose, slice or broadcast.
 
-        `places` has, for each old axis, the new axes that replace it. `shape` is the new shape.
+        `places[i]` lists the new axes that replace axis `i`. `shape` is the new shape.
         """
         return self.changed(tracked_axes=tuple(x.moved(places, shape) for x in self.tracked_axes))
 
     def with_reshaped_axes(self, sizes: Shape) -> "TrackedWeight":
-        """Return the weight with the `tracked_axes` of a reshape to the shape `sizes`."""
+        """Return the weight with `tracked_axes` updated after a reshape to the shape `sizes`."""
         new = (axes.reshaped(self.shape, sizes) for axes in self.tracked_axes)
         return self.changed(tracked_axes=tuple(new))
 
@@ -242,8 +240,8 @@ class TrackedWeight(ProductWeight):
         """Record that a primitive uses the weight.
 
         `contracted` and `batch` are the axes of a product, counted from the front. If the array is
-        the result of a look-up, record the look-up instead. But if a product uses two or more axes
-        of the array, the look-up selected a weight from a stack, so record the product.
+        the result of a look-up, record the look-up instead, unless the primitive is a product that
+        uses two or more axes of the weight. Then the look-up selected a layer from a stack.
         """
         line = user_line()
         kept = [axis for axis in range(self.ndim) if axis not in batch]
@@ -262,7 +260,7 @@ class TrackedWeight(ProductWeight):
                 uses.append(use)
 
     def materialise(self) -> Any:
-        """Record that an operation materializes the weight, and return the weight."""
+        """Record that an operation materializes the weight, and return the dense weight."""
         self.record_use("materialise")
         return super().materialise()
 
@@ -297,20 +295,20 @@ def _product_axes(
 
 @register("gather")
 def _gather(w: TrackedWeight, indices: ArrayLike, **params: Any) -> Any:
-    """Index a weight. The indexed axes are noted, and no use is recorded yet.
+    """Index a weight, and add the indexed axes to `looked_up`, without recording a use.
 
     The result can be an embedding row, a layer or an expert. `record_use` tells them apart.
     """
     bind = find_primitive("gather").bind
     array = redispatch(lambda x, i: bind(x, i, **params), w.array, indices)
     numbers = params["dimension_numbers"]
-    removed = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    batch_axes = {*numbers.operand_batching_dims}
+    removed = {*numbers.collapsed_slice_dims, *batch_axes}
     kept = [axis for axis in range(w.ndim) if axis not in removed]
-    new_axes = dict(zip(kept, numbers.offset_dims, strict=True))
+    new_axes = dict(zip(kept, numbers.offset_dims, strict=True))  # from axes of `w` to the result's
     places = [[new_axes[axis]] if axis in new_axes else [] for axis in range(w.ndim)]
-    sizes = zip(w.shape, params["slice_sizes"], strict=True)
-    indexed = {axis for axis, (n, slice_size) in enumerate(sizes) if slice_size < n}
-    indexed -= {*numbers.operand_batching_dims}
+    sizes = enumerate(zip(w.shape, params["slice_sizes"], strict=True))
+    indexed = {axis for axis, (size, slice_size) in sizes if slice_size < size} - batch_axes
     tracked_axes = (
         axes.moved(places, array.shape)._replace(
             looked_up=axes.looked_up | axes.origins(indexed, w.ndim)

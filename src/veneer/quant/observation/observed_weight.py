@@ -1,8 +1,8 @@
 """`ObservedWeight`: a weight that records the activations that multiply it.
 
-The rules for products reduce the activations to sums and ranges on the device. A callback adds
-these to a `Recording` on the host. If `observe` created a Box for the weight, they are added to the
-Box on the device instead.
+In each product, the activations are reduced to sums and ranges on the device. A callback adds the
+results to a `Recording` on the host. But if `observe` created a Box for the weight, the results are
+added to the Box, without a callback.
 """
 
 import functools
@@ -67,15 +67,14 @@ class ObservedWeight(ProductWeight):
         gram: bool,
         keep_operand: bool = False,
     ) -> None:
-        """Record the operand that multiplies the weight in a product.
+        """Record the operand `x` that multiplies the weight in a product.
 
         **Arguments:**
 
-        - `x`: the operand.
         - `channel_axes`, `batch_axes`: the contracted axes and the batch axes of the product. Each
           is a pair: axes of the operand, and axes of the weight.
         - `gram`: also record the products `x.T @ x` of channels.
-        - `keep_operand`: also send the operand itself, if the recording is `paired`.
+        - `keep_operand`: also keep `x` in the recording for `add_cross`, if it is `paired`.
         """
         if x.size == 0:
             return
@@ -112,9 +111,9 @@ class ObservedWeight(ProductWeight):
         jax.debug.callback(receive, operand, *reduced)
 
     def _channel_positions(self, batch: Sequence[int], channels: Sequence[int]) -> jax.Array:
-        """Return the entries of `position` along batch and channel axes, `[batch, channels]`.
+        """Return the entries of the leaf `position` as an array `[batch, channels]`.
 
-        The index along all other axes is 0.
+        `batch` and `channels` are axes of the weight. The index along all other axes is 0.
         """
         position = jnp.asarray(self.position)
         others = [axis for axis in range(self.ndim) if axis not in (*batch, *channels)]
@@ -126,7 +125,7 @@ class ObservedWeight(ProductWeight):
 
 
 def _receive(run_id: int, path: str, num_rows: int, operand: Any, *reduced: Any) -> None:
-    """Add reduced activations to a recording on the host. Do nothing if the run has ended.
+    """Add sums and ranges (`reduced`) to the recording on the host, if it still exists.
 
     A callback must not run JAX, because JAX would wait for the thread that runs the callback.
     """
@@ -160,7 +159,7 @@ def _ragged_dot_general(
     x: ArrayLike, w: ObservedWeight, group_sizes: ArrayLike, **params: Any
 ) -> Any:
     contracted, batch = params["ragged_dot_dimension_numbers"].dot_dimension_numbers
-    # Another model may send a row to another expert, so rows of two models cannot be paired.
+    # The quantized and the dense model may choose different experts, so rows cannot be paired.
     _record_product(x, w, contracted, batch, keep_operand=False)
     return bind("ragged_dot_general", (x, w.array, group_sizes), params)
 

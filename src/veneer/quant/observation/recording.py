@@ -1,7 +1,7 @@
 """Sums and ranges of the activations of one weight, collected while a model runs.
 
-A `Recording` holds them on the host, in `Totals` of float64 NumPy arrays. A Box on the device holds
-`Totals` of JAX arrays, in float32 with int32 counts.
+A `Recording` holds `Totals` on the host: float64 NumPy arrays. A Box holds `Totals` on the device:
+JAX arrays in float32, with int32 counts.
 """
 
 import math
@@ -28,7 +28,7 @@ class Totals(NamedTuple):
     """
 
     counts: Any  # [positions], the number of values
-    ends: Any  # [2, positions], the minimum and the maximum
+    ends: Any  # [2, positions], the minimum and the maximum of all values
     sums: Any  # [3, positions], the sums of values, magnitudes and squares
     #: [3, 2, stacks], the minimum and the maximum: of the current batch, their sum over the earlier
     #: batches, and their moving average.
@@ -37,15 +37,15 @@ class Totals(NamedTuple):
     gram: Any = None  # [stacks, K, K], sums of products of channels; None on the host
 
     def end_batch(self, decay: float, xp: ModuleType = jnp) -> "Totals":
-        """Add the ranges of the current batch to their sums and moving averages.
+        """Add the ranges of this batch to the sums and moving averages, and start a new batch.
 
         `xp` is `jax.numpy` or `numpy`, the module of the arrays.
         """
-        ends, sums, averages = self.ranges
-        is_used = ~(ends[0] > ends[1])  # an unused range is (inf, -inf); one with NaN is used
-        moving = xp.where(self.batches == 0, ends, decay * averages + (1 - decay) * ends)
-        unused = xp.broadcast_to(xp.array(_UNUSED_RANGE, ends.dtype), ends.shape)
-        sums = xp.where(is_used, sums + ends, sums)
+        batch, sums, averages = self.ranges
+        is_used = ~(batch[0] > batch[1])  # an unused range is (inf, -inf); one with NaN is used
+        moving = xp.where(self.batches == 0, batch, decay * averages + (1 - decay) * batch)
+        unused = xp.broadcast_to(xp.array(_UNUSED_RANGE, batch.dtype), batch.shape)
+        sums = xp.where(is_used, sums + batch, sums)
         return self._replace(
             ranges=xp.stack([unused, sums, xp.where(is_used, moving, averages)]),
             batches=self.batches + is_used,
@@ -87,19 +87,20 @@ class Recording:
         shape_along = lambda axes: tuple(n if axis in axes else 1 for axis, n in enumerate(shape))
         self.shape = shape_along(self.stacked_axes | contracted)
         self.ranges_shape, channels_shape = shape_along(self.stacked_axes), shape_along(contracted)
-        positions, stacks = math.prod(self.shape), math.prod(self.ranges_shape)
-        self.channels = math.prod(channels_shape)
+        num_positions, num_stacks = math.prod(self.shape), math.prod(self.ranges_shape)
+        self.num_channels = math.prod(channels_shape)
         # For each position, the index of its stack and the index of its channel.
         indices = lambda sizes: np.arange(math.prod(sizes)).reshape(sizes)
         self.stack = np.broadcast_to(indices(self.ranges_shape), self.shape).ravel()
         self.channel = np.broadcast_to(indices(channels_shape), self.shape).ravel()
         self.decay = decay
+        unused_ranges = np.repeat(_UNUSED_RANGE, num_stacks, 1)
         self.totals = Totals(
-            counts=np.zeros(positions),
-            ends=np.repeat(_UNUSED_RANGE, positions, 1),
-            sums=np.zeros((3, positions)),
-            ranges=np.stack([np.repeat(_UNUSED_RANGE, stacks, 1), *np.zeros((2, 2, stacks))]),
-            batches=np.zeros(stacks),
+            counts=np.zeros(num_positions),
+            ends=np.repeat(_UNUSED_RANGE, num_positions, 1),
+            sums=np.zeros((3, num_positions)),
+            ranges=np.stack([unused_ranges, *np.zeros((2, 2, num_stacks))]),
+            batches=np.zeros(num_stacks),
         )
         # The sums of products of channels, by stack: within this model, and between this model and
         # another one. None if these sums are not recorded.
@@ -113,11 +114,11 @@ class Recording:
 
     @property
     def has_activations(self) -> bool:
-        """Return whether any activations were recorded."""
+        """True if any activations were recorded."""
         return bool(self.totals.counts.any())
 
     def positions(self) -> np.ndarray:
-        """Return an array of the indices 0, 1, ... of all positions.
+        """Return the indices 0, 1, ... of all positions (a stack and a channel) as an array.
 
         The array has the shape of the weight, with size 1 along axes that are neither leading nor
         contracted.
@@ -169,10 +170,10 @@ class Recording:
             self._operands.setdefault(positions.tobytes(), []).append((positions, x))
 
     def add_cross(self, other: "Recording") -> None:
-        """Add the products `x.T @ y` of the kept operands `x`, and `y` of the recording `other`.
+        """Add the products `x.T @ y` for the kept operands: `x` of `self`, and `y` of `other`.
 
-        If a position has several operands in a batch, or the two recordings differ, it is unknown
-        which operands correspond. Then no products are added in this batch and later.
+        If the operands cannot be paired, drop these products for all batches. This happens if one
+        batch has several operands for the same positions, or the positions or shapes differ.
         """
         mine, others = self._operands, other._operands
         self._operands, other._operands = {}, {}
@@ -194,13 +195,13 @@ class Recording:
 
         `positions[i]` tells the stack and the channel of row and column `i`.
         """
-        stacks = self.stack[positions]
+        stacks, all_channels = self.stack[positions], np.arange(self.num_channels)
         for stack in np.unique(stacks).tolist():
             (rows,) = np.nonzero(stacks == stack)
             channels = self.channel[positions[rows]]
             if stack not in grams:
-                grams[stack] = np.zeros((self.channels, self.channels))
-            if len(rows) == len(positions) and np.array_equal(channels, np.arange(self.channels)):
+                grams[stack] = np.zeros((self.num_channels, self.num_channels))
+            if len(rows) == len(positions) and np.array_equal(channels, all_channels):
                 grams[stack] += product  # the frequent case, without indexing
             else:
                 part = product[np.ix_(rows, rows)].astype(float)
@@ -214,7 +215,7 @@ class Recording:
     def device_totals(self) -> Totals:
         """Return the totals of a new recording as JAX arrays, for a Box."""
         totals = Totals(*(None if x is None else jnp.asarray(x, jnp.float32) for x in self.totals))
-        shape = len(self.totals.batches), self.channels, self.channels
+        shape = len(self.totals.batches), self.num_channels, self.num_channels
         return totals._replace(
             counts=totals.counts.astype(jnp.int32),
             batches=totals.batches.astype(jnp.int32),
@@ -259,15 +260,16 @@ class Recording:
     def _mean_gram(self, grams: dict[int, np.ndarray], used: tuple[slice, ...]) -> np.ndarray:
         """Return the mean Gram matrix of each stack in the slices `used`: `[*stacks, K, K]`."""
         stacks = np.arange(len(self.totals.batches)).reshape(self.ranges_shape)[used]
+        # The channels of a stack can have different counts. The largest is the number of rows.
         num_rows = np.zeros(len(self.totals.batches))
         np.maximum.at(num_rows, self.stack, self.totals.counts)
-        missing = np.full((self.channels, self.channels), np.nan)
+        missing = np.full((self.num_channels, self.num_channels), np.nan)
         means = [
             grams[stack] / num_rows[stack] if stack in grams else missing
             for stack in stacks.ravel().tolist()
         ]
         leading = [n for axis, n in enumerate(stacks.shape) if axis in self.stacked_axes]
-        return np.stack(means).reshape(*leading, self.channels, self.channels)
+        return np.stack(means).reshape(*leading, self.num_channels, self.num_channels)
 
 
 def add_to_totals(
@@ -280,18 +282,18 @@ def add_to_totals(
     sums: Any,
     products: Any = None,
 ) -> Totals:
-    """Return the totals in a Box plus the reduced activations of one product.
+    """Return the totals in a Box after adding the sums and ranges of one product.
 
-    `recording` maps positions to stacks and channels. `num_rows` is the number of values per
-    channel. `Recording.add` describes the other arrays.
+    `recording` maps positions to stacks and channels. `Recording.add` describes the arguments from
+    `num_rows` on.
     """
     low, high, sums = (jnp.asarray(x, jnp.float32) for x in (low, high, sums))
     # XLA's reduction to a maximum may drop NaN.
     low, high = (jnp.where(jnp.isnan(sums[0]), jnp.nan, x) for x in (low, high))
     index, stack = positions.ravel(), jnp.asarray(recording.stack)[positions]
-    ranges = totals.ranges.at[0, 0, stack.ravel()].min(low.ravel())
+    ranges = totals.ranges.at[0, 0, stack.ravel()].min(low.ravel())  # 0: the current batch
     counts = totals.counts.at[index].add(num_rows)
-    counts = jnp.where(counts < totals.counts, jnp.iinfo(counts.dtype).max, counts)  # overflow
+    counts = jnp.where(counts < totals.counts, jnp.iinfo(counts.dtype).max, counts)  # saturate
     gram = totals.gram
     if gram is not None and products is not None:
         channel = jnp.asarray(recording.channel)[positions]

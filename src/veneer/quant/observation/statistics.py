@@ -89,14 +89,14 @@ class ActivationStatistics:
             raise ValueError(f"unknown average {average!r}; it must be one of {names}")
         return self.lows[average], self.highs[average]
 
-    def of_stacks(self, of_channels: Any) -> np.ndarray:
-        """Return an array with one value per channel, such as `mean`, as `[stacks, K]`.
+    def of_stacks(self, values: Any) -> np.ndarray:
+        """Reshape `values`, one per channel, such as `mean`, to `[stacks, K]`.
 
         `stacks` is the number of stacked weights, and `K` the number of channels of each.
         """
         order = [*self.stacked_axes, *self._contracted_axes()]
-        others = [i for i in range(np.ndim(of_channels)) if i not in order]
-        return np.transpose(of_channels, [*order, *others]).reshape(self.stacks, -1)
+        others = [i for i in range(np.ndim(values)) if i not in order]
+        return np.transpose(values, [*order, *others]).reshape(self.stacks, -1)
 
     @property
     def stacks(self) -> int:
@@ -130,7 +130,7 @@ def static_range(
 
     - `statistics`: the statistics of the activations.
     - `qtype`: the format of the activations.
-    - `shape`: the shape of the weight that they multiply.
+    - `shape`: the shape of the weight that multiplies the activations.
     - `average`: the range to use: "mean", "exponential" or "widest".
     - `calibration_method`: the method that turns the range into a scale. None selects the default
       of the format.
