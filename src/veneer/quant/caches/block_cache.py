@@ -68,9 +68,9 @@ class BlockCache(ImplicitArray):
         return lax.dynamic_update_slice_in_dim(dense, self.newest, start, self.axis)
 
     def leaf_axes(self) -> Any:
-        """Return the `vn.LeafAxis` of each axis of `blocks`, `newest` and `place`, as three lists.
+        """Return a list each for `blocks`, `newest` and `place`: the `vn.LeafAxis` of each axis.
 
-        The first axis of `blocks` counts the blocks. No dense axis matches it, so it has None.
+        The entry of the first axis of `blocks` is None, because no dense axis matches this axis.
         """
         token_axis = LeafAxis(self.axis, "whole")  # "whole": it cannot be sliced
         newest = [LeafAxis(i) if i != self.axis else token_axis for i in range(-self.ndim, 0)]

@@ -108,7 +108,7 @@ def _update_scale_shape(cache: QCache, shape: Shape, axes: Sequence[int | None])
 
 
 def _describe_format(q: QArray) -> Any:
-    """Return the format, packing and dtypes of `q`. Codes can be copied between equal ones."""
+    """Return the format, packing and dtypes of `q`. If equal, arrays can exchange their codes."""
     dtypes = [leaf.dtype for leaf in jax.tree.leaves(q)]
     return q.qtype, q.packing and q.packing.axis, q.dense_dtype, dtypes
 

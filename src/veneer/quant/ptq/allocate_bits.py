@@ -210,7 +210,7 @@ class BitAllocator:
         axes = product_axes(tree, rules)
         if not axes:
             return {}
-        # `record` supports several versions of the parameters. Here, the list has one entry.
+        # `record` passes a list of parameter trees. Here, the list has one tree.
         run = lambda trees, *args: self._program(trees[0], *args)
         flat_tree = tree.paths, tree.leaves, tree.treedef
         statistics = statistics_of(record(run, [flat_tree], axes, batches, gram=True, decay=0.9))

@@ -182,7 +182,7 @@ class Correction:
     def add_to(self, q: Any, dense: Any) -> Any:
         """Return the rounded weight `q` with its correction.
 
-        Before the first `compute`, this is the best low-rank approximation of `dense - q`.
+        Before the first `compute`, use the correction that is closest to the error `dense - q`.
         """
         if self.factors is None:
             return add_correction(q, dense, self._rank, self._axes)

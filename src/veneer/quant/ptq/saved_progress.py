@@ -79,9 +79,10 @@ class SavedProgress:
     def save(
         self, stage: int, path: str, statistics: ActivationStatistics, weight: RoundedWeight | None
     ) -> None:
-        """Save a file with the state of one weight after a stage, and its activation statistics.
+        """Save the state of the weight at `path` after a stage, and its activation statistics.
 
-        An interruption leaves no incomplete file. If `weight` is None, save only the statistics.
+        If `weight` is None, save only the statistics. An interruption leaves the file complete or
+        absent.
         """
         if self._folder is None:
             return
@@ -165,7 +166,7 @@ def _digest(parts: Iterable[Any]) -> str:
         if not isinstance(part, str) and jnp.issubdtype(jnp.result_type(part), jax.dtypes.prng_key):
             part = jax.random.key_data(part)
         array = np.asarray(part)
-        if array.dtype.kind in "OUS":  # the bytes of objects and strings differ between processes
+        if array.dtype.kind in "OUS":  # an object or a string: hash its text
             array = np.frombuffer(repr(part).encode(), np.uint8)
         digest.update(f"{array.dtype}{array.shape}".encode())
         digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)

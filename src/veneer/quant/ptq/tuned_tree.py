@@ -235,7 +235,7 @@ def _from_codes(q: QArray, x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def _code_step(q: QArray) -> float:
-    """Return `_CODES_RATE` times the mean distance between codes, by which "codes" are divided."""
+    """Return the divisor of the variable "codes": `_CODES_RATE` times the distance of codes."""
     low, high = _code_range(q)
     return _CODES_RATE * (high - low) / (2**q.format.bits - 1)
 

@@ -174,18 +174,18 @@ class RoundedWeight:
         """Return the rounded weight and its loss. The loss is None if all activations are 0.
 
         If the method did not reduce the loss, return the weight rounded to nearest instead. There
-        are two exceptions. SmoothQuant is always used, because its gain is in the activations. A
-        correction is always used with the codes for which it was computed.
+        are two exceptions. SmoothQuant also improves the activations, so its weight is always used.
+        A correction is computed for the codes of the method, so these are always used.
         """
-        nearest_loss, loss, power = self._losses
+        nearest_loss, loss, loss_of_zeros = self._losses
         q, method = self._rounded, self._method
-        if not power:
+        if not loss_of_zeros:
             return self._with_correction(q), None
         has_correction = self._correction is not None and self._correction.factors is not None
         is_always_used = has_correction or get_method(method).factors == "smoothquant"
         if not is_always_used and not loss < _WORTHWHILE * nearest_loss:
             q, method, loss = self._nearest, "nearest", nearest_loss
-        before, after = (float(np.sqrt(x / power)) for x in (nearest_loss, loss))
+        before, after = (float(np.sqrt(x / loss_of_zeros)) for x in (nearest_loss, loss))
         qtype, result = _unwrap(q).qtype, self._with_correction(q)
         rank = result.rank if isinstance(result, LoraArray) else None
         return result, WeightLoss(path, q.shape, qtype, before, after, method, rank)
@@ -238,7 +238,7 @@ class RoundedWeight:
         return matrices.split(materialise_one(rule.quantize(jnp.asarray(matrices.join(w)))))
 
     def _scale_channels(self) -> Scaled:
-        """Return the array to round as a `Scaled`, which stores it times the channel factors."""
+        """Return the array to round as a `Scaled`: stored after multiplying by channel factors."""
         divisors = jnp.asarray(self._matrices.join_channels(1 / self._factors))
         unscaled = Scaled(self._target, divisors)
         return unscaled.with_array(unscaled.stored(self._target))
@@ -261,7 +261,7 @@ class RoundedWeight:
             zero = None if zero_point is None else zero_point[i]
             codes = gptq(dense[i], Moments(grams[i]), scale[i], zero, q.qtype, damping=damping)
             self._gptq_codes[i] = codes
-        # Insert the codes of earlier calls, too: `round` can quantize all matrices again before.
+        # Insert the codes of earlier calls, too. They are lost if `round` replaced `_rounded`.
         all_codes = matrices.split(q.codes()).copy()
         for i, codes in self._gptq_codes.items():
             all_codes[i] = codes

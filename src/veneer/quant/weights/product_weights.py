@@ -35,8 +35,8 @@ def reshape_factors(factors: Sequence[Factors], old: Shape, new: Shape) -> list[
 
     A factor is a smaller axis that a reshape merged into an axis. It is a pair: an origin, which is
     a set or a bool, and a size. An axis of size 1 has no factors. If a size is symbolic, or the
-    boundaries of old factors and new axes do not match, each new axis is a single factor, whose
-    origin is the union (`|`) of all origins.
+    boundaries of old factors and new axes do not match, a new axis is a single factor, whose origin
+    is the union (`|`) of the origins of all axes that are merged.
 
     **Arguments:**
 
@@ -89,7 +89,7 @@ class ProductWeight(ImplicitArray, abstract=True):
     """A weight, dense or implicit, whose class has its own rules for products.
 
     Products with activations contract the axes in `contracting`, which are counted from the end. If
-    a product contracts other axes, the other operand is the cotangent in a derivative instead.
+    a product contracts other axes, it is part of a derivative, and multiplies by a cotangent.
     Transposes, reshapes and slices keep the class. All other primitives are applied to `array`.
 
     A subclass declares the fields `array`, `contracting`, `factors` (see below) and its companions:
@@ -194,7 +194,7 @@ class ProductWeight(ImplicitArray, abstract=True):
         return self.changed(contracting=contracting, factors=all_factors)
 
     def _factors_of(self, axis: int, ndim: int) -> Factors:
-        """Return the factors of an axis of a weight of rank `ndim`, counted from the front.
+        """Return the factors of `axis`, counted from the front, in a weight of rank `ndim`.
 
         `vmap` and `scan` add and remove axes at the front without updating `factors`. For this
         reason, match entries and axes from the end.
@@ -207,7 +207,7 @@ class ProductWeight(ImplicitArray, abstract=True):
         return self
 
     def sums_over(self, axes: Sequence[int]) -> bool:
-        """Return whether the other operand of a product that contracts `axes` is activations.
+        """Return whether a product over `axes` multiplies the weight by activations.
 
         The product must contract all axes in `contracting`. Return False in a user's `custom_jvp`
         rule, where the other operand can be a tangent.
@@ -268,7 +268,6 @@ def _gather(w: ProductWeight, indices: ArrayLike, **params: Any) -> Any:
 
 @register("reshape")
 def _reshape(w: ProductWeight, **params: Any) -> Any:
-    """Reshape a weight and its companions."""
     sizes, order = params["new_sizes"], params["dimensions"]
     if params["sharding"] is not None or w.size == 0:
         return NotImplemented
