@@ -68,17 +68,16 @@ class BlockCache(ImplicitArray):
         return lax.dynamic_update_slice_in_dim(dense, self.newest, start, self.axis)
 
     def leaf_axes(self) -> Any:
-        """Return one list per stored array, with an entry for each of its axes.
+        """Return a list each for `blocks`, `newest` and `place`: the `vn.LeafAxis` of each axis.
 
-        An entry is a `vn.LeafAxis`. The first axis of `blocks`, which counts the blocks, has None
-        instead. The token axis cannot be sliced.
+        The entry of the first axis of `blocks` is None, because no dense axis matches this axis.
         """
-        token_axis = LeafAxis(self.axis, "whole")
+        token_axis = LeafAxis(self.axis, "whole")  # "whole": it cannot be sliced
         newest = [LeafAxis(i) if i != self.axis else token_axis for i in range(-self.ndim, 0)]
         return [[None, *newest], newest, []]
 
     def _moved(self, movement: Movement) -> "BlockCache":
-        """Return the cache with the new index of its token axis, after its leaves were moved."""
+        """Update `axis` after a primitive, such as `transpose`, was applied to the leaves."""
         axis = movement.axes[self.axis]
         assert axis is not None  # leaf_axes does not allow the removal of the token axis
         new = object.__new__(BlockCache)  # without checks: the leaves can be of any type here
@@ -87,7 +86,7 @@ class BlockCache(ImplicitArray):
 
 
 def _join_blocks(blocks: jax.Array, axis: int) -> jax.Array:
-    """Concatenate the blocks `x[0], x[1], ...` of an array along an axis of the blocks."""
+    """Concatenate `blocks[0], blocks[1], ...` along the axis `axis` of each block."""
     moved = jnp.moveaxis(blocks, 0, axis)
     *before, count, size = moved.shape[: axis + 2]
     return moved.reshape(*before, count * size, *moved.shape[axis + 2 :])
@@ -165,14 +164,15 @@ def _multiply(cache: BlockCache, x: ArrayLike, cache_index: int, params: dict[st
     if isinstance(x, Value) or axis not in free_axes or params["out_sharding"] is not None:
         return NotImplemented
     # The axes of the result are: batch axes, free axes of operand 0, free axes of operand 1.
-    num_before = len(numbers.batch[0]) + free_axes.index(axis)
-    result_axis = num_before + (len(numbers.free(0, jnp.ndim(x))) if cache_index == 1 else 0)
+    token_axis = len(numbers.batch[0]) + free_axes.index(axis)
+    if cache_index == 1:
+        token_axis += len(numbers.free(0, jnp.ndim(x)))
     dot_general = partial(find_primitive("dot_general").bind, **params)
-    in_order = lambda cached, x: (cached, x) if cache_index == 0 else (x, cached)
+    order_operands = lambda cached, x: (cached, x) if cache_index == 0 else (x, cached)
     # vmap makes blocks a batch axis. `x` is repeated because each block scales it differently.
     repeated = jnp.broadcast_to(x, (len(cache.blocks), *jnp.shape(x)))
-    product = redispatch(jax.vmap(dot_general), *in_order(cache.blocks, repeated))
-    product = _join_blocks(product, result_axis)
-    newest_product = dot_general(*in_order(cache.newest, x))
+    products = redispatch(jax.vmap(dot_general), *order_operands(cache.blocks, repeated))
+    product = _join_blocks(products, token_axis)
+    newest_product = dot_general(*order_operands(cache.newest, x))
     start = cache.place * cache.newest.shape[axis]
-    return lax.dynamic_update_slice_in_dim(product, newest_product, start, result_axis)
+    return lax.dynamic_update_slice_in_dim(product, newest_product, start, token_axis)

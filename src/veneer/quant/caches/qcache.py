@@ -29,9 +29,8 @@ class QCache(QArray):
 
     Values that a program reads and writes back do not change. For this, a cache computes its scales
     differently from `vn.quant.quantize`. In int4, for example, the scale of a group is its largest
-    magnitude divided by 7 instead of 7.5. If the dense array has a 16-bit dtype, or not the dtype
-    of the scales, each write also compares new and old values. Groups with equal values keep their
-    codes.
+    magnitude divided by 7 instead of 7.5. If this is not exact, as for a bfloat16 cache, each write
+    also compares new and old values, and groups with equal values keep their codes.
 
     **Arguments:** the same as for `QArray`.
 
@@ -51,7 +50,7 @@ class QCache(QArray):
     def from_qarray(cls, q: QArray) -> "QCache":
         """Return a cache with the fields of a QArray."""
         new = cls.__new__(cls)
-        new.__dict__.update(q.changed().__dict__)
+        new.__dict__.update(q.changed().__dict__)  # `changed` copies only the fields
         return new
 
 
@@ -62,13 +61,13 @@ def _quantize_update(
     axes: Sequence[int | None],
     read_replaced: Callable[[], Any] | None = None,
 ) -> Any:
-    """Return an update of a cache as a QCache in the same format, with new scales.
+    """Return `update`, which is written into `cache`, as a QCache in the format of the cache.
 
-    `axes` holds the axis of the cache for each axis of the update, or None for an axis that lists
-    several updates, as in `scatter`. `read_replaced` returns the values that the update replaces.
+    `axes` holds the axis of the cache for each axis of the update. It holds None for an axis that
+    stacks separate updates, as in `scatter`. `read_replaced` returns the values to be replaced.
 
-    Return NotImplemented if the update covers a part of a group of values that share a scale, or if
-    the cache has quantized scales or minima. The cache is then materialized.
+    Return NotImplemented, which materializes the cache, if the update covers only a part of a group
+    of values that share a scale, or if the cache has quantized scales or minima.
     """
     scale_shape = _update_scale_shape(cache, jnp.shape(update), axes)
     if scale_shape is None or isinstance(cache.scale, QArray) or cache.minimum is not None:
@@ -76,14 +75,14 @@ def _quantize_update(
     if isinstance(update, QArray) and _describe_format(update) == _describe_format(cache):
         leaves = (update.scale, update.zero_point)
         if all(leaf.shape == scale_shape for leaf in leaves if leaf is not None):
-            return QCache.from_qarray(update)
+            return QCache.from_qarray(update)  # keep its codes and scales
     if isinstance(update, Value):
         (update,) = make_dense(find_primitive("dynamic_update_slice"), [update])
     q = quantize_as(update, cache, scale_shape)
     if cache.packing is not None:
         q = repack(q, cache.packing.axis)
-    # In these dtypes, products of a code and a scale are exact, so dequantized values get their old
-    # scales again, if these are not subnormal. In other dtypes, compare the values.
+    # In these dtypes, quantizing dequantized values gives the old codes and scales, because
+    # `code * scale` is exact if the scale is not subnormal. In other dtypes, compare the values.
     is_exact = cache.dtype in (jnp.float32, jnp.float64) and cache.dtype == cache.scale.dtype
     if read_replaced is not None and not is_exact:
         q = _keep_equal_groups(q, update, read_replaced())
@@ -109,22 +108,23 @@ def _update_scale_shape(cache: QCache, shape: Shape, axes: Sequence[int | None])
 
 
 def _describe_format(q: QArray) -> Any:
-    """Return the properties of a QArray that a cache must share to copy its codes."""
+    """Return the format, packing and dtypes of `q`. If equal, arrays can exchange their codes."""
     dtypes = [leaf.dtype for leaf in jax.tree.leaves(q)]
     return q.qtype, q.packing and q.packing.axis, q.dense_dtype, dtypes
 
 
 def _keep_equal_groups(new: QArray, update: jax.Array, old: QArray) -> QArray:
-    """Return `new` with the codes and scales of `old` in each group whose values are equal.
+    """Return `new` with the codes and scales of `old` in groups where `update` equals `old`.
 
-    `new` is the quantized `update`, and `old` holds the values that it replaces.
+    `new` is the quantized `update`, and `old` holds the values that it replaces. A group is the
+    values that share a scale.
     """
     leaf_shapes = lambda q: [leaf.shape for leaf in jax.tree.leaves(q)]
     if leaf_shapes(new) != leaf_shapes(old):
         return new
-    # A GPU can keep more bits of the values that it read than their dtype has.
+    # XLA can compute dequantized values on GPU with more bits than their dtype has.
     rounded = lambda x: round_to_dtype(x, new.dtype)
-    # A group is equal if all its values are. The odd axes of the split array are within groups.
+    # `split_tiles` splits each axis in two: the groups, and the values within a group.
     is_equal = split_tiles(rounded(update) == rounded(old.dequantize()), new.scale.shape)
     is_equal = is_equal.all(range(1, is_equal.ndim, 2))
     is_equal_per_value = over_tiles(jnp.logical_or, jnp.zeros(new.shape, bool), is_equal)

@@ -53,10 +53,10 @@ def zeros(
     **Raises:**
 
     - `TypeError` if `dtype` is not floating.
-    - `ValueError` if `vn.quant.quantize` would reject the arguments.
-    - `ValueError` if `calibration_method` is any other method, or the format has quantized scales
+    - `ValueError` if `vn.quant.quantize` would reject the arguments, if a size is negative, or if
+      `block_axis` is not in `tiled_axes`.
+    - `ValueError` if `calibration_method` is another method, or the format has quantized scales
       (nvfp4, nf4_dq).
-    - `ValueError` if a size is negative, or `block_axis` is not in `tiled_axes`.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> keys = vn.quant.zeros((8, 128, 64), "int8", channelwise_axes=[0, 1])
@@ -118,11 +118,11 @@ def zeros(
 def _zeros_in_blocks(
     shape: Shape, dtype: DTypeLike, params: QuantizeParams, axis: int
 ) -> BlockCache:
-    """Return a `BlockCache` of zeros with blocks along `axis`."""
+    """Return a `BlockCache` of zeros with blocks along `axis`. `params` are for all blocks."""
     num_blocks = params.scale_shape[axis]
-    replace_size = lambda sizes, size: (*sizes[:axis], size, *sizes[axis + 1 :])
-    newest = jnp.zeros(replace_size(shape, shape[axis] // max(num_blocks, 1)), dtype)
-    params = dataclasses.replace(params, scale_shape=replace_size(params.scale_shape, 1))
-    block = quantize_with_params(newest, params)
+    with_size = lambda sizes, size: (*sizes[:axis], size, *sizes[axis + 1 :])  # along `axis`
+    newest = jnp.zeros(with_size(shape, shape[axis] // max(num_blocks, 1)), dtype)
+    block_params = dataclasses.replace(params, scale_shape=with_size(params.scale_shape, 1))
+    block = quantize_with_params(newest, block_params)
     blocks = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (num_blocks, *leaf.shape)), block)
     return BlockCache(QCache.from_qarray(blocks), newest, jnp.int32(0), axis - len(shape))

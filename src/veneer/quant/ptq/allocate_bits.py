@@ -42,10 +42,10 @@ def allocate_bits(
     """Create an allocator, which chooses a format for each weight within a budget of bits.
 
     This is mixed-precision quantization. For each weight and each matching rule, the allocator
-    estimates the loss: how much rounding changes the outputs of the weight's products. The estimate
-    uses the second moments of the activations. The loss is then scaled by the error of the model's
-    output when only that weight is rounded. The allocator assumes that the losses of the weights
-    add up, and minimizes the total loss within the budget.
+    estimates a loss: how much rounding changes the outputs of the weight's products. The estimate
+    uses the second moments of the activations. To compare weights, the allocator rounds one weight
+    at a time, measures the error of the model's output, and scales the weight's losses to match.
+    It minimizes the sum of the losses of all weights within the budget.
 
     **Arguments:**
 
@@ -82,9 +82,8 @@ class BitAllocator:
 
     Call it with an iterable of batches, like a `Calibrator`. It returns a list of `Rule`, one for
     each weight. The call runs the model once on all batches, and then on the first batch once per
-    weight. Afterwards, the attribute `report` has the format, bits and errors of each weight. The
-    errors are estimated from the activations. For a weight that no product uses, such as an
-    embedding, they are estimated from the rounding error of the weight itself.
+    weight. Afterwards, the attribute `report` has the format, bits and errors of each weight. If no
+    product uses a weight, such as an embedding, its error is the rounding error of the weight.
 
     **Arguments:** the same as for `allocate_bits`.
 
@@ -146,15 +145,16 @@ class BitAllocator:
         }
         # Measure the loss of the model with one candidate per weight: the one nearest to the budget
         # that has a loss. Scale the losses of all candidates for the weight by the same factor.
-        measured = {}
+        measured_index = {}
         for path, options in candidates.items():
             lossy = [i for i, loss in enumerate(losses[path]) if loss] or range(len(options))
             budget = self._bits * sizes[path]
-            measured[path] = min(lossy, key=lambda i: abs(options[i].bits - budget))
-        model_losses = self._measure_model_losses(tree, candidates, measured, args)
+            measured_index[path] = min(lossy, key=lambda i: abs(options[i].bits - budget))
+        measured = {path: options[measured_index[path]] for path, options in candidates.items()}
+        model_losses = self._measure_model_losses(tree, measured, args)
         choices = {}
         for path, options in candidates.items():
-            estimate = losses[path][measured[path]]
+            estimate = losses[path][measured_index[path]]
             scale = model_losses[path] / estimate if path in model_losses and estimate else 1.0
             pairs = zip(options, losses[path], strict=True)
             choices[path] = [Choice(i, x.bits, scale * loss) for i, (x, loss) in enumerate(pairs)]
@@ -172,21 +172,21 @@ class BitAllocator:
     def _find_candidates(
         self, args: Sequence[Any]
     ) -> tuple[ChosenRules, dict[str, list["_WeightCandidate"]]]:
-        """Return the tree of parameters, and the possible formats of each weight by path."""
+        """Return the flattened parameters, and the choices that match each weight, by path."""
         with warnings.catch_warnings():
-            # The function that gets the allocated rules repeats these warnings.
+            # `quantize_tree` or `calibrate` will repeat these warnings for the allocated rules.
             warnings.simplefilter("ignore", UserWarning)
             trees = [
                 choose_rules(self._params, [rule], self._program, args) for rule in self._choices
             ]
-        tree = trees[0]  # apart from the rules, all are equal
+        tree = trees[0]  # all trees have the same leaves and differ only in their rules
         warn_of_unmatched(self._choices, tree.paths)
         candidates: dict[str, list[_WeightCandidate]] = {}
         for path, leaf in zip(tree.paths, tree.leaves, strict=True):
-            for choice, chosen in zip(self._choices, trees, strict=True):
-                rule = chosen.rules.get(path)
+            for choice, tree_of_choice in zip(self._choices, trees, strict=True):
+                rule = tree_of_choice.rules.get(path)
                 if rule is not None and rule.qtype is not None:
-                    axes = chosen.correction_axes(path)
+                    axes = tree_of_choice.correction_axes(path)
                     quantize = functools.partial(quantize_with_correction, rule=rule, axes=axes)
                     bits = 8 * jax.eval_shape(quantize, leaf).nbytes
                     candidates.setdefault(path, []).append(
@@ -205,29 +205,25 @@ class BitAllocator:
         candidates: Mapping[str, Sequence["_WeightCandidate"]],
         batches: Iterable[Any],
     ) -> Mapping[str, ActivationStatistics]:
-        """Return the statistics of the activations of each weight that products use."""
+        """Return the statistics of the activations of each weight that products use, by path."""
         rules = {path: options[0].rule for path, options in candidates.items()}
         axes = product_axes(tree, rules)
         if not axes:
             return {}
-        call = lambda trees, *args: self._program(trees[0], *args)  # `record` takes several trees
+        # `record` passes a list of parameter trees. Here, the list has one tree.
+        run = lambda trees, *args: self._program(trees[0], *args)
         flat_tree = tree.paths, tree.leaves, tree.treedef
-        recordings = record(call, [flat_tree], axes, batches, gram=True, decay=0.9)
-        statistics = statistics_of(recordings)
+        statistics = statistics_of(record(run, [flat_tree], axes, batches, gram=True, decay=0.9))
         warn_of_vanishing(statistics)
         return statistics
 
     def _measure_model_losses(
-        self,
-        tree: ChosenRules,
-        candidates: Mapping[str, Sequence["_WeightCandidate"]],
-        measured: Mapping[str, int],
-        args: Sequence[Any],
+        self, tree: ChosenRules, candidates: Mapping[str, "_WeightCandidate"], args: Sequence[Any]
     ) -> dict[str, float]:
-        """Return the relative squared error of the model if a single weight is rounded, by path.
+        """Round one weight at a time, and return the relative squared errors of the model's output.
 
-        `measured` holds the index of the candidate that rounds each weight, by path. Return an
-        empty dict if the outputs of the model are 0 or not floating.
+        `candidates` is a dict from the path of each weight to the format to measure. The result is
+        a dict by path, which is empty if the outputs of the model are 0 or not floating.
         """
 
         def run(leaves: Sequence[Any]) -> list[np.ndarray]:
@@ -241,16 +237,16 @@ class BitAllocator:
             return [np.asarray(x, float) for x in arrays if jnp.issubdtype(x.dtype, jnp.floating)]
 
         expected = run(tree.leaves)
-        power = sum(np.square(y).sum() for y in expected)
-        if not power:
+        expected_sum = sum(np.square(y).sum() for y in expected)
+        if not expected_sum:
             return {}
         losses = {}
         for i, (path, leaf) in enumerate(zip(tree.paths, tree.leaves, strict=True)):
             if path in candidates:
-                rounded = candidates[path][measured[path]].round(leaf)
+                rounded = candidates[path].round(leaf)
                 outs = run([*tree.leaves[:i], rounded, *tree.leaves[i + 1 :]])
                 loss = sum(np.square(y - z).sum() for y, z in zip(outs, expected, strict=True))
-                losses[path] = float(loss / power)
+                losses[path] = float(loss / expected_sum)
         return losses
 
 
@@ -263,8 +259,8 @@ class _WeightCandidate(NamedTuple):
     **Arguments:**
 
     - `choice`: the rule that the caller passed.
-    - `rule`: the same rule, with the contracted axes of the weight.
-    - `axes`: the axes of the low-rank correction, or None without a correction.
+    - `rule`: a copy of `choice`, whose `tile_axis` holds the contracted axes of the weight.
+    - `axes`: the input and output axes for a low-rank correction. None without a correction.
     - `bits`: the bits of the whole weight.
     """
 
@@ -284,7 +280,7 @@ class _WeightCandidate(NamedTuple):
         itself.
         """
         if statistics is not None and statistics.gram is None:
-            statistics = None
+            statistics = None  # no second moments, as for the kernel of a convolution
         stacked_axes = () if statistics is None else statistics.stacked_axes
         matrices = MatrixStack(leaf.shape, self.rule.contracting(leaf.ndim), stacked_axes)
         dense, rounded = (finite(matrices.split(x)) for x in (leaf, self.round(leaf)))
@@ -304,9 +300,8 @@ class Choice(NamedTuple):
 
     **Arguments:**
 
-    - `number`: the index of the choice.
-    - `bits`: the bits of the whole weight.
-    - `loss`: the loss. The losses of different weights are added.
+    - `number`: the index of this choice in the list of choices for the weight.
+    - `bits`, `loss`: the bits and the loss of the whole weight.
     """
 
     number: int
@@ -319,12 +314,12 @@ def solve_knapsack(
 ) -> dict[str, Choice]:
     """Return one choice per weight with the least total loss within a budget of bits.
 
-    The result is exact as long as at most `_MAX_SUMS` sums of bits are on the Pareto front, as for
-    a few weights. Otherwise it is approximate.
+    The result is exact if the Pareto front of (total bits, total loss) has at most `_MAX_SUMS`
+    entries, as for a few weights. Otherwise the result is approximate.
 
     **Arguments:**
 
-    - `choices`: at least one choice per weight, by path.
+    - `choices`: a dict from the path of each weight to its choices, at least one.
     - `budget`: the bits of all weights together.
 
     **Raises:** `ValueError` if the budget is too small for the smallest choices.
@@ -335,32 +330,36 @@ def solve_knapsack(
     >>> {path: choice.bits for path, choice in solution.items()}
     {'a': 80, 'b': 40}
     """
-    # The bits that the weights after the current one need at least.
-    needed = sum(min(x.bits for x in options) for options in choices.values())
-    if not needed <= budget:
-        raise ValueError(f"the weights take at least {needed} bits, and the budget is {budget:.0f}")
-    # Add one weight after another. Keep the Pareto front of the sums of bits and losses, and for
-    # each sum the index of the sum before this weight and the number of the choice.
-    bits, losses, steps = np.zeros(1), np.zeros(1), []
+    # The least bits of the weights that are not added yet.
+    later_bits = sum(min(x.bits for x in options) for options in choices.values())
+    if not later_bits <= budget:
+        raise ValueError(
+            f"the weights take at least {later_bits} bits, and the budget is {budget:.0f}"
+        )
+    # Add one weight at a time. `bits` and `losses` hold the Pareto front of the sums so far.
+    bits, losses, origins = np.zeros(1), np.zeros(1), []
     for options in choices.values():
-        needed -= min(x.bits for x in options)
+        later_bits -= min(x.bits for x in options)
+        # Combine each old sum with each choice for this weight, and keep the new front.
         all_bits = (bits[:, None] + np.array([x.bits for x in options], float)).ravel()
         all_losses = (losses[:, None] + np.array([x.loss for x in options], float)).ravel()
-        front = _pareto_front(all_bits, all_losses, budget - needed)
+        front = _pareto_front(all_bits, all_losses, budget - later_bits)
         bits, losses = all_bits[front], all_losses[front]
-        steps.append(np.divmod(front, len(options)))
-    # The last sum has the least loss. Follow the steps back from it.
+        # For each new sum: the index of the old sum, and the index of the choice.
+        origins.append(np.divmod(front, len(options)))
+    # The last sum has the least loss. Trace its choices back to the first weight.
     index, solution = len(losses) - 1, {}
-    for path, (before, number) in zip(reversed([*choices]), reversed(steps), strict=True):
-        solution[path] = choices[path][number[index]]
-        index = before[index]
+    for path, (old_sum, choice) in zip(reversed([*choices]), reversed(origins), strict=True):
+        solution[path] = choices[path][choice[index]]
+        index = old_sum[index]
     return {path: solution[path] for path in choices}
 
 
 def _pareto_front(bits: np.ndarray, losses: np.ndarray, budget: float | int) -> np.ndarray:
     """Return the indices of the Pareto front of (bits, loss) within a budget, ordered by bits.
 
-    If the front has more than `_MAX_SUMS` entries, return one entry for each range of bits.
+    If the front has more than `_MAX_SUMS` entries, divide it into equal ranges of bits, and return
+    only the entry with the least loss of each range.
     """
     order = np.lexsort((losses, bits))
     order = order[bits[order] <= budget]
@@ -369,7 +368,7 @@ def _pareto_front(bits: np.ndarray, losses: np.ndarray, budget: float | int) -> 
     front = order[np.append(True, losses[order][1:] < least_before)]
     if len(front) <= _MAX_SUMS:
         return front
-    # Keep the last entry of each range, which has the least loss.
+    # The last entry of each range has the least loss, because the front is ordered by bits.
     offsets = bits[front] - bits[front[0]]
     ranges = (offsets / offsets[-1] * _MAX_SUMS).astype(int)
     return front[np.append(ranges[1:] > ranges[:-1], True)]

@@ -1,9 +1,9 @@
 """`calibrate`: quantize the parameters of a model with the activations of sample data.
 
 A calibration runs the model on the batches, records the second moments of the activations of each
-weight, and rounds the weights. It rounds them all at the same time, or a group of weights after
-another: each group is a *stage*. In a sequential calibration, a stage uses the activations of the
-model in which the weights of earlier stages are already rounded.
+weight, and rounds the weights. It can divide the weights into *stages*: groups that are rounded one
+after another. In a sequential calibration, a stage uses the activations of the model in which the
+weights of earlier stages are already rounded.
 """
 
 import dataclasses
@@ -71,10 +71,10 @@ def calibrate(
     - `method`: the rounding method (see the table) for weights whose rule has no `method`.
     - `sequential`: round weights in the order of the program. The activations of a weight then come
       from the model in which all earlier weights are quantized.
-    - `propagation`: the fraction, from 0 to 1, of the errors of earlier weights that a weight
-      compensates (QEP, arXiv 2504.09629). It needs `sequential`.
-    - `damping`: a number of at least 0. GPTQ adds `damping` times the mean of the diagonal of the
-      second moments to that diagonal.
+    - `propagation`: a fraction from 0 to 1. Each weight compensates this fraction of the errors of
+      earlier weights (QEP, arXiv 2504.09629). A fraction above 0 needs `sequential`.
+    - `damping`: a number of at least 0. GPTQ increases the diagonal of the second moments by
+      `damping` times the mean of the diagonal.
     - `memory`: a limit in bytes for the second moments, which are a float64 `[K, K]` array per
       weight. To stay within the limit, the calibration reads the batches several times.
     - `resume`: a folder for results. After an interruption, the same call continues from there.
@@ -86,7 +86,7 @@ def calibrate(
     | "nearest" | the nearest codes, with the scales of least error |
     | "awq" | the nearest codes, after scaling channels by their activations (arXiv 2306.00978) |
     | "smoothquant" | the nearest codes, after moving outliers to weights (arXiv 2211.10438) |
-    | "awq+gptq", "smoothquant+gptq" | as in "gptq", after the same scaling or moving |
+    | "awq+gptq", "smoothquant+gptq" | as in "gptq", after the step of "awq" or "smoothquant" |
 
     **Returns:** a `Calibrator`. Call it with an iterable of batches to get the quantized
     parameters. Each output channel of a weight gets the codes of the method or the nearest codes,
@@ -128,10 +128,8 @@ class Calibrator:
     - `TypeError` if the batches are a single array or dict.
     - `TypeError` if the batches can be iterated only once, and `sequential`, `memory` or `resume`
       needs several passes.
-    - `ValueError` if there are no batches, or if products use none of the weights that the rules
-      quantize.
-    - `ValueError` if no activations are recorded, if all activations are 0, or if some are not
-      finite.
+    - `ValueError` if there are no batches, or if no product uses a weight that the rules quantize.
+    - `ValueError` if there are no activations, if all are 0, or if some are not finite.
     - `ValueError` if the folder `resume` has the results of another calibration.
     - `ImportError` if `progress=True` and the package rich is not installed.
 
@@ -167,7 +165,7 @@ class Calibrator:
         resume: str | Path | None,
         progress: bool,
     ):
-        get_method(method)
+        factors_method = get_method(method).factors  # raises ValueError for an unknown method
         if memory is not None and not memory > 0:
             raise ValueError(f"memory must be a number of bytes above 0, not {memory}")
         if not 0 <= propagation <= 1:
@@ -182,17 +180,16 @@ class Calibrator:
         rules = as_rules_or_format(rules)
         if not isinstance(rules, str):
             check_rules(rules, calibrated=True)
-            acts = [rule for rule in rules if rule.act_qtype is not None]
-            if get_method(method).factors == "smoothquant" and not acts:
+            has_activations = any(rule.act_qtype is not None for rule in rules)
+            if factors_method == "smoothquant" and not has_activations:
                 raise ValueError(
                     f"method {method!r} is for quantized activations, and no rule has an "
                     "act_qtype. Set act_qtype in a rule, or use method='awq'"
                 )
         call = "calibrate(model, rules, params=params)"
         self._params, self._program = parameters_and_program(model, params, call)
-        self._rules = rules
-        self._method, self._sequential, self._propagation = method, sequential, propagation
-        self._damping = damping
+        self._rules, self._method = rules, method
+        self._sequential, self._propagation, self._damping = sequential, propagation, damping
         self._memory, self._resume, self._progress = memory, resume, progress
 
     def __call__(self, batches: Iterable[Any]) -> Any:
@@ -255,10 +252,10 @@ class Calibrator:
         batches: Iterable[Any],
         saved: SavedProgress,
     ) -> tuple[Mapping[str, RoundedWeight], Mapping[str, ActivationStatistics]]:
-        """Round all weights, one stage after another.
+        """Round all weights, one stage (a group of weights) after another.
 
-        Return the rounded weights, and the statistics of the activations, both by path. A
-        sequential calibration does not use `stages`: it orders the weights itself.
+        Return two dicts by path: the rounded weights, and the statistics of their activations. A
+        sequential calibration ignores `stages`, and finds its stages in the order of the program.
         """
         leaves = dict(zip(chosen.paths, chosen.leaves, strict=True))
         weights = {}
@@ -312,8 +309,8 @@ class Calibrator:
     def _method_for(self, rule: Rule) -> str:
         """Return the rounding method for a weight with a rule.
 
-        Channels are not scaled if the weight is rotated, or by SmoothQuant if the activations are
-        not quantized.
+        If the rule has no method, this is the method of the calibration. Its channel factors are
+        left out for a rotated weight. SmoothQuant factors also need quantized activations.
         """
         if rule.method is not None:
             return rule.method
@@ -331,16 +328,17 @@ class Calibrator:
         *,
         gram: bool,
     ) -> Mapping[str, Recording]:
-        """Run the model on the batches, and record the activations of the weights in `axes`.
+        """Run the model on the batches, and record the activations that multiply some weights.
 
-        The model has the weights in `leaves`, by path. Some are already rounded. If errors are
-        propagated, the dense model runs, too. With `gram`, record second moments.
+        `axes` maps the paths of these weights to their contracted axes. `leaves` maps all paths to
+        the leaves that the model uses, some already rounded. With `gram`, record second moments.
+        With `gram` and `propagation`, also run the dense model on the batches.
         """
-        call = lambda trees, *args: [self._program(tree, *args) for tree in trees]
-        tree = chosen.paths, [leaves[path] for path in chosen.paths], chosen.treedef
+        run = lambda trees, *args: [self._program(tree, *args) for tree in trees]
+        current = chosen.paths, [leaves[path] for path in chosen.paths], chosen.treedef
         needs_dense = gram and self._propagation > 0
         dense = (chosen.paths, chosen.leaves, chosen.treedef) if needs_dense else None
-        return record(call, [tree], axes, batches, gram=gram, decay=0.9, reference=dense)
+        return record(run, [current], axes, batches, gram=gram, decay=0.9, reference=dense)
 
 
 _NO_BATCH = object()
@@ -384,10 +382,10 @@ Stage = Mapping[str, Sequence[int] | None]
 def _limit_memory(
     memory: int | None, chosen: ChosenRules, axes: Mapping[str, tuple[int, ...]]
 ) -> list[Stage]:
-    """Divide the weights into stages whose second moments fit in `memory` bytes.
+    """Divide the weights into stages (groups) whose second moments fit in `memory` bytes.
 
-    A weight that does not fit is the only weight of its stage. `axes` holds the contracted axes of
-    each weight, by path.
+    A weight that does not fit is the only weight of its stage. `axes` is a dict from the path of
+    each weight to its contracted axes. If `memory` is None, there is only one stage.
     """
     leaves = dict(zip(chosen.paths, chosen.leaves, strict=True))
     stages: list[dict[str, None]] = [{}]
@@ -395,33 +393,34 @@ def _limit_memory(
     for path, contracted in axes.items():
         shape = leaves[path].shape
         size = math.prod(shape[axis] for axis in contracted)
-        nbytes = 8 * size**2 * math.prod(shape[:-2])  # leading axes may be stacked
+        # A float64 [size, size] array for each matrix, if all leading axes are stacked.
+        nbytes = 8 * size**2 * math.prod(shape[:-2])
         if stages[-1] and memory is not None and stage_nbytes + nbytes > memory:
             stages.append({})
             stage_nbytes = 0
-        stages[-1][path] = None
+        stages[-1][path] = None  # None means all matrices of the weight
         stage_nbytes += nbytes
     return [*stages]
 
 
 def _order_stages(statistics: Mapping[str, ActivationStatistics]) -> list[Stage]:
-    """Divide the weights into the stages of a sequential calibration.
+    """Divide the weights into stages (groups) that are rounded in the order of the program.
 
     Consecutive weights with the same activations, such as q, k and v, are in one stage. If a scan
-    uses stacked weights, the first matrices of all weights come before the second matrices.
+    uses stacked weights, layer 0 of all these weights comes before layer 1.
 
     **Arguments:**
 
     - `statistics`: the statistics of the activations, by path, in the order of the program.
     """
-    # Consecutive weights with the same number of stacked matrices may be used by the same scan.
     stages: list[dict[str, list[int]]] = []
     previous: Any = None
-    for count, paths in itertools.groupby(statistics, lambda path: statistics[path].stacks):
-        for stack, path in itertools.product(range(count), list(paths)):
-            squares = statistics[path].of_stacks(statistics[path].mean_square)[stack]
+    # Consecutive weights with an equal number of stacked matrices may be used by the same scan.
+    for num_layers, paths in itertools.groupby(statistics, lambda path: statistics[path].stacks):
+        for layer, path in itertools.product(range(num_layers), list(paths)):
+            squares = statistics[path].of_stacks(statistics[path].mean_square)[layer]
             if previous is None or not np.array_equal(squares, previous, equal_nan=True):
                 stages.append({})
-            stages[-1].setdefault(path, []).append(stack)
+            stages[-1].setdefault(path, []).append(layer)
             previous = squares
     return [*stages]

@@ -1,9 +1,8 @@
 """GPTQ: choose the codes of a matrix row by row, so that each row compensates earlier errors.
 
 Source: Frantar et al., arXiv 2210.17323. Each column of a matrix `[K, N]` is a separate problem:
-find the codes with the least quadratic error. The metric of this error is the matrix of the second
-moments of the activations. LAPACK factorizes the metric in float64, and compiled JAX code rounds
-blocks of rows.
+find the codes that minimize `e @ M @ e`, where e is the rounding error, and the metric M holds the
+second moments of the activations. LAPACK factorizes M, and compiled JAX code rounds blocks of rows.
 """
 
 import functools
@@ -37,8 +36,8 @@ def gptq(
     """Choose the codes of a matrix by GPTQ.
 
     GPTQ rounds one row after another, and each row compensates the errors of earlier rows. Rows
-    with larger activations come first. Rows without activations get the nearest codes. A column
-    also gets the nearest codes if their loss (with damping) is not larger.
+    with larger activations come first. Rows without activations get the nearest codes. In each
+    column, the nearest codes replace the codes of GPTQ if they do not have a larger loss.
 
     **Arguments:**
 
@@ -46,7 +45,7 @@ def gptq(
     - `moments`: the second moments of the activations.
     - `scale`, `zero_point`: one value per entry of `w`, `[K, N]`.
     - `qtype`: the format.
-    - `damping`: this fraction of the mean of the moments' diagonal is added to the diagonal.
+    - `damping`: a number of at least 0, as in `damp`.
 
     **Returns:** the codes, one per byte, `[K, N]`.
 
@@ -78,8 +77,8 @@ def gptq(
 def damp(gram: np.ndarray, damping: float) -> np.ndarray:
     """Return second moments in float64 after adding a constant to the diagonal.
 
-    The constant is `damping` times the mean of the diagonal. A channel without activations gets a 1
-    on the diagonal and 0 elsewhere.
+    The constant is `damping` times the mean of the nonzero entries of the diagonal. A channel
+    without activations gets a 1 on the diagonal, and 0 in the rest of its row and column.
     """
     metric = np.array(gram, float)
     diagonal = np.diagonal(metric)
@@ -94,10 +93,11 @@ def damp(gram: np.ndarray, damping: float) -> np.ndarray:
 def inverse_factor(lower: np.ndarray) -> np.ndarray:
     """Return the upper triangular U with `U.T @ U = inv(M)`, for a positive definite matrix M.
 
-    `lower` is the Cholesky factor of `M[::-1, ::-1]`.
+    `lower` is the Cholesky factor L of `M[::-1, ::-1]`.
     """
     from scipy.linalg.lapack import dtrtri  # JAX depends on SciPy
 
+    # R = L[::-1, ::-1] is upper triangular, and R @ R.T = M. So U = inv(R).
     upper, _ = dtrtri(np.asfortranarray(lower[::-1, ::-1]), lower=0, overwrite_c=1)
     return upper
 
@@ -111,31 +111,32 @@ def _round_rows(
     """
     from scipy.linalg.blas import sgemm
 
-    # Pad the rows to whole blocks.
-    count, missing = len(w), -len(w) % _BLOCK
-    if missing:
-        w, scale, zero, upper = (np.pad(x, [(0, missing), (0, 0)]) for x in (w, scale, zero, upper))
-        upper = np.hstack([upper, np.eye(len(upper), missing, missing - len(upper))])
-        scale[-missing:] = 1
-    upper, remaining = upper.astype(np.float32), np.array(w)
-    codes, errors = np.empty(w.shape, FORMATS[qtype].code_dtype), np.empty_like(remaining)
+    # Pad the rows to whole blocks: `upper` with the identity, `scale` with 1, and others with 0.
+    num_rows, padding = len(w), -len(w) % _BLOCK
+    if padding:
+        w, scale, zero, upper = (np.pad(x, [(0, padding), (0, 0)]) for x in (w, scale, zero, upper))
+        upper = np.hstack([upper, np.eye(len(upper), padding, -num_rows)])
+        scale[-padding:] = 1
+    upper, compensated = upper.astype(np.float32), np.array(w)
+    codes, errors = np.empty(w.shape, FORMATS[qtype].code_dtype), np.empty_like(compensated)
 
     def round_range(start: int, stop: int) -> None:
-        """Round the first half of some rows, compensate its errors, and round the second half."""
+        """Round the rows from `start` to `stop`, one half after the other."""
         rows = slice(start, stop)
         if stop - start <= _PANEL:
-            panel = remaining[rows], scale[rows], zero[rows], upper[rows, rows]
+            panel = compensated[rows], scale[rows], zero[rows], upper[rows, rows]
             codes[rows], errors[rows] = _round_panel(*panel, qtype=qtype)
             return
         middle = start + math.ceil((stop - start) / (2 * _PANEL)) * _PANEL
         round_range(start, middle)
-        # Subtract `factors.T @ errors`. BLAS needs Fortran order, so compute the transpose.
-        factors, second = upper[start:middle, middle:stop], remaining[middle:stop]
+        # Compensate the errors of the first half in the second: subtract `factors.T @ errors`.
+        # BLAS needs Fortran order, so compute the transpose.
+        factors, second = upper[start:middle, middle:stop], compensated[middle:stop]
         second[:] = sgemm(-1, errors[start:middle].T, factors, beta=1, c=second.T, overwrite_c=1).T
         round_range(middle, stop)
 
     round_range(0, len(w))
-    return codes[:count], np.einsum("kn,kn->n", errors, errors, dtype=float)
+    return codes[:num_rows], np.einsum("kn,kn->n", errors, errors, dtype=float)
 
 
 @functools.partial(jax.jit, static_argnames="qtype")
@@ -144,32 +145,33 @@ def _round_panel(
 ) -> tuple[jax.Array, jax.Array]:
     """Round a panel of rows, in blocks of `_BLOCK` rows.
 
-    Return the codes, and the rounding error of each entry divided by the diagonal of `upper`, which
-    is the part of the inverse factor for these rows. The loss of a column is the sum of the squares
-    of these errors.
+    `upper` is the part of `inverse_factor` for these rows and columns. Return the codes and the
+    scaled errors: the rounding error of each row, divided by its entry on the diagonal of `upper`.
+    The loss of a column is the sum of its squared scaled errors.
     """
     format, size = FORMATS[qtype], len(w)
 
     def round_block(
         w: jax.Array, start: jax.Array
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        """Round a block of rows, and compensate its errors in all later rows."""
+        """Round the block of rows at `start`. Return `w` with later rows compensated for errors."""
         slice_rows = lambda x: lax.dynamic_slice_in_dim(x, start, _BLOCK)
-        scales, zeros, factors = slice_rows(scale), slice_rows(zero), slice_rows(upper)
-        block_factors = lax.dynamic_slice_in_dim(factors, start, _BLOCK, axis=1)
+        scales, zeros, upper_rows = slice_rows(scale), slice_rows(zero), slice_rows(upper)
+        upper_block = lax.dynamic_slice_in_dim(upper_rows, start, _BLOCK, axis=1)
 
         def round_row(carry: tuple, i: jax.Array) -> tuple[tuple, jax.Array]:
             """Round row `i` of the block, and compensate its error in the rows of the block."""
             rows, errors = carry
             code, value = _encode(rows[i], scales[i], zeros[i], qtype)
-            error = _zero_nonfinite(rows[i] - value) / block_factors[i, i]
-            rows = rows - block_factors[i][:, None] * error  # the factors of earlier rows are 0
+            error = _zero_nonfinite(rows[i] - value) / upper_block[i, i]
+            # Earlier rows do not change, because `upper_block` is 0 below its diagonal.
+            rows = rows - upper_block[i][:, None] * error
             return (rows, errors.at[i].set(error)), code
 
         carry = slice_rows(w), jnp.zeros((_BLOCK, w.shape[1]), w.dtype)
         (_, errors), codes = lax.scan(round_row, carry, jnp.arange(_BLOCK))
-        later_factors = jnp.where(jnp.arange(size) >= start + _BLOCK, factors, 0)
-        return w - jnp.matmul(later_factors.T, errors, precision="highest"), (codes, errors)
+        later_columns = jnp.where(jnp.arange(size) >= start + _BLOCK, upper_rows, 0)
+        return w - jnp.matmul(later_columns.T, errors, precision="highest"), (codes, errors)
 
     _, (codes, errors) = lax.scan(round_block, w, jnp.arange(0, size, _BLOCK))
     return codes.reshape(w.shape).astype(format.code_dtype), errors.reshape(w.shape)
@@ -179,18 +181,18 @@ def _round_panel(
 def _round_to_nearest(
     w: jax.Array, scale: jax.Array, zero: jax.Array, *, qtype: str
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the nearest codes, and the rounding errors with the last row first."""
+    """Return the nearest codes, and the rounding errors in reversed order for `_is_norm_above`."""
     codes, value = _encode(w, scale, zero, qtype)
     return codes.astype(FORMATS[qtype].code_dtype), _zero_nonfinite(w - value)[::-1]
 
 
 def _is_norm_above(lower: np.ndarray, errors: np.ndarray, limits: np.ndarray) -> np.ndarray:
-    """Return whether the squared norm of each column of `lower.T @ errors` is above a limit.
+    """Return whether the squared norm of each column of `lower.T @ errors` is above its limit.
 
-    Later rows have larger activations, so they are added first. After each group of rows, columns
-    above their limits are left out.
+    `limits` has one entry per column. Rows of `errors` are ordered by increasing activations.
     """
     norms, columns = np.zeros(errors.shape[1]), np.arange(errors.shape[1])
+    # Add the norms of groups of rows, the last first. Stop adding columns above their limits.
     for stop in range(len(errors), 0, -_LOSS_ROWS):
         start = max(0, stop - _LOSS_ROWS)
         # Indexing by all columns would copy the array.

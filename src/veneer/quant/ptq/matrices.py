@@ -51,37 +51,38 @@ class MatrixStack:
         sizes = [*stacked_sizes, *contracted_sizes, *(1 for _ in free_sizes)]
         return values.reshape(sizes).transpose(np.argsort(self._order))
 
-    def grams_in_basis(self, basis: InBasis, grams: np.ndarray) -> np.ndarray:
-        """Transform second moments of activations, `[S, K, K]`, into the basis of a weight.
+    def grams_in_basis(self, weight: InBasis, grams: np.ndarray) -> np.ndarray:
+        """Transform second moments of activations, `[S, K, K]`, into the basis of `weight`.
 
-        `basis` is a weight that is stored in another basis along contracted axes, such as rotated.
+        `weight` is stored in another basis along its contracted axes, for example rotated.
         """
         stacked, contracted, _ = self._axes
         stacked_sizes, contracted_sizes, _ = self._sizes
         moments = jnp.asarray(grams.reshape(*stacked_sizes, *contracted_sizes, *contracted_sizes))
-        stacked_places = {axis: i for i, axis in enumerate(stacked)}
-        # Transform the rows of each matrix of second moments, and then the columns.
+        # Transform the rows of each matrix of second moments, and then the columns. A dict maps
+        # axes of the weight to axes of `moments`.
+        to_stacked = {axis: i for i, axis in enumerate(stacked)}
         for start in (len(stacked), len(stacked) + len(contracted)):
-            contracted_places = {axis: start + i for i, axis in enumerate(contracted)}
-            moments = basis.into_basis(moments, stacked_places | contracted_places)
+            to_contracted = {axis: start + i for i, axis in enumerate(contracted)}
+            moments = weight.into_basis(moments, to_stacked | to_contracted)
         return np.asarray(moments, float).reshape(grams.shape)
 
     def moments(self, statistics: ActivationStatistics) -> list[Moments]:
-        """Return the second moments of the activations of each matrix.
+        """Return the second moments of the activations of each of the S matrices.
 
-        They are 0 for a matrix without activations, such as an expert that no token selected.
+        A matrix without activations, such as an expert that no token selected, has moments of 0.
         """
-        count, size, _ = self.shape
-        grams = np.reshape(statistics.gram, (count, size, size))
-        num_values = statistics.of_stacks(statistics.count).max(1)
-        pairs = zip(grams, num_values, strict=True)
-        return [Moments(gram if num > 0 else np.zeros_like(gram)) for gram, num in pairs]
+        num_matrices, size, _ = self.shape
+        grams = np.reshape(statistics.gram, (num_matrices, size, size))
+        has_activations = statistics.of_stacks(statistics.count).max(1) > 0
+        pairs = zip(grams, has_activations, strict=True)
+        return [Moments(gram if used else np.zeros_like(gram)) for gram, used in pairs]
 
 
 def product_axes(tree: ChosenRules, rules: Mapping[str, Rule]) -> dict[str, tuple[int, ...]]:
-    """Return the contracted axes of each weight that is quantized and used in a product, by path.
+    """Return a dict from the path of each quantized weight to the axes that its products contract.
 
-    `rules` holds the rule of each weight, by path.
+    `rules` holds the rule of each weight, by path. Weights that no product uses are left out.
     """
     ndims, uses = dict(zip(tree.paths, map(np.ndim, tree.leaves), strict=True)), tree.uses or {}
     return {
@@ -97,18 +98,19 @@ def finite(x: np.ndarray) -> np.ndarray:
 
 
 class Correction:
-    """The low-rank correction of a weight, computed for one or more matrices at a time.
+    """The low-rank correction of a weight: two small matrices for each matrix of the weight.
 
     The weight is a stack of L matrices, `[L, in, out]`, where L is the product of the leading axes.
-    The attribute `factors` holds the factors `[L, in, rank]` and `[L, rank, out]`. The attribute is
-    None before the first `compute`. Factors that are not computed yet are 0.
+    Each call of `compute` sets some of the L corrections in the attribute `factors`: the arrays
+    `[L, in, rank]` and `[L, rank, out]`. Other corrections are 0. Before the first call, the
+    attribute is None.
 
     **Arguments:**
 
     - `shape`: the shape of the weight.
-    - `rank`: the rank, at most. The sizes of the matrices limit it.
-    - `axes`: the numbers of input and output axes, and which of them products contract.
-    - `contracting`: the axes that products contract.
+    - `rank`: the maximum rank. The rank is smaller if `in` or `out` is smaller.
+    - `axes`: the numbers of input and output axes, and whether products contract "in" or "out".
+    - `contracting`: the axes of the weight that products contract.
     """
 
     factors: tuple[np.ndarray, np.ndarray] | None = None
@@ -134,10 +136,10 @@ class Correction:
         **Arguments:**
 
         - `error`: the weight minus the rounded weight.
-        - `moments`: second moments, one for each index of the `stacked_axes`, flattened.
+        - `moments`: a list of second moments, one per combination of indices of `stacked_axes`.
         - `stacked_axes`: the axes of the weight along which the activations differ, counted from
           the front.
-        - `stacks`: the indices into `moments` of the matrices to compute.
+        - `stacks`: the indices in `moments` of the matrices to compute.
 
         **Raises:** `ValueError` if activations differ along an axis that the correction contracts.
         """
@@ -152,7 +154,7 @@ class Correction:
         if self.factors is None:
             shapes = (count, ins, self._rank), (count, self._rank, outs)
             self.factors = np.zeros(shapes[0], np.float32), np.zeros(shapes[1], np.float32)
-        # Repeat the indices of `moments` along the leading axes that share activations.
+        # For each matrix, its index in `moments`. Matrices that share activations share an index.
         sizes = [n if axis in stacked_axes else 1 for axis, n in enumerate(self._lead)]
         stack_indices = np.broadcast_to(np.arange(len(moments)).reshape(sizes), self._lead)
         # A matrix is stored as [in, out] or [out, in]. `low_rank_factors` contracts the rows.
@@ -165,26 +167,22 @@ class Correction:
                 self.factors[0][i], self.factors[1][i] = (b.T, a.T) if is_transposed else (a, b)
 
     def _gram_of_matrix(self, gram: np.ndarray, index: Sequence[int]) -> np.ndarray:
-        """Return the part of a gram that belongs to the matrix at `index` of the leading axes.
+        """Return the second moments of the activations that multiply one matrix.
 
-        If a product also contracts leading axes, the gram covers several matrices.
+        `index` is the index of the matrix in the leading axes. If products also contract leading
+        axes, the second moments `gram` cover several matrices.
         """
         sizes = [self._weight_shape[axis] for axis in self._contracted]
         part = [index[i] if i < len(self._lead) else slice(None) for i in self._contracted]
         _, ins, outs = self._shape
         size = outs if self._axes.contracted == "out" else ins
-        # The axes of a gram are the contracted axes twice: for its rows and for its columns.
-        return gram.reshape(*sizes, *sizes)[tuple(part * 2)].reshape(size, size)
+        # Rows and columns of `gram` are the contracted axes, flattened.
+        return gram.reshape(*sizes, *sizes)[(*part, *part)].reshape(size, size)
 
     def add_to(self, q: Any, dense: Any) -> Any:
-        """Return a rounded weight with the correction.
+        """Return the rounded weight `q` with its correction.
 
-        Before the first `compute`, the correction has the least squared error.
-
-        **Arguments:**
-
-        - `q`: the rounded weight.
-        - `dense`: the weight before rounding.
+        Before the first `compute`, use the correction that is closest to the error `dense - q`.
         """
         if self.factors is None:
             return add_correction(q, dense, self._rank, self._axes)

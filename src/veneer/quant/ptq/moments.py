@@ -58,15 +58,16 @@ class Moments:
     def _root(self) -> np.ndarray:
         """The upper triangular R with `R.T @ R = gram`, in float32.
 
-        With R, a loss is a sum of squares. Float32 is then precise enough even if errors of
-        different channels cancel.
+        `e @ gram @ e` is the sum of the squares of `R @ e`. As a sum of squares, it is precise
+        enough in float32 even if errors of different channels cancel.
         """
-        # Factorize the correlations, whose diagonal is 1. That works for channels of all scales.
-        size = np.sqrt(np.diagonal(self.gram))
-        divisor = np.where(size > 0, size, 1)
+        # Factorize the correlations, which do not depend on the scale of each channel. Channels
+        # without activations get a 1 on the diagonal here, and 0 in the result.
+        root_mean_square = np.sqrt(np.diagonal(self.gram))
+        divisor = np.where(root_mean_square > 0, root_mean_square, 1)
         correlations = self.gram / divisor / divisor[:, None]
-        upper = cholesky(correlations + np.diag(size == 0)).T
-        return (upper * size).astype(np.float32)
+        upper = cholesky(correlations + np.diag(root_mean_square == 0)).T
+        return (upper * root_mean_square).astype(np.float32)
 
 
 def cholesky(metric: np.ndarray) -> np.ndarray:
@@ -76,7 +77,7 @@ def cholesky(metric: np.ndarray) -> np.ndarray:
     """
     from scipy.linalg.lapack import dpotrf
 
-    # LAPACK needs Fortran order. The transpose of a symmetric matrix is the same matrix in it.
+    # LAPACK needs Fortran order. `metric` is symmetric, so pass its transpose instead of a copy.
     lower, failed = dpotrf(metric.T, lower=1, clean=1)
     increase = 1e-8 * np.diagonal(metric).max(initial=0)
     while failed:

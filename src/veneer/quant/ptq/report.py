@@ -50,7 +50,8 @@ class CalibrationReport(Tabular):
             errors = percent(row.before), percent(row.after)
             cells.append((row.path, row.qtype, str(list(row.shape)), *errors, method))
         mean = "mean", "", "", self.mean("before"), self.mean("after"), ""
-        return headings, cells, mean, ("nearest error", "error")
+        number_columns = "nearest error", "error"
+        return headings, cells, mean, number_columns
 
     def plot(self, axes: Any = None) -> Any:
         """Draw the error of rounding to nearest, and the error, as two bars per weight.
@@ -127,7 +128,8 @@ class AllocationReport(Tabular):
             cells.append((row.path, row.qtype, str(list(row.shape)), bits, *errors))
         model_error = percent(math.hypot(*(row.model_loses for row in self.rows)))
         total = ("total", "", "", f"{self.bits:.3g}", "", model_error)
-        return headings, cells, total, ("bits per value", "error", "model error")
+        number_columns = "bits per value", "error", "model error"
+        return headings, cells, total, number_columns
 
 
 def percent(share: float) -> str:

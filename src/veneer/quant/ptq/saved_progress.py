@@ -37,8 +37,9 @@ class SavedProgress:
     **Arguments:**
 
     - `folder`: the folder, which is created if needed. None saves nothing.
-    - `digests`: a function that returns named digests of all that determines the results. The
-      folder stores them, to find out later whether it belongs to the same calibration.
+    - `digests`: a function that returns hashes of the inputs of the calibration, as in
+      `digest_calibration`. The folder stores these hashes. A later calibration can use the folder
+      only if its hashes are equal.
 
     **Raises:** `ValueError` if the folder belongs to another calibration, or holds other files.
     """
@@ -53,6 +54,7 @@ class SavedProgress:
         if file.is_file():
             self._check_digests(file, digests())
             return
+        # Start a new calibration. Incomplete files are from an interrupted start.
         if self._folder.exists() and any(x.suffix != _PARTIAL for x in self._folder.iterdir()):
             raise ValueError(f"{folder} has no calibration to resume. Choose another folder")
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -75,15 +77,12 @@ class SavedProgress:
             )
 
     def save(
-        self,
-        stage: int,
-        path: str,
-        statistics: ActivationStatistics,
-        weight: RoundedWeight | None,
+        self, stage: int, path: str, statistics: ActivationStatistics, weight: RoundedWeight | None
     ) -> None:
-        """Save the statistics and the state of the weight with a path after a stage.
+        """Save the state of the weight at `path` after a stage, and its activation statistics.
 
-        The file is complete or absent, even after an interruption.
+        If `weight` is None, save only the statistics. An interruption leaves the file complete or
+        absent.
         """
         if self._folder is None:
             return
@@ -99,11 +98,10 @@ class SavedProgress:
     def restore(
         self, stage: int, weights: Mapping[str, RoundedWeight | None]
     ) -> dict[str, ActivationStatistics]:
-        """Restore the state of each weight that is saved for a stage.
+        """Restore the weights that are saved for a stage. Return their statistics by path.
 
-        `weights` holds the weights of the stage by path, or None if only the statistics of a weight
-        are saved. Return the statistics of the restored weights by path. Damaged files
-        are ignored, with a warning.
+        `weights` is a dict from each path of the stage to the weight to restore. The value None
+        restores only the statistics. Damaged files are ignored, with a warning.
         """
         statistics = {}
         for path, weight in weights.items():
@@ -130,12 +128,12 @@ class SavedProgress:
 def digest_calibration(
     options: object, program: Callable, params: Any, args: Sequence[Any], batches: Iterable[Any]
 ) -> dict[str, str]:
-    """Return named digests of everything that determines the result of a calibration.
+    """Return hashes of the inputs of a calibration: its options, model, parameters and batches.
 
     **Arguments:**
 
-    - `options`: the options of the calibration. The digest is of their `repr`.
-    - `program`: the model, a function of `params` and `args`.
+    - `options`: the options of the calibration. The hash is of their `repr`.
+    - `program`, `params`, `args`: the model, a function that is called as `program(params, *args)`.
     - `batches`: all batches.
     """
     return {
@@ -147,7 +145,7 @@ def digest_calibration(
 
 
 def _describe_program(program: Callable, params: Any, args: Sequence[Any]) -> list[Any]:
-    """Return the jaxpr of a program as a text that is equal in all processes, and its constants."""
+    """Return the jaxpr of a program as a text without process-specific parts, and its constants."""
 
     def run(params: Any, args: Any) -> list[Any]:
         out = jax.tree.leaves(implicit(program)(params, *args))
@@ -168,7 +166,7 @@ def _digest(parts: Iterable[Any]) -> str:
         if not isinstance(part, str) and jnp.issubdtype(jnp.result_type(part), jax.dtypes.prng_key):
             part = jax.random.key_data(part)
         array = np.asarray(part)
-        if array.dtype.kind in "OUS":  # objects and strings have no bytes of their own
+        if array.dtype.kind in "OUS":  # an object or a string: hash its text
             array = np.frombuffer(repr(part).encode(), np.uint8)
         digest.update(f"{array.dtype}{array.shape}".encode())
         digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)

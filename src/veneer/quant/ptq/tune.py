@@ -66,7 +66,7 @@ def tune(
 
     **Raises:**
 
-    - `ValueError` if `train` is empty or has an unknown part, `epochs` is below 1, or
+    - `ValueError` if `train` is empty or has an unknown name, `epochs` is below 1, or
       `learning_rate` is not above 0.
 
     The call of the tuner raises:
@@ -146,9 +146,10 @@ class Tuner:
         dense = arrays_only(dense_leaves)
 
         def loss(state: Any, arrays: Any, dense: Any, args: Any) -> jax.Array:
+            """Return the loss of one batch, `args`, with the trained variables `state`."""
             outputs = implicit(self._program)(tuned.tree(state, arrays), *args)
-            params = jax.tree.unflatten(treedef, replace_arrays(dense_leaves, dense))
-            expected = self._program(params, *args)
+            dense_params = jax.tree.unflatten(treedef, replace_arrays(dense_leaves, dense))
+            expected = self._program(dense_params, *args)
             return self._loss(outputs, jax.lax.stop_gradient(expected))
 
         optimizer = optax.adam(optax.cosine_decay_schedule(self._rate, self._epochs * count))
@@ -185,18 +186,18 @@ class Tuner:
 
 
 def relative_error(outputs: Any, expected: Any) -> jax.Array:
-    """Return the mean over all floating arrays of a tree of their relative squared errors.
+    """Return the relative squared error of a tree of outputs, averaged over its floating arrays.
 
-    The error of an array is the mean squared error, divided by the mean square of the expected
+    The error of an array is its mean squared error, divided by the mean square of the expected
     array. Raise `ValueError` if `expected` has no floating array.
     """
     errors = []
     for output, target in zip(jax.tree.leaves(outputs), jax.tree.leaves(expected), strict=True):
         if jnp.issubdtype(jnp.result_type(target), jnp.floating):
-            wide = jnp.asarray(target, jnp.float32)
-            power = jnp.mean(wide**2)
-            error = jnp.mean((jnp.asarray(output, jnp.float32) - wide) ** 2)
-            errors.append(error / jnp.where(power > 0, power, 1))
+            target = jnp.asarray(target, jnp.float32)
+            mean_square = jnp.mean(target**2)
+            error = jnp.mean((jnp.asarray(output, jnp.float32) - target) ** 2)
+            errors.append(error / jnp.where(mean_square > 0, mean_square, 1))
     if not errors:
         raise ValueError("the model has no floating output, so pass a loss")
     return jnp.stack(errors).mean()

@@ -1,12 +1,12 @@
 """`TunedTree`, a tree whose codes, scales and dense arrays are trained.
 
-The trained variables of each leaf of the tree are a dict:
+The optimizer changes variables from which the leaves are computed. Each leaf has a dict of them:
 
-| name | leaf | variable |
+| key | leaf | variable |
 |---|---|---|
 | "codes" | a `QArray` | the codes before rounding, divided by `_code_step` |
-| "scales" | a `QArray` | the logarithm of the change of each scale |
-| "dense" | a dense array | the change, divided by the root mean square of the array |
+| "scales" | a `QArray` | the logarithm of `new scale / old scale` |
+| "dense" | a dense array | `new - old`, divided by the root mean square of the old array |
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,8 +32,9 @@ Variables = Mapping[str, jax.Array]
 class TunedTree:
     """A tree in which the codes and scales of each QArray, or dense arrays, are trained.
 
-    The attribute `arrays` lists the leaves before training, with None for leaves that are not
-    arrays. The `state` that methods take holds the trained variables of each leaf, by its index.
+    The argument `state` of the methods maps the index of each trained leaf to its variables (see
+    the table above). The attribute `arrays` lists the leaves before training, with None for leaves
+    that are not arrays.
 
     **Arguments:**
 
@@ -41,14 +42,14 @@ class TunedTree:
     - `dense`: the tree before quantization.
     - `train`: what to train, a subset of "codes", "scales" and "dense".
 
-    **Raises:** `ValueError` if the tree has none of these.
+    **Raises:** `ValueError` if the tree has nothing to train.
     """
 
     def __init__(self, quantized: Any, dense: Any, train: frozenset[str]):
         self._quantized, self._dense = quantized, dense
         self._leaves, self._treedef = jax.tree.flatten(quantized, is_leaf=_is_qarray)
         names = [train & _trainable_names(leaf) for leaf in self._leaves]
-        self._names = {i: of_leaf for i, of_leaf in enumerate(names) if of_leaf}
+        self._names = {i: leaf_names for i, leaf_names in enumerate(names) if leaf_names}
         if not self._names:
             raise ValueError(
                 f"there is nothing to train: the tree has no {' or '.join(sorted(train))}. Only "
@@ -78,8 +79,8 @@ class TunedTree:
     def tree(self, state: Mapping[int, Variables], arrays: Sequence[Any]) -> Any:
         """Return the tree with the trained variables, differentiable with respect to `state`.
 
-        A dense array replaces each trained QArray. `arrays` is the attribute of this name, passed
-        as an argument so that `jax.jit` does not embed the arrays in the program as constants.
+        A dense array replaces each trained QArray. Pass `self.arrays` as `arrays`: as an argument
+        of a jitted function, it is not embedded in the program as constants.
         """
         leaves = replace_arrays(self._leaves, arrays)
         for i, variables in state.items():
@@ -95,13 +96,13 @@ class TunedTree:
 
 
 def arrays_only(leaves: Sequence[Any]) -> list[Any]:
-    """Return a list of leaves with None in place of leaves that `jax.jit` cannot take."""
+    """Return `leaves` with None in place of leaves that are not arrays or QArrays."""
     is_array = lambda x: isinstance(x, jax.Array | np.ndarray | QArray)
     return [leaf if is_array(leaf) else None for leaf in leaves]
 
 
 def replace_arrays(leaves: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
-    """Return a list of leaves after replacing each leaf for which `arrays` is not None."""
+    """Return `leaves` after replacing leaves by the entries of `arrays` that are not None."""
     return [x if array is None else array for x, array in zip(leaves, arrays, strict=True)]
 
 
@@ -120,10 +121,10 @@ def _trainable_names(leaf: Any) -> set[str]:
 
 
 def _dense_leaves(quantized: Any, dense: Any) -> list[Any]:
-    """Return the dense array of each QArray in a list of the leaves of the quantized tree.
+    """Return a list with the dense array before quantization for each leaf of `quantized`.
 
-    The dense array is in the basis of the QArray, for example rotated. The entry is None for other
-    leaves, and for all leaves if the trees have different structures, as with a `LoraArray`.
+    The array is in the basis of its QArray, for example rotated. It is None for leaves that are no
+    QArray, and for all leaves if the trees do not match, as with a `LoraArray`.
     """
     is_weight = lambda x: isinstance(x, QArray | InBasis | ActivationQuantized)
     weights, arrays = jax.tree.leaves(quantized, is_leaf=is_weight), jax.tree.leaves(dense)
@@ -131,10 +132,12 @@ def _dense_leaves(quantized: Any, dense: Any) -> list[Any]:
         return [None] * len(jax.tree.leaves(quantized, is_leaf=_is_qarray))
     result: list[Any] = []
     for weight, array in zip(weights, arrays, strict=True):
+        # Find the innermost array of the weight, and convert `array` to its basis.
         inner = weight
         while isinstance(inner, InBasis | ActivationQuantized):
             array = inner.stored(jnp.asarray(array)) if isinstance(inner, InBasis) else array
             inner = inner.array
+        # Other leaves of the weight are, for example, static scales of activations.
         for leaf in jax.tree.leaves(weight, is_leaf=_is_qarray):
             has_dense = leaf is inner and getattr(array, "shape", None) == leaf.shape
             result.append(array if has_dense else None)
@@ -142,7 +145,7 @@ def _dense_leaves(quantized: Any, dense: Any) -> list[Any]:
 
 
 def _dense_value(x: Any, variables: Variables) -> jax.Array:
-    """Return the dense array of a leaf with trained variables. Derivatives ignore all rounding."""
+    """Return the dense array of a leaf with trained variables. Derivatives ignore the rounding."""
     if not isinstance(x, QArray):
         return _change_dense(x, variables["dense"])
     scale = _trained_scale(x, variables)
@@ -152,12 +155,13 @@ def _dense_value(x: Any, variables: Variables) -> jax.Array:
         unrounded = _trained_codes(x, variables["codes"], scale)
         clipped = jnp.clip(unrounded, *_code_range(x))
         rounded = x.format.decode(x.format.encode(unrounded), jnp.float32)
+        # The value of `rounded`, with the derivative of `clipped`.
         codes = clipped + jax.lax.stop_gradient(rounded - clipped)
     return _from_codes(x, codes, scale).astype(x.dtype)
 
 
 def _stored_value(x: Any, variables: Variables) -> Any:
-    """Return a leaf with trained variables: a QArray if it was a QArray, or else a dense array."""
+    """Return a leaf with its trained variables applied. A QArray stays a QArray."""
     if not isinstance(x, QArray):
         return _change_dense(x, variables["dense"])
     scale = _trained_scale(x, variables)
@@ -167,8 +171,8 @@ def _stored_value(x: Any, variables: Variables) -> Any:
         if x.packing is None:
             changes["packed"] = codes.astype(x.packed.dtype)
         else:
-            fields = x.format.to_fields(codes)
-            changes["packed"], _ = pack(fields, x.format.bits, x.packing.axis)
+            bit_fields = x.format.to_fields(codes)  # unsigned integers
+            changes["packed"], _ = pack(bit_fields, x.format.bits, x.packing.axis)
     if "scales" in variables:
         changes["scale"] = scale.astype(x.scale.dtype)
     return x.replace(**changes)
@@ -191,24 +195,25 @@ def _trained_scale(q: QArray, variables: Variables) -> jax.Array:
     return unrounded + jax.lax.stop_gradient(rounded - unrounded)
 
 
-def _trained_codes(q: QArray, codes: jax.Array, scale: jax.Array) -> jax.Array:
-    """Return the codes before rounding for trained scales, `scale`.
+def _trained_codes(q: QArray, variable: jax.Array, scale: jax.Array) -> jax.Array:
+    """Return the trained codes before rounding, relative to the trained `scale`.
 
-    `codes` is the trained variable, which is relative to the scales of `q` before training.
+    `variable` is the variable "codes", which is relative to the old scales, `q.scales()`.
     """
-    return _to_codes(q, _from_codes(q, _code_step(q) * codes, q.scales()), scale)
+    dense = _from_codes(q, _code_step(q) * variable, q.scales())
+    return _to_codes(q, dense, scale)
 
 
 def _codes_before_rounding(q: QArray, dense: Any) -> jax.Array:
-    """Return codes before rounding, which lie between the codes of `q` and the dense values.
+    """Return the codes of `q`, moved towards the unrounded codes of the array `dense`.
 
-    Each of the results rounds to its code in `q`. If `dense` is None, return the codes of `q`.
+    The result still rounds to the codes of `q`. If `dense` is None, return the codes of `q`.
     """
     codes = q.format.decode(q.codes(), jnp.float32)
     if dense is None:
         return codes
     dense_codes = _to_codes(q, jnp.asarray(dense, jnp.float32), q.scales())
-    # GPTQ can choose another code than the nearest. So move at most 0.3 towards the dense value.
+    # GPTQ can choose another code than the nearest. So move each code by at most 0.3.
     unrounded = codes + jnp.clip(dense_codes - codes, -0.3, 0.3)
     return jnp.where(q.format.encode(unrounded) == q.codes(), unrounded, codes)
 
@@ -230,7 +235,7 @@ def _from_codes(q: QArray, x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def _code_step(q: QArray) -> float:
-    """Return the unit of the variable "codes": the mean distance between codes times a rate."""
+    """Return the divisor of the variable "codes": `_CODES_RATE` times the distance of codes."""
     low, high = _code_range(q)
     return _CODES_RATE * (high - low) / (2**q.format.bits - 1)
 

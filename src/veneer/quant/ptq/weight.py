@@ -35,32 +35,33 @@ class RoundedWeight:
     """A weight that is rounded by a rule, all at once or matrix by matrix.
 
     The weight is a stack of S matrices, `[S, K, N]`, such as the layers of a model. Products
-    contract K. The attribute `values` is the dense weight, in which matrices have their rounded
-    values as soon as `round` has rounded them.
+    contract K. The attribute `values` is a dense array: the rounded values of the matrices that
+    `round` has rounded, and the original values of the others.
 
     **Arguments:**
 
     - `dense`: the weight, of rank 2 or more.
-    - `rule`: a rule with a format, and with the contracted axes.
-    - `axes`: the axes of the low-rank correction, or None without a correction.
+    - `rule`: a rule with a format, whose `tile_axis` holds the contracted axes.
+    - `axes`: the input and output axes for a low-rank correction. None without a correction.
     """
 
     def __init__(self, dense: Any, rule: Rule, axes: LowRankAxes | None = None):
         self._dense, self._contracting, self._rule = dense, rule.contracting(dense.ndim), rule
-        # The array that is rounded. It differs from `dense` if errors are propagated.
+        # The array to round. It differs from `dense` if the weight compensates earlier errors.
         self._target = dense
-        self._nearest = rule.quantize(dense)
+        self._nearest = rule.quantize(dense)  # as in `quantize_tree`
         self._rule_in_basis = dataclasses.replace(_with_least_error(rule), rotate=False)
-        self._rounded = self._quantize(rule.in_basis(dense))
+        self._rounded = self._quantize(rule.in_basis(dense))  # the result, before the correction
         self._method = "nearest"
         self._correction: Correction | None = None
         if rule.correction_rank is not None and axes is not None:
             args = dense.shape, rule.correction_rank, axes, self._contracting
             self._correction = Correction(*args)
-        self._factors = np.ones((), np.float32)  # of channels; [S, K] after AWQ or SmoothQuant
+        self._factors = np.ones((), np.float32)  # channel factors [S, K] of AWQ or SmoothQuant
         self._gptq_codes: dict[int, np.ndarray] = {}  # by the index of the matrix
-        self._losses = np.zeros(3)  # of rounding to nearest, of the result, and of all zeros
-        self._stacked_axes: tuple[int, ...] = ()
+        # The losses of `_nearest`, of the result, and of a weight of zeros.
+        self._losses = np.zeros(3)
+        self._stacked_axes: tuple[int, ...] = ()  # the axes that are merged into S
         self._done: set[int] = set()  # the indices of the rounded matrices
         self.values = dense
 
@@ -81,11 +82,10 @@ class RoundedWeight:
 
         **Arguments:**
 
-        - `statistics`: the statistics of the activations. Without second moments, as for the kernel
-          of a convolution, the weight is rounded to nearest.
+        - `statistics`: the statistics of the activations. If they have no second moments, as for
+          the kernel of a convolution, round the weight to nearest.
         - `method`: a name in `ROUNDING_METHODS`.
-        - `damping`: GPTQ adds this fraction of the mean of the moments' diagonal to the diagonal.
-        - `propagation`: the fraction of the errors of earlier weights to compensate.
+        - `damping`, `propagation`: as in `calibrate`.
         - `stacks`: the indices of the matrices. None means all.
         """
         if statistics.gram is None or not self._dense.size:
@@ -149,7 +149,7 @@ class RoundedWeight:
         return state
 
     def restore(self, state: Mapping[str, np.ndarray]) -> None:
-        """Set the rounded matrices and their losses to the `state` of an equal weight and rule."""
+        """Continue from `state`, which the method `state` returned for the same weight and rule."""
         self._stacked_axes = tuple(state["stacked_axes"].tolist())
         self._done, self._losses = set(state["done"].tolist()), state["lost"]
         if not self._done:
@@ -174,23 +174,24 @@ class RoundedWeight:
         """Return the rounded weight and its loss. The loss is None if all activations are 0.
 
         If the method did not reduce the loss, return the weight rounded to nearest instead. There
-        are two exceptions. SmoothQuant is always used, because its gain is in the activations. A
-        correction is always used with the codes for which it was computed.
+        are two exceptions. SmoothQuant also improves the activations, so its weight is always used.
+        A correction is computed for the codes of the method, so these are always used.
         """
-        nearest_loss, loss, power = self._losses
+        nearest_loss, loss, loss_of_zeros = self._losses
         q, method = self._rounded, self._method
-        if not power:
+        if not loss_of_zeros:
             return self._with_correction(q), None
         has_correction = self._correction is not None and self._correction.factors is not None
         is_always_used = has_correction or get_method(method).factors == "smoothquant"
         if not is_always_used and not loss < _WORTHWHILE * nearest_loss:
             q, method, loss = self._nearest, "nearest", nearest_loss
-        before, after = (float(np.sqrt(x / power)) for x in (nearest_loss, loss))
+        before, after = (float(np.sqrt(x / loss_of_zeros)) for x in (nearest_loss, loss))
         qtype, result = _unwrap(q).qtype, self._with_correction(q)
         rank = result.rank if isinstance(result, LoraArray) else None
         return result, WeightLoss(path, q.shape, qtype, before, after, method, rank)
 
     def _update_values(self) -> None:
+        """Set `values` to the dense weight, with the rounded matrices in place."""
         matrices, done = self._matrices, sorted(self._done)
         values = matrices.split(self._dense).copy()
         values[done] = matrices.split(self.rounded_values())[done]
@@ -204,28 +205,29 @@ class RoundedWeight:
         damping: float,
         propagation: float,
     ) -> None:
-        """Change the target of some matrices to compensate errors of their activations.
+        """Change the matrices to round, so that they compensate the errors of their activations.
 
-        The change is the least-squares solution, times `propagation` (QEP, arXiv 2504.09629).
-        `crosses` holds the mean of `x.T @ y` for each matrix, `[K, K]`, where `x` and `y` are the
-        activations in the quantized and in the dense model.
+        Solve `x @ (w + change) = y @ w` for the change by least squares, and multiply the change by
+        `propagation` (QEP, arXiv 2504.09629). `x` and `y` are the activations in the quantized and
+        in the dense model. `crosses` holds the mean of `x.T @ y`, `[K, K]`, for each matrix.
         """
-        target = self._matrices.split(self._target).copy()
-        _, size, _ = target.shape
+        targets = self._matrices.split(self._target).copy()
+        _, size, _ = targets.shape
         for i, cross in enumerate(np.reshape(crosses, (-1, size, size))):
             gram = moments[i].gram
             if i in stacks and gram.any():
-                change = propagation * (cross - gram) @ finite(target[i])
-                target[i] += np.linalg.solve(damp(gram, damping), change).astype(target.dtype)
-        self._set_target(jnp.asarray(self._matrices.join(target)))
+                right_side = propagation * (cross - gram) @ finite(targets[i])
+                change = np.linalg.solve(damp(gram, damping), right_side)
+                targets[i] += change.astype(targets.dtype)
+        self._set_target(jnp.asarray(self._matrices.join(targets)))
 
     def _set_target(self, target: Any) -> None:
-        """Round another array instead of the dense weight, and quantize this array to nearest."""
+        """Replace the array to round by `target`, and quantize `target` to the nearest codes."""
         self._target = target
         self._rounded = self._quantize(self._rule.in_basis(target))
 
     def _quantize(self, array: Any) -> Any:
-        """Quantize a dense array, or the stored array of an `InBasis`."""
+        """Quantize a dense array. If `array` is an `InBasis`, quantize the array that it stores."""
         q = self._rule_in_basis.quantize(_unwrap(array))
         return array.with_array(q) if isinstance(array, InBasis) else q
 
@@ -236,10 +238,10 @@ class RoundedWeight:
         return matrices.split(materialise_one(rule.quantize(jnp.asarray(matrices.join(w)))))
 
     def _scale_channels(self) -> Scaled:
-        """Return the array to round, stored with each channel multiplied by its factor."""
+        """Return the array to round as a `Scaled`: stored after multiplying by channel factors."""
         divisors = jnp.asarray(self._matrices.join_channels(1 / self._factors))
-        basis = Scaled(self._target, divisors)
-        return basis.with_array(basis.stored(self._target))
+        unscaled = Scaled(self._target, divisors)
+        return unscaled.with_array(unscaled.stored(self._target))
 
     def _choose_codes(
         self, moments: Sequence[Moments], stacks: Sequence[int], damping: float
@@ -259,7 +261,7 @@ class RoundedWeight:
             zero = None if zero_point is None else zero_point[i]
             codes = gptq(dense[i], Moments(grams[i]), scale[i], zero, q.qtype, damping=damping)
             self._gptq_codes[i] = codes
-        # Insert the codes of earlier calls, too: new factors or a new target have reset them.
+        # Insert the codes of earlier calls, too. They are lost if `round` replaced `_rounded`.
         all_codes = matrices.split(q.codes()).copy()
         for i, codes in self._gptq_codes.items():
             all_codes[i] = codes
@@ -285,18 +287,17 @@ def name_errors(path: str) -> Iterator[None]:
 
 
 def _with_least_error(rule: Rule) -> Rule:
-    """Return a rule that chooses the scales with the least error.
+    """Return `rule` with the calibration method `SCALES`, which minimizes the error of the scales.
 
-    A rule with its own calibration method, or with a format whose default method does not cover the
-    range of a tile, stays the same.
+    A method that `rule` sets stays, and so does a special default method of the format.
     """
     assert rule.qtype is not None
-    covers_range = get_format(rule.qtype).calibration in ("absmax", "minmax")
-    if rule.calibration_method is not None or not covers_range:
+    has_usual_default = get_format(rule.qtype).calibration in ("absmax", "minmax")
+    if rule.calibration_method is not None or not has_usual_default:
         return rule
     return dataclasses.replace(rule, calibration_method=SCALES)
 
 
 def _unwrap(x: Any) -> Any:
-    """Return the stored array of an `InBasis`, or `x` itself if it is another array."""
+    """Return the array that `x` stores if it is an `InBasis`, or else `x`."""
     return x.array if isinstance(x, InBasis) else x

@@ -24,10 +24,10 @@ from .product_weights import Factors, ProductWeight
 class ActivationQuantized(ProductWeight):
     """A weight whose products quantize the other operand, the activations.
 
-    A product that contracts the axes in `contracting` first quantizes the other operand, if this
-    operand is a dense floating array. If `array` is a `QArray`, the product multiplies two QArrays,
-    like `vn.quant.dot_general`. All other operations use `array` unchanged.
-    `vn.quant.quantize_tree` creates this type for a rule with an `act_qtype`.
+    A product that contracts the axes in `contracting` first quantizes dense floating activations.
+    If `array` is a `QArray`, the product multiplies two QArrays, like `vn.quant.dot_general`. All
+    other operations use `array` unchanged. `vn.quant.quantize_tree` creates this type for a rule
+    with an `act_qtype`.
 
     | `scale` | scale of the activations |
     |---|---|
@@ -53,15 +53,15 @@ class ActivationQuantized(ProductWeight):
     - `tile_size`: the number of activations along the last contracted axis that share a dynamic
       scale. A float is a fraction of the axis. None means the tile size of the format, or the whole
       axis if the format has no tile size.
-    - `contracting`: the axes of the weight that a product with activations contracts, as negative
+    - `contracting`: the axes of the weight that products with activations contract, as negative
       numbers.
     - `op_names`: the primitives in which activations are quantized, as in `vn.quant.Rule`. An empty
       list means all.
 
     **Raises:**
 
-    - `ValueError` if a format, a method or a primitive is unknown.
-    - `ValueError` if the shape of `scale` or `zero_point` is not allowed.
+    - `ValueError` if a format, a method or a primitive is unknown, or if the shape of `scale` or
+      `zero_point` is not allowed.
     - `ValueError` if a static `scale` is combined with a `tile_size`, or with a format that needs
       scales per tile, such as mxfp8.
     - `ValueError` if an axis in `contracting` is out of range or not negative.
@@ -125,10 +125,7 @@ class ActivationQuantized(ProductWeight):
         method, tile_size = self.calibration_method, self.tile_size
         check_activation_format(self.format, method, tile_size, is_static=is_static)
         shape = self.array.shape
-        for name in self.companions:
-            leaf = getattr(self, name)
-            if leaf is None:
-                continue
+        for name, leaf in self._companions().items():  # `scale` and `zero_point`
             pairs = zip(leaf.shape, shape, strict=False)
             if leaf.ndim != len(shape) or any(n not in (1, size) for n, size in pairs):
                 raise ValueError(
@@ -153,10 +150,7 @@ class ActivationQuantized(ProductWeight):
         return not self.op_names or primitive in self.op_names
 
     def turned_over(self) -> "ActivationQuantized":
-        """Return a copy with the flag `turned` inverted. The arrays stay the same.
-
-        Rules call this method after they swap the last two axes of all arrays.
-        """
+        """Record that the last two axes of all arrays were swapped: invert the flag `turned`."""
         return self.changed(turned=not self.turned)
 
     def quantise_activations(
@@ -183,17 +177,16 @@ class ActivationQuantized(ProductWeight):
         try:
             return quantize(x, self.qtype, calibration_method=method, **axes.arguments)
         except ValueError as error:
-            error.add_note(
-                f"The activations of shape {x.shape} could not be quantized for {self!r}."
-            )
+            note = f"The activations of shape {x.shape} could not be quantized for {self!r}."
+            error.add_note(note)
             raise
 
     def stacked_axes(self, summed: Sequence[int], batch: Sequence[int]) -> list[int]:
-        """Return the axes along which weights with different static scales are stacked.
+        """Return the free axes of the weight in a product along which the static scales differ.
 
-        An example is a layer axis. A product quantizes the activations once per index of these
-        axes. Contracted and batch axes of the product are left out. The list is empty if scales are
-        dynamic, or if they differ along a contracted axis or along all other axes.
+        An example is a layer axis. The product quantizes the activations once per index of these
+        axes. The list is empty for dynamic scales, and for scales that differ along a contracted
+        axis. It is also empty if scales differ along all free axes, as in concatenated weights.
 
         **Arguments:**
 
@@ -204,7 +197,6 @@ class ActivationQuantized(ProductWeight):
             return []
         free_axes = [axis for axis in range(self.ndim) if axis not in (*summed, *batch)]
         stacked = [axis for axis in free_axes if self.scale.shape[axis] > 1]
-        # Along the only free axis, scales that differ belong to concatenated weights.
         return stacked if len(stacked) < len(free_axes) else []
 
     def _scale_for(
@@ -212,9 +204,9 @@ class ActivationQuantized(ProductWeight):
     ) -> tuple[jax.Array, jax.Array | None]:
         """Return the static scale and zero point as arrays that broadcast against activations.
 
-        Both have one entry per index of the batch axes. Other entries, as of concatenated weights,
-        are merged into one: the scale and zero point of the widest range. `ndim` is the rank of the
-        activations. `batch` lists pairs: a batch axis of the activations, and of the weight.
+        Both have one entry per index of the batch axes. If the scale differs along other axes, as
+        for concatenated weights, use one range that covers the ranges of all scales. `ndim` is the
+        rank of the activations. `batch` lists pairs of batch axes: of the activations, the weight.
         """
         scale = jnp.asarray(scale, jnp.promote_types(scale.dtype, jnp.float32))
         zero_point = None if self.zero_point is None else jnp.asarray(self.zero_point)

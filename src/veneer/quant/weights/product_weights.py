@@ -25,22 +25,22 @@ from ..._core.value import Value
 from ..._jax.primitives import Primitive, find_primitive
 from ..formats.tiles import Leaf, Shape
 
-#: The factors of an axis as pairs (origin, size), the slowest-varying first. The origin is a set of
-#: axes of the original weight, or a bool: whether products contract the factor.
+#: The axes that reshapes merged into an axis, as pairs (origin, size), slowest-varying first. The
+#: origin is a set of axes of the original weight, or a bool: whether products contract the axis.
 Factors = tuple[tuple[Any, int], ...]
 
 
 def reshape_factors(factors: Sequence[Factors], old: Shape, new: Shape) -> list[Factors]:
     """Return the factors of each axis after a reshape.
 
-    A factor is an axis that earlier reshapes merged into a larger axis. An axis of size 1 has no
-    factors. If a new axis would split a factor unevenly, or if a size is symbolic, the origins of
-    all merged axes are united: the new axis becomes a single factor.
+    A factor is a smaller axis that a reshape merged into an axis. It is a pair: an origin, which is
+    a set or a bool, and a size. An axis of size 1 has no factors. If a size is symbolic, or the
+    boundaries of old factors and new axes do not match, a new axis is a single factor, whose origin
+    is the union (`|`) of the origins of all axes that are merged.
 
     **Arguments:**
 
-    - `factors`: for each axis of `old`, a tuple of pairs: the origin and the size of a factor. An
-      origin is a set or a bool.
+    - `factors`: for each axis of `old`, a tuple of its factors, the slowest-varying first.
     - `old`, `new`: the shape before and after the reshape.
 
     >>> k, n = frozenset("k"), frozenset("n")
@@ -62,16 +62,17 @@ def _have_size(factors: Factors, size: int) -> bool:
 
 
 def _take_factors(remaining: list[tuple[Any, int]], size: int) -> Factors | None:
-    """Remove the first factors whose product is `size` from a list, and return them.
+    """Remove the first factors, whose sizes multiply to `size`, from `remaining`, and return them.
 
-    Clear the list and return None if this would split a factor unevenly, or if a size is symbolic.
+    The last factor can be split in two. If no such split exists, or a size is symbolic, clear the
+    list and return None.
     """
     taken: list[tuple[Any, int]] = []
     while remaining and isinstance(size, int) and isinstance(remaining[0][1], int) and size > 1:
         origin, factor_size = remaining.pop(0)
         part = math.gcd(factor_size, size)
         if part not in (factor_size, size):
-            break  # the factor would be split unevenly
+            break  # neither size divides the other
         size //= part
         if part < factor_size:
             remaining.insert(0, (origin, factor_size // part))
@@ -87,13 +88,13 @@ def _take_factors(remaining: list[tuple[Any, int]], size: int) -> Factors | None
 class ProductWeight(ImplicitArray, abstract=True):
     """A weight, dense or implicit, whose class has its own rules for products.
 
-    Products with activations contract the axes in `contracting`, which are counted from the end. A
-    product that contracts other axes belongs to a derivative and multiplies a cotangent.
+    Products with activations contract the axes in `contracting`, which are counted from the end. If
+    a product contracts other axes, it is part of a derivative, and multiplies by a cotangent.
     Transposes, reshapes and slices keep the class. All other primitives are applied to `array`.
 
-    A subclass declares the fields `array`, `contracting`, `factors` and its companions: arrays with
-    the rank of the weight that describe it, such as scales. Each axis of a companion has size 1 or
-    the size of the weight's axis.
+    A subclass declares the fields `array`, `contracting`, `factors` (see below) and its companions:
+    arrays with the rank of the weight that describe it, such as scales. Each axis of a companion
+    has size 1 or the size of the weight's axis.
     """
 
     metadata_is_meaning: ClassVar[bool] = False
@@ -120,9 +121,8 @@ class ProductWeight(ImplicitArray, abstract=True):
     def partition(self, spec: PartitionSpec, shape: Shape) -> Any:
         """Return a weight with the `PartitionSpec` of each leaf in place of the leaf.
 
-        `spec` is the `PartitionSpec` of the dense array, and `shape` the dense shape of one block.
-        A companion is replicated along axes of size 1. Return None if `array` is an implicit array
-        that cannot be sharded like the dense array.
+        `spec` and `shape` are as in `Value.partition`. A companion is replicated along axes of size
+        1. Return None if `array` is an implicit array that cannot be sharded like the dense array.
         """
         array = self.array.partition(spec, shape) if isinstance(self.array, Value) else spec
         if array is None:
@@ -136,7 +136,7 @@ class ProductWeight(ImplicitArray, abstract=True):
     def leaf_axes(self) -> list[Sequence[LeafAxis]]:
         """Return a list of `vn.LeafAxis` for `array` and for each companion.
 
-        A companion has the block "shared" along an axis of size 1.
+        In a companion, all slices of the weight share the entry of an axis of size 1.
         """
         axes, shape = aligned_axes(self.ndim), self.shape
         align = lambda n, size, axis: axis if n == size else LeafAxis(axis.axis, "shared")
@@ -144,12 +144,12 @@ class ProductWeight(ImplicitArray, abstract=True):
         return [axes, *([*map(align, leaf.shape, shape, axes)] for leaf in leaves)]
 
     def _moved(self, movement: Movement) -> Any:
-        """Return the weight with `contracting` and `factors` updated, after its leaves moved."""
+        """Update `contracting` and `factors` after a primitive, such as `transpose`, moved axes."""
         ndim = len(movement.axes)
         places = [() if axis is None else (int(axis),) for axis in movement.axes]
         new = self.with_axes(places, movement.shape)
-        is_swap = movement.axes == (*range(ndim - 2), ndim - 1, ndim - 2)  # of the last two axes
-        return new.turned_over() if is_swap else new
+        swaps_last_two = movement.axes == (*range(ndim - 2), ndim - 1, ndim - 2)
+        return new.turned_over() if swaps_last_two else new
 
     def changed(self, **changes: Any) -> Any:
         """Return a copy in which some fields have new values, without checks."""
@@ -158,12 +158,12 @@ class ProductWeight(ImplicitArray, abstract=True):
         return new
 
     def with_axes(self, places: Sequence[Sequence[int]], shape: Shape) -> Any:
-        """Return the weight with `contracting` and `factors` updated after its axes moved.
+        """Return the weight with `contracting` and `factors` updated for new positions of its axes.
 
         **Arguments:**
 
         - `places`: for each old axis, the new axes that replace it, counted from the front.
-        - `shape`: the new shape. If the size of an axis changed, the axis loses its factors.
+        - `shape`: the new shape. An axis whose size changed loses its factors.
         """
         contracting: list[int] = []
         new_factors: list[Factors] = [()] * len(shape)
@@ -180,36 +180,37 @@ class ProductWeight(ImplicitArray, abstract=True):
 
     def with_reshaped_axes(self, sizes: Shape) -> Any:
         """Return the weight with `contracting` and `factors` updated for a reshape to `sizes`."""
-        old: list[Factors] = []
+        old_factors: list[Factors] = []
         for axis, size in enumerate(self.shape):
             factors = self._factors_of(axis, self.ndim)
-            if not _have_size(factors, size):
-                factors = ((axis - self.ndim in self.contracting, size),)
-            old.append(factors)
-        new = reshape_factors(old, self.shape, sizes)
-        is_contracted = [any(origin for origin, _ in factors) for factors in new]
-        axes = tuple(axis - len(new) for axis, contracted in enumerate(is_contracted) if contracted)
-        is_mixed = any(len({origin for origin, _ in factors}) > 1 for factors in new)
-        return self.changed(contracting=axes, factors=tuple(new) if is_mixed else None)
+            is_contracted = axis - self.ndim in self.contracting
+            old_factors.append(factors if _have_size(factors, size) else ((is_contracted, size),))
+        new_factors = reshape_factors(old_factors, self.shape, sizes)
+        # The origins are bools. An axis is contracted if any of its factors is.
+        origins = [{origin for origin, _ in factors} for factors in new_factors]
+        contracting = tuple(i - len(sizes) for i, bools in enumerate(origins) if True in bools)
+        is_mixed = any(len(bools) > 1 for bools in origins)
+        all_factors = tuple(new_factors) if is_mixed else None
+        return self.changed(contracting=contracting, factors=all_factors)
 
     def _factors_of(self, axis: int, ndim: int) -> Factors:
-        """Return the factors of an axis, counted from the front, when the weight has rank `ndim`.
+        """Return the factors of `axis`, counted from the front, in a weight of rank `ndim`.
 
-        `vmap` and `scan` add and remove axes at the front without updating `factors`. So the last
-        entry of `factors` belongs to the last axis.
+        `vmap` and `scan` add and remove axes at the front without updating `factors`. For this
+        reason, match entries and axes from the end.
         """
         index = len(self.factors or ()) - ndim + axis
         return self.factors[index] if self.factors and index >= 0 else ()
 
     def turned_over(self) -> Any:
-        """Return a weight whose last two axes were swapped. A subclass can record the swap."""
+        """Return this weight, whose last two axes were just swapped. A subclass can record that."""
         return self
 
     def sums_over(self, axes: Sequence[int]) -> bool:
-        """Return whether a product that contracts `axes` multiplies the weight by activations.
+        """Return whether a product over `axes` multiplies the weight by activations.
 
-        This is so if the product contracts all axes in `contracting`. Return False in a user's
-        `custom_jvp` rule, where the other operand can be a tangent.
+        The product must contract all axes in `contracting`. Return False in a user's `custom_jvp`
+        rule, where the other operand can be a tangent.
 
         **Arguments:**
 
@@ -246,9 +247,9 @@ def _convert_element_type(w: ProductWeight, **params: Any) -> Any:
 
 @register("gather")
 def _gather(w: ProductWeight, indices: ArrayLike, **params: Any) -> Any:
-    """Select one weight of a stack, such as a layer. Keep its type and companions.
+    """Select one weight of a stack, such as a layer, and return it with its type and companions.
 
-    Other look-ups, such as embedding rows, return an array without the type of the weight.
+    For other look-ups, such as embedding rows, return only the rows of `array`.
     """
     numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
     removed = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
@@ -259,9 +260,10 @@ def _gather(w: ProductWeight, indices: ArrayLike, **params: Any) -> Any:
     has_one_index = jnp.ndim(indices) == 1
     if not has_one_index or len(kept) < 2 or not takes_whole_axes:
         return array
+    # The slice sizes in `params` are for the shape of the weight, so broadcast companions to it.
     leaves = {k: gather(_broadcast(w, leaf), indices) for k, leaf in w._companions().items()}
-    places = [(kept.index(axis),) if axis in kept else () for axis in range(w.ndim)]
-    return w.with_axes(places, array.shape).changed(array=array, **leaves)
+    new_axes = [(kept.index(axis),) if axis in kept else () for axis in range(w.ndim)]
+    return w.with_axes(new_axes, array.shape).changed(array=array, **leaves)
 
 
 @register("reshape")
@@ -269,7 +271,7 @@ def _reshape(w: ProductWeight, **params: Any) -> Any:
     sizes, order = params["new_sizes"], params["dimensions"]
     if params["sharding"] is not None or w.size == 0:
         return NotImplemented
-    if order is not None:
+    if order is not None:  # `lax.reshape` transposes its operand first
         w = redispatch(lambda w: lax.transpose(w, order), w)
         params |= {"dimensions": None}
     leaves = {}
@@ -286,9 +288,9 @@ def _reshape(w: ProductWeight, **params: Any) -> Any:
 
 @register("concatenate")
 def _concatenate(*operands: ProductWeight, dimension: Any) -> Any:
-    """Concatenate weights, such as query, key and value weights, into one.
+    """Concatenate weights, such as query, key and value weights, into one weight.
 
-    Return NotImplemented if their static fields differ. Only the arrays are then concatenated.
+    Return NotImplemented, which concatenates only the `array` fields, if static fields differ.
     """
 
     def concatenate_companions(*leaves: Leaf) -> jax.Array:
@@ -310,7 +312,7 @@ def _concatenate(*operands: ProductWeight, dimension: Any) -> Any:
 def _select(which: ArrayLike, *cases: ProductWeight) -> Any:
     """Select between weights. For example, `vmap` of `cond` selects between a weight and itself.
 
-    Return NotImplemented if their static fields differ. Only arrays are then selected.
+    Return NotImplemented, which selects between the `array` fields, if static fields differ.
     """
     select = partial(lax.select_n, which)
     return _combine(cases, select, lambda *leaves: select(*map(_broadcast, cases, leaves)))
@@ -319,7 +321,7 @@ def _select(which: ArrayLike, *cases: ProductWeight) -> Any:
 def _combine(
     weights: Sequence[ProductWeight], combine: Callable, combine_companions: Callable[..., Any]
 ) -> Any:
-    """Combine weights into one: their arrays by one function, and each companion by another.
+    """Return a weight with combined arrays and companions: `combine(*arrays)` and so on.
 
     Drop the `factors` if they differ. Return NotImplemented if other static fields differ.
     """
