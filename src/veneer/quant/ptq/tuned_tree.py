@@ -139,7 +139,8 @@ def _dense_leaves(quantized: Any, dense: Any) -> list[Any]:
             inner = inner.array
         # Other leaves of the weight are, for example, static scales of activations.
         for leaf in jax.tree.leaves(weight, is_leaf=_is_qarray):
-            has_dense = leaf is inner and getattr(array, "shape", None) == leaf.shape
+            is_quantized = leaf is inner and _is_qarray(leaf)
+            has_dense = is_quantized and getattr(array, "shape", None) == leaf.shape
             result.append(array if has_dense else None)
     return result
 
