@@ -71,8 +71,8 @@ MUTATIONS = [
         "types/labels",
     ),
     Mutation(
-        "results[: len(results) // 2])\n        out_tangents",
-        "results[len(results) // 2 :])\n        out_tangents",
+        "_custom_jvp_p, results[: len(results) // 2])",
+        "_custom_jvp_p, results[len(results) // 2 :])",
         "transforms/test_custom_derivatives.py transforms/matrix",
     ),
     # Quantization.
