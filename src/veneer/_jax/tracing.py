@@ -64,7 +64,7 @@ def is_staged() -> bool:
 
 
 def is_in_derivative(trace: Any) -> bool:
-    """Return whether a trace, or one around it, computes derivatives."""
+    """Return whether a trace, or a trace around it, computes derivatives."""
     return any(type(trace) in _DERIVATIVE_TRACES for trace in traces_around(trace))
 
 
@@ -131,7 +131,7 @@ def jax_caller() -> str:
 
 def find_mesh(types: Sequence[Any]) -> Any:
     """Return the mesh of the first type that has one, or the empty mesh."""
-    meshes = [type.sharding.mesh for type in types if isinstance(type, core.ShapedArray)]
+    meshes = [aval.sharding.mesh for aval in types if isinstance(aval, core.ShapedArray)]
     return next((mesh for mesh in meshes if not mesh.empty), empty_abstract_mesh)
 
 

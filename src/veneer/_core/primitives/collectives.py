@@ -96,10 +96,8 @@ class Exchange(NamedTuple):
 
         Return NotImplemented if there is no such collective.
 
-        **Arguments:**
-
-        - `is_checked`: whether JAX knows which arrays may differ between devices (`check_vma`).
-        - `is_same`: whether JAX knows that all devices have the same leaf.
+        `is_checked` says whether JAX knows which arrays may differ between devices (`check_vma`).
+        `is_same` says whether JAX knows that all devices have the same leaf.
         """
         axis_map = leaf.axis_map()
         axis_of = lambda i: leaf.axes[axis_map[i]] if i in axis_map else None

@@ -92,10 +92,9 @@ def _custom_vmap(*values: Any, call: Any, rule: Any, in_tree: Any, out_tree: Any
 
         def run(*values: Any) -> list[Any]:
             operands = jax.tree.unflatten(in_tree, values)
-            out, out_flags = rule(
-                axis_size, list(jax.tree.unflatten(in_tree, is_batched)), *operands
-            )
-            out_batched.extend(jax.tree.leaves(out_flags))
+            batched_operands = list(jax.tree.unflatten(in_tree, is_batched))
+            out, batched_results = rule(axis_size, batched_operands, *operands)
+            out_batched.extend(jax.tree.leaves(batched_results))
             return jax.tree.leaves(out)
 
         with policy_in_force(policy):

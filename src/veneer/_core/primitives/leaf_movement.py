@@ -88,7 +88,10 @@ class LeafLayout(NamedTuple):
 
 
 def layout_of(value: Value) -> LeafLayout:
-    """Return the layout by the method `leaf_axes` of a type. Without it, map only batch axes."""
+    """Return the layout by the method `leaf_axes` of the type. If it has none, map batch axes only.
+
+    Batch axes are leading axes of the dense array that every leaf has (see `has_batch_axes`).
+    """
     ndim = value.aval().ndim
     parts, structure, declared = declared_layout(value)
     axes = declared

@@ -301,8 +301,8 @@ def gather(
 def _leaf_indices(indices: jax.Array, columns: Sequence[int], divisors: list[int]) -> jax.Array:
     """Return the indices of a leaf: some columns of the dense indices, divided by block sizes.
 
-    A column is an entry of the last axis of `indices`: the index along one dense axis. Floor
-    division keeps indices out of bounds, also negative indices, out of bounds.
+    The last axis of `indices` has a column for each indexed dense axis. Floor division keeps
+    indices out of bounds, also negative indices, out of bounds.
     """
     if [*columns] != [*range(indices.shape[-1])]:
         indices = indices[..., jnp.array(columns, int)]
@@ -370,12 +370,8 @@ def _concatenate_parts(
 
     Return NotImplemented if a value before the last value ends with a partial block.
 
-    **Arguments:**
-
-    - `cls`: the class of the values.
-    - `axes`: the axes of the part.
-    - `parts`: the part of each value.
-    - `sizes`: the size of each value along the dense axis `dimension`.
+    `cls` is the class of the values. `parts` has the part of each value, and `axes` has the axes of
+    each part. `sizes` has the size of each value along the dense axis `dimension`.
     """
     leaf_axis = next((j for j, axis in enumerate(axes) if axis and axis.axis == dimension), None)
     if leaf_axis is None:

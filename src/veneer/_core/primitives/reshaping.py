@@ -68,11 +68,7 @@ def reshaped(leaf_shape: Shape, old: Shape, new: Shape) -> Shape | None:
 
     Each leaf entry is for a block of dense elements. Return None if a block is not
     contiguous, before or after, within the axes that are merged or split together.
-
-    **Arguments:**
-
-    - `leaf_shape`: the number of leaf entries along each dense axis.
-    - `old`, `new`: the dense shapes.
+    `leaf_shape` is the number of leaf entries along each dense axis.
     """
     if leaf_shape == old:
         return new

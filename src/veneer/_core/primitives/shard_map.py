@@ -1,4 +1,4 @@
-"""The rule of `shard_map`, whose body gets blocks of implicit values as implicit values.
+"""The rule of `shard_map`: the body gets each block of an implicit value as an implicit value.
 
 A block is the shard of an array on one device. JAX's `shard_map` is bound with the leaves. Its body
 rebuilds a value from the blocks of the leaves, and runs with the rules in force.

@@ -115,7 +115,7 @@ def value_type(value: Any) -> ValueType:
         return treedef, tuple(map(jax.typeof, leaves))
     except TypeError:
         for part in jax.tree.leaves(value, is_leaf=is_value):
-            check_fields(part)
+            check_fields(part)  # raises an error that names the field
         raise
 
 
