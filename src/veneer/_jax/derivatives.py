@@ -25,7 +25,7 @@ from .primitives import Primitive
 def transform_flat_function(
     function: lu.WrappedFun, transform: Callable[[Callable], Callable]
 ) -> lu.WrappedFun:
-    """Return a `WrappedFun` that calls `transform(f)`, where `f` is the function inside."""
+    """Return a `WrappedFun` that calls `transform(f)`. `f` is the inner function of `function`."""
     call_transformed = lambda inner, *args: transform(inner)(*args)
     return lu.transformation2(call_transformed)(function)
 
@@ -38,10 +38,7 @@ def reset_stores(function: lu.WrappedFun) -> None:
 
 
 def call_bwd(bwd: lu.WrappedFun, residuals: Sequence, cotangents: Sequence) -> list[Any]:
-    """Call the backward function of a `custom_vjp`.
-
-    **Returns:** the cotangent of each operand, or None for a symbolic zero.
-    """
+    """Call the backward function of a `custom_vjp`. Return cotangents, with None for zeros."""
     out = bwd.call_wrapped(*residuals, *cotangents)
     if isinstance(out, tuple) and len(out) == 2 and isinstance(out[0], list):  # JAX >= 0.12
         out, logs = out
@@ -63,7 +60,7 @@ RootLinearMap: Any = getattr(solves, "_RootLinearMap", _Absent)
 
 
 def get_operand_structure(operands: Any) -> Any:
-    """Return the tree structure of operands as `custom_vmap` stores it in its equation."""
+    """Return the parameter `in_tree` of a `custom_vmap` equation with these operands."""
     registry = getattr(custom_batching, "tracing_registry", None)  # JAX >= 0.12
     return registry.flatten(operands)[1] if registry else jax.tree.structure(operands)
 
@@ -92,7 +89,7 @@ def tangents_in_scope(primitives: Sequence[Primitive], is_on: Callable[[], bool]
 
     JAX's derivative rules compute a primal value and its tangent by the same primitives on the same
     source line, so a jaxpr does not show which operations compute tangents. JAX has no hook for
-    this. So this context manager wraps the derivative rules of JAX until the last block ends.
+    this. So the first `with` block wraps JAX's derivative rules, and the last to end restores them.
 
     **Arguments:**
 

@@ -45,7 +45,7 @@ def make_exportable(cls: Any) -> None:
         return tuple(_decode(encoded[name], cls, name) for name in static_names)
 
     def from_children(aux_data: Any, children: Any) -> Any:
-        value = cls.__new__(cls)
+        value = cls.__new__(cls)  # without `__init__`, because children may be placeholders
         names = (*static_names, *array_names)
         value.__dict__.update(zip(names, (*aux_data, *children), strict=True))
         return value

@@ -64,7 +64,7 @@ def get_jit_options(jitted: Any) -> Any:
 
 
 def get_options_key(options: Any) -> tuple[Any, ...]:
-    """Return a hashable key of `jax.jit` options, without the function that they were given with.
+    """Return a hashable key of `jax.jit` options, equal for equal options of two functions.
 
     JAX compares the options by identity.
     """

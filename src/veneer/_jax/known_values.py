@@ -37,7 +37,7 @@ def known_entries(x: Any) -> np.ndarray | None:
         if equation is None:
             return None
         if equation.primitive.name in _EMPTY_PRIMITIVES:
-            return np.zeros(())
+            return np.zeros(())  # uninitialized, so zero is as good as any value
         is_copy = equation.primitive.name in _COPY_PRIMITIVES
         entries = known_entries(equation.in_tracers[0]) if is_copy else None
         return None if entries is None else entries.astype(x.dtype)

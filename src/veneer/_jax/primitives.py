@@ -105,7 +105,7 @@ _contained_names: WeakKeyDictionary[Any, dict[str, bool]] = WeakKeyDictionary()
 
 
 def is_or_contains(primitive: Primitive, params: dict[str, Any], name: str) -> bool:
-    """Return whether a primitive, or one in a jaxpr in its parameters, has the given name."""
+    """Return whether a primitive, or a primitive of a jaxpr in its `params`, has this name."""
 
     def contains(jaxpr: Any) -> bool:
         cache = _contained_names.setdefault(jaxpr, {})
@@ -185,7 +185,7 @@ def bind_scan(
     length: int,
     params: dict[str, Any],
 ) -> list[Any]:
-    """Bind `scan` with a jaxpr and its operands. `params` are the parameters of another `scan`.
+    """Bind `scan` with another jaxpr and operands than the `scan` that `params` belong to.
 
     Unlike `jax.lax.scan`, this does not compile an eager loop again for each new Python function.
     """

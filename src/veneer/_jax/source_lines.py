@@ -41,7 +41,7 @@ def user_line() -> str:
 
 
 def user_place() -> tuple[str, int]:
-    """Return the file and line number of the innermost user's function that is running."""
+    """Return the file and line number that the innermost function of the user is running."""
     frame = _user_frame()
     return (frame.f_code.co_filename, frame.f_lineno) if frame else ("<unknown>", 0)
 

@@ -64,7 +64,7 @@ def is_staged() -> bool:
 
 
 def is_in_derivative(trace: Any) -> bool:
-    """Return whether a trace, or one around it, computes derivatives."""
+    """Return whether a trace, or a trace around it, computes derivatives."""
     return any(type(trace) in _DERIVATIVE_TRACES for trace in traces_around(trace))
 
 
@@ -98,10 +98,7 @@ _operand_conversions: dict[type, Callable[[Any], Any]] = {}
 
 
 def set_operand_conversion(cls: type, convert: Callable[[Any], Any]) -> Callable[[Any], Any] | None:
-    """Let JAX functions convert each operand of a class with `convert`.
-
-    **Returns:** the previous conversion of the class, or None.
-    """
+    """Let JAX convert operands of a class by `convert`. Return the previous conversion or None."""
     previous = _operand_conversions.get(cls)
     _operand_conversions[cls] = convert
     if previous is None:
@@ -116,10 +113,10 @@ def set_type_function(cls: type, type_of: Callable[[Any], Any]) -> None:
 
 
 def is_read_by_operator() -> bool:
-    """Return whether an operator of `jax.Array` is running. `__jax_array__` calls this function.
+    """Return whether an operator of `jax.Array`, such as `+`, is reading the other operand.
 
-    An operator returns NotImplemented if its operand has no `__jax_array__`. Then Python calls the
-    operator of the class of the operand.
+    Then `__jax_array__` of the operand raises AttributeError, so that the operator returns
+    NotImplemented, and Python calls the operator of the operand.
     """
     return jax_caller().startswith("_operator_")
 
@@ -134,7 +131,7 @@ def jax_caller() -> str:
 
 def find_mesh(types: Sequence[Any]) -> Any:
     """Return the mesh of the first type that has one, or the empty mesh."""
-    meshes = [type.sharding.mesh for type in types if isinstance(type, core.ShapedArray)]
+    meshes = [aval.sharding.mesh for aval in types if isinstance(aval, core.ShapedArray)]
     return next((mesh for mesh in meshes if not mesh.empty), empty_abstract_mesh)
 
 

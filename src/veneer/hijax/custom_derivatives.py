@@ -15,9 +15,9 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from .._core.errors import holds_derivatives
 from .._core.primitives.custom_derivatives import (
     cast_cotangent,
+    combine_tangents,
     instantiate,
     leaf_cotangents,
-    tangent_of_leaves,
 )
 from .._core.value import Value, describe, is_part, is_value
 from .._jax.hijax import StoreException
@@ -301,7 +301,7 @@ def _tangent_of_leaf(leaf: Any, tangent: Any) -> Any:
         return tangent
     if not holds_derivatives(tangent):
         return made_dense(TANGENT, tangent)
-    return tangent_of_leaves(opened(exposed(leaf)), jax.tree.leaves(tangent), False)
+    return combine_tangents(opened(exposed(leaf)), jax.tree.leaves(tangent), False)
 
 
 # What rules are given.

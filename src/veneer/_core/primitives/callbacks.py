@@ -1,12 +1,12 @@
 """Rules of primitives that call a function of the host: callbacks and debug prints.
 
 A host function expects arrays, so implicit operands are materialized on the device before the
-call. On the host, `materialise` would run JAX inside a callback. On CPU this can deadlock in
-JAX 0.10, because callbacks and compiled programs wait for the same threads (jax-ml/jax#24255). To
-pass the leaves instead, register a rule for a type.
+call. Materializing them inside the callback would run JAX there. On CPU this can deadlock in
+JAX 0.10, because callbacks and programs wait for the same threads (jax-ml/jax#24255).
+To pass the leaves instead, register a rule for a type.
 
-A value that cannot be materialized and whose only leaf is the dense array, such as one with a unit,
-is passed unchanged. `jax.debug.print` prints leaves, and materializes nothing.
+A label (a type whose only leaf is the dense array) that cannot be materialized, such as an array
+with a unit, is passed unchanged. `jax.debug.print` prints leaves, and materializes nothing.
 """
 
 from collections.abc import Callable
@@ -41,8 +41,8 @@ def _add_callback_rule(name: str) -> None:
 
     @structural(name)
     def _(*operands: Any, callback: Callable, **params: Any) -> Any:
-        values = dense_unless(has_no_dense_form, primitive, operands)
-        leaves, treedef = jax.tree.flatten(values)
+        arguments = dense_unless(has_no_dense_form, primitive, operands)
+        leaves, treedef = jax.tree.flatten(arguments)
         return primitive.bind(*leaves, callback=_LeafCallback(callback, treedef), **params)
 
 
@@ -75,20 +75,20 @@ class _Printed:
 
 @dataclass(frozen=True)
 class _Static:
-    """An argument of `jax.debug.print` that is not an array. Not a pytree, so it is a leaf."""
+    """An argument of `jax.debug.print` that is not an array, wrapped as a leaf of a pytree."""
 
     value: Any
 
 
 @structural("debug_print")
 def _debug_print(*operands: Any, in_tree: Any, static_args: Any, **params: Any) -> Any:
-    # Rebuild the arguments of the user's call. `static_args` has pairs of a position and an object.
+    # Rebuild the arguments of the user's call. `static_args` has pairs (position, object).
     static, traced = dict(static_args), iter(operands)
     wrap = lambda x: _Printed(x) if isinstance(x, Value) else x
     arguments = [
         _Static(static[i]) if i in static else wrap(next(traced)) for i in range(in_tree.num_leaves)
     ]
-    # Flatten them to leaves of implicit arrays. The positions change.
+    # Flatten implicit arrays to their leaves. This changes the positions of static arguments.
     leaves, in_tree = jax.tree.flatten(jax.tree.unflatten(in_tree, arguments))
     static_args = tuple((i, x.value) for i, x in enumerate(leaves) if isinstance(x, _Static))
     arrays = [x for x in leaves if not isinstance(x, _Static)]

@@ -31,7 +31,7 @@ clear_with_rules(_compiled_functions.clear)
 
 
 def _jit_eagerly(values: Sequence[Any], params: dict[str, Any]) -> Any:
-    """Run a jit that is bound outside of a trace as one call of a compiled function of values.
+    """Run an eager jit as one compiled function of implicit values, which is cached by jaxpr.
 
     Return NotImplemented if the call needs `_jit`, which stages the program in each call.
     """
@@ -50,15 +50,15 @@ def _jit_eagerly(values: Sequence[Any], params: dict[str, Any]) -> Any:
 
 
 def _name_of(params: dict[str, Any]) -> str | None:
-    """Return the name of a jitted function, or None for lambdas and if JAX may inline it."""
+    """Return the name of a jitted function. None for a lambda, or if JAX may inline the `jit`."""
     name = params["name"]
     return None if name == "<lambda>" or is_inlined(params) else name
 
 
 def _compile(jaxpr: ref, name: str) -> Callable[..., list[Any]]:
-    """Return a compiled function of values that runs a jaxpr, given by a weak reference.
+    """Return a compiled function of values that runs the jaxpr that `jaxpr` refers to.
 
-    A strong reference would keep the key of `_compiled_functions` alive.
+    `jaxpr` is a weak reference, because a value of `_compiled_functions` must not keep its key.
     """
 
     def function(*values: Any) -> list[Any]:
@@ -105,7 +105,7 @@ clear_with_rules(_functions_of_jaxprs.clear)
 def _find_functions(name: str, jaxpr: Any) -> Sequence[tuple[JittedFunction, int]]:
     """Return the functions with rules that a jaxpr may have been traced from.
 
-    There can be several, because a function may be registered with and without its defaults.
+    There can be several: if `f` has the default `k=1`, `f` and `partial(f, k=1)` have equal jaxprs.
 
     **Returns:** pairs of a function and the number of calls of `jax.vmap` around it, from 0 to 2.
     """
@@ -134,19 +134,18 @@ def _jit(*values: Any, jaxpr: Any, **params: Any) -> Any:
     if out is not NotImplemented:
         return out
     staged = stage("jit", jaxpr, values, name=_name_of(params))
-    refs, (program,) = lift_references(staged.jaxpr)
+    refs, (program,) = lift_references(staged.jaxpr)  # `refs` become the first operands
     in_trees: list[Any] = [jax.tree.structure(v) for v in values]
     # A sharding or a layout of the dense array does not apply to the leaves of an implicit array.
-    for name, trees, unset in (
-        ("in_shardings", in_trees, UNSPECIFIED),
-        ("out_shardings", staged.out_trees, UNSPECIFIED),
-        ("in_layouts", in_trees, None),
-        ("out_layouts", staged.out_trees, None),
+    for name, trees, default, ref_count in (
+        ("in_shardings", in_trees, UNSPECIFIED, len(refs)),
+        ("out_shardings", staged.out_trees, UNSPECIFIED, 0),
+        ("in_layouts", in_trees, None, len(refs)),
+        ("out_layouts", staged.out_trees, None, 0),
     ):
         pairs = zip(params[name], trees, strict=True)
-        options = [option if treedef_is_leaf(tree) else unset for option, tree in pairs]
-        ref_options = [unset] * len(refs) if trees is in_trees else []
-        params[name] = (*ref_options, *_repeat_per_leaf(options, trees))
+        options = [option if treedef_is_leaf(tree) else default for option, tree in pairs]
+        params[name] = (*[default] * ref_count, *_repeat_per_leaf(options, trees))
     donated = _repeat_per_leaf(params["donated_invars"], in_trees)
     params["donated_invars"] = (*[False] * len(refs), *donated)
     operands = [*refs, *jax.tree.leaves(values)]
@@ -157,16 +156,16 @@ add_rule(_jit, [find_primitive("jit")], structural=True, eager=_jit_eagerly)
 
 
 def has_default_options(params: dict[str, Any]) -> bool:
-    """Return whether the parameters of a jit set no sharding, layout, donation or option."""
+    """Return whether a jit sets no shardings, layouts, donated operands or compiler options."""
     shardings = (*params["in_shardings"], *params["out_shardings"])
-    others = "donated_invars", "in_layouts", "out_layouts", "compiler_options_kvs"
+    other_names = "donated_invars", "in_layouts", "out_layouts", "compiler_options_kvs"
     return shardings.count(UNSPECIFIED) == len(shardings) and not any(
-        any(params[name]) for name in others
+        any(params[name]) for name in other_names
     )
 
 
 def _repeat_per_leaf(options: Sequence[Any], trees: Sequence[Any]) -> list[Any]:
-    """Return a list for leaves that repeats the option of each value once per leaf of the value."""
+    """Return one option per leaf: the option of each value, repeated for each leaf of its tree."""
     return [x for x, tree in zip(options, trees, strict=True) for _ in range(tree.num_leaves)]
 
 
@@ -183,10 +182,10 @@ def _checkpoint(*values: Any, jaxpr: Any, **params: Any) -> list[Any]:
 
 
 def _add_inlining_rule(name: str) -> None:
-    """Add a rule that runs the program in a call instead of the call.
+    """Add a rule for a call primitive that runs the equations of the called program directly.
 
-    All other parameters of the call are dropped, because they are about the dense operands. For
-    example, the name of a composite tells a backend how many operands there are.
+    The other parameters of the call are dropped, because they are about the dense operands. For
+    example, a backend expects a fixed number of operands for the name of a composite.
     """
 
     @structural(name)

@@ -1,15 +1,15 @@
 """Rules of collectives that send elements between devices, for all types.
 
 A collective cuts the array along an axis and sends one slice to each device, or it sends the whole
-array to all. Each device concatenates the received slices along an axis, or keeps one slice. The
-collective of a leaf follows from the leaf axes that correspond to these two axes:
+array to all. Each device concatenates the received slices along an axis, or keeps one slice. A
+leaf may lack one or both of these axes, which determines the collective of the leaf:
 
-| leaf axis to cut | leaf axis to concatenate along | collective of the leaf |
+| leaf has the axis to cut | leaf has the axis to concatenate along | collective of the leaf |
 |---|---|---|
-| none | exists | `all_gather` |
-| exists | exists | `all_to_all` |
-| none | none: all devices have the same leaf | none |
-| exists | none: all devices have the same leaf | none; each device slices its own leaf |
+| no | yes | `all_gather` |
+| yes | yes | `all_to_all` |
+| no | no, and all devices have the same leaf | none |
+| yes | no, and all devices have the same leaf | none; each device slices its own leaf |
 
 The rules return NotImplemented in two cases: if a block (dense elements that share a leaf entry)
 would be cut, or if devices have different leaves and the leaf has no axis to concatenate along.
@@ -38,11 +38,11 @@ class Exchange(NamedTuple):
     **Arguments:**
 
     - `names`: the mesh axes along which devices send.
-    - `groups`: the groups of devices that send to each other. None is one group of all.
+    - `groups`: the groups of devices that send to each other. None if all are one group.
     - `devices`: the number of devices in a group.
     - `cut`: the axis along which the array is cut, with a slice for each device. None if the whole
       array is sent to all devices.
-    - `join`: the axis along which the received slices are concatenated. None if one is kept.
+    - `join`: the axis along which received slices are concatenated. None if devices keep one slice.
     - `is_new`: whether `join` is a new axis, along which the slices are stacked.
     - `gather`: the name of the primitive to use if `cut` is None.
     """
@@ -56,7 +56,7 @@ class Exchange(NamedTuple):
     gather: str = "all_gather"
 
     def movement(self, old_shape: Shape) -> Movement:
-        """Return the new shape of an array, and the new index of each axis."""
+        """Return the effect on an array: its new shape, and the new index of each axis."""
         new_shape, axes = list(old_shape), tuple(range(len(old_shape)))
         if self.cut is not None:
             new_shape[self.cut] //= self.devices
@@ -68,7 +68,7 @@ class Exchange(NamedTuple):
         return Movement(tuple(new_shape), axes)
 
     def changed_axes(self) -> list[int]:
-        """Return the axes of the operand along which the result has other entries."""
+        """Return the axes along which the operand is cut or concatenated."""
         return [i for i in (self.cut, None if self.is_new else self.join) if i is not None]
 
     def run(self, x: Any) -> Any:
@@ -96,10 +96,8 @@ class Exchange(NamedTuple):
 
         Return NotImplemented if there is no such collective.
 
-        **Arguments:**
-
-        - `is_checked`: whether JAX knows which arrays may differ between devices (`check_vma`).
-        - `is_same`: whether JAX knows that all devices have the same leaf.
+        `is_checked` says whether JAX knows which arrays may differ between devices (`check_vma`).
+        `is_same` says whether JAX knows that all devices have the same leaf.
         """
         axis_map = leaf.axis_map()
         axis_of = lambda i: leaf.axes[axis_map[i]] if i in axis_map else None
@@ -125,7 +123,7 @@ class Exchange(NamedTuple):
                 join = axis_map[join]
         if cut is not None and join is None and self.groups is not None:
             return NotImplemented  # a device does not know its index in its group
-        # If the dense array is cut and the leaf is not, all devices gather the same leaves.
+        # If only the dense array is cut, all devices gather one leaf: the result does not vary.
         is_invariant = is_checked and self.groups is None and self.cut is not None and cut is None
         gather = "all_gather_invariant" if is_invariant else self.gather
         return self._replace(cut=cut, join=join, gather=gather)
@@ -146,10 +144,11 @@ def exchange_leaves(x: Value, exchange: Exchange) -> Any:
     if not can_move(x, layout, movement, exchange.changed_axes()):
         return NotImplemented
     varying = varying_axes(*jax.tree.leaves(x)) & {*exchange.names}
+    is_checked = bool(varying)  # without `check_vma`, no array is typed as varying
     leaf_exchanges = []
     for part, leaf in zip(layout.parts, layout.leaves, strict=True):
-        is_same = bool(varying) and not varying & varying_axes(*jax.tree.leaves(part))
-        leaf_exchanges.append(exchange.for_leaf(leaf, old_shape, bool(varying), is_same))
+        is_same = is_checked and not varying & varying_axes(*jax.tree.leaves(part))
+        leaf_exchanges.append(exchange.for_leaf(leaf, old_shape, is_checked, is_same))
     if any(leaf_exchange is NotImplemented for leaf_exchange in leaf_exchanges):
         return NotImplemented
     parts = map(partial(_exchange_part, x), layout.parts, leaf_exchanges)
@@ -221,9 +220,10 @@ def _pbroadcast(x: Value, *, axis_name: Any, source: int) -> Value:
 
 
 def _bind_leaves(primitive: str, x: Value, axis_name: Any, **params: Any) -> Value:
-    """Bind a primitive with each leaf, typed as varying along each axis that any leaf varies along.
+    """Bind a collective with each leaf.
 
-    JAX requires that the operand of a collective varies along the axes of the collective.
+    JAX requires that each operand varies along the mesh axes of the collective. So first type each
+    leaf as varying along these axes if any leaf of `x` varies along them.
     """
     varying = tuple(varying_axes(*jax.tree.leaves(x)) & {*_as_names(axis_name)})
     bind = partial(find_primitive(primitive).bind, axis_name=axis_name, **params)

@@ -41,7 +41,7 @@ from .staging import (
 @structural("cond")
 def _cond(index: Any, *values: Any, branches: Sequence[Any], **params: Any) -> list[Any]:
     (index,) = make_dense(find_primitive("cond"), [index])
-    forms: dict[int, Any] = {}  # by index of an output: the form that all branches convert it to
+    forms: dict[int, Any] = {}  # by index of an output: `DENSE`, or the structure of a label
     while True:
         staged = [stage_without_events("cond", b, values, forms) for b in branches]
         first, *others = staged
@@ -60,7 +60,7 @@ def _cond(index: Any, *values: Any, branches: Sequence[Any], **params: Any) -> l
     refs, jaxprs = lift_references(*(branch.jaxpr for branch in staged))
     operands = [index, *refs, *jax.tree.leaves(values)]
     out = find_primitive("cond").bind(*operands, branches=tuple(jaxprs), **params)
-    # An output comes from the weights that it comes from in any branch.
+    # The sources (weight paths) of an output are its sources in all branches.
     sources = map(join_sources, zip(*(branch.out_sources for branch in staged), strict=True))
     return replace(first, out_sources=tuple(sources)).unflatten(out)
 
@@ -127,7 +127,7 @@ def _stage_body(
     initial = carry
     carry = [jax.tree.map(_strip_weak_type, v) if isinstance(v, Value) else v for v in initial]
     keep_sources(initial, carry)
-    forms: dict[int, Any] = {}  # by index of an output: the form that the body converts it to
+    forms: dict[int, Any] = {}  # by index of an output: `DENSE`, or the structure of a label
     while True:
         body = stage_without_events(primitive, jaxpr, [*consts, *carry, *xs], forms)
         changes: dict[int, Any] = {}
@@ -162,17 +162,17 @@ def _strip_weak_type(leaf: Any) -> Any:
 def common_form(where: str, one: ValueType, other: ValueType, tried: Any = None) -> Any:
     """Return the form that two values must be converted to, so that they have the same type.
 
+    A form is `DENSE`, or the tree structure of a label (a type whose only leaf is the dense array).
     The values are the same output of two branches, or a carry before and after the body of a loop.
-    If one is dense and the other a label (a type whose only leaf is the dense array), the label is
-    tried first. Otherwise both are materialized.
+    If one value is dense and the other is a label, try the label first. Otherwise use `DENSE`.
 
     **Arguments:**
 
     - `where`: the name of the values for errors.
     - `one`, `other`: the types of the values.
-    - `tried`: the form that this function returned before for the same values.
+    - `tried`: the form to which the values were converted without success, or None.
 
-    **Returns:** the tree structure of the label, or `DENSE`. None if the types are the same.
+    **Returns:** the form, or None if the types are the same.
 
     **Raises:** `TypeError` if metadata would be lost or a type cannot be materialized.
     """

@@ -3,8 +3,8 @@
 Such a function is rebuilt as a function of leaves, with JAX's public decorators. Its derivative
 with respect to an implicit operand is the user's rule at the dense array, composed with the
 derivative of `materialise`. The rules of users take and return dense tangents and cotangents, so
-outputs are materialized. The exception is a label: a type whose only leaf is the dense array. The
-tangent or cotangent of a label is a label, so an output may be a label.
+implicit outputs are materialized. Only labels (types whose only leaf is the dense array) are not:
+the tangent or cotangent of a label is a label with the same metadata.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,7 +35,8 @@ def _custom_jvp_call(
 ) -> Sequence[Any]:
     run_later = capture_context(trace)
     run_jvp = partial(_run_jvp, run_later, fun, scope_query() is not None)
-    if not any(isinstance(v, Value) for v in values):  # the functions may capture implicit values
+    if not any(isinstance(v, Value) for v in values):
+        # The functions may still capture implicit values. So run them with our rules.
         outputs = _OutputsAsArrays(_custom_jvp_p)
         jvp = transform_flat_function(jvp, lambda f: outputs.wrap(partial(run_jvp, f), is_jvp=True))
         fun = transform_flat_function(fun, lambda f: outputs.wrap(run_later(f)))
@@ -53,7 +54,7 @@ def _custom_jvp_call(
     def call_jvp(leaves: Any, leaf_tangents: Any) -> tuple[list[Any], list[Any]]:
         primals = unflatten(leaves)
         pairs = zip(primals, group_by_value(leaf_tangents), strict=True)
-        tangents = [tangent_of_leaves(primal, ts, symbolic_zeros) for primal, ts in pairs]
+        tangents = [combine_tangents(primal, ts, symbolic_zeros) for primal, ts in pairs]
         reset_stores(jvp)
         results = run_jvp(jvp.call_wrapped, *primals, *tangents)
         # The first half of the results are primal outputs. The other half are their tangents.
@@ -70,8 +71,8 @@ def _run_jvp(
     """Run the derivative rule `jvp` of a `custom_jvp` function `fun`, with our rules in force.
 
     The rule takes primals and tangents, and returns primal outputs and their tangents. The primal
-    outputs are computed by `fun` instead in two cases: if one of our rules treats operands that may
-    be tangents differently, or if a caller of `query_scopes` needs the place of each primitive.
+    outputs are computed by `fun` instead in two cases: if one of our rules did not quantize or
+    record operands that `may_be_tangents`, or if `query_scopes` asks for the place of primitives.
     """
     with record_tangent_queries() as tangent_queries, IN_DERIVATIVE_RULE(True):
         results = run_later(jvp, is_derivative=True)(*args)
@@ -95,7 +96,8 @@ def _custom_vjp_call(
     symbolic_zeros: bool,
 ) -> Sequence[Any]:
     run_later = capture_context(trace)
-    if not any(isinstance(v, Value) for v in values):  # the functions may capture implicit values
+    if not any(isinstance(v, Value) for v in values):
+        # The functions may still capture implicit values. So run them with our rules.
         outputs = _OutputsAsArrays(_custom_vjp_p)
         fun = transform_flat_function(fun, lambda f: outputs.wrap(run_later(f)))
         fwd = transform_flat_function(fwd, lambda f: outputs.wrap(run_later(f)))
@@ -115,14 +117,15 @@ def _custom_vjp_call(
         is_perturbed = map(any, group_by_value([p.perturbed for p in primals]))
         reset_stores(fwd)
         pairs = zip(values, is_perturbed, strict=True)
+        # `fwd` takes each operand, followed by whether the operand is perturbed.
         results = run_later(fwd.call_wrapped)(*(x for pair in pairs for x in pair))
         # `fwd` omits a residual that is an operand. `forwarded` has the index of the operand, or
         # None for a residual that `fwd` returns, before the outputs.
         _, residual_tree, forwarded = out_trees()
-        count = residual_tree.num_leaves - sum(index is not None for index in forwarded)
-        returned, out = split_list(results, count)
-        rest = iter(returned)
-        residuals = [next(rest) if index is None else values[index] for index in forwarded]
+        returned_count = residual_tree.num_leaves - sum(index is not None for index in forwarded)
+        returned, out = split_list(results, returned_count)
+        remaining = iter(returned)
+        residuals = [next(remaining) if index is None else values[index] for index in forwarded]
         operands = [v if isinstance(v, Value) else None for v in values]
         return dense_unless(is_label, _custom_vjp_p, out), (residuals, operands)
 
@@ -156,16 +159,16 @@ def flatten_values(values: Sequence[Any]) -> tuple[list[Any], Callable, Callable
 
 
 class _OutputsAsArrays:
-    """A conversion of the outputs of a function from labels to arrays for JAX, and back."""
+    """A converter of outputs that are labels (types with one leaf, the dense array) to arrays."""
 
     def __init__(self, primitive: Primitive):
         self.primitive = primitive
         self.trees: list[Any] = []
 
     def wrap(self, run: Callable, is_jvp: bool = False) -> Callable:
-        """Return a function like `run` that returns arrays, and keep the types of its outputs.
+        """Return a function that calls `run`, stores the types of the outputs, and returns arrays.
 
-        With `is_jvp`, the second half of the outputs are tangents, whose types are not kept.
+        With `is_jvp`, the second half of the outputs are tangents, whose types are not stored.
         """
 
         def on_arrays(*args: Any) -> list[Any]:
@@ -177,8 +180,8 @@ class _OutputsAsArrays:
         return on_arrays
 
     def rebuild(self, arrays: Sequence[Any]) -> list[Any]:
-        """Return labels in place of arrays where the function returned labels."""
-        # If the function was a `fwd`, the trees of residuals come first.
+        """Convert arrays back to labels where the wrapped function returned labels."""
+        # A `fwd` returns residuals before the outputs, so the last trees belong to the outputs.
         trees = self.trees[len(self.trees) - len(arrays) :]
         return [jax.tree.unflatten(t, [x]) for t, x in zip(trees, arrays, strict=True)]
 
@@ -193,9 +196,9 @@ def instantiate(tangent: Any) -> Any:
 
 
 def _fill_zeros(tangent: Any, symbolic_zeros: bool) -> Any:
-    """Return a tangent or cotangent as the rule of a user takes it.
+    """Convert a tangent or cotangent for the derivative rule of the user.
 
-    A symbolic zero is passed on if the user set `symbolic_zeros`, and is an array of zeros if not.
+    If the user did not set `symbolic_zeros`, replace a symbolic zero by an array of zeros.
     """
     if isinstance(tangent, Value):  # a label, whose leaf may be a symbolic zero
         (leaf,) = jax.tree.leaves(tangent, is_leaf=lambda x: isinstance(x, SymbolicZero))
@@ -220,13 +223,11 @@ def dense_function_of(value: Value, selected: Sequence[bool]) -> tuple[Callable,
     return dense, [x for s, x in zip(selected, leaves, strict=True) if s]
 
 
-def tangent_of_leaves(value: Any, tangents: Sequence[Any], symbolic_zeros: bool) -> Any:
-    """Return the tangent of an operand, as the rule of a user takes it.
+def combine_tangents(value: Any, tangents: Sequence[Any], symbolic_zeros: bool) -> Any:
+    """Return the tangent of an operand for the derivative rule of the user.
 
-    **Arguments:**
-
-    - `tangents`: the tangent of each leaf of the operand.
-    - `symbolic_zeros`: whether the rule of the user takes symbolic zeros.
+    `tangents` has the tangent of each leaf of the operand `value`. `symbolic_zeros` is the option
+    of the same name that the user set for the rule.
     """
     if is_label(value) and jnp.issubdtype(value.aval().dtype, jnp.inexact):
         return _fill_zeros(jax.tree.unflatten(jax.tree.structure(value), tangents), symbolic_zeros)
@@ -258,11 +259,12 @@ def _tangent_of_output(primal: Any, tangent: Any) -> Any:
 
 
 def leaf_cotangents(primitive: Primitive, operand: Value | None, cotangent: Any) -> list[Any]:
-    """Return the cotangent of each leaf of an operand. `operand` is None for a dense operand.
+    """Return the cotangent of each leaf of an operand, given the cotangent of the dense array.
 
-    The cotangent of a leaf with an integer dtype is None.
+    `operand` is None for a dense operand. `cotangent` is None for a zero. The cotangent of a leaf
+    with an integer dtype is None.
     """
-    if is_label(cotangent):  # JAX takes an array; the metadata, such as 1/m, has no place
+    if is_label(cotangent):  # JAX takes an array here, so drop the metadata, such as a unit
         (cotangent,) = jax.tree.leaves(cotangent)
     else:
         (cotangent,) = make_dense(primitive, [cotangent])

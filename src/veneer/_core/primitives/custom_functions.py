@@ -1,9 +1,9 @@
 """Rules of functions with their own transpose, batching rule or solver.
 
-These are linear_call, custom_vmap, custom_linear_solve, and functions that JAX defines as high
-primitives, such as custom_root. Most are bound again with staged programs: programs that are traced
-again on the leaves of implicit operands, with the rules in force. `custom_derivatives.py` has the
-rules of custom_jvp and custom_vjp.
+These are linear_call, custom_vmap, custom_linear_solve, and functions that JAX 0.12 defines as
+objects that expand to other primitives, such as custom_root. Most rules bind the primitive with
+staged programs: programs that are traced again on the leaves of implicit operands, with the rules
+in force. `custom_derivatives.py` has the rules of custom_jvp and custom_vjp.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,20 +37,20 @@ def _linear_call(
     consts, residuals, linear = split_list(values, num_callee_consts, num_res)
     linear = dense_unless(is_label, primitive, linear)
     staged = stage_to_labels("linear_call", callee, [*consts, *residuals, *linear])
-    program, captured = open_jaxpr(staged.jaxpr)
-    callee_leaves = [*captured, *jax.tree.leaves(consts)]
+    program, constants = open_jaxpr(staged.jaxpr)
+    callee_leaves = [*constants, *jax.tree.leaves(consts)]
     residual_leaves = jax.tree.leaves(residuals)
 
     def transpose() -> tuple[Any, list[Any]]:
-        jaxpr, closed_over = transpose_thunk()
+        jaxpr, closed_over = transpose_thunk()  # and the arrays that the transpose captures
         for x in closed_over:
             if isinstance(x, ImplicitTracer):
                 raise NotImplementedError(
                     f"linear_call: the transpose captures {x.value}. Pass it as a residual."
                 )
         operands = [*closed_over, *residuals, *staged.abstract_outputs()]
-        program, captured = open_jaxpr(stage_to_labels("linear_call", jaxpr, operands).jaxpr)
-        return close_jaxpr(program), [*captured, *closed_over]
+        program, constants = open_jaxpr(stage_to_labels("linear_call", jaxpr, operands).jaxpr)
+        return close_jaxpr(program), [*constants, *closed_over]
 
     out = primitive.bind(
         *callee_leaves,
@@ -75,27 +75,26 @@ def _custom_vmap(*values: Any, call: Any, rule: Any, in_tree: Any, out_tree: Any
     def batch_leaves(
         axis_size: int, in_batched: Sequence[bool], *leaves: Any
     ) -> tuple[list[Any], list[bool]]:
-        """Run the user's batching rule on values.
+        """Run the user's batching rule on the values with these leaves.
 
-        **Returns:** the leaves of the outputs, and whether each of them is batched.
+        **Returns:** the leaves of the outputs, and for each output whether it is batched.
         """
         # If one leaf of a value is batched, batch all leaves of the value.
         is_batched = [any(flags) for flags in group_by_value(in_batched)]
         batch = lambda x: jnp.broadcast_to(x, (axis_size, *jnp.shape(x)))
         groups = zip(group_by_value(leaves), group_by_value(in_batched), is_batched, strict=True)
         batched_leaves = [
-            batch(x) if value_flag and not flag else x
-            for value_leaves, flags, value_flag in groups
-            for x, flag in zip(value_leaves, flags, strict=True)
+            batch(leaf) if value_is_batched and not leaf_is_batched else leaf
+            for value_leaves, flags, value_is_batched in groups
+            for leaf, leaf_is_batched in zip(value_leaves, flags, strict=True)
         ]
         out_batched: list[bool] = []
 
         def run(*values: Any) -> list[Any]:
             operands = jax.tree.unflatten(in_tree, values)
-            out, out_flags = rule(
-                axis_size, list(jax.tree.unflatten(in_tree, is_batched)), *operands
-            )
-            out_batched.extend(jax.tree.leaves(out_flags))
+            batched_operands = list(jax.tree.unflatten(in_tree, is_batched))
+            out, batched_results = rule(axis_size, batched_operands, *operands)
+            out_batched.extend(jax.tree.leaves(batched_results))
             return jax.tree.leaves(out)
 
         with policy_in_force(policy):
@@ -137,13 +136,13 @@ def _custom_linear_solve(*values: Any, const_lengths: Any, jaxprs: Any) -> list[
     b = dense_unless(is_label, find_primitive("custom_linear_solve"), b)
     consts = type(jaxprs)(*parts)
 
-    def stage(jaxpr: Any, consts: Sequence[Any], vector: Sequence[Any]) -> StagedProgram:
+    def stage_function(jaxpr: Any, consts: Sequence[Any], vector: Sequence[Any]) -> StagedProgram:
         # A solver may return auxiliary values of any type after the solution.
         return stage_to_labels("custom_linear_solve", jaxpr, [*consts, *vector], len(vector))
 
-    solve = stage(jaxprs.solve, consts.solve, b)
+    solve = stage_function(jaxprs.solve, consts.solve, b)
     x = solve.abstract_outputs()[: len(b)]
-    matvec = stage(jaxprs.matvec, consts.matvec, x)
+    matvec = stage_function(jaxprs.matvec, consts.matvec, x)
     for operand, product in zip(b, matvec.abstract_outputs()[: len(b)], strict=True):
         tree: Any = jax.tree.structure(operand)
         same_class = isinstance(operand, Value) and type(operand) is type(product)
@@ -155,8 +154,8 @@ def _custom_linear_solve(*values: Any, const_lengths: Any, jaxprs: Any) -> list[
             )
     vecmat = transpose_solve = None
     if jaxprs.transpose_solve is not None:  # vecmat maps vectors like b to vectors like x
-        vecmat = stage(jaxprs.vecmat, consts.vecmat, b)
-        transpose_solve = stage(jaxprs.transpose_solve, consts.transpose_solve, x)
+        vecmat = stage_function(jaxprs.vecmat, consts.vecmat, b)
+        transpose_solve = stage_function(jaxprs.transpose_solve, consts.transpose_solve, x)
     staged = type(jaxprs)(matvec, vecmat, solve, transpose_solve)
     leaves = [jax.tree.leaves(part) for part in parts]
     out = find_primitive("custom_linear_solve").bind(
@@ -171,8 +170,8 @@ def _custom_linear_solve(*values: Any, const_lengths: Any, jaxprs: Any) -> list[
 def _call_hi_primitive(*values: Any, **params: Any) -> Any:
     """Run custom_root, or another function that JAX 0.12 defines as a high primitive.
 
-    A high primitive is an object with a method `expand` that computes it by other primitives. The
-    guess and the root of custom_root are dense. Its functions run with the rules in force.
+    A high primitive is an object whose method `expand` computes the function by other primitives.
+    The functions of custom_root run with our rules. The initial guess and the root are dense.
     """
     (high,) = params.values()
     operands = jax.tree.unflatten(high.in_tree, values)
@@ -192,7 +191,7 @@ def _call_hi_primitive(*values: Any, **params: Any) -> Any:
         return jax.tree.leaves(linear_map(*operands))
     is_inexact = lambda aval: jnp.issubdtype(aval.dtype, jnp.inexact)
     if current_trace().requires_low or not any(map(is_inexact, high.out_avals_flat)):
-        # JAX does not differentiate the primitive here, so its own derivative rule is not needed.
+        # JAX does not differentiate here, so no derivative rule is lost by expanding the primitive.
         return jax.tree.leaves(redispatch(high.expand, *operands), is_leaf=is_value)
     return NotImplemented
 

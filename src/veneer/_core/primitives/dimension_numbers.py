@@ -28,10 +28,7 @@ class DotDimensionNumbers(NamedTuple):
 
     @classmethod
     def of(cls, dimension_numbers: Sequence[Sequence[Sequence[Any]]]) -> "DotDimensionNumbers":
-        """Convert the `dimension_numbers` of `lax.dot_general` to this class.
-
-        The axes may be lists, and integers of NumPy.
-        """
+        """Convert `dimension_numbers` of `lax.dot_general`: nested sequences of any integers."""
         contracting, batch = (
             (tuple(map(int, lhs)), tuple(map(int, rhs))) for lhs, rhs in dimension_numbers
         )
@@ -48,13 +45,15 @@ class DotDimensionNumbers(NamedTuple):
         return tuple(axis for axis in range(ndim) if axis not in shared)
 
     def without(self, lhs_axis: int | None, rhs_axis: int | None) -> "DotDimensionNumbers":
-        """Return the dimension numbers after an axis of each operand is removed. None: no axis."""
+        """Return the numbers after one axis of each operand is removed. None removes no axis."""
         contracting, batch = ((without(lhs, lhs_axis), without(rhs, rhs_axis)) for lhs, rhs in self)
         return DotDimensionNumbers(contracting, batch)
 
 
 def without(axes: Axes, removed: int | None) -> Axes:
-    """Renumber axes after the axis `removed` of the array is removed. None removes no axis.
+    """Return `axes` of an array, renumbered for the array without its axis `removed`.
+
+    If `removed` is None, return `axes`.
 
     >>> from veneer._core.primitives.dimension_numbers import without
     >>> without((0, 1, 3), 1)

@@ -39,8 +39,8 @@ def _ignore_layout(x: Value, **params: Any) -> Value:
 
 @register("reduce_precision", precedence=-1)
 def _reduce_precision(x: Value, *, exponent_bits: int, mantissa_bits: int) -> Any:
-    # jax.checkpoint marks saved values with the precision that they have. Mark each leaf so. A real
-    # reduction has no rule.
+    # jax.checkpoint marks saved values by a reduction to their own precision, so mark each leaf in
+    # this way. This rule does not apply to a reduction to a lower precision.
     own = jnp.finfo(x.aval().dtype)
     if exponent_bits < own.nexp or mantissa_bits < own.nmant:
         return NotImplemented

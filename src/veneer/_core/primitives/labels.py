@@ -1,7 +1,7 @@
 """Labels: types whose only leaf is the dense array, with metadata such as a unit or a tag.
 
-The tangent, cotangent and sharding of a label are the same as for its leaf, with the same metadata.
-So none of them materializes the label.
+A label has the tangent, cotangent and sharding of its leaf, with the same metadata. So derivatives
+and shardings do not materialize a label.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,17 +17,17 @@ from ..value import CHECK_BUGS, Value, make_dense
 
 
 def is_label(value: Any) -> bool:
-    """Return whether a value has one leaf, and the leaf is the dense array. It may be abstract.
+    """Return whether a value has one leaf, which is the dense array. The leaf may be abstract.
 
     The leaf must have the shape and dtype of the value, and `materialise` must return the leaf or
     raise an error. The class attribute `is_label` overrides the check of `materialise`.
     """
-    return isinstance(value, Value) and _kind(value) != "other"
+    return isinstance(value, Value) and _label_kind(value) != "other"
 
 
 def has_no_dense_form(value: Any) -> bool:
     """Return whether a value is a label whose `materialise` raises an error."""
-    return isinstance(value, Value) and _kind(value) == "raises"
+    return isinstance(value, Value) and _label_kind(value) == "raises"
 
 
 def can_become_label(x: Any, label: Value) -> bool:
@@ -42,29 +42,29 @@ def can_become_label(x: Any, label: Value) -> bool:
 def dense_unless(
     keep: Callable[[Any], bool], primitive: Primitive, values: Sequence[Any]
 ) -> list[Any]:
-    """Return the values. Those for which `keep` returns False are materialized and reported."""
+    """Return all values, but materialize and report those for which `keep` returns False."""
     dense = iter(make_dense(primitive, [v for v in values if not keep(v)]))
     return [v if keep(v) else next(dense) for v in values]
 
 
-def _kind(value: Value) -> str:
-    """Return "returns leaf" or "raises" for a label, by its `materialise`. Otherwise "other"."""
+def _label_kind(value: Value) -> str:
+    """Return what `materialise` of a label does: "returns leaf" or "raises". Else "other"."""
     leaves, treedef = jax.tree.flatten(value)
     if len(leaves) != 1 or type(value).is_label is False:
         return "other"
     leaf, aval = jax.typeof(leaves[0]), value.aval()
     if (leaf.shape, leaf.dtype) != (aval.shape, aval.dtype):
         return "other"
-    kind = _kind_by_materialise(treedef, leaf)
+    kind = _find_label_kind(treedef, leaf)
     return "returns leaf" if kind == "other" and type(value).is_label else kind
 
 
 @lru_cache(maxsize=4096)
-def _kind_by_materialise(treedef: Any, leaf: Any) -> str:
-    """Trace `materialise` for a value with one leaf, and return the kind of the value."""
+def _find_label_kind(treedef: Any, leaf: Any) -> str:
+    """Trace `materialise` of a value with one leaf. Return the same as `_label_kind`."""
     kind = "other"
 
-    def find_kind(x: jax.Array) -> None:
+    def trace_materialise(x: jax.Array) -> None:
         nonlocal kind
         try:
             if jax.tree.unflatten(treedef, [x]).materialise() is x:
@@ -74,5 +74,5 @@ def _kind_by_materialise(treedef: Any, leaf: Any) -> str:
         except Exception:  # a type that cannot be materialized may raise anything
             kind = "raises"
 
-    jax.eval_shape(find_kind, leaf)
+    jax.eval_shape(trace_materialise, leaf)
     return kind

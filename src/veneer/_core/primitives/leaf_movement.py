@@ -45,7 +45,7 @@ def leaf_rule(primitive: str) -> Callable[[F], F]:
 
 
 class Leaf(NamedTuple):
-    """The shape and the axes of a leaf. Its dense axes are counted from the front."""
+    """The shape of a leaf, and the dense axis of each leaf axis, counted from the front."""
 
     shape: Shape
     axes: Axes
@@ -56,10 +56,11 @@ class Leaf(NamedTuple):
         return {axis.axis: i for i, axis in enumerate(self.axes) if axis is not None}
 
     def arrange(self, dense_order: Sequence[int | None]) -> list[int | None]:
-        """Return the order of the leaf axes, given the order of the dense axes in a result.
+        """Return the order of the old leaf axes in a result, given the order of the dense axes.
 
-        In both, None is a new axis. Omitted dense axes are removed. A leaf axis without a dense
-        axis stays before its right neighbor. The given order must not permute axes.
+        In both lists, None is a new axis. A dense axis that is not in `dense_order` is removed. A
+        leaf axis without a dense axis stays before its right neighbor. `dense_order` must not
+        permute axes.
         """
         axis_map, start = self.axis_map(), 0
         leaf_order: list[int | None] = []
@@ -87,7 +88,10 @@ class LeafLayout(NamedTuple):
 
 
 def layout_of(value: Value) -> LeafLayout:
-    """Return the layout that the type of a value declares, or the layout of its batch axes."""
+    """Return the layout by the method `leaf_axes` of the type. If it has none, map batch axes only.
+
+    Batch axes are leading axes of the dense array that every leaf has (see `has_batch_axes`).
+    """
     ndim = value.aval().ndim
     parts, structure, declared = declared_layout(value)
     axes = declared
@@ -104,7 +108,7 @@ def layout_of(value: Value) -> LeafLayout:
 
 
 def _count_batch_axes(value: Value) -> int:
-    """Return the number of batch axes, or 0 if the `default` of the type must be tried first."""
+    """Return the number of batch axes, or 0 if the type has a `default` that has not run yet."""
     default = type(value).default
     has_own_default = default is not Value.default and not getattr(default, "is_fallback", False)
     # `unhandled_operands` are those for which `default` has returned NotImplemented.
@@ -122,23 +126,23 @@ def has_batch_axes(value: Value, count: int) -> bool:
     """
     shape = value.aval().shape
     leaf_shapes = [jax.typeof(leaf).shape for leaf in jax.tree.leaves(value)]
-    # Check the dense shape for any number of batch axes, as `vmap` and indexing remove them.
+    # `vmap` and indexing remove batch axes. So check the dense shape for each number of them.
     return all(leaf_shape[:count] == shape[:count] for leaf_shape in leaf_shapes) and all(
         _has_dense_shape(value, count, n, shape[count:]) for n in range(count + 1)
     )
 
 
 def can_stack_leaves(value: Value) -> bool:
-    """Return whether leaves that are stacked along a new first axis represent stacked arrays."""
+    """Return whether leaves stacked along a new first axis represent the stacked dense arrays."""
     shape = value.aval().shape
     return _has_dense_shape(value, 0, 0, shape) and _has_dense_shape(value, 0, 1, shape)
 
 
 def _has_dense_shape(value: Value, removed: int, added: int, inner_shape: Shape) -> bool:
-    """Return whether the dense shape follows the leaves if their leading axes are replaced.
+    """Replace leading axes of all leaves, and return whether the dense shape is as expected.
 
-    Replace the first `removed` axes of each leaf by `added` new axes. The dense shape must then be
-    the sizes of the new axes, followed by `inner_shape`.
+    The first `removed` axes of each leaf are replaced by `added` new axes. The expected dense shape
+    is the sizes of the new axes, followed by `inner_shape`.
     """
     leaves, treedef = jax.tree.flatten(value)
     if not _is_batch_transparent(treedef):
@@ -162,14 +166,15 @@ def _is_batch_transparent(tree: Any) -> bool:
 def can_move(
     x: Value, layout: LeafLayout, movement: Movement, changed_axes: Collection[int] = ()
 ) -> bool:
-    """Return whether moving the leaves can represent a movement of the dense array.
+    """Return whether moved leaves of `x` can represent the moved dense array.
 
-    A dense axis that no leaf axis corresponds to must keep its size, its entries, and its position
+    A dense axis that no leaf axis corresponds to must keep its size, its elements, and its position
     from the end.
 
     **Arguments:**
 
-    - `changed_axes`: dense axes along which the result has other entries, as after a slice.
+    - `movement`: the effect of a primitive on the axes of the dense array.
+    - `changed_axes`: dense axes along which elements are dropped, added or reversed, as by a slice.
     """
     old_shape, new_shape, mapped_axes = x.aval().shape, movement.shape, layout.dense_axes()
     for i, j in enumerate(movement.axes):
@@ -205,10 +210,10 @@ def move(
     **Arguments:**
 
     - `movement`: the effect of the primitive on the axes of the dense array.
-    - `get_step`: a function of a `Leaf`. It returns the operands after the leaf and the parameters,
-      or `UNCHANGED` to keep the leaf, or NotImplemented.
-    - `changed_axes`: dense axes along which the result has other entries, as after a slice.
-    - `rule`: the rule for a field that has the type of `x`. The default is `RULES[primitive]`.
+    - `get_step`: a function of a `Leaf`. It returns a step: the operands after the leaf, and the
+      parameters. Or `UNCHANGED` to keep the leaf, or NotImplemented.
+    - `changed_axes`: dense axes along which elements are dropped, added or reversed, as by a slice.
+    - `rule`: the rule for an array of the type of `x` in a field. Default: `RULES[primitive]`.
     """
     x = x._movable()
     layout = layout_of(x)

@@ -1,7 +1,7 @@
 """Rules of primitives that move elements, such as transpose, slice and gather, for all types.
 
-Each rule binds the primitive with each leaf, by a function `get_step` that returns the operands
-and parameters for a leaf. A rule returns NotImplemented if a block (dense elements that share a
+Each rule binds the primitive with each leaf. A function `get_step` returns the other operands and
+the parameters for a leaf. A rule returns NotImplemented if a block (dense elements that share a
 leaf entry) would be cut, or if the primitive changes an axis that no leaf axis corresponds to. A
 rule that is registered for a type takes precedence.
 """
@@ -127,7 +127,8 @@ def _slice(x: Value, *, start_indices: Any, limit_indices: Any, strides: Any) ->
 def _split(x: Value, *, sizes: Any, axis: int) -> Any:
     layout, shape = layout_of(x), x.aval().shape
     pieces: list[Any] = []
-    if not layout.is_declared:  # split each leaf along the same batch axis
+    if not layout.is_declared:
+        # Split each leaf along the same batch axis. The sizes in the movement do not matter.
         movement = Movement(shape, _all_axes(shape))
         if not can_move(x, layout, movement, (axis,)):
             return NotImplemented
@@ -239,7 +240,7 @@ def gather(
     **Arguments:** the parameters of the primitive, and
 
     - `fills`: the fill value of each leaf, for indices out of bounds. Replaces `fill_value`.
-    - `rule`: the rule for a field that has the type of `x`. The default is the rule of `gather`.
+    - `rule`: the rule for an array of the type of `x` in a field. Default: the rule of `gather`.
     """
     numbers, old_shape = dimension_numbers, x.aval().shape
     if isinstance(indices, Value) or 0 in old_shape:
@@ -300,7 +301,8 @@ def gather(
 def _leaf_indices(indices: jax.Array, columns: Sequence[int], divisors: list[int]) -> jax.Array:
     """Return the indices of a leaf: some columns of the dense indices, divided by block sizes.
 
-    Floor division keeps indices out of bounds, also negative indices, out of bounds.
+    The last axis of `indices` has a column for each indexed dense axis. Floor division keeps
+    indices out of bounds, also negative indices, out of bounds.
     """
     if [*columns] != [*range(indices.shape[-1])]:
         indices = indices[..., jnp.array(columns, int)]
@@ -337,20 +339,20 @@ def concatenate(*operands: Value, dimension: Any) -> Any:
             return NotImplemented
     if layouts[0].is_declared and 0 in (*shapes[0], *sizes):
         return NotImplemented
-    # The operands must have the same blocks. The block of a shared entry is the whole dense axis.
+    # The operands must have the same blocks. A shared entry is one block of the whole axis.
     is_shared = lambda axis: axis is not None and axis.block == "shared"
-    sized = lambda axis, shape: axis._replace(block=shape[axis.axis]) if is_shared(axis) else axis
-    sized_axes, *other_axes = [
-        [[sized(axis, shape) for axis in leaf.axes] for leaf in layout.leaves]
+    unshare = lambda axis, shape: axis._replace(block=shape[axis.axis]) if is_shared(axis) else axis
+    first_axes, *other_axes = [
+        [[unshare(axis, shape) for axis in leaf.axes] for leaf in layout.leaves]
         for layout, shape in zip(layouts, shapes, strict=True)
     ]
-    if any(axes != sized_axes for axes in other_axes):
+    if any(axes != first_axes for axes in other_axes):
         return NotImplemented
     # Concatenate leaf by leaf.
-    columns = zip(*(layout.parts for layout in layouts), strict=True)
+    parts_by_leaf = zip(*(layout.parts for layout in layouts), strict=True)
     joined_parts = [
         _concatenate_parts(type(operands[0]), leaf_axes, parts, sizes, dimension)
-        for leaf_axes, parts in zip(sized_axes, columns, strict=True)
+        for leaf_axes, parts in zip(first_axes, parts_by_leaf, strict=True)
     ]
     if any(part is NotImplemented for part in joined_parts):
         return NotImplemented
@@ -366,14 +368,10 @@ def _concatenate_parts(
 ) -> Any:
     """Concatenate one part (a leaf, or an implicit array in a field) of several values.
 
-    Return NotImplemented if the last block of a value, other than the last value, is partial.
+    Return NotImplemented if a value before the last value ends with a partial block.
 
-    **Arguments:**
-
-    - `cls`: the class of the values.
-    - `axes`: the axes of the part.
-    - `parts`: the part of each value.
-    - `sizes`: the size of each value along the dense axis `dimension`.
+    `cls` is the class of the values. `parts` has the part of each value, and `axes` has the axes of
+    each part. `sizes` has the size of each value along the dense axis `dimension`.
     """
     leaf_axis = next((j for j, axis in enumerate(axes) if axis and axis.axis == dimension), None)
     if leaf_axis is None:

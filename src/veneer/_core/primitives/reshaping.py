@@ -28,7 +28,7 @@ def reshape(x: Value, new_shape: Shape) -> Any:
     outer_shapes = old_shape[:outer], new_shape[:new_outer]
     # Find the new axis of each outer axis along which blocks are packed. Other axes may be split
     # or merged, so they have no single new axis.
-    axes: list[int | None] = [None] * outer
+    new_axes: list[int | None] = [None] * outer
     for leaf in layout.leaves:
         for i, axis in enumerate(leaf.axes):
             if axis is not None and axis.packed_in:
@@ -39,7 +39,7 @@ def reshape(x: Value, new_shape: Shape) -> Any:
                 )
                 if new_axis is None:
                     return NotImplemented
-                axes[dense_axis] = new_axis
+                new_axes[dense_axis] = new_axis
 
     def get_step(leaf: Leaf) -> Any:
         outer_axes: Any = leaf.axes[:outer]
@@ -54,25 +54,21 @@ def reshape(x: Value, new_shape: Shape) -> Any:
         if new_block_counts is None:
             return NotImplemented
         new_sizes = [*new_block_counts, *leaf.shape[outer:]]
-        for new_axis, width in zip(axes, widths, strict=True):
+        for new_axis, width in zip(new_axes, widths, strict=True):
             if width > 1 and new_axis is not None:
                 new_sizes[new_axis] *= width
         return (), {"new_sizes": tuple(new_sizes), "dimensions": None, "sharding": None}
 
-    movement = Movement(new_shape, (*axes, *range(new_outer, len(new_shape))), reorders=True)
+    movement = Movement(new_shape, (*new_axes, *range(new_outer, len(new_shape))), reorders=True)
     return move(x, "reshape", movement, get_step)
 
 
 def reshaped(leaf_shape: Shape, old: Shape, new: Shape) -> Shape | None:
     """Return the shape of a leaf after its dense array is reshaped from `old` to `new`.
 
-    Each leaf entry is for a block of dense elements. Return None if the elements of a block would
-    not be contiguous in the groups of axes that `reshape_groups` yields, before or after.
-
-    **Arguments:**
-
-    - `leaf_shape`: the number of leaf entries along each dense axis.
-    - `old`, `new`: the dense shapes.
+    Each leaf entry is for a block of dense elements. Return None if a block is not
+    contiguous, before or after, within the axes that are merged or split together.
+    `leaf_shape` is the number of leaf entries along each dense axis.
     """
     if leaf_shape == old:
         return new
@@ -97,7 +93,7 @@ def reshaped(leaf_shape: Shape, old: Shape, new: Shape) -> Shape | None:
 def _new_packed_axis(
     block_counts: Shape, old: Shape, new: Shape, axis: int, block: int
 ) -> int | None:
-    """Return the new axis along which blocks are packed, or None if there is no such single axis.
+    """Return the axis of packed blocks after a reshape, or None if they do not lie along one axis.
 
     **Arguments:**
 
@@ -115,8 +111,7 @@ def _new_packed_axis(
         if len(old_axes) == len(new_axes) == 1:
             return new_axes[0]
         packed_axes = [i for i in new_axes if new_counts[i] < new[i]]
-        # The last block of an axis may be partly empty. If the axis is merged with another axis,
-        # this gap is in the middle.
+        # If the last block of the axis is partly empty, merging the axis would leave a gap.
         if len(packed_axes) == 1 and old[axis] % block == 0:
             return packed_axes[0]
     return None
@@ -156,10 +151,10 @@ def reshape_groups(old: Shape, new: Shape) -> Iterator[tuple[list[int], list[int
 
 
 def _shape_of_runs(entries: int, sizes: Sequence[int]) -> list[int] | None:
-    """Return the shape of a leaf if each entry is for a contiguous run of dense elements.
+    """Return the shape of a leaf with `entries` entries, each for a contiguous run of elements.
 
-    The dense array has the shape `sizes`, and all runs have the same length. Return None if a run
-    would not be a block of the array.
+    The dense array has the shape `sizes`, and all runs have the same length. Return None if these
+    runs do not form a grid.
 
     >>> _shape_of_runs(6, [2, 12]), _shape_of_runs(2, [2, 12]), _shape_of_runs(4, [6, 2])
     ([2, 3], [2, 1], None)

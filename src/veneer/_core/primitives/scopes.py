@@ -1,10 +1,9 @@
 """The place in a program where a primitive is bound, and whether it computes a derivative.
 
 JAX records the scopes (`jax.named_scope`) around an equation, but only inside the innermost
-program, such as the body of a `jit`. A caller that needs all of them puts a scope query in force,
-with `query_scopes`. Then this module also keeps the scopes and jitted functions around the program.
-The query is a user context of JAX, so it is part of the keys of JAX's caches. A function that is
-called at two places is then traced for each place.
+program, such as the body of a `jit`. In the context `query_scopes`, this module also keeps the
+scopes and jitted functions around that program. The context is a user context of JAX, which is part
+of the keys of JAX's caches. So a function that is called at two places is traced for each place.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,10 +24,10 @@ class Place(NamedTuple):
 
     **Arguments:**
 
-    - `names`: the scopes and jitted functions around it, outermost first.
-    - `is_derivative`: whether it belongs to a transposed program, or to a derivative rule of the
-      user. False in a forward pass that `jax.checkpoint` recomputes.
-    - `is_tangent`: whether it computes a tangent. Always False outside `mark_tangents`.
+    - `names`: the scopes and jitted functions around the primitive, outermost first.
+    - `is_derivative`: whether the primitive belongs to a transposed program, or to a derivative
+      rule of the user. False in a forward pass that `jax.checkpoint` recomputes.
+    - `is_tangent`: whether the primitive computes a tangent. Always False outside `mark_tangents`.
     """
 
     names: tuple[str, ...] = ()
@@ -37,6 +36,7 @@ class Place(NamedTuple):
 
     def is_within(self, outer: "Place") -> bool:
         """Return whether a program that runs at `outer` may contain this place."""
+        # `>=` of two bools: if `outer` is in a derivative, this place must be in one too.
         return (
             self.names[: len(outer.names)] == outer.names
             and self.is_derivative >= outer.is_derivative
@@ -100,9 +100,9 @@ def enter_program(name: str | None = None) -> AbstractContextManager[None]:
 
 
 def capture_place() -> Callable[[bool], AbstractContextManager[None]]:
-    """Return a function that returns a context with the current place, for code that runs later.
+    """Return a function that restores the current place for code that runs later.
 
-    The argument of the function says whether the code that runs later is a derivative rule.
+    The function takes whether that code is a derivative rule, and returns a context for the code.
     """
     if _query.value is None:
         return lambda is_derivative: nullcontext()
@@ -114,7 +114,7 @@ def capture_place() -> Callable[[bool], AbstractContextManager[None]]:
             return _query(replace(captured, outside=here._replace(is_derivative=True)))
         is_same_query = _query.value is not None and scope_query() is captured.key
         if is_same_query and current_place().is_within(here):
-            return nullcontext()  # the function runs at once, in the same program
+            return nullcontext()  # the code runs at once, in the same program
         return _query(captured)
 
     return restore
@@ -122,16 +122,16 @@ def capture_place() -> Callable[[bool], AbstractContextManager[None]]:
 
 @contextmanager
 def mark_tangents(products: Sequence[str]) -> Iterator[None]:
-    """Open a block in which `is_in_derivative_part` can find tangents of some primitives.
+    """Let `is_in_derivative_part` recognize tangents in a `with` block.
 
-    `products` are the names of the primitives. JAX differentiates a program before `implicit` runs
-    its equations, and an equation does not show whether its operands are tangents. In this block,
-    JAX binds the primitives that compute tangents in a scope with a reserved name.
+    `products` are the names of the primitives that may compute tangents. JAX differentiates a
+    program before `implicit` runs its equations, and an equation does not show whether its operands
+    are tangents. In this block, JAX binds primitives for tangents in a scope with a reserved name.
     """
-    marks_tangents = lambda: _query.value is not None and _query.value.marks_tangents
+    is_on = lambda: _query.value is not None and _query.value.marks_tangents
     query = replace(_query.value or _ScopeQuery(), marks_tangents=True)
     primitives = list(map(find_primitive, products))
-    with tangents_in_scope(primitives, marks_tangents), _query(query):
+    with tangents_in_scope(primitives, is_on), _query(query):
         yield
 
 
@@ -158,8 +158,8 @@ _tangent_queries: ContextVar[list[bool] | None] = ContextVar("_tangent_queries",
 def may_be_tangents() -> bool:
     """Return whether operands may be tangents, because the rule of a `custom_jvp` is running.
 
-    Our rules that quantize or record activations call this, and do neither if it returns True.
-    Then the primal outputs of the `custom_jvp` are computed separately, by the function itself.
+    If this returns True, our rules do not quantize or record their activations. The primal outputs
+    of the `custom_jvp` are then computed again, by the function instead of its rule.
     """
     if IN_DERIVATIVE_RULE.value and (queries := _tangent_queries.get()) is not None:
         queries.append(True)
@@ -170,7 +170,7 @@ def may_be_tangents() -> bool:
 def record_tangent_queries() -> Iterator[list[bool]]:
     """Yield a list that gets an entry whenever `may_be_tangents` returns True in this block.
 
-    An outer block gets an entry too.
+    At the end, the list of an outer block also gets an entry if this list has any.
     """
     queries: list[bool] = []
     previous = _tangent_queries.set(queries)

@@ -1,4 +1,4 @@
-"""The rule of `shard_map`, whose body gets blocks of implicit values as implicit values.
+"""The rule of `shard_map`: the body gets each block of an implicit value as an implicit value.
 
 A block is the shard of an array on one device. JAX's `shard_map` is bound with the leaves. Its body
 rebuilds a value from the blocks of the leaves, and runs with the rules in force.
@@ -62,16 +62,16 @@ def _shard_map(
     leaf_specs, treedef = jax.tree.flatten(specs)
     if len(leaves) != len(values):
         debug_info = debug_info.with_unknown_names()
-    out: Any = None  # the FlatTree of results that the body of the user returns
+    user_results: Any = None  # the FlatTree that the body of the user returns
     out_treedef: Any = None  # the tree structure of the results, joined from blocks
 
     def on_leaves(*leaves: Any) -> Any:
         out_specs: Sequence[Any] = ()
 
         def body(*args: Any) -> list[Any]:
-            nonlocal out, out_specs
-            out, out_specs = f(*args).unpack_aux()
-            return list(out)
+            nonlocal user_results, out_specs
+            user_results, out_specs = f(*args).unpack_aux()
+            return list(user_results)
 
         blocks = keep_sources(operands, jax.tree.unflatten(treedef, leaves))
         results = run_later(body)(*blocks)
@@ -84,10 +84,10 @@ def _shard_map(
                         specs[i], (results[i],) = spec, make_dense(_shard_map_p, [result])
         nonlocal out_treedef
         leaf_out_specs, out_treedef = jax.tree.flatten(specs)
-        # JAX's messages show the tree of the user's results. In a derivative, `out.tree` also
+        # JAX's messages show the tree of the user's results. In a derivative, this tree also
         # contains other data.
-        if out.tree.num_leaves == len(results):
-            results = jax.tree.unflatten(out.tree, results)
+        if user_results.tree.num_leaves == len(results):
+            results = jax.tree.unflatten(user_results.tree, results)
         return flat_tree(results).with_aux(tuple(leaf_out_specs))
 
     leaves_out = trace.parent.process_shard_map(
@@ -100,14 +100,14 @@ def _shard_map(
         debug_info=debug_info,
         **params,
     )
-    return out.update(jax.tree.unflatten(out_treedef, list(leaves_out)))
+    return user_results.update(jax.tree.unflatten(out_treedef, list(leaves_out)))
 
 
 def checked_joined_specs(block: Value, spec: P, sizes: Sizes, check_vma: bool) -> Any:
-    """Return the result of `joined_specs`, or None if blocks cannot be joined leaf by leaf.
+    """Return the specs that join the blocks of all devices, or None if they cannot be joined.
 
-    JAX takes a leaf from one arbitrary device along a mesh axis that the spec of the leaf omits. So
-    the result is None if the devices along such an axis may have different leaves.
+    If the spec of a leaf omits a mesh axis, JAX takes the leaf from an arbitrary device along this
+    axis. Unlike `joined_specs`, return None if these devices may have different leaves.
     """
     joined = joined_specs(block, spec, sizes)
     if joined is None:
@@ -122,14 +122,11 @@ def checked_joined_specs(block: Value, spec: P, sizes: Sizes, check_vma: bool) -
 
 
 def reshard_leaf(leaf: Any, spec: P, mesh: Any, manual: frozenset[str]) -> Any:
-    """Return a leaf, resharded along explicit mesh axes as its spec in a `shard_map` requires.
+    """Reshard a leaf along explicit mesh axes by `spec`, before it becomes a `shard_map` operand.
 
     On explicit axes, JAX rejects an operand of `shard_map` with another sharding. The dense array
-    has the required sharding, but a leaf may be sharded along other or fewer axes.
-
-    **Arguments:**
-
-    - `manual`: the mesh axes that become manual in the `shard_map`.
+    has the required sharding, but a leaf may be sharded along other or fewer axes. `manual` has the
+    mesh axes that become manual in the `shard_map`.
     """
     axis_types = zip(mesh.axis_names, mesh.axis_types, strict=True)
     explicit = {name for name, axis_type in axis_types if axis_type == AxisType.Explicit}

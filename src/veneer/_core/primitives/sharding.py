@@ -38,8 +38,8 @@ def leaf_specs(
 
     - `spec`: the spec of the dense array.
     - `sizes`: the sizes of the mesh axes.
-    - `resize`: a function of the size of a dense axis and its number of shards. It returns the size
-      of the dense axis that the metadata of the result must fit.
+    - `resize`: returns the size of a dense axis for the metadata of the result, given the old size
+      and the number of shards. By default, the size stays.
     """
     old_shape = value.aval().shape
     entries = entries_of(spec, len(old_shape))
@@ -64,8 +64,8 @@ def leaf_specs(
 def _complete_specs(value: Value, declared: Any, sizes: Sizes, resize: Resize) -> Any:
     """Return `declared`, a result of `Value.partition`, with a spec for every leaf of `value`.
 
-    A type may declare one spec for an implicit array in a field, or the specs of its parts. None if
-    such an array cannot be sharded.
+    For an implicit array in a field, a type may declare one spec, or an array like the field
+    with a spec for each leaf. Return None if the implicit array cannot be sharded.
     """
     parts = jax.tree.leaves(value, is_leaf=is_part(value))
     specs, structure = jax.tree.flatten(declared, is_leaf=is_part(declared))
@@ -84,26 +84,26 @@ def _complete_specs(value: Value, declared: Any, sizes: Sizes, resize: Resize) -
 
 
 def block_specs(value: Value, spec: P, sizes: Sizes) -> Any:
-    """Return the specs that split the leaves of a value into blocks, or None if a block is cut.
+    """Return the specs that split a value into one block per device, or None if it cannot be split.
 
-    The specs are in place of the leaves, in a value with the metadata of one block.
+    The result is a value with the metadata of one block and with specs in place of leaves.
     """
     return _resized_specs(value, spec, sizes, operator.floordiv)
 
 
 def joined_specs(block: Value, spec: P, sizes: Sizes) -> Any:
-    """Return the specs that join the leaves of equal blocks. None if they cannot be joined.
+    """Return the specs that join blocks of equal size, one per device. None if that is impossible.
 
-    The specs are in place of the leaves, in a value with the metadata of the joined value.
+    The result has the metadata of the joined value, and specs in place of leaves.
     """
     return _resized_specs(block, spec, sizes, operator.mul)
 
 
 def _resized_specs(value: Value, spec: P, sizes: Sizes, resize: Resize) -> Any:
-    """Return a value with a spec in place of each leaf, for blocks or for joined blocks.
+    """Return the result of `block_specs` or `joined_specs`.
 
-    `resize` computes the new sizes of each leaf and of the dense array. Return None if the new
-    leaves do not represent the new array.
+    `resize` computes the new size of an axis, by dividing or multiplying the old size by the number
+    of shards. Return None if the resized leaves would not represent the resized dense array.
     """
     specs = leaf_specs(value, spec, sizes, resize)
     if specs is None:

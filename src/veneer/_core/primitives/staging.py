@@ -46,7 +46,7 @@ from .scopes import (
 
 ValueType = tuple[Any, Sequence[Any]]  # the structure of a value, and its abstract leaves
 
-#: The form that outputs must be converted to, by index: `DENSE`, or the structure of a label.
+#: The form of some outputs, by index: `DENSE` (to materialize), or the structure of a label.
 Forms = Mapping[int, Any]
 
 DENSE = object()
@@ -65,10 +65,11 @@ class StagedProgram:
     queries_tangents: bool  # whether a rule in the program has called `may_be_tangents`
 
     def resolve(self, operands: Sequence[Any]) -> "StagedProgram":
-        """Return this program with the events and output sources of a call with these operands.
+        """Return this program with `events` and `out_sources` for a call with these operands.
 
-        Events at the line of the traced call get the line of the current call. The lines differ,
-        because JAX traces its own functions, such as `jnp.matmul`, only once.
+        In the sources, the weight paths of the operands replace operand numbers. In the events, the
+        line of this call replaces the line of the traced call. These lines can differ, because JAX
+        traces its own functions, such as `jnp.matmul`, only once.
         """
         if not (self.events or any(self.out_sources)):
             return self
@@ -114,7 +115,7 @@ def value_type(value: Any) -> ValueType:
         return treedef, tuple(map(jax.typeof, leaves))
     except TypeError:
         for part in jax.tree.leaves(value, is_leaf=is_value):
-            check_fields(part)
+            check_fields(part)  # raises an error that names the field
         raise
 
 
@@ -127,7 +128,8 @@ def stage(
 ) -> StagedProgram:
     """Return the staged program of a jaxpr for the types of some values, and emit its events.
 
-    `primitive` is the primitive that contains the jaxpr. `name` is the name of its jitted function.
+    An event is a record of a primitive that ran on implicit operands. `primitive` names the
+    primitive that contains the jaxpr, and `name` the jitted function that the jaxpr is from.
     """
     staged = stage_without_events(primitive, jaxpr, values, name=name)
     emit_events(staged.events)
@@ -156,12 +158,12 @@ def stage_without_events(
     forms: Forms = MappingProxyType({}),
     name: str | None = None,
 ) -> StagedProgram:
-    """Return the staged program of a jaxpr. A caller that runs it must emit its events.
+    """Trace a jaxpr again on leaves. The caller must emit the `events` of a program that it runs.
 
     **Arguments:**
 
     - `primitive`: the primitive that contains the jaxpr.
-    - `forms`: the forms that outputs are converted to, by index.
+    - `forms`: by index of an output, `DENSE` or the structure of the label to convert it to.
     - `name`: the name of the jitted function that the jaxpr is from.
     """
     treedef, avals = value_type(list(values))
@@ -188,14 +190,14 @@ def _stage(
     forms: Forms,
     sources: Sequence[Source],
 ) -> StagedProgram:
-    """Trace a jaxpr on leaves. `sources` has one per operand, or none if no policy needs them."""
+    """Trace a jaxpr on leaves. `sources` has the weight paths of each operand, or is empty."""
     out_trees: list[Any] = []
     out_sources: list[Source] = []
 
     def on_leaves(*leaves: Any) -> list[Any]:
         values = jax.tree.unflatten(treedef, leaves)
-        # In the trace, the source of an operand is its number, which `StagedProgram.resolve`
-        # replaces in each call, and its paths, which are for errors in this call.
+        # In the trace, the source of an operand is its number and its weight paths. In each call,
+        # `StagedProgram.resolve` replaces the number. The paths are for errors in this call.
         paths = [[path for path in paths_of(source) if path != FOUND] for source in sources]
         numbered_sources: list[Source] = [(i, *paths_of_i) for i, paths_of_i in enumerate(paths)]
         pairs = list(zip(values, numbered_sources, strict=False))  # empty without sources
@@ -233,6 +235,7 @@ def _stage(
 
 
 def _convert_output(primitive: Primitive, output: Any, form: Any) -> Any:
+    """Materialize an output if `form` is `DENSE`, or convert it to the label, if possible."""
     if form is DENSE:
         return make_dense(primitive, [output])[0]
     if isinstance(output, Value):
@@ -270,11 +273,11 @@ def lift_references(*jaxprs: Any) -> tuple[list[Any], list[Any]]:
 
 
 def capture_context(trace: ImplicitTrace) -> Callable[..., Callable[..., list[Any]]]:
-    """Return a wrapper for functions that JAX runs later, such as derivative rules.
+    """Return `run_later`, which wraps a function that JAX runs later, such as a derivative rule.
 
-    The function that is wrapped takes and returns tracers of `trace`. The wrapper takes and returns
-    values. The function runs with the rules, with the current policy, and at the current place (see
-    `Place`). `is_derivative=True` says that the function is a derivative rule.
+    The function takes and returns tracers of `trace`. The wrapped function takes and returns
+    values, and runs with our rules, the current policy and the current `Place`. Pass
+    `is_derivative=True` for a derivative rule.
     """
     tag, policy, restore_place = trace.tag, current_policy(), capture_place()
 

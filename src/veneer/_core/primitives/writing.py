@@ -1,14 +1,14 @@
 """Rules of primitives that write into a value, for all types.
 
-The update is first stored in the format of the value (`stored_as`). Then each leaf of the update is
-written into the leaf of the value, where the dense primitive writes. So nothing is materialized.
-Some types compare the update with the old elements, so `stored_as` may read those. The rules return
+The update is first converted to the format of the value (`stored_as`). Then each leaf of the update
+is written into the same leaf of the value, at the same place. So nothing is materialized. For some
+types, the conversion depends on the old elements, so `stored_as` may read them. The rules return
 NotImplemented if only a part of a block would be written, because a leaf entry of the block, such
 as a scale, also applies to the rest of the block.
 """
 
 from collections.abc import Callable, Sequence
-from functools import singledispatch
+from functools import partial, singledispatch
 from typing import Any
 
 import jax
@@ -38,8 +38,7 @@ def stored_as(
 
     - `x`: the value.
     - `update`: a dense or implicit array.
-    - `axes`: for each axis of the update, the axis of `x` that the update is written along, or
-      None.
+    - `axes`: for each axis of the update, the corresponding axis of `x`, or None.
     - `read`: a function that returns the elements of `x` that the update replaces, in the shape of
       the update. None if the update replaces nothing.
 
@@ -57,16 +56,16 @@ def _dynamic_update_slice(x: Value, update: Any, *starts: Any) -> Any:
     if 0 in window:
         return x
 
-    def bind(leaf: Leaf, array: Any, leaf_update: Any) -> Any:
+    def write_leaf(leaf: Leaf, array: Any, leaf_update: Any) -> Any:
         zero = jnp.zeros_like(starts[0]) if starts else 0
         leaf_starts = [zero if axis is None else starts[axis.axis] for axis in leaf.axes]
         return find_primitive("dynamic_update_slice").bind(array, leaf_update, *leaf_starts)
 
     def read() -> Any:
-        bind = lambda *operands: find_primitive("dynamic_slice").bind(*operands, slice_sizes=window)
+        bind = partial(find_primitive("dynamic_slice").bind, slice_sizes=window)
         return redispatch(bind, x, *starts)
 
-    return _write_leaves(x, stored_as(x, update, axes, read), window, bind, axes)
+    return _write_leaves(x, stored_as(x, update, axes, read), window, write_leaf, axes)
 
 
 @leaf_rule("scatter")
@@ -100,7 +99,7 @@ def _scatter(
     sizes = dict(zip(axes, jnp.shape(update)[index_ndim:], strict=True))
     window = tuple(sizes.get(i, 1) for i in range(ndim))
 
-    def bind(leaf: Leaf, array: Any, leaf_update: Any) -> Any:
+    def write_leaf(leaf: Leaf, array: Any, leaf_update: Any) -> Any:
         if [axis and axis.axis for axis in leaf.axes] != [*range(ndim)]:
             return NotImplemented
         scatter_numbers = lax.ScatterDimensionNumbers(
@@ -110,8 +109,9 @@ def _scatter(
             operand_batching_dims=batching,
             scatter_indices_batching_dims=numbers.scatter_indices_batching_dims,
         )
-        own = {"dimension_numbers": scatter_numbers, "update_jaxpr": None, "update_consts": ()}
-        return find_primitive("scatter").bind(array, indices, leaf_update, **own, **params)
+        reduction = {"update_jaxpr": None, "update_consts": ()}  # overwrite the old elements
+        all_params = {**params, **reduction, "dimension_numbers": scatter_numbers}
+        return find_primitive("scatter").bind(array, indices, leaf_update, **all_params)
 
     def read() -> Any:
         gather_numbers = lax.GatherDimensionNumbers(
@@ -121,23 +121,25 @@ def _scatter(
             operand_batching_dims=tuple(batching),
             start_indices_batching_dims=tuple(numbers.scatter_indices_batching_dims),
         )
-        own = {"dimension_numbers": gather_numbers, "slice_sizes": window, "fill_value": None}
-        bind = lambda *operands: find_primitive("gather").bind(*operands, **own, **params)
-        return redispatch(bind, x, indices)
+        all_params = {**params, "dimension_numbers": gather_numbers}
+        all_params |= {"slice_sizes": window, "fill_value": None}
+        return redispatch(partial(find_primitive("gather").bind, **all_params), x, indices)
 
     update_axes = [*[None] * index_ndim, *axes]
-    return _write_leaves(x, stored_as(x, update, update_axes, read), window, bind, axes)
+    return _write_leaves(x, stored_as(x, update, update_axes, read), window, write_leaf, axes)
 
 
-def _write_leaves(x: Value, update: Any, window: Shape, bind: Callable, axes: Sequence[int]) -> Any:
+def _write_leaves(
+    x: Value, update: Any, window: Shape, write_leaf: Callable, axes: Sequence[int]
+) -> Any:
     """Write the leaves of an update into the leaves of a value. Or return NotImplemented.
 
     **Arguments:**
 
     - `update`: the result of `stored_as`. Its last axes correspond to the dense axes `axes`.
     - `window`: the shape of the part of the dense array that is written at one place.
-    - `bind`: a function of a `Leaf`, the leaf of `x`, and the leaf of the update. It returns the
-      written leaf, or NotImplemented.
+    - `write_leaf`: a function of a `Leaf`, the leaf of `x`, and the leaf of the update. It returns
+      the written leaf, or NotImplemented.
     """
     layout, shape = layout_of(x), x.aval().shape
     if update is NotImplemented or (has_metadata(x) and is_label(x)):
@@ -147,9 +149,9 @@ def _write_leaves(x: Value, update: Any, window: Shape, bind: Callable, axes: Se
         return NotImplemented
     cut_axes = [i for i, size in enumerate(window) if size != shape[i]]
     leaves = []
-    for leaf, array, new in zip(layout.leaves, layout.parts, update_layout.parts, strict=True):
-        dtype, new_shape = aval_of(array).dtype, aval_of(new).shape
-        if dtype != aval_of(new).dtype or isinstance(array, Value):
+    for leaf, old, new in zip(layout.leaves, layout.parts, update_layout.parts, strict=True):
+        dtype, new_shape = aval_of(old).dtype, aval_of(new).shape
+        if dtype != aval_of(new).dtype or isinstance(old, Value):
             return NotImplemented
         # Along a cut axis, each element must have its own entry in the leaf.
         axis_map = leaf.axis_map()
@@ -167,8 +169,8 @@ def _write_leaves(x: Value, update: Any, window: Shape, bind: Callable, axes: Se
         # On CPU, XLA widens an array of 8-bit floats to write one entry. So write bytes.
         is_float8 = dtype.itemsize == 1 and jnp.issubdtype(dtype, jnp.floating)
         if is_float8:
-            array, new = (lax.bitcast_convert_type(x, jnp.uint8) for x in (array, new))
-        written = bind(leaf, array, new)
+            old, new = (lax.bitcast_convert_type(x, jnp.uint8) for x in (old, new))
+        written = write_leaf(leaf, old, new)
         if written is NotImplemented:
             return NotImplemented
         leaves.append(lax.bitcast_convert_type(written, dtype) if is_float8 else written)
