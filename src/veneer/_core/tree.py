@@ -16,6 +16,8 @@ import numpy as np
 from .._jax.caller_errors import check_caller
 from .._jax.export import make_exportable
 
+_ARRAYS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic, bool, int, float, complex)
+
 
 def static(**kwargs: Any) -> Any:
     """Declare a field of an implicit array as metadata, which JAX compares and never traces.
@@ -53,13 +55,10 @@ def _is_static(field: dataclasses.Field) -> bool:
 
 def has_metadata(value: Any) -> bool:
     """Return whether a dataclass, or a dataclass in one of its fields, has static fields."""
-    for field in dataclasses.fields(value):
-        if _is_static(field):
-            return True
-        part = getattr(value, field.name, None)
-        if dataclasses.is_dataclass(part) and has_metadata(part):
-            return True
-    return False
+    fields = dataclasses.fields(value)
+    parts = (getattr(value, field.name, None) for field in fields)
+    has_static_field = any(map(_is_static, fields))
+    return has_static_field or any(dataclasses.is_dataclass(p) and has_metadata(p) for p in parts)
 
 
 def check_metadata(value: Any) -> None:
@@ -99,10 +98,11 @@ def make_dataclass(cls: type) -> None:
 
 
 def _add_checks(init: Callable, calls_post_init: bool) -> Callable:
-    """Return a constructor that also takes `shape` and `dtype`, and checks the new value.
+    """Return `init`, a constructor, with optional arguments `shape` and `dtype` and with checks.
 
-    The constructor raises `ValueError` if the dense array has another shape or dtype. It calls
-    `__post_init__` unless `init` does (`calls_post_init`) or a subclass runs this constructor.
+    The result raises `ValueError` if the dense array has another shape or dtype. It also calls
+    `__post_init__`, unless `init` does so (`calls_post_init`) or `super().__init__` of a subclass
+    called it.
     """
     parameters = inspect.signature(init).parameters
     checkable_names = [name for name in ("shape", "dtype") if name not in parameters]
@@ -125,6 +125,7 @@ def _add_checks(init: Callable, calls_post_init: bool) -> Callable:
     return __init__
 
 
+Metadata = tuple[tuple[Any, ...], tuple[type, ...]]  # the values of static fields, and their types
 #: The methods in which a class checks the fields of a new value. Equinox calls `__check_init__`.
 CHECK_METHODS = ("__post_init__", "__check_init__")
 
@@ -139,9 +140,6 @@ def checks_of(value: Any) -> list[Callable[[], None]]:
     return checks
 
 
-Metadata = tuple[tuple[Any, ...], tuple[type, ...]]  # the values of static fields, and their types
-
-
 def make_pytree(cls: Any) -> None:
     """Register a dataclass as a pytree with keys, unless the class is registered already."""
     fields = dataclasses.fields(cls)
@@ -150,7 +148,7 @@ def make_pytree(cls: Any) -> None:
     keys = [jax.tree_util.GetAttrKey(name) for name in child_names]
 
     def flatten(value: Any) -> tuple[tuple[Any, ...], Metadata]:
-        check_caller(value, flattened=True)
+        check_caller(value, flattened=True)  # may raise a clearer error than the JAX function
         get = value.__dict__.__getitem__
         metadata = tuple(map(get, static_names))
         # JAX caches programs by metadata. The types tell apart equal values such as 2 and 2.0.
@@ -190,7 +188,8 @@ def array_fields_of(cls: Any) -> ArrayFields:
     types_of = {f.name: annotated_types(annotations[f.name]) for f in fields}
     optional = {f.name for f in fields if f.default is None or type(None) in types_of[f.name]}
     arrays = {name for name, classes in types_of.items() if all(map(_is_array_type, classes))}
-    return ArrayFields(frozenset(arrays - optional), types_of.keys() == arrays | optional)
+    is_complete = types_of.keys() == arrays | optional
+    return ArrayFields(required=frozenset(arrays - optional), is_complete=is_complete)
 
 
 def annotated_types(annotation: Any) -> list[Any]:
@@ -214,9 +213,6 @@ def annotated_types(annotation: Any) -> list[Any]:
 
 def _is_array_type(cls: Any) -> bool:
     return isinstance(cls, type) and (issubclass(cls, _ARRAYS) or hasattr(cls, "materialise"))
-
-
-_ARRAYS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic, bool, int, float, complex)
 
 
 def split_list(values: Sequence, *sizes: int) -> Iterator[list[Any]]:

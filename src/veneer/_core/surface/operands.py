@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from ..._jax.tracing import current_trace, is_eager
-from ..errors import reject_derivatives, reject_leaves
+from ..errors import reject_derivatives, reject_refs_and_float0
 from ..nesting import as_tracer, enclosing_implicit, outside_implicit_error
 from ..value import CHECK_BUGS, Value, dense_shape_of, has_all_leaves, is_part, is_value, run_checks
 
@@ -72,7 +72,7 @@ def _check_leaves_fit_together(value: Value) -> None:
         with suppress(*CHECK_BUGS):
             jax.eval_shape(partial(run_checks, tree), *avals)
     except Exception as error:
-        reject_leaves([value], error)
+        reject_refs_and_float0([value], error)
         error.add_note(
             f"This {type(value).__name__} may have been mapped leaf by leaf. To map the array, "
             "call the function that takes it as an argument under vn.implicit."
