@@ -23,10 +23,11 @@ from .value import Value, aval_of, describe, describe_operands, is_value
 #: The operands of the running primitive, if the `default` of their types returned NotImplemented.
 unhandled_operands: ContextVar[Sequence[Any]] = ContextVar("unhandled_operands", default=())
 
+Params = dict[str, Any]  # the parameters of a primitive
 _NOT_JAX = (np.ndarray, np.generic, bool, int, float, complex)
 
 
-def dispatch(primitive: Primitive, values: Sequence[Any], params: dict[str, Any]) -> Any:
+def dispatch(primitive: Primitive, values: Sequence[Any], params: Params) -> Any:
     """Run a primitive with at least one implicit operand, and return its results.
 
     Use the first of these that does not return NotImplemented: a matching rule, the `default` of
@@ -60,7 +61,7 @@ def dispatch(primitive: Primitive, values: Sequence[Any], params: dict[str, Any]
 
 
 def apply_rules(
-    target: Target, values: Sequence[Any], params: dict[str, Any], only_generic: bool = False
+    target: Target, values: Sequence[Any], params: Params, only_generic: bool = False
 ) -> Any:
     """Run the rules that accept the operands, the most specific first, until one has a result.
 
@@ -85,9 +86,7 @@ def apply_rules(
     return NotImplemented
 
 
-def _call_rule(
-    function: Callable, target: Target, values: Sequence[Any], params: dict[str, Any]
-) -> Any:
+def _call_rule(function: Callable, target: Target, values: Sequence[Any], params: Params) -> Any:
     """Call the function of a rule. Explain errors of endless recursion and of a wrong signature."""
     try:
         return function(*values, **params)
@@ -105,12 +104,7 @@ def _call_rule(
 
 
 def _check_and_report(
-    target: Target,
-    values: Sequence[Any],
-    params: dict[str, Any],
-    out: Any,
-    location: str,
-    name: str,
+    target: Target, values: Sequence[Any], params: Params, out: Any, location: str, name: str
 ) -> Any:
     """Check and report `out`, the result of a rule. Return `out` with JAX arrays for NumPy arrays.
 
@@ -125,7 +119,7 @@ def _check_and_report(
 
 
 def _check_result(
-    target: Target, values: Sequence[Any], params: dict[str, Any], out: Any, name: str
+    target: Target, values: Sequence[Any], params: Params, out: Any, name: str
 ) -> None:
     """Raise `TypeError` if the results `out` of the rule `name` have wrong shapes or dtypes.
 

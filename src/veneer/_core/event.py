@@ -36,7 +36,8 @@ class MaterialiseWarning(UserWarning):
     """The warning that a primitive materialized an operand.
 
     `vn.implicit` emits it with `on_materialise="warn"` or `"warn_weights"`, if a primitive has no
-    rule or its rule materializes an operand. The message has the text of `vn.MaterialiseError`.
+    rule or its rule materializes an operand. The message names the primitive, its operands, the
+    line of the program and the number of bytes.
 
     >>> import warnings
     >>> import jax.numpy as jnp, veneer as vn

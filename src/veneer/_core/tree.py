@@ -98,11 +98,10 @@ def make_dataclass(cls: type) -> None:
 
 
 def _add_checks(init: Callable, calls_post_init: bool) -> Callable:
-    """Return `init`, a constructor, with optional arguments `shape` and `dtype` and with checks.
+    """Wrap the constructor `init`: also take `shape` and `dtype`, and check the new value.
 
-    The result raises `ValueError` if the dense array has another shape or dtype. It also calls
-    `__post_init__`, unless `init` does so (`calls_post_init`) or `super().__init__` of a subclass
-    called it.
+    Raise `ValueError` if the dense array has another shape or dtype. Call `__post_init__`, unless
+    `init` does so (`calls_post_init`) or a subclass calls the constructor by `super().__init__`.
     """
     parameters = inspect.signature(init).parameters
     checkable_names = [name for name in ("shape", "dtype") if name not in parameters]
