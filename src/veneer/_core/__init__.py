@@ -19,8 +19,8 @@ The modules here are the core. Each imports only modules above it, and `_jax`:
 
 The packages, which import the core:
 
-    primitives        rules of all implicit types for JAX's own primitives
-    surface           ImplicitArray, implicit, and what else users call
+    primitives        the rules of JAX's own primitives that serve all implicit types
+    surface           the public API: ImplicitArray, implicit, ste
 """
 
 from pathlib import Path

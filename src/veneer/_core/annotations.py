@@ -26,8 +26,8 @@ _DENSE_TYPES = (*typing.get_args(ArrayLike), np.generic, bool, int, float, compl
 
 
 def names_around(function: Callable) -> dict[str, Any]:
-    """Return the globals of a function, and the locals of the function that is defining it."""
-    # The defining function is the innermost running function of the same module.
+    """Return the global and local variables that the annotations of `function` can name."""
+    # The locals come from the innermost running function of the same module.
     frame: types.FrameType | None = sys._getframe()
     while frame is not None and frame.f_globals is not function.__globals__:
         frame = frame.f_back
@@ -40,7 +40,7 @@ def operand_types(function: Callable) -> tuple[tuple[Alternatives, ...], Alterna
     The second result is None if the rule has no `*args`. Keyword parameters are not operands.
     """
     operands: list[Alternatives] = []
-    further: Alternatives | None = None
+    variadic: Alternatives | None = None
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind in (parameter.KEYWORD_ONLY, parameter.VAR_KEYWORD):
             continue
@@ -49,10 +49,10 @@ def operand_types(function: Callable) -> tuple[tuple[Alternatives, ...], Alterna
             annotation = eval(annotation, names_around(function))
         alternatives = _alternatives(annotation, function, parameter.name)
         if parameter.kind is parameter.VAR_POSITIONAL:
-            further = alternatives
+            variadic = alternatives
         else:
             operands.append(alternatives)
-    return tuple(operands), further
+    return tuple(operands), variadic
 
 
 def check_annotations(function: Callable) -> None:
@@ -60,8 +60,8 @@ def check_annotations(function: Callable) -> None:
 
     Without this check, a rule whose annotations were forgotten would run for every implicit type.
     """
-    operands, further = operand_types(function)
-    accepted = operands if further is None else (*operands, further)
+    operands, variadic = operand_types(function)
+    accepted = operands if variadic is None else (*operands, variadic)
     if any(issubclass(c, Value) for classes in accepted for c in classes):
         return
     if all(classes == {Dense} for classes in accepted):
@@ -69,9 +69,10 @@ def check_annotations(function: Callable) -> None:
             f"{function.__qualname__} takes only dense operands. A rule runs only if an operand "
             "is implicit. Annotate that operand with its type, a subclass of vn.ImplicitArray."
         )
-    keywords = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
+    # The rule accepts any type: an operand is annotated with `Any`, or has no annotation.
+    keyword_kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
     for parameter in inspect.signature(function).parameters.values():
-        if parameter.kind not in keywords and parameter.annotation is parameter.empty:
+        if parameter.kind not in keyword_kinds and parameter.annotation is parameter.empty:
             raise TypeError(
                 f"{function.__qualname__}: operand {parameter.name!r} has no annotation, so the "
                 "rule would run for every implicit type. Annotate it with a subclass of "

@@ -23,8 +23,11 @@ from .value import Value, aval_of, describe, describe_operands, is_value
 #: The operands of the running primitive, if the `default` of their types returned NotImplemented.
 unhandled_operands: ContextVar[Sequence[Any]] = ContextVar("unhandled_operands", default=())
 
+Params = dict[str, Any]  # the parameters of a primitive
+_NOT_JAX = (np.ndarray, np.generic, bool, int, float, complex)
 
-def dispatch(primitive: Primitive, values: Sequence[Any], params: dict[str, Any]) -> Any:
+
+def dispatch(primitive: Primitive, values: Sequence[Any], params: Params) -> Any:
     """Run a primitive with at least one implicit operand, and return its results.
 
     Use the first of these that does not return NotImplemented: a matching rule, the `default` of
@@ -48,8 +51,8 @@ def dispatch(primitive: Primitive, values: Sequence[Any], params: dict[str, Any]
     ((default, name),) = defaults.items()
     out = default(primitive, values, params)
     if out is NotImplemented:
-        # Rules for all types have returned NotImplemented, so that `default` could run. They read
-        # `unhandled_operands` and run now.
+        # Some rules for all types returned NotImplemented above, so that `default` runs first. Now
+        # that `unhandled_operands` is set, they compute a result.
         with set_variable(unhandled_operands, values):
             out = apply_rules(primitive, values, params, only_generic=True)
         return Value.default(primitive, values, params) if out is NotImplemented else out
@@ -58,18 +61,19 @@ def dispatch(primitive: Primitive, values: Sequence[Any], params: dict[str, Any]
 
 
 def apply_rules(
-    target: Target, values: Sequence[Any], params: dict[str, Any], only_generic: bool = False
+    target: Target, values: Sequence[Any], params: Params, only_generic: bool = False
 ) -> Any:
     """Run the rules that accept the operands, the most specific first, until one has a result.
 
     Return NotImplemented if no rule accepts the operands or all rules return NotImplemented.
-    `only_generic` skips the rules for single types. Rules for all types have a negative precedence.
+    `only_generic` skips all rules but those for all types, which have a negative precedence.
     """
     classes = tuple([type(v) if isinstance(v, Value) else Dense for v in values])
     tried: tuple = ()
     while (rule := resolve(target, classes, tried)) is not None:
+        is_skipped = only_generic and rule.precedence >= 0
         out: Any = rule.eager(values, params) if rule.eager and is_eager() else NotImplemented
-        if out is NotImplemented and not (only_generic and rule.precedence >= 0):
+        if out is NotImplemented and not is_skipped:
             out = _call_rule(rule.function, target, values, params)
         if out is not NotImplemented:
             if rule.structural:  # a structural rule checks and reports its results itself
@@ -82,13 +86,11 @@ def apply_rules(
     return NotImplemented
 
 
-def _call_rule(
-    function: Callable, target: Target, values: Sequence[Any], params: dict[str, Any]
-) -> Any:
+def _call_rule(function: Callable, target: Target, values: Sequence[Any], params: Params) -> Any:
     """Call the function of a rule. Explain errors of endless recursion and of a wrong signature."""
     try:
         return function(*values, **params)
-    except RecursionError as error:  # the helper reads `function` and `target` from the frames
+    except RecursionError as error:  # `function` and `target` are read from the stack frames
         raise endless_rule_error(error, _call_rule) from None
     except TypeError as error:
         is_raised_inside = error.__traceback__ is None or error.__traceback__.tb_next is not None
@@ -102,46 +104,38 @@ def _call_rule(
 
 
 def _check_and_report(
-    target: Target,
-    values: Sequence[Any],
-    params: dict[str, Any],
-    out: Any,
-    location: str,
-    rule: str,
+    target: Target, values: Sequence[Any], params: Params, out: Any, location: str, name: str
 ) -> Any:
-    """Check and report the result of a rule. Return it with NumPy arrays converted to JAX."""
-    _check_result(target, values, params, out, rule)
+    """Check and report `out`, the result of a rule. Return `out` with JAX arrays for NumPy arrays.
+
+    `location` is the file and line of the rule. `name` is the name of the rule in error messages.
+    """
+    _check_result(target, values, params, out, name)
     if current_policy() is not ALLOW:
         report_rule(target.name, lambda: describe_operands(values), location)
         propagate_sources(target.name, values, params, out)
-    return list(map(_as_jax, out)) if target.multiple_results else _as_jax(out)
-
-
-def _as_jax(x: Any) -> Any:
-    return jnp.asarray(x) if isinstance(x, _NOT_JAX) else x
-
-
-_NOT_JAX = (np.ndarray, np.generic, bool, int, float, complex)
+    as_jax = lambda x: jnp.asarray(x) if isinstance(x, _NOT_JAX) else x
+    return list(map(as_jax, out)) if target.multiple_results else as_jax(out)
 
 
 def _check_result(
-    target: Target, values: Sequence[Any], params: dict[str, Any], out: Any, rule: str
+    target: Target, values: Sequence[Any], params: Params, out: Any, name: str
 ) -> None:
-    """Raise `TypeError` if results of a rule have other shapes or dtypes than the primitive's.
+    """Raise `TypeError` if the results `out` of the rule `name` have wrong shapes or dtypes.
 
     Accept any dtype if the class of an operand sets `keeps_dtypes = False`.
     """
     has_several = target.multiple_results
     results = out if has_several else [out]
-    actual = None
+    actual = None  # unless each result is an array
     if isinstance(results, list | tuple):  # another iterable may be endless
         with suppress(TypeError):
             actual = [_shape_and_dtype(aval_of(x)) for x in results]
-    call = lambda: f"{rule} for {target.name}({', '.join(describe(values))})"
+    call_text = lambda: f"{name} for {target.name}({', '.join(describe(values))})"
     if actual is None:
         kind = "a sequence of arrays" if has_several else "one array"
         raise TypeError(
-            f"{call()} returns {out!r}. "
+            f"{call_text()} returns {out!r}. "
             f"It must return {kind}, like {target.name}. A rule can also return NotImplemented."
         )
     arguments = target, tuple(map(aval_of, values)), tuple(params.items())
@@ -151,14 +145,16 @@ def _check_result(
         expected = _abstract_results.__wrapped__(*arguments)
     if expected is None or actual == expected:
         return
-    # Each element is a pair (shape, dtype), or None for a result that is not an array.
-    shapes = lambda pairs: [pair and pair[0] for pair in pairs]
+    # Each element is a pair (shape, dtype), or None for a result without a shape.
+    shapes_of = lambda pairs: [pair and pair[0] for pair in pairs]
     may_change_dtype = not all(v.keeps_dtypes for v in values if isinstance(v, Value))
-    if may_change_dtype and shapes(actual) == shapes(expected):
+    if may_change_dtype and shapes_of(actual) == shapes_of(expected):
         return
-    show_pair = lambda pair: jax.core.ShapedArray(*pair).str_short(short_dtypes=True)
-    show = lambda pairs: ", ".join(show_pair(pair) if pair else "?" for pair in pairs)
-    raise TypeError(f"{call()} returns {show(actual)}, where {target.name} gives {show(expected)}")
+    pair_text = lambda pair: jax.core.ShapedArray(*pair).str_short(short_dtypes=True)
+    text = lambda pairs: ", ".join(pair_text(pair) if pair else "?" for pair in pairs)
+    raise TypeError(
+        f"{call_text()} returns {text(actual)}, where {target.name} gives {text(expected)}"
+    )
 
 
 def _shape_and_dtype(aval: Any) -> tuple[Any, Any] | None:
@@ -167,10 +163,9 @@ def _shape_and_dtype(aval: Any) -> tuple[Any, Any] | None:
 
 @lru_cache(maxsize=4096)
 def _abstract_results(target: Target, avals: Any, param_items: Any) -> list[Any] | None:
-    """Return shape and dtype of each result of a primitive, or None if it rejects the operands."""
+    """Return shape and dtype of each result of a primitive, or None for invalid operands."""
     try:
         out, _ = target.abstract_eval(*avals, **dict(param_items))
     except Exception:  # a primitive may raise anything for operands that it does not take
         return None
-    out = out if target.multiple_results else [out]
-    return list(map(_shape_and_dtype, out))
+    return list(map(_shape_and_dtype, out if target.multiple_results else [out]))

@@ -5,14 +5,14 @@ import sys
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from .._jax.caller_errors import calling_frame, frame_of
 from .._jax.tracing import Tracer, is_differentiated
-from .tree import CHECK_METHODS, check_metadata
+from .tree import CHECK_METHODS, check_metadata, checks_of
 
 
 class OutsideImplicitError(RuntimeError):
@@ -49,7 +49,8 @@ def check_fields(value: Any, error: Exception | None = None) -> None:
                 f"{name_of(path)} is {leaf!r}, but a field must hold arrays or pytrees of "
                 "arrays. Declare metadata with vn.static(), or register the class as a pytree."
             ) from None
-    if not (isinstance(error, TypeError) and "concrete" in str(error)):
+    is_concretization_error = isinstance(error, TypeError) and "concrete" in str(error)
+    if not is_concretization_error:
         return
     for path, leaf in leaves:
         aval = jax.typeof(leaf)
@@ -63,19 +64,20 @@ def check_fields(value: Any, error: Exception | None = None) -> None:
         ) from error
 
 
-def check_leaves_fit(value: Any, checks: Iterable[Callable[[], None]], error: Exception) -> None:
-    """Raise `ValueError` if a check of a class fails for the leaves of a value.
+def check_leaves_fit(value: Any, error: Exception) -> None:
+    """Raise `ValueError` if a `__post_init__` or `__check_init__` of a value rejects its leaves.
 
-    A method of the value has raised `error`. The cause may be a function such as `jax.tree.map`,
-    which changes each leaf separately and does not call the checks. Return if a check of this value
-    is running, because then `error` comes from the check and has a clear message.
+    Call this after a method of the value has raised `error`. A function such as `jax.tree.map` may
+    have changed each leaf separately, without the checks that the constructor runs. If a check has
+    raised `error`, do nothing: its message is clear.
     """
+    # Look for a running check of this value. The first variable of a method is `self`.
     for frame, _ in traceback.walk_stack(sys._getframe()):
         if frame.f_code.co_name in CHECK_METHODS:
-            name_of_self = next(iter(frame.f_code.co_varnames), "")
-            if frame.f_locals.get(name_of_self) is value:
+            self_name = next(iter(frame.f_code.co_varnames), "")
+            if frame.f_locals.get(self_name) is value:
                 return
-    for check in checks:
+    for check in checks_of(value):
         try:
             check()
         except ValueError as why:
@@ -88,10 +90,10 @@ def check_leaves_fit(value: Any, checks: Iterable[Callable[[], None]], error: Ex
             return
 
 
-def reject_leaves(values: Sequence[Any], error: Exception | None = None) -> None:
-    """Raise `TypeError` from `error` if a leaf of an implicit value is a `jax.Ref` or float0."""
+def reject_refs_and_float0(values: Sequence[Any], error: Exception | None = None) -> None:
+    """Raise `TypeError`, caused by `error`, if an implicit value has a `jax.Ref` or float0 leaf."""
     for value in values:
-        if not hasattr(value, "materialise"):
+        if not hasattr(value, "materialise"):  # not an implicit value
             continue
         content, leaves = "", jax.tree.leaves(value)
         if any(isinstance(x, jax.Ref | jax.ref.AbstractRef) for x in leaves):
@@ -105,7 +107,7 @@ def reject_leaves(values: Sequence[Any], error: Exception | None = None) -> None
             ) from error
 
 
-def derivatives_error(name: str, dense_tangent: bool = False) -> TypeError:
+def derivatives_error(name: str, mention_hijax: bool = False) -> TypeError:
     """Return the error for an operand of type `name` whose leaves are derivatives."""
     remedy = (
         " With vn.hijax.enabled(), the backward rule of a jax.custom_vjp gets the dense cotangent. "
@@ -114,12 +116,12 @@ def derivatives_error(name: str, dense_tangent: bool = False) -> TypeError:
     return TypeError(
         f"{name}: derivatives with respect to the leaves of a value are not an array. "
         "Differentiate vn.materialise(value), or compute on the leaves with jax.tree.map."
-        f"{remedy if dense_tangent else ''}"
+        f"{remedy if mention_hijax else ''}"
     )
 
 
 def is_marked_as_derivatives(value: Any) -> bool:
-    """Return whether `vn.hijax` has marked a value as one whose leaves are derivatives."""
+    """Return whether `vn.hijax` has marked a value that holds the derivatives of leaves."""
     return getattr(value, "_holds_derivatives", False)
 
 
@@ -130,7 +132,7 @@ def holds_derivatives(value: Any) -> bool:
 
 
 def reject_derivatives(value: Any, error: Exception | None = None) -> None:
-    """Raise `TypeError` if the leaves of a value are derivatives, caused by `error`."""
+    """Raise `TypeError`, caused by `error`, if the leaves of a value are derivatives."""
     if holds_derivatives(value):
         raise derivatives_error(type(value).__name__, value.dense_tangent) from error
 
@@ -164,21 +166,18 @@ class _EndlessRuleError(RecursionError):
 
 
 def endless_rule_error(error: RecursionError, call_rule: Callable) -> RecursionError:
-    """Return an error that names the rule that calls itself, or `error` if no rule does.
+    """Return an error with the name of the rule that calls itself, or `error` if no rule does.
 
     `call_rule` is the function that calls rules. Its frames hold the function of each running rule
     in the variable `function`, and the primitive in the variable `target`.
     """
     if isinstance(error, _EndlessRuleError):
         return error
-    code = inspect.unwrap(call_rule).__code__
-    call_counts: Counter[Callable] = Counter()
-    target_names: dict[Callable, str] = {}
-    for frame, _ in traceback.walk_stack(sys._getframe()):
-        if frame.f_code is code:
-            rule = frame.f_locals["function"]
-            call_counts[rule] += 1
-            target_names.setdefault(rule, frame.f_locals["target"].name)
+    call_rule_code = inspect.unwrap(call_rule).__code__
+    frames = [frame for frame, _ in traceback.walk_stack(sys._getframe())]  # the innermost first
+    calls = [frame.f_locals for frame in frames if frame.f_code is call_rule_code]
+    call_counts = Counter(call["function"] for call in calls)
+    target_names = {call["function"]: call["target"].name for call in reversed(calls)}
     repeated = [rule for rule, count in call_counts.items() if count > 1]
     if not repeated:
         return error

@@ -127,10 +127,10 @@ class Event:
         return ", ".join(filter(None, (self.how, self.no_kernel)))
 
     def met_by(self, sources: Sequence[Source], line: str) -> "Event":
-        """Return a copy of this event for another call of the same traced program.
+        """Return a copy of this event of a traced program for one call of the program.
 
-        `sources` are, for each operand of the call, the paths of the weights that the operand comes
-        from. `line` is the file and line of the call.
+        `sources[i]` are the paths of the weights that operand `i` of the call comes from. `line` is
+        the file and line of the call.
         """
         own_sources = tuple(resolve_source(source, sources) for source in self.sources)
         return replace(self, line=line, sources=own_sources)
@@ -147,14 +147,15 @@ class Event:
 
 
 def paths_of(source: Source) -> tuple[str, ...]:
-    """Return the weight paths in a source, without the integers that represent operands."""
+    """Return the weight paths in a source, without the integers for operands (see `Source`)."""
     return tuple(x for x in source if isinstance(x, str))
 
 
 def resolve_source(source: Source, operands: Sequence[Source]) -> Source:
-    """Replace each integer `i` in a source by `operands[i]`, the weight paths of operand `i`.
+    """Replace each integer `i` in a source by `operands[i]`, the source of operand `i` of a call.
 
-    Drop all other elements except `FOUND`, because the operands bring the paths of named weights.
+    Keep `FOUND`, the path of weights without a name. Drop the other paths: they name the weights of
+    the call that was traced, and `operands` has the paths of this call.
     """
     sources = [operands[i] for i in source if isinstance(i, int)]
     return join_sources([*sources, (FOUND,)] if FOUND in source else sources)

@@ -1,9 +1,9 @@
 """Jitted functions, such as `jnp.linalg.det`, that have rules like primitives.
 
-The primitives inside `jnp.linalg.det` do not show that they compute a determinant. So Veneer looks
-at each `jit` equation. The equation is a call of a function if it has the name of the function and
-the same jaxpr: the jaxpr that JAX traces for operands of these types, directly or under `jax.vmap`.
-A derivative of the function has another jaxpr and is not recognized.
+The primitives inside `jnp.linalg.det` do not show that they compute a determinant. So Veneer
+compares each `jit` equation with the functions that have rules. It recognizes a function by its
+name and by its jaxpr for operands of these types, traced directly or under `jax.vmap`. The
+derivative of a function has another jaxpr and is not recognized.
 """
 
 import functools
@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+
+_functions: "dict[Any, JittedFunction]" = {}  # by the function and its keywords
 
 
 class JittedFunction:
@@ -23,9 +25,10 @@ class JittedFunction:
         self.name: str = jitted.__name__
 
     def jaxpr(self, avals: Sequence[Any], vmaps: int = 0) -> Any:
-        """Return the jaxpr of the function for operands of these types, or None if it is empty.
+        """Return the jaxpr of the function for operands of the types `avals`.
 
-        `vmaps` is the number of nested calls of `jax.vmap` around the function.
+        `vmaps` is the number of nested calls of `jax.vmap` around the function. Return None if
+        tracing the call of the function gives no equations.
         """
         operands = [
             jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type, sharding=a.sharding)
@@ -41,9 +44,6 @@ class JittedFunction:
     def abstract_eval(self, *avals: Any) -> tuple[Any, Any]:
         """Return the types of the results and no effects, like `Primitive.abstract_eval`."""
         return list(self.jaxpr(avals).out_avals), set()
-
-
-_functions: dict[Any, JittedFunction] = {}
 
 
 def jitted_function(function: Any) -> JittedFunction | None:

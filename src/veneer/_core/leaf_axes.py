@@ -6,6 +6,8 @@ from typing import Any, Literal, NamedTuple
 from jax.sharding import PartitionSpec
 
 Shape = tuple[int, ...]
+# The entry for each axis of one leaf. None if the axis of the leaf corresponds to no dense axis.
+Axes = Sequence["LeafAxis | None"]
 
 
 class LeafAxis(NamedTuple):
@@ -43,9 +45,10 @@ class LeafAxis(NamedTuple):
     packed_in: int | None = None
 
     def span(self, start: int, limit: int, stride: int, size: int) -> Any:
-        """Return `(start, limit, stride)` in the leaf for a slice of the dense axis of this `size`.
+        """Convert a slice of the dense axis to `(start, limit, stride)` in the leaf.
 
-        Return None if the slice does not consist of whole blocks, or if `block` is not a number.
+        `size` is the length of the dense axis. Return None if the slice does not consist of whole
+        blocks, or if `block` is not a number.
         """
         block = self.block
         if block == 1:
@@ -60,15 +63,11 @@ class LeafAxis(NamedTuple):
 
 
 class Movement(NamedTuple):
-    """The effect of a primitive, such as `transpose` or `reshape`, on the axes of its operand."""
+    """A change of the axes of an array by a primitive such as `transpose` or `reshape`."""
 
     shape: Shape  # the shape of the result
     axes: tuple[int | None, ...]  # for each axis of the operand, its index in the result; or None
     reorders: bool = False  # whether axes are permuted, merged or split
-
-
-# The entry for each axis of one leaf. None if the axis of the leaf corresponds to no dense axis.
-Axes = Sequence[LeafAxis | None]
 
 
 def aligned_axes(ndim: int) -> tuple[LeafAxis, ...]:
@@ -80,19 +79,18 @@ def are_valid_axes(axes: Any, ndims: list[int]) -> bool:
     """Return whether `leaf_axes` returned a `LeafAxis` or None for each axis of each leaf."""
     if not isinstance(axes, list | tuple) or not all(isinstance(a, list | tuple) for a in axes):
         return False
-    entries = [entry for leaf_entries in axes for entry in leaf_entries]
-    has_valid_entries = all(entry is None or isinstance(entry, LeafAxis) for entry in entries)
+    has_valid_entries = all(isinstance(x, LeafAxis | None) for entries in axes for x in entries)
     return has_valid_entries and list(map(len, axes)) == ndims
 
 
 def partition_leaves(
     axes: Sequence[Axes], spec: PartitionSpec, old: Shape, new: Shape
 ) -> list[PartitionSpec] | None:
-    """Return the `PartitionSpec` of each leaf for a `PartitionSpec` of the dense array.
+    """Return the `PartitionSpec` of each leaf for `spec`, a `PartitionSpec` of the dense array.
 
-    `axes` is the result of `leaf_axes`. `old` and `new` are the dense shapes before and after the
-    array is cut into parts, or joined. Return None if a part of a leaf would not consist of whole
-    blocks. Along an axis with `block="shared"`, each part gets a copy of the only entry.
+    `axes` is the result of `leaf_axes`. `old` is the shape of the dense array, and `new` is its
+    shape after it is split into parts, or joined from parts. Return None if a split would cut
+    through a block. Along an axis with `block="shared"`, each part gets a copy of the only entry.
     """
 
     def spec_entry(axis: LeafAxis | None) -> Any:
@@ -104,7 +102,8 @@ def partition_leaves(
         # Count dense elements, because the number of leaf entries can be divisible although a part
         # ends inside a block.
         part_size, full_size = sorted((old[axis.axis], new[axis.axis]))
-        splits = axis.block == "whole" or (isinstance(axis.block, int) and part_size % axis.block)
-        if part_size != full_size and splits:
+        block = axis.block
+        cuts_block = block == "whole" or (isinstance(block, int) and part_size % block)
+        if part_size != full_size and cuts_block:
             return None
     return [PartitionSpec(*map(spec_entry, leaf_axes)) for leaf_axes in axes]

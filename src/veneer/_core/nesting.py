@@ -1,10 +1,10 @@
 """Nested calls of `implicit`, and implicit values that programs build under them.
 
 One call of `implicit` may run inside another: a layer calls it, or an operator of an array that the
-program builds. A primitive may then have operands of both calls. A tracer that looks dense to the
-inner trace may be an implicit array of the outer trace, and a rule of the inner trace would treat
-the tracer as a dense array. So the inner trace gives such a primitive to the outer trace. First,
-the primitive `pack` turns the implicit arrays of the inner trace into arrays of the outer trace.
+program builds. Each call has its own trace. To the inner trace, implicit arrays of the outer trace
+look dense. If a primitive has operands of both traces, a rule of the inner trace would compute on
+them as dense arrays. So the inner trace passes such a primitive to the outer trace. First, the
+primitive `pack` turns the implicit arrays of the inner trace into arrays of the outer trace.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,31 +44,32 @@ _staging_trace: ContextVar[Any] = ContextVar("staging_trace", default=None)
 class use_trace:
     """A context in which `trace` is JAX's current trace.
 
-    In the context, `innermost` counts as the trace of the innermost call of `implicit`. None means
-    outside all calls. This is a class, because each primitive enters it and generators are slower.
+    `innermost` is the trace of the innermost call of `implicit` in the context, or None outside all
+    calls. This is a class, because each primitive enters the context and a generator is slower.
     """
 
-    __slots__ = ("_context", "_innermost", "_previous", "_token", "_trace")
+    __slots__ = ("_innermost", "_previous", "_token", "_trace", "_user_context")
 
     def __init__(self, trace: Any, innermost: Any):
         self._trace, self._innermost = trace, innermost
 
     def __enter__(self) -> None:
-        self._context = _is_under_implicit(self._innermost is not None)
-        self._context.__enter__()
+        self._user_context = _is_under_implicit(self._innermost is not None)
+        self._user_context.__enter__()
         self._previous = swap_trace(self._trace)
         self._token = _innermost_implicit.set(self._innermost)
 
     def __exit__(self, *error: object) -> None:
         swap_trace(self._previous)
         _innermost_implicit.reset(self._token)
-        self._context.__exit__(None, None, None)
+        self._user_context.__exit__(None, None, None)
 
 
 def mark_staging_trace() -> AbstractContextManager[None]:
-    """Return a context in which dense-looking tracers of the current trace count as dense.
+    """Return a context for a rule that traces a program to a jaxpr with the current trace.
 
-    A rule that was selected for the types of all operands uses this to trace a program to a jaxpr.
+    The rule was selected for the types of all operands. So in this trace, a tracer that looks dense
+    to `implicit` is dense in the outer calls of `implicit`, too.
     """
     return set_variable(_staging_trace, current_trace())
 
@@ -79,46 +80,40 @@ def is_implicit_trace(trace: Any) -> bool:
 
 
 def enclosing_implicit(trace: Any) -> Any:
-    """Return the innermost `implicit` trace in or around a trace, or None.
+    """Return the innermost trace of `implicit` that is `trace` or encloses it.
 
-    Return None also if that call of `implicit` has a `filter_spec`.
+    Return None if there is no such trace, or if its call of `implicit` has a `filter_spec`.
     """
     innermost = next(filter(is_implicit_trace, traces_around(trace)), _innermost_implicit.get())
     return innermost if innermost is not None and innermost.no_filter else None
 
 
 def mixes_with_outer(trace: Any, tracers: Sequence[Any]) -> bool:
-    """Return whether an operand may be an implicit array of an enclosing `implicit` call.
+    """Return whether one of the operands `tracers` may be an implicit array of an outer call.
 
-    Such an operand is a tracer of that call, or of a program that is traced inside that call, where
-    implicit arrays look dense.
+    `trace` is the trace of the inner call of `implicit`. Such an operand is a tracer of the outer
+    call, or of a transformation inside the outer call, where implicit arrays look dense.
     """
     if trace.outer is None:
         return False
-    traces_in_outer = _traces_in_implicit(trace.parent)
-    for x in map(primal_of, tracers):
-        if not isinstance(x, Tracer):
-            continue
-        if is_implicit_trace(x._trace):
-            if x._trace.tag is not trace.tag:
-                return True
-        elif any(x._trace is other for other in traces_in_outer):
-            return True
-    return False
+    traces = [x._trace for x in map(primal_of, tracers) if isinstance(x, Tracer)]
+    if any(t.tag is not trace.tag for t in traces if is_implicit_trace(t)):
+        return True
+    return any(t is other for other in _traces_hiding_values(trace.parent) for t in traces)
 
 
-def _traces_in_implicit(trace: Any) -> list[Any]:
-    """Return the enclosing traces whose dense-looking tracers may be implicit in an outer call.
+def _traces_hiding_values(trace: Any) -> list[Any]:
+    """Return the traces whose tracers look dense but may be implicit in an outer call.
 
-    These are the traces (of a `jit` body, for example) inside an `implicit` call that holds
-    implicit arrays. The walk goes outwards from `trace`. The walk stops at the trace that
-    `mark_staging_trace` marked, and at a call with a filter.
+    These are traces of `jit`, `grad` and others inside a call of `implicit` that has implicit
+    arrays. Search outwards from `trace`, up to the trace that `mark_staging_trace` marked or a call
+    with a filter.
     """
     traces: list[Any] = []
     since_implicit: list[Any] = []  # the traces since the last `implicit` trace
     staging, innermost = _staging_trace.get(), _innermost_implicit.get()
     while True:
-        if trace is None:  # the end of the chain that JAX knows, as in a `shard_map`
+        if trace is None:  # JAX knows no trace further out, as in a `shard_map`
             trace, innermost = innermost, None
         if trace is None or trace is staging or not getattr(trace, "no_filter", True):
             return traces
@@ -138,8 +133,8 @@ def as_tracer(value: Value) -> Any:
     In a trace of another transformation, such as `jax.grad`, bind `pack` with the leaves.
     """
     trace: Any = current_trace()
-    if getattr(trace, "no_filter", False):
-        with use_trace(trace.parent, trace.outer):  # aval() of a type may compute
+    if getattr(trace, "no_filter", False):  # a trace of `implicit`
+        with use_trace(trace.parent, trace.outer):  # aval() of a type may run primitives
             return trace.wrap(compose_value(jax.tree.map(trace.unwrap, value), trace.run))
     if outer := enclosing_implicit(trace):
         outer.holds_values = True
@@ -161,16 +156,16 @@ def outside_implicit_error(value: Value) -> OutsideImplicitError:
 
 
 def builds_values(primitive: Primitive, params: dict[str, Any]) -> bool:
-    """Return whether a primitive is `pack`, or has a parameter whose jaxpr contains `pack`."""
+    """Return whether a primitive, or a jaxpr in its parameters, builds values with `pack`."""
     return _is_pack_used and is_or_contains(primitive, params, pack.name)
 
 
 def compose_value(value: Value, run: Callable[[Callable, Sequence[Any]], list[Any]]) -> Any:
-    """Return a value that a program built, tagged with the paths of its weights for reports.
+    """Return a value that a program built, with the paths of its weights for reports.
 
     If a leaf is an implicit array that the type does not accept, such as a `Quantity` in a
-    `Diagonal`, return the dense array of the value instead, and report it. `run(function, leaves)`
-    calls a function with the rules of the leaves in force.
+    `Diagonal`, report this and return the dense array of the value. For that, `run(function,
+    leaves)` must call `function(*leaves)` with the rules of the leaves.
     """
     leaves, structure = jax.tree.flatten(value, is_leaf=is_part(value))
     if any(map(is_value, leaves)):

@@ -41,6 +41,9 @@ _NAMED = {
 # A user context, because JAX traces a jitted function again when a user context changes, but not
 # when a context variable does. So a jitted function reports under each policy.
 _policy = jax.make_user_context(ALLOW)
+_recorded: ContextVar[list[Event]] = ContextVar("recorded")  # the list of `recorded_events`
+# The arguments of `note_how` in the running rule.
+_how: ContextVar[tuple[str, Sequence[int], str]] = ContextVar("how", default=("", (), ""))
 
 
 def current_policy() -> Policy:
@@ -50,8 +53,8 @@ def current_policy() -> Policy:
 def policy_in_force(policy: Policy) -> AbstractContextManager[None]:
     """Return a context in which `policy` is the current policy.
 
-    Keep the current policy if `policy` is `RECORD` and the block of `recorded_events` has ended.
-    This happens in a function that restores the policy under which it was defined.
+    Keep the current policy if `policy` is `RECORD` and no block of `recorded_events` is running.
+    This happens if a function runs later, with the policy under which it was defined.
     """
     has_ended = policy is RECORD and _recorded.get(None) is None
     return nullcontext() if has_ended or policy is _policy.value else _policy(policy)
@@ -69,9 +72,10 @@ def policy_of(choice: OnMaterialise) -> Policy:
 
 
 def nested_policy(policy: Policy) -> AbstractContextManager[None]:
-    """Return a context in which `policy` is in force for a nested call of `implicit`.
+    """Return a context in which `policy`, of a nested call of `implicit`, is in force.
 
-    `ALLOW` keeps the policy of the outer call. A list of events of the outer call stays in use.
+    `ALLOW` keeps the policy of the outer call. If the outer policy collects events in a list, the
+    nested policy adds its events to that list, too.
     """
     if policy is ALLOW:
         return nullcontext()
@@ -89,14 +93,11 @@ def set_variable(variable: ContextVar[T], value: T) -> Iterator[None]:
         variable.reset(token)
 
 
-_recorded: ContextVar[list[Event]] = ContextVar("recorded")
-
-
 @contextmanager
 def recorded_events() -> Iterator[list[Event]]:
-    """Yield a list that collects the events of the block. They are not emitted.
+    """Yield a list that collects the events of the block. The block emits no warnings or errors.
 
-    The caller traces a program in the block, and emits the events in each call of the program.
+    The caller traces a program in the block. Each call of the program emits the listed events.
     """
     events: list[Event] = []
     with set_variable(_recorded, events), policy_in_force(RECORD):
@@ -119,7 +120,8 @@ def emit_events(events: Iterable[Event]) -> None:
             _recorded.get().append(event)
         if policy.events is not None:
             policy.events.append(event)
-        if not (event.weight_nbytes if policy.weights_only else event.made_dense):
+        is_relevant = event.weight_nbytes > 0 if policy.weights_only else event.made_dense
+        if not is_relevant:
             continue
         if policy.on_materialise == "warn":
             file, line = user_place()
@@ -129,10 +131,6 @@ def emit_events(events: Iterable[Event]) -> None:
             raise MaterialiseError(f"{event}. {remedy} with on_materialise='allow'.")
         elif callable(policy.on_materialise):
             policy.on_materialise(event)
-
-
-# The arguments of `note_how` in the running rule.
-_how: ContextVar[tuple[str, Sequence[int], str]] = ContextVar("how", default=("", (), ""))
 
 
 def note_how(how: str, dense: Sequence[int] = (), no_kernel: str = "") -> None:
@@ -151,14 +149,14 @@ def report_rule(primitive: str, operands: Callable[[], Operands], rule: str) -> 
     _how.set(("", (), ""))
     if any(dense) or policy is RECORD or policy.events is not None:
         shown, sources, _, caches = operands()
-        dense = (*dense, *[0] * (len(shown) - len(dense)))
-        fields = shown, rule, sum(dense), user_line(), how, sources, dense, caches, no_kernel
-        emit_events([Event(primitive, *fields)])
+        dense = (*dense, *[0] * (len(shown) - len(dense)))  # zeros for the missing entries
+        event = Event(primitive, shown, rule, sum(dense), user_line(), how, sources, dense, caches)
+        emit_events([replace(event, no_kernel=no_kernel)])
 
 
 def report_materialised(primitive: str, operands: Callable[[], Operands], why: str = "") -> None:
     """Emit the event of a primitive that runs on materialized operands, for the reason `why`."""
     if _policy.value is not ALLOW:
         shown, sources, dense, caches = operands()
-        fields = shown, None, sum(dense), user_line(), why, sources, dense, caches
-        emit_events([Event(primitive, *fields)])
+        event = Event(primitive, shown, None, sum(dense), user_line(), why, sources, dense, caches)
+        emit_events([event])

@@ -52,7 +52,7 @@ class RegisteredRule:
 
     function: Callable
     operands: tuple[Alternatives, ...]  # for each operand, the classes that the rule accepts
-    further: Alternatives | None  # the same for the operands in `*args`; None without `*args`
+    variadic: Alternatives | None  # the same for the operands in `*args`; None without `*args`
     precedence: int
     structural: bool = False  # whether the primitive contains programs, such as `scan`
     conditional: bool = False  # whether the function may return NotImplemented
@@ -62,12 +62,12 @@ class RegisteredRule:
 
     def _classes_of(self, i: int) -> Alternatives:
         """Return the classes that the rule accepts for operand `i`."""
-        return self.operands[i] if i < len(self.operands) else (self.further or frozenset())
+        return self.operands[i] if i < len(self.operands) else (self.variadic or frozenset())
 
     def accepts(self, classes: Sequence[type]) -> bool:
         """Return whether the rule accepts operands of these classes."""
         count = len(classes)
-        if count < len(self.operands) or (count > len(self.operands) and self.further is None):
+        if count < len(self.operands) or (count > len(self.operands) and self.variadic is None):
             return False
         return all(_accepts(self._classes_of(i), c) for i, c in enumerate(classes))
 
@@ -76,7 +76,7 @@ class RegisteredRule:
 
         A rule with `*args` is never within a rule without `*args`.
         """
-        if self.further is not None and other.further is None:
+        if self.variadic is not None and other.variadic is None:
             return False
         return all(
             _accepts(other._classes_of(i), c) for i in range(count) for c in self._classes_of(i)
@@ -88,8 +88,8 @@ class RegisteredRule:
 
     def __str__(self) -> str:
         names = [" | ".join(sorted(c.__name__ for c in classes)) for classes in self.operands]
-        if self.further is not None:
-            names.append("*" + " | ".join(sorted(c.__name__ for c in self.further)))
+        if self.variadic is not None:
+            names.append("*" + " | ".join(sorted(c.__name__ for c in self.variadic)))
         return f"({', '.join(names)}) at {self.location} (precedence {self.precedence})"
 
 
@@ -104,6 +104,8 @@ Target = Primitive | JittedFunction
 
 _rules: dict[Target, list[RegisteredRule]] = {}
 _selected: dict[Any, RegisteredRule | None] = {}
+#: Primitives whose rule for `(x, y)` also serves `(y, x)`, if the types set `commute_ops`.
+COMMUTATIVE = frozenset("add add_any mul max min and or xor eq ne".split())
 CONTAINS_PROGRAMS: set[Primitive] = set()  # primitives with programs as parameters, such as `scan`
 _clear_caches: list[Callable[[], None]] = [_selected.clear]
 
@@ -204,8 +206,7 @@ def add_rule(
 
     **Arguments:**
 
-    - `precedence`: a number. If no rule is the most specific, the one with the highest precedence
-      runs. Rules for all types have a negative precedence.
+    - `precedence`: a number, as in `register`. Rules for all types have a negative precedence.
     - `structural`: whether the primitives contain programs or call the host. Then the rule checks
       and reports its results itself.
     - `conditional`: whether the rule may return NotImplemented. If so, it is tried before a rule
@@ -213,8 +214,8 @@ def add_rule(
     - `eager`: a faster function for eager calls. It takes the list of operands and the dict of
       parameters, and may return NotImplemented.
     """
-    operands, further = operand_types(function)
-    rule = RegisteredRule(function, operands, further, precedence, structural, conditional, eager)
+    operands, variadic = operand_types(function)
+    rule = RegisteredRule(function, operands, variadic, precedence, structural, conditional, eager)
     for primitive in primitives:
         if structural and isinstance(primitive, Primitive):
             CONTAINS_PROGRAMS.add(primitive)
@@ -227,8 +228,8 @@ def add_rule(
 
 
 def _reject_duplicate(rule: RegisteredRule, rules: Iterable[RegisteredRule], name: str) -> None:
-    """Raise `ValueError` if `rule` would replace one of the `rules`, from another module."""
-    signature = lambda r: (r.operands, r.further, r.precedence, r.conditional, r.swapped)
+    """Raise `ValueError` if `rule` would replace one of the `rules` that another module added."""
+    signature = lambda r: (r.operands, r.variadic, r.precedence, r.conditional, r.swapped)
     module = rule.function.__module__
     for other in rules:
         other_module = other.function.__module__
@@ -240,13 +241,9 @@ def _reject_duplicate(rule: RegisteredRule, rules: Iterable[RegisteredRule], nam
             )
 
 
-#: Primitives whose rule for `(x, y)` also serves `(y, x)`, if the types set `commute_ops`.
-COMMUTATIVE = frozenset("add add_any mul max min and or xor eq ne".split())
-
-
 def _can_swap_operands(rule: RegisteredRule) -> bool:
     """Return whether a rule takes two operands of different classes that set `commute_ops`."""
-    if len(rule.operands) != 2 or rule.operands[0] == rule.operands[1] or rule.further is not None:
+    if len(rule.operands) != 2 or rule.operands[0] == rule.operands[1] or rule.variadic is not None:
         return False
     classes = rule.operands[0] | rule.operands[1]
     return all(cls.commute_ops for cls in classes if issubclass(cls, Value))
@@ -263,9 +260,9 @@ def _swap_operands(rule: RegisteredRule) -> RegisteredRule:
 
 
 def structural(name: str) -> Callable[[_F], _F]:
-    """Return a decorator that adds a function as the rule for all types of the primitive `name`.
+    """Return a decorator that adds a function as the rule of the primitive `name` for all types.
 
-    The primitive contains programs, such as `scan`. The rule checks and reports results itself.
+    The primitive contains programs, like `scan`. The rule checks and reports its results itself.
     """
 
     def add(function: _F) -> _F:
@@ -281,7 +278,7 @@ def structural_rule(primitive: Primitive) -> Callable:
 
 
 def rules_of(cls: type[Value]) -> list[tuple[Target, RegisteredRule]]:
-    """Return the rules that name a class in an annotation, with their targets."""
+    """Return each rule that names `cls` in an annotation, after its primitive or function."""
     return [
         (target, rule)
         for target, rules in _rules.items()
@@ -326,7 +323,7 @@ def _select_rule(
 
 
 def _beats(rule: RegisteredRule, other: RegisteredRule, count: int) -> bool:
-    """Return whether a rule is tried before another one for `count` operands that both accept.
+    """Return whether `rule` is tried before `other`, for `count` operands that both accept.
 
     The more specific rule comes first. Of rules for the same classes, the one with the highest
     precedence, then a conditional one, then the one that was registered last comes first.

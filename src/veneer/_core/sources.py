@@ -5,11 +5,10 @@ array that the program finds in a container or builds from parts. Slices, transp
 the same shape (`2 * w`) still count as the weight, also inside loops, branches and functions. All
 other implicit arrays are intermediates: embedding rows, products, quantized activations.
 
-The sources of a value are one tuple, its `Source`, in an attribute. Tree functions drop the
-attribute, so code that flattens values and rebuilds them calls `keep_sources`. A value that the
-program builds gets the sources of its largest leaf. That leaf may be a leaf of an argument. In a
-program that is being traced, a concrete leaf belongs to a weight without a name. Values have
-sources only while a policy or a report needs them.
+An attribute of the value holds its sources as one tuple, a `Source`, while a policy or a report
+needs them. Tree functions drop the attribute, so code that flattens values and rebuilds them calls
+`keep_sources`. A value that the program builds gets the sources of its largest leaf: the weight of
+which the leaf is a part, or `FOUND`, a weight without a name, if a traced program closes over it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,6 +28,12 @@ from .value import Value, is_opaque_leaf, is_part, is_value, source_of
 T = TypeVar("T")
 S = TypeVar("S", bound=Sequence)
 
+#: Primitives that move elements and may change the shape.
+_MOVES = frozenset(
+    "all_gather all_to_all broadcast_in_dim concatenate expand_dims pad reshape select_n split "
+    "squeeze stack transpose unstack".split()
+)
+_PRODUCTS = frozenset(("dot_general", "ragged_dot_general", "conv_general_dilated"))
 _leaf_sources: ContextVar[Mapping[int, Source]] = ContextVar(
     "leaf_sources", default=MappingProxyType({})
 )
@@ -53,8 +58,9 @@ def find_source(x: Any) -> Source:
     array = primal_of(x)
     if source := _leaf_sources.get().get(id(array), ()):
         return source
-    is_nameless_weight = isinstance(array, ConcreteArray) and is_staged()
-    return (FOUND,) if is_nameless_weight else ()
+    # A concrete array in a traced program belongs to a weight that is not an argument.
+    is_found_weight = isinstance(array, ConcreteArray) and is_staged()
+    return (FOUND,) if is_found_weight else ()
 
 
 def with_source(value: Any, source: Source) -> Any:
@@ -76,22 +82,22 @@ def tag_sources(tree: T) -> T:
     def tag(x: Any) -> Any:
         if not isinstance(x, Value) or source_of(x) or not (source := find_source(x)):
             return x
-        copy = jax.tree.map(lambda leaf: leaf, x)
+        copy = jax.tree.map(lambda leaf: leaf, x)  # do not change the caller's object
         return with_source(copy, source)
 
     return tree if current_policy() is ALLOW else jax.tree.map(tag, tree, is_leaf=is_opaque_leaf)
 
 
 def keep_sources(before: Sequence[Any], after: S) -> S:
-    """Copy the recorded weight paths of values to the values rebuilt from them, `after`."""
+    """Copy the weight paths of the values `before` to the values `after`, and return `after`."""
     return restore_sources(map(source_of, before), after)
 
 
 def restore_sources(sources: Iterable[Source], values: S) -> S:
-    """Record the paths of the weights that each value comes from, and return the values.
+    """Record the given weight paths in each value, and return the values.
 
-    A function that JAX keeps closes over the sources of values instead of the values, because
-    tracers must not outlive their trace.
+    A function that JAX calls later holds sources instead of the values, because tracers must not
+    outlive their trace.
     """
     for source, value in zip(sources, values, strict=True):
         with_source(value, source)
@@ -101,29 +107,23 @@ def restore_sources(sources: Iterable[Source], values: S) -> S:
 def propagate_sources(
     primitive: str, values: Sequence[Any], params: Mapping[str, Any], out: Any
 ) -> None:
-    """Record the weight paths of operands in the results that still count as the weight.
+    """Record the weight paths of operands in results that count as the same weight, like `w.T`.
 
     If there are as many results as operands, each result comes from the operand at its index.
     Otherwise, each result may come from all operands.
     """
+    is_same_weight = lambda x, v: is_value(v) and _counts_as_weight(x, v, primitive, params)
     results = out if isinstance(out, (list, tuple)) else [out]
     for i, x in enumerate(results):
         if isinstance(x, Value) and not any(x is v for v in values):
             operands = [values[i]] if len(results) == len(values) else values
-            weights = (v for v in operands if is_value(v) and _is_weight(x, v, primitive, params))
-            with_source(x, join_sources(map(source_of, weights)))
+            with_source(x, join_sources(source_of(v) for v in operands if is_same_weight(x, v)))
 
 
-#: Primitives that move elements and may change the shape.
-_MOVES = frozenset(
-    "all_gather all_to_all broadcast_in_dim concatenate expand_dims pad reshape select_n split "
-    "squeeze stack transpose unstack".split()
-)
-_PRODUCTS = frozenset(("dot_general", "ragged_dot_general", "conv_general_dilated"))
-
-
-def _is_weight(result: Value, operand: Value, primitive: str, params: Mapping[str, Any]) -> bool:
-    """Return whether the result of a primitive still counts as the weight in an operand."""
+def _counts_as_weight(
+    result: Value, operand: Value, primitive: str, params: Mapping[str, Any]
+) -> bool:
+    """Return whether a result of a primitive counts as the same weight as an operand."""
     old, new = operand.aval().shape, result.aval().shape
     if primitive in ("gather", "dynamic_slice", "slice"):
         # A matrix of a stack of matrices is a weight. A row of a matrix is an intermediate.

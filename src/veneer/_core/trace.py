@@ -8,7 +8,7 @@ import jax
 from .._jax.primitives import Primitive
 from .._jax.tracing import Trace, Tracer, current_trace, is_in_derivative
 from .dispatch import dispatch
-from .errors import reject_derivatives, reject_leaves, warn_of_scales_without_codes
+from .errors import reject_derivatives, reject_refs_and_float0, warn_of_scales_without_codes
 from .nesting import as_tracer, builds_values, enclosing_implicit, mixes_with_outer, use_trace
 from .rules import CONTAINS_PROGRAMS, structural_rule
 from .value import Value
@@ -24,7 +24,7 @@ class ImplicitTracer(Tracer):
         try:
             aval = value.aval()
         except Exception as error:
-            reject_leaves([value], error)
+            reject_refs_and_float0([value], error)
             raise
         if not isinstance(aval, jax.core.ShapedArray):
             raise TypeError(
@@ -45,8 +45,8 @@ class ImplicitTrace(Trace):
     """A trace that runs rules for primitives with an implicit operand of this trace.
 
     All other primitives go to `parent`, the trace that was current when `implicit` was called.
-    `tag` identifies the call of `implicit`. Several traces share a tag if a function of the call
-    runs later in another trace. `no_filter` is False if the call has a `filter_spec`.
+    `tag` identifies the call of `implicit`. If JAX runs a derivative rule of the program later, the
+    rule has another trace with the same tag. `no_filter` is False if the call has a `filter_spec`.
     """
 
     __slots__ = ("holds_values", "no_filter", "outer", "parent", "tag")
@@ -57,7 +57,7 @@ class ImplicitTrace(Trace):
         self.tag, self.no_filter = tag, no_filter
         self.outer: Any = enclosing_implicit(parent)  # the trace of the enclosing call, or None
         self.holds_values = False  # whether a tracer of this trace was made
-        self.requires_low = parent.requires_low
+        self.requires_low = parent.requires_low  # of JAX: the trace takes no hijax types
 
     def wrap(self, x: Any) -> Any:
         """Return a tracer of this trace for an implicit value. Return anything else unchanged."""
@@ -69,10 +69,10 @@ class ImplicitTrace(Trace):
 
     @classmethod
     def run(cls, program: Callable, values: Sequence[Any]) -> list[Any]:
-        """Call a program with the rules in force, and return its list of results.
+        """Return the list `program(*values)`, computed with the rules in force.
 
-        Unlike `redispatch`, always use a new trace: the program may build implicit values from
-        dense operands.
+        Unlike `redispatch`, use a trace even if all `values` are dense, because the program may
+        build implicit values from them.
         """
         trace = cls(current_trace(), object())
         wrapped = list(map(trace.wrap, values))
@@ -85,14 +85,14 @@ class ImplicitTrace(Trace):
     ) -> Any:
         """Run a primitive by `dispatch` if an operand is implicit, else in the parent trace.
 
-        If a program in its parameters builds implicit values, run the structural rule instead.
+        If a jaxpr in `params` builds implicit values from dense operands, run the structural rule.
         """
         tag, parent = self.tag, self.parent
-        for x in tracers:
+        for x in tracers:  # faster than any()
             if type(x) is ImplicitTracer and x._trace.tag is tag:
                 run = dispatch
                 break
-        else:
+        else:  # no operand is implicit
             if primitive not in CONTAINS_PROGRAMS or not builds_values(primitive, params):
                 return parent.process_primitive(primitive, tracers, params)
             run = lambda primitive, values, params: structural_rule(primitive)(*values, **params)
@@ -102,25 +102,24 @@ class ImplicitTrace(Trace):
         with use_trace(parent, self.outer):
             try:
                 out = run(primitive, values, params)
-                # Here in the parent trace, because aval() of a type may compute.
+                # Wrap in the parent trace, because aval() of a type may run primitives.
                 return list(map(self.wrap, out)) if primitive.multiple_results else self.wrap(out)
             except Exception as error:
-                reject_leaves(values, error)
+                reject_refs_and_float0(values, error)
                 raise
 
     def _pack_operands(self, tracers: Sequence[Any]) -> list[Any]:
-        """Return the operands as arrays of the parent trace."""
+        """Return the operands, with a tracer of the parent trace for each implicit value."""
         with use_trace(self.parent, self.outer):
             return [as_tracer(x) if isinstance(x, Value) else x for x in map(self.unwrap, tracers)]
 
     # JAX passes these primitives, which have functions as parameters, to methods of their own.
-    # Their rules take the functions and this trace as parameters.
+    # Their rules get this trace, too, because the functions may capture its tracers.
 
     def process_custom_jvp_call(
         self, primitive: Primitive, fun: Any, jvp: Any, tracers: Sequence[Any], /, **params: Any
     ) -> Any:
-        params |= {"fun": fun, "jvp": jvp}
-        return self._call_custom(primitive, tracers, params)
+        return self._call_custom(primitive, tracers, {**params, "fun": fun, "jvp": jvp})
 
     def process_custom_vjp_call(
         self, primitive: Primitive, fun: Any, fwd: Any, bwd: Any, tracers: Any, /, **params: Any
@@ -132,7 +131,7 @@ class ImplicitTrace(Trace):
         self, primitive: Primitive, tracers: Sequence[Any], params: dict[str, Any]
     ) -> list[Any]:
         """Run a `custom_jvp` or `custom_vjp` by its structural rule."""
-        if self.requires_low:  # no derivative is taken outside, so JAX drops custom derivatives too
+        if self.requires_low:  # No outer trace takes derivatives. JAX drops custom rules, too.
             return self._inline(params["fun"], tracers)
         with use_trace(self.parent, self.outer):
             return list(map(self.wrap, self._apply_structural_rule(primitive, tracers, params)))
@@ -149,7 +148,6 @@ class ImplicitTrace(Trace):
     ) -> Any:
         """Call the structural rule of a primitive with the values of its operands."""
         if mixes_with_outer(self, tracers):
-            # The rule also gets this trace: its functions may capture values of this trace.
             tracers = self._pack_operands(tracers)
         return structural_rule(primitive)(*map(self.unwrap, tracers), trace=self, **params)
 
@@ -159,7 +157,6 @@ class ImplicitTrace(Trace):
     def process_call(  # JAX < 0.12
         self, primitive: Primitive, f: Any, tracers: Sequence[Any], params: dict[str, Any], /
     ) -> Any:
-        del primitive, params
         return self._inline(f, tracers)
 
     def _inline(self, fun: Any, tracers: Sequence[Any]) -> Any:

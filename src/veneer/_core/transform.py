@@ -9,7 +9,7 @@ from jax.tree_util import tree_flatten, tree_unflatten
 from .._jax.tracing import ConcreteArray, current_trace, is_eager
 from .nesting import use_trace
 from .trace import ImplicitTrace, ImplicitTracer
-from .value import OpaqueNode, Value, has_all_leaves, is_opaque_leaf
+from .value import OpaqueNode, has_all_leaves, is_opaque_leaf, is_value
 
 Program = tuple[Any, tuple[Any, ...], dict[str, Any]]  # a function, its arguments and keywords
 
@@ -22,25 +22,25 @@ def call_program(program: Program) -> Any:
 def redispatch(function: Callable, /, *args: Any, **kwargs: Any) -> Any:
     """Call `function(*args, **kwargs)` with the rules of the implicit arguments in force.
 
-    Rules use this for functions of veneer. `function` must not capture implicit arrays. Functions
-    of users may, so `vn.implicit` runs these functions.
+    `function` must not capture implicit arrays. A function of a user may capture some, so call it
+    with `vn.implicit`.
     """
     return run(call_program, (function, args, kwargs))
 
 
-def run_around(function: Callable, /, *args: Any) -> Any:
-    """Call `function(*args)` like `redispatch`, but never leave primitives to an enclosing call.
+def redispatch_isolated(function: Callable, /, *args: Any) -> Any:
+    """Call `function(*args)` like `redispatch`, but treat implicit arrays of outer calls as dense.
 
-    Operands that are implicit arrays of an enclosing call of `implicit` then count as dense.
+    `redispatch` instead leaves a primitive with such an operand to the outer call of `implicit`.
     """
-    return run(call_program, (function, args, {}), joins_outer=False)
+    return run(call_program, (function, args, {}), defers_to_outer=False)
 
 
 def run(
     call: Callable[[Program], Any],
     program: Program,
     select: Callable[[Program], Sequence[bool]] | None = None,
-    joins_outer: bool = True,
+    defers_to_outer: bool = True,
 ) -> Any:
     """Return `call(program)`, with implicit arrays replaced by tracers that run their rules.
 
@@ -50,21 +50,18 @@ def run(
     - `program`: a function, its arguments and its keywords.
     - `select`: a function that returns, for each leaf of `program`, whether the leaf is replaced.
       None replaces all implicit arrays.
-    - `joins_outer`: whether a primitive with an operand of an enclosing call of `implicit` runs in
-      the trace of that call. If not, such an operand counts as dense.
+    - `defers_to_outer`: whether a primitive with an implicit array of an outer call of `implicit`
+      runs in the trace of that call. If False, the array counts as dense.
     """
     leaves, treedef = tree_flatten(program, is_opaque_leaf)
-    if select is None:
-        selected = [isinstance(x, Value) and has_all_leaves(x) for x in leaves]
-    else:
-        selected = list(select(program))
+    selected = select(program) if select else [is_value(x) and has_all_leaves(x) for x in leaves]
     if True not in selected:
         # Without a filter, a program that is traced may build implicit values from dense ones.
-        is_dense = is_eager() and not any(isinstance(x, Value) for x in leaves)
+        is_dense = is_eager() and not any(map(is_value, leaves))
         if select is not None or is_dense:
             return call(program)
     trace = ImplicitTrace(current_trace(), object(), no_filter=select is None)
-    if not joins_outer:
+    if not defers_to_outer:
         trace.outer = None
     wrapped = [ImplicitTracer(trace, x) if s else x for s, x in zip(selected, leaves, strict=True)]
     with use_trace(trace, trace):

@@ -17,6 +17,8 @@ import numpy as np
 from .._jax.caller_errors import check_caller
 from .._jax.export import make_exportable
 
+_ARRAYS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic, bool, int, float, complex)
+
 
 def static(**kwargs: Any) -> Any:
     """Declare a field of an implicit array as metadata, which JAX compares and never traces.
@@ -54,13 +56,10 @@ def _is_static(field: dataclasses.Field) -> bool:
 
 def has_metadata(value: Any) -> bool:
     """Return whether a dataclass, or a dataclass in one of its fields, has static fields."""
-    for field in dataclasses.fields(value):
-        if _is_static(field):
-            return True
-        part = getattr(value, field.name, None)
-        if dataclasses.is_dataclass(part) and has_metadata(part):
-            return True
-    return False
+    fields = dataclasses.fields(value)
+    parts = (getattr(value, field.name, None) for field in fields)
+    has_static_field = any(map(_is_static, fields))
+    return has_static_field or any(dataclasses.is_dataclass(p) and has_metadata(p) for p in parts)
 
 
 def check_metadata(value: Any) -> None:
@@ -100,10 +99,10 @@ def make_dataclass(cls: type) -> None:
 
 
 def _add_checks(init: Callable, calls_post_init: bool) -> Callable:
-    """Return a constructor that also takes `shape` and `dtype`, and checks the new value.
+    """Wrap the constructor `init`: also take `shape` and `dtype`, and check the new value.
 
-    The constructor raises `ValueError` if the dense array has another shape or dtype. It calls
-    `__post_init__` unless `init` does (`calls_post_init`) or a subclass runs this constructor.
+    Raise `ValueError` if the dense array has another shape or dtype. Call `__post_init__`, unless
+    `init` does so (`calls_post_init`) or a subclass calls the constructor by `super().__init__`.
     """
     parameters = inspect.signature(init).parameters
     checkable_names = [name for name in ("shape", "dtype") if name not in parameters]
@@ -126,6 +125,7 @@ def _add_checks(init: Callable, calls_post_init: bool) -> Callable:
     return __init__
 
 
+Metadata = tuple[tuple[Any, ...], tuple[type, ...]]  # the values of static fields, and their types
 #: The methods in which a class checks the fields of a new value. Equinox calls `__check_init__`.
 CHECK_METHODS = ("__post_init__", "__check_init__")
 
@@ -140,9 +140,6 @@ def checks_of(value: Any) -> list[Callable[[], None]]:
     return checks
 
 
-Metadata = tuple[tuple[Any, ...], tuple[type, ...]]  # the values of static fields, and their types
-
-
 def make_pytree(cls: Any) -> None:
     """Register a dataclass as a pytree with keys, unless the class is registered already."""
     fields = dataclasses.fields(cls)
@@ -152,8 +149,9 @@ def make_pytree(cls: Any) -> None:
     get_children, get_metadata = _getter(child_names), _getter(static_names)
 
     def flatten(value: Any) -> tuple[tuple[Any, ...], Metadata]:
-        check_caller(value, flattened=True)
-        metadata = get_metadata(value.__dict__)
+        check_caller(value, flattened=True)  # may raise a clearer error than the JAX function
+        get = value.__dict__.__getitem__
+        metadata = tuple(map(get, static_names))
         # JAX caches programs by metadata. The types tell apart equal values such as 2 and 2.0.
         return get_children(value.__dict__), (metadata, tuple(map(type, metadata)))
 
@@ -198,7 +196,8 @@ def array_fields_of(cls: Any) -> ArrayFields:
     types_of = {f.name: annotated_types(annotations[f.name]) for f in fields}
     optional = {f.name for f in fields if f.default is None or type(None) in types_of[f.name]}
     arrays = {name for name, classes in types_of.items() if all(map(_is_array_type, classes))}
-    return ArrayFields(frozenset(arrays - optional), types_of.keys() == arrays | optional)
+    is_complete = types_of.keys() == arrays | optional
+    return ArrayFields(required=frozenset(arrays - optional), is_complete=is_complete)
 
 
 def annotated_types(annotation: Any) -> list[Any]:
@@ -222,9 +221,6 @@ def annotated_types(annotation: Any) -> list[Any]:
 
 def _is_array_type(cls: Any) -> bool:
     return isinstance(cls, type) and (issubclass(cls, _ARRAYS) or hasattr(cls, "materialise"))
-
-
-_ARRAYS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic, bool, int, float, complex)
 
 
 def split_list(values: Sequence, *sizes: int) -> Iterator[list[Any]]:

@@ -84,9 +84,9 @@ class Value:
     def __init_subclass__(cls, *, abstract: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls._pytree = False
-        by_flax = "__dataclass_params__" in vars(cls)  # flax.struct.PyTreeNode
-        by_equinox = type(cls) not in (type, ABCMeta)  # its metaclass makes the dataclass later
-        cls._is_own_dataclass = not (by_flax or by_equinox or abstract)
+        is_flax_dataclass = "__dataclass_params__" in vars(cls)  # flax.struct.PyTreeNode
+        is_equinox_class = type(cls) not in (type, ABCMeta)  # the metaclass makes the dataclass
+        cls._is_own_dataclass = not (is_flax_dataclass or is_equinox_class or abstract)
         if cls._is_own_dataclass:
             make_dataclass(cls)
 
@@ -147,8 +147,7 @@ class Value:
     def leaf_axes(self) -> Sequence[Axes] | None:
         """Declare which axis of the dense array each axis of each leaf corresponds to.
 
-        With this declaration, Veneer slices, transposes and shards the leaves instead of the dense
-        array.
+        Veneer then slices, transposes and shards the leaves instead of the dense array.
 
         **Returns:** a list with one sequence per leaf. The sequence has, for each axis of the leaf,
         a `vn.LeafAxis`, or None if no dense axis corresponds to the axis. An implicit array in a
@@ -162,10 +161,10 @@ class Value:
         return self
 
     def _moved(self, movement: Movement) -> Any:
-        """Return this value with the metadata that it must have after a movement of its leaves.
+        """Return this value with its metadata (static fields) adapted to a `Movement` of its axes.
 
-        The leaves were sliced, transposed or reshaped already. Return NotImplemented if no metadata
-        is right. Then the primitive is not computed on the leaves.
+        The leaves were sliced, transposed or reshaped already. Return NotImplemented if that cannot
+        be right for any metadata. The result on the leaves is then discarded.
         """
         return NotImplemented if movement.reorders and has_metadata(self) else self
 
@@ -191,7 +190,7 @@ _SLOTS = {name: vars(Value)[name] for name in Value.__slots__}
 def get_cached(value: Value, name: str, default: Any = None) -> Any:
     """Return an attribute of `Value.__slots__`, or `default` if the attribute is not set.
 
-    `getattr` would call a `__getattr__` of the class, which may return the attribute of a field.
+    `getattr` would then call a `__getattr__` of the class, which may look in a field instead.
     """
     try:
         return _SLOTS[name].__get__(value)
@@ -234,7 +233,7 @@ def source_of(x: Any) -> Source:
 
 
 def aval_of(x: Any) -> Any:
-    """Return the shape and dtype of an array: of the dense array if `x` is implicit."""
+    """Return `jax.typeof(x)`, or the type of the dense array if `x` is implicit."""
     return x.aval() if isinstance(x, Value) else jax.typeof(x)
 
 
@@ -282,14 +281,16 @@ def run_checks(tree: Any, *leaves: Any) -> None:
 
 
 class OpaqueNode:
-    """The base class of pytrees that `implicit` passes to the function unchanged, such as `Box`."""
+    """The base class of pytrees that `implicit` passes on without a look inside: `vn.hijax.Box`."""
 
 
 def is_opaque_leaf(x: Any) -> bool:
-    """Return whether `x` is a pytree that `implicit` treats as one leaf."""
+    """Return whether `x` is a leaf for `implicit`: an implicit array or an `OpaqueNode`."""
     return isinstance(x, (Value, OpaqueNode))  # a tuple is faster than a union
 
 
+#: The name of a `checkpoint_name` whose rule materializes its operand.
+MATERIALISE = "veneer.materialise"
 # True while the method `materialise` of a type runs. It may call `vn.materialise` on its leaves.
 _materialising: ContextVar[bool] = ContextVar("materialising", default=False)
 
@@ -301,8 +302,8 @@ def materialise_one(x: Any) -> Any:
     with set_variable(_materialising, True), policy_in_force(ALLOW):
         while isinstance(x, Value):
             reject_derivatives(x)
-            dense = x.materialise()
-            if type(dense) is type(x) and _tree_type(dense) == _tree_type(x):
+            dense = x.materialise()  # or another implicit array, to materialize next
+            if type(dense) is type(x) and _tree_type(dense) == _tree_type(x):  # an endless loop
                 raise TypeError(f"{type(x).__name__}.materialise() returns itself")
             x = dense
     return x
@@ -312,10 +313,6 @@ def _tree_type(value: Value) -> Any:
     """Return the tree structure of a value and the types of its leaves."""
     leaves, structure = jax.tree.flatten(value)
     return structure, list(map(jax.typeof, leaves))
-
-
-#: The name of a `checkpoint_name` whose rule materializes its operand.
-MATERIALISE = "veneer.materialise"
 
 
 @overload
@@ -360,8 +357,7 @@ def materialise(tree: Any) -> Any:
 
 def make_dense(primitive: Primitive, values: Sequence[Any], why: str = "") -> list[Any]:
     """Return the operands of a primitive, materialized, and report this with the reason `why`."""
-    implicit = [v for v in values if isinstance(v, Value)]
-    if not implicit:
+    if not any(map(is_value, values)):
         return list(values)
     report_materialised(primitive.name, lambda: describe_operands(values), why)
     try:
@@ -384,11 +380,11 @@ def _materialise_checked(value: Value) -> Any:
             f"{type(value).__name__}.materialise() returns {_short(actual)}, but its aval() is "
             f"{_short(declared)}: {value!r}"
         )
-    return vary_like(jax.tree.leaves(value), dense)
+    return vary_like(jax.tree.leaves(value), dense)  # in a shard_map: over the axes of the leaves
 
 
 def _aval_of_dense(value: Value, dense: Any) -> Any:
-    """Return the type of the result of `value.materialise()`, which must be an array."""
+    """Return the type of `dense`, the result of `value.materialise()`. Reject other than arrays."""
     try:
         return jax.typeof(dense)
     except TypeError:
@@ -409,12 +405,10 @@ def describe(values: Sequence[Any]) -> tuple[str, ...]:
     """Return a text for each operand, such as `QArray:f32[8,4]` or `f32[2,8]`."""
 
     def describe_one(x: Any) -> str:
-        if not isinstance(x, Value):
-            return _summary(x)
-        try:
-            return f"{type(x).__name__}:{_short(x.aval())}"
-        except Exception:  # a partitioned value lacks leaves
-            return repr(x)
+        with suppress(Exception):  # a partitioned value lacks leaves
+            if isinstance(x, Value):
+                return f"{type(x).__name__}:{_short(x.aval())}"
+        return _summary(x)
 
     return tuple(map(describe_one, values))
 
@@ -437,7 +431,7 @@ def _aval_of_materialise(value: Value, x64: bool) -> jax.core.ShapedArray:
     except Exception as error:
         reject_derivatives(value, error)
         check_fields(value, error)
-        check_leaves_fit(value, checks_of(value), error)
+        check_leaves_fit(value, error)
         error.add_note(
             f"While finding the shape and dtype of {value!r} from its materialise(); "
             "define aval() to state them."
@@ -446,8 +440,8 @@ def _aval_of_materialise(value: Value, x64: bool) -> jax.core.ShapedArray:
 
 
 @lru_cache(maxsize=4096)
-def _find_aval(treedef: Any, leaves: Any, _x64: bool) -> jax.core.ShapedArray:
-    """Trace `materialise` for leaves of these types. `_x64` is only a key of the cache."""
+def _find_aval(treedef: Any, leaf_types: Any, _x64: bool) -> jax.core.ShapedArray:
+    """Return the type of the dense array for these leaf types. `_x64` is only a cache key."""
 
     def dense(*leaves: Any) -> Any:
         value = jax.tree.unflatten(treedef, leaves)
@@ -455,8 +449,8 @@ def _find_aval(treedef: Any, leaves: Any, _x64: bool) -> jax.core.ShapedArray:
         _aval_of_dense(value, result)
         return vary_like(leaves, result)
 
-    # The result of eval_shape would lack the mesh that it is sharded over. The cache is keyed by
-    # the mesh of the leaves, not by the mesh of the context.
-    with jax.sharding.use_abstract_mesh(find_mesh(leaves)):
-        (aval,) = jax.make_jaxpr(dense)(*leaves).out_avals
+    # Use make_jaxpr, because eval_shape would drop the mesh from the type. Use the mesh of the
+    # leaves, because the cache is keyed by the leaves and not by the mesh of the context.
+    with jax.sharding.use_abstract_mesh(find_mesh(leaf_types)):
+        (aval,) = jax.make_jaxpr(dense)(*leaf_types).out_avals
     return aval

@@ -19,7 +19,7 @@ import jax
 from .._core.errors import (
     derivatives_error,
     is_marked_as_derivatives,
-    reject_leaves,
+    reject_refs_and_float0,
     warn_of_scales_without_codes,
 )
 from .._core.primitives.leaf_movement import can_stack_leaves, has_batch_axes
@@ -332,7 +332,7 @@ def high_type(treedef: Any, leaves: tuple[Any, ...], x64: bool) -> HighType:
     """The high type of the values with this structure and these types of leaves."""
     del x64  # of the key
     if not all(map(has_numeric_dtype, leaves)):
-        reject_leaves([jax.tree.unflatten(treedef, leaves)])
+        reject_refs_and_float0([jax.tree.unflatten(treedef, leaves)])
     return HighType(treedef, leaves, abstract(treedef, leaves))
 
 

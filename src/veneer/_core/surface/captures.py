@@ -48,7 +48,7 @@ class Closure:
 
 
 def may_capture(function: Any) -> bool:
-    """Return whether a function can capture an object. If so, each call must use `open_closure`."""
+    """Return whether a function can capture an object. If not, it needs no `open_closure`."""
     return type(function) is not FunctionType or bool(
         function.__closure__
         or function.__defaults__
@@ -60,10 +60,10 @@ def may_capture(function: Any) -> bool:
 def open_closure(function: Any, opening: tuple[Any, ...] = ()) -> Any:
     """Return a `Closure` if a function captures an implicit array, else the function itself.
 
-    `opening` are the functions that are being opened. One of them may capture `function`.
+    `opening` are the enclosing functions that are being opened, to stop at a recursive function.
     """
     opener = _OPENERS.get(type(function))
-    if opener is None or function in opening:  # a recursive function captures itself
+    if opener is None or function in opening:
         return function
     return opener(function, (*opening, function))
 
@@ -84,9 +84,10 @@ def reject_assignments(closure: Any) -> None:
         return
     for part in jax.tree.leaves(closure.captured, is_leaf=_is_closure_or_opaque):
         reject_assignments(part)
-    rebuild: Any = closure.close  # has cells if it is a `_Rebuild`
-    for cell, content in getattr(rebuild, "cells", ()):
-        if not _is_filled(cell) or cell.cell_contents is not content:
+    rebuild: Any = closure.close  # has `cell_contents` if it is a `_Rebuild`
+    for cell, content in getattr(rebuild, "cell_contents", ()):
+        is_assigned = not _is_filled(cell) or cell.cell_contents is not content
+        if is_assigned:
             raise TypeError(
                 f"{rebuild.function.__qualname__} captures an implicit array in a variable "
                 "that it assigns. vn.implicit would lose the new value. Pass the array as an "
@@ -111,16 +112,17 @@ def _open_function(function: FunctionType, opening: tuple[Any, ...]) -> Any:
     if not (cells or global_names or function.__defaults__ or function.__kwdefaults__):
         return function
     assigned = _assigned_cells(function, set())
-    contents = {
+    contents = {  # by the index of the cell
         i: open_closure(cell.cell_contents, opening)
         for i, cell in enumerate(cells)
         if _is_filled(cell) and id(cell) not in assigned
     }
     # Cells without implicit arrays keep the same objects: a function may append to a list.
     opened_cells = {i: content for i, content in contents.items() if _holds_values(content)}
-    others = [variables[name] for name in global_names]
-    others += [function.__defaults__, function.__kwdefaults__]
-    captured = [*opened_cells.values(), *(open_closure(x, opening) for x in others)]
+    globals_and_defaults = [variables[name] for name in global_names]
+    globals_and_defaults += [function.__defaults__, function.__kwdefaults__]
+    opened_others = [open_closure(x, opening) for x in globals_and_defaults]
+    captured = [*opened_cells.values(), *opened_others]
     if not _holds_values(captured):
         return function
     cell_names = [function.__code__.co_freevars[i] for i in opened_cells]
@@ -154,7 +156,7 @@ def _assigned_names(code: CodeType) -> frozenset[str]:
 
 
 class _Overlay(dict[str, Any]):
-    """The global variables of a module, with some replaced. Others have their current values."""
+    """The global variables of a module with new values for some. The others are read live."""
 
     def __init__(self, module: dict[str, Any], replaced: Iterable[tuple[str, Any]]):
         super().__init__(module)  # imports and class bodies do not call __getitem__
@@ -171,21 +173,20 @@ class _Rebuild:
     def __init__(self, function: FunctionType, cell_indices: list[int], global_names: list[str]):
         self.function = function
         self.cell_indices, self.global_names = cell_indices, global_names
-        self.cells: list[tuple[CellType, Any]] = []  # old and new cells, with their contents
+        self.cell_contents: list[tuple[CellType, Any]] = []  # for `reject_assignments`
 
     def __call__(self, captured: list[Any]) -> Callable:
         old = self.function
-        *contents, defaults, keyword_defaults = captured
-        remaining = iter(contents)  # the contents of the cells, then of the global variables
+        *contents, defaults, keyword_defaults = captured  # in the order of `_open_function`
+        cell_count = len(self.cell_indices)
         cells = list(old.__closure__ or ())
-        for i in self.cell_indices:
-            content = next(remaining)
-            self.cells.append((cells[i], cells[i].cell_contents))
-            cells[i] = CellType(content)
-            self.cells.append((cells[i], content))
+        for i, content in zip(self.cell_indices, contents[:cell_count], strict=True):
+            old_cell, cells[i] = cells[i], CellType(content)
+            self.cell_contents += [(old_cell, old_cell.cell_contents), (cells[i], content)]
         variables = old.__globals__
         if self.global_names:
-            variables = _Overlay(variables, zip(self.global_names, remaining, strict=True))
+            replaced = zip(self.global_names, contents[cell_count:], strict=True)
+            variables = _Overlay(variables, replaced)
         new = FunctionType(old.__code__, variables, old.__name__, defaults, tuple(cells) or None)
         new.__kwdefaults__ = keyword_defaults
         new.__dict__.update(old.__dict__)
@@ -195,15 +196,15 @@ class _Rebuild:
 
 def _open_method(method: MethodType, opening: tuple[Any, ...]) -> Any:
     captured = [open_closure(x, opening) for x in (method.__self__, method.__func__)]
-    rebuild = lambda c: MethodType(c[1], c[0])
+    rebuild = lambda captured: MethodType(captured[1], captured[0])  # of function and object
     closure = Closure(captured, rebuild, ("self", "method"), method)
     return closure if _holds_values(captured) else method
 
 
 def _open_partial(function: partial, opening: tuple[Any, ...]) -> Any:
-    contents = (function.func, function.args, function.keywords)
-    captured = [open_closure(x, opening) for x in contents]
-    rebuild = lambda c: partial(c[0], *c[1], **c[2])
+    parts = (function.func, function.args, function.keywords)
+    captured = [open_closure(x, opening) for x in parts]
+    rebuild = lambda captured: partial(captured[0], *captured[1], **captured[2])
     closure = Closure(captured, rebuild, ("function", "args", "keywords"), function)
     return closure if _holds_values(captured) else function
 
@@ -234,8 +235,8 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 def _captured_globals(code: CodeType, variables: dict[str, Any]) -> list[str]:
     """Return the names of the global variables that a function reads and that are implicit arrays.
 
-    Return none if the function assigns a global variable, because an `_Overlay` would lose the new
-    content.
+    Return an empty list if the function assigns any global variable, because an `_Overlay` would
+    lose the new value.
     """
     codes = list(_codes(code))
     if not any(isinstance(variables.get(name), Value) for c in codes for name in c.co_names):

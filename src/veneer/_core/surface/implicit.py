@@ -129,10 +129,11 @@ class Implicit:
 
 
 def _run(fn: Any, filter_spec: FilterSpec, policy: Policy, args: Any, kwargs: Any) -> Any:
+    """Call `fn` with the rules of the implicit arrays that `filter_spec` selects."""
     program = fn, args, kwargs
     select = None if filter_spec is True else partial(_select_leaves, filter_spec)
     with nested_policy(policy):
-        if current_policy() is ALLOW or filter_spec is False:
+        if current_policy() is ALLOW or filter_spec is False:  # no report needs names of weights
             out = run(_call_closure, program, select)
         else:
             out = _run_with_paths(program, select)
@@ -170,7 +171,7 @@ _has_paths: ContextVar[bool] = ContextVar("has_paths", default=False)
 def _run_with_paths(program: Program, select: Any) -> Any:
     """Run a program, and let reports name each implicit array by its path, such as `layer.kernel`.
 
-    A nested call does not name its arguments, because they may be intermediates of the outer call.
+    In a nested call of `implicit`, keep the names that the outer call has set.
     """
     if _has_paths.get():
         return run(_call_closure, tag_sources(program), select)
@@ -196,10 +197,10 @@ def _path_string(element: Any, *keys: Any, names: Sequence[str]) -> str:
     `element` is the key of `fn`, `args` or `kwargs`, and `keys` are the keys below. `names` are the
     names of the positional arguments.
     """
-    name = ""  # of the argument; a path in `fn` has none
-    if element.idx == 1:
+    name = ""  # the name of the argument; empty for a leaf in `fn`
+    if element.idx == 1:  # args
         name, keys = names[keys[0].idx], keys[1:]
-    elif element.idx == 2:
+    elif element.idx == 2:  # kwargs
         name, keys = keys[0].key, keys[1:]
     path = jax.tree_util.keystr(keys, simple=True, separator=".")
     return ".".join(filter(None, (name, path)))

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from ..._jax.tracing import current_trace, is_eager
-from ..errors import reject_derivatives, reject_leaves
+from ..errors import reject_derivatives, reject_refs_and_float0
 from ..nesting import as_tracer, enclosing_implicit, outside_implicit_error
 from ..value import CHECK_BUGS, Value, dense_shape_of, has_all_leaves, is_part, is_value, run_checks
 
@@ -58,21 +58,21 @@ def check_is_array(value: Value) -> None:
 def _check_leaves_fit_together(value: Value) -> None:
     """Run the checks of the class on a copy with abstract leaves, and raise their errors.
 
-    A transformation such as `jax.vmap` may have changed each leaf. The copy is needed because a
-    check may assign fields.
+    A transformation such as `jax.vmap` may have changed each leaf. Use a copy, because a check may
+    assign fields.
     """
     leaves, tree = jax.tree.flatten(value, is_leaf=is_part(value))
     if not all(hasattr(x, "shape") and hasattr(x, "dtype") and not is_value(x) for x in leaves):
         return
     avals = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
-    with suppress(TypeError):  # metadata that cannot be hashed
-        if dense_shape_of(tree, avals) is not None:  # cached
+    with suppress(TypeError):  # The cache cannot hash some metadata.
+        if dense_shape_of(tree, avals) is not None:  # The checks have passed, now or before.
             return
-    try:
+    try:  # Run the checks again, to raise their error.
         with suppress(*CHECK_BUGS):
             jax.eval_shape(partial(run_checks, tree), *avals)
     except Exception as error:
-        reject_leaves([value], error)
+        reject_refs_and_float0([value], error)
         error.add_note(
             f"This {type(value).__name__} may have been mapped leaf by leaf. To map the array, "
             "call the function that takes it as an argument under vn.implicit."

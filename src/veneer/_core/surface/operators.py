@@ -56,8 +56,8 @@ _dense_results: dict[int, _DenseResult] = {}  # by the id of the result
 def _remember_dense(out: Any, function: Callable, operands: Any) -> Any:
     """Record the eager operation that computed `out`, if `out` is a dense matrix. Return `out`.
 
-    If `explain` is called with this matrix later, it reports the operation. The record ends with
-    the matrix and does not keep the operands alive.
+    If `vn.explain` gets this matrix as an argument later, it also reports this operation. The
+    record is deleted with the matrix and does not keep the operands alive.
     """
     if type(out) is ConcreteArray and out.ndim > 1:
         leaves, structure = jax.tree.flatten(operands)
@@ -69,7 +69,7 @@ def _remember_dense(out: Any, function: Callable, operands: Any) -> Any:
 
 
 def materialised_before(arrays: Iterable[Any]) -> list[Event]:
-    """Return the events of materialization in the eager operations that computed `arrays`."""
+    """Return events for the materializations in the eager operations that computed `arrays`."""
     events: list[Event] = []
     for x in arrays:
         result = _dense_results.get(id(x))
@@ -107,9 +107,8 @@ def _operator(function: Callable) -> Callable[..., Any]:
         if not (is_eager() and current_policy() is ALLOW and _can_compile(operands)):
             return with_rules(*operands)
         try:
-            out = compiled()(*operands)
-            return _remember_dense(out, function, operands) if materializes else out
-        except TypeError as error:  # check_fields names the field in its error
+            return _remember_dense(compiled()(*operands), function, operands)
+        except TypeError as error:  # If a field caused it, check_fields raises a clearer error.
             for x in operands:
                 if isinstance(x, Value):
                     check_fields(x, error)

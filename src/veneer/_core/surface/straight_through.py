@@ -1,8 +1,8 @@
 """`ste`: run a function with the derivative of the identity.
 
-For a dense result, a `custom_jvp` suffices. An implicit result has no dense array that could have a
-tangent, and its leaves may be integers. So `ste` returns a `StraightThrough` with two fields: the
-result, and the argument of the function, whose tangent is the tangent of the result.
+For a dense result, a `custom_jvp` suffices. The leaves of an implicit result may be integers, which
+have no tangents. So `ste` returns a `StraightThrough` with two fields: the result, and the argument
+of the function. The tangent of the argument serves as the tangent of the result.
 """
 
 from collections.abc import Callable, Sequence
@@ -106,8 +106,8 @@ class StraightThrough(ImplicitArray):
     A primitive runs the rules of `value`. Its derivative equals the derivative of the primitive at
     the dense array of `value`, applied to the tangent of `source`.
 
-    Like every `custom_jvp`, a `StraightThrough` has no derivative in a function that is given to
-    `jax.linear_transpose`. In such a function, materialize the array first.
+    In a function that is given to `jax.linear_transpose`, a `StraightThrough`, like every
+    `custom_jvp`, has no derivative. Materialize the array first in such a function.
     """
 
     default_precedence: ClassVar[int] = -1  # the `default` of other operands runs first
@@ -127,15 +127,13 @@ class StraightThrough(ImplicitArray):
     def default(primitive: Primitive, values: Sequence[Any], params: dict[str, Any]) -> Any:
         """Run a primitive on the fields `value`. Wrap implicit results in `StraightThrough`."""
         bind = partial(primitive.bind, **primitive.get_bind_params(params))
-        run = partial(redispatch, bind)
+        run = partial(redispatch, bind)  # returns dense or implicit results
         run_dense = lambda *xs: jax.tree.map(materialise_one, run(*xs), is_leaf=is_value)
 
         @jax.custom_jvp
         def call(*values: Any) -> Any:
             out = run(*(x.value if _is_straight(x) else x for x in values))
-            # The source of a result only has a tangent, which the rule below sets.
-            wrap = lambda y: StraightThrough(y, jnp.zeros(y.shape, y.dtype)) if is_value(y) else y
-            return jax.tree.map(wrap, out, is_leaf=is_value)
+            return jax.tree.map(_wrap_result, out, is_leaf=is_value)
 
         @call.defjvp
         def _(values: Any, tangents: Any) -> tuple[Any, Any]:
@@ -155,7 +153,7 @@ def _is_straight(x: Any) -> bool:
 
 
 def _wrap_result(out: Any) -> Any:
-    """Wrap an implicit result. Its `source` is only there to have a tangent, so zeros suffice."""
+    """Wrap an implicit result. Only the tangent of its `source` is used, so the value is zeros."""
     return StraightThrough(out, jnp.zeros(out.shape, out.dtype)) if is_value(out) else out
 
 
@@ -167,7 +165,7 @@ def _tangent_of_dense(x: Any, tangent: Any) -> Any:
 
 
 def _tangent_of_result(out: Any, tangent: Any) -> Any:
-    """Return a tangent with the tree structure of a result, for the tangent of its dense array."""
+    """Convert `tangent`, of the dense array of `out`, to a tangent with the structure of `out`."""
     if not isinstance(out, StraightThrough):
         return tangent
     return StraightThrough(jax.tree.map(zero_from_primal, out.value), tangent)

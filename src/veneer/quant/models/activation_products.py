@@ -20,7 +20,7 @@ from ..._core.primitives.scopes import current_place, query_scopes, scope_query
 from ..._core.rules import add_rule, register
 from ..._core.surface.array import ImplicitArray
 from ..._core.surface.straight_through import ste
-from ..._core.transform import redispatch, run_around
+from ..._core.transform import redispatch
 from ..._core.value import MATERIALISE, Value, is_opaque_leaf
 from ..._jax.primitives import Primitive, find_primitive
 from ..arrays.qarray import QUANTIZABLE
