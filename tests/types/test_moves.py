@@ -13,8 +13,8 @@ import pytest
 from support.every_type import EVERY_TYPE, T, plain, value
 
 import veneer as vn
+from veneer._core.primitives.leaf_movement import dense_shape_of
 from veneer._core.trace import ImplicitTracer
-from veneer._core.value import dense_shape_of
 from veneer.testing.programs import moves
 
 

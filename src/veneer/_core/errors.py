@@ -3,15 +3,12 @@
 import inspect
 import sys
 import traceback
-import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
-from .._jax.caller_errors import calling_frame, frame_of
-from .._jax.tracing import Tracer, is_differentiated
 from .tree import CHECK_METHODS, check_metadata, checks_of
 
 
@@ -30,6 +27,11 @@ class OutsideImplicitError(RuntimeError):
     >>> y.shape
     (4, 4)
     """
+
+
+# If the check of a class raises one of these errors, the check has a bug or needs concrete leaves.
+# The leaves may be right.
+CHECK_BUGS = (jax.errors.JAXTypeError, AttributeError, NameError)
 
 
 def check_fields(value: Any, error: Exception | None = None) -> None:
@@ -135,30 +137,6 @@ def reject_derivatives(value: Any, error: Exception | None = None) -> None:
     """Raise `TypeError`, caused by `error`, if the leaves of a value are derivatives."""
     if holds_derivatives(value):
         raise derivatives_error(type(value).__name__, value.dense_tangent) from error
-
-
-def warn_of_scales_without_codes(value: Any) -> None:
-    """Warn if `equinox.filter_grad` differentiates with respect to the scales of a quantized array.
-
-    `filter_grad` selects floating leaves, so the integer codes get no gradient. The warning has the
-    line of the call of `filter_grad`, so that Python shows it once per call site.
-    """
-    # A tracer of a `vn.hijax` type has the attribute too, but its tangent includes the codes.
-    is_quantized = lambda x: getattr(x, "dense_tangent", False) and not isinstance(x, Tracer)
-    for part in filter(is_quantized, jax.tree.leaves(value, is_leaf=is_quantized)):
-        if not any(map(is_differentiated, jax.tree.leaves(part))):
-            continue
-        if frame := frame_of("equinox._ad"):
-            frame = calling_frame(frame, ("equinox", "jax"))
-            warnings.warn_explicit(
-                "equinox.filter_grad differentiates with respect to every floating leaf, so the "
-                f"scales of a {type(part).__name__} would be trained without its codes. "
-                "Differentiate with respect to the first tree of "
-                "vn.tree.partition(model, vn.trainable(model)).",
-                UserWarning,
-                frame.f_code.co_filename,
-                frame.f_lineno,
-            )
 
 
 class _EndlessRuleError(RecursionError):

@@ -5,10 +5,11 @@ from typing import Any
 
 import jax
 
+from .._jax.caller_errors import warn_of_scales_without_codes
 from .._jax.primitives import Primitive
 from .._jax.tracing import Trace, Tracer, current_trace, is_in_derivative
 from .dispatch import dispatch
-from .errors import reject_derivatives, reject_refs_and_float0, warn_of_scales_without_codes
+from .errors import reject_derivatives, reject_refs_and_float0
 from .nesting import as_tracer, builds_values, enclosing_implicit, mixes_with_outer, use_trace
 from .rules import CONTAINS_PROGRAMS, structural_rule
 from .value import Value

@@ -4,11 +4,10 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import itertools
 import operator
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -150,8 +149,7 @@ def make_pytree(cls: Any) -> None:
 
     def flatten(value: Any) -> tuple[tuple[Any, ...], Metadata]:
         check_caller(value, flattened=True)  # may raise a clearer error than the JAX function
-        get = value.__dict__.__getitem__
-        metadata = tuple(map(get, static_names))
+        metadata = get_metadata(value.__dict__)
         # JAX caches programs by metadata. The types tell apart equal values such as 2 and 2.0.
         return get_children(value.__dict__), (metadata, tuple(map(type, metadata)))
 
@@ -221,11 +219,3 @@ def annotated_types(annotation: Any) -> list[Any]:
 
 def _is_array_type(cls: Any) -> bool:
     return isinstance(cls, type) and (issubclass(cls, _ARRAYS) or hasattr(cls, "materialise"))
-
-
-def split_list(values: Sequence, *sizes: int) -> Iterator[list[Any]]:
-    """Yield consecutive slices of `values` with these sizes, then a list of the other values."""
-    iterator = iter(values)
-    for size in sizes:
-        yield list(itertools.islice(iterator, size))
-    yield list(iterator)

@@ -5,7 +5,7 @@ from abc import ABCMeta
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, ClassVar, TypeVar, dataclass_transform, overload
 
 import jax
@@ -23,7 +23,6 @@ from .policy import ALLOW, policy_in_force, report_materialised, set_variable
 from .tree import (
     ArrayFields,
     array_fields_of,
-    checks_of,
     has_metadata,
     make_dataclass,
     make_pytree,
@@ -250,34 +249,6 @@ def declared_layout(value: Value) -> tuple[list[Any], Any, Sequence[Axes] | None
             f"vn.LeafAxis or None for each axis: {value!r}"
         )
     return parts, structure, axes
-
-
-# If the check of a class raises one of these errors, the check has a bug or needs concrete leaves.
-# The leaves may be right.
-CHECK_BUGS = (jax.errors.JAXTypeError, AttributeError, NameError)
-
-
-@lru_cache(maxsize=4096)
-def dense_shape_of(tree: Any, leaves: tuple[jax.ShapeDtypeStruct, ...]) -> tuple[int, ...] | None:
-    """Return the dense shape of a value, given as a tree structure with abstract leaves.
-
-    Return None if the checks of its class, or its `aval`, raise an error for these leaves.
-    """
-    try:
-        with suppress(*CHECK_BUGS):
-            jax.eval_shape(partial(run_checks, tree), *leaves)
-        return jax.tree.unflatten(tree, leaves).aval().shape
-    except Exception:  # code of the class may raise anything for leaves that do not fit
-        return None
-
-
-def run_checks(tree: Any, *leaves: Any) -> None:
-    """Build a value from a tree structure and leaves, and run the checks of all its classes."""
-    values = [jax.tree.unflatten(tree, leaves)]
-    for value in values:  # grows by the values in the fields
-        values += filter(is_value, jax.tree.leaves(value, is_leaf=is_part(value)))
-        for check in checks_of(value):
-            check()
 
 
 class OpaqueNode:

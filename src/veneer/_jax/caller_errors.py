@@ -11,6 +11,7 @@ JAX is not patched. If a version of JAX renames a function or a variable, the er
 
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
@@ -20,6 +21,7 @@ import jax
 import numpy as np
 
 from .source_lines import frames_from
+from .tracing import Tracer, is_differentiated
 
 _GRADIENT_NOTE = (
     "{} has integer or boolean leaves, such as codes of quantized weights. Differentiate with "
@@ -222,3 +224,27 @@ def frame_of(module: str) -> FrameType | None:
     """Return the innermost frame of a function of a module, or None if none is running."""
     is_of_module = lambda f: f.f_globals.get("__name__") == module
     return next(filter(is_of_module, frames_from(sys._getframe(1))), None)
+
+
+def warn_of_scales_without_codes(value: Any) -> None:
+    """Warn if `equinox.filter_grad` differentiates with respect to the scales of a quantized array.
+
+    `filter_grad` selects floating leaves, so the integer codes get no gradient. The warning has the
+    line of the call of `filter_grad`, so that Python shows it once per call site.
+    """
+    # A tracer of a `vn.hijax` type has the attribute too, but its tangent includes the codes.
+    is_quantized = lambda x: getattr(x, "dense_tangent", False) and not isinstance(x, Tracer)
+    for part in filter(is_quantized, jax.tree.leaves(value, is_leaf=is_quantized)):
+        if not any(map(is_differentiated, jax.tree.leaves(part))):
+            continue
+        if frame := frame_of("equinox._ad"):
+            frame = calling_frame(frame, ("equinox", "jax"))
+            warnings.warn_explicit(
+                "equinox.filter_grad differentiates with respect to every floating leaf, so the "
+                f"scales of a {type(part).__name__} would be trained without its codes. "
+                "Differentiate with respect to the first tree of "
+                "vn.tree.partition(model, vn.trainable(model)).",
+                UserWarning,
+                frame.f_code.co_filename,
+                frame.f_lineno,
+            )

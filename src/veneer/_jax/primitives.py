@@ -18,6 +18,7 @@ from jax._src.core import jaxpr_as_fun as jaxpr_as_fun
 from jax._src.interpreters import mlir
 from jax._src.interpreters.partial_eval import convert_constvars_jaxpr
 from jax._src.lax import special
+from jax._src.util import split_list as split_list
 
 # A dict from names to the primitives of all imported modules. jax.lax lists only some of them.
 _primitives: dict[str, Primitive] = {}

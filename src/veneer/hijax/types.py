@@ -20,11 +20,11 @@ from .._core.errors import (
     derivatives_error,
     is_marked_as_derivatives,
     reject_refs_and_float0,
-    warn_of_scales_without_codes,
 )
 from .._core.primitives.leaf_movement import can_stack_leaves, has_batch_axes
 from .._core.surface.shown import short_name
 from .._core.value import Value, get_cached, has_all_leaves, is_value
+from .._jax.caller_errors import warn_of_scales_without_codes
 from .._jax.hijax import HiType, aval_property, copy_shaped_array, holds_tracers
 from .._jax.tracing import abstract_array, current_trace, has_numeric_dtype, is_in_derivative
 from .high import Add, Pack, Unpack, Zeros, apply, is_staged, packed

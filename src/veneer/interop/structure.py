@@ -24,9 +24,10 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
+from .._core.errors import CHECK_BUGS
 from .._core.primitives.sharding import leaf_destinations
 from .._core.tree import checks_of
-from .._core.value import CHECK_BUGS, Value
+from .._core.value import Value
 from ..quant import ActivationQuantized, Packing, QArray
 from .folder import as_jax
 from .manifest import BYTE_FLOATS, MAX_LEVELS

@@ -16,13 +16,12 @@ from typing import Any
 import jax
 from jax.tree_util import treedef_is_leaf
 
-from ..._jax.primitives import bind_scan, find_primitive, scan_counts
+from ..._jax.primitives import bind_scan, find_primitive, scan_counts, split_list
 from ..._jax.tracing import slice_type
 from ..event import join_sources
 from ..policy import emit_events
 from ..rules import structural
 from ..sources import keep_sources
-from ..tree import split_list
 from ..value import Value, describe, is_value, make_dense
 from .labels import can_become_label, dense_unless, has_no_dense_form, is_label
 from .leaf_movement import can_stack_leaves, has_batch_axes
@@ -74,7 +73,7 @@ def _while(
     body_jaxpr: Any,
     **params: Any,
 ) -> list[Any]:
-    cond_consts, body_consts, carry = split_list(values, cond_nconsts, body_nconsts)
+    cond_consts, body_consts, carry = split_list(values, [cond_nconsts, body_nconsts])
     body, carry = _stage_body("while", body_jaxpr, body_consts, carry, [])
     cond = stage_to_labels("while", cond_jaxpr, [*cond_consts, *carry])
     refs, (body_program,) = lift_references(body.jaxpr)
@@ -94,7 +93,7 @@ def _while(
 
 @structural("scan")
 def _scan(*values: Any, jaxpr: Any, length: int, **params: Any) -> list[Any]:
-    consts, carry, xs = split_list(values, *scan_counts(params))
+    consts, carry, xs = split_list(values, list(scan_counts(params)))
     can_slice = lambda x: not isinstance(x, Value) or has_batch_axes(x, 1)
     xs = dense_unless(can_slice, find_primitive("scan"), xs)
     slices = keep_sources(xs, [jax.tree.map(slice_type, x) for x in xs])

@@ -17,10 +17,9 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from ..._jax.derivatives import call_bwd, reset_stores, transform_flat_function
-from ..._jax.primitives import Primitive, find_primitive
+from ..._jax.primitives import Primitive, find_primitive, split_list
 from ..rules import structural
 from ..sources import restore_sources
-from ..tree import split_list
 from ..value import Value, describe, make_dense, materialise_one, source_of
 from .labels import dense_unless, is_label
 from .scopes import IN_DERIVATIVE_RULE, record_tangent_queries, scope_query
@@ -123,7 +122,7 @@ def _custom_vjp_call(
         # None for a residual that `fwd` returns, before the outputs.
         _, residual_tree, forwarded = out_trees()
         returned_count = residual_tree.num_leaves - sum(index is not None for index in forwarded)
-        returned, out = split_list(results, returned_count)
+        returned, out = split_list(results, [returned_count])
         remaining = iter(returned)
         residuals = [next(remaining) if index is None else values[index] for index in forwarded]
         operands = [v if isinstance(v, Value) else None for v in values]
@@ -132,7 +131,7 @@ def _custom_vjp_call(
     def call_bwd_rule(saved: Any, cotangents: list[Any]) -> tuple[Any, ...]:
         residuals, operands = saved
         cotangents = [_fill_zeros(ct, symbolic_zeros) for ct in cotangents]
-        run: Callable = lambda *args: call_bwd(bwd, *split_list(args, len(residuals)))
+        run: Callable = lambda *args: call_bwd(bwd, *split_list(args, [len(residuals)]))
         results = run_later(run, is_derivative=True)(*residuals, *cotangents)
         pairs = zip(operands, results, strict=True)
         return tuple(
@@ -154,7 +153,7 @@ def flatten_values(values: Sequence[Any]) -> tuple[list[Any], Callable, Callable
     counts = [len(jax.tree.leaves(value)) for value in values]
     sources = list(map(source_of, values))
     unflatten = lambda leaves: restore_sources(sources, jax.tree.unflatten(treedef, leaves))
-    group_by_value = lambda leaves: list(split_list(leaves, *counts))[:-1]  # the rest is empty
+    group_by_value = lambda leaves: split_list(leaves, counts)[:-1]  # the rest is empty
     return leaves, unflatten, group_by_value
 
 

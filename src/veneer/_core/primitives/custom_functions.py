@@ -14,13 +14,12 @@ import jax.numpy as jnp
 from jax.tree_util import treedef_is_leaf
 
 from ..._jax.derivatives import CustomRoot, RootLinearMap, get_operand_structure
-from ..._jax.primitives import close_jaxpr, find_primitive, open_jaxpr
+from ..._jax.primitives import close_jaxpr, find_primitive, open_jaxpr, split_list
 from ..._jax.tracing import current_trace
 from ..policy import current_policy, policy_in_force
 from ..rules import structural
 from ..trace import ImplicitTracer
 from ..transform import redispatch
-from ..tree import split_list
 from ..value import Value, describe, is_value, make_dense
 from .custom_derivatives import flatten_values
 from .labels import dense_unless, is_label
@@ -34,7 +33,7 @@ def _linear_call(
     # The residuals may be of any type. The linear operands must be dense or labels: types whose
     # only leaf is the dense array.
     primitive = find_primitive("linear_call")
-    consts, residuals, linear = split_list(values, num_callee_consts, num_res)
+    consts, residuals, linear = split_list(values, [num_callee_consts, num_res])
     linear = dense_unless(is_label, primitive, linear)
     staged = stage_to_labels("linear_call", callee, [*consts, *residuals, *linear])
     program, constants = open_jaxpr(staged.jaxpr)
@@ -132,7 +131,7 @@ def _custom_linear_solve(*values: Any, const_lengths: Any, jaxprs: Any) -> list[
     a label, `x` may be a label with other metadata. For example, a stiffness times a length is a
     force.
     """
-    *parts, b = split_list(values, *const_lengths)
+    *parts, b = split_list(values, list(const_lengths))
     b = dense_unless(is_label, find_primitive("custom_linear_solve"), b)
     consts = type(jaxprs)(*parts)
 

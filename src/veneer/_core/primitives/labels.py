@@ -12,8 +12,9 @@ import jax
 
 from ..._jax.known_values import is_zero
 from ..._jax.primitives import Primitive
+from ..errors import CHECK_BUGS
 from ..tree import has_metadata
-from ..value import CHECK_BUGS, Value, make_dense
+from ..value import Value, make_dense
 
 
 def is_label(value: Any) -> bool:

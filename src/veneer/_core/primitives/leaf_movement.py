@@ -6,6 +6,8 @@ of the leaves represent slices of the array.
 """
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -13,11 +15,12 @@ import jax
 from ..._jax.primitives import find_primitive
 from ..._jax.tracing import vary_together
 from ..dispatch import unhandled_operands
+from ..errors import CHECK_BUGS
 from ..leaf_axes import Axes, Movement, Shape, aligned_axes
 from ..rules import add_rule
 from ..transform import redispatch
-from ..tree import has_metadata
-from ..value import Value, aval_of, declared_layout, dense_shape_of
+from ..tree import checks_of, has_metadata
+from ..value import Value, aval_of, declared_layout, is_part, is_value
 from .labels import is_label
 
 F = TypeVar("F", bound=Callable)
@@ -263,3 +266,26 @@ def rebuild(structure: Any, parts: Sequence[Any], movement: Movement) -> Any:
         if dense_shape_of(tree, abstract) is None:
             return NotImplemented
     return value
+
+
+@lru_cache(maxsize=4096)
+def dense_shape_of(tree: Any, leaves: tuple[jax.ShapeDtypeStruct, ...]) -> tuple[int, ...] | None:
+    """Return the dense shape of a value, given as a tree structure with abstract leaves.
+
+    Return None if the checks of its class, or its `aval`, raise an error for these leaves.
+    """
+    try:
+        with suppress(*CHECK_BUGS):
+            jax.eval_shape(partial(run_checks, tree), *leaves)
+        return jax.tree.unflatten(tree, leaves).aval().shape
+    except Exception:  # code of the class may raise anything for leaves that do not fit
+        return None
+
+
+def run_checks(tree: Any, *leaves: Any) -> None:
+    """Build a value from a tree structure and leaves, and run the checks of all its classes."""
+    values = [jax.tree.unflatten(tree, leaves)]
+    for value in values:  # grows by the values in the fields
+        values += filter(is_value, jax.tree.leaves(value, is_leaf=is_part(value)))
+        for check in checks_of(value):
+            check()

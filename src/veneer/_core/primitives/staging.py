@@ -15,7 +15,14 @@ from weakref import WeakKeyDictionary
 
 import jax
 
-from ..._jax.primitives import Primitive, close_jaxpr, find_primitive, jaxpr_as_fun, open_jaxpr
+from ..._jax.primitives import (
+    Primitive,
+    close_jaxpr,
+    find_primitive,
+    jaxpr_as_fun,
+    open_jaxpr,
+    split_list,
+)
 from ..._jax.source_lines import user_line
 from ..._jax.tracing import current_trace, trace_context
 from ..errors import check_fields
@@ -33,7 +40,6 @@ from ..policy import (
 from ..rules import clear_with_rules
 from ..sources import find_source, leaf_sources, with_source
 from ..trace import ImplicitTrace
-from ..tree import split_list
 from ..value import Value, is_value, make_dense, source_of
 from .labels import can_become_label, is_label
 from .scopes import (
@@ -90,7 +96,7 @@ class StagedProgram:
 
     def unflatten(self, leaves: Sequence[Any]) -> list[Any]:
         """Return the outputs as values, given the list of the leaves of all outputs."""
-        pieces = split_list(leaves, *(tree.num_leaves for tree in self.out_trees))
+        pieces = split_list(leaves, [tree.num_leaves for tree in self.out_trees])
         outputs = list(map(jax.tree.unflatten, self.out_trees, pieces))
         for output, source in zip(outputs, self.out_sources, strict=True):
             with_source(output, source)
@@ -222,7 +228,7 @@ def _stage(
     except BaseException:
         emit_events(events)
         raise
-    *out_avals, _ = split_list(staged.out_avals, *(tree.num_leaves for tree in out_trees))
+    *out_avals, _ = split_list(staged.out_avals, [tree.num_leaves for tree in out_trees])
     return StagedProgram(
         jaxpr=staged,
         out_trees=tuple(out_trees),

@@ -17,9 +17,10 @@ from typing import Any
 import jax
 
 from ..._jax.tracing import current_trace, is_eager
-from ..errors import reject_derivatives, reject_refs_and_float0
+from ..errors import CHECK_BUGS, reject_derivatives, reject_refs_and_float0
 from ..nesting import as_tracer, enclosing_implicit, outside_implicit_error
-from ..value import CHECK_BUGS, Value, dense_shape_of, has_all_leaves, is_part, is_value, run_checks
+from ..primitives.leaf_movement import dense_shape_of, run_checks
+from ..value import Value, has_all_leaves, is_part, is_value
 
 
 def as_operand(value: Value) -> Any:

@@ -107,7 +107,8 @@ def _operator(function: Callable) -> Callable[..., Any]:
         if not (is_eager() and current_policy() is ALLOW and _can_compile(operands)):
             return with_rules(*operands)
         try:
-            return _remember_dense(compiled()(*operands), function, operands)
+            out = compiled()(*operands)
+            return _remember_dense(out, function, operands) if materializes else out
         except TypeError as error:  # If a field caused it, check_fields raises a clearer error.
             for x in operands:
                 if isinstance(x, Value):

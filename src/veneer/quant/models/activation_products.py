@@ -20,7 +20,7 @@ from ..._core.primitives.scopes import current_place, query_scopes, scope_query
 from ..._core.rules import add_rule, register
 from ..._core.surface.array import ImplicitArray
 from ..._core.surface.straight_through import ste
-from ..._core.transform import redispatch
+from ..._core.transform import redispatch, redispatch_isolated
 from ..._core.value import MATERIALISE, Value, is_opaque_leaf
 from ..._jax.primitives import Primitive, find_primitive
 from ..arrays.qarray import QUANTIZABLE
@@ -93,7 +93,7 @@ def quantize_products(fn: Callable, rules: Sequence[Rule]) -> Callable:
             return fn(*args, **kwargs)
 
         with query_scopes(active_rules):  # `scope_query` then returns them
-            out = run_around(run, *map(_as_activation, leaves))
+            out = redispatch_isolated(run, *map(_as_activation, leaves))
         active_rules.warn_of_unmatched()
         return jax.tree.map(_unwrap, out, is_leaf=is_opaque_leaf)
 

@@ -18,7 +18,7 @@ from jax.typing import ArrayLike
 
 from ..._core.rules import register
 from ..._core.surface.array import ImplicitArray
-from ..._core.tree import split_list
+from ..._jax.primitives import split_list
 from ..lazy import Lazy
 from .by_vectors import ByVectors, by_vectors
 from .matrix import Matrix, overrides
@@ -68,10 +68,11 @@ def _matrix_transpose(x: Any) -> Any:
 def _custom_linear_solve(
     *values: ArrayLike | ImplicitArray, const_lengths: Any, jaxprs: Any
 ) -> Any:
-    consts, _, factors, _, b = split_list(values, *const_lengths)
-    if not (len(b) == len(consts) == 1 and isinstance(consts[0], Matrix)):
+    consts, _, factors, _, right_sides = split_list(values, list(const_lengths))
+    if not (len(right_sides) == len(consts) == 1 and isinstance(consts[0], Matrix)):
         return NotImplemented
-    (matrix,), (b,) = consts, b
+    matrix: Any = consts[0]
+    b: Any = right_sides[0]
     found = _product_with(matrix, jaxprs.matvec)
     if found is None or not any(map(_is_deferred_factor, factors)) or isinstance(b, ImplicitArray):
         return NotImplemented
