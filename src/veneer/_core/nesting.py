@@ -130,7 +130,8 @@ def _traces_hiding_values(trace: Any) -> list[Any]:
 def as_tracer(value: Value) -> Any:
     """Return a tracer of the current trace for a value that a program under `implicit` has built.
 
-    In a trace of another transformation, such as `jax.grad`, bind `pack` with the leaves.
+    In a trace of another transformation, such as `jax.grad`, the tracer is the result of the
+    primitive `pack`, which makes one array of the leaves.
     """
     trace: Any = current_trace()
     if getattr(trace, "no_filter", False):  # a trace of `implicit`

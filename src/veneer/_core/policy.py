@@ -53,8 +53,8 @@ def current_policy() -> Policy:
 def policy_in_force(policy: Policy) -> AbstractContextManager[None]:
     """Return a context in which `policy` is the current policy.
 
-    Keep the current policy if `policy` is `RECORD` and no block of `recorded_events` is running.
-    This happens if a function runs later, with the policy under which it was defined.
+    A function that runs later gets the policy under which it was defined. If that was `RECORD`, and
+    its block of `recorded_events` has ended, the context keeps the current policy.
     """
     has_ended = policy is RECORD and _recorded.get(None) is None
     return nullcontext() if has_ended or policy is _policy.value else _policy(policy)

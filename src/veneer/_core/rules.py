@@ -278,7 +278,7 @@ def structural_rule(primitive: Primitive) -> Callable:
 
 
 def rules_of(cls: type[Value]) -> list[tuple[Target, RegisteredRule]]:
-    """Return each rule that names `cls` in an annotation, after its primitive or function."""
+    """Return pairs `(target, rule)` for the rules that name `cls` in an annotation."""
     return [
         (target, rule)
         for target, rules in _rules.items()

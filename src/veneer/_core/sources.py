@@ -126,8 +126,9 @@ def _counts_as_weight(
     """Return whether a result of a primitive counts as the same weight as an operand."""
     old, new = operand.aval().shape, result.aval().shape
     if primitive in ("gather", "dynamic_slice", "slice"):
-        # A matrix of a stack of matrices is a weight. A row of a matrix is an intermediate.
-        return _is_matrix(params.get("slice_sizes", new)) or not _is_matrix(old)
+        # A part of a weight is a weight, unless it is a row of a matrix, as of an embedding.
+        is_row_of_matrix = _is_matrix(old) and not _is_matrix(params.get("slice_sizes", new))
+        return not is_row_of_matrix
     return primitive in _MOVES or (primitive not in _PRODUCTS and new == old)
 
 

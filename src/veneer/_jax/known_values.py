@@ -1,4 +1,4 @@
-"""Find the entries, zeros and divisors of traced arrays that are known at trace time."""
+"""Find out what is known of traced arrays at trace time: entries, zeros and common divisors."""
 
 from collections.abc import Callable
 from math import gcd, prod

@@ -31,9 +31,10 @@ clear_with_rules(_compiled_functions.clear)
 
 
 def _jit_eagerly(values: Sequence[Any], params: dict[str, Any]) -> Any:
-    """Run an eager jit as one compiled function of implicit values, which is cached by jaxpr.
+    """Run a jitted program on concrete implicit values by a compiled function.
 
-    Return NotImplemented if the call needs `_jit`, which stages the program in each call.
+    The function is compiled once per jaxpr. Return NotImplemented if events must be reported, or
+    if the call has options such as shardings. Then `_jit` runs.
     """
     reports_events = must_replay_events(current_policy())  # a compiled function reports nothing
     if reports_events or IN_DERIVATIVE_RULE.value or not has_default_options(params):
@@ -119,13 +120,14 @@ def _find_functions(name: str, jaxpr: Any) -> Sequence[tuple[JittedFunction, int
 
 
 def _is_jaxpr_of(jaxpr: Any, function: JittedFunction, vmap_count: int) -> bool:
+    """Return whether `vmap_count` calls of `jax.vmap` of a function have this jaxpr."""
     try:
         program = function.jaxpr(jaxpr.in_avals, vmap_count)
     except Exception:  # the function may raise anything for operands that it does not take
         return False
     if program is jaxpr:
         return True
-    # JAX may have traced the function twice. Equal texts do not imply equal constants.
+    # JAX may have traced the function twice: then compare the texts, which omit constants.
     return not (program.consts or jaxpr.consts) and str(program) == str(jaxpr)
 
 

@@ -18,16 +18,17 @@ from ..value import Value, make_dense
 
 
 def is_label(value: Any) -> bool:
-    """Return whether a value has one leaf, which is the dense array. The leaf may be abstract.
+    """Return whether a value is a label: it has one leaf, which is the dense array.
 
-    The leaf must have the shape and dtype of the value, and `materialise` must return the leaf or
-    raise an error. The class attribute `is_label` overrides the check of `materialise`.
+    The leaf may be abstract. It must have the shape and dtype of the value, and `materialise` must
+    return the leaf or raise an error. The class attribute `is_label` overrides the check of
+    `materialise`.
     """
     return isinstance(value, Value) and _label_kind(value) != "other"
 
 
 def has_no_dense_form(value: Any) -> bool:
-    """Return whether a value is a label whose `materialise` raises an error."""
+    """Return whether a value is a label (see `is_label`) that cannot be materialized."""
     return isinstance(value, Value) and _label_kind(value) == "raises"
 
 

@@ -91,9 +91,10 @@ class LeafLayout(NamedTuple):
 
 
 def layout_of(value: Value) -> LeafLayout:
-    """Return the layout by the method `leaf_axes` of the type. If it has none, map batch axes only.
+    """Return which axis of each leaf corresponds to which axis of the dense array.
 
-    Batch axes are leading axes of the dense array that every leaf has (see `has_batch_axes`).
+    The method `leaf_axes` of the type says so. If it returns None, only batch axes correspond:
+    leading axes of the dense array that every leaf has, too (see `has_batch_axes`).
     """
     ndim = value.aval().ndim
     parts, structure, declared = declared_layout(value)
@@ -253,10 +254,10 @@ def _move_part(x: Value, primitive: str, part: Any, step: Step, rule: Callable[.
 
 
 def rebuild(structure: Any, parts: Sequence[Any], movement: Movement) -> Any:
-    """Build a value from moved parts: leaves, or implicit arrays in fields.
+    """Build a value of the tree structure `structure` after its parts were moved.
 
-    Return NotImplemented if the class cannot adapt its metadata to the movement, or rejects the
-    shapes of the parts.
+    A part is a leaf, or an implicit array in a field. Return NotImplemented if the class cannot
+    adapt its metadata to `movement` (a transpose, for example), or rejects the shapes of the parts.
     """
     value = jax.tree.unflatten(structure, parts)._moved(movement)
     if isinstance(value, Value):

@@ -87,10 +87,10 @@ def current_place() -> Place:
 
 
 def enter_program(name: str | None = None) -> AbstractContextManager[None]:
-    """Return a context in which JAX traces the body of the current equation.
+    """Return a context to enter while a rule traces the program inside an equation, such as a jit.
 
-    In this context, the result of `current_place` begins with the place of the equation. `name` is
-    the name of the jitted function that is traced, which is added to the place.
+    In this context, the result of `current_place` begins with the place of that equation, followed
+    by `name`, the name of the jitted function.
     """
     if _query.value is None:
         return nullcontext()

@@ -1,4 +1,4 @@
-"""The operators and methods of `jax.Array` for implicit arrays, with the rules in force."""
+"""Operators and methods of implicit arrays: like those in `jax.Array`, but they run rules."""
 
 import operator
 import weakref
@@ -46,8 +46,9 @@ class _DenseResult(NamedTuple):
         events: list[Event] = []
         with policy_in_force(Policy(events=events)):
             jax.eval_shape(run, arrays)
-        events = [event for event in events if event.made_dense]
-        return [replace(event, line=self.line, how=BEFORE_CALL) for event in events]
+        # The report must show that the array was materialized before the explained call.
+        dense_events = [event for event in events if event.made_dense]
+        return [replace(event, line=self.line, how=BEFORE_CALL) for event in dense_events]
 
 
 _dense_results: dict[int, _DenseResult] = {}  # by the id of the result

@@ -164,9 +164,9 @@ def _find_percentile_range(tiles: Tiles, *percents: float) -> Range:
 
 
 def _find_mse_range(tiles: Tiles, candidates: float = 40, power: float = 2) -> Range:
-    """Return the fraction of the full range of each tile with the smallest quantization error.
+    """Return the range of each tile, shrunk by the factor with the smallest quantization error.
 
-    The fractions are 1/candidates, 2/candidates, ..., 1. The error is the mean of `|error|**power`.
+    The factors are 1/candidates, 2/candidates, ..., 1. The error is the mean of `|error|**power`.
     A power above 2 preserves the largest values better (GPTQ's own code uses 2.4).
     """
     format = tiles.format

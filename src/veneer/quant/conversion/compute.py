@@ -177,7 +177,7 @@ def _quantize_by_xla(
 def _quantize_in_chunks(
     array: jax.Array, key: jax.Array | None, params: QuantizeParams, chunks: Chunks
 ) -> QArray:
-    """Quantize the chunks in a loop that writes each one into the result."""
+    """Quantize an array in a loop over chunks, so that only one chunk needs temporary memory."""
     axis, chunk_tiles = chunks
     num_tiles = params.scale_shape[axis]
     tile = array.shape[axis] // num_tiles  # the number of values per tile

@@ -200,7 +200,7 @@ class Activation(ImplicitArray):
 
     @staticmethod
     def default(primitive: Primitive, values: Sequence[Any], params: dict[str, Any]) -> Any:
-        """Apply the primitive to the wrapped arrays, and return its results as activations."""
+        """Run a primitive without a rule on the arrays in `values`, and wrap its results again."""
         bind = lambda *xs: primitive.bind(*xs, **primitive.get_bind_params(params))
         out = redispatch(bind, *map(_unwrap, values))
         return list(map(_as_activation, out)) if primitive.multiple_results else _as_activation(out)

@@ -52,6 +52,7 @@ def parameter_trees_and_program(
     num_positional = len(model.args)
 
     def call_partial(trees: Sequence[Any], /, *args: Any, **kwargs: Any) -> Any:
+        # `trees` has the order of the list that is returned below.
         new_module, *bound = trees
         function = model.func if module is None else new_module
         bound_kwargs = dict(zip(model.keywords, bound[num_positional:], strict=True))

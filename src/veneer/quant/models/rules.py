@@ -1,4 +1,4 @@
-"""`Rule`: the formats of the parameters whose paths match a regex. Also the rounding methods."""
+"""`Rule`, the formats of parameters whose paths match a regex, and the rounding methods."""
 
 import dataclasses
 import math

@@ -89,10 +89,10 @@ def _dot_general(
 
 
 def complete_report(plan: Plan, product: QuantizedProduct) -> Plan:
-    """Return a plan with a complete description for `vn.explain`.
+    """Return a copy of `plan` whose texts for `vn.explain` are complete.
 
-    If a kernel computes the product, `how` also names the fallback for other platforms. Otherwise
-    `no_kernel` becomes a message if an operand is too small for a kernel.
+    If a kernel computes the product, the field `how` also names the fallback for other platforms.
+    If no kernel does because an operand is too small, the field `no_kernel` says so.
     """
     if not plan.kernels_for:
         return dataclasses.replace(plan, no_kernel=describe_small_operand(product))

@@ -205,7 +205,7 @@ class BitAllocator:
         candidates: Mapping[str, Sequence["_WeightCandidate"]],
         batches: Iterable[Any],
     ) -> Mapping[str, ActivationStatistics]:
-        """Return the statistics of the activations of each weight that products use, by path."""
+        """Return a dict from the path of each weight to the statistics of its activations."""
         rules = {path: options[0].rule for path, options in candidates.items()}
         axes = product_axes(tree, rules)
         if not axes:

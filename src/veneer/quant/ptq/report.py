@@ -54,7 +54,7 @@ class CalibrationReport(Tabular):
         return headings, cells, mean, number_columns
 
     def plot(self, axes: Any = None) -> Any:
-        """Draw the error of rounding to nearest, and the error, as two bars per weight.
+        """Draw two bars per weight: the error of rounding to nearest, and of the chosen method.
 
         This needs matplotlib.
 

@@ -197,7 +197,7 @@ def _can_reuse_codes(
 
 
 def _backward(recipe: TrainingRecipe, residuals: Any, g: jax.Array) -> tuple[Any, ...]:
-    """Return the gradients of lhs and rhs, and None for the other arguments."""
+    """Return the gradients of lhs and rhs for the gradient `g` of the product. For `defvjp`."""
     saved, other_operands, key = residuals
     keys = _split_key(key, g)
     gradients: list[jax.Array | None] = []
