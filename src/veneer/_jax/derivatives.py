@@ -154,11 +154,13 @@ def _put_custom_rule_in_scope(process: Callable, is_on: Callable) -> Callable:
         def run_rule(rule: Callable, *args: Any) -> list[Any]:
             primals = args[: len(args) // 2]  # the tangents follow
             with jax.named_scope(TANGENT_SCOPE):
-                results = rule(*args)
+                results = rule(*args)  # primal outputs, then tangents
+            # Compute the primal outputs again, outside the scope. JAX reads the stores of the rule,
+            # so the stores of `fun` must be empty before and after.
             reset_stores(fun)
-            out = fun.call_wrapped(*primals)
-            reset_stores(fun)  # JAX reads the stores of the rule instead
-            return [*out, *results[len(out) :]]
+            primal_outputs = fun.call_wrapped(*primals)
+            reset_stores(fun)
+            return [*primal_outputs, *results[len(primal_outputs) :]]
 
         if is_on():
             jvp = transform_flat_function(jvp, lambda rule: partial(run_rule, rule))

@@ -186,7 +186,7 @@ def bind_scan(
     length: int,
     params: dict[str, Any],
 ) -> list[Any]:
-    """Bind `scan` with another jaxpr and operands than the `scan` that `params` belong to.
+    """Bind `scan` with new operands and a new jaxpr, and the other parameters of `params`.
 
     Unlike `jax.lax.scan`, this does not compile an eager loop again for each new Python function.
     """

@@ -165,18 +165,20 @@ class _OutputsAsArrays:
         self.trees: list[Any] = []
 
     def wrap(self, run: Callable, is_jvp: bool = False) -> Callable:
-        """Return a function that calls `run`, stores the types of the outputs, and returns arrays.
+        """Return a function that calls `run`, and returns its outputs as arrays.
 
-        With `is_jvp`, the second half of the outputs are tangents, whose types are not stored.
+        Outputs that are not labels are materialized. The structures of the outputs are stored, so
+        that labels can be rebuilt. With `is_jvp`, the second half of the outputs are tangents.
         """
 
-        def on_arrays(*args: Any) -> list[Any]:
-            out = dense_unless(is_label, self.primitive, run(*args))
-            count = len(out) // 2 if is_jvp else len(out)
-            self.trees = [jax.tree.structure(v) for v in out[:count]]
-            return [jax.tree.leaves(v)[0] if isinstance(v, Value) else v for v in out]
+        def run_to_arrays(*args: Any) -> list[Any]:
+            outputs = dense_unless(is_label, self.primitive, run(*args))
+            primal_count = len(outputs) // 2 if is_jvp else len(outputs)
+            self.trees = [jax.tree.structure(output) for output in outputs[:primal_count]]
+            # A label has one leaf, which is the dense array.
+            return [jax.tree.leaves(x)[0] if isinstance(x, Value) else x for x in outputs]
 
-        return on_arrays
+        return run_to_arrays
 
     def rebuild(self, arrays: Sequence[Any]) -> list[Any]:
         """Convert arrays back to labels where the wrapped function returned labels."""

@@ -32,14 +32,14 @@ Resize = Callable[[int, int], int]  # from the size of an axis and its number of
 def leaf_specs(
     value: Value, spec: P, sizes: Sizes, resize: Resize = lambda size, blocks: size
 ) -> Any:
-    """Return a value with a spec in place of each leaf. None if the leaves cannot be sharded.
+    """Return a value with a `PartitionSpec` in place of each leaf, or None if that is impossible.
 
     **Arguments:**
 
-    - `spec`: the spec of the dense array.
+    - `spec`: the `PartitionSpec` of the dense array.
     - `sizes`: the sizes of the mesh axes.
-    - `resize`: returns the size of a dense axis for the metadata of the result, given the old size
-      and the number of shards. By default, the size stays.
+    - `resize`: a function from the size of a dense axis and its number of shards to the size of
+      that axis in the metadata of the result. By default, the size stays.
     """
     old_shape = value.aval().shape
     entries = entries_of(spec, len(old_shape))
