@@ -88,14 +88,14 @@ def _operator(function: Callable) -> Callable[..., Any]:
                 check_is_array(x)
         return redispatch(function, *tag_sources(operands))
 
-    materializes = False  # whether the operator materialized an operand, for any operand types
+    materializing: set[tuple[type, ...]] = set()  # types for which an operand was materialized
 
     def with_rules_noted(*operands: Any) -> Any:
-        nonlocal materializes
         events: list[Event] = []
         with policy_in_force(Policy(events=events)):
             out = with_rules(*operands)
-        materializes = materializes or any(event.made_dense for event in events)
+        if any(event.made_dense for event in events):
+            materializing.add(_types_of_values(operands))
         return out
 
     @cache
@@ -109,7 +109,9 @@ def _operator(function: Callable) -> Callable[..., Any]:
             return with_rules(*operands)
         try:
             out = compiled()(*operands)
-            return _remember_dense(out, function, operands) if materializes else out
+            if _types_of_values(operands) in materializing:
+                _remember_dense(out, function, operands)
+            return out
         except TypeError as error:  # If a field caused it, check_fields raises a clearer error.
             for x in operands:
                 if isinstance(x, Value):
@@ -117,6 +119,10 @@ def _operator(function: Callable) -> Callable[..., Any]:
             raise
 
     return apply
+
+
+def _types_of_values(operands: Sequence[Any]) -> tuple[type, ...]:
+    return tuple([type(x) for x in operands if isinstance(x, Value)])
 
 
 def _can_compile(operands: Sequence[Any]) -> bool:
