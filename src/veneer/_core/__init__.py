@@ -3,7 +3,7 @@
 The modules here are the core. Each imports only modules above it, and `_jax`:
 
     tree              classes as dataclasses and pytrees
-    errors            errors about values and rules that users can make by mistake
+    errors            errors for mistakes in types, rules and calls, with the remedy
     event             Event, a record of a primitive that ran on an implicit operand
     policy            the reaction to materialization: allow, warn, raise, collect
     leaf_axes         LeafAxis: how the axes of leaves correspond to dense axes

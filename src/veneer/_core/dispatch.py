@@ -71,10 +71,12 @@ def apply_rules(
     classes = tuple([type(v) if isinstance(v, Value) else Dense for v in values])
     tried: tuple = ()
     while (rule := resolve(target, classes, tried)) is not None:
-        is_skipped = only_generic and rule.precedence >= 0
-        out: Any = rule.eager(values, params) if rule.eager and is_eager() else NotImplemented
-        if out is NotImplemented and not is_skipped:
-            out = _call_rule(rule.function, target, values, params)
+        out: Any = NotImplemented
+        if not (only_generic and rule.precedence >= 0):
+            if rule.eager and is_eager():
+                out = rule.eager(values, params)
+            if out is NotImplemented:
+                out = _call_rule(rule.function, target, values, params)
         if out is not NotImplemented:
             if rule.structural:  # a structural rule checks and reports its results itself
                 return out

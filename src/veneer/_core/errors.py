@@ -1,4 +1,4 @@
-"""Errors about implicit values and rules that users can make by mistake."""
+"""Errors for mistakes in types, rules and calls. Each names the remedy."""
 
 import inspect
 import sys

@@ -150,8 +150,8 @@ def report_rule(primitive: str, operands: Callable[[], Operands], rule: str) -> 
     if any(dense) or policy is RECORD or policy.events is not None:
         shown, sources, _, caches = operands()
         dense = (*dense, *[0] * (len(shown) - len(dense)))  # zeros for the missing entries
-        event = Event(primitive, shown, rule, sum(dense), user_line(), how, sources, dense, caches)
-        emit_events([replace(event, no_kernel=no_kernel)])
+        fields = shown, rule, sum(dense), user_line(), how, sources, dense, caches, no_kernel
+        emit_events([Event(primitive, *fields)])
 
 
 def report_materialised(primitive: str, operands: Callable[[], Operands], why: str = "") -> None:

@@ -1,4 +1,4 @@
-"""The trace of `implicit`, which wraps only implicit values, so dense code costs nothing."""
+"""The trace of `implicit`. It wraps only implicit values, and passes other primitives on."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

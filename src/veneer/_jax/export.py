@@ -87,7 +87,6 @@ def _encode(x: Any, cls: type, field: str) -> Any:
 
 def _decode(x: Any, cls: type, field: str) -> Any:
     """Return the value that `_encode` has written as the JSON value `x`."""
-    """Return the value that `_encode` has written as the JSON value `x`."""
     if not isinstance(x, dict):
         return x
     if "tuple" in x:

@@ -31,10 +31,11 @@ clear_with_rules(_compiled_functions.clear)
 
 
 def _jit_eagerly(values: Sequence[Any], params: dict[str, Any]) -> Any:
-    """Run a jitted program on concrete implicit values by a compiled function.
+    """Run a jitted program on concrete implicit values as one compiled function.
 
-    The function is compiled once per jaxpr. Return NotImplemented if events must be reported, or
-    if the call has options such as shardings. Then `_jit` runs.
+    The function is compiled once per jaxpr. Return NotImplemented in the cases that need `_jit`:
+    events must be reported, a derivative rule is running, the call has options such as shardings,
+    or the policy is to raise an error for a materialization.
     """
     reports_events = must_replay_events(current_policy())  # a compiled function reports nothing
     if reports_events or IN_DERIVATIVE_RULE.value or not has_default_options(params):

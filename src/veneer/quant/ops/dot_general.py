@@ -45,6 +45,7 @@ def dot_general(
     | strategy | condition |
     |---|---|
     | a kernel that reads packed codes | the platform has a kernel for the formats and sizes |
+    | `jax.nn.scaled_matmul` | both operands are mxfp8, on a Blackwell GPU |
     | exact sums of integer codes | both operands have integer formats of at most 8 bits |
     | sums of float8 codes | both operands have float8 formats |
     | codes as floats, scales applied to the output | scales do not vary along contracted axes |
