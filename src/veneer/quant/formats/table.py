@@ -76,7 +76,7 @@ def _float8(dtype: DTypeLike, source: str) -> Format:
     return Format(dtype.name, 8, dtype, float(jnp.finfo(dtype).max), None, source)
 
 
-def _codebook_format(name: str, values: Sequence[float], source: str) -> Format:
+def _codebook_format(name: str, values: Sequence[int | float], source: str) -> Format:
     """Return a format whose code i represents `values[i]`. Scales are `absmax / max(values)`."""
     bits = len(values).bit_length() - 1
     dtype = np.dtype(jnp.uint4 if bits == 4 else np.uint8)
