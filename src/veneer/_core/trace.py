@@ -130,7 +130,7 @@ class ImplicitTrace(Trace):
 
     def _call_custom(
         self, primitive: Primitive, tracers: Sequence[Any], params: dict[str, Any]
-    ) -> list[Any]:
+    ) -> Sequence[Any]:
         """Run a `custom_jvp` or `custom_vjp` by its structural rule."""
         if self.requires_low:  # No outer trace takes derivatives. JAX drops custom rules, too.
             return self._inline(params["fun"], tracers)

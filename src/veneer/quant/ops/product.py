@@ -16,7 +16,7 @@ from ..._core.policy import note_how
 from ..._core.primitives.dimension_numbers import DotDimensionNumbers, NestedAxes
 from ..._core.surface.array import ImplicitArray
 from ..arrays.qarray import QArray
-from ..formats.tiles import Shape, over_tiles
+from ..formats.tiles import over_tiles
 from .operands import can_scale_output, operand_pair
 
 Operand = jax.Array | QArray
@@ -74,7 +74,7 @@ class QuantizedProduct:
     preferred_element_type: DTypeLike | None
     out_sharding: Any
     weight_side: int | None
-    shapes: tuple[Shape, Shape]
+    shapes: tuple[tuple[Any, ...], tuple[Any, ...]]  # sizes may be symbolic
     dtypes: tuple[jnp.dtype, jnp.dtype]
     out_dtype: jnp.dtype
     terms: int
