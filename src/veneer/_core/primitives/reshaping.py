@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from ..leaf_axes import Movement, Shape
 from ..value import Value
@@ -91,7 +92,7 @@ def reshaped(leaf_shape: Shape, old: Shape, new: Shape) -> Shape | None:
 
 
 def _new_packed_axis(
-    block_counts: Shape, old: Shape, new: Shape, axis: int, block: int
+    block_counts: Shape, old: Shape, new: Shape, axis: int | np.integer, block: int
 ) -> int | None:
     """Return the axis of packed blocks after a reshape, or None if they do not lie along one axis.
 
