@@ -133,7 +133,9 @@ class StraightThrough(ImplicitArray):
         @jax.custom_jvp
         def call(*values: Any) -> Any:
             out = run(*(x.value if _is_straight(x) else x for x in values))
-            return jax.tree.map(_wrap_result, out, is_leaf=is_value)
+            # The source of a result only has a tangent, which the rule below sets.
+            wrap = lambda y: StraightThrough(y, jnp.zeros(y.shape, y.dtype)) if is_value(y) else y
+            return jax.tree.map(wrap, out, is_leaf=is_value)
 
         @call.defjvp
         def _(values: Any, tangents: Any) -> tuple[Any, Any]:
@@ -150,11 +152,6 @@ class StraightThrough(ImplicitArray):
 
 def _is_straight(x: Any) -> bool:
     return isinstance(x, StraightThrough)
-
-
-def _wrap_result(out: Any) -> Any:
-    """Wrap an implicit result. Only the tangent of its `source` is used, so the value is zeros."""
-    return StraightThrough(out, jnp.zeros(out.shape, out.dtype)) if is_value(out) else out
 
 
 def _tangent_of_dense(x: Any, tangent: Any) -> Any:
