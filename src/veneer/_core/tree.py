@@ -193,7 +193,10 @@ def array_fields_of(cls: Any) -> ArrayFields:
         annotations = {f.name: f.type for f in fields}
     types_of = {f.name: annotated_types(annotations[f.name]) for f in fields}
     optional = {f.name for f in fields if f.default is None or type(None) in types_of[f.name]}
-    arrays = {name for name, classes in types_of.items() if all(map(_is_array_type, classes))}
+    is_array_type = lambda cls: (
+        isinstance(cls, type) and (issubclass(cls, _ARRAYS) or hasattr(cls, "materialise"))
+    )
+    arrays = {name for name, classes in types_of.items() if all(map(is_array_type, classes))}
     is_complete = types_of.keys() == arrays | optional
     return ArrayFields(required=frozenset(arrays - optional), is_complete=is_complete)
 
@@ -215,7 +218,3 @@ def annotated_types(annotation: Any) -> list[Any]:
     if hasattr(annotation, "array_type"):  # jaxtyping: Float[Array, "m n"]
         return annotated_types(annotation.array_type)
     return [origin or annotation]
-
-
-def _is_array_type(cls: Any) -> bool:
-    return isinstance(cls, type) and (issubclass(cls, _ARRAYS) or hasattr(cls, "materialise"))
