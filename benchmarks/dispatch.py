@@ -69,7 +69,7 @@ def eager(library: Library) -> list[Claim]:
 
 def _operators(x: jax.Array, w: jax.Array, lora: Any) -> list[Claim]:
     return [
-        Claim(Side("`x @ lora`", lambda: x @ lora), Side("`x @ w`", lambda: x @ w), 3),
+        Claim(Side("`x @ lora`", lambda: x @ lora), Side("`x @ w`", lambda: x @ w), 2),
         Claim(Side("`lora.T`", lambda: lora.T), Side("`w.T`", lambda: w.T)),
     ]
 

@@ -91,7 +91,7 @@ def measure_decoding(worker: Worker) -> None:
 
 
 def stacked(params: dict[str, Any], layers: int, head_parts: int) -> dict[str, Any]:
-    """Stack parameters for `lax.scan`: those of all layers, and equal parts of the vocabulary.
+    """Stack the parameters of all layers for `lax.scan`, and split the vocabulary into equal parts.
 
     A scan compiles one layer instead of all of them. It also materializes one matrix at a time.
     """

@@ -63,7 +63,7 @@ class Sizes:
     batches: tuple[int, ...] = (1, 16)
     tokens: int = 64
     trained: tuple[int, int] = (4, 512)  # texts, tokens
-    head_parts: int = 6  # parts of the vocabulary, of which a training step computes logits in turn
+    head_parts: int = 6  # a training step computes the logits of one part after the other
     attention: tuple[int, ...] = (8, 8, 4, 128)  # batch, KV heads, queries per head, width
     contexts: tuple[tuple[int, int], ...] = ((4096, 4), (32768, 1))  # tokens, layers
 

@@ -20,7 +20,7 @@ ANY = [Rule(".*", "int8")]
 
 
 def assert_of(found, *xs, gram=True):
-    """Check that statistics are those of the activations `xs`, with any leading axes."""
+    """Check that statistics describe the activations `xs`, which may have any leading axes."""
     shape = found.minimum.shape
     x = np.concatenate([np.asarray(x, np.float64).reshape(-1, x.shape[-1]) for x in xs])
     for name, value in {

@@ -194,7 +194,7 @@ def test_every_type_of_ours_with_a_constructor_of_its_own_states_its_checks():
     ]
     own = [c for c in made if inspect.unwrap(c.__init__).__code__.co_filename != "<string>"]
     assert {"QArray", "ActivationQuantized", "Toeplitz", "Lazy"} <= {c.__name__ for c in own}
-    constructor = lambda c: inspect.unwrap(c.__init__)  # QCache has that of QArray, and its checks
+    constructor = lambda c: inspect.unwrap(c.__init__)  # QCache inherits both from QArray
     assert [c for c in own if c.__post_init__.__module__ != constructor(c).__module__] == []
 
 

@@ -1,4 +1,4 @@
-"""Find out what is known of traced arrays at trace time: entries, zeros and common divisors."""
+"""Find facts about traced arrays at trace time: known entries, zeros and common divisors."""
 
 from collections.abc import Callable
 from math import gcd, prod

@@ -84,7 +84,7 @@ def call(
     - `activations`: the operands that products of the same x share: x, and its scales if it has
       some.
     - `matrix`: all other operands.
-    - `shape`, `dtype`: those of the product.
+    - `shape`, `dtype`: the shape and dtype of the product.
     """
     return kernel_p.bind(
         *activations,

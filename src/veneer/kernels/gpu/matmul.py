@@ -399,7 +399,7 @@ def compile(operands: MatmulOperands, problem: MatmulProblem) -> None:
 
 
 def layout_of(operands: MatmulOperands, problem: MatmulProblem) -> ProductSizes:
-    """Return what the kernel for a product is compiled for. Arrays may be avals."""
+    """Return the sizes and options that select the kernel for a product. Arrays may be avals."""
     shape = problem.shape(operands)
     subtracts = takes_zero_points(operands, problem)
     is_added = operands.minimum is not None or (operands.zero_point is not None and not subtracts)
