@@ -1,9 +1,8 @@
-"""Calls of kernels, in the program that is lowered: products of the same x are one call.
+"""Lower calls of kernels. Products of the same x become one call.
 
 A call takes as long as a small product. On a CPU, XLA and the kernel start, and threads meet. On a
 GPU, a launch takes microseconds. So if few rows of x are multiplied by several matrices, such as
-those of queries, keys and values, the second product joins the call of the first, and is computed
-there. This happens while JAX lowers a program, after all transformations, so derivatives, batches
+queries, keys and values, the second product joins the call of the first, which computes both. This happens while JAX lowers a program, after all transformations, so derivatives, batches
 and the jaxprs that users see are the same as before.
 
 JAX lowers some parts of a program separately, such as the body of a function with custom
@@ -43,8 +42,8 @@ class CallableKernel(Protocol):
     def emit(self, ctx: Any, operands: Sequence[Any], shapes: Sequence[Any]) -> Sequence[Any]:
         """Write a call into the program, and return a result of each shape.
 
-        The operands are the activations, and then those of each matrix. In `ctx`, the avals of
-        operands have the right shapes, but not the right dtypes.
+        The operands are the activations, then the arrays of each matrix. The avals of operands in
+        `ctx` have the right shapes, but not the right dtypes.
         """
         ...
 
@@ -129,7 +128,7 @@ def _joined(
     shape: tuple[int, ...],
     lead: int,
 ) -> Any:
-    """The product as a result of an earlier call, that is there or is made to be; or None."""
+    """Return the product as a result of an earlier call, which may have to be extended, or None."""
     activations, matrix, program = operands[:lead], operands[lead:], _Program(ctx)
     earlier = [*_earlier(program, kernel, activations, len(matrix))]
     for other in earlier:
