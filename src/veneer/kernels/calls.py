@@ -2,8 +2,9 @@
 
 A call takes as long as a small product. On a CPU, XLA and the kernel start, and threads meet. On a
 GPU, a launch takes microseconds. So if few rows of x are multiplied by several matrices, such as
-queries, keys and values, the second product joins the call of the first, which computes both. This happens while JAX lowers a program, after all transformations, so derivatives, batches
-and the jaxprs that users see are the same as before.
+queries, keys and values, the second product joins the call of the first, which computes both. This
+happens while JAX lowers a program, after all transformations, so derivatives, batches and the
+jaxprs that users see are the same as before.
 
 JAX lowers some parts of a program separately, such as the body of a function with custom
 derivatives. Products in such a part join only each other. Therefore activations are rounded

@@ -119,7 +119,8 @@ class QuantizedProduct:
         """
         dtype = self.preferred_element_type if dtype is None else dtype
         arguments = self.dimension_numbers, self.precision, dtype, self.out_sharding
-        return QuantizedProduct.create(lhs, rhs, *arguments)
+        product = QuantizedProduct.create(lhs, rhs, *arguments)
+        return dataclasses.replace(product, weight_side=self.weight_side)
 
     @property
     def can_scale_output(self) -> bool:
