@@ -335,6 +335,16 @@ def test_large_arrays_are_quantized_in_chunks(qtype, tiling):
     assert in_chunks.memory_analysis().temp_size_in_bytes < 2.5 * CHUNK_BYTES
 
 
+@pytest.mark.parametrize("qtype", ["int8", "int3"])
+def test_chunks_of_a_long_axis_are_written_in_place(qtype):
+    # A tile times the size of a chunk exceeds int32 here, as in an embedding of 2**20 short rows.
+    x = normal(2**16, 64, dtype="bfloat16")
+    rows = quantize(x, qtype, channelwise_axes=[0])
+    tiles = quantize(x.reshape(-1), qtype, tiled_axes={0: 64})
+    np.testing.assert_array_equal(tiles.codes(), rows.codes().reshape(-1))
+    np.testing.assert_array_equal(tiles.scale, rows.scale.reshape(-1))
+
+
 def test_each_chunk_has_its_own_key():
     x = jnp.full((2048, 2048), 0.5).at[:, 0].set(1.0)
     q = quantize(x, "int8", channelwise_axes=[0], key=jax.random.key(0))

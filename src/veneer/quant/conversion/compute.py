@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from fractions import Fraction
 from typing import NamedTuple
 
 import jax
@@ -70,6 +71,8 @@ def choose_chunks(array: jax.Array, scale_shape: Shape, format: Format) -> Chunk
     if not isinstance(nbytes, int):  # symbolic, in programs for export
         return None
     if nbytes < 2 * CHUNK_BYTES or format.scale_tile is not None or _is_sharded(array):
+        return None
+    if max(array.shape) >= 2**31:  # the loop counts in int32
         return None
     # For each axis, find the least number of tiles that fills whole bytes of packed codes.
     least_tiles = {}
@@ -193,7 +196,9 @@ def _quantize_in_chunks(
         chunk_key = None if key is None else jax.random.fold_in(key, index)
         updates = jax.tree.leaves(quantize_tiles(chunk, chunk_key, chunk_params)[0])
         # Codes and scales have different sizes, so convert the tile to an index into each leaf.
-        starts = [first_tile * update.shape[axis] // chunk_tiles for update in updates]
+        # Divide first: the product of a tile and a size can be too large for int32.
+        ratios = [Fraction(update.shape[axis], chunk_tiles) for update in updates]
+        starts = [first_tile // ratio.denominator * ratio.numerator for ratio in ratios]
         write = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=axis)
         return list(map(write, leaves, updates, starts))
 
