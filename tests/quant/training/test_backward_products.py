@@ -399,3 +399,21 @@ def test_a_tile_that_does_not_divide_names_the_product():
     with pytest.raises(ValueError, match="does not divide") as caught:
         jax.grad(vn.implicit(lambda w: (X @ w).sum()))(w)
     assert "BackwardProduct('int8', tile_size=5)" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("kind", ["dot", "conv"])
+def test_dense_gradients_keep_the_precision(kind):
+    options = {"qtype": "int8", "grad_input": BackwardProduct(None, residual_qtype=None)}
+    if kind == "dot":
+        x, w = X, FakeQuantized(W, **options, grad_weight=options["grad_input"], tile_axis=0)
+        product = lambda x, w: jnp.dot(x, w, precision="highest")
+    else:
+        x = arrays.normal(1, 2, 6)
+        w = FakeQuantized(arrays.normal(3, 2, 3), **options, grad_weight=options["grad_input"])
+        conv = jax.lax.conv_general_dilated
+        product = lambda x, w: conv(x, w, (1,), "SAME", precision="highest")
+    gradient = jax.grad(vn.implicit(lambda x, w: product(x, w).sum()), argnums=(0, 1))
+    text = str(jax.make_jaxpr(gradient)(x, w))
+    # The forward product and both gradients.
+    assert text.count("precision=") == 3
+    assert text.count("precision=(Precision.HIGHEST, Precision.HIGHEST)") == 3

@@ -23,6 +23,7 @@ from ..arrays.qarray import QArray
 from ..formats.tiles import Shape
 from ..ops.convolution import conv_general_dilated
 from ..ops.dot_general import dot_general
+from ..ops.operands import fixes_dtypes
 from ..ops.product import Operand
 
 
@@ -65,6 +66,12 @@ class TrainingProduct:
     def contracted(self) -> tuple[Axes, Axes]:
         """The contracted axes of lhs, and of rhs."""
         raise NotImplementedError
+
+    @property
+    def _precision(self) -> Any:
+        """The precision of gradients: like forward, unless that fixes the dtypes of operands."""
+        precision = self["precision"]
+        return None if fixes_dtypes(precision) else precision
 
     @property
     def has_gradients_on_codes(self) -> bool:
@@ -149,7 +156,7 @@ class _DotProduct(TrainingProduct):
         axes = self.gradient_axes(side, ndims)
         batch, other_batch = self._numbers.batch[side], self._numbers.batch[1 - side]
         numbers = (axes.of_gradient, axes.of_other), (tuple(range(len(batch))), other_batch)
-        out = dot_general(g, other, numbers, preferred_element_type=dtype)
+        out = dot_general(g, other, numbers, self._precision, dtype)
         # `operand_axes[i]` is the axis of the operand that axis i of `out` is: the batch axes, the
         # free axes, and the contracted axes in the order of the other operand.
         contracted, other_contracted = self.contracted[side], self.contracted[1 - side]
@@ -230,6 +237,7 @@ class _Convolution(TrainingProduct):
             lhs_dilation=lhs_step,
             rhs_dilation=rhs_step,
             dimension_numbers=lax.ConvDimensionNumbers(*specs),
+            precision=self._precision,
             preferred_element_type=dtype,
         )
 
