@@ -71,11 +71,12 @@ def steps(program: Callable[[], object]) -> list[str]:
             if name != "<module>":
                 seen[f"{Path(file).relative_to(PACKAGE).as_posix()}:{name}"] = None
 
+    before = sys.getprofile()
     sys.setprofile(note)
     try:
         program()
     finally:
-        sys.setprofile(None)
+        sys.setprofile(before)
     return list(seen)
 
 

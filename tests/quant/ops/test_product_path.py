@@ -1,8 +1,6 @@
 """The number of functions that run between the rule for a product and the call of its kernel."""
 
-import sys
-from pathlib import Path
-
+import call_paths
 import jax
 import jax.numpy as jnp
 from support.arrays import normal
@@ -10,27 +8,7 @@ from support.arrays import normal
 import veneer as vn
 from veneer import kernels
 
-PACKAGE = Path(vn.__file__).parent
 RULE, KERNEL = "quant/ops/dot_general.py:_dot_general", "kernels/matmul.py:matmul"
-
-
-def called_functions(f):
-    """Return the functions of veneer that a call runs, in the order of their first calls."""
-    functions: dict[str, None] = {}
-
-    def note(frame, event, _):
-        file = Path(frame.f_code.co_filename)
-        if event == "call" and file.is_relative_to(PACKAGE):
-            name = frame.f_code.co_qualname.replace("<locals>.", "")
-            functions[f"{file.relative_to(PACKAGE).as_posix()}:{name}"] = None
-
-    before = sys.getprofile()
-    sys.setprofile(note)
-    try:
-        f()
-    finally:
-        sys.setprofile(before)
-    return list(functions)
 
 
 def test_a_product_reaches_its_kernel_in_25_functions():
@@ -38,7 +16,7 @@ def test_a_product_reaches_its_kernel_in_25_functions():
     program = vn.implicit(lambda w, x: x @ w)
     with kernels.use("auto"):
         jax.jit(program)(w, jnp.ones((4, 512)))  # compiles the kernel
-        functions = called_functions(lambda: jax.jit(program)(w, jnp.ones((8, 512))))
+        functions = call_paths.steps(lambda: jax.jit(program)(w, jnp.ones((8, 512))))
     # Lambdas and properties count. Functions that also ran before the rule, such as `QArray.aval`,
     # do not count, because a reader has seen them.
     path = functions[functions.index(RULE) : functions.index(KERNEL) + 1]
