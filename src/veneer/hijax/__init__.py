@@ -40,6 +40,8 @@ The modules. Each imports only modules above it:
     shard_map           operands of `jax.shard_map`, leaf by leaf
     results             results of jitted functions, converted to pytrees of leaves
     frameworks          parameters of Flax linen, and updates by optimizers
+    box_traces          the traces around a use of a `Box`
+    box_contents        the contents of a `Box`, as values or as references
     box                 `Box`, a mutable container
     jit                 `vn.jit`: `jax.jit` for functions of implicit arrays and of Boxes
     patches             the list of all patches of JAX

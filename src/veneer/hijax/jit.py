@@ -1,15 +1,19 @@
 """`vn.jit`: `jax.jit` for functions of implicit arrays and of Boxes.
 
-Implicit arrays are pytrees, as arguments and as results, so that C++ calls what is compiled: a call
-costs what it costs with their leaves. JAX asks a Box in the arguments for its leaves, and gets the
-contents. What the function writes is among its results, and so are contents of another structure
-that it writes to a Box that it closes over. So it is traced once, and its Boxes are written after.
+Implicit arrays are pytrees, as arguments and as results, so JAX's C++ code calls the compiled
+function: a call costs the same as a call with the leaves.
 
-Of contents that a function closes over it holds references. Once those have been given up for
-others, since the structure has changed, the function is traced anew.
+The compiled function takes the contents of each Box among the arguments, and returns, besides the
+results of the function, the new contents of Boxes among the arguments and of captured Boxes whose
+structure changes. `Jitted` then writes these to the Boxes. So one trace is enough, although the
+structure is known only after the trace.
+
+Other captured Boxes are passed as references. If the structure of such a Box changes later, its
+references are replaced, and `Jitted` traces the function again.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial, update_wrapper
 from types import MethodType, SimpleNamespace
 from typing import Any
@@ -27,10 +31,9 @@ from .._jax.hijax import (
     weakref_lru_cache,
 )
 from .._jax.tracing import Tracer, current_trace, is_eager, jax_caller
-from .box.box import Box, is_box
-from .box.contents import Contents
-from .box.frames import Frame, passed_and_held, resolved, state
-from .box.traces import held_by
+from .box import Box, is_box
+from .box_contents import Contents
+from .box_traces import JitFrame, alias_error, captured_references, latest, state
 from .mode import is_enabled
 
 
@@ -77,7 +80,7 @@ def jit(function: Callable | None = None, /, **options: Any) -> Any:
 
 
 class Jitted:
-    """A function under `vn.jit`: one program of JAX's for each state of what it closes over.
+    """A function under `vn.jit`, with a `TracedFunction` for each structure of captured Boxes.
 
     **Arguments:**
 
@@ -86,22 +89,23 @@ class Jitted:
     """
 
     def __init__(self, function: Callable, options: Any):
-        self._new_program = partial(Specialisation, function, options)
+        self._new_program = partial(TracedFunction, function, options)
         self._programs = [self._new_program()]
         self._function = function
-        self._plain: Any = jit_with_options(_wrapped(function, partial(_run, function)), options)
+        self._only_traced: Any = jit_with_options(
+            _with_signature(function, partial(_run, function)), options
+        )
         update_wrapper(self, function, updated=())
-        # A callable object may have attributes with the names of these.
+        # A callable object may have attributes of the same names. Those of `Jitted` come first.
         self.__dict__ = {**getattr(function, "__dict__", {}), **self.__dict__}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         program = self._programs[-1]
-        if program.captured and not program.fits():
-            program = self._fitting()
-        if program.held:
-            program.refuse_held(args, kwargs)
-        if program.donates:  # for what a Box held would be gone
-            program.refuse_aliases(args, kwargs)
+        if program.captured and not program.is_current():
+            program = self._current_program()
+        # The call would write to the references, or delete donated contents.
+        if check_first := bool(program.held_refs or program.donates):
+            program.reject_aliases(args, kwargs)
         boxes: list[Box] = []
         before, state.flattened = state.flattened, boxes
         try:
@@ -109,23 +113,23 @@ class Jitted:
         finally:
             state.flattened = before
         if program.captured and not is_eager():
-            # Where it was traced before, those around it have not seen what it holds.
+            # If JAX did not trace the program again, the traces around it have recorded no use.
             for contents in list(program.captured):
-                contents.note_use()
-        if boxes and not program.donates:
-            program.refuse_aliases(args, kwargs)
+                contents.record_use()
+        if boxes and not check_first:
+            program.reject_aliases(args, kwargs)
         if type(out) is tuple and out and type(out[-1]) is WrittenContents:
             out, written = out
-            written.finish(boxes)
+            written.write_to_boxes(boxes)
         return out
 
-    def _fitting(self) -> "Specialisation":
+    def _current_program(self) -> "TracedFunction":
         for program in self._programs:
-            if program.fits():
+            if program.is_current():
                 break
         else:
             program = self._new_program()
-            self._programs = [p for p in self._programs if p.may_fit()] + [program]
+            self._programs = [p for p in self._programs if p.has_references()] + [program]
         return program
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -137,92 +141,90 @@ class Jitted:
     def clear_cache(self) -> None:
         """Clear the traced and compiled programs."""
         self._programs = [self._new_program()]
-        self._plain.clear_cache()
+        self._only_traced.clear_cache()
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """Trace the function, as `jax.jit(function).trace` does."""
-        return self._plain.trace(*args, **kwargs)
+        return self._only_traced.trace(*args, **kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """Lower the function, as `jax.jit(function).lower` does."""
-        return self._plain.lower(*args, **kwargs)
+        return self._only_traced.lower(*args, **kwargs)
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """Return the shapes and dtypes of the results, as `jax.jit(function).eval_shape` does."""
-        return self._plain.eval_shape(*args, **kwargs)
+        return self._only_traced.eval_shape(*args, **kwargs)
 
 
-#: Functions that `vn.jit` has wrapped. `let_boxes_change` must not wrap them again.
-_wrappers: WeakSet = WeakSet()
+#: Functions that `vn.jit` passes to `jax.jit`. `catch_structure_changes` skips them.
+_traced_by_jitted: WeakSet = WeakSet()
 
 
-class Specialisation:
-    """What JAX has traced of a function, with the contents that it holds references to."""
+class TracedFunction:
+    """A function under `jax.jit`, with the Boxes whose references its programs hold."""
 
     def __init__(self, function: Callable, options: Any):
-        self.captured: Any = WeakKeyDictionary()  # with their versions
-        self.replaced: Any = WeakSet()  # from outside, of which it changes the structure
-        self.held: list[Any] = []  # references: of the captured, and of functions traced before
-        # What a Box holds is gone with the arguments that are donated, and is to come back.
+        self.captured: Any = WeakKeyDictionary()  # from contents to their versions
+        self.replaced: Any = WeakSet()  # captured contents whose structure the function changes
+        # References of `captured`, and of functions that were traced before and are called again.
+        self.held_refs: list[Any] = []
         self.donates = bool(options.donate_argnums or options.donate_argnames)
         # Shardings and layouts apply to the results, not to the contents of Boxes.
-        self.splits = has_result_placement(options)
-        wrapped = _wrapped(function, partial(self._traced, function))
-        _wrappers.add(wrapped)
-        options = extend_options_to_pair(options) if self.splits else options
+        self.returns_pair = has_result_placement(options)
+        wrapped = _with_signature(function, partial(self._trace, function))
+        _traced_by_jitted.add(wrapped)
+        options = extend_options_to_pair(options) if self.returns_pair else options
         self.compiled: Any = jit_with_options(wrapped, options)
 
-    def fits(self) -> bool:
-        """Whether what it holds is still what a function would find."""
-        return self.may_fit() and all(resolved(c) is c for c in self.captured)
+    def is_current(self) -> bool:
+        """Return whether the captured Boxes still have the same references."""
+        return self.has_references() and all(latest(c) is c for c in self.captured)
 
-    def may_fit(self) -> bool:
-        """Whether it holds nothing that has been given up."""
+    def has_references(self) -> bool:
+        """Return whether no captured Box has dropped its references."""
         return all(c.version == version for c, version in self.captured.items())
 
-    def refuse_held(self, *trees: Any) -> None:
-        """Refuses arguments with a Box that the program holds."""
-        _refuse_held([resolved(box._contents) for box in _boxes(*trees)], self.held)
-
-    def refuse_aliases(self, *trees: Any) -> None:
-        """Refuses arguments with one Box twice, or with one that the function closes over."""
-        contents = [resolved(box._contents) for box in _boxes(*trees)]
-        for i, one in enumerate(contents):
-            if any(one is other or one.shares(other) for other in contents[:i]):
+    def reject_aliases(self, *trees: Any) -> None:
+        """Raise ValueError if the arguments contain a Box twice or a captured Box."""
+        passed = [latest(box._contents) for box in _boxes_in(*trees)]
+        keys = [id(c.refs[0] if c.refs else c) for c in passed]
+        for i, contents in enumerate(passed):
+            if keys[i] in keys[:i]:
                 raise ValueError(
-                    f"{one!r} is passed twice to a jitted function, which would see two separate "
-                    "Boxes. Pass it once."
+                    f"{contents!r} is passed twice to a jitted function, which would see two "
+                    "separate Boxes. Pass it once."
                 )
-        for one in contents:
-            if one in self.captured or one in self.replaced:
-                raise ValueError(passed_and_held(one))
+            if contents in self.captured or contents in self.replaced:
+                raise alias_error(contents)
+        _reject_held(passed, self.held_refs)
 
-    def _traced(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
+    def _trace(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Run the function in a new `JitFrame`. Return its results and the written contents."""
         flattened, state.flattened = state.flattened, None
         assert flattened is not None
         try:
             trace = current_trace()
-            # Those that JAX has taken apart: none, under jax.disable_jit.
-            met = len(flattened)
-            boxes = [b for b in _boxes(args, kwargs) if met and b._contents.home is trace]
-            contents = [resolved(box._contents) for box in flattened[: len(boxes)]]
-            with Frame(trace, self.captured, contents) as frame:
+            # JAX flattens the arguments and rebuilds them, except under jax.disable_jit.
+            rebuilt = _boxes_in(args, kwargs) if flattened else []
+            boxes = [box for box in rebuilt if box._contents.creation_trace is trace]
+            arguments = [latest(box._contents) for box in flattened[: len(boxes)]]
+            with JitFrame(trace, self.captured, arguments) as frame:
                 out = _run(function, *args, **kwargs)
-            held = [x for x in held_by(trace) if isinstance(x, jax.Ref)]
-            _refuse_held(contents, held)
-            self.held += [ref for ref in held if not isinstance(ref, Tracer)]
+            refs = captured_references(trace)
+            _reject_held(arguments, refs)
+            self.held_refs += [ref for ref in refs if not isinstance(ref, Tracer)]
             self.replaced.update(frame.replaced)
             written = _collect_written(frame, boxes, returns_all=self.donates)
-            return (out, written) if written.trees or self.splits else out
+            return (out, written) if written.trees or self.returns_pair else out
         finally:
             state.flattened = flattened
 
 
-def _wrapped(function: Callable, by: Callable) -> Callable:
-    """A function of another's signature and name, which `jax.jit` asks for."""
+def _with_signature(function: Callable, implementation: Callable) -> Callable:
+    """Return a function that calls `implementation`, with the name and signature of `function`."""
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        return by(*args, **kwargs)
+        return implementation(*args, **kwargs)
 
     return update_wrapper(wrapper, function)
 
@@ -231,89 +233,88 @@ def _run(function: Callable, *args: Any, **kwargs: Any) -> Any:
     return (function if is_enabled() else implicit(function))(*args, **kwargs)
 
 
-def _boxes(*trees: Any) -> list[Box]:
+def _boxes_in(*trees: Any) -> list[Box]:
     return [x for x in jax.tree.leaves(trees, is_leaf=is_box) if is_box(x)]
+
+
+def _reject_held(passed: Sequence[Contents], held_refs: Sequence[Any]) -> None:
+    for contents in passed:
+        if any(ref is held for ref in contents.refs or () for held in held_refs):
+            raise alias_error(contents)
 
 
 Target = int | ReferenceType[Contents]
 
 
-@jax.tree_util.register_pytree_node_class
+@partial(jax.tree_util.register_dataclass, data_fields=["trees"], meta_fields=["targets"])
+@dataclass
 class WrittenContents:
-    """The new contents of the Boxes that a function has written, returned beside its results.
+    """The new contents of Boxes, which a compiled function returns besides its results.
 
     **Arguments:**
 
-    - `trees`: contents.
-    - `targets`: of each, the number of the Box among the arguments, or what it takes the place of:
-      by a weak reference, for JAX keeps this for as long as what is compiled.
+    - `trees`: the new contents.
+    - `targets`: for each, the index of the Box among the arguments, or a weak reference to the
+      contents that they replace. It is weak because JAX keeps it as long as the compiled function.
     """
 
-    def __init__(self, trees: Sequence[Any], targets: tuple[Target, ...]):
-        self.trees, self.targets = trees, targets
+    trees: list[Any]
+    targets: tuple[Target, ...]
 
-    def tree_flatten(self) -> tuple[tuple[Any], Any]:
-        """The contents."""
-        return (self.trees,), self.targets
-
-    @classmethod
-    def tree_unflatten(cls, targets: Any, children: Any) -> "WrittenContents":
-        """The inverse."""
-        (trees,) = children
-        return cls(trees, targets)
-
-    def finish(self, boxes: Sequence[Box]) -> None:
-        """Write the contents to their Boxes, of which `boxes` are the arguments."""
+    def write_to_boxes(self, boxes: Sequence[Box]) -> None:
+        """Write the contents to their Boxes. `boxes` are the Boxes among the arguments."""
         for target, tree in zip(self.targets, self.trees, strict=True):
             contents = boxes[target]._contents if isinstance(target, int) else target()
-            if contents is not None:  # whose Box is gone
-                resolved(contents).set(tree)
+            if contents is not None:  # None if the Box was deleted
+                latest(contents).set(tree)
 
 
-def _collect_written(frame: Frame, boxes: Sequence[Box], *, returns_all: bool) -> WrittenContents:
+def _collect_written(
+    frame: JitFrame, boxes: Sequence[Box], *, returns_all: bool
+) -> WrittenContents:
+    """Return the new contents of Boxes at the end of a trace.
+
+    Boxes that were neither written nor passed on to another traced function are left out, unless
+    `returns_all` is set because their old contents are donated.
+    """
     pairs: list[tuple[Target, Contents]] = [
         (i, box._contents)
         for i, box in enumerate(boxes)
-        if returns_all or box._contents.may_differ()
+        if returns_all or box._contents.is_written or box._contents.refs is not None
     ]
     pairs += [(ReferenceType(c), contents) for c, contents in frame.replaced.items()]
     trees = []
     for _, contents in pairs:
-        contents.open()
+        contents.unpack()
         trees.append(jax.tree.unflatten(contents.treedef, contents.read()))
     return WrittenContents(trees, tuple(target for target, _ in pairs))
 
 
-def _refuse_held(passed: Sequence[Contents], held: Sequence[Any]) -> None:
-    for contents in passed:
-        if any(ref is other for ref in contents.refs or () for other in held):
-            raise ValueError(passed_and_held(contents))
+# With high types on, `jax.jit` calls a function that changes the structure of a Box by `vn.jit`.
 
 
-# With high types on, `jax.jit` calls a function that changes the structure of a Box in this way.
-
-
-@weakref_lru_cache  # JAX clears it with its own caches, and does not keep the function
-def _cell_of(function: Callable, key: tuple[Any, ...]) -> list[Jitted]:
-    """Return a list for the `vn.jit` of a function under `jax.jit` with these options."""
+@weakref_lru_cache  # JAX clears it together with its own caches
+def _jitted_cell(function: Callable, key: tuple[Any, ...]) -> list[Jitted]:
+    """Return a list that can hold the `Jitted` of a function. It depends on the options' key."""
     return []
 
 
-def let_boxes_change(infer: Callable) -> Callable:
-    """Wrap JAX's function that traces a jitted function.
+def catch_structure_changes(infer_params: Callable) -> Callable:
+    """Wrap JAX's function that traces a function under `jax.jit` and returns its parameters.
 
-    It returns a `Jitted` instead of JAX's parameters if the function is called and changes
-    the structure of a Box.
+    In a call, if the function changes the structure of a Box, return a `Jitted` instead. A trace
+    without a call (`lower`, `make_jaxpr`) raises an error.
     """
 
-    def infer_or_change(function: Any, options: Any, args: Any, kwargs: Any) -> Any:
-        if not is_enabled() or function in _wrappers or jax_caller() != "cache_miss":
-            return infer(function, options, args, kwargs)
-        cell = _cell_of(function, get_options_key(options))
+    def infer_or_make_jitted(function: Any, options: Any, args: Any, kwargs: Any) -> Any:
+        is_call = jax_caller() == "cache_miss"
+        if not is_enabled() or function in _traced_by_jitted or not is_call:
+            return infer_params(function, options, args, kwargs)
+        cell = _jitted_cell(function, get_options_key(options))
         if not cell:
             before, state.changes_structure = state.changes_structure, False
             try:
-                parameters = infer(function, options, args, kwargs)
+                parameters = infer_params(function, options, args, kwargs)
             except Exception:
                 if not state.changes_structure:
                     raise
@@ -324,11 +325,11 @@ def let_boxes_change(infer: Callable) -> Callable:
             cell.append(_make_jitted(function, options))
         return cell[0], []
 
-    return infer_or_change
+    return infer_or_make_jitted
 
 
-def call_changing(run: Callable) -> Callable:
-    """Wrap JAX's function that runs a jitted function, to call a `Jitted` instead of parameters."""
+def run_jitted(run: Callable) -> Callable:
+    """Wrap JAX's function that runs a jitted function, so that it accepts a `Jitted`."""
 
     def run_or_call(parameters: Any, flat: Any, function: Any, args: Any, kwargs: Any) -> Any:
         if type(parameters) is not Jitted:
@@ -340,8 +341,7 @@ def call_changing(run: Callable) -> Callable:
 
 
 def _make_jitted(function: Callable, options: Any) -> Jitted:
-    """Return `vn.jit` of a function, with the options that `jax.jit` has parsed."""
-    reference = ReferenceType(function)  # since the cache must not keep the function
+    reference = ReferenceType(function)  # `_jitted_cell` must not keep the function alive
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return reference()(*args, **kwargs)  # type: ignore[misc]

@@ -55,7 +55,7 @@ from .custom_derivatives import (
 )
 from .frameworks import partition_by_tangents, with_values_as_arrays, with_way_out
 from .high import apply
-from .jit import call_changing, let_boxes_change
+from .jit import catch_structure_changes, run_jitted
 from .mapping import (
     axes_of_arrays,
     broadcast_values,
@@ -396,7 +396,7 @@ jax_patches.attribute(api, "_lift_linearized", marked_linear)
 for _module in (tree_util, jax.tree_util):
     jax_patches.attribute(_module, "tree_map", mark_mapped)
 jax_patches.attribute(pjit, "_infer_params", carry_to_jit)
-jax_patches.attribute(pjit, "_infer_params", let_boxes_change)
+jax_patches.attribute(pjit, "_infer_params", catch_structure_changes)
 jax_patches.attribute(pjit, "_get_fastpath_data", find_no_fast_path)
 jax_patches.attribute(ad_checkpoint, "tracing_registry", CarryToCheckpoint)
 for _custom in (jax.custom_jvp, jax.custom_vjp):
@@ -405,7 +405,7 @@ for _custom in (jax.custom_jvp, jax.custom_vjp):
 jax_patches.attribute(tree_util, "_prefix_error", with_way_out)
 # Jitted functions give leaves, called or compiled ahead of time.
 jax_patches.attribute(pjit, "_run_python_pjit", run_jit)
-jax_patches.attribute(pjit, "_run_python_pjit", call_changing)
+jax_patches.attribute(pjit, "_run_python_pjit", run_jitted)
 jax_patches.attribute(pjit, "pjit_check_aval_sharding", check_shardings)
 for _name in ("lojax", "out_info"):
     jax_patches.attribute(stages.Traced, _name, of_leaves)

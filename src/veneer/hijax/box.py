@@ -1,16 +1,15 @@
-"""`Box`: a place that programs read and write, under all of JAX's transformations."""
+"""`Box`, a mutable container that programs read and write under all transformations of JAX."""
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 
-from ..._core.value import OpaqueNode
-from .contents import Contents, flat
-from .frames import resolved, state
-from .view import View
+from .._core.value import OpaqueNode
+from .box_contents import Contents, ReferenceContents, flatten_contents
+from .box_traces import latest, state
 
 
 @jax.tree_util.register_pytree_node_class
@@ -67,93 +66,83 @@ class Box(OpaqueNode):
     _contents: Contents
 
     def __init__(self, value: Any = None):
-        _refuse_boxes(value)
-        self._contents = Contents(*flat(value))
+        _reject_boxes(value)
+        self._contents = Contents(*flatten_contents(value))
 
     def get(self) -> Any:
         """Return the contents."""
-        return resolved(self._contents).tree()
+        return latest(self._contents).tree()
 
     def set(self, value: Any) -> None:
         """Replace the contents with `value`, a pytree of arrays, implicit arrays and numbers."""
-        _refuse_boxes(value)
-        resolved(self._contents).set(value)
+        _reject_boxes(value)
+        latest(self._contents).set(value)
 
     def update(self, function: Callable[[Any], Any]) -> None:
         """Replace the contents with `function(contents)`."""
         self.set(function(self.get()))
 
     def __repr__(self) -> str:
-        return repr(resolved(self._contents))
+        return repr(latest(self._contents))
 
     def __reduce__(self) -> Any:
         return Box, (self.get(),)
 
-    # As a pytree: the references; or the contents, where vn.jit threads those through.
-
     def tree_flatten(self) -> tuple[list[Any], Any]:
-        """Return the leaves and the structure. Outside `vn.jit`, the leaves are JAX references."""
-        contents = resolved(self._contents)
+        """Return the leaves and the structure.
+
+        The leaves are JAX references. In a call of a function of `vn.jit` they are values, which
+        the compiled program takes and returns.
+        """
+        contents = latest(self._contents)
         if state.flattened is not None:
             state.flattened.append(self)
-            contents.open()
-            return contents.read(), Threaded(contents.treedef, contents.keeps_primals)
-        contents.note_use()
+            contents.unpack()
+            leaves = contents.read()
+            return leaves, _BoxStructure(contents.treedef, contents.stops_gradients, None)
+        contents.record_use()
         refs = contents.references()
-        return refs, Shared(contents.treedef, contents.keeps_primals, weakref.ref(self))
+        return refs, _BoxStructure(contents.treedef, contents.stops_gradients, weakref.ref(self))
 
     @classmethod
-    def tree_unflatten(cls, of: "Threaded | Shared", children: Iterable[Any]) -> "Box":
+    def tree_unflatten(cls, structure: "_BoxStructure", children: Iterable[Any]) -> "Box":
         """Return a Box with the leaves `children`.
 
         If they are the references that `tree_flatten` of a Box returned, return that Box itself.
         """
-        return of.box_of(list(children))
-
-
-def _box(contents: Contents) -> Box:
-    box = object.__new__(Box)
-    box._contents = contents
-    return box
-
-
-@dataclass(frozen=True)
-class Threaded:
-    """A Box whose contents go through a function of `vn.jit` as arguments and results."""
-
-    treedef: Any
-    keeps_primals: bool
-
-    def box_of(self, leaves: Sequence[Any]) -> Box:
-        """A Box that is at home here."""
-        contents = Contents(leaves, self.treedef)
-        contents.keeps_primals |= self.keeps_primals
-        return _box(contents)
-
-
-@dataclass(frozen=True)
-class Shared:
-    """A Box by the references to its contents. Which Box it was is no part of a type."""
-
-    treedef: Any
-    keeps_primals: bool
-    box: Callable[[], Box | None] = field(compare=False)
-
-    def box_of(self, refs: Sequence[Any]) -> Box:
-        """The Box whose references these are, or one of the same contents."""
-        box = self.box()
-        if box is not None:
-            known = resolved(box._contents).refs or ()
-            if len(known) == len(refs) and all(a is b for a, b in zip(known, refs, strict=True)):
+        leaves = list(children)
+        if structure.box is None:
+            contents = Contents(leaves, structure.treedef)
+            contents.stops_gradients |= structure.stops_gradients
+        else:
+            box = structure.box()
+            refs = [] if box is None else latest(box._contents).refs or []
+            if box is not None and list(map(id, refs)) == list(map(id, leaves)):
                 return box
-        return _box(View(refs, self.treedef, self.keeps_primals))
+            contents = ReferenceContents(leaves, structure.treedef, structure.stops_gradients)
+        box = object.__new__(cls)
+        box._contents = contents
+        return box
+
+
+@dataclass(frozen=True)
+class _BoxStructure:
+    """The static part of a Box in a pytree.
+
+    Its leaves are values if `box` is None. Otherwise they are references, and `box` is a weak
+    reference to the Box. Boxes of the same structure are equal for JAX's caches.
+    """
+
+    treedef: Any
+    stops_gradients: bool
+    box: Callable[[], Box | None] | None = field(compare=False)
 
 
 def is_box(x: Any) -> bool:
-    """Whether something is a Box: for `is_leaf`."""
+    """Return whether `x` is a Box. To be used as `is_leaf`."""
     return isinstance(x, Box)
 
 
-def _refuse_boxes(value: Any) -> None:
+def _reject_boxes(value: Any) -> None:
     if any(map(is_box, jax.tree.leaves(value, is_leaf=is_box))):
         raise TypeError("A Box cannot hold another Box. Put both contents into one pytree.")

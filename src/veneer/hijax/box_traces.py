@@ -1,0 +1,148 @@
+"""The traces around a use of a Box, started by JAX's transformations or by `vn.jit`.
+
+For each function that `vn.jit` traces, a `JitFrame` records which Boxes the function captures, and
+the new contents of Boxes whose structure it changes. The frames are kept in the thread's `state`.
+"""
+
+from collections.abc import Iterator
+from threading import local
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from .._jax.tracing import Trace, Tracer
+
+if TYPE_CHECKING:
+    from .box import Box
+    from .box_contents import Contents
+
+
+def enclosing(trace: Trace) -> Iterator[Trace]:
+    """Yield a trace and the traces around it, innermost first."""
+    around: Any = trace
+    while around is not None:
+        yield around
+        around = getattr(around, "parent_trace", None) or getattr(around, "parent", None)
+
+
+def is_staging(trace: Trace) -> bool:
+    """Return whether a trace builds a jaxpr, so that it computes nothing."""
+    return hasattr(trace, "frame")
+
+
+def is_mapping(trace: Trace) -> bool:
+    """Return whether a trace belongs to `jax.vmap`."""
+    return hasattr(trace, "axis_data")
+
+
+def is_checkpoint(trace: Trace) -> bool:
+    """Return whether a trace belongs to `jax.checkpoint`."""
+    return staged_for(trace) == "checkpoint / remat"
+
+
+def staged_for(trace: Trace) -> str | None:
+    """Return JAX's name of the function that a trace stages, such as "jit", or None."""
+    frame = getattr(trace, "frame", None)
+    return getattr(getattr(frame, "debug_info", None), "traced_for", None)
+
+
+def captured_references(trace: Trace) -> list[Any]:
+    """Return the references that the jaxpr of a trace has captured so far."""
+    frame: Any = getattr(trace, "frame", None)
+    constants = [] if frame is None else frame.constvar_to_val.values()
+    return [x for x in constants if isinstance(x, jax.Ref)]
+
+
+def is_deleted(ref: Any) -> bool:
+    """Return whether a program took the buffer of a concrete reference and did not return it."""
+    return bool(ref._refs._buf.is_deleted())
+
+
+def delete(ref: Any) -> None:
+    """Delete the buffer of a concrete reference, so that compiled programs that use it fail."""
+    ref._refs._buf.delete()
+
+
+def primal_in(trace: Trace, x: Any) -> Any:
+    """Return the primal of `x` if a trace differentiates `x`. Otherwise return `x`.
+
+    Unlike `stop_gradient`, this keeps the derivatives of traces further out.
+    """
+    return x.primal if isinstance(x, Tracer) and x._trace is trace and hasattr(x, "primal") else x
+
+
+class JitFrame:
+    """The Boxes that a function uses while `vn.jit` traces it. A context manager.
+
+    **Arguments:**
+
+    - `trace`: the trace of the function.
+    - `captured`: a mapping from captured contents to their version. The frame adds to it.
+    - `arguments`: the contents of the Boxes among the arguments.
+    """
+
+    def __init__(self, trace: Trace, captured: "dict[Contents, int]", arguments: "list[Contents]"):
+        self.trace = trace
+        self.captured = captured
+        self.arguments = arguments
+        # Captured contents whose structure the function changes, with the new contents. The new
+        # contents replace the captured ones when the compiled function has run.
+        self.replaced: dict[Contents, Contents] = {}
+
+    def __enter__(self) -> "JitFrame":
+        state.frames.append(self)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        state.frames.pop()
+        if any(contents.in_jax_caches for contents in self.replaced.values()):
+            clear_traced_functions()  # their references end with this trace
+
+    def capture(self, contents: "Contents") -> None:
+        """Record that the function captures contents. Raise ValueError if it also takes them."""
+        if contents in self.arguments:
+            raise alias_error(contents)
+        self.captured[contents] = contents.version
+
+
+def alias_error(contents: "Contents") -> ValueError:
+    """Return the error for a Box that a function both takes and captures.
+
+    The function would see two separate Boxes.
+    """
+    return ValueError(
+        f"{contents!r} is both an argument of a jitted function and captured by it, or by a "
+        "function that it calls. Pass it or capture it, but not both."
+    )
+
+
+class _State(local):
+    """The state of one thread."""
+
+    def __init__(self) -> None:
+        self.frames: list[JitFrame] = []  # innermost last
+        # The Boxes that JAX has flattened in a call of `vn.jit`, or None outside of such a call.
+        self.flattened: list[Box] | None = None
+        self.changes_structure = False  # whether a `BoxStructureError` was raised
+
+
+state = _State()
+
+
+def latest(contents: "Contents") -> "Contents":
+    """Return the contents that replace `contents` in the current traces of `vn.jit`, if any do."""
+    for frame in state.frames:
+        contents = frame.replaced.get(contents, contents)
+    return contents
+
+
+# Part of the key of JAX's caches of traced functions.
+_generation = jax.make_user_context(0)
+
+
+def clear_traced_functions() -> None:
+    """Make JAX trace every function again at its next call.
+
+    Traced functions hold references to captured contents. A change of structure replaces these.
+    """
+    _generation.set_global(_generation.get_global() + 1)
