@@ -105,13 +105,13 @@ MUTATIONS = [
     ),
     # Types.
     Mutation(
-        "return x - lora.scale * jnp.matrix_transpose(low) @ of_a",
-        "return x + lora.scale * jnp.matrix_transpose(low) @ of_a",
+        "return x - self.scale * jnp.matrix_transpose(low) @ solved_a",
+        "return x + self.scale * jnp.matrix_transpose(low) @ solved_a",
         "types/lora",
     ),
     Mutation(
-        "return of_w[0] * sign, of_w[1] + logabsdet",
-        "return of_w[0], of_w[1] + logabsdet",
+        "return determinant[0] * sign, determinant[1] + logabsdet",
+        "return determinant[0], determinant[1] + logabsdet",
         "types/lora",
     ),
     Mutation(

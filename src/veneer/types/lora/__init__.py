@@ -1,25 +1,13 @@
 """LoRA adapters for weights, and low-rank matrices.
 
-    array           `LoraArray`
-    low_rank        `LowRank`; its sum with another structure is a `LoraArray`
-    adapters        functions of trees with adapters: split, join, merge, dropout
-
-and the rules of JAX's primitives for `LoraArray`:
-
-    axis_groups     transposes and reshapes of the input and output axes
-    dot_general     products with a dense array
-    convolution     convolutions by a kernel
-    gather          row lookups
-    dropout         dropout of the operand of an adapter
-    magnitude       column norms (DoRA)
-    woodbury        solves, inverses and determinants
-    labels          contractions of arrays with labeled axes
+contractions    contractions of arrays with labeled axes, column norms (DoRA), dropout
+array           `LoraArray`
+rules           the rules of JAX's primitives for `LoraArray`
+low_rank        `LowRank`, whose sum with another structured matrix is a `LoraArray`
+adapters        functions of trees with adapters: split, join, merge, dropout
 """
 
-from . import axis_groups as axis_groups
-from . import convolution as convolution
-from . import dot_general as dot_general
-from . import gather as gather
+from . import rules as rules
 from .adapters import join, merge, split, with_dropout, without_dropout
 from .array import LoraArray
 from .low_rank import LowRank

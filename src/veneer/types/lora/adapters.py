@@ -1,4 +1,4 @@
-"""Trees of parameters that hold `LoraArray`s: merged, taken apart, and with dropout."""
+"""Functions that merge, split and join the `LoraArray`s of a tree, and set their dropout."""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""`LoraArray`: a weight and a low-rank update of it."""
+"""`LoraArray`: a weight with a low-rank update."""
 
 import copy
 import math
@@ -22,10 +22,8 @@ from ..._core.tree import check_metadata, static
 from ..._core.value import describe, materialise_one
 from ..axes import Leaf, check_arrays, check_axes
 from ..structured.factors import applied
-from ..structured.matrix import Matrix
-from . import woodbury
-from .labels import RANK, Labels, arrange, contract
-from .magnitude import norm, over_norm
+from ..structured.matrix import Matrix, overrides
+from .contractions import RANK, Labels, arrange, contract, divide_by_norm, norm, scale_by
 
 
 class LoraArray(Matrix):
@@ -168,8 +166,6 @@ class LoraArray(Matrix):
             out_ndim=out_ndim,
         )
 
-    # Its axes, as the numbers of those of w.
-
     @property
     def lead(self) -> tuple[int, ...]:
         """The indices of the leading axes, which `w`, `a` and `b` share."""
@@ -188,7 +184,7 @@ class LoraArray(Matrix):
     @property
     def w_labels(self) -> Labels:
         """The indices of all axes of `w`."""
-        return *self.lead, *self.ins, *self.outs
+        return tuple(range(self.w.ndim))
 
     @property
     def a_labels(self) -> Labels:
@@ -227,9 +223,8 @@ class LoraArray(Matrix):
 
     def update(self) -> Any:
         """Return the dense update `scale * a @ b`."""
-        low = scaled(self.a, self.scale)
-        dense, _ = contract(low, self.a_labels, self.b, self.b_labels, [RANK])
-        return dense
+        low = scale_by(self.scale, self.a)
+        return contract(low, self.a_labels, self.b, self.b_labels, [RANK])[0]
 
     def aval(self) -> jax.core.ShapedArray:
         """Return the shape and dtype of `w`."""
@@ -248,30 +243,30 @@ class LoraArray(Matrix):
         dense = jnp.asarray(materialise_one(self.w))
         out = dense + self.update()
         if self.magnitude is not None:
-            out = out * over_norm(self.magnitude, norm(out, self.norm_axes))
+            out = out * divide_by_norm(self.magnitude, norm(out, self.norm_axes))
         return out.astype(dense.dtype)
 
     def leaf_axes(self) -> list[Axes]:
         """Return a `vn.LeafAxis` per axis of each leaf. Axes in `norm_axes` cannot be sliced."""
-        follows = [LeafAxis(axis - self.w.ndim) for axis in self.w_labels]
-        whole = [LeafAxis(axis - self.w.ndim, "whole") for axis in self.w_labels]
-        split, at = len(self.lead), len(self.lead) + self.in_ndim
-        lead, ins, outs = follows[:split], follows[split:at], follows[at:]
-        norms = (whole[split:at], outs) if self.normed == "in" else (ins, whole[at:])
-        axes: list[Axes] = [follows, [*lead, *ins, None], [*lead, None, *outs]]
+        n_lead, first_out = len(self.lead), len(self.lead) + self.in_ndim
+        axes = [LeafAxis(axis - self.w.ndim) for axis in self.w_labels]
+        lead, ins, outs = axes[:n_lead], axes[n_lead:first_out], axes[first_out:]
+        leaves: list[Axes] = [axes, [*lead, *ins, None], [*lead, None, *outs]]
         if self.magnitude is not None:
-            axes.append([*lead, *norms[0], *norms[1]])
+            leaves.append(
+                [
+                    axis._replace(block="whole") if i in self.norm_axes else axis
+                    for i, axis in enumerate(axes)
+                ]
+            )
         if self.dropout_key is not None:
-            axes.append([*lead, *[None] * (self.dropout_key.ndim - split)])
-        return axes
+            leaves.append([*lead, *[None] * (self.dropout_key.ndim - n_lead)])
+        return leaves
 
     def _moved(self, movement: Movement) -> Any:
-        """Leading axes come and go; those that come in or go out stay."""
         ndim, inner = len(movement.shape), self.in_ndim + self.out_ndim
-        stay = movement.axes[-inner:] == tuple(range(ndim - inner, ndim))
-        return self if stay else NotImplemented
-
-    # As a structured matrix, of one axis that comes in and one that goes out.
+        keeps_inner_axes = movement.axes[-inner:] == tuple(range(ndim - inner, ndim))
+        return self if keeps_inner_axes else NotImplemented
 
     @property
     def is_sum(self) -> bool:
@@ -282,7 +277,7 @@ class LoraArray(Matrix):
         if not self.is_sum:
             return NotImplemented
         times = partial(applied, precision=precision)
-        low = scaled(times(self.b, x), self.scale)
+        low = scale_by(self.scale, times(self.b, x))
         return times(self.w, x) + times(self.a, low)
 
     def transposed(self) -> Any:
@@ -299,31 +294,30 @@ class LoraArray(Matrix):
         **Returns:** a `LoraArray`. The input axes and the output axes can change places.
         `NotImplemented` if the permutation mixes leading, input and output axes.
         """
-        split, at = len(self.lead), len(self.lead) + self.in_ndim
-        swapped = permutation[split] in self.outs
-        if swapped:
-            at = split + self.out_ndim
-        lead, first, last = permutation[:split], permutation[split:at], permutation[at:]
+        n_lead = len(self.lead)
+        swapped = permutation[n_lead] in self.outs
         groups = (self.outs, self.ins) if swapped else (self.ins, self.outs)
-        if [set(part) for part in (lead, first, last)] != [set(self.lead), *map(set, groups)]:
+        split = n_lead + len(groups[0])
+        lead, ins, outs = permutation[:n_lead], permutation[n_lead:split], permutation[split:]
+        if [*map(set, (lead, ins, outs))] != [*map(set, (self.lead, *groups))]:
             return NotImplemented
         a, b = (self.a, self.a_labels), (self.b, self.b_labels)
         if swapped:
             a, b = b, a
-        turned = partial(redispatch, lambda x: lax.transpose(x, permutation))
+        transpose = partial(redispatch, lambda x: lax.transpose(x, permutation))
         key = self.dropout_key
         if key is not None:
-            key = lax.transpose(key, (*lead, *range(split, key.ndim)))
+            key = lax.transpose(key, (*lead, *range(n_lead, key.ndim)))
         return self.changed(
-            w=turned(self.w),
-            a=arrange(*a, (*lead, *first, RANK)),
-            b=arrange(*b, (*lead, RANK, *last)),
-            magnitude=None if self.magnitude is None else turned(self.magnitude),
+            w=transpose(self.w),
+            a=arrange(*a, (*lead, *ins, RANK)),
+            b=arrange(*b, (*lead, RANK, *outs)),
+            magnitude=None if self.magnitude is None else transpose(self.magnitude),
             dropout_key=key,
             dropped=_OTHER[self.dropped] if swapped else self.dropped,
             normed=_OTHER[self.normed] if swapped else self.normed,
-            in_ndim=len(first),
-            out_ndim=len(last),
+            in_ndim=len(ins),
+            out_ndim=len(outs),
         )
 
     def rescaled(self, scale: Callable[[Any], Any]) -> Any:
@@ -341,27 +335,58 @@ class LoraArray(Matrix):
     def main_diagonal(self) -> Any:
         if not self.is_sum:
             return NotImplemented
-        of_w = redispatch(partial(jnp.diagonal, axis1=-2, axis2=-1), self.w)
-        n = of_w.shape[-1]
+        diagonal = redispatch(partial(jnp.diagonal, axis1=-2, axis2=-1), self.w)
+        n = diagonal.shape[-1]
         lora = self.with_dense_factors()
         a, b = lora.a[..., :n, :], jnp.matrix_transpose(lora.b)[..., :n, :]
-        return of_w + scaled((a * b).sum(-1), self.scale).astype(of_w.dtype)
+        return diagonal + scale_by(self.scale, (a * b).sum(-1)).astype(diagonal.dtype)
+
+    # The Woodbury identity and the matrix determinant lemma (Golub and Van Loan, *Matrix
+    # Computations*, section 2.1.4). Only `C = I + scale * b w⁻¹ a` is factorized, a matrix as large
+    # as the rank. Digits are lost if `w` or `C` is much closer to a singular matrix than the sum.
+
+    def _woodbury_parts(self, method: str) -> Any:
+        """Return `(w⁻¹ a).T`, `b` and `C`. NotImplemented if `w` lacks `method` or `solve`."""
+        can_factorize = isinstance(self.w, Matrix) and self.is_sum
+        if not can_factorize or not all(overrides(self.w, name) for name in (method, "solve")):
+            return NotImplemented
+        lora = self.with_dense_factors()
+        solved_a = self.w.solve(jnp.matrix_transpose(lora.a))
+        if solved_a is NotImplemented:
+            return NotImplemented
+        low = self.scale * lora.b @ jnp.matrix_transpose(solved_a)
+        return solved_a, lora.b, jnp.eye(low.shape[-1], dtype=low.dtype) + low
 
     def solve(self, b: Any) -> Any:
-        if not woodbury.can(self, "solve"):
+        parts = self._woodbury_parts("solve")
+        x = NotImplemented if parts is NotImplemented else self.w.solve(b)
+        if x is NotImplemented:
             return NotImplemented
-        return woodbury.solve(self.with_dense_factors(), b)
+        solved_a, factor_b, capacitance = parts
+        low = jnp.linalg.solve(capacitance, factor_b @ jnp.matrix_transpose(x))
+        return x - self.scale * jnp.matrix_transpose(low) @ solved_a
 
     def inverse(self) -> Any:
-        if not woodbury.can(self, "inverse"):
+        parts = self._woodbury_parts("inverse")
+        if parts is NotImplemented:
             return NotImplemented
-        found = woodbury.inverse(self.with_dense_factors())
-        return found if found is NotImplemented else LoraArray(*found, scale=-self.scale)
+        solved_a, factor_b, capacitance = parts
+        inverse, transposed = self.w.inverse(), self.w.transposed()
+        if inverse is NotImplemented or transposed is NotImplemented:
+            return NotImplemented
+        solved_b = transposed.solve(jnp.asarray(factor_b))
+        if solved_b is NotImplemented:
+            return NotImplemented
+        a, b = jnp.matrix_transpose(solved_a), jnp.linalg.solve(capacitance, solved_b)
+        return LoraArray(inverse, a, b, scale=-self.scale)
 
     def slogdet(self) -> Any:
-        if not woodbury.can(self, "slogdet"):
+        parts = self._woodbury_parts("slogdet")
+        determinant = NotImplemented if parts is NotImplemented else self.w.slogdet()
+        if determinant is NotImplemented:
             return NotImplemented
-        return woodbury.slogdet(self.with_dense_factors())
+        sign, logabsdet = jnp.linalg.slogdet(parts[-1])
+        return determinant[0] * sign, determinant[1] + logabsdet
 
     @property
     def rank(self) -> int:
@@ -369,7 +394,7 @@ class LoraArray(Matrix):
         return self.a.shape[-1]
 
     def __repr__(self) -> str:
-        """With what is not as it is by default."""
+        # Omit fields that have their default, apart from the first three and `scale`.
         values = ((f, getattr(self, f.name, None)) for f in fields(self))
         parts = [
             f"{f.name}={describe([x])[0]}"
@@ -380,11 +405,6 @@ class LoraArray(Matrix):
 
 
 _OTHER = {"in": "out", "out": "in"}
-
-
-def scaled(x: Any, scale: float) -> Any:
-    """`scale * x`, without a product by 1."""
-    return x if scale == 1 else scale * x
 
 
 def _check_floating(w: Any) -> None:

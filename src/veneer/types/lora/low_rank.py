@@ -1,5 +1,6 @@
-"""`LowRank`: a product of a tall matrix and a wide one."""
+"""`LowRank`: a matrix stored as two factors."""
 
+from functools import partial
 from typing import Any, ClassVar
 
 import jax
@@ -11,7 +12,8 @@ from ..._core.transform import redispatch
 from ..axes import Leaf, check_axes
 from ..structured.factors import applied, transposed
 from ..structured.matrix import Matrix, product
-from .array import LoraArray, scaled
+from .array import LoraArray
+from .contractions import scale_by
 
 
 class LowRank(Matrix):
@@ -79,18 +81,11 @@ class LowRank(Matrix):
         return LowRank(transposed(self.b), transposed(self.a))
 
     def main_diagonal(self) -> Any:
-        def of(a: Any, b: Any) -> Any:
+        def diagonal(a: Any, b: Any) -> Any:
             n = min(a.shape[-2], b.shape[-1])
             return (a[..., :n, :] * jnp.matrix_transpose(b)[..., :n, :]).sum(-1)
 
-        return redispatch(of, self.a, self.b)
-
-
-def _first(x: LowRank, y: Matrix) -> LowRank:
-    return LowRank(x.a, redispatch(jnp.matmul, x.b, y))
-
-
-product(_first, precedence=-1)  # or it would tie with the next where the one of two declines
+        return redispatch(diagonal, self.a, self.b)
 
 
 @product
@@ -98,30 +93,36 @@ def _(x: Matrix, y: LowRank) -> LowRank:
     return LowRank(redispatch(jnp.matmul, x, y.a), y.b)
 
 
+# With the same precedence as the rule above, neither would be more specific for two `LowRank`.
+@partial(product, precedence=-1)
+def _(x: LowRank, y: Matrix) -> LowRank:
+    return LowRank(x.a, redispatch(jnp.matmul, x.b, y))
+
+
 @product
 def _(x: LowRank, y: LowRank) -> LowRank:
-    """Of the smaller of the two ranks."""
-    between = redispatch(jnp.matmul, x.b, y.a)
-    if x.b.shape[-2] < y.a.shape[-1]:
-        return LowRank(x.a, redispatch(jnp.matmul, between, y.b))
-    return LowRank(redispatch(jnp.matmul, x.a, between), y.b)
+    inner = redispatch(jnp.matmul, x.b, y.a)
+    if x.b.shape[-2] < y.a.shape[-1]:  # the result has the smaller of the two ranks
+        return LowRank(x.a, redispatch(jnp.matmul, inner, y.b))
+    return LowRank(redispatch(jnp.matmul, x.a, inner), y.b)
 
 
-def _side_by_side(x: Any, y: Any, axis: int) -> Any:
-    return redispatch(lambda *xs: jnp.concatenate(xs, axis), x, y)
+def _concatenate(x: Any, y: Any, axis: int) -> Any:
+    return redispatch(lambda x, y: jnp.concatenate([x, y], axis), x, y)
+
+
+# The rules for sums compare the shapes, because JAX's primitives broadcast axes of size 1.
 
 
 @register("add")
 def _(x: LowRank, y: LowRank, **params: Any) -> Any:
-    del params
-    if x.shape != y.shape:  # JAX's primitives broadcast axes of size 1
+    if x.shape != y.shape:
         return NotImplemented
-    return LowRank(_side_by_side(x.a, y.a, -1), _side_by_side(x.b, y.b, -2))
+    return LowRank(_concatenate(x.a, y.a, -1), _concatenate(x.b, y.b, -2))
 
 
 @register("add")
 def _(x: Matrix, y: LowRank, **params: Any) -> Any:
-    del params
     if x.shape != y.shape or not jnp.issubdtype(x.dtype, jnp.inexact):
         return NotImplemented
     return LoraArray(x, y.a, y.b)
@@ -129,8 +130,7 @@ def _(x: Matrix, y: LowRank, **params: Any) -> Any:
 
 @register("add")
 def _(x: LoraArray, y: LowRank, **params: Any) -> Any:
-    del params
     if x.shape != y.shape or not x.is_sum:
         return NotImplemented
-    b = _side_by_side(scaled(x.b, x.scale), y.b, -2)
-    return LoraArray(x.w, _side_by_side(x.a, y.a, -1), b)
+    b = _concatenate(scale_by(x.scale, x.b), y.b, -2)
+    return LoraArray(x.w, _concatenate(x.a, y.a, -1), b)

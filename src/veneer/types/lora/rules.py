@@ -1,0 +1,269 @@
+"""Rules of JAX's primitives for `LoraArray`: products, convolutions, row lookups, axes."""
+
+import math
+from collections.abc import Collection
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike
+
+from ..._core.rules import register
+from ..._core.transform import redispatch
+from ..._core.value import materialise_one
+from ..._jax.primitives import find_primitive
+from .array import LoraArray
+from .contractions import (
+    RANK,
+    Labels,
+    apply_magnitude,
+    arrange,
+    contract,
+    drop,
+    drop_entries,
+    scale_by,
+    widen_dtype,
+)
+
+Shape = tuple[int, ...]
+
+
+@register("dot_general")
+def _dense_lora(x: ArrayLike, w: LoraArray, *, dimension_numbers: Any, **params: Any) -> Any:
+    return _dot_general(x, w, dimension_numbers, params, lora_first=False)
+
+
+@register("dot_general")
+def _lora_dense(w: LoraArray, x: ArrayLike, *, dimension_numbers: Any, **params: Any) -> Any:
+    swapped = tuple(pair[::-1] for pair in dimension_numbers)
+    return _dot_general(x, w, swapped, params, lora_first=True)
+
+
+def _dot_general(
+    x: Any, lora: LoraArray, dimension_numbers: Any, params: dict[str, Any], *, lora_first: bool
+) -> Any:
+    """Compute `x @ w + scale * (x @ a) @ b`, for any contracted axes.
+
+    `dimension_numbers` has the axes of `x` first, even if `x` is the second operand (`lora_first`).
+    """
+    (x_contracted, w_contracted), (x_batch, w_batch) = dimension_numbers
+    contracted = frozenset(w_contracted)
+    dropped_operand = _dropped_operand(lora, contracted)
+    if (
+        params["out_sharding"] is not None
+        or not set(w_batch) <= set(lora.lead)
+        or contracted.isdisjoint((*lora.ins, *lora.outs))
+        or dropped_operand is None
+    ):
+        return NotImplemented
+    x = jnp.asarray(x)
+    shared = dict(zip((*x_contracted, *x_batch), (*w_contracted, *w_batch), strict=True))
+    labels: Labels = tuple(shared.get(i, ("x", i)) for i in range(x.ndim))
+    free = [label for label in labels if label not in shared.values()]
+    w_free = [i for i in lora.w_labels if i not in shared.values()]
+    out_labels = (*w_batch, *(w_free + free if lora_first else free + w_free))
+
+    # DoRA multiplies the columns. If they are contracted, the factors go to `x`.
+    columns = set(lora.w_labels).difference(lora.norm_axes) if lora.norm_axes else set()
+    magnitude_on_x = not contracted.isdisjoint(columns)
+    if magnitude_on_x:
+        if not columns <= set(labels):
+            return NotImplemented
+        x = apply_magnitude(x, labels, lora)
+
+    if lora_first:
+        dimension_numbers = tuple(pair[::-1] for pair in dimension_numbers)
+    dot = partial(redispatch, lambda x, y: lax.dot_general(x, y, dimension_numbers, **params))
+    out = dot(lora.w, x) if lora_first else dot(x, lora.w)
+
+    def multiply(x: Any, labels: Labels, factor: Any, own: Labels, contracted: Any) -> Any:
+        if lora_first:
+            x, labels, factor, own = factor, own, x, labels
+        return contract(x, labels, factor, own, contracted, **params)
+
+    pair = (lora.a, lora.a_labels), (lora.b, lora.b_labels)
+    first, second = pair[::-1] if contracted.isdisjoint(lora.ins) else pair
+    sizes = dict(zip((*lora.w_labels, *labels), (*lora.shape, *x.shape), strict=True))
+    if dropped_operand == "operand":
+        x, labels = drop(x, labels, lora, sizes)
+    # Both factors have the leading axes. If these are contracted, the second product does it.
+    low, labels = multiply(x, labels, *first, contracted.difference(lora.lead))
+    update, labels = multiply(scale_by(lora.scale, low), labels, *second, {RANK, *contracted})
+    if dropped_operand == "result":
+        update, labels = drop(update, labels, lora, sizes)
+    total = out + arrange(update, labels, out_labels).astype(out.dtype)
+    return total if magnitude_on_x else apply_magnitude(total, out_labels, lora)
+
+
+def _dropped_operand(lora: LoraArray, contracted: Collection[int]) -> str | None:
+    """Return whether dropout applies to the "operand", the "result" or "nothing".
+
+    The entries of `x` are dropped in `x @ a`. In the transpose of this product, by which gradients
+    propagate, entries of the result are dropped. None, if the product is neither.
+    """
+    if not lora.drops:
+        return "nothing"
+    dropped, other = (lora.ins, lora.outs) if lora.dropped == "in" else (lora.outs, lora.ins)
+    contracted = set(contracted)
+    if contracted >= set(dropped) and contracted.isdisjoint(other):
+        return "operand"
+    if contracted.isdisjoint((*dropped, *lora.lead)) and contracted >= set(other):
+        return "result"
+    return None
+
+
+@register("conv_general_dilated")
+def _conv(
+    x: ArrayLike,
+    kernel: LoraArray,
+    *,
+    dimension_numbers: Any,
+    feature_group_count: int,
+    batch_group_count: int,
+    precision: Any,
+    preferred_element_type: Any,
+    **params: Any,
+) -> Any:
+    """Convolve with one factor of the adapter, then multiply the channels by the other factor.
+
+    The output channels must be the only output axis or the only input axis of the kernel.
+    """
+    channels, feature = dimension_numbers.rhs_spec[0], dimension_numbers.out_spec[1]
+    if kernel.outs == (channels,):
+        first, second, second_labels, side = kernel.a, kernel.b, kernel.b_labels, "in"
+    elif kernel.ins == (channels,):
+        first, second, second_labels, side = kernel.b, kernel.a, kernel.a_labels, "out"
+    else:
+        return NotImplemented
+    is_grouped = feature_group_count != 1 or batch_group_count != 1
+    if is_grouped or kernel.lead or channels in kernel.norm_axes:
+        return NotImplemented
+    if kernel.drops and kernel.dropped != side:
+        return NotImplemented
+
+    def conv(x: Any, kernel: Any) -> Any:
+        return find_primitive("conv_general_dilated").bind(
+            x,
+            kernel,
+            dimension_numbers=dimension_numbers,
+            feature_group_count=1,
+            batch_group_count=1,
+            precision=precision,
+            preferred_element_type=widen_dtype(preferred_element_type, x.dtype),
+            **params,
+        )
+
+    x = jnp.asarray(x)
+    out = redispatch(conv, x, kernel.w)
+    dtype = jnp.result_type(x, first)
+    x = drop_entries(x, kernel, x.shape) if kernel.drops else x
+    low = conv(x.astype(dtype), jnp.asarray(first, dtype))
+    low_labels: Labels = tuple(RANK if i == feature else ("x", i) for i in range(low.ndim))
+    update, labels = contract(
+        scale_by(kernel.scale, low),
+        low_labels,
+        second,
+        second_labels,
+        [RANK],
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+    )
+    out_labels = tuple(channels if label == RANK else label for label in low_labels)
+    out += arrange(update, labels, out_labels).astype(out.dtype)
+    return apply_magnitude(out, out_labels, kernel)
+
+
+@register("gather")
+def _gather(
+    x: LoraArray,
+    indices: ArrayLike,
+    *,
+    dimension_numbers: Any,
+    slice_sizes: Any,
+    fill_value: Any,
+    **params: Any,
+) -> Any:
+    """Look up rows, as in an embedding: `w[ids] + scale * a[ids] @ b`. Dropout does not apply."""
+    numbers, axis, index_ndim = dimension_numbers, len(x.lead), jnp.ndim(indices) - 1
+    row_shape = x.shape[axis + 1 :]
+    # Rows out of bounds must stay equal when DoRA multiplies them. The default, None, is NaN.
+    fills_with_nan = fill_value is None or bool(fill_value != fill_value)
+    is_row_lookup = (
+        x.in_ndim == 1
+        and tuple(numbers.start_index_map) == tuple(numbers.collapsed_slice_dims) == (axis,)
+        and tuple(numbers.operand_batching_dims) == x.lead
+        and tuple(slice_sizes) == (*[1] * (axis + 1), *row_shape)
+        and tuple(numbers.offset_dims) == tuple(range(index_ndim, index_ndim + x.out_ndim))
+        and (x.magnitude is None or (x.norm_axes == x.ins and fills_with_nan))
+    )
+    if not is_row_lookup:
+        return NotImplemented
+
+    def look_up(leaf: Any, row_shape: tuple[int, ...], fill_value: Any) -> Any:
+        offset_dims = tuple(range(index_ndim, index_ndim + len(row_shape)))
+        return find_primitive("gather").bind(
+            leaf,
+            indices,
+            dimension_numbers=numbers._replace(offset_dims=offset_dims),
+            slice_sizes=(*[1] * (axis + 1), *row_shape),
+            fill_value=fill_value,
+            **params,
+        )
+
+    # If `w` is quantized, only the rows that are looked up are materialized.
+    rows = redispatch(lambda w: look_up(w, row_shape, fill_value), x.w)
+    rows = jnp.asarray(materialise_one(rows))
+    # The update of rows out of bounds is 0, so they keep `fill_value`.
+    scaled_rows = lambda a: look_up(scale_by(x.scale, jnp.asarray(a)), x.a.shape[-1:], 0)
+    low = redispatch(scaled_rows, x.a)
+    batch = dict(zip(numbers.start_indices_batching_dims, x.lead, strict=True))
+    index_labels: Labels = tuple(batch.get(i, ("x", i)) for i in range(index_ndim))
+    update, labels = contract(low, (*index_labels, RANK), x.b, x.b_labels, [RANK])
+    out_labels = (*index_labels, *x.outs)
+    out = rows + arrange(update, labels, out_labels).astype(rows.dtype)
+    return apply_magnitude(out, out_labels, x)
+
+
+@register("transpose")
+def _transpose(x: LoraArray, *, permutation: Any) -> Any:
+    return x.permuted(permutation)
+
+
+@register("reshape")
+def _reshape(x: LoraArray, *, new_sizes: Any, dimensions: Any, sharding: Any) -> Any:
+    groups = _regroup(x, tuple(new_sizes))
+    if dimensions is not None or sharding is not None or groups is None:
+        return NotImplemented
+    lead, ins, outs = groups
+    ones = lambda sizes: (1,) * len(sizes)
+    norm_shape = (*ones(ins), *outs) if x.norm_axes == x.ins else (*ins, *ones(outs))
+    key, magnitude, rank = x.dropout_key, x.magnitude, x.a.shape[-1]
+    return x.changed(
+        w=redispatch(lambda w: w.reshape(*lead, *ins, *outs), x.w),
+        a=jnp.reshape(x.a, (*lead, *ins, rank)),
+        b=jnp.reshape(x.b, (*lead, rank, *outs)),
+        magnitude=None if magnitude is None else jnp.reshape(magnitude, (*lead, *norm_shape)),
+        dropout_key=None if key is None else key.reshape(*lead, *key.shape[len(x.lead) :]),
+        in_ndim=len(ins),
+        out_ndim=len(outs),
+    )
+
+
+def _regroup(x: LoraArray, sizes: Shape) -> tuple[Shape, Shape, Shape] | None:
+    """Split a new shape into the sizes of leading, input and output axes.
+
+    Return None if the reshape merges axes of different groups.
+    """
+    shape, n_lead = x.shape, len(x.lead)
+    ins, outs = shape[n_lead : n_lead + x.in_ndim], shape[n_lead + x.in_ndim :]
+    split = len(sizes) - len(ins) - len(outs)
+    if split >= 0 and sizes[split:] == (*ins, *outs):
+        return sizes[:split], ins, outs
+    if sizes[:n_lead] != shape[:n_lead]:
+        return None
+    for i in range(n_lead + 1, len(sizes)):
+        new_ins, new_outs = sizes[n_lead:i], sizes[i:]
+        if math.prod(new_ins) == math.prod(ins) and math.prod(new_outs) == math.prod(outs):
+            return shape[:n_lead], new_ins, new_outs
+    return None
