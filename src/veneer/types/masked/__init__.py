@@ -1,16 +1,10 @@
-"""`Masked`, and what JAX's primitives do on it.
+"""`Masked`, an array with invalid entries.
 
 array           `Masked`
-movement        what moves entries about
-elementwise     functions of entries
-reductions      reductions, cumulative functions, products and sorts
-sums            sums that know their number of entries
+rules           the rules of JAX's primitives for `Masked`
 """
 
-from . import elementwise as elementwise
-from . import movement as movement
-from . import reductions as reductions
-from . import sums as sums
+from . import rules as rules
 from .array import Masked
 
 __all__ = ["Masked"]

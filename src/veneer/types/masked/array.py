@@ -1,4 +1,4 @@
-"""`Masked`: an array some of whose entries are invalid, and are left out of what is computed."""
+"""`Masked`: an array with invalid entries, which computations skip."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -125,27 +125,14 @@ class Masked(ImplicitArray):
 
     def _mean_of(self, entries: jax.Array, axis: Axis, keepdims: bool, ddof: int) -> "Masked":
         dtype = jnp.result_type(float) if not is_inexact(entries) else entries.dtype
-        wide = entries.astype(jnp.promote_types(dtype, jnp.float32))  # as jax.numpy sums halves
+        wide = entries.astype(
+            jnp.promote_types(dtype, jnp.float32)
+        )  # 16-bit floats are summed in f32
         total = jnp.sum(wide, axis, where=jnp.asarray(self.mask), keepdims=keepdims)
         count = self.count(axis, keepdims=keepdims) - ddof
         return Masked((total / jnp.maximum(count, 1)).astype(dtype), count > 0)
 
 
 def is_inexact(x: Any) -> bool:
-    """Whether an array is floating or complex."""
+    """Return whether an array is floating or complex."""
     return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
-
-
-def value_of(x: Any) -> Any:
-    """The value of a masked array, or a dense array itself."""
-    return jnp.asarray(x.value if isinstance(x, Masked) else x)
-
-
-def mask_of(x: Any) -> jax.Array:
-    """Which entries are valid: all those of a dense array."""
-    return jnp.asarray(x.mask) if isinstance(x, Masked) else jnp.ones(jnp.shape(x), bool)
-
-
-def filled_with(x: Any, fill: Any) -> jax.Array:
-    """The array, with `fill` where entries are invalid."""
-    return x.filled(fill) if isinstance(x, Masked) else jnp.asarray(x)

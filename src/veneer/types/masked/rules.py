@@ -1,0 +1,289 @@
+"""Rules of JAX's primitives for `Masked`."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike
+
+from ..._core.rules import add_rule, register
+from ..._core.transform import redispatch
+from ..._jax.known_values import known_entries
+from ..._jax.primitives import Primitive, find_primitive, jaxpr_as_fun
+from ..._jax.tracing import is_eager, vary_together
+from ..elementwise import ELEMENTWISE
+from .array import Masked, is_inexact
+
+
+def _value(x: Any) -> jax.Array:
+    return jnp.asarray(x.value if isinstance(x, Masked) else x)
+
+
+def _mask(x: Any) -> jax.Array:
+    return jnp.asarray(x.mask) if isinstance(x, Masked) else jnp.ones(jnp.shape(x), bool)
+
+
+def _fill_zero(x: Any) -> jax.Array:
+    return x.filled(0) if isinstance(x, Masked) else jnp.asarray(x)
+
+
+# Elementwise functions. Invalid entries are first replaced by a number at which every function and
+# its derivative are finite. Otherwise derivatives of valid entries could be NaN, as 0 * NaN.
+
+_FINITE_AT = {"acosh": 2.0}
+
+
+def _register_elementwise(primitive: Primitive) -> None:
+    finite_at = _FINITE_AT.get(primitive.name, 0.5)
+
+    @register(primitive)
+    def _(*operands: Masked | ArrayLike, **params: Any) -> Any:
+        if primitive is lax.div_p:
+            _reject_mean_of_all(*operands)
+        values = [_value(x) for x in operands]
+        shape = jnp.broadcast_shapes(*map(jnp.shape, values))
+        mask = jnp.ones(shape, bool)
+        for x in operands:
+            if isinstance(x, Masked):
+                new_axes = (1,) * (len(shape) - jnp.ndim(x.mask))
+                mask = mask & jnp.reshape(x.mask, new_axes + jnp.shape(x.mask))
+        safe = []
+        for x, value in zip(operands, values, strict=True):
+            valid = mask if value.shape == shape else _mask(x)
+            fill = jnp.array(finite_at if is_inexact(value) else 1)
+            safe.append(jnp.where(valid, value, fill.astype(value.dtype)))
+        out = Masked(primitive.bind(*safe, **primitive.get_bind_params(params)), mask)
+        remains_sum = primitive.name in ("convert_element_type", "neg")
+        return _note_sum(out, _summed_entries(operands[0]) if remains_sum else None)
+
+
+for _primitive in ELEMENTWISE:
+    if _primitive is not lax.select_n_p:
+        _register_elementwise(_primitive)
+
+
+@register("select_n")
+def _(which: Masked | ArrayLike, *cases: Masked | ArrayLike) -> Any:
+    value = lax.select_n(_value(which), *map(_value, cases))
+    mask = lax.select_n(_value(which), *map(_mask, cases))
+    return Masked(value, mask & _mask(which))
+
+
+# Primitives that move entries. They also move the entries of the mask.
+
+
+def _register_movement(name: str) -> None:
+    primitive = find_primitive(name)
+
+    @register(primitive)
+    def _(x: Masked, *indices: ArrayLike, **params: Any) -> Any:
+        operands = [vary_together([jnp.asarray(leaf), *indices]) for leaf in (x.value, x.mask)]
+        value, mask = (primitive.bind(*leaf, **params) for leaf in operands)
+        if primitive.multiple_results:
+            return [Masked(*pair) for pair in zip(value, mask, strict=True)]
+        return _note_sum(Masked(value, mask), _summed_entries(x))
+
+
+for _name in (
+    *("broadcast_in_dim", "reshape", "transpose", "squeeze", "rev", "tile"),
+    *("slice", "dynamic_slice", "split", "unstack"),
+):
+    _register_movement(_name)
+
+
+def _register_joining(name: str) -> None:
+    primitive = find_primitive(name)
+
+    @register(primitive)
+    def _(*operands: Masked | ArrayLike, **params: Any) -> Any:
+        n_arrays = 2 if name == "dynamic_update_slice" else len(operands)
+        arrays, indices = operands[:n_arrays], operands[n_arrays:]
+        if any(isinstance(i, Masked) for i in indices):
+            return NotImplemented
+        value = primitive.bind(*map(_value, arrays), *indices, **params)
+        return Masked(value, primitive.bind(*map(_mask, arrays), *indices, **params))
+
+
+for _name in ("concatenate", "stack", "pad", "dynamic_update_slice"):
+    _register_joining(_name)
+
+
+@register("gather")
+def _(x: Masked, indices: ArrayLike, *, fill_value: Any, **params: Any) -> Any:
+    bind = find_primitive("gather").bind
+    value = bind(jnp.asarray(x.value), indices, fill_value=fill_value, **params)
+    return Masked(value, bind(jnp.asarray(x.mask), indices, fill_value=False, **params))
+
+
+@register("scatter")
+def _(
+    x: Masked | ArrayLike,
+    indices: ArrayLike,
+    updates: Masked | ArrayLike,
+    *,
+    dimension_numbers: Any,
+    indices_are_sorted: bool,
+    unique_indices: bool,
+    mode: Any,
+    **params: Any,
+) -> Any:
+    def write(array: Any, entries: Any) -> Any:
+        return lax.scatter(
+            array,
+            indices,
+            entries,
+            dimension_numbers,
+            indices_are_sorted=indices_are_sorted,
+            unique_indices=unique_indices,
+            mode=mode,
+        )
+
+    return Masked(write(_value(x), _value(updates)), write(_mask(x), _mask(updates)))
+
+
+# Reductions. Invalid entries are first replaced by the neutral element, which changes no result.
+
+
+def _neutral(operation: str, dtype: Any) -> Any:
+    """Return the neutral element of an operation such as "sum" or "max"."""
+    if operation in ("max", "min", "logsumexp"):
+        is_min = operation == "min"
+        if jnp.issubdtype(dtype, jnp.bool_):
+            return is_min
+        if jnp.issubdtype(dtype, jnp.inexact):
+            return jnp.inf if is_min else -jnp.inf
+        return jnp.iinfo(dtype).max if is_min else jnp.iinfo(dtype).min
+    if operation == "and":
+        return ~np.zeros((), dtype)
+    return 1 if operation == "prod" else 0
+
+
+def _register_reduction(operation: str) -> None:
+    primitive = find_primitive(f"reduce_{operation}")
+
+    @register(primitive)
+    def _(x: Masked, *, axes: Any, **params: Any) -> Any:
+        filled = x.filled(_neutral(operation, x.dtype))
+        out = Masked(primitive.bind(filled, axes=axes, **params), jnp.any(x.mask, axes))
+        count = math.prod(x.shape[axis] for axis in axes) * (_summed_entries(x) or 1)
+        return _note_sum(out, count) if operation == "sum" and count > 1 else out
+
+
+def _register_cumulative(operation: str) -> None:
+    primitive = find_primitive(f"cum{operation}")
+
+    @register(primitive)
+    def _(x: Masked, **params: Any) -> Any:
+        return Masked(primitive.bind(x.filled(_neutral(operation, x.dtype)), **params), x.mask)
+
+
+def _register_position(operation: str) -> None:
+    primitive = find_primitive(f"arg{operation}")
+
+    @register(primitive)
+    def _(x: Masked, *, axes: Any, index_dtype: Any) -> Any:
+        (axis,) = axes
+        mask = jnp.asarray(x.mask)
+        filled = x.filled(_neutral(operation, x.dtype))
+        position = primitive.bind(filled, axes=axes, index_dtype=index_dtype)
+        # If all valid entries equal the neutral element, the position can be an invalid entry.
+        is_valid = jnp.take_along_axis(mask, jnp.expand_dims(position, axis), axis).squeeze(axis)
+        first_valid = lax.argmax(mask, axis, index_dtype)
+        return Masked(jnp.where(is_valid, position, first_valid), jnp.any(x.mask, axis))
+
+
+for _name in ("sum", "prod", "max", "min", "and", "or", "xor"):
+    _register_reduction(_name)
+for _name in ("sum", "prod", "max", "min", "logsumexp"):
+    _register_cumulative(_name)
+for _name in ("max", "min"):
+    _register_position(_name)
+
+
+@register("dot_general")
+def _(
+    x: Masked | ArrayLike,
+    y: Masked | ArrayLike,
+    *,
+    dimension_numbers: Any,
+    out_sharding: Any,
+    **params: Any,
+) -> Any:
+    def dot(x: Any, y: Any, **params: Any) -> Any:
+        return lax.dot_general(x, y, dimension_numbers, out_sharding=out_sharding, **params)
+
+    count = dot(*(_mask(v).astype(jnp.float32) for v in (x, y)))
+    return Masked(dot(_fill_zero(x), _fill_zero(y), **params), count > 0)
+
+
+@register("sort")
+def _(*operands: Masked | ArrayLike, num_keys: int, **params: Any) -> list[Any]:
+    # Before each key with a mask, sort by a key that is True for invalid entries.
+    keys: list[Any] = []
+    others: list[Any] = []
+    for i, x in enumerate(operands):
+        arrays = keys if i < num_keys else others
+        if isinstance(x, Masked):
+            arrays.append(~_mask(x))
+        arrays.append(_fill_zero(x))
+    sort = find_primitive("sort").bind
+    out = iter(sort(*keys, *others, num_keys=len(keys), **params))
+    results: list[Any] = []
+    for x in operands:
+        invalid = next(out) if isinstance(x, Masked) else None
+        value = next(out)
+        results.append(value if invalid is None else Masked(value, ~invalid))
+    return results
+
+
+# Means that count invalid entries raise. A sum remembers the number of its entries, so that a
+# division by this number is detected, as long as the program uses the same object.
+
+
+def _note_sum(x: Masked, count: int | None) -> Masked:
+    if count is not None:
+        x.__dict__["_entries"] = count
+    return x
+
+
+def _summed_entries(x: Any) -> int | None:
+    return getattr(x, "_entries", None)
+
+
+def _reject_mean_of_all(total: Any, divisor: Any) -> None:
+    count = _summed_entries(total)
+    known = None if isinstance(divisor, Masked) else known_entries(divisor)
+    if count is not None and known is not None and (known == count).all():
+        raise _mean_error("this mean", "x.mean(axis)")
+
+
+def _mean_error(function: str, replacement: str) -> TypeError:
+    return TypeError(
+        f"{function} of a Masked counts all entries, including invalid ones. Use {replacement}, or "
+        "x.sum(axis) and x.count(axis)."
+    )
+
+
+#: Functions of jax.numpy that count all entries or ignore NaN, and their replacements.
+_STATISTICS = {
+    **dict.fromkeys(("_mean", "_average", "nanmean"), "x.mean(axis)"),
+    **{"_var": "x.var(axis)", "_std": "x.std(axis)"},
+    **dict.fromkeys(("median", "quantile", "percentile"), "jnp.nanquantile of x.filled(jnp.nan)"),
+}
+
+_FEW_EQUATIONS = 4  # as many as in the sums and the divisions of jax.numpy
+
+
+def _jit(*operands: Masked | ArrayLike, name: str, jaxpr: Any, **params: Any) -> Any:
+    if name in _STATISTICS:
+        raise _mean_error(f"jax.numpy.{name.strip('_')}", _STATISTICS[name])
+    # The result of a compiled sum is a new object, which does not have the number of entries.
+    if is_eager() and len(jaxpr.eqns) <= _FEW_EQUATIONS:
+        return redispatch(jaxpr_as_fun(jaxpr), *operands)
+    return NotImplemented
+
+
+add_rule(_jit, [find_primitive("jit")], structural=True, conditional=True)
