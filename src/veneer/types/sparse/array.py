@@ -1,18 +1,72 @@
-"""`SparseArray`: the entries that are not zero, and where they are. The layout is JAX's BCOO."""
+"""`SparseArray`: nonzero entries and their indices, in the layout of JAX's BCOO."""
 
 import math
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import ArrayLike
 
 from ..._core.surface.array import ImplicitArray
 from ..._core.tree import static
 from ..._core.value import Value, materialise_one
 from ..axes import check_axes
-from .entries import Entries
+
+Axes = Sequence[int]
+
+
+class Entries:
+    """The entries of a `SparseArray` with an index along every axis, batch axes included.
+
+    **Arguments:**
+
+    - `data`: the entries `[*batch, nse]`. Padding is replaced by 0.
+    - `indices`: the indices `[*batch, nse, n_sparse]` along sparse axes. Those of padding are
+      replaced by `sparse_shape`, which is out of bounds.
+    - `sparse_shape`: the sizes of the sparse axes.
+
+    The attribute `is_entry` is False for padding. `columns[axis]` has the index of each entry along
+    an axis, and `sizes[axis]` the size of the axis.
+    """
+
+    def __init__(self, data: Any, indices: Any, sparse_shape: tuple[int, ...]):
+        data, indices = jnp.asarray(data), jnp.asarray(indices)
+        sizes = np.array(sparse_shape, indices.dtype)
+        self.is_entry = ((indices >= 0) & (indices < sizes)).all(-1)
+        self.data = jnp.where(self.is_entry, data, 0)
+        indices = jnp.where(self.is_entry[..., None], indices, sizes)
+        self.sizes = (*data.shape[:-1], *sparse_shape)
+        self.columns = [
+            *(lax.broadcasted_iota(jnp.int32, data.shape, i) for i in range(data.ndim - 1)),
+            *(indices[..., i] for i in range(len(sparse_shape))),
+        ]
+
+    def scatter(self, values: Any, axes: Axes) -> Any:
+        """Add `values` to a dense array over `axes`, at the index of each entry.
+
+        The values `[*batch, nse, ...]` can have further axes. The result has them after `axes`.
+        """
+        n_axes = self.data.ndim
+        if not axes:
+            return values.sum(range(n_axes), dtype=values.dtype)
+        shape = [self.sizes[axis] for axis in axes]
+        zeros = jnp.zeros((*shape, *values.shape[n_axes:]), values.dtype)
+        index = tuple(self.columns[axis] for axis in axes)
+        return zeros.at[index].add(values, mode="drop") if zeros.size else zeros
+
+    def gather(self, y: Any, axes: Axes) -> Any:
+        """Return the values of `y` at the index of each entry, and 0 for padding.
+
+        The first axes of `y` correspond to `axes`. Further axes are kept.
+        """
+        if not axes:
+            return y
+        if y.size == 0:
+            return jnp.zeros((*self.data.shape, *y.shape[len(axes) :]), y.dtype)
+        return y.at[tuple(self.columns[axis] for axis in axes)].get(mode="fill", fill_value=0)
 
 
 class SparseArray(ImplicitArray):
@@ -79,7 +133,10 @@ class SparseArray(ImplicitArray):
             raise ValueError("SparseArray takes at least one sparse axis: sparse_shape is empty")
         check_axes(self, data="nse", indices=f"nse {len(self.sparse_shape)}")
         _check_numbers("data", self.data)
-        if self.indices.dtype not in (jnp.int32, jnp.int64):  # which hold what is out of bounds
+        if self.indices.dtype not in (
+            jnp.int32,
+            jnp.int64,
+        ):  # smaller dtypes may not hold an index out of bounds
             raise TypeError(f"indices must be int32 or int64, not {self.indices.dtype.name}")
 
     @classmethod
@@ -150,7 +207,7 @@ class SparseArray(ImplicitArray):
                 f"{bcoo!r} has dense axes ({bcoo.n_dense}), which SparseArray does not support. "
                 "Pass bcoo.update_layout(n_dense=0)."
             )
-        batch = bcoo.shape[: bcoo.n_batch]  # of which a leaf may have some as 1
+        batch = bcoo.shape[: bcoo.n_batch]  # leaves can have size 1 along batch axes
         indices = bcoo.indices
         if indices.dtype != jnp.int64:
             indices = indices.astype(jnp.int32)
@@ -206,10 +263,10 @@ class SparseArray(ImplicitArray):
     def materialise(self) -> jax.Array:
         """Return the dense array `[*batch, *sparse_shape]`."""
         entries = self.entries()
-        return entries.scattered(entries.data, range(len(entries.sizes)))
+        return entries.scatter(entries.data, range(len(entries.sizes)))
 
 
 def _check_numbers(name: str, x: Any) -> None:
-    """Refuses bool: entries of one index are summed."""
+    # Entries with the same index are summed, which bool does not support.
     if x.dtype == jnp.bool_:
         raise TypeError(f"{name} must hold numbers, not bool. Convert it to int8.")

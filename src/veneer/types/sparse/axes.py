@@ -1,6 +1,7 @@
-"""Rules for primitives that move, drop, add and cut axes of sparse arrays."""
+"""Rules of sparse arrays for primitives that move, slice or contract axes."""
 
 import math
+from functools import partial
 from typing import Any
 
 import jax
@@ -8,61 +9,73 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
+from ..._core.primitives.labels import dense_unless
 from ..._core.rules import register
-from ..._jax.primitives import start_in_bounds
-from .array import SparseArray
-from .entries import Axes
+from ..._core.transform import redispatch
+from ..._core.value import materialise_one
+from ..._jax.primitives import find_primitive, start_in_bounds
+from .array import Axes, SparseArray
+from .nm_sparse import NMSparse
 
 
-def arranged(x: SparseArray, batch: Axes, sparse: Axes) -> Any:
-    """x with its axes in this order, the first as batch axes; summed over the axes that are left.
+def rearrange(x: SparseArray, batch: Axes, sparse: Axes) -> Any:
+    """Return `x` with the axes `batch` as batch axes and then the axes `sparse` as sparse axes.
 
-    A batch axis may become a sparse one: the entries of all its batches are put together. Dense if
-    no sparse axis is to be left.
+    Other axes are summed. The entries of a batch axis that becomes sparse are concatenated. The
+    result is dense if `sparse` is empty.
     """
     entries = x.entries()
-    folded = [axis for axis in range(x.n_batch) if axis not in batch]
+    concatenated = [axis for axis in range(x.n_batch) if axis not in batch]
     shape = [entries.sizes[axis] for axis in batch]
-    shape.append(math.prod(entries.sizes[axis] for axis in folded) * x.nse)
-    put = lambda leaf: lax.transpose(leaf, (*batch, *folded, x.n_batch)).reshape(shape)
-    data = put(entries.data)
+    shape.append(math.prod(entries.sizes[axis] for axis in concatenated) * x.nse)
+    move = lambda leaf: lax.transpose(leaf, (*batch, *concatenated, x.n_batch)).reshape(shape)
+    data = move(entries.data)
     if not sparse:
         return data.sum(-1, dtype=data.dtype)
-    indices = jnp.stack([put(entries.columns[axis]) for axis in sparse], -1)
-    summed = any(n != 1 for i, n in enumerate(entries.sizes) if i not in (*batch, *sparse))
+    indices = jnp.stack([move(entries.columns[axis]) for axis in sparse], -1)
+    has_sum = any(n != 1 for i, n in enumerate(entries.sizes) if i not in (*batch, *sparse))
     sizes = tuple(entries.sizes[axis] for axis in sparse)
-    return SparseArray(data, indices, sizes, x.unique_indices and not summed)
+    return SparseArray(data, indices, sizes, x.unique_indices and not has_sum)
 
 
-def _in_order(x: SparseArray, axes: Axes) -> Any:
-    """x with these axes in this order; batch axes stay such as long as no sparse one precedes."""
-    count = next((i for i, axis in enumerate(axes) if axis >= x.n_batch), len(axes))
-    return arranged(x, axes[:count], axes[count:])
+def _select_axes(x: SparseArray, axes: Axes) -> Any:
+    """Return `x` with these axes in this order. Batch axes after a sparse axis become sparse."""
+    n_batch = next((i for i, axis in enumerate(axes) if axis >= x.n_batch), len(axes))
+    return rearrange(x, axes[:n_batch], axes[n_batch:])
 
 
 @register("transpose")
-def _transpose(x: SparseArray, *, permutation: Any) -> Any:
-    return _in_order(x, permutation)
+def _(x: SparseArray, *, permutation: Any) -> Any:
+    return _select_axes(x, permutation)
+
+
+@register("transpose")
+def _(x: NMSparse, *, permutation: Any) -> Any:
+    if {*permutation[-2:]} != {x.ndim - 2, x.ndim - 1}:
+        return NotImplemented
+    axis = -3 - x.axis if permutation[-1] == x.ndim - 2 else x.axis
+    transpose = partial(redispatch, lambda leaf: lax.transpose(leaf, permutation))
+    return NMSparse(transpose(x.values), transpose(x.indices), x.n, x.m, axis)
 
 
 @register("reduce_sum")
-def _reduce_sum(x: SparseArray, *, axes: Any, out_sharding: Any) -> Any:
+def _(x: SparseArray, *, axes: Any, out_sharding: Any) -> Any:
     if out_sharding is not None:
         return NotImplemented
-    return _in_order(x, [axis for axis in range(x.ndim) if axis not in axes])
+    return _select_axes(x, [axis for axis in range(x.ndim) if axis not in axes])
 
 
 @register("squeeze")
-def _squeeze(x: SparseArray, *, dimensions: Any) -> Any:
-    return _in_order(x, [axis for axis in range(x.ndim) if axis not in dimensions])
+def _(x: SparseArray, *, dimensions: Any) -> Any:
+    return _select_axes(x, [axis for axis in range(x.ndim) if axis not in dimensions])
 
 
 def broadcast(x: SparseArray, shape: tuple[int, ...]) -> SparseArray | jax.Array:
-    """Return x in this shape, by NumPy's rules. It is dense if no sparse axis keeps its size."""
+    """Broadcast `x` by NumPy's rules. The result is dense if no sparse axis keeps its size."""
     if x.shape == shape:
         return x
-    own = range(len(shape) - x.ndim, len(shape))
-    return _broadcast_in_dim(x, shape=shape, broadcast_dimensions=own, sharding=None)
+    axes = range(len(shape) - x.ndim, len(shape))
+    return _broadcast_in_dim(x, shape=shape, broadcast_dimensions=axes, sharding=None)
 
 
 @register("broadcast_in_dim")
@@ -71,73 +84,130 @@ def _broadcast_in_dim(
 ) -> Any:
     if sharding is not None:
         return NotImplemented
-    source = {to: axis for axis, to in enumerate(broadcast_dimensions)}
-    new = [to for to, n in enumerate(shape) if to not in source or x.shape[source[to]] != n]
-    # First as batch axes, after those of x; then each is put in its place.
-    own, b = x.data.shape[:-1], x.n_batch
-    more = [shape[to] for to in new]
+    source = {out: axis for axis, out in enumerate(broadcast_dimensions)}
+    new = [out for out, n in enumerate(shape) if out not in source or x.shape[source[out]] != n]
+    # Append the new axes to the batch axes of x. Then move each axis to its position.
+    n_batch, new_sizes = x.n_batch, [shape[out] for out in new]
     repeat = lambda leaf: jnp.broadcast_to(
-        lax.expand_dims(leaf, range(b, b + len(new))), (*own, *more, *leaf.shape[b:])
+        lax.expand_dims(leaf, range(n_batch, n_batch + len(new))),
+        (*x.data.shape[:-1], *new_sizes, *leaf.shape[n_batch:]),
     )
-    repeated = SparseArray(
-        repeat(jnp.asarray(x.data)), repeat(jnp.asarray(x.indices)), *x.pattern[1:]
-    )
-    moved = lambda axis: axis if axis < b else axis + len(new)
-    place = {to: moved(axis) for to, axis in source.items()}
-    place |= {to: b + i for i, to in enumerate(new)}
-    return _in_order(repeated, [place[to] for to in range(len(shape))])
+    data, indices = repeat(jnp.asarray(x.data)), repeat(jnp.asarray(x.indices))
+    order = {out: axis if axis < n_batch else axis + len(new) for out, axis in source.items()} | {
+        out: n_batch + i for i, out in enumerate(new)
+    }
+    repeated = SparseArray(data, indices, *x.pattern[1:])
+    return _select_axes(repeated, [order[out] for out in range(len(shape))])
 
 
 @register("reshape")
-def _reshape(x: SparseArray, *, new_sizes: Any, dimensions: Any, sharding: Any) -> Any:
+def _(x: SparseArray, *, new_sizes: Any, dimensions: Any, sharding: Any) -> Any:
     if dimensions is not None or sharding is not None:
         return NotImplemented
-    new, sparse = tuple(new_sizes), len(x.sparse_shape)
-    batch = x.data.shape[:-1]
-    if new[-sparse:] == x.sparse_shape and math.prod(new[:-sparse]) == math.prod(batch):
-        data = jnp.reshape(x.data, (*new[:-sparse], x.nse))
-        return SparseArray(data, jnp.reshape(x.indices, (*data.shape, sparse)), *x.pattern[1:])
-    kept = 0  # the first batch axes, which stay as they are
-    while kept < min(len(batch), len(new)) and batch[kept] == new[kept]:
-        kept += 1
-    x = arranged(x, range(kept), range(kept, x.ndim))
+    new, n_sparse, batch = tuple(new_sizes), len(x.sparse_shape), x.data.shape[:-1]
+    if new[-n_sparse:] == x.sparse_shape and math.prod(new[:-n_sparse]) == math.prod(batch):
+        data = jnp.reshape(x.data, (*new[:-n_sparse], x.nse))
+        return SparseArray(data, jnp.reshape(x.indices, (*data.shape, n_sparse)), *x.pattern[1:])
+    same = 0  # the number of leading batch axes that do not change
+    while same < min(len(batch), len(new)) and batch[same] == new[same]:
+        same += 1
+    x = rearrange(x, range(same), range(same, x.ndim))
     if math.prod(x.sparse_shape) > jnp.iinfo(jnp.int32).max:
-        return NotImplemented  # an entry's place would overflow
+        return NotImplemented  # the flat index would overflow
     entries = x.entries()
-    place: Any = 0
-    for column, size in zip(entries.columns[kept:], x.sparse_shape, strict=True):
-        place = place * size + column.astype(jnp.int32)
-    columns = []
-    for size in reversed(new[kept:]):
-        columns.append(jnp.where(entries.is_entry, place % max(size, 1), size))
-        place = place // max(size, 1)
-    if not columns:
+    if same == len(new):
         return entries.data.sum(-1, dtype=x.dtype)
-    return SparseArray(entries.data, jnp.stack(columns[::-1], -1), new[kept:], x.unique_indices)
+    flat: Any = 0
+    for column, size in zip(entries.columns[same:], x.sparse_shape, strict=True):
+        flat = flat * size + column.astype(jnp.int32)
+    columns = []
+    for size in reversed(new[same:]):
+        columns.append(jnp.where(entries.is_entry, flat % max(size, 1), size))
+        flat = flat // max(size, 1)
+    return SparseArray(entries.data, jnp.stack(columns[::-1], -1), new[same:], x.unique_indices)
 
 
 @register("slice")
-def _slice(x: SparseArray, *, start_indices: Any, limit_indices: Any, strides: Any) -> Any:
+def _(x: SparseArray, **params: Any) -> Any:
     from jax.experimental import sparse
 
-    cut = {"start_indices": start_indices, "limit_indices": limit_indices, "strides": strides}
-    return _part_of(x, sparse.bcoo_slice(x.to_bcoo(), **cut))
+    return _slice_of(x, sparse.bcoo_slice(x.to_bcoo(), **params))
 
 
 @register("dynamic_slice")
-def _dynamic_slice(x: SparseArray, *start_indices: ArrayLike, slice_sizes: Any) -> Any:
+def _(x: SparseArray, *start_indices: ArrayLike, slice_sizes: Any) -> Any:
     from jax.experimental import sparse
 
-    # bcoo_dynamic_slice counts negative starts from the end, which the primitive clamps.
-    starts = [
-        start_in_bounds(start, size, cut)
-        for start, size, cut in zip(start_indices, x.shape, slice_sizes, strict=True)
-    ]
-    return _part_of(x, sparse.bcoo_dynamic_slice(x.to_bcoo(), starts, slice_sizes))
+    # The primitive clamps negative starts. bcoo_dynamic_slice counts them from the end.
+    starts = [*map(start_in_bounds, start_indices, x.shape, slice_sizes)]
+    return _slice_of(x, sparse.bcoo_dynamic_slice(x.to_bcoo(), starts, slice_sizes))
 
 
-def _part_of(x: SparseArray, bcoo: Any) -> SparseArray:
+def _slice_of(x: SparseArray, bcoo: Any) -> SparseArray:
     part = SparseArray.from_bcoo(bcoo)
-    # The slice had its entries summed by index if there were more of them than places.
-    unique = x.unique_indices or part.nse < x.nse
-    return SparseArray(part.data, part.indices, part.sparse_shape, unique)
+    # JAX sums duplicates if the slice has fewer elements than `x` has entries.
+    has_unique_indices = x.unique_indices or part.nse < x.nse
+    return SparseArray(part.data, part.indices, part.sparse_shape, has_unique_indices)
+
+
+@register("dot_general")
+def _(x: SparseArray, y: ArrayLike, *, dimension_numbers: Any, **params: Any) -> Any:
+    return _multiply(x, jnp.asarray(y), *dimension_numbers, **params)
+
+
+@register("dot_general")
+def _(x: ArrayLike, y: SparseArray, *, dimension_numbers: Any, **params: Any) -> Any:
+    contracted, batch = (pair[::-1] for pair in dimension_numbers)
+    out = _multiply(y, jnp.asarray(x), contracted, batch, **params)
+    if out is NotImplemented:
+        return NotImplemented
+    n_batch, y_end = len(batch[0]), y.ndim - len(contracted[0])  # axes of y end at y_end
+    return lax.transpose(out, (*range(n_batch), *range(y_end, out.ndim), *range(n_batch, y_end)))
+
+
+@register("dot_general")
+def _(x: SparseArray, y: SparseArray, **params: Any) -> Any:
+    smaller = min(x, y, key=lambda z: z.size)
+    primitive = find_primitive("dot_general")
+    x, y = dense_unless(lambda z: z is not smaller, primitive, [x, y])
+    return redispatch(primitive.bind, x, y, **params)
+
+
+@register("dot_general")
+def _(x: ArrayLike | NMSparse, y: ArrayLike | NMSparse, **params: Any) -> Any:
+    dense = [jnp.asarray(materialise_one(z)) for z in (x, y)]
+    return find_primitive("dot_general").bind(*dense, **params)
+
+
+def _multiply(
+    x: SparseArray,
+    y: jax.Array,
+    contracted: Any,
+    batch: Any,
+    *,
+    precision: Any,
+    preferred_element_type: Any,
+    out_sharding: Any,
+) -> Any:
+    """Compute a `dot_general` by a gather of `y`, a multiplication and a scatter.
+
+    `bcoo_dot_general` is no alternative (JAX 0.12): with batch axes, its gradient for `data` is a
+    dense array, and it accumulates bf16 in bf16.
+    """
+    del precision  # the multiplications are exact, and are accumulated in f32 or wider
+    dtype = jnp.result_type(x.dtype, y.dtype)
+    out_dtype = dtype if preferred_element_type is None else preferred_element_type
+    if out_sharding is not None or jnp.dtype(out_dtype) == jnp.bool_:
+        return NotImplemented
+    wide = jnp.promote_types(dtype, out_dtype)
+    if jnp.issubdtype(wide, jnp.inexact):
+        wide = jnp.promote_types(wide, jnp.float32)
+    x_axes, y_axes = (*batch[0], *contracted[0]), (*batch[1], *contracted[1])
+    y_free = [axis for axis in range(y.ndim) if axis not in y_axes]
+    x_free = [axis for axis in range(x.ndim) if axis not in x_axes]
+
+    entries = x.entries()
+    vectors = entries.gather(lax.transpose(y, (*y_axes, *y_free)).astype(wide), x_axes)
+    vector_axes = range(entries.data.ndim, entries.data.ndim + len(y_free))
+    products = lax.expand_dims(entries.data.astype(wide), vector_axes) * vectors
+    return entries.scatter(products, (*batch[0], *x_free)).astype(out_dtype)

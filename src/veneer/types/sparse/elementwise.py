@@ -1,5 +1,6 @@
-"""Rules for elementwise primitives on sparse arrays."""
+"""Rules of sparse arrays for elementwise primitives."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -14,66 +15,60 @@ from ..._core.value import make_dense
 from ..._jax.primitives import find_primitive
 from ..zero_preserving import LINEAR, NONLINEAR
 from .array import SparseArray
-from .axes import arranged, broadcast
+from .axes import broadcast, rearrange
+from .nm_sparse import NMSparse
+
+Sparse = SparseArray | NMSparse
 
 
-def _of_entries(x: SparseArray, function: Callable, *others: Any) -> SparseArray:
-    """x with other values of its entries: a function of them, and of others beside them.
-
-    Padding goes through where the function is smooth, so that its derivative there is no NaN.
-    """
+def _map_entries(x: Any, function: Callable, *others: Any) -> Any:
+    """Apply a function to the stored entries of `x`, and to other arrays with the same entries."""
+    if isinstance(x, NMSparse):
+        return dataclasses.replace(x, values=redispatch(function, x.values, *others))
+    # In place of padding, compute at 0.5 and 1, where derivatives are finite. Otherwise 0 * NaN
+    # could make derivatives of other entries NaN.
     entries = x.entries()
-    only = lambda values, instead: jnp.where(entries.is_entry, values, instead)
-    smooth = jnp.asarray(0.5).astype(x.dtype)
-    values = function(only(entries.data, smooth), *(only(y, jnp.ones_like(y)) for y in others))
-    return SparseArray(only(values, jnp.zeros_like(values)), *x.pattern)
+    replace_padding = lambda values, fill: jnp.where(entries.is_entry, values, fill)
+    data = replace_padding(entries.data, jnp.asarray(0.5).astype(x.dtype))
+    values = function(data, *(replace_padding(y, jnp.ones_like(y)) for y in others))
+    return SparseArray(replace_padding(values, jnp.zeros_like(values)), *x.pattern)
 
 
-def _register_elementwise(name: str, *, linear: bool) -> None:
+def _sum_duplicates(x: Any) -> Any:
+    return x.sum_duplicates() if isinstance(x, SparseArray) else x
+
+
+def _register_unary(name: str) -> None:
     primitive = find_primitive(name)
 
     @register(primitive)
-    def _(x: SparseArray, **params: Any) -> SparseArray:
-        x = x if linear else x.sum_duplicates()
-        return _of_entries(x, lambda values: primitive.bind(values, **params))
+    def _(x: Sparse, **params: Any) -> Any:
+        x = x if name in LINEAR else _sum_duplicates(x)
+        return _map_entries(x, lambda values: primitive.bind(values, **params))
 
 
-for _name in LINEAR:
-    _register_elementwise(_name, linear=True)
-for _name in NONLINEAR:
-    _register_elementwise(_name, linear=False)
+for _name in (*LINEAR, *NONLINEAR):
+    _register_unary(_name)
 
 
 @register("integer_pow")
-def _integer_pow(x: SparseArray, *, y: int) -> Any:
+def _(x: Sparse, *, y: int) -> Any:
     if y <= 0:
         return NotImplemented
-    return _of_entries(x.sum_duplicates(), lambda values: lax.integer_pow(values, y))
+    return _map_entries(_sum_duplicates(x), lambda values: lax.integer_pow(values, y))
 
 
 @register("convert_element_type")
-def _convert(x: SparseArray, *, new_dtype: Any, weak_type: bool, sharding: Any) -> Any:
-    if weak_type or sharding is not None or jnp.issubdtype(new_dtype, jnp.bool_):
+def _(x: Sparse, *, new_dtype: Any, weak_type: bool, sharding: Any) -> Any:
+    if weak_type or sharding is not None:
         return NotImplemented
-    floating = jnp.issubdtype(x.dtype, jnp.floating) and jnp.issubdtype(new_dtype, jnp.floating)
-    exact = floating and jnp.promote_types(x.dtype, new_dtype) == new_dtype
-    x = x if exact else x.sum_duplicates()
-    return _of_entries(x, lambda values: lax.convert_element_type(values, new_dtype))
-
-
-def _by_dense(x: Any, y: Any, operation: Callable) -> Any:
-    """A product or quotient, which is linear in x: y matters where x has an entry."""
-    y = jnp.asarray(y)
-    if not y.ndim:
-        return _of_entries(x, operation, y)
-    x = broadcast(x, jnp.broadcast_shapes(x.shape, y.shape))
-    if not isinstance(x, SparseArray):
-        return NotImplemented
-    # Primitives broadcast axes of 1, as vmap makes them of a batch of scalars.
-    alone = [axis for axis in range(x.ndim) if y.shape[axis] != x.shape[axis]]
-    axes = [axis for axis in range(x.ndim) if axis not in alone]
-    factors = x.entries().gathered(lax.squeeze(y, alone), axes)
-    return _of_entries(x, operation, factors)
+    if isinstance(x, SparseArray):
+        if jnp.issubdtype(new_dtype, jnp.bool_):
+            return NotImplemented
+        floating = jnp.issubdtype(x.dtype, jnp.floating) and jnp.issubdtype(new_dtype, jnp.floating)
+        is_exact = floating and jnp.promote_types(x.dtype, new_dtype) == new_dtype
+        x = x if is_exact else x.sum_duplicates()
+    return _map_entries(x, lambda values: lax.convert_element_type(values, new_dtype))
 
 
 def _register_by_dense(name: str) -> None:
@@ -81,84 +76,96 @@ def _register_by_dense(name: str) -> None:
 
     @register(primitive)
     def _(x: SparseArray, y: ArrayLike, **params: Any) -> Any:
-        # Of integers, a quotient is truncated, and so not linear.
-        x = x if name == "mul" or jnp.issubdtype(x.dtype, jnp.inexact) else x.sum_duplicates()
-        return _by_dense(x, y, lambda *factors: primitive.bind(*factors, **params))
+        y = jnp.asarray(y)
+        if name == "div" and not jnp.issubdtype(x.dtype, jnp.inexact):
+            x = x.sum_duplicates()  # a quotient of integers is truncated, so it is not linear
+        operation = lambda *factors: primitive.bind(*factors, **params)
+        if not y.ndim:
+            return _map_entries(x, operation, y)
+        wide = broadcast(x, jnp.broadcast_shapes(x.shape, y.shape))
+        if not isinstance(wide, SparseArray):
+            return NotImplemented
+        # y can have axes of size 1, for example in a vmap over scalars.
+        single = [axis for axis in range(wide.ndim) if y.shape[axis] != wide.shape[axis]]
+        axes = [axis for axis in range(wide.ndim) if axis not in single]
+        return _map_entries(wide, operation, wide.entries().gather(lax.squeeze(y, single), axes))
+
+    @register(primitive)
+    def _(x: NMSparse, y: ArrayLike, **params: Any) -> Any:
+        y = jnp.asarray(y)
+        if jnp.broadcast_shapes(x.shape, y.shape) != x.shape:
+            return NotImplemented
+        is_number = set(y.shape[-2:]) <= {1}  # one per matrix
+        factors = y if is_number else x.kept(jnp.broadcast_to(y, x.shape))
+        return _map_entries(x, lambda *factors: primitive.bind(*factors, **params), factors)
 
 
-_register_by_dense("mul")
-_register_by_dense("div")
+for _name in ("mul", "div"):
+    _register_by_dense(_name)
 
 
 @register("div")
-def _div_sparse(x: SparseArray, y: SparseArray, **params: Any) -> Any:
+def _(x: SparseArray, y: SparseArray, **params: Any) -> Any:
     div = find_primitive("div")
     return redispatch(div.bind, x, *make_dense(div, [y]), **params)
 
 
 @register("mul")
-def _mul_sparse(x: SparseArray, y: SparseArray, **params: Any) -> Any:
-    if (both := _alike(x.sum_duplicates(), y.sum_duplicates())) is None:
+def _(x: SparseArray, y: SparseArray, **params: Any) -> Any:
+    pair = _align(x.sum_duplicates(), y.sum_duplicates())
+    if pair is None:
         return NotImplemented
-    x, y = both
-    factors = _partners(x, y)
-    return _of_entries(x, lambda *both: find_primitive("mul").bind(*both, **params), factors)
+    multiply = lambda *factors: find_primitive("mul").bind(*factors, **params)
+    return _map_entries(pair[0], multiply, _values_at(*pair))
 
 
-def _alike(x: SparseArray, y: SparseArray) -> list[SparseArray] | None:
-    """Return both in the shape that they broadcast to, with the same axes as batch axes.
+def _align(x: SparseArray, y: SparseArray) -> list[Any] | None:
+    """Broadcast `x` and `y` to one shape, with the same axes as batch axes.
 
     Return None if one of them is not sparse in that shape.
     """
     shape = jnp.broadcast_shapes(x.shape, y.shape)
-    both = [z for z in (broadcast(z, shape) for z in (x, y)) if isinstance(z, SparseArray)]
-    if len(both) < 2:
+    pair = [z for z in (broadcast(z, shape) for z in (x, y)) if isinstance(z, SparseArray)]
+    if len(pair) < 2:
         return None
-    n_batch = min(z.n_batch for z in both)
-    return [arranged(z, range(n_batch), range(n_batch, z.ndim)) for z in both]
+    n_batch = min(z.n_batch for z in pair)
+    return [rearrange(z, range(n_batch), range(n_batch, z.ndim)) for z in pair]
 
 
-def _partners(x: SparseArray, y: SparseArray) -> jax.Array:
-    """What y has where x has its entries, by a sort of both: equal indices come to be neighbours.
+def _values_at(x: SparseArray, y: SparseArray) -> jax.Array:
+    """Return the values of `y` at the indices of `x`. Neither has duplicates.
 
-    Each index is to be there once in x and once in y.
+    A stable sort of the entries of both makes equal indices neighbors. The entry of `x` is first.
     """
-    along = x.n_batch
-    of_x, of_y = x.entries(), y.entries()
-    # Sparse axes are enough: batches are sorted apart. The sort is stable, and x comes first.
+    axis = x.n_batch
+    x_entries, y_entries = x.entries(), y.entries()
     columns = [
-        jnp.concatenate(pair, along)
-        for pair in zip(of_x.columns[along:], of_y.columns[along:], strict=True)
+        jnp.concatenate(pair, axis)
+        for pair in zip(x_entries.columns[axis:], y_entries.columns[axis:], strict=True)
     ]
-    data = jnp.concatenate([jnp.zeros_like(of_x.data), of_y.data], along)
-    order = lax.broadcasted_iota(jnp.int32, data.shape, along)
+    data = jnp.concatenate([jnp.zeros_like(x_entries.data), y_entries.data], axis)
+    order = lax.broadcasted_iota(jnp.int32, data.shape, axis)
     *columns, order, data = lax.sort(
-        (*columns, order, data), dimension=along, num_keys=len(columns), is_stable=True
+        (*columns, order, data), dimension=axis, num_keys=len(columns), is_stable=True
     )
-    next_of = lambda z: jnp.roll(z, -1, along)  # the one after the last is of x, or alone
-    equal = jnp.stack([z == next_of(z) for z in columns]).all(0)
-    found = jnp.where(equal, next_of(data), 0)
-    _, found = lax.sort((order, found), dimension=along, num_keys=1)
-    return lax.slice_in_dim(found, 0, x.nse, axis=along)
-
-
-def _sum(x: SparseArray, y: SparseArray) -> Any:
-    if (both := _alike(x, y)) is None:
-        return NotImplemented
-    x, y = both
-    data = jnp.concatenate([x.data, y.data], -1)
-    return SparseArray(data, jnp.concatenate([x.indices, y.indices], -2), x.sparse_shape)
-
-
-def _any_given(params: dict[str, Any]) -> bool:
-    return any(value is not None for value in params.values())
+    # The roll appends the first entry, which is of x or differs from the last.
+    next_entry = lambda z: jnp.roll(z, -1, axis)
+    is_equal = jnp.stack([z == next_entry(z) for z in columns]).all(0)
+    values = jnp.where(is_equal, next_entry(data), 0)
+    _, values = lax.sort((order, values), dimension=axis, num_keys=1)
+    return lax.slice_in_dim(values, 0, x.nse, axis=axis)
 
 
 @register(["add", "add_any"])
 def _add(x: SparseArray, y: SparseArray, **params: Any) -> Any:
-    return NotImplemented if _any_given(params) else _sum(x, y)
+    pair = _align(x, y)
+    if pair is None or any(value is not None for value in params.values()):
+        return NotImplemented
+    x, y = pair
+    data = jnp.concatenate([x.data, y.data], -1)
+    return SparseArray(data, jnp.concatenate([x.indices, y.indices], -2), x.sparse_shape)
 
 
 @register("sub")
-def _sub(x: SparseArray, y: SparseArray, **params: Any) -> Any:
-    return NotImplemented if _any_given(params) else _sum(x, _of_entries(y, lax.neg))
+def _(x: SparseArray, y: SparseArray, **params: Any) -> Any:
+    return _add(x, _map_entries(y, lax.neg), **params)

@@ -1,10 +1,7 @@
-"""`NMSparse`: of every m neighbours n are kept, as in the 2:4 sparsity of GPUs."""
+"""`NMSparse`: a matrix that stores n of every m neighboring entries, as in 2:4 sparsity."""
 
-import dataclasses
-import functools
-from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -12,16 +9,12 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from ..._core.rules import register
 from ..._core.surface.array import ImplicitArray
-from ..._core.transform import redispatch
 from ..._core.tree import static
 from ..._core.value import materialise_one
-from ..._jax.primitives import find_primitive
 from ...kernels.bit_planes import pack_bits, planes_size, unpack_bits
 from ...kernels.pruning import largest_positions
 from ..axes import check_axes
-from ..zero_preserving import LINEAR, NONLINEAR
 
 
 class NMSparse(ImplicitArray):
@@ -77,11 +70,11 @@ class NMSparse(ImplicitArray):
 
     def __post_init__(self) -> None:
         _check_pattern(self.n, self.m, self.axis)
-        across = {-2: "{} N", -1: "N {}"}[self.axis]
-        check_axes(self, values=across.format("kept"))
+        axes = {-2: "{} N", -1: "N {}"}[self.axis]
+        check_axes(self, values=axes.format("kept"))
         kept = self.values.shape[self.axis]
         packed = planes_size(kept, self.bits)
-        check_axes(self, values=across.format(kept), indices=across.format(packed))
+        check_axes(self, values=axes.format(kept), indices=axes.format(packed))
         if kept % self.n:
             raise ValueError(
                 f"NMSparse takes values whose axis {self.axis} is a multiple of n={self.n}, got "
@@ -150,19 +143,19 @@ class NMSparse(ImplicitArray):
 
     def _expanded(self, values: jax.Array) -> jax.Array:
         axis = self.axis
-        groups, places = (_split(x, axis, self.n) for x in (values, self.positions))
-        own = _iota(self.m, axis)
+        groups, positions = (_split(x, axis, self.n) for x in (values, self.positions))
+        all_positions = jnp.arange(self.m, dtype=jnp.uint8).reshape(-1, *[1] * (-1 - axis))
         dense = jnp.zeros((), values.dtype)
         for i in range(self.n):
-            one = lambda x, i=i: lax.slice_in_dim(x, i, i + 1, axis=x.ndim + axis)
-            dense = jnp.where(one(places) == own, one(groups), dense)
+            take = lambda x, i=i: lax.slice_in_dim(x, i, i + 1, axis=x.ndim + axis)
+            dense = jnp.where(take(positions) == all_positions, take(groups), dense)
         return _merge(dense, axis)
 
     def kept(self, dense: ArrayLike) -> jax.Array:
         """Return the entries of a dense array at the stored positions, in the shape of `values`."""
         groups = _split(jnp.asarray(dense), self.axis, self.m)
-        places = _split(self.positions, self.axis, self.n).astype(jnp.int32)
-        return _merge(jnp.take_along_axis(groups, places, self.axis), self.axis)
+        positions = _split(self.positions, self.axis, self.n).astype(jnp.int32)
+        return _merge(jnp.take_along_axis(groups, positions, self.axis), self.axis)
 
 
 def _bits(m: int) -> int:
@@ -176,97 +169,23 @@ def _check_pattern(n: int, m: int, axis: int) -> None:
         raise ValueError(f"axis must be -2 or -1, not {axis}")
 
 
-def _iota(size: int, axis: int) -> jax.Array:
-    """0, 1, 2, ... along an axis counted from the end, and 1 along those after it."""
-    return jnp.arange(size, dtype=jnp.uint8).reshape(size, *[1] * (-1 - axis))
-
-
 def _split(x: jax.Array, axis: int, size: int) -> jax.Array:
-    """x with an axis counted from the end in two: of groups, and of `size` in each."""
+    """Split an axis, counted from the end, into an axis of groups and one of `size`."""
     at = x.ndim + axis
     return x.reshape(*x.shape[:at], x.shape[at] // size, size, *x.shape[at + 1 :])
 
 
 def _merge(x: jax.Array, axis: int) -> jax.Array:
-    """The inverse of `_split`."""
+    """Undo `_split`."""
     at = x.ndim + axis
     return x.reshape(*x.shape[: at - 1], x.shape[at - 1] * x.shape[at], *x.shape[at + 1 :])
 
 
-# Compiled as one: op by op, each temporary would be an array of that size.
-@functools.partial(jax.jit, static_argnames=("n", "m", "axis"))
+# Without jit, each operation would store a temporary array as large as w.
+@partial(jax.jit, static_argnames=("n", "m", "axis"))
 def _pruned(w: jax.Array, n: int, m: int, axis: int) -> tuple[jax.Array, jax.Array]:
-    """The values that are kept, and their packed positions, in order."""
+    """Return the values to store and their packed positions."""
     groups = _split(w, axis, m)
     positions = largest_positions(groups, n, axis)
     values = _merge(jnp.take_along_axis(groups, positions, axis), axis)
     return values, pack_bits(_merge(positions.astype(jnp.uint8), axis), _bits(m), axis)
-
-
-# Rules.
-
-
-@register("dot_general")
-def _dot_general(x: ArrayLike | NMSparse, y: ArrayLike | NMSparse, **params: Any) -> Any:
-    dense = [jnp.asarray(materialise_one(z)) for z in (x, y)]
-    return find_primitive("dot_general").bind(*dense, **params)
-
-
-@register("transpose")
-def _transpose(x: NMSparse, *, permutation: Any) -> Any:
-    lead, last = tuple(permutation[:-2]), {*permutation[-2:]}
-    if last != {x.ndim - 2, x.ndim - 1}:
-        return NotImplemented
-    flipped = permutation[-1] == x.ndim - 2
-    move = partial(redispatch, lambda leaf: lax.transpose(leaf, (*lead, *permutation[-2:])))
-    axis = -3 - x.axis if flipped else x.axis
-    return NMSparse(move(x.values), move(x.indices), x.n, x.m, axis)
-
-
-def _of_values(x: NMSparse, function: Callable, *others: Any) -> NMSparse:
-    return dataclasses.replace(x, values=redispatch(function, x.values, *others))
-
-
-def _register_elementwise(name: str) -> None:
-    primitive = find_primitive(name)
-
-    @register(primitive)
-    def _(x: NMSparse, **params: Any) -> NMSparse:
-        return _of_values(x, lambda values: primitive.bind(values, **params))
-
-
-for _name in (*LINEAR, *NONLINEAR):
-    _register_elementwise(_name)
-
-
-@register("integer_pow")
-def _integer_pow(x: NMSparse, *, y: int) -> Any:
-    return _of_values(x, lambda values: lax.integer_pow(values, y)) if y > 0 else NotImplemented
-
-
-@register("convert_element_type")
-def _convert(x: NMSparse, *, new_dtype: Any, weak_type: bool, sharding: Any) -> Any:
-    if weak_type or sharding is not None:
-        return NotImplemented
-    return _of_values(x, lambda values: lax.convert_element_type(values, new_dtype))
-
-
-def _by_dense(x: NMSparse, y: Any, operation: Callable) -> Any:
-    y = jnp.asarray(y)
-    if jnp.broadcast_shapes(x.shape, y.shape) != x.shape:
-        return NotImplemented
-    # Numbers, as vmap makes them of a batch of scalars, need no gather.
-    factors = y if set(y.shape[-2:]) <= {1} else x.kept(jnp.broadcast_to(y, x.shape))
-    return _of_values(x, operation, factors)
-
-
-def _register_by_dense(name: str) -> None:
-    primitive = find_primitive(name)
-
-    @register(primitive)
-    def _(x: NMSparse, y: ArrayLike, **params: Any) -> Any:
-        return _by_dense(x, y, lambda *factors: primitive.bind(*factors, **params))
-
-
-_register_by_dense("mul")
-_register_by_dense("div")
