@@ -1,12 +1,12 @@
-"""Arrays of which something is said: names of axes, a unit, that they are keys.
+"""Arrays with static metadata: axis names, a unit, or a random number generator.
 
-label           `Label`, the base, and the laws by which primitives carry on what is said
-named           `Named`: names of axes
-axis_names      their laws
-quantity        `Quantity`: a unit
-unit_laws       the laws of units
-units           their algebra: that of astropy, or of pint
-prng            `PRNGKey`
+label           `Label`, the base class of `Named` and `Quantity`
+axis_names      the axis names of the results of primitives
+named           `Named`, an array with axis names
+units           the algebra of units, by astropy or pint
+unit_laws       the units of the operands and results of primitives
+quantity        `Quantity`, an array with a unit
+prng            `PRNGKey`, random keys stored as integers
 """
 
 from .named import Named

@@ -1,10 +1,13 @@
-"""`Label`: an array of which something is said, and the laws by which primitives carry that on."""
+"""`Label`: the base class of arrays with static metadata, which laws propagate."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
+import jax
+
 from ..._core.surface.array import ImplicitArray
 from ..._core.transform import redispatch
+from ..._core.value import Value
 from ..._jax.primitives import Primitive
 
 
@@ -12,33 +15,60 @@ class Label(ImplicitArray, abstract=True):
     """An array with static metadata: the base class of `Named` and `Quantity`.
 
     A primitive runs on the arrays, which may be implicit. A law computes the metadata of the
-    results from the metadata of the operands. If labels of two kinds meet, the kind with the higher
-    `default_precedence` handles the primitive, and treats the other as an array.
+    results from the metadata of the operands. If labels of two classes meet, the class with the
+    higher `default_precedence` handles the primitive, and treats the other as an array.
 
     This is a `default`, not a rule per primitive. So operands of other types can stand next to a
     label, and their rules run first.
     """
 
-    #: A law for each primitive, by its name. Those not listed make a label dense, or refuse.
+    #: A law for each primitive name. Other primitives materialize a label, or raise.
     laws: ClassVar[Mapping[str, Callable]]
 
     @staticmethod
     def default(primitive: Primitive, values: Sequence[Any], params: dict[str, Any]) -> Any:
-        """Run a primitive by the law of the outermost label among the operands."""
-        kinds = {type(v) for v in values if isinstance(v, Label)}
-        kind = max(kinds, key=lambda kind: kind.default_precedence)
-        law = kind.laws.get(primitive.name)
-        return NotImplemented if law is None else kind.by_law(law, primitive, values, params)
+        """Run a primitive by the law of the outermost label among the operands.
+
+        **Raises:** the `ValueError` of the law, with the primitive and its operands.
+        """
+        classes = {type(v) for v in values if isinstance(v, Label)}
+        cls = max(classes, key=lambda cls: cls.default_precedence)
+        law = cls.laws.get(primitive.name)
+        if law is None:
+            return NotImplemented
+        try:
+            outcome = cls.apply_law(law, values, params)
+        except ValueError as error:
+            shown = ", ".join(
+                repr(v) if isinstance(v, Value) else jax.typeof(v).str_short(short_dtypes=True)
+                for v in values
+            )
+            raise ValueError(f"{primitive.name}({shown}): {error}") from None
+        if outcome is NotImplemented:
+            return NotImplemented
+        arrays, metadata = outcome
+        bind_params = primitive.get_bind_params(params)
+        # The arrays can be implicit, and then have rules of their own.
+        out = redispatch(lambda *arrays: primitive.bind(*arrays, **bind_params), *arrays)
+        if not primitive.multiple_results:
+            return cls.attach(out, metadata[0] if isinstance(metadata, list) else metadata)
+        if not isinstance(metadata, list):
+            metadata = [metadata] * len(out)
+        # A law can return too many items: an SVD may compute only the singular values.
+        return [cls.attach(x, item) for x, item in zip(out, metadata, strict=False)]
 
     @classmethod
-    def by_law(
-        cls, law: Callable, primitive: Primitive, values: Sequence[Any], params: dict[str, Any]
-    ) -> Any:
-        """Run a primitive, and give its results the metadata that the law computes."""
+    def apply_law(
+        cls, law: Callable, values: Sequence[Any], params: dict[str, Any]
+    ) -> tuple[list[Any], Any]:
+        """Apply a law to the operands of a primitive.
+
+        **Returns:** the arrays on which the primitive runs, and the metadata of its results: one
+        item for all results, or a list with an item per result. Or NotImplemented.
+        """
         raise NotImplementedError
 
-
-def bind(primitive: Primitive, operands: Sequence[Any], params: dict[str, Any]) -> Any:
-    """Binds a primitive on operands some of which may be implicit, for their rules to run."""
-    of_bind = primitive.get_bind_params(params)
-    return redispatch(lambda *operands: primitive.bind(*operands, **of_bind), *operands)
+    @classmethod
+    def attach(cls, array: Any, metadata: Any) -> Any:
+        """Return a label of an array, or the array itself if the metadata is empty."""
+        raise NotImplementedError

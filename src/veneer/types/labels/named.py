@@ -1,4 +1,4 @@
-"""`Named`: an array with named axes, which are checked and carried along."""
+"""`Named`: an array with named axes."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -8,12 +8,11 @@ import jax.numpy as jnp
 
 from ..._core.transform import redispatch
 from ..._core.tree import static
-from ..._core.value import Value, materialise_one
-from ..._jax.primitives import Primitive
+from ..._core.value import aval_of, materialise_one
 from ..._jax.tracing import mapped_axis
 from ..axes import Leaf, check_axes
 from .axis_names import LAWS, Axes, Names
-from .label import Label, bind
+from .label import Label
 
 
 class Named(Label):
@@ -82,7 +81,7 @@ class Named(Label):
 
     def aval(self) -> jax.core.ShapedArray:
         """Return the shape and dtype of the array."""
-        return self.array.aval() if isinstance(self.array, Value) else jax.typeof(self.array)
+        return aval_of(self.array)
 
     def materialise(self) -> Any:
         """Return the dense array without names."""
@@ -123,7 +122,7 @@ class Named(Label):
         return Named(self.array, tuple(names.get(n, n) if n else n for n in self.names))
 
     def __repr__(self) -> str:
-        if _rank(self.array) != len(self.names):  # JAX has put something else in its place
+        if _rank(self.array) != len(self.names):  # JAX replaced the array by another object
             return f"Named({self.array!r}, {self.names})"
         aval = self.aval()
         dtype = aval.str_short(short_dtypes=True).split("[")[0]
@@ -132,31 +131,29 @@ class Named(Label):
         return f"Named({dtype}[{', '.join(axes)}])"
 
     @classmethod
-    def by_law(
-        cls, law: Callable, primitive: Primitive, values: Sequence[Any], params: dict[str, Any]
-    ) -> Any:
-        """Run a primitive on the arrays without names, and name the axes of its results.
+    def apply_law(cls, law: Callable, values: Sequence[Any], params: dict[str, Any]) -> Any:
+        """Return the arrays without names, and the names of the results.
 
         **Arguments:**
 
         - `law`: a function, called as `law(*axes, **params)` with an object per operand that has
           its axis names (`names`) and sizes (`shape`). It returns the names of the result: a tuple,
           or a list of tuples for several results.
-        - `primitive`, `values`, `params`: the primitive, its operands and its parameters.
+        - `values`, `params`: the operands and the parameters of the primitive.
         """
-        try:
-            found = law(*map(_axes, values), **params)
-        except ValueError as error:
-            raise ValueError(
-                f"{primitive.name}({', '.join(map(_show, values))}): {error}. Rename an axis "
-                "with Named.rename, or remove its name."
-            ) from None
-        if found is NotImplemented:
-            return found
-        out = bind(primitive, [x.array if isinstance(x, Named) else x for x in values], params)
-        if not primitive.multiple_results:
-            return _named(out, found[0] if isinstance(found, list) else found)
-        return list(map(_named, out, found))
+        axes = [
+            Axes(x.names if isinstance(x, Named) else (None,) * jnp.ndim(x), tuple(jnp.shape(x)))
+            for x in values
+        ]
+        names = law(*axes, **params)
+        if names is NotImplemented:
+            return NotImplemented
+        return [x.array if isinstance(x, Named) else x for x in values], names
+
+    @classmethod
+    def attach(cls, array: Any, metadata: Names) -> Any:
+        """Return an array with names, which can occur twice, or the array itself without names."""
+        return _unflatten((metadata,), (array,)) if any(metadata) else array
 
 
 def _checked_names(names: Any) -> Names:
@@ -169,30 +166,16 @@ def _checked_names(names: Any) -> Names:
     return names
 
 
-def _axes(x: Any) -> Axes:
-    shape = tuple(jnp.shape(x))
-    return Axes(x.names if isinstance(x, Named) else (None,) * len(shape), shape)
-
-
-def _show(x: Any) -> str:
-    return repr(x) if isinstance(x, Named) else jax.typeof(x).str_short(short_dtypes=True)
-
-
-def _named(array: Any, names: Names) -> Any:
-    """A result, in which a name may be twice; without names it is what it is."""
-    return _unflatten((names,), (array,)) if any(names) else array
-
-
-# As a pytree: JAX adds axes to a leaf, and takes them off, and names are those of the last axes.
+# The pytree. JAX adds and removes leading axes of the leaf, so names belong to the last axes.
 
 
 class _Metadata(tuple):
-    """`(names,)`, equal to others that are the same but for leading axes without a name.
+    """The static data `(names,)` of a `Named`. Leading axes without a name do not affect equality.
 
-    JAX compares what a `vmap` has given with what went in (`jax.jacrev`).
+    `jax.jacrev` compares the structures of the input and the result of a `vmap`.
     """
 
-    def _of_named_axes(self) -> Names:
+    def _without_leading_axes(self) -> Names:
         (names,) = self
         first = next((i for i, name in enumerate(names) if name is not None), len(names))
         return names[first:]
@@ -200,24 +183,13 @@ class _Metadata(tuple):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, tuple):
             return NotImplemented
-        return self._of_named_axes() == _Metadata(other)._of_named_axes()
+        return self._without_leading_axes() == _Metadata(other)._without_leading_axes()
 
     def __ne__(self, other: object) -> bool:
         return not self == other
 
     def __hash__(self) -> int:
-        return hash(self._of_named_axes())
-
-
-_KEY = jax.tree_util.GetAttrKey("array")
-
-
-def _flatten(x: Named) -> tuple[tuple[Any], _Metadata]:
-    return (x.array,), _Metadata((x.names,))
-
-
-def _flatten_with_keys(x: Named) -> tuple[tuple[tuple[Any, Any]], _Metadata]:
-    return ((_KEY, x.array),), _Metadata((x.names,))
+        return hash(self._without_leading_axes())
 
 
 def _unflatten(metadata: tuple[Names], leaves: Iterable[Any]) -> Named:
@@ -225,20 +197,27 @@ def _unflatten(metadata: tuple[Names], leaves: Iterable[Any]) -> Named:
     value = object.__new__(Named)
     rank = _rank(array)
     if rank is not None and rank != len(names):
-        taken = mapped_axis(array)
-        if taken is not None and rank == len(names) - 1:
-            names = names[:taken] + names[taken + 1 :]
+        removed = mapped_axis(array)
+        if removed is not None and rank == len(names) - 1:
+            names = names[:removed] + names[removed + 1 :]
         names = (None,) * (rank - len(names)) + names[max(len(names) - rank, 0) :]
     value.__dict__.update(array=array, names=names)
     return value
 
 
 def _rank(array: Any) -> int | None:
-    """The number of axes, of an array; a leaf may be anything that JAX puts in its place."""
+    """Return the number of axes, or None for an object that JAX stores in place of an array."""
     leaves = jax.tree.leaves(array)
     if isinstance(array, Named) or not all(hasattr(x, "dtype") for x in leaves):
         return None
     return getattr(array, "ndim", None)
 
 
-jax.tree_util.register_pytree_with_keys(Named, _flatten_with_keys, _unflatten, _flatten)
+_KEY = jax.tree_util.GetAttrKey("array")
+
+jax.tree_util.register_pytree_with_keys(
+    Named,
+    lambda x: (((_KEY, x.array),), _Metadata((x.names,))),
+    _unflatten,
+    lambda x: ((x.array,), _Metadata((x.names,))),
+)

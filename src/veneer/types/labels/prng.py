@@ -1,4 +1,4 @@
-"""`PRNGKey`: random keys that are stored as plain integers."""
+"""`PRNGKey`: random keys stored as integers."""
 
 from typing import Any, ClassVar
 
@@ -52,7 +52,7 @@ class PRNGKey(ImplicitArray):
     True
     """
 
-    metadata_is_meaning: ClassVar[bool] = False  # the dense keys have it in their dtype
+    metadata_is_meaning: ClassVar[bool] = False  # the dtype of the dense keys has the generator
 
     data: Leaf  # uint32[..., w]
     impl: Any = static(default=None)
@@ -71,7 +71,7 @@ class PRNGKey(ImplicitArray):
                 "PRNGKey takes typed keys, as jax.random.key returns, or integers and their "
                 "generator: PRNGKey(data, 'threefry2x32')"
             )
-        self.aval()  # so that integers that do not fit the generator fail here
+        self.aval()  # raises if the integers do not fit the generator
 
     def materialise(self) -> Any:
         """Return the typed keys."""
@@ -109,23 +109,23 @@ def _is_key(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def _stored(x: Any) -> Any:
-    return PRNGKey(x) if _is_key(x) else x
+# These primitives run on typed keys.
 
 
-def _as_typed_keys(name: str) -> None:
+def _register(name: str) -> None:
     primitive = find_primitive(name)
+    store = lambda x: PRNGKey(x) if _is_key(x) else x
 
     @register(primitive)
     def _(*operands: PRNGKey | ArrayLike, **params: Any) -> Any:
         out = primitive.bind(*map(materialise_one, operands), **params)
-        return list(map(_stored, out)) if primitive.multiple_results else _stored(out)
+        return list(map(store, out)) if primitive.multiple_results else store(out)
 
 
-for _primitive in (
+for _name in (
     *("random_bits", "random_clone", "random_fold_in", "random_gamma", "random_split"),
     *("random_unwrap", "broadcast_in_dim", "concatenate", "dynamic_slice", "dynamic_update_slice"),
     *("eq", "gather", "ne", "reshape", "rev", "scatter", "select_n", "slice", "split", "squeeze"),
     *("stack", "transpose", "unstack"),
 ):
-    _as_typed_keys(_primitive)
+    _register(_name)

@@ -5,7 +5,6 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike
 
 from ..._core.primitives.calls import has_default_options
@@ -13,12 +12,12 @@ from ..._core.primitives.labels import has_no_dense_form
 from ..._core.rules import add_rule
 from ..._core.transform import redispatch
 from ..._core.tree import static
-from ..._core.value import Value
-from ..._jax.primitives import Primitive, find_primitive, jaxpr_as_fun
+from ..._core.value import Value, aval_of
+from ..._jax.primitives import find_primitive, jaxpr_as_fun
 from ..axes import Leaf, check_axes
-from .label import Label, bind
-from .unit_laws import LAWS, Measured
-from .units import Unit, as_unit, factor, is_convertible, show
+from .label import Label
+from .unit_laws import LAWS, Measured, convert
+from .units import Unit, as_unit, is_convertible
 
 
 class Quantity(Label):
@@ -74,8 +73,8 @@ class Quantity(Label):
     unit: Unit = static()
 
     laws: ClassVar[Mapping[str, Callable]] = LAWS
-    default_precedence: ClassVar[int] = -1  # names are outside
-    compiles_operators: ClassVar[bool] = False  # a number that is 0 would not be seen to be
+    default_precedence: ClassVar[int] = -1  # `Named` comes first
+    compiles_operators: ClassVar[bool] = False  # the entries of a constant would be unknown
 
     def __post_init__(self) -> None:
         if isinstance(self.value, int | float | complex):
@@ -90,7 +89,7 @@ class Quantity(Label):
 
     def aval(self) -> jax.core.ShapedArray:
         """Return the shape and dtype of the value."""
-        return self.value.aval() if isinstance(self.value, Value) else jax.typeof(self.value)
+        return aval_of(self.value)
 
     def materialise(self) -> Any:
         """Return the dense array of a dimensionless quantity.
@@ -101,7 +100,7 @@ class Quantity(Label):
             raise ValueError(
                 f"{self!r} has a unit, so it has no dense form. Use .value, or .to(unit).value."
             )
-        return _converted(self.value, self.unit, None)
+        return convert(self.value, self.unit, None)
 
     def to(self, unit: Any) -> "Quantity":
         """Convert the quantity to another unit.
@@ -114,99 +113,59 @@ class Quantity(Label):
         value cannot represent the conversion factor, such as 0.001 in int32.
         """
         target = as_unit(unit, self.unit)
-        return _with_unit(_converted(self.value, self.unit, target), target)
+        return self.attach(convert(self.value, self.unit, target), target)
 
     def __repr__(self) -> str:
         try:
             shape = self.aval().str_short(short_dtypes=True)
-        except TypeError:  # a placeholder for a leaf
+        except TypeError:  # JAX replaced the value by another object
             shape = repr(self.value)
         return f"Quantity({shape}, {str(self.unit)!r})"
 
     @classmethod
-    def by_law(
-        cls, law: Callable, primitive: Primitive, values: Sequence[Any], params: dict[str, Any]
-    ) -> Any:
-        """Run a primitive on the values, and give its results their units.
+    def apply_law(cls, law: Callable, values: Sequence[Any], params: dict[str, Any]) -> Any:
+        """Return the values in the units that the law selects, and the units of the results.
 
         **Arguments:**
 
         - `law`: a function, called as `law(*operands, **params)`. It returns a pair. The first item
           is a list with the unit to which each operand is converted before the primitive runs. The
           second item is the unit of the results, or a list with a unit per result.
-        - `primitive`, `values`, `params`: the primitive, its operands and its parameters.
+        - `values`, `params`: the operands and the parameters of the primitive.
         """
-        operands = [_operand(x) for x in values]
-        try:
-            wanted, units = law(*operands, **params)
-            arrays = [_in_unit(x, unit) for x, unit in zip(operands, wanted, strict=True)]
-        except ValueError as error:
-            shown = ", ".join(map(_show, values))
-            raise ValueError(f"{primitive.name}({shown}): {error}") from None
-        out = bind(primitive, arrays, params)
-        if not primitive.multiple_results:
-            return _with_unit(out, units[0] if isinstance(units, list) else units)
-        if not isinstance(units, list):
-            units = [units] * len(out)
-        # An SVD may give the values alone.
-        return [_with_unit(x, unit) for x, unit in zip(out, units, strict=False)]
+        operands = [
+            Measured(x.value, x.unit, x.shape)
+            if isinstance(x, Quantity)
+            else Measured(x, None, aval_of(x).shape)
+            for x in values
+        ]
+        units, result_units = law(*operands, **params)
+        return [x.in_unit(unit) for x, unit in zip(operands, units, strict=True)], result_units
+
+    @classmethod
+    def attach(cls, array: Any, metadata: Unit | None) -> Any:
+        """Return an array with a unit, or the array itself if the unit is None."""
+        if metadata is None:
+            return array
+        quantity = Quantity.__new__(Quantity)
+        quantity.__dict__.update(value=array, unit=metadata)
+        return quantity
 
 
-def _operand(x: Any) -> Measured:
-    if isinstance(x, Quantity):
-        return Measured(x.value, x.unit, x.shape)
-    return Measured(x, None, tuple(jnp.shape(x)) if not isinstance(x, Value) else x.aval().shape)
+# Inline jitted functions of a few primitives, such as jnp.where and jnp.power. Inside a call, a
+# constant 0 and a constant exponent would be unknown.
+
+_FEW_EQUATIONS = 6
 
 
-def _in_unit(x: Measured, unit: Unit | None) -> Any:
-    same = x.unit is unit or (x.unit is None and x.is_free)
-    return x.array if same else _converted(x.array, x.unit, unit)
-
-
-def _show(x: Any) -> str:
-    return repr(x) if isinstance(x, Value) else jax.typeof(x).str_short(short_dtypes=True)
-
-
-def _with_unit(value: Any, unit: Unit | None) -> Any:
-    if unit is None:
-        return value
-    quantity = Quantity.__new__(Quantity)
-    quantity.__dict__.update(value=value, unit=unit)
-    return quantity
-
-
-def _converted(value: Any, unit: Unit | None, to: Unit | None) -> Any:
-    """A value in one unit, in another, in the same dtype."""
-    by = factor(unit, to)
-    if by == 1:
-        return value
-    dtype: Any = value.dtype
-    if jnp.issubdtype(dtype, jnp.inexact):
-        least, most = jnp.finfo(dtype).tiny, jnp.finfo(dtype).max
-        fits = float(least) <= by <= float(most)
-    else:
-        fits = by.is_integer() and jnp.issubdtype(dtype, jnp.integer) and by <= jnp.iinfo(dtype).max
-    if not fits:
-        raise ValueError(
-            f"converting {show(unit)} to {show(to)} multiplies by {by}, which {dtype} cannot "
-            "represent. Use astype first."
-        )
-    return redispatch(lambda x: x * np.asarray(by, dtype), value)
-
-
-# A jitted function of a few primitives (jnp.where, jnp.power) is opened and not called, for a call
-# hides that a number is 0, and what an exponent is.
-
-_FEW = 6
-
-
-def _open_call(*operands: Label | ArrayLike, jaxpr: Any, **params: Any) -> Any:
-    numbers = any(not isinstance(x, Value) for x in operands)
-    if not numbers or len(jaxpr.eqns) > _FEW or not has_default_options(params):
+def _inline_call(*operands: Label | ArrayLike, jaxpr: Any, **params: Any) -> Any:
+    has_dense_operand = any(not isinstance(x, Value) for x in operands)
+    is_small = len(jaxpr.eqns) <= _FEW_EQUATIONS
+    if not has_dense_operand or not is_small or not has_default_options(params):
         return NotImplemented
     if not any(map(has_no_dense_form, operands)):
         return NotImplemented
     return redispatch(jaxpr_as_fun(jaxpr), *operands)
 
 
-add_rule(_open_call, [find_primitive("jit")], structural=True, conditional=True)
+add_rule(_inline_call, [find_primitive("jit")], structural=True, conditional=True)

@@ -1,12 +1,14 @@
-"""The laws of units: in which units a primitive takes its operands, and the unit of its results."""
+"""The laws of units: the units of the operands and the results of each primitive."""
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, SupportsFloat
 
+import jax.numpy as jnp
 import numpy as np
 
+from ..._core.transform import redispatch
 from ..._core.value import Value
 from ..._jax.known_values import known_entries
 from .units import Unit, factor, is_convertible, product, radians, show
@@ -14,7 +16,7 @@ from .units import Unit, factor, is_convertible, product, radians, show
 
 @dataclass(frozen=True)
 class Measured:
-    """An operand's array and its unit, which is None for a number."""
+    """The array of an operand and its unit. The unit of a dense array is None."""
 
     array: Any
     unit: Unit | None
@@ -22,77 +24,66 @@ class Measured:
 
     @property
     def entries(self) -> np.ndarray | None:
-        """The values of a number or an array of numbers, if they are known."""
-        hidden = self.unit is not None or isinstance(self.array, Value)
-        return None if hidden else known_entries(self.array)
+        """The entries of a dense array, or None if they are not known when JAX traces."""
+        is_unknown = self.unit is not None or isinstance(self.array, Value)
+        return None if is_unknown else known_entries(self.array)
 
     @property
-    def is_free(self) -> bool:
-        """Whether it is the same in every unit, as a number that is 0, infinite or NaN is."""
+    def fits_any_unit(self) -> bool:
+        """True for a constant whose entries are all 0, infinite or NaN."""
         entries = self.entries
         return entries is not None and bool(np.all((entries == 0) | ~np.isfinite(entries)))
 
+    def in_unit(self, unit: Unit | None) -> Any:
+        """Return the array converted to a unit."""
+        is_same = self.unit is unit or (self.unit is None and self.fits_any_unit)
+        return self.array if is_same else convert(self.array, self.unit, unit)
 
-# The unit in which each operand is taken, and that of the result; a list, if of several.
+
+def convert(value: Any, unit: Unit | None, new_unit: Unit | None) -> Any:
+    """Convert an array to another unit, in the same dtype.
+
+    **Raises:** `ValueError` if the units have different dimensions, or the dtype cannot represent
+    the conversion factor.
+    """
+    scale = factor(unit, new_unit)
+    if scale == 1:
+        return value
+    dtype: Any = value.dtype
+    if jnp.issubdtype(dtype, jnp.inexact):
+        fits = float(jnp.finfo(dtype).tiny) <= scale <= float(jnp.finfo(dtype).max)
+    else:
+        is_integer = scale.is_integer() and jnp.issubdtype(dtype, jnp.integer)
+        fits = is_integer and scale <= jnp.iinfo(dtype).max
+    if not fits:
+        raise ValueError(
+            f"converting {show(unit)} to {show(new_unit)} multiplies by {scale}, which {dtype} "
+            "cannot represent. Use astype first."
+        )
+    return redispatch(lambda x: x * np.asarray(scale, dtype), value)
+
+
+#: The units to which the operands are converted, and the unit of the results, or a list of units.
 Outcome = tuple[Sequence[Unit | None], Any]
 Law = Callable[..., Outcome]
 
 
-def _meeting(operands: Sequence[Measured]) -> Unit | None:
-    """The unit in which operands meet: that of the first, unless it is the same in every unit."""
-    units = [x.unit for x in operands if x.unit is not None or not x.is_free]
-    return units[0] if units else None
+def _share_unit(operands: Sequence[Measured], positions: Sequence[int]) -> Outcome:
+    """Convert the operands at `positions` to the unit of the first of them. Others have no unit."""
+    candidates = [operands[i] for i in positions]
+    units = [x.unit for x in candidates if x.unit is not None or not x.fits_any_unit]
+    unit = units[0] if units else None
+    return [unit if i in positions else None for i in range(len(operands))], unit
 
 
-def _same(*operands: Measured, **params: Any) -> Outcome:
-    unit = _meeting(operands)
-    return [unit] * len(operands), unit
+def _share_all(*operands: Measured, **params: Any) -> Outcome:
+    return _share_unit(operands, range(len(operands)))
 
 
 def _sum_of_cotangents(*operands: Measured, **params: Any) -> Outcome:
-    # JAX starts one over a loop at a dense zero, which cannot be seen to be zero there.
+    # In a loop, JAX begins the sum with an array of zeros that is not known to be zero.
     unit = next(x.unit for x in operands if x.unit is not None)
     return [None if x.unit is None else unit for x in operands], unit
-
-
-def _comparison(*operands: Measured, **params: Any) -> Outcome:
-    return [_meeting(operands)] * len(operands), None
-
-
-def _first(x: Measured, *others: Measured, **params: Any) -> Outcome:
-    return [x.unit, *(None for _ in others)], x.unit
-
-
-def _each(*operands: Measured, **params: Any) -> Outcome:
-    units = [x.unit for x in operands]
-    return units, units
-
-
-def _forgotten(x: Measured, **params: Any) -> Outcome:
-    return [x.unit], None
-
-
-def _number(*operands: Measured, **params: Any) -> Outcome:
-    return [None] * len(operands), None
-
-
-def _angle(x: Measured, **params: Any) -> Outcome:
-    return [radians(x.unit)], None
-
-
-def _choice(which: Measured, *cases: Measured, **params: Any) -> Outcome:
-    unit = _meeting(cases[::-1])  # jnp.where gives its first case as the last
-    return [None, *(unit for _ in cases)], unit
-
-
-def _update(x: Measured, update: Measured, *starts: Measured, **params: Any) -> Outcome:
-    unit = _meeting([x, update])
-    return [unit, unit, *(None for _ in starts)], unit
-
-
-def _scatter(x: Measured, indices: Measured, update: Measured, **params: Any) -> Outcome:
-    unit = _meeting([x, update])
-    return [unit, None, unit], unit
 
 
 def _product(x: Measured, y: Measured, *others: Measured, **params: Any) -> Outcome:
@@ -102,17 +93,14 @@ def _product(x: Measured, y: Measured, *others: Measured, **params: Any) -> Outc
 
 def _quotient(x: Measured, y: Measured, **params: Any) -> Outcome:
     if x.unit is not None and y.unit is not None and is_convertible(x.unit, y.unit):
-        smaller = y.unit if factor(x.unit, y.unit) >= 1 else x.unit  # where integers stay such
+        # The conversion to the smaller unit multiplies, so integers stay exact.
+        smaller = y.unit if factor(x.unit, y.unit) >= 1 else x.unit
         return [smaller, smaller], None
     return [x.unit, y.unit], product((x.unit, 1), (y.unit, -1))
 
 
 def _power(exponent: SupportsFloat) -> Law:
     return lambda x, **params: ([x.unit], product((x.unit, exponent)))
-
-
-def _integer_pow(x: Measured, *, y: Any, **params: Any) -> Outcome:
-    return [x.unit], product((x.unit, y))
 
 
 def _pow(x: Measured, y: Measured, **params: Any) -> Outcome:
@@ -126,60 +114,57 @@ def _pow(x: Measured, y: Measured, **params: Any) -> Outcome:
     return [x.unit, None], product((x.unit, float(exponents.flat[0])))
 
 
-def _reduce_prod(x: Measured, *, axes: Any, **params: Any) -> Outcome:
-    return [x.unit], product((x.unit, math.prod(x.shape[i] for i in axes)))
+def _triangular_solve(a: Measured, b: Measured, *, unit_diagonal: bool, **params: Any) -> Outcome:
+    a_unit = None if unit_diagonal else a.unit  # a diagonal of ones has no unit
+    return [a_unit, b.unit], product((b.unit, 1), (a_unit, -1))
 
 
-def _triangular_solve(a: Measured, b: Measured, *, unit_diagonal: Any, **params: Any) -> Outcome:
-    matrix = None if unit_diagonal else a.unit  # there are ones on the diagonal
-    return [matrix, b.unit], product((b.unit, 1), (matrix, -1))
+def _results(*has_unit: bool) -> Law:
+    """Return the law of a primitive with several results: each has the unit of `x`, or none."""
+    return lambda x, **params: ([x.unit], [x.unit if own else None for own in has_unit])
 
 
-def _of_first(*units: bool) -> Law:
-    """Of several results, whether each is in the unit of the operand, or a number."""
-    return lambda x, **params: ([x.unit], [x.unit if own else None for own in units])
-
-
-LAWS: dict[str, Law] = {
-    **dict.fromkeys(
-        "add clamp complex concatenate max min nextafter pad rem stack sub".split(), _same
+#: Laws by the names of their primitives.
+_TABLE: dict[str, Law] = {
+    "add clamp complex concatenate max min nextafter pad rem stack sub": _share_all,
+    "atan2 eq eq_to ge gt le le_to lt lt_to ne": lambda *xs, **params: (_share_all(*xs)[0], None),
+    "dynamic_update_slice": lambda *xs, **params: _share_unit(xs, [0, 1]),
+    "scatter scatter-add scatter-max scatter-min scatter-sub": (
+        lambda *xs, **params: _share_unit(xs, [0, 2])
     ),
-    **dict.fromkeys("atan2 eq eq_to ge gt le le_to lt lt_to ne".split(), _comparison),
-    **dict.fromkeys(
-        "abs all_gather all_gather_invariant all_to_all broadcast_in_dim ceil conj "
-        "convert_element_type cummax cummin cumsum dynamic_slice fft floor gather imag neg "
-        "pbroadcast pmax pmin ppermute psum psum_invariant pvary real reduce_max reduce_min "
-        "reduce_precision reduce_scatter reduce_sum reduce_window_max reduce_window_min "
-        "reduce_window_sum reshape rev round scatter-mul slice split squeeze tile transpose "
-        "unstack".split(),
-        _first,
-    ),
-    **dict.fromkeys("argmax argmin is_finite sign".split(), _forgotten),
-    **dict.fromkeys(
-        "acos acosh and asin asinh atan atanh bessel_i0e bessel_i1e cosh cumlogsumexp cumprod "
-        "digamma erf erf_inv erfc exp exp2 expm1 igamma igammac lgamma log log1p log2 logistic "
-        "lu not one_minus_square or reduce_and reduce_or sinh tanh xor".split(),
-        _number,
-    ),
-    **dict.fromkeys("cos sin tan".split(), _angle),
-    **dict.fromkeys("conv_general_dilated dot_general mul ragged_dot_general".split(), _product),
-    **dict.fromkeys("scatter scatter-add scatter-max scatter-min scatter-sub".split(), _scatter),
+    # jnp.where passes its first case last.
+    "select_n": lambda *xs, **params: _share_unit(xs, range(len(xs) - 1, 0, -1)),
     "add_any": _sum_of_cotangents,
-    "cbrt": _power(1 / 3),
-    "cholesky": _power(0.5),
+    # The unit of the first operand. The others, such as indices, have none.
+    "abs all_gather all_gather_invariant all_to_all broadcast_in_dim ceil conj "
+    "convert_element_type cummax cummin cumsum dynamic_slice fft floor gather imag neg pbroadcast "
+    "pmax pmin ppermute psum psum_invariant pvary real reduce_max reduce_min reduce_precision "
+    "reduce_scatter reduce_sum reduce_window_max reduce_window_min reduce_window_sum reshape rev "
+    "round scatter-mul slice split squeeze tile transpose unstack": (
+        lambda x, *others, **params: ([x.unit, *(None for _ in others)], x.unit)
+    ),
+    "argmax argmin is_finite sign": lambda x, **params: ([x.unit], None),
+    "sort": lambda *xs, **params: ([x.unit for x in xs], [x.unit for x in xs]),
+    # Dimensionless operands and results.
+    "acos acosh and asin asinh atan atanh bessel_i0e bessel_i1e cosh cumlogsumexp cumprod digamma "
+    "erf erf_inv erfc exp exp2 expm1 igamma igammac lgamma log log1p log2 logistic lu not "
+    "one_minus_square or reduce_and reduce_or sinh tanh xor": (
+        lambda *xs, **params: ([None for _ in xs], None)
+    ),
+    "cos sin tan": lambda x, **params: ([radians(x.unit)], None),
+    "conv_general_dilated dot_general mul ragged_dot_general": _product,
     "div": _quotient,
-    "dynamic_update_slice": _update,
-    "eigh": _of_first(False, True),  # vectors, values
-    "integer_pow": _integer_pow,
-    "pow": _pow,
-    "qr": _of_first(False, True),
-    "reduce_prod": _reduce_prod,
-    "rsqrt": _power(-0.5),
-    "select_n": _choice,
-    "sort": _each,
-    "sqrt": _power(0.5),
-    "square": _power(2),
-    "svd": _of_first(True, False, False),  # values, vectors, vectors
-    "top_k": _of_first(True, False),
     "triangular_solve": _triangular_solve,
+    "cbrt": _power(1 / 3),
+    "cholesky sqrt": _power(0.5),
+    "rsqrt": _power(-0.5),
+    "square": _power(2),
+    "integer_pow": lambda x, *, y, **params: _power(y)(x),
+    "reduce_prod": lambda x, *, axes, **params: _power(math.prod(x.shape[i] for i in axes))(x),
+    "pow": _pow,
+    "eigh qr": _results(False, True),  # eigenvectors and eigenvalues, Q and R
+    "svd": _results(True, False, False),  # singular values, and two matrices of vectors
+    "top_k": _results(True, False),
 }
+
+LAWS = {name: law for names, law in _TABLE.items() for name in names.split()}

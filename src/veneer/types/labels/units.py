@@ -1,7 +1,7 @@
-"""The algebra of units: that of astropy, which unxt shares, or of pint.
+"""Products, powers and conversions of units of astropy (also used by unxt) or pint.
 
-A unit is an object of one of these libraries, and the library is known by it; so neither is
-imported before there is a unit, but for parsing a string. None stands for a number without a unit.
+A unit is an object of one of these libraries. Neither library is imported here, except to parse a
+string. The unit of a dense array is None.
 """
 
 import importlib
@@ -14,11 +14,14 @@ _CLASSES = {"astropy.units": "UnitBase", "pint": "Unit"}
 
 
 def as_unit(unit: Any, like: Unit | None = None) -> Unit:
-    """A unit, or a string as one: of the library of `like`, or else of astropy or of pint.
+    """Check a unit, or parse a string by the library of `like`, or else by astropy or pint.
 
-    **Raises:** TypeError for what is no unit. ValueError for a string that is none, and for a unit
-    whose zero is not that of others (degrees Celsius, decibels): sums and multiples of such mean
-    nothing. ImportError if there is no library to parse a string.
+    **Raises:**
+
+    - `TypeError` if `unit` is neither a unit nor a string.
+    - `ValueError` if the string is not a unit, or the unit has an offset or is logarithmic, such as
+      degrees Celsius and decibels. Such values cannot be added or multiplied.
+    - `ImportError` if no library is installed that can parse the string.
     """
     if isinstance(unit, str):
         unit = _parse(unit, like)
@@ -36,7 +39,7 @@ def as_unit(unit: Any, like: Unit | None = None) -> Unit:
 
 
 def product(*factors: tuple[Unit | None, SupportsFloat]) -> Unit | None:
-    """The product of powers of units, each given with its exponent; None if no unit is left."""
+    """Multiply powers of units, given as pairs `(unit, exponent)`. Return None if all cancel."""
     total = None
     for unit, exponent in factors:
         if unit is None:
@@ -52,19 +55,19 @@ def product(*factors: tuple[Unit | None, SupportsFloat]) -> Unit | None:
 
 
 def factor(unit: Unit | None, to: Unit | None) -> float:
-    """By what a value in one unit is multiplied to be in another.
+    """Return the factor that converts values from one unit to another.
 
-    **Raises:** ValueError if they do not measure the same.
+    **Raises:** `ValueError` if the units have different dimensions.
     """
     if unit is None and to is None:
         return 1.0
     known: Any = to if unit is None else unit
-    old, new = (known / known if x is None else x for x in (unit, to))
+    dimensionless = known / known
+    old, new = (dimensionless if x is None else x for x in (unit, to))
     _check_same_library(old, new)
     if old == new:
         return 1.0
-    # Both libraries can be told globally of units that are equivalent in some field, by functions
-    # that need not be linear: not here.
+    # Ignore the equivalencies that both libraries can enable globally. They may be nonlinear.
     if _library(old) == "pint":
         if old.dimensionality == new.dimensionality:
             return float((1.0 * old).m_as(new))
@@ -74,7 +77,7 @@ def factor(unit: Unit | None, to: Unit | None) -> float:
 
 
 def is_convertible(unit: Unit | None, to: Unit | None) -> bool:
-    """Whether two units measure the same."""
+    """Return whether two units have the same dimension."""
     try:
         factor(unit, to)
     except ValueError:
@@ -83,19 +86,23 @@ def is_convertible(unit: Unit | None, to: Unit | None) -> bool:
 
 
 def radians(unit: Unit | None) -> Unit | None:
-    """The unit in which an angle is a number: none, or astropy's radian."""
-    if unit is not None and _library(unit) == "astropy.units":
-        radian = sys.modules["astropy.units"].rad
-        return radian if is_convertible(unit, radian) else None
-    return None
+    """Return the radian of astropy if `unit` is an angle of astropy, or None.
+
+    For pint, radians are dimensionless.
+    """
+    if unit is None or _library(unit) != "astropy.units":
+        return None
+    radian = sys.modules["astropy.units"].rad
+    return radian if is_convertible(unit, radian) else None
 
 
 def show(unit: Unit | None) -> str:
-    """A unit as messages show it."""
+    """Return the text of a unit in error messages."""
     return "a number" if unit is None else str(unit) or "dimensionless"
 
 
 def _library(unit: Any) -> str | None:
+    """Return the module that defines a unit, or None for another object."""
     for name, cls in _CLASSES.items():
         module = sys.modules.get(name)
         if module is not None and isinstance(unit, getattr(module, cls)):
@@ -113,7 +120,7 @@ def _check_same_library(one: Unit, other: Unit) -> None:
 
 
 def _parse(text: str, like: Unit | None) -> Unit:
-    # A pint unit's class is that of its registry.
+    # Each registry of pint has its own class of units.
     parse: Any = type(like) if _library(like) == "pint" else _parser(text)
     try:
         return parse(text)
@@ -141,10 +148,8 @@ def _is_multiple_of_base_units(unit: Unit) -> bool:
 
 
 def _simplest(unit: Unit) -> Unit:
-    """A unit as itself, which astropy has for a product of that unit alone.
-
-    Units of two classes differ as metadata does, though they are equal.
-    """
+    # astropy has two equal objects for `m` and the product of `m` alone. As static fields of a
+    # pytree they would differ.
     if getattr(unit, "scale", None) == 1 and unit.powers == [1]:
         return unit.bases[0]
     return unit
