@@ -8,7 +8,7 @@ from support import arrays
 
 import veneer as vn
 from veneer.types import Permuted, Rotated, Scaled
-from veneer.types.basis.rotation import factors, rotated, rotated_back
+from veneer.types.basis.rotated import factor_sizes, rotate, rotate_back
 
 X = np.random.RandomState(1).standard_normal((5, 12)).astype(np.float32)
 
@@ -119,12 +119,12 @@ def test_several_axes_that_a_product_contracts():
 
 @pytest.mark.parametrize("n", [1, 2, 3, 12, 67, 384, 1000])
 def test_a_rotation_keeps_lengths_and_is_undone(n):
-    assert np.prod(factors(n)) == n
+    assert np.prod(factor_sizes(n)) == n
     identity = jnp.eye(n)
-    matrix = np.asarray(rotated(identity, 0))
+    matrix = np.asarray(rotate(identity, 0))
     np.testing.assert_allclose(matrix @ matrix.T, identity, atol=1e-5)
-    np.testing.assert_allclose(rotated_back(jnp.asarray(matrix), 0), identity, atol=1e-5)
-    np.testing.assert_array_equal(rotated(identity, 1), matrix.T)
+    np.testing.assert_allclose(rotate_back(jnp.asarray(matrix), 0), identity, atol=1e-5)
+    np.testing.assert_array_equal(rotate(identity, 1), matrix.T)
     # Entries of Hadamard matrices are alike; Hartley's, of each odd prime, are up to sqrt(2) of it.
     odd = {1: 0, 2: 0, 3: 1, 12: 1, 67: 1, 384: 1, 1000: 3}[n]
     assert abs(matrix).max() <= (2**odd / n) ** 0.5 + 1e-6
@@ -162,8 +162,8 @@ def test_a_rotation_is_exact_before_anything_is_rounded(product, under, n):
 
 def test_a_rotation_of_halves_is_that_of_floats_rounded():
     x = jnp.asarray(array(64, 6), jnp.bfloat16)
-    wide = rotated(x.astype(jnp.float32), 0)
-    np.testing.assert_array_equal(rotated(x, 0), wide.astype(jnp.bfloat16))
+    wide = rotate(x.astype(jnp.float32), 0)
+    np.testing.assert_array_equal(rotate(x, 0), wide.astype(jnp.bfloat16))
 
 
 def test_what_stands_out_is_spread_and_few_bits_lose_less():

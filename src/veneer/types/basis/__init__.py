@@ -1,12 +1,9 @@
-"""Arrays whose entries along some axes are stored in another basis.
+"""Arrays stored in another basis along some axes.
 
-The modules here:
-
-    in_basis        `InBasis`: what such arrays share, and their rules
-    permuted        `Permuted`: entries along an axis in another order
-    rotated         `Rotated`: mixed by Hadamard matrices, so that no entry stands out
-    scaled          `Scaled`: times a factor of each
-    rotation        the rotation of a dense array
+in_basis        `InBasis`, the base class, and its rules
+permuted        `Permuted`, with another order along an axis
+rotated         `Rotated`, multiplied by orthogonal matrices, which spread outliers
+scaled          `Scaled`, divided by factors
 """
 
 from .in_basis import InBasis

@@ -1,10 +1,11 @@
-"""`InBasis`: an array whose entries along some axes are stored in another basis, and its rules.
+"""`InBasis`: an array stored in another basis along some axes, and its rules.
 
-With T for what takes an array into the basis, the array is `T.T @ stored`. So a product that sums
-over the axis takes its other operand into the basis, `x @ T.T @ stored`, and one that does not
-takes its result back.
+If `T` transforms an array into the basis, the dense array is `T.T @ stored`. A product that
+contracts the axis transforms its other operand, `(x @ T.T) @ stored`. Other products transform
+their result back.
 """
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -17,10 +18,10 @@ from ..._core.primitives.reshaping import reshape_groups
 from ..._core.rules import register
 from ..._core.surface.array import ImplicitArray
 from ..._core.transform import redispatch
-from ..._core.value import Value, materialise_one
+from ..._core.value import aval_of, materialise_one
 from ..._jax.primitives import find_primitive
 
-#: For axes of an array, those of another operand or of a result that go with them.
+#: Maps axes of a stored array to the corresponding axes of an operand or a result.
 Places = Mapping[int, int]
 
 
@@ -44,32 +45,29 @@ class InBasis(ImplicitArray, abstract=True):
         raise NotImplementedError
 
     def into_basis(self, x: Any, places: Places) -> Any:
-        """Transform a floating array `x` into the basis.
+        """Transform an array into the basis, such as the operand of a product.
 
         **Arguments:**
 
         - `x`: a floating array, dense or implicit.
-        - `places`: maps axes of this array to axes of `x`.
+        - `places`: a dict from axes of this array to the corresponding axes of `x`.
         """
         raise NotImplementedError
 
     def out_of_basis(self, x: Any, places: Places) -> Any:
-        """Transform a floating array `x` out of the basis: the transpose of `into_basis`.
+        """Transform an array out of the basis, such as the result of a product.
 
-        **Arguments:**
-
-        - `x`: a floating array, dense or implicit.
-        - `places`: maps axes of this array to axes of `x`.
+        This is the transpose of `into_basis`, with the same arguments.
         """
         raise NotImplementedError
 
     def with_array(self, array: Any) -> Any:
-        """Return a copy with another stored array of the same shape."""
-        raise NotImplementedError
+        """Return a copy that stores `array`, which must already be in the basis."""
+        return dataclasses.replace(self, array=array)
 
     def stored(self, dense: Any) -> Any:
         """Return the stored form of a dense array of the same shape."""
-        raise NotImplementedError
+        return self.into_basis(dense, {axis: axis for axis in range(self.ndim)})
 
     def regrouped(
         self, array: Any, groups: Sequence[tuple[list[int], list[int]]], new: tuple[int, ...]
@@ -87,7 +85,7 @@ class InBasis(ImplicitArray, abstract=True):
 
     def aval(self) -> jax.core.ShapedArray:
         """Return the shape and dtype of `array`."""
-        return self.array.aval() if isinstance(self.array, Value) else jax.typeof(self.array)
+        return aval_of(self.array)
 
     def materialise(self) -> jax.Array:
         """Return the dense array."""
@@ -95,11 +93,8 @@ class InBasis(ImplicitArray, abstract=True):
         return self.out_of_basis(dense, {axis: axis for axis in range(self.ndim)})
 
 
-def alongside(leaf: ArrayLike, places: Places, ndim: int) -> jax.Array:
-    """Returns a leaf, of the rank of its array, with the axes of another operand of `ndim`.
-
-    Those that have no place are of size 1.
-    """
+def align(leaf: ArrayLike, places: Places, ndim: int) -> jax.Array:
+    """Transpose a leaf to the axes of an operand with `ndim` axes. Other axes get size 1."""
     leaf = jnp.asarray(leaf)
     ordered = sorted(places, key=lambda axis: places[axis])
     others = [axis for axis in range(leaf.ndim) if axis not in places]
@@ -109,40 +104,41 @@ def alongside(leaf: ArrayLike, places: Places, ndim: int) -> jax.Array:
     return leaf.transpose(*ordered, *others).reshape(sizes)
 
 
-def _dot_general(w: InBasis, x: Any, params: dict[str, Any], *, first: bool) -> Any:
-    """The product of w, which is the first operand or the second, with x."""
+@register("dot_general")
+def _(w: InBasis, x: ArrayLike, **params: Any) -> Any:
+    return _dot_general(w, x, params, basis_first=True)
+
+
+@register("dot_general")
+def _(x: ArrayLike, w: InBasis, **params: Any) -> Any:
+    return _dot_general(w, x, params, basis_first=False)
+
+
+def _dot_general(w: InBasis, x: Any, params: dict[str, Any], *, basis_first: bool) -> Any:
     numbers = DotDimensionNumbers.of(params["dimension_numbers"])
-    (of_w, of_x), (batch_w, batch_x) = numbers if first else numbers.swapped
-    axes = w.basis_axes(batch_w)
-    if axes is None or axes & {*batch_w} or params.get("out_sharding") is not None:
+    (w_contracted, x_contracted), (w_batch, x_batch) = numbers if basis_first else numbers.swapped
+    axes = w.basis_axes(w_batch)
+    if axes is None or axes & {*w_batch} or params.get("out_sharding") is not None:
         return NotImplemented
-    summed, left = axes & {*of_w}, axes - {*of_w}
-    if summed and left:
+    contracted, free = axes & {*w_contracted}, axes - {*w_contracted}
+    if contracted and free:
         return NotImplemented
-    bind = lambda a, b: find_primitive("dot_general").bind(a, b, **params)
-    if summed:
-        place = dict(zip((*of_w, *batch_w), (*of_x, *batch_x), strict=True))
-        x = w.into_basis(x, {axis: place[axis] for axis in (*summed, *batch_w)})
-        return redispatch(bind, *((w.array, x) if first else (x, w.array)))
-    out = redispatch(bind, *((w.array, x) if first else (x, w.array)))
-    before = len(batch_w) + (0 if first else jnp.ndim(x) - len(of_x) - len(batch_x))
-    free = [axis for axis in range(w.ndim) if axis not in of_w and axis not in batch_w]
-    places = {axis: i for i, axis in enumerate(batch_w)}
-    return w.out_of_basis(out, places | {axis: before + free.index(axis) for axis in left})
-
-
-@register("dot_general")
-def _in_basis_first(w: InBasis, x: ArrayLike, **params: Any) -> Any:
-    return _dot_general(w, x, params, first=True)
-
-
-@register("dot_general")
-def _in_basis_second(x: ArrayLike, w: InBasis, **params: Any) -> Any:
-    return _dot_general(w, x, params, first=False)
+    if contracted:
+        x_axes = dict(zip((*w_contracted, *w_batch), (*x_contracted, *x_batch), strict=True))
+        x = w.into_basis(x, {axis: x_axes[axis] for axis in (*contracted, *w_batch)})
+    dot = lambda lhs, rhs: find_primitive("dot_general").bind(lhs, rhs, **params)
+    out = redispatch(dot, *((w.array, x) if basis_first else (x, w.array)))
+    if contracted:
+        return out
+    # The result has batch axes, free axes of the first operand, free axes of the second operand.
+    n_before = len(w_batch) if basis_first else jnp.ndim(x) - len(x_contracted)
+    w_free = [axis for axis in range(w.ndim) if axis not in (*w_contracted, *w_batch)]
+    places = {axis: i for i, axis in enumerate(w_batch)}
+    return w.out_of_basis(out, places | {axis: n_before + w_free.index(axis) for axis in free})
 
 
 @register("convert_element_type")
-def _convert_element_type(w: InBasis, **params: Any) -> Any:
+def _(w: InBasis, **params: Any) -> Any:
     if not jnp.issubdtype(params["new_dtype"], jnp.inexact):
         return NotImplemented
     convert = find_primitive("convert_element_type").bind
@@ -150,30 +146,27 @@ def _convert_element_type(w: InBasis, **params: Any) -> Any:
 
 
 @register("reshape")
-def _reshape(w: InBasis, **params: Any) -> Any:
-    """Of other axes, as where outputs are split into heads."""
+def _(w: InBasis, **params: Any) -> Any:
     new = tuple(params["new_sizes"])
     if params["dimensions"] is not None or not w.size:
         return NotImplemented
     bind = lambda x: find_primitive("reshape").bind(x, **params)
-    moved = w.regrouped(redispatch(bind, w.array), [*reshape_groups(w.shape, new)], new)
-    return NotImplemented if moved is None else moved
+    reshaped = w.regrouped(redispatch(bind, w.array), [*reshape_groups(w.shape, new)], new)
+    return NotImplemented if reshaped is None else reshaped
 
 
 @register("gather")
-def _gather(w: InBasis, indices: ArrayLike, **params: Any) -> Any:
-    """Rows that are looked up: whole along the axes, which are taken out of the basis."""
+def _(w: InBasis, indices: ArrayLike, **params: Any) -> Any:
+    """Look up rows that are whole along the axes of the basis, and transform them back."""
     numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
     axes = w.basis_axes()
-    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-    if axes is None or axes & gone or any(sizes[axis] != w.shape[axis] for axis in axes):
+    removed = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    if axes is None or axes & removed or any(sizes[axis] != w.shape[axis] for axis in axes):
         return NotImplemented
-    # What is out of bounds is taken out of the basis with the rest: of what fills it, zeros and NaN
-    # alone are the same there.
+    # Rows out of bounds are transformed, too. Only zeros and NaN stay the same.
     if params["fill_value"] not in (None, 0):
         return NotImplemented
-    bind = lambda x, i: find_primitive("gather").bind(x, i, **params)
-    rows = jnp.asarray(materialise_one(redispatch(bind, w.array, indices)))
-    left = [axis for axis in range(w.ndim) if axis not in gone]
-    place = lambda axis: int(numbers.offset_dims[left.index(axis)])
-    return w.out_of_basis(rows, {axis: place(axis) for axis in axes})
+    look_up = lambda array, indices: find_primitive("gather").bind(array, indices, **params)
+    rows = jnp.asarray(materialise_one(redispatch(look_up, w.array, indices)))
+    left = [axis for axis in range(w.ndim) if axis not in removed]
+    return w.out_of_basis(rows, {axis: int(numbers.offset_dims[left.index(axis)]) for axis in axes})

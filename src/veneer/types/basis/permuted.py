@@ -1,4 +1,4 @@
-"""`Permuted`: an array whose entries along an axis are stored in another order."""
+"""`Permuted`: an array stored in another order along an axis."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from ..._core.leaf_axes import LeafAxis, Movement, aligned_axes
 from ..._core.transform import redispatch
 from ..._core.tree import static
 from ..axes import Leaf, check_arrays
-from .in_basis import InBasis, Places, alongside
+from .in_basis import InBasis, Places, align
 
 
 class Permuted(InBasis):
@@ -76,10 +76,6 @@ class Permuted(InBasis):
                 f"along axis {self.axis}, and 1 or its size along other axes"
             )
 
-    def with_array(self, array: Any) -> "Permuted":
-        """Return a copy that stores `array`, which must already be permuted."""
-        return Permuted(array, self.order, self.axis)
-
     def basis_axes(self, batch: Sequence[int] = ()) -> set[int] | None:
         """Return a set that contains only the permuted axis, counted from the front.
 
@@ -94,24 +90,12 @@ class Permuted(InBasis):
         return {axis} if varies <= {*batch} else None
 
     def into_basis(self, x: Any, places: Places) -> Any:
-        """Permute an operand of a product like the stored array.
-
-        **Arguments:**
-
-        - `x`: the operand.
-        - `places`: a dict from axes of this array to the corresponding axes of `x`.
-        """
-        order = alongside(self.order, places, jnp.ndim(x))
-        return _taken(x, order, places[self.ndim + self.axis])
+        order = align(self.order, places, jnp.ndim(x))
+        return _take(x, order, places[self.ndim + self.axis])
 
     def out_of_basis(self, x: Any, places: Places) -> Any:
-        """Permute `x` from the order of the stored array to the order of the dense array."""
-        place = places[self.ndim + self.axis]
-        return _taken(x, jnp.argsort(alongside(self.order, places, jnp.ndim(x)), place), place)
-
-    def stored(self, dense: Any) -> Any:
-        """Permute a dense array to the order of the stored array."""
-        return self.into_basis(dense, {axis: axis for axis in range(self.ndim)})
+        axis = places[self.ndim + self.axis]
+        return _take(x, jnp.argsort(align(self.order, places, jnp.ndim(x)), axis), axis)
 
     def regrouped(
         self, array: Any, groups: Sequence[tuple[list[int], list[int]]], new: tuple[int, ...]
@@ -131,34 +115,30 @@ class Permuted(InBasis):
 
     def leaf_axes(self) -> Any:
         """Return a `vn.LeafAxis` per axis of each leaf. The permuted axis cannot be sliced."""
-        axis = self.ndim + self.axis
 
-        def whole(at: LeafAxis, size: int) -> LeafAxis:
-            if at.axis == self.axis:
-                return at._replace(block="whole")
-            return at if size == self.shape[at.axis] else at._replace(block="shared")
+        def leaf_axis(axis: LeafAxis, size: int) -> LeafAxis:
+            if axis.axis == self.axis:
+                return axis._replace(block="whole")
+            return axis if size == self.shape[axis.axis] else axis._replace(block="shared")
 
         axes = aligned_axes(self.ndim)
-        array = [whole(at, size) for at, size in zip(axes, self.shape, strict=True)]
-        assert array[axis].block == "whole"
-        return [array, list(map(whole, axes, self.order.shape))]
+        return [[*map(leaf_axis, axes, sizes)] for sizes in (self.shape, self.order.shape)]
 
     def _moved(self, movement: Movement) -> Any:
-        """This array, whose leaves were moved, permuted along the axis that now is, if it is."""
-        # By the movement: leaves may be specs here, of which no rank is known.
         axis = movement.axes[self.axis]
-        if axis is None:  # of size 1, and gone
+        if axis is None:  # the permuted axis had size 1 and was removed
             return NotImplemented
+        # Without the constructor: the leaves can be a PartitionSpec, which has no rank.
         new = object.__new__(Permuted)
-        parts = {"array": self.array, "order": self.order, "axis": int(axis) - len(movement.shape)}
-        new.__dict__.update(parts)
+        axis = int(axis) - len(movement.shape)
+        new.__dict__.update(array=self.array, order=self.order, axis=axis)
         return new
 
 
-def _taken(x: Any, indices: jax.Array, axis: int) -> Any:
-    """The slices of x at indices along an axis, which differ along axes that are not of size 1."""
+def _take(x: Any, indices: jax.Array, axis: int) -> Any:
+    """Take slices of `x` at indices along an axis. The indices can vary along other axes."""
     if indices.size == indices.shape[axis]:
         take = lambda x, i: jnp.take(x, i, axis, mode="clip", unique_indices=True)
         return redispatch(take, x, indices.reshape(-1))
-    along = lambda x, i: jnp.take_along_axis(x, i, axis, mode="clip")
-    return redispatch(along, x, indices)
+    take_along_axis = lambda x, i: jnp.take_along_axis(x, i, axis, mode="clip")
+    return redispatch(take_along_axis, x, indices)

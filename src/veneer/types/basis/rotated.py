@@ -1,16 +1,20 @@
-"""`Rotated`: an array that is stored rotated along some axes, so that no entry stands out."""
+"""`Rotated`: an array stored rotated along some axes, which spreads outliers."""
 
+import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from ..._core.leaf_axes import Movement, aligned_axes
 from ..._core.transform import redispatch
 from ..._core.tree import static
 from ..axes import Leaf, check_arrays
 from .in_basis import InBasis, Places
-from .rotation import rotated, rotated_back
 
 
 class Rotated(InBasis):
@@ -82,42 +86,24 @@ class Rotated(InBasis):
         unrotated = cls(jnp.asarray(dense), tuple(axes))  # checks them
         return unrotated.with_array(unrotated.stored(unrotated.array))
 
-    def with_array(self, array: Any) -> "Rotated":
-        """Return a copy that stores `array`, which must already be rotated."""
-        return Rotated(array, self.axes)
-
     def basis_axes(self, batch: Sequence[int] = ()) -> set[int] | None:
         """Return the set of rotated axes, counted from the front."""
         del batch
         return {self.ndim + axis for axis in self.axes}
 
     def into_basis(self, x: Any, places: Places) -> Any:
-        """Rotate an operand of a product like the stored array.
-
-        **Arguments:**
-
-        - `x`: the operand.
-        - `places`: a dict from axes of this array to the corresponding axes of `x`.
-        """
-        for axis in self._among(places):
-            x = redispatch(lambda x, at=places[axis]: rotated(x, at), x)
-        return x
+        return self._along_axes(rotate, x, places)
 
     def out_of_basis(self, x: Any, places: Places) -> Any:
-        """Undo the rotation of `into_basis`.
+        return self._along_axes(rotate_back, x, places)
 
-        **Arguments:**
-
-        - `x`: an array in the rotated basis, such as the result of a product with the stored array.
-        - `places`: a dict from axes of this array to the corresponding axes of `x`.
-        """
-        for axis in self._among(places):
-            x = redispatch(lambda x, at=places[axis]: rotated_back(x, at), x)
+    def _along_axes(self, function: Any, x: Any, places: Places) -> Any:
+        """Apply `rotate` or `rotate_back` along the axes of `x` that correspond to rotated axes."""
+        for axis in self.axes:
+            place = places.get(self.ndim + axis)
+            if place is not None:
+                x = redispatch(functools.partial(function, axis=place), x)
         return x
-
-    def stored(self, dense: Any) -> Any:
-        """Rotate a dense array like the stored array."""
-        return self.into_basis(dense, {axis: axis for axis in range(self.ndim)})
 
     def regrouped(
         self, array: Any, groups: Sequence[tuple[list[int], list[int]]], new: tuple[int, ...]
@@ -131,16 +117,103 @@ class Rotated(InBasis):
 
     def leaf_axes(self) -> Any:
         """Return a `vn.LeafAxis` per axis of the leaf. Rotated axes cannot be sliced."""
-        whole = lambda at: at._replace(block="whole") if at.axis in self.axes else at
-        return [list(map(whole, aligned_axes(self.ndim)))]
+        leaf_axis = lambda at: at._replace(block="whole") if at.axis in self.axes else at
+        return [list(map(leaf_axis, aligned_axes(self.ndim)))]
 
     def _moved(self, movement: Movement) -> "Rotated":
-        """This array, whose leaves were moved, rotated along the axes that now are."""
         moved = [movement.axes[axis] for axis in self.axes]
-        new = object.__new__(Rotated)  # leaves may be specs here, of which no rank is known
         axes = tuple(int(axis) - len(movement.shape) for axis in moved if axis is not None)
-        new.__dict__.update({"array": self.array, "axes": axes})
+        # Without the constructor: the leaf can be a PartitionSpec, which has no rank.
+        new = object.__new__(Rotated)
+        new.__dict__.update(array=self.array, axes=axes)
         return new
 
-    def _among(self, places: Places) -> list[int]:
-        return [self.ndim + axis for axis in self.axes if self.ndim + axis in places]
+
+def rotate(x: jax.Array, axis: int) -> jax.Array:
+    """Multiply by an orthogonal matrix along an axis. The matrix depends only on the size.
+
+    16-bit floats are computed in float32.
+
+    >>> import jax.numpy as jnp
+    >>> from veneer.types.basis.rotated import rotate, rotate_back
+    >>> peak = jnp.zeros(64).at[5].set(8.0)
+    >>> float(abs(rotate(peak, 0)).max()), float(rotate_back(rotate(peak, 0), 0)[5])
+    (1.0, 8.0)
+    """
+    return _mix(x * _signs(x, axis), axis)
+
+
+def rotate_back(x: jax.Array, axis: int) -> jax.Array:
+    """Multiply by the transpose of the matrix of `rotate` along an axis."""
+    return _mix(x, axis) * _signs(x, axis)
+
+
+def _mix(x: jax.Array, axis: int) -> jax.Array:
+    """Multiply by a symmetric orthogonal matrix along an axis: a Kronecker product of factors."""
+    axis, dtype = axis % x.ndim, x.dtype
+    sizes = factor_sizes(x.shape[axis])
+    before, after = x.shape[:axis], x.shape[axis + 1 :]
+    wide = x.astype(jnp.promote_types(dtype, jnp.float32)).reshape(*before, *sizes, *after)
+    for i, size in enumerate(sizes):
+        matrix = jnp.asarray(_symmetric_orthogonal(size), wide.dtype)
+        product = lax.dot_general(
+            wide, matrix, (([axis + i], [0]), ([], [])), precision=lax.Precision.HIGHEST
+        )
+        wide = jnp.moveaxis(product, -1, axis + i)
+    return wide.reshape(x.shape).astype(dtype)
+
+
+_LARGEST_FACTOR = 64
+
+
+@functools.cache
+def factor_sizes(n: int) -> tuple[int, ...]:
+    """Split `n` into factors that are at most 64 or prime.
+
+    >>> from veneer.types.basis.rotated import factor_sizes
+    >>> factor_sizes(4096), factor_sizes(384), factor_sizes(1), factor_sizes(67 * 4)
+    ((64, 64), (48, 8), (1,), (67, 4))
+    """
+    sizes = [1]
+    for prime in sorted(_primes(n), reverse=True):
+        if sizes[-1] > 1 and sizes[-1] * prime > _LARGEST_FACTOR:
+            sizes.append(1)
+        sizes[-1] *= prime
+    return tuple(sizes)
+
+
+def _primes(n: int) -> list[int]:
+    primes, divisor = [], 2
+    while divisor * divisor <= n:
+        while n % divisor == 0:
+            primes.append(divisor)
+            n //= divisor
+        divisor += 1
+    return primes + [n] * (n > 1)
+
+
+@functools.lru_cache(maxsize=64)
+def _symmetric_orthogonal(n: int) -> np.ndarray:
+    """Return the Kronecker product of a Hartley matrix per prime factor of `n`.
+
+    For the prime 2, this is the Hadamard matrix.
+    """
+    matrix: np.ndarray = np.ones((1, 1))
+    for prime in _primes(n):
+        angles = 2 * math.pi * np.outer(np.arange(prime), np.arange(prime)) / prime
+        matrix = np.kron(matrix, (np.cos(angles) + np.sin(angles)) / math.sqrt(prime))
+    return matrix
+
+
+def _signs(x: jax.Array, axis: int) -> np.ndarray:
+    """Return signs for the entries of `x` along an axis, which depend only on its size."""
+    signs = _random_signs(x.shape[axis]).astype(x.dtype)
+    return signs.reshape([-1 if i == axis % x.ndim else 1 for i in range(x.ndim)])
+
+
+@functools.lru_cache(maxsize=64)
+def _random_signs(n: int) -> np.ndarray:
+    if n == 1:  # so that axes of size 1 can be added and removed
+        return np.ones(1, int)
+    # NumPy never changes the numbers of a seeded RandomState. So later versions can read old files.
+    return np.random.RandomState(0).randint(0, 2, n) * 2 - 1

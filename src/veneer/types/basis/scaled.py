@@ -1,4 +1,4 @@
-"""`Scaled`: an array that is stored divided by factors."""
+"""`Scaled`: an array stored divided by factors."""
 
 import math
 from collections.abc import Sequence
@@ -7,12 +7,11 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
 
 from ..._core.leaf_axes import LeafAxis, Movement, aligned_axes
 from ..._core.transform import redispatch
 from ..axes import Leaf, check_arrays
-from .in_basis import InBasis, Places, alongside
+from .in_basis import InBasis, Places, align
 
 
 class Scaled(InBasis):
@@ -67,10 +66,6 @@ class Scaled(InBasis):
                 "along each axis its size or 1"
             )
 
-    def with_array(self, array: Any) -> "Scaled":
-        """Return a copy that stores `array` and the same factors."""
-        return Scaled(array, self.factor)
-
     def basis_axes(self, batch: Sequence[int] = ()) -> set[int] | None:
         """Return the set of axes along which `factor` has more than one entry.
 
@@ -81,17 +76,10 @@ class Scaled(InBasis):
         return {i for i, n in enumerate(self.factor.shape) if n != 1 and i not in batch}
 
     def into_basis(self, x: Any, places: Places) -> Any:
-        """Multiply an operand of a product by the factors of this array.
-
-        **Arguments:**
-
-        - `x`: the operand.
-        - `places`: a dict from axes of this array to the corresponding axes of `x`.
-        """
-        return _times(x, alongside(self.factor, places, jnp.ndim(x)))
+        multiply = lambda x, factor: (x * factor).astype(x.dtype)
+        return redispatch(multiply, x, align(self.factor, places, jnp.ndim(x)))
 
     def out_of_basis(self, x: Any, places: Places) -> Any:
-        """Multiply the result of a product by the factors, like `into_basis`."""
         return self.into_basis(x, places)
 
     def stored(self, dense: Any) -> Any:
@@ -106,35 +94,26 @@ class Scaled(InBasis):
         If axes are split or merged, and `factor` has several entries along one of them, it is first
         broadcast to the sizes of these axes.
         """
-        sizes, whole = [1] * len(new), list(self.factor.shape)
+        sizes, broadcast = [1] * len(new), list(self.factor.shape)
         for old_axes, new_axes in groups:
-            if math.prod(whole[axis] for axis in old_axes) != 1:
+            if math.prod(broadcast[axis] for axis in old_axes) != 1:
                 for axis in old_axes:
-                    whole[axis] = self.shape[axis]
+                    broadcast[axis] = self.shape[axis]
                 for axis in new_axes:
                     sizes[axis] = new[axis]
-        return Scaled(array, jnp.broadcast_to(self.factor, whole).reshape(sizes))
+        return Scaled(array, jnp.broadcast_to(self.factor, broadcast).reshape(sizes))
 
     def leaf_axes(self) -> Any:
         """Return a `vn.LeafAxis` per axis of each leaf.
 
         A slice of the array slices `factor` too, except along axes where `factor` has size 1.
         """
-        axes = aligned_axes(self.ndim)
 
-        def at(axis: LeafAxis, size: int) -> LeafAxis:
+        def factor_axis(axis: LeafAxis, size: int) -> LeafAxis:
             return axis if size == self.shape[axis.axis] else axis._replace(block="shared")
 
-        return [axes, list(map(at, axes, self.factor.shape))]
+        axes = aligned_axes(self.ndim)
+        return [axes, [*map(factor_axis, axes, self.factor.shape)]]
 
     def _moved(self, movement: Movement) -> "Scaled":
-        """This array: nothing says where its axes are."""
-        del movement
         return self
-
-
-def _times(x: Any, factor: ArrayLike) -> Any:
-    def times(x: jax.Array, factor: jax.Array) -> jax.Array:
-        return (x * factor).astype(x.dtype)
-
-    return redispatch(times, x, factor)
