@@ -105,8 +105,6 @@ def test_quant_lists_its_folders_in_the_order_of_imports():
 #: Folders that still import each other in a circle. Do not add to this list.
 CIRCLES = [
     {"", "demo", "interop", "interop/checkpoints", "interop/checkpoints/gguf"},
-    {"kernels", "kernels/gpu", "kernels/tpu"},
-    {"kernels/cpu", "kernels/cpu/floats", "kernels/cpu/integers"},
     {"numba", "numba/backend", "numba/codegen"},
 ]
 

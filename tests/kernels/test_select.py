@@ -13,9 +13,9 @@ from support import arrays
 import veneer as vn
 from veneer import kernels
 from veneer.kernels import Codes, select
+from veneer.kernels.common.problem import MatmulShape
 from veneer.kernels.cpu import build
 from veneer.kernels.gpu import hopper
-from veneer.kernels.problem import MatmulShape
 
 X, W = arrays.normal(2, 128), arrays.quantized("int8", 128, 130)
 BY_KERNEL = "CPU kernel rows_int8 (fallback: convert codes of rhs to float, scale the output)"

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from kernels.cpu.driver import fields_of_planes
 
+from veneer.kernels.common.kinds import BITS, LOOKUP_BITS, PLANE_BITS, SIX_BIT_FLOATS
 from veneer.kernels.cpu.floats.decode import reader
-from veneer.kernels.cpu.kinds import BITS, LOOKUP_BITS, PLANE_BITS, SIX_BIT_FLOATS
+from veneer.kernels.cpu.operands.codes import load_table
 from veneer.native.functions import compiled, not_inlined
 from veneer.native.isa import ISA, ISAS, LANES, chosen
-from veneer.native.simd.codes import load_table
 from veneer.native.simd.floats import load, store
 from veneer.native.simd.order import deinterleave
 

@@ -28,9 +28,10 @@ from jax.sharding import PartitionSpec as P
 
 from .._jax.primitives import Primitive
 from .._jax.sharding import find_partition_spec
-from . import calls, select
+from . import select
+from .common import calls
+from .common.problem import ZERO_POINTS, MatmulOperands, MatmulProblem, operands_of
 from .gpu import matmul as gpu_matmul
-from .problem import ZERO_POINTS, MatmulOperands, MatmulProblem, operands_of
 
 #: Codes that share a zero point along the sum, at least, for a kernel to read it.
 _LEAST_TILE = 16

@@ -24,6 +24,7 @@ from jax.interpreters import ad, batching, mlir
 
 from .._jax.primitives import Primitive, compile_when_eager, require_devices_for_lowering
 from .._jax.tracing import vary_together
+from .common.problem import MatmulOperands, MatmulProblem, operands_of
 from .lowering import (
     by_gpu_kernel,
     by_kernel,
@@ -32,7 +33,6 @@ from .lowering import (
     is_for_this_gpu,
     lowered_p,
 )
-from .problem import MatmulOperands, MatmulProblem, operands_of
 
 
 def matmul(operands: MatmulOperands, problem: MatmulProblem) -> jax.Array:

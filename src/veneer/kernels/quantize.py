@@ -16,8 +16,8 @@ from jax.interpreters import batching, mlir
 
 from .._jax.primitives import Primitive, compile_when_eager, require_devices_for_lowering
 from . import select
+from .common.kinds import MOST_COLUMNS, QUANTIZE_TABLE, QUANTIZED_BITS, WITHIN_ROWS
 from .cpu import build
-from .cpu.kinds import MOST_COLUMNS, QUANTIZE_TABLE, QUANTIZED_BITS, WITHIN_ROWS
 from .lowering import is_on_one_device
 
 Shape = tuple[int, ...]

@@ -16,9 +16,8 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkab
 
 import jax
 
-from .cpu import build
-from .cpu.kinds import BITS, BYTES, INTEGER_PLANES, INTEGERS, LOOKUP_BITS
-from .cpu.variants import (
+from .common.kinds import BITS, BYTES, INTEGER_PLANES, INTEGERS, LOOKUP_BITS
+from .common.limits import (
     FLOATS_BY_COLUMNS,
     FLOATS_BY_ROWS,
     INTEGERS_BY_COLUMNS,
@@ -31,9 +30,10 @@ from .cpu.variants import (
     SHORT_VECTORS,
     TILED_COLUMNS,
 )
+from .common.problem import Codes, MatmulOperands, MatmulProblem, MatmulShape
+from .cpu import build
 from .gpu import hopper
 from .gpu import matmul as gpu_matmul
-from .problem import Codes, MatmulOperands, MatmulProblem, MatmulShape
 from .tpu import matmul as tpu_matmul
 
 Choice = Literal["auto", "xla", "experimental"]
@@ -241,7 +241,7 @@ def find(platform: str, codes: Codes, shape: MatmulShape, opt_in: bool = False) 
     - `opt_in`: whether experimental kernels may compute it.
 
     >>> from veneer.kernels import select
-    >>> from veneer.kernels.problem import Codes, MatmulShape
+    >>> from veneer.kernels.common.problem import Codes, MatmulShape
     >>> shape = MatmulShape("rows", "float", m=1, k=4096, n=4096, tile=4096)
     >>> select.find("cpu", Codes(8, "int8"), shape)
     'veneer_rows_int8'

@@ -25,9 +25,9 @@ from .._jax.primitives import (
     start_in_bounds,
     wrap_lowering,
 )
+from .common.problem import MatmulProblem, operands_of
 from .lowering import Stacked, call_kernel, is_for_this_cpu, kernel_for
 from .matmul import matmul_p, turned_by
-from .problem import MatmulProblem, operands_of
 
 
 def _lowered(

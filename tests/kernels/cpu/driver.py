@@ -14,8 +14,9 @@ import ml_dtypes
 import numpy as np
 
 from veneer.kernels import select
-from veneer.kernels.cpu import build, job, targets
-from veneer.kernels.cpu.kinds import BITS, PLANE_BITS, row_bytes
+from veneer.kernels.common.kinds import BITS, PLANE_BITS, row_bytes
+from veneer.kernels.cpu import build, targets
+from veneer.kernels.cpu.operands import job
 from veneer.native import machine_code
 
 #: Kinds to test kernels of. What reads bit planes of other bits is tested by itself.

@@ -21,8 +21,8 @@ COLUMNS = 16  # of a part
 
 
 def compile() -> bytes:
-    from veneer.kernels.cpu import job as words
     from veneer.kernels.cpu import targets
+    from veneer.kernels.cpu.operands import job as words
     from veneer.native.functions import native
     from veneer.native.memory import free, load_f32, load_i8, malloc, set_word, store_f32, word
 

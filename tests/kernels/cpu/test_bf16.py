@@ -9,8 +9,8 @@ from kernels.cpu.driver import KINDS, guarded, run, stored
 
 import veneer as vn
 from veneer.kernels import Codes, select
+from veneer.kernels.common.problem import MatmulShape
 from veneer.kernels.cpu import build
-from veneer.kernels.problem import MatmulShape
 
 pytestmark = pytest.mark.skipif(not build.has_bf16(), reason="this CPU multiplies no bf16")
 

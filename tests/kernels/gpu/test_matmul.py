@@ -14,8 +14,8 @@ from kernels.gpu.emulated import call_library, emulate
 
 import veneer as vn
 from veneer.kernels import Codes, MatmulProblem
+from veneer.kernels.common.problem import MatmulShape
 from veneer.kernels.gpu import matmul, nvrtc
-from veneer.kernels.problem import MatmulShape
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 

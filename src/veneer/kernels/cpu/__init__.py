@@ -4,15 +4,10 @@ What knows one CPU from another, and makes machine code of functions, is in `ven
 
     build           kernels become FFI targets: compiled at first use, and kept on disk
     targets         what targets there are, and the object file of each
-    variants        the variants of a kernel, by how many rows of x there are
-    kinds           the kinds of codes that there are kernels for
-    job             what a kernel is to compute, in words
-    group           the jobs of several products, whose parts are taken as one job's
-    place           where the rows of a matrix lie, and which of its parts a thread does
-    scales          scales and minima, as f32
-    minima          what minima add, for few rows of x
-    handlers        a call from XLA becomes a job
+    operands        the operands of a product: addresses, codes, scales and minima
+    handlers        a call from XLA becomes jobs, whose parts threads compute
     floats          products of f32, or bf16, with codes
     integers        products of int8 with codes
     quantize        codes and scales of f32
+    quantize_simd   its operations on vectors
 """

@@ -17,7 +17,7 @@ from ...native.ffi_header import header, header_text
 from ...native.forks import COMPILING
 from . import targets
 
-CACHE = Cache("kernels", __package__, header_text)
+CACHE = Cache("kernels", "veneer.kernels", header_text)
 
 _registered: set[str] = set()
 

@@ -27,13 +27,12 @@ from ...native.call_frame import (
     result,
     result_count,
 )
-from ...native.functions import call, native
+from ...native.functions import c_function, call, native
 from ...native.memory import load_i32, set_word, store_i32, word
 from ...native.threads import new_job, release, run
-from . import job as words
-from . import kinds
-from .group import job_of, new_group, run_group
-from .scales import size_of
+from ..common import kinds
+from .operands import job as words
+from .operands.scales import size_of
 
 _, _INT8, _BF16 = range(len(kinds.ACTIVATIONS))
 _row_bytes = native(kinds.row_bytes)
@@ -52,19 +51,19 @@ def handle_product(frame, bits, contracts_rows, activations, prepare, count, wor
     if answers_metadata(frame):
         return 0
     jobs = result_count(frame)
-    group = new_group(jobs)
+    group = _new_group(jobs)
     if group == 0:
         return error(frame, RESOURCE_EXHAUSTED, "veneer: no memory for a job")
     failure, products = 0, 0
     for i in range(jobs):
-        job = job_of(group, i)
+        job = _job_of(group, i)
         if not _read(frame, job, i, bits, contracts_rows, activations):
             release(group)
             return error(frame, INVALID_ARGUMENT, "veneer: operands do not fit together")
         products += _products(job)
     threads, has_failed = _threads(frame, products), False
     for i in range(jobs):
-        job = job_of(group, i)
+        job = _job_of(group, i)
         set_word(job, words.THREADS, threads)
         if word(job, words.R) * word(job, words.C) == 0:
             _fill_zeros(job, contracts_rows)
@@ -73,9 +72,9 @@ def handle_product(frame, bits, contracts_rows, activations, prepare, count, wor
             set_word(job, words.PARTS, call(count, (job,)))
         has_failed = has_failed or word(job, words.FAILED) != 0
     if not has_failed:
-        run_group(frame, group, work, threads)
+        _run_group(frame, group, work, threads)
     for i in range(jobs):
-        job = job_of(group, i)
+        job = _job_of(group, i)
         call(finish, (job,))
         has_failed = has_failed or word(job, words.FAILED) != 0
     if has_failed:
@@ -360,3 +359,55 @@ def _read_quantize(frame, job, bits):
     set_word(job, words.M, 4)  # what a value costs, in products
     tile_rows, tiles = dim(scale, 1), dim(scale, 2)
     return _write(job, table, out, batch, r, c, row_bytes, tile_rows, tiles) or batch * r * c == 0
+
+
+# Jobs of several products.
+
+#: Words about all: how many jobs there are, the C function of a part, and how many parts are first.
+_JOBS, _WORK, _FIRST = 0, 1, 2
+#: How many those are.
+_HEADER = 3
+
+
+@native
+def _new_group(jobs):
+    """Returns the address of so many new jobs, which `release` frees; or 0 without memory."""
+    group = new_job(_HEADER + jobs * words.WORDS)
+    if group != 0:
+        set_word(group, _JOBS, jobs)
+    return group
+
+
+@native
+def _job_of(group, index):
+    """Returns the address of a job."""
+    return group + 8 * (_HEADER + index * words.WORDS)
+
+
+@native
+def _do_part(group, part):
+    """Computes a part of some job."""
+    job = _job_of(group, 0)
+    if part < word(group, _FIRST):
+        while part >= word(job, words.FIRST):
+            part -= word(job, words.FIRST)
+            job += 8 * words.WORDS
+    else:
+        part -= word(group, _FIRST)
+        while part >= word(job, words.PARTS) - word(job, words.FIRST):
+            part -= word(job, words.PARTS) - word(job, words.FIRST)
+            job += 8 * words.WORDS
+        part += word(job, words.FIRST)
+    return call(word(group, _WORK), (job, part))
+
+
+@native
+def _run_group(frame, group, work, threads):
+    """Has all parts of all jobs computed by a C function, on so many threads."""
+    parts, first = 0, 0
+    for i in range(word(group, _JOBS)):
+        parts += word(_job_of(group, i), words.PARTS)
+        first += word(_job_of(group, i), words.FIRST)
+    set_word(group, _WORK, work)
+    set_word(group, _FIRST, first)
+    run(frame, group, c_function(_do_part, "veneer_do_part"), parts, first, threads)

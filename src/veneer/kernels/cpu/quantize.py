@@ -24,7 +24,9 @@ from ...native.memory import (
 )
 from ...native.simd.floats import load, store
 from ...native.simd.integers import load_ints
-from ...native.simd.quantize import (
+from ..common.kinds import MOST_COLUMNS, QUANTIZED_BITS, WITHIN_ROWS
+from .operands import job as words
+from .quantize_simd import (
     codes_of,
     larger_magnitudes,
     largest,
@@ -34,8 +36,6 @@ from ...native.simd.quantize import (
     store_codes,
     store_first,
 )
-from . import job as words
-from .kinds import MOST_COLUMNS, QUANTIZED_BITS, WITHIN_ROWS
 
 #: So many columns a part with tiles over rows has, where tiles do not ask for more.
 _COLUMNS = 512

@@ -8,8 +8,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from .kinds import ACTIVATIONS, BITS, INTEGER_PLANES, INTEGERS, QUANTIZED_BITS
-from .variants import VARIANTS
+from ..common.kinds import ACTIVATIONS, BITS, INTEGER_PLANES, INTEGERS, QUANTIZED_BITS
+from ..common.limits import VARIANTS
 
 #: The object file of what all kernels share, and its functions.
 SHARED, HANDLERS = "veneer_shared", ("veneer_handle_product", "veneer_handle_quantise")

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..problem import Codes, MatmulOperands, MatmulProblem, MatmulShape
+from ..common.problem import Codes, MatmulOperands, MatmulProblem, MatmulShape
 from .hopper_config import CODES, HopperConfig, Sizes, config_for, fits
 from .matmul import compute_capabilities
 
@@ -22,7 +22,7 @@ def can_compute(codes: Codes, shape: MatmulShape) -> bool:
     """Return whether the kernel supports the sizes and codes of a product.
 
     >>> from veneer.kernels.gpu.hopper import can_compute
-    >>> from veneer.kernels.problem import Codes, MatmulShape
+    >>> from veneer.kernels.common.problem import Codes, MatmulShape
     >>> shape = MatmulShape("rows", "bfloat16", m=512, k=4096, n=4096, tile=4096)
     >>> can_compute(Codes(8, "int8"), shape)
     True

@@ -3,7 +3,7 @@
 NVRTC compiles `matmul.cu` for the sizes of a product when JAX lowers a program. The program
 contains the PTX. Therefore a cached or saved program includes the kernel, and needs no library.
 
-Products of the same activations with several weights become one launch (see `kernels/calls.py`).
+Products of the same activations with several weights become one launch (`kernels/common/calls.py`).
 A launch with a small weight takes 2 to 3 microseconds, however little it reads.
 """
 
@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .. import calls
-from ..problem import Codes, MatmulOperands, MatmulProblem, MatmulShape
+from ..common import calls
+from ..common.problem import Codes, MatmulOperands, MatmulProblem, MatmulShape
 from . import nvrtc
 
 #: The dtypes of activations, results and scales. Their index is their number in `matmul.cu`.
@@ -96,7 +96,7 @@ def can_compute(codes: Codes, shape: MatmulShape) -> bool:
     """Return whether the kernel supports the sizes and codes of a product.
 
     >>> from veneer.kernels.gpu.matmul import can_compute
-    >>> from veneer.kernels.problem import Codes, MatmulShape
+    >>> from veneer.kernels.common.problem import Codes, MatmulShape
     >>> shape = MatmulShape("rows", "bfloat16", m=1, k=4096, n=4096, tile=4096)
     >>> can_compute(Codes(8, "int8"), shape)
     True
@@ -333,7 +333,7 @@ def shared_product(operands: MatmulOperands, problem: MatmulProblem) -> jax.Arra
 
 
 class Kernel(NamedTuple):
-    """A kernel for products with weights that differ only in N, for `kernels/calls.py`.
+    """A kernel for products with weights that differ only in N, for `kernels/common/calls.py`.
 
     **Arguments:**
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..problem import Codes
+from ..common.problem import Codes
 
 Decode = Callable[[jax.Array], jax.Array]  # from i32 fields to f32 values
 
@@ -28,7 +28,7 @@ def decoder(codes: Codes, looked_up: Decode) -> Decode:
 
     >>> import jax.numpy as jnp
     >>> from veneer.kernels.tpu.decode import decoder
-    >>> from veneer.kernels.problem import Codes
+    >>> from veneer.kernels.common.problem import Codes
     >>> decoder(Codes(8, "int8"), print)(jnp.arange(127, 130)).tolist()
     [127.0, -128.0, -127.0]
     """

@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu
 
-from ..problem import Codes
+from ..common.problem import Codes
 from .decode import decoder, fields_of, scales_of, select_value
 from .layout import BlockSizes, StoredLayout, blocks_of, split_fields
 

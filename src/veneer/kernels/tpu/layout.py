@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..problem import Codes, MatmulShape, row_bytes
+from ..common.problem import Codes, MatmulShape, row_bytes
 
 #: The sizes of a block, in entries. An axis that is shorter is a single block.
 _M, _N, _K = 256, 512, 512
@@ -69,7 +69,7 @@ class BlockSizes(NamedTuple):
 def layout_of(codes: Codes, shape: MatmulShape) -> StoredLayout | None:
     """Return the sizes of a product in entries, or None if a tile ends within a byte.
 
-    >>> from veneer.kernels.problem import Codes, MatmulShape
+    >>> from veneer.kernels.common.problem import Codes, MatmulShape
     >>> from veneer.kernels.tpu.layout import layout_of
     >>> int4 = Codes(4, values=(*map(float, range(8)), *map(float, range(-8, 0))))
     >>> layout = layout_of(int4, MatmulShape("columns", "float", m=1, k=256, n=64, tile=32))

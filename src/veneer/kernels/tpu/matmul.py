@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..problem import Codes, MatmulOperands, MatmulProblem, MatmulShape
+from ..common.problem import Codes, MatmulOperands, MatmulProblem, MatmulShape
 from .layout import blocks_of, layout_of
 
 
 def can_compute(codes: Codes, shape: MatmulShape) -> bool:
     """Return whether the kernel supports the sizes and codes of a product.
 
-    >>> from veneer.kernels.problem import Codes, MatmulShape
+    >>> from veneer.kernels.common.problem import Codes, MatmulShape
     >>> from veneer.kernels.tpu.matmul import can_compute
     >>> can_compute(Codes(8, "int8"), MatmulShape("rows", "float", m=1, k=256, n=64, tile=32))
     True

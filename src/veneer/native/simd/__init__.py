@@ -7,10 +7,6 @@ knows of it how many numbers a vector has, and how many vectors there are regist
     floats          f32: made, read, written, multiplied and added up
     bf16            pairs of bf16, and products of them
     order           neighbours parted among vectors, and brought together
-    small_floats    f32 of floats of 16 and 8 bits
-    codes           what codes are worth, as f32
-    planes          codes in bit planes, as bytes
     integers        products of bytes, four at once, in int32
     bytes           what codes are worth, as bytes, and the order that products of them need
-    quantize        magnitudes, scales, and codes as they are stored
 """

@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 from ..._core.surface.array import ImplicitArray
 from ..._core.tree import static
 from ..._core.value import materialise_one
-from ...kernels.bit_planes import pack_bits, planes_size, unpack_bits
+from ...kernels.common.bit_planes import pack_bits, planes_size, unpack_bits
 from ...kernels.pruning import largest_positions
 from ..axes import check_axes
 
@@ -41,8 +41,8 @@ class NMSparse(ImplicitArray):
 
     - `values`: the stored entries, `[..., K/m*n, N]` for axis -2 or `[..., N, K/m*n]` for axis -1.
       They can be implicit, such as a `QArray`.
-    - `indices`: the positions of the values in their groups, packed to uint8 along the same axis by
-      `veneer.kernels.bit_planes.pack_bits`. `NMSparse.prune` computes `values` and `indices`.
+    - `indices`: the positions of the values in their groups, packed to uint8 along the same axis
+      by `veneer.kernels.common.bit_planes.pack_bits`. `NMSparse.prune` returns both.
     - `n`, `m`: the pattern, `1 <= n <= m` and `2 <= m <= 256`; static.
     - `axis`: the axis of the groups, -2 or -1; static.
 

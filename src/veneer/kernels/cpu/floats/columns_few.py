@@ -11,12 +11,11 @@ from typing import Any
 from ....native.functions import native
 from ....native.isa import LANES, REGISTERS
 from ....native.memory import prefetch_for_later, stack, store_f32, word
-from ....native.simd.codes import load_table
 from ....native.simd.floats import load, store, store_sums, zeros
-from .. import minima
-from ..job import NEXT_ROW, OUT, ROW_BYTES, SCALE, TABLE, TC, TR, C, M, R
-from ..place import row_of
-from ..scales import are_f32, copy, fetch_tiles, has_minima, read_tiles, rows_of_tiles
+from ..operands import minima
+from ..operands.codes import load_table
+from ..operands.job import NEXT_ROW, OUT, ROW_BYTES, SCALE, TABLE, TC, TR, C, M, R, row_of
+from ..operands.scales import are_f32, copy, fetch_tiles, has_minima, read_tiles, rows_of_tiles
 from .columns_x import MOST, order, rows_of_block
 from .panels import (
     AHEAD,

@@ -13,13 +13,27 @@ import numpy as np
 from ....native.functions import native
 from ....native.isa import LANES, REGISTERS
 from ....native.memory import load_f32, prefetch, stack, store_f32, word
-from ....native.simd.codes import load_table
 from ....native.simd.floats import load, splat, store, store_block, zeros
-from ....native.simd.planes import store_codes_of_planes
-from ..job import BATCH, MINIMUM, NEXT_ROW, OUT, ROW_BYTES, SCALE, TABLE, TC, TR, C, M, R, X
-from ..kinds import BITS, LOOKUP_BITS, PLANE_BITS, byte_of_planes
-from ..place import row_of
-from ..scales import copy, has_minima, read_tiles
+from ...common.kinds import BITS, LOOKUP_BITS, PLANE_BITS, byte_of_planes
+from ..operands.codes import load_table
+from ..operands.job import (
+    BATCH,
+    MINIMUM,
+    NEXT_ROW,
+    OUT,
+    ROW_BYTES,
+    SCALE,
+    TABLE,
+    TC,
+    TR,
+    C,
+    M,
+    R,
+    X,
+    row_of,
+)
+from ..operands.planes import store_codes_of_planes
+from ..operands.scales import copy, has_minima, read_tiles
 from .pairs import F32, Numbers
 from .panels import load_block, store_bytes, store_fields, transpose
 

@@ -18,12 +18,32 @@ from ....native.memory import (
     store_f32,
     word,
 )
-from ....native.simd.codes import load_table
 from ....native.simd.floats import store_fours, zeros
-from ..job import FAILED, MINIMUM, NEXT_ROW, OUT, ROW_BYTES, SCALE, TABLE, TC, TR, C, R
-from ..minima import adder
-from ..place import row_of
-from ..scales import ON_STACK, are_f32, copy, fetch_tiles, has_minima, read_tiles, rows_of_tiles
+from ..operands.codes import load_table
+from ..operands.job import (
+    FAILED,
+    MINIMUM,
+    NEXT_ROW,
+    OUT,
+    ROW_BYTES,
+    SCALE,
+    TABLE,
+    TC,
+    TR,
+    C,
+    R,
+    row_of,
+)
+from ..operands.minima import adder
+from ..operands.scales import (
+    ON_STACK,
+    are_f32,
+    copy,
+    fetch_tiles,
+    has_minima,
+    read_tiles,
+    rows_of_tiles,
+)
 from .columns_x import order
 from .panels import (
     AHEAD,

@@ -26,14 +26,28 @@ from ....native.simd.blocks import (
     shuffled,
     vectors,
 )
-from ....native.simd.codes import load_table
 from ....native.simd.floats import inner, load, moved, scaled, splat, store, store_sums, zeros
-from ..job import BATCH, MINIMUM, NEXT_ROW, OUT, ROW_BYTES, SCALE, TABLE, TC, TR, C, M, R, X
-from ..kinds import BITS
-from ..minima import sum_of
-from ..place import row_of
-from ..scales import has_minima, read_tiles
-from ..variants import LEAST_TILE, SHORT, SHORT_VECTORS
+from ...common.kinds import BITS
+from ...common.limits import LEAST_TILE, SHORT, SHORT_VECTORS
+from ..operands.codes import load_table
+from ..operands.job import (
+    BATCH,
+    MINIMUM,
+    NEXT_ROW,
+    OUT,
+    ROW_BYTES,
+    SCALE,
+    TABLE,
+    TC,
+    TR,
+    C,
+    M,
+    R,
+    X,
+    row_of,
+)
+from ..operands.minima import sum_of
+from ..operands.scales import has_minima, read_tiles
 from .decode import in_order
 
 #: Columns that are decoded at once, of which a row has a few times as many.

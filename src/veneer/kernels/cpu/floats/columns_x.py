@@ -13,9 +13,9 @@ from ....native.isa import LANES, REGISTERS
 from ....native.memory import load_f32, malloc, set_word, stack, store_f32, word
 from ....native.simd.floats import load, scaled, store
 from ....native.simd.order import deinterleave
-from ..job import BATCH, FAILED, SCALE, SCRATCH, TC, C, M, X
-from ..minima import sums_size, write_sums
-from ..scales import has_minima, read_tiles
+from ..operands.job import BATCH, FAILED, SCALE, SCRATCH, TC, C, M, X
+from ..operands.minima import sums_size, write_sums
+from ..operands.scales import has_minima, read_tiles
 from .panels import COLUMNS, VECTORS
 
 MOST = 8 if REGISTERS == 32 else 4

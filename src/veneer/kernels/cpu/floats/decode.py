@@ -22,10 +22,10 @@ from ....native.simd.blocks import (
     shuffled,
     vectors,
 )
-from ....native.simd.codes import CONVERSIONS, look_up
-from ....native.simd.planes import unpacked
-from .. import kinds
-from ..kinds import BITS, LOOKUP_BITS, PLANE_BITS
+from ...common import kinds
+from ...common.kinds import BITS, LOOKUP_BITS, PLANE_BITS
+from ..operands.codes import CONVERSIONS, look_up
+from ..operands.planes import unpacked
 
 row_bytes = native(kinds.row_bytes)
 

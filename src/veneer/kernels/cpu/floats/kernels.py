@@ -7,7 +7,7 @@ from typing import Any
 
 from ....native.functions import native
 from ....native.memory import free, word
-from ..job import BATCH, SCRATCH, R
+from ..operands.job import BATCH, SCRATCH, R
 from . import columns_few, columns_many, columns_one, columns_short, rows_few, rows_many, rows_tiled
 from .columns_x import order
 from .pairs import Numbers

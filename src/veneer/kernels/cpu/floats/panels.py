@@ -30,12 +30,11 @@ from ....native.simd.blocks import (
     store_vector,
     vectors,
 )
-from ....native.simd.codes import CONVERSIONS, look_up
 from ....native.simd.order import apart
-from ....native.simd.planes import unpacked
-from ..job import TC, THREADS, TR, C, R
-from ..kinds import BITS, LOOKUP_BITS, PLANE_BITS, byte_of_planes
-from ..place import in_stretches
+from ...common.kinds import BITS, LOOKUP_BITS, PLANE_BITS, byte_of_planes
+from ..operands.codes import CONVERSIONS, look_up
+from ..operands.job import TC, THREADS, TR, C, R, in_stretches
+from ..operands.planes import unpacked
 
 #: How scales meet panels, by where they change: ONE number scales a panel, where a tile is whole
 #: panels, or all columns. SOME do, one each lane, where a panel is tiles of whole lanes, as fields

@@ -26,9 +26,11 @@ from ....native.memory import (
     store_i64,
     word,
 )
-from ....native.simd.codes import load_table
 from ....native.simd.floats import add_scaled, load, outer, store, zeros
-from ..job import (
+from ...common.kinds import BITS
+from ...common.limits import FLOATS_BY_ROWS
+from ..operands.codes import load_table
+from ..operands.job import (
     BATCH,
     FAILED,
     FIRST,
@@ -45,12 +47,10 @@ from ..job import (
     M,
     R,
     X,
+    row_of,
 )
-from ..kinds import BITS
-from ..minima import sum_of
-from ..place import row_of
-from ..scales import has_minima
-from ..variants import FLOATS_BY_ROWS
+from ..operands.minima import sum_of
+from ..operands.scales import has_minima
 from .decode import reader, row_bytes
 from .rows_many import PANEL, Multiplier, add, add_rows, clear, copy_rows, expand
 

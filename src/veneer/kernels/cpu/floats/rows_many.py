@@ -15,7 +15,6 @@ import numpy as np
 from ....native.functions import native, not_inlined
 from ....native.isa import LANES, REGISTERS
 from ....native.memory import load_f32, load_i8, prefetch, stack, store_f32, store_i8, word
-from ....native.simd.codes import load_table
 from ....native.simd.floats import (
     add_scaled,
     inner,
@@ -26,10 +25,10 @@ from ....native.simd.floats import (
     store_sums,
     zeros,
 )
-from ..job import BATCH, MINIMUM, NEXT_ROW, OUT, SCALE, TABLE, TC, TR, C, M, R, X
-from ..kinds import BITS
-from ..place import row_of
-from ..scales import has_minima, read_tiles
+from ...common.kinds import BITS
+from ..operands.codes import load_table
+from ..operands.job import BATCH, MINIMUM, NEXT_ROW, OUT, SCALE, TABLE, TC, TR, C, M, R, X, row_of
+from ..operands.scales import has_minima, read_tiles
 from .decode import reader, row_bytes
 from .pairs import F32, Numbers
 

@@ -18,13 +18,12 @@ from ....native.simd.blocks import (
     repeated_at,
     vectors,
 )
-from ....native.simd.codes import load_table
 from ....native.simd.floats import add_scaled, outer, splat, zeros
-from ..job import MINIMUM, NEXT_ROW, SCALE, TABLE, TC, C, M, R, X
-from ..kinds import BITS
-from ..place import row_of
-from ..scales import has_minima, read_tiles
-from ..variants import MOST_TILES
+from ...common.kinds import BITS
+from ...common.limits import MOST_TILES
+from ..operands.codes import load_table
+from ..operands.job import MINIMUM, NEXT_ROW, SCALE, TABLE, TC, C, M, R, X, row_of
+from ..operands.scales import has_minima, read_tiles
 from .decode import reader
 from .rows_few import part_of, worker_of
 

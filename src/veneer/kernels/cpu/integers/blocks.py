@@ -15,7 +15,8 @@ from ....native.memory import free, load_f32, malloc, set_word, stack, store_f32
 from ....native.simd.bytes import byte_table
 from ....native.simd.floats import load, outer, store, store_block, zeros
 from ....native.simd.integers import add_sums, load_floats, sum_lanes, zero_ints
-from ..job import (
+from ...common.limits import LONGEST
+from ..operands.job import (
     BATCH,
     FAILED,
     FIRST,
@@ -33,9 +34,8 @@ from ..job import (
     W,
     X,
 )
-from ..minima import sums_size, write_sums_of_codes
-from ..scales import has_minima
-from ..variants import LONGEST
+from ..operands.minima import sums_size, write_sums_of_codes
+from ..operands.scales import has_minima
 from .panel import BLOCK, PANEL, WIDTH, Orientation, multiply
 
 _ONE = np.float32(1)

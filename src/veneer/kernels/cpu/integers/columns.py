@@ -13,8 +13,8 @@ from ....native.memory import load_f32, load_i8, store_f32, store_i8, word
 from ....native.simd.bytes import copy_by_fields, transposed
 from ....native.simd.floats import load, scaled, splat, store, store_block
 from ....native.simd.integers import load_ints
-from ..job import ROW_BYTES, TC, TR, C, R
-from ..scales import are_f32, read_tiles
+from ..operands.job import ROW_BYTES, TC, TR, C, R
+from ..operands.scales import are_f32, read_tiles
 from .panel import BITS, BLOCK, PANEL, WIDTH, Orientation, reader
 
 

@@ -24,7 +24,6 @@ from ....native.memory import (
     word,
 )
 from ....native.simd.bytes import byte_table, copy_by_fields
-from ....native.simd.codes import load_table
 from ....native.simd.floats import (
     load,
     moved,
@@ -48,8 +47,10 @@ from ....native.simd.integers import (
     times,
     zero_ints,
 )
-from ....native.simd.planes import load_fields
-from ..job import (
+from ...common.kinds import INTEGER_PLANES
+from ...common.limits import ROWS
+from ..operands.codes import load_table
+from ..operands.job import (
     BATCH,
     FAILED,
     MINIMUM,
@@ -68,12 +69,11 @@ from ..job import (
     R,
     W,
     X,
+    in_stretches,
 )
-from ..kinds import INTEGER_PLANES
-from ..minima import adder, sums_size, write_sums_of_codes
-from ..place import in_stretches
-from ..scales import ON_STACK, copy, fetch_tiles, has_minima, read_tiles, rows_of_tiles
-from ..variants import ROWS
+from ..operands.minima import adder, sums_size, write_sums_of_codes
+from ..operands.planes import load_fields
+from ..operands.scales import ON_STACK, copy, fetch_tiles, has_minima, read_tiles, rows_of_tiles
 from .panel import BITS, WIDTH, reader
 
 #: How many rows of the matrix a part has; the last has the rest, too.

@@ -10,7 +10,7 @@ from typing import Any
 
 from ....native.functions import native
 from ....native.memory import free, word
-from ..job import SCRATCH
+from ..operands.job import SCRATCH
 from . import blocks, columns, columns_few, rows, rows_few
 from .panel import offset
 

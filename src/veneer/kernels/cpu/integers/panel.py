@@ -12,7 +12,7 @@ from ....native.memory import prefetch, store_f32
 from ....native.simd.bytes import OFFSET, looked_up_bytes, without_sign
 from ....native.simd.floats import add_scaled, load, scaled_rows, store_block
 from ....native.simd.integers import WIDTH, as_floats, dot, load_ints, starts
-from .. import kinds
+from ...common import kinds
 
 #: Bytes of a row of a panel: of four codes or of one sum a column.
 PANEL = 4 * WIDTH

@@ -43,7 +43,7 @@ from ....native.simd.integers import (
     sum_lanes,
     zero_ints,
 )
-from ..job import (
+from ..operands.job import (
     BATCH,
     FAILED,
     FIRST,

@@ -7,9 +7,9 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
-from ..isa import LANES
-from ..memory import F32, I8, I32, pointer
-from .blocks import (
+from ...native.isa import LANES
+from ...native.memory import F32, I8, I32, pointer
+from ...native.simd.blocks import (
     FLOATS,
     INTS,
     Block,

@@ -8,9 +8,9 @@ from typing import Any
 
 from llvmlite import ir
 
-from ..isa import CONVERTS_F16, LANES
-from ..memory import I8, I16, I32
-from .blocks import (
+from ....native.isa import CONVERTS_F16, LANES
+from ....native.memory import I8, I16, I32
+from ....native.simd.blocks import (
     FLOATS,
     INTS,
     Block,

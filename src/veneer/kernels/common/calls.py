@@ -22,7 +22,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo as hlo
 from jax.interpreters import mlir
 
-from .._jax.primitives import Primitive
+from ..._jax.primitives import Primitive
 
 kernel_p = Primitive("stored_matmul_kernel")
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from ...native.functions import native, not_inlined
-from ...native.isa import LANES
-from ...native.memory import load_f32, load_i8, stack, store_f32, word
-from ...native.simd.floats import inner, splat, store, store_sums, zeros
-from ...native.simd.integers import (
+from ....native.functions import native, not_inlined
+from ....native.isa import LANES
+from ....native.memory import load_f32, load_i8, stack, store_f32, word
+from ....native.simd.floats import inner, splat, store, store_sums, zeros
+from ....native.simd.integers import (
     WIDTH,
     add_sums,
     load_first_floats,

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from ...native.functions import native, not_inlined
-from ...native.isa import LANES
-from ...native.memory import (
+from ....native.functions import native, not_inlined
+from ....native.isa import LANES
+from ....native.memory import (
     load_f32,
     load_i8,
     load_i64,
@@ -22,10 +22,9 @@ from ...native.memory import (
     store_i64,
     word,
 )
-from ...native.simd.floats import load, moved, scaled, splat, store, zeros
-from ...native.simd.integers import spread
-from ...native.simd.planes import store_codes_of_planes
-from ...native.simd.small_floats import SIZES, first_lanes, load_as_floats
+from ....native.simd.floats import load, moved, scaled, splat, store, zeros
+from ....native.simd.integers import spread
+from ...common.kinds import FLOATS, PLANES, PLANES_TYPE, ZERO_POINTS
 from .job import (
     BATCH,
     MINIMUM,
@@ -44,7 +43,8 @@ from .job import (
     C,
     R,
 )
-from .kinds import FLOATS, PLANES, PLANES_TYPE, ZERO_POINTS
+from .planes import store_codes_of_planes
+from .small_floats import SIZES, first_lanes, load_as_floats
 
 #: Bytes of scales and minima of a part that are on the stack, at most: to allocate them takes as
 #: long as to read a few rows.

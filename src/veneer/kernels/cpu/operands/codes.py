@@ -5,9 +5,9 @@ from typing import Any
 
 from llvmlite import ir
 
-from ..isa import IS_NEON, ISA, LANES
-from ..memory import I32
-from .blocks import (
+from ....native.isa import IS_NEON, ISA, LANES
+from ....native.memory import I32
+from ....native.simd.blocks import (
     FLOATS,
     INTS,
     Block,

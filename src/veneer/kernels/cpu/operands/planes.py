@@ -10,9 +10,9 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
-from ..isa import HAS_GFNI, LANES
-from ..memory import I8, I32, I64, pointer
-from .blocks import (
+from ....native.isa import HAS_GFNI, LANES
+from ....native.memory import I8, I32, I64, pointer
+from ....native.simd.blocks import (
     INTS,
     Block,
     at,

@@ -24,7 +24,7 @@ def pack_bits(codes: ArrayLike, bits: int, axis: int) -> jax.Array:
     **Returns:** uint8 with `planes_size(size, bits)` on that axis.
 
     >>> import jax.numpy as jnp
-    >>> from veneer.kernels.bit_planes import pack_bits, unpack_bits
+    >>> from veneer.kernels.common.bit_planes import pack_bits, unpack_bits
     >>> packed = pack_bits(jnp.array([5, 0, 1], jnp.uint8), bits=3, axis=-1)
     >>> packed.tolist()
     [5, 0, 1]

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .cpu.kinds import BYTES as BYTES
-from .cpu.kinds import FLOATS as FLOATS
-from .cpu.kinds import LOOKUP_BITS, row_bytes
-from .cpu.kinds import PLANE_BITS as PLANE_BITS
-from .cpu.kinds import SIX_BIT_FLOATS as SIX_BIT_FLOATS
-from .cpu.kinds import ZERO_POINTS as ZERO_POINTS
+from .kinds import BYTES as BYTES
+from .kinds import FLOATS as FLOATS
+from .kinds import LOOKUP_BITS, row_bytes
+from .kinds import PLANE_BITS as PLANE_BITS
+from .kinds import SIX_BIT_FLOATS as SIX_BIT_FLOATS
+from .kinds import ZERO_POINTS as ZERO_POINTS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Codes:
 
     **Raises:** `ValueError` where these do not fit together.
 
-    >>> from veneer.kernels.problem import Codes
+    >>> from veneer.kernels.common.problem import Codes
     >>> Codes(2, values=(0.0, 1.0, -2.0, -1.0)).kind
     'lookup2'
     >>> Codes(8, "int8").is_integer
