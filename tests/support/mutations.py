@@ -120,8 +120,8 @@ MUTATIONS = [
         "types/structured/test_diagonal.py types/structured/test_linear_algebra.py",
     ),
     Mutation(
-        "odd = (self.indices.shape[-1] - _cycles(jnp.asarray(self.indices))) % 2",
-        "odd = _cycles(jnp.asarray(self.indices)) % 2",
+        "odd = (self.indices.shape[-1] - _count_cycles(jnp.asarray(self.indices))) % 2",
+        "odd = _count_cycles(jnp.asarray(self.indices)) % 2",
         "types/structured/test_permutation.py",
     ),
     Mutation(

@@ -11,8 +11,8 @@ from support.claims import Claim, claims
 
 import veneer as vn
 from veneer.kernels.common.bit_planes import pack_bits, planes_size, unpack_bits
+from veneer.types.elementwise import NONLINEAR
 from veneer.types.sparse.nm_sparse import NMSparse
-from veneer.types.zero_preserving import NONLINEAR
 
 
 def pruned(n, m, axis):

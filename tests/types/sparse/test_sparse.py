@@ -11,8 +11,8 @@ from support import arrays
 from support.claims import Claim, claims
 
 import veneer as vn
+from veneer.types.elementwise import NONLINEAR
 from veneer.types.sparse import SparseArray
-from veneer.types.zero_preserving import NONLINEAR
 
 
 def entries(*shape, repeated=False, count=6):

@@ -8,7 +8,6 @@ from support import arrays
 from support.claims import Claim, claims
 
 import veneer as vn
-from veneer.types.structured import linear_algebra as linear_algebra
 from veneer.types.structured.diagonal import Diagonal
 
 diagonal = lambda draw: Diagonal(draw(draw.n))

@@ -6,7 +6,6 @@ import pytest
 from support.claims import Claim, claims
 
 import veneer as vn
-from veneer.types.structured import linear_algebra as linear_algebra
 from veneer.types.structured.diagonal import Diagonal
 from veneer.types.structured.identity import Identity
 from veneer.types.structured.kronecker import Kronecker

@@ -8,7 +8,6 @@ from support import arrays
 from support.claims import Claim, claims
 
 import veneer as vn
-from veneer.types.structured import linear_algebra as linear_algebra
 from veneer.types.structured.diagonal import Diagonal
 from veneer.types.structured.kronecker import Kronecker
 from veneer.types.structured.permutation import Permutation

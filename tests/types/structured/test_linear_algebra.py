@@ -12,7 +12,7 @@ from support.claims import Claim, claims
 
 import veneer as vn
 from veneer.types.structured.diagonal import Diagonal
-from veneer.types.structured.matrix import Matrix, product
+from veneer.types.structured.matrix import Matrix, matmul_rule
 
 
 class Full(Matrix):
@@ -41,7 +41,7 @@ class Full(Matrix):
         return jnp.linalg.diagonal(self.x)
 
 
-@product
+@matmul_rule
 def _(x: Full, y: Full) -> Full:
     return Full(x.x @ y.x)
 

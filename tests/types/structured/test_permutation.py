@@ -10,7 +10,6 @@ from support import arrays
 from support.claims import Claim, claims
 
 import veneer as vn
-from veneer.types.structured import linear_algebra as linear_algebra
 from veneer.types.structured.permutation import Permutation
 from veneer.types.structured.product import Product
 

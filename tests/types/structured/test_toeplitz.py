@@ -8,7 +8,6 @@ import scipy.linalg
 from support.claims import Claim, claims
 
 import veneer as vn
-from veneer.types.structured import linear_algebra as linear_algebra
 from veneer.types.structured import toeplitz as module
 from veneer.types.structured.toeplitz import Circulant, Toeplitz
 

@@ -7,7 +7,6 @@ from jax.scipy.linalg import solve_triangular
 from support.claims import Claim, claims
 
 import veneer as vn
-from veneer.types.structured import linear_algebra as linear_algebra
 from veneer.types.structured.product import Product
 from veneer.types.structured.triangular import Triangular
 

@@ -21,8 +21,7 @@ from ..._core.transform import redispatch
 from ..._core.tree import check_metadata, static
 from ..._core.value import describe, materialise_one
 from ..axes import Leaf, check_arrays, check_axes
-from ..structured.factors import applied
-from ..structured.matrix import Matrix, overrides
+from ..structured.matrix import Matrix, has_method, multiply_vectors
 from .contractions import RANK, Labels, arrange, contract, divide_by_norm, norm, scale_by
 
 
@@ -276,7 +275,7 @@ class LoraArray(Matrix):
     def matvec(self, x: Any, *, precision: Any = None) -> Any:
         if not self.is_sum:
             return NotImplemented
-        times = partial(applied, precision=precision)
+        times = partial(multiply_vectors, precision=precision)
         low = scale_by(self.scale, times(self.b, x))
         return times(self.w, x) + times(self.a, low)
 
@@ -348,7 +347,7 @@ class LoraArray(Matrix):
     def _woodbury_parts(self, method: str) -> Any:
         """Return `(w⁻¹ a).T`, `b` and `C`. NotImplemented if `w` lacks `method` or `solve`."""
         can_factorize = isinstance(self.w, Matrix) and self.is_sum
-        if not can_factorize or not all(overrides(self.w, name) for name in (method, "solve")):
+        if not can_factorize or not all(has_method(self.w, name) for name in (method, "solve")):
             return NotImplemented
         lora = self.with_dense_factors()
         solved_a = self.w.solve(jnp.matrix_transpose(lora.a))

@@ -10,8 +10,7 @@ from jax.sharding import PartitionSpec as P
 from ..._core.rules import register
 from ..._core.transform import redispatch
 from ..axes import Leaf, check_axes
-from ..structured.factors import applied, transposed
-from ..structured.matrix import Matrix, product
+from ..structured.matrix import Matrix, matmul_rule, multiply_vectors
 from .array import LoraArray
 from .contractions import scale_by
 
@@ -75,10 +74,11 @@ class LowRank(Matrix):
         return jax.tree.map(lambda _: next(specs), self, is_leaf=lambda x: x is not self)
 
     def matvec(self, x: Any, *, precision: Any = None) -> Any:
-        return applied(self.a, applied(self.b, x, precision=precision), precision=precision)
+        low = multiply_vectors(self.b, x, precision=precision)
+        return multiply_vectors(self.a, low, precision=precision)
 
     def transposed(self) -> "LowRank":
-        return LowRank(transposed(self.b), transposed(self.a))
+        return LowRank(*(redispatch(jnp.matrix_transpose, w) for w in (self.b, self.a)))
 
     def main_diagonal(self) -> Any:
         def diagonal(a: Any, b: Any) -> Any:
@@ -88,18 +88,18 @@ class LowRank(Matrix):
         return redispatch(diagonal, self.a, self.b)
 
 
-@product
+@matmul_rule
 def _(x: Matrix, y: LowRank) -> LowRank:
     return LowRank(redispatch(jnp.matmul, x, y.a), y.b)
 
 
 # With the same precedence as the rule above, neither would be more specific for two `LowRank`.
-@partial(product, precedence=-1)
+@partial(matmul_rule, precedence=-1)
 def _(x: LowRank, y: Matrix) -> LowRank:
     return LowRank(x.a, redispatch(jnp.matmul, x.b, y))
 
 
-@product
+@matmul_rule
 def _(x: LowRank, y: LowRank) -> LowRank:
     inner = redispatch(jnp.matmul, x.b, y.a)
     if x.b.shape[-2] < y.a.shape[-1]:  # the result has the smaller of the two ranks

@@ -13,7 +13,7 @@ from ..._core.rules import register
 from ..._core.transform import redispatch
 from ..._core.value import make_dense
 from ..._jax.primitives import find_primitive
-from ..zero_preserving import LINEAR, NONLINEAR
+from ..elementwise import LINEAR, NONLINEAR
 from .array import SparseArray
 from .axes import broadcast, rearrange
 from .nm_sparse import NMSparse

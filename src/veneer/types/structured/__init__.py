@@ -1,32 +1,25 @@
-"""Matrices with structure: what each does to vectors, and what follows from that for all.
+"""Structured matrices, which store fewer numbers than the dense matrix and cost fewer operations.
 
-    matrix              `Matrix`, the base, and the rules that all have
-    by_vectors          a dot_general as products of a matrix with vectors
-    linear_algebra      the rules for `jnp.linalg`
+    matrix              `Matrix`, the base class, and decorators that register rules of its types
+    rules               rules of JAX primitives for all structured matrices
+    linear_algebra      rules of the functions of `jnp.linalg` for all structured matrices
 
-A file for each type:
+Each type has a module, which imports only modules above it in this list:
 
     diagonal            `Diagonal`
     banded              `Banded`, `Tridiagonal`
     block_diagonal      `BlockDiagonal`
     identity            `Identity`
     kronecker           `Kronecker`
+    product             `Product`, the product of two structured matrices
     permutation         `Permutation`
-    product             `Product`: two matrices, one after the other
+    triangular          `Triangular`
     symmetric           `Symmetric`
     toeplitz            `Toeplitz`, `Circulant`
-    triangular          `Triangular`
-
-and what several of them use:
-
-    band_elimination    Gaussian elimination of a banded matrix
-    factors             what parts do to vectors, dense or not
-    half_precision      floats of 16 bits, computed with in f32
-    levinson            solves with a Toeplitz matrix
-    stored_entries      elementwise functions of types that store each entry once
 """
 
 from . import linear_algebra as linear_algebra
+from . import rules as rules
 from .banded import Banded, Tridiagonal
 from .block_diagonal import BlockDiagonal
 from .diagonal import Diagonal

@@ -1,23 +1,21 @@
-"""`Tridiagonal` and `Banded`: square matrices with entries near the diagonal alone."""
+"""`Tridiagonal` and `Banded`: square matrices with nonzero entries only near the diagonal."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.lax import linalg as lax_linalg
 
 from ..._core.tree import static
 from ..axes import Array, check_axes
-from . import band_elimination
-from .band_elimination import shifted
 from .diagonal import Diagonal
-from .half_precision import computing_dtype
-from .matrix import Matrix, entrywise, product
-from .stored_entries import stores_entries
+from .matrix import Matrix, computing_dtype, elementwise_rule, matmul_rule, register_elementwise
 
 
-@stores_entries
+@register_elementwise
 class Tridiagonal(Matrix):
     """A tridiagonal matrix `[..., n, n]`, stored as its three diagonals.
 
@@ -81,11 +79,11 @@ class Tridiagonal(Matrix):
     def matvec(self, x: Any, *, precision: Any = None) -> Any:
         del precision
         dtype = jnp.result_type(x, self.diagonal)
-        lower, diagonal, upper, v = _computing(self.lower, self.diagonal, self.upper, x)
+        lower, diagonal, upper, v = _widen(self.lower, self.diagonal, self.upper, x)
         y = diagonal[..., None, :] * v
         if x.shape[-1] > 1:
-            y += _padded(lower[..., None, :] * v[..., :-1], 1, 0)
-            y += _padded(upper[..., None, :] * v[..., 1:], 0, 1)
+            y += _pad(lower[..., None, :] * v[..., :-1], 1, 0)
+            y += _pad(upper[..., None, :] * v[..., 1:], 0, 1)
         return y.astype(dtype)
 
     def transposed(self) -> "Tridiagonal":
@@ -93,11 +91,10 @@ class Tridiagonal(Matrix):
 
     def solve(self, b: Any) -> Any:
         lower, diagonal, upper = map(jnp.asarray, (self.lower, self.diagonal, self.upper))
-        b = jnp.broadcast_to(b, (*diagonal.shape[:-1], *b.shape[-2:]))
         if not b.size:
             return b
-        lower, upper = _padded(lower, 1, 0), _padded(upper, 0, 1)
-        return lax_linalg.tridiagonal_solve(lower, diagonal, upper, b.mT).mT
+        bands = _pad(lower, 1, 0), diagonal, _pad(upper, 0, 1)
+        return lax_linalg.tridiagonal_solve(*bands, b.mT).mT
 
     def cholesky(self) -> "Tridiagonal":
         """Return the lower Cholesky factor, as a structured matrix.
@@ -105,18 +102,18 @@ class Tridiagonal(Matrix):
         All entries are NaN if the matrix is not positive definite.
         """
         diagonal = jnp.moveaxis(jnp.real(self.diagonal), -1, 0)
-        beside = jnp.moveaxis((self.lower + jnp.conj(self.upper)) / 2, -1, 0)
+        subdiagonal = jnp.moveaxis((self.lower + jnp.conj(self.upper)) / 2, -1, 0)
         if not len(diagonal):
             return self
 
-        def step(last: Any, entries: Any) -> Any:
+        def step(previous_root: Any, entries: Any) -> Any:
             d, e = entries
-            e = e / last
+            e = e / previous_root
             root = jnp.sqrt(d - jnp.abs(e) ** 2)
             return root, (root, e)
 
         first = jnp.sqrt(diagonal[0])
-        _, (rest, lower) = lax.scan(step, first, (diagonal[1:], beside))
+        _, (rest, lower) = lax.scan(step, first, (diagonal[1:], subdiagonal))
         roots = jnp.concatenate([first[None], rest])
         valid = jnp.where((roots > 0).all(0), 1, jnp.nan).astype(roots.dtype)
         lower, roots = (jnp.moveaxis(x * valid, 0, -1) for x in (lower, roots))
@@ -124,26 +121,26 @@ class Tridiagonal(Matrix):
 
     def slogdet(self) -> Any:
         diagonal = jnp.moveaxis(jnp.asarray(self.diagonal), -1, 0)
-        around = jnp.moveaxis(self.lower * self.upper, -1, 0)
-        around = jnp.concatenate([jnp.zeros_like(diagonal[:1]), around])
+        products = jnp.moveaxis(self.lower * self.upper, -1, 0)
+        products = jnp.concatenate([jnp.zeros_like(diagonal[:1]), products])
         one = jnp.ones_like(diagonal, shape=diagonal.shape[1:])
 
-        # The determinants of the last two leading minors, over a scale: else they overflow soon.
+        # Carry the last two leading minors, divided by a scale so that they do not overflow.
         def step(minors: Any, entries: Any) -> Any:
-            (last, before), (d, e) = minors, entries
-            new = d * last - e * before
-            scale = lax.stop_gradient(jnp.maximum(jnp.abs(new), jnp.abs(last)))
-            scale = jnp.where(scale == 0, 1, scale)  # both 0, and all that follow
-            return (new / scale, last / scale), jnp.log(scale)
+            (minor, previous), (d, e) = minors, entries
+            new = d * minor - e * previous
+            scale = lax.stop_gradient(jnp.maximum(jnp.abs(new), jnp.abs(minor)))
+            scale = jnp.where(scale == 0, 1, scale)  # if both are 0, so are all later minors
+            return (new / scale, minor / scale), jnp.log(scale)
 
-        (last, _), logs = lax.scan(step, (one, 0 * one), (diagonal, around), unroll=8)
-        return jnp.sign(last), logs.sum(0) + jnp.log(jnp.abs(last))
+        (minor, _), logs = lax.scan(step, (one, 0 * one), (diagonal, products), unroll=8)
+        return jnp.sign(minor), logs.sum(0) + jnp.log(jnp.abs(minor))
 
     def main_diagonal(self) -> Any:
         return self.diagonal
 
 
-@stores_entries
+@register_elementwise
 class Banded(Matrix):
     """A banded matrix `[..., n, n]`, stored as its main diagonal and nearby diagonals.
 
@@ -192,46 +189,122 @@ class Banded(Matrix):
         check_axes(self, Array, bands=f"{self.upper + 1 + self.lower} n")
 
     def rescaled(self, scale: Callable[[Any], Any]) -> "Banded":
-        # Corners are not read: a derivative by one of them must not be 0 times infinity.
+        # Replace entries outside of the matrix by ones. Their derivative must be 0. It would be NaN
+        # if the derivative of `scale` there were infinite.
         bands = jnp.asarray(self.bands)
         row = jnp.arange(bands.shape[-2])[:, None] - self.upper + jnp.arange(bands.shape[-1])
-        read = (row >= 0) & (row < bands.shape[-1])
+        is_inside = (row >= 0) & (row < bands.shape[-1])
         ones = jnp.ones((), bands.dtype)
-        return Banded(scale(jnp.where(read, bands, ones)), self.lower, self.upper)
+        return Banded(scale(jnp.where(is_inside, bands, ones)), self.lower, self.upper)
 
     def materialise(self) -> Any:
         """Return the dense matrix."""
         bands = jnp.asarray(self.bands)
         column = jnp.arange(bands.shape[-1])
         band = self.upper + column[:, None] - column
-        stored = (band >= 0) & (band < bands.shape[-2])
-        entries = bands[..., jnp.where(stored, band, 0), jnp.broadcast_to(column, band.shape)]
-        return jnp.where(stored, entries, jnp.zeros((), bands.dtype))
+        is_stored = (band >= 0) & (band < bands.shape[-2])
+        entries = bands[..., jnp.where(is_stored, band, 0), jnp.broadcast_to(column, band.shape)]
+        return jnp.where(is_stored, entries, jnp.zeros((), bands.dtype))
 
     def matvec(self, x: Any, *, precision: Any = None) -> Any:
         del precision
-        bands, v = _computing(self.bands, x)
-        terms = [
-            shifted(bands[..., None, i, :] * v, i - self.upper) for i in range(bands.shape[-2])
-        ]
+        bands, v = _widen(self.bands, x)
+        terms = [_shift(bands[..., None, i, :] * v, i - self.upper) for i in range(bands.shape[-2])]
         return sum(terms[1:], terms[0]).astype(jnp.result_type(x, self.bands))
 
     def transposed(self) -> "Banded":
         bands = jnp.asarray(self.bands)
-        moved = [shifted(bands[..., i, :], i - self.upper) for i in range(bands.shape[-2])]
-        return Banded(jnp.stack(moved[::-1], -2), lower=self.upper, upper=self.lower)
+        rows = [_shift(bands[..., i, :], i - self.upper) for i in range(bands.shape[-2])]
+        return Banded(jnp.stack(rows[::-1], -2), lower=self.upper, upper=self.lower)
 
     def solve(self, b: Any) -> Any:
-        b = jnp.broadcast_to(b, (*self.bands.shape[:-2], *b.shape[-2:]))
-        fixed = Banded(lax.stop_gradient(self.bands), self.lower, self.upper)
-        by = lambda a: lambda _, b: band_elimination.solve(a.bands, b, a.lower, a.upper)
-        return lax.custom_linear_solve(self.matvec, b, by(fixed), by(fixed.transposed()))
+        a = Banded(lax.stop_gradient(self.bands), self.lower, self.upper)
+        solve = lambda _, b: _solve_by_elimination(a, b)
+        solve_transposed = lambda _, b: _solve_by_elimination(a.transposed(), b)
+        return lax.custom_linear_solve(self.matvec, b, solve, solve_transposed)
 
     def slogdet(self) -> Any:
-        return band_elimination.slogdet(jnp.asarray(self.bands), self.lower, self.upper)
+        @functools.partial(jnp.vectorize, signature="(w,n)->(),()")
+        def slogdet_one(bands: Any) -> Any:
+            no_vectors = jnp.zeros((bands.shape[-1], 0), bands.dtype)
+            pivot_rows, _, is_swap = _eliminate(bands, no_vectors, self.lower, self.upper)
+            pivots = pivot_rows[:, 0]
+            signs = jnp.where(is_swap, -1, 1).astype(pivots.dtype)
+            return (signs * jnp.sign(pivots)).prod(), jnp.log(jnp.abs(pivots)).sum()
+
+        return slogdet_one(jnp.asarray(self.bands))
 
     def main_diagonal(self) -> Any:
         return self.bands[..., self.upper, :]
+
+
+def _shift(x: Any, by: int) -> Any:
+    """Move entries towards the end of the last axis by `by` places, and fill with zeros."""
+    by = max(-x.shape[-1], min(by, x.shape[-1]))
+    return _pad(x, by, -by)
+
+
+def _pad(x: Any, before: int, after: int) -> Any:
+    config = [(0, 0, 0)] * (x.ndim - 1) + [(before, after, 0)]
+    return lax.pad(x, jnp.zeros((), x.dtype), config)
+
+
+def _widen(*arrays: Any) -> list[Any]:
+    dtype = computing_dtype(*arrays)
+    return [jnp.asarray(x, dtype) for x in arrays]
+
+
+def _solve_by_elimination(a: Banded, b: Any) -> Any:
+    """Solve `a @ x = v` for each row `v` of `b` `[*lead, k, n]`."""
+
+    @functools.partial(jnp.vectorize, signature="(w,n),(k,n)->(k,n)")
+    def solve_one(bands: Any, b: Any) -> Any:
+        pivot_rows, b, _ = _eliminate(bands, b.T, a.lower, a.upper)
+
+        def substitute(later: Any, step: Any) -> Any:  # `later` are the entries of x below this one
+            row, v = step
+            x = (v - (row[1:, None] * later).sum(0)) / row[0]
+            return jnp.concatenate([x[None], later])[: len(later)], x
+
+        zeros = jnp.zeros((a.lower + a.upper, b.shape[1]), b.dtype)
+        return lax.scan(substitute, zeros, (pivot_rows, b), reverse=True)[1].T
+
+    return solve_one(a.bands, b)
+
+
+def _eliminate(bands: Any, b: Any, lower: int, upper: int) -> Any:
+    """Eliminate the entries below the diagonal, with partial pivoting.
+
+    Each of the `n` steps chooses its pivot in a window of the `lower + 1` rows that reach its
+    column. So a row of the upper factor has up to `lower + upper` entries after the pivot (Golub
+    and Van Loan, *Matrix Computations*, 4.3.3).
+
+    **Arguments:**
+
+    - `bands`: the bands `[lower + upper + 1, n]`.
+    - `b`: the right-hand sides, one per column, `[n, k]`.
+
+    **Returns:** `(pivot_rows, b, is_swap)`: the rows of the upper factor from the pivot on,
+    `[n, lower + upper + 1]`; `b` after the same operations; and whether each step swapped rows.
+    """
+    width = lower + upper + 1
+    # Row i holds columns i - lower to i + upper. Rows of zeros follow the last row.
+    rows = jnp.stack([_shift(bands[upper - d], -d) for d in range(-lower, upper + 1)], -1)
+    rows = jnp.concatenate([rows, jnp.zeros((lower, width), rows.dtype)])
+    b = jnp.concatenate([b, jnp.zeros((lower, b.shape[1]), b.dtype)])
+
+    def step(window: Any, next_row: Any) -> Any:
+        a, v = jax.tree.map(lambda old, new: jnp.concatenate([old, new[None]]), window, next_row)
+        pivot = jnp.argmax(jnp.abs(a[:, 0]))
+        a, v = (x.at[pivot].set(x[0]).at[0].set(x[pivot]) for x in (a, v))
+        factors = a[1:, :1] / jnp.where(a[0, 0] == 0, 1, a[0, 0])  # the column can be all zeros
+        remaining = _shift(a[1:] - factors * a[0], -1), v[1:] - factors * v[0]
+        return remaining, (a[0], v[0], pivot != 0)
+
+    # The rows of the first window begin at column 0, not at column i - lower.
+    first = [_shift(rows[i], i - lower) for i in range(lower)]
+    window = jnp.stack(first) if first else rows[:0]
+    return lax.scan(step, (window, b[:lower]), (rows[lower:], b[lower:]))[1]
 
 
 Band = Banded | Tridiagonal | Diagonal
@@ -240,81 +313,63 @@ Band = Banded | Tridiagonal | Diagonal
 def _as_banded(x: Band) -> Banded:
     if isinstance(x, Banded):
         return x
-    if isinstance(x, Diagonal):
-        return Banded(jnp.asarray(x.diagonal)[..., None, :], lower=0, upper=0)
     diagonal = jnp.asarray(x.diagonal)
+    if isinstance(x, Diagonal):
+        return Banded(diagonal[..., None, :], lower=0, upper=0)
     if not diagonal.shape[-1]:
         return Banded(jnp.zeros((*diagonal.shape[:-1], 3, 0), diagonal.dtype), lower=1, upper=1)
     upper, lower = jnp.asarray(x.upper), jnp.asarray(x.lower)
-    return Banded(jnp.stack([_padded(upper, 1, 0), diagonal, _padded(lower, 0, 1)], -2), 1, 1)
+    return Banded(jnp.stack([_pad(upper, 1, 0), diagonal, _pad(lower, 0, 1)], -2), 1, 1)
 
 
-def _padded(x: Any, before: int, after: int) -> Any:
-    config = [(0, 0, 0)] * (x.ndim - 1) + [(before, after, 0)]
-    return lax.pad(x, jnp.zeros((), x.dtype), config)
-
-
-def _computing(*arrays: Any) -> list[Any]:
-    dtype = computing_dtype(*arrays)
-    return [jnp.asarray(x, dtype) for x in arrays]
-
-
-@product
+@matmul_rule
 def _(x: Diagonal, y: Tridiagonal) -> Tridiagonal:
     d = x.diagonal
     return Tridiagonal(y.lower * d[..., 1:], y.diagonal * d, y.upper * d[..., :-1])
 
 
-@product
+@matmul_rule
 def _(x: Tridiagonal, y: Diagonal) -> Tridiagonal:
     d = y.diagonal
     return Tridiagonal(x.lower * d[..., :-1], x.diagonal * d, x.upper * d[..., 1:])
 
 
-@product
+@matmul_rule
 def _(x: Band, y: Band) -> Banded:
-    """Entries of x at offset d and of y at offset e make the product's at d + e."""
+    """Multiply by diagonals: diagonals `d` of `x` and `e` of `y` contribute to diagonal `d + e`."""
     a, b = _as_banded(x), _as_banded(y)
     last = max(a.bands.shape[-1] - 1, 0)
     lower, upper = min(a.lower + b.lower, last), min(a.upper + b.upper, last)
-    a_bands, b_bands = _computing(a.bands, b.bands)
+    a_bands, b_bands = _widen(a.bands, b.bands)
     sums: dict[int, Any] = {}
     for d in range(-a.lower, a.upper + 1):
         for e in range(-b.lower, b.upper + 1):
-            # At the row of y, which is the column of x; what y stores outside of itself is dropped.
-            term = a_bands[..., a.upper - d, :] * shifted(b_bands[..., b.upper - e, :], -e)
-            term = shifted(term, e)
+            # Align both bands at the column of x, which is the row of y. The shift drops entries
+            # of `b_bands` that lie outside of the matrix.
+            term = a_bands[..., a.upper - d, :] * _shift(b_bands[..., b.upper - e, :], -e)
+            term = _shift(term, e)
             sums[d + e] = sums[d + e] + term if d + e in sums else term
     bands = jnp.stack([sums[offset] for offset in range(upper, -lower - 1, -1)], -2)
     return Banded(bands.astype(jnp.result_type(a.bands, b.bands)), lower, upper)
 
 
-@entrywise("add")
-def _(x: Tridiagonal, y: Tridiagonal, **params: Any) -> Tridiagonal:
-    del params
-    return Tridiagonal(x.lower + y.lower, x.diagonal + y.diagonal, x.upper + y.upper)
-
-
-@entrywise("add")
-def _(x: Tridiagonal, y: Diagonal, **params: Any) -> Tridiagonal:
-    del params
+@elementwise_rule("add")
+def _(x: Tridiagonal, y: Diagonal) -> Tridiagonal:
     return Tridiagonal(x.lower, x.diagonal + y.diagonal, x.upper)
 
 
-@entrywise("add")
-def _(x: Diagonal, y: Tridiagonal, **params: Any) -> Tridiagonal:
-    del params
+@elementwise_rule("add")
+def _(x: Diagonal, y: Tridiagonal) -> Tridiagonal:
     return Tridiagonal(y.lower, x.diagonal + y.diagonal, y.upper)
 
 
-@entrywise("add")
-def _(x: Band, y: Band, **params: Any) -> Banded:
-    del params
+@elementwise_rule("add")
+def _(x: Band, y: Band) -> Banded:
     a, b = _as_banded(x), _as_banded(y)
     lower, upper = max(a.lower, b.lower), max(a.upper, b.upper)
 
-    def widened(m: Banded) -> Any:
+    def pad_bands(m: Banded) -> Any:
         config = [(0, 0)] * (m.bands.ndim - 2) + [(upper - m.upper, lower - m.lower), (0, 0)]
         return jnp.pad(m.bands, config)
 
-    return Banded(widened(a) + widened(b), lower, upper)
+    return Banded(pad_bands(a) + pad_bands(b), lower, upper)

@@ -1,6 +1,7 @@
-"""`BlockDiagonal`: equal-sized blocks along the diagonal, and nothing beside them."""
+"""`BlockDiagonal`: a block-diagonal matrix with blocks of equal size."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -11,12 +12,18 @@ from ..._core.transform import redispatch
 from ..._core.value import materialise_one
 from ..axes import Leaf, check_axes
 from .diagonal import Diagonal
-from .factors import applied, converted, is_square, solved, transposed
-from .matrix import Matrix, product
-from .stored_entries import stores_entries
+from .matrix import (
+    Matrix,
+    elementwise_rule,
+    is_square,
+    matmul_rule,
+    multiply_vectors,
+    register_elementwise,
+    solve_vectors,
+)
 
 
-@stores_entries
+@register_elementwise
 class BlockDiagonal(Matrix):
     """A block-diagonal matrix `[..., k m, k n]` with `k` blocks `[m, n]`.
 
@@ -90,30 +97,27 @@ class BlockDiagonal(Matrix):
         return spread.reshape(*lead, k * m, k * n)
 
     def matvec(self, x: Any, *, precision: Any = None) -> Any:
-        y = self._by_blocks(x, lambda w, x: applied(w, x, precision=precision))
+        y = self._map_vectors(partial(multiply_vectors, precision=precision), x)
         return y.astype(jnp.result_type(x, self.dtype))
 
-    def _by_blocks(self, x: Any, of: Callable[[Any, Any], Any]) -> Any:
-        """`of` the blocks and their parts of each vector."""
+    def _map_vectors(self, function: Callable[[Any, Any], Any], x: Any) -> Any:
+        """Split the vectors `x` into one part per block. Apply `function(blocks, parts)`."""
         *_, k, _, n = self.blocks.shape
         parts = x.reshape(*x.shape[:-1], k, n).swapaxes(-3, -2)
-        parts = of(self.blocks, parts).swapaxes(-3, -2)
+        parts = function(self.blocks, parts).swapaxes(-3, -2)
         return parts.reshape(*parts.shape[:-2], k * parts.shape[-1])
 
     def transposed(self) -> "BlockDiagonal":
-        return BlockDiagonal(transposed(self.blocks))
-
-    def converted(self, dtype: Any) -> "BlockDiagonal":
-        return BlockDiagonal(converted(self.blocks, dtype))
+        return BlockDiagonal(redispatch(jnp.matrix_transpose, self.blocks))
 
     def solve(self, b: Any) -> Any:
-        return self._by_blocks(b, solved) if is_square(self.blocks) else NotImplemented
+        return self._map_vectors(solve_vectors, b) if is_square(self.blocks) else NotImplemented
 
     def inverse(self) -> Any:
-        return self._of_blocks(jnp.linalg.inv)
+        return self._map_blocks(jnp.linalg.inv)
 
     def cholesky(self) -> Any:
-        return self._of_blocks(jnp.linalg.cholesky)
+        return self._map_blocks(jnp.linalg.cholesky)
 
     def slogdet(self) -> Any:
         if not is_square(self.blocks):
@@ -127,53 +131,46 @@ class BlockDiagonal(Matrix):
         entries = redispatch(jnp.linalg.diagonal, self.blocks)
         return entries.reshape(*self.shape[:-2], self.shape[-1])
 
-    def _of_blocks(self, function: Callable) -> Any:
+    def _map_blocks(self, function: Callable) -> Any:
         if not is_square(self.blocks):
             return NotImplemented
         return BlockDiagonal(redispatch(function, self.blocks))
 
 
-@product
+@matmul_rule
 def _(x: BlockDiagonal, y: BlockDiagonal) -> Any:
-    (*_, k, _, n), (*_, others, m, _) = x.blocks.shape, y.blocks.shape
-    if (k, n) != (others, m):
+    (*_, x_count, _, n), (*_, y_count, m, _) = x.blocks.shape, y.blocks.shape
+    if (x_count, n) != (y_count, m):
         return NotImplemented
     return BlockDiagonal(redispatch(jnp.matmul, x.blocks, y.blocks))
 
 
-@product
+@matmul_rule
 def _(x: Diagonal, y: BlockDiagonal) -> BlockDiagonal:
     *lead, k, m, _ = y.blocks.shape
     rows = jnp.reshape(x.diagonal, (*lead, k, m, 1))
     return BlockDiagonal(redispatch(jnp.multiply, rows, y.blocks))
 
 
-@product
+@matmul_rule
 def _(x: BlockDiagonal, y: Diagonal) -> BlockDiagonal:
     *lead, k, _, n = x.blocks.shape
     columns = jnp.reshape(y.diagonal, (*lead, k, 1, n))
     return BlockDiagonal(redispatch(jnp.multiply, x.blocks, columns))
 
 
-def _of_two(name: str, operation: Callable) -> None:
-    @register(name)
-    def _(x: BlockDiagonal, y: BlockDiagonal, **params: Any) -> Any:
-        del params
-        if x.blocks.shape[-3:] != y.blocks.shape[-3:]:
-            return NotImplemented
-        return BlockDiagonal(redispatch(operation, x.blocks, y.blocks))
-
-
-_of_two("add", jnp.add)
-_of_two("mul", jnp.multiply)
+@elementwise_rule("mul")
+def _(x: BlockDiagonal, y: BlockDiagonal) -> Any:
+    if x.blocks.shape != y.blocks.shape:
+        return NotImplemented
+    return BlockDiagonal(redispatch(jnp.multiply, x.blocks, y.blocks))
 
 
 @register("mul")
 def _(x: BlockDiagonal, y: ArrayLike, **params: Any) -> Any:
-    """Elementwise, which leaves nothing beside the blocks."""
     del params
     if jnp.shape(y)[-2:] != x.shape[-2:]:
-        return NotImplemented
+        return NotImplemented  # a number, which a rule of all matrices multiplies by
     *_, k, m, n = x.blocks.shape
     y = jnp.asarray(y)
     blocks = jnp.diagonal(y.reshape(*y.shape[:-2], k, m, k, n), axis1=-4, axis2=-2)

@@ -1,4 +1,4 @@
-"""`Diagonal`: a square matrix with nothing beside its diagonal."""
+"""`Diagonal`: a diagonal matrix, stored as its diagonal."""
 
 from typing import Any, ClassVar
 
@@ -8,11 +8,16 @@ from jax.typing import ArrayLike
 from ..._core.rules import register
 from ..._core.transform import redispatch
 from ..axes import Array, check_axes
-from .matrix import Matrix, entrywise, product
-from .stored_entries import stores_entries
+from .matrix import (
+    Matrix,
+    elementwise_rule,
+    matmul_rule,
+    register_elementwise,
+    slogdet_of_diagonal,
+)
 
 
-@stores_entries
+@register_elementwise
 class Diagonal(Matrix):
     """A diagonal matrix `[..., n, n]`, stored as its `n` diagonal entries.
 
@@ -68,40 +73,28 @@ class Diagonal(Matrix):
         return Diagonal(1 / self.diagonal)
 
     def cholesky(self) -> "Diagonal":
-        # Of the Hermitian part, as JAX takes it.
+        # JAX factorizes the Hermitian part, whose diagonal is real.
         real = jnp.real(jnp.asarray(self.diagonal))
         return Diagonal(jnp.sqrt(real).astype(jnp.result_type(self.diagonal)))
 
     def slogdet(self) -> Any:
-        return jnp.sign(self.diagonal).prod(-1), jnp.log(jnp.abs(self.diagonal)).sum(-1)
+        return slogdet_of_diagonal(self.diagonal)
 
     def main_diagonal(self) -> Any:
         return self.diagonal
 
 
-@product
+@elementwise_rule("mul")
+@matmul_rule
 def _(x: Diagonal, y: Diagonal) -> Diagonal:
-    return Diagonal(x.diagonal * y.diagonal)
-
-
-@entrywise("add")
-def _(x: Diagonal, y: Diagonal, **params: Any) -> Diagonal:
-    del params
-    return Diagonal(x.diagonal + y.diagonal)
-
-
-@entrywise("mul")
-def _(x: Diagonal, y: Diagonal, **params: Any) -> Diagonal:
-    del params
     return Diagonal(x.diagonal * y.diagonal)
 
 
 @register("mul")
 def _(x: Diagonal, y: Matrix | ArrayLike, **params: Any) -> Any:
-    """Elementwise, which leaves nothing beside the diagonal; a number is a case of it."""
     del params
     if jnp.shape(y)[-2:] != x.shape[-2:]:
-        return NotImplemented
+        return NotImplemented  # a number, which a rule of all matrices multiplies by
     return Diagonal(x.diagonal * redispatch(jnp.linalg.diagonal, y))
 
 
@@ -109,7 +102,7 @@ def _(x: Diagonal, y: Matrix | ArrayLike, **params: Any) -> Any:
 def _(
     a: Diagonal, b: ArrayLike, *, left_side: bool, conjugate_a: bool, unit_diagonal: bool, **params
 ) -> Any:
-    del params  # which triangle is read, and whether it is transposed
+    del params  # the triangle to read, and whether to transpose it: both are the diagonal here
     if unit_diagonal:
         return b
     entries = jnp.conj(a.diagonal) if conjugate_a else a.diagonal

@@ -1,7 +1,8 @@
-"""`Identity`: the identity matrix, of which nothing is stored."""
+"""`Identity`: an identity matrix that stores no entries."""
 
 import operator
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,11 +15,11 @@ from ..._core.rules import register
 from ..._core.transform import redispatch
 from ..._jax.primitives import find_primitive
 from ..axes import Leaf, check_axes
-from ..zero_preserving import LINEAR, NONLINEAR
 from .diagonal import Diagonal
-from .matrix import Matrix, product
+from .matrix import Matrix, matmul_rule, register_elementwise
 
 
+@register_elementwise
 class Identity(Matrix):
     """An identity matrix `[*leading, n, n]` that stores no entries.
 
@@ -103,27 +104,26 @@ class Identity(Matrix):
         return f"Identity({self.aval().str_short(short_dtypes=True)})"
 
 
-def _other(x: Matrix, y: Matrix) -> Matrix:
-    dtype = jnp.result_type(x.dtype, y.dtype)
-    return y if y.dtype == dtype else y.converted(dtype)
+# These rules precede the rules of other types for a product with any matrix. Their precedences
+# differ: for two identities, all of them fit, and two rules of equal precedence would be ambiguous.
+@partial(matmul_rule, precedence=1)
+def _(x: Identity, y: Matrix) -> Matrix:
+    return _promote(y, x)
 
 
-# Before the rules of other types for a product with any matrix.
-def _left_identity(x: Identity, y: Matrix) -> Matrix:
-    return _other(x, y)
+@partial(matmul_rule, precedence=2)
+def _(x: Matrix, y: Identity) -> Matrix:
+    return _promote(x, y)
 
 
-def _right_identity(x: Matrix, y: Identity) -> Matrix:
-    return _other(y, x)
+@partial(matmul_rule, precedence=3)
+def _(x: Identity, y: Identity) -> Matrix:
+    return _promote(x, y)
 
 
-def _both_identities(x: Identity, y: Identity) -> Matrix:
-    return _other(x, y)
-
-
-# Each of its own precedence: where the rule for two identities declines, the others would tie.
-for _precedence, _rule in enumerate((_left_identity, _right_identity, _both_identities), 1):
-    product(_rule, precedence=_precedence)
+def _promote(x: Matrix, eye: Identity) -> Matrix:
+    dtype = jnp.result_type(x.dtype, eye.dtype)
+    return x if x.dtype == dtype else x.converted(dtype)
 
 
 @register("triangular_solve")
@@ -132,39 +132,19 @@ def _(a: Identity, b: ArrayLike, **params: Any) -> Any:
     return b
 
 
-def _as_diagonal(name: str) -> None:
-    primitive = find_primitive(name)
-
-    @register(primitive)
-    def _(x: Identity, **params: Any) -> Any:
-        return redispatch(lambda x: primitive.bind(x, **params), x.as_diagonal())
-
-
-for _primitive in (*LINEAR, *NONLINEAR, "integer_pow"):
-    _as_diagonal(_primitive)
-
-
-def _as_diagonal_beside(name: str) -> None:
-    operation = find_primitive(name)
-
-    def of_both(x: Identity, y: Any, params: dict[str, Any]) -> Any:
-        return redispatch(lambda x, y: operation.bind(x, y, **params), x.as_diagonal(), y)
-
-    # After the rules of other types for a sum with any matrix.
-    @register(operation, precedence=-1)
-    def _(x: Identity, y: Matrix, **params: Any) -> Any:
-        return of_both(x, y, params)
-
-    @register(operation)
-    def _(x: Identity, y: Identity, **params: Any) -> Any:
-        return of_both(x, y.as_diagonal(), params)
-
-
-_as_diagonal_beside("add")
-_as_diagonal_beside("mul")
-
-
 @register("mul")
 def _(x: Identity, y: ArrayLike, **params: Any) -> Any:
     del params
     return redispatch(lax.mul, x.as_diagonal(), y)
+
+
+def _register_as_diagonal(name: str) -> None:
+    primitive = find_primitive(name)
+
+    @register(primitive, precedence=-1)  # after the rules of other types for any matrix
+    def _(x: Identity, y: Matrix, **params: Any) -> Any:
+        return redispatch(lambda x, y: primitive.bind(x, y, **params), x.as_diagonal(), y)
+
+
+for _name in ("add", "mul"):
+    _register_as_diagonal(_name)

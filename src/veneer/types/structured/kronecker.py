@@ -11,8 +11,7 @@ from ..._core.transform import redispatch
 from ..._core.value import materialise_one
 from ..._jax.primitives import find_primitive
 from ..axes import Leaf, check_axes
-from .factors import applied, converted, is_square, solved, transposed
-from .matrix import Matrix, product
+from .matrix import Matrix, is_square, matmul_rule, multiply_vectors, solve_vectors
 
 
 class Kronecker(Matrix):
@@ -68,41 +67,43 @@ class Kronecker(Matrix):
         return entries.reshape(*a.shape[:-2], m1 * m2, n1 * n2)
 
     def matvec(self, x: Any, *, precision: Any = None) -> Any:
-        y = self._by_factors(x, lambda w, x: applied(w, x, precision=precision))
+        y = self._map_vectors(partial(multiply_vectors, precision=precision), x)
         return y.astype(jnp.result_type(x, self.dtype))
 
-    def _by_factors(self, x: Any, of: Callable[[Any, Any], Any]) -> Any:
-        """`of` b and the rows of each vector as a matrix, then of a and the columns."""
+    def _map_vectors(self, function: Callable[[Any, Any], Any], x: Any) -> Any:
+        """Apply `function(factor, vectors)` to the vectors `x`, viewed as matrices `[n1, n2]`.
+
+        Apply it with `b` to the rows, and then with `a` to the columns of the result.
+        """
         *lead, k, _ = x.shape
         n1, n2 = self.a.shape[-1], self.b.shape[-1]
-        x = of(self.b, x.reshape(*lead, k * n1, n2))
+        x = function(self.b, x.reshape(*lead, k * n1, n2))
         *lead, _, m2 = x.shape
-        x = of(self.a, x.reshape(*lead, k, n1, m2).mT.reshape(*lead, k * m2, n1))
+        x = function(self.a, x.reshape(*lead, k, n1, m2).mT.reshape(*lead, k * m2, n1))
         m1 = x.shape[-1]
         return x.reshape(*lead, k, m2, m1).mT.reshape(*lead, k, m1 * m2)
 
     def transposed(self) -> "Kronecker":
-        return Kronecker(transposed(self.a), transposed(self.b))
+        return self._map_factors(jnp.matrix_transpose)
 
     def rescaled(self, scale: Any) -> "Kronecker":
-        if isinstance(self.a, Matrix) and not isinstance(self.b, Matrix):  # a may have to be dense
+        # Scale a dense factor if there is one: a structured factor might be materialized.
+        if isinstance(self.a, Matrix) and not isinstance(self.b, Matrix):
             return Kronecker(self.a, scale(self.b))
         return Kronecker(scale(self.a), self.b)
 
-    def converted(self, dtype: Any) -> "Kronecker":
-        return Kronecker(converted(self.a, dtype), converted(self.b, dtype))
-
     def solve(self, b: Any) -> Any:
-        return self._by_factors(b, solved) if self._of_square_ones() else NotImplemented
+        return self._map_vectors(solve_vectors, b) if self._has_square_factors else NotImplemented
 
     def inverse(self) -> Any:
-        return self._of_each(jnp.linalg.inv)
+        return self._map_factors(jnp.linalg.inv) if self._has_square_factors else NotImplemented
 
     def cholesky(self) -> Any:
-        return self._of_each(jnp.linalg.cholesky)
+        has_factor = self._has_square_factors
+        return self._map_factors(jnp.linalg.cholesky) if has_factor else NotImplemented
 
     def slogdet(self) -> Any:
-        if not self._of_square_ones():
+        if not self._has_square_factors:
             return NotImplemented
         (sign_a, log_a), (sign_b, log_b) = map(
             partial(redispatch, jnp.linalg.slogdet), (self.a, self.b)
@@ -111,49 +112,42 @@ class Kronecker(Matrix):
         return sign_a**n2 * sign_b**n1, n2 * log_a + n1 * log_b
 
     def main_diagonal(self) -> Any:
-        if not self._of_square_ones():
+        if not self._has_square_factors:
             return NotImplemented
         a, b = map(partial(redispatch, jnp.linalg.diagonal), (self.a, self.b))
         entries = a[..., :, None] * b[..., None, :]
         return entries.reshape(*a.shape[:-1], self.shape[-1])
 
-    def _of_each(self, function: Callable) -> Any:
-        if not self._of_square_ones():
-            return NotImplemented
+    def _map_factors(self, function: Callable) -> "Kronecker":
         return Kronecker(redispatch(function, self.a), redispatch(function, self.b))
 
-    def _of_square_ones(self) -> bool:
+    @property
+    def _has_square_factors(self) -> bool:
         return is_square(self.a) and is_square(self.b)
 
 
-def _same_factors(x: Kronecker, y: Kronecker) -> bool:
-    return x.a.shape == y.a.shape and x.b.shape == y.b.shape
-
-
-@product
+@matmul_rule
 def _(x: Kronecker, y: Kronecker) -> Any:
-    fit = x.a.shape[-1] == y.a.shape[-2] and x.b.shape[-1] == y.b.shape[-2]
-    multiply = partial(redispatch, jnp.matmul)
-    return Kronecker(multiply(x.a, y.a), multiply(x.b, y.b)) if fit else NotImplemented
+    if x.a.shape[-1] != y.a.shape[-2] or x.b.shape[-1] != y.b.shape[-2]:
+        return NotImplemented
+    return Kronecker(redispatch(jnp.matmul, x.a, y.a), redispatch(jnp.matmul, x.b, y.b))
 
 
 @register("mul")
 def _(x: Kronecker, y: Kronecker, **params: Any) -> Any:
     del params
-    multiply = partial(redispatch, jnp.multiply)
-    same = _same_factors(x, y)
-    return Kronecker(multiply(x.a, y.a), multiply(x.b, y.b)) if same else NotImplemented
+    if x.a.shape != y.a.shape or x.b.shape != y.b.shape:
+        return NotImplemented
+    return Kronecker(redispatch(jnp.multiply, x.a, y.a), redispatch(jnp.multiply, x.b, y.b))
 
 
-def _multiplicative(name: str) -> None:
-    """Of a function with `f(a b) == f(a) f(b)`."""
+def _register_on_factors(name: str) -> None:
     primitive = find_primitive(name)
 
     @register(primitive)
     def _(x: Kronecker, **params: Any) -> Kronecker:
-        of = partial(redispatch, lambda w: primitive.bind(w, **params))
-        return Kronecker(of(x.a), of(x.b))
+        return x._map_factors(lambda w: primitive.bind(w, **params))
 
 
-for _primitive in ("abs", "sign", "square", "integer_pow"):
-    _multiplicative(_primitive)
+for _name in ("abs", "sign", "square", "integer_pow"):  # f(a b) == f(a) f(b)
+    _register_on_factors(_name)

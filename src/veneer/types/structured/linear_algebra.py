@@ -1,15 +1,13 @@
-"""Linear algebra of structured matrices: solves, determinants, inverses, traces.
+"""Rules for linear algebra on structured matrices: solves, determinants, inverses, traces.
 
-`jnp.linalg.solve` factorises its matrix, and hands the factors to `custom_linear_solve` beside the
-matrix itself. So a factorisation of a structured matrix is deferred; a solve by deferred factors is
-the solve by the structure, and the factors are never computed. A program that reads them finds
-those of the dense matrix.
+`jnp.linalg.solve` factorizes its matrix, and passes the matrix and its factors to
+`custom_linear_solve`. So the factorization of a structured matrix returns deferred factors, and the
+rule of `custom_linear_solve` calls `Matrix.solve` instead of using them. The factors of the dense
+matrix are computed only if a program reads them.
 """
 
-import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,42 +18,36 @@ from ..._core.rules import register
 from ..._core.surface.array import ImplicitArray
 from ..._jax.primitives import split_list
 from ..lazy import Lazy
-from .by_vectors import ByVectors, by_vectors
-from .matrix import Matrix, overrides
+from .matrix import Matrix, has_method
+from .rules import VectorLayout, invert_permutation, vector_layout
 
-_FACTORISATIONS = ("lu", "cholesky")
-
-
-def _full_precision() -> AbstractContextManager:
-    """That of a factorisation, for the products by which a structure does without one."""
-    return jax.default_matmul_precision("highest")
+# Products that replace a factorization have its full precision.
+_full_precision = partial(jax.default_matmul_precision, "highest")
 
 
-@register("lu")
-def _lu(a: Matrix, **params: Any) -> Any:
-    return Lazy.deferred("lu", [a], params) if overrides(a, "solve") else NotImplemented
+def _defer_factorization(name: str) -> None:
+    @register(name)
+    def _(a: Matrix, **params: Any) -> Any:
+        return Lazy.deferred(name, [a], params) if has_method(a, "solve") else NotImplemented
 
 
-@register("cholesky")
-def _cholesky(a: Matrix, **params: Any) -> Any:
-    return Lazy.deferred("cholesky", [a], params) if overrides(a, "solve") else NotImplemented
+for _name in ("lu", "cholesky"):
+    _defer_factorization(_name)
 
-
-# JAX takes the triangle that it means of a Cholesky factor, and perhaps the transpose.
+# JAX selects one triangle of a Cholesky factor, and may transpose it. The result is deferred, too.
 
 
 @register("select_n")
-def _triangle(mask: ArrayLike, zeros: ArrayLike, factor: Lazy) -> Any:
+def _select_triangle(mask: ArrayLike, zeros: ArrayLike, factor: Lazy) -> Any:
     if not _is_deferred_factor(factor):
         return NotImplemented
     return Lazy.deferred("select_n", [mask, zeros, factor], {})
 
 
 @register("transpose")
-def _factor_transposed(factor: Lazy, *, permutation: Any) -> Any:
-    lead = range(factor.ndim - 2)
-    swaps = tuple(permutation) == (*lead, factor.ndim - 1, factor.ndim - 2)
-    if not (swaps and _is_deferred_factor(factor)):
+def _transpose_factor(factor: Lazy, *, permutation: Any) -> Any:
+    swaps_last_axes = (*range(factor.ndim - 2), factor.ndim - 1, factor.ndim - 2)
+    if tuple(permutation) != swaps_last_axes or not _is_deferred_factor(factor):
         return NotImplemented
     return Lazy(_matrix_transpose, factor)
 
@@ -64,30 +56,8 @@ def _matrix_transpose(x: Any) -> Any:
     return x.mT
 
 
-@register("custom_linear_solve", precedence=1)
-def _custom_linear_solve(
-    *values: ArrayLike | ImplicitArray, const_lengths: Any, jaxprs: Any
-) -> Any:
-    consts, _, factors, _, right_sides = split_list(values, list(const_lengths))
-    if not (len(right_sides) == len(consts) == 1 and isinstance(consts[0], Matrix)):
-        return NotImplemented
-    matrix: Any = consts[0]
-    b: Any = right_sides[0]
-    found = _product_with(matrix, jaxprs.matvec)
-    if found is None or not any(map(_is_deferred_factor, factors)) or isinstance(b, ImplicitArray):
-        return NotImplemented
-    acting = matrix.transposed() if found.contraction.transposed else matrix
-    if acting is NotImplemented:
-        return NotImplemented
-    with _full_precision():
-        x = acting.solve(found.contraction.undo_result(b.transpose(found.undo)))
-    if x is NotImplemented:
-        return NotImplemented
-    return [found.contraction.undo_vectors(x, like=jaxprs.matvec.in_avals[-1]).astype(b.dtype)]
-
-
 def _is_deferred_factor(x: Any) -> bool:
-    """Whether a value is a factor that was not computed, or what the rules above make of one."""
+    """Return whether a value is a deferred factor, or a triangle or the transpose of one."""
     if not isinstance(x, Lazy):
         return False
     primitive = getattr(x.function, "primitive", None)
@@ -95,19 +65,35 @@ def _is_deferred_factor(x: Any) -> bool:
         return x.function is _matrix_transpose and _is_deferred_factor(*x.operands)
     if primitive.name == "select_n":
         return _is_deferred_factor(x.operands[-1])
-    return primitive.name in _FACTORISATIONS
+    return primitive.name in ("lu", "cholesky")
 
 
-@dataclass(frozen=True)
-class _MatrixProduct:
-    """A program that multiplies a matrix and its operand, and permutes the axes of the result."""
+@register("custom_linear_solve", precedence=1)
+def _solve(*values: ArrayLike | ImplicitArray, const_lengths: Any, jaxprs: Any) -> Any:
+    consts, _, factors, _, right_sides = split_list(values, list(const_lengths))
+    if not (len(right_sides) == len(consts) == 1 and isinstance(consts[0], Matrix)):
+        return NotImplemented
+    matrix: Any = consts[0]
+    b: Any = right_sides[0]
+    product = _parse_product(matrix, jaxprs.matvec)
+    is_deferred = any(map(_is_deferred_factor, factors))
+    if product is None or not is_deferred or isinstance(b, ImplicitArray):
+        return NotImplemented
+    layout, order = product
+    acting = matrix.transposed() if layout.transposed else matrix
+    if acting is NotImplemented:
+        return NotImplemented
+    with _full_precision():
+        x = acting.solve(layout.from_result(b.transpose(invert_permutation(order))))
+    return x if x is NotImplemented else [layout.from_vectors(x).astype(b.dtype)]
 
-    contraction: ByVectors
-    undo: tuple[int, ...]  # the permutation that takes the axes back
 
+def _parse_product(matrix: Matrix, program: Any) -> tuple[VectorLayout, Sequence[int]] | None:
+    """Analyze the program that multiplies `matrix`, its first operand, and a dense array.
 
-def _product_with(matrix: Matrix, program: Any) -> _MatrixProduct | None:
-    """What a linear program does, if it is a product with the matrix, its first operand."""
+    Return the layout of its `dot_general`, and the permutation that the program then applies to the
+    axes. Return None for other programs.
+    """
     jaxpr = program.jaxpr
     dot, *rest = jaxpr.eqns
     if dot.primitive.name != "dot_general" or len(jaxpr.invars) != 2:
@@ -116,8 +102,8 @@ def _product_with(matrix: Matrix, program: Any) -> _MatrixProduct | None:
     if not matrix_first and list(dot.invars) != list(reversed(jaxpr.invars)):
         return None
     dimension_numbers, x = dot.params["dimension_numbers"], jaxpr.invars[1].aval
-    found = by_vectors(dimension_numbers, matrix.ndim, x.ndim, matrix_first=matrix_first)
-    if found is None or not all(found.lead):
+    layout = vector_layout(dimension_numbers, matrix.ndim, x.shape, matrix_first=matrix_first)
+    if layout is None or len(dimension_numbers[1][0]) != len(layout.lead):
         return None
     (result,) = dot.outvars
     order = list(range(x.ndim))
@@ -129,65 +115,53 @@ def _product_with(matrix: Matrix, program: Any) -> _MatrixProduct | None:
         elif equation.primitive.name != "reduce_sum" or equation.params["axes"]:
             return None
         (result,) = equation.outvars
-    if jaxpr.outvars != [result]:
-        return None
-    return _MatrixProduct(found, tuple(map(order.index, range(x.ndim))))
+    return (layout, order) if jaxpr.outvars == [result] else None
 
 
-def _of_floats(function: Any) -> Callable[[Callable], Callable]:
-    """Registers a rule for a function of which the result is floating, whatever its operand is."""
+def _register_linalg(function: Any, method: Callable[[Any], Any]) -> None:
+    """Register a rule of a jitted function for matrices of floats or complex numbers.
 
-    def add(rule: Callable[[Matrix], Any]) -> Callable:
-        @register(function)
-        def of_a_matrix(a: Matrix) -> Any:
-            if not jnp.issubdtype(a.dtype, jnp.inexact):
-                return NotImplemented
-            with _full_precision():
-                return rule(a)
+    Integer matrices are materialized, because the result of the function is a float.
+    """
 
-        return rule
-
-    return add
+    @register(function)
+    def _(a: Matrix) -> Any:
+        if not jnp.issubdtype(a.dtype, jnp.inexact):
+            return NotImplemented
+        with _full_precision():
+            return method(a)
 
 
-@_of_floats(jnp.linalg.inv)
-def _inv(a: Matrix) -> Any:
-    return a.inverse()
-
-
-@_of_floats(jnp.linalg.slogdet)
-def _slogdet(a: Matrix) -> Any:
-    return a.slogdet()
-
-
-@_of_floats(jnp.linalg.det)
 def _det(a: Matrix) -> Any:
-    found = a.slogdet()
-    if found is NotImplemented:
+    result = a.slogdet()
+    if result is NotImplemented:
         return NotImplemented
-    sign, logabsdet = found
+    sign, logabsdet = result
     return sign * jnp.exp(logabsdet)
 
 
-@_of_floats(jnp.linalg.cholesky)
-def _symmetric_cholesky(a: Matrix) -> Any:
-    return a.cholesky()
+_register_linalg(jnp.linalg.inv, lambda a: a.inverse())
+_register_linalg(jnp.linalg.slogdet, lambda a: a.slogdet())
+_register_linalg(jnp.linalg.det, _det)
+_register_linalg(jnp.linalg.cholesky, lambda a: a.cholesky())
 
 
-def _of_the_diagonal(function: Any, of: Callable[[Any], Any]) -> None:
+def _register_on_diagonal(function: Any, of_entries: Callable[[Any], Any]) -> None:
+    """Register rules of a function of the main diagonal, such as `jnp.trace`."""
+
+    def apply(a: Any) -> Any:
+        entries = a.main_diagonal()
+        return entries if entries is NotImplemented else of_entries(entries)
+
     @register(function)
     def _(a: Matrix) -> Any:
-        return _at_diagonal(a) if a.ndim == 2 else NotImplemented  # of the first two axes
+        return apply(a) if a.ndim == 2 else NotImplemented  # by default, of the first two axes
 
-    @register(functools.partial(function, axis1=-2, axis2=-1))
+    @register(partial(function, axis1=-2, axis2=-1))
     def _(a: Matrix) -> Any:
-        return _at_diagonal(a)
-
-    def _at_diagonal(a: Matrix) -> Any:
-        entries = a.main_diagonal()
-        return entries if entries is NotImplemented else of(entries)
+        return apply(a)
 
 
-_of_the_diagonal(jnp.trace, lambda entries: entries.sum(-1))
-_of_the_diagonal(jnp.diagonal, lambda entries: entries)
-_of_the_diagonal(functools.partial(jnp.diagonal, offset=0), lambda entries: entries)
+_register_on_diagonal(jnp.trace, lambda entries: entries.sum(-1))
+_register_on_diagonal(jnp.diagonal, lambda entries: entries)
+_register_on_diagonal(partial(jnp.diagonal, offset=0), lambda entries: entries)

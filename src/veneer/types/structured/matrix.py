@@ -1,39 +1,37 @@
-"""`Matrix`: the base of structured matrices, and the rules that they have in common.
+"""`Matrix`: the base class of structured matrices, and decorators that register rules of its types.
 
-A structured matrix is known by what it does to vectors. A type says that in a few methods, of which
-`matvec` and `transposed` are enough for matmuls; the rules here turn primitives into calls of them.
+A type implements methods of `Matrix`, such as `matvec`. The rules in the modules `rules` and
+`linear_algebra` compute JAX primitives and functions of `jnp.linalg` with these methods.
 """
 
 import dataclasses
+import operator
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.typing import ArrayLike
 
 from ..._core.rules import register
 from ..._core.surface.array import ImplicitArray
 from ..._core.transform import redispatch
 from ..._core.value import Value
-from .by_vectors import accumulated, by_vectors
-from .half_precision import computing_dtype
+from ..elementwise import register_zero_preserving
 
 
 class Matrix(ImplicitArray, abstract=True):
     """A structured matrix `[*lead, m, n]`.
 
-    A type implements the methods that its structure supports. If a method returns `NotImplemented`,
-    as all of them do here, the operation materializes the matrix, and reports show it.
+    A type implements the methods that its structure supports. The methods here return
+    `NotImplemented`. In that case the operation materializes the matrix, and reports show this.
     """
 
-    #: Which triangle or how many bands there are is a matter of storage: the dense matrix says all.
+    #: Loops and branches that change static fields, such as a number of bands, materialize it.
     metadata_is_meaning: ClassVar[bool] = False
 
-    #: The leaves by which the matrix is multiplied if all of them are.
+    #: The fields to multiply by a number in order to multiply the matrix by this number.
     linear_in: ClassVar[tuple[str, ...]] = ()
 
     def matvec(self, x: Any, *, precision: Any = None) -> Any:
@@ -74,11 +72,11 @@ class Matrix(ImplicitArray, abstract=True):
         """Convert the matrix to another floating dtype."""
 
         def cast(x: Any) -> Any:
-            floating = jnp.issubdtype(x.dtype, jnp.inexact)
-            return redispatch(lambda x: x.astype(dtype), x) if floating else x
+            is_inexact = jnp.issubdtype(x.dtype, jnp.inexact)
+            return redispatch(lambda x: x.astype(dtype), x) if is_inexact else x
 
-        below = lambda x: x is not self and isinstance(x, Value)
-        return jax.tree.map(cast, self, is_leaf=below)
+        is_part = lambda x: x is not self and isinstance(x, Value)
+        return jax.tree.map(cast, self, is_leaf=is_part)
 
     def solve(self, b: Any) -> Any:
         """Solve `self @ x = v` for each row `v` of `b`. The matrix must be square.
@@ -109,66 +107,55 @@ class Matrix(ImplicitArray, abstract=True):
         return NotImplemented
 
 
-def overrides(matrix: Matrix, method: str) -> bool:
-    """Whether a type has a way of its own to do something."""
-    return getattr(type(matrix), method) is not getattr(Matrix, method)
+def has_method(matrix: Matrix, name: str) -> bool:
+    """Return whether the class of a matrix implements an optional method of `Matrix`."""
+    return getattr(type(matrix), name) is not getattr(Matrix, name)
 
 
-# The rules of all matrices yield to those of a type.
-_shared = partial(register, precedence=-1)
+def computing_dtype(*operands: Any) -> Any:
+    """Return the dtype that operands promote to, or float32 for 8-bit and 16-bit floats.
 
-
-def _times(
-    matrix: Matrix,
-    x: Any,
-    *,
-    matrix_first: bool,
-    dimension_numbers: Any,
-    precision: Any,
-    preferred_element_type: Any,
-    out_sharding: Any,
-) -> Any:
-    found = by_vectors(dimension_numbers, matrix.ndim, jnp.ndim(x), matrix_first=matrix_first)
-    if found is None or out_sharding is not None or not overrides(matrix, "matvec"):
-        return NotImplemented
-    acting = matrix.transposed() if found.transposed else matrix
-    if acting is NotImplemented:
-        return NotImplemented
-    dtype = preferred_element_type or jnp.result_type(matrix.dtype, x)
-    wide = accumulated(jnp.asarray(x), jnp.result_type(x), preferred_element_type)
-    y = acting.matvec(found.vectors(wide), precision=precision)
-    if y is NotImplemented:
-        return y
-    return redispatch(lambda y: found.result(y.astype(dtype), x), y)  # leaves may be implicit
-
-
-@_shared("dot_general")
-def _matrix_dense(w: Matrix, x: ArrayLike, **params: Any) -> Any:
-    return _times(w, x, matrix_first=True, **params)
-
-
-@_shared("dot_general")
-def _dense_matrix(x: ArrayLike, w: Matrix, **params: Any) -> Any:
-    return _times(w, x, matrix_first=False, **params)
-
-
-def _of_precision(precision: Any) -> AbstractContextManager | None:
-    """The context in which dense products have a precision, as dot_general has it, if it has one.
-
-    None for two that differ, and for an algorithm.
+    XLA accumulates the matmuls of narrow floats in float32, too.
     """
-    if precision is None:
-        return nullcontext()
-    if not isinstance(precision, tuple) or precision[0] != precision[1]:
-        return None
-    return jax.default_matmul_precision(str(precision[0]).lower())
+    dtype = jnp.result_type(*operands)
+    is_narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+    return jnp.dtype("float32") if is_narrow else dtype
 
 
-def product(rule: Callable, *, precedence: int = 0) -> Callable:
-    """Registers what `x @ y` is for two types of matrices, which annotate the operands.
+# Operations on the parts of a matrix, such as the factors of a `Kronecker`. A part is a dense or
+# implicit array `[*lead, m, n]`.
 
-    The rule is called for `[*lead, m, k]` and `[*lead, k, n]`, whichever axes a dot_general
-    contracts; it may return NotImplemented.
+
+def multiply_vectors(w: Any, x: Any, *, precision: Any = None) -> Any:
+    """Multiply `w` by each row of `x` `[*lead, k, n]`. The result has the `computing_dtype`."""
+    dtype = computing_dtype(w.dtype, x.dtype)
+
+    def multiply(w: Any, x: Any) -> Any:
+        return jnp.matmul(x, w.mT, precision=precision, preferred_element_type=dtype)
+
+    return redispatch(multiply, w, x)
+
+
+def solve_vectors(w: Any, b: Any) -> Any:
+    """Solve `w @ x = v` for each row `v` of `b` `[*lead, k, n]`."""
+    return redispatch(lambda w, b: jnp.linalg.solve(w, b.mT).mT, w, b)
+
+
+def is_square(w: Any) -> bool:
+    """Return whether the last two axes have the same size."""
+    return w.shape[-2] == w.shape[-1]
+
+
+def slogdet_of_diagonal(entries: Any) -> Any:
+    """Return the `slogdet` of a matrix from its eigenvalues or diagonal `[*lead, n]`."""
+    return jnp.sign(entries).prod(-1), jnp.log(jnp.abs(entries)).sum(-1)
+
+
+def matmul_rule(rule: Callable, *, precedence: int = 0) -> Callable:
+    """Register a rule that multiplies two matrix types, which annotate its operands.
+
+    The rule takes `x` `[*lead, m, k]` and `y` `[*lead, k, n]`, and returns `x @ y` or
+    NotImplemented. If a `dot_general` contracts other axes, it transposes the operands first.
     """
 
     @register("dot_general", precedence=precedence)
@@ -184,30 +171,50 @@ def product(rule: Callable, *, precedence: int = 0) -> Callable:
     ) -> Any:
         (x_contracted, y_contracted), batch = dimension_numbers
         lead = tuple(range(x.ndim - 2))
-        plain = tuple(map(tuple, batch)) == (lead, lead) and x.ndim == y.ndim
+        is_matmul = tuple(map(tuple, batch)) == (lead, lead) and x.ndim == y.ndim
         axes = (*x_contracted, *y_contracted)
-        if not plain or len(axes) != 2 or min(axes) < len(lead) or out_sharding is not None:
+        if not is_matmul or len(axes) != 2 or min(axes) < len(lead) or out_sharding is not None:
             return NotImplemented
         left = x if axes[0] == x.ndim - 1 else x.transposed()
         right = y if axes[1] == y.ndim - 2 else y.transposed()
         if left is NotImplemented or right is NotImplemented:
             return NotImplemented
-        matmuls = _of_precision(precision)
-        if matmuls is None:
+        matmul_precision = _matmul_precision(precision)
+        if matmul_precision is None:
             return NotImplemented
-        if type(left) is not type(x) or type(right) is not type(y):  # a rule of other types
-            of_preferred = {"preferred_element_type": preferred_element_type}
-            return redispatch(partial(jnp.matmul, precision=precision, **of_preferred), left, right)
-        with matmuls:
-            out = rule(*(_widened(one, preferred_element_type) for one in (left, right)))
-        if out is NotImplemented or preferred_element_type in (None, out.dtype):
-            return out
-        return out.converted(preferred_element_type)
+        dtype = preferred_element_type
+        if type(left) is not type(x) or type(right) is not type(y):
+            # The transpose has another type, with rules of its own.
+            matmul = partial(jnp.matmul, precision=precision, preferred_element_type=dtype)
+            return redispatch(matmul, left, right)
+        with matmul_precision:
+            out = rule(*(_widen(factor, dtype) for factor in (left, right)))
+        return out if out is NotImplemented or dtype in (None, out.dtype) else out.converted(dtype)
 
     return rule
 
 
-def entrywise(name: str) -> Callable:
+def _matmul_precision(precision: Any) -> AbstractContextManager | None:
+    """Return a context that applies the `precision` of a `dot_general` to all dense matmuls.
+
+    Return None for an algorithm, and for two different precisions.
+    """
+    if precision is None:
+        return nullcontext()
+    if not isinstance(precision, tuple) or precision[0] != precision[1]:
+        return None
+    return jax.default_matmul_precision(str(precision[0]).lower())
+
+
+def _widen(x: Matrix, dtype: Any) -> Matrix:
+    """Convert a factor to the dtype of the product, if the dtype of the factor is narrower."""
+    if dtype is None or not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    dtype = jnp.promote_types(x.dtype, dtype)
+    return x if dtype == x.dtype else x.converted(dtype)
+
+
+def elementwise_rule(name: str) -> Callable:
     """Register a rule of an elementwise primitive for two matrix types.
 
     The annotations of the rule's operands select the types. The rule is called for operands of the
@@ -220,104 +227,39 @@ def entrywise(name: str) -> Callable:
         @register(name)
         @wraps(rule)
         def broadcast_first(x: Any, y: Any, **params: Any) -> Any:
+            del params
             if x.shape[-2:] != y.shape[-2:]:
                 return NotImplemented
             shape = jnp.broadcast_shapes(x.shape, y.shape)
             broadcast = lambda z: redispatch(lambda z: jnp.broadcast_to(z, shape), z)
             both = [z if z.shape == shape else broadcast(z) for z in (x, y)]
-            if not all(isinstance(z, Matrix) for z in both):
-                return NotImplemented
-            return rule(*both, **params)
+            return rule(*both) if all(isinstance(z, Matrix) for z in both) else NotImplemented
 
         return rule
 
     return decorate
 
 
-def _widened(x: Matrix, preferred: Any) -> Matrix:
-    """A factor in the dtype that a product is to have, lest that be rounded to a narrower one."""
-    if preferred is None or not jnp.issubdtype(x.dtype, jnp.floating):
-        return x
-    dtype = jnp.promote_types(x.dtype, preferred)
-    return x if dtype == x.dtype else x.converted(dtype)
+_M = TypeVar("_M", bound=type[Matrix])
 
 
-@_shared("transpose")
-def _transpose(x: Matrix, *, permutation: Any) -> Any:
-    lead = tuple(range(x.ndim - 2))
-    if tuple(permutation) != (*lead, x.ndim - 1, x.ndim - 2):
-        return NotImplemented
-    return x.transposed()
+def register_elementwise(cls: _M) -> _M:
+    """Register rules of a type for elementwise functions that map 0 to 0, such as `sqrt`.
 
+    `cls.rescaled` must apply its function to each entry of the matrix that is not a structural
+    zero. It does if `linear_in` are these entries. For a type that sets `linear_in`, the sum of two
+    matrices of this type adds these fields.
+    """
+    register_zero_preserving(cls, lambda x, function: x.rescaled(partial(redispatch, function)))
 
-def _rescaled(operation: Callable, x: Matrix, by: Any) -> Any:
-    shape = jnp.shape(by)
-    if shape:  # a number for each matrix
-        numbers = len(shape) == x.ndim and shape[-2:] == (1, 1)
-        if not numbers or jnp.broadcast_shapes(shape, x.shape) != x.shape:
-            return NotImplemented
+    if cls.linear_in:
 
-    def scale(leaf: Any) -> Any:
-        own = jnp.reshape(by, shape[:-2] + (1,) * (leaf.ndim - len(shape) + 2)) if shape else by
-        return redispatch(operation, leaf, own)
+        @elementwise_rule("add")
+        def _(x: cls, y: cls) -> Any:  # type: ignore[valid-type]
+            pairs = {name: (getattr(x, name), getattr(y, name)) for name in cls.linear_in}
+            if any(a.shape != b.shape for a, b in pairs.values()):
+                return NotImplemented
+            sums = {name: redispatch(operator.add, *pair) for name, pair in pairs.items()}
+            return dataclasses.replace(x, **sums)
 
-    return x.rescaled(scale)
-
-
-@_shared("mul")
-def _matrix_number(x: Matrix, y: ArrayLike, **params: Any) -> Any:
-    del params
-    return _rescaled(jnp.multiply, x, y)
-
-
-@_shared("div")
-def _over_number(x: Matrix, y: ArrayLike, **params: Any) -> Any:
-    del params
-    if not jnp.issubdtype(x.dtype, jnp.inexact):  # integers are truncated, which is not linear
-        return NotImplemented
-    return _rescaled(jnp.divide, x, y)
-
-
-@_shared("neg")
-def _neg(x: Matrix, **params: Any) -> Any:
-    del params
-    return x.rescaled(partial(redispatch, jnp.negative))
-
-
-@_shared("sub")
-def _sub(x: Matrix, y: Matrix, **params: Any) -> Any:
-    del params
-    negative = y.rescaled(partial(redispatch, jnp.negative))
-    return negative if negative is NotImplemented else redispatch(lax.add, x, negative)
-
-
-@_shared("add_any")
-def _add_any(x: Matrix, y: Matrix) -> Any:
-    return redispatch(lax.add, x, y)
-
-
-@_shared("convert_element_type")
-def _convert(x: Matrix, *, new_dtype: Any, weak_type: bool, sharding: Any) -> Any:
-    both_floating = jnp.issubdtype(new_dtype, jnp.floating) and jnp.issubdtype(
-        x.dtype, jnp.floating
-    )
-    if not both_floating or weak_type or sharding is not None:
-        return NotImplemented
-    return x.converted(new_dtype)
-
-
-@_shared("reduce_sum")
-def _sum(x: Matrix, *, axes: Any, out_sharding: Any) -> Any:
-    """Sums over an axis of the matrix, or over both: products with a vector of ones."""
-    within = [axis for axis in axes if axis >= x.ndim - 2]
-    if not within or not overrides(x, "matvec") or out_sharding is not None:
-        return NotImplemented
-    acting = x if x.ndim - 1 in within else x.transposed()
-    if acting is NotImplemented:
-        return NotImplemented
-    ones = jnp.ones((*x.shape[:-2], 1, acting.shape[-1]), computing_dtype(x.dtype))
-    sums = acting.matvec(ones, precision=lax.Precision.HIGHEST)  # as that of a sum
-    if sums is NotImplemented:
-        return NotImplemented
-    sums = sums[..., 0, :].sum(-1) if len(within) == 2 else sums[..., 0, :]
-    return sums.sum([axis for axis in axes if axis not in within]).astype(x.dtype)
+    return cls

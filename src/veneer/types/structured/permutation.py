@@ -1,4 +1,4 @@
-"""`Permutation`: a matrix with a single 1 in each row and in each column."""
+"""`Permutation`: a permutation matrix, stored as its indices."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from ..._core.tree import static
 from ..._core.value import describe
 from ..axes import Leaf, check_axes
 from .diagonal import Diagonal
-from .matrix import Matrix, product
+from .matrix import Matrix, matmul_rule
 from .product import Product
 
 
@@ -53,9 +53,14 @@ class Permutation(Matrix):
         check_axes(self, indices="n")
         if not jnp.issubdtype(self.indices.dtype, jnp.integer):
             raise TypeError(f"Permutation takes integers for indices, not {self.indices.dtype}")
-        known = not isinstance(self.indices, jax.core.Tracer)
-        if known and getattr(self.indices, "is_fully_addressable", True):
-            _check_permutation(np.asarray(self.indices))
+        is_known = not isinstance(self.indices, jax.core.Tracer)
+        if is_known and getattr(self.indices, "is_fully_addressable", True):
+            indices = np.asarray(self.indices)
+            if not (np.sort(indices, -1) == np.arange(indices.shape[-1])).all():
+                raise ValueError(
+                    "Permutation takes indices that contain each of 0, ..., "
+                    f"{indices.shape[-1] - 1} once, got {np.array2string(indices, threshold=10)}"
+                )
 
     def __repr__(self) -> str:
         (indices,) = describe([self.indices])
@@ -71,13 +76,13 @@ class Permutation(Matrix):
         return jnp.take_along_axis(x, jnp.asarray(self.indices)[..., None, :], -1).astype(dtype)
 
     def transposed(self) -> "Permutation":
-        return _known(jnp.argsort(self.indices, -1), self.dtype)
+        return _unchecked(jnp.argsort(self.indices, -1), self.dtype)
 
     def rescaled(self, scale: Any) -> Any:
         return Product(Diagonal(scale(jnp.ones(self.shape[:-1], self.dtype))), self)
 
     def converted(self, dtype: Any) -> "Permutation":
-        return _known(self.indices, dtype)
+        return _unchecked(self.indices, dtype)
 
     def solve(self, b: Any) -> Any:
         return self.transposed().matvec(b)
@@ -86,7 +91,7 @@ class Permutation(Matrix):
         return self.transposed()
 
     def slogdet(self) -> Any:
-        odd = (self.indices.shape[-1] - _cycles(jnp.asarray(self.indices))) % 2
+        odd = (self.indices.shape[-1] - _count_cycles(jnp.asarray(self.indices))) % 2
         sign = (1 - 2 * odd).astype(self.dtype)
         return sign, jnp.zeros_like(sign)
 
@@ -94,26 +99,18 @@ class Permutation(Matrix):
         return (self.indices == jnp.arange(self.indices.shape[-1])).astype(self.dtype)
 
 
-def _known(indices: Any, dtype: Any) -> Permutation:
-    """Of indices that need no check, which waits for their computation."""
+def _unchecked(indices: Any, dtype: Any) -> Permutation:
+    """Create a permutation without the check of its indices, which waits for their values."""
     new = Permutation.__new__(Permutation)
     new.__dict__.update(indices=indices, dtype=jnp.dtype(dtype))
     return new
 
 
-def _check_permutation(indices: np.ndarray) -> None:
-    if not (np.sort(indices, -1) == np.arange(indices.shape[-1])).all():
-        raise ValueError(
-            f"Permutation takes indices that contain each of 0, ..., {indices.shape[-1] - 1} once, "
-            f"got {np.array2string(indices, threshold=10)}"
-        )
+def _count_cycles(indices: Any) -> Any:
+    """Return the number of cycles `[...]` of permutations `[..., n]`.
 
-
-def _cycles(indices: Any) -> Any:
-    """How many cycles there are: `[..., n]` to `[...]`.
-
-    Each element finds the least of its cycle, in steps that double: what is the least of `2^k`
-    successors is known of the one `2^k` further, too.
+    Each element finds the least element of its cycle by pointer doubling: the minimum over
+    `2^(k+1)` successors is the minimum of two minima over `2^k` successors.
     """
     n = indices.shape[-1]
     own = jnp.broadcast_to(jnp.arange(n, dtype=indices.dtype), indices.shape)
@@ -124,7 +121,7 @@ def _cycles(indices: Any) -> Any:
     return (least == own).sum(-1)
 
 
-@product
+@matmul_rule
 def _(x: Permutation, y: Permutation) -> Permutation:
     indices = jnp.take_along_axis(jnp.asarray(y.indices), jnp.asarray(x.indices), -1)
-    return _known(indices, jnp.result_type(x.dtype, y.dtype))
+    return _unchecked(indices, jnp.result_type(x.dtype, y.dtype))

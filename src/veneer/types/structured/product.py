@@ -1,7 +1,7 @@
-"""`Product`: two structured matrices, applied one after the other."""
+"""`Product`: a product of two structured matrices, stored as its factors."""
 
 import math
-from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,8 +12,7 @@ from ..._core.value import make_dense, materialise_one
 from ..._jax.primitives import find_primitive
 from ..axes import check_axes
 from .diagonal import Diagonal
-from .half_precision import computing_dtype
-from .matrix import Matrix, overrides, product
+from .matrix import Matrix, computing_dtype, has_method, is_square, matmul_rule
 
 
 class Product(Matrix):
@@ -72,30 +71,27 @@ class Product(Matrix):
         return x if x is NotImplemented else x.astype(dtype)
 
     def transposed(self) -> Any:
-        return _of(self.right.transposed(), self.left.transposed())
+        return _make_product(self.right.transposed(), self.left.transposed())
 
     def rescaled(self, scale: Any) -> Any:
         left = self.left.rescaled(scale)
         if left is not NotImplemented:
             return Product(left, self.right)
-        return _of(self.left, self.right.rescaled(scale))
-
-    def converted(self, dtype: Any) -> Any:
-        return _of(self.left.converted(dtype), self.right.converted(dtype))
+        return _make_product(self.left, self.right.rescaled(scale))
 
     def solve(self, b: Any) -> Any:
-        if not self._of_square_ones():
+        if not self._has_square_factors:
             return NotImplemented
         b = self.left.solve(b)
         return b if b is NotImplemented else self.right.solve(b)
 
     def inverse(self) -> Any:
-        if not self._of_square_ones():
+        if not self._has_square_factors:
             return NotImplemented
-        return _of(self.right.inverse(), self.left.inverse())
+        return _make_product(self.right.inverse(), self.left.inverse())
 
     def slogdet(self) -> Any:
-        if not self._of_square_ones():
+        if not self._has_square_factors:
             return NotImplemented
         left, right = self.left.slogdet(), self.right.slogdet()
         if left is NotImplemented or right is NotImplemented:
@@ -110,54 +106,56 @@ class Product(Matrix):
                     return factor.diagonal[..., : entries.shape[-1]] * entries
         return NotImplemented
 
-    def _of_square_ones(self) -> bool:
-        return self.left.shape[-2:] == self.right.shape[-2:] == self.shape[-2:]
+    @property
+    def _has_square_factors(self) -> bool:
+        return is_square(self.left) and is_square(self.right)
 
 
-def _of(left: Any, right: Any) -> Any:
-    known = left is not NotImplemented and right is not NotImplemented
-    return Product(left, right) if known else NotImplemented
+def _make_product(left: Any, right: Any) -> Any:
+    """Return the `Product` of two results of methods, or NotImplemented if one of them is."""
+    is_known = left is not NotImplemented and right is not NotImplemented
+    return Product(left, right) if is_known else NotImplemented
 
 
-def _joined(x: Matrix, y: Matrix) -> Matrix:
-    """`x @ y` by a rule for the two, or else as a product of them."""
-    out = redispatch(jnp.matmul, x, y) if _pays([x, y], x, y) else None
-    return out if isinstance(out, Matrix) else Product(x, y)
+# The rules of two types come first.
+@partial(matmul_rule, precedence=-1)
+def _(x: Matrix, y: Matrix) -> Any:
+    if not (has_method(x, "matvec") and has_method(y, "matvec")):
+        return NotImplemented
+    out = _multiply_factors(x, y)
+    return out if _is_small(out.nbytes, x, y) else NotImplemented
 
 
-def _chained(x: Matrix, y: Matrix) -> Matrix:
+def _multiply_factors(x: Matrix, y: Matrix) -> Matrix:
+    """Return `x @ y` as a `Product`. If `x` or `y` is a `Product`, simplify adjacent factors."""
     if isinstance(x, Product):
-        return _joined(x.left, _joined(x.right, y))
+        return _simplify(x.left, _simplify(x.right, y))
     if isinstance(y, Product):
-        first = _joined(x, y.left)
+        first = _simplify(x, y.left)
         if not isinstance(first, Product):
-            return _joined(first, y.right)
+            return _simplify(first, y.right)
     return Product(x, y)
 
 
-def _pays(parts: Sequence[Matrix], x: Matrix, y: Matrix) -> bool:
-    """Whether to apply some matrices in turn is at worst about twice the work of a dense `x @ y`.
+def _simplify(x: Matrix, y: Matrix) -> Matrix:
+    """Return `x @ y` by a rule of the two types if there is one, or else as a `Product`."""
+    out = redispatch(jnp.matmul, x, y) if _is_small(x.nbytes + y.nbytes, x, y) else None
+    return out if isinstance(out, Matrix) else Product(x, y)
 
-    Which is not to be had for nothing: to multiply it out costs a matrix product.
+
+def _is_small(nbytes: int, x: Matrix, y: Matrix) -> bool:
+    """Return whether `nbytes` are at most twice the bytes of a dense `x @ y`.
+
+    Then a product of the factors and a vector takes at most about twice the time of a product of
+    the dense matrix and the vector. The dense matrix itself costs a matmul.
     """
     entries = math.prod((*x.shape[:-1], y.shape[-1]))
-    dense = entries * jnp.result_type(x.dtype, y.dtype).itemsize
-    return sum(part.nbytes for part in parts) <= 2 * dense
-
-
-def _product(x: Matrix, y: Matrix) -> Any:
-    if not (overrides(x, "matvec") and overrides(y, "matvec")):
-        return NotImplemented
-    out = _chained(x, y)
-    return out if _pays([out], x, y) else NotImplemented
-
-
-product(_product, precedence=-1)
+    return nbytes <= 2 * entries * jnp.result_type(x.dtype, y.dtype).itemsize
 
 
 @register("dot_general", precedence=-2)
-def _one_applied_to_the_other(x: Matrix, y: Matrix, **params: Any) -> Any:
-    if not overrides(x, "matvec"):
+def _materialize_second(x: Matrix, y: Matrix, **params: Any) -> Any:
+    if not has_method(x, "matvec"):
         return NotImplemented
     primitive = find_primitive("dot_general")
     return redispatch(primitive.bind, x, *make_dense(primitive, [y]), **params)

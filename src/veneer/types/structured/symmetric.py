@@ -1,4 +1,4 @@
-"""`Symmetric`: a matrix of which one triangle is stored, packed."""
+"""`Symmetric`: a symmetric matrix, stored as its packed lower triangle."""
 
 import dataclasses
 import math
@@ -12,12 +12,11 @@ from jax.lax import linalg as lax_linalg
 from ..._core.tree import static
 from ..axes import Array, check_axes
 from .diagonal import Diagonal
-from .matrix import Matrix, entrywise
-from .stored_entries import stores_entries
+from .matrix import Matrix, elementwise_rule, register_elementwise
 from .triangular import Triangular
 
 
-@stores_entries
+@register_elementwise
 class Symmetric(Matrix):
     """A symmetric matrix `[..., n, n]`, stored as its packed lower triangle.
 
@@ -88,11 +87,10 @@ class Symmetric(Matrix):
             raise ValueError(f"Symmetric.of takes a square matrix, got {x.shape}")
         x, n = x if lower else x.mT, x.shape[-1]
         i, j = jnp.arange(n)[:, None], jnp.arange(n)
-        place = jnp.where(i >= j, _place(i, j), _size(n)).reshape(
-            -1
-        )  # none, for the upper triangle
+        # Entries above the diagonal get an index out of range, so that they are dropped.
+        index = jnp.where(i >= j, _packed_index(i, j), _size(n)).reshape(-1)
         packed = jnp.zeros((*x.shape[:-2], _size(n)), x.dtype)
-        packed = packed.at[..., place].set(x.reshape(*x.shape[:-2], n * n), mode="drop")
+        packed = packed.at[..., index].set(x.reshape(*x.shape[:-2], n * n), mode="drop")
         return Symmetric(packed, positive_definite)
 
     @property
@@ -102,8 +100,8 @@ class Symmetric(Matrix):
     def materialise(self) -> Any:
         """Return the dense matrix."""
         i = jnp.arange(self._n)
-        place = _place(jnp.maximum(i[:, None], i), jnp.minimum(i[:, None], i))
-        return jnp.asarray(self.packed)[..., place]
+        index = _packed_index(jnp.maximum(i[:, None], i), jnp.minimum(i[:, None], i))
+        return jnp.asarray(self.packed)[..., index]
 
     def matvec(self, x: Any, *, precision: Any = None) -> Any:
         return jnp.matmul(x, self.materialise(), precision=precision)
@@ -112,23 +110,22 @@ class Symmetric(Matrix):
         return self
 
     def rescaled(self, scale: Callable[[Any], Any]) -> Any:
-        packed = scale(self.packed)  # by a number that may be negative
-        is_complex = jnp.issubdtype(packed.dtype, jnp.complexfloating)  # as those of lax.conj are
-        return NotImplemented if is_complex else Symmetric(packed)
+        # The result may not be positive definite. It is complex if `scale` is `lax.conj`.
+        packed = scale(self.packed)
+        return NotImplemented if jnp.iscomplexobj(packed) else Symmetric(packed)
 
     def solve(self, b: Any) -> Any:
         if not self.positive_definite:
             return NotImplemented
-        b = jnp.broadcast_to(b, (*self.packed.shape[:-1], *b.shape[-2:]))
         factor = dataclasses.replace(self, packed=lax.stop_gradient(self.packed)).cholesky()
-        by_factor = lambda _, b: factor.transposed().solve(factor.solve(b))
-        return lax.custom_linear_solve(self.matvec, b, by_factor, symmetric=True)
+        solve = lambda _, b: factor.transposed().solve(factor.solve(b))
+        return lax.custom_linear_solve(self.matvec, b, solve, symmetric=True)
 
     def inverse(self) -> Any:
         if not self.positive_definite:
             return NotImplemented
-        inverse = self.solve(jnp.eye(self._n, dtype=self.packed.dtype))
-        return Symmetric.of(inverse, positive_definite=True)
+        eye = jnp.broadcast_to(jnp.eye(self._n, dtype=self.packed.dtype), self.shape)
+        return Symmetric.of(self.solve(eye), positive_definite=True)
 
     def cholesky(self) -> Triangular:
         factor = lax_linalg.cholesky(self.materialise(), symmetrize_input=False)
@@ -141,30 +138,28 @@ class Symmetric(Matrix):
         return sign, 2 * logs
 
     def main_diagonal(self) -> Any:
-        return jnp.asarray(self.packed)[..., _diagonal(self._n)]
+        return jnp.asarray(self.packed)[..., _diagonal_index(self._n)]
 
 
 def _size(n: int) -> int:
     return n * (n + 1) // 2
 
 
-def _place(i: Any, j: Any) -> Any:
-    """Where `A[i, j]` is stored, for `i >= j`."""
+def _packed_index(i: Any, j: Any) -> Any:
+    """Return the index of `A[i, j]` in `packed`, for `i >= j`."""
     return i * (i + 1) // 2 + j
 
 
-def _diagonal(n: int) -> Any:
+def _diagonal_index(n: int) -> Any:
     i = jnp.arange(n)
-    return _place(i, i)
+    return _packed_index(i, i)
 
 
-@entrywise("add")
-def _(x: Symmetric, y: Symmetric, **params: Any) -> Symmetric:
-    del params
+@elementwise_rule("add")
+def _(x: Symmetric, y: Symmetric) -> Symmetric:
     return Symmetric(x.packed + y.packed, x.positive_definite and y.positive_definite)
 
 
-@entrywise("add")
-def _(x: Symmetric, y: Diagonal, **params: Any) -> Symmetric:
-    del params
-    return Symmetric(jnp.asarray(x.packed).at[..., _diagonal(x._n)].add(y.diagonal))
+@elementwise_rule("add")
+def _(x: Symmetric, y: Diagonal) -> Symmetric:
+    return Symmetric(jnp.asarray(x.packed).at[..., _diagonal_index(x._n)].add(y.diagonal))

@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 from ...._core.transform import redispatch
 from ...._core.value import Value
 from ...._jax.primitives import Primitive, find_primitive
-from ....types.zero_preserving import LINEAR, NONLINEAR
+from ....types.elementwise import LINEAR, NONLINEAR
 from ..core import ArrayValue, register, with_operands
 
 __all__ = ["Zero"]
