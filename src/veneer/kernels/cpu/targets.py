@@ -4,6 +4,7 @@ A kernel's code is its functions and an entry, by which XLA calls it. That calls
 all kernels share (`handlers.py`), so a kernel is compiled by itself.
 """
 
+import importlib
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -105,14 +106,14 @@ def _shared() -> bytes:
 
 def _kernel(activations: str, contracting: str, kind: str, variant: str) -> Any:
     """The four functions of a kernel, whose module is imported only now."""
-    if activations == "int8":
-        from .integers import kernels as integers
-
-        return integers.kernel(contracting, kind, variant)
-    from .floats import kernels as floats
-    from .floats.pairs import BF16, F32
-
-    return floats.kernel(contracting, kind, variant, BF16 if activations == "bfloat16" else F32)
+    package = "integers" if activations == "int8" else "floats"
+    name = (
+        contracting if package == "integers" and variant == "many" else f"{contracting}_{variant}"
+    )
+    module = importlib.import_module(f"{__package__}.{package}.{name}")
+    if activations == "bfloat16":
+        return module.build(kind, activations)
+    return module.build(kind)
 
 
 def code_of(kernel: Any, name: str, *, bits: int, contracts_rows: bool, activations: str) -> bytes:

@@ -1,9 +1,8 @@
 """Products of floats with stored matrices: codes become f32 in registers, or nearby; or bf16.
 
-`kernels.py` has the kernels; which side of the matrix is contracted decides how it is read, and how
-many rows of x there are, what counts.
+Which side of the matrix is contracted decides how it is read, and how many rows of x there are,
+what counts. A module with a kernel has a function `build`.
 
-    kernels         the functions of each variant
     rows_few        rows contracted by few rows of x: the matrix is read once, as it lies
     rows_tiled      the same, whose rows have scales for tiles of their own
     rows_many       by many: blocks of the matrix are decoded first

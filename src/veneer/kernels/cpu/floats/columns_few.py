@@ -14,7 +14,20 @@ from ....native.memory import prefetch_for_later, stack, store_f32, word
 from ....native.simd.floats import load, store, store_sums, zeros
 from ..operands import minima
 from ..operands.codes import load_table
-from ..operands.job import NEXT_ROW, OUT, ROW_BYTES, SCALE, TABLE, TC, TR, C, M, R, row_of
+from ..operands.job import (
+    NEXT_ROW,
+    OUT,
+    ROW_BYTES,
+    SCALE,
+    TABLE,
+    TC,
+    TR,
+    C,
+    JobFunctions,
+    M,
+    R,
+    row_of,
+)
 from ..operands.scales import are_f32, copy, fetch_tiles, has_minima, read_tiles, rows_of_tiles
 from .columns_x import MOST, order, rows_of_block
 from .panels import (
@@ -25,7 +38,7 @@ from .panels import (
     ONE,
     PART,
     VECTORS,
-    by_tiles,
+    functions_of,
     lanes_by,
     load_block,
     multiply,
@@ -50,8 +63,8 @@ _SUMS_BYTES = _VECTOR * max(
 )
 
 
-def worker(kind: str) -> Any:
-    """Makes what computes a part, for codes of a kind."""
+def build(kind: str) -> JobFunctions:
+    """Return the functions of the kernel for codes of a kind."""
     x_order = order(kind)
     block_of_x, sums_of_x, fold = x_order.block, x_order.sums, x_order.fold
     add_products = _products(kind)
@@ -88,7 +101,7 @@ def worker(kind: str) -> Any:
         for m in range(0, rows, MOST):
             multiply_block(job, rows_of_block(rows, m), batch, first, last, m, way)
 
-    return by_tiles(kind, multiply_rows)
+    return functions_of(kind, order(kind).prepare, multiply_rows)
 
 
 def _products(kind: str) -> Any:

@@ -27,14 +27,16 @@ from ..operands.job import (
     TC,
     TR,
     C,
+    JobFunctions,
     M,
     R,
     X,
+    do_nothing,
     row_of,
 )
 from ..operands.planes import store_codes_of_planes
 from ..operands.scales import copy, has_minima, read_tiles
-from .pairs import F32, Numbers
+from .pairs import NUMBERS
 from .panels import load_block, store_bytes, store_fields, transpose
 
 #: Rows of x that are multiplied at once by so many vectors: as many sums as registers hold.
@@ -67,8 +69,12 @@ def count(job):
     return word(job, BATCH) * blocks * parts
 
 
-def worker(kind: str, numbers: Numbers = F32) -> Any:
-    """Makes what computes a part, of at least ROWS rows of such numbers, for a kind of codes."""
+def build(kind: str, activations: str = "float32") -> JobFunctions:
+    """Return the functions of the kernel for codes of a kind, and f32 or bf16 activations.
+
+    There must be at least ROWS rows of activations.
+    """
+    numbers = NUMBERS[activations]
     decode, multiply, pair, SIZE, EACH = _decode(kind), _products(numbers.outer), *numbers[1:]
 
     @native
@@ -97,7 +103,7 @@ def worker(kind: str, numbers: Numbers = F32) -> Any:
                     y = word(job, OUT) + 4 * ((batch * rows + row) * word(job, R) + first)
                     _write(y, 4 * word(job, R), total, last - first)
 
-    return work
+    return JobFunctions(do_nothing, count, work, do_nothing)
 
 
 @native

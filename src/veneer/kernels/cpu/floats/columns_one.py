@@ -31,6 +31,7 @@ from ..operands.job import (
     TC,
     TR,
     C,
+    JobFunctions,
     R,
     row_of,
 )
@@ -54,7 +55,7 @@ from .panels import (
     ONE,
     PART,
     VECTORS,
-    by_tiles,
+    functions_of,
     lanes_by,
     multiply,
     panel_scales,
@@ -67,9 +68,9 @@ ROWS = 4
 _VECTOR, _SIXTEEN = 4 * LANES, 16
 
 
-def worker(kind: str) -> Any:
-    """Makes what computes a part, for codes of a kind."""
-    return by_tiles(kind, _multiplier(kind))
+def build(kind: str) -> JobFunctions:
+    """Return the functions of the kernel for codes of a kind."""
+    return functions_of(kind, order(kind).prepare, _multiplier(kind))
 
 
 def _multiplier(kind: str) -> Any:

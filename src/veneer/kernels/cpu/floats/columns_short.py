@@ -41,9 +41,11 @@ from ..operands.job import (
     TC,
     TR,
     C,
+    JobFunctions,
     M,
     R,
     X,
+    do_nothing,
     row_of,
 )
 from ..operands.minima import sum_of
@@ -75,8 +77,8 @@ def count(job):
     return (groups + each - 1) // each * ((word(job, R) + _PART - 1) // _PART)
 
 
-def worker(kind: str) -> Any:
-    """Makes what computes a part, for codes of a kind."""
+def build(kind: str) -> JobFunctions:
+    """Return the functions of the kernel for codes of a kind."""
     by_1, by_2, by_4 = (_rows_by(kind, rows) for rows in (1, 2, 4))
 
     @native
@@ -109,7 +111,7 @@ def worker(kind: str) -> Any:
         for i in range(outer, min(outer + each, all_groups)):
             multiply(job, i, first, min(first + _PART, word(job, R)))
 
-    return work
+    return JobFunctions(do_nothing, count, work, do_nothing)
 
 
 @native

@@ -41,3 +41,6 @@ def _pair(block, depth, columns, to, first):
 
 F32 = Numbers(outer, _as_it_is, 4, 1)
 BF16 = Numbers(outer_pairs, _pair, 2, 2)
+
+#: By the dtype of activations.
+NUMBERS = {"float32": F32, "bfloat16": BF16}

@@ -33,7 +33,7 @@ from ....native.simd.blocks import (
 from ....native.simd.order import apart
 from ...common.kinds import BITS, LOOKUP_BITS, PLANE_BITS, byte_of_planes
 from ..operands.codes import CONVERSIONS, look_up
-from ..operands.job import TC, THREADS, TR, C, R, in_stretches
+from ..operands.job import BATCH, TC, THREADS, TR, C, JobFunctions, R, free_scratch, in_stretches
 from ..operands.planes import unpacked
 
 #: How scales meet panels, by where they change: ONE number scales a panel, where a tile is whole
@@ -65,8 +65,8 @@ def ways(kind: str) -> tuple[int, int]:
     return (ONE, SOME) if kind in LOOKUP_BITS else (ONE, EACH)
 
 
-def by_tiles(kind: str, multiply: Any) -> Any:
-    """Makes what computes a part, `PART` rows of W.
+def functions_of(kind: str, prepare: Any, multiply: Any) -> JobFunctions:
+    """Return the functions of a kernel that computes `PART` rows of W in a part.
 
     `multiply(job, batch, first, last, way)` is for rows that share scales, or have some each.
     """
@@ -85,7 +85,11 @@ def by_tiles(kind: str, multiply: Any) -> Any:
             multiply(job, batch, first, end, way)
             first = end
 
-    return work
+    @native
+    def count(job):
+        return word(job, BATCH) * ((word(job, R) + PART - 1) // PART)
+
+    return JobFunctions(prepare, count, work, free_scratch)
 
 
 def _way(kind: str) -> Any:

@@ -17,7 +17,6 @@ import numpy as np
 from ....native.functions import native, not_inlined
 from ....native.isa import LANES, REGISTERS
 from ....native.memory import (
-    free,
     load_i64,
     malloc,
     prefetch_for_later,
@@ -44,15 +43,18 @@ from ..operands.job import (
     THREADS,
     TR,
     C,
+    JobFunctions,
     M,
     R,
     X,
+    free_scratch,
     row_of,
 )
 from ..operands.minima import sum_of
 from ..operands.scales import has_minima
+from . import rows_many
 from .decode import reader, row_bytes
-from .rows_many import PANEL, Multiplier, add, add_rows, clear, copy_rows, expand
+from .rows_many import PANEL, add, add_rows, clear, copy_rows, expand
 
 #: So few rows of x are multiplied with codes from where they are, by blocks of so many rows. More
 #: of them come back to the same codes, which are copied to where they do not drive out each other
@@ -171,16 +173,15 @@ def _add_up(job, part):
         add(product, count, _ONE, word(job, OUT) + 4 * first)
 
 
-@native
-def finish(job):
-    """Frees the results of parts."""
-    free(word(job, SCRATCH))
+def build(kind: str) -> JobFunctions:
+    """Return the functions of the kernel for codes of a kind."""
+    return functions_of(_multiplier(kind))
 
 
-def worker(kind: str, multiplier: Multiplier) -> Any:
-    """Makes what computes a part, for codes of a kind."""
+def _multiplier(kind: str) -> Any:
+    """Return the function that multiplies by the part of a matrix that a part of a job has."""
     bits = BITS[kind]
-    add_product = multiplier.add_product
+    add_product = rows_many.multiplier(kind).add_product
     panel_row = PANEL * bits // 8
     panel_bytes = _DEEP * panel_row
     copy_panel = _copy_of_panel(panel_row)
@@ -273,11 +274,11 @@ def worker(kind: str, multiplier: Multiplier) -> Any:
                         add_product(job, batch + i, row, tile_end - row, column, 0, m, to)
                 row = tile_end
 
-    return worker_of(multiply)
+    return multiply
 
 
-def worker_of(multiply: Any) -> Any:
-    """Makes what computes a part, of what multiplies: results are added up in the last parts."""
+def functions_of(multiply: Any) -> JobFunctions:
+    """Return the functions of a kernel whose last parts add up the results of the first ones."""
 
     @native
     def work(job, part):
@@ -286,7 +287,7 @@ def worker_of(multiply: Any) -> Any:
         else:
             multiply(job, part)
 
-    return work
+    return JobFunctions(prepare, count, work, free_scratch)
 
 
 def _copy_of_panel(row_bytes: int) -> Any:

@@ -27,10 +27,26 @@ from ....native.simd.floats import (
 )
 from ...common.kinds import BITS
 from ..operands.codes import load_table
-from ..operands.job import BATCH, MINIMUM, NEXT_ROW, OUT, SCALE, TABLE, TC, TR, C, M, R, X, row_of
+from ..operands.job import (
+    BATCH,
+    MINIMUM,
+    NEXT_ROW,
+    OUT,
+    SCALE,
+    TABLE,
+    TC,
+    TR,
+    C,
+    JobFunctions,
+    M,
+    R,
+    X,
+    do_nothing,
+    row_of,
+)
 from ..operands.scales import has_minima, read_tiles
 from .decode import reader, row_bytes
-from .pairs import F32, Numbers
+from .pairs import F32, NUMBERS, Numbers
 
 #: Columns that are worked on together, and rows that are decoded at once: 24 KB of f32.
 PANEL, BLOCK = 128, 48
@@ -190,6 +206,12 @@ def _multiplication(outer: Any) -> Any:
             row += count
 
     return multiply
+
+
+def build(kind: str, activations: str = "float32") -> JobFunctions:
+    """Return the functions of the kernel for codes of a kind, and f32 or bf16 activations."""
+    multiply = multiplier(kind, NUMBERS[activations])
+    return JobFunctions(do_nothing, multiply.count, multiply.work, do_nothing)
 
 
 def multiplier(kind: str, numbers: Numbers = F32) -> Multiplier:

@@ -22,10 +22,10 @@ from ....native.simd.floats import add_scaled, outer, splat, zeros
 from ...common.kinds import BITS
 from ...common.limits import MOST_TILES
 from ..operands.codes import load_table
-from ..operands.job import MINIMUM, NEXT_ROW, SCALE, TABLE, TC, C, M, R, X, row_of
+from ..operands.job import MINIMUM, NEXT_ROW, SCALE, TABLE, TC, C, JobFunctions, M, R, X, row_of
 from ..operands.scales import has_minima, read_tiles
 from .decode import reader
-from .rows_few import part_of, worker_of
+from .rows_few import functions_of, part_of
 
 #: Rows of W whose scales are read at once; and the bytes that those of so many have.
 _BLOCK = 16
@@ -35,8 +35,8 @@ _AHEAD = 4096
 _ONE = np.float32(1)
 
 
-def worker(kind: str) -> Any:
-    """Makes what computes a part, for codes of a kind."""
+def build(kind: str) -> JobFunctions:
+    """Return the functions of the kernel for codes of a kind."""
     bits = BITS[kind]
     by_1, by_2, by_4, by_8 = (_product(kind, rows, False) for rows in (1, 2, 4, 8))
     and_1, and_2, and_4, and_8 = (_product(kind, rows, True) for rows in (1, 2, 4, 8))
@@ -85,7 +85,7 @@ def worker(kind: str) -> Any:
                 multiply_block(job, batch + i, row, depth, first, last, to, numbers)
             row += depth
 
-    return worker_of(multiply)
+    return functions_of(multiply)
 
 
 @native

@@ -1,8 +1,7 @@
 """Products of int8 activations with stored integers, exact in int32 within a tile.
 
-`kernels.py` has the kernels, made of what the others have.
+A module with a kernel has a function `build`: `rows`, `columns`, `rows_few` and `columns_few`.
 
-    kernels         the functions of each variant
     blocks          by any number of rows of x: the matrix in panels, block by block
     rows_few        rows contracted by few rows of x: the matrix is read once, as it lies
     columns_few     columns contracted by few rows of x: it is, too

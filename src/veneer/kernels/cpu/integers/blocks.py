@@ -29,10 +29,12 @@ from ..operands.job import (
     THREADS,
     X_SCALE,
     X_SCALES,
+    JobFunctions,
     M,
     R,
     W,
     X,
+    free_scratch,
 )
 from ..operands.minima import sums_size, write_sums_of_codes
 from ..operands.scales import has_minima
@@ -59,8 +61,8 @@ def _adder(rows: int) -> Any:
 _add_4, _add_1 = map(_adder, (4, 1))
 
 
-def kernel(orientation: Orientation, offset: int) -> Any:
-    """Returns (prepare, count, work), not compiled."""
+def functions_of(orientation: Orientation, offset: int) -> JobFunctions:
+    """Return the functions of the kernel for many rows of activations."""
     panels, step_of, sizes, span, copy, fetch, decode, *others = orientation
     part_size, of_part, scales, write, ahead = others
     width = WIDTH * panels
@@ -352,4 +354,4 @@ def kernel(orientation: Orientation, offset: int) -> Any:
         else:
             multiply_part(job, part - first)
 
-    return prepare, count, work
+    return JobFunctions(native(prepare), native(count), native(work), free_scratch)

@@ -65,16 +65,19 @@ from ..operands.job import (
     X_SCALE,
     X_SCALES,
     C,
+    JobFunctions,
     M,
     R,
     W,
     X,
+    free_scratch,
     in_stretches,
 )
 from ..operands.minima import adder, sums_size, write_sums_of_codes
 from ..operands.planes import load_fields
 from ..operands.scales import ON_STACK, copy, fetch_tiles, has_minima, read_tiles, rows_of_tiles
 from .panel import BITS, WIDTH, reader
+from .panel import offset as code_offset
 
 #: How many rows of the matrix a part has; the last has the rest, too.
 PART = 64
@@ -87,8 +90,9 @@ _GROUP = 8 * WIDTH
 _VECTOR, _FOUR = 4 * LANES, 4 * LANES * ROWS
 
 
-def kernel(kind: str, offset: int) -> Any:
-    """Returns (prepare, count, work), not compiled."""
+def build(kind: str) -> JobFunctions:
+    """Return the functions of the kernel for codes of a kind."""
+    offset = code_offset(kind)
     bits, in_planes = BITS[kind], kind in INTEGER_PLANES
     fields = 1 if in_planes else 8 // bits
     group = WIDTH * fields  # codes of a vector of bytes
@@ -346,4 +350,4 @@ def kernel(kind: str, offset: int) -> Any:
         if needed > ON_STACK:
             free(scales)
 
-    return prepare, count, work
+    return JobFunctions(native(prepare), native(count), native(work), free_scratch)

@@ -12,9 +12,15 @@ from ....native.memory import load_f32, load_i8, stack, store_f32, store_i8, wor
 from ....native.simd.bytes import copy_by_fields, interleaved, neighbours, panelled
 from ....native.simd.floats import load, scaled, splat, store, store_block
 from ....native.simd.integers import load_floats
-from ..operands.job import ROW_BYTES, TC, TR, C, R
+from ..operands.job import ROW_BYTES, TC, TR, C, JobFunctions, R
 from ..operands.scales import are_f32, read_tiles
-from .panel import BITS, BLOCK, PANEL, WIDTH, Orientation, fill, reader
+from . import blocks
+from .panel import BITS, BLOCK, PANEL, WIDTH, Orientation, fill, offset, reader
+
+
+def build(kind: str) -> JobFunctions:
+    """Return the functions of the kernel for codes of a kind."""
+    return blocks.functions_of(orientation(kind), offset(kind))
 
 
 @functools.cache

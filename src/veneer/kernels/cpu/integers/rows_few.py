@@ -57,13 +57,16 @@ from ..operands.job import (
     X_SCALE,
     X_SCALES,
     C,
+    JobFunctions,
     M,
     R,
     W,
     X,
+    free_scratch,
 )
 from . import rows
 from .panel import BITS, PANEL, WIDTH, reader
+from .panel import offset as code_offset
 
 #: Rows of a block, if x has more than one; else four, for rows are read sooner one after the other.
 _BLOCK, _BLOCK_OF_1 = 32, 4
@@ -121,8 +124,9 @@ def _depths(job):
     return (k + length - 1) // length, 0, length
 
 
-def kernel(kind: str, offset: int) -> Any:
-    """Returns (prepare, count, work), not compiled."""
+def build(kind: str) -> JobFunctions:
+    """Return the functions of the kernel for codes of a kind."""
+    offset = code_offset(kind)
     bits, read = BITS[kind], reader(kind)
     fields = 8 // bits
     orientation = rows.orientation(kind)
@@ -351,4 +355,4 @@ def kernel(kind: str, offset: int) -> Any:
         else:
             add_up(job, part - word(job, FIRST))
 
-    return prepare, count, work
+    return JobFunctions(native(prepare), native(count), native(work), free_scratch)

@@ -4,8 +4,10 @@ Addresses and sizes are written once, before any part begins, and only FAILED af
 count entries, not bytes.
 """
 
+from typing import Any, NamedTuple
+
 from ....native.functions import native
-from ....native.memory import word
+from ....native.memory import free, word
 
 #: Words that a job has, and where each is.
 WORDS = 30
@@ -63,3 +65,31 @@ def in_stretches(part, parts, threads):
     """
     stretch, at = part % threads, part // threads
     return stretch * (parts // threads) + min(stretch, parts % threads) + at
+
+
+class JobFunctions(NamedTuple):
+    """The native functions of a kernel, which compute a job in parts.
+
+    **Arguments:**
+
+    - `prepare(job)`: allocates memory that all parts share, or sets FAILED.
+    - `count(job)`: returns the number of parts.
+    - `work(job, part)`: computes one part. Threads call it at the same time.
+    - `finish(job)`: frees the memory.
+    """
+
+    prepare: Any
+    count: Any
+    work: Any
+    finish: Any
+
+
+@native
+def do_nothing(job):
+    """Prepare or finish a job that needs no shared memory."""
+
+
+@native
+def free_scratch(job):
+    """Finish a job whose shared memory is SCRATCH."""
+    free(word(job, SCRATCH))
