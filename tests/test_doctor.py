@@ -139,7 +139,7 @@ def test_the_best_that_is_as_fast_as_the_fastest_is_kept(slowed, other, chosen):
     lines = {finding.name: finding.text for finding in doctor.choices()}
     assert [name for name in lines if "chosen" in lines[name]] == [chosen]
     assert lines["avx512"].startswith(f"{1 / other:.2f} times")
-    assert cache.chosen() == (None if chosen == "avx512" else chosen)
+    assert cache.saved_isa() == (None if chosen == "avx512" else chosen)
 
 
 def test_nothing_is_measured_where_that_says_nothing(slowed, monkeypatch, tmp_path, capsys):

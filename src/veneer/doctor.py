@@ -267,7 +267,7 @@ def choices(size: int = 2048) -> list[Finding]:
         raise ValueError(f"there are no CPU kernels to measure: {kernels.text}")
     from .native.isa import available
 
-    cache.choose(cache.chosen())  # fail now if the cache cannot be written
+    cache.save_isa(cache.saved_isa())  # fail now if the cache cannot be written
     names = available()
     with contextlib.ExitStack() as stack:
         processes = {name: stack.enter_context(_measuring(name, size)) for name in names}
@@ -280,7 +280,7 @@ def choices(size: int = 2048) -> list[Finding]:
     slower = dict(zip(names, np.exp(logs).tolist(), strict=True))
     fastest = min(slower.values())
     best = next(name for name in names if slower[name] <= _NOISE * fastest)
-    cache.choose(best if best != names[0] else None)
+    cache.save_isa(best if best != names[0] else None)
     text = "{:.2f} times the time of the fastest{}"
     return [
         Finding(name, text.format(slower[name] / fastest, ", and chosen" if name == best else ""))

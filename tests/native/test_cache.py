@@ -10,7 +10,7 @@ import pytest
 
 import veneer
 import veneer.kernels.cpu
-from veneer.native.cache import Cache, choose, sources
+from veneer.native.cache import Cache, save_isa, sources
 
 
 def new():
@@ -122,7 +122,7 @@ def test_what_it_is_compiled_for_is_in_the_fingerprint(monkeypatch, variable):
 
 def test_so_are_the_instructions_that_were_measured_to_be_the_fastest(directory, monkeypatch):
     before = new().fingerprint
-    choose("portable")
+    save_isa("portable")
     after = new().fingerprint
     monkeypatch.setenv("VENEER_KERNELS_ISA", "portable")
     assert before != after == new().fingerprint

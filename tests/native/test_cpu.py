@@ -18,11 +18,11 @@ from veneer.native.functions import native
 from veneer.native.machine_code import load
 from veneer.native.memory import load_f32
 from veneer.native.object_file import ObjectFile
-from veneer.native.simd.floats import outer, splat, store
+from veneer.native.simd.floats import add_outer, splat, store
 
 @native
 def multiply_add(x, c, y):
-    store(y, outer(splat(load_f32(c)), x, 0, splat(load_f32(x))))
+    store(y, add_outer(splat(load_f32(c)), x, 0, splat(load_f32(x))))
 
 file = ObjectFile()
 file.export("multiply_add", multiply_add)

@@ -29,7 +29,7 @@ def locks():
 
 from veneer.interop.folder import TensorFolder
 from veneer.kernels.cpu import build
-from veneer.native.forks import COMPILING
+from veneer.native.cache import COMPILING
 
 folder = sys.argv[1]
 w = vn.quant.quantize(jnp.ones((4, 8)), "int4")

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from veneer.kernels.cpu import build
-from veneer.native import cache, isa, machine_code
+from veneer.native import cache, isa
 
 
 @pytest.fixture(autouse=True)
@@ -26,33 +26,33 @@ def used(**environment):
 def test_what_was_chosen_is_used_where_nothing_else_is_asked_for():
     best = isa.available()[0]
     assert used() == best
-    cache.choose("portable")
-    assert cache.chosen() == used() == "portable"
+    cache.save_isa("portable")
+    assert cache.saved_isa() == used() == "portable"
     assert used(VENEER_KERNELS_ISA=best) == best
-    cache.choose(None)
-    assert (cache.chosen(), used()) == (None, best)
+    cache.save_isa(None)
+    assert (cache.saved_isa(), used()) == (None, best)
 
 
 def test_it_is_chosen_for_a_cpu(monkeypatch):
-    cache.choose("portable")
+    cache.save_isa("portable")
     with monkeypatch.context() as patch:
-        patch.setattr(machine_code, "host", lambda: "another")
-        assert cache.chosen() is None
-        cache.choose("avx2")
-    assert cache.chosen() == "portable"
+        patch.setattr(cache, "host_cpu", lambda: "another")
+        assert cache.saved_isa() is None
+        cache.save_isa("avx2")
+    assert cache.saved_isa() == "portable"
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"\xff", b"[1]", b'{"HOST": 3}', b'{"HOST": "sse1"}'])
 def test_a_file_that_makes_no_sense_is_none(folder, text):
     folder.mkdir()
-    (folder / "isa.json").write_bytes(text.replace(b"HOST", machine_code.host().encode()))
+    (folder / "isa.json").write_bytes(text.replace(b"HOST", cache.host_cpu().encode()))
     assert used() == isa.available()[0]
     assert build.CACHE.fingerprint
-    cache.choose("portable")
+    cache.save_isa("portable")
     assert used() == "portable"
 
 
 def test_a_cache_that_cannot_be_written_is_told(folder):
     folder.write_text("no folder")
     with pytest.raises(OSError, match="cache"):
-        cache.choose("portable")
+        cache.save_isa("portable")

@@ -45,14 +45,14 @@ def fill(to, count):
 
 def test_loops_of_scalars_are_not_made_scatters(monkeypatch):
     """Which take several dozen cycles each, where numbers follow each other."""
-    seen, emitted = [], object_file.emitted
+    seen, compile_module = [], object_file.compile_module
 
     def kept(module, *args, **options):
-        code = emitted(module, *args, **options)
+        code = compile_module(module, *args, **options)
         seen.append(str(module))
         return code
 
-    monkeypatch.setattr(object_file, "emitted", kept)
+    monkeypatch.setattr(object_file, "compile_module", kept)
     file = ObjectFile()
     file.export("fill", fill)
     file.code()

@@ -13,10 +13,9 @@ from kernels.cpu.driver import fields_of_planes
 from veneer.kernels.common.kinds import BITS, LOOKUP_BITS, PLANE_BITS, SIX_BIT_FLOATS
 from veneer.kernels.cpu.floats.decode import reader
 from veneer.kernels.cpu.operands.codes import load_table
-from veneer.native.functions import compiled, not_inlined
-from veneer.native.isa import ISA, ISAS, LANES, chosen
-from veneer.native.simd.floats import load, store
-from veneer.native.simd.order import deinterleave
+from veneer.native.functions import compiled, prevent_inlining
+from veneer.native.isa import ISA, ISAS, LANES, select
+from veneer.native.simd.floats import deinterleave, load, store
 
 TABLE = np.linspace(-1, 1, 16).astype(np.float32)
 
@@ -47,7 +46,7 @@ def decode(kind, packed, table, count):
 
     @compiled
     def run(table, packed, out):
-        not_inlined()
+        prevent_inlining()
         for i in range(0, count, step):
             codes = decoded(load_table(table), packed + i * bits // 8, 2)
             store(out + 4 * i, ordered(codes))
@@ -122,7 +121,7 @@ def test_other_instructions_give_the_same(isa):
     if "VENEER_KERNELS_ISA" in os.environ:
         pytest.skip("one is asked for")
     try:
-        chosen(isa)
+        select(isa)
     except ValueError as error:
         pytest.skip(str(error))
     tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--all", __file__]
@@ -133,4 +132,4 @@ def test_other_instructions_give_the_same(isa):
 
 def test_an_isa_that_is_not_known_is_refused():
     with pytest.raises(ValueError, match=r"'sse9' is unknown; this CPU has .*portable"):
-        chosen("sse9")
+        select("sse9")

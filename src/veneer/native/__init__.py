@@ -4,12 +4,10 @@ A toolchain that kernels and `vn.numba` share, and that knows of neither. What i
 is loaded with LLVM alone: the modules from `memory` on import Numba, and are imported only as
 something is compiled.
 
-    cache           object files on disk, named after all that they depend on
-    machine_code    object files in this process: LLVM loads them, and finds their functions
-    forks           compiling and forking, one at a time
+    cache           object files on disk, named after all that they depend on; the lock of compiling
+    machine_code    the CPU that is compiled for, and object files loaded into this process
     ffi_header      XLA's C header: where the members of its structs are
 
-    cpu             the CPU that is compiled for, as Numba's settings have it
     isa             which vector instructions it has, and how many numbers they take
     memory          memory by address, as C has it
     functions       Numba functions without Python, called as C's are

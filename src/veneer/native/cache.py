@@ -1,7 +1,7 @@
-"""Compiled code on disk, for all processes of a user.
+"""Object files on disk that all processes of a user share, and the lock of compilation.
 
-It is in `$VENEER_CACHE`, or `veneer` in the user's cache directory. Nobody else should be able to
-write there, as what is read is run.
+The files are in `$VENEER_CACHE`, or in `veneer` in the user's cache directory. They are executed,
+so only the user should be able to write there.
 """
 
 import contextlib
@@ -13,13 +13,23 @@ import os
 import platform
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from .forks import COMPILING
-
 _KEPT = 30 * 24 * 3600  # seconds
+
+#: Held while code is compiled or loaded, and during a fork. The child of a fork has one thread, so
+#: nothing could release a lock of Numba, LLVM or JAX's tracing that another thread holds.
+COMPILING = threading.RLock()
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=COMPILING.acquire,
+        after_in_parent=COMPILING.release,
+        after_in_child=COMPILING.release,
+    )
 
 
 class Cache:
@@ -85,26 +95,22 @@ def root() -> Path:
     return Path(chosen) if chosen else Path(shared) / "veneer"
 
 
-def choose(isa: str | None) -> None:
+def save_isa(isa: str | None) -> None:
     """Has processes on CPUs like this one use these vector instructions; None: the best there are.
 
     **Raises:** `OSError` where the cache cannot be written.
     """
-    from . import machine_code
-
     choices = _choices()
     if isa is None:
-        choices.pop(machine_code.host(), None)
+        choices.pop(host_cpu(), None)
     else:
-        choices[machine_code.host()] = isa
+        choices[host_cpu()] = isa
     _write(root() / "isa.json", json.dumps(choices, indent=1).encode())
 
 
-def chosen() -> str | None:
-    """Returns what `choose` was told last on a CPU like this one, or None."""
-    from . import machine_code
-
-    return _choices().get(machine_code.host())
+def saved_isa() -> str | None:
+    """Returns what `save_isa` was told last on a CPU like this one, or None."""
+    return _choices().get(host_cpu())
 
 
 def _choices() -> dict[str, str]:
@@ -113,6 +119,13 @@ def _choices() -> dict[str, str]:
         if isinstance(found, dict):
             return {cpu: isa for cpu, isa in found.items() if isinstance(isa, str)}
     return {}
+
+
+def host_cpu() -> str:
+    """Return the name that LLVM gives this CPU, with its features."""
+    import llvmlite.binding as llvm
+
+    return f"{llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()}"
 
 
 def sources(folders: set[Path]) -> bytes:
@@ -130,16 +143,14 @@ def _folder_of(package: str) -> Path:
 
 
 def _dependencies() -> Iterator[str]:
-    from . import machine_code  # which imports LLVM
-
     for package in ("numba", "llvmlite", "numpy"):
         yield importlib.metadata.version(package)
     yield f"{sys.version} {sys.platform} {platform.machine()}"
-    yield machine_code.host()
+    yield host_cpu()
     for key, value in sorted(os.environ.items()):
         if key.startswith("NUMBA_"):
             yield f"{key}={value}"
-    yield os.environ.get("VENEER_KERNELS_ISA") or chosen() or ""
+    yield os.environ.get("VENEER_KERNELS_ISA") or saved_isa() or ""
 
 
 def _remove_old(file: Path) -> None:

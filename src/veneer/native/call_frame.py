@@ -49,7 +49,7 @@ _IS_METADATA = header().value("XLA_FFI_Extension_Metadata")
 
 
 @native
-def answers_metadata(frame):
+def answer_metadata_query(frame):
     """Returns whether XLA asked for the handler's metadata alone, which it then has."""
     extension = load_i64(frame + _EXTENSION)
     if extension == 0 or load_i32(extension + _TYPE) != _IS_METADATA:
@@ -87,13 +87,13 @@ def has_buffers(frame, arguments, results):
 
 
 @native
-def argument(frame, index):
+def argument_buffer(frame, index):
     """Returns the address of an argument's buffer."""
     return word(load_i64(frame + _ARGUMENTS), index)
 
 
 @native
-def result(frame, index):
+def result_buffer(frame, index):
     """Returns the address of a result's buffer."""
     return word(load_i64(frame + _RESULTS), index)
 
@@ -170,7 +170,7 @@ def _ask(frame, function, arguments):
 
 
 @native
-def error(frame, code, message):
+def create_error(frame, code, message):
     """Returns an error for XLA to raise, of a constant message."""
     arguments = stack(_CREATE_SIZE)
     _begin(arguments, _CREATE_SIZE)

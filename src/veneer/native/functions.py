@@ -56,7 +56,7 @@ def compiled(function: Callable[..., Any]) -> Any:
 
 
 @intrinsic
-def not_inlined(typing_context):
+def prevent_inlining(typing_context):
     """Keeps what LLVM makes of a function apart from its callers, where one copy will do.
 
     Numba optimises a function again with each that calls it.

@@ -7,7 +7,7 @@ fastest on this machine, or else the best that its CPU has.
 import os
 
 from . import cache
-from .cpu import features
+from .machine_code import cpu_features
 
 #: What each needs of a CPU, by LLVM's names of features; the best first.
 ISAS = {
@@ -22,13 +22,13 @@ ISAS = {
 }
 
 
-def chosen(name: str | None = None) -> str:
+def select(name: str | None = None) -> str:
     """Returns the ISA of this name, or the best that this CPU has.
 
     **Raises:** `ValueError` for an unknown name, and for one that this CPU does not have.
 
-    >>> from veneer.native.isa import chosen
-    >>> chosen("portable")
+    >>> from veneer.native.isa import select
+    >>> select("portable")
     'portable'
     """
     if not name:
@@ -47,17 +47,17 @@ def available() -> list[str]:
     >>> available()[-1]
     'portable'
     """
-    has = features()
+    has = cpu_features()
     return [isa for isa, needs in ISAS.items() if needs <= has]
 
 
 def _measured() -> str | None:
     """What was measured to be the fastest, if this process may use it."""
-    name = cache.chosen()
+    name = cache.saved_isa()
     return name if name in available() else None
 
 
-ISA = chosen(os.environ.get("VENEER_KERNELS_ISA") or _measured())
+ISA = select(os.environ.get("VENEER_KERNELS_ISA") or _measured())
 #: How many f32 or int32 a vector holds.
 LANES = 16 if ISA.startswith("avx512") else 8 if ISA == "avx2" else 4
 #: Whether it is one of Arm's; how many vectors registers hold; and whether it makes f32 of f16.
@@ -67,4 +67,4 @@ CONVERTS_F16 = IS_NEON or LANES == 16
 #: Whether it multiplies bytes, and adds up four products; and pairs of bf16.
 HAS_VNNI, HAS_BF16 = ISA in ("avx512bf16", "avx512vnni"), ISA == "avx512bf16"
 #: Whether it multiplies matrices of 8 x 8 bits.
-HAS_GFNI = HAS_VNNI and "gfni" in features()
+HAS_GFNI = HAS_VNNI and "gfni" in cpu_features()

@@ -1,14 +1,58 @@
-"""Object files, loaded with LLVM alone: what is compiled already needs no Numba."""
+"""The CPU that code is compiled for, and object files loaded into this process by LLVM alone.
 
+The CPU is this one, unless Numba's settings `NUMBA_CPU_NAME` and `NUMBA_CPU_FEATURES` name another.
+"""
+
+import os
+import platform
+import sys
+from pathlib import Path
 from typing import Any
 
 import llvmlite.binding as llvm
 
-from .forks import COMPILING
+from .cache import COMPILING
 
 
-def target_machine(cpu: str = "", features: str = "") -> Any:
-    """Returns LLVM's machine that compiles for a CPU, or that loads what was compiled."""
+def target_machine() -> Any:
+    """Return the LLVM target machine of the CPU that code is compiled for."""
+    name, features = _numba_settings()
+    if features is None:
+        features = llvm.get_host_cpu_features().flatten()
+    return _create_target_machine(name or llvm.get_host_cpu_name(), features)
+
+
+def cpu_features() -> set[str]:
+    """Return the features of the CPU that code is compiled for, by their names in LLVM."""
+    name, features = _numba_settings()
+    # Every 64-bit Arm CPU has NEON.
+    always = {"neon"} if platform.machine().lower() in ("aarch64", "arm64") else set[str]()
+    if features is not None:
+        return always | {f[1:] for f in features.split(",") if f.startswith("+")}
+    if name not in (None, "host"):
+        return always  # LLVM can list only the features of the host
+    return always | {feature for feature, has in llvm.get_host_cpu_features().items() if has}
+
+
+def load(object_code: bytes, *names: str) -> list[int]:
+    """Load an object file for the rest of the process, and return the addresses of functions."""
+    with COMPILING:
+        engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _create_target_machine())
+        engine.add_object_file(llvm.ObjectFileRef.from_data(object_code))
+        engine.finalize_object()
+        addresses = [engine.get_function_address(name) for name in names]
+        # Otherwise Python would unload the code at exit, while threads of XLA may still run it.
+        engine.detach()
+        return addresses
+
+
+def register_symbol(name: str, address: int) -> None:
+    """Let object files that are loaded later call the function at an address by this name."""
+    with COMPILING:
+        llvm.add_symbol(name, address)
+
+
+def _create_target_machine(cpu: str = "", features: str = "") -> Any:
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     target = llvm.Target.from_default_triple()
@@ -16,30 +60,21 @@ def target_machine(cpu: str = "", features: str = "") -> Any:
         cpu=cpu,
         features=features,
         opt=3,
-        # As Numba has it: code that is loaded by LLVM needs static relocation on x86.
+        # As in Numba: code that MCJIT loads needs static relocation on x86.
         reloc="static" if target.name.startswith("x86") else "default",
         codemodel="jitdefault",
         jit=True,
     )
 
 
-def load(object_code: bytes, *names: str) -> list[int]:
-    """Returns the addresses of functions of an object file, which stays loaded for good."""
-    with COMPILING:
-        engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target_machine())
-        engine.add_object_file(llvm.ObjectFileRef.from_data(object_code))
-        engine.finalize_object()
-        addresses = [engine.get_function_address(name) for name in names]
-        engine.detach()  # or its code would go as Python ends, while XLA's threads may still run it
-        return addresses
+def _numba_settings() -> tuple[str | None, str | None]:
+    """Return the name and the features of the CPU in Numba's settings. None means unset."""
+    if "numba" not in sys.modules and not Path(".numba_config.yaml").exists():
+        # Read the variables as Numba does, because to import Numba takes long.
+        name = os.environ.get("NUMBA_CPU_NAME")
+        default = "" if (name or "").lower() == "generic" else None
+        return name, os.environ.get("NUMBA_CPU_FEATURES", default)
+    from numba.core import config
 
-
-def name_address(name: str, address: int) -> None:
-    """Lets object files that are loaded from now on call a function by name."""
-    with COMPILING:
-        llvm.add_symbol(name, address)
-
-
-def host() -> str:
-    """Returns what LLVM calls this CPU, with its features."""
-    return f"{llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()}"
+    settings = vars(config)  # a dict, because mypy does not know the attributes
+    return settings["CPU_NAME"], settings["CPU_FEATURES"]

@@ -7,8 +7,8 @@ import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
 
-from .cpu import target_machine
 from .functions import c_wrapper
+from .machine_code import target_machine
 from .memory import I64
 from .unoptimised import modules_of, unoptimised
 
@@ -70,7 +70,7 @@ class ObjectFile:
             module.link_in(other, preserve=True)
         # Vectors are written out. Of other loops, LLVM would make scatters and gathers, as it does
         # not see that addresses that are int64 follow each other.
-        code = emitted(module, exports, vectorize_loops=False)
+        code = compile_module(module, exports, vectorize_loops=False)
         called = {f.name for f in module.functions if f.is_declaration and f.name[:5] != "llvm."}
         if unknown := called - _C_LIBRARY - self._imports:
             raise ValueError(
@@ -79,7 +79,7 @@ class ObjectFile:
         return code
 
 
-def emitted(module: Any, exports: Container[str], *, vectorize_loops: bool) -> bytes:
+def compile_module(module: Any, exports: Container[str], *, vectorize_loops: bool) -> bytes:
     """Optimize an LLVM module for the CPU that Numba compiles for, and return its object file.
 
     Functions that no exported function uses are removed from the module.

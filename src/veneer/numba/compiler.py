@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..native.forks import COMPILING
+from ..native.cache import COMPILING
 from ..native.machine_code import load
 from . import ops as ops
 from .backend.cache import cached

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from kernels.cpu.driver import KINDS, guarded, rows_contracted, run, stored
 
-from veneer.native.isa import ISA, ISAS, chosen
+from veneer.native.isa import ISA, ISAS, select
 
 #: B, M, R, C, TR, TC: few rows of x and many, tiles of all shapes, and tails of every dimension.
 SHAPES = [
@@ -120,7 +120,7 @@ OTHERS = [isa for isa in ISAS if isa not in (ISA, "avx512")]
 @pytest.mark.parametrize("isa", OTHERS)
 def test_other_instructions_give_the_same(isa):
     try:
-        chosen(isa)
+        select(isa)
     except ValueError as error:
         pytest.skip(str(error))
     program = """

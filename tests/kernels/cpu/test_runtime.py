@@ -133,7 +133,7 @@ def test_a_process_that_has_used_kernels_may_fork():
     run(
         """
 import os, threading, time, numpy as np
-from veneer.native.forks import COMPILING
+from veneer.native.cache import COMPILING
 plain.check(m=8, r=512, c=256)
 locked = threading.Event()
 def hold():

@@ -12,9 +12,8 @@ from collections.abc import Callable
 
 import jax
 
-from ...native.cache import Cache
+from ...native.cache import COMPILING, Cache
 from ...native.ffi_header import header, header_text
-from ...native.forks import COMPILING
 from . import targets
 
 CACHE = Cache("kernels", "veneer.kernels", header_text)
@@ -136,4 +135,4 @@ def _load_handlers() -> None:
     code = CACHE.cached(targets.SHARED, lambda: targets.object_code(targets.SHARED))
     addresses = machine_code.load(code, *targets.HANDLERS)
     for name, address in zip(targets.HANDLERS, addresses, strict=True):
-        machine_code.name_address(name, address)
+        machine_code.register_symbol(name, address)

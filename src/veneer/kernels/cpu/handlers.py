@@ -14,17 +14,17 @@ from ...native.call_frame import (
     S8,
     S32,
     U8,
-    answers_metadata,
-    argument,
+    answer_metadata_query,
+    argument_buffer,
     argument_count,
+    create_error,
     data,
     dim,
     dtype,
-    error,
     has_buffers,
     pool_threads,
     rank,
-    result,
+    result_buffer,
     result_count,
 )
 from ...native.functions import c_function, call, native
@@ -48,18 +48,18 @@ def handle_product(frame, bits, contracts_rows, activations, prepare, count, wor
 
     There is a result for each matrix that the same activations are multiplied by.
     """
-    if answers_metadata(frame):
+    if answer_metadata_query(frame):
         return 0
     jobs = result_count(frame)
     group = _new_group(jobs)
     if group == 0:
-        return error(frame, RESOURCE_EXHAUSTED, "veneer: no memory for a job")
+        return create_error(frame, RESOURCE_EXHAUSTED, "veneer: no memory for a job")
     failure, products = 0, 0
     for i in range(jobs):
         job = _job_of(group, i)
         if not _read(frame, job, i, bits, contracts_rows, activations):
             release(group)
-            return error(frame, INVALID_ARGUMENT, "veneer: operands do not fit together")
+            return create_error(frame, INVALID_ARGUMENT, "veneer: operands do not fit together")
         products += _products(job)
     threads, has_failed = _threads(frame, products), False
     for i in range(jobs):
@@ -78,7 +78,9 @@ def handle_product(frame, bits, contracts_rows, activations, prepare, count, wor
         call(finish, (job,))
         has_failed = has_failed or word(job, words.FAILED) != 0
     if has_failed:
-        failure = error(frame, RESOURCE_EXHAUSTED, "veneer: no memory for the buffers of a kernel")
+        failure = create_error(
+            frame, RESOURCE_EXHAUSTED, "veneer: no memory for the buffers of a kernel"
+        )
     release(group)
     return failure
 
@@ -153,9 +155,9 @@ def _count(type, size):
 @native
 def _is_stack(frame, index, batch):
     """Whether an operand `[places * batch, ...]` has the place of those that are meant after it."""
-    size = dim(argument(frame, index), 0)
+    size = dim(argument_buffer(frame, index), 0)
     fits = size == 0 if batch == 0 else size > 0 and size % batch == 0
-    return fits and _is_array(argument(frame, index + 1), S32, 0)
+    return fits and _is_array(argument_buffer(frame, index + 1), S32, 0)
 
 
 @native
@@ -164,10 +166,10 @@ def _part(frame, index, batch, width):
 
     What is outside is the first or the last, as for XLA's dynamic slice.
     """
-    stack = argument(frame, index)
+    stack = argument_buffer(frame, index)
     if batch == 0:
         return data(stack)
-    place = min(load_i32(data(argument(frame, index + 1))), dim(stack, 0) // batch - 1)
+    place = min(load_i32(data(argument_buffer(frame, index + 1))), dim(stack, 0) // batch - 1)
     return data(stack) + max(place, 0) * batch * dim(stack, 1) * dim(stack, 2) * width
 
 
@@ -195,8 +197,12 @@ def _read(frame, job, index, bits, contracts_rows, activations):
     if not has_minima and not are_codes and each != 5:
         return False
     first = lead + each * index
-    x, matrix, out = argument(frame, 0), argument(frame, first), result(frame, index)
-    scale, table = argument(frame, first + 2), argument(frame, first + 4)
+    x, matrix, out = (
+        argument_buffer(frame, 0),
+        argument_buffer(frame, first),
+        result_buffer(frame, index),
+    )
+    scale, table = argument_buffer(frame, first + 2), argument_buffer(frame, first + 4)
     type_of_scale = _type_of_codes(scale) if are_codes else _type(scale)
     tiles = _count(type_of_scale, dim(scale, 2)) if rank(scale) == 3 else 0
     if not (
@@ -229,7 +235,7 @@ def _read(frame, job, index, bits, contracts_rows, activations):
     ):
         return False
     if is_integer:
-        x_scale = argument(frame, 1)
+        x_scale = argument_buffer(frame, 1)
         are_of_tiles = rank(x_scale) == 3
         if not (
             _is_array(x_scale, F32, 3 if are_of_tiles else 2)
@@ -244,7 +250,7 @@ def _read(frame, job, index, bits, contracts_rows, activations):
             return False
         set_word(job, words.X_SCALE, data(x_scale))
     if has_minima:
-        minimum, offset = argument(frame, first + 5), argument(frame, first + 7)
+        minimum, offset = argument_buffer(frame, first + 5), argument_buffer(frame, first + 7)
         type = _type_of_codes(minimum) if has_both else _minimum_type(minimum)
         if not (
             _are_numbers(type, minimum)
@@ -277,7 +283,7 @@ def _read(frame, job, index, bits, contracts_rows, activations):
 @native
 def _read_outer(frame, job, index, batch, scale, tiles, place):
     """Fills in what codes are scaled by, from a place of a job on; whether it fits to scales."""
-    outer = argument(frame, index)
+    outer = argument_buffer(frame, index)
     type, each = _type(outer), _share(tiles, dim(outer, 2)) if rank(outer) == 3 else 0
     if not (
         _are_numbers(type, outer)
@@ -310,14 +316,14 @@ def _write(job, table, out, batch, r, c, row_bytes, tile_rows, tiles):
 @native
 def handle_quantize(frame, bits, count, work):
     """Handles a call from XLA to quantise; returns an error's address, or 0."""
-    if answers_metadata(frame):
+    if answer_metadata_query(frame):
         return 0
     job = new_job(words.WORDS)
     if job == 0:
-        return error(frame, RESOURCE_EXHAUSTED, "veneer: no memory for a job")
+        return create_error(frame, RESOURCE_EXHAUSTED, "veneer: no memory for a job")
     failure = 0
     if not _read_quantize(frame, job, bits):
-        failure = error(frame, INVALID_ARGUMENT, "veneer: operands do not fit together")
+        failure = create_error(frame, INVALID_ARGUMENT, "veneer: operands do not fit together")
     elif _products(job) > 0:
         threads = _threads(frame, _products(job))
         set_word(job, words.THREADS, threads)
@@ -332,10 +338,10 @@ def _read_quantize(frame, job, bits):
     if not has_buffers(frame, 2, 2):
         return False
     x, table, out, scale = (
-        argument(frame, 0),
-        argument(frame, 1),
-        result(frame, 0),
-        result(frame, 1),
+        argument_buffer(frame, 0),
+        argument_buffer(frame, 1),
+        result_buffer(frame, 0),
+        result_buffer(frame, 1),
     )
     if not (
         _is_array(x, F32, 3)

@@ -13,15 +13,15 @@ from ...native.simd.blocks import (
     FLOATS,
     INTS,
     Block,
-    at,
-    block_of,
+    advance,
+    broadcast,
     constant,
+    get_vectors,
     instruction,
     load_vector,
-    repeated,
-    shuffled,
+    make_block,
+    shuffle,
     store_vector,
-    vectors,
 )
 
 #: The least normal f32. Neither a scale nor its reciprocal is smaller.
@@ -52,11 +52,11 @@ def larger_magnitudes(magnitudes, address):
 
     def emit(builder, magnitudes, address):
         larger = []
-        for c, old in enumerate(vectors(builder, magnitudes)):
-            bits = load_vector(builder, at(builder, address, c), INTS)
+        for c, old in enumerate(get_vectors(builder, magnitudes)):
+            bits = load_vector(builder, advance(builder, address, c), INTS)
             new = builder.and_(bits, constant(INTS, 0x7FFFFFFF))
             larger.append(_larger(builder, old, new))
-        return block_of(builder, larger)
+        return make_block(builder, larger)
 
     return magnitudes, emit
 
@@ -70,15 +70,15 @@ def largest(magnitudes):
     """A vector with the largest of all in every lane."""
 
     def emit(builder, magnitudes):
-        first, *rest = vectors(builder, magnitudes)
+        first, *rest = get_vectors(builder, magnitudes)
         for other in rest:
             first = _larger(builder, first, other)
         step = 1
         while step < LANES:
             lanes = [lane ^ step for lane in range(LANES)]
-            first = _larger(builder, first, shuffled(builder, first, first, lanes))
+            first = _larger(builder, first, shuffle(builder, first, first, lanes))
             step *= 2
-        return block_of(builder, [first])
+        return make_block(builder, [first])
 
     return Block("i32", 1, 1), emit
 
@@ -95,10 +95,10 @@ def scales_of(magnitudes, reciprocal, is_short, kind):
     limit = _LARGEST_SCALES.get(kind.literal_value)
 
     def emit(builder, magnitudes, reciprocal, is_short, _):
-        by = repeated(builder, reciprocal)
-        is_short = builder.fcmp_ordered("!=", repeated(builder, is_short), constant(FLOATS, 0.0))
+        by = broadcast(builder, reciprocal)
+        is_short = builder.fcmp_ordered("!=", broadcast(builder, is_short), constant(FLOATS, 0.0))
         scales = []
-        for bits in vectors(builder, magnitudes):
+        for bits in get_vectors(builder, magnitudes):
             scale = builder.fmul(builder.bitcast(bits, FLOATS), by)
             fits = builder.fcmp_ordered("<=", scale, constant(FLOATS, 1 / _TINY))
             usable = builder.select(fits, scale, constant(FLOATS, float("nan")))
@@ -109,7 +109,7 @@ def scales_of(magnitudes, reciprocal, is_short, kind):
                 exceeds = builder.fcmp_ordered(">", scale, constant(FLOATS, limit))
                 scale = builder.select(exceeds, constant(FLOATS, limit), scale)
             scales.append(scale)
-        return block_of(builder, scales)
+        return make_block(builder, scales)
 
     return block, emit
 
@@ -128,7 +128,9 @@ def reciprocals(block):
 
     def emit(builder, block):
         one = constant(FLOATS, 1.0)
-        return block_of(builder, [builder.fdiv(one, value) for value in vectors(builder, block)])
+        return make_block(
+            builder, [builder.fdiv(one, value) for value in get_vectors(builder, block)]
+        )
 
     return block, emit
 
@@ -138,7 +140,7 @@ def store_first(address, block):
     """Writes the first number of a vector."""
 
     def emit(builder, address, block):
-        (value,) = vectors(builder, block)
+        (value,) = get_vectors(builder, block)
         first = builder.extract_element(value, I32(0))
         builder.store(first, pointer(builder, address, F32)).align = 1
 
@@ -155,16 +157,16 @@ def codes_of(address, columns, factors, table, kind):
     encode = _ENCODERS[kind.literal_value]
 
     def emit(builder, address, _, factors, table, *__):
-        by = vectors(builder, factors)
+        by = get_vectors(builder, factors)
         codes = []
         for c in range(block.columns):
-            x = load_vector(builder, at(builder, address, c))
+            x = load_vector(builder, advance(builder, address, c))
             scaled = builder.fmul(x, by[c % len(by)])
             is_number = builder.fcmp_ordered("ord", scaled, scaled)
             codes.append(
                 encode(builder, builder.select(is_number, scaled, constant(FLOATS, 0.0)), table)
             )
-        return block_of(builder, codes)
+        return make_block(builder, codes)
 
     return block, emit
 
@@ -188,7 +190,7 @@ def _counted(builder: Any, x: Any, table: Any) -> Any:
         address = builder.add(table, ir.Constant(table.type, 4 * i))
         threshold = builder.load(pointer(builder, address, F32))
         threshold.align = 1
-        reached = builder.fcmp_ordered(">=", x, repeated(builder, threshold))
+        reached = builder.fcmp_ordered(">=", x, broadcast(builder, threshold))
         code = builder.sub(code, builder.sext(reached, INTS))
     return code
 
@@ -202,7 +204,7 @@ def store_codes(address, codes, bits):
     store = {8: _store_bytes, 4: _store_nibbles}[bits.literal_value]
 
     def emit(builder, address, codes, _):
-        store(builder, address, vectors(builder, codes))
+        store(builder, address, get_vectors(builder, codes))
 
     return types.void, emit
 
@@ -221,7 +223,7 @@ def _store_nibbles(builder: Any, address: Any, codes: Sequence[Any]) -> None:
     together = []
     for a, b in zip(codes[::2], codes[1::2], strict=True):
         even, odd = (
-            builder.and_(shuffled(builder, a, b, range(i, 2 * LANES, 2)), constant(INTS, 15))
+            builder.and_(shuffle(builder, a, b, range(i, 2 * LANES, 2)), constant(INTS, 15))
             for i in (0, 1)
         )
         together.append(builder.or_(even, builder.shl(odd, constant(INTS, 4))))

@@ -6,7 +6,6 @@ knows of it how many numbers a vector has, and how many vectors there are regist
     blocks          the type of a block, how an instruction is made, and what emits its code
     floats          f32: made, read, written, multiplied and added up
     bf16            pairs of bf16, and products of them
-    order           neighbours parted among vectors, and brought together
     integers        products of bytes, four at once, in int32
     bytes           what codes are worth, as bytes, and the order that products of them need
 """

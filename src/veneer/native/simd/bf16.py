@@ -12,14 +12,14 @@ from ..memory import I16, I32, pointer
 from .blocks import (
     FLOATS,
     Block,
-    add_rows,
-    at,
-    block_of,
+    accumulate,
+    advance,
+    broadcast,
     call_llvm,
+    get_vectors,
     instruction,
-    repeated,
-    shuffled,
-    vectors,
+    make_block,
+    shuffle,
 )
 
 
@@ -40,30 +40,30 @@ _HALF, _PAIRS = ir.VectorType(_BF16(), LANES), ir.VectorType(_BF16(), 2 * LANES)
 
 
 @instruction
-def paired(first, second):
+def pair_as_bf16(first, second):
     """Two vectors of f32, rounded to bf16, as the pairs of their lanes."""
 
     def emit(builder, first, second):
-        ((a,), (b,)) = (vectors(builder, block) for block in (first, second))
+        ((a,), (b,)) = (get_vectors(builder, block) for block in (first, second))
         words = ir.VectorType(I16, LANES)
         a, b = (builder.bitcast(builder.fptrunc(value, _HALF), words) for value in (a, b))
         lanes = [lane for i in range(LANES) for lane in (i, LANES + i)]
-        return block_of(builder, [builder.bitcast(shuffled(builder, a, b, lanes), FLOATS)])
+        return make_block(builder, [builder.bitcast(shuffle(builder, a, b, lanes), FLOATS)])
 
     return Block("f32", 1, 1), emit
 
 
 @instruction
-def outer_pairs(total, x, stride, w):
+def add_outer_pairs(total, x, stride, w):
     """`total[r][c] + x[r] * w[c]`: a pair at `x`, `stride` bytes apart, times vectors of pairs."""
 
     def emit(builder, totals, x, stride, ws):
         def row(r):
-            pair = builder.load(pointer(builder, at(builder, x, 0, r, stride), I32))
+            pair = builder.load(pointer(builder, advance(builder, x, 0, r, stride), I32))
             pair.align = 1
-            return builder.bitcast(repeated(builder, pair), _PAIRS)
+            return builder.bitcast(broadcast(builder, pair), _PAIRS)
 
-        return add_rows(builder, total, totals, ws, row, _add_products)
+        return accumulate(builder, total, totals, ws, row, _add_products)
 
     return total, emit
 

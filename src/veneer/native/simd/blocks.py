@@ -79,12 +79,12 @@ def instruction(define: Callable[..., tuple[types.Type, Emit]]) -> Any:
 # For what emits code.
 
 
-def vectors(builder: Any, block: Any) -> list[Any]:
+def get_vectors(builder: Any, block: Any) -> list[Any]:
     """The vectors of a block, row by row."""
     return [builder.extract_value(block, i) for i in range(block.type.count)]
 
 
-def block_of(builder: Any, values: Sequence[Any]) -> Any:
+def make_block(builder: Any, values: Sequence[Any]) -> Any:
     """The block that has these vectors."""
     block = ir.Constant(ir.ArrayType(values[0].type, len(values)), ir.Undefined)
     for i, value in enumerate(values):
@@ -92,7 +92,7 @@ def block_of(builder: Any, values: Sequence[Any]) -> Any:
     return block
 
 
-def at(builder: Any, address: Any, vector: int = 0, row: int = 0, stride: Any = None) -> Any:
+def advance(builder: Any, address: Any, vector: int = 0, row: int = 0, stride: Any = None) -> Any:
     """An address so many vectors on, and so many rows of `stride` bytes."""
     if row:
         address = builder.add(address, builder.mul(stride, I64(row)))
@@ -111,18 +111,18 @@ def store_vector(builder: Any, value: Any, address: Any) -> None:
     builder.store(value, pointer(builder, address, value.type)).align = 1
 
 
-def repeated(builder: Any, number: Any, count: int = LANES) -> Any:
+def broadcast(builder: Any, number: Any, count: int = LANES) -> Any:
     """A vector of one number."""
     undefined = ir.Constant(ir.VectorType(number.type, count), ir.Undefined)
     first = builder.insert_element(undefined, number, I32(0))
-    return shuffled(builder, first, undefined, [0] * count)
+    return shuffle(builder, first, undefined, [0] * count)
 
 
-def repeated_at(builder: Any, place: Any) -> Any:
+def load_broadcast(builder: Any, place: Any) -> Any:
     """A vector of the f32 at an address."""
     number = builder.load(pointer(builder, place, F32))
     number.align = 1
-    return repeated(builder, number)
+    return broadcast(builder, number)
 
 
 def constant(type: ir.VectorType, value: int | float) -> Any:
@@ -141,19 +141,19 @@ def call_llvm(builder: Any, name: str, result: ir.Type, *args: Any) -> Any:
     return builder.call(cgutils.get_or_insert_function(builder.module, type, name), args)
 
 
-def shuffled(builder: Any, a: Any, b: Any, lanes: Sequence[int]) -> Any:
+def shuffle(builder: Any, a: Any, b: Any, lanes: Sequence[int]) -> Any:
     """The lanes of two vectors of one length, those of `b` numbered after those of `a`."""
     return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(I32, len(lanes)), [*lanes]))
 
 
-def permuted(builder: Any, values: Any, indices: Any) -> Any:
+def permute(builder: Any, values: Any, indices: Any) -> Any:
     """The lanes of a vector of f32 at indices."""
     if ISA.startswith("avx512"):
         return call_llvm(builder, "llvm.x86.avx512.permvar.sf.512", FLOATS, values, indices)
     if ISA == "avx2":
         return call_llvm(builder, "llvm.x86.avx2.permps", FLOATS, values, indices)
     if IS_NEON:
-        return bytes_at(builder, [values], indices)
+        return look_up_floats(builder, [values], indices)
     result = ir.Constant(FLOATS, ir.Undefined)
     for lane in range(LANES):
         index = builder.extract_element(indices, I32(lane))
@@ -162,7 +162,7 @@ def permuted(builder: Any, values: Any, indices: Any) -> Any:
     return result
 
 
-def bytes_at(builder: Any, table: Sequence[Any], indices: Any) -> Any:
+def look_up_floats(builder: Any, table: Sequence[Any], indices: Any) -> Any:
     """The numbers of a table of vectors of f32 at indices, found byte by byte, as Arm does."""
     first = builder.mul(indices, constant(INTS, 0x04040404))
     places = builder.add(first, constant(INTS, 0x03020100))
@@ -171,12 +171,42 @@ def bytes_at(builder: Any, table: Sequence[Any], indices: Any) -> Any:
     return builder.bitcast(found, FLOATS)
 
 
-def add_rows(builder: Any, total: Block, totals: Any, ws: Any, row: Emit, add: Emit) -> Any:
+def accumulate(builder: Any, total: Block, totals: Any, ws: Any, row: Emit, add: Emit) -> Any:
     """A block whose entry [r][c] is `add(builder, totals[r][c], row(r), ws[c])`."""
-    totals, ws = vectors(builder, totals), vectors(builder, ws)
+    totals, ws = get_vectors(builder, totals), get_vectors(builder, ws)
     for r in range(total.rows):
         value = row(r)
         for c, w in enumerate(ws):
             i = r * total.columns + c
             totals[i] = add(builder, totals[i], value, w)
-    return block_of(builder, totals)
+    return make_block(builder, totals)
+
+
+def split_lanes(builder: Any, values: Sequence[Any], unit: int = 1) -> list[Any]:
+    """Split n vectors, n a power of two, into n vectors of every n-th group of `unit` lanes."""
+    if len(values) == 1:
+        return [*values]
+    pairs = [*zip(values[::2], values[1::2], strict=True)]
+    lanes = [i for start in range(0, 2 * LANES, 2 * unit) for i in range(start, start + unit)]
+    even = [shuffle(builder, a, b, lanes) for a, b in pairs]
+    odd = [shuffle(builder, a, b, [i + unit for i in lanes]) for a, b in pairs]
+    columns = zip(*(split_lanes(builder, half, unit) for half in (even, odd)), strict=True)
+    return [value for pair in columns for value in pair]
+
+
+def merge_lanes(builder: Any, values: Sequence[Any], unit: int = 1) -> list[Any]:
+    """Invert `split_lanes`."""
+    if len(values) == 1:
+        return [*values]
+    evens, odds = (merge_lanes(builder, values[i::2], unit) for i in (0, 1))
+    lanes = [
+        i
+        for start in range(0, LANES, unit)
+        for vector in (0, LANES)
+        for i in range(vector + start, vector + start + unit)
+    ]
+    return [
+        shuffle(builder, a, b, half)
+        for a, b in zip(evens, odds, strict=True)
+        for half in (lanes[:LANES], lanes[LANES:])
+    ]

@@ -15,18 +15,19 @@ from .blocks import (
     INTS,
     SHORTS,
     Block,
-    at,
-    block_of,
+    advance,
     call_llvm,
     constant,
+    get_vectors,
     instruction,
     load_vector,
-    shuffled,
+    make_block,
+    merge_lanes,
+    shuffle,
+    split_lanes,
     store_vector,
-    vectors,
 )
 from .integers import WIDTH
-from .order import apart, together
 
 #: How much larger a code is as a number without a sign.
 OFFSET = 128
@@ -36,37 +37,37 @@ OFFSET = 128
 
 
 @instruction
-def byte_table(address):
-    """Reads what 16 fields are worth, f32, as bytes for `looked_up_bytes`."""
+def load_byte_table(address):
+    """Reads what 16 fields are worth, f32, as bytes for `look_up_bytes`."""
 
     def emit(builder, address):
         sixteen = ir.VectorType(F32, 16)
         values = builder.fptosi(load_vector(builder, address, sixteen), ir.VectorType(I32, 16))
         values = builder.add(values, ir.Constant(values.type, [OFFSET] * 16))
         values = builder.trunc(values, ir.VectorType(I8, 16))
-        everywhere = shuffled(builder, values, values, [i % 16 for i in range(WIDTH)])
-        return block_of(builder, [builder.bitcast(everywhere, INTS)])
+        everywhere = shuffle(builder, values, values, [i % 16 for i in range(WIDTH)])
+        return make_block(builder, [builder.bitcast(everywhere, INTS)])
 
     return Block("i32", 1, 1), emit
 
 
 @instruction
-def looked_up_bytes(table, block, shift):
+def look_up_bytes(table, block, shift):
     """What the fields are worth that begin at bit `shift` of each byte."""
 
     def emit(builder, table, values, shift):
-        table = builder.bitcast(vectors(builder, table)[0], BYTES)
+        table = builder.bitcast(get_vectors(builder, table)[0], BYTES)
         by = builder.trunc(shift, I16)
         undefined = ir.Constant(SHORTS, ir.Undefined)
         by = builder.insert_element(undefined, by, I32(0))
-        by = shuffled(builder, by, undefined, [0] * SHORTS.count)
+        by = shuffle(builder, by, undefined, [0] * SHORTS.count)
         worth = []
-        for value in vectors(builder, values):
+        for value in get_vectors(builder, values):
             # Bits of the next byte come along. They are cut off, or the table repeats over them.
             fields = builder.lshr(builder.bitcast(value, SHORTS), by)
             fields = builder.and_(builder.bitcast(fields, BYTES), constant(BYTES, 15))
             worth.append(builder.bitcast(_look_up(builder, table, fields), INTS))
-        return block_of(builder, worth)
+        return make_block(builder, worth)
 
     return block, emit
 
@@ -87,13 +88,13 @@ def _look_up(builder: Any, table: Any, indices: Any) -> Any:
 
 
 @instruction
-def without_sign(block):
+def to_unsigned(block):
     """Bytes with a sign, each larger by OFFSET, which makes them bytes without one."""
-    return block, lambda builder, values: block_of(
+    return block, lambda builder, values: make_block(
         builder,
         [
             builder.xor(value, ir.Constant(INTS, [0x80808080] * LANES))
-            for value in vectors(builder, values)
+            for value in get_vectors(builder, values)
         ],
     )
 
@@ -102,16 +103,18 @@ def without_sign(block):
 
 
 @instruction
-def interleaved(address, stride):
+def load_interleaved(address, stride):
     """Reads a vector of each of four rows, and returns lanes that have one byte of each.
 
-    They are in the order of `panelled`: 128 bits of a vector hold 4 of 16 neighbours.
+    They are in the order of `to_panels`: 128 bits of a vector hold 4 of 16 neighbours.
     """
 
     def emit(builder, address, stride):
-        rows = [load_vector(builder, at(builder, address, 0, r, stride), BYTES) for r in range(4)]
+        rows = [
+            load_vector(builder, advance(builder, address, 0, r, stride), BYTES) for r in range(4)
+        ]
         first, second = (_unpacked(builder, rows[i], rows[i + 1], BYTES) for i in (0, 2))
-        return block_of(
+        return make_block(
             builder,
             [
                 builder.bitcast(value, INTS)
@@ -124,19 +127,20 @@ def interleaved(address, stride):
 
 
 @instruction
-def transposed(address, stride):
+def load_transposed(address, stride):
     """Reads 16 bytes of each of LANES rows; row i is the i-th four of each of them, in order."""
 
     def emit(builder, address, stride):
         four = ir.VectorType(I32, 4)
         rows = [
-            load_vector(builder, at(builder, address, 0, r, stride), four) for r in range(LANES)
+            load_vector(builder, advance(builder, address, 0, r, stride), four)
+            for r in range(LANES)
         ]
         # Neighbours are 128 bits of different vectors, so that no more than these are mixed.
         a, b, c, d = (_joined(builder, rows[i::4]) for i in range(4))
         (a, c), (b, d) = _unpacked(builder, a, c, INTS), _unpacked(builder, b, d, INTS)
         values = (*_unpacked(builder, a, b, INTS), *_unpacked(builder, c, d, INTS))
-        return block_of(builder, values)
+        return make_block(builder, values)
 
     return Block("i32", 4, 1), emit
 
@@ -154,7 +158,7 @@ def _unpacked(builder: Any, a: Any, b: Any, type: ir.VectorType) -> tuple[Any, A
         ]
         for half in (0, count // 2)
     )
-    low, high = (shuffled(builder, a, b, half) for half in halves)
+    low, high = (shuffle(builder, a, b, half) for half in halves)
     return low, high
 
 
@@ -163,35 +167,37 @@ def _joined(builder: Any, parts: list[Any]) -> Any:
     while len(parts) > 1:
         lanes = range(2 * parts[0].type.count)
         pairs = zip(parts[::2], parts[1::2], strict=True)
-        parts = [shuffled(builder, a, b, lanes) for a, b in pairs]
+        parts = [shuffle(builder, a, b, lanes) for a, b in pairs]
     return parts[0]
 
 
 @instruction
-def panelled(block, fields):
-    """Neighbours in the order that fields of bytes have once they are `interleaved`.
+def to_panels(block, fields):
+    """Neighbours in the order that fields of bytes have once they are `load_interleaved`.
 
     A block of `4 * fields` vectors; those of the first field are followed by those of the next.
     """
 
     def emit(builder, values, _):
-        count, values = fields.literal_value, vectors(builder, values)
-        quarters = [apart(builder, values[i : i + count]) for i in range(0, len(values), count)]
+        count, values = fields.literal_value, get_vectors(builder, values)
+        quarters = [
+            split_lanes(builder, values[i : i + count]) for i in range(0, len(values), count)
+        ]
         panels = zip(*quarters, strict=True)
-        return block_of(builder, [v for panel in panels for v in apart(builder, panel, 4)])
+        return make_block(builder, [v for panel in panels for v in split_lanes(builder, panel, 4)])
 
     return block, emit
 
 
 @instruction
-def neighbours(block, fields):
-    """Undoes `panelled`."""
+def from_panels(block, fields):
+    """Undoes `to_panels`."""
 
     def emit(builder, values, _):
-        values = vectors(builder, values)
-        panels = [together(builder, values[i : i + 4], 4) for i in range(0, len(values), 4)]
+        values = get_vectors(builder, values)
+        panels = [merge_lanes(builder, values[i : i + 4], 4) for i in range(0, len(values), 4)]
         quarters = zip(*panels, strict=True)
-        return block_of(builder, [v for each in quarters for v in together(builder, each)])
+        return make_block(builder, [v for each in quarters for v in merge_lanes(builder, each)])
 
     return Block("f32", 1, block.count), emit
 
@@ -200,13 +206,13 @@ def neighbours(block, fields):
 def copy_by_fields(address, to, fields, width):
     """Copies `width` bytes a field: first every `fields`-th of them, then those after them, ...
 
-    So `looked_up_bytes` gets to the codes of a row, one field of `width` of its bytes at a time.
+    So `look_up_bytes` gets to the codes of a row, one field of `width` of its bytes at a time.
     """
     count, size = fields.literal_value, width.literal_value
 
     def emit(builder, address, to, *_):
         values = load_vector(builder, address, ir.VectorType(I8, size * count))
         order = [i for start in range(count) for i in range(start, size * count, count)]
-        store_vector(builder, shuffled(builder, values, values, order), to)
+        store_vector(builder, shuffle(builder, values, values, order), to)
 
     return types.void, emit

@@ -10,17 +10,18 @@ from ..memory import F32, I32, I64, pointer
 from .blocks import (
     FLOATS,
     Block,
-    add_rows,
-    at,
-    block_of,
+    accumulate,
+    advance,
+    broadcast,
     constant,
+    get_vectors,
     instruction,
     load_vector,
+    make_block,
     multiply_add,
-    repeated,
-    shuffled,
+    shuffle,
+    split_lanes,
     store_vector,
-    vectors,
 )
 
 # Making blocks.
@@ -39,8 +40,8 @@ def load(address, columns):
     block = Block("f32", 1, columns.literal_value)
 
     def emit(builder, address, _):
-        reads = [load_vector(builder, at(builder, address, c)) for c in range(block.columns)]
-        return block_of(builder, reads)
+        reads = [load_vector(builder, advance(builder, address, c)) for c in range(block.columns)]
+        return make_block(builder, reads)
 
     return block, emit
 
@@ -48,8 +49,8 @@ def load(address, columns):
 @instruction
 def splat(number):
     """One vector of an f32."""
-    return Block("f32", 1, 1), lambda builder, number: block_of(
-        builder, [repeated(builder, number)]
+    return Block("f32", 1, 1), lambda builder, number: make_block(
+        builder, [broadcast(builder, number)]
     )
 
 
@@ -58,8 +59,8 @@ def store(address, block):
     """Writes a row of vectors."""
 
     def emit(builder, address, values):
-        for c, value in enumerate(vectors(builder, values)):
-            store_vector(builder, value, at(builder, address, c))
+        for c, value in enumerate(get_vectors(builder, values)):
+            store_vector(builder, value, advance(builder, address, c))
 
     return types.void, emit
 
@@ -69,83 +70,92 @@ def store_block(address, stride, block):
     """Writes rows of vectors, `stride` bytes apart."""
 
     def emit(builder, address, stride, values):
-        for i, value in enumerate(vectors(builder, values)):
+        for i, value in enumerate(get_vectors(builder, values)):
             row, column = divmod(i, block.columns)
-            store_vector(builder, value, at(builder, address, column, row, stride))
+            store_vector(builder, value, advance(builder, address, column, row, stride))
 
     return types.void, emit
+
+
+@instruction
+def deinterleave(block):
+    """Split a row of n vectors, n a power of two, into n vectors of every n-th number."""
+    return block, lambda builder, values: make_block(
+        builder, split_lanes(builder, get_vectors(builder, values))
+    )
 
 
 # Arithmetic.
 
 
 @instruction
-def scaled(block, scale):
+def scale_block(block, scale):
     """`block * scale`, of which each row is multiplied by the row, or the one vector, `scale`."""
 
     def emit(builder, values, scales):
-        by = vectors(builder, scales)
+        by = get_vectors(builder, scales)
         products = [
-            builder.fmul(value, by[i % len(by)]) for i, value in enumerate(vectors(builder, values))
+            builder.fmul(value, by[i % len(by)])
+            for i, value in enumerate(get_vectors(builder, values))
         ]
-        return block_of(builder, products)
+        return make_block(builder, products)
 
     return block, emit
 
 
 @instruction
-def scaled_rows(block, address, stride):
+def scale_rows(block, address, stride):
     """A block of which row r is multiplied by the f32 at `address + r * stride`."""
 
     def emit(builder, values, address, stride):
-        values, products = vectors(builder, values), []
+        values, products = get_vectors(builder, values), []
         for row in range(block.rows):
-            number = builder.load(pointer(builder, at(builder, address, 0, row, stride), F32))
+            number = builder.load(pointer(builder, advance(builder, address, 0, row, stride), F32))
             number.align = 4
-            by = repeated(builder, number)
+            by = broadcast(builder, number)
             some = values[row * block.columns : (row + 1) * block.columns]
             products += [builder.fmul(value, by) for value in some]
-        return block_of(builder, products)
+        return make_block(builder, products)
 
     return block, emit
 
 
 @instruction
-def moved(block, scale, offset):
+def fma(block, scale, offset):
     """`block * scale + offset`, of three blocks alike."""
 
     def emit(builder, *blocks):
-        terms = zip(*(vectors(builder, block) for block in blocks), strict=True)
-        return block_of(builder, [multiply_add(builder, *each) for each in terms])
+        terms = zip(*(get_vectors(builder, block) for block in blocks), strict=True)
+        return make_block(builder, [multiply_add(builder, *each) for each in terms])
 
     return block, emit
 
 
 @instruction
-def outer(total, x, stride, w):
+def add_outer(total, x, stride, w):
     """`total[r][c] + x[r] * w[c]`: a number at `x`, `stride` bytes apart, times vectors."""
 
     def emit(builder, totals, x, stride, ws):
         def row(r):
-            number = builder.load(pointer(builder, at(builder, x, 0, r, stride), F32))
+            number = builder.load(pointer(builder, advance(builder, x, 0, r, stride), F32))
             number.align = 1
-            return repeated(builder, number)
+            return broadcast(builder, number)
 
-        return add_rows(builder, total, totals, ws, row, _add_product)
+        return accumulate(builder, total, totals, ws, row, _add_product)
 
     return total, emit
 
 
 @instruction
-def inner(total, x, stride, w):
+def add_inner(total, x, stride, w):
     """`total[r][c] + x[r] * w[c]`: a vector at `x`, `stride` bytes apart, times vectors.
 
     The sums of its lanes are what is looked for in the end.
     """
 
     def emit(builder, totals, x, stride, ws):
-        row = lambda r: load_vector(builder, at(builder, x, 0, r, stride))
-        return add_rows(builder, total, totals, ws, row, _add_product)
+        row = lambda r: load_vector(builder, advance(builder, x, 0, r, stride))
+        return accumulate(builder, total, totals, ws, row, _add_product)
 
     return total, emit
 
@@ -156,13 +166,13 @@ def _add_product(builder: Any, total: Any, x: Any, w: Any) -> Any:
 
 @instruction
 def add_scaled(address, stride, block, scale):
-    """Adds `block * scale` to rows of f32, `stride` bytes apart; `scale` is as for `scaled`."""
+    """Add `block * scale`, as by `scale_block`, to rows of f32 in memory, `stride` bytes apart."""
 
     def emit(builder, address, stride, values, scales):
-        by = vectors(builder, scales)
-        for i, value in enumerate(vectors(builder, values)):
+        by = get_vectors(builder, scales)
+        for i, value in enumerate(get_vectors(builder, values)):
             row, column = divmod(i, block.columns)
-            place = at(builder, address, column, row, stride)
+            place = advance(builder, address, column, row, stride)
             old = load_vector(builder, place)
             store_vector(builder, multiply_add(builder, value, by[column % len(by)], old), place)
 
@@ -174,23 +184,23 @@ def store_sums(address, stride, block):
     """Writes the sum of the lanes of each vector: f32 at `address + r * stride + 4 * c`."""
 
     def emit(builder, address, stride, values):
-        for i, value in enumerate(vectors(builder, values)):
+        for i, value in enumerate(get_vectors(builder, values)):
             row, column = divmod(i, block.columns)
-            place = builder.add(at(builder, address, 0, row, stride), I64(4 * column))
+            place = builder.add(advance(builder, address, 0, row, stride), I64(4 * column))
             builder.store(_sum(builder, value), pointer(builder, place, F32)).align = 1
 
     return types.void, emit
 
 
 @instruction
-def store_fours(address, stride, block):
+def store_four_sums(address, stride, block):
     """Writes the sums of the lanes of each vector, of which a row has four."""
 
     def emit(builder, address, stride, values):
-        values = vectors(builder, values)
+        values = get_vectors(builder, values)
         for row in range(block.rows):
             sums = _sums_of_four(builder, values[4 * row : 4 * row + 4])
-            place = pointer(builder, at(builder, address, 0, row, stride), sums.type)
+            place = pointer(builder, advance(builder, address, 0, row, stride), sums.type)
             builder.store(sums, place).align = 4
 
     return types.void, emit
@@ -203,15 +213,15 @@ def _sums_of_four(builder: Any, values: list[Any]) -> Any:
     for order in ([0, 4, 1, 5], [2, 6, 3, 7]), ([0, 1, 4, 5], [2, 3, 6, 7]):
         pairs = zip(values[::2], values[1::2], strict=True)
         values = [
-            builder.fadd(*(shuffled(builder, a, b, _within_fours(half)) for half in order))
+            builder.fadd(*(shuffle(builder, a, b, _within_fours(half)) for half in order))
             for a, b in pairs
         ]
     (value,) = values
     count = LANES
     while count > 4:
         count //= 2
-        low = shuffled(builder, value, value, range(count))
-        high = shuffled(builder, value, value, range(count, 2 * count))
+        low = shuffle(builder, value, value, range(count))
+        high = shuffle(builder, value, value, range(count, 2 * count))
         value = builder.fadd(low, high)
     return value
 
@@ -228,7 +238,7 @@ def _sum(builder: Any, value: Any) -> Any:
     count = LANES
     while count > 1:
         count //= 2
-        low = shuffled(builder, value, value, range(count))
-        high = shuffled(builder, value, value, range(count, 2 * count))
+        low = shuffle(builder, value, value, range(count))
+        high = shuffle(builder, value, value, range(count, 2 * count))
         value = builder.fadd(low, high)
     return builder.extract_element(value, I32(0))

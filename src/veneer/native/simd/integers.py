@@ -1,7 +1,7 @@
 """SIMD values of integers: four products of bytes at once.
 
 A lane of 32 bits holds four numbers of 8 bits that are neighbours along what is contracted: codes
-of the matrix, without a sign, or activations, with one. `dot` multiplies and adds up such lanes.
+of the matrix, without a sign, or activations, with one. `add_outer_bytes` multiplies such lanes.
 """
 
 from typing import Any
@@ -18,18 +18,18 @@ from .blocks import (
     SHORTS,
     Block,
     Emit,
-    add_rows,
-    at,
-    block_of,
+    accumulate,
+    advance,
+    broadcast,
     call_llvm,
     constant,
+    get_vectors,
     instruction,
     load_vector,
+    make_block,
     multiply_add,
-    permuted,
-    repeated,
-    shuffled,
-    vectors,
+    permute,
+    shuffle,
 )
 
 #: How many bytes a vector holds.
@@ -62,13 +62,13 @@ def _first_of(entry: str, vector: ir.Type, rows: Any) -> tuple[Block, Emit]:
     name, others = f"llvm.masked.load.v{LANES}{entry[0]}32.p0", ir.Constant(vector, None)
 
     def emit(builder: Any, address: Any, stride: Any, _: Any, count: Any) -> Any:
-        count = repeated(builder, builder.trunc(count, I32))
+        count = broadcast(builder, builder.trunc(count, I32))
         exists = builder.icmp_signed("<", ir.Constant(INTS, [*range(LANES)]), count)
         values = []
         for row in range(block.rows):
-            place = pointer(builder, at(builder, address, 0, row, stride), vector)
+            place = pointer(builder, advance(builder, address, 0, row, stride), vector)
             values.append(call_llvm(builder, name, vector, place, I32(1), exists, others))
-        return block_of(builder, values)
+        return make_block(builder, values)
 
     return block, emit
 
@@ -84,11 +84,11 @@ def _rows_of(entry: str, vector: ir.Type, rows: Any, columns: Any) -> tuple[Bloc
 
     def emit(builder: Any, address: Any, stride: Any, *_: Any) -> Any:
         places = [
-            at(builder, address, column, row, stride)
+            advance(builder, address, column, row, stride)
             for row in range(block.rows)
             for column in range(block.columns)
         ]
-        return block_of(builder, [load_vector(builder, place, vector) for place in places])
+        return make_block(builder, [load_vector(builder, place, vector) for place in places])
 
     return block, emit
 
@@ -96,26 +96,26 @@ def _rows_of(entry: str, vector: ir.Type, rows: Any, columns: Any) -> tuple[Bloc
 @instruction
 def zero_ints():
     """One vector of 0."""
-    return Block("i32", 1, 1), lambda builder: block_of(builder, [constant(INTS, 0)])
+    return Block("i32", 1, 1), lambda builder: make_block(builder, [constant(INTS, 0)])
 
 
 @instruction
-def start_lanes(address, stride, rows, columns):
+def broadcast_vectors(address, stride, rows, columns):
     """A block whose row r repeats the vector that is `r * stride` bytes on."""
     block = Block("i32", rows.literal_value, columns.literal_value)
 
     def emit(builder, address, stride, *_):
         values = []
         for row in range(block.rows):
-            place = at(builder, address, 0, row, stride)
+            place = advance(builder, address, 0, row, stride)
             values += [load_vector(builder, place, INTS)] * block.columns
-        return block_of(builder, values)
+        return make_block(builder, values)
 
     return block, emit
 
 
 @instruction
-def starts(address, rows, columns):
+def broadcast_ints(address, rows, columns):
     """A block whose row r repeats the i32 at `address + 4 * r`."""
     block = Block("i32", rows.literal_value, columns.literal_value)
 
@@ -125,8 +125,8 @@ def starts(address, rows, columns):
             place = builder.add(address, ir.Constant(address.type, 4 * row))
             number = builder.load(pointer(builder, place, I32))
             number.align = 4
-            values += [repeated(builder, number)] * block.columns
-        return block_of(builder, values)
+            values += [broadcast(builder, number)] * block.columns
+        return make_block(builder, values)
 
     return block, emit
 
@@ -135,7 +135,7 @@ def starts(address, rows, columns):
 
 
 @instruction
-def dot(total, x, stride, w):
+def add_outer_bytes(total, x, stride, w):
     """`total[r][c] + x[r] * w[c]`, by fours: bytes with a sign times bytes without.
 
     The four at `x`, rows of which are `stride` bytes apart, are multiplied by those of each lane.
@@ -143,28 +143,28 @@ def dot(total, x, stride, w):
 
     def emit(builder, totals, x, stride, ws):
         def row(r):
-            four = builder.load(pointer(builder, at(builder, x, 0, r, stride), I32))
+            four = builder.load(pointer(builder, advance(builder, x, 0, r, stride), I32))
             four.align = 1
-            return repeated(builder, four)
+            return broadcast(builder, four)
 
-        return add_rows(builder, total, totals, ws, row, _dot)
+        return accumulate(builder, total, totals, ws, row, _dot)
 
     return total, emit
 
 
 @instruction
-def dot_lanes(total, x, stride, w):
-    """`total[r][c] + x[r] * w[c]` as for `dot`, but with a vector at `x` times that of `w`."""
+def add_inner_bytes(total, x, stride, w):
+    """Return `total[r][c] + x[r] * w[c]` as `add_outer_bytes`, for vectors `x[r]` in memory."""
 
     def emit(builder, totals, x, stride, ws):
-        row = lambda r: load_vector(builder, at(builder, x, 0, r, stride), INTS)
-        return add_rows(builder, total, totals, ws, row, _dot)
+        row = lambda r: load_vector(builder, advance(builder, x, 0, r, stride), INTS)
+        return accumulate(builder, total, totals, ws, row, _dot)
 
     return total, emit
 
 
 @instruction
-def add_sums(total, address, bytes):
+def add_byte_sums(total, address, bytes):
     """One vector `total`, and the sums of the four bytes of each lane at an address."""
     count = bytes.literal_value // 4
 
@@ -173,39 +173,41 @@ def add_sums(total, address, bytes):
         values = load_vector(builder, address, ir.VectorType(I32, count))
         if count < LANES:
             zeros = ir.Constant(values.type, [0] * count)
-            values = shuffled(builder, values, zeros, [min(i, count) for i in range(LANES)])
-        return block_of(builder, [_dot(builder, vectors(builder, total)[0], values, ones)])
+            values = shuffle(builder, values, zeros, [min(i, count) for i in range(LANES)])
+        return make_block(builder, [_dot(builder, get_vectors(builder, total)[0], values, ones)])
 
     return total, emit
 
 
 @instruction
-def beside(a, b):
+def concatenate(a, b):
     """A row of vectors, those of `a` and then those of `b`."""
     block = Block("i32", 1, a.columns + b.columns)
-    return block, lambda builder, *blocks: block_of(
-        builder, [value for values in blocks for value in vectors(builder, values)]
+    return block, lambda builder, *blocks: make_block(
+        builder, [value for values in blocks for value in get_vectors(builder, values)]
     )
 
 
 @instruction
-def plus(a, b):
+def add_blocks(a, b):
     """The sum of two blocks alike."""
 
     def emit(builder, *blocks):
-        pairs = zip(*(vectors(builder, block) for block in blocks), strict=True)
-        return block_of(builder, [builder.add(*pair) for pair in pairs])
+        pairs = zip(*(get_vectors(builder, block) for block in blocks), strict=True)
+        return make_block(builder, [builder.add(*pair) for pair in pairs])
 
     return a, emit
 
 
 @instruction
-def times(block, number):
+def multiply_ints(block, number):
     """A block times an int32."""
 
     def emit(builder, values, number):
-        by = repeated(builder, number)
-        return block_of(builder, [builder.mul(value, by) for value in vectors(builder, values)])
+        by = broadcast(builder, number)
+        return make_block(
+            builder, [builder.mul(value, by) for value in get_vectors(builder, values)]
+        )
 
     return block, emit
 
@@ -215,7 +217,7 @@ def sum_lanes(vector):
     """The sum of the lanes of one vector, an int32."""
 
     def emit(builder, vector):
-        value = vectors(builder, vector)[0]
+        value = get_vectors(builder, vector)[0]
         return call_llvm(builder, f"llvm.vector.reduce.add.v{LANES}i32", I32, value)
 
     return types.int32, emit
@@ -264,19 +266,21 @@ def add_scaled_ints(sums, total, of_rows, of_columns):
     """`sums + total * scale` in f32, where scales are of a row times of a column."""
 
     def emit(builder, values, totals, of_rows, of_columns):
-        values, of_rows, of_columns = (vectors(builder, x) for x in (values, of_rows, of_columns))
-        for i, number in enumerate(vectors(builder, totals)):
+        values, of_rows, of_columns = (
+            get_vectors(builder, x) for x in (values, of_rows, of_columns)
+        )
+        for i, number in enumerate(get_vectors(builder, totals)):
             row, column = divmod(i, total.columns)
             scale = builder.fmul(of_rows[row], of_columns[column])
             number = builder.sitofp(number, FLOATS)
             values[i] = multiply_add(builder, number, scale, values[i])
-        return block_of(builder, values)
+        return make_block(builder, values)
 
     return sums, emit
 
 
 @instruction
-def spread(address, stride, count, shift, lanes):
+def load_repeated(address, stride, count, shift, lanes):
     """A row of vectors of f32 each of which stands for 1 << shift of so many lanes, in turn.
 
     They are `stride` bytes apart. What is beside them is not read, and other lanes are 0.
@@ -284,25 +288,25 @@ def spread(address, stride, count, shift, lanes):
     block = Block("f32", 1, count.literal_value)
 
     def emit(builder, address, stride, _, shift, count):
-        shift, count = (repeated(builder, builder.trunc(n, I32)) for n in (shift, count))
+        shift, count = (broadcast(builder, builder.trunc(n, I32)) for n in (shift, count))
         lanes = ir.Constant(INTS, [*range(LANES)])
         indices = builder.lshr(lanes, shift)
         there = builder.icmp_unsigned("<", builder.shl(lanes, shift), count)
         values = []
         for row in range(block.columns):
-            place = pointer(builder, at(builder, address, 0, row, stride), FLOATS)
+            place = pointer(builder, advance(builder, address, 0, row, stride), FLOATS)
             name = f"llvm.masked.load.v{LANES}f32.p0"
             few = call_llvm(builder, name, FLOATS, place, I32(4), there, constant(FLOATS, 0.0))
-            values.append(permuted(builder, few, indices))
-        return block_of(builder, values)
+            values.append(permute(builder, few, indices))
+        return make_block(builder, values)
 
     return block, emit
 
 
 @instruction
-def as_floats(block):
+def to_floats(block):
     """Integers as f32, rounded where they have more than 24 bits."""
     result = Block("f32", block.rows, block.columns)
-    return result, lambda builder, values: block_of(
-        builder, [builder.sitofp(value, FLOATS) for value in vectors(builder, values)]
+    return result, lambda builder, values: make_block(
+        builder, [builder.sitofp(value, FLOATS) for value in get_vectors(builder, values)]
     )

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...native.machine_code import load, name_address
+from ...native.machine_code import load, register_symbol
 from ..maths.scalar import EXTERNAL, symbols_of
 from .cache import cached
 
@@ -399,7 +399,7 @@ def name_symbols(functions: Iterable[Callable[..., Any]]) -> None:
     LLVM ends the process over code that calls what it does not know.
     """
     for name in symbols_of(functions):
-        name_address(f"veneer_{name}", address_of(name))
+        register_symbol(f"veneer_{name}", address_of(name))
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from numba.core.registry import cpu_target
 from numba.np.numpy_support import from_dtype
 
 from ...native import functions
-from ...native.object_file import emitted
+from ...native.object_file import compile_module
 from ...native.unoptimised import modules_of, unoptimised
 from ..codegen.program import Function, Source
 from .entry import ENTRY, PROGRAM, name_symbols, write_entry, write_program
@@ -58,7 +58,7 @@ def object_code(source: Source) -> bytes:
     linked = llvm.parse_assembly(str(module))
     for library_module in modules_of([result.library]):
         linked.link_in(library_module, preserve=True)
-    code = emitted(linked, (ENTRY, PROGRAM), vectorize_loops=True)
+    code = compile_module(linked, (ENTRY, PROGRAM), vectorize_loops=True)
     if any(".const.picklebuf" in variable.name for variable in linked.global_variables):
         raise NotImplementedError(
             "a compiled program must not raise an error, because nobody would see it. A rule "

@@ -18,7 +18,7 @@ from ....native.memory import (
     store_f32,
     word,
 )
-from ....native.simd.floats import store_fours, zeros
+from ....native.simd.floats import store_four_sums, zeros
 from ..operands.codes import load_table
 from ..operands.job import (
     FAILED,
@@ -141,7 +141,7 @@ def _multiplier(kind: str) -> Any:
                 total = by_more(total, x, table, rows_of_w, of_row, lanes, panels, lasts)
             else:
                 total = by_one(total, x, table, rows_of_w, of_row, lanes, panels, lasts)
-            store_fours(fours, 0, total)
+            store_four_sums(fours, 0, total)
             for i in range(count):
                 store_f32(y + 4 * i, load_f32(fours + 4 * i))
             at, w, y = at + count, w + count * stride, y + 4 * count

@@ -17,16 +17,25 @@ from ....native.isa import LANES
 from ....native.memory import I64, load_f32, stack, store_f32, word
 from ....native.simd.blocks import (
     Block,
-    at,
-    block_of,
+    advance,
+    get_vectors,
     instruction,
+    load_broadcast,
     load_vector,
+    make_block,
     multiply_add,
-    repeated_at,
-    shuffled,
-    vectors,
+    shuffle,
 )
-from ....native.simd.floats import inner, load, moved, scaled, splat, store, store_sums, zeros
+from ....native.simd.floats import (
+    add_inner,
+    fma,
+    load,
+    scale_block,
+    splat,
+    store,
+    store_sums,
+    zeros,
+)
 from ...common.kinds import BITS
 from ...common.limits import LEAST_TILE, SHORT, SHORT_VECTORS
 from ..operands.codes import load_table
@@ -174,7 +183,7 @@ def _rows_by(kind: str, rows: int) -> Any:
                     place += STEP
                 result = _sums(total)
                 if rows == 1:
-                    result = moved(result, load(of_rows, 1), splat(load_f32(of_minima)))
+                    result = fma(result, load(of_rows, 1), splat(load_f32(of_minima)))
                     if row == start:
                         store(y + 4 * done, result)
                 store(sums, result)
@@ -201,7 +210,7 @@ def _fold(job, x, rows, scales, minima, to, of_minima):
         _expand(job, minima)
     for i in range(rows):
         for k in range(0, 4 * c, _VECTOR):
-            store(to + k, scaled(load(x + k, 1), load(scales + k, 1)))
+            store(to + k, scale_block(load(x + k, 1), load(scales + k, 1)))
         if has_minima(job):
             store_f32(of_minima + 4 * i, _product(x, minima, c))
         x, to = x + 4 * c, to + 4 * c
@@ -220,7 +229,7 @@ def _product(a, b, count):
     """The sum of products of so many numbers, which are whole vectors."""
     total, sum = zeros(1, 1), stack(4)
     for i in range(0, 4 * count, _VECTOR):
-        total = inner(total, a + i, 0, load(b + i, 1))
+        total = add_inner(total, a + i, 0, load(b + i, 1))
     store_sums(sum, 0, total)
     return load_f32(sum)
 
@@ -250,22 +259,22 @@ def _products(kind: str, rows: int, is_tiled: bool = False) -> Any:
     @instruction
     def add_products(total, x, stride, table, w, next_row, scales, apart, shift, first):
         def emit(builder, totals, x, stride, table, w, next_row, scales, apart, shift, first):
-            totals, table = vectors(builder, totals), vectors(builder, table)
+            totals, table = get_vectors(builder, totals), get_vectors(builder, table)
             numbers = [builder.add(first, I64(c)) for c in range(SHORT_VECTORS)]
             tiles = [builder.lshr(number, shift) for number in numbers]
             for j in range(LANES // rows):
-                place = at(builder, w, 0, j, next_row)
+                place = advance(builder, w, 0, j, next_row)
                 values = in_order(builder, kind, table, place, SHORT_VECTORS)
                 for c, value in enumerate(values):
                     if is_tiled:
-                        here = at(builder, scales, 0, j, apart)
+                        here = advance(builder, scales, 0, j, apart)
                         here = builder.add(here, builder.mul(tiles[c], I64(4)))
-                        value = builder.fmul(value, repeated_at(builder, here))
+                        value = builder.fmul(value, load_broadcast(builder, here))
                     for i in range(rows):
-                        number = load_vector(builder, at(builder, x, c, i, stride))
+                        number = load_vector(builder, advance(builder, x, c, i, stride))
                         k = i * (LANES // rows) + j
                         totals[k] = multiply_add(builder, number, value, totals[k])
-            return block_of(builder, totals)
+            return make_block(builder, totals)
 
         return total, emit
 
@@ -277,14 +286,14 @@ def _sums(block):
     """The sum of the lanes of each of LANES vectors, as one."""
 
     def emit(builder, values):
-        values = vectors(builder, values)
+        values = get_vectors(builder, values)
         while len(values) > 1:
             pairs = [*zip(values[::2], values[1::2], strict=True)]
             even, odd = (
-                [shuffled(builder, *pair, [*range(i, 2 * LANES, 2)]) for pair in pairs]
+                [shuffle(builder, *pair, [*range(i, 2 * LANES, 2)]) for pair in pairs]
                 for i in (0, 1)
             )
             values = [builder.fadd(*pair) for pair in zip(even, odd, strict=True)]
-        return block_of(builder, values)
+        return make_block(builder, values)
 
     return Block("f32", 1, 1), emit

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 from ....native.functions import native
 from ....native.isa import LANES, REGISTERS
 from ....native.memory import load_f32, malloc, set_word, stack, store_f32, word
-from ....native.simd.floats import load, scaled, store
-from ....native.simd.order import deinterleave
+from ....native.simd.floats import deinterleave, load, scale_block, store
 from ..operands.job import BATCH, FAILED, SCALE, SCRATCH, TC, C, M, X
 from ..operands.minima import sums_size, write_sums
 from ..operands.scales import has_minima, read_tiles
@@ -108,7 +107,7 @@ def order(kind: str) -> Order:
             expand(job, scales, number, panel)
             by = load(scales, COUNT)
             for _ in range(rows):
-                store(to, scaled(load(x, COUNT), by))
+                store(to, scale_block(load(x, COUNT), by))
                 x += BYTES
                 to += BYTES
 

@@ -15,12 +15,12 @@ from ....native.memory import I8, I32, I64, pointer
 from ....native.simd.blocks import (
     INTS,
     Block,
-    block_of,
+    broadcast,
+    get_vectors,
     instruction,
     load_vector,
-    repeated,
-    shuffled,
-    vectors,
+    make_block,
+    shuffle,
 )
 from ...common import kinds
 from ...common.kinds import BITS, LOOKUP_BITS, PLANE_BITS
@@ -40,8 +40,8 @@ def reader(kind: str) -> tuple[Any, Any]:
     @instruction
     def decoded(table, address, columns):
         def emit(builder, table, address, _):
-            tables = vectors(builder, table)
-            return block_of(builder, _decoded(builder, kind, tables, address, block.columns))
+            tables = get_vectors(builder, table)
+            return make_block(builder, _decoded(builder, kind, tables, address, block.columns))
 
         block = Block("f32", 1, columns.literal_value)
         return block, emit
@@ -92,16 +92,16 @@ def _fields(builder: Any, address: Any, bits: int, vector: int) -> Any:
     value.align = 1
     if word.width < 32:
         value = builder.zext(value, I32)
-    copies = repeated(builder, value, LANES * 32 // value.type.width)
+    copies = broadcast(builder, value, LANES * 32 // value.type.width)
     shifts = [bit + lane * bits for lane in range(copies.type.count)]
     return builder.bitcast(builder.lshr(copies, ir.Constant(copies.type, shifts)), INTS)
 
 
 def _each(emit: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda builder, block: block_of(
-        builder, [emit(builder, value) for value in vectors(builder, block)]
+    return lambda builder, block: make_block(
+        builder, [emit(builder, value) for value in get_vectors(builder, block)]
     )
 
 
 def _unpaired(builder: Any, value: Any) -> Any:
-    return shuffled(builder, value, value, [*range(0, LANES, 2), *range(1, LANES, 2)])
+    return shuffle(builder, value, value, [*range(0, LANES, 2), *range(1, LANES, 2)])

@@ -7,10 +7,10 @@ dense array of bf16; sums are in f32.
 
 from typing import Any, NamedTuple
 
-from ....native.functions import native, not_inlined
+from ....native.functions import native, prevent_inlining
 from ....native.isa import LANES
-from ....native.simd.bf16 import outer_pairs, paired
-from ....native.simd.floats import load, outer, store
+from ....native.simd.bf16 import add_outer_pairs, pair_as_bf16
+from ....native.simd.floats import add_outer, load, store
 
 
 class Numbers(NamedTuple):
@@ -30,17 +30,17 @@ def _as_it_is(block, depth, columns, to, first):
 @native
 def _pair(block, depth, columns, to, first):
     """Writes `depth` rows of f32 as half as many of pairs, and returns where the first ones are."""
-    not_inlined()
+    prevent_inlining()
     row = 4 * columns
     for _ in range(0, depth, 2):
         for i in range(0, row, 4 * LANES):
-            store(to + i, paired(load(block + i, 1), load(block + row + i, 1)))
+            store(to + i, pair_as_bf16(load(block + i, 1), load(block + row + i, 1)))
         block, to = block + 2 * row, to + row
     return first
 
 
-F32 = Numbers(outer, _as_it_is, 4, 1)
-BF16 = Numbers(outer_pairs, _pair, 2, 2)
+F32 = Numbers(add_outer, _as_it_is, 4, 1)
+BF16 = Numbers(add_outer_pairs, _pair, 2, 2)
 
 #: By the dtype of activations.
 NUMBERS = {"float32": F32, "bfloat16": BF16}

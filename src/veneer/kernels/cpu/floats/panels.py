@@ -17,20 +17,20 @@ from ....native.simd.blocks import (
     FLOATS,
     INTS,
     Block,
-    at,
-    block_of,
+    advance,
+    broadcast,
     call_llvm,
     constant,
+    get_vectors,
     instruction,
+    load_broadcast,
     load_vector,
+    make_block,
     multiply_add,
-    permuted,
-    repeated,
-    repeated_at,
+    permute,
+    split_lanes,
     store_vector,
-    vectors,
 )
-from ....native.simd.order import apart
 from ...common.kinds import BITS, LOOKUP_BITS, PLANE_BITS, byte_of_planes
 from ..operands.codes import CONVERSIONS, look_up
 from ..operands.job import BATCH, TC, THREADS, TR, C, JobFunctions, R, free_scratch, in_stretches
@@ -122,8 +122,9 @@ def load_block(address, rows, columns):
     block = Block("f32", rows.literal_value, columns.literal_value)
 
     def emit(builder, address, *_):
-        return block_of(
-            builder, [load_vector(builder, at(builder, address, i)) for i in range(block.count)]
+        return make_block(
+            builder,
+            [load_vector(builder, advance(builder, address, i)) for i in range(block.count)],
         )
 
     return block, emit
@@ -140,8 +141,8 @@ def multiply(sums, x, stride, table, scales, w, row_bytes, kind, way):
     kind, way = kind.literal_value, way.literal_value
 
     def emit(builder, totals, x, stride, table, scales, w, row_bytes, *_):
-        totals, table, scales = (vectors(builder, block) for block in (totals, table, scales))
-        places = [at(builder, w, 0, c, row_bytes) for c in range(sums.columns)]
+        totals, table, scales = (get_vectors(builder, block) for block in (totals, table, scales))
+        places = [advance(builder, w, 0, c, row_bytes) for c in range(sums.columns)]
         scale = lambda c, j: scales[c * VECTORS[kind] + j if way == EACH else c]
         are_scaled = sums.rows > 1
         if kind in PLANE_BITS:
@@ -162,7 +163,7 @@ def multiply(sums, x, stride, table, scales, w, row_bytes, kind, way):
             if are_scaled:
                 values = [builder.fmul(value, scale(c, j)) for c, value in enumerate(values)]
             for r in range(sums.rows):
-                number = load_vector(builder, at(builder, x, j, r, stride))
+                number = load_vector(builder, advance(builder, x, j, r, stride))
                 for c, value in enumerate(values):
                     i = r * sums.columns + c
                     factors = number, value
@@ -170,9 +171,9 @@ def multiply(sums, x, stride, table, scales, w, row_bytes, kind, way):
                         factors = builder.fmul(number, value), scale(c, j)
                     products[i] = multiply_add(builder, *factors, products[i])
         if not is_late:
-            return block_of(builder, products)
+            return make_block(builder, products)
         terms = zip(products, scales, totals, strict=True)
-        return block_of(builder, [multiply_add(builder, *each) for each in terms])
+        return make_block(builder, [multiply_add(builder, *each) for each in terms])
 
     return sums, emit
 
@@ -213,9 +214,9 @@ def transpose(to, stride, address):
     """Writes LANES rows of LANES numbers of 32 bits as columns; rows are `stride` bytes apart."""
 
     def emit(builder, to, stride, address):
-        rows = [load_vector(builder, at(builder, address, 0, i, stride)) for i in range(LANES)]
-        for i, column in enumerate(apart(builder, rows)):
-            store_vector(builder, column, at(builder, to, i))
+        rows = [load_vector(builder, advance(builder, address, 0, i, stride)) for i in range(LANES)]
+        for i, column in enumerate(split_lanes(builder, rows)):
+            store_vector(builder, column, advance(builder, to, i))
 
     return types.void, emit
 
@@ -230,13 +231,13 @@ def store_fields(to, stride, dwords, table, scales, next_scale, behind, kind):
     bits = LOOKUP_BITS[kind.literal_value]
 
     def emit(builder, to, stride, dwords, table, scales, next_scale, behind, _):
-        table = vectors(builder, table)
+        table = get_vectors(builder, table)
         dwords = load_vector(builder, dwords, INTS)
         for j in range(32 // bits):
             indices = builder.lshr(dwords, constant(INTS, bits * j)) if j else dwords
             column = look_up(builder, table, indices)
-            column = _worth(builder, column, at(builder, scales, 0, j, next_scale), behind)
-            store_vector(builder, column, at(builder, to, 0, j, stride))
+            column = _worth(builder, column, advance(builder, scales, 0, j, next_scale), behind)
+            store_vector(builder, column, advance(builder, to, 0, j, stride))
 
     return types.void, emit
 
@@ -247,11 +248,11 @@ def store_bytes(to, stride, codes, next_codes, scales, next_scale, behind, kind)
     convert = CONVERSIONS[kind.literal_value]
 
     def emit(builder, to, stride, codes, next_codes, scales, next_scale, behind, _):
-        places = [at(builder, codes, 0, i, next_codes) for i in range(LANES)]
+        places = [advance(builder, codes, 0, i, next_codes) for i in range(LANES)]
         rows = [load_vector(builder, place, ir.VectorType(I8, LANES)) for place in places]
-        for j, column in enumerate(apart(builder, [convert(builder, row) for row in rows])):
-            column = _worth(builder, column, at(builder, scales, 0, j, next_scale), behind)
-            store_vector(builder, column, at(builder, to, 0, j, stride))
+        for j, column in enumerate(split_lanes(builder, [convert(builder, row) for row in rows])):
+            column = _worth(builder, column, advance(builder, scales, 0, j, next_scale), behind)
+            store_vector(builder, column, advance(builder, to, 0, j, stride))
 
     return types.void, emit
 
@@ -283,26 +284,26 @@ def panel_scales(address, stride, column, of_row, lanes, rows, kind, way):
             is_there = builder.icmp_signed("<", number, count)
             numbers.append(builder.select(is_there, number, last))
         places = [
-            builder.add(at(builder, address, 0, c, stride), builder.mul(number, I64(4)))
+            builder.add(advance(builder, address, 0, c, stride), builder.mul(number, I64(4)))
             for c in range(rows)
             for number in numbers
         ]
         if way == SOME:
             left = builder.sub(count, numbers[0])
-            return block_of(builder, _some_scales(builder, places, lanes, left))
-        return block_of(builder, [repeated_at(builder, place) for place in places])
+            return make_block(builder, _some_scales(builder, places, lanes, left))
+        return make_block(builder, [load_broadcast(builder, place) for place in places])
 
     return Block("f32", 1, rows * each), emit
 
 
 def _some_scales(builder: Any, places: Any, lanes: Any, count: Any) -> list[Any]:
-    count = repeated(builder, builder.trunc(count, I32))
+    count = broadcast(builder, builder.trunc(count, I32))
     exists = builder.icmp_signed("<", ir.Constant(INTS, [*range(LANES)]), count)
-    (order,) = vectors(builder, lanes)
+    (order,) = get_vectors(builder, lanes)
     none, name = constant(FLOATS, 0.0), f"llvm.masked.load.v{LANES}f32.p0"
     align = I32(4)
     return [
-        permuted(
+        permute(
             builder,
             call_llvm(builder, name, FLOATS, pointer(builder, place, FLOATS), align, exists, none),
             order,
@@ -317,8 +318,8 @@ def lanes_by(columns, tile):
     block = Block("i32", 1, 1)
 
     def emit(builder, columns, tile):
-        columns, tile = (repeated(builder, builder.trunc(n, I32)) for n in (columns, tile))
+        columns, tile = (broadcast(builder, builder.trunc(n, I32)) for n in (columns, tile))
         first = builder.mul(ir.Constant(INTS, [*range(LANES)]), columns)
-        return block_of(builder, [builder.udiv(first, tile)])
+        return make_block(builder, [builder.udiv(first, tile)])
 
     return block, emit

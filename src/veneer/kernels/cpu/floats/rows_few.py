@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ....native.functions import native, not_inlined
+from ....native.functions import native, prevent_inlining
 from ....native.isa import LANES, REGISTERS
 from ....native.memory import (
     load_i64,
@@ -25,7 +25,7 @@ from ....native.memory import (
     store_i64,
     word,
 )
-from ....native.simd.floats import add_scaled, load, outer, store, zeros
+from ....native.simd.floats import add_outer, add_scaled, load, store, zeros
 from ...common.kinds import BITS
 from ...common.limits import FLOATS_BY_ROWS
 from ..operands.codes import load_table
@@ -165,7 +165,7 @@ def _size(job):
 @native
 def _add_up(job, part):
     """Adds what the parts that multiply have written, for so many numbers of the result."""
-    not_inlined()
+    prevent_inlining()
     size, first = _size(job), part * _ADDED
     count = min(_ADDED, size - first)
     for other in range(_depths(job) - 1):
@@ -297,7 +297,7 @@ def _copy_of_panel(row_bytes: int) -> Any:
 
     @native
     def copy_panel(w, stride, rows, to):
-        not_inlined()
+        prevent_inlining()
         for _ in range(rows):
             if vectors:
                 store(to, load(w, vectors))
@@ -322,7 +322,7 @@ def _product(kind: str, rows: int, most: int) -> Any:
 
     @native
     def product(x, w, size, y, scales, table, later):
-        not_inlined()
+        prevent_inlining()
         values = load_table(table)
         depth, columns = size
         for column in range(0, columns, vectors * LANES):
@@ -331,7 +331,7 @@ def _product(kind: str, rows: int, most: int) -> Any:
             for k in range(depth):
                 for byte in range(0, step_bytes, 64):
                     prefetch_for_later(later_place + byte)
-                total = outer(total, x[0] + 4 * k, x[1], decoded(values, place, vectors))
+                total = add_outer(total, x[0] + 4 * k, x[1], decoded(values, place, vectors))
                 place, later_place = place + w[1], later_place + later[1]
             scale = load(scales + 4 * column, vectors)
             add_scaled(y[0] + 4 * column, y[1], ordered(total), scale)

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ....native.functions import native, not_inlined
+from ....native.functions import native, prevent_inlining
 from ....native.isa import LANES, REGISTERS
 from ....native.memory import load_f32, load_i8, prefetch, stack, store_f32, store_i8, word
 from ....native.simd.floats import (
+    add_inner,
     add_scaled,
-    inner,
+    fma,
     load,
-    moved,
     splat,
     store,
     store_sums,
@@ -83,7 +83,7 @@ def expand(job, leaf, batch, tile, column, columns, to):
 
     There has to be space for whole vectors. It returns whether all numbers are finite.
     """
-    not_inlined()
+    prevent_inlining()
     numbers, tc = stack(_NUMBERS_BYTES), word(job, TC)
     row = batch * (word(job, R) // word(job, TR)) + tile
     if tc == 1:
@@ -108,7 +108,7 @@ def _all_finite(address, count):
     """Whether no number of f32 is infinite or NaN: the sum of all of them times 0 is 0."""
     sum, i = zeros(1, 1), 0
     while i + LANES <= count:
-        sum = inner(sum, address + 4 * i, 0, zeros(1, 1))
+        sum = add_inner(sum, address + 4 * i, 0, zeros(1, 1))
         i += LANES
     total = stack(4)
     store_sums(total, 0, sum)
@@ -121,7 +121,7 @@ def _all_finite(address, count):
 @native
 def copy_rows(w, stride, rows, size, to, to_stride):
     """Copies so many bytes of each row."""
-    not_inlined()
+    prevent_inlining()
     for row in range(rows):
         for byte in range(size):
             store_i8(to + row * to_stride + byte, load_i8(w + row * stride + byte))
@@ -142,7 +142,7 @@ def add(address, count, by, y):
 @native
 def add_rows(address, stride, rows, columns, y, y_stride):
     """Adds rows of f32 to others."""
-    not_inlined()
+    prevent_inlining()
     for row in range(rows):
         add(address + row * stride, columns, _ONE, y + row * y_stride)
 
@@ -150,7 +150,7 @@ def add_rows(address, stride, rows, columns, y, y_stride):
 @native
 def clear(address, stride, rows, columns):
     """Writes zeros to rows of f32."""
-    not_inlined()
+    prevent_inlining()
     for row in range(rows):
         for column in range(columns):
             store_f32(address + row * stride + 4 * column, 0.0)
@@ -164,7 +164,7 @@ def _product(rows: int, columns: int, outer: Any) -> Any:
 
     @native
     def product(x, x_stride, w, depth, y, y_stride):
-        not_inlined()
+        prevent_inlining()
         for column in range(0, PANEL, columns * LANES):
             total = zeros(rows, columns)
             for k in range(depth):
@@ -183,7 +183,7 @@ def _multiplication(outer: Any) -> Any:
     @native
     def multiply(x, x_stride, rows, w, depth, y, y_stride, columns):
         """Multiplies with a block, of which so many columns are to be added to y."""
-        not_inlined()
+        prevent_inlining()
         sums = stack(_SUMS_BYTES)
         row = 0
         while row < rows:
@@ -226,7 +226,7 @@ def multiplier(kind: str, numbers: Numbers = F32) -> Multiplier:
 
     @native
     def decode(job, batch, row, rows, column, to):
-        not_inlined()
+        prevent_inlining()
         stride, tr = word(job, NEXT_ROW), word(job, TR)
         w = row_of(job, batch, row) + column * bits // 8
         columns = min(PANEL, word(job, C) - column)
@@ -250,12 +250,12 @@ def multiplier(kind: str, numbers: Numbers = F32) -> Multiplier:
                 for k in range(start, end):
                     prefetch(w + (k + BLOCK) * stride + c * bits // 8)
                     codes = ordered(decoded(table, w + k * stride + c * bits // 8, step))
-                    store(to + 4 * (k * PANEL + c), moved(codes, scale, minimum))
+                    store(to + 4 * (k * PANEL + c), fma(codes, scale, minimum))
             start = end
 
     @native
     def add_product(job, batch, row, rows, column, first, last, y):
-        not_inlined()
+        prevent_inlining()
         block, paired = stack(_BLOCK_BYTES), stack(_BLOCK_BYTES)
         x_stride, y_stride = SIZE * word(job, R), 4 * word(job, C)
         x = word(job, X) + (batch * word(job, M) + first) * x_stride

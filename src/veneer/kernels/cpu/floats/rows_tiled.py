@@ -8,17 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from ....native.functions import native, not_inlined
+from ....native.functions import native, prevent_inlining
 from ....native.isa import LANES
 from ....native.memory import I64, prefetch_for_later, stack, word
 from ....native.simd.blocks import (
-    block_of,
+    get_vectors,
     instruction,
+    load_broadcast,
+    make_block,
     multiply_add,
-    repeated_at,
-    vectors,
 )
-from ....native.simd.floats import add_scaled, outer, splat, zeros
+from ....native.simd.floats import add_outer, add_scaled, splat, zeros
 from ...common.kinds import BITS
 from ...common.limits import MOST_TILES
 from ..operands.codes import load_table
@@ -109,7 +109,7 @@ def _product(kind: str, rows: int, adds_minima: bool) -> Any:
 
     @native
     def product(x, w, size, y, numbers, table):
-        not_inlined()
+        prevent_inlining()
         values = load_table(table)
         depth, columns = size
         scales, minima, next_row, begin, shift = numbers
@@ -121,7 +121,7 @@ def _product(kind: str, rows: int, adds_minima: bool) -> Any:
                 prefetch_for_later(place + ahead)
                 row = decoded(values, place, vectors)
                 row = _by_tiles(row, scale, minimum, first, shift, adds_minima)
-                total = outer(total, x[0] + 4 * k, x[1], row)
+                total = add_outer(total, x[0] + 4 * k, x[1], row)
                 place, scale, minimum = place + w[1], scale + next_row, minimum + next_row
             add_scaled(y[0] + 4 * column, y[1], ordered(total), splat(_ONE))
 
@@ -138,14 +138,14 @@ def _by_tiles(block, scales, minima, first, shift, adds_minima):
 
     def emit(builder, block, scales, minima, first, shift, _):
         results = []
-        for j, value in enumerate(vectors(builder, block)):
+        for j, value in enumerate(get_vectors(builder, block)):
             behind = builder.shl(builder.lshr(builder.add(first, I64(j)), shift), I64(2))
-            scale = repeated_at(builder, builder.add(scales, behind))
+            scale = load_broadcast(builder, builder.add(scales, behind))
             if has_both:
-                minimum = repeated_at(builder, builder.add(minima, behind))
+                minimum = load_broadcast(builder, builder.add(minima, behind))
                 results.append(multiply_add(builder, value, scale, minimum))
             else:
                 results.append(builder.fmul(value, scale))
-        return block_of(builder, results)
+        return make_block(builder, results)
 
     return block, emit

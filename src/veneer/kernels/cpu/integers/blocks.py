@@ -12,9 +12,9 @@ import numpy as np
 
 from ....native.functions import native
 from ....native.memory import free, load_f32, malloc, set_word, stack, store_f32, store_i32, word
-from ....native.simd.bytes import byte_table
-from ....native.simd.floats import load, outer, store, store_block, zeros
-from ....native.simd.integers import add_sums, load_floats, sum_lanes, zero_ints
+from ....native.simd.bytes import load_byte_table
+from ....native.simd.floats import add_outer, load, store, store_block, zeros
+from ....native.simd.integers import add_byte_sums, load_floats, sum_lanes, zero_ints
 from ...common.limits import LONGEST
 from ..operands.job import (
     BATCH,
@@ -51,7 +51,7 @@ def _adder(rows: int) -> Any:
         """Adds the products of some rows of sums of activations with minima of a panel."""
         total = load_floats(sums, PANEL, rows, 4)
         for _ in range(tiles):
-            total = outer(total, of_x, next_x, load(minima, 4))
+            total = add_outer(total, of_x, next_x, load(minima, 4))
             of_x, minima = of_x + 4, minima + next_tile
         store_block(sums, PANEL, total)
 
@@ -150,9 +150,9 @@ def functions_of(orientation: Orientation, offset: int) -> JobFunctions:
         total = zero_ints()
         whole = count // WIDTH * WIDTH
         for i in range(0, whole, WIDTH):
-            total = add_sums(total, x + i, WIDTH)
+            total = add_byte_sums(total, x + i, WIDTH)
         for i in range(whole, count, 16):
-            total = add_sums(total, x + i, 16)
+            total = add_byte_sums(total, x + i, 16)
         return sum_lanes(total)
 
     @native
@@ -297,7 +297,7 @@ def functions_of(orientation: Orientation, offset: int) -> JobFunctions:
         start += (batch * starts * m + first_row) * 4
         matrix = word(job, W) + batch * word(job, R) * word(job, ROW_BYTES)
         all_scales = of_part(job, SCALE, batch, first_strip, each, allocated + size)
-        table = byte_table(word(job, TABLE))
+        table = load_byte_table(word(job, TABLE))
         for index in range(segments):
             begin, end, whole = segment_of(job, index, tiles)
             for block in range(begin, end, BLOCK):

@@ -10,8 +10,8 @@ import functools
 from ....native.functions import native
 from ....native.isa import LANES
 from ....native.memory import load_f32, load_i8, store_f32, store_i8, word
-from ....native.simd.bytes import copy_by_fields, transposed
-from ....native.simd.floats import load, scaled, splat, store, store_block
+from ....native.simd.bytes import copy_by_fields, load_transposed
+from ....native.simd.floats import load, scale_block, splat, store, store_block
 from ....native.simd.integers import load_ints
 from ..operands.job import ROW_BYTES, TC, TR, C, JobFunctions, R
 from ..operands.scales import are_f32, read_tiles
@@ -91,7 +91,7 @@ def orientation(kind: str) -> Orientation:
     def decode(address, stride, length, panel, table, to):
         for _ in range(length // chunk):
             for group in range(4):
-                rows = transposed(address + group * LANES * stride, stride)
+                rows = load_transposed(address + group * LANES * stride, stride)
                 for field in range(fields):
                     place = to + field * 4 * PANEL + group * WIDTH
                     store_block(place, PANEL, read(table, rows, field * bits))
@@ -126,7 +126,7 @@ def orientation(kind: str) -> Orientation:
     @native
     def write(sums, stride, x_scale, scratch, to, count):
         if count == WIDTH:
-            store(to, scaled(load(sums, 4), splat(x_scale)))
+            store(to, scale_block(load(sums, 4), splat(x_scale)))
         else:
             for i in range(count):
                 store_f32(to + 4 * i, load_f32(sums + 4 * i) * x_scale)

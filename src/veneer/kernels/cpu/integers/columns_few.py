@@ -23,28 +23,28 @@ from ....native.memory import (
     store_f32,
     word,
 )
-from ....native.simd.bytes import byte_table, copy_by_fields
+from ....native.simd.bytes import copy_by_fields, load_byte_table
 from ....native.simd.floats import (
+    fma,
     load,
-    moved,
-    scaled,
+    scale_block,
     splat,
     store,
     store_block,
-    store_fours,
+    store_four_sums,
     zeros,
 )
 from ....native.simd.integers import (
+    add_byte_sums,
+    add_inner_bytes,
     add_scaled_ints,
-    add_sums,
-    as_floats,
-    dot_lanes,
+    broadcast_vectors,
     load_first_ints,
     load_floats,
     load_ints,
-    spread,
-    start_lanes,
-    times,
+    load_repeated,
+    multiply_ints,
+    to_floats,
     zero_ints,
 )
 from ...common.kinds import INTEGER_PLANES
@@ -112,7 +112,7 @@ def build(kind: str) -> JobFunctions:
 
     else:
         read = reader(kind)
-        table_of = native(lambda job: byte_table(word(job, TABLE)))
+        table_of = native(lambda job: load_byte_table(word(job, TABLE)))
 
         def loader(rows):
             return native(lambda w, next_row, table: load_ints(w, next_row, rows, 1))
@@ -152,11 +152,11 @@ def build(kind: str) -> JobFunctions:
                         x = last
                     copy_by_fields(x, to, fields, WIDTH)
                     for i in range(0, group, WIDTH):
-                        total = add_sums(total, to + i, WIDTH)
+                        total = add_byte_sums(total, to + i, WIDTH)
                     x += group
                     to += group
                     left -= group
-                store_block(start, 0, times(total, np.int32(-offset_of(job))))
+                store_block(start, 0, multiply_ints(total, np.int32(-offset_of(job))))
                 start += WIDTH
         if has_minima(job):
             for row in range(rows):
@@ -168,7 +168,9 @@ def build(kind: str) -> JobFunctions:
     def add_products(total, x, next_x, codes, table):
         """Adds the products of a vector of codes in each row."""
         for field in range(fields):
-            total = dot_lanes(total, x + field * WIDTH, next_x, read(table, codes, field * bits))
+            total = add_inner_bytes(
+                total, x + field * WIDTH, next_x, read(table, codes, field * bits)
+            )
         return total
 
     def summer(m: int, together: int) -> Any:
@@ -185,13 +187,13 @@ def build(kind: str) -> JobFunctions:
 
             @native
             def add_tile(sums, total, of_x, x_scale, scales, lanes):
-                return moved(as_floats(total), scales, sums)
+                return fma(to_floats(total), scales, sums)
 
         else:
 
             @native
             def add_tile(sums, total, of_x, x_scale, scales, lanes):
-                x_scales = spread(x_scale, of_x[1], m, of_x[2], lanes)
+                x_scales = load_repeated(x_scale, of_x[1], m, of_x[2], lanes)
                 return add_scaled_ints(sums, total, x_scales, scales)
 
         @native
@@ -204,22 +206,22 @@ def build(kind: str) -> JobFunctions:
             if minimum != 0:
                 sums = add_minima(sums, sums_of_x, next_of_x, minimum, apart, count)
             for _ in range(tiles - 1 if left > 0 else tiles):
-                total = start_lanes(start, next_start, m, together)
+                total = broadcast_vectors(start, next_start, m, together)
                 for _ in range(each):
                     total = add_group(total, x, next_x, w, row_bytes, later, table)
                     x, w = x + group, w + group_bytes
-                scales = spread(scale, apart, together, shift, LANES)
+                scales = load_repeated(scale, apart, together, shift, LANES)
                 sums = add_tile(sums, total, of_x, x_scale, scales, LANES)
                 scale, x_scale = scale + next_scale, x_scale + next_x_scale
                 start += WIDTH
             if left > 0:  # lanes of the last group
-                total = start_lanes(start, next_start, m, together)
+                total = broadcast_vectors(start, next_start, m, together)
                 for _ in range(each - 1):
                     total = add_group(total, x, next_x, w, row_bytes, later, table)
                     x, w = x + group, w + group_bytes
                 codes = load_first_ints(w, row_bytes, together, left)
                 total = add_products(total, x, next_x, codes, table)
-                scales = spread(scale, apart, together, shift, left)
+                scales = load_repeated(scale, apart, together, shift, left)
                 sums = add_tile(sums, total, of_x, x_scale, scales, left)
             return sums
 
@@ -240,14 +242,14 @@ def build(kind: str) -> JobFunctions:
             store(sums + row * _VECTOR, sum)
             w, scale = w + row_bytes, scale + apart
             minimum = minimum + apart if minimum != 0 else 0
-        store_fours(y, next_y, load_floats(sums, _FOUR, 1, ROWS))
+        store_four_sums(y, next_y, load_floats(sums, _FOUR, 1, ROWS))
 
     def multiplier(m: int) -> Any:
         summed = summer(m, ROWS)
 
         @native
         def multiply(x, start, sums_of_x, of_x, place, of_scales, table, y, next_y):
-            store_fours(y, next_y, summed(x, start, sums_of_x, of_x, place, of_scales, table))
+            store_four_sums(y, next_y, summed(x, start, sums_of_x, of_x, place, of_scales, table))
 
         return multiply
 
@@ -261,11 +263,11 @@ def build(kind: str) -> JobFunctions:
         if size == 1:
             by = splat(load_f32(x_scale))
             for i in range(0, count, LANES):
-                store(scales + 4 * i, scaled(load(scales + 4 * i, 1), by))
+                store(scales + 4 * i, scale_block(load(scales + 4 * i, 1), by))
             return
         for at in range(scales, scales + 4 * count, 4 * size):
             for i in range(0, size // LANES * 4 * LANES, _VECTOR):
-                store(at + i, scaled(load(at + i, 1), load(x_scale + i, 1)))
+                store(at + i, scale_block(load(at + i, 1), load(x_scale + i, 1)))
             for i in range(size // LANES * 4 * LANES, 4 * size, 4):
                 store_f32(at + i, load_f32(at + i) * load_f32(x_scale + i))
 

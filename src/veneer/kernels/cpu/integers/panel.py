@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 from ....native.functions import native
 from ....native.isa import HAS_VNNI, REGISTERS
 from ....native.memory import prefetch, store_f32
-from ....native.simd.bytes import OFFSET, looked_up_bytes, without_sign
-from ....native.simd.floats import add_scaled, load, scaled_rows, store_block
-from ....native.simd.integers import WIDTH, as_floats, dot, load_ints, starts
+from ....native.simd.bytes import OFFSET, look_up_bytes, to_unsigned
+from ....native.simd.floats import add_scaled, load, scale_rows, store_block
+from ....native.simd.integers import WIDTH, add_outer_bytes, broadcast_ints, load_ints, to_floats
 from ...common import kinds
 
 #: Bytes of a row of a panel: of four codes or of one sum a column.
@@ -49,10 +49,10 @@ def offset(kind: str) -> int:
 def reader(kind: str) -> Any:
     """Returns what makes bytes of a panel of those of a matrix: (table, block, shift) -> block."""
     if BITS[kind] < 8:
-        return looked_up_bytes
+        return look_up_bytes
     if kind == "uint8":
         return native(lambda table, block, shift: block)
-    return native(lambda table, block, shift: without_sign(block))
+    return native(lambda table, block, shift: to_unsigned(block))
 
 
 def _multiply(rows: int) -> Any:
@@ -60,17 +60,17 @@ def _multiply(rows: int) -> Any:
     def multiply(x, stride, codes, steps, start, ints, sums, scale, of_x, first, last):
         for column in range(0, PANEL, COLUMNS * WIDTH):
             if first:
-                total = starts(start, rows, COLUMNS)
+                total = broadcast_ints(start, rows, COLUMNS)
             else:
                 total = load_ints(ints + column, PANEL, rows, COLUMNS)
             at_x, at_codes = x, codes + column
             for _ in range(steps):
-                total = dot(total, at_x, stride, load_ints(at_codes, 0, 1, COLUMNS))
+                total = add_outer_bytes(total, at_x, stride, load_ints(at_codes, 0, 1, COLUMNS))
                 at_x += 4
                 at_codes += PANEL
             if last:
                 by = load(scale + column, COLUMNS)
-                values = scaled_rows(as_floats(total), of_x[0], of_x[1])
+                values = scale_rows(to_floats(total), of_x[0], of_x[1])
                 add_scaled(sums + column, PANEL, values, by)
             else:
                 store_block(ints + column, PANEL, total)

@@ -9,8 +9,8 @@ import functools
 
 from ....native.functions import native
 from ....native.memory import load_f32, load_i8, stack, store_f32, store_i8, word
-from ....native.simd.bytes import copy_by_fields, interleaved, neighbours, panelled
-from ....native.simd.floats import load, scaled, splat, store, store_block
+from ....native.simd.bytes import copy_by_fields, from_panels, load_interleaved, to_panels
+from ....native.simd.floats import load, scale_block, splat, store, store_block
 from ....native.simd.integers import load_floats
 from ..operands.job import ROW_BYTES, TC, TR, C, JobFunctions, R
 from ..operands.scales import are_f32, read_tiles
@@ -79,7 +79,7 @@ def orientation(kind: str) -> Orientation:
     def decode(address, stride, length, panel, table, to):
         shift = panel * bits
         for _ in range(length // 4):
-            store_block(to, 0, read(table, interleaved(address, stride), shift))
+            store_block(to, 0, read(table, load_interleaved(address, stride), shift))
             address += 4 * stride
             to += PANEL
 
@@ -110,12 +110,12 @@ def orientation(kind: str) -> Orientation:
                 run = min(shared - within, count - i)
                 fill(scratch + 4 * i, load_f32(numbers + 4 * (number - of)), run)
                 i += run
-        store(to, panelled(load(address, vectors), fields))
+        store(to, to_panels(load(address, vectors), fields))
 
     @native
     def write(sums, stride, x_scale, scratch, to, count):
-        values = neighbours(load_floats(sums, stride, fields, 4), fields)
-        values = scaled(values, splat(x_scale))
+        values = from_panels(load_floats(sums, stride, fields, 4), fields)
+        values = scale_block(values, splat(x_scale))
         if count == WIDTH * fields:
             store(to, values)
         else:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ....native.functions import native, not_inlined
+from ....native.functions import native, prevent_inlining
 from ....native.memory import (
     free,
     load_f32,
@@ -31,16 +31,16 @@ from ....native.memory import (
     store_i32,
     word,
 )
-from ....native.simd.bytes import byte_table, interleaved
-from ....native.simd.floats import add_scaled, load, scaled_rows, splat, store, store_block, zeros
+from ....native.simd.bytes import load_byte_table, load_interleaved
+from ....native.simd.floats import add_scaled, load, scale_rows, splat, store, store_block, zeros
 from ....native.simd.integers import (
-    add_sums,
-    as_floats,
-    beside,
-    dot,
+    add_blocks,
+    add_byte_sums,
+    add_outer_bytes,
+    concatenate,
     load_ints,
-    plus,
     sum_lanes,
+    to_floats,
     zero_ints,
 )
 from ..operands.job import (
@@ -87,9 +87,9 @@ def _sum_of(x, count):
     total = zero_ints()
     whole = count // WIDTH * WIDTH
     for i in range(0, whole, WIDTH):
-        total = add_sums(total, x + i, WIDTH)
+        total = add_byte_sums(total, x + i, WIDTH)
     for i in range(whole, count, 4):
-        total = add_sums(total, x + i, 4)
+        total = add_byte_sums(total, x + i, 4)
     return sum_lanes(total)
 
 
@@ -173,7 +173,7 @@ def build(kind: str) -> JobFunctions:
         @native
         def product(m, x, w, stride, depth, strips, ints, table, later):
             """Adds to int32 sums the products of some rows of x with strips of a block."""
-            not_inlined()
+            prevent_inlining()
             for _ in range(strips):
                 for field in range(0, fields, together):
                     to, at_x = ints + field * PANEL, x
@@ -183,11 +183,11 @@ def build(kind: str) -> JobFunctions:
                         if field == 0:
                             for row in range(4):
                                 fetch(fetched + row * stride)
-                        bytes = interleaved(place, stride)
+                        bytes = load_interleaved(place, stride)
                         codes = read(table, bytes, field * bits)
                         if together == 2:
-                            codes = beside(codes, read(table, bytes, (field + 1) * bits))
-                        total = dot(total, at_x, 4, codes)
+                            codes = concatenate(codes, read(table, bytes, (field + 1) * bits))
+                        total = add_outer_bytes(total, at_x, 4, codes)
                         at_x += 4 * m
                         place, fetched = place + 4 * stride, fetched + 4 * stride
                     store_block(to, strip_size, total)
@@ -236,8 +236,8 @@ def build(kind: str) -> JobFunctions:
             x_scale = x_scale if x_scales > 1 else one
             to = row * strip_size
             for at in range(to, to + strip_size, PANEL):
-                total = as_floats(load_ints(ints + at, 0, 1, 4))
-                total = scaled_rows(total, x_scale, 0)
+                total = to_floats(load_ints(ints + at, 0, 1, 4))
+                total = scale_rows(total, x_scale, 0)
                 add_scaled(sums + at, 0, total, load(scale + at - to, 4))
 
     @native
@@ -272,7 +272,7 @@ def build(kind: str) -> JobFunctions:
             row, last = depth * length, min((depth + 1) * length, word(job, R))
             for i in range(0, size, WIDTH):
                 store(sums + i, zeros(1, 1))
-        table = byte_table(word(job, TABLE))
+        table = load_byte_table(word(job, TABLE))
         x = word(job, X) + batch * m * x_stride
         matrix = word(job, W) + batch * word(job, R) * stride + first_strip * WIDTH
         block = _BLOCK if m > 1 else _BLOCK_OF_1
@@ -308,7 +308,7 @@ def build(kind: str) -> JobFunctions:
             for depth in range(1, of_tile):
                 others = sums_of(job, batch, tile * of_tile + depth, strip)
                 for i in range(0, size, WIDTH):
-                    total = plus(load_ints(ints + i, 0, 1, 1), load_ints(others + i, 0, 1, 1))
+                    total = add_blocks(load_ints(ints + i, 0, 1, 1), load_ints(others + i, 0, 1, 1))
                     store_block(ints + i, 0, total)
             end(job, batch, tile, strip, ints, sums, scale, scratch)
 

@@ -11,13 +11,13 @@ from ....native.simd.blocks import (
     FLOATS,
     INTS,
     Block,
-    at,
-    block_of,
-    bytes_at,
+    advance,
     call_llvm,
     constant,
     instruction,
     load_vector,
+    look_up_floats,
+    make_block,
 )
 from .small_floats import from_e4m3fn, from_e5m2, from_int8, from_uint8
 
@@ -28,8 +28,8 @@ def load_table(address):
     block = Block("f32", 1, 16 // LANES)
 
     def emit(builder, address):
-        reads = [load_vector(builder, at(builder, address, c)) for c in range(block.columns)]
-        return block_of(builder, reads)
+        reads = [load_vector(builder, advance(builder, address, c)) for c in range(block.columns)]
+        return make_block(builder, reads)
 
     return block, emit
 
@@ -46,7 +46,7 @@ def look_up(builder: Any, tables: Sequence[Any], indices: Any) -> Any:
         return builder.select(builder.icmp_signed("!=", fourth, constant(INTS, 0)), high, low)
     indices = builder.and_(indices, constant(INTS, 15))
     if IS_NEON:
-        return bytes_at(builder, tables, indices)
+        return look_up_floats(builder, tables, indices)
     value = ir.Constant(FLOATS, ir.Undefined)
     for lane in range(LANES):
         index = builder.extract_element(indices, I32(lane))

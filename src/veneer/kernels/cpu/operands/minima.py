@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from ....native.functions import native, not_inlined
+from ....native.functions import native, prevent_inlining
 from ....native.isa import LANES
 from ....native.memory import load_f32, load_i8, stack, store_f32, word
-from ....native.simd.floats import inner, splat, store, store_sums, zeros
+from ....native.simd.floats import add_inner, splat, store, store_sums, zeros
 from ....native.simd.integers import (
     WIDTH,
-    add_sums,
+    add_byte_sums,
     load_first_floats,
     load_floats,
     sum_lanes,
@@ -36,7 +36,7 @@ def sum_of(address, count):
     """The sum of numbers of f32."""
     sum, whole, total = zeros(1, 1), count // LANES, stack(4)
     for i in range(whole):
-        sum = inner(sum, address + _VECTOR * i, 0, splat(_ONE))
+        sum = add_inner(sum, address + _VECTOR * i, 0, splat(_ONE))
     store_sums(total, 0, sum)
     for i in range(whole * LANES, count):
         store_f32(total, load_f32(total) + load_f32(address + 4 * i))
@@ -75,7 +75,7 @@ def write_sums_of_codes(job, x, scale, next_scale, to):
     for t in range(count):
         lanes = zero_ints()
         for i in range(0, whole, WIDTH):
-            lanes = add_sums(lanes, x + i, WIDTH)
+            lanes = add_byte_sums(lanes, x + i, WIDTH)
         total = sum_lanes(lanes)
         for i in range(whole, tile):
             total += load_i8(x + i)
@@ -94,7 +94,7 @@ def adder(rows: int, together: int) -> Any:
         """Minima are f32, `stride` bytes from row to row, and so many are of a row."""
         for t in range(0, count, LANES):
             values = load_first_floats(minima + 4 * t, stride, together, count - t)
-            total = inner(total, of_x + 4 * t, next_x, values)
+            total = add_inner(total, of_x + 4 * t, next_x, values)
         return total
 
     return add_minima
@@ -108,7 +108,7 @@ def reading_adder(rows: int, together: int) -> Any:
     @native
     def read_and_add(job, sums, of_x, number, step):
         """Row `number` of minima is the first row's, and the next one's is `step` rows on."""
-        not_inlined()
+        prevent_inlining()
         minima, tiles = stack(buffer_bytes), word(job, C) // word(job, TC)
         total = load_floats(sums, together * _VECTOR, rows, together)
         next_x = sums_size(job)

@@ -15,15 +15,15 @@ from ....native.memory import I8, I32, I64, pointer
 from ....native.simd.blocks import (
     INTS,
     Block,
-    at,
-    block_of,
+    advance,
+    broadcast,
     call_llvm,
     constant,
+    get_vectors,
     instruction,
-    repeated,
-    shuffled,
+    make_block,
+    shuffle,
     store_vector,
-    vectors,
 )
 
 #: Steps of the transposition (Hacker's Delight, 7-3): how far bits are moved, and which.
@@ -43,7 +43,7 @@ def unpacked(
     flipped, less = (_number(builder, tables, i, count) for i in range(2))
     codes = builder.sub(builder.xor(fields, flipped), less)
     return [
-        shuffled(builder, codes, codes, range(i, i + LANES)) if count > LANES else codes
+        shuffle(builder, codes, codes, range(i, i + LANES)) if count > LANES else codes
         for i in range(0, count, LANES)
     ]
 
@@ -51,7 +51,7 @@ def unpacked(
 def _number(builder: Any, tables: Sequence[Any], i: int, count: int) -> Any:
     """One of the first two numbers of a table, as so many bytes."""
     number = builder.extract_element(tables[0], I32(i))
-    return repeated(builder, builder.fptosi(number, I8), count)
+    return broadcast(builder, builder.fptosi(number, I8), count)
 
 
 def _fields(builder: Any, addresses: Sequence[Any], units: int, bits: int) -> Any:
@@ -73,11 +73,11 @@ def _by_product(builder: Any, addresses: Sequence[Any], units: int, bits: int, t
         count = read.type.count  # from where on there are zeros
         planes = [range(unit * bits, (unit + 1) * bits) for unit in range(units)]
         rows = [row for some in planes for row in [count] * (8 - bits) + [*reversed(some)]]
-        parts.append(shuffled(builder, read, ir.Constant(read.type, [0] * count), rows))
+        parts.append(shuffle(builder, read, ir.Constant(read.type, [0] * count), rows))
     while len(parts) > 1:
         order = range(2 * parts[0].type.count)
         pairs = zip(parts[::2], parts[1::2], strict=True)
-        parts = [shuffled(builder, first, second, order) for first, second in pairs]
+        parts = [shuffle(builder, first, second, order) for first, second in pairs]
     (matrices,) = parts
     columns = ir.Constant(matrices.type, [1 << i for i in range(8)] * type.count)
     name = f"llvm.x86.vgf2p8affineqb.{64 * type.count}"
@@ -130,7 +130,7 @@ def store_codes_of_planes(to, address, units, bits, table):
     units, bits = units.literal_value, bits.literal_value
 
     def emit(builder, to, address, _units, _bits, table):
-        codes = unpacked(builder, [address], units, bits, vectors(builder, table))
+        codes = unpacked(builder, [address], units, bits, get_vectors(builder, table))
         for i, some in enumerate(codes):
             store_vector(builder, some, builder.add(to, I64(LANES * i)))
 
@@ -146,10 +146,10 @@ def load_fields(address, stride, rows, bits, table):
     block, bits = Block("i32", rows.literal_value, 1), bits.literal_value
 
     def emit(builder, address, stride, _rows, _bits, table):
-        flipped = _number(builder, vectors(builder, table), 0, 4 * LANES)
-        places = [at(builder, address, 0, row, stride) for row in range(block.rows)]
+        flipped = _number(builder, get_vectors(builder, table), 0, 4 * LANES)
+        places = [advance(builder, address, 0, row, stride) for row in range(block.rows)]
         fields = [_fields(builder, [place], LANES // 2, bits) for place in places]
         bytes = [builder.xor(some, flipped) for some in fields]
-        return block_of(builder, [builder.bitcast(some, INTS) for some in bytes])
+        return make_block(builder, [builder.bitcast(some, INTS) for some in bytes])
 
     return block, emit

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ....native.functions import native, not_inlined
+from ....native.functions import native, prevent_inlining
 from ....native.isa import LANES
 from ....native.memory import (
     load_f32,
@@ -22,8 +22,8 @@ from ....native.memory import (
     store_i64,
     word,
 )
-from ....native.simd.floats import load, moved, scaled, splat, store, zeros
-from ....native.simd.integers import spread
+from ....native.simd.floats import fma, load, scale_block, splat, store, zeros
+from ....native.simd.integers import load_repeated
 from ...common.kinds import FLOATS, PLANES, PLANES_TYPE, ZERO_POINTS
 from .job import (
     BATCH,
@@ -87,7 +87,7 @@ def _reader(dtype: str) -> Any:
 
     @native
     def read(address, count, there, to):
-        not_inlined()
+        prevent_inlining()
         for i in range(count // LANES):
             store(to + _VECTOR * i, load_as_floats(address + vector_bytes * i, dtype))
         whole = count // LANES * LANES
@@ -152,8 +152,8 @@ def _make_minima(job, row, first, count, to):
         _read(job, SCALE, row, first + i, some, scales)
         for j in range(0, some, LANES):
             at = to + 4 * (i + j)
-            below = moved(load(at, 1), splat(_MINUS_ONE), offset)
-            store(at, scaled(below, load(scales + 4 * j, 1)))
+            below = fma(load(at, 1), splat(_MINUS_ONE), offset)
+            store(at, scale_block(below, load(scales + 4 * j, 1)))
 
 
 @native
@@ -177,7 +177,7 @@ def _read(job, leaf, row, first, count, to):
 @native
 def _scale_codes(outer, each, number, count, there, to):
     """Multiplies codes by what so many of them share."""
-    not_inlined()
+    prevent_inlining()
     scales, (address, type) = stack(_BUFFER), outer
     i, shift = 0, 0
     while 1 << shift < min(each, LANES):
@@ -189,12 +189,15 @@ def _scale_codes(outer, each, number, count, there, to):
         _read_numbers(type, address, first, some, (number + there) // each - first, scales)
         if within == 0 and each == 1 << shift:  # a vector has some, of each of as many
             while i + LANES <= last:
-                store(to + 4 * i, scaled(load(to + 4 * i, 1), spread(at, 0, 1, shift, LANES)))
+                store(
+                    to + 4 * i,
+                    scale_block(load(to + 4 * i, 1), load_repeated(at, 0, 1, shift, LANES)),
+                )
                 i, at = i + LANES, at + 4 * (LANES >> shift)
         while i < last:
             end, by = min(i + each - within, last), load_f32(at)
             while i + LANES <= end:
-                store(to + 4 * i, scaled(load(to + 4 * i, 1), splat(by)))
+                store(to + 4 * i, scale_block(load(to + 4 * i, 1), splat(by)))
                 i += LANES
             while i < end:
                 store_f32(to + 4 * i, load_f32(to + 4 * i) * by)
@@ -205,7 +208,7 @@ def _scale_codes(outer, each, number, count, there, to):
 @native
 def _read_planes(address, number, count, there, to):
     """Reads codes of bit planes, of which 8 neighbours are as many bytes as they have bits."""
-    not_inlined()
+    prevent_inlining()
     codes, table, i = stack(_VECTOR), zeros(1, _TABLE), 0
     while i < count:
         unit, within = divmod(number + i, 8)

@@ -14,12 +14,12 @@ from ....native.simd.blocks import (
     FLOATS,
     INTS,
     Block,
-    block_of,
+    broadcast,
     constant,
+    get_vectors,
     instruction,
     load_vector,
-    repeated,
-    vectors,
+    make_block,
 )
 
 _HALVES = ir.VectorType(I16, LANES)
@@ -42,10 +42,10 @@ def load_as_floats(address, dtype):
 
     def emit(builder, address, _):
         if name == "float32":
-            return block_of(builder, [load_vector(builder, address)])
+            return make_block(builder, [load_vector(builder, address)])
         entry = {2: I16, 1: I8}[SIZES[name]]
         bits = load_vector(builder, address, ir.VectorType(entry, LANES))
-        return block_of(builder, [_WIDENED[name](builder, bits)])
+        return make_block(builder, [_WIDENED[name](builder, bits)])
 
     return Block("f32", 1, 1), emit
 
@@ -55,10 +55,10 @@ def first_lanes(vector, count):
     """The first lanes of a vector of f32, and 0 in the others, whatever is there."""
 
     def emit(builder, vector, count):
-        count = repeated(builder, builder.trunc(count, I32))
+        count = broadcast(builder, builder.trunc(count, I32))
         is_first = builder.icmp_signed("<", ir.Constant(INTS, [*range(LANES)]), count)
-        (value,) = vectors(builder, vector)
-        return block_of(builder, [builder.select(is_first, value, constant(FLOATS, 0.0))])
+        (value,) = get_vectors(builder, vector)
+        return make_block(builder, [builder.select(is_first, value, constant(FLOATS, 0.0))])
 
     return vector, emit
 

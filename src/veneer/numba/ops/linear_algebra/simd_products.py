@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from ....native.functions import native, not_inlined
+from ....native.functions import native, prevent_inlining
 from ....native.isa import ISA, LANES, REGISTERS
 from ....native.memory import load_f32, store_f32
 from ....native.object_file import ObjectFile
 from ....native.simd import blocks as simd
-from ....native.simd.floats import load, outer, zeros
+from ....native.simd.floats import add_outer, load, zeros
 
 #: As many rows and vectors as a CPU has registers for.
 ROWS, VECTORS = (6, 4) if REGISTERS == 32 else (4, 2) if ISA == "avx2" else (2, 4)
@@ -31,9 +31,9 @@ def store_rows(address, stride, block):
     """Writes a block to rows of f32 that are `stride` bytes apart."""
 
     def emit(builder, address, stride, values):
-        for i, value in enumerate(simd.vectors(builder, values)):
+        for i, value in enumerate(simd.get_vectors(builder, values)):
             row, column = divmod(i, block.columns)
-            simd.store_vector(builder, value, simd.at(builder, address, column, row, stride))
+            simd.store_vector(builder, value, simd.advance(builder, address, column, row, stride))
 
     return simd.types.void, emit
 
@@ -43,10 +43,10 @@ def _tile(rows: int, vectors: int) -> Any:
 
     @native
     def tile(out, x, y, n, k, x_row, x_step, y_row):
-        not_inlined()
+        prevent_inlining()
         total = zeros(rows, vectors)
         for _ in range(k):
-            total = outer(total, x, x_row, load(y, vectors))
+            total = add_outer(total, x, x_row, load(y, vectors))
             x += x_step
             y += y_row
         store_rows(out, 4 * n, total)
