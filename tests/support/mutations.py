@@ -147,7 +147,7 @@ MUTATIONS = [
     ),
     # High types.
     Mutation(
-        "x.accum(_sum(x.aval, ct) if d is None else ct)",
+        "x.accum(_sum_first_axis(x.aval, ct) if d is None else ct)",
         "x.accum(ct[0] if d is None else ct)",
         "hijax/test_vmap.py hijax",
     ),

@@ -1,12 +1,10 @@
-"""High primitives of a user's own, by `vn.hijax.primitive`: one equation until it is lowered.
+"""Primitives that users define by `vn.hijax.primitive`. Jaxprs show each call as one equation.
 
-The modules, each of which imports those above it alone:
+The modules. Each imports only modules above it:
 
-    mapped          operations mapped where there is no rule for it
-    expansion       what a primitive expands to, as an operation on flat operands
-    derivatives     derivatives and transposes by the rules that a user sets
-    vmap_rule       maps by the rule that a user sets
-    primitive       the decorator, and a call of a primitive
+    expansion       the user's functions as operations, and their mapped forms
+    derivatives     derivatives and transposes, by the rules that a user sets
+    primitive       the decorator, a call of a primitive, and the user's rule for `jax.vmap`
 """
 
 from .primitive import primitive as primitive

@@ -1,376 +1,357 @@
-"""The derivatives of a custom primitive by its rules.
+"""Derivatives and transposes of a user's primitive, by the rules that the user sets.
 
-A rule is an operation, which runs a function of a user's, and checks what it gives.
+Each rule is an operation: it calls the function of the user and checks its results.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import compress, islice
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._core.value import Value, materialise_one
-from ..._jax.hijax import GradAccum, Zero
-from ..high import apply
+from ..._core.primitives.custom_derivatives import leaf_cotangents
+from ..._core.value import Value
+from ..._jax.hijax import GradAccum, Zero, instantiate_zeros
+from ..high import apply, high
 from ..types import HighType, TangentType, of_arrays
 from ..values import Tangent, exposed, is_inexact, leaves_of
-from .expansion import ONE_LEAF, Expansion, Structure, listed, type_of_one
-from .mapped import full_zero
+from .expansion import ONE_LEAF, Expansion, Structure, show_types, strong_type_of
 
 
-class Forward(Expansion):
-    """The results, then the residuals, then the operands that take dense cotangents for leaves.
+def has_tangent(t: Any) -> bool:
+    """Return whether values of a type have a tangent with a floating leaf."""
+    tangent = t.to_tangent_aval()
+    return bool(tangent.leaves) if isinstance(tangent, TangentType) else is_inexact(tangent)
 
-    Known of them are the structures of the results and of the residuals.
+
+def unflatten_tangents(structure: Structure, types: Sequence[Any], tangents: Any) -> Any:
+    """Return a pytree of tangents, with an array of `float0` for each type without tangents.
+
+    `tangents` is an iterator over the tangents of the other types.
+    """
+    zero = lambda t: np.zeros(t.shape, jax.dtypes.float0)
+    return structure.unflatten(
+        exposed(next(tangents)) if has_tangent(t) else zero(t) for t in types
+    )
+
+
+class ForwardRule(Expansion):
+    """The function `fwd` of `defvjp`.
+
+    It returns the results, the residuals, and the operands that `BackwardRule` needs to convert
+    dense cotangents to cotangents of leaves. The static data are the structures of the results and
+    of the residuals.
     """
 
     suffix = ".fwd"
 
     def evaluate(self, *values: Any) -> tuple[list[Any], Any]:
-        pair = self.call("fwd", *self.structure.unflatten(map(exposed, values)))
-        if not isinstance(pair, tuple | list) or len(pair) != 2:
-            raise self.refuse("fwd must return a pair: results and residuals")
-        (flat, out), (residuals, kept) = map(self.flattened, pair)
-        out_types = tuple(map(type_of_one, flat))
-        known, types = Expansion.of(self).known(tuple(map(type_of_one, values)))
-        if (out, out_types) != (known, types):
-            raise self.refuse(
-                f"fwd returns {listed(out_types)}, but the function itself {listed(types)}. "
-                "Structures and types must be the same."
+        args = self.structure.unflatten(map(exposed, values))
+        pair = self.call_for_pair("fwd", "fwd must return a pair: results and residuals", *args)
+        (flat, out), (residuals, residual_structure) = map(self.flatten_results, pair)
+        out_types = tuple(map(strong_type_of, flat))
+        types = tuple(map(strong_type_of, values))
+        expected, expected_types = Expansion.like(self).infer(types)
+        if (out, out_types) != (expected, expected_types):
+            raise self.error(
+                f"fwd returns ({show_types(out_types)}), but the function itself "
+                f"({show_types(expected_types)}). Structures and types must be the same."
             )
-        operands = [x for x, d in zip(values, dense_leaves(self.structure), strict=True) if d]
-        return [*flat, *residuals, *operands], (out, kept)
+        primals = compress(values, _have_dense_cotangent(self.structure))
+        return [*flat, *residuals, *primals], (out, residual_structure)
 
 
-def dense_leaves(structure: Structure) -> list[bool]:
-    """Of flat operands, which are leaves of a value that may have a dense cotangent."""
-    dense = [f != ONE_LEAF and f.node_data()[0].dense_tangent for f in structure.forms]
-    groups = zip(structure.group(range(10**9)), dense, strict=True)
-    return [d for group, d in groups for _ in group]
+def _have_dense_cotangent(structure: Structure) -> list[bool]:
+    """Return for each operand whether it is a leaf of an implicit array with a dense tangent."""
+    is_dense = lambda v: v != ONE_LEAF and v.node_data()[0].dense_tangent
+    return [is_dense(v) for v in structure.values for _ in range(v.num_leaves)]
 
 
 @dataclass(frozen=True)
-class Backward(Expansion):
-    """The cotangents of the operands that have some, of residuals and cotangents of the results.
-
-    Known of them is which operands have one.
-    """
+class DerivativeRule(Expansion):
+    """A rule that returns tangents or cotangents."""
 
     types: tuple[Any, ...]  # of the operands
-    out: Structure
+    out: Structure  # of the results
     out_types: tuple[Any, ...]
+
+    rule = ""  # the name in messages
+
+    def flatten_tangents(
+        self, tangents: Any, structure: Structure, types: Sequence[Any], primals: Sequence[Any]
+    ) -> list[Any]:
+        """Return the tangents that a rule returns as a flat list, with None for no tangent.
+
+        `tangents` has one for each value of the structure. `primals` are needed to convert a dense
+        cotangent to cotangents of leaves. They may be None.
+        """
+        groups = structure.group(types), structure.group(primals)
+        args = zip(tangents, structure.values, *groups, strict=True)
+        return [x for value_args in args for x in self._flatten_tangent(*value_args)]
+
+    def _flatten_tangent(
+        self, tangent: Any, value: Any, types: Sequence[Any], primals: Sequence[Any]
+    ) -> list[Any]:
+        if tangent is None or not any(map(has_tangent, types)):
+            return [None] * len(types)
+        if value == ONE_LEAF:
+            return [self.check_tangent(tangent, types[0])]
+        cls = value.node_data()[0]
+        if not isinstance(tangent, Value) and cls.dense_tangent and None not in primals:
+            tangents = leaf_cotangents(high, jax.tree.unflatten(value, primals), tangent)
+        elif type(tangent) is not cls:
+            raise self._tangent_error(tangent, f"a {cls.__name__}")
+        else:
+            tangents = value.flatten_up_to(tangent)
+        pairs = zip(tangents, types, strict=True)
+        return [self.check_tangent(x, t) if has_tangent(t) else None for x, t in pairs]
+
+    def check_tangent(self, tangent: Any, t: Any) -> Any:
+        """Return the tangent of a value of type `t` as an operand. Raise if it does not fit."""
+        aval = t.to_tangent_aval()
+        if isinstance(aval, TangentType):
+            if type(tangent) is t.cls:
+                leaves = zip(self.broadcast(t.treedef, tangent), t.leaves, strict=True)
+                return Tangent(aval, [self.check_tangent(x, a) for x, a in leaves if is_inexact(a)])
+            expected = f"a {t.cls.__name__} of tangents"
+        else:
+            if not isinstance(tangent, Value | Tangent):
+                tangent = jnp.asarray(tangent)
+                if (tangent.shape, tangent.dtype) == (aval.shape, aval.dtype):
+                    return tangent
+            expected = show_types([aval])
+        raise self._tangent_error(tangent, f"{show_types([t])}; expected {expected}")
+
+    def _tangent_error(self, tangent: Any, wanted: str) -> TypeError:
+        is_tree = isinstance(tangent, Value | Tangent)
+        shown = repr(exposed(tangent)) if is_tree else show_types([jax.typeof(tangent)])
+        message = f"{self.rule} returns {shown} as the tangent of {wanted}"
+        if not self.typed:
+            message += " (outside vn.hijax.enabled(), a tangent has one array per leaf)"
+        return self.error(message)
+
+
+@dataclass(frozen=True)
+class BackwardRule(DerivativeRule):
+    """The function `bwd` of `defvjp`.
+
+    It takes the residuals, the operands that `ForwardRule` returns, and the cotangents of the
+    results. It returns the cotangents of operands that are not zero. The static data is a list of
+    bools: whether each operand has one.
+    """
+
     residuals: Structure
 
     suffix = ".bwd"
+    rule = "bwd"
 
     def evaluate(self, *values: Any) -> tuple[list[Any], Any]:
-        groups = self.residuals.group(values)
-        count = sum(map(len, groups))
-        residuals = self.residuals.unflatten(map(exposed, values[:count]))
-        rest = iter(values[count:])
-        is_kept = dense_leaves(self.structure)
-        kept = [next(rest) if k else None for k in is_kept]
-        cotangents = self.out.unflatten(with_float0(self.out_types, rest))
+        rest = iter(values)
+        residuals = self.residuals.unflatten(map(exposed, rest))
+        primals = [next(rest) if d else None for d in _have_dense_cotangent(self.structure)]
+        cotangents = unflatten_tangents(self.out, self.out_types, rest)
         cts = self.call("bwd", residuals, cotangents)
         args = jax.tree_util.treedef_children(self.structure.tree)
         if not isinstance(cts, tuple | list) or len(cts) != len(args):
-            raise self.refuse(
+            raise self.error(
                 f"bwd must return a tuple of {len(args)}, a cotangent or None for each operand "
-                f"of types {listed(self.types)}, not {cts}."
+                f"of types ({show_types(self.types)}), not {cts}."
             )
-        flat = self._flat(cts, args, kept)
+        by_value = [x for tree, ct in zip(args, cts, strict=True) for x in self.broadcast(tree, ct)]
+        flat = self.flatten_tangents(by_value, self.structure, self.types, primals)
         return [x for x in flat if x is not None], [x is not None for x in flat]
 
-    def _flat(self, cts: Sequence[Any], args: Sequence[Any], kept: list[Any]) -> list[Any]:
-        by_unit = [x for tree, ct in zip(args, cts, strict=True) for x in up_to(self, tree, ct)]
-        group = self.structure.group
-        each = zip(by_unit, self.structure.forms, group(self.types), group(kept), strict=True)
-        return [x for one in each for x in as_parts(self, "bwd", *one)]
-
-
-def up_to(operation: Expansion, tree: Any, result: Any) -> list[Any]:
-    """What a rule gives for each leaf of a tree; None for all of it is None for each."""
-    if result is None:
-        return [None] * tree.num_leaves
-    if tree.num_leaves == 1 and tree.num_nodes == 1:
-        return [result]
-    try:
-        return tree.flatten_up_to(result)
-    except ValueError as error:
-        raise operation.refuse(f"a rule returns a tree of another structure: {error}") from None
-
-
-def with_float0(types: Sequence[Any], tangents: Iterable[Any]) -> list[Any]:
-    """Tangents of values of some types, as a user is given them."""
-    rest = iter(tangents)
-    zero = lambda t: np.zeros(t.shape, jax.dtypes.float0)
-    return [exposed(next(rest)) if has_tangent(t) else zero(t) for t in types]
-
-
-def has_tangent(t: Any) -> bool:
-    """Whether values of a type have a tangent that is not trivial."""
-    tangent = t.to_tangent_aval()
-    return bool(tangent.leaves) if isinstance(tangent, TangentType) else is_inexact(tangent)
-
-
-def as_parts(
-    operation: Expansion, rule: str, tangent: Any, form: Any, types: Sequence[Any], leaves: Any
-) -> list[Any]:
-    """A tangent that a rule gives, for what is flat: None where there is none."""
-    if tangent is None or not any(map(has_tangent, types)):
-        return [None] * len(types)
-    if form == ONE_LEAF:
-        return [_as_part(operation, rule, tangent, types[0])]
-    cls = form.node_data()[0]
-    if not isinstance(tangent, Value) and cls.dense_tangent and None not in leaves:
-        tangent = _to_leaves(form, leaves, tangent)
-    elif type(tangent) is not cls:
-        raise operation.refuse_tangent(rule, tangent, f"a {cls.__name__}")
-    else:
-        tangent = form.flatten_up_to(tangent)
-    pairs = zip(tangent, types, strict=True)
-    return [_as_part(operation, rule, x, t) if has_tangent(t) else None for x, t in pairs]
-
-
-def _as_part(operation: Expansion, rule: str, tangent: Any, t: Any) -> Any:
-    aval = t.to_tangent_aval()
-    if isinstance(aval, TangentType):
-        if type(tangent) is t.cls:
-            leaves = zip(up_to(operation, t.treedef, tangent), t.leaves, strict=True)
-            return Tangent(
-                aval, [_as_part(operation, rule, x, a) for x, a in leaves if is_inexact(a)]
-            )
-    elif not isinstance(tangent, Value | Tangent):
-        tangent = jnp.asarray(tangent)
-        if (tangent.shape, tangent.dtype) == (aval.shape, aval.dtype):
-            return tangent
-    is_tree = isinstance(aval, TangentType)
-    wanted = f"a {t.cls.__name__} of tangents" if is_tree else listed([aval])[1:-1]
-    raise operation.refuse_tangent(rule, tangent, f"{listed([t])[1:-1]}; expected {wanted}")
-
-
-def _to_leaves(form: Any, leaves: Sequence[Any], cotangent: Any) -> list[Any]:
-    """Cotangents of a value's leaves, from that of the dense array."""
-    floating = [is_inexact(jax.typeof(x)) for x in leaves]
-
-    def dense(variables: list[Any]) -> Any:
-        rest = iter(variables)
-        full = [next(rest) if f else x for x, f in zip(leaves, floating, strict=True)]
-        return jnp.asarray(materialise_one(jax.tree.unflatten(form, full)))
-
-    _, pull = jax.vjp(dense, [x for x, f in zip(leaves, floating, strict=True) if f])
-    rest = iter(pull(cotangent)[0])
-    return [next(rest) if f else None for f in floating]
-
 
 @dataclass(frozen=True)
-class Tangents(Expansion):
-    """The tangents of the results that have some, by the rule; of operands and their tangents."""
+class LinearizedRule(Expansion):
+    """The tangents of the results: the transpose of `BackwardRule`.
 
-    types: tuple[Any, ...]
-    out: Structure
-    out_types: tuple[Any, ...]
-
-    suffix = ".jvp"
-
-    def evaluate(self, *values: Any) -> tuple[list[Any], Any]:
-        count = len(self.types)
-        args = self.structure.unflatten(map(exposed, values[:count]))
-        tangents = self.structure.unflatten(with_float0(self.types, values[count:]))
-        pair = self.call("jvp", args, tangents)
-        if not isinstance(pair, tuple | list) or len(pair) != 2:
-            raise self.refuse("the rule of defjvp must return a pair: results and tangents")
-        group = self.out.group(self.out_types)
-        by_unit = up_to(self, self.out.tree, pair[1])
-        if len(by_unit) != len(group):
-            raise self.refuse(
-                f"the rule of defjvp must return a tangent for each of {listed(self.out_types)}"
-            )
-        each = zip(by_unit, self.out.forms, group, strict=True)
-        flat = [
-            x for g, f, t in each for x in as_parts(self, "the rule of defjvp", g, f, t, [None])
-        ]
-        pairs = zip(flat, self.out_types, strict=True)
-        if any(x is None and has_tangent(t) for x, t in pairs):
-            raise self.refuse("the rule of defjvp returns None for a tangent; return zeros instead")
-        return [x for x in flat if x is not None], None
-
-
-@dataclass(frozen=True)
-class Transposed(Expansion):
-    """The cotangent of an operand in which the primitive is linear, by the rule.
-
-    The operands are the others, and then the cotangents of the results.
+    It takes the operands of `backward` that precede the cotangents, and the tangents of the
+    operands that vary. In reverse mode, JAX transposes it back to `backward`.
     """
 
-    position: int  # among flat operands
-    argnum: int
-    type: Any  # of the cotangent
-    out: Structure
-
-    suffix = ".transpose"
-
-    def evaluate(self, *values: Any) -> tuple[list[Any], Any]:
-        count = sum(map(len, self.structure.group(range(10**9)))) - 1
-        others = list(map(exposed, values[:count]))
-        others.insert(self.position, None)
-        cotangents = self.out.unflatten(map(exposed, values[count:]))
-        ct = self.call(("transpose", self.argnum), cotangents, *self.structure.unflatten(others))
-        return [_as_part(self, "deftranspose's rule", ct, self.type)], None
-
-
-def jvp_by_rule(
-    expansion: Expansion, primals: Sequence[Any], tangents: Sequence[Any]
-) -> tuple[list[Any], list[Any]] | None:
-    """Results and their tangents by the rule for derivatives, if there is one."""
-    types = tuple(map(type_of_one, primals))
-    if "jvp" in expansion.primitive.rules:
-        return _by_jvp_rule(expansion, types, primals, tangents)
-    if "fwd" in expansion.primitive.rules:
-        return _by_vjp_rule(expansion, types, primals, tangents)
-    return _as_linear(expansion, types, primals, tangents)
-
-
-def _by_jvp_rule(
-    expansion: Expansion, types: tuple[Any, ...], primals: Sequence[Any], tangents: Sequence[Any]
-) -> tuple[list[Any], list[Any]]:
-    rule = Tangents.of(expansion, types, *expansion.known(types))
-    pairs = zip(tangents, types, strict=True)
-    out_tangents = apply(rule, *primals, *(full_zero(x) for x, t in pairs if has_tangent(t)))
-    out = apply(expansion, *primals)
-    return out, _with_zeros(out, out_tangents)
-
-
-def _by_vjp_rule(
-    expansion: Expansion, types: tuple[Any, ...], primals: Sequence[Any], tangents: Sequence[Any]
-) -> tuple[list[Any], list[Any]]:
-    out_structure, out_types = expansion.known(types)
-    forward = Forward.of(expansion)
-    results = apply(forward, *primals)
-    out, residuals = results[: len(out_types)], results[len(out_types) :]
-    (_, structure), _ = forward.known(types)
-    backward = Backward.of(expansion, types, out_structure, out_types, structure)
-    pairs = zip(tangents, types, strict=True)
-    varies = tuple(type(x) is not Zero and has_tangent(t) for x, t in pairs)
-    varying = [x for x, v in zip(tangents, varies, strict=True) if v]
-    if not any(varies) or not any(map(has_tangent, out_types)):
-        return out, _with_zeros(out, None)
-    linear = Linear.of(expansion, backward, len(residuals), varies)
-    return out, _with_zeros(out, apply(linear, *residuals, *varying))
-
-
-def _with_zeros(out: Sequence[Any], tangents: Sequence[Any] | None) -> list[Any]:
-    """A tangent for each result: zero, or one of those of the results that can have one."""
-    rest = iter(tangents or ())
-    zero = lambda t: Zero(t.to_tangent_aval())
-    types = [jax.typeof(x) for x in out]
-    return [next(rest) if tangents and has_tangent(t) else zero(t) for t in types]
-
-
-@dataclass(frozen=True)
-class Linear(Expansion):
-    """The tangents of the results, of residuals and tangents of operands: `Backward` transposed."""
-
-    backward: Backward
-    count: int  # of residuals
-    varies: tuple[bool, ...]  # which operands' tangents are given
+    backward: BackwardRule
+    varies: tuple[bool, ...]
 
     suffix = ".jvp"
 
     @property
     def result_types(self) -> list[Any]:
-        """Known without a look at what is run: a rule may not be linear, though it should be."""
+        # Known without a trace. A rule need not be linear if it is only used in reverse mode.
         return [t.to_tangent_aval() for t in self.backward.out_types if has_tangent(t)]
 
     def evaluate(self, *values: Any) -> tuple[list[Any], Any]:
-        backward, residuals, outs = self.backward, values[: self.count], self.result_types
-        tangents = [leaf for x in values[self.count :] for leaf in leaves_of(x)]
+        residuals, tangents = self._split(values)
+        leaf_types = [t.lo_ty() for t in self.result_types]
 
-        def pull(flat: list[Any]) -> list[Any]:
-            rest = iter(flat)
-            cts = [of_arrays(t, list(islice(rest, len(t.lo_ty())))) for t in outs]
-            flat, has_one = backward.evaluate(*residuals, *cts)
-            chosen = self._chosen(flat, has_one)
-            pairs = zip(chosen, values[self.count :], strict=True)
+        def unflatten(leaves: Iterable[Any]) -> list[Any]:
+            rest = iter(leaves)
+            pairs = zip(self.result_types, leaf_types, strict=True)
+            return [of_arrays(t, list(islice(rest, len(types)))) for t, types in pairs]
+
+        def pull(leaves: list[Any]) -> list[Any]:
+            cts = self._select(*self.backward.evaluate(*residuals, *unflatten(leaves)))
             zeros = lambda like: list(map(jnp.zeros_like, leaves_of(like)))
+            pairs = zip(cts, tangents, strict=True)
             return [x for ct, t in pairs for x in (zeros(t) if ct is None else leaves_of(ct))]
 
-        leaves = [jax.ShapeDtypeStruct(a.shape, a.dtype) for t in outs for a in t.lo_ty()]
-        (flat,) = jax.linear_transpose(pull, leaves)(tangents)
-        rest = iter(flat)
-        return [of_arrays(t, list(islice(rest, len(t.lo_ty())))) for t in outs], None
+        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for types in leaf_types for a in types]
+        push = jax.linear_transpose(pull, shapes)
+        (flat,) = push([leaf for x in tangents for leaf in leaves_of(x)])
+        return unflatten(flat), None
 
-    def _chosen(self, flat: Sequence[Any], has_one: Sequence[bool]) -> list[Any]:
+    def _split(self, values: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+        count = len(values) - sum(self.varies)
+        return values[:count], values[count:]
+
+    def _select(self, flat: Sequence[Any], has_cotangent: Sequence[bool]) -> list[Any]:
+        """Return the cotangents of the operands that vary, or None where `flat` has none."""
         rest = iter(flat)
-        every = [next(rest) if h else None for h in has_one]
-        return [ct for ct, v in zip(every, self.varies, strict=True) if v]
+        cotangents = [next(rest) if h else None for h in has_cotangent]
+        return list(compress(cotangents, self.varies))
 
     def transpose(self, cotangents: Sequence[Any], operands: Sequence[Any]) -> bool:
-        residuals, accumulators = operands[: self.count], operands[self.count :]
+        residuals, accumulators = self._split(operands)
         if any(isinstance(x, GradAccum) for x in residuals):
             return False
         if any(type(ct) is not Zero for ct in cotangents):
-            inputs = [*residuals, *map(full_zero, cotangents)]
-            has_one, _ = self.backward.known(tuple(map(type_of_one, inputs)))
-            chosen = self._chosen(apply(self.backward, *inputs), has_one)
-            for x, ct in zip(accumulators, chosen, strict=True):
+            inputs = [*residuals, *map(instantiate_zeros, cotangents)]
+            has_cotangent, _ = self.backward.infer(tuple(map(strong_type_of, inputs)))
+            selected = self._select(apply(self.backward, *inputs), has_cotangent)
+            for x, ct in zip(accumulators, selected, strict=True):
                 if isinstance(x, GradAccum) and ct is not None:
                     x.accum(ct)
         return True
 
 
-def _as_linear(
+class ForwardModeRule(DerivativeRule):
+    """The rule of `defjvp`.
+
+    It takes the operands and the tangents of those that have tangents. It returns the tangents of
+    the results that have tangents.
+    """
+
+    suffix = ".jvp"
+    rule = "the rule of defjvp"
+
+    def evaluate(self, *values: Any) -> tuple[list[Any], Any]:
+        rest = iter(values)
+        args = self.structure.unflatten(map(exposed, rest))
+        tangents = unflatten_tangents(self.structure, self.types, rest)
+        message = f"{self.rule} must return a pair: results and tangents"
+        _, out_tangents = self.call_for_pair("jvp", message, args, tangents)
+        by_value = self.broadcast(self.out.tree, out_tangents)
+        primals = [None] * len(self.out_types)
+        flat = self.flatten_tangents(by_value, self.out, self.out_types, primals)
+        if any(x is None for x in compress(flat, map(has_tangent, self.out_types))):
+            raise self.error(f"{self.rule} returns None for a tangent; return zeros instead")
+        return [x for x in flat if x is not None], None
+
+
+@dataclass(frozen=True)
+class TransposeRule(DerivativeRule):
+    """The rule of `deftranspose`: the cotangent of an operand in which the primitive is linear.
+
+    It takes the other operands and the cotangents of the results.
+    """
+
+    position: int  # of the operand in the flat list
+    argnum: int
+
+    suffix = ".transpose"
+    rule = "deftranspose's rule"
+
+    def evaluate(self, *values: Any) -> tuple[list[Any], Any]:
+        rest = map(exposed, values)
+        others = list(islice(rest, self.structure.size - 1))
+        others.insert(self.position, None)
+        cotangents = self.out.unflatten(rest)
+        ct = self.call(("transpose", self.argnum), cotangents, *self.structure.unflatten(others))
+        return [self.check_tangent(ct, self.types[self.position])], None
+
+
+def jvp_by_rule(
+    expansion: Expansion, primals: Sequence[Any], tangents: Sequence[Any]
+) -> tuple[list[Any], list[Any]] | None:
+    """Return the results and their tangents by the user's rule, or None if there is no rule."""
+    types = tuple(map(strong_type_of, primals))
+    rules = expansion.primitive.rules
+    if "jvp" not in rules and "fwd" not in rules:
+        return _jvp_of_linear(expansion, types, primals, tangents)
+    out_structure, out_types = expansion.infer(types)
+    pairs = list(zip(tangents, types, strict=True))
+    if "jvp" in rules:
+        rule = ForwardModeRule.like(expansion, types, out_structure, out_types)
+        given = [instantiate_zeros(x) for x, t in pairs if has_tangent(t)]
+        return _with_zeros(apply(expansion, *primals), apply(rule, *primals, *given))
+    forward = ForwardRule.like(expansion)
+    results = apply(forward, *primals)
+    out, residuals = results[: len(out_types)], results[len(out_types) :]
+    (_, residual_structure), _ = forward.infer(types)
+    varies = tuple(type(x) is not Zero and has_tangent(t) for x, t in pairs)
+    if not any(varies) or not any(map(has_tangent, out_types)):
+        return _with_zeros(out, ())
+    backward = BackwardRule.like(expansion, types, out_structure, out_types, residual_structure)
+    linear = LinearizedRule.like(expansion, backward, varies)
+    return _with_zeros(out, apply(linear, *residuals, *compress(tangents, varies)))
+
+
+def _with_zeros(out: list[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Return results and their tangents. Results without a tangent in `tangents` get a zero."""
+    rest = iter(tangents)
+    zero = lambda t: Zero(t.to_tangent_aval())
+    types = [jax.typeof(x) for x in out]
+    return out, [next(rest) if tangents and has_tangent(t) else zero(t) for t in types]
+
+
+def _jvp_of_linear(
     expansion: Expansion, types: Sequence[Any], primals: Sequence[Any], tangents: Sequence[Any]
 ) -> tuple[list[Any], list[Any]] | None:
-    """The derivative by operands in which a primitive is linear: itself, of the tangent."""
+    """Return the results and their tangents if the varying operands have `deftranspose` rules.
+
+    In such an operand the primitive is linear, so the tangent is the primitive of the tangent.
+    """
     varying = [i for i, t in enumerate(tangents) if type(t) is not Zero]
-    if any(_argnum(expansion, i) is None or _is_tree(types[i]) for i in varying):
+    is_tree = lambda t: isinstance(t.to_tangent_aval(), TangentType)
+    if any(_linear_argnum(expansion, i) is None or is_tree(types[i]) for i in varying):
         return None
     out = apply(expansion, *primals)
     if any(isinstance(jax.typeof(x), HighType) or not has_tangent(jax.typeof(x)) for x in out):
         return None
-    in_place = lambda i: [tangents[i] if i == j else p for j, p in enumerate(primals)]
-    first, *rest = (apply(expansion, *in_place(i)) for i in varying)
-    for more in rest:
-        first = [x + y for x, y in zip(first, more, strict=True)]
-    return out, first
+    replace = lambda i: [tangents[i] if i == j else p for j, p in enumerate(primals)]
+    terms = [apply(expansion, *replace(i)) for i in varying]
+    return out, [sum(xs[1:], start=xs[0]) for xs in zip(*terms, strict=True)]
 
 
-def _is_tree(t: Any) -> bool:
-    return isinstance(t.to_tangent_aval(), TangentType)
+def _linear_argnum(expansion: Expansion, position: int) -> int | None:
+    """Return the argument number of a flat operand with a `deftranspose` rule, or None.
 
-
-def _argnum(expansion: Expansion, position: int) -> int | None:
-    """The number of an operand that is one when flat, and in which the primitive is linear."""
-    arguments: Any = jax.tree_util.treedef_children(expansion.structure.tree)
-    counts = [tree.num_leaves for tree in arguments]
-    forms = iter(expansion.structure.forms)
-    start = 0
-    for number, (tree, count) in enumerate(zip(arguments, counts, strict=True)):
-        of_argument = list(islice(forms, count))
-        size = sum(form.num_leaves for form in of_argument)
-        if start <= position < start + size:
-            is_one = tree.num_nodes == 1 and of_argument == [ONE_LEAF]
-            return number if is_one and ("transpose", number) in expansion.primitive.rules else None
-        start += size
+    Such an argument is one array.
+    """
+    args = expansion.structure.unflatten(range(expansion.structure.size))
+    for argnum, arg in enumerate(args):
+        if type(arg) is int and arg == position:
+            return argnum if ("transpose", argnum) in expansion.primitive.rules else None
     return None
 
 
 def transpose_by_rule(
     expansion: Expansion, cotangents: Sequence[Any], operands: Sequence[Any]
 ) -> bool:
-    """Whether the rule for the one operand that is linear has added to its accumulator."""
+    """Add the cotangent by the user's rule to the accumulator among the operands.
+
+    Return False if the operands have no such rule, or several accumulators.
+    """
     linear = [i for i, x in enumerate(operands) if isinstance(x, GradAccum)]
-    if len(linear) != 1 or (argnum := _argnum(expansion, linear[0])) is None:
+    if len(linear) != 1 or (argnum := _linear_argnum(expansion, linear[0])) is None:
         return False
     (position,) = linear
     accumulator = operands[position]
     others = [x for x in operands if x is not accumulator]
-    types = tuple(x.aval if x is accumulator else type_of_one(x) for x in operands)
-    out, _ = expansion.known(types)
-    rule = Transposed.of(expansion, position, argnum, accumulator.aval, out)
-    accumulator.accum(apply(rule, *others, *map(full_zero, cotangents))[0])
+    types = tuple(x.aval if x is accumulator else strong_type_of(x) for x in operands)
+    rule = TransposeRule.like(expansion, types, *expansion.infer(types), position, argnum)
+    accumulator.accum(apply(rule, *others, *map(instantiate_zeros, cotangents))[0])
     return True

@@ -1,7 +1,7 @@
-"""The expansion of a custom primitive, as an operation.
+"""The functions of a user's primitive as operations, which `jax.vmap` can map.
 
-Its operands and results are trees, and those of an operation are flat. With high types on, an
-implicit array is one of them, and otherwise each of its leaves is.
+The functions take and return pytrees, and operations take and return flat lists. With high types
+on, an implicit array is one operand. Otherwise each leaf is an operand.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,78 +11,97 @@ from itertools import islice
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from ..._core.rules import clear_with_rules
 from ..._core.value import Value, is_value
+from ..._jax.hijax import GradAccum, ValAccum, Zero, instantiate_zeros
 from ..._jax.tracing import trace_context
-from ..high import Operation
+from ..high import Operation, Pack, Unpack, apply
+from ..high_rules import jvp_of_vmap, transpose
 from ..mode import in_force
-from ..operations import Parameters
-from ..types import is_typed, of_arrays, opened, type_of
+from ..operations import Parameters, Vmap
+from ..types import TangentType, as_high_array, is_typed, of_arrays, opened, type_of
 from ..values import Tangent, exposed, value_of
-from .mapped import map_operation
 
 
 @dataclass(frozen=True)
 class Structure:
-    """A tree, and the structure of what is in it: of an implicit array or of one leaf."""
+    """The structure of a pytree of values. Each value is an array or an implicit array."""
 
-    tree: Any
-    forms: tuple[Any, ...]
+    tree: Any  # the tree structure in which each value is a leaf
+    values: tuple[Any, ...]  # the tree structure of each value, `ONE_LEAF` for one operand
+
+    @property
+    def size(self) -> int:
+        """The number of operands."""
+        return sum(value.num_leaves for value in self.values)
 
     def group(self, flat: Iterable[Any]) -> list[list[Any]]:
-        """What is flat, by what it belongs to in the tree."""
+        """Split a flat list into a list for each value."""
         rest = iter(flat)
-        return [list(islice(rest, form.num_leaves)) for form in self.forms]
+        return [list(islice(rest, value.num_leaves)) for value in self.values]
 
     def unflatten(self, flat: Iterable[Any]) -> Any:
-        """The tree."""
-        pairs = zip(self.forms, self.group(flat), strict=True)
-        return jax.tree.unflatten(self.tree, [jax.tree.unflatten(f, group) for f, group in pairs])
+        """Return the pytree whose leaves are the next `size` items of `flat`."""
+        pairs = zip(self.values, self.group(flat), strict=True)
+        return jax.tree.unflatten(self.tree, [jax.tree.unflatten(v, group) for v, group in pairs])
 
     def flatten_up_to(self, tree: Any) -> list[Any]:
-        """What is flat, of a tree that has something else where this has what is flat."""
-        pairs = zip(self.forms, self.tree.flatten_up_to(tree), strict=True)
-        return [x for form, one in pairs for x in form.flatten_up_to(one)]
+        """Return the subtrees of `tree` at the positions of the operands."""
+        pairs = zip(self.values, self.tree.flatten_up_to(tree), strict=True)
+        return [x for value, subtree in pairs for x in value.flatten_up_to(subtree)]
 
 
 ONE_LEAF = jax.tree.structure(0)
 
 
-def flattened(tree: Any, typed: bool) -> tuple[list[Any], Structure]:
-    """A tree as what is flat, and its structure."""
-    units, treedef = jax.tree.flatten(tree, is_leaf=is_value)
-    parts = [([x], ONE_LEAF) if typed or not is_value(x) else jax.tree.flatten(x) for x in units]
+def flatten_values(tree: Any, typed: bool) -> tuple[list[Any], Structure]:
+    """Return the operands in a pytree, and its structure.
+
+    An implicit array is one operand if `typed` is set. Otherwise each leaf is an operand.
+    """
+    values, treedef = jax.tree.flatten(tree, is_leaf=is_value)
+    parts = [([x], ONE_LEAF) if typed or not is_value(x) else jax.tree.flatten(x) for x in values]
     flat = [x for group, _ in parts for x in group]
-    return flat, Structure(treedef, tuple(form for _, form in parts))
+    return flat, Structure(treedef, tuple(value for _, value in parts))
 
 
-def type_of_one(x: Any) -> Any:
-    """The type of an operand or a result, which is not weak."""
+def strong_type_of(x: Any) -> Any:
+    """Return the type of an operand or a result, without weak type."""
     x = value_of(x)
     if isinstance(x, Value):
         return type_of(x)
     return x.aval if isinstance(x, Tangent) else jax.typeof(x).strip_weak_type()
 
 
-def listed(types: Iterable[Any]) -> str:
-    """Types, for a message."""
-    return f"({', '.join(t.str_short(short_dtypes=True) for t in types)})"
+def show_types(types: Iterable[Any]) -> str:
+    """Return types as text for a message, such as `f32[3], lora[4,6]`."""
+    return ", ".join(t.str_short(short_dtypes=True) for t in types)
+
+
+def map_operation(
+    operation: Operation, size: int, name: Any, values: Sequence[Any], dims: Sequence[Any]
+) -> tuple[list[Any], list[Any]]:
+    """Map an operation over an axis of its operands. Return the results and their axes."""
+    out = apply(MappedExpansion(operation, size, name, tuple(dims)), *values)
+    return out, [0] * len(out)
 
 
 @dataclass(frozen=True)
 class Expansion(Operation):
-    """The expansion of a primitive, with the operands that it takes and its parameters.
+    """The function that defines a primitive, as an operation.
 
-    The primitive's other functions are run as this is, and override `evaluate`.
+    Subclasses override `evaluate`, to call another function that the user has set.
     """
 
-    primitive: Any
-    structure: Structure
+    primitive: Any  # the `HighPrimitive`
+    structure: Structure  # of the operands
     parameters: Parameters
-    typed: bool
+    typed: bool  # whether an implicit array is one operand
 
     suffix = ""
+    batch = map_operation
 
     @property
     def name(self) -> str:
@@ -93,70 +112,130 @@ class Expansion(Operation):
         return self.parameters.params
 
     def run(self, *values: Any) -> list[Any]:
-        """The results, flat."""
         return self.evaluate(*values)[0]
 
     def evaluate(self, *values: Any) -> tuple[list[Any], Any]:
-        """The results, and what there is to be known of them besides."""
-        return self.flattened(self.call("expand", *self.structure.unflatten(map(exposed, values))))
+        """Return the results as a flat list, and static data about them: here their structure."""
+        out = self.call("expand", *self.structure.unflatten(map(exposed, values)))
+        return self.flatten_results(out)
 
     def call(self, rule: Any, *args: Any) -> Any:
-        """One of the primitive's functions, with the parameters."""
+        """Call one of the functions of the primitive, with the parameters."""
         return self.primitive.rules[rule](*args, **self.parameters.params)
 
-    def flattened(self, tree: Any) -> tuple[list[Any], Structure]:
-        """Results, of which none is a tracer of a high type where there are no such."""
-        return flattened(jax.tree.map(self._opened, tree, is_leaf=is_value), self.typed)
+    def call_for_pair(self, rule: Any, message: str, *args: Any) -> Any:
+        """Call one of the functions of the primitive. Raise `message` if it returns no pair."""
+        pair = self.call(rule, *args)
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise self.error(message)
+        return pair
 
-    def _opened(self, x: Any) -> Any:
+    def flatten_results(self, tree: Any) -> tuple[list[Any], Structure]:
+        """Return the results of a function as a flat list, and their structure.
+
+        A tracer of a high type becomes an implicit array. With `typed`, a tracer whose tangent is
+        dense stays one operand.
+        """
+        return flatten_values(jax.tree.map(self._unpack, tree, is_leaf=is_value), self.typed)
+
+    def _unpack(self, x: Any) -> Any:
         if not is_typed(x) or (self.typed and x.aval.dense_tangent):
             return value_of(x)
         value = opened(x)
-        return value if self.typed else jax.tree.map(self._opened, value)
+        return value if self.typed else jax.tree.map(self._unpack, value)
 
-    def known(self, types: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-        """What there is to be known of the results, and their types, by those of the operands."""
-        return _known(self, types, trace_context())
+    def broadcast(self, tree: Any, prefix: Any) -> list[Any]:
+        """Return the item of `prefix` for each leaf of `tree`, or None for all if it is None."""
+        if prefix is None:
+            return [None] * tree.num_leaves
+        if tree == ONE_LEAF:
+            return [prefix]
+        try:
+            return tree.flatten_up_to(prefix)
+        except ValueError as error:
+            raise self.error(f"a rule returns a tree of another structure: {error}") from None
+
+    def infer(self, types: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+        """Return the static data and the types of the results, for operands of given types."""
+        return _infer(self, types, trace_context())
 
     @classmethod
-    def of(cls, other: "Expansion", *more: Any) -> Any:
-        """An operation of the same primitive, on such operands."""
-        return cls(other.primitive, other.structure, other.parameters, other.typed, *more)
+    def like(cls, other: "Expansion", *fields: Any) -> Any:
+        """Return an operation of this class for the same call. `fields` are its own fields."""
+        return cls(other.primitive, other.structure, other.parameters, other.typed, *fields)
 
-    def refuse(self, what: str) -> TypeError:
-        """An error about one of the primitive's functions."""
-        return TypeError(f"{self.primitive.name}: {what}")
-
-    def refuse_tangent(self, rule: str, tangent: Any, wanted: str) -> TypeError:
-        """An error about what one of them gives for a tangent."""
-        is_tree = isinstance(tangent, Value | Tangent)
-        shown = repr(exposed(tangent)) if is_tree else listed([jax.typeof(tangent)])[1:-1]
-        hint = (
-            "" if self.typed else " (outside vn.hijax.enabled(), a tangent has one array per leaf)"
-        )
-        return self.refuse(f"{rule} returns {shown} as the tangent of {wanted}{hint}")
-
-    def batch(self, size: int, name: Any, values: Sequence[Any], dims: Sequence[Any]) -> Any:
-        """The results and their axes."""
-        return map_operation(self, size, name, values, dims)
+    def error(self, message: str) -> TypeError:
+        return TypeError(f"{self.primitive.name}: {message}")
 
 
 @lru_cache(maxsize=4096)
-def _known(
+def _infer(
     operation: Expansion, types: tuple[Any, ...], context: Any
 ) -> tuple[Any, tuple[Any, ...]]:
     del context  # part of the key: types depend on x64 and on the mesh
-    known_and_types: list[Any] = []
+    inferred: list[Any] = []
 
-    def on_leaves(*leaves: list[Any]) -> None:
+    def run_on_leaves(*leaves: list[Any]) -> None:
         pairs = zip(types, leaves, strict=True)
-        flat, known = operation.evaluate(*(of_arrays(t, arrays) for t, arrays in pairs))
-        known_and_types[:] = known, tuple(map(type_of_one, flat))
+        flat, data = operation.evaluate(*(of_arrays(t, arrays) for t, arrays in pairs))
+        inferred[:] = data, tuple(map(strong_type_of, flat))
 
     with in_force():
-        jax.make_jaxpr(on_leaves)(*([*t.lo_ty()] for t in types))
-    known, result_types = known_and_types
-    return known, result_types
+        jax.make_jaxpr(run_on_leaves)(*([*t.lo_ty()] for t in types))
+    data, result_types = inferred
+    return data, result_types
 
 
-clear_with_rules(_known.cache_clear)
+clear_with_rules(_infer.cache_clear)
+
+
+class MappedExpansion(Vmap):
+    """An expansion under `jax.vmap`. Its derivatives map the derivatives of the expansion."""
+
+    jvp = jvp_of_vmap
+    batch = map_operation
+
+    @property
+    def result_types(self) -> list[Any] | None:
+        types = self.of.result_types
+        return types and [
+            t.inc_rank(self.size, 0)
+            if isinstance(t, TangentType)
+            else t.update(shape=(self.size, *t.shape))
+            for t in types
+        ]
+
+    def transpose(self, cotangents: Sequence[Any], operands: Sequence[Any]) -> bool:
+        if all(type(ct) is Zero for ct in cotangents):
+            return True
+        is_linear = [isinstance(x, GradAccum) for x in operands]
+        pairs = list(zip(operands, self.dims, strict=True))
+        linear = [pair for pair in pairs if isinstance(pair[0], GradAccum)]
+        types = [x.aval if d is None else x.aval.dec_rank(self.size, d) for x, d in linear]
+        others = [(as_high_array(value_of(x)), d) for x, d in pairs if not isinstance(x, GradAccum)]
+
+        def transpose_one(others: list[Any], cts: list[Any]) -> list[Any]:
+            accumulators = [ValAccum(t) for t in types]
+            rest, rest_linear = iter(others), iter(accumulators)
+            operands = [next(rest_linear if is_one else rest) for is_one in is_linear]
+            transpose(cts, *operands, operation=self.of)
+            return [instantiate_zeros(x.freeze()) for x in accumulators]
+
+        mapped = jax.vmap(
+            transpose_one,
+            ([d for _, d in others], 0),
+            [d or 0 for _, d in linear],
+            axis_size=self.size,
+            **({} if self.axis_name is None else {"axis_name": self.axis_name}),
+        )
+        out = mapped([x for x, _ in others], list(map(instantiate_zeros, cotangents)))
+        for (x, d), ct in zip(linear, out, strict=True):
+            x.accum(_sum_first_axis(x.aval, ct) if d is None else ct)
+        return True
+
+
+def _sum_first_axis(type: Any, ct: Any) -> Any:
+    if not isinstance(type, TangentType):
+        return jnp.sum(ct, axis=0)
+    leaves = apply(Unpack(jax.typeof(ct)), ct)
+    return apply(Pack(type), *(jnp.sum(leaf, axis=0) for leaf in leaves))[0]

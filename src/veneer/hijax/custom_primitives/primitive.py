@@ -1,24 +1,26 @@
-"""High primitives of one's own: functions that jaxprs show as one equation, on typed operands."""
+"""`vn.hijax.primitive`: functions that jaxprs show as one equation, with the user's own rules."""
 
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import update_wrapper
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from ..._core.annotations import Alternatives, Dense, operand_types
+from ..._core.annotations import Dense, operand_types
 from ..._core.trace import ImplicitTrace
 from ..._core.value import Value, is_value
 from ..._jax.tracing import current_trace, set_current_trace
 from ..high import apply
+from ..high_rules import abstract_eval
 from ..mode import is_enabled
-from ..operations import Parameters
-from ..types import HighType, canonical
+from ..operations import Parameters, Vmap
+from ..types import canonical, is_typed
 from ..values import HighArray, exposed, strong_leaf, value_of
 from .derivatives import jvp_by_rule, transpose_by_rule
-from .expansion import ONE_LEAF, Expansion, flattened, listed, type_of_one
-from .vmap_rule import batch_by_rule
+from .expansion import ONE_LEAF, Expansion, flatten_values, show_types, strong_type_of
 
 
 def primitive(expand: Callable) -> "HighPrimitive":
@@ -87,20 +89,20 @@ class HighPrimitive:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         bound = self._signature.bind(*args, **kwargs)
         self._check(bound.args, bound.kwargs)
-        return self.called(bound.args, Parameters(bound.kwargs))
+        return self.bind(bound.args, Parameters(bound.kwargs))
 
-    def called(self, args: Any, params: Parameters) -> Any:
-        """Return the results for operands in the current trace."""
+    def bind(self, args: Any, params: Parameters) -> Any:
+        """Bind the primitive to operands in the current trace, and return its results."""
         trace = current_trace()
         if isinstance(trace, ImplicitTrace):
             with set_current_trace(trace.parent):
-                out = self.called(jax.tree.map(trace.unwrap, args), params)
+                out = self.bind(jax.tree.map(trace.unwrap, args), params)
                 return jax.tree.map(trace.wrap, out, is_leaf=is_value)
-        flat, structure = flattened(args, is_enabled())
+        flat, structure = flatten_values(args, is_enabled())
         call = PrimitiveCall(self, structure, params, is_enabled())
         is_implicit = lambda x: isinstance(x, Value | HighArray)
         operands = [canonical(x) if is_implicit(x) else strong_leaf(x) for x in flat]
-        out, _ = call.known(tuple(map(type_of_one, operands)))
+        out, _ = call.infer(tuple(map(strong_type_of, operands)))
         return out.unflatten(map(exposed, apply(call, *operands)))
 
     def defvjp(self, fwd: Callable, bwd: Callable) -> None:
@@ -180,25 +182,39 @@ class HighPrimitive:
                     "cannot be hashed. Pass arrays by position."
                 ) from None
         for i, x in enumerate(args):
-            wanted = self._operands[i] if i < len(self._operands) else self._more
-            if wanted is not None and not any(issubclass(_class_of(x), w) for w in wanted):
-                raise TypeError(
-                    f"{self.name}: operand {i} must be {_named(wanted)}, as annotated, not "
-                    f"{_described(x)}."
-                )
+            allowed = self._operands[i] if i < len(self._operands) else self._more
+            if allowed is None or any(issubclass(_class_of(x), cls) for cls in allowed):
+                continue
+            names = sorted("a dense array" if c is Dense else c.__name__ for c in allowed)
+            is_tree = _class_of(x) is object
+            raise TypeError(
+                f"{self.name}: operand {i} must be {' or '.join(names)}, as annotated, not "
+                f"{'a tree' if is_tree else show_types([strong_type_of(x)])}."
+            )
+
+
+def _class_of(x: Any) -> type:
+    """Return the class of an operand as in an annotation, or `object` for a tree of operands."""
+    x = value_of(x)
+    if isinstance(x, Value):
+        return type(x)
+    if is_typed(x):
+        return x.aval.cls
+    treedef: Any = jax.tree.structure(x)
+    return Dense if treedef == ONE_LEAF else object
 
 
 class PrimitiveCall(Expansion):
-    """A call of a primitive: its expansion, differentiated and mapped by the rules there are."""
+    """A call of a primitive, with the user's rules for derivatives and batching."""
 
-    def known(self, types: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-        return Expansion.of(self).known(types)
+    def infer(self, types: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+        return Expansion.like(self).infer(types)  # shares its cache
 
     def rerun(self, *values: Any) -> list[Any]:
-        """The same with values for operands that were dense where this was traced."""
-        types = tuple(x.aval() if is_value(x) else type_of_one(x) for x in values)
-        out = self.primitive.called(self.structure.unflatten(map(exposed, values)), self.parameters)
-        return self.known(types)[0].flatten_up_to(out)
+        # Operands that were dense when this was traced may be implicit arrays now.
+        types = tuple(x.aval() if is_value(x) else strong_type_of(x) for x in values)
+        out = self.primitive.bind(self.structure.unflatten(map(exposed, values)), self.parameters)
+        return self.infer(types)[0].flatten_up_to(out)
 
     def jvp(self, primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
         return jvp_by_rule(self, primals, tangents)
@@ -207,25 +223,66 @@ class PrimitiveCall(Expansion):
         return transpose_by_rule(self, cotangents, operands)
 
     def batch(self, size: int, name: Any, values: Sequence[Any], dims: Sequence[Any]) -> Any:
-        if "vmap" in self.primitive.rules:
-            return batch_by_rule(self, size, values, dims)
-        return super().batch(size, name, values, dims)
+        if "vmap" not in self.primitive.rules:
+            return super().batch(size, name, values, dims)
+        rule = BatchingRule.like(self, size, tuple(dims))
+        is_mapped, _ = rule.infer(tuple(map(strong_type_of, values)))
+        return apply(rule, *values), [0 if m else None for m in is_mapped]
 
 
-def _class_of(x: Any) -> type:
-    x = value_of(x)
-    aval = getattr(x, "aval", None)
-    if isinstance(x, Value):
-        return type(x)
-    if isinstance(aval, HighType):
-        return aval.cls
-    treedef: Any = jax.tree.structure(x)
-    return Dense if treedef == ONE_LEAF else object
+@dataclass(frozen=True)
+class BatchingRule(Expansion):
+    """The rule of `defvmap`. Its static data is a list of bools: whether each result is mapped."""
 
+    size: int
+    dims: tuple[int | None, ...]
 
-def _named(wanted: Alternatives) -> str:
-    return " or ".join(sorted("a dense array" if c is Dense else c.__name__ for c in wanted))
+    suffix = ".vmap"
 
+    def evaluate(self, *values: Any) -> tuple[list[Any], Any]:
+        groups = zip(self.structure.group(values), self.structure.group(self.dims), strict=True)
+        args, args_mapped = [], []
+        for group, dims in groups:
+            args_mapped.append(any(d is not None for d in dims))
+            args += self._move_axis(group, dims) if args_mapped[-1] else group
+        out, out_mapped = self.call_for_pair(
+            "vmap",
+            "the rule of defvmap must return a pair: results, and which of them are mapped",
+            self.size,
+            jax.tree.unflatten(self.structure.tree, args_mapped),
+            *self.structure.unflatten(map(exposed, args)),
+        )
+        flat, structure = self.flatten_results(out)
+        if isinstance(out_mapped, bool):
+            out_mapped = [out_mapped] * structure.tree.num_leaves
+        else:
+            out_mapped = self.broadcast(structure.tree, out_mapped)
+        pairs = zip(out_mapped, structure.group(flat), strict=True)
+        is_mapped = [bool(m) for m, group in pairs for _ in group]
+        self._check(values, flat, is_mapped)
+        return flat, is_mapped
 
-def _described(x: Any) -> str:
-    return "a tree" if _class_of(x) is object else listed([type_of_one(x)])[1:-1]
+    def _move_axis(self, operands: Sequence[Any], dims: Sequence[Any]) -> list[Any]:
+        """Return the operands with the mapped axis as the first axis of each leaf."""
+
+        def move(leaf: Any, d: int | None) -> Any:
+            if d is None:
+                return jnp.broadcast_to(leaf, (self.size, *jnp.shape(leaf)))
+            return jnp.moveaxis(leaf, d, 0)
+
+        pairs = zip(map(value_of, operands), dims, strict=True)
+        return [jax.tree.map(lambda leaf, d=d: move(leaf, d), x) for x, d in pairs]
+
+    def _check(self, values: Sequence[Any], flat: Sequence[Any], is_mapped: Sequence[bool]) -> None:
+        types = map(strong_type_of, values)
+        default = Vmap(Expansion.like(self), self.size, None, self.dims)
+        expected, _ = abstract_eval(*types, operation=default)
+        returned = [strong_type_of(x) for x in flat]
+        pairs = zip(expected, is_mapped, strict=True)
+        shapes = [(t.shape if m else t.shape[1:], t.dtype) for t, m in pairs]
+        if [(t.shape, t.dtype) for t in returned] != shapes:
+            raise self.error(
+                f"the rule of defvmap returns ({show_types(returned)}) (mapped: "
+                f"{list(is_mapped)}), but the function itself, mapped over {self.size}, returns "
+                f"({show_types(expected)})"
+            )
