@@ -138,11 +138,12 @@ class _BoxStructure:
     box: Callable[[], Box | None] | None = field(compare=False)
 
 
-def is_box(x: Any) -> bool:
-    """Return whether `x` is a Box. To be used as `is_leaf`."""
-    return isinstance(x, Box)
+def boxes_in(tree: Any) -> list[Box]:
+    """Return the Boxes in a pytree."""
+    is_box = lambda x: isinstance(x, Box)
+    return list(filter(is_box, jax.tree.leaves(tree, is_leaf=is_box)))
 
 
 def _reject_boxes(value: Any) -> None:
-    if any(map(is_box, jax.tree.leaves(value, is_leaf=is_box))):
+    if boxes_in(value):
         raise TypeError("A Box cannot hold another Box. Put both contents into one pytree.")

@@ -33,11 +33,8 @@ from .._jax.tracing import Trace, Tracer, current_trace, is_eager, set_current_t
 from .box_traces import (
     JitFrame,
     clear_traced_functions,
-    delete,
     enclosing,
     is_checkpoint,
-    is_deleted,
-    is_mapping,
     is_staging,
     primal_in,
     staged_for,
@@ -51,22 +48,9 @@ from .values import exposed
 _lock = RLock()
 
 
-def _unlock_child() -> None:
-    """Replace the lock in a forked process, where no thread is left to release it."""
-    global _lock
-    _lock = RLock()
-
-
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_unlock_child)
-
-
-class BoxStructureError(TypeError):
-    """A Box cannot change its structure inside the `jax.jit` that is being traced.
-
-    With high types on, `catch_structure_changes` then calls the function by `vn.jit` instead, even
-    if the function catches the error.
-    """
+    # A forked process has no thread that could release the lock.
+    os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 class Contents:
@@ -118,7 +102,7 @@ class Contents:
             # The recomputation in the backward pass must not read values that are written later.
             with set_current_trace(self.creation_trace):
                 return self._read_values()
-        self._record_use(traces)
+        self.record_use()
         return [ref[...] for ref in self.references()[: self.treedef.num_leaves]]
 
     def _reject_condition(self, traces: Sequence[Trace]) -> None:
@@ -140,7 +124,7 @@ class Contents:
             return [ref[...] for ref in self.refs[: self.treedef.num_leaves]]
 
     def _is_lost(self) -> bool:
-        return self.is_concrete and any(map(is_deleted, self.refs or ()))
+        return self.is_concrete and any(ref._refs._buf.is_deleted() for ref in self.refs or ())
 
     def _traces_inside(self) -> list[Trace]:
         """Return the traces from the current one up to the creation trace, which is excluded."""
@@ -201,7 +185,7 @@ class Contents:
                 "jax.checkpoint of it, which would lose the derivative. Make the Box outside the "
                 "function or inside the checkpoint, or return the value from the checkpoint."
             )
-        self._record_use(traces)
+        self.record_use()
         self._write_references(self.references(), leaves)
 
     def _write_references(self, refs: Sequence[Any], leaves: Sequence[Any]) -> None:
@@ -241,17 +225,16 @@ class Contents:
     def _structure_error(
         self, leaves: Sequence[Any], treedef: Any, traces: Sequence[Trace]
     ) -> TypeError:
-        """Return the error for contents of another structure. It names the innermost trace.
-
-        With high types on, also record that a function under `jax.jit` changes the structure.
-        """
+        """Return the error for contents of another structure. It names the innermost trace."""
         staged = next((s for s in map(staged_for, traces) if s), None)
         change = f"{self!r} cannot become {Contents(leaves, treedef)!r} here"
         keeps = "keeps the structure and the types of a Box"
         if staged == "jit":
             if is_enabled():
+                # A call of the function continues by `vn.jit`, even if the function catches the
+                # error: see `catch_structure_changes`.
                 state.changes_structure = True
-                return BoxStructureError(
+                return TypeError(
                     f"{change}: a function that is only traced (`lower`, `trace`, `eval_shape`, "
                     f"`make_jaxpr`) {keeps}. Call the function."
                 )
@@ -260,7 +243,7 @@ class Contents:
                 "(`lower`, `trace`, `eval_shape`, `make_jaxpr`). Replace each jax.jit around this "
                 "line by vn.jit, or turn high types on (vn.hijax.enabled), and call the function."
             )
-        if staged is None and any(map(is_mapping, traces)):
+        if staged is None and any(hasattr(trace, "axis_data") for trace in traces):
             return TypeError(
                 f"{change}: jax.vmap {keeps} that is passed to the mapped function. Set "
                 "contents of the new structure before, or capture the Box."
@@ -315,7 +298,7 @@ class Contents:
         if self.refs is not None:
             if self.in_jax_caches and self.is_concrete:
                 for ref in self.refs:
-                    delete(ref)
+                    ref._refs._buf.delete()
             self.refs = None
             self.version += 1
             if self.in_jax_caches:
@@ -326,23 +309,14 @@ class Contents:
         """Record in the traces around the current program that it uses the references."""
         traces = self._traces_inside()
         if any(map(is_staging, traces)):
-            self._record_use(traces)
-
-    def _record_use(self, traces: Sequence[Trace]) -> None:
-        for frame in state.frames:
-            if frame.trace in traces:
-                frame.capture(self)
-        self.in_jax_caches |= _frame_of(traces) is None
+            for frame in state.frames:
+                if frame.trace in traces:
+                    frame.capture(self)
+            self.in_jax_caches |= _frame_of(traces) is None
 
 
 class ReferenceContents(Contents):
-    """The contents of a Box that JAX passes to a function as references. Their types are fixed.
-
-    **Arguments:**
-
-    - `refs`: a reference for each leaf.
-    - `treedef`, `stops_gradients`: as in `Contents`.
-    """
+    """The contents of a Box that JAX passes to a function as references. Their types are fixed."""
 
     def __init__(self, refs: Sequence[Any], treedef: Any, stops_gradients: bool):
         super().__init__((), treedef, stops_gradients)

@@ -30,11 +30,6 @@ def is_staging(trace: Trace) -> bool:
     return hasattr(trace, "frame")
 
 
-def is_mapping(trace: Trace) -> bool:
-    """Return whether a trace belongs to `jax.vmap`."""
-    return hasattr(trace, "axis_data")
-
-
 def is_checkpoint(trace: Trace) -> bool:
     """Return whether a trace belongs to `jax.checkpoint`."""
     return staged_for(trace) == "checkpoint / remat"
@@ -46,23 +41,6 @@ def staged_for(trace: Trace) -> str | None:
     return getattr(getattr(frame, "debug_info", None), "traced_for", None)
 
 
-def captured_references(trace: Trace) -> list[Any]:
-    """Return the references that the jaxpr of a trace has captured so far."""
-    frame: Any = getattr(trace, "frame", None)
-    constants = [] if frame is None else frame.constvar_to_val.values()
-    return [x for x in constants if isinstance(x, jax.Ref)]
-
-
-def is_deleted(ref: Any) -> bool:
-    """Return whether a program took the buffer of a concrete reference and did not return it."""
-    return bool(ref._refs._buf.is_deleted())
-
-
-def delete(ref: Any) -> None:
-    """Delete the buffer of a concrete reference, so that compiled programs that use it fail."""
-    ref._refs._buf.delete()
-
-
 def primal_in(trace: Trace, x: Any) -> Any:
     """Return the primal of `x` if a trace differentiates `x`. Otherwise return `x`.
 
@@ -72,13 +50,10 @@ def primal_in(trace: Trace, x: Any) -> Any:
 
 
 class JitFrame:
-    """The Boxes that a function uses while `vn.jit` traces it. A context manager.
+    """A context in which `vn.jit` traces a function, with the Boxes that the function uses.
 
-    **Arguments:**
-
-    - `trace`: the trace of the function.
-    - `captured`: a mapping from captured contents to their version. The frame adds to it.
-    - `arguments`: the contents of the Boxes among the arguments.
+    `captured` maps captured contents to their version. The frame adds to it. `arguments` are the
+    contents of the Boxes among the arguments.
     """
 
     def __init__(self, trace: Trace, captured: "dict[Contents, int]", arguments: "list[Contents]"):
@@ -123,7 +98,7 @@ class _State(local):
         self.frames: list[JitFrame] = []  # innermost last
         # The Boxes that JAX has flattened in a call of `vn.jit`, or None outside of such a call.
         self.flattened: list[Box] | None = None
-        self.changes_structure = False  # whether a `BoxStructureError` was raised
+        self.changes_structure = False  # whether a function under `jax.jit` changes a structure
 
 
 state = _State()

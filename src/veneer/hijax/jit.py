@@ -31,9 +31,9 @@ from .._jax.hijax import (
     weakref_lru_cache,
 )
 from .._jax.tracing import Tracer, current_trace, is_eager, jax_caller
-from .box import Box, is_box
+from .box import Box, boxes_in
 from .box_contents import Contents
-from .box_traces import JitFrame, alias_error, captured_references, latest, state
+from .box_traces import JitFrame, alias_error, latest, state
 from .mode import is_enabled
 
 
@@ -82,19 +82,15 @@ def jit(function: Callable | None = None, /, **options: Any) -> Any:
 class Jitted:
     """A function under `vn.jit`, with a `TracedFunction` for each structure of captured Boxes.
 
-    **Arguments:**
-
-    - `function`: the function.
-    - `options`: the options of `jax.jit`, parsed.
+    `options` are the parsed options of `jax.jit`.
     """
 
     def __init__(self, function: Callable, options: Any):
         self._new_program = partial(TracedFunction, function, options)
         self._programs = [self._new_program()]
         self._function = function
-        self._only_traced: Any = jit_with_options(
-            _with_signature(function, partial(_run, function)), options
-        )
+        run = _with_signature(function, partial(_run, function))
+        self._plain: Any = jit_with_options(run, options)
         update_wrapper(self, function, updated=())
         # A callable object may have attributes of the same names. Those of `Jitted` come first.
         self.__dict__ = {**getattr(function, "__dict__", {}), **self.__dict__}
@@ -105,7 +101,7 @@ class Jitted:
             program = self._current_program()
         # The call would write to the references, or delete donated contents.
         if check_first := bool(program.held_refs or program.donates):
-            program.reject_aliases(args, kwargs)
+            program.reject_aliases((args, kwargs))
         boxes: list[Box] = []
         before, state.flattened = state.flattened, boxes
         try:
@@ -117,17 +113,15 @@ class Jitted:
             for contents in list(program.captured):
                 contents.record_use()
         if boxes and not check_first:
-            program.reject_aliases(args, kwargs)
+            program.reject_aliases((args, kwargs))
         if type(out) is tuple and out and type(out[-1]) is WrittenContents:
             out, written = out
             written.write_to_boxes(boxes)
         return out
 
     def _current_program(self) -> "TracedFunction":
-        for program in self._programs:
-            if program.is_current():
-                break
-        else:
+        program = next((p for p in self._programs if p.is_current()), None)
+        if program is None:
             program = self._new_program()
             self._programs = [p for p in self._programs if p.has_references()] + [program]
         return program
@@ -141,19 +135,19 @@ class Jitted:
     def clear_cache(self) -> None:
         """Clear the traced and compiled programs."""
         self._programs = [self._new_program()]
-        self._only_traced.clear_cache()
+        self._plain.clear_cache()
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """Trace the function, as `jax.jit(function).trace` does."""
-        return self._only_traced.trace(*args, **kwargs)
+        return self._plain.trace(*args, **kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """Lower the function, as `jax.jit(function).lower` does."""
-        return self._only_traced.lower(*args, **kwargs)
+        return self._plain.lower(*args, **kwargs)
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """Return the shapes and dtypes of the results, as `jax.jit(function).eval_shape` does."""
-        return self._only_traced.eval_shape(*args, **kwargs)
+        return self._plain.eval_shape(*args, **kwargs)
 
 
 #: Functions that `vn.jit` passes to `jax.jit`. `catch_structure_changes` skips them.
@@ -184,9 +178,9 @@ class TracedFunction:
         """Return whether no captured Box has dropped its references."""
         return all(c.version == version for c, version in self.captured.items())
 
-    def reject_aliases(self, *trees: Any) -> None:
+    def reject_aliases(self, arguments: Any) -> None:
         """Raise ValueError if the arguments contain a Box twice or a captured Box."""
-        passed = [latest(box._contents) for box in _boxes_in(*trees)]
+        passed = [latest(box._contents) for box in boxes_in(arguments)]
         keys = [id(c.refs[0] if c.refs else c) for c in passed]
         for i, contents in enumerate(passed):
             if keys[i] in keys[:i]:
@@ -205,12 +199,14 @@ class TracedFunction:
         try:
             trace = current_trace()
             # JAX flattens the arguments and rebuilds them, except under jax.disable_jit.
-            rebuilt = _boxes_in(args, kwargs) if flattened else []
+            rebuilt = boxes_in((args, kwargs)) if flattened else []
             boxes = [box for box in rebuilt if box._contents.creation_trace is trace]
             arguments = [latest(box._contents) for box in flattened[: len(boxes)]]
             with JitFrame(trace, self.captured, arguments) as frame:
                 out = _run(function, *args, **kwargs)
-            refs = captured_references(trace)
+            jaxpr: Any = getattr(trace, "frame", None)  # None under jax.disable_jit
+            constants = jaxpr.constvar_to_val.values() if jaxpr else ()
+            refs = [x for x in constants if isinstance(x, jax.Ref)]
             _reject_held(arguments, refs)
             self.held_refs += [ref for ref in refs if not isinstance(ref, Tracer)]
             self.replaced.update(frame.replaced)
@@ -233,33 +229,21 @@ def _run(function: Callable, *args: Any, **kwargs: Any) -> Any:
     return (function if is_enabled() else implicit(function))(*args, **kwargs)
 
 
-def _boxes_in(*trees: Any) -> list[Box]:
-    return [x for x in jax.tree.leaves(trees, is_leaf=is_box) if is_box(x)]
-
-
 def _reject_held(passed: Sequence[Contents], held_refs: Sequence[Any]) -> None:
     for contents in passed:
         if any(ref is held for ref in contents.refs or () for held in held_refs):
             raise alias_error(contents)
 
 
-Target = int | ReferenceType[Contents]
-
-
 @partial(jax.tree_util.register_dataclass, data_fields=["trees"], meta_fields=["targets"])
 @dataclass
 class WrittenContents:
-    """The new contents of Boxes, which a compiled function returns besides its results.
-
-    **Arguments:**
-
-    - `trees`: the new contents.
-    - `targets`: for each, the index of the Box among the arguments, or a weak reference to the
-      contents that they replace. It is weak because JAX keeps it as long as the compiled function.
-    """
+    """The new contents of Boxes, which a compiled function returns besides its results."""
 
     trees: list[Any]
-    targets: tuple[Target, ...]
+    # For each, the index of the Box among the arguments, or a weak reference to the contents that
+    # are replaced. It is weak because JAX keeps it as long as the compiled function.
+    targets: tuple[int | ReferenceType[Contents], ...]
 
     def write_to_boxes(self, boxes: Sequence[Box]) -> None:
         """Write the contents to their Boxes. `boxes` are the Boxes among the arguments."""
@@ -272,12 +256,11 @@ class WrittenContents:
 def _collect_written(
     frame: JitFrame, boxes: Sequence[Box], *, returns_all: bool
 ) -> WrittenContents:
-    """Return the new contents of Boxes at the end of a trace.
+    """Return the new contents of captured Boxes, and of arguments that may have been written.
 
-    Boxes that were neither written nor passed on to another traced function are left out, unless
-    `returns_all` is set because their old contents are donated.
+    With `returns_all`, return the contents of all arguments, because the old ones are donated.
     """
-    pairs: list[tuple[Target, Contents]] = [
+    pairs: list[tuple[int | ReferenceType[Contents], Contents]] = [
         (i, box._contents)
         for i, box in enumerate(boxes)
         if returns_all or box._contents.is_written or box._contents.refs is not None
@@ -307,8 +290,8 @@ def catch_structure_changes(infer_params: Callable) -> Callable:
     """
 
     def infer_or_make_jitted(function: Any, options: Any, args: Any, kwargs: Any) -> Any:
-        is_call = jax_caller() == "cache_miss"
-        if not is_enabled() or function in _traced_by_jitted or not is_call:
+        applies = is_enabled() and function not in _traced_by_jitted
+        if not applies or jax_caller() != "cache_miss":  # the function of JAX that calls
             return infer_params(function, options, args, kwargs)
         cell = _jitted_cell(function, get_options_key(options))
         if not cell:
@@ -322,7 +305,14 @@ def catch_structure_changes(infer_params: Callable) -> Callable:
                 changes, state.changes_structure = state.changes_structure, before
             if not changes:
                 return parameters
-            cell.append(_make_jitted(function, options))
+            reference = ReferenceType(function)  # the cell must not keep the function alive
+
+            def call(*args: Any, **kwargs: Any) -> Any:
+                return reference()(*args, **kwargs)  # type: ignore[misc]
+
+            update_wrapper(call, function)
+            del call.__wrapped__  # type: ignore[attr-defined]
+            cell.append(Jitted(call, options))
         return cell[0], []
 
     return infer_or_make_jitted
@@ -338,14 +328,3 @@ def run_jitted(run: Callable) -> Callable:
         return out, [], None, [], SimpleNamespace(effects=(), consts=()), None, None, []
 
     return run_or_call
-
-
-def _make_jitted(function: Callable, options: Any) -> Jitted:
-    reference = ReferenceType(function)  # `_jitted_cell` must not keep the function alive
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return reference()(*args, **kwargs)  # type: ignore[misc]
-
-    update_wrapper(call, function)
-    del call.__wrapped__  # type: ignore[attr-defined]
-    return Jitted(call, options)
