@@ -1,9 +1,11 @@
-"""Where values meet, of two types or in two forms: in the carry of a loop, and between branches.
+"""Loops and branches over implicit arrays.
 
-A loop's carry must come out as it went in, and branches must agree. An argument is a tree, and what
-a primitive made of it is of a high type: one of the two is brought into the form of the other. What
-then still is of two types takes the form that it takes under `vn.implicit`: dense, visibly, or that
-of a label; or it is refused. JAX's comparison tells of it, and all is traced once more.
+The carry of a loop must keep its type, and branches must return the same types. But an implicit
+array can be a pytree of leaves, as an argument is, or one typed value, as the result of a primitive
+is. So the body of a loop converts its carry to the form that it came in, and a branch converts its
+results to the form of an operand of the same class. If types still differ, JAX's own comparison
+raises a `TypeMismatch` here. Then the values are converted as under `vn.implicit`, which
+materializes them or makes them labels, and JAX traces the loop or the branches again.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,90 +28,120 @@ from .mode import is_enabled
 from .types import HighType, abstract_of, canonical, is_complete, is_typed, opened
 from .values import flatten_value, value_of
 
-#: What values must be at some places: `DENSE`, `_TYPED`, or the structure of a label.
-Forms = Mapping[int, Any]
-#: The form of one leaf, which has the type of a value.
+_COND, _SCAN, _WHILE = map(find_primitive, ("cond", "scan", "while"))
+#: The form of a value with a high type.
 _TYPED = object()
+#: From the index of a value in a carry or among results to the form that it must be converted to:
+#: `DENSE`, `_TYPED`, or the tree structure of a label.
+Forms = Mapping[int, Any]
 
 
-class Disagreement(Exception):
-    """Raised where values of two types meet: the forms that they must take, by their places.
+class TypeMismatch(Exception):
+    """A carry changes its type, or branches return different types.
 
-    With each is a function of that form: another, if the first will not do, or an error.
+    `forms` has, by the index of each value, the form to convert it to, and a function that returns
+    the next form to try if this one does not suffice.
     """
 
     def __init__(self, forms: dict[int, tuple[Any, Callable[[Any], Any]]]):
         self.forms = forms
 
 
-def _check_types(what: str, one: Any, other: Any) -> None:
-    (some, tree), (others, other_tree) = map(_flat, (one, other))
+def _patch_check(name_value: Callable[[str], str]) -> Callable:
+    """Patch JAX's comparison of two pytrees of types, to raise `TypeMismatch` first.
+
+    `name_value` returns the name of a value in errors, with "{}" for its index.
+    """
+
+    def patch(check: Callable) -> Callable:
+        def compare(name: str, *args: Any) -> None:
+            _compare_types(name_value(name), *(avals.unflatten() for avals in args[-2:]))
+            check(name, *args)
+
+        return compare
+
+    return patch
+
+
+check_carry = _patch_check(lambda name: f"carry {{}} of {name.split()[0]}")
+check_branches = _patch_check(lambda name: f"output {{}} of {name}")
+
+
+def _compare_types(where: str, one: Any, other: Any) -> None:
+    (types, tree), (other_types, other_tree) = map(_flatten, (one, other))
     if not is_enabled() or tree != other_tree:
-        return  # as JAX will say
-    forms = {}
-    for i, pair in enumerate(zip(some, others, strict=True)):
-        if any(map(_is_type, pair)) and all(map(_has_type, pair)):
-            another = _meeting(what.format(i), *pair)
-            form = another(None)
-            if form is None and len(set(map(is_value, pair))) > 1:
-                form = _TYPED
-            if form is not None:
-                forms[i] = form, another
+        return  # JAX raises the error for different structures
+    forms: dict[int, tuple[Any, Callable[[Any], Any]]] = {}
+    for i, pair in enumerate(zip(types, other_types, strict=True)):
+        is_array = [isinstance(t, Value | jax.core.ShapedArray) for t in pair]
+        if not any(map(_is_implicit_type, pair)) or not all(is_array):
+            continue
+        type_1, type_2 = (value_type(jax.tree.map(abstract_of, t)) for t in pair)
+        next_form = partial(common_form, where.format(i), type_1, type_2)
+        form = next_form(None)
+        if form is None and is_value(pair[0]) != is_value(pair[1]):
+            form = _TYPED
+        if form is not None:
+            forms[i] = form, next_form
     if forms:
-        raise Disagreement(forms)
+        raise TypeMismatch(forms)
 
 
-def _meeting(what: str, *pair: Any) -> Callable[[Any], Any]:
-    one, other = (value_type(jax.tree.map(abstract_of, x)) for x in pair)
-    return lambda tried: common_form(what, one, other, tried)
-
-
-def _flat(tree: Any) -> tuple[list[Any], Any]:
+def _flatten(tree: Any) -> tuple[list[Any], Any]:
     return jax.tree.flatten(tree, is_leaf=is_value)
 
 
-def _is_array(x: Any) -> bool:
-    """Whether it is an implicit array, as a tree or traced with its type."""
+def _is_implicit(x: Any) -> bool:
     x = value_of(x)
     return is_typed(x) or (isinstance(x, Value) and is_complete(x))
 
 
-def _is_type(x: Any) -> bool:
-    """The same of abstract values, as JAX has them: a type, or a tree of types."""
-    return type(x) is HighType or (is_value(x) and is_complete(jax.tree.map(abstract_of, x)))
+def _is_implicit_type(t: Any) -> bool:
+    """Return whether `t` is a high type or an implicit array whose leaves are types."""
+    return type(t) is HighType or (is_value(t) and is_complete(jax.tree.map(abstract_of, t)))
 
 
-def _has_type(x: Any) -> bool:
-    return isinstance(x, Value | jax.core.ShapedArray)
+def _has_implicit_types(tree: Any) -> bool:
+    return any(map(_is_implicit_type, _flatten(tree)[0]))
 
 
-def _kept_on(function: Any, name: str, wrap: Callable[[Callable], Callable]) -> Callable:
-    """A function made of another, and kept on it: JAX caches what it traces by the function."""
-    made = getattr(function, name, None)
-    # functools.wraps copies attributes, and a bound method has those of its function.
-    if made is None or made.__wrapped__ is not function:
-        made = wrap(function)
-        made.__wrapped__ = function  # type: ignore[attr-defined]
-        with suppress(AttributeError):  # of a bound method, say
-            setattr(function, name, made)
-    return made
+def _wrap_once(function: Any, name: str, wrap: Callable[[Callable], Callable]) -> Callable:
+    """Return `wrap(function)`, kept as an attribute of the function. JAX caches by the function."""
+    wrapped = getattr(function, name, None)
+    # functools.wraps copies attributes, and a bound method has the attributes of its function.
+    if wrapped is None or wrapped.__wrapped__ is not function:
+        wrapped = wrap(function)
+        wrapped.__wrapped__ = function  # type: ignore[attr-defined]
+        with suppress(AttributeError):  # a bound method, for example
+            setattr(function, name, wrapped)
+    return wrapped
 
 
-def _in_form(form: Any, primitive: Primitive, x: Any) -> Any:
-    """A value as a form says, if it can be."""
+def _convert(form: Any, primitive: Primitive, x: Any) -> Any:
+    """Convert a value to a form. If it has no such form, return it unchanged."""
     if form is DENSE:
-        return made_dense(primitive, x) if _is_array(x) else x
+        return made_dense(primitive, x) if _is_implicit(x) else x
     if form is _TYPED:
         return canonical(x) if isinstance(x, Value) else x
-    if _is_array(x):
+    if _is_implicit(x):
         return x
-    labelled = jax.tree.unflatten(form, [x])
-    return labelled if can_become_label(x, labelled) else x
+    label = jax.tree.unflatten(form, [x])
+    return label if can_become_label(x, label) else x
+
+
+def _convert_leaves(forms: Forms, primitive: Primitive, tree: Any) -> Any:
+    leaves, treedef = _flatten(tree)
+    for i, form in forms.items():
+        leaves[i] = _convert(form, primitive, leaves[i])
+    return jax.tree.unflatten(treedef, leaves)
 
 
 @contextmanager
-def _attempt() -> Iterator[list[Event]]:
-    """What happens within is told at its end, and nobody hears of what is dropped."""
+def _events_at_end() -> Iterator[list[Event]]:
+    """Report the events of a block at its end. If the block raises, report none.
+
+    The block may clear the list of events.
+    """
     if current_policy() is ALLOW:
         yield []
         return
@@ -118,103 +150,88 @@ def _attempt() -> Iterator[list[Event]]:
     emit_events(events)
 
 
-def _retried(
-    function: Callable, names: Sequence[str], put: Callable[[Forms, Any], Any]
+def _retry(
+    function: Callable, names: Sequence[str], convert: Callable[[Forms, Any], Any]
 ) -> Callable:
-    """One of JAX's functions, called until what meets in it agrees.
+    """Wrap a loop or a conditional of JAX, to call it again after each `TypeMismatch`.
 
-    `put` gives, of forms and an argument of one of the names, one that has them at their places.
+    `convert` is called with the forms and each argument in `names`, and returns the new argument.
     """
 
     @wraps(function)
-    def until_agreed(*args: Any, **kwargs: Any) -> Any:
+    def call_until_types_match(*args: Any, **kwargs: Any) -> Any:
         forms: dict[int, Any] = {}
-        given = args, kwargs
+        converted_args, converted_kwargs = args, kwargs
         while True:
             try:
-                with _attempt():
-                    return function(*given[0], **given[1])
-            except Disagreement as disagreement:
-                changed = disagreement.forms
-            for i, (form, another) in changed.items():
+                with _events_at_end():
+                    return function(*converted_args, **converted_kwargs)
+            except TypeMismatch as mismatch:
+                changes = mismatch.forms
+            for i, (form, next_form) in changes.items():
                 is_tried = i in forms and forms[i] == form
-                forms[i] = another(form) or DENSE if is_tried else form
+                forms[i] = next_form(form) or DENSE if is_tried else form
             bound = signature(function).bind(*args, **kwargs)
             for name in names:
-                bound.arguments[name] = put(forms, bound.arguments[name])
-            given = bound.args, bound.kwargs
+                bound.arguments[name] = convert(forms, bound.arguments[name])
+            converted_args, converted_kwargs = bound.args, bound.kwargs
 
-    return until_agreed
+    return call_until_types_match
 
 
 # Loops.
 
 
-def meet_in_carry(loop: Callable) -> Callable:
-    """`lax.scan` or `lax.while_loop`, whose carry begins as what it becomes."""
-    primitive, *names = {
-        "scan": ("scan", "f", "init"),
-        "while_loop": ("while", "cond_fun", "body_fun", "init_val"),
-    }[loop.__name__]
+def unify_carry(loop: Callable) -> Callable:
+    """Patch `lax.scan` or `lax.while_loop`, to convert the initial carry if types differ."""
+    is_scan = loop.__name__ == "scan"
+    names = ["f", "init"] if is_scan else ["cond_fun", "body_fun", "init_val"]
 
-    def begun(forms: Forms, x: Any) -> Any:
-        if callable(x):  # without the names of leaves that fori_loop keeps on a body
-            return _kept_on(x, "_veneer_of_other_leaves", lambda f: lambda *args: f(*args))
-        leaves, tree = _flat(x)
-        for i, form in forms.items():
-            leaves[i] = _in_form(form, find_primitive(primitive), leaves[i])
-        return jax.tree.unflatten(tree, leaves)
+    def convert(forms: Forms, x: Any) -> Any:
+        if callable(x):  # a new function, without the leaf names that fori_loop stores on a body
+            return _wrap_once(x, "_veneer_of_other_leaves", lambda f: lambda *args: f(*args))
+        return _convert_leaves(forms, _SCAN if is_scan else _WHILE, x)
 
-    return _retried(loop, names, begun)
-
-
-def check_carry(check: Callable) -> Callable:
-    """JAX's comparison of what a loop carries, before and after a turn."""
-
-    def checked(name: str, body: Any, before: Any, after: Any) -> None:
-        _check_types(f"carry {{}} of {name.split()[0]}", before.unflatten(), after.unflatten())
-        check(name, body, before, after)
-
-    return checked
+    return _retry(loop, names, convert)
 
 
 def trace_loop(trace: Callable, function: Callable, in_avals: Any, *args: Any, **kw: Any) -> Any:
-    """JAX traces the function of a loop, whose carry goes out in the form that it comes in with.
+    """Call JAX's function that traces the body or condition of a loop, with the body adapted.
 
-    What a scan stacks is made dense if it cannot be.
+    The new carry gets the form of the old one. Results of a scan that cannot be stacked are
+    materialized.
     """
     operands, _ = in_avals.unflatten()
-    holds_arrays = lambda tree: any(map(_is_type, _flat(tree)[0]))
-    if holds_arrays(operands):
-        function = _kept_on(function, "_veneer_loop_body", _with_carry)
-    with _attempt() as events:
+    keeps_carry = _has_implicit_types(operands)
+    if keeps_carry:
+        function = _wrap_once(function, "_veneer_loop_body", _with_carry)
+    with _events_at_end() as events:
         jaxpr, out_avals = trace(function, in_avals, *args, **kw)
         out = out_avals.unflatten()
-        if holds_arrays(out) and not holds_arrays(operands):
-            function = _kept_on(function, "_veneer_loop_body", _with_carry)
+        if _has_implicit_types(out) and not keeps_carry:
+            function = _wrap_once(function, "_veneer_loop_body", _with_carry)
             events.clear()
             jaxpr, out_avals = trace(function, in_avals, *args, **kw)
-        if _is_of_scan(operands, out) and not is_stackable(out[1]):
-            function = _kept_on(function, "_veneer_scan_body", _with_stackable)
+        if _is_scan_body(operands, out) and not is_stackable(out[1]):
+            function = _wrap_once(function, "_veneer_scan_body", _with_stackable)
             events.clear()
             jaxpr, out_avals = trace(function, in_avals, *args, **kw)
     return jaxpr, out_avals
 
 
-def _is_of_scan(args: Any, out: Any) -> bool:
+def _is_scan_body(args: Any, out: Any) -> bool:
     return len(args) == 2 and isinstance(out, tuple) and len(out) == 2
 
 
 def _with_carry(function: Callable) -> Callable:
     def body(*args: Any) -> Any:
         out = function(*args)
-        if len(args) == 1:  # of while_loop
-            while_p = find_primitive("while")
-            if _is_array(out) and _is_predicate(out) and not _is_predicate(args[0]):
-                return made_dense(while_p, out)
-            return _as_before(while_p, args[0], out)
-        if _is_of_scan(args, out):
-            return _as_before(find_primitive("scan"), args[0], out[0]), out[1]
+        if len(args) == 1:  # while_loop
+            if _is_implicit(out) and _is_predicate(out) and not _is_predicate(args[0]):
+                return made_dense(_WHILE, out)  # the condition
+            return _match_forms(_WHILE, args[0], out)
+        if _is_scan_body(args, out):
+            return _match_forms(_SCAN, args[0], out[0]), out[1]
         return out
 
     return body
@@ -232,100 +249,82 @@ def _with_stackable(function: Callable) -> Callable:
     return body
 
 
-def _as_before(primitive: Primitive, before: Any, after: Any) -> Any:
-    (old, tree), (new, new_tree) = _flat(before), _flat(after)
+def _match_forms(primitive: Primitive, before: Any, after: Any) -> Any:
+    (old, tree), (new, new_tree) = _flatten(before), _flatten(after)
     if tree != new_tree:
-        return after  # as JAX will say
-    return jax.tree.unflatten(tree, list(map(partial(_like, primitive), old, new)))
+        return after  # JAX raises the error for different structures
+    return jax.tree.unflatten(tree, list(map(partial(_match_form, primitive), old, new)))
 
 
-def _like(primitive: Primitive, before: Any, after: Any) -> Any:
-    """What comes out in the form of what went in; still of another type, perhaps."""
+def _match_form(primitive: Primitive, before: Any, after: Any) -> Any:
+    """Convert `after` to the form of `before`: an implicit array, typed or dense.
+
+    The types may still differ.
+    """
     if is_value(before):
         after = opened(after)
-        return _with_leaves_of(primitive, before, after) if is_value(after) else after
+        if not is_value(after):
+            return after
+        # A part with a dense tangent is one leaf, which may be typed, too.
+        (old, _), (new, treedef) = flatten_value(before), flatten_value(after)
+        if len(old) != len(new):
+            return after
+        return jax.tree.unflatten(treedef, list(map(partial(_match_form, primitive), old, new)))
     if is_typed(before):
         return canonical(after) if isinstance(after, Value) else after
-    if not _is_array(after):
+    if not _is_implicit(after):
         return after
     value = abstract_of(after.aval) if is_typed(after) else value_of(after)
     return after if has_no_dense_form(value) else made_dense(primitive, after)
 
 
-def _with_leaves_of(primitive: Primitive, before: Any, after: Any) -> Any:
-    """A value of which each part with a dense tangent has the form that it had."""
-    (old, _), (new, treedef) = flatten_value(before), flatten_value(after)
-    if len(old) != len(new):
-        return after
-    return jax.tree.unflatten(treedef, list(map(partial(_like, primitive), old, new)))
-
-
 # Branches.
 
 
-def meet_in_branches(choose: Callable) -> Callable:
-    """`lax.cond` or `lax.switch`, whose branches give the same types.
+def unify_branches(choose: Callable) -> Callable:
+    """Patch `lax.cond`, `lax.switch` or JAX's function for both, to convert results of branches.
 
-    Or the function by which JAX stages a switch, whose branches may be for platforms.
+    They are converted if types differ. An implicit predicate or index is materialized.
     """
     names = ["true_fun", "false_fun"] if choose.__name__ == "cond" else ["branches"]
 
-    def agreeing(forms: Forms, branch: Any) -> Any:
+    def convert(forms: Forms, branch: Any) -> Any:
         if not callable(branch):
-            return [agreeing(forms, one) for one in branch]
-        return _kept_on(branch, f"_veneer_branch {forms}", partial(_with_forms, dict(forms)))
+            return [convert(forms, b) for b in branch]
+        forms = dict(forms)  # `_retry` changes them
+        wrap = lambda f: lambda *args: _convert_leaves(forms, _COND, f(*args))
+        return _wrap_once(branch, f"_veneer_branch {forms}", wrap)
 
-    retried = _retried(choose, names, agreeing)
+    retry = _retry(choose, names, convert)
 
     @wraps(choose)
-    def by_number(which: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def call(which: Any = None, *args: Any, **kwargs: Any) -> Any:
         for name in {"pred", "index"} & kwargs.keys():
             which = kwargs.pop(name)
-        if is_enabled() and _is_array(which):
-            which = made_dense(find_primitive("cond"), which)
-        return retried(which, *args, **kwargs)
+        if is_enabled() and _is_implicit(which):
+            which = made_dense(_COND, which)
+        return retry(which, *args, **kwargs)
 
-    return by_number
-
-
-def check_branches(check: Callable) -> Callable:
-    """JAX's comparison of what two branches give."""
-
-    def checked(name: str, *args: Any) -> None:
-        *_, one, other = args
-        _check_types(f"output {{}} of {name}", one.unflatten(), other.unflatten())
-        check(name, *args)
-
-    return checked
+    return call
 
 
 def trace_branch(trace: Callable, function: Callable, in_avals: Any, *args: Any, **kw: Any) -> Any:
-    """JAX traces a branch, whose results are trees if of the class of an operand that is one."""
-    if any(map(is_value, _flat(in_avals.unflatten())[0])):
-        function = _kept_on(function, "_veneer_branch", _with_trees)
+    """Call JAX's function that traces a branch, with the results in the forms of the operands."""
+    if any(map(is_value, _flatten(in_avals.unflatten())[0])):
+        function = _wrap_once(function, "_veneer_branch", _with_operand_forms)
     return trace(function, in_avals, *args, **kw)
 
 
-def _with_forms(forms: Forms, function: Callable) -> Callable:
+def _with_operand_forms(function: Callable) -> Callable:
     def branch(*args: Any) -> Any:
-        leaves, tree = _flat(function(*args))
-        for i, form in forms.items():
-            leaves[i] = _in_form(form, find_primitive("cond"), leaves[i])
-        return jax.tree.unflatten(tree, leaves)
-
-    return branch
-
-
-def _with_trees(function: Callable) -> Callable:
-    def branch(*args: Any) -> Any:
-        values: Sequence[Any] = [x for x in _flat(args)[0] if is_value(x)]
+        values: Sequence[Any] = [x for x in _flatten(args)[0] if is_value(x)]
         examples = {type(x): x for x in values}
 
-        def as_example(x: Any) -> Any:
+        def match_example(x: Any) -> Any:
             value = opened(x) if is_typed(x) and x.aval.cls in examples else x
-            like = examples.get(type(value))
-            return value if like is None else _like(find_primitive("cond"), like, value)
+            example = examples.get(type(value))
+            return value if example is None else _match_form(_COND, example, value)
 
-        return jax.tree.map(as_example, function(*args), is_leaf=is_value)
+        return jax.tree.map(match_example, function(*args), is_leaf=is_value)
 
     return branch

@@ -1,10 +1,13 @@
-"""The rules of `jax.custom_vjp` and `jax.custom_jvp`, as functions of values and their tangents.
+"""The rules of `jax.custom_vjp` and `jax.custom_jvp`, for functions of implicit arrays.
 
-What a rule gives is brought into the form that JAX asks for: a tree, where each floating leaf has a
-tangent, or one leaf, where a value is traced with its type; and dense where the tangent is.
+JAX has one derivative for each flat argument or result, and the rule of a user has one for each
+implicit array. An implicit array whose tangent is dense is one flat argument. Any other is a pytree
+of its leaves, or one typed value whose tangent is a `Tangent`. The functions here convert the
+arguments and results of rules between the two forms.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
@@ -46,296 +49,268 @@ from .values import (
     within_rule,
 )
 
-#: Name what is made dense as a cotangent or a tangent; they are never bound.
-COTANGENT, TANGENT = Primitive("custom_vjp"), Primitive("custom_jvp")
+#: The operations that reports name when a cotangent or a tangent is materialized. Never bound.
+_COTANGENT, _TANGENT = Primitive("custom_vjp"), Primitive("custom_jvp")
 
 
-def conform_results(flatten_fun: Callable) -> Callable:
-    """JAX's function that has a function with derivatives of its own be one of leaves."""
+def _patch_flatten(select: Callable[..., tuple] = lambda *args: ()) -> Callable:
+    """Make a patch of a function of JAX that takes a user's rule and flattens its arguments.
 
-    def flatten(fun: Any, in_tree: Any) -> Any:
-        return flatten_fun(fun.wrap(_results, (), None), in_tree)
-
-    return flatten
-
-
-def _results(fun: Callable, *args: Any) -> Any:
-    """Call a function, with one leaf for each result whose tangent is dense."""
-    return with_dense_tangents(fun(*args))
-
-
-@jax.tree_util.register_pytree_node_class
-class _Residuals:
-    """The residuals of a forward rule, with the implicit arguments and None for the others.
-
-    JAX forwards residuals that are arguments, so that the latter add nothing to a program.
+    The decorated function is called instead of the rule, with the rule, the arguments of JAX's
+    function that `select` returns, and the arguments of the rule.
     """
 
-    def __init__(self, residuals: Any, operands: Any):
-        self.residuals, self.operands = residuals, operands
+    def decorate(wrapper: Callable) -> Callable:
+        def patch(flatten: Callable) -> Callable:
+            return lambda rule, *args: flatten(rule.wrap(wrapper, select(*args), None), *args)
 
-    def tree_flatten(self) -> tuple[tuple[Any, Any], None]:
-        return (self.residuals, self.operands), None
+        return patch
 
-    @classmethod
-    def tree_unflatten(cls, _: None, children: tuple[Any, Any]) -> "_Residuals":
-        return cls(*children)
+    return decorate
 
 
-def keep_operands(flatten_fwd: Callable) -> Callable:
-    """JAX's function that has the forward rule of a `custom_vjp` be one of leaves."""
-
-    def flatten(fwd: Any, *args: Any) -> Any:
-        return flatten_fwd(fwd.wrap(_with_operands, (), None), *args)
-
-    return flatten
+@_patch_flatten()
+def conform_results(function: Callable, *args: Any) -> Any:
+    """Return the results of a function, in which a value with a dense tangent is one leaf."""
+    return with_dense_tangents(function(*args))
 
 
-def _with_operands(fwd: Callable, *args: Any) -> Any:
+# custom_vjp.
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class _Residuals:
+    """The residuals of a forward rule, and the implicit arguments, with None for the others.
+
+    JAX forwards residuals that are arguments, so the arguments add nothing to a program.
+    """
+
+    residuals: Any
+    operands: Any
+
+
+@_patch_flatten()
+def keep_operands(fwd: Callable, *args: Any) -> Any:
+    """Call a forward rule, and keep the implicit arguments with the residuals."""
     if not is_enabled():
         return fwd(*args)
-    # JAX may tell of each leaf whether it moves. A rule is told of each operand.
     if any(isinstance(leaf, CustomVJPPrimal) for leaf in jax.tree.leaves(args)):
-        args = jax.tree.map(_one_primal, args, is_leaf=is_value)
+        # With `symbolic_zeros`, each leaf has a flag. Give the rule one flag for each value.
+        is_varied = lambda x: any(leaf.perturbed for leaf in jax.tree.leaves(x))
+        value = lambda x: jax.tree.map(lambda leaf: exposed(leaf.value), x)
+        merge = lambda x: CustomVJPPrimal(value(x), is_varied(x))
+        args = jax.tree.map(merge, args, is_leaf=is_value)
     pair = fwd(*args)
-    if not isinstance(pair, tuple | list) or len(pair) != 2:  # as JAX will say
-        return pair
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        return pair  # JAX raises an error
     out, residuals = pair
-    if not isinstance(residuals, _Residuals):  # as those of `optimize_remat` already are
-        residuals = _Residuals(residuals, jax.tree.map(_operand, args, is_leaf=is_value))
+    if not isinstance(residuals, _Residuals):  # with `optimize_remat`, a call has an inner call
+        value = lambda x: x.value if isinstance(x, CustomVJPPrimal) else x
+        keep = lambda x: value(x) if _is_implicit(value(x)) else None
+        residuals = _Residuals(residuals, jax.tree.map(keep, args, is_leaf=is_value))
     return with_dense_tangents(out), residuals
 
 
-def _operand(x: Any) -> Any:
-    x = x.value if isinstance(x, CustomVJPPrimal) else x
-    return x if is_value(exposed(x)) or is_typed(x) else None
-
-
-def _one_primal(x: Any) -> Any:
-    leaves, treedef = jax.tree.flatten(x)
-    value = jax.tree.unflatten(treedef, [exposed(leaf.value) for leaf in leaves])
-    return CustomVJPPrimal(value, any(leaf.perturbed for leaf in leaves))
-
-
 def leave_out_operands(flat_bwd: Callable) -> Callable:
-    """JAX's class of backward rules that add to accumulators, which are by leaves."""
-
-    def flatten(bwd: Callable, *args: Any) -> Any:
-        return flat_bwd(lambda kept, *rest: bwd(_opened(kept)[0], *rest), *args)
-
-    return flatten
+    """Patch JAX's class of backward rules that add to accumulators, one for each leaf."""
+    return lambda bwd, *args: flat_bwd(lambda kept, *rest: bwd(_split(kept)[0], *rest), *args)
 
 
-def _opened(kept: Any) -> tuple[Any, Any]:
-    """The residuals, and the implicit arguments, or None where the mode was off."""
+def _split(kept: Any) -> tuple[Any, Any]:
+    """Return the residuals and the operands. These are None if high types were off."""
     return (kept.residuals, kept.operands) if isinstance(kept, _Residuals) else (kept, None)
 
 
-def conform_cotangents(flatten_bwd: Callable) -> Callable:
-    """JAX's function that has the backward rule of a `custom_vjp` be one of leaves."""
-
-    def flatten(bwd: Any, in_tree: Any, in_avals: Any, *args: Any) -> Any:
-        with_logs = len(args) > 1 and args[-1]  # JAX >= 0.12
-        return flatten_bwd(
-            bwd.wrap(_in_form, (in_tree, tuple(in_avals), with_logs), None),
-            in_tree,
-            in_avals,
-            *args,
-        )
-
-    return flatten
+def _select_types(in_tree: Any, in_avals: Any, *args: Any) -> tuple:
+    return in_tree, tuple(in_avals), len(args) > 1 and args[-1]  # `with_logs`, in JAX >= 0.12
 
 
-def _in_form(
+@_patch_flatten(_select_types)
+def conform_cotangents(
     bwd: Callable, in_tree: Any, in_avals: Any, with_logs: bool, kept: Any, cotangents: Any
 ) -> Any:
-    residuals, operands = _opened(kept)
+    """Call a backward rule, and convert the cotangents to the types of the flat arguments."""
+    residuals, operands = _split(kept)
     if not is_enabled():
         return bwd(residuals, cotangents)
-    cotangents = jax.tree.map(_with_zeros, cotangents, is_leaf=is_value)
-    out = call_rule(bwd, jax.tree.map(_with_leaves, residuals, is_leaf=is_value), cotangents)
-    of = jax.tree.unflatten(in_tree, in_avals)
-    operands = (None,) * len(of) if operands is None else operands
+    cotangents = jax.tree.map(_merge_zeros, cotangents, is_leaf=is_value)
+    unpack = lambda x: opened(x) if is_typed(x) and not x.aval.dense_tangent else x
+    residuals = jax.tree.map(unpack, residuals, is_leaf=is_value)
+    out = _call_rule(bwd, residuals, cotangents)
+    types = jax.tree.unflatten(in_tree, in_avals)
+    operands = (None,) * len(types) if operands is None else operands
     if with_logs:
-        return _conformed(out[0], of, operands), *out[1:]
-    return _conformed(out, of, operands)
+        return _conform(out[0], types, operands), *out[1:]
+    return _conform(out, types, operands)
 
 
-def _with_leaves(kept: Any) -> Any:
-    """What the forward pass has kept: a tree, where its cotangent is one."""
-    t = getattr(kept, "aval", None)
-    return opened(kept) if type(t) is HighType and not t.dense_tangent else kept
-
-
-def _conformed(cotangents: Any, of: Any, operands: Any) -> Any:
-    """The cotangents of arguments, in the form that the types of their leaves ask for."""
+def _conform(cotangents: Any, types: Any, operands: Any) -> Any:
+    """Convert the cotangents of arguments to the types of the flat arguments."""
     if not isinstance(cotangents, tuple | list):
         return cotangents
     is_leaf = lambda ct: ct is None or is_value(ct)
     try:
-        return jax.tree.map(_cotangent, tuple(cotangents), of, operands, is_leaf=is_leaf)
-    except ValueError:  # as JAX will say
+        return jax.tree.map(_cotangent, tuple(cotangents), types, operands, is_leaf=is_leaf)
+    except ValueError:  # different tree structures, for which JAX raises an error
         return cotangents
 
 
-def _cotangent(ct: Any, of: Any, operand: Any = None) -> Any:
+def _cotangent(ct: Any, t: Any, operand: Any = None) -> Any:
     if ct is None:
         return None
-    if is_value(of) or (type(of) is HighType and not of.dense_tangent):
-        return _by_leaves(ct, of, operand)
-    if any(map(is_value, jax.tree.leaves(of, is_leaf=is_value))):
-        raise _misfit(ct, of)
-    return made_dense(COTANGENT, ct) if is_typed(ct) or is_value(exposed(ct)) else ct
+    if is_value(t) or (type(t) is HighType and not t.dense_tangent):
+        return _cotangent_of_leaves(ct, t, operand)
+    if any(map(is_value, jax.tree.leaves(t, is_leaf=is_value))):
+        raise _cotangent_error(ct, t)
+    return made_dense(_COTANGENT, ct) if _is_implicit(ct) else ct
 
 
-def _by_leaves(ct: Any, of: Any, operand: Any) -> Any:
-    """The cotangent of a value that has one for each of its leaves: in the form of that."""
+def _cotangent_of_leaves(ct: Any, t: Any, operand: Any) -> Any:
+    """Convert a cotangent of an implicit array that has one for each of its leaves.
+
+    `t` is an implicit array of types, or a high type.
+    """
     if isinstance(ct, SymbolicZero):
         return None
     value = opened(exposed(ct))
     if isinstance(getattr(value, "aval", None), TangentType):
         return value
-    if type(value) is not (of.cls if type(of) is HighType else type(of)) or _is_dense(value):
-        return _pulled_back(ct, of, operand)
-    if is_value(of):
+    has_tangent = lambda leaf: jnp.result_type(leaf) != jax.dtypes.float0
+    is_dense = lambda v: v.dense_tangent and all(map(has_tangent, jax.tree.leaves(v)))
+    if type(value) is not (t.cls if type(t) is HighType else type(t)) or is_dense(value):
+        return _pull_back(ct, t, operand)
+    if is_value(t):
         is_leaf = lambda x: x is None or is_part(value)(x)
-        return jax.tree.map(_cotangent, value, of, is_leaf=is_leaf)
-    return _typed(value, of)
+        return jax.tree.map(_cotangent, value, t, is_leaf=is_leaf)
+    return _pack_tangent(value, t)
 
 
-def _is_dense(value: Any) -> bool:
-    """Return whether an implicit cotangent represents a dense one, not one per leaf."""
-    float0 = jax.dtypes.float0
-    return value.dense_tangent and all(jnp.result_type(x) != float0 for x in jax.tree.leaves(value))
-
-
-def _pulled_back(ct: Any, of: Any, operand: Any) -> Any:
-    """Return the cotangents of the leaves, given the cotangent of the dense array."""
-    (ct,) = [made_dense(COTANGENT, ct)] if is_typed(ct) or is_value(exposed(ct)) else [ct]
+def _pull_back(ct: Any, t: Any, operand: Any) -> Any:
+    """Return the cotangents of the leaves of an operand, given the cotangent of its dense array."""
+    ct = made_dense(_COTANGENT, ct) if _is_implicit(ct) else ct
     if operand is None or not hasattr(ct, "dtype"):
-        raise _misfit(ct, of)
+        raise _cotangent_error(ct, t)
     value = opened(exposed(operand))
     ct = cast_cotangent(value, ct)
-    if type(of) is HighType:
-        pull = Vjp(Materialise(of), (True,), (True,))
-        return apply(pull, canonical(value), ct)[0]
-    types, structure = jax.tree.flatten(of)
+    if type(t) is HighType:
+        return apply(Vjp(Materialise(t), (True,), (True,)), canonical(value), ct)[0]
+    types, structure = jax.tree.flatten(t)
     treedef: Any = structure
     value = jax.tree.unflatten(treedef, map(as_high_array, treedef.flatten_up_to(value)))
-    pulled = zip(leaf_cotangents(COTANGENT, value, ct), types, strict=True)
-    return jax.tree.unflatten(treedef, [_cotangent(x, t) for x, t in pulled])
+    pairs = zip(leaf_cotangents(_COTANGENT, value, ct), types, strict=True)
+    return jax.tree.unflatten(treedef, [_cotangent(x, a) for x, a in pairs])
 
 
-def _typed(derivatives: Any, of: HighType) -> Any:
-    """A tree of derivatives as one leaf."""
-    each = zip(leaves_of(derivatives), of.leaves, strict=True)
-    leaves = [_cotangent(leaf, t) for leaf, t in each if is_inexact(t)]
-    return TangentType(of).raise_val(*leaves)
+def _pack_tangent(derivatives: Any, t: HighType) -> Any:
+    """Return the derivatives of the leaves of a typed value as one tangent."""
+    pairs = zip(leaves_of(derivatives), t.leaves, strict=True)
+    return TangentType(t).raise_val(*(_cotangent(x, a) for x, a in pairs if is_inexact(a)))
 
 
-def _misfit(ct: Any, of: Any) -> TypeError:
-    (described,) = describe([exposed(ct)])
+def _cotangent_error(ct: Any, t: Any) -> TypeError:
+    (shown,) = describe([exposed(ct)])
     return TypeError(
-        f"The backward rule of a custom_vjp returns {described} for the argument {of}. Return the "
+        f"The backward rule of a custom_vjp returns {shown} for the argument {t}. Return the "
         "cotangent of the dense array, an instance of its class with a cotangent for each leaf, "
         "or None."
     )
 
 
-def pair_tangents(flatten_jvp: Callable) -> Callable:
-    """JAX's function that has the rule of a `custom_jvp` be one of leaves."""
-
-    def flatten(rule: Any, *args: Any) -> Any:
-        return flatten_jvp(rule.wrap(_in_pairs, (args[-1],), None), *args)
-
-    return flatten
+# custom_jvp.
 
 
-def _in_pairs(rule: Callable, types_of_results: Callable, primals: Any, tangents: Any) -> Any:
-    """A rule at values, each of which is a tree, as its tangent is, or one leaf."""
+@_patch_flatten(lambda *args: args[-1:])
+def pair_tangents(rule: Callable, result_types: Callable, primals: Any, tangents: Any) -> Any:
+    """Call the rule of a `custom_jvp`, and convert its results to the types of the function's.
+
+    `result_types` returns these types once the function itself has run.
+    """
     if not is_enabled():
         return rule(primals, tangents)
-    tangents = jax.tree.map(_with_zeros, tangents, primals, is_leaf=is_value)
-    out = call_rule(rule, jax.tree.map(_with_tangent, tangents, primals), tangents)
+    tangents = jax.tree.map(_merge_zeros, tangents, primals, is_leaf=is_value)
+    has_tree = lambda t: type(getattr(t, "aval", None)) is TangentType
+    unpack = lambda t, primal: opened(primal) if has_tree(t) else primal
+    out = _call_rule(rule, jax.tree.map(unpack, tangents, primals), tangents)
     if not isinstance(out, tuple | list) or len(out) != 2:
         return out
     try:
-        tree, avals, *_ = types_of_results()
-    except StoreException:  # the function itself has not run, so that they may be any
-        pairs: list[Any] = [out[1], out[1]]
-    else:
-        pairs = [jax.tree.unflatten(tree, avals)] * 2
+        tree, avals, *_ = result_types()
+        types = jax.tree.unflatten(tree, avals)
+    except StoreException:  # the function has not run, so JAX takes the types of the rule
+        types = out[1]
     try:
-        primal = jax.tree.map(_result, pairs[0], out[0], is_leaf=is_value)
-        return primal, jax.tree.map(_tangent, pairs[1], out[1], primal, is_leaf=is_value)
-    except ValueError:  # as JAX will say
+        primal = jax.tree.map(_primal_result, types, out[0], is_leaf=is_value)
+        return primal, jax.tree.map(_tangent_result, types, out[1], primal, is_leaf=is_value)
+    except ValueError:  # different tree structures, for which JAX raises an error
         return out
 
 
-def _with_tangent(tangent: Any, primal: Any) -> Any:
-    return opened(primal) if type(getattr(tangent, "aval", None)) is TangentType else primal
-
-
-def _result(of: Any, primal: Any) -> Any:
-    """A result in the form of a type, or of its tangent."""
-    if is_value(of):
+def _primal_result(t: Any, primal: Any) -> Any:
+    if is_value(t):
         return with_dense_tangents(opened(primal))
     return canonical(primal) if isinstance(primal, Value) else primal
 
 
-def _tangent(of: Any, tangent: Any, primal: Any) -> Any:
-    """The tangent of a result in the form of a type; or as it is."""
-    if is_value(of):
+def _tangent_result(t: Any, tangent: Any, primal: Any) -> Any:
+    if is_value(t):
         leaves, structure = jax.tree.flatten(primal)
         treedef: Any = structure
         tangents = treedef.flatten_up_to(opened_derivatives(tangent))
-        return jax.tree.unflatten(treedef, map(_tangent_of_leaf, leaves, tangents))
-    if type(of) is not HighType or of.dense_tangent or type(tangent) is not of.cls:
+        return jax.tree.unflatten(treedef, map(_leaf_tangent, leaves, tangents))
+    if type(t) is not HighType or t.dense_tangent or type(tangent) is not t.cls:
         return tangent
-    return _typed(tangent, of)
+    return _pack_tangent(tangent, t)
 
 
-def _tangent_of_leaf(leaf: Any, tangent: Any) -> Any:
-    """The tangent of a leaf, which is dense if the leaf is a value."""
+def _leaf_tangent(leaf: Any, tangent: Any) -> Any:
+    """Return the tangent of a leaf. It is dense if the leaf is an implicit array itself."""
     if not is_value(tangent):
         return tangent
     if not holds_derivatives(tangent):
-        return made_dense(TANGENT, tangent)
+        return made_dense(_TANGENT, tangent)
     return combine_tangents(opened(exposed(leaf)), jax.tree.leaves(tangent), False)
 
 
-# What rules are given.
+# Both.
 
 
-def _with_zeros(derivative: Any, primal: Any = None) -> Any:
-    """A derivative by leaves that are told to be zero: told so itself where no leaf moves."""
+def _is_implicit(x: Any) -> bool:
+    return is_typed(x) or is_value(exposed(x))
+
+
+def _merge_zeros(derivative: Any, primal: Any = None) -> Any:
+    """Return a derivative in which either the whole value is a `SymbolicZero`, or no leaf is."""
     if isinstance(derivative, SymbolicZero) and isinstance(derivative.aval, TangentType):
         t = derivative.aval.of
         return SymbolicZero(jax.core.ShapedArray(t.shape, t.dtype).to_tangent_aval())
     leaves, treedef = jax.tree.flatten(derivative)
-    told = [isinstance(leaf, SymbolicZero) for leaf in leaves]
-    if not is_value(derivative) or not any(told):
+    is_zero = [isinstance(leaf, SymbolicZero) for leaf in leaves]
+    if not is_value(derivative) or not any(is_zero):
         return derivative
-    if is_value(primal) and all(told):
+    if is_value(primal) and all(is_zero):
         return SymbolicZero(primal.aval().to_tangent_aval())
     return jax.tree.unflatten(treedef, map(instantiate, leaves))
 
 
-def call_rule(rule: Callable, others: Any, derivatives: Any) -> Any:
-    """What a rule gives of other things and of derivatives, which are trees with a mark."""
-    one = lambda x: mark_derivatives(opened_derivatives(x))
-    derivatives = jax.tree.map(one, derivatives, is_leaf=is_value)
+def _call_rule(rule: Callable, primals: Any, derivatives: Any) -> Any:
+    """Call a user's rule with derivatives that are marked as such. Arrays they are not."""
+    mark = lambda x: mark_derivatives(opened_derivatives(x))
+    derivatives = jax.tree.map(mark, derivatives, is_leaf=is_value)
     with within_rule(within_rule.value or has_derivatives(derivatives)):
-        return rule(others, derivatives)
+        return rule(primals, derivatives)
+
+
+# Calls inside a rule: JAX flattens the arguments, and derivatives keep their mark.
 
 
 def carry_to_call(call: Callable) -> Callable:
-    """The method `__call__` of a function with derivatives of its own."""
+    """Patch the method `__call__` of `jax.custom_vjp` and `jax.custom_jvp`."""
     return wraps(call)(lambda self, *args, **kwargs: call(self, *carried(args), **carried(kwargs)))
 
 
 class CarryToCheckpoint:
-    """JAX's registry of trees, as its checkpoints use it."""
+    """A patch of JAX's registry of pytrees, as `jax.checkpoint` uses it."""
 
     def __init__(self, registry: Any):
         self._registry = registry

@@ -39,10 +39,10 @@ from .collectives import Trees
 from .control_flow import (
     check_branches,
     check_carry,
-    meet_in_branches,
-    meet_in_carry,
     trace_branch,
     trace_loop,
+    unify_branches,
+    unify_carry,
 )
 from .custom_derivatives import (
     CarryToCheckpoint,
@@ -421,8 +421,8 @@ jax_patches.attribute(api, "flatten_axes", axes_of_arrays)
 jax_patches.attribute(jax_pmap, "_get_in_axes_flat", refuse_no_batches)
 jax_patches.attribute(jax_pmap, "broadcast_prefix", refuse_no_stacks)
 jax_patches.attribute(parallel, "tree_util", Trees)
-jax_patches.boundary(loops.scan, meet_in_carry)
-jax_patches.boundary(loops.while_loop, meet_in_carry)
+jax_patches.boundary(loops.scan, unify_carry)
+jax_patches.boundary(loops.while_loop, unify_carry)
 jax_patches.boundary(loops.scan, scan_slices)
 jax_patches.boundary(loops.map, scan_slices)
 jax_patches.boundary(loops.associative_scan, scan_arrays)
@@ -435,9 +435,9 @@ jax_patches.attribute(loops, "_infer_scan_length", _scan_length)
 jax_patches.attribute(loops, "pe", lambda tracing: _Tracing(tracing, trace_loop))
 jax_patches.attribute(conditionals, "pe", lambda tracing: _Tracing(tracing, trace_branch))
 jax_patches.attribute(loops, "_check_carry_type", check_carry)
-jax_patches.boundary(conditionals.cond, meet_in_branches)
-jax_patches.boundary(conditionals.switch, meet_in_branches)
-jax_patches.attribute(conditionals, "_switch_internal", meet_in_branches)
+jax_patches.boundary(conditionals.cond, unify_branches)
+jax_patches.boundary(conditionals.switch, unify_branches)
+jax_patches.attribute(conditionals, "_switch_internal", unify_branches)
 jax_patches.attribute(conditionals, "_check_branch_outputs", check_branches)
 jax_patches.attribute(jax_shard_map, "_shard_map", take_dense_specs)
 jax_patches.attribute(jax_shard_map, "broadcast_prefix", refuse_by_leaf)
