@@ -34,7 +34,7 @@ def contents(box):
     return jax.tree.map(lambda leaf: np.asarray(leaf).tolist(), box.get())
 
 
-def test_outside_of_programs():
+def test_a_box_holds_values_outside_of_programs():
     box = Box()
     assert box.get() is None
     box.set([1.0, jnp.arange(2)])
@@ -45,7 +45,7 @@ def test_outside_of_programs():
 
 
 @any_jit
-def test_argument(jit):
+def test_a_program_writes_a_box_argument(jit):
     box, program = Box({"n": 1.0}), jit(add)
     assert [program(box, x).item() for x in (2.0, 3.0)] == [6.0, 12.0]
     assert contents(box) == {"n": 6.0}
@@ -53,7 +53,7 @@ def test_argument(jit):
 
 
 @any_jit
-def test_closure(jit):
+def test_a_program_writes_a_captured_box(jit):
     box = Box({"n": 1.0})
     program = jit(lambda x: add(box, x))
     assert [program(x).item() for x in (2.0, 3.0)] == [6.0, 12.0]
@@ -63,7 +63,7 @@ def test_closure(jit):
 
 
 @any_jit
-def test_made_inside(jit):
+def test_derivatives_flow_through_a_box_made_inside(jit):
     def program(x):
         box = Box()
         box.set({"n": x})
@@ -77,7 +77,7 @@ def test_made_inside(jit):
 
 
 @any_grad
-def test_what_is_written_outside_is_the_primal(grad):
+def test_a_box_outside_stores_primals(grad):
     box = Box({"n": 1.0})
 
     def loss(x):
@@ -91,7 +91,7 @@ def test_what_is_written_outside_is_the_primal(grad):
 
 
 @any_grad
-def test_argument_of_what_is_differentiated(grad):
+def test_a_differentiated_function_writes_a_box_argument(grad):
     box = Box({"n": 1.0})
 
     def loss(x, box):
@@ -101,7 +101,7 @@ def test_argument_of_what_is_differentiated(grad):
     assert contents(box) == {"n": 3.0}
 
 
-def test_second_derivatives():
+def test_second_derivatives_store_primals():
     box = Box(0.0)
 
     def loss(x):
@@ -123,7 +123,7 @@ def in_scan(box, x):
 
 
 @any_jit
-def test_scan(jit):
+def test_a_scan_writes_a_box(jit):
     box = Box(0.0)
     assert jit(lambda x: in_scan(box, x))(2.0) == 16.0
     assert contents(box) == 14.0
@@ -132,14 +132,14 @@ def test_scan(jit):
 
 
 @any_grad
-def test_derivative_of_scan(grad):
+def test_a_differentiated_scan_writes_a_box(grad):
     box = Box(0.0)
     assert grad(lambda x: in_scan(box, x))(2.0) == 32.0
     assert contents(box) == 14.0
 
 
 @any_grad
-def test_derivative_through_a_box_made_inside(grad):
+def test_a_scan_is_differentiated_through_a_box_made_inside(grad):
     def loss(x):
         box = Box(0.0)
         in_scan(box, x)
@@ -148,8 +148,8 @@ def test_derivative_through_a_box_made_inside(grad):
     assert grad(loss)(2.0) == 1 + 4 + 12
 
 
-def test_derivative_of_scan_inside_of_a_program():
-    """The Box is made outside of what is differentiated, and inside of what is compiled."""
+def test_a_box_made_in_a_jit_around_grad_stores_primals():
+    """The Box is made outside the differentiated function, inside the compiled one."""
 
     def step(x):
         box = Box(0.0)
@@ -160,8 +160,8 @@ def test_derivative_of_scan_inside_of_a_program():
 
 
 @any_jit
-def test_derivative_of_what_an_inner_derivative_writes(jit):
-    """The primal of the inner derivative is differentiated by the outer one."""
+def test_an_outer_derivative_sees_writes_of_an_inner_one(jit):
+    """The outer derivative differentiates the primal that the inner one stores."""
 
     def function(x):
         box = Box()
@@ -171,7 +171,7 @@ def test_derivative_of_what_an_inner_derivative_writes(jit):
     assert jax.jvp(jit(function), (3.0,), (1.0,)) == ((6.0, 3.0), (2.0, 1.0))
 
 
-def test_length_of_a_box_that_a_scan_goes_through():
+def test_scan_slices_a_box_argument():
     box = Box(jnp.zeros(3))
 
     def body(c, one):
@@ -183,7 +183,7 @@ def test_length_of_a_box_that_a_scan_goes_through():
 
 
 @any_jit
-def test_cond(jit):
+def test_a_branch_writes_a_box(jit):
     box = Box(0.0)
     program = jit(lambda x: lax.cond(x > 0, lambda: box.set(x), lambda: None))
     for x, expected in ((-1.0, 0.0), (2.0, 2.0)):
@@ -195,7 +195,7 @@ def test_cond(jit):
 
 
 @any_grad
-def test_derivative_of_cond(grad):
+def test_a_differentiated_branch_writes_a_box(grad):
     box = Box(0.0)
 
     def loss(x):
@@ -206,7 +206,7 @@ def test_derivative_of_cond(grad):
 
 
 @any_jit
-def test_while(jit):
+def test_a_while_loop_writes_a_box(jit):
     box = Box(0.0)
 
     def program(x):
@@ -222,7 +222,7 @@ def test_while(jit):
     assert contents(box) == 9.0
 
 
-def test_condition_of_a_loop():
+def test_a_box_in_a_loop_condition_raises():
     box = Box(0.0)
 
     def body(i):
@@ -234,14 +234,14 @@ def test_condition_of_a_loop():
     assert contents(box) == 0.0
 
 
-def test_map():
+def test_lax_map_writes_a_box():
     box = Box(0.0)
     lax.map(lambda x: box.set(box.get() + x), jnp.arange(4.0))
     assert contents(box) == 6.0
 
 
 @any_jit
-def test_vmap_over_an_argument(jit):
+def test_vmap_writes_a_mapped_box_argument(jit):
     box = Box({"n": jnp.zeros(3)})
     found = jax.vmap(jit(add))(box, jnp.arange(3.0))
     np.testing.assert_allclose(found, [0.0, 2.0, 4.0])
@@ -251,7 +251,7 @@ def test_vmap_over_an_argument(jit):
 
 
 @any_grad
-def test_derivative_of_vmap(grad):
+def test_a_differentiated_vmap_writes_a_box(grad):
     box = Box({"n": jnp.zeros(3)})
     program = grad(lambda x, box: jnp.sum(x * jax.vmap(add)(box, x)))
     np.testing.assert_allclose(program(jnp.arange(3.0), box), [0.0, 2.0, 4.0])
@@ -259,9 +259,9 @@ def test_derivative_of_vmap(grad):
 
 
 @any_jit
-def test_mapped_values_are_refused_outside(jit):
+def test_writing_mapped_values_to_a_captured_box_raises(jit):
     box = Box(0.0)
-    # What is compiled is refused by JAX, whose class of errors is Exception.
+    # In a compiled function, JAX raises the error, of the class Exception.
     refused = r"cannot be written to .* from outside\. Pass the Box|vmapped value on an unbatched"
     with pytest.raises(Exception, match=refused):
         jax.vmap(jit(lambda x: box.set(x)))(jnp.arange(3.0))
@@ -278,7 +278,7 @@ def counted(box):
 
 
 @any_jit
-def test_checkpoint(jit):
+def test_a_checkpoint_writes_a_box(jit):
     box = Box(0.0)
     assert jit(counted(box))(2.0) == pytest.approx(np.sin(2.0))
     assert contents(box) == 2.0
@@ -288,14 +288,14 @@ def test_checkpoint(jit):
 
 
 @any_grad
-def test_derivative_of_checkpoint_writes_once(grad):
+def test_a_differentiated_checkpoint_writes_once(grad):
     box = Box(0.0)
     assert grad(counted(box))(2.0) == pytest.approx(np.cos(2.0))
     assert contents(box) == 2.0
 
 
 @any_grad
-def test_derivative_of_checkpoint_that_reads_what_is_written_later(grad):
+def test_a_recomputed_checkpoint_ignores_later_writes(grad):
     box = Box(3.0)
 
     def loss(x):
@@ -308,7 +308,7 @@ def test_derivative_of_checkpoint_that_reads_what_is_written_later(grad):
 
 
 @any_grad
-def test_checkpoint_in_a_function_with_a_box(grad):
+def test_a_checkpoint_reads_a_box_of_the_function_around(grad):
     def reads(x):
         box = Box(3.0 * x)
         out = jax.checkpoint(lambda x: jnp.sin(x * box.get()))(x)
@@ -351,14 +351,14 @@ def with_passes(box, *, writes):
 
 @pytest.mark.parametrize("writes", [False, True])
 @any_grad
-def test_backward_pass_reads_what_the_forward_pass_wrote(grad, writes):
+def test_a_backward_pass_reads_writes_of_the_forward_pass(grad, writes):
     box = Box(0.0)
     assert grad(with_passes(box, writes=writes))(2.0) == 20.0
     assert contents(box) == 20.0
 
 
 @any_grad
-def test_backward_pass_writes(grad):
+def test_a_backward_pass_writes_a_box(grad):
     box = Box(0.0)
     function = jax.custom_vjp(jnp.sin)
     function.defvjp(lambda x: (jnp.sin(x), x), lambda x, ct: (box.set(ct), ct * jnp.cos(x))[1:])
@@ -367,25 +367,25 @@ def test_backward_pass_writes(grad):
 
 
 @pytest.mark.parametrize("jit", [jax.jit, vn.jit])
-def test_aliases_are_refused(jit):
+def test_passing_a_box_twice_or_also_capturing_it_raises(jit):
     box, other = Box(0.0), Box(0.0)
     twice = jit(lambda a, b: a.set(b.get() + 1))
     closed = jit(lambda a: a.set(box.get() + 1))
     for program, args in ((twice, (box, box)), (closed, (box,))):
-        with pytest.raises(ValueError, match=r"passed twice|only one reference|closed over"):
+        with pytest.raises(ValueError, match=r"passed twice|one reference|captured|closed over"):
             program(*args)
     assert contents(box) == 0.0
     twice(box, other)
     with pytest.raises(ValueError, match=r"passed twice|only one reference"):
         twice(box, box)
     closed(other)
-    # JAX looks for what is closed over as it traces, and else XLA refuses the buffer.
-    with pytest.raises(Exception, match=r"closed over|donate the same buffer twice"):
+    # JAX checks captured references while it traces. Without a trace, XLA rejects the buffer.
+    with pytest.raises(Exception, match=r"captured|closed over|donate the same buffer twice"):
         closed(box)
     assert (contents(box), contents(other)) == (1.0, 2.0)
 
 
-def test_aliases_are_refused_before_they_are_donated():
+def test_passing_a_box_twice_raises_before_donation():
     program = vn.jit(lambda a, b: a.set(b.get() + 1), donate_argnums=1)
     box = Box(jnp.zeros(3))
     for _ in range(2):
@@ -396,7 +396,7 @@ def test_aliases_are_refused_before_they_are_donated():
 
 
 @any_jit
-def test_after_a_failed_trace(jit):
+def test_a_failed_trace_keeps_the_contents(jit):
     box = Box({"n": 1.0})
 
     def program(box, x):
@@ -411,14 +411,14 @@ def test_after_a_failed_trace(jit):
             assert contents(box) == {"n": 1.0}
 
 
-def test_contents_must_be_arrays():
+def test_contents_that_are_not_arrays_raise():
     with pytest.raises(TypeError, match="must hold a pytree of arrays, not a str"):
         Box("text")
     with pytest.raises(TypeError, match="cannot hold another Box"):
         Box([Box(1.0)])
 
 
-def test_keys_and_integers():
+def test_a_box_holds_keys_and_integers():
     box = Box({"key": jax.random.key(0), "n": 0})
 
     def program(x):

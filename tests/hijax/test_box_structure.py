@@ -1,4 +1,4 @@
-"""Contents that become something else, and contents that are implicit arrays."""
+"""Boxes whose contents change their structure, and Boxes that hold implicit arrays."""
 
 import copy
 import functools
@@ -39,7 +39,7 @@ OUTSIDE = {
     "jax.jit in jax.jit": lambda f: high_jit(lambda x: jax.jit(f)(x)),
     "jax.jit in vn.jit": lambda f: vn.jit(lambda x: high_jit(f)(x)),
     "vn.jit in jax.jit": lambda f: high_jit(lambda x: vn.jit(f)(x)),
-    "implicit": lambda f: lambda x: vn.implicit(lambda x, w: f(x))(x, quantised(1.0)),
+    "implicit": lambda f: lambda x: vn.implicit(lambda x, w: f(x))(x, quantized(1.0)),
     "vn.jit in vn.jit": lambda f: vn.jit(lambda x: vn.jit(f)(x)),
 }
 GRADS = {
@@ -52,7 +52,7 @@ GRADS = {
 CHANGING_JITS = pytest.mark.parametrize("jit", [vn.jit, high_jit], ids=["vn.jit", "jax.jit"])
 
 
-def quantised(x):
+def quantized(x):
     return vn.quant.quantize(jnp.full((2, 2), x), "nf4")
 
 
@@ -97,7 +97,7 @@ def test_a_known_structure_is_not_traced_again(jit):
     assert box.get() == {"n": 5.0}
 
 
-def test_each_jax_jit_of_a_function_shares_its_traces():
+def test_jits_of_the_same_function_share_traces():
     traces = []
 
     def program(box, x):
@@ -132,7 +132,7 @@ def test_a_function_that_catches_errors_changes_a_box(jit, caught):
 
 
 @CHANGING_JITS
-def test_one_sharding_is_that_of_the_results_alone(jit):
+def test_out_shardings_do_not_apply_to_boxes(jit):
     mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     sharding = jax.sharding.NamedSharding(mesh, jax.P("x"))
 
@@ -146,7 +146,7 @@ def test_one_sharding_is_that_of_the_results_alone(jit):
 
 
 @CHANGING_JITS
-def test_attributes_of_a_callable_object_are_kept_apart(jit):
+def test_attributes_of_a_callable_object_do_not_clash(jit):
     class Program:
         def __init__(self):
             self._programs, self.size = "of the user", 3
@@ -178,7 +178,7 @@ def test_an_argument_of_known_structure_is_not_traced_again(jit):
 
 @CHANGING_JITS
 @pytest.mark.parametrize("how", ["argument", "closure"])
-def test_an_array_becomes_a_quantised_one(how, jit):
+def test_an_array_is_replaced_by_a_quantized_array(how, jit):
     box = Box(jnp.full((2, 2), 3.0))
 
     def program(x, box=box):
@@ -192,7 +192,7 @@ def test_an_array_becomes_a_quantised_one(how, jit):
 
 
 @pytest.mark.parametrize("grad", GRADS.values(), ids=GRADS)
-def test_the_primal_fills_an_empty_box(grad):
+def test_a_differentiated_function_fills_an_empty_box(grad):
     box = Box()
 
     def loss(x):
@@ -208,7 +208,7 @@ def test_the_primal_fills_an_empty_box(grad):
     assert box.get() == {"n": 2.0, "i": 1}
 
 
-def test_plain_jit_keeps_the_structure():
+def test_a_structure_change_under_plain_jit_raises():
     message = r"jax.jit keeps the structure and the types of a Box.*by vn.jit, .*high types"
     for value in (None, 1.0):
         box = Box(value)
@@ -222,8 +222,8 @@ def test_plain_jit_keeps_the_structure():
 
 
 @pytest.mark.parametrize("jit", [lambda f: f, jax.jit, high_jit], ids=["eager", "off", "on"])
-def test_errors_name_what_keeps_the_structure_of_an_argument(jit):
-    """The transformation next to the line, of several."""
+def test_errors_name_the_innermost_transformation(jit):
+    """Several transformations surround the write."""
     box = Box(jnp.zeros(2))
     with pytest.raises(TypeError, match=r"jax.vmap keeps the structure.* capture the Box"):
         jit(jax.vmap(lambda box: box.set([1.0])))(box)
@@ -244,7 +244,7 @@ LOOPS = {
 
 @pytest.mark.parametrize("jit", [lambda f: f, vn.jit, high_jit], ids=["eager", "vn.jit", "jax.jit"])
 @pytest.mark.parametrize("name", LOOPS)
-def test_the_structure_stays_in_loops(name, jit):
+def test_a_structure_change_in_a_loop_raises(name, jit):
     box = Box(1.0)
     with pytest.raises(TypeError, match=rf"the body of {name}.* keeps the structure and the types"):
         jit(lambda: LOOPS[name](lambda: box.set([2.0, 3.0])))()
@@ -252,7 +252,7 @@ def test_the_structure_stays_in_loops(name, jit):
 
 
 @CHANGING_JITS
-def test_structure_changes_before_a_loop(jit):
+def test_a_structure_changes_before_a_loop(jit):
     box = Box()
 
     @jit
@@ -266,8 +266,8 @@ def test_structure_changes_before_a_loop(jit):
         assert box.get() == {"sum": 6.0}
 
 
-def test_what_is_compiled_knows_of_a_new_structure():
-    """A function that JAX has compiled holds references to what is given up."""
+def test_compiled_functions_follow_a_new_structure():
+    """A compiled function holds references that a change of structure replaces."""
     box = Box(1.0)
     program = jax.jit(lambda x: x + jax.tree.leaves(box.get())[0])
     assert program(1.0) == 2.0
@@ -282,7 +282,7 @@ def test_what_is_compiled_knows_of_a_new_structure():
 
 
 @CHANGING_JITS
-def test_functions_that_a_program_calls_know_of_a_new_structure(jit):
+def test_inner_functions_follow_a_new_structure(jit):
     box = Box(1.0)
     plain, ours = (j(lambda: jax.tree.leaves(box.get())[0] + 1) for j in (jax.jit, vn.jit))
 
@@ -298,7 +298,7 @@ def test_functions_that_a_program_calls_know_of_a_new_structure(jit):
 
 
 @CHANGING_JITS
-def test_a_box_is_unchanged_after_a_failed_trace(jit):
+def test_a_failed_trace_keeps_the_structure(jit):
     box = Box(1.0)
 
     def program(box, x):
@@ -311,7 +311,7 @@ def test_a_box_is_unchanged_after_a_failed_trace(jit):
         assert box.get() == 1.0
 
 
-def test_a_box_is_returned():
+def test_a_program_returns_a_new_box():
     made = vn.jit(lambda x: {"box": Box([x, x]), "x": x})(2.0)
     assert made["box"].get() == [2.0, 2.0]
     made["box"].set(1.0)
@@ -319,7 +319,7 @@ def test_a_box_is_returned():
 
 
 @CHANGING_JITS
-def test_a_box_that_is_passed_and_returned_is_another(jit):
+def test_a_returned_argument_is_another_box(jit):
     box = Box(1.0)
     program = jit(lambda box, x: (box.set([x]), box)[1])
     for x in (2.0, 3.0):
@@ -330,7 +330,7 @@ def test_a_box_that_is_passed_and_returned_is_another(jit):
 
 
 @CHANGING_JITS
-def test_a_program_keeps_no_box_whose_structure_it_changes(jit):
+def test_a_program_does_not_keep_a_changed_box_alive(jit):
     box = Box(1.0)
     found = weakref.ref(box)
     program = jit(lambda x: found().set([x]))
@@ -342,7 +342,7 @@ def test_a_program_keeps_no_box_whose_structure_it_changes(jit):
     assert (found(), of_box()) == (None, None)
 
 
-def test_the_structure_stays_where_jax_has_a_program_around():
+def test_a_structure_change_raises_in_a_jit_around_vn_jit():
     box = Box(1.0)
     program = vn.jit(lambda x: box.set([x, x]))
     for around in (jax.make_jaxpr, jax.jit, lambda f: functools.partial(jax.eval_shape, f)):
@@ -352,7 +352,7 @@ def test_the_structure_stays_where_jax_has_a_program_around():
 
 
 @pytest.mark.parametrize("jit", [jax.jit, vn.jit])
-def test_the_structure_stays_where_a_program_is_only_traced(jit):
+def test_a_structure_change_raises_in_trace_and_lower(jit):
     box = Box(1.0)
     program = jit(lambda x: box.set([x, x]))
     ways = (program.trace, program.lower, program.eval_shape, jax.make_jaxpr(program))
@@ -378,7 +378,7 @@ def test_vmap_sets_only_unmapped_contents(jit):
 # `jax.jit` with high types on: the central case of JAX's pull request 28781.
 
 
-def test_options_of_jit_hold_where_a_box_changes():
+def test_jit_options_apply_to_a_structure_change():
     def program(box, x, *, n):
         box.set([x + box.get()] * n)
         return x
@@ -392,7 +392,7 @@ def test_options_of_jit_hold_where_a_box_changes():
 
 @CHANGING_JITS
 @pytest.mark.parametrize("box", [Box, lambda: Box([1.0])], ids=["changes", "stays"])
-def test_a_tree_of_shardings_is_that_of_the_results(jit, box):
+def test_a_tree_of_out_shardings_does_not_apply_to_boxes(jit, box):
     sharding, box = jax.sharding.SingleDeviceSharding(jax.devices()[0]), box()
     program = jit(lambda x: (box.set([x]), (x, {"y": 2 * x}))[1], out_shardings=(sharding, None))
     for x in (1.0, 2.0):
@@ -400,7 +400,7 @@ def test_a_tree_of_shardings_is_that_of_the_results(jit, box):
         assert box.get() == [x]
 
 
-def test_a_structure_that_goes_back_and_forth():
+def test_a_structure_alternates_between_calls():
     box = Box(0.0)
 
     def program(box, x):
@@ -418,7 +418,7 @@ def test_a_structure_that_goes_back_and_forth():
 
 
 @CHANGING_JITS
-def test_a_box_that_is_passed_twice_is_refused(jit):
+def test_passing_a_changing_box_twice_raises(jit):
     box = Box()
     with pytest.raises(ValueError, match=r"passed twice|only one reference"):
         jit(lambda a, b: a.set([b.get()]))(box, box)
@@ -427,7 +427,7 @@ def test_a_box_that_is_passed_twice_is_refused(jit):
     assert box.get() is None
 
 
-def test_a_method_changes_a_box():
+def test_a_jitted_method_changes_a_structure():
     class Model:
         def __init__(self):
             self.box = Box()
@@ -455,7 +455,7 @@ def test_without_high_types_a_structure_change_raises():
     assert box.get() == [1.0, 3.0]
 
 
-def test_a_function_that_changes_a_box_is_not_kept():
+def test_a_function_that_changes_a_box_is_freed():
     box = Box()
     program = jax.jit(lambda x: box.set([x]))
     with vn.hijax.enabled():
@@ -468,8 +468,8 @@ def test_a_function_that_changes_a_box_is_not_kept():
 
 
 @pytest.mark.parametrize("grad", GRADS.values(), ids=GRADS)
-def test_a_backward_pass_reads_a_box_that_a_forward_pass_filled(grad):
-    """The reference to the Box of a jitted function is passed on to the backward pass."""
+def test_a_backward_pass_reads_a_box_filled_before(grad):
+    """The backward pass uses the references of the forward pass."""
     box = Box()
     scaled = jax.custom_vjp(lambda x: x)
     scaled.defvjp(lambda x: (x, None), lambda _, ct: (ct * box.get()["scale"],))
@@ -484,7 +484,7 @@ def test_a_backward_pass_reads_a_box_that_a_forward_pass_filled(grad):
     assert box.get() == {"scale": 20.0}
 
 
-def test_a_box_made_in_a_jitted_function_changes_in_another():
+def test_an_inner_jit_changes_a_box_of_the_outer_one():
     @jax.jit
     def program(x):
         box = Box()
@@ -508,8 +508,8 @@ def loss(box, x):
 
 @pytest.mark.parametrize("mode", [False, True], ids=["off", "on"])
 @pytest.mark.parametrize("jit", [lambda f: f, jax.jit, vn.jit], ids=["eager", "jitted", "vn.jit"])
-def test_contents_with_a_quantised_weight(jit, mode, agree):
-    box, x = Box({"w": quantised(3.0), "n": 0}), jnp.ones((1, 2))
+def test_a_box_holds_a_quantized_weight(jit, mode, agree):
+    box, x = Box({"w": quantized(3.0), "n": 0}), jnp.ones((1, 2))
 
     def in_loop(x):
         return lax.scan(lambda c, _: (c + loss(box, x), None), 0.0, None, length=2)[0]
@@ -524,7 +524,7 @@ def test_contents_with_a_quantised_weight(jit, mode, agree):
 
 
 @pytest.mark.parametrize("mode", [False, True], ids=["off", "on"])
-def test_a_weight_is_written(mode, agree):
+def test_a_program_writes_a_quantized_weight(mode, agree):
     box = Box()
 
     def program(w):
@@ -535,17 +535,17 @@ def test_a_weight_is_written(mode, agree):
     with vn.hijax.enabled() if mode else jax.numpy_dtype_promotion("standard"):
         for transform in (run, vn.jit, lambda f: vn.jit(jax.value_and_grad(f, allow_int=True))):
             box.set(None)
-            transform(program)(quantised(3.0))
+            transform(program)(quantized(3.0))
             assert isinstance(box.get(), vn.quant.QArray)
             agree(box.get(), jnp.full((2, 2), 3.0))
         transpose = jnp.transpose if mode else vn.implicit(jnp.transpose)
-        jax.jit(lambda w: box.set(transpose(w)))(quantised(4.0))
+        jax.jit(lambda w: box.set(transpose(w)))(quantized(4.0))
         agree(box.get(), jnp.full((2, 2), 4.0))
 
 
-def test_derivative_at_a_typed_weight(agree):
-    """With the mode on, a quantised weight is one leaf for `jax.grad`, with a dense tangent."""
-    box, x = Box(quantised(0.0)), jnp.ones((1, 2))
+def test_a_box_stores_the_primal_of_a_typed_weight(agree):
+    """With the mode on, a quantized weight is one leaf for `jax.grad`, with a dense tangent."""
+    box, x = Box(quantized(0.0)), jnp.ones((1, 2))
 
     def program(w):
         box.set(w)
@@ -559,12 +559,12 @@ def test_derivative_at_a_typed_weight(agree):
             lambda f: jax.grad(vn.jit(f)),
             lambda f: vn.jit(jax.grad(f)),
         ):
-            box.set(quantised(0.0))
-            agree(transform(program)(quantised(3.0)), jnp.ones((2, 2)))
+            box.set(quantized(0.0))
+            agree(transform(program)(quantized(3.0)), jnp.ones((2, 2)))
             agree(box.get(), jnp.full((2, 2), 3.0))
 
 
-def test_threads_that_trace_at_once_find_the_same_references():
+def test_threads_that_trace_at_once_share_references():
     def look(box, found, together):
         together.wait()
         found.append(box._contents.references())
@@ -585,8 +585,8 @@ def test_threads_that_trace_at_once_find_the_same_references():
         sys.setswitchinterval(interval)
 
 
-def test_what_is_compiled_ahead_of_time_fails_once_the_structure_has_changed():
-    """It would write to what the Box held before, and no one would see it."""
+def test_an_ahead_of_time_program_fails_after_a_change():
+    """It would write to references that the Box no longer uses."""
     box = Box(jnp.zeros(()))
     add = jax.jit(lambda x: box.update(lambda v: v + x)).lower(1.0).compile()
     add(1.0)
@@ -597,7 +597,7 @@ def test_what_is_compiled_ahead_of_time_fails_once_the_structure_has_changed():
     assert box.get() == 0
 
 
-def test_what_a_function_that_raises_as_it_runs_has_taken_is_gone_and_set_anew():
+def test_contents_lost_by_a_runtime_error_can_be_set_again():
     def check(x):
         if x > 0:
             raise ValueError("positive")
@@ -619,7 +619,7 @@ def test_what_a_function_that_raises_as_it_runs_has_taken_is_gone_and_set_anew()
     assert box.get().tolist() == [0, 0]
 
 
-def test_a_function_traced_within_a_frame_is_traced_anew_in_the_next():
+def test_an_inner_function_is_traced_again_in_the_next_trace():
     box = Box()
     inner = jax.jit(lambda y: box.get()["n"] + y)
     outer = vn.jit(lambda x, k: (box.set({"n": x * k}), inner(x))[1], static_argnums=1)
@@ -631,7 +631,7 @@ def test_a_function_traced_within_a_frame_is_traced_anew_in_the_next():
 @pytest.mark.parametrize(
     "copied", [copy.copy, copy.deepcopy, lambda box: pickle.loads(pickle.dumps(box))]
 )
-def test_copies_are_boxes_of_their_own(copied):
+def test_copies_are_separate_boxes(copied):
     box = Box({"w": vn.quant.quantize(jnp.eye(4), "int8"), "n": jnp.ones(2)})
     other = copied(box)
     other.set(None)

@@ -1,4 +1,4 @@
-"""Checkpoints, functions with derivatives of their own, and what leaves the process."""
+"""Checkpoints, custom derivatives, sharding, export and callbacks."""
 
 import jax
 import jax.numpy as jnp
@@ -9,14 +9,14 @@ from jax.sharding import PartitionSpec as P
 
 
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jitted"])
-def test_checkpoint(jit, x, weight, high, agree_by_leaves):
+def test_a_checkpoint_has_gradients_of_a_weight(jit, x, weight, high, agree_by_leaves):
     inner = jax.checkpoint(lambda w: jnp.sum(jnp.sin(jnp.dot(x, w))))
     transform = (lambda f: jax.jit(jax.grad(f))) if jit else jax.grad
     found = transform(lambda w: inner(high(w)))(weight.value)
     agree_by_leaves(found, weight.reference(jax.grad, lambda w: jnp.sum(jnp.sin(x @ w))))
 
 
-def test_a_scan_within_a_checkpoint(x, weight, high, agree_by_leaves):
+def test_a_scan_in_a_checkpoint_has_gradients(x, weight, high, agree_by_leaves):
     def steps(w):
         each = lambda c, x: (c + jnp.sum(jnp.sin(jnp.dot(x, w))), None)
         return jax.lax.scan(each, 0.0, jnp.stack([x, 2 * x]))[0]
@@ -26,7 +26,7 @@ def test_a_scan_within_a_checkpoint(x, weight, high, agree_by_leaves):
 
 
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jitted"])
-def test_checkpoint_with_a_typed_result(jit, x, weight, high, agree, agree_by_leaves):
+def test_a_checkpoint_returns_a_typed_value(jit, x, weight, high, agree, agree_by_leaves):
     inner = jax.checkpoint(lambda w: jnp.transpose(high(w)))
     agree((jax.jit(inner) if jit else inner)(weight.value), weight.dense.T)
     loss = lambda w: jnp.sum(jnp.sin(jnp.dot(x, inner(high(w)).T)))
@@ -58,7 +58,7 @@ tripled.defvjp(
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jitted"])
 @pytest.mark.parametrize("typed", [False, True], ids=["argument", "typed"])
 @pytest.mark.parametrize(("function", "factor"), [(doubled, 2), (tripled, 3)])
-def test_custom_derivatives(function, factor, typed, jit, x, weight, high, agree):
+def test_custom_derivatives_use_the_rules(function, factor, typed, jit, x, weight, high, agree):
     see = high if typed else lambda w: w
     loss = lambda x, w: jnp.sum(function(x, see(w)))
     grad = jax.jit(jax.grad(loss)) if jit else jax.grad(loss)
@@ -70,32 +70,32 @@ def mesh():
     return jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
 
 
-def test_placed_and_sharded(x, weight, high, agree):
+def test_a_jit_takes_a_sharded_weight(x, weight, high, agree):
     everywhere = NamedSharding(mesh(), P())
     program = lambda x, w: jnp.dot(x, high(w))
     agree(jax.jit(program)(x, jax.device_put(weight.value, everywhere)), x @ weight.dense)
     agree(jax.jit(program, in_shardings=everywhere)(x, weight.value), x @ weight.dense)
 
 
-def test_shard_map(x, weight, high, agree):
+def test_shard_map_takes_a_weight(x, weight, high, agree):
     program = lambda x, w: jnp.dot(x, high(w))
     mapped = jax.shard_map(program, mesh=mesh(), in_specs=(P("d"), P()), out_specs=P("d"))
     agree(jax.jit(mapped)(x, weight.value), x @ weight.dense)
 
 
-def test_compiled_ahead_of_time(x, weight, high, agree):
+def test_a_function_can_be_compiled_ahead_of_time(x, weight, high, agree):
     program = jax.jit(lambda x, w: jnp.dot(x, high(w)))
     agree(program.lower(x, weight.value).compile()(x, weight.value), x @ weight.dense)
     assert program.eval_shape(x, weight.value) == jax.ShapeDtypeStruct((3, 6), jnp.float32)
 
 
-def test_exported(x, weight, high, agree):
+def test_an_exported_function_can_be_called(x, weight, high, agree):
     exported = jax.export.export(jax.jit(lambda x, w: jnp.dot(x, high(w))))(x, weight.value)
     loaded = jax.export.deserialize(exported.serialize())
     agree(loaded.call(x, weight.value), x @ weight.dense)
 
 
-def test_callbacks_see_the_dense_array(weight, high, agree):
+def test_callbacks_receive_the_dense_array(weight, high, agree):
     seen = []
     jax.jit(lambda w: jax.debug.callback(seen.append, high(w)))(weight.value)
     jax.effects_barrier()

@@ -1,4 +1,4 @@
-"""Derivatives: of leaves, or of the dense array where a type says so."""
+"""Derivatives with respect to leaves, or to the dense array of types with dense tangents."""
 
 import jax
 import jax.numpy as jnp
@@ -21,26 +21,26 @@ TRANSFORMS = {
 
 @pytest.fixture(params=["argument", "typed"])
 def loss(request, x, high):
-    """A function of a weight, which is as it was given or has a high type all along."""
+    """A function of a weight. The weight is a pytree or a typed value."""
     see = high if request.param == "typed" else lambda w: w
     return lambda w: jnp.sum(jnp.sin(jnp.dot(x, see(w))))
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_by_the_weight(name, loss, weight, agree_by_leaves):
+def test_derivatives_of_a_weight_agree(name, loss, weight, agree_by_leaves):
     transform = TRANSFORMS[name]
     agree_by_leaves(transform(loss)(weight.value), weight.reference(transform, loss))
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_by_the_other_operand(name, x, weight, high, agree):
+def test_derivatives_of_the_other_operand_agree(name, x, weight, high, agree):
     loss = lambda x, w: jnp.sum(jnp.sin(jnp.dot(x, high(w))))
     transform = TRANSFORMS[name]
     found = transform(lambda x: loss(x, weight.value))(x)
     agree(found, transform(lambda x: loss(x, weight.dense))(x), atol=1e-4)
 
 
-def test_by_both(x, weight, high, agree):
+def test_mixed_second_derivatives_agree(x, weight, high, agree):
     loss = lambda x, w: jnp.sum(jnp.sin(jnp.dot(x, high(w))))
     mixed = jax.jacrev(jax.grad(loss, 0), 1)
     expected = weight.reference(lambda f: jax.jacrev(f), lambda dense: jax.grad(loss, 0)(x, dense))
@@ -52,7 +52,7 @@ def tangent_of(weight):
 
 
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jitted"])
-def test_forward(jit, loss, weight, agree):
+def test_jvp_of_a_weight_agrees(jit, loss, weight, agree):
     t = tangent_of(weight)
     push = lambda f: lambda w: jax.jvp(f, (w,), (t,))
     pushed = jax.jit(push(loss)) if jit else push(loss)
@@ -63,13 +63,13 @@ def test_forward(jit, loss, weight, agree):
     agree(pushed(weight.value), expected)
 
 
-def test_linearized(loss, weight, agree):
+def test_linearize_agrees_with_jvp(loss, weight, agree):
     t = tangent_of(weight)
     value, linear = jax.linearize(loss, weight.value)
     agree((value, linear(t)), jax.jvp(loss, (weight.value,), (t,)))
 
 
-def test_the_gradient_is_of_the_kind_that_the_type_says(loss, weight):
+def test_dense_tangent_decides_the_class_of_a_gradient(loss, weight):
     found = jax.jit(jax.grad(loss))(weight.value)
     expected = jax.Array if weight.dense_tangent else vn.types.LoraArray
     assert isinstance(found, expected)
@@ -83,20 +83,20 @@ def test_the_tangent_of_a_typed_result_is_a_tree(weight):
     assert tangent.shape == (6, 4)
 
 
-def test_a_quantised_array_made_within(x, high, agree):
-    """The gradient with respect to what a leaf was computed from: of the scales here."""
+def test_the_gradient_of_a_scale_agrees(x, high, agree):
+    """The quantized array is made inside the differentiated function."""
     q = vn.quant.quantize(jax.random.normal(jax.random.key(0), (4, 6)), "int8")
     of = lambda see: lambda scale: jnp.sum(jnp.sin(jnp.dot(x, see(q.replace(scale=scale)))))
     agree(jax.grad(of(high))(q.scale), jax.grad(of(vn.materialise))(q.scale))
 
 
-def test_auxiliary_results_are_values(loss, weight):
+def test_auxiliary_results_keep_their_class(loss, weight):
     _, aux = jax.grad(lambda w: (loss(w), w), has_aux=True)(weight.value)
     assert type(aux) is type(weight.value)
 
 
-def test_a_part_of_a_value_is_a_tree(x, agree):
-    """As equinox.filter_grad takes a quantised array: its scale, without the codes."""
+def test_a_partitioned_value_is_a_tree(x, agree):
+    """equinox.filter_grad passes a quantized array with its scale and without codes."""
     q = vn.quant.quantize(jax.random.normal(jax.random.key(0), (4, 6)), "int8")
     part = vn.quant.QArray.from_packed(q.packed, q.scale, qtype="int8")
     object.__setattr__(part, "packed", None)
@@ -109,8 +109,8 @@ def test_a_part_of_a_value_is_a_tree(x, agree):
     agree(jax.grad(loss)(part).scale, jax.grad(dense)(q.scale))
 
 
-def test_the_leaves_of_a_dense_tangent_have_none(x):
-    """A gradient that would have to be taken apart into those of codes and scales is refused."""
+def test_unpacking_a_type_with_dense_tangents_raises(x):
+    """A dense cotangent has no unique cotangents of codes and scales."""
     from veneer.hijax.high import Unpack, apply
     from veneer.hijax.types import type_of
 
@@ -130,7 +130,7 @@ WITH_INTEGERS = {
 
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jitted"])
 @pytest.mark.parametrize("name", WITH_INTEGERS)
-def test_by_a_value_with_integers(jit, name, x, high):
+def test_gradients_of_values_with_integer_leaves_agree(jit, name, x, high):
     value = WITH_INTEGERS[name]()
     see = high if name != "NMSparse" else lambda w: w
     loss = lambda w: jnp.sum(jnp.sin(x @ see(w)))
@@ -147,7 +147,7 @@ def test_by_a_value_with_integers(jit, name, x, high):
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jitted"])
 @pytest.mark.parametrize("name", WITH_INTEGERS)
 @pytest.mark.parametrize("use", [lambda g: g * 2.0, jnp.sum], ids=["operator", "function"])
-def test_derivatives_by_leaves_are_no_array(jit, name, use, x):
+def test_using_leaf_derivatives_as_an_array_raises(jit, name, use, x):
     value = WITH_INTEGERS[name]()
     run = lambda w: use(jax.grad(lambda w: jnp.sum(jnp.sin(x @ w)), allow_int=True)(w))
     with pytest.raises(TypeError, match=r"derivatives (with respect to the|of its) leaves"):
@@ -155,8 +155,8 @@ def test_derivatives_by_leaves_are_no_array(jit, name, use, x):
 
 
 @pytest.mark.parametrize("name", ["LoraArray", *WITH_INTEGERS])
-def test_mapped_over_a_branch_that_has_none(name, x):
-    """The derivative by one branch is mapped, and by the other it is zero, which is not."""
+def test_vmap_of_a_branch_without_derivatives_agrees(name, x):
+    """The derivative of one branch is mapped. The other is an unmapped zero."""
     lora = lambda: vn.types.LoraArray(jnp.ones((4, 4)), jnp.ones((4, 2)), jnp.ones((2, 4)))
     value = {"LoraArray": lora, **WITH_INTEGERS}[name]()
     see = (lambda w: w.T) if name != "NMSparse" else lambda w: w
@@ -169,7 +169,7 @@ def test_mapped_over_a_branch_that_has_none(name, x):
 
 
 @pytest.mark.parametrize("name", ["LoraArray", "SparseArray", "NMSparse"])
-def test_a_custom_vjp_is_not_differentiated_forwards(name, x):
+def test_forward_mode_of_a_custom_vjp_raises(name, x):
     lora = lambda: vn.types.LoraArray(jnp.ones((4, 4)), jnp.ones((4, 2)), jnp.ones((2, 4)))
     value = {"LoraArray": lora, **WITH_INTEGERS}[name]()
     f = jax.custom_vjp(lambda w: jnp.sum(x @ w))
@@ -181,15 +181,15 @@ def test_a_custom_vjp_is_not_differentiated_forwards(name, x):
     assert jnp.allclose(jax.jit(jax.grad(lambda s: f(see(scaled(value, s)))))(1.0), 0)
 
 
-# Results and rules of values that are typed, or trees.
+# Results and rules of values that are typed or pytrees.
 
 both_ways = pytest.mark.parametrize("jit", [False, True], ids=["eager", "jitted"])
 
 
 @both_ways
 @pytest.mark.parametrize("transform", [jax.jacrev, jax.jacfwd])
-def test_the_jacobian_of_a_typed_result(transform, jit, weight, high, agree_by_leaves):
-    """It is that of the dense array, or of each leaf, and of both kinds it is an array."""
+def test_jacobians_of_typed_results_agree(transform, jit, weight, high, agree_by_leaves):
+    """A Jacobian is an array for the dense array or for each leaf."""
     by_weight = transform(high)
     found = (jax.jit(by_weight) if jit else by_weight)(weight.value)
     plain = (lambda w: 1 * w) if weight.dense_tangent else lambda w: jax.tree.map(jnp.copy, w)
@@ -206,7 +206,7 @@ def test_the_jacobian_of_a_typed_result(transform, jit, weight, high, agree_by_l
 
 
 @both_ways
-def test_what_comes_with_a_jacobian_stays_as_it_is(jit, weight, high):
+def test_auxiliary_results_of_jacobians_keep_their_class(jit, weight, high):
     jacobian = jax.jacrev(lambda w: (high(w), w), has_aux=True)
     _, aux = (jax.jit(jacobian) if jit else jacobian)(weight.value)
     assert type(aux) is type(weight.value)
@@ -218,7 +218,9 @@ GIVEN = {"typed": lambda high: high, "a tree": lambda high: lambda w: w}
 @both_ways
 @pytest.mark.parametrize("argument", GIVEN)
 @pytest.mark.parametrize("cotangent", GIVEN)
-def test_what_a_backward_rule_gives(cotangent, argument, jit, weight, x, high, agree_by_leaves):
+def test_a_backward_rule_returns_typed_values_or_trees(
+    cotangent, argument, jit, weight, x, high, agree_by_leaves
+):
     plain = lambda w: jnp.sum(jnp.sin(jnp.dot(x, w)))
 
     def implicit(ct):
@@ -238,8 +240,8 @@ def test_what_a_backward_rule_gives(cotangent, argument, jit, weight, x, high, a
 
 @both_ways
 @pytest.mark.parametrize("argument", GIVEN)
-def test_a_dense_cotangent_of_leaves_is_pulled_back(argument, jit, high):
-    """JAX would give it to each of the leaves, whose shapes it fits here."""
+def test_a_dense_cotangent_is_pulled_back_to_leaves(argument, jit, high):
+    """The shapes of the leaves equal the shape of the dense array here."""
     w = vn.types.LoraArray(jnp.eye(4), 2 * jnp.eye(4), 3 * jnp.eye(4))
     f = jax.custom_vjp(lambda w: jnp.sum(w))
     f.defvjp(lambda w: (f(w), w), lambda w, ct: (jnp.full((4, 4), ct),))
@@ -251,7 +253,7 @@ def test_a_dense_cotangent_of_leaves_is_pulled_back(argument, jit, high):
 
 
 @both_ways
-def test_a_cotangent_of_another_shape_is_refused(jit):
+def test_a_cotangent_of_another_shape_raises(jit):
     w = vn.types.LoraArray(*[jnp.eye(4)] * 3)
     f = jax.custom_vjp(lambda w: jnp.sum(w))
     grad = jax.jit(jax.grad(f)) if jit else jax.grad(f)
@@ -287,7 +289,7 @@ def quantize(w):
 @pytest.mark.parametrize("backward", BACKWARD)
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("name", OPERANDS)
-def test_an_unmodified_matmul_takes_every_operand(name, call, backward, by, x, agree_by_leaves):
+def test_a_dense_custom_vjp_takes_implicit_arrays(name, call, backward, by, x, agree_by_leaves):
     w = OPERANDS[name](jax.random.normal(jax.random.key(0), (4, 6)))
     matmul = jax.custom_vjp(lambda x, w: x @ w)
     matmul.defvjp(lambda x, w: (x @ w, (x, w)), BACKWARD[backward])
@@ -303,7 +305,7 @@ def test_an_unmodified_matmul_takes_every_operand(name, call, backward, by, x, a
     agree_by_leaves(found, expected)
 
 
-def test_a_matmul_by_the_scale_of_a_quantised_operand(x, agree):
+def test_a_custom_vjp_has_gradients_of_scales(x, agree):
     q = quantize(jax.random.normal(jax.random.key(0), (4, 6)))
     matmul = jax.custom_vjp(lambda x, w: x @ w)
     matmul.defvjp(lambda x, w: (x @ w, (x, w)), BACKWARD["dense"])
@@ -330,7 +332,7 @@ QUANTISING = {
 @pytest.mark.parametrize("kind", ["vjp", "jvp"])
 @both_ways
 @pytest.mark.parametrize("transform", QUANTISING.values(), ids=QUANTISING)
-def test_rules_are_given_dense_derivatives_of_results(transform, jit, kind, x, agree):
+def test_rules_receive_dense_derivatives_of_results(transform, jit, kind, x, agree):
     if kind == "vjp":
         f = jax.custom_vjp(quantize)
         f.defvjp(lambda w: (f(w), None), lambda _, ct: (7 * ct,))
@@ -343,7 +345,7 @@ def test_rules_are_given_dense_derivatives_of_results(transform, jit, kind, x, a
     assert type(f(w)) is vn.quant.QArray
 
 
-def test_a_rule_is_given_dense_cotangents_in_a_tree(x, agree):
+def test_a_rule_receives_dense_cotangents_in_a_tree(x, agree):
     held = lambda w: vn.types.LoraArray(quantize(w), w[:, :2], w[:2])
     f = jax.custom_vjp(lambda w: {"a": quantize(w), "b": (w, held(w))})
     f.defvjp(lambda w: (f(w), None), lambda _, ct: (ct["a"] + ct["b"][0] + ct["b"][1].w,))
@@ -358,7 +360,7 @@ def test_a_rule_is_given_dense_cotangents_in_a_tree(x, agree):
 @pytest.mark.parametrize("symbolic_zeros", [False, True])
 @pytest.mark.parametrize("optimize_remat", [False, True])
 @both_ways
-def test_residuals_are_what_the_rule_kept(jit, optimize_remat, symbolic_zeros, weight, x):
+def test_a_backward_rule_receives_its_residuals(jit, optimize_remat, symbolic_zeros, weight, x):
     if symbolic_zeros and optimize_remat:
         pytest.skip("JAX does not support both")
     f = jax.custom_vjp(lambda x, w: x @ w)
@@ -389,7 +391,7 @@ RULED = {
 @pytest.mark.parametrize("argument", GIVEN)
 @pytest.mark.parametrize("typed_result", [False, True], ids=["dense result", "typed result"])
 @pytest.mark.parametrize("name", RULED)
-def test_a_jvp_in_a_rule(name, typed_result, argument, jit, weight, x, high, agree_by_leaves):
+def test_a_rule_can_call_jvp(name, typed_result, argument, jit, weight, x, high, agree_by_leaves):
     inner = high if typed_result else lambda w: jnp.sin(jnp.dot(x, w))
     f = jax.custom_jvp(inner)
     f.defjvp(lambda primals, tangents: jax.jvp(inner, primals, tangents))
@@ -402,7 +404,7 @@ def test_a_jvp_in_a_rule(name, typed_result, argument, jit, weight, x, high, agr
 
 
 @pytest.mark.parametrize("use", [lambda t: t[..., None], lambda t: 2 * t, jnp.sum])
-def test_the_tangent_of_a_typed_value_is_no_array(use, weight, high):
+def test_using_a_typed_tangent_as_an_array_raises(use, weight, high):
     if weight.dense_tangent:
         pytest.skip("its tangent is an array")
     tangent = lambda w: jax.jvp(lambda s: high(w) * s, (1.0,), (1.0,))[1]
@@ -414,7 +416,7 @@ def test_the_tangent_of_a_typed_value_is_no_array(use, weight, high):
 
 
 @both_ways
-def test_the_gradient_of_a_number_that_is_implicit(jit):
+def test_the_gradient_of_an_implicit_scalar_loss_agrees(jit):
     x = vn.types.Constant(jnp.arange(1.0, 4.0), (1, 2))
     loss = lambda see: lambda s: jnp.sum(jnp.sin(see(x) * s))
     for transform in (jax.grad, jax.jacrev, jax.jacfwd):

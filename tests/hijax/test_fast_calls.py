@@ -1,6 +1,6 @@
-"""Calls of jitted functions stay in C++, where arguments and results are trees.
+"""Calls of jitted functions with implicit arrays stay in C++.
 
-In a process of its own: JAX's cache of calls drops the newest of them once it holds 8192.
+The test runs in a new process, because JAX's cache of calls drops new entries when it holds 8192.
 """
 
 import subprocess
@@ -33,6 +33,6 @@ for weight in weights:
 """
 
 
-def test_python_runs_nothing():
+def test_a_second_call_runs_no_python():
     ran = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr

@@ -22,7 +22,7 @@ def either_mode(request):
         yield True
 
 
-def test_arguments_and_results(x, weight, agree, either_mode):
+def test_implicit_arrays_are_arguments_and_results(x, weight, agree, either_mode):
     program = vn.jit(lambda x, w: (jnp.dot(x, w), jnp.transpose(w), w))
     product, transposed, same = program(x, weight.value)
     agree(product, x @ weight.dense)
@@ -30,22 +30,22 @@ def test_arguments_and_results(x, weight, agree, either_mode):
     assert type(transposed) is type(same) is type(weight.value)
 
 
-def test_derivatives(x, weight, agree, agree_by_leaves, either_mode):
+def test_derivatives_follow_the_mode(x, weight, agree, agree_by_leaves, either_mode):
     loss = lambda w: jnp.sum(jnp.sin(jnp.dot(x, w)))
     if either_mode:
         expected = weight.reference(jax.grad, lambda w: jnp.sum(jnp.sin(x @ w)))
         agree_by_leaves(vn.jit(jax.grad(loss))(weight.value), expected)
         agree_by_leaves(jax.grad(vn.jit(loss))(weight.value), expected)
         return
-    # As `implicit`: the program's inside, and outside those of the leaves.
+    # As with `implicit`: derivatives inside are dense, and derivatives outside are per leaf.
     agree(vn.jit(jax.grad(loss))(weight.value), jax.grad(loss)(weight.dense))
     if not weight.dense_tangent:
         expected = weight.reference(jax.grad, loss)
         agree_by_leaves(jax.grad(vn.jit(loss))(weight.value), expected)
 
 
-def test_calls_stay_in_cpp(x, weight, either_mode):
-    """Once compiled, JAX runs no Python for a call but ours and that of the types' leaves."""
+def test_a_second_call_traces_nothing(x, weight, either_mode):
+    """A call of a compiled function runs in C++, apart from `Jitted` and flattening."""
     traces = []
     program = vn.jit(lambda x, w: (traces.append(1), jnp.dot(x, w), jnp.transpose(w))[1:])
     program(x, weight.value)
@@ -54,7 +54,7 @@ def test_calls_stay_in_cpp(x, weight, either_mode):
     assert traces == [1]
 
 
-def test_options():
+def test_options_of_jax_jit_apply():
     @functools.partial(vn.jit, static_argnames="n", donate_argnums=0)
     def program(x, *, n):
         return [x * i for i in range(n)]
@@ -67,7 +67,7 @@ def test_options():
         vn.jit(lambda x: x, no_such_option=1)
 
 
-def test_name_and_signature():
+def test_the_name_and_signature_are_kept():
     def program(x, /, *, scale=2):
         """Scales."""
         return x * scale
@@ -79,7 +79,7 @@ def test_name_and_signature():
     assert vn.jit(functools.partial(program, scale=3))(2.0) == 6.0
 
 
-def test_methods():
+def test_methods_can_be_jitted():
     class Model:
         @vn.jit
         def __call__(self, x):
@@ -94,14 +94,14 @@ def test_methods():
         Model()(1.0)
 
 
-def test_compiled_ahead_of_time(x, weight, agree):
+def test_a_function_can_be_compiled_ahead_of_time(x, weight, agree):
     program = vn.jit(lambda x, w: jnp.dot(x, w))
     agree(program.lower(x, weight.value).compile()(x, weight.value), x @ weight.dense)
     assert program.eval_shape(x, weight.value).shape == (3, 6)
     assert "dot_general" in str(program.trace(x, weight.value).jaxpr)
 
 
-def test_compiled_ahead_of_time_with_a_box():
+def test_an_ahead_of_time_program_writes_a_box():
     box = Box(1.0)
 
     def program(box, x):
@@ -114,7 +114,7 @@ def test_compiled_ahead_of_time_with_a_box():
         vn.jit(lambda box: box.set([1.0])).lower(box)
 
 
-def test_caches_are_cleared():
+def test_clear_cache_traces_again():
     traces = []
     program = vn.jit(lambda x: traces.append(1))
     for _ in range(2):
@@ -124,7 +124,7 @@ def test_caches_are_cleared():
     assert traces == [1, 1]
 
 
-def test_programs_of_contents_that_are_gone_are_forgotten():
+def test_programs_of_replaced_contents_are_removed():
     box = Box()
     program = vn.jit(lambda x: box.set([*(box.get() or []), x]))
     for n in range(4):
@@ -133,7 +133,7 @@ def test_programs_of_contents_that_are_gone_are_forgotten():
     assert len(program._programs) <= 2
 
 
-def test_arguments_in_any_place():
+def test_boxes_in_trees_and_keywords_are_written():
     one, other = Box(1.0), Box(2.0)
 
     @functools.partial(vn.jit, static_argnames="n")
@@ -147,7 +147,7 @@ def test_arguments_in_any_place():
     assert other.get() == 3
 
 
-def test_a_box_that_is_donated_keeps_its_contents():
+def test_a_donated_box_keeps_its_contents():
     box = Box(jnp.ones(2))
     program = vn.jit(lambda box: box.get() + 1, donate_argnums=0)
     for _ in range(2):
@@ -155,7 +155,7 @@ def test_a_box_that_is_donated_keeps_its_contents():
         assert box.get().tolist() == [1.0, 1.0]
 
 
-def test_without_compiling():
+def test_disable_jit_runs_the_function():
     box, closed = Box(1.0), Box(1.0)
 
     @vn.jit
@@ -169,8 +169,8 @@ def test_without_compiling():
     assert (box.get(), closed.get()) == ([2.0], [2.0, 2.0])
 
 
-def test_the_meaning_follows_the_mode(x):
-    """What is traced with the mode off is traced anew with it on, for derivatives differ."""
+def test_a_change_of_the_mode_traces_again(x):
+    """Derivatives differ between the modes, so a trace of one is not used in the other."""
     w = vn.types.LoraArray(jnp.ones((4, 6)), jnp.ones((4, 2)), jnp.ones((2, 6)))
     grad = vn.jit(jax.grad(lambda w: jnp.sum(jnp.dot(x, w))))
     assert isinstance(grad(w), jax.Array)
@@ -179,8 +179,8 @@ def test_the_meaning_follows_the_mode(x):
     assert isinstance(grad(w), jax.Array)
 
 
-def test_a_program_of_one_that_was_traced_before_follows_the_structure():
-    """JAX does not run the inner function again, which tells those around it what it holds."""
+def test_an_outer_program_follows_boxes_of_a_cached_one():
+    """JAX does not run the inner function again, so it cannot record its Boxes in the outer one."""
     box = Box(jnp.ones(2))
     inner = vn.jit(lambda x: box.update(lambda tree: jax.tree.map(lambda v: v + x, tree)))
     inner(1.0)
@@ -196,8 +196,8 @@ def test_a_program_of_one_that_was_traced_before_follows_the_structure():
         vn.jit(lambda box, x: inner(x))(box, 1.0)
 
 
-def test_a_box_that_is_passed_and_held_by_what_was_traced_before_is_refused():
-    """JAX does not run that again, so it does not ask the Box."""
+def test_passing_a_box_that_a_cached_function_holds_raises():
+    """JAX does not run the cached function again, so the Box does not see the use."""
     box, other = Box(1.0), Box(1.0)
     inner = jax.jit(lambda x: box.set(x))
     inner(1.0)
@@ -206,12 +206,12 @@ def test_a_box_that_is_passed_and_held_by_what_was_traced_before_is_refused():
         outer(box, 7.0)
     outer(other, 7.0)
     assert (box.get(), other.get()) == (7.0, [1.0])
-    with pytest.raises(ValueError, match="both an argument"):  # of the program that JAX knows
+    with pytest.raises(ValueError, match="both an argument"):  # the program is cached
         outer(box, 8.0)
     assert box.get() == 7.0
 
 
-def test_a_box_that_is_passed_and_changed_by_a_closure_is_refused():
+def test_passing_a_box_that_a_closure_changes_raises():
     box, other = Box(1.0), Box(1.0)
     change = vn.jit(lambda c, x: (box.set([x]), c.get())[1])
     change(other, 2.0)

@@ -64,7 +64,7 @@ ONE = [
 
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jitted"])
 @pytest.mark.parametrize("program", ONE)
-def test_one_weight(program, jit, x, weight, high, agree):
+def test_loops_and_branches_take_a_weight(program, jit, x, weight, high, agree):
     run = lambda x, w: program(x, w, high)
     agree((jax.jit(run) if jit else run)(x, weight.value), run(x, weight.dense), atol=1e-4)
 
@@ -74,13 +74,13 @@ DIFFERENTIABLE = [f for f in ONE if f is not while_carried]
 
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jitted"])
 @pytest.mark.parametrize("program", DIFFERENTIABLE)
-def test_gradients_of_one_weight(program, jit, x, weight, high, agree_by_leaves):
+def test_gradients_of_a_weight_in_loops_agree(program, jit, x, weight, high, agree_by_leaves):
     loss = lambda w: jnp.sum(jnp.sin(program(x, w, high)))
     transform = (lambda f: jax.jit(jax.grad(f))) if jit else jax.grad
     agree_by_leaves(transform(loss)(weight.value), weight.reference(jax.grad, loss))
 
 
-def test_a_derivative_through_a_while_loop(x, weight, high, agree):
+def test_a_while_loop_has_forward_derivatives(x, weight, high, agree):
     t = weight.dense if weight.dense_tangent else weight.value
     found = jax.jvp(lambda w: while_carried(x, w, high), (weight.value,), (t,))[1]
     if weight.dense_tangent:
@@ -112,7 +112,7 @@ MANY = [as_inputs, as_typed_inputs, as_results, mapped]
 
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jitted"])
 @pytest.mark.parametrize("program", MANY)
-def test_a_stack_of_weights(program, jit, x, weight, high, agree):
+def test_scan_slices_and_stacks_weights(program, jit, x, weight, high, agree):
     run = lambda x, w: program(x, w, high)
     out = (jax.jit(run) if jit else run)(x, weight.stack)
     agree(out, run(x, weight.dense_stack), atol=1e-4)
@@ -120,20 +120,20 @@ def test_a_stack_of_weights(program, jit, x, weight, high, agree):
 
 
 @pytest.mark.parametrize("program", [as_inputs, as_typed_inputs, mapped])
-def test_gradients_of_a_stack(program, x, weight, high, agree_by_leaves):
+def test_gradients_of_stacked_weights_agree(program, x, weight, high, agree_by_leaves):
     loss = lambda w: jnp.sum(jnp.sin(program(x, w, high)))
     expected = weight.reference(jax.grad, loss, stacked=True)
     agree_by_leaves(jax.jit(jax.grad(loss))(weight.stack), expected)
 
 
-def test_jaxprs_show_types_of_loops(x, weight, high):
+def test_a_scan_prints_the_type_of_its_result(x, weight, high):
     text = str(jax.make_jaxpr(lambda x, w: carried(x, w, high))(x, weight.value))
     name = "q8" if weight.dense_tangent else "lora"
     assert f"{name}[4,6] = scan[" in text
 
 
-def test_a_body_wrapped_by_functools_is_itself(weight):
-    """`functools.wraps` copies the attributes of a function, and a method has its function's."""
+def test_functools_wraps_does_not_confuse_bodies(weight):
+    """`functools.wraps` copies the attribute in which a wrapped body is cached."""
 
     def body(c, _):
         return c, 1.0
@@ -154,7 +154,7 @@ def test_a_body_wrapped_by_functools_is_itself(weight):
     assert lax.cond(True, negated, branch, weight.value) == -first
 
 
-# What meets is of two types: it is made dense there, as under vn.implicit.
+# Values of two types in a carry or among results of branches are materialized.
 
 
 def halves(c):
@@ -204,20 +204,20 @@ MEET = {
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jitted"])
 @pytest.mark.parametrize("typed", [False, True], ids=["a tree", "typed"])
 @pytest.mark.parametrize("name", MEET)
-def test_two_types_meet(name, typed, jit, weight, high, agree):
+def test_two_types_in_a_carry_or_branches_agree(name, typed, jit, weight, high, agree):
     program = lambda w: MEET[name](w, high if typed else lambda w: w)
     agree((jax.jit(program) if jit else program)(weight.value), program(weight.dense))
 
 
 @pytest.mark.parametrize("typed", [False, True], ids=["a tree", "typed"])
 @pytest.mark.parametrize("name", [n for n in MEET if "while" not in n and "unknown" not in n])
-def test_gradients_where_two_types_meet(name, typed, weight, high, agree_by_leaves):
+def test_gradients_through_two_types_agree(name, typed, weight, high, agree_by_leaves):
     loss = lambda w: jnp.sum(jnp.sin(MEET[name](w, high if typed else lambda w: w)))
     agree_by_leaves(jax.jit(jax.grad(loss))(weight.value), weight.reference(jax.grad, loss))
 
 
 @pytest.mark.parametrize("name", ["scan", "while_loop", "cond"])
-def test_what_meets_is_made_dense_visibly(name, weight, high):
+def test_materialization_in_loops_is_reported(name, weight, high):
     program, events = lambda w: MEET[name](w, high), []
     vn.implicit(jax.jit(program), False, on_materialise=events.append)(weight.value)
     assert name.removesuffix("_loop") in {event.primitive for event in events}
@@ -238,7 +238,7 @@ CONDITIONS = {
 
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jitted"])
 @pytest.mark.parametrize("name", CONDITIONS)
-def test_an_implicit_condition_is_made_dense(name, jit):
+def test_an_implicit_condition_is_materialized(name, jit):
     x = vn.types.Masked(jnp.arange(3.0), jnp.array([True, False, True]))
     run = lambda p: lambda x: CONDITIONS[name](p, x)
     refused = run(lambda x: jnp.sum(x) < 9)  # it may be invalid, so it has no dense form
@@ -250,14 +250,14 @@ def test_an_implicit_condition_is_made_dense(name, jit):
     assert (found == run_dense(x.value)).all()
 
 
-def test_a_body_may_give_a_value_that_it_builds(high, agree):
+def test_a_body_returns_a_value_that_it_constructs(high, agree):
     body = lambda i, d: vn.types.Diagonal(jnp.arange(3.0) + i)
     out = jax.lax.fori_loop(0, 3, body, high(vn.types.Diagonal(jnp.ones(3))))
     assert type(out) is vn.types.Diagonal
     agree(out, jnp.diag(jnp.arange(3.0) + 2))
 
 
-def test_types_of_storage_meet_dense(high):
+def test_storage_types_that_differ_are_materialized(high):
     upper = vn.types.Triangular(jnp.ones((4, 4)), lower=False)
     sparse = vn.types.NMSparse.prune(jnp.arange(16.0).reshape(4, 4), 2, 4)
     flipped = lambda w: lax.scan(lambda c, _: (c.T, None), w, None, length=3)[0]
@@ -265,7 +265,7 @@ def test_types_of_storage_meet_dense(high):
     assert (jax.jit(flipped)(sparse) == vn.materialise(sparse).T).all()
 
 
-def test_metadata_that_is_meaning_is_refused_by_name():
+def test_a_change_of_units_raises():
     m = vn.types.Quantity(jnp.ones(3), "m")
     squares = lambda c: c * c
     for loop, name in (
@@ -281,7 +281,7 @@ def test_metadata_that_is_meaning_is_refused_by_name():
             jax.jit(loop)(m)
 
 
-def test_a_zero_is_one_of_any_unit():
+def test_a_zero_takes_any_unit():
     m = vn.types.Quantity(jnp.arange(3.0), "m")
     last = lambda m: lax.scan(lambda c, v: (v, None), jnp.zeros(()), m)[0]
     assert str(jax.jit(last)(m)) == str(m[2])
@@ -289,8 +289,8 @@ def test_a_zero_is_one_of_any_unit():
         jax.jit(lambda m: lax.scan(lambda c, v: (v, None), jnp.ones(()), m)[0])(m)
 
 
-def test_a_program_that_does_not_agree_is_refused_as_it_is(weight, high):
-    """In JAX's words, as of dense arrays."""
+def test_different_structures_raise_the_error_of_jax(weight, high):
+    """The error is the same as for dense arrays."""
     for program in (
         lambda w: lax.scan(lambda c, _: (c[0], None), high(w), None, length=2),
         lambda w: lax.cond(True, lambda: high(w), lambda: (w, w)),
@@ -299,8 +299,8 @@ def test_a_program_that_does_not_agree_is_refused_as_it_is(weight, high):
             jax.jit(program)(weight.value)
 
 
-def test_branches_for_platforms_agree(high):
-    """`jnp.diagonal` has such, of which one gives another type than the other."""
+def test_branches_for_platforms_return_the_same_type(high):
+    """`jnp.diagonal` has branches for platforms, which return different types here."""
     halves = vn.types.SparseArray(jnp.ones(2, "float16"), jnp.array([[0, 2], [2, 2]]), (3, 3))
     dense = vn.materialise(halves)
     assert (vn.materialise(jnp.diagonal(high(halves))) == jnp.diagonal(dense)).all()

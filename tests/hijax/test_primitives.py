@@ -1,4 +1,4 @@
-"""High primitives of a user's: with rules and without, in the mode and out of it."""
+"""Primitives that users define, with and without rules, with the mode on and off."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ primitive = vn.hijax.primitive
 
 @primitive
 def derived(x: jax.Array, w, *, factor=2.0):
-    """What is derived from it alone."""
+    """A primitive without rules."""
     return factor * jnp.dot(jnp.sin(x), w)
 
 
@@ -21,7 +21,7 @@ def forward(x, w, *, factor=2.0):
 
 @primitive
 def by_vjp(x, w, *, factor=2.0):
-    """With a derivative that is not its own, so that it is seen to be used."""
+    """The rule returns another derivative than the function has, so that its use shows."""
     return 3 * factor * jnp.dot(x, vn.materialise(w))
 
 
@@ -41,7 +41,7 @@ by_vjp.defvjp(forward, backward)
 
 @primitive
 def by_jvp(x, w):
-    """With a derivative by `x` alone, and twice that."""
+    """The rule returns twice the derivative with respect to `x`, and no other."""
     return jnp.dot(x, w)
 
 
@@ -61,7 +61,7 @@ def _(ct, x, w):
     return 5 * jnp.dot(ct, jnp.transpose(w))
 
 
-# What each is to agree with, of dense arrays: the function, and its derivatives by x and w.
+# For each primitive, the function of dense arrays, and a function with the derivatives of the rule.
 EXPECTED = {
     derived: (lambda x, w: 2 * jnp.sin(x) @ w, None),
     by_vjp: (lambda x, w: 6 * x @ w, lambda x, w: x @ w),
@@ -81,7 +81,7 @@ both = pytest.mark.parametrize("jit", [False, True], ids=["eager", "jitted"])
 
 @pytest.fixture(autouse=True)
 def mode(request):
-    """As `on` says, and on for tests that do not say."""
+    """Set the mode to the parameter `on` of a test. It is on in tests without the parameter."""
     params = getattr(request.node, "callspec", None)
     if params is None or params.params.get("on", True):
         with vn.hijax.enabled():
@@ -98,14 +98,14 @@ def dense_function(op, *, differentiated):
 @in_and_out
 @both
 @every
-def test_its_value(op, jit, on, x, weight, agree):
+def test_a_primitive_computes_its_function(op, jit, on, x, weight, agree):
     expected = EXPECTED[op][0](x, weight.dense)
     agree((jax.jit(op) if jit else op)(x, weight.value), expected)
     agree((jax.jit(op) if jit else op)(x, weight.dense), expected)
 
 
 def pulled(f):
-    """Gradients of the sum, so that those of the value itself do not come into it."""
+    """Return the gradient of the sum of the results."""
     return lambda x, w: jax.grad(lambda x, w: jnp.sum(f(x, w)))(x, w)
 
 
@@ -129,17 +129,17 @@ GRADIENTS = {
 @in_and_out
 @pytest.mark.parametrize("name", GRADIENTS)
 @every
-def test_its_gradient(op, name, on, x, weight, agree):
+def test_gradients_use_the_rules(op, name, on, x, weight, agree):
     transform = GRADIENTS[name]
     expected = transform(dense_function(op, differentiated=True))(x, weight.dense)
     if op is by_transpose and name == "forward":
-        expected = expected / 5  # which does not transpose
+        expected = expected / 5  # forward mode does not call the transpose rule
     agree(transform(op)(x, weight.value), expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jitted"])
 @pytest.mark.parametrize("op", [derived, by_vjp], ids=name_of)
-def test_its_gradient_by_the_weight(op, jit, x, weight, agree_by_leaves):
+def test_gradients_of_weights_use_the_rules(op, jit, x, weight, agree_by_leaves):
     of = lambda f: lambda w: jnp.sum(f(x, w))
     expected = weight.reference(jax.grad, of(dense_function(op, differentiated=True)))
     grad = jax.jit(jax.grad(of(op))) if jit else jax.grad(of(op))
@@ -148,7 +148,7 @@ def test_its_gradient_by_the_weight(op, jit, x, weight, agree_by_leaves):
 
 @pytest.mark.parametrize("on", [False], ids=["out of it"])
 @pytest.mark.parametrize("op", [derived, by_vjp], ids=name_of)
-def test_out_of_the_mode_gradients_are_of_leaves(op, on, x, weight, agree_by_leaves):
+def test_without_high_types_gradients_are_per_leaf(op, on, x, weight, agree_by_leaves):
     of = lambda f: lambda w: jnp.sum(f(x, vn.materialise(w)))
     grad = lambda f: jax.grad(f, allow_int=True)(weight.value)
     found = grad(lambda w: jnp.sum(op(x, w)))
@@ -160,7 +160,7 @@ def test_out_of_the_mode_gradients_are_of_leaves(op, on, x, weight, agree_by_lea
 
 @in_and_out
 @every
-def test_under_implicit(op, on, x, weight, agree):
+def test_implicit_uses_the_rules(op, on, x, weight, agree):
     dense = weight.dense
     agree(vn.implicit(op)(x, weight.value), op(x, dense))
     agree(vn.implicit(jax.jit(op))(x, weight.value), op(x, dense))
@@ -172,32 +172,32 @@ def test_under_implicit(op, on, x, weight, agree):
 
 
 @primitive
-def quantise(x: jax.Array, *, qtype="int8") -> vn.quant.QArray:
+def quantize(x: jax.Array, *, qtype="int8") -> vn.quant.QArray:
     return vn.quant.quantize(x, qtype)
 
 
 @primitive
-def dequantise(q: vn.quant.QArray):
+def dequantize(q: vn.quant.QArray):
     return q.qvalue * q.scale
 
 
-quantise.defvjp(lambda x, **params: (quantise(x, **params), None), lambda _, ct, **params: (ct,))
-dequantise.defvjp(lambda q: (dequantise(q), None), lambda _, ct: (ct,))
+quantize.defvjp(lambda x, **params: (quantize(x, **params), None), lambda _, ct, **params: (ct,))
+dequantize.defvjp(lambda q: (dequantize(q), None), lambda _, ct: (ct,))
 
 
-def test_a_jaxpr_has_one_equation_on_types(x):
-    text = str(jax.make_jaxpr(lambda x: dequantise(quantise(x)))(x))
-    assert "b:q8[3,4] = quantise" in text
-    assert "c:f32[3,4] = dequantise b" in text
+def test_a_jaxpr_has_one_equation_for_a_call(x):
+    text = str(jax.make_jaxpr(lambda x: dequantize(quantize(x)))(x))
+    assert "b:q8[3,4] = quantize" in text
+    assert "c:f32[3,4] = dequantize b" in text
     text = str(jax.make_jaxpr(lambda x: derived(x, x.T, factor=3.0))(x))
     assert "derived[factor=3.0]" in text
 
 
 @both
-def test_a_gradient_goes_straight_through_a_typed_result(jit, x, agree):
-    loss = lambda x: jnp.sum(dequantise(quantise(x)) ** 2)
+def test_a_straight_through_gradient_passes_a_typed_result(jit, x, agree):
+    loss = lambda x: jnp.sum(dequantize(quantize(x)) ** 2)
     transform = (lambda f: jax.jit(jax.grad(f))) if jit else jax.grad
-    expected = 2 * dequantise(quantise(x))
+    expected = 2 * dequantize(quantize(x))
     agree(transform(loss)(x), expected)
     rows = jnp.stack([x, 2 * x])
     agree(jax.vmap(transform(loss))(rows), jnp.stack([expected, 2 * expected]))
@@ -206,21 +206,21 @@ def test_a_gradient_goes_straight_through_a_typed_result(jit, x, agree):
     agree(jax.hessian(loss)(x[0]), jax.hessian(lambda x: jnp.sum(x**2))(x[0]))
 
 
-def test_a_gradient_by_a_typed_argument_is_dense(x, agree):
-    q = quantise(x)
+def test_the_gradient_of_a_typed_argument_is_dense(x, agree):
+    q = quantize(x)
     assert type(q) is vn.quant.QArray
-    assert type(jax.jit(quantise)(x)) is vn.quant.QArray
-    agree(jax.grad(lambda q: jnp.sum(dequantise(q) ** 2))(q), 2 * vn.materialise(q))
+    assert type(jax.jit(quantize)(x)) is vn.quant.QArray
+    agree(jax.grad(lambda q: jnp.sum(dequantize(q) ** 2))(q), 2 * vn.materialise(q))
 
 
 @pytest.mark.parametrize("on", [False], ids=["out of it"])
-def test_out_of_the_mode_a_typed_tangent_is_refused(on, x):
+def test_without_high_types_a_dense_tangent_raises(on, x):
     with pytest.raises(TypeError, match=r"bwd returns QArray.*vn\.hijax\.enabled"):
-        jax.grad(lambda x: jnp.sum(dequantise(quantise(x))))(x)
+        jax.grad(lambda x: jnp.sum(dequantize(quantize(x))))(x)
 
 
 @in_and_out
-def test_trees_go_in_and_out(on, x, weight, agree):
+def test_operands_and_results_can_be_trees(on, x, weight, agree):
     @primitive
     def both(pair, more):
         return {"dot": jnp.dot(pair["x"], pair["w"]), "more": (more, -more[0])}
@@ -233,7 +233,7 @@ def test_trees_go_in_and_out(on, x, weight, agree):
 
 
 @in_and_out
-def test_a_rule_for_vmap(on, x, weight, agree):
+def test_vmap_uses_the_batching_rule(on, x, weight, agree):
     seen = []
 
     @primitive
@@ -251,8 +251,8 @@ def test_a_rule_for_vmap(on, x, weight, agree):
 
 
 @in_and_out
-def test_a_transpose_that_jax_could_not_find(on, x, weight, agree):
-    """Of what is a call of the host's, say, on each end of a vmap."""
+def test_a_callback_is_transposed_by_the_rule(on, x, weight, agree):
+    """JAX cannot transpose a callback. The rule also applies inside and outside of vmap."""
 
     @primitive
     def host(x, w):
@@ -270,7 +270,7 @@ def test_a_transpose_that_jax_could_not_find(on, x, weight, agree):
 
 
 @in_and_out
-def test_a_transpose_by_what_is_not_mapped_is_a_sum(on, x, agree):
+def test_the_cotangent_of_an_unmapped_operand_is_summed(on, x, agree):
     @primitive
     def scaled(x, c):
         return x * c
@@ -280,8 +280,8 @@ def test_a_transpose_by_what_is_not_mapped_is_a_sum(on, x, agree):
     agree(jax.grad(by_rows)(2.0), jnp.sum(x))
 
 
-def test_a_rule_that_is_not_linear(x, agree):
-    """Clipping of a gradient, which is no derivative, for each of a batch."""
+def test_a_nonlinear_backward_rule_is_used(x, agree):
+    """A rule that clips the cotangent is not linear."""
 
     @primitive
     def clipped(x):
@@ -294,16 +294,16 @@ def test_a_rule_that_is_not_linear(x, agree):
     agree(jax.grad(lambda x: jnp.sum(jax.vmap(loss)(x)))(x), jnp.ones_like(x))
 
 
-# What is refused.
+# Errors.
 
 
 def refused(match):
     return pytest.raises(TypeError, match=match)
 
 
-def test_operands_of_another_class_are_refused(x, weight):
-    with refused("dequantise: operand 0 must be QArray, as annotated, not f32"):
-        dequantise(x)
+def test_operands_of_another_class_raise(x, weight):
+    with refused("dequantize: operand 0 must be QArray, as annotated, not f32"):
+        dequantize(x)
     with refused(r"derived: operand 0 must be a dense array, as annotated, not \w+\[4,6\]"):
         derived(weight.value, x)
     with refused("parameter factor has the type ArrayImpl"):
@@ -321,7 +321,7 @@ WRONG_BACKWARD = {
 
 
 @pytest.mark.parametrize("case", WRONG_BACKWARD)
-def test_cotangents_that_do_not_fit_are_refused(case, x):
+def test_wrong_cotangents_raise(case, x):
     bwd, message = WRONG_BACKWARD[case]
 
     @primitive
@@ -333,7 +333,7 @@ def test_cotangents_that_do_not_fit_are_refused(case, x):
         jax.grad(lambda x: jnp.sum(op(x, x)))(x)
 
 
-def test_other_results_than_the_expansions_are_refused(x):
+def test_wrong_results_of_rules_raise(x):
     @primitive
     def op(x):
         return x
@@ -359,7 +359,7 @@ def test_other_results_than_the_expansions_are_refused(x):
         jax.vmap(mapped)(x)
 
 
-def test_a_second_derivative_is_refused():
+def test_a_second_derivative_rule_raises():
     @primitive
     def op(x):
         return x
@@ -369,7 +369,7 @@ def test_a_second_derivative_is_refused():
         op.defvjp(lambda x: (x, None), lambda r, ct: (ct,))
 
 
-def test_a_box_from_outside_is_refused_by_name():
+def test_a_captured_box_raises_with_the_name():
     box = vn.hijax.Box(0.0)
 
     @vn.hijax.primitive

@@ -1,4 +1,4 @@
-"""Rules with `symbolic_zeros` are told of a value, as of an array, whether it moves."""
+"""Rules with `symbolic_zeros` get one zero or one tangent for each implicit array."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ def is_zero(t):
 
 
 def product(seen):
-    """`x @ w` with the derivative of a product, of which `seen` says what its rule was told."""
+    """Return `x @ w` with a rule that appends to `seen` which tangents are zero."""
     f = jax.custom_jvp(jnp.matmul)
 
     def rule(primals, tangents):
@@ -49,7 +49,7 @@ def product_backward(seen):
 @both_ways
 @pytest.mark.parametrize("given", GIVEN)
 @pytest.mark.parametrize("make", [product, product_backward], ids=["jvp", "vjp"])
-def test_of_a_value_that_does_not_move(make, given, jit, weight, x, high, agree):
+def test_a_constant_value_has_a_symbolic_zero(make, given, jit, weight, x, high, agree):
     f, see = make(seen := []), GIVEN[given](high)
     grad = jax.grad(lambda x: jnp.sum(jnp.sin(f(x, see(weight.value)))))
     expected = jax.grad(lambda x: jnp.sum(jnp.sin(x @ weight.dense)))(x)
@@ -59,8 +59,8 @@ def test_of_a_value_that_does_not_move(make, given, jit, weight, x, high, agree)
 
 @both_ways
 @pytest.mark.parametrize("make", [product, product_backward], ids=["jvp", "vjp"])
-def test_of_a_value_of_which_a_leaf_moves(make, jit, x, agree_by_leaves):
-    """The zeros of the others are arrays, as those of a value that is known to move."""
+def test_a_value_with_a_varying_leaf_has_a_full_tangent(make, jit, x, agree_by_leaves):
+    """The zero tangents of the other leaves are arrays."""
     f = make(seen := [])
     a, b = jnp.ones((4, 2)), jnp.arange(12.0).reshape(2, 6) / 7
     grad = jax.grad(lambda a: jnp.sum(jnp.sin(f(x, vn.types.LowRank(a, b)))))
