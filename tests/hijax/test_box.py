@@ -265,6 +265,8 @@ def test_writing_mapped_values_to_a_captured_box_raises(jit):
     refused = r"cannot be written to .* from outside\. Pass the Box|vmapped value on an unbatched"
     with pytest.raises(Exception, match=refused):
         jax.vmap(jit(lambda x: box.set(x)))(jnp.arange(3.0))
+    with pytest.raises(ValueError, match="Pass the Box to the mapped function"):
+        jit(jax.vmap(lambda x: box.set(x)))(jnp.arange(3.0))
     assert contents(box) == 0.0
     np.testing.assert_allclose(jax.vmap(jit(lambda x: x + box.get()))(jnp.arange(2.0)), [0, 1])
 

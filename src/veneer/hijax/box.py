@@ -9,7 +9,7 @@ import jax
 
 from .._core.value import OpaqueNode
 from .box_contents import Contents, ReferenceContents, flatten_contents
-from .box_traces import latest, state
+from .box_traces import get_latest, state
 
 
 @jax.tree_util.register_pytree_node_class
@@ -71,19 +71,19 @@ class Box(OpaqueNode):
 
     def get(self) -> Any:
         """Return the contents."""
-        return latest(self._contents).tree()
+        return get_latest(self._contents).tree()
 
     def set(self, value: Any) -> None:
         """Replace the contents with `value`, a pytree of arrays, implicit arrays and numbers."""
         _reject_boxes(value)
-        latest(self._contents).set(value)
+        get_latest(self._contents).set(value)
 
     def update(self, function: Callable[[Any], Any]) -> None:
         """Replace the contents with `function(contents)`."""
         self.set(function(self.get()))
 
     def __repr__(self) -> str:
-        return repr(latest(self._contents))
+        return repr(get_latest(self._contents))
 
     def __reduce__(self) -> Any:
         return Box, (self.get(),)
@@ -94,7 +94,7 @@ class Box(OpaqueNode):
         The leaves are JAX references. In a call of a function of `vn.jit` they are values, which
         the compiled program takes and returns.
         """
-        contents = latest(self._contents)
+        contents = get_latest(self._contents)
         if state.flattened is not None:
             state.flattened.append(self)
             contents.unpack()
@@ -116,7 +116,7 @@ class Box(OpaqueNode):
             contents.stops_gradients |= structure.stops_gradients
         else:
             box = structure.box()
-            refs = [] if box is None else latest(box._contents).refs or []
+            refs = [] if box is None else get_latest(box._contents).refs or []
             if box is not None and list(map(id, refs)) == list(map(id, leaves)):
                 return box
             contents = ReferenceContents(leaves, structure.treedef, structure.stops_gradients)

@@ -33,7 +33,7 @@ from .._jax.tracing import Trace, Tracer, current_trace, is_eager, set_current_t
 from .box_traces import (
     JitFrame,
     clear_traced_functions,
-    enclosing,
+    enclosing_traces,
     is_checkpoint,
     is_staging,
     primal_in,
@@ -65,7 +65,7 @@ class Contents:
 
     def __init__(self, leaves: Sequence[Any], treedef: Any, stops_gradients: bool | None = None):
         # `vn.implicit` only wraps values, so its traces do not count.
-        traces = enclosing(current_trace())
+        traces = enclosing_traces(current_trace())
         self.creation_trace = next(t for t in traces if type(t) is not ImplicitTrace)
         with set_current_trace(self.creation_trace):
             self.is_concrete = is_eager()
@@ -79,7 +79,7 @@ class Contents:
 
     def __repr__(self) -> str:
         leaves = self._leaves if self.refs is None else self.refs[: self.treedef.num_leaves]
-        types = [_type_name(x) for x in leaves]
+        types = [_format_type(x) for x in leaves]
         return f"Box({jax.tree.unflatten(self.treedef, types)})"
 
     # Reading.
@@ -129,7 +129,7 @@ class Contents:
     def _traces_inside(self) -> list[Trace]:
         """Return the traces from the current one up to the creation trace, which is excluded."""
         traces = []
-        for trace in enclosing(current_trace()):
+        for trace in enclosing_traces(current_trace()):
             if trace is self.creation_trace:
                 break
             traces.append(trace)
@@ -144,7 +144,7 @@ class Contents:
         if any(map(is_staging, traces)):
             self._write_staged(leaves, treedef, traces)
         else:
-            self._write_values(*self._to_creation_trace(leaves, treedef, traces))
+            self._write_values(*self._move_to_creation_trace(leaves, treedef, traces))
         self.is_written = True
 
     def _write_values(self, leaves: Sequence[Any], treedef: Any) -> None:
@@ -156,13 +156,13 @@ class Contents:
                 self._drop_references()
                 self._leaves, self.treedef = leaves, treedef
 
-    def _to_creation_trace(
+    def _move_to_creation_trace(
         self, leaves: Sequence[Any], treedef: Any, traces: Sequence[Trace]
     ) -> tuple[list[Any], Any]:
         """Return values of the creation trace: the primals with respect to the inner traces."""
         for trace in traces:
             leaves = [primal_in(trace, leaf) for leaf in leaves]
-            tree = jax.tree.map(_unwrapped, jax.tree.unflatten(treedef, leaves))
+            tree = jax.tree.map(_unwrap, jax.tree.unflatten(treedef, leaves))
             leaves, treedef = jax.tree.flatten(tree)
         with set_current_trace(self.creation_trace):
             leaves = list(map(_as_strong_array, leaves))
@@ -201,16 +201,16 @@ class Contents:
 
     def _foreign_value_error(self, leaf: Any) -> ValueError:
         return ValueError(
-            f"{_type_name(leaf)}, which is mapped (as by jax.vmap) or traced elsewhere, cannot be "
-            f"written to {self!r} from outside. Pass the Box to the mapped function, with a mapped "
-            "axis on each leaf, or make it inside the function."
+            f"{_format_type(leaf)}, which is mapped (as by jax.vmap) or traced elsewhere, cannot "
+            f"be written to {self!r} from outside. Pass the Box to the mapped function, with a "
+            "mapped axis on each leaf, or make it inside the function."
         )
 
     def _change_structure(
         self, leaves: Sequence[Any], treedef: Any, traces: Sequence[Trace]
     ) -> None:
         """Replace the contents for the rest of the innermost trace, which `vn.jit` must own."""
-        frame = _frame_of(traces)
+        frame = _find_frame(traces)
         if frame is None:
             raise self._structure_error(leaves, treedef, traces)
         if self in frame.arguments:
@@ -312,7 +312,7 @@ class Contents:
             for frame in state.frames:
                 if frame.trace in traces:
                     frame.capture(self)
-            self.in_jax_caches |= _frame_of(traces) is None
+            self.in_jax_caches |= _find_frame(traces) is None
 
 
 class ReferenceContents(Contents):
@@ -341,7 +341,7 @@ class ReferenceContents(Contents):
     def _check_traces(self) -> None:
         self._reject_condition(self._traces_inside())
         self.record_use()
-        if not self.stops_gradients and any(map(is_checkpoint, enclosing(current_trace()))):
+        if not self.stops_gradients and any(map(is_checkpoint, enclosing_traces(current_trace()))):
             raise NotImplementedError(
                 f"{self!r} was made inside a traced function and is an argument of a "
                 "jax.checkpoint in it, which would lose the derivative of its contents. Make the "
@@ -349,7 +349,7 @@ class ReferenceContents(Contents):
             )
 
 
-def _frame_of(traces: Sequence[Trace]) -> JitFrame | None:
+def _find_frame(traces: Sequence[Trace]) -> JitFrame | None:
     """Return the frame of `vn.jit` for the innermost staging trace, if `vn.jit` started it."""
     innermost = next(filter(is_staging, traces))
     frame = state.frames[-1] if state.frames else None
@@ -358,7 +358,7 @@ def _frame_of(traces: Sequence[Trace]) -> JitFrame | None:
 
 def flatten_contents(value: Any) -> tuple[list[Any], Any]:
     """Return the leaves of a pytree as arrays without weak types, and the structure."""
-    leaves, treedef = jax.tree.flatten(jax.tree.map(_unwrapped, value))
+    leaves, treedef = jax.tree.flatten(jax.tree.map(_unwrap, value))
     return list(map(_as_strong_array, leaves)), treedef
 
 
@@ -373,9 +373,9 @@ def unpack_typed(
     return flatten_contents(jax.tree.map(opened, jax.tree.unflatten(treedef, leaves)))
 
 
-def _unwrapped(x: Any) -> Any:
+def _unwrap(x: Any) -> Any:
     """Return the implicit array or the derivatives that a tracer or an operand represents."""
-    return jax.tree.map(_unwrapped, x.value) if type(x) is ImplicitTracer else exposed(x)
+    return jax.tree.map(_unwrap, x.value) if type(x) is ImplicitTracer else exposed(x)
 
 
 def _as_strong_array(leaf: Any) -> Any:
@@ -391,7 +391,7 @@ def _as_strong_array(leaf: Any) -> Any:
     return lax.convert_element_type(leaf, aval.dtype) if is_weak else leaf
 
 
-def _type_name(x: Any) -> str:
+def _format_type(x: Any) -> str:
     if not hasattr(x, "dtype"):
         return str(x)
     return jax.core.ShapedArray(x.shape, x.dtype).str_short(short_dtypes=True)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .box_contents import Contents
 
 
-def enclosing(trace: Trace) -> Iterator[Trace]:
+def enclosing_traces(trace: Trace) -> Iterator[Trace]:
     """Yield a trace and the traces around it, innermost first."""
     around: Any = trace
     while around is not None:
@@ -104,7 +104,7 @@ class _State(local):
 state = _State()
 
 
-def latest(contents: "Contents") -> "Contents":
+def get_latest(contents: "Contents") -> "Contents":
     """Return the contents that replace `contents` in the current traces of `vn.jit`, if any do."""
     for frame in state.frames:
         contents = frame.replaced.get(contents, contents)

@@ -204,26 +204,26 @@ def trace_loop(trace: Callable, function: Callable, in_avals: Any, *args: Any, *
     operands, _ = in_avals.unflatten()
     keeps_carry = _has_implicit_types(operands)
     if keeps_carry:
-        function = _wrap_once(function, "_veneer_loop_body", _with_carry)
+        function = _wrap_once(function, "_veneer_loop_body", _keep_carry_form)
     with _events_at_end() as events:
-        jaxpr, out_avals = trace(function, in_avals, *args, **kw)
-        out = out_avals.unflatten()
+        traced = trace(function, in_avals, *args, **kw)
+        out = traced[1].unflatten()
+        adapted = function
         if _has_implicit_types(out) and not keeps_carry:
-            function = _wrap_once(function, "_veneer_loop_body", _with_carry)
-            events.clear()
-            jaxpr, out_avals = trace(function, in_avals, *args, **kw)
+            adapted = _wrap_once(adapted, "_veneer_loop_body", _keep_carry_form)
         if _is_scan_body(operands, out) and not is_stackable(out[1]):
-            function = _wrap_once(function, "_veneer_scan_body", _with_stackable)
+            adapted = _wrap_once(adapted, "_veneer_scan_body", _make_stackable)
+        if adapted is not function:
             events.clear()
-            jaxpr, out_avals = trace(function, in_avals, *args, **kw)
-    return jaxpr, out_avals
+            traced = trace(adapted, in_avals, *args, **kw)
+    return traced
 
 
 def _is_scan_body(args: Any, out: Any) -> bool:
     return len(args) == 2 and isinstance(out, tuple) and len(out) == 2
 
 
-def _with_carry(function: Callable) -> Callable:
+def _keep_carry_form(function: Callable) -> Callable:
     def body(*args: Any) -> Any:
         out = function(*args)
         if len(args) == 1:  # while_loop
@@ -241,7 +241,7 @@ def _is_predicate(x: Any) -> bool:
     return hasattr(x, "dtype") and (x.shape, x.dtype) == ((), bool)
 
 
-def _with_stackable(function: Callable) -> Callable:
+def _make_stackable(function: Callable) -> Callable:
     def body(*args: Any) -> Any:
         carry, results = function(*args)
         return carry, jax.tree.map(stackable, results, is_leaf=is_value)
@@ -311,11 +311,11 @@ def unify_branches(choose: Callable) -> Callable:
 def trace_branch(trace: Callable, function: Callable, in_avals: Any, *args: Any, **kw: Any) -> Any:
     """Call JAX's function that traces a branch, with the results in the forms of the operands."""
     if any(map(is_value, _flatten(in_avals.unflatten())[0])):
-        function = _wrap_once(function, "_veneer_branch", _with_operand_forms)
+        function = _wrap_once(function, "_veneer_branch", _use_operand_forms)
     return trace(function, in_avals, *args, **kw)
 
 
-def _with_operand_forms(function: Callable) -> Callable:
+def _use_operand_forms(function: Callable) -> Callable:
     def branch(*args: Any) -> Any:
         values: Sequence[Any] = [x for x in _flatten(args)[0] if is_value(x)]
         examples = {type(x): x for x in values}

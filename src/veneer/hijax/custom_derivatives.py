@@ -49,7 +49,7 @@ from .values import (
     within_rule,
 )
 
-#: The operations that reports name when a cotangent or a tangent is materialized. Never bound.
+#: Primitives that reports name when a cotangent or a tangent is materialized. They are never bound.
 _COTANGENT, _TANGENT = Primitive("custom_vjp"), Primitive("custom_jvp")
 
 
@@ -141,32 +141,32 @@ def conform_cotangents(
     types = jax.tree.unflatten(in_tree, in_avals)
     operands = (None,) * len(types) if operands is None else operands
     if with_logs:
-        return _conform(out[0], types, operands), *out[1:]
-    return _conform(out, types, operands)
+        return _convert_cotangents(out[0], types, operands), *out[1:]
+    return _convert_cotangents(out, types, operands)
 
 
-def _conform(cotangents: Any, types: Any, operands: Any) -> Any:
+def _convert_cotangents(cotangents: Any, types: Any, operands: Any) -> Any:
     """Convert the cotangents of arguments to the types of the flat arguments."""
     if not isinstance(cotangents, tuple | list):
         return cotangents
     is_leaf = lambda ct: ct is None or is_value(ct)
     try:
-        return jax.tree.map(_cotangent, tuple(cotangents), types, operands, is_leaf=is_leaf)
+        return jax.tree.map(_convert_cotangent, tuple(cotangents), types, operands, is_leaf=is_leaf)
     except ValueError:  # different tree structures, for which JAX raises an error
         return cotangents
 
 
-def _cotangent(ct: Any, t: Any, operand: Any = None) -> Any:
+def _convert_cotangent(ct: Any, t: Any, operand: Any = None) -> Any:
     if ct is None:
         return None
     if is_value(t) or (type(t) is HighType and not t.dense_tangent):
-        return _cotangent_of_leaves(ct, t, operand)
+        return _convert_leaf_cotangents(ct, t, operand)
     if any(map(is_value, jax.tree.leaves(t, is_leaf=is_value))):
         raise _cotangent_error(ct, t)
     return made_dense(_COTANGENT, ct) if _is_implicit(ct) else ct
 
 
-def _cotangent_of_leaves(ct: Any, t: Any, operand: Any) -> Any:
+def _convert_leaf_cotangents(ct: Any, t: Any, operand: Any) -> Any:
     """Convert a cotangent of an implicit array that has one for each of its leaves.
 
     `t` is an implicit array of types, or a high type.
@@ -182,7 +182,7 @@ def _cotangent_of_leaves(ct: Any, t: Any, operand: Any) -> Any:
         return _pull_back(ct, t, operand)
     if is_value(t):
         is_leaf = lambda x: x is None or is_part(value)(x)
-        return jax.tree.map(_cotangent, value, t, is_leaf=is_leaf)
+        return jax.tree.map(_convert_cotangent, value, t, is_leaf=is_leaf)
     return _pack_tangent(value, t)
 
 
@@ -199,13 +199,13 @@ def _pull_back(ct: Any, t: Any, operand: Any) -> Any:
     treedef: Any = structure
     value = jax.tree.unflatten(treedef, map(as_high_array, treedef.flatten_up_to(value)))
     pairs = zip(leaf_cotangents(_COTANGENT, value, ct), types, strict=True)
-    return jax.tree.unflatten(treedef, [_cotangent(x, a) for x, a in pairs])
+    return jax.tree.unflatten(treedef, [_convert_cotangent(x, a) for x, a in pairs])
 
 
 def _pack_tangent(derivatives: Any, t: HighType) -> Any:
     """Return the derivatives of the leaves of a typed value as one tangent."""
     pairs = zip(leaves_of(derivatives), t.leaves, strict=True)
-    return TangentType(t).raise_val(*(_cotangent(x, a) for x, a in pairs if is_inexact(a)))
+    return TangentType(t).raise_val(*(_convert_cotangent(x, a) for x, a in pairs if is_inexact(a)))
 
 
 def _cotangent_error(ct: Any, t: Any) -> TypeError:
@@ -221,7 +221,7 @@ def _cotangent_error(ct: Any, t: Any) -> TypeError:
 
 
 @_patch_flatten(lambda *args: args[-1:])
-def pair_tangents(rule: Callable, result_types: Callable, primals: Any, tangents: Any) -> Any:
+def conform_tangents(rule: Callable, result_types: Callable, primals: Any, tangents: Any) -> Any:
     """Call the rule of a `custom_jvp`, and convert its results to the types of the function's.
 
     `result_types` returns these types once the function itself has run.
@@ -240,30 +240,30 @@ def pair_tangents(rule: Callable, result_types: Callable, primals: Any, tangents
     except StoreException:  # the function has not run, so JAX takes the types of the rule
         types = out[1]
     try:
-        primal = jax.tree.map(_primal_result, types, out[0], is_leaf=is_value)
-        return primal, jax.tree.map(_tangent_result, types, out[1], primal, is_leaf=is_value)
+        primal = jax.tree.map(_convert_primal, types, out[0], is_leaf=is_value)
+        return primal, jax.tree.map(_convert_tangent, types, out[1], primal, is_leaf=is_value)
     except ValueError:  # different tree structures, for which JAX raises an error
         return out
 
 
-def _primal_result(t: Any, primal: Any) -> Any:
+def _convert_primal(t: Any, primal: Any) -> Any:
     if is_value(t):
         return with_dense_tangents(opened(primal))
     return canonical(primal) if isinstance(primal, Value) else primal
 
 
-def _tangent_result(t: Any, tangent: Any, primal: Any) -> Any:
+def _convert_tangent(t: Any, tangent: Any, primal: Any) -> Any:
     if is_value(t):
         leaves, structure = jax.tree.flatten(primal)
         treedef: Any = structure
         tangents = treedef.flatten_up_to(opened_derivatives(tangent))
-        return jax.tree.unflatten(treedef, map(_leaf_tangent, leaves, tangents))
+        return jax.tree.unflatten(treedef, map(_convert_leaf_tangent, leaves, tangents))
     if type(t) is not HighType or t.dense_tangent or type(tangent) is not t.cls:
         return tangent
     return _pack_tangent(tangent, t)
 
 
-def _leaf_tangent(leaf: Any, tangent: Any) -> Any:
+def _convert_leaf_tangent(leaf: Any, tangent: Any) -> Any:
     """Return the tangent of a leaf. It is dense if the leaf is an implicit array itself."""
     if not is_value(tangent):
         return tangent
@@ -294,7 +294,7 @@ def _merge_zeros(derivative: Any, primal: Any = None) -> Any:
 
 
 def _call_rule(rule: Callable, primals: Any, derivatives: Any) -> Any:
-    """Call a user's rule with derivatives that are marked as such. Arrays they are not."""
+    """Call a user's rule with marked derivatives, so that their use as arrays raises."""
     mark = lambda x: mark_derivatives(opened_derivatives(x))
     derivatives = jax.tree.map(mark, derivatives, is_leaf=is_value)
     with within_rule(within_rule.value or has_derivatives(derivatives)):

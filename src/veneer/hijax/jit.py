@@ -33,7 +33,7 @@ from .._jax.hijax import (
 from .._jax.tracing import Tracer, current_trace, is_eager, jax_caller
 from .box import Box, boxes_in
 from .box_contents import Contents
-from .box_traces import JitFrame, alias_error, latest, state
+from .box_traces import JitFrame, alias_error, get_latest, state
 from .mode import is_enabled
 
 
@@ -89,7 +89,7 @@ class Jitted:
         self._new_program = partial(TracedFunction, function, options)
         self._programs = [self._new_program()]
         self._function = function
-        run = _with_signature(function, partial(_run, function))
+        run = _copy_signature(function, partial(_run, function))
         self._plain: Any = jit_with_options(run, options)
         update_wrapper(self, function, updated=())
         # A callable object may have attributes of the same names. Those of `Jitted` come first.
@@ -165,14 +165,14 @@ class TracedFunction:
         self.donates = bool(options.donate_argnums or options.donate_argnames)
         # Shardings and layouts apply to the results, not to the contents of Boxes.
         self.returns_pair = has_result_placement(options)
-        wrapped = _with_signature(function, partial(self._trace, function))
+        wrapped = _copy_signature(function, partial(self._trace, function))
         _traced_by_jitted.add(wrapped)
         options = extend_options_to_pair(options) if self.returns_pair else options
         self.compiled: Any = jit_with_options(wrapped, options)
 
     def is_current(self) -> bool:
         """Return whether the captured Boxes still have the same references."""
-        return self.has_references() and all(latest(c) is c for c in self.captured)
+        return self.has_references() and all(get_latest(c) is c for c in self.captured)
 
     def has_references(self) -> bool:
         """Return whether no captured Box has dropped its references."""
@@ -180,7 +180,7 @@ class TracedFunction:
 
     def reject_aliases(self, arguments: Any) -> None:
         """Raise ValueError if the arguments contain a Box twice or a captured Box."""
-        passed = [latest(box._contents) for box in boxes_in(arguments)]
+        passed = [get_latest(box._contents) for box in boxes_in(arguments)]
         keys = [id(c.refs[0] if c.refs else c) for c in passed]
         for i, contents in enumerate(passed):
             if keys[i] in keys[:i]:
@@ -201,7 +201,7 @@ class TracedFunction:
             # JAX flattens the arguments and rebuilds them, except under jax.disable_jit.
             rebuilt = boxes_in((args, kwargs)) if flattened else []
             boxes = [box for box in rebuilt if box._contents.creation_trace is trace]
-            arguments = [latest(box._contents) for box in flattened[: len(boxes)]]
+            arguments = [get_latest(box._contents) for box in flattened[: len(boxes)]]
             with JitFrame(trace, self.captured, arguments) as frame:
                 out = _run(function, *args, **kwargs)
             jaxpr: Any = getattr(trace, "frame", None)  # None under jax.disable_jit
@@ -216,7 +216,7 @@ class TracedFunction:
             state.flattened = flattened
 
 
-def _with_signature(function: Callable, implementation: Callable) -> Callable:
+def _copy_signature(function: Callable, implementation: Callable) -> Callable:
     """Return a function that calls `implementation`, with the name and signature of `function`."""
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -250,7 +250,7 @@ class WrittenContents:
         for target, tree in zip(self.targets, self.trees, strict=True):
             contents = boxes[target]._contents if isinstance(target, int) else target()
             if contents is not None:  # None if the Box was deleted
-                latest(contents).set(tree)
+                get_latest(contents).set(tree)
 
 
 def _collect_written(

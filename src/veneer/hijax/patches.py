@@ -49,9 +49,9 @@ from .custom_derivatives import (
     carry_to_call,
     conform_cotangents,
     conform_results,
+    conform_tangents,
     keep_operands,
     leave_out_operands,
-    pair_tangents,
 )
 from .frameworks import partition_by_tangents, with_values_as_arrays, with_way_out
 from .high import apply
@@ -381,7 +381,7 @@ jax_patches.attribute(custom_derivatives, "_flatten_fwd", keep_operands)
 jax_patches.attribute(custom_derivatives, "_flatten_bwd", conform_cotangents)
 if hasattr(custom_derivatives, "_FlatBwdWithAccums"):  # JAX >= 0.12
     jax_patches.attribute(custom_derivatives, "_FlatBwdWithAccums", leave_out_operands)
-jax_patches.attribute(custom_derivatives, "_flatten_jvp", pair_tangents)
+jax_patches.attribute(custom_derivatives, "_flatten_jvp", conform_tangents)
 # Results that JAX hands to users hold values, and not what stands for them inside.
 jax_patches.attribute(FlatTree, "unflatten", _unflatten_values)
 jax_patches.attribute(ad_checkpoint, "tree_unflatten", _unflatten_with(value_of))

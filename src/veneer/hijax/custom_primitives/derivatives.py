@@ -60,11 +60,11 @@ class ForwardRule(Expansion):
                 f"fwd returns ({show_types(out_types)}), but the function itself "
                 f"({show_types(expected_types)}). Structures and types must be the same."
             )
-        primals = compress(values, _have_dense_cotangent(self.structure))
+        primals = compress(values, _dense_cotangent_flags(self.structure))
         return [*flat, *residuals, *primals], (out, residual_structure)
 
 
-def _have_dense_cotangent(structure: Structure) -> list[bool]:
+def _dense_cotangent_flags(structure: Structure) -> list[bool]:
     """Return for each operand whether it is a leaf of an implicit array with a dense tangent."""
     is_dense = lambda v: v != ONE_LEAF and v.node_data()[0].dense_tangent
     return [is_dense(v) for v in structure.values for _ in range(v.num_leaves)]
@@ -151,7 +151,7 @@ class BackwardRule(DerivativeRule):
     def evaluate(self, *values: Any) -> tuple[list[Any], Any]:
         rest = iter(values)
         residuals = self.residuals.unflatten(map(exposed, rest))
-        primals = [next(rest) if d else None for d in _have_dense_cotangent(self.structure)]
+        primals = [next(rest) if d else None for d in _dense_cotangent_flags(self.structure)]
         cotangents = unflatten_tangents(self.out, self.out_types, rest)
         cts = self.call("bwd", residuals, cotangents)
         args = jax.tree_util.treedef_children(self.structure.tree)
@@ -286,20 +286,20 @@ def jvp_by_rule(
     if "jvp" in rules:
         rule = ForwardModeRule.like(expansion, types, out_structure, out_types)
         given = [instantiate_zeros(x) for x, t in pairs if has_tangent(t)]
-        return _with_zeros(apply(expansion, *primals), apply(rule, *primals, *given))
+        return _fill_zero_tangents(apply(expansion, *primals), apply(rule, *primals, *given))
     forward = ForwardRule.like(expansion)
     results = apply(forward, *primals)
     out, residuals = results[: len(out_types)], results[len(out_types) :]
     (_, residual_structure), _ = forward.infer(types)
     varies = tuple(type(x) is not Zero and has_tangent(t) for x, t in pairs)
     if not any(varies) or not any(map(has_tangent, out_types)):
-        return _with_zeros(out, ())
+        return _fill_zero_tangents(out, ())
     backward = BackwardRule.like(expansion, types, out_structure, out_types, residual_structure)
     linear = LinearizedRule.like(expansion, backward, varies)
-    return _with_zeros(out, apply(linear, *residuals, *compress(tangents, varies)))
+    return _fill_zero_tangents(out, apply(linear, *residuals, *compress(tangents, varies)))
 
 
-def _with_zeros(out: list[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+def _fill_zero_tangents(out: list[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """Return results and their tangents. Results without a tangent in `tangents` get a zero."""
     rest = iter(tangents)
     zero = lambda t: Zero(t.to_tangent_aval())
