@@ -98,8 +98,8 @@ def keep_operands(fwd: Callable, *args: Any) -> Any:
     if any(isinstance(leaf, CustomVJPPrimal) for leaf in jax.tree.leaves(args)):
         # With `symbolic_zeros`, each leaf has a flag. Give the rule one flag for each value.
         is_varied = lambda x: any(leaf.perturbed for leaf in jax.tree.leaves(x))
-        value = lambda x: jax.tree.map(lambda leaf: exposed(leaf.value), x)
-        merge = lambda x: CustomVJPPrimal(value(x), is_varied(x))
+        unflag = lambda x: jax.tree.map(lambda leaf: exposed(leaf.value), x)
+        merge = lambda x: CustomVJPPrimal(unflag(x), is_varied(x))
         args = jax.tree.map(merge, args, is_leaf=is_value)
     pair = fwd(*args)
     if not isinstance(pair, tuple | list) or len(pair) != 2:
