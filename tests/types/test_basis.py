@@ -1,4 +1,4 @@
-"""`Permuted`, `Rotated`, `Scaled`: held to the dense program, and never dense in a product."""
+"""Tests of `Permuted`, `Rotated` and `Scaled` against the dense program."""
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +13,9 @@ from veneer.types.basis.rotated import factor_sizes, rotate, rotate_back
 X = np.random.RandomState(1).standard_normal((5, 12)).astype(np.float32)
 
 
-def array(*shape, quantised=False, seed=0):
+def array(*shape, quantized=False, seed=0):
     w = np.random.RandomState(seed).standard_normal(shape).astype(np.float32)
-    if not quantised:
+    if not quantized:
         return w
     return vn.quant.quantize(w, "int4", channelwise_axes=[0], tiled_axes={1: 4})
 
@@ -38,17 +38,17 @@ VALUES = {
     "scaled": Scaled(array(8, 12), FACTORS[None]),
     "scaled rows": Scaled(array(12, 8), FACTORS[:, None]),
 }
-QUANTISED = arrays.OnDemand(
+QUANTIZED = arrays.OnDemand(
     {
-        "permuted": lambda: Permuted(array(8, 12, quantised=True), order(12)),
-        "rotated": lambda: Rotated(array(8, 12, quantised=True), (-1,)),
-        "scaled": lambda: Scaled(array(8, 12, quantised=True), FACTORS[None]),
+        "permuted": lambda: Permuted(array(8, 12, quantized=True), order(12)),
+        "rotated": lambda: Rotated(array(8, 12, quantized=True), (-1,)),
+        "scaled": lambda: Scaled(array(8, 12, quantized=True), FACTORS[None]),
     }
 )
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_it_is_held_to_the_dense_program(name):
+def test_rules_match_the_dense_program(name):
     value = VALUES[name]
     heads = (2, 4, 12) if value.shape == (8, 12) else (12, 2, 4)
     vn.testing.check_rules(type(value), value, programs={"heads": lambda w, _: w.reshape(heads)})
@@ -67,9 +67,9 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.parametrize("name", QUANTISED)
-def test_a_product_takes_its_operand_into_the_basis_and_is_not_dense(program, name):
-    w, f = QUANTISED[name], PROGRAMS[program]
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_products_do_not_materialize(program, name):
+    w, f = QUANTIZED[name], PROGRAMS[program]
     report = vn.explain(f)(w, X)
     assert not [row for row in report.materialised if type(w).__name__ in str(row)]
     y, dense = jax.jit(vn.implicit(f))(w, X), f(vn.materialise(w), X)
@@ -86,7 +86,7 @@ STACKS = {
 
 
 @pytest.mark.parametrize("w", STACKS.values(), ids=STACKS)
-def test_matrices_of_a_stack_have_bases_of_their_own(w):
+def test_stacked_matrices_have_their_own_bases(w):
     x = array(3, 5, 12, seed=1)
     program = lambda w, x: jnp.einsum("lbi,loi->lbo", x, w)
     dense = program(w.materialise(), x)
@@ -100,7 +100,7 @@ def test_matrices_of_a_stack_have_bases_of_their_own(w):
     np.testing.assert_allclose(vn.implicit(scanned)(w, x), dense, 1e-5, 1e-5)
 
 
-def test_several_axes_that_a_product_contracts():
+def test_a_product_can_contract_several_axes():
     w, x = array(4, 6, 8), array(5, 4, 6, seed=1)
     program = lambda w, x: jnp.einsum("thk,hkd->td", x, w)
     for value in (
@@ -110,7 +110,7 @@ def test_several_axes_that_a_product_contracts():
         np.testing.assert_allclose(vn.materialise(value), w, 1e-5, 1e-6)
         assert not vn.explain(program)(value, x).materialised
         np.testing.assert_allclose(vn.implicit(program)(value, x), program(w, x), 1e-5, 1e-5)
-    # Of axes one of which is contracted, the result is taken out of the basis of the others.
+    # Factors along a contracted axis and a free axis: correct, but with a dense operand.
     both = Scaled(w[0], np.outer(FACTORS[:6], FACTORS[:8]))
     np.testing.assert_allclose(
         vn.implicit(jnp.matmul)(x[0], both), x[0] @ vn.materialise(both), 1e-5, 1e-5
@@ -118,19 +118,19 @@ def test_several_axes_that_a_product_contracts():
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 12, 67, 384, 1000])
-def test_a_rotation_keeps_lengths_and_is_undone(n):
+def test_a_rotation_is_orthogonal_and_can_be_undone(n):
     assert np.prod(factor_sizes(n)) == n
     identity = jnp.eye(n)
     matrix = np.asarray(rotate(identity, 0))
     np.testing.assert_allclose(matrix @ matrix.T, identity, atol=1e-5)
     np.testing.assert_allclose(rotate_back(jnp.asarray(matrix), 0), identity, atol=1e-5)
     np.testing.assert_array_equal(rotate(identity, 1), matrix.T)
-    # Entries of Hadamard matrices are alike; Hartley's, of each odd prime, are up to sqrt(2) of it.
+    # All entries of a Hadamard matrix are equally large. Each odd prime adds a factor of sqrt(2).
     odd = {1: 0, 2: 0, 3: 1, 12: 1, 67: 1, 384: 1, 1000: 3}[n]
     assert abs(matrix).max() <= (2**odd / n) ** 0.5 + 1e-6
 
 
-SUMMED = {  # the axis of a matrix that products sum, and they
+CONTRACTED = {  # the contracted axis of w, and the product
     "x @ w": (-2, lambda w, x: x @ w),
     "w.T @ x.T": (-2, lambda w, x: w.T @ x.T),
     "x @ w.T": (-1, lambda w, x: x @ w.T),
@@ -146,29 +146,29 @@ UNDER = {
 
 @pytest.mark.parametrize("n", [1, 3, 64, 67, 105, 134, 384, 1000])  # one prime, several, Kronecker
 @pytest.mark.parametrize("under", UNDER)
-@pytest.mark.parametrize("product", SUMMED)
-def test_a_rotation_is_exact_before_anything_is_rounded(product, under, n):
-    axis, f = SUMMED[product]
+@pytest.mark.parametrize("product", CONTRACTED)
+def test_a_rotated_product_is_exact_up_to_rounding(product, under, n):
+    axis, f = CONTRACTED[product]
     w, x = array(*((n, 4) if axis == -2 else (4, n))), array(3, n, seed=1)
     turned = Rotated.of(w, (axis,))
     assert n == 1 or abs(turned.array - w).max() > 0.1
     dense = UNDER[under](f)(w, x)
     found = vn.implicit(UNDER[under](f))(turned, x)
-    # Sums of n terms, and of those of a rotation: their errors are as those of a walk at random.
+    # The rounding errors of a sum grow like a random walk.
     each = np.linalg.norm(x, axis=1).max() * np.linalg.norm(w, axis=axis).max()
     by = {"grad of x": np.linalg.norm(w), "grad of w": np.linalg.norm(x)}.get(under, 1)
     np.testing.assert_allclose(found, dense, rtol=0, atol=4 * np.finfo(np.float32).eps * each * by)
 
 
-def test_a_rotation_of_halves_is_that_of_floats_rounded():
+def test_a_rotation_of_bf16_is_computed_in_f32():
     x = jnp.asarray(array(64, 6), jnp.bfloat16)
     wide = rotate(x.astype(jnp.float32), 0)
     np.testing.assert_array_equal(rotate(x, 0), wide.astype(jnp.bfloat16))
 
 
-def test_what_stands_out_is_spread_and_few_bits_lose_less():
+def test_a_rotation_reduces_the_error_of_int4():
     w = np.array(array(256, 64))
-    w[::50] *= 30  # channels that stand out
+    w[::50] *= 30  # outliers
     x = array(100, 256, seed=1)
     quantize = lambda w: vn.quant.quantize(w, "int4", channelwise_axes=[1])
     lost = lambda q: np.linalg.norm(x @ (vn.materialise(q) - w))
@@ -191,24 +191,24 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("make", "error", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_does_not_fit_is_refused(make, error, message):
+def test_invalid_arguments_raise(make, error, message):
     with pytest.raises(error, match=message):
         make()
 
 
-OF_ONE = {  # bases of an axis of size 1
+SIZE_1 = {  # along an axis of size 1
     "permuted": vn.types.Permuted(array(3, 1), order(1)),
     "rotated": vn.types.Rotated(array(3, 1), (-1,)),
 }
 
 
-@pytest.mark.parametrize("w", OF_ONE.values(), ids=OF_ONE)
+@pytest.mark.parametrize("w", SIZE_1.values(), ids=SIZE_1)
 @pytest.mark.parametrize(
     "program",
     [jnp.diagonal, lambda w: jax.lax.squeeze(w, (1,)), lambda w: w.reshape(3), jnp.mean],
     ids=["diagonal", "squeeze", "reshape", "mean"],
 )
-def test_an_axis_of_size_one_may_go(program, w):
+def test_an_axis_of_size_1_can_be_removed(program, w):
     found = vn.materialise(vn.implicit(program)(w))
     np.testing.assert_allclose(found, program(w.materialise()), rtol=1e-6)
 
@@ -222,7 +222,7 @@ FILLED = {
 
 @pytest.mark.parametrize("fill_value", [0.5, 0, None])
 @pytest.mark.parametrize("w", FILLED.values(), ids=FILLED)
-def test_rows_out_of_bounds_are_what_fills_them(w, fill_value):
+def test_lookups_out_of_bounds_return_the_fill_value(w, fill_value):
     take = lambda w: jnp.take(w, jnp.array([7, 0]), 0, mode="fill", fill_value=fill_value)
     found = vn.materialise(vn.implicit(take)(w))
     np.testing.assert_allclose(found, take(w.materialise()), rtol=1e-5, atol=1e-6)

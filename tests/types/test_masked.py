@@ -1,4 +1,4 @@
-"""`Masked`: against numpy.ma, whose mask is True where entries are not valid."""
+"""Tests of `Masked` against numpy.ma, whose mask is True where entries are invalid."""
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +11,8 @@ from veneer.types.masked import Masked
 
 ma = np.ma
 
-# What is computed of x [4, 3], of which some entries and a whole row are invalid; y likewise, of
-# other entries; and d, dense. In jax.numpy, and in numpy.ma where that has it.
+# Functions of x, y and d, in jax.numpy and in numpy.ma. Some entries and a row of x [4, 3] are
+# invalid, and other entries of y. d is dense.
 SHAPE = (4, 3)
 
 OPERATIONS = {
@@ -104,11 +104,11 @@ def written(x, d):
     return out
 
 
-METHODS = ("mean", "var", "std")  # of values, and not of what a program sees
+METHODS = ("mean", "var", "std")  # methods, which cannot run under implicit
 
 
 def drawn(seed: int, invalid: float = np.nan):
-    """Numbers in [0.5, 1), of which some, and row 2, are invalid and hold what is given."""
+    """Return numbers in [0.5, 1). Some, and all of row 2, are invalid and hold `invalid`."""
     random = np.random.default_rng(seed)
     mask = random.random(SHAPE) < 0.6
     mask[2] = False
@@ -143,7 +143,7 @@ def rows(out):
     return [tree.unflatten(row) for row in zip(*leaves, strict=True)]
 
 
-# Of a function and two lots of operands.
+# Functions of a function and two lists of operands.
 TRANSFORMATIONS = {
     "implicit": lambda f, lots: [vn.implicit(f)(*x) for x in lots],
     "jit of implicit": lambda f, lots: [jax.jit(vn.implicit(f))(*x) for x in lots[:1]],
@@ -158,7 +158,7 @@ TRANSFORMATIONS = {
 
 @pytest.mark.parametrize("how", TRANSFORMATIONS)
 @pytest.mark.parametrize("name", [name for name in OPERATIONS if name not in METHODS])
-def test_it_is_as_in_numpy(name, how):
+def test_operations_match_numpy_ma(name, how):
     ours, theirs = OPERATIONS[name]
     lots = [operands(0), operands(10)]
     for out, x in zip(TRANSFORMATIONS[how](ours, lots), lots, strict=False):
@@ -166,21 +166,21 @@ def test_it_is_as_in_numpy(name, how):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_statistics_are_of_the_valid_entries(name):
+def test_statistics_match_numpy_ma(name):
     ours, theirs = OPERATIONS[name]
     x = operands()
     assert_agrees(ours(*x), theirs(*map(in_numpy, x)))
     assert_agrees(jax.jit(ours)(*x), theirs(*map(in_numpy, x)))
 
 
-def test_count_is_that_of_numpy():
+def test_count_matches_numpy_ma():
     x = operands()[0]
     assert np.array_equal(x.count(-1), in_numpy(x).count(-1))
     assert x.count() == in_numpy(x).count()
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "int32"])
-def test_a_mean_of_more_entries_than_the_dtype_can_count(dtype):
+def test_a_mean_of_70000_narrow_entries_is_exact(dtype):
     x = Masked(jnp.ones(70_000, dtype), jnp.arange(70_000) < 69_999)
     assert x.mean().filled() == 1
     assert x.mean().dtype == jnp.mean(x.value).dtype
@@ -194,7 +194,7 @@ DIFFERENTIABLE = [
 
 
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
-def test_derivatives_hear_nothing_of_what_is_invalid(name):
+def test_invalid_entries_do_not_affect_gradients(name):
     ours = OPERATIONS[name][0]
     run = ours if name in METHODS else vn.implicit(ours)
 
@@ -215,50 +215,50 @@ def test_derivatives_hear_nothing_of_what_is_invalid(name):
         assert not leaf[~value.mask].any()
 
 
-def test_the_derivative_of_the_program_is_masked():
+def test_a_gradient_under_implicit_is_masked():
     x = operands()[0]
     gradient = vn.implicit(jax.grad(lambda x: (x * x).sum()))(x)
     assert_agrees(gradient, 2 * in_numpy(x))
 
 
 @pytest.mark.parametrize("find", [jnp.argmax, jnp.argmin])
-def test_a_valid_entry_is_found_though_it_is_as_extreme_as_can_be(find):
+def test_argmax_finds_a_valid_entry_that_is_infinite(find):
     worst = -jnp.inf if find is jnp.argmax else jnp.inf
     x = Masked(jnp.array([0.0, worst, worst]), jnp.array([False, True, True]))
     assert vn.implicit(find)(x).filled() == 1
 
 
-def test_argsort_puts_what_is_invalid_last():
+def test_argsort_puts_invalid_entries_last():
     x = Masked(jnp.array([3.0, jnp.nan, jnp.inf, 1.0]), jnp.array([True, False, True, True]))
     assert x.argsort().tolist() == [3, 0, 2, 1]
 
 
-def test_what_is_read_out_of_bounds_is_invalid():
+def test_reads_out_of_bounds_are_invalid():
     x = Masked(jnp.arange(3.0), jnp.ones(3, bool))
     out = vn.implicit(lambda x: x.at[jnp.array([1, 5])].get(mode="fill"))(x)
     assert out.mask.tolist() == [True, False]
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint32", "int8", "float16", "bool"])
-def test_extremes_of_every_dtype(dtype):
+def test_max_and_min_skip_invalid_entries_of_every_dtype(dtype):
     x = Masked(jnp.array([1, 0, 1], dtype), jnp.array([True, False, False]))
     out = vn.implicit(lambda x: (x.max(), x.min()))(x)
     assert [(o.dtype, int(o.filled())) for o in out] == [(x.dtype, 1)] * 2
 
 
-def test_nothing_is_invalid():
+def test_reductions_of_no_entries_are_invalid():
     x = Masked(jnp.ones((2, 0)), jnp.ones((2, 0), bool))
     assert not x.sum(-1).mask.any()
     assert not vn.implicit(jnp.matmul)(x, jnp.ones((0, 3))).mask.any()
 
 
-# What has no meaning is refused.
+# Errors.
 
 STATISTICS = (jnp.mean, jnp.var, jnp.std, jnp.median, lambda x: jnp.quantile(x, 0.5), jnp.nanmean)
 
 
 @pytest.mark.parametrize("function", STATISTICS)
-def test_a_statistic_that_would_count_invalid_entries_is_refused(function):
+def test_statistics_that_count_invalid_entries_raise(function):
     with pytest.raises(TypeError, match=r"counts all entries.* Use "):
         vn.implicit(function)(operands()[0])
 
@@ -275,14 +275,14 @@ def test_a_statistic_that_would_count_invalid_entries_is_refused(function):
         lambda f: vn.implicit(jax.checkpoint(f)),
     ],
 )
-def test_it_is_refused_within_any_program(function, transformed):
+def test_such_statistics_raise_in_transformed_functions(function, transformed):
     x = operands()[0]
     of_a_slice = lambda x: function(x).sum()
     with pytest.raises(TypeError, match=r"counts all entries.* Use "):
         transformed(of_a_slice)(x)
 
 
-def test_a_sum_divided_by_another_number_is_not_refused():
+def test_a_sum_can_be_divided_by_another_number():
     x = Masked(jnp.ones(4), jnp.array([True, True, False, True]))
     assert vn.implicit(jax.jit(lambda x: x.sum() / 3))(x).filled() == 1
     assert vn.implicit(jax.jit(lambda x: (x.sum() + 1) / 4))(x).filled() == 1
@@ -290,7 +290,7 @@ def test_a_sum_divided_by_another_number_is_not_refused():
         vn.implicit(jax.jit(lambda x: x.mean(keepdims=True)))(x)
 
 
-def test_it_has_no_dense_form():
+def test_it_cannot_be_materialized():
     x = operands()[0]
     for dense in (vn.materialise, np.asarray, vn.implicit(jnp.linalg.qr)):
         with pytest.raises(TypeError, match=r"Use x.filled\(0.0\)"):
@@ -309,12 +309,12 @@ ERRORS = {
 
 
 @pytest.mark.parametrize(("make", "error", "message"), ERRORS.values(), ids=ERRORS)
-def test_a_mistake_is_refused_where_it_is_made(make, error, message):
+def test_invalid_arguments_raise(make, error, message):
     with pytest.raises(error, match=message):
         make()
 
 
-def test_it_stores_a_byte_more_an_entry():
+def test_nbytes_counts_one_byte_per_entry_for_the_mask():
     assert operands()[0].nbytes == 12 * (4 + 1)
     assert repr(operands()[0]) == "Masked(value=f32[4,3], mask=bool[4,3])"
 
@@ -329,7 +329,7 @@ def test_it_stores_a_byte_more_an_entry():
     ],
 )
 @pytest.mark.parametrize("dtype", ["int32", "float16", "float32"])
-def test_a_mean_in_other_words_is_refused(run, dtype):
+def test_a_sum_divided_by_the_number_of_all_entries_raises(run, dtype):
     x = Masked(jnp.ones((2, 2), dtype), jnp.array([[True, False]] * 2))
     with pytest.raises(TypeError, match="counts all entries"):
         vn.implicit(run)(x)

@@ -1,4 +1,4 @@
-"""Names of axes are carried along as the axes are, and where they meet they agree."""
+"""Tests of `Named`: names of results, and errors where names differ."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from veneer.types.labels.named import Named
 
 
 def named(*names, shape=None):
-    """A maker of arrays with these names, of sizes [n, 3, 2, ...] if no others are given."""
+    """Return a maker of arrays with these names, of shape `[n, 3, 2]` by default."""
 
     def make(draw):
         array = draw(*(shape or (draw.n, 3, 2)[: len(names)]))
@@ -150,7 +150,7 @@ def strict(f):
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_names_are_carried(name):
+def test_results_have_the_expected_names(name):
     run, operands, expected = PROGRAMS[name]
     claim = Claim(run, operands)
     out = strict(run)(*claim.make())
@@ -200,7 +200,7 @@ DISAGREEING = arrays.OnDemand(
 
 @pytest.mark.parametrize("primitive", DISAGREEING)
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_names_that_meet_and_differ_are_refused(primitive, wrap):
+def test_different_names_of_corresponding_axes_raise(primitive, wrap):
     run, operands = DISAGREEING[primitive]
     with pytest.raises(ValueError, match=rf"^{primitive}\(.*Named.*: axis \d of \('.* is '.* '"):
         vn.implicit(wrap(run))(*operands)
@@ -212,7 +212,7 @@ def test_batch_axes_of_a_product_must_agree():
         vn.implicit(lambda x, y: jnp.einsum("bik,bjk->bij", x, y))(x, y)
 
 
-def test_axes_of_size_1_that_are_not_stretched_must_agree():
+def test_axes_of_size_1_that_are_not_broadcast_must_agree():
     with pytest.raises(ValueError, match="'a', but axis"):
         array("a", shape=(1,)) + array("b", shape=(1,))
 
@@ -226,12 +226,12 @@ def test_axes_of_size_1_that_are_not_stretched_must_agree():
         ((1, 2), TypeError, "names"),
     ],
 )
-def test_names_that_make_no_sense_are_refused(names, error, match):
+def test_invalid_names_raise(names, error, match):
     with pytest.raises(error, match=match):
         Named(jnp.ones((2, 3)), names)
 
 
-def test_what_is_no_array_is_refused():
+def test_values_that_are_not_unnamed_arrays_raise():
     with pytest.raises(TypeError, match="array"):
         Named([1.0], ("a",))
     with pytest.raises(TypeError, match="without names"):
@@ -258,12 +258,12 @@ def test_axes_are_found_by_name():
         lambda x: (x @ x.T).axis("batch"),
     ],
 )
-def test_a_name_that_is_no_single_axis_is_refused(misuse):
+def test_a_name_without_exactly_one_axis_raises(misuse):
     with pytest.raises(ValueError, match=r"'(batch|time|seq)'"):
         misuse(array("batch", "seq"))
 
 
-def test_a_primitive_without_a_rule_drops_the_names_visibly():
+def test_a_primitive_without_a_law_materializes():
     report = vn.explain(lambda x: jnp.sin(jnp.fft.fft(x)))(array("batch", "time"))
     assert [event.primitive for event in report.materialised] == ["fft"]
     assert [event.primitive for event in report.events] == ["convert_element_type", "fft"]
@@ -271,9 +271,8 @@ def test_a_primitive_without_a_rule_drops_the_names_visibly():
         strict(jnp.fft.fft)(array("batch", "time"))
 
 
-# A batch axis, and where the axis is of what goes in and what comes out.
 @pytest.mark.parametrize("axis", [0, 1, 2])
-def test_vmap_takes_the_name_of_its_axis_along(axis):
+def test_vmap_removes_the_name_of_the_mapped_axis(axis):
     x = array("a", "b", "c")
     rest = tuple(n for n in x.names if n != x.names[axis])
     double = lambda x: 2 * x
@@ -282,26 +281,26 @@ def test_vmap_takes_the_name_of_its_axis_along(axis):
     assert inside.names == x.names
 
 
-def test_a_value_that_nested_vmaps_pass_on_has_no_false_name():
+def test_nested_vmaps_return_no_wrong_names():
     inner = jax.vmap(strict(lambda x, y: (x, x * y)), (None, 0))
     same, product = jax.vmap(inner, (0, None))(array("batch", "seq"), jnp.ones((5, 1)))
     assert same.names == product.names == (None, None, "seq")
 
 
-def test_a_scan_takes_the_first_axis_off_and_gives_results_one_without_a_name():
+def test_a_scan_removes_the_name_of_its_axis():
     x = array("time", "batch")
     step = lambda carry, now: (carry + now, carry * now)
     last, path = strict(lambda x: jax.lax.scan(step, jnp.zeros(3), x))(x)
     assert (last.names, path.names) == (("batch",), (None, "batch"))
 
 
-def test_a_loop_in_which_names_change_is_refused():
+def test_a_loop_that_changes_names_raises():
     loop = lambda x: jax.lax.fori_loop(0, 2, lambda i, x: x.T, x)
     with pytest.raises(TypeError, match=r"carry 1 of scan .*their metadata differs"):
         vn.implicit(loop)(Named(jnp.ones((2, 2)), ("a", "b")))
 
 
-def test_derivatives_have_the_names_of_what_they_are_by():
+def test_gradients_have_the_names_of_their_argument():
     loss = lambda x, w: (jax.nn.softmax(x @ w) ** 2).sum()
     x, w = array("batch", "seq"), array("seq", "out", shape=(3, 2))
     for grad in (jax.grad(strict(loss), (0, 1)), strict(jax.grad(loss, (0, 1)))):
@@ -309,7 +308,7 @@ def test_derivatives_have_the_names_of_what_they_are_by():
         assert (by_x.names, by_w.names) == (x.names, w.names)
 
 
-def test_jacobians_have_the_names_of_the_argument_at_their_last_axes():
+def test_jacobians_have_the_names_of_the_argument_last():
     x = array("batch", "seq")
     run = strict(lambda x: (x**2).sum(0) @ jnp.ones((3, 2)))
     for jacobian in (jax.jacrev, jax.jacfwd):
@@ -326,13 +325,13 @@ def test_collectives_keep_names():
     assert (out.names, out.sum()) == (("batch", "seq"), 0)
 
 
-def test_an_exported_program_takes_and_gives_names():
+def test_an_exported_program_takes_and_returns_names():
     x = array("batch", "seq")
     exported = jax.export.export(jax.jit(strict(lambda x: x.sum(0))))(x)
     assert jax.export.deserialize(exported.serialize()).call(x).names == ("seq",)
 
 
-def test_names_stand_beside_other_implicit_arrays():
+def test_products_with_quantized_weights_keep_names():
     w = quantized("int8", None)(jax.random.key(0), (3, 4))
     x = array("batch", "seq")
     product = strict(jnp.matmul)(x, w)
@@ -353,17 +352,17 @@ MOVES = {
 
 
 @pytest.mark.parametrize("name", MOVES)
-def test_names_stay_at_their_axes_whatever_holds_the_array(name):
+def test_names_of_a_quantized_array_follow_their_axes(name):
     run, names = MOVES[name]
     int8 = quantized("int8", None)(jax.random.key(0), (2, 1, 3, 4))
     assert vn.implicit(run)(Named(int8, ("a", "b", "c", "d"))).names == names
 
 
-def test_names_of_an_array_that_refuses_to_be_dense():
+def test_an_array_that_cannot_be_materialized_keeps_names():
     out = strict(lambda x: jnp.tanh(x).sum(0))(Named(Opaque(jnp.ones((2, 3))), ("a", "b")))
     assert (out.names, type(out.array)) == (("b",), Opaque)
 
 
-def test_it_prints_its_axes():
+def test_repr_shows_the_names():
     assert repr(array("batch", None)) == "Named(f32[batch=2, 3])"
     assert "Named(f32[a=2])" in str(jax.eval_shape(lambda x: x, array("a")))

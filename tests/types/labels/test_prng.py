@@ -1,4 +1,4 @@
-"""Keys stored as integers draw what typed keys draw, and are moved as they are."""
+"""Tests of `PRNGKey` against typed keys: draws, splits and movements of keys."""
 
 import jax
 import jax.numpy as jnp
@@ -78,7 +78,7 @@ def strict(f):
 
 @pytest.mark.parametrize("name", DRAWN)
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_a_program_draws_the_same(name, wrap):
+def test_programs_draw_the_same_numbers(name, wrap):
     out = wrap(strict(DRAWN[name]))(PRNGKey(TYPED))
     assert isinstance(out, jax.Array)
     assert (out == DRAWN[name](TYPED)).all()
@@ -86,7 +86,7 @@ def test_a_program_draws_the_same(name, wrap):
 
 @pytest.mark.parametrize("name", MOVED)
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_keys_are_moved_as_keys(name, wrap):
+def test_movements_of_keys_return_keys(name, wrap):
     typed = jax.random.split(TYPED, (2, 2))
     out = wrap(strict(MOVED[name]))(PRNGKey(typed))
     assert isinstance(out, PRNGKey)
@@ -95,7 +95,7 @@ def test_keys_are_moved_as_keys(name, wrap):
     assert (vn.materialise(out) == expected).all()
 
 
-def test_batches_of_keys_are_mapped():
+def test_vmap_maps_over_keys():
     typed = jax.random.split(TYPED, 3)
     draw = lambda k: jax.random.normal(k, (2,))
     expected = jax.vmap(draw)(typed)
@@ -103,7 +103,7 @@ def test_batches_of_keys_are_mapped():
     assert (strict(jax.vmap(draw))(PRNGKey(typed)) == expected).all()
 
 
-def test_keys_are_split_and_folded_into_by_methods():
+def test_split_and_fold_in_match_jax():
     a, b = PRNGKey(TYPED).split()
     assert vn.materialise(b) == jax.random.split(TYPED)[1]
     assert a.split((2, 3)).shape == (2, 3)
@@ -111,7 +111,7 @@ def test_keys_are_split_and_folded_into_by_methods():
     assert vn.materialise(folded) == jax.random.fold_in(TYPED, 5)
 
 
-def test_methods_take_each_key_of_an_array():
+def test_methods_apply_to_each_key_of_an_array():
     keys = PRNGKey(TYPED).split(3)
     typed = jax.random.split(TYPED, 3)
     split = jax.vmap(lambda k: jax.random.split(k, 4))(typed)
@@ -120,7 +120,7 @@ def test_methods_take_each_key_of_an_array():
     assert (vn.materialise(keys.fold_in(1)) == folded).all()
 
 
-def test_the_leaf_is_an_array_of_numbers():
+def test_the_leaf_is_an_array_of_integers():
     keys = PRNGKey(jax.random.split(TYPED, 3))
     (leaf,) = jax.tree.leaves(keys)
     saved = np.asarray(leaf)
@@ -138,7 +138,7 @@ def test_the_generator_is_kept(impl):
     assert keys.split().impl == impl
 
 
-def test_keys_of_two_generators_are_refused_in_one_loop():
+def test_branches_with_keys_of_two_generators_raise():
     one, other = PRNGKey(jax.random.key(0)), PRNGKey(jax.random.key(0, impl="rbg"))
     with pytest.raises(TypeError):
         vn.implicit(lambda a, b: jax.lax.cond(True, lambda: a, lambda: b))(one, other)
@@ -156,11 +156,11 @@ def test_keys_of_two_generators_are_refused_in_one_loop():
         ((3, "threefry2x32"), TypeError, "data"),
     ],
 )
-def test_what_makes_no_key_is_refused(arguments, error, match):
+def test_invalid_arguments_raise(arguments, error, match):
     with pytest.raises(error, match=match) as caught:
         PRNGKey(*arguments)
     assert "changed by itself" not in str(caught.value)
 
 
-def test_it_prints_its_generator():
+def test_repr_shows_the_generator():
     assert repr(PRNGKey(TYPED)) == "PRNGKey(data=u32[2], impl='threefry2x32')"

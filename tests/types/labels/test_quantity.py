@@ -1,4 +1,4 @@
-"""Units are multiplied, compared and converted as numbers are, and never lost."""
+"""Tests of `Quantity`: units of results, conversions, and errors where units differ."""
 
 import subprocess
 import sys
@@ -24,14 +24,14 @@ def strict(f):
 
 
 def quantity(unit, *shape):
-    """A maker of positive quantities of shape [n], or of another."""
+    """Return a maker of positive quantities, of shape `[n]` by default."""
     return lambda draw: Quantity(draw.positive(*(shape or (draw.n,))), unit)
 
 
 X, T = quantity("m"), quantity("s")
 MATRIX = quantity("m", 3, 3)
 
-# A program, makers of its operands, and the unit of its result; None if it is a number.
+# A program, makers of its operands, and the unit of its result (None if it has none).
 PROGRAMS = {
     "sum": (jnp.add, [X, X], "m"),
     "difference": (lambda x: x - x[:1], [X], "m"),
@@ -91,7 +91,7 @@ BY_VALUE = """
     sum|product|quotient of the same|power|choice of zero|standard deviation|dot product|joined
 """.strip()
 
-NOT_OF_A_UNIT = ("implicit of grad",)  # whose program takes the sine of the result
+WITHOUT_UNITS = ("implicit of grad",)  # it computes the sine of the result
 
 CLAIMS = {
     name: Claim(
@@ -99,7 +99,7 @@ CLAIMS = {
         operands,
         unit and Quantity,
         sizes=(1, 5),
-        without=NOT_OF_A_UNIT if unit else (),
+        without=WITHOUT_UNITS if unit else (),
     )
     for name, (run, operands, unit) in PROGRAMS.items()
     if name in BY_VALUE.split("|")
@@ -114,7 +114,7 @@ def is_in(out, unit):
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_units_follow_the_numbers(name):
+def test_results_have_the_expected_units(name):
     run, operands, unit = PROGRAMS[name]
     operands = Claim(run, operands).make()
     out = strict(run)(*operands)
@@ -130,7 +130,7 @@ IN_ITS_UNIT = {"rounded"}
 
 
 @pytest.mark.parametrize("name", sorted(PROGRAMS.keys() - IN_ITS_UNIT))
-def test_a_result_is_the_same_whatever_the_units_are(name):
+def test_results_do_not_depend_on_the_units_of_operands(name):
     run, operands, unit = PROGRAMS[name]
     operands = Claim(run, operands).make()
     other = [x.to(OTHERS[str(x.unit)]) if isinstance(x, Quantity) else x for x in operands]
@@ -140,7 +140,7 @@ def test_a_result_is_the_same_whatever_the_units_are(name):
     assert jnp.allclose(out, expected, rtol=1e-4, equal_nan=True)
 
 
-METRES, KILOMETRES = Quantity(arrays.array([500.0, 2000.0]), "m"), Quantity(arrays.ones(2), "km")
+METERS, KILOMETERS = Quantity(arrays.array([500.0, 2000.0]), "m"), Quantity(arrays.ones(2), "km")
 
 CONVERTED = {
     "add": (lambda x, y: x + y, "m", [1500, 3000]),
@@ -158,9 +158,9 @@ CONVERTED = {
 
 
 @pytest.mark.parametrize("name", CONVERTED)
-def test_the_first_unit_is_that_of_the_result(name):
+def test_results_have_the_unit_of_the_first_operand(name):
     run, unit, expected = CONVERTED[name]
-    out = strict(run)(METRES, KILOMETRES)
+    out = strict(run)(METERS, KILOMETERS)
     assert is_in(out, unit)
     assert jnp.allclose(out.value if unit else out, jnp.array(expected))
 
@@ -188,19 +188,19 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("primitive", REFUSED)
-def test_units_that_do_not_fit_are_refused(primitive):
+def test_incompatible_units_raise(primitive):
     run = REFUSED[primitive]
     with pytest.raises(ValueError, match=rf"^{primitive}\(.*Quantity\(f32\[.*, 'm2?'\).*\): "):
         strict(run)(LENGTH, TIME)
 
 
-def test_a_primitive_without_a_law_is_refused_with_the_way_out():
+def test_a_primitive_without_a_law_raises_with_a_remedy():
     with pytest.raises(ValueError, match=r"has a unit.*\.to\(unit\)\.value") as info:
         vn.implicit(lambda x: jax.lax.bitcast_convert_type(x, "int32"))(LENGTH)
     assert "bitcast_convert_type(Quantity:f32[2]" in info.value.__notes__[0]
 
 
-def test_numbers_that_are_the_same_in_any_unit_are_taken_as_they_are():
+def test_zeros_and_infinities_fit_any_unit():
     assert (LENGTH + 0).unit == (0 + LENGTH).unit == sum([LENGTH, LENGTH]).unit == astropy.m
     assert (LENGTH > 0).all()
     assert strict(jnp.less)(LENGTH, jnp.array([jnp.inf, 0.0])).tolist() == [True, False]
@@ -213,22 +213,22 @@ def test_angles_are_converted_for_trigonometric_functions():
         assert jnp.allclose(strict(jnp.cos)(degrees), 0.5)
 
 
-def test_a_quantity_is_asked_for_in_a_unit():
-    assert KILOMETRES.to("m").value.tolist() == [1000, 1000]
-    assert METRES.to(astropy.km).unit == astropy.km
+def test_to_converts_to_another_unit():
+    assert KILOMETERS.to("m").value.tolist() == [1000, 1000]
+    assert METERS.to(astropy.km).unit == astropy.km
     with pytest.raises(ValueError, match="m cannot be converted to s"):
-        METRES.to("s")
+        METERS.to("s")
 
 
-def test_integers_are_divided_in_the_smaller_of_two_units():
-    metres, millimetres = Quantity(jnp.array([5, 7]), "m"), Quantity(jnp.array([40, 3000]), "mm")
+def test_integer_quotients_use_the_smaller_unit():
+    meters, millimeters = Quantity(jnp.array([5, 7]), "m"), Quantity(jnp.array([40, 3000]), "mm")
     div = strict(jax.lax.div)
-    assert div(metres, millimetres).tolist() == [125, 2]
-    assert div(millimetres, metres).tolist() == [0, 0]
-    assert div(millimetres, metres).dtype == metres.dtype
+    assert div(meters, millimeters).tolist() == [125, 2]
+    assert div(millimeters, meters).tolist() == [0, 0]
+    assert div(millimeters, meters).dtype == meters.dtype
 
 
-def test_integers_are_converted_where_they_stay_such():
+def test_integers_are_converted_only_by_integer_factors():
     one = Quantity(jnp.array(1), "km")
     assert (one.to("m").value == 1000, one.to("m").dtype) == (True, one.dtype)
     with pytest.raises(ValueError, match="int32 cannot represent"):
@@ -237,12 +237,12 @@ def test_integers_are_converted_where_they_stay_such():
 
 
 @pytest.mark.parametrize("dtype", ["float16", "int8"])
-def test_a_factor_out_of_the_range_of_the_dtype_is_refused(dtype):
+def test_a_factor_out_of_the_range_of_the_dtype_raises(dtype):
     with pytest.raises(ValueError, match=f"multiplies by 1000000000.0, which {dtype} cannot"):
         Quantity(jnp.ones((), dtype), "Gm").to("m")
 
 
-def test_a_quantity_refuses_to_be_dense_unless_it_has_no_dimension():
+def test_only_dimensionless_quantities_can_be_materialized():
     with pytest.raises(ValueError, match=r"Quantity\(f32\[2\], 'm'\) has a unit"):
         vn.materialise(LENGTH)
     assert vn.materialise(Quantity(2.0, "km / m")) == 2000
@@ -259,12 +259,12 @@ def test_a_quantity_refuses_to_be_dense_unless_it_has_no_dimension():
         (Named(arrays.ones(2), ("a",)), "m", TypeError, r"Named\(Quantity\(value, unit\), names\)"),
     ],
 )
-def test_what_makes_no_quantity_is_refused(value, unit, error, match):
+def test_invalid_arguments_raise(value, unit, error, match):
     with pytest.raises(error, match=match):
         Quantity(value, unit)
 
 
-def test_equivalences_of_some_field_are_none_of_ours():
+def test_enabled_equivalencies_of_astropy_are_ignored():
     with (
         astropy.set_enabled_equivalencies(astropy.spectral()),
         pytest.raises(ValueError, match="Hz"),
@@ -276,7 +276,7 @@ def speed(x, t):
     return (x * x / t).sum()
 
 
-def test_a_gradient_of_the_program_has_the_unit_of_the_quotient():
+def test_gradients_under_implicit_have_the_quotient_unit():
     by_x, by_t = strict(jax.grad(speed, (0, 1)))(LENGTH, TIME)
     assert is_in(by_x, "m / s")
     assert is_in(by_t, "m2 / s2")
@@ -285,23 +285,23 @@ def test_a_gradient_of_the_program_has_the_unit_of_the_quotient():
     assert jnp.allclose(by_t.value, expected[1])
 
 
-def test_a_gradient_by_the_leaves_is_by_the_stored_number():
+def test_gradients_of_leaves_are_of_the_stored_numbers():
     g = jax.grad(lambda x: strict(speed)(x, TIME).to("km2 / s").value)(LENGTH)
     assert is_in(g, "m")
     assert jnp.allclose(g.value, 1e-6 * jax.grad(speed)(LENGTH.value, TIME.value))
 
 
-def test_gradients_of_a_sum_of_two_units_are_in_either():
-    by_m, by_km = strict(jax.grad(lambda x, y: ((x + y) ** 2).sum(), (0, 1)))(METRES, KILOMETRES)
+def test_gradients_of_a_sum_have_the_units_of_the_operands():
+    by_m, by_km = strict(jax.grad(lambda x, y: ((x + y) ** 2).sum(), (0, 1)))(METERS, KILOMETERS)
     assert is_in(by_m, "m")
-    assert jnp.allclose(by_km.to("m").value, 2 * (METRES + KILOMETRES).value)
+    assert jnp.allclose(by_km.to("m").value, 2 * (METERS + KILOMETERS).value)
     by_m, by_km = jax.grad(lambda x, y: (strict(jnp.add)(x, y).value ** 2).sum(), (0, 1))(
-        METRES, KILOMETRES
+        METERS, KILOMETERS
     )
-    assert jnp.allclose(by_km.value, 1000 * by_m.value)  # by the number of kilometres
+    assert jnp.allclose(by_km.value, 1000 * by_m.value)  # by the number of kilometers
 
 
-def test_a_loop_keeps_a_unit_and_refuses_another():
+def test_a_loop_that_changes_the_unit_raises():
     fall = lambda x, v: jax.lax.scan(lambda x, _: (x + v * TIME[0], x), x, None, length=3)
     end, path = strict(fall)(LENGTH, LENGTH / TIME)
     assert is_in(end, "m")
@@ -311,18 +311,18 @@ def test_a_loop_keeps_a_unit_and_refuses_another():
         vn.implicit(lambda x: jax.lax.fori_loop(0, 2, lambda i, y: y * x, x))(LENGTH)
 
 
-def test_a_product_that_comes_to_one_unit_is_in_that_unit_in_a_loop_too():
+def test_a_unit_that_cancels_in_a_loop_keeps_its_object():
     loop = lambda x, t: jax.lax.fori_loop(0, 2, lambda i, y: (y * t) / t, x)
     assert is_in(strict(loop)(LENGTH, TIME), "m")
 
 
-def test_a_while_loop_compares_in_its_condition():
+def test_the_condition_of_a_while_loop_converts_units():
     double = lambda x, bound: jax.lax.while_loop(lambda x: x < bound, lambda x: x + x, x)
     out = strict(double)(Quantity(1.0, "m"), Quantity(1.0, "km"))
     assert (out.value, out.unit) == (1024, astropy.m)
 
 
-def test_names_and_units_go_together():
+def test_an_array_can_have_names_and_a_unit():
     x = Named(LENGTH, ("time",))
     out = strict(lambda x, y: jnp.where(x > 0, x * y, 0).cumsum())(x, Named(TIME, (None,)))
     assert (out.names, type(out.array)) == (("time",), Quantity)
@@ -331,7 +331,7 @@ def test_names_and_units_go_together():
         x + Named(TIME, ("time",))
 
 
-def test_units_stand_beside_other_implicit_arrays():
+def test_products_with_quantized_weights_have_units():
     w = quantized("int8", None)(jax.random.key(0), (2, 3))
     out = strict(jnp.matmul)(LENGTH, w)
     assert is_in(out, "m")
@@ -341,7 +341,7 @@ def test_units_stand_beside_other_implicit_arrays():
     assert weights.nbytes == w.nbytes < weights.size * 4
 
 
-def test_what_it_costs_is_nothing():
+def test_units_add_nothing_to_the_jaxpr():
     shown = str(jax.make_jaxpr(strict(lambda x, t: (x * x + x * x) / t))(LENGTH, TIME))
     plain = str(jax.make_jaxpr(lambda x, t: (x * x + x * x) / t)(LENGTH.value, TIME.value))
     assert shown == plain
@@ -359,7 +359,7 @@ def registry(pint):
     return pint.UnitRegistry()
 
 
-def test_pint_has_the_same_laws(registry):
+def test_units_of_pint_obey_the_same_laws(registry):
     x, t = Quantity(jnp.array([1.0, 4.0]), registry.m), Quantity(2.0, registry.s)
     out = jax.jit(strict(lambda x, t: jnp.sqrt(x * x) / t + x.sum() / t))(x, t)
     assert (out.unit, out.value.tolist()) == (registry.Unit("m/s"), [3.0, 4.5])
@@ -379,18 +379,18 @@ def is_pint(out, unit):
 
 
 @pytest.mark.parametrize("unit", ["degC", "dBm"])
-def test_a_unit_with_a_zero_of_its_own_is_refused(registry, unit):
+def test_units_with_an_offset_raise(registry, unit):
     with pytest.raises(ValueError, match="is not a multiple of base units"):
         Quantity(1.0, registry.Unit(unit))
     assert Quantity(1.0, registry.delta_degC).to("kelvin").value == 1
 
 
-def test_units_of_two_libraries_do_not_meet(registry):
+def test_units_of_two_libraries_raise(registry):
     with pytest.raises(ValueError, match=r"two libraries, .*astropy.units"):
         LENGTH * Quantity(1.0, registry.m)
 
 
-def test_units_of_two_registries_do_not_meet(pint, registry):
+def test_units_of_two_registries_of_pint_raise(pint, registry):
     other = Quantity(1.0, pint.UnitRegistry().m)
     with pytest.raises(ValueError, match="registries"):
         other + Quantity(1.0, registry.m)
@@ -417,7 +417,7 @@ except ImportError as error:
         (("astropy.units", "pint"), "to parse the unit 'm', install astropy or pint: pip "),
     ],
 )
-def test_a_string_is_parsed_by_the_library_that_is_installed(pint, hidden, printed):
+def test_strings_are_parsed_by_the_installed_library(pint, hidden, printed):
     program = WITHOUT.format(hidden=hidden)
     out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert out.stdout.startswith(printed), out.stderr
@@ -427,7 +427,7 @@ NEW_IN_JAX_0_12 = {"log2", "mulhi", "one_minus_square"}
 
 
 @pytest.mark.parametrize("name", sorted({*unit_laws.LAWS, *axis_names.LAWS}))
-def test_a_law_is_that_of_a_primitive(name):
+def test_each_law_is_that_of_a_primitive(name):
     if name in NEW_IN_JAX_0_12 and jax.__version_info__ < (0, 12):
         pytest.skip("a primitive of JAX 0.12")
     assert find_primitive(name).name == name

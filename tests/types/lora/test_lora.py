@@ -1,4 +1,4 @@
-"""LoraArray: `x @ w + scale * (x @ a) @ b`, whatever a program does with the weight."""
+"""Tests of `LoraArray` against the dense weight `w + scale * a @ b`."""
 
 import dataclasses
 
@@ -24,91 +24,93 @@ from veneer.types.structured.diagonal import Diagonal
 KEY = arrays.key(0)
 
 
-def of_dense(draw, ins=None, outs=(6,), **options):
-    """`[..., n, 6]`, or with the axes that are given."""
+def with_dense(draw, ins=None, outs=(6,), **options):
+    """Make a weight `[..., n, 6]`, or one with other input and output axes."""
     ins = (draw.n,) if ins is None else ins
     w, a, b = draw(*ins, *outs), draw(*ins, 2), draw(2, *outs)
     return LoraArray(w, a, b, scale=0.5, in_ndim=len(ins), out_ndim=len(outs), **options)
 
 
-def of_int8(draw):
-    x = of_dense(draw)
+def with_int8(draw):
+    x = with_dense(draw)
     channels = [i for i in range(x.ndim) if i != x.ndim - 2]
     return LoraArray(vn.quant.quantize(x.w, "int8", channelwise_axes=channels), x.a, x.b, scale=2.0)
 
 
-def of_columns(draw):
-    return of_dense(draw, magnitude=draw.positive(1, 6))
+def with_magnitude(draw):
+    return with_dense(draw, magnitude=draw.positive(1, 6))
 
 
-def of_structure(draw):
+def with_diagonal(draw):
     w, a, b = draw.positive(draw.n), draw(draw.n, 2), draw(2, draw.n)
     return LoraArray(Diagonal(w + 1), a, b, scale=0.25)
 
 
 def heads(draw):
-    return of_dense(draw, outs=(2, 3))
+    return with_dense(draw, outs=(2, 3))
 
 
 vectors = lambda draw: draw(3, draw.n)
 of_width_6 = lambda draw: draw(3, 6)
 
 
-def two_of_dense(draw):
-    """`[..., 2, n, 6]`."""
-    return jax.tree.map(lambda *xs: jnp.stack(xs, -3), of_dense(draw), of_dense(draw))
+def two_with_dense(draw):
+    """Make a weight `[..., 2, n, 6]`."""
+    return jax.tree.map(lambda *xs: jnp.stack(xs, -3), with_dense(draw), with_dense(draw))
 
 
 ids = lambda draw: jax.random.randint(draw.key, (*draw.batch, 2, 3), 0, draw.n)
-# Of entries that are rounded to bfloat16 the tests' sines have other derivatives.
+# Claims differentiate the sine of the result. In bfloat16, that sine has another derivative.
 AT_ANOTHER_POINT = ("grad of implicit", "implicit of grad")
 KEPT = {"kept": LoraArray, "sizes": (), "dtypes": ()}
-FACTORISED = {"dtypes": ("float64",), "sizes": (1, 5)}
+FACTORIZED = {"dtypes": ("float64",), "sizes": (1, 5)}
 
 test_under, test_over = claims(
     {
-        "x @ w": Claim(lambda x, w: x @ w, (vectors, of_dense)),
-        "x @ w.T": Claim(lambda x, w: x @ w.mT, (of_width_6, of_dense)),
-        "w @ x": Claim(lambda w, x: w @ x.mT, (of_dense, of_width_6), sizes=()),
-        "x @ w, of int8": Claim(lambda x, w: x @ w, (vectors, of_int8), sizes=(1, 5)),
-        "x @ w, of a structure": Claim(lambda x, w: x @ w, (vectors, of_structure), sizes=()),
-        "x @ w, with a magnitude": Claim(lambda x, w: x @ w, (vectors, of_columns)),
+        "x @ w": Claim(lambda x, w: x @ w, (vectors, with_dense)),
+        "x @ w.T": Claim(lambda x, w: x @ w.mT, (of_width_6, with_dense)),
+        "w @ x": Claim(lambda w, x: w @ x.mT, (with_dense, of_width_6), sizes=()),
+        "x @ w, of int8": Claim(lambda x, w: x @ w, (vectors, with_int8), sizes=(1, 5)),
+        "x @ w, of a structure": Claim(lambda x, w: x @ w, (vectors, with_diagonal), sizes=()),
+        "x @ w, with a magnitude": Claim(lambda x, w: x @ w, (vectors, with_magnitude)),
         "x @ w.T, with a magnitude": Claim(
-            lambda x, w: x @ w.mT, (of_width_6, of_columns), sizes=()
+            lambda x, w: x @ w.mT, (of_width_6, with_magnitude), sizes=()
         ),
         "to heads": Claim(
             lambda x, w: jnp.einsum("...sd,...dhk->...shk", x, w.reshape(*w.shape[:-1], 2, 3)),
-            (vectors, of_dense),
+            (vectors, with_dense),
             sizes=(),
         ),
         "from heads": Claim(
             lambda x, w: jnp.einsum("...shk,...hkd->...sd", x, w),
-            (lambda d: d(3, 2, d.n), lambda d: of_dense(d, (2, d.n))),
+            (lambda d: d(3, 2, d.n), lambda d: with_dense(d, (2, d.n))),
             sizes=(0,),
         ),
-        "axes of no operand": Claim(
+        "free leading axes": Claim(
             lambda x, w: jnp.einsum("sd,ldo->slo", x, w),
-            (lambda d: d(3, 4), two_of_dense),
+            (lambda d: d(3, 4), two_with_dense),
             sizes=(),
             dtypes=(),
         ),
-        "axes that are summed": Claim(
+        "contracted leading axes": Claim(
             lambda x, w: jnp.einsum("shk,hkd->sd", x, w),
-            (lambda d: d(3, 2, 4), two_of_dense),
+            (lambda d: d(3, 2, 4), two_with_dense),
             sizes=(),
             dtypes=(),
         ),
         "transposes, reversals": Claim(
-            lambda w: [w.mT, jnp.flip(w, -1), jnp.flip(w, -2)], (of_columns,), **KEPT
+            lambda w: [w.mT, jnp.flip(w, -1), jnp.flip(w, -2)], (with_magnitude,), **KEPT
         ),
-        "slices of what goes out": Claim(
-            lambda w: [w[..., 1:4], w[..., ::2], *jnp.split(w, 3, axis=-1)], (of_columns,), **KEPT
+        "slices of output axes": Claim(
+            lambda w: [w[..., 1:4], w[..., ::2], *jnp.split(w, 3, axis=-1)],
+            (with_magnitude,),
+            **KEPT,
         ),
-        "slices of what comes in": Claim(lambda w: w[..., 1:, :], (of_dense,), **KEPT),
+        "slices of input axes": Claim(lambda w: w[..., 1:, :], (with_dense,), **KEPT),
         "dynamic slices": Claim(
             lambda w: jax.lax.dynamic_slice_in_dim(w, jnp.int32(1), 2, -1),
-            (of_columns,),
-            without=("implicit of vmap",),  # of which JAX makes a gather
+            (with_magnitude,),
+            without=("implicit of vmap",),  # JAX turns it into a gather
             **KEPT,
         ),
         "reshapes": Claim(
@@ -116,21 +118,21 @@ test_under, test_over = claims(
                 w.reshape(*w.shape[:-1], 3, 2),
                 w.reshape(*w.shape[:-2], 2, 2, 6).reshape(w.shape),
             ],
-            (of_columns,),
+            (with_magnitude,),
             **KEPT,
         ),
-        "multiples": Claim(lambda w: [2 * w, -w / 3], (of_dense,), **KEPT),
-        "a multiple of a magnitude": Claim(lambda w: -2 * w, (of_columns,), **KEPT),
+        "multiples": Claim(lambda w: [2 * w, -w / 3], (with_dense,), **KEPT),
+        "a multiple of a magnitude": Claim(lambda w: -2 * w, (with_magnitude,), **KEPT),
         "conversions": Claim(
-            lambda w: w.astype(jnp.bfloat16), (of_int8,), without=AT_ANOTHER_POINT, **KEPT
+            lambda w: w.astype(jnp.bfloat16), (with_int8,), without=AT_ANOTHER_POINT, **KEPT
         ),
-        "stop_gradient": Claim(jax.lax.stop_gradient, (of_columns,), **KEPT),
-        "sums": Claim(lambda w: (w.sum((-1, -2)), w.sum(-2), w.sum(-1)), (of_dense,), sizes=()),
-        "rows": Claim(lambda w, i: w[i], (of_columns, ids), sizes=(1,)),
-        "rows of int8": Claim(lambda w, i: w[i], (of_int8, ids), sizes=(1,)),
+        "stop_gradient": Claim(jax.lax.stop_gradient, (with_magnitude,), **KEPT),
+        "sums": Claim(lambda w: (w.sum((-1, -2)), w.sum(-2), w.sum(-1)), (with_dense,), sizes=()),
+        "rows": Claim(lambda w, i: w[i], (with_magnitude, ids), sizes=(1,)),
+        "rows of int8": Claim(lambda w, i: w[i], (with_int8, ids), sizes=(1,)),
         "rows, filled": Claim(
             lambda w, i: jnp.take(w, 2 * i, axis=0, mode="fill", fill_value=7),
-            (of_dense, ids),
+            (with_dense, ids),
             sizes=(),
         ),
         "convolution": Claim(
@@ -139,15 +141,15 @@ test_under, test_over = claims(
             ),
             (
                 lambda d: d(2, 5, 4, d.n),
-                lambda d: of_dense(d, (2, 3, d.n), magnitude=d.positive(1, 1, 1, 6)),
+                lambda d: with_dense(d, (2, 3, d.n), magnitude=d.positive(1, 1, 1, 6)),
             ),
             sizes=(),
-            without=("implicit of vmap",),  # of which JAX makes one of groups
+            without=("implicit of vmap",),  # JAX turns it into a grouped convolution
         ),
-        "solve": Claim(jnp.linalg.solve, (of_structure, lambda d: d(d.n, 3)), **FACTORISED),
-        "det": Claim(jnp.linalg.det, (of_structure,), **FACTORISED),
-        "inv": Claim(jnp.linalg.inv, (of_structure,), kept=LoraArray, **FACTORISED),
-        "trace": Claim(lambda w: jnp.trace(w, axis1=-2, axis2=-1), (of_dense,), sizes=()),
+        "solve": Claim(jnp.linalg.solve, (with_diagonal, lambda d: d(d.n, 3)), **FACTORIZED),
+        "det": Claim(jnp.linalg.det, (with_diagonal,), **FACTORIZED),
+        "inv": Claim(jnp.linalg.inv, (with_diagonal,), kept=LoraArray, **FACTORIZED),
+        "trace": Claim(lambda w: jnp.trace(w, axis1=-2, axis2=-1), (with_dense,), sizes=()),
     }
 )
 
@@ -164,7 +166,7 @@ test_under, test_over = claims(
     ids=["transpose", "reshape", "exp", "sum", "matmul"],
 )
 @pytest.mark.parametrize("ins", [1, 2])
-def test_what_takes_axes_apart_is_that_of_the_dense_array(move, ins):
+def test_operations_that_split_an_axis_group_match_dense(move, ins):
     w = example((3, 9)) if ins == 1 else example((9, 3))
     w = vn.implicit(lambda w: w.reshape(3, 3, 3))(w)
     assert w.in_ndim == ins
@@ -183,7 +185,7 @@ def example(shape=(3, 4), rank=2, key=KEY, **options):
     return LoraArray(*map(jax.random.normal, keys, shapes), **{"scale": 0.5} | options)
 
 
-def test_a_product_is_the_program_written_by_hand():
+def test_a_product_has_the_handwritten_jaxpr():
     by_hand = lambda x, w: x @ w.w + w.scale * (x @ w.a) @ w.b
     ours = jax.make_jaxpr(vn.implicit(lambda x, w: x @ w))(X, example())
     assert str(ours) == str(jax.make_jaxpr(by_hand)(X, example()))
@@ -197,7 +199,7 @@ def dense_parameters():
 IDS = arrays.array(np.arange(8).reshape(2, 4))
 
 
-def test_a_transformer_is_the_program_written_by_hand():
+def test_a_transformer_has_the_handwritten_jaxpr():
     ours = jax.make_jaxpr(vn.implicit(transformer.forward))(
         transformer.with_low_rank(dense_parameters(), LoraArray), IDS
     )
@@ -212,7 +214,7 @@ def int8(w):
 
 
 @pytest.mark.parametrize("options", [{}, {"dora": True}, {"dropout": 0.5}], ids=str)
-def test_training_makes_no_weight_of_a_transformer_dense(options):
+def test_training_materializes_no_weight_of_a_transformer(options):
     make = lambda w, a, b: LoraArray.init(int8(w), 2, key=KEY, **options)
     params = transformer.with_low_rank(dense_parameters(), make)
     params = lora.with_dropout(params, KEY)
@@ -231,7 +233,7 @@ def test_training_makes_no_weight_of_a_transformer_dense(options):
     assert grads["embedding"] is None
 
 
-def test_a_weight_of_fewer_bits_than_its_update_keeps_the_dtype_of_the_program():
+def test_a_bf16_weight_with_f32_factors_returns_bf16():
     w = example()
     mixed = LoraArray(w.w.astype(jnp.bfloat16), w.a, w.b, scale=0.5)
     assert mixed.dtype == vn.materialise(mixed).dtype == jnp.bfloat16
@@ -240,7 +242,7 @@ def test_a_weight_of_fewer_bits_than_its_update_keeps_the_dtype_of_the_program()
     assert_close(y.astype(jnp.float32), X @ vn.materialise(w), 0.1)
 
 
-def test_wide_factors_of_a_narrow_weight_are_multiplied_as_such():
+def test_f32_factors_of_a_bf16_weight_are_multiplied_in_f32():
     x = jnp.linspace(1, 2, 15, dtype=jnp.bfloat16).reshape(5, 3)
     w = example().changed(w=jnp.zeros((3, 4), jnp.bfloat16))
     expected = 0.5 * (x.astype(jnp.float32) @ w.a) @ w.b
@@ -254,10 +256,10 @@ def test_a_weight_may_be_frozen():
     assert grads.a.any()
 
 
-# What it is made of.
+# Constructors.
 
 
-def test_an_update_begins_as_zero():
+def test_init_returns_an_update_of_zero():
     w = LoraArray.init(example().w, 2, key=KEY, dora=True)
     assert_close(vn.materialise(w), w.w)
     assert jnp.abs(w.a).max() <= 1 / np.sqrt(3)
@@ -273,13 +275,13 @@ def test_the_scale_follows_from_alpha_and_the_rank(options, scale):
     assert LoraArray.init(jnp.ones((6, 5)), 4, key=KEY, **options).scale == scale
 
 
-def test_only_the_update_is_trained():
+def test_only_the_adapter_is_trainable():
     w = LoraArray.init(jnp.ones((6, 5)), 4, key=KEY, dora=True)
     mask = vn.trainable(w)
     assert (mask.w, mask.a, mask.b, mask.magnitude) == (False, True, True, True)
 
 
-def test_the_norm_is_a_constant_to_derivatives():
+def test_gradients_treat_the_dora_norm_as_constant():
     w = example(magnitude=jnp.ones((1, 4)))
     lengths = jnp.linalg.norm(w.w + 0.5 * w.a @ w.b, axis=0)
     by_hand = lambda a: jnp.sin(X @ ((w.w + 0.5 * a @ w.b) / lengths)).sum()
@@ -287,18 +289,18 @@ def test_the_norm_is_a_constant_to_derivatives():
     assert_close(jax.grad(ours)(w.a), jax.grad(by_hand)(w.a))
 
 
-def test_a_column_of_zeros_stays_one():
+def test_a_column_of_zeros_stays_zero_with_dora():
     w = LoraArray.init(jnp.eye(3)[:, :2] * jnp.array([1.0, 0.0]), 1, key=KEY, dora=True)
     assert_close(vn.materialise(w), w.w)
     assert_close(X @ w, X @ w.w)
 
 
-def test_nbytes_are_those_of_the_leaves():
+def test_nbytes_counts_all_leaves():
     w = LoraArray(int8(jnp.ones((64, 32))), jnp.ones((64, 2)), jnp.ones((2, 32)))
     assert w.nbytes == 64 * 32 + 4 * 32 + 4 * 64 * 2 + 4 * 2 * 32
 
 
-def test_repr_shows_what_is_not_by_default():
+def test_repr_omits_defaults():
     w = LoraArray.init(int8(jnp.ones((4, 4))), 1, key=KEY, dora=True, dropout=0.5)
     assert repr(w) == (
         "LoraArray(w=QArray:f32[4,4], a=f32[4,1], b=f32[1,4], magnitude=f32[1,4], scale=1.0, "
@@ -325,7 +327,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("error", "message", "make"), REFUSED.values(), ids=REFUSED)
-def test_what_does_not_fit_is_refused(error, message, make):
+def test_invalid_arguments_raise(error, message, make):
     with pytest.raises(error, match=message):
         make()
 
@@ -337,40 +339,40 @@ def dropping(key=KEY, **options):
     return example(dropout=0.5, **options).changed(dropout_key=key)
 
 
-def test_dropout_drops_entries_of_the_operand_before_the_update_alone():
+def test_dropout_applies_only_to_the_update():
     w = dropping(shape=(3, 3)).changed(w=jnp.zeros((3, 3)), a=jnp.eye(3), b=jnp.eye(3), scale=1.0)
     x = jnp.ones((200, 3))
     kept = x @ w
-    assert set(np.unique(kept)) == {0.0, 2.0}  # so that the mean stays as it is
+    assert set(np.unique(kept)) == {0.0, 2.0}  # so the mean stays the same
     assert 0.4 < (kept == 0).mean() < 0.6
     assert_close(x @ w.changed(w=jnp.eye(3)) - kept, x)
 
 
-def test_a_product_with_one_key_drops_the_same_each_time():
+def test_the_same_key_drops_the_same_entries():
     w = dropping()
     assert_close(X @ w, vn.implicit(jax.jit(jnp.matmul))(X, w))
     assert not jnp.allclose(X @ w, X @ dropping(jax.random.key(1)))
 
 
-def test_without_a_key_nothing_is_dropped():
+def test_without_a_key_dropout_is_off():
     assert_close(X @ example(dropout=0.5), X @ vn.materialise(example()))
 
 
-def test_derivatives_drop_what_the_program_drops():
+def test_gradients_drop_the_same_entries():
     w = dropping()
     f = lambda x, w: jnp.sum(jnp.sin(x @ w))
     by_rules = jax.grad(vn.implicit(f))(X, w)
     assert_close(vn.implicit(jax.grad(f))(X, w), by_rules)
 
 
-def test_a_weight_out_by_in_drops_what_comes_in():
+def test_a_transposed_weight_drops_the_same_entries():
     w, turned = dropping(), dropping().T
     assert turned.dropped == "out"
     assert_close(X @ w, vn.implicit(lambda x, w: x @ w.T)(X, turned))
 
 
 @pytest.mark.parametrize("raw", [False, True], ids=["typed keys", "raw keys"])
-def test_each_of_a_stack_drops_by_its_own_key(raw):
+def test_stacked_weights_have_their_own_dropout_keys(raw):
     keys = jax.random.split(KEY, 2)
     w = example((2, 3, 4), dropout=0.5).changed(
         dropout_key=jax.random.key_data(keys) if raw else keys
@@ -383,7 +385,7 @@ def test_each_of_a_stack_drops_by_its_own_key(raw):
     assert not jnp.allclose(each[0] - X @ w.w[0], 0)
 
 
-def test_each_array_of_a_tree_gets_its_own_key():
+def test_with_dropout_gives_each_array_its_own_key():
     tree = {"a": example(dropout=0.5), "b": [example((2, 3, 4), dropout=0.1)], "c": example()}
     keyed = lora.with_dropout(tree, KEY)
     a, b = keyed["a"].dropout_key, keyed["b"][0].dropout_key
@@ -393,7 +395,7 @@ def test_each_array_of_a_tree_gets_its_own_key():
     assert not any(w.drops for w in vn.tree.leaves(lora.without_dropout(keyed)))
 
 
-def test_raw_keys_do_as_well():
+def test_raw_and_typed_keys_drop_the_same_entries():
     tree = [example((2, 3, 4), dropout=0.5)]
     raw, typed = (
         lora.with_dropout(tree, make(0))[0] for make in (jax.random.PRNGKey, jax.random.key)
@@ -402,7 +404,7 @@ def test_raw_keys_do_as_well():
     assert_close(x @ raw, x @ typed)
 
 
-def test_what_drops_stands_for_no_array():
+def test_a_weight_with_a_dropout_key_cannot_be_materialized():
     with pytest.raises(TypeError, match="without_dropout"):
         vn.materialise(dropping())
     with pytest.raises(TypeError, match="without_dropout"):
@@ -414,13 +416,13 @@ def test_what_drops_stands_for_no_array():
 
 
 @unless_checked
-def test_join_says_that_its_trees_are_swapped():
+def test_join_raises_if_its_arguments_are_swapped():
     base, adapters = lora.split({"w": LoraArray(W, A, B)})
     with pytest.raises(TypeError, match=r"adapters must hold LoraArrays and None, .* not f32\["):
         lora.join(adapters, base)
 
 
-def test_merge_gives_dense_arrays_without_dropout():
+def test_merge_returns_dense_arrays_and_ignores_dropout():
     merged = lora.merge({"w": dropping(), "b": X})
     assert_close(merged, {"w": vn.materialise(example()), "b": X})
 
@@ -435,7 +437,7 @@ def test_split_and_join_are_inverse():
     assert_close(joined, tree)
 
 
-def test_adapters_do_not_join_other_weights():
+def test_join_raises_for_weights_of_another_shape():
     _, adapters = lora.split([example()])
     with pytest.raises(ValueError, match="LoraArray takes w"):
         lora.join([jnp.ones((4, 4))], adapters)
@@ -449,7 +451,7 @@ several = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 @several
 @pytest.mark.parametrize("spec", [P("x", "y"), P(None, "y"), P("x")], ids=str)
 @pytest.mark.parametrize("of", ["dense", "int8"])
-def test_leaves_are_cut_as_the_weight_is(of, spec):
+def test_leaves_are_sharded_like_the_weight(of, spec):
     mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
     w = example((8, 8))
     w = LoraArray(int8(w.w), w.a, w.b) if of == "int8" else w
@@ -463,7 +465,7 @@ def test_leaves_are_cut_as_the_weight_is(of, spec):
 
 
 @several
-def test_a_block_of_a_magnitude_is_one_where_no_norm_is_cut():
+def test_sharding_a_norm_axis_materializes_a_dora_weight():
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     w = example((8, 8), magnitude=jnp.ones((1, 8)))
     for spec, made_dense in ((P(None, "x"), 0), (P("x"), 1)):
@@ -486,7 +488,7 @@ def test_a_block_of_a_magnitude_is_one_where_no_norm_is_cut():
         lambda x: x[:, :1].reshape(1, 2, 1) @ jnp.ones((1, 1)),
     ],
 )
-def test_the_axes_of_a_norm_are_known_where_every_axis_has_size_1(run):
+def test_dora_finds_its_norm_axes_if_all_axes_have_size_1(run):
     w = jnp.arange(1.0, 7).reshape(2, 3)
     dora = LoraArray(w, jnp.ones((2, 1)), jnp.ones((1, 3)), jnp.ones((1, 3)))
     assert jnp.allclose(vn.materialise(vn.implicit(run)(dora)), run(vn.materialise(dora)))
@@ -537,7 +539,7 @@ def test_a_dropout_key_must_be_an_array():
 
 
 @pytest.mark.parametrize("f", [abs, lambda x: x + 1, lambda x: x * x], ids=["abs", "add", "mul"])
-def test_operators_say_that_a_dropout_key_leaves_no_dense_form(f):
+def test_operators_on_a_weight_with_a_dropout_key_raise(f):
     lora = LoraArray(
         *(jnp.eye(4), jnp.ones((4, 1)), jnp.ones((1, 4))), dropout=0.5, dropout_key=arrays.key(0)
     )

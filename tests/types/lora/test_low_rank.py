@@ -1,4 +1,4 @@
-"""LowRank: products, sums and traces by the factors; with a structure beside it, solves too."""
+"""Tests of `LowRank`, and of solves with `Diagonal + LowRank`."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ wide = lambda d: LowRank(d(d.n, 1), d(1, 3))
 diagonal = lambda d: Diagonal(d.positive(d.n) + 1)
 updated = lambda d: LoraArray(diagonal(d), d(d.n, 2) / 2, d(2, d.n) / 2, scale=0.5)
 trace = lambda x: jnp.trace(x, axis1=-2, axis2=-1)
-# Of entries that are rounded to bfloat16 the tests' sines have other derivatives.
+# Claims differentiate the sine of the result. In bfloat16, that sine has another derivative.
 AT_ANOTHER_POINT = ("grad of implicit", "implicit of grad")
 KEPT = {"kept": LowRank, "sizes": (0,)}
 SUM = {"kept": LoraArray, "sizes": (1,)}
@@ -73,7 +73,7 @@ def test_a_product_of_two_has_the_smaller_rank():
     assert (y.T @ x.T).b.shape == (1, 4)
 
 
-def test_a_factor_may_be_quantised():
+def test_a_factor_may_be_quantized():
     x = example()
     q = vn.quant.quantize(x.a, "int8", channelwise_axes=[1])
     v = jnp.ones((5, 2))
@@ -83,12 +83,12 @@ def test_a_factor_may_be_quantised():
     )
 
 
-def test_what_is_nothing_adds_nothing_beside_infinity():
+def test_rank_0_times_infinity_is_0():
     x = LowRank(jnp.zeros((2, 0)), jnp.zeros((0, 2)))
     assert (x @ jnp.array([jnp.inf, jnp.nan])).tolist() == [0, 0]
 
 
-def test_nbytes_are_those_of_the_factors():
+def test_nbytes_counts_both_factors():
     assert example().nbytes == 4 * (6 * 2 + 2 * 5)
 
 
@@ -100,17 +100,17 @@ def test_nbytes_are_those_of_the_factors():
         (TypeError, "an array for b", (arrays.ones((4, 2)), 2.0)),
     ],
 )
-def test_what_does_not_fit_is_refused(error, message, factors):
+def test_invalid_factors_raise(error, message, factors):
     with pytest.raises(error, match=message):
         LowRank(*factors)
 
 
-# By the Woodbury identity.
+# The Woodbury identity.
 
 
 @pytest.fixture
 def ill_conditioned():
-    """In float64: a diagonal over six decades, and an update as large as its largest entries."""
+    """Yield a float64 matrix whose diagonal spans six decades, and right-hand sides."""
     with jax.enable_x64(True):
         n = 40
         keys = jax.random.split(KEY, 3)
@@ -122,7 +122,7 @@ def ill_conditioned():
         yield LoraArray(d, a, b, scale=0.5), jax.random.normal(keys[2], (n, 2), "float64")
 
 
-def test_a_solve_is_as_exact_as_the_condition_allows(ill_conditioned):
+def test_a_solve_is_as_exact_as_the_condition_number_allows(ill_conditioned):
     x, v = ill_conditioned
     dense = vn.materialise(x)
     found = vn.implicit(jnp.linalg.solve, on_materialise="error")(x, v)
@@ -132,7 +132,7 @@ def test_a_solve_is_as_exact_as_the_condition_allows(ill_conditioned):
     assert_close(found, jnp.linalg.solve(dense, v), 1e-7)
 
 
-def test_determinants_and_inverses_of_a_large_matrix(ill_conditioned):
+def test_determinants_and_inverses_match_dense(ill_conditioned):
     x, _ = ill_conditioned
     dense = vn.materialise(x)
     sign, logabsdet = vn.implicit(jnp.linalg.slogdet, on_materialise="error")(x)
@@ -144,7 +144,7 @@ def test_determinants_and_inverses_of_a_large_matrix(ill_conditioned):
     assert_close(vn.materialise(inverse) @ dense, jnp.eye(40), 1e-6)
 
 
-def test_a_dense_weight_has_no_such_solve():
+def test_a_solve_with_a_dense_weight_materializes():
     x = LoraArray(4 * jnp.eye(3), jnp.ones((3, 1)), jnp.ones((1, 3)))
     report = vn.explain(jnp.linalg.solve)(x, jnp.ones(3))
     assert report.materialised
@@ -156,7 +156,7 @@ def test_a_dense_weight_has_no_such_solve():
 
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
-def test_factors_are_cut_as_the_matrix_is():
+def test_factors_are_sharded_like_the_matrix():
     mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
     x = example(8, 8)
     place = lambda x: jax.lax.with_sharding_constraint(x, jax.NamedSharding(mesh, P("x", "y")))
@@ -166,7 +166,7 @@ def test_factors_are_cut_as_the_matrix_is():
     assert out.b.sharding.is_equivalent_to(jax.NamedSharding(mesh, P(None, "y")), 2)
 
 
-def test_a_contraction_of_two_that_is_no_product_of_matrices():
+def test_a_contraction_over_both_axes_matches_dense():
     x = LowRank(jnp.ones((3, 1)), jnp.ones((1, 3)))
     assert vn.implicit(lambda x: jnp.tensordot(x, x, 2))(x) == 9
 

@@ -68,7 +68,7 @@ NORMAL = arrays.normal(16, 3)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_function_that_keeps_zeros_keeps_them(name):
+def test_functions_that_map_0_to_0_keep_the_pattern(name):
     w = NMSparse.prune(NORMAL / 8)
     out = vn.implicit(FUNCTIONS[name], on_materialise="error")(w)
     assert isinstance(out, NMSparse)
@@ -78,12 +78,12 @@ def test_a_function_that_keeps_zeros_keeps_them(name):
 
 
 @pytest.mark.parametrize("function", [jnp.cos, lambda w: w + 1, lambda w: w**0])
-def test_a_function_that_is_not_zero_at_zero_makes_dense(function):
+def test_other_functions_materialize(function):
     assert vn.explain(function)(NMSparse.prune(NORMAL)).materialised
 
 
 def kept_by_sorting(x, n, m):
-    """The mask of the n largest of each m along the last axis, as a stable sort finds them."""
+    """Return the mask of the n largest of each m entries along the last axis, by a stable sort."""
     groups = np.abs(x).reshape(*x.shape[:-1], -1, m)
     order = np.argsort(-np.where(np.isnan(groups), np.inf, groups), axis=-1, kind="stable")
     mask = np.zeros(groups.shape, bool)
@@ -93,7 +93,7 @@ def kept_by_sorting(x, n, m):
 
 @pytest.mark.parametrize("axis", [-2, -1])
 @pytest.mark.parametrize(("n", "m"), [(2, 4), (1, 2), (3, 5), (4, 4), (7, 256)])
-def test_prune_keeps_the_largest(n, m, axis):
+def test_prune_keeps_the_largest_entries(n, m, axis):
     rng = np.random.default_rng(0)
     x = rng.integers(-9, 9, (2, 3, 2 * m)).astype(np.float32)  # with ties
     x[0, 0, :2] = np.nan, np.inf
@@ -105,32 +105,32 @@ def test_prune_keeps_the_largest(n, m, axis):
     np.testing.assert_array_equal(w.kept(put(x)), w.values)
 
 
-def test_what_is_not_kept_meets_nan_and_inf_and_stays_zero():
+def test_elementwise_operations_ignore_nan_at_pruned_entries():
     w = NMSparse.prune(jnp.array([[2.0, 1.0]]), 1, 2, axis=-1)
     bad = jnp.array([[1.0, jnp.nan]])
     assert vn.materialise(w * bad).tolist() == [[2.0, 0.0]]
     assert vn.materialise(w / jnp.array([[1.0, 0.0]])).tolist() == [[2.0, 0.0]]
 
 
-def test_a_matmul_multiplies_what_is_not_kept_as_zero():
+def test_a_matmul_multiplies_pruned_entries_by_zero():
     w = NMSparse.prune(jnp.array([[2.0, 1.0]]), 1, 2, axis=-1)
     np.testing.assert_array_equal(w @ jnp.array([1.0, jnp.inf]), [jnp.nan])
 
 
 @pytest.mark.parametrize(("n", "m", "bits"), [(2, 4, 2), (1, 2, 1), (1, 8, 3), (4, 16, 4)])
-def test_nbytes_is_the_values_and_a_few_bits_of_each(n, m, bits):
+def test_nbytes_counts_values_and_packed_positions(n, m, bits):
     w = NMSparse.prune(jax.random.normal(jax.random.key(0), (256, 8)), n, m)
     kept = 256 * 8 * n // m
     assert w.nbytes == kept * 4 + kept * bits // 8
 
 
-def test_repr():
+def test_repr_shows_leaves_and_pattern():
     assert repr(NMSparse.prune(NORMAL)) == (
         "NMSparse(values=f32[8,3], indices=u8[2,3], n=2, m=4, axis=-2)"
     )
 
 
-def test_the_gradient_by_the_values_trains_them_under_a_fixed_mask():
+def test_gradients_of_values_match_the_dense_gradient():
     w, x = NMSparse.prune(NORMAL), jnp.ones((2, 16))
     loss = lambda w: (jnp.tanh(x @ w) ** 2).sum()
     of_values = lambda values: vn.implicit(loss)(dataclasses.replace(w, values=values))
@@ -143,10 +143,10 @@ def test_prune_is_differentiable():
     np.testing.assert_array_equal(by_w, NMSparse.prune(NORMAL).mask())
 
 
-def test_values_may_be_quantised():
+def test_values_may_be_quantized():
     w = NMSparse.prune(NORMAL)
-    quantised = vn.quant.quantize(w.values, "int8", channelwise_axes=[1])
-    q = NMSparse(quantised, w.indices, w.n, w.m)
+    quantized = vn.quant.quantize(w.values, "int8", channelwise_axes=[1])
+    q = NMSparse(quantized, w.indices, w.n, w.m)
     assert q.nbytes == 8 * 3 + 3 * 4 + 2 * 3
     program = lambda x, q: (x @ q) @ q.T
     x = jnp.ones((2, 16))
@@ -209,7 +209,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused(name):
+def test_invalid_arguments_raise(name):
     make, error = REFUSED[name]
     with pytest.raises(error, match=r"NMSparse|n:m|axis|prune|indices"):
         make()

@@ -1,4 +1,4 @@
-"""SparseArray: its algebra against the dense program, and what its cost must not be."""
+"""Tests of `SparseArray` against the dense program, and of the sizes of its temporaries."""
 
 import math
 
@@ -16,9 +16,9 @@ from veneer.types.sparse import SparseArray
 
 
 def entries(*shape, repeated=False, count=6):
-    """A maker of sparse arrays `[*batch, *shape]`; a size given as None is the draw's n.
+    """Return a maker of sparse arrays `[*batch, *shape]`. A size of None is the `n` of the draw.
 
-    The last entry is padding that holds NaN, out of bounds along the last axis alone.
+    The last entry is padding: NaN, with an index out of bounds along the last axis.
     """
 
     def make(draw):
@@ -45,7 +45,7 @@ def entries(*shape, repeated=False, count=6):
 
 
 FEW = {"sizes": (0, 1), "dtypes": ("bfloat16", "float64")}
-MOVES = {"sizes": (0,), "dtypes": ("float64",)}  # of what moves entries and computes nothing
+MOVES = {"sizes": (0,), "dtypes": ("float64",)}  # for operations that only move entries
 MATRIX, REPEATED, TENSOR = entries(None, 3), entries(None, 3, repeated=True), entries(2, None, 3)
 
 FUNCTIONS = {name: getattr(jax.lax, name) for name in ("neg", *NONLINEAR)}
@@ -161,7 +161,7 @@ def matrix():
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_function_that_keeps_zeros_keeps_them_and_its_derivative_is_finite_at_padding(name):
+def test_elementwise_gradients_are_finite_at_padding(name):
     function = FUNCTIONS[name]
     data = jnp.array([0.25, jnp.nan])
     loss = lambda data: vn.implicit(function)(
@@ -176,25 +176,25 @@ def test_a_function_that_keeps_zeros_keeps_them_and_its_derivative_is_finite_at_
 
 
 @pytest.mark.parametrize("function", [jnp.cos, jnp.exp, lambda x: x + 1, lambda x: x**0])
-def test_a_function_that_is_not_zero_at_zero_makes_dense(function, matrix):
+def test_functions_that_do_not_map_0_to_0_materialize(function, matrix):
     report = vn.explain(function)(matrix)
     assert report.materialised
     np.testing.assert_allclose(vn.implicit(function)(matrix), function(DENSE))
 
 
-def test_complex_parts():
+def test_real_imag_conj_and_abs_stay_sparse():
     x = SparseArray(jnp.array([1 + 2j]), jnp.array([[1]]), (2,))
     for function in (jnp.conj, jnp.real, jnp.imag, abs):
         out = vn.implicit(function, on_materialise="error")(x)
         np.testing.assert_allclose(vn.materialise(out), function(vn.materialise(x)))
 
 
-def test_integer_quotients_are_of_sums():
+def test_integer_quotients_sum_duplicates_first():
     x = SparseArray(jnp.array([1, 1]), jnp.array([[0], [0]]), (2,))
     assert vn.materialise(vn.implicit(jax.lax.div)(x, jnp.array([2, 2]))).tolist() == [1, 0]
 
 
-def test_padding_is_nowhere(matrix):
+def test_padding_affects_no_result(matrix):
     ones = jnp.ones((3, 1))
     assert vn.materialise(matrix).tolist() == DENSE.tolist()
     assert (matrix @ ones).tolist() == (DENSE @ ones).tolist()
@@ -205,20 +205,20 @@ def test_padding_is_nowhere(matrix):
 
 
 @pytest.mark.parametrize("bad", [jnp.inf, jnp.nan])
-def test_a_structural_zero_stays_zero_whatever_it_meets(bad, matrix):
+def test_entries_that_are_not_stored_ignore_nan_and_inf(bad, matrix):
     y = jnp.where(DENSE == 0, bad, 2.0)
     assert vn.materialise(matrix * y).tolist() == (2 * DENSE).tolist()
     assert vn.materialise(matrix / jnp.where(DENSE == 0, 0.0, 2.0)).tolist() == (DENSE / 2).tolist()
     assert (matrix @ jnp.array([1.0, 1.0, bad])).tolist() == [2.0, -1.0]
 
 
-def test_a_stored_entry_meets_nan_and_inf_as_a_dense_one():
+def test_stored_entries_propagate_nan_and_inf():
     x = SparseArray.from_dense(DENSE)
     y = jnp.array([jnp.inf, jnp.nan, 1.0])
     np.testing.assert_array_equal(x @ y, [jnp.nan, -jnp.inf])
 
 
-def test_the_gradient_by_the_data_is_the_dense_one_at_the_indices(matrix):
+def test_gradients_of_data_match_the_dense_gradient(matrix):
     w = jnp.arange(6.0).reshape(3, 2)
     loss = lambda x: (jnp.tanh(x @ w) ** 2).sum()
     sampled = jax.grad(vn.implicit(loss), allow_int=True)(matrix)
@@ -229,7 +229,7 @@ def test_the_gradient_by_the_data_is_the_dense_one_at_the_indices(matrix):
 
 
 def sizes_in(jaxpr):
-    """The sizes of all intermediate arrays of a program."""
+    """Yield the sizes of all intermediate arrays of a program."""
     for equation in jaxpr.eqns:
         yield from (variable.aval.size for variable in equation.outvars)
         for param in jax.tree.leaves(list(equation.params.values())):
@@ -250,7 +250,7 @@ PROGRAMS = {
 
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("derivative", [False, True])
-def test_nothing_of_the_dense_size_is_made(name, derivative):
+def test_no_intermediate_array_has_the_dense_size(name, derivative):
     program, key = PROGRAMS[name], jax.random.key(0)
     data = jnp.ones((2, 8))
     indices = jax.random.randint(key, (2, 8, 2), 0, LARGE)
@@ -263,7 +263,7 @@ def test_nothing_of_the_dense_size_is_made(name, derivative):
     assert max(sizes_in(jaxpr.jaxpr)) < LARGE**2
 
 
-def test_bf16_is_summed_in_f32():
+def test_bf16_is_accumulated_in_f32():
     n = 1024
     x = SparseArray(
         jnp.ones(n, jnp.bfloat16), jnp.stack([jnp.zeros(n, int), jnp.arange(n)], -1), (1, n)
@@ -271,20 +271,20 @@ def test_bf16_is_summed_in_f32():
     assert (x @ jnp.full(n, 1.01, jnp.bfloat16)).tolist() == [n * 1.0078125]
 
 
-def test_a_dynamic_slice_is_clamped_as_the_primitive_is(matrix):
+def test_a_dynamic_slice_clamps_its_start(matrix):
     starts = jnp.int32(-1), jnp.int32(7)
     cut = lambda x: jax.lax.dynamic_slice_p.bind(x, *starts, slice_sizes=(1, 2))
     strict = vn.implicit(cut, on_materialise="error")
     assert vn.materialise(strict(matrix)).tolist() == cut(DENSE).tolist()
 
 
-def test_the_product_of_two_makes_the_smaller_dense(matrix):
+def test_a_product_of_two_materializes_the_smaller(matrix):
     large = SparseArray(jnp.ones(1), jnp.zeros((1, 2), int), (3, 99))
     report = vn.explain(lambda x, y: x @ y)(matrix, large)
     assert [event.operands for event in report.materialised] == [("SparseArray:f32[2,3]",)]
 
 
-def test_the_quotient_of_two_makes_the_divisor_dense(matrix):
+def test_a_quotient_of_two_materializes_the_divisor(matrix):
     divide = lambda x, y: x / y.sum(0, keepdims=True)
     report = vn.explain(divide)(matrix, matrix)
     assert [event.operands for event in report.materialised] == [("SparseArray:f32[1,3]",)]
@@ -292,7 +292,7 @@ def test_the_quotient_of_two_makes_the_divisor_dense(matrix):
     assert vn.materialise(out).tolist() == [[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]]
 
 
-def test_forms_of_other_sizes_meet_at_the_dense_one(matrix):
+def test_branches_with_different_nse_return_a_dense_array(matrix):
     branch = lambda x: jax.lax.cond(True, lambda x: x + x.T.T, lambda x: x, x)
     assert vn.implicit(branch)(matrix).tolist() == (2 * DENSE).tolist()
 
@@ -304,7 +304,7 @@ def test_a_scan_goes_over_the_batches():
     assert (float(total), type(again)) == (3.0, SparseArray)
 
 
-def test_it_goes_to_and_from_bcoo():
+def test_conversions_from_and_to_bcoo_are_inverse():
     bcoo = jax_sparse.BCOO.fromdense(jnp.stack([DENSE, DENSE]), n_batch=1)
     x = SparseArray.from_bcoo(bcoo)
     assert (x.n_batch, x.nse, x.sparse_shape, x.unique_indices) == (1, 2, (2, 3), True)
@@ -315,7 +315,7 @@ def test_it_goes_to_and_from_bcoo():
     assert SparseArray.from_bcoo(small).indices.dtype == jnp.int32
 
 
-def test_sum_duplicates_has_each_index_once():
+def test_sum_duplicates_stores_each_index_once():
     x = SparseArray(jnp.array([1.0, 2.0, 4.0]), jnp.array([[1], [1], [2]]), (2,))
     once = x.sum_duplicates()
     assert vn.materialise(once).tolist() == [0.0, 3.0]
@@ -328,7 +328,7 @@ def test_nbytes_counts_entries_and_indices():
     assert x.nbytes == 16 * 4 + 16 * 2 * 4
 
 
-def test_repr():
+def test_repr_shows_leaves_and_shape():
     assert repr(SparseArray.from_dense(DENSE)) == (
         "SparseArray(data=f32[2], indices=i32[2,2], sparse_shape=(2, 3), unique_indices=True)"
     )
@@ -339,7 +339,7 @@ def test_from_dense_takes_an_implicit_array():
     assert vn.materialise(SparseArray.from_dense(q)).tolist() == vn.materialise(q).tolist()
 
 
-def test_from_dense_refuses_to_lose_an_entry():
+def test_from_dense_never_drops_an_entry_silently():
     with pytest.raises(ValueError, match="nse is 1, but there are 2 nonzero"):
         SparseArray.from_dense(DENSE, nse=1)
     with pytest.raises(ValueError, match="not known under a trace"):
@@ -371,7 +371,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused(name):
+def test_invalid_arguments_raise(name):
     make, error = REFUSED[name]
     with pytest.raises(error, match=r"SparseArray|indices|from_bcoo|n_batch|int8"):
         make()
