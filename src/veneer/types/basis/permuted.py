@@ -58,33 +58,25 @@ class Permuted(InBasis):
 
     def __post_init__(self) -> None:
         check_arrays(self, Leaf, "array", "order")
-        shape, axes = tuple(self.array.shape), tuple(self.order.shape)
+        shape, sizes = tuple(self.array.shape), tuple(self.order.shape)
         if not jnp.issubdtype(self.order.dtype, jnp.integer):
             raise TypeError(f"order must hold integers, not {self.order.dtype.name}")
         if not -len(shape) <= self.axis < 0:
             raise ValueError(
                 f"axis must be negative, for an array of shape {shape}, not {self.axis}"
             )
-        others = list(axes)
-        if len(axes) == len(shape):
-            others[self.axis] = shape[self.axis] if axes[self.axis] == shape[self.axis] else -1
-        if len(axes) != len(shape) or any(
-            n not in (1, m) for n, m in zip(others, shape, strict=True)
+        allowed = [(1, size) for size in shape]
+        allowed[self.axis] = (shape[self.axis], shape[self.axis])
+        if len(sizes) != len(shape) or any(
+            n not in ok for n, ok in zip(sizes, allowed, strict=True)
         ):
             raise ValueError(
-                f"order has shape {axes}, but must have the rank of the array {shape}, its size "
+                f"order has shape {sizes}, but must have the rank of the array {shape}, its size "
                 f"along axis {self.axis}, and 1 or its size along other axes"
             )
 
     def basis_axes(self, batch: Sequence[int] = ()) -> set[int] | None:
-        """Return a set that contains only the permuted axis, counted from the front.
-
-        **Arguments:**
-
-        - `batch`: the batch axes of a product.
-
-        **Returns:** the set. None if `order` varies along another axis that is not in `batch`.
-        """
+        """Return a set with the permuted axis. None if `order` varies along axes not in `batch`."""
         axis = self.ndim + self.axis
         varies = {i for i, n in enumerate(self.order.shape) if n != 1 and i != axis}
         return {axis} if varies <= {*batch} else None

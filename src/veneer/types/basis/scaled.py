@@ -67,12 +67,7 @@ class Scaled(InBasis):
             )
 
     def basis_axes(self, batch: Sequence[int] = ()) -> set[int] | None:
-        """Return the set of axes along which `factor` has more than one entry.
-
-        **Arguments:**
-
-        - `batch`: the batch axes of a product. They are left out.
-        """
+        """Return the axes outside of `batch` along which `factor` has more than one entry."""
         return {i for i, n in enumerate(self.factor.shape) if n != 1 and i not in batch}
 
     def into_basis(self, x: Any, places: Places) -> Any:

@@ -22,9 +22,6 @@ class Axes:
     def __len__(self) -> int:
         return len(self.names)
 
-    def __str__(self) -> str:
-        return str(self.names)
-
     def without(self, removed: Collection[Any]) -> Names:
         """Return the names of the axes that are not in `removed`."""
         return tuple(name for i, name in enumerate(self.names) if i not in removed)
@@ -37,7 +34,7 @@ def _agree(*axes: tuple[Axes, SupportsIndex]) -> str | None:
         first, j = named[0]
         if x.names[i] != first.names[j]:
             raise ValueError(
-                f"axis {j} of {first} is {first.names[j]!r}, but axis {i} of {x} is "
+                f"axis {j} of {first.names} is {first.names[j]!r}, but axis {i} of {x.names} is "
                 f"{x.names[i]!r}. Rename an axis with Named.rename, or remove its name."
             )
     return named[0][0].names[named[0][1]] if named else None

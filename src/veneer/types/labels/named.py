@@ -66,17 +66,24 @@ class Named(Label):
     laws: ClassVar[Mapping[str, Callable]] = LAWS
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "names", _checked_names(self.names))
+        names: Any = self.names
+        if isinstance(names, str) or not all(n is None or isinstance(n, str) for n in names):
+            raise TypeError(f"Named takes a tuple of names, strings or None, got {names!r}")
+        names = tuple(names)
+        for name in names:
+            if name is not None and names.count(name) > 1:
+                raise ValueError(f"Named takes distinct names, but {name!r} is twice in {names}")
+        object.__setattr__(self, "names", names)
         check_axes(self, array="")
         if isinstance(self.array, Named):
             raise TypeError(
                 f"Named takes an array without names, not {self.array!r}. Use .rename()."
             )
         shape = self.aval().shape
-        if len(self.names) != len(shape):
+        if len(names) != len(shape):
             raise ValueError(
-                f"Named takes a name or None for each axis; got {len(self.names)} names, "
-                f"{self.names}, for an array of shape {shape}"
+                f"Named takes a name or None for each axis; got {len(names)} names, {names}, for "
+                f"an array of shape {shape}"
             )
 
     def aval(self) -> jax.core.ShapedArray:
@@ -154,16 +161,6 @@ class Named(Label):
     def attach(cls, array: Any, metadata: Names) -> Any:
         """Return an array with names, which can occur twice, or the array itself without names."""
         return _unflatten((metadata,), (array,)) if any(metadata) else array
-
-
-def _checked_names(names: Any) -> Names:
-    if isinstance(names, str) or not all(n is None or isinstance(n, str) for n in names):
-        raise TypeError(f"Named takes a tuple of names, strings or None, got {names!r}")
-    names = tuple(names)
-    for name in names:
-        if name is not None and names.count(name) > 1:
-            raise ValueError(f"Named takes distinct names, but {name!r} is twice in {names}")
-    return names
 
 
 # The pytree. JAX adds and removes leading axes of the leaf, so names belong to the last axes.

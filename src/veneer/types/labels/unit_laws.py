@@ -86,11 +86,6 @@ def _sum_of_cotangents(*operands: Measured, **params: Any) -> Outcome:
     return [None if x.unit is None else unit for x in operands], unit
 
 
-def _product(x: Measured, y: Measured, *others: Measured, **params: Any) -> Outcome:
-    unit = product((x.unit, 1), (y.unit, 1))
-    return [x.unit, y.unit, *(None for _ in others)], unit
-
-
 def _quotient(x: Measured, y: Measured, **params: Any) -> Outcome:
     if x.unit is not None and y.unit is not None and is_convertible(x.unit, y.unit):
         # The conversion to the smaller unit multiplies, so integers stay exact.
@@ -152,7 +147,10 @@ _TABLE: dict[str, Law] = {
         lambda *xs, **params: ([None for _ in xs], None)
     ),
     "cos sin tan": lambda x, **params: ([radians(x.unit)], None),
-    "conv_general_dilated dot_general mul ragged_dot_general": _product,
+    "conv_general_dilated dot_general mul ragged_dot_general": lambda x, y, *others, **params: (
+        [x.unit, y.unit, *(None for _ in others)],
+        product((x.unit, 1), (y.unit, 1)),
+    ),
     "div": _quotient,
     "triangular_solve": _triangular_solve,
     "cbrt": _power(1 / 3),

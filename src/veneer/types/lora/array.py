@@ -96,7 +96,35 @@ class LoraArray(Matrix):
 
     def __post_init__(self) -> None:
         check_metadata(self)
-        _check(self)
+        if min(self.in_ndim, self.out_ndim) < 1:
+            raise ValueError(
+                "LoraArray needs at least one input axis and one output axis, got "
+                f"in_ndim={self.in_ndim}, out_ndim={self.out_ndim}"
+            )
+        if not isinstance(self.scale, numbers.Number):
+            raise TypeError(f"scale must be a Python number, not {self.scale!r}")
+        if not isinstance(self.dropout, numbers.Real):
+            raise TypeError(f"dropout must be a Python number in [0, 1), not {self.dropout!r}")
+        if self.normed not in _OTHER:
+            raise ValueError(f"normed must be 'in' or 'out', not {self.normed!r}")
+        if self.dropped not in _OTHER or not 0 <= self.dropout < 1:
+            raise ValueError(
+                "dropout must be in [0, 1) and dropped must be 'in' or 'out', got "
+                f"dropout={self.dropout}, dropped={self.dropped!r}"
+            )
+        number = lambda name, n: " ".join(f"{name}{i}" for i in range(n)) if n > 1 else name
+        ones = lambda n: " ".join(["1"] * n)
+        ins, outs = number("in", self.in_ndim), number("out", self.out_ndim)
+        axes = {"w": f"{ins} {outs}", "a": f"{ins} rank", "b": f"rank {outs}"}
+        check_axes(self, **axes)
+        _check_floating(self.w)
+        if self.magnitude is not None:
+            norms = {"in": f"{ones(self.in_ndim)} {outs}", "out": f"{ins} {ones(self.out_ndim)}"}
+            check_axes(self, **axes, magnitude=norms[self.normed])
+        if self.dropout_key is not None:
+            check_arrays(self, Leaf, "dropout_key")
+            is_typed = jnp.issubdtype(self.dropout_key.dtype, jax.dtypes.prng_key)
+            check_axes(self, **axes, dropout_key="" if is_typed else "2")
 
     @classmethod
     def init(
@@ -149,15 +177,15 @@ class LoraArray(Matrix):
         w = w if isinstance(w, ImplicitArray) else jnp.asarray(w)
         _check_floating(w)
         dtype = w.dtype if dtype is None else dtype
-        split, at = w.ndim - in_ndim - out_ndim, w.ndim - out_ndim
-        lead, ins, outs = w.shape[:split], w.shape[split:at], w.shape[at:]
+        n_lead, first_out = w.ndim - in_ndim - out_ndim, w.ndim - out_ndim
+        lead, ins, outs = w.shape[:n_lead], w.shape[n_lead:first_out], w.shape[first_out:]
         bound = 1 / math.sqrt(max(1, math.prod(ins)))
         alpha = rank if alpha is None else alpha
         return cls(
             w,
             jax.random.uniform(key, (*lead, *ins, rank), dtype, -bound, bound),
             jnp.zeros((*lead, rank, *outs), dtype),
-            norm(w, range(split, at)).astype(dtype) if dora else None,
+            norm(w, range(n_lead, first_out)).astype(dtype) if dora else None,
             scale=float(alpha / (math.sqrt(rank) if rs_lora else rank)),
             dropout=dropout,
             dropped=dropped,
@@ -409,35 +437,3 @@ _OTHER = {"in": "out", "out": "in"}
 def _check_floating(w: Any) -> None:
     if not jnp.issubdtype(w.dtype, jnp.inexact):
         raise TypeError(f"LoraArray takes a floating weight, not {w.dtype.name}")
-
-
-def _check(lora: LoraArray) -> None:
-    name = lambda what, count: " ".join(f"{what}{i if count > 1 else ''}" for i in range(count))
-    if min(lora.in_ndim, lora.out_ndim) < 1:
-        raise ValueError(
-            "LoraArray needs at least one input axis and one output axis, got "
-            f"in_ndim={lora.in_ndim}, out_ndim={lora.out_ndim}"
-        )
-    if not isinstance(lora.scale, numbers.Number):
-        raise TypeError(f"scale must be a Python number, not {lora.scale!r}")
-    if not isinstance(lora.dropout, numbers.Real):
-        raise TypeError(f"dropout must be a Python number in [0, 1), not {lora.dropout!r}")
-    if lora.normed not in _OTHER:
-        raise ValueError(f"normed must be 'in' or 'out', not {lora.normed!r}")
-    if lora.dropped not in _OTHER or not 0 <= lora.dropout < 1:
-        raise ValueError(
-            "dropout must be in [0, 1) and dropped must be 'in' or 'out', got "
-            f"dropout={lora.dropout}, dropped={lora.dropped!r}"
-        )
-    ins, outs = name("in", lora.in_ndim), name("out", lora.out_ndim)
-    axes = {"w": f"{ins} {outs}", "a": f"{ins} rank", "b": f"rank {outs}"}
-    check_axes(lora, **axes)
-    _check_floating(lora.w)
-    if lora.magnitude is not None:
-        ones = lambda count: " ".join(["1"] * count)
-        of_columns, of_rows = f"{ones(lora.in_ndim)} {outs}", f"{ins} {ones(lora.out_ndim)}"
-        check_axes(lora, **axes, magnitude=of_columns if lora.normed == "in" else of_rows)
-    if lora.dropout_key is not None:
-        check_arrays(lora, Leaf, "dropout_key")
-        typed = jnp.issubdtype(lora.dropout_key.dtype, jax.dtypes.prng_key)
-        check_axes(lora, **axes, dropout_key="" if typed else "2")

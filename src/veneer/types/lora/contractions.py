@@ -1,13 +1,12 @@
-"""Contractions of arrays with labeled axes, and the two parts of LoRA products built on them.
+"""Contractions of arrays with labeled axes, and two parts of LoRA products: DoRA and dropout.
 
-An axis of `w` is labeled by its index. `a`, `b` and the operand of a product have the same label
-for the axis that corresponds to it, `RANK` for the rank axis, and `("x", i)` for axis `i` of the
-operand that `w` does not have. The two parts are column norms (DoRA) and dropout.
+The label of an axis of `w` is its index. Axes of `a`, `b` and the operand `x` of a product that
+correspond to an axis of `w` have the same label. The label of the rank axis is `RANK`, and the
+label of an axis `i` of `x` that corresponds to no axis of `w` is `("x", i)`.
 """
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -36,13 +35,11 @@ def contract(
 ) -> tuple[Any, Labels]:
     """Contract two arrays over the axes that both have and whose label is in `contracted`.
 
-    Other axes that both arrays have are batch axes. The operands are promoted to one dtype, and
-    accumulated in `preferred_element_type` if that dtype is wider.
+    Other axes that both arrays have are batch axes. The operands are promoted to one dtype. The
+    product has this dtype, or `preferred_element_type` if that is wider.
 
     **Returns:** the product, and the labels of its axes: batch axes, axes of `x`, axes of `y`.
     """
-    _check_labels(x, x_labels)
-    _check_labels(y, y_labels)
     shared = [label for label in x_labels if label in y_labels]
     batch = [label for label in shared if label not in contracted]
     shared_contracted = [label for label in shared if label in contracted]
@@ -50,13 +47,10 @@ def contract(
     dimension_numbers = indices(shared_contracted), indices(batch)
     dtype = jnp.result_type(x.dtype, y.dtype)
     preferred = widen_dtype(preferred_element_type, dtype)
-    dot = partial(
-        redispatch,
-        lambda x, y: lax.dot_general(
-            x, y, dimension_numbers, precision=precision, preferred_element_type=preferred
-        ),
+    dot = lambda x, y: lax.dot_general(
+        x, y, dimension_numbers, precision=precision, preferred_element_type=preferred
     )
-    product = dot(_convert(x, dtype), _convert(y, dtype))
+    product = redispatch(dot, _convert(x, dtype), _convert(y, dtype))
     free = [label for label in (*x_labels, *y_labels) if label not in shared]
     return product, (*batch, *free)
 
@@ -68,7 +62,6 @@ def widen_dtype(preferred: Any, dtype: Any) -> Any:
 
 def arrange(x: Any, labels: Labels, new_labels: Sequence[Label]) -> Any:
     """Transpose `x` to the order of `new_labels`. Labels that `x` does not have get size 1."""
-    _check_labels(x, labels)
     order = [labels.index(label) for label in new_labels if label in labels]
     new_axes = [i for i, label in enumerate(new_labels) if label not in labels]
     return redispatch(lambda x: lax.expand_dims(lax.transpose(x, order), new_axes), x)
@@ -77,11 +70,6 @@ def arrange(x: Any, labels: Labels, new_labels: Sequence[Label]) -> Any:
 def scale_by(scale: float, x: Any) -> Any:
     """Return `scale * x`. If `scale` is 1, return `x` without a multiplication."""
     return x if scale == 1 else scale * x
-
-
-def _check_labels(x: Any, labels: Labels) -> None:
-    if x.ndim != len(labels):
-        raise ValueError(f"an array of shape {x.shape} does not have the axes {labels}")
 
 
 def _convert(x: Any, dtype: Any) -> Any:

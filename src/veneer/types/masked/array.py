@@ -9,6 +9,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from ..._core.surface.array import ImplicitArray
+from ..axes import Array, check_arrays
 
 Axis = int | Sequence[int] | None
 
@@ -65,13 +66,7 @@ class Masked(ImplicitArray):
     mask: jax.Array | np.ndarray  # bool[...]
 
     def __post_init__(self) -> None:
-        for name in ("value", "mask"):
-            leaf = getattr(self, name)
-            if not isinstance(leaf, jax.Array | np.ndarray):
-                raise TypeError(
-                    f"Masked takes an array for {name}, not {leaf!r}. Convert it with "
-                    "jax.numpy.asarray."
-                )
+        check_arrays(self, Array, "value", "mask")
         if self.mask.dtype != bool:
             raise TypeError(
                 f"Masked takes a boolean mask, True where entries are valid; got {self.mask.dtype}"

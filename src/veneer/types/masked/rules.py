@@ -75,40 +75,33 @@ def _(which: Masked | ArrayLike, *cases: Masked | ArrayLike) -> Any:
 # Primitives that move entries. They also move the entries of the mask.
 
 
-def _register_movement(name: str) -> None:
-    primitive = find_primitive(name)
+def _register_movement(name: str, n_arrays: int | None) -> None:
+    """Register the rule of a primitive whose first `n_arrays` operands are arrays.
 
-    @register(primitive)
-    def _(x: Masked, *indices: ArrayLike, **params: Any) -> Any:
-        operands = [vary_together([jnp.asarray(leaf), *indices]) for leaf in (x.value, x.mask)]
-        value, mask = (primitive.bind(*leaf, **params) for leaf in operands)
-        if primitive.multiple_results:
-            return [Masked(*pair) for pair in zip(value, mask, strict=True)]
-        return _note_sum(Masked(value, mask), _summed_entries(x))
-
-
-for _name in (
-    *("broadcast_in_dim", "reshape", "transpose", "squeeze", "rev", "tile"),
-    *("slice", "dynamic_slice", "split", "unstack"),
-):
-    _register_movement(_name)
-
-
-def _register_joining(name: str) -> None:
+    The other operands are indices. None means that all operands are arrays.
+    """
     primitive = find_primitive(name)
 
     @register(primitive)
     def _(*operands: Masked | ArrayLike, **params: Any) -> Any:
-        n_arrays = 2 if name == "dynamic_update_slice" else len(operands)
-        arrays, indices = operands[:n_arrays], operands[n_arrays:]
+        arrays, indices = operands[:n_arrays], operands[n_arrays:] if n_arrays else ()
         if any(isinstance(i, Masked) for i in indices):
             return NotImplemented
-        value = primitive.bind(*map(_value, arrays), *indices, **params)
-        return Masked(value, primitive.bind(*map(_mask, arrays), *indices, **params))
+        value, mask = (
+            primitive.bind(*vary_together([*map(leaf, arrays), *indices]), **params)
+            for leaf in (_value, _mask)
+        )
+        if primitive.multiple_results:
+            return [Masked(*pair) for pair in zip(value, mask, strict=True)]
+        return _note_sum(Masked(value, mask), _summed_entries(arrays[0]) if n_arrays == 1 else None)
 
 
-for _name in ("concatenate", "stack", "pad", "dynamic_update_slice"):
-    _register_joining(_name)
+for _name, _n_arrays in {
+    **dict.fromkeys(("broadcast_in_dim", "reshape", "transpose", "squeeze", "rev", "tile"), 1),
+    **dict.fromkeys(("slice", "dynamic_slice", "split", "unstack"), 1),
+    **{"concatenate": None, "stack": None, "pad": None, "dynamic_update_slice": 2},
+}.items():
+    _register_movement(_name, _n_arrays)
 
 
 @register("gather")

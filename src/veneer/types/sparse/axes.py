@@ -93,9 +93,8 @@ def _broadcast_in_dim(
         (*x.data.shape[:-1], *new_sizes, *leaf.shape[n_batch:]),
     )
     data, indices = repeat(jnp.asarray(x.data)), repeat(jnp.asarray(x.indices))
-    order = {out: axis if axis < n_batch else axis + len(new) for out, axis in source.items()} | {
-        out: n_batch + i for i, out in enumerate(new)
-    }
+    order = {out: axis if axis < n_batch else axis + len(new) for out, axis in source.items()}
+    order |= {out: n_batch + i for i, out in enumerate(new)}
     repeated = SparseArray(data, indices, *x.pattern[1:])
     return _select_axes(repeated, [order[out] for out in range(len(shape))])
 
