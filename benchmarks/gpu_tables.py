@@ -16,7 +16,7 @@ from measure import markdown_table
 
 import veneer as vn
 from veneer.kernels import MatmulOperands, MatmulProblem, select
-from veneer.kernels.gpu import hopper, hopper_config
+from veneer.kernels.gpu import hopper, hopper_config, matmul_config
 from veneer.kernels.gpu import matmul as gpu_matmul
 from veneer.quant.ops.by_kernel import codes_of
 
@@ -75,7 +75,7 @@ def problem_of(x: Any, q: Any, layout: str) -> tuple[MatmulOperands, MatmulProbl
     return operands, MatmulProblem(codes, q.shape[-1], layout, "bfloat16", offset, print)
 
 
-def few_rows_name(config: gpu_matmul.Config) -> str:
+def few_rows_name(config: matmul_config.Config) -> str:
     """Return the name of a configuration of the kernel for few rows."""
     name = f"few rows, {config.n_tiles} tiles, {config.k_warps} warps"
     return f"{name}, digits" if config.by_digits else name
@@ -113,7 +113,7 @@ def selected(format: Format, layout: str, m: int, k: int, n: int) -> str:
         config = hopper_config.config_for(hopper_config.Sizes(m, k, n, bits, tile))
         assert config is not None
         return many_rows_name(config)
-    return few_rows_name(gpu_matmul.config_for(gpu_matmul.layout_of(operands, problem)))
+    return few_rows_name(matmul_config.config_for(gpu_matmul.layout_of(operands, problem)))
 
 
 # Read the results.

@@ -213,7 +213,7 @@ def test_one_launch_computes_products_of_the_same_x(kind, m, ns, zero_dtype, con
         problems.append(MatmulProblem(codes, shape[2], contracting, "float32", 0, print))
     layouts = [matmul.layout_of(*single) for single in zip(operands, problems, strict=True)]
     (layout,) = {layout._replace(ns=ns) for layout in layouts}
-    config = matmul._call_config(layout, matmul._checked(layout, None), batch=2)
+    config = matmul._call_config(layout, matmul.config_for(layout), batch=2)
     results = [jax.ShapeDtypeStruct((2, m, n), jnp.float32) for n in ns]
     call = call_library(
         matmul._TARGET, results, legacy_backend_config=config, custom_call_api_version=2

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..common.problem import Codes, MatmulOperands, MatmulProblem, MatmulShape
-from .hopper_config import CODES, HopperConfig, Sizes, config_for, fits
+from .hopper_config import HopperConfig, Sizes, config_for, fits
 from .matmul import compute_capabilities
 
 _INT4 = (*map(float, range(8)), *map(float, range(-8, 0)))
@@ -19,16 +19,8 @@ LEAST_JAX = (0, 11)
 
 
 def can_compute(codes: Codes, shape: MatmulShape) -> bool:
-    """Return whether the kernel supports the sizes and codes of a product.
-
-    >>> from veneer.kernels.gpu.hopper import can_compute
-    >>> from veneer.kernels.common.problem import Codes, MatmulShape
-    >>> shape = MatmulShape("rows", "bfloat16", m=512, k=4096, n=4096, tile=4096)
-    >>> can_compute(Codes(8, "int8"), shape)
-    True
-    """
-    kind = _kind(codes)
-    if kind is None or shape.activations != "bfloat16" or not isinstance(shape.m, int):
+    """Return whether the kernel supports the sizes and codes of a product."""
+    if kind_of(codes) is None or shape.activations != "bfloat16" or not isinstance(shape.m, int):
         return False
     if not isinstance(shape.batch, int) or shape.batch != 1:
         return False
@@ -38,11 +30,11 @@ def can_compute(codes: Codes, shape: MatmulShape) -> bool:
     return shape.k * shape.n < 2**31 and config_for(sizes) is not None
 
 
-def _kind(codes: Codes) -> str | None:
-    """Return the kernel's name for a kind of codes, or None if it cannot decode them."""
+def kind_of(codes: Codes) -> str | None:
+    """Return the dtype that the kernel loads codes as, or None if it cannot decode them."""
     if codes.values == _INT4:
         return "int4"
-    return codes.dtype if codes.dtype in CODES else None
+    return codes.dtype if codes.dtype in ("int8", "float8_e4m3fn") else None
 
 
 @functools.cache
@@ -61,8 +53,7 @@ def compile(operands: MatmulOperands, problem: MatmulProblem) -> None:
 
     **Raises:** any error of Pallas.
     """
-    avals = (None if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands)
-    _compile(MatmulOperands(*avals), problem)
+    _compile(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), operands), problem)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -87,25 +78,20 @@ def product(
     """
     from . import hopper_kernel
 
-    shape, kind = problem.shape(operands), _kind(problem.codes)
+    shape, kind = problem.shape(operands), kind_of(problem.codes)
     m, k, n, tile = shape.m, shape.k, shape.n, shape.tile
     sizes = Sizes(m, k, n, problem.codes.bits, tile)
     config = config or config_for(sizes)
-    if (
-        kind is None
-        or config is None
-        or not fits(sizes, config)
-        or not can_compute(problem.codes, shape)
-    ):
+    is_supported = can_compute(problem.codes, shape)
+    if kind is None or config is None or not is_supported or not fits(sizes, config):
         raise ValueError(
             f"the kernel for Hopper GPUs does not support this product: codes {problem.codes}, "
             f"sizes {shape}, block sizes {config}. Check can_compute first, and pass no config"
         )
     is_rows = problem.contracting == "rows"
     x, codes, scale = operands.x[0], operands.packed[0], operands.scale[0]
-    dtype = CODES[kind][1]
-    if codes.dtype != dtype:
-        codes = lax.bitcast_convert_type(codes, dtype).reshape((k, n) if is_rows else (n, k))
+    if codes.dtype != jnp.dtype(kind):
+        codes = lax.bitcast_convert_type(codes, kind).reshape((k, n) if is_rows else (n, k))
     scale = (scale if is_rows else scale.T).astype(jnp.float32)
     scale = jnp.broadcast_to(scale, (k // tile, n))
     rows = -(-m // config.tile_m) * config.tile_m

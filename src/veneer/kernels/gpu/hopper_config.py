@@ -2,19 +2,10 @@
 
 from typing import NamedTuple
 
-import jax.numpy as jnp
-import numpy as np
-
 #: The warpgroups per block that compute. Another warpgroup loads.
 WARPGROUPS = 2
 #: The most bytes of shared memory that a block can have.
 _SHARED_MEMORY = 227 * 1024
-#: The bits and the dtype of each kind of codes.
-CODES: dict[str, tuple[int, np.dtype]] = {
-    "int8": (8, jnp.dtype(jnp.int8)),
-    "int4": (4, jnp.dtype(jnp.int4)),
-    "float8_e4m3fn": (8, jnp.dtype(jnp.float8_e4m3fn)),
-}
 
 
 class HopperConfig(NamedTuple):

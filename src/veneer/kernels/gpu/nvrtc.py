@@ -46,10 +46,6 @@ def with_version(ptx: str) -> str:
     """Return PTX that claims to have the version `PTX_VERSION`.
 
     **Raises:** `CompileError` if the text has no version.
-
-    >>> from veneer.kernels.gpu.nvrtc import with_version
-    >>> with_version(".version 8.8\\n.target sm_90")
-    '.version 8.1\\n.target sm_90'
     """
     ptx, count = re.subn(r"^\.version .*$", f".version {PTX_VERSION}", ptx, count=1, flags=re.M)
     if count != 1:

@@ -2,8 +2,6 @@
 
 The kernel has never run on a TPU. It is used only with `VENEER_KERNELS=experimental`.
 
-    matmul          check and call the kernel
-    layout          sizes and blocks of a product
+    matmul          check a product, arrange its operands, and call the kernel
     kernel          the kernel, in Pallas
-    decode          decode codes within the kernel
 """

@@ -3,23 +3,24 @@
 A grid step loads a block of codes into VMEM, decodes and scales it, and multiplies activations by
 it. The block of the result stays in VMEM and accumulates the steps along K. To expand the scales of
 tiles to a block, the kernel multiplies them by a matrix of ones and zeros. This product is exact,
-and needs no moves between lanes.
+and needs no moves between lanes. Integers and small floats are decoded by arithmetic on their bits.
+All other codes are looked up.
 
 The kernel has never run on a TPU.
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu
 
 from ..common.problem import Codes
-from .decode import decoder, fields_of, scales_of, select_value
-from .layout import BlockSizes, StoredLayout, blocks_of, split_fields
+from .matmul import BlockSizes, StoredLayout
 
 
 def multiply(
@@ -28,30 +29,23 @@ def multiply(
     scale: jax.Array,
     codes: Codes,
     layout: StoredLayout,
-    out_dtype: Any,
+    blocks: BlockSizes,
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """Multiply activations by a packed weight. Return `[B, M, N]`.
+    """Multiply activations by a packed weight. Return f32 `[out_fields, B, M, n]`.
 
-    The unpacked weight is `[R, C]`: `[K, N]` if the layout contracts rows, otherwise `[N, K]`. A
-    scale is for a tile of `[tile_rows, tile_columns]` values.
+    F is the number of fields, or 1. The sizes k and n are in entries. T is the number of scales
+    along K.
 
     **Arguments:**
 
-    - `x`: f32, bf16 or f16 `[B, M, K]`.
-    - `packed`: uint8 `[B, R, bytes]`.
-    - `scale`: `[B, R / tile_rows, C / tile_columns]`, floats or float8_e8m0fnu stored as uint8.
+    - `x`: f32, bf16 or f16 `[F, B, M, k]`.
+    - `packed`: uint8 `[B, k, n]` if the layout contracts rows, otherwise `[B, n, k]`.
+    - `scale`: f32 `[F, B, T, n]` if the layout contracts rows, otherwise `[F, B, n, T]`.
     - `interpret`: run the kernel in Pallas's interpreter, on any device.
-
-    **Raises:** `ValueError` if the scales do not fit into VMEM.
     """
-    batch, m, _ = x.shape
-    blocks = blocks_of(layout)
-    if blocks is None:
-        raise ValueError(f"the scales of {layout} do not fit into VMEM")
-    scale = _split_scales(scales_of(scale, scale.dtype == jnp.uint8), layout)
-    x = split_fields(x, layout)
+    batch, m = x.shape[1:3]
     along_k = layout.tiles > 1 and layout.entries == 1  # each entry has its own scale
     of_scale = blocks.k if along_k else layout.tiles
 
@@ -68,10 +62,9 @@ def multiply(
 
     matrix, scales = ("kn", "tn") if layout.contracts_rows else ("nk", "nt")
     grid = batch, pl.cdiv(m, blocks.m), pl.cdiv(layout.n, blocks.n), pl.cdiv(layout.k, blocks.k)
-    shape = (layout.out_fields, batch, m, layout.n)
-    out = pl.pallas_call(
+    return pl.pallas_call(
         functools.partial(_kernel, codes=codes, layout=layout, blocks=blocks),
-        out_shape=jax.ShapeDtypeStruct(shape, jnp.float32),
+        out_shape=jax.ShapeDtypeStruct((layout.out_fields, batch, m, layout.n), jnp.float32),
         grid=grid,
         in_specs=[spec(len(x), "mk"), spec(1, matrix), spec(len(scale), scales)],
         out_specs=spec(layout.out_fields, "mn"),
@@ -81,29 +74,6 @@ def multiply(
         ),
         name=f"veneer_{'rows' if layout.contracts_rows else 'columns'}_{codes.kind}",
     )(x, packed[None], scale)
-    out = jnp.moveaxis(out, 0, 3).reshape(batch, m, -1)
-    return out[..., : layout.columns].astype(out_dtype)
-
-
-def _split_scales(scale: jax.Array, layout: StoredLayout) -> jax.Array:
-    """Arrange f32 scales by field and entry.
-
-    **Returns:** `[F, B, T, n]` if rows are contracted, otherwise `[F, B, n, T]`. T is the number of
-    scales along K. F is the number of fields, or 1 if all fields of an entry share their scale.
-    """
-    column_axis = 2 if layout.contracts_rows else 1
-    n_tile = layout.columns // scale.shape[column_axis]
-    scale = jnp.repeat(scale, n_tile, column_axis, total_repeat_length=layout.columns)
-    if not layout.contracts_rows and layout.tiles > 1 and layout.tile < layout.fields:
-        terms = layout.tile * layout.tiles
-        scale = jnp.repeat(scale, layout.tile, 2, total_repeat_length=terms)
-        last = layout.k
-    elif layout.contracts_rows:
-        last = layout.n
-    else:
-        return scale[None]
-    scale = jnp.pad(scale, ((0, 0), (0, 0), (0, last * layout.fields - scale.shape[2])))
-    return jnp.moveaxis(scale.reshape(*scale.shape[:2], last, layout.fields), 3, 0)
 
 
 def _kernel(
@@ -117,8 +87,7 @@ def _kernel(
     blocks: BlockSizes,
 ) -> None:
     first = pl.program_id(3) * blocks.k
-    decode = decoder(codes, functools.partial(select_value, codes))
-    packed = packed_ref[0]
+    packed = packed_ref[0].astype(jnp.int32)
     k_axis = 0 if layout.contracts_rows else 1
     # Mask entries beyond the end of K. Their memory is undefined.
     in_w = first + lax.broadcasted_iota(jnp.int32, packed.shape, k_axis) < layout.k
@@ -128,14 +97,14 @@ def _kernel(
     def _() -> None:
         out_ref[...] = jnp.zeros_like(out_ref)
 
-    for place in range(layout.fields):
-        of_x, of_out = (0, place) if layout.contracts_rows else (place, 0)
-        scale = scale_ref[place if scale_ref.shape[0] > 1 else 0]
-        scale = _spread(scale, first, layout, blocks)
-        w = decode(fields_of(packed, codes.bits, place)) * scale
-        x = x_ref[of_x]
+    for field in range(layout.fields):
+        x_field, out_field = (0, field) if layout.contracts_rows else (field, 0)
+        scale = scale_ref[field if scale_ref.shape[0] > 1 else 0]
+        bits = packed >> field * codes.bits & (1 << codes.bits) - 1
+        w = decode(codes, bits) * _spread(scale, first, layout, blocks)
+        x = x_ref[x_field]
         w = jnp.where(in_w, w, 0).astype(x.dtype)
-        out_ref[of_out] += _dot(jnp.where(in_x, x, jnp.zeros_like(x)), w, k_axis)
+        out_ref[out_field] += _dot(jnp.where(in_x, x, jnp.zeros_like(x)), w, k_axis)
 
 
 def _spread(scale: jax.Array, first: Any, layout: StoredLayout, blocks: BlockSizes) -> jax.Array:
@@ -143,9 +112,9 @@ def _spread(scale: jax.Array, first: Any, layout: StoredLayout, blocks: BlockSiz
     if layout.tiles == 1 or layout.entries == 1:
         return scale
     shape = (blocks.k, layout.tiles) if layout.contracts_rows else (layout.tiles, blocks.k)
-    of_k, of_t = (0, 1) if layout.contracts_rows else (1, 0)
-    tile = (first + lax.broadcasted_iota(jnp.int32, shape, of_k)) // layout.entries
-    ones = (tile == lax.broadcasted_iota(jnp.int32, shape, of_t)).astype(jnp.float32)
+    k_axis, t_axis = (0, 1) if layout.contracts_rows else (1, 0)
+    tile = (first + lax.broadcasted_iota(jnp.int32, shape, k_axis)) // layout.entries
+    ones = (tile == lax.broadcasted_iota(jnp.int32, shape, t_axis)).astype(jnp.float32)
     return _dot(ones, scale, 0) if layout.contracts_rows else _dot(scale, ones, 0)
 
 
@@ -156,3 +125,79 @@ def _dot(x: jax.Array, w: jax.Array, axis: int) -> jax.Array:
     return lax.dot_general(
         x, w, (((1,), (axis,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
     )
+
+
+class SmallFloat(NamedTuple):
+    """A float format of at most 8 bits: a sign, an exponent and a mantissa.
+
+    **Arguments:**
+
+    - `bits`: the number of bits.
+    - `mantissa`: the number of mantissa bits.
+    - `bias`: the exponent bias.
+    - `infinite`: the bits of positive infinity, or None.
+    - `nan`: the bits of the smallest positive NaN, or None.
+    """
+
+    bits: int
+    mantissa: int
+    bias: int
+    infinite: int | None = None
+    nan: int | None = None
+
+    def decode(self, codes: jax.Array) -> jax.Array:
+        """Decode i32 codes to f32, by shifting their bits to the positions of f32.
+
+        No step uses subnormal f32 numbers, because devices may flush them to 0.
+        """
+        magnitude = codes & (1 << self.bits - 1) - 1
+        moved = (magnitude << 23 - self.mantissa) + (127 - self.bias << 23)
+        number = lax.bitcast_convert_type(moved, jnp.float32)
+        subnormal = magnitude.astype(jnp.float32) * 2.0 ** (1 - self.bias - self.mantissa)
+        number = jnp.where(magnitude >> self.mantissa == 0, subnormal, number)
+        if self.nan is not None:
+            number = jnp.where(magnitude >= self.nan, jnp.nan, number)
+        if self.infinite is not None:
+            number = jnp.where(magnitude == self.infinite, jnp.inf, number)
+        return jnp.where(codes >> self.bits - 1 == 0, number, -number)
+
+
+#: See the OCP's "8-bit Floating Point Specification" and "Microscaling Formats Specification".
+SMALL_FLOATS = {
+    "float8_e4m3fn": SmallFloat(8, mantissa=3, bias=7, nan=0x7F),
+    "float8_e5m2": SmallFloat(8, mantissa=2, bias=15, infinite=0x7C, nan=0x7D),
+    "float4_e2m1fn": SmallFloat(4, mantissa=1, bias=1),
+}
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+def decode(codes: Codes, bits: jax.Array) -> jax.Array:
+    """Decode codes to f32.
+
+    **Arguments:**
+
+    - `bits`: i32, one code per number, as unsigned bits.
+
+    >>> import jax.numpy as jnp
+    >>> from veneer.kernels.tpu.kernel import decode
+    >>> from veneer.kernels.common.problem import Codes
+    >>> decode(Codes(8, "int8"), jnp.arange(127, 130)).tolist()
+    [127.0, -128.0, -127.0]
+    """
+    dtype = "float4_e2m1fn" if codes.values == _E2M1 else codes.dtype
+    if dtype in SMALL_FLOATS:
+        return SMALL_FLOATS[dtype].decode(bits)
+    values = codes.values
+    if not values:  # int8 or uint8
+        values = tuple(np.arange(256).astype(codes.dtype).astype(float).tolist())
+    for flipped in (0, len(values) // 2):  # consecutive integers, unsigned or signed
+        less = flipped - values[0]
+        if values == tuple((code ^ flipped) - less for code in range(len(values))):
+            return (bits ^ flipped).astype(jnp.float32) - less
+    # Look up the values in a tree of selects, one level per bit.
+    selected: list[Any] = [np.float32(value) for value in values]
+    for bit in range(codes.bits):
+        is_set = (bits >> bit & 1) == 1
+        pairs = zip(selected[::2], selected[1::2], strict=True)
+        selected = [jnp.where(is_set, odd, even) for even, odd in pairs]
+    return selected[0]
