@@ -170,9 +170,9 @@ def test_every_isa_computes_the_same(name):
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])
 def test_each_part_is_in_one_stretch(threads):
-    in_stretches = columns_few.in_stretches.py_func
+    contiguous_part = columns_few.contiguous_part.py_func
     for parts in range(1, 20):
-        done = [in_stretches(part, parts, threads) for part in range(parts)]
+        done = [contiguous_part(part, parts, threads) for part in range(parts)]
         assert sorted(done) == [*range(parts)]
         for thread in range(min(threads, parts)):  # which take them in turn
             mine = done[thread::threads]

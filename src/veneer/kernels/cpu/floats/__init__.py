@@ -1,17 +1,17 @@
-"""Products of floats with stored matrices: codes become f32 in registers, or nearby; or bf16.
+"""Products of f32 or bf16 activations x with stored matrices W, whose codes are decoded to floats.
 
-Which side of the matrix is contracted decides how it is read, and how many rows of x there are,
-what counts. A module with a kernel has a function `build`.
+A kernel contracts the rows of W (`x @ W`) or its columns (`x @ W.T`). With few rows of x, the time
+to read and decode W dominates, so codes are decoded in registers. With many rows, arithmetic
+dominates, so blocks of W are decoded to memory once for all rows. Each module of a kernel has a
+function `build`.
 
-    rows_few        rows contracted by few rows of x: the matrix is read once, as it lies
-    rows_tiled      the same, whose rows have scales for tiles of their own
-    rows_many       by many: blocks of the matrix are decoded first
-    decode          neighbours in a row of codes, as vectors
-    columns_short   columns contracted by few, of rows as short as a head: they are summed together
-    columns_one     by one row: sums stay in registers until they are done
-    columns_few     by few: panels of the matrix are decoded in registers
-    columns_many    by many: blocks of the matrix are decoded, scaled and transposed first
-    columns_x       x in the order that panels are decoded in
-    pairs           f32, or pairs of bf16: what many rows of x may be
-    panels          the product with a panel, and its scales
+    rows_few        rows contracted, few rows of x: W is read once, in the order of memory
+    rows_tiled      the same, where each row of W has scales for tiles of columns
+    rows_many       rows contracted, many rows of x, f32 or bf16
+    columns_one     columns contracted, one row of x
+    columns_few     columns contracted, few rows of x
+    columns_short   columns contracted, few rows of x, rows of W as short as an attention head
+    columns_many    columns contracted, many rows of x, f32 or bf16
+    panels          shared by columns_one and columns_few: decode and multiply panels of W
+    panel_x         shared by columns_one and columns_few: x in the order of decoded panels
 """

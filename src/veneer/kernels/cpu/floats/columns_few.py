@@ -1,8 +1,9 @@
-"""Columns contracted, for few rows of x: what counts is how fast the matrix is read and decoded.
+"""Contract the columns of W with few rows of x: `x @ W.T`. Reading and decoding W takes the time.
 
-Panels of a few rows of W are decoded in registers, and multiplied by a few rows of x at once
-(`panels.py`). Sums are vectors, whose lanes are added up at the end. For x to meet them, it is
-brought into the order that codes are decoded in (`columns_x.py`).
+The kernel loops over blocks of up to `MOST` rows of x, over ranges of panels of x that fit into the
+first cache, and over groups of rows of W. For a group, sums of all pairs of rows are vectors in
+registers. Each panel of these rows of W is decoded in registers and multiplied by the same panel of
+all rows of the block. Sums go to memory between ranges, and their lanes are added up at the end.
 """
 
 import functools
@@ -12,7 +13,6 @@ from ....native.functions import native
 from ....native.isa import LANES, REGISTERS
 from ....native.memory import prefetch_for_later, stack, store_f32, word
 from ....native.simd.floats import load, store, store_sums, zeros
-from ..operands import minima
 from ..operands.codes import load_table
 from ..operands.job import (
     NEXT_ROW,
@@ -26,236 +26,255 @@ from ..operands.job import (
     JobFunctions,
     M,
     R,
-    row_of,
+    row_address,
 )
-from ..operands.scales import are_f32, copy, fetch_tiles, has_minima, read_tiles, rows_of_tiles
-from .columns_x import MOST, order, rows_of_block
+from ..operands.minima import build_stored_minimum_adder
+from ..operands.scales import (
+    copy_padded,
+    has_minima,
+    is_f32,
+    locate_tile_values,
+    prefetch_tile_values,
+    read_tile_values,
+)
+from .panel_x import MOST, build_panel_x, count_block_rows
 from .panels import (
-    AHEAD,
     BYTES,
     COLUMNS,
-    FOLDED,
-    ONE,
-    PART,
+    FOLDED_INTO_X,
+    ONE_PER_PANEL,
+    PART_ROWS,
+    PREFETCH_BYTES,
     VECTORS,
-    functions_of,
-    lanes_by,
+    build_functions,
+    find_lane_tiles,
+    fine_strategy,
     load_block,
-    multiply,
-    panel_scales,
-    scales_of,
-    ways,
+    load_panel_scales,
+    multiply_panels,
+    scale_layout,
 )
 
-#: How many rows of W are multiplied by so many rows of x at once: as many as registers hold sums
-#: of, next to what is decoded; and a divisor of a part.
-_TOGETHER = {2: 4, 4: 4, 8: 3} if REGISTERS == 32 else {2: 3, 4: 2}
-_BY_2, _BY_4, _BY_MOST = (_TOGETHER[min(rows, MOST)] for rows in (2, 4, 8))
-#: Bytes of x that are multiplied by all rows of a part before the next are: the innermost cache
-#: holds them, and some rows of W.
+#: Rows of W in a group, by the rows of x in a block: as many as registers hold sums of. They divide
+#: `PART_ROWS`.
+_GROUP = {2: 4, 4: 4, 8: 3} if REGISTERS == 32 else {2: 3, 4: 2}
+_GROUP_OF_2, _GROUP_OF_4, _GROUP_OF_MOST = (_GROUP[min(rows, MOST)] for rows in (2, 4, 8))
+#: Bytes of x in a range of panels. The first cache holds them and some rows of W.
 _X_BYTES = 32 * 1024
 _VECTOR = 4 * LANES
-#: Bytes of the scales of a row of W that meet so many columns of two rows of x: one for 4 of them.
-_SCALES = _X_BYTES // 8 + _VECTOR
-#: Bytes of sums, at most: those of a part, in groups, and the last rows one by one.
+#: Bytes of the scales of a row of W in a range, for two rows of x and one scale per 4 columns.
+_SCALE_BYTES = _X_BYTES // 8 + _VECTOR
+#: The most bytes of the sums of a part. Each of the last rows takes the space of a group.
 _SUMS_BYTES = _VECTOR * max(
-    rows * (PART + together * (together - 1)) for rows, together in _TOGETHER.items()
+    rows * (PART_ROWS + group * (group - 1)) for rows, group in _GROUP.items()
 )
 
 
 def build(kind: str) -> JobFunctions:
     """Return the functions of the kernel for codes of a kind."""
-    x_order = order(kind)
-    block_of_x, sums_of_x, fold = x_order.block, x_order.sums, x_order.fold
-    add_products = _products(kind)
+    prepare, x_address, x_sums_address, fold = build_panel_x(kind)
+    add_products = _build_range_product(kind)
     PANEL, X_PANEL = COLUMNS[kind], 4 * COLUMNS[kind]
     FOLDED_BYTES = max(_X_BYTES, X_PANEL * MOST)
 
     @native
-    def multiply_block(job, rows, batch, first, last, m, way):
-        """Multiplies a block of rows of x by the rows of W from first to last."""
-        sums, folded, neutral = stack(_SUMS_BYTES), stack(FOLDED_BYTES), stack(64)
-        store_f32(neutral, 1)
-        together = _together(rows)
-        groups = (last - first) // together + (last - first) % together
-        for i in range(rows * together * groups):
+    def multiply_block(job, rows, batch, first, last, m, strategy):
+        """Multiply a block of `rows` rows of x by the rows of W from `first` to `last`."""
+        sums, folded, one = stack(_SUMS_BYTES), stack(FOLDED_BYTES), stack(64)
+        store_f32(one, 1)
+        group = _count_group_rows(rows)
+        groups = (last - first) // group + (last - first) % group
+        for i in range(rows * group * groups):
             store(sums + _VECTOR * i, zeros(1, 1))
         panels = (word(job, C) + PANEL - 1) // PANEL
-        at_once = max(1, _X_BYTES // (X_PANEL * rows))
-        number = (batch * word(job, R) + first) // word(job, TR)  # of the row of scales
-        for begin in range(0, panels, at_once):
-            end = min(begin + at_once, panels)
-            x = block_of_x(job, batch, m) + X_PANEL * rows * begin
-            if way == FOLDED:
-                fold(job, folded, x, rows, number, begin, end)
+        range_panels = max(1, _X_BYTES // (X_PANEL * rows))
+        tile_row = (batch * word(job, R) + first) // word(job, TR)
+        for begin in range(0, panels, range_panels):
+            end = min(begin + range_panels, panels)
+            x = x_address(job, batch, m) + X_PANEL * rows * begin
+            if strategy == FOLDED_INTO_X:
+                fold(job, folded, x, rows, tile_row, begin, end)
                 x = folded
-            add_products(job, rows, sums, x, batch, first, last, begin, end, number, neutral, way)
+            add_products(
+                job, rows, sums, x, batch, first, last, begin, end, tile_row, one, strategy
+            )
         if has_minima(job):
-            _add_minima(job, rows, sums, sums_of_x(job, batch, m), first, last, number)
-        _write(job, rows, sums, batch, first, last, m)
+            _add_minima(job, rows, sums, x_sums_address(job, batch, m), first, last, tile_row)
+        _write_results(job, rows, sums, batch, first, last, m)
 
     @native
-    def multiply_rows(job, batch, first, last, way):
-        """Multiplies x by the rows of W from first to last."""
+    def multiply_rows(job, batch, first, last, strategy):
+        """Multiply x by the rows of W from `first` to `last`."""
         rows = word(job, M)
         for m in range(0, rows, MOST):
-            multiply_block(job, rows_of_block(rows, m), batch, first, last, m, way)
+            multiply_block(job, count_block_rows(rows, m), batch, first, last, m, strategy)
 
-    return functions_of(kind, order(kind).prepare, multiply_rows)
+    return build_functions(kind, prepare, multiply_rows)
 
 
-def _products(kind: str) -> Any:
-    """What adds the products of a block of rows of x with panels of W to sums."""
+def _build_range_product(kind: str) -> Any:
+    """Return a function that adds products of a block of x and a range of panels to sums."""
     PANEL, W_BYTES, FIELDS = COLUMNS[kind], BYTES[kind], VECTORS[kind]
-    TAIL, (_, MORE) = W_BYTES * max(_TOGETHER.values()), ways(kind)
-    X_PANEL, SCALES_OF_ROW = 4 * PANEL, _SCALES
-    SCALES = SCALES_OF_ROW * max(_TOGETHER.values())
-    (one_2, one_4, one_most), (more_2, more_4, more_most) = (
-        [_panels(kind, min(i, MOST), way) for i in (2, 4, 8)] for way in ways(kind)
+    TAIL, FINE = W_BYTES * max(_GROUP.values()), fine_strategy(kind)
+    X_PANEL, ROW_SCALE_BYTES = 4 * PANEL, _SCALE_BYTES
+    ALL_SCALE_BYTES = ROW_SCALE_BYTES * max(_GROUP.values())
+    (coarse_2, coarse_4, coarse_most), (fine_2, fine_4, fine_most) = (
+        [_build_group_product(kind, min(rows, MOST), strategy) for rows in (2, 4, 8)]
+        for strategy in (ONE_PER_PANEL, FINE)
     )
 
     @native
-    def add_products(job, rows, sums, x, batch, first, last, begin, end, number, neutral, way):
-        tail, numbers = stack(TAIL), stack(SCALES)
+    def add_products(job, rows, sums, x, batch, first, last, begin, end, tile_row, one, strategy):
+        """Multiply panels `begin` to `end` of a block of x by rows `first` to `last` of W.
+
+        The scales of row `first` are in row `tile_row` of tiles. `one` is the address of 1.0.
+        """
+        tail, numbers = stack(TAIL), stack(ALL_SCALE_BYTES)
         row_bytes, stride = word(job, ROW_BYTES), word(job, NEXT_ROW)
         columns = word(job, C)
-        tile, step = word(job, TC), 1 if word(job, TR) == 1 else 0  # from a row of scales to a next
+        tile, step = word(job, TC), 1 if word(job, TR) == 1 else 0  # rows of tiles per row of W
         tiles = columns // tile
         first_tile = begin * PANEL // tile
-        some = (min(end * PANEL, columns) + tile - 1) // tile - first_tile
-        lanes, of_row = lanes_by(FIELDS, tile), scales_of(job, way)
-        w, stored = row_of(job, batch, first), rows_of_tiles(job)
+        range_tiles = (min(end * PANEL, columns) + tile - 1) // tile - first_tile
+        lane_tiles, layout = find_lane_tiles(FIELDS, tile), scale_layout(job, strategy)
+        w, located = row_address(job, batch, first), locate_tile_values(job)
         while first < last:
-            # The last rows are taken one by one: all that are taken together are the same one.
-            count = _together(rows)
-            next_row, scale, next_scale = stride, neutral, 0
-            if first + count > last:
+            count = _count_group_rows(rows)
+            next_row, scale, next_scale = stride, one, 0
+            if first + count > last:  # Take the last rows one by one: all of a group are one row.
                 count, next_row = 1, 0
-            if way != FOLDED and are_f32(job, SCALE):
-                scale, next_scale = word(job, SCALE) + 4 * tiles * number, 4 * tiles * step
-            elif way != FOLDED:
-                different = (count - 1) * step + 1
-                scale, next_scale = numbers - 4 * first_tile, SCALES_OF_ROW * step
-                if some == tiles:  # then those of a row follow those of the one before
+            if strategy != FOLDED_INTO_X and is_f32(job, SCALE):
+                scale, next_scale = word(job, SCALE) + 4 * tiles * tile_row, 4 * tiles * step
+            elif strategy != FOLDED_INTO_X:
+                tile_rows = (count - 1) * step + 1
+                scale, next_scale = numbers - 4 * first_tile, ROW_SCALE_BYTES * step
+                if range_tiles == tiles:  # The scales of consecutive rows are contiguous.
                     next_scale = 4 * tiles * step
-                    read_tiles(job, SCALE, number, 0, different * tiles, numbers)
+                    read_tile_values(job, SCALE, tile_row, 0, tile_rows * tiles, numbers)
                 else:
-                    for c in range(different):
-                        to = numbers + c * SCALES_OF_ROW
-                        read_tiles(job, SCALE, number + c, first_tile, some, to)
+                    for c in range(tile_rows):
+                        to = numbers + c * ROW_SCALE_BYTES
+                        read_tile_values(job, SCALE, tile_row + c, first_tile, range_tiles, to)
             if count == 1:
                 next_scale = 0
             if begin == 0:
-                fetch_tiles(stored, number + PART, count)
+                prefetch_tile_values(located, tile_row + PART_ROWS, count)
             whole = columns // PANEL
-            at = begin
-            while at < end:
-                stop, panel = min(whole, end), w + W_BYTES * at
-                if at >= whole:  # a copy, with zeros for columns that do not exist
-                    stop, panel = at + 1, tail
-                    for c in range(_together(rows)):
-                        row, existing = w + c * next_row + W_BYTES * at, row_bytes - W_BYTES * at
-                        copy(tail + c * W_BYTES, row, existing, W_BYTES)
-                place = x + X_PANEL * rows * (at - begin)
-                next_panel = W_BYTES if at >= whole else next_row
-                of_w = (panel, next_panel, scale, next_scale, of_row, lanes)
-                args = (job, sums, place, *of_w, at, stop)
-                if way != MORE and rows == 2:
-                    one_2(*args)
-                elif way != MORE and rows < MOST:
-                    one_4(*args)
-                elif way != MORE:
-                    one_most(*args)
+            panel = begin
+            while panel < end:
+                stop, w_panel = min(whole, end), w + W_BYTES * panel
+                if panel >= whole:  # Copy the last panel and pad it with zeros.
+                    stop, w_panel = panel + 1, tail
+                    for c in range(_count_group_rows(rows)):
+                        row, left = w + c * next_row + W_BYTES * panel, row_bytes - W_BYTES * panel
+                        copy_padded(tail + c * W_BYTES, row, left, W_BYTES)
+                x_panel = x + X_PANEL * rows * (panel - begin)
+                next_w_panel = W_BYTES if panel >= whole else next_row
+                w_rows = (w_panel, next_w_panel, scale, next_scale, layout, lane_tiles)
+                args = (job, sums, x_panel, *w_rows, panel, stop)
+                if strategy != FINE and rows == 2:
+                    coarse_2(*args)
+                elif strategy != FINE and rows < MOST:
+                    coarse_4(*args)
+                elif strategy != FINE:
+                    coarse_most(*args)
                 elif rows == 2:
-                    more_2(*args)
+                    fine_2(*args)
                 elif rows < MOST:
-                    more_4(*args)
+                    fine_4(*args)
                 else:
-                    more_most(*args)
-                at = stop
+                    fine_most(*args)
+                panel = stop
             first += count
             w += count * stride
-            number += count * step
-            sums += _VECTOR * rows * _together(rows)
+            tile_row += count * step
+            sums += _VECTOR * rows * _count_group_rows(rows)
 
     return add_products
 
 
 @functools.cache
-def _panels(kind: str, rows: int, way: int) -> Any:
-    """What adds products of `rows` rows of x with panels of some rows of W to sums in memory."""
+def _build_group_product(kind: str, rows: int, strategy: int) -> Any:
+    """Return a function that multiplies `rows` rows of x by a group of rows of W."""
     PANEL, W_BYTES, X_PANEL = COLUMNS[kind], BYTES[kind], 4 * COLUMNS[kind]
-    TOGETHER = _TOGETHER[rows]
+    GROUP = _GROUP[rows]
 
     @native
-    def panels(job, sums, x, w, next_row, scale, next_scale, of_row, lanes, begin, end):
-        tile, together = word(job, TC), TOGETHER * next_row
-        ahead = 0 if together == 0 else (AHEAD + together - 1) // together * together
-        lasts = end + 1  # so many panels have ONE number
-        if way != ONE:
-            lasts = 1
+    def multiply(job, sums, x, w, next_row, scale, next_scale, layout, lane_tiles, begin, end):
+        """Add the products of panels `begin` to `end` to sums in memory."""
+        tile, group_bytes = word(job, TC), GROUP * next_row
+        ahead = 0
+        if group_bytes != 0:
+            ahead = (PREFETCH_BYTES + group_bytes - 1) // group_bytes * group_bytes
+        panels_per_scale = end + 1
+        if strategy != ONE_PER_PANEL:
+            panels_per_scale = 1
         elif tile % PANEL == 0:
-            lasts = tile // PANEL
-        left = lasts - begin % lasts
+            panels_per_scale = tile // PANEL
+        left = panels_per_scale - begin % panels_per_scale
         table = load_table(word(job, TABLE))
-        total = load_block(sums, rows, TOGETHER)
+        total = load_block(sums, rows, GROUP)
         while begin < end:
             stop, column = min(end, begin + left), begin * PANEL
-            scales = panel_scales(scale, next_scale, column, of_row, lanes, TOGETHER, kind, way)
+            scales = load_panel_scales(
+                scale, next_scale, column, layout, lane_tiles, GROUP, kind, strategy
+            )
             for _ in range(begin, stop):
-                for c in range(TOGETHER):
+                for c in range(GROUP):
                     prefetch_for_later(w + c * next_row + ahead)
-                total = multiply(total, x, X_PANEL, table, scales, w, next_row, kind, way)
+                total = multiply_panels(
+                    total, x, X_PANEL, table, scales, w, next_row, kind, strategy
+                )
                 x += rows * X_PANEL
                 w += W_BYTES
-            begin, left = stop, lasts
+            begin, left = stop, panels_per_scale
         store(sums, total)
 
-    return panels
+    return multiply
 
 
 @native
-def _together(rows):
-    """How many rows of W are multiplied by so many rows of x at once."""
+def _count_group_rows(rows):
+    """Return the rows of W in a group, for a block of `rows` rows of x."""
     if rows == 2:
-        return _BY_2
-    return _BY_4 if rows < MOST else _BY_MOST
+        return _GROUP_OF_2
+    return _GROUP_OF_4 if rows < MOST else _GROUP_OF_MOST
 
 
-_minima_2, _minima_4, _minima_most = (
-    minima.reading_adder(min(i, MOST), _TOGETHER[min(i, MOST)]) for i in (2, 4, 8)
+_add_minima_2, _add_minima_4, _add_minima_most = (
+    build_stored_minimum_adder(min(rows, MOST), _GROUP[min(rows, MOST)]) for rows in (2, 4, 8)
 )
 
 
 @native
-def _add_minima(job, rows, sums, of_x, first, last, number):
-    """Adds the products of the sums of a block of rows of x with the minima of some rows of W."""
+def _add_minima(job, rows, sums, x_sums, first, last, tile_row):
+    """Add minima of rows `first` to `last` of W, times the tile sums of a block of x."""
     next = 1 if word(job, TR) == 1 else 0
     while first < last:
-        count, step = _together(rows), next
+        count, step = _count_group_rows(rows), next
         if first + count > last:
             count, step = 1, 0
         if rows == 2:
-            _minima_2(job, sums, of_x, number, step)
+            _add_minima_2(job, sums, x_sums, tile_row, step)
         elif rows < MOST:
-            _minima_4(job, sums, of_x, number, step)
+            _add_minima_4(job, sums, x_sums, tile_row, step)
         else:
-            _minima_most(job, sums, of_x, number, step)
+            _add_minima_most(job, sums, x_sums, tile_row, step)
         first += count
-        number += count * next
-        sums += _VECTOR * rows * _together(rows)
+        tile_row += count * next
+        sums += _VECTOR * rows * _count_group_rows(rows)
 
 
 @native
-def _write(job, rows, sums, batch, first, last, m):
-    """Adds up the lanes of sums, and writes them to the result."""
-    existing, together = min(rows, word(job, M) - m), _together(rows)
+def _write_results(job, rows, sums, batch, first, last, m):
+    """Add up the lanes of the sums of a block of x, and write them to the result."""
+    existing, group = min(rows, word(job, M) - m), _count_group_rows(rows)
     while first < last:
-        count = together if first + together <= last else 1
+        count = group if first + group <= last else 1
         for r in range(existing):
             row = batch * word(job, M) + m + r
             y = word(job, OUT) + 4 * (row * word(job, R) + first)
             for c in range(count):
-                store_sums(y + 4 * c, 0, load(sums + _VECTOR * (r * together + c), 1))
+                store_sums(y + 4 * c, 0, load(sums + _VECTOR * (r * group + c), 1))
         first += count
-        sums += _VECTOR * rows * together
+        sums += _VECTOR * rows * group

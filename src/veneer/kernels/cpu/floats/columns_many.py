@@ -1,21 +1,35 @@
-"""Columns contracted, for many rows of x: what counts is how fast numbers are multiplied.
+"""Contract the columns of W with many rows of x: `x @ W.T`. Arithmetic takes most of the time.
 
-A part is a few vectors of rows of W, times some rows of x. As many columns of W as the innermost
-cache holds are decoded, scaled and transposed, and multiplied by the rows of x where they lie; then
-the next. Sums are in memory meanwhile. Where x is bf16, and the CPU multiplies pairs of it, so is
-what is decoded, two columns in a lane (`pairs.py`).
+A part is a few vectors of rows of W, times some rows of x. The kernel loops over ranges of columns
+that fit into the first cache. A range of the rows of W is decoded, scaled and transposed, so that
+lanes are rows of W. Then it is multiplied by groups of `ROWS` rows of x, read in place, with the
+sums of a group in registers. Sums go to memory between ranges. For bf16 activations, two
+neighboring columns are packed into each lane, as `rows_many.py` explains.
 """
 
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
+from numba import types
 
 from ....native.functions import native
 from ....native.isa import LANES, REGISTERS
-from ....native.memory import load_f32, prefetch, stack, store_f32, word
+from ....native.memory import I8, load_f32, prefetch, stack, store_f32, word
+from ....native.simd.blocks import (
+    INTS,
+    advance,
+    constant,
+    get_vectors,
+    instruction,
+    load_vector,
+    multiply_add,
+    split_lanes,
+    store_vector,
+)
 from ....native.simd.floats import load, splat, store, store_block, zeros
 from ...common.kinds import BITS, LOOKUP_BITS, PLANE_BITS, byte_of_planes
-from ..operands.codes import load_table
+from ..operands.codes import CONVERSIONS, load_table, look_up
 from ..operands.job import (
     BATCH,
     MINIMUM,
@@ -32,215 +46,281 @@ from ..operands.job import (
     R,
     X,
     do_nothing,
-    row_of,
+    row_address,
 )
-from ..operands.planes import store_codes_of_planes
-from ..operands.scales import copy, has_minima, read_tiles
-from .pairs import NUMBERS
-from .panels import load_block, store_bytes, store_fields, transpose
+from ..operands.planes import store_plane_codes
+from ..operands.scales import copy_padded, has_minima, read_tile_values
+from .panels import load_block
+from .rows_many import ARITHMETIC
 
-#: Rows of x that are multiplied at once by so many vectors: as many sums as registers hold.
+#: Rows of x, and vectors of rows of W, that are multiplied at once: registers hold their sums.
 ROWS = 6
-_ACROSS = 4 if REGISTERS == 32 else 2
-#: Rows of W in a part, and groups of ROWS of x at most.
-_PART, _GROUPS = _ACROSS * LANES, 64
-_VECTOR, _ROW = 4 * LANES, 4 * _PART
+_COLUMNS = 4 if REGISTERS == 32 else 2
+#: Rows of W in a part, and the most groups of ROWS rows of x.
+_PART_ROWS, _GROUPS = _COLUMNS * LANES, 64
+_VECTOR, _ROW = 4 * LANES, 4 * _PART_ROWS
 _ZERO = np.float32(0)
-_GROUP = ROWS * _ROW
-#: Columns that are decoded at once, and those of bit planes that are unpacked at once.
-_DEPTH, _PLANES = 128, 16
-_DECODED, _SUMS = _DEPTH * _ROW, _GROUPS * _GROUP
-#: Bytes of the scales of a row of W that meet these columns, at most.
-_NUMBERS = 4 * (_DEPTH + LANES)
-_ALL_NUMBERS = LANES * _NUMBERS
+_GROUP_BYTES = ROWS * _ROW
+#: Columns that are decoded at once, and columns of bit planes that are unpacked at once.
+_DEPTH, _PLANE_COLUMNS = 128, 16
+_DECODED_BYTES, _SUMS_BYTES = _DEPTH * _ROW, _GROUPS * _GROUP_BYTES
+#: The most bytes of the scales of a row of W for the decoded columns, and of LANES rows.
+_ROW_SCALE_BYTES = 4 * (_DEPTH + LANES)
+_ALL_SCALE_BYTES = LANES * _ROW_SCALE_BYTES
 
 
 @native
-def _cut(job):
-    """Groups of rows of x, in how many blocks, and blocks of rows of W."""
+def _count_units(job):
+    """Return the numbers of groups of rows of x, of blocks of groups, and of parts of rows of W."""
     groups = (word(job, M) + ROWS - 1) // ROWS
-    return groups, (groups + _GROUPS - 1) // _GROUPS, (word(job, R) + _PART - 1) // _PART
+    return groups, (groups + _GROUPS - 1) // _GROUPS, (word(job, R) + _PART_ROWS - 1) // _PART_ROWS
 
 
 @native
 def count(job):
-    """How many parts there are."""
-    _, blocks, parts = _cut(job)
+    """Return the number of parts."""
+    _, blocks, parts = _count_units(job)
     return word(job, BATCH) * blocks * parts
 
 
 def build(kind: str, activations: str = "float32") -> JobFunctions:
     """Return the functions of the kernel for codes of a kind, and f32 or bf16 activations.
 
-    There must be at least ROWS rows of activations.
+    x must have at least ROWS rows.
     """
-    numbers = NUMBERS[activations]
-    decode, multiply, pair, SIZE, EACH = _decode(kind), _products(numbers.outer), *numbers[1:]
+    add_outer, pack_block, SIZE, PER_LANE = ARITHMETIC[activations]
+    decode = _build_decoder(kind)
+
+    @native
+    def multiply(total, x, next_row, w, depth):
+        """Add the product of a group of rows of x and `depth` decoded columns, or pairs of them."""
+        for k in range(depth):
+            total = add_outer(total, x + 4 * k, next_row, load(w + _ROW * k, _COLUMNS))
+        return total
 
     @native
     def work(job, part):
-        sums, decoded, paired = stack(_SUMS), stack(_DECODED), stack(_DECODED)
-        groups, blocks, parts = _cut(job)
-        first, rest = part % parts * _PART, part // parts
-        last, block, batch = min(first + _PART, word(job, R)), rest % blocks, rest // blocks
+        sums, decoded, packed = stack(_SUMS_BYTES), stack(_DECODED_BYTES), stack(_DECODED_BYTES)
+        groups, blocks, parts = _count_units(job)
+        first, rest = part % parts * _PART_ROWS, part // parts
+        last, block, batch = min(first + _PART_ROWS, word(job, R)), rest % blocks, rest // blocks
         group, end = block * groups // blocks, (block + 1) * groups // blocks
         rows, columns = word(job, M), word(job, C)
         x, next_row = word(job, X) + SIZE * batch * rows * columns, SIZE * columns
         for k in range(0, columns, _DEPTH):
             depth = min(_DEPTH, columns - k)
             decode(job, decoded, batch, first, last, k, depth)
-            w, steps = pair(decoded, depth, _PART, paired, paired), depth // EACH
+            w, steps = pack_block(decoded, depth, _PART_ROWS, packed, packed), depth // PER_LANE
             for g in range(group, end):
-                # The last group has rows of the one before, if there are not enough.
-                row, at = min(ROWS * g, rows - ROWS), sums + (g - group) * _GROUP
-                at_x = x + row * next_row + SIZE * k
-                _prefetch(at_x + ROWS * next_row, next_row, steps)
-                total = zeros(ROWS, _ACROSS) if k == 0 else load_block(at, ROWS, _ACROSS)
-                total = multiply(total, at_x, next_row, w, steps)
+                # If M is not a multiple of ROWS, the last group repeats rows of the group before.
+                row, group_sums = min(ROWS * g, rows - ROWS), sums + (g - group) * _GROUP_BYTES
+                x_rows = x + row * next_row + SIZE * k
+                _prefetch_rows(x_rows + ROWS * next_row, next_row, steps)
+                total = zeros(ROWS, _COLUMNS) if k == 0 else load_block(group_sums, ROWS, _COLUMNS)
+                total = multiply(total, x_rows, next_row, w, steps)
                 if k + depth < columns:
-                    store(at, total)
+                    store(group_sums, total)
                 else:
                     y = word(job, OUT) + 4 * ((batch * rows + row) * word(job, R) + first)
-                    _write(y, 4 * word(job, R), total, last - first)
+                    _write_group(y, 4 * word(job, R), total, last - first)
 
     return JobFunctions(do_nothing, count, work, do_nothing)
 
 
 @native
-def _prefetch(x, next_row, depth):
+def _prefetch_rows(x, next_row, depth):
     for row in range(ROWS):
         for byte in range(0, 4 * depth, 64):
             prefetch(x + row * next_row + byte)
 
 
-def _products(outer: Any) -> Any:
-    @native
-    def products(total, x, next_row, w, depth):
-        """Adds the products of a group of rows of x by so many decoded columns, or pairs."""
-        for k in range(depth):
-            total = outer(total, x + 4 * k, next_row, load(w + _ROW * k, _ACROSS))
-        return total
-
-    return products
-
-
 @native
-def _write(y, next_y, total, columns):
-    """Writes a group of rows of the result, of which so many columns exist."""
-    if columns == _PART:
+def _write_group(y, next_y, total, columns):
+    """Write the first `columns` columns of a group of rows of the result."""
+    if columns == _PART_ROWS:
         store_block(y, next_y, total)
         return
-    sums = stack(_GROUP)
+    sums = stack(_GROUP_BYTES)
     store(sums, total)
     for r in range(ROWS):
         for c in range(columns):
             store_f32(y + r * next_y + 4 * c, load_f32(sums + r * _ROW + 4 * c))
 
 
-def _decode(kind: str) -> Any:
-    """What writes some columns of the rows of a part: the numbers of a column are neighbours."""
-    decode_square, SQUARE, SQUARE_BYTES, READ = _square(kind)
-    UNIT = _PLANES if kind in PLANE_BITS else 32 // LOOKUP_BITS.get(kind, 32)
-    SCALES, COPIED = _DEPTH * _VECTOR, LANES * READ
+def _build_decoder(kind: str) -> Any:
+    """Return a function that decodes a range of columns of the rows of a part, transposed."""
+    decode_square, SQUARE, SQUARE_BYTES, READ_BYTES = _build_square_decoder(kind)
+    UNIT = _PLANE_COLUMNS if kind in PLANE_BITS else 32 // LOOKUP_BITS.get(kind, 32)
+    SCALE_BYTES, COPY_BYTES = _DEPTH * _VECTOR, LANES * READ_BYTES
 
     @native
     def decode(job, to, batch, first, last, k, depth):
-        scales, minima, copied = stack(SCALES), stack(SCALES), stack(COPIED)
+        """Write `depth` columns, from column `k`, of rows `first` to `last` of W."""
+        scales, minima, copied = stack(SCALE_BYTES), stack(SCALE_BYTES), stack(COPY_BYTES)
         row_bytes, stride = word(job, ROW_BYTES), word(job, NEXT_ROW)
         table = load_table(word(job, TABLE))
-        # One scale is for as many columns as are decoded together, or for a unit of them.
+        # `unit` columns share a vector of scales: all decoded columns, UNIT columns, or one.
         tile, first_row = word(job, TC), batch * word(job, R) + first
         unit = UNIT if tile % UNIT == 0 else 1
         if tile % _DEPTH == 0 or tile == word(job, C):
             unit = _DEPTH
         last_row = first_row + last - first - 1
-        alike = first_row // word(job, TR) == last_row // word(job, TR)
+        shares_scales = first_row // word(job, TR) == last_row // word(job, TR)
         if not has_minima(job):
-            for i in range(0, SCALES, _VECTOR):
+            for i in range(0, SCALE_BYTES, _VECTOR):
                 store(minima + i, splat(_ZERO))
         for r in range(first, last, LANES):
             existing, row = min(LANES, last - r), batch * word(job, R) + r
-            if r == first or not alike:
-                _write_tiles(job, SCALE, scales, row, existing, k, depth, unit)
+            if r == first or not shares_scales:
+                _transpose_tile_values(job, SCALE, scales, row, existing, k, depth, unit)
                 if has_minima(job):
-                    _write_tiles(job, MINIMUM, minima, row, existing, k, depth, unit)
+                    _transpose_tile_values(job, MINIMUM, minima, row, existing, k, depth, unit)
             for column in range(0, depth, SQUARE):
                 begin = (k + column) // SQUARE * SQUARE_BYTES
-                w, next_row = row_of(job, batch, r) + begin, stride
+                w, next_row = row_address(job, batch, r) + begin, stride
                 for i in range(existing):
-                    prefetch(w + i * stride + READ)
-                if existing < LANES or row_bytes - begin < READ:
+                    prefetch(w + i * stride + READ_BYTES)
+                if existing < LANES or row_bytes - begin < READ_BYTES:
                     for i in range(LANES):
-                        size = min(READ, row_bytes - begin) if i < existing else 0
-                        copy(copied + i * READ, w + i * stride, size, READ)
-                    w, next_row = copied, READ
-                place, scale, behind = to + _ROW * column + 4 * (r - first), scales, minima - scales
+                        size = min(READ_BYTES, row_bytes - begin) if i < existing else 0
+                        copy_padded(copied + i * READ_BYTES, w + i * stride, size, READ_BYTES)
+                    w, next_row = copied, READ_BYTES
+                place, scale = to + _ROW * column + 4 * (r - first), scales
+                to_minimum = minima - scales
                 if unit < _DEPTH:
                     scale += column // unit * _VECTOR
-                decode_square(place, w, next_row, table, scale, behind, unit)
+                decode_square(place, w, next_row, table, scale, to_minimum, unit)
 
     return decode
 
 
 @native
-def _write_tiles(job, leaf, to, row, rows, k, depth, unit):
-    """Writes the scales, or minima, of LANES rows of W, a lane each, for every so many columns."""
-    numbers, tile = stack(_ALL_NUMBERS), word(job, TC)
+def _transpose_tile_values(job, leaf, to, row, rows, k, depth, unit):
+    """Write a vector of the scales or minima of LANES rows of W for every `unit` columns."""
+    numbers, tile = stack(_ALL_SCALE_BYTES), word(job, TC)
     first, last = k // tile, (k + depth - 1) // tile
     for i in range(rows):
-        of = (row + i) // word(job, TR)
-        read_tiles(job, leaf, of, first, last + 1 - first, numbers + i * _NUMBERS)
+        tile_row = (row + i) // word(job, TR)
+        values = numbers + i * _ROW_SCALE_BYTES
+        read_tile_values(job, leaf, tile_row, first, last + 1 - first, values)
     for column in range(0, depth, unit):
         place = numbers + 4 * ((k + column) // tile - first)
         for i in range(LANES):
-            store_f32(to + 4 * i, load_f32(place + min(i, rows - 1) * _NUMBERS))
+            store_f32(to + 4 * i, load_f32(place + min(i, rows - 1) * _ROW_SCALE_BYTES))
         to += _VECTOR
 
 
-def _square(kind: str) -> tuple[Any, int, int, int]:
-    """What decodes as many columns of LANES rows of W as are transposed together.
+def _build_square_decoder(kind: str) -> tuple[Any, int, int, int]:
+    """Return a function that decodes, scales and transposes a square: columns of LANES rows of W.
 
-    And how many these are, how many bytes of a row, and how many bytes are read.
+    Also return the columns of a square, their bytes in a row, and the bytes that are read per row.
     """
     if BITS[kind] == 8:
 
         @native
-        def decode_bytes(to, w, next_row, table, scale, behind, unit):
+        def decode_bytes(to, w, next_row, table, scale, to_minimum, unit):
             next_scale = 0 if unit == _DEPTH else _VECTOR
-            store_bytes(to, _ROW, w, next_row, scale, next_scale, behind, kind)
+            _store_bytes(to, _ROW, w, next_row, scale, next_scale, to_minimum, kind)
 
         return decode_bytes, LANES, LANES, LANES
 
     if kind in PLANE_BITS:
-        bits, CODES, AS_BYTE = BITS[kind], LANES * _PLANES, byte_of_planes(kind)
+        bits, CODE_BYTES, AS_BYTE = BITS[kind], LANES * _PLANE_COLUMNS, byte_of_planes(kind)
 
         @native
-        def decode_planes(to, w, next_row, table, scale, behind, unit):
-            codes = stack(CODES)
+        def decode_planes(to, w, next_row, table, scale, to_minimum, unit):
+            codes = stack(CODE_BYTES)
             for i in range(LANES):
-                store_codes_of_planes(codes + _PLANES * i, w + i * next_row, 2, bits, table)
+                store_plane_codes(codes + _PLANE_COLUMNS * i, w + i * next_row, 2, bits, table)
             next_scale = _VECTOR if unit == 1 else 0
-            for c in range(0, _PLANES, LANES):
-                place = to + _ROW * c
-                store_bytes(place, _ROW, codes + c, _PLANES, scale, next_scale, behind, AS_BYTE)
+            for c in range(0, _PLANE_COLUMNS, LANES):
+                _store_bytes(
+                    to + _ROW * c,
+                    _ROW,
+                    codes + c,
+                    _PLANE_COLUMNS,
+                    scale,
+                    next_scale,
+                    to_minimum,
+                    AS_BYTE,
+                )
                 scale += next_scale * LANES
 
-        return decode_planes, _PLANES, 2 * bits, 2 * bits
+        return decode_planes, _PLANE_COLUMNS, 2 * bits, 2 * bits
 
     FIELDS = 32 // BITS[kind]
     DWORDS = min(LANES, _DEPTH // FIELDS)
-    SQUARE = LANES * _VECTOR
+    SQUARE_BYTES = LANES * _VECTOR
 
     @native
-    def decode_fields(to, w, next_row, table, scale, behind, unit):
-        dwords = stack(SQUARE)
-        transpose(dwords, next_row, w)
+    def decode_fields(to, w, next_row, table, scale, to_minimum, unit):
+        dwords = stack(SQUARE_BYTES)
+        _transpose_dwords(dwords, next_row, w)
         next_scale = _VECTOR if unit == 1 else 0
         for d in range(DWORDS):
             dword = dwords + d * _VECTOR
-            store_fields(to, _ROW, dword, table, scale, next_scale, behind, kind)
+            _store_fields(to, _ROW, dword, table, scale, next_scale, to_minimum, kind)
             to += FIELDS * _ROW
             if unit < _DEPTH:
                 scale += FIELDS // unit * _VECTOR
 
     return decode_fields, DWORDS * FIELDS, DWORDS * 4, _VECTOR
+
+
+@instruction
+def _transpose_dwords(to, stride, address):
+    """Transpose LANES rows of LANES dwords. Rows are `stride` bytes apart."""
+
+    def emit(builder, to, stride, address):
+        rows = [load_vector(builder, advance(builder, address, 0, i, stride)) for i in range(LANES)]
+        for i, column in enumerate(split_lanes(builder, rows)):
+            store_vector(builder, column, advance(builder, to, i))
+
+    return types.void, emit
+
+
+@instruction
+def _store_fields(to, stride, dwords, table, scales, next_scale, to_minimum, kind):
+    """Write the columns that a vector of dwords of LANES rows holds, scaled: a vector per column.
+
+    Columns are written `stride` bytes apart, and their vectors of scales are `next_scale` bytes
+    apart. The minimum of a column is `to_minimum` bytes after its scale.
+    """
+    bits = LOOKUP_BITS[kind.literal_value]
+
+    def emit(builder, to, stride, dwords, table, scales, next_scale, to_minimum, _):
+        table = get_vectors(builder, table)
+        dwords = load_vector(builder, dwords, INTS)
+        for j in range(32 // bits):
+            indices = builder.lshr(dwords, constant(INTS, bits * j)) if j else dwords
+            column = look_up(builder, table, indices)
+            scale = advance(builder, scales, 0, j, next_scale)
+            column = _dequantize(builder, column, scale, to_minimum)
+            store_vector(builder, column, advance(builder, to, 0, j, stride))
+
+    return types.void, emit
+
+
+@instruction
+def _store_bytes(to, stride, codes, next_codes, scales, next_scale, to_minimum, kind):
+    """Write LANES columns of LANES rows of byte codes, scaled: see `_store_fields`.
+
+    The rows of codes are `next_codes` bytes apart.
+    """
+    convert = CONVERSIONS[kind.literal_value]
+
+    def emit(builder, to, stride, codes, next_codes, scales, next_scale, to_minimum, _):
+        places = [advance(builder, codes, 0, i, next_codes) for i in range(LANES)]
+        rows = [load_vector(builder, place, ir.VectorType(I8, LANES)) for place in places]
+        for j, column in enumerate(split_lanes(builder, [convert(builder, row) for row in rows])):
+            scale = advance(builder, scales, 0, j, next_scale)
+            column = _dequantize(builder, column, scale, to_minimum)
+            store_vector(builder, column, advance(builder, to, 0, j, stride))
+
+    return types.void, emit
+
+
+def _dequantize(builder: Any, codes: Any, scale: Any, to_minimum: Any) -> Any:
+    """Return `codes * scale + minimum`. The minimum is `to_minimum` bytes after the scale."""
+    minimum = load_vector(builder, builder.add(scale, to_minimum))
+    return multiply_add(builder, codes, load_vector(builder, scale), minimum)

@@ -1,7 +1,9 @@
-"""Columns contracted by one row of x, as in decoding: no sum leaves a register before it is done.
+"""Contract the columns of W with one row of x, as in decoding: `x @ W.T` for M = 1.
 
-Four rows of W are read at a time; their scales and minima beforehand, those of a whole part at
-once. The sums of their lanes are written together.
+The kernel loops over 4 rows of W at a time, and for these over panels of columns. Each panel of x
+is loaded once and multiplied by the 4 decoded panels. The 4 sums stay in registers until the rows
+end. Then the lanes of the sums are added up, and the 4 results are written together. The scales and
+minima of all rows of a part are converted to f32 before the loop.
 """
 
 from typing import Any
@@ -33,147 +35,145 @@ from ..operands.job import (
     C,
     JobFunctions,
     R,
-    row_of,
+    row_address,
 )
-from ..operands.minima import adder
+from ..operands.minima import build_minimum_adder
 from ..operands.scales import (
-    ON_STACK,
-    are_f32,
-    copy,
-    fetch_tiles,
+    STACK_BYTES,
+    copy_padded,
     has_minima,
-    read_tiles,
-    rows_of_tiles,
+    is_f32,
+    locate_tile_values,
+    prefetch_tile_values,
+    read_tile_values,
 )
-from .columns_x import order
+from .panel_x import build_panel_x
 from .panels import (
-    AHEAD,
     BYTES,
     COLUMNS,
-    EACH,
-    FOLDED,
-    ONE,
-    PART,
+    FOLDED_INTO_X,
+    ONE_PER_PANEL,
+    PART_ROWS,
+    PER_VECTOR,
+    PREFETCH_BYTES,
     VECTORS,
-    functions_of,
-    lanes_by,
-    multiply,
-    panel_scales,
-    scales_of,
-    ways,
+    build_functions,
+    find_lane_tiles,
+    fine_strategy,
+    load_panel_scales,
+    multiply_panels,
+    scale_layout,
 )
 
-#: Rows of W that are read at a time: each number of x is multiplied by as many.
+#: Rows of W that are multiplied at a time.
 ROWS = 4
-_VECTOR, _SIXTEEN = 4 * LANES, 16
+_VECTOR, _FOUR_BYTES = 4 * LANES, 16
 
 
 def build(kind: str) -> JobFunctions:
     """Return the functions of the kernel for codes of a kind."""
-    return functions_of(kind, order(kind).prepare, _multiplier(kind))
-
-
-def _multiplier(kind: str) -> Any:
-    """Makes what multiplies x by rows of W that have scales of their own, or share them."""
     PANEL, W_BYTES, FIELDS = COLUMNS[kind], BYTES[kind], VECTORS[kind]
-    X_PANEL, (_, MORE) = 4 * PANEL, ways(kind)
-    block_of_x, sums_of_x, fold = order(kind)[1:]
-    # 0 times any code is 0, where none is NaN: then what lies behind a row may be read.
+    X_PANEL, FINE = 4 * PANEL, fine_strategy(kind)
+    prepare, x_address, x_sums_address, fold = build_panel_x(kind)
+    # Where a row of W ends inside a panel, x is 0. So the codes after the row may be read as they
+    # are, unless a code can be NaN.
     has_nan = kind.startswith("float8")
-    by_one, by_more = (_panels(kind, way) for way in ways(kind))
-    add_minima = adder(1, ROWS)
+    multiply_coarse = _build_row_product(kind, ONE_PER_PANEL)
+    multiply_fine = _build_row_product(kind, FINE)
+    add_minima = build_minimum_adder(1, ROWS)
 
     @native
-    def multiply_rows(job, batch, first, last, way):
-        """Multiplies x by the rows of W from first to last."""
+    def multiply_rows(job, batch, first, last, strategy):
+        """Multiply x by the rows of W from `first` to `last`."""
         columns, r, row_bytes = word(job, C), word(job, R), word(job, ROW_BYTES)
         stride, tile, rows = word(job, NEXT_ROW), word(job, TC), last - first
         panels, tiles = (columns + PANEL - 1) // PANEL, columns // tile
-        number = (batch * r + first) // word(job, TR)  # of the row of scales
-        numbers, step = tiles, 0  # from a row of W to the scales of the next
+        tile_row = (batch * r + first) // word(job, TR)
+        numbers, step = tiles, 0  # scales to read, and bytes from the scales of a row to the next
         if word(job, TR) == 1:
             numbers, step = tiles * rows, 4 * tiles
-        # What is made here: scales, minima, x with the scales in it, rows with zeros behind them.
-        size, copied = 4 * numbers + _VECTOR, W_BYTES * panels
-        folded = X_PANEL * panels if way == FOLDED else 0
-        needed = 2 * size + folded + (ROWS * copied if row_bytes < copied else 0)
-        memory = stack(ON_STACK)
-        if needed > ON_STACK:
+        # The memory holds scales, minima, x times its scales, and zero-padded copies of rows of W.
+        size, padded_bytes = 4 * numbers + _VECTOR, W_BYTES * panels
+        folded = X_PANEL * panels if strategy == FOLDED_INTO_X else 0
+        needed = 2 * size + folded + (ROWS * padded_bytes if row_bytes < padded_bytes else 0)
+        memory = stack(STACK_BYTES)
+        if needed > STACK_BYTES:
             memory = malloc(needed)
         if memory == 0:
             set_word(job, FAILED, 1)
             return
         scales, minima, next_scale = memory, memory + size, step
-        x, copies = block_of_x(job, batch, 0), memory + 2 * size + folded
-        if way == FOLDED:
-            fold(job, memory + 2 * size, x, 1, number, 0, panels)
+        x, copies = x_address(job, batch, 0), memory + 2 * size + folded
+        if strategy == FOLDED_INTO_X:
+            fold(job, memory + 2 * size, x, 1, tile_row, 0, panels)
             x, next_scale = memory + 2 * size, 0
             store_f32(scales, 1)
-        elif are_f32(job, SCALE):
-            scales = word(job, SCALE) + 4 * tiles * number
+        elif is_f32(job, SCALE):
+            scales = word(job, SCALE) + 4 * tiles * tile_row
         else:
-            read_tiles(job, SCALE, number, 0, numbers, scales)
+            read_tile_values(job, SCALE, tile_row, 0, numbers, scales)
         if has_minima(job):
-            read_tiles(job, MINIMUM, number, 0, numbers, minima)
-        of_row = scales_of(job, way)
-        lasts = tile // PANEL if tile % PANEL == 0 else panels  # so many panels have ONE number
-        sums_x, fours = sums_of_x(job, batch, 0), stack(_SIXTEEN)
-        lanes, table = lanes_by(FIELDS, tile), load_table(word(job, TABLE))
-        w, stored = row_of(job, batch, first), rows_of_tiles(job)
+            read_tile_values(job, MINIMUM, tile_row, 0, numbers, minima)
+        layout = scale_layout(job, strategy)
+        panels_per_scale = tile // PANEL if tile % PANEL == 0 else panels
+        x_sums, results = x_sums_address(job, batch, 0), stack(_FOUR_BYTES)
+        lane_tiles, table = find_lane_tiles(FIELDS, tile), load_table(word(job, TABLE))
+        w, located = row_address(job, batch, first), locate_tile_values(job)
         y = word(job, OUT) + 4 * (batch * r + first)
-        ahead = (AHEAD // (ROWS * stride) + 1) * ROWS * stride
-        at = 0
-        while at < rows:
-            # The last rows are taken one by one: all that are taken together are the same one.
+        ahead = (PREFETCH_BYTES // (ROWS * stride) + 1) * ROWS * stride
+        row = 0
+        while row < rows:
             count, next_row, next_scales, next_minima = ROWS, stride, next_scale, step
-            if at + ROWS > rows:
+            if row + ROWS > rows:  # Take the last rows one by one: all 4 panels are of one row.
                 count, next_row, next_scales, next_minima = 1, 0, 0, 0
-            fetch_tiles(stored, batch * r + first + at + PART, count)
+            prefetch_tile_values(located, batch * r + first + row + PART_ROWS, count)
             total, place = zeros(1, ROWS), w
             if has_minima(job):
-                total = add_minima(total, sums_x, 0, minima, next_minima, tiles)
-            if row_bytes < copied and (has_nan or row_bytes < W_BYTES or first + at + count == r):
+                total = add_minima(total, x_sums, 0, minima, next_minima, tiles)
+            is_last = first + row + count == r
+            if row_bytes < padded_bytes and (has_nan or row_bytes < W_BYTES or is_last):
                 for i in range(ROWS):
-                    copy(copies + i * copied, w + i * next_row, row_bytes, copied)
-                place, next_row = copies, copied
-            rows_of_w = (place, next_row, ahead, scales, next_scales)
-            if way == MORE:
-                total = by_more(total, x, table, rows_of_w, of_row, lanes, panels, lasts)
-            else:
-                total = by_one(total, x, table, rows_of_w, of_row, lanes, panels, lasts)
-            store_four_sums(fours, 0, total)
+                    copy_padded(
+                        copies + i * padded_bytes, w + i * next_row, row_bytes, padded_bytes
+                    )
+                place, next_row = copies, padded_bytes
+            w_rows = (place, next_row, ahead, scales, next_scales)
+            args = (total, x, table, w_rows, layout, lane_tiles, panels, panels_per_scale)
+            total = multiply_fine(*args) if strategy == FINE else multiply_coarse(*args)
+            store_four_sums(results, 0, total)
             for i in range(count):
-                store_f32(y + 4 * i, load_f32(fours + 4 * i))
-            at, w, y = at + count, w + count * stride, y + 4 * count
+                store_f32(y + 4 * i, load_f32(results + 4 * i))
+            row, w, y = row + count, w + count * stride, y + 4 * count
             minima += count * step
             if next_scale != 0:
                 scales += count * next_scale
-        if needed > ON_STACK:
+        if needed > STACK_BYTES:
             free(memory)
 
-    return multiply_rows
+    return build_functions(kind, prepare, multiply_rows)
 
 
-def _panels(kind: str, way: int) -> Any:
-    """Makes what adds the products of x with some rows of W to sums, which are lanes."""
+def _build_row_product(kind: str, strategy: int) -> Any:
+    """Return a function that adds the products of x with `ROWS` rows of W to vectors of sums."""
     PANEL, W_BYTES, X_PANEL = COLUMNS[kind], BYTES[kind], 4 * COLUMNS[kind]
-    WIDTH = ROWS * (VECTORS[kind] if way == EACH else 1)
+    SCALE_VECTORS = ROWS * (VECTORS[kind] if strategy == PER_VECTOR else 1)
 
     @native
-    def panels(total, x, table, rows, of_row, lanes, count, lasts):
-        w, next_row, ahead, scale, next_scale = rows
-        scales, left = zeros(1, WIDTH), 0
-        for panel in range(count):
-            if way != ONE or left == 0:
-                scales = panel_scales(
-                    scale, next_scale, panel * PANEL, of_row, lanes, ROWS, kind, way
+    def multiply(total, x, table, w_rows, layout, lane_tiles, panels, panels_per_scale):
+        w, next_row, ahead, scale, next_scale = w_rows
+        scales, left = zeros(1, SCALE_VECTORS), 0
+        for panel in range(panels):
+            if strategy != ONE_PER_PANEL or left == 0:
+                column = panel * PANEL
+                scales = load_panel_scales(
+                    scale, next_scale, column, layout, lane_tiles, ROWS, kind, strategy
                 )
-                left = lasts
+                left = panels_per_scale
             left -= 1
             for i in range(ROWS):
                 prefetch_for_later(w + i * next_row + ahead)
-            total = multiply(total, x, X_PANEL, table, scales, w, next_row, kind, way)
+            total = multiply_panels(total, x, X_PANEL, table, scales, w, next_row, kind, strategy)
             x, w = x + X_PANEL, w + W_BYTES
         return total
 
-    return panels
+    return multiply

@@ -1,11 +1,13 @@
-"""Columns contracted, few rows of x and short rows of W: what counts is to begin and to end a row.
+"""Contract the columns of W with few rows of x, where rows of W are short: `x @ W.T`.
 
-So it is where a token attends to keys, of which each is as wide as a head. Some rows of W are
-multiplied by some rows of x at once, in as many sums as a vector has lanes, whose lanes are added
-up together. Matrices that lie side by side are swept together, in the order of memory.
+This is the product of queries with the keys of attention: a row of W is a key, and is as wide as a
+head. The start and the end of a row take most of the time of other kernels. So this kernel keeps as
+many sums in registers as a vector has lanes, for some rows of x times some rows of W, and adds up
+the lanes of all of them together. Interleaved matrices are computed together, because rows with the
+same index are neighbors in memory.
 
-A row of W has one scale, or some, for whole vectors; or rows that are neighbours share a row of
-scales, as tokens do that have a scale for each channel: then those are multiplied into x.
+Scales are one per row of W, or one per tile of whole vectors in a row. Or neighboring rows share a
+row of scales (keys with a scale per channel), which is then multiplied into x.
 """
 
 from typing import Any
@@ -38,13 +40,12 @@ from ....native.simd.floats import (
 )
 from ...common.kinds import BITS
 from ...common.limits import LEAST_TILE, SHORT, SHORT_VECTORS
-from ..operands.codes import load_table
+from ..operands.codes import decode_in_order, load_table
 from ..operands.job import (
     BATCH,
     MINIMUM,
     NEXT_ROW,
     OUT,
-    ROW_BYTES,
     SCALE,
     TABLE,
     TC,
@@ -54,136 +55,140 @@ from ..operands.job import (
     M,
     R,
     X,
+    count_interleaved,
     do_nothing,
-    row_of,
+    row_address,
 )
-from ..operands.minima import sum_of
-from ..operands.scales import has_minima, read_tiles
-from .decode import in_order
+from ..operands.minima import sum_floats
+from ..operands.scales import has_minima, read_tile_values
 
-#: Columns that are decoded at once, of which a row has a few times as many.
+#: Columns that are decoded at once. C is a multiple of them.
 _WIDTH = SHORT_VECTORS * LANES
 #: Rows of W in a part.
-_PART = 16 * LANES
+_PART_ROWS = 16 * LANES
 _VECTOR = 4 * LANES
-#: Bytes of the scales of as many rows of W as are multiplied at once, or that rows share.
-_NUMBER_BYTES = 4 * max(SHORT, LANES * SHORT // LEAST_TILE) + _VECTOR
+#: The most bytes of scales of LANES rows of W, or of rows that share scales.
+_SCALE_BYTES = 4 * max(SHORT, LANES * SHORT // LEAST_TILE) + _VECTOR
 _TILE_BYTES = 4 * SHORT // LEAST_TILE
 _ONE = np.float32(1)
 
 
 @native
-def _groups(job):
-    """How many groups of matrices that lie side by side there are, and how many a part has."""
-    beside = word(job, NEXT_ROW) // word(job, ROW_BYTES)
-    return word(job, BATCH) // beside, max(1, _PART // word(job, R))
+def _count_groups(job):
+    """Return the number of groups of interleaved matrices, and the groups per part."""
+    groups = word(job, BATCH) // count_interleaved(job)
+    return groups, max(1, _PART_ROWS // word(job, R))
 
 
 @native
 def count(job):
-    """How many parts there are."""
-    groups, each = _groups(job)
-    return (groups + each - 1) // each * ((word(job, R) + _PART - 1) // _PART)
+    """Return the number of parts."""
+    groups, part_groups = _count_groups(job)
+    row_parts = (word(job, R) + _PART_ROWS - 1) // _PART_ROWS
+    return (groups + part_groups - 1) // part_groups * row_parts
 
 
 def build(kind: str) -> JobFunctions:
     """Return the functions of the kernel for codes of a kind."""
-    by_1, by_2, by_4 = (_rows_by(kind, rows) for rows in (1, 2, 4))
+    multiply_1, multiply_2, multiply_4 = (_build_product(kind, rows) for rows in (1, 2, 4))
 
     @native
-    def multiply(job, outer, row, last):
-        """Multiplies with some rows of matrices that lie side by side."""
-        m, beside = word(job, M), word(job, NEXT_ROW) // word(job, ROW_BYTES)
+    def multiply_group(job, group, row, last):
+        """Multiply by the rows from `row` to `last` of a group of interleaved matrices."""
+        m, heads = word(job, M), count_interleaved(job)
         while row < last:
             count = LANES
-            if _is_folded(job):
+            if _folds_scales(job):
                 count = min(last, (row // word(job, TR) + 1) * word(job, TR)) - row
-            for batch in range(outer * beside, (outer + 1) * beside):
+            for batch in range(group * heads, (group + 1) * heads):
                 done = 0
                 while done < m:
                     if m - done >= 4:
-                        by_4(job, batch, row, count, done)
+                        multiply_4(job, batch, row, count, done)
                         done += 4
                     elif m - done >= 2:
-                        by_2(job, batch, row, count, done)
+                        multiply_2(job, batch, row, count, done)
                         done += 2
                     else:
-                        by_1(job, batch, row, count, done)
+                        multiply_1(job, batch, row, count, done)
                         done += 1
             row += count
 
     @native
     def work(job, part):
-        parts = (word(job, R) + _PART - 1) // _PART
-        all_groups, each = _groups(job)
-        first, outer = part % parts * _PART, part // parts * each
-        for i in range(outer, min(outer + each, all_groups)):
-            multiply(job, i, first, min(first + _PART, word(job, R)))
+        row_parts = (word(job, R) + _PART_ROWS - 1) // _PART_ROWS
+        groups, part_groups = _count_groups(job)
+        first, group = part % row_parts * _PART_ROWS, part // row_parts * part_groups
+        for i in range(group, min(group + part_groups, groups)):
+            multiply_group(job, i, first, min(first + _PART_ROWS, word(job, R)))
 
     return JobFunctions(do_nothing, count, work, do_nothing)
 
 
 @native
-def _is_folded(job):
-    """Whether neighbours in a row of W have scales of their own that rows share."""
+def _folds_scales(job):
+    """Return whether rows of W share a row of several scales, which is multiplied into x."""
     return word(job, TR) > 1 and word(job, TC) < word(job, C)
 
 
-def _rows_by(kind: str, rows: int) -> Any:
-    """Makes what multiplies some rows of W, from a row on or the last, by `rows` rows of x.
+def _build_product(kind: str, rows: int) -> Any:
+    """Return a function that multiplies `rows` rows of x by `count` rows of W.
 
-    They are a multiple of LANES, and share their scales if they are more.
+    `count` is LANES, or a multiple of LANES for rows of W that share scales. If fewer than LANES
+    rows of W are left, the last LANES rows are multiplied, and only the missing results are
+    written.
     """
-    add_products, GROUP = _products(kind, rows), LANES // rows
-    add_tiled = _products(kind, rows, is_tiled=True)
+    add_products, GROUP = _build_vector_product(kind, rows), LANES // rows
+    add_tiled_products = _build_vector_product(kind, rows, has_tiles=True)
     STEP, X_STEP = _WIDTH * BITS[kind] // 8, 4 * _WIDTH
     X_BYTES, SUMS_BYTES = 4 * SHORT * rows, 4 * rows
 
     @native
-    def rows_by(job, batch, row, count, m):
-        scales, minima = stack(_NUMBER_BYTES), stack(_NUMBER_BYTES)
-        folded, of_minima, sums = stack(X_BYTES), stack(SUMS_BYTES), stack(_VECTOR)
+    def multiply(job, batch, row, count, m):
+        scales, minima = stack(_SCALE_BYTES), stack(_SCALE_BYTES)
+        folded, minimum_terms, sums = stack(X_BYTES), stack(SUMS_BYTES), stack(_VECTOR)
         r, c, stride = word(job, R), word(job, C), word(job, NEXT_ROW)
         start, table = min(row, r - LANES), load_table(word(job, TABLE))
-        w, number = row_of(job, batch, start), batch * word(job, M) + m
+        w, number = row_address(job, batch, start), batch * word(job, M) + m
         x, y = word(job, X) + 4 * number * c, word(job, OUT) + 4 * (number * r + start)
-        tiles, shift, is_folded = c // word(job, TC), 0, _is_folded(job)
+        tiles, shift, folds_scales = c // word(job, TC), 0, _folds_scales(job)
         while LANES << shift < word(job, TC):
             shift += 1
-        apart, some = 0, tiles  # from the scales of a row to those of the next; how many are read
+        next_scale, numbers = 0, tiles  # bytes between the scales of rows, and scales to read
         if word(job, TR) == 1:
-            apart, some = 4 * tiles, LANES * tiles
-        row_of_tiles = (batch * r + start) // word(job, TR)
-        read_tiles(job, SCALE, row_of_tiles, 0, some, scales)
+            next_scale, numbers = 4 * tiles, LANES * tiles
+        tile_row = (batch * r + start) // word(job, TR)
+        read_tile_values(job, SCALE, tile_row, 0, numbers, scales)
         if has_minima(job):
-            read_tiles(job, MINIMUM, row_of_tiles, 0, some, minima)
+            read_tile_values(job, MINIMUM, tile_row, 0, numbers, minima)
         for i in range(rows):
-            store_f32(of_minima + 4 * i, 0)
-        of_rows = stack(_VECTOR)  # what sums are scaled by
+            store_f32(minimum_terms + 4 * i, 0)
+        row_scales = stack(_VECTOR)  # factors of the sums of LANES rows of W
         if tiles > 1:
-            store(of_rows, splat(_ONE))
-        elif apart:
-            store(of_rows, load(scales, 1))
+            store(row_scales, splat(_ONE))
+        elif next_scale:
+            store(row_scales, load(scales, 1))
         else:
-            store(of_rows, splat(load_f32(scales)))
-        if is_folded:
-            _fold(job, x, rows, scales, minima, folded, of_minima)
+            store(row_scales, splat(load_f32(scales)))
+        if folds_scales:
+            _fold_scales(job, x, rows, scales, minima, folded, minimum_terms)
             x = folded
         for done in range(0, count, LANES):
             for group in range(0, LANES, GROUP):
                 total, place = zeros(1, LANES), w + group * stride
                 for k in range(c // _WIDTH):
-                    of_x = x + X_STEP * k
-                    if apart and tiles > 1:
-                        by, first = scales + apart * group, SHORT_VECTORS * k
-                        args = (of_x, 4 * c, table, place, stride, by, apart, shift, first)
-                        total = add_tiled(total, *args)
+                    x_part = x + X_STEP * k
+                    if next_scale and tiles > 1:
+                        group_scales, first = scales + next_scale * group, SHORT_VECTORS * k
+                        args = (table, place, stride, group_scales, next_scale, shift, first)
+                        total = add_tiled_products(total, x_part, 4 * c, *args)
                     else:
-                        total = add_products(total, of_x, 4 * c, table, place, stride, 0, 0, 0, 0)
+                        total = add_products(total, x_part, 4 * c, table, place, stride, 0, 0, 0, 0)
                     place += STEP
-                result = _sums(total)
+                result = _sum_lanes(total)
                 if rows == 1:
-                    result = fma(result, load(of_rows, 1), splat(load_f32(of_minima)))
+                    minimum_term = splat(load_f32(minimum_terms))
+                    result = fma(result, load(row_scales, 1), minimum_term)
                     if row == start:
                         store(y + 4 * done, result)
                 store(sums, result)
@@ -191,42 +196,42 @@ def _rows_by(kind: str, rows: int) -> Any:
                     for j in range(max(0, row - start - group), GROUP):
                         value = load_f32(sums + 4 * (i * GROUP + j))
                         if rows > 1:
-                            value *= load_f32(of_rows + 4 * (group + j))
-                            value += load_f32(of_minima + 4 * i)
+                            value *= load_f32(row_scales + 4 * (group + j))
+                            value += load_f32(minimum_terms + 4 * i)
                         store_f32(y + 4 * (i * r + done + group + j), value)
             w += LANES * stride
-        if has_minima(job) and not is_folded:
-            _add_minima(job, x, y, rows, minima, apart, row - start)
+        if has_minima(job) and not folds_scales:
+            _add_minima(job, x, y, rows, minima, next_scale, row - start)
 
-    return rows_by
+    return multiply
 
 
 @native
-def _fold(job, x, rows, scales, minima, to, of_minima):
-    """Writes rows of x times the scales of columns, and what minima add to each product with it."""
+def _fold_scales(job, x, rows, scales, minima, to, minimum_terms):
+    """Write rows of x times the scales of columns, and the products of x with the minima."""
     c = word(job, C)
-    _expand(job, scales)
+    _expand_tiles(job, scales)
     if has_minima(job):
-        _expand(job, minima)
+        _expand_tiles(job, minima)
     for i in range(rows):
         for k in range(0, 4 * c, _VECTOR):
             store(to + k, scale_block(load(x + k, 1), load(scales + k, 1)))
         if has_minima(job):
-            store_f32(of_minima + 4 * i, _product(x, minima, c))
+            store_f32(minimum_terms + 4 * i, _dot(x, minima, c))
         x, to = x + 4 * c, to + 4 * c
 
 
 @native
-def _expand(job, numbers):
-    """Makes numbers of tiles those of columns, from the last on."""
+def _expand_tiles(job, numbers):
+    """Replace the numbers of tiles by one number per column, in place."""
     tile = word(job, TC)
     for i in range(word(job, C) - 1 if tile > 1 else 0, 0, -1):
         store_f32(numbers + 4 * i, load_f32(numbers + 4 * (i // tile)))
 
 
 @native
-def _product(a, b, count):
-    """The sum of products of so many numbers, which are whole vectors."""
+def _dot(a, b, count):
+    """Return the dot product of `count` f32, a multiple of LANES."""
     total, sum = zeros(1, 1), stack(4)
     for i in range(0, 4 * count, _VECTOR):
         total = add_inner(total, a + i, 0, load(b + i, 1))
@@ -235,41 +240,42 @@ def _product(a, b, count):
 
 
 @native
-def _add_minima(job, x, y, rows, minima, apart, first):
-    """Adds minima of LANES rows, times the sums of x over tiles."""
-    tile, tiles, of_tiles = word(job, TC), word(job, C) // word(job, TC), stack(_TILE_BYTES)
+def _add_minima(job, x, y, rows, minima, next_minimum, first):
+    """Add the minima of LANES rows of W, from row `first`, times the sums of x over tiles."""
+    tile, tiles, tile_sums = word(job, TC), word(job, C) // word(job, TC), stack(_TILE_BYTES)
     for _ in range(rows):
         for t in range(tiles):
-            store_f32(of_tiles + 4 * t, sum_of(x + 4 * tile * t, tile))
+            store_f32(tile_sums + 4 * t, sum_floats(x + 4 * tile * t, tile))
         for j in range(first, LANES):
-            value, place = load_f32(y + 4 * j), minima + apart * j
+            value, place = load_f32(y + 4 * j), minima + next_minimum * j
             for t in range(tiles):
-                value += load_f32(of_tiles + 4 * t) * load_f32(place + 4 * t)
+                value += load_f32(tile_sums + 4 * t) * load_f32(place + 4 * t)
             store_f32(y + 4 * j, value)
         x, y = x + 4 * word(job, C), y + 4 * word(job, R)
 
 
-def _products(kind: str, rows: int, is_tiled: bool = False) -> Any:
-    """Makes what adds the products of some columns of rows of x and of W: each has a vector.
+def _build_vector_product(kind: str, rows: int, has_tiles: bool = False) -> Any:
+    """Return an instruction that multiplies `rows` rows of x by `LANES / rows` rows of W.
 
-    Where rows of W have scales for tiles of their own, those are `apart` bytes from row to row, and
-    each is for `1 << shift` vectors. The first is number `first` of the row.
+    It adds the products of SHORT_VECTORS vectors of columns to one vector per pair of rows. With
+    `has_tiles`, decoded values are scaled: the scales of rows of W are `next_scale` bytes apart,
+    one scale is shared by `1 << shift` vectors, and the first vector of columns has number `first`.
     """
 
     @instruction
-    def add_products(total, x, stride, table, w, next_row, scales, apart, shift, first):
-        def emit(builder, totals, x, stride, table, w, next_row, scales, apart, shift, first):
+    def add_products(total, x, stride, table, w, next_row, scales, next_scale, shift, first):
+        def emit(builder, totals, x, stride, table, w, next_row, scales, next_scale, shift, first):
             totals, table = get_vectors(builder, totals), get_vectors(builder, table)
             numbers = [builder.add(first, I64(c)) for c in range(SHORT_VECTORS)]
             tiles = [builder.lshr(number, shift) for number in numbers]
             for j in range(LANES // rows):
                 place = advance(builder, w, 0, j, next_row)
-                values = in_order(builder, kind, table, place, SHORT_VECTORS)
+                values = decode_in_order(builder, kind, table, place, SHORT_VECTORS)
                 for c, value in enumerate(values):
-                    if is_tiled:
-                        here = advance(builder, scales, 0, j, apart)
-                        here = builder.add(here, builder.mul(tiles[c], I64(4)))
-                        value = builder.fmul(value, load_broadcast(builder, here))
+                    if has_tiles:
+                        scale = advance(builder, scales, 0, j, next_scale)
+                        scale = builder.add(scale, builder.mul(tiles[c], I64(4)))
+                        value = builder.fmul(value, load_broadcast(builder, scale))
                     for i in range(rows):
                         number = load_vector(builder, advance(builder, x, c, i, stride))
                         k = i * (LANES // rows) + j
@@ -282,8 +288,8 @@ def _products(kind: str, rows: int, is_tiled: bool = False) -> Any:
 
 
 @instruction
-def _sums(block):
-    """The sum of the lanes of each of LANES vectors, as one."""
+def _sum_lanes(block):
+    """Return one vector with the sum of the lanes of each of LANES vectors."""
 
     def emit(builder, values):
         values = get_vectors(builder, values)

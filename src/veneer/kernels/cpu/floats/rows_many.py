@@ -1,11 +1,14 @@
-"""Rows contracted, many of them at once: a block of the matrix is decoded once for all rows of x.
+"""Contract the rows of W with many rows of x: `x @ W`. Arithmetic takes most of the time.
 
-It stays in the first cache as f32, times its scales. Then it is like any product of dense matrices:
-a few rows of x times a few vectors of the block are summed up in registers. As scales are part of
-what is decoded, tiles may have any shape.
+A part is a panel of `PANEL` columns of W, times some rows of x. The kernel loops over blocks of
+`BLOCK` rows of W. A block is decoded to f32, scaled, and kept in the first cache for all rows of x.
+Then it is multiplied like a dense matrix: the sums of a few rows of x times a few vectors of
+columns stay in registers for the whole block. Scales are applied in decoding, so tiles have any
+shape.
 
-Where x is bf16, and the CPU multiplies pairs of it, so is what is decoded, two rows in a lane
-(`pairs.py`).
+For bf16 activations, on a CPU that multiplies pairs of bf16, two neighboring rows of a decoded
+block are rounded and packed into 32-bit lanes, like neighboring numbers of x. The rounded block
+equals a dense bf16 array of the weights. Sums are f32.
 """
 
 from typing import Any, NamedTuple
@@ -15,8 +18,10 @@ import numpy as np
 from ....native.functions import native, prevent_inlining
 from ....native.isa import LANES, REGISTERS
 from ....native.memory import load_f32, load_i8, prefetch, stack, store_f32, store_i8, word
+from ....native.simd.bf16 import add_outer_pairs, pair_as_bf16
 from ....native.simd.floats import (
     add_inner,
+    add_outer,
     add_scaled,
     fma,
     load,
@@ -26,7 +31,7 @@ from ....native.simd.floats import (
     zeros,
 )
 from ...common.kinds import BITS
-from ..operands.codes import load_table
+from ..operands.codes import build_decoder, load_table, row_bytes
 from ..operands.job import (
     BATCH,
     MINIMUM,
@@ -42,34 +47,71 @@ from ..operands.job import (
     R,
     X,
     do_nothing,
-    row_of,
+    row_address,
 )
-from ..operands.scales import has_minima, read_tiles
-from .decode import reader, row_bytes
-from .pairs import F32, NUMBERS, Numbers
+from ..operands.scales import has_minima, read_tile_values
 
-#: Columns that are worked on together, and rows that are decoded at once: 24 KB of f32.
+#: Columns of a panel, and rows of W that are decoded at once: 24 KB of f32.
 PANEL, BLOCK = 128, 48
-#: Rows of x that are multiplied at once, and vectors: as many sums as registers hold.
+#: Rows of x, and vectors of columns, that are multiplied at once: registers hold their sums.
 _ROWS, _VECTORS = 6, 4 if REGISTERS == 32 else 2
-#: Rows of x in a part, at most: their results stay in the second cache.
-_PART = 256
+#: The most rows of x in a part. The second cache holds their results.
+_PART_ROWS = 256
 
 _BLOCK_BYTES, _ROW_BYTES, _SUMS_BYTES = (4 * rows * PANEL for rows in (BLOCK, 1, _ROWS))
 _ZERO, _ONE = np.float32(0), np.float32(1)
-#: Scales that are read at once, where they are repeated.
-_NUMBERS = 64
-_NUMBERS_BYTES = 4 * _NUMBERS
+#: Scales that are read at once to repeat them.
+_CHUNK = 64
+_CHUNK_BYTES = 4 * _CHUNK
 
 
-class Multiplier(NamedTuple):
-    """What multiplies with a panel of a matrix.
+class Arithmetic(NamedTuple):
+    """How decoded blocks are multiplied by activations of a dtype.
 
-    - `count(job)`: how many parts there are.
-    - `work(job, part)`: computes one.
-    - `add_product(job, batch, row, rows, column, first, last, y)`: adds what these rows of the
-      matrix and the panel at this column contribute to rows `first` to `last` of the result, the
-      first of which is at `y`.
+    - `add_outer(total, x, stride, w)`: the instruction that adds products.
+    - `pack_block(block, depth, columns, to, first)`: packs `depth` rows of a block at `to`, and
+      returns the address of the first packed block.
+    - `size`: the bytes of an activation.
+    - `per_lane`: the activations in a lane of 32 bits.
+    """
+
+    add_outer: Any
+    pack_block: Any
+    size: int
+    per_lane: int
+
+
+@native
+def _keep_block(block, depth, columns, to, first):
+    return block
+
+
+@native
+def _pack_pairs(block, depth, columns, to, first):
+    prevent_inlining()
+    row = 4 * columns
+    for _ in range(0, depth, 2):
+        for i in range(0, row, 4 * LANES):
+            store(to + i, pair_as_bf16(load(block + i, 1), load(block + row + i, 1)))
+        block, to = block + 2 * row, to + row
+    return first
+
+
+#: By the dtype of activations.
+ARITHMETIC = {
+    "float32": Arithmetic(add_outer, _keep_block, 4, 1),
+    "bfloat16": Arithmetic(add_outer_pairs, _pack_pairs, 2, 2),
+}
+
+
+class BlockFunctions(NamedTuple):
+    """The native functions of the kernel.
+
+    - `count(job)`: returns the number of parts.
+    - `work(job, part)`: computes one part.
+    - `add_product(job, batch, row, rows, column, first, last, y)`: adds the product of rows `first`
+      to `last` of x and `rows` rows of W, from row `row`, in the panel at `column`. The first row
+      of the result is at `y`.
     """
 
     count: Any
@@ -78,34 +120,34 @@ class Multiplier(NamedTuple):
 
 
 @native
-def expand(job, leaf, batch, tile, column, columns, to):
-    """Writes the scale, or minimum, of each of some columns, of a row of tiles.
+def expand_tile_row(job, leaf, batch, tile, column, columns, to):
+    """Write the scale, or minimum, of `columns` columns of row `tile` of tiles, from `column`.
 
-    There has to be space for whole vectors. It returns whether all numbers are finite.
+    The memory must have space for full vectors. Return whether all numbers are finite.
     """
     prevent_inlining()
-    numbers, tc = stack(_NUMBERS_BYTES), word(job, TC)
+    numbers, tc = stack(_CHUNK_BYTES), word(job, TC)
     row = batch * (word(job, R) // word(job, TR)) + tile
     if tc == 1:
-        read_tiles(job, leaf, row, column, columns, to)
+        read_tile_values(job, leaf, row, column, columns, to)
     else:
         c, number, end = 0, column // tc, (column + columns - 1) // tc + 1
         while number < end:
-            some = min(_NUMBERS, end - number)
-            read_tiles(job, leaf, row, number, some, numbers)
-            for i in range(some):
+            chunk = min(_CHUNK, end - number)
+            read_tile_values(job, leaf, row, number, chunk, numbers)
+            for i in range(chunk):
                 value = load_f32(numbers + 4 * i)
                 last = min(columns, (number + i + 1) * tc - column)
                 while c < last:
                     store_f32(to + 4 * c, value)
                     c += 1
-            number += some
-    return _all_finite(to, columns)
+            number += chunk
+    return _is_all_finite(to, columns)
 
 
 @native
-def _all_finite(address, count):
-    """Whether no number of f32 is infinite or NaN: the sum of all of them times 0 is 0."""
+def _is_all_finite(address, count):
+    """Return whether `count` f32 are finite: the sum of each number times 0 is then 0."""
     sum, i = zeros(1, 1), 0
     while i + LANES <= count:
         sum = add_inner(sum, address + 4 * i, 0, zeros(1, 1))
@@ -120,7 +162,7 @@ def _all_finite(address, count):
 
 @native
 def copy_rows(w, stride, rows, size, to, to_stride):
-    """Copies so many bytes of each row."""
+    """Copy `size` bytes of each row."""
     prevent_inlining()
     for row in range(rows):
         for byte in range(size):
@@ -128,61 +170,61 @@ def copy_rows(w, stride, rows, size, to, to_stride):
 
 
 @native
-def add(address, count, by, y):
-    """Adds numbers of f32, times one, to others."""
+def add_scaled_floats(address, count, factor, y):
+    """Add `count` f32 at an address, times `factor`, to those at `y`."""
     i = 0
     while i + LANES <= count:
-        add_scaled(y + 4 * i, 0, load(address + 4 * i, 1), splat(by))
+        add_scaled(y + 4 * i, 0, load(address + 4 * i, 1), splat(factor))
         i += LANES
     while i < count:
-        store_f32(y + 4 * i, load_f32(y + 4 * i) + load_f32(address + 4 * i) * by)
+        store_f32(y + 4 * i, load_f32(y + 4 * i) + load_f32(address + 4 * i) * factor)
         i += 1
 
 
 @native
 def add_rows(address, stride, rows, columns, y, y_stride):
-    """Adds rows of f32 to others."""
+    """Add rows of f32 at an address to those at `y`."""
     prevent_inlining()
     for row in range(rows):
-        add(address + row * stride, columns, _ONE, y + row * y_stride)
+        add_scaled_floats(address + row * stride, columns, _ONE, y + row * y_stride)
 
 
 @native
-def clear(address, stride, rows, columns):
-    """Writes zeros to rows of f32."""
+def clear_rows(address, stride, rows, columns):
+    """Write zeros to rows of f32."""
     prevent_inlining()
     for row in range(rows):
         for column in range(columns):
             store_f32(address + row * stride + 4 * column, 0.0)
 
 
-def _product(rows: int, columns: int, outer: Any) -> Any:
-    """Makes the innermost loop: some rows of x times a block, that many vectors at a time.
-
-    A row of the block, and a step in x, is of 32 bits a number: f32, or a pair.
-    """
+def _build_inner_product(rows: int, vectors: int, add_outer: Any) -> Any:
+    """Return a function that multiplies `rows` rows of x by a block, `vectors` at a time."""
 
     @native
-    def product(x, x_stride, w, depth, y, y_stride):
+    def multiply(x, x_stride, w, depth, y, y_stride):
+        """Add the product with a block of `depth` rows of 32-bit lanes to y."""
         prevent_inlining()
-        for column in range(0, PANEL, columns * LANES):
-            total = zeros(rows, columns)
+        for column in range(0, PANEL, vectors * LANES):
+            total = zeros(rows, vectors)
             for k in range(depth):
-                values = load(w + 4 * (k * PANEL + column), columns)
-                total = outer(total, x + 4 * k, x_stride, values)
+                values = load(w + 4 * (k * PANEL + column), vectors)
+                total = add_outer(total, x + 4 * k, x_stride, values)
             add_scaled(y + 4 * column, y_stride, total, splat(_ONE))
 
-    return product
+    return multiply
 
 
-def _multiplication(outer: Any) -> Any:
-    """Makes what multiplies rows of x with a block, by an instruction for what they are of."""
-    product_of_many = _product(_ROWS, _VECTORS, outer)
-    product_of_2, product_of_1 = (_product(rows, 2 * _VECTORS, outer) for rows in (2, 1))
+def _build_block_product(add_outer: Any) -> Any:
+    """Return a function that multiplies any number of rows of x by a decoded block."""
+    multiply_many = _build_inner_product(_ROWS, _VECTORS, add_outer)
+    multiply_2, multiply_1 = (
+        _build_inner_product(rows, 2 * _VECTORS, add_outer) for rows in (2, 1)
+    )
 
     @native
     def multiply(x, x_stride, rows, w, depth, y, y_stride, columns):
-        """Multiplies with a block, of which so many columns are to be added to y."""
+        """Add the first `columns` columns of the product of `rows` rows of x and a block to y."""
         prevent_inlining()
         sums = stack(_SUMS_BYTES)
         row = 0
@@ -191,16 +233,16 @@ def _multiplication(outer: Any) -> Any:
             top, to, stride = x + row * x_stride, y + row * y_stride, y_stride
             if columns < PANEL:
                 to, stride = sums, 4 * PANEL
-                clear(sums, stride, count, PANEL)
+                clear_rows(sums, stride, count, PANEL)
             if count == _ROWS:
                 for next in range(_ROWS, 2 * _ROWS):
                     for byte in range(0, 4 * BLOCK, 64):
                         prefetch(top + next * x_stride + byte)
-                product_of_many(top, x_stride, w, depth, to, stride)
+                multiply_many(top, x_stride, w, depth, to, stride)
             elif count == 2:
-                product_of_2(top, x_stride, w, depth, to, stride)
+                multiply_2(top, x_stride, w, depth, to, stride)
             else:
-                product_of_1(top, x_stride, w, depth, to, stride)
+                multiply_1(top, x_stride, w, depth, to, stride)
             if columns < PANEL:
                 add_rows(sums, stride, count, columns, y + row * y_stride, y_stride)
             row += count
@@ -210,27 +252,29 @@ def _multiplication(outer: Any) -> Any:
 
 def build(kind: str, activations: str = "float32") -> JobFunctions:
     """Return the functions of the kernel for codes of a kind, and f32 or bf16 activations."""
-    multiply = multiplier(kind, NUMBERS[activations])
-    return JobFunctions(do_nothing, multiply.count, multiply.work, do_nothing)
+    functions = build_block_functions(kind, activations)
+    return JobFunctions(do_nothing, functions.count, functions.work, do_nothing)
 
 
-def multiplier(kind: str, numbers: Numbers = F32) -> Multiplier:
-    """Makes a kernel for codes of a kind, and activations that are such numbers."""
-    multiply, pair, SIZE, EACH = _multiplication(numbers.outer), numbers.pair, *numbers[2:]
-    DEPTH = EACH * BLOCK  # rows that are multiplied at once
+def build_block_functions(kind: str, activations: str = "float32") -> BlockFunctions:
+    """Return the functions of `build`, and the function that multiplies by some rows of a panel."""
+    add_outer, pack_block, SIZE, PER_LANE = ARITHMETIC[activations]
+    multiply = _build_block_product(add_outer)
+    DEPTH = PER_LANE * BLOCK  # rows of W that are multiplied at once
     bits = BITS[kind]
-    decoded, ordered = reader(kind)
+    decode_row, restore_order = build_decoder(kind)
     panel_bytes = PANEL * bits // 8
     tail_bytes = BLOCK * panel_bytes
     step = 4 if REGISTERS == 32 else 2  # vectors that are decoded at once
 
     @native
     def decode(job, batch, row, rows, column, to):
+        """Write the dense values of `rows` rows of W, from row `row`, in the panel at `column`."""
         prevent_inlining()
         stride, tr = word(job, NEXT_ROW), word(job, TR)
-        w = row_of(job, batch, row) + column * bits // 8
+        w = row_address(job, batch, row) + column * bits // 8
         columns = min(PANEL, word(job, C) - column)
-        if columns < PANEL:  # what is behind the last column may be no memory at all
+        if columns < PANEL:  # Memory after the last column may not be readable.
             tail = stack(tail_bytes)
             copy_rows(w, stride, rows, row_bytes(columns, bits), tail, panel_bytes)
             w, stride = tail, panel_bytes
@@ -242,42 +286,42 @@ def multiplier(kind: str, numbers: Numbers = F32) -> Multiplier:
         while start < rows:
             tile = (row + start) // tr
             end = min(rows, (tile + 1) * tr - row)
-            expand(job, SCALE, batch, tile, column, columns, scales)
+            expand_tile_row(job, SCALE, batch, tile, column, columns, scales)
             if has_minima(job):
-                expand(job, MINIMUM, batch, tile, column, columns, minima)
+                expand_tile_row(job, MINIMUM, batch, tile, column, columns, minima)
             for c in range(0, PANEL, step * LANES):
                 scale, minimum = load(scales + 4 * c, step), load(minima + 4 * c, step)
                 for k in range(start, end):
                     prefetch(w + (k + BLOCK) * stride + c * bits // 8)
-                    codes = ordered(decoded(table, w + k * stride + c * bits // 8, step))
+                    codes = restore_order(decode_row(table, w + k * stride + c * bits // 8, step))
                     store(to + 4 * (k * PANEL + c), fma(codes, scale, minimum))
             start = end
 
     @native
     def add_product(job, batch, row, rows, column, first, last, y):
         prevent_inlining()
-        block, paired = stack(_BLOCK_BYTES), stack(_BLOCK_BYTES)
+        block, packed = stack(_BLOCK_BYTES), stack(_BLOCK_BYTES)
         x_stride, y_stride = SIZE * word(job, R), 4 * word(job, C)
         x = word(job, X) + (batch * word(job, M) + first) * x_stride
         columns = min(PANEL, word(job, C) - column)
         for k in range(row, row + rows, DEPTH):
             depth, w = min(DEPTH, row + rows - k), block
             for i in range(0, depth, BLOCK):
-                some = min(BLOCK, depth - i)
-                decode(job, batch, k + i, some, column, block)
-                w = pair(block, some, PANEL, paired + 4 * PANEL * (i // EACH), paired)
-            at_x = x + SIZE * k
-            multiply(at_x, x_stride, last - first, w, depth // EACH, y, y_stride, columns)
+                count = min(BLOCK, depth - i)
+                decode(job, batch, k + i, count, column, block)
+                w = pack_block(block, count, PANEL, packed + 4 * PANEL * (i // PER_LANE), packed)
+            steps = depth // PER_LANE
+            multiply(x + SIZE * k, x_stride, last - first, w, steps, y, y_stride, columns)
 
     @native
     def count(job):
         panels = (word(job, C) + PANEL - 1) // PANEL
-        return word(job, BATCH) * panels * ((word(job, M) + _PART - 1) // _PART)
+        return word(job, BATCH) * panels * ((word(job, M) + _PART_ROWS - 1) // _PART_ROWS)
 
     @native
     def work(job, part):
         panels = (word(job, C) + PANEL - 1) // PANEL
-        parts = (word(job, M) + _PART - 1) // _PART
+        parts = (word(job, M) + _PART_ROWS - 1) // _PART_ROWS
         column, rest = part % panels * PANEL, part // panels
         number, batch = rest % parts, rest // parts
         m = word(job, M)
@@ -285,7 +329,7 @@ def multiplier(kind: str, numbers: Numbers = F32) -> Multiplier:
         first, last = min(m, number * size), min(m, (number + 1) * size)
         y_stride = 4 * word(job, C)
         y = word(job, OUT) + (batch * m + first) * y_stride + 4 * column
-        clear(y, y_stride, last - first, min(PANEL, word(job, C) - column))
+        clear_rows(y, y_stride, last - first, min(PANEL, word(job, C) - column))
         add_product(job, batch, 0, word(job, R), column, first, last, y)
 
-    return Multiplier(count, work, add_product)
+    return BlockFunctions(count, work, add_product)

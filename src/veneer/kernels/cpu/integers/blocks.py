@@ -36,7 +36,7 @@ from ..operands.job import (
     X,
     free_scratch,
 )
-from ..operands.minima import sums_size, write_sums_of_codes
+from ..operands.minima import tile_sums_bytes, write_scaled_tile_sums
 from ..operands.scales import has_minima
 from .panel import BLOCK, PANEL, WIDTH, Orientation, multiply
 
@@ -125,7 +125,11 @@ def functions_of(orientation: Orientation, offset: int) -> JobFunctions:
         tiles, _, blocks, starts = cut(job)
         rows = word(job, BATCH) * word(job, M)
         packed = (word(job, SCRATCH) + 63) // 64 * 64
-        return packed + rows * (blocks * stride_of(job, tiles) + starts * 4) + row * sums_size(job)
+        return (
+            packed
+            + rows * (blocks * stride_of(job, tiles) + starts * 4)
+            + row * tile_sums_bytes(job)
+        )
 
     @native
     def x_scale_of(job, row, tile, one):
@@ -170,7 +174,7 @@ def functions_of(orientation: Orientation, offset: int) -> JobFunctions:
             if has_minima(job):
                 scale, next_scale = x_scale_of(job, row, 0, one)
                 at_x, to_sums = word(job, X) + row * k, sums_of_x(job, row)
-                write_sums_of_codes(job, at_x, scale, next_scale, to_sums)
+                write_scaled_tile_sums(job, at_x, scale, next_scale, to_sums)
             to = packed + (batch * blocks * m + at_row) * stride
             start = packed + rows * blocks * stride + (batch * starts * m + at_row) * 4
             for index in range(segments):
@@ -196,7 +200,7 @@ def functions_of(orientation: Orientation, offset: int) -> JobFunctions:
         tiles, _, blocks, starts = cut(job)
         stride = stride_of(job, tiles)
         rows = word(job, BATCH) * m
-        size = blocks * stride + starts * 4 + (sums_size(job) if has_minima(job) else 0)
+        size = blocks * stride + starts * 4 + (tile_sums_bytes(job) if has_minima(job) else 0)
         allocated = malloc(64 + rows * size)
         if allocated == 0:
             set_word(job, FAILED, 1)
@@ -236,7 +240,7 @@ def functions_of(orientation: Orientation, offset: int) -> JobFunctions:
             set_word(job, FAILED, 1)
             return
         minima = of_part(job, MINIMUM, batch, first_strip, strips, of_strip + size)
-        of_x, next_x = sums_of_x(job, first_row), sums_size(job)
+        of_x, next_x = sums_of_x(job, first_row), tile_sums_bytes(job)
         for strip in range(first_strip, first_strip + strips):
             for t in range(tiles):
                 scales(job, MINIMUM, minima, strip, t, scratch, of_strip + t * panels * PANEL)

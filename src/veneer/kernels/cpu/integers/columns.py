@@ -14,7 +14,7 @@ from ....native.simd.bytes import copy_by_fields, load_transposed
 from ....native.simd.floats import load, scale_block, splat, store, store_block
 from ....native.simd.integers import load_ints
 from ..operands.job import ROW_BYTES, TC, TR, C, JobFunctions, R
-from ..operands.scales import are_f32, read_tiles
+from ..operands.scales import is_f32, read_tile_values
 from . import blocks
 from .panel import BITS, BLOCK, PANEL, WIDTH, Orientation, offset, reader
 
@@ -100,7 +100,7 @@ def orientation(kind: str) -> Orientation:
 
     @native
     def part(job, leaf, strips):
-        if are_f32(job, leaf):
+        if is_f32(job, leaf):
             return 0
         return 4 * strips * WIDTH * (word(job, C) // word(job, TC)) + WIDTH
 
@@ -108,11 +108,11 @@ def orientation(kind: str) -> Orientation:
     def of_part(job, leaf, batch, strip, strips, to):
         shared, tiles = word(job, TR), word(job, C) // word(job, TC)
         row = batch * (word(job, R) // shared)
-        if are_f32(job, leaf):
+        if is_f32(job, leaf):
             return word(job, leaf) + 4 * row * tiles
         first = strip * WIDTH // shared
         last = (min(word(job, R), (strip + strips) * WIDTH) - 1) // shared
-        read_tiles(job, leaf, row + first, 0, (last + 1 - first) * tiles, to)
+        read_tile_values(job, leaf, row + first, 0, (last + 1 - first) * tiles, to)
         return to - 4 * first * tiles
 
     @native

@@ -70,12 +70,19 @@ from ..operands.job import (
     R,
     W,
     X,
+    contiguous_part,
     free_scratch,
-    in_stretches,
 )
-from ..operands.minima import adder, sums_size, write_sums_of_codes
-from ..operands.planes import load_fields
-from ..operands.scales import ON_STACK, copy, fetch_tiles, has_minima, read_tiles, rows_of_tiles
+from ..operands.minima import build_minimum_adder, tile_sums_bytes, write_scaled_tile_sums
+from ..operands.planes import load_plane_fields
+from ..operands.scales import (
+    STACK_BYTES,
+    copy_padded,
+    has_minima,
+    locate_tile_values,
+    prefetch_tile_values,
+    read_tile_values,
+)
 from .panel import BITS, WIDTH, reader
 from .panel import offset as code_offset
 
@@ -104,7 +111,9 @@ def build(kind: str) -> JobFunctions:
         table_of = native(lambda job: load_table(word(job, TABLE)))
 
         def loader(rows):
-            return native(lambda w, next_row, table: load_fields(w, next_row, rows, bits, table))
+            return native(
+                lambda w, next_row, table: load_plane_fields(w, next_row, rows, bits, table)
+            )
 
         @native
         def offset_of(job):
@@ -134,7 +143,7 @@ def build(kind: str) -> JobFunctions:
         groups, each = groups_of(job)
         rows = word(job, BATCH) * word(job, M)
         size = groups * group + groups // each * WIDTH
-        size += sums_size(job) if has_minima(job) else 0
+        size += tile_sums_bytes(job) if has_minima(job) else 0
         allocated = malloc(64 + rows * size)
         if allocated == 0:
             set_word(job, FAILED, 1)
@@ -148,7 +157,7 @@ def build(kind: str) -> JobFunctions:
                 total = zero_ints()
                 for _ in range(each):
                     if left < group:
-                        copy(last, x, left, group)
+                        copy_padded(last, x, left, group)
                         x = last
                     copy_by_fields(x, to, fields, WIDTH)
                     for i in range(0, group, WIDTH):
@@ -161,8 +170,8 @@ def build(kind: str) -> JobFunctions:
         if has_minima(job):
             for row in range(rows):
                 scale, next = word(job, X_SCALE) + 4 * row * word(job, X_SCALES), x_step(job)
-                to = start + row * sums_size(job)
-                write_sums_of_codes(job, word(job, X) + row * c, scale, next, to)
+                to = start + row * tile_sums_bytes(job)
+                write_scaled_tile_sums(job, word(job, X) + row * c, scale, next, to)
 
     @native
     def add_products(total, x, next_x, codes, table):
@@ -175,7 +184,7 @@ def build(kind: str) -> JobFunctions:
 
     def summer(m: int, together: int) -> Any:
         """Makes what multiplies m rows of x by some rows of the matrix: sums, in lanes."""
-        add_minima, load_codes = adder(m, together), loader(together)
+        add_minima, load_codes = build_minimum_adder(m, together), loader(together)
 
         @native
         def add_group(total, x, next_x, w, row_bytes, later, table):
@@ -286,7 +295,7 @@ def build(kind: str) -> JobFunctions:
         m, rows, row_bytes = word(job, M), word(job, R), word(job, ROW_BYTES)
         parts = max(1, rows // PART)
         batch, part = divmod(part, parts)
-        part = in_stretches(part, parts, word(job, THREADS))
+        part = contiguous_part(part, parts, word(job, THREADS))
         first = part * PART
         last = rows if part + 1 == parts else first + PART
         groups, each = groups_of(job)
@@ -295,7 +304,7 @@ def build(kind: str) -> JobFunctions:
         all_x = word(job, BATCH) * m
         x = (word(job, SCRATCH) + 63) // 64 * 64
         start = x + all_x * next_x + batch * m * tiles * WIDTH
-        next_of_x = sums_size(job)
+        next_of_x = tile_sums_bytes(job)
         sums_of_x = x + all_x * (next_x + tiles * WIDTH) + batch * m * next_of_x
         x += batch * m * next_x
         # Scales are read beforehand, all together: they are few, but for each row of the matrix.
@@ -303,17 +312,17 @@ def build(kind: str) -> JobFunctions:
         numbers = ((batch * rows + last - 1) // shared + 1 - row_of_scales) * row_scales
         size = 4 * numbers + WIDTH
         needed = 2 * size if has_minima(job) else size
-        scales = stack(ON_STACK)
-        if needed > ON_STACK:
+        scales = stack(STACK_BYTES)
+        if needed > STACK_BYTES:
             scales = malloc(needed)
         if scales == 0:
             set_word(job, FAILED, 1)
             return
-        read_tiles(job, SCALE, row_of_scales, 0, numbers, scales)
+        read_tile_values(job, SCALE, row_of_scales, 0, numbers, scales)
         to_minimum = 0  # from a scale to the minimum of the same tile
         if has_minima(job):
             to_minimum = size
-            read_tiles(job, MINIMUM, row_of_scales, 0, numbers, scales + size)
+            read_tile_values(job, MINIMUM, row_of_scales, 0, numbers, scales + size)
         if m == 1:
             scale_by_x(job, batch, scales, numbers)
         ahead = (_AHEAD // row_bytes + ROWS) // ROWS * ROWS
@@ -321,13 +330,13 @@ def build(kind: str) -> JobFunctions:
         x_apart, x_shift, next_x_scale = 4 * word(job, X_SCALES), shift, 4 * (LANES >> shift)
         if word(job, X_SCALES) == 1:  # for all lanes of all tiles
             x_shift, next_x_scale = _ALL_LANES, 0
-        table, stored = table_of(job), rows_of_tiles(job)
+        table, stored = table_of(job), locate_tile_values(job)
         for wanted in range(first, last, ROWS):
             n = min(wanted, last - ROWS)
             number = batch * rows + n
             w = word(job, W) + number * row_bytes
             later = ahead * row_bytes
-            fetch_tiles(stored, number + PART, ROWS)
+            prefetch_tile_values(stored, number + PART, ROWS)
             at = (number if shared == 1 else number // shared) - row_of_scales
             scale = scales + at * row_scales * 4
             minimum = scale + to_minimum if to_minimum else 0
@@ -349,7 +358,7 @@ def build(kind: str) -> JobFunctions:
                 else:
                     multiply_1(at_x, at_start, at_sums, of_x, place, of_scales, table, y, next_y)
                 row += few
-        if needed > ON_STACK:
+        if needed > STACK_BYTES:
             free(scales)
 
     return JobFunctions(native(prepare), native(count), native(work), free_scratch)

@@ -13,7 +13,7 @@ from ....native.simd.bytes import copy_by_fields, from_panels, load_interleaved,
 from ....native.simd.floats import load, scale_block, splat, store, store_block
 from ....native.simd.integers import load_floats
 from ..operands.job import ROW_BYTES, TC, TR, C, JobFunctions, R
-from ..operands.scales import are_f32, read_tiles
+from ..operands.scales import is_f32, read_tile_values
 from . import blocks
 from .panel import BITS, BLOCK, PANEL, WIDTH, Orientation, fill, offset, reader
 
@@ -97,14 +97,14 @@ def orientation(kind: str) -> Orientation:
         first = strip * WIDTH * fields
         count = min(columns - first, WIDTH * fields)
         address, row = scratch, row + tile
-        if shared == 1 and count == WIDTH * fields and are_f32(job, leaf):
+        if shared == 1 and count == WIDTH * fields and is_f32(job, leaf):
             address = word(job, leaf) + 4 * (row * columns + first)
         elif shared == 1:
-            read_tiles(job, leaf, row, first, count, scratch)
+            read_tile_values(job, leaf, row, first, count, scratch)
         else:
             i, numbers = 0, stack(NUMBERS)
             of = first // shared
-            read_tiles(job, leaf, row, of, (first + count - 1) // shared + 1 - of, numbers)
+            read_tile_values(job, leaf, row, of, (first + count - 1) // shared + 1 - of, numbers)
             while i < count:
                 number, within = divmod(first + i, shared)
                 run = min(shared - within, count - i)

@@ -1,11 +1,10 @@
-"""How CPU kernels read the operands of a product.
+"""Read the operands of a product in a CPU kernel.
 
 Float and integer kernels share these modules:
 
-    job             the addresses and sizes of one product, in memory that all threads read
-    codes           codes decoded to vectors of f32
-    small_floats    floats of 8 and 16 bits as vectors of f32
-    planes          codes in bit planes
-    scales          scales and minima as f32
-    minima          the part of a product that minima contribute
+    job       the addresses and sizes of one product, in memory that all threads read
+    codes     decode codes and small number formats to vectors of f32
+    planes    unpack codes that are stored as bit planes
+    scales    read scales and minima as f32
+    minima    compute the term that minima add to a product
 """

@@ -1,30 +1,200 @@
-"""What codes are worth, as vectors of f32: looked up, or converted from numbers of 8 bits."""
+"""Decode codes and small number formats to vectors of f32.
 
-from collections.abc import Sequence
+A conversion emits the instructions for one format. Where the CPU has no instruction for a format,
+a float is converted with integer arithmetic. XLA runs CPU threads with denormals flushed to zero,
+so no conversion produces a denormal f32 on the way.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir
 
-from ....native.isa import IS_NEON, ISA, LANES
-from ....native.memory import I32
+from ....native.functions import native
+from ....native.isa import CONVERTS_F16, IS_NEON, ISA, LANES
+from ....native.memory import I8, I16, I32, I64, pointer
 from ....native.simd.blocks import (
     FLOATS,
     INTS,
     Block,
     advance,
+    broadcast,
     call_llvm,
     constant,
+    get_vectors,
     instruction,
     load_vector,
     look_up_floats,
     make_block,
+    shuffle,
 )
-from .small_floats import from_e4m3fn, from_e5m2, from_int8, from_uint8
+from ...common import kinds
+from ...common.kinds import BITS, LOOKUP_BITS, PLANE_BITS
+from .planes import unpack_planes
+
+row_bytes = native(kinds.row_bytes)
+_HALVES = ir.VectorType(I16, LANES)
+
+#: Bytes of a number of each dtype that `load_as_floats` reads.
+SIZES = {
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e8m0fnu": 1,
+    "int8": 1,
+    "uint8": 1,
+}
+
+
+@instruction
+def load_as_floats(address, dtype):
+    """Read a vector of LANES numbers of a dtype in `SIZES`, as f32."""
+    name = dtype.literal_value
+
+    def emit(builder, address, _):
+        if name == "float32":
+            return make_block(builder, [load_vector(builder, address)])
+        entry = {2: I16, 1: I8}[SIZES[name]]
+        bits = load_vector(builder, address, ir.VectorType(entry, LANES))
+        return make_block(builder, [CONVERSIONS[name](builder, bits)])
+
+    return Block("f32", 1, 1), emit
+
+
+@instruction
+def keep_first_lanes(vector, count):
+    """Set all lanes of a vector of f32 to 0 except the first `count`."""
+
+    def emit(builder, vector, count):
+        count = broadcast(builder, builder.trunc(count, I32))
+        is_first = builder.icmp_signed("<", ir.Constant(INTS, [*range(LANES)]), count)
+        (value,) = get_vectors(builder, vector)
+        return make_block(builder, [builder.select(is_first, value, constant(FLOATS, 0.0))])
+
+    return vector, emit
+
+
+# Conversions. Each takes a vector of the bits of LANES numbers.
+
+
+def _from_int8(builder: Any, codes: Any) -> Any:
+    return builder.sitofp(builder.sext(codes, INTS), FLOATS)
+
+
+def _from_uint8(builder: Any, codes: Any) -> Any:
+    return builder.sitofp(builder.zext(codes, INTS), FLOATS)
+
+
+def _from_f16(builder: Any, bits: Any) -> Any:
+    if CONVERTS_F16:
+        return _extend_f16(builder, bits)
+    magnitude = builder.and_(builder.zext(bits, INTS), constant(INTS, 0x7FFF))
+    finite = _from_finite_float(builder, magnitude, 10, 15)
+    special = builder.or_(builder.shl(magnitude, constant(INTS, 13)), constant(INTS, 0x7F800000))
+    is_special = builder.icmp_signed(">=", magnitude, constant(INTS, 0x7C00))
+    value = builder.select(is_special, builder.bitcast(special, FLOATS), finite)
+    return _copy_sign(builder, bits, value)
+
+
+def _from_bf16(builder: Any, bits: Any) -> Any:
+    return builder.bitcast(builder.shl(builder.zext(bits, INTS), constant(INTS, 16)), FLOATS)
+
+
+def _from_e8m0(builder: Any, bits: Any) -> Any:
+    """Convert exponents: powers of two. 255 is NaN, and 0 is half of the smallest normal f32."""
+    exponent = builder.zext(bits, INTS)
+    normal = builder.shl(exponent, constant(INTS, 23))
+    is_zero = builder.icmp_signed("==", exponent, constant(INTS, 0))
+    is_nan = builder.icmp_signed("==", exponent, constant(INTS, 255))
+    value = builder.select(is_zero, constant(INTS, 1 << 22), normal)
+    value = builder.select(is_nan, constant(INTS, 0x7FC00000), value)
+    return builder.bitcast(value, FLOATS)
+
+
+def _from_e4m3fn(builder: Any, codes: Any) -> Any:
+    """Convert float8_e4m3fn, which has no infinity. NaN has all bits set except the sign."""
+    magnitude = builder.and_(builder.zext(codes, INTS), constant(INTS, 0x7F))
+    is_nan = builder.icmp_signed("==", magnitude, constant(INTS, 0x7F))
+    if CONVERTS_F16:
+        bits = builder.shl(builder.sext(codes, _HALVES), constant(_HALVES, 7))
+        bits = builder.and_(bits, constant(_HALVES, 0xBF80))
+        value = builder.fmul(_extend_f16(builder, bits), constant(FLOATS, 2.0**8))
+    else:
+        value = _copy_sign(builder, codes, _from_finite_float(builder, magnitude, 3, 7))
+    return builder.select(is_nan, constant(FLOATS, float("nan")), value)
+
+
+def _from_e5m2(builder: Any, codes: Any) -> Any:
+    """Convert float8_e5m2, the upper byte of an f16."""
+    if CONVERTS_F16:
+        bits = builder.shl(builder.zext(codes, _HALVES), constant(_HALVES, 8))
+        return _extend_f16(builder, bits)
+    magnitude = builder.and_(builder.zext(codes, INTS), constant(INTS, 0x7F))
+    finite = _from_finite_float(builder, magnitude, 2, 15)
+    # Infinity and NaN have the largest exponent in both formats.
+    special = builder.or_(builder.shl(magnitude, constant(INTS, 21)), constant(INTS, 0x7F800000))
+    is_special = builder.icmp_signed(">=", magnitude, constant(INTS, 0x7C))
+    value = builder.select(is_special, builder.bitcast(special, FLOATS), finite)
+    return _copy_sign(builder, codes, value)
+
+
+def _from_float6(
+    builder: Any, codes: Any, *, convert: Callable[..., Any], exponent_shift: int
+) -> Any:
+    """Convert 6-bit floats by the conversion of the 8-bit float that has the same mantissa bits.
+
+    The sign is repeated in the upper 3 bits of a code, so two of these bits are cleared.
+    """
+    value = convert(builder, builder.and_(codes, constant(codes.type, 0x9F)))
+    return builder.fmul(value, constant(FLOATS, 2.0**exponent_shift))
+
+
+#: The conversion of each dtype of numbers and codes.
+CONVERSIONS: dict[str, Callable[..., Any]] = {
+    "float16": _from_f16,
+    "bfloat16": _from_bf16,
+    "float8_e8m0fnu": _from_e8m0,
+    "int8": _from_int8,
+    "uint8": _from_uint8,
+    "float8_e4m3fn": _from_e4m3fn,
+    "float8_e5m2": _from_e5m2,
+    "float6_e2m3fn": functools.partial(_from_float6, convert=_from_e4m3fn, exponent_shift=6),
+    "float6_e3m2fn": functools.partial(_from_float6, convert=_from_e5m2, exponent_shift=12),
+}
+
+
+def _extend_f16(builder: Any, bits: Any) -> Any:
+    """Convert f16 by an instruction of the CPU, which is exact for denormals too."""
+    return builder.fpext(builder.bitcast(bits, ir.VectorType(ir.HalfType(), LANES)), FLOATS)
+
+
+def _from_finite_float(builder: Any, magnitude: Any, mantissa: int, bias: int) -> Any:
+    """Convert the magnitude bits of a finite float with this mantissa width and exponent bias.
+
+    The bits of a normal number move to their place in an f32. A denormal is an integer times a
+    power of two.
+    """
+    moved = builder.shl(magnitude, constant(INTS, 23 - mantissa))
+    normal = builder.add(moved, constant(INTS, (127 - bias) << 23))
+    unit = constant(FLOATS, 2.0 ** (1 - bias - mantissa))
+    denormal = builder.fmul(builder.sitofp(magnitude, FLOATS), unit)
+    is_denormal = builder.icmp_signed("<", magnitude, constant(INTS, 1 << mantissa))
+    return builder.select(is_denormal, denormal, builder.bitcast(normal, FLOATS))
+
+
+def _copy_sign(builder: Any, codes: Any, value: Any) -> Any:
+    """Give numbers the sign that is the highest bit of each code."""
+    sign = builder.and_(builder.sext(codes, INTS), constant(INTS, -(2**31)))
+    return builder.bitcast(builder.or_(builder.bitcast(value, INTS), sign), FLOATS)
+
+
+# Codes of 1, 2 and 4 bits are looked up in a table.
 
 
 @instruction
 def load_table(address):
-    """Reads what 16 fields are worth."""
+    """Read a lookup table of 16 f32."""
     block = Block("f32", 1, 16 // LANES)
 
     def emit(builder, address):
@@ -35,10 +205,10 @@ def load_table(address):
 
 
 def look_up(builder: Any, tables: Sequence[Any], indices: Any) -> Any:
-    """The entries of a table of 16 at the low 4 bits of each lane."""
-    if ISA.startswith("avx512"):  # one permutation, that looks at 4 bits alone
+    """Return the entries of a table of 16 f32 at the lowest 4 bits of each lane of `indices`."""
+    if ISA.startswith("avx512"):  # One permutation reads 4 bits of an index.
         return call_llvm(builder, "llvm.x86.avx512.permvar.sf.512", FLOATS, tables[0], indices)
-    if ISA == "avx2":  # two, that look at 3 bits; and the fourth says which
+    if ISA == "avx2":  # A permutation reads 3 bits, and the fourth bit selects one of two.
         low, high = (
             call_llvm(builder, "llvm.x86.avx2.permps", FLOATS, table, indices) for table in tables
         )
@@ -50,33 +220,91 @@ def look_up(builder: Any, tables: Sequence[Any], indices: Any) -> Any:
     value = ir.Constant(FLOATS, ir.Undefined)
     for lane in range(LANES):
         index = builder.extract_element(indices, I32(lane))
-        part = builder.extract_element(tables[0], builder.urem(index, I32(LANES)))
+        entry = builder.extract_element(tables[0], builder.urem(index, I32(LANES)))
         for i, table in enumerate(tables[1:], 1):
             other = builder.extract_element(table, builder.urem(index, I32(LANES)))
-            here = builder.icmp_signed(">=", index, I32(i * LANES))
-            part = builder.select(here, other, part)
-        value = builder.insert_element(value, part, I32(lane))
+            is_in_table = builder.icmp_signed(">=", index, I32(i * LANES))
+            entry = builder.select(is_in_table, other, entry)
+        value = builder.insert_element(value, entry, I32(lane))
     return value
 
 
-def _from_e2m3(builder: Any, codes: Any) -> Any:
-    """float6_e2m3fn, of 6 bits and the sign repeated above them: e4m3 of another exponent."""
-    value = from_e4m3fn(builder, builder.and_(codes, constant(codes.type, 0x9F)))
-    return builder.fmul(value, constant(FLOATS, 2.0**6))
+# Rows of codes of any kind. Each vector is read separately, so a row may have any width.
 
 
-def _from_e3m2(builder: Any, codes: Any) -> Any:
-    """float6_e3m2fn, likewise: e5m2 of another exponent."""
-    value = from_e5m2(builder, builder.and_(codes, constant(codes.type, 0x9F)))
-    return builder.fmul(value, constant(FLOATS, 2.0**12))
+def build_decoder(kind: str) -> tuple[Any, Any]:
+    """Return two instructions for codes of a kind, `decode_row` and `restore_order`.
+
+    `decode_row(table, address, columns)` reads `columns` vectors of codes and returns f32. Lanes
+    may be permuted. `restore_order(block)` undoes the permutation, also for sums of such vectors.
+    """
+
+    @instruction
+    def decode_row(table, address, columns):
+        def emit(builder, table, address, _):
+            tables = get_vectors(builder, table)
+            return make_block(builder, _decode(builder, kind, tables, address, block.columns))
+
+        block = Block("f32", 1, columns.literal_value)
+        return block, emit
+
+    @instruction
+    def restore_order(block):
+        def emit(builder, values):
+            if not _has_paired_lanes(kind):
+                return values
+            vectors = get_vectors(builder, values)
+            return make_block(builder, [_unpair_lanes(builder, vector) for vector in vectors])
+
+        return block, emit
+
+    return decode_row, restore_order
 
 
-#: What makes f32 of a vector of codes of a byte each, by their dtype.
-CONVERSIONS = {
-    "int8": from_int8,
-    "uint8": from_uint8,
-    "float8_e4m3fn": from_e4m3fn,
-    "float8_e5m2": from_e5m2,
-    "float6_e2m3fn": _from_e2m3,
-    "float6_e3m2fn": _from_e3m2,
-}
+def decode_in_order(builder: Any, kind: str, table: Any, address: Any, columns: int) -> list[Any]:
+    """Return `columns` vectors of codes at an address as f32, with lanes in order."""
+    values = _decode(builder, kind, table, address, columns)
+    if _has_paired_lanes(kind):
+        return [_unpair_lanes(builder, value) for value in values]
+    return values
+
+
+def _has_paired_lanes(kind: str) -> bool:
+    return kind in LOOKUP_BITS and BITS[kind] * LANES == 64  # see `_load_fields`
+
+
+def _unpair_lanes(builder: Any, value: Any) -> Any:
+    return shuffle(builder, value, value, [*range(0, LANES, 2), *range(1, LANES, 2)])
+
+
+def _decode(builder: Any, kind: str, table: Any, address: Any, columns: int) -> list[Any]:
+    bits = BITS[kind]
+    if kind in PLANE_BITS:
+        codes = unpack_planes(builder, [address], columns * LANES // 8, bits, table)
+        return [CONVERSIONS[kinds.byte_of_planes(kind)](builder, vector) for vector in codes]
+    if bits < 8:
+        indices = [_load_fields(builder, address, bits, c) for c in range(columns)]
+        return [look_up(builder, table, vector) for vector in indices]
+    codes = []
+    for c in range(columns):
+        place = builder.add(address, I64(c * LANES))
+        codes.append(load_vector(builder, place, ir.VectorType(I8, LANES)))
+    return [CONVERSIONS[kind](builder, vector) for vector in codes]
+
+
+def _load_fields(builder: Any, address: Any, bits: int, vector: int) -> Any:
+    """Return the fields of one vector in the low bits of its lanes. Higher bits are arbitrary.
+
+    The bytes of the fields are repeated in all lanes, and each lane is shifted by the position of
+    its field. Only these bytes are read. If the fields have 64 bits, a repeated unit fills two
+    lanes, so lanes are paired: lane 2q has field q, and lane 2q + 1 has field q of the upper half.
+    """
+    byte, bit = divmod(vector * bits * LANES, 8)
+    word = ir.IntType(max(bits * LANES, 8))
+    value = builder.load(pointer(builder, builder.add(address, I64(byte)), word))
+    value.align = 1
+    if word.width < 32:
+        value = builder.zext(value, I32)
+    copies = broadcast(builder, value, LANES * 32 // value.type.width)
+    shifts = [bit + lane * bits for lane in range(copies.type.count)]
+    return builder.bitcast(builder.lshr(copies, ir.Constant(copies.type, shifts)), INTS)

@@ -1,7 +1,7 @@
-"""A job: what a kernel is to compute, as words of 64 bits in memory that all threads read.
+"""A job: one product, as 64-bit words in memory that all threads read.
 
-Addresses and sizes are written once, before any part begins, and only FAILED after that. Sizes
-count entries, not bytes.
+The handler writes addresses and sizes before the first part runs. After that, only FAILED changes.
+Sizes count entries, not bytes. W is a stored matrix `[R, C]`, and a tile of it is `[TR, TC]`.
 """
 
 from typing import Any, NamedTuple
@@ -9,62 +9,67 @@ from typing import Any, NamedTuple
 from ....native.functions import native
 from ....native.memory import free, word
 
-#: Words that a job has, and where each is.
+#: The number of words of a job, and the index of each.
 WORDS = 30
 (
-    X,  # address of the activations, [BATCH, M, K]: f32, int8 or bf16, by the kernel
-    W,  # of the stored matrices, [BATCH, R, ROW_BYTES]; several may lie side by side: see NEXT_ROW
-    SCALE,  # of its scales, [BATCH, R / TR, C / TC]
-    TABLE,  # of what fields are worth, f32 [16]
-    OUT,  # of the result, f32 [BATCH, M, N]
-    X_SCALE,  # of the scales of integer activations, f32 [BATCH, M, X_SCALES]; 0 if there are none
-    X_SCALES,  # of a row of these: 1, or one for each tile
+    X,  # address of the activations [BATCH, M, K]: f32, int8 or bf16, depending on the kernel
+    W,  # address of the stored matrices [BATCH, R, ROW_BYTES], or interleaved: see NEXT_ROW
+    SCALE,  # address of the scales [BATCH, R / TR, C / TC]
+    TABLE,  # address of the lookup table, f32 [16]
+    OUT,  # address of the result, f32 [BATCH, M, N]
+    X_SCALE,  # address of the scales of int8 activations, f32 [BATCH, M, X_SCALES], or 0
+    X_SCALES,  # scales per row of activations: 1, or one per tile
     BATCH,
-    M,
-    R,  # rows of the matrix: K where they are contracted, else N
-    C,  # columns of the matrix, as codes
-    ROW_BYTES,  # that a row of a matrix has
+    M,  # rows of the activations
+    R,  # rows of W: K if rows are contracted, otherwise N
+    C,  # columns of W, in codes
+    ROW_BYTES,  # bytes of a row of one matrix
     TR,  # rows that share a scale
     TC,  # columns that share a scale
-    SCRATCH,  # what `prepare` allocates for all parts, and `finish` frees; 0 if nothing
-    THREADS,  # how many there are for the parts
-    PARTS,  # how many there are
-    FIRST,  # so many of the parts are done before the others begin: they make what those read
-    SCALE_TYPE,  # of the scales, f32 or smaller, or codes: see `scales.py`
-    MINIMUM,  # address of what a code worth 0 stands for, as many as there are scales; 0 if none
-    MINIMUM_TYPE,  # of these, or of the zero points that they are made of: see `scales.py`
-    OFFSET,  # what those are worth more than codes of the same bits
-    OUTER_SCALE,  # address of what scales that are codes are scaled by; 0 if they are none
+    SCRATCH,  # address of memory that `prepare` allocates and `finish` frees, or 0
+    THREADS,  # number of threads that compute parts
+    PARTS,  # number of parts
+    FIRST,  # number of parts that must be complete before the other parts start
+    SCALE_TYPE,  # type of the scales: an index into FLOATS, or a type of codes (see `scales.py`)
+    MINIMUM,  # address of the minima, in the shape of the scales, or 0
+    MINIMUM_TYPE,  # type of the minima, or of the zero points they are computed from
+    OFFSET,  # added to each zero point
+    OUTER_SCALE,  # address of the scales of scales that are codes, or 0
     OUTER_SCALE_TYPE,
-    OUTER_SCALE_TILES,  # codes that share one
-    OUTER_MINIMUM,  # the same of minima
+    OUTER_SCALE_TILES,  # number of scales that share an outer scale
+    OUTER_MINIMUM,  # address of the scales of minima that are codes, or 0
     OUTER_MINIMUM_TYPE,
     OUTER_MINIMUM_TILES,
-    NEXT_ROW,  # bytes from a row to the next: ROW_BYTES, or of all that lie side by side
-    FAILED,  # 1 where there was no memory for what the kernel needs
+    NEXT_ROW,  # row stride in bytes: ROW_BYTES, or H * ROW_BYTES if H matrices are interleaved
+    FAILED,  # 1 if an allocation of the kernel failed
 ) = range(WORDS)
 
 
 @native
-def row_of(job, batch, row):
-    """The address of a row of a matrix; the next one is NEXT_ROW bytes on.
+def count_interleaved(job):
+    """Return H, the number of matrices that are interleaved in memory, or 1.
 
-    Matrices lie by themselves, or side by side, as the heads of tokens do.
+    Interleaved matrices are stored as `[BATCH / H, R, H, ROW_BYTES]`, like the heads of tokens.
     """
-    size, next_row = word(job, ROW_BYTES), word(job, NEXT_ROW)
-    beside = next_row // size
-    first = word(job, W) + batch % beside * size
-    return first + (batch // beside * word(job, R) + row) * next_row
+    return word(job, NEXT_ROW) // word(job, ROW_BYTES)
 
 
 @native
-def in_stretches(part, parts, threads):
-    """Which part to do instead of one, so that what threads do in turns is a stretch for each.
+def row_address(job, batch, row):
+    """Return the address of a row of a matrix. The next row begins NEXT_ROW bytes later."""
+    heads = count_interleaved(job)
+    first = word(job, W) + batch % heads * word(job, ROW_BYTES)
+    return first + (batch // heads * word(job, R) + row) * word(job, NEXT_ROW)
 
-    So what is fetched beforehand, behind the end of a part, is of the same thread's next.
+
+@native
+def contiguous_part(part, parts, threads):
+    """Remap a round-robin part index so that each thread gets a contiguous range of parts.
+
+    A thread then prefetches memory that its own next part reads.
     """
-    stretch, at = part % threads, part // threads
-    return stretch * (parts // threads) + min(stretch, parts % threads) + at
+    thread, turn = part % threads, part // threads
+    return thread * (parts // threads) + min(thread, parts % threads) + turn
 
 
 class JobFunctions(NamedTuple):
@@ -91,5 +96,5 @@ def do_nothing(job):
 
 @native
 def free_scratch(job):
-    """Finish a job whose shared memory is SCRATCH."""
+    """Free the memory at SCRATCH."""
     free(word(job, SCRATCH))

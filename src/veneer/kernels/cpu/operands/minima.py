@@ -1,8 +1,12 @@
-"""Minima: what a code worth 0 stands for. With few rows of x, they are a sum apart from the codes'.
+"""The term that minima add to a product.
 
-`sum_k x[k] * (codes[k, n] * scale[t, n] + minimum[t, n])`, where t is the tile of k, is the sum of
-codes times scales, and `sum_t (sum of x over t) * minimum[t, n]`: a product that is smaller by the
-size of a tile. With many rows, minima are part of what is decoded.
+A minimum is the dense value of a code that decodes to 0. With t the tile of k, the product
+
+    sum_k x[k] * (codes[k, n] * scale[t, n] + minimum[t, n])
+
+is the sum over codes and scales, plus `sum_t (sum of x over tile t) * minimum[t, n]`. The second
+sum is smaller than the first by the size of a tile. Kernels for few rows of x compute it
+separately with the functions of this module. Kernels for many rows add minima as they decode.
 """
 
 import functools
@@ -23,17 +27,17 @@ from ....native.simd.integers import (
     zero_ints,
 )
 from .job import MINIMUM, TC, C
-from .scales import read_tiles
+from .scales import read_tile_values
 
 _VECTOR, _ONE = 4 * LANES, np.float32(1)
-#: Tiles whose minima are read at once.
+#: Number of tiles whose minima are read at once.
 _TILES = 256
 _ROW = 4 * _TILES
 
 
 @native
-def sum_of(address, count):
-    """The sum of numbers of f32."""
+def sum_floats(address, count):
+    """Return the sum of `count` f32 numbers."""
     sum, whole, total = zeros(1, 1), count // LANES, stack(4)
     for i in range(whole):
         sum = add_inner(sum, address + _VECTOR * i, 0, splat(_ONE))
@@ -43,31 +47,31 @@ def sum_of(address, count):
     return load_f32(total)
 
 
-# Columns contracted.
+# For kernels that contract columns: the sums of x over tiles.
 
 
 @native
-def sums_size(job):
-    """Bytes of the sums of x over tiles, of a row of x: whole vectors."""
+def tile_sums_bytes(job):
+    """Return the bytes of the sums of one row of x over tiles, padded to full vectors."""
     return (word(job, C) // word(job, TC) + LANES - 1) // LANES * _VECTOR
 
 
 @native
-def write_sums(job, x, exists, to):
-    """Writes the sums of a row of x over tiles, and zeros behind them: all, of none that exists."""
+def write_tile_sums(job, x, exists, to):
+    """Write the sums of a row of x over tiles, zero-padded. If not `exists`, write zeros."""
     tile = word(job, TC)
     count = word(job, C) // tile if exists else 0
     for t in range(count):
-        store_f32(to + 4 * t, sum_of(x + 4 * tile * t, tile))
-    for t in range(count, sums_size(job) // 4):
+        store_f32(to + 4 * t, sum_floats(x + 4 * tile * t, tile))
+    for t in range(count, tile_sums_bytes(job) // 4):
         store_f32(to + 4 * t, 0.0)
 
 
 @native
-def write_sums_of_codes(job, x, scale, next_scale, to):
-    """Writes the sums of a row of int8 activations over tiles, as f32, and zeros behind them.
+def write_scaled_tile_sums(job, x, scale, next_scale, to):
+    """Write the sums of a row of int8 activations over tiles, times their scales, zero-padded.
 
-    Each is multiplied by a scale, `next_scale` bytes from the one before it.
+    The f32 scale of the first tile is at `scale`, and each next one `next_scale` bytes later.
     """
     tile = word(job, TC)
     count = word(job, C) // tile
@@ -81,46 +85,52 @@ def write_sums_of_codes(job, x, scale, next_scale, to):
             total += load_i8(x + i)
         store_f32(to + 4 * t, np.float32(total) * load_f32(scale))
         x, scale = x + tile, scale + next_scale
-    for t in range(count, sums_size(job) // 4):
+    for t in range(count, tile_sums_bytes(job) // 4):
         store_f32(to + 4 * t, 0.0)
 
 
 @functools.cache
-def adder(rows: int, together: int) -> Any:
-    """Makes what adds minima to the sums of `rows` rows of x by `together` rows of W."""
+def build_minimum_adder(x_rows: int, w_rows: int) -> Any:
+    """Return a function that adds the minima of `w_rows` rows of W to `x_rows * w_rows` sums.
+
+    The sums are vectors whose lanes are added up later.
+    """
 
     @native
-    def add_minima(total, of_x, next_x, minima, stride, count):
-        """Minima are f32, `stride` bytes from row to row, and so many are of a row."""
-        for t in range(0, count, LANES):
-            values = load_first_floats(minima + 4 * t, stride, together, count - t)
-            total = add_inner(total, of_x + 4 * t, next_x, values)
+    def add_minima(total, x_sums, next_x, minima, stride, tiles):
+        """Add products of f32 minima with sums of x over tiles.
+
+        Row strides are `next_x` bytes for the sums of x, and `stride` bytes for the minima.
+        """
+        for t in range(0, tiles, LANES):
+            values = load_first_floats(minima + 4 * t, stride, w_rows, tiles - t)
+            total = add_inner(total, x_sums + 4 * t, next_x, values)
         return total
 
     return add_minima
 
 
 @functools.cache
-def reading_adder(rows: int, together: int) -> Any:
-    """Makes what reads minima, and adds them to sums in memory."""
-    buffer_bytes, add_minima = together * _ROW, adder(rows, together)
+def build_stored_minimum_adder(x_rows: int, w_rows: int) -> Any:
+    """Return the same function for stored minima of any type and sums in memory."""
+    buffer_bytes, add_minima = w_rows * _ROW, build_minimum_adder(x_rows, w_rows)
 
     @native
-    def read_and_add(job, sums, of_x, number, step):
-        """Row `number` of minima is the first row's, and the next one's is `step` rows on."""
+    def add_stored_minima(job, sums, x_sums, row, step):
+        """Read minima from row `row` of tiles for the first row of W, then every `step` rows."""
         prevent_inlining()
         minima, tiles = stack(buffer_bytes), word(job, C) // word(job, TC)
-        total = load_floats(sums, together * _VECTOR, rows, together)
-        next_x = sums_size(job)
+        total = load_floats(sums, w_rows * _VECTOR, x_rows, w_rows)
+        next_x = tile_sums_bytes(job)
         for first in range(0, tiles, _TILES):
             count, stride = min(_TILES, tiles - first), _ROW
-            if count == tiles:  # then those of a row follow those of the one before
+            if count == tiles:  # The minima of consecutive rows are contiguous.
                 stride = 4 * tiles * step
-                read_tiles(job, MINIMUM, number, 0, ((together - 1) * step + 1) * tiles, minima)
+                read_tile_values(job, MINIMUM, row, 0, ((w_rows - 1) * step + 1) * tiles, minima)
             else:
-                for c in range(together):
-                    read_tiles(job, MINIMUM, number + c * step, first, count, minima + c * _ROW)
-            total = add_minima(total, of_x + 4 * first, next_x, minima, stride, count)
+                for c in range(w_rows):
+                    read_tile_values(job, MINIMUM, row + c * step, first, count, minima + c * _ROW)
+            total = add_minima(total, x_sums + 4 * first, next_x, minima, stride, count)
         store(sums, total)
 
-    return read_and_add
+    return add_stored_minima

@@ -1,7 +1,10 @@
-"""Bit planes as bytes: codes of b bits, of which 8 neighbours are b bytes, made int8 each.
+"""Unpack codes that are stored as bit planes.
 
-Byte p of such a unit has bit p of each code, that of the first in the lowest place. In a register
-it is a matrix of 8 x 8 bits, and codes are its columns: it is transposed, many units at once.
+A unit is 8 neighboring codes of b bits, stored as b bytes: byte p holds bit p of each code, with
+the first code in the lowest bit. Unpacking a unit is the transposition of a matrix of 8 x 8 bits in
+a register, for many units at once: by one Galois-field instruction where the CPU has it (GFNI), and
+otherwise by three steps that swap blocks of bits. A code is then `(field ^ flipped) - less`, where
+`flipped` and `less` are the first two numbers of the table of a job.
 """
 
 from collections.abc import Sequence
@@ -26,21 +29,20 @@ from ....native.simd.blocks import (
     store_vector,
 )
 
-#: Steps of the transposition (Hacker's Delight, 7-3): how far bits are moved, and which.
+#: Steps of the transposition (Hacker's Delight, 7-3): a shift, and a mask of the bits to swap.
 _STEPS = ((7, 0x00AA00AA00AA00AA), (14, 0x0000CCCC0000CCCC), (28, 0x00000000F0F0F0F0))
 
 
-def unpacked(
+def unpack_planes(
     builder: Any, addresses: Sequence[Any], units: int, bits: int, tables: Sequence[Any]
 ) -> list[Any]:
-    """The codes of so many units at each address: vectors of LANES bytes, int8, in order.
+    """Return the codes of `units` units at each address, in order, as vectors of LANES int8.
 
-    What a field stands for is `(field ^ flipped) - less`, by the first two numbers of a table. No
-    byte is read but those of the units.
+    Only the bytes of these units are read.
     """
-    fields = _fields(builder, addresses, units, bits)
+    fields = _read_fields(builder, addresses, units, bits)
     count = fields.type.count
-    flipped, less = (_number(builder, tables, i, count) for i in range(2))
+    flipped, less = (_broadcast_entry(builder, tables, i, count) for i in range(2))
     codes = builder.sub(builder.xor(fields, flipped), less)
     return [
         shuffle(builder, codes, codes, range(i, i + LANES)) if count > LANES else codes
@@ -48,32 +50,34 @@ def unpacked(
     ]
 
 
-def _number(builder: Any, tables: Sequence[Any], i: int, count: int) -> Any:
-    """One of the first two numbers of a table, as so many bytes."""
+def _broadcast_entry(builder: Any, tables: Sequence[Any], i: int, count: int) -> Any:
+    """Return entry `i` of the table as a vector of `count` bytes; `i` is 0 or 1."""
     number = builder.extract_element(tables[0], I32(i))
     return broadcast(builder, builder.fptosi(number, I8), count)
 
 
-def _fields(builder: Any, addresses: Sequence[Any], units: int, bits: int) -> Any:
-    """The fields of so many units at each address, a byte each, in order."""
+def _read_fields(builder: Any, addresses: Sequence[Any], units: int, bits: int) -> Any:
+    """Return the fields of `units` units at each address, in order, one per byte."""
     type = ir.VectorType(I64, units * len(addresses))
-    in_order = _by_product if HAS_GFNI and type.count in (2, 4, 8) else _by_steps
-    value = in_order(builder, addresses, units, bits, type)
+    transpose = _transpose_by_gfni if HAS_GFNI and type.count in (2, 4, 8) else _transpose_by_steps
+    value = transpose(builder, addresses, units, bits, type)
     return builder.bitcast(value, ir.VectorType(I8, 8 * type.count))
 
 
-def _by_product(builder: Any, addresses: Sequence[Any], units: int, bits: int, type: Any) -> Any:
-    """The fields of units at each address: matrices of bits, times each of 8 unit vectors.
+def _transpose_by_gfni(
+    builder: Any, addresses: Sequence[Any], units: int, bits: int, type: Any
+) -> Any:
+    """Multiply the matrix of each unit by the 8 unit vectors.
 
-    The instruction has the rows of a matrix from the last byte to the first.
+    The instruction expects the rows of a matrix from the last byte to the first.
     """
     parts = []
     for address in addresses:
-        read = _read_units(builder, address, units * bits)
-        count = read.type.count  # from where on there are zeros
+        read = _read_bytes(builder, address, units * bits)
+        zero = read.type.count  # an index of a zero byte
         planes = [range(unit * bits, (unit + 1) * bits) for unit in range(units)]
-        rows = [row for some in planes for row in [count] * (8 - bits) + [*reversed(some)]]
-        parts.append(shuffle(builder, read, ir.Constant(read.type, [0] * count), rows))
+        rows = [row for unit in planes for row in [zero] * (8 - bits) + [*reversed(unit)]]
+        parts.append(shuffle(builder, read, ir.Constant(read.type, [0] * zero), rows))
     while len(parts) > 1:
         order = range(2 * parts[0].type.count)
         pairs = zip(parts[::2], parts[1::2], strict=True)
@@ -84,29 +88,35 @@ def _by_product(builder: Any, addresses: Sequence[Any], units: int, bits: int, t
     return call_llvm(builder, name, matrices.type, columns, matrices, I8(0))
 
 
-def _read_units(builder: Any, address: Any, size: int) -> Any:
-    """So many bytes, and no others: in a vector of as many or, for LLVM parts odd ones, of more."""
+def _read_bytes(builder: Any, address: Any, size: int) -> Any:
+    """Read `size` bytes and nothing else.
+
+    LLVM splits loads of odd sizes. A masked load of a larger vector is one instruction instead.
+    """
     if size != 2 * LANES and size != 4 * LANES and size > 2 * LANES and size % 4 == 0:
-        there = ir.Constant(
+        mask = ir.Constant(
             ir.VectorType(ir.IntType(1), LANES), [i < size // 4 for i in range(LANES)]
         )
         zeros = ir.Constant(INTS, [0] * LANES)
         name, place = f"llvm.masked.load.v{LANES}i32.p0", pointer(builder, address, INTS)
-        read = call_llvm(builder, name, INTS, place, I32(1), there, zeros)
+        read = call_llvm(builder, name, INTS, place, I32(1), mask, zeros)
         return builder.bitcast(read, ir.VectorType(I8, 4 * LANES))
     read = builder.load(pointer(builder, address, ir.VectorType(I8, size)))
     read.align = 1
     return read
 
 
-def _by_steps(builder: Any, addresses: Sequence[Any], units: int, bits: int, type: Any) -> Any:
-    """The fields of units at each address."""
+def _transpose_by_steps(
+    builder: Any, addresses: Sequence[Any], units: int, bits: int, type: Any
+) -> Any:
+    """Swap blocks of bits of each unit, which is read as a word of 64 bits."""
     size = units * bits
     word = ir.IntType(min(64, 8 * size))
     value, shifts = ir.Constant(type, ir.Undefined), list[int]()
     for address in addresses:
         for unit in range(units):
-            first = min(unit * bits, size - word.width // 8)  # of a word that ends within
+            # Read a word that ends inside the units, and shift the bits of this unit down.
+            first = min(unit * bits, size - word.width // 8)
             place = builder.add(address, I64(first))
             read = builder.load(pointer(builder, place, word))
             read.align = 1
@@ -125,31 +135,31 @@ def _by_steps(builder: Any, addresses: Sequence[Any], units: int, bits: int, typ
 
 
 @instruction
-def store_codes_of_planes(to, address, units, bits, table):
-    """Writes the codes of so many units as bytes."""
+def store_plane_codes(to, address, units, bits, table):
+    """Write the codes of `units` units as int8."""
     units, bits = units.literal_value, bits.literal_value
 
     def emit(builder, to, address, _units, _bits, table):
-        codes = unpacked(builder, [address], units, bits, get_vectors(builder, table))
-        for i, some in enumerate(codes):
-            store_vector(builder, some, builder.add(to, I64(LANES * i)))
+        codes = unpack_planes(builder, [address], units, bits, get_vectors(builder, table))
+        for i, vector in enumerate(codes):
+            store_vector(builder, vector, builder.add(to, I64(LANES * i)))
 
     return types.void, emit
 
 
 @instruction
-def load_fields(address, stride, rows, bits, table):
-    """Fields of bit planes, flipped as a table says: a vector of bytes of each of some rows.
+def load_plane_fields(address, stride, rows, bits, table):
+    """Return `field ^ flipped` of bit planes: a vector of unsigned bytes for each row.
 
-    They are bytes without a sign, larger than what codes are worth by the table's second number.
+    Subtract `less` from these bytes to get the codes.
     """
     block, bits = Block("i32", rows.literal_value, 1), bits.literal_value
 
     def emit(builder, address, stride, _rows, _bits, table):
-        flipped = _number(builder, get_vectors(builder, table), 0, 4 * LANES)
+        flipped = _broadcast_entry(builder, get_vectors(builder, table), 0, 4 * LANES)
         places = [advance(builder, address, 0, row, stride) for row in range(block.rows)]
-        fields = [_fields(builder, [place], LANES // 2, bits) for place in places]
-        bytes = [builder.xor(some, flipped) for some in fields]
-        return make_block(builder, [builder.bitcast(some, INTS) for some in bytes])
+        fields = [_read_fields(builder, [place], LANES // 2, bits) for place in places]
+        vectors = [builder.xor(vector, flipped) for vector in fields]
+        return make_block(builder, [builder.bitcast(vector, INTS) for vector in vectors])
 
     return block, emit

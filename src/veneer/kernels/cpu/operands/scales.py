@@ -1,8 +1,12 @@
-"""Scales and minima of a stored matrix, as f32, from whatever they are stored as.
+"""Read the scales and minima of a stored matrix as f32.
 
-Minima may be stored as zero points: the code that stands for 0, so that one worth 0 stands for
-`-zero_point * scale`. Scales and minima may be codes that have scales of their own, as those of
-GGUF's K-quants: an outer one for some neighbours.
+- Scales and minima may be floats of 32, 16 or 8 bits.
+- Minima may be stored as zero points instead: `minimum = (OFFSET - zero_point) * scale`.
+- Scales and minima may be codes with outer scales, as in the K-quants of GGUF. One outer scale is
+  shared by OUTER_SCALE_TILES codes.
+
+In this module `leaf` is SCALE or MINIMUM, and a type is the number of a dtype: first the dtypes of
+FLOATS, then those of ZERO_POINTS, which are also codes, and PLANES_TYPE for 6-bit codes in planes.
 """
 
 from typing import Any
@@ -25,6 +29,7 @@ from ....native.memory import (
 from ....native.simd.floats import fma, load, scale_block, splat, store, zeros
 from ....native.simd.integers import load_repeated
 from ...common.kinds import FLOATS, PLANES, PLANES_TYPE, ZERO_POINTS
+from .codes import SIZES, keep_first_lanes, load_as_floats
 from .job import (
     BATCH,
     MINIMUM,
@@ -43,25 +48,24 @@ from .job import (
     C,
     R,
 )
-from .planes import store_codes_of_planes
-from .small_floats import SIZES, first_lanes, load_as_floats
+from .planes import store_plane_codes
 
-#: Bytes of scales and minima of a part that are on the stack, at most: to allocate them takes as
-#: long as to read a few rows.
-ON_STACK = 1 << 15
+#: The most bytes of scales and minima that a part keeps on the stack. A heap allocation takes as
+#: long as reading a few rows of W.
+STACK_BYTES = 1 << 15
 _VECTOR = 4 * LANES
-#: The first type of zero points.
-_ZERO_POINT = len(FLOATS)
-#: Scales that are read at once, to multiply as many zero points.
-_SOME = 256
-_BUFFER, _MINUS_ONE = 4 * _SOME, np.float32(-1)
-#: Units of bit planes that a vector has; and vectors of a table, which says nothing of them.
+#: The type of int8 zero points. The type of uint8 follows.
+ZERO_POINT_TYPE = len(FLOATS)
+#: The number of scales that are read at once to combine them with zero points or codes.
+_CHUNK = 256
+_BUFFER, _MINUS_ONE = 4 * _CHUNK, np.float32(-1)
+#: Units of bit planes in a vector, and vectors of a lookup table, which these planes do not use.
 _ONE_UNIT, _UNITS, _TABLE = 1, max(1, LANES // 8), 16 // LANES
 
 
 @native
-def copy(to, address, count, size):
-    """Copies so many bytes, and zeros behind them: as many as `size` in all."""
+def copy_padded(to, address, count, size):
+    """Copy `count` bytes, and write zeros after them up to `size` bytes."""
     count = max(0, min(count, size))
     whole = count // 8 * 8
     for i in range(0, whole, 8):
@@ -77,66 +81,66 @@ def copy(to, address, count, size):
             count += 1
 
 
-def _reader(dtype: str) -> Any:
-    """Makes what reads numbers of a dtype, and writes whole vectors, with zeros behind them.
+def _build_reader(dtype: str) -> Any:
+    """Return a reader that widens `count` numbers to f32 and zero-pads them to full vectors.
 
-    So many numbers are `there` from the address on: no others are read.
+    `available` numbers are stored at the address. Memory after them is not read.
     """
     size = SIZES[dtype]
     vector_bytes = size * LANES
 
     @native
-    def read(address, count, there, to):
+    def read(address, count, available, to):
         prevent_inlining()
         for i in range(count // LANES):
             store(to + _VECTOR * i, load_as_floats(address + vector_bytes * i, dtype))
         whole = count // LANES * LANES
         if whole < count:
             last = address + size * whole
-            if there - whole < LANES:
+            if available - whole < LANES:
                 rest = stack(_VECTOR)
-                copy(rest, last, size * (count - whole), vector_bytes)
+                copy_padded(rest, last, size * (count - whole), vector_bytes)
                 last = rest
-            store(to + 4 * whole, first_lanes(load_as_floats(last, dtype), count - whole))
+            store(to + 4 * whole, keep_first_lanes(load_as_floats(last, dtype), count - whole))
 
     return read
 
 
-_read_f32, _read_f16, _read_bf16, _read_e8m0 = map(_reader, FLOATS)
-_read_int8, _read_uint8 = map(_reader, ZERO_POINTS)
+_read_f32, _read_f16, _read_bf16, _read_e8m0 = map(_build_reader, FLOATS)
+_read_int8, _read_uint8 = map(_build_reader, ZERO_POINTS)
 
 
 @native
-def read_tiles(job, leaf, row, first, count, to):
-    """Writes what scales or minima are worth: f32, in whole vectors, with zeros behind the last.
+def read_tile_values(job, leaf, row, first, count, to):
+    """Write `count` scales or minima as f32, zero-padded to full vectors.
 
-    `leaf` is SCALE or MINIMUM; `row`, which row of tiles, of all matrices, and `first`, from which
-    tile in it.
+    They begin with tile `first` of row `row` of tiles, counted over all matrices.
     """
-    _read(job, leaf, row, first, count, to)
-    is_zero_point = leaf == MINIMUM and word(job, MINIMUM_TYPE) >= _ZERO_POINT
+    _read_stored(job, leaf, row, first, count, to)
+    is_zero_point = leaf == MINIMUM and word(job, MINIMUM_TYPE) >= ZERO_POINT_TYPE
     if is_zero_point and word(job, OUTER_MINIMUM) == 0:
-        _make_minima(job, row, first, count, to)
+        _convert_zero_points(job, row, first, count, to)
 
 
 @native
-def rows_of_tiles(job):
-    """For `fetch_tiles`: where scales and minima lie, and how many bytes each row of W has.
+def locate_tile_values(job):
+    """Return the arguments of `prefetch_tile_values`.
 
-    Those that rows share, or that are scales of these, are few: they have 0.
+    They are the address of the scales and their bytes per row of W, and the same of the minima.
+    Values that rows share are few and are not prefetched: their bytes per row are 0.
     """
     tiles = word(job, C) // word(job, TC)
     scale, minimum = 0, 0
     if word(job, TR) == 1:
-        scale = bytes_of(word(job, SCALE_TYPE), tiles)
-        minimum = bytes_of(word(job, MINIMUM_TYPE), tiles) if has_minima(job) else 0
+        scale = stored_bytes(word(job, SCALE_TYPE), tiles)
+        minimum = stored_bytes(word(job, MINIMUM_TYPE), tiles) if has_minima(job) else 0
     return word(job, SCALE), scale, word(job, MINIMUM), minimum
 
 
 @native
-def fetch_tiles(stored, row, rows):
-    """Has scales and minima fetched of so many rows of W, which may be behind its end."""
-    scales, scale, minima, minimum = stored
+def prefetch_tile_values(located, row, rows):
+    """Prefetch the scales and minima of `rows` rows of W, which may be past the last row."""
+    scales, scale, minima, minimum = located
     for i in range(0, rows * scale, 64):
         prefetch(scales + row * scale + i)
     for i in range(0, rows * minimum, 64):
@@ -144,81 +148,81 @@ def fetch_tiles(stored, row, rows):
 
 
 @native
-def _make_minima(job, row, first, count, to):
-    """Makes minima of zero points."""
+def _convert_zero_points(job, row, first, count, to):
+    """Replace zero points by the minima `(OFFSET - zero_point) * scale`."""
     scales, offset = stack(_BUFFER), splat(np.float32(word(job, OFFSET)))
-    for i in range(0, count, _SOME):
-        some = min(_SOME, count - i)
-        _read(job, SCALE, row, first + i, some, scales)
-        for j in range(0, some, LANES):
-            at = to + 4 * (i + j)
-            below = fma(load(at, 1), splat(_MINUS_ONE), offset)
-            store(at, scale_block(below, load(scales + 4 * j, 1)))
+    for i in range(0, count, _CHUNK):
+        chunk = min(_CHUNK, count - i)
+        _read_stored(job, SCALE, row, first + i, chunk, scales)
+        for j in range(0, chunk, LANES):
+            place = to + 4 * (i + j)
+            difference = fma(load(place, 1), splat(_MINUS_ONE), offset)
+            store(place, scale_block(difference, load(scales + 4 * j, 1)))
 
 
 @native
-def _read(job, leaf, row, first, count, to):
-    """Writes what is stored, as f32, as `read_tiles` does."""
+def _read_stored(job, leaf, row, first, count, to):
+    """Write stored numbers, times their outer scales, as f32."""
     tiles = word(job, C) // word(job, TC)
     number = row * tiles + first
-    there = word(job, BATCH) * (word(job, R) // word(job, TR)) * tiles - number
+    available = word(job, BATCH) * (word(job, R) // word(job, TR)) * tiles - number
     if leaf == SCALE:
-        _read_numbers(word(job, SCALE_TYPE), word(job, SCALE), number, count, there, to)
+        _read_numbers(word(job, SCALE_TYPE), word(job, SCALE), number, count, available, to)
         if word(job, OUTER_SCALE) != 0:
             outer = word(job, OUTER_SCALE), word(job, OUTER_SCALE_TYPE)
-            _scale_codes(outer, word(job, OUTER_SCALE_TILES), number, count, there, to)
+            _apply_outer_scales(outer, word(job, OUTER_SCALE_TILES), number, count, available, to)
     else:
-        _read_numbers(word(job, MINIMUM_TYPE), word(job, MINIMUM), number, count, there, to)
+        _read_numbers(word(job, MINIMUM_TYPE), word(job, MINIMUM), number, count, available, to)
         if word(job, OUTER_MINIMUM) != 0:
             outer = word(job, OUTER_MINIMUM), word(job, OUTER_MINIMUM_TYPE)
-            _scale_codes(outer, word(job, OUTER_MINIMUM_TILES), number, count, there, to)
+            _apply_outer_scales(outer, word(job, OUTER_MINIMUM_TILES), number, count, available, to)
 
 
 @native
-def _scale_codes(outer, each, number, count, there, to):
-    """Multiplies codes by what so many of them share."""
+def _apply_outer_scales(outer, share, number, count, available, to):
+    """Multiply `count` codes, from code `number`, by outer scales: one per `share` codes."""
     prevent_inlining()
     scales, (address, type) = stack(_BUFFER), outer
     i, shift = 0, 0
-    while 1 << shift < min(each, LANES):
+    while 1 << shift < min(share, LANES):
         shift += 1
     while i < count:
-        first, within = divmod(number + i, each)
-        some = min(_SOME - LANES, (number + count - 1) // each + 1 - first)
-        last, at = min(count, (first + some) * each - number), scales
-        _read_numbers(type, address, first, some, (number + there) // each - first, scales)
-        if within == 0 and each == 1 << shift:  # a vector has some, of each of as many
+        first, within = divmod(number + i, share)
+        chunk = min(_CHUNK - LANES, (number + count - 1) // share + 1 - first)
+        last, scale = min(count, (first + chunk) * share - number), scales
+        _read_numbers(type, address, first, chunk, (number + available) // share - first, scales)
+        if within == 0 and share == 1 << shift:  # a vector has equal shares of several scales
             while i + LANES <= last:
                 store(
                     to + 4 * i,
-                    scale_block(load(to + 4 * i, 1), load_repeated(at, 0, 1, shift, LANES)),
+                    scale_block(load(to + 4 * i, 1), load_repeated(scale, 0, 1, shift, LANES)),
                 )
-                i, at = i + LANES, at + 4 * (LANES >> shift)
+                i, scale = i + LANES, scale + 4 * (LANES >> shift)
         while i < last:
-            end, by = min(i + each - within, last), load_f32(at)
+            end, factor = min(i + share - within, last), load_f32(scale)
             while i + LANES <= end:
-                store(to + 4 * i, scale_block(load(to + 4 * i, 1), splat(by)))
+                store(to + 4 * i, scale_block(load(to + 4 * i, 1), splat(factor)))
                 i += LANES
             while i < end:
-                store_f32(to + 4 * i, load_f32(to + 4 * i) * by)
+                store_f32(to + 4 * i, load_f32(to + 4 * i) * factor)
                 i += 1
-            at, within = at + 4, 0
+            scale, within = scale + 4, 0
 
 
 @native
-def _read_planes(address, number, count, there, to):
-    """Reads codes of bit planes, of which 8 neighbours are as many bytes as they have bits."""
+def _read_planes(address, number, count, available, to):
+    """Read codes of PLANES bits that are stored as bit planes."""
     prevent_inlining()
     codes, table, i = stack(_VECTOR), zeros(1, _TABLE), 0
     while i < count:
         unit, within = divmod(number + i, 8)
         place = address + PLANES * unit
         if within == 0 and i + LANES <= count and LANES >= 8:
-            store_codes_of_planes(codes, place, _UNITS, PLANES, table)
+            store_plane_codes(codes, place, _UNITS, PLANES, table)
             store(to + 4 * i, load_as_floats(codes, "int8"))
             i += LANES
         else:
-            store_codes_of_planes(codes, place, _ONE_UNIT, PLANES, table)
+            store_plane_codes(codes, place, _ONE_UNIT, PLANES, table)
             for j in range(within, min(8, within + count - i)):
                 store_f32(to + 4 * i, np.float32(load_i8(codes + j)))
                 i += 1
@@ -227,43 +231,43 @@ def _read_planes(address, number, count, there, to):
 
 
 @native
-def _read_numbers(type, address, number, count, there, to):
-    """Reads numbers of a type, from one on."""
+def _read_numbers(type, address, number, count, available, to):
+    """Read `count` numbers of a type, from number `number` of an array."""
     if type == PLANES_TYPE:
-        _read_planes(address, number, count, there, to)
+        _read_planes(address, number, count, available, to)
     elif type == 0:
-        _read_f32(address + 4 * number, count, there, to)
+        _read_f32(address + 4 * number, count, available, to)
     elif type == 1:
-        _read_f16(address + 2 * number, count, there, to)
+        _read_f16(address + 2 * number, count, available, to)
     elif type == 2:
-        _read_bf16(address + 2 * number, count, there, to)
+        _read_bf16(address + 2 * number, count, available, to)
     elif type == 3:
-        _read_e8m0(address + number, count, there, to)
-    elif type == _ZERO_POINT:
-        _read_int8(address + number, count, there, to)
+        _read_e8m0(address + number, count, available, to)
+    elif type == ZERO_POINT_TYPE:
+        _read_int8(address + number, count, available, to)
     else:
-        _read_uint8(address + number, count, there, to)
+        _read_uint8(address + number, count, available, to)
 
 
 @native
-def size_of(type):
-    """The bytes of an entry of a type; several of bit planes share some."""
+def entry_bytes(type):
+    """Return the bytes of an entry of an array: of a number, or of a byte of bit planes."""
     return 4 if type == 0 else 1 if type >= 3 else 2
 
 
 @native
-def bytes_of(type, count):
-    """The bytes of so many numbers of a type: of bit planes, a multiple of 8."""
-    return count // 8 * PLANES if type == PLANES_TYPE else count * size_of(type)
+def stored_bytes(type, count):
+    """Return the bytes of `count` numbers. For bit planes, `count` is a multiple of 8."""
+    return count // 8 * PLANES if type == PLANES_TYPE else count * entry_bytes(type)
 
 
 @native
 def has_minima(job):
-    """Whether a code worth 0 stands for something else."""
+    """Return whether codes that decode to 0 have a dense value other than 0."""
     return word(job, MINIMUM) != 0
 
 
 @native
-def are_f32(job, leaf):
-    """Whether scales, or minima, may be read from where they are."""
+def is_f32(job, leaf):
+    """Return whether scales, or minima, are stored as f32 and can be read in place."""
     return word(job, SCALE_TYPE if leaf == SCALE else MINIMUM_TYPE) == 0
