@@ -1,11 +1,11 @@
-"""Quantising: f32 to codes with a scale for each tile, from its largest magnitude.
+"""Quantize f32 to codes with one scale per tile, computed from its largest magnitude.
 
-Values are read twice: for the scale, and for the codes. A part is small enough for what was read to
-be in a cache still.
+A part reads its values twice: for the scales, and for the codes. It is small enough that the values
+are still in a cache the second time.
 
-- Where tiles lie within a row, one is done after the other.
-- Where they reach over rows, or are narrow, a part is a row of tiles, of so many columns. It has
-  the largest magnitude of each column first, and then of each tile.
+- If tiles lie within rows, a part is some rows, and tiles are quantized one after the other.
+- If tiles span rows, or are narrow, a part is some columns of one row of tiles. It computes the
+  largest magnitude of each column, and then of each tile.
 """
 
 from typing import Any
@@ -27,26 +27,28 @@ from ...native.simd.integers import load_ints
 from ..common.kinds import MOST_COLUMNS, QUANTIZED_BITS, WITHIN_ROWS
 from .operands import job as words
 from .quantize_simd import (
-    codes_of,
-    larger_magnitudes,
-    largest,
-    no_magnitudes,
-    reciprocals,
-    scales_of,
+    broadcast_largest,
+    compute_reciprocals,
+    compute_scales,
+    encode,
     store_codes,
     store_first,
+    update_magnitudes,
+    zero_magnitudes,
 )
 
-#: So many columns a part with tiles over rows has, where tiles do not ask for more.
+#: Columns of a part whose tiles span rows, unless a tile is wider.
 _COLUMNS = 512
-#: What a part of rows reads, in values.
+#: Values of a part whose tiles lie within rows.
 _VALUES = 1 << 15
 
-# Where a job's table has what a format needs.
-_RECIPROCAL, _IS_SHORT, _THRESHOLDS = 0, 4, 8  # bytes
+#: Byte offsets in the table of a job: 1 / the largest code, whether scales are rounded, and
+#: the thresholds between codes.
+_RECIPROCAL, _ROUNDS_SCALE, _THRESHOLDS = 0, 4, 8
 
-_STEP = 2 * LANES  # columns at a time, so that codes of 4 bits fill whole vectors
-_ROW, _REST = 4 * MOST_COLUMNS, 4 * _STEP  # bytes
+#: Columns that are encoded at once: two vectors, so that codes of 4 bits fill a vector.
+_STEP = 2 * LANES
+_ROW_BYTES, _STEP_BYTES = 4 * MOST_COLUMNS, 4 * _STEP
 
 
 @native
@@ -55,149 +57,157 @@ def _is_within_rows(job):
 
 
 @native
-def _columns(job):
-    """How many columns a part has, that tiles reach over rows in: whole tiles, and whole bytes."""
+def _count_columns(job):
+    """Return the columns of a part whose tiles span rows: whole tiles and whole bytes of codes."""
     tile = word(job, words.TC)
     unit = tile if tile % 2 == 0 else 2 * tile
     return max(1, _COLUMNS // unit) * unit
 
 
 @native
-def _rows(job):
-    """How many rows a part has, that tiles lie within."""
+def _count_rows(job):
+    """Return the rows of a part whose tiles lie within rows."""
     return max(1, _VALUES // word(job, words.C))
 
 
 @native
 def count(job):
-    """How many parts there are."""
+    """Return the number of parts."""
     batch, r, c = word(job, words.BATCH), word(job, words.R), word(job, words.C)
     if _is_within_rows(job):
-        rows = _rows(job)
+        rows = _count_rows(job)
         return (batch * r + rows - 1) // rows
-    columns = _columns(job)
+    columns = _count_columns(job)
     return batch * (r // word(job, words.TR)) * ((c + columns - 1) // columns)
 
 
 def kernel(kind: str) -> tuple[Any, Any]:
-    """Returns the functions `count(job)` and `work(job, part)` for a format of `QUANTIZED_BITS`."""
+    """Return the functions `count(job)` and `work(job, part)` for a format of `QUANTIZED_BITS`."""
     bits = QUANTIZED_BITS[kind]
-    row_of_tiles = _row_of_tiles(kind, bits)
+    quantize_tile_row = _build_tile_row_quantizer(kind, bits)
 
     @native
-    def row(job, index):
+    def quantize_row(job, index):
         c, tile = word(job, words.C), word(job, words.TC)
         table = word(job, words.TABLE)
         x = word(job, words.X) + 4 * c * index
         out = word(job, words.OUT) + word(job, words.ROW_BYTES) * index
         scale = word(job, words.SCALE) + 4 * (c // tile) * index
         for first in range(0, c, tile):
-            magnitudes = no_magnitudes(2)
+            magnitudes = zero_magnitudes(2)
             for i in range(first, first + tile, _STEP):
-                magnitudes = larger_magnitudes(magnitudes, x + 4 * i)
-            reciprocal, is_short = load_f32(table + _RECIPROCAL), load_f32(table + _IS_SHORT)
-            tile_scale = scales_of(largest(magnitudes), reciprocal, is_short, kind)
+                magnitudes = update_magnitudes(magnitudes, x + 4 * i)
+            reciprocal, rounds_scale = (
+                load_f32(table + _RECIPROCAL),
+                load_f32(table + _ROUNDS_SCALE),
+            )
+            tile_scale = compute_scales(
+                broadcast_largest(magnitudes), reciprocal, rounds_scale, kind
+            )
             store_first(scale, tile_scale)
             scale += 4
-            by = reciprocals(tile_scale)
+            factor = compute_reciprocals(tile_scale)
             for i in range(first, first + tile, _STEP):
-                codes = codes_of(x + 4 * i, 2, by, table + _THRESHOLDS, kind)
+                codes = encode(x + 4 * i, 2, factor, table + _THRESHOLDS, kind)
                 store_codes(out + i * bits // 8, codes, bits)
 
     @native
     def work(job, part):
         if not _is_within_rows(job):
-            row_of_tiles(job, part)
+            quantize_tile_row(job, part)
             return
-        rows = _rows(job)
+        rows = _count_rows(job)
         last = min((part + 1) * rows, word(job, words.BATCH) * word(job, words.R))
         for index in range(part * rows, last):
-            row(job, index)
+            quantize_row(job, index)
 
     return count, work
 
 
-def _row_of_tiles(kind: str, bits: int) -> Any:
+def _build_tile_row_quantizer(kind: str, bits: int) -> Any:
+    """Return a function that computes a part whose tiles span rows."""
+
     @native
-    def encode(x, columns, factors, table, out):
+    def encode_row(x, columns, factors, table, out):
+        """Write the codes of a row, multiplied by a factor per column."""
         whole = columns - columns % _STEP
         for i in range(0, whole, _STEP):
-            codes = codes_of(x + 4 * i, 2, load(factors + 4 * i, 2), table, kind)
+            codes = encode(x + 4 * i, 2, load(factors + 4 * i, 2), table, kind)
             store_codes(out + i * bits // 8, codes, bits)
         if whole < columns:
-            padded, packed = stack(_REST), stack(_REST)
-            _pad(padded, x + 4 * whole, columns - whole)
-            codes = codes_of(padded, 2, load(factors + 4 * whole, 2), table, kind)
+            padded, packed = stack(_STEP_BYTES), stack(_STEP_BYTES)
+            _copy_padded_row(padded, x + 4 * whole, columns - whole)
+            codes = encode(padded, 2, load(factors + 4 * whole, 2), table, kind)
             store_codes(packed, codes, bits)
             last = out + columns * bits // 8
             for i in range((columns - whole) * bits // 8):
                 store_i8(out + whole * bits // 8 + i, load_i8(packed + i))
-            if columns * bits % 8:  # the last byte has one code
+            if columns * bits % 8:  # The last byte has one code.
                 store_i8(last, load_i8(packed + (columns - whole) * bits // 8) & 15)
 
     @native
     def find_scales(job, x, columns, scale, factors):
-        """Writes scales, and the reciprocal of each column's."""
+        """Write the scales of a row of tiles, and the reciprocal of the scale of each column."""
         c, tr, tc = word(job, words.C), word(job, words.TR), word(job, words.TC)
         table = word(job, words.TABLE)
-        columnwise = stack(_ROW)  # magnitudes, and then scales
+        column_values = stack(_ROW_BYTES)  # magnitudes, and then scales
         for i in range(0, columns, _STEP):
-            store(columnwise + 4 * i, no_magnitudes(2))
+            store(column_values + 4 * i, zero_magnitudes(2))
         for r in range(tr):
-            _add_row(columnwise, x + 4 * c * r, columns)
+            _update_row_magnitudes(column_values, x + 4 * c * r, columns)
         if tc > 1:
-            _share(columnwise, columns, tc)
-        reciprocal, is_short = load_f32(table + _RECIPROCAL), load_f32(table + _IS_SHORT)
+            _share_magnitudes(column_values, columns, tc)
+        reciprocal, rounds_scale = load_f32(table + _RECIPROCAL), load_f32(table + _ROUNDS_SCALE)
         for i in range(0, columns, _STEP):
-            magnitudes = load_ints(columnwise + 4 * i, 0, 1, 2)
-            scales = scales_of(magnitudes, reciprocal, is_short, kind)
-            store(columnwise + 4 * i, scales)
-            store(factors + 4 * i, reciprocals(scales))
+            magnitudes = load_ints(column_values + 4 * i, 0, 1, 2)
+            scales = compute_scales(magnitudes, reciprocal, rounds_scale, kind)
+            store(column_values + 4 * i, scales)
+            store(factors + 4 * i, compute_reciprocals(scales))
         for tile in range(columns // tc):
-            store_f32(scale + 4 * tile, load_f32(columnwise + 4 * tile * tc))
+            store_f32(scale + 4 * tile, load_f32(column_values + 4 * tile * tc))
 
     @native
-    def row_of_tiles(job, part):
+    def quantize_tile_row(job, part):
         c, row_bytes, tr = word(job, words.C), word(job, words.ROW_BYTES), word(job, words.TR)
-        panel = _columns(job)
-        panels = (c + panel - 1) // panel
-        tile_row, first = part // panels, part % panels * panel
-        columns = min(panel, c - first)
+        width = _count_columns(job)
+        widths = (c + width - 1) // width
+        tile_row, first = part // widths, part % widths * width
+        columns = min(width, c - first)
         x = word(job, words.X) + 4 * (tile_row * tr * c + first)
         out = word(job, words.OUT) + tile_row * tr * row_bytes + first * bits // 8
         scale = word(job, words.SCALE) + 4 * ((tile_row * c + first) // word(job, words.TC))
-        factors = stack(_ROW)
+        factors = stack(_ROW_BYTES)
         find_scales(job, x, columns, scale, factors)
         for r in range(tr):
             table = word(job, words.TABLE) + _THRESHOLDS
-            encode(x + 4 * c * r, columns, factors, table, out + row_bytes * r)
+            encode_row(x + 4 * c * r, columns, factors, table, out + row_bytes * r)
 
-    return row_of_tiles
+    return quantize_tile_row
 
 
 @native
-def _add_row(magnitudes, x, columns):
-    """Makes magnitudes of columns as large as those of a row."""
+def _update_row_magnitudes(magnitudes, x, columns):
+    """Raise the magnitude of each column to that of the value in a row."""
     whole = columns - columns % _STEP
     for i in range(0, whole, _STEP):
         place = magnitudes + 4 * i
-        store(place, larger_magnitudes(load_ints(place, 0, 1, 2), x + 4 * i))
+        store(place, update_magnitudes(load_ints(place, 0, 1, 2), x + 4 * i))
     if whole < columns:
-        padded, place = stack(_REST), magnitudes + 4 * whole
-        _pad(padded, x + 4 * whole, columns - whole)
-        store(place, larger_magnitudes(load_ints(place, 0, 1, 2), padded))
+        padded, place = stack(_STEP_BYTES), magnitudes + 4 * whole
+        _copy_padded_row(padded, x + 4 * whole, columns - whole)
+        store(place, update_magnitudes(load_ints(place, 0, 1, 2), padded))
 
 
 @native
-def _pad(to, x, columns):
-    """Copies what is left of a row, and zeros after it."""
+def _copy_padded_row(to, x, columns):
+    """Copy the last columns of a row, zero-padded to `_STEP` columns."""
     for i in range(_STEP):
         store_f32(to + 4 * i, load_f32(x + 4 * i) if i < columns else 0.0)
 
 
 @native
-def _share(magnitudes, columns, tile):
-    """Makes the magnitudes of each tile's columns the largest of them."""
+def _share_magnitudes(magnitudes, columns, tile):
+    """Set the magnitudes of the columns of each tile to the largest of them."""
     for first in range(0, columns, tile):
         most = 0
         for i in range(first, first + tile):

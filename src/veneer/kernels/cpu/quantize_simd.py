@@ -1,4 +1,4 @@
-"""SIMD values for quantising: magnitudes, scales, and codes as they are stored."""
+"""Instructions that quantize vectors of f32: magnitudes, scales, codes and packed bytes."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,30 +24,32 @@ from ...native.simd.blocks import (
     store_vector,
 )
 
-#: The least normal f32. Neither a scale nor its reciprocal is smaller.
+#: The smallest normal f32. Neither a scale nor its reciprocal is smaller.
 _TINY = 2.0**-126
-#: The largest scale under which no code is infinite, by kind, as `limit_scale` of quant/conversion.
+#: The largest scale, by kind, at which the dense value of every code is finite. This matches
+#: `limit_scale` of quant/conversion.
 _LARGEST_SCALES = {
     kind: float(np.finfo(np.float32).max / np.float32(reach) * np.float32(1 - 2.0**-23))
     for kind, reach in {"int8": 128, "int4": 8}.items()
 }
-#: Added to a number of less than 23 bits, it leaves no bits behind the point: f32 rounds half to
-#: even. And the integer is what the lowest bits of the sum are.
+#: Adding this to a number of less than 23 bits rounds the number half to even. The lowest bits of
+#: the sum are the integer.
 _TO_INTEGER = 1.5 * 2.0**23
 
 
 @instruction
-def no_magnitudes(columns):
-    """A row of vectors of zeros, as integers."""
+def zero_magnitudes(columns):
+    """Return a row of vectors of integer zeros."""
     block = Block("i32", 1, columns.literal_value)
     return block, lambda builder, _: ir.Constant(block.llvm, [constant(INTS, 0)] * block.count)
 
 
 @instruction
-def larger_magnitudes(magnitudes, address):
-    """The larger of magnitudes and those of f32 at an address, all by their bits.
+def update_magnitudes(magnitudes, address):
+    """Return the larger of magnitudes and of the magnitudes of f32 at an address.
 
-    Positive f32 are in the order of their bits; NaN comes after infinity.
+    Magnitudes are the bits of positive f32 as integers, which have the same order. NaN comes after
+    infinity.
     """
 
     def emit(builder, magnitudes, address):
@@ -55,28 +57,28 @@ def larger_magnitudes(magnitudes, address):
         for c, old in enumerate(get_vectors(builder, magnitudes)):
             bits = load_vector(builder, advance(builder, address, c), INTS)
             new = builder.and_(bits, constant(INTS, 0x7FFFFFFF))
-            larger.append(_larger(builder, old, new))
+            larger.append(_select_larger(builder, old, new))
         return make_block(builder, larger)
 
     return magnitudes, emit
 
 
-def _larger(builder: Any, a: Any, b: Any) -> Any:
+def _select_larger(builder: Any, a: Any, b: Any) -> Any:
     return builder.select(builder.icmp_signed(">", a, b), a, b)
 
 
 @instruction
-def largest(magnitudes):
-    """A vector with the largest of all in every lane."""
+def broadcast_largest(magnitudes):
+    """Return a vector with the largest of all magnitudes in every lane."""
 
     def emit(builder, magnitudes):
         first, *rest = get_vectors(builder, magnitudes)
         for other in rest:
-            first = _larger(builder, first, other)
+            first = _select_larger(builder, first, other)
         step = 1
         while step < LANES:
             lanes = [lane ^ step for lane in range(LANES)]
-            first = _larger(builder, first, shuffle(builder, first, first, lanes))
+            first = _select_larger(builder, first, shuffle(builder, first, first, lanes))
             step *= 2
         return make_block(builder, [first])
 
@@ -84,19 +86,21 @@ def largest(magnitudes):
 
 
 @instruction
-def scales_of(magnitudes, reciprocal, is_short, kind):
-    """Return the scales of tiles with these magnitudes: times a reciprocal, and made usable.
+def compute_scales(magnitudes, reciprocal, rounds_scale, kind):
+    """Return the scales of tiles: magnitudes times the reciprocal of the largest code.
 
-    As in `as_divisor` of quant/conversion, a scale is 1 if it is too small to divide by, and NaN if
-    it is too large, or NaN. If `is_short` is not 0, it is rounded to 16 bits, half to even. A scale
-    under which a code would be infinite is reduced.
+    As in `as_divisor` of quant/conversion, a scale that is too small to divide by becomes 1, and
+    one that is too large becomes NaN. If `rounds_scale` is not 0, the significand of a scale is
+    rounded to 16 bits. A scale that would make a dense value infinite is reduced.
     """
     block = Block("f32", 1, magnitudes.columns)
     limit = _LARGEST_SCALES.get(kind.literal_value)
 
-    def emit(builder, magnitudes, reciprocal, is_short, _):
+    def emit(builder, magnitudes, reciprocal, rounds_scale, _):
         by = broadcast(builder, reciprocal)
-        is_short = builder.fcmp_ordered("!=", broadcast(builder, is_short), constant(FLOATS, 0.0))
+        rounds_scale = builder.fcmp_ordered(
+            "!=", broadcast(builder, rounds_scale), constant(FLOATS, 0.0)
+        )
         scales = []
         for bits in get_vectors(builder, magnitudes):
             scale = builder.fmul(builder.bitcast(bits, FLOATS), by)
@@ -104,7 +108,7 @@ def scales_of(magnitudes, reciprocal, is_short, kind):
             usable = builder.select(fits, scale, constant(FLOATS, float("nan")))
             small = builder.fcmp_ordered("<", scale, constant(FLOATS, _TINY))
             scale = builder.select(small, constant(FLOATS, 1.0), usable)
-            scale = builder.select(is_short, _without_8_bits(builder, scale), scale)
+            scale = builder.select(rounds_scale, _round_significand(builder, scale), scale)
             if limit is not None:
                 exceeds = builder.fcmp_ordered(">", scale, constant(FLOATS, limit))
                 scale = builder.select(exceeds, constant(FLOATS, limit), scale)
@@ -114,8 +118,8 @@ def scales_of(magnitudes, reciprocal, is_short, kind):
     return block, emit
 
 
-def _without_8_bits(builder: Any, x: Any) -> Any:
-    """Return positive numbers rounded to 8 bits less, half to even; a quiet NaN is kept."""
+def _round_significand(builder: Any, x: Any) -> Any:
+    """Round the significands of positive numbers to 16 bits, half to even. Quiet NaN stays NaN."""
     bits = builder.bitcast(x, INTS)
     is_odd = builder.and_(builder.lshr(bits, constant(INTS, 8)), constant(INTS, 1))
     raised = builder.add(bits, builder.add(is_odd, constant(INTS, 0x7F)))
@@ -123,8 +127,8 @@ def _without_8_bits(builder: Any, x: Any) -> Any:
 
 
 @instruction
-def reciprocals(block):
-    """One over each number."""
+def compute_reciprocals(block):
+    """Return 1 / x of each number."""
 
     def emit(builder, block):
         one = constant(FLOATS, 1.0)
@@ -137,7 +141,7 @@ def reciprocals(block):
 
 @instruction
 def store_first(address, block):
-    """Writes the first number of a vector."""
+    """Write the first number of a vector."""
 
     def emit(builder, address, block):
         (value,) = get_vectors(builder, block)
@@ -148,10 +152,10 @@ def store_first(address, block):
 
 
 @instruction
-def codes_of(address, columns, factors, table, kind):
-    """Reads vectors of f32, multiplies them, and returns the codes that are nearest, as int32.
+def encode(address, columns, factors, table, kind):
+    """Read a row of vectors of f32, multiply by factors, and return the nearest codes as int32.
 
-    `factors` is a row of as many vectors, or of one. The code of NaN is that of 0.
+    `factors` is a row of as many vectors, or one vector. NaN gets the code of 0.
     """
     block = Block("i32", 1, columns.literal_value)
     encode = _ENCODERS[kind.literal_value]
@@ -171,8 +175,8 @@ def codes_of(address, columns, factors, table, kind):
     return block, emit
 
 
-def _rounded(low: int, high: int) -> Callable[..., Any]:
-    """Codes that are whole numbers: rounded half to even, and clipped."""
+def _build_rounding_encoder(low: int, high: int) -> Callable[..., Any]:
+    """Return a function that encodes to integers, rounded half to even and clipped."""
 
     def encode(builder: Any, x: Any, _: Any) -> Any:
         low_vector, high_vector = (constant(FLOATS, float(end)) for end in (low, high))
@@ -183,8 +187,8 @@ def _rounded(low: int, high: int) -> Callable[..., Any]:
     return encode
 
 
-def _counted(builder: Any, x: Any, table: Any) -> Any:
-    """Codes that count how many of 15 thresholds are reached."""
+def _count_thresholds(builder: Any, x: Any, table: Any) -> Any:
+    """Encode a number as the count of the 15 thresholds in a table that it reaches."""
     code = constant(INTS, 0)
     for i in range(15):
         address = builder.add(table, ir.Constant(table.type, 4 * i))
@@ -195,12 +199,16 @@ def _counted(builder: Any, x: Any, table: Any) -> Any:
     return code
 
 
-_ENCODERS = {"int8": _rounded(-128, 127), "int4": _rounded(-8, 7), "nf4": _counted}
+_ENCODERS = {
+    "int8": _build_rounding_encoder(-128, 127),
+    "int4": _build_rounding_encoder(-8, 7),
+    "nf4": _count_thresholds,
+}
 
 
 @instruction
 def store_codes(address, codes, bits):
-    """Writes the lowest bits of int32, 8 or 4 of them; of 4, two neighbours share a byte."""
+    """Write the lowest 8 or 4 bits of int32 codes. Two neighboring codes of 4 bits share a byte."""
     store = {8: _store_bytes, 4: _store_nibbles}[bits.literal_value]
 
     def emit(builder, address, codes, _):
@@ -209,22 +217,19 @@ def store_codes(address, codes, bits):
     return types.void, emit
 
 
-_CODES = ir.VectorType(I8, LANES)
-
-
 def _store_bytes(builder: Any, address: Any, codes: Sequence[Any]) -> None:
     for c, code in enumerate(codes):
         place = builder.add(address, ir.Constant(address.type, LANES * c))
-        store_vector(builder, builder.trunc(code, _CODES), place)
+        store_vector(builder, builder.trunc(code, ir.VectorType(I8, LANES)), place)
 
 
 def _store_nibbles(builder: Any, address: Any, codes: Sequence[Any]) -> None:
-    """The first neighbour of two has the low nibble."""
-    together = []
+    """Write two neighboring codes per byte, the first in the lower 4 bits."""
+    packed = []
     for a, b in zip(codes[::2], codes[1::2], strict=True):
         even, odd = (
             builder.and_(shuffle(builder, a, b, range(i, 2 * LANES, 2)), constant(INTS, 15))
             for i in (0, 1)
         )
-        together.append(builder.or_(even, builder.shl(odd, constant(INTS, 4))))
-    _store_bytes(builder, address, together)
+        packed.append(builder.or_(even, builder.shl(odd, constant(INTS, 4))))
+    _store_bytes(builder, address, packed)
