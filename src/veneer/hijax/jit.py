@@ -14,7 +14,7 @@ references are replaced, and `Jitted` traces the function again.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial, update_wrapper
+from functools import partial, update_wrapper, wraps
 from types import MethodType, SimpleNamespace
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, WeakSet
@@ -86,10 +86,13 @@ class Jitted:
     """
 
     def __init__(self, function: Callable, options: Any):
-        self._new_program = partial(TracedFunction, function, options)
+        @wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return (function if is_enabled() else implicit(function))(*args, **kwargs)
+
+        self._new_program = partial(TracedFunction, run, options)
         self._programs = [self._new_program()]
         self._function = function
-        run = _copy_signature(function, partial(_run, function))
         self._plain: Any = jit_with_options(run, options)
         update_wrapper(self, function, updated=())
         # A callable object may have attributes of the same names. Those of `Jitted` come first.
@@ -165,10 +168,14 @@ class TracedFunction:
         self.donates = bool(options.donate_argnums or options.donate_argnames)
         # Shardings and layouts apply to the results, not to the contents of Boxes.
         self.returns_pair = has_result_placement(options)
-        wrapped = _copy_signature(function, partial(self._trace, function))
-        _traced_by_jitted.add(wrapped)
+
+        @wraps(function)
+        def trace(*args: Any, **kwargs: Any) -> Any:
+            return self._trace(function, *args, **kwargs)
+
+        _traced_by_jitted.add(trace)
         options = extend_options_to_pair(options) if self.returns_pair else options
-        self.compiled: Any = jit_with_options(wrapped, options)
+        self.compiled: Any = jit_with_options(trace, options)
 
     def is_current(self) -> bool:
         """Return whether the captured Boxes still have the same references."""
@@ -203,7 +210,7 @@ class TracedFunction:
             boxes = [box for box in rebuilt if box._contents.creation_trace is trace]
             arguments = [get_latest(box._contents) for box in flattened[: len(boxes)]]
             with JitFrame(trace, self.captured, arguments) as frame:
-                out = _run(function, *args, **kwargs)
+                out = function(*args, **kwargs)
             jaxpr: Any = getattr(trace, "frame", None)  # None under jax.disable_jit
             constants = jaxpr.constvar_to_val.values() if jaxpr else ()
             refs = [x for x in constants if isinstance(x, jax.Ref)]
@@ -214,19 +221,6 @@ class TracedFunction:
             return (out, written) if written.trees or self.returns_pair else out
         finally:
             state.flattened = flattened
-
-
-def _copy_signature(function: Callable, implementation: Callable) -> Callable:
-    """Return a function that calls `implementation`, with the name and signature of `function`."""
-
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        return implementation(*args, **kwargs)
-
-    return update_wrapper(wrapper, function)
-
-
-def _run(function: Callable, *args: Any, **kwargs: Any) -> Any:
-    return (function if is_enabled() else implicit(function))(*args, **kwargs)
 
 
 def _reject_held(passed: Sequence[Contents], held_refs: Sequence[Any]) -> None:
