@@ -295,15 +295,15 @@ class Contents:
         JAX traces functions that hold them again. Functions that were compiled ahead of time fail
         at their next call.
         """
-        if self.refs is not None:
-            if self.in_jax_caches and self.is_concrete:
-                for ref in self.refs:
-                    ref._refs._buf.delete()
-            self.refs = None
-            self.version += 1
-            if self.in_jax_caches:
-                clear_traced_functions()
-            self.in_jax_caches = False
+        if self.refs is None:
+            return
+        if self.in_jax_caches:
+            clear_traced_functions()
+            for ref in self.refs if self.is_concrete else ():
+                ref._refs._buf.delete()
+        self.refs = None
+        self.version += 1
+        self.in_jax_caches = False
 
     def record_use(self) -> None:
         """Record in the traces around the current program that it uses the references."""
