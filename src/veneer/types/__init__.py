@@ -13,7 +13,7 @@
 Modules that several types use:
 
     axes            checks that the leaves of a type are arrays with matching shapes
-    elementwise     the elementwise primitives, and those of them that map 0 to 0
+    elementwise     lists of elementwise primitives, and rules for primitives that map 0 to 0
 """
 
 from . import lora as lora

@@ -20,28 +20,15 @@ Each type has a module, which imports only modules above it in this list:
 
 from . import linear_algebra as linear_algebra
 from . import rules as rules
-from .banded import Banded, Tridiagonal
-from .block_diagonal import BlockDiagonal
-from .diagonal import Diagonal
-from .identity import Identity
-from .kronecker import Kronecker
-from .permutation import Permutation
-from .product import Product
-from .symmetric import Symmetric
-from .toeplitz import Circulant, Toeplitz
-from .triangular import Triangular
-
-__all__ = [
-    "Banded",
-    "BlockDiagonal",
-    "Circulant",
-    "Diagonal",
-    "Identity",
-    "Kronecker",
-    "Permutation",
-    "Product",
-    "Symmetric",
-    "Toeplitz",
-    "Triangular",
-    "Tridiagonal",
-]
+from .banded import Banded as Banded
+from .banded import Tridiagonal as Tridiagonal
+from .block_diagonal import BlockDiagonal as BlockDiagonal
+from .diagonal import Diagonal as Diagonal
+from .identity import Identity as Identity
+from .kronecker import Kronecker as Kronecker
+from .permutation import Permutation as Permutation
+from .product import Product as Product
+from .symmetric import Symmetric as Symmetric
+from .toeplitz import Circulant as Circulant
+from .toeplitz import Toeplitz as Toeplitz
+from .triangular import Triangular as Triangular

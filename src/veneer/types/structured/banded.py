@@ -19,14 +19,10 @@ from .matrix import Matrix, computing_dtype, elementwise_rule, matmul_rule, regi
 class Tridiagonal(Matrix):
     """A tridiagonal matrix `[..., n, n]`, stored as its three diagonals.
 
-    A product costs `3 n` operations per vector, and a solve `O(n)`. Solves use LAPACK's `gtsv` on
-    CPU and cuSPARSE's `gtsv2` on GPU, which pivot. On other platforms JAX runs Thomas's algorithm,
-    which does not pivot: the matrix should be diagonally dominant or positive definite. A solve
-    with a singular matrix gives NaN or infinity.
-
-    The determinant is computed by the three-term recurrence of the leading minors. The result is
-    the exact determinant of a matrix whose entries differ from the stored ones by a few rounding
-    errors (Wilkinson, *The Algebraic Eigenvalue Problem*, 5.38).
+    A product costs `3 n` operations per vector, a solve or a determinant `O(n)`. On CPU and GPU,
+    solves pivot (LAPACK's `gtsv` and cuSPARSE's `gtsv2`). On other platforms they use Thomas's
+    algorithm without pivoting, so the matrix should be diagonally dominant or positive definite. A
+    solve with a singular matrix gives NaN or infinity.
 
     **Keeps the structure:** transposes, multiples by a number, sums with `Tridiagonal` and
     `Diagonal`, products with `Diagonal`, Cholesky factors, and elementwise functions that map 0 to
@@ -41,11 +37,8 @@ class Tridiagonal(Matrix):
     - `diagonal`: the main diagonal, `[..., n]`.
     - `upper`: the entries above the main diagonal, `A[i, i + 1]`: an array `[..., n - 1]`.
 
-    **Raises:**
-
-    - `TypeError` if an argument is not a dense array.
-    - `ValueError` if `lower` or `upper` does not have one entry fewer than `diagonal`, or the
-      leading axes differ.
+    **Raises:** `TypeError` if an argument is not a dense array, `ValueError` if the shapes do not
+    match.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> a = vn.types.Tridiagonal(jnp.ones(2), jnp.full(3, 2.0), jnp.ones(2))
@@ -73,11 +66,9 @@ class Tridiagonal(Matrix):
             )
 
     def materialise(self) -> Any:
-        """Return the dense matrix."""
         return _as_banded(self).materialise()
 
     def matvec(self, x: Any, *, precision: Any = None) -> Any:
-        del precision
         dtype = jnp.result_type(x, self.diagonal)
         lower, diagonal, upper, v = _widen(self.lower, self.diagonal, self.upper, x)
         y = diagonal[..., None, :] * v
@@ -97,10 +88,7 @@ class Tridiagonal(Matrix):
         return lax_linalg.tridiagonal_solve(*bands, b.mT).mT
 
     def cholesky(self) -> "Tridiagonal":
-        """Return the lower Cholesky factor, as a structured matrix.
-
-        All entries are NaN if the matrix is not positive definite.
-        """
+        """Return the lower Cholesky factor. It is NaN if the matrix is not positive definite."""
         diagonal = jnp.moveaxis(jnp.real(self.diagonal), -1, 0)
         subdiagonal = jnp.moveaxis((self.lower + jnp.conj(self.upper)) / 2, -1, 0)
         if not len(diagonal):
@@ -120,6 +108,8 @@ class Tridiagonal(Matrix):
         return Tridiagonal(lower, roots.astype(lower.dtype), jnp.zeros_like(lower))
 
     def slogdet(self) -> Any:
+        # The three-term recurrence of the leading minors. The result is exact for a matrix that
+        # differs by a few rounding errors (Wilkinson, *The Algebraic Eigenvalue Problem*, 5.38).
         diagonal = jnp.moveaxis(jnp.asarray(self.diagonal), -1, 0)
         products = jnp.moveaxis(self.lower * self.upper, -1, 0)
         products = jnp.concatenate([jnp.zeros_like(diagonal[:1]), products])
@@ -145,11 +135,10 @@ class Banded(Matrix):
     """A banded matrix `[..., n, n]`, stored as its main diagonal and nearby diagonals.
 
     As in LAPACK and `scipy.linalg.solve_banded`, `A[i, j]` is stored as `bands[upper + i - j, j]`.
-    Entries of `bands` that lie outside of the matrix are ignored.
-
-    With `w` stored diagonals, a product costs `w n` operations per vector. A solve or a determinant
-    uses elimination with partial pivoting, in `n` steps and `O(n lower w)` operations (Golub and
-    Van Loan, *Matrix Computations*, 4.3).
+    Entries of `bands` that lie outside of the matrix are ignored. With `w` stored diagonals, a
+    product costs `w n` operations per vector. A solve or a determinant uses elimination with
+    partial pivoting, in `n` steps and `O(n lower w)` operations (Golub and Van Loan, *Matrix
+    Computations*, 4.3).
 
     **Keeps the structure:** transposes, multiples by a number, sums and products with `Banded`,
     `Tridiagonal` and `Diagonal`, and elementwise functions that map 0 to 0.
@@ -162,11 +151,8 @@ class Banded(Matrix):
     - `bands`: the diagonals `[..., upper + 1 + lower, n]`, the uppermost first.
     - `lower`, `upper`: the number of diagonals below and above the main diagonal; static.
 
-    **Raises:**
-
-    - `TypeError` if `bands` is not a dense array.
-    - `ValueError` if `lower` or `upper` is negative, or `bands` does not have `upper + 1 + lower`
-      rows.
+    **Raises:** `TypeError` if `bands` is not a dense array, `ValueError` if `lower` or `upper` is
+    negative or `bands` does not have `upper + 1 + lower` rows.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> a = vn.types.Banded(jnp.array([[1.0, 2.0, 3.0], [4.0, 5.0, 0.0]]), lower=1, upper=0)
@@ -198,7 +184,6 @@ class Banded(Matrix):
         return Banded(scale(jnp.where(is_inside, bands, ones)), self.lower, self.upper)
 
     def materialise(self) -> Any:
-        """Return the dense matrix."""
         bands = jnp.asarray(self.bands)
         column = jnp.arange(bands.shape[-1])
         band = self.upper + column[:, None] - column
@@ -207,7 +192,6 @@ class Banded(Matrix):
         return jnp.where(is_stored, entries, jnp.zeros((), bands.dtype))
 
     def matvec(self, x: Any, *, precision: Any = None) -> Any:
-        del precision
         bands, v = _widen(self.bands, x)
         terms = [_shift(bands[..., None, i, :] * v, i - self.upper) for i in range(bands.shape[-2])]
         return sum(terms[1:], terms[0]).astype(jnp.result_type(x, self.bands))
@@ -354,13 +338,9 @@ def _(x: Band, y: Band) -> Banded:
 
 
 @elementwise_rule("add")
-def _(x: Tridiagonal, y: Diagonal) -> Tridiagonal:
-    return Tridiagonal(x.lower, x.diagonal + y.diagonal, x.upper)
-
-
-@elementwise_rule("add")
-def _(x: Diagonal, y: Tridiagonal) -> Tridiagonal:
-    return Tridiagonal(y.lower, x.diagonal + y.diagonal, y.upper)
+def _(x: Tridiagonal | Diagonal, y: Tridiagonal | Diagonal) -> Tridiagonal:
+    tridiagonal: Any = x if isinstance(x, Tridiagonal) else y
+    return Tridiagonal(tridiagonal.lower, x.diagonal + y.diagonal, tridiagonal.upper)
 
 
 @elementwise_rule("add")

@@ -1,7 +1,6 @@
 """`BlockDiagonal`: a block-diagonal matrix with blocks of equal size."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -12,19 +11,11 @@ from ..._core.transform import redispatch
 from ..._core.value import materialise_one
 from ..axes import Leaf, check_axes
 from .diagonal import Diagonal
-from .matrix import (
-    Matrix,
-    elementwise_rule,
-    is_square,
-    matmul_rule,
-    multiply_vectors,
-    register_elementwise,
-    solve_vectors,
-)
+from .matrix import PartwiseMatrix, matmul_rule, register_elementwise
 
 
 @register_elementwise
-class BlockDiagonal(Matrix):
+class BlockDiagonal(PartwiseMatrix):
     """A block-diagonal matrix `[..., k m, k n]` with `k` blocks `[m, n]`.
 
     The blocks are one array, dense or implicit: for example a `QArray`, or a batch of `k` Toeplitz
@@ -45,10 +36,8 @@ class BlockDiagonal(Matrix):
 
     - `blocks`: the stacked blocks, `[..., k, m, n]`. `BlockDiagonal.of(*matrices)` stacks matrices.
 
-    **Raises:**
-
-    - `TypeError` if `blocks` is not an array.
-    - `ValueError` if `blocks` has fewer than three axes.
+    **Raises:** `TypeError` if `blocks` is not an array, `ValueError` if it has fewer than three
+    axes.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> a = vn.types.BlockDiagonal(jnp.arange(1.0, 9.0).reshape(2, 2, 2))
@@ -67,12 +56,11 @@ class BlockDiagonal(Matrix):
 
     @classmethod
     def of(cls, *matrices: Any) -> "BlockDiagonal":
-        """Create a block-diagonal matrix from its blocks, matrices `[..., m, n]`.
+        """Create a block-diagonal matrix from its blocks.
 
         **Arguments:**
 
-        - `matrices`: the blocks. They have the same shape, and all are dense or of the same
-          implicit type.
+        - `matrices`: the blocks `[..., m, n]`, all dense or all of one implicit type.
 
         **Raises:** `ValueError` if there are no matrices, or their shapes differ.
 
@@ -89,60 +77,29 @@ class BlockDiagonal(Matrix):
         return cls(redispatch(lambda ws: jnp.stack(ws, -3), matrices))
 
     def materialise(self) -> Any:
-        """Return the dense matrix."""
         blocks = jnp.asarray(materialise_one(self.blocks))
         *lead, k, m, n = blocks.shape
         on_diagonal = jnp.eye(k, dtype=bool)[:, None, :, None]
         spread = jnp.where(on_diagonal, blocks[..., None, :], jnp.zeros((), blocks.dtype))
         return spread.reshape(*lead, k * m, k * n)
 
-    def matvec(self, x: Any, *, precision: Any = None) -> Any:
-        y = self._map_vectors(partial(multiply_vectors, precision=precision), x)
-        return y.astype(jnp.result_type(x, self.dtype))
-
-    def _map_vectors(self, function: Callable[[Any, Any], Any], x: Any) -> Any:
-        """Split the vectors `x` into one part per block. Apply `function(blocks, parts)`."""
+    def map_vectors(self, function: Callable[[Any, Any], Any], x: Any) -> Any:
         *_, k, _, n = self.blocks.shape
-        parts = x.reshape(*x.shape[:-1], k, n).swapaxes(-3, -2)
-        parts = function(self.blocks, parts).swapaxes(-3, -2)
-        return parts.reshape(*parts.shape[:-2], k * parts.shape[-1])
-
-    def transposed(self) -> "BlockDiagonal":
-        return BlockDiagonal(redispatch(jnp.matrix_transpose, self.blocks))
-
-    def solve(self, b: Any) -> Any:
-        return self._map_vectors(solve_vectors, b) if is_square(self.blocks) else NotImplemented
-
-    def inverse(self) -> Any:
-        return self._map_blocks(jnp.linalg.inv)
-
-    def cholesky(self) -> Any:
-        return self._map_blocks(jnp.linalg.cholesky)
+        vectors = x.reshape(*x.shape[:-1], k, n).swapaxes(-3, -2)  # one part per block
+        y = function(self.blocks, vectors).swapaxes(-3, -2)
+        return y.reshape(*y.shape[:-2], k * y.shape[-1])
 
     def slogdet(self) -> Any:
-        if not is_square(self.blocks):
+        if not self.has_square_parts:
             return NotImplemented
         signs, logs = redispatch(jnp.linalg.slogdet, self.blocks)
         return signs.prod(-1), logs.sum(-1)
 
     def main_diagonal(self) -> Any:
-        if not is_square(self.blocks):
+        if not self.has_square_parts:
             return NotImplemented
         entries = redispatch(jnp.linalg.diagonal, self.blocks)
         return entries.reshape(*self.shape[:-2], self.shape[-1])
-
-    def _map_blocks(self, function: Callable) -> Any:
-        if not is_square(self.blocks):
-            return NotImplemented
-        return BlockDiagonal(redispatch(function, self.blocks))
-
-
-@matmul_rule
-def _(x: BlockDiagonal, y: BlockDiagonal) -> Any:
-    (*_, x_count, _, n), (*_, y_count, m, _) = x.blocks.shape, y.blocks.shape
-    if (x_count, n) != (y_count, m):
-        return NotImplemented
-    return BlockDiagonal(redispatch(jnp.matmul, x.blocks, y.blocks))
 
 
 @matmul_rule
@@ -159,16 +116,8 @@ def _(x: BlockDiagonal, y: Diagonal) -> BlockDiagonal:
     return BlockDiagonal(redispatch(jnp.multiply, x.blocks, columns))
 
 
-@elementwise_rule("mul")
-def _(x: BlockDiagonal, y: BlockDiagonal) -> Any:
-    if x.blocks.shape != y.blocks.shape:
-        return NotImplemented
-    return BlockDiagonal(redispatch(jnp.multiply, x.blocks, y.blocks))
-
-
 @register("mul")
 def _(x: BlockDiagonal, y: ArrayLike, **params: Any) -> Any:
-    del params
     if jnp.shape(y)[-2:] != x.shape[-2:]:
         return NotImplemented  # a number, which a rule of all matrices multiplies by
     *_, k, m, n = x.blocks.shape

@@ -21,7 +21,7 @@ from .matrix import (
 class Diagonal(Matrix):
     """A diagonal matrix `[..., n, n]`, stored as its `n` diagonal entries.
 
-    A product with a dense array, a solve or a triangular solve costs `n` operations per vector.
+    A product with a dense array or a solve costs `n` operations per vector.
 
     **Keeps the structure:** transposes, inverses, Cholesky factors, sums and products of two
     `Diagonal`, multiples by a number, elementwise products with any array, and elementwise
@@ -33,10 +33,7 @@ class Diagonal(Matrix):
 
     - `diagonal`: the diagonal entries, `[..., n]`, dense, of any dtype.
 
-    **Raises:**
-
-    - `TypeError` if `diagonal` is not a dense array.
-    - `ValueError` if `diagonal` has no axis.
+    **Raises:** `TypeError` if `diagonal` is not a dense array, `ValueError` if it has no axis.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> d = vn.types.Diagonal(jnp.array([1.0, 2.0]))
@@ -54,13 +51,11 @@ class Diagonal(Matrix):
         check_axes(self, Array, diagonal="n")
 
     def materialise(self) -> Any:
-        """Return the dense matrix."""
         d = jnp.asarray(self.diagonal)
         on_diagonal = jnp.eye(d.shape[-1], dtype=bool)
         return jnp.where(on_diagonal, d[..., None], jnp.zeros((), d.dtype))
 
     def matvec(self, x: Any, *, precision: Any = None) -> Any:
-        del precision
         return x * self.diagonal[..., None, :]
 
     def transposed(self) -> "Diagonal":
@@ -92,7 +87,6 @@ def _(x: Diagonal, y: Diagonal) -> Diagonal:
 
 @register("mul")
 def _(x: Diagonal, y: Matrix | ArrayLike, **params: Any) -> Any:
-    del params
     if jnp.shape(y)[-2:] != x.shape[-2:]:
         return NotImplemented  # a number, which a rule of all matrices multiplies by
     return Diagonal(x.diagonal * redispatch(jnp.linalg.diagonal, y))

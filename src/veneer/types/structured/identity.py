@@ -24,7 +24,7 @@ class Identity(Matrix):
     """An identity matrix `[*leading, n, n]` that stores no entries.
 
     It stores one empty array `[*leading, n, 0]`, whose shape and dtype determine the matrix. So
-    batches of identities also take no memory, and work with `jax.vmap` and `jax.lax.scan`.
+    `jax.vmap` and `jax.lax.scan` work with batches of identities, which also take no memory.
 
     **Keeps the structure:** transposes, inverses, Cholesky factors and products of two `Identity`.
     A product or a solve with another array returns that array. Multiples by a number, sums with
@@ -39,10 +39,7 @@ class Identity(Matrix):
     - `dtype`: the dtype of the matrix. The default is JAX's default float.
     - `leading`: a tuple with the sizes of the leading axes, for a batch of identities.
 
-    **Raises:**
-
-    - `TypeError` if `n` is not an integer.
-    - `ValueError` if `n` is negative.
+    **Raises:** `TypeError` if `n` is not an integer, `ValueError` if it is negative.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> eye = vn.types.Identity(1000)
@@ -64,12 +61,10 @@ class Identity(Matrix):
         check_axes(self, empty="n 0")
 
     def materialise(self) -> Any:
-        """Return the dense matrix."""
         *leading, n, _ = self.empty.shape
         return jnp.broadcast_to(jnp.eye(n, dtype=self.empty.dtype), (*leading, n, n))
 
     def matvec(self, x: Any, *, precision: Any = None) -> Any:
-        del precision
         return jnp.broadcast_to(x, (*self.shape[:-2], *x.shape[-2:]))
 
     def transposed(self) -> "Identity":
@@ -105,7 +100,7 @@ class Identity(Matrix):
 
 
 # These rules precede the rules of other types for a product with any matrix. Their precedences
-# differ: for two identities, all of them fit, and two rules of equal precedence would be ambiguous.
+# differ, because both fit a product of two identities.
 @partial(matmul_rule, precedence=1)
 def _(x: Identity, y: Matrix) -> Matrix:
     return _promote(y, x)
@@ -116,11 +111,6 @@ def _(x: Matrix, y: Identity) -> Matrix:
     return _promote(x, y)
 
 
-@partial(matmul_rule, precedence=3)
-def _(x: Identity, y: Identity) -> Matrix:
-    return _promote(x, y)
-
-
 def _promote(x: Matrix, eye: Identity) -> Matrix:
     dtype = jnp.result_type(x.dtype, eye.dtype)
     return x if x.dtype == dtype else x.converted(dtype)
@@ -128,13 +118,11 @@ def _promote(x: Matrix, eye: Identity) -> Matrix:
 
 @register("triangular_solve")
 def _(a: Identity, b: ArrayLike, **params: Any) -> Any:
-    del a, params
     return b
 
 
 @register("mul")
 def _(x: Identity, y: ArrayLike, **params: Any) -> Any:
-    del params
     return redispatch(lax.mul, x.as_diagonal(), y)
 
 

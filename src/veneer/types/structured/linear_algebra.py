@@ -25,14 +25,15 @@ from .rules import VectorLayout, invert_permutation, vector_layout
 _full_precision = partial(jax.default_matmul_precision, "highest")
 
 
-def _defer_factorization(name: str) -> None:
-    @register(name)
-    def _(a: Matrix, **params: Any) -> Any:
-        return Lazy.deferred(name, [a], params) if has_method(a, "solve") else NotImplemented
+@register("lu")
+def _(a: Matrix, **params: Any) -> Any:
+    return Lazy.deferred("lu", [a], params) if has_method(a, "solve") else NotImplemented
 
 
-for _name in ("lu", "cholesky"):
-    _defer_factorization(_name)
+@register("cholesky")
+def _(a: Matrix, **params: Any) -> Any:
+    return Lazy.deferred("cholesky", [a], params) if has_method(a, "solve") else NotImplemented
+
 
 # JAX selects one triangle of a Cholesky factor, and may transpose it. The result is deferred, too.
 

@@ -58,9 +58,7 @@ class Matrix(ImplicitArray, abstract=True):
 
         **Arguments:**
 
-        - `scale`: a function that takes a field `[*lead, ...]` and multiplies it by the number. In
-          a batch, it multiplies the entries of each matrix by the number for that matrix. It is
-          called with the fields that must be multiplied, and not with the dense matrix.
+        - `scale`: a function that multiplies a field `[*lead, ...]` by the numbers.
         """
         if not self.linear_in:
             return NotImplemented
@@ -122,23 +120,17 @@ def computing_dtype(*operands: Any) -> Any:
     return jnp.dtype("float32") if is_narrow else dtype
 
 
-# Operations on the parts of a matrix, such as the factors of a `Kronecker`. A part is a dense or
-# implicit array `[*lead, m, n]`.
-
-
 def multiply_vectors(w: Any, x: Any, *, precision: Any = None) -> Any:
-    """Multiply `w` by each row of `x` `[*lead, k, n]`. The result has the `computing_dtype`."""
+    """Multiply a dense or implicit matrix `w` by vectors `x` `[*lead, k, n]`.
+
+    16-bit floats are accumulated in float32, and the result is float32.
+    """
     dtype = computing_dtype(w.dtype, x.dtype)
 
     def multiply(w: Any, x: Any) -> Any:
         return jnp.matmul(x, w.mT, precision=precision, preferred_element_type=dtype)
 
     return redispatch(multiply, w, x)
-
-
-def solve_vectors(w: Any, b: Any) -> Any:
-    """Solve `w @ x = v` for each row `v` of `b` `[*lead, k, n]`."""
-    return redispatch(lambda w, b: jnp.linalg.solve(w, b.mT).mT, w, b)
 
 
 def is_square(w: Any) -> bool:
@@ -149,6 +141,53 @@ def is_square(w: Any) -> bool:
 def slogdet_of_diagonal(entries: Any) -> Any:
     """Return the `slogdet` of a matrix from its eigenvalues or diagonal `[*lead, n]`."""
     return jnp.sign(entries).prod(-1), jnp.log(jnp.abs(entries)).sum(-1)
+
+
+class PartwiseMatrix(Matrix, abstract=True):
+    """A matrix made of smaller matrices, which are its fields and may be implicit.
+
+    A type implements `map_vectors`. Transposes, inverses, Cholesky factors, and products of two
+    matrices of the same type are computed part by part.
+    """
+
+    def map_vectors(self, function: Callable[[Any, Any], Any], x: Any) -> Any:
+        """Multiply the matrix, or its inverse, by vectors `x` `[*lead, k, n]`.
+
+        **Arguments:**
+
+        - `function`: a function that multiplies a part, or its inverse, by vectors.
+        """
+        raise NotImplementedError
+
+    @property
+    def parts(self) -> list[Any]:
+        return [getattr(self, field.name) for field in dataclasses.fields(self)]
+
+    def map_parts(self, function: Callable, *others: Any) -> Any:
+        """Return a matrix of the same type whose parts are functions of the parts."""
+        groups = zip(self.parts, *(other.parts for other in others), strict=True)
+        return type(self)(*(redispatch(function, *group) for group in groups))
+
+    @property
+    def has_square_parts(self) -> bool:
+        return all(map(is_square, self.parts))
+
+    def matvec(self, x: Any, *, precision: Any = None) -> Any:
+        y = self.map_vectors(partial(multiply_vectors, precision=precision), x)
+        return y.astype(jnp.result_type(x, self.dtype))
+
+    def transposed(self) -> Any:
+        return self.map_parts(jnp.matrix_transpose)
+
+    def solve(self, b: Any) -> Any:
+        solve = lambda w, b: redispatch(lambda w, b: jnp.linalg.solve(w, b.mT).mT, w, b)
+        return self.map_vectors(solve, b) if self.has_square_parts else NotImplemented
+
+    def inverse(self) -> Any:
+        return self.map_parts(jnp.linalg.inv) if self.has_square_parts else NotImplemented
+
+    def cholesky(self) -> Any:
+        return self.map_parts(jnp.linalg.cholesky) if self.has_square_parts else NotImplemented
 
 
 def matmul_rule(rule: Callable, *, precedence: int = 0) -> Callable:
@@ -184,7 +223,7 @@ def matmul_rule(rule: Callable, *, precedence: int = 0) -> Callable:
             return NotImplemented
         dtype = preferred_element_type
         if type(left) is not type(x) or type(right) is not type(y):
-            # The transpose has another type, with rules of its own.
+            # The transpose has another type, which has other rules.
             matmul = partial(jnp.matmul, precision=precision, preferred_element_type=dtype)
             return redispatch(matmul, left, right)
         with matmul_precision:
@@ -227,7 +266,6 @@ def elementwise_rule(name: str) -> Callable:
         @register(name)
         @wraps(rule)
         def broadcast_first(x: Any, y: Any, **params: Any) -> Any:
-            del params
             if x.shape[-2:] != y.shape[-2:]:
                 return NotImplemented
             shape = jnp.broadcast_shapes(x.shape, y.shape)
@@ -263,3 +301,20 @@ def register_elementwise(cls: _M) -> _M:
             return dataclasses.replace(x, **sums)
 
     return cls
+
+
+@matmul_rule
+def _(x: PartwiseMatrix, y: PartwiseMatrix) -> Any:
+    pairs = list(zip(x.parts, y.parts, strict=False))
+    if type(x) is not type(y) or any(
+        (*a.shape[:-2], a.shape[-1]) != b.shape[:-1] for a, b in pairs
+    ):
+        return NotImplemented
+    return x.map_parts(jnp.matmul, y)
+
+
+@elementwise_rule("mul")
+def _(x: PartwiseMatrix, y: PartwiseMatrix) -> Any:
+    if type(x) is not type(y) or [a.shape for a in x.parts] != [b.shape for b in y.parts]:
+        return NotImplemented
+    return x.map_parts(jnp.multiply, y)

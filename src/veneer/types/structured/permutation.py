@@ -31,11 +31,8 @@ class Permutation(Matrix):
     - `indices`: integers `[..., n]` that contain each of `0, ..., n - 1` once.
     - `dtype`: the dtype of the matrix; static. The default is JAX's default float.
 
-    **Raises:**
-
-    - `TypeError` if `indices` is not an array of integers.
-    - `ValueError` if `indices` has no axis or is not a permutation. Traced indices are not checked:
-      with an index out of range, a product contains NaN.
+    **Raises:** `TypeError` if `indices` is not an array of integers, `ValueError` if it is not a
+    permutation. Traced indices are not checked: an index out of range gives NaN in products.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> p = vn.types.Permutation(jnp.array([2, 0, 1]))
@@ -67,11 +64,9 @@ class Permutation(Matrix):
         return f"Permutation(indices={indices}, dtype={jnp.dtype(self.dtype).name})"
 
     def materialise(self) -> Any:
-        """Return the dense matrix."""
         return jax.nn.one_hot(self.indices, self.indices.shape[-1], dtype=self.dtype)
 
     def matvec(self, x: Any, *, precision: Any = None) -> Any:
-        del precision
         dtype = jnp.result_type(x, self.dtype)
         return jnp.take_along_axis(x, jnp.asarray(self.indices)[..., None, :], -1).astype(dtype)
 

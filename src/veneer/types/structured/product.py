@@ -34,10 +34,8 @@ class Product(Matrix):
     - `left`: a structured matrix `[..., m, k]`, such as a `vn.types.Diagonal`.
     - `right`: a structured matrix `[..., k, n]`.
 
-    **Raises:**
-
-    - `TypeError` if a factor is not a structured matrix.
-    - `ValueError` if the inner sizes `k` or the leading axes of the factors differ.
+    **Raises:** `TypeError` if a factor is not a structured matrix, `ValueError` if the inner sizes
+    `k` or the leading axes differ.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> d = vn.types.Diagonal(jnp.array([1.0, 2.0, 4.0]))
@@ -61,7 +59,6 @@ class Product(Matrix):
                 )
 
     def materialise(self) -> Any:
-        """Return the dense matrix: materialize `right`, and multiply it by `left`."""
         return redispatch(jnp.matmul, self.left, materialise_one(self.right))
 
     def matvec(self, x: Any, *, precision: Any = None) -> Any:
@@ -138,7 +135,7 @@ def _multiply_factors(x: Matrix, y: Matrix) -> Matrix:
 
 
 def _simplify(x: Matrix, y: Matrix) -> Matrix:
-    """Return `x @ y` by a rule of the two types if there is one, or else as a `Product`."""
+    """Return `x @ y` by a rule of the two types, or as a `Product` if they have no rule."""
     out = redispatch(jnp.matmul, x, y) if _is_small(x.nbytes + y.nbytes, x, y) else None
     return out if isinstance(out, Matrix) else Product(x, y)
 

@@ -92,41 +92,34 @@ def vector_layout(
     )
 
 
-def _multiply(
-    w: Matrix,
-    x: Any,
+@_register_for_all("dot_general")
+def _dot_general(
+    x: Matrix | ArrayLike,
+    y: Matrix | ArrayLike,
     *,
-    matrix_first: bool,
     dimension_numbers: Any,
     precision: Any,
     preferred_element_type: Any,
     out_sharding: Any,
 ) -> Any:
-    layout = vector_layout(dimension_numbers, w.ndim, jnp.shape(x), matrix_first=matrix_first)
-    if layout is None or out_sharding is not None or not has_method(w, "matvec"):
+    matrix_first = isinstance(x, Matrix)
+    w: Any = x if matrix_first else y
+    other: Any = y if matrix_first else x
+    if isinstance(other, Matrix) or not has_method(w, "matvec") or out_sharding is not None:
         return NotImplemented
-    acting = w.transposed() if layout.transposed else w
-    if acting is NotImplemented:
+    dense = jnp.asarray(other)
+    layout = vector_layout(dimension_numbers, w.ndim, dense.shape, matrix_first=matrix_first)
+    acting = w.transposed() if layout and layout.transposed else w
+    if layout is None or acting is NotImplemented:
         return NotImplemented
-    x = jnp.asarray(x)
-    dtype = preferred_element_type or jnp.result_type(w.dtype, x)
+    dtype = preferred_element_type or jnp.result_type(w.dtype, other)
     if preferred_element_type is not None:
-        x = x.astype(jnp.promote_types(x.dtype, preferred_element_type))
-    products = acting.matvec(layout.to_vectors(x), precision=precision)
+        dense = dense.astype(jnp.promote_types(dense.dtype, preferred_element_type))
+    products = acting.matvec(layout.to_vectors(dense), precision=precision)
     if products is NotImplemented:
         return NotImplemented
     # The products are implicit if a leaf of the matrix is.
     return redispatch(lambda y: layout.to_result(y.astype(dtype)), products)
-
-
-@_register_for_all("dot_general")
-def _matrix_times_dense(w: Matrix, x: ArrayLike, **params: Any) -> Any:
-    return _multiply(w, x, matrix_first=True, **params)
-
-
-@_register_for_all("dot_general")
-def _dense_times_matrix(x: ArrayLike, w: Matrix, **params: Any) -> Any:
-    return _multiply(w, x, matrix_first=False, **params)
 
 
 @_register_for_all("transpose")
@@ -154,13 +147,11 @@ def _rescale(operation: Callable, x: Matrix, numbers: Any) -> Any:
 
 @_register_for_all("mul")
 def _mul(x: Matrix, y: ArrayLike, **params: Any) -> Any:
-    del params
     return _rescale(jnp.multiply, x, y)
 
 
 @_register_for_all("div")
 def _div(x: Matrix, y: ArrayLike, **params: Any) -> Any:
-    del params
     # Integer division truncates, so it is not linear.
     is_linear = jnp.issubdtype(x.dtype, jnp.inexact)
     return _rescale(jnp.divide, x, y) if is_linear else NotImplemented
@@ -168,13 +159,11 @@ def _div(x: Matrix, y: ArrayLike, **params: Any) -> Any:
 
 @_register_for_all("neg")
 def _neg(x: Matrix, **params: Any) -> Any:
-    del params
     return x.rescaled(partial(redispatch, jnp.negative))
 
 
 @_register_for_all("sub")
 def _sub(x: Matrix, y: Matrix, **params: Any) -> Any:
-    del params
     negative = y.rescaled(partial(redispatch, jnp.negative))
     return negative if negative is NotImplemented else redispatch(lax.add, x, negative)
 

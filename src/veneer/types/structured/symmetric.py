@@ -20,9 +20,9 @@ from .triangular import Triangular
 class Symmetric(Matrix):
     """A symmetric matrix `[..., n, n]`, stored as its packed lower triangle.
 
-    It stores `n (n + 1) / 2` numbers, about half the bytes of the dense matrix. Use it for
-    covariances, Gram matrices and preconditioners of optimizers. Each use unpacks the matrix with a
-    gather of `n^2` entries, so a product is slower than with the dense matrix.
+    It takes about half the bytes of the dense matrix. Use it for covariances, Gram matrices and
+    preconditioners of optimizers. Each use unpacks the matrix with a gather of `n^2` entries, so a
+    product is slower than with the dense matrix.
 
     With `positive_definite=True`, solves, inverses and determinants use the Cholesky factorization,
     which takes half the operations of LU. The results are NaN if the matrix is not positive
@@ -41,10 +41,8 @@ class Symmetric(Matrix):
       `A[0, 0], A[1, 0], A[1, 1], A[2, 0], ...`. `Symmetric.of` packs a matrix.
     - `positive_definite`: whether the matrix is known to be positive definite; static.
 
-    **Raises:**
-
-    - `TypeError` if `packed` is not a dense array, or is complex.
-    - `ValueError` if the last axis of `packed` does not have size `n (n + 1) / 2` for some `n`.
+    **Raises:** `TypeError` if `packed` is not a dense array or is complex, `ValueError` if its last
+    axis does not have size `n (n + 1) / 2` for some `n`.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> a = vn.types.Symmetric.of(jnp.array([[2.0, 9.0], [1.0, 3.0]]), positive_definite=True)
@@ -98,7 +96,6 @@ class Symmetric(Matrix):
         return (math.isqrt(8 * self.packed.shape[-1] + 1) - 1) // 2
 
     def materialise(self) -> Any:
-        """Return the dense matrix."""
         i = jnp.arange(self._n)
         index = _packed_index(jnp.maximum(i[:, None], i), jnp.minimum(i[:, None], i))
         return jnp.asarray(self.packed)[..., index]

@@ -38,15 +38,13 @@ class Toeplitz(Matrix):
     If `m` and `n` are at most 128, products and solves use the dense matrix, which is faster.
     Otherwise, a product is a convolution by FFT, with `O((m + n) log(m + n))` operations per
     vector. A solve takes `O(n^2)` operations for Levinson's recursion, and then `O(n log n)` per
-    vector (Golub and Van Loan, *Matrix Computations*, 4.7). If the backward error of the solution
-    is larger than is typical of LU with partial pivoting, the system is solved again by dense LU.
-    With `jax.vmap(vn.implicit(f))`, both solutions are always computed, so use
-    `vn.implicit(jax.vmap(f))`.
+    vector (Golub and Van Loan, *Matrix Computations*, 4.7). If the residual of the solution is
+    large, the system is solved again by dense LU. With `jax.vmap(vn.implicit(f))`, both solutions
+    are always computed, so use `vn.implicit(jax.vmap(f))`.
 
     The rounding error of an FFT is about `eps * log2(m + n)` times the norm of the vector. So small
     entries of a product have fewer correct digits than in the dense product. If a vector contains a
-    NaN or infinity, all entries of its product are NaN. In bfloat16 and float16, products are
-    computed in float32.
+    NaN or infinity, all entries of its product are NaN.
 
     **Keeps the structure:** transposes, multiples by a number, sums with `Toeplitz` and
     `Circulant`, and elementwise functions that map 0 to 0.
@@ -61,10 +59,8 @@ class Toeplitz(Matrix):
     - `row`: the first row, `[..., n]`. `row[0]` is ignored, because `column[0]` is the corner. The
       default is the conjugate of `column`, as in `scipy.linalg.toeplitz`.
 
-    **Raises:**
-
-    - `TypeError` if `column` or `row` is not a dense array.
-    - `ValueError` if `column` or `row` has no axis, or their leading axes differ.
+    **Raises:** `TypeError` if an argument is not a dense array, `ValueError` if it has no axis or
+    the leading axes differ.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> a = vn.types.Toeplitz(jnp.array([1.0, 2.0, 3.0]), jnp.array([1.0, 5.0]))
@@ -86,7 +82,6 @@ class Toeplitz(Matrix):
         check_axes(self, Array, column="m", row="n")
 
     def materialise(self) -> Any:
-        """Return the dense matrix."""
         m, n = self.column.shape[-1], self.row.shape[-1]
         if not (m and n):
             return jnp.zeros((*self.column.shape[:-1], m, n), self._diagonals().dtype)
@@ -101,13 +96,9 @@ class Toeplitz(Matrix):
         return _multiply(self, x, precision)
 
     def transposed(self) -> "Toeplitz":
-        if not (self.column.shape[-1] and self.row.shape[-1]):
-            return Toeplitz(self.row, self.column)
         return Toeplitz(_with_first(self.row, self.column), self.column)
 
     def rescaled(self, scale: Callable[[Any], Any]) -> "Toeplitz":
-        if not (self.column.shape[-1] and self.row.shape[-1]):
-            return self
         # Replace `row[0]`, which is ignored, by the corner. Its derivative must be 0. It would be
         # NaN if the derivative of `scale` there were infinite.
         return Toeplitz(scale(self.column), scale(_with_first(self.row, self.column)))
@@ -204,10 +195,9 @@ class Circulant(Matrix):
     `A[i, j]` is `column[(i - j) % n]`. The FFT diagonalizes the matrix (Golub and Van Loan, *Matrix
     Computations*, 4.8): a product or a solve costs `O(n log n)` per vector, an inverse or a
     determinant `O(n log n)` in total. Up to size 128 a product uses the dense matrix, which is
-    faster. For larger sizes it uses the FFT. The rounding errors of the FFT are proportional to the
-    norm of the vector. If the vector contains a NaN, all entries of the product are NaN. Rounding
-    errors of a solve grow with the condition number. A solve gives infinity or NaN if an eigenvalue
-    is zero, and large numbers if it is zero up to rounding.
+    faster. Rounding errors of the FFT are proportional to the norm of the vector. If the vector
+    contains a NaN, all entries of the product are NaN. A solve gives infinity or NaN if an
+    eigenvalue is zero, and large numbers if it is zero up to rounding.
 
     **Keeps the structure:** transposes, inverses, multiples by a number, sums and products of two
     `Circulant`, and elementwise functions that map 0 to 0. The sum with a `Toeplitz` is a
@@ -220,10 +210,7 @@ class Circulant(Matrix):
 
     - `column`: the first column, `[..., n]`.
 
-    **Raises:**
-
-    - `TypeError` if `column` is not a dense array.
-    - `ValueError` if `column` has no axis.
+    **Raises:** `TypeError` if `column` is not a dense array, `ValueError` if it has no axis.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> a = vn.types.Circulant(jnp.array([4.0, 1.0, 0.0]))
@@ -241,7 +228,6 @@ class Circulant(Matrix):
         check_axes(self, Array, column="n")
 
     def materialise(self) -> Any:
-        """Return the dense matrix."""
         i = jnp.arange(self.column.shape[-1])
         return jnp.asarray(self.column)[..., (i[:, None] - i) % max(len(i), 1)]
 
@@ -265,7 +251,7 @@ class Circulant(Matrix):
             return one, jnp.log(jnp.abs(one))
         if jnp.iscomplexobj(column):
             return slogdet_of_diagonal(jnp.fft.fft(column))
-        # The eigenvalue of the vector of ones is real. If n is even, so is that of (1, -1, 1, ...).
+        # The eigenvectors (1, 1, 1, ...) and, if n is even, (1, -1, 1, ...) have real eigenvalues.
         # The other eigenvalues come in conjugate pairs, whose products are positive.
         alternating = (1 - 2 * (jnp.arange(n) % 2)).astype(column.dtype)
         eigenvalues = [column.sum(-1), (column * alternating).sum(-1)][: 2 - n % 2]
@@ -283,8 +269,9 @@ def _first_row(x: Circulant) -> Any:
 
 
 def _with_first(x: Any, other: Any) -> Any:
-    """Replace the first entry of `x` by the first entry of `other`."""
-    return jnp.concatenate([other[..., :1], x[..., 1:]], -1)
+    """Replace the first entry of `x` by the first entry of `other`, if both have entries."""
+    count = min(1, x.shape[-1], other.shape[-1])
+    return jnp.concatenate([other[..., :count], x[..., count:]], -1)
 
 
 def _multiply(a: Toeplitz | Circulant, x: Any, precision: Any) -> Any:

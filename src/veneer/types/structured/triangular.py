@@ -27,16 +27,14 @@ class Triangular(Matrix):
     """A triangular matrix `[..., n, n]`, stored as one triangle of a square array.
 
     The other triangle of `x` is not read, as in `jax.scipy.linalg.solve_triangular`. So both
-    factors of an LU factorization can share one array. Solves and determinants need no
-    factorization: a solve costs `n^2` operations per vector, and a determinant `n`. The matrix
-    takes as much memory as the dense one. A product first copies the triangle, so with one vector
-    it takes up to 5 times as long as the dense product.
+    factors of an LU factorization can share one array. A solve costs `n^2` operations per vector,
+    and a determinant `n`. The matrix takes as much memory as the dense one. A product first copies
+    the triangle, so with one vector it takes up to 5 times as long as the dense product.
 
     **Keeps the structure:** transposes, inverses, multiples by a number, elementwise functions that
     map 0 to 0, and sums and products of two matrices that are both lower or both upper. The product
     of a lower and an upper matrix is a `Product`. `jax.scipy.linalg.solve_triangular` accepts a
-    `Triangular`. In JAX 0.12, `jnp.linalg.solve` and `jnp.linalg.inv` raise an error for 16-bit
-    floats, as they do for dense arrays.
+    `Triangular`.
 
     **Materializes:** sums of a lower and an upper matrix, sums with a dense array, elementwise
     products, Cholesky factors, and functions that map 0 to another number.
@@ -48,10 +46,7 @@ class Triangular(Matrix):
     - `unit_diagonal`: whether the diagonal is all ones. If True, the diagonal of `x` is not read;
       static.
 
-    **Raises:**
-
-    - `TypeError` if `x` is not an array.
-    - `ValueError` if `x` is not square.
+    **Raises:** `TypeError` if `x` is not an array, `ValueError` if it is not square.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> a = vn.types.Triangular(jnp.array([[2.0, 9.0], [1.0, 3.0]]))
@@ -71,7 +66,6 @@ class Triangular(Matrix):
         check_axes(self, x="n n")
 
     def materialise(self) -> Any:
-        """Return the dense matrix."""
         x = self._with_diagonal()._array
         return jnp.tril(x) if self.lower else jnp.triu(x)
 
@@ -130,38 +124,21 @@ def _(x: Triangular, y: Triangular) -> Any:
 
 @register("triangular_solve")
 def _(
-    a: Triangular,
-    b: ArrayLike,
-    *,
-    left_side: bool,
-    lower: bool,
-    transpose_a: bool,
-    conjugate_a: bool,
-    unit_diagonal: bool,
+    a: Triangular, b: ArrayLike, *, lower: bool, unit_diagonal: bool, **options: Any
 ) -> jax.Array:
-    x = a._array
+    x, unit_diagonal = a._array, unit_diagonal or a.unit_diagonal
     if lower != a.lower:  # the triangle that is read has only zeros beside the diagonal
         x = jnp.where(jnp.eye(x.shape[-1], dtype=bool), x, jnp.zeros((), x.dtype))
-    return _triangular_solve(
-        x,
-        b,
-        left_side=left_side,
-        lower=lower,
-        transpose_a=transpose_a,
-        conjugate_a=conjugate_a,
-        unit_diagonal=unit_diagonal or a.unit_diagonal,
-    )
+    return _triangular_solve(x, b, lower=lower, unit_diagonal=unit_diagonal, **options)
 
 
-def _triangular_solve(
-    x: Any, b: Any, *, lower: bool, transpose_a: bool, conjugate_a: bool = False, **options: Any
-) -> Any:
+def _triangular_solve(x: Any, b: Any, *, lower: bool, transpose_a: bool, **options: Any) -> Any:
     """Solve with the transpose, which avoids a slow copy of `x` to column-major order in XLA.
 
     On CPU with n = 2048, this copy took 50 times as long as the solve for one vector.
     """
     return lax_linalg.triangular_solve(
-        x.mT, b, lower=not lower, transpose_a=not transpose_a, conjugate_a=conjugate_a, **options
+        x.mT, b, lower=not lower, transpose_a=not transpose_a, **options
     )
 
 
