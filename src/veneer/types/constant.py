@@ -1,4 +1,4 @@
-"""`Constant`: an array all of whose entries are the same number."""
+"""`Constant`: an array whose entries are all equal."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -33,10 +33,9 @@ class Constant(ImplicitArray):
     another implicit type.
 
     Rules do not check whether `fill` is 0. So a product with `fill=0` is NaN where the other
-    operand is NaN. A matmul sums the entries of the dense operand, and multiplies the sum by
-    `fill`. A matmul of two dense arrays multiplies each entry by `fill` before the sum. If `fill`
-    is infinite or such a product overflows, the matmul of two dense arrays can be NaN where the
-    matmul with a `Constant` is a number or infinite.
+    operand is NaN. A matmul sums the entries of the dense operand, and then multiplies by `fill`.
+    So it can be a number or infinite where the dense matmul, which multiplies before the sum,
+    overflows to NaN.
 
     **Arguments:**
 
@@ -58,28 +57,26 @@ class Constant(ImplicitArray):
     fill: Any  # [...]
     trailing: tuple[int, ...] = static(default=())
 
-    metadata_is_meaning = False  # which of the axes are the fill's is no matter of meaning
+    metadata_is_meaning = False
     is_label = False
 
     def __post_init__(self) -> None:
         try:
             jax.typeof(self.fill)
-        except (TypeError, RuntimeError):  # the latter of an implicit array
+        except (TypeError, RuntimeError):  # RuntimeError for an implicit array
             raise TypeError(
                 f"Constant takes a number or an array to fill with, not {self.fill!r}"
             ) from None
         sizes: Any = self.trailing
-        if not (isinstance(sizes, tuple) and all(map(_is_size, sizes))):
+        is_size = lambda n: is_symbolic_dim(n) or (isinstance(n, int) and n >= 0)
+        if not (isinstance(sizes, tuple) and all(map(is_size, sizes))):
             raise TypeError(f"Constant takes a tuple of sizes, not {sizes!r}")
 
     @classmethod
     def zeros(cls, shape: tuple[int, ...], dtype: Any = float) -> "Constant":
         """Return a `Constant` of zeros.
 
-        **Arguments:**
-
-        - `shape`: a tuple of sizes.
-        - `dtype`: the dtype. The default is JAX's default float.
+        **Arguments:** `shape`, a tuple of sizes, and `dtype`, by default JAX's default float.
         """
         return cls(jnp.zeros((), dtype), shape)
 
@@ -87,10 +84,7 @@ class Constant(ImplicitArray):
     def ones(cls, shape: tuple[int, ...], dtype: Any = float) -> "Constant":
         """Return a `Constant` of ones.
 
-        **Arguments:**
-
-        - `shape`: a tuple of sizes.
-        - `dtype`: the dtype. The default is JAX's default float.
+        **Arguments:** `shape`, a tuple of sizes, and `dtype`, by default JAX's default float.
         """
         return cls(jnp.ones((), dtype), shape)
 
@@ -104,122 +98,116 @@ class Constant(ImplicitArray):
         return _broadcast(self.fill, self.shape)
 
 
-def _is_size(n: Any) -> bool:
-    return is_symbolic_dim(n) or (isinstance(n, int) and n >= 0)
-
-
 def _broadcast(fill: Any, shape: Sequence[int]) -> Any:
-    """A fill of the leading axes as an array, whose sizes there may be 1."""
+    """Broadcast a fill, whose axes are the leading axes of `shape` or have size 1."""
     return lax.broadcast_in_dim(fill, shape, range(jnp.ndim(fill)))
 
 
-# Elementwise.
+# Elementwise functions.
 
 
-def _elementwise(primitive: Primitive) -> None:
+def _register_elementwise(primitive: Primitive) -> None:
     @register(primitive)
     def _(*operands: Constant | ArrayLike, **params: Any) -> Any:
-        bind = lambda xs: primitive.bind(*xs, **primitive.get_bind_params(params))
-        shapes = [jnp.shape(x) if not isinstance(x, Constant) else x.shape for x in operands]
+        constants = [x for x in operands if isinstance(x, Constant)]
+        shapes = [x.shape if isinstance(x, Constant) else jnp.shape(x) for x in operands]
         shape = jnp.broadcast_shapes(*shapes)
-        numbers = [s == () for s in shapes]  # as they may stand beside arrays in some primitives
-        if not all(isinstance(x, Constant) or n for x, n in zip(operands, numbers, strict=True)):
-            return bind([_beside_arrays(x, shape) for x in operands])
-        fills = [x.fill if isinstance(x, Constant) else x for x in operands]
-        lead = max(map(jnp.ndim, fills))
-        fills = [
-            x if n else _broadcast(x, shape[:lead]) for x, n in zip(fills, numbers, strict=True)
-        ]
-        return Constant(bind(fills), shape[lead:])
+        has_array = any(
+            s and not isinstance(x, Constant) for x, s in zip(operands, shapes, strict=True)
+        )
+        lead = len(shape) if has_array else max(jnp.ndim(x.fill) for x in constants)
 
+        def dense_operand(x: Any) -> Any:
+            if not isinstance(x, Constant):
+                return x
+            # Scalars stay scalars: primitives such as `clamp` take them next to arrays.
+            return _broadcast(x.fill, shape[:lead]) if x.shape else x.fill
 
-def _beside_arrays(x: Any, shape: tuple[int, ...]) -> Any:
-    if not isinstance(x, Constant):
-        return x
-    return x.fill if x.shape == () else _broadcast(x.fill, shape)
+        dense = map(dense_operand, operands)
+        result = primitive.bind(*dense, **primitive.get_bind_params(params))
+        return result if has_array else Constant(result, shape[lead:])
 
 
 for _primitive in ELEMENTWISE:
-    _elementwise(_primitive)
+    _register_elementwise(_primitive)
 
 
-# Reductions: along leading axes of the fill, and along the others of one number.
+# Reductions: the primitive itself reduces the leading axes, which are the axes of the fill. A
+# function of the fill and the number of entries reduces the trailing axes.
 
 
-def _sum(fill: Any, count: int) -> Any:
-    wide = _wide(fill.dtype)  # the count may be too large for a half
-    return _times(fill.astype(wide), count).astype(fill.dtype)
+def _widen(dtype: Any) -> Any:
+    """Return float32 for narrower floats, in which the number of entries could overflow."""
+    is_narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+    return jnp.float32 if is_narrow else dtype
 
 
-def _times(x: Any, count: int) -> Any:
-    if not count:  # none of infinity is 0
+def _multiply_by_count(x: Any, count: int) -> Any:
+    if not count:  # a sum of no entries is 0, even of infinities
         return jnp.zeros_like(x)
-    if jnp.issubdtype(x.dtype, jnp.integer):  # which wraps around, as the sum does
+    if jnp.issubdtype(x.dtype, jnp.integer):  # wrap around, as a sum does
         count %= 1 << jnp.iinfo(x.dtype).bits
-    number = np.array(count).astype(x.dtype)  # too large for JAX to take, perhaps
+    number = np.array(count).astype(x.dtype)  # JAX raises for a count that exceeds int32
     return x * jnp.asarray(number)
 
 
-def _product(fill: Any, count: int) -> Any:
-    return lax.integer_pow(fill.astype(_wide(fill.dtype)), count).astype(fill.dtype)
+#: For each reduction, the result for `count` equal entries. None if it is the entry itself.
+_REDUCTIONS: dict[str, Callable[[Any, int], Any] | None] = {
+    "reduce_sum": _multiply_by_count,
+    "reduce_prod": lax.integer_pow,
+    **dict.fromkeys(("reduce_max", "reduce_min", "reduce_and", "reduce_or")),
+}
 
 
-def _same(fill: Any, count: int) -> Any:
-    del count
-    return fill
-
-
-def _wide(dtype: Any) -> Any:
-    halves = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
-    return jnp.float32 if halves else dtype
-
-
-def _reduction(name: str, of_equals: Callable[[Any, int], Any]) -> None:
+def _register_reduction(name: str, reduce_equal: Callable[[Any, int], Any] | None) -> None:
     primitive = find_primitive(name)
 
     @register(primitive)
     def _(x: Constant, *, axes: Any, **params: Any) -> Any:
         fill = jnp.asarray(x.fill)
-        kept, reduced = _split(x, axes)
-        leading = tuple(axis for axis in axes if axis < fill.ndim)
-        if 0 in reduced and of_equals is _same:
-            return NotImplemented  # of no entries: what the primitive says of those
-        fill = primitive.bind(fill, axes=leading, **params) if leading else fill
+        leading, kept, reduced = _split_axes(x, axes)
         count = math.prod(reduced)
-        return Constant(of_equals(fill, count) if count != 1 else fill, kept)
+        if reduce_equal is None and 0 in reduced:
+            return NotImplemented  # the primitive defines the result for no entries
+        if leading:
+            fill = primitive.bind(fill, axes=leading, **params)
+        if reduce_equal is not None and count != 1:
+            fill = reduce_equal(fill.astype(_widen(fill.dtype)), count).astype(fill.dtype)
+        return Constant(fill, kept)
 
 
-def _split(x: Constant, axes: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The trailing sizes without those of some axes, and those."""
+def _split_axes(x: Constant, axes: Any) -> tuple[tuple[int, ...], ...]:
+    """Split the reduced `axes` into axes of the fill and trailing axes.
+
+    Return the axes of the fill, and the sizes of the trailing axes that remain and are reduced.
+    """
     lead = jnp.ndim(x.fill)
     kept = (n for i, n in enumerate(x.trailing, lead) if i not in axes)
-    return tuple(kept), tuple(x.shape[i] for i in axes if i >= lead)
+    reduced = (x.shape[i] for i in axes if i >= lead)
+    return tuple(i for i in axes if i < lead), tuple(kept), tuple(reduced)
 
 
-for _name, _of_equals in {
-    "reduce_sum": _sum,
-    "reduce_prod": _product,
-    **dict.fromkeys(("reduce_max", "reduce_min", "reduce_and", "reduce_or"), _same),
-}.items():
-    _reduction(_name, _of_equals)
+for _name, _reduce_equal in _REDUCTIONS.items():
+    _register_reduction(_name, _reduce_equal)
 
 
-def _position(primitive: Primitive) -> None:
+def _register_argmax(primitive: Primitive) -> None:
     @register(primitive)
     def _(x: Constant, *, axes: Any, index_dtype: Any, **params: Any) -> Any:
-        kept, reduced = _split(x, axes)
         fill = jnp.asarray(x.fill)
-        if not reduced:
+        leading, kept, _ = _split_axes(x, axes)
+        if leading:
             index = primitive.bind(fill, axes=axes, index_dtype=index_dtype, **params)
-            return Constant(index, kept)
-        return Constant(jnp.zeros(fill.shape, index_dtype), kept)  # the first
+        else:
+            index = jnp.zeros(fill.shape, index_dtype)  # of equal entries, the first one
+        return Constant(index, kept)
 
 
 for _primitive in (lax.argmax_p, lax.argmin_p):
-    _position(_primitive)
+    _register_argmax(_primitive)
 
 
-# Layout: the fill's axes must stay the leading ones.
+# Changes of layout. The axes of the fill must remain the leading axes.
 
 
 @register("broadcast_in_dim")
@@ -251,13 +239,13 @@ def _(x: Constant, *, permutation: Any) -> Any:
 
 @register("squeeze")
 def _(x: Constant, *, dimensions: Any) -> Any:
-    leading = [i for i in dimensions if i < jnp.ndim(x.fill)]
-    return Constant(lax.squeeze(jnp.asarray(x.fill), leading), _split(x, dimensions)[0])
+    leading, kept, _ = _split_axes(x, dimensions)
+    return Constant(lax.squeeze(jnp.asarray(x.fill), leading), kept)
 
 
 @register("rev")
 def _(x: Constant, *, dimensions: Any) -> Any:
-    leading = [i for i in dimensions if i < jnp.ndim(x.fill)]
+    leading, *_ = _split_axes(x, dimensions)
     return Constant(lax.rev(jnp.asarray(x.fill), leading), x.trailing)
 
 
@@ -275,7 +263,7 @@ def _(x: Constant, *, start_indices: Any, limit_indices: Any, strides: Any) -> A
 def _(x: Constant, *starts: ArrayLike, slice_sizes: Any) -> Any:
     lead, sizes = jnp.ndim(x.fill), tuple(slice_sizes)
     fill = jnp.asarray(x.fill)
-    if lead:  # lax.dynamic_slice would count negative starts from the end once more
+    if lead:  # lax.dynamic_slice would shift negative starts a second time
         arrays = vary_together([fill, *starts[:lead]])
         fill = find_primitive("dynamic_slice").bind(*arrays, slice_sizes=sizes[:lead])
     return Constant(fill, sizes[lead:])
@@ -299,24 +287,28 @@ def _(
         return NotImplemented
     operands = [v if isinstance(v, Constant) else Constant(v) for v in (x, y)]
     dtype = preferred_element_type or jnp.result_type(operands[0].dtype, operands[1].dtype)
-    fills = [jnp.asarray(v.fill, jnp.promote_types(_wide(v.dtype), dtype)) for v in operands]
+    fills = [jnp.asarray(v.fill, jnp.promote_types(_widen(v.dtype), dtype)) for v in operands]
 
-    # Each axis has a number, the same where two are contracted or are batch axes.
-    of_x, of_y = (list(range(i, i + v.ndim)) for i, v in zip((0, 100), operands, strict=True))
+    # Label the axes with numbers, as in einsum. Pairs of contracted and batch axes share a label.
+    x_labels, y_labels = (
+        list(range(i, i + v.ndim)) for i, v in zip((0, 100), operands, strict=True)
+    )
     (contracted, _), (batch, _) = dimension_numbers
     for pair in dimension_numbers:
         for i, j in zip(*pair, strict=True):
-            of_y[j] = of_x[i]
-    sizes = dict(zip(of_x + of_y, operands[0].shape + operands[1].shape, strict=True))
-    summed, first = [of_x[i] for i in contracted], [of_x[i] for i in batch]
-    out = first + [n for n in of_x + of_y if n not in (*summed, *first)]
+            y_labels[j] = x_labels[i]
+    sizes = dict(zip(x_labels + y_labels, operands[0].shape + operands[1].shape, strict=True))
+    summed, batched = [x_labels[i] for i in contracted], [x_labels[i] for i in batch]
+    out = batched + [n for n in x_labels + y_labels if n not in (*summed, *batched)]
 
-    stored = [axes[: fill.ndim] for axes, fill in zip((of_x, of_y), fills, strict=True)]
+    # Multiply the fills, which have the leading axes only, and count the terms of sums over others.
+    stored = [labels[: f.ndim] for labels, f in zip((x_labels, y_labels), fills, strict=True)]
     kept = [n for n in out if n in stored[0] + stored[1]]
-    terms = [part for pair in zip(fills, stored, strict=True) for part in pair]
-    unseen = [n for n in summed if n not in stored[0] + stored[1]]
-    count = math.prod(sizes[n] for n in (unseen if math.prod(sizes[n] for n in summed) else summed))
-    product = _times(jnp.einsum(*terms, kept, precision=precision), count).astype(dtype)
+    counted = [n for n in summed if n not in stored[0] + stored[1]]
+    if not math.prod(sizes[n] for n in summed):
+        counted = summed  # a sum of no terms
+    product = jnp.einsum(fills[0], stored[0], fills[1], stored[1], kept, precision=precision)
+    product = _multiply_by_count(product, math.prod(sizes[n] for n in counted)).astype(dtype)
     shape = tuple(sizes[n] for n in out)
     if isinstance(x, Constant) and isinstance(y, Constant) and kept == out[: len(kept)]:
         return Constant(product, shape[len(kept) :])

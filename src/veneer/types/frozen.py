@@ -1,4 +1,4 @@
-"""`Frozen`: an array by which no gradient goes."""
+"""`Frozen`: an array that gets no gradient."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -43,7 +43,7 @@ class Frozen(ImplicitArray):
 
     trainable: ClassVar[tuple[str, ...] | None] = ()
     default_precedence: ClassVar[int] = 1
-    #: Its tangent is zero, and not that of the leaf.
+    #: The tangent is zero, even if the leaf has another tangent.
     is_label: ClassVar[bool | None] = False
 
     x: Leaf  # [...]
@@ -61,10 +61,10 @@ class Frozen(ImplicitArray):
 
     def partition(self, spec: PartitionSpec, shape: tuple[int, ...]) -> "Frozen | None":
         """Return a `PartitionSpec` per leaf, or None if the leaves of `x` cannot be sharded."""
-        held = self.x.partition(spec, shape) if isinstance(self.x, Value) else spec
-        if held is None:
+        specs = self.x.partition(spec, shape) if isinstance(self.x, Value) else spec
+        if specs is None:
             return None
-        return jax.tree.map(lambda _: held, self, is_leaf=lambda y: y is self.x)
+        return jax.tree.map(lambda _: specs, self, is_leaf=lambda y: y is self.x)
 
     @staticmethod
     def default(primitive: Primitive, values: Sequence[Any], params: dict[str, Any]) -> Any:

@@ -23,14 +23,13 @@ from .._jax.tracing import Tracer, is_eager
 
 @dataclass(frozen=True)
 class Partial:
-    """A function with arguments, compared by what it holds; `functools.partial` is by identity."""
+    """A `functools.partial` that compares equal if the function and the arguments are equal."""
 
     function: Callable
     args: tuple[Any, ...]
     keywords: tuple[tuple[str, Any], ...]
 
     def __call__(self, *args: Any) -> Any:
-        """What the function gives, with these arguments after its own."""
         return self.function(*self.args, *args, **dict(self.keywords))
 
     def __repr__(self) -> str:
@@ -40,16 +39,15 @@ class Partial:
 
 @dataclass(frozen=True)
 class Deferred:
-    """A primitive and its parameters, to be bound on the dense forms of the operands.
+    """A function that binds a primitive with given parameters to the materialized operands.
 
-    Not under `implicit`: the rule that deferred it would run, and defer it again.
+    Do not call it under `implicit`: the rule that deferred the primitive would defer it again.
     """
 
     primitive: Primitive
     params: tuple[tuple[str, Any], ...]
 
     def __call__(self, *operands: Any) -> Any:
-        """What the primitive gives."""
         params = self.primitive.get_bind_params(dict(self.params))
         return self.primitive.bind(*map(materialise_one, operands), **params)
 
@@ -83,12 +81,9 @@ class Lazy(ImplicitArray):
       arguments count as equal.
     - `operands`: pytrees of arrays and implicit arrays, of any shapes and dtypes.
 
-    **Raises:**
-
-    - `TypeError` if `function` is not callable or hashable, captures a traced array, or does not
-      return one array.
-    - `TypeError` if an operand is not an array.
-    - Any error that `function` raises when it is traced with the operands.
+    **Raises:** `TypeError` if `function` is not callable or hashable, captures a traced array or
+    does not return one array, or if an operand is not an array. Any error that `function` raises
+    when it is traced with the operands.
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> gram = vn.types.Lazy(lambda x: x.T @ x, jnp.arange(6.0).reshape(3, 2))
@@ -103,9 +98,9 @@ class Lazy(ImplicitArray):
     output: int | None = static(default=None)
 
     batch_transparent = False
-    metadata_is_meaning = False  # of two branches that differ in it, both results are arrays
+    metadata_is_meaning = False  # branches with different functions materialize their results
     is_label = False
-    compiles_operators = False  # a run within a compiled operator would not be kept
+    compiles_operators = False  # a compiled operator would not cache the result in the instance
 
     def __init__(self, function: Any, *operands: Any):
         if not callable(function):
@@ -120,7 +115,11 @@ class Lazy(ImplicitArray):
                 f"Lazy: {function!r} cannot be hashed ({error}). Pass the arrays that it holds as "
                 "operands: Lazy(lambda module, x: module(x), module, x)."
             ) from None
-        if _captures_tracer(function):
+        captured = []
+        for cell in getattr(function, "__closure__", None) or ():
+            with contextlib.suppress(ValueError):  # the cell is still empty
+                captured.append(cell.cell_contents)
+        if any(isinstance(x, Tracer) for x in jax.tree.leaves(captured)):
             raise TypeError(
                 f"Lazy: {_name(function)} captures a traced array, which would not be a leaf. "
                 "Pass it as an operand."
@@ -129,7 +128,7 @@ class Lazy(ImplicitArray):
 
     def __post_init__(self) -> None:
         check_fields(self)
-        self.aval()  # so that a function that does not fit its operands fails here
+        self.aval()  # trace the function, so that it raises here if it does not fit its operands
 
     @staticmethod
     def deferred(
@@ -163,130 +162,118 @@ class Lazy(ImplicitArray):
         function = Deferred(primitive, tuple(params.items()))
         if not primitive.multiple_results:
             return Lazy(function, *operands)
-        count = len(jax.eval_shape(function, *operands))
-        kept: dict[Any, Any] = {}
+        cache: dict[Any, Any] = {}
         outputs = []
-        for i in range(count):
-            lazy = Lazy.__new__(Lazy)  # which registers the pytree
+        for i in range(len(jax.eval_shape(function, *operands))):
+            lazy = Lazy.__new__(Lazy)  # `__new__` registers the pytree
             fields = {"operands": tuple(operands), "function": function, "output": i}
-            lazy.__dict__.update(fields, _kept=kept)
+            lazy.__dict__.update(fields, _cache=cache)
             outputs.append(lazy)
         return outputs
 
     def materialise(self) -> Any:
         """Return the dense array. Run the function if its result is not cached."""
-        results = self._results()
+        config: Any = jax.config
+        # The result depends on these settings of JAX.
+        key = config.jax_enable_x64, config.jax_default_matmul_precision
+        cache = self.__dict__.setdefault("_cache", {})
+        if (results := cache.get(key)) is None:
+            results = self._run()
+            if not any(isinstance(x, Tracer) for x in jax.tree.leaves(results)):
+                cache[key] = results
         return results if self.output is None else results[self.output]
 
-    def _results(self) -> Any:
-        kept, context = self.__dict__.setdefault("_kept", {}), _context()
-        if context in kept:
-            return kept[context]
-        # One deferred by a rule below is run, and not wrapped, for the rule would defer again.
-        operands = jax.tree.map(_run_if_lazy, self.operands, is_leaf=is_value)
+    def _run(self) -> Any:
+        # Materialize lazy operands, and bind a deferred primitive outside of `implicit`. Otherwise
+        # the rule that deferred the primitive would defer it again.
+        materialise_lazy = lambda x: materialise_one(x) if isinstance(x, Lazy) else x
+        operands = jax.tree.map(materialise_lazy, self.operands, is_leaf=is_value)
         is_primitive = isinstance(self.function, Deferred)
-        run = self.function if is_primitive else implicit(self.function)
-        results = jax.tree.map(materialise_one, run(*operands), is_leaf=is_value)
-        if not any(isinstance(x, Tracer) for x in jax.tree.leaves(results)):
-            kept[context] = results
-        return results
+        function = self.function if is_primitive else implicit(self.function)
+        return jax.tree.map(materialise_one, function(*operands), is_leaf=is_value)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the fields, without the results of a run."""
-        return {name: x for name, x in self.__dict__.items() if name != "_kept"}
+        """Return the fields, without the cached results."""
+        return {name: x for name, x in self.__dict__.items() if name != "_cache"}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Lazy":
-        """Copy the operands. The function stays: a copy of a jitted function is another program."""
+        """Copy the operands, and share the function: JAX would compile a copied function again."""
         new = copy.copy(self)
         new.__dict__["operands"] = copy.deepcopy(self.operands, memo)
         return new
 
     def __repr__(self) -> str:
-        operands = ", ".join(map(_show, self.operands))
+        operands = ", ".join(map(_describe, self.operands))
         index = "" if self.output is None else f"[{self.output}]"
         return f"Lazy({_name(self.function)}, {operands}){index}"
-
-
-def _context() -> tuple[Any, ...]:
-    """The settings of JAX by which a run may give another result."""
-    config: Any = jax.config
-    return config.jax_enable_x64, config.jax_default_matmul_precision
-
-
-def _run_if_lazy(x: Any) -> Any:
-    return materialise_one(x) if isinstance(x, Lazy) else x
-
-
-def _captures_tracer(function: Any) -> bool:
-    captured = []
-    for cell in getattr(function, "__closure__", None) or ():
-        with contextlib.suppress(ValueError):  # a cell that is yet empty
-            captured.append(cell.cell_contents)
-    return any(isinstance(x, Tracer) for x in jax.tree.leaves(captured))
 
 
 def _name(function: Callable) -> str:
     return getattr(function, "__name__", None) or repr(function)
 
 
-def _show(operand: Any) -> str:
-    shown = jax.tree.map(
-        lambda x: _short(x) if hasattr(x, "shape") and not is_value(x) else x,
-        operand,
-        is_leaf=is_value,
-    )
+def _describe(operand: Any) -> str:
+    def describe_leaf(x: Any) -> Any:
+        if is_value(x) or not hasattr(x, "shape"):
+            return x
+        return jax.core.ShapedArray(x.shape, x.dtype).str_short(short_dtypes=True)
+
+    shown = jax.tree.map(describe_leaf, operand, is_leaf=is_value)
     return shown if isinstance(shown, str) else repr(shown)
 
 
-def _short(x: Any) -> str:
-    return jax.core.ShapedArray(x.shape, x.dtype).str_short(short_dtypes=True)
-
-
-def _stays_lazy(name: str) -> None:
+def _register_deferred(name: str) -> None:
     primitive = find_primitive(name)
 
     @register(primitive)
     def _(x: Lazy, **params: Any) -> Lazy:
-        return Lazy.deferred(primitive, [x], params)  # of x itself, which keeps its result
+        return Lazy.deferred(primitive, [x], params)  # `x` caches its own result
 
 
-# Of no axes: what vmap adds to the operands would be counted among them.
+# Only primitives without axes: the axes would be wrong if vmap adds an axis to the operands.
 for _primitive in ("stop_gradient", "copy", "convert_element_type"):
-    _stays_lazy(_primitive)
+    _register_deferred(_primitive)
 
 
-def _bind_with(primitive: Primitive, needed: Sequence[bool], operands: Sequence[Any], params: Any):
-    """Bind a loop or a jit again, with the lazy operands that it needs materialized.
+# Loops, and calls of jitted functions, compute their lazy operands once, before they run.
 
-    Its program may build implicit arrays, even if all operands are dense now.
+
+def _materialize_and_bind(
+    primitive: Primitive, operands: Sequence[Any], is_needed: Sequence[bool], params: Any
+) -> Any:
+    """Bind a loop or a jit with the needed operands materialized.
+
+    Bind it under `implicit`: its program may build implicit arrays, even if all operands are dense.
     """
-    if not any(needed):
+    if not any(is_needed):
         return NotImplemented
-    ready = make_dense(primitive, [x for x, n in zip(operands, needed, strict=True) if n])
-    dense = iter(ready)
-    operands = [next(dense) if n else x for x, n in zip(operands, needed, strict=True)]
+    pairs = list(zip(operands, is_needed, strict=True))
+    dense = iter(make_dense(primitive, [x for x, needed in pairs if needed]))
+    operands = [next(dense) if needed else x for x, needed in pairs]
     return ImplicitTrace.run(lambda *xs: primitive.bind(*xs, **params), operands)
 
 
-def _loop(name: str) -> None:
+def _register_loop(name: str) -> None:
     primitive = find_primitive(name)
 
-    def run_before(*operands: Value | ArrayLike, **params: Any) -> Any:
-        return _bind_with(primitive, [isinstance(x, Lazy) for x in operands], operands, params)
+    def rule(*operands: Value | ArrayLike, **params: Any) -> Any:
+        is_lazy = [isinstance(x, Lazy) for x in operands]
+        return _materialize_and_bind(primitive, operands, is_lazy, params)
 
-    add_rule(run_before, [primitive], structural=True, conditional=True)
+    add_rule(rule, [primitive], structural=True, conditional=True)
 
 
-def _run_before_call(*operands: Lazy | ArrayLike, jaxpr: Any, **params: Any) -> Any:
-    # Computed at once, a jit is a call of a compiled function, and its runs are not kept.
+def _call_jitted(*operands: Lazy | ArrayLike, jaxpr: Any, **params: Any) -> Any:
+    # Only eager calls compile the jitted function, whose results a `Lazy` cannot cache.
     if not is_eager():
         return NotImplemented
     used = {id(x) for equation in jaxpr.eqns for x in equation.invars}
-    invars = jaxpr.jaxpr.invars
-    needed = [isinstance(x, Lazy) and id(v) in used for x, v in zip(operands, invars, strict=True)]
-    return _bind_with(find_primitive("jit"), needed, operands, {"jaxpr": jaxpr, **params})
+    pairs = zip(operands, jaxpr.jaxpr.invars, strict=True)
+    is_needed = [isinstance(x, Lazy) and id(variable) in used for x, variable in pairs]
+    params = {"jaxpr": jaxpr, **params}
+    return _materialize_and_bind(find_primitive("jit"), operands, is_needed, params)
 
 
-_loop("scan")
-_loop("while")
-add_rule(_run_before_call, [find_primitive("jit")], structural=True, conditional=True)
+_register_loop("scan")
+_register_loop("while")
+add_rule(_call_jitted, [find_primitive("jit")], structural=True, conditional=True)
