@@ -1,4 +1,4 @@
-"""`Constant`: what it keeps, against the array written out."""
+"""`Constant`: its operations give the same results as a dense array."""
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +19,12 @@ def dense(draw):
     return draw(draw.n, 3)
 
 
-def whole(draw):
+def integer_constant(draw):
     return Constant(jnp.full(draw.batch, 5), (draw.n, 3))
 
 
-def of_rows(draw):
-    """With an axis of its own that is the fill's."""
+def row_constants(draw):
+    """Return a constant per row: the fill has an axis."""
     return Constant(draw(draw.n), (3,))
 
 
@@ -50,7 +50,7 @@ CLAIMS = {
     "of two": Claim(lambda x, y: [f(x, y) for f in OF_TWO], [constant, constant], Constant),
     "of integers": Claim(
         lambda x, y: [f(x, y) for f in OF_INTEGERS],
-        [whole, whole],
+        [integer_constant, integer_constant],
         Constant,
         without=("grad of implicit", "implicit of grad"),
     ),
@@ -65,7 +65,7 @@ CLAIMS = {
     "of a row and a constant": Claim(
         lambda x, y: x * y, [lambda d: Constant(d(), (3,)), constant], Constant
     ),
-    "of fills with other axes": Claim(lambda x, y: x * y, [of_rows, constant], Constant),
+    "of fills with other axes": Claim(lambda x, y: x * y, [row_constants, constant], Constant),
     "a choice by constants": Claim(
         lambda x, y: jnp.where(x > 0, x, y), [constant, constant], Constant
     ),
@@ -75,7 +75,7 @@ CLAIMS = {
     "a choice between constants": Claim(
         lambda x, y: jnp.where(y > 0, x, 2 * x),
         [constant, dense],
-        sizes=(1, 5),  # of nothing, jnp.where gives an operand
+        sizes=(1, 5),  # for size 0, jnp.where returns an operand
     ),
     "reductions": Claim(
         lambda x: (
@@ -89,20 +89,22 @@ CLAIMS = {
         ),
         [constant],
         Constant,
-        tolerance=1024,  # of a product in bfloat16, taken in another order
+        tolerance=1024,  # a bfloat16 product in another order
     ),
     "reductions of fills": Claim(
-        lambda x: (x.sum(-2), x.max(-1), x.argmin(-1), x.sum()), [of_rows], Constant
+        lambda x: (x.sum(-2), x.max(-1), x.argmin(-1), x.sum()), [row_constants], Constant
     ),
     "truth": Claim(lambda x: ((x > 0).all(-1), (x > 0).any(-1)), [constant], Constant),
     "layout": Claim(
         lambda x: (x.mT, x[..., None], x[..., None, :], x.reshape(*x.shape[:-2], -1), x[::-1]),
         [constant],
         Constant,
-        sizes=(1, 5),  # no size is inferred from nothing
+        sizes=(1, 5),  # -1 cannot be inferred for size 0
     ),
     "layout of fills": Claim(
-        lambda x: (x[..., None], x[..., ::-1, 1:], jnp.squeeze(x[..., :1], -1)), [of_rows], Constant
+        lambda x: (x[..., None], x[..., ::-1, 1:], jnp.squeeze(x[..., :1], -1)),
+        [row_constants],
+        Constant,
     ),
     "slices": Claim(
         lambda x: (x[1:, ::2], x[..., 0], x[-1:]),
@@ -113,33 +115,35 @@ CLAIMS = {
         lambda x: lax.dynamic_slice(x, (0, 1), (1, 2)),
         [constant],
         Constant,
-        sizes=(1, 5),  # of nothing no row is taken
-        without=("implicit of vmap",),  # a gather
+        sizes=(1, 5),  # size 0 has no rows
+        without=("implicit of vmap",),  # vmap makes a gather of it
     ),
     "broadcast": Claim(lambda x: jnp.broadcast_to(x, (2, *x.shape)), [constant], Constant),
     "a product with an array": Claim(lambda x, y: (x.T @ y, y.T @ x), [constant, dense]),
     "a product with a vector": Claim(lambda x, y: (x @ y, y @ x.T), [constant, lambda d: d(3)]),
     "a product of two": Claim(lambda x, y: (x.T @ y, x @ y.T), [constant, constant], Constant),
-    "a product of fills": Claim(lambda x, y: jnp.einsum("ij,ik->jk", x, y), [of_rows, dense]),
-    "a product of fills and a constant": Claim(lambda x, y: x @ y.T, [of_rows, constant], Constant),
+    "a product of fills": Claim(lambda x, y: jnp.einsum("ij,ik->jk", x, y), [row_constants, dense]),
+    "a product of fills and a constant": Claim(
+        lambda x, y: x @ y.T, [row_constants, constant], Constant
+    ),
     "a product of batches": Claim(
         lambda x, y: jnp.einsum("bij,bjk->bik", x, y),
         [lambda d: Constant(d(), (2, d.n, 3)), lambda d: d(2, 3, d.n)],
     ),
-    "what two axes contract": Claim(lambda x, y: jnp.einsum("ij,ij->", x, y), [constant, dense]),
+    "a contraction of two axes": Claim(lambda x, y: jnp.einsum("ij,ij->", x, y), [constant, dense]),
 }
 
 test_under, test_over_sizes_and_dtypes = claims(CLAIMS)
 
 
-def test_a_result_in_another_dtype_is_asked_for():
+def test_preferred_element_type_sets_the_dtype():
     x, y = Constant(jnp.int8(100), (5, 4)), jnp.full((4, 2), 100, "int8")
     dot = lambda x, y: jnp.matmul(x, y, preferred_element_type=jnp.int32)
     assert jnp.array_equal(vn.implicit(dot)(x, y), jnp.full((5, 2), 40_000))
 
 
 @pytest.mark.parametrize("fill", [0.0, jnp.inf, -jnp.inf, jnp.nan])
-def test_nothing_is_dropped_of_what_is_not_finite(fill):
+def test_infinities_and_nan_reach_the_result(fill):
     x, y = Constant(fill, (3,)), jnp.array([1.0, jnp.inf, jnp.nan])
     program = lambda x, y: (x * y, x + y, x.sum(), x.max(), x.prod(), jnp.maximum(x, y), x @ y)
     for out, expected in zip(
@@ -151,35 +155,35 @@ def test_nothing_is_dropped_of_what_is_not_finite(fill):
 
 
 @pytest.mark.parametrize("fill", [jnp.inf, jnp.nan])
-def test_nothing_of_infinity_is_nothing(fill):
+def test_sum_of_no_infinities_is_zero(fill):
     x = Constant(fill, (2, 0))
     assert jnp.array_equal(vn.materialise(x.sum(-1)), jnp.zeros(2))
     assert jnp.array_equal(x @ jnp.ones((0, 2)), jnp.zeros((2, 2)))
 
 
-def test_a_sum_of_more_halves_than_they_can_count():
+def test_count_may_exceed_the_range_of_float16():
     x = Constant(jnp.float16(0.001), (100_000,))
     assert jnp.allclose(vn.materialise(x.sum()), 100, rtol=1e-2)
 
 
-def test_an_index_out_of_bounds_gives_what_it_does_for_an_array():
+def test_index_out_of_bounds_is_filled():
     x = Constant(2.0, (3,))
     assert vn.implicit(lambda x: x.at[jnp.array([1, 5])].get(mode="fill"))(x)[1] != 2
 
 
-def test_it_stores_one_number():
+def test_one_number_is_stored():
     assert Constant.zeros((1000, 1000)).nbytes == 4
     assert repr(Constant.ones((2,), bool)) == "Constant(fill=bool[], trailing=(2,))"
     assert np.array_equal(np.asarray(Constant.ones((2,), bool)), np.ones(2, bool))
 
 
 @pytest.mark.parametrize("arguments", [("x", (2,)), (0.0, [2]), (0.0, 2), (0.0, (-1,))])
-def test_a_mistake_is_refused_where_it_is_made(arguments):
+def test_invalid_arguments_raise(arguments):
     with pytest.raises(TypeError, match="Constant takes a"):
         Constant(*arguments)
 
 
-def test_more_entries_than_an_integer_of_32_bits_can_count():
+def test_count_may_exceed_int32():
     ones = Constant.ones((50_000, 50_000))
     assert vn.implicit(jnp.sum)(ones) == 2.5e9
     assert vn.implicit(jnp.mean)(ones) == 1

@@ -1,4 +1,4 @@
-"""`Frozen`: what it holds, and a constant to derivatives."""
+"""`Frozen`: an array that gets no gradient."""
 
 import jax
 import jax.numpy as jnp
@@ -41,14 +41,14 @@ X = arrays.ones((3, 6))
 KEY = arrays.key(0)
 
 
-def test_the_rules_of_what_is_held_are_run():
+def test_rules_of_the_wrapped_type_run():
     report = vn.explain(jnp.matmul)(X, Frozen(lora_of_int8(KEY)))
     assert not without_rule(report)
     met = [event.operands[1].partition(":")[0] for event in report.events]
     assert met == ["QArray", "Lora", "Frozen"]
 
 
-def test_no_gradient_goes_to_what_is_held_and_all_of_it_past():
+def test_only_the_frozen_array_gets_no_gradient():
     w = lora_of_int8(KEY)
     loss = lambda x, w: jnp.sin(x @ w).sum()
     past, by_leaves = jax.grad(loss, (0, 1), allow_int=True)(X, Frozen(w))
@@ -57,13 +57,13 @@ def test_no_gradient_goes_to_what_is_held_and_all_of_it_past():
         assert leaf.dtype == jax.dtypes.float0 or not leaf.any()
 
 
-def test_a_program_that_is_differentiated_sees_an_array_as_any_other():
+def test_grad_inside_implicit_sees_a_dense_array():
     loss = lambda w: jnp.sin(X @ w).sum()
     w = jax.random.normal(KEY, (6, 6))
     assert_close(vn.implicit(jax.grad(loss))(Frozen(w)), jax.grad(loss)(w))
 
 
-def test_the_base_of_a_low_rank_update_may_be_frozen():
+def test_base_of_a_lora_array_can_be_frozen():
     w = lora_of_int8(KEY)
     inside = lambda base: jax.grad(
         lambda a: jnp.sin(X @ Lora(base, a, w.b, scale=w.scale)).sum(),
@@ -71,7 +71,7 @@ def test_the_base_of_a_low_rank_update_may_be_frozen():
     assert_close(inside(Frozen(w.w)), inside(w.w))
 
 
-def test_it_is_materialised_by_one_layer():
+def test_materialise_keeps_an_implicit_array_implicit():
     w = lora_of_int8(KEY)
     assert type(Frozen(w).materialise()) is Lora
     assert (vn.materialise(Frozen(w)) == vn.materialise(w)).all()
@@ -80,17 +80,17 @@ def test_it_is_materialised_by_one_layer():
 @pytest.mark.parametrize(
     "x", [arrays.ones((2, 3)), np.ones((2, 3), np.float16), arrays.quantized("int8", 6, 6)]
 )
-def test_it_has_the_shape_dtype_and_bytes_of_what_it_holds(x):
+def test_shape_dtype_and_bytes_equal_the_wrapped_array(x):
     value = Frozen(x)
     assert (value.shape, value.dtype, value.nbytes) == (x.shape, x.dtype, x.nbytes)
 
 
-def test_it_shows_itself():
+def test_repr():
     assert repr(Frozen(jnp.ones(3))) == "Frozen(x=f32[3])"
     assert repr(Frozen(Diagonal(jnp.ones(3)))) == "Frozen(x=Diagonal(diagonal=f32[3]))"
 
 
-def test_it_is_cut_as_what_it_holds():
+def test_partition_follows_the_wrapped_array():
     assert Frozen(X).partition(P("x", None), X.shape).x == P("x", None)
     w = vn.quant.quantize(X, "int8", channelwise_axes=[1])
     assert Frozen(w).partition(P("x", "y"), X.shape).x.packed == P("x", "y")
@@ -98,12 +98,12 @@ def test_it_is_cut_as_what_it_holds():
 
 
 @pytest.mark.parametrize("x", [3, [arrays.ones(2)], "w"])
-def test_it_holds_an_array(x):
+def test_invalid_values_raise(x):
     with pytest.raises(TypeError, match=r"Frozen takes an array for x|Expected type"):
         Frozen(x)
 
 
-def test_it_meets_a_type_with_a_default_of_its_own():
+def test_default_runs_before_the_default_of_another_type():
     quantize = vn.ste(lambda x: vn.quant.quantize(x, "int8"))
     x, w = jnp.arange(4.0), vn.freeze(jnp.ones(4))
     loss = lambda x, w: (quantize(x) * w).sum()

@@ -1,4 +1,4 @@
-"""`Lazy`: what it gives, and how often it runs."""
+"""`Lazy`: its results, and how often its function runs."""
 
 import functools
 
@@ -31,7 +31,7 @@ def scaled(tree, y):
 
 NEEDED = {"made_dense": True}
 
-# There it is run, and the rest is no matter of this type.
+# Transformations after the materialization are not specific to this type.
 COMPILED = ("implicit of jit", "implicit of vmap", "implicit of scan")
 
 CLAIMS = {
@@ -47,7 +47,7 @@ CLAIMS = {
         lambda x: jax.lax.cond(x.ndim == 2, lambda x: x.sum(), lambda x: x.max(), x),
         [lazy],
         **NEEDED,
-        sizes=(1, 5),  # the largest of nothing is an error
+        sizes=(1, 5),  # max raises for size 0
     ),
     "branches that defer otherwise": Claim(
         lambda x, p: jax.lax.cond(p.sum() > 0, lambda x: x.mT, lambda x: x, x),
@@ -62,7 +62,7 @@ test_under, test_over_sizes_and_dtypes = claims(CLAIMS)
 
 
 class Counter:
-    """A function that counts its runs, also those within compiled programs."""
+    """A function that counts its runs, including runs of compiled programs."""
 
     def __init__(self):
         self._runs = 0
@@ -101,14 +101,14 @@ ONCE = {
 
 
 @pytest.mark.parametrize("program", ONCE.values(), ids=ONCE)
-def test_it_runs_once(program, counter):
+def test_function_runs_once(program, counter):
     x = Lazy(counter, X)
     out = vn.implicit(program)(x)
     assert counter.runs == 1
     assert jnp.allclose(out, program(X @ X.T), rtol=1e-5)
 
 
-def test_operators_at_top_level_run_it_once(counter):
+def test_eager_operators_run_the_function_once(counter):
     x = Lazy(counter, X)
     dense = X @ X.T
     assert jnp.allclose((x + 1) @ x - x.sum(), (dense + 1) @ dense - dense.sum())
@@ -124,19 +124,19 @@ UNNEEDED = {
 
 
 @pytest.mark.parametrize("program", UNNEEDED.values(), ids=UNNEEDED)
-def test_it_does_not_run_unless_needed(program, counter):
+def test_function_does_not_run_unless_needed(program, counter):
     vn.implicit(program)(Lazy(counter, X))
     assert counter.runs == 0
 
 
-def test_a_run_within_a_trace_is_not_kept(counter):
+def test_traced_results_are_not_cached(counter):
     x = Lazy(counter, X)
     with jax.check_tracer_leaks():
         jax.jit(lambda y: vn.implicit(lambda y: y + x)(y))(1.0)
     assert jnp.array_equal(vn.materialise(x), X @ X.T)
 
 
-def test_another_precision_is_another_run(counter):
+def test_cache_depends_on_the_matmul_precision(counter):
     x = Lazy(counter, X)
     vn.materialise((x, x))
     with jax.default_matmul_precision("bfloat16"):
@@ -144,13 +144,13 @@ def test_another_precision_is_another_run(counter):
     assert counter.runs == 2
 
 
-def test_the_report_says_where_it_runs():
+def test_report_names_the_operation_that_materializes():
     report = vn.explain(lambda x: jnp.sin(x.astype(float)))(Lazy(gram, X))
     assert [event.primitive for event in report.materialised] == ["sin"]
 
 
 class Doubled(vn.ImplicitArray):
-    """Twice an array, by a rule of its own for the sine."""
+    """Twice an array, with a rule for `sin`."""
 
     x: jax.Array
 
@@ -163,13 +163,13 @@ def _(x: Doubled, **params):
     return jnp.zeros_like(x.x)
 
 
-def test_implicit_operands_meet_their_rules():
+def test_rules_of_implicit_operands_run():
     assert jnp.array_equal(vn.materialise(Lazy(jnp.sin, Doubled(X))), jnp.zeros_like(X))
     assert jnp.array_equal(vn.materialise(Lazy(jnp.cos, Doubled(X))), jnp.cos(2 * X))
     assert jnp.array_equal(vn.materialise(Lazy(lambda x: x, Doubled(X))), 2 * X)
 
 
-# What a primitive gives, deferred.
+# Deferred primitives.
 
 LU = jax.make_jaxpr(jax.lax.linalg.lu)(arrays.eye(2)).eqns[0].params
 SQUARE, HALF = arrays.array([[1.0, 2.0], [3.0, 4.0]]), arrays.array([[0.5, 1.0], [1.5, 2.0]])
@@ -177,7 +177,7 @@ SQUARE, HALF = arrays.array([[1.0, 2.0], [3.0, 4.0]]), arrays.array([[0.5, 1.0],
 
 @pytest.mark.parametrize("operand", [SQUARE, Doubled(HALF)], ids=["dense", "implicit"])
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_each_result_of_a_primitive_is_deferred(operand, transform):
+def test_each_result_of_a_primitive_is_lazy(operand, transform):
     outputs = Lazy.deferred("lu", [operand], LU)
     expected = jax.lax.linalg.lu(SQUARE)
     for output, e in zip(transform(vn.materialise)(outputs), expected, strict=True):
@@ -185,22 +185,22 @@ def test_each_result_of_a_primitive_is_deferred(operand, transform):
         assert jnp.array_equal(output, e)
 
 
-def test_the_results_of_a_primitive_share_a_run(monkeypatch):
+def test_results_of_a_primitive_share_a_run(monkeypatch):
     primitive = jax.lax.linalg.lu_p
     bind, runs = primitive.bind, []
-    vn.materialise(Lazy.deferred(primitive, [SQUARE], LU))  # to compile binds it once more
+    vn.materialise(Lazy.deferred(primitive, [SQUARE], LU))  # compilation binds it once more
     outputs = Lazy.deferred(primitive, [SQUARE], LU)
     monkeypatch.setattr(primitive, "bind", lambda *x, **p: runs.append(1) or bind(*x, **p))
     vn.materialise(outputs)
     assert len(runs) == 1
 
 
-def test_the_results_of_a_primitive_share_a_run_when_compiled():
+def test_results_of_a_primitive_share_a_compiled_run():
     program = jax.jit(lambda x: vn.materialise(Lazy.deferred("lu", [x], LU)))
     assert program.lower(SQUARE).compile().as_text().count(" custom-call(") == 1
 
 
-def test_a_rule_may_defer_its_own_primitive():
+def test_rule_can_defer_its_own_primitive():
     @vn.register("exp")
     def _(x: Doubled, **params):
         return Lazy.deferred("exp", [x], params)
@@ -210,10 +210,10 @@ def test_a_rule_may_defer_its_own_primitive():
     assert jnp.array_equal(vn.materialise(y), jnp.exp(2 * X))
 
 
-# As metadata, and as it is shown.
+# Equality and display.
 
 
-def test_partials_that_are_equal_make_equal_programs():
+def test_equal_partials_are_compiled_once():
     rows, also_rows = (Lazy(functools.partial(jnp.sum, axis=0), X) for _ in range(2))
     columns = Lazy(functools.partial(jnp.sum, axis=1), X)
     assert jax.tree.structure(rows) == jax.tree.structure(also_rows)
@@ -229,11 +229,11 @@ def test_partials_that_are_equal_make_equal_programs():
         (lambda: Lazy.deferred("lu", [SQUARE], LU)[2], "Lazy(lu, f32[2,2])[2]"),
     ],
 )
-def test_it_is_shown_as_a_call(value, shown):
+def test_repr_looks_like_a_call(value, shown):
     assert repr(value()) == shown
 
 
-def test_its_bytes_are_those_of_the_operands():
+def test_nbytes_counts_the_operands():
     assert Lazy(gram, X).nbytes == X.nbytes
 
 
@@ -254,6 +254,6 @@ ERRORS = {
 
 
 @pytest.mark.parametrize(("make", "message"), ERRORS.values(), ids=ERRORS)
-def test_a_mistake_is_refused_where_it_is_made(make, message):
+def test_invalid_arguments_raise(make, message):
     with pytest.raises(TypeError, match=message):
         make()

@@ -1,6 +1,6 @@
-"""No move gives a value that its own constructor refuses: every type, every rule, every axis.
+"""Moves of data return only values that the constructor of the type accepts.
 
-What moves of matrices give is compared with those of dense arrays in `test_dtypes.py`.
+`test_dtypes.py` compares the results of moves with dense results.
 """
 
 import inspect
@@ -19,8 +19,8 @@ from veneer.testing.programs import moves
 
 
 @pytest.fixture(autouse=True)
-def _constructors_are_asked(monkeypatch):
-    """Has the constructor of each value that a program meets, or gives on its way, look at it."""
+def _check_all_values(monkeypatch):
+    """Run `__post_init__` of each implicit value in a program, including intermediate values."""
     init = ImplicitTracer.__init__
 
     def checked(self, trace, value):
@@ -39,18 +39,18 @@ def check(value):
         value.__post_init__()
 
 
-def test_the_check_finds_what_a_constructor_refuses():
+def test_fixture_finds_values_that_a_constructor_rejects():
     rows = value("NMSparse, along -1")
     with pytest.raises(ValueError, match="NMSparse takes values"):
         check(jax.tree.map(lambda leaf: leaf[0], rows))
 
 
-#: These have no dense form, and refuse by name what they do not keep.
+#: These types have no dense array. They raise for operations that they do not support.
 REFUSING = (T.Masked, T.Named, T.Quantity)
 
 
 @pytest.mark.parametrize("name", EVERY_TYPE)
-def test_moves_of_a_batch(name):
+def test_moves_of_a_batch_agree_with_the_dense_array(name):
     w = value(name, (2,))
     results, refused = jax.eval_shape(_moved, w, plain(w))
     for move, (out, expected) in results.items():
@@ -59,11 +59,11 @@ def test_moves_of_a_batch(name):
 
 
 def _moved(w, x):
-    """What each move gives, of an implicit and of a dense array, and what refusals say."""
+    """Run each move on an implicit and a dense array, and return results and errors."""
     results, refused = {}, {}
     for move, program in moves(w.shape):
         if move.startswith("filled") and isinstance(w, T.Masked):
-            continue  # what lies outside is not valid there, and no NaN
+            continue  # entries outside are invalid, not NaN
         try:
             results[move] = vn.implicit(program)(w), program(x)
         except (TypeError, ValueError) as error:
@@ -91,7 +91,7 @@ def test_rows_of_a_sparse_matrix_are_dense():
 
 
 class Matrices(vn.ImplicitArray):
-    """Two axes and no more: so says the constructor, and nothing else."""
+    """A type whose constructor accepts arrays with two axes only."""
 
     x: jax.Array
 
@@ -104,14 +104,14 @@ class Matrices(vn.ImplicitArray):
 
 
 @pytest.mark.parametrize(("move", "program"), list(moves((4, 4))))
-def test_a_type_of_which_only_the_constructor_says_what_it_is(move, program):
+def test_values_that_the_constructor_rejects_materialize(move, program):
     w = Matrices(jnp.arange(16.0).reshape(4, 4))
     out = vn.implicit(program)(w)
     jax.tree.map(np.testing.assert_array_equal, plain(out), program(w.x))
     jax.tree.map(check, out, is_leaf=lambda x: isinstance(x, vn.Value))
 
 
-def test_a_constructor_that_wants_known_entries_refuses_nothing():
+def test_constructor_that_reads_entries_keeps_the_type():
     class Sorted(vn.ImplicitArray):
         x: jax.Array  # [n]
 
@@ -126,7 +126,7 @@ def test_a_constructor_that_wants_known_entries_refuses_nothing():
 
 
 class OwnConstructor(vn.ImplicitArray):
-    """The same with a constructor of its own, which takes something else than the fields."""
+    """The same type with an `__init__` whose arguments are not the fields."""
 
     x: jax.Array
     count: int = vn.static()
@@ -139,14 +139,14 @@ class OwnConstructor(vn.ImplicitArray):
 
 
 @pytest.mark.parametrize(("move", "program"), list(moves((4, 4))))
-def test_a_type_with_a_constructor_of_its_own(move, program):
+def test_post_init_is_checked_if_init_is_custom(move, program):
     w = OwnConstructor(list(jnp.arange(16.0).reshape(4, 4)))
     out = vn.implicit(program)(w)
     jax.tree.map(np.testing.assert_array_equal, plain(out), program(w.x))
     jax.tree.map(check, out, is_leaf=lambda x: isinstance(x, vn.Value))
 
 
-def test_a_constructor_of_ones_own_is_followed_by_the_check():
+def test_post_init_runs_after_a_custom_init():
     with pytest.raises(ValueError, match="two axes"):
         OwnConstructor([jnp.ones((2, 2))])
 
@@ -159,12 +159,12 @@ def test_a_constructor_of_ones_own_is_followed_by_the_check():
 
         def __post_init__(self):
             super().__post_init__()
-            assert self.y is not None  # not asked before it is there
+            assert self.y is not None  # `__post_init__` runs after `__init__`
 
     Sub([jnp.ones(2)], jnp.ones(2))
 
 
-def test_the_checks_of_equinox_modules_are_asked():
+def test_check_init_of_equinox_modules_runs():
     import equinox as eqx
 
     class Module(eqx.Module, vn.ImplicitArray):
@@ -187,8 +187,8 @@ def _classes(cls):
         yield from _classes(sub)
 
 
-def test_every_type_of_ours_with_a_constructor_of_its_own_states_its_checks():
-    assert vn.quant.QArray.__module__.startswith("veneer.")  # imports the package, which is lazy
+def test_types_with_a_custom_init_define_post_init():
+    assert vn.quant.QArray.__module__.startswith("veneer.")  # imports the lazy package
     made = [
         c for c in _classes(vn.Value) if c.__module__.startswith("veneer.") and c._is_own_dataclass
     ]
@@ -199,8 +199,7 @@ def test_every_type_of_ours_with_a_constructor_of_its_own_states_its_checks():
 
 
 @pytest.mark.parametrize("name", ["QArray", "ActivationQuantized"])
-def test_a_block_with_another_number_of_scales_is_none(name):
-    """Such as an outer function, or a rule of a user's, might put together."""
+def test_block_with_mismatched_scales_has_no_shape(name):
     q = vn.quant.quantize(jnp.ones((4, 6)), "int8", channelwise_axes=(1,))
     if name == "ActivationQuantized":
         q = vn.quant.ActivationQuantized(jnp.ones((4, 6)), jnp.ones((1, 6)), qtype="int8")

@@ -1,4 +1,4 @@
-"""What static fields are: storage, of which the dense array has the whole meaning, or meaning."""
+"""Loops and branches that change static fields, by `metadata_is_meaning`."""
 
 import dataclasses
 from pathlib import Path
@@ -22,7 +22,7 @@ def nm_sparse(n, m, axis):
     return T.NMSparse.prune(A, n, m, axis)
 
 
-#: By type and field, two values of one dense shape and dtype that differ in it.
+#: For each type and static field, two values that differ in the field but not in shape and dtype.
 STORAGE = arrays.OnDemand(
     {
         ("Triangular", "lower"): lambda: (T.Triangular(A), T.Triangular(A, lower=False)),
@@ -69,20 +69,20 @@ STORAGE = arrays.OnDemand(
     }
 )
 
-#: Two that are refused: what differs is in no dense array.
+#: Pairs that raise, because the dense array does not contain the field.
 MEANING = {
     ("Named", "names"): (T.Named(A, ("a", "b")), T.Named(A, ("a", "c"))),
     ("Quantity", "unit"): (T.Quantity(A, "m"), T.Quantity(A, "s")),
 }
 
-#: Those in which no two values of one dense shape, dtype and meaning differ, by why.
+#: Fields that do not differ between values of the same shape, dtype and meaning, with the reason.
 NEITHER = {
-    ("Permutation", "dtype"): "the dense array's own",
-    ("PRNGKey", "impl"): "of the dense array's own dtype",
-    ("LoraArray", "dropout"): "has no dense form",
-    ("LoraArray", "in_ndim"): "of more axes than two, as the next",
-    ("LoraArray", "out_ndim"): "of more axes than two",
-    ("Lazy", "output"): "of functions of several results",
+    ("Permutation", "dtype"): "the dtype of the dense array",
+    ("PRNGKey", "impl"): "part of the dtype of the dense array",
+    ("LoraArray", "dropout"): "has no dense array",
+    ("LoraArray", "in_ndim"): "only with more than two axes",
+    ("LoraArray", "out_ndim"): "only with more than two axes",
+    ("Lazy", "output"): "only for functions with several results",
 }
 
 PROGRAMS = {
@@ -97,7 +97,7 @@ PROGRAMS = {
 
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("field", STORAGE, ids=".".join)
-def test_storage_that_changes_becomes_dense_visibly(field, program):
+def test_changed_storage_materializes_visibly(field, program):
     one, other = STORAGE[field]
     events = []
     run = vn.implicit(PROGRAMS[program], on_materialise=events.append)
@@ -109,26 +109,26 @@ def test_storage_that_changes_becomes_dense_visibly(field, program):
 
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("field", MEANING, ids=".".join)
-def test_meaning_that_changes_is_refused(field, program):
+def test_changed_meaning_raises(field, program):
     with pytest.raises(TypeError, match="metadata differs, and would be lost"):
         vn.implicit(PROGRAMS[program])(*MEANING[field])
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.parametrize("name", [name for name in EVERY_TYPE if name != "Lazy"])  # which is run
-def test_what_agrees_stays(name, program):
+@pytest.mark.parametrize("name", sorted(set(EVERY_TYPE) - {"Lazy"}))  # a loop materializes `Lazy`
+def test_equal_static_fields_keep_the_type(name, program):
     w = value(name)
     out = jax.eval_shape(vn.implicit(PROGRAMS[program], on_materialise="error"), w, w)
     assert jax.tree.structure(out) == jax.tree.structure(w)
 
 
-def test_generators_are_refused_as_in_the_dense_program():
+def test_different_generators_raise_as_for_dense_keys():
     one, other = (T.PRNGKey(jax.random.key(0, impl=impl)) for impl in ("threefry2x32", "rbg"))
     with pytest.raises(TypeError, match=r"key<fry>.*key<rbg>|key<rbg>.*key<fry>|impl='rbg'"):
         vn.implicit(PROGRAMS["scan"])(one, other)
 
 
-def test_a_carry_whose_triangle_or_bands_change():
+def test_carry_whose_triangle_or_bands_change():
     turned = vn.implicit(lambda a: lax.fori_loop(0, 3, lambda i, c: c.T, a))
     np.testing.assert_array_equal(turned(T.Triangular(A)), jnp.tril(A).T)
     powers = vn.implicit(lambda a: lax.fori_loop(0, 2, lambda i, c: c @ a, a))
@@ -142,7 +142,7 @@ KINDS = {name: getattr(T, name) for name in T.__all__ if isinstance(getattr(T, n
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_each_static_field_is_decided(name):
+def test_each_static_field_is_in_a_table(name):
     fields = dataclasses.fields(KINDS[name])
     static = {(name, f.name) for f in fields if f.metadata.get("static")}
     decided = {of for of in (*STORAGE, *MEANING, *NEITHER) if of[0] == name}

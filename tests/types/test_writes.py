@@ -1,4 +1,4 @@
-"""What writes into a value of any type gives what it gives of the dense array."""
+"""Writes into a value of any type give the same result as for the dense array."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from support.every_type import EVERY_TYPE, T, plain, value
 
 import veneer as vn
 
-#: A batch of three, into which one more is written; or rows of the value, if it has any.
+#: Write a value into a batch of three, or rows into the value, if it has rows.
 WRITES = {
     "a slice, clamped": lambda w: lax.dynamic_update_slice(
         three(w), jnp.stack([-w]), (2,) + (1,) * w.ndim
@@ -23,7 +23,7 @@ WRITES = {
     "nothing": lambda w: lax.dynamic_update_slice(w, w[:0], (0,) * w.ndim),
 }
 
-#: These have no dense form; random programs write into them.
+#: These types have no dense array. Random programs test their writes.
 OTHERS = (T.Masked, T.Named, T.Quantity, T.PRNGKey)
 
 
@@ -32,14 +32,14 @@ def three(w):
 
 
 @pytest.mark.parametrize("name", EVERY_TYPE)
-def test_writes(name):
+def test_writes_agree_with_the_dense_array(name):
     w = value(name, ())
     if isinstance(w, OTHERS):
-        pytest.skip("it has no dense form")
+        pytest.skip("the type has no dense array")
     for write, program in WRITES.items():
         try:
             expected = program(plain(w))
-        except (TypeError, IndexError):  # it has no rows
+        except (TypeError, IndexError):  # the value has no rows
             assert plain(w).ndim == 0, write
             continue
         out = jax.tree.map(np.asarray, plain(vn.implicit(program)(w)))

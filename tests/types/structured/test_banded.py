@@ -1,4 +1,4 @@
-"""Tridiagonal and banded matrices: their algebra against the dense one."""
+"""`Tridiagonal` and `Banded`: their operations give the same results as dense matrices."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ def tridiagonal(draw):
     return Tridiagonal(draw(beside), draw(draw.n), draw(beside))
 
 
-def definite(draw):  # and not symmetric: the Cholesky factor is of the symmetric part
+def definite(draw):  # not symmetric: JAX factorizes the symmetric part
     beside = max(draw.n - 1, 0)
     return Tridiagonal(draw(beside) / 4, draw.positive(draw.n) + 1, draw(beside) / 4)
 
@@ -29,7 +29,7 @@ def banded(lower, upper):
 diagonal = lambda draw: Diagonal(draw.positive(draw.n))
 vectors = lambda draw: draw(draw.n, 3)
 FACTORED = {"dtypes": ("float64",), "sizes": (1, 2, 5)}
-# A solve amplifies rounding by the condition number, which is some hundreds for these operands.
+# A solve amplifies rounding errors by the condition number, which is a few hundred here.
 SOLVED = {**FACTORED, "tolerance": 1e4}
 
 test_under, test_over = claims(
@@ -63,7 +63,7 @@ test_under, test_over = claims(
 
 
 @pytest.mark.parametrize(("lower", "upper"), [(0, 0), (2, 0), (0, 3), (3, 1), (6, 6)])
-def test_bands_are_stored_and_solved_as_scipy_does(lower, upper):
+def test_storage_and_solves_agree_with_scipy(lower, upper):
     rng = np.random.default_rng(0)
     bands = rng.normal(size=(lower + upper + 1, 6)).astype("float32")
     b = rng.normal(size=6).astype("float32")
@@ -72,7 +72,7 @@ def test_bands_are_stored_and_solved_as_scipy_does(lower, upper):
     np.testing.assert_allclose(x, expected, rtol=2e-3)
 
 
-def test_the_corners_outside_of_the_matrix_are_not_read():
+def test_entries_outside_of_the_matrix_are_not_read():
     nan = jnp.nan
     bands = jnp.array([[nan, nan, 1.0], [nan, 2.0, 3.0], [4.0, 5.0, 6.0], [7.0, 8.0, nan]])
     a = Banded(bands, lower=1, upper=2)
@@ -82,8 +82,8 @@ def test_the_corners_outside_of_the_matrix_are_not_read():
 
 
 @pytest.mark.parametrize("size", [64, 65])
-def test_zero_pivots_are_passed(size):
-    """Of a zero diagonal between ones: every other leading minor is zero."""
+def test_zero_leading_minors_are_pivoted(size):
+    """Use a zero diagonal between ones, for which every other leading minor is zero."""
     beside = jnp.ones(size - 1)
     a = Tridiagonal(beside, jnp.zeros(size), beside)
     sign, logabsdet = vn.implicit(jnp.linalg.slogdet)(a)
@@ -93,7 +93,7 @@ def test_zero_pivots_are_passed(size):
         assert jnp.allclose(vn.materialise(a) @ x, 1)
 
 
-def test_the_determinant_neither_overflows_nor_underflows():
+def test_determinant_does_not_overflow_or_underflow():
     a = Tridiagonal(jnp.zeros(199), jnp.full(200, 1e30).at[::2].set(-1e-36), jnp.zeros(199))
     sign, logabsdet = vn.implicit(jnp.linalg.slogdet)(a)
     assert sign == 1.0
@@ -101,26 +101,26 @@ def test_the_determinant_neither_overflows_nor_underflows():
 
 
 @pytest.mark.parametrize("make", [tridiagonal, banded(1, 1)])
-def test_a_singular_matrix_has_no_finite_solution(make):
+def test_singular_solve_is_not_finite(make):
     a = jax.tree.map(jnp.zeros_like, Tridiagonal(jnp.ones(2), jnp.ones(3), jnp.ones(2)))
     a = a if make is tridiagonal else Banded(jnp.zeros((3, 3)), 1, 1)
     assert not jnp.isfinite(vn.implicit(jnp.linalg.solve)(a, jnp.ones(3))).any()
 
 
-def test_a_matrix_that_is_not_definite_has_no_cholesky_factor():
+def test_cholesky_of_an_indefinite_matrix_is_nan():
     a = Tridiagonal(jnp.array([2.0, 0.0]), jnp.ones(3), jnp.array([2.0, 0.0]))
     factor = vn.implicit(jnp.linalg.cholesky)(a)
     assert jnp.isnan(factor.diagonal).all()
     assert jnp.isnan(factor.lower).all()
 
 
-def test_the_pairs_of_diagonals_of_a_long_product_end_at_the_corner():
+def test_long_product_has_no_bands_outside_of_the_matrix():
     a = Tridiagonal(jnp.ones(3), jnp.ones(4), jnp.ones(3))
     power = a @ a @ a @ a
     assert (power.lower, power.upper, power.bands.shape) == (3, 3, (7, 4))
 
 
-def test_sizes_in_bytes():
+def test_only_bands_are_stored():
     assert Tridiagonal(jnp.ones(7), jnp.ones(8), jnp.ones(7)).nbytes == 4 * 22
     assert Banded(jnp.ones((3, 8), "bfloat16"), 1, 1).nbytes == 2 * 24
 
@@ -134,18 +134,18 @@ def test_sizes_in_bytes():
         (lambda: Banded(jnp.ones((1, 4)), lower=-1, upper=1), "negative"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(make, message):
+def test_mismatched_sizes_raise(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
 
-def test_corners_that_are_not_read_have_no_gradient():
-    bands = jnp.array([[0.0, 4.0], [1.0, 1.0]])  # sqrt has an infinite derivative at the first
+def test_entries_outside_of_the_matrix_have_zero_gradient():
+    bands = jnp.array([[0.0, 4.0], [1.0, 1.0]])  # sqrt has an infinite derivative at 0
     entries = lambda x: vn.implicit(lambda a: jnp.sqrt(a).sum())(Banded(x, lower=0, upper=1))
     assert jax.grad(entries)(bands).tolist() == [[0.0, 0.25], [0.5, 0.5]]
 
 
-def test_the_determinant_of_a_matrix_with_a_column_of_zeros_is_zero():
+def test_determinant_with_a_zero_column_is_zero():
     b = Banded(jnp.array([[0.0, 1, 1], [0, 1, 2], [0, 1, 0]]), 1, 1)
     assert vn.implicit(jnp.linalg.det)(b) == 0
     assert vn.implicit(jnp.linalg.slogdet)(b)[1] == -jnp.inf

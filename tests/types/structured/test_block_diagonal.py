@@ -1,4 +1,4 @@
-"""Block-diagonal matrices: their algebra against the dense one."""
+"""`BlockDiagonal`: its operations give the same results as a dense matrix."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from veneer.types.structured.diagonal import Diagonal
 
 
 def sizes(n):
-    """The number of blocks of an n x n matrix, and their size."""
+    """Return the number of blocks of an n x n matrix, and their size."""
     return (2, n // 2) if n % 2 == 0 else (n, 1)
 
 
@@ -62,20 +62,20 @@ test_under, test_over = claims(
 )
 
 
-def test_it_is_that_of_scipy():
+def test_dense_matrix_agrees_with_scipy():
     matrices = [jnp.arange(6.0).reshape(2, 3), jnp.ones((2, 3))]
     a = BlockDiagonal.of(*matrices)
     np.testing.assert_array_equal(vn.materialise(a), scipy.linalg.block_diag(*matrices))
 
 
-def test_blocks_may_be_structured():
+def test_structured_blocks_keep_their_type():
     a = BlockDiagonal.of(Diagonal(jnp.array([1.0, 2.0])), Diagonal(jnp.array([3.0, 4.0])))
     inverse = vn.implicit(jnp.linalg.inv, on_materialise="error")(a.T @ a)
     assert isinstance(inverse.blocks, Diagonal)
     assert jnp.allclose(inverse @ jnp.ones(4), 1 / jnp.array([1.0, 4.0, 9.0, 16.0]))
 
 
-def test_blocks_may_be_quantised():
+def test_quantized_blocks_are_multiplied():
     w = jax.random.normal(jax.random.key(0), (2, 8, 8))
     a = BlockDiagonal(vn.quant.quantize(w, "int8", channelwise_axes=[0, 1]))
     x = jnp.arange(16.0)
@@ -83,32 +83,32 @@ def test_blocks_may_be_quantised():
     assert a.nbytes == 2 * 8 * 8 + 4 * 2 * 8
 
 
-def test_what_lies_beside_the_blocks_is_zero_where_they_are_not_finite():
+def test_entries_outside_of_infinite_blocks_are_zero():
     a = BlockDiagonal(jnp.full((2, 1, 1), jnp.inf))
     assert vn.materialise(a)[0, 1] == 0
     assert (a @ jnp.ones(2) == jnp.inf).all()
 
 
-def test_a_function_that_fills_the_zeros_is_dense():
+def test_functions_that_do_not_keep_zeros_materialize():
     a = BlockDiagonal(jnp.ones((2, 1, 1)))
     assert (vn.implicit(jnp.cos)(a) == jnp.cos(jnp.eye(2))).all()
 
 
-def test_blocks_of_other_sizes_are_added_dense():
+def test_operations_on_different_block_sizes_agree_with_dense():
     a, b = BlockDiagonal(jnp.ones((2, 3, 3))), BlockDiagonal(jnp.ones((3, 2, 2)))
     for f in (jnp.add, jnp.multiply, jnp.matmul):
         out = vn.implicit(f)(a, b)
         assert jnp.allclose(vn.materialise(out), f(vn.materialise(a), vn.materialise(b)))
 
 
-def test_a_square_one_of_blocks_that_are_not_is_made_dense_for_a_trace():
+def test_trace_materializes_if_blocks_are_not_square():
     a = BlockDiagonal(jnp.arange(6.0).reshape(1, 2, 3))
     both = vn.implicit(jnp.matmul)(a, BlockDiagonal(jnp.ones((1, 3, 2))))
     assert vn.implicit(jnp.trace)(both) == 15
     assert vn.implicit(jnp.trace)(a) == 4
 
 
-def test_the_blocks_are_stored():
+def test_only_blocks_are_stored():
     assert BlockDiagonal(jnp.ones((4, 8, 8))).nbytes == 4 * 4 * 64
 
 
@@ -120,6 +120,6 @@ def test_the_blocks_are_stored():
         (lambda: BlockDiagonal.of(), "one shape, got"),
     ],
 )
-def test_what_are_no_equal_blocks_is_refused(make, message):
+def test_invalid_blocks_raise(make, message):
     with pytest.raises(ValueError, match=message):
         make()

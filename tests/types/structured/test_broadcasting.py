@@ -1,4 +1,4 @@
-"""Sums, differences and products of matrices, one of which has an axis of size 1."""
+"""Elementwise operations broadcast axes of size 1 of structured matrices."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -55,7 +55,7 @@ def matrix(name, shape):
 
 @pytest.mark.parametrize("narrow", NARROW, ids=lambda narrow: f"{narrow[0]}{narrow[1]}")
 @pytest.mark.parametrize("name", [*OF_ANY_SIZE, *SQUARE])
-def test_axes_of_size_1_are_broadcast(name, narrow):
+def test_matrix_axes_of_size_1_are_broadcast(name, narrow):
     def results(x, y):
         return [x + y, x - y, y - x, x * y]
 
@@ -80,7 +80,7 @@ BANDED = {
 @pytest.mark.parametrize("leads", [((1,), (4,)), ((4,), (1,)), ((), (4,)), ((2, 1), (1, 3))])
 @pytest.mark.parametrize("first", BANDED)
 @pytest.mark.parametrize("second", BANDED)
-def test_batches_of_matrices_are_broadcast(first, second, leads):
+def test_leading_axes_are_broadcast(first, second, leads):
     x, y = (BANDED[name](*lead) for name, lead in zip((first, second), leads, strict=True))
     for operation in (jnp.add, jnp.subtract):
         found = vn.materialise(vn.implicit(operation)(x, y))

@@ -1,4 +1,4 @@
-"""Diagonal matrices: their algebra against the dense one."""
+"""`Diagonal`: its operations give the same results as a dense matrix."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ positive = lambda draw: Diagonal(draw.positive(draw.n))
 square = lambda draw: draw(draw.n, draw.n)
 FACTORED = {"dtypes": ("float64",), "sizes": (1, 5)}
 
-# Products, sums and solves are claimed in test_linear_algebra.py, of all matrices by this one.
+# test_linear_algebra.py tests products, sums and solves of all structured matrices.
 test_under, test_over = claims(
     {
         "d + d": Claim(lambda a, b: a + b, (diagonal, positive), kept=Diagonal),
@@ -38,24 +38,24 @@ test_under, test_over = claims(
 )
 
 
-def test_a_triangular_solve_from_the_right_divides_columns():
+def test_triangular_solve_from_the_right_divides_columns():
     d, b = Diagonal(jnp.array([1.0, 2.0, 4.0])), jnp.ones((2, 3))
     solve = lambda a: jax.lax.linalg.triangular_solve(a, b, left_side=False)
     assert (vn.implicit(solve, on_materialise="error")(d) == solve(vn.materialise(d))).all()
 
 
-def test_a_unit_diagonal_is_not_read():
+def test_triangular_solve_ignores_a_unit_diagonal():
     solve = lambda a: jax.scipy.linalg.solve_triangular(a, jnp.ones(3), unit_diagonal=True)
     assert (vn.implicit(solve)(Diagonal(jnp.zeros(3))) == 1).all()
 
 
 @pytest.mark.parametrize("function", [jnp.cos, jnp.exp, lambda x: x + 1, lambda x: x**-1])
-def test_a_function_that_fills_the_zeros_is_dense(function):
+def test_functions_that_do_not_keep_zeros_materialize(function):
     d = Diagonal(jnp.array([1.0, 2.0]))
     assert (vn.implicit(function)(d) == function(vn.materialise(d))).all()
 
 
-def test_what_lies_beside_the_diagonal_is_zero_where_the_diagonal_is_not_finite():
+def test_entries_outside_of_an_infinite_diagonal_are_zero():
     d = Diagonal(jnp.array([jnp.inf, jnp.nan]))
     assert vn.materialise(d)[0, 1] == vn.materialise(d)[1, 0] == 0
     y = d @ jnp.array([1.0, 1.0])
@@ -63,26 +63,25 @@ def test_what_lies_beside_the_diagonal_is_zero_where_the_diagonal_is_not_finite(
     assert vn.materialise(Diagonal(jnp.ones(2)) * jnp.full((2, 2), jnp.inf))[0, 1] == 0
 
 
-def test_a_root_has_no_infinite_derivative_beside_the_diagonal():
+def test_sqrt_has_finite_derivatives_outside_of_the_diagonal():
     d = Diagonal(jnp.array([4.0, 9.0]))
     roots = lambda d: jnp.sqrt(d).sum()
     assert jnp.allclose(jax.grad(vn.implicit(roots))(d).diagonal, jnp.array([1 / 4, 1 / 6]))
 
 
-def test_a_singular_one_has_determinant_zero():
+def test_determinant_with_a_zero_entry_is_zero():
     sign, logabsdet = vn.implicit(jnp.linalg.slogdet)(Diagonal(jnp.array([1.0, 0.0])))
     assert (sign, logabsdet) == (0.0, -jnp.inf)
 
 
-def test_the_derivative_by_the_program_is_that_of_the_dense_matrix():
-    """And the one by the rules is by the entries."""
+def test_grad_inside_implicit_is_dense_and_outside_is_diagonal():
     f = lambda d: (d @ jnp.ones(2)).sum()
     d = Diagonal(jnp.array([1.0, 2.0]))
     assert (vn.implicit(jax.grad(f))(d) == jnp.ones((2, 2))).all()
     assert (jax.grad(vn.implicit(f))(d).diagonal == jnp.ones(2)).all()
 
 
-def test_the_entries_are_stored():
+def test_only_the_diagonal_is_stored():
     assert Diagonal(jnp.ones(8, "bfloat16")).nbytes == 16
 
 
@@ -93,17 +92,17 @@ def test_the_entries_are_stored():
         ([1.0, 2.0], TypeError, "an array for diagonal"),
     ],
 )
-def test_what_is_no_diagonal_is_refused(diagonal, error, message):
+def test_invalid_diagonals_raise(diagonal, error, message):
     with pytest.raises(error, match=message):
         Diagonal(diagonal)
 
 
-def test_a_quantised_diagonal_is_refused():
+def test_quantized_diagonal_raises():
     with pytest.raises(TypeError, match=r"takes a dense array for diagonal, .* veneer.materialise"):
         Diagonal(vn.quant.quantize(jnp.ones(3), "int8"))
 
 
-def test_a_complex_cholesky_factor_is_of_the_hermitian_part():
+def test_complex_cholesky_factorizes_the_hermitian_part():
     d = Diagonal(jnp.array([1 + 1j, 2]))
     factor = vn.implicit(jnp.linalg.cholesky)(d)
     assert jnp.allclose(vn.materialise(factor), jnp.linalg.cholesky(vn.materialise(d)))
@@ -121,7 +120,7 @@ def test_a_complex_cholesky_factor_is_of_the_hermitian_part():
         jnp.linalg.cholesky,
     ],
 )
-def test_integers_are_divided_as_dense_ones(run):
+def test_integer_division_agrees_with_the_dense_matrix(run):
     d = Diagonal(jnp.array([2, 3, 4]))
     out, expected = vn.materialise(vn.implicit(run)(d)), run(vn.materialise(d))
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), out, expected)

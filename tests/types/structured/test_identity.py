@@ -1,4 +1,4 @@
-"""The identity: its algebra against the dense one, and batches of it."""
+"""`Identity`: its operations give the same results as a dense matrix."""
 
 import jax
 import jax.numpy as jnp
@@ -48,47 +48,47 @@ test_under, test_over = claims(
 )
 
 
-def test_it_stores_nothing():
+def test_identity_takes_no_memory():
     assert Identity(10**6).nbytes == 0
     assert Identity(10**6, leading=(3,)).shape == (3, 10**6, 10**6)
 
 
-def test_the_dtype_is_by_default_that_of_a_float():
+def test_default_dtype_is_the_default_float():
     assert Identity(3).dtype == jnp.float32
     with jax.enable_x64(True):
         assert Identity(3).dtype == jnp.float64
     assert Identity(3, "bfloat16").astype("float16").dtype == jnp.float16
 
 
-def test_the_product_has_the_dtype_that_both_promote_to():
+def test_product_promotes_dtypes():
     half = Diagonal(jnp.ones(2, "bfloat16"))
     assert (Identity(2) @ half).diagonal.dtype == jnp.float32
     assert (half @ Identity(2, "bfloat16")).diagonal.dtype == jnp.bfloat16
 
 
-def test_a_batch_of_them_is_one():
+def test_stack_of_identities_is_an_identity():
     stack = vn.implicit(jnp.stack, on_materialise="error")([Identity(4), Identity(4)])
     assert (repr(stack), repr(stack[0])) == ("Identity(f32[2,4,4])", "Identity(f32[4,4])")
 
 
-def test_infinities_and_nan_go_through_a_product():
+def test_product_keeps_infinity_and_nan():
     x = jnp.array([jnp.inf, jnp.nan, 1.0])
     assert jnp.array_equal(Identity(3) @ x, x, equal_nan=True)
 
 
-def test_a_triangular_solve_gives_the_right_side_back():
+def test_triangular_solve_returns_the_right_hand_side():
     solve = lambda a: jax.scipy.linalg.solve_triangular(a, jnp.arange(3.0))
     assert (vn.implicit(solve, on_materialise="error")(Identity(3)) == jnp.arange(3.0)).all()
 
 
 @pytest.mark.parametrize(("n", "error"), [(-1, ValueError), (2.5, TypeError)])
-def test_what_is_no_size_is_refused(n, error):
+def test_invalid_sizes_raise(n, error):
     with pytest.raises(error):
         Identity(n)
 
 
 @pytest.mark.parametrize("equation", ["ij,ij->", "bij,bij->bi", "bij,cjk->bcik", "bij,bjk->ik"])
-def test_contractions_of_two_that_are_no_products_of_matrices(equation):
+def test_contractions_that_are_not_matmuls_are_correct(equation):
     eye = Identity(3, leading=(2,) if "b" in equation else ())
     run = lambda x: jnp.einsum(equation, x, x)
     assert jnp.allclose(vn.implicit(run)(eye), run(vn.materialise(eye)))

@@ -1,4 +1,4 @@
-"""Kronecker products: their algebra against the dense one."""
+"""`Kronecker`: its operations give the same results as a dense matrix."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from veneer.types.structured.permutation import Permutation
 
 
 def factors(n):
-    """The sizes of two square factors of an n x n matrix."""
+    """Return the sizes of two square factors of an n x n matrix."""
     return (2, n // 2) if n % 2 == 0 else (1, n)
 
 
@@ -71,12 +71,12 @@ test_under, test_over = claims(
 )
 
 
-def test_it_is_the_product_of_numpy():
+def test_dense_matrix_agrees_with_numpy():
     a, b = jnp.arange(6.0).reshape(2, 3), jnp.arange(8.0).reshape(4, 2)
     np.testing.assert_array_equal(vn.materialise(Kronecker(a, b)), np.kron(a, b))
 
 
-def test_a_product_of_three_nests():
+def test_factor_can_be_a_kronecker_product():
     a, b, c = (2 * jnp.eye(n) + jnp.arange(n) for n in (2, 3, 4))
     k = Kronecker(a, Kronecker(b, c))
     use = lambda k: (k @ jnp.arange(24.0), jnp.linalg.solve(k, jnp.ones(24)), jnp.linalg.det(k))
@@ -86,33 +86,33 @@ def test_a_product_of_three_nests():
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
 
 
-def test_the_structure_of_a_factor_is_used_and_kept():
+def test_structured_factors_keep_their_type():
     k = Kronecker(Permutation(jnp.array([1, 2, 0])), jnp.eye(2))
     inverse = vn.implicit(jnp.linalg.inv, on_materialise="error")(2 * k)
     assert isinstance(inverse.a, Permutation)
     assert jnp.allclose(vn.materialise(inverse) @ vn.materialise(2 * k), jnp.eye(6))
 
 
-def test_a_factor_may_be_quantised():
+def test_quantized_factor_is_multiplied():
     q = vn.quant.quantize(jax.random.normal(jax.random.key(0), (4, 4)), "int8")
     k, x = Kronecker(jnp.eye(2), q), jnp.arange(8.0)
     assert jnp.allclose(k @ x, vn.materialise(k) @ x, rtol=1e-5)
 
 
-def test_factors_that_do_not_fit_are_applied_in_turn():
+def test_product_with_mismatched_factors_agrees_with_dense():
     a, b = Kronecker(jnp.ones((2, 2)), jnp.eye(3)), Kronecker(jnp.ones((3, 3)), jnp.eye(2))
     out = vn.implicit(jnp.matmul)(a, b)
     assert jnp.allclose(vn.materialise(out), vn.materialise(a) @ vn.materialise(b))
 
 
-def test_a_square_one_of_factors_that_are_not_is_made_dense_for_a_determinant():
+def test_determinant_materializes_if_factors_are_not_square():
     k = Kronecker(jnp.arange(6.0).reshape(2, 3), jnp.arange(6.0).reshape(3, 2))
     assert vn.implicit(jnp.trace)(k) == jnp.trace(vn.materialise(k))
     with pytest.raises(vn.MaterialiseError):
         vn.implicit(jnp.linalg.det, on_materialise="error")(k)
 
 
-def test_bf16_is_rounded_once():
+def test_bfloat16_product_is_rounded_once():
     a, b, x = jax.random.normal(jax.random.key(0), (3, 32, 32)).astype("bfloat16")
     x = x.reshape(-1)
     exact = np.kron(*(np.asarray(w, "float64") for w in (a, b))) @ np.asarray(x, "float64")
@@ -120,7 +120,7 @@ def test_bf16_is_rounded_once():
     assert error.max() <= 2**-8 * np.abs(exact).max()
 
 
-def test_the_factors_are_stored():
+def test_only_factors_are_stored():
     assert Kronecker(jnp.ones((8, 8)), jnp.ones((4, 4))).nbytes == 4 * (64 + 16)
 
 
@@ -132,6 +132,6 @@ def test_the_factors_are_stored():
         (arrays.ones((2, 2)), [[1.0]], TypeError),
     ],
 )
-def test_what_are_no_factors_is_refused(a, b, error):
+def test_invalid_factors_raise(a, b, error):
     with pytest.raises(error, match="Kronecker takes"):
         Kronecker(a, b)

@@ -1,4 +1,4 @@
-"""What all structured matrices have in common: products of any axes, and linear algebra."""
+"""Products and linear algebra of all structured matrices, by the methods of `Matrix`."""
 
 from typing import ClassVar
 
@@ -16,7 +16,7 @@ from veneer.types.structured.matrix import Matrix, matmul_rule
 
 
 class Full(Matrix):
-    """A matrix with no structure but the methods, which are those of its dense form."""
+    """A matrix that stores its dense matrix, and implements the methods with it."""
 
     x: jax.Array  # [..., m, n]
 
@@ -47,7 +47,7 @@ def _(x: Full, y: Full) -> Full:
 
 
 class Bare(Matrix):
-    """A matrix that can do nothing."""
+    """A matrix that implements no methods."""
 
     x: jax.Array  # [..., m, n]
 
@@ -128,14 +128,14 @@ test_functions, test_functions_in_other_dtypes = claims(OF_ONE)
 
 
 @given(st.data())
-def test_a_dot_general_of_any_axes(data):
+def test_dot_general_with_random_axes(data):
     draw = data.draw
     lead = draw(st.lists(st.sampled_from([1, 2, 3]), max_size=2))
     matrix = jax.random.normal(jax.random.key(0), (*lead, 4, 5))
     batch = draw(st.permutations([i for i in range(len(lead)) if draw(st.booleans())]))
     contracted = draw(st.sampled_from([len(lead), len(lead) + 1]))
     free = draw(st.lists(st.sampled_from([1, 6, 7]), max_size=2))
-    # The axes of the dense operand, in some order.
+    # The sizes of the dense operand, with its axes in a random order.
     sizes = [lead[i] for i in batch] + [matrix.shape[contracted], *free]
     order = draw(st.permutations(range(len(sizes))))
     x = jax.random.normal(jax.random.key(1), [sizes[i] for i in order])
@@ -149,14 +149,14 @@ def test_a_dot_general_of_any_axes(data):
         assert jnp.allclose(out, dot(*vn.materialise(operands)), atol=1e-5)
 
 
-def test_contractions_that_are_no_products_with_vectors_are_made_dense():
+def test_other_contractions_materialize():
     w, x = Full(jnp.ones((2, 3, 4))), jnp.ones((2, 3, 4))
     for equation in ("bij,bij->b", "bij,bij->ij", "bij,bkl->ijkl"):
         run = lambda w, x, equation=equation: jnp.einsum(equation, w, x)
         assert jnp.allclose(vn.implicit(run)(w, x), run(x, x))
 
 
-def test_what_a_type_cannot_do_is_made_dense():
+def test_missing_methods_materialize():
     x = jnp.arange(1.0, 17.0).reshape(4, 4) + 20 * jnp.eye(4)
     for run in (
         lambda a: a @ jnp.ones(4),
@@ -174,7 +174,7 @@ def test_what_a_type_cannot_do_is_made_dense():
             vn.implicit(run, on_materialise="error")(Bare(x))
 
 
-def test_a_program_that_reads_the_factors_finds_those_of_the_dense_matrix():
+def test_factors_that_are_read_are_dense_factors():
     a = Full(jnp.arange(9.0).reshape(3, 3) + 4 * jnp.eye(3))
     dense = vn.materialise(a)
     for run in (
@@ -188,14 +188,14 @@ def test_a_program_that_reads_the_factors_finds_those_of_the_dense_matrix():
             assert jnp.allclose(x, y, rtol=1e-4)
 
 
-def test_a_solve_by_the_structure_computes_no_factors():
+def test_structured_solve_computes_no_factors():
     d = Diagonal(jnp.arange(1.0, 5.0))
     program = str(jax.make_jaxpr(vn.implicit(jnp.linalg.solve))(d, jnp.ones(4)))
     assert "lu[" not in program
     assert "f32[4,4]" not in program
 
 
-def test_an_iterative_solver_stays_what_it_is():
+def test_iterative_solver_still_iterates():
     d = Diagonal(jnp.arange(1.0, 5.0))
     run = lambda a, b: jax.scipy.sparse.linalg.cg(lambda x: a @ x, b, maxiter=2)[0]
     out = vn.implicit(run, on_materialise="error")(d, jnp.ones(4))
@@ -204,13 +204,13 @@ def test_an_iterative_solver_stays_what_it_is():
     assert not jnp.allclose(out, 1 / d.diagonal, atol=1e-3)  # two iterations are not enough
 
 
-def test_a_quotient_is_one_where_the_reciprocal_overflows():
+def test_division_does_not_overflow_in_the_reciprocal():
     x = jnp.array([1e-3], "float16")
     d = vn.implicit(lambda d: d / jnp.float16(1e-5))(Diagonal(x))
     assert jnp.isfinite(d.diagonal).all()
 
 
-def test_gradients_of_a_solve_by_the_dense_matrix_use_the_structure():
+def test_gradients_of_a_solve_do_not_materialize():
     d, b = Diagonal(jnp.arange(1.0, 5.0)), jnp.ones(4)
     loss = lambda a, b: jnp.sin(jnp.linalg.solve(a, b)).sum()
     strict = vn.implicit(jax.grad(loss, (0, 1)), on_materialise="error")
@@ -218,7 +218,7 @@ def test_gradients_of_a_solve_by_the_dense_matrix_use_the_structure():
         assert jnp.allclose(x, y, rtol=1e-4, atol=1e-6)
 
 
-def test_a_product_of_two_structures_has_the_precision_that_is_asked_for():
+def test_product_of_two_matrices_has_the_given_precision():
     product = vn.implicit(lambda x, y: jnp.matmul(x, y, precision="highest"))
     program = str(jax.make_jaxpr(product)(Full(jnp.ones((3, 4))), Full(jnp.ones((4, 2)))))
     assert "precision=(Precision.HIGHEST, Precision.HIGHEST)" in program
@@ -233,7 +233,7 @@ def test_a_product_of_two_structures_has_the_precision_that_is_asked_for():
         lambda a: a.sum(0),
     ],
 )
-def test_what_dense_code_computes_in_full_precision_is_not_computed_in_less(run):
+def test_linear_algebra_and_sums_have_full_precision(run):
     update = vn.types.LowRank(jnp.ones((4, 1)), jnp.ones((1, 4)))
     a = update + Diagonal(jnp.arange(1.0, 5.0))
     program = str(jax.make_jaxpr(vn.implicit(run, on_materialise="error"))(a))

@@ -1,4 +1,4 @@
-"""Permutations: their algebra against the dense one."""
+"""`Permutation`: its operations give the same results as a dense matrix."""
 
 import itertools
 
@@ -20,7 +20,7 @@ def permutation(draw):
 
 vectors = lambda draw: draw(draw.n, 3)
 FACTORED = {"dtypes": ("float64",), "sizes": (1, 5)}
-NO_GRADIENT = {"without": ("grad of implicit",)}  # by indices, which are integers
+NO_GRADIENT = {"without": ("grad of implicit",)}  # the indices are integers
 
 
 def determinant_and_trace(a):
@@ -45,13 +45,13 @@ test_under, test_over = claims(
 )
 
 
-def test_a_product_takes_the_entries_at_the_indices():
+def test_product_reorders_entries():
     indices, x = jnp.array([2, 0, 1]), jnp.array([jnp.inf, jnp.nan, 1.0])
     assert jnp.array_equal(Permutation(indices) @ x, x[indices], equal_nan=True)
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 3, 4])
-def test_the_sign_of_every_permutation_is_its_parity(n):
+def test_determinant_is_the_parity(n):
     indices = np.array(list(itertools.permutations(range(n))), int)
     inversions = (indices[:, :, None] > indices[:, None, :]) & np.triu(np.ones((n, n), bool))
     sign, logabsdet = vn.implicit(jnp.linalg.slogdet)(Permutation(indices))
@@ -59,18 +59,18 @@ def test_the_sign_of_every_permutation_is_its_parity(n):
     assert (logabsdet == 0).all()
 
 
-def test_the_sign_of_a_long_cycle():
+def test_determinant_of_a_long_cycle():
     for n in (8, 9, 1000):
         cycle = Permutation(jnp.roll(jnp.arange(n), 1))
         assert vn.implicit(jnp.linalg.det)(cycle) == (-1) ** (n - 1)
 
 
-def test_an_index_that_is_found_out_of_range_when_it_runs_gives_nan():
+def test_traced_index_out_of_range_gives_nan():
     run = jax.jit(lambda indices: Permutation(indices) @ jnp.ones(2))
     assert jnp.isnan(run(jnp.array([0, 2]))).tolist() == [False, True]
 
 
-def test_the_indices_are_stored():
+def test_only_indices_are_stored():
     assert Permutation(jnp.arange(8, dtype="int16")).nbytes == 16
 
 
@@ -84,6 +84,6 @@ def test_the_indices_are_stored():
         ([0, 1], TypeError, "an array for indices"),
     ],
 )
-def test_what_is_no_permutation_is_refused(indices, error, message):
+def test_invalid_indices_raise(indices, error, message):
     with pytest.raises(error, match=message):
         Permutation(indices)

@@ -1,4 +1,4 @@
-"""Products of structured matrices that have no closed form, against the dense ones."""
+"""`Product`: its operations give the same results as a dense matrix."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ def kronecker(draw):
 diagonal = lambda draw: Diagonal(draw.positive(draw.n))
 permutation = lambda draw: Permutation(jnp.argsort(draw(draw.n), -1), draw.dtype)
 vectors = lambda draw: draw(draw.n, 3)
-# Of sizes 0 and 1, two matrices store more than twice the numbers of their product.
+# With sizes 0 and 1, two matrices take more than twice the memory of their dense product.
 SIZES = {"sizes": (5,)}
 FACTORED = {"dtypes": ("float64",), "sizes": (5,)}
 
@@ -70,23 +70,23 @@ K = Kronecker(arrays.array([[2.0, 1.0], [0.0, 1.0]]), arrays.array(np.eye(3) + 1
         (lambda: Identity(6) @ (D @ K) @ Identity(6), "Diagonal @ Kronecker"),
     ],
 )
-def test_neighbours_with_a_closed_form_are_joined(make, shown):
+def test_adjacent_factors_are_multiplied_if_a_type_fits(make, shown):
     def names(x):
         return names(x.left) + names(x.right) if isinstance(x, Product) else [type(x).__name__]
 
     assert " @ ".join(n for n in names(make()) if n != "Identity") == shown
 
 
-def test_a_product_that_would_store_far_more_than_the_dense_one_is_dense():
+def test_large_factors_of_a_small_product_materialize():
     thin = Kronecker(jnp.ones((1, 2)), jnp.ones((2, 50)))
     out = vn.implicit(jnp.matmul)(thin, thin.T)
-    assert isinstance(out, Kronecker)  # that has a closed form
+    assert isinstance(out, Kronecker)  # a rule multiplies them
     out = vn.implicit(lambda a, d, b: a @ d @ b)(thin, Diagonal(jnp.ones(100)), thin.T)
     assert not isinstance(out, vn.Value)
     assert (out == 100).all()
 
 
-def test_a_loop_that_multiplies_on_ends_dense():
+def test_product_in_a_loop_agrees_with_dense():
     def power(d, k):
         return jax.lax.fori_loop(0, 3, lambda _, a: a @ k, d)
 
@@ -94,7 +94,7 @@ def test_a_loop_that_multiplies_on_ends_dense():
     assert jnp.allclose(vn.implicit(power)(D, K), expected)
 
 
-def test_factors_without_a_solve_are_made_dense():
+def test_solve_materializes_if_a_factor_has_no_solve():
     a, b = Kronecker(jnp.ones((2, 3)), jnp.ones((2, 2))), Kronecker(jnp.ones((3, 2)), jnp.eye(2))
     square = Product(a, b)
     assert vn.implicit(jnp.linalg.det)(square) == jnp.linalg.det(vn.materialise(square))
@@ -102,7 +102,7 @@ def test_factors_without_a_solve_are_made_dense():
         vn.implicit(jnp.linalg.det, on_materialise="error")(square)
 
 
-def test_the_factors_are_stored():
+def test_only_factors_are_stored():
     assert (D @ K).nbytes == D.nbytes + K.nbytes
 
 
@@ -113,6 +113,6 @@ def test_the_factors_are_stored():
         (D, arrays.ones((6, 6)), TypeError, "right is an array of shape"),
     ],
 )
-def test_what_are_no_factors_is_refused(left, right, error, message):
+def test_invalid_factors_raise(left, right, error, message):
     with pytest.raises(error, match=message):
         Product(left, right)

@@ -1,4 +1,4 @@
-"""Symmetric matrices: half the bytes, and Cholesky's factorisation for definite ones."""
+"""`Symmetric`: its operations give the same results as a dense matrix."""
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +47,7 @@ test_under, test_over = claims(
 
 
 @pytest.mark.parametrize("lower", [True, False])
-def test_one_triangle_is_packed(lower):
+def test_of_packs_one_triangle(lower):
     x = jnp.arange(18.0).reshape(2, 3, 3)
     kept = jnp.tril(x) if lower else jnp.triu(x)
     strictly = jnp.tril(x, -1) if lower else jnp.triu(x, 1)
@@ -55,7 +55,7 @@ def test_one_triangle_is_packed(lower):
     assert (vn.materialise(found) == kept + strictly.mT).all()
 
 
-def test_what_is_known_of_it():
+def test_positive_definite_is_kept_by_sums_and_inverses():
     a = Symmetric.of(jnp.eye(3), positive_definite=True)
     assert (a + a).positive_definite
     assert vn.implicit(jnp.linalg.inv)(a).positive_definite
@@ -63,13 +63,13 @@ def test_what_is_known_of_it():
         assert not unknown.positive_definite
 
 
-def test_a_matrix_that_is_not_definite_after_all_gives_nan():
+def test_solve_of_an_indefinite_matrix_is_nan():
     a = Symmetric.of(-jnp.eye(3), positive_definite=True)
     assert jnp.isnan(vn.implicit(jnp.linalg.solve)(a, jnp.ones(3))).all()
     assert jnp.isnan(vn.implicit(jnp.linalg.det)(a))
 
 
-def test_half_the_bytes_are_stored():
+def test_half_of_the_dense_bytes_are_stored():
     assert Symmetric.of(jnp.ones((64, 64))).nbytes == 4 * 64 * 65 // 2
 
 
@@ -81,12 +81,12 @@ def test_half_the_bytes_are_stored():
         (lambda: Symmetric.of(jnp.ones((2, 3))), ValueError, r"square matrix, got \(2, 3\)"),
     ],
 )
-def test_what_is_no_symmetric_matrix_is_refused(make, error, message):
+def test_invalid_symmetric_matrices_raise(make, error, message):
     with pytest.raises(error, match=message):
         make()
 
 
-def test_what_makes_its_entries_complex_makes_it_dense():
+def test_functions_with_complex_results_materialize():
     w = Symmetric(jnp.arange(1.0, 7))
     for program in (jax.lax.conj, lambda w: w * 2j, lambda w: w.astype("complex64")):
         np.testing.assert_array_equal(vn.implicit(program)(w), program(w.materialise()))

@@ -1,4 +1,4 @@
-"""Toeplitz and circulant matrices: products by FFT, and solves, against the dense ones."""
+"""`Toeplitz` and `Circulant`: their operations give the same results as dense matrices."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from veneer.types.structured.toeplitz import Circulant, Toeplitz
 
 @pytest.fixture(autouse=True)
 def by_fft(monkeypatch):
-    """Small matrices by FFT too, so that claims of them are claims of it."""
+    """Use the FFT for small matrices too, so that claims with small sizes test it."""
     monkeypatch.setattr(module, "DIRECT_UP_TO", 2)
 
 
@@ -27,7 +27,7 @@ def dominant(draw):
     return Toeplitz(draw(draw.n) / 2 + diagonal, draw(draw.n) / 2)
 
 
-def circulant(draw):  # with eigenvalues away from zero
+def circulant(draw):  # the eigenvalues are not near zero
     return Circulant(draw(draw.n) / 4 + jnp.zeros(draw.n, draw.dtype).at[:1].set(2))
 
 
@@ -57,7 +57,7 @@ test_under, test_over = claims(
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(0, 3), (3, 0), (1, 6), (7, 2)])
-def test_it_means_what_scipy_means(rows, columns):
+def test_dense_matrix_agrees_with_scipy(rows, columns):
     column, row = np.arange(rows) + 1.0, -np.arange(columns) - 1.0
     a = Toeplitz(jnp.asarray(column), jnp.asarray(row))
     dense = scipy.linalg.toeplitz(column, row)
@@ -66,7 +66,7 @@ def test_it_means_what_scipy_means(rows, columns):
     np.testing.assert_allclose(a @ jnp.ones(columns), dense.sum(1), rtol=1e-6)
 
 
-def test_one_column_makes_a_hermitian_matrix():
+def test_default_row_gives_a_hermitian_matrix():
     column = np.array([1.0, 2.0 + 1.0j, 3.0j])
     np.testing.assert_array_equal(
         vn.materialise(Toeplitz(column)), scipy.linalg.toeplitz(column).astype("complex64")
@@ -74,7 +74,7 @@ def test_one_column_makes_a_hermitian_matrix():
 
 
 @pytest.mark.parametrize("type_", [Toeplitz, Circulant])
-def test_complex_matrices(type_):
+def test_complex_matrices_agree_with_dense_ones(type_):
     column, x = jax.random.normal(jax.random.key(0), (2, 7), "complex64")
     a = type_(column + 4 * (jnp.arange(7) == 0))
     dense = vn.materialise(a)
@@ -88,7 +88,7 @@ def test_complex_matrices(type_):
         np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
-def test_the_product_is_as_exact_by_fft_as_its_norm_allows():
+def test_fft_error_is_proportional_to_the_norm():
     column, row, x = jax.random.normal(jax.random.key(0), (3, 3, 500))
     a = Toeplitz(column, row)
     exact = np.einsum("lij,lj->li", np.asarray(vn.materialise(a), "f8"), np.asarray(x, "f8"))
@@ -102,17 +102,17 @@ def solve_with_scipy(column, row, b):
     return scipy.linalg.solve_toeplitz(tuple(np.asarray(v, "f8") for v in (column, row)), b)
 
 
-def test_a_solve_agrees_with_scipy():
+def test_solve_agrees_with_scipy():
     column, row, b = jax.random.normal(jax.random.key(1), (3, 200))
     column = column.at[0].set(40.0)
     x = jax.jit(vn.implicit(jnp.linalg.solve))(Toeplitz(column, row), b)
     np.testing.assert_allclose(x, solve_with_scipy(column, row, b), rtol=0, atol=1e-6)
 
 
-def test_a_solve_is_dense_where_a_leading_block_is_singular():
-    """With zeros on the diagonal the recursion cannot begin, and elimination can."""
+def test_solve_with_a_singular_leading_block_uses_lu():
+    """With a zero diagonal, the recursion cannot begin, but LU with pivoting can."""
     column, row, b = jax.random.normal(jax.random.key(2), (3, 2, 6))
-    a = Toeplitz(column.at[0, 0].set(0.0), row)  # one of the two
+    a = Toeplitz(column.at[0, 0].set(0.0), row)  # one matrix of the batch
     solve = lambda a, b: jnp.linalg.solve(a, b[..., None])[..., 0]
     expected = solve(vn.materialise(a), b)
     assert jnp.isfinite(expected).all()
@@ -120,7 +120,7 @@ def test_a_solve_is_dense_where_a_leading_block_is_singular():
         np.testing.assert_allclose(run(a, b), expected, rtol=1e-3)
 
 
-def test_small_products_and_solves_are_those_of_the_dense_matrix(monkeypatch):
+def test_small_products_and_solves_use_the_dense_matrix(monkeypatch):
     monkeypatch.setattr(module, "DIRECT_UP_TO", 6)
     column, row, x = jax.random.normal(jax.random.key(3), (3, 6))
     for a in (Toeplitz(column, row), Circulant(column)):
@@ -130,7 +130,7 @@ def test_small_products_and_solves_are_those_of_the_dense_matrix(monkeypatch):
 
 @pytest.mark.parametrize("size", [150, 151])
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_the_determinant_of_a_large_circulant(size, sign):
+def test_determinant_of_a_large_circulant(size, sign):
     column = jax.random.normal(jax.random.key(size), (size,)) * sign
     a = Circulant(column)
     expected = np.linalg.slogdet(np.asarray(vn.materialise(a), "f8"))
@@ -138,7 +138,7 @@ def test_the_determinant_of_a_large_circulant(size, sign):
     np.testing.assert_allclose(found, expected, rtol=1e-4)
 
 
-def test_a_singular_circulant_has_determinant_zero_and_no_finite_solution():
+def test_singular_circulant_has_zero_determinant():
     a = Circulant(jnp.ones(4))
     assert vn.implicit(jnp.linalg.det)(a) == 0
     assert not jnp.isfinite(vn.implicit(jnp.linalg.solve)(a, jnp.arange(4.0))).any()
@@ -151,7 +151,7 @@ def test_nan_in_a_vector_stays_in_its_product():
         assert (jnp.isnan(a @ x) == jnp.array([True, False])).all()
 
 
-def test_products_of_integers_are_dense_and_exact():
+def test_integer_products_materialize_and_are_exact():
     column = jnp.arange(6)
     for a in (Toeplitz(column), Circulant(column)):
         x = jnp.arange(6) + 2**24
@@ -159,7 +159,7 @@ def test_products_of_integers_are_dense_and_exact():
         assert vn.explain(jnp.matmul)(a, x).materialised
 
 
-def test_sizes_in_bytes():
+def test_only_column_and_row_are_stored():
     assert Toeplitz(jnp.ones(8), jnp.ones(4)).nbytes == 4 * 12
     assert Circulant(jnp.ones(8, "bfloat16")).nbytes == 2 * 8
 
@@ -173,12 +173,12 @@ def test_sizes_in_bytes():
         (lambda: Circulant([1.0, 2.0]), TypeError, "an array for column"),
     ],
 )
-def test_what_does_not_fit_is_refused(make, error, message):
+def test_invalid_fields_raise(make, error, message):
     with pytest.raises(error, match=message):
         make()
 
 
-def test_a_corner_that_is_not_read_has_no_gradient():
-    row = jnp.array([0.0, 4.0])  # sqrt has an infinite derivative at the first
+def test_ignored_corner_has_zero_gradient():
+    row = jnp.array([0.0, 4.0])  # sqrt has an infinite derivative at 0
     entries = lambda row: vn.implicit(lambda a: jnp.sqrt(a).sum())(Toeplitz(jnp.ones(2), row))
     assert jax.grad(entries)(row).tolist() == [0.0, 0.25]

@@ -1,4 +1,4 @@
-"""Triangular matrices: one triangle of an array is read, and kept where it can be."""
+"""`Triangular`: its operations give the same results as a dense matrix."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from veneer.types.structured.triangular import Triangular
 
 
 def triangular(*, lower=True, unit_diagonal=False):
-    """With NaN where nothing should be read."""
+    """Return a triangular matrix with NaN in the entries that must not be read."""
 
     def make(draw):
         x = draw(draw.n, draw.n) + 2 * jnp.eye(draw.n, dtype=draw.dtype)
@@ -56,14 +56,14 @@ test_under, test_over = claims(
 
 
 @pytest.mark.parametrize("unit_diagonal", [False, True])
-def test_a_solve_with_the_other_triangle_meets_the_diagonal_alone(unit_diagonal):
+def test_solve_with_the_other_triangle_reads_the_diagonal(unit_diagonal):
     a = Triangular(jnp.array([[2.0, 7.0], [1.0, 4.0]]), unit_diagonal=unit_diagonal)
     strict = vn.implicit(solve_triangular, on_materialise="error")
     expected = [8.0, 8.0] if unit_diagonal else [4.0, 2.0]
     assert strict(a, jnp.array([8.0, 8.0]), lower=False).tolist() == expected
 
 
-def test_the_sides_are_kept():
+def test_lower_and_upper_are_kept():
     lower = Triangular(jnp.ones((3, 3)), unit_diagonal=True)
     assert (lower.T.lower, lower.T.unit_diagonal) == (False, True)
     assert (lower @ lower).unit_diagonal
@@ -71,30 +71,30 @@ def test_the_sides_are_kept():
     assert not (2 * lower).unit_diagonal
 
 
-def test_a_zero_on_the_diagonal_makes_it_singular():
+def test_zero_on_the_diagonal_is_singular():
     a = Triangular(jnp.array([[0.0, 7.0], [1.0, 4.0]]))
     sign, logabsdet = vn.implicit(jnp.linalg.slogdet)(a)
     assert (sign, logabsdet) == (0.0, -jnp.inf)
     assert not jnp.isfinite(vn.implicit(jnp.linalg.solve)(a, jnp.ones(2))).any()
 
 
-def test_a_quantised_array_is_unpacked_for_its_triangle():
+def test_quantized_array_is_unpacked():
     x = jax.random.normal(jax.random.key(0), (8, 8))
     q = vn.quant.quantize(x, "int8")
     found = Triangular(q) @ jnp.ones(8)
     assert jnp.allclose(found, jnp.tril(vn.materialise(q)).sum(1), atol=1e-5)
 
 
-def test_size_in_bytes_is_that_of_the_array():
+def test_whole_array_is_stored():
     assert Triangular(jnp.ones((8, 8), "bfloat16")).nbytes == 2 * 64
 
 
-def test_an_array_that_is_not_square_is_refused():
+def test_array_that_is_not_square_raises():
     with pytest.raises(ValueError, match=r"x \[\.\.\., n, n\]"):
         Triangular(jnp.ones((3, 4)))
 
 
-def test_the_half_of_a_symmetric_matrix_is_not_solved_as_a_triangle():
+def test_half_of_a_symmetric_matrix_is_not_triangular():
     a = Triangular(jnp.array([[2.0, 0.0], [1.0, 2.0]]))
     run = lambda a: jax.scipy.linalg.solve(a, jnp.array([1.0, 0.0]), assume_a="pos", lower=True)
     assert jnp.allclose(vn.implicit(run)(a), run(vn.materialise(a)))
