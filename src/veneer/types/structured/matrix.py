@@ -305,11 +305,11 @@ def register_elementwise(cls: _M) -> _M:
 
 @matmul_rule
 def _(x: PartwiseMatrix, y: PartwiseMatrix) -> Any:
-    pairs = list(zip(x.parts, y.parts, strict=False))
-    if type(x) is not type(y) or any(
-        (*a.shape[:-2], a.shape[-1]) != b.shape[:-1] for a, b in pairs
-    ):
+    if type(x) is not type(y):
         return NotImplemented
+    for a, b in zip(x.parts, y.parts, strict=True):
+        if a.shape[:-2] != b.shape[:-2] or a.shape[-1] != b.shape[-2]:
+            return NotImplemented
     return x.map_parts(jnp.matmul, y)
 
 

@@ -150,6 +150,7 @@ def _is_small(nbytes: int, x: Matrix, y: Matrix) -> bool:
     return nbytes <= 2 * entries * jnp.result_type(x.dtype, y.dtype).itemsize
 
 
+# If a product has no other rule, materialize the second matrix only.
 @register("dot_general", precedence=-2)
 def _materialize_second(x: Matrix, y: Matrix, **params: Any) -> Any:
     if not has_method(x, "matvec"):
