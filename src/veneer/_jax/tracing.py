@@ -94,17 +94,9 @@ def mapped_axis(x: Any) -> Any:
     return x.batch_dim if isinstance(x, BatchTracer) else None
 
 
-_operand_conversions: dict[type, Callable[[Any], Any]] = {}
-
-
-def set_operand_conversion(cls: type, convert: Callable[[Any], Any]) -> Callable[[Any], Any] | None:
-    """Let JAX convert operands of a class by `convert`. Return the previous conversion or None."""
-    previous = _operand_conversions.get(cls)
-    _operand_conversions[cls] = convert
-    if previous is None:
-        # JAX keeps its handlers in C++ and cannot replace them. So the handler looks up `convert`.
-        dtypes.register_canonicalize_value_handler(cls, lambda x: _operand_conversions[cls](x))
-    return previous
+def set_operand_conversion(cls: type, convert: Callable[[Any], Any]) -> None:
+    """Let JAX convert operands of a class by `convert`. A class can be set only once."""
+    dtypes.register_canonicalize_value_handler(cls, convert)
 
 
 def set_type_function(cls: type, type_of: Callable[[Any], Any]) -> None:

@@ -3,30 +3,29 @@
 The carry of a loop must keep its type, and branches must return the same types. But an implicit
 array can be a pytree of leaves, as an argument is, or one typed value, as the result of a primitive
 is. So the body of a loop converts its carry to the form that it came in, and a branch converts its
-results to the form of an operand of the same class. If types still differ, JAX's own comparison
-raises a `TypeMismatch` here. Then the values are converted as under `vn.implicit`, which
-materializes them or makes them labels, and JAX traces the loop or the branches again.
+results to the form of an operand of the same class. If types still differ, a `TypeMismatch` is
+raised. Then the values are converted as under `vn.implicit`, which materializes them or makes them
+labels, and JAX traces the loop or the branches again.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial, wraps
-from inspect import signature
+from inspect import BoundArguments, signature
 from typing import Any
 
 import jax
 
-from .._core.event import Event
 from .._core.policy import ALLOW, current_policy, emit_events, recorded_events
 from .._core.primitives.control_flow import common_form
 from .._core.primitives.labels import can_become_label, has_no_dense_form
 from .._core.primitives.staging import DENSE, value_type
 from .._core.value import Value, is_value
 from .._jax.primitives import Primitive, find_primitive
-from .mapping import is_stackable, made_dense, stackable
+from .mapping import made_dense, stackable
 from .mode import is_enabled
 from .types import HighType, abstract_of, canonical, is_complete, is_typed, opened
-from .values import flatten_value, value_of
+from .values import exposed, flatten_value, value_of
 
 _COND, _SCAN, _WHILE = map(find_primitive, ("cond", "scan", "while"))
 #: The form of a value with a high type.
@@ -47,24 +46,14 @@ class TypeMismatch(Exception):
         self.forms = forms
 
 
-def _patch_check(name_value: Callable[[str], str]) -> Callable:
-    """Patch JAX's comparison of two pytrees of types, to raise `TypeMismatch` first.
+def check_branches(check: Callable) -> Callable:
+    """Patch JAX's comparison of the results of two branches, to raise `TypeMismatch` first."""
 
-    `name_value` returns the name of a value in errors, with "{}" for its index.
-    """
+    def compare(name: str, *args: Any) -> None:
+        _compare_types(f"output {{}} of {name}", *(avals.unflatten() for avals in args[-2:]))
+        check(name, *args)
 
-    def patch(check: Callable) -> Callable:
-        def compare(name: str, *args: Any) -> None:
-            _compare_types(name_value(name), *(avals.unflatten() for avals in args[-2:]))
-            check(name, *args)
-
-        return compare
-
-    return patch
-
-
-check_carry = _patch_check(lambda name: f"carry {{}} of {name.split()[0]}")
-check_branches = _patch_check(lambda name: f"output {{}} of {name}")
+    return compare
 
 
 def _compare_types(where: str, one: Any, other: Any) -> None:
@@ -101,10 +90,6 @@ def _is_implicit_type(t: Any) -> bool:
     return type(t) is HighType or (is_value(t) and is_complete(jax.tree.map(abstract_of, t)))
 
 
-def _has_implicit_types(tree: Any) -> bool:
-    return any(map(_is_implicit_type, _flatten(tree)[0]))
-
-
 def _wrap_once(function: Any, name: str, wrap: Callable[[Callable], Callable]) -> Callable:
     """Return `wrap(function)`, kept as an attribute of the function. JAX caches by the function."""
     wrapped = getattr(function, name, None)
@@ -137,123 +122,115 @@ def _convert_leaves(forms: Forms, primitive: Primitive, tree: Any) -> Any:
 
 
 @contextmanager
-def _events_at_end() -> Iterator[list[Event]]:
-    """Report the events of a block at its end. If the block raises, report none.
-
-    The block may clear the list of events.
-    """
+def _events_at_end() -> Iterator[None]:
+    """Report the events of a block at its end. If the block raises, report none."""
     if current_policy() is ALLOW:
-        yield []
+        yield
         return
     with recorded_events() as events:
-        yield events
+        yield
     emit_events(events)
 
 
-def _retry(
-    function: Callable, names: Sequence[str], convert: Callable[[Forms, Any], Any]
-) -> Callable:
-    """Wrap a loop or a conditional of JAX, to call it again after each `TypeMismatch`.
+def _call_until_types_match(
+    function: Callable, bound: BoundArguments, convert: Callable[[Forms, str, Any], Any]
+) -> Any:
+    """Call a loop or a conditional of JAX, and call it again after each `TypeMismatch`.
 
-    `convert` is called with the forms and each argument in `names`, and returns the new argument.
+    `convert` is called with the forms and the name and value of each argument. It returns the
+    argument for the next call.
     """
+    forms: dict[int, Any] = {}
+    arguments = dict(bound.arguments)
+    while True:
+        try:
+            with _events_at_end():
+                return jax.tree.map(exposed, function(*bound.args, **bound.kwargs))
+        except TypeMismatch as mismatch:
+            changes = mismatch.forms
+        for i, (form, next_form) in changes.items():
+            is_tried = i in forms and forms[i] == form
+            forms[i] = next_form(form) or DENSE if is_tried else form
+        bound.arguments.update({name: convert(forms, name, x) for name, x in arguments.items()})
 
-    @wraps(function)
-    def call_until_types_match(*args: Any, **kwargs: Any) -> Any:
-        forms: dict[int, Any] = {}
-        converted_args, converted_kwargs = args, kwargs
-        while True:
-            try:
-                with _events_at_end():
-                    return function(*converted_args, **converted_kwargs)
-            except TypeMismatch as mismatch:
-                changes = mismatch.forms
-            for i, (form, next_form) in changes.items():
-                is_tried = i in forms and forms[i] == form
-                forms[i] = next_form(form) or DENSE if is_tried else form
-            bound = signature(function).bind(*args, **kwargs)
-            for name in names:
-                bound.arguments[name] = convert(forms, bound.arguments[name])
-            converted_args, converted_kwargs = bound.args, bound.kwargs
 
-    return call_until_types_match
+def _bind_arguments(function: Callable, *args: Any, **kwargs: Any) -> BoundArguments | None:
+    """Return the arguments of a call by name. Return None if JAX will raise an error for them."""
+    try:
+        return signature(function).bind(*args, **kwargs) if is_enabled() else None
+    except TypeError:
+        return None
 
 
 # Loops.
 
 
 def unify_carry(loop: Callable) -> Callable:
-    """Patch `lax.scan` or `lax.while_loop`, to convert the initial carry if types differ."""
-    is_scan = loop.__name__ == "scan"
-    names = ["f", "init"] if is_scan else ["cond_fun", "body_fun", "init_val"]
+    """Patch `lax.scan` or `lax.while_loop`, so that the carry keeps its type.
 
-    def convert(forms: Forms, x: Any) -> Any:
+    The new carry gets the form of the old one. If the types still differ, the initial carry is
+    converted. Results of a scan that cannot be stacked are materialized.
+    """
+    primitive = _SCAN if loop.__name__ == "scan" else _WHILE
+
+    def convert(forms: Forms, name: str, x: Any) -> Any:
+        if name in ("init", "init_val"):
+            return _convert_leaves(forms, primitive, x)
         if callable(x):  # a new function, without the leaf names that fori_loop stores on a body
             return _wrap_once(x, "_veneer_of_other_leaves", lambda f: lambda *args: f(*args))
-        return _convert_leaves(forms, _SCAN if is_scan else _WHILE, x)
+        return x
 
-    return _retry(loop, names, convert)
+    @wraps(loop)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if (bound := _bind_arguments(loop, *args, **kwargs)) is None:
+            return loop(*args, **kwargs)
+        for name, wrap in _WRAPPERS.items():
+            if callable(function := bound.arguments.get(name)):
+                bound.arguments[name] = _wrap_once(function, f"_veneer_{name}", wrap)
+        return _call_until_types_match(loop, bound, convert)
 
-
-def trace_loop(trace: Callable, function: Callable, in_avals: Any, *args: Any, **kw: Any) -> Any:
-    """Call JAX's function that traces the body or condition of a loop, with the body adapted.
-
-    The new carry gets the form of the old one. Results of a scan that cannot be stacked are
-    materialized.
-    """
-    operands, _ = in_avals.unflatten()
-    keeps_carry = _has_implicit_types(operands)
-    if keeps_carry:
-        function = _wrap_once(function, "_veneer_loop_body", _keep_carry_form)
-    with _events_at_end() as events:
-        traced = trace(function, in_avals, *args, **kw)
-        out = traced[1].unflatten()
-        adapted = function
-        if _has_implicit_types(out) and not keeps_carry:
-            adapted = _wrap_once(adapted, "_veneer_loop_body", _keep_carry_form)
-        if _is_scan_body(operands, out) and not is_stackable(out[1]):
-            adapted = _wrap_once(adapted, "_veneer_scan_body", _make_stackable)
-        if adapted is not function:
-            events.clear()
-            traced = trace(adapted, in_avals, *args, **kw)
-    return traced
+    return call
 
 
-def _is_scan_body(args: Any, out: Any) -> bool:
-    return len(args) == 2 and isinstance(out, tuple) and len(out) == 2
-
-
-def _keep_carry_form(function: Callable) -> Callable:
-    def body(*args: Any) -> Any:
-        out = function(*args)
-        if len(args) == 1:  # while_loop
-            if _is_implicit(out) and _is_predicate(out) and not _is_predicate(args[0]):
-                return made_dense(_WHILE, out)  # the condition
-            return _match_forms(_WHILE, args[0], out)
-        if _is_scan_body(args, out):
-            return _match_forms(_SCAN, args[0], out[0]), out[1]
-        return out
+def _wrap_scan_body(function: Callable) -> Callable:
+    @wraps(function)
+    def body(carry: Any, xs: Any) -> Any:
+        out = function(carry, xs)
+        if not isinstance(out, tuple) or len(out) != 2:
+            return out  # JAX raises an error
+        results = jax.tree.map(stackable, out[1], is_leaf=is_value)
+        return _match_carry(_SCAN, "scan", carry, out[0]), results
 
     return body
 
 
-def _is_predicate(x: Any) -> bool:
-    return hasattr(x, "dtype") and (x.shape, x.dtype) == ((), bool)
+def _wrap_while_body(function: Callable) -> Callable:
+    match = lambda carry: _match_carry(_WHILE, "while_loop", carry, function(carry))
+    return wraps(function)(match)
 
 
-def _make_stackable(function: Callable) -> Callable:
-    def body(*args: Any) -> Any:
-        carry, results = function(*args)
-        return carry, jax.tree.map(stackable, results, is_leaf=is_value)
+def _wrap_condition(function: Callable) -> Callable:
+    @wraps(function)
+    def condition(carry: Any) -> Any:
+        out = function(carry)
+        return made_dense(_WHILE, out) if _is_implicit(out) else out
 
-    return body
+    return condition
 
 
-def _match_forms(primitive: Primitive, before: Any, after: Any) -> Any:
+#: By the name of an argument of a loop, the wrapper of the function.
+_WRAPPERS = {"f": _wrap_scan_body, "body_fun": _wrap_while_body, "cond_fun": _wrap_condition}
+
+
+def _match_carry(primitive: Primitive, loop: str, before: Any, after: Any) -> Any:
+    """Convert the new carry to the form of the old one. Raise `TypeMismatch` if types differ."""
     (old, tree), (new, new_tree) = _flatten(before), _flatten(after)
-    if tree != new_tree:
+    if tree != new_tree or not any(map(_is_implicit, (*old, *new))):
         return after  # JAX raises the error for different structures
-    return jax.tree.unflatten(tree, list(map(partial(_match_form, primitive), old, new)))
+    after = jax.tree.unflatten(tree, list(map(partial(_match_form, primitive), old, new)))
+    types = (jax.tree.map(jax.typeof, carry) for carry in (before, after))
+    _compare_types(f"carry {{}} of {loop}", *types)
+    return after
 
 
 def _match_form(primitive: Primitive, before: Any, after: Any) -> Any:
@@ -282,37 +259,41 @@ def _match_form(primitive: Primitive, before: Any, after: Any) -> Any:
 
 
 def unify_branches(choose: Callable) -> Callable:
-    """Patch `lax.cond`, `lax.switch` or JAX's function for both, to convert results of branches.
+    """Patch `lax.cond`, or JAX's function for `lax.switch` and `lax.platform_dependent`.
 
-    They are converted if types differ. An implicit predicate or index is materialized.
+    The branches return values in the forms of the operands, and convert them if types differ. An
+    implicit predicate or index is materialized.
     """
-    names = ["true_fun", "false_fun"] if choose.__name__ == "cond" else ["branches"]
 
-    def convert(forms: Forms, branch: Any) -> Any:
-        if not callable(branch):
-            return [convert(forms, b) for b in branch]
-        forms = dict(forms)  # `_retry` changes them
+    def convert(forms: Forms, name: str, x: Any) -> Any:
+        forms = dict(forms)  # the caller changes them
         wrap = lambda f: lambda *args: _convert_leaves(forms, _COND, f(*args))
-        return _wrap_once(branch, f"_veneer_branch {forms}", wrap)
-
-    retry = _retry(choose, names, convert)
+        return _map_branches(name, f"_veneer_branch {forms}", wrap, x)
 
     @wraps(choose)
-    def call(which: Any = None, *args: Any, **kwargs: Any) -> Any:
-        for name in {"pred", "index"} & kwargs.keys():
-            which = kwargs.pop(name)
-        if is_enabled() and _is_implicit(which):
-            which = made_dense(_COND, which)
-        return retry(which, *args, **kwargs)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if (bound := _bind_arguments(choose, *args, **kwargs)) is None:
+            return choose(*args, **kwargs)
+        which, *_ = bound.arguments
+        if _is_implicit(bound.arguments[which]):
+            bound.arguments[which] = made_dense(_COND, bound.arguments[which])
+        operands = bound.arguments.get("operands"), bound.arguments.get("operand")
+        if any(map(is_value, _flatten(operands)[0])):
+            for name, x in bound.arguments.items():
+                x = _map_branches(name, "_veneer_branch", _use_operand_forms, x)
+                bound.arguments[name] = x
+        return _call_until_types_match(choose, bound, convert)
 
     return call
 
 
-def trace_branch(trace: Callable, function: Callable, in_avals: Any, *args: Any, **kw: Any) -> Any:
-    """Call JAX's function that traces a branch, with the results in the forms of the operands."""
-    if any(map(is_value, _flatten(in_avals.unflatten())[0])):
-        function = _wrap_once(function, "_veneer_branch", _use_operand_forms)
-    return trace(function, in_avals, *args, **kw)
+def _map_branches(
+    argument: str, attribute: str, wrap: Callable[[Callable], Callable], x: Any
+) -> Any:
+    """Wrap the branches in an argument of a conditional."""
+    if argument == "branches":
+        return [_wrap_once(branch, attribute, wrap) for branch in x]
+    return _wrap_once(x, attribute, wrap) if argument.endswith("_fun") and callable(x) else x
 
 
 def _use_operand_forms(function: Callable) -> Callable:

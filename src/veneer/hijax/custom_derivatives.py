@@ -6,9 +6,9 @@ of its leaves, or one typed value whose tangent is a `Tangent`. The functions he
 arguments and results of rules between the two forms.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import jax
@@ -23,7 +23,6 @@ from .._core.primitives.custom_derivatives import (
     leaf_cotangents,
 )
 from .._core.value import Value, describe, is_part, is_value
-from .._jax.hijax import StoreException
 from .._jax.primitives import Primitive
 from .high import apply
 from .mapping import made_dense
@@ -53,96 +52,130 @@ from .values import (
 _COTANGENT, _TANGENT = Primitive("custom_vjp"), Primitive("custom_jvp")
 
 
-def _patch_flatten(select: Callable[..., tuple] = lambda *args: ()) -> Callable:
-    """Make a patch of a function of JAX that takes a user's rule and flattens its arguments.
-
-    The decorated function is called instead of the rule, with the rule, the arguments of JAX's
-    function that `select` returns, and the arguments of the rule.
-    """
-
-    def decorate(wrapper: Callable) -> Callable:
-        def patch(flatten: Callable) -> Callable:
-            return lambda rule, *args: flatten(rule.wrap(wrapper, select(*args), None), *args)
-
-        return patch
-
-    return decorate
-
-
-@_patch_flatten()
-def conform_results(function: Callable, *args: Any) -> Any:
-    """Return the results of a function, in which a value with a dense tangent is one leaf."""
-    return with_dense_tangents(function(*args))
-
-
 # custom_vjp.
 
 
-@jax.tree_util.register_dataclass
+def call_custom_vjp(call: Callable) -> Callable:
+    """Patch the method `__call__` of `jax.custom_vjp`: call it with functions of flat arguments."""
+
+    @wraps(call)
+    def call_with_values(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_enabled() or not (function.fwd and function.bwd):
+            return call(function, *args, **kwargs)
+        flat = _with_functions(
+            function,
+            fun=_wrap_function(function.fun, function.nondiff_argnums),
+            fwd=_wrap_forward(function.fwd, function.nondiff_argnums),
+            bwd=_wrap_backward(function),
+        )
+        return jax.tree.map(exposed, call(flat, *carried(args), **carried(kwargs)))
+
+    return call_with_values
+
+
+def _with_functions(function: Any, **functions: Callable) -> Any:
+    """Return a copy of a `jax.custom_vjp` or `jax.custom_jvp` with other functions."""
+    copy = object.__new__(type(function))
+    vars(copy).update(vars(function), **functions)
+    return copy
+
+
+def _wrap_function(function: Callable, nondiff_argnums: Sequence[int]) -> Callable:
+    """Make each result with a dense tangent one leaf."""
+
+    @wraps(function)
+    def flat(*args: Any) -> Any:
+        return with_dense_tangents(function(*_expose(args, nondiff_argnums)))
+
+    return flat
+
+
+def _expose(args: Sequence[Any], nondiff_argnums: Sequence[int]) -> list[Any]:
+    expose = lambda i, x: x if i in nondiff_argnums else jax.tree.map(exposed, x)
+    return [expose(i, x) for i, x in enumerate(args)]
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["residuals", "operands"],
+    meta_fields=["treedef", "avals"],
+)
 @dataclass
 class _Residuals:
     """The residuals of a forward rule, and the implicit arguments, with None for the others.
 
-    JAX forwards residuals that are arguments, so the arguments add nothing to a program.
+    JAX forwards residuals that are arguments, so the arguments add nothing to a program. `treedef`
+    and `avals` are the structure and the types of the flat arguments.
     """
 
     residuals: Any
     operands: Any
+    treedef: Any
+    avals: tuple[Any, ...]
 
 
-@_patch_flatten()
-def keep_operands(fwd: Callable, *args: Any) -> Any:
-    """Call a forward rule, and keep the implicit arguments with the residuals."""
-    if not is_enabled():
-        return fwd(*args)
-    if any(isinstance(leaf, CustomVJPPrimal) for leaf in jax.tree.leaves(args)):
-        # With `symbolic_zeros`, each leaf has a flag. Give the rule one flag for each value.
-        is_varied = lambda x: any(leaf.perturbed for leaf in jax.tree.leaves(x))
-        unflag = lambda x: jax.tree.map(lambda leaf: exposed(leaf.value), x)
-        merge = lambda x: CustomVJPPrimal(unflag(x), is_varied(x))
-        args = jax.tree.map(merge, args, is_leaf=is_value)
-    pair = fwd(*args)
-    if not isinstance(pair, tuple | list) or len(pair) != 2:
-        return pair  # JAX raises an error
-    out, residuals = pair
-    if not isinstance(residuals, _Residuals):  # with `optimize_remat`, a call has an inner call
-        value = lambda x: x.value if isinstance(x, CustomVJPPrimal) else x
-        keep = lambda x: value(x) if _is_implicit(value(x)) else None
-        residuals = _Residuals(residuals, jax.tree.map(keep, args, is_leaf=is_value))
-    return with_dense_tangents(out), residuals
+def _wrap_forward(fwd: Callable, nondiff_argnums: Sequence[int]) -> Callable:
+    """Keep the implicit arguments with the residuals."""
+    value_of_leaf = lambda x: x.value if isinstance(x, CustomVJPPrimal) else x
+
+    @wraps(fwd)
+    def flat_fwd(*args: Any) -> Any:
+        if not is_enabled():
+            return fwd(*args)
+        varied = [x for i, x in enumerate(args) if i not in nondiff_argnums]
+        leaves, treedef = jax.tree.flatten(varied)
+        avals = tuple(jax.typeof(value_of_leaf(leaf)) for leaf in leaves)
+        args = _expose(args, nondiff_argnums)
+        if any(isinstance(leaf, CustomVJPPrimal) for leaf in leaves):
+            # With `symbolic_zeros`, each leaf has a flag. Give the rule one flag for each value.
+            args = [
+                x if i in nondiff_argnums else jax.tree.map(_merge_flags, x, is_leaf=is_value)
+                for i, x in enumerate(args)
+            ]
+        pair = fwd(*args)
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            return pair  # JAX raises an error
+        out, residuals = pair
+        values = [value_of_leaf(x) for i, x in enumerate(args) if i not in nondiff_argnums]
+        keep = lambda x: x if _is_implicit(x) else None
+        operands = jax.tree.map(keep, jax.tree.map(value_of_leaf, values), is_leaf=is_value)
+        return with_dense_tangents(out), _Residuals(residuals, operands, treedef, avals)
+
+    return flat_fwd
 
 
-def leave_out_operands(flat_bwd: Callable) -> Callable:
-    """Patch JAX's class of backward rules that add to accumulators, one for each leaf."""
-    return lambda bwd, *args: flat_bwd(lambda kept, *rest: bwd(_split(kept)[0], *rest), *args)
+def _merge_flags(x: Any) -> Any:
+    leaves = [leaf for leaf in jax.tree.leaves(x) if isinstance(leaf, CustomVJPPrimal)]
+    if not leaves:
+        return x
+    value = jax.tree.map(lambda leaf: exposed(leaf.value), x)
+    return CustomVJPPrimal(value, any(leaf.perturbed for leaf in leaves))
 
 
-def _split(kept: Any) -> tuple[Any, Any]:
-    """Return the residuals and the operands. These are None if high types were off."""
-    return (kept.residuals, kept.operands) if isinstance(kept, _Residuals) else (kept, None)
+def _wrap_backward(function: Any) -> Callable:
+    """Convert the cotangents that a backward rule returns to the types of the flat arguments."""
+    bwd, static_count = function.bwd, len(function.nondiff_argnums)
 
+    @wraps(bwd)
+    def flat_bwd(*args: Any) -> Any:
+        static, (kept, cotangents, *accumulators) = args[:static_count], args[static_count:]
+        rule = partial(bwd, *static)
+        if not isinstance(kept, _Residuals):  # high types were off in the forward pass
+            return rule(kept, cotangents, *accumulators)
+        residuals, cotangents = jax.tree.map(exposed, (kept.residuals, cotangents))
+        if accumulators or not is_enabled():
+            return rule(residuals, cotangents, *accumulators)
+        cotangents = jax.tree.map(_merge_zeros, cotangents, is_leaf=is_value)
+        unpack = lambda x: opened(x) if is_typed(x) and not x.aval.dense_tangent else x
+        residuals = jax.tree.map(unpack, residuals, is_leaf=is_value)
+        out = _call_rule(rule, residuals, cotangents)
+        types = tuple(jax.tree.unflatten(kept.treedef, kept.avals))
+        operands = tuple(kept.operands)
+        if getattr(function, "with_logs", False):  # JAX >= 0.12
+            return _convert_cotangents(out[0], types, operands), *out[1:]
+        return _convert_cotangents(out, types, operands)
 
-def _select_types(in_tree: Any, in_avals: Any, *args: Any) -> tuple:
-    return in_tree, tuple(in_avals), len(args) > 1 and args[-1]  # `with_logs`, in JAX >= 0.12
-
-
-@_patch_flatten(_select_types)
-def conform_cotangents(
-    bwd: Callable, in_tree: Any, in_avals: Any, with_logs: bool, kept: Any, cotangents: Any
-) -> Any:
-    """Call a backward rule, and convert the cotangents to the types of the flat arguments."""
-    residuals, operands = _split(kept)
-    if not is_enabled():
-        return bwd(residuals, cotangents)
-    cotangents = jax.tree.map(_merge_zeros, cotangents, is_leaf=is_value)
-    unpack = lambda x: opened(x) if is_typed(x) and not x.aval.dense_tangent else x
-    residuals = jax.tree.map(unpack, residuals, is_leaf=is_value)
-    out = _call_rule(bwd, residuals, cotangents)
-    types = jax.tree.unflatten(in_tree, in_avals)
-    operands = (None,) * len(types) if operands is None else operands
-    if with_logs:
-        return _convert_cotangents(out[0], types, operands), *out[1:]
-    return _convert_cotangents(out, types, operands)
+    return flat_bwd
 
 
 def _convert_cotangents(cotangents: Any, types: Any, operands: Any) -> Any:
@@ -220,30 +253,56 @@ def _cotangent_error(ct: Any, t: Any) -> TypeError:
 # custom_jvp.
 
 
-@_patch_flatten(lambda *args: args[-1:])
-def conform_tangents(rule: Callable, result_types: Callable, primals: Any, tangents: Any) -> Any:
-    """Call the rule of a `custom_jvp`, and convert its results to the types of the function's.
+def call_custom_jvp(call: Callable) -> Callable:
+    """Patch the method `__call__` of `jax.custom_jvp`: call it with functions of flat arguments."""
 
-    `result_types` returns these types once the function itself has run.
+    @wraps(call)
+    def call_with_values(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_enabled() or not function.jvp:
+            return call(function, *args, **kwargs)
+        result_types: list[Any] = []
+
+        flat_fun = _wrap_function(function.fun, function.nondiff_argnums)
+
+        @wraps(flat_fun)
+        def fun(*args: Any) -> Any:
+            out = flat_fun(*args)
+            result_types[:] = [jax.tree.map(jax.typeof, out)]
+            return out
+
+        jvp = _wrap_jvp(function.jvp, len(function.nondiff_argnums), result_types)
+        flat = _with_functions(function, fun=fun, jvp=jvp)
+        return jax.tree.map(exposed, call(flat, *carried(args), **carried(kwargs)))
+
+    return call_with_values
+
+
+def _wrap_jvp(jvp: Callable, static_count: int, result_types: list[Any]) -> Callable:
+    """Convert the results of the rule of a `custom_jvp` to the types of the function's.
+
+    `result_types` has the types of the results if the function itself has run.
     """
-    if not is_enabled():
-        return rule(primals, tangents)
-    tangents = jax.tree.map(_merge_zeros, tangents, primals, is_leaf=is_value)
-    has_tree = lambda t: type(getattr(t, "aval", None)) is TangentType
-    unpack = lambda t, primal: opened(primal) if has_tree(t) else primal
-    out = _call_rule(rule, jax.tree.map(unpack, tangents, primals), tangents)
-    if not isinstance(out, tuple | list) or len(out) != 2:
-        return out
-    try:
-        tree, avals, *_ = result_types()
-        types = jax.tree.unflatten(tree, avals)
-    except StoreException:  # the function has not run, so JAX takes the types of the rule
-        types = out[1]
-    try:
-        primal = jax.tree.map(_convert_primal, types, out[0], is_leaf=is_value)
-        return primal, jax.tree.map(_convert_tangent, types, out[1], primal, is_leaf=is_value)
-    except ValueError:  # different tree structures, for which JAX raises an error
-        return out
+
+    @wraps(jvp)
+    def flat_jvp(*args: Any) -> Any:
+        rule = partial(jvp, *args[:static_count])
+        primals, tangents = jax.tree.map(exposed, args[static_count:])
+        if not is_enabled():
+            return rule(primals, tangents)
+        tangents = jax.tree.map(_merge_zeros, tangents, primals, is_leaf=is_value)
+        has_tree = lambda t: type(getattr(t, "aval", None)) is TangentType
+        unpack = lambda t, primal: opened(primal) if has_tree(t) else primal
+        out = _call_rule(rule, jax.tree.map(unpack, tangents, primals), tangents)
+        if not isinstance(out, tuple | list) or len(out) != 2:
+            return out  # JAX raises an error
+        (types,) = result_types or [out[1]]  # if the function has not run, the rule decides
+        try:
+            primal = jax.tree.map(_convert_primal, types, out[0], is_leaf=is_value)
+            return primal, jax.tree.map(_convert_tangent, types, out[1], primal, is_leaf=is_value)
+        except ValueError:  # different tree structures, for which JAX raises an error
+            return out
+
+    return flat_jvp
 
 
 def _convert_primal(t: Any, primal: Any) -> Any:
@@ -302,11 +361,6 @@ def _call_rule(rule: Callable, primals: Any, derivatives: Any) -> Any:
 
 
 # Calls inside a rule: JAX flattens the arguments, and derivatives keep their mark.
-
-
-def carry_to_call(call: Callable) -> Callable:
-    """Patch the method `__call__` of `jax.custom_vjp` and `jax.custom_jvp`."""
-    return wraps(call)(lambda self, *args, **kwargs: call(self, *carried(args), **carried(kwargs)))
 
 
 class CarryToCheckpoint:

@@ -37,23 +37,3 @@ def partition_by_tangents(partition: Callable) -> Callable:
 
 def _as_array(x: Any) -> Any:
     return canonical(x) if is_value(x) and is_complete(x) else x
-
-
-def with_way_out(prefix_error: Callable) -> Callable:
-    """The errors of `jax.tree.map`, as optimisers use it: of a value beside what is no value."""
-
-    def errors(path: Any, tree: Any, other: Any, *args: Any) -> Any:
-        words = _of_update(type(tree).__name__) if is_value(tree) and not is_value(other) else ""
-        for error in prefix_error(path, tree, other, *args):
-            yield lambda name, error=error: ValueError(f"{error(name)}{words}")
-
-    return errors
-
-
-def _of_update(kind: str) -> str:
-    return (
-        f"\nIf this is an optimizer update: a {kind} cannot be updated by a dense gradient. "
-        "Quantized weights are not trained. Differentiate and update the first tree of "
-        "vn.tree.partition(params, vn.trainable(params)), or the adapters that vn.lora.split "
-        "returns. For an nnx.Optimizer, pass a `wrt` that excludes such parameters."
-    )

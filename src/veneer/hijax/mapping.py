@@ -7,6 +7,7 @@ brought to the front by the rules, and what still is no batch then is made dense
 
 from collections.abc import Callable
 from functools import partial, wraps
+from inspect import signature
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 from .._core.errors import derivatives_error
 from .._core.event import Operands
 from .._core.policy import report_materialised
-from .._core.value import Value, describe, is_value, make_dense, source_of
+from .._core.value import Value, describe, has_all_leaves, is_value, make_dense, source_of
 from .._jax.primitives import Primitive, find_primitive
 from .high import apply
 from .mode import is_enabled
@@ -24,7 +25,6 @@ from .types import (
     HighType,
     StructuredType,
     TangentType,
-    abstract_of,
     canonical,
     has_axes,
     is_complete,
@@ -32,7 +32,7 @@ from .types import (
     takes_axis,
 )
 from .types import type_of as type_of_value
-from .values import has_derivatives, value_of, within_rule
+from .values import exposed, has_derivatives, value_of, within_rule
 
 # Derivatives.
 
@@ -126,7 +126,7 @@ def from_mapped(from_elt: Callable) -> Callable:
     def from_elt_of_any(
         trace: Any, size: Any, mesh_axis: Any, sum_match: bool, i: int, x: Any, axis: Any
     ) -> Any:
-        one = partial(from_elt, trace, size, mesh_axis, sum_match, i)
+        one = lambda x, axis: _expose_first(from_elt(trace, size, mesh_axis, sum_match, i, x, axis))
         if not isinstance(x, Value) or not is_enabled():
             return one(x, axis)
         is_mapped = any(trace.to_batch_info(leaf)[1] is not None for leaf in jax.tree.leaves(x))
@@ -138,6 +138,10 @@ def from_mapped(from_elt: Callable) -> Callable:
         return jnp.moveaxis(stack, 0, axis) if axis else stack, axis
 
     return from_elt_of_any
+
+
+def _expose_first(pair: tuple[Any, Any]) -> tuple[Any, Any]:
+    return exposed(pair[0]), pair[1]
 
 
 def broadcast_values(broadcast: Callable) -> Callable:
@@ -221,41 +225,46 @@ def _axis_of_array(name: str, axes: Value) -> Any:
     return several.pop() if several else None
 
 
-def refuse_no_batches(in_axes_of: Callable) -> Callable:
-    """JAX's function of the axes that `pmap` takes leaves apart along."""
+def check_pmap(cached_shard_map: Callable) -> Callable:
+    """Wrap the function in which JAX makes a `pmap` of slices and stacks of leaves."""
 
-    def checked(in_axes: Any, argnums: Any, args: Any, kwargs: Any, count: int, tree: Any) -> Any:
-        axes = in_axes_of(in_axes, argnums, args, kwargs, count, tree)
+    def checked(function: Any, *args: Any) -> Any:
         if is_enabled():
-            of_leaves = jax.tree.unflatten(tree, axes)
-            jax.tree.map(_check_batch, (args, kwargs), of_leaves, is_leaf=_is_array)
-        return axes
+            function = function.wrap(_check_slices_and_stacks, args[:4], None)
+        return cached_shard_map(function, *args)
 
     return checked
 
 
-def _check_batch(x: Any, axes: Any) -> None:
-    if not _is_implicit(x):
+def _check_slices_and_stacks(
+    function: Callable,
+    in_tree: Any,
+    in_axes: Any,
+    out_axes: Any,
+    out_tree: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    axes_of_slices = jax.tree.unflatten(in_tree, in_axes)
+    jax.tree.map(_check_slice, (args, kwargs), axes_of_slices, is_leaf=is_value)
+    out = function(*args, **kwargs)
+    axes_of_stacks = jax.tree.unflatten(out_tree, out_axes)
+    axes_of_stacks = jax.tree.broadcast(axes_of_stacks, out, is_leaf=lambda x: x is None)
+    jax.tree.map(_check_stack, out, axes_of_stacks, is_leaf=_is_array)
+    return out
+
+
+def _check_slice(x: Any, axes: Any) -> None:
+    if not is_value(x) or not has_all_leaves(x):
         return
     for axis in set(jax.tree.leaves(axes, is_leaf=lambda x: x is None)) - {None}:
-        if not has_axes(_type_of(x), axis % x.ndim + 1):
+        try:
+            type_of_value(x).inc_rank(1, axis % (x.ndim + 1))
+        except Exception as error:  # an error of the class, if the slice is no value
             raise TypeError(
-                f"pmap cannot map a {_type_of(x)} along axis {axis}, which is not a batch axis "
-                "of all its leaves. Pass vn.materialise(x), or use jax.shard_map."
-            )
-
-
-def refuse_no_stacks(broadcast_prefix: Callable) -> Callable:
-    """JAX's function of the axes that `pmap` puts leaves of results together along."""
-
-    def checked(axes: Any, out: Any, **kwargs: Any) -> Any:
-        flat = broadcast_prefix(axes, out, **kwargs)
-        if is_enabled():
-            of_leaves = jax.tree.unflatten(jax.tree.structure(out), flat)
-            jax.tree.map(_check_stack, out, of_leaves, is_leaf=_is_array)
-        return flat
-
-    return checked
+                f"pmap cannot map a {type(x).__name__} along axis {axis}, which is not a batch "
+                "axis of all its leaves. Pass vn.materialise(x), or use jax.shard_map."
+            ) from error
 
 
 def _check_stack(x: Any, axes: Any) -> None:
@@ -278,18 +287,19 @@ def scan_slices(function: Callable) -> Callable:
     """`lax.scan`, and `lax.map`, which take slices of their second argument."""
 
     def over_slices(f: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_enabled():
-            which = _SLICED[function.__name__]
-            if len(args) >= which:
-                args = (*args[: which - 1], _sliceable(args[which - 1]), *args[which:])
-            elif "xs" in kwargs:
-                kwargs["xs"] = _sliceable(kwargs["xs"])
-        return function(f, *args, **kwargs)
+        if not is_enabled():
+            return function(f, *args, **kwargs)
+        try:
+            bound = signature(function).bind(f, *args, **kwargs)
+        except TypeError:
+            return function(f, *args, **kwargs)  # JAX raises the error
+        xs = bound.arguments["xs"] = _sliceable(bound.arguments.get("xs"))
+        sizes = {x.shape[0] for x in jax.tree.leaves(xs) if is_typed(x)}
+        if function.__name__ == "scan" and bound.arguments.get("length") is None and sizes:
+            bound.arguments["length"] = sizes.pop()  # JAX infers it from arrays only
+        return function(*bound.args, **bound.kwargs)
 
     return over_slices
-
-
-_SLICED = {"map": 1, "scan": 2}  # the number of `xs` among the arguments after the function
 
 
 def _sliceable(xs: Any) -> Any:
@@ -320,15 +330,8 @@ def stackable(x: Any) -> Any:
 
     A tree of leaves may be of derivatives, and has no dense form that is sure to be meant.
     """
-    if not _is_implicit(x) or takes_axis(_type_of(x)):
+    if not _is_implicit(x) or (is_value(x) and not is_complete(x)) or takes_axis(_type_of(x)):
         return x
     if isinstance(x, Value):
         raise TypeError(_not_stacked("scan", _type_of(x)))
     return made_dense(find_primitive("scan"), x)
-
-
-def is_stackable(results: Any) -> bool:
-    """Whether results can be stacked, of which the types are known."""
-    primal = lambda t: abstract_of(t.of if isinstance(t, TangentType) else t)
-    leaves = jax.tree.leaves(jax.tree.map(primal, results), is_leaf=_is_array)
-    return all(takes_axis(type_of_value(x)) for x in leaves if isinstance(x, Value))

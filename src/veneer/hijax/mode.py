@@ -1,33 +1,97 @@
-"""Whether high types are on: `install`, `uninstall`, `enabled`."""
+"""Turn high types on and off: `install`, `uninstall`, `enabled`, and the patches that they set."""
 
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from threading import RLock
+from typing import Any
 
 import jax
 
-from .patching import Patches
+_ABSENT = object()
 
-#: What the mode changes in JAX, which `patches` says.
+#: Returns the wrapped form of an attribute. Gets None if the object has no such attribute.
+Wrapper = Callable[[Any], Any]
+
+
+class Patches:
+    """Attributes of other packages, which `apply` replaces and `undo` restores."""
+
+    def __init__(self) -> None:
+        #: By the name of each attribute, a function that replaces it and returns the undo function.
+        self.setters: dict[str, Callable[[], Callable[[], None]]] = {}
+        self._undos: list[Callable[[], None]] = []
+
+    def attribute(self, owner: Any, name: str, *wrappers: Wrapper) -> None:
+        """Replace an attribute of `owner`. The wrappers are applied in order."""
+        owner_name = getattr(owner, "__qualname__", None) or getattr(owner, "__name__", owner)
+        self.setters[f"{owner_name}.{name}".removeprefix("jax._src.")] = partial(
+            _set_attribute, owner, name, wrappers
+        )
+
+    def attribute_if_imported(
+        self, module: str, owner: str | None, name: str, wrapper: Wrapper
+    ) -> None:
+        """Replace an attribute of a module, or of a class in it, if the module is imported."""
+
+        def replace() -> Callable[[], None]:
+            if module not in sys.modules:
+                return lambda: None
+            target = sys.modules[module] if owner is None else getattr(sys.modules[module], owner)
+            return _set_attribute(target, name, (wrapper,))
+
+        self.setters[f"{owner or module}.{name}"] = replace
+
+    def boundary(self, function: Any, *wrappers: Wrapper) -> None:
+        """Replace the function that a public function of JAX calls.
+
+        This reaches every name under which the public function has been imported.
+        """
+        cell = function.__closure__[function.__code__.co_freevars.index("fun")]
+        name = f"{function.__module__}.{function.__qualname__}".removeprefix("jax._src.")
+        self.setters[name] = partial(_set_attribute, cell, "cell_contents", wrappers)
+
+    def apply(self) -> None:
+        """Replace all attributes."""
+        self._undos = [replace() for replace in self.setters.values()]
+
+    def undo(self) -> None:
+        """Restore all attributes."""
+        while self._undos:
+            self._undos.pop()()
+
+
+def _set_attribute(owner: Any, name: str, wrappers: tuple[Wrapper, ...]) -> Callable[[], None]:
+    has_dict = hasattr(owner, "__dict__")  # a closure cell has none
+    before = vars(owner).get(name, _ABSENT) if has_dict else getattr(owner, name)
+    value = None if before is _ABSENT else before
+    for wrapper in wrappers:
+        value = wrapper(value)
+    setattr(owner, name, value)
+    if before is _ABSENT:
+        return partial(delattr, owner, name)
+    return partial(setattr, owner, name, before)
+
+
+#: The patches of JAX, which the module `patches` lists.
 jax_patches = Patches()
 
 _lock = RLock()
 
 
 def _unlock_child() -> None:
-    """In the child of a fork, nobody is left to unlock what another thread had locked."""
     global _lock
-    _lock = RLock()
+    _lock = RLock()  # another thread may hold the lock, and it does not run in the child
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_unlock_child)
 
-_uses = 0  # one for `install`, and one for each block of `enabled` that is open
+_uses = 0  # one for `install`, and one for each open block of `enabled`
 
-# Whether the mode is on, in this thread. A jitted function is traced anew where that changes, so
-# that one traced with high types is not found in JAX's caches without.
+# Whether high types are on in this thread. JAX's caches of traced functions depend on it.
 _mode = jax.make_user_context(False)
 
 
@@ -112,7 +176,7 @@ def is_enabled() -> bool:
 
 
 def in_force() -> AbstractContextManager:
-    """Has the mode on for what is run, where a primitive of a user's is met without it."""
+    """Return a context in which high types are on. A user's primitive may be called without."""
     return nullcontext() if is_enabled() else enabled()
 
 

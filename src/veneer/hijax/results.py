@@ -14,7 +14,7 @@ import jax
 from .._core.primitives.sharding import leaf_destinations
 from .._jax.hijax import Unspecified, core, pe, tracing_registry
 from .types import HighType, TangentType, abstract
-from .values import exposed, is_inexact
+from .values import exposed, is_inexact, within_rule
 
 
 def run_jit(run: Callable) -> Callable:
@@ -22,6 +22,9 @@ def run_jit(run: Callable) -> Callable:
 
     def run_with_leaves(call: Any, *args: Any) -> Any:
         closed = call.params["jaxpr"]
+        if within_rule.value:  # C++ would lose the marks of derivatives
+            outs, out_flat, out_tree, args_flat, jaxpr, _, *more = run(call, *args)
+            return jax.tree.map(exposed, outs), out_flat, out_tree, args_flat, jaxpr, None, *more
         if not closed.is_high:  # within, or in what comes in and goes out; for any call, so briefly
             return run(call, *args)
         if core.trace_state_clean():

@@ -21,7 +21,7 @@ from .._jax.tracing import Trace, set_current_trace
 from .high import Unpack, apply
 from .mode import is_enabled
 from .types import HighType, canonical, is_complete, is_traced_high, type_of
-from .values import value_of
+from .values import exposed, value_of
 
 
 def take_dense_specs(shard_map: Callable) -> Callable:
@@ -40,7 +40,9 @@ def take_dense_specs(shard_map: Callable) -> Callable:
 
         @wraps(of_blocks)
         def mapped(*args: Any) -> Any:
-            return of_blocks(*_as_specified("in_specs", in_specs, args) if is_enabled() else args)
+            if not is_enabled():
+                return of_blocks(*args)
+            return jax.tree.map(exposed, of_blocks(*_as_specified("in_specs", in_specs, args)))
 
         return mapped
 

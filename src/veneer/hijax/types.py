@@ -26,7 +26,14 @@ from .._core.surface.shown import short_name
 from .._core.value import Value, get_cached, has_all_leaves, is_value
 from .._jax.caller_errors import warn_of_scales_without_codes
 from .._jax.hijax import HiType, aval_property, copy_shaped_array, holds_tracers
-from .._jax.tracing import abstract_array, current_trace, has_numeric_dtype, is_in_derivative
+from .._jax.tracing import (
+    abstract_array,
+    current_trace,
+    has_numeric_dtype,
+    is_in_derivative,
+    set_operand_conversion,
+    set_type_function,
+)
 from .high import Add, Pack, Unpack, Zeros, apply, is_staged, packed
 from .mode import is_enabled
 from .values import HighArray, Tangent, flatten_value, is_inexact, leaves_of, strong_leaf, value_of
@@ -381,6 +388,8 @@ def as_high_array(x: Any) -> Any:
 
 
 copyreg.pickle(HighArray, lambda x: (as_high_array, (x.value,)))
+for _cls in (HighArray, Tangent):
+    set_type_function(_cls, lambda x: x.aval)
 
 
 def canonical(x: Any) -> Any:
@@ -404,6 +413,10 @@ def canonical(x: Any) -> Any:
         if isinstance(tracer, jax.core.Tracer):  # and not computed at once
             object.__setattr__(value, "_high", (ref(value), ref(tracer)))
     return tracer
+
+
+set_operand_conversion(HighArray, canonical)
+set_operand_conversion(Tangent, lambda x: x)
 
 
 def _nothing() -> None:

@@ -5,7 +5,7 @@ JAX gives of derivatives by leaf is marked as such.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,6 @@ import numpy as np
 from .._core.errors import is_marked_as_derivatives
 from .._core.surface.array import ImplicitArray
 from .._core.value import Value, is_part, is_value
-from .mode import is_enabled
 
 if TYPE_CHECKING:
     from .types import HighType, TangentType
@@ -142,29 +141,6 @@ def carried(tree: Any) -> Any:
     return jax.tree.map(lambda x: _KeepsMark(x) if is_derivative(x) else x, tree, is_leaf=is_value)
 
 
-def carry_to_jit(infer: Callable) -> Callable:
-    """JAX's function that has the arguments of a jitted function."""
-    return lambda function, info, *args: infer(function, info, *map(carried, args))
-
-
-def mark_mapped(tree_map: Callable) -> Callable:
-    """`jax.tree.map`: what it makes of derivatives alone are derivatives, in a rule."""
-
-    def of_marked(function: Any, tree: Any, *rest: Any, **kwargs: Any) -> Any:
-        out = tree_map(function, tree, *rest, **kwargs)
-        if within_rule.value and not rest:
-            pairs = zip(values_of(tree), values_of(out), strict=False)
-            [mark_derivatives(x) for of, x in pairs if is_derivative(of) and type(x) is type(of)]
-        return out
-
-    return of_marked
-
-
-def find_no_fast_path(find: Callable) -> Callable:
-    """JAX's function by which C++ calls what is compiled, with arguments that it takes apart."""
-    return lambda *args: None if within_rule.value else find(*args)
-
-
 def value_of(x: Any) -> Any:
     """A `HighArray` as its value; anything else as it is."""
     return x.value if type(x) is HighArray else x
@@ -221,51 +197,3 @@ def strong_leaf(leaf: Any) -> Any:
     if not hasattr(leaf, "aval"):
         leaf = jnp.asarray(leaf)
     return jax.lax.convert_element_type(leaf, aval.dtype) if aval.weak_type else leaf
-
-
-# What JAX gives of derivatives is marked.
-
-
-def marked_cotangents(call: Callable) -> Callable:
-    """The method `__call__` of what `jax.vjp` gives, which `jax.grad` calls too."""
-
-    def pull(self: Any, *cotangents: Any) -> Any:
-        out = call(self, *cotangents)
-        if not is_enabled() or getattr(self, "want_logs", False):
-            return out
-        return _marked_as(jax.tree.unflatten(self.in_tree, [0] * self.in_tree.num_leaves), out)
-
-    return pull
-
-
-def marked_tangents(jvp: Callable) -> Callable:
-    """JAX's function of results and their tangents."""
-
-    def push(*args: Any, **kwargs: Any) -> Any:
-        out, tangents, *aux = jvp(*args, **kwargs)
-        return out, _marked_as(out, tangents) if is_enabled() else tangents, *aux
-
-    return push
-
-
-def marked_linear(lifted: Callable) -> Callable:
-    """The function of tangents that `jax.linearize` gives, whose third argument are the types."""
-
-    def push(jaxpr: Any, in_avals: Any, out_avals: Any, *args: Any) -> Any:
-        tangents = lifted(jaxpr, in_avals, out_avals, *args)
-        if not is_enabled():
-            return tangents
-        return _marked_as(jax.tree.unflatten(out_avals.tree, [0] * len(out_avals)), tangents)
-
-    return push
-
-
-def _marked_as(primals: Any, tangents: Any) -> Any:
-    """Derivatives, of which those of values with one for each leaf are marked.
-
-    A dense one may be a value as well, and stands for an array.
-    """
-    if any(map(is_value, jax.tree.leaves(primals, is_leaf=is_value))):
-        one = lambda p, t: mark_derivatives(t) if is_value(p) and not p.dense_tangent else t
-        jax.tree.map(one, primals, tangents, is_leaf=is_value)
-    return tangents

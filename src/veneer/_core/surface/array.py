@@ -1,15 +1,14 @@
 """`ImplicitArray`, the class that users subclass."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, ClassVar
 
 import jax
 import numpy as np
 
-from ..._jax.tracing import is_read_by_operator, set_operand_conversion, set_type_function
+from ..._jax.tracing import set_operand_conversion, set_type_function
 from ..value import Value
-from .operands import as_operand, type_of_operand
+from . import operands
 from .operators import ArrayOperators
 from .shown import Shown, nbytes_of
 
@@ -102,11 +101,7 @@ class ImplicitArray(ArrayOperators, Shaped, Shown, Value, abstract=True):
     @property
     def __jax_array__(self) -> Callable[[], Any]:
         """The function that `jax.numpy` calls to convert an operand to an array or a tracer."""
-        if is_read_by_operator():
-            # Without the attribute, an operator of `jax.Array` returns NotImplemented. Then Python
-            # calls the reflected operator of this class.
-            raise AttributeError("__jax_array__")
-        return partial(as_operand, self)
+        return operands.conversion.jax_array(self)
 
     #: The names of the fields whose floating leaves are trained. None means all of them.
     trainable: ClassVar[tuple[str, ...] | None] = None
@@ -117,5 +112,5 @@ class ImplicitArray(ArrayOperators, Shaped, Shown, Value, abstract=True):
         return sum(map(nbytes_of, jax.tree.leaves(self)))
 
 
-set_operand_conversion(ImplicitArray, as_operand)
-set_type_function(Value, type_of_operand)
+set_operand_conversion(ImplicitArray, lambda value: operands.conversion.convert(value))
+set_type_function(Value, lambda value: operands.conversion.type_of(value))

@@ -10,32 +10,50 @@ container of its module. Such a value is a plain pytree until a JAX function tak
 - Everywhere else, `OutsideImplicitError` is raised. The value is never materialized silently.
 """
 
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import jax
 
-from ..._jax.tracing import current_trace, is_eager
+from ..._jax.tracing import current_trace, is_eager, is_read_by_operator
 from ..errors import CHECK_BUGS, reject_derivatives, reject_refs_and_float0
 from ..nesting import as_tracer, enclosing_implicit, outside_implicit_error
 from ..primitives.leaf_movement import dense_shape_of, run_checks
 from ..value import Value, has_all_leaves, is_part, is_value
 
 
-def as_operand(value: Value) -> Any:
-    """Return the tracer for a value that is an operand of a JAX function.
+class OperandConversion:
+    """How JAX functions take an implicit array as an operand, with `implicit` around them.
 
-    Raise `OutsideImplicitError` outside `implicit`, and `TypeError` if the value is no array.
+    With high types on, `vn.hijax` sets another conversion.
     """
-    _check_operand(value)
-    return as_tracer(value)
+
+    def convert(self, value: Value) -> Any:
+        """Return the tracer for a value that is an operand of a JAX function.
+
+        Raise `OutsideImplicitError` outside `implicit`, and `TypeError` if the value is no array.
+        """
+        _check_operand(value)
+        return as_tracer(value)
+
+    def type_of(self, value: Value) -> Any:
+        """Return the result of `jax.typeof` for a value that is an operand of a JAX function."""
+        _check_operand(value)
+        return value.aval()
+
+    def jax_array(self, value: Value) -> Callable[[], Any]:
+        """Return the attribute `__jax_array__` of a value, or raise `AttributeError`."""
+        if is_read_by_operator():
+            # Without the attribute, an operator of `jax.Array` returns NotImplemented. Then Python
+            # calls the reflected operator of the value.
+            raise AttributeError("__jax_array__")
+        return partial(self.convert, value)
 
 
-def type_of_operand(value: Value) -> Any:
-    """Return the result of `jax.typeof` for a value that is an operand of a JAX function."""
-    _check_operand(value)
-    return value.aval()
+#: The conversion in use.
+conversion = OperandConversion()
 
 
 def _check_operand(value: Value) -> None:

@@ -1,0 +1,234 @@
+"""`jax.grad`, `vjp`, `jvp`, `linearize` and Jacobians of functions of implicit arrays.
+
+An argument or result with a dense tangent is one leaf of these functions, of its high type. Any
+other value is a pytree, whose derivatives JAX returns leaf by leaf. Such a result is marked, so
+that no operation takes it for an implicit array.
+
+For `jax.grad` and Jacobians, JAX needs results that are arrays: values with a dense tangent and
+scalar values are materialized, and the leaves of other values are differentiated.
+"""
+
+import sys
+from collections.abc import Callable
+from functools import lru_cache, partial, update_wrapper
+from inspect import signature
+from typing import Any
+
+import jax
+
+from .._core.primitives.labels import is_label
+from .._core.value import Value, is_value
+from .._jax.hijax import api
+from .._jax.primitives import Primitive
+from .mapping import by_leaves, made_dense
+from .mode import is_enabled
+from .types import is_complete, is_typed, opened, with_dense_tangents
+from .values import (
+    carried,
+    exposed,
+    flatten_value,
+    has_derivatives,
+    is_derivative,
+    mark_derivatives,
+    values_of,
+    within_rule,
+)
+
+#: Names the operation in reports of values that are materialized for a Jacobian. It is never bound.
+_JACOBIAN = Primitive("jacobian")
+
+
+class _Differentiated:
+    """A function whose results are arrays or leaves of values, for `jax.grad` and Jacobians."""
+
+    def __init__(self, function: Callable, has_aux: bool = False):
+        self._function, self._has_aux = function, has_aux
+        update_wrapper(self, function)
+
+    def __call__(self, *args: Any) -> Any:
+        out = self._function(*args)
+        if not self._has_aux:
+            return jax.tree.map(_leaves_for_jacobian, out, is_leaf=is_value)
+        return jax.tree.map(_leaves_for_jacobian, out[0], is_leaf=is_value), *out[1:]
+
+    def with_aux(self, has_aux: bool) -> "_Differentiated":
+        return _Differentiated(self._function, has_aux)
+
+
+def _leaves_for_jacobian(x: Any) -> Any:
+    x = exposed(x)
+    if not is_typed(x) and not (isinstance(x, Value) and is_complete(x)):
+        return x
+    if (x.aval.cls if is_typed(x) else x).dense_tangent or not (x.shape or is_label(opened(x))):
+        return made_dense(_JACOBIAN, x)
+    leaves, treedef = flatten_value(opened(x))
+    return jax.tree.unflatten(treedef, list(map(_leaves_for_jacobian, leaves)))
+
+
+def split_arguments(argnums_partial: Callable) -> Callable:
+    """Wrap JAX's function that splits off the arguments that `jax.grad` differentiates by."""
+
+    def split(*args: Any) -> Any:
+        function, arguments = argnums_partial(*args)
+        if not is_enabled():
+            return function, arguments
+        return _Differentiated(function), with_dense_tangents(arguments)
+
+    return split
+
+
+def pull_back(vjp: Callable) -> Callable:
+    """Wrap `jax.vjp`, which `jax.grad` calls too."""
+
+    def vjp_of_values(function: Callable, *primals: Any, has_aux: bool = False, **kw: Any) -> Any:
+        if not is_enabled():
+            return vjp(function, *primals, has_aux=has_aux, **kw)
+        is_grad = isinstance(function, _Differentiated)
+        function = function.with_aux(has_aux) if is_grad else function
+        primals = with_dense_tangents(primals)
+        out, pull, *aux = vjp(function, *primals, has_aux=has_aux, **kw)
+        expose = (lambda x: opened(exposed(x))) if is_grad else exposed
+        return jax.tree.map(exposed, out), _mark_cotangents(pull), *jax.tree.map(expose, aux)
+
+    return vjp_of_values
+
+
+@lru_cache(maxsize=16)
+def _parameter_names(function: Callable) -> tuple[str, ...]:
+    return tuple(signature(function).parameters)
+
+
+def _mark_cotangents(pull: Any) -> Any:
+    """Let the object that `jax.vjp` returns mark its results. Its `fun` returns the function."""
+    fun, names = pull.fun, _parameter_names(pull.fun.func)
+
+    def marking_fun(*args: Any) -> Any:
+        arguments = dict(zip(names, args, strict=False))
+        has_logs = arguments.get("want_logs", False)  # JAX >= 0.12
+        call = partial(_call_and_mark, arguments["in_tree"], has_logs)
+        return jax.tree_util.Partial(call, fun.func(*args))
+
+    pull.fun = partial(marking_fun, *fun.args)
+    return pull
+
+
+def _call_and_mark(in_tree: Any, has_logs: bool, pull: Callable, cotangents: Any) -> Any:
+    out = jax.tree.map(exposed, pull(cotangents))
+    return out if has_logs or not is_enabled() else _mark_like(in_tree, out)
+
+
+def push_forward(jvp: Callable) -> Callable:
+    """Wrap the function of JAX that computes `jax.jvp`, and the columns of `jax.jacfwd`."""
+
+    def jvp_of_values(function: Any, primals: Any, tangents: Any, has_aux: bool = False) -> Any:
+        if not is_enabled():
+            return jvp(function, primals, tangents, has_aux=has_aux)
+        if isinstance(function, _Differentiated):
+            function = function.with_aux(has_aux)
+        primals, tangents = with_dense_tangents(primals), with_dense_tangents(tangents)
+        results = jvp(function, primals, tangents, has_aux=has_aux)
+        out, tangents, *aux = jax.tree.map(exposed, results)
+        return out, _mark_like(jax.tree.structure(out), tangents), *aux
+
+    return jvp_of_values
+
+
+def linearize(jax_linearize: Callable) -> Callable:
+    """Wrap `jax.linearize`."""
+
+    def linearize_values(function: Callable, *primals: Any, **kwargs: Any) -> Any:
+        if not is_enabled():
+            return jax_linearize(function, *primals, **kwargs)
+        results = jax_linearize(function, *with_dense_tangents(primals), **kwargs)
+        _, push, *_ = results
+        out, _, *aux = jax.tree.map(exposed, results)
+        tree, count = jax.tree.structure(out), len(push.args)
+
+        def push_marked(*args: Any) -> Any:
+            tangents = push.func(*args[:count], *with_dense_tangents(args[count:]))
+            return _mark_like(tree, jax.tree.map(exposed, tangents))
+
+        marked = jax.tree_util.Partial(push_marked, *push.args)
+        vars(marked).update(vars(push))
+        return out, marked, *aux
+
+    return linearize_values
+
+
+def _mark_like(tree: Any, derivatives: Any) -> Any:
+    """Mark the derivatives of values that have one for each leaf. `tree` is the primals' structure.
+
+    A dense derivative can be a value too, and is an array.
+    """
+    primals = jax.tree.unflatten(tree, [0] * tree.num_leaves)
+    if values_of(primals):
+        mark = lambda p, d: mark_derivatives(d) if is_value(p) and not p.dense_tangent else d
+        jax.tree.map(mark, primals, derivatives, is_leaf=is_value)
+    return derivatives
+
+
+def map_derivatives(vmap: Callable) -> Callable:
+    """Wrap `jax.vmap` as Jacobians call it, on derivatives with one more axis on each leaf."""
+
+    def vmap_by_leaves(function: Any, *args: Any, **kwargs: Any) -> Any:
+        is_push = isinstance(function, partial) and function.func is api._jvp
+        if not is_push and not isinstance(function, api.VJP):
+            return vmap(function, *args, **kwargs)
+
+        def derive(*derivatives: Any) -> Any:
+            with by_leaves(False):
+                return function(*derivatives)
+
+        mapped = vmap(derive, *args, **kwargs)
+
+        def derive_each(*derivatives: Any) -> Any:
+            with by_leaves(True):
+                return mapped(*derivatives)
+
+        return derive_each
+
+    return vmap_by_leaves
+
+
+# Marks within the rules of `jax.custom_jvp` and `jax.custom_vjp`. The caches of JAX do not
+# distinguish pytrees with a mark from pytrees without one.
+
+
+def keep_marks_in_jit(infer_params: Callable) -> Callable:
+    """Wrap the function of JAX that flattens the arguments of a jitted function."""
+    return lambda function, info, *args: infer_params(function, info, *map(carried, args))
+
+
+def keep_marks_in_tree_map(tree_flatten: Callable) -> Callable:
+    """Wrap the `tree_flatten` that `jax.tree.map` calls. A map of derivatives is marked again."""
+    tree_map = jax.tree_util.tree_map.__code__
+
+    def flatten(tree: Any, *args: Any, **kwargs: Any) -> Any:
+        leaves, treedef = tree_flatten(tree, *args, **kwargs)
+        if within_rule.value and sys._getframe(1).f_code is tree_map and has_derivatives(tree):
+            return leaves, _MarkedTree(treedef, tree)
+        return leaves, treedef
+
+    return flatten
+
+
+class _MarkedTree:
+    """The structure of a tree with derivatives, as `jax.tree.map` uses it.
+
+    With further trees, the results are not marked.
+    """
+
+    def __init__(self, treedef: Any, tree: Any):
+        self._treedef, self._tree, self._is_alone = treedef, tree, True
+
+    def flatten_up_to(self, tree: Any) -> list[Any]:
+        self._is_alone = False
+        return self._treedef.flatten_up_to(tree)
+
+    def unflatten(self, leaves: Any) -> Any:
+        out = self._treedef.unflatten(leaves)
+        pairs = zip(values_of(self._tree), values_of(out), strict=False)
+        for old, new in pairs if self._is_alone else ():
+            if is_derivative(old) and type(new) is type(old):
+                mark_derivatives(new)
+        return out
