@@ -16,7 +16,8 @@ from measure import markdown_table
 
 import veneer as vn
 from veneer.kernels import MatmulOperands, MatmulProblem, select
-from veneer.kernels.gpu import hopper, hopper_config, matmul_config
+from veneer.kernels.common.table import TABLE
+from veneer.kernels.gpu import hopper_config, matmul_config
 from veneer.kernels.gpu import matmul as gpu_matmul
 from veneer.quant.ops.by_kernel import codes_of
 
@@ -103,13 +104,13 @@ def selected(format: Format, layout: str, m: int, k: int, n: int) -> str:
     jax.eval_shape(record, jax.ShapeDtypeStruct((m, k), jnp.bfloat16), q)
     operands, problem = made
     sizes = problem.shape(operands)
-    # Do not call `select.candidate`, which depends on the GPU and JAX version of this process.
-    rows = (row for row in select.TABLE if not row.opt_in)
-    kernel = next((row for row in rows if select._serves(row, "gpu", problem.codes, sizes)), None)
+    # Do not call `select.find_kernel`, which depends on the GPU and JAX version of this process.
+    rows = (row for row in TABLE if row.platform == "gpu")
+    kernel = next((row for row in rows if select.fits(row, problem.codes, sizes)), None)
     if kernel is None:
         return BY_XLA
     bits, tile = problem.codes.bits, format.tile or k
-    if kernel.module is hopper:
+    if kernel.requires == "hopper":
         config = hopper_config.config_for(hopper_config.Sizes(m, k, n, bits, tile))
         assert config is not None
         return many_rows_name(config)

@@ -183,18 +183,18 @@ def _gpu_kernel(name: str, m: int) -> Finding:
     )
     by_xla = lambda operands, problem: operands.x  # never called
     problem = MatmulProblem(Codes(8, "int8"), n, "rows", "bfloat16", 0, by_xla)
-    kernel = select.candidate("gpu", problem.codes, problem.shape(operands))
-    if kernel is None or kernel.module is None or not select.has_device(kernel):
+    kernel = select.find_kernel("gpu", problem.codes, problem.shape(operands))
+    if kernel is None or not select.has_device(kernel):
         why = "none for this GPU"
         if hopper.is_hopper() and not hopper.has_jax():
             why = f"none before JAX {'.'.join(map(str, hopper.LEAST_JAX))}"
         return Finding(name, f"{why}: XLA computes these products")
     try:
-        kernel.module.compile(operands, problem)
+        select.device_kernel(kernel).compile(operands, problem)
     except Exception as error:  # NVRTC and Pallas raise errors of many types
         summary = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         return Finding(name, f"none, so XLA computes these products: {summary}", False)
-    return Finding(name, kernel.target.format(problem.codes.kind).removeprefix("veneer_"))
+    return Finding(name, kernel.label(problem.codes.kind))
 
 
 def _timed_on_gpu(name: str, x: jax.Array, weight: Any, dense: jax.Array) -> Finding:

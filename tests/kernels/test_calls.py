@@ -25,7 +25,7 @@ def stored(n, qtype="int4", seed=0, tiles=None, **options):
 def calls(function, *args):
     """How many products each call of a kernel computes, in what is lowered."""
     text = jax.jit(function).lower(*args).as_text()
-    found = re.findall(r"%\w+(?::(\d+))? = stablehlo.custom_call @veneer_(?!quantise)", text)
+    found = re.findall(r"%\w+(?::(\d+))? = stablehlo.custom_call @veneer_(?!quantize)", text)
     return [int(count or 1) for count in found]
 
 

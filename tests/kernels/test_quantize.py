@@ -76,7 +76,7 @@ def test_a_kernel_is_used_where_it_is_worth_it():
 def test_mapped_arrays_are_quantised_by_a_kernel():
     x = values((4, 256, 128))
     quantise = jax.jit(jax.vmap(lambda x: vn.quant.quantize(x, "int8", channelwise_axes=[0])))
-    assert "veneer_quantise_int8" in quantise.lower(x).as_text()
+    assert "veneer_quantize_int8" in quantise.lower(x).as_text()
     assert_same(quantise(x), by_xla(quantise, x))
 
 
@@ -91,5 +91,5 @@ def test_arrays_on_several_devices_are_left_to_xla():
     mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
     placed = jax.device_put(x, NamedSharding(mesh, PartitionSpec("x", None)))
     quantise = jax.jit(lambda x: vn.quant.quantize(x, "int8", channelwise_axes=[0]))
-    assert "veneer_quantise" not in quantise.lower(placed).compile().as_text()
+    assert "veneer_quantize" not in quantise.lower(placed).compile().as_text()
     assert_same(quantise(placed), by_xla(quantise, x))

@@ -1,5 +1,6 @@
 """Which implementation is chosen, what says so, and what is said where there is no kernel."""
 
+import importlib
 import subprocess
 import sys
 import warnings
@@ -14,6 +15,7 @@ import veneer as vn
 from veneer import kernels
 from veneer.kernels import Codes, select
 from veneer.kernels.common.problem import MatmulShape
+from veneer.kernels.common.table import FEW_ROWS, MOST_ROWS, TABLE
 from veneer.kernels.cpu import build
 from veneer.kernels.gpu import hopper
 
@@ -24,6 +26,11 @@ BY_KERNEL = "CPU kernel rows_int8 (fallback: convert codes of rhs to float, scal
 def shape(**changes):
     sizes = {"contracting": "rows", "activations": "float", "m": 1, "k": 256, "n": 256, "tile": 256}
     return MatmulShape(**sizes | changes)
+
+
+def find(platform, codes, shape):
+    kernel = select.find_kernel(platform, codes, shape)
+    return None if kernel is None else kernel.label(codes.kind)
 
 
 def how():
@@ -38,16 +45,31 @@ def warned_of_nothing():
 
 
 def test_the_table_names_kernels_that_are_built():
-    for row in select.TABLE:
-        for kind in row.kinds:
-            assert row.target.format(kind).startswith("veneer_")
-    assert select.find("cpu", Codes(8, "int8"), shape()) == "veneer_rows_int8"
-    assert select.find("cpu", Codes(8, "int8"), shape(contracting="columns")) == (
-        "veneer_columns_int8"
-    )
-    assert select.find("cpu", Codes(8, "uint8"), shape(activations="int8")) == (
-        "veneer_integer_rows_uint8"
-    )
+    assert find("cpu", Codes(8, "int8"), shape()) == "rows_int8"
+    assert find("cpu", Codes(8, "int8"), shape(contracting="columns")) == "columns_int8"
+    assert find("cpu", Codes(8, "uint8"), shape(activations="int8")) == "integer_rows_uint8"
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row.platform}-{row.name}-{row.variant}")
+def test_each_row_names_a_module_and_its_functions(row):
+    module, _, function = row.source.partition(":")
+    module = importlib.import_module(f"veneer.kernels.{module}")
+    if row.platform == "cpu":
+        assert callable(getattr(module, function))
+    else:
+        assert isinstance(module, select.DeviceKernel)
+
+
+def test_each_kernel_of_the_cpu_has_one_row():
+    targets = [row.target(kind) for row in TABLE if row.platform == "cpu" for kind in row.kinds]
+    assert len(targets) == len(set(targets)) > 80
+
+
+@pytest.mark.parametrize("m", [1, 8, 64])
+def test_every_product_of_floats_on_a_cpu_has_a_kernel(m):
+    for contracting in ("rows", "columns"):
+        for tile in (1, 8, 96, 256):
+            assert find("cpu", Codes(8, "int8"), shape(contracting=contracting, m=m, tile=tile))
 
 
 @pytest.mark.parametrize(
@@ -62,7 +84,7 @@ def test_the_table_names_kernels_that_are_built():
     ],
 )
 def test_the_table_has_no_kernel_for_others(platform, codes, changes):
-    assert select.find(platform, codes, shape(**changes)) is None
+    assert find(platform, codes, shape(**changes)) is None
 
 
 INT4 = Codes(4, values=(*map(float, range(8)), *map(float, range(-8, 0))))
@@ -72,12 +94,12 @@ LARGE = {"activations": "bfloat16", "k": 4096, "n": 4096, "tile": 128, "scale_co
 @pytest.mark.parametrize(
     ("codes", "changes", "target"),
     [
-        (INT4, {}, "veneer_rows_lookup4"),
-        (INT4, {"m": select.FEW_ROWS}, "veneer_rows_lookup4"),
-        (INT4, {"m": 1 + select.MOST_ROWS}, "veneer_hopper_rows_lookup4"),
-        (INT4, {"m": 512, "contracting": "columns"}, "veneer_hopper_columns_lookup4"),
-        (Codes(8, "float8_e4m3fn"), {"m": 512}, "veneer_hopper_rows_float8_e4m3fn"),
-        (INT4, {"activations": "float16"}, "veneer_rows_lookup4"),
+        (INT4, {}, "rows_lookup4"),
+        (INT4, {"m": FEW_ROWS}, "rows_lookup4"),
+        (INT4, {"m": 1 + MOST_ROWS}, "hopper_rows_lookup4"),
+        (INT4, {"m": 512, "contracting": "columns"}, "hopper_columns_lookup4"),
+        (Codes(8, "float8_e4m3fn"), {"m": 512}, "hopper_rows_float8_e4m3fn"),
+        (INT4, {"activations": "float16"}, "rows_lookup4"),
         (INT4, {"activations": "float16", "m": 512}, None),
         (INT4, {"activations": "float"}, None),
         (INT4, {"k": 256, "n": 256}, None),  # too small
@@ -90,12 +112,11 @@ LARGE = {"activations": "bfloat16", "k": 4096, "n": 4096, "tile": 128, "scale_co
 )
 def test_the_table_has_kernels_for_gpus(codes, changes, target, monkeypatch):
     monkeypatch.setattr(hopper, "has_jax", lambda: True)
-    assert select.find("gpu", codes, shape(**LARGE | changes)) == target
+    assert find("gpu", codes, shape(**LARGE | changes)) == target
 
 
 def test_small_matrices_have_a_kernel_where_there_are_many():
-    found = select.find("cpu", Codes(8, "int8"), shape(k=64, n=32, batch=128))
-    assert found == "veneer_rows_int8"
+    assert find("cpu", Codes(8, "int8"), shape(k=64, n=32, batch=128)) == "rows_int8"
     x, w = jnp.ones((128, 1, 64)), jnp.asarray(np.random.default_rng(0).normal(size=(128, 64, 32)))
     q = vn.quant.quantize(w.astype(jnp.float32), "int4", channelwise_axes=[0, 2])
     assert "CPU kernel" in vn.explain(jnp.matmul)(x, q).events[0].how
@@ -161,7 +182,9 @@ def test_a_kernel_that_cannot_be_built_is_left_to_xla(monkeypatch, warned_of_not
         raise OSError("no space left")
 
     monkeypatch.setattr(build, "target", fail)
-    with pytest.warns(UserWarning, match=r"veneer_rows_int8 failed: OSError\('no space left'\)"):
+    with pytest.warns(
+        UserWarning, match=r"veneer_rows_int8_few failed: OSError\('no space left'\)"
+    ):
         y = jax.jit(vn.implicit(lambda x, w: 3 * x @ w))(X, W)
     np.testing.assert_allclose(y, 3 * X @ W.dequantize(), rtol=1e-4, atol=1e-4)
 

@@ -131,8 +131,8 @@ MUTATIONS = [
     ),
     # Kernels.
     Mutation(
-        "planes = [(((eights >> bit) & 1) << places)",
-        "planes = [(((eights >> bit) & 1) << places[::-1])",
+        "planes = [(((eights >> bit) & 1) << shifts)",
+        "planes = [(((eights >> bit) & 1) << shifts[::-1])",
         "quant/test_packing.py kernels",
     ),
     Mutation(

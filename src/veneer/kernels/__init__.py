@@ -1,24 +1,24 @@
-"""Products with stored matrices, by the fastest means that a platform has.
+"""Kernels for products with stored matrices.
 
-Kernels know no types: a matrix is codes in bytes, scales and zero points.
+Kernels know no array types. A stored matrix is codes in bytes, scales, and zero points or minima.
 
-    common          what kernels of all platforms share: codes, operands, calls
-    matmul          the product as a JAX primitive: its derivatives, its batching, its lowering
-    lowering        how it is computed on one device, and cut over several
-    stacks          with a slice of a stack, as a loop has it: read from where it lies
+    common          what kernels of all platforms share: the table of kernels, codes, operands
+    select          which kernel computes a product, and `use`
+    lowering        a product on one device: by a kernel, or by XLA
+    partitioning    a product on several devices
+    stacks          products in loops, which read slices of a stack in place
+    matmul          the product as a JAX primitive: derivatives, batching, lowering
     quantize        codes and scales of an array, as a JAX primitive
-    select          which kernel computes which product, and `use`
-    pruning         which entries of a group are largest
+    pruning         the largest entries of a group
     cpu             kernels for the CPU
     gpu             kernels for NVIDIA GPUs
     tpu             a kernel for TPUs, which is experimental
 """
 
-from . import stacks as stacks
-from .common.problem import BYTES as BYTES
-from .common.problem import FLOATS as FLOATS
-from .common.problem import PLANE_BITS as PLANE_BITS
-from .common.problem import SIX_BIT_FLOATS as SIX_BIT_FLOATS
+from .common.kinds import BYTES as BYTES
+from .common.kinds import FLOATS as FLOATS
+from .common.kinds import PLANE_BITS as PLANE_BITS
+from .common.kinds import SIX_BIT_FLOATS as SIX_BIT_FLOATS
 from .common.problem import Codes as Codes
 from .common.problem import MatmulOperands as MatmulOperands
 from .common.problem import MatmulProblem as MatmulProblem

@@ -1,7 +1,7 @@
 """`quantize`: codes and scales of the tiles of an array, as a JAX primitive.
 
-Lowered for one CPU it is a call of a kernel. Elsewhere, on several devices, and in a program that
-is exported, which other processes run, it is the reference: XLA's way to the same bits.
+On one CPU, a kernel computes it. Elsewhere, and in exported programs, which other machines run, XLA
+computes the same bits.
 """
 
 import dataclasses
@@ -18,28 +18,30 @@ from .._jax.primitives import Primitive, compile_when_eager, require_devices_for
 from . import select
 from .common.kinds import MOST_COLUMNS, QUANTIZE_TABLE, QUANTIZED_BITS, WITHIN_ROWS
 from .cpu import build
+from .cpu.targets import quantize_target
 from .lowering import is_on_one_device
 
 Shape = tuple[int, ...]
 
-#: A smaller array is quantised sooner than a kernel for it is compiled.
+#: The fewest values in an array. XLA quantizes a smaller one before a kernel is loaded.
 _LEAST_VALUES = 1 << 7
-#: One thread should read no larger tile.
+#: The most values in a tile, which one thread reads.
 _MOST_VALUES = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
 class Quantizer:
-    """How an array is quantised, by the largest magnitude of each tile.
+    """A format, and the tiles of an array. The largest magnitude of a tile determines its scale.
 
     **Arguments:**
 
     - `kind`: a format of `QUANTIZED_BITS`.
-    - `table`: f32: the reciprocal of what the largest magnitude is scaled to; whether scales are
-      rounded to 16 bits; and the values from which on a code is the next, for a format that is no
-      integer.
-    - `counts`: how many tiles there are along each axis.
-    - `reference`: XLA's way, from the array and `counts`; hashable, so that programs are cached.
+    - `table`: f32: the reciprocal of the value that the largest magnitude is scaled to; 1 if scales
+      are rounded to 16 bits, else 0; and for a format that is no integer, the smallest value of
+      each code but the first.
+    - `counts`: the number of tiles along each axis.
+    - `reference`: quantizes by XLA, from the array and `counts`. It is hashable, so that programs
+      are cached.
     """
 
     kind: str
@@ -48,12 +50,12 @@ class Quantizer:
     reference: Callable[[jax.Array, Shape], tuple[jax.Array, jax.Array]]
 
     def packed_shape(self, shape: Shape) -> Shape:
-        """Returns the shape of the codes of an array as stored: packed along the last axis."""
+        """Return the shape of the stored codes, which are packed along the last axis."""
         return (*shape[:-1], -(-shape[-1] * QUANTIZED_BITS[self.kind] // 8))
 
 
 def serves(kind: str, shape: Shape, counts: Shape) -> bool:
-    """Returns whether there is a kernel that quantises an array so, and it is worth it.
+    """Return whether a kernel quantizes an array of this shape, and is faster than XLA.
 
     >>> from veneer.kernels.quantize import serves
     >>> serves("int4", (4096, 4096), (32, 4096)), serves("int4", (4096, 4096), (1, 1))
@@ -70,12 +72,12 @@ def serves(kind: str, shape: Shape, counts: Shape) -> bool:
 
 
 def quantize(array: jax.Array, quantizer: Quantizer) -> tuple[jax.Array, jax.Array]:
-    """Returns the codes of an array of f32 as they are stored, and its scales, f32 of `counts`."""
+    """Return the stored codes of an f32 array, and its scales, f32 with the shape `counts`."""
     packed, scale = quantize_p.bind(array, quantizer=quantizer)
     return packed, scale
 
 
-quantize_p = Primitive("quantise_tiles")
+quantize_p = Primitive("quantize_tiles")
 quantize_p.multiple_results = True
 require_devices_for_lowering(quantize_p)
 
@@ -104,8 +106,8 @@ def _by_reference(array: jax.Array, *, quantizer: Quantizer) -> tuple[jax.Array,
 
 def _by_kernel(array: jax.Array, *, quantizer: Quantizer) -> tuple[jax.Array, jax.Array]:
     matrices = _as_matrices(quantizer.kind, array.shape, quantizer.counts)
-    target = f"veneer_quantise_{quantizer.kind}"
-    if matrices is None or not select.built(target):
+    target = quantize_target(quantizer.kind)
+    if matrices is None or not select.is_built(target):
         return _by_reference(array, quantizer=quantizer)
     (batch, rows, columns), (tile_rows, tile_columns) = matrices
     packed_shape = quantizer.packed_shape(array.shape)
@@ -128,35 +130,36 @@ def _by_kernel(array: jax.Array, *, quantizer: Quantizer) -> tuple[jax.Array, ja
 def _as_matrices(
     kind: str, shape: Shape, counts: Shape
 ) -> tuple[tuple[int, int, int], tuple[int, int]] | None:
-    """Returns an array as `[B, R, C]`, and what part of `[R, C]` a tile is; None if it cannot be.
+    """Return the shape of an array as `[B, R, C]`, and the shape of a tile in `[R, C]`.
 
-    At most one axis but the last has tiles of more than one: it is R. What follows it is C.
+    R is the axis before the last whose tiles have more than one value, and C has all axes after R.
+    Return None if more than one such axis exists, or if the kernel does not support the sizes.
     """
     if 0 in shape or not shape:
         return None
     tile = [size // count for size, count in zip(shape, counts, strict=True)]
-    over = [axis for axis, size in enumerate(tile[:-1]) if size > 1]
-    axis = over[0] if over else len(shape) - 2
+    tiled = [axis for axis, size in enumerate(tile[:-1]) if size > 1]
+    axis = tiled[0] if tiled else len(shape) - 2
     after = math.prod(shape[axis + 1 :])
     fills_bytes = shape[-1] * QUANTIZED_BITS[kind] % 8 == 0
-    if len(over) > 1 or (after != shape[-1] and (tile[-1] > 1 or not fills_bytes)):
+    if len(tiled) > 1 or (after != shape[-1] and (tile[-1] > 1 or not fills_bytes)):
         return None
     if axis < 0:
-        return _fits((1, 1, shape[0]), (1, tile[0]))
-    if not over:  # one batch has more rows to cut
-        return _fits((1, math.prod(shape[:-1]), shape[-1]), (1, tile[-1]))
-    return _fits((math.prod(shape[:axis]), shape[axis], after), (tile[axis], tile[-1]))
+        return _supported((1, 1, shape[0]), (1, tile[0]))
+    if not tiled:  # one matrix of all rows, which threads divide
+        return _supported((1, math.prod(shape[:-1]), shape[-1]), (1, tile[-1]))
+    return _supported((math.prod(shape[:axis]), shape[axis], after), (tile[axis], tile[-1]))
 
 
-def _fits(
+def _supported(
     sizes: tuple[int, int, int], tile: tuple[int, int]
 ) -> tuple[tuple[int, int, int], tuple[int, int]] | None:
     rows, columns = tile
     if rows == 1 and columns % WITHIN_ROWS == 0:
         return sizes, tile
-    # XLA divides by a scale of one value, and else multiplies with its reciprocal.
-    narrow = columns * (1 + columns % 2) <= MOST_COLUMNS and rows * columns > 1
-    return (sizes, tile) if narrow and (columns == 1 or rows * columns <= _MOST_VALUES) else None
+    # For a tile of one value, XLA divides by the scale, so that other bits result.
+    is_narrow = columns * (1 + columns % 2) <= MOST_COLUMNS and rows * columns > 1
+    return (sizes, tile) if is_narrow and (columns == 1 or rows * columns <= _MOST_VALUES) else None
 
 
 mlir.register_lowering(quantize_p, mlir.lower_fun(_by_reference, multiple_results=True))

@@ -1,13 +1,17 @@
-"""Products with a slice of a stack, as the layers of a scan are: read from where they lie.
+"""Read slices of a stack in place, in products inside loops.
 
-XLA does not look into a kernel, so it cuts what a kernel reads from the stack, and writes it
-elsewhere first: that takes longer than the product. Here a loop is lowered for a CPU with another
-body, in which such a product is given the stack and the place. That is when JAX has done all else:
-no derivative, batch or program that users see knows of it. The slice is cut where another reads it,
-and XLA leaves it out where nobody does.
+In a scan over layers, each weight is a slice of a stack. XLA does not look into a kernel, so it
+copies the slice before it calls the kernel, which takes longer than the product. Here, `while` is
+lowered for a CPU with another body, in which the kernel gets the stack and the index of the slice.
+JAX lowers after all transformations, so no derivative, batch or jaxpr changes. XLA still computes
+slices that other operations read, and removes the others.
+
+`lower_loops_in_place` changes JAX when the first product is traced, not at import. Loops without
+products lower as before.
 """
 
 import math
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -25,81 +29,89 @@ from .._jax.primitives import (
     start_in_bounds,
     wrap_lowering,
 )
-from .common.problem import MatmulProblem, operands_of
-from .lowering import Stacked, call_kernel, is_for_this_cpu, kernel_for
-from .matmul import matmul_p, turned_by
+from .common.problem import MatmulProblem, unflatten
+from .lowering import Stacked, call_cpu_kernel, find_cpu_kernel, is_local
+
+#: The name of the primitive of products with stored matrices.
+MATMUL = "stored_matmul"
+
+_lock = threading.Lock()
+_is_installed = False
 
 
-def _lowered(
-    otherwise: Callable,
+def lower_loops_in_place() -> None:
+    """Change the lowering of `while` for CPUs, once in a process."""
+    global _is_installed
+    with _lock:
+        if not _is_installed:
+            wrap_lowering(find_primitive("while"), "cpu", _lower_while)
+            _is_installed = True
+
+
+def _lower_while(
+    jax_rule: Callable,
     ctx: Any,
     *values: Any,
     body_jaxpr: Any,
     body_nconsts: int,
     **params: Any,
 ) -> Any:
-    """Lowers a `while`, which a `scan` is by then."""
+    """Lower a `while`. By now, JAX has converted each `scan` to one."""
 
     def in_place(*operands: Any) -> list[Any]:
-        # What goes round the loop is no stack: if it is written to, XLA would have to copy it.
+        # Only constants of the loop are stacks: XLA would copy a carry that is written to.
         constants = [_Slice(x, x, np.int32(0)) for x in operands[:body_nconsts]]
         return _run(body_jaxpr, [*constants, *operands[body_nconsts:]])
 
     body = body_jaxpr
-    if _has_products(body) and _is_local(ctx):
+    has_products = is_or_contains(find_primitive("while"), {"body_jaxpr": body}, MATMUL)
+    # No type names a mesh.
+    if (
+        has_products
+        and is_local(ctx, "cpu")
+        and all(aval.sharding.mesh.empty for aval in ctx.avals_in if hasattr(aval, "sharding"))
+    ):
         body = jax.make_jaxpr(in_place)(*body.in_avals)
-    return otherwise(ctx, *values, body_jaxpr=body, body_nconsts=body_nconsts, **params)
+    return jax_rule(ctx, *values, body_jaxpr=body, body_nconsts=body_nconsts, **params)
 
 
-wrap_lowering(find_primitive("while"), "cpu", _lowered)
-
-#: What kernels read from where it lies in a stack.
-_LEAVES = ("packed", "scale", "zero_point", "minimum", "outer_scale", "outer_minimum")
-
-
-def _has_products(jaxpr: Any) -> bool:
-    return is_or_contains(find_primitive("while"), {"body_jaxpr": jaxpr}, matmul_p.name)
-
-
-def _is_local(ctx: Any) -> bool:
-    """Whether a program is for this process, and one device that no type names."""
-    return is_for_this_cpu(ctx) and all(
-        aval.sharding.mesh.empty for aval in ctx.avals_in if hasattr(aval, "sharding")
-    )
+#: The operands that kernels can read from a stack.
+_STACKABLE = ("packed", "scale", "zero_point", "minimum", "outer_scale", "outer_minimum")
 
 
 class _Slice(NamedTuple):
-    """An array that is one of the equal parts of a stack, one after the other in memory.
+    """An array that is one of the equal parts of a stack, which are contiguous in memory.
 
     **Arguments:**
 
-    - `whole`: the array.
-    - `place`: which part it is, an integer; outside of bounds the first or the last.
-    - `turned`: whether its last two axes are those of the stack the other way round.
+    - `array`: the slice itself, which XLA computes if an operation reads it.
+    - `stack`: the stack.
+    - `index`: of the part, an integer. Out of bounds, it means the first or the last part.
+    - `is_transposed`: whether the last two axes are swapped, compared with the stack.
     """
 
-    whole: jax.Array
+    array: jax.Array
     stack: jax.Array
-    place: Any
-    turned: bool = False
+    index: Any
+    is_transposed: bool = False
 
-    def place_in_bounds(self) -> jax.Array:
-        """The place, as an i32."""
-        return start_in_bounds(self.place, self.stack.size // max(1, self.whole.size))
-
-
-def _whole(x: Any) -> Any:
-    return x.whole if isinstance(x, _Slice) else x
+    def index_in_bounds(self) -> jax.Array:
+        """Return the index as an int32, in bounds."""
+        return start_in_bounds(self.index, self.stack.size // max(1, self.array.size))
 
 
-# A body, an equation at a time.
+def _array_of(x: Any) -> Any:
+    return x.array if isinstance(x, _Slice) else x
+
+
+# Evaluate the body of a loop, one equation at a time.
 
 
 def _run(jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
-    return [_whole(x) for x in evaluate_jaxpr(close_jaxpr(jaxpr), operands, _equation)]
+    return [_array_of(x) for x in evaluate_jaxpr(close_jaxpr(jaxpr), operands, _equation)]
 
 
-#: Primitives that are the program that they contain, once all derivatives are taken.
+#: Primitives that only run the jaxpr that they contain, after all derivatives are taken.
 _CALLS = {
     "jit",
     "pjit",
@@ -115,109 +127,104 @@ _CALLS = {
 def _equation(equation: Any, operands: list[Any]) -> Sequence[Any]:
     primitive, params = equation.primitive, equation.params
     contains = lambda name: is_or_contains(primitive, params, name)
-    if primitive.name in _CALLS and (contains(matmul_p.name) or contains("dynamic_slice")):
+    if primitive.name in _CALLS and (contains(MATMUL) or contains("dynamic_slice")):
         if params.get("differentiated") and params["prevent_cse"]:
-            operands = _barrier(operands)
+            operands = _optimization_barrier(operands)
         return evaluate_jaxpr(close_jaxpr(contained_jaxpr(params)), operands, _equation)
-    if primitive.name == "cond" and contains(matmul_p.name):
-        return _branches(operands, **params)
-    if primitive is matmul_p and (product := _product(operands, **params)) is not None:
+    if primitive.name == "cond" and contains(MATMUL):
+        return _cond(operands, **params)
+    if primitive.name == MATMUL and (product := _product(operands, **params)) is not None:
         return [product]
-    out = primitive.bind(*map(_whole, operands), **primitive.get_bind_params(params))
+    out = primitive.bind(*map(_array_of, operands), **primitive.get_bind_params(params))
     if primitive.multiple_results:
         return out
-    rule = _SLICES.get(primitive.name)
+    rule = _SLICE_RULES.get(primitive.name)
     return [out if rule is None else rule(out, *operands, **params)]
 
 
-def _barrier(operands: Sequence[Any]) -> list[Any]:
-    """As JAX has a checkpoint that is computed again: XLA must not have it share what was."""
-    wholes = lax.optimization_barrier(list(map(_whole, operands)))
-    pairs = zip(operands, wholes, strict=True)
-    return [x._replace(whole=new) if isinstance(x, _Slice) else new for x, new in pairs]
+def _optimization_barrier(operands: Sequence[Any]) -> list[Any]:
+    """Keep XLA from merging the recomputation in a checkpoint with the first computation."""
+    arrays = lax.optimization_barrier(list(map(_array_of, operands)))
+    pairs = zip(operands, arrays, strict=True)
+    return [x._replace(array=new) if isinstance(x, _Slice) else new for x, new in pairs]
 
 
-def _branches(operands: Sequence[Any], *, branches: Sequence[Any], **params: Any) -> list[Any]:
-    del params
+def _cond(operands: Sequence[Any], *, branches: Sequence[Any], **params: Any) -> list[Any]:
     index, *rest = operands
-    programs = [lambda branch=branch: _run(branch, rest) for branch in branches]
-    return lax.switch(_whole(index), programs)
+    functions = [lambda branch=branch: _run(branch, rest) for branch in branches]
+    return lax.switch(_array_of(index), functions)
 
 
 def _product(
     operands: Sequence[Any], *, problem: MatmulProblem, present: Sequence[bool]
 ) -> jax.Array | None:
-    """The product with a matrix that is a slice, by a kernel; or None where it is no such."""
-    given = operands_of(operands, present)
-    if not isinstance(given.packed, _Slice):
+    """Return the product by a kernel, or None if the matrix is no slice or no kernel fits."""
+    slices = unflatten(operands, present)
+    if not isinstance(slices.packed, _Slice):
         return None
-    arrays = operands_of(list(map(_whole, operands)), present)
-    if given.packed.turned:
+    arrays = unflatten(list(map(_array_of, operands)), present)
+    if slices.packed.is_transposed:
         if problem.codes.bits < 8 or arrays.packed.ndim == 4 or problem.tiles is not None:
             return None
-        problem, arrays = turned_by(arrays._replace(packed=arrays.packed.swapaxes(1, 2)), problem)
-    target = kernel_for(arrays, problem)
-    if target is None:
+        arrays = arrays._replace(packed=arrays.packed.swapaxes(1, 2))
+        problem, arrays = problem.with_transposed_matrix(arrays)
+    kernel = find_cpu_kernel(arrays, problem)
+    if kernel is None:
         return None
     stacks = {}
-    for name in _LEAVES:
-        leaf, array = getattr(given, name), getattr(arrays, name)
-        if isinstance(leaf, _Slice) and leaf.turned == given.packed.turned:
-            place = leaf.place if leaf.place.dtype == jnp.int32 else leaf.place_in_bounds()
-            stacks[name] = Stacked(leaf.stack.reshape(-1, *array.shape[1:]), place)
-    return call_kernel(target, arrays, problem, stacks)
+    for name in _STACKABLE:
+        leaf, array = getattr(slices, name), getattr(arrays, name)
+        if isinstance(leaf, _Slice) and leaf.is_transposed == slices.packed.is_transposed:
+            index = leaf.index if leaf.index.dtype == jnp.int32 else leaf.index_in_bounds()
+            stacks[name] = Stacked(leaf.stack.reshape(-1, *array.shape[1:]), index)
+    return call_cpu_kernel(kernel, arrays, problem, stacks)
 
 
-# What gives slices, and what leaves them such.
+# Operations that return slices, or keep them.
 
 
 def _dynamic_slice(out: Any, x: Any, *starts: Any, slice_sizes: Sequence[int]) -> Any:
-    whole = _whole(x)
-    is_part = slice_sizes[0] == 1 and tuple(slice_sizes[1:]) == whole.shape[1:]
-    return _part(out, x, starts[0]) if is_part else out
+    is_entry = slice_sizes[0] == 1 and tuple(slice_sizes[1:]) == _array_of(x).shape[1:]
+    return _entry(out, x, starts[0]) if is_entry else out
 
 
-def _slice(
-    out: Any, x: Any, *, start_indices: Sequence[int], limit_indices: Any, strides: Any
-) -> Any:
-    del limit_indices, strides  # of one entry
-    is_part = out.shape[0] == 1 and out.shape[1:] == _whole(x).shape[1:]
-    return _part(out, x, np.int32(start_indices[0])) if is_part else out
+def _slice(out: Any, x: Any, *, start_indices: Sequence[int], **params: Any) -> Any:
+    is_entry = out.shape[0] == 1 and out.shape[1:] == _array_of(x).shape[1:]
+    return _entry(out, x, np.int32(start_indices[0])) if is_entry else out
 
 
-def _part(out: Any, x: Any, start: Any) -> Any:
-    """One of the entries along the first axis of a slice, or of what is all of a stack."""
-    if not isinstance(x, _Slice) or x.turned:
+def _entry(out: Any, x: Any, start: Any) -> Any:
+    """Return an entry along the first axis as a slice of the stack of x, if x is a slice."""
+    if not isinstance(x, _Slice) or x.is_transposed:
         return out
-    start, count = jnp.asarray(_whole(start)), x.whole.shape[0]
-    if x.whole.size == x.stack.size:
+    start, count = jnp.asarray(_array_of(start)), x.array.shape[0]
+    if x.array.size == x.stack.size:
         return _Slice(out, x.stack, start)
-    place = x.place_in_bounds() * count + start_in_bounds(start, count)
-    return _Slice(out, x.stack, place)
+    return _Slice(out, x.stack, x.index_in_bounds() * count + start_in_bounds(start, count))
 
 
-def _reshaped(out: Any, x: Any, *operands: Any, **params: Any) -> Any:
-    if not isinstance(x, _Slice) or math.prod(out.shape) != x.whole.size:
+def _reshape(out: Any, x: Any, *operands: Any, **params: Any) -> Any:
+    if not isinstance(x, _Slice) or math.prod(out.shape) != x.array.size:
         return out
-    if x.turned and out.shape[-2:] != x.whole.shape[-2:]:
+    if x.is_transposed and out.shape[-2:] != x.array.shape[-2:]:
         return out
-    return x._replace(whole=out)
+    return x._replace(array=out)
 
 
-def _transposed(out: Any, x: Any, *, permutation: Sequence[int]) -> Any:
+def _transpose(out: Any, x: Any, *, permutation: Sequence[int]) -> Any:
     *first, n, m = permutation if len(permutation) > 1 else (0, 0)
     count = len(first)
-    swaps = first == [*range(count)] and (n, m) == (count + 1, count)
-    if not (isinstance(x, _Slice) and swaps):
+    swaps_last_two = first == [*range(count)] and (n, m) == (count + 1, count)
+    if not (isinstance(x, _Slice) and swaps_last_two):
         return out
-    return x._replace(whole=out, turned=not x.turned)
+    return x._replace(array=out, is_transposed=not x.is_transposed)
 
 
-_SLICES: dict[str, Callable[..., Any]] = {
+_SLICE_RULES: dict[str, Callable[..., Any]] = {
     "dynamic_slice": _dynamic_slice,
     "slice": _slice,
-    "squeeze": _reshaped,
-    "reshape": _reshaped,
-    "broadcast_in_dim": _reshaped,
-    "transpose": _transposed,
+    "squeeze": _reshape,
+    "reshape": _reshape,
+    "broadcast_in_dim": _reshape,
+    "transpose": _transpose,
 }

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from veneer.kernels import select
 from veneer.kernels.common.kinds import BITS, PLANE_BITS, row_bytes
+from veneer.kernels.common.problem import MatmulShape
+from veneer.kernels.common.table import TABLE
 from veneer.kernels.cpu import build, targets
 from veneer.kernels.cpu.operands import job
 from veneer.native import machine_code
@@ -102,6 +103,29 @@ def _functions(name: str) -> list[Any]:
     ]
 
 
+def target_for(family: str, m: int, w: Stored) -> str:
+    """Return the target of the first row of the table for a product, of a matrix of any size.
+
+    **Arguments:**
+
+    - `family`: the name of the target without its variant, such as `veneer_rows_lookup4`.
+    - `m`: the rows of activations.
+    """
+    sizes, tiles = (w.packed.shape[1], w.columns), w.scale.shape[1:]
+    for row in TABLE:
+        k, n = sizes if row.contracting == "rows" else sizes[::-1]
+        along_k, along_n = tiles if row.contracting == "rows" else tiles[::-1]
+        shape = MatmulShape(
+            *(row.contracting, row.activations[0], m, k, n, k // along_k), scale_columns=along_n
+        )
+        is_few = row.most_rows is None or m <= row.most_rows
+        fits = row.fits is None or row.fits(shape, BITS[w.kind])
+        is_in_family = w.kind in row.kinds and f"veneer_{row.label(w.kind)}" == family
+        if row.platform == "cpu" and is_in_family and is_few and fits:
+            return row.target(w.kind)
+    raise AssertionError(f"no row of the table is for {family} of {m} rows")
+
+
 def run(
     family: str,
     x: Any,
@@ -119,9 +143,7 @@ def run(
     runs them. `packed` are the codes of `w` where they lie side by
     side, uint8[B / H, R, H, bytes].
     """
-    tile = w.packed.shape[1] // w.scale.shape[1], w.columns // w.scale.shape[2]
-    product = select.KernelSizes(x.shape[1], w.packed.shape[1], w.columns, tile)
-    prepare, count, work, finish = _functions(select.target_for(family, product))
+    prepare, count, work, finish = _functions(target_for(family, x.shape[1], w))
     arrays = (x, w.packed, w.scale, w.table, out)
     assert all(array.flags.c_contiguous for array in arrays)
     batch, rows, row_bytes = w.packed.shape

@@ -89,8 +89,8 @@ def compile() -> bytes:
     def finish(job):
         free(word(job, words.SCRATCH))
 
-    kernel = prepare, count, work, finish
-    return targets.code_of(kernel, NAME, bits=8, contracts_rows=True, activations="float32")
+    functions = words.JobFunctions(prepare, count, work, finish)
+    return targets.product_code(functions, NAME, bits=8, contracts_rows=True, dtype="float32")
 
 
 @functools.cache

@@ -1,7 +1,7 @@
-"""Bit planes: small numbers of b bits each, packed in bytes without gaps, for any b up to 8.
+"""Bit planes: codes of `bits` bits, for any number up to 8, in bytes without gaps.
 
-Eight neighbours along an axis become b bytes, one after the other: byte p holds bit p of each of
-them, that of the first in the lowest place. So 3 bits take 3 bits, and no number lies across bytes.
+Eight neighbors along an axis take `bits` bytes. Byte p holds bit p of each of them, with the first
+neighbor in the lowest bit. So no code crosses a byte.
 """
 
 import jax
@@ -10,12 +10,12 @@ from jax.typing import ArrayLike
 
 
 def planes_size(size: int, bits: int) -> int:
-    """Returns the bytes that `size` numbers take; the last of them are partly empty."""
+    """Return the bytes that `size` codes take. Some bits of the last bytes are unused."""
     return -(-size // 8) * bits
 
 
 def pack_bits(codes: ArrayLike, bits: int, axis: int) -> jax.Array:
-    """Packs numbers along an axis, which counts from the end.
+    """Pack codes along an axis, which is negative.
 
     **Arguments:**
 
@@ -33,31 +33,30 @@ def pack_bits(codes: ArrayLike, bits: int, axis: int) -> jax.Array:
     """
     codes = jnp.asarray(codes)
     at = codes.ndim + axis
-    pad = -codes.shape[at] % 8
-    codes = jnp.pad(codes, [(0, pad if i == at else 0) for i in range(codes.ndim)])
-    eights = codes.reshape(*codes.shape[:at], -(-codes.shape[at] // 8), 8, *codes.shape[at + 1 :])
-    places = _places(axis)
-    planes = [(((eights >> bit) & 1) << places).sum(at + 1, dtype=jnp.uint8) for bit in range(bits)]
-    packed = jnp.stack(planes, at + 1)
-    return packed.reshape(*codes.shape[:at], codes.shape[at] // 8 * bits, *codes.shape[at + 1 :])
+    before, after, size = codes.shape[:at], codes.shape[at + 1 :], codes.shape[at]
+    codes = jnp.pad(codes, [(0, -size % 8 if i == at else 0) for i in range(codes.ndim)])
+    eights = codes.reshape(*before, -(-size // 8), 8, *after)
+    shifts = _shifts(axis)
+    planes = [(((eights >> bit) & 1) << shifts).sum(at + 1, dtype=jnp.uint8) for bit in range(bits)]
+    return jnp.stack(planes, at + 1).reshape(*before, planes_size(size, bits), *after)
 
 
 def unpack_bits(packed: ArrayLike, bits: int, axis: int, size: int) -> jax.Array:
-    """Returns the `size` numbers that `pack_bits` packed, as uint8."""
+    """Return the `size` codes that `pack_bits` packed along an axis, as uint8."""
     packed = jnp.asarray(packed)
     at = packed.ndim + axis
     before, after = packed.shape[:at], packed.shape[at + 1 :]
     count = packed.shape[at] // bits
     planes = packed.reshape(*before, count, bits, *after)
-    places = _places(axis)
+    shifts = _shifts(axis)
     codes = jnp.zeros((), jnp.uint8)
     for bit in range(bits):
         plane = jax.lax.slice_in_dim(planes, bit, bit + 1, axis=at + 1)
-        codes = codes | (((plane >> places) & 1) << bit)
+        codes = codes | (((plane >> shifts) & 1) << bit)
     codes = codes.reshape(*before, count * 8, *after)
     return jax.lax.slice_in_dim(codes, 0, size, axis=at)
 
 
-def _places(axis: int) -> jax.Array:
-    """0 to 7 along the axis after an axis counted from the end."""
+def _shifts(axis: int) -> jax.Array:
+    """Return 0 to 7, to broadcast along the new axis after a negative axis."""
     return jnp.arange(8, dtype=jnp.uint8).reshape(8, *[1] * (-1 - axis))

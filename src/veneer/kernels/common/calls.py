@@ -104,7 +104,7 @@ def _typed(
     return jax.core.ShapedArray(shape, jnp.dtype(dtype))
 
 
-def _lowered(
+def _lower(
     ctx: Any,
     *operands: Any,
     kernel: CallableKernel,
@@ -112,64 +112,75 @@ def _lowered(
     dtype: str,
     lead: int,
 ) -> Sequence[Any]:
-    emit = functools.partial(_emitted, ctx, kernel, jnp.dtype(dtype))
-    joins = kernel.most_products > 1
-    out = _joined(ctx, operands, kernel, emit, shape, lead) if joins else None
+    emit = functools.partial(_emit, ctx, kernel, jnp.dtype(dtype))
+    out = None
+    if kernel.most_products > 1:
+        out = _join_earlier_call(_Program(ctx), operands, kernel, emit, shape, lead)
     if out is None:
         (out,) = emit(operands, [shape])
-    # JAX keeps what it is given. This stays, where what it is made from is replaced.
+    # JAX keeps the value that it gets here. If a later product extends the call, the call is
+    # replaced, but this operation stays.
     return [hlo.reshape(out.type, out)]
 
 
-def _joined(
-    ctx: Any,
-    operands: Sequence[Any],
-    kernel: CallableKernel,
-    emit: Callable[..., Sequence[Any]],
-    shape: tuple[int, ...],
-    lead: int,
-) -> Any:
-    """Return the product as a result of an earlier call, which may have to be extended, or None."""
-    activations, matrix, program = operands[:lead], operands[lead:], _Program(ctx)
-    earlier = [*_earlier(program, kernel, activations, len(matrix))]
-    for other in earlier:
-        if (out := _found(program, other, lead, matrix, shape)) is not None:
-            return out
-    for other in earlier:
-        is_full = len(other.results) == kernel.most_products
-        if is_full or (moved := program.moved_before(other, matrix)) is None:
-            continue
-        for operation in moved:
-            operation.move_before(other)
-        shapes = [tuple(before.type.shape) for before in other.results]
-        with ir.InsertionPoint(other), other.location:
-            results = emit([*other.operands, *matrix], [*shapes, shape])
-        for before, now in zip(other.results, results, strict=False):
-            before.replace_all_uses_with(now)
-        other.erase()
-        return results[-1]
-    return None
+mlir.register_lowering(kernel_p, _lower, cacheable=False)
 
 
-mlir.register_lowering(kernel_p, _lowered, cacheable=False)
-
-
-def _emitted(
+def _emit(
     ctx: Any, kernel: CallableKernel, dtype: Any, operands: Sequence[Any], shapes: Sequence[Any]
 ) -> Sequence[Any]:
-    """Write a call where the program is written. Its results have a dtype."""
+    """Write a call at the current place of the program. Its results have a dtype."""
     avals_in = [jax.core.ShapedArray(tuple(operand.type.shape), dtype) for operand in operands]
     avals_out = [jax.core.ShapedArray(tuple(shape), dtype) for shape in shapes]
     ctx = ctx.replace(avals_in=avals_in, avals_out=avals_out)
     return kernel.emit(ctx, operands, shapes)
 
 
-def _earlier(
+def _join_earlier_call(
+    program: "_Program",
+    operands: Sequence[Any],
+    kernel: CallableKernel,
+    emit: Callable[..., Sequence[Any]],
+    shape: tuple[int, ...],
+    lead: int,
+) -> Any:
+    """Return the product as a result of an earlier call, or None if no call can compute it.
+
+    If an earlier call already computes this product, return its result. Otherwise, replace a call
+    by one that has the operands of both.
+    """
+    activations, matrix = operands[:lead], operands[lead:]
+    calls = [*_earlier_calls(program, kernel, activations, len(matrix))]
+    for call in calls:
+        for i, out in enumerate(call.results):
+            first = lead + i * len(matrix)
+            pairs = zip(call.operands[first : first + len(matrix)], matrix, strict=True)
+            if tuple(out.type.shape) == shape and all(itertools.starmap(program.is_same, pairs)):
+                return out
+    for call in calls:
+        if len(call.results) == kernel.most_products:
+            continue
+        moved = program.operations_to_move(call, matrix)
+        if moved is None:
+            continue
+        for operation in moved:
+            operation.move_before(call)
+        shapes = [tuple(result.type.shape) for result in call.results]
+        with ir.InsertionPoint(call), call.location:
+            results = emit([*call.operands, *matrix], [*shapes, shape])
+        for old, new in zip(call.results, results, strict=False):
+            old.replace_all_uses_with(new)
+        call.erase()
+        return results[-1]
+    return None
+
+
+def _earlier_calls(
     program: "_Program", kernel: CallableKernel, activations: Sequence[Any], count: int
 ) -> Iterator[Any]:
-    """Calls of a kernel with the same activations, and as many operands for each matrix."""
+    """Yield calls of a kernel with the same activations, and `count` operands for each matrix."""
     lead = len(activations)
-    for x in program.twins(activations[0]):
+    for x in program.equal_values(activations[0]):
         for use in x.uses:
             call = use.owner.operation
             is_call = call.name == "stablehlo.custom_call" and call.block == program.block
@@ -180,24 +191,12 @@ def _earlier(
                     yield call
 
 
-def _found(
-    program: "_Program", call: Any, lead: int, matrix: Sequence[Any], shape: tuple[int, ...]
-) -> Any:
-    """The result of a call that is the product with this matrix; or None."""
-    for i, out in enumerate(call.results):
-        first = lead + i * len(matrix)
-        pairs = zip(call.operands[first : first + len(matrix)], matrix, strict=True)
-        if tuple(out.type.shape) == shape and all(itertools.starmap(program.is_same, pairs)):
-            return out
-    return None
-
-
 def attribute(operation: Any, name: str) -> str:
     """Return an attribute of an operation, which must be a string."""
     return ir.StringAttr(operation.attributes[name]).value
 
 
-#: Operations that give the same wherever they are, as those do that operands are made by.
+#: Operations without side effects, whose results do not depend on their place in the program.
 _PURE = {
     f"stablehlo.{name}"
     for name in (
@@ -207,43 +206,44 @@ _PURE = {
         *("iota", "reshape", "round_nearest_even", "select", "slice", "transpose"),
     )
 }
-_IN_FUNCTIONS = {*_PURE, "stablehlo.reduce", "stablehlo.return", "func.func", "func.return"}
+_PURE_IN_FUNCTIONS = {*_PURE, "stablehlo.reduce", "stablehlo.return", "func.func", "func.return"}
 
-#: How many operations in a row two values are compared by, and how many are moved.
+#: The longest chain of operations by which two values are compared, and the most moved operations.
 _DEPTH, _MOST_MOVED = 6, 32
 
 
 class _Program:
-    """What is known of operations of the block that is being written."""
+    """The block of operations that is being written, and which of its values are equal."""
 
     def __init__(self, ctx: Any) -> None:
         self.block = ir.InsertionPoint.current.block
         self._functions = ctx.module_context.symbol_table
-        self._are_pure: dict[str, bool] = {}
+        self._is_pure_function: dict[str, bool] = {}
 
-    def twins(self, value: Any, depth: int = _DEPTH) -> Iterator[Any]:
-        """Values that are this one, made by the same operations of the same: this comes first."""
+    def equal_values(self, value: Any, depth: int = _DEPTH) -> Iterator[Any]:
+        """Yield this value, and then others that equal operations compute from equal operands."""
         yield value
-        made = self._made(value)
-        if made is None or depth == 0 or not len(made.operands):
+        operation = self._pure_operation(value)
+        if operation is None or depth == 0 or not len(operation.operands):
             return
         number = ir.OpResult(value).result_number
-        for operand in self.twins(made.operands[0], depth - 1):
+        for operand in self.equal_values(operation.operands[0], depth - 1):
             for use in operand.uses:
                 other = use.owner.operation
-                if other != made and self._is_twin(made, other, depth):
+                if other != operation and self._are_equal(operation, other, depth):
                     yield other.results[number]
 
     def is_same(self, one: Any, other: Any, depth: int = _DEPTH) -> bool:
-        """Whether two values are the same, as far as is seen."""
+        """Return whether two values are known to be equal."""
         if one == other:
             return True
-        if depth == 0 or (made := self._made(one)) is None or self._made(other) is None:
+        operation = self._pure_operation(one)
+        if depth == 0 or operation is None or self._pure_operation(other) is None:
             return False
-        are_results = ir.OpResult(one).result_number == ir.OpResult(other).result_number
-        return are_results and self._is_twin(made, other.owner.operation, depth)
+        has_same_number = ir.OpResult(one).result_number == ir.OpResult(other).result_number
+        return has_same_number and self._are_equal(operation, other.owner.operation, depth)
 
-    def _is_twin(self, one: Any, other: Any, depth: int) -> bool:
+    def _are_equal(self, one: Any, other: Any, depth: int) -> bool:
         return (
             one.name == other.name
             and _attributes(one) == _attributes(other)
@@ -256,60 +256,63 @@ class _Program:
             )
         )
 
-    def moved_before(self, operation: Any, values: Sequence[Any]) -> list[Any] | None:
-        """What has to be moved for values to be there before an operation, in this order.
+    def operations_to_move(self, operation: Any, values: Sequence[Any]) -> list[Any] | None:
+        """Return the operations to move before another so that it can use values, in order.
 
-        It is None where they cannot be.
+        None if they cannot be moved.
         """
         moved: list[Any] = []
-        can_be = all(self._can_precede(operation, value, moved) for value in values)
-        return moved if can_be else None
+        can_move = all(self._can_precede(operation, value, moved) for value in values)
+        return moved if can_move else None
 
     def _can_precede(
         self, operation: Any, value: Any, moved: list[Any], depth: int = _MOST_MOVED
     ) -> bool:
+        """Return whether an operation can use a value. Add the operations to move to `moved`."""
         if isinstance(value.owner, ir.Block):
-            return True  # of this block, or of one around it
-        made = value.owner.operation
-        if made.block != operation.block or made.is_before_in_block(operation) or made in moved:
+            return True  # an argument of this block, or of one around it
+        source = value.owner.operation
+        if source.block != operation.block or source.is_before_in_block(operation):
             return True
-        if self._made(value) is None or depth == 0:
+        if source in moved:
+            return True
+        if self._pure_operation(value) is None or depth == 0:
             return False
-        others = (self._can_precede(operation, x, moved, depth - 1) for x in made.operands)
+        others = (self._can_precede(operation, x, moved, depth - 1) for x in source.operands)
         if not all(others) or len(moved) == _MOST_MOVED:
             return False
-        moved.append(made)
+        moved.append(source)
         return True
 
-    def _made(self, value: Any) -> Any:
-        """The operation that makes a value, if it gives the same wherever it is; or None."""
+    def _pure_operation(self, value: Any) -> Any:
+        """Return the operation that computes a value, or None if it is not pure."""
         if isinstance(value.owner, ir.Block):
             return None
-        made = value.owner.operation
-        if made.name == "func.call":
-            return made if self._is_pure(ir.FlatSymbolRefAttr(made.attributes["callee"])) else None
-        return made if made.name in _PURE else None
-
-    def _is_pure(self, callee: Any) -> bool:
-        name = callee.value
-        if name not in self._are_pure:
-            self._are_pure[name] = False
-            inside: list[Any] = []
-            self._functions[name].operation.walk(lambda found: _noted(found, inside))
-            self._are_pure[name] = all(map(self._is_pure_inside, inside))
-        return self._are_pure[name]
-
-    def _is_pure_inside(self, operation: Any) -> bool:
+        operation = value.owner.operation
         if operation.name == "func.call":
-            return self._is_pure(ir.FlatSymbolRefAttr(operation.attributes["callee"]))
+            return operation if self._is_pure_call(operation) else None
+        return operation if operation.name in _PURE else None
+
+    def _is_pure_call(self, call: Any) -> bool:
+        name = ir.FlatSymbolRefAttr(call.attributes["callee"]).value
+        if name not in self._is_pure_function:
+            self._is_pure_function[name] = False
+            inside: list[Any] = []
+
+            def visit(operation: Any) -> Any:
+                inside.append(operation)
+                return ir.WalkResult.ADVANCE
+
+            self._functions[name].operation.walk(visit)
+            self._is_pure_function[name] = all(map(self._is_pure_in_function, inside))
+        return self._is_pure_function[name]
+
+    def _is_pure_in_function(self, operation: Any) -> bool:
+        if operation.name == "func.call":
+            return self._is_pure_call(operation)
         if operation.name == "stablehlo.custom_call":
-            return attribute(operation, "call_target_name").startswith("veneer_quantise_")
-        return operation.name in _IN_FUNCTIONS
-
-
-def _noted(operation: Any, found: list[Any]) -> Any:
-    found.append(operation)
-    return ir.WalkResult.ADVANCE
+            return attribute(operation, "call_target_name").startswith("veneer_quantize_")
+        return operation.name in _PURE_IN_FUNCTIONS
 
 
 def _attributes(operation: Any) -> dict[str, Any]:

@@ -1,34 +1,21 @@
-"""The variants of a kernel, which are compiled apart; `select.py` says which a product needs.
+"""Sizes that a CPU kernel is compiled for, and that `table.py` compares products with."""
 
-one     for one row of activations: no sum leaves a register before it is done
-few     for few rows of activations: what counts is how fast the matrix is read
-short   for few, by a matrix whose rows are as short as a head: to begin and to end one counts
-tiled   for few, by a matrix whose rows have scales of their own, for tiles of some columns
-many    for more: what is decoded once is multiplied by all of them
-"""
-
-#: Those that there are, by activations and what is contracted.
-VARIANTS = {
-    ("float32", "rows"): ("few", "tiled", "many"),
-    ("float32", "columns"): ("one", "few", "short", "many"),
-    ("int8", "rows"): ("few", "many"),
-    ("int8", "columns"): ("few", "many"),
-    ("bfloat16", "rows"): ("many",),
-    ("bfloat16", "columns"): ("many",),
-}
-
-#: Rows of floats that are few, at most, by what is contracted; and of int8, where columns are.
+#: The most rows of activations for kernels of few rows, by the contracted axis of the matrix. More
+#: rows are faster by a kernel that decodes a block of the matrix once for all of them.
 FLOATS_BY_ROWS, FLOATS_BY_COLUMNS, INTEGERS_BY_COLUMNS = 16, 23, 16
-#: And of int8 where rows are, by the bits of a code. Each four of them interleave the matrix
-#: again, where the fields of a byte do not fit into registers at once for each field.
+#: The same for int8 activations and contracted rows, by the bits of a code. The kernel interleaves
+#: the matrix again for every four rows of activations, unless all fields of a byte fit in
+#: registers.
 INTEGERS_BY_ROWS = {8: 8, 4: 6, 2: 4, 1: 4}
-#: Rows of a tile, at least, where few rows of activations meet rows.
+#: The fewest codes in a tile along the contracted axis, for kernels of few rows.
 LEAST_TILE = 16
-#: After so many codes, int32 sums go on in f32: no sum may have more than 31 bits.
+#: The most codes in a tile, for kernels that sum a tile of int8 products in int32.
 LONGEST = 32768
-#: Rows that are multiplied at once by few of int8, where columns are contracted.
+#: Rows of the matrix that the kernel for few rows of int8 multiplies at once.
 ROWS = 4
-#: Of what a row of a matrix has that is tiled: the least part of its columns, and the most tiles.
+#: A kernel for matrices with tiles along each row: its columns are a multiple of the first number,
+#: and a row has at most the second number of tiles.
 TILED_COLUMNS, MOST_TILES = 64, 512
-#: Vectors of columns that are decoded at once of short rows, and the columns of the longest.
+#: A kernel for short rows, such as the keys of one attention head: the vectors of columns that it
+#: decodes at once, and the most columns.
 SHORT_VECTORS, SHORT = 4, 256

@@ -1,4 +1,4 @@
-"""What a product with a stored matrix is: its codes, its operands, and all else known of it."""
+"""The operands of a product with a stored matrix, and the description of the product."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -7,31 +7,27 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .kinds import BYTES as BYTES
-from .kinds import FLOATS as FLOATS
-from .kinds import LOOKUP_BITS, row_bytes
-from .kinds import PLANE_BITS as PLANE_BITS
-from .kinds import SIX_BIT_FLOATS as SIX_BIT_FLOATS
-from .kinds import ZERO_POINTS as ZERO_POINTS
+from .kinds import BYTES, LOOKUP_BITS, PLANE_BITS, SIX_BIT_FLOATS, row_bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class Codes:
-    """How the codes of a matrix `[R, C]` are stored, and what each is worth before its scale.
+    """The encoding of a matrix `[R, C]` of codes, and the value of each code before its scale.
 
-    Codes of 8 bits are numbers of a dtype. Those of 1, 2 and 4 share bytes with their neighbours
-    along C, the first in the lowest bits, and are looked up. Others are bit planes of 8 neighbours
-    (`bit_planes.py`): floats of 6 bits, and integers in order.
+    Codes of 8 bits are numbers of a dtype. Codes of 1, 2 and 4 bits share bytes with their
+    neighbors along C, with the first in the lowest bits, and kernels look their values up. Codes of
+    other bits are in bit planes of 8 neighbors (`bit_planes.py`): floats of 6 bits, and integers in
+    order.
 
     **Arguments:**
 
-    - `bits`: of a code: 1 to 8.
-    - `dtype`: of codes of 8 bits: int8, uint8, float8_e4m3fn or float8_e5m2; of floats of 6 bits:
-      float6_e2m3fn or float6_e3m2fn; else "".
-    - `values`: what each of other codes is worth, as the field that is stored, `2**bits` of them.
-      In bit planes they are fields with or without a sign, less any integer.
+    - `bits`: the bits of a code, 1 to 8.
+    - `dtype`: the dtype of codes of 8 bits (int8, uint8, float8_e4m3fn or float8_e5m2) or of floats
+      of 6 bits (float6_e2m3fn or float6_e3m2fn). "" for all other codes.
+    - `values`: the `2**bits` values of all other codes, in the order of the stored fields. In bit
+      planes, they are the fields with or without a sign, minus an integer.
 
-    **Raises:** `ValueError` where these do not fit together.
+    **Raises:** `ValueError` if no kernel reads such codes.
 
     >>> from veneer.kernels.common.problem import Codes
     >>> Codes(2, values=(0.0, 1.0, -2.0, -1.0)).kind
@@ -47,13 +43,12 @@ class Codes:
     values: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        narrow = (
-            not self.dtype
-            and len(self.values) == 2**self.bits
-            and (self.bits in LOOKUP_BITS.values() or self._of_planes is not None)
+        has_values = not self.dtype and len(self.values) == 2**self.bits
+        is_narrow = has_values and (
+            self.bits in LOOKUP_BITS.values() or self._plane_constants is not None
         )
         dtypes = {8: BYTES, 6: SIX_BIT_FLOATS}.get(self.bits, ())
-        if not narrow and not (self.dtype in dtypes and not self.values):
+        if not is_narrow and not (self.dtype in dtypes and not self.values):
             raise ValueError(
                 f"no kernel reads codes of {self.bits} bits with dtype {self.dtype!r} and "
                 f"{len(self.values)} values. Codes of 8 bits need a dtype: {', '.join(BYTES)}. "
@@ -63,63 +58,72 @@ class Codes:
 
     @property
     def kind(self) -> str:
-        """What kernels are named after: the dtype, or lookup1, 2 or 4, or planes3, 5, 6 or 7."""
+        """The name of the encoding in names of kernels: a dtype, or as in "lookup4", "planes3"."""
         return self.dtype or f"{'planes' if 8 % self.bits else 'lookup'}{self.bits}"
 
     @property
     def is_integer(self) -> bool:
-        """Whether every code is worth an integer that int8 or uint8 holds."""
+        """True if the value of every code is an integer that int8 or uint8 can hold."""
         if self.dtype:
             return self.dtype in ("int8", "uint8")
         return all(value == int(value) and -128 <= value <= 127 for value in self.values)
 
     @property
     def table(self) -> tuple[float, ...]:
-        """What fields are worth, repeated to 16 entries; zeros where nothing is looked up.
+        """The 16 numbers that a kernel decodes with.
 
-        Of bit planes, what is flipped in a field, and how much less it is then worth; and zeros.
+        They are the values of the codes, repeated. For bit planes, they are the mask by which a
+        field is flipped, the number that is subtracted, and zeros. Otherwise, they are zeros.
         """
         if self.dtype:
-            of_sign = (32.0, 32.0) if self.bits == 6 else (0.0, 0.0)
-            return (*of_sign, *(0.0,) * 14)
-        if self._of_planes is not None:
-            return (*self._of_planes, *(0.0,) * 14)
-        return self.values * (16 // len(self.values))
+            first = (32.0, 32.0) if self.bits == 6 else (0.0, 0.0)
+        elif self._plane_constants is not None:
+            first = self._plane_constants
+        else:
+            return self.values * (16 // len(self.values))
+        return (*first, *(0.0,) * 14)
 
     @property
-    def _of_planes(self) -> tuple[float, float] | None:
-        """For bit planes, the numbers by which a value is `(field ^ flipped) - less`; or None."""
+    def _plane_constants(self) -> tuple[float, float] | None:
+        """The mask and the number by which values in bit planes are `(field ^ mask) - number`.
+
+        None if the values have no such form.
+        """
         if self.bits not in PLANE_BITS.values() or len(self.values) != 2**self.bits:
             return None
-        for flipped in (0, 2 ** (self.bits - 1)):
-            less = flipped - self.values[0]
-            worth = tuple((field ^ flipped) - less for field in range(2**self.bits))
-            if worth == self.values and abs(less) <= 2 ** (self.bits - 1) and less == int(less):
-                return float(flipped), float(less)
+        for mask in (0, 2 ** (self.bits - 1)):
+            number = mask - self.values[0]
+            values = tuple((field ^ mask) - number for field in range(2**self.bits))
+            is_small = abs(number) <= 2 ** (self.bits - 1) and number == int(number)
+            if values == self.values and is_small:
+                return float(mask), float(number)
         return None
 
     def row_bytes(self, columns: int) -> int:
-        """Returns the bytes that a row of so many codes takes."""
+        """Return the bytes of a row with this number of codes."""
         return row_bytes(columns, self.bits)
 
 
 class MatmulOperands(NamedTuple):
-    """The arrays of a product; or what is said of each, such as the axis that is mapped.
+    """The arrays of a product, or a fact about each of them, such as the axis that is mapped.
+
+    A tile is `tr` rows and `tc` columns of the matrix that share a scale.
 
     **Arguments:**
 
-    - `x`: activations, `[B, M, K]`: f32, bf16 or f16, or int8 codes.
-    - `packed`: the stored matrix, `[B, R, bytes]`; or `[B / H, R, H, bytes]`, of which H lie side
-      by side, as the heads of tokens do.
-    - `scale`: of its tiles, `[B, R / tr, C / tc]`: f32, f16, bf16 or float8_e8m0fnu.
-    - `zero_point`: the code that stands for 0, of any integer dtype; along each axis of the size of
-      `scale` or of 1, or the other way round. Or None.
-    - `x_scale`: of integer activations, f32 `[B, M]`; or one for each of the tiles that are summed,
-      `[B, M, R / tr]` or `[B, M, C / tc]`. Else None.
-    - `minimum`: what a code that is worth 0 stands for, of the shape of `scale` and of one of its
-      dtypes. Or None.
-    - `outer_scale`, `outer_minimum`: what scales and minima are scaled by, where these are codes:
-      `[B, R / tr, some]`, of the same dtypes, each for as many neighbours. Else None.
+    - `x`: activations, `[B, M, K]`: f32, bf16, f16, or int8 codes.
+    - `packed`: the stored matrices, `[B, R, bytes]`. Or `[B / H, R, H, bytes]`, with H matrices
+      interleaved, such as the heads of tokens.
+    - `scale`: `[B, R / tr, C / tc]`: f32, f16, bf16 or float8_e8m0fnu.
+    - `zero_point`: the code whose value is 0, of any integer dtype. Each axis has the size of the
+      axis of `scale`, or one of the two sizes is 1. Or None.
+    - `x_scale`: the scales of int8 activations, f32 `[B, M]`; or per tile, `[B, M, R / tr]` or
+      `[B, M, C / tc]`. None for float activations.
+    - `minimum`: the dense value of a code whose value is 0, with the shape of `scale` and one of
+      its dtypes. Or None.
+    - `outer_scale`, `outer_minimum`: the scales of `scale` and of `minimum`, if these are codes:
+      `[B, R / tr, count]` with the dtypes of `scale`. Each applies to a group of neighbors. Else
+      None.
     """
 
     x: Any
@@ -131,49 +135,55 @@ class MatmulOperands(NamedTuple):
     outer_scale: Any = None
     outer_minimum: Any = None
 
-    def of_floats(self) -> "MatmulOperands":
-        """The operands of the same product, with activations of int8 as the f32 that they are."""
+    def with_float_activations(self) -> "MatmulOperands":
+        """Return the operands with int8 activations multiplied by their scales, in f32."""
         scale = self.x_scale if self.x_scale.ndim == 3 else self.x_scale[..., None]
-        each = self.x.shape[2] // max(1, scale.shape[2])
-        tiles = self.x.astype(jnp.float32).reshape(*scale.shape, each)
+        tile = self.x.shape[2] // max(1, scale.shape[2])
+        tiles = self.x.astype(jnp.float32).reshape(*scale.shape, tile)
         x = (tiles * scale[..., None]).reshape(self.x.shape)
         return self._replace(x=x, x_scale=None)
 
-    def apart(self) -> "MatmulOperands":
-        """The operands of the same product, whose matrices lie one after the other."""
+    def deinterleaved(self) -> "MatmulOperands":
+        """Return the operands with the stored matrices one after the other, `[B, R, bytes]`."""
         if self.packed.ndim == 3:
             return self
-        some, rows, beside, row_bytes = self.packed.shape
-        packed = self.packed.swapaxes(1, 2).reshape(some * beside, rows, row_bytes)
+        groups, rows, interleaved, row_bytes = self.packed.shape
+        packed = self.packed.swapaxes(1, 2).reshape(groups * interleaved, rows, row_bytes)
         return self._replace(packed=packed)
+
+
+def unflatten(arrays: Sequence[Any], present: Sequence[bool]) -> MatmulOperands:
+    """Return operands from the arrays that are present, with None for all others."""
+    rest = iter(arrays)
+    return MatmulOperands(*(next(rest) if is_present else None for is_present in present))
 
 
 @dataclasses.dataclass(frozen=True)
 class ScaleCodes:
-    """Scales that are codes: as int8, or as bit planes of 6 bits without a sign in uint8.
+    """The encoding of scales that are codes: int8, or uint8 with bit planes of 6 bits.
 
     **Arguments:**
 
-    - `count`: of a row.
-    - `wide`: makes f32 of codes and what they are scaled by; hashable.
+    - `count`: the number of scales in a row.
+    - `dequantize`: takes codes and their scales, and returns f32; hashable.
     """
 
     count: int
-    wide: Callable[[jax.Array, jax.Array], jax.Array]
+    dequantize: Callable[[jax.Array, jax.Array], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
 class MatmulShape:
-    """What a choice depends on, beside the codes: the product, as one of matrices.
+    """The sizes and types of a product `[m, k] x [k, n]` that the choice of a kernel depends on.
 
     **Arguments:**
 
-    - `contracting`: the side of the stored matrix that is summed over, "rows" or "columns".
+    - `contracting`: the contracted axis of the stored matrix, "rows" or "columns".
     - `activations`: their type: "float" (f32), "bfloat16", "float16" or "int8".
-    - `m`, `k`, `n`: the sizes of the product `[m, k] x [k, n]`; m may be symbolic.
-    - `tile`: how many neighbours share a scale along the sum.
-    - `batch`: of how many matrices; it may be symbolic.
-    - `scale_columns`: how many scales there are along n.
+    - `m`, `k`, `n`: the sizes. m may be symbolic.
+    - `tile`: the codes along k that share a scale.
+    - `batch`: the number of matrices, which may be symbolic.
+    - `scale_columns`: the number of scales along n. By default, one per column.
     """
 
     contracting: str
@@ -185,24 +195,49 @@ class MatmulShape:
     batch: Any = 1
     scale_columns: int | None = None
 
+    @property
+    def rows(self) -> int:
+        """The rows of the stored matrix."""
+        return self.k if self.contracting == "rows" else self.n
+
+    @property
+    def columns(self) -> int:
+        """The columns of the stored matrix."""
+        return self.n if self.contracting == "rows" else self.k
+
+    @property
+    def tile_rows(self) -> int:
+        """The rows of the stored matrix that share a scale."""
+        return self.tile if self.contracting == "rows" else self._tile_n
+
+    @property
+    def tile_columns(self) -> int:
+        """The columns of the stored matrix that share a scale."""
+        return self._tile_n if self.contracting == "rows" else self.tile
+
+    @property
+    def _tile_n(self) -> int:
+        return 1 if self.scale_columns is None else self.n // max(1, self.scale_columns)
+
 
 @dataclasses.dataclass(frozen=True)
 class MatmulProblem:
-    """What a product is, beside the arrays.
+    """The description of a product, apart from its arrays.
 
     **Arguments:**
 
-    - `codes`: of the stored matrix.
-    - `columns`: how many codes a row of it has, C.
-    - `contracting`: the side of it that is summed over: "rows", R, or "columns", C.
-    - `out_dtype`: of the result.
-    - `offset`: what a zero point is worth more than a code of the same bits: where `codes` has
-      values that are centred, it is not.
-    - `reference`: XLA's way, from the operands and this; hashable, so that programs are cached.
-    - `opt_in`: whether kernels that are used only where that is asked for may compute it.
-    - `tiles`: of scales that are codes, what they are; else None.
-    - `leading`: how many axes of the stored matrices come before R. They are one, but where a
-      program is lowered for a kernel of the CPU, which reads `[B1, B2, R, bytes]` as it lies.
+    - `codes`: the encoding of the stored matrix.
+    - `columns`: the number of codes in a row, C.
+    - `contracting`: the contracted axis of the stored matrix, "rows" or "columns".
+    - `out_dtype`: the dtype of the result.
+    - `offset`: added to codes before zero points are subtracted. It is not 0 if `codes` has
+      centered values.
+    - `reference`: computes the product by XLA, from the operands and this object. It is hashable,
+      so that programs are cached.
+    - `opt_in`: whether kernels that were never measured may compute the product.
+    - `tiles`: the encoding of scales that are codes, or None.
+    - `leading`: the number of axes of the stored matrices before R. It is 1, or 2 in a program for
+      a CPU kernel that reads `[B1, B2, R, bytes]`.
     """
 
     codes: Codes
@@ -212,29 +247,33 @@ class MatmulProblem:
     offset: int
     reference: Callable[[MatmulOperands, "MatmulProblem"], jax.Array]
     opt_in: bool = False
-    tiles: "ScaleCodes | None" = None
+    tiles: ScaleCodes | None = None
     leading: int = 1
 
     @property
+    def other_axis(self) -> str:
+        """The axis of the stored matrix that is not contracted, "rows" or "columns"."""
+        return "columns" if self.contracting == "rows" else "rows"
+
+    @property
     def transposed(self) -> "MatmulProblem":
-        """The product with the same matrix by its other side."""
-        other = {"rows": "columns", "columns": "rows"}[self.contracting]
-        return dataclasses.replace(self, contracting=other)
+        """The product that contracts the other axis of the same matrix."""
+        return dataclasses.replace(self, contracting=self.other_axis)
 
     def out_shape(self, x: Any, packed: Any) -> tuple[Any, ...]:
-        """Returns `[B, M, N]`."""
+        """Return the shape of the result, `[B, M, N]`."""
         n = self.columns if self.contracting == "rows" else packed.shape[self.leading]
         return (*x.shape[:2], n)
 
     def out_aval(self, x: Any, packed: Any) -> Any:
-        """Returns the type of the result."""
+        """Return the type of the result."""
         shape, dtype = self.out_shape(x, packed), jnp.dtype(self.out_dtype)
         return x.update(shape=shape, dtype=dtype, weak_type=False)
 
     def shape(self, operands: MatmulOperands) -> MatmulShape:
-        """Returns what the choice of a kernel depends on."""
-        x, packed = operands.x, operands.packed
-        k = x.shape[2]
+        """Return the sizes and types that the choice of a kernel depends on."""
+        x = operands.x
+        batch, m, k = x.shape
         activations = "float"
         if operands.x_scale is not None:
             activations = "int8"
@@ -242,49 +281,49 @@ class MatmulProblem:
             activations = x.dtype.name
         counts = self.counts(operands)
         along_k, along_n = counts if self.contracting == "rows" else counts[::-1]
-        return MatmulShape(
-            contracting=self.contracting,
-            activations=activations,
-            m=x.shape[1],
-            k=k,
-            n=self.columns if self.contracting == "rows" else packed.shape[self.leading],
-            tile=k // max(1, along_k),
-            batch=x.shape[0],
-            scale_columns=along_n,
-        )
+        n = self.out_shape(x, operands.packed)[2]
+        tile = k // max(1, along_k)
+        return MatmulShape(self.contracting, activations, m, k, n, tile, batch, along_n)
 
     def counts(self, operands: MatmulOperands) -> tuple[int, int]:
-        """How many tiles there are along rows, and along columns."""
+        """Return the number of tiles along rows, and along columns."""
         _, rows, columns = operands.scale.shape
         return rows, columns if self.tiles is None else self.tiles.count
 
-    def plain(self, operands: MatmulOperands) -> tuple["MatmulProblem", MatmulOperands]:
-        """The same product, with scales and minima that are floats; and its operands."""
+    def with_float_scales(self, operands: MatmulOperands) -> tuple["MatmulProblem", MatmulOperands]:
+        """Return the same product, with scales and minima that are floats, and its operands."""
         if self.tiles is None:
             return self, operands
-        wide = self.tiles.wide
-        minimum = operands.minimum
+        dequantize, minimum = self.tiles.dequantize, operands.minimum
         if operands.outer_minimum is not None:
-            minimum = wide(minimum, operands.outer_minimum)
-        scale = wide(operands.scale, operands.outer_scale)
+            minimum = dequantize(minimum, operands.outer_minimum)
+        scale = dequantize(operands.scale, operands.outer_scale)
         operands = operands._replace(
             scale=scale, minimum=minimum, outer_scale=None, outer_minimum=None
         )
         return dataclasses.replace(self, tiles=None), operands
 
-    def merged(self, operands: MatmulOperands) -> tuple["MatmulProblem", MatmulOperands]:
-        """The product with one leading axis, and its operands."""
+    def flatten_batch(self, operands: MatmulOperands) -> tuple["MatmulProblem", MatmulOperands]:
+        """Return the same product, with one axis of stored matrices before R, and its operands."""
         if self.leading == 1:
             return self, operands
         *_, rows, row_bytes = operands.packed.shape
         packed = operands.packed.reshape(operands.x.shape[0], rows, row_bytes)
         return dataclasses.replace(self, leading=1), operands._replace(packed=packed)
 
+    def with_transposed_matrix(
+        self, operands: MatmulOperands
+    ) -> tuple["MatmulProblem", MatmulOperands]:
+        """Return the product by the other axis of a matrix whose codes are already transposed.
+
+        **Arguments:**
+
+        - `operands`: the operands of this product, but `packed` is `[B, C, R]`. Codes have 8 bits.
+        """
+        leaves = {name: getattr(operands, name) for name in ("scale", "zero_point", "minimum")}
+        swapped = {k: jnp.swapaxes(x, 1, 2) for k, x in leaves.items() if x is not None}
+        problem = dataclasses.replace(self.transposed, columns=operands.packed.shape[2])
+        return problem, operands._replace(**swapped)
+
     def __repr__(self) -> str:
         return f"MatmulProblem({self.codes.kind}, {self.contracting} contracted)"
-
-
-def operands_of(arrays: Sequence[Any], present: Sequence[bool]) -> MatmulOperands:
-    """Puts arrays in their places, of which `present` says whether there is something."""
-    rest = iter(arrays)
-    return MatmulOperands(*(next(rest) if there else None for there in present))

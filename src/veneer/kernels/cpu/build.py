@@ -1,7 +1,7 @@
-"""Kernels as FFI targets: compiled at first use, and known to XLA by name.
+"""Register CPU kernels as FFI targets, which XLA calls.
 
-Numba compiles a kernel once a machine. What it made is an object file, which later processes load
-with LLVM alone: in a fraction of the time that importing Numba takes.
+Numba compiles a kernel when it is first used on a machine. Later processes load its object file
+with LLVM alone, in a fraction of the time that importing Numba takes.
 """
 
 import functools
@@ -23,7 +23,7 @@ _registered: set[str] = set()
 
 @functools.cache
 def available() -> str | None:
-    """Returns why there are no kernels of the CPU in this process, or None if there are.
+    """Return why this process cannot use CPU kernels, or None if it can.
 
     >>> from veneer.kernels.cpu import build
     >>> build.available() is None
@@ -44,31 +44,27 @@ def available() -> str | None:
 
 @functools.cache
 def has_bf16() -> bool:
-    """Returns whether there are kernels that multiply bf16, as the CPU has to."""
+    """Return whether kernels and this CPU multiply bf16."""
     if available() is not None:
         return False
     try:
         from ...native.isa import HAS_BF16
-    except (ImportError, ValueError):  # which is said where a kernel is built
+    except (ImportError, ValueError):  # building a kernel warns of it
         return False
     return HAS_BF16
 
 
 def target(name: str) -> str:
-    """Makes a kernel a target of `jax.ffi.ffi_call` on the CPU, and returns its name.
+    """Register a kernel as a target of `jax.ffi.ffi_call` on CPU. Return its name.
 
     Threads may call this at the same time.
 
     **Arguments:**
 
-    - `name`: `veneer_rows_{kind}_{variant}` or `veneer_columns_{kind}_{variant}`, of `variants.py`.
-      With `integer_` before rows and columns, kind is lookup1, lookup2, lookup4, int8 or uint8;
-      without it also float8_e4m3fn, float8_e5m2, planes3, 5, 6 or 7, float6_e2m3fn or
-      float6_e3m2fn; and with `bf16_` where `has_bf16`. Or `veneer_quantise_{kind}` with int8, int4
-      or nf4.
+    - `name`: one of `targets.names()`, such as "veneer_rows_lookup4_few".
 
-    **Raises:** `KeyError` for any other name. `ValueError` where VENEER_KERNELS_ISA names what this
-    CPU has not. `ImportError` where Numba is broken.
+    **Raises:** `KeyError` for any other name. `ValueError` if VENEER_KERNELS_ISA names instructions
+    that this CPU does not have. `ImportError` if Numba cannot be imported.
 
     >>> from veneer.kernels.cpu import build
     >>> build.target("veneer_rows_int8_few")
@@ -78,7 +74,7 @@ def target(name: str) -> str:
 
 
 def registered(name: str, compile: Callable[[], bytes]) -> str:
-    """Makes the C function of this name in an object file a target, and returns the name.
+    """Register the C function of this name in an object file as a target. Return the name.
 
     **Arguments:**
 

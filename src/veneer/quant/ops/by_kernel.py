@@ -318,8 +318,8 @@ def _plan_matmul(
         return lax.transpose(out.reshape(sizes), batch_order + free_order)
 
     descriptions = []
-    for platform, name in kernels.items():
-        descriptions.append(f"{platform.upper()} kernel {name.removeprefix('veneer_')}")
+    for platform, kernel in kernels.items():
+        descriptions.append(f"{platform.upper()} kernel {kernel.label(codes.kind)}")
     return Plan(", ".join(descriptions), compute, operands, kernels_for=tuple(kernels))
 
 
@@ -351,7 +351,7 @@ class ProductByXla:
 
     def __call__(self, operands: MatmulOperands, problem: MatmulProblem) -> jax.Array:
         """Return the product as `[B, M, N]`: batch, rows of activations, outputs per row."""
-        operands = operands.apart()  # codes [B, R, H, C] become [B * H, R, C]
+        operands = operands.deinterleaved()  # codes [B, R, H, C] become [B * H, R, C]
         is_batched = operands.x.shape[0] != 1
         if not is_batched:  # XLA computes some products faster without a batch axis
             operands = MatmulOperands(*(None if x is None else jnp.squeeze(x, 0) for x in operands))

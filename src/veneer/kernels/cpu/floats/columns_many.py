@@ -127,6 +127,11 @@ def build(kind: str, activations: str = "float32") -> JobFunctions:
     return JobFunctions(do_nothing, count, work, do_nothing)
 
 
+def build_bf16(kind: str) -> JobFunctions:
+    """Return the functions of the kernel for codes of a kind, and bf16 activations."""
+    return build(kind, "bfloat16")
+
+
 @native
 def _prefetch_rows(x, next_row, depth):
     for row in range(ROWS):

@@ -256,6 +256,11 @@ def build(kind: str, activations: str = "float32") -> JobFunctions:
     return JobFunctions(do_nothing, functions.count, functions.work, do_nothing)
 
 
+def build_bf16(kind: str) -> JobFunctions:
+    """Return the functions of the kernel for codes of a kind, and bf16 activations."""
+    return build(kind, "bfloat16")
+
+
 def build_block_functions(kind: str, activations: str = "float32") -> BlockFunctions:
     """Return the functions of `build`, and the function that multiplies by some rows of a panel."""
     add_outer, pack_block, SIZE, PER_LANE = ARITHMETIC[activations]

@@ -1,0 +1,266 @@
+"""The table of all kernels that multiply by stored matrices. Each row is one kernel.
+
+To add a kernel, write a module with it, and add a row. `select.py` takes the first row that fits a
+product. XLA computes all products that no row fits.
+
+CPU kernels with the same name have different variants:
+
+    one     one row of activations: all sums stay in registers
+    few     few rows of activations: the time goes into reading the matrix
+    short   few rows of activations, and a matrix with short rows, such as keys of one head
+    tiled   few rows of activations, and a matrix with tiles along each row, such as cached values
+    many    more rows of activations: the matrix is decoded once for all of them
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from .kinds import BITS, BYTES, INTEGER_PLANES, INTEGERS, LOOKUP_BITS
+from .limits import (
+    FLOATS_BY_COLUMNS,
+    FLOATS_BY_ROWS,
+    INTEGERS_BY_COLUMNS,
+    INTEGERS_BY_ROWS,
+    LEAST_TILE,
+    LONGEST,
+    MOST_TILES,
+    ROWS,
+    SHORT,
+    SHORT_VECTORS,
+    TILED_COLUMNS,
+)
+from .problem import Codes, MatmulShape
+
+#: The fewest entries of a stored matrix, by platform. XLA multiplies smaller ones faster.
+LEAST_ENTRIES = {"cpu": 1 << 14, "gpu": 1 << 18, "tpu": 1 << 14}
+#: Smaller matrices are large enough if each has the first number of entries, and the batch has the
+#: second. Blocks of a cache are such a batch.
+_LEAST_IN_BATCH, _LEAST_OF_BATCH = 1 << 11, 1 << 18
+
+#: On NVIDIA GPUs, one kernel computes products of up to `FEW_ROWS` rows of activations. For more
+#: rows, Hopper GPUs have another kernel for some formats. If it does not apply, the first kernel
+#: computes products of up to `MOST_ROWS` rows. Measured with benchmarks/gpu_all.py on an H200.
+FEW_ROWS, MOST_ROWS = 32, 64
+
+#: The lanes of the widest vectors. Sizes that fit them also fit narrower vectors.
+_LANES = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelRow:
+    """A row of the table: a kernel, and the products that it computes.
+
+    **Arguments:**
+
+    - `platform`: "cpu", "gpu" or "tpu".
+    - `name`: with the kind of codes, its name in reports, as in "rows_int8".
+    - `source`: its module in `veneer.kernels`, imported on first use. For CPUs, `module:function`,
+      where the function takes a kind of codes and returns `JobFunctions`. For GPUs and TPUs, a
+      module with the functions of `select.DeviceKernel`.
+    - `contracting`: the contracted axis of the matrix, "rows" or "columns".
+    - `activations`: the types in `MatmulShape` that it multiplies.
+    - `kinds`: the kinds of codes that it reads.
+    - `variant`: distinguishes CPU kernels of the same name.
+    - `least_rows`, `most_rows`: the number of rows of activations. With a limit, the kernel does
+      not compute products with a symbolic number of rows.
+    - `fits`: a further condition on the sizes and on the bits of a code.
+    - `requires`: "bf16" or "hopper", for kernels that only some devices can run.
+    - `opt_in`: the kernel was never measured, and runs only if the choice is "experimental".
+    """
+
+    platform: str
+    name: str
+    source: str
+    contracting: str
+    activations: tuple[str, ...]
+    kinds: tuple[str, ...]
+    variant: str = ""
+    least_rows: int = 1
+    most_rows: int | None = None
+    fits: Callable[[MatmulShape, int], bool] | None = None
+    requires: str = ""
+    opt_in: bool = False
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of activations that a CPU kernel reads. Others are converted to it."""
+        return {"float": "float32"}.get(self.activations[0], self.activations[0])
+
+    @property
+    def has_few_rows(self) -> bool:
+        """True for CPU kernels for few rows of activations."""
+        return self.variant != "many"
+
+    def label(self, kind: str) -> str:
+        """Return the name of the kernel for a kind of codes, as reports show it."""
+        return f"{self.name}_{kind}"
+
+    def target(self, kind: str) -> str:
+        """Return the name of the FFI target of a CPU kernel for a kind of codes."""
+        return f"veneer_{self.name}_{kind}_{self.variant}"
+
+    def computes(self, codes: Codes, shape: MatmulShape) -> bool:
+        """Return whether the row fits a product, on any device of its platform."""
+        if self.contracting != shape.contracting or shape.activations not in self.activations:
+            return False
+        if codes.kind not in self.kinds or (shape.activations == "int8" and not codes.is_integer):
+            return False
+        if self.least_rows > 1 or self.most_rows is not None:
+            if not isinstance(shape.m, int) or shape.m < self.least_rows:
+                return False
+            if self.most_rows is not None and shape.m > self.most_rows:
+                return False
+        is_large = is_large_enough(self.platform, shape.k * shape.n, shape.batch)
+        return is_large and (self.fits is None or self.fits(shape, BITS[codes.kind]))
+
+
+def is_large_enough(platform: str, entries: int, batch: int) -> bool:
+    """Return whether kernels of a platform multiply a batch of matrices with `entries` codes each.
+
+    The batch may be symbolic.
+    """
+    if entries >= LEAST_ENTRIES[platform]:
+        return True
+    is_batch = entries >= _LEAST_IN_BATCH and isinstance(batch, int)
+    return is_batch and batch * entries >= _LEAST_OF_BATCH
+
+
+# Conditions on sizes, for CPU kernels. The matrix is `[rows, columns]`, and a tile of it is
+# `[tile_rows, tile_columns]`.
+
+
+def _has_even_k(shape: MatmulShape, bits: int) -> bool:
+    return shape.k % 2 == 0  # the kernel multiplies pairs of neighbors
+
+
+def _has_few(shape: MatmulShape, most_rows: int) -> bool:
+    return isinstance(shape.m, int) and shape.m <= most_rows
+
+
+def _has_tiles_of_rows(shape: MatmulShape, bits: int) -> bool:
+    return _has_few(shape, FLOATS_BY_ROWS) and shape.tile_rows >= LEAST_TILE
+
+
+def _has_tiles_in_rows(shape: MatmulShape, bits: int) -> bool:
+    tile = shape.tile_columns
+    are_vectors = tile >= LEAST_TILE and tile.bit_count() == 1
+    has_size = shape.columns % TILED_COLUMNS == 0 and shape.columns <= MOST_TILES * tile
+    return _has_few(shape, FLOATS_BY_ROWS) and shape.tile_rows == 1 and are_vectors and has_size
+
+
+def _has_short_rows(shape: MatmulShape, bits: int) -> bool:
+    columns, rows = shape.columns, shape.rows
+    if not _has_few(shape, FLOATS_BY_COLUMNS):
+        return False
+    if columns > SHORT or columns % (SHORT_VECTORS * _LANES) != 0 or rows < _LANES:
+        return False
+    if shape.tile_columns == columns:
+        return shape.tile_rows in (1, rows)
+    if shape.tile_rows == 1:
+        return shape.tile_columns >= LEAST_TILE and shape.tile_columns.bit_count() == 1
+    return shape.tile_rows % _LANES == 0 and rows % _LANES == 0
+
+
+def _fits_int32_rows(shape: MatmulShape, bits: int) -> bool:
+    is_tile = LEAST_TILE <= shape.tile_rows <= LONGEST and shape.tile_rows % 4 == 0
+    return _has_few(shape, INTEGERS_BY_ROWS.get(bits, 0)) and is_tile
+
+
+def _fits_int32_columns(shape: MatmulShape, bits: int) -> bool:
+    shared, tile = shape.tile_rows, shape.tile_columns
+    if not _has_few(shape, INTEGERS_BY_COLUMNS) or shape.rows < ROWS or tile > LONGEST:
+        return False
+    if shared > 1 and (shared % ROWS != 0 or shape.rows % ROWS != 0):
+        return False
+    is_in_planes = 8 % bits != 0
+    lane = 4 if is_in_planes else 32 // bits  # codes in a lane
+    vector = lane * _LANES
+    if is_in_planes and shape.columns % vector != 0:
+        return False
+    if tile == shape.columns or vector % tile == 0:
+        return tile % lane == 0
+    return tile % vector == 0
+
+
+# The rows.
+
+_FLOATS, _BF16, _INT8 = ("float", "bfloat16", "float16"), ("bfloat16",), ("int8",)
+_ALL, _PACKED = tuple(BITS), (*INTEGERS, *INTEGER_PLANES)
+_HOPPER = ("lookup4", "int8", "float8_e4m3fn")
+_PAIRS: dict[str, Any] = {"least_rows": 16, "fits": _has_even_k, "requires": "bf16"}
+
+
+def _cpu(
+    source: str,
+    contracting: str,
+    variant: str,
+    activations: tuple[str, ...],
+    kinds: tuple[str, ...],
+    **conditions: Any,
+) -> KernelRow:
+    prefix = {"float": "", "bfloat16": "bf16_", "int8": "integer_"}[activations[0]]
+    return KernelRow(
+        platform="cpu",
+        name=prefix + contracting,
+        source=f"cpu.{source}",
+        contracting=contracting,
+        activations=activations,
+        kinds=kinds,
+        variant=variant,
+        **conditions,
+    )
+
+
+def _gpu(contracting: str, most_rows: int) -> KernelRow:
+    activations, kinds = ("bfloat16", "float16"), ("lookup4", *BYTES)
+    return KernelRow(
+        *("gpu", contracting, "gpu.matmul", contracting, activations, kinds), most_rows=most_rows
+    )
+
+
+def _hopper(contracting: str) -> KernelRow:
+    return KernelRow(
+        *("gpu", f"hopper_{contracting}", "gpu.hopper", contracting, _BF16, _HOPPER),
+        least_rows=FEW_ROWS + 1,
+        requires="hopper",
+    )
+
+
+def _tpu(contracting: str) -> KernelRow:
+    kinds = (*LOOKUP_BITS, *BYTES)
+    return KernelRow("tpu", contracting, "tpu.matmul", contracting, _FLOATS, kinds, opt_in=True)
+
+
+#: The first row that fits computes a product.
+TABLE = (
+    # CPUs that multiply pairs of bf16.
+    _cpu("floats.rows_many:build_bf16", "rows", "many", _BF16, _ALL, **_PAIRS),
+    _cpu("floats.columns_many:build_bf16", "columns", "many", _BF16, _ALL, **_PAIRS),
+    # All CPUs, f32.
+    _cpu("floats.rows_few:build", "rows", "few", _FLOATS, _ALL, fits=_has_tiles_of_rows),
+    _cpu("floats.rows_tiled:build", "rows", "tiled", _FLOATS, _ALL, fits=_has_tiles_in_rows),
+    _cpu("floats.rows_many:build", "rows", "many", _FLOATS, _ALL),
+    _cpu("floats.columns_short:build", "columns", "short", _FLOATS, _ALL, fits=_has_short_rows),
+    _cpu("floats.columns_one:build", "columns", "one", _FLOATS, _ALL, most_rows=1),
+    _cpu("floats.columns_few:build", "columns", "few", _FLOATS, _ALL, most_rows=FLOATS_BY_COLUMNS),
+    _cpu("floats.columns_many:build", "columns", "many", _FLOATS, _ALL),
+    # All CPUs, int8.
+    _cpu("integers.rows_few:build", "rows", "few", _INT8, INTEGERS, fits=_fits_int32_rows),
+    _cpu("integers.rows:build", "rows", "many", _INT8, INTEGERS),
+    _cpu("integers.columns_few:build", "columns", "few", _INT8, _PACKED, fits=_fits_int32_columns),
+    _cpu("integers.columns:build", "columns", "many", _INT8, INTEGERS),
+    # NVIDIA GPUs.
+    _gpu("rows", FEW_ROWS),
+    _gpu("columns", FEW_ROWS),
+    _hopper("rows"),
+    _hopper("columns"),
+    _gpu("rows", MOST_ROWS),
+    _gpu("columns", MOST_ROWS),
+    # TPUs.
+    _tpu("rows"),
+    _tpu("columns"),
+)
+
+#: The platforms that have kernels.
+PLATFORMS = tuple(dict.fromkeys(row.platform for row in TABLE))
