@@ -9,6 +9,7 @@ import pytest
 from jax.extend.core import Primitive
 
 import veneer as vn
+import veneer.hijax  # registers its own classes with JAX before `state` is called
 from veneer._jax import hijax as jax_hijax
 from veneer._jax.primitives import find_primitive
 
