@@ -1,7 +1,7 @@
-"""Runs a kernel of the CPU over NumPy arrays, and says what it should have computed.
+"""Run a CPU kernel on NumPy arrays, and compute the expected result.
 
-The kernel is that of the target, out of the object file that XLA calls. A job is filled by hand
-here, and its parts run in any order, on any number of threads.
+The kernel comes from the object file that XLA calls. The driver writes a job itself, and runs its
+parts in any order and on any number of threads.
 """
 
 import ctypes
@@ -20,23 +20,23 @@ from veneer.kernels.cpu import build, targets
 from veneer.kernels.cpu.operands import job
 from veneer.native import machine_code
 
-#: Kinds to test kernels of. What reads bit planes of other bits is tested by itself.
+#: The kinds of codes that kernels are tested with. Other bit planes have tests of their reader.
 KINDS = [kind for kind in BITS if kind not in PLANE_BITS or kind == "planes3"]
 
 
 class Stored(NamedTuple):
-    """A stored matrix `[B, R, C]`, and what it is worth."""
+    """A stored matrix `[B, R, C]`."""
 
     kind: str
     columns: int
     packed: Any  # uint8[B, R, bytes]
     scale: Any  # f32[B, R / tr, C / tc]
     table: Any  # f32[16]
-    minimum: Any = None  # as `scale`, of what codes worth 0 stand for
+    minimum: Any = None  # f32[B, R / tr, C / tc], added to scaled codes
 
     @property
     def codes(self) -> Any:
-        """What the codes are worth before their scale, f64[B, R, C]."""
+        """The decoded codes before scaling, f64[B, R, C]."""
         bits = BITS[self.kind]
         if bits == 8:
             dtype = getattr(ml_dtypes, self.kind, self.kind)
@@ -50,15 +50,15 @@ class Stored(NamedTuple):
 
     @property
     def dense(self) -> Any:
-        """The matrix, f64[B, R, C]."""
+        """The dense matrix, f64[B, R, C]."""
         codes = self.codes
         tr, tc = (codes.shape[i] // self.scale.shape[i] for i in (1, 2))
-        each = lambda tiles: tiles.repeat(tr, 1).repeat(tc, 2).astype(np.float64)
-        return codes * each(self.scale) + (0 if self.minimum is None else each(self.minimum))
+        expand = lambda tiles: tiles.repeat(tr, 1).repeat(tc, 2).astype(np.float64)
+        return codes * expand(self.scale) + (0 if self.minimum is None else expand(self.minimum))
 
 
 def fields_of_planes(packed: Any, bits: int) -> Any:
-    """Numbers of so many bits, 8 in as many bytes: bit p of each is in byte p of them."""
+    """Unpack numbers of `bits` bits. Byte p of a unit of 8 numbers has bit p of each of them."""
     planes = packed.reshape(*packed.shape[:-1], -1, bits, 1) >> np.arange(8) & 1
     fields = (planes.astype(int) << np.arange(bits)[:, None]).sum(-2)
     return fields.reshape(*packed.shape[:-1], -1)
@@ -71,15 +71,15 @@ def stored(
     seed: int = 0,
     has_minima: bool = False,
 ) -> Stored:
-    """A random matrix `[B, R, C]` with a scale for each `tile` of it; no code of it is NaN.
+    """Return a random matrix `[B, R, C]` with a scale per `tile`. No code is NaN.
 
-    Bits that belong to no code are random, too.
+    Bits of padding are random, too.
     """
     rng = np.random.default_rng(seed)
     batch, rows, columns = shape
     bits = BITS[kind]
     packed = rng.integers(0, 256, (batch, rows, row_bytes(columns, bits)), np.uint8)
-    if kind.startswith("float8"):  # the largest exponent has what is not finite
+    if kind.startswith("float8"):  # Clear a bit of the exponent, so that all codes are finite.
         packed &= 0xBF
     scale = rng.uniform(0.5, 2, (batch, rows // tile[0], columns // tile[1]))
     values = rng.integers(-128, 128, 2 ** min(bits, 4)) if bits < 8 else np.zeros(1)
@@ -92,8 +92,8 @@ def stored(
 
 @functools.cache
 def _functions(name: str) -> list[Any]:
-    """The functions of a target: `prepare(job)`, `count(job)`, `work(job, part)`, `finish(job)`."""
-    build.target(name)  # from here on it is in the cache, and what it calls has its name
+    """Return the functions `prepare(job)`, `count(job)`, `work(job, part)`, `finish(job)`."""
+    build.target(name)  # This compiles the kernel, and loads the functions that it calls.
     code = build.CACHE.cached(name, lambda: targets.object_code(name))
     parts = {"prepare": 1, "count": 1, "work": 2, "finish": 1}
     addresses = machine_code.load(code, *(f"{name}_{part}" for part in parts))
@@ -136,12 +136,19 @@ def run(
     packed: Any = None,
     cut: int = 2,
 ) -> None:
-    """Writes what a kernel computes to `out`, f32[B, M, N]; `x` is f32 or int8[B, M, K].
+    """Run a kernel and write its result to `out`.
 
-    One thread runs the first parts, and then the others, from the last to the first. Arrays may be
-    anywhere in memory, but must be contiguous. Parts and sums are those for `cut` threads, whoever
-    runs them. `packed` are the codes of `w` where they lie side by
-    side, uint8[B / H, R, H, bytes].
+    Arrays must be contiguous, and need no alignment. Parts run from the last to the first.
+
+    **Arguments:**
+
+    - `family`: the name of the target without its variant.
+    - `x`: f32, bf16 or int8 `[B, M, K]`.
+    - `out`: f32 `[B, M, N]`.
+    - `x_scale`: for int8, f32 `[B, M]` or `[B, M, tiles]`.
+    - `threads`: the threads that run parts.
+    - `packed`: the codes of `w` as interleaved matrices, uint8 `[B / H, R, H, bytes]`.
+    - `cut`: the number of threads that the kernel plans its parts for.
     """
     prepare, count, work, finish = _functions(target_for(family, x.shape[1], w))
     arrays = (x, w.packed, w.scale, w.table, out)
@@ -184,22 +191,22 @@ def run(
 
 
 def rows_contracted(x: Any, w: Stored) -> Any:
-    """`x @ W` in f64, and what its errors are measured by: the sum of the sizes of its terms."""
+    """Return `x @ W` in f64, and the sum of the magnitudes of its terms, to compare errors with."""
     x = x.astype(np.float64)
     return x @ w.dense, np.abs(x) @ np.abs(w.dense)
 
 
 def columns_contracted(x: Any, w: Stored) -> Any:
-    """`x @ W.T` in f64, and what its errors are measured by."""
+    """Return `x @ W.T` in f64, and the sum of the magnitudes of its terms."""
     dense = w.dense.swapaxes(1, 2)
     x = x.astype(np.float64)
     return x @ dense, np.abs(x) @ np.abs(dense)
 
 
 def guarded(array: Any, at_end: bool = True, offset: int = 0) -> Any:
-    """A copy that ends `offset` bytes before a page that nobody may touch, or begins so after one.
+    """Return a copy that ends `offset` bytes before an inaccessible page, or begins after one.
 
-    A kernel that reads or writes outside of it there kills the process.
+    A kernel that reads or writes that page kills the process.
     """
     page = mmap.PAGESIZE
     size = -(-(array.nbytes + offset) // page) * page

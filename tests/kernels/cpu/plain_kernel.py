@@ -1,8 +1,8 @@
-"""A kernel that is slow and easy to read, to see whether it is called as it should be.
+"""A slow and simple kernel, to test how kernels are called.
 
-It contracts the rows of int8 codes, and copies the activations in a part that all others wait for.
-The last entries of a table say how many wrong copies come before the right one, and so delay it;
-and what fails: 1 for no memory before any part, 2 for none in the last part.
+It contracts the rows of int8 codes. Its first part copies the activations, and all other parts wait
+for it. Entry 14 of the table is a number of wrong copies that delay the right copy. Entry 15 makes
+an allocation fail: before all parts if it is 1, and in the last part if it is 2.
 """
 
 import functools
@@ -15,9 +15,10 @@ import numpy as np
 
 from veneer.kernels.cpu import build
 
-#: Named after this file as it is: compiled kernels are kept on disk by name.
+#: The name has a hash of this file, because the cache finds compiled kernels by name.
 NAME = f"veneer_test_{hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]}"
-COLUMNS = 16  # of a part
+#: Columns of a part.
+COLUMNS = 16
 
 
 def compile() -> bytes:
@@ -99,7 +100,7 @@ def target() -> str:
 
 
 def product(x, codes, scale, table=None, places=(0, 0)):
-    """`x @ (codes * scale)` by the kernel, f32[B, M, N]; of stacks, at these places of each."""
+    """Return `x @ (codes * scale)` by the kernel, f32 `[B, M, N]`, at these places of stacks."""
     table = jnp.zeros(16) if table is None else table
     shape = (*x.shape[:2], codes.shape[-1])
     call = jax.ffi.ffi_call(target(), jax.ShapeDtypeStruct(shape, jnp.float32))
@@ -116,13 +117,13 @@ def operands(batch=1, m=3, r=64, c=100, tr=32, tc=4, seed=0):
 
 
 def expected(x, codes, scale):
-    """The same in f64."""
+    """Return the dense product in f64."""
     tr, tc = (codes.shape[i] // scale.shape[i] if scale.shape[i] else 1 for i in (1, 2))
     return x.astype(np.float64) @ (codes * scale.repeat(tr, 1).repeat(tc, 2).astype(np.float64))
 
 
 def check(*args, **sizes):
-    """Asserts that the kernel computes what it should."""
+    """Check that the kernel equals the dense product."""
     x, codes, scale = operands(*args, **sizes)
     want = expected(x, codes, scale)
     np.testing.assert_allclose(product(x, codes, scale), want, rtol=1e-5, atol=1e-3)

@@ -1,4 +1,4 @@
-"""Kernels of bf16 activations give what a dense matrix of bf16 would, with sums in f32."""
+"""Kernels of bf16 activations equal the product with a dense bf16 matrix, with sums in f32."""
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +12,10 @@ from veneer.kernels import Codes, select
 from veneer.kernels.common.problem import MatmulShape
 from veneer.kernels.cpu import build
 
-pytestmark = pytest.mark.skipif(not build.has_bf16(), reason="this CPU multiplies no bf16")
+pytestmark = pytest.mark.skipif(not build.has_bf16(), reason="this CPU cannot multiply bf16")
 
 BF16 = ml_dtypes.bfloat16
-#: B, M, K, N, and a tile, K x N: parts of panels, blocks and rows of x, and tiles of all shapes.
+#: B, M, K, N, and a tile K x N: incomplete panels, blocks and groups, and tiles of all shapes.
 SHAPES = [
     (1, 16, 64, 128, 64, 1),
     (1, 17, 300, 131, 60, 131),
@@ -31,7 +31,7 @@ def activations(*shape):
 
 
 def product(side, x, w, threads=1, guard=guarded):
-    """What the kernel computes, of arrays where nothing beside them may be touched."""
+    """Run a kernel on arrays next to inaccessible memory."""
     n = w.packed.shape[1] if side == "columns" else w.columns
     out = guard(np.full((*x.shape[:2], n), np.nan, np.float32))
     w = w._replace(packed=guard(w.packed), scale=guard(w.scale))
@@ -40,14 +40,14 @@ def product(side, x, w, threads=1, guard=guarded):
 
 
 def dense_bf16(side, w):
-    """The matrix `[B, K, N]` as a dense array of bf16 has it."""
+    """Return the matrix `[B, K, N]`, rounded to bf16, as f64."""
     tr, tc = (w.codes.shape[i] // w.scale.shape[i] for i in (1, 2))
     scale = w.scale.repeat(tr, 1).repeat(tc, 2)
     dense = (w.codes.astype(np.float32) * scale).astype(BF16).astype(np.float64)
     return dense if side == "rows" else dense.swapaxes(1, 2)
 
 
-def check(side, kind, shape, **how):
+def check(side, kind, shape, **options):
     batch, m, k, n, *tile = shape
     order = (k, n), tile
     if side == "columns":
@@ -55,18 +55,18 @@ def check(side, kind, shape, **how):
     x, w = activations(batch, m, k), stored(kind, (batch, *order[0]), order[1])
     wide, dense = x.astype(np.float64), dense_bf16(side, w)
     size = np.abs(wide) @ np.abs(dense)
-    assert np.all(np.abs(product(side, x, w, **how) - wide @ dense) <= 1e-6 * size)
+    assert np.all(np.abs(product(side, x, w, **options) - wide @ dense) <= 1e-6 * size)
 
 
 @pytest.mark.parametrize("side", ["rows", "columns"])
 class TestProduct:
     @pytest.mark.parametrize("kind", KINDS)
     @pytest.mark.parametrize("shape", SHAPES, ids=str)
-    def test_is_that_of_the_dense_matrix(self, side, kind, shape):
+    def test_equals_that_of_the_dense_matrix(self, side, kind, shape):
         check(side, kind, shape)
 
     @pytest.mark.parametrize("offset", [1, 3])
-    def test_of_arrays_at_odd_addresses(self, side, offset):
+    def test_needs_no_alignment(self, side, offset):
         guard = lambda array: guarded(array, at_end=False, offset=2 * offset)
         check(side, "lookup4", SHAPES[1], guard=guard)
 
@@ -78,7 +78,7 @@ class TestProduct:
         np.testing.assert_array_equal(product(side, x, w), product(side, x, w, threads=threads))
 
     @pytest.mark.parametrize("number", [np.inf, np.nan])
-    def test_of_what_is_not_finite_spreads(self, side, number):
+    def test_keeps_non_finite_numbers_in_their_row(self, side, number):
         order = (128, 130) if side == "rows" else (130, 128)
         x, w = activations(1, 20, 128), stored("int8", (1, *order), (1, 1))
         x[0, 3, 7] = number
@@ -103,13 +103,13 @@ def shape_of(**changes):
         ({"activations": "float"}, "rows_int8"),
     ],
 )
-def test_activations_that_are_bf16_and_many_are_multiplied_so(changes, target):
+def test_bf16_kernels_are_selected_for_many_rows(changes, target):
     kernel = select.find_kernel("cpu", Codes(8, "int8"), shape_of(**changes))
     assert kernel.label("int8") == target
 
 
 @pytest.mark.parametrize("qtype", ["int8", "nf4"])
-def test_a_program_with_bf16_is_that_with_dense_weights(qtype):
+def test_bf16_program_equals_that_with_dense_weights(qtype):
     x = jnp.asarray(activations(32, 256))
     w = jnp.asarray(activations(256, 192))
     q = vn.quant.quantize(w, qtype, channelwise_axes=[1], tiled_axes={0: 64})

@@ -1,4 +1,4 @@
-"""The f32 kernel that contracts columns, against the same in float64."""
+"""f32 kernels that contract columns equal a dense product in f64."""
 
 import os
 import platform
@@ -16,7 +16,7 @@ from veneer.native import isa
 from veneer.native.memory import I8, pointer
 from veneer.native.simd.blocks import call_llvm
 
-# A sum of n terms in f32, in any order, is off by a few roundings of the sum of their sizes.
+# The error of a sum in f32, in any order, relative to the sum of the magnitudes of its terms.
 TOLERANCE = 1e-6
 
 
@@ -40,21 +40,21 @@ def check(kind, batch, m, shape, tile):
 @pytest.mark.parametrize(
     ("shape", "tile"),
     [
-        ((13, 1024), (1, 1024)),  # one scale a row
-        ((13, 1024), (1, 512)),  # a tile is panels
+        ((13, 1024), (1, 1024)),  # one scale per row
+        ((13, 1024), (1, 512)),  # a tile is several panels
         ((13, 1024), (1, 256)),
         ((7, 1024), (1, 128)),
-        ((7, 1024), (1, 64)),  # a panel is tiles, but for few bits
+        ((7, 1024), (1, 64)),  # a panel is several tiles, except for few bits
         ((50, 640), (1, 32)),
         ((7, 640), (1, 16)),
         ((8, 64), (1, 8)),
-        ((6, 96), (1, 3)),  # they have nothing to do with each other
-        ((6, 480), (1, 96)),  # vectors of bytes are within one
+        ((6, 96), (1, 3)),  # tiles and panels do not divide each other
+        ((6, 480), (1, 96)),  # a vector of bytes is within one tile
         ((9, 336), (1, 48)),
-        ((64, 200), (32, 1)),  # the other dimension has tiles
+        ((64, 200), (32, 1)),  # tiles along the other axis
         ((50, 300), (50, 1)),
         ((6, 128), (2, 1)),
-        ((12, 300), (3, 100)),  # both have
+        ((12, 300), (3, 100)),  # tiles along both axes
         ((5, 15), (1, 1)),
         ((1, 1), (1, 1)),
         ((99, 33), (1, 33)),
@@ -62,28 +62,28 @@ def check(kind, batch, m, shape, tile):
     ids=str,
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_tiles_of_all_shapes(kind, shape, tile):
+def test_tiles_may_have_any_shape(kind, shape, tile):
     for m in (1, 8, 26):
         check(kind, 1, m, shape, tile)
 
 
 @pytest.mark.parametrize("kind", ["lookup4", "int8"])
 @pytest.mark.parametrize("m", [*range(1, 18), 23, 24, 25, 400])
-def test_any_number_of_rows(kind, m):
+def test_any_number_of_rows_of_x(kind, m):
     check(kind, 2, m, (51, 320), (1, 64))
 
 
 @pytest.mark.parametrize("m", [1, 2, 8, 24])
 @pytest.mark.parametrize("kind", ["lookup1", "lookup4", "uint8"])
-def test_rows_of_x_that_no_cache_holds(kind, m):
-    """So that they are multiplied a few panels at a time, of which the last is not whole."""
+def test_rows_of_x_may_exceed_the_cache(kind, m):
+    """They are then multiplied in ranges of panels, and the last panel is incomplete."""
     check(kind, 1, m, (5, 16400), (1, 16400))
     check(kind, 1, m, (5, 16400), (5, 1))
 
 
 @pytest.mark.parametrize(("rows", "width"), [(16, 64), (1100, 64), (35, 128), (40, 256)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_short_rows_with_a_scale_each(kind, rows, width):
+def test_short_rows_may_have_one_scale_per_row(kind, rows, width):
     w = stored(kind, (2, rows, width), (1, width))
     fields = {"packed": guarded(w.packed), "scale": guarded(w.scale)}
     for m in (1, 3, 8):
@@ -92,14 +92,14 @@ def test_short_rows_with_a_scale_each(kind, rows, width):
         out = guarded(np.full((2, m, rows), np.nan, np.float32))
         run(f"veneer_columns_{kind}", guarded(x), w._replace(**fields), out, threads=3)
         assert np.all(np.abs(out - expected) <= TOLERANCE * sizes)
-        np.testing.assert_array_equal(out, product(kind, x, w))  # alone
+        np.testing.assert_array_equal(out, product(kind, x, w))  # on one thread
         x[0, 0, 5], scale = np.nan, w.scale.copy()
         scale[1, 7] = np.inf
-        spoilt = product(kind, x, w._replace(scale=scale))
-        assert np.isnan(spoilt[0, 0]).all()
-        np.testing.assert_array_equal(spoilt[0, 1:], out[0, 1:])
+        changed = product(kind, x, w._replace(scale=scale))
+        assert np.isnan(changed[0, 0]).all()
+        np.testing.assert_array_equal(changed[0, 1:], out[0, 1:])
         others = [row for row in range(rows) if row != 7]
-        np.testing.assert_array_equal(spoilt[1][:, others], out[1][:, others])
+        np.testing.assert_array_equal(changed[1][:, others], out[1][:, others])
 
 
 @pytest.mark.parametrize(
@@ -110,12 +110,12 @@ def test_short_rows_with_a_scale_each(kind, rows, width):
         ((53, 64), (1, 16)),  # tiles within rows
         ((300, 128), (1, 32)),
         ((16, 256), (1, 64)),
-        ((96, 64), (32, 1)),  # a scale for each channel of some rows
+        ((96, 64), (32, 1)),  # rows that share per-channel scales
         ((64, 128), (64, 1)),
         ((2048, 64), (512, 1)),
         ((48, 192), (16, 3)),
         ((32, 64), (32, 64)),
-        ((40, 64), (40, 1)),  # those that are for other variants
+        ((40, 64), (40, 1)),  # tiles of other variants
         ((40, 64), (8, 1)),
         ((32, 192), (1, 48)),
     ],
@@ -123,7 +123,7 @@ def test_short_rows_with_a_scale_each(kind, rows, width):
 )
 @pytest.mark.parametrize("has_minima", [False, True], ids=["", "minima"])
 @pytest.mark.parametrize("kind", ["lookup4", "int8", "planes5", "float8_e4m3fn"])
-def test_short_rows_of_all_tiles(kind, has_minima, shape, tile):
+def test_short_rows_may_have_any_tiles(kind, has_minima, shape, tile):
     w = stored(kind, (2, *shape), tile, has_minima=has_minima)
     for m in (1, 2, 3, 7):
         x = activations(2, m, shape[1])
@@ -145,7 +145,7 @@ def test_short_rows_of_all_tiles(kind, has_minima, shape, tile):
     ids=str,
 )
 @pytest.mark.parametrize("m", [1, 3, 25])
-def test_nothing_outside_of_arrays_is_touched(kind, width, tile, m):
+def test_memory_outside_arrays_is_not_touched(kind, width, tile, m):
     w = stored(kind, (2, 50, width), tile)
     x = activations(2, m, width)
     expected, sizes = columns_contracted(x, w)
@@ -157,7 +157,7 @@ def test_nothing_outside_of_arrays_is_touched(kind, width, tile, m):
         assert np.all(np.abs(out - expected) <= TOLERANCE * sizes)
 
 
-def test_addresses_need_no_alignment():
+def test_arrays_need_no_alignment():
     w = stored("lookup4", (1, 20, 320), (1, 64))
     x = activations(1, 5, 320)
     w = w._replace(packed=guarded(w.packed, offset=1), scale=guarded(w.scale, offset=4))
@@ -167,51 +167,51 @@ def test_addresses_need_no_alignment():
 
 @pytest.mark.parametrize("kind", ["lookup4", "int8", "float8_e4m3fn"])
 @pytest.mark.parametrize("m", [9, 24])
-def test_what_is_not_finite_stays_in_its_row(kind, m):
+def test_non_finite_activations_stay_in_their_row(kind, m):
     w = stored(kind, (1, 50, 301), (1, 301))
     x = activations(1, m, 301)
     plain = product(kind, x, w)
     x[0, 3, 300], x[0, 8, 0] = np.inf, np.nan
-    spoilt = product(kind, x, w)
+    changed = product(kind, x, w)
     rows = [0, 1, 2, 4, 5, 6, 7]
-    np.testing.assert_array_equal(spoilt[:, rows], plain[:, rows])
-    assert np.isnan(spoilt[0, 8]).all()
+    np.testing.assert_array_equal(changed[:, rows], plain[:, rows])
+    assert np.isnan(changed[0, 8]).all()
     with np.errstate(invalid="ignore"):
         expected, _ = columns_contracted(x[:, 3:4], w)
-    np.testing.assert_array_equal(spoilt[0, 3], expected[0, 0])
+    np.testing.assert_array_equal(changed[0, 3], expected[0, 0])
 
 
 @pytest.mark.parametrize("kind", ["float8_e4m3fn", "float8_e5m2"])
 @pytest.mark.parametrize("m", [1, 5, 24])
-def test_codes_that_are_not_finite_stay_in_theirs(kind, m):
+def test_non_finite_codes_stay_in_their_row(kind, m):
     w = stored(kind, (1, 50, 33), (1, 33))
     x = np.abs(activations(1, m, 33))
     plain = product(kind, x, w)
-    w.packed[0, 20, 0] = 0x7F  # the first of its row, which follows the tail of another
-    spoilt = product(kind, x, w)
+    w.packed[0, 20, 0] = 0x7F  # the first code of its row, after the end of another row
+    changed = product(kind, x, w)
     rows = [r for r in range(50) if r != 20]
-    np.testing.assert_array_equal(spoilt[..., rows], plain[..., rows])
-    assert np.isnan(spoilt[..., 20]).all()
+    np.testing.assert_array_equal(changed[..., rows], plain[..., rows])
+    assert np.isnan(changed[..., 20]).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tile", [16, 32, 96, 288])
 @pytest.mark.parametrize("m", [1, 5])
-def test_scales_that_are_not_finite_stay_in_theirs(kind, tile, m):
-    """Where a row ends in the middle of a panel, the scales of the next one follow."""
+def test_non_finite_scales_stay_in_their_row(kind, tile, m):
+    """If a row ends inside a panel, the scales of the next row follow in memory."""
     w = stored(kind, (1, 50, 288), (1, tile))
     x = activations(1, m, 288)
     plain = product(kind, x, w)
     w.scale[0, 20, 0] = np.nan
-    spoilt = product(kind, x, w)
+    changed = product(kind, x, w)
     rows = [r for r in range(50) if r != 20]
-    np.testing.assert_array_equal(spoilt[..., rows], plain[..., rows])
-    assert np.isnan(spoilt[..., 20]).all()
+    np.testing.assert_array_equal(changed[..., rows], plain[..., rows])
+    assert np.isnan(changed[..., 20]).all()
 
 
 @intrinsic
 def _set_float_control(typing_context, address):
-    """What of floats an x86 CPU does how, from an int32 at an address."""
+    """Set the floating-point control register of an x86 CPU from an int32 at an address."""
 
     def emit(context, builder, signature, args):
         call_llvm(builder, "llvm.x86.sse.ldmxcsr", ir.VoidType(), pointer(builder, args[0], I8))
@@ -225,15 +225,15 @@ def _control_floats(address):
     _set_float_control(address)
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="the control register is of x86")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="only x86 has this control register")
 @pytest.mark.parametrize("kind", ["float8_e4m3fn", "float8_e5m2"])
-def test_small_codes_where_denormals_are_zeros(kind):
-    """As they are in threads of XLA's."""
+def test_small_codes_survive_flushing_of_denormals(kind):
+    """XLA flushes denormals to zero in its threads."""
     codes = np.arange(8, dtype=np.uint8).reshape(1, 8, 1)
     w = stored(kind, (1, 8, 1), (1, 1))._replace(packed=codes, scale=np.ones((1, 8, 1), np.float32))
     default, zeros = np.array([0x1F80], np.int32), np.array([0x1F80 | 0x8040], np.int32)
     x = np.ones((1, 1, 1), np.float32)
-    product(kind, x, w)  # compiled
+    product(kind, x, w)  # Compile the kernel before the register changes.
     _control_floats(default.ctypes.data)
     _control_floats(zeros.ctypes.data)
     found = product(kind, x, w)
@@ -242,7 +242,7 @@ def test_small_codes_where_denormals_are_zeros(kind):
 
 
 @pytest.mark.parametrize("m", [5, 24])
-def test_threads_change_no_number(m):
+def test_result_does_not_depend_on_threads(m):
     w = stored("lookup4", (2, 500, 320), (1, 32))
     x = activations(2, m, 320)
     np.testing.assert_array_equal(product("lookup4", x, w), product("lookup4", x, w, threads=3))
@@ -258,8 +258,8 @@ for m in (1, 2, 3, 9, 40):
 
 
 @pytest.mark.parametrize(("name", "kind"), [("avx2", "lookup4"), ("portable", "float8_e4m3fn")])
-def test_other_instructions(name, kind):
-    """Which a process can choose once alone."""
+def test_other_instruction_sets_give_the_same_products(name, kind):
+    """A process chooses its instruction set once."""
     try:
         isa.chosen(name)
     except ValueError as reason:

@@ -1,4 +1,4 @@
-"""The f32 kernel that contracts rows gives what a dense matrix would, and keeps to its arrays."""
+"""f32 kernels that contract rows equal a dense product, and stay inside their arrays."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ from kernels.cpu.driver import KINDS, guarded, rows_contracted, run, stored
 
 from veneer.native.isa import ISA, ISAS, select
 
-#: B, M, R, C, TR, TC: few rows of x and many, tiles of all shapes, and tails of every dimension.
+#: B, M, R, C, TR, TC: few and many rows of x, tiles of all shapes, and a rest in every dimension.
 SHAPES = [
     (1, 1, 1, 1, 1, 1),
     (1, 1, 64, 128, 64, 1),
@@ -25,11 +25,11 @@ SHAPES = [
     (2, 7, 96, 256, 1, 32),
     (1, 6, 49, 301, 7, 43),
     (1, 200, 5, 9, 5, 3),
-    (2, 1, 300, 64, 300, 1),  # as the values of a head are
+    (2, 1, 300, 64, 300, 1),  # values of an attention head
     (1, 2, 100, 192, 50, 64),
     (1, 7, 48, 64, 48, 1),
     (1, 16, 40, 64, 40, 64),
-    (2, 1, 300, 64, 1, 16),  # as they are where tokens have scales for tiles
+    (2, 1, 300, 64, 1, 16),  # values with per-token scales of tiles
     (1, 5, 70, 192, 1, 64),
     (1, 3, 130, 64, 1, 64),
     (1, 15, 37, 9216, 1, 512),
@@ -37,12 +37,12 @@ SHAPES = [
 ]
 
 
-def product(x, w, **how):
-    """What the kernel computes, each array right before memory that may not be touched."""
+def product(x, w, **options):
+    """Run a kernel on arrays that end right before inaccessible memory."""
     out = guarded(np.full((*x.shape[:2], w.columns), np.nan, np.float32))
     leaves = {name: getattr(w, name) for name in ("packed", "scale", "minimum")}
     w = w._replace(**{name: guarded(x) for name, x in leaves.items() if x is not None})
-    run(f"veneer_rows_{w.kind}", guarded(x), w, out, **how)
+    run(f"veneer_rows_{w.kind}", guarded(x), w, out, **options)
     return out
 
 
@@ -59,7 +59,7 @@ def check(kind, shape):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_product_is_that_of_the_dense_matrix(kind, shape):
+def test_product_equals_that_of_the_dense_matrix(kind, shape):
     check(kind, shape)
 
 
@@ -74,7 +74,7 @@ def test_minima_are_added(tile, kind):
 
 
 @pytest.mark.parametrize("m", range(1, 24))
-def test_any_number_of_rows(m):
+def test_any_number_of_rows_of_x(m):
     check("lookup4", (1, m, 70, 141, 35, 1))
 
 
@@ -82,7 +82,7 @@ def test_any_number_of_rows(m):
 @pytest.mark.parametrize("offset", [1, 3])
 @pytest.mark.parametrize("m", [2, 20])
 @pytest.mark.parametrize("kind", ["lookup4", "planes3"])
-def test_arrays_at_odd_addresses(kind, m, offset, at_end):
+def test_arrays_need_no_alignment(kind, m, offset, at_end):
     x, w = random(1, m, 66), stored(kind, (1, 66, 259), (33, 7))
     expected, size = rows_contracted(x, w)
     w = w._replace(
@@ -94,14 +94,14 @@ def test_arrays_at_odd_addresses(kind, m, offset, at_end):
 
 
 @pytest.mark.parametrize("m", [1, 4, 20])
-def test_the_result_does_not_depend_on_threads(m):
+def test_result_does_not_depend_on_threads(m):
     x, w = random(1, m, 512), stored("lookup4", (1, 512, 300), (32, 1))
     np.testing.assert_array_equal(product(x, w), product(x, w, threads=4))
 
 
 @pytest.mark.parametrize("m", [1, 5, 20])
 @pytest.mark.parametrize("number", [np.inf, -np.inf, np.nan])
-def test_what_is_not_finite_spreads_as_in_a_dense_product(m, number):
+def test_non_finite_numbers_spread_as_in_dense_products(m, number):
     x, w = random(1, m, 128), stored("lookup4", (1, 128, 130), (32, 1))
     x[0, 0, 3] = number
     w.scale[0, 2, 5] = number
@@ -118,7 +118,7 @@ OTHERS = [isa for isa in ISAS if isa not in (ISA, "avx512")]
 
 
 @pytest.mark.parametrize("isa", OTHERS)
-def test_other_instructions_give_the_same(isa):
+def test_other_instruction_sets_give_the_same_products(isa):
     try:
         select(isa)
     except ValueError as error:

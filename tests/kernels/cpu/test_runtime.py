@@ -1,4 +1,4 @@
-"""What happens between XLA and a kernel: operands, threads, errors."""
+"""The handler of kernels reads operands, runs parts on threads, and reports errors to XLA."""
 
 import os
 import subprocess
@@ -11,20 +11,19 @@ import numpy as np
 import pytest
 from kernels.cpu import plain_kernel as plain
 
-LARGE = {"m": 8, "r": 512, "c": 256}  # enough products to be shared between threads
-
-
+#: Enough multiplications to run on several threads.
+LARGE = {"m": 8, "r": 512, "c": 256}
 SMALL = {"m": 1, "tr": 64, "tc": 100}
 PARTS = {"batch": 3, "c": 33, "tc": 1}
 
 
 @pytest.mark.parametrize("sizes", [SMALL, PARTS, LARGE, LARGE | {"batch": 4}], ids=str)
-def test_a_kernel_gets_the_operands_of_its_call(sizes):
+def test_kernel_gets_the_operands_of_its_call(sizes):
     plain.check(**sizes)
 
 
-@pytest.mark.parametrize("place", [0, 1, 2, 5, -1])  # outside, it is the first or the last
-def test_of_a_stack_the_kernel_reads_one_place(place):
+@pytest.mark.parametrize("place", [0, 1, 2, 5, -1])  # outside: the first or the last
+def test_kernel_reads_the_selected_place_of_a_stack(place):
     x, codes, scale = plain.operands(batch=6, c=33, tr=64, tc=1)
     at = slice(2 * min(max(place, 0), 2), None)
     part = lambda array: array[at][:2]
@@ -36,7 +35,7 @@ def test_of_a_stack_the_kernel_reads_one_place(place):
 
 
 @pytest.mark.parametrize("empty", ["batch", "m", "r", "c"])
-def test_no_size_is_too_small(empty):
+def test_any_size_may_be_zero(empty):
     x, codes, scale = plain.operands(**{"batch": 1, "m": 2, "r": 4, "c": 4, empty: 0}, tr=1, tc=1)
     result = plain.product(x, codes, scale)
     np.testing.assert_array_equal(result, np.zeros((x.shape[0], x.shape[1], codes.shape[2])))
@@ -54,7 +53,7 @@ def test_no_size_is_too_small(empty):
         lambda x, codes, scale: (x.repeat(2, 0), codes.repeat(3, 0), scale),
     ],
 )
-def test_operands_that_do_not_fit_are_an_error(change):
+def test_operands_of_other_shapes_are_an_error(change):
     operands = change(*plain.operands())
     if operands[0].ndim == 2:
         shape = jax.ShapeDtypeStruct((3, 100), jnp.float32)
@@ -68,12 +67,12 @@ def test_operands_that_do_not_fit_are_an_error(change):
 
 
 @pytest.mark.parametrize("when", [1, 2], ids=["before any part", "in a part"])
-def test_a_kernel_that_finds_no_memory_is_an_error(when):
+def test_failed_allocation_is_an_error(when):
     with pytest.raises(jax.errors.JaxRuntimeError, match="no memory for the buffers of a kernel"):
         plain.product(*plain.operands(), jnp.zeros(16).at[-1].set(when)).block_until_ready()
 
 
-def test_no_part_begins_before_what_it_reads_is_made():
+def test_parts_wait_for_the_first_parts():
     x, codes, scale = plain.operands(**LARGE)
     table = jnp.zeros(16).at[-2].set(3000)
     want = plain.product(x, codes, scale)
@@ -81,7 +80,7 @@ def test_no_part_begins_before_what_it_reads_is_made():
         np.testing.assert_array_equal(plain.product(x, codes, scale, table), want)
 
 
-def test_threads_may_call_at_the_same_time():
+def test_threads_may_call_a_kernel_at_the_same_time():
     x, codes, scale = plain.operands(**LARGE)
     want = plain.product(x, codes, scale)
 
@@ -92,7 +91,7 @@ def test_threads_may_call_at_the_same_time():
         assert all(pool.map(call, range(8)))
 
 
-def test_a_program_may_call_many_times_at_once():
+def test_program_may_call_a_kernel_many_times():
     x, codes, scale = plain.operands(**LARGE)
     shape = jax.ShapeDtypeStruct((1, 8, 256), jnp.float32)
     call, first = jax.ffi.ffi_call(plain.target(), shape), np.int32(0)
@@ -106,7 +105,7 @@ def test_a_program_may_call_many_times_at_once():
 
 
 def run(code: str, **environment: str) -> str:
-    """What a Python process of its own prints."""
+    """Run code in a new Python process, and return what it prints."""
     command = [
         sys.executable,
         "-W",
@@ -123,12 +122,12 @@ def run(code: str, **environment: str) -> str:
 
 @pytest.mark.parametrize("flags", ["", "--xla_cpu_multi_thread_eigen=false"])
 def test_one_cpu_is_enough(flags):
-    plain.target()  # compiled, for the other process to load
+    plain.target()  # Compile it, so that the other process loads it.
     pin = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
     run(f"{pin}plain.check(batch=4, m=8, r=512, c=256)", XLA_FLAGS=flags)
 
 
-def test_a_process_that_has_used_kernels_may_fork():
+def test_process_may_fork_after_using_kernels():
     plain.target()
     run(
         """
