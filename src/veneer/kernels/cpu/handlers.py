@@ -28,12 +28,13 @@ from ...native.call_frame import (
     result_buffer,
     result_count,
 )
-from ...native.functions import c_function, call, native
+from ...native.functions import call, native
 from ...native.memory import load_i32, set_word, store_i32, word
 from ...native.threads import new_job, release, run
 from ..common import kinds
 from .operands import job as words
 from .operands.codes import row_bytes
+from .operands.job import job_address, new_group, run_group
 from .operands.scales import ZERO_POINT_TYPE, entry_bytes
 
 _, _INT8, _BF16 = range(len(kinds.ACTIVATIONS))
@@ -46,24 +47,24 @@ _MULTI_THREADED = 1 << 18
 def handle_product(frame, bits, contracts_rows, activations, prepare, count, work, finish):
     """Handle a call from XLA by the four C functions of a kernel. Return an error's address, or 0.
 
-    The call has a result for each of the matrices that the same activations are multiplied by.
+    A call multiplies the same activations by one or more matrices, and has one result per matrix.
     """
     if answer_metadata_query(frame):
         return 0
     jobs = result_count(frame)
-    group = _new_group(jobs)
+    group = new_group(jobs)
     if group == 0:
         return create_error(frame, RESOURCE_EXHAUSTED, "veneer: no memory for a job")
     failure, multiplications = 0, 0
     for i in range(jobs):
-        job = _job_address(group, i)
+        job = job_address(group, i)
         if not _read_product(frame, job, i, bits, contracts_rows, activations):
             release(group)
             return create_error(frame, INVALID_ARGUMENT, "veneer: operands do not fit together")
         multiplications += _count_multiplications(job)
     threads, has_failed = _count_threads(frame, multiplications), False
     for i in range(jobs):
-        job = _job_address(group, i)
+        job = job_address(group, i)
         set_word(job, words.THREADS, threads)
         if word(job, words.R) * word(job, words.C) == 0:
             _fill_zeros(job, contracts_rows)
@@ -72,9 +73,9 @@ def handle_product(frame, bits, contracts_rows, activations, prepare, count, wor
             set_word(job, words.PARTS, call(count, (job,)))
         has_failed = has_failed or word(job, words.FAILED) != 0
     if not has_failed:
-        _run_group(frame, group, work, threads)
+        run_group(frame, group, work, threads)
     for i in range(jobs):
-        job = _job_address(group, i)
+        job = job_address(group, i)
         call(finish, (job,))
         has_failed = has_failed or word(job, words.FAILED) != 0
     if has_failed:
@@ -148,7 +149,7 @@ def _has_tiles(type, buffer):
 
 @native
 def _count_tiles(type, size):
-    """Return the numbers that an axis of `size` entries of a type stores, or -1 if it cannot."""
+    """Return the scales in `size` entries of a type, or -1 for incomplete bit planes."""
     if type != kinds.PLANES_TYPE:
         return size
     return size // kinds.PLANES * 8 if size % kinds.PLANES == 0 else -1
@@ -316,7 +317,7 @@ def _read_outer_scales(frame, job, index, batch, scale, tiles, first_word):
 
 @native
 def _write_sizes(job, table, out, batch, r, c, matrix_row, tile_rows, tiles):
-    """Write the words that all jobs have. Return whether the tiles divide the matrix."""
+    """Write the table, result and sizes of a job. Return whether tiles divide the matrix."""
     tr, tc = _tile_size(r, tile_rows), _tile_size(c, tiles)
     set_word(job, words.TABLE, data(table))
     set_word(job, words.OUT, data(out))
@@ -380,52 +381,3 @@ def _read_quantize(frame, job, bits):
         job, table, out, batch, r, c, matrix_row, dim(scale, 1), dim(scale, 2)
     )
     return has_all_scales or batch * r * c == 0
-
-
-# A group is the jobs of one call. It begins with a header of words: the number of jobs, the C
-# function that computes a part, and the number of parts that must be complete before the others.
-_JOBS, _WORK, _FIRST = 0, 1, 2
-_HEADER = 3
-
-
-@native
-def _new_group(jobs):
-    """Allocate a group of `jobs` jobs, which `release` frees. Return its address, or 0."""
-    group = new_job(_HEADER + jobs * words.WORDS)
-    if group != 0:
-        set_word(group, _JOBS, jobs)
-    return group
-
-
-@native
-def _job_address(group, index):
-    return group + 8 * (_HEADER + index * words.WORDS)
-
-
-@native
-def _do_part(group, part):
-    """Compute a part of a group. The parts that others wait for are the first ones of all jobs."""
-    job = _job_address(group, 0)
-    if part < word(group, _FIRST):
-        while part >= word(job, words.FIRST):
-            part -= word(job, words.FIRST)
-            job += 8 * words.WORDS
-    else:
-        part -= word(group, _FIRST)
-        while part >= word(job, words.PARTS) - word(job, words.FIRST):
-            part -= word(job, words.PARTS) - word(job, words.FIRST)
-            job += 8 * words.WORDS
-        part += word(job, words.FIRST)
-    return call(word(group, _WORK), (job, part))
-
-
-@native
-def _run_group(frame, group, work, threads):
-    """Compute all parts of all jobs by a C function, on `threads` threads."""
-    parts, first = 0, 0
-    for i in range(word(group, _JOBS)):
-        parts += word(_job_address(group, i), words.PARTS)
-        first += word(_job_address(group, i), words.FIRST)
-    set_word(group, _WORK, work)
-    set_word(group, _FIRST, first)
-    run(frame, group, c_function(_do_part, "veneer_do_part"), parts, first, threads)

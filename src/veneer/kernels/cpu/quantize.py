@@ -58,7 +58,7 @@ def _is_within_rows(job):
 
 @native
 def _count_columns(job):
-    """Return the columns of a part whose tiles span rows: whole tiles and whole bytes of codes."""
+    """Return the columns of a part whose tiles span rows: full tiles and full bytes of codes."""
     tile = word(job, words.TC)
     unit = tile if tile % 2 == 0 else 2 * tile
     return max(1, _COLUMNS // unit) * unit
@@ -130,20 +130,20 @@ def _build_tile_row_quantizer(kind: str, bits: int) -> Any:
     @native
     def encode_row(x, columns, factors, table, out):
         """Write the codes of a row, multiplied by a factor per column."""
-        whole = columns - columns % _STEP
-        for i in range(0, whole, _STEP):
+        aligned = columns - columns % _STEP
+        for i in range(0, aligned, _STEP):
             codes = encode(x + 4 * i, 2, load(factors + 4 * i, 2), table, kind)
             store_codes(out + i * bits // 8, codes, bits)
-        if whole < columns:
+        if aligned < columns:
             padded, packed = stack(_STEP_BYTES), stack(_STEP_BYTES)
-            _copy_padded_row(padded, x + 4 * whole, columns - whole)
-            codes = encode(padded, 2, load(factors + 4 * whole, 2), table, kind)
+            _copy_padded_row(padded, x + 4 * aligned, columns - aligned)
+            codes = encode(padded, 2, load(factors + 4 * aligned, 2), table, kind)
             store_codes(packed, codes, bits)
             last = out + columns * bits // 8
-            for i in range((columns - whole) * bits // 8):
-                store_i8(out + whole * bits // 8 + i, load_i8(packed + i))
+            for i in range((columns - aligned) * bits // 8):
+                store_i8(out + aligned * bits // 8 + i, load_i8(packed + i))
             if columns * bits % 8:  # The last byte has one code.
-                store_i8(last, load_i8(packed + (columns - whole) * bits // 8) & 15)
+                store_i8(last, load_i8(packed + (columns - aligned) * bits // 8) & 15)
 
     @native
     def find_scales(job, x, columns, scale, factors):
@@ -187,14 +187,14 @@ def _build_tile_row_quantizer(kind: str, bits: int) -> Any:
 
 @native
 def _update_row_magnitudes(magnitudes, x, columns):
-    """Raise the magnitude of each column to that of the value in a row."""
-    whole = columns - columns % _STEP
-    for i in range(0, whole, _STEP):
+    """Update the magnitude of each column by the values of a row."""
+    aligned = columns - columns % _STEP
+    for i in range(0, aligned, _STEP):
         place = magnitudes + 4 * i
         store(place, update_magnitudes(load_ints(place, 0, 1, 2), x + 4 * i))
-    if whole < columns:
-        padded, place = stack(_STEP_BYTES), magnitudes + 4 * whole
-        _copy_padded_row(padded, x + 4 * whole, columns - whole)
+    if aligned < columns:
+        padded, place = stack(_STEP_BYTES), magnitudes + 4 * aligned
+        _copy_padded_row(padded, x + 4 * aligned, columns - aligned)
         store(place, update_magnitudes(load_ints(place, 0, 1, 2), padded))
 
 

@@ -128,7 +128,7 @@ def _round_significand(builder: Any, x: Any) -> Any:
 
 @instruction
 def compute_reciprocals(block):
-    """Return 1 / x of each number."""
+    """Return the reciprocal of each number."""
 
     def emit(builder, block):
         one = constant(FLOATS, 1.0)

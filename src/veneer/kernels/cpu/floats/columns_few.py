@@ -71,7 +71,7 @@ _SUMS_BYTES = _VECTOR * max(
 
 
 def build(kind: str) -> JobFunctions:
-    """Return the functions of the kernel for codes of a kind."""
+    """Return the job functions of this kernel for codes of a kind, such as "lookup4"."""
     prepare, x_address, x_sums_address, fold = build_panel_x(kind)
     add_products = _build_range_product(kind)
     PANEL, X_PANEL = COLUMNS[kind], 4 * COLUMNS[kind]
@@ -159,17 +159,17 @@ def _build_range_product(kind: str) -> Any:
                 next_scale = 0
             if begin == 0:
                 prefetch_tile_values(located, tile_row + PART_ROWS, count)
-            whole = columns // PANEL
+            full_panels = columns // PANEL
             panel = begin
             while panel < end:
-                stop, w_panel = min(whole, end), w + W_BYTES * panel
-                if panel >= whole:  # Copy the last panel and pad it with zeros.
+                stop, w_panel = min(full_panels, end), w + W_BYTES * panel
+                if panel >= full_panels:  # Copy the last panel and pad it with zeros.
                     stop, w_panel = panel + 1, tail
                     for c in range(_count_group_rows(rows)):
                         row, left = w + c * next_row + W_BYTES * panel, row_bytes - W_BYTES * panel
                         copy_padded(tail + c * W_BYTES, row, left, W_BYTES)
                 x_panel = x + X_PANEL * rows * (panel - begin)
-                next_w_panel = W_BYTES if panel >= whole else next_row
+                next_w_panel = W_BYTES if panel >= full_panels else next_row
                 w_rows = (w_panel, next_w_panel, scale, next_scale, layout, lane_tiles)
                 args = (job, sums, x_panel, *w_rows, panel, stop)
                 if strategy != FINE and rows == 2:

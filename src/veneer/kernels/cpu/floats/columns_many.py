@@ -84,7 +84,7 @@ def count(job):
 
 
 def build(kind: str, activations: str = "float32") -> JobFunctions:
-    """Return the functions of the kernel for codes of a kind, and f32 or bf16 activations.
+    """Return the job functions of this kernel for codes of a kind, and f32 or bf16 activations.
 
     x must have at least ROWS rows.
     """

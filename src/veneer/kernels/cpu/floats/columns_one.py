@@ -71,12 +71,12 @@ _VECTOR, _FOUR_BYTES = 4 * LANES, 16
 
 
 def build(kind: str) -> JobFunctions:
-    """Return the functions of the kernel for codes of a kind."""
+    """Return the job functions of this kernel for codes of a kind, such as "lookup4"."""
     PANEL, W_BYTES, FIELDS = COLUMNS[kind], BYTES[kind], VECTORS[kind]
     X_PANEL, FINE = 4 * PANEL, fine_strategy(kind)
     prepare, x_address, x_sums_address, fold = build_panel_x(kind)
-    # Where a row of W ends inside a panel, x is 0. So the codes after the row may be read as they
-    # are, unless a code can be NaN.
+    # x is 0 after the end of a row of W. So the last panel may include codes of the next row,
+    # unless a code can be NaN.
     has_nan = kind.startswith("float8")
     multiply_coarse = _build_row_product(kind, ONE_PER_PANEL)
     multiply_fine = _build_row_product(kind, FINE)

@@ -89,7 +89,7 @@ def count(job):
 
 
 def build(kind: str) -> JobFunctions:
-    """Return the functions of the kernel for codes of a kind."""
+    """Return the job functions of this kernel for codes of a kind, such as "lookup4"."""
     multiply_1, multiply_2, multiply_4 = (_build_product(kind, rows) for rows in (1, 2, 4))
 
     @native
@@ -241,7 +241,7 @@ def _dot(a, b, count):
 
 @native
 def _add_minima(job, x, y, rows, minima, next_minimum, first):
-    """Add the minima of LANES rows of W, from row `first`, times the sums of x over tiles."""
+    """Add minima times sums of x over tiles, for rows `first` to LANES of LANES rows of W."""
     tile, tiles, tile_sums = word(job, TC), word(job, C) // word(job, TC), stack(_TILE_BYTES)
     for _ in range(rows):
         for t in range(tiles):

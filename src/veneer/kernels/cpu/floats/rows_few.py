@@ -7,8 +7,8 @@ decodes codes in registers and multiplies them by x there, with sums in register
 the block. The sums are scaled once at the end of a block, and added to the result. Meanwhile the
 next block is prefetched.
 
-Parts with different rows of W have the same result. All but the first write a result of their own
-to SCRATCH, and after them other parts add these to the result.
+The products of different ranges of rows of W are summed up. Parts of the first range write to the
+result, and parts of other ranges to SCRATCH. After them, other parts add SCRATCH to the result.
 """
 
 from typing import Any
@@ -107,8 +107,8 @@ def _count_rows(job):
 
 
 @native
-def _count_depths(job):
-    """Return the number of parts that have the same result."""
+def _count_ranges(job):
+    """Return the number of ranges of rows of W. Their products are summed up."""
     rows = _count_rows(job)
     return max(1, (word(job, R) + rows - 1) // rows)
 
@@ -124,13 +124,13 @@ def _count_products(job):
     """Return the number of parts that multiply."""
     width = _count_columns(job)
     widths = (word(job, C) + width - 1) // width
-    return word(job, BATCH) // _count_matrices(job) * widths * _count_depths(job)
+    return word(job, BATCH) // _count_matrices(job) * widths * _count_ranges(job)
 
 
 @native
 def prepare(job):
-    """Allocate the results of all depths but the first."""
-    others = _count_depths(job) - 1
+    """Allocate the results of all ranges of rows of W but the first."""
+    others = _count_ranges(job) - 1
     if others == 0:
         return
     memory = malloc(4 * others * _count_results(job))
@@ -150,34 +150,34 @@ def count(job):
 
 @native
 def start_part(job, part):
-    """Clear the result of a part that multiplies. Return its extent and the result's address.
+    """Clear the result of a part that multiplies, and return what it computes.
 
-    The extent is the first matrix, the number of matrices, the first and last row, and the first
-    and last column.
+    **Returns:** the first matrix, the number of matrices, the first and last row of W, the first
+    and last column, and the address of the result.
     """
     m, r, c = word(job, M), word(job, R), word(job, C)
     width, rows = _count_columns(job), _count_rows(job)
-    depths, widths = _count_depths(job), (c + width - 1) // width
-    depth, rest = part % depths, part // depths
+    ranges, widths = _count_ranges(job), (c + width - 1) // width
+    index, rest = part % ranges, part // ranges
     matrices, next_y = _count_matrices(job), 4 * m * c
     first, batch = rest % widths * width, rest // widths * matrices
     last = min(c, first + width)
     y = word(job, OUT)
-    if depth > 0:
-        y = word(job, SCRATCH) + 4 * (depth - 1) * word(job, BATCH) * m * c
+    if index > 0:
+        y = word(job, SCRATCH) + 4 * (index - 1) * word(job, BATCH) * m * c
     y += 4 * (batch * m * c + first)
     for i in range(matrices):
         clear_rows(y + i * next_y, 4 * c, m, last - first)
-    return batch, matrices, depth * rows, min(r, (depth + 1) * rows), first, last, y
+    return batch, matrices, index * rows, min(r, (index + 1) * rows), first, last, y
 
 
 @native
-def _sum_depths(job, part):
-    """Add the results of all depths in SCRATCH to `_SUMMED` numbers of the result."""
+def _sum_ranges(job, part):
+    """Add the results of other ranges of rows, in SCRATCH, to `_SUMMED` numbers of the result."""
     prevent_inlining()
     size, first = _count_results(job), part * _SUMMED
     count = min(_SUMMED, size - first)
-    for other in range(_count_depths(job) - 1):
+    for other in range(_count_ranges(job) - 1):
         product = word(job, SCRATCH) + 4 * (size * other + first)
         add_scaled_floats(product, count, _ONE, word(job, OUT) + 4 * first)
 
@@ -188,7 +188,7 @@ def build_functions(multiply: Any) -> JobFunctions:
     @native
     def work(job, part):
         if part >= word(job, FIRST) > 0:
-            _sum_depths(job, part - word(job, FIRST))
+            _sum_ranges(job, part - word(job, FIRST))
         else:
             multiply(job, part)
 
@@ -196,7 +196,7 @@ def build_functions(multiply: Any) -> JobFunctions:
 
 
 def build(kind: str) -> JobFunctions:
-    """Return the functions of the kernel for codes of a kind."""
+    """Return the job functions of this kernel for codes of a kind, such as "lookup4"."""
     bits = BITS[kind]
     add_product = build_block_functions(kind).add_product
     panel_row = PANEL * bits // 8
@@ -209,7 +209,7 @@ def build(kind: str) -> JobFunctions:
 
     @native
     def multiply_block(job, batch, row, depth, first, last, y, scales):
-        """Multiply by columns `first` to `last` of `depth` rows of W, from row `row`."""
+        """Add x times a block of W to y: columns `first` to `last` of `depth` rows from `row`."""
         m, x_stride, y_stride = word(job, M), 4 * word(job, R), 4 * word(job, C)
         stride, table = word(job, NEXT_ROW), word(job, TABLE)
         x = word(job, X) + batch * m * x_stride + 4 * row
@@ -283,9 +283,9 @@ def build(kind: str) -> JobFunctions:
                 while row < tile_end:
                     block = min(block_rows, tile_end - row)
                     for i in range(matrices):
-                        of_matrix = scales + 4 * width * i
+                        matrix_scales = scales + 4 * width * i
                         multiply_block(
-                            job, batch + i, row, block, first, last, y + i * next_y, of_matrix
+                            job, batch + i, row, block, first, last, y + i * next_y, matrix_scales
                         )
                     row += block
             else:  # An infinite scale times a sum is not the sum of infinite products.

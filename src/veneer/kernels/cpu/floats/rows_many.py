@@ -105,7 +105,7 @@ ARITHMETIC = {
 
 
 class BlockFunctions(NamedTuple):
-    """The native functions of the kernel.
+    """The native functions that `build_block_functions` returns.
 
     - `count(job)`: returns the number of parts.
     - `work(job, part)`: computes one part.
@@ -171,7 +171,7 @@ def copy_rows(w, stride, rows, size, to, to_stride):
 
 @native
 def add_scaled_floats(address, count, factor, y):
-    """Add `count` f32 at an address, times `factor`, to those at `y`."""
+    """Add `count` f32 at an address, times `factor`, to the f32 at `y`."""
     i = 0
     while i + LANES <= count:
         add_scaled(y + 4 * i, 0, load(address + 4 * i, 1), splat(factor))
@@ -183,7 +183,7 @@ def add_scaled_floats(address, count, factor, y):
 
 @native
 def add_rows(address, stride, rows, columns, y, y_stride):
-    """Add rows of f32 at an address to those at `y`."""
+    """Add rows of f32 at an address to the rows at `y`."""
     prevent_inlining()
     for row in range(rows):
         add_scaled_floats(address + row * stride, columns, _ONE, y + row * y_stride)
@@ -230,19 +230,19 @@ def _build_block_product(add_outer: Any) -> Any:
         row = 0
         while row < rows:
             count = _ROWS if row + _ROWS <= rows else min(2, rows - row)
-            top, to, stride = x + row * x_stride, y + row * y_stride, y_stride
+            x_rows, to, stride = x + row * x_stride, y + row * y_stride, y_stride
             if columns < PANEL:
                 to, stride = sums, 4 * PANEL
                 clear_rows(sums, stride, count, PANEL)
             if count == _ROWS:
                 for next in range(_ROWS, 2 * _ROWS):
                     for byte in range(0, 4 * BLOCK, 64):
-                        prefetch(top + next * x_stride + byte)
-                multiply_many(top, x_stride, w, depth, to, stride)
+                        prefetch(x_rows + next * x_stride + byte)
+                multiply_many(x_rows, x_stride, w, depth, to, stride)
             elif count == 2:
-                multiply_2(top, x_stride, w, depth, to, stride)
+                multiply_2(x_rows, x_stride, w, depth, to, stride)
             else:
-                multiply_1(top, x_stride, w, depth, to, stride)
+                multiply_1(x_rows, x_stride, w, depth, to, stride)
             if columns < PANEL:
                 add_rows(sums, stride, count, columns, y + row * y_stride, y_stride)
             row += count
@@ -251,7 +251,7 @@ def _build_block_product(add_outer: Any) -> Any:
 
 
 def build(kind: str, activations: str = "float32") -> JobFunctions:
-    """Return the functions of the kernel for codes of a kind, and f32 or bf16 activations."""
+    """Return the job functions of this kernel for codes of a kind, and f32 or bf16 activations."""
     functions = build_block_functions(kind, activations)
     return JobFunctions(do_nothing, functions.count, functions.work, do_nothing)
 
@@ -262,7 +262,7 @@ def build_bf16(kind: str) -> JobFunctions:
 
 
 def build_block_functions(kind: str, activations: str = "float32") -> BlockFunctions:
-    """Return the functions of `build`, and the function that multiplies by some rows of a panel."""
+    """Return the functions that decode blocks of W and multiply x by them."""
     add_outer, pack_block, SIZE, PER_LANE = ARITHMETIC[activations]
     multiply = _build_block_product(add_outer)
     DEPTH = PER_LANE * BLOCK  # rows of W that are multiplied at once

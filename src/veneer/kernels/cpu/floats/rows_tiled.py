@@ -50,7 +50,7 @@ _ONE = np.float32(1)
 
 
 def build(kind: str) -> JobFunctions:
-    """Return the functions of the kernel for codes of a kind."""
+    """Return the job functions of this kernel for codes of a kind, such as "lookup4"."""
     bits = BITS[kind]
     scaled_1, scaled_2, scaled_4, scaled_8 = (
         _build_product(kind, rows, adds_minima=False) for rows in (1, 2, 4, 8)
@@ -61,7 +61,7 @@ def build(kind: str) -> JobFunctions:
 
     @native
     def multiply_block(job, batch, row, depth, first, last, y, tiles):
-        """Multiply by columns `first` to `last` of `depth` rows of W, from row `row`."""
+        """Add x times a block of W to y: columns `first` to `last` of `depth` rows from `row`."""
         m, x_stride, y_stride = word(job, M), 4 * word(job, R), 4 * word(job, C)
         w = row_address(job, batch, row) + first * bits // 8, word(job, NEXT_ROW)
         size, table, done = (depth, last - first), word(job, TABLE), 0
@@ -150,9 +150,9 @@ def _build_product(kind: str, rows: int, *, adds_minima: bool) -> Any:
 
 @instruction
 def _dequantize(codes, scales, minima, first, shift, adds_minima):
-    """Multiply a row of vectors by the scales of their tiles, and add the minima if it has them.
+    """Multiply decoded vectors by the scales of their tiles, and add minima if `adds_minima`.
 
-    The row begins with vector `first` of its tiles.
+    Vectors are numbered from the start of the first tile, and begin with number `first`.
     """
     has_minimum = adds_minima.literal_value
 

@@ -102,7 +102,7 @@ def _from_bf16(builder: Any, bits: Any) -> Any:
 
 
 def _from_e8m0(builder: Any, bits: Any) -> Any:
-    """Convert exponents: powers of two. 255 is NaN, and 0 is half of the smallest normal f32."""
+    """Convert float8_e8m0fnu, the exponent of a power of two. 255 is NaN, and 0 is 2**-127."""
     exponent = builder.zext(bits, INTS)
     normal = builder.shl(exponent, constant(INTS, 23))
     is_zero = builder.icmp_signed("==", exponent, constant(INTS, 0))

@@ -1,13 +1,15 @@
-"""A job: one product, as 64-bit words in memory that all threads read.
+"""Jobs: the addresses and sizes of products, as 64-bit words in memory that all threads read.
 
-The handler writes addresses and sizes before the first part runs. After that, only FAILED changes.
-Sizes count entries, not bytes. W is a stored matrix `[R, C]`, and a tile of it is `[TR, TC]`.
+A job is one product. The handler writes its words before the first part runs. After that, only
+FAILED changes. Sizes count entries, not bytes. W is a stored matrix `[R, C]`, and a tile of it is
+`[TR, TC]`.
 """
 
 from typing import Any, NamedTuple
 
-from ....native.functions import native
-from ....native.memory import free, word
+from ....native.functions import c_function, call, native
+from ....native.memory import free, set_word, word
+from ....native.threads import new_job, run
 
 #: The number of words of a job, and the index of each.
 WORDS = 30
@@ -33,7 +35,7 @@ WORDS = 30
     SCALE_TYPE,  # type of the scales: an index into FLOATS, or a type of codes (see `scales.py`)
     MINIMUM,  # address of the minima, in the shape of the scales, or 0
     MINIMUM_TYPE,  # type of the minima, or of the zero points they are computed from
-    OFFSET,  # added to each zero point
+    OFFSET,  # the minimum of a zero point is (OFFSET - zero_point) * scale
     OUTER_SCALE,  # address of the scales of scales that are codes, or 0
     OUTER_SCALE_TYPE,
     OUTER_SCALE_TILES,  # number of scales that share an outer scale
@@ -98,3 +100,53 @@ def do_nothing(job):
 def free_scratch(job):
     """Free the memory at SCRATCH."""
     free(word(job, SCRATCH))
+
+
+# A group is the jobs of one call. It begins with a header of words: the number of jobs, the C
+# function that computes a part, and the number of parts that must be complete before the others.
+_JOBS, _WORK, _GROUP_FIRST = 0, 1, 2
+_HEADER = 3
+
+
+@native
+def new_group(jobs):
+    """Allocate a group of `jobs` jobs, which `release` frees. Return its address, or 0."""
+    group = new_job(_HEADER + jobs * WORDS)
+    if group != 0:
+        set_word(group, _JOBS, jobs)
+    return group
+
+
+@native
+def job_address(group, index):
+    """Return the address of a job of a group."""
+    return group + 8 * (_HEADER + index * WORDS)
+
+
+@native
+def _do_part(group, part):
+    """Compute a part of a group. The FIRST parts of all jobs have the lowest indices."""
+    job = job_address(group, 0)
+    if part < word(group, _GROUP_FIRST):
+        while part >= word(job, FIRST):
+            part -= word(job, FIRST)
+            job += 8 * WORDS
+    else:
+        part -= word(group, _GROUP_FIRST)
+        while part >= word(job, PARTS) - word(job, FIRST):
+            part -= word(job, PARTS) - word(job, FIRST)
+            job += 8 * WORDS
+        part += word(job, FIRST)
+    return call(word(group, _WORK), (job, part))
+
+
+@native
+def run_group(frame, group, work, threads):
+    """Compute all parts of all jobs with the C function `work`, on `threads` threads."""
+    parts, first = 0, 0
+    for i in range(word(group, _JOBS)):
+        parts += word(job_address(group, i), PARTS)
+        first += word(job_address(group, i), FIRST)
+    set_word(group, _WORK, work)
+    set_word(group, _GROUP_FIRST, first)
+    run(frame, group, c_function(_do_part, "veneer_do_part"), parts, first, threads)

@@ -38,11 +38,11 @@ _ROW = 4 * _TILES
 @native
 def sum_floats(address, count):
     """Return the sum of `count` f32 numbers."""
-    sum, whole, total = zeros(1, 1), count // LANES, stack(4)
-    for i in range(whole):
+    sum, vectors, total = zeros(1, 1), count // LANES, stack(4)
+    for i in range(vectors):
         sum = add_inner(sum, address + _VECTOR * i, 0, splat(_ONE))
     store_sums(total, 0, sum)
-    for i in range(whole * LANES, count):
+    for i in range(vectors * LANES, count):
         store_f32(total, load_f32(total) + load_f32(address + 4 * i))
     return load_f32(total)
 
@@ -75,13 +75,13 @@ def write_scaled_tile_sums(job, x, scale, next_scale, to):
     """
     tile = word(job, TC)
     count = word(job, C) // tile
-    whole = tile // WIDTH * WIDTH
+    aligned = tile // WIDTH * WIDTH
     for t in range(count):
         lanes = zero_ints()
-        for i in range(0, whole, WIDTH):
+        for i in range(0, aligned, WIDTH):
             lanes = add_byte_sums(lanes, x + i, WIDTH)
         total = sum_lanes(lanes)
-        for i in range(whole, tile):
+        for i in range(aligned, tile):
             total += load_i8(x + i)
         store_f32(to + 4 * t, np.float32(total) * load_f32(scale))
         x, scale = x + tile, scale + next_scale
@@ -112,7 +112,7 @@ def build_minimum_adder(x_rows: int, w_rows: int) -> Any:
 
 @functools.cache
 def build_stored_minimum_adder(x_rows: int, w_rows: int) -> Any:
-    """Return the same function for stored minima of any type and sums in memory."""
+    """Return a function that adds minima of any stored type to `x_rows * w_rows` sums in memory."""
     buffer_bytes, add_minima = w_rows * _ROW, build_minimum_adder(x_rows, w_rows)
 
     @native

@@ -1,10 +1,11 @@
 """Unpack codes that are stored as bit planes.
 
 A unit is 8 neighboring codes of b bits, stored as b bytes: byte p holds bit p of each code, with
-the first code in the lowest bit. Unpacking a unit is the transposition of a matrix of 8 x 8 bits in
-a register, for many units at once: by one Galois-field instruction where the CPU has it (GFNI), and
-otherwise by three steps that swap blocks of bits. A code is then `(field ^ flipped) - less`, where
-`flipped` and `less` are the first two numbers of the table of a job.
+the first code in the lowest bit. The b bits of a code are its field. Unpacking a unit is the
+transposition of a matrix of 8 x 8 bits in a register, for many units at once: by one Galois-field
+instruction where the CPU has it (GFNI), and otherwise by three steps that swap blocks of bits. A
+code is then `(field ^ flipped) - less`, where `flipped` and `less` are the first two numbers of the
+table of a job.
 """
 
 from collections.abc import Sequence

@@ -6,7 +6,7 @@
   shared by OUTER_SCALE_TILES codes.
 
 In this module `leaf` is SCALE or MINIMUM, and a type is the number of a dtype: first the dtypes of
-FLOATS, then those of ZERO_POINTS, which are also codes, and PLANES_TYPE for 6-bit codes in planes.
+FLOATS, then the dtypes of ZERO_POINTS, and PLANES_TYPE for 6-bit codes in bit planes.
 """
 
 from typing import Any
@@ -67,10 +67,10 @@ _ONE_UNIT, _UNITS, _TABLE = 1, max(1, LANES // 8), 16 // LANES
 def copy_padded(to, address, count, size):
     """Copy `count` bytes, and write zeros after them up to `size` bytes."""
     count = max(0, min(count, size))
-    whole = count // 8 * 8
-    for i in range(0, whole, 8):
+    aligned = count // 8 * 8
+    for i in range(0, aligned, 8):
         store_i64(to + i, load_i64(address + i))
-    for i in range(whole, count):
+    for i in range(aligned, count):
         store_i8(to + i, load_i8(address + i))
     while count < size:
         if count % 8 == 0 and count + 8 <= size:
@@ -94,14 +94,14 @@ def _build_reader(dtype: str) -> Any:
         prevent_inlining()
         for i in range(count // LANES):
             store(to + _VECTOR * i, load_as_floats(address + vector_bytes * i, dtype))
-        whole = count // LANES * LANES
-        if whole < count:
-            last = address + size * whole
-            if available - whole < LANES:
+        aligned = count // LANES * LANES
+        if aligned < count:
+            last = address + size * aligned
+            if available - aligned < LANES:
                 rest = stack(_VECTOR)
-                copy_padded(rest, last, size * (count - whole), vector_bytes)
+                copy_padded(rest, last, size * (count - aligned), vector_bytes)
                 last = rest
-            store(to + 4 * whole, keep_first_lanes(load_as_floats(last, dtype), count - whole))
+            store(to + 4 * aligned, keep_first_lanes(load_as_floats(last, dtype), count - aligned))
 
     return read
 
@@ -251,7 +251,7 @@ def _read_numbers(type, address, number, count, available, to):
 
 @native
 def entry_bytes(type):
-    """Return the bytes of an entry of an array: of a number, or of a byte of bit planes."""
+    """Return the bytes of an array entry of a type: a number, or one byte of bit planes."""
     return 4 if type == 0 else 1 if type >= 3 else 2
 
 
