@@ -10,6 +10,8 @@ CPU kernels with the same name have different variants:
     short   few rows of activations, and a matrix with short rows, such as keys of one head
     tiled   few rows of activations, and a matrix with tiles along each row, such as cached values
     many    more rows of activations: the matrix is decoded once for all of them
+
+`benchmarks/cpu_variants.py` compares `one` and `tiled` with the more general `few`.
 """
 
 import dataclasses
@@ -188,6 +190,7 @@ def _fits_int32_columns(shape: MatmulShape, bits: int) -> bool:
 _FLOATS, _BF16, _INT8 = ("float", "bfloat16", "float16"), ("bfloat16",), ("int8",)
 _ALL, _PACKED = tuple(BITS), (*INTEGERS, *INTEGER_PLANES)
 _HOPPER = ("lookup4", "int8", "float8_e4m3fn")
+_TWO_OR_MORE: dict[str, Any] = {"least_rows": 2, "most_rows": FLOATS_BY_COLUMNS}
 _PAIRS: dict[str, Any] = {"least_rows": 16, "fits": _has_even_k, "requires": "bf16"}
 
 
@@ -243,7 +246,7 @@ TABLE = (
     _cpu("floats.rows_many:build", "rows", "many", _FLOATS, _ALL),
     _cpu("floats.columns_short:build", "columns", "short", _FLOATS, _ALL, fits=_has_short_rows),
     _cpu("floats.columns_one:build", "columns", "one", _FLOATS, _ALL, most_rows=1),
-    _cpu("floats.columns_few:build", "columns", "few", _FLOATS, _ALL, most_rows=FLOATS_BY_COLUMNS),
+    _cpu("floats.columns_few:build", "columns", "few", _FLOATS, _ALL, **_TWO_OR_MORE),
     _cpu("floats.columns_many:build", "columns", "many", _FLOATS, _ALL),
     # All CPUs, int8.
     _cpu("integers.rows_few:build", "rows", "few", _INT8, INTEGERS, fits=_fits_int32_rows),

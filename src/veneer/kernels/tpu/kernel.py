@@ -10,7 +10,7 @@ The kernel has never run on a TPU.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu
 
 from ..common.problem import Codes
-from .matmul import BlockSizes, StoredLayout
+
+if TYPE_CHECKING:
+    from .matmul import BlockSizes, StoredLayout
 
 
 def multiply(
@@ -28,8 +30,8 @@ def multiply(
     packed: jax.Array,
     scale: jax.Array,
     codes: Codes,
-    layout: StoredLayout,
-    blocks: BlockSizes,
+    layout: "StoredLayout",
+    blocks: "BlockSizes",
     *,
     interpret: bool = False,
 ) -> jax.Array:
@@ -83,8 +85,8 @@ def _kernel(
     out_ref: Any,
     *,
     codes: Codes,
-    layout: StoredLayout,
-    blocks: BlockSizes,
+    layout: "StoredLayout",
+    blocks: "BlockSizes",
 ) -> None:
     first = pl.program_id(3) * blocks.k
     packed = packed_ref[0].astype(jnp.int32)
@@ -107,7 +109,9 @@ def _kernel(
         out_ref[out_field] += _dot(jnp.where(in_x, x, jnp.zeros_like(x)), w, k_axis)
 
 
-def _spread(scale: jax.Array, first: Any, layout: StoredLayout, blocks: BlockSizes) -> jax.Array:
+def _spread(
+    scale: jax.Array, first: Any, layout: "StoredLayout", blocks: "BlockSizes"
+) -> jax.Array:
     """Expand scales to the entries of a block, or to a shape that broadcasts to the block."""
     if layout.tiles == 1 or layout.entries == 1:
         return scale
