@@ -9,7 +9,6 @@ Kernels know no array types. A stored matrix is codes in bytes, scales, and zero
     stacks          products in loops, which read slices of a stack in place
     matmul          the product as a JAX primitive: derivatives, batching, lowering
     quantize        codes and scales of an array, as a JAX primitive
-    pruning         the largest entries of a group
     cpu             kernels for the CPU
     gpu             kernels for NVIDIA GPUs
     tpu             a kernel for TPUs, which is experimental

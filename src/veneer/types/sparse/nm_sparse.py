@@ -13,7 +13,6 @@ from ..._core.surface.array import ImplicitArray
 from ..._core.tree import static
 from ..._core.value import materialise_one
 from ...kernels.common.bit_planes import pack_bits, planes_size, unpack_bits
-from ...kernels.pruning import largest_positions
 from ..axes import check_axes
 
 
@@ -189,3 +188,21 @@ def _pruned(w: jax.Array, n: int, m: int, axis: int) -> tuple[jax.Array, jax.Arr
     positions = largest_positions(groups, n, axis)
     values = _merge(jnp.take_along_axis(groups, positions, axis), axis)
     return values, pack_bits(_merge(positions.astype(jnp.uint8), axis), _bits(m), axis)
+
+
+def largest_positions(groups: jax.Array, n: int, axis: int) -> jax.Array:
+    """Return the positions of the n entries with the largest magnitudes along an axis.
+
+    Of equal magnitudes, the first comes first. NaN counts as infinite.
+
+    **Returns:** int32, in ascending order along the axis, which has size n.
+
+    >>> import jax.numpy as jnp
+    >>> from veneer.types.sparse.nm_sparse import largest_positions
+    >>> largest_positions(jnp.array([1.0, -4.0, 3.0, 3.0]), 2, 0).tolist()
+    [1, 2]
+    """
+    magnitude = jnp.abs(groups)
+    magnitude = jnp.where(jnp.isnan(magnitude), jnp.inf, magnitude)
+    order = jnp.argsort(-magnitude, axis, stable=True)
+    return jnp.sort(lax.slice_in_dim(order, 0, n, axis=axis % groups.ndim), axis)
