@@ -1,7 +1,9 @@
-"""Object files of Numba's functions, which LLVM optimises once."""
+"""Object files of native functions, which LLVM optimizes once."""
 
 import ctypes
 
+import pytest
+from numba import njit, types
 from numba.core.codegen import CPUCodeLibrary
 
 from veneer.native import machine_code, object_file
@@ -10,24 +12,54 @@ from veneer.native.memory import store_f32
 from veneer.native.object_file import ObjectFile
 
 
-def test_numba_neither_optimises_nor_emits_what_is_exported(monkeypatch):
-    def refuse(*_):
-        raise AssertionError("optimised")
+def load(file, **argument_counts):
+    """Load functions of a file, each with its number of arguments, as callables."""
+    addresses = machine_code.load(file.code(), *argument_counts)
+    integers = [[ctypes.c_int64] * (1 + count) for count in argument_counts.values()]
+    return [ctypes.CFUNCTYPE(*types)(at) for types, at in zip(integers, addresses, strict=True)]
+
+
+def test_numba_neither_optimizes_nor_emits_native_functions(monkeypatch):
+    njit(lambda: 0)()  # compiles Numba's runtime
+
+    def fail(*_):
+        raise AssertionError("optimized")
 
     for name in ("_optimize_functions", "_optimize_final_module", "_finalize_final_module"):
-        monkeypatch.setattr(CPUCodeLibrary, name, refuse)
+        monkeypatch.setattr(CPUCodeLibrary, name, fail)
 
     @native
-    def doubled(number):
+    def double(number):
         return 2 * number
 
     file = ObjectFile()
-    file.export("test_sum", native(lambda a, b: doubled(a) + doubled(b)))
-    file.export("test_double", doubled)
-    addresses = machine_code.load(file.code(), "test_sum", "test_double")
-    integer = ctypes.c_int64
-    assert ctypes.CFUNCTYPE(integer, integer, integer)(addresses[0])(3, 4) == 14
-    assert ctypes.CFUNCTYPE(integer, integer)(addresses[1])(5) == 10
+    file.export("test_sum", native(lambda a, b: double(a) + double(b)))
+    file.export("test_double", double)
+    sum_of_doubles, doubled = load(file, test_sum=2, test_double=1)
+    assert sum_of_doubles(3, 4) == 14
+    assert doubled(5) == 10
+
+
+def test_numba_functions_in_object_files_stay_callable():
+    @njit
+    def increment(number):
+        return number + 1
+
+    @njit
+    def increment_twice(number):
+        return increment(increment(number))
+
+    file = ObjectFile()
+    file.export("test_twice", native(lambda number: increment_twice(number)))
+    (twice,) = load(file, test_twice=1)
+    assert twice(3) == increment_twice(3) == 5
+
+
+def test_numba_calls_native_functions_with_their_callees():
+    add = native(lambda a, b: a + b)
+    double = native(lambda number: add(number, number))
+    quadruple = njit(lambda number: double(double(number)))
+    assert quadruple(3) == 12
 
 
 def test_a_compiled_function_keeps_no_numba_ir():
@@ -37,24 +69,32 @@ def test_a_compiled_function_keeps_no_numba_ir():
     assert result.type_annotation is None
 
 
+def test_a_call_of_an_unknown_function_raises():
+    missing = types.ExternalFunction("no_such_function", types.int64(types.int64))
+    file = ObjectFile()
+    file.export("test_call", native(lambda number: missing(number)))
+    with pytest.raises(ValueError, match="test_call call no_such_function"):
+        file.code()
+
+
 @native
 def fill(to, count):
     for i in range(count):
         store_f32(to + 4 * i, 1)
 
 
-def test_loops_of_scalars_are_not_made_scatters(monkeypatch):
-    """Which take several dozen cycles each, where numbers follow each other."""
-    seen, compile_module = [], object_file.compile_module
+def test_loops_of_scalars_become_no_scatters(monkeypatch):
+    """A scatter takes several dozen cycles, also where its addresses are contiguous."""
+    texts, compile_module = [], object_file.compile_module
 
-    def kept(module, *args, **options):
+    def keep_text(module, *args, **options):
         code = compile_module(module, *args, **options)
-        seen.append(str(module))
+        texts.append(str(module))
         return code
 
-    monkeypatch.setattr(object_file, "compile_module", kept)
+    monkeypatch.setattr(object_file, "compile_module", keep_text)
     file = ObjectFile()
     file.export("fill", fill)
     file.code()
-    assert "store float" in seen[0]
-    assert "scatter" not in seen[0]
+    assert "store float" in texts[0]
+    assert "scatter" not in texts[0]

@@ -13,7 +13,7 @@ from kernels.cpu.driver import fields_of_planes
 from veneer.kernels.common.kinds import BITS, LOOKUP_BITS, PLANE_BITS, SIX_BIT_FLOATS
 from veneer.kernels.cpu.floats.decode import reader
 from veneer.kernels.cpu.operands.codes import load_table
-from veneer.native.functions import compiled, prevent_inlining
+from veneer.native.functions import compile_for_python, prevent_inlining
 from veneer.native.isa import ISA, ISAS, LANES, select
 from veneer.native.simd.floats import deinterleave, load, store
 
@@ -29,7 +29,7 @@ def test_neighbours_are_parted_among_vectors(count):
     numbers = np.arange(count * LANES, dtype=np.float32)
     out = np.empty_like(numbers)
 
-    @compiled
+    @compile_for_python
     def run(numbers, out):
         store(out, deinterleave(load(numbers, count)))
 
@@ -44,7 +44,7 @@ def decode(kind, packed, table, count):
     bits = BITS[kind]
     out = np.empty(count, np.float32)
 
-    @compiled
+    @compile_for_python
     def run(table, packed, out):
         prevent_inlining()
         for i in range(0, count, step):

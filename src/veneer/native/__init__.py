@@ -11,7 +11,6 @@ something is compiled.
     isa             which vector instructions it has, and how many numbers they take
     memory          memory by address, as C has it
     functions       Numba functions without Python, called as C's are
-    unoptimised     what Numba made of them, before LLVM optimises it
     object_file     object files of such functions
     call_frame      a call from XLA: its buffers, its errors, its threads
     threads         the parts of a job, on all threads of XLA's

@@ -1,38 +1,110 @@
-"""Numba functions that need nothing of Python: compiled, and called as C's are.
+"""Compile functions of numbers with Numba, without Python objects, and call them as C functions.
 
-`native` is how every function of a kernel is compiled; an `ObjectFile` has some of them as C
-functions, and needs Numba no more.
+Every function of a kernel is compiled by `native`. An `ObjectFile` exports some of them as C
+functions, which then run without Numba.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
+from numba.core.codegen import CPUCodeLibrary
+from numba.core.compiler import Compiler
 from numba.core.registry import cpu_target
 
 from .memory import I64, intrinsic, pointer
 
 
-def native(function: Callable[..., Any], **more_options: Any) -> Any:
-    """Compiles a function of numbers that only compiled functions call.
+class _UnoptimizedLibrary(CPUCodeLibrary):
+    """The LLVM IR of one function, which is neither optimized nor turned into machine code.
 
-    There is no way to call it from Python, which saves a third of the time that it takes to
-    compile. It holds no lock of Python's, divides as C does, and raises nothing.
+    Numba optimizes a function together with all that it calls, again for each caller. An object
+    file needs this only once, for the functions that it exports. Numba 0.68 has no such option.
     """
-    options: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "_nrt": False}
-    options |= more_options
-    # Tests wrap all functions, to check their annotations: that, Numba could not read.
-    dispatcher: Any = njit(inspect.unwrap(function), nogil=True, error_model="numpy", **options)
-    template = dispatcher.get_call_template
+
+    def finalize(self) -> None:
+        self._finalized = True
+
+    def get_pointer_to_function(self, name: str) -> int:
+        return 0
+
+    @property
+    def codegen(self) -> Any:
+        """This object. Numba calls its `set_env`."""
+        return self
+
+    def set_env(self, name: str, environment: Any) -> None:
+        """Ignore the Python objects that a function uses: there are none."""
+
+    def _optimize_functions(self, ll_module: Any) -> None:
+        ll_module.data_layout = self._codegen._data_layout
+
+    def own_module(self) -> Any:
+        """Return the LLVM module of the function without its callees."""
+        return super()._get_module_for_linking()
+
+    def _get_module_for_linking(self) -> Any:
+        """Return the module with all callees, which a caller that Numba optimizes links in."""
+        module = self.own_module().clone()
+        for callee in modules_of(self._linking_libraries):
+            module.link_in(callee, preserve=True)
+        return module
+
+
+class Unoptimized(Compiler):
+    """The pipeline of Numba's compiler for functions that only an object file or `njit` call."""
+
+    def compile_extra(self, func: Callable[..., Any]) -> Any:
+        """Compile a function into an `_UnoptimizedLibrary`."""
+        self.state.library = _UnoptimizedLibrary(self.state.targetctx.codegen(), func.__qualname__)
+        return super().compile_extra(func)
+
+
+#: Options of `njit` for functions that Python does not call. They save a third of the time.
+NATIVE_OPTIONS: dict[str, Any] = {
+    "no_cpython_wrapper": True,
+    "no_cfunc_wrapper": True,
+    "_nrt": False,
+    "pipeline_class": Unoptimized,
+}
+
+
+def modules_of(libraries: Iterable[Any]) -> list[Any]:
+    """Return the LLVM modules of compiled functions and of their callees, each once."""
+    modules: dict[int, Any] = {}
+    pending = [*libraries]
+    while pending:
+        library = pending.pop()
+        if id(library) in modules:
+            continue
+        if isinstance(library, _UnoptimizedLibrary):
+            modules[id(library)] = library.own_module()
+            pending += library._linking_libraries
+        else:  # with its callees
+            modules[id(library)] = library._get_module_for_linking()
+    return [*modules.values()]
+
+
+def native(function: Callable[..., Any], **options: Any) -> Any:
+    """Compile a function of numbers that only compiled functions call.
+
+    It does not hold Python's lock, divides as C does, and raises nothing.
+    """
+    # Tests wrap all functions to check their annotations. Numba cannot compile the wrapper.
+    function = inspect.unwrap(function)
+    dispatcher: Any = njit(function, nogil=True, error_model="numpy", **(NATIVE_OPTIONS | options))
+    get_call_template, add_overload = dispatcher.get_call_template, dispatcher.add_overload
 
     def without_literals(arguments: Sequence[Any], keywords: dict[str, Any]) -> Any:
-        # Numba would compile it again for each number that it is called with.
-        return template(tuple(map(_any_number, arguments)), keywords)
-
-    add_overload = dispatcher.add_overload
+        # Numba would compile the function again for each constant argument.
+        integers = [
+            types.unliteral(type) if isinstance(type, types.IntegerLiteral) else type
+            for type in arguments
+        ]
+        return get_call_template(tuple(integers), keywords)
 
     def without_annotations(result: Any) -> None:
         # They keep Numba's IR of the function in memory. Only `inspect_types` reads them.
@@ -43,24 +115,14 @@ def native(function: Callable[..., Any], **more_options: Any) -> Any:
     return dispatcher
 
 
-def _any_number(type: Any) -> Any:
-    return types.unliteral(type) if isinstance(type, types.IntegerLiteral) else type
-
-
-def compiled(function: Callable[..., Any]) -> Any:
-    """Compiles a function of numbers as `native` does, but one that Python may call, too.
-
-    So the functions of a kernel are: tests call them with no XLA between.
-    """
+def compile_for_python(function: Callable[..., Any]) -> Any:
+    """Compile a function of numbers that Python can call. Tests call kernels without XLA by it."""
     return njit(inspect.unwrap(function), nogil=True, error_model="numpy")
 
 
 @intrinsic
 def prevent_inlining(typing_context):
-    """Keeps what LLVM makes of a function apart from its callers, where one copy will do.
-
-    Numba optimises a function again with each that calls it.
-    """
+    """Keep the function that calls this from being inlined, for example where that saves code."""
 
     def emit(context, builder, signature, args):
         builder.function.attributes.add("noinline")
@@ -71,7 +133,7 @@ def prevent_inlining(typing_context):
 
 @intrinsic(prefer_literal=True)
 def c_function(typing_context, function, name):
-    """The address of a C function of this name, which calls a native function of int64."""
+    """Return the address of a C function named `name` that calls a native function of int64."""
 
     def emit(context, builder, signature, args):
         dispatcher = function.dispatcher
@@ -85,7 +147,7 @@ def c_function(typing_context, function, name):
 
 @intrinsic
 def call(typing_context, function, arguments):
-    """Calls the C function at an address, with a tuple of int64; pointers are int64, too."""
+    """Call the C function at an address with a tuple of int64, and return its int64."""
 
     def emit(context, builder, signature, args):
         function, values = args[0], cgutils.unpack_tuple(builder, args[1])
@@ -96,7 +158,10 @@ def call(typing_context, function, arguments):
 
 
 def c_wrapper(module: ir.Module, compiled: Any, name: str) -> ir.Function:
-    """Writes a C function that calls what Numba compiled, all whose arguments are int64."""
+    """Add a C function to a module that calls a compiled function of int64 arguments.
+
+    It returns 0 if the compiled function returns nothing.
+    """
     signature = compiled.signature
     type = ir.FunctionType(I64, [I64] * len(signature.args))
     function = ir.Function(module, type, name)

@@ -1,4 +1,4 @@
-"""Object files: what Numba compiled, as C functions that are loaded without it."""
+"""Write native functions to object files, as C functions that are loaded without Numba."""
 
 from collections.abc import Container, Sequence
 from typing import Any
@@ -7,41 +7,43 @@ import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
 
-from .functions import c_wrapper
+from .functions import c_wrapper, modules_of
 from .machine_code import target_machine
 from .memory import I64
-from .unoptimised import modules_of, unoptimised
 
-#: What native code may call outside itself. What LLVM calls besides (memcpy, memset, functions of
-#: libm) is in every process.
-_SCHEDULER = {"sched_yield", "sched_getcpu", "sched_getaffinity", "sched_setaffinity"}
-_C_LIBRARY = {"malloc", "free", "clock_gettime", *_SCHEDULER}
+#: The functions of the C library that native code may call. LLVM itself adds calls of others, such
+#: as memcpy and functions of libm, which every process has.
+_C_LIBRARY = {"malloc", "free", "clock_gettime", "sched_yield"} | {
+    "sched_getcpu",
+    "sched_getaffinity",
+    "sched_setaffinity",
+}
 
 
 class ObjectFile:
-    """An object file in the making, of C functions whose arguments and results are int64.
+    """A builder of an object file of C functions whose arguments and results are int64.
 
-    What they call is in it, too, or in the C library, or another object file.
+    The file contains all that the functions call, except functions of the C library and of other
+    object files.
     """
 
     def __init__(self) -> None:
         self._wrappers = ir.Module()
-        self._compiled: list[Any] = []  # Numba's libraries
+        self._libraries: list[Any] = []  # of Numba
         self._imports: set[str] = set()
 
     def export(self, name: str, function: Any) -> None:
-        """Adds a native function, by a name that it has in C."""
+        """Add a native function of int64 arguments as a C function named `name`."""
         arguments = (types.int64,) * function.py_func.__code__.co_argcount
-        with unoptimised():
-            function.compile(arguments)
+        function.compile(arguments)
         compiled = function.overloads[arguments]
         c_wrapper(self._wrappers, compiled, name)
-        self._compiled.append(compiled.library)
+        self._libraries.append(compiled.library)
 
     def export_call(self, name: str, called: str, arguments: Sequence[int | str]) -> None:
-        """Adds a function of a word that calls another file's with it, and with constants.
+        """Add a C function `name(x)` that returns `called(x, *arguments)` of another file.
 
-        A constant is a number, or the name of a function whose address it is.
+        An argument is a number, or the name of an exported function, of which it is the address.
         """
         self._imports.add(called)
         type = ir.FunctionType(I64, [I64] * (1 + len(arguments)))
@@ -57,19 +59,19 @@ class ObjectFile:
         builder.ret(builder.call(callee, [*function.args, *constants]))
 
     def code(self) -> bytes:
-        """Returns what the file has.
+        """Compile the functions and return the bytes of the object file.
 
-        **Raises:** `ValueError` where it calls what is not there: Numba functions that raise do, or
-        that make arrays or other objects of Python's.
+        **Raises:** `ValueError` if a function calls a symbol that not every process has, as code
+        that creates arrays or Python objects does.
         """
         exports = {
             function.name for function in self._wrappers.functions if not function.is_declaration
         }
         module = llvm.parse_assembly(str(self._wrappers))
-        for other in modules_of(self._compiled):
-            module.link_in(other, preserve=True)
-        # Vectors are written out. Of other loops, LLVM would make scatters and gathers, as it does
-        # not see that addresses that are int64 follow each other.
+        for library_module in modules_of(self._libraries):
+            module.link_in(library_module, preserve=True)
+        # Kernels contain vector instructions. LLVM would turn their scalar loops into scatters and
+        # gathers, because it does not see that consecutive int64 addresses are contiguous.
         code = compile_module(module, exports, vectorize_loops=False)
         called = {f.name for f in module.functions if f.is_declaration and f.name[:5] != "llvm."}
         if unknown := called - _C_LIBRARY - self._imports:

@@ -14,6 +14,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic as numba_intrinsic
 
+from ...native.functions import NATIVE_OPTIONS
 from ..maths import libm
 from ..maths.scalar import EXTERNAL, global_names, is_instruction, is_scalar
 
@@ -333,8 +334,8 @@ def native(function: Callable[..., Any]) -> Any:
         return by_reference(name) if fortran else globals()[name]
     if not is_scalar(function):
         return function
-    options: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "_nrt": False}
-    return njit(_with_natives(function), error_model="numpy", fastmath={"contract"}, **options)
+    options = {"error_model": "numpy", "fastmath": {"contract"}, **NATIVE_OPTIONS}
+    return njit(_with_natives(function), **options)
 
 
 def _with_natives(function: Any) -> Callable[..., Any]:

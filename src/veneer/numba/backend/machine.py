@@ -12,7 +12,6 @@ from numba.np.numpy_support import from_dtype
 
 from ...native import functions
 from ...native.object_file import compile_module
-from ...native.unoptimised import modules_of, unoptimised
 from ..codegen.program import Function, Source
 from .entry import ENTRY, PROGRAM, name_symbols, write_entry, write_program
 from .intrinsics import native
@@ -39,8 +38,7 @@ def signature_of(function: Function) -> tuple[Any, ...]:
 
 def object_code(source: Source) -> bytes:
     """The object file of a program, with a function for Python to call."""
-    with unoptimised():
-        program = compiled(source)
+    program = compiled(source)
     signature = signature_of(source.functions[-1])
     result = program.overloads[signature]
     module = ir.Module()
@@ -56,7 +54,7 @@ def object_code(source: Source) -> bytes:
     write_entry(module, source, call)
     write_program(module, source, call)
     linked = llvm.parse_assembly(str(module))
-    for library_module in modules_of([result.library]):
+    for library_module in functions.modules_of([result.library]):
         linked.link_in(library_module, preserve=True)
     code = compile_module(linked, (ENTRY, PROGRAM), vectorize_loops=True)
     if any(".const.picklebuf" in variable.name for variable in linked.global_variables):
