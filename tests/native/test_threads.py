@@ -16,7 +16,7 @@ JOB = 1 << 20  # an address, of which nothing is read
 @pytest.fixture(scope="module")
 def functions():
     file = ObjectFile()
-    places, wait, give = threads._places, threads._wait_for_job, threads._call_waiting
+    places, wait, give = threads._slots, threads._wait_for_job, threads._give_to_waiting_thread
     file.export("test_places", native(lambda unused: places()))
     file.export("test_wait", native(lambda unused: wait()))
     file.export("test_give", native(lambda memory: int(give(memory))))
@@ -28,11 +28,11 @@ def functions():
 @pytest.fixture
 def places(functions):
     """What is at each place, to read and to write; left empty."""
-    words = (ctypes.c_int64 * (threads._PLACES // 8)).from_address(functions[0](0))
-    each = np.frombuffer(words, np.int64)[:: threads._LINE // 8]
+    words = (ctypes.c_int64 * (threads._SLOTS_SIZE // 8)).from_address(functions[0](0))
+    each = np.frombuffer(words, np.int64)[:: threads._SLOT_SIZE // 8]
     assert not each.any()
     yield each
-    each[:] = threads._NOBODY
+    each[:] = threads._EMPTY
 
 
 def test_a_thread_that_nobody_calls_leaves_its_place(functions, places):

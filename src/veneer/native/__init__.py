@@ -14,6 +14,5 @@ something is compiled.
     object_file     object files of such functions
     call_frame      a call from XLA: its buffers, its errors, its threads
     threads         the parts of a job, on all threads of XLA's
-    idle_cpus       which CPU a thread runs on, where Linux leaves one idle
     simd            vectors in registers, as values of Numba's
 """

@@ -13,11 +13,7 @@ from .memory import I64
 
 #: The functions of the C library that native code may call. LLVM itself adds calls of others, such
 #: as memcpy and functions of libm, which every process has.
-_C_LIBRARY = {"malloc", "free", "clock_gettime", "sched_yield"} | {
-    "sched_getcpu",
-    "sched_getaffinity",
-    "sched_setaffinity",
-}
+_C_LIBRARY = {"malloc", "free", "clock_gettime", "sched_yield"}
 
 
 class ObjectFile:
