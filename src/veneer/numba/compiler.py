@@ -9,7 +9,7 @@ from ..native.cache import COMPILING
 from ..native.machine_code import load
 from . import ops as ops
 from .backend.cache import cached
-from .backend.entry import ENTRY, PROGRAM, function_at, name_symbols
+from .backend.entry import ENTRY, PROGRAM, make_entry, register_symbols
 from .codegen import storage
 from .codegen.arrays import ArrayExpr, Buffer
 from .codegen.builder import Builder
@@ -158,11 +158,15 @@ def _result(b: Builder, value: ArrayExpr) -> Buffer:
 
 def _callable(compiled: Compiled) -> Any:
     source = compiled._source
-    name_symbols(source.names.values())
+    register_symbols(source.names.values())
     code = cached(source.key, lambda: _object_code(source))
     address, compiled._address = load(code, ENTRY, PROGRAM)
-    entry = function_at(
-        address, compiled._name, source, lambda *args, **named: slow(*args, **named)
+    entry = make_entry(
+        address,
+        compiled._address,
+        compiled._name,
+        source,
+        lambda *args, **named: slow(*args, **named),
     )
 
     def slow(*args: Any, **named: Any) -> Any:

@@ -1,15 +1,17 @@
-"""The function of a program that Python calls: it takes arrays, and makes those that it returns.
+"""The function of a compiled program that Python calls with arrays.
 
-It is written in LLVM's terms, with what CPython and NumPy promise of how their objects lie in
-memory, so that a call costs a tenth of a microsecond. Arguments of 64 bits, NumPy's defaults, it
-converts as JAX does without x64. What else is not exactly the arrays that the program is for, it
-hands to a function of Python's.
+It is machine code that reads objects of CPython and NumPy by the offsets of their fields, so that a
+call takes a tenth of a microsecond. It converts 64-bit arguments as JAX does without x64. If any
+other argument is not an array of the right dtype, shape and layout, it calls a Python function,
+`slow`. If the offsets are not known to be right, the program is called by ctypes instead.
 """
 
 import ctypes
 import functools
 import math
 import sys
+import sysconfig
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -25,20 +27,26 @@ if TYPE_CHECKING:
 
     from ..codegen.program import Source
 
-#: The names in an object file of the function for Python, and of the one for compiled code.
+#: Names in an object file: of the function that Python calls, and of one for compiled code.
 ENTRY, PROGRAM = "veneer_entry", "veneer_program"
 
-# Where things are in objects of CPython with its lock, and of NumPy 2 (`PyArrayObject_fields`).
+# Offsets of fields in objects of CPython with its global lock (of all objects, and of scalars), and
+# of NumPy 2 (`PyArrayObject_fields`). `has_known_layout` checks them.
 _TYPE, _SCALAR = 8, 16
 _DATA, _NDIM, _DIMENSIONS, _DESCR, _FLAGS = 16, 24, 32, 56, 64
 _CONTIGUOUS_ALIGNED = 0x1 | 0x100
 _METH_FASTCALL_KEYWORDS = 0x80 | 0x2
-_PYARRAY_EMPTY = 184  # its place in NumPy's table of functions
+# Indices in NumPy's table of C functions, which are fixed for an ABI version.
+_PYARRAY_GET_ABI_VERSION, _PYARRAY_EMPTY = 0, 184
+_NUMPY_ABI_VERSION = 0x02000000
+#: The first CPython versions that are known to have these offsets, and that are not.
+_CPYTHON_VERSIONS = (3, 11), (3, 15)
 
-#: Work memory of so many bytes may be on the stack; and arguments that are converted there.
-_MOST_STACK = 32768
+#: The most bytes of work memory on the stack, and of converted arguments there.
+_MAX_STACK_NBYTES = 32768
 
-#: What the table that the function is given starts with, by name.
+#: Names of the first entries of the table that is the function's `self`. Dtypes, scalar types and
+#: constants follow.
 _FUNCTIONS = (
     "PyTuple_New",
     "PyTuple_SetItem",
@@ -53,17 +61,14 @@ _TABLE = ("slow", "array_type", "float_type", "PyArray_Empty", *_FUNCTIONS)
 
 
 def _dtypes(source: "Source") -> list[np.dtype]:
-    """Those of arguments and results, and those that are taken for them, each once."""
+    """Return the dtypes of arguments, also of wide ones, and of results, each once."""
     exact = [memory.dtype for memory in (*source.inputs, *source.outputs)]
     wide = [source.wide(memory.dtype) for memory in source.inputs]
     return [*dict.fromkeys([*exact, *(dtype for dtype in wide if dtype is not None)])]
 
 
-# Writing it.
-
-
 class _Writer:
-    """LLVM's builder, for addresses that are integers."""
+    """An LLVM IR builder that loads from integer addresses and from the table of an entry."""
 
     def __init__(self, builder: "ir.IRBuilder", table: Any, source: "Source"):
         from llvmlite import ir
@@ -96,12 +101,12 @@ class _Writer:
 
 
 def write_entry(module: "ir.Module", source: "Source", call: Callable[..., None]) -> None:
-    """Writes the function `veneer_entry(table, args, nargs, names)` into a module of LLVM's.
+    """Add the function `veneer_entry(self, args, nargs, kwnames)` to an LLVM module.
 
     **Arguments:**
 
-    - `call`: writes the call of the program, given a builder and the addresses of arguments,
-        results, constants and work memory.
+    - `call`: emits the call of the program, given a builder and the addresses of arguments,
+      results, constants and work memory.
     """
     from llvmlite import ir
 
@@ -113,13 +118,13 @@ def write_entry(module: "ir.Module", source: "Source", call: Callable[..., None]
     w = _Writer(builder, first.load(holder, _DATA), source)
     slow = function.append_basic_block("slow")
     _require(w, builder.icmp_unsigned("==", n_args, word(len(source.inputs))), slow)
-    _require(w, builder.icmp_unsigned("==", names, word(0)), slow)  # of arguments given by name
+    _require(w, builder.icmp_unsigned("==", names, word(0)), slow)  # no keyword arguments
     dtypes = _dtypes(source)
-    inputs, room = [], _MOST_STACK
+    inputs, room = [], _MAX_STACK_NBYTES
     for n, memory in enumerate(source.inputs):
         wide = source.wide(memory.dtype) if memory.nbytes <= room else None
         room -= memory.nbytes if wide is not None else 0
-        inputs.append(_address(w, w.load(args, 8 * n), n, source, wide, slow))
+        inputs.append(_input_address(w, w.load(args, 8 * n), n, source, wide, slow))
     outputs: list[Any] = []
     for memory, shape in zip(source.outputs, source.output_shapes, strict=True):
         outputs.append(_new_array(w, dtypes.index(memory.dtype), shape, outputs))
@@ -129,7 +134,7 @@ def write_entry(module: "ir.Module", source: "Source", call: Callable[..., None]
         _release(w, outputs)
         builder.ret(w.call(w.entry("PyErr_NoMemory")))
 
-    work, free = _work_memory(w, source.work_nbytes, no_memory)
+    work, free = _allocate(w, source.work_nbytes, no_memory)
     pointers = [*inputs, *(w.load(array, _DATA) for array in outputs), *constants, work]
     if source.is_long:
         state = w.call(w.entry("PyEval_SaveThread"))
@@ -138,15 +143,15 @@ def write_entry(module: "ir.Module", source: "Source", call: Callable[..., None]
     else:
         call(builder, pointers)
     free()
-    builder.ret(_result(w, outputs))
+    builder.ret(_pack_results(w, outputs))
     builder.position_at_end(slow)
     builder.ret(w.call(w.entry("PyObject_Vectorcall"), w.entry("slow"), args, n_args, names))
 
 
 def write_program(module: "ir.Module", source: "Source", call: Callable[..., None]) -> None:
-    """Writes the function `veneer_program(table, *inputs, *outputs)` into a module of LLVM's.
+    """Add the function `veneer_program(table, *inputs, *outputs)` to an LLVM module.
 
-    All its arguments are addresses. It returns 0, or 1 where there is too little memory.
+    All its arguments are addresses. It returns 0, or 1 if there is too little memory.
     """
     from llvmlite import ir
 
@@ -157,22 +162,26 @@ def write_program(module: "ir.Module", source: "Source", call: Callable[..., Non
     table, *arrays = function.args
     w = _Writer(builder, table, source)
     constants = [w.entry(f"constant{n}") for n in range(len(source.constants))]
-    work, free = _work_memory(w, source.work_nbytes, lambda: builder.ret(word(1)))
+    work, free = _allocate(w, source.work_nbytes, lambda: builder.ret(word(1)))
     call(builder, [*arrays, *constants, work])
     free()
     builder.ret(word(0))
 
 
 def _require(w: _Writer, condition: Any, otherwise: Any) -> None:
+    """Branch to the block `otherwise` unless a condition holds."""
     block = w.builder.append_basic_block()
     w.builder.cbranch(condition, block, otherwise)
     w.builder.position_at_end(block)
 
 
-def _address(
+def _input_address(
     w: _Writer, x: Any, number: int, source: "Source", wide: np.dtype | None, slow: Any
 ) -> Any:
-    """Where the entries of an argument are, if it is an array of its dtype and shape, or a wide."""
+    """Return the address of the entries of the argument `x`, converted if its dtype is `wide`.
+
+    Branch to `slow` unless `x` has the dtype of this input, or `wide`, and its shape.
+    """
     builder, same, kind = w.builder, w.builder.icmp_unsigned, w.load(x, _TYPE)
     dtype, shape = source.inputs[number].dtype, source.input_shapes[number]
     n_of = _dtypes(source).index
@@ -183,7 +192,7 @@ def _address(
         here, next_one = builder.append_basic_block(), builder.append_basic_block()
         builder.cbranch(condition, here, next_one)
         builder.position_at_end(here)
-        address = place if actual == dtype else _narrowed(w, place, dtype, math.prod(shape), slow)
+        address = place if actual == dtype else _narrow(w, place, dtype, math.prod(shape), slow)
         addresses.append((address, builder.block))
         builder.branch(done)
         builder.position_at_end(next_one)
@@ -202,7 +211,7 @@ def _address(
         place = builder.add(x, w.word(_SCALAR))
         for actual in dtypes:
             take(same("==", kind, w.entry(f"scalar{n_of(actual)}")), place, actual)
-        if dtype in (np.float32, np.float64):  # as which a float of Python's is taken, always
+        if dtype in (np.float32, np.float64):  # for which JAX takes a Python float
             take(same("==", kind, w.entry("float_type")), place, np.dtype(np.float64))
     builder.branch(slow)
     builder.position_at_end(done)
@@ -212,8 +221,8 @@ def _address(
     return phi
 
 
-def _narrowed(w: _Writer, place: Any, dtype: np.dtype, size: int, slow: Any) -> Any:
-    """Entries of 64 bits as such of 32, on the stack; integers that do not fit are none."""
+def _narrow(w: _Writer, place: Any, dtype: np.dtype, size: int, slow: Any) -> Any:
+    """Copy 64-bit numbers to 32-bit numbers on the stack. Branch to `slow` for large integers."""
     ir, builder = w.ir, w.builder
     floats = dtype.kind in "fc"
     size *= 2 if dtype.kind == "c" else 1
@@ -249,6 +258,7 @@ def _narrowed(w: _Writer, place: Any, dtype: np.dtype, size: int, slow: Any) -> 
 
 
 def _require_layout(w: _Writer, array: Any, shape: Sequence[int], slow: Any) -> None:
+    """Branch to `slow` unless an array has a shape, and is C-contiguous and aligned."""
     builder, same = w.builder, w.builder.icmp_unsigned
     _require(w, same("==", w.load(array, _NDIM, w.int), w.int(len(shape))), slow)
     flags = builder.and_(w.load(array, _FLAGS, w.int), w.int(_CONTIGUOUS_ALIGNED))
@@ -261,10 +271,10 @@ def _require_layout(w: _Writer, array: Any, shape: Sequence[int], slow: Any) -> 
 
 
 def _new_array(w: _Writer, dtype: int, shape: Sequence[int], others: Sequence[Any]) -> Any:
-    """A new array; `others` are released if it cannot be had."""
+    """Create an array. If that fails, release `others` and return from the function."""
     builder, ir = w.builder, w.ir
     descr = w.entry(f"dtype{dtype}")
-    w.call(w.entry("Py_IncRef"), descr)  # which the array takes
+    w.call(w.entry("Py_IncRef"), descr)  # PyArray_Empty steals a reference
     type = ir.ArrayType(w.word, max(1, len(shape)))
     with builder.goto_entry_block():
         dimensions = builder.alloca(type)
@@ -276,14 +286,14 @@ def _new_array(w: _Writer, dtype: int, shape: Sequence[int], others: Sequence[An
 
 
 def _require_object(w: _Writer, made: Any, others: Sequence[Any]) -> None:
-    """Ends the call if an object could not be made, for which an exception is set."""
+    """If an object is NULL, for which an exception is set, release `others` and return NULL."""
     builder = w.builder
-    got, none = builder.append_basic_block(), builder.append_basic_block()
-    builder.cbranch(builder.icmp_unsigned("!=", made, w.word(0)), got, none)
-    builder.position_at_end(none)
+    success, failure = builder.append_basic_block(), builder.append_basic_block()
+    builder.cbranch(builder.icmp_unsigned("!=", made, w.word(0)), success, failure)
+    builder.position_at_end(failure)
     _release(w, others)
     builder.ret(w.word(0))
-    builder.position_at_end(got)
+    builder.position_at_end(success)
 
 
 def _release(w: _Writer, arrays: Sequence[Any]) -> None:
@@ -291,26 +301,30 @@ def _release(w: _Writer, arrays: Sequence[Any]) -> None:
         w.call(w.entry("Py_DecRef"), array)
 
 
-def _work_memory(w: _Writer, nbytes: int, fail: Callable[[], Any]) -> tuple[Any, Callable[[], Any]]:
-    """The address of memory, and what writes that it is no more needed."""
+def _allocate(w: _Writer, nbytes: int, fail: Callable[[], Any]) -> tuple[Any, Callable[[], Any]]:
+    """Allocate work memory. Return its address and a callback that emits the free.
+
+    `fail` emits a return from the function, where there is too little memory.
+    """
     builder, ir = w.builder, w.ir
-    if nbytes <= _MOST_STACK:
+    if nbytes <= _MAX_STACK_NBYTES:
         with builder.goto_entry_block():
             memory = builder.alloca(ir.ArrayType(ir.IntType(8), max(1, nbytes)))
             memory.align = 64
         return builder.ptrtoint(memory, w.word), lambda: None
     block = w.c_function("malloc", w.word(nbytes + 64))
-    got = builder.append_basic_block()
-    none = builder.append_basic_block()
-    builder.cbranch(builder.icmp_unsigned("!=", block, w.word(0)), got, none)
-    builder.position_at_end(none)
+    failure = builder.append_basic_block()
+    _require(w, builder.icmp_unsigned("!=", block, w.word(0)), failure)
+    success = builder.block
+    builder.position_at_end(failure)
     fail()
-    builder.position_at_end(got)
+    builder.position_at_end(success)
     aligned = builder.and_(builder.add(block, w.word(63)), w.word(-64))
     return aligned, lambda: w.c_function("free", block)
 
 
-def _result(w: _Writer, arrays: Sequence[Any]) -> Any:
+def _pack_results(w: _Writer, arrays: Sequence[Any]) -> Any:
+    """Return the one result, or a new tuple of the results."""
     if len(arrays) == 1:
         return arrays[0]
     result = w.call(w.entry("PyTuple_New"), w.word(len(arrays)))
@@ -318,9 +332,6 @@ def _result(w: _Writer, arrays: Sequence[Any]) -> Any:
     for n, array in enumerate(arrays):
         w.call(w.entry("PyTuple_SetItem"), result, w.word(n), array)
     return result
-
-
-# Making it an object of Python's.
 
 
 class _MethodDef(ctypes.Structure):
@@ -337,74 +348,145 @@ class _MethodDef(ctypes.Structure):
 _methods: list[_MethodDef] = []  # CPython reads them for as long as their functions live
 
 
-def function_at(address: int, name: str, source: "Source", slow: Callable[..., Any]) -> Any:
-    """The function of Python's for the one at an address.
+def make_entry(
+    entry: int, program: int, name: str, source: "Source", slow: Callable[..., Any]
+) -> Any:
+    """Return the function of a program that Python calls. Its `__self__` is the program's table.
 
     **Arguments:**
 
-    - `slow`: is called with what it is called with, where that is not what the program is for.
+    - `entry`, `program`: the addresses of `veneer_entry` and `veneer_program`.
+    - `name`: the `__name__` of the function.
+    - `slow`: called with the same arguments if they are not the arrays that the program takes.
     """
-    _check_layout_of_objects()
-    kept = [slow, *source.constants]
-    addresses = [id(slow), id(np.ndarray), id(float), _numpy_function(_PYARRAY_EMPTY)]
-    addresses += [
-        ctypes.cast(getattr(ctypes.pythonapi, f), ctypes.c_void_p).value or 0 for f in _FUNCTIONS
-    ]
+    has_layout = has_known_layout()
+    addresses = [0] * len(_TABLE)
+    if has_layout:
+        addresses = [id(slow), id(np.ndarray), id(float), _numpy_function(_PYARRAY_EMPTY)]
+        addresses += [
+            ctypes.cast(getattr(ctypes.pythonapi, f), ctypes.c_void_p).value or 0
+            for f in _FUNCTIONS
+        ]
     addresses += [id(dtype) for dtype in _dtypes(source)]
     addresses += [id(dtype.type) for dtype in _dtypes(source)]
     addresses += [array.ctypes.data for array in source.constants]
     table = np.array(addresses, np.uint64)
-    _methods.append(_MethodDef(name.encode(), address, _METH_FASTCALL_KEYWORDS, None))
+    if not has_layout:
+        return _entry_by_ctypes(program, name, source, slow, table)
+    _methods.append(_MethodDef(name.encode(), entry, _METH_FASTCALL_KEYWORDS, None))
     make = ctypes.pythonapi.PyCFunction_NewEx
     make.restype = ctypes.py_object
     make.argtypes = [ctypes.c_void_p, ctypes.py_object, ctypes.py_object]
-    return make(ctypes.addressof(_methods[-1]), table, tuple(kept))
+    # The third argument, `__module__`, keeps the objects in the table alive.
+    return make(ctypes.addressof(_methods[-1]), table, (slow, *source.constants))
 
 
-def _numpy_function(number: int) -> int:
-    api = import_module("numpy._core._multiarray_umath")  # where NumPy 2 has its C API
+def _entry_by_ctypes(
+    program: int, name: str, source: "Source", slow: Callable[..., Any], table: np.ndarray
+) -> Any:
+    count = 1 + len(source.inputs) + len(source.outputs)
+    run = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_void_p] * count)(program)
+    expected = [
+        (memory.dtype, shape)
+        for memory, shape in zip(source.inputs, source.input_shapes, strict=True)
+    ]
 
+    def entry(*args: Any, **named: Any) -> Any:
+        if named or len(args) != len(expected) or not all(map(is_exact, args, expected)):
+            return slow(*args, **named)
+        results = [
+            np.empty(shape, memory.dtype)
+            for memory, shape in zip(source.outputs, source.output_shapes, strict=True)
+        ]
+        if run(table.ctypes.data, *(x.ctypes.data for x in (*args, *results))):
+            raise MemoryError
+        return results[0] if len(results) == 1 else tuple(results)
+
+    def is_exact(x: Any, layout: tuple[np.dtype, tuple[int, ...]]) -> bool:
+        return (
+            type(x) is np.ndarray
+            and (x.dtype, x.shape) == layout
+            and x.flags.c_contiguous
+            and x.flags.aligned
+        )
+
+    entry.__name__ = name
+    entry.__self__ = table  # type: ignore[attr-defined]
+    return entry
+
+
+@functools.cache
+def has_known_layout() -> bool:
+    """Return whether objects of this Python and NumPy have the offsets above. Warn if not."""
+    if _is_known_version() and _offsets_match():
+        return True
+    warnings.warn(
+        "vn.numba does not know the memory layout of objects in Python "
+        f"{sys.version.split()[0]} with NumPy {np.__version__}, so a call of a compiled function "
+        "takes about ten microseconds longer.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return False
+
+
+def _is_known_version() -> bool:
+    first, end = _CPYTHON_VERSIONS
+    return (
+        sys.implementation.name == "cpython"
+        and first <= sys.version_info[:2] < end
+        and sys.maxsize > 2**32
+        and not sysconfig.get_config_var("Py_GIL_DISABLED")
+        and np.lib.NumpyVersion(np.__version__) >= "2.0.0"
+        and ctypes.CFUNCTYPE(ctypes.c_uint)(_numpy_function(_PYARRAY_GET_ABI_VERSION))()
+        == _NUMPY_ABI_VERSION
+    )
+
+
+def _offsets_match() -> bool:
+    """Compare the fields of some objects with their values."""
+    read = lambda x, offset, type: type.from_address(id(x) + offset).value
+    word = ctypes.c_size_t
+    array = np.zeros((2, 3), np.float32)
+    c_order = lambda x: read(x, _FLAGS, ctypes.c_int) & _CONTIGUOUS_ALIGNED == _CONTIGUOUS_ALIGNED
+    return (
+        read(array, _TYPE, word) == id(np.ndarray)
+        and read(array, _DATA, word) == array.ctypes.data
+        and read(array, _NDIM, ctypes.c_int) == 2
+        and read(array, _DESCR, word) == id(array.dtype)
+        and (c_order(array), c_order(array.T)) == (True, False)
+        and read(1.5, _SCALAR, ctypes.c_double) == 1.5
+        and read(np.float32(1.5), _SCALAR, ctypes.c_float) == 1.5
+        and read(np.int64(-7), _SCALAR, ctypes.c_int64) == -7
+        and read(np.complex128(1.5), _SCALAR, ctypes.c_double) == 1.5
+        # Strides follow dimensions in memory. Read the pointer last, when other offsets are right.
+        and read(array, _DIMENSIONS, word) == read(array, _DIMENSIONS + 8, word) - 16
+        and [*(word * 2).from_address(read(array, _DIMENSIONS, word))] == [2, 3]
+    )
+
+
+def _numpy_function(index: int) -> int:
+    """Return the address of a function in the C API of NumPy 2."""
+    api = import_module("numpy._core._multiarray_umath")
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
     pointer.restype = ctypes.c_void_p
     pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
     table = pointer(api._ARRAY_API, None)
-    return ctypes.cast(table, ctypes.POINTER(ctypes.c_void_p))[number] or 0
+    return ctypes.cast(table, ctypes.POINTER(ctypes.c_void_p))[index] or 0
 
 
-def _check_layout_of_objects() -> None:
-    """Refuses a Python whose objects lie otherwise."""
-    array = np.zeros((2, 3), np.float32)
-    words = lambda offset, type: type.from_address(id(array) + offset).value
-    actual = (
-        words(_TYPE, ctypes.c_size_t),
-        words(_DATA, ctypes.c_size_t),
-        words(_NDIM, ctypes.c_int),
-        words(_DESCR, ctypes.c_size_t),
-        words(_FLAGS, ctypes.c_int) & _CONTIGUOUS_ALIGNED,
-    )
-    expected = (id(np.ndarray), array.ctypes.data, 2, id(array.dtype), _CONTIGUOUS_ALIGNED)
-    if sys.maxsize < 2**32 or actual != expected:
-        raise NotImplementedError(
-            f"vn.numba does not know how objects lie in memory in {sys.version} with NumPy "
-            f"{np.__version__}."
-        )
+def register_symbols(functions: Iterable[Callable[..., Any]]) -> None:
+    """Let code that is loaded later call the functions of libraries that `functions` call.
 
-
-# Functions of compiled libraries that SciPy has for Cython, BLAS and LAPACK, and of ours.
-
-
-def name_symbols(functions: Iterable[Callable[..., Any]]) -> None:
-    """Lets code that is loaded from now on call what functions call of compiled libraries.
-
-    LLVM ends the process over code that calls what it does not know.
+    LLVM ends the process over code that calls an unknown symbol.
     """
     for name in symbols_of(functions):
-        register_symbol(f"veneer_{name}", address_of(name))
+        register_symbol(f"veneer_{name}", symbol_address(name))
 
 
 @functools.cache
-def address_of(name: str) -> int:
-    """Where a function is in this process."""
+def symbol_address(name: str) -> int:
+    """Return the address of a function of BLAS or LAPACK that SciPy has for Cython, or of ours."""
     if EXTERNAL[name].startswith("veneer."):
         make = lambda: import_module(EXTERNAL[name]).object_code()
         (place,) = load(cached(name, make), f"veneer_{name}")

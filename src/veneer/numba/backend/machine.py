@@ -13,7 +13,7 @@ from numba.np.numpy_support import from_dtype
 from ...native import functions
 from ...native.object_file import compile_module
 from ..codegen.program import Function, Source
-from .entry import ENTRY, PROGRAM, name_symbols, write_entry, write_program
+from .entry import ENTRY, PROGRAM, register_symbols, write_entry, write_program
 from .intrinsics import native
 
 #: A product and a sum may be rounded once, as XLA does it; nothing else is rearranged.
@@ -22,7 +22,7 @@ _OPTIONS: dict[str, Any] = {"fastmath": {"contract"}, "boundscheck": False}
 
 def compiled(source: Source) -> Any:
     """Numba's dispatcher of the function of a program, which takes pointers."""
-    name_symbols(source.names.values())
+    register_symbols(source.names.values())
     names: dict[str, Any] = {name: native(f) for name, f in source.names.items()} | {"np": np}
     exec(compile(source.text, "<vn.numba>", "exec"), names)
     for function in source.functions:
