@@ -11,8 +11,7 @@ import pytest
 from kernels.cpu.driver import fields_of_planes
 
 from veneer.kernels.common.kinds import BITS, LOOKUP_BITS, PLANE_BITS, SIX_BIT_FLOATS
-from veneer.kernels.cpu.floats.decode import reader
-from veneer.kernels.cpu.operands.codes import load_table
+from veneer.kernels.cpu.operands.codes import build_decoder, load_table
 from veneer.native.functions import compile_for_python, prevent_inlining
 from veneer.native.isa import ISA, ISAS, LANES, select
 from veneer.native.simd.floats import deinterleave, load, store
@@ -39,7 +38,7 @@ def test_neighbours_are_parted_among_vectors(count):
 
 def decode(kind, packed, table, count):
     """What codes of a kind are worth, by the instructions that kernels have for it."""
-    decoded, ordered = reader(kind)
+    decode_row, restore_order = build_decoder(kind)
     step = 2 * LANES  # two vectors begin at a byte, whatever the kind
     bits = BITS[kind]
     out = np.empty(count, np.float32)
@@ -48,8 +47,8 @@ def decode(kind, packed, table, count):
     def run(table, packed, out):
         prevent_inlining()
         for i in range(0, count, step):
-            codes = decoded(load_table(table), packed + i * bits // 8, 2)
-            store(out + 4 * i, ordered(codes))
+            codes = decode_row(load_table(table), packed + i * bits // 8, 2)
+            store(out + 4 * i, restore_order(codes))
 
     run(table.ctypes.data, packed.ctypes.data, out.ctypes.data)
     return out
