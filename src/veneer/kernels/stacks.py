@@ -11,7 +11,6 @@ products lower as before.
 """
 
 import math
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -29,20 +28,20 @@ from .._jax.primitives import (
     start_in_bounds,
     wrap_lowering,
 )
+from ..native.cache import COMPILING
 from .common.problem import MatmulProblem, unflatten
 from .lowering import Stacked, call_cpu_kernel, find_cpu_kernel, is_local
 
 #: The name of the primitive of products with stored matrices.
 MATMUL = "stored_matmul"
 
-_lock = threading.Lock()
 _is_installed = False
 
 
 def lower_loops_in_place() -> None:
     """Change the lowering of `while` for CPUs, once in a process."""
     global _is_installed
-    with _lock:
+    with COMPILING:  # which a fork waits for
         if not _is_installed:
             wrap_lowering(find_primitive("while"), "cpu", _lower_while)
             _is_installed = True
