@@ -141,8 +141,8 @@ MUTATIONS = [
         "kernels/cpu/test_rows.py",
     ),
     Mutation(
-        "run = min(shared - within, count - i)\n                fill",
-        "run = min(shared, count - i)\n                fill",
+        "end = min(i + shared - within, count)",
+        "end = min(i + shared, count)",
         "kernels/cpu/test_integer.py",
     ),
     # High types.

@@ -20,7 +20,7 @@ LEAST_JAX = (0, 11)
 
 def can_compute(codes: Codes, shape: MatmulShape) -> bool:
     """Return whether the kernel supports the sizes and codes of a product."""
-    if kind_of(codes) is None or shape.activations != "bfloat16" or not isinstance(shape.m, int):
+    if _kind_of(codes) is None or shape.activations != "bfloat16" or not isinstance(shape.m, int):
         return False
     if not isinstance(shape.batch, int) or shape.batch != 1:
         return False
@@ -30,7 +30,7 @@ def can_compute(codes: Codes, shape: MatmulShape) -> bool:
     return shape.k * shape.n < 2**31 and config_for(sizes) is not None
 
 
-def kind_of(codes: Codes) -> str | None:
+def _kind_of(codes: Codes) -> str | None:
     """Return the dtype that the kernel loads codes as, or None if it cannot decode them."""
     if codes.values == _INT4:
         return "int4"
@@ -78,7 +78,7 @@ def product(
     """
     from . import hopper_kernel
 
-    shape, kind = problem.shape(operands), kind_of(problem.codes)
+    shape, kind = problem.shape(operands), _kind_of(problem.codes)
     m, k, n, tile = shape.m, shape.k, shape.n, shape.tile
     sizes = Sizes(m, k, n, problem.codes.bits, tile)
     config = config or config_for(sizes)

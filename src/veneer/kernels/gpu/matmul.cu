@@ -18,7 +18,7 @@
 // - The accumulators of a tile are multiplied by its scales in f32. The WK warps of a block split
 //   the contracted axis, and add their results through shared memory.
 //
-// `matmul.py` compiles this file with these macros:
+// `matmul.py` compiles this file with the macros of `matmul_config.py`:
 //
 //   M, K        the sizes of the products
 //   SIZES       the N of each product, separated by commas

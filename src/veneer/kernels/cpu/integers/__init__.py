@@ -1,10 +1,10 @@
-"""Products of int8 activations with stored integers, exact in int32 within a tile.
+"""Multiply int8 activations by integer codes on CPU. Sums are exact in int32 within a tile.
 
-A module with a kernel has a function `build`: `rows`, `columns`, `rows_few` and `columns_few`.
+Each of the first four modules has a kernel, and returns its functions from `build`.
 
-    blocks          by any number of rows of x: the matrix in panels, block by block
-    rows_few        rows contracted by few rows of x: the matrix is read once, as it lies
-    columns_few     columns contracted by few rows of x: it is, too
-    panel           a panel of bytes, and the product of activations with it
-    rows, columns   where a panel comes from, by what is contracted
+    rows, columns   many rows of activations, by the contracted side of the matrix
+    rows_few        a few rows of activations, with rows contracted
+    columns_few     a few rows of activations, with columns contracted
+    blocks          the kernel of `rows` and `columns`, without what depends on the side
+    panel           the layout of a panel, and the product with one
 """

@@ -1,9 +1,12 @@
-"""Products of int8 activations and integer codes: decoded to panels, block by block.
+"""The kernel for many rows of int8 activations and integer codes: decode panels block by block.
 
-What is contracted is cut into blocks, which no tile's end divides. `prepare` copies the activations
-of each together. Of a part's columns, the codes of a panel are decoded into scratch that the
-fastest cache holds, and then all rows are multiplied by it. So the sums of a part, which the next
-fastest cache holds, are gone through once a block.
+K is divided into blocks of up to `BLOCK` codes. `prepare` packs the activations of each block
+contiguously. A part computes a range of rows and a range of strips, which are groups of neighboring
+panels. For each block and each strip, it decodes the codes of a panel to scratch memory that fits
+the L1 cache, and multiplies all its rows by the panel. The sums of a few rows stay in registers
+while a panel is multiplied. In between they are in memory that fits the L2 cache: as int32 until a
+tile ends, and then, multiplied by the scales, as f32. `Orientation` has the steps that depend on
+which side of the matrix is contracted.
 """
 
 from typing import Any
@@ -14,7 +17,7 @@ from ....native.functions import native
 from ....native.memory import free, load_f32, malloc, set_word, stack, store_f32, store_i32, word
 from ....native.simd.bytes import load_byte_table
 from ....native.simd.floats import add_outer, load, store, store_block, zeros
-from ....native.simd.integers import add_byte_sums, load_floats, sum_lanes, zero_ints
+from ....native.simd.integers import load_floats
 from ...common.limits import LONGEST
 from ..operands.job import (
     BATCH,
@@ -38,158 +41,151 @@ from ..operands.job import (
 )
 from ..operands.minima import tile_sums_bytes, write_scaled_tile_sums
 from ..operands.scales import has_minima
-from .panel import BLOCK, PANEL, WIDTH, Orientation, multiply
+from .panel import BLOCK, PANEL_ROW, WIDTH, Orientation, build_sum, multiply
 
 _ONE = np.float32(1)
-#: Of more rows of activations than so many, a part packs so many.
-PACKED = 32
+#: The rows of activations that a part packs. `prepare` itself packs at most this many.
+_PACKED_ROWS = 32
+
+_sum_activations = build_sum(16)
 
 
-def _adder(rows: int) -> Any:
+def _build_minimum_adder(rows: int) -> Any:
     @native
-    def add(sums, of_x, next_x, minima, next_tile, tiles):
-        """Adds the products of some rows of sums of activations with minima of a panel."""
-        total = load_floats(sums, PANEL, rows, 4)
+    def add(sums, x_sums, next_x, minima, next_tile, tiles):
+        total = load_floats(sums, PANEL_ROW, rows, 4)
         for _ in range(tiles):
-            total = add_outer(total, of_x, next_x, load(minima, 4))
-            of_x, minima = of_x + 4, minima + next_tile
-        store_block(sums, PANEL, total)
+            total = add_outer(total, x_sums, next_x, load(minima, 4))
+            x_sums, minima = x_sums + 4, minima + next_tile
+        store_block(sums, PANEL_ROW, total)
 
     return add
 
 
-_add_4, _add_1 = map(_adder, (4, 1))
+_add_minima_4, _add_minima_1 = map(_build_minimum_adder, (4, 1))
 
 
-def functions_of(orientation: Orientation, offset: int) -> JobFunctions:
-    """Return the functions of the kernel for many rows of activations."""
-    panels, step_of, sizes, span, copy, fetch, decode, *others = orientation
-    part_size, of_part, scales, write, ahead = others
-    width = WIDTH * panels
+def build_functions(side: Orientation, offset: int) -> JobFunctions:
+    """Return the functions of the kernel for one contracted side of the matrix.
+
+    **Arguments:**
+
+    - `offset`: the number that `side.decode` adds to codes.
+    """
+    panels, decode_step, sizes, span, reorder, fetch, decode, *others = side
+    scales_bytes, part_scales, load_scales, write, ahead = others
+    width = WIDTH * panels  # the columns of a strip
 
     @native
-    def rows_of(job):
-        """How many rows of activations a part has."""
+    def rows_per_part(job):
         m = word(job, M)
         parts = (m + 255) // 256
         return (m + parts - 1) // parts
 
     @native
-    def strips_of(job):
-        """How many strips there are, and how many a part has."""
+    def divide_strips(job):
+        """Return the number of strips, and the number per part."""
         _, n, _ = sizes(job)
         strips = (n + width - 1) // width
-        # Each thread has some parts, so that one that is late leaves the others something to do.
-        # But the wider a part is, the more of a row of the matrix is read before the next.
-        each = strips // max(4, 2 * word(job, THREADS))
-        return strips, max(1, min(1024 // rows_of(job) // panels, 64 // panels, each))
+        # Several parts per thread balance the load. Wide parts read more of a row of the matrix
+        # before the next row.
+        balanced = strips // max(4, 2 * word(job, THREADS))
+        return strips, max(1, min(1024 // rows_per_part(job) // panels, 64 // panels, balanced))
 
     @native
-    def cut(job):
-        """How many tiles a block has, or 0; how many segments, blocks, and sums there are.
+    def divide_k(job):
+        """Return the tiles per block, or 0, and the number of segments, blocks, and starts.
 
-        A segment is a block of whole tiles, or else a tile, or as much of one as has int32 sums.
+        A segment is a range of K whose codes are summed in int32: a block of whole tiles, or else a
+        tile or as much of it as int32 can sum. A start is the first int32 sum of a row.
         """
         k, _, tile = sizes(job)
-        step = step_of(word(job, M))
+        step = decode_step(word(job, M))
         _, length = span(0, tile)
         if tile <= step and length == tile and tile % 16 == 0:
-            each = step // tile
-            blocks = (k // tile + each - 1) // each
-            return each, blocks, blocks, k // tile
+            tiles = step // tile
+            blocks = (k // tile + tiles - 1) // tiles
+            return tiles, blocks, blocks, k // tile
         segments = k // tile * ((tile + LONGEST - 1) // LONGEST)
         return 0, segments, k // tile * ((tile + BLOCK - 1) // BLOCK), segments
 
     @native
-    def segment_of(job, index, tiles):
-        """Where a segment begins and ends, and how many whole tiles it has, if blocks have."""
+    def segment(job, index, tiles):
+        """Return the begin and end of a segment, and its number of tiles, or 0 within a tile."""
         k, _, tile = sizes(job)
         if tiles:
             first = index * tiles
             tiles = min(tiles, k // tile - first)
             return first * tile, (first + tiles) * tile, tiles
-        t, of_tile = divmod(index, (tile + LONGEST - 1) // LONGEST)
-        begin = t * tile + of_tile * LONGEST
+        t, within = divmod(index, (tile + LONGEST - 1) // LONGEST)
+        begin = t * tile + within * LONGEST
         return begin, min(begin + LONGEST, (t + 1) * tile), 0
 
     @native
-    def stride_of(job, tiles):
-        """How many bytes a row of the activations of a block takes."""
+    def packed_stride(job, tiles):
+        """Return the bytes of a row of packed activations of a block."""
         _, _, tile = sizes(job)
         _, length = span(tile % 8 and 7, tiles * tile if tiles else min(tile, BLOCK))
         return (length + WIDTH - 1) // WIDTH * WIDTH
 
     @native
-    def sums_of_x(job, row):
-        """Where the sums of a row of activations over tiles are: behind what is packed."""
-        tiles, _, blocks, starts = cut(job)
-        rows = word(job, BATCH) * word(job, M)
-        packed = (word(job, SCRATCH) + 63) // 64 * 64
-        return (
-            packed
-            + rows * (blocks * stride_of(job, tiles) + starts * 4)
-            + row * tile_sums_bytes(job)
-        )
+    def scratch_address(job):
+        """Return the address of the packed activations `[BATCH, blocks, M, stride]`.
+
+        They are followed by the starts, i32 `[BATCH, starts, M]`, and by `tile_sums_address`.
+        """
+        return (word(job, SCRATCH) + 63) // 64 * 64
 
     @native
-    def x_scale_of(job, row, tile, one):
-        """Where the scale of activations of a tile is, and how far on is that of the next tile.
+    def tile_sums_address(job, row):
+        """Return the address of the sums of a row of activations over tiles, f32."""
+        tiles, _, blocks, starts = divide_k(job)
+        rows = word(job, BATCH) * word(job, M)
+        row_bytes = blocks * packed_stride(job, tiles) + starts * 4
+        return scratch_address(job) + rows * row_bytes + row * tile_sums_bytes(job)
 
-        Where all tiles of a row share one, sums are multiplied by it at last, and by 1 before.
+    @native
+    def x_scale_address(job, row, tile, one):
+        """Return the address of a row's scale for a tile, and the bytes to the next tile's.
+
+        If a row has a single scale, return the address of 1. Then `write_row` applies the scale.
         """
         scales = word(job, X_SCALES)
         return (word(job, X_SCALE) + 4 * (row * scales + tile), 4) if scales > 1 else (one, 0)
 
     @native
-    def pack(x, begin, count, to, stride):
-        """Copies a block of activations to `stride` bytes."""
-        # Activations are moved no further than this. Where there are none, there have to be zeros.
-        for i in range(0 if begin else count // 128 * 128, stride, WIDTH):
-            store(to + i, zeros(1, 1))
-        copy(x, count, begin, to)
-
-    @native
-    def sum_of(x, count):
-        """The sum of packed activations, of which there are a multiple of 16."""
-        total = zero_ints()
-        whole = count // WIDTH * WIDTH
-        for i in range(0, whole, WIDTH):
-            total = add_byte_sums(total, x + i, WIDTH)
-        for i in range(whole, count, 16):
-            total = add_byte_sums(total, x + i, 16)
-        return sum_lanes(total)
-
-    @native
     def pack_rows(job, first, last):
-        """Copies so many rows of activations together, and writes what their sums begin with."""
+        """Pack a range of rows of activations, and write their starts."""
         k, _, tile = sizes(job)
         m = word(job, M)
-        tiles, segments, blocks, starts = cut(job)
-        stride, one = stride_of(job, tiles), stack(4)
+        tiles, segments, blocks, starts = divide_k(job)
+        stride, one = packed_stride(job, tiles), stack(4)
         store_f32(one, 1)
-        rows = word(job, BATCH) * m
-        packed = (word(job, SCRATCH) + 63) // 64 * 64
+        rows, packed = word(job, BATCH) * m, scratch_address(job)
         for row in range(first, last):
-            batch, at_row = divmod(row, m)
+            batch, m_row = divmod(row, m)
+            row_x = word(job, X) + row * k
             if has_minima(job):
-                scale, next_scale = x_scale_of(job, row, 0, one)
-                at_x, to_sums = word(job, X) + row * k, sums_of_x(job, row)
-                write_scaled_tile_sums(job, at_x, scale, next_scale, to_sums)
-            to = packed + (batch * blocks * m + at_row) * stride
-            start = packed + rows * blocks * stride + (batch * starts * m + at_row) * 4
+                scale, next_scale = x_scale_address(job, row, 0, one)
+                write_scaled_tile_sums(job, row_x, scale, next_scale, tile_sums_address(job, row))
+            to = packed + (batch * blocks * m + m_row) * stride
+            start = packed + rows * blocks * stride + (batch * starts * m + m_row) * 4
             for index in range(segments):
-                begin, end, whole = segment_of(job, index, tiles)
+                begin, end, whole = segment(job, index, tiles)
                 total = np.int32(0)
-                for at in range(begin, end, BLOCK):
-                    here = min(BLOCK, end - at)
-                    lead, _ = span(at, here)
-                    pack(word(job, X) + row * k + at, lead, here, to, stride)
+                for k_begin in range(begin, end, BLOCK):
+                    count = min(BLOCK, end - k_begin)
+                    position, _ = span(k_begin, count)
+                    # Pad with zeros. `reorder` moves activations by less than 128 bytes.
+                    for i in range(0 if position else count // 128 * 128, stride, WIDTH):
+                        store(to + i, zeros(1, 1))
+                    reorder(row_x + k_begin, count, position, to)
                     for i in range(whole):
-                        total = sum_of(to + i * tile, tile)
+                        total = _sum_activations(to + i * tile, tile)
                         store_i32(start, np.int32(-offset * total))
                         start += 4 * m
                     if not whole:
-                        total += sum_of(to, stride)
+                        total += _sum_activations(to, stride)
                     to += m * stride
                 if not whole:
                     store_i32(start, np.int32(-offset * total))
@@ -197,164 +193,169 @@ def functions_of(orientation: Orientation, offset: int) -> JobFunctions:
 
     def prepare(job):
         m = word(job, M)
-        tiles, _, blocks, starts = cut(job)
-        stride = stride_of(job, tiles)
+        tiles, _, blocks, starts = divide_k(job)
         rows = word(job, BATCH) * m
-        size = blocks * stride + starts * 4 + (tile_sums_bytes(job) if has_minima(job) else 0)
-        allocated = malloc(64 + rows * size)
+        row_bytes = blocks * packed_stride(job, tiles) + starts * 4
+        row_bytes += tile_sums_bytes(job) if has_minima(job) else 0
+        allocated = malloc(64 + rows * row_bytes)
         if allocated == 0:
             set_word(job, FAILED, 1)
             return
         set_word(job, SCRATCH, allocated)
-        if rows > PACKED:
-            set_word(job, FIRST, (rows + PACKED - 1) // PACKED)
-            return
-        for first in range(0, rows, PACKED):
-            pack_rows(job, first, rows)
+        if rows > _PACKED_ROWS:
+            set_word(job, FIRST, (rows + _PACKED_ROWS - 1) // _PACKED_ROWS)
+        else:
+            pack_rows(job, 0, rows)
 
     def count(job):
-        strips, each = strips_of(job)
-        m, rows = word(job, M), rows_of(job)
-        parts = word(job, BATCH) * ((m + rows - 1) // rows) * ((strips + each - 1) // each)
-        return word(job, FIRST) + parts
+        strips, strips_per_part = divide_strips(job)
+        m, rows = word(job, M), rows_per_part(job)
+        row_parts = word(job, BATCH) * ((m + rows - 1) // rows)
+        return word(job, FIRST) + row_parts * ((strips + strips_per_part - 1) // strips_per_part)
 
     @native
     def write_row(job, row, first_strip, strips, rows, sums, scratch):
-        """Writes a row of a part's sums, the panels of which have so many rows."""
+        """Write a row of the result from the sums of a part with `rows` rows."""
         _, n, _ = sizes(job)
         x_scale = load_f32(word(job, X_SCALE) + 4 * row) if word(job, X_SCALES) == 1 else _ONE
         for strip in range(first_strip, first_strip + strips):
             column = strip * width
             to = word(job, OUT) + 4 * (row * n + column)
-            write(sums, rows * PANEL, x_scale, scratch, to, min(width, n - column))
-            sums += panels * rows * PANEL
+            write(sums, rows * PANEL_ROW, x_scale, scratch, to, min(width, n - column))
+            sums += panels * rows * PANEL_ROW
 
     @native
     def add_minima(job, first_row, rows, first_strip, strips, sums, scratch):
-        """Adds to a part's sums the products of minima with the sums of activations over tiles."""
+        """Add to the sums of a part the products of minima and sums of activations over tiles."""
         k, _, tile = sizes(job)
         batch, tiles = first_row // word(job, M), k // tile
-        size = tiles * panels * PANEL
-        of_strip = malloc(size + part_size(job, MINIMUM, strips))
-        if of_strip == 0:
+        size = tiles * panels * PANEL_ROW
+        strip_minima = malloc(size + scales_bytes(job, MINIMUM, strips))
+        if strip_minima == 0:
             set_word(job, FAILED, 1)
             return
-        minima = of_part(job, MINIMUM, batch, first_strip, strips, of_strip + size)
-        of_x, next_x = sums_of_x(job, first_row), tile_sums_bytes(job)
+        minima = part_scales(job, MINIMUM, batch, first_strip, strips, strip_minima + size)
+        x_sums, next_x = tile_sums_address(job, first_row), tile_sums_bytes(job)
         for strip in range(first_strip, first_strip + strips):
             for t in range(tiles):
-                scales(job, MINIMUM, minima, strip, t, scratch, of_strip + t * panels * PANEL)
+                to = strip_minima + t * panels * PANEL_ROW
+                load_scales(job, MINIMUM, minima, strip, t, scratch, to)
             for panel in range(panels):
-                place, row = of_strip + panel * PANEL, 0
+                panel_minima, row = strip_minima + panel * PANEL_ROW, 0
                 while row < rows:
-                    to, at_x = sums + row * PANEL, of_x + row * next_x
+                    to, row_x = sums + row * PANEL_ROW, x_sums + row * next_x
                     if rows - row >= 4:
-                        _add_4(to, at_x, next_x, place, panels * PANEL, tiles)
+                        _add_minima_4(to, row_x, next_x, panel_minima, panels * PANEL_ROW, tiles)
                         row += 4
                     else:
-                        _add_1(to, at_x, next_x, place, panels * PANEL, tiles)
+                        _add_minima_1(to, row_x, next_x, panel_minima, panels * PANEL_ROW, tiles)
                         row += 1
-                sums += rows * PANEL
-        free(of_strip)
+                sums += rows * PANEL_ROW
+        free(strip_minima)
 
     @native
     def multiply_part(job, part):
+        # Find the rows and the strips of the part.
         _, _, tile = sizes(job)
         m = word(job, M)
-        strips, each = strips_of(job)
-        rows = rows_of(job)
-        tiles, segments, blocks, starts = cut(job)
-        stride = stride_of(job, tiles)
-        step = BLOCK if tiles else step_of(m)
-        row_parts, strip_parts = (m + rows - 1) // rows, (strips + each - 1) // each
-        rest, strip_part = divmod(part, strip_parts)
+        strips, strips_per_part = divide_strips(job)
+        rows = rows_per_part(job)
+        tiles, segments, blocks, starts = divide_k(job)
+        stride = packed_stride(job, tiles)
+        step = BLOCK if tiles else decode_step(m)
+        row_parts = (m + rows - 1) // rows
+        rest, strip_part = divmod(part, (strips + strips_per_part - 1) // strips_per_part)
         batch, row_part = divmod(rest, row_parts)
-        first_strip, first_row = strip_part * each, row_part * rows
-        each, rows = min(each, strips - first_strip), min(rows, m - first_row)
+        first_strip, first_row = strip_part * strips_per_part, row_part * rows
+        strips, rows = min(strips_per_part, strips - first_strip), min(rows, m - first_row)
 
-        size_of_sums = each * panels * rows * PANEL
-        size_of_codes = (stride if step == BLOCK else step) * WIDTH
-        size_of_scales = max(1, tiles) * panels * PANEL
-        size = 64 + 2 * (size_of_sums + size_of_codes) + size_of_scales
-        size += WIDTH * WIDTH + panels * PANEL
-        allocated = malloc(size + part_size(job, SCALE, each))
+        # Allocate the sums, a panel, copied codes, scales of a strip, and scratch for `side`.
+        sums_bytes = strips * panels * rows * PANEL_ROW
+        panel_bytes = (stride if step == BLOCK else step) * WIDTH
+        strip_scales_bytes = max(1, tiles) * panels * PANEL_ROW
+        size = 64 + 2 * (sums_bytes + panel_bytes) + strip_scales_bytes
+        size += WIDTH * WIDTH + panels * PANEL_ROW
+        allocated = malloc(size + scales_bytes(job, SCALE, strips))
         if allocated == 0:
             set_word(job, FAILED, 1)
             return
         sums = (allocated + 63) // 64 * 64
-        ints = sums + size_of_sums
-        codes = ints + size_of_sums
-        fetched = codes + size_of_codes
-        scale = fetched + size_of_codes + WIDTH * WIDTH
-        scratch = scale + size_of_scales
-        for i in range(0, size_of_sums, WIDTH):
+        ints = sums + sums_bytes
+        codes = ints + sums_bytes
+        fetched = codes + panel_bytes
+        strip_scales = fetched + panel_bytes + WIDTH * WIDTH
+        scratch = strip_scales + strip_scales_bytes
+        for i in range(0, sums_bytes, WIDTH):
             store(sums + i, zeros(1, 1))
         one = stack(4)
         store_f32(one, 1)
+        x_row = batch * m + first_row
         if has_minima(job):
-            row = batch * m + first_row
-            add_minima(job, row, rows, first_strip, each, sums, scratch)
+            add_minima(job, x_row, rows, first_strip, strips, sums, scratch)
 
-        x = (word(job, SCRATCH) + 63) // 64 * 64
+        # Multiply segment by segment, block by block, step by step, strip by strip.
+        x = scratch_address(job)
         start = x + word(job, BATCH) * blocks * m * stride
         x += (batch * blocks * m + first_row) * stride
         start += (batch * starts * m + first_row) * 4
         matrix = word(job, W) + batch * word(job, R) * word(job, ROW_BYTES)
-        all_scales = of_part(job, SCALE, batch, first_strip, each, allocated + size)
+        scales = part_scales(job, SCALE, batch, first_strip, strips, allocated + size)
         table = load_byte_table(word(job, TABLE))
         for index in range(segments):
-            begin, end, whole = segment_of(job, index, tiles)
+            begin, end, whole = segment(job, index, tiles)
             for block in range(begin, end, BLOCK):
-                for at in range(block, min(block + BLOCK, end), step):
-                    here = min(step, end - at)
-                    first, last = at == begin, at + step >= end
-                    _, length = span(at, here)
-                    for s in range(each):
+                for k in range(block, min(block + BLOCK, end), step):
+                    count = min(step, end - k)
+                    is_first, is_last = k == begin, k + step >= end
+                    _, length = span(k, count)
+                    for s in range(strips):
                         strip = first_strip + s
-                        place, apart = fetch(job, matrix, strip, at, length, fetched)
-                        if last:
+                        stored, stored_stride = fetch(job, matrix, strip, k, length, fetched)
+                        if is_last:
                             for i in range(max(1, whole)):
-                                to = scale + i * panels * PANEL
-                                scales(job, SCALE, all_scales, strip, at // tile + i, scratch, to)
-                        next_strip, next_at = strip + 1, at
+                                to = strip_scales + i * panels * PANEL_ROW
+                                load_scales(job, SCALE, scales, strip, k // tile + i, scratch, to)
+                        next_strip, next_k = strip + 1, k
                         if step < BLOCK:
-                            next_strip, next_at = strip, at + step
-                        elif s + 1 == each:
-                            next_strip, next_at = first_strip, at + here
+                            next_strip, next_k = strip, k + step
+                        elif s + 1 == strips:
+                            next_strip, next_k = first_strip, k + count
                         for panel in range(panels):
-                            decode(place, apart, length, panel, table, codes)
-                            of = (s * panels + panel) * rows * PANEL
-                            next = ahead(job, matrix, next_strip, next_at, length, panel)
+                            decode(stored, stored_stride, length, panel, table, codes)
+                            sums_offset = (s * panels + panel) * rows * PANEL_ROW
+                            later = ahead(job, matrix, next_strip, next_k, length, panel)
                             for i in range(max(1, whole)):
-                                row = batch * m + first_row
-                                x_scale, next_tile = x_scale_of(job, row, at // tile + i, one)
+                                x_scale, next_tile = x_scale_address(job, x_row, k // tile + i, one)
                                 multiply(
                                     rows,
-                                    x + at - block + i * tile,
+                                    x + k - block + i * tile,
                                     stride,
-                                    codes + i * tile // 4 * PANEL,
-                                    (tile if whole else length) // 4,
+                                    (
+                                        codes + i * tile // 4 * PANEL_ROW,
+                                        (tile if whole else length) // 4,
+                                        strip_scales + (i * panels + panel) * PANEL_ROW,
+                                        is_first,
+                                        is_last,
+                                    ),
                                     start + 4 * i * m,
-                                    ints + of,
-                                    sums + of,
-                                    scale + (i * panels + panel) * PANEL,
+                                    ints + sums_offset,
+                                    sums + sums_offset,
                                     (x_scale, next_tile * word(job, X_SCALES)),
-                                    first,
-                                    last,
-                                    next,
+                                    later,
                                 )
-                                next = (next[0], next[1], 0, next[3])
+                                later = (later[0], later[1], 0, later[3])  # prefetch only once
                 x += m * stride
             start += 4 * m * max(1, whole)
         for row in range(rows):
-            write_row(job, batch * m + first_row + row, first_strip, each, rows, sums, scratch)
-            sums += PANEL
+            write_row(job, x_row + row, first_strip, strips, rows, sums, scratch)
+            sums += PANEL_ROW
         free(allocated)
 
     def work(job, part):
         first = word(job, FIRST)
         if part < first:
-            pack_rows(job, part * PACKED, min((part + 1) * PACKED, word(job, BATCH) * word(job, M)))
+            last_row = min((part + 1) * _PACKED_ROWS, word(job, BATCH) * word(job, M))
+            pack_rows(job, part * _PACKED_ROWS, last_row)
         else:
             multiply_part(job, part - first)
 

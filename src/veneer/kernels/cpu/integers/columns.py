@@ -1,8 +1,8 @@
-"""Where a panel of integer codes comes from if the columns of the matrix are contracted.
+"""Multiply many rows of int8 activations by integer codes, with columns contracted.
 
-A strip is WIDTH rows of the matrix, and is one panel. Of LANES rows at a time, 16 bytes each are
-transposed, so that a lane has four bytes of one row. Their first fields are followed by their
-second: activations are brought into the order that this gives.
+A strip is `WIDTH` rows of the matrix, and has one panel. Of `LANES` rows at a time, 16 bytes each
+are transposed, so that a 32-bit lane holds four bytes of one row. If a byte has several codes, the
+first codes of 16 bytes come before their second codes. Activations are brought into the same order.
 """
 
 import functools
@@ -13,26 +13,27 @@ from ....native.memory import load_f32, load_i8, store_f32, store_i8, word
 from ....native.simd.bytes import copy_by_fields, load_transposed
 from ....native.simd.floats import load, scale_block, splat, store, store_block
 from ....native.simd.integers import load_ints
+from ...common.kinds import BITS
 from ..operands.job import ROW_BYTES, TC, TR, C, JobFunctions, R
 from ..operands.scales import is_f32, read_tile_values
 from . import blocks
-from .panel import BITS, BLOCK, PANEL, WIDTH, Orientation, offset, reader
+from .panel import BLOCK, PANEL_ROW, WIDTH, Orientation, build_reader, code_offset
 
 
 def build(kind: str) -> JobFunctions:
     """Return the functions of the kernel for codes of a kind."""
-    return blocks.functions_of(orientation(kind), offset(kind))
+    return blocks.build_functions(orientation(kind), code_offset(kind))
 
 
 @functools.cache
 def orientation(kind: str) -> Orientation:
-    """Returns the functions for a kind of codes."""
-    bits, read = BITS[kind], reader(kind)
+    """Return the functions for contracted columns with codes of a kind."""
+    bits, read = BITS[kind], build_reader(kind)
     fields = 8 // bits
-    chunk = 16 * fields
+    chunk = 16 * fields  # the codes that are reordered together
 
     @native
-    def step(m):
+    def decode_step(m):
         return BLOCK
 
     @native
@@ -41,19 +42,19 @@ def orientation(kind: str) -> Orientation:
 
     @native
     def span(k, count):
-        begin = k % fields
-        return begin, (begin + count + chunk - 1) // chunk * chunk
+        position = k % fields
+        return position, (position + count + chunk - 1) // chunk * chunk
 
     @native
-    def copy(x, count, begin, to):
+    def reorder(x, count, position, to):
         i = 0
-        while begin == 0 and i + chunk <= count:
+        while position == 0 and i + chunk <= count:
             copy_by_fields(x + i, to + i, fields, 16)
             i += chunk
         while i < count:
-            of, within = divmod(begin + i, chunk)
+            index, within = divmod(position + i, chunk)
             byte, field = divmod(within, fields)
-            store_i8(to + of * chunk + field * 16 + byte, load_i8(x + i))
+            store_i8(to + index * chunk + field * 16 + byte, load_i8(x + i))
             i += 1
 
     @native
@@ -61,31 +62,27 @@ def orientation(kind: str) -> Orientation:
         rows, row_bytes = word(job, R) - strip * WIDTH, word(job, ROW_BYTES)
         first, count = k // fields, length // fields
         address = matrix + strip * WIDTH * row_bytes + first
-        # Rows are brought closer together: often, they are as far apart as makes them compete for
-        # the same lines of a cache. And nothing beyond the matrix is read: what is in scratch
-        # instead is multiplied by zeros, or is of rows whose sums are not written.
-        apart = count + WIDTH
-        there = min(row_bytes - first, count)
+        # Rows are often a power of two apart and compete for the same cache lines, so copy them
+        # closer together. Read nothing beyond the matrix: scratch memory that is not written is
+        # multiplied by activations of 0, or belongs to rows whose sums are not in the result.
+        stride = count + WIDTH
+        available = min(row_bytes - first, count)
         for row in range(min(rows, WIDTH)):
-            place, to = address + row * row_bytes, scratch + row * apart
+            place, to = address + row * row_bytes, scratch + row * stride
             i = 0
-            while i + WIDTH <= there:
+            while i + WIDTH <= available:
                 store_block(to + i, 0, load_ints(place + i, 0, 1, 1))
                 i += WIDTH
-            while i < there:
+            while i < available:
                 store_i8(to + i, load_i8(place + i))
                 i += 1
-        return scratch, apart
+        return scratch, stride
 
     @native
     def ahead(job, matrix, strip, k, length, panel):
         row_bytes = word(job, ROW_BYTES)
-        return (
-            matrix + strip * WIDTH * row_bytes + k // fields,
-            row_bytes,
-            WIDTH,
-            max(1, length // fields // 64),
-        )
+        address = matrix + strip * WIDTH * row_bytes + k // fields
+        return address, row_bytes, WIDTH, max(1, length // fields // 64)
 
     @native
     def decode(address, stride, length, panel, table, to):
@@ -93,19 +90,20 @@ def orientation(kind: str) -> Orientation:
             for group in range(4):
                 rows = load_transposed(address + group * LANES * stride, stride)
                 for field in range(fields):
-                    place = to + field * 4 * PANEL + group * WIDTH
-                    store_block(place, PANEL, read(table, rows, field * bits))
+                    place = to + field * 4 * PANEL_ROW + group * WIDTH
+                    store_block(place, PANEL_ROW, read(table, rows, field * bits))
             address += 16
-            to += chunk // 4 * PANEL
+            to += chunk // 4 * PANEL_ROW
 
     @native
-    def part(job, leaf, strips):
+    def scales_bytes(job, leaf, strips):
         if is_f32(job, leaf):
             return 0
         return 4 * strips * WIDTH * (word(job, C) // word(job, TC)) + WIDTH
 
     @native
-    def of_part(job, leaf, batch, strip, strips, to):
+    def part_scales(job, leaf, batch, strip, strips, to):
+        # The address where the scales of the matrix's first row are, or would be.
         shared, tiles = word(job, TR), word(job, C) // word(job, TC)
         row = batch * (word(job, R) // shared)
         if is_f32(job, leaf):
@@ -116,7 +114,7 @@ def orientation(kind: str) -> Orientation:
         return to - 4 * first * tiles
 
     @native
-    def scales(job, leaf, address, strip, tile, scratch, to):
+    def load_scales(job, leaf, address, strip, tile, scratch, to):
         first, shared = strip * WIDTH, word(job, TR)
         stride = word(job, C) // word(job, TC) * 4
         address += tile * 4
@@ -132,5 +130,6 @@ def orientation(kind: str) -> Orientation:
                 store_f32(to + 4 * i, load_f32(sums + 4 * i) * x_scale)
 
     return Orientation(
-        1, step, sizes, span, copy, fetch, decode, part, of_part, scales, write, ahead
+        *(1, decode_step, sizes, span, reorder, fetch, decode),
+        *(scales_bytes, part_scales, load_scales, write, ahead),
     )

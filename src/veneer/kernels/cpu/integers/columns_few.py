@@ -1,10 +1,11 @@
-"""Products of few rows of int8 activations with integer codes, where columns are contracted.
+"""Multiply a few rows of int8 activations by integer codes, with columns contracted.
 
-Rows of the matrix are read as they are stored, four at a time, and multiplied by vectors of
-activations that are in the order of their codes. Meanwhile, the same place of rows some way on is
-fetched, and of scales. The lanes of int32 sums are scaled as a tile ends, and added up in f32; the
-sums of lanes are what is looked for in the end. A row may end within a vector: of what follows,
-nothing is read, and activations are 0 there.
+Each row of the matrix is read once, in the order of memory. A part has 64 rows. Four of them at a
+time are multiplied by up to four rows of x: a vector of codes by a vector of activations, which
+`prepare` has brought into the order of the codes. The sums are in registers, one vector for each
+pair of rows. Their int32 lanes are multiplied by the scales when a tile ends, and added in f32.
+After the last tile, the lanes of each vector are added up. Meanwhile, later rows are prefetched.
+A row can end within a vector. Nothing beyond its end is read.
 """
 
 from typing import Any
@@ -13,16 +14,7 @@ import numpy as np
 
 from ....native.functions import native
 from ....native.isa import LANES
-from ....native.memory import (
-    free,
-    load_f32,
-    malloc,
-    prefetch,
-    set_word,
-    stack,
-    store_f32,
-    word,
-)
+from ....native.memory import free, load_f32, malloc, prefetch, set_word, stack, store_f32, word
 from ....native.simd.bytes import copy_by_fields, load_byte_table
 from ....native.simd.floats import (
     fma,
@@ -47,7 +39,7 @@ from ....native.simd.integers import (
     to_floats,
     zero_ints,
 )
-from ...common.kinds import INTEGER_PLANES
+from ...common.kinds import BITS, INTEGER_PLANES
 from ...common.limits import ROWS
 from ..operands.codes import load_table
 from ..operands.job import (
@@ -83,66 +75,199 @@ from ..operands.scales import (
     prefetch_tile_values,
     read_tile_values,
 )
-from .panel import BITS, WIDTH, reader
-from .panel import offset as code_offset
+from .panel import WIDTH, build_reader, code_offset
 
-#: How many rows of the matrix a part has; the last has the rest, too.
+#: The rows of the matrix in a part. The last part also has the rest.
 PART = 64
-#: Bytes on, or a few more, is what is fetched: so much is read in the time that memory takes.
+#: Prefetch the first rows that are at least this many bytes after the current ones.
 _AHEAD = 4096
-#: All lanes, as a power of two.
+#: The logarithm of `LANES`: a scale with this shift is for all lanes.
 _ALL_LANES = LANES.bit_length() - 1
-#: Codes of a group, at most.
+#: The most codes of a group.
 _GROUP = 8 * WIDTH
-_VECTOR, _FOUR = 4 * LANES, 4 * LANES * ROWS
+_VECTOR, _ROWS_OF_VECTORS = 4 * LANES, 4 * LANES * ROWS
+
+
+def _fields_of(kind: str) -> int:
+    """Return the codes per byte. Bit planes are decoded to one code per byte."""
+    return 1 if kind in INTEGER_PLANES else 8 // BITS[kind]
+
+
+def _build_products(kind: str) -> list[Any]:
+    """Return functions that multiply 1, 2 and 4 rows of x by `ROWS` rows of the matrix.
+
+    Their arguments are tuples, because Numba functions have no other structures:
+
+    - `x`: the address of the reordered activations, the bytes between rows, and the addresses of
+      the first int32 sums and of the sums over tiles, with the bytes between rows of the latter.
+    - `w`: the address of the codes, the bytes between rows, and the bytes to prefetch ahead.
+    - `x_scales`: the address of the scales, the bytes between rows, the logarithm of the lanes per
+      scale, and the bytes between tiles.
+    - `w_scales`: the address of the scales, the address of the minima or 0, the bytes between rows,
+      the logarithm of the lanes per scale, and the scales per row.
+    - `tiling`: the tiles per row, the groups per tile, and the lanes of the last group if not all.
+    - `table`: the table of codes. `y`, `next_y`: the address of the result, and the bytes between
+      its rows.
+    """
+    bits, fields, in_planes = BITS[kind], _fields_of(kind), kind in INTEGER_PLANES
+    group = WIDTH * fields
+    group_bytes = group * bits // 8
+    read = native(lambda table, codes, shift: codes) if in_planes else build_reader(kind)
+
+    def build_loader(rows: int) -> Any:
+        if in_planes:
+            return native(lambda w, stride, table: load_plane_fields(w, stride, rows, bits, table))
+        return native(lambda w, stride, table: load_ints(w, stride, rows, 1))
+
+    @native
+    def add_products(total, x, next_x, codes, table):
+        """Add the products of a group of codes in each row."""
+        for field in range(fields):
+            field_codes = read(table, codes, field * bits)
+            total = add_inner_bytes(total, x + field * WIDTH, next_x, field_codes)
+        return total
+
+    def build_sum(m: int, rows: int) -> Any:
+        """Return a function that multiplies m rows of x by some rows of the matrix, in lanes."""
+        add_minima, load_codes = build_minimum_adder(m, rows), build_loader(rows)
+
+        @native
+        def add_group(total, x, next_x, w, row_bytes, later, table):
+            for row in range(rows):
+                prefetch(w + row * row_bytes + later)
+            return add_products(total, x, next_x, load_codes(w, row_bytes, table), table)
+
+        if m == 1:  # then `scale_by_x` has multiplied the scales by those of x
+
+            @native
+            def add_tile(sums, total, x_scales, x_scale, scales, lanes):
+                return fma(to_floats(total), scales, sums)
+
+        else:
+
+            @native
+            def add_tile(sums, total, x_scales, x_scale, scales, lanes):
+                row_scales = load_repeated(x_scale, x_scales[1], m, x_scales[2], lanes)
+                return add_scaled_ints(sums, total, row_scales, scales)
+
+        @native
+        def sum_lanes(x, w, x_scales, w_scales, tiling, table):
+            group_x, next_x, start, x_sums, next_x_sums = x
+            group_w, row_bytes, later = w
+            scale, minimum, stride, shift, count = w_scales
+            tiles, groups, left = tiling
+            x_scale, next_x_scale = x_scales[0], x_scales[3]
+            next_start, next_scale = tiles * WIDTH, 4 * (LANES >> shift)
+            sums = zeros(m, rows)
+            if minimum != 0:
+                sums = add_minima(sums, x_sums, next_x_sums, minimum, stride, count)
+            for _ in range(tiles - 1 if left > 0 else tiles):
+                total = broadcast_vectors(start, next_start, m, rows)
+                for _ in range(groups):
+                    total = add_group(total, group_x, next_x, group_w, row_bytes, later, table)
+                    group_x, group_w = group_x + group, group_w + group_bytes
+                scales = load_repeated(scale, stride, rows, shift, LANES)
+                sums = add_tile(sums, total, x_scales, x_scale, scales, LANES)
+                scale, x_scale = scale + next_scale, x_scale + next_x_scale
+                start += WIDTH
+            if left > 0:
+                total = broadcast_vectors(start, next_start, m, rows)
+                for _ in range(groups - 1):
+                    total = add_group(total, group_x, next_x, group_w, row_bytes, later, table)
+                    group_x, group_w = group_x + group, group_w + group_bytes
+                codes = load_first_ints(group_w, row_bytes, rows, left)
+                total = add_products(total, group_x, next_x, codes, table)
+                scales = load_repeated(scale, stride, rows, shift, left)
+                sums = add_tile(sums, total, x_scales, x_scale, scales, left)
+            return sums
+
+        return sum_lanes
+
+    sum_lanes_of_1 = build_sum(1, 1)
+
+    @native
+    def multiply_1(x, w, x_scales, w_scales, tiling, table, y, next_y):
+        # One row after the other: with a single row of x, sequential reads are faster.
+        row_w, row_bytes, later = w
+        scale, minimum, stride, shift, count = w_scales
+        sums = stack(_ROWS_OF_VECTORS)
+        for row in range(ROWS):
+            w, w_scales = (row_w, row_bytes, later), (scale, minimum, stride, shift, count)
+            lanes = sum_lanes_of_1(x, w, x_scales, w_scales, tiling, table)
+            store(sums + row * _VECTOR, lanes)
+            row_w, scale = row_w + row_bytes, scale + stride
+            minimum = minimum + stride if minimum != 0 else 0
+        store_four_sums(y, next_y, load_floats(sums, _ROWS_OF_VECTORS, 1, ROWS))
+
+    def build_multiply(m: int) -> Any:
+        sum_lanes = build_sum(m, ROWS)
+
+        @native
+        def multiply(x, w, x_scales, w_scales, tiling, table, y, next_y):
+            store_four_sums(y, next_y, sum_lanes(x, w, x_scales, w_scales, tiling, table))
+
+        return multiply
+
+    return [multiply_1, build_multiply(2), build_multiply(4)]
+
+
+@native
+def _scale_by_x(job, batch, scales, count):
+    """Multiply rows of scales, `count` in all, by the scales of the single row of x."""
+    size = word(job, X_SCALES)
+    x_scale = word(job, X_SCALE) + 4 * batch * size
+    if size == 1:
+        factor = splat(load_f32(x_scale))
+        for i in range(0, count, LANES):
+            store(scales + 4 * i, scale_block(load(scales + 4 * i, 1), factor))
+        return
+    for row in range(scales, scales + 4 * count, 4 * size):
+        for i in range(0, size // LANES * 4 * LANES, _VECTOR):
+            store(row + i, scale_block(load(row + i, 1), load(x_scale + i, 1)))
+        for i in range(size // LANES * 4 * LANES, 4 * size, 4):
+            store_f32(row + i, load_f32(row + i) * load_f32(x_scale + i))
 
 
 def build(kind: str) -> JobFunctions:
     """Return the functions of the kernel for codes of a kind."""
-    offset = code_offset(kind)
-    bits, in_planes = BITS[kind], kind in INTEGER_PLANES
-    fields = 1 if in_planes else 8 // bits
-    group = WIDTH * fields  # codes of a vector of bytes
-    group_bytes = group * bits // 8
-    LANE = 4 * fields  # and of a lane of it
+    fields, offset = _fields_of(kind), code_offset(kind)
+    group = WIDTH * fields  # the codes of a vector of bytes
+    LANE = 4 * fields  # the codes of a 32-bit lane
+    multiply_1, multiply_2, multiply_4 = _build_products(kind)
 
-    if in_planes:
-        read = native(lambda table, codes, shift: codes)
+    if kind in INTEGER_PLANES:
         table_of = native(lambda job: load_table(word(job, TABLE)))
-
-        def loader(rows):
-            return native(
-                lambda w, next_row, table: load_plane_fields(w, next_row, rows, bits, table)
-            )
-
-        @native
-        def offset_of(job):
-            return np.int32(load_f32(word(job, TABLE) + 4))
-
+        offset_of = native(lambda job: np.int32(load_f32(word(job, TABLE) + 4)))
     else:
-        read = reader(kind)
         table_of = native(lambda job: load_byte_table(word(job, TABLE)))
-
-        def loader(rows):
-            return native(lambda w, next_row, table: load_ints(w, next_row, rows, 1))
-
         offset_of = native(lambda job: np.int32(offset))
 
     @native
-    def groups_of(job):
-        """Groups of a row, of which the last may have fewer codes; how many share int32 sums."""
+    def count_groups(job):
+        """Return the groups of a row, whose last may have fewer codes, and the groups per tile.
+
+        If tiles are smaller than a group, its lanes have several scales: it counts as one tile.
+        """
         return (word(job, C) + group - 1) // group, (word(job, TC) + group - 1) // group
 
     @native
-    def x_step(job):
-        """Bytes from a scale of activations to that of the next tile."""
-        return 4 if word(job, X_SCALES) > 1 else 0
+    def lanes_per_scale(job):
+        """Return the logarithm of the lanes of a vector that share a scale."""
+        tile, shift = word(job, TC), 0
+        while LANE << shift < tile and 1 << shift < LANES:
+            shift += 1
+        return shift
 
     def prepare(job):
+        """Reorder the activations, and sum them over tiles, if there are minima.
+
+        SCRATCH has the activations `[BATCH, M, groups * group]`, the first int32 sums, a vector per
+        tile of each row, and the sums over tiles.
+        """
         c = word(job, C)
-        groups, each = groups_of(job)
+        groups, per_tile = count_groups(job)
         rows = word(job, BATCH) * word(job, M)
-        size = groups * group + groups // each * WIDTH
+        size = groups * group + groups // per_tile * WIDTH
         size += tile_sums_bytes(job) if has_minima(job) else 0
         allocated = malloc(64 + rows * size)
         if allocated == 0:
@@ -153,9 +278,9 @@ def build(kind: str) -> JobFunctions:
         start, last = to + rows * groups * group, stack(_GROUP)
         for row in range(rows):
             x, left = word(job, X) + row * c, c
-            for _ in range(groups // each):
+            for _ in range(groups // per_tile):
                 total = zero_ints()
-                for _ in range(each):
+                for _ in range(per_tile):
                     if left < group:
                         copy_padded(last, x, left, group)
                         x = last
@@ -168,128 +293,15 @@ def build(kind: str) -> JobFunctions:
                 store_block(start, 0, multiply_ints(total, np.int32(-offset_of(job))))
                 start += WIDTH
         if has_minima(job):
+            scales = word(job, X_SCALES)
+            next_scale = 4 if scales > 1 else 0
             for row in range(rows):
-                scale, next = word(job, X_SCALE) + 4 * row * word(job, X_SCALES), x_step(job)
+                scale = word(job, X_SCALE) + 4 * row * scales
                 to = start + row * tile_sums_bytes(job)
-                write_scaled_tile_sums(job, word(job, X) + row * c, scale, next, to)
-
-    @native
-    def add_products(total, x, next_x, codes, table):
-        """Adds the products of a vector of codes in each row."""
-        for field in range(fields):
-            total = add_inner_bytes(
-                total, x + field * WIDTH, next_x, read(table, codes, field * bits)
-            )
-        return total
-
-    def summer(m: int, together: int) -> Any:
-        """Makes what multiplies m rows of x by some rows of the matrix: sums, in lanes."""
-        add_minima, load_codes = build_minimum_adder(m, together), loader(together)
-
-        @native
-        def add_group(total, x, next_x, w, row_bytes, later, table):
-            for row in range(together):
-                prefetch(w + row * row_bytes + later)
-            return add_products(total, x, next_x, load_codes(w, row_bytes, table), table)
-
-        if m == 1:  # then scales are multiplied by those of x already
-
-            @native
-            def add_tile(sums, total, of_x, x_scale, scales, lanes):
-                return fma(to_floats(total), scales, sums)
-
-        else:
-
-            @native
-            def add_tile(sums, total, of_x, x_scale, scales, lanes):
-                x_scales = load_repeated(x_scale, of_x[1], m, of_x[2], lanes)
-                return add_scaled_ints(sums, total, x_scales, scales)
-
-        @native
-        def summed(x, start, sums_of_x, of_x, place, of_scales, table):
-            next_x, tiles, each, left, w, row_bytes, later = place
-            scale, minimum, apart, shift, count, next_of_x = of_scales
-            x_scale, next_x_scale = of_x[0], of_x[3]
-            next_start, next_scale = tiles * WIDTH, 4 * (LANES >> shift)
-            sums = zeros(m, together)
-            if minimum != 0:
-                sums = add_minima(sums, sums_of_x, next_of_x, minimum, apart, count)
-            for _ in range(tiles - 1 if left > 0 else tiles):
-                total = broadcast_vectors(start, next_start, m, together)
-                for _ in range(each):
-                    total = add_group(total, x, next_x, w, row_bytes, later, table)
-                    x, w = x + group, w + group_bytes
-                scales = load_repeated(scale, apart, together, shift, LANES)
-                sums = add_tile(sums, total, of_x, x_scale, scales, LANES)
-                scale, x_scale = scale + next_scale, x_scale + next_x_scale
-                start += WIDTH
-            if left > 0:  # lanes of the last group
-                total = broadcast_vectors(start, next_start, m, together)
-                for _ in range(each - 1):
-                    total = add_group(total, x, next_x, w, row_bytes, later, table)
-                    x, w = x + group, w + group_bytes
-                codes = load_first_ints(w, row_bytes, together, left)
-                total = add_products(total, x, next_x, codes, table)
-                scales = load_repeated(scale, apart, together, shift, left)
-                sums = add_tile(sums, total, of_x, x_scale, scales, left)
-            return sums
-
-        return summed
-
-    summed_1 = summer(1, 1)
-
-    @native
-    def multiply_1(x, start, sums_of_x, of_x, place, of_scales, table, y, next_y):
-        """A row of the matrix after the other, in the order of memory: it is read sooner so."""
-        next_x, tiles, each, left, w, row_bytes, later = place
-        scale, minimum, apart, shift, count, next_of_x = of_scales
-        sums = stack(_FOUR)
-        for row in range(ROWS):
-            place = next_x, tiles, each, left, w, row_bytes, later
-            of_scales = scale, minimum, apart, shift, count, next_of_x
-            sum = summed_1(x, start, sums_of_x, of_x, place, of_scales, table)
-            store(sums + row * _VECTOR, sum)
-            w, scale = w + row_bytes, scale + apart
-            minimum = minimum + apart if minimum != 0 else 0
-        store_four_sums(y, next_y, load_floats(sums, _FOUR, 1, ROWS))
-
-    def multiplier(m: int) -> Any:
-        summed = summer(m, ROWS)
-
-        @native
-        def multiply(x, start, sums_of_x, of_x, place, of_scales, table, y, next_y):
-            store_four_sums(y, next_y, summed(x, start, sums_of_x, of_x, place, of_scales, table))
-
-        return multiply
-
-    multiply_2, multiply_4 = map(multiplier, (2, 4))
-
-    @native
-    def scale_by_x(job, batch, scales, count):
-        """Multiplies rows of scales, so many numbers, by the scales of the only row of x."""
-        size = word(job, X_SCALES)
-        x_scale = word(job, X_SCALE) + 4 * batch * size
-        if size == 1:
-            by = splat(load_f32(x_scale))
-            for i in range(0, count, LANES):
-                store(scales + 4 * i, scale_block(load(scales + 4 * i, 1), by))
-            return
-        for at in range(scales, scales + 4 * count, 4 * size):
-            for i in range(0, size // LANES * 4 * LANES, _VECTOR):
-                store(at + i, scale_block(load(at + i, 1), load(x_scale + i, 1)))
-            for i in range(size // LANES * 4 * LANES, 4 * size, 4):
-                store_f32(at + i, load_f32(at + i) * load_f32(x_scale + i))
+                write_scaled_tile_sums(job, word(job, X) + row * c, scale, next_scale, to)
 
     def count(job):
         return word(job, BATCH) * max(1, word(job, R) // PART)
-
-    @native
-    def shift_of(job):
-        """A scale is for so many lanes, as a power of two."""
-        tile, shift = word(job, TC), 0
-        while LANE << shift < tile and 1 << shift < LANES:
-            shift += 1
-        return shift
 
     def work(job, part):
         m, rows, row_bytes = word(job, M), word(job, R), word(job, ROW_BYTES)
@@ -298,19 +310,22 @@ def build(kind: str) -> JobFunctions:
         part = contiguous_part(part, parts, word(job, THREADS))
         first = part * PART
         last = rows if part + 1 == parts else first + PART
-        groups, each = groups_of(job)
-        tiles, next_x, shared = groups // each, groups * group, word(job, TR)
-        row_scales, left = word(job, C) // word(job, TC), word(job, C) % group // LANE
+
+        groups, per_tile = count_groups(job)
+        tiles, next_x, shared = groups // per_tile, groups * group, word(job, TR)
+        row_scales = word(job, C) // word(job, TC)
+        tiling = tiles, per_tile, word(job, C) % group // LANE
         all_x = word(job, BATCH) * m
         x = (word(job, SCRATCH) + 63) // 64 * 64
         start = x + all_x * next_x + batch * m * tiles * WIDTH
-        next_of_x = tile_sums_bytes(job)
-        sums_of_x = x + all_x * (next_x + tiles * WIDTH) + batch * m * next_of_x
+        next_x_sums = tile_sums_bytes(job)
+        x_sums = x + all_x * (next_x + tiles * WIDTH) + batch * m * next_x_sums
         x += batch * m * next_x
-        # Scales are read beforehand, all together: they are few, but for each row of the matrix.
-        row_of_scales = (batch * rows + first) // shared
-        numbers = ((batch * rows + last - 1) // shared + 1 - row_of_scales) * row_scales
-        size = 4 * numbers + WIDTH
+
+        # Read all scales of the part at once. A row of the matrix has few.
+        first_scales = (batch * rows + first) // shared
+        scale_count = ((batch * rows + last - 1) // shared + 1 - first_scales) * row_scales
+        size = 4 * scale_count + WIDTH
         needed = 2 * size if has_minima(job) else size
         scales = stack(STACK_BYTES)
         if needed > STACK_BYTES:
@@ -318,45 +333,45 @@ def build(kind: str) -> JobFunctions:
         if scales == 0:
             set_word(job, FAILED, 1)
             return
-        read_tile_values(job, SCALE, row_of_scales, 0, numbers, scales)
-        to_minimum = 0  # from a scale to the minimum of the same tile
+        read_tile_values(job, SCALE, first_scales, 0, scale_count, scales)
+        to_minimum = 0  # the bytes from a scale to the minimum of its tile, or 0
         if has_minima(job):
             to_minimum = size
-            read_tile_values(job, MINIMUM, row_of_scales, 0, numbers, scales + size)
+            read_tile_values(job, MINIMUM, first_scales, 0, scale_count, scales + size)
         if m == 1:
-            scale_by_x(job, batch, scales, numbers)
+            _scale_by_x(job, batch, scales, scale_count)
+
         ahead = (_AHEAD // row_bytes + ROWS) // ROWS * ROWS
-        shift, apart = shift_of(job), row_scales * 4 if shared == 1 else 0
-        x_apart, x_shift, next_x_scale = 4 * word(job, X_SCALES), shift, 4 * (LANES >> shift)
-        if word(job, X_SCALES) == 1:  # for all lanes of all tiles
-            x_shift, next_x_scale = _ALL_LANES, 0
+        shift, stride = lanes_per_scale(job), row_scales * 4 if shared == 1 else 0
+        next_x_scale, x_shift, next_x_tile = 4 * word(job, X_SCALES), shift, 4 * (LANES >> shift)
+        if word(job, X_SCALES) == 1:
+            x_shift, next_x_tile = _ALL_LANES, 0
         table, stored = table_of(job), locate_tile_values(job)
         for wanted in range(first, last, ROWS):
             n = min(wanted, last - ROWS)
-            number = batch * rows + n
-            w = word(job, W) + number * row_bytes
-            later = ahead * row_bytes
-            prefetch_tile_values(stored, number + PART, ROWS)
-            at = (number if shared == 1 else number // shared) - row_of_scales
-            scale = scales + at * row_scales * 4
+            w_row = batch * rows + n
+            w = word(job, W) + w_row * row_bytes, row_bytes, ahead * row_bytes
+            prefetch_tile_values(stored, w_row + PART, ROWS)
+            scale_row = (w_row if shared == 1 else w_row // shared) - first_scales
+            scale = scales + scale_row * row_scales * 4
             minimum = scale + to_minimum if to_minimum else 0
-            of_scales = (scale, minimum, apart, shift, row_scales, next_of_x)
-            place = (next_x, tiles, each, left, w, row_bytes, later)
+            w_scales = scale, minimum, stride, shift, row_scales
             row = 0
             while row < m:
                 few = 4 if m - row >= 4 else min(m, 2)
-                row = min(row, m - few)  # one that is left is multiplied with the one before it
-                at_x, at_start = x + row * next_x, start + row * tiles * WIDTH
-                at_sums, index = sums_of_x + row * next_of_x, batch * m + row
-                y, next_y = word(job, OUT) + 4 * (index * rows + n), 4 * rows
-                x_scale = word(job, X_SCALE) + index * x_apart
-                of_x = (x_scale, x_apart, x_shift, next_x_scale)
+                row = min(row, m - few)  # compute the row before a single last row twice
+                row_x, row_start = x + row * next_x, start + row * tiles * WIDTH
+                x_place = row_x, next_x, row_start, x_sums + row * next_x_sums, next_x_sums
+                x_row = batch * m + row
+                x_scale = word(job, X_SCALE) + x_row * next_x_scale
+                x_scales = x_scale, next_x_scale, x_shift, next_x_tile
+                y, next_y = word(job, OUT) + 4 * (x_row * rows + n), 4 * rows
                 if few == 4:
-                    multiply_4(at_x, at_start, at_sums, of_x, place, of_scales, table, y, next_y)
+                    multiply_4(x_place, w, x_scales, w_scales, tiling, table, y, next_y)
                 elif few == 2:
-                    multiply_2(at_x, at_start, at_sums, of_x, place, of_scales, table, y, next_y)
+                    multiply_2(x_place, w, x_scales, w_scales, tiling, table, y, next_y)
                 else:
-                    multiply_1(at_x, at_start, at_sums, of_x, place, of_scales, table, y, next_y)
+                    multiply_1(x_place, w, x_scales, w_scales, tiling, table, y, next_y)
                 row += few
         if needed > STACK_BYTES:
             free(scales)

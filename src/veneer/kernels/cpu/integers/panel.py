@@ -1,53 +1,91 @@
-"""A panel of decoded codes, and the product of activations by it.
+"""A panel of decoded codes, and the product of int8 activations with a panel.
 
-It has WIDTH columns: 4 vectors of lanes, each of which holds four codes of its column, as bytes
-without a sign. Where these come from, `rows.py` and `columns.py` know.
+A panel has `WIDTH` columns of the result and up to `BLOCK` codes of each column. Its rows are four
+vectors. A 32-bit lane holds four codes of one column, consecutive along K, as unsigned bytes: the
+operand of `add_outer_bytes`. An `Orientation` says how panels are made from the stored matrix.
 """
 
 from typing import Any, NamedTuple
 
 from ....native.functions import native
 from ....native.isa import HAS_VNNI, REGISTERS
-from ....native.memory import prefetch, store_f32
+from ....native.memory import prefetch
 from ....native.simd.bytes import OFFSET, look_up_bytes, to_unsigned
 from ....native.simd.floats import add_scaled, load, scale_rows, store_block
-from ....native.simd.integers import WIDTH, add_outer_bytes, broadcast_ints, load_ints, to_floats
-from ...common import kinds
+from ....native.simd.integers import (
+    WIDTH,
+    add_byte_sums,
+    add_outer_bytes,
+    broadcast_ints,
+    load_ints,
+    sum_lanes,
+    to_floats,
+    zero_ints,
+)
+from ...common.kinds import BITS
 
-#: Bytes of a row of a panel: of four codes or of one sum a column.
-PANEL = 4 * WIDTH
-#: How many codes of a column a panel may have. It fits the fastest cache.
+#: Bytes of a panel row: four codes per column. A row of sums, one per column, has the same size.
+PANEL_ROW = 4 * WIDTH
+#: The most codes of a column in a panel, so that the panel fits the L1 cache.
 BLOCK = 256
-#: Rows x vectors of sums that registers hold, beside what they are sums of.
-ROWS, COLUMNS = (6, 4) if HAS_VNNI else (4, 4) if REGISTERS == 32 else (2, 2)
-
-BITS = {kind: kinds.BITS[kind] for kind in (*kinds.INTEGERS, *kinds.INTEGER_PLANES)}
+#: The rows of activations and the vectors of columns whose sums are in registers at once.
+_ROWS, _COLUMNS = (6, 4) if HAS_VNNI else (4, 4) if REGISTERS == 32 else (2, 2)
 
 
 class Orientation(NamedTuple):
-    """How a matrix is cut into strips of panels; all but `panels` are functions for kernels."""
+    """A table of functions for one contracted side of the matrix: its rows or its columns.
 
-    panels: int  # of a strip
-    step: Any  # (rows) -> how many codes of a column to decode at once
-    sizes: Any  # (job) -> numbers that are contracted, columns of the result, numbers a tile
-    span: Any  # (k, count) -> where numbers begin in a block that has these, and its length
-    copy: Any  # (x, count, begin, to): brings activations into the order of the codes
-    fetch: Any  # (job, matrix, strip, k, length, scratch) -> address and stride of a strip's codes
-    decode: Any  # (address, stride, length, panel, table, to)
-    part: Any  # (job, leaf, strips) -> bytes for the scales, or minima, of so many strips
-    of_part: Any  # (job, leaf, batch, strip, strips, to) -> where these are, for `scales`
-    scales: Any  # (job, leaf, of_part, strip, tile, scratch, to): brings them into that order
-    write: Any  # (sums, stride, x_scale, scratch, to, count): writes a row of a strip
-    ahead: Any  # (job, matrix, strip, k, length, panel): for `multiply`, of that strip
+    The kernel in `blocks.py` is the same for both sides, except for these functions. It divides the
+    columns of the result into strips. An argument `leaf` is SCALE or MINIMUM, `strip` is the index
+    of a strip, and `tile` is the index of a tile along K.
+
+    **Arguments:**
+
+    - `panels`: the number of panels per strip.
+    - `decode_step(m)`: return how many codes along K to decode at once, for m rows of activations.
+    - `sizes(job)`: return K, N, and the number of codes along K that share a scale.
+    - `span(k, count)`: return the position of code k in the decoded panel of `count` codes from k
+      on, and the panel's length along K.
+    - `reorder(x, count, position, to)`: copy activations to the order of decoded codes.
+    - `fetch(job, matrix, strip, k, length, scratch)`: return the address and the stride of a
+      strip's codes. They are copied to `scratch` if they cannot be read in place.
+    - `decode(address, stride, length, panel, table, to)`: decode one panel of a fetched strip.
+    - `scales_bytes(job, leaf, strips)`: return the scratch memory that `part_scales` needs.
+    - `part_scales(job, leaf, batch, strip, strips, to)`: return the argument `scales` of
+      `load_scales` for a part, and read the scales to `to` if that memory is needed.
+    - `load_scales(job, leaf, scales, strip, tile, scratch, to)`: write a strip's f32 scales of one
+      tile in the order of the panels' columns.
+    - `write(sums, stride, x_scale, scratch, to, count)`: multiply a row of a strip's sums by
+      `x_scale`, and write `count` of them in the order of the result.
+    - `ahead(job, matrix, strip, k, length, panel)`: return the memory that `multiply` prefetches
+      for a later strip: the address, the stride, the rows, and the cache lines per row. The panels
+      of a strip share the rows.
+    """
+
+    panels: int
+    decode_step: Any
+    sizes: Any
+    span: Any
+    reorder: Any
+    fetch: Any
+    decode: Any
+    scales_bytes: Any
+    part_scales: Any
+    load_scales: Any
+    write: Any
+    ahead: Any
 
 
-def offset(kind: str) -> int:
-    """How much larger than what they are worth the codes are in a panel."""
+def code_offset(kind: str) -> int:
+    """Return the number that is added to codes to make them unsigned bytes."""
     return 0 if kind == "uint8" else OFFSET
 
 
-def reader(kind: str) -> Any:
-    """Returns what makes bytes of a panel of those of a matrix: (table, block, shift) -> block."""
+def build_reader(kind: str) -> Any:
+    """Return a function `(table, block, shift)` from stored bytes to unsigned codes.
+
+    Codes of fewer than 8 bits begin at bit `shift` of each byte, and are looked up in the table.
+    """
     if BITS[kind] < 8:
         return look_up_bytes
     if kind == "uint8":
@@ -55,77 +93,87 @@ def reader(kind: str) -> Any:
     return native(lambda table, block, shift: to_unsigned(block))
 
 
-def _multiply(rows: int) -> Any:
+def build_sum(step: int) -> Any:
+    """Return a function that sums `count` int8 activations, where `step` divides `count`."""
+
     @native
-    def multiply(x, stride, codes, steps, start, ints, sums, scale, of_x, first, last):
-        for column in range(0, PANEL, COLUMNS * WIDTH):
-            if first:
-                total = broadcast_ints(start, rows, COLUMNS)
+    def sum_activations(x, count):
+        total = zero_ints()
+        whole = count // WIDTH * WIDTH
+        for i in range(0, whole, WIDTH):
+            total = add_byte_sums(total, x + i, WIDTH)
+        for i in range(whole, count, step):
+            total = add_byte_sums(total, x + i, step)
+        return sum_lanes(total)
+
+    return sum_activations
+
+
+def _build_multiply(rows: int) -> Any:
+    @native
+    def multiply(x, stride, panel, places):
+        codes, steps, scale, is_first, is_last = panel
+        start, ints, sums, x_scale = places
+        for column in range(0, PANEL_ROW, _COLUMNS * WIDTH):
+            if is_first:
+                total = broadcast_ints(start, rows, _COLUMNS)
             else:
-                total = load_ints(ints + column, PANEL, rows, COLUMNS)
-            at_x, at_codes = x, codes + column
+                total = load_ints(ints + column, PANEL_ROW, rows, _COLUMNS)
+            step_x, step_codes = x, codes + column
             for _ in range(steps):
-                total = add_outer_bytes(total, at_x, stride, load_ints(at_codes, 0, 1, COLUMNS))
-                at_x += 4
-                at_codes += PANEL
-            if last:
-                by = load(scale + column, COLUMNS)
-                values = scale_rows(to_floats(total), of_x[0], of_x[1])
-                add_scaled(sums + column, PANEL, values, by)
+                step_w = load_ints(step_codes, 0, 1, _COLUMNS)
+                total = add_outer_bytes(total, step_x, stride, step_w)
+                step_x += 4
+                step_codes += PANEL_ROW
+            if is_last:
+                values = scale_rows(to_floats(total), x_scale[0], x_scale[1])
+                add_scaled(sums + column, PANEL_ROW, values, load(scale + column, _COLUMNS))
             else:
-                store_block(ints + column, PANEL, total)
+                store_block(ints + column, PANEL_ROW, total)
 
     return multiply
 
 
-_multiply_all, _multiply_4, _multiply_2, _multiply_1 = map(_multiply, (ROWS, 4, 2, 1))
+_multiply_all, _multiply_4, _multiply_2, _multiply_1 = map(_build_multiply, (_ROWS, 4, 2, 1))
 
 
 @native
-def multiply(count, x, stride, codes, steps, start, ints, sums, scale, x_scale, first, last, ahead):
-    """Adds the product of `count` rows of activations, `stride` bytes apart, by a panel to sums.
+def multiply(rows, x, stride, panel, start, ints, sums, x_scale, ahead):
+    """Multiply `rows` rows of activations, `stride` bytes apart, by a panel.
 
-    `start` has an i32 a row that int32 sums begin with, if this is the `first` block of a tile;
-    they are kept in `ints` until the `last`, where they are scaled and added to the `sums`. That of
-    activations is at an address, and so many bytes from row to row: `x_scale`.
-    Meanwhile, what is `ahead` is fetched: its address, and how many rows of how many lines.
+    The activations of a tile can be in several blocks. The int32 sums of a row begin with its entry
+    of `start`, i32 `[rows]`, and are kept in `ints` between blocks. After the last block of the
+    tile, they are multiplied by the scales of row and column, and added to the f32 `sums`.
+
+    **Arguments:**
+
+    - `panel`: the address of the codes, their number along K divided by 4, the address of the f32
+      scales, and whether this is the first and the last block of the tile.
+    - `x_scale`: the address of the first row's scale, and the bytes to the next row's.
+    - `ahead`: the memory to prefetch meanwhile, as `Orientation.ahead` returns.
     """
-    place, apart, rows, lines = ahead
-    each = (rows * lines * ROWS + count - 1) // count
+    address, ahead_stride, ahead_rows, lines = ahead
+    share = (ahead_rows * lines * _ROWS + rows - 1) // rows
     done, row = 0, 0
-    while row < count:
-        upto = min(done + each, rows * lines)
-        for i in range(done, upto):
-            prefetch(place + i // lines * apart + i % lines * 64)
-        done = upto
-        left = count - row
-        at_x, at_start = x + row * stride, start + 4 * row
-        at_ints, at_sums = ints + row * PANEL, sums + row * PANEL
-        of_x = (x_scale[0] + row * x_scale[1], x_scale[1])
-        if left >= ROWS:
-            _multiply_all(
-                at_x, stride, codes, steps, at_start, at_ints, at_sums, scale, of_x, first, last
-            )
-            row += ROWS
+    while row < rows:
+        end = min(done + share, ahead_rows * lines)
+        for i in range(done, end):
+            prefetch(address + i // lines * ahead_stride + i % lines * 64)
+        done = end
+        left = rows - row
+        row_x, row_start = x + row * stride, start + 4 * row
+        row_ints, row_sums = ints + row * PANEL_ROW, sums + row * PANEL_ROW
+        row_scale = x_scale[0] + row * x_scale[1], x_scale[1]
+        places = row_start, row_ints, row_sums, row_scale
+        if left >= _ROWS:
+            _multiply_all(row_x, stride, panel, places)
+            row += _ROWS
         elif left >= 4:
-            _multiply_4(
-                at_x, stride, codes, steps, at_start, at_ints, at_sums, scale, of_x, first, last
-            )
+            _multiply_4(row_x, stride, panel, places)
             row += 4
         elif left >= 2:
-            _multiply_2(
-                at_x, stride, codes, steps, at_start, at_ints, at_sums, scale, of_x, first, last
-            )
+            _multiply_2(row_x, stride, panel, places)
             row += 2
         else:
-            _multiply_1(
-                at_x, stride, codes, steps, at_start, at_ints, at_sums, scale, of_x, first, last
-            )
+            _multiply_1(row_x, stride, panel, places)
             row += 1
-
-
-@native
-def fill(address, number, count):
-    """Writes so many f32."""
-    for i in range(count):
-        store_f32(address + 4 * i, number)

@@ -1,8 +1,8 @@
-"""Where a panel of integer codes comes from if the rows of the matrix are contracted.
+"""Multiply many rows of int8 activations by integer codes, with rows contracted.
 
-A strip is WIDTH bytes of each row, and has a panel a field of a byte. Four rows at a time are
-interleaved, so that a lane has four codes of one column: the scales are brought into the order of
-columns that this gives, and the sums back out of it.
+A strip is `WIDTH` bytes of each row of the matrix. It has one panel per field, the position of a
+code in a byte. Four rows at a time are interleaved, so that a 32-bit lane holds four codes of one
+column. This changes the order of columns: scales are brought into the same order, and sums back.
 """
 
 import functools
@@ -12,29 +12,30 @@ from ....native.memory import load_f32, load_i8, stack, store_f32, store_i8, wor
 from ....native.simd.bytes import copy_by_fields, from_panels, load_interleaved, to_panels
 from ....native.simd.floats import load, scale_block, splat, store, store_block
 from ....native.simd.integers import load_floats
+from ...common.kinds import BITS
 from ..operands.job import ROW_BYTES, TC, TR, C, JobFunctions, R
 from ..operands.scales import is_f32, read_tile_values
 from . import blocks
-from .panel import BITS, BLOCK, PANEL, WIDTH, Orientation, fill, offset, reader
+from .panel import BLOCK, PANEL_ROW, WIDTH, Orientation, build_reader, code_offset
 
 
 def build(kind: str) -> JobFunctions:
     """Return the functions of the kernel for codes of a kind."""
-    return blocks.functions_of(orientation(kind), offset(kind))
+    return blocks.build_functions(orientation(kind), code_offset(kind))
 
 
 @functools.cache
 def orientation(kind: str) -> Orientation:
-    """Returns the functions for a kind of codes."""
-    bits, read = BITS[kind], reader(kind)
+    """Return the functions for contracted rows with codes of a kind."""
+    bits, read = BITS[kind], build_reader(kind)
     fields = 8 // bits
     vectors = 4 * fields
-    NUMBERS = PANEL * fields + WIDTH  # bytes of the scales of a strip, at most
+    SCALES = PANEL_ROW * fields + WIDTH  # the most bytes of a strip's scales
 
     @native
-    def step(m):
-        # Each row of the matrix is in memory of its own. The fewer of them are read at once, the
-        # more of a row is read before the next, and the more often are sums gone through.
+    def decode_step(m):
+        # Rows of the matrix are far apart in memory. With fewer rows at once, more of a row is read
+        # before the next row, but the sums are loaded and stored more often.
         if m <= 12:
             return 16
         return 64 if m <= 96 else BLOCK
@@ -48,7 +49,8 @@ def orientation(kind: str) -> Orientation:
         return 0, (count + 3) // 4 * 4
 
     @native
-    def copy(x, count, begin, to):
+    def reorder(x, count, position, to):
+        # Interleaving keeps the order along K, so copy 16 bytes at a time.
         whole = count // 16 * 16
         for i in range(0, whole, 16):
             copy_by_fields(x + i, to + i, 1, 16)
@@ -62,8 +64,8 @@ def orientation(kind: str) -> Orientation:
         columns = row_bytes - strip * WIDTH
         if rows >= length and columns >= WIDTH:
             return address, row_bytes
-        # Nothing beyond the matrix is read. What is in scratch instead is multiplied by zeros, or
-        # is of columns that are not written.
+        # Read nothing beyond the matrix. Scratch memory that is not written is multiplied by
+        # activations of 0, or belongs to columns that are not in the result.
         for row in range(min(rows, length)):
             for i in range(min(columns, WIDTH)):
                 store_i8(scratch + row * WIDTH + i, load_i8(address + row * row_bytes + i))
@@ -72,8 +74,8 @@ def orientation(kind: str) -> Orientation:
     @native
     def ahead(job, matrix, strip, k, length, panel):
         row_bytes = word(job, ROW_BYTES)
-        part = (length + fields - 1) // fields
-        return matrix + (k + panel * part) * row_bytes + strip * WIDTH, row_bytes, part, 1
+        rows = (length + fields - 1) // fields
+        return matrix + (k + panel * rows) * row_bytes + strip * WIDTH, row_bytes, rows, 1
 
     @native
     def decode(address, stride, length, panel, table, to):
@@ -81,18 +83,18 @@ def orientation(kind: str) -> Orientation:
         for _ in range(length // 4):
             store_block(to, 0, read(table, load_interleaved(address, stride), shift))
             address += 4 * stride
-            to += PANEL
+            to += PANEL_ROW
 
     @native
-    def part(job, leaf, strips):
+    def scales_bytes(job, leaf, strips):
         return 0
 
     @native
-    def of_part(job, leaf, batch, strip, strips, to):
-        return batch * (word(job, R) // word(job, TR))  # the first row of them
+    def part_scales(job, leaf, batch, strip, strips, to):
+        return batch * (word(job, R) // word(job, TR))  # the index of their first row
 
     @native
-    def scales(job, leaf, row, strip, tile, scratch, to):
+    def load_scales(job, leaf, row, strip, tile, scratch, to):
         columns, shared = word(job, C), word(job, TC)
         first = strip * WIDTH * fields
         count = min(columns - first, WIDTH * fields)
@@ -102,14 +104,17 @@ def orientation(kind: str) -> Orientation:
         elif shared == 1:
             read_tile_values(job, leaf, row, first, count, scratch)
         else:
-            i, numbers = 0, stack(NUMBERS)
-            of = first // shared
-            read_tile_values(job, leaf, row, of, (first + count - 1) // shared + 1 - of, numbers)
+            i, scales = 0, stack(SCALES)
+            first_scale = first // shared
+            scale_count = (first + count - 1) // shared + 1 - first_scale
+            read_tile_values(job, leaf, row, first_scale, scale_count, scales)
             while i < count:
-                number, within = divmod(first + i, shared)
-                run = min(shared - within, count - i)
-                fill(scratch + 4 * i, load_f32(numbers + 4 * (number - of)), run)
-                i += run
+                index, within = divmod(first + i, shared)
+                scale = load_f32(scales + 4 * (index - first_scale))
+                end = min(i + shared - within, count)
+                for column in range(i, end):
+                    store_f32(scratch + 4 * column, scale)
+                i = end
         store(to, to_panels(load(address, vectors), fields))
 
     @native
@@ -124,5 +129,6 @@ def orientation(kind: str) -> Orientation:
                 store_f32(to + 4 * i, load_f32(scratch + 4 * i))
 
     return Orientation(
-        fields, step, sizes, span, copy, fetch, decode, part, of_part, scales, write, ahead
+        *(fields, decode_step, sizes, span, reorder, fetch, decode),
+        *(scales_bytes, part_scales, load_scales, write, ahead),
     )

@@ -1,14 +1,15 @@
-"""Products of few rows of int8 activations with integer codes, where rows are contracted.
+"""Multiply a few rows of int8 activations by integer codes, with rows contracted.
 
-What counts is how fast the matrix is read, and it is read once, as it lies. A block is so many rows
-of the matrix, side by side in memory; it is swept from left to right, a strip of WIDTH bytes of
-each row at a time. Four rows are interleaved in registers, as for a panel, and multiplied from
-there. While a block is swept, the same place of the next is fetched.
+Reading the matrix takes most of the time, so each byte is read once, in the order of memory. K is
+divided into splits (split-K), and N into strips of `WIDTH` bytes of each row of the matrix. A part
+computes a range of strips of one split. It takes a block of a few rows of the matrix, and sweeps it
+strip by strip. Four rows at a time are interleaved in registers, so that a 32-bit lane holds four
+codes of one column, and are multiplied there. A sweep prefetches the same place of a later block.
 
-Parts have rows of the matrix each, and most or all columns: narrow ones would look up each page of
-memory again. So there is a sum for each depth of a result, and other parts, after these, add them
-up: int32 sums where depths are of the same tile, which is then scaled, or else f32 sums of whole
-tiles. How many depths there are has nothing to do with threads, and so the result has not.
+Parts have most or all columns, because narrow parts would look up each page of memory again. The
+last parts add up the splits of a result: as int32 if they belong to one tile, which is then scaled,
+otherwise as f32 sums of whole tiles. The number of splits, and therefore the result, does not
+depend on the number of threads.
 """
 
 from typing import Any
@@ -19,7 +20,6 @@ from ....native.functions import native, prevent_inlining
 from ....native.memory import (
     free,
     load_f32,
-    load_i8,
     load_i32,
     malloc,
     prefetch,
@@ -27,22 +27,13 @@ from ....native.memory import (
     set_word,
     stack,
     store_f32,
-    store_i8,
     store_i32,
     word,
 )
 from ....native.simd.bytes import load_byte_table, load_interleaved
 from ....native.simd.floats import add_scaled, load, scale_rows, splat, store, store_block, zeros
-from ....native.simd.integers import (
-    add_blocks,
-    add_byte_sums,
-    add_outer_bytes,
-    concatenate,
-    load_ints,
-    sum_lanes,
-    to_floats,
-    zero_ints,
-)
+from ....native.simd.integers import add_blocks, add_outer_bytes, concatenate, load_ints, to_floats
+from ...common.kinds import BITS
 from ..operands.job import (
     BATCH,
     FAILED,
@@ -64,295 +55,295 @@ from ..operands.job import (
     X,
     free_scratch,
 )
-from . import rows
-from .panel import BITS, PANEL, WIDTH, reader
-from .panel import offset as code_offset
+from .panel import PANEL_ROW, WIDTH, build_reader, build_sum, code_offset
+from .rows import orientation
 
-#: Rows of a block, if x has more than one; else four, for rows are read sooner one after the other.
+#: The rows of the matrix in a block. With one row of x, a smaller block is faster, because its rows
+#: are read sooner after each other.
 _BLOCK, _BLOCK_OF_1 = 32, 4
-#: Bytes on, or a few more, is what is fetched while a block is swept, or else the next block.
+#: Prefetch the first block that is at least this many bytes after the current one.
 _AHEAD = 8192
-#: Depths, at most, and rows that each has at least.
-_DEPTHS, _DEPTH = 4, 128
-#: Columns of a part, times rows of x, at most: their sums stay in the caches.
+#: The most splits of K, and the fewest codes along K in each.
+_SPLITS, _SPLIT = 4, 128
+#: The most columns of a part, times rows of x, so that their sums stay in the caches.
 _COLUMNS = 8192
-#: Strips that a part adds up.
-_ADDED = 16
+#: The strips that one of the last parts adds up.
+_ADDED_STRIPS = 16
 _ONE = np.float32(1)
 
-
-@native
-def _sum_of(x, count):
-    """The sum of so many activations, a multiple of four."""
-    total = zero_ints()
-    whole = count // WIDTH * WIDTH
-    for i in range(0, whole, WIDTH):
-        total = add_byte_sums(total, x + i, WIDTH)
-    for i in range(whole, count, 4):
-        total = add_byte_sums(total, x + i, 4)
-    return sum_lanes(total)
+_sum_activations = build_sum(4)
 
 
 @native
-def _pack(x, stride, rows, depth, to):
-    """Copies activations so that the fours of all rows that meet the same codes are neighbours."""
-    for k in range(0, depth, 4):
+def _pack(x, stride, rows, count, to):
+    """Interleave rows of activations, in groups of four codes along K, for `sweep`."""
+    for k in range(0, count, 4):
         for row in range(rows):
             store_i32(to + k * rows + 4 * row, load_i32(x + row * stride + k))
 
 
 @native
-def _copy(w, stride, rows, size, to):
-    """Copies so many bytes of each row to rows of WIDTH bytes, which is returned."""
-    for row in range(rows):
-        for byte in range(size):
-            store_i8(to + row * WIDTH + byte, load_i8(w + row * stride + byte))
-    return WIDTH
+def _divide_k(job):
+    """Return the number of splits, the splits per tile, and the codes along K per split.
 
-
-@native
-def _depths(job):
-    """How many depths there are, how many of them a tile has, and how many rows each has."""
+    The splits per tile are 0 if a split consists of whole tiles.
+    """
     k, tile = word(job, R), word(job, TR)
-    wanted = max(1, min(_DEPTHS, k // _DEPTH))
-    each = max(1, wanted * tile // k)
-    if each > 1 or tile * wanted > k:
-        length = ((tile + each - 1) // each + 3) // 4 * 4
-        each = (tile + length - 1) // length
-        return k // tile * each, each, length
+    wanted = max(1, min(_SPLITS, k // _SPLIT))
+    per_tile = max(1, wanted * tile // k)
+    if per_tile > 1 or tile * wanted > k:
+        length = ((tile + per_tile - 1) // per_tile + 3) // 4 * 4
+        per_tile = (tile + length - 1) // length
+        return k // tile * per_tile, per_tile, length
     length = (k // tile + wanted - 1) // wanted * tile
     return (k + length - 1) // length, 0, length
+
+
+def _build_sweep(kind: str) -> Any:
+    """Return a function that multiplies rows of x by the strips of a block."""
+    bits, read = BITS[kind], build_reader(kind)
+    fields = 8 // bits
+    strip_bytes = fields * PANEL_ROW
+
+    def build_product(rows: int) -> Any:
+        together = 2 if rows <= 2 and fields > 1 else 1  # fields whose sums fit into registers
+        columns = 4 * together
+        # With more rows, it takes longer until a sweep reaches the prefetched memory.
+        fetch = prefetch if rows == 1 else prefetch_for_later
+
+        @native
+        def product(m, x, w, stride, count, strips, ints, table, later):
+            prevent_inlining()
+            for _ in range(strips):
+                for field in range(0, fields, together):
+                    to, group_x = ints + field * PANEL_ROW, x
+                    total = load_ints(to, strip_bytes, rows, columns)
+                    group_w, fetched = w, later
+                    for _ in range(0, count, 4):
+                        if field == 0:
+                            for row in range(4):
+                                fetch(fetched + row * stride)
+                        stored = load_interleaved(group_w, stride)
+                        codes = read(table, stored, field * bits)
+                        if together == 2:
+                            codes = concatenate(codes, read(table, stored, (field + 1) * bits))
+                        total = add_outer_bytes(total, group_x, 4, codes)
+                        group_x += 4 * m
+                        group_w, fetched = group_w + 4 * stride, fetched + 4 * stride
+                    store_block(to, strip_bytes, total)
+                w, later, ints = w + WIDTH, later + WIDTH, ints + m * strip_bytes
+
+        return product
+
+    product_of_1, product_of_2, product_of_4 = map(build_product, (1, 2, 4))
+
+    @native
+    def sweep(m, x, w, stride, count, strips, ints, table, later):
+        """Add to int32 sums the products of m packed rows of x with strips of a block.
+
+        **Arguments:**
+
+        - `w`, `stride`: the address of the block, and the bytes between its `count` rows.
+        - `ints`: the address of the sums, `[strips, m]` strips of `strip_bytes` bytes.
+        - `later`: the address of a later block, to prefetch.
+        """
+        row = 0
+        while row < m:
+            row_x, to = x + 4 * row, ints + row * strip_bytes
+            if m - row >= 4:
+                product_of_4(m, row_x, w, stride, count, strips, to, table, later)
+                row += 4
+            elif m - row >= 2:
+                product_of_2(m, row_x, w, stride, count, strips, to, table, later)
+                row += 2
+            else:
+                product_of_1(m, row_x, w, stride, count, strips, to, table, later)
+                row += 1
+
+    return sweep
 
 
 def build(kind: str) -> JobFunctions:
     """Return the functions of the kernel for codes of a kind."""
     offset = code_offset(kind)
-    bits, read = BITS[kind], reader(kind)
-    fields = 8 // bits
-    orientation = rows.orientation(kind)
-    width = fields * WIDTH  # columns of a strip
-    strip_size = fields * PANEL  # bytes of its sums, for a row of x
+    sweep = _build_sweep(kind)
+    side = orientation(kind)
+    fetch, load_scales, write = side.fetch, side.load_scales, side.write
+    width = side.panels * WIDTH  # the columns of a strip
+    strip_bytes = side.panels * PANEL_ROW  # the sums of a strip, for one row of x
 
     @native
-    def strips_of(job):
-        """How many strips there are, and how many a part has that multiplies."""
-        depths, _, _ = _depths(job)
+    def divide_strips(job):
+        """Return the number of strips, and the number per multiplying part."""
+        splits, _, _ = _divide_k(job)
         strips = (word(job, C) + width - 1) // width
-        parts = (2 * word(job, THREADS) + depths - 1) // depths
-        each = min(_COLUMNS // word(job, M) // width, (strips + parts - 1) // parts)
-        return strips, max(1, each)
+        parts = (2 * word(job, THREADS) + splits - 1) // splits
+        per_part = min(_COLUMNS // word(job, M) // width, (strips + parts - 1) // parts)
+        return strips, max(1, per_part)
 
     def prepare(job):
-        depths, _, _ = _depths(job)
-        strips, each = strips_of(job)
-        of_depth = word(job, BATCH) * strips * word(job, M) * strip_size
-        allocated = malloc(64 + depths * of_depth)
+        splits, _, _ = _divide_k(job)
+        strips, per_part = divide_strips(job)
+        split_bytes = word(job, BATCH) * strips * word(job, M) * strip_bytes
+        allocated = malloc(64 + splits * split_bytes)
         if allocated == 0:
             set_word(job, FAILED, 1)
             return
         set_word(job, SCRATCH, allocated)
-        set_word(job, FIRST, word(job, BATCH) * depths * ((strips + each - 1) // each))
+        set_word(job, FIRST, word(job, BATCH) * splits * ((strips + per_part - 1) // per_part))
 
     def count(job):
-        strips, _ = strips_of(job)
-        return word(job, FIRST) + word(job, BATCH) * ((strips + _ADDED - 1) // _ADDED)
+        strips, _ = divide_strips(job)
+        return word(job, FIRST) + word(job, BATCH) * ((strips + _ADDED_STRIPS - 1) // _ADDED_STRIPS)
 
     @native
-    def sums_of(job, batch, depth, strip):
-        """Where sums of a depth are: `[BATCH, depths, strips, M]` of strips."""
-        depths, _, _ = _depths(job)
-        strips, _ = strips_of(job)
-        index = (batch * depths + depth) * strips + strip
-        return (word(job, SCRATCH) + 63) // 64 * 64 + index * word(job, M) * strip_size
-
-    def product(rows: int) -> Any:
-        together = 2 if rows <= 2 and fields > 1 else 1  # fields whose sums registers hold
-        columns = 4 * together
-        fetch = prefetch if rows == 1 else prefetch_for_later  # more rows take longer to get there
-
-        @native
-        def product(m, x, w, stride, depth, strips, ints, table, later):
-            """Adds to int32 sums the products of some rows of x with strips of a block."""
-            prevent_inlining()
-            for _ in range(strips):
-                for field in range(0, fields, together):
-                    to, at_x = ints + field * PANEL, x
-                    total = load_ints(to, strip_size, rows, columns)
-                    place, fetched = w, later
-                    for _ in range(0, depth, 4):
-                        if field == 0:
-                            for row in range(4):
-                                fetch(fetched + row * stride)
-                        bytes = load_interleaved(place, stride)
-                        codes = read(table, bytes, field * bits)
-                        if together == 2:
-                            codes = concatenate(codes, read(table, bytes, (field + 1) * bits))
-                        total = add_outer_bytes(total, at_x, 4, codes)
-                        at_x += 4 * m
-                        place, fetched = place + 4 * stride, fetched + 4 * stride
-                    store_block(to, strip_size, total)
-                w, later, ints = w + WIDTH, later + WIDTH, ints + m * strip_size
-
-        return product
-
-    product_of_1, product_of_2, product_of_4 = map(product, (1, 2, 4))
+    def sums_address(job, batch, split, strip):
+        """Return the address of a strip's sums in SCRATCH, `[BATCH, splits, strips, M]`."""
+        splits, _, _ = _divide_k(job)
+        strips, _ = divide_strips(job)
+        index = (batch * splits + split) * strips + strip
+        return (word(job, SCRATCH) + 63) // 64 * 64 + index * word(job, M) * strip_bytes
 
     @native
-    def sweep(m, x, w, stride, depth, strips, ints, table, later):
-        """Adds to int32 sums the products with strips of a block."""
-        row = 0
-        while row < m:
-            at_x, to = x + 4 * row, ints + row * strip_size
-            if m - row >= 4:
-                product_of_4(m, at_x, w, stride, depth, strips, to, table, later)
-                row += 4
-            elif m - row >= 2:
-                product_of_2(m, at_x, w, stride, depth, strips, to, table, later)
-                row += 2
-            else:
-                product_of_1(m, at_x, w, stride, depth, strips, to, table, later)
-                row += 1
-
-    @native
-    def begin(m, x, x_stride, length, strips, ints):
-        """Writes what int32 sums begin with, for so many rows of the matrix."""
+    def start_sums(m, x, x_stride, length, strips, ints):
+        """Write the first int32 sums: the sum of x over `length` codes, times minus the offset."""
         for row in range(m):
-            start = np.int32(-offset * _sum_of(x + row * x_stride, length))
+            start = np.int32(-offset * _sum_activations(x + row * x_stride, length))
             for strip in range(strips):
-                at = ints + (strip * m + row) * strip_size
-                for i in range(0, strip_size, 4):
-                    store_i32(at + i, start)
+                to = ints + (strip * m + row) * strip_bytes
+                for i in range(0, strip_bytes, 4):
+                    store_i32(to + i, start)
 
     @native
-    def end(job, batch, tile, strip, ints, sums, scale, scratch):
-        """Adds int32 sums of a strip, times the scales of a tile, to f32 ones."""
+    def add_scaled_ints(job, batch, tile, strip, ints, sums, scale, scratch):
+        """Multiply the int32 sums of a strip by the scales of a tile, and add them to f32 sums."""
         first = batch * (word(job, R) // word(job, TR))
-        orientation.scales(job, SCALE, first, strip, tile, scratch, scale)
+        load_scales(job, SCALE, first, strip, tile, scratch, scale)
         m, x_scales, one = word(job, M), word(job, X_SCALES), stack(4)
         store_f32(one, 1)
         for row in range(m):
-            # Where all tiles share one, sums are multiplied by it at last.
+            # A scale that all tiles share is applied when the result is written.
             x_scale = word(job, X_SCALE) + 4 * ((batch * m + row) * x_scales + tile)
             x_scale = x_scale if x_scales > 1 else one
-            to = row * strip_size
-            for at in range(to, to + strip_size, PANEL):
+            to = row * strip_bytes
+            for at in range(to, to + strip_bytes, PANEL_ROW):
                 total = to_floats(load_ints(ints + at, 0, 1, 4))
                 total = scale_rows(total, x_scale, 0)
                 add_scaled(sums + at, 0, total, load(scale + at - to, 4))
 
     @native
-    def multiply(job, part):
+    def multiply_part(job, part):
         m, stride, x_stride = word(job, M), word(job, ROW_BYTES), word(job, R)
-        depths, of_tile, length = _depths(job)
-        strips, each = strips_of(job)
-        rest, first_strip = divmod(part, (strips + each - 1) // each)
-        batch, depth = divmod(rest, depths)
-        first_strip *= each
-        # Of the last strip, there may be fewer bytes, and what is behind them may be no memory.
-        strips = min(each, strips - first_strip)
-        there = min(WIDTH, stride - (first_strip + strips - 1) * WIDTH)
-        whole = strips if there == WIDTH else strips - 1
-        size = strips * m * strip_size
-        allocated = malloc(64 + size + 2 * strip_size + _BLOCK * (WIDTH + m))
+        splits, per_tile, length = _divide_k(job)
+        strips, per_part = divide_strips(job)
+        rest, first_strip = divmod(part, (strips + per_part - 1) // per_part)
+        batch, split = divmod(rest, splits)
+        first_strip *= per_part
+        strips = min(per_part, strips - first_strip)
+        # The last strip of the matrix can have fewer bytes. `fetch` copies them.
+        whole = min(strips, stride // WIDTH - first_strip)
+        size = strips * m * strip_bytes
+        allocated = malloc(64 + size + 2 * strip_bytes + _BLOCK * (WIDTH + m))
         if allocated == 0:
             set_word(job, FAILED, 1)
             return
         ints = (allocated + 63) // 64 * 64
         scale = ints + size
-        scratch = scale + strip_size
-        copied = scratch + strip_size
+        scratch = scale + strip_bytes
+        copied = scratch + strip_bytes
         packed = copied + _BLOCK * WIDTH
-        sums = sums_of(job, batch, depth, first_strip)
-        if of_tile:
+        sums = sums_address(job, batch, split, first_strip)
+        if per_tile:
             ints = sums
-            tile, at = divmod(depth, of_tile)
-            row = tile * word(job, TR) + at * length
+            tile, within = divmod(split, per_tile)
+            row = tile * word(job, TR) + within * length
             last = min(row + length, (tile + 1) * word(job, TR))
         else:
-            row, last = depth * length, min((depth + 1) * length, word(job, R))
+            row, last = split * length, min((split + 1) * length, word(job, R))
             for i in range(0, size, WIDTH):
                 store(sums + i, zeros(1, 1))
         table = load_byte_table(word(job, TABLE))
         x = word(job, X) + batch * m * x_stride
-        matrix = word(job, W) + batch * word(job, R) * stride + first_strip * WIDTH
+        matrix = word(job, W) + batch * word(job, R) * stride
         block = _BLOCK if m > 1 else _BLOCK_OF_1
         ahead = max(block, (_AHEAD // stride + 3) // 4 * 4) * stride
         while row < last:
             tile = row // word(job, TR)
             tile_end = min(last, (tile + 1) * word(job, TR))
-            begin(m, x + row, x_stride, tile_end - row, strips, ints)
+            start_sums(m, x + row, x_stride, tile_end - row, strips, ints)
             while row < tile_end:
-                rows, w = min(block, tile_end - row), matrix + row * stride
+                rows, w = min(block, tile_end - row), matrix + row * stride + first_strip * WIDTH
                 _pack(x + row, x_stride, m, rows, packed)
                 sweep(m, packed, w, stride, rows, whole, ints, table, w + ahead)
                 if whole < strips:
-                    wide = _copy(w + whole * WIDTH, stride, rows, there, copied)
-                    to = ints + whole * m * strip_size
-                    sweep(m, packed, copied, wide, rows, strips - whole, to, table, copied)
+                    fetch(job, matrix, first_strip + whole, row, rows, copied)
+                    to = ints + whole * m * strip_bytes
+                    sweep(m, packed, copied, WIDTH, rows, strips - whole, to, table, copied)
                 row += rows
-            if not of_tile:
+            if not per_tile:
                 for i in range(strips):
-                    to = i * m * strip_size
-                    end(job, batch, tile, first_strip + i, ints + to, sums + to, scale, scratch)
+                    at, strip = i * m * strip_bytes, first_strip + i
+                    add_scaled_ints(job, batch, tile, strip, ints + at, sums + at, scale, scratch)
         free(allocated)
 
     @native
-    def add_ints(job, batch, strip, sums, scale, scratch):
-        """Adds up int32 sums of each tile, and these, scaled, to f32 sums."""
-        depths, of_tile, _ = _depths(job)
-        size = word(job, M) * strip_size
+    def add_splits_of_tiles(job, batch, strip, sums, scale, scratch):
+        """Add up the int32 sums of each tile, and write their scaled sums to `sums`."""
+        splits, per_tile, _ = _divide_k(job)
+        size = word(job, M) * strip_bytes
         for i in range(0, size, WIDTH):
             store(sums + i, zeros(1, 1))
-        for tile in range(depths // of_tile):
-            ints = sums_of(job, batch, tile * of_tile, strip)
-            for depth in range(1, of_tile):
-                others = sums_of(job, batch, tile * of_tile + depth, strip)
+        for tile in range(splits // per_tile):
+            ints = sums_address(job, batch, tile * per_tile, strip)
+            for split in range(1, per_tile):
+                others = sums_address(job, batch, tile * per_tile + split, strip)
                 for i in range(0, size, WIDTH):
                     total = add_blocks(load_ints(ints + i, 0, 1, 1), load_ints(others + i, 0, 1, 1))
                     store_block(ints + i, 0, total)
-            end(job, batch, tile, strip, ints, sums, scale, scratch)
+            add_scaled_ints(job, batch, tile, strip, ints, sums, scale, scratch)
 
     @native
-    def add_floats(job, batch, strip):
-        """Adds up the f32 sums of all depths to those of the first."""
-        sums = sums_of(job, batch, 0, strip)
-        depths, _, _ = _depths(job)
-        for depth in range(1, depths):
-            others = sums_of(job, batch, depth, strip)
-            for i in range(0, word(job, M) * strip_size, WIDTH):
+    def add_splits(job, batch, strip):
+        """Add the f32 sums of all splits into the first split. Return the address of the sums."""
+        sums = sums_address(job, batch, 0, strip)
+        splits, _, _ = _divide_k(job)
+        for split in range(1, splits):
+            others = sums_address(job, batch, split, strip)
+            for i in range(0, word(job, M) * strip_bytes, WIDTH):
                 add_scaled(sums + i, 0, load(others + i, 1), splat(_ONE))
         return sums
 
     @native
-    def add_up(job, part):
+    def add_part(job, part):
+        """Add up the splits of a range of strips, and write the result."""
         m, c = word(job, M), word(job, C)
-        _, of_tile, _ = _depths(job)
-        strips, _ = strips_of(job)
-        batch, first = divmod(part, (strips + _ADDED - 1) // _ADDED)
-        first *= _ADDED
-        allocated = malloc(64 + (m + 2) * strip_size)
+        _, per_tile, _ = _divide_k(job)
+        strips, _ = divide_strips(job)
+        batch, first = divmod(part, (strips + _ADDED_STRIPS - 1) // _ADDED_STRIPS)
+        first *= _ADDED_STRIPS
+        allocated = malloc(64 + (m + 2) * strip_bytes)
         if allocated == 0:
             set_word(job, FAILED, 1)
             return
         scale = (allocated + 63) // 64 * 64
-        scratch, is_one = scale + strip_size, word(job, X_SCALES) == 1
-        for strip in range(first, min(first + _ADDED, strips)):
-            if of_tile:
-                sums = scratch + strip_size
-                add_ints(job, batch, strip, sums, scale, scratch)
+        scratch, has_one_scale = scale + strip_bytes, word(job, X_SCALES) == 1
+        for strip in range(first, min(first + _ADDED_STRIPS, strips)):
+            if per_tile:
+                sums = scratch + strip_bytes
+                add_splits_of_tiles(job, batch, strip, sums, scale, scratch)
             else:
-                sums = add_floats(job, batch, strip)
+                sums = add_splits(job, batch, strip)
             for row in range(batch * m, (batch + 1) * m):
-                x_scale = load_f32(word(job, X_SCALE) + 4 * row) if is_one else _ONE
+                x_scale = load_f32(word(job, X_SCALE) + 4 * row) if has_one_scale else _ONE
                 to = word(job, OUT) + 4 * (row * c + strip * width)
-                orientation.write(sums, PANEL, x_scale, scratch, to, min(width, c - strip * width))
-                sums += strip_size
+                write(sums, PANEL_ROW, x_scale, scratch, to, min(width, c - strip * width))
+                sums += strip_bytes
         free(allocated)
 
     def work(job, part):
         if part < word(job, FIRST):
-            multiply(job, part)
+            multiply_part(job, part)
         else:
-            add_up(job, part - word(job, FIRST))
+            add_part(job, part - word(job, FIRST))
 
     return JobFunctions(native(prepare), native(count), native(work), free_scratch)
