@@ -41,7 +41,9 @@ def multiply_dense(sizes, kind, is_rows, out_dtype, config):
         ("float8_e4m3fn", 256, "float16", False),
     ],
 )
-def test_the_kernel_gets_its_operands(contracting, kind, tile, scale, has_one_scale, monkeypatch):
+def test_operands_have_the_layout_that_the_kernel_expects(
+    contracting, kind, tile, scale, has_one_scale, monkeypatch
+):
     from veneer.kernels.gpu import hopper_kernel
 
     monkeypatch.setattr(hopper_kernel, "kernel_for", multiply_dense)

@@ -38,7 +38,7 @@ def check(kind, m, shape, tile, contracting, dtype="bfloat16", scale="float32"):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("contracting", ["rows", "columns"])
 @pytest.mark.parametrize("kind", ["int4", "lookup4", "int8", "float8_e4m3fn"])
-def test_codes_by_layout_and_activations(kind, contracting, dtype):
+def test_each_layout_and_dtype_matches_the_dense_product(kind, contracting, dtype):
     tile = (64, 1) if contracting == "rows" else (1, 64)
     check(kind, 3, (1, 128, 128), tile, contracting, dtype)
 
@@ -46,7 +46,7 @@ def test_codes_by_layout_and_activations(kind, contracting, dtype):
 @pytest.mark.parametrize(
     ("kind", "contracting"), [("uint4", "rows"), ("uint8", "columns"), ("float8_e5m2", "rows")]
 )
-def test_codes_of_other_kinds(kind, contracting):
+def test_other_kinds_of_codes_match_the_dense_product(kind, contracting):
     check(kind, 2, (1, 128, 128), (128, 1) if contracting == "rows" else (1, 128), contracting)
 
 
@@ -65,7 +65,7 @@ def test_codes_of_other_kinds(kind, contracting):
         ("uint8", "rows", 2, (1, 96, 80), (96, 1), "float16"),
     ],
 )
-def test_sizes_tiles_and_scales(kind, contracting, m, shape, tile, scale):
+def test_odd_sizes_and_tiles_match_the_dense_product(kind, contracting, m, shape, tile, scale):
     check(kind, m, shape, tile, contracting, scale=scale)
 
 
@@ -89,7 +89,7 @@ def test_zero_points_of_any_byte_are_subtracted(contracting, m, kind, offset, dt
 @pytest.mark.parametrize("m", [2, 3])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("offset", [-120, -8, 0, 3, 120])
-def test_values_of_codes_far_from_zero(contracting, m, dtype, offset):
+def test_values_of_codes_far_from_zero_are_exact(contracting, m, dtype, offset):
     check_differences(contracting, m, "uint4", offset, dtype=dtype)
     if offset != -120:  # zero points of codes beyond int8 are left to XLA
         zero_points = lambda shape: np.random.default_rng(0).integers(0, 256, shape, "uint8")
@@ -137,7 +137,7 @@ def test_different_kernels_have_different_names():
     assert all(name.replace("_", "").isalnum() for name in names)
 
 
-def test_sizes_beyond_the_offsets_of_the_kernel():
+def test_sizes_beyond_32_bit_offsets_are_rejected():
     shape = MatmulShape("columns", "bfloat16", m=1, k=2**26, n=16, tile=2**26)
     assert not matmul.can_compute(Codes(8, "int8"), shape)
     assert matmul.can_compute(Codes(8, "int8"), dataclasses.replace(shape, k=2**25, tile=2**25))

@@ -1,4 +1,4 @@
-"""The TPU kernel, which JAX runs here in place of a device, against dense products."""
+"""Compare the TPU kernel, run in the interpreter of Pallas, with dense products."""
 
 import functools
 
@@ -14,7 +14,7 @@ product = functools.partial(matmul.product, interpret=True)
 
 @pytest.mark.parametrize("kind", [*FOUR_BITS, *OTHERS])
 @pytest.mark.parametrize("contracting", ["rows", "columns"])
-def test_codes_of_every_kind(kind, contracting):
+def test_each_kind_of_codes_matches_the_dense_product(kind, contracting):
     tile = (64, 1) if contracting == "rows" else (1, 64)
     assert_is_dense(matmul, product, kind, 3, (1, 128, 192), tile, contracting)
 
@@ -34,7 +34,7 @@ def test_codes_of_every_kind(kind, contracting):
     ],
 )
 @pytest.mark.parametrize("contracting", ["rows", "columns"])
-def test_shapes_and_tiles(m, shape, tile, contracting):
+def test_odd_shapes_and_tiles_match_the_dense_product(m, shape, tile, contracting):
     batch, rows, columns = shape
     if contracting == "columns":
         shape, tile = (batch, columns, rows), tile[::-1]
@@ -43,10 +43,10 @@ def test_shapes_and_tiles(m, shape, tile, contracting):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("tile", [128, 32])
-def test_activations_of_16_bits(dtype, tile):
+def test_16_bit_activations_match_the_dense_product(dtype, tile):
     assert_is_dense(matmul, product, "int4", 4, (1, 256, 64), (tile, 1), "rows", dtype)
 
 
 @pytest.mark.parametrize("scale", ["bfloat16", "float16", "float8_e8m0fnu"])
-def test_scales_of_narrow_floats(scale):
+def test_narrow_float_scales_match_the_dense_product(scale):
     assert_is_dense(matmul, product, "e2m1", 4, (1, 64, 128), (1, 32), "columns", scale=scale)
