@@ -78,14 +78,6 @@ def keep_first_lanes(vector, count):
 # Conversions. Each takes a vector of the bits of LANES numbers.
 
 
-def _from_int8(builder: Any, codes: Any) -> Any:
-    return builder.sitofp(builder.sext(codes, INTS), FLOATS)
-
-
-def _from_uint8(builder: Any, codes: Any) -> Any:
-    return builder.sitofp(builder.zext(codes, INTS), FLOATS)
-
-
 def _from_f16(builder: Any, bits: Any) -> Any:
     if CONVERTS_F16:
         return _extend_f16(builder, bits)
@@ -95,10 +87,6 @@ def _from_f16(builder: Any, bits: Any) -> Any:
     is_special = builder.icmp_signed(">=", magnitude, constant(INTS, 0x7C00))
     value = builder.select(is_special, builder.bitcast(special, FLOATS), finite)
     return _copy_sign(builder, bits, value)
-
-
-def _from_bf16(builder: Any, bits: Any) -> Any:
-    return builder.bitcast(builder.shl(builder.zext(bits, INTS), constant(INTS, 16)), FLOATS)
 
 
 def _from_e8m0(builder: Any, bits: Any) -> Any:
@@ -153,10 +141,12 @@ def _from_float6(
 #: The conversion of each dtype of numbers and codes.
 CONVERSIONS: dict[str, Callable[..., Any]] = {
     "float16": _from_f16,
-    "bfloat16": _from_bf16,
+    "bfloat16": lambda builder, bits: builder.bitcast(
+        builder.shl(builder.zext(bits, INTS), constant(INTS, 16)), FLOATS
+    ),
     "float8_e8m0fnu": _from_e8m0,
-    "int8": _from_int8,
-    "uint8": _from_uint8,
+    "int8": lambda builder, codes: builder.sitofp(builder.sext(codes, INTS), FLOATS),
+    "uint8": lambda builder, codes: builder.sitofp(builder.zext(codes, INTS), FLOATS),
     "float8_e4m3fn": _from_e4m3fn,
     "float8_e5m2": _from_e5m2,
     "float6_e2m3fn": functools.partial(_from_float6, convert=_from_e4m3fn, exponent_shift=6),
