@@ -15,7 +15,7 @@ import numpy as np
 
 from veneer.kernels.cpu import build
 
-#: The name has a hash of this file, because the cache finds compiled kernels by name.
+#: The name has a hash of this file, because names are keys of the cache of compiled kernels.
 NAME = f"veneer_test_{hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]}"
 #: Columns of a part.
 COLUMNS = 16

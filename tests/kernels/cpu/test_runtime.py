@@ -105,7 +105,7 @@ def test_program_may_call_a_kernel_many_times():
 
 
 def run(code: str, **environment: str) -> str:
-    """Run code in a new Python process, and return what it prints."""
+    """Run code in a new Python process, and return its output."""
     command = [
         sys.executable,
         "-W",

@@ -150,7 +150,7 @@ def count(job):
 
 @native
 def start_part(job, part):
-    """Clear the result of a part that multiplies, and return what it computes.
+    """Clear the result of a part that multiplies, and return its extent and the address.
 
     **Returns:** the first matrix, the number of matrices, the first and last row of W, the first
     and last column, and the address of the result.
