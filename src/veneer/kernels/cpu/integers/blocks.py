@@ -325,24 +325,15 @@ def build_functions(side: Orientation, offset: int) -> JobFunctions:
                             sums_offset = (s * panels + panel) * rows * PANEL_ROW
                             later = ahead(job, matrix, next_strip, next_k, length, panel)
                             for i in range(max(1, whole)):
+                                tile_codes = codes + i * tile // 4 * PANEL_ROW
+                                tile_steps = (tile if whole else length) // 4
+                                tile_scales = strip_scales + (i * panels + panel) * PANEL_ROW
+                                decoded = tile_codes, tile_steps, tile_scales, is_first, is_last
                                 x_scale, next_tile = x_scale_address(job, x_row, k // tile + i, one)
-                                multiply(
-                                    rows,
-                                    x + k - block + i * tile,
-                                    stride,
-                                    (
-                                        codes + i * tile // 4 * PANEL_ROW,
-                                        (tile if whole else length) // 4,
-                                        strip_scales + (i * panels + panel) * PANEL_ROW,
-                                        is_first,
-                                        is_last,
-                                    ),
-                                    start + 4 * i * m,
-                                    ints + sums_offset,
-                                    sums + sums_offset,
-                                    (x_scale, next_tile * word(job, X_SCALES)),
-                                    later,
-                                )
+                                next_x_scale = next_tile * word(job, X_SCALES)
+                                tile_x = x + k - block + i * tile, stride, x_scale, next_x_scale
+                                to = start + 4 * i * m, ints + sums_offset, sums + sums_offset
+                                multiply(rows, tile_x, decoded, to, later)
                                 later = (later[0], later[1], 0, later[3])  # prefetch only once
                 x += m * stride
             start += 4 * m * max(1, whole)

@@ -111,22 +111,23 @@ def build_sum(step: int) -> Any:
 
 def _build_multiply(rows: int) -> Any:
     @native
-    def multiply(x, stride, panel, places):
+    def multiply(x, panel, places):
+        first_x, stride, x_scale, next_x_scale = x
         codes, steps, scale, is_first, is_last = panel
-        start, ints, sums, x_scale = places
+        start, ints, sums = places
         for column in range(0, PANEL_ROW, _COLUMNS * WIDTH):
             if is_first:
                 total = broadcast_ints(start, rows, _COLUMNS)
             else:
                 total = load_ints(ints + column, PANEL_ROW, rows, _COLUMNS)
-            step_x, step_codes = x, codes + column
+            step_x, step_codes = first_x, codes + column
             for _ in range(steps):
                 step_w = load_ints(step_codes, 0, 1, _COLUMNS)
                 total = add_outer_bytes(total, step_x, stride, step_w)
                 step_x += 4
                 step_codes += PANEL_ROW
             if is_last:
-                values = scale_rows(to_floats(total), x_scale[0], x_scale[1])
+                values = scale_rows(to_floats(total), x_scale, next_x_scale)
                 add_scaled(sums + column, PANEL_ROW, values, load(scale + column, _COLUMNS))
             else:
                 store_block(ints + column, PANEL_ROW, total)
@@ -138,20 +139,25 @@ _multiply_all, _multiply_4, _multiply_2, _multiply_1 = map(_build_multiply, (_RO
 
 
 @native
-def multiply(rows, x, stride, panel, start, ints, sums, x_scale, ahead):
-    """Multiply `rows` rows of activations, `stride` bytes apart, by a panel.
+def multiply(rows, x, panel, places, ahead):
+    """Multiply `rows` rows of activations by a panel, or by the part of it that is in one tile.
 
-    The activations of a tile can be in several blocks. The int32 sums of a row begin with its entry
-    of `start`, i32 `[rows]`, and are kept in `ints` between blocks. After the last block of the
-    tile, they are multiplied by the scales of row and column, and added to the f32 `sums`.
+    The activations of a tile can be in several blocks. Their int32 sums are kept in memory between
+    blocks. After the last block of the tile, they are multiplied by the scales of row and column,
+    and added to the f32 sums.
 
     **Arguments:**
 
+    - `x`: the address of the activations, the bytes between rows, the address of the first row's
+      scale, and the bytes between the scales of rows.
     - `panel`: the address of the codes, their number along K divided by 4, the address of the f32
       scales, and whether this is the first and the last block of the tile.
-    - `x_scale`: the address of the first row's scale, and the bytes to the next row's.
+    - `places`: the addresses of the first int32 sums, i32 `[rows]`, of the int32 sums between
+      blocks, and of the f32 sums. Both sums are `[rows, WIDTH]`.
     - `ahead`: the memory to prefetch meanwhile, as `Orientation.ahead` returns.
     """
+    first_x, stride, x_scale, next_x_scale = x
+    start, ints, sums = places
     address, ahead_stride, ahead_rows, lines = ahead
     share = (ahead_rows * lines * _ROWS + rows - 1) // rows
     done, row = 0, 0
@@ -161,19 +167,17 @@ def multiply(rows, x, stride, panel, start, ints, sums, x_scale, ahead):
             prefetch(address + i // lines * ahead_stride + i % lines * 64)
         done = end
         left = rows - row
-        row_x, row_start = x + row * stride, start + 4 * row
-        row_ints, row_sums = ints + row * PANEL_ROW, sums + row * PANEL_ROW
-        row_scale = x_scale[0] + row * x_scale[1], x_scale[1]
-        places = row_start, row_ints, row_sums, row_scale
+        group_x = first_x + row * stride, stride, x_scale + row * next_x_scale, next_x_scale
+        group_places = start + 4 * row, ints + row * PANEL_ROW, sums + row * PANEL_ROW
         if left >= _ROWS:
-            _multiply_all(row_x, stride, panel, places)
+            _multiply_all(group_x, panel, group_places)
             row += _ROWS
         elif left >= 4:
-            _multiply_4(row_x, stride, panel, places)
+            _multiply_4(group_x, panel, group_places)
             row += 4
         elif left >= 2:
-            _multiply_2(row_x, stride, panel, places)
+            _multiply_2(group_x, panel, group_places)
             row += 2
         else:
-            _multiply_1(row_x, stride, panel, places)
+            _multiply_1(group_x, panel, group_places)
             row += 1
