@@ -261,7 +261,7 @@ for m in (1, 2, 3, 9, 40):
 def test_other_instruction_sets_give_the_same_products(name, kind):
     """A process chooses its instruction set once."""
     try:
-        isa.chosen(name)
+        isa.select(name)
     except ValueError as reason:
         pytest.skip(str(reason))
     here = os.path.abspath("tests")
