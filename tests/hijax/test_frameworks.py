@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
 
 import veneer as vn
 
@@ -95,3 +95,10 @@ def test_jit_of_frameworks_lets_a_box_change_its_structure(agree):
         for scale in (1.0, 2.0):
             program(model, scale * x)
             agree(box.get()["y"], model(scale * x))
+
+
+def test_a_linen_parameter_can_be_quantized(agree):
+    model = linen.Dense(6, use_bias=False)
+    kernel = vn.quant.quantize(jnp.ones((4, 6)), "nf4")
+    found = model.apply({"params": {"kernel": kernel}}, jnp.ones((3, 4)))
+    agree(found, jnp.ones((3, 4)) @ vn.materialise(kernel))

@@ -148,7 +148,7 @@ def test_vmap_of_names_that_a_scan_adds(jit):
 
 
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jitted"])
-def test_vmap_of_tangents_that_a_scan_stacks(jit):
+def test_vmap_of_a_scan_that_stacks_tangents(jit):
     """Those of leaves, which have the axis of the vmap after that of the scan."""
     a = jax.random.normal(jax.random.key(1), (3, N, N, N))
     for value in (T.LowRank(a, a), T.BlockDiagonal(a[..., None, :, :]), T.Diagonal(a)):
@@ -203,7 +203,7 @@ DECIDED = {
 
 
 @pytest.mark.parametrize("name", DECIDED)
-def test_vmap_of_what_is_decided_for_each(make, name):
+def test_vmap_of_branches_agrees(make, name):
     """A mapped `cond` runs all branches, on what it chooses among operands of one type."""
     value, which = make(jax.random.key(1), (N, N, N)), jnp.arange(N)
     dense = vn.materialise(value)
@@ -265,7 +265,7 @@ def test_typed_values_are_as_arguments(high):
     agree(rows(T.Lazy(lambda x: x[::-1], a)), 2 * a[::-1])
 
 
-def test_an_axis_for_each_leaf_is_that_of_the_array():
+def test_in_axes_may_name_an_axis_for_each_leaf():
     """As `equinox.filter_vmap` gives them, of any tree."""
     import equinox as eqx
 
@@ -293,7 +293,7 @@ def test_out_axes_for_each_leaf_are_those_of_the_array(high):
             jax.vmap(see, out_axes=axes(0, 1))(value)
 
 
-def test_results_that_are_no_stack_are_refused_by_name():
+def test_vmap_of_results_that_cannot_be_stacked_raises():
     x = jnp.ones((3, 2))
     reversed_rows = lambda row: T.Lazy(lambda x: x[::-1], row)
     for goes in (lambda f: jax.vmap(f)(x), lambda f: lax.map(f, x)):
@@ -335,7 +335,7 @@ def test_a_function_that_was_imported_before_the_mode_was_on():
     agree(lax_scan(lambda c, row: (c, row.sum()), 0.0, xs=T.LowRank(a, a))[1], (a @ a).sum(1))
 
 
-def test_pmap_refuses_what_is_no_batch():
+def test_pmap_of_a_value_without_a_batch_axis_raises():
     a = jnp.arange(1.0, 5).reshape(2, 2)
     over_devices = jax.pmap(lambda r: r.sum())
     with pytest.raises(TypeError, match="pmap cannot map a LowRank along axis 0"):

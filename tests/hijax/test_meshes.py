@@ -145,7 +145,7 @@ def test_specs_by_leaf_of_typed_values(jit, agree, high):
         mapped(lambda w: vn.materialise(w), (by_leaf,), by_leaf)(high(w))
 
 
-def test_a_map_made_without_high_types_cuts_no_leaves(mode_off):
+def test_a_shard_map_made_without_high_types_raises(mode_off):
     w = lora()
     turned = mapped(lambda w: w, P("x"), P("x"))
     made = mapped(lambda *leaves: vn.types.LoraArray(*leaves), (P("x"), P("x"), P()), P("x"))

@@ -69,12 +69,12 @@ AS_AN_ARRAY = {
 
 @given
 @pytest.mark.parametrize("name", AS_AN_ARRAY)
-def test_it_does_not_pass_for_an_array(name, rule, run):
+def test_a_derivative_is_no_array(name, rule, run):
     with pytest.raises(TypeError, match=r"not an array.*compute on the leaves"):
         RUN[run](rule(lambda w, t: AS_AN_ARRAY[name](t)))
 
 
-def test_not_where_an_array_has_passed_before():
+def test_a_cached_call_rejects_a_derivative():
     """JAX finds what it compiled for an array of the same leaves."""
     norm = jax.jit(jnp.linalg.norm)
     for _ in range(2):

@@ -26,8 +26,8 @@ class Patches:
 
     def attribute(self, owner: Any, name: str, *wrappers: Wrapper) -> None:
         """Replace an attribute of `owner`. The wrappers are applied in order."""
-        owner_name = getattr(owner, "__qualname__", None) or getattr(owner, "__name__", owner)
-        self.setters[f"{owner_name}.{name}".removeprefix("jax._src.")] = partial(
+        owner_name = getattr(owner, "__qualname__", None) or getattr(owner, "__name__", str(owner))
+        self.setters[f"{owner_name.split('.')[-1]}.{name}"] = partial(
             _set_attribute, owner, name, wrappers
         )
 
@@ -42,7 +42,7 @@ class Patches:
             target = sys.modules[module] if owner is None else getattr(sys.modules[module], owner)
             return _set_attribute(target, name, (wrapper,))
 
-        self.setters[f"{owner or module}.{name}"] = replace
+        self.setters[f"{owner or module.split('.')[0]}.{name}"] = replace
 
     def boundary(self, function: Any, *wrappers: Wrapper) -> None:
         """Replace the function that a public function of JAX calls.
@@ -50,7 +50,7 @@ class Patches:
         This reaches every name under which the public function has been imported.
         """
         cell = function.__closure__[function.__code__.co_freevars.index("fun")]
-        name = f"{function.__module__}.{function.__qualname__}".removeprefix("jax._src.")
+        name = f"{function.__module__.split('.')[-1]}.{function.__qualname__}"
         self.setters[name] = partial(_set_attribute, cell, "cell_contents", wrappers)
 
     def apply(self) -> None:

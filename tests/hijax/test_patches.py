@@ -1,0 +1,168 @@
+"""Each patch of JAX is needed: without it, the test that the table names fails."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import veneer as vn
+from veneer.hijax.mode import jax_patches
+
+TESTS = Path(__file__).parents[1]
+
+#: By file and by the name of each patch, the test that fails without the patch.
+TESTS_BY_FILE = {
+    "hijax/test_calls.py": {
+        "operands.conversion": "test_a_function_can_be_compiled_ahead_of_time",
+        "Primitive.bind_with_trace": "test_a_function_can_be_compiled_ahead_of_time",
+        "closed_call.to_lojax": "test_a_scan_in_a_checkpoint_has_gradients",
+        "remat2.to_lojax": "test_a_checkpoint_returns_a_typed_value",
+    },
+    "hijax/test_patches.py": {
+        "lax.asarray": "test_lax_split_takes_an_implicit_array",
+        "batching.broadcast": "test_vmap_of_gradients_of_a_branch_agrees",
+        "loops.scan": "test_a_scan_slices_the_dense_array",
+        "loops.map": "test_a_map_in_batches_slices_the_dense_array",
+        "conditionals.cond": "test_a_cond_takes_an_implicit_predicate",
+        "conditionals._check_branch_outputs": "test_branches_may_return_different_types",
+    },
+    "hijax/test_derivatives.py": {
+        "api.argnums_partial2": "test_dense_tangent_decides_the_class_of_a_gradient",
+        "api.vjp": "test_auxiliary_results_keep_their_class",
+        "api.linearize": "test_linearize_agrees_with_jvp",
+        "api._jvp": "test_jvp_of_a_weight_agrees",
+        "custom_vjp.__call__": "test_a_dense_custom_vjp_takes_implicit_arrays",
+    },
+    "hijax/test_mapping.py": {
+        "api.vmap": "test_jacobians_are_trees_of_leaves",
+        "batching.is_vmappable": "test_vmap_along_any_axis[alone-LoraArray-eager]",
+        "batching.to_elt": "test_vmap_along_any_axis[alone-LoraArray-eager]",
+        "batching.from_elt": "test_vmap_of_results_that_cannot_be_stacked_raises",
+        "batching.moveaxis": "test_vmap_of_a_scan_that_stacks_tangents[eager]",
+        "conditionals._bcast_select": "test_vmap_of_branches_agrees[LoraArray-jitted branches]",
+        "conditionals._bcast_select_n": "test_vmap_of_branches_agrees[LoraArray-within a loop]",
+        "api.flatten_axes": "test_in_axes_may_name_an_axis_for_each_leaf",
+        "pmap._cached_shard_map": "test_pmap_of_a_value_without_a_batch_axis_raises",
+        "loops.associative_scan": "test_an_associative_scan",
+    },
+    "hijax/test_rules.py": {
+        "custom_jvp.__call__": "test_a_derivative_is_no_array[sum-with_jvp-jvp]",
+        "tree_util.tree_flatten": "test_a_derivative_is_no_array[mapped by leaves-with_vjp-grad]",
+        "ad_checkpoint.tracing_registry": "test_a_derivative_is_no_array[checkpoint-with_jvp-jvp]",
+        "pjit._infer_params": "test_a_cached_call_rejects_a_derivative",
+    },
+    "hijax/test_results.py": {
+        "pjit._run_python_pjit": "test_ahead_of_time",
+        "Traced.lojax": "test_ahead_of_time",
+        "Traced.out_info": "test_shapes_are_those_of_leaves",
+        "pjit.pjit_check_aval_sharding": "test_a_sharding_of_results_is_that_of_leaves",
+    },
+    "hijax/test_loops.py": {
+        "loops.while_loop": "test_two_types_in_a_carry_or_branches_agree",
+        "conditionals._switch_internal": "test_branches_for_platforms_return_the_same_type",
+    },
+    "hijax/test_collectives.py": {
+        "parallel.tree_util": "test_collectives_of_values_are_those_of_arrays[int8]",
+    },
+    "hijax/test_meshes.py": {
+        "shard_map._shard_map": "test_a_typed_result",
+        "shard_map.broadcast_prefix": "test_a_shard_map_made_without_high_types_raises",
+        "ShardMapPrimitive.bind_with_trace": "test_a_typed_result",
+    },
+    "hijax/test_frameworks.py": {
+        "Scope.get_variable": "test_a_linen_parameter_can_be_quantized",
+    },
+    "frameworks/test_equinox.py": {
+        "equinox.partition": "test_high_types_give_filter_grad_a_dense_gradient",
+    },
+}
+NEEDED_BY = {
+    patch: f"{file}::{test}"
+    for file, tests in TESTS_BY_FILE.items()
+    for patch, test in tests.items()
+}
+#: Patches that only some versions of JAX need.
+OF_VERSIONS = {"pjit.pjit_check_aval_sharding", "closed_call.to_lojax"}
+
+LOW_RANK = vn.types.LowRank(jnp.arange(1.0, 17).reshape(4, 4), jnp.ones((4, 4)))
+DENSE = LOW_RANK.a @ LOW_RANK.b
+
+
+def test_the_table_lists_all_patches():
+    assert set(NEEDED_BY) - OF_VERSIONS <= set(jax_patches.setters) <= set(NEEDED_BY)
+    assert len(jax_patches.setters) <= 40
+
+
+@pytest.mark.parametrize("test", sorted(set(NEEDED_BY.values())))
+def test_the_named_tests_exist(test):
+    file, name = test.split("::")
+    assert f"\ndef {name.split('[')[0]}(" in (TESTS / file).read_text()
+
+
+LEAVE_OUT = """
+import sys
+import pytest
+import veneer.hijax
+from veneer.hijax.mode import jax_patches
+del jax_patches.setters[sys.argv[1]]
+sys.exit(pytest.main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("patch", NEEDED_BY)
+def test_a_test_fails_without_the_patch(patch):
+    if patch not in jax_patches.setters:
+        pytest.skip("this version of JAX does not need it")
+    test = str(TESTS / NEEDED_BY[patch])
+    options = ["-q", "-x", "--all", "-p", "no:cacheprovider"]
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path))
+    run = subprocess.run(
+        [sys.executable, "-c", LEAVE_OUT, patch, *options, test],
+        cwd=TESTS.parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == pytest.ExitCode.TESTS_FAILED, run.stdout + run.stderr
+
+
+# Programs that need a patch.
+
+
+def test_lax_split_takes_an_implicit_array(agree):
+    agree(lax.split(LOW_RANK, (1, 3)), lax.split(DENSE, (1, 3)))
+
+
+def test_vmap_of_gradients_of_a_branch_agrees(agree_by_leaves):
+    def gradient(see):
+        loss = lambda is_used: lambda w: lax.cond(is_used, jnp.sum, lambda w: 1.0, see(w))
+        return lambda is_used: jax.grad(loss(is_used))(LOW_RANK)
+
+    is_used = jnp.array([True, False, True])
+    found = jax.vmap(gradient(jnp.transpose))(is_used)
+    agree_by_leaves(found, jax.vmap(gradient(vn.materialise))(is_used))
+
+
+def test_a_scan_slices_the_dense_array(agree):
+    agree(lax.scan(lambda c, row: (c + row, row[0]), jnp.zeros(4), LOW_RANK)[1], DENSE[:, 0])
+
+
+def test_a_map_in_batches_slices_the_dense_array(agree):
+    agree(lax.map(jnp.sum, LOW_RANK, batch_size=2), DENSE.sum(1))
+
+
+def test_a_cond_takes_an_implicit_predicate(agree):
+    is_positive = vn.types.Constant(jnp.array(True), ())
+    agree(lax.cond(is_positive, lambda: 1.0, lambda: 2.0), jnp.array(1.0))
+
+
+def test_branches_may_return_different_types(agree):
+    branches = lambda p: lax.cond(p, lambda: jnp.transpose(LOW_RANK), lambda: DENSE)
+    agree(jax.jit(branches)(True), DENSE.T)
+    agree(jax.jit(branches)(False), DENSE)
