@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from veneer._jax.hijax import pe
-from veneer.hijax.types import is_typed, opened
+from veneer.hijax.types import is_typed, unpack
 from veneer.numba.front.keys import data
 from veneer.numba.reference import evaluate_jaxpr
 
@@ -24,7 +24,7 @@ def by_numpy(f: Callable[..., Any], *args: Any) -> Any:
     def of_leaves(*leaves: Any) -> list[Any]:
         result = f(*jax.tree.unflatten(tree, leaves))
         while any(map(is_typed, jax.tree.leaves(result))):  # which may hold others
-            result = jax.tree.map(opened, result)
+            result = jax.tree.map(unpack, result)
         out, out_tree = jax.tree.flatten(result)
         trees.append(out_tree)
         return out

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import veneer as vn
-from veneer.hijax.types import opened
+from veneer.hijax.types import unpack
 
 from .by_numpy import by_numpy
 from .operands import building_dense, undressed
@@ -108,7 +108,7 @@ def check(program: Program, compiled: bool = True) -> str:
         high = program.transformation in HIGH
         try:
             with vn.hijax.enabled() if high else nullcontext(), with_all_frames():
-                of = lambda x: opened(program.run((lambda f: f) if high else vn.implicit, x))
+                of = lambda x: unpack(program.run((lambda f: f) if high else vn.implicit, x))
                 result = of(x) if compiled else by_numpy(undressed, by_numpy(of, x))
         except Exception as error:
             refusals = [*_refusals(program), *(HIGH_REFUSALS if high else ())]

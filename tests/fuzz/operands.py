@@ -19,7 +19,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import veneer as vn
-from veneer.hijax.types import is_typed, opened
+from veneer.hijax.types import is_typed, unpack
 
 from .by_numpy import by_numpy
 
@@ -44,7 +44,7 @@ def stacked(make: Callable[[int], Any], count: int = 3) -> Any:
 def undressed(x: Any) -> Any:
     """The dense array of a result; of a label or a mask, the array that it is of."""
     if is_typed(x) and x.aval.cls in (vn.types.Masked, vn.types.Named, vn.types.Quantity):
-        x = opened(x)
+        x = unpack(x)
     while isinstance(x, vn.Value):
         if isinstance(x, vn.types.Masked):
             x = x.filled(jnp.nan)
@@ -57,7 +57,7 @@ def undressed(x: Any) -> Any:
 
 def without_leaves(x: Any) -> Any:
     """Materialize a value of a high type, whose tangent would be a tree. Return others as is."""
-    return undressed(opened(x)) if is_typed(x) else x
+    return undressed(unpack(x)) if is_typed(x) else x
 
 
 def by_leaves(loss: Callable, x: Any) -> jax.Array:

@@ -111,8 +111,8 @@ def test_a_partitioned_value_is_a_tree(x, agree):
 
 def test_unpacking_a_type_with_dense_tangents_raises(x):
     """A dense cotangent has no unique cotangents of codes and scales."""
-    from veneer.hijax.high import Unpack, apply
     from veneer.hijax.types import type_of
+    from veneer.hijax.values import Unpack, apply
 
     q = vn.quant.quantize(jnp.ones((4, 6)), "int8")
     with pytest.raises(NotImplementedError, match=r"unpack\(q8\[4,6\]\) cannot be differentiated"):

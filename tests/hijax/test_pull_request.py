@@ -11,7 +11,7 @@ import veneer as vn
 from veneer._jax.primitives import find_primitive
 from veneer._jax.tracing import Tracer, current_trace
 from veneer.hijax import Box
-from veneer.hijax.high import high
+from veneer.hijax.values import high
 
 
 @vn.hijax.primitive

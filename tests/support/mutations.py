@@ -152,7 +152,9 @@ MUTATIONS = [
         "hijax/test_vmap.py hijax",
     ),
     Mutation(
-        "return canonical(after) if isinstance(after, Value) else after", "return after", "hijax"
+        "return as_typed_operand(after) if isinstance(after, Value) else after",
+        "return after",
+        "hijax",
     ),
     # Native code.
     Mutation("return n - 1 - i if reverse else i", "return i", "numba/test_cumulative.py"),

@@ -27,19 +27,16 @@ implicit array as one typed value: a jaxpr has a `dot_general` with an operand o
 The modules. Each imports only modules above it:
 
     mode                turn high types on and off, with the patches of JAX
-    values              the typed tracers that represent implicit arrays, and their leaves
-    high                the primitive `high`, and the operations that pack leaves into values
+    values              implicit arrays as JAX handles them, and the primitive `high`
     types               the types of implicit arrays in jaxprs
     operations          JAX primitives on typed values, their derivatives and batched forms
     high_rules          the rules of `high`: evaluation, types, derivatives, batching
     mapping             `jax.vmap` and scans over an axis of an implicit array
     derivatives         `jax.grad`, `vjp`, `jvp`, `linearize` and Jacobians
-    collectives         collectives such as `jax.lax.psum`
     custom_derivatives  the rules of `jax.custom_vjp` and `jax.custom_jvp`
     control_flow        loops and branches, which convert values to one form
-    shard_map           operands of `jax.shard_map`, leaf by leaf
+    shard_map           `jax.shard_map` and collectives
     results             results of jitted functions, converted to pytrees of leaves
-    frameworks          parameters of Flax linen, and updates by optimizers
     box_traces          the traces around a use of a `Box`
     box_contents        the contents of a `Box`, as values or as references
     box                 `Box`, a mutable container

@@ -41,8 +41,8 @@ from .box_traces import (
     state,
 )
 from .mode import is_enabled
-from .types import is_typed, opened
-from .values import exposed
+from .types import is_typed, unpack
+from .values import expose
 
 # Held while references are made or replaced, so that all threads find the same references.
 _lock = RLock()
@@ -370,12 +370,12 @@ def unpack_typed(
         return list(leaves), treedef
     if stop_gradients:
         leaves = list(map(lax.stop_gradient, leaves))
-    return flatten_contents(jax.tree.map(opened, jax.tree.unflatten(treedef, leaves)))
+    return flatten_contents(jax.tree.map(unpack, jax.tree.unflatten(treedef, leaves)))
 
 
 def _unwrap(x: Any) -> Any:
     """Return the implicit array or the derivatives that a tracer or an operand represents."""
-    return jax.tree.map(_unwrap, x.value) if type(x) is ImplicitTracer else exposed(x)
+    return jax.tree.map(_unwrap, x.value) if type(x) is ImplicitTracer else expose(x)
 
 
 def _as_strong_array(leaf: Any) -> Any:

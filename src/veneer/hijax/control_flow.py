@@ -22,10 +22,10 @@ from .._core.primitives.labels import can_become_label, has_no_dense_form
 from .._core.primitives.staging import DENSE, value_type
 from .._core.value import Value, is_value
 from .._jax.primitives import Primitive, find_primitive
-from .mapping import made_dense, stackable
+from .mapping import make_stackable, materialise_traced
 from .mode import is_enabled
-from .types import HighType, abstract_of, canonical, is_complete, is_typed, opened
-from .values import exposed, flatten_value, value_of
+from .types import HighType, abstract_of, as_typed_operand, is_complete, is_typed, unpack
+from .values import expose, flatten_value, value_of
 
 _COND, _SCAN, _WHILE = map(find_primitive, ("cond", "scan", "while"))
 #: The form of a value with a high type.
@@ -105,9 +105,9 @@ def _wrap_once(function: Any, name: str, wrap: Callable[[Callable], Callable]) -
 def _convert(form: Any, primitive: Primitive, x: Any) -> Any:
     """Convert a value to a form. If it has no such form, return it unchanged."""
     if form is DENSE:
-        return made_dense(primitive, x) if _is_implicit(x) else x
+        return materialise_traced(primitive, x) if _is_implicit(x) else x
     if form is _TYPED:
-        return canonical(x) if isinstance(x, Value) else x
+        return as_typed_operand(x) if isinstance(x, Value) else x
     if _is_implicit(x):
         return x
     label = jax.tree.unflatten(form, [x])
@@ -145,7 +145,7 @@ def _call_until_types_match(
     while True:
         try:
             with _events_at_end():
-                return jax.tree.map(exposed, function(*bound.args, **bound.kwargs))
+                return jax.tree.map(expose, function(*bound.args, **bound.kwargs))
         except TypeMismatch as mismatch:
             changes = mismatch.forms
         for i, (form, next_form) in changes.items():
@@ -198,7 +198,7 @@ def _wrap_scan_body(function: Callable) -> Callable:
         out = function(carry, xs)
         if not isinstance(out, tuple) or len(out) != 2:
             return out  # JAX raises an error
-        results = jax.tree.map(stackable, out[1], is_leaf=is_value)
+        results = jax.tree.map(make_stackable, out[1], is_leaf=is_value)
         return _match_carry(_SCAN, "scan", carry, out[0]), results
 
     return body
@@ -213,7 +213,7 @@ def _wrap_condition(function: Callable) -> Callable:
     @wraps(function)
     def condition(carry: Any) -> Any:
         out = function(carry)
-        return made_dense(_WHILE, out) if _is_implicit(out) else out
+        return materialise_traced(_WHILE, out) if _is_implicit(out) else out
 
     return condition
 
@@ -239,7 +239,7 @@ def _match_form(primitive: Primitive, before: Any, after: Any) -> Any:
     The types may still differ.
     """
     if is_value(before):
-        after = opened(after)
+        after = unpack(after)
         if not is_value(after):
             return after
         # A part with a dense tangent is one leaf, which may be typed, too.
@@ -248,11 +248,11 @@ def _match_form(primitive: Primitive, before: Any, after: Any) -> Any:
             return after
         return jax.tree.unflatten(treedef, list(map(partial(_match_form, primitive), old, new)))
     if is_typed(before):
-        return canonical(after) if isinstance(after, Value) else after
+        return as_typed_operand(after) if isinstance(after, Value) else after
     if not _is_implicit(after):
         return after
     value = abstract_of(after.aval) if is_typed(after) else value_of(after)
-    return after if has_no_dense_form(value) else made_dense(primitive, after)
+    return after if has_no_dense_form(value) else materialise_traced(primitive, after)
 
 
 # Branches.
@@ -276,7 +276,7 @@ def unify_branches(choose: Callable) -> Callable:
             return choose(*args, **kwargs)
         which, *_ = bound.arguments
         if _is_implicit(bound.arguments[which]):
-            bound.arguments[which] = made_dense(_COND, bound.arguments[which])
+            bound.arguments[which] = materialise_traced(_COND, bound.arguments[which])
         operands = bound.arguments.get("operands"), bound.arguments.get("operand")
         if any(map(is_value, _flatten(operands)[0])):
             for name, x in bound.arguments.items():
@@ -302,7 +302,7 @@ def _use_operand_forms(function: Callable) -> Callable:
         examples = {type(x): x for x in values}
 
         def match_example(x: Any) -> Any:
-            value = opened(x) if is_typed(x) and x.aval.cls in examples else x
+            value = unpack(x) if is_typed(x) and x.aval.cls in examples else x
             example = examples.get(type(value))
             return value if example is None else _match_form(_COND, example, value)
 

@@ -24,25 +24,25 @@ from .._core.primitives.custom_derivatives import (
 )
 from .._core.value import Value, describe, is_part, is_value
 from .._jax.primitives import Primitive
-from .high import apply
-from .mapping import made_dense
+from .mapping import materialise_traced
 from .mode import is_enabled
 from .operations import Materialise, Vjp
 from .types import (
     HighType,
     TangentType,
     as_high_array,
-    canonical,
+    as_typed_operand,
     is_typed,
-    opened,
-    opened_derivatives,
+    unpack,
+    unpack_tangent,
     with_dense_tangents,
 )
 from .values import (
-    carried,
-    exposed,
+    apply,
+    expose,
     has_derivatives,
     is_inexact,
+    keep_marks,
     leaves_of,
     mark_derivatives,
     within_rule,
@@ -68,7 +68,7 @@ def call_custom_vjp(call: Callable) -> Callable:
             fwd=_wrap_forward(function.fwd, function.nondiff_argnums),
             bwd=_wrap_backward(function),
         )
-        return jax.tree.map(exposed, call(flat, *carried(args), **carried(kwargs)))
+        return jax.tree.map(expose, call(flat, *keep_marks(args), **keep_marks(kwargs)))
 
     return call_with_values
 
@@ -91,8 +91,8 @@ def _wrap_function(function: Callable, nondiff_argnums: Sequence[int]) -> Callab
 
 
 def _expose(args: Sequence[Any], nondiff_argnums: Sequence[int]) -> list[Any]:
-    expose = lambda i, x: x if i in nondiff_argnums else jax.tree.map(exposed, x)
-    return [expose(i, x) for i, x in enumerate(args)]
+    is_varied = lambda i: i not in nondiff_argnums
+    return [jax.tree.map(expose, x) if is_varied(i) else x for i, x in enumerate(args)]
 
 
 @partial(
@@ -125,18 +125,18 @@ def _wrap_forward(fwd: Callable, nondiff_argnums: Sequence[int]) -> Callable:
         varied = [x for i, x in enumerate(args) if i not in nondiff_argnums]
         leaves, treedef = jax.tree.flatten(varied)
         avals = tuple(jax.typeof(value_of_leaf(leaf)) for leaf in leaves)
-        args = _expose(args, nondiff_argnums)
+        values = _expose(args, nondiff_argnums)
         if any(isinstance(leaf, CustomVJPPrimal) for leaf in leaves):
             # With `symbolic_zeros`, each leaf has a flag. Give the rule one flag for each value.
-            args = [
+            values = [
                 x if i in nondiff_argnums else jax.tree.map(_merge_flags, x, is_leaf=is_value)
-                for i, x in enumerate(args)
+                for i, x in enumerate(values)
             ]
-        pair = fwd(*args)
+        pair = fwd(*values)
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             return pair  # JAX raises an error
         out, residuals = pair
-        values = [value_of_leaf(x) for i, x in enumerate(args) if i not in nondiff_argnums]
+        values = [value_of_leaf(x) for i, x in enumerate(values) if i not in nondiff_argnums]
         keep = lambda x: x if _is_implicit(x) else None
         operands = jax.tree.map(keep, jax.tree.map(value_of_leaf, values), is_leaf=is_value)
         return with_dense_tangents(out), _Residuals(residuals, operands, treedef, avals)
@@ -148,7 +148,7 @@ def _merge_flags(x: Any) -> Any:
     leaves = [leaf for leaf in jax.tree.leaves(x) if isinstance(leaf, CustomVJPPrimal)]
     if not leaves:
         return x
-    value = jax.tree.map(lambda leaf: exposed(leaf.value), x)
+    value = jax.tree.map(lambda leaf: expose(leaf.value), x)
     return CustomVJPPrimal(value, any(leaf.perturbed for leaf in leaves))
 
 
@@ -162,12 +162,12 @@ def _wrap_backward(function: Any) -> Callable:
         rule = partial(bwd, *static)
         if not isinstance(kept, _Residuals):  # high types were off in the forward pass
             return rule(kept, cotangents, *accumulators)
-        residuals, cotangents = jax.tree.map(exposed, (kept.residuals, cotangents))
+        residuals, cotangents = jax.tree.map(expose, (kept.residuals, cotangents))
         if accumulators or not is_enabled():
             return rule(residuals, cotangents, *accumulators)
         cotangents = jax.tree.map(_merge_zeros, cotangents, is_leaf=is_value)
-        unpack = lambda x: opened(x) if is_typed(x) and not x.aval.dense_tangent else x
-        residuals = jax.tree.map(unpack, residuals, is_leaf=is_value)
+        unpack_tree = lambda x: unpack(x) if is_typed(x) and not x.aval.dense_tangent else x
+        residuals = jax.tree.map(unpack_tree, residuals, is_leaf=is_value)
         out = _call_rule(rule, residuals, cotangents)
         types = tuple(jax.tree.unflatten(kept.treedef, kept.avals))
         operands = tuple(kept.operands)
@@ -196,7 +196,7 @@ def _convert_cotangent(ct: Any, t: Any, operand: Any = None) -> Any:
         return _convert_leaf_cotangents(ct, t, operand)
     if any(map(is_value, jax.tree.leaves(t, is_leaf=is_value))):
         raise _cotangent_error(ct, t)
-    return made_dense(_COTANGENT, ct) if _is_implicit(ct) else ct
+    return materialise_traced(_COTANGENT, ct) if _is_implicit(ct) else ct
 
 
 def _convert_leaf_cotangents(ct: Any, t: Any, operand: Any) -> Any:
@@ -206,7 +206,7 @@ def _convert_leaf_cotangents(ct: Any, t: Any, operand: Any) -> Any:
     """
     if isinstance(ct, SymbolicZero):
         return None
-    value = opened(exposed(ct))
+    value = unpack(expose(ct))
     if isinstance(getattr(value, "aval", None), TangentType):
         return value
     has_tangent = lambda leaf: jnp.result_type(leaf) != jax.dtypes.float0
@@ -221,13 +221,13 @@ def _convert_leaf_cotangents(ct: Any, t: Any, operand: Any) -> Any:
 
 def _pull_back(ct: Any, t: Any, operand: Any) -> Any:
     """Return the cotangents of the leaves of an operand, given the cotangent of its dense array."""
-    ct = made_dense(_COTANGENT, ct) if _is_implicit(ct) else ct
+    ct = materialise_traced(_COTANGENT, ct) if _is_implicit(ct) else ct
     if operand is None or not hasattr(ct, "dtype"):
         raise _cotangent_error(ct, t)
-    value = opened(exposed(operand))
+    value = unpack(expose(operand))
     ct = cast_cotangent(value, ct)
     if type(t) is HighType:
-        return apply(Vjp(Materialise(t), (True,), (True,)), canonical(value), ct)[0]
+        return apply(Vjp(Materialise(t), (True,), (True,)), as_typed_operand(value), ct)[0]
     types, structure = jax.tree.flatten(t)
     treedef: Any = structure
     value = jax.tree.unflatten(treedef, map(as_high_array, treedef.flatten_up_to(value)))
@@ -242,7 +242,7 @@ def _pack_tangent(derivatives: Any, t: HighType) -> Any:
 
 
 def _cotangent_error(ct: Any, t: Any) -> TypeError:
-    (shown,) = describe([exposed(ct)])
+    (shown,) = describe([expose(ct)])
     return TypeError(
         f"The backward rule of a custom_vjp returns {shown} for the argument {t}. Return the "
         "cotangent of the dense array, an instance of its class with a cotangent for each leaf, "
@@ -272,7 +272,7 @@ def call_custom_jvp(call: Callable) -> Callable:
 
         jvp = _wrap_jvp(function.jvp, len(function.nondiff_argnums), result_types)
         flat = _with_functions(function, fun=fun, jvp=jvp)
-        return jax.tree.map(exposed, call(flat, *carried(args), **carried(kwargs)))
+        return jax.tree.map(expose, call(flat, *keep_marks(args), **keep_marks(kwargs)))
 
     return call_with_values
 
@@ -286,13 +286,13 @@ def _wrap_jvp(jvp: Callable, static_count: int, result_types: list[Any]) -> Call
     @wraps(jvp)
     def flat_jvp(*args: Any) -> Any:
         rule = partial(jvp, *args[:static_count])
-        primals, tangents = jax.tree.map(exposed, args[static_count:])
+        primals, tangents = jax.tree.map(expose, args[static_count:])
         if not is_enabled():
             return rule(primals, tangents)
         tangents = jax.tree.map(_merge_zeros, tangents, primals, is_leaf=is_value)
         has_tree = lambda t: type(getattr(t, "aval", None)) is TangentType
-        unpack = lambda t, primal: opened(primal) if has_tree(t) else primal
-        out = _call_rule(rule, jax.tree.map(unpack, tangents, primals), tangents)
+        unpack_tree = lambda t, primal: unpack(primal) if has_tree(t) else primal
+        out = _call_rule(rule, jax.tree.map(unpack_tree, tangents, primals), tangents)
         if not isinstance(out, tuple | list) or len(out) != 2:
             return out  # JAX raises an error
         (types,) = result_types or [out[1]]  # if the function has not run, the rule decides
@@ -307,15 +307,15 @@ def _wrap_jvp(jvp: Callable, static_count: int, result_types: list[Any]) -> Call
 
 def _convert_primal(t: Any, primal: Any) -> Any:
     if is_value(t):
-        return with_dense_tangents(opened(primal))
-    return canonical(primal) if isinstance(primal, Value) else primal
+        return with_dense_tangents(unpack(primal))
+    return as_typed_operand(primal) if isinstance(primal, Value) else primal
 
 
 def _convert_tangent(t: Any, tangent: Any, primal: Any) -> Any:
     if is_value(t):
         leaves, structure = jax.tree.flatten(primal)
         treedef: Any = structure
-        tangents = treedef.flatten_up_to(opened_derivatives(tangent))
+        tangents = treedef.flatten_up_to(unpack_tangent(tangent))
         return jax.tree.unflatten(treedef, map(_convert_leaf_tangent, leaves, tangents))
     if type(t) is not HighType or t.dense_tangent or type(tangent) is not t.cls:
         return tangent
@@ -327,15 +327,15 @@ def _convert_leaf_tangent(leaf: Any, tangent: Any) -> Any:
     if not is_value(tangent):
         return tangent
     if not holds_derivatives(tangent):
-        return made_dense(_TANGENT, tangent)
-    return combine_tangents(opened(exposed(leaf)), jax.tree.leaves(tangent), False)
+        return materialise_traced(_TANGENT, tangent)
+    return combine_tangents(unpack(expose(leaf)), jax.tree.leaves(tangent), False)
 
 
 # Both.
 
 
 def _is_implicit(x: Any) -> bool:
-    return is_typed(x) or is_value(exposed(x))
+    return is_typed(x) or is_value(expose(x))
 
 
 def _merge_zeros(derivative: Any, primal: Any = None) -> Any:
@@ -354,7 +354,7 @@ def _merge_zeros(derivative: Any, primal: Any = None) -> Any:
 
 def _call_rule(rule: Callable, primals: Any, derivatives: Any) -> Any:
     """Call a user's rule with marked derivatives, so that their use as arrays raises."""
-    mark = lambda x: mark_derivatives(opened_derivatives(x))
+    mark = lambda x: mark_derivatives(unpack_tangent(x))
     derivatives = jax.tree.map(mark, derivatives, is_leaf=is_value)
     with within_rule(within_rule.value or has_derivatives(derivatives)):
         return rule(primals, derivatives)
@@ -370,7 +370,7 @@ class CarryToCheckpoint:
         self._registry = registry
 
     def flatten(self, tree: Any, *args: Any) -> Any:
-        return self._registry.flatten(carried(tree), *args)
+        return self._registry.flatten(keep_marks(tree), *args)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._registry, name)

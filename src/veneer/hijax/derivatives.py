@@ -20,15 +20,15 @@ from .._core.primitives.labels import is_label
 from .._core.value import Value, is_value
 from .._jax.hijax import api
 from .._jax.primitives import Primitive
-from .mapping import by_leaves, made_dense
+from .mapping import maps_leaves, materialise_traced
 from .mode import is_enabled
-from .types import is_complete, is_typed, opened, with_dense_tangents
+from .types import is_complete, is_typed, unpack, with_dense_tangents
 from .values import (
-    carried,
-    exposed,
+    expose,
     flatten_value,
     has_derivatives,
     is_derivative,
+    keep_marks,
     mark_derivatives,
     values_of,
     within_rule,
@@ -56,12 +56,12 @@ class _Differentiated:
 
 
 def _leaves_for_jacobian(x: Any) -> Any:
-    x = exposed(x)
+    x = expose(x)
     if not is_typed(x) and not (isinstance(x, Value) and is_complete(x)):
         return x
-    if (x.aval.cls if is_typed(x) else x).dense_tangent or not (x.shape or is_label(opened(x))):
-        return made_dense(_JACOBIAN, x)
-    leaves, treedef = flatten_value(opened(x))
+    if (x.aval.cls if is_typed(x) else x).dense_tangent or not (x.shape or is_label(unpack(x))):
+        return materialise_traced(_JACOBIAN, x)
+    leaves, treedef = flatten_value(unpack(x))
     return jax.tree.unflatten(treedef, list(map(_leaves_for_jacobian, leaves)))
 
 
@@ -84,11 +84,13 @@ def pull_back(vjp: Callable) -> Callable:
         if not is_enabled():
             return vjp(function, *primals, has_aux=has_aux, **kw)
         is_grad = isinstance(function, _Differentiated)
-        function = function.with_aux(has_aux) if is_grad else function
+        if isinstance(function, _Differentiated):
+            function = function.with_aux(has_aux)
         primals = with_dense_tangents(primals)
         out, pull, *aux = vjp(function, *primals, has_aux=has_aux, **kw)
-        expose = (lambda x: opened(exposed(x))) if is_grad else exposed
-        return jax.tree.map(exposed, out), _mark_cotangents(pull), *jax.tree.map(expose, aux)
+        expose_aux = (lambda x: unpack(expose(x))) if is_grad else expose
+        aux = jax.tree.map(expose_aux, aux)
+        return jax.tree.map(expose, out), _mark_cotangents(pull), *aux
 
     return vjp_of_values
 
@@ -113,7 +115,7 @@ def _mark_cotangents(pull: Any) -> Any:
 
 
 def _call_and_mark(in_tree: Any, has_logs: bool, pull: Callable, cotangents: Any) -> Any:
-    out = jax.tree.map(exposed, pull(cotangents))
+    out = jax.tree.map(expose, pull(cotangents))
     return out if has_logs or not is_enabled() else _mark_like(in_tree, out)
 
 
@@ -127,7 +129,7 @@ def push_forward(jvp: Callable) -> Callable:
             function = function.with_aux(has_aux)
         primals, tangents = with_dense_tangents(primals), with_dense_tangents(tangents)
         results = jvp(function, primals, tangents, has_aux=has_aux)
-        out, tangents, *aux = jax.tree.map(exposed, results)
+        out, tangents, *aux = jax.tree.map(expose, results)
         return out, _mark_like(jax.tree.structure(out), tangents), *aux
 
     return jvp_of_values
@@ -141,12 +143,12 @@ def linearize(jax_linearize: Callable) -> Callable:
             return jax_linearize(function, *primals, **kwargs)
         results = jax_linearize(function, *with_dense_tangents(primals), **kwargs)
         _, push, *_ = results
-        out, _, *aux = jax.tree.map(exposed, results)
+        out, _, *aux = jax.tree.map(expose, results)
         tree, count = jax.tree.structure(out), len(push.args)
 
         def push_marked(*args: Any) -> Any:
             tangents = push.func(*args[:count], *with_dense_tangents(args[count:]))
-            return _mark_like(tree, jax.tree.map(exposed, tangents))
+            return _mark_like(tree, jax.tree.map(expose, tangents))
 
         marked = jax.tree_util.Partial(push_marked, *push.args)
         vars(marked).update(vars(push))
@@ -176,13 +178,13 @@ def map_derivatives(vmap: Callable) -> Callable:
             return vmap(function, *args, **kwargs)
 
         def derive(*derivatives: Any) -> Any:
-            with by_leaves(False):
+            with maps_leaves(False):
                 return function(*derivatives)
 
         mapped = vmap(derive, *args, **kwargs)
 
         def derive_each(*derivatives: Any) -> Any:
-            with by_leaves(True):
+            with maps_leaves(True):
                 return mapped(*derivatives)
 
         return derive_each
@@ -196,7 +198,7 @@ def map_derivatives(vmap: Callable) -> Callable:
 
 def keep_marks_in_jit(infer_params: Callable) -> Callable:
     """Wrap the function of JAX that flattens the arguments of a jitted function."""
-    return lambda function, info, *args: infer_params(function, info, *map(carried, args))
+    return lambda function, info, *args: infer_params(function, info, *map(keep_marks, args))
 
 
 def keep_marks_in_tree_map(tree_flatten: Callable) -> Callable:

@@ -1,12 +1,12 @@
-"""What JAX asks of `high`: how it is evaluated, its types, its derivatives, how it is mapped.
+"""The rules of the primitive `high`: evaluation, types, derivatives and batching.
 
-Staged, it is an equation on typed operands, which jaxprs print under the name of the primitive that
-it stands for. Evaluated or lowered, it runs the rule. Its derivatives have two meanings:
+In a jaxpr, `high` is an equation on typed operands, printed with the name of its operation. When it
+is evaluated or lowered, it runs the operation. There are two kinds of derivatives:
 
-- *of the rule*: where the tangents of the types are those of leaves, the derivative is that of what
-  the rule computes from them, as of `jax.grad(vn.implicit(f))`.
-- *of the program*: where an operand or a result has a dense tangent, the derivative is JAX's own of
-  the primitive, evaluated at operands that are still implicit, as of `vn.implicit(jax.grad(f))`.
+- *Of the rule*: if tangents have one array for each leaf, JAX differentiates the rule on the
+  leaves, as in `jax.grad(vn.implicit(f))`.
+- *Of the program*: if an operand or a result has a dense tangent, JAX's derivative rule of the
+  primitive runs on the implicit operands, as in `vn.implicit(jax.grad(f))`.
 """
 
 from collections.abc import Sequence
@@ -30,46 +30,57 @@ from .._jax.hijax import (
     stage_constant,
 )
 from .._jax.tracing import is_eager, trace_context
-from .high import Operation, Pack, Unpack, apply, high
-from .mode import in_force
+from .mode import turned_on
 from .operations import Apply, Jvp, Materialise, Transpose, Vjp, Vmap
 from .types import (
     HighType,
     TangentType,
     as_high_array,
-    canonical,
+    as_typed_operand,
     is_traced_high,
     is_typed,
     of_arrays,
     type_of,
 )
-from .values import Tangent, is_inexact, leaves_of, strong_leaf, value_of, with_leaves
+from .values import (
+    Operation,
+    Pack,
+    Tangent,
+    Unpack,
+    apply,
+    high,
+    is_inexact,
+    leaves_of,
+    strong_leaf,
+    value_of,
+    with_leaves,
+)
 
 
 def run(*operands: Any, operation: Operation) -> list[Any]:
-    """The rule itself, where a primitive is evaluated or lowered."""
-    # What was staged has been told of, as its types were found.
+    """Run an operation: `high` is evaluated or lowered."""
+    # In a staged program, events were reported when the types of the results were found.
     policy = current_policy() if is_eager() else ALLOW
-    with in_force(), policy_in_force(policy):
+    with turned_on(), policy_in_force(policy):
         out = operation.run(*map(value_of, operands))
         return [as_high_array(stage_constant(_without_weak_types(x))) for x in map(value_of, out)]
 
 
 def _without_weak_types(x: Any) -> Any:
-    """A result without weak types on its leaves, which the type of it does not tell."""
+    """Return a result without weak types on its leaves, as its high type requires."""
     if isinstance(x, Value | Tangent):
         return with_leaves(x, list(map(strong_leaf, leaves_of(x))))
     return x
 
 
 def abstract_eval(*types: Any, operation: Operation) -> tuple[list[Any], Any]:
-    """The types of the results, by tracing the operation on abstract leaves."""
+    """Return the types of the results, by tracing the operation on abstract leaves."""
     if isinstance(operation, Unpack):
         return list(operation.type.leaves), no_effects
     if operation.result_types is not None:
         return list(operation.result_types), frozenset()
-    is_told = current_policy() is not ALLOW  # of what happens, each time
-    find = _types_of_results.__wrapped__ if is_told else _types_of_results
+    reports = current_policy() is not ALLOW  # then each trace must report its events
+    find = _types_of_results.__wrapped__ if reports else _types_of_results
     out, effects = find(operation, types, trace_context())
     return list(out), effects
 
@@ -87,7 +98,7 @@ def _types_of_results(
         result_types.extend(map(_type_of_result, out))
         return [leaf for x in out if not is_traced_high(x) for leaf in leaves_of(x)]
 
-    with in_force():
+    with turned_on():
         traced = jax.make_jaxpr(on_leaves)(*([*t.lo_ty()] for t in types))
     if any(isinstance(effect, RefEffect) for effect in traced.effects):
         raise NotImplementedError(
@@ -113,9 +124,9 @@ def _type_of_result(x: Any) -> Any:
 def jvp(
     primals: Sequence[Any], tangents: Sequence[Any], *, operation: Operation
 ) -> tuple[list[Any], list[Any]]:
-    """Results and their tangents, of the rule or of the program."""
-    if (ruled := operation.jvp(primals, tangents)) is not None:
-        return ruled
+    """Return the results and their tangents."""
+    if (results := operation.jvp(primals, tangents)) is not None:
+        return results
     types = list(map(jax.typeof, primals))
     varies = tuple(type(t) is not Zero for t in tangents)
     if isinstance(operation, Apply) and any(map(_has_dense_tangent, types)):
@@ -154,7 +165,7 @@ def _rule_jvp(
 def _program_jvp(
     operation: Apply, primals: Sequence[Any], tangents: Sequence[Any]
 ) -> tuple[list[Any], list[Any]]:
-    """JAX's own rule, whose primitives meet the implicit operands again."""
+    """Call JAX's derivative rule of a primitive with the implicit operands."""
     shown = [as_high_array(value_of(p)) for p in primals]
     dense = [_dense_tangent(p, t) for p, t in zip(primals, tangents, strict=True)]
     params = operation.parameters.params
@@ -164,7 +175,7 @@ def _program_jvp(
 
 
 def _dense_tangent(primal: Any, tangent: Any) -> Any:
-    """The tangent of the dense array that an operand stands for."""
+    """Return the tangent of the dense array of an operand."""
     t = jax.typeof(primal)
     if not isinstance(t, HighType) or t.dense_tangent:
         return tangent
@@ -174,7 +185,7 @@ def _dense_tangent(primal: Any, tangent: Any) -> Any:
 
 
 def _matching(x: Any, tangent: Any) -> tuple[Any, Any]:
-    """A result and its dense tangent: dense, where its type has a tangent of its leaves."""
+    """Return a result and its dense tangent. Materialize a result that has tangents of leaves."""
     t = jax.typeof(x)
     if not isinstance(t, HighType) or t.dense_tangent:
         return x, tangent
@@ -186,7 +197,7 @@ def _matching(x: Any, tangent: Any) -> tuple[Any, Any]:
 def _jvp_to_dense(
     operation: Operation, primals: Sequence[Any], tangents: Sequence[Any], out: Sequence[Any]
 ) -> tuple[list[Any], list[Any]]:
-    """Of an operation that makes, of operands without such, a value with a dense tangent."""
+    """Differentiate an operation that returns a value with a dense tangent."""
     if isinstance(operation, Apply):
         return _program_jvp(operation, primals, tangents)
     packed = operation.type if isinstance(operation, Pack) else None
@@ -200,7 +211,7 @@ def _jvp_to_dense(
 def _jvp_of_dense(
     operation: Operation, primals: Sequence[Any], tangents: Sequence[Any], out: Sequence[Any]
 ) -> tuple[list[Any], list[Any]]:
-    """Of an operation on dense tangents that is no primitive of JAX's."""
+    """Differentiate an operation on dense tangents that is not a JAX primitive."""
     if isinstance(operation, Vmap):
         return jvp_of_vmap(operation, primals, tangents)
     if isinstance(operation, Materialise) and not operation.of_leaves:
@@ -218,13 +229,13 @@ def _jvp_of_dense(
 def jvp_of_vmap(
     operation: Vmap, primals: Sequence[Any], tangents: Sequence[Any]
 ) -> tuple[list[Any], list[Any]]:
-    """The derivative, mapped."""
+    """Return the derivative of a mapped operation, by mapping its derivative."""
     varies = [type(t) is not Zero for t in tangents]
     varying = [t for t, v in zip(tangents, varies, strict=True) if v]
     varying_dims = [d for d, v in zip(operation.dims, varies, strict=True) if v]
     is_zero: list[bool] = []
 
-    def one(primals: list[Any], varying: list[Any]) -> Any:
+    def derive(primals: list[Any], varying: list[Any]) -> Any:
         rest = iter(varying)
         zero = lambda p: Zero(jax.typeof(p).to_tangent_aval())
         each = [next(rest) if v else zero(p) for p, v in zip(primals, varies, strict=True)]
@@ -235,7 +246,7 @@ def jvp_of_vmap(
     shown = [as_high_array(value_of(p)) for p in primals]
     name = {} if operation.axis_name is None else {"axis_name": operation.axis_name}
     axes = list(operation.dims), varying_dims
-    mapped = jax.vmap(one, in_axes=axes, axis_size=operation.size, **name)
+    mapped = jax.vmap(derive, in_axes=axes, axis_size=operation.size, **name)
     out, some = mapped(shown, varying)
     rest = iter(some)
     zero = lambda p: Zero(jax.typeof(p).to_tangent_aval())
@@ -243,7 +254,7 @@ def jvp_of_vmap(
 
 
 def transpose(cotangents: Sequence[Any], *operands: Any, operation: Operation) -> None:
-    """Adds to the accumulators of the operands in which an operation is linear."""
+    """Add cotangents to the accumulators of the operands in which an operation is linear."""
     if operation.transpose(cotangents, operands):
         return
     linear = [isinstance(x, GradAccum) for x in operands]
@@ -275,8 +286,8 @@ def _backward(
         count = len(operation.varies)
         if not any(linear[:count]) and all(linear[count:]):
             chosen = iter(wanted)
-            asked = tuple(w and next(chosen) for w in operation.wanted)
-            return Vjp(operation.of, operation.varies, asked)
+            results = tuple(w and next(chosen) for w in operation.wanted)
+            return Vjp(operation.of, operation.varies, results)
     kept = tuple(t if is_linear else None for t, is_linear in zip(types, linear, strict=True))
     return Transpose(operation, kept, wanted)
 
@@ -287,20 +298,19 @@ def _backward(
 def batch(
     size: int, axis_name: Any, values: Sequence[Any], dims: Sequence[Any], *, operation: Operation
 ) -> tuple[list[Any], list[Any]]:
-    """The operation mapped; its results have the new axis first."""
+    """Return the results of a mapped operation, and their batch axes."""
     if all(d is None for d in dims):
         out = apply(operation, *values)
         return out, [None] * len(out)
-    ruled = operation.batch(size, axis_name, values, dims)
-    if ruled is not None:
-        return ruled
+    if (results := operation.batch(size, axis_name, values, dims)) is not None:
+        return results
     out = apply(Vmap(operation, size, axis_name, tuple(dims)), *values)
     return out, [0] * len(out)
 
 
 def _under_implicit(*operands: Any, operation: Operation) -> list[Any]:
-    if any(map(is_typed, operands)):  # of a value outside, which no rule would take for one
-        return apply(operation, *(canonical(x) if is_value(x) else x for x in operands))
+    if any(map(is_typed, operands)):  # a tracer of a high type, which rules do not accept
+        return apply(operation, *(as_typed_operand(x) if is_value(x) else x for x in operands))
     return operation.rerun(*operands)
 
 

@@ -1,8 +1,8 @@
-"""What goes over an axis of a value: `jax.vmap`, `lax.scan`, `lax.map`, `lax.associative_scan`.
+"""Mapped functions of implicit arrays: `jax.vmap`, `pmap`, `lax.scan`, `map`, `associative_scan`.
 
-JAX goes over the leaves of a tree. That is right for a batch of values, which has the axis in every
-leaf. Any other value is for these functions one array, and an axis is one of the dense array: it is
-brought to the front by the rules, and what still is no batch then is made dense, visibly.
+JAX maps over the leaves of a pytree. This is correct if every leaf has the batch axis. Otherwise
+the axis is an axis of the dense array: the rules move it to the front, and a value whose leaves
+still have no batch axis is materialized and reported.
 """
 
 from collections.abc import Callable
@@ -18,55 +18,54 @@ from .._core.event import Operands
 from .._core.policy import report_materialised
 from .._core.value import Value, describe, has_all_leaves, is_value, make_dense, source_of
 from .._jax.primitives import Primitive, find_primitive
-from .high import apply
 from .mode import is_enabled
 from .operations import VMAP, Materialise, MoveAxis, Select, stacked
 from .types import (
     HighType,
     StructuredType,
     TangentType,
-    canonical,
-    has_axes,
+    as_typed_operand,
+    can_be_stacked,
+    has_leading_batch_axes,
     is_complete,
     is_typed,
-    takes_axis,
 )
 from .types import type_of as type_of_value
-from .values import exposed, has_derivatives, value_of, within_rule
+from .values import apply, expose, has_derivatives, value_of, within_rule
 
 # Derivatives.
 
 
-def refuse_derivatives(function: Callable) -> Callable:
-    """One of JAX's functions that go over an axis, or choose."""
+def reject_marked_arguments(function: Callable) -> Callable:
+    """Wrap a loop or a conditional of JAX, to reject marked derivatives in a user's rule."""
 
     @wraps(function)
     def of_arrays(*args: Any, **kwargs: Any) -> Any:
-        refuse_within_rule(function.__name__, (args, kwargs))
+        reject_marked(function.__name__, (args, kwargs))
         return function(*args, **kwargs)
 
     return of_arrays
 
 
-def refuse_within_rule(name: str, x: Any) -> None:
-    """Refuses derivatives that a rule gives to one of JAX's functions."""
+def reject_marked(name: str, x: Any) -> None:
+    """Raise an error if a user's rule is running and `x` has marked derivatives."""
     if within_rule.value and has_derivatives(x):
         raise derivatives_error(name)
 
 
-# Which values are one array.
+# Axes of values.
 
-#: Set while a derivative of JAX's own is mapped, whose tangents are trees of leaves.
-by_leaves = jax.make_user_context(False)
+#: Whether `jax.vmap` maps over the leaves of all values: the tangents of a Jacobian.
+maps_leaves = jax.make_user_context(False)
 
 
-def is_mapped_whole(is_vmappable: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Whether `vmap` takes an argument or a result for one, and not for a tree."""
+def map_whole_values(is_vmappable: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Wrap the predicate that tells `jax.vmap` which arguments and results it must not flatten."""
 
     def is_whole(x: Any) -> bool:
-        if not by_leaves.value:
-            refuse_within_rule("vmap", x)
-        return is_vmappable(x) or (_is_array(x) and is_enabled() and not by_leaves.value)
+        if not maps_leaves.value:
+            reject_marked("vmap", x)
+        return is_vmappable(x) or (_is_array(x) and is_enabled() and not maps_leaves.value)
 
     return is_whole
 
@@ -83,8 +82,8 @@ def _type_of(x: Any) -> HighType:
     return x.aval if is_typed(x) else type_of_value(x)
 
 
-def made_dense(primitive: Primitive, x: Any) -> Any:
-    """A value made dense, or a tracer of one, telling whoever wants to know."""
+def materialise_traced(primitive: Primitive, x: Any) -> Any:
+    """Materialize an implicit array or a typed tracer, and report it under the current policy."""
     value = value_of(x)
     if isinstance(value, Value) and not any(map(is_typed, jax.tree.leaves(value))):
         return make_dense(primitive, [value])[0]
@@ -92,36 +91,36 @@ def made_dense(primitive: Primitive, x: Any) -> Any:
     shown = describe([value]) if isinstance(value, Value) else (str(t),)
     nbytes = t.size * t.dtype.itemsize
     is_cache = isinstance(value, Value) and value.is_cache
-    said = Operands(shown, (source_of(value),), (nbytes,), (is_cache,))
-    report_materialised(primitive.name, lambda: said)
-    return apply(Materialise(t), canonical(value) if isinstance(value, Value) else value)[0]
+    operands = Operands(shown, (source_of(value),), (nbytes,), (is_cache,))
+    report_materialised(primitive.name, lambda: operands)
+    return apply(Materialise(t), as_typed_operand(value) if isinstance(value, Value) else value)[0]
 
 
-# Of `vmap`.
+# `jax.vmap`.
 
 
-def to_mapped(to_elt: Callable) -> Callable:
-    """JAX's function that gives an argument of `vmap` to the function that is mapped."""
+def slice_argument(to_elt: Callable) -> Callable:
+    """Wrap JAX's function that passes an argument of `vmap` to the mapped function."""
 
     def to_elt_of_any(trace: Any, get_idx: Any, x: Any, axis: Any) -> Any:
         if not isinstance(axis, int) or not _is_implicit(x) or not is_enabled():
             return to_elt(trace, get_idx, x, axis)
         axis %= x.ndim
         to = partial(to_elt_of_any, trace, get_idx)
-        if has_axes(_type_of(x), axis + 1):
+        if has_leading_batch_axes(_type_of(x), axis + 1):
             if is_value(x):
                 return jax.tree.map(lambda leaf: to(leaf, axis), x)
             return to_elt(trace, get_idx, x, axis)
         front = jnp.moveaxis(x, axis, 0) if axis else x
-        if _is_implicit(front) and not has_axes(_type_of(front), 1):
-            front = made_dense(VMAP, front)
+        if _is_implicit(front) and not has_leading_batch_axes(_type_of(front), 1):
+            front = materialise_traced(VMAP, front)
         return to(front, 0)
 
     return to_elt_of_any
 
 
-def from_mapped(from_elt: Callable) -> Callable:
-    """JAX's function that stacks a result of `vmap`, along an axis of the dense array."""
+def stack_result(from_elt: Callable) -> Callable:
+    """Wrap JAX's function that stacks a result of `vmap`, along an axis of the dense array."""
 
     def from_elt_of_any(
         trace: Any, size: Any, mesh_axis: Any, sum_match: bool, i: int, x: Any, axis: Any
@@ -131,8 +130,8 @@ def from_mapped(from_elt: Callable) -> Callable:
             return one(x, axis)
         is_mapped = any(trace.to_batch_info(leaf)[1] is not None for leaf in jax.tree.leaves(x))
         if not isinstance(axis, int):
-            return one(canonical(x), axis) if is_mapped else (x, None)
-        if not takes_axis(_type_of(x)):
+            return one(as_typed_operand(x), axis) if is_mapped else (x, None)
+        if not can_be_stacked(_type_of(x)):
             raise TypeError(_not_stacked("vmap", _type_of(x)))
         stack = jax.tree.map(lambda leaf: one(leaf, 0)[0], x)
         return jnp.moveaxis(stack, 0, axis) if axis else stack, axis
@@ -141,24 +140,24 @@ def from_mapped(from_elt: Callable) -> Callable:
 
 
 def _expose_first(pair: tuple[Any, Any]) -> tuple[Any, Any]:
-    return exposed(pair[0]), pair[1]
+    return expose(pair[0]), pair[1]
 
 
-def broadcast_values(broadcast: Callable) -> Callable:
-    """JAX's function that gives an axis to what is not mapped, where other things are."""
+def add_batch_axis(broadcast: Callable) -> Callable:
+    """Wrap JAX's function that adds a batch axis to an unmapped value."""
 
     def broadcast_any(x: Any, size: int, axis: int, mesh_axis: Any) -> Any:
         t = jax.typeof(x)
         of = t.of if isinstance(t, TangentType) else t
-        if not isinstance(of, HighType) or axis or not takes_axis(of):
+        if not isinstance(of, HighType) or axis or not can_be_stacked(of):
             return broadcast(x, size, axis, mesh_axis)
         return stacked(x, size)
 
     return broadcast_any
 
 
-def move_axes(moveaxis: Callable) -> Callable:
-    """JAX's function that moves a mapped axis; of a tangent, that of each leaf."""
+def move_batch_axis(moveaxis: Callable) -> Callable:
+    """Wrap JAX's function that moves the batch axis. Move the axis of each leaf of a tangent."""
 
     def move_any(x: Any, source: Any, destination: Any) -> Any:
         if source == destination or not isinstance(jax.typeof(x), TangentType):
@@ -168,10 +167,10 @@ def move_axes(moveaxis: Callable) -> Callable:
     return move_any
 
 
-def select_leaves(select: Callable) -> Callable:
-    """JAX's function that chooses between the branches of a `cond`, where that is mapped.
+def select_values(select: Callable) -> Callable:
+    """Wrap JAX's function that selects from the results of branches with a batched predicate.
 
-    Among values of one type it keeps the type, which is that of operands of the branches.
+    Values of one type are selected leaf by leaf, so that the result has the same type.
     """
 
     def select_any(which: Any, *cases: Any) -> Any:
@@ -191,8 +190,8 @@ def _not_stacked(what: str, t: Any) -> str:
     )
 
 
-def axes_of_arrays(flatten_axes: Callable) -> Callable:
-    """JAX's function of `in_axes` and `out_axes`, which may have an axis for each leaf."""
+def accept_axes_of_leaves(flatten_axes: Callable) -> Callable:
+    """Wrap JAX's function that flattens `in_axes` and `out_axes`. They can name axes of leaves."""
 
     def flatten(name: str, treedef: Any, axes: Any, **kwargs: Any) -> Any:
         if name.startswith("vmap") and is_enabled():
@@ -214,15 +213,15 @@ def _axes_of_arrays(name: str, treedef: Any, axes: Any) -> Any:
 
 
 def _axis_of_array(name: str, axes: Value) -> Any:
-    """The axis of an array of which the axes of its leaves are given."""
-    several = set(jax.tree.leaves(axes, is_leaf=lambda x: x is None))
-    if len(several) > 1:
+    """Return the axis of a value, given the equal axes of its leaves."""
+    distinct = set(jax.tree.leaves(axes, is_leaf=lambda x: x is None))
+    if len(distinct) > 1:
         raise TypeError(
             f"{name} has different axes for the leaves of one array: {axes!r}. Pass one axis for "
             f"the array. Or pass its fields as separate arguments, and build the "
             f"{type(axes).__name__} inside the function."
         )
-    return several.pop() if several else None
+    return distinct.pop() if distinct else None
 
 
 def check_pmap(cached_shard_map: Callable) -> Callable:
@@ -268,23 +267,23 @@ def _check_slice(x: Any, axes: Any) -> None:
 
 
 def _check_stack(x: Any, axes: Any) -> None:
-    several = set(jax.tree.leaves(axes, is_leaf=lambda x: x is None))
-    if not isinstance(x, Value) or several <= {None}:
+    distinct = set(jax.tree.leaves(axes, is_leaf=lambda x: x is None))
+    if not isinstance(x, Value) or distinct <= {None}:
         return
     t = _type_of(x)
-    if several != {0} or not takes_axis(t):
-        shown = " and ".join(map(str, several))
+    if distinct != {0} or not can_be_stacked(t):
+        shown = " and ".join(map(str, distinct))
         raise TypeError(
             f"pmap cannot stack a {t.cls.__name__} of the type {t} along axis {shown}. "
             "Set out_axes=0, or return vn.materialise(x) from the mapped function."
         )
 
 
-# Of loops.
+# Loops.
 
 
-def scan_slices(function: Callable) -> Callable:
-    """`lax.scan`, and `lax.map`, which take slices of their second argument."""
+def slice_dense_arrays(function: Callable) -> Callable:
+    """Wrap `lax.scan` or `lax.map`, which slice the argument `xs`."""
 
     def over_slices(f: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_enabled():
@@ -303,13 +302,13 @@ def scan_slices(function: Callable) -> Callable:
 
 
 def _sliceable(xs: Any) -> Any:
-    is_sliced = lambda x: not _is_implicit(x) or has_axes(_type_of(x), 1)
-    one = lambda x: x if is_sliced(x) else made_dense(find_primitive("scan"), x)
+    is_sliced = lambda x: not _is_implicit(x) or has_leading_batch_axes(_type_of(x), 1)
+    one = lambda x: x if is_sliced(x) else materialise_traced(find_primitive("scan"), x)
     return jax.tree.map(one, xs, is_leaf=_is_array)
 
 
-def scan_arrays(function: Callable) -> Callable:
-    """`lax.associative_scan`, of which each value is one array."""
+def scan_whole_values(function: Callable) -> Callable:
+    """Wrap `lax.associative_scan`, so that each value is one array."""
 
     def over_arrays(f: Any, elems: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_enabled():
@@ -321,17 +320,17 @@ def scan_arrays(function: Callable) -> Callable:
 
 
 def _as_arrays(tree: Any) -> Any:
-    one = lambda x: canonical(x) if isinstance(x, Value) else x
+    one = lambda x: as_typed_operand(x) if isinstance(x, Value) else x
     return jax.tree.map(one, tree, is_leaf=_is_array)
 
 
-def stackable(x: Any) -> Any:
-    """A result of the body of a scan, made dense if a stack of its leaves is none of it.
+def make_stackable(x: Any) -> Any:
+    """Materialize a typed result of a scan's body if its leaves cannot be stacked.
 
-    A tree of leaves may be of derivatives, and has no dense form that is sure to be meant.
+    A pytree of leaves that cannot be stacked raises an error, because it may hold derivatives.
     """
-    if not _is_implicit(x) or (is_value(x) and not is_complete(x)) or takes_axis(_type_of(x)):
+    if not _is_implicit(x) or (is_value(x) and not is_complete(x)) or can_be_stacked(_type_of(x)):
         return x
     if isinstance(x, Value):
         raise TypeError(_not_stacked("scan", _type_of(x)))
-    return made_dense(find_primitive("scan"), x)
+    return materialise_traced(find_primitive("scan"), x)

@@ -26,7 +26,7 @@ class Patches:
 
     def attribute(self, owner: Any, name: str, *wrappers: Wrapper) -> None:
         """Replace an attribute of `owner`. The wrappers are applied in order."""
-        owner_name = getattr(owner, "__qualname__", None) or getattr(owner, "__name__", str(owner))
+        owner_name: str = getattr(owner, "__name__", str(owner))
         self.setters[f"{owner_name.split('.')[-1]}.{name}"] = partial(
             _set_attribute, owner, name, wrappers
         )
@@ -175,7 +175,7 @@ def is_enabled() -> bool:
     return _mode.value
 
 
-def in_force() -> AbstractContextManager:
+def turned_on() -> AbstractContextManager:
     """Return a context in which high types are on. A user's primitive may be called without."""
     return nullcontext() if is_enabled() else enabled()
 

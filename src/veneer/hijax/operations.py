@@ -1,8 +1,7 @@
-"""Operations on values: a primitive of JAX's by its rule, and what follows from one.
+"""The operations of `high`: JAX primitives on typed values, their derivatives and batched forms.
 
-The derivatives and the batched form of an operation are operations again, so that the set is closed
-under all of JAX's transformations; each runs the rule of its innermost primitive, differentiated or
-batched by JAX itself on the leaves, and only once it is evaluated or lowered.
+The derivative and the batched form of an operation are operations too. When one is evaluated or
+lowered, it runs the rule of the primitive, and JAX differentiates or batches the rule itself.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,27 +18,26 @@ from .._core.sources import with_source
 from .._core.value import Value, is_value, make_dense, materialise_one, source_of
 from .._jax.hijax import Zero
 from .._jax.primitives import Primitive
-from .high import Operation, apply
 from .types import (
     HighType,
     StructuredType,
     TangentType,
     as_high_array,
+    can_be_stacked,
     is_typed,
     of_arrays,
-    opened,
-    takes_axis,
     type_of,
     type_of_leaf,
+    unpack,
 )
-from .values import Tangent, is_inexact, leaves_of, value_of, with_leaves
+from .values import Operation, Tangent, apply, is_inexact, leaves_of, value_of, with_leaves
 
-#: Names what is made dense because `vmap` cannot go over its leaves; it is never bound.
+#: Names `vmap` in reports of values that are materialized. It is never bound.
 VMAP = Primitive("vmap")
 
 
 class Parameters:
-    """The parameters of a primitive, as a key: compared by value, where that can be hashed."""
+    """The parameters of a primitive, hashable and compared by value."""
 
     def __init__(self, params: dict[str, Any]):
         self.params = params
@@ -59,7 +57,7 @@ class Parameters:
 
 @dataclass(frozen=True)
 class Apply(Operation):
-    """A primitive, by its rule for the types of its operands."""
+    """Run the rule of a primitive for the types of its operands."""
 
     primitive: Primitive
     parameters: Parameters
@@ -75,18 +73,18 @@ class Apply(Operation):
     def run(self, *values: Any) -> list[Any]:
         params = self.parameters.params
         if current_policy() is not ALLOW:
-            for value in filter(is_value, values):  # from where, a typed value does not tell
+            for value in filter(is_value, values):  # reports name the source of a value
                 with_source(value, source_of(value) or (str(type_of(value)),))
         if any(map(is_value, values)):
             out = dispatch(self.primitive, values, params)
-        else:  # what was implicit has been made dense meanwhile
+        else:  # the implicit operands have been materialized
             out = self.primitive.bind(*values, **self.primitive.get_bind_params(params))
-        return list(map(_result, out if self.primitive.multiple_results else [out]))
+        return list(map(_unpack_result, out if self.primitive.multiple_results else [out]))
 
 
 @dataclass(frozen=True)
 class Materialise(Operation):
-    """A value, or the leaves of one, into the dense array."""
+    """Materialize an implicit array. With `of_leaves`, the operands are its flat arrays."""
 
     type: HighType
     of_leaves: bool = False
@@ -99,9 +97,9 @@ class Materialise(Operation):
 
 @dataclass(frozen=True)
 class Jvp(Operation):
-    """The tangents of some results, in the direction of tangents of some operands.
+    """Compute the tangents of the wanted results of an operation.
 
-    The operands are those of the operation, and then the tangents of those that vary.
+    The operands are the operands of the operation, then the tangents of the operands that vary.
     """
 
     of: Any
@@ -114,17 +112,17 @@ class Jvp(Operation):
 
     def run(self, *operands: Any) -> list[Any]:
         primals, tangents = operands[: len(self.varies)], operands[len(self.varies) :]
-        function, variables = _of_variables(self.of, primals, self.varies, self.wanted)
-        flat = [leaf for t in tangents for leaf in variables_of(t)]
+        function, variables = _flat_function(self.of, primals, self.varies, self.wanted)
+        flat = [leaf for t in tangents for leaf in differentiable_leaves(t)]
         _, flat_out = jax.jvp(function, (variables,), (flat,))
         return _regroup(flat_out, function.tangent_types)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
 class Vjp(Operation):
-    """The cotangents of the operands that vary, of those of some results.
+    """Compute the cotangents of the operands that vary, given cotangents of the wanted results.
 
-    The operands are those of the operation, and then the cotangents.
+    The operands are the operands of the operation, then the cotangents.
     """
 
     of: Any
@@ -137,18 +135,18 @@ class Vjp(Operation):
 
     def run(self, *operands: Any) -> list[Any]:
         primals, cotangents = operands[: len(self.varies)], operands[len(self.varies) :]
-        function, variables = _of_variables(self.of, primals, self.varies, self.wanted)
+        function, variables = _flat_function(self.of, primals, self.varies, self.wanted)
         _, pull = jax.vjp(function, variables)
-        (flat,) = pull([leaf for ct in cotangents for leaf in variables_of(ct)])
+        (flat,) = pull([leaf for ct in cotangents for leaf in differentiable_leaves(ct)])
         types = [_tangent_type(p) for p, v in zip(primals, self.varies, strict=True) if v]
         return _regroup(flat, types)
 
 
 @dataclass(frozen=True)
 class Transpose(Operation):
-    """The cotangents of the operands in which an operation is linear.
+    """Compute the cotangents of the operands in which an operation is linear.
 
-    The operands are the others, and then the cotangents of some results.
+    The operands are the other operands, then the cotangents of the wanted results.
     """
 
     of: Any
@@ -161,14 +159,15 @@ class Transpose(Operation):
 
     def run(self, *operands: Any) -> list[Any]:
         others = iter(operands)
-        primals = [next(others) if t is None else _zeros_of(t) for t in self.linear]
+        zeros = lambda t: of_arrays(t, [jnp.zeros(a.shape, a.dtype) for a in t.lo_ty()])
+        primals = [next(others) if t is None else zeros(t) for t in self.linear]
         varies = tuple(t is not None for t in self.linear)
         return Vjp(self.of, varies, self.wanted).run(*primals, *others)
 
 
 @dataclass(frozen=True)
 class Vmap(Operation):
-    """An operation mapped over the given axes of its operands; those of the results come first."""
+    """Map an operation over axes of its operands. The batch axis of each result is the first."""
 
     of: Any
     size: int
@@ -182,7 +181,7 @@ class Vmap(Operation):
     def run(self, *operands: Any) -> list[Any]:
         treedefs: list[Any] = []
 
-        def one(*flats: Any) -> list[Any]:
+        def run_slice(*flats: Any) -> list[Any]:
             pairs = zip(operands, flats, strict=True)
             out = self.of.run(*(with_leaves(x, flat) for x, flat in pairs))
             out = list(map(_stackable, out))
@@ -190,14 +189,14 @@ class Vmap(Operation):
             return [leaves_of(x) for x in out]
 
         name = {} if self.axis_name is None else {"axis_name": self.axis_name}
-        mapped = jax.vmap(one, in_axes=self.dims, axis_size=self.size, **name)
+        mapped = jax.vmap(run_slice, in_axes=self.dims, axis_size=self.size, **name)
         flats = mapped(*map(leaves_of, operands))
         return [_stacked(x, flat) for x, flat in zip(treedefs, flats, strict=True)]
 
 
 @dataclass(frozen=True)
 class Stack(Operation):
-    """A value or a tangent that is the same along a new first axis of each leaf."""
+    """Repeat a value or a tangent along a new first axis of each leaf."""
 
     size: int
     name = "stack"
@@ -214,7 +213,7 @@ class Stack(Operation):
 
 @dataclass(frozen=True)
 class MoveAxis(Operation):
-    """A stack of tangents of which an axis of each leaf comes to another place."""
+    """Move an axis of each leaf of a stack of tangents."""
 
     source: int
     destination: int
@@ -229,9 +228,9 @@ class MoveAxis(Operation):
 
 @dataclass(frozen=True)
 class Select(Operation):
-    """One of some stacks of a type, for each entry of the first axis of each leaf.
+    """Select one of several stacks of a type, for each index of the first axis.
 
-    `select` is the function that does it for arrays, and takes what decides first.
+    `select` does the same for arrays. Its first argument is the index of the case.
     """
 
     select: Callable
@@ -248,28 +247,27 @@ class Select(Operation):
 
 
 def stacked(x: Any, size: int) -> Any:
-    """An array, a value or a tangent repeated along a new first axis."""
+    """Repeat an array, a value or a tangent along a new first axis."""
     x = as_high_array(x)
     if isinstance(jax.typeof(x), StructuredType):
         return apply(Stack(size), x)[0]
     return jnp.broadcast_to(x, (size, *jnp.shape(x)))
 
 
-def _result(x: Any) -> Any:
-    """A result that is a tracer of a high type as a value, with tracers for leaves.
-
-    So a rule gives it that calls plain functions of JAX on an operand, and is itself traced.
-    """
-    return opened(x) if is_typed(x) and not x.aval.dense_tangent else value_of(x)
+def _unpack_result(x: Any) -> Any:
+    """Return a result as an implicit array. A rule that calls JAX can return a typed tracer."""
+    return unpack(x) if is_typed(x) and not x.aval.dense_tangent else value_of(x)
 
 
-# Results that are stacked, and the leaves of operands that have tangents.
+# Stacks, and leaves that have tangents.
 
 
 def _stackable(x: Any) -> Any:
-    """A result of one application: dense, if a stack of its leaves is none of it."""
+    """Materialize a result of a mapped operation if its leaves cannot be stacked."""
     x = value_of(x)
-    return make_dense(VMAP, [x])[0] if isinstance(x, Value) and not takes_axis(type_of(x)) else x
+    return (
+        make_dense(VMAP, [x])[0] if isinstance(x, Value) and not can_be_stacked(type_of(x)) else x
+    )
 
 
 def _stacked(x: Any, leaves: Sequence[Any]) -> Any:
@@ -278,8 +276,8 @@ def _stacked(x: Any, leaves: Sequence[Any]) -> Any:
     return with_leaves(x, leaves)
 
 
-def variables_of(x: Any) -> list[Any]:
-    """The leaves of a value that have tangents; a value with a dense tangent itself."""
+def differentiable_leaves(x: Any) -> list[Any]:
+    """Return the leaves of a value that have tangents. A dense tangent makes the value one leaf."""
     return [leaf for leaf in _parts(x) if is_inexact(type_of_leaf(leaf))]
 
 
@@ -295,7 +293,7 @@ def _with_variables(x: Any, variables: Sequence[Any]) -> Any:
 
 
 def _tangent_type(x: Any) -> Any:
-    """None of what has a dense tangent; of a value the type of its tangent."""
+    """Return the type of the tangent of a value, or None if its tangent is dense."""
     x = value_of(x)
     if isinstance(x, Value):
         return None if x.dense_tangent else TangentType(type_of(x))
@@ -308,18 +306,18 @@ def _regroup(flat: Sequence[Any], types: Sequence[Any]) -> list[Any]:
     return [pick(t) for t in types]
 
 
-def _zeros_of(type: Any) -> Any:
-    """A value of a type, all of whose leaves are zero."""
-    return of_arrays(type, [jnp.zeros(a.shape, a.dtype) for a in type.lo_ty()])
-
-
-def _of_variables(
+def _flat_function(
     operation: Any, primals: Sequence[Any], varies: Sequence[bool], wanted: Sequence[bool]
 ) -> tuple[Callable, list[Any]]:
-    """An operation as a function of the floating leaves that vary, to those of wanted results."""
-    counts = [len(variables_of(p)) if v else 0 for p, v in zip(primals, varies, strict=True)]
+    """Return an operation as a function of varying leaves, and the leaves.
+
+    The function returns the leaves of the wanted results that have tangents.
+    """
+    counts = [
+        len(differentiable_leaves(p)) if v else 0 for p, v in zip(primals, varies, strict=True)
+    ]
     varying = [p for p, v in zip(primals, varies, strict=True) if v]
-    variables = [leaf for p in varying for leaf in variables_of(p)]
+    variables = [leaf for p in varying for leaf in differentiable_leaves(p)]
 
     def function(flat: list[Any]) -> list[Any]:
         rest = iter(flat)
@@ -328,7 +326,7 @@ def _of_variables(
         out = operation.run(*operands)
         chosen = [x for x, w in zip(out, wanted, strict=True) if w]
         function.tangent_types = [_tangent_type(x) for x in chosen]  # type: ignore[attr-defined]
-        return [_one_leaf(leaf) for x in chosen for leaf in variables_of(x)]
+        return [_one_leaf(leaf) for x in chosen for leaf in differentiable_leaves(x)]
 
     return function, list(map(_one_leaf, variables))
 

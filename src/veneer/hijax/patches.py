@@ -1,7 +1,7 @@
-"""What the mode of high types changes in JAX, Equinox and Flax: all of it, in the list at the end.
+"""The patches of JAX, Equinox and Flax that high types need. The list is at the end.
 
-Each function makes what takes the place of one of JAX's, which it is given; those for results,
-loops and `shard_map` are in their modules. `mode` sets what is listed, and restores it.
+Each patch is a function that takes an attribute of another package and returns its replacement.
+Most of them are in the other modules. `mode` sets the patches and restores the attributes.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ import jax
 from .._core.surface import operands
 from .._core.surface.array import ImplicitArray
 from .._core.surface.operands import OperandConversion
-from .._core.value import Value
+from .._core.value import Value, is_value
 from .._jax.hijax import (
     ad_checkpoint,
     api,
@@ -35,7 +35,6 @@ from .._jax.hijax import (
 from .._jax.hijax import tree_util as jax_tree_util
 from .._jax.primitives import find_primitive, jaxpr_as_fun
 from .._jax.tracing import is_eager, set_current_trace
-from .collectives import Trees
 from .control_flow import (
     check_branches,
     unify_branches,
@@ -51,35 +50,42 @@ from .derivatives import (
     push_forward,
     split_arguments,
 )
-from .frameworks import partition_by_tangents, with_values_as_arrays
-from .high import apply
 from .jit import catch_structure_changes, run_jitted
 from .mapping import (
-    axes_of_arrays,
-    broadcast_values,
+    accept_axes_of_leaves,
+    add_batch_axis,
     check_pmap,
-    from_mapped,
-    is_mapped_whole,
-    move_axes,
-    refuse_derivatives,
-    scan_arrays,
-    scan_slices,
-    select_leaves,
-    to_mapped,
+    map_whole_values,
+    move_batch_axis,
+    reject_marked_arguments,
+    scan_whole_values,
+    select_values,
+    slice_argument,
+    slice_dense_arrays,
+    stack_result,
 )
 from .mode import is_enabled, jax_patches
 from .operations import Apply, Parameters
-from .results import check_shardings, of_leaves, run_jit
-from .shard_map import bind_leaves, brought_in, refuse_by_leaf, take_dense_specs
+from .results import check_shardings, lower_results, run_lowered
+from .shard_map import (
+    Trees,
+    accept_dense_specs,
+    bind_shard_map,
+    move_captured_inside,
+    reject_leafwise_specs,
+)
 from .types import (
     HighType,
     TangentType,
-    canonical,
-    no_array,
-    operand_of,
+    as_typed_operand,
+    is_complete,
+    tangent_operand_error,
+    to_operand,
     type_of,
+    with_dense_tangents,
 )
 from .values import (
+    apply,
     value_of,
 )
 
@@ -92,19 +98,21 @@ class _HighConversion:
     def __init__(self, conversion: OperandConversion):
         self._conversion = conversion
 
-    convert = staticmethod(operand_of)
+    convert = staticmethod(to_operand)
 
     def type_of(self, value: Value) -> Any:
         is_array = isinstance(value, ImplicitArray)
         return type_of(value) if is_array else self._conversion.type_of(value)
 
     def jax_array(self, value: Value) -> Callable[[], Any]:
-        return partial(canonical, value) if is_enabled() else self._conversion.jax_array(value)
+        return (
+            partial(as_typed_operand, value) if is_enabled() else self._conversion.jax_array(value)
+        )
 
 
 def _asarray(asarray: Callable) -> Callable:
-    """JAX's functions of `jax.lax` that ask for an array, of an operand, do it so."""
-    return lambda x: asarray(canonical(x) if isinstance(x, Value) and is_enabled() else x)
+    """Wrap the function with which functions of `jax.lax` convert an operand to an array."""
+    return lambda x: asarray(as_typed_operand(x) if isinstance(x, Value) and is_enabled() else x)
 
 
 def _bind(bind: Any) -> Callable:
@@ -112,7 +120,7 @@ def _bind(bind: Any) -> Callable:
 
     def bind_values(self: Any, trace: Any, args: Any, avals: Any, params: Any) -> Any:
         if jax.sharding.get_abstract_mesh().manual_axes:
-            args = brought_in(trace, args)
+            args = move_captured_inside(trace, args)
         if self is custom_lin:
             if trace.requires_low:  # JAX evaluates it only in order to raise an error
                 return self.impl(*args, **params)
@@ -122,7 +130,7 @@ def _bind(bind: Any) -> Callable:
         if self.name in _HIGH_PRIMITIVES:
             return bind_high(self, trace, args, avals, params)
         if TangentType in map(type, avals):
-            raise no_array(self.name, *avals)
+            raise tangent_operand_error(self.name, *avals)
         with set_current_trace(trace):
             out = apply(Apply(self, Parameters(params)), *args)
             if is_eager():
@@ -192,6 +200,35 @@ def _lower_checkpoint(*args: Any, jaxpr: Any, **params: Any) -> list[Any]:
     return list(map(value_of, results)) if is_result else results
 
 
+# Frameworks.
+
+
+def _get_typed_variable(get_variable: Callable) -> Callable:
+    """Wrap `Scope.get_variable` of Flax linen, which compares the shapes of leaves."""
+    convert = lambda x: as_typed_operand(x) if is_value(x) and is_complete(x) else x
+
+    def get(*args: Any, **kwargs: Any) -> Any:
+        variable = get_variable(*args, **kwargs)
+        return jax.tree.map(convert, variable, is_leaf=is_value) if is_enabled() else variable
+
+    return get
+
+
+def _partition_by_tangent(partition: Callable) -> Callable:
+    """Wrap `equinox.partition` as `equinox.filter_grad` calls it, to select the floating leaves.
+
+    A value with a dense tangent is one floating leaf. Otherwise its scales would be trained without
+    its codes.
+    """
+
+    def split(tree: Any, filter_spec: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(filter_spec, "__name__", "") == "is_inexact_array":
+            tree = with_dense_tangents(tree)
+        return partition(tree, filter_spec, *args, **kwargs)
+
+    return split
+
+
 # The list. tests/hijax/test_patches.py names a test for each patch that fails without it.
 
 _is_jax_012 = hasattr(custom_derivatives, "_FlatBwdWithAccums")
@@ -213,37 +250,37 @@ jax_patches.attribute(jax_tree_util, "tree_flatten", keep_marks_in_tree_map)
 jax_patches.attribute(ad_checkpoint, "tracing_registry", CarryToCheckpoint)
 # Jitted functions and checkpoints.
 jax_patches.attribute(pjit, "_infer_params", keep_marks_in_jit, catch_structure_changes)
-jax_patches.attribute(pjit, "_run_python_pjit", run_jit, run_jitted)
-jax_patches.attribute(stages.Traced, "lojax", of_leaves)
-jax_patches.attribute(stages.Traced, "out_info", of_leaves)
+jax_patches.attribute(pjit, "_run_python_pjit", run_lowered, run_jitted)
+jax_patches.attribute(stages.Traced, "lojax", lower_results)
+jax_patches.attribute(stages.Traced, "out_info", lower_results)
 if _is_jax_012:
     jax_patches.attribute(pjit, "pjit_check_aval_sharding", check_shardings)
 else:
     jax_patches.attribute(find_primitive("closed_call"), "to_lojax", lambda _: _lower_call)
 jax_patches.attribute(find_primitive("remat"), "to_lojax", lambda _: _lower_checkpoint)
 # Mapped functions.
-jax_patches.attribute(batching, "is_vmappable", is_mapped_whole)
-jax_patches.attribute(batching, "to_elt", to_mapped)
-jax_patches.attribute(batching, "from_elt", from_mapped)
-jax_patches.attribute(batching, "broadcast", broadcast_values)
-jax_patches.attribute(batching, "moveaxis", move_axes)
-jax_patches.attribute(conditionals, "_bcast_select", select_leaves)
-jax_patches.attribute(conditionals, "_bcast_select_n", select_leaves)
-jax_patches.attribute(api, "flatten_axes", axes_of_arrays)
+jax_patches.attribute(batching, "is_vmappable", map_whole_values)
+jax_patches.attribute(batching, "to_elt", slice_argument)
+jax_patches.attribute(batching, "from_elt", stack_result)
+jax_patches.attribute(batching, "broadcast", add_batch_axis)
+jax_patches.attribute(batching, "moveaxis", move_batch_axis)
+jax_patches.attribute(conditionals, "_bcast_select", select_values)
+jax_patches.attribute(conditionals, "_bcast_select_n", select_values)
+jax_patches.attribute(api, "flatten_axes", accept_axes_of_leaves)
 jax_patches.attribute(jax_pmap, "_cached_shard_map", check_pmap)
 # Loops and branches.
-jax_patches.boundary(loops.scan, unify_carry, scan_slices, refuse_derivatives)
-jax_patches.boundary(loops.while_loop, unify_carry, refuse_derivatives)
-jax_patches.boundary(loops.map, scan_slices, refuse_derivatives)
-jax_patches.boundary(loops.associative_scan, scan_arrays, refuse_derivatives)
-jax_patches.boundary(conditionals.cond, unify_branches, refuse_derivatives)
-jax_patches.attribute(conditionals, "_switch_internal", unify_branches, refuse_derivatives)
+jax_patches.boundary(loops.scan, unify_carry, slice_dense_arrays, reject_marked_arguments)
+jax_patches.boundary(loops.while_loop, unify_carry, reject_marked_arguments)
+jax_patches.boundary(loops.map, slice_dense_arrays, reject_marked_arguments)
+jax_patches.boundary(loops.associative_scan, scan_whole_values, reject_marked_arguments)
+jax_patches.boundary(conditionals.cond, unify_branches, reject_marked_arguments)
+jax_patches.attribute(conditionals, "_switch_internal", unify_branches, reject_marked_arguments)
 jax_patches.attribute(conditionals, "_check_branch_outputs", check_branches)
 # Devices.
 jax_patches.attribute(parallel, "tree_util", Trees)
-jax_patches.attribute(jax_shard_map, "_shard_map", take_dense_specs)
-jax_patches.attribute(jax_shard_map, "broadcast_prefix", refuse_by_leaf)
-jax_patches.attribute(type(find_primitive("shard_map")), "bind_with_trace", bind_leaves)
+jax_patches.attribute(jax_shard_map, "_shard_map", accept_dense_specs)
+jax_patches.attribute(jax_shard_map, "broadcast_prefix", reject_leafwise_specs)
+jax_patches.attribute(type(find_primitive("shard_map")), "bind_with_trace", bind_shard_map)
 # Frameworks.
-jax_patches.attribute_if_imported("equinox._ad", None, "partition", partition_by_tangents)
-jax_patches.attribute_if_imported("flax.core.scope", "Scope", "get_variable", with_values_as_arrays)
+jax_patches.attribute_if_imported("equinox._ad", None, "partition", _partition_by_tangent)
+jax_patches.attribute_if_imported("flax.core.scope", "Scope", "get_variable", _get_typed_variable)

@@ -1,8 +1,8 @@
-"""Typed results of jitted functions, which leave those as the trees of their leaves.
+"""Typed results of jitted functions, converted to pytrees of leaves.
 
-JAX's own `jit` calls a function with a high result from Python, and every call anew; and what is
-compiled ahead of time cannot return one. So the outermost `jit` gives the leaves, in a tree that
-has the value in the place of the typed leaf: C++ then calls what is compiled.
+JAX calls a jitted function with typed results from Python, and cannot compile it ahead of time. So
+the outermost `jit` returns the leaves, in a tree with the implicit array in place of the typed
+result. Then C++ code calls the compiled function.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,18 +14,18 @@ import jax
 from .._core.primitives.sharding import leaf_destinations
 from .._jax.hijax import Unspecified, core, pe, tracing_registry
 from .types import HighType, TangentType, abstract
-from .values import exposed, is_inexact, within_rule
+from .values import expose, is_inexact, within_rule
 
 
-def run_jit(run: Callable) -> Callable:
-    """A call of a jitted function."""
+def run_lowered(run: Callable) -> Callable:
+    """Wrap JAX's function that runs a jitted function, to run it with leaves as results."""
 
     def run_with_leaves(call: Any, *args: Any) -> Any:
         closed = call.params["jaxpr"]
         if within_rule.value:  # C++ would lose the marks of derivatives
             outs, out_flat, out_tree, args_flat, jaxpr, _, *more = run(call, *args)
-            return jax.tree.map(exposed, outs), out_flat, out_tree, args_flat, jaxpr, None, *more
-        if not closed.is_high:  # within, or in what comes in and goes out; for any call, so briefly
+            return jax.tree.map(expose, outs), out_flat, out_tree, args_flat, jaxpr, None, *more
+        if not closed.is_high:
             return run(call, *args)
         if core.trace_state_clean():
             lowered = _lowered(call.params, call.out_tree)
@@ -34,14 +34,14 @@ def run_jit(run: Callable) -> Callable:
                 return run(call._replace(params=params, out_tree=out_tree), *args)
         outs, *more = run(call, *args)
         if any(aval.is_high for aval in closed.out_avals):
-            outs = jax.tree.map(exposed, outs)
+            outs = jax.tree.map(expose, outs)
         return outs, *more
 
     return run_with_leaves
 
 
 def check_shardings(check: Callable) -> Callable:
-    """The check that shardings fit, which JAX >= 0.12 has refuse those of high types."""
+    """Wrap JAX's check of shardings, to skip high types, which JAX >= 0.12 rejects."""
 
     def check_arrays(shardings: Any, avals: Any, names: Any, *args: Any, **kwargs: Any) -> Any:
         which = [not (aval.is_high and _is_all_leaves(aval)) for aval in avals]
@@ -52,8 +52,8 @@ def check_shardings(check: Callable) -> Callable:
     return check_arrays
 
 
-def of_leaves(attribute: property) -> property:
-    """A property of a traced function as of one whose results are leaves."""
+def lower_results(attribute: property) -> property:
+    """Wrap a property of a traced function, to compute it for leaves as results."""
     get: Any = attribute.fget
 
     def get_of_leaves(traced: Any) -> Any:
@@ -71,7 +71,7 @@ def of_leaves(attribute: property) -> property:
 
 
 def _lowered(params: dict[str, Any], out_tree: Any) -> Any:
-    """The parameters of a `jit` and the tree of its results, lowered; None if they must be high."""
+    """Return the lowered parameters and result tree of a `jit`, or None if types must stay high."""
     closed = params["jaxpr"]
     high = [aval for aval in closed.out_avals if aval.is_high]
     if any(aval.is_high for aval in closed.in_avals) or not all(map(_is_all_leaves, high)):
@@ -85,14 +85,14 @@ def _lowered(params: dict[str, Any], out_tree: Any) -> Any:
 
 
 def _is_all_leaves(aval: Any) -> bool:
-    """Whether a type is of an implicit array, or of a tangent with a part for each leaf."""
+    """Return whether a value of a high type has one array for each leaf of the implicit array."""
     if isinstance(aval, TangentType):
         return all(map(is_inexact, aval.of.leaves))
     return isinstance(aval, HighType)
 
 
 def _for_leaves(closed: Any, for_results: Sequence[Any], of_leaves: Callable) -> tuple[Any, ...]:
-    """What there is for each result, for each leaf."""
+    """Repeat a parameter of each result for each of its leaves."""
     for_leaves: list[Any] = []
     for aval, one in zip(closed.out_avals, for_results, strict=True):
         if aval.is_high and one is not None and not isinstance(one, Unspecified):
@@ -103,11 +103,11 @@ def _for_leaves(closed: Any, for_results: Sequence[Any], of_leaves: Callable) ->
 
 
 def _leaf_shardings(aval: Any, sharding: Any) -> Sequence[Any]:
-    """The shardings of the leaves of a value, for that of the dense array."""
+    """Return the shardings of the leaves, given the sharding of the dense array."""
     of = aval.of if isinstance(aval, TangentType) else aval
     shardings: list[Any] = []
     at_leaves = lambda *leaves: shardings.extend(leaf_destinations(of.of_arrays(leaves), sharding))
-    jax.make_jaxpr(at_leaves)(*of.lo_ty())  # for what a type's `partition` asks of its leaves
+    jax.make_jaxpr(at_leaves)(*of.lo_ty())  # `partition` may look at the leaves
     return shardings
 
 
@@ -119,7 +119,7 @@ def _refuse_layout(aval: Any, layout: Any) -> Sequence[Any]:
 
 
 def _with_values(out_tree: Any, avals: Sequence[Any]) -> Any:
-    """The tree of the results, with a value in the place of each typed leaf."""
+    """Return the tree of the results, with an implicit array for each typed leaf."""
     zeros = lambda t: jax.tree.unflatten(t, [0] * t.num_leaves)
     leaves = [zeros(_treedef_of(aval)) if aval.is_high else 0 for aval in avals]
     return tracing_registry.flatten(jax.tree.unflatten(out_tree, leaves))[1]

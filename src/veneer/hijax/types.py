@@ -1,9 +1,7 @@
-"""The types that JAX sees: one for each structure of an implicit array, made from a value alone.
+"""The types of implicit arrays and of their tangents in jaxprs.
 
-An implicit array is a pytree, and stays one: `jax.jit`, `optax` and `equinox` flatten it into its
-leaves, before JAX asks for a type. So a value has no high type while it is an argument or a
-result; it gets one where a primitive meets it, and keeps that for as long as the value is an
-intermediate one. See `veneer.hijax` for what follows from this.
+As an argument or a result, an implicit array is a pytree of leaves, which have the types. It gets a
+high type when a primitive takes it as an operand, and results of primitives keep their high types.
 """
 
 import copyreg
@@ -34,13 +32,27 @@ from .._jax.tracing import (
     set_operand_conversion,
     set_type_function,
 )
-from .high import Add, Pack, Unpack, Zeros, apply, is_staged, packed
 from .mode import is_enabled
-from .values import HighArray, Tangent, flatten_value, is_inexact, leaves_of, strong_leaf, value_of
+from .values import (
+    Add,
+    HighArray,
+    Pack,
+    Tangent,
+    Unpack,
+    Zeros,
+    apply,
+    flatten_value,
+    is_inexact,
+    is_staged,
+    leaves_of,
+    packed,
+    strong_leaf,
+    value_of,
+)
 
 
 class StructuredType(HiType):
-    """A type whose values are lowered to the leaves of a tree structure."""
+    """A type whose values are lowered to several arrays, the leaves of a pytree."""
 
     treedef: Any
     leaves: tuple[Any, ...]
@@ -55,18 +67,18 @@ class StructuredType(HiType):
         return isinstance(other, StructuredType) and self._key() == other._key()
 
     def lo_ty(self) -> list[Any]:
-        """The types of the arrays that a value consists of."""
+        """Return the types of the arrays that a value is lowered to."""
         return [low for leaf in self.leaves for low in leaf.lo_ty()]
 
     def of_arrays(self, arrays: Sequence[Any]) -> Any:
-        """The value that consists of these arrays."""
+        """Return the value that is lowered to these arrays."""
         raise NotImplementedError
 
     def raise_val(self, *lo_vals: Any) -> Any:
-        """What stands for the value that consists of these arrays, where JAX handles it.
+        """Return the value that is lowered to these arrays, as a tracer or a `HighArray`.
 
-        Where JAX lowers a scan, it asks the type of one value for the stack of them (0.10.2 to
-        0.12.0): the type of what is made is that of its arrays.
+        When JAX 0.10.2 to 0.12.0 lowers a scan, it calls the type of one value with the arrays of a
+        stack of values.
         """
         pairs = zip(self.lo_ty(), lo_vals, strict=True)
         sizes = {x.shape[0] for t, x in pairs if x.ndim > t.ndim}
@@ -74,30 +86,30 @@ class StructuredType(HiType):
         return packed(type, lo_vals) if is_staged(lo_vals) else type.standing_for(lo_vals)
 
     def standing_for(self, arrays: Sequence[Any]) -> Any:
-        """The value that consists of these arrays, as JAX handles it where it computes."""
+        """Return the value that is lowered to these arrays, outside of traces."""
         return self.of_arrays(arrays)
 
     def nospec(self, *_: Any) -> Any:
-        """How devices share what the derivative of a `shard_map` keeps: of this JAX has no way."""
+        """Raise an error: JAX asks for a spec of a residual of a `shard_map`."""
         raise NotImplementedError(
             f"The backward pass of a shard_map needs a {self}, for which JAX has no spec. "
             "Differentiate inside the shard_map, or call vn.materialise on the value first."
         )
 
     def parts(self, arrays: Sequence[Any], make: Callable[[Any, list[Any]], Any]) -> Sequence[Any]:
-        """The leaves that consist of these arrays; `make` gives those of a high type."""
+        """Group arrays by leaf. `make` builds a leaf with a high type from its arrays."""
         del make
         return arrays
 
     def str_short(self, short_dtypes: bool = False, mesh_axis_types: bool = False) -> str:
-        """As jaxprs print it: `lora[512,512]`."""
+        """Return the text in jaxprs, such as `lora[512,512]`."""
         del short_dtypes, mesh_axis_types
         return str(self)
 
     def __repr__(self) -> str:
         return str(self)
 
-    # None of the leaves is weakly typed: `strong_leaf` sees to that.
+    # `strong_leaf` removes weak types from all leaves.
     def update_weak_type(self, weak_type: bool) -> Any:
         del weak_type
         return self
@@ -109,16 +121,16 @@ class StructuredType(HiType):
         return self
 
     def leading_axis_spec(self) -> Any:
-        """The axis that a loop takes slices along."""
+        """Return the axis that a loop slices."""
         return 0
 
 
 class HighType(StructuredType, jax.core.ShapedArray):
-    """The type of an implicit array: that of the dense array, for whoever asks for no more.
+    """The type of an implicit array, with the shape and dtype of the dense array.
 
-    Two values are of one type if their classes, their metadata and the types of their leaves
-    agree. `lora[512,512]` is what jaxprs print. A part with a dense tangent is one leaf of a value
-    without, by its own high type: so the weight of a LoRA update of a quantised array.
+    Two values have the same type if their classes, their metadata and the types of their leaves
+    are equal. If a value has no dense tangent, a part with a dense tangent is one leaf with its own
+    high type, such as the quantized weight in a LoRA update.
     """
 
     dense_tangent: bool
@@ -147,75 +159,76 @@ class HighType(StructuredType, jax.core.ShapedArray):
 
     @property
     def cls(self) -> type:
-        """The class of the values."""
+        """Return the class of the implicit arrays."""
         return self.treedef.node_data()[0]
 
     def __getattr__(self, name: str) -> Any:
-        # What a tracer is asked for and has not itself, it asks its type.
-        if name.startswith("_") or not _has(self.cls, name):
+        # JAX calls this for an attribute that a tracer of this type does not have.
+        is_field = any(f.name == name for f in dataclasses.fields(self.cls))
+        if name.startswith("_") or not (is_field or hasattr(self.cls, name)):
             raise AttributeError(f"a {self.cls.__name__} has no attribute {name!r}")
-        return aval_property(lambda tracer: getattr(opened(tracer), name))
+        return aval_property(lambda tracer: getattr(unpack(tracer), name))
 
     def dense(self) -> jax.core.ShapedArray:
-        """The type of the dense array."""
+        """Return the type of the dense array."""
         return self._dense
 
     def update(
         self, shape: Any = None, dtype: Any = None, weak_type: Any = None, **kwargs: Any
     ) -> Any:
-        """A type of dense arrays that differs from this one in what is given."""
+        """Return the type of the dense array with another shape, dtype or weak type."""
         return self.dense().update(shape, dtype, weak_type, **kwargs)
 
     def lower_val(self, hi_val: Any, /) -> list[Any]:
-        """The leaves of a value."""
+        """Return the arrays that a value is lowered to."""
         return list(map(strong_leaf, jax.tree.leaves(value_of(hi_val))))
 
     def standing_for(self, arrays: Sequence[Any]) -> Any:
-        """A `HighArray` of the value that consists of these arrays."""
+        """Return a `HighArray` of the value that is lowered to these arrays."""
         return HighArray(self.of_arrays(arrays), self)
 
     def of_arrays(self, arrays: Sequence[Any]) -> Any:
-        """The value that consists of these arrays: an implicit array."""
+        """Return the implicit array that is lowered to these arrays."""
         return self.of_leaves(self.parts(arrays, lambda t, part: t.of_arrays(part)))
 
     def parts(self, arrays: Sequence[Any], make: Callable[[Any, list[Any]], Any]) -> list[Any]:
         rest = iter(arrays)
-        one = lambda t: make(t, list(islice(rest, len(t.lo_ty()))))
-        return [one(t) if type(t) is HighType else next(rest) for t in self.leaves]
+        build = lambda t: make(t, list(islice(rest, len(t.lo_ty()))))
+        return [build(t) if type(t) is HighType else next(rest) for t in self.leaves]
 
     def of_leaves(self, leaves: Sequence[Any]) -> Any:
-        """The value that has these leaves."""
+        """Return the implicit array with these leaves."""
         return jax.tree.unflatten(self.treedef, leaves)
 
     def to_tangent_aval(self) -> Any:
-        """That of the leaves' tangents; or of the dense array, for a class that declares it."""
+        """Return the type of tangents: of the leaves, or of the dense array (`dense_tangent`)."""
         return self.dense().to_tangent_aval() if self.dense_tangent else TangentType(self)
 
     def to_ct_aval(self) -> Any:
         return self.to_tangent_aval()
 
     def inc_rank(self, size: int | None, spec: Any) -> Any:
-        """The type of a stack of values, along an axis of each leaf."""
+        """Return the type of a stack of values, along an axis of each leaf."""
         if spec is None:
             return self
-        if (spec > 0 and not has_axes(self, spec)) or not takes_axis(self):
+        if (spec > 0 and not has_leading_batch_axes(self, spec)) or not can_be_stacked(self):
             raise TypeError(
                 f"{self} cannot be stacked along axis {spec}: a stack of its leaves does not "
                 "represent a stack of such arrays. Use vn.materialise(x)."
             )
-        more = lambda a: a.update(shape=_insert(a.shape, spec, size))
+        more = lambda a: a.update(shape=(*a.shape[:spec], size, *a.shape[spec:]))
         return self._moved([_along(a, "inc_rank", size, spec, more) for a in self.leaves], 1)
 
     def dec_rank(self, size: int | None, spec: Any) -> Any:
-        """The type of one value out of a stack."""
+        """Return the type of one value of a stack."""
         if spec is None:
             return self
-        if self.shape[spec : spec + 1] != (size,) or not has_axes(self, spec + 1):
+        if self.shape[spec : spec + 1] != (size,) or not has_leading_batch_axes(self, spec + 1):
             raise TypeError(
                 f"{self} cannot be mapped along axis {spec}, which is not a batch axis of size "
                 f"{size} of its leaves ({', '.join(map(str, self.leaves))}). Use vn.materialise(x)."
             )
-        fewer = lambda a: a.update(shape=_remove(a.shape, spec))
+        fewer = lambda a: a.update(shape=(*a.shape[:spec], *a.shape[spec + 1 :]))
         return self._moved([_along(a, "dec_rank", size, spec, fewer) for a in self.leaves], -1)
 
     def _moved(self, leaves: Sequence[Any], change: int) -> "HighType":
@@ -235,15 +248,8 @@ class HighType(StructuredType, jax.core.ShapedArray):
         return moved
 
 
-def _has(cls: type, name: str) -> bool:
-    return hasattr(cls, name) or any(f.name == name for f in dataclasses.fields(cls))
-
-
 class TangentType(StructuredType):
-    """The type of tangents and cotangents of a value whose leaves have one each.
-
-    A leaf that is not floating has none.
-    """
+    """The type of tangents and cotangents of a value, with one array for each floating leaf."""
 
     of: HighType
 
@@ -254,9 +260,9 @@ class TangentType(StructuredType):
         self.shape, self.dtype, self.ndim, self.mat = of.shape, of.dtype, of.ndim, of.mat
 
     def __getattr__(self, name: str) -> Any:
-        # What a tracer is asked for and has not itself, it asks its type.
+        # JAX calls this for an attribute that a tracer of this type does not have.
         if name in _OPERATORS:
-            raise no_array(name.strip("_"), self)
+            raise tangent_operand_error(name.strip("_"), self)
         raise AttributeError(f"{self} has no attribute {name!r}")
 
     def _key(self) -> Any:
@@ -266,11 +272,11 @@ class TangentType(StructuredType):
         return f"{self.of}ᵀ"
 
     def lower_val(self, hi_val: Any, /) -> list[Any]:
-        """The tangents of the floating leaves."""
+        """Return the tangents of the floating leaves."""
         return list(map(strong_leaf, hi_val.leaves))
 
     def of_arrays(self, leaves: Sequence[Any]) -> Any:
-        """The tangent that has these parts."""
+        """Return the tangent with these leaves."""
         return Tangent(self, list(leaves))
 
     of_leaves = of_arrays
@@ -282,11 +288,11 @@ class TangentType(StructuredType):
         return self
 
     def vspace_zero(self) -> Any:
-        """The tangent that is zero."""
+        """Return the tangent that is zero."""
         return apply(Zeros(self))[0]
 
     def vspace_add(self, x: Any, y: Any) -> Any:
-        """The sum of two tangents."""
+        """Return the sum of two tangents."""
         return apply(Add(self), x, y)[0]
 
     def inc_rank(self, size: int | None, spec: Any) -> Any:
@@ -296,36 +302,36 @@ class TangentType(StructuredType):
         return TangentType(self.of.dec_rank(size, spec))
 
 
-#: The names by which a tracer asks its type for operators, and functions for an array.
+#: The names of the operators of a tracer, which JAX looks up on its type.
 _OPERATORS = {name for name in vars(jax.core.ShapedArray) if name[:1] == "_" != name[1:2]}
 _OPERATORS = _OPERATORS - {"_copy", "_create", "_deepcopy"} | {"__jax_array__"}  # of jax.numpy's
 
 
-def no_array(what: str, *types: Any) -> TypeError:
-    """The error where tangents are operands."""
+def tangent_operand_error(what: str, *types: Any) -> TypeError:
+    """Return the error for tangents as operands of an operation."""
     return derivatives_error(f"{what}({', '.join(map(str, types))})")
 
 
 def type_of(value: Any) -> HighType:
-    """The high type of an implicit array. Its leaves may be abstract."""
+    """Return the high type of an implicit array. Its leaves can be abstract."""
     leaves, treedef = flatten_value(value_of(value))
     return _high_type(treedef, tuple(map(type_of_leaf, leaves)))
 
 
 def type_of_leaf(leaf: Any) -> Any:
-    """The type of a leaf, which is not weak."""
+    """Return the type of a leaf, without a weak type."""
     if isinstance(leaf, Value):
         return type_of(leaf)
     return jax.typeof(leaf).strip_weak_type()
 
 
 def is_complete(value: Value) -> bool:
-    """Whether it is a value and not a part of one, as `equinox.partition` makes them."""
+    """Return whether all leaves are present. Parts of `equinox.partition` are not complete."""
     if not has_all_leaves(value):
         return False
     try:
         type_of(value)
-    except Exception:  # whatever a type's own code raises where leaves are missing
+    except Exception:  # the class can raise any error if leaves do not fit together
         return False
     return True
 
@@ -336,34 +342,34 @@ def _high_type(treedef: Any, leaves: tuple[Any, ...]) -> HighType:
 
 @lru_cache(maxsize=4096)
 def high_type(treedef: Any, leaves: tuple[Any, ...], x64: bool) -> HighType:
-    """The high type of the values with this structure and these types of leaves."""
-    del x64  # of the key
+    """Return the high type of values with a structure and types of leaves."""
+    del x64  # part of the key of the cache
     if not all(map(has_numeric_dtype, leaves)):
         reject_refs_and_float0([jax.tree.unflatten(treedef, leaves)])
     return HighType(treedef, leaves, abstract(treedef, leaves))
 
 
 def abstract(treedef: Any, leaves: Sequence[Any]) -> Any:
-    """A value without data, of a structure and types of leaves."""
+    """Return an implicit array with abstract leaves."""
     return jax.tree.unflatten(treedef, list(map(abstract_of, leaves)))
 
 
 def abstract_of(a: Any) -> Any:
-    """What has no data, of a type: a value of a high one."""
+    """Return an abstract array of a type, or an implicit array of abstract leaves."""
     if type(a) is HighType:
         return abstract(a.treedef, a.leaves)
     return abstract_array(a)
 
 
 @lru_cache(maxsize=4096)
-def takes_axis(type: HighType) -> bool:
-    """Whether a new first axis on each leaf makes a stack of values."""
+def can_be_stacked(type: HighType) -> bool:
+    """Return whether a stack of the leaves represents a stack of the values."""
     return can_stack_leaves(abstract(type.treedef, type.leaves))
 
 
 @lru_cache(maxsize=4096)
-def has_axes(type: HighType, count: int) -> bool:
-    """Whether the first axes are those of a batch, so that slices of leaves are slices."""
+def has_leading_batch_axes(type: HighType, count: int) -> bool:
+    """Return whether slices of the leaves along the first axes are slices of the dense array."""
     return has_batch_axes(abstract(type.treedef, type.leaves), count)
 
 
@@ -371,19 +377,11 @@ def _along(a: Any, method: str, size: Any, spec: Any, of_array: Callable[[Any], 
     return getattr(a, method)(size, spec) if type(a) is HighType else of_array(a)
 
 
-def _insert(shape: tuple[int, ...], axis: int, size: Any) -> tuple[int, ...]:
-    return (*shape[:axis], size, *shape[axis:])
-
-
-def _remove(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
-    return (*shape[:axis], *shape[axis + 1 :])
-
-
-# Values with their types, and back.
+# Conversions.
 
 
 def as_high_array(x: Any) -> Any:
-    """An implicit array as one leaf, which is a `jax.Array`; anything else as it is."""
+    """Return an implicit array as a `HighArray`. Return any other object unchanged."""
     return HighArray(x, type_of(x)) if isinstance(x, Value) else x
 
 
@@ -392,9 +390,10 @@ for _cls in (HighArray, Tangent):
     set_type_function(_cls, lambda x: x.aval)
 
 
-def canonical(x: Any) -> Any:
-    """What a primitive is given for an implicit array: that, as one leaf; or, where it is not
-    computed at once, a tracer of its type, whose leaves are operands and so are seen by the trace.
+def as_typed_operand(x: Any) -> Any:
+    """Return an implicit array as an operand of a primitive: a `HighArray`, or a tracer.
+
+    While a jaxpr is traced, the value is packed, so that the trace records its leaves.
     """
     value = value_of(x)
     if is_marked_as_derivatives(value):
@@ -403,28 +402,28 @@ def canonical(x: Any) -> Any:
         warn_of_scales_without_codes(value)
     if current_trace().requires_low:
         return x if x is not value else as_high_array(value)
-    leaves = [canonical(x) if isinstance(x, Value) else x for x in leaves_of(value)]
+    leaves = [as_typed_operand(x) if isinstance(x, Value) else x for x in leaves_of(value)]
     if not holds_tracers(leaves):
         return apply(Pack(type_of(value)), *leaves)[0]
     of, tracer_of = get_cached(value, "_high", (_nothing, _nothing))
-    tracer = tracer_of() if of() is value else None  # a copy has what was known of another
+    tracer = tracer_of() if of() is value else None  # a copy has the cache of the original
     if tracer is None or tracer._trace is not current_trace():
         tracer = apply(Pack(type_of(value)), *leaves)[0]
-        if isinstance(tracer, jax.core.Tracer):  # and not computed at once
+        if isinstance(tracer, jax.core.Tracer):
             object.__setattr__(value, "_high", (ref(value), ref(tracer)))
     return tracer
 
 
-set_operand_conversion(HighArray, canonical)
+set_operand_conversion(HighArray, as_typed_operand)
 set_operand_conversion(Tangent, lambda x: x)
 
 
 def _nothing() -> None:
-    """A reference to what is gone."""
+    """Return None, as a dead weak reference does."""
 
 
 def with_dense_tangents(tree: Any) -> Any:
-    """Return the arguments or results of a derivative, with one leaf where a tangent is dense."""
+    """Return a tree in which each value with a dense tangent is one leaf."""
     return jax.tree.map(_as_one_leaf, tree, is_leaf=is_value) if is_enabled() else tree
 
 
@@ -432,41 +431,41 @@ def _as_one_leaf(x: Any) -> Any:
     if not isinstance(x, Value) or not is_complete(x):
         return x
     if x.dense_tangent:
-        return canonical(x)
+        return as_typed_operand(x)
     leaves, treedef = flatten_value(x)
     return jax.tree.unflatten(treedef, list(map(_as_one_leaf, leaves)))
 
 
 def of_arrays(type: Any, arrays: Sequence[Any]) -> Any:
-    """What consists of some arrays: a value, if it is of such a type, or the one array."""
+    """Return the value of a type that is lowered to these arrays. It can be a dense array."""
     return type.of_arrays(arrays) if isinstance(type, StructuredType) else arrays[0]
 
 
 def is_typed(x: Any) -> bool:
-    """Whether `x` is traced with the high type of a value."""
+    """Return whether `x` has the high type of an implicit array."""
     return isinstance(getattr(x, "aval", None), HighType)
 
 
 def is_traced_high(x: Any) -> bool:
-    """Whether `x` is a tracer of a value's type, or of its tangent's."""
+    """Return whether `x` is a tracer of an implicit array or of its tangent."""
     return isinstance(x, jax.core.Tracer) and isinstance(x.aval, StructuredType)
 
 
-def opened(x: Any) -> Any:
-    """What is of a high type as a value whose leaves are traced; anything else as it is."""
+def unpack(x: Any) -> Any:
+    """Return a typed tracer as an implicit array of traced leaves. Return others unchanged."""
     return x.aval.of_leaves(apply(Unpack(x.aval), x)) if is_typed(x) else x
 
 
-def opened_derivatives(x: Any) -> Any:
-    """A tangent as a value whose leaves are those of the tangent; anything else as it is."""
+def unpack_tangent(x: Any) -> Any:
+    """Return a tangent as an implicit array of tangents. Return any other object unchanged."""
     if not isinstance(getattr(x, "aval", None), TangentType):
         return x
     return x.aval.of_leaves(apply(Unpack(x.aval), x)).value
 
 
-def operand_of(value: Value) -> Any:
-    """What a primitive is given; of derivatives a tangent, of which it is refused by name."""
+def to_operand(value: Value) -> Any:
+    """Return an implicit array as an operand. Marked derivatives become a tangent."""
     if not is_marked_as_derivatives(value):
-        return canonical(value)
+        return as_typed_operand(value)
     t = TangentType(type_of(value))
     return Tangent(t, list(compress(leaves_of(value), map(is_inexact, t.of.leaves))))

@@ -1,12 +1,14 @@
-"""What stands for an implicit array where JAX handles it, and values taken apart.
+"""Implicit arrays as JAX handles them in programs with high types, and the primitive `high`.
 
-A `HighArray` is a value, and a `Tangent` a tangent or a cotangent of one; each knows its type. What
-JAX gives of derivatives by leaf is marked as such.
+A `HighArray` is an implicit array as one leaf, and a `Tangent` is a tangent or cotangent of one.
+Each has its type as the attribute `aval`. In a jaxpr, both are one typed value: the operations
+`Pack` and `Unpack` of `high` convert leaves into it and back.
 """
 
 import math
 from collections.abc import Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -16,16 +18,17 @@ import numpy as np
 from .._core.errors import is_marked_as_derivatives
 from .._core.surface.array import ImplicitArray
 from .._core.value import Value, is_part, is_value
+from .._jax.hijax import holds_tracers, make_high_primitive
+from .._jax.tracing import current_trace
 
 if TYPE_CHECKING:
     from .types import HighType, TangentType
 
 
 class HighArray(jax.Array):
-    """A value as `jax.numpy` takes it, which accepts nothing that is no `jax.Array`.
+    """An implicit array as a `jax.Array`, which functions of `jax.numpy` require.
 
-    It lives from where a function asks for an array until a primitive meets it, which is given the
-    value itself. All that it has besides its type it has from the value.
+    It has its own type. All other attributes and methods come from the implicit array.
     """
 
     __slots__ = ("aval", "value")
@@ -57,7 +60,7 @@ def _forward(name: str) -> Any:
     return lambda self, *args, **kwargs: getattr(self.value, name)(*args, **kwargs)
 
 
-# What jax.Array declares, and special methods, are not looked up by __getattr__.
+# `__getattr__` is not called for attributes that jax.Array declares, and for special methods.
 _DEFINED = {*vars(HighArray), *vars(object), "__new__", "__hash__", "__class__", "__weakref__"}
 _COMPARED = {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__len__", "__iter__"}
 for _name in (set(dir(jax.Array)) & set(dir(ImplicitArray)) - _DEFINED) | _COMPARED:
@@ -66,7 +69,7 @@ for _name in (set(dir(jax.Array)) & set(dir(ImplicitArray)) - _DEFINED) | _COMPA
 
 
 class Tangent:
-    """A tangent or a cotangent of an implicit array: one for each floating leaf."""
+    """A tangent or a cotangent of an implicit array, with one array for each floating leaf."""
 
     def __init__(self, aval: "TangentType", leaves: list[Any]):
         self.aval, self.leaves = aval, leaves
@@ -76,7 +79,7 @@ class Tangent:
 
     @property
     def value(self) -> Any:
-        """The same as a tree: an implicit array with tangents in the place of its leaves."""
+        """The implicit array whose leaves are replaced by their tangents."""
         tangents = iter(self.leaves)
         no_tangent = lambda a: np.zeros(a.shape, jax.dtypes.float0)
         full = [next(tangents) if is_inexact(a) else no_tangent(a) for a in self.aval.of.leaves]
@@ -87,7 +90,7 @@ class Tangent:
 
 
 def mark_derivatives(x: Any) -> Any:
-    """What has a derivative by each leaf in the places of the leaves, known as such from now on."""
+    """Mark an implicit array that holds the derivatives of leaves. Return it."""
     if isinstance(x, Value) and not x.dense_tangent:
         object.__setattr__(x, "_holds_derivatives", True)
         for part in jax.tree.leaves(x, is_leaf=is_part(x)):
@@ -96,84 +99,79 @@ def mark_derivatives(x: Any) -> Any:
 
 
 def is_derivative(x: Any) -> bool:
-    """Whether it is known to hold derivatives by the leaves of a value."""
+    """Return whether `x` is an implicit array that is marked as derivatives of leaves."""
     return isinstance(x, Value) and is_marked_as_derivatives(x)
 
 
 def values_of(tree: Any) -> list[Any]:
-    """The implicit arrays in a tree."""
+    """Return the implicit arrays in a tree."""
     return list(filter(is_value, jax.tree.leaves(tree, is_leaf=is_value)))
 
 
 def has_derivatives(tree: Any) -> bool:
-    """Whether some in a tree are known."""
+    """Return whether a tree has an implicit array that is marked as derivatives."""
     return any(map(is_derivative, values_of(tree)))
 
 
-#: Whether a rule of a user's runs that is given derivatives by leaves.
+#: Whether a user's rule is running, with marked derivatives among its arguments.
 within_rule = jax.make_user_context(False)
 
 
 @jax.tree_util.register_pytree_node_class
-class _KeepsMark:
-    """A node in the place of derivatives, which comes out of a tree as those, with their mark.
+class _MarkedNode:
+    """A pytree node around marked derivatives. Unflattening it returns them, marked again.
 
-    JAX takes arguments apart, and its caches do not tell trees with a mark from those without.
+    JAX flattens the arguments of a call. Without the node, its caches would not distinguish marked
+    derivatives from an implicit array.
     """
 
     def __init__(self, value: Value):
         self._value = value
 
     def tree_flatten(self) -> tuple[tuple[Value], None]:
-        """The value."""
         return (self._value,), None
 
     @classmethod
     def tree_unflatten(cls, _: None, children: tuple[Any]) -> Any:
-        """The value itself, marked."""
         return mark_derivatives(children[0])
 
 
-def carried(tree: Any) -> Any:
-    """Arguments, in which derivatives keep their mark where JAX takes them apart."""
+def keep_marks(tree: Any) -> Any:
+    """Return arguments whose marks survive when JAX flattens and unflattens them."""
     if not within_rule.value or not has_derivatives(tree):
         return tree
-    return jax.tree.map(lambda x: _KeepsMark(x) if is_derivative(x) else x, tree, is_leaf=is_value)
+    return jax.tree.map(lambda x: _MarkedNode(x) if is_derivative(x) else x, tree, is_leaf=is_value)
 
 
 def value_of(x: Any) -> Any:
-    """A `HighArray` as its value; anything else as it is."""
+    """Return the implicit array of a `HighArray`. Return any other object unchanged."""
     return x.value if type(x) is HighArray else x
 
 
-def exposed(x: Any) -> Any:
-    """What a user is given for a value or a tangent: an implicit array, which is a pytree."""
+def expose(x: Any) -> Any:
+    """Return the implicit array of a `HighArray` or a `Tangent`. Return other objects unchanged."""
     return x.value if type(x) is HighArray or type(x) is Tangent else x
 
 
 def is_inexact(aval: Any) -> bool:
-    """Whether arrays of a type have tangents of that dtype."""
+    """Return whether the tangents of arrays of a type have the same dtype."""
     return jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
-# Values taken apart.
+# Leaves.
 
 
 def flatten_value(value: Value) -> tuple[list[Any], Any]:
-    """The leaves of a value, and their structure.
+    """Return the leaves of an implicit array and their tree structure.
 
-    A part with a dense tangent is a leaf, unless the value has one itself.
+    A part with a dense tangent is one leaf, unless the whole array has a dense tangent.
     """
-    is_leaf = None if value.dense_tangent else _has_dense_tangent
-    return jax.tree.flatten(value, is_leaf=is_leaf)
-
-
-def _has_dense_tangent(x: Any) -> bool:
-    return isinstance(x, Value) and x.dense_tangent
+    is_leaf = lambda x: isinstance(x, Value) and x.dense_tangent
+    return jax.tree.flatten(value, is_leaf=None if value.dense_tangent else is_leaf)
 
 
 def leaves_of(x: Any) -> list[Any]:
-    """The leaves of a value or a tangent; a dense array alone."""
+    """Return the leaves of an implicit array or a tangent. For another array, return `[x]`."""
     x = value_of(x)
     if isinstance(x, Value):
         return flatten_value(x)[0]
@@ -181,7 +179,7 @@ def leaves_of(x: Any) -> list[Any]:
 
 
 def with_leaves(x: Any, leaves: Sequence[Any]) -> Any:
-    """A value like `x` with other leaves."""
+    """Return a copy of `x` with other leaves."""
     x = value_of(x)
     if isinstance(x, Value):
         return jax.tree.unflatten(flatten_value(x)[1], leaves)
@@ -189,7 +187,7 @@ def with_leaves(x: Any, leaves: Sequence[Any]) -> Any:
 
 
 def strong_leaf(leaf: Any) -> Any:
-    """A leaf as an array whose dtype is not weak."""
+    """Return a leaf as an array without a weak type."""
     leaf = value_of(leaf)
     if isinstance(leaf, Value):
         return jax.tree.map(strong_leaf, leaf)
@@ -197,3 +195,98 @@ def strong_leaf(leaf: Any) -> Any:
     if not hasattr(leaf, "aval"):
         leaf = jnp.asarray(leaf)
     return jax.lax.convert_element_type(leaf, aval.dtype) if aval.weak_type else leaf
+
+
+# The primitive `high`.
+
+high = make_high_primitive("high")
+
+
+class Operation:
+    """The parameter of an equation of `high`: a hashable description of a computation.
+
+    By default, derivatives and batching are derived from `run`. Subclasses can override `jvp`,
+    `transpose` and `batch`.
+    """
+
+    name: Any  # in printed jaxprs
+    printed: Any = None  # the parameters in printed jaxprs
+    result_types: Any = None  # None: found by tracing `run`
+
+    def run(self, *values: Any) -> list[Any]:
+        """Return the results for implicit arrays, dense arrays and tangents."""
+        raise NotImplementedError
+
+    def rerun(self, *values: Any) -> list[Any]:
+        """Return the results if the operation is evaluated again under `vn.implicit`."""
+        return self.run(*values)
+
+    def jvp(self, primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+        """Return the results and their tangents, or None to use the default."""
+
+    def transpose(self, cotangents: Sequence[Any], operands: Sequence[Any]) -> bool:
+        """Add cotangents to the accumulators in `operands`. Return False to use the default."""
+        del cotangents, operands
+        return False
+
+    def batch(self, size: int, name: Any, values: Sequence[Any], dims: Sequence[Any]) -> Any:
+        """Return the results and their batch axes, or None to use the default."""
+
+
+def apply(operation: Operation, *operands: Any) -> list[Any]:
+    """Bind `high` in the current trace, and return the results of an operation."""
+    return high.bind(*operands, operation=operation)
+
+
+@dataclass(frozen=True)
+class Pack(Operation):
+    """Build a typed value or a tangent from its leaves."""
+
+    type: "HighType | TangentType"
+    name = "pack"
+
+    def run(self, *leaves: Any) -> list[Any]:
+        return [self.type.of_leaves(leaves)]
+
+
+@dataclass(frozen=True)
+class Unpack(Operation):
+    """Return the leaves of a typed value or a tangent."""
+
+    type: "HighType | TangentType"
+    name = "unpack"
+
+    def run(self, value: Any) -> list[Any]:
+        return list(map(strong_leaf, leaves_of(value)))
+
+
+@dataclass(frozen=True)
+class Zeros(Operation):
+    """Return the tangent that is zero."""
+
+    type: "TangentType"
+    name = "zeros"
+
+    def run(self) -> list[Any]:
+        return [self.type.of_arrays([jnp.zeros(a.shape, a.dtype) for a in self.type.lo_ty()])]
+
+
+@dataclass(frozen=True)
+class Add(Operation):
+    """Return the sum of two tangents, leaf by leaf."""
+
+    type: "TangentType"
+    name = "add_any"
+
+    def run(self, x: Any, y: Any) -> list[Any]:
+        return [Tangent(self.type, [a + b for a, b in zip(x.leaves, y.leaves, strict=True)])]
+
+
+def packed(type: "HighType | TangentType", arrays: Sequence[Any]) -> Any:
+    """Return a tracer of a type, given the flat arrays of the value."""
+    return apply(Pack(type), *type.parts(arrays, packed))[0]
+
+
+def is_staged(leaves: Sequence[Any]) -> bool:
+    """Return whether leaves are traced in a trace that keeps high types."""
+    return not current_trace().requires_low and holds_tracers(leaves)

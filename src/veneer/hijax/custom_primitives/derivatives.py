@@ -15,9 +15,8 @@ import numpy as np
 from ..._core.primitives.custom_derivatives import leaf_cotangents
 from ..._core.value import Value
 from ..._jax.hijax import GradAccum, Zero, instantiate_zeros
-from ..high import apply, high
 from ..types import HighType, TangentType, of_arrays
-from ..values import Tangent, exposed, is_inexact, leaves_of
+from ..values import Tangent, apply, expose, high, is_inexact, leaves_of
 from .expansion import ONE_LEAF, Expansion, Structure, show_types, strong_type_of
 
 
@@ -33,9 +32,7 @@ def unflatten_tangents(structure: Structure, types: Sequence[Any], tangents: Any
     `tangents` is an iterator over the tangents of the other types.
     """
     zero = lambda t: np.zeros(t.shape, jax.dtypes.float0)
-    return structure.unflatten(
-        exposed(next(tangents)) if has_tangent(t) else zero(t) for t in types
-    )
+    return structure.unflatten(expose(next(tangents)) if has_tangent(t) else zero(t) for t in types)
 
 
 class ForwardRule(Expansion):
@@ -49,7 +46,7 @@ class ForwardRule(Expansion):
     suffix = ".fwd"
 
     def evaluate(self, *values: Any) -> tuple[list[Any], Any]:
-        args = self.structure.unflatten(map(exposed, values))
+        args = self.structure.unflatten(map(expose, values))
         pair = self.call_for_pair("fwd", "fwd must return a pair: results and residuals", *args)
         (flat, out), (residuals, residual_structure) = map(self.flatten_results, pair)
         out_types = tuple(map(strong_type_of, flat))
@@ -127,7 +124,7 @@ class DerivativeRule(Expansion):
 
     def _tangent_error(self, tangent: Any, wanted: str) -> TypeError:
         is_tree = isinstance(tangent, Value | Tangent)
-        shown = repr(exposed(tangent)) if is_tree else show_types([jax.typeof(tangent)])
+        shown = repr(expose(tangent)) if is_tree else show_types([jax.typeof(tangent)])
         message = f"{self.rule} returns {shown} as the tangent of {wanted}"
         if not self.typed:
             message += " (outside vn.hijax.enabled(), a tangent has one array per leaf)"
@@ -150,7 +147,7 @@ class BackwardRule(DerivativeRule):
 
     def evaluate(self, *values: Any) -> tuple[list[Any], Any]:
         rest = iter(values)
-        residuals = self.residuals.unflatten(map(exposed, rest))
+        residuals = self.residuals.unflatten(map(expose, rest))
         primals = [next(rest) if d else None for d in _dense_cotangent_flags(self.structure)]
         cotangents = unflatten_tangents(self.out, self.out_types, rest)
         cts = self.call("bwd", residuals, cotangents)
@@ -239,7 +236,7 @@ class ForwardModeRule(DerivativeRule):
 
     def evaluate(self, *values: Any) -> tuple[list[Any], Any]:
         rest = iter(values)
-        args = self.structure.unflatten(map(exposed, rest))
+        args = self.structure.unflatten(map(expose, rest))
         tangents = unflatten_tangents(self.structure, self.types, rest)
         message = f"{self.rule} must return a pair: results and tangents"
         _, out_tangents = self.call_for_pair("jvp", message, args, tangents)
@@ -265,7 +262,7 @@ class TransposeRule(DerivativeRule):
     rule = "deftranspose's rule"
 
     def evaluate(self, *values: Any) -> tuple[list[Any], Any]:
-        rest = map(exposed, values)
+        rest = map(expose, values)
         others = list(islice(rest, self.structure.size - 1))
         others.insert(self.position, None)
         cotangents = self.out.unflatten(rest)

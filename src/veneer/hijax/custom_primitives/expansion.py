@@ -17,12 +17,11 @@ from ..._core.rules import clear_with_rules
 from ..._core.value import Value, is_value
 from ..._jax.hijax import GradAccum, ValAccum, Zero, instantiate_zeros
 from ..._jax.tracing import trace_context
-from ..high import Operation, Pack, Unpack, apply
 from ..high_rules import jvp_of_vmap, transpose
-from ..mode import in_force
+from ..mode import turned_on
 from ..operations import Parameters, Vmap
-from ..types import TangentType, as_high_array, is_typed, of_arrays, opened, type_of
-from ..values import Tangent, exposed, value_of
+from ..types import TangentType, as_high_array, is_typed, of_arrays, type_of, unpack
+from ..values import Operation, Pack, Tangent, Unpack, apply, expose, value_of
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,7 @@ class Expansion(Operation):
 
     def evaluate(self, *values: Any) -> tuple[list[Any], Any]:
         """Return the results as a flat list, and static data about them: here their structure."""
-        out = self.call("expand", *self.structure.unflatten(map(exposed, values)))
+        out = self.call("expand", *self.structure.unflatten(map(expose, values)))
         return self.flatten_results(out)
 
     def call(self, rule: Any, *args: Any) -> Any:
@@ -141,7 +140,7 @@ class Expansion(Operation):
     def _unpack(self, x: Any) -> Any:
         if not is_typed(x) or (self.typed and x.aval.dense_tangent):
             return value_of(x)
-        value = opened(x)
+        value = unpack(x)
         return value if self.typed else jax.tree.map(self._unpack, value)
 
     def broadcast(self, tree: Any, prefix: Any) -> list[Any]:
@@ -180,7 +179,7 @@ def _infer(
         flat, data = operation.evaluate(*(of_arrays(t, arrays) for t, arrays in pairs))
         inferred[:] = data, tuple(map(strong_type_of, flat))
 
-    with in_force():
+    with turned_on():
         jax.make_jaxpr(run_on_leaves)(*([*t.lo_ty()] for t in types))
     data, result_types = inferred
     return data, result_types

@@ -13,12 +13,11 @@ from ..._core.annotations import Dense, operand_types
 from ..._core.trace import ImplicitTrace
 from ..._core.value import Value, is_value
 from ..._jax.tracing import current_trace, set_current_trace
-from ..high import apply
 from ..high_rules import abstract_eval
 from ..mode import is_enabled
 from ..operations import Parameters, Vmap
-from ..types import canonical, is_typed
-from ..values import HighArray, exposed, strong_leaf, value_of
+from ..types import as_typed_operand, is_typed
+from ..values import HighArray, apply, expose, strong_leaf, value_of
 from .derivatives import jvp_by_rule, transpose_by_rule
 from .expansion import ONE_LEAF, Expansion, flatten_values, show_types, strong_type_of
 
@@ -101,9 +100,9 @@ class HighPrimitive:
         flat, structure = flatten_values(args, is_enabled())
         call = PrimitiveCall(self, structure, params, is_enabled())
         is_implicit = lambda x: isinstance(x, Value | HighArray)
-        operands = [canonical(x) if is_implicit(x) else strong_leaf(x) for x in flat]
+        operands = [as_typed_operand(x) if is_implicit(x) else strong_leaf(x) for x in flat]
         out, _ = call.infer(tuple(map(strong_type_of, operands)))
-        return out.unflatten(map(exposed, apply(call, *operands)))
+        return out.unflatten(map(expose, apply(call, *operands)))
 
     def defvjp(self, fwd: Callable, bwd: Callable) -> None:
         """Set the reverse-mode derivative, as `jax.custom_vjp` does.
@@ -213,7 +212,7 @@ class PrimitiveCall(Expansion):
     def rerun(self, *values: Any) -> list[Any]:
         # Operands that were dense when this was traced may be implicit arrays now.
         types = tuple(x.aval() if is_value(x) else strong_type_of(x) for x in values)
-        out = self.primitive.bind(self.structure.unflatten(map(exposed, values)), self.parameters)
+        out = self.primitive.bind(self.structure.unflatten(map(expose, values)), self.parameters)
         return self.infer(types)[0].flatten_up_to(out)
 
     def jvp(self, primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
@@ -250,7 +249,7 @@ class BatchingRule(Expansion):
             "the rule of defvmap must return a pair: results, and which of them are mapped",
             self.size,
             jax.tree.unflatten(self.structure.tree, args_mapped),
-            *self.structure.unflatten(map(exposed, args)),
+            *self.structure.unflatten(map(expose, args)),
         )
         flat, structure = self.flatten_results(out)
         if isinstance(out_mapped, bool):
