@@ -150,7 +150,7 @@ def call_cpu_kernel(
 
     **Arguments:**
 
-    - `stacks`: operands that the kernel reads from a stack, by name. It uses only the shapes of the
+    - `stacks`: operands that the kernel reads from a stack. It uses only the shapes of the
       same arrays in `operands`.
     """
     x, packed, x_scale = operands.x, operands.packed, operands.x_scale

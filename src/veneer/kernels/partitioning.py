@@ -117,7 +117,8 @@ def sharding_rule(
         arrays_of_axes.append(axes)
     all_axes = [axis for axes in arrays_of_axes for axis in axes]
     undivided = {name for axis in all_axes if len(axis) == 1 for name in axis}
-    *texts, result = (" ".join(map(_factor_text, axes)) for axes in arrays_of_axes)
+    text = lambda axis: f"({' '.join(axis)})" if len(axis) > 1 else " ".join(axis)
+    *texts, result = (" ".join(map(text, axes)) for axes in arrays_of_axes)
     contracted = set().union(*factors[problem.contracting].values())
     return (
         f"{', '.join(texts)} -> {result}",
@@ -149,11 +150,6 @@ def _factors(prefix: str, counts: set[int]) -> dict[int, dict[str, int]]:
         axis = {**axis, f"{prefix}{len(axis)}": count // previous}
         factors[count], previous = axis, count
     return factors
-
-
-def _factor_text(factors: dict[str, int]) -> str:
-    names = " ".join(factors)
-    return f"({names})" if len(factors) > 1 else names
 
 
 def _most_tiles(operands: MatmulOperands) -> tuple[int, int]:
@@ -218,7 +214,13 @@ def _mesh_axes(
     # Codes that share a byte, or the bytes of bit planes, stay together.
     codes = 8 if 8 % problem.codes.bits else 8 // problem.codes.bits
     counts["columns"].append(1 if problem.columns % codes else problem.columns // codes)
-    wanted = functools.partial(_sharding_of_axis, mesh)
+
+    def wanted(x: Any, axis: int) -> _MeshAxes:
+        """Return the mesh axes by which the partitioner would shard an axis of an array."""
+        spec = find_partition_spec(mesh, x.sharding, len(x.shape))
+        entry = spec[axis] if axis < len(spec) else None
+        return (entry,) if isinstance(entry, str) else entry
+
     candidates = {
         "b": [wanted(result, 0), wanted(operands.packed, 0), wanted(operands.x, 0)],
         "m": [wanted(result, 1), wanted(operands.x, 1)],
@@ -240,13 +242,6 @@ def _mesh_axes(
         chosen[name] = next(fits, None)
         taken |= set(chosen[name] or ())
     return chosen
-
-
-def _sharding_of_axis(mesh: Any, x: Any, axis: int) -> _MeshAxes:
-    """Return the mesh axes by which the partitioner would shard an axis of an array."""
-    spec = find_partition_spec(mesh, x.sharding, len(x.shape))
-    entry = spec[axis] if axis < len(spec) else None
-    return (entry,) if isinstance(entry, str) else entry
 
 
 def _device_count(axes: _MeshAxes, mesh: Any) -> int:

@@ -128,10 +128,15 @@ def _equation(equation: Any, operands: list[Any]) -> Sequence[Any]:
     contains = lambda name: is_or_contains(primitive, params, name)
     if primitive.name in _CALLS and (contains(MATMUL) or contains("dynamic_slice")):
         if params.get("differentiated") and params["prevent_cse"]:
-            operands = _optimization_barrier(operands)
+            # Keep XLA from merging the recomputation in a checkpoint with the first computation.
+            arrays = lax.optimization_barrier(list(map(_array_of, operands)))
+            pairs = zip(operands, arrays, strict=True)
+            operands = [x._replace(array=a) if isinstance(x, _Slice) else a for x, a in pairs]
         return evaluate_jaxpr(close_jaxpr(contained_jaxpr(params)), operands, _equation)
     if primitive.name == "cond" and contains(MATMUL):
-        return _cond(operands, **params)
+        index, *rest = operands
+        branches = [lambda branch=branch: _run(branch, rest) for branch in params["branches"]]
+        return lax.switch(_array_of(index), branches)
     if primitive.name == MATMUL and (product := _product(operands, **params)) is not None:
         return [product]
     out = primitive.bind(*map(_array_of, operands), **primitive.get_bind_params(params))
@@ -139,19 +144,6 @@ def _equation(equation: Any, operands: list[Any]) -> Sequence[Any]:
         return out
     rule = _SLICE_RULES.get(primitive.name)
     return [out if rule is None else rule(out, *operands, **params)]
-
-
-def _optimization_barrier(operands: Sequence[Any]) -> list[Any]:
-    """Keep XLA from merging the recomputation in a checkpoint with the first computation."""
-    arrays = lax.optimization_barrier(list(map(_array_of, operands)))
-    pairs = zip(operands, arrays, strict=True)
-    return [x._replace(array=new) if isinstance(x, _Slice) else new for x, new in pairs]
-
-
-def _cond(operands: Sequence[Any], *, branches: Sequence[Any], **params: Any) -> list[Any]:
-    index, *rest = operands
-    functions = [lambda branch=branch: _run(branch, rest) for branch in branches]
-    return lax.switch(_array_of(index), functions)
 
 
 def _product(
