@@ -10,7 +10,7 @@ import pytest
 
 import veneer
 import veneer.kernels.cpu
-from veneer.native.cache import Cache, save_isa, sources
+from veneer.native.cache import Cache, hash_sources, save_isa
 
 
 def new():
@@ -95,10 +95,10 @@ def test_a_change_of_any_source_is_another_fingerprint(tmp_path):
     files = [tmp_path / "memory.py", tmp_path / "simd" / "floats.py"]
     for file in files:
         file.write_text("before")
-    digests = {sources({tmp_path})}
+    digests = {hash_sources({tmp_path})}
     for file in files:
         file.write_text("after")
-        digests.add(sources({tmp_path}))
+        digests.add(hash_sources({tmp_path}))
     assert len(digests) == 3
 
 

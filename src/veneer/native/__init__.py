@@ -1,18 +1,17 @@
-"""Native code: Numba's functions as machine code, on disk, in XLA's programs, with no Python in it.
+"""A toolchain that compiles functions to machine code with Numba and runs them without Python.
 
-A toolchain that kernels and `vn.numba` share, and that knows of neither. What is compiled already
-is loaded with LLVM alone: the modules from `memory` on import Numba, and are imported only as
-something is compiled.
+Kernels and `vn.numba` share it. LLVM alone loads code that is compiled already. The modules from
+`memory` on import Numba, and are imported only when code is compiled.
 
-    cache           object files on disk, named after all that they depend on; the lock of compiling
-    machine_code    the CPU that is compiled for, and object files loaded into this process
-    ffi_header      XLA's C header: where the members of its structs are
+    cache           object files on disk, and the lock of compilation
+    machine_code    the CPU that code is compiled for, and object files in this process
+    ffi_header      offsets of struct members from XLA's C header
+    isa             the vector instruction set, and the size of its vectors
 
-    isa             which vector instructions it has, and how many numbers they take
-    memory          memory by address, as C has it
-    functions       Numba functions without Python, called as C's are
+    memory          loads, stores and atomics at addresses
+    functions       compilation of functions without Python, and calls of C functions
     object_file     object files of such functions
-    call_frame      a call from XLA: its buffers, its errors, its threads
-    threads         the parts of a job, on all threads of XLA's
-    simd            vectors in registers, as values of Numba's
+    call_frame      the call of an FFI handler by XLA: buffers, errors, threads
+    threads         the parts of a job on all threads of XLA's pool
+    simd            vector instructions on blocks of registers
 """

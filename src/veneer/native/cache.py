@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-_KEPT = 30 * 24 * 3600  # seconds
+_MAX_AGE = 30 * 24 * 3600  # seconds
 
 #: Held while code is compiled or loaded, and during a fork. The child of a fork has one thread, so
 #: nothing could release a lock of Numba, LLVM or JAX's tracing that another thread holds.
@@ -33,40 +33,41 @@ if hasattr(os, "register_at_fork"):
 
 
 class Cache:
-    """Object files of one folder of the cache, that are compiled from one package and this one.
+    """A folder of object files that are compiled from one package and this one.
 
-    A file is named after all that it may depend on, and made again when that changes: every source
-    of these packages, Numba, the CPU, the variables that either is told by, and what was chosen.
+    The name of a file contains a fingerprint of everything that its code depends on: the sources of
+    both packages, the versions of Python, Numba and NumPy, the CPU, and environment variables.
 
     **Arguments:**
 
-    - `folder`: in `root()`.
-    - `package`: the name of the package, which is imported.
-    - `text`: of what else compiled code depends on.
+    - `folder`: the name of the folder in `root()`.
+    - `package`: the name of the package, which must be imported.
+    - `text`: returns a text for the fingerprint, of anything else that the code depends on.
     """
 
     def __init__(self, folder: str, package: str, text: Callable[[], str] = str):
         self._folder, self._text = folder, text
-        self._packages = {Path(__file__).parent, _folder_of(package)}
-        self._sources = sources(self._packages)  # as they were imported
+        (package_folder,) = sys.modules[package].__path__
+        self._packages = {Path(__file__).parent, Path(package_folder)}
+        self._sources = hash_sources(self._packages)  # as they were imported
 
     @property
     def directory(self) -> Path:
-        """Where the files are."""
+        """The path of the folder."""
         return root() / self._folder
 
     def cached(self, name: str, make: Callable[[], bytes]) -> bytes:
-        """Returns what the cache has of this name, or else makes it and puts it there.
+        """Return the object file of this name. Call `make` and store its result if there is none.
 
-        A cache that cannot be read or written, or is damaged, only costs time.
+        Errors of reading and writing are ignored, and a damaged file is made again.
         """
         with COMPILING:
             file = self._file(name)
             with contextlib.suppress(OSError, ValueError):
                 return _read(file)
             content = make()
-            # Or who edits them would find what was before.
-            if sources(self._packages) == self._sources:
+            # If the sources were edited after their import, the fingerprint is that of old code.
+            if hash_sources(self._packages) == self._sources:
                 with contextlib.suppress(OSError):
                     _write(file, hashlib.sha256(content).digest() + content)
                     _remove_old(file)
@@ -81,7 +82,7 @@ class Cache:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Of all that compiled code depends on."""
+        """A hash of everything that compiled code depends on."""
         digest = hashlib.sha256(self._sources)
         for part in (self._text(), *_dependencies()):
             digest.update(hashlib.sha256(part.encode()).digest())
@@ -89,18 +90,18 @@ class Cache:
 
 
 def root() -> Path:
-    """Returns where all that is compiled is kept."""
-    chosen = os.environ.get("VENEER_CACHE")
-    shared = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(chosen) if chosen else Path(shared) / "veneer"
+    """Return the folder of all caches."""
+    if folder := os.environ.get("VENEER_CACHE"):
+        return Path(folder)
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "veneer"
 
 
 def save_isa(isa: str | None) -> None:
-    """Has processes on CPUs like this one use these vector instructions; None: the best there are.
+    """Let later processes on CPUs like this one use a vector instruction set, or None for the best.
 
-    **Raises:** `OSError` where the cache cannot be written.
+    **Raises:** `OSError` if the cache cannot be written.
     """
-    choices = _choices()
+    choices = _saved_isas()
     if isa is None:
         choices.pop(host_cpu(), None)
     else:
@@ -109,15 +110,15 @@ def save_isa(isa: str | None) -> None:
 
 
 def saved_isa() -> str | None:
-    """Returns what `save_isa` was told last on a CPU like this one, or None."""
-    return _choices().get(host_cpu())
+    """Return the instruction set that `save_isa` saved last on a CPU like this one, or None."""
+    return _saved_isas().get(host_cpu())
 
 
-def _choices() -> dict[str, str]:
-    with contextlib.suppress(OSError, ValueError):  # there are none, or none that make sense
-        found = json.loads((root() / "isa.json").read_bytes())
-        if isinstance(found, dict):
-            return {cpu: isa for cpu, isa in found.items() if isinstance(isa, str)}
+def _saved_isas() -> dict[str, str]:
+    with contextlib.suppress(OSError, ValueError):  # no file, or no JSON
+        saved = json.loads((root() / "isa.json").read_bytes())
+        if isinstance(saved, dict):
+            return {cpu: isa for cpu, isa in saved.items() if isinstance(isa, str)}
     return {}
 
 
@@ -128,18 +129,13 @@ def host_cpu() -> str:
     return f"{llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()}"
 
 
-def sources(folders: set[Path]) -> bytes:
-    """Returns a digest of all Python files of packages, and of the packages in them."""
+def hash_sources(folders: set[Path]) -> bytes:
+    """Return a hash of all Python files in folders and their subfolders."""
     digest = hashlib.sha256()
     for folder in sorted(folders):
         for source in sorted(folder.rglob("*.py")):
             digest.update(hashlib.sha256(source.read_bytes()).digest())
     return digest.digest()
-
-
-def _folder_of(package: str) -> Path:
-    (folder,) = sys.modules[package].__path__
-    return Path(folder)
 
 
 def _dependencies() -> Iterator[str]:
@@ -154,18 +150,18 @@ def _dependencies() -> Iterator[str]:
 
 
 def _remove_old(file: Path) -> None:
-    """Removes what was made long ago under another fingerprint: of other sources, or another CPU.
+    """Remove old files of the same name with other fingerprints.
 
-    Two that are in use at the same time are made again at most once in so many days.
+    If two fingerprints are in use at the same time, each file is made again once in `_MAX_AGE`.
     """
     name = file.name.rpartition("-")[0]
     for other in file.parent.glob(f"{name}-*{file.suffix}"):
-        if other != file and time.time() - other.stat().st_mtime > _KEPT:
+        if other != file and time.time() - other.stat().st_mtime > _MAX_AGE:
             other.unlink(missing_ok=True)
 
 
 def _read(file: Path) -> bytes:
-    """An object file after its digest: LLVM ends the process over one that is not whole."""
+    """Read an object file and compare its hash. LLVM ends the process over a damaged file."""
     content = file.read_bytes()
     digest, code = content[:32], content[32:]
     if hashlib.sha256(code).digest() != digest:
@@ -174,13 +170,13 @@ def _read(file: Path) -> bytes:
 
 
 def _write(file: Path, content: bytes) -> None:
-    """Writes a file; who reads at the same time sees all of it or none."""
+    """Write a file atomically."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, aside = tempfile.mkstemp(dir=file.parent)
+    descriptor, temporary = tempfile.mkstemp(dir=file.parent)
     try:
         with os.fdopen(descriptor, "wb") as output:
             output.write(content)
-        os.replace(aside, file)
+        os.replace(temporary, file)
     except OSError:
-        os.unlink(aside)
+        os.unlink(temporary)
         raise

@@ -1,8 +1,7 @@
-"""XLA's C header for FFI, read for where the members of its structs are.
+"""Read the offsets of struct members from XLA's C header for FFI.
 
-JAX ships the header that its XLA was built with (`xla/ffi/api/c_api.h`), so what it says holds for
-this process. Native code reads a call from XLA by these offsets, with no C compiler; a JAX whose
-header lacks one of these members is refused here instead of being misread.
+JAX ships the header that its XLA was built with (`xla/ffi/api/c_api.h`). Native code reads a call
+from XLA by these offsets, without a C compiler. If the header lacks a member, this module raises.
 """
 
 import functools
@@ -12,10 +11,11 @@ from pathlib import Path
 
 import jax
 
-#: The interface that `call_frame.py` is written for. XLA raises it when it breaks what was.
+#: The version of the interface that `call_frame.py` is written for. XLA raises the major version
+#: with each incompatible change.
 MAJOR_VERSION = 0
 
-#: What it reads or writes of each struct.
+#: The members of each struct that `call_frame.py` reads or writes.
 MEMBERS = {
     "XLA_FFI_CallFrame": "extension_start api ctx args.size args.args rets.size rets.rets",
     "XLA_FFI_Buffer": "dtype data rank dims",
@@ -28,21 +28,21 @@ MEMBERS = {
     "XLA_FFI_Metadata_Extension": "extension_base.type metadata",
     "XLA_FFI_Metadata": "api_version.major_version api_version.minor_version traits",
 }
-#: The enumerators that it compares with, or writes.
+#: The enumerators that it uses.
 ENUMERATORS = (
     "XLA_FFI_Extension_Metadata XLA_FFI_DataType_F32 XLA_FFI_DataType_S8 XLA_FFI_DataType_U8 "
     "XLA_FFI_DataType_F16 XLA_FFI_DataType_BF16 XLA_FFI_DataType_F8E8M0FNU "
     "XLA_FFI_Error_Code_INVALID_ARGUMENT XLA_FFI_Error_Code_RESOURCE_EXHAUSTED"
 ).split()
 
-#: Bytes of a type that is none of the header's own, and of a pointer; each is aligned to its size.
+#: Sizes of C types and of pointers in bytes. Each is aligned to its size.
 _SIZES = {"size_t": 8, "int64_t": 8, "int32_t": 4, "uint32_t": 4, "int": 4, "*": 8}
 
 
 class Header:
-    """The structs and enumerators of the header, of which native code needs some.
+    """The structs and enumerators of a header.
 
-    **Raises:** `ValueError` where it has not what that needs, and says what.
+    **Raises:** `ValueError` if a member or enumerator that native code needs is missing.
 
     >>> from veneer.native.ffi_header import header
     >>> header().offset("XLA_FFI_CallFrame", "api")
@@ -66,59 +66,58 @@ class Header:
             self.value(name)
 
     def offset(self, struct: str, member: str) -> int:
-        """Returns how many bytes into a struct a member is, or a member of it: `"args.size"`."""
-        member, _, inner = member.partition(".")
+        """Return the offset in bytes of a member, or of a member's member: `"args.size"`."""
+        member, _, nested = member.partition(".")
         for name, type, offset, _ in self._members(struct):
             if name == member:
-                return offset + (self.offset(type, inner) if inner else 0)
+                return offset + (self.offset(type, nested) if nested else 0)
         raise ValueError(f"the header has no {struct} with {member}")
 
     def size(self, struct: str) -> int:
-        """Returns what XLA calls the size of a struct: up to the end of its last member."""
+        """Return the size of a struct as XLA defines it: the end of its last member."""
         return max(offset + size for _, _, offset, size in self._members(struct))
 
     def value(self, enumerator: str) -> int:
-        """Returns the number of an enumerator."""
+        """Return the number of an enumerator."""
         if enumerator not in self._values:
             raise ValueError(f"the header has no {enumerator}")
         return self._values[enumerator]
 
     def _members(self, struct: str) -> Iterator[tuple[str, str, int, int]]:
-        """Each member's name, type, offset and size. A C compiler aligns a member to its type."""
+        """Yield the name, type, offset and size of each member, aligned as by a C compiler."""
         end = 0
         for declaration in self._structs.get(struct, "").split(";")[:-1]:
-            *before, name = re.findall(r"\w+|\*", declaration)
-            is_pointer = "*" in before or before == ["_XLA_FFI_API_STRUCT_FIELD"]
-            type = "*" if is_pointer else before[-1]
-            size, alignment = self._extent(type)
+            *specifiers, name = re.findall(r"\w+|\*", declaration)
+            is_pointer = "*" in specifiers or specifiers == ["_XLA_FFI_API_STRUCT_FIELD"]
+            type = "*" if is_pointer else specifiers[-1]
+            size, alignment = self._size_and_alignment(type)
             start = -(-end // alignment) * alignment
             end = start + size
             yield name, type, start, size
 
-    def _extent(self, type: str) -> tuple[int, int]:
-        """The bytes that a member of a type takes, and to how many it is aligned."""
+    def _size_and_alignment(self, type: str) -> tuple[int, int]:
         type = self._types.get(type, type)
         if type not in self._structs:
             if type not in _SIZES:
                 raise ValueError(f"the header has the unknown type {type}")
             return _SIZES[type], _SIZES[type]
-        # All of XLA's structs begin with a size, so they are aligned to 8.
+        # All structs of XLA begin with their size, so they are aligned to 8.
         return -(-self.size(type) // 8) * 8, 8
 
 
 @functools.cache
 def header_text() -> str:
-    """Returns the header that JAX ships.
+    """Return the text of the header that JAX ships.
 
-    **Raises:** `OSError` where it does not.
+    **Raises:** `OSError` if JAX ships none.
     """
     return (Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h").read_text("utf-8")
 
 
 @functools.cache
 def header() -> Header:
-    """Returns what the header that JAX ships says.
+    """Return the parsed header that JAX ships.
 
-    **Raises:** `OSError` where there is none. `ValueError` where native code cannot use it.
+    **Raises:** `OSError` if JAX ships none, and `ValueError` if native code cannot use it.
     """
     return Header(header_text())

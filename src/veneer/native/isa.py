@@ -1,7 +1,7 @@
-"""Which vector instructions are used in this process, and so how many numbers they take at once.
+"""The vector instruction set (ISA) of kernels in this process, and the size of its vectors.
 
-`VENEER_KERNELS_ISA` names one of `ISAS`; without it, it is the one that was measured to be the
-fastest on this machine, or else the best that its CPU has.
+The environment variable `VENEER_KERNELS_ISA` names it. Without the variable, it is the one that
+`veneer doctor --choose` measured to be the fastest on this machine, or else the best of its CPU.
 """
 
 import os
@@ -9,7 +9,7 @@ import os
 from . import cache
 from .machine_code import cpu_features
 
-#: What each needs of a CPU, by LLVM's names of features; the best first.
+#: The features that a CPU must have for each ISA, by their names in LLVM. The best ISA is first.
 ISAS = {
     "avx512bf16": {"avx512f", "avx512bw", "avx512vl", "avx512vnni", "avx512bf16"},
     "avx512vnni": {"avx512f", "avx512bw", "avx512vl", "avx512vnni"},
@@ -23,9 +23,9 @@ ISAS = {
 
 
 def select(name: str | None = None) -> str:
-    """Returns the ISA of this name, or the best that this CPU has.
+    """Return the ISA of this name, or without a name the best that this CPU has.
 
-    **Raises:** `ValueError` for an unknown name, and for one that this CPU does not have.
+    **Raises:** `ValueError` if the name is unknown, or if this CPU does not have the ISA.
 
     >>> from veneer.native.isa import select
     >>> select("portable")
@@ -34,37 +34,32 @@ def select(name: str | None = None) -> str:
     if not name:
         return available()[0]
     if name not in available():
-        what = "is not supported by this CPU" if name in ISAS else "is unknown"
-        has = ", ".join(available())
-        raise ValueError(f"VENEER_KERNELS_ISA={name!r} {what}; this CPU has {has}")
+        problem = "is not supported by this CPU" if name in ISAS else "is unknown"
+        names = ", ".join(available())
+        raise ValueError(f"VENEER_KERNELS_ISA={name!r} {problem}; this CPU has {names}")
     return name
 
 
 def available() -> list[str]:
-    """Returns the ISAs that this CPU has, the best first.
+    """Return the ISAs that this CPU has, the best first.
 
     >>> from veneer.native.isa import available
     >>> available()[-1]
     'portable'
     """
-    has = cpu_features()
-    return [isa for isa, needs in ISAS.items() if needs <= has]
+    features = cpu_features()
+    return [isa for isa, needed in ISAS.items() if needed <= features]
 
 
-def _measured() -> str | None:
-    """What was measured to be the fastest, if this process may use it."""
-    name = cache.saved_isa()
-    return name if name in available() else None
-
-
-ISA = select(os.environ.get("VENEER_KERNELS_ISA") or _measured())
-#: How many f32 or int32 a vector holds.
+_saved = cache.saved_isa()
+ISA = select(os.environ.get("VENEER_KERNELS_ISA") or (_saved if _saved in available() else None))
+#: The number of f32 or int32 in a vector.
 LANES = 16 if ISA.startswith("avx512") else 8 if ISA == "avx2" else 4
-#: Whether it is one of Arm's; how many vectors registers hold; and whether it makes f32 of f16.
+#: Whether the ISA is Arm's, its number of vector registers, and whether it converts f16 to f32.
 IS_NEON = ISA.startswith("neon")
 REGISTERS = 32 if IS_NEON or LANES == 16 else 16
 CONVERTS_F16 = IS_NEON or LANES == 16
-#: Whether it multiplies bytes, and adds up four products; and pairs of bf16.
+#: Whether it has dot products of four bytes, and of two bf16.
 HAS_VNNI, HAS_BF16 = ISA in ("avx512bf16", "avx512vnni"), ISA == "avx512bf16"
-#: Whether it multiplies matrices of 8 x 8 bits.
+#: Whether it multiplies 8x8 bit matrices.
 HAS_GFNI = HAS_VNNI and "gfni" in cpu_features()
