@@ -35,7 +35,7 @@ def made(content=b"code"):
     return calls, make
 
 
-def test_what_is_compiled_is_kept(directory):
+def test_compiled_code_is_cached(directory):
     calls, make = made()
     assert [new().cached("f", make), new().cached("f", make)] == [b"code"] * 2
     assert len(calls) == 1
@@ -52,7 +52,7 @@ def test_a_damaged_file_is_made_again(directory, damage):
     assert len(calls) == 1
 
 
-def test_what_was_made_long_ago_is_removed_when_it_is_made_anew(directory):
+def test_a_new_file_removes_old_ones_of_its_name(directory):
     directory.mkdir(parents=True)
     names = ["f-old.o", "f-new.o", "f_of_another-old.o"]
     for name in names:
@@ -64,7 +64,7 @@ def test_what_was_made_long_ago_is_removed_when_it_is_made_anew(directory):
     assert kept & {*names} == {*names[1:]}
 
 
-def test_a_cache_that_cannot_be_written_is_done_without(tmp_path, monkeypatch):
+def test_a_cache_that_cannot_be_written_is_ignored(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("VENEER_CACHE", str(tmp_path / "file"))
     calls, make = made()
@@ -72,7 +72,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(tmp_path, monkeypatch):
     assert len(calls) == 2
 
 
-def test_many_may_fill_the_cache_at_once(directory):
+def test_processes_may_fill_the_cache_at_once(directory):
     content = bytes(1 << 20)
     with ThreadPoolExecutor(8) as pool:
         results = pool.map(lambda _: new().cached("f", made(content)[1]), range(32))
@@ -80,7 +80,7 @@ def test_many_may_fill_the_cache_at_once(directory):
     assert len([*directory.iterdir()]) == 1
 
 
-def test_without_a_chosen_directory_it_is_the_users(monkeypatch, tmp_path):
+def test_the_default_folder_is_in_the_users_cache(monkeypatch, tmp_path):
     monkeypatch.delenv("VENEER_CACHE", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -90,7 +90,7 @@ def test_without_a_chosen_directory_it_is_the_users(monkeypatch, tmp_path):
 # What a file is named after.
 
 
-def test_a_change_of_any_source_is_another_fingerprint(tmp_path):
+def test_the_fingerprint_covers_all_sources(tmp_path):
     (tmp_path / "simd").mkdir()
     files = [tmp_path / "memory.py", tmp_path / "simd" / "floats.py"]
     for file in files:
@@ -102,7 +102,7 @@ def test_a_change_of_any_source_is_another_fingerprint(tmp_path):
     assert len(digests) == 3
 
 
-def test_what_is_edited_meanwhile_is_not_kept(directory, tmp_path, monkeypatch):
+def test_code_of_edited_sources_is_not_cached(directory, tmp_path, monkeypatch):
     package = type(sys)("package_for_a_test")
     package.__path__ = [str(tmp_path)]
     monkeypatch.setitem(sys.modules, package.__name__, package)
@@ -114,13 +114,13 @@ def test_what_is_edited_meanwhile_is_not_kept(directory, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("variable", ["VENEER_KERNELS_ISA", "NUMBA_CPU_NAME"])
-def test_what_it_is_compiled_for_is_in_the_fingerprint(monkeypatch, variable):
+def test_the_fingerprint_covers_the_cpu(monkeypatch, variable):
     before = new().fingerprint
     monkeypatch.setenv(variable, "portable")
     assert new().fingerprint != before
 
 
-def test_so_are_the_instructions_that_were_measured_to_be_the_fastest(directory, monkeypatch):
+def test_the_fingerprint_covers_the_saved_isa(directory, monkeypatch):
     before = new().fingerprint
     save_isa("portable")
     after = new().fingerprint

@@ -42,7 +42,7 @@ y = vn.numba.compile(lambda x, c: x * x + c, x, c)(x, c)
     not llvm.get_host_cpu_features().get("fma"), reason="one with and without fused instructions"
 )
 @pytest.mark.parametrize("code", [KERNEL, PROGRAM], ids=["a kernel", "a program"])
-def test_code_is_for_the_cpu_that_numba_is_told(code, tmp_path):
+def test_code_is_for_the_cpu_in_numbas_settings(code, tmp_path):
     results = {}
     for settings in ("", "generic"):
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

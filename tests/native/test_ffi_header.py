@@ -21,12 +21,12 @@ HEADER = ffi_header.header_text()
         (lambda text: "", "has version "),
     ],
 )
-def test_a_header_that_kernels_do_not_know_is_refused(change, why):
+def test_an_unknown_header_raises(change, why):
     with pytest.raises(ValueError, match=re.escape(why)):
         ffi_header.Header(change(HEADER))
 
 
-def test_members_are_where_a_c_compiler_has_them(tmp_path):
+def test_offsets_are_those_of_a_c_compiler(tmp_path):
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("there is no C compiler")

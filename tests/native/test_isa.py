@@ -23,7 +23,7 @@ def used(**environment):
     return subprocess.check_output(command, env=without | environment, text=True).strip()
 
 
-def test_what_was_chosen_is_used_where_nothing_else_is_asked_for():
+def test_the_saved_isa_is_the_default():
     best = isa.available()[0]
     assert used() == best
     cache.save_isa("portable")
@@ -33,7 +33,7 @@ def test_what_was_chosen_is_used_where_nothing_else_is_asked_for():
     assert (cache.saved_isa(), used()) == (None, best)
 
 
-def test_it_is_chosen_for_a_cpu(monkeypatch):
+def test_an_isa_is_saved_for_one_cpu(monkeypatch):
     cache.save_isa("portable")
     with monkeypatch.context() as patch:
         patch.setattr(cache, "host_cpu", lambda: "another")
@@ -43,7 +43,7 @@ def test_it_is_chosen_for_a_cpu(monkeypatch):
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"\xff", b"[1]", b'{"HOST": 3}', b'{"HOST": "sse1"}'])
-def test_a_file_that_makes_no_sense_is_none(folder, text):
+def test_an_invalid_file_is_ignored(folder, text):
     folder.mkdir()
     (folder / "isa.json").write_bytes(text.replace(b"HOST", cache.host_cpu().encode()))
     assert used() == isa.available()[0]
@@ -52,7 +52,7 @@ def test_a_file_that_makes_no_sense_is_none(folder, text):
     assert used() == "portable"
 
 
-def test_a_cache_that_cannot_be_written_is_told(folder):
+def test_saving_to_a_read_only_cache_raises(folder):
     folder.write_text("no folder")
     with pytest.raises(OSError, match="cache"):
         cache.save_isa("portable")

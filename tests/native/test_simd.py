@@ -24,7 +24,7 @@ def fields(packed, bits):
 
 
 @pytest.mark.parametrize("count", [1, 2, 8])
-def test_neighbours_are_parted_among_vectors(count):
+def test_deinterleave_splits_a_row(count):
     numbers = np.arange(count * LANES, dtype=np.float32)
     out = np.empty_like(numbers)
 
@@ -75,7 +75,7 @@ def test_bit_planes_are_decoded_in_order(kind):
 
 
 @pytest.mark.parametrize("kind", SIX_BIT_FLOATS)
-def test_each_float_of_6_bits_is_worth_what_its_dtype_says(kind):
+def test_each_6_bit_float_has_the_value_of_its_dtype(kind):
     packed = np.random.default_rng(1).integers(0, 256, 6 * 256, np.uint8)
     table = np.array([32, 32, *[0] * 14], np.float32)
     codes = fields_of_planes(packed, 6).astype(np.uint8)
@@ -90,12 +90,12 @@ def check_codes_of_8_bits(kind):
 
 
 @pytest.mark.parametrize("kind", [kind for kind in BITS if BITS[kind] == 8])
-def test_each_code_of_8_bits_is_worth_what_its_dtype_says(kind):
+def test_each_8_bit_code_has_the_value_of_its_dtype(kind):
     check_codes_of_8_bits(kind)
 
 
 @pytest.mark.parametrize("kind", ["float8_e4m3fn", "float8_e5m2"])
-def test_small_float8_is_not_0_where_small_f32_is(kind):
+def test_small_float8_is_not_flushed_to_zero(kind):
     """XLA sets its threads so; a thread that does keeps it to itself."""
     if sys.platform != "linux" or os.uname().machine != "x86_64":
         pytest.skip("sets the control register of x86-64 by its name in glibc")
@@ -116,7 +116,7 @@ OTHERS = [isa for isa in ISAS if isa not in (ISA, "avx512")]
 
 
 @pytest.mark.parametrize("isa", OTHERS)
-def test_other_instructions_give_the_same(isa):
+def test_all_isas_give_the_same_values(isa):
     if "VENEER_KERNELS_ISA" in os.environ:
         pytest.skip("one is asked for")
     try:
@@ -129,6 +129,6 @@ def test_other_instructions_give_the_same(isa):
     assert done.returncode == 0, done.stdout
 
 
-def test_an_isa_that_is_not_known_is_refused():
+def test_an_unknown_isa_raises():
     with pytest.raises(ValueError, match=r"'sse9' is unknown; this CPU has .*portable"):
         select("sse9")

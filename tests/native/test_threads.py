@@ -1,4 +1,4 @@
-"""Threads that have helped wait a while for the next job."""
+"""Threads that have helped with a job wait a while for the next one."""
 
 import ctypes
 from concurrent.futures import ThreadPoolExecutor
@@ -10,24 +10,24 @@ from veneer.native import machine_code, threads
 from veneer.native.functions import native
 from veneer.native.object_file import ObjectFile
 
-JOB = 1 << 20  # an address, of which nothing is read
+JOB = 1 << 20  # an address that is never read
 
 
 @pytest.fixture(scope="module")
 def functions():
     file = ObjectFile()
-    places, wait, give = threads._slots, threads._wait_for_job, threads._give_to_waiting_thread
-    file.export("test_places", native(lambda unused: places()))
+    slots, wait, give = threads._slots, threads._wait_for_job, threads._give_to_waiting_thread
+    file.export("test_slots", native(lambda unused: slots()))
     file.export("test_wait", native(lambda unused: wait()))
     file.export("test_give", native(lambda memory: int(give(memory))))
-    addresses = machine_code.load(file.code(), "test_places", "test_wait", "test_give")
+    addresses = machine_code.load(file.code(), "test_slots", "test_wait", "test_give")
     one = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)
     return tuple(map(one, addresses))
 
 
 @pytest.fixture
-def places(functions):
-    """What is at each place, to read and to write; left empty."""
+def slots(functions):
+    """Return a view of all slots, which are empty before and after a test."""
     words = (ctypes.c_int64 * (threads._SLOTS_SIZE // 8)).from_address(functions[0](0))
     each = np.frombuffer(words, np.int64)[:: threads._SLOT_SIZE // 8]
     assert not each.any()
@@ -35,15 +35,15 @@ def places(functions):
     each[:] = threads._EMPTY
 
 
-def test_a_thread_that_nobody_calls_leaves_its_place(functions, places):
+def test_a_thread_without_a_job_leaves_its_slot(functions, slots):
     _, wait, give = functions
-    for _ in range(2 * len(places)):
+    for _ in range(2 * len(slots)):
         assert wait(0) == 0
-    assert not places.any()
+    assert not slots.any()
     assert not give(JOB)
 
 
-def test_each_job_is_given_to_one_thread_that_waits(functions, places):
+def test_each_job_goes_to_one_waiting_thread(functions, slots):
     _, wait, give = functions
     jobs = [JOB + 8 * i for i in range(200)]
 
@@ -60,15 +60,15 @@ def test_each_job_is_given_to_one_thread_that_waits(functions, places):
                 pass
         taken = [each.result() for each in waiting]
     assert sorted(taken) == jobs
-    assert not places.any()
+    assert not slots.any()
 
 
-def test_where_all_places_are_taken_nobody_waits(functions, places):
+def test_nobody_waits_if_all_slots_are_taken(functions, slots):
     _, wait, give = functions
-    places[:] = JOB  # others have been given jobs, and have not come to them yet
+    slots[:] = JOB  # others have been given jobs, and have not come to them yet
     assert wait(0) == 0
     assert not give(JOB + 8)
-    assert (places == JOB).all()
-    places[-1] = threads._WAITING
+    assert (slots == JOB).all()
+    slots[-1] = threads._WAITING
     assert give(JOB + 8)
-    assert places[-1] == JOB + 8
+    assert slots[-1] == JOB + 8

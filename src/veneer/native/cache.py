@@ -57,7 +57,7 @@ class Cache:
         return root() / self._folder
 
     def cached(self, name: str, make: Callable[[], bytes]) -> bytes:
-        """Return the object file of this name. Call `make` and store its result if there is none.
+        """Return the object file of this name. If it is missing, call `make` and store the result.
 
         Errors of reading and writing are ignored, and a damaged file is made again.
         """
@@ -66,7 +66,7 @@ class Cache:
             with contextlib.suppress(OSError, ValueError):
                 return _read(file)
             content = make()
-            # If the sources were edited after their import, the fingerprint is that of old code.
+            # Do not store the code if its sources were edited after their import.
             if hash_sources(self._packages) == self._sources:
                 with contextlib.suppress(OSError):
                     _write(file, hashlib.sha256(content).digest() + content)

@@ -37,7 +37,7 @@ class _UnoptimizedLibrary(CPUCodeLibrary):
         return self
 
     def set_env(self, name: str, environment: Any) -> None:
-        """Ignore the Python objects that a function uses: there are none."""
+        """Do nothing: the function uses no Python objects."""
 
     def _optimize_functions(self, ll_module: Any) -> None:
         ll_module.data_layout = self._codegen._data_layout

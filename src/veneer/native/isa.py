@@ -55,11 +55,11 @@ _saved = cache.saved_isa()
 ISA = select(os.environ.get("VENEER_KERNELS_ISA") or (_saved if _saved in available() else None))
 #: The number of f32 or int32 in a vector.
 LANES = 16 if ISA.startswith("avx512") else 8 if ISA == "avx2" else 4
-#: Whether the ISA is Arm's, its number of vector registers, and whether it converts f16 to f32.
+#: True for the ISAs of Arm; the number of vector registers; true if f16 converts to f32.
 IS_NEON = ISA.startswith("neon")
 REGISTERS = 32 if IS_NEON or LANES == 16 else 16
 CONVERTS_F16 = IS_NEON or LANES == 16
-#: Whether it has dot products of four bytes, and of two bf16.
+#: True for ISAs with dot products of four bytes, and of two bf16.
 HAS_VNNI, HAS_BF16 = ISA in ("avx512bf16", "avx512vnni"), ISA == "avx512bf16"
-#: Whether it multiplies 8x8 bit matrices.
+#: True if the CPU multiplies 8x8 bit matrices.
 HAS_GFNI = HAS_VNNI and "gfni" in cpu_features()

@@ -45,7 +45,7 @@ _EMPTY, _WAITING = 0, 1
 _WAIT = 0 if sys.platform == "win32" else 50_000
 
 _CLOCK_MONOTONIC = 6 if sys.platform == "darwin" else 1
-_read_clock = types.ExternalFunction(
+_read_clock: Any = types.ExternalFunction(
     "clock_gettime", signature(types.int32, types.int32, types.int64)
 )
 _sched_yield: Any = types.ExternalFunction("sched_yield", signature(types.int32))

@@ -1,11 +1,11 @@
-"""Vectors in registers: blocks of them are values of Numba's, and instructions work on these.
+"""Vector instructions on blocks of registers, which are values of Numba.
 
-Which instructions a CPU has for something is known here and in `isa.py` alone. Who uses these
-knows of it how many numbers a vector has, and how many vectors there are registers for.
+This package and `isa.py` know the instructions of each CPU. Kernels know only the number of lanes
+in a vector and the number of registers.
 
-    blocks          the type of a block, how an instruction is made, and what emits its code
-    floats          f32: made, read, written, multiplied and added up
-    bf16            pairs of bf16, and products of them
-    integers        products of bytes, four at once, in int32
-    bytes           what codes are worth, as bytes, and the order that products of them need
+    blocks          the type of a block, the decorator of instructions, and emitters of LLVM IR
+    floats          f32: loads, stores, arithmetic, reductions
+    bf16            pairs of bf16, and their dot products
+    integers        int32, and dot products of four bytes
+    bytes           bytes: lookup tables, and the order that dot products of four bytes need
 """

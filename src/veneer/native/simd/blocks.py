@@ -1,8 +1,8 @@
-"""Blocks of vectors that live in registers, as values of Numba's, and what emits code of them.
+"""Blocks of vectors in registers, instructions on blocks, and emitters of LLVM IR for these.
 
-A `Block` is rows x columns of vectors of `LANES` numbers. It is a value like any other: a local
-variable of a Numba function, which LLVM keeps in registers. All loops over its vectors are unrolled
-as it is compiled. So kernels are loops in plain Python over a few such instructions.
+A `Block` has rows x columns of vectors of `LANES` numbers. It is a local variable of a Numba
+function, which LLVM keeps in registers. Instructions are compiled without loops, one LLVM
+instruction or more per vector. Kernels are Python loops over such instructions.
 """
 
 import inspect
@@ -17,17 +17,17 @@ from numba.extending import models, register_model
 from ..isa import IS_NEON, ISA, LANES
 from ..memory import F32, I8, I16, I32, I64, intrinsic, pointer
 
-#: A vector of LANES numbers, and what else its bytes may be taken for.
+#: The types of a vector, in LLVM: as f32, int32, int16 and int8.
 FLOATS, INTS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
 SHORTS, BYTES = ir.VectorType(I16, 2 * LANES), ir.VectorType(I8, 4 * LANES)
 
 _VECTORS = {"f32": FLOATS, "i32": INTS}
-#: a * b + c may be rounded once, as fused multiplication and addition do.
+#: Allows a * b + c to be rounded once, by a fused multiply-add.
 _FUSED = ("contract",)
 
 
 class Block(types.Type):
-    """Rows x columns of vectors of f32 or i32."""
+    """The Numba type of rows x columns of vectors of f32 or i32."""
 
     def __init__(self, entry: str, rows: int, columns: int):
         self.entry, self.rows, self.columns = entry, rows, columns
@@ -35,12 +35,12 @@ class Block(types.Type):
 
     @property
     def count(self) -> int:
-        """How many vectors it has."""
+        """The number of vectors."""
         return self.rows * self.columns
 
     @property
     def llvm(self) -> ir.Type:
-        """What it is to LLVM: an array of vectors, row by row."""
+        """The type in LLVM: an array of vectors in row-major order."""
         return ir.ArrayType(_VECTORS[self.entry], self.count)
 
 
@@ -54,10 +54,10 @@ Emit = Callable[..., Any]
 
 
 def instruction(define: Callable[..., tuple[types.Type, Emit]]) -> Any:
-    """Makes an intrinsic of a function of the types of its arguments.
+    """Decorate a function of argument types to make an instruction, which is a Numba intrinsic.
 
-    That returns the type of the result, and a function of LLVM's builder and the values that emits
-    the code: its value, or None where the result is `types.void`.
+    The function returns the type of the result and an emitter. The emitter takes an LLVM IR builder
+    and the values of the arguments, and returns the value of the result, or None for `types.void`.
     """
 
     def typed(typing_context: Any, *args: types.Type) -> Any:
@@ -76,78 +76,81 @@ def instruction(define: Callable[..., tuple[types.Type, Emit]]) -> Any:
     return intrinsic(prefer_literal=True)(typed)
 
 
-# For what emits code.
-
-
 def get_vectors(builder: Any, block: Any) -> list[Any]:
-    """The vectors of a block, row by row."""
+    """Return the vectors of a block in row-major order."""
     return [builder.extract_value(block, i) for i in range(block.type.count)]
 
 
 def make_block(builder: Any, values: Sequence[Any]) -> Any:
-    """The block that has these vectors."""
+    """Return a block of these vectors."""
     block = ir.Constant(ir.ArrayType(values[0].type, len(values)), ir.Undefined)
     for i, value in enumerate(values):
         block = builder.insert_value(block, value, i)
     return block
 
 
+def map_blocks(builder: Any, function: Callable[..., Any], *blocks: Any) -> Any:
+    """Return a block of `function` of the corresponding vectors of blocks of one shape."""
+    groups = zip(*(get_vectors(builder, block) for block in blocks), strict=True)
+    return make_block(builder, [function(*group) for group in groups])
+
+
 def advance(builder: Any, address: Any, vector: int = 0, row: int = 0, stride: Any = None) -> Any:
-    """An address so many vectors on, and so many rows of `stride` bytes."""
+    """Return `address + row * stride`, in bytes, plus the size of `vector` vectors."""
     if row:
         address = builder.add(address, builder.mul(stride, I64(row)))
     return builder.add(address, I64(4 * LANES * vector)) if vector else address
 
 
 def load_vector(builder: Any, address: Any, type: ir.Type = FLOATS) -> Any:
-    """A vector at any address, aligned or not."""
+    """Return the vector at an address, which need not be aligned."""
     value = builder.load(pointer(builder, address, type))
     value.align = 1
     return value
 
 
 def store_vector(builder: Any, value: Any, address: Any) -> None:
-    """Writes a vector to any address."""
+    """Write a vector to an address, which need not be aligned."""
     builder.store(value, pointer(builder, address, value.type)).align = 1
 
 
 def broadcast(builder: Any, number: Any, count: int = LANES) -> Any:
-    """A vector of one number."""
+    """Return a vector of `count` lanes that all hold a number."""
     undefined = ir.Constant(ir.VectorType(number.type, count), ir.Undefined)
     first = builder.insert_element(undefined, number, I32(0))
     return shuffle(builder, first, undefined, [0] * count)
 
 
-def load_broadcast(builder: Any, place: Any) -> Any:
-    """A vector of the f32 at an address."""
-    number = builder.load(pointer(builder, place, F32))
+def load_broadcast(builder: Any, address: Any, type: ir.Type = F32) -> Any:
+    """Return a vector whose lanes all hold the number at an address."""
+    number = builder.load(pointer(builder, address, type))
     number.align = 1
     return broadcast(builder, number)
 
 
 def constant(type: ir.VectorType, value: int | float) -> Any:
-    """A vector of one constant."""
+    """Return a vector whose lanes all hold a constant."""
     return ir.Constant(type, [value] * type.count)
 
 
 def multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    """`a * b + c`, rounded once where the CPU can."""
+    """Return `a * b + c`, rounded once if the CPU has fused multiply-adds."""
     return builder.fadd(builder.fmul(a, b, flags=_FUSED), c, flags=_FUSED)
 
 
 def call_llvm(builder: Any, name: str, result: ir.Type, *args: Any) -> Any:
-    """Calls a function of LLVM's by name."""
+    """Call an LLVM intrinsic."""
     type = ir.FunctionType(result, [arg.type for arg in args])
     return builder.call(cgutils.get_or_insert_function(builder.module, type, name), args)
 
 
 def shuffle(builder: Any, a: Any, b: Any, lanes: Sequence[int]) -> Any:
-    """The lanes of two vectors of one length, those of `b` numbered after those of `a`."""
+    """Return the lanes with these indices in the concatenation of `a` and `b`."""
     return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(I32, len(lanes)), [*lanes]))
 
 
 def permute(builder: Any, values: Any, indices: Any) -> Any:
-    """The lanes of a vector of f32 at indices."""
+    """Return `values[indices]`: the lanes of a vector of f32 at the int32 in another vector."""
     if ISA.startswith("avx512"):
         return call_llvm(builder, "llvm.x86.avx512.permvar.sf.512", FLOATS, values, indices)
     if ISA == "avx2":
@@ -163,16 +166,19 @@ def permute(builder: Any, values: Any, indices: Any) -> Any:
 
 
 def look_up_floats(builder: Any, table: Sequence[Any], indices: Any) -> Any:
-    """The numbers of a table of vectors of f32 at indices, found byte by byte, as Arm does."""
+    """Return the entries of a table of f32 at int32 indices, by Arm's lookup of bytes.
+
+    The vectors of `table`, at most four, are concatenated.
+    """
     first = builder.mul(indices, constant(INTS, 0x04040404))
     places = builder.add(first, constant(INTS, 0x03020100))
     parts = [builder.bitcast(part, BYTES) for part in (*table, places)]
-    found = call_llvm(builder, f"llvm.aarch64.neon.tbl{len(table)}.v16i8", BYTES, *parts)
-    return builder.bitcast(found, FLOATS)
+    entries = call_llvm(builder, f"llvm.aarch64.neon.tbl{len(table)}.v16i8", BYTES, *parts)
+    return builder.bitcast(entries, FLOATS)
 
 
 def accumulate(builder: Any, total: Block, totals: Any, ws: Any, row: Emit, add: Emit) -> Any:
-    """A block whose entry [r][c] is `add(builder, totals[r][c], row(r), ws[c])`."""
+    """Return a block of `add(builder, totals[r][c], row(r), ws[c])`."""
     totals, ws = get_vectors(builder, totals), get_vectors(builder, ws)
     for r in range(total.rows):
         value = row(r)

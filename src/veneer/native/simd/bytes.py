@@ -1,6 +1,6 @@
-"""Bytes in SIMD values: what codes are worth as bytes, and the order that products of them need.
+"""Instructions on vectors of bytes: lookup tables, and the order that dot products need.
 
-`integers.py` multiplies lanes of four bytes that are neighbours along what is contracted.
+`integers.py` multiplies lanes of four bytes that are adjacent along the contracted axis.
 """
 
 from typing import Any
@@ -16,12 +16,14 @@ from .blocks import (
     SHORTS,
     Block,
     advance,
+    broadcast,
     call_llvm,
     constant,
     get_vectors,
     instruction,
     load_vector,
     make_block,
+    map_blocks,
     merge_lanes,
     shuffle,
     split_lanes,
@@ -29,51 +31,47 @@ from .blocks import (
 )
 from .integers import WIDTH
 
-#: How much larger a code is as a number without a sign.
+#: The difference between a uint8 code and its int8 value.
 OFFSET = 128
-
-
-# Codes.
 
 
 @instruction
 def load_byte_table(address):
-    """Reads what 16 fields are worth, f32, as bytes for `look_up_bytes`."""
+    """Return a table for `look_up_bytes` of 16 f32 at an address, as bytes `value + OFFSET`."""
 
     def emit(builder, address):
         sixteen = ir.VectorType(F32, 16)
         values = builder.fptosi(load_vector(builder, address, sixteen), ir.VectorType(I32, 16))
         values = builder.add(values, ir.Constant(values.type, [OFFSET] * 16))
         values = builder.trunc(values, ir.VectorType(I8, 16))
-        everywhere = shuffle(builder, values, values, [i % 16 for i in range(WIDTH)])
-        return make_block(builder, [builder.bitcast(everywhere, INTS)])
+        repeated = shuffle(builder, values, values, [i % 16 for i in range(WIDTH)])
+        return make_block(builder, [builder.bitcast(repeated, INTS)])
 
     return Block("i32", 1, 1), emit
 
 
 @instruction
 def look_up_bytes(table, block, shift):
-    """What the fields are worth that begin at bit `shift` of each byte."""
+    """Return, for each byte of a block, the entry of a table for its field at bit `shift`."""
 
     def emit(builder, table, values, shift):
         table = builder.bitcast(get_vectors(builder, table)[0], BYTES)
-        by = builder.trunc(shift, I16)
-        undefined = ir.Constant(SHORTS, ir.Undefined)
-        by = builder.insert_element(undefined, by, I32(0))
-        by = shuffle(builder, by, undefined, [0] * SHORTS.count)
-        worth = []
-        for value in get_vectors(builder, values):
-            # Bits of the next byte come along. They are cut off, or the table repeats over them.
-            fields = builder.lshr(builder.bitcast(value, SHORTS), by)
+        shifts = broadcast(builder, builder.trunc(shift, I16), SHORTS.count)
+
+        def look_up(value):
+            # This shifts bits of the next byte in. The mask clears them, or the table has the same
+            # entries for all their values.
+            fields = builder.lshr(builder.bitcast(value, SHORTS), shifts)
             fields = builder.and_(builder.bitcast(fields, BYTES), constant(BYTES, 15))
-            worth.append(builder.bitcast(_look_up(builder, table, fields), INTS))
-        return make_block(builder, worth)
+            return builder.bitcast(_look_up(builder, table, fields), INTS)
+
+        return map_blocks(builder, look_up, values)
 
     return block, emit
 
 
 def _look_up(builder: Any, table: Any, indices: Any) -> Any:
-    """Bytes of a table of 16, which each 128 bits of a vector have, at indices below 16."""
+    """Return `table[indices]`, for indices below 16. Each 128 bits of `table` hold all entries."""
     if ISA.startswith("avx512"):
         return call_llvm(builder, "llvm.x86.avx512.pshuf.b.512", BYTES, table, indices)
     if ISA == "avx2":
@@ -89,37 +87,32 @@ def _look_up(builder: Any, table: Any, indices: Any) -> Any:
 
 @instruction
 def to_unsigned(block):
-    """Bytes with a sign, each larger by OFFSET, which makes them bytes without one."""
-    return block, lambda builder, values: make_block(
-        builder,
-        [
-            builder.xor(value, ir.Constant(INTS, [0x80808080] * LANES))
-            for value in get_vectors(builder, values)
-        ],
+    """Return int8 plus OFFSET, as uint8."""
+    sign_bits = ir.Constant(INTS, [0x80808080] * LANES)
+    return block, lambda builder, values: map_blocks(
+        builder, lambda value: builder.xor(value, sign_bits), values
     )
-
-
-# The order of bytes.
 
 
 @instruction
 def load_interleaved(address, stride):
-    """Reads a vector of each of four rows, and returns lanes that have one byte of each.
+    """Return four vectors, whose lanes have one byte of each of four rows.
 
-    They are in the order of `to_panels`: 128 bits of a vector hold 4 of 16 neighbours.
+    Row r is a vector at `address + r * stride`. Each 128 bits of the result hold 4 of 16 adjacent
+    columns, in the order of `to_panels`.
     """
 
     def emit(builder, address, stride):
         rows = [
             load_vector(builder, advance(builder, address, 0, r, stride), BYTES) for r in range(4)
         ]
-        first, second = (_unpacked(builder, rows[i], rows[i + 1], BYTES) for i in (0, 2))
+        first, second = (_zip_halves(builder, rows[i], rows[i + 1], BYTES) for i in (0, 2))
         return make_block(
             builder,
             [
                 builder.bitcast(value, INTS)
                 for a, b in zip(first, second, strict=True)
-                for value in _unpacked(builder, a, b, SHORTS)
+                for value in _zip_halves(builder, a, b, SHORTS)
             ],
         )
 
@@ -128,7 +121,10 @@ def load_interleaved(address, stride):
 
 @instruction
 def load_transposed(address, stride):
-    """Reads 16 bytes of each of LANES rows; row i is the i-th four of each of them, in order."""
+    """Return four vectors: lane r of vector i holds bytes 4i to 4i + 3 of row r.
+
+    Row r has 16 bytes at `address + r * stride`, for LANES rows.
+    """
 
     def emit(builder, address, stride):
         four = ir.VectorType(I32, 4)
@@ -136,17 +132,17 @@ def load_transposed(address, stride):
             load_vector(builder, advance(builder, address, 0, r, stride), four)
             for r in range(LANES)
         ]
-        # Neighbours are 128 bits of different vectors, so that no more than these are mixed.
-        a, b, c, d = (_joined(builder, rows[i::4]) for i in range(4))
-        (a, c), (b, d) = _unpacked(builder, a, c, INTS), _unpacked(builder, b, d, INTS)
-        values = (*_unpacked(builder, a, b, INTS), *_unpacked(builder, c, d, INTS))
+        # Four adjacent rows are the same 128 bits of four vectors, so no lane leaves its 128 bits.
+        a, b, c, d = (_concatenate(builder, rows[i::4]) for i in range(4))
+        (a, c), (b, d) = _zip_halves(builder, a, c, INTS), _zip_halves(builder, b, d, INTS)
+        values = (*_zip_halves(builder, a, b, INTS), *_zip_halves(builder, c, d, INTS))
         return make_block(builder, values)
 
     return Block("i32", 4, 1), emit
 
 
-def _unpacked(builder: Any, a: Any, b: Any, type: ir.VectorType) -> tuple[Any, Any]:
-    """Entries of two vectors in turns, in each 128 bits: those of their lower and upper halves."""
+def _zip_halves(builder: Any, a: Any, b: Any, type: ir.VectorType) -> tuple[Any, Any]:
+    """Alternate entries of two vectors: of the lower halves of each 128 bits, and of the upper."""
     a, b = builder.bitcast(a, type), builder.bitcast(b, type)
     count = 4 * type.count // LANES
     halves = (
@@ -162,8 +158,7 @@ def _unpacked(builder: Any, a: Any, b: Any, type: ir.VectorType) -> tuple[Any, A
     return low, high
 
 
-def _joined(builder: Any, parts: list[Any]) -> Any:
-    """Vectors one after the other as one."""
+def _concatenate(builder: Any, parts: list[Any]) -> Any:
     while len(parts) > 1:
         lanes = range(2 * parts[0].type.count)
         pairs = zip(parts[::2], parts[1::2], strict=True)
@@ -173,9 +168,9 @@ def _joined(builder: Any, parts: list[Any]) -> Any:
 
 @instruction
 def to_panels(block, fields):
-    """Neighbours in the order that fields of bytes have once they are `load_interleaved`.
+    """Reorder numbers of adjacent columns as `load_interleaved` reorders the fields of bytes.
 
-    A block of `4 * fields` vectors; those of the first field are followed by those of the next.
+    The block has `4 * fields` vectors. In the result, four vectors of each field follow each other.
     """
 
     def emit(builder, values, _):
@@ -191,7 +186,7 @@ def to_panels(block, fields):
 
 @instruction
 def from_panels(block, fields):
-    """Undoes `to_panels`."""
+    """Invert `to_panels`, for a row of vectors of f32."""
 
     def emit(builder, values, _):
         values = get_vectors(builder, values)
@@ -204,9 +199,9 @@ def from_panels(block, fields):
 
 @instruction
 def copy_by_fields(address, to, fields, width):
-    """Copies `width` bytes a field: first every `fields`-th of them, then those after them, ...
+    """Copy `width * fields` bytes: first bytes 0, fields, 2 * fields, ..., then 1, fields + 1, ...
 
-    So `look_up_bytes` gets to the codes of a row, one field of `width` of its bytes at a time.
+    Then `look_up_bytes` reads a field of `width` bytes at a time. Both counts are constants.
     """
     count, size = fields.literal_value, width.literal_value
 

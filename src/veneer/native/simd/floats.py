@@ -1,4 +1,4 @@
-"""Vectors of f32: made, read, written, and multiplied and added up."""
+"""Instructions on vectors of f32: loads, stores, arithmetic and reductions."""
 
 from typing import Any
 
@@ -16,47 +16,47 @@ from .blocks import (
     constant,
     get_vectors,
     instruction,
+    load_broadcast,
     load_vector,
     make_block,
+    map_blocks,
     multiply_add,
     shuffle,
     split_lanes,
     store_vector,
 )
 
-# Making blocks.
-
 
 @instruction
 def zeros(rows, columns):
-    """A block of 0.0."""
+    """Return a block of zeros."""
     block = Block("f32", rows.literal_value, columns.literal_value)
     return block, lambda builder, *_: ir.Constant(block.llvm, [constant(FLOATS, 0.0)] * block.count)
 
 
 @instruction
-def load(address, columns):
-    """Reads a row of vectors of f32."""
-    block = Block("f32", 1, columns.literal_value)
-
-    def emit(builder, address, _):
-        reads = [load_vector(builder, advance(builder, address, c)) for c in range(block.columns)]
-        return make_block(builder, reads)
-
-    return block, emit
-
-
-@instruction
 def splat(number):
-    """One vector of an f32."""
+    """Return one vector whose lanes all hold an f32."""
     return Block("f32", 1, 1), lambda builder, number: make_block(
         builder, [broadcast(builder, number)]
     )
 
 
 @instruction
+def load(address, columns):
+    """Return the row of `columns` vectors at an address."""
+    block = Block("f32", 1, columns.literal_value)
+
+    def emit(builder, address, _):
+        places = [advance(builder, address, c) for c in range(block.columns)]
+        return make_block(builder, [load_vector(builder, place) for place in places])
+
+    return block, emit
+
+
+@instruction
 def store(address, block):
-    """Writes a row of vectors."""
+    """Write the vectors of a row to an address."""
 
     def emit(builder, address, values):
         for c, value in enumerate(get_vectors(builder, values)):
@@ -67,7 +67,7 @@ def store(address, block):
 
 @instruction
 def store_block(address, stride, block):
-    """Writes rows of vectors, `stride` bytes apart."""
+    """Write row r of a block to `address + r * stride`."""
 
     def emit(builder, address, stride, values):
         for i, value in enumerate(get_vectors(builder, values)):
@@ -85,19 +85,13 @@ def deinterleave(block):
     )
 
 
-# Arithmetic.
-
-
 @instruction
 def scale_block(block, scale):
-    """`block * scale`, of which each row is multiplied by the row, or the one vector, `scale`."""
+    """Return `block[r][c] * scale[c]`, or `block[r][c] * scale` if `scale` is one vector."""
 
     def emit(builder, values, scales):
-        by = get_vectors(builder, scales)
-        products = [
-            builder.fmul(value, by[i % len(by)])
-            for i, value in enumerate(get_vectors(builder, values))
-        ]
+        values, scales = get_vectors(builder, values), get_vectors(builder, scales)
+        products = [builder.fmul(x, scales[i % len(scales)]) for i, x in enumerate(values)]
         return make_block(builder, products)
 
     return block, emit
@@ -105,16 +99,13 @@ def scale_block(block, scale):
 
 @instruction
 def scale_rows(block, address, stride):
-    """A block of which row r is multiplied by the f32 at `address + r * stride`."""
+    """Return `block[r][c] * s[r]`, for the f32 `s[r]` at `address + r * stride`."""
 
     def emit(builder, values, address, stride):
-        values, products = get_vectors(builder, values), []
-        for row in range(block.rows):
-            number = builder.load(pointer(builder, advance(builder, address, 0, row, stride), F32))
-            number.align = 4
-            by = broadcast(builder, number)
-            some = values[row * block.columns : (row + 1) * block.columns]
-            products += [builder.fmul(value, by) for value in some]
+        places = [advance(builder, address, 0, row, stride) for row in range(block.rows)]
+        scales = [load_broadcast(builder, place) for place in places]
+        values = get_vectors(builder, values)
+        products = [builder.fmul(x, scales[i // block.columns]) for i, x in enumerate(values)]
         return make_block(builder, products)
 
     return block, emit
@@ -122,25 +113,18 @@ def scale_rows(block, address, stride):
 
 @instruction
 def fma(block, scale, offset):
-    """`block * scale + offset`, of three blocks alike."""
-
-    def emit(builder, *blocks):
-        terms = zip(*(get_vectors(builder, block) for block in blocks), strict=True)
-        return make_block(builder, [multiply_add(builder, *each) for each in terms])
-
-    return block, emit
+    """Return `block * scale + offset`, for three blocks of one shape."""
+    return block, lambda builder, *blocks: map_blocks(
+        builder, lambda x, scale, offset: multiply_add(builder, x, scale, offset), *blocks
+    )
 
 
 @instruction
 def add_outer(total, x, stride, w):
-    """`total[r][c] + x[r] * w[c]`: a number at `x`, `stride` bytes apart, times vectors."""
+    """Return `total[r][c] + x[r] * w[c]`, for the f32 `x[r]` at `x + r * stride`."""
 
     def emit(builder, totals, x, stride, ws):
-        def row(r):
-            number = builder.load(pointer(builder, advance(builder, x, 0, r, stride), F32))
-            number.align = 1
-            return broadcast(builder, number)
-
+        row = lambda r: load_broadcast(builder, advance(builder, x, 0, r, stride))
         return accumulate(builder, total, totals, ws, row, _add_product)
 
     return total, emit
@@ -148,9 +132,9 @@ def add_outer(total, x, stride, w):
 
 @instruction
 def add_inner(total, x, stride, w):
-    """`total[r][c] + x[r] * w[c]`: a vector at `x`, `stride` bytes apart, times vectors.
+    """Return `total[r][c] + x[r] * w[c]`, for the vector `x[r]` at `x + r * stride`.
 
-    The sums of its lanes are what is looked for in the end.
+    The sum of the lanes of a total is an inner product.
     """
 
     def emit(builder, totals, x, stride, ws):
@@ -166,79 +150,73 @@ def _add_product(builder: Any, total: Any, x: Any, w: Any) -> Any:
 
 @instruction
 def add_scaled(address, stride, block, scale):
-    """Add `block * scale`, as by `scale_block`, to rows of f32 in memory, `stride` bytes apart."""
+    """Add `scale_block(block, scale)` to the rows of f32 at `address + r * stride`."""
 
     def emit(builder, address, stride, values, scales):
-        by = get_vectors(builder, scales)
+        scales = get_vectors(builder, scales)
         for i, value in enumerate(get_vectors(builder, values)):
             row, column = divmod(i, block.columns)
             place = advance(builder, address, column, row, stride)
-            old = load_vector(builder, place)
-            store_vector(builder, multiply_add(builder, value, by[column % len(by)], old), place)
+            scale, old = scales[column % len(scales)], load_vector(builder, place)
+            store_vector(builder, multiply_add(builder, value, scale, old), place)
 
     return types.void, emit
 
 
 @instruction
 def store_sums(address, stride, block):
-    """Writes the sum of the lanes of each vector: f32 at `address + r * stride + 4 * c`."""
+    """Write the sum of the lanes of vector [r][c] to `address + r * stride + 4 * c`."""
 
     def emit(builder, address, stride, values):
         for i, value in enumerate(get_vectors(builder, values)):
             row, column = divmod(i, block.columns)
             place = builder.add(advance(builder, address, 0, row, stride), I64(4 * column))
-            builder.store(_sum(builder, value), pointer(builder, place, F32)).align = 1
+            total = builder.extract_element(_add_halves(builder, value, 1), I32(0))
+            builder.store(total, pointer(builder, place, F32)).align = 1
 
     return types.void, emit
 
 
 @instruction
 def store_four_sums(address, stride, block):
-    """Writes the sums of the lanes of each vector, of which a row has four."""
+    """Write the same as `store_sums`, for a block of four columns, with fewer instructions."""
 
     def emit(builder, address, stride, values):
         values = get_vectors(builder, values)
         for row in range(block.rows):
-            sums = _sums_of_four(builder, values[4 * row : 4 * row + 4])
+            sums = _sum_four_vectors(builder, values[4 * row : 4 * row + 4])
             place = pointer(builder, advance(builder, address, 0, row, stride), sums.type)
             builder.store(sums, place).align = 4
 
     return types.void, emit
 
 
-def _sums_of_four(builder: Any, values: list[Any]) -> Any:
-    """The sums of the lanes of each of four vectors, as a vector of four."""
-    # Of each 128 bits: the first and second of a, in turns with those of b, and the others; then
-    # the two of a and b, and those of c and d.
+def _sum_four_vectors(builder: Any, values: list[Any]) -> Any:
+    """Return a vector of the four sums of the lanes of four vectors."""
+    # In each 128 bits, the first step adds (a0, b0, a1, b1) and (a2, b2, a3, b3), and likewise for
+    # c and d. The second step adds (a, b, c, d) and (a, b, c, d), of the two halves of the results.
     for order in ([0, 4, 1, 5], [2, 6, 3, 7]), ([0, 1, 4, 5], [2, 3, 6, 7]):
+        halves = [
+            [
+                first + i if i < 4 else LANES + first + i - 4
+                for first in range(0, LANES, 4)
+                for i in lanes
+            ]
+            for lanes in order
+        ]
         pairs = zip(values[::2], values[1::2], strict=True)
         values = [
-            builder.fadd(*(shuffle(builder, a, b, _within_fours(half)) for half in order))
-            for a, b in pairs
+            builder.fadd(*(shuffle(builder, a, b, half) for half in halves)) for a, b in pairs
         ]
-    (value,) = values
-    count = LANES
-    while count > 4:
-        count //= 2
-        low = shuffle(builder, value, value, range(count))
-        high = shuffle(builder, value, value, range(count, 2 * count))
+    return _add_halves(builder, values[0], 4)
+
+
+def _add_halves(builder: Any, value: Any, count: int) -> Any:
+    """Add the upper half of a vector to the lower half until `count` lanes are left."""
+    size = LANES
+    while size > count:
+        size //= 2
+        low = shuffle(builder, value, value, range(size))
+        high = shuffle(builder, value, value, range(size, 2 * size))
         value = builder.fadd(low, high)
     return value
-
-
-def _within_fours(order: list[int]) -> list[int]:
-    """An order of two times four lanes, in each four lanes of two vectors."""
-    return [
-        first + i if i < 4 else LANES + first + i - 4 for first in range(0, LANES, 4) for i in order
-    ]
-
-
-def _sum(builder: Any, value: Any) -> Any:
-    """The sum of the lanes of a vector: halves are added up until one is left."""
-    count = LANES
-    while count > 1:
-        count //= 2
-        low = shuffle(builder, value, value, range(count))
-        high = shuffle(builder, value, value, range(count, 2 * count))
-        value = builder.fadd(low, high)
-    return builder.extract_element(value, I32(0))

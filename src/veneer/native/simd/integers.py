@@ -1,9 +1,10 @@
-"""SIMD values of integers: four products of bytes at once.
+"""Instructions on vectors of int32, and dot products of four bytes.
 
-A lane of 32 bits holds four numbers of 8 bits that are neighbours along what is contracted: codes
-of the matrix, without a sign, or activations, with one. `add_outer_bytes` multiplies such lanes.
+A 32-bit lane can hold four bytes that are adjacent along the contracted axis: uint8 codes of the
+matrix, or int8 activations. `add_outer_bytes` and `add_inner_bytes` multiply such lanes.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -25,61 +26,32 @@ from .blocks import (
     constant,
     get_vectors,
     instruction,
+    load_broadcast,
     load_vector,
     make_block,
+    map_blocks,
     multiply_add,
     permute,
     shuffle,
 )
 
-#: How many bytes a vector holds.
+#: The number of bytes in a vector.
 WIDTH = 4 * LANES
-
-
-# Memory.
 
 
 @instruction
 def load_ints(address, stride, rows, columns):
-    """Reads rows of vectors of i32, `stride` bytes apart."""
-    return _rows_of("i32", INTS, rows, columns)
-
-
-@instruction
-def load_first_ints(address, stride, rows, count):
-    """Reads the first lanes of a vector of i32 in each of some rows; the others are 0, unread."""
-    return _first_of("i32", INTS, rows)
-
-
-@instruction
-def load_first_floats(address, stride, rows, count):
-    """Reads the first lanes of a vector of f32 in each of some rows; the others are 0, unread."""
-    return _first_of("f32", FLOATS, rows)
-
-
-def _first_of(entry: str, vector: ir.Type, rows: Any) -> tuple[Block, Emit]:
-    block = Block(entry, rows.literal_value, 1)
-    name, others = f"llvm.masked.load.v{LANES}{entry[0]}32.p0", ir.Constant(vector, None)
-
-    def emit(builder: Any, address: Any, stride: Any, _: Any, count: Any) -> Any:
-        count = broadcast(builder, builder.trunc(count, I32))
-        exists = builder.icmp_signed("<", ir.Constant(INTS, [*range(LANES)]), count)
-        values = []
-        for row in range(block.rows):
-            place = pointer(builder, advance(builder, address, 0, row, stride), vector)
-            values.append(call_llvm(builder, name, vector, place, I32(1), exists, others))
-        return make_block(builder, values)
-
-    return block, emit
+    """Return rows x columns of vectors of int32: row r is at `address + r * stride`."""
+    return _load_rows("i32", INTS, rows, columns)
 
 
 @instruction
 def load_floats(address, stride, rows, columns):
-    """Reads rows of vectors of f32, `stride` bytes apart."""
-    return _rows_of("f32", FLOATS, rows, columns)
+    """Return rows x columns of vectors of f32: row r is at `address + r * stride`."""
+    return _load_rows("f32", FLOATS, rows, columns)
 
 
-def _rows_of(entry: str, vector: ir.Type, rows: Any, columns: Any) -> tuple[Block, Emit]:
+def _load_rows(entry: str, vector: ir.Type, rows: Any, columns: Any) -> tuple[Block, Emit]:
     block = Block(entry, rows.literal_value, columns.literal_value)
 
     def emit(builder: Any, address: Any, stride: Any, *_: Any) -> Any:
@@ -94,59 +66,104 @@ def _rows_of(entry: str, vector: ir.Type, rows: Any, columns: Any) -> tuple[Bloc
 
 
 @instruction
+def load_first_ints(address, stride, rows, count):
+    """Return one vector of int32 per row, with only its first `count` lanes read, and else 0."""
+    return _load_first("i32", INTS, rows)
+
+
+@instruction
+def load_first_floats(address, stride, rows, count):
+    """Return one vector of f32 per row, with only its first `count` lanes read, and else 0."""
+    return _load_first("f32", FLOATS, rows)
+
+
+def _load_first(entry: str, vector: ir.Type, rows: Any) -> tuple[Block, Emit]:
+    block = Block(entry, rows.literal_value, 1)
+
+    def emit(builder: Any, address: Any, stride: Any, _: Any, count: Any) -> Any:
+        count = broadcast(builder, builder.trunc(count, I32))
+        mask = builder.icmp_signed("<", ir.Constant(INTS, [*range(LANES)]), count)
+        places = [advance(builder, address, 0, row, stride) for row in range(block.rows)]
+        return make_block(builder, [_load_masked(builder, x, vector, mask, 1) for x in places])
+
+    return block, emit
+
+
+def _load_masked(builder: Any, address: Any, vector: ir.Type, mask: Any, alignment: int) -> Any:
+    """Return the lanes of a vector where a mask is set, and 0 in the others, which are not read."""
+    entry = "f32" if vector is FLOATS else "i32"
+    name, zeros = f"llvm.masked.load.v{LANES}{entry}.p0", ir.Constant(vector, None)
+    place = pointer(builder, address, vector)
+    return call_llvm(builder, name, vector, place, I32(alignment), mask, zeros)
+
+
+@instruction
 def zero_ints():
-    """One vector of 0."""
+    """Return one vector of zeros."""
     return Block("i32", 1, 1), lambda builder: make_block(builder, [constant(INTS, 0)])
 
 
 @instruction
 def broadcast_vectors(address, stride, rows, columns):
-    """A block whose row r repeats the vector that is `r * stride` bytes on."""
-    block = Block("i32", rows.literal_value, columns.literal_value)
+    """Return a block whose vectors in row r are all the vector at `address + r * stride`."""
 
-    def emit(builder, address, stride, *_):
-        values = []
-        for row in range(block.rows):
-            place = advance(builder, address, 0, row, stride)
-            values += [load_vector(builder, place, INTS)] * block.columns
-        return make_block(builder, values)
+    def load(builder: Any, address: Any, stride: Any, row: int) -> Any:
+        return load_vector(builder, advance(builder, address, 0, row, stride), INTS)
 
-    return block, emit
+    return _repeat_by_row(rows, columns, load)
 
 
 @instruction
 def broadcast_ints(address, rows, columns):
-    """A block whose row r repeats the i32 at `address + 4 * r`."""
+    """Return a block whose lanes in row r are all the int32 at `address + 4 * r`."""
+
+    def load(builder: Any, address: Any, row: int) -> Any:
+        place = builder.add(address, ir.Constant(address.type, 4 * row))
+        return load_broadcast(builder, place, I32)
+
+    return _repeat_by_row(rows, columns, load)
+
+
+def _repeat_by_row(rows: Any, columns: Any, load: Callable[..., Any]) -> tuple[Block, Emit]:
     block = Block("i32", rows.literal_value, columns.literal_value)
 
-    def emit(builder, address, *_):
-        values = []
-        for row in range(block.rows):
-            place = builder.add(address, ir.Constant(address.type, 4 * row))
-            number = builder.load(pointer(builder, place, I32))
-            number.align = 4
-            values += [broadcast(builder, number)] * block.columns
-        return make_block(builder, values)
+    def emit(builder: Any, *args: Any) -> Any:
+        values = [load(builder, *args[:-2], row) for row in range(block.rows)]
+        return make_block(builder, [value for value in values for _ in range(block.columns)])
 
     return block, emit
 
 
-# Products.
+@instruction
+def load_repeated(address, stride, count, shift, lanes):
+    """Return a row of `count` vectors, of f32 that are each repeated in `1 << shift` lanes.
+
+    Lane i of vector c is the f32 at `address + c * stride + 4 * (i >> shift)`. Only numbers for the
+    first `lanes` lanes are read. The other numbers are 0.
+    """
+    block = Block("f32", 1, count.literal_value)
+
+    def emit(builder, address, stride, _, shift, count):
+        shift, count = (broadcast(builder, builder.trunc(n, I32)) for n in (shift, count))
+        lanes = ir.Constant(INTS, [*range(LANES)])
+        indices = builder.lshr(lanes, shift)
+        mask = builder.icmp_unsigned("<", builder.shl(lanes, shift), count)
+        places = [advance(builder, address, 0, c, stride) for c in range(block.columns)]
+        values = [_load_masked(builder, place, FLOATS, mask, 4) for place in places]
+        return make_block(builder, [permute(builder, value, indices) for value in values])
+
+    return block, emit
 
 
 @instruction
 def add_outer_bytes(total, x, stride, w):
-    """`total[r][c] + x[r] * w[c]`, by fours: bytes with a sign times bytes without.
+    """Return `total[r][c] + dot(x[r], w[c])`, for the four int8 `x[r]`.
 
-    The four at `x`, rows of which are `stride` bytes apart, are multiplied by those of each lane.
+    `x[r]` is at `x + r * stride` in memory. `w` is a row of vectors with four uint8 per lane.
     """
 
     def emit(builder, totals, x, stride, ws):
-        def row(r):
-            four = builder.load(pointer(builder, advance(builder, x, 0, r, stride), I32))
-            four.align = 1
-            return broadcast(builder, four)
-
+        row = lambda r: load_broadcast(builder, advance(builder, x, 0, r, stride), I32)
         return accumulate(builder, total, totals, ws, row, _dot)
 
     return total, emit
@@ -154,7 +171,10 @@ def add_outer_bytes(total, x, stride, w):
 
 @instruction
 def add_inner_bytes(total, x, stride, w):
-    """Return `total[r][c] + x[r] * w[c]` as `add_outer_bytes`, for vectors `x[r]` in memory."""
+    """Return `total[r][c] + dot(x[r], w[c])`, for four int8 per lane of the vector `x[r]`.
+
+    `x[r]` is at `x + r * stride` in memory. `w` is a row of vectors with four uint8 per lane.
+    """
 
     def emit(builder, totals, x, stride, ws):
         row = lambda r: load_vector(builder, advance(builder, x, 0, r, stride), INTS)
@@ -163,72 +183,12 @@ def add_inner_bytes(total, x, stride, w):
     return total, emit
 
 
-@instruction
-def add_byte_sums(total, address, bytes):
-    """One vector `total`, and the sums of the four bytes of each lane at an address."""
-    count = bytes.literal_value // 4
-
-    def emit(builder, total, address, _):
-        ones = ir.Constant(INTS, [0x01010101] * LANES)
-        values = load_vector(builder, address, ir.VectorType(I32, count))
-        if count < LANES:
-            zeros = ir.Constant(values.type, [0] * count)
-            values = shuffle(builder, values, zeros, [min(i, count) for i in range(LANES)])
-        return make_block(builder, [_dot(builder, get_vectors(builder, total)[0], values, ones)])
-
-    return total, emit
-
-
-@instruction
-def concatenate(a, b):
-    """A row of vectors, those of `a` and then those of `b`."""
-    block = Block("i32", 1, a.columns + b.columns)
-    return block, lambda builder, *blocks: make_block(
-        builder, [value for values in blocks for value in get_vectors(builder, values)]
-    )
-
-
-@instruction
-def add_blocks(a, b):
-    """The sum of two blocks alike."""
-
-    def emit(builder, *blocks):
-        pairs = zip(*(get_vectors(builder, block) for block in blocks), strict=True)
-        return make_block(builder, [builder.add(*pair) for pair in pairs])
-
-    return a, emit
-
-
-@instruction
-def multiply_ints(block, number):
-    """A block times an int32."""
-
-    def emit(builder, values, number):
-        by = broadcast(builder, number)
-        return make_block(
-            builder, [builder.mul(value, by) for value in get_vectors(builder, values)]
-        )
-
-    return block, emit
-
-
-@instruction
-def sum_lanes(vector):
-    """The sum of the lanes of one vector, an int32."""
-
-    def emit(builder, vector):
-        value = get_vectors(builder, vector)[0]
-        return call_llvm(builder, f"llvm.vector.reduce.add.v{LANES}i32", I32, value)
-
-    return types.int32, emit
-
-
 def _dot(builder: Any, total: Any, x: Any, w: Any) -> Any:
-    """Adds four products of bytes to each lane: `w` has no sign, `x` has one."""
+    """Return `total` plus the dot products of four int8 of `x` and four uint8 of `w`, per lane."""
     if HAS_VNNI:
         return call_llvm(builder, "llvm.x86.avx512.vpdpbusd.512", INTS, total, w, x)
     if ISA in ("neon_i8mm", "neon_dotprod"):
-        return _dot_of_arm(builder, total, x, w)
+        return _dot_on_arm(builder, total, x, w)
     if ISA in ("neon", "portable"):
         for i in range(4):
             code = builder.and_(builder.lshr(w, constant(INTS, 8 * i)), constant(INTS, 255))
@@ -236,8 +196,8 @@ def _dot(builder: Any, total: Any, x: Any, w: Any) -> Any:
             number = builder.ashr(number, constant(INTS, 24))
             total = builder.add(total, builder.mul(code, number))
         return total
-    # Of 16 bits each: a product of two of 8 bits may need all 16, which is why they are not
-    # multiplied by the instruction that adds two of them up to 16 bits.
+    # Multiply 16-bit numbers. The instruction for bytes adds two products in 16 bits, which
+    # saturates, because one product may need 16 bits.
     name = "avx512.pmaddw.d.512" if ISA == "avx512" else "avx2.pmadd.wd"
     w, x = builder.bitcast(w, SHORTS), builder.bitcast(x, SHORTS)
     eight = constant(SHORTS, 8)
@@ -248,22 +208,77 @@ def _dot(builder: Any, total: Any, x: Any, w: Any) -> Any:
     return total
 
 
-def _dot_of_arm(builder: Any, total: Any, x: Any, w: Any) -> Any:
-    """The same by Arm's instructions, some of which take but bytes with a sign on both sides."""
+def _dot_on_arm(builder: Any, total: Any, x: Any, w: Any) -> Any:
     x, codes = builder.bitcast(x, BYTES), builder.bitcast(w, BYTES)
     name = "llvm.aarch64.neon.{}dot.v4i32.v16i8"
     if ISA == "neon_i8mm":
         return call_llvm(builder, name.format("us"), INTS, total, codes, x)
-    # Codes less 128 have a sign. What that takes from the sum is -128 times that of x.
-    less = builder.xor(codes, constant(BYTES, 0x80))
-    taken = call_llvm(builder, name.format("s"), INTS, constant(INTS, 0), constant(BYTES, -128), x)
-    total = call_llvm(builder, name.format("s"), INTS, total, less, x)
-    return builder.sub(total, taken)
+    # This instruction takes two int8: dot(x, w) = dot(x, w - 128) - dot(x, -128).
+    signed = builder.xor(codes, constant(BYTES, 0x80))
+    error = call_llvm(builder, name.format("s"), INTS, constant(INTS, 0), constant(BYTES, -128), x)
+    total = call_llvm(builder, name.format("s"), INTS, total, signed, x)
+    return builder.sub(total, error)
+
+
+@instruction
+def add_byte_sums(total, address, bytes):
+    """Return one vector: `total` plus, per lane, the sum of four int8 at an address.
+
+    Only `bytes` bytes, a constant, are read.
+    """
+    count = bytes.literal_value // 4
+
+    def emit(builder, total, address, _):
+        ones = ir.Constant(INTS, [0x01010101] * LANES)
+        values = load_vector(builder, address, ir.VectorType(I32, count))
+        if count < LANES:
+            zeros = ir.Constant(values.type, [0] * count)
+            values = shuffle(builder, values, zeros, [min(i, count) for i in range(LANES)])
+        return map_blocks(builder, lambda vector: _dot(builder, vector, values, ones), total)
+
+    return total, emit
+
+
+@instruction
+def concatenate(a, b):
+    """Return a row of the vectors of the row `a` and then of the row `b`."""
+    block = Block("i32", 1, a.columns + b.columns)
+    return block, lambda builder, *blocks: make_block(
+        builder, [value for values in blocks for value in get_vectors(builder, values)]
+    )
+
+
+@instruction
+def add_blocks(a, b):
+    """Return `a + b`, for two blocks of int32 of one shape."""
+    return a, lambda builder, a, b: map_blocks(builder, builder.add, a, b)
+
+
+@instruction
+def multiply_ints(block, number):
+    """Return a block times an int32."""
+
+    def emit(builder, values, number):
+        factor = broadcast(builder, number)
+        return map_blocks(builder, lambda value: builder.mul(value, factor), values)
+
+    return block, emit
+
+
+@instruction
+def sum_lanes(vector):
+    """Return the int32 sum of the lanes of one vector."""
+
+    def emit(builder, vector):
+        value = get_vectors(builder, vector)[0]
+        return call_llvm(builder, f"llvm.vector.reduce.add.v{LANES}i32", I32, value)
+
+    return types.int32, emit
 
 
 @instruction
 def add_scaled_ints(sums, total, of_rows, of_columns):
-    """`sums + total * scale` in f32, where scales are of a row times of a column."""
+    """Return `sums[r][c] + f32(total[r][c]) * of_rows[r] * of_columns[c]`."""
 
     def emit(builder, values, totals, of_rows, of_columns):
         values, of_rows, of_columns = (
@@ -280,33 +295,8 @@ def add_scaled_ints(sums, total, of_rows, of_columns):
 
 
 @instruction
-def load_repeated(address, stride, count, shift, lanes):
-    """A row of vectors of f32 each of which stands for 1 << shift of so many lanes, in turn.
-
-    They are `stride` bytes apart. What is beside them is not read, and other lanes are 0.
-    """
-    block = Block("f32", 1, count.literal_value)
-
-    def emit(builder, address, stride, _, shift, count):
-        shift, count = (broadcast(builder, builder.trunc(n, I32)) for n in (shift, count))
-        lanes = ir.Constant(INTS, [*range(LANES)])
-        indices = builder.lshr(lanes, shift)
-        there = builder.icmp_unsigned("<", builder.shl(lanes, shift), count)
-        values = []
-        for row in range(block.columns):
-            place = pointer(builder, advance(builder, address, 0, row, stride), FLOATS)
-            name = f"llvm.masked.load.v{LANES}f32.p0"
-            few = call_llvm(builder, name, FLOATS, place, I32(4), there, constant(FLOATS, 0.0))
-            values.append(permute(builder, few, indices))
-        return make_block(builder, values)
-
-    return block, emit
-
-
-@instruction
 def to_floats(block):
-    """Integers as f32, rounded where they have more than 24 bits."""
-    result = Block("f32", block.rows, block.columns)
-    return result, lambda builder, values: make_block(
-        builder, [builder.sitofp(value, FLOATS) for value in get_vectors(builder, values)]
+    """Convert int32 to f32, rounded if they have more than 24 bits."""
+    return Block("f32", block.rows, block.columns), lambda builder, values: map_blocks(
+        builder, lambda value: builder.sitofp(value, FLOATS), values
     )
