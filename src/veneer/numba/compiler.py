@@ -8,8 +8,8 @@ import numpy as np
 from ..native.cache import COMPILING
 from ..native.machine_code import load
 from . import ops as ops
-from .backend.cache import cached
-from .backend.entry import ENTRY, PROGRAM, make_entry, register_symbols
+from .backend.cache import cached, register_symbols
+from .backend.entry import ENTRY, PROGRAM, make_entry
 from .codegen import storage
 from .codegen.arrays import ArrayExpr, Buffer
 from .codegen.builder import Builder

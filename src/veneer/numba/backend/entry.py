@@ -7,20 +7,25 @@ other argument is not an array of the right dtype, shape and layout, it calls a 
 """
 
 import ctypes
-import functools
 import math
-import sys
-import sysconfig
-import warnings
-from collections.abc import Callable, Iterable, Sequence
-from importlib import import_module
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...native.machine_code import load, register_symbol
-from ..maths.scalar import EXTERNAL, symbols_of
-from .cache import cached
+from .layout import (
+    CONTIGUOUS_ALIGNED,
+    DATA,
+    DESCR,
+    DIMENSIONS,
+    FLAGS,
+    NDIM,
+    PYARRAY_EMPTY,
+    SCALAR,
+    TYPE,
+    has_known_layout,
+    numpy_function,
+)
 
 if TYPE_CHECKING:
     from llvmlite import ir
@@ -30,17 +35,7 @@ if TYPE_CHECKING:
 #: Names in an object file: of the function that Python calls, and of one for compiled code.
 ENTRY, PROGRAM = "veneer_entry", "veneer_program"
 
-# Offsets of fields in objects of CPython with its global lock (of all objects, and of scalars), and
-# of NumPy 2 (`PyArrayObject_fields`). `has_known_layout` checks them.
-_TYPE, _SCALAR = 8, 16
-_DATA, _NDIM, _DIMENSIONS, _DESCR, _FLAGS = 16, 24, 32, 56, 64
-_CONTIGUOUS_ALIGNED = 0x1 | 0x100
 _METH_FASTCALL_KEYWORDS = 0x80 | 0x2
-# Indices in NumPy's table of C functions, which are fixed for an ABI version.
-_PYARRAY_GET_ABI_VERSION, _PYARRAY_EMPTY = 0, 184
-_NUMPY_ABI_VERSION = 0x02000000
-#: The first CPython versions that are known to have these offsets, and that are not.
-_CPYTHON_VERSIONS = (3, 11), (3, 15)
 
 #: The most bytes of work memory on the stack, and of converted arguments there.
 _MAX_STACK_NBYTES = 32768
@@ -115,7 +110,7 @@ def write_entry(module: "ir.Module", source: "Source", call: Callable[..., None]
     builder = ir.IRBuilder(function.append_basic_block())
     holder, args, n_args, names = function.args
     first = _Writer(builder, None, source)
-    w = _Writer(builder, first.load(holder, _DATA), source)
+    w = _Writer(builder, first.load(holder, DATA), source)
     slow = function.append_basic_block("slow")
     _require(w, builder.icmp_unsigned("==", n_args, word(len(source.inputs))), slow)
     _require(w, builder.icmp_unsigned("==", names, word(0)), slow)  # no keyword arguments
@@ -135,7 +130,7 @@ def write_entry(module: "ir.Module", source: "Source", call: Callable[..., None]
         builder.ret(w.call(w.entry("PyErr_NoMemory")))
 
     work, free = _allocate(w, source.work_nbytes, no_memory)
-    pointers = [*inputs, *(w.load(array, _DATA) for array in outputs), *constants, work]
+    pointers = [*inputs, *(w.load(array, DATA) for array in outputs), *constants, work]
     if source.is_long:
         state = w.call(w.entry("PyEval_SaveThread"))
         call(builder, pointers)
@@ -182,7 +177,7 @@ def _input_address(
 
     Branch to `slow` unless `x` has the dtype of this input, or `wide`, and its shape.
     """
-    builder, same, kind = w.builder, w.builder.icmp_unsigned, w.load(x, _TYPE)
+    builder, same, kind = w.builder, w.builder.icmp_unsigned, w.load(x, TYPE)
     dtype, shape = source.inputs[number].dtype, source.input_shapes[number]
     n_of = _dtypes(source).index
     done = builder.append_basic_block()
@@ -202,13 +197,13 @@ def _input_address(
     builder.cbranch(same("==", kind, w.entry("array_type")), arrays, numbers)
     builder.position_at_end(arrays)
     _require_layout(w, x, shape, slow)
-    descr, data = w.load(x, _DESCR), w.load(x, _DATA)
+    descr, data = w.load(x, DESCR), w.load(x, DATA)
     for actual in dtypes:
         take(same("==", descr, w.entry(f"dtype{n_of(actual)}")), data, actual)
     builder.branch(slow)
     builder.position_at_end(numbers)
     if not shape:
-        place = builder.add(x, w.word(_SCALAR))
+        place = builder.add(x, w.word(SCALAR))
         for actual in dtypes:
             take(same("==", kind, w.entry(f"scalar{n_of(actual)}")), place, actual)
         if dtype in (np.float32, np.float64):  # for which JAX takes a Python float
@@ -260,11 +255,11 @@ def _narrow(w: _Writer, place: Any, dtype: np.dtype, size: int, slow: Any) -> An
 def _require_layout(w: _Writer, array: Any, shape: Sequence[int], slow: Any) -> None:
     """Branch to `slow` unless an array has a shape, and is C-contiguous and aligned."""
     builder, same = w.builder, w.builder.icmp_unsigned
-    _require(w, same("==", w.load(array, _NDIM, w.int), w.int(len(shape))), slow)
-    flags = builder.and_(w.load(array, _FLAGS, w.int), w.int(_CONTIGUOUS_ALIGNED))
-    good = same("==", flags, w.int(_CONTIGUOUS_ALIGNED))
+    _require(w, same("==", w.load(array, NDIM, w.int), w.int(len(shape))), slow)
+    flags = builder.and_(w.load(array, FLAGS, w.int), w.int(CONTIGUOUS_ALIGNED))
+    good = same("==", flags, w.int(CONTIGUOUS_ALIGNED))
     if shape:
-        dimensions = w.load(array, _DIMENSIONS)
+        dimensions = w.load(array, DIMENSIONS)
         for axis, n in enumerate(shape):
             good = builder.and_(good, same("==", w.load(dimensions, 8 * axis), w.word(n)))
     _require(w, good, slow)
@@ -362,7 +357,7 @@ def make_entry(
     has_layout = has_known_layout()
     addresses = [0] * len(_TABLE)
     if has_layout:
-        addresses = [id(slow), id(np.ndarray), id(float), _numpy_function(_PYARRAY_EMPTY)]
+        addresses = [id(slow), id(np.ndarray), id(float), numpy_function(PYARRAY_EMPTY)]
         addresses += [
             ctypes.cast(getattr(ctypes.pythonapi, f), ctypes.c_void_p).value or 0
             for f in _FUNCTIONS
@@ -413,89 +408,3 @@ def _entry_by_ctypes(
     entry.__name__ = name
     entry.__self__ = table  # type: ignore[attr-defined]
     return entry
-
-
-@functools.cache
-def has_known_layout() -> bool:
-    """Return whether objects of this Python and NumPy have the offsets above. Warn if not."""
-    if _is_known_version() and _offsets_match():
-        return True
-    warnings.warn(
-        "vn.numba does not know the memory layout of objects in Python "
-        f"{sys.version.split()[0]} with NumPy {np.__version__}, so a call of a compiled function "
-        "takes about ten microseconds longer.",
-        RuntimeWarning,
-        stacklevel=2,
-    )
-    return False
-
-
-def _is_known_version() -> bool:
-    first, end = _CPYTHON_VERSIONS
-    return (
-        sys.implementation.name == "cpython"
-        and first <= sys.version_info[:2] < end
-        and sys.maxsize > 2**32
-        and not sysconfig.get_config_var("Py_GIL_DISABLED")
-        and np.lib.NumpyVersion(np.__version__) >= "2.0.0"
-        and ctypes.CFUNCTYPE(ctypes.c_uint)(_numpy_function(_PYARRAY_GET_ABI_VERSION))()
-        == _NUMPY_ABI_VERSION
-    )
-
-
-def _offsets_match() -> bool:
-    """Compare the fields of some objects with their values."""
-    read = lambda x, offset, type: type.from_address(id(x) + offset).value
-    word = ctypes.c_size_t
-    array = np.zeros((2, 3), np.float32)
-    c_order = lambda x: read(x, _FLAGS, ctypes.c_int) & _CONTIGUOUS_ALIGNED == _CONTIGUOUS_ALIGNED
-    return (
-        read(array, _TYPE, word) == id(np.ndarray)
-        and read(array, _DATA, word) == array.ctypes.data
-        and read(array, _NDIM, ctypes.c_int) == 2
-        and read(array, _DESCR, word) == id(array.dtype)
-        and (c_order(array), c_order(array.T)) == (True, False)
-        and read(1.5, _SCALAR, ctypes.c_double) == 1.5
-        and read(np.float32(1.5), _SCALAR, ctypes.c_float) == 1.5
-        and read(np.int64(-7), _SCALAR, ctypes.c_int64) == -7
-        and read(np.complex128(1.5), _SCALAR, ctypes.c_double) == 1.5
-        # Strides follow dimensions in memory. Read the pointer last, when other offsets are right.
-        and read(array, _DIMENSIONS, word) == read(array, _DIMENSIONS + 8, word) - 16
-        and [*(word * 2).from_address(read(array, _DIMENSIONS, word))] == [2, 3]
-    )
-
-
-def _numpy_function(index: int) -> int:
-    """Return the address of a function in the C API of NumPy 2."""
-    api = import_module("numpy._core._multiarray_umath")
-    pointer = ctypes.pythonapi.PyCapsule_GetPointer
-    pointer.restype = ctypes.c_void_p
-    pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
-    table = pointer(api._ARRAY_API, None)
-    return ctypes.cast(table, ctypes.POINTER(ctypes.c_void_p))[index] or 0
-
-
-def register_symbols(functions: Iterable[Callable[..., Any]]) -> None:
-    """Let code that is loaded later call the functions of libraries that `functions` call.
-
-    LLVM ends the process over code that calls an unknown symbol.
-    """
-    for name in symbols_of(functions):
-        register_symbol(f"veneer_{name}", symbol_address(name))
-
-
-@functools.cache
-def symbol_address(name: str) -> int:
-    """Return the address of a function of BLAS or LAPACK that SciPy has for Cython, or of ours."""
-    if EXTERNAL[name].startswith("veneer."):
-        make = lambda: import_module(EXTERNAL[name]).object_code()
-        (place,) = load(cached(name, make), f"veneer_{name}")
-        return place
-    capsule = import_module(EXTERNAL[name]).__pyx_capi__[name]
-    name_of = ctypes.pythonapi.PyCapsule_GetName
-    name_of.restype, name_of.argtypes = ctypes.c_char_p, [ctypes.py_object]
-    pointer = ctypes.pythonapi.PyCapsule_GetPointer
-    pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-    address = pointer(capsule, name_of(capsule))
-    assert address is not None
-    return int(address)

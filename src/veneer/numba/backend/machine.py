@@ -13,7 +13,8 @@ from numba.np.numpy_support import from_dtype
 from ...native import functions
 from ...native.object_file import compile_module
 from ..codegen.program import Function, Source
-from .entry import ENTRY, PROGRAM, register_symbols, write_entry, write_program
+from .cache import register_symbols
+from .entry import ENTRY, PROGRAM, write_entry, write_program
 from .intrinsics import native
 
 #: A product and a sum may be rounded once, as XLA does it; nothing else is rearranged.

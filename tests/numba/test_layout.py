@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import veneer as vn
-from veneer.numba.backend import entry
+from veneer.numba.backend import layout
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
 
@@ -17,14 +17,14 @@ X = np.arange(6, dtype=np.float32).reshape(2, 3)
 @pytest.fixture
 def has_known_layout():
     """Return `has_known_layout`, which forgets before and after the test what it found."""
-    entry.has_known_layout.cache_clear()
-    yield entry.has_known_layout
-    entry.has_known_layout.cache_clear()
+    layout.has_known_layout.cache_clear()
+    yield layout.has_known_layout
+    layout.has_known_layout.cache_clear()
 
 
 @pytest.fixture
 def unknown_layout(monkeypatch, has_known_layout):
-    monkeypatch.setattr(entry, "_CPYTHON_VERSIONS", ((2, 7), (3, 0)))
+    monkeypatch.setattr(layout, "_CPYTHON_VERSIONS", ((2, 7), (3, 0)))
     with pytest.warns(RuntimeWarning, match="does not know the memory layout"):
         assert not has_known_layout()
 
@@ -35,9 +35,9 @@ def test_the_layout_of_this_python_and_numpy_is_known(has_known_layout):
         assert has_known_layout()
 
 
-@pytest.mark.parametrize("offset", "_TYPE _SCALAR _DATA _NDIM _DIMENSIONS _DESCR _FLAGS".split())
+@pytest.mark.parametrize("offset", "TYPE SCALAR DATA NDIM DIMENSIONS DESCR FLAGS".split())
 def test_a_wrong_offset_is_noticed(monkeypatch, has_known_layout, offset):
-    monkeypatch.setattr(entry, offset, getattr(entry, offset) + 8)
+    monkeypatch.setattr(layout, offset, getattr(layout, offset) + 8)
     with pytest.warns(RuntimeWarning, match="does not know the memory layout"):
         assert not has_known_layout()
 
@@ -48,13 +48,13 @@ def test_a_wrong_offset_is_noticed(monkeypatch, has_known_layout, offset):
         (sys, "version_info", (3, 15, 0)),
         (np, "__version__", "1.26.4"),
         (sysconfig, "get_config_var", lambda name: 1),
-        (entry, "_NUMPY_ABI_VERSION", 0x03000000),
+        (layout, "_NUMPY_ABI_VERSION", 0x03000000),
     ],
     ids=["Python", "NumPy", "no GIL", "ABI"],
 )
 def test_another_version_is_not_probed(monkeypatch, has_known_layout, owner, name, value):
     monkeypatch.setattr(owner, name, value)
-    monkeypatch.setattr(entry, "_offsets_match", lambda: pytest.fail("probed"))
+    monkeypatch.setattr(layout, "_offsets_match", lambda: pytest.fail("probed"))
     with pytest.warns(RuntimeWarning, match="does not know the memory layout"):
         assert not has_known_layout()
 
@@ -93,8 +93,8 @@ def test_large_work_memory_is_freed_without_a_known_layout():
 def test_the_warning_is_given_once():
     code = """
 import numpy as np, veneer as vn
-from veneer.numba.backend import entry
-entry._CPYTHON_VERSIONS = (2, 7), (3, 0)
+from veneer.numba.backend import layout
+layout._CPYTHON_VERSIONS = (2, 7), (3, 0)
 for scale in (2, 3):
     print(vn.numba.compile(lambda x: x * scale, np.ones(1, np.float32))(np.ones(1, np.float32)))
 """
