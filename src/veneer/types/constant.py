@@ -99,7 +99,7 @@ class Constant(ImplicitArray):
 
 
 def _broadcast(fill: Any, shape: Sequence[int]) -> Any:
-    """Broadcast a fill, whose axes are the leading axes of `shape` or have size 1."""
+    """Broadcast a fill to `shape`. The axes of the fill become the first axes of the result."""
     return lax.broadcast_in_dim(fill, shape, range(jnp.ndim(fill)))
 
 
@@ -143,6 +143,7 @@ def _widen(dtype: Any) -> Any:
 
 
 def _multiply_by_count(x: Any, count: int) -> Any:
+    """Return the sum of `count` copies of `x`."""
     if not count:  # a sum of no entries is 0, even of infinities
         return jnp.zeros_like(x)
     if jnp.issubdtype(x.dtype, jnp.integer):  # wrap around, as a sum does
@@ -177,9 +178,10 @@ def _register_reduction(name: str, reduce_equal: Callable[[Any, int], Any] | Non
 
 
 def _split_axes(x: Constant, axes: Any) -> tuple[tuple[int, ...], ...]:
-    """Split the reduced `axes` into axes of the fill and trailing axes.
+    """Split the `axes` that a primitive removes into axes of the fill and trailing axes.
 
-    Return the axes of the fill, and the sizes of the trailing axes that remain and are reduced.
+    **Returns:** `(leading, kept, reduced)`: the removed axes of the fill, the sizes of the trailing
+    axes that remain, and the sizes of the trailing axes that are removed.
     """
     lead = jnp.ndim(x.fill)
     kept = (n for i, n in enumerate(x.trailing, lead) if i not in axes)
@@ -301,7 +303,8 @@ def _(
     summed, batched = [x_labels[i] for i in contracted], [x_labels[i] for i in batch]
     out = batched + [n for n in x_labels + y_labels if n not in (*summed, *batched)]
 
-    # Multiply the fills, which have the leading axes only, and count the terms of sums over others.
+    # The fills have only the leading axes. `einsum` sums over these. The sum over any other axis
+    # has equal terms, so it is a multiplication by the number of terms.
     stored = [labels[: f.ndim] for labels, f in zip((x_labels, y_labels), fills, strict=True)]
     kept = [n for n in out if n in stored[0] + stored[1]]
     counted = [n for n in summed if n not in stored[0] + stored[1]]

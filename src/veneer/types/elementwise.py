@@ -52,7 +52,7 @@ def register_unary(cls: type, name: str, apply: Callable[..., Any]) -> None:
 
 
 def register_zero_preserving(cls: type, apply: Callable[..., Any]) -> None:
-    """Register rules of a type that stores no zeros for the unary primitives that map 0 to 0.
+    """Register rules for the unary primitives that map 0 to 0, for a type that stores no zeros.
 
     `cls` and `apply` are the same as in `register_unary`.
     """

@@ -213,6 +213,8 @@ def _name(function: Callable) -> str:
 
 
 def _describe(operand: Any) -> str:
+    """Return the text of an operand, with the dtype and shape in place of each dense array."""
+
     def describe_leaf(x: Any) -> Any:
         if is_value(x) or not hasattr(x, "shape"):
             return x
@@ -241,9 +243,10 @@ for _primitive in ("stop_gradient", "copy", "convert_element_type"):
 def _materialize_and_bind(
     primitive: Primitive, operands: Sequence[Any], is_needed: Sequence[bool], params: Any
 ) -> Any:
-    """Bind a loop or a jit with the needed operands materialized.
+    """Bind a loop or a jit, with each operand materialized for which `is_needed` is True.
 
-    Bind it under `implicit`: its program may build implicit arrays, even if all operands are dense.
+    Return `NotImplemented` if no operand is needed. Bind under `implicit`, because the program of
+    the loop may create implicit arrays, even if all operands are dense.
     """
     if not any(is_needed):
         return NotImplemented

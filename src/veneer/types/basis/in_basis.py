@@ -26,7 +26,11 @@ Places = Mapping[int, int]
 
 
 class InBasis(ImplicitArray, abstract=True):
-    """An array stored as `array`, in another basis along some axes."""
+    """An array stored as `array`, in another basis along some axes.
+
+    An orthogonal or diagonal matrix `T` transforms an axis into the basis. The dense array is
+    `T.T @ array`.
+    """
 
     metadata_is_meaning: ClassVar[bool] = False
     trainable: ClassVar[tuple[str, ...] | None] = ("array",)
@@ -34,13 +38,14 @@ class InBasis(ImplicitArray, abstract=True):
     array: Any
 
     def basis_axes(self, batch: Sequence[int] = ()) -> set[int] | None:
-        """Return the axes along which the basis differs, counted from the front.
+        """Return the axes along which `T` transforms the array, counted from the front.
 
         **Arguments:**
 
-        - `batch`: the axes that are batch axes of a product, along which the basis may vary.
+        - `batch`: the batch axes of a product. Each index of these axes can have its own `T`.
 
-        **Returns:** a set of axes, or None if the basis varies along an axis outside of `batch`.
+        **Returns:** a set of axes. None if the indices of an axis that is neither in this set nor
+        in `batch` have different `T`, which the rules do not support.
         """
         raise NotImplementedError
 
@@ -72,11 +77,11 @@ class InBasis(ImplicitArray, abstract=True):
     def regrouped(
         self, array: Any, groups: Sequence[tuple[list[int], list[int]]], new: tuple[int, ...]
     ) -> Any:
-        """Reshape this array, or return None if the reshape would materialize it.
+        """Return the result of a reshape, or None if the type cannot store the result.
 
         **Arguments:**
 
-        - `array`: the stored array, which is already reshaped.
+        - `array`: the field `array` of the result, in the new shape.
         - `groups`: pairs of a list of old axes and the list of new axes that they become. Axes of
           size 1 are left out.
         - `new`: the new shape.
@@ -94,7 +99,10 @@ class InBasis(ImplicitArray, abstract=True):
 
 
 def align(leaf: ArrayLike, places: Places, ndim: int) -> jax.Array:
-    """Transpose a leaf to the axes of an operand with `ndim` axes. Other axes get size 1."""
+    """Transpose a leaf so that it broadcasts with an operand that has `ndim` axes.
+
+    `places` maps axes of the leaf to axes of the operand. Other axes of the leaf have size 1.
+    """
     leaf = jnp.asarray(leaf)
     ordered = sorted(places, key=lambda axis: places[axis])
     others = [axis for axis in range(leaf.ndim) if axis not in places]
@@ -157,7 +165,7 @@ def _(w: InBasis, **params: Any) -> Any:
 
 @register("gather")
 def _(w: InBasis, indices: ArrayLike, **params: Any) -> Any:
-    """Look up rows that are whole along the axes of the basis, and transform them back."""
+    """Look up rows that are not sliced along transformed axes, and transform them back."""
     numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
     axes = w.basis_axes()
     removed = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}

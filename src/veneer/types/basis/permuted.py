@@ -92,10 +92,10 @@ class Permuted(InBasis):
     def regrouped(
         self, array: Any, groups: Sequence[tuple[list[int], list[int]]], new: tuple[int, ...]
     ) -> "Permuted | None":
-        """Reshape this array, or return None if one of two conditions is not met.
+        """Return the result of a reshape, which stores the reshaped `array`.
 
-        The reshape must not split or merge the permuted axis, and `order` must have size 1 along
-        all other axes.
+        Return None if the reshape splits or merges the permuted axis, or if `order` has more than
+        one entry along another axis.
         """
         if self.order.size != self.order.shape[self.axis]:
             return None

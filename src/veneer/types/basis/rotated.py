@@ -1,5 +1,6 @@
 """`Rotated`: an array stored rotated along some axes, which spreads outliers."""
 
+import copy
 import functools
 import math
 from collections.abc import Sequence
@@ -83,7 +84,7 @@ class Rotated(InBasis):
 
         **Raises:** the same errors as `Rotated(dense, axes)`.
         """
-        unrotated = cls(jnp.asarray(dense), tuple(axes))  # checks them
+        unrotated = cls(jnp.asarray(dense), tuple(axes))  # checks the array and the axes
         return unrotated.with_array(unrotated.stored(unrotated.array))
 
     def basis_axes(self, batch: Sequence[int] = ()) -> set[int] | None:
@@ -108,24 +109,24 @@ class Rotated(InBasis):
     def regrouped(
         self, array: Any, groups: Sequence[tuple[list[int], list[int]]], new: tuple[int, ...]
     ) -> "Rotated | None":
-        """Reshape this array, or return None if the reshape splits or merges a rotated axis."""
+        """Return the result of a reshape. None if the reshape splits or merges a rotated axis."""
         axes = {self.ndim + axis for axis in self.axes if self.shape[axis] != 1}
-        moved = [group for group in groups if axes & {*group[0]}]
-        if any(len(old) != 1 or len(new_axes) != 1 for old, new_axes in moved):
+        rotated_groups = [group for group in groups if axes & {*group[0]}]
+        if any(len(old) != 1 or len(new_axes) != 1 for old, new_axes in rotated_groups):
             return None
-        return Rotated(array, tuple(new_axes[0] - len(new) for _, new_axes in moved))
+        return Rotated(array, tuple(new_axes[0] - len(new) for _, new_axes in rotated_groups))
 
     def leaf_axes(self) -> Any:
         """Return a `vn.LeafAxis` per axis of the leaf. Rotated axes cannot be sliced."""
-        leaf_axis = lambda at: at._replace(block="whole") if at.axis in self.axes else at
+        leaf_axis = lambda x: x._replace(block="whole") if x.axis in self.axes else x
         return [list(map(leaf_axis, aligned_axes(self.ndim)))]
 
     def _moved(self, movement: Movement) -> "Rotated":
         moved = [movement.axes[axis] for axis in self.axes]
         axes = tuple(int(axis) - len(movement.shape) for axis in moved if axis is not None)
         # Without the constructor: the leaf can be a PartitionSpec, which has no rank.
-        new = object.__new__(Rotated)
-        new.__dict__.update(array=self.array, axes=axes)
+        new = copy.copy(self)
+        new.__dict__["axes"] = axes
         return new
 
 
@@ -149,7 +150,7 @@ def rotate_back(x: jax.Array, axis: int) -> jax.Array:
 
 
 def _mix(x: jax.Array, axis: int) -> jax.Array:
-    """Multiply by a symmetric orthogonal matrix along an axis: a Kronecker product of factors."""
+    """Multiply by the matrix of `rotate` without its signs, one Kronecker factor at a time."""
     axis, dtype = axis % x.ndim, x.dtype
     sizes = factor_sizes(x.shape[axis])
     before, after = x.shape[:axis], x.shape[axis + 1 :]

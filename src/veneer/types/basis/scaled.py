@@ -84,10 +84,10 @@ class Scaled(InBasis):
     def regrouped(
         self, array: Any, groups: Sequence[tuple[list[int], list[int]]], new: tuple[int, ...]
     ) -> "Scaled":
-        """Reshape this array.
+        """Return the result of a reshape, which stores the reshaped `array`.
 
-        If axes are split or merged, and `factor` has several entries along one of them, it is first
-        broadcast to the sizes of these axes.
+        If axes are split or merged, and `factor` has several entries along one of them, `factor` is
+        first broadcast to the sizes of these axes.
         """
         sizes, broadcast = [1] * len(new), list(self.factor.shape)
         for old_axes, new_axes in groups:

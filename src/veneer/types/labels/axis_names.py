@@ -27,8 +27,13 @@ class Axes:
         return tuple(name for i, name in enumerate(self.names) if i not in removed)
 
 
-def _agree(*axes: tuple[Axes, SupportsIndex]) -> str | None:
-    """Return the common name of corresponding axes, given as pairs of an operand and an index."""
+def _unify(*axes: tuple[Axes, SupportsIndex]) -> str | None:
+    """Return the name of axes that correspond, or None if none of them has a name.
+
+    `axes` are pairs of an operand and the index of its axis.
+
+    **Raises:** `ValueError` if two axes have different names.
+    """
     named = [(x, i) for x, i in axes if x.names[i] is not None]
     for x, i in named[1:]:
         first, j = named[0]
@@ -40,18 +45,24 @@ def _agree(*axes: tuple[Axes, SupportsIndex]) -> str | None:
     return named[0][0].names[named[0][1]] if named else None
 
 
-def _agree_on_all(*operands: Axes) -> Names:
-    """Return the common names of operands of one rank. Their sizes may differ."""
-    return tuple(_agree(*((x, i) for x in operands)) for i in range(len(operands[0])))
+def _unify_all(*operands: Axes) -> Names:
+    """Return, for each axis, the name that it has in any of the operands, or None.
+
+    The operands have the same number of axes. The sizes of an axis may differ.
+
+    **Raises:** `ValueError` if an axis has different names in two operands.
+    """
+    return tuple(_unify(*((x, i) for x in operands)) for i in range(len(operands[0])))
 
 
 def _elementwise(*operands: Axes, **params: Any) -> Names:
     rank = max(map(len, operands))
-    full = [x for x in operands if len(x) == rank]  # the others are scalars
+    full = [x for x in operands if len(x) == rank]  # all others are scalars
     names = []
     for i in range(rank):
+        # Ignore the names of axes that are broadcast.
         not_broadcast = [x for x in full if x.shape[i] != 1]
-        names.append(_agree(*((x, i) for x in not_broadcast or full)))
+        names.append(_unify(*((x, i) for x in not_broadcast or full)))
     return tuple(names)
 
 
@@ -82,7 +93,7 @@ def _reshape(x: Axes, *, new_sizes: Any, dimensions: Any, **params: Any) -> Any:
 
 
 def _strides_from_front(shape: Sequence[Any]) -> list[tuple[int, int]]:
-    """Return, per axis, the product of the sizes before it, and its size."""
+    """Return, for each axis, a pair: the product of the sizes before the axis, and its size."""
     sizes = [size or _LARGE_PRIME for size in shape]  # after a 0, all products would be 0
     return [(math.prod(sizes[:i]), size) for i, size in enumerate(sizes)]
 
@@ -97,8 +108,8 @@ def _insert(names: Names, axis: int) -> Names:
 def _dot_general(a: Axes, b: Axes, *, dimension_numbers: Any, **params: Any) -> Names:
     (contract_a, contract_b), (batch_a, batch_b) = dimension_numbers
     for i, j in zip(contract_a, contract_b, strict=True):
-        _agree((a, i), (b, j))
-    batch = [_agree((a, i), (b, j)) for i, j in zip(batch_a, batch_b, strict=True)]
+        _unify((a, i), (b, j))
+    batch = [_unify((a, i), (b, j)) for i, j in zip(batch_a, batch_b, strict=True)]
     return (*batch, *a.without((*contract_a, *batch_a)), *b.without((*contract_b, *batch_b)))
 
 
@@ -108,13 +119,15 @@ def _gather(x: Axes, indices: Axes, *, dimension_numbers: Any, **params: Any) ->
         zip(numbers.start_indices_batching_dims, numbers.operand_batching_dims, strict=True)
     )
     # The last axis of the indices has the components of one index.
-    of_indices = iter(
-        _agree((indices, i), (x, batch[i])) if i in batch else indices.names[i]
+    index_names = iter(
+        _unify((indices, i), (x, batch[i])) if i in batch else indices.names[i]
         for i in range(len(indices) - 1)
     )
-    of_slices = iter(x.without((*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)))
+    slice_names = iter(x.without((*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)))
     rank = len(indices) - 1 + len(numbers.offset_dims)
-    return tuple(next(of_slices if i in numbers.offset_dims else of_indices) for i in range(rank))
+    return tuple(
+        next(slice_names if i in numbers.offset_dims else index_names) for i in range(rank)
+    )
 
 
 def _scatter(
@@ -128,16 +141,16 @@ def _scatter(
     batch = zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True)
     for i, j in batch:
         update_axis[i] = index_axes[j]
-        _agree((indices, j), (x, i))
+        _unify((indices, j), (x, i))
     for i, j in enumerate(index_axes):
-        _agree((indices, i), (updates, j))
+        _unify((indices, i), (updates, j))
     return tuple(
-        _agree((x, i), (updates, update_axis[i])) if i in update_axis else name
+        _unify((x, i), (updates, update_axis[i])) if i in update_axis else name
         for i, name in enumerate(x.names)
     )
 
 
-#: Returns the names of the result, or a list with the names of each result.
+#: A function of the operands' `Axes` that returns the names of the result, or a list of them.
 Law = Callable[..., Any]
 
 #: Laws by the names of their primitives.
@@ -169,13 +182,13 @@ _TABLE: dict[str, Law] = {
     "tile": lambda x, *, reps, **params: tuple(
         name if n == 1 else None for name, n in zip(x.names, reps, strict=True)
     ),
-    "concatenate": lambda *xs, **params: _agree_on_all(*xs),
-    "stack": lambda *xs, axis, **params: _insert(_agree_on_all(*xs), axis),
+    "concatenate": lambda *xs, **params: _unify_all(*xs),
+    "stack": lambda *xs, axis, **params: _insert(_unify_all(*xs), axis),
     "unstack": lambda x, *, axis, **params: [x.without([axis])] * x.shape[axis],
     "split": lambda x, *, sizes, **params: [x.names] * len(sizes),
-    "sort": lambda *xs, **params: [_agree_on_all(*xs)] * len(xs),
+    "sort": lambda *xs, **params: [_unify_all(*xs)] * len(xs),
     "top_k": lambda x, **params: [x.names, x.names],
-    "dynamic_update_slice": lambda x, update, *starts, **params: _agree_on_all(x, update),
+    "dynamic_update_slice": lambda x, update, *starts, **params: _unify_all(x, update),
     "dot_general": _dot_general,
     "gather": _gather,
     "scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub": _scatter,

@@ -64,11 +64,12 @@ class Label(ImplicitArray, abstract=True):
         """Apply a law to the operands of a primitive.
 
         **Returns:** the arrays on which the primitive runs, and the metadata of its results: one
-        item for all results, or a list with an item per result. Or NotImplemented.
+        item for all results, or a list with an item per result. Or `NotImplemented`, which
+        materializes the labels.
         """
         raise NotImplementedError
 
     @classmethod
     def attach(cls, array: Any, metadata: Any) -> Any:
-        """Return a label of an array, or the array itself if the metadata is empty."""
+        """Return an array with metadata as a label. If the metadata is empty, return the array."""
         raise NotImplementedError

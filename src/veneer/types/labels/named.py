@@ -100,8 +100,8 @@ class Named(Label):
         **Raises:** `ValueError` if no axis, or more than one, has this name.
         """
         if self.names.count(name) != 1:
-            found = "several axes have" if name in self.names else "no axis has"
-            raise ValueError(f"{found} the name {name!r} in {self!r}, with names {self.names}")
+            problem = "several axes have" if name in self.names else "no axis has"
+            raise ValueError(f"{problem} the name {name!r} in {self!r}, with names {self.names}")
         return self.names.index(name)
 
     def order(self, *names: str) -> "Named":
@@ -190,6 +190,7 @@ class _Metadata(tuple):
 
 
 def _unflatten(metadata: tuple[Names], leaves: Iterable[Any]) -> Named:
+    """Create a `Named` without checks. If JAX changed the rank of the array, adapt the names."""
     (array,), (names,) = leaves, metadata
     value = object.__new__(Named)
     rank = _rank(array)

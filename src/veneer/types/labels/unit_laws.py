@@ -16,7 +16,7 @@ from .units import Unit, factor, is_convertible, product, radians, show
 
 @dataclass(frozen=True)
 class Measured:
-    """The array of an operand and its unit. The unit of a dense array is None."""
+    """An operand: its numbers, its unit and its shape. The unit of a dense array is None."""
 
     array: Any
     unit: Unit | None
@@ -63,13 +63,18 @@ def convert(value: Any, unit: Unit | None, new_unit: Unit | None) -> Any:
     return redispatch(lambda x: x * np.asarray(scale, dtype), value)
 
 
-#: The units to which the operands are converted, and the unit of the results, or a list of units.
+#: A pair: a list with the unit to which each operand is converted, and the unit of all results or a
+#: list with the unit of each result.
 Outcome = tuple[Sequence[Unit | None], Any]
 Law = Callable[..., Outcome]
 
 
 def _share_unit(operands: Sequence[Measured], positions: Sequence[int]) -> Outcome:
-    """Convert the operands at `positions` to the unit of the first of them. Others have no unit."""
+    """Convert the operands at `positions` to one unit, which is also the unit of the result.
+
+    This is the unit of the first of them, except constants that fit any unit. The other operands,
+    such as indices, must be dimensionless.
+    """
     candidates = [operands[i] for i in positions]
     units = [x.unit for x in candidates if x.unit is not None or not x.fits_any_unit]
     unit = units[0] if units else None
@@ -115,8 +120,11 @@ def _triangular_solve(a: Measured, b: Measured, *, unit_diagonal: bool, **params
 
 
 def _results(*has_unit: bool) -> Law:
-    """Return the law of a primitive with several results: each has the unit of `x`, or none."""
-    return lambda x, **params: ([x.unit], [x.unit if own else None for own in has_unit])
+    """Return the law of a primitive with one operand and several results.
+
+    `has_unit` states for each result whether it has the unit of the operand, or none.
+    """
+    return lambda x, **params: ([x.unit], [x.unit if keeps else None for keeps in has_unit])
 
 
 #: Laws by the names of their primitives.

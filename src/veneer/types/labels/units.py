@@ -39,7 +39,7 @@ def as_unit(unit: Any, like: Unit | None = None) -> Unit:
 
 
 def product(*factors: tuple[Unit | None, SupportsFloat]) -> Unit | None:
-    """Multiply powers of units, given as pairs `(unit, exponent)`. Return None if all cancel."""
+    """Multiply powers of units, pairs `(unit, exponent)`. Return None if all units cancel."""
     total = None
     for unit, exponent in factors:
         if unit is None:
@@ -110,11 +110,11 @@ def _library(unit: Any) -> str | None:
     return None
 
 
-def _check_same_library(one: Unit, other: Unit) -> None:
-    libraries = {_library(one), _library(other)}
+def _check_same_library(first: Unit, second: Unit) -> None:
+    libraries = {_library(first), _library(second)}
     if len(libraries) > 1:
         raise ValueError(
-            f"{one} and {other} are units of two libraries, {' and '.join(map(str, libraries))}. "
+            f"{first} and {second} are units of two libraries, {' and '.join(map(str, libraries))}. "
             "Use units of one library."
         )
 
@@ -129,6 +129,7 @@ def _parse(text: str, like: Unit | None) -> Unit:
 
 
 def _parser(text: str) -> Any:
+    """Return the function of astropy, or else of pint, that parses units."""
     for module in _CLASSES:
         try:
             library: Any = importlib.import_module(module)

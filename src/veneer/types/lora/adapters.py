@@ -15,8 +15,9 @@ from .array import LoraArray
 
 
 def _map(function: Callable[[LoraArray], Any], tree: Any) -> Any:
-    of = lambda x: function(x) if isinstance(x, LoraArray) else x
-    return jax.tree.map(of, tree, is_leaf=is_value)
+    """Apply a function to each `LoraArray` of a tree. All other leaves stay the same."""
+    apply = lambda x: function(x) if isinstance(x, LoraArray) else x
+    return jax.tree.map(apply, tree, is_leaf=is_value)
 
 
 def merge(tree: Any) -> Any:

@@ -373,7 +373,7 @@ class LoraArray(Matrix):
     # as the rank. Digits are lost if `w` or `C` is much closer to a singular matrix than the sum.
 
     def _woodbury_parts(self, method: str) -> Any:
-        """Return `(w⁻¹ a).T`, `b` and `C`. NotImplemented if `w` lacks `method` or `solve`."""
+        """Return `(w⁻¹ a).T`, `b` and `C`. NotImplemented if `w` has no `method` or no `solve`."""
         can_factorize = isinstance(self.w, Matrix) and self.is_sum
         if not can_factorize or not all(has_method(self.w, name) for name in (method, "solve")):
             return NotImplemented

@@ -144,23 +144,23 @@ def drop(x: Any, labels: Labels, lora: Any, sizes: Mapping[Label, int]) -> tuple
 
     **Arguments:**
 
-    - `x`: an array, with labels that include the axes that the adapter drops.
-    - `sizes`: the size of each axis of `x` and of the adapter.
+    - `x`, `labels`: an array that has the dropped axes of the adapter, and the labels of its axes.
+    - `sizes`: the size of the axis with each label.
 
-    **Returns:** the array with its axes in that order, and their labels.
+    **Returns:** the array with its axes in the order of the mask, and their labels.
     """
     lead, dropped = lora.lead, lora.ins if lora.dropped == "in" else lora.outs
     others = tuple(label for label in labels if label not in lead and label not in dropped)
     order = (*lead, *others, *dropped)
-    return drop_entries(
-        arrange(x, labels, order), lora, tuple(map(sizes.__getitem__, order))
-    ), order
+    shape = tuple(sizes[label] for label in order)
+    return drop_entries(arrange(x, labels, order), lora, shape), order
 
 
 def drop_entries(x: Any, lora: Any, shape: tuple[int, ...]) -> Any:
-    """Apply the dropout of a `LoraArray` to `x`, broadcast to `shape`, leading axes first.
+    """Apply the dropout of a `LoraArray` to `x`, broadcast to `shape`.
 
-    Each index of the leading axes has its own key.
+    The first axes of `shape` are the leading axes of the adapter. Each of their indices has its own
+    key.
     """
     keep_rate, n_lead = 1 - lora.dropout, len(lora.lead)
     key = jnp.asarray(lora.dropout_key)

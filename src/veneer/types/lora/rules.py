@@ -97,10 +97,12 @@ def _dot_general(
 
 
 def _dropped_operand(lora: LoraArray, contracted: Collection[int]) -> str | None:
-    """Return whether dropout applies to the "operand", the "result" or "nothing".
+    """Return the array that dropout applies to: "operand", "result", or "nothing" if it is off.
 
-    The entries of `x` are dropped in `x @ a`. In the transpose of this product, by which gradients
-    propagate, entries of the result are dropped. None, if the product is neither.
+    In `x @ w`, entries of the operand `x` are dropped. In the transposed product, which computes
+    gradients, the same entries of the result are dropped. Return None for any other product.
+
+    `contracted` are the contracted axes of `w`.
     """
     if not lora.drops:
         return "nothing"

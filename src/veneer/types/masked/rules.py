@@ -117,23 +117,12 @@ def _(
     indices: ArrayLike,
     updates: Masked | ArrayLike,
     *,
-    dimension_numbers: Any,
-    indices_are_sorted: bool,
-    unique_indices: bool,
-    mode: Any,
+    update_jaxpr: Any,
+    update_consts: Any,
     **params: Any,
 ) -> Any:
-    def write(array: Any, entries: Any) -> Any:
-        return lax.scatter(
-            array,
-            indices,
-            entries,
-            dimension_numbers,
-            indices_are_sorted=indices_are_sorted,
-            unique_indices=unique_indices,
-            mode=mode,
-        )
-
+    del update_jaxpr, update_consts  # `lax.scatter` creates them, for numbers and for booleans
+    write = lambda array, entries: lax.scatter(array, indices, entries, **params)
     return Masked(write(_value(x), _value(updates)), write(_mask(x), _mask(updates)))
 
 
@@ -174,6 +163,7 @@ def _register_cumulative(operation: str) -> None:
 
 
 def _register_position(operation: str) -> None:
+    """Register the rule of `argmax` or `argmin`."""
     primitive = find_primitive(f"arg{operation}")
 
     @register(primitive)
@@ -237,16 +227,19 @@ def _(*operands: Masked | ArrayLike, num_keys: int, **params: Any) -> list[Any]:
 
 
 def _note_sum(x: Masked, count: int | None) -> Masked:
+    """Note that `x` is a sum of `count` entries, or that it is not a sum (None)."""
     if count is not None:
         x.__dict__["_entries"] = count
     return x
 
 
 def _summed_entries(x: Any) -> int | None:
+    """Return the number of entries of a sum, valid or not. None if `x` is not a sum."""
     return getattr(x, "_entries", None)
 
 
 def _reject_mean_of_all(total: Any, divisor: Any) -> None:
+    """Raise `TypeError` if a sum is divided by the number of its entries, valid or not."""
     count = _summed_entries(total)
     known = None if isinstance(divisor, Masked) else known_entries(divisor)
     if count is not None and known is not None and (known == count).all():
@@ -270,7 +263,7 @@ _STATISTICS = {
 _FEW_EQUATIONS = 4  # as many as in the sums and the divisions of jax.numpy
 
 
-def _jit(*operands: Masked | ArrayLike, name: str, jaxpr: Any, **params: Any) -> Any:
+def _call_jitted(*operands: Masked | ArrayLike, name: str, jaxpr: Any, **params: Any) -> Any:
     if name in _STATISTICS:
         raise _mean_error(f"jax.numpy.{name.strip('_')}", _STATISTICS[name])
     # The result of a compiled sum is a new object, which does not have the number of entries.
@@ -279,4 +272,4 @@ def _jit(*operands: Masked | ArrayLike, name: str, jaxpr: Any, **params: Any) ->
     return NotImplemented
 
 
-add_rule(_jit, [find_primitive("jit")], structural=True, conditional=True)
+add_rule(_call_jitted, [find_primitive("jit")], structural=True, conditional=True)

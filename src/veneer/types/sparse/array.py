@@ -19,35 +19,32 @@ Axes = Sequence[int]
 
 
 class Entries:
-    """The entries of a `SparseArray` with an index along every axis, batch axes included.
+    """The entries of a `SparseArray`, with an index along every axis, including batch axes.
 
-    **Arguments:**
-
-    - `data`: the entries `[*batch, nse]`. Padding is replaced by 0.
-    - `indices`: the indices `[*batch, nse, n_sparse]` along sparse axes. Those of padding are
-      replaced by `sparse_shape`, which is out of bounds.
-    - `sparse_shape`: the sizes of the sparse axes.
-
-    The attribute `is_entry` is False for padding. `columns[axis]` has the index of each entry along
-    an axis, and `sizes[axis]` the size of the axis.
+    - `data`: the entries `[*batch, nse]`, with 0 in place of padding.
+    - `is_entry`: booleans `[*batch, nse]`, False for padding.
+    - `columns`: for each axis, the indices `[*batch, nse]` of the entries along this axis. Padding
+      has an index out of bounds along each sparse axis.
+    - `sizes`: the sizes of all axes.
     """
 
-    def __init__(self, data: Any, indices: Any, sparse_shape: tuple[int, ...]):
-        data, indices = jnp.asarray(data), jnp.asarray(indices)
-        sizes = np.array(sparse_shape, indices.dtype)
-        self.is_entry = ((indices >= 0) & (indices < sizes)).all(-1)
+    def __init__(self, x: "SparseArray"):
+        data, indices = jnp.asarray(x.data), jnp.asarray(x.indices)
+        sparse_sizes = np.array(x.sparse_shape, indices.dtype)
+        self.is_entry = ((indices >= 0) & (indices < sparse_sizes)).all(-1)
         self.data = jnp.where(self.is_entry, data, 0)
-        indices = jnp.where(self.is_entry[..., None], indices, sizes)
-        self.sizes = (*data.shape[:-1], *sparse_shape)
+        indices = jnp.where(self.is_entry[..., None], indices, sparse_sizes)
+        self.sizes = (*data.shape[:-1], *x.sparse_shape)
         self.columns = [
             *(lax.broadcasted_iota(jnp.int32, data.shape, i) for i in range(data.ndim - 1)),
-            *(indices[..., i] for i in range(len(sparse_shape))),
+            *(indices[..., i] for i in range(len(x.sparse_shape))),
         ]
 
     def scatter(self, values: Any, axes: Axes) -> Any:
-        """Add `values` to a dense array over `axes`, at the index of each entry.
+        """Return a dense array over `axes` that sums the values of entries with the same index.
 
-        The values `[*batch, nse, ...]` can have further axes. The result has them after `axes`.
+        The values `[*batch, nse, ...]` are one number, or one array, per entry. If they are arrays,
+        the axes of these arrays follow `axes` in the result.
         """
         n_axes = self.data.ndim
         if not axes:
@@ -58,9 +55,10 @@ class Entries:
         return zeros.at[index].add(values, mode="drop") if zeros.size else zeros
 
     def gather(self, y: Any, axes: Axes) -> Any:
-        """Return the values of `y` at the index of each entry, and 0 for padding.
+        """Return the value of `y` at the index of each entry, and 0 for padding.
 
-        The first axes of `y` correspond to `axes`. Further axes are kept.
+        The first axes of the dense array `y` correspond to `axes`. Its other axes follow the axes
+        `[*batch, nse]` of the entries in the result.
         """
         if not axes:
             return y
@@ -86,11 +84,10 @@ class SparseArray(ImplicitArray):
     divisor in a quotient of two, sums with a dense array, comparisons, sorts, gathers, and
     functions that map 0 to another number.
 
-    A matmul with N vectors costs `nse * N` multiplications, a gather and a scatter. On CPU, with a
-    1024 x 1024 matrix and 1% nonzero entries, it took 0.2 to 0.6 times as long as the dense matmul.
-    With 10%, it took 1.4 to 13 times as long. Elementwise products of two `SparseArray` sort the
-    entries of both. Nonlinear functions first sort the entries and sum duplicates, unless
-    `unique_indices` is True.
+    A matmul with N vectors costs `nse * N` multiplications, a gather and a scatter. On CPU, it is
+    faster than the dense matmul with 1% nonzero entries, but slower with 10%. Elementwise products
+    of two `SparseArray` sort the entries of both. Nonlinear functions first sort the entries and
+    sum duplicates, unless `unique_indices` is True.
 
     **Arguments:**
 
@@ -133,10 +130,8 @@ class SparseArray(ImplicitArray):
             raise ValueError("SparseArray takes at least one sparse axis: sparse_shape is empty")
         check_axes(self, data="nse", indices=f"nse {len(self.sparse_shape)}")
         _check_numbers("data", self.data)
-        if self.indices.dtype not in (
-            jnp.int32,
-            jnp.int64,
-        ):  # smaller dtypes may not hold an index out of bounds
+        # Smaller dtypes may not hold an index out of bounds, which marks padding.
+        if self.indices.dtype not in (jnp.int32, jnp.int64):
             raise TypeError(f"indices must be int32 or int64, not {self.indices.dtype.name}")
 
     @classmethod
@@ -174,19 +169,19 @@ class SparseArray(ImplicitArray):
         _check_numbers("x", x)
         if not 0 <= n_batch < x.ndim:
             raise ValueError(f"n_batch is {n_batch}, but must leave a sparse axis of {x.shape}")
-        count = (x != 0).sum(range(n_batch, x.ndim))
-        traced = isinstance(x, jax.core.Tracer)
-        if traced and nse is not None and not jnp.issubdtype(x.dtype, jnp.inexact):
+        counts = (x != 0).sum(range(n_batch, x.ndim))
+        is_traced = isinstance(x, jax.core.Tracer)
+        if is_traced and nse is not None and not jnp.issubdtype(x.dtype, jnp.inexact):
             raise ValueError(
                 f"whether {nse} entries are enough for {x.dtype.name}{list(x.shape)} is not known "
                 "under a trace. Convert it to float first, or call from_dense outside of the trace."
             )
-        if nse is not None and not traced and (most := int(count.max(initial=0))) > nse:
+        if nse is not None and not is_traced and (most := int(counts.max(initial=0))) > nse:
             raise ValueError(f"nse is {nse}, but there are {most} nonzero entries")
         bcoo = sparse.BCOO.fromdense(x, nse=nse, n_batch=n_batch)
-        if nse is None or not traced:
+        if nse is None or not is_traced:
             return cls.from_bcoo(bcoo)
-        data = jnp.where((count > nse)[..., None], jnp.nan, bcoo.data)
+        data = jnp.where((counts > nse)[..., None], jnp.nan, bcoo.data)
         return cls(data, bcoo.indices, x.shape[n_batch:], unique_indices=True)
 
     @classmethod
@@ -252,8 +247,8 @@ class SparseArray(ImplicitArray):
         return self.from_bcoo(sparse.bcoo_sum_duplicates(self.to_bcoo(), nse=nse))
 
     def entries(self) -> Entries:
-        """Return the entries, their indices along all axes, and a mask that excludes padding."""
-        return Entries(self.data, self.indices, self.sparse_shape)
+        """Return the entries and their indices along all axes, with padding marked."""
+        return Entries(self)
 
     @property
     def pattern(self) -> tuple[Any, tuple[int, ...], bool]:

@@ -19,10 +19,11 @@ from .nm_sparse import NMSparse
 
 
 def rearrange(x: SparseArray, batch: Axes, sparse: Axes) -> Any:
-    """Return `x` with the axes `batch` as batch axes and then the axes `sparse` as sparse axes.
+    """Transpose `x` to the axes `batch`, stored as batch axes, and `sparse`, as sparse axes.
 
-    Other axes are summed. The entries of a batch axis that becomes sparse are concatenated. The
-    result is dense if `sparse` is empty.
+    `batch` are batch axes of `x`. Axes in neither list are summed. Along a batch axis that is
+    summed or becomes sparse, the entries are concatenated. The result is dense if `sparse` is
+    empty.
     """
     entries = x.entries()
     concatenated = [axis for axis in range(x.n_batch) if axis not in batch]
@@ -39,7 +40,10 @@ def rearrange(x: SparseArray, batch: Axes, sparse: Axes) -> Any:
 
 
 def _select_axes(x: SparseArray, axes: Axes) -> Any:
-    """Return `x` with these axes in this order. Batch axes after a sparse axis become sparse."""
+    """Transpose `x` to `axes`, and sum over the axes that are not in this list.
+
+    A batch axis that comes after a sparse axis becomes sparse.
+    """
     n_batch = next((i for i, axis in enumerate(axes) if axis >= x.n_batch), len(axes))
     return rearrange(x, axes[:n_batch], axes[n_batch:])
 
@@ -130,7 +134,7 @@ def _(x: SparseArray, *, new_sizes: Any, dimensions: Any, sharding: Any) -> Any:
 def _(x: SparseArray, **params: Any) -> Any:
     from jax.experimental import sparse
 
-    return _slice_of(x, sparse.bcoo_slice(x.to_bcoo(), **params))
+    return _from_slice(x, sparse.bcoo_slice(x.to_bcoo(), **params))
 
 
 @register("dynamic_slice")
@@ -139,14 +143,15 @@ def _(x: SparseArray, *start_indices: ArrayLike, slice_sizes: Any) -> Any:
 
     # The primitive clamps negative starts. bcoo_dynamic_slice counts them from the end.
     starts = [*map(start_in_bounds, start_indices, x.shape, slice_sizes)]
-    return _slice_of(x, sparse.bcoo_dynamic_slice(x.to_bcoo(), starts, slice_sizes))
+    return _from_slice(x, sparse.bcoo_dynamic_slice(x.to_bcoo(), starts, slice_sizes))
 
 
-def _slice_of(x: SparseArray, bcoo: Any) -> SparseArray:
-    part = SparseArray.from_bcoo(bcoo)
+def _from_slice(x: SparseArray, bcoo: Any) -> SparseArray:
+    """Convert a slice of `x`, which JAX returns as a BCOO, to a `SparseArray`."""
+    sliced = SparseArray.from_bcoo(bcoo)
     # JAX sums duplicates if the slice has fewer elements than `x` has entries.
-    has_unique_indices = x.unique_indices or part.nse < x.nse
-    return SparseArray(part.data, part.indices, part.sparse_shape, has_unique_indices)
+    has_unique_indices = x.unique_indices or sliced.nse < x.nse
+    return SparseArray(sliced.data, sliced.indices, sliced.sparse_shape, has_unique_indices)
 
 
 @register("dot_general")
@@ -190,6 +195,7 @@ def _multiply(
 ) -> Any:
     """Compute a `dot_general` by a gather of `y`, a multiplication and a scatter.
 
+    `contracted` and `batch` are pairs: the axes of `x`, and the corresponding axes of `y`.
     `bcoo_dot_general` is no alternative (JAX 0.12): with batch axes, its gradient for `data` is a
     dense array, and it accumulates bf16 in bf16.
     """

@@ -13,7 +13,7 @@ from ..._core.rules import register
 from ..._core.transform import redispatch
 from ..._core.value import make_dense
 from ..._jax.primitives import find_primitive
-from ..elementwise import LINEAR, NONLINEAR
+from ..elementwise import LINEAR, NONLINEAR, register_unary
 from .array import SparseArray
 from .axes import broadcast, rearrange
 from .nm_sparse import NMSparse
@@ -22,7 +22,10 @@ Sparse = SparseArray | NMSparse
 
 
 def _map_entries(x: Any, function: Callable, *others: Any) -> Any:
-    """Apply a function to the stored entries of `x`, and to other arrays with the same entries."""
+    """Replace the stored entries of `x` by `function(entries, *others)`.
+
+    `others` are numbers, or arrays with one value per stored entry.
+    """
     if isinstance(x, NMSparse):
         return dataclasses.replace(x, values=redispatch(function, x.values, *others))
     # In place of padding, compute at 0.5 and 1, where derivatives are finite. Otherwise 0 * NaN
@@ -38,17 +41,10 @@ def _sum_duplicates(x: Any) -> Any:
     return x.sum_duplicates() if isinstance(x, SparseArray) else x
 
 
-def _register_unary(name: str) -> None:
-    primitive = find_primitive(name)
-
-    @register(primitive)
-    def _(x: Sparse, **params: Any) -> Any:
-        x = x if name in LINEAR else _sum_duplicates(x)
-        return _map_entries(x, lambda values: primitive.bind(values, **params))
-
-
-for _name in (*LINEAR, *NONLINEAR):
-    _register_unary(_name)
+for _name in LINEAR:
+    register_unary(Sparse, _name, _map_entries)
+for _name in NONLINEAR:
+    register_unary(Sparse, _name, lambda x, function: _map_entries(_sum_duplicates(x), function))
 
 
 @register("integer_pow")
@@ -72,6 +68,7 @@ def _(x: Sparse, *, new_dtype: Any, weak_type: bool, sharding: Any) -> Any:
 
 
 def _register_by_dense(name: str) -> None:
+    """Register rules for products with a dense array ("mul"), or quotients by it ("div")."""
     primitive = find_primitive(name)
 
     @register(primitive)
@@ -82,21 +79,22 @@ def _register_by_dense(name: str) -> None:
         operation = lambda *factors: primitive.bind(*factors, **params)
         if not y.ndim:
             return _map_entries(x, operation, y)
-        wide = broadcast(x, jnp.broadcast_shapes(x.shape, y.shape))
-        if not isinstance(wide, SparseArray):
+        broadcasted = broadcast(x, jnp.broadcast_shapes(x.shape, y.shape))
+        if not isinstance(broadcasted, SparseArray):
             return NotImplemented
         # y can have axes of size 1, for example in a vmap over scalars.
-        single = [axis for axis in range(wide.ndim) if y.shape[axis] != wide.shape[axis]]
-        axes = [axis for axis in range(wide.ndim) if axis not in single]
-        return _map_entries(wide, operation, wide.entries().gather(lax.squeeze(y, single), axes))
+        shape = broadcasted.shape
+        kept = [axis for axis in range(len(shape)) if y.shape[axis] == shape[axis]]
+        squeezed = lax.squeeze(y, [axis for axis in range(y.ndim) if axis not in kept])
+        return _map_entries(broadcasted, operation, broadcasted.entries().gather(squeezed, kept))
 
     @register(primitive)
     def _(x: NMSparse, y: ArrayLike, **params: Any) -> Any:
         y = jnp.asarray(y)
         if jnp.broadcast_shapes(x.shape, y.shape) != x.shape:
             return NotImplemented
-        is_number = set(y.shape[-2:]) <= {1}  # one per matrix
-        factors = y if is_number else x.kept(jnp.broadcast_to(y, x.shape))
+        is_number_per_matrix = set(y.shape[-2:]) <= {1}
+        factors = y if is_number_per_matrix else x.kept(jnp.broadcast_to(y, x.shape))
         return _map_entries(x, lambda *factors: primitive.bind(*factors, **params), factors)
 
 
@@ -122,7 +120,7 @@ def _(x: SparseArray, y: SparseArray, **params: Any) -> Any:
 def _align(x: SparseArray, y: SparseArray) -> list[Any] | None:
     """Broadcast `x` and `y` to one shape, with the same axes as batch axes.
 
-    Return None if one of them is not sparse in that shape.
+    Return None if `broadcast` makes one of them dense.
     """
     shape = jnp.broadcast_shapes(x.shape, y.shape)
     pair = [z for z in (broadcast(z, shape) for z in (x, y)) if isinstance(z, SparseArray)]
@@ -133,9 +131,10 @@ def _align(x: SparseArray, y: SparseArray) -> list[Any] | None:
 
 
 def _values_at(x: SparseArray, y: SparseArray) -> jax.Array:
-    """Return the values of `y` at the indices of `x`. Neither has duplicates.
+    """Return the values of `y` at the indices of `x`, and 0 where `y` stores no entry.
 
-    A stable sort of the entries of both makes equal indices neighbors. The entry of `x` is first.
+    `x` and `y` have no duplicates. A stable sort of the entries of both by their index places the
+    entry of `y` directly after the entry of `x` with the same index.
     """
     axis = x.n_batch
     x_entries, y_entries = x.entries(), y.entries()

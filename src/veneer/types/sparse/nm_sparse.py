@@ -23,9 +23,7 @@ class NMSparse(ImplicitArray):
     arXiv 2104.08378). Groups of m neighbors lie along the contracted axis: -2 for a JAX kernel
     `[..., in, out]`, -1 for a weight `[..., out, in]`. The position of each value in its group
     takes `ceil(log2 m)` bits. So a 2:4 matrix in float32 takes 68 bits per group, instead of 128.
-    This saves memory, not time: a matmul expands the matrix to a temporary dense array. On CPU, a
-    matmul with a 1024 x 1024 matrix and 1 row of activations took 2.7 times as long as the dense
-    matmul. With 256 rows, it took as long as the dense matmul.
+    This saves memory, not time: a matmul expands the matrix to a temporary dense array.
 
     In elementwise operations, entries that are not stored stay zero, even if the other operand is
     NaN. In a matmul, NaN times such an entry is NaN.
@@ -118,12 +116,11 @@ class NMSparse(ImplicitArray):
                 f"prune takes a matrix whose axis {axis} is a multiple of m={m}, got shape "
                 f"{w.shape}. Pad it with zeros, or choose another axis."
             )
-        values, indices = _pruned(w, n, m, axis)
-        return cls(values, indices, n, m, axis)
+        return cls(*_keep_largest(w, n, m, axis), n, m, axis)
 
     @property
     def bits(self) -> int:
-        """The number of bits that each stored position takes."""
+        """The number of bits per packed position, `ceil(log2 m)`."""
         return _bits(self.m)
 
     @property
@@ -141,6 +138,7 @@ class NMSparse(ImplicitArray):
         return self._expanded(jnp.asarray(materialise_one(self.values)))
 
     def _expanded(self, values: jax.Array) -> jax.Array:
+        """Return a dense array with `values` at the stored positions, and zeros elsewhere."""
         axis = self.axis
         groups, positions = (_split(x, axis, self.n) for x in (values, self.positions))
         all_positions = jnp.arange(self.m, dtype=jnp.uint8).reshape(-1, *[1] * (-1 - axis))
@@ -169,21 +167,26 @@ def _check_pattern(n: int, m: int, axis: int) -> None:
 
 
 def _split(x: jax.Array, axis: int, size: int) -> jax.Array:
-    """Split an axis, counted from the end, into an axis of groups and one of `size`."""
-    at = x.ndim + axis
-    return x.reshape(*x.shape[:at], x.shape[at] // size, size, *x.shape[at + 1 :])
+    """Split an axis, -2 or -1, into two: the groups, and the `size` entries of each group."""
+    front = x.ndim + axis
+    groups = x.shape[front] // size
+    return x.reshape(*x.shape[:front], groups, size, *x.shape[front + 1 :])
 
 
 def _merge(x: jax.Array, axis: int) -> jax.Array:
-    """Undo `_split`."""
-    at = x.ndim + axis
-    return x.reshape(*x.shape[: at - 1], x.shape[at - 1] * x.shape[at], *x.shape[at + 1 :])
+    """Undo `_split`: merge the entries of each group, at `axis`, with the groups before them."""
+    front = x.ndim + axis
+    size = x.shape[front - 1] * x.shape[front]
+    return x.reshape(*x.shape[: front - 1], size, *x.shape[front + 1 :])
 
 
 # Without jit, each operation would store a temporary array as large as w.
 @partial(jax.jit, static_argnames=("n", "m", "axis"))
-def _pruned(w: jax.Array, n: int, m: int, axis: int) -> tuple[jax.Array, jax.Array]:
-    """Return the values to store and their packed positions."""
+def _keep_largest(w: jax.Array, n: int, m: int, axis: int) -> tuple[jax.Array, jax.Array]:
+    """Return the n entries of largest magnitude in each group of m, and their packed positions.
+
+    The entries of a group keep their order. Both results have the axes of `w`.
+    """
     groups = _split(w, axis, m)
     positions = largest_positions(groups, n, axis)
     values = _merge(jnp.take_along_axis(groups, positions, axis), axis)
@@ -193,9 +196,9 @@ def _pruned(w: jax.Array, n: int, m: int, axis: int) -> tuple[jax.Array, jax.Arr
 def largest_positions(groups: jax.Array, n: int, axis: int) -> jax.Array:
     """Return the positions of the n entries with the largest magnitudes along an axis.
 
-    Of equal magnitudes, the first comes first. NaN counts as infinite.
+    If magnitudes are equal, the first entries are chosen. NaN counts as infinite.
 
-    **Returns:** int32, in ascending order along the axis, which has size n.
+    **Returns:** int32 positions in ascending order. The axis has size n.
 
     >>> import jax.numpy as jnp
     >>> from veneer.types.sparse.nm_sparse import largest_positions

@@ -58,11 +58,11 @@ class Tridiagonal(Matrix):
 
     def __post_init__(self) -> None:
         check_axes(self, Array, lower="n-1", diagonal="n", upper="n-1")
-        n, beside = self.diagonal.shape[-1], self.lower.shape[-1]
-        if beside != max(n - 1, 0):
+        n, n_lower = self.diagonal.shape[-1], self.lower.shape[-1]
+        if n_lower != max(n - 1, 0):
             raise ValueError(
                 "Tridiagonal takes lower and upper with one entry fewer than diagonal, got "
-                f"{beside} and {n} entries"
+                f"{n_lower} and {n} entries"
             )
 
     def materialise(self) -> Any:
@@ -239,14 +239,15 @@ def _widen(*arrays: Any) -> list[Any]:
 
 
 def _solve_by_elimination(a: Banded, b: Any) -> Any:
-    """Solve `a @ x = v` for each row `v` of `b` `[*lead, k, n]`."""
+    """Return the rows `x` that solve `a @ x = v` for each row `v` of `b` `[*lead, k, n]`."""
 
     @functools.partial(jnp.vectorize, signature="(w,n),(k,n)->(k,n)")
     def solve_one(bands: Any, b: Any) -> Any:
         pivot_rows, b, _ = _eliminate(bands, b.T, a.lower, a.upper)
 
-        def substitute(later: Any, step: Any) -> Any:  # `later` are the entries of x below this one
-            row, v = step
+        # Compute one entry of x from the entries that follow it, beginning with the last entry.
+        def substitute(later: Any, row_and_v: Any) -> Any:
+            row, v = row_and_v
             x = (v - (row[1:, None] * later).sum(0)) / row[0]
             return jnp.concatenate([x[None], later])[: len(later)], x
 
@@ -268,8 +269,9 @@ def _eliminate(bands: Any, b: Any, lower: int, upper: int) -> Any:
     - `bands`: the bands `[lower + upper + 1, n]`.
     - `b`: the right-hand sides, one per column, `[n, k]`.
 
-    **Returns:** `(pivot_rows, b, is_swap)`: the rows of the upper factor from the pivot on,
-    `[n, lower + upper + 1]`; `b` after the same operations; and whether each step swapped rows.
+    **Returns:** `(pivot_rows, b, is_swap)`. `pivot_rows` `[n, lower + upper + 1]` are the rows of
+    the upper factor, each from its diagonal entry on. `b` `[n, k]` are the right-hand sides after
+    the same operations. `is_swap` `[n]` is True for each step that swapped two rows.
     """
     width = lower + upper + 1
     # Row i holds columns i - lower to i + upper. Rows of zeros follow the last row.
@@ -295,6 +297,7 @@ Band = Banded | Tridiagonal | Diagonal
 
 
 def _as_banded(x: Band) -> Banded:
+    """Return the same matrix as a `Banded`."""
     if isinstance(x, Banded):
         return x
     diagonal = jnp.asarray(x.diagonal)

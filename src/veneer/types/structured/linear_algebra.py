@@ -147,16 +147,20 @@ _register_linalg(jnp.linalg.det, _det)
 _register_linalg(jnp.linalg.cholesky, lambda a: a.cholesky())
 
 
-def _register_on_diagonal(function: Any, of_entries: Callable[[Any], Any]) -> None:
-    """Register rules of a function of the main diagonal, such as `jnp.trace`."""
+def _register_on_diagonal(function: Any, compute: Callable[[Any], Any]) -> None:
+    """Register rules of a function that uses only the main diagonal, such as `jnp.trace`.
+
+    `compute` returns the result for the entries `[..., n]` of the main diagonal.
+    """
 
     def apply(a: Any) -> Any:
         entries = a.main_diagonal()
-        return entries if entries is NotImplemented else of_entries(entries)
+        return entries if entries is NotImplemented else compute(entries)
 
     @register(function)
     def _(a: Matrix) -> Any:
-        return apply(a) if a.ndim == 2 else NotImplemented  # by default, of the first two axes
+        # Without axis1 and axis2, JAX takes the diagonal of the first two axes.
+        return apply(a) if a.ndim == 2 else NotImplemented
 
     @register(partial(function, axis1=-2, axis2=-1))
     def _(a: Matrix) -> Any:

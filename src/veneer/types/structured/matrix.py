@@ -67,7 +67,7 @@ class Matrix(ImplicitArray, abstract=True):
         )
 
     def converted(self, dtype: Any) -> Any:
-        """Convert the matrix to another floating dtype."""
+        """Return the matrix with its floating and complex fields converted to `dtype`."""
 
         def cast(x: Any) -> Any:
             is_inexact = jnp.issubdtype(x.dtype, jnp.inexact)
@@ -151,11 +151,13 @@ class PartwiseMatrix(Matrix, abstract=True):
     """
 
     def map_vectors(self, function: Callable[[Any, Any], Any], x: Any) -> Any:
-        """Multiply the matrix, or its inverse, by vectors `x` `[*lead, k, n]`.
+        """Multiply the matrix, or its inverse, by `k` vectors.
 
         **Arguments:**
 
-        - `function`: a function that multiplies a part, or its inverse, by vectors.
+        - `function`: a function of a part and an array of vectors, one per row. It multiplies the
+          part, or its inverse, by the vectors.
+        - `x`: the vectors `[*lead, k, n]`, one per row.
         """
         raise NotImplementedError
 
@@ -164,7 +166,7 @@ class PartwiseMatrix(Matrix, abstract=True):
         return [getattr(self, field.name) for field in dataclasses.fields(self)]
 
     def map_parts(self, function: Callable, *others: Any) -> Any:
-        """Return a matrix of the same type whose parts are functions of the parts."""
+        """Return a matrix of the same type whose parts are `function(part, *parts_of_others)`."""
         groups = zip(self.parts, *(other.parts for other in others), strict=True)
         return type(self)(*(redispatch(function, *group) for group in groups))
 
@@ -246,7 +248,7 @@ def _matmul_precision(precision: Any) -> AbstractContextManager | None:
 
 
 def _widen(x: Matrix, dtype: Any) -> Matrix:
-    """Convert a factor to the dtype of the product, if the dtype of the factor is narrower."""
+    """Convert a floating factor to the dtype of the product, if this dtype is wider."""
     if dtype is None or not jnp.issubdtype(x.dtype, jnp.floating):
         return x
     dtype = jnp.promote_types(x.dtype, dtype)
@@ -257,9 +259,8 @@ def elementwise_rule(name: str) -> Callable:
     """Register a rule of an elementwise primitive for two matrix types.
 
     The annotations of the rule's operands select the types. The rule is called for operands of the
-    same shape: leading axes of size 1 are broadcast before. If the last two axes differ, JAX
-    broadcasts them: a 1 x 1 matrix then acts as a matrix of equal entries, whatever its type, so
-    the result is NotImplemented.
+    same shape, after leading axes of size 1 are broadcast. If the last two axes differ, the result
+    is NotImplemented: JAX broadcasts a 1 x 1 matrix to equal entries, which have no structure.
     """
 
     def decorate(rule: Callable) -> Callable:
@@ -284,9 +285,8 @@ _M = TypeVar("_M", bound=type[Matrix])
 def register_elementwise(cls: _M) -> _M:
     """Register rules of a type for elementwise functions that map 0 to 0, such as `sqrt`.
 
-    `cls.rescaled` must apply its function to each entry of the matrix that is not a structural
-    zero. It does if `linear_in` are these entries. For a type that sets `linear_in`, the sum of two
-    matrices of this type adds these fields.
+    `cls.rescaled(scale)` must apply `scale` to all stored entries. If the type sets `linear_in`,
+    this also registers a rule for the sum of two matrices of the type, which adds these fields.
     """
     register_zero_preserving(cls, lambda x, function: x.rescaled(partial(redispatch, function)))
 

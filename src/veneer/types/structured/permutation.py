@@ -95,7 +95,7 @@ class Permutation(Matrix):
 
 
 def _unchecked(indices: Any, dtype: Any) -> Permutation:
-    """Create a permutation without the check of its indices, which waits for their values."""
+    """Create a `Permutation` without a check, which would wait for the values of the indices."""
     new = Permutation.__new__(Permutation)
     new.__dict__.update(indices=indices, dtype=jnp.dtype(dtype))
     return new

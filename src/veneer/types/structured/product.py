@@ -109,7 +109,7 @@ class Product(Matrix):
 
 
 def _make_product(left: Any, right: Any) -> Any:
-    """Return the `Product` of two results of methods, or NotImplemented if one of them is."""
+    """Return the `Product`, or NotImplemented if `left` or `right` is NotImplemented."""
     is_known = left is not NotImplemented and right is not NotImplemented
     return Product(left, right) if is_known else NotImplemented
 

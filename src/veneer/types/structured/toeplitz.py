@@ -121,13 +121,14 @@ class Toeplitz(Matrix):
 def _solve_by_levinson(a: Toeplitz, b: Any) -> Any:
     """Solve `a @ x = v` for each row `v` of `b` `[*lead, k, n]`.
 
-    The first and last columns of the inverse determine the inverse. The formula of Gohberg and
-    Semencul (Heinig and Rost, *Algebraic Methods for Toeplitz-like Matrices and Operators*, 1984)
-    writes the inverse as products of triangular Toeplitz matrices. So each vector costs a few FFTs.
+    Levinson's recursion computes the first and the last column of the inverse in `O(n^2)`. The
+    formula of Gohberg and Semencul (Heinig and Rost, *Algebraic Methods for Toeplitz-like Matrices
+    and Operators*, 1984) writes the inverse as products of triangular Toeplitz matrices that these
+    two columns define. So a product of the inverse and a vector costs a few FFTs.
 
-    A nearly singular leading block makes Levinson's recursion inaccurate, even if the matrix is
-    well conditioned. So the solution is refined. If its residual is still large, LU of the dense
-    matrix solves the system.
+    The recursion is inaccurate if a leading block of the matrix is nearly singular, even if the
+    matrix is well conditioned. So the solution is refined. If the residual is still large, the
+    system is solved again by LU of the dense matrix.
     """
     first, last = _inverse_columns(a._diagonals())
     zeros = jnp.zeros_like(first)
@@ -164,11 +165,11 @@ def _solve_by_levinson(a: Toeplitz, b: Any) -> Any:
 
 @functools.partial(jnp.vectorize, signature="(d)->(n),(n)")
 def _inverse_columns(diagonals: Any) -> Any:
-    """Return the first and last columns of the inverse by Levinson's recursion, in `O(n^2)`.
+    """Return the first and the last column of the inverse, by Levinson's recursion in `O(n^2)`.
 
-    Each step computes these columns for a leading block from those for the previous block (Golub
-    and Van Loan, *Matrix Computations*, 4.7). `diagonals` `[2 n - 1]` has `A[i, j]` at
-    `n - 1 + i - j`.
+    Step `i` computes the two columns for the leading block of size `i + 1` from the two columns for
+    the block of size `i` (Golub and Van Loan, *Matrix Computations*, 4.7). `diagonals` `[2 n - 1]`
+    has `A[i, j]` at `n - 1 + i - j`.
     """
     n = (len(diagonals) + 1) // 2
     reversed_diagonals = diagonals[::-1]
@@ -178,7 +179,8 @@ def _inverse_columns(diagonals: Any) -> Any:
     def step(columns: Any, i: Any) -> Any:  # the columns for the block of size i, padded with zeros
         first, last = columns
         last = jnp.roll(last, 1)
-        # The products of row i and `first`, and of row 0 and `last`, are 0 for the true inverse.
+        # The columns of the inverse of the larger block have 0 as their product with row i (for
+        # `first`) and row 0 (for `last`). Combine the two columns so that both products are 0.
         below, above = dot(row(i), first), dot(row(0), last)
         determinant = 1 - below * above
         first, last = first - below * last, last - above * first
@@ -269,13 +271,13 @@ def _first_row(x: Circulant) -> Any:
 
 
 def _with_first(x: Any, other: Any) -> Any:
-    """Replace the first entry of `x` by the first entry of `other`, if both have entries."""
+    """Replace the first entry of `x` by the first entry of `other`, if neither is empty."""
     count = min(1, x.shape[-1], other.shape[-1])
     return jnp.concatenate([other[..., :count], x[..., count:]], -1)
 
 
 def _multiply(a: Toeplitz | Circulant, x: Any, precision: Any) -> Any:
-    """Multiply by vectors: with the dense matrix up to size `DIRECT_UP_TO`, by FFT above."""
+    """Return `a.matvec(x)`, with the dense matrix up to size `DIRECT_UP_TO`, and by FFT above."""
     dtype = jnp.result_type(x, *jax.tree.leaves(a))
     if not jnp.issubdtype(dtype, jnp.inexact):
         return NotImplemented
@@ -296,7 +298,10 @@ def _multiply(a: Toeplitz | Circulant, x: Any, precision: Any) -> Any:
 
 
 def _spectral(function: Any, *arrays: Any) -> Any:
-    """Apply a function to Fourier transforms along the last axis, and transform the result back."""
+    """Apply a function to the Fourier transforms of arrays, and transform its result back.
+
+    The transforms are along the last axis. The last of the arrays has the size of the result.
+    """
     n = arrays[-1].shape[-1]
     if not n:
         return arrays[-1]
