@@ -21,10 +21,8 @@ from measure import markdown_table, parser, seconds_a_call
 import veneer as vn
 from veneer.types.lora.low_rank import LowRank
 from veneer.types.structured.banded import Tridiagonal
-from veneer.types.structured.block_diagonal import BlockDiagonal
-from veneer.types.structured.diagonal import Diagonal
-from veneer.types.structured.identity import Identity
-from veneer.types.structured.kronecker import Kronecker
+from veneer.types.structured.diagonal import Diagonal, Identity
+from veneer.types.structured.partwise import BlockDiagonal, Kronecker
 from veneer.types.structured.permutation import Permutation
 from veneer.types.structured.toeplitz import Circulant, Toeplitz
 from veneer.types.structured.triangular import Triangular

@@ -34,12 +34,12 @@ NONLINEAR = tuple(
 )
 
 
-def register_unary(cls: type, name: str, apply: Callable[..., Any]) -> None:
+def register_unary(cls: Any, name: str, apply: Callable[..., Any]) -> None:
     """Register a rule of a type for a unary primitive, such as `sqrt`.
 
     **Arguments:**
 
-    - `cls`: an implicit type.
+    - `cls`: an implicit type, or a union of implicit types.
     - `name`: the name of the primitive.
     - `apply`: a function of an array of this type and a function such as `sqrt`, which applies the
       function to leaves of the array.
@@ -47,7 +47,7 @@ def register_unary(cls: type, name: str, apply: Callable[..., Any]) -> None:
     primitive = find_primitive(name)
 
     @register(primitive)
-    def _(x: cls, **params: Any) -> Any:  # type: ignore[valid-type]
+    def _(x: cls, **params: Any) -> Any:
         return apply(x, lambda leaf: primitive.bind(leaf, **params))
 
 

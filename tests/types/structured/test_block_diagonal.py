@@ -8,8 +8,8 @@ import scipy.linalg
 from support.claims import Claim, claims
 
 import veneer as vn
-from veneer.types.structured.block_diagonal import BlockDiagonal
 from veneer.types.structured.diagonal import Diagonal
+from veneer.types.structured.partwise import BlockDiagonal
 
 
 def sizes(n):

@@ -6,9 +6,8 @@ import pytest
 from support.claims import Claim, claims
 
 import veneer as vn
-from veneer.types.structured.diagonal import Diagonal
-from veneer.types.structured.identity import Identity
-from veneer.types.structured.kronecker import Kronecker
+from veneer.types.structured.diagonal import Diagonal, Identity
+from veneer.types.structured.partwise import Kronecker
 
 identity = lambda draw: Identity(draw.n, draw.dtype, leading=draw.batch)
 diagonal = lambda draw: Diagonal(draw.positive(draw.n))

@@ -9,7 +9,7 @@ from support.claims import Claim, claims
 
 import veneer as vn
 from veneer.types.structured.diagonal import Diagonal
-from veneer.types.structured.kronecker import Kronecker
+from veneer.types.structured.partwise import Kronecker
 from veneer.types.structured.permutation import Permutation
 
 

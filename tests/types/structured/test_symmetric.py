@@ -8,8 +8,7 @@ from support.claims import Claim, claims
 
 import veneer as vn
 from veneer.types.structured.diagonal import Diagonal
-from veneer.types.structured.symmetric import Symmetric
-from veneer.types.structured.triangular import Triangular
+from veneer.types.structured.triangular import Symmetric, Triangular
 
 symmetric = lambda draw: Symmetric(draw(draw.n * (draw.n + 1) // 2))
 

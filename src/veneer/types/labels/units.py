@@ -114,8 +114,8 @@ def _check_same_library(first: Unit, second: Unit) -> None:
     libraries = {_library(first), _library(second)}
     if len(libraries) > 1:
         raise ValueError(
-            f"{first} and {second} are units of two libraries, {' and '.join(map(str, libraries))}. "
-            "Use units of one library."
+            f"{first} and {second} are units of two libraries, "
+            f"{' and '.join(map(str, libraries))}. Use units of one library."
         )
 
 

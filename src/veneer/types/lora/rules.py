@@ -121,8 +121,6 @@ def _conv(
     kernel: LoraArray,
     *,
     dimension_numbers: Any,
-    feature_group_count: int,
-    batch_group_count: int,
     precision: Any,
     preferred_element_type: Any,
     **params: Any,
@@ -138,7 +136,7 @@ def _conv(
         first, second, second_labels, side = kernel.b, kernel.a, kernel.a_labels, "out"
     else:
         return NotImplemented
-    is_grouped = feature_group_count != 1 or batch_group_count != 1
+    is_grouped = params["feature_group_count"] != 1 or params["batch_group_count"] != 1
     if is_grouped or kernel.lead or channels in kernel.norm_axes:
         return NotImplemented
     if kernel.drops and kernel.dropped != side:
@@ -149,8 +147,6 @@ def _conv(
             x,
             kernel,
             dimension_numbers=dimension_numbers,
-            feature_group_count=1,
-            batch_group_count=1,
             precision=precision,
             preferred_element_type=widen_dtype(preferred_element_type, x.dtype),
             **params,

@@ -116,7 +116,8 @@ class NMSparse(ImplicitArray):
                 f"prune takes a matrix whose axis {axis} is a multiple of m={m}, got shape "
                 f"{w.shape}. Pad it with zeros, or choose another axis."
             )
-        return cls(*_keep_largest(w, n, m, axis), n, m, axis)
+        values, indices = _keep_largest(w, n, m, axis)
+        return cls(values, indices, n, m, axis)
 
     @property
     def bits(self) -> int:

@@ -6,15 +6,12 @@
 
 Each type has a module, which imports only modules above it in this list:
 
-    diagonal            `Diagonal`
+    diagonal            `Diagonal`, `Identity`
     banded              `Banded`, `Tridiagonal`
-    block_diagonal      `BlockDiagonal`
-    identity            `Identity`
-    kronecker           `Kronecker`
+    partwise            `BlockDiagonal`, `Kronecker`
     product             `Product`, the product of two structured matrices
     permutation         `Permutation`
-    triangular          `Triangular`
-    symmetric           `Symmetric`
+    triangular          `Triangular`, `Symmetric`
     toeplitz            `Toeplitz`, `Circulant`
 """
 
@@ -22,13 +19,13 @@ from . import linear_algebra as linear_algebra
 from . import rules as rules
 from .banded import Banded as Banded
 from .banded import Tridiagonal as Tridiagonal
-from .block_diagonal import BlockDiagonal as BlockDiagonal
 from .diagonal import Diagonal as Diagonal
-from .identity import Identity as Identity
-from .kronecker import Kronecker as Kronecker
+from .diagonal import Identity as Identity
+from .partwise import BlockDiagonal as BlockDiagonal
+from .partwise import Kronecker as Kronecker
 from .permutation import Permutation as Permutation
 from .product import Product as Product
-from .symmetric import Symmetric as Symmetric
 from .toeplitz import Circulant as Circulant
 from .toeplitz import Toeplitz as Toeplitz
+from .triangular import Symmetric as Symmetric
 from .triangular import Triangular as Triangular

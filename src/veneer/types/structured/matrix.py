@@ -143,55 +143,6 @@ def slogdet_of_diagonal(entries: Any) -> Any:
     return jnp.sign(entries).prod(-1), jnp.log(jnp.abs(entries)).sum(-1)
 
 
-class PartwiseMatrix(Matrix, abstract=True):
-    """A matrix made of smaller matrices, which are its fields and may be implicit.
-
-    A type implements `map_vectors`. Transposes, inverses, Cholesky factors, and products of two
-    matrices of the same type are computed part by part.
-    """
-
-    def map_vectors(self, function: Callable[[Any, Any], Any], x: Any) -> Any:
-        """Multiply the matrix, or its inverse, by `k` vectors.
-
-        **Arguments:**
-
-        - `function`: a function of a part and an array of vectors, one per row. It multiplies the
-          part, or its inverse, by the vectors.
-        - `x`: the vectors `[*lead, k, n]`, one per row.
-        """
-        raise NotImplementedError
-
-    @property
-    def parts(self) -> list[Any]:
-        return [getattr(self, field.name) for field in dataclasses.fields(self)]
-
-    def map_parts(self, function: Callable, *others: Any) -> Any:
-        """Return a matrix of the same type whose parts are `function(part, *parts_of_others)`."""
-        groups = zip(self.parts, *(other.parts for other in others), strict=True)
-        return type(self)(*(redispatch(function, *group) for group in groups))
-
-    @property
-    def has_square_parts(self) -> bool:
-        return all(map(is_square, self.parts))
-
-    def matvec(self, x: Any, *, precision: Any = None) -> Any:
-        y = self.map_vectors(partial(multiply_vectors, precision=precision), x)
-        return y.astype(jnp.result_type(x, self.dtype))
-
-    def transposed(self) -> Any:
-        return self.map_parts(jnp.matrix_transpose)
-
-    def solve(self, b: Any) -> Any:
-        solve = lambda w, b: redispatch(lambda w, b: jnp.linalg.solve(w, b.mT).mT, w, b)
-        return self.map_vectors(solve, b) if self.has_square_parts else NotImplemented
-
-    def inverse(self) -> Any:
-        return self.map_parts(jnp.linalg.inv) if self.has_square_parts else NotImplemented
-
-    def cholesky(self) -> Any:
-        return self.map_parts(jnp.linalg.cholesky) if self.has_square_parts else NotImplemented
-
-
 def matmul_rule(rule: Callable, *, precedence: int = 0) -> Callable:
     """Register a rule that multiplies two matrix types, which annotate its operands.
 
@@ -301,20 +252,3 @@ def register_elementwise(cls: _M) -> _M:
             return dataclasses.replace(x, **sums)
 
     return cls
-
-
-@matmul_rule
-def _(x: PartwiseMatrix, y: PartwiseMatrix) -> Any:
-    if type(x) is not type(y):
-        return NotImplemented
-    for a, b in zip(x.parts, y.parts, strict=True):
-        if a.shape[:-2] != b.shape[:-2] or a.shape[-1] != b.shape[-2]:
-            return NotImplemented
-    return x.map_parts(jnp.matmul, y)
-
-
-@elementwise_rule("mul")
-def _(x: PartwiseMatrix, y: PartwiseMatrix) -> Any:
-    if type(x) is not type(y) or [a.shape for a in x.parts] != [b.shape for b in y.parts]:
-        return NotImplemented
-    return x.map_parts(jnp.multiply, y)
