@@ -106,7 +106,11 @@ def selected(format: Format, layout: str, m: int, k: int, n: int) -> str:
     sizes = problem.shape(operands)
     # Do not call `select.find_kernel`, which depends on the GPU and JAX version of this process.
     rows = (row for row in TABLE if row.platform == "gpu")
-    kernel = next((row for row in rows if select.fits(row, problem.codes, sizes)), None)
+    fits = lambda row: (
+        row.computes(problem.codes, sizes)
+        and select.device_kernel(row).can_compute(problem.codes, sizes)
+    )
+    kernel = next(filter(fits, rows), None)
     if kernel is None:
         return BY_XLA
     bits, tile = problem.codes.bits, format.tile or k

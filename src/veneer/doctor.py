@@ -194,7 +194,7 @@ def _gpu_kernel(name: str, m: int) -> Finding:
     except Exception as error:  # NVRTC and Pallas raise errors of many types
         summary = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         return Finding(name, f"none, so XLA computes these products: {summary}", False)
-    return Finding(name, kernel.label(problem.codes.kind))
+    return Finding(name, f"{kernel.name}_{problem.codes.kind}")
 
 
 def _timed_on_gpu(name: str, x: jax.Array, weight: Any, dense: jax.Array) -> Finding:

@@ -324,7 +324,7 @@ def test_zero_points_and_minima_are_added(platform, has_minima, monkeypatch, gpu
     problem = MatmulProblem(codes, 512, "rows", "float32", offset, reference, opt_in=True)
     leaves = (X.astype(jnp.float32), q.packed, q.scale, q.zero_point, None, q.minimum)
     operands = MatmulOperands(*(None if leaf is None else leaf[None] for leaf in leaves))
-    row = next(row for row in TABLE if module.__name__.endswith(row.source))
+    row = next(row for row in TABLE if module.__name__.endswith(row.module))
     monkeypatch.setattr(select, "find_kernel", lambda *args: row)
     arrays = [leaf for leaf in operands if leaf is not None]
     present = [leaf is not None for leaf in operands]

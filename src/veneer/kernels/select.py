@@ -105,28 +105,23 @@ def find_kernel(
     >>> from veneer.kernels import select
     >>> from veneer.kernels.common.problem import Codes, MatmulShape
     >>> shape = MatmulShape("rows", "float", m=1, k=4096, n=4096, tile=4096)
-    >>> select.find_kernel("cpu", Codes(8, "int8"), shape).source
-    'cpu.floats.rows_few:build'
+    >>> select.find_kernel("cpu", Codes(8, "int8"), shape).module
+    'cpu.floats.rows_few'
     """
     for kernel in TABLE:
         if kernel.platform != platform or kernel.opt_in > opt_in:
             continue
-        if fits(kernel, codes, shape) and not _leaves_to_others(kernel):
+        if not kernel.computes(codes, shape) or (kernel.requires and _is_unavailable(kernel)):
+            continue
+        if platform == "cpu" or device_kernel(kernel).can_compute(codes, shape):
             return kernel
     return None
 
 
-def fits(kernel: KernelRow, codes: Codes, shape: MatmulShape) -> bool:
-    """Return whether a kernel computes a product, on a device that can run the kernel."""
-    if not kernel.computes(codes, shape):
-        return False
-    return kernel.platform == "cpu" or device_kernel(kernel).can_compute(codes, shape)
+def _is_unavailable(kernel: KernelRow) -> bool:
+    """Return whether the devices of this process, or this JAX version, cannot run a kernel.
 
-
-def _leaves_to_others(kernel: KernelRow) -> bool:
-    """Return whether a device that is here, or this JAX version, cannot run a kernel.
-
-    Programs for a GPU can be traced on other machines.
+    On a machine without a GPU, programs for a GPU can still be traced.
     """
     if kernel.requires == "bf16":
         return not build.has_bf16()
@@ -201,7 +196,7 @@ class DeviceKernel(Protocol):
 
 def device_kernel(kernel: KernelRow) -> DeviceKernel:
     """Return the module of a kernel for GPUs or TPUs."""
-    module: Any = importlib.import_module(f"{__package__}.{kernel.source}")
+    module: Any = importlib.import_module(f"{__package__}.{kernel.module}")
     return module
 
 

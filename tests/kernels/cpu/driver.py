@@ -120,7 +120,7 @@ def target_for(family: str, m: int, w: Stored) -> str:
         )
         is_few = row.most_rows is None or m <= row.most_rows
         fits = row.fits is None or row.fits(shape, BITS[w.kind])
-        is_in_family = w.kind in row.kinds and f"veneer_{row.label(w.kind)}" == family
+        is_in_family = w.kind in row.kinds and f"veneer_{row.name}_{w.kind}" == family
         if row.platform == "cpu" and is_in_family and is_few and fits:
             return row.target(w.kind)
     raise AssertionError(f"no row of the table is for {family} of {m} rows")

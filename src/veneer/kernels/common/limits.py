@@ -2,11 +2,12 @@
 
 #: The most rows of activations for kernels of few rows, by the contracted axis of the matrix. More
 #: rows are faster by a kernel that decodes a block of the matrix once for all of them.
-FLOATS_BY_ROWS, FLOATS_BY_COLUMNS, INTEGERS_BY_COLUMNS = 16, 23, 16
+FLOATS_BY_ROWS, FLOATS_BY_COLUMNS, INT8_BY_COLUMNS = 16, 23, 16
 #: The same for int8 activations and contracted rows, by the bits of a code. The kernel interleaves
 #: the matrix again for every four rows of activations, unless all fields of a byte fit in
 #: registers.
-INTEGERS_BY_ROWS = {8: 8, 4: 6, 2: 4, 1: 4}
+INT8_ROWS_BY_BITS = {8: 8, 4: 6, 2: 4, 1: 4}
+INT8_BY_ROWS = max(INT8_ROWS_BY_BITS.values())
 #: The fewest codes in a tile along the contracted axis, for kernels of few rows.
 LEAST_TILE = 16
 #: The most codes in a tile, for kernels that sum a tile of int8 products in int32.

@@ -279,9 +279,13 @@ class MatmulProblem:
             activations = "int8"
         elif x.dtype in (jnp.bfloat16, jnp.float16):
             activations = x.dtype.name
-        counts = self.counts(operands)
-        along_k, along_n = counts if self.contracting == "rows" else counts[::-1]
-        n = self.out_shape(x, operands.packed)[2]
+        _, along_rows, along_columns = operands.scale.shape
+        if self.tiles is not None:
+            along_columns = self.tiles.count
+        if self.contracting == "rows":
+            n, along_k, along_n = self.columns, along_rows, along_columns
+        else:
+            n, along_k, along_n = operands.packed.shape[self.leading], along_columns, along_rows
         tile = k // max(1, along_k)
         return MatmulShape(self.contracting, activations, m, k, n, tile, batch, along_n)
 

@@ -22,8 +22,9 @@ from .kinds import BITS, BYTES, INTEGER_PLANES, INTEGERS, LOOKUP_BITS
 from .limits import (
     FLOATS_BY_COLUMNS,
     FLOATS_BY_ROWS,
-    INTEGERS_BY_COLUMNS,
-    INTEGERS_BY_ROWS,
+    INT8_BY_COLUMNS,
+    INT8_BY_ROWS,
+    INT8_ROWS_BY_BITS,
     LEAST_TILE,
     LONGEST,
     MOST_TILES,
@@ -57,9 +58,8 @@ class KernelRow:
 
     - `platform`: "cpu", "gpu" or "tpu".
     - `name`: with the kind of codes, its name in reports, as in "rows_int8".
-    - `source`: its module in `veneer.kernels`, imported on first use. For CPUs, `module:function`,
-      where the function takes a kind of codes and returns `JobFunctions`. For GPUs and TPUs, a
-      module with the functions of `select.DeviceKernel`.
+    - `module`: its module in `veneer.kernels`, imported on first use. A module for GPUs or TPUs has
+      the functions of `select.DeviceKernel`.
     - `contracting`: the contracted axis of the matrix, "rows" or "columns".
     - `activations`: the types in `MatmulShape` that it multiplies.
     - `kinds`: the kinds of codes that it reads.
@@ -68,12 +68,14 @@ class KernelRow:
       not compute products with a symbolic number of rows.
     - `fits`: a further condition on the sizes and on the bits of a code.
     - `requires`: "bf16" or "hopper", for kernels that only some devices can run.
+    - `function`: the function of a module for CPUs that takes a kind of codes and returns
+      `JobFunctions`.
     - `opt_in`: the kernel was never measured, and runs only if the choice is "experimental".
     """
 
     platform: str
     name: str
-    source: str
+    module: str
     contracting: str
     activations: tuple[str, ...]
     kinds: tuple[str, ...]
@@ -82,6 +84,7 @@ class KernelRow:
     most_rows: int | None = None
     fits: Callable[[MatmulShape, int], bool] | None = None
     requires: str = ""
+    function: str = "build"
     opt_in: bool = False
 
     @property
@@ -93,10 +96,6 @@ class KernelRow:
     def has_few_rows(self) -> bool:
         """True for CPU kernels for few rows of activations."""
         return self.variant != "many"
-
-    def label(self, kind: str) -> str:
-        """Return the name of the kernel for a kind of codes, as reports show it."""
-        return f"{self.name}_{kind}"
 
     def target(self, kind: str) -> str:
         """Return the name of the FFI target of a CPU kernel for a kind of codes."""
@@ -136,25 +135,19 @@ def _has_even_k(shape: MatmulShape, bits: int) -> bool:
     return shape.k % 2 == 0  # the kernel multiplies pairs of neighbors
 
 
-def _has_few(shape: MatmulShape, most_rows: int) -> bool:
-    return isinstance(shape.m, int) and shape.m <= most_rows
+def _has_row_tiles(shape: MatmulShape, bits: int) -> bool:
+    return shape.tile >= LEAST_TILE
 
 
-def _has_tiles_of_rows(shape: MatmulShape, bits: int) -> bool:
-    return _has_few(shape, FLOATS_BY_ROWS) and shape.tile_rows >= LEAST_TILE
-
-
-def _has_tiles_in_rows(shape: MatmulShape, bits: int) -> bool:
+def _has_column_tiles(shape: MatmulShape, bits: int) -> bool:
     tile = shape.tile_columns
     are_vectors = tile >= LEAST_TILE and tile.bit_count() == 1
     has_size = shape.columns % TILED_COLUMNS == 0 and shape.columns <= MOST_TILES * tile
-    return _has_few(shape, FLOATS_BY_ROWS) and shape.tile_rows == 1 and are_vectors and has_size
+    return shape.tile_rows == 1 and are_vectors and has_size
 
 
-def _has_short_rows(shape: MatmulShape, bits: int) -> bool:
+def _is_short(shape: MatmulShape, bits: int) -> bool:
     columns, rows = shape.columns, shape.rows
-    if not _has_few(shape, FLOATS_BY_COLUMNS):
-        return False
     if columns > SHORT or columns % (SHORT_VECTORS * _LANES) != 0 or rows < _LANES:
         return False
     if shape.tile_columns == columns:
@@ -164,14 +157,14 @@ def _has_short_rows(shape: MatmulShape, bits: int) -> bool:
     return shape.tile_rows % _LANES == 0 and rows % _LANES == 0
 
 
-def _fits_int32_rows(shape: MatmulShape, bits: int) -> bool:
+def _rows_fit(shape: MatmulShape, bits: int) -> bool:
     is_tile = LEAST_TILE <= shape.tile_rows <= LONGEST and shape.tile_rows % 4 == 0
-    return _has_few(shape, INTEGERS_BY_ROWS.get(bits, 0)) and is_tile
+    return shape.m <= INT8_ROWS_BY_BITS.get(bits, 0) and is_tile
 
 
-def _fits_int32_columns(shape: MatmulShape, bits: int) -> bool:
+def _columns_fit(shape: MatmulShape, bits: int) -> bool:
     shared, tile = shape.tile_rows, shape.tile_columns
-    if not _has_few(shape, INTEGERS_BY_COLUMNS) or shape.rows < ROWS or tile > LONGEST:
+    if shape.rows < ROWS or tile > LONGEST:
         return False
     if shared > 1 and (shared % ROWS != 0 or shape.rows % ROWS != 0):
         return False
@@ -190,28 +183,25 @@ def _fits_int32_columns(shape: MatmulShape, bits: int) -> bool:
 _FLOATS, _BF16, _INT8 = ("float", "bfloat16", "float16"), ("bfloat16",), ("int8",)
 _ALL, _PACKED = tuple(BITS), (*INTEGERS, *INTEGER_PLANES)
 _HOPPER = ("lookup4", "int8", "float8_e4m3fn")
-_TWO_OR_MORE: dict[str, Any] = {"least_rows": 2, "most_rows": FLOATS_BY_COLUMNS}
-_PAIRS: dict[str, Any] = {"least_rows": 16, "fits": _has_even_k, "requires": "bf16"}
+_PAIRS: dict[str, Any] = {"least_rows": 16, "requires": "bf16", "function": "build_bf16"}
 
 
 def _cpu(
-    source: str,
+    module: str,
     contracting: str,
     variant: str,
     activations: tuple[str, ...],
     kinds: tuple[str, ...],
-    **conditions: Any,
+    most_rows: int | None = None,
+    fits: Callable[[MatmulShape, int], bool] | None = None,
+    **fields: Any,
 ) -> KernelRow:
     prefix = {"float": "", "bfloat16": "bf16_", "int8": "integer_"}[activations[0]]
     return KernelRow(
-        platform="cpu",
-        name=prefix + contracting,
-        source=f"cpu.{source}",
-        contracting=contracting,
-        activations=activations,
-        kinds=kinds,
-        variant=variant,
-        **conditions,
+        *("cpu", prefix + contracting, f"cpu.{module}", contracting, activations, kinds, variant),
+        most_rows=most_rows,
+        fits=fits,
+        **fields,
     )
 
 
@@ -238,21 +228,21 @@ def _tpu(contracting: str) -> KernelRow:
 #: The first row that fits computes a product.
 TABLE = (
     # CPUs that multiply pairs of bf16.
-    _cpu("floats.rows_many:build_bf16", "rows", "many", _BF16, _ALL, **_PAIRS),
-    _cpu("floats.columns_many:build_bf16", "columns", "many", _BF16, _ALL, **_PAIRS),
+    _cpu("floats.rows_many", "rows", "many", _BF16, _ALL, None, _has_even_k, **_PAIRS),
+    _cpu("floats.columns_many", "columns", "many", _BF16, _ALL, None, _has_even_k, **_PAIRS),
     # All CPUs, f32.
-    _cpu("floats.rows_few:build", "rows", "few", _FLOATS, _ALL, fits=_has_tiles_of_rows),
-    _cpu("floats.rows_tiled:build", "rows", "tiled", _FLOATS, _ALL, fits=_has_tiles_in_rows),
-    _cpu("floats.rows_many:build", "rows", "many", _FLOATS, _ALL),
-    _cpu("floats.columns_short:build", "columns", "short", _FLOATS, _ALL, fits=_has_short_rows),
-    _cpu("floats.columns_one:build", "columns", "one", _FLOATS, _ALL, most_rows=1),
-    _cpu("floats.columns_few:build", "columns", "few", _FLOATS, _ALL, **_TWO_OR_MORE),
-    _cpu("floats.columns_many:build", "columns", "many", _FLOATS, _ALL),
+    _cpu("floats.rows_few", "rows", "few", _FLOATS, _ALL, FLOATS_BY_ROWS, _has_row_tiles),
+    _cpu("floats.rows_tiled", "rows", "tiled", _FLOATS, _ALL, FLOATS_BY_ROWS, _has_column_tiles),
+    _cpu("floats.rows_many", "rows", "many", _FLOATS, _ALL),
+    _cpu("floats.columns_short", "columns", "short", _FLOATS, _ALL, FLOATS_BY_COLUMNS, _is_short),
+    _cpu("floats.columns_one", "columns", "one", _FLOATS, _ALL, 1),
+    _cpu("floats.columns_few", "columns", "few", _FLOATS, _ALL, FLOATS_BY_COLUMNS, least_rows=2),
+    _cpu("floats.columns_many", "columns", "many", _FLOATS, _ALL),
     # All CPUs, int8.
-    _cpu("integers.rows_few:build", "rows", "few", _INT8, INTEGERS, fits=_fits_int32_rows),
-    _cpu("integers.rows:build", "rows", "many", _INT8, INTEGERS),
-    _cpu("integers.columns_few:build", "columns", "few", _INT8, _PACKED, fits=_fits_int32_columns),
-    _cpu("integers.columns:build", "columns", "many", _INT8, INTEGERS),
+    _cpu("integers.rows_few", "rows", "few", _INT8, INTEGERS, INT8_BY_ROWS, _rows_fit),
+    _cpu("integers.rows", "rows", "many", _INT8, INTEGERS),
+    _cpu("integers.columns_few", "columns", "few", _INT8, _PACKED, INT8_BY_COLUMNS, _columns_fit),
+    _cpu("integers.columns", "columns", "many", _INT8, INTEGERS),
     # NVIDIA GPUs.
     _gpu("rows", FEW_ROWS),
     _gpu("columns", FEW_ROWS),

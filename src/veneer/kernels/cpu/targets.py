@@ -64,8 +64,8 @@ def object_code(name: str) -> bytes:
         return _shared_code()
     if name in _products():
         kernel, kind = _products()[name]
-        module, function = kernel.source.split(":")
-        build = getattr(importlib.import_module(f"..{module}", __package__), function)
+        module = importlib.import_module(f"..{kernel.module}", __package__)
+        build = getattr(module, kernel.function)
         return product_code(
             *(build(kind), name, BITS[kind]),
             contracts_rows=kernel.contracting == "rows",

@@ -319,7 +319,7 @@ def _plan_matmul(
 
     descriptions = []
     for platform, kernel in kernels.items():
-        descriptions.append(f"{platform.upper()} kernel {kernel.label(codes.kind)}")
+        descriptions.append(f"{platform.upper()} kernel {kernel.name}_{codes.kind}")
     return Plan(", ".join(descriptions), compute, operands, kernels_for=tuple(kernels))
 
 
