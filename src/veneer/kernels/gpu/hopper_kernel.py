@@ -9,8 +9,8 @@ The kernel was run with JAX 0.11.2, and compiled with JAX 0.11.2 and 0.12.0.1.
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -28,6 +28,10 @@ _load: Any = plgpu.load  # untyped, because JAX 0.12 removed an argument
 
 
 def _transforms(columns: int, bits: int) -> tuple[Any, Any]:
+    """Return the tiling and swizzle of a buffer in shared memory, as `wgmma` expects them.
+
+    The buffer has at least `columns` contiguous entries of `bits` bits.
+    """
     swizzle = plgpu.find_swizzle(columns * bits)
     return plgpu.TilingTransform((8, swizzle * 8 // bits)), plgpu.SwizzleTransform(swizzle)
 
@@ -49,6 +53,27 @@ def _convert(codes: jax.Array, kind: str, is_rows: bool) -> jax.Array:
     return plgpu.layout_cast(codes.astype(jnp.bfloat16), Layout.WGMMA)
 
 
+class _HopperKernel(NamedTuple):
+    """The arguments of `kernel_for`, and the options that follow from them."""
+
+    sizes: Sizes
+    kind: str
+    is_rows: bool
+    out_dtype: np.dtype
+    config: HopperConfig
+
+    @property
+    def is_tiled(self) -> bool:
+        """True if codes along K have several scales. Then each pipeline step loads its scales."""
+        return self.sizes.tile != self.sizes.k
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """The number of tiles along M, and of clusters of tiles along N."""
+        c = self.config
+        return self.sizes.m // c.tile_m, self.sizes.n // (c.block_n * c.cluster)
+
+
 @functools.lru_cache(maxsize=256)
 def kernel_for(
     sizes: Sizes, kind: str, is_rows: bool, out_dtype: np.dtype, config: HopperConfig
@@ -58,122 +83,165 @@ def kernel_for(
     `x` is bf16 `[m, k]`, where `m` is a multiple of `config.tile_m`. The codes are `[k, n]` if
     `is_rows`, otherwise `[n, k]`. The scales are f32 `[k / tile, n]`. The result is `[m, n]`.
     """
-    (m, k, n, bits, tile), c = sizes, config
-    columns, tiled = not is_rows, tile != k
-    m_tiles, n_tiles, steps = m // c.tile_m, n // (c.block_n * c.cluster), k // c.tile_k
-    rows = c.out_rows
-
-    block_spec = functools.partial(plgpu.BlockSpec, delay_release=int(c.overlap))
-    shared: dict[str, Any] = {"collective_axes": ("cluster",)} if c.cluster > 1 else {}
-    at_k = lambda i: (0, i)
-    x_spec = block_spec((c.tile_m, c.tile_k), at_k, transforms=_transforms(c.chunk, 16), **shared)
-    if columns:
-        w_spec = block_spec((c.block_n, c.tile_k), at_k, transforms=_transforms(c.tile_k, bits))
-    else:
-        transforms = _transforms(c.tile_n, bits)
-        w_spec = block_spec((c.tile_k, c.block_n), lambda i: (i, 0), transforms=transforms)
-    specs = [x_spec, w_spec]
-    if tiled:
-        specs.append(block_spec((1, c.block_n), lambda i: (i * c.tile_k // tile, 0)))
-
-    def body(x_ref: Any, w_ref: Any, scale_ref: Any, out_ref: Any, out_smem: Any) -> None:
-        warpgroup = lax.axis_index("wg")
-        own_n = pl.ds(warpgroup * c.tile_n, c.tile_n)
-
-        def step(_: Any, x_smem: Any, w_smem: Any, *rest: Any) -> Any:
-            acc = rest[-1]
-            if tiled:
-                factor = _load(rest[0].at[0, own_n], layout=Layout.WGMMA.reduce(1), optimized=False)
-                factor = lax.broadcast_in_dim(
-                    factor.astype(jnp.bfloat16), (c.tile_n, c.chunk), (0,)
-                )
-            if columns:
-                # Load the whole step at once, so that shared memory can use a wide swizzle.
-                codes = _load_codes(w_smem.at[own_n], kind, is_rows)
-            for start in range(0, c.tile_k, c.chunk):
-                span = pl.ds(start, c.chunk)
-                if not columns:
-                    codes = _load_codes(w_smem.at[span, own_n], kind, is_rows)
-                fragment = codes[:, start : start + c.chunk] if columns else codes
-                fragment = _convert(fragment, kind, is_rows)
-                if tiled:
-                    fragment = fragment * factor
-                plgpu.wgmma(acc, fragment, x_smem.at[:, span].transpose((1, 0)))
-                if c.overlap:
-                    plgpu.wgmma_wait(1)
-            if not c.overlap:
-                plgpu.wgmma_wait(0)
-            return acc
-
-        def pipeline(compute: Callable[..., None]) -> Any:
-            return plgpu.emit_pipeline_warp_specialized(
-                step,
-                grid=(steps,),
-                memory_registers=40,
-                in_specs=specs,
-                wg_axis="wg",
-                num_compute_wgs=WARPGROUPS,
-                max_concurrent_steps=c.stages,
-                compute_context=compute,
-            )
-
-        refs = [x_ref, w_ref] + [scale_ref] * tiled
-        ignore = lambda *_: None
-
-        def run(allocations: Any) -> None:
-            @plgpu.nd_loop((m_tiles * n_tiles,), collective_axes="block")
-            def _(info: Any) -> None:
-                # Compute eight tiles along M after each other. They share the weight in cache.
-                i, j = plgpu.planar_snake(info.index[0], (m_tiles, n_tiles), 0, 8)
-                j = j * c.cluster + lax.axis_index("cluster")
-                m_span, n_span = pl.ds(i * c.tile_m, c.tile_m), pl.ds(j * c.block_n, c.block_n)
-
-                def compute(evaluate: Callable[[Any], None]) -> None:
-                    def with_accumulator(acc_ref: Any) -> None:
-                        evaluate(acc_ref)
-                        acc = acc_ref[...]
-                        if not tiled:
-                            own = scale_ref.at[0, n_span].at[own_n]
-                            factor = _load(own, layout=Layout.WGMMA.reduce(1), optimized=False)
-                            acc = acc * lax.broadcast_in_dim(factor, acc.shape, (0,))
-                        result = plgpu.layout_cast(acc.astype(out_dtype), Layout.WGMMA_TRANSPOSED)
-                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                        for part in range(c.tile_m // rows):
-                            slot = out_smem.at[warpgroup, part % 2]
-                            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-                            slot.transpose((1, 0))[...] = result[:, part * rows : (part + 1) * rows]
-                            plgpu.commit_smem()
-                            target = out_ref.at[m_span, n_span].at[:, own_n]
-                            plgpu.copy_smem_to_gmem(slot, target.at[pl.ds(part * rows, rows)])
-
-                    pl.run_scoped(with_accumulator, plgpu.ACC((c.tile_n, c.tile_m), jnp.float32))
-
-                blocks = [x_ref.at[m_span], w_ref.at[n_span] if columns else w_ref.at[:, n_span]]
-                blocks += [scale_ref.at[:, n_span]] * tiled
-                pipeline(compute)(*blocks, allocations=allocations)
-
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-        pl.run_scoped(run, pipeline(ignore).get_allocations(*refs), collective_axes="wg")
-
-    shape = (WARPGROUPS, 2, rows, c.tile_n)
-    out_smem = plgpu.SMEM(
-        shape, out_dtype, transforms=_transforms(c.tile_n, 8 * out_dtype.itemsize)
-    )
+    kernel = _HopperKernel(sizes, kind, is_rows, out_dtype, config)
+    m_tiles, n_tiles = kernel.grid
     blocks = m_tiles * n_tiles
-    if not c.overlap:
+    if not config.overlap:
         # Let a block compute several tiles. With `overlap`, it computes only one: because of
         # `delay_release`, the pipeline of JAX 0.11.2 does not wait for its last step, and loading
         # another tile would overwrite operands that `wgmma` still reads.
-        blocks = min(_MULTIPROCESSORS // c.cluster, blocks)
+        blocks = min(_MULTIPROCESSORS // config.cluster, blocks)
+    # Each warpgroup has two slots for rows of the result, and copies one while it fills the other.
+    out_smem = plgpu.SMEM(
+        (WARPGROUPS, 2, config.out_rows, config.tile_n),
+        out_dtype,
+        transforms=_transforms(config.tile_n, 8 * out_dtype.itemsize),
+    )
+
+    def body(x_ref: Any, w_ref: Any, scale_ref: Any, out_ref: Any, out_smem: Any) -> None:
+        _compute_tiles(kernel, x_ref, w_ref, scale_ref, out_ref, out_smem)
+
     return plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((m, n), out_dtype),
+        out_type=jax.ShapeDtypeStruct((sizes.m, sizes.n), out_dtype),
         grid=(blocks,),
         grid_names=("block",),
-        cluster=(c.cluster,),
+        cluster=(config.cluster,),
         cluster_names=("cluster",),
         num_threads=WARPGROUPS + 1,
         thread_name="wg",
         scratch_types={"out_smem": out_smem},
     )
+
+
+def _compute_tiles(
+    kernel: _HopperKernel, x_ref: Any, w_ref: Any, scale_ref: Any, out_ref: Any, out_smem: Any
+) -> None:
+    """Compute the tiles of a block. All warpgroups run this function."""
+    c = kernel.config
+    warpgroup = lax.axis_index("wg")
+    own_n = pl.ds(warpgroup * c.tile_n, c.tile_n)  # the columns of this warpgroup in its block
+
+    def multiply_step(_: Any, x_smem: Any, w_smem: Any, *rest: Any) -> Any:
+        *scale_smem, acc = rest
+        return _multiply_step(kernel, own_n, x_smem, w_smem, scale_smem, acc)
+
+    def run_pipelines(allocations: Any) -> None:
+        """Run a pipeline along K for each tile. All of them use the same shared memory."""
+
+        @plgpu.nd_loop((kernel.grid[0] * kernel.grid[1],), collective_axes="block")
+        def compute_tile(info: Any) -> None:
+            # Compute eight tiles along M after each other. They share the weight in cache.
+            i, j = plgpu.planar_snake(info.index[0], kernel.grid, 0, 8)
+            j = j * c.cluster + lax.axis_index("cluster")
+            m_span, n_span = pl.ds(i * c.tile_m, c.tile_m), pl.ds(j * c.block_n, c.block_n)
+
+            def compute_and_write(evaluate: Callable[[Any], None], acc_ref: Any) -> None:
+                evaluate(acc_ref)
+                acc = acc_ref[...]
+                if not kernel.is_tiled:
+                    acc = acc * _load_scales(scale_ref.at[0, n_span].at[own_n], acc.shape)
+                slots = [out_smem.at[warpgroup, slot] for slot in range(2)]
+                _write_tile(kernel, acc, slots, out_ref.at[m_span, n_span].at[:, own_n])
+
+            def compute(evaluate: Callable[[Any], None]) -> None:
+                """Call `evaluate`, which runs all steps, with an accumulator in registers."""
+                accumulator = plgpu.ACC((c.tile_n, c.tile_m), jnp.float32)
+                pl.run_scoped(functools.partial(compute_and_write, evaluate), accumulator)
+
+            operands = [
+                x_ref.at[m_span],
+                w_ref.at[:, n_span] if kernel.is_rows else w_ref.at[n_span],
+            ]
+            operands += [scale_ref.at[:, n_span]] * kernel.is_tiled
+            _pipeline(kernel, multiply_step, compute)(*operands, allocations=allocations)
+
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    refs = [x_ref, w_ref] + [scale_ref] * kernel.is_tiled
+    allocations = _pipeline(kernel, multiply_step, lambda *_: None).get_allocations(*refs)
+    pl.run_scoped(run_pipelines, allocations, collective_axes="wg")
+
+
+def _pipeline(kernel: _HopperKernel, step: Callable[..., Any], compute: Callable[..., None]) -> Any:
+    """Return a pipeline along K. One warpgroup loads blocks, and the others run `step` on them."""
+    return plgpu.emit_pipeline_warp_specialized(
+        step,
+        grid=(kernel.sizes.k // kernel.config.tile_k,),
+        memory_registers=40,
+        in_specs=_block_specs(kernel),
+        wg_axis="wg",
+        num_compute_wgs=WARPGROUPS,
+        max_concurrent_steps=kernel.config.stages,
+        compute_context=compute,
+    )
+
+
+def _block_specs(kernel: _HopperKernel) -> list[Any]:
+    """Return the specs of the blocks of a step: x, codes and, if there are tiles, scales."""
+    c, bits, tile = kernel.config, kernel.sizes.bits, kernel.sizes.tile
+    block_spec = functools.partial(plgpu.BlockSpec, delay_release=int(c.overlap))
+    shared: dict[str, Any] = {"collective_axes": ("cluster",)} if c.cluster > 1 else {}
+    at_k = lambda i: (0, i)
+    x_spec = block_spec((c.tile_m, c.tile_k), at_k, transforms=_transforms(c.chunk, 16), **shared)
+    if kernel.is_rows:
+        transforms = _transforms(c.tile_n, bits)
+        w_spec = block_spec((c.tile_k, c.block_n), lambda i: (i, 0), transforms=transforms)
+    else:
+        w_spec = block_spec((c.block_n, c.tile_k), at_k, transforms=_transforms(c.tile_k, bits))
+    if not kernel.is_tiled:
+        return [x_spec, w_spec]
+    return [x_spec, w_spec, block_spec((1, c.block_n), lambda i: (i * c.tile_k // tile, 0))]
+
+
+def _multiply_step(
+    kernel: _HopperKernel, own_n: Any, x_smem: Any, w_smem: Any, scale_smem: Sequence[Any], acc: Any
+) -> Any:
+    """Add the product of one pipeline step to the accumulator, chunk by chunk. Return it.
+
+    `scale_smem` has the scales of the step if there are tiles. Otherwise it is empty.
+    """
+    c = kernel.config
+    if kernel.is_tiled:
+        shape = (c.tile_n, c.chunk)
+        scales = _load_scales(scale_smem[0].at[0, own_n], shape, jnp.bfloat16)
+    if not kernel.is_rows:
+        # Load the whole step at once, so that shared memory can use a wide swizzle.
+        codes = _load_codes(w_smem.at[own_n], kernel.kind, kernel.is_rows)
+    for start in range(0, c.tile_k, c.chunk):
+        span = pl.ds(start, c.chunk)
+        if kernel.is_rows:
+            chunk = _load_codes(w_smem.at[span, own_n], kernel.kind, kernel.is_rows)
+        else:
+            chunk = codes[:, start : start + c.chunk]
+        chunk = _convert(chunk, kernel.kind, kernel.is_rows)
+        if kernel.is_tiled:
+            chunk = chunk * scales
+        plgpu.wgmma(acc, chunk, x_smem.at[:, span].transpose((1, 0)))
+        if c.overlap:
+            plgpu.wgmma_wait(1)  # convert the next chunk during this product
+    if not c.overlap:
+        plgpu.wgmma_wait(0)
+    return acc
+
+
+def _load_scales(ref: Any, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
+    """Load a scale per row of an operand or accumulator `shape`, and broadcast them along rows."""
+    scales = _load(ref, layout=Layout.WGMMA.reduce(1), optimized=False)
+    return lax.broadcast_in_dim(scales.astype(dtype), shape, (0,))
+
+
+def _write_tile(kernel: _HopperKernel, acc: jax.Array, slots: Sequence[Any], out: Any) -> None:
+    """Write an accumulator `[tile_n, tile_m]` to its tile of the result, transposed.
+
+    A few rows at a time are copied through `slots`, two buffers in shared memory.
+    """
+    rows = kernel.config.out_rows
+    result = plgpu.layout_cast(acc.astype(kernel.out_dtype), Layout.WGMMA_TRANSPOSED)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    for part in range(kernel.config.tile_m // rows):
+        slot = slots[part % 2]
+        plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the copy from this slot has ended
+        slot.transpose((1, 0))[...] = result[:, part * rows : (part + 1) * rows]
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(slot, out.at[pl.ds(part * rows, rows)])
