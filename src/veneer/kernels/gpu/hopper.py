@@ -104,5 +104,5 @@ def product(
 
 
 def takes_zero_points(operands: MatmulOperands, problem: MatmulProblem) -> bool:
-    """Return False: the caller must subtract the zero points."""
+    """Return False: this kernel never subtracts zero points, so the caller must."""
     return False

@@ -114,7 +114,7 @@ class Kernel(NamedTuple):
         return MOST_PRODUCTS
 
     def is_called_by(self, operation: Any) -> bool:
-        """Return whether a custom call launches this kernel, with weights of any N."""
+        """Return whether an MLIR operation calls this kernel, with weights of any N."""
         if calls.attribute(operation, "call_target_name") != _TARGET:
             return False
         layout = self._with_sizes([out.type.shape for out in operation.results])
@@ -133,7 +133,7 @@ class Kernel(NamedTuple):
 
 
 def _stored_arrays(operands: MatmulOperands, layout: ProductSizes) -> list[jax.Array]:
-    """Return codes, scales and perhaps zero points as the kernel reads them."""
+    """Return codes, scales and, if the kernel subtracts them, zero points, in its dtypes."""
     packed, scale = operands.packed, operands.scale
     if packed.dtype != jnp.uint8:
         packed = lax.bitcast_convert_type(packed, jnp.uint8)
@@ -162,34 +162,43 @@ def compile(operands: MatmulOperands, problem: MatmulProblem) -> None:
 
 
 def layout_of(operands: MatmulOperands, problem: MatmulProblem) -> ProductSizes:
-    """Return the sizes and options that select the kernel for a product. Arrays may be avals."""
+    """Return the sizes, dtypes and layout that select the kernel for a product.
+
+    The operands may be avals.
+    """
     shape = problem.shape(operands)
     subtracts = takes_zero_points(operands, problem)
+    # The caller adds these terms to the result in f32.
     is_added = operands.minimum is not None or (operands.zero_point is not None and not subtracts)
     scale_dtype = operands.scale.dtype.name
     assert shape.scale_columns is not None
     return ProductSizes(
-        problem.codes,
-        shape.contracting == "rows",
-        *(shape.m, shape.k, (shape.n,), shape.tile, shape.scale_columns == 1),
-        operands.x.dtype.name,
-        "uint8" if scale_dtype == "float8_e8m0fnu" else scale_dtype,
-        "float32" if is_added else problem.out_dtype,
-        *((operands.zero_point.dtype.name, problem.offset) if subtracts else ()),
+        codes=problem.codes,
+        is_rows=shape.contracting == "rows",
+        m=shape.m,
+        k=shape.k,
+        ns=(shape.n,),
+        tile=shape.tile,
+        has_one_scale=shape.scale_columns == 1,
+        x_dtype=operands.x.dtype.name,
+        scale_dtype="uint8" if scale_dtype == "float8_e8m0fnu" else scale_dtype,
+        out_dtype="float32" if is_added else problem.out_dtype,
+        zero_dtype=operands.zero_point.dtype.name if subtracts else "",
+        zero_offset=problem.offset if subtracts else 0,
     )
 
 
 def _capability(layout: ProductSizes) -> int:
-    """Return the compute capability to compile for.
+    """Return the compute capability to compile for, such as 90 for 9.0.
 
     **Raises:** `nvrtc.CompileError` if there is no GPU that the kernel can run on.
     """
     capability, least = compute_capability(), 89 if layout.codes.dtype.startswith("float8") else 80
     if capability is None or capability < least:
-        found = (
+        reason = (
             "there is no NVIDIA GPU" if capability is None else f"this GPU has {capability / 10}"
         )
-        raise nvrtc.CompileError(f"the kernel needs compute capability {least / 10}, but {found}")
+        raise nvrtc.CompileError(f"the kernel needs compute capability {least / 10}, but {reason}")
     return capability
 
 
@@ -199,13 +208,13 @@ def compute_capability() -> int | None:
 
     Return None if there is no NVIDIA GPU.
     """
-    found = []
+    capabilities = []
     for text in compute_capabilities():
         major, _, minor = text.partition(".")
         if not (major.isdecimal() and minor.isdecimal()):  # a GPU of another manufacturer
             return None
-        found.append(10 * int(major) + int(minor))
-    return min(90, *found) if found else None
+        capabilities.append(10 * int(major) + int(minor))
+    return min(90, *capabilities) if capabilities else None
 
 
 def compute_capabilities() -> set[str]:
@@ -244,7 +253,7 @@ def name_of(layout: ProductSizes, config: Config) -> str:
 
 
 def _call_config(layout: ProductSizes, config: Config, batch: int) -> str:
-    """Return XLA's launch configuration for a kernel, an MLIR dictionary."""
+    """Return XLA's launch configuration for a kernel, as the text of an MLIR dictionary."""
     m_blocks = 1 if config.by_digits else -(-layout.m // (8 * config.m_tiles))
     grid = column_blocks(layout, config) * m_blocks, 1, batch
     numbers: Mapping[str, int] = {

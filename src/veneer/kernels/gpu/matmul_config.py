@@ -54,7 +54,7 @@ class ProductSizes(NamedTuple):
     - `m`, `k`: the sizes of the activations, `[m, k]`.
     - `ns`: the N of each weight.
     - `tile`: the number of codes along K that share a scale.
-    - `has_one_scale`: whether all columns share scales and zero points.
+    - `has_one_scale`: whether all result columns share scales and zero points.
     - `x_dtype`, `scale_dtype`, `out_dtype`: the dtypes of activations, scales and result.
     - `zero_dtype`: the dtype of zero points, which have the shape of the scales. "" means none.
     - `zero_offset`: the offset of zero points. The kernel subtracts it from each zero point.
@@ -76,18 +76,23 @@ class ProductSizes(NamedTuple):
 
 @functools.cache
 def form_of(codes: Codes, x_dtype: str) -> dict[str, int] | None:
-    """Return the macros for decoding codes in `matmul.cu`, or None if it cannot decode them."""
+    """Return the macros that make `matmul.cu` decode codes, or None if it cannot decode them.
+
+    FORM is 0 for consecutive integers, 1 for a table of 4-bit codes, 2 for float8_e4m3fn and 3 for
+    float8_e5m2. The integer of a code is `(code ^ FLIP) - LESS`.
+    """
     if codes.dtype.startswith("float8"):
         return {"FORM": 2 if codes.dtype == "float8_e4m3fn" else 3, "FLIP": 0, "LESS": 0}
     values = codes.values
     if not values:  # int8 or uint8
         values = tuple(np.arange(256).astype(codes.dtype).astype(float).tolist())
     for flip in (0, len(values) // 2):  # consecutive integers, unsigned or signed
-        less = flip - values[0]
-        is_in_order = values == tuple((i ^ flip) - less for i in range(len(values)))
-        is_exact = less == int(less) and abs(_start(codes, x_dtype) + less) <= _MOST_EXACT[x_dtype]
+        offset = flip - values[0]
+        is_in_order = values == tuple((i ^ flip) - offset for i in range(len(values)))
+        subtracted = _start(codes, x_dtype) + offset
+        is_exact = offset == int(offset) and abs(subtracted) <= _MOST_EXACT[x_dtype]
         if is_in_order and is_exact:
-            return {"FORM": 0, "FLIP": flip, "LESS": int(less)}
+            return {"FORM": 0, "FLIP": flip, "LESS": int(offset)}
     if codes.bits != 4:
         return None
     bits = np.asarray(values, np.float32).astype(jnp.dtype(x_dtype)).view(np.uint16).tolist()
@@ -101,7 +106,10 @@ def form_of(codes: Codes, x_dtype: str) -> dict[str, int] | None:
 
 
 def _start(codes: Codes, x_dtype: str) -> int:
-    """Return the float that the kernel makes of a code equal to FLIP, before subtracting LESS."""
+    """Return the float `start` of integer codes in the kernel.
+
+    The kernel converts a code to `start + (code ^ FLIP)` by its bits, and subtracts `start + LESS`.
+    """
     return 1024 if x_dtype == "float16" else 128 if codes.bits == 4 else -128
 
 
@@ -167,7 +175,8 @@ def macros(layout: ProductSizes, config: Config) -> dict[str, int | str]:
         raise CompileError(f"{config} needs more than {_SHARED_BYTES} bytes of shared memory")
     start = _start(layout.codes, layout.x_dtype) if form["FORM"] == 0 else 0
     is_float = form["FORM"] == 0 and not config.by_digits
-    # A 4-bit code can also become the float -start - (15 - code).
+    # If subtracting from these floats is inexact, a 4-bit code can also become a negative float,
+    # -start - (15 - code).
     negative_start = -start - 15
     is_negative = (
         is_float
@@ -203,23 +212,30 @@ def macros(layout: ProductSizes, config: Config) -> dict[str, int | str]:
     }
 
 
-def _are_exact(layout: ProductSizes, less: int) -> bool:
-    """Return whether `less` plus any zero point is an integer that `x_dtype` represents exactly."""
+def _are_exact(layout: ProductSizes, offset: int) -> bool:
+    """Return whether `x_dtype` represents `offset` plus any zero point exactly.
+
+    The zero points are those that `zero_dtype` can store, minus `zero_offset`. Without zero points,
+    only `offset` must be exact.
+    """
     zero_points = np.iinfo(layout.zero_dtype) if layout.zero_dtype else None
     least, most = (zero_points.min, zero_points.max) if zero_points else (0, 0)
-    less -= layout.zero_offset
-    return max(abs(less + least), abs(less + most)) <= _MOST_EXACT[layout.x_dtype]
+    offset -= layout.zero_offset
+    return max(abs(offset + least), abs(offset + most)) <= _MOST_EXACT[layout.x_dtype]
 
 
 def _steps(layout: ProductSizes, config: Config) -> int:
-    """Return the number of 16-row groups per stage. A stage has at least 1 KiB."""
+    """Return the number of groups of 16 rows of `[K, N]` per stage, or 1 for `[N, K]`.
+
+    A stage has at least 1 KiB.
+    """
     if not layout.is_rows:
         return 1
     return max(2 if config.by_digits else 1, 8 // (config.n_tiles * layout.codes.bits // 4))
 
 
 def _stages(layout: ProductSizes, config: Config) -> int:
-    """Return how many stages of each warp's ring buffer fit into shared memory."""
+    """Return how many stages of each warp's ring buffer fit into shared memory, or 0."""
     warps = config.k_warps
     columns = 16 * config.n_tiles
     stage = columns * 64

@@ -43,7 +43,7 @@ def compile_ptx(source: str, options: Sequence[str]) -> str:
 
 
 def with_version(ptx: str) -> str:
-    """Return PTX that claims to have the version `PTX_VERSION`.
+    """Return PTX whose version line is replaced by `PTX_VERSION`, so that older drivers accept it.
 
     **Raises:** `CompileError` if the text has no version.
     """
@@ -68,6 +68,7 @@ def load() -> ctypes.CDLL:
 
 
 def _candidates() -> Iterator[str]:
+    """Return the paths and names to load NVRTC by, in the order of preference."""
     package = importlib.util.find_spec("nvidia")
     for folder in package.submodule_search_locations or () if package else ():
         for place in ("cu*/lib", "cuda_nvrtc/lib"):

@@ -48,17 +48,17 @@ def multiply(
     - `interpret`: run the kernel in Pallas's interpreter, on any device.
     """
     batch, m = x.shape[1:3]
-    along_k = layout.tiles > 1 and layout.entries == 1  # each entry has its own scale
-    of_scale = blocks.k if along_k else layout.tiles
+    has_scale_per_entry = layout.tiles > 1 and layout.entries == 1
+    block_tiles = blocks.k if has_scale_per_entry else layout.tiles
 
     def spec(fields: int, axes: str) -> pl.BlockSpec:
-        """Return the spec of blocks `[fields, batch, ...]` with the named last axes."""
-        size = {"m": blocks.m, "n": blocks.n, "k": blocks.k, "t": of_scale}
+        """Return the spec of blocks `[fields, batch, ...]`, whose last axes are named by `axes`."""
+        size = {"m": blocks.m, "n": blocks.n, "k": blocks.k, "t": block_tiles}
         shape = (fields, None, *(size[axis] for axis in axes))
 
         def place(batch: Any, m: Any, n: Any, k: Any) -> tuple[Any, ...]:
-            at = {"m": m, "n": n, "k": k, "t": k if along_k else 0}
-            return (0, batch, *(at[axis] for axis in axes))
+            index = {"m": m, "n": n, "k": k, "t": k if has_scale_per_entry else 0}
+            return (0, batch, *(index[axis] for axis in axes))
 
         return pl.BlockSpec(shape, place)
 
@@ -88,6 +88,7 @@ def _kernel(
     layout: "StoredLayout",
     blocks: "BlockSizes",
 ) -> None:
+    """Add the product of one block of codes to a block of the result, field by field."""
     first = pl.program_id(3) * blocks.k
     packed = packed_ref[0].astype(jnp.int32)
     k_axis = 0 if layout.contracts_rows else 1
@@ -112,7 +113,10 @@ def _kernel(
 def _spread(
     scale: jax.Array, first: Any, layout: "StoredLayout", blocks: "BlockSizes"
 ) -> jax.Array:
-    """Expand scales to the entries of a block, or to a shape that broadcasts to the block."""
+    """Expand scales to the entries of a block, or to a shape that broadcasts to the block.
+
+    `first` is the index along K of the first entry of the block.
+    """
     if layout.tiles == 1 or layout.entries == 1:
         return scale
     shape = (blocks.k, layout.tiles) if layout.contracts_rows else (layout.tiles, blocks.k)
@@ -124,8 +128,8 @@ def _spread(
 
 def _dot(x: jax.Array, w: jax.Array, axis: int) -> jax.Array:
     """Contract the columns of `x` with an axis of `w`, and accumulate in f32."""
-    is_wide = x.dtype == jnp.float32
-    precision = lax.Precision.HIGHEST if is_wide else lax.Precision.DEFAULT
+    is_f32 = x.dtype == jnp.float32
+    precision = lax.Precision.HIGHEST if is_f32 else lax.Precision.DEFAULT
     return lax.dot_general(
         x, w, (((1,), (axis,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
     )
@@ -180,7 +184,7 @@ def decode(codes: Codes, bits: jax.Array) -> jax.Array:
 
     **Arguments:**
 
-    - `bits`: i32, one code per number, as unsigned bits.
+    - `bits`: i32, the unsigned bits of one code per entry.
 
     >>> import jax.numpy as jnp
     >>> from veneer.kernels.tpu.kernel import decode
@@ -195,9 +199,9 @@ def decode(codes: Codes, bits: jax.Array) -> jax.Array:
     if not values:  # int8 or uint8
         values = tuple(np.arange(256).astype(codes.dtype).astype(float).tolist())
     for flipped in (0, len(values) // 2):  # consecutive integers, unsigned or signed
-        less = flipped - values[0]
-        if values == tuple((code ^ flipped) - less for code in range(len(values))):
-            return (bits ^ flipped).astype(jnp.float32) - less
+        offset = flipped - values[0]
+        if values == tuple((code ^ flipped) - offset for code in range(len(values))):
+            return (bits ^ flipped).astype(jnp.float32) - offset
     # Look up the values in a tree of selects, one level per bit.
     selected: list[Any] = [np.float32(value) for value in values]
     for bit in range(codes.bits):

@@ -192,5 +192,5 @@ def _split_scales(scale: jax.Array, layout: StoredLayout) -> jax.Array:
 
 
 def takes_zero_points(operands: MatmulOperands, problem: MatmulProblem) -> bool:
-    """Return False: the caller must subtract the zero points."""
+    """Return False: this kernel never subtracts zero points, so the caller must."""
     return False
