@@ -80,14 +80,19 @@ def fine_strategy(kind: str) -> int:
 def build_functions(kind: str, prepare: Any, multiply: Any) -> JobFunctions:
     """Return the functions of a kernel that computes `PART_ROWS` rows of W per part.
 
-    `multiply(job, batch, first, last, strategy)` multiplies x by the rows of W from `first` to
-    `last`. Either these rows share their scales, or each row has scales.
+    **Arguments:**
+
+    - `prepare`: see `JobFunctions`.
+    - `multiply(job, batch, first, last, strategy)`: multiplies x by the rows of matrix `batch` from
+      `first` to `last`, and applies scales by a strategy. These rows all share the same scales, or
+      each of them has its own.
     """
     PANEL, FINE = COLUMNS[kind], fine_strategy(kind)
     UNIT = VECTORS[kind] if FINE == PER_LANE else LANES  # columns of a lane, or of a vector
 
     @native
     def choose_strategy(job):
+        """Return the strategy for the tiles of a job."""
         tile = word(job, TC)
         if tile % PANEL == 0 or tile == word(job, C):
             return ONE_PER_PANEL
@@ -117,7 +122,7 @@ def build_functions(kind: str, prepare: Any, multiply: Any) -> JobFunctions:
 
 @instruction
 def load_block(address, rows, columns):
-    """Read a block of rows x columns vectors that `store` wrote."""
+    """Return a block of `rows` rows of `columns` vectors that `store` wrote at an address."""
     block = Block("f32", rows.literal_value, columns.literal_value)
 
     def emit(builder, address, *_):
@@ -133,9 +138,8 @@ def load_block(address, rows, columns):
 def multiply_panels(sums, x, stride, table, scales, w, row_bytes, kind, strategy):
     """Return `sums[r][c] + x[r] * W[c] * scales[c]`, lane by lane, for a panel of each row of W.
 
-    Row strides are `stride` bytes for x, and `row_bytes` for W. For one row of x, products are
-    summed and the sum is scaled: this is less work and shortens the dependency between panels.
-    For several rows of x, scaling the decoded values is less work.
+    `sums` has a vector for each row r of x and each row c of W. Rows are `stride` bytes apart in x,
+    and `row_bytes` in W. `scales` are the vectors that `load_panel_scales` returns.
     """
     kind, strategy = kind.literal_value, strategy.literal_value
 
@@ -143,27 +147,25 @@ def multiply_panels(sums, x, stride, table, scales, w, row_bytes, kind, strategy
         totals, table, scales = (get_vectors(builder, block) for block in (totals, table, scales))
         places = [advance(builder, w, 0, c, row_bytes) for c in range(sums.columns)]
         scale = lambda c, j: scales[c * VECTORS[kind] + j if strategy == PER_VECTOR else c]
-        scales_values, tables = sums.rows > 1, [table] * len(places)
-        if scales_values and kind in LOOKUP_BITS and strategy == ONE_PER_PANEL:
-            # Scaling the lookup table is less work than scaling the values.
+        scaled = _choose_scaled_factor(kind, sums.rows, strategy)
+        tables = [table] * len(places)
+        if scaled == "table":
             tables = [[builder.fmul(entries, by) for entries in table] for by in scales]
-            scales_values = False
         decode = _panel_decoder(builder, kind, places, tables)
-        scales_sum = sums.rows == 1 and strategy != PER_VECTOR
-        products = [constant(FLOATS, 0.0)] * len(totals) if scales_sum else totals
+        products = [constant(FLOATS, 0.0)] * len(totals) if scaled == "sum" else totals
         for j in range(VECTORS[kind]):
             values = [decode(c, j) for c in range(len(places))]
-            if scales_values:
+            if scaled == "values":
                 values = [builder.fmul(value, scale(c, j)) for c, value in enumerate(values)]
             for r in range(sums.rows):
-                number = load_vector(builder, advance(builder, x, j, r, stride))
+                x_vector = load_vector(builder, advance(builder, x, j, r, stride))
                 for c, value in enumerate(values):
                     i = r * sums.columns + c
-                    factors = number, value
-                    if sums.rows == 1 and strategy == PER_VECTOR:
-                        factors = builder.fmul(number, value), scale(c, j)
+                    factors = x_vector, value
+                    if scaled == "product":
+                        factors = builder.fmul(x_vector, value), scale(c, j)
                     products[i] = multiply_add(builder, *factors, products[i])
-        if not scales_sum:
+        if scaled != "sum":
             return make_block(builder, products)
         terms = zip(products, scales, totals, strict=True)
         return make_block(builder, [multiply_add(builder, *term) for term in terms])
@@ -171,10 +173,22 @@ def multiply_panels(sums, x, stride, table, scales, w, row_bytes, kind, strategy
     return sums, emit
 
 
-def _panel_decoder(builder: Any, kind: str, places: Any, tables: Any) -> Callable[[int, int], Any]:
-    """Return a function that emits vector `j` of the panel of row `c` of W, as f32.
+def _choose_scaled_factor(kind: str, rows: int, strategy: int) -> str:
+    """Return what `multiply_panels` multiplies by the scales, for `rows` rows of x.
 
-    `places` and `tables` have the address of each panel and its lookup table.
+    For one row of x, scaling the sum of a panel's products is less work than scaling values, and
+    shortens the dependency between panels. For several rows, scaling the values of W once is less
+    work, and scaling the lookup table is even less.
+    """
+    if rows == 1:
+        return "product" if strategy == PER_VECTOR else "sum"
+    return "table" if kind in LOOKUP_BITS and strategy == ONE_PER_PANEL else "values"
+
+
+def _panel_decoder(builder: Any, kind: str, places: Any, tables: Any) -> Callable[[int, int], Any]:
+    """Return a function `decode(c, j)` that emits vector `j` of the panel of row `c` of W, as f32.
+
+    `places` and `tables` have the address and the lookup table of the panel of each row.
     """
     if kind in PLANE_BITS:
         units, bits = COLUMNS[kind] // 8, BITS[kind]
@@ -200,9 +214,10 @@ def _panel_decoder(builder: Any, kind: str, places: Any, tables: Any) -> Callabl
 
 @native
 def scale_layout(job, strategy):
-    """Return 1 / TC as a fixed-point number, and the number of scales per row of W.
+    """Return the argument `layout` of `load_panel_scales`.
 
-    This is the `layout` argument of `load_panel_scales`.
+    It is 1 / TC as a fixed-point number, and the number of scales per row of W. If scales are
+    folded into x, the first number is 0, so that the scale at index 0 is read for all columns.
     """
     tile = word(job, TC)
     reciprocal = (_ONE_FIXED + tile - 1) // tile if strategy != FOLDED_INTO_X else 0
@@ -211,9 +226,11 @@ def scale_layout(job, strategy):
 
 @instruction
 def load_panel_scales(address, stride, column, layout, lane_tiles, rows, kind, strategy):
-    """Return vectors of scales for the panels of `rows` rows of W at a column.
+    """Return vectors of scales for the panels of `rows` rows of W that begin at `column`.
 
-    The scales of the rows are `stride` bytes apart. The strategy decides about the vectors:
+    The scales of the first row of W are at `address`, and the scales of each next row are `stride`
+    bytes later. `scale_layout` returns `layout`, and `find_lane_tiles` returns `lane_tiles`. The
+    strategy selects the vectors:
 
     - ONE_PER_PANEL: one vector per row, of the scale of the first column.
     - PER_LANE: one vector per row. Lane d has the scale of tile `lane_tiles[d]` of the panel, or 0
@@ -246,7 +263,10 @@ def load_panel_scales(address, stride, column, layout, lane_tiles, rows, kind, s
 
 
 def _load_lane_scales(builder: Any, places: Any, lane_tiles: Any, count: Any) -> list[Any]:
-    """Read at most `count` scales at each address, and permute them to the lanes of their tiles."""
+    """Return a vector of scales for each address: lane d has the scale of tile `lane_tiles[d]`.
+
+    `count` scales are stored from the address on, and no memory after them is read.
+    """
     count = broadcast(builder, builder.trunc(count, I32))
     exists = builder.icmp_signed("<", ir.Constant(INTS, [*range(LANES)]), count)
     (order,) = get_vectors(builder, lane_tiles)
@@ -264,7 +284,10 @@ def _load_lane_scales(builder: Any, places: Any, lane_tiles: Any, count: Any) ->
 
 @instruction
 def find_lane_tiles(columns, tile):
-    """Return the tile of each lane of a panel whose lanes cover `columns` columns each."""
+    """Return an int32 vector with the tile of each lane, for lanes of `columns` columns each.
+
+    Tiles have `tile` columns, and are counted from the start of the panel.
+    """
     block = Block("i32", 1, 1)
 
     def emit(builder, columns, tile):
