@@ -45,9 +45,15 @@ _MULTI_THREADED = 1 << 18
 
 @native
 def handle_product(frame, bits, contracts_rows, activations, prepare, count, work, finish):
-    """Handle a call from XLA by the four C functions of a kernel. Return an error's address, or 0.
+    """Handle a call from XLA that multiplies. Return the address of an error, or 0.
 
     A call multiplies the same activations by one or more matrices, and has one result per matrix.
+
+    **Arguments:**
+
+    - `bits`, `contracts_rows`: the bits per code, and the contracted side of the matrices.
+    - `activations`: the dtype of activations, as an index into `kinds.ACTIVATIONS`.
+    - `prepare`, `count`, `work`, `finish`: the C functions of the kernel: see `JobFunctions`.
     """
     if answer_metadata_query(frame):
         return 0
@@ -99,7 +105,7 @@ def _count_threads(frame, multiplications):
 
 @native
 def _fill_zeros(job, contracts_rows):
-    """Write the result of a product whose contracted axis or result is empty."""
+    """Fill the result with zeros, because the contracted axis is empty."""
     n = word(job, words.C if contracts_rows else words.R)
     for i in range(word(job, words.BATCH) * word(job, words.M) * n):
         store_i32(word(job, words.OUT) + 4 * i, 0)
@@ -110,12 +116,12 @@ def _is_array(buffer, entry, axes):
     return dtype(buffer) == entry and rank(buffer) == axes
 
 
-# Types of scales and minima are numbers: see `operands/scales.py`.
+# A type is the number of a dtype of scales or minima: see `operands/scales.py`.
 
 
 @native
 def _float_type(buffer):
-    """Return the index of a buffer's dtype in `kinds.FLOATS`, or -1."""
+    """Return the type of a buffer, its index in `kinds.FLOATS`, or -1 for any other dtype."""
     entry = dtype(buffer)
     if entry == F32:
         return 0
@@ -128,7 +134,10 @@ def _float_type(buffer):
 
 @native
 def _minimum_type(buffer):
-    """Return the type of minima or of zero points in a buffer, or -1."""
+    """Return the type of a buffer of minima or zero points.
+
+    Minima are floats, and zero points are int8 or uint8. Return -1 for any other dtype.
+    """
     entry = dtype(buffer)
     if entry == S8:
         return ZERO_POINT_TYPE
@@ -137,7 +146,10 @@ def _minimum_type(buffer):
 
 @native
 def _code_type(buffer):
-    """Return the type of scales or minima that are codes, or -1."""
+    """Return the type of a buffer of scales or minima that are codes.
+
+    Codes are int8, or uint8 if they are bit planes. Return -1 for any other dtype.
+    """
     entry = dtype(buffer)
     return ZERO_POINT_TYPE if entry == S8 else kinds.PLANES_TYPE if entry == U8 else -1
 
@@ -149,7 +161,7 @@ def _has_tiles(type, buffer):
 
 @native
 def _count_tiles(type, size):
-    """Return the scales in `size` entries of a type, or -1 for incomplete bit planes."""
+    """Return the number of scales in `size` entries, or -1 for bit planes that are incomplete."""
     if type != kinds.PLANES_TYPE:
         return size
     return size // kinds.PLANES * 8 if size % kinds.PLANES == 0 else -1
@@ -161,6 +173,10 @@ def _count_tiles(type, size):
 
 @native
 def _is_stack(frame, index, batch):
+    """Return whether argument `index` is a stack of places, followed by the index of a place.
+
+    The first axis of the stack must be a multiple of `batch`, the matrices of one place.
+    """
     size = dim(argument_buffer(frame, index), 0)
     fits = size == 0 if batch == 0 else size > 0 and size % batch == 0
     return fits and _is_array(argument_buffer(frame, index + 1), S32, 0)
@@ -168,7 +184,9 @@ def _is_stack(frame, index, batch):
 
 @native
 def _place_address(frame, index, batch, width):
-    """Return the address of the indexed place of a stack, whose entries have `width` bytes.
+    """Return the address of the selected place of the stack that is argument `index`.
+
+    The entries of the stack have `width` bytes, and a place has `batch` matrices.
 
     An index out of range selects the first or the last place, as in XLA's dynamic slice.
     """
@@ -181,7 +199,7 @@ def _place_address(frame, index, batch, width):
 
 @native
 def _tile_size(size, scales):
-    """Return the entries of an axis of `size` entries that share each of `scales` scales, or 0."""
+    """Return how many of `size` entries share a scale, or 0 if `scales` does not divide `size`."""
     if scales <= 0 or size % scales != 0:
         return 0
     return size // scales
@@ -189,11 +207,11 @@ def _tile_size(size, scales):
 
 @native
 def _read_product(frame, job, index, bits, contracts_rows, activations):
-    """Write a job of a product. Return whether the operands of the call fit together.
+    """Write the job of matrix `index` of a call. Return whether the operands fit together.
 
     The operands are x, for int8 also its scales, and then the operands of each matrix: the matrix
-    and scales as stacks, and the table. There may follow minima as a stack and an offset, and outer
-    scales of the scales, or of scales and minima, as stacks.
+    and scales as stacks, and the table. Minima may follow as a stack and an offset, and then outer
+    scales of the scales, or of scales and minima, as stacks. A stack is two operands.
     """
     is_integer = activations == _INT8
     entry = S8 if is_integer else BF16 if activations == _BF16 else F32
@@ -201,6 +219,7 @@ def _read_product(frame, job, index, bits, contracts_rows, activations):
     count = (argument_count(frame) - lead) // result_count(frame)
     if argument_count(frame) != lead + count * result_count(frame):
         return False
+    # 5 operands: matrix, scales and table. Minima add 3, and the outer scales of each leaf add 2.
     has_code_minima = count == 12
     has_minima = has_code_minima or count == 10 or count == 8
     has_code_scales = has_code_minima or count == 10 or count == 7
@@ -297,7 +316,11 @@ def _read_product(frame, job, index, bits, contracts_rows, activations):
 
 @native
 def _read_outer_scales(frame, job, index, batch, scale, tiles, first_word):
-    """Write the three words of outer scales of codes. Return whether they fit the scales."""
+    """Write the address, type and tiles of outer scales to three words from `first_word` on.
+
+    The outer scales are the stack that is argument `index`. Return whether they fit `scale`, the
+    buffer of codes, which has `tiles` codes per row.
+    """
     outer = argument_buffer(frame, index)
     type, share = _float_type(outer), 0
     if rank(outer) == 3:
@@ -317,7 +340,10 @@ def _read_outer_scales(frame, job, index, batch, scale, tiles, first_word):
 
 @native
 def _write_sizes(job, table, out, batch, r, c, matrix_row, tile_rows, tiles):
-    """Write the table, result and sizes of a job. Return whether tiles divide the matrix."""
+    """Write the table, result and sizes of a job. Return whether tiles divide the matrix.
+
+    The matrix is `[r, c]`, its rows have `matrix_row` bytes, and it has `[tile_rows, tiles]` tiles.
+    """
     tr, tc = _tile_size(r, tile_rows), _tile_size(c, tiles)
     set_word(job, words.TABLE, data(table))
     set_word(job, words.OUT, data(out))
@@ -332,7 +358,11 @@ def _write_sizes(job, table, out, batch, r, c, matrix_row, tile_rows, tiles):
 
 @native
 def handle_quantize(frame, bits, count, work):
-    """Handle a call from XLA to quantize. Return an error's address, or 0."""
+    """Handle a call from XLA that quantizes. Return the address of an error, or 0.
+
+    `bits` are the bits per code. `count` and `work` are the C functions of the kernel: see
+    `JobFunctions`.
+    """
     if answer_metadata_query(frame):
         return 0
     job = new_job(words.WORDS)

@@ -125,11 +125,14 @@ def kernel(kind: str) -> tuple[Any, Any]:
 
 
 def _build_tile_row_quantizer(kind: str, bits: int) -> Any:
-    """Return a function that computes a part whose tiles span rows."""
+    """Return a function `quantize_tile_row(job, part)`, for tiles that span rows or are narrow."""
 
     @native
     def encode_row(x, columns, factors, table, out):
-        """Write the codes of a row, multiplied by a factor per column."""
+        """Multiply a row of `columns` values by a factor per column, and write its codes to `out`.
+
+        `table` is the address of the thresholds between codes.
+        """
         aligned = columns - columns % _STEP
         for i in range(0, aligned, _STEP):
             codes = encode(x + 4 * i, 2, load(factors + 4 * i, 2), table, kind)
@@ -147,7 +150,10 @@ def _build_tile_row_quantizer(kind: str, bits: int) -> Any:
 
     @native
     def find_scales(job, x, columns, scale, factors):
-        """Write the scales of a row of tiles, and the reciprocal of the scale of each column."""
+        """Write a row of scales to `scale`, and the reciprocal of each column's scale to `factors`.
+
+        The row of tiles begins at `x` and has `columns` columns.
+        """
         c, tr, tc = word(job, words.C), word(job, words.TR), word(job, words.TC)
         table = word(job, words.TABLE)
         column_values = stack(_ROW_BYTES)  # magnitudes, and then scales
@@ -187,7 +193,7 @@ def _build_tile_row_quantizer(kind: str, bits: int) -> Any:
 
 @native
 def _update_row_magnitudes(magnitudes, x, columns):
-    """Update the magnitude of each column by the values of a row."""
+    """Update `magnitudes`, the largest magnitude of each column, with the values of a row."""
     aligned = columns - columns % _STEP
     for i in range(0, aligned, _STEP):
         place = magnitudes + 4 * i
@@ -200,14 +206,14 @@ def _update_row_magnitudes(magnitudes, x, columns):
 
 @native
 def _copy_padded_row(to, x, columns):
-    """Copy the last columns of a row, zero-padded to `_STEP` columns."""
+    """Copy `columns` values of a row, fewer than `_STEP`, and zero-pad them to `_STEP`."""
     for i in range(_STEP):
         store_f32(to + 4 * i, load_f32(x + 4 * i) if i < columns else 0.0)
 
 
 @native
 def _share_magnitudes(magnitudes, columns, tile):
-    """Set the magnitudes of the columns of each tile to the largest of them."""
+    """Set the magnitude of each column to the largest of its tile, a range of `tile` columns."""
     for first in range(0, columns, tile):
         most = 0
         for i in range(first, first + tile):

@@ -39,14 +39,14 @@ _TO_INTEGER = 1.5 * 2.0**23
 
 @instruction
 def zero_magnitudes(columns):
-    """Return a row of vectors of integer zeros."""
+    """Return a row of `columns` vectors of integer zeros, the smallest magnitudes."""
     block = Block("i32", 1, columns.literal_value)
     return block, lambda builder, _: ir.Constant(block.llvm, [constant(INTS, 0)] * block.count)
 
 
 @instruction
 def update_magnitudes(magnitudes, address):
-    """Return the larger of magnitudes and of the magnitudes of f32 at an address.
+    """Return the elementwise maximum of magnitudes and the magnitudes of the f32 at `address`.
 
     Magnitudes are the bits of positive f32 as integers, which have the same order. NaN comes after
     infinity.
@@ -69,7 +69,7 @@ def _select_larger(builder: Any, a: Any, b: Any) -> Any:
 
 @instruction
 def broadcast_largest(magnitudes):
-    """Return a vector with the largest of all magnitudes in every lane."""
+    """Return a vector whose lanes all have the largest of all magnitudes."""
 
     def emit(builder, magnitudes):
         first, *rest = get_vectors(builder, magnitudes)
@@ -87,7 +87,7 @@ def broadcast_largest(magnitudes):
 
 @instruction
 def compute_scales(magnitudes, reciprocal, rounds_scale, kind):
-    """Return the scales of tiles: magnitudes times the reciprocal of the largest code.
+    """Return the scales of tiles: magnitudes times `reciprocal`, 1 / the largest code of the kind.
 
     As in `as_divisor` of quant/conversion, a scale that is too small to divide by becomes 1, and
     one that is too large becomes NaN. If `rounds_scale` is not 0, the significand of a scale is
@@ -141,7 +141,7 @@ def compute_reciprocals(block):
 
 @instruction
 def store_first(address, block):
-    """Write the first number of a vector."""
+    """Write the first number of a vector to `address`."""
 
     def emit(builder, address, block):
         (value,) = get_vectors(builder, block)
@@ -153,9 +153,10 @@ def store_first(address, block):
 
 @instruction
 def encode(address, columns, factors, table, kind):
-    """Read a row of vectors of f32, multiply by factors, and return the nearest codes as int32.
+    """Read `columns` vectors of f32, multiply by factors, and return the nearest codes as int32.
 
-    `factors` is a row of as many vectors, or one vector. NaN gets the code of 0.
+    `factors` is a row of as many vectors, or one vector. `table` is the address of the 15
+    thresholds between codes, which only nf4 uses. NaN gets the code of 0.
     """
     block = Block("i32", 1, columns.literal_value)
     encode = _ENCODERS[kind.literal_value]
@@ -176,7 +177,7 @@ def encode(address, columns, factors, table, kind):
 
 
 def _build_rounding_encoder(low: int, high: int) -> Callable[..., Any]:
-    """Return a function that encodes to integers, rounded half to even and clipped."""
+    """Return a function that encodes to integers from `low` to `high`, rounding half to even."""
 
     def encode(builder: Any, x: Any, _: Any) -> Any:
         low_vector, high_vector = (constant(FLOATS, float(end)) for end in (low, high))
@@ -208,7 +209,7 @@ _ENCODERS = {
 
 @instruction
 def store_codes(address, codes, bits):
-    """Write the lowest 8 or 4 bits of int32 codes. Two neighboring codes of 4 bits share a byte."""
+    """Write the lowest `bits` bits of int32 codes: 8, or 4 with two neighboring codes per byte."""
     store = {8: _store_bytes, 4: _store_nibbles}[bits.literal_value]
 
     def emit(builder, address, codes, _):

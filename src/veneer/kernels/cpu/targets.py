@@ -23,7 +23,7 @@ _CALL = re.compile(rb"veneer_(?:(?:integer_|bf16_)?(?:rows|columns)|quanti[sz]e)
 
 @functools.cache
 def _products() -> dict[str, tuple[KernelRow, str]]:
-    """Return the kernel and the kind of codes of each target that multiplies."""
+    """Map the name of each target that multiplies to its kernel and its kind of codes."""
     rows = [row for row in TABLE if row.platform == "cpu"]
     return {row.target(kind): (row, kind) for row in rows for kind in row.kinds}
 
@@ -89,7 +89,10 @@ def product_code(
 
 
 def _code(functions: dict[str, Any], name: str, handler: str, constants: Sequence[int]) -> bytes:
-    """Return the object file of functions, with an entry that passes them to a handler."""
+    """Return an object file with functions and the entry `name`, which XLA calls.
+
+    The entry calls the handler with the constants and the addresses of the functions.
+    """
     from ...native.object_file import ObjectFile
 
     file = ObjectFile()

@@ -79,9 +79,9 @@ def build(kind: str) -> JobFunctions:
 
     @native
     def multiply_block(job, rows, batch, first, last, m, strategy):
-        """Multiply a block of `rows` rows of x by the rows of W from `first` to `last`."""
-        sums, folded, one = stack(_SUMS_BYTES), stack(FOLDED_BYTES), stack(64)
-        store_f32(one, 1)
+        """Multiply `rows` rows of x, from row `m`, by rows `first` to `last` of matrix `batch`."""
+        sums, folded, unit_scale = stack(_SUMS_BYTES), stack(FOLDED_BYTES), stack(64)
+        store_f32(unit_scale, 1)
         group = _count_group_rows(rows)
         groups = (last - first) // group + (last - first) % group
         for i in range(rows * group * groups):
@@ -96,7 +96,7 @@ def build(kind: str) -> JobFunctions:
                 fold(job, folded, x, rows, tile_row, begin, end)
                 x = folded
             add_products(
-                job, rows, sums, x, batch, first, last, begin, end, tile_row, one, strategy
+                job, rows, sums, x, batch, first, last, begin, end, tile_row, unit_scale, strategy
             )
         if has_minima(job):
             _add_minima(job, rows, sums, x_sums_address(job, batch, m), first, last, tile_row)
@@ -104,7 +104,7 @@ def build(kind: str) -> JobFunctions:
 
     @native
     def multiply_rows(job, batch, first, last, strategy):
-        """Multiply x by the rows of W from `first` to `last`."""
+        """Multiply all rows of x by the rows of matrix `batch` from `first` to `last`."""
         rows = word(job, M)
         for m in range(0, rows, MOST):
             multiply_block(job, count_block_rows(rows, m), batch, first, last, m, strategy)
@@ -113,7 +113,7 @@ def build(kind: str) -> JobFunctions:
 
 
 def _build_range_product(kind: str) -> Any:
-    """Return a function that adds products of a block of x and a range of panels to sums."""
+    """Return a function that multiplies a block of x by rows of W, over a range of panels."""
     PANEL, W_BYTES, FIELDS = COLUMNS[kind], BYTES[kind], VECTORS[kind]
     TAIL, FINE = W_BYTES * max(_GROUP.values()), fine_strategy(kind)
     X_PANEL, ROW_SCALE_BYTES = 4 * PANEL, _SCALE_BYTES
@@ -124,10 +124,14 @@ def _build_range_product(kind: str) -> Any:
     )
 
     @native
-    def add_products(job, rows, sums, x, batch, first, last, begin, end, tile_row, one, strategy):
-        """Multiply panels `begin` to `end` of a block of x by rows `first` to `last` of W.
+    def add_products(
+        job, rows, sums, x, batch, first, last, begin, end, tile_row, unit_scale, strategy
+    ):
+        """Add the products of a block of x and rows `first` to `last` of W to `sums`.
 
-        The scales of row `first` are in row `tile_row` of tiles. `one` is the address of 1.0.
+        Only panels `begin` to `end` are multiplied. `sums` is the address of the groups of rows of
+        W, each with a vector for every row of x and of W. The scales of row `first` are in row
+        `tile_row` of tiles. `unit_scale` is the address of 1.0, the scale if x has been scaled.
         """
         tail, numbers = stack(TAIL), stack(ALL_SCALE_BYTES)
         row_bytes, stride = word(job, ROW_BYTES), word(job, NEXT_ROW)
@@ -140,8 +144,8 @@ def _build_range_product(kind: str) -> Any:
         w, located = row_address(job, batch, first), locate_tile_values(job)
         while first < last:
             count = _count_group_rows(rows)
-            next_row, scale, next_scale = stride, one, 0
-            if first + count > last:  # Take the last rows one by one: all of a group are one row.
+            next_row, scale, next_scale = stride, unit_scale, 0
+            if first + count > last:  # Take the last rows one by one: a group repeats one row.
                 count, next_row = 1, 0
             if strategy != FOLDED_INTO_X and is_f32(job, SCALE):
                 scale, next_scale = word(job, SCALE) + 4 * tiles * tile_row, 4 * tiles * step
@@ -195,13 +199,20 @@ def _build_range_product(kind: str) -> Any:
 
 @functools.cache
 def _build_group_product(kind: str, rows: int, strategy: int) -> Any:
-    """Return a function that multiplies `rows` rows of x by a group of rows of W."""
+    """Return a function that multiplies `rows` rows of x by a group of `_GROUP[rows]` rows of W.
+
+    Rows of W are `next_row` bytes apart, and their scales, from `scale` on, `next_scale` bytes.
+    """
     PANEL, W_BYTES, X_PANEL = COLUMNS[kind], BYTES[kind], 4 * COLUMNS[kind]
     GROUP = _GROUP[rows]
 
     @native
     def multiply(job, sums, x, w, next_row, scale, next_scale, layout, lane_tiles, begin, end):
-        """Add the products of panels `begin` to `end` to sums in memory."""
+        """Add the products of panels `begin` to `end` to `sums`, the address of a vector per pair.
+
+        `x` and `w` are the addresses of panel `begin`. `layout` and `lane_tiles` are arguments of
+        `load_panel_scales`.
+        """
         tile, group_bytes = word(job, TC), GROUP * next_row
         ahead = 0
         if group_bytes != 0:
@@ -248,11 +259,14 @@ _add_minima_2, _add_minima_4, _add_minima_most = (
 
 @native
 def _add_minima(job, rows, sums, x_sums, first, last, tile_row):
-    """Add minima of rows `first` to `last` of W, times the tile sums of a block of x."""
-    next = 1 if word(job, TR) == 1 else 0
+    """Add minima of rows `first` to `last` of W, times sums over tiles of a block of x, to `sums`.
+
+    The minima of row `first` are in row `tile_row` of tiles.
+    """
+    next = 1 if word(job, TR) == 1 else 0  # rows of tiles per row of W
     while first < last:
         count, step = _count_group_rows(rows), next
-        if first + count > last:
+        if first + count > last:  # A group repeats one row, as in `_build_range_product`.
             count, step = 1, 0
         if rows == 2:
             _add_minima_2(job, sums, x_sums, tile_row, step)
@@ -267,7 +281,11 @@ def _add_minima(job, rows, sums, x_sums, first, last, tile_row):
 
 @native
 def _write_results(job, rows, sums, batch, first, last, m):
-    """Add up the lanes of the sums of a block of x, and write them to the result."""
+    """Add up the lanes of the sums of a block of x, and write the totals to the result.
+
+    The block has `rows` rows of x from row `m` on. Some of these rows may not exist. The sums are
+    in groups of the rows `first` to `last` of W.
+    """
     existing, group = min(rows, word(job, M) - m), _count_group_rows(rows)
     while first < last:
         count = group if first + group <= last else 1

@@ -71,7 +71,7 @@ _ALL_SCALE_BYTES = LANES * _ROW_SCALE_BYTES
 
 @native
 def _count_units(job):
-    """Return the numbers of groups of rows of x, of blocks of groups, and of parts of rows of W."""
+    """Return how many groups the rows of x have, blocks the groups, and parts the rows of W."""
     groups = (word(job, M) + ROWS - 1) // ROWS
     return groups, (groups + _GROUPS - 1) // _GROUPS, (word(job, R) + _PART_ROWS - 1) // _PART_ROWS
 
@@ -93,13 +93,17 @@ def build(kind: str, activations: str = "float32") -> JobFunctions:
 
     @native
     def multiply(total, x, next_row, w, depth):
-        """Add the product of a group of rows of x and `depth` decoded columns, or pairs of them."""
+        """Return `total` plus the product of a group of rows of x and `depth` rows of lanes at `w`.
+
+        A row of lanes is a decoded column of W, or a pair of columns for bf16.
+        """
         for k in range(depth):
             total = add_outer(total, x + 4 * k, next_row, load(w + _ROW * k, _COLUMNS))
         return total
 
     @native
     def work(job, part):
+        """Multiply a block of groups of rows of x by `_PART_ROWS` rows of W."""
         sums, decoded, packed = stack(_SUMS_BYTES), stack(_DECODED_BYTES), stack(_DECODED_BYTES)
         groups, blocks, parts = _count_units(job)
         first, rest = part % parts * _PART_ROWS, part // parts
@@ -141,7 +145,7 @@ def _prefetch_rows(x, next_row, depth):
 
 @native
 def _write_group(y, next_y, total, columns):
-    """Write the first `columns` columns of a group of rows of the result."""
+    """Write the first `columns` columns of `total`, a group of rows of the result, to `y`."""
     if columns == _PART_ROWS:
         store_block(y, next_y, total)
         return
@@ -153,14 +157,17 @@ def _write_group(y, next_y, total, columns):
 
 
 def _build_decoder(kind: str) -> Any:
-    """Return a function that decodes a range of columns of the rows of a part, transposed."""
+    """Return a function that decodes columns of the rows of a part and transposes them."""
     decode_square, SQUARE, SQUARE_BYTES, READ_BYTES = _build_square_decoder(kind)
     UNIT = _PLANE_COLUMNS if kind in PLANE_BITS else 32 // LOOKUP_BITS.get(kind, 32)
     SCALE_BYTES, COPY_BYTES = _DEPTH * _VECTOR, LANES * READ_BYTES
 
     @native
     def decode(job, to, batch, first, last, k, depth):
-        """Write `depth` columns, from column `k`, of rows `first` to `last` of W."""
+        """Write the dense values of `depth` columns, from `k`, of rows `first` to `last` of W.
+
+        They are transposed: a row at `to` is a column of W, and has `_PART_ROWS` f32.
+        """
         scales, minima, copied = stack(SCALE_BYTES), stack(SCALE_BYTES), stack(COPY_BYTES)
         row_bytes, stride = word(job, ROW_BYTES), word(job, NEXT_ROW)
         table = load_table(word(job, TABLE))
@@ -201,7 +208,11 @@ def _build_decoder(kind: str) -> Any:
 
 @native
 def _transpose_tile_values(job, leaf, to, row, rows, k, depth, unit):
-    """Write a vector of the scales or minima of LANES rows of W for every `unit` columns."""
+    """Write scales or minima of LANES rows of W: one vector for every `unit` of `depth` columns.
+
+    Columns begin with `k`. `row` is the first row, counted over all matrices. If fewer than LANES
+    rows exist, `rows` of them, the last values are repeated.
+    """
     numbers, tile = stack(_ALL_SCALE_BYTES), word(job, TC)
     first, last = k // tile, (k + depth - 1) // tile
     for i in range(rows):
@@ -218,7 +229,10 @@ def _transpose_tile_values(job, leaf, to, row, rows, k, depth, unit):
 def _build_square_decoder(kind: str) -> tuple[Any, int, int, int]:
     """Return a function that decodes, scales and transposes a square: columns of LANES rows of W.
 
-    Also return the columns of a square, their bytes in a row, and the bytes that are read per row.
+    Its arguments are the address of the result, the address and the row stride of the codes, the
+    lookup table, the address of the scales, the bytes from a scale to its minimum, and `unit`, the
+    columns that share a vector of scales. Also return the columns of a square, the bytes of their
+    codes in a row, and the bytes that are read per row.
     """
     if BITS[kind] == 8:
 
@@ -274,7 +288,7 @@ def _build_square_decoder(kind: str) -> tuple[Any, int, int, int]:
 
 @instruction
 def _transpose_dwords(to, stride, address):
-    """Transpose LANES rows of LANES dwords. Rows are `stride` bytes apart."""
+    """Write LANES rows of LANES dwords transposed. The rows are `stride` bytes apart."""
 
     def emit(builder, to, stride, address):
         rows = [load_vector(builder, advance(builder, address, 0, i, stride)) for i in range(LANES)]
@@ -286,10 +300,10 @@ def _transpose_dwords(to, stride, address):
 
 @instruction
 def _store_fields(to, stride, dwords, table, scales, next_scale, to_minimum, kind):
-    """Write the columns that a vector of dwords of LANES rows holds, scaled: a vector per column.
+    """Decode the fields of LANES dwords at `dwords`, one per row of W, and write them dequantized.
 
-    Columns are written `stride` bytes apart, and their vectors of scales are `next_scale` bytes
-    apart. The minimum of a column is `to_minimum` bytes after its scale.
+    Each field is a column of W, written as a vector. The vectors are `stride` bytes apart, and
+    their vectors of scales `next_scale` bytes. A minimum is `to_minimum` bytes after its scale.
     """
     bits = LOOKUP_BITS[kind.literal_value]
 
@@ -308,9 +322,9 @@ def _store_fields(to, stride, dwords, table, scales, next_scale, to_minimum, kin
 
 @instruction
 def _store_bytes(to, stride, codes, next_codes, scales, next_scale, to_minimum, kind):
-    """Write LANES columns of LANES rows of byte codes, scaled: see `_store_fields`.
+    """Write LANES columns of LANES rows of byte codes, dequantized: see `_store_fields`.
 
-    The rows of codes are `next_codes` bytes apart.
+    The rows of codes begin at `codes`, and are `next_codes` bytes apart.
     """
     convert = CONVERSIONS[kind.literal_value]
 
@@ -326,6 +340,9 @@ def _store_bytes(to, stride, codes, next_codes, scales, next_scale, to_minimum, 
 
 
 def _dequantize(builder: Any, codes: Any, scale: Any, to_minimum: Any) -> Any:
-    """Return `codes * scale + minimum`. The minimum is `to_minimum` bytes after the scale."""
+    """Return the vector `codes * scale + minimum`.
+
+    `scale` is the address of a vector of scales. The minima are `to_minimum` bytes later.
+    """
     minimum = load_vector(builder, builder.add(scale, to_minimum))
     return multiply_add(builder, codes, load_vector(builder, scale), minimum)

@@ -87,7 +87,7 @@ def build(kind: str) -> JobFunctions:
 
     @native
     def multiply_rows(job, batch, first, last, strategy):
-        """Multiply x by the rows of W from `first` to `last`."""
+        """Multiply x by the rows of matrix `batch` from `first` to `last`."""
         columns, r, row_bytes = word(job, C), word(job, R), word(job, ROW_BYTES)
         stride, tile, rows = word(job, NEXT_ROW), word(job, TC), last - first
         panels, tiles = (columns + PANEL - 1) // PANEL, columns // tile
@@ -127,7 +127,7 @@ def build(kind: str) -> JobFunctions:
         row = 0
         while row < rows:
             count, next_row, next_scales, next_minima = ROWS, stride, next_scale, step
-            if row + ROWS > rows:  # Take the last rows one by one: all 4 panels are of one row.
+            if row + ROWS > rows:  # Take the last rows one by one: all 4 panels repeat one row.
                 count, next_row, next_scales, next_minima = 1, 0, 0, 0
             prefetch_tile_values(located, batch * r + first + row + PART_ROWS, count)
             total, place = zeros(1, ROWS), w
@@ -157,7 +157,12 @@ def build(kind: str) -> JobFunctions:
 
 
 def _build_row_product(kind: str, strategy: int) -> Any:
-    """Return a function that adds the products of x with `ROWS` rows of W to vectors of sums."""
+    """Return a function that returns `total` plus the products of x with `ROWS` rows of W.
+
+    `total` has a vector of sums per row of W. `w_rows` has the address of the first row, the bytes
+    between rows, the bytes to prefetch ahead, the address of the scales, and the bytes between the
+    scales of rows. `layout` and `lane_tiles` are arguments of `load_panel_scales`.
+    """
     PANEL, W_BYTES, X_PANEL = COLUMNS[kind], BYTES[kind], 4 * COLUMNS[kind]
     SCALE_VECTORS = ROWS * (VECTORS[kind] if strategy == PER_VECTOR else 1)
 

@@ -3,8 +3,8 @@
 This is the product of queries with the keys of attention: a row of W is a key, and is as wide as a
 head. The start and the end of a row take most of the time of other kernels. So this kernel keeps as
 many sums in registers as a vector has lanes, for some rows of x times some rows of W, and adds up
-the lanes of all of them together. Interleaved matrices are computed together, because rows with the
-same index are neighbors in memory.
+the lanes of all of them together. If rows of several matrices alternate in memory, the matrices are
+computed together, because their rows with the same index are neighbors.
 
 Scales are one per row of W, or one per tile of whole vectors in a row. Or neighboring rows share a
 row of scales (keys with a scale per channel), which is then multiplied into x.
@@ -75,7 +75,10 @@ _ONE = np.float32(1)
 
 @native
 def _count_groups(job):
-    """Return the number of groups of interleaved matrices, and the groups per part."""
+    """Return the number of groups of matrices, and the groups per part.
+
+    A group is the matrices whose rows alternate in memory, or one matrix.
+    """
     groups = word(job, BATCH) // count_interleaved(job)
     return groups, max(1, _PART_ROWS // word(job, R))
 
@@ -94,7 +97,7 @@ def build(kind: str) -> JobFunctions:
 
     @native
     def multiply_group(job, group, row, last):
-        """Multiply by the rows from `row` to `last` of a group of interleaved matrices."""
+        """Multiply x by the rows from `row` to `last` of the matrices of a group."""
         m, heads = word(job, M), count_interleaved(job)
         while row < last:
             count = LANES
@@ -127,16 +130,19 @@ def build(kind: str) -> JobFunctions:
 
 @native
 def _folds_scales(job):
-    """Return whether rows of W share a row of several scales, which is multiplied into x."""
+    """Return whether several rows of W share a row of several scales.
+
+    Such scales are multiplied into x.
+    """
     return word(job, TR) > 1 and word(job, TC) < word(job, C)
 
 
 def _build_product(kind: str, rows: int) -> Any:
     """Return a function that multiplies `rows` rows of x by `count` rows of W.
 
-    `count` is LANES, or a multiple of LANES for rows of W that share scales. If fewer than LANES
-    rows of W are left, the last LANES rows are multiplied, and only the missing results are
-    written.
+    The rows of x begin with row `m`, and the rows of W with `row`. `count` is LANES, or a multiple
+    of LANES for rows of W that share scales. If fewer than LANES rows of W are left, the last LANES
+    rows are multiplied, and only the results from `row` on are written.
     """
     add_products, GROUP = _build_vector_product(kind, rows), LANES // rows
     add_tiled_products = _build_vector_product(kind, rows, has_tiles=True)
@@ -208,7 +214,11 @@ def _build_product(kind: str, rows: int) -> Any:
 
 @native
 def _fold_scales(job, x, rows, scales, minima, to, minimum_terms):
-    """Write rows of x times the scales of columns, and the products of x with the minima."""
+    """Write `rows` rows of x times a scale per column to `to`.
+
+    Also write the product of each row with the minima of the columns to `minimum_terms`. `scales`
+    and `minima` have one number per tile, and are replaced by one number per column.
+    """
     c = word(job, C)
     _expand_tiles(job, scales)
     if has_minima(job):
@@ -223,7 +233,7 @@ def _fold_scales(job, x, rows, scales, minima, to, minimum_terms):
 
 @native
 def _expand_tiles(job, numbers):
-    """Replace the numbers of tiles by one number per column, in place."""
+    """Replace one f32 per tile by one f32 per column, in place."""
     tile = word(job, TC)
     for i in range(word(job, C) - 1 if tile > 1 else 0, 0, -1):
         store_f32(numbers + 4 * i, load_f32(numbers + 4 * (i // tile)))
@@ -231,7 +241,7 @@ def _expand_tiles(job, numbers):
 
 @native
 def _dot(a, b, count):
-    """Return the dot product of `count` f32, a multiple of LANES."""
+    """Return the dot product of the `count` f32 at a and at b. `count` is a multiple of LANES."""
     total, sum = zeros(1, 1), stack(4)
     for i in range(0, 4 * count, _VECTOR):
         total = add_inner(total, a + i, 0, load(b + i, 1))
@@ -241,7 +251,11 @@ def _dot(a, b, count):
 
 @native
 def _add_minima(job, x, y, rows, minima, next_minimum, first):
-    """Add minima times sums of x over tiles, for rows `first` to LANES of LANES rows of W."""
+    """Add minima times sums of x over tiles to the results at `y`, for `rows` rows of x.
+
+    Skip the first `first` of LANES rows of W. The minima of rows of W are `next_minimum` bytes
+    apart.
+    """
     tile, tiles, tile_sums = word(job, TC), word(job, C) // word(job, TC), stack(_TILE_BYTES)
     for _ in range(rows):
         for t in range(tiles):
@@ -259,7 +273,8 @@ def _build_vector_product(kind: str, rows: int, has_tiles: bool = False) -> Any:
 
     It adds the products of SHORT_VECTORS vectors of columns to one vector per pair of rows. With
     `has_tiles`, decoded values are scaled: the scales of rows of W are `next_scale` bytes apart,
-    one scale is shared by `1 << shift` vectors, and the first vector of columns has number `first`.
+    `1 << shift` vectors share a scale, and `first` vectors of the row come before these columns.
+    Otherwise these arguments are ignored.
     """
 
     @instruction
@@ -289,7 +304,7 @@ def _build_vector_product(kind: str, rows: int, has_tiles: bool = False) -> Any:
 
 @instruction
 def _sum_lanes(block):
-    """Return one vector with the sum of the lanes of each of LANES vectors."""
+    """Return a vector whose lane i is the sum of the lanes of vector i of a block."""
 
     def emit(builder, values):
         values = get_vectors(builder, values)

@@ -30,7 +30,7 @@ class PanelX(NamedTuple):
     - `block_address(job, batch, m)`: returns the address of the block that begins with row m of x.
     - `sums_address(job, batch, m)`: returns the address of the sums of row m of x over tiles.
     - `fold(job, to, x, rows, tile_row, first, last)`: writes the panels from `first` to `last` of a
-      block of x, multiplied by the scales of a row of tiles.
+      block of x with `rows` rows, multiplied by the scales of row `tile_row` of tiles.
     """
 
     prepare: Any
@@ -41,7 +41,7 @@ class PanelX(NamedTuple):
 
 @functools.cache
 def build_panel_x(kind: str) -> PanelX:
-    """Return the functions for codes of a kind."""
+    """Return the functions that store and find x in the panel order of codes of a kind."""
     COUNT, PANEL, BYTES = VECTORS[kind], COLUMNS[kind], 4 * COLUMNS[kind]
     SCALE_BYTES = BYTES + 4 * LANES
     order = deinterleave if kind in LOOKUP_BITS else native(lambda block: block)
@@ -59,7 +59,7 @@ def build_panel_x(kind: str) -> PanelX:
 
     @native
     def store_panel(to, x, count):
-        """Write the first `count` numbers of a panel in panel order, padded with zeros."""
+        """Write the `count` numbers at `x` as one panel in panel order, padded with zeros."""
         padded = stack(BYTES)
         if count < PANEL:
             for i in range(PANEL):
@@ -91,7 +91,10 @@ def build_panel_x(kind: str) -> PanelX:
 
     @native
     def expand_scales(job, to, tile_row, panel):
-        """Write the scale of each column of a panel, in panel order."""
+        """Write the scale of each column of panel number `panel`, in panel order.
+
+        The scales are in row `tile_row` of tiles.
+        """
         numbers = stack(SCALE_BYTES)
         columns, tile = word(job, C), word(job, TC)
         begin = panel * PANEL
@@ -122,7 +125,10 @@ def build_panel_x(kind: str) -> PanelX:
 
 @native
 def count_block_rows(rows, m):
-    """Return the rows of the block that begins with row m of x, padded to a power of two."""
+    """Return the number of rows of the block that begins with row m of the `rows` rows of x.
+
+    The number includes rows of zeros: it is a power of two, and 1 only if x has one row.
+    """
     count = 1 if rows == 1 else 2
     while count < MOST and count < rows - m:
         count *= 2

@@ -1,11 +1,11 @@
 """Contract the rows of W with few rows of x: `x @ W`. Reading W takes the time, so it is read once.
 
-A part is some rows of W, and all of its columns or a wide range of them, because narrow ranges
-would look up each memory page many times. If few, interleaved matrices belong to the same part. The
-kernel loops over blocks of rows of W, and over the columns of a block from left to right. It
-decodes codes in registers and multiplies them by x there, with sums in registers for the rows of
-the block. The sums are scaled once at the end of a block, and added to the result. Meanwhile the
-next block is prefetched.
+A part is a range of rows of W, and all of its columns or a wide range of them, because narrow
+ranges would look up each memory page many times. If rows of a few matrices alternate in memory, the
+matrices belong to the same part. The kernel loops over blocks of rows of W, and over the columns of
+a block from left to right. It decodes codes in registers and multiplies them by x there, with sums
+in registers for the rows of the block. The sums are scaled once at the end of a block, and added to
+the result. Meanwhile the next block is prefetched.
 
 The products of different ranges of rows of W are summed up. Parts of the first range write to the
 result, and parts of other ranges to SCRATCH. After them, other parts add SCRATCH to the result.
@@ -81,7 +81,7 @@ _SCALE_BYTES, _SUMS_BYTES = 4 * (_WIDTH + PANEL), 4 * FLOATS_BY_ROWS * PANEL
 
 @native
 def _count_columns(job):
-    """Return the number of columns of a part."""
+    """Return the number of columns per part, a multiple of `PANEL`."""
     c = word(job, C)
     most = max(PANEL, _WIDTH // word(job, M) // PANEL * PANEL)
     count = (c + most - 1) // most
@@ -91,24 +91,28 @@ def _count_columns(job):
 
 @native
 def _count_matrices(job):
-    """Return the number of matrices of a part: all interleaved ones, or one."""
+    """Return the number of matrices per part.
+
+    If rows of several matrices alternate in memory, they are in one part, unless their results
+    would not fit into the caches. Otherwise a part has one matrix.
+    """
     heads = count_interleaved(job)
     return heads if heads * _count_columns(job) * word(job, M) <= _WIDTH else 1
 
 
 @native
 def _count_rows(job):
-    """Return the number of rows of W of a part."""
+    """Return the number of rows of W per part."""
     r, width = word(job, R), _count_columns(job)
-    others = word(job, BATCH) // _count_matrices(job) * ((word(job, C) + width - 1) // width)
+    column_ranges = word(job, BATCH) // _count_matrices(job) * ((word(job, C) + width - 1) // width)
     parts = _PARTS * max(2, word(job, THREADS))
-    rows = max(_PART_ROWS, (r * others + parts - 1) // parts)
+    rows = max(_PART_ROWS, (r * column_ranges + parts - 1) // parts)
     return (rows + _BLOCK - 1) // _BLOCK * _BLOCK
 
 
 @native
 def _count_ranges(job):
-    """Return the number of ranges of rows of W. Their products are summed up."""
+    """Return the number of ranges of rows that a matrix is divided into, at least 1."""
     rows = _count_rows(job)
     return max(1, (word(job, R) + rows - 1) // rows)
 
@@ -121,7 +125,7 @@ def _count_results(job):
 
 @native
 def _count_products(job):
-    """Return the number of parts that multiply."""
+    """Return the number of parts that multiply. Other parts add their results up."""
     width = _count_columns(job)
     widths = (word(job, C) + width - 1) // width
     return word(job, BATCH) // _count_matrices(job) * widths * _count_ranges(job)
@@ -129,11 +133,14 @@ def _count_products(job):
 
 @native
 def prepare(job):
-    """Allocate the results of all ranges of rows of W but the first."""
-    others = _count_ranges(job) - 1
-    if others == 0:
+    """Allocate SCRATCH for the results of all ranges of rows of W except the first.
+
+    The parts that multiply must then be complete before the parts that add up the results.
+    """
+    later_ranges = _count_ranges(job) - 1
+    if later_ranges == 0:
         return
-    memory = malloc(4 * others * _count_results(job))
+    memory = malloc(4 * later_ranges * _count_results(job))
     if memory == 0:
         set_word(job, FAILED, 1)
         return
@@ -150,10 +157,10 @@ def count(job):
 
 @native
 def start_part(job, part):
-    """Clear the result of a part that multiplies, and return its extent and the address.
+    """Fill the result of a part that multiplies with zeros, and return the extent of the part.
 
-    **Returns:** the first matrix, the number of matrices, the first and last row of W, the first
-    and last column, and the address of the result.
+    **Returns:** the first matrix, the number of matrices, the first row of W and the row after the
+    last, the first column and the column after the last, and the address of the result.
     """
     m, r, c = word(job, M), word(job, R), word(job, C)
     width, rows = _count_columns(job), _count_rows(job)
@@ -173,17 +180,24 @@ def start_part(job, part):
 
 @native
 def _sum_ranges(job, part):
-    """Add the results of other ranges of rows, in SCRATCH, to `_SUMMED` numbers of the result."""
+    """Add the products of all ranges of rows except the first to `_SUMMED` entries of the result.
+
+    The result has the product of the first range, and SCRATCH has the other products. `part` counts
+    only the parts that add, from 0: part p adds the entries from `p * _SUMMED` on.
+    """
     prevent_inlining()
     size, first = _count_results(job), part * _SUMMED
     count = min(_SUMMED, size - first)
-    for other in range(_count_ranges(job) - 1):
-        product = word(job, SCRATCH) + 4 * (size * other + first)
+    for i in range(_count_ranges(job) - 1):
+        product = word(job, SCRATCH) + 4 * (size * i + first)
         add_scaled_floats(product, count, _ONE, word(job, OUT) + 4 * first)
 
 
 def build_functions(multiply: Any) -> JobFunctions:
-    """Return the functions of a kernel. `multiply(job, part)` computes a part that multiplies."""
+    """Return the functions of a kernel that divides W like this module.
+
+    `multiply(job, part)` computes a part that multiplies. It calls `start_part`.
+    """
 
     @native
     def work(job, part):
@@ -209,7 +223,10 @@ def build(kind: str) -> JobFunctions:
 
     @native
     def multiply_block(job, batch, row, depth, first, last, y, scales):
-        """Add x times a block of W to y: columns `first` to `last` of `depth` rows from `row`."""
+        """Add x times a block of matrix `batch` to y: columns `first` to `last` of `depth` rows.
+
+        The block begins at row `row` of W. `scales` has the f32 scale of each of its columns.
+        """
         m, x_stride, y_stride = word(job, M), 4 * word(job, R), 4 * word(job, C)
         stride, table = word(job, NEXT_ROW), word(job, TABLE)
         x = word(job, X) + batch * m * x_stride + 4 * row
@@ -260,6 +277,7 @@ def build(kind: str) -> JobFunctions:
 
     @native
     def multiply(job, part):
+        """Compute a part that multiplies, tile by tile along K, and block by block in a tile."""
         m, r, c = word(job, M), word(job, R), word(job, C)
         batch, matrices, row, end, first, last, y = start_part(job, part)
         next_y, width = 4 * m * c, _count_columns(job)
@@ -288,7 +306,7 @@ def build(kind: str) -> JobFunctions:
                             job, batch + i, row, block, first, last, y + i * next_y, matrix_scales
                         )
                     row += block
-            else:  # An infinite scale times a sum is not the sum of infinite products.
+            else:  # An infinite scale times a sum is not the sum of infinite products, so decode W.
                 for i in range(matrices):
                     for column in range(first, last, PANEL):
                         to = y + i * next_y + 4 * (column - first)
@@ -299,7 +317,7 @@ def build(kind: str) -> JobFunctions:
 
 
 def _build_panel_copy(row_bytes: int) -> Any:
-    """Return a function that copies `row_bytes` bytes of each row of a panel to contiguous rows."""
+    """Return a function that copies `rows` rows of `row_bytes` bytes to contiguous memory."""
     vectors, words = row_bytes // (4 * LANES), row_bytes % (4 * LANES) // 8
     vector_bytes = 4 * LANES * vectors
 
@@ -327,9 +345,10 @@ def _build_product(kind: str, rows: int, most_vectors: int) -> Any:
 
     @native
     def multiply(x, w, size, y, scales, table, later):
-        """Add the product of x and a block of W of `size` rows and columns, scaled, to y.
+        """Add the product of x and a block of W, times the scales of columns, to y.
 
-        `x`, `w`, `y` and `later`, which is prefetched, are pairs of an address and a row stride.
+        `size` is a pair: the rows and the columns of the block. `x`, `w`, `y` and `later` are pairs
+        of an address and a row stride. `later` is the block that is prefetched.
         """
         prevent_inlining()
         values = load_table(table)

@@ -69,8 +69,9 @@ class Arithmetic(NamedTuple):
     """How decoded blocks are multiplied by activations of a dtype.
 
     - `add_outer(total, x, stride, w)`: the instruction that adds products.
-    - `pack_block(block, depth, columns, to, first)`: packs `depth` rows of a block at `to`, and
-      returns the address of the first packed block.
+    - `pack_block(block, depth, columns, to, packed)`: packs `depth` decoded rows at `to`, in the
+      memory that begins at `packed`. Returns the address of the block to multiply: `packed`, or
+      `block` if a dtype needs no packing.
     - `size`: the bytes of an activation.
     - `per_lane`: the activations in a lane of 32 bits.
     """
@@ -82,19 +83,21 @@ class Arithmetic(NamedTuple):
 
 
 @native
-def _keep_block(block, depth, columns, to, first):
+def _keep_block(block, depth, columns, to, packed):
+    """Return the decoded block, because f32 are multiplied without packing: see `Arithmetic`."""
     return block
 
 
 @native
-def _pack_pairs(block, depth, columns, to, first):
+def _pack_pairs(block, depth, columns, to, packed):
+    """Write each pair of rows as one row of bf16 pairs, and return `packed`: see `Arithmetic`."""
     prevent_inlining()
     row = 4 * columns
     for _ in range(0, depth, 2):
         for i in range(0, row, 4 * LANES):
             store(to + i, pair_as_bf16(load(block + i, 1), load(block + row + i, 1)))
         block, to = block + 2 * row, to + row
-    return first
+    return packed
 
 
 #: By the dtype of activations.
@@ -121,9 +124,10 @@ class BlockFunctions(NamedTuple):
 
 @native
 def expand_tile_row(job, leaf, batch, tile, column, columns, to):
-    """Write the scale, or minimum, of `columns` columns of row `tile` of tiles, from `column`.
+    """Write the f32 scale or minimum of each of `columns` columns, from `column` on.
 
-    The memory must have space for full vectors. Return whether all numbers are finite.
+    Read the values from row `tile` of tiles of matrix `batch`. `leaf` is SCALE or MINIMUM. The
+    memory must have space for full vectors. Return whether all values are finite.
     """
     prevent_inlining()
     numbers, tc = stack(_CHUNK_BYTES), word(job, TC)
@@ -147,7 +151,7 @@ def expand_tile_row(job, leaf, batch, tile, column, columns, to):
 
 @native
 def _is_all_finite(address, count):
-    """Return whether `count` f32 are finite: the sum of each number times 0 is then 0."""
+    """Return whether `count` f32 are finite. Only then, the sum of each number times 0 is 0."""
     sum, i = zeros(1, 1), 0
     while i + LANES <= count:
         sum = add_inner(sum, address + 4 * i, 0, zeros(1, 1))
@@ -162,7 +166,7 @@ def _is_all_finite(address, count):
 
 @native
 def copy_rows(w, stride, rows, size, to, to_stride):
-    """Copy `size` bytes of each row."""
+    """Copy `size` bytes of each of `rows` rows, which are `stride` and `to_stride` bytes apart."""
     prevent_inlining()
     for row in range(rows):
         for byte in range(size):
@@ -183,7 +187,7 @@ def add_scaled_floats(address, count, factor, y):
 
 @native
 def add_rows(address, stride, rows, columns, y, y_stride):
-    """Add rows of f32 at an address to the rows at `y`."""
+    """Add `rows` rows of `columns` f32 at an address to the rows at `y`. Strides are in bytes."""
     prevent_inlining()
     for row in range(rows):
         add_scaled_floats(address + row * stride, columns, _ONE, y + row * y_stride)
@@ -191,7 +195,7 @@ def add_rows(address, stride, rows, columns, y, y_stride):
 
 @native
 def clear_rows(address, stride, rows, columns):
-    """Write zeros to rows of f32."""
+    """Write zeros to `rows` rows of `columns` f32, which are `stride` bytes apart."""
     prevent_inlining()
     for row in range(rows):
         for column in range(columns):
@@ -199,11 +203,17 @@ def clear_rows(address, stride, rows, columns):
 
 
 def _build_inner_product(rows: int, vectors: int, add_outer: Any) -> Any:
-    """Return a function that multiplies `rows` rows of x by a block, `vectors` at a time."""
+    """Return a function that multiplies `rows` rows of x by a decoded block of `PANEL` columns.
+
+    It multiplies `vectors` vectors of columns at a time. `add_outer` is one of `Arithmetic`.
+    """
 
     @native
     def multiply(x, x_stride, w, depth, y, y_stride):
-        """Add the product with a block of `depth` rows of 32-bit lanes to y."""
+        """Add the product of x and the block `w` to y.
+
+        The block has `depth` rows of 32-bit lanes, each an f32 or a pair of bf16.
+        """
         prevent_inlining()
         for column in range(0, PANEL, vectors * LANES):
             total = zeros(rows, vectors)
@@ -274,7 +284,7 @@ def build_block_functions(kind: str, activations: str = "float32") -> BlockFunct
 
     @native
     def decode(job, batch, row, rows, column, to):
-        """Write the dense values of `rows` rows of W, from row `row`, in the panel at `column`."""
+        """Write the dense values of a panel: `rows` rows of W from `row`, columns from `column`."""
         prevent_inlining()
         stride, tr = word(job, NEXT_ROW), word(job, TR)
         w = row_address(job, batch, row) + column * bits // 8
@@ -328,10 +338,10 @@ def build_block_functions(kind: str, activations: str = "float32") -> BlockFunct
         panels = (word(job, C) + PANEL - 1) // PANEL
         parts = (word(job, M) + _PART_ROWS - 1) // _PART_ROWS
         column, rest = part % panels * PANEL, part // panels
-        number, batch = rest % parts, rest // parts
+        x_part, batch = rest % parts, rest // parts
         m = word(job, M)
         size = (m + parts - 1) // parts
-        first, last = min(m, number * size), min(m, (number + 1) * size)
+        first, last = min(m, x_part * size), min(m, (x_part + 1) * size)
         y_stride = 4 * word(job, C)
         y = word(job, OUT) + (batch * m + first) * y_stride + 4 * column
         clear_rows(y, y_stride, last - first, min(PANEL, word(job, C) - column))

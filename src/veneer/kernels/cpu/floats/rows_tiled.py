@@ -61,7 +61,10 @@ def build(kind: str) -> JobFunctions:
 
     @native
     def multiply_block(job, batch, row, depth, first, last, y, tiles):
-        """Add x times a block of W to y: columns `first` to `last` of `depth` rows from `row`."""
+        """Add x times a block of matrix `batch` to y: columns `first` to `last` of `depth` rows.
+
+        The block begins at row `row` of W. `tiles` is the tuple that `_build_product` describes.
+        """
         m, x_stride, y_stride = word(job, M), 4 * word(job, R), 4 * word(job, C)
         w = row_address(job, batch, row) + first * bits // 8, word(job, NEXT_ROW)
         size, table, done = (depth, last - first), word(job, TABLE), 0
@@ -84,6 +87,7 @@ def build(kind: str) -> JobFunctions:
 
     @native
     def multiply(job, part):
+        """Compute a part that multiplies, block by block."""
         c, r, tile, shift = word(job, C), word(job, R), word(job, TC), 0
         batch, matrices, row, end, first, last, y = start_part(job, part)
         scales, minima = stack(_SCALE_BYTES), stack(_SCALE_BYTES)
@@ -108,7 +112,10 @@ def build(kind: str) -> JobFunctions:
 
 @native
 def _read_block_values(job, leaf, row, first, rows, tiles, to):
-    """Write the scales or minima of `tiles` tiles of each of `rows` rows of W as f32."""
+    """Write the f32 scales or minima of a block, `tiles` tiles of each of `rows` rows of W.
+
+    The block begins with row `row` of W, counted over all matrices, and tile `first` of each row.
+    """
     if tiles == word(job, C) // word(job, TC):  # The values of consecutive rows are contiguous.
         read_tile_values(job, leaf, row, 0, rows * tiles, to)
     else:
@@ -117,17 +124,24 @@ def _read_block_values(job, leaf, row, first, rows, tiles, to):
 
 
 def _build_product(kind: str, rows: int, *, adds_minima: bool) -> Any:
-    """Return a function that multiplies `rows` rows of x by a block of W."""
+    """Return a function that multiplies `rows` rows of x by a block of W.
+
+    Its argument `tiles` is a tuple:
+
+    - the addresses of the f32 scales and of the minima of the block,
+    - the bytes between the values of neighboring rows of W,
+    - the number of vectors between the start of the first tile and the first column,
+    - the logarithm of the number of vectors per tile.
+    """
     decode_row, restore_order = build_decoder(kind)
     bits, vectors = BITS[kind], 2 if rows == 8 else 4
 
     @native
     def multiply(x, w, size, y, tiles, table):
-        """Add the product of x and a block of W of `size` rows and columns to y.
+        """Add the product of x and a block of W to y.
 
-        `x`, `w` and `y` are pairs of an address and a row stride. `tiles` has the addresses of the
-        scales and minima, their row stride, the number of vectors from the start of the first tile
-        to the first column, and `shift`: a tile has `1 << shift` vectors.
+        `size` is a pair: the rows and the columns of the block. `x`, `w` and `y` are pairs of an
+        address and a row stride.
         """
         prevent_inlining()
         values = load_table(table)
@@ -150,9 +164,10 @@ def _build_product(kind: str, rows: int, *, adds_minima: bool) -> Any:
 
 @instruction
 def _dequantize(codes, scales, minima, first, shift, adds_minima):
-    """Multiply decoded vectors by the scales of their tiles, and add minima if `adds_minima`.
+    """Multiply decoded vectors of a row by the scales of their tiles. Add minima if `adds_minima`.
 
-    Vectors are numbered from the start of the first tile, and begin with number `first`.
+    `first` is the number of vectors between the start of the first tile and the first vector. A
+    tile has `1 << shift` vectors.
     """
     has_minimum = adds_minima.literal_value
 

@@ -51,6 +51,8 @@ _sum_activations = build_sum(16)
 
 
 def _build_minimum_adder(rows: int) -> Any:
+    """Return a function that adds minima times sums of `rows` rows of activations to panel rows."""
+
     @native
     def add(sums, x_sums, next_x, minima, next_tile, tiles):
         total = load_floats(sums, PANEL_ROW, rows, 4)
@@ -72,12 +74,15 @@ def build_functions(side: Orientation, offset: int) -> JobFunctions:
 
     - `offset`: the number that `side.decode` adds to codes.
     """
-    panels, decode_step, sizes, span, reorder, fetch, decode, *others = side
-    scales_bytes, part_scales, load_scales, write, ahead = others
+    panels, decode_step, sizes, span = side.panels, side.decode_step, side.sizes, side.span
+    reorder, fetch, decode, ahead = side.reorder, side.fetch, side.decode, side.ahead
+    scales_bytes, part_scales = side.scales_bytes, side.part_scales
+    load_scales, write = side.load_scales, side.write
     width = WIDTH * panels  # the columns of a strip
 
     @native
     def rows_per_part(job):
+        """Return the rows of activations per part: M divided into equal ranges of at most 256."""
         m = word(job, M)
         parts = (m + 255) // 256
         return (m + parts - 1) // parts
@@ -94,10 +99,12 @@ def build_functions(side: Orientation, offset: int) -> JobFunctions:
 
     @native
     def divide_k(job):
-        """Return the tiles per block, or 0, and the number of segments, blocks, and starts.
+        """Return the tiles per block, and the numbers of segments, blocks and starts.
 
-        A segment is a range of K whose codes are summed in int32: a block of whole tiles, or else a
-        tile or as much of it as int32 can sum. A start is the first int32 sum of a row.
+        The tiles per block are 0 if a tile does not fit into a block, or is not aligned to it. A
+        segment is a block of whole tiles, or else a tile or as much of it as int32 can sum. A start
+        is the value that an int32 sum begins with. Each row of activations has one per tile of a
+        segment, or one for the segment.
         """
         k, _, tile = sizes(job)
         step = decode_step(word(job, M))
@@ -111,7 +118,10 @@ def build_functions(side: Orientation, offset: int) -> JobFunctions:
 
     @native
     def segment(job, index, tiles):
-        """Return the begin and end of a segment, and its number of tiles, or 0 within a tile."""
+        """Return the first and last code of segment `index` along K, and its number of whole tiles.
+
+        `tiles` are the tiles per block. If they are 0, a segment is within a tile, and has 0 tiles.
+        """
         k, _, tile = sizes(job)
         if tiles:
             first = index * tiles
@@ -123,7 +133,10 @@ def build_functions(side: Orientation, offset: int) -> JobFunctions:
 
     @native
     def packed_stride(job, tiles):
-        """Return the bytes of a row of packed activations of a block."""
+        """Return the bytes of a row of packed activations of a block of `tiles` tiles.
+
+        If `tiles` is 0, the block is a tile, or as much of it as a panel has codes.
+        """
         _, _, tile = sizes(job)
         _, length = span(tile % 8 and 7, tiles * tile if tiles else min(tile, BLOCK))
         return (length + WIDTH - 1) // WIDTH * WIDTH
@@ -132,46 +145,49 @@ def build_functions(side: Orientation, offset: int) -> JobFunctions:
     def scratch_address(job):
         """Return the address of the packed activations `[BATCH, blocks, M, stride]`.
 
-        They are followed by the starts, i32 `[BATCH, starts, M]`, and by `tile_sums_address`.
+        After them are the starts, i32 `[BATCH, starts, M]`, and then the sums over tiles.
         """
         return (word(job, SCRATCH) + 63) // 64 * 64
 
     @native
     def tile_sums_address(job, row):
-        """Return the address of the sums of a row of activations over tiles, f32."""
+        """Return the address of the f32 sums over tiles of a row, counted over all matrices."""
         tiles, _, blocks, starts = divide_k(job)
         rows = word(job, BATCH) * word(job, M)
         row_bytes = blocks * packed_stride(job, tiles) + starts * 4
         return scratch_address(job) + rows * row_bytes + row * tile_sums_bytes(job)
 
     @native
-    def x_scale_address(job, row, tile, one):
-        """Return the address of a row's scale for a tile, and the bytes to the next tile's.
+    def x_scale_address(job, row, tile, unit_scale):
+        """Return the address of a row's scale for a tile, and the bytes to the next tile's scale.
 
-        If a row has a single scale, return the address of 1. Then `write_row` applies the scale.
+        If a row has a single scale, return `unit_scale`, the address of the number 1, and 0. Then
+        `write_row` applies the scale.
         """
         scales = word(job, X_SCALES)
-        return (word(job, X_SCALE) + 4 * (row * scales + tile), 4) if scales > 1 else (one, 0)
+        if scales > 1:
+            return word(job, X_SCALE) + 4 * (row * scales + tile), 4
+        return unit_scale, 0
 
     @native
     def pack_rows(job, first, last):
-        """Pack a range of rows of activations, and write their starts."""
+        """Pack rows `first` to `last` of activations in SCRATCH, and write their starts."""
         k, _, tile = sizes(job)
         m = word(job, M)
         tiles, segments, blocks, starts = divide_k(job)
-        stride, one = packed_stride(job, tiles), stack(4)
-        store_f32(one, 1)
+        stride, unit_scale = packed_stride(job, tiles), stack(4)
+        store_f32(unit_scale, 1)
         rows, packed = word(job, BATCH) * m, scratch_address(job)
         for row in range(first, last):
             batch, m_row = divmod(row, m)
             row_x = word(job, X) + row * k
             if has_minima(job):
-                scale, next_scale = x_scale_address(job, row, 0, one)
+                scale, next_scale = x_scale_address(job, row, 0, unit_scale)
                 write_scaled_tile_sums(job, row_x, scale, next_scale, tile_sums_address(job, row))
             to = packed + (batch * blocks * m + m_row) * stride
             start = packed + rows * blocks * stride + (batch * starts * m + m_row) * 4
             for index in range(segments):
-                begin, end, whole = segment(job, index, tiles)
+                begin, end, whole_tiles = segment(job, index, tiles)
                 total = np.int32(0)
                 for k_begin in range(begin, end, BLOCK):
                     count = min(BLOCK, end - k_begin)
@@ -180,18 +196,19 @@ def build_functions(side: Orientation, offset: int) -> JobFunctions:
                     for i in range(0 if position else count // 128 * 128, stride, WIDTH):
                         store(to + i, zeros(1, 1))
                     reorder(row_x + k_begin, count, position, to)
-                    for i in range(whole):
+                    for i in range(whole_tiles):
                         total = _sum_activations(to + i * tile, tile)
                         store_i32(start, np.int32(-offset * total))
                         start += 4 * m
-                    if not whole:
+                    if not whole_tiles:
                         total += _sum_activations(to, stride)
                     to += m * stride
-                if not whole:
+                if not whole_tiles:
                     store_i32(start, np.int32(-offset * total))
                     start += 4 * m
 
     def prepare(job):
+        """Allocate SCRATCH. Pack a few rows here, or let the FIRST parts pack many rows."""
         m = word(job, M)
         tiles, _, blocks, starts = divide_k(job)
         rows = word(job, BATCH) * m
@@ -208,6 +225,7 @@ def build_functions(side: Orientation, offset: int) -> JobFunctions:
             pack_rows(job, 0, rows)
 
     def count(job):
+        """Return the parts that pack rows, plus the parts that multiply."""
         strips, strips_per_part = divide_strips(job)
         m, rows = word(job, M), rows_per_part(job)
         row_parts = word(job, BATCH) * ((m + rows - 1) // rows)
@@ -215,7 +233,11 @@ def build_functions(side: Orientation, offset: int) -> JobFunctions:
 
     @native
     def write_row(job, row, first_strip, strips, rows, sums, scratch):
-        """Write a row of the result from the sums of a part with `rows` rows."""
+        """Write a row of the result, in `strips` strips from `first_strip` on.
+
+        `row` is counted over all matrices. `sums` is the address of its sums in the first strip.
+        The sums of a panel are `[rows, WIDTH]`, for all rows of the part.
+        """
         _, n, _ = sizes(job)
         x_scale = load_f32(word(job, X_SCALE) + 4 * row) if word(job, X_SCALES) == 1 else _ONE
         for strip in range(first_strip, first_strip + strips):
@@ -226,7 +248,11 @@ def build_functions(side: Orientation, offset: int) -> JobFunctions:
 
     @native
     def add_minima(job, first_row, rows, first_strip, strips, sums, scratch):
-        """Add to the sums of a part the products of minima and sums of activations over tiles."""
+        """Add the products of minima and sums of activations over tiles to the sums of a part.
+
+        The part has `rows` rows of activations from `first_row` on, counted over all matrices, and
+        `strips` strips from `first_strip` on.
+        """
         k, _, tile = sizes(job)
         batch, tiles = first_row // word(job, M), k // tile
         size = tiles * panels * PANEL_ROW
@@ -255,6 +281,7 @@ def build_functions(side: Orientation, offset: int) -> JobFunctions:
 
     @native
     def multiply_part(job, part):
+        """Compute a range of rows and a range of strips of the result."""
         # Find the rows and the strips of the part.
         _, _, tile = sizes(job)
         m = word(job, M)
@@ -287,8 +314,8 @@ def build_functions(side: Orientation, offset: int) -> JobFunctions:
         scratch = strip_scales + strip_scales_bytes
         for i in range(0, sums_bytes, WIDTH):
             store(sums + i, zeros(1, 1))
-        one = stack(4)
-        store_f32(one, 1)
+        unit_scale = stack(4)
+        store_f32(unit_scale, 1)
         x_row = batch * m + first_row
         if has_minima(job):
             add_minima(job, x_row, rows, first_strip, strips, sums, scratch)
@@ -302,7 +329,7 @@ def build_functions(side: Orientation, offset: int) -> JobFunctions:
         scales = part_scales(job, SCALE, batch, first_strip, strips, allocated + size)
         table = load_byte_table(word(job, TABLE))
         for index in range(segments):
-            begin, end, whole = segment(job, index, tiles)
+            begin, end, whole_tiles = segment(job, index, tiles)
             for block in range(begin, end, BLOCK):
                 for k in range(block, min(block + BLOCK, end), step):
                     count = min(step, end - k)
@@ -312,9 +339,10 @@ def build_functions(side: Orientation, offset: int) -> JobFunctions:
                         strip = first_strip + s
                         stored, stored_stride = fetch(job, matrix, strip, k, length, fetched)
                         if is_last:
-                            for i in range(max(1, whole)):
+                            for i in range(max(1, whole_tiles)):
                                 to = strip_scales + i * panels * PANEL_ROW
                                 load_scales(job, SCALE, scales, strip, k // tile + i, scratch, to)
+                        # Prefetch the next codes: of the next strip, or else of the next rows.
                         next_strip, next_k = strip + 1, k
                         if step < BLOCK:
                             next_strip, next_k = strip, k + step
@@ -324,19 +352,21 @@ def build_functions(side: Orientation, offset: int) -> JobFunctions:
                             decode(stored, stored_stride, length, panel, table, codes)
                             sums_offset = (s * panels + panel) * rows * PANEL_ROW
                             later = ahead(job, matrix, next_strip, next_k, length, panel)
-                            for i in range(max(1, whole)):
+                            for i in range(max(1, whole_tiles)):
                                 tile_codes = codes + i * tile // 4 * PANEL_ROW
-                                tile_steps = (tile if whole else length) // 4
+                                tile_steps = (tile if whole_tiles else length) // 4
                                 tile_scales = strip_scales + (i * panels + panel) * PANEL_ROW
                                 decoded = tile_codes, tile_steps, tile_scales, is_first, is_last
-                                x_scale, next_tile = x_scale_address(job, x_row, k // tile + i, one)
+                                x_scale, next_tile = x_scale_address(
+                                    job, x_row, k // tile + i, unit_scale
+                                )
                                 next_x_scale = next_tile * word(job, X_SCALES)
                                 tile_x = x + k - block + i * tile, stride, x_scale, next_x_scale
                                 to = start + 4 * i * m, ints + sums_offset, sums + sums_offset
                                 multiply(rows, tile_x, decoded, to, later)
                                 later = (later[0], later[1], 0, later[3])  # prefetch only once
                 x += m * stride
-            start += 4 * m * max(1, whole)
+            start += 4 * m * max(1, whole_tiles)
         for row in range(rows):
             write_row(job, x_row + row, first_strip, strips, rows, sums, scratch)
             sums += PANEL_ROW

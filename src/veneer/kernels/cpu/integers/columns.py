@@ -27,26 +27,30 @@ def build(kind: str) -> JobFunctions:
 
 @functools.cache
 def orientation(kind: str) -> Orientation:
-    """Return the functions for contracted columns with codes of a kind."""
+    """Return the functions of `blocks.py` for contracted columns, with codes of a kind."""
     bits, read = BITS[kind], build_reader(kind)
     fields = 8 // bits
     chunk = 16 * fields  # the codes that are reordered together
 
     @native
     def decode_step(m):
+        """Decode as many codes as a panel can have, because rows are contiguous along K."""
         return BLOCK
 
     @native
     def sizes(job):
+        """Return K, N, and the number of codes along K that share a scale."""
         return word(job, C), word(job, R), word(job, TC)
 
     @native
     def span(k, count):
+        """Begin the panel at the byte with code k, and end it at a multiple of `chunk`."""
         position = k % fields
         return position, (position + count + chunk - 1) // chunk * chunk
 
     @native
     def reorder(x, count, position, to):
+        """Copy the activations of each chunk field by field, like the codes of 16 bytes."""
         i = 0
         while position == 0 and i + chunk <= count:
             copy_by_fields(x + i, to + i, fields, 16)
@@ -59,12 +63,15 @@ def orientation(kind: str) -> Orientation:
 
     @native
     def fetch(job, matrix, strip, k, length, scratch):
+        """Copy `length` codes of each row of a strip, from code k on, closer together.
+
+        Rows are often a power of two apart, and would compete for the same cache lines.
+        """
         rows, row_bytes = word(job, R) - strip * WIDTH, word(job, ROW_BYTES)
         first, count = k // fields, length // fields
         address = matrix + strip * WIDTH * row_bytes + first
-        # Rows are often a power of two apart and compete for the same cache lines, so copy them
-        # closer together. Read nothing beyond the matrix: scratch memory that is not written is
-        # multiplied by activations of 0, or belongs to rows whose sums are not in the result.
+        # Read nothing beyond the matrix: scratch memory that is not written is multiplied by
+        # activations of 0, or belongs to rows whose sums are not in the result.
         stride = count + WIDTH
         available = min(row_bytes - first, count)
         for row in range(min(rows, WIDTH)):
@@ -80,12 +87,14 @@ def orientation(kind: str) -> Orientation:
 
     @native
     def ahead(job, matrix, strip, k, length, panel):
+        """Return the memory of a whole strip, because a strip has only one panel."""
         row_bytes = word(job, ROW_BYTES)
         address = matrix + strip * WIDTH * row_bytes + k // fields
         return address, row_bytes, WIDTH, max(1, length // fields // 64)
 
     @native
     def decode(address, stride, length, panel, table, to):
+        """Transpose and decode 16 bytes of `WIDTH` rows at a time, LANES rows after the other."""
         for _ in range(length // chunk):
             for group in range(4):
                 rows = load_transposed(address + group * LANES * stride, stride)
@@ -97,13 +106,14 @@ def orientation(kind: str) -> Orientation:
 
     @native
     def scales_bytes(job, leaf, strips):
+        """Return the bytes of the f32 scales of the strips, or 0 if they are read in place."""
         if is_f32(job, leaf):
             return 0
         return 4 * strips * WIDTH * (word(job, C) // word(job, TC)) + WIDTH
 
     @native
     def part_scales(job, leaf, batch, strip, strips, to):
-        # The address where the scales of the matrix's first row are, or would be.
+        """Return the address where the scales of the matrix's first row are, or would be."""
         shared, tiles = word(job, TR), word(job, C) // word(job, TC)
         row = batch * (word(job, R) // shared)
         if is_f32(job, leaf):
@@ -115,6 +125,7 @@ def orientation(kind: str) -> Orientation:
 
     @native
     def load_scales(job, leaf, address, strip, tile, scratch, to):
+        """Write the scale of each row of a strip. `address` is the result of `part_scales`."""
         first, shared = strip * WIDTH, word(job, TR)
         stride = word(job, C) // word(job, TC) * 4
         address += tile * 4
@@ -123,6 +134,7 @@ def orientation(kind: str) -> Orientation:
 
     @native
     def write(sums, stride, x_scale, scratch, to, count):
+        """Write the first `count` sums of a panel row, which has the order of the result."""
         if count == WIDTH:
             store(to, scale_block(load(sums, 4), splat(x_scale)))
         else:
@@ -130,6 +142,16 @@ def orientation(kind: str) -> Orientation:
                 store_f32(to + 4 * i, load_f32(sums + 4 * i) * x_scale)
 
     return Orientation(
-        *(1, decode_step, sizes, span, reorder, fetch, decode),
-        *(scales_bytes, part_scales, load_scales, write, ahead),
+        panels=1,
+        decode_step=decode_step,
+        sizes=sizes,
+        span=span,
+        reorder=reorder,
+        fetch=fetch,
+        decode=decode,
+        scales_bytes=scales_bytes,
+        part_scales=part_scales,
+        load_scales=load_scales,
+        write=write,
+        ahead=ahead,
     )

@@ -96,7 +96,8 @@ def _fields_of(kind: str) -> int:
 def _build_products(kind: str) -> list[Any]:
     """Return functions that multiply 1, 2 and 4 rows of x by `ROWS` rows of the matrix.
 
-    Their arguments are tuples, because Numba functions have no other structures:
+    Their arguments are tuples, because Numba functions have no other structures. "Bytes between
+    rows" are the distance from one row to the next:
 
     - `x`: the address of the reordered activations, the bytes between rows, and the addresses of
       the first int32 sums and of the sums over tiles, with the bytes between rows of the latter.
@@ -121,18 +122,26 @@ def _build_products(kind: str) -> list[Any]:
 
     @native
     def add_products(total, x, next_x, codes, table):
-        """Add the products of a group of codes in each row."""
+        """Return `total` plus the products of x with a group of codes of each row.
+
+        Rows of x are `next_x` bytes apart.
+        """
         for field in range(fields):
             field_codes = read(table, codes, field * bits)
             total = add_inner_bytes(total, x + field * WIDTH, next_x, field_codes)
         return total
 
     def build_sum(m: int, rows: int) -> Any:
-        """Return a function that multiplies m rows of x by some rows of the matrix, in lanes."""
+        """Return a function that multiplies m rows of x by `rows` rows of the matrix.
+
+        The function returns a vector of f32 for each pair of rows. The sum of its lanes is the
+        product of the two rows.
+        """
         add_minima, load_codes = build_minimum_adder(m, rows), build_loader(rows)
 
         @native
         def add_group(total, x, next_x, w, row_bytes, later, table):
+            """Read a whole group of codes of each row, and add its products to `total`."""
             for row in range(rows):
                 prefetch(w + row * row_bytes + later)
             return add_products(total, x, next_x, load_codes(w, row_bytes, table), table)
@@ -141,17 +150,19 @@ def _build_products(kind: str) -> list[Any]:
 
             @native
             def add_tile(sums, total, x_scales, x_scale, scales, lanes):
+                """Return `sums` plus the int32 sums of a tile times the scales."""
                 return fma(to_floats(total), scales, sums)
 
         else:
 
             @native
             def add_tile(sums, total, x_scales, x_scale, scales, lanes):
+                """Return `sums` plus the int32 sums of a tile times the scales of both rows."""
                 row_scales = load_repeated(x_scale, x_scales[1], m, x_scales[2], lanes)
                 return add_scaled_ints(sums, total, row_scales, scales)
 
         @native
-        def sum_lanes(x, w, x_scales, w_scales, tiling, table):
+        def multiply_in_lanes(x, w, x_scales, w_scales, tiling, table):
             group_x, next_x, start, x_sums, next_x_sums = x
             group_w, row_bytes, later = w
             scale, minimum, stride, shift, count = w_scales
@@ -170,7 +181,7 @@ def _build_products(kind: str) -> list[Any]:
                 sums = add_tile(sums, total, x_scales, x_scale, scales, LANES)
                 scale, x_scale = scale + next_scale, x_scale + next_x_scale
                 start += WIDTH
-            if left > 0:
+            if left > 0:  # The last group of each row ends within a vector.
                 total = broadcast_vectors(start, next_start, m, rows)
                 for _ in range(groups - 1):
                     total = add_group(total, group_x, next_x, group_w, row_bytes, later, table)
@@ -181,9 +192,9 @@ def _build_products(kind: str) -> list[Any]:
                 sums = add_tile(sums, total, x_scales, x_scale, scales, left)
             return sums
 
-        return sum_lanes
+        return multiply_in_lanes
 
-    sum_lanes_of_1 = build_sum(1, 1)
+    multiply_in_lanes_1 = build_sum(1, 1)
 
     @native
     def multiply_1(x, w, x_scales, w_scales, tiling, table, y, next_y):
@@ -193,18 +204,19 @@ def _build_products(kind: str) -> list[Any]:
         sums = stack(_ROWS_OF_VECTORS)
         for row in range(ROWS):
             w, w_scales = (row_w, row_bytes, later), (scale, minimum, stride, shift, count)
-            lanes = sum_lanes_of_1(x, w, x_scales, w_scales, tiling, table)
+            lanes = multiply_in_lanes_1(x, w, x_scales, w_scales, tiling, table)
             store(sums + row * _VECTOR, lanes)
             row_w, scale = row_w + row_bytes, scale + stride
             minimum = minimum + stride if minimum != 0 else 0
         store_four_sums(y, next_y, load_floats(sums, _ROWS_OF_VECTORS, 1, ROWS))
 
     def build_multiply(m: int) -> Any:
-        sum_lanes = build_sum(m, ROWS)
+        multiply_in_lanes = build_sum(m, ROWS)
 
         @native
         def multiply(x, w, x_scales, w_scales, tiling, table, y, next_y):
-            store_four_sums(y, next_y, sum_lanes(x, w, x_scales, w_scales, tiling, table))
+            sums = multiply_in_lanes(x, w, x_scales, w_scales, tiling, table)
+            store_four_sums(y, next_y, sums)
 
         return multiply
 
@@ -213,7 +225,10 @@ def _build_products(kind: str) -> list[Any]:
 
 @native
 def _scale_by_x(job, batch, scales, count):
-    """Multiply rows of scales, `count` in all, by the scales of the single row of x."""
+    """Multiply `count` scales of rows of the matrix by the scales of the single row of x.
+
+    A row of x has one scale, or as many as a row of the matrix.
+    """
     size = word(job, X_SCALES)
     x_scale = word(job, X_SCALE) + 4 * batch * size
     if size == 1:
@@ -236,6 +251,7 @@ def build(kind: str) -> JobFunctions:
     multiply_1, multiply_2, multiply_4 = _build_products(kind)
 
     if kind in INTEGER_PLANES:
+        # The second number of the table is the offset of the codes: see `planes.py`.
         table_of = native(lambda job: load_table(word(job, TABLE)))
         offset_of = native(lambda job: np.int32(load_f32(word(job, TABLE) + 4)))
     else:
@@ -244,9 +260,10 @@ def build(kind: str) -> JobFunctions:
 
     @native
     def count_groups(job):
-        """Return the groups of a row, whose last may have fewer codes, and the groups per tile.
+        """Return the number of groups per row and per tile.
 
-        If tiles are smaller than a group, its lanes have several scales: it counts as one tile.
+        The last group of a row may have fewer codes. If tiles are smaller than a group, the lanes
+        of a group have several scales, and each group counts as one tile.
         """
         return (word(job, C) + group - 1) // group, (word(job, TC) + group - 1) // group
 
@@ -259,7 +276,7 @@ def build(kind: str) -> JobFunctions:
         return shift
 
     def prepare(job):
-        """Reorder the activations, and sum them over tiles, if there are minima.
+        """Reorder the activations in SCRATCH. If there are minima, also sum them over tiles.
 
         SCRATCH has the activations `[BATCH, M, groups * group]`, the first int32 sums, a vector per
         tile of each row, and the sums over tiles.
@@ -304,6 +321,7 @@ def build(kind: str) -> JobFunctions:
         return word(job, BATCH) * max(1, word(job, R) // PART)
 
     def work(job, part):
+        """Multiply all rows of x by the rows of the matrix from `first` to `last`."""
         m, rows, row_bytes = word(job, M), word(job, R), word(job, ROW_BYTES)
         parts = max(1, rows // PART)
         batch, part = divmod(part, parts)
@@ -347,8 +365,8 @@ def build(kind: str) -> JobFunctions:
         if word(job, X_SCALES) == 1:
             x_shift, next_x_tile = _ALL_LANES, 0
         table, stored = table_of(job), locate_tile_values(job)
-        for wanted in range(first, last, ROWS):
-            n = min(wanted, last - ROWS)
+        for next_row in range(first, last, ROWS):
+            n = min(next_row, last - ROWS)  # compute rows before the last ROWS rows twice
             w_row = batch * rows + n
             w = word(job, W) + w_row * row_bytes, row_bytes, ahead * row_bytes
             prefetch_tile_values(stored, w_row + PART, ROWS)

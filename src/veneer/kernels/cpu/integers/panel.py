@@ -44,9 +44,10 @@ class Orientation(NamedTuple):
     - `panels`: the number of panels per strip.
     - `decode_step(m)`: return how many codes along K to decode at once, for m rows of activations.
     - `sizes(job)`: return K, N, and the number of codes along K that share a scale.
-    - `span(k, count)`: return the position of code k in the decoded panel of `count` codes from k
-      on, and the panel's length along K.
-    - `reorder(x, count, position, to)`: copy activations to the order of decoded codes.
+    - `span(k, count)`: return two numbers of codes along K for a panel that must have the `count`
+      codes from k on: the codes before code k in the panel, and all codes of the panel.
+    - `reorder(x, count, position, to)`: copy `count` activations to the order of decoded codes, for
+      a panel whose first `position` codes are skipped.
     - `fetch(job, matrix, strip, k, length, scratch)`: return the address and the stride of a
       strip's codes. They are copied to `scratch` if they cannot be read in place.
     - `decode(address, stride, length, panel, table, to)`: decode one panel of a fetched strip.
@@ -82,9 +83,10 @@ def code_offset(kind: str) -> int:
 
 
 def build_reader(kind: str) -> Any:
-    """Return a function `(table, block, shift)` from stored bytes to unsigned codes.
+    """Return a function `read(table, block, shift)` that decodes stored bytes to unsigned bytes.
 
-    Codes of fewer than 8 bits begin at bit `shift` of each byte, and are looked up in the table.
+    It returns one code of each byte of the block, plus `code_offset(kind)`. Codes of fewer than 8
+    bits begin at bit `shift` of each byte, and are looked up in the table.
     """
     if BITS[kind] < 8:
         return look_up_bytes
@@ -94,7 +96,10 @@ def build_reader(kind: str) -> Any:
 
 
 def build_sum(step: int) -> Any:
-    """Return a function that sums `count` int8 activations, where `step` divides `count`."""
+    """Return a function `sum_activations(x, count)` that sums the `count` int8 activations at `x`.
+
+    `count` must be a multiple of `step`, which must be at most `WIDTH`.
+    """
 
     @native
     def sum_activations(x, count):
@@ -110,6 +115,8 @@ def build_sum(step: int) -> Any:
 
 
 def _build_multiply(rows: int) -> Any:
+    """Return `multiply` below for a fixed number of rows, without `ahead`."""
+
     @native
     def multiply(x, panel, places):
         first_x, stride, x_scale, next_x_scale = x

@@ -76,7 +76,10 @@ _sum_activations = build_sum(4)
 
 @native
 def _pack(x, stride, rows, count, to):
-    """Interleave rows of activations, in groups of four codes along K, for `sweep`."""
+    """Write groups of four activations: the first group of each row, then the next of each row.
+
+    `sweep` reads this order. Rows of x are `stride` bytes apart, and have `count` activations.
+    """
     for k in range(0, count, 4):
         for row in range(rows):
             store_i32(to + k * rows + 4 * row, load_i32(x + row * stride + k))
@@ -100,12 +103,13 @@ def _divide_k(job):
 
 
 def _build_sweep(kind: str) -> Any:
-    """Return a function that multiplies rows of x by the strips of a block."""
+    """Return `sweep`, which multiplies rows of x by the strips of a block."""
     bits, read = BITS[kind], build_reader(kind)
     fields = 8 // bits
     strip_bytes = fields * PANEL_ROW
 
     def build_product(rows: int) -> Any:
+        """Return `sweep` for a fixed number of rows, which are the first of the m packed rows."""
         together = 2 if rows <= 2 and fields > 1 else 1  # fields whose sums fit into registers
         columns = 4 * together
         # With more rows, it takes longer until a sweep reaches the prefetched memory.
@@ -174,7 +178,7 @@ def build(kind: str) -> JobFunctions:
 
     @native
     def divide_strips(job):
-        """Return the number of strips, and the number per multiplying part."""
+        """Return the number of strips, and how many of them a multiplying part computes."""
         splits, _, _ = _divide_k(job)
         strips = (word(job, C) + width - 1) // width
         parts = (2 * word(job, THREADS) + splits - 1) // splits
@@ -182,6 +186,7 @@ def build(kind: str) -> JobFunctions:
         return strips, max(1, per_part)
 
     def prepare(job):
+        """Allocate the sums of all splits. The FIRST parts multiply, and the others add splits."""
         splits, _, _ = _divide_k(job)
         strips, per_part = divide_strips(job)
         split_bytes = word(job, BATCH) * strips * word(job, M) * strip_bytes
@@ -198,7 +203,10 @@ def build(kind: str) -> JobFunctions:
 
     @native
     def sums_address(job, batch, split, strip):
-        """Return the address of a strip's sums in SCRATCH, `[BATCH, splits, strips, M]`."""
+        """Return the address of the sums of a strip in SCRATCH, `[BATCH, splits, strips, M]`.
+
+        They are int32 if a split is within a tile, otherwise f32. A row has `strip_bytes` bytes.
+        """
         splits, _, _ = _divide_k(job)
         strips, _ = divide_strips(job)
         index = (batch * splits + split) * strips + strip
@@ -206,7 +214,11 @@ def build(kind: str) -> JobFunctions:
 
     @native
     def start_sums(m, x, x_stride, length, strips, ints):
-        """Write the first int32 sums: the sum of x over `length` codes, times minus the offset."""
+        """Write the values that the int32 sums `[strips, m]` begin with.
+
+        Such a value is `-offset` times the sum of `length` activations, because `sweep` multiplies
+        codes to which `offset` was added.
+        """
         for row in range(m):
             start = np.int32(-offset * _sum_activations(x + row * x_stride, length))
             for strip in range(strips):
@@ -216,7 +228,11 @@ def build(kind: str) -> JobFunctions:
 
     @native
     def add_scaled_ints(job, batch, tile, strip, ints, sums, scale, scratch):
-        """Multiply the int32 sums of a strip by the scales of a tile, and add them to f32 sums."""
+        """Multiply the int32 sums of a strip by the scales of a tile, and add them to f32 sums.
+
+        `ints` and `sums` are the addresses of the sums. `scale` and `scratch` are memory for the
+        scales of the strip.
+        """
         first = batch * (word(job, R) // word(job, TR))
         load_scales(job, SCALE, first, strip, tile, scratch, scale)
         m, x_scales, one = word(job, M), word(job, X_SCALES), stack(4)
@@ -233,6 +249,7 @@ def build(kind: str) -> JobFunctions:
 
     @native
     def multiply_part(job, part):
+        """Compute the sums of a range of strips over one split of K."""
         m, stride, x_stride = word(job, M), word(job, ROW_BYTES), word(job, R)
         splits, per_tile, length = _divide_k(job)
         strips, per_part = divide_strips(job)
@@ -241,7 +258,7 @@ def build(kind: str) -> JobFunctions:
         first_strip *= per_part
         strips = min(per_part, strips - first_strip)
         # The last strip of the matrix can have fewer bytes. `fetch` copies them.
-        whole = min(strips, stride // WIDTH - first_strip)
+        full_strips = min(strips, stride // WIDTH - first_strip)
         size = strips * m * strip_bytes
         allocated = malloc(64 + size + 2 * strip_bytes + _BLOCK * (WIDTH + m))
         if allocated == 0:
@@ -253,7 +270,7 @@ def build(kind: str) -> JobFunctions:
         copied = scratch + strip_bytes
         packed = copied + _BLOCK * WIDTH
         sums = sums_address(job, batch, split, first_strip)
-        if per_tile:
+        if per_tile:  # `add_part` adds up the int32 sums of a tile before they are scaled.
             ints = sums
             tile, within = divmod(split, per_tile)
             row = tile * word(job, TR) + within * length
@@ -274,11 +291,12 @@ def build(kind: str) -> JobFunctions:
             while row < tile_end:
                 rows, w = min(block, tile_end - row), matrix + row * stride + first_strip * WIDTH
                 _pack(x + row, x_stride, m, rows, packed)
-                sweep(m, packed, w, stride, rows, whole, ints, table, w + ahead)
-                if whole < strips:
-                    fetch(job, matrix, first_strip + whole, row, rows, copied)
-                    to = ints + whole * m * strip_bytes
-                    sweep(m, packed, copied, WIDTH, rows, strips - whole, to, table, copied)
+                sweep(m, packed, w, stride, rows, full_strips, ints, table, w + ahead)
+                if full_strips < strips:
+                    fetch(job, matrix, first_strip + full_strips, row, rows, copied)
+                    to = ints + full_strips * m * strip_bytes
+                    left = strips - full_strips
+                    sweep(m, packed, copied, WIDTH, rows, left, to, table, copied)
                 row += rows
             if not per_tile:
                 for i in range(strips):
@@ -288,7 +306,11 @@ def build(kind: str) -> JobFunctions:
 
     @native
     def add_splits_of_tiles(job, batch, strip, sums, scale, scratch):
-        """Add up the int32 sums of each tile, and write their scaled sums to `sums`."""
+        """Add up the int32 sums of the splits of each tile, scale them, and add them to `sums`.
+
+        `sums` is the address of the f32 sums of a strip, which are cleared first. `scale` and
+        `scratch` are memory for the scales.
+        """
         splits, per_tile, _ = _divide_k(job)
         size = word(job, M) * strip_bytes
         for i in range(0, size, WIDTH):
@@ -296,26 +318,30 @@ def build(kind: str) -> JobFunctions:
         for tile in range(splits // per_tile):
             ints = sums_address(job, batch, tile * per_tile, strip)
             for split in range(1, per_tile):
-                others = sums_address(job, batch, tile * per_tile + split, strip)
+                split_ints = sums_address(job, batch, tile * per_tile + split, strip)
                 for i in range(0, size, WIDTH):
-                    total = add_blocks(load_ints(ints + i, 0, 1, 1), load_ints(others + i, 0, 1, 1))
+                    split_total = load_ints(split_ints + i, 0, 1, 1)
+                    total = add_blocks(load_ints(ints + i, 0, 1, 1), split_total)
                     store_block(ints + i, 0, total)
             add_scaled_ints(job, batch, tile, strip, ints, sums, scale, scratch)
 
     @native
     def add_splits(job, batch, strip):
-        """Add the f32 sums of all splits into the first split. Return the address of the sums."""
+        """Add the f32 sums of all splits of a strip into its first split. Return their address."""
         sums = sums_address(job, batch, 0, strip)
         splits, _, _ = _divide_k(job)
         for split in range(1, splits):
-            others = sums_address(job, batch, split, strip)
+            split_sums = sums_address(job, batch, split, strip)
             for i in range(0, word(job, M) * strip_bytes, WIDTH):
-                add_scaled(sums + i, 0, load(others + i, 1), splat(_ONE))
+                add_scaled(sums + i, 0, load(split_sums + i, 1), splat(_ONE))
         return sums
 
     @native
     def add_part(job, part):
-        """Add up the splits of a range of strips, and write the result."""
+        """Add up the splits of `_ADDED_STRIPS` strips, and write the result.
+
+        `part` counts only the parts that add, from 0.
+        """
         m, c = word(job, M), word(job, C)
         _, per_tile, _ = _divide_k(job)
         strips, _ = divide_strips(job)

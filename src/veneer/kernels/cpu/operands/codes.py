@@ -130,9 +130,10 @@ def _from_e5m2(builder: Any, codes: Any) -> Any:
 def _from_float6(
     builder: Any, codes: Any, *, convert: Callable[..., Any], exponent_shift: int
 ) -> Any:
-    """Convert 6-bit floats by the conversion of the 8-bit float that has the same mantissa bits.
+    """Convert 6-bit floats by `convert`, for the 8-bit float that has the same mantissa bits.
 
-    The sign is repeated in the upper 3 bits of a code, so two of these bits are cleared.
+    The exponents have different biases, so the result is multiplied by `2**exponent_shift`. A code
+    repeats its sign in its upper 3 bits, so two of these bits are cleared.
     """
     value = convert(builder, builder.and_(codes, constant(codes.type, 0x9F)))
     return builder.fmul(value, constant(FLOATS, 2.0**exponent_shift))
@@ -195,7 +196,10 @@ def load_table(address):
 
 
 def look_up(builder: Any, tables: Sequence[Any], indices: Any) -> Any:
-    """Return the entries of a table of 16 f32 at the lowest 4 bits of each lane of `indices`."""
+    """Return the entry of a table for each lane of `indices`, by the lowest 4 bits of the lane.
+
+    `tables` are the vectors of a table of 16 f32.
+    """
     if ISA.startswith("avx512"):  # One permutation reads 4 bits of an index.
         return call_llvm(builder, "llvm.x86.avx512.permvar.sf.512", FLOATS, tables[0], indices)
     if ISA == "avx2":  # A permutation reads 3 bits, and the fourth bit selects one of two.
@@ -252,7 +256,10 @@ def build_decoder(kind: str) -> tuple[Any, Any]:
 
 
 def decode_in_order(builder: Any, kind: str, table: Any, address: Any, columns: int) -> list[Any]:
-    """Return `columns` vectors of codes at an address as f32, with lanes in order."""
+    """Return `columns` vectors of codes at an address as f32, with lanes in order.
+
+    `table` has the vectors of the lookup table.
+    """
     values = _decode(builder, kind, table, address, columns)
     if _has_paired_lanes(kind):
         return [_unpair_lanes(builder, value) for value in values]
@@ -283,11 +290,12 @@ def _decode(builder: Any, kind: str, table: Any, address: Any, columns: int) -> 
 
 
 def _load_fields(builder: Any, address: Any, bits: int, vector: int) -> Any:
-    """Return the fields of one vector in the low bits of its lanes. Higher bits are arbitrary.
+    """Return LANES codes of fewer than 8 bits, in the low bits of lanes. Other bits are arbitrary.
 
-    The bytes of the fields are repeated in all lanes, and each lane is shifted by the position of
-    its field. Only these bytes are read. If the fields have 64 bits, a repeated unit fills two
-    lanes, so lanes are paired: lane 2q has field q, and lane 2q + 1 has field q of the upper half.
+    `vector` is the number of vectors of codes between `address` and these codes. Their bytes are
+    copied to all lanes, and each lane is shifted by the position of its code. Only these bytes are
+    read. If they are 8 bytes, a copy fills two lanes, so lanes are paired: lane 2q has code q of
+    the lower 4 bytes, and lane 2q + 1 has code q of the upper 4 bytes.
     """
     byte, bit = divmod(vector * bits * LANES, 8)
     word = ir.IntType(max(bits * LANES, 8))

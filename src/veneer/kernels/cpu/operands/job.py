@@ -42,23 +42,24 @@ WORDS = 30
     OUTER_MINIMUM,  # address of the scales of minima that are codes, or 0
     OUTER_MINIMUM_TYPE,
     OUTER_MINIMUM_TILES,
-    NEXT_ROW,  # row stride in bytes: ROW_BYTES, or H * ROW_BYTES if H matrices are interleaved
+    NEXT_ROW,  # row stride in bytes: ROW_BYTES, or H * ROW_BYTES if rows of H matrices alternate
     FAILED,  # 1 if an allocation of the kernel failed
 ) = range(WORDS)
 
 
 @native
 def count_interleaved(job):
-    """Return H, the number of matrices that are interleaved in memory, or 1.
+    """Return H, the number of matrices whose rows alternate in memory, or 1.
 
-    Interleaved matrices are stored as `[BATCH / H, R, H, ROW_BYTES]`, like the heads of tokens.
+    Such interleaved matrices are stored as `[BATCH / H, R, H, ROW_BYTES]`, like the heads of
+    tokens. With H = 1, each matrix is contiguous.
     """
     return word(job, NEXT_ROW) // word(job, ROW_BYTES)
 
 
 @native
 def row_address(job, batch, row):
-    """Return the address of a row of a matrix. The next row begins NEXT_ROW bytes later."""
+    """Return the address of row `row` of matrix `batch`. Its next row is NEXT_ROW bytes later."""
     heads = count_interleaved(job)
     first = word(job, W) + batch % heads * word(job, ROW_BYTES)
     return first + (batch // heads * word(job, R) + row) * word(job, NEXT_ROW)
@@ -66,9 +67,10 @@ def row_address(job, batch, row):
 
 @native
 def contiguous_part(part, parts, threads):
-    """Remap a round-robin part index so that each thread gets a contiguous range of parts.
+    """Return the part that replaces part `part` of `parts`, so that threads get contiguous ranges.
 
-    A thread then prefetches memory that its own next part reads.
+    Threads take parts in turn: thread t of `threads` takes t, then t + threads. With contiguous
+    ranges, a thread prefetches memory that its own next part reads.
     """
     thread, turn = part % threads, part // threads
     return thread * (parts // threads) + min(thread, parts % threads) + turn
@@ -82,7 +84,7 @@ class JobFunctions(NamedTuple):
     - `prepare(job)`: allocates memory that all parts share, or sets FAILED.
     - `count(job)`: returns the number of parts.
     - `work(job, part)`: computes one part. Threads call it at the same time.
-    - `finish(job)`: frees the memory.
+    - `finish(job)`: frees the memory that `prepare` allocated.
     """
 
     prepare: Any
@@ -125,7 +127,7 @@ def job_address(group, index):
 
 @native
 def _do_part(group, part):
-    """Compute a part of a group. The FIRST parts of all jobs have the lowest indices."""
+    """Compute part `part` of a group. The FIRST parts of all jobs come before all other parts."""
     job = job_address(group, 0)
     if part < word(group, _GROUP_FIRST):
         while part >= word(job, FIRST):

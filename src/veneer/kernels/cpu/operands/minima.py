@@ -58,7 +58,10 @@ def tile_sums_bytes(job):
 
 @native
 def write_tile_sums(job, x, exists, to):
-    """Write the sums of a row of x over tiles, zero-padded. If not `exists`, write zeros."""
+    """Write the sums of a row of x over tiles at `to`, zero-padded to `tile_sums_bytes`.
+
+    If not `exists`, the row only pads x, and its sums are 0.
+    """
     tile = word(job, TC)
     count = word(job, C) // tile if exists else 0
     for t in range(count):
@@ -69,9 +72,10 @@ def write_tile_sums(job, x, exists, to):
 
 @native
 def write_scaled_tile_sums(job, x, scale, next_scale, to):
-    """Write the sums of a row of int8 activations over tiles, times their scales, zero-padded.
+    """Write the scaled sums of a row of int8 activations over tiles, zero-padded.
 
-    The f32 scale of the first tile is at `scale`, and each next one `next_scale` bytes later.
+    The row is at `x`. The f32 scale of its first tile is at `scale`, and the scale of each next
+    tile is `next_scale` bytes later.
     """
     tile = word(job, TC)
     count = word(job, C) // tile
@@ -91,16 +95,16 @@ def write_scaled_tile_sums(job, x, scale, next_scale, to):
 
 @functools.cache
 def build_minimum_adder(x_rows: int, w_rows: int) -> Any:
-    """Return a function that adds the minima of `w_rows` rows of W to `x_rows * w_rows` sums.
+    """Return a function that adds minima times sums of x, for `x_rows` rows of x and `w_rows` of W.
 
-    The sums are vectors whose lanes are added up later.
+    Each pair of rows has a vector of sums, whose lanes are added up later.
     """
 
     @native
     def add_minima(total, x_sums, next_x, minima, stride, tiles):
-        """Add products of f32 minima with sums of x over tiles.
+        """Return `total` plus the products of f32 minima with sums of x over `tiles` tiles.
 
-        Row strides are `next_x` bytes for the sums of x, and `stride` bytes for the minima.
+        Rows of `x_sums` are `next_x` bytes apart, and rows of minima `stride` bytes.
         """
         for t in range(0, tiles, LANES):
             values = load_first_floats(minima + 4 * t, stride, w_rows, tiles - t)
@@ -112,12 +116,19 @@ def build_minimum_adder(x_rows: int, w_rows: int) -> Any:
 
 @functools.cache
 def build_stored_minimum_adder(x_rows: int, w_rows: int) -> Any:
-    """Return a function that adds minima of any stored type to `x_rows * w_rows` sums in memory."""
+    """Return a function that reads minima of any type, and adds their terms to sums in memory.
+
+    The sums are a vector for each pair of `x_rows` rows of x and `w_rows` rows of W.
+    """
     buffer_bytes, add_minima = w_rows * _ROW, build_minimum_adder(x_rows, w_rows)
 
     @native
     def add_stored_minima(job, sums, x_sums, row, step):
-        """Read minima from row `row` of tiles for the first row of W, then every `step` rows."""
+        """Add minima times `x_sums` to `sums`.
+
+        The minima of the first row of W are in row `row` of tiles, and the minima of each next row
+        of W are `step` rows of tiles later: 1, or 0 if the rows of W share them.
+        """
         prevent_inlining()
         minima, tiles = stack(buffer_bytes), word(job, C) // word(job, TC)
         total = load_floats(sums, w_rows * _VECTOR, x_rows, w_rows)

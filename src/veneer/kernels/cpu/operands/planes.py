@@ -4,8 +4,8 @@ A unit is 8 neighboring codes of b bits, stored as b bytes: byte p holds bit p o
 the first code in the lowest bit. The b bits of a code are its field. Unpacking a unit is the
 transposition of a matrix of 8 x 8 bits in a register, for many units at once: by one Galois-field
 instruction where the CPU has it (GFNI), and otherwise by three steps that swap blocks of bits. A
-code is then `(field ^ flipped) - less`, where `flipped` and `less` are the first two numbers of the
-table of a job.
+code is then `(field ^ flipped) - offset`, where `flipped` and `offset` are the first two numbers of
+the table of a job.
 """
 
 from collections.abc import Sequence
@@ -39,12 +39,12 @@ def unpack_planes(
 ) -> list[Any]:
     """Return the codes of `units` units at each address, in order, as vectors of LANES int8.
 
-    Only the bytes of these units are read.
+    `tables` are the vectors of the table of the job. Only the bytes of the units are read.
     """
     fields = _read_fields(builder, addresses, units, bits)
     count = fields.type.count
-    flipped, less = (_broadcast_entry(builder, tables, i, count) for i in range(2))
-    codes = builder.sub(builder.xor(fields, flipped), less)
+    flipped, offset = (_broadcast_entry(builder, tables, i, count) for i in range(2))
+    codes = builder.sub(builder.xor(fields, flipped), offset)
     return [
         shuffle(builder, codes, codes, range(i, i + LANES)) if count > LANES else codes
         for i in range(0, count, LANES)
@@ -68,9 +68,10 @@ def _read_fields(builder: Any, addresses: Sequence[Any], units: int, bits: int) 
 def _transpose_by_gfni(
     builder: Any, addresses: Sequence[Any], units: int, bits: int, type: Any
 ) -> Any:
-    """Multiply the matrix of each unit by the 8 unit vectors.
+    """Return the transposed units as a vector of `type`, by one instruction.
 
-    The instruction expects the rows of a matrix from the last byte to the first.
+    The instruction multiplies the matrix of each unit by the 8 unit vectors. It expects the rows of
+    a matrix from the last byte to the first.
     """
     parts = []
     for address in addresses:
@@ -90,9 +91,10 @@ def _transpose_by_gfni(
 
 
 def _read_bytes(builder: Any, address: Any, size: int) -> Any:
-    """Read `size` bytes and nothing else.
+    """Return the `size` bytes at an address as a vector, and read no others.
 
-    LLVM splits loads of odd sizes. A masked load of a larger vector is one instruction instead.
+    LLVM splits loads of odd sizes. A masked load of a larger vector is one instruction instead. The
+    vector then has zeros after the bytes.
     """
     if size != 2 * LANES and size != 4 * LANES and size > 2 * LANES and size % 4 == 0:
         mask = ir.Constant(
@@ -110,7 +112,10 @@ def _read_bytes(builder: Any, address: Any, size: int) -> Any:
 def _transpose_by_steps(
     builder: Any, addresses: Sequence[Any], units: int, bits: int, type: Any
 ) -> Any:
-    """Swap blocks of bits of each unit, which is read as a word of 64 bits."""
+    """Return the transposed units as a vector of `type`, by swapping blocks of bits.
+
+    Each unit is read as a word of 64 bits.
+    """
     size = units * bits
     word = ir.IntType(min(64, 8 * size))
     value, shifts = ir.Constant(type, ir.Undefined), list[int]()
@@ -137,7 +142,7 @@ def _transpose_by_steps(
 
 @instruction
 def store_plane_codes(to, address, units, bits, table):
-    """Write the codes of `units` units as int8."""
+    """Write the codes of the `units` units at `address` as int8."""
     units, bits = units.literal_value, bits.literal_value
 
     def emit(builder, to, address, _units, _bits, table):
@@ -150,9 +155,10 @@ def store_plane_codes(to, address, units, bits, table):
 
 @instruction
 def load_plane_fields(address, stride, rows, bits, table):
-    """Return `field ^ flipped` of bit planes: a vector of unsigned bytes for each row.
+    """Return a vector of unsigned bytes for each of `rows` rows: `field ^ flipped` of bit planes.
 
-    Subtract `less` from these bytes to get the codes.
+    Rows are `stride` bytes apart. Subtract `offset`, the second number of the table, from the bytes
+    to get the codes.
     """
     block, bits = Block("i32", rows.literal_value, 1), bits.literal_value
 

@@ -54,7 +54,7 @@ from .planes import store_plane_codes
 #: long as reading a few rows of W.
 STACK_BYTES = 1 << 15
 _VECTOR = 4 * LANES
-#: The type of int8 zero points. The type of uint8 follows.
+#: The type of int8 zero points. The next number is the type of uint8 zero points.
 ZERO_POINT_TYPE = len(FLOATS)
 #: The number of scales that are read at once to combine them with zero points or codes.
 _CHUNK = 256
@@ -65,7 +65,10 @@ _ONE_UNIT, _UNITS, _TABLE = 1, max(1, LANES // 8), 16 // LANES
 
 @native
 def copy_padded(to, address, count, size):
-    """Copy `count` bytes, and write zeros after them up to `size` bytes."""
+    """Copy `count` bytes from `address`, and write zeros after them up to `size` bytes.
+
+    A `count` below 0 or above `size` is clipped.
+    """
     count = max(0, min(count, size))
     aligned = count // 8 * 8
     for i in range(0, aligned, 8):
@@ -82,9 +85,10 @@ def copy_padded(to, address, count, size):
 
 
 def _build_reader(dtype: str) -> Any:
-    """Return a reader that widens `count` numbers to f32 and zero-pads them to full vectors.
+    """Return a function that widens `count` numbers of a dtype to f32, zero-padded to full vectors.
 
-    `available` numbers are stored at the address. Memory after them is not read.
+    Its argument `available`, at least `count`, is how many numbers are stored at the address.
+    Memory after them is not read.
     """
     size = SIZES[dtype]
     vector_bytes = size * LANES
@@ -112,9 +116,10 @@ _read_int8, _read_uint8 = map(_build_reader, ZERO_POINTS)
 
 @native
 def read_tile_values(job, leaf, row, first, count, to):
-    """Write `count` scales or minima as f32, zero-padded to full vectors.
+    """Write the scales (`leaf` SCALE) or minima (`leaf` MINIMUM) of `count` tiles as f32.
 
-    They begin with tile `first` of row `row` of tiles, counted over all matrices.
+    Begin with tile `first` of row `row` of tiles, and continue with the next rows of tiles. Rows of
+    tiles are counted over all matrices. The f32 at `to` are zero-padded to full vectors.
     """
     _read_stored(job, leaf, row, first, count, to)
     is_zero_point = leaf == MINIMUM and word(job, MINIMUM_TYPE) >= ZERO_POINT_TYPE
@@ -124,10 +129,11 @@ def read_tile_values(job, leaf, row, first, count, to):
 
 @native
 def locate_tile_values(job):
-    """Return the arguments of `prefetch_tile_values`.
+    """Return the tuple `located` that `prefetch_tile_values` takes.
 
-    They are the address of the scales and their bytes per row of W, and the same of the minima.
-    Values that rows share are few and are not prefetched: their bytes per row are 0.
+    It is the address of the scales, their bytes per row of W, the address of the minima, and their
+    bytes per row of W. Values that rows share are few and are not prefetched: their bytes per row
+    are 0.
     """
     tiles = word(job, C) // word(job, TC)
     scale, minimum = 0, 0
@@ -139,7 +145,10 @@ def locate_tile_values(job):
 
 @native
 def prefetch_tile_values(located, row, rows):
-    """Prefetch the scales and minima of `rows` rows of W, which may be past the last row."""
+    """Prefetch the scales and minima of `rows` rows of W from `row` on, which may not exist.
+
+    `located` is the result of `locate_tile_values`. Rows are counted over all matrices.
+    """
     scales, scale, minima, minimum = located
     for i in range(0, rows * scale, 64):
         prefetch(scales + row * scale + i)
@@ -149,7 +158,10 @@ def prefetch_tile_values(located, row, rows):
 
 @native
 def _convert_zero_points(job, row, first, count, to):
-    """Replace zero points by the minima `(OFFSET - zero_point) * scale`."""
+    """Replace `count` zero points, as f32 at `to`, by minima: `(OFFSET - zero_point) * scale`.
+
+    They belong to consecutive tiles, from tile `first` of row `row` of tiles on.
+    """
     scales, offset = stack(_BUFFER), splat(np.float32(word(job, OFFSET)))
     for i in range(0, count, _CHUNK):
         chunk = min(_CHUNK, count - i)
@@ -162,35 +174,42 @@ def _convert_zero_points(job, row, first, count, to):
 
 @native
 def _read_stored(job, leaf, row, first, count, to):
-    """Write stored numbers, times their outer scales, as f32."""
+    """Write stored scales, minima or zero points as f32, multiplied by outer scales if they exist.
+
+    The arguments are the same as for `read_tile_values`. Zero points stay zero points.
+    """
     tiles = word(job, C) // word(job, TC)
-    number = row * tiles + first
-    available = word(job, BATCH) * (word(job, R) // word(job, TR)) * tiles - number
+    index = row * tiles + first
+    available = word(job, BATCH) * (word(job, R) // word(job, TR)) * tiles - index
     if leaf == SCALE:
-        _read_numbers(word(job, SCALE_TYPE), word(job, SCALE), number, count, available, to)
+        _read_numbers(word(job, SCALE_TYPE), word(job, SCALE), index, count, available, to)
         if word(job, OUTER_SCALE) != 0:
             outer = word(job, OUTER_SCALE), word(job, OUTER_SCALE_TYPE)
-            _apply_outer_scales(outer, word(job, OUTER_SCALE_TILES), number, count, available, to)
+            _apply_outer_scales(outer, word(job, OUTER_SCALE_TILES), index, count, available, to)
     else:
-        _read_numbers(word(job, MINIMUM_TYPE), word(job, MINIMUM), number, count, available, to)
+        _read_numbers(word(job, MINIMUM_TYPE), word(job, MINIMUM), index, count, available, to)
         if word(job, OUTER_MINIMUM) != 0:
             outer = word(job, OUTER_MINIMUM), word(job, OUTER_MINIMUM_TYPE)
-            _apply_outer_scales(outer, word(job, OUTER_MINIMUM_TILES), number, count, available, to)
+            _apply_outer_scales(outer, word(job, OUTER_MINIMUM_TILES), index, count, available, to)
 
 
 @native
-def _apply_outer_scales(outer, share, number, count, available, to):
-    """Multiply `count` codes, from code `number`, by outer scales: one per `share` codes."""
+def _apply_outer_scales(outer, share, index, count, available, to):
+    """Multiply `count` codes, as f32 at `to`, by their outer scales.
+
+    `outer` has the address and the type of the outer scales, one per `share` codes. The codes are
+    entries `index` to `index + count` of an array with `available` entries from `index` on.
+    """
     prevent_inlining()
     scales, (address, type) = stack(_BUFFER), outer
     i, shift = 0, 0
     while 1 << shift < min(share, LANES):
         shift += 1
     while i < count:
-        first, within = divmod(number + i, share)
-        chunk = min(_CHUNK - LANES, (number + count - 1) // share + 1 - first)
-        last, scale = min(count, (first + chunk) * share - number), scales
-        _read_numbers(type, address, first, chunk, (number + available) // share - first, scales)
+        first, within = divmod(index + i, share)
+        chunk = min(_CHUNK - LANES, (index + count - 1) // share + 1 - first)
+        last, scale = min(count, (first + chunk) * share - index), scales
+        _read_numbers(type, address, first, chunk, (index + available) // share - first, scales)
         if within == 0 and share == 1 << shift:  # a vector has equal shares of several scales
             while i + LANES <= last:
                 store(
@@ -210,12 +229,15 @@ def _apply_outer_scales(outer, share, number, count, available, to):
 
 
 @native
-def _read_planes(address, number, count, available, to):
-    """Read codes of PLANES bits that are stored as bit planes."""
+def _read_planes(address, index, count, to):
+    """Write codes `index` to `index + count` of an array as f32, zero-padded to full vectors.
+
+    The array has codes of PLANES bits, stored as bit planes: a unit of PLANES bytes has 8 codes.
+    """
     prevent_inlining()
     codes, table, i = stack(_VECTOR), zeros(1, _TABLE), 0
     while i < count:
-        unit, within = divmod(number + i, 8)
+        unit, within = divmod(index + i, 8)
         place = address + PLANES * unit
         if within == 0 and i + LANES <= count and LANES >= 8:
             store_plane_codes(codes, place, _UNITS, PLANES, table)
@@ -231,22 +253,25 @@ def _read_planes(address, number, count, available, to):
 
 
 @native
-def _read_numbers(type, address, number, count, available, to):
-    """Read `count` numbers of a type, from number `number` of an array."""
+def _read_numbers(type, address, index, count, available, to):
+    """Write entries `index` to `index + count` of an array as f32, zero-padded to full vectors.
+
+    The array has numbers of a type at `address`. `available` of them are stored from `index` on.
+    """
     if type == PLANES_TYPE:
-        _read_planes(address, number, count, available, to)
+        _read_planes(address, index, count, to)
     elif type == 0:
-        _read_f32(address + 4 * number, count, available, to)
+        _read_f32(address + 4 * index, count, available, to)
     elif type == 1:
-        _read_f16(address + 2 * number, count, available, to)
+        _read_f16(address + 2 * index, count, available, to)
     elif type == 2:
-        _read_bf16(address + 2 * number, count, available, to)
+        _read_bf16(address + 2 * index, count, available, to)
     elif type == 3:
-        _read_e8m0(address + number, count, available, to)
+        _read_e8m0(address + index, count, available, to)
     elif type == ZERO_POINT_TYPE:
-        _read_int8(address + number, count, available, to)
+        _read_int8(address + index, count, available, to)
     else:
-        _read_uint8(address + number, count, available, to)
+        _read_uint8(address + index, count, available, to)
 
 
 @native
@@ -257,17 +282,17 @@ def entry_bytes(type):
 
 @native
 def stored_bytes(type, count):
-    """Return the bytes of `count` numbers. For bit planes, `count` is a multiple of 8."""
+    """Return the bytes of `count` numbers of a type. For bit planes, `count` is a multiple of 8."""
     return count // 8 * PLANES if type == PLANES_TYPE else count * entry_bytes(type)
 
 
 @native
 def has_minima(job):
-    """Return whether codes that decode to 0 have a dense value other than 0."""
+    """Return whether the stored matrix has minima or zero points, so that a code of 0 is not 0."""
     return word(job, MINIMUM) != 0
 
 
 @native
 def is_f32(job, leaf):
-    """Return whether scales, or minima, are stored as f32 and can be read in place."""
+    """Return whether scales (`leaf` SCALE) or minima (`leaf` MINIMUM) are f32, to read in place."""
     return word(job, SCALE_TYPE if leaf == SCALE else MINIMUM_TYPE) == 0
