@@ -186,9 +186,8 @@ def _is_stack(frame, index, batch):
 def _place_address(frame, index, batch, width):
     """Return the address of the selected place of the stack that is argument `index`.
 
-    The entries of the stack have `width` bytes, and a place has `batch` matrices.
-
-    An index out of range selects the first or the last place, as in XLA's dynamic slice.
+    The entries of the stack have `width` bytes, and a place has `batch` matrices. An index out of
+    range selects the first or the last place, as in XLA's dynamic slice.
     """
     stack = argument_buffer(frame, index)
     if batch == 0:
@@ -381,7 +380,7 @@ def handle_quantize(frame, bits, count, work):
 
 @native
 def _read_quantize(frame, job, bits):
-    """Write a job to quantize. Return whether the operands of the call fit together."""
+    """Write the job of a call that quantizes. Return whether the operands fit together."""
     if not has_buffers(frame, 2, 2):
         return False
     x, table = argument_buffer(frame, 0), argument_buffer(frame, 1)

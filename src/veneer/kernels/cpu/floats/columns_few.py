@@ -150,6 +150,8 @@ def _build_range_product(kind: str) -> Any:
             if strategy != FOLDED_INTO_X and is_f32(job, SCALE):
                 scale, next_scale = word(job, SCALE) + 4 * tiles * tile_row, 4 * tiles * step
             elif strategy != FOLDED_INTO_X:
+                # `load_panel_scales` counts tiles from the start of a row, and must find tile
+                # `first_tile` at `numbers`.
                 tile_rows = (count - 1) * step + 1
                 scale, next_scale = numbers - 4 * first_tile, ROW_SCALE_BYTES * step
                 if range_tiles == tiles:  # The scales of consecutive rows are contiguous.

@@ -71,7 +71,11 @@ _ALL_SCALE_BYTES = LANES * _ROW_SCALE_BYTES
 
 @native
 def _count_units(job):
-    """Return how many groups the rows of x have, blocks the groups, and parts the rows of W."""
+    """Return the numbers of groups, of blocks, and of parts of one block.
+
+    A group is ROWS rows of x, a block is up to `_GROUPS` groups, and a part has `_PART_ROWS` rows
+    of W.
+    """
     groups = (word(job, M) + ROWS - 1) // ROWS
     return groups, (groups + _GROUPS - 1) // _GROUPS, (word(job, R) + _PART_ROWS - 1) // _PART_ROWS
 
@@ -132,7 +136,7 @@ def build(kind: str, activations: str = "float32") -> JobFunctions:
 
 
 def build_bf16(kind: str) -> JobFunctions:
-    """Return the functions of the kernel for codes of a kind, and bf16 activations."""
+    """Return the job functions of this kernel for codes of a kind, and bf16 activations."""
     return build(kind, "bfloat16")
 
 

@@ -192,12 +192,13 @@ def _build_product(kind: str, rows: int) -> Any:
                         total = add_products(total, x_part, 4 * c, table, place, stride, 0, 0, 0, 0)
                     place += STEP
                 result = _sum_lanes(total)
-                if rows == 1:
+                if rows == 1:  # The lanes are LANES rows of W: scale and write them together.
                     minimum_term = splat(load_f32(minimum_terms))
                     result = fma(result, load(row_scales, 1), minimum_term)
                     if row == start:
                         store(y + 4 * done, result)
                 store(sums, result)
+                # Write the other results one by one, from `row` on.
                 for i in range(rows if rows > 1 or row > start else 0):
                     for j in range(max(0, row - start - group), GROUP):
                         value = load_f32(sums + 4 * (i * GROUP + j))

@@ -73,7 +73,7 @@ PREFETCH_BYTES = 8192
 
 
 def fine_strategy(kind: str) -> int:
-    """Return the strategy for tiles that are smaller than a panel."""
+    """Return the strategy for tiles that are smaller than a panel: PER_LANE or PER_VECTOR."""
     return PER_LANE if kind in LOOKUP_BITS else PER_VECTOR
 
 

@@ -233,6 +233,8 @@ def build(kind: str) -> JobFunctions:
         place = row_address(job, batch, row) + first * bits // 8
         panel, sums = stack(panel_bytes), stack(_SUMS_BYTES)
         while first < last:
+            # Columns are multiplied in place, or panel by panel from a copy. Behind the last panel,
+            # a narrow range of columns is multiplied in place, and any other tail from a copy.
             columns, source, target = last - first, (place, stride), (y, y_stride)
             is_narrow = columns < PANEL and columns % _NARROW == 0
             is_tail = columns < PANEL and not is_narrow

@@ -267,7 +267,7 @@ def build(kind: str, activations: str = "float32") -> JobFunctions:
 
 
 def build_bf16(kind: str) -> JobFunctions:
-    """Return the functions of the kernel for codes of a kind, and bf16 activations."""
+    """Return the job functions of this kernel for codes of a kind, and bf16 activations."""
     return build(kind, "bfloat16")
 
 

@@ -131,7 +131,7 @@ def _build_product(kind: str, rows: int, *, adds_minima: bool) -> Any:
     - the addresses of the f32 scales and of the minima of the block,
     - the bytes between the values of neighboring rows of W,
     - the number of vectors between the start of the first tile and the first column,
-    - the logarithm of the number of vectors per tile.
+    - the binary logarithm of the number of vectors per tile.
     """
     decode_row, restore_order = build_decoder(kind)
     bits, vectors = BITS[kind], 2 if rows == 8 else 4

@@ -68,7 +68,7 @@ _add_minima_4, _add_minima_1 = map(_build_minimum_adder, (4, 1))
 
 
 def build_functions(side: Orientation, offset: int) -> JobFunctions:
-    """Return the functions of the kernel for one contracted side of the matrix.
+    """Return the job functions of the kernel for one contracted side of the matrix.
 
     **Arguments:**
 
@@ -89,7 +89,7 @@ def build_functions(side: Orientation, offset: int) -> JobFunctions:
 
     @native
     def divide_strips(job):
-        """Return the number of strips, and the number per part."""
+        """Return the number of strips of the result, and the number of strips per part."""
         _, n, _ = sizes(job)
         strips = (n + width - 1) // width
         # Several parts per thread balance the load. Wide parts read more of a row of the matrix

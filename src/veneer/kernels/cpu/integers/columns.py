@@ -21,7 +21,7 @@ from .panel import BLOCK, PANEL_ROW, WIDTH, Orientation, build_reader, code_offs
 
 
 def build(kind: str) -> JobFunctions:
-    """Return the functions of the kernel for codes of a kind."""
+    """Return the job functions of this kernel for codes of a kind, such as "lookup4"."""
     return blocks.build_functions(orientation(kind), code_offset(kind))
 
 

@@ -81,7 +81,7 @@ from .panel import WIDTH, build_reader, code_offset
 PART = 64
 #: Prefetch the first rows that are at least this many bytes after the current ones.
 _AHEAD = 4096
-#: The logarithm of `LANES`: a scale with this shift is for all lanes.
+#: The binary logarithm of `LANES`: a scale with this shift is for all lanes.
 _ALL_LANES = LANES.bit_length() - 1
 #: The most codes of a group.
 _GROUP = 8 * WIDTH
@@ -99,13 +99,14 @@ def _build_products(kind: str) -> list[Any]:
     Their arguments are tuples, because Numba functions have no other structures. "Bytes between
     rows" are the distance from one row to the next:
 
-    - `x`: the address of the reordered activations, the bytes between rows, and the addresses of
-      the first int32 sums and of the sums over tiles, with the bytes between rows of the latter.
+    - `x`: the address of the reordered activations, the bytes between rows, and the address of
+      the vectors that int32 sums begin with, and the address of the sums over tiles, with the bytes
+      between their rows.
     - `w`: the address of the codes, the bytes between rows, and the bytes to prefetch ahead.
-    - `x_scales`: the address of the scales, the bytes between rows, the logarithm of the lanes per
-      scale, and the bytes between tiles.
+    - `x_scales`: the address of the scales, the bytes between rows, the binary logarithm of the
+      lanes per scale, and the bytes between tiles.
     - `w_scales`: the address of the scales, the address of the minima or 0, the bytes between rows,
-      the logarithm of the lanes per scale, and the scales per row.
+      the binary logarithm of the lanes per scale, and the scales per row.
     - `tiling`: the tiles per row, the groups per tile, and the lanes of the last group if not all.
     - `table`: the table of codes. `y`, `next_y`: the address of the result, and the bytes between
       its rows.
@@ -244,7 +245,7 @@ def _scale_by_x(job, batch, scales, count):
 
 
 def build(kind: str) -> JobFunctions:
-    """Return the functions of the kernel for codes of a kind."""
+    """Return the job functions of this kernel for codes of a kind, such as "lookup4"."""
     fields, offset = _fields_of(kind), code_offset(kind)
     group = WIDTH * fields  # the codes of a vector of bytes
     LANE = 4 * fields  # the codes of a 32-bit lane
@@ -268,8 +269,8 @@ def build(kind: str) -> JobFunctions:
         return (word(job, C) + group - 1) // group, (word(job, TC) + group - 1) // group
 
     @native
-    def lanes_per_scale(job):
-        """Return the logarithm of the lanes of a vector that share a scale."""
+    def log2_lanes_per_scale(job):
+        """Return the binary logarithm of the number of lanes of a vector that share a scale."""
         tile, shift = word(job, TC), 0
         while LANE << shift < tile and 1 << shift < LANES:
             shift += 1
@@ -360,7 +361,7 @@ def build(kind: str) -> JobFunctions:
             _scale_by_x(job, batch, scales, scale_count)
 
         ahead = (_AHEAD // row_bytes + ROWS) // ROWS * ROWS
-        shift, stride = lanes_per_scale(job), row_scales * 4 if shared == 1 else 0
+        shift, stride = log2_lanes_per_scale(job), row_scales * 4 if shared == 1 else 0
         next_x_scale, x_shift, next_x_tile = 4 * word(job, X_SCALES), shift, 4 * (LANES >> shift)
         if word(job, X_SCALES) == 1:
             x_shift, next_x_tile = _ALL_LANES, 0

@@ -168,7 +168,7 @@ def _build_sweep(kind: str) -> Any:
 
 
 def build(kind: str) -> JobFunctions:
-    """Return the functions of the kernel for codes of a kind."""
+    """Return the job functions of this kernel for codes of a kind, such as "lookup4"."""
     offset = code_offset(kind)
     sweep = _build_sweep(kind)
     side = orientation(kind)
