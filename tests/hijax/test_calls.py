@@ -35,6 +35,14 @@ def test_a_checkpoint_returns_a_typed_value(jit, x, weight, high, agree, agree_b
     agree_by_leaves(transform(loss)(weight.value), expected)
 
 
+def test_a_converted_closure_returns_an_implicit_array(weight, high, agree):
+    transpose = lambda w: {"w": jnp.transpose(high(w))}
+    converted, constants = jax.closure_convert(transpose, weight.value)
+    out = converted(weight.value, *constants)
+    assert jax.tree.structure(out) == jax.tree.structure(transpose(weight.value))
+    agree(out["w"], weight.dense.T)
+
+
 @jax.custom_jvp
 def doubled(x, w):
     return jnp.dot(x, w)

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import jax
@@ -119,6 +120,15 @@ def jax_caller() -> str:
     frames = frames_from(sys._getframe(1))
     names = (f.f_code.co_name for f in frames if f.f_globals.get("__name__", "").startswith("jax."))
     return next(names, "")
+
+
+def is_in_converted_function() -> bool:
+    """Return whether a function that `jax.closure_convert` returned is evaluating an equation."""
+    frames = islice(
+        frames_from(sys._getframe(1)), 6
+    )  # no more than JAX and the patches put between
+    names = [frame.f_code.co_name for frame in frames]
+    return ("eval_jaxpr", "converted_fun") in zip(names, names[1:], strict=False)
 
 
 def find_mesh(types: Sequence[Any]) -> Any:

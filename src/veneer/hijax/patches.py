@@ -34,7 +34,7 @@ from .._jax.hijax import (
 )
 from .._jax.hijax import tree_util as jax_tree_util
 from .._jax.primitives import find_primitive, jaxpr_as_fun
-from .._jax.tracing import is_eager, set_current_trace
+from .._jax.tracing import is_eager, is_in_converted_function, set_current_trace
 from .control_flow import (
     check_branches,
     unify_branches,
@@ -84,10 +84,7 @@ from .types import (
     type_of,
     with_dense_tangents,
 )
-from .values import (
-    apply,
-    value_of,
-)
+from .values import apply, expose, value_of
 
 # Values as operands.
 
@@ -140,7 +137,9 @@ def _bind(bind: Any) -> Callable:
     def bind_high(self: Any, trace: Any, args: Any, avals: Any, params: Any) -> Any:
         if self is empty_ref and type(params["ty"]) is HighType:
             raise _ref_error("empty_ref", params["ty"])
-        return bind(self, trace, args, avals, params)
+        out = bind(self, trace, args, avals, params)
+        is_evaluated = self.multiple_results and type(trace) is core.EvalTrace
+        return list(map(expose, out)) if is_evaluated and is_in_converted_function() else out
 
     def bind_any(self: Any, trace: Any, args: Any, avals: Any, params: Any, /) -> Any:
         for aval in avals:
