@@ -152,8 +152,8 @@ MUTATIONS = [
         "hijax/test_vmap.py hijax",
     ),
     Mutation(
-        "return as_typed_operand(after) if isinstance(after, Value) else after",
-        "return after",
+        "return as_typed_operand(result) if isinstance(result, Value) else result",
+        "return result",
         "hijax",
     ),
     # Native code.

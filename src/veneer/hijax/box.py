@@ -108,7 +108,7 @@ class Box(OpaqueNode):
     def tree_unflatten(cls, structure: "_BoxStructure", children: Iterable[Any]) -> "Box":
         """Return a Box with the leaves `children`.
 
-        If they are the references that `tree_flatten` of a Box returned, return that Box itself.
+        If they are the references that `tree_flatten` of a Box returned, return the same Box.
         """
         leaves = list(children)
         if structure.box is None:
@@ -129,8 +129,9 @@ class Box(OpaqueNode):
 class _BoxStructure:
     """The static part of a Box in a pytree.
 
-    Its leaves are values if `box` is None. Otherwise they are references, and `box` is a weak
-    reference to the Box. Boxes of the same structure are equal for JAX's caches.
+    `treedef` is the structure of the contents. If the leaves of the Box in the pytree are values,
+    `box` is None. If they are references, `box` is a weak reference to the Box. Two structures that
+    differ only in `box` are equal, so that JAX uses one compiled function for both.
     """
 
     treedef: Any

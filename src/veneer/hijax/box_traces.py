@@ -1,7 +1,11 @@
 """The traces around a use of a Box, started by JAX's transformations or by `vn.jit`.
 
-For each function that `vn.jit` traces, a `JitFrame` records which Boxes the function captures, and
-the new contents of Boxes whose structure it changes. The frames are kept in the thread's `state`.
+While `vn.jit` traces a function, a `JitFrame` records which Boxes the function captures, and the
+new contents of Boxes whose structure it changes. `state` has the frames of the current thread.
+
+The contents of a Box (`box_contents.Contents`) are a pytree of leaves or of references, a
+`jax.Ref` for each leaf. A compiled function can capture references. A change of structure replaces
+the references, and increases the `version` of the contents.
 """
 
 from collections.abc import Iterator
@@ -50,10 +54,11 @@ def primal_in(trace: Trace, x: Any) -> Any:
 
 
 class JitFrame:
-    """A context in which `vn.jit` traces a function, with the Boxes that the function uses.
+    """A context in which `vn.jit` traces a function. It records the Boxes that the function uses.
 
-    `captured` maps captured contents to their version. The frame adds to it. `arguments` are the
-    contents of the Boxes among the arguments.
+    `trace` is the trace of the function. `captured` is a dict to which the frame adds the contents
+    of captured Boxes, each with its version. `arguments` are the contents of Boxes among the
+    arguments.
     """
 
     def __init__(self, trace: Trace, captured: "dict[Contents, int]", arguments: "list[Contents]"):
@@ -74,7 +79,7 @@ class JitFrame:
             clear_traced_functions()  # their references end with this trace
 
     def capture(self, contents: "Contents") -> None:
-        """Record that the function captures contents. Raise ValueError if it also takes them."""
+        """Record that the function uses a captured Box. Raise ValueError if it is an argument."""
         if contents in self.arguments:
             raise alias_error(contents)
         self.captured[contents] = contents.version
@@ -98,14 +103,19 @@ class _State(local):
         self.frames: list[JitFrame] = []  # innermost last
         # The Boxes that JAX has flattened in a call of `vn.jit`, or None outside of such a call.
         self.flattened: list[Box] | None = None
-        self.changes_structure = False  # whether a function under `jax.jit` changes a structure
+        # True if the function that `jax.jit` traces now changes the structure of a Box.
+        self.changes_structure = False
 
 
 state = _State()
 
 
 def get_latest(contents: "Contents") -> "Contents":
-    """Return the contents that replace `contents` in the current traces of `vn.jit`, if any do."""
+    """Return the contents that a function under `vn.jit`, which is traced now, set for a Box.
+
+    `contents` are the contents of the Box before the trace. Return them if no function replaces
+    them.
+    """
     for frame in state.frames:
         contents = frame.replaced.get(contents, contents)
     return contents

@@ -1,11 +1,14 @@
 """Loops and branches over implicit arrays.
 
 The carry of a loop must keep its type, and branches must return the same types. But an implicit
-array can be a pytree of leaves, as an argument is, or one typed value, as the result of a primitive
-is. So the body of a loop converts its carry to the form that it came in, and a branch converts its
-results to the form of an operand of the same class. If types still differ, a `TypeMismatch` is
-raised. Then the values are converted as under `vn.implicit`, which materializes them or makes them
-labels, and JAX traces the loop or the branches again.
+array can have two forms: a pytree of leaves, as an argument has, or one typed value, as the result
+of a primitive has. So the body of a loop converts the new carry to the form of the old carry, and a
+branch converts its results to the form of an operand of the same class.
+
+If the types still differ while JAX traces, `TypeMismatch` is raised. It never reaches the user:
+`_call_until_types_match` catches it, and calls the loop or the conditional again with converted
+values. As under `vn.implicit`, a value is materialized or becomes a label: a type whose only leaf
+is the dense array, with metadata such as a unit.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +31,7 @@ from .types import HighType, abstract_of, as_typed_operand, is_complete, is_type
 from .values import expose, flatten_value, value_of
 
 _COND, _SCAN, _WHILE = map(find_primitive, ("cond", "scan", "while"))
-#: The form of a value with a high type.
+#: The form of an implicit array that is one typed value.
 _TYPED = object()
 #: From the index of a value in a carry or among results to the form that it must be converted to:
 #: `DENSE`, `_TYPED`, or the tree structure of a label.
@@ -36,10 +39,11 @@ Forms = Mapping[int, Any]
 
 
 class TypeMismatch(Exception):
-    """A carry changes its type, or branches return different types.
+    """An internal signal: a carry changes its type, or branches return different types.
 
-    `forms` has, by the index of each value, the form to convert it to, and a function that returns
-    the next form to try if this one does not suffice.
+    `forms` maps the index of each such value, in the carry or among the results, to a pair: the
+    form to convert the value to, and a function `next_form`. If the types still differ after the
+    conversion to `form`, `next_form(form)` returns another form to try, or raises `TypeError`.
     """
 
     def __init__(self, forms: dict[int, tuple[Any, Callable[[Any], Any]]]):
@@ -47,7 +51,11 @@ class TypeMismatch(Exception):
 
 
 def check_branches(check: Callable) -> Callable:
-    """Patch JAX's comparison of the results of two branches, to raise `TypeMismatch` first."""
+    """Wrap JAX's check that two branches return the same types.
+
+    If the types of an implicit array differ, the wrapper raises `TypeMismatch` before JAX raises an
+    error.
+    """
 
     def compare(name: str, *args: Any) -> None:
         _compare_types(f"output {{}} of {name}", *(avals.unflatten() for avals in args[-2:]))
@@ -56,20 +64,25 @@ def check_branches(check: Callable) -> Callable:
     return compare
 
 
-def _compare_types(where: str, one: Any, other: Any) -> None:
-    (types, tree), (other_types, other_tree) = map(_flatten, (one, other))
-    if not is_enabled() or tree != other_tree:
-        return  # JAX raises the error for different structures
+def _compare_types(where: str, tree_1: Any, tree_2: Any) -> None:
+    """Raise `TypeMismatch` if two trees of types differ in the type of an implicit array.
+
+    Nothing is raised for trees of different structures, or for other types: JAX reports these.
+    `where` names a value in errors, with `{}` for the index of the value, as in "carry {} of scan".
+    """
+    (types_1, treedef_1), (types_2, treedef_2) = map(_flatten, (tree_1, tree_2))
+    if not is_enabled() or treedef_1 != treedef_2:
+        return
     forms: dict[int, tuple[Any, Callable[[Any], Any]]] = {}
-    for i, pair in enumerate(zip(types, other_types, strict=True)):
-        is_array = [isinstance(t, Value | jax.core.ShapedArray) for t in pair]
-        if not any(map(_is_implicit_type, pair)) or not all(is_array):
+    for i, pair in enumerate(zip(types_1, types_2, strict=True)):
+        are_arrays = all(isinstance(t, Value | jax.core.ShapedArray) for t in pair)
+        if not any(map(_is_implicit_type, pair)) or not are_arrays:
             continue
         type_1, type_2 = (value_type(jax.tree.map(abstract_of, t)) for t in pair)
         next_form = partial(common_form, where.format(i), type_1, type_2)
-        form = next_form(None)
+        form = next_form(None)  # None if the types are the same
         if form is None and is_value(pair[0]) != is_value(pair[1]):
-            form = _TYPED
+            form = _TYPED  # one is a pytree of leaves, and the other is one typed value
         if form is not None:
             forms[i] = form, next_form
     if forms:
@@ -81,6 +94,7 @@ def _flatten(tree: Any) -> tuple[list[Any], Any]:
 
 
 def _is_implicit(x: Any) -> bool:
+    """Return whether `x` is an implicit array: a pytree of leaves or one typed value."""
     x = value_of(x)
     return is_typed(x) or (isinstance(x, Value) and is_complete(x))
 
@@ -91,7 +105,10 @@ def _is_implicit_type(t: Any) -> bool:
 
 
 def _wrap_once(function: Any, name: str, wrap: Callable[[Callable], Callable]) -> Callable:
-    """Return `wrap(function)`, kept as an attribute of the function. JAX caches by the function."""
+    """Return `wrap(function)`. Keep it as the attribute `name` of the function for later calls.
+
+    JAX's caches of traced functions compare functions by identity.
+    """
     wrapped = getattr(function, name, None)
     # functools.wraps copies attributes, and a bound method has the attributes of its function.
     if wrapped is None or wrapped.__wrapped__ is not function:
@@ -103,18 +120,22 @@ def _wrap_once(function: Any, name: str, wrap: Callable[[Callable], Callable]) -
 
 
 def _convert(form: Any, primitive: Primitive, x: Any) -> Any:
-    """Convert a value to a form. If it has no such form, return it unchanged."""
+    """Materialize `x` (`DENSE`), make it one typed value (`_TYPED`), or make it a label.
+
+    Return `x` unchanged if it cannot have the form. A report of materialization names `primitive`.
+    """
     if form is DENSE:
         return materialise_traced(primitive, x) if _is_implicit(x) else x
     if form is _TYPED:
         return as_typed_operand(x) if isinstance(x, Value) else x
-    if _is_implicit(x):
+    if _is_implicit(x):  # only a dense array can become a label
         return x
-    label = jax.tree.unflatten(form, [x])
+    label = jax.tree.unflatten(form, [x])  # `form` is the tree structure of the label
     return label if can_become_label(x, label) else x
 
 
 def _convert_leaves(forms: Forms, primitive: Primitive, tree: Any) -> Any:
+    """Convert the values in a tree to the forms that `forms` has for their indices."""
     leaves, treedef = _flatten(tree)
     for i, form in forms.items():
         leaves[i] = _convert(form, primitive, leaves[i])
@@ -123,7 +144,10 @@ def _convert_leaves(forms: Forms, primitive: Primitive, tree: Any) -> Any:
 
 @contextmanager
 def _events_at_end() -> Iterator[None]:
-    """Report the events of a block at its end. If the block raises, report none."""
+    """Report the events of a block, such as materializations, at its end.
+
+    If the block raises, report none: the block runs again after a `TypeMismatch`.
+    """
     if current_policy() is ALLOW:
         yield
         return
@@ -137,10 +161,10 @@ def _call_until_types_match(
 ) -> Any:
     """Call a loop or a conditional of JAX, and call it again after each `TypeMismatch`.
 
-    `convert` is called with the forms and the name and value of each argument. It returns the
-    argument for the next call.
+    Before a further call, `convert(forms, name, x)` replaces each argument. `forms` has the forms
+    of all values that need a conversion, and `x` is the argument `name` of the first call.
     """
-    forms: dict[int, Any] = {}
+    forms: dict[int, Any] = {}  # by the index of a value in the carry or among the results
     arguments = dict(bound.arguments)
     while True:
         try:
@@ -148,14 +172,20 @@ def _call_until_types_match(
                 return jax.tree.map(expose, function(*bound.args, **bound.kwargs))
         except TypeMismatch as mismatch:
             changes = mismatch.forms
+        # This ends: the last form of a value is `DENSE`, and `next_form(DENSE)` raises TypeError.
         for i, (form, next_form) in changes.items():
-            is_tried = i in forms and forms[i] == form
-            forms[i] = next_form(form) or DENSE if is_tried else form
+            if i in forms and forms[i] == form:  # converted to this form, and types still differ
+                form = next_form(form) or DENSE
+            forms[i] = form
         bound.arguments.update({name: convert(forms, name, x) for name, x in arguments.items()})
 
 
 def _bind_arguments(function: Callable, *args: Any, **kwargs: Any) -> BoundArguments | None:
-    """Return the arguments of a call by name. Return None if JAX will raise an error for them."""
+    """Return the arguments of a call, bound to the names of the parameters.
+
+    Return None if high types are off, or if the arguments do not fit, for which JAX raises an
+    error.
+    """
     try:
         return signature(function).bind(*args, **kwargs) if is_enabled() else None
     except TypeError:
@@ -166,17 +196,18 @@ def _bind_arguments(function: Callable, *args: Any, **kwargs: Any) -> BoundArgum
 
 
 def unify_carry(loop: Callable) -> Callable:
-    """Patch `lax.scan` or `lax.while_loop`, so that the carry keeps its type.
+    """Wrap `lax.scan` or `lax.while_loop`, so that the carry keeps its type.
 
-    The new carry gets the form of the old one. If the types still differ, the initial carry is
-    converted. Results of a scan that cannot be stacked are materialized.
+    The body converts the new carry to the form of the old carry. If the types still differ, the
+    initial carry is converted. Results of a scan that cannot be stacked are materialized.
     """
     primitive = _SCAN if loop.__name__ == "scan" else _WHILE
 
     def convert(forms: Forms, name: str, x: Any) -> Any:
         if name in ("init", "init_val"):
             return _convert_leaves(forms, primitive, x)
-        if callable(x):  # a new function, without the leaf names that fori_loop stores on a body
+        if callable(x):
+            # A new function: `fori_loop` stores on the body the names of the leaves, which change.
             return _wrap_once(x, "_veneer_of_other_leaves", lambda f: lambda *args: f(*args))
         return x
 
@@ -222,51 +253,54 @@ def _wrap_condition(function: Callable) -> Callable:
 _WRAPPERS = {"f": _wrap_scan_body, "body_fun": _wrap_while_body, "cond_fun": _wrap_condition}
 
 
-def _match_carry(primitive: Primitive, loop: str, before: Any, after: Any) -> Any:
-    """Convert the new carry to the form of the old one. Raise `TypeMismatch` if types differ."""
+def _match_carry(primitive: Primitive, loop_name: str, before: Any, after: Any) -> Any:
+    """Return the carry `after` in the form of `before`. Raise `TypeMismatch` if types differ."""
     (old, tree), (new, new_tree) = _flatten(before), _flatten(after)
     if tree != new_tree or not any(map(_is_implicit, (*old, *new))):
         return after  # JAX raises the error for different structures
     after = jax.tree.unflatten(tree, list(map(partial(_match_form, primitive), old, new)))
     types = (jax.tree.map(jax.typeof, carry) for carry in (before, after))
-    _compare_types(f"carry {{}} of {loop}", *types)
+    _compare_types(f"carry {{}} of {loop_name}", *types)
     return after
 
 
-def _match_form(primitive: Primitive, before: Any, after: Any) -> Any:
-    """Convert `after` to the form of `before`: an implicit array, typed or dense.
+def _match_form(primitive: Primitive, example: Any, result: Any) -> Any:
+    """Convert `result` to the form of `example`: a pytree of leaves, one typed value, or dense.
 
-    The types may still differ.
+    The class and the types of leaves do not change, unless `result` is materialized. So the types
+    can still differ. A report of materialization names `primitive`.
     """
-    if is_value(before):
-        after = unpack(after)
-        if not is_value(after):
-            return after
-        # A part with a dense tangent is one leaf, which may be typed, too.
-        (old, _), (new, treedef) = flatten_value(before), flatten_value(after)
-        if len(old) != len(new):
-            return after
-        return jax.tree.unflatten(treedef, list(map(partial(_match_form, primitive), old, new)))
-    if is_typed(before):
-        return as_typed_operand(after) if isinstance(after, Value) else after
-    if not _is_implicit(after):
-        return after
-    value = abstract_of(after.aval) if is_typed(after) else value_of(after)
-    return after if has_no_dense_form(value) else materialise_traced(primitive, after)
+    if is_value(example):
+        result = unpack(result)
+        if not is_value(result):
+            return result
+        # A part with a dense tangent is one leaf, which can have either form.
+        (examples, _), (leaves, treedef) = flatten_value(example), flatten_value(result)
+        if len(examples) != len(leaves):
+            return result
+        matched = list(map(partial(_match_form, primitive), examples, leaves))
+        return jax.tree.unflatten(treedef, matched)
+    if is_typed(example):
+        return as_typed_operand(result) if isinstance(result, Value) else result
+    if not _is_implicit(result):
+        return result
+    value = abstract_of(result.aval) if is_typed(result) else value_of(result)
+    return result if has_no_dense_form(value) else materialise_traced(primitive, result)
 
 
 # Branches.
 
 
 def unify_branches(choose: Callable) -> Callable:
-    """Patch `lax.cond`, or JAX's function for `lax.switch` and `lax.platform_dependent`.
+    """Wrap `lax.cond`, or JAX's function for `lax.switch` and `lax.platform_dependent`.
 
-    The branches return values in the forms of the operands, and convert them if types differ. An
-    implicit predicate or index is materialized.
+    Each branch converts its results to the form of an operand of the same class. If the types of
+    two branches still differ, the results are converted. An implicit predicate or index is
+    materialized.
     """
 
     def convert(forms: Forms, name: str, x: Any) -> Any:
-        forms = dict(forms)  # the caller changes them
+        forms = dict(forms)  # a copy, because the caller changes the dict
         wrap = lambda f: lambda *args: _convert_leaves(forms, _COND, f(*args))
         return _map_branches(name, f"_veneer_branch {forms}", wrap, x)
 
@@ -274,9 +308,9 @@ def unify_branches(choose: Callable) -> Callable:
     def call(*args: Any, **kwargs: Any) -> Any:
         if (bound := _bind_arguments(choose, *args, **kwargs)) is None:
             return choose(*args, **kwargs)
-        which, *_ = bound.arguments
-        if _is_implicit(bound.arguments[which]):
-            bound.arguments[which] = materialise_traced(_COND, bound.arguments[which])
+        condition, *_ = bound.arguments  # the name of the predicate or of the index
+        if _is_implicit(bound.arguments[condition]):
+            bound.arguments[condition] = materialise_traced(_COND, bound.arguments[condition])
         operands = bound.arguments.get("operands"), bound.arguments.get("operand")
         if any(map(is_value, _flatten(operands)[0])):
             for name, x in bound.arguments.items():
@@ -290,13 +324,18 @@ def unify_branches(choose: Callable) -> Callable:
 def _map_branches(
     argument: str, attribute: str, wrap: Callable[[Callable], Callable], x: Any
 ) -> Any:
-    """Wrap the branches in an argument of a conditional."""
+    """Return the argument `x` of a conditional. If it is a branch or branches, wrap these.
+
+    `argument` is the name of the argument. A branch keeps its wrapper as the attribute `attribute`.
+    """
     if argument == "branches":
         return [_wrap_once(branch, attribute, wrap) for branch in x]
     return _wrap_once(x, attribute, wrap) if argument.endswith("_fun") and callable(x) else x
 
 
 def _use_operand_forms(function: Callable) -> Callable:
+    """Wrap a branch to convert each result to the form of the last operand of the same class."""
+
     def branch(*args: Any) -> Any:
         values: Sequence[Any] = [x for x in _flatten(args)[0] if is_value(x)]
         examples = {type(x): x for x in values}

@@ -1,9 +1,12 @@
 """The rules of `jax.custom_vjp` and `jax.custom_jvp`, for functions of implicit arrays.
 
-JAX has one derivative for each flat argument or result, and the rule of a user has one for each
-implicit array. An implicit array whose tangent is dense is one flat argument. Any other is a pytree
-of its leaves, or one typed value whose tangent is a `Tangent`. The functions here convert the
-arguments and results of rules between the two forms.
+JAX flattens arguments and results, and uses one derivative for each flat argument or result. The
+rule of a user has one derivative for each implicit array. An implicit array with a dense tangent is
+one flat argument. Any other is a pytree of leaves, which are flat arguments, or one typed value
+with a `Tangent`. The functions here convert the arguments and results of rules.
+
+For the rule, a derivative with one array for each leaf is an instance of the class of the implicit
+array. It is marked as derivatives: an operation that takes it as an array raises an error.
 """
 
 from collections.abc import Callable, Sequence
@@ -56,7 +59,7 @@ _COTANGENT, _TANGENT = Primitive("custom_vjp"), Primitive("custom_jvp")
 
 
 def call_custom_vjp(call: Callable) -> Callable:
-    """Patch the method `__call__` of `jax.custom_vjp`: call it with functions of flat arguments."""
+    """Wrap `jax.custom_vjp.__call__`, to convert the arguments and results of the rules."""
 
     @wraps(call)
     def call_with_values(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -81,7 +84,10 @@ def _with_functions(function: Any, **functions: Callable) -> Any:
 
 
 def _wrap_function(function: Callable, nondiff_argnums: Sequence[int]) -> Callable:
-    """Make each result with a dense tangent one leaf."""
+    """Wrap the function that has the rule, so that results with a dense tangent are flat results.
+
+    `nondiff_argnums` are the positions of static arguments, which stay unchanged.
+    """
 
     @wraps(function)
     def flat(*args: Any) -> Any:
@@ -91,6 +97,7 @@ def _wrap_function(function: Callable, nondiff_argnums: Sequence[int]) -> Callab
 
 
 def _expose(args: Sequence[Any], nondiff_argnums: Sequence[int]) -> list[Any]:
+    """Apply `expose` to the leaves of the arguments that are not static."""
     is_varied = lambda i: i not in nondiff_argnums
     return [jax.tree.map(expose, x) if is_varied(i) else x for i, x in enumerate(args)]
 
@@ -102,10 +109,11 @@ def _expose(args: Sequence[Any], nondiff_argnums: Sequence[int]) -> list[Any]:
 )
 @dataclass
 class _Residuals:
-    """The residuals of a forward rule, and the implicit arguments, with None for the others.
+    """The residuals of a forward rule, with the arguments that the backward pass needs.
 
-    JAX forwards residuals that are arguments, so the arguments add nothing to a program. `treedef`
-    and `avals` are the structure and the types of the flat arguments.
+    `operands` are the arguments that are not static, with None for each dense array. They convert a
+    dense cotangent to cotangents of leaves. JAX does not copy residuals that are arguments.
+    `treedef` and `avals` are the structure and the types of the flat arguments.
     """
 
     residuals: Any
@@ -115,7 +123,7 @@ class _Residuals:
 
 
 def _wrap_forward(fwd: Callable, nondiff_argnums: Sequence[int]) -> Callable:
-    """Keep the implicit arguments with the residuals."""
+    """Wrap a forward rule to return its residuals as `_Residuals`."""
     value_of_leaf = lambda x: x.value if isinstance(x, CustomVJPPrimal) else x
 
     @wraps(fwd)
@@ -145,6 +153,10 @@ def _wrap_forward(fwd: Callable, nondiff_argnums: Sequence[int]) -> Callable:
 
 
 def _merge_flags(x: Any) -> Any:
+    """Return one `CustomVJPPrimal` for an implicit array whose leaves are each a `CustomVJPPrimal`.
+
+    It is perturbed if any leaf is. A tree without a `CustomVJPPrimal` is returned unchanged.
+    """
     leaves = [leaf for leaf in jax.tree.leaves(x) if isinstance(leaf, CustomVJPPrimal)]
     if not leaves:
         return x
@@ -158,19 +170,19 @@ def _wrap_backward(function: Any) -> Callable:
 
     @wraps(bwd)
     def flat_bwd(*args: Any) -> Any:
-        static, (kept, cotangents, *accumulators) = args[:static_count], args[static_count:]
-        rule = partial(bwd, *static)
-        if not isinstance(kept, _Residuals):  # high types were off in the forward pass
-            return rule(kept, cotangents, *accumulators)
-        residuals, cotangents = jax.tree.map(expose, (kept.residuals, cotangents))
-        if accumulators or not is_enabled():
+        rule = partial(bwd, *args[:static_count])
+        saved, cotangents, *accumulators = args[static_count:]
+        if not isinstance(saved, _Residuals):  # high types were off in the forward pass
+            return rule(saved, cotangents, *accumulators)
+        residuals, cotangents = jax.tree.map(expose, (saved.residuals, cotangents))
+        if accumulators or not is_enabled():  # a rule with accumulators returns no cotangents
             return rule(residuals, cotangents, *accumulators)
         cotangents = jax.tree.map(_merge_zeros, cotangents, is_leaf=is_value)
         unpack_tree = lambda x: unpack(x) if is_typed(x) and not x.aval.dense_tangent else x
         residuals = jax.tree.map(unpack_tree, residuals, is_leaf=is_value)
         out = _call_rule(rule, residuals, cotangents)
-        types = tuple(jax.tree.unflatten(kept.treedef, kept.avals))
-        operands = tuple(kept.operands)
+        types = tuple(jax.tree.unflatten(saved.treedef, saved.avals))
+        operands = tuple(saved.operands)
         if getattr(function, "with_logs", False):  # JAX >= 0.12
             return _convert_cotangents(out[0], types, operands), *out[1:]
         return _convert_cotangents(out, types, operands)
@@ -179,7 +191,10 @@ def _wrap_backward(function: Any) -> Callable:
 
 
 def _convert_cotangents(cotangents: Any, types: Any, operands: Any) -> Any:
-    """Convert the cotangents of arguments to the types of the flat arguments."""
+    """Convert the cotangents that a rule returns to one cotangent for each flat argument.
+
+    `types` and `operands` are the types and the values of the arguments, as in `_Residuals`.
+    """
     if not isinstance(cotangents, tuple | list):
         return cotangents
     is_leaf = lambda ct: ct is None or is_value(ct)
@@ -190,6 +205,11 @@ def _convert_cotangents(cotangents: Any, types: Any, operands: Any) -> Any:
 
 
 def _convert_cotangent(ct: Any, t: Any, operand: Any = None) -> Any:
+    """Convert the cotangent of one array or implicit array. None is a zero.
+
+    `t` is its type: an array type, a high type, or an implicit array whose leaves are types.
+    `operand` is the implicit array, or None. It is needed only if `ct` is dense.
+    """
     if ct is None:
         return None
     if is_value(t) or (type(t) is HighType and not t.dense_tangent):
@@ -200,9 +220,10 @@ def _convert_cotangent(ct: Any, t: Any, operand: Any = None) -> Any:
 
 
 def _convert_leaf_cotangents(ct: Any, t: Any, operand: Any) -> Any:
-    """Convert a cotangent of an implicit array that has one for each of its leaves.
+    """Convert the cotangent of an implicit array whose leaves have a cotangent each.
 
-    `t` is an implicit array of types, or a high type.
+    Return an implicit array of cotangents if `t` is an implicit array of types. Return a `Tangent`
+    if `t` is a high type.
     """
     if isinstance(ct, SymbolicZero):
         return None
@@ -236,7 +257,7 @@ def _pull_back(ct: Any, t: Any, operand: Any) -> Any:
 
 
 def _pack_tangent(derivatives: Any, t: HighType) -> Any:
-    """Return the derivatives of the leaves of a typed value as one tangent."""
+    """Return a typed `Tangent`, given an implicit array that holds the derivatives of leaves."""
     pairs = zip(leaves_of(derivatives), t.leaves, strict=True)
     return TangentType(t).raise_val(*(_convert_cotangent(x, a) for x, a in pairs if is_inexact(a)))
 
@@ -254,7 +275,7 @@ def _cotangent_error(ct: Any, t: Any) -> TypeError:
 
 
 def call_custom_jvp(call: Callable) -> Callable:
-    """Patch the method `__call__` of `jax.custom_jvp`: call it with functions of flat arguments."""
+    """Wrap `jax.custom_jvp.__call__`, to convert the arguments and results of the rule."""
 
     @wraps(call)
     def call_with_values(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -278,9 +299,10 @@ def call_custom_jvp(call: Callable) -> Callable:
 
 
 def _wrap_jvp(jvp: Callable, static_count: int, result_types: list[Any]) -> Callable:
-    """Convert the results of the rule of a `custom_jvp` to the types of the function's.
+    """Wrap the rule of a `custom_jvp`, to return results of the same types as the function.
 
-    `result_types` has the types of the results if the function itself has run.
+    The first `static_count` arguments are static. `result_types` is a list that holds the tree of
+    result types once the function itself has run. It is empty before.
     """
 
     @wraps(jvp)
@@ -290,12 +312,13 @@ def _wrap_jvp(jvp: Callable, static_count: int, result_types: list[Any]) -> Call
         if not is_enabled():
             return rule(primals, tangents)
         tangents = jax.tree.map(_merge_zeros, tangents, primals, is_leaf=is_value)
-        has_tree = lambda t: type(getattr(t, "aval", None)) is TangentType
-        unpack_tree = lambda t, primal: unpack(primal) if has_tree(t) else primal
-        out = _call_rule(rule, jax.tree.map(unpack_tree, tangents, primals), tangents)
+        has_leaf_tangents = lambda t: type(getattr(t, "aval", None)) is TangentType
+        unpack_primal = lambda t, primal: unpack(primal) if has_leaf_tangents(t) else primal
+        out = _call_rule(rule, jax.tree.map(unpack_primal, tangents, primals), tangents)
         if not isinstance(out, tuple | list) or len(out) != 2:
             return out  # JAX raises an error
-        (types,) = result_types or [out[1]]  # if the function has not run, the rule decides
+        # If the function has not run, each result has the form of its tangent.
+        (types,) = result_types or [out[1]]
         try:
             primal = jax.tree.map(_convert_primal, types, out[0], is_leaf=is_value)
             return primal, jax.tree.map(_convert_tangent, types, out[1], primal, is_leaf=is_value)
@@ -312,6 +335,7 @@ def _convert_primal(t: Any, primal: Any) -> Any:
 
 
 def _convert_tangent(t: Any, tangent: Any, primal: Any) -> Any:
+    """Convert the tangent of a result of type `t`, which can be an implicit array of types."""
     if is_value(t):
         leaves, structure = jax.tree.flatten(primal)
         treedef: Any = structure
@@ -323,7 +347,7 @@ def _convert_tangent(t: Any, tangent: Any, primal: Any) -> Any:
 
 
 def _convert_leaf_tangent(leaf: Any, tangent: Any) -> Any:
-    """Return the tangent of a leaf. It is dense if the leaf is an implicit array itself."""
+    """Return the tangent of a leaf, which is one array also if the leaf is an implicit array."""
     if not is_value(tangent):
         return tangent
     if not holds_derivatives(tangent):
@@ -339,7 +363,12 @@ def _is_implicit(x: Any) -> bool:
 
 
 def _merge_zeros(derivative: Any, primal: Any = None) -> Any:
-    """Return a derivative in which either the whole value is a `SymbolicZero`, or no leaf is."""
+    """Return a derivative in which either the whole value is a `SymbolicZero`, or no leaf is.
+
+    If all leaves of the derivative are `SymbolicZero` and `primal`, the implicit array, is passed,
+    return one `SymbolicZero` with the shape of the dense array. Otherwise return arrays of zeros in
+    place of the leaves that are `SymbolicZero`. A zero of a typed value also gets the dense shape.
+    """
     if isinstance(derivative, SymbolicZero) and isinstance(derivative.aval, TangentType):
         t = derivative.aval.of
         return SymbolicZero(jax.core.ShapedArray(t.shape, t.dtype).to_tangent_aval())
@@ -353,7 +382,10 @@ def _merge_zeros(derivative: Any, primal: Any = None) -> Any:
 
 
 def _call_rule(rule: Callable, primals: Any, derivatives: Any) -> Any:
-    """Call a user's rule with marked derivatives, so that their use as arrays raises."""
+    """Call `rule(primals, derivatives)` with derivatives that are marked.
+
+    `within_rule` is set during the call, so that the marks survive calls of JAX inside the rule.
+    """
     mark = lambda x: mark_derivatives(unpack_tangent(x))
     derivatives = jax.tree.map(mark, derivatives, is_leaf=is_value)
     with within_rule(within_rule.value or has_derivatives(derivatives)):
@@ -364,7 +396,7 @@ def _call_rule(rule: Callable, primals: Any, derivatives: Any) -> Any:
 
 
 class CarryToCheckpoint:
-    """A patch of JAX's registry of pytrees, as `jax.checkpoint` uses it."""
+    """JAX's registry of pytrees, as `jax.checkpoint` uses it. `flatten` keeps marks."""
 
     def __init__(self, registry: Any):
         self._registry = registry

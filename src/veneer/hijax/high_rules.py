@@ -58,7 +58,7 @@ from .values import (
 
 
 def run(*operands: Any, operation: Operation) -> list[Any]:
-    """Run an operation: `high` is evaluated or lowered."""
+    """Return the results of an operation, when JAX evaluates or lowers an equation of `high`."""
     # In a staged program, events were reported when the types of the results were found.
     policy = current_policy() if is_eager() else ALLOW
     with turned_on(), policy_in_force(policy):
@@ -89,6 +89,10 @@ def abstract_eval(*types: Any, operation: Operation) -> tuple[list[Any], Any]:
 def _types_of_results(
     operation: Operation, types: Any, context: Any
 ) -> tuple[tuple[Any, ...], Any]:
+    """Return the types of the results and JAX's effects, for operands of some types.
+
+    Raise NotImplementedError if the operation uses a `jax.Ref` that is not an operand.
+    """
     del context  # part of the key: types depend on x64 and on the mesh
     result_types: list[Any] = []
 
@@ -124,7 +128,11 @@ def _type_of_result(x: Any) -> Any:
 def jvp(
     primals: Sequence[Any], tangents: Sequence[Any], *, operation: Operation
 ) -> tuple[list[Any], list[Any]]:
-    """Return the results and their tangents."""
+    """Return the results and their tangents.
+
+    A tangent is `Zero`, an array, or a `Tangent`. If `operation.jvp` returns None, use the
+    derivative of the rule, or of the program if an operand or a result has a dense tangent.
+    """
     if (results := operation.jvp(primals, tangents)) is not None:
         return results
     types = list(map(jax.typeof, primals))
@@ -144,6 +152,7 @@ def _has_dense_tangent(t: Any) -> bool:
 
 
 def _has_tangent(x: Any) -> bool:
+    """Return whether the tangent of `x` has an array of a floating dtype."""
     tangent = jax.typeof(x).to_tangent_aval()
     return bool(tangent.leaves) if isinstance(tangent, TangentType) else is_inexact(tangent)
 
@@ -155,6 +164,10 @@ def _rule_jvp(
     varies: tuple[bool, ...],
     out: Sequence[Any],
 ) -> list[Any]:
+    """Return the tangents of the results `out`, by JAX's derivative of the rule on leaves.
+
+    `varies` says which tangents are not `Zero`.
+    """
     wanted = tuple(map(_has_tangent, out))
     varying = [t for t, v in zip(tangents, varies, strict=True) if v]
     rest = iter(apply(Jvp(operation, varies, wanted), *primals, *varying) if any(wanted) else ())
@@ -165,17 +178,20 @@ def _rule_jvp(
 def _program_jvp(
     operation: Apply, primals: Sequence[Any], tangents: Sequence[Any]
 ) -> tuple[list[Any], list[Any]]:
-    """Call JAX's derivative rule of a primitive with the implicit operands."""
-    shown = [as_high_array(value_of(p)) for p in primals]
+    """Return the results and their tangents, by JAX's derivative rule of the primitive.
+
+    The rule takes the implicit operands and dense tangents.
+    """
+    operands = [as_high_array(value_of(p)) for p in primals]
     dense = [_dense_tangent(p, t) for p, t in zip(primals, tangents, strict=True)]
     params = operation.parameters.params
-    out, out_tangents = call_jvp_rule(operation.primitive, shown, dense, params)
+    out, out_tangents = call_jvp_rule(operation.primitive, operands, dense, params)
     pairs = [_matching(as_high_array(x), t) for x, t in zip(out, out_tangents, strict=True)]
     return [x for x, _ in pairs], [t for _, t in pairs]
 
 
 def _dense_tangent(primal: Any, tangent: Any) -> Any:
-    """Return the tangent of the dense array of an operand."""
+    """Return the tangent of the dense array of an operand, given the tangent of the operand."""
     t = jax.typeof(primal)
     if not isinstance(t, HighType) or t.dense_tangent:
         return tangent
@@ -185,7 +201,11 @@ def _dense_tangent(primal: Any, tangent: Any) -> Any:
 
 
 def _matching(x: Any, tangent: Any) -> tuple[Any, Any]:
-    """Return a result and its dense tangent. Materialize a result that has tangents of leaves."""
+    """Return a result and its tangent, given its dense tangent.
+
+    If the result is an implicit array whose tangent has an array for each leaf, and the dense
+    tangent is not zero, materialize the result.
+    """
     t = jax.typeof(x)
     if not isinstance(t, HighType) or t.dense_tangent:
         return x, tangent
@@ -197,7 +217,10 @@ def _matching(x: Any, tangent: Any) -> tuple[Any, Any]:
 def _jvp_to_dense(
     operation: Operation, primals: Sequence[Any], tangents: Sequence[Any], out: Sequence[Any]
 ) -> tuple[list[Any], list[Any]]:
-    """Differentiate an operation that returns a value with a dense tangent."""
+    """Return results and tangents of an operation that returns a value with a dense tangent.
+
+    `out` are the results without a derivative.
+    """
     if isinstance(operation, Apply):
         return _program_jvp(operation, primals, tangents)
     packed = operation.type if isinstance(operation, Pack) else None
@@ -211,7 +234,10 @@ def _jvp_to_dense(
 def _jvp_of_dense(
     operation: Operation, primals: Sequence[Any], tangents: Sequence[Any], out: Sequence[Any]
 ) -> tuple[list[Any], list[Any]]:
-    """Differentiate an operation on dense tangents that is not a JAX primitive."""
+    """Return results and tangents of an operation with an operand that has a dense tangent.
+
+    The operation is not an `Apply`. `out` are the results without a derivative.
+    """
     if isinstance(operation, Vmap):
         return jvp_of_vmap(operation, primals, tangents)
     if isinstance(operation, Materialise) and not operation.of_leaves:
@@ -229,7 +255,7 @@ def _jvp_of_dense(
 def jvp_of_vmap(
     operation: Vmap, primals: Sequence[Any], tangents: Sequence[Any]
 ) -> tuple[list[Any], list[Any]]:
-    """Return the derivative of a mapped operation, by mapping its derivative."""
+    """Return the results and tangents of a mapped operation, by mapping `jvp` of the operation."""
     varies = [type(t) is not Zero for t in tangents]
     varying = [t for t, v in zip(tangents, varies, strict=True) if v]
     varying_dims = [d for d, v in zip(operation.dims, varies, strict=True) if v]
@@ -238,58 +264,71 @@ def jvp_of_vmap(
     def derive(primals: list[Any], varying: list[Any]) -> Any:
         rest = iter(varying)
         zero = lambda p: Zero(jax.typeof(p).to_tangent_aval())
-        each = [next(rest) if v else zero(p) for p, v in zip(primals, varies, strict=True)]
-        out, out_tangents = jvp(primals, each, operation=operation.of)
+        tangents = [next(rest) if v else zero(p) for p, v in zip(primals, varies, strict=True)]
+        out, out_tangents = jvp(primals, tangents, operation=operation.of)
         is_zero[:] = [type(t) is Zero for t in out_tangents]
         return out, [t for t in out_tangents if type(t) is not Zero]
 
-    shown = [as_high_array(value_of(p)) for p in primals]
+    operands = [as_high_array(value_of(p)) for p in primals]
     name = {} if operation.axis_name is None else {"axis_name": operation.axis_name}
     axes = list(operation.dims), varying_dims
     mapped = jax.vmap(derive, in_axes=axes, axis_size=operation.size, **name)
-    out, some = mapped(shown, varying)
-    rest = iter(some)
+    out, nonzero_tangents = mapped(operands, varying)
+    rest = iter(nonzero_tangents)
     zero = lambda p: Zero(jax.typeof(p).to_tangent_aval())
     return list(out), [zero(x) if z else next(rest) for x, z in zip(out, is_zero, strict=True)]
 
 
 def transpose(cotangents: Sequence[Any], *operands: Any, operation: Operation) -> None:
-    """Add cotangents to the accumulators of the operands in which an operation is linear."""
+    """Add the cotangents of the linear operands to their accumulators.
+
+    `cotangents` has the cotangent of each result. In `operands`, an operand in which the operation
+    is linear is replaced by its accumulator, a `GradAccum`. All other operands are values.
+    """
     if operation.transpose(cotangents, operands):
         return
     linear = [isinstance(x, GradAccum) for x in operands]
     types = [x.aval if isinstance(x, GradAccum) else jax.typeof(x) for x in operands]
     if isinstance(operation, Apply) and any(map(_has_dense_tangent, types)):
-        shown = [as_high_array(value_of(x)) for x in operands]
-        call_transpose_rule(operation.primitive, cotangents, shown, operation.parameters.params)
+        arrays = [as_high_array(value_of(x)) for x in operands]
+        call_transpose_rule(operation.primitive, cotangents, arrays, operation.parameters.params)
         return
     others = [x for x in operands if not isinstance(x, GradAccum)]
-    wanted = tuple(type(ct) is not Zero and _counts(ct) for ct in cotangents)
-    counted = [ct for ct, w in zip(cotangents, wanted, strict=True) if w]
-    if not counted:
+    wanted = tuple(type(ct) is not Zero and _has_floating_leaf(ct) for ct in cotangents)
+    nonzero_cotangents = [ct for ct, w in zip(cotangents, wanted, strict=True) if w]
+    if not nonzero_cotangents:
         return
-    backward = _backward(operation, linear, types, wanted)
+    backward = _backward_operation(operation, linear, types, wanted)
     accumulators = [x for x in operands if isinstance(x, GradAccum)]
-    for x, ct in zip(accumulators, apply(backward, *others, *counted), strict=True):
+    for x, ct in zip(accumulators, apply(backward, *others, *nonzero_cotangents), strict=True):
         x.accum(ct)
 
 
-def _counts(ct: Any) -> bool:
+def _has_floating_leaf(ct: Any) -> bool:
+    """Return whether a cotangent has an array of a floating dtype."""
     t = jax.typeof(ct)
     return bool(t.leaves) if isinstance(t, TangentType) else is_inexact(t)
 
 
-def _backward(
+def _backward_operation(
     operation: Operation, linear: list[bool], types: list[Any], wanted: tuple[bool, ...]
 ) -> Operation:
+    """Return the operation that computes the cotangents of the linear operands.
+
+    It takes the operands that are not linear, then the cotangents of the results for which `wanted`
+    is true. `linear` says which operands of `operation` are linear, and `types` are their types.
+    """
     if isinstance(operation, Jvp):
-        count = len(operation.varies)
-        if not any(linear[:count]) and all(linear[count:]):
-            chosen = iter(wanted)
-            results = tuple(w and next(chosen) for w in operation.wanted)
-            return Vjp(operation.of, operation.varies, results)
-    kept = tuple(t if is_linear else None for t, is_linear in zip(types, linear, strict=True))
-    return Transpose(operation, kept, wanted)
+        # The operands are primals and tangents. If exactly the tangents are linear, the transpose
+        # is the `Vjp` of the differentiated operation. It needs no transpose of the derivative.
+        primal_count = len(operation.varies)
+        if not any(linear[:primal_count]) and all(linear[primal_count:]):
+            # `wanted` has an item only for each result for which `operation.wanted` is true.
+            rest = iter(wanted)
+            has_cotangent = tuple(next(rest) if w else False for w in operation.wanted)
+            return Vjp(operation.of, operation.varies, has_cotangent)
+    linear_types = tuple(t if lin else None for t, lin in zip(types, linear, strict=True))
+    return Transpose(operation, linear_types, wanted)
 
 
 # Batching.
@@ -298,7 +337,11 @@ def _backward(
 def batch(
     size: int, axis_name: Any, values: Sequence[Any], dims: Sequence[Any], *, operation: Operation
 ) -> tuple[list[Any], list[Any]]:
-    """Return the results of a mapped operation, and their batch axes."""
+    """Return the results of an operation under `jax.vmap`, and their batch axes.
+
+    `dims` are the batch axes of the operands `values`, of size `size`. An axis is None if the
+    operand or the result has no batch axis.
+    """
     if all(d is None for d in dims):
         out = apply(operation, *values)
         return out, [None] * len(out)
@@ -309,6 +352,7 @@ def batch(
 
 
 def _under_implicit(*operands: Any, operation: Operation) -> list[Any]:
+    """Run an equation of `high` in a jaxpr that is evaluated under `vn.implicit`."""
     if any(map(is_typed, operands)):  # a tracer of a high type, which rules do not accept
         return apply(operation, *(as_typed_operand(x) if is_value(x) else x for x in operands))
     return operation.rerun(*operands)

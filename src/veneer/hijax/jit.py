@@ -3,13 +3,13 @@
 Implicit arrays are pytrees, as arguments and as results, so JAX's C++ code calls the compiled
 function: a call costs the same as a call with the leaves.
 
-The compiled function takes the contents of each Box among the arguments, and returns, besides the
-results of the function, the new contents of Boxes among the arguments and of captured Boxes whose
-structure changes. `Jitted` then writes these to the Boxes. So one trace is enough, although the
-structure is known only after the trace.
+The compiled function takes the contents of each Box among the arguments as values. Besides the
+results of the function, it returns the new contents of these Boxes, and of captured Boxes whose
+structure the function changes. `Jitted` then writes the contents to the Boxes. So one trace is
+enough, although the structure is known only after the trace.
 
-Other captured Boxes are passed as references. If the structure of such a Box changes later, its
-references are replaced, and `Jitted` traces the function again.
+Other captured Boxes are passed as references, a `jax.Ref` for each leaf. If the structure of such a
+Box changes later, its references are replaced, and `Jitted` traces the function again.
 """
 
 from collections.abc import Callable, Sequence
@@ -82,7 +82,7 @@ def jit(function: Callable | None = None, /, **options: Any) -> Any:
 class Jitted:
     """A function under `vn.jit`, with a `TracedFunction` for each structure of captured Boxes.
 
-    `options` are the parsed options of `jax.jit`.
+    `options` are the options of `jax.jit`, as `get_jit_options` returns them.
     """
 
     def __init__(self, function: Callable, options: Any):
@@ -102,9 +102,13 @@ class Jitted:
         program = self._programs[-1]
         if program.captured and not program.is_current():
             program = self._current_program()
-        # The call would write to the references, or delete donated contents.
+        # Check before a call that writes to references or deletes donated contents. Other calls are
+        # checked afterwards, and only if the arguments contain Boxes, so that calls without Boxes
+        # are fast.
         if check_first := bool(program.held_refs or program.donates):
             program.reject_aliases((args, kwargs))
+        # While JAX flattens the arguments, `Box.tree_flatten` adds each Box to `state.flattened`,
+        # and returns values instead of references.
         boxes: list[Box] = []
         before, state.flattened = state.flattened, boxes
         try:
@@ -112,7 +116,7 @@ class Jitted:
         finally:
             state.flattened = before
         if program.captured and not is_eager():
-            # If JAX did not trace the program again, the traces around it have recorded no use.
+            # If JAX did not trace the program again, the enclosing traces have recorded no use.
             for contents in list(program.captured):
                 contents.record_use()
         if boxes and not check_first:
@@ -123,6 +127,7 @@ class Jitted:
         return out
 
     def _current_program(self) -> "TracedFunction":
+        """Return the program for the current structures of captured Boxes, or a new program."""
         program = next((p for p in self._programs if p.is_current()), None)
         if program is None:
             program = self._new_program()
@@ -153,20 +158,28 @@ class Jitted:
         return self._plain.eval_shape(*args, **kwargs)
 
 
-#: Functions that `vn.jit` passes to `jax.jit`. `catch_structure_changes` skips them.
+#: The functions that `vn.jit` itself passes to `jax.jit`. `catch_structure_changes` skips them.
 _traced_by_jitted: WeakSet = WeakSet()
 
 
 class TracedFunction:
-    """A function under `jax.jit`, with the Boxes whose references its programs hold."""
+    """A function under `jax.jit`, with records of the captured Boxes of its compiled programs.
+
+    **Arguments:**
+
+    - `function`, `options`: the function, and the options of `jax.jit`.
+    """
 
     def __init__(self, function: Callable, options: Any):
-        self.captured: Any = WeakKeyDictionary()  # from contents to their versions
-        self.replaced: Any = WeakSet()  # captured contents whose structure the function changes
-        # References of `captured`, and of functions that were traced before and are called again.
+        # From the contents of a captured Box to their version when the function was traced.
+        self.captured: Any = WeakKeyDictionary()
+        self.replaced: Any = WeakSet()  # contents of captured Boxes whose structure changes
+        # All references in the compiled programs. An inner function that JAX has traced before can
+        # add references without adding contents to `captured`.
         self.held_refs: list[Any] = []
         self.donates = bool(options.donate_argnums or options.donate_argnames)
-        # Shardings and layouts apply to the results, not to the contents of Boxes.
+        # If `options` set shardings or layouts of results, always return a pair of the results and
+        # the contents of Boxes. So the options apply only to the results.
         self.returns_pair = has_result_placement(options)
 
         @wraps(function)
@@ -178,16 +191,20 @@ class TracedFunction:
         self.compiled: Any = jit_with_options(trace, options)
 
     def is_current(self) -> bool:
-        """Return whether the captured Boxes still have the same references."""
+        """Return whether a call would use the present references of all captured Boxes.
+
+        If not, the function must be traced again.
+        """
         return self.has_references() and all(get_latest(c) is c for c in self.captured)
 
     def has_references(self) -> bool:
-        """Return whether no captured Box has dropped its references."""
+        """Return whether all captured Boxes still have the references they had when traced."""
         return all(c.version == version for c, version in self.captured.items())
 
     def reject_aliases(self, arguments: Any) -> None:
         """Raise ValueError if the arguments contain a Box twice or a captured Box."""
         passed = [get_latest(box._contents) for box in boxes_in(arguments)]
+        # Boxes that JAX has rebuilt from the same references have the same contents.
         keys = [id(c.refs[0] if c.refs else c) for c in passed]
         for i, contents in enumerate(passed):
             if keys[i] in keys[:i]:
@@ -200,14 +217,18 @@ class TracedFunction:
         _reject_held(passed, self.held_refs)
 
     def _trace(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Run the function in a new `JitFrame`. Return its results and the written contents."""
+        """Run the function in a new `JitFrame`, while JAX traces it.
+
+        Return its results, or a pair of its results and `WrittenContents`.
+        """
         flattened, state.flattened = state.flattened, None
         assert flattened is not None
         try:
             trace = current_trace()
-            # JAX flattens the arguments and rebuilds them, except under jax.disable_jit.
-            rebuilt = boxes_in((args, kwargs)) if flattened else []
-            boxes = [box for box in rebuilt if box._contents.creation_trace is trace]
+            # Under jax.jit, JAX has rebuilt the Boxes among the arguments in this trace, in the
+            # order of `flattened`. Under jax.disable_jit, the arguments contain the original Boxes.
+            candidates = boxes_in((args, kwargs)) if flattened else []
+            boxes = [box for box in candidates if box._contents.creation_trace is trace]
             arguments = [get_latest(box._contents) for box in flattened[: len(boxes)]]
             with JitFrame(trace, self.captured, arguments) as frame:
                 out = function(*args, **kwargs)
@@ -224,6 +245,7 @@ class TracedFunction:
 
 
 def _reject_held(passed: Sequence[Contents], held_refs: Sequence[Any]) -> None:
+    """Raise ValueError if the contents of an argument have one of the captured references."""
     for contents in passed:
         if any(ref is held for ref in contents.refs or () for held in held_refs):
             raise alias_error(contents)
@@ -234,9 +256,9 @@ def _reject_held(passed: Sequence[Contents], held_refs: Sequence[Any]) -> None:
 class WrittenContents:
     """The new contents of Boxes, which a compiled function returns besides its results."""
 
-    trees: list[Any]
-    # For each, the index of the Box among the arguments, or a weak reference to the contents that
-    # are replaced. It is weak because JAX keeps it as long as the compiled function.
+    trees: list[Any]  # pytrees of arrays
+    # For each tree, the index of a Box among the arguments, or the old contents of a captured Box.
+    # The reference is weak because JAX keeps it as long as the compiled function.
     targets: tuple[int | ReferenceType[Contents], ...]
 
     def write_to_boxes(self, boxes: Sequence[Box]) -> None:
@@ -250,10 +272,14 @@ class WrittenContents:
 def _collect_written(
     frame: JitFrame, boxes: Sequence[Box], *, returns_all: bool
 ) -> WrittenContents:
-    """Return the new contents of captured Boxes, and of arguments that may have been written.
+    """Return the contents that the traced function leaves in Boxes, for `vn.jit` to write back.
 
-    With `returns_all`, return the contents of all arguments, because the old ones are donated.
+    These are the contents of captured Boxes whose structure changes, and of those `boxes`, the
+    Boxes among the arguments, that the function may have written. With `returns_all`, return the
+    contents of all `boxes`, because their old contents are donated.
     """
+    # A Box with references may have been written by an inner function that JAX traced, such as the
+    # body of a loop. Such a write is not seen as `is_written` here.
     pairs: list[tuple[int | ReferenceType[Contents], Contents]] = [
         (i, box._contents)
         for i, box in enumerate(boxes)
@@ -262,7 +288,7 @@ def _collect_written(
     pairs += [(ReferenceType(c), contents) for c, contents in frame.replaced.items()]
     trees = []
     for _, contents in pairs:
-        contents.unpack()
+        contents.unpack()  # a compiled function returns leaves, not typed values
         trees.append(jax.tree.unflatten(contents.treedef, contents.read()))
     return WrittenContents(trees, tuple(target for target, _ in pairs))
 
@@ -272,27 +298,28 @@ def _collect_written(
 
 @weakref_lru_cache  # JAX clears it together with its own caches
 def _jitted_cell(function: Callable, key: tuple[Any, ...]) -> list[Jitted]:
-    """Return a list that can hold the `Jitted` of a function. It depends on the options' key."""
+    """Return a list for the `Jitted` of a function with some options. It is empty at first."""
     return []
 
 
 def catch_structure_changes(infer_params: Callable) -> Callable:
-    """Wrap JAX's function that traces a function under `jax.jit` and returns its parameters.
+    """Wrap JAX's function that traces a jitted function and returns the parameters of `jit`.
 
-    In a call, if the function changes the structure of a Box, return a `Jitted` instead. A trace
-    without a call (`lower`, `make_jaxpr`) raises an error.
+    In a call, if the function changes the structure of a Box, return a `Jitted` in place of the
+    parameters. `run_jitted` calls it. A trace without a call (`lower`, `make_jaxpr`) raises
+    TypeError.
     """
 
     def infer_or_make_jitted(function: Any, options: Any, args: Any, kwargs: Any) -> Any:
         applies = is_enabled() and function not in _traced_by_jitted
-        if not applies or jax_caller() != "cache_miss":  # the function of JAX that calls
+        if not applies or jax_caller() != "cache_miss":  # JAX's function for a call
             return infer_params(function, options, args, kwargs)
         cell = _jitted_cell(function, get_options_key(options))
         if not cell:
             before, state.changes_structure = state.changes_structure, False
             try:
                 parameters = infer_params(function, options, args, kwargs)
-            except Exception:
+            except Exception:  # writing contents of another structure raises and sets the flag
                 if not state.changes_structure:
                     raise
             finally:
@@ -313,12 +340,16 @@ def catch_structure_changes(infer_params: Callable) -> Callable:
 
 
 def run_jitted(run: Callable) -> Callable:
-    """Wrap JAX's function that runs a jitted function, so that it accepts a `Jitted`."""
+    """Wrap JAX's function that runs a jitted function with parameters, or with a `Jitted`.
+
+    A `Jitted`, which `catch_structure_changes` returns, is called with the original arguments.
+    """
 
     def run_or_call(parameters: Any, flat: Any, function: Any, args: Any, kwargs: Any) -> Any:
         if type(parameters) is not Jitted:
             return run(parameters, flat, function, args, kwargs)
         out = parameters(*args, **kwargs)
+        # With None for the compiled program, JAX calls this function again from Python next time.
         return out, [], None, [], SimpleNamespace(effects=(), consts=()), None, None, []
 
     return run_or_call

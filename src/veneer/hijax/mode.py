@@ -12,7 +12,7 @@ import jax
 
 _ABSENT = object()
 
-#: Returns the wrapped form of an attribute. Gets None if the object has no such attribute.
+#: A function from the value of an attribute, or None if it is not set, to the new value.
 Wrapper = Callable[[Any], Any]
 
 
@@ -20,12 +20,16 @@ class Patches:
     """Attributes of other packages, which `apply` replaces and `undo` restores."""
 
     def __init__(self) -> None:
-        #: By the name of each attribute, a function that replaces it and returns the undo function.
+        #: From the name of an attribute to a function that replaces it. This returns the function
+        #: that restores the attribute.
         self.setters: dict[str, Callable[[], Callable[[], None]]] = {}
         self._undos: list[Callable[[], None]] = []
 
     def attribute(self, owner: Any, name: str, *wrappers: Wrapper) -> None:
-        """Replace an attribute of `owner`. The wrappers are applied in order."""
+        """Add an attribute of `owner` to the list.
+
+        Each of the wrappers, in order, takes the value of the attribute and returns a new value.
+        """
         owner_name: str = getattr(owner, "__name__", str(owner))
         self.setters[f"{owner_name.split('.')[-1]}.{name}"] = partial(
             _set_attribute, owner, name, wrappers
@@ -34,7 +38,10 @@ class Patches:
     def attribute_if_imported(
         self, module: str, owner: str | None, name: str, wrapper: Wrapper
     ) -> None:
-        """Replace an attribute of a module, or of a class in it, if the module is imported."""
+        """Add an attribute of a module to the list, or of the class `owner` in the module.
+
+        `apply` skips the attribute if the module is not imported.
+        """
 
         def replace() -> Callable[[], None]:
             if module not in sys.modules:
@@ -45,16 +52,17 @@ class Patches:
         self.setters[f"{owner or module.split('.')[0]}.{name}"] = replace
 
     def boundary(self, function: Any, *wrappers: Wrapper) -> None:
-        """Replace the function that a public function of JAX calls.
+        """Add a public function of JAX, which calls an inner function `fun` in its closure.
 
-        This reaches every name under which the public function has been imported.
+        The wrappers replace the inner function. So the patch also applies to modules that have
+        imported the public function, as in `from jax.lax import scan`.
         """
         cell = function.__closure__[function.__code__.co_freevars.index("fun")]
         name = f"{function.__module__.split('.')[-1]}.{function.__qualname__}"
         self.setters[name] = partial(_set_attribute, cell, "cell_contents", wrappers)
 
     def apply(self) -> None:
-        """Replace all attributes."""
+        """Replace all attributes on the list."""
         self._undos = [replace() for replace in self.setters.values()]
 
     def undo(self) -> None:
@@ -64,6 +72,7 @@ class Patches:
 
 
 def _set_attribute(owner: Any, name: str, wrappers: tuple[Wrapper, ...]) -> Callable[[], None]:
+    """Replace an attribute by its wrapped value. Return a function that restores the attribute."""
     has_dict = hasattr(owner, "__dict__")  # a closure cell has none
     before = vars(owner).get(name, _ABSENT) if has_dict else getattr(owner, name)
     value = None if before is _ABSENT else before
@@ -176,11 +185,18 @@ def is_enabled() -> bool:
 
 
 def turned_on() -> AbstractContextManager:
-    """Return a context in which high types are on. A user's primitive may be called without."""
+    """Return a context in which high types are on.
+
+    Unlike `enabled`, it does nothing if they are on already.
+    """
     return nullcontext() if is_enabled() else enabled()
 
 
 def _count(change: int) -> None:
+    """Add `change` to the number of uses. Patch JAX before the first use, and undo after the last.
+
+    The caller must hold `_lock`.
+    """
     global _uses
     if _uses == 0:
         jax_patches.apply()

@@ -90,7 +90,10 @@ from .values import apply, expose, value_of
 
 
 class _HighConversion:
-    """How JAX functions take an implicit array as an operand, in place of `OperandConversion`."""
+    """The conversion of implicit arrays to operands of JAX functions, with high types.
+
+    It replaces an `OperandConversion`, the conversion for `vn.implicit`, and has the same methods.
+    """
 
     def __init__(self, conversion: OperandConversion):
         self._conversion = conversion
@@ -102,24 +105,31 @@ class _HighConversion:
         return type_of(value) if is_array else self._conversion.type_of(value)
 
     def jax_array(self, value: Value) -> Callable[[], Any]:
-        return (
-            partial(as_typed_operand, value) if is_enabled() else self._conversion.jax_array(value)
-        )
+        if is_enabled():
+            return partial(as_typed_operand, value)
+        return self._conversion.jax_array(value)
 
 
 def _asarray(asarray: Callable) -> Callable:
-    """Wrap the function with which functions of `jax.lax` convert an operand to an array."""
+    """Wrap JAX's `asarray`, by which functions of `jax.lax` convert operands to arrays.
+
+    An implicit array becomes a typed operand.
+    """
     return lambda x: asarray(as_typed_operand(x) if isinstance(x, Value) and is_enabled() else x)
 
 
 def _bind(bind: Any) -> Callable:
-    """Wrap `Primitive.bind_with_trace`, which JAX calls for each operation of each program."""
+    """Wrap `Primitive.bind_with_trace`, so that primitives take typed operands.
 
+    JAX calls the method for each operation of each program, so it must be fast without them.
+    """
+
+    # Used if an operand is an implicit array or a tangent of one.
     def bind_values(self: Any, trace: Any, args: Any, avals: Any, params: Any) -> Any:
         if jax.sharding.get_abstract_mesh().manual_axes:
             args = move_captured_inside(trace, args)
         if self is custom_lin:
-            if trace.requires_low:  # JAX evaluates it only in order to raise an error
+            if trace.requires_low:  # raises JAX's error: a `custom_vjp` has no forward derivative
                 return self.impl(*args, **params)
             return trace.process_primitive(self, args, params)
         if self.name in _REF_PRIMITIVES and HighType in map(type, avals):
@@ -134,6 +144,7 @@ def _bind(bind: Any) -> Callable:
                 out = list(map(value_of, out))
             return out if self.multiple_results else out[0]
 
+    # Used for primitives of JAX that take operands of high types themselves.
     def bind_high(self: Any, trace: Any, args: Any, avals: Any, params: Any) -> Any:
         if self is empty_ref and type(params["ty"]) is HighType:
             raise _ref_error("empty_ref", params["ty"])
@@ -141,6 +152,7 @@ def _bind(bind: Any) -> Callable:
         is_evaluated = self.multiple_results and type(trace) is core.EvalTrace
         return list(map(expose, out)) if is_evaluated and is_in_converted_function() else out
 
+    # The replacement of `bind`. It must be fast if no operand has a high type.
     def bind_any(self: Any, trace: Any, args: Any, avals: Any, params: Any, /) -> Any:
         for aval in avals:
             if type(aval) is HighType or type(aval) is TangentType:
@@ -151,8 +163,8 @@ def _bind(bind: Any) -> Callable:
             return bind(self, trace, args, avals, params)
         return trace.process_primitive(self, args, params)
 
-    # In JAX 0.10.2 to 0.12.0, `bind` does no more than the last lines of `bind_any`. A call of
-    # `bind` would double the cost of `bind_any`.
+    # In JAX 0.10.2 to 0.12.0, the last line of `bind_any` does the same as `bind`, after the test
+    # of `is_high`. A call of `bind` would double the cost of `bind_any`.
     empty_ref = find_primitive("empty_ref")
     names = ("is_high", "requires_low", "set_current_trace", "to_lojax", "process_primitive")
     is_inlined = bind.__code__.co_names == names
@@ -180,12 +192,19 @@ def _ref_error(name: str, *types: Any) -> TypeError:
 
 
 def _lower_call(*args: Any, call_jaxpr: Any) -> list[Any]:
-    """Lower the call in which a checkpoint evaluates what all steps of a scan have in common."""
+    """Lower JAX's primitive `closed_call` by evaluating its jaxpr.
+
+    Differentiating a scan under `jax.checkpoint` puts the forward pass of the scan into a
+    `closed_call`. JAX < 0.12 cannot lower this primitive if its jaxpr has high types.
+    """
     return jaxpr_as_fun(call_jaxpr)(*args)
 
 
 def _lower_checkpoint(*args: Any, jaxpr: Any, **params: Any) -> list[Any]:
-    """Lower a checkpoint. JAX 0.10.2 to 0.12.0 returns the leaves of high results."""
+    """Lower the primitive of `jax.checkpoint`, and return typed results.
+
+    It replaces the rule of JAX 0.10.2 to 0.12.0, which returns the leaves of typed results.
+    """
     closed: Any = pe.close_jaxpr(jaxpr) if hasattr(pe, "close_jaxpr") else jaxpr  # JAX < 0.12
     lowered: Any = pe.lower_jaxpr2(closed)
     pairs = zip(jaxpr.invars, args, strict=True)
@@ -195,15 +214,20 @@ def _lower_checkpoint(*args: Any, jaxpr: Any, **params: Any) -> list[Any]:
     out = iter(remat.bind(*lowered.consts, *leaves, jaxpr=low_jaxpr, **params))
     avals = [v.aval for v in jaxpr.outvars]
     results = [aval.raise_val(*islice(out, len(aval.lo_ty()))) for aval in avals]
-    is_result = is_eager() and not params["differentiated"]  # else residuals can be among them
-    return list(map(value_of, results)) if is_result else results
+    # In a derivative, residuals can be among the results, and must stay typed.
+    is_final = is_eager() and not params["differentiated"]
+    return list(map(value_of, results)) if is_final else results
 
 
 # Frameworks.
 
 
 def _get_typed_variable(get_variable: Callable) -> Callable:
-    """Wrap `Scope.get_variable` of Flax linen, which compares the shapes of leaves."""
+    """Wrap `Scope.get_variable` of Flax linen, to return implicit arrays as typed operands.
+
+    Flax compares the shape of each leaf of a variable with the shape that the initializer returns.
+    A typed operand is one leaf with the shape of the dense array.
+    """
     convert = lambda x: as_typed_operand(x) if is_value(x) and is_complete(x) else x
 
     def get(*args: Any, **kwargs: Any) -> Any:
@@ -214,10 +238,10 @@ def _get_typed_variable(get_variable: Callable) -> Callable:
 
 
 def _partition_by_tangent(partition: Callable) -> Callable:
-    """Wrap `equinox.partition` as `equinox.filter_grad` calls it, to select the floating leaves.
+    """Wrap `equinox.partition`, by which `equinox.filter_grad` selects the floating leaves.
 
-    A value with a dense tangent is one floating leaf. Otherwise its scales would be trained without
-    its codes.
+    An implicit array with a dense tangent becomes one floating leaf. Otherwise, the scales of a
+    quantized array would be selected without its integer codes.
     """
 
     def split(tree: Any, filter_spec: Any, *args: Any, **kwargs: Any) -> Any:

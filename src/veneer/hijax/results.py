@@ -1,8 +1,9 @@
 """Typed results of jitted functions, converted to pytrees of leaves.
 
 JAX calls a jitted function with typed results from Python, and cannot compile it ahead of time. So
-the outermost `jit` returns the leaves, in a tree with the implicit array in place of the typed
-result. Then C++ code calls the compiled function.
+the outermost `jit` is compiled to return the leaves of each typed result. The tree structure of the
+results has an implicit array in that place, so JAX rebuilds it from the leaves. Then JAX's C++ code
+calls the compiled function.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,11 +19,15 @@ from .values import expose, is_inexact, within_rule
 
 
 def run_lowered(run: Callable) -> Callable:
-    """Wrap JAX's function that runs a jitted function, to run it with leaves as results."""
+    """Wrap JAX's function that runs a jitted function.
+
+    Outside of traces, the compiled function returns the leaves of its typed results, and JAX builds
+    the implicit arrays from these. Inside a trace, the results stay typed.
+    """
 
     def run_with_leaves(call: Any, *args: Any) -> Any:
         closed = call.params["jaxpr"]
-        if within_rule.value:  # C++ would lose the marks of derivatives
+        if within_rule.value:  # a call from C++ would lose the marks of derivatives
             outs, out_flat, out_tree, args_flat, jaxpr, _, *more = run(call, *args)
             return jax.tree.map(expose, outs), out_flat, out_tree, args_flat, jaxpr, None, *more
         if not closed.is_high:
@@ -41,19 +46,23 @@ def run_lowered(run: Callable) -> Callable:
 
 
 def check_shardings(check: Callable) -> Callable:
-    """Wrap JAX's check of shardings, to skip high types, which JAX >= 0.12 rejects."""
+    """Wrap JAX's check of shardings, to skip high types, for which JAX >= 0.12 raises an error."""
 
     def check_arrays(shardings: Any, avals: Any, names: Any, *args: Any, **kwargs: Any) -> Any:
-        which = [not (aval.is_high and _is_all_leaves(aval)) for aval in avals]
-        names = names and list(compress(names, which))
-        shardings, avals = list(compress(shardings, which)), list(compress(avals, which))
+        is_checked = [not (aval.is_high and _has_array_per_leaf(aval)) for aval in avals]
+        names = names and list(compress(names, is_checked))
+        shardings = list(compress(shardings, is_checked))
+        avals = list(compress(avals, is_checked))
         check(shardings, avals, names, *args, **kwargs)
 
     return check_arrays
 
 
 def lower_results(attribute: property) -> property:
-    """Wrap a property of a traced function, to compute it for leaves as results."""
+    """Wrap a property of `jax.stages.Traced`, the result of `jax.jit(f).trace(...)`.
+
+    The property then describes a function that returns the leaves of typed results.
+    """
     get: Any = attribute.fget
 
     def get_of_leaves(traced: Any) -> Any:
@@ -71,47 +80,60 @@ def lower_results(attribute: property) -> property:
 
 
 def _lowered(params: dict[str, Any], out_tree: Any) -> Any:
-    """Return the lowered parameters and result tree of a `jit`, or None if types must stay high."""
+    """Return the parameters and the result tree of a `jit` that returns leaves.
+
+    Return None if an operand is typed, or if the arrays of a typed result are not all its leaves.
+    """
     closed = params["jaxpr"]
     high = [aval for aval in closed.out_avals if aval.is_high]
-    if any(aval.is_high for aval in closed.in_avals) or not all(map(_is_all_leaves, high)):
+    if any(aval.is_high for aval in closed.in_avals) or not all(map(_has_array_per_leaf, high)):
         return None
     params = {**params, "jaxpr": pe.lower_jaxpr2(closed)}
     if high:
-        params["out_shardings"] = _for_leaves(closed, params["out_shardings"], _leaf_shardings)
-        params["out_layouts"] = _for_leaves(closed, params["out_layouts"], _refuse_layout)
+        params["out_shardings"] = _per_leaf(closed, params["out_shardings"], _leaf_shardings)
+        params["out_layouts"] = _per_leaf(closed, params["out_layouts"], _reject_layout)
         out_tree = _with_values(out_tree, closed.out_avals)
     return params, out_tree
 
 
-def _is_all_leaves(aval: Any) -> bool:
-    """Return whether a value of a high type has one array for each leaf of the implicit array."""
+def _has_array_per_leaf(aval: Any) -> bool:
+    """Return whether a value of a type has one array for each leaf of the implicit array.
+
+    A tangent has no array for a leaf of an integer dtype.
+    """
     if isinstance(aval, TangentType):
         return all(map(is_inexact, aval.of.leaves))
     return isinstance(aval, HighType)
 
 
-def _for_leaves(closed: Any, for_results: Sequence[Any], of_leaves: Callable) -> tuple[Any, ...]:
-    """Repeat a parameter of each result for each of its leaves."""
-    for_leaves: list[Any] = []
-    for aval, one in zip(closed.out_avals, for_results, strict=True):
-        if aval.is_high and one is not None and not isinstance(one, Unspecified):
-            for_leaves.extend(of_leaves(aval, one))
+def _per_leaf(closed: Any, per_result: Sequence[Any], split: Callable) -> tuple[Any, ...]:
+    """Expand shardings or layouts, one for each result, to one for each leaf of each result.
+
+    `split(aval, x)` returns the sharding or layout of each leaf of a result of type `aval`, given
+    the one that the user set for the result.
+    """
+    per_leaf: list[Any] = []
+    for aval, x in zip(closed.out_avals, per_result, strict=True):
+        if aval.is_high and x is not None and not isinstance(x, Unspecified):
+            per_leaf.extend(split(aval, x))
         else:
-            for_leaves.extend([one] * len(aval.lo_ty()))
-    return tuple(for_leaves)
+            per_leaf.extend([x] * len(aval.lo_ty()))
+    return tuple(per_leaf)
 
 
 def _leaf_shardings(aval: Any, sharding: Any) -> Sequence[Any]:
     """Return the shardings of the leaves, given the sharding of the dense array."""
-    of = aval.of if isinstance(aval, TangentType) else aval
+    high_type = aval.of if isinstance(aval, TangentType) else aval
     shardings: list[Any] = []
-    at_leaves = lambda *leaves: shardings.extend(leaf_destinations(of.of_arrays(leaves), sharding))
-    jax.make_jaxpr(at_leaves)(*of.lo_ty())  # `partition` may look at the leaves
+
+    def find_shardings(*leaves: Any) -> None:
+        shardings.extend(leaf_destinations(high_type.of_arrays(leaves), sharding))
+
+    jax.make_jaxpr(find_shardings)(*high_type.lo_ty())  # traced: `partition` may look at the leaves
     return shardings
 
 
-def _refuse_layout(aval: Any, layout: Any) -> Sequence[Any]:
+def _reject_layout(aval: Any, layout: Any) -> Sequence[Any]:
     raise NotImplementedError(
         f"out_shardings of a jitted function set the layout {layout} for a result of type {aval}. "
         "An implicit array has no layout. Pass a sharding without a layout."
@@ -119,13 +141,14 @@ def _refuse_layout(aval: Any, layout: Any) -> Sequence[Any]:
 
 
 def _with_values(out_tree: Any, avals: Sequence[Any]) -> Any:
-    """Return the tree of the results, with an implicit array for each typed leaf."""
-    zeros = lambda t: jax.tree.unflatten(t, [0] * t.num_leaves)
+    """Return `out_tree` with the structure of an implicit array in place of each typed leaf."""
+    zeros = lambda treedef: jax.tree.unflatten(treedef, [0] * treedef.num_leaves)
     leaves = [zeros(_treedef_of(aval)) if aval.is_high else 0 for aval in avals]
     return tracing_registry.flatten(jax.tree.unflatten(out_tree, leaves))[1]
 
 
 def _treedef_of(aval: Any) -> Any:
+    """Return the structure of an implicit array of a type, down to all its leaves."""
     if isinstance(aval, TangentType):
         return aval.of.treedef
     return jax.tree.structure(abstract(aval.treedef, aval.leaves))

@@ -1,6 +1,8 @@
 """Derivatives and transposes of a user's primitive, by the rules that the user sets.
 
-Each rule is an operation: it calls the function of the user and checks its results.
+Each rule is an operation. Its `evaluate` takes and returns flat lists, calls the function of the
+user on pytrees, and checks its results. It also returns static data about the results, as in
+`Expansion`, or None.
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,9 +29,10 @@ def has_tangent(t: Any) -> bool:
 
 
 def unflatten_tangents(structure: Structure, types: Sequence[Any], tangents: Any) -> Any:
-    """Return a pytree of tangents, with an array of `float0` for each type without tangents.
+    """Return a pytree of tangents for values with a structure and types.
 
-    `tangents` is an iterator over the tangents of the other types.
+    `tangents` is an iterator, from which this takes the tangent of each type that has a floating
+    leaf. Other values, such as integers, get an array of zeros of dtype `float0`.
     """
     zero = lambda t: np.zeros(t.shape, jax.dtypes.float0)
     return structure.unflatten(expose(next(tangents)) if has_tangent(t) else zero(t) for t in types)
@@ -38,14 +41,15 @@ def unflatten_tangents(structure: Structure, types: Sequence[Any], tangents: Any
 class ForwardRule(Expansion):
     """The function `fwd` of `defvjp`.
 
-    It returns the results, the residuals, and the operands that `BackwardRule` needs to convert
-    dense cotangents to cotangents of leaves. The static data are the structures of the results and
-    of the residuals.
+    The operation returns three lists as one: the results, the residuals, and some of its operands.
+    With high types off, the rule `bwd` may return a dense cotangent for an implicit array. To
+    convert it to cotangents of leaves, `BackwardRule` needs these operands, the leaves.
     """
 
     suffix = ".fwd"
 
     def evaluate(self, *values: Any) -> tuple[list[Any], Any]:
+        """Return the list, and a pair: the structures of the results and of the residuals."""
         args = self.structure.unflatten(map(expose, values))
         pair = self.call_for_pair("fwd", "fwd must return a pair: results and residuals", *args)
         (flat, out), (residuals, residual_structure) = map(self.flatten_results, pair)
@@ -69,10 +73,14 @@ def _dense_cotangent_flags(structure: Structure) -> list[bool]:
 
 @dataclass(frozen=True)
 class DerivativeRule(Expansion):
-    """A rule that returns tangents or cotangents."""
+    """A rule that returns tangents or cotangents.
 
-    types: tuple[Any, ...]  # of the operands
-    out: Structure  # of the results
+    `types` are the types of the operands of the primitive. `out` and `out_types` are the structure
+    and the types of its results.
+    """
+
+    types: tuple[Any, ...]
+    out: Structure
     out_types: tuple[Any, ...]
 
     rule = ""  # the name in messages
@@ -80,10 +88,18 @@ class DerivativeRule(Expansion):
     def flatten_tangents(
         self, tangents: Any, structure: Structure, types: Sequence[Any], primals: Sequence[Any]
     ) -> list[Any]:
-        """Return the tangents that a rule returns as a flat list, with None for no tangent.
+        """Check the tangents or cotangents that a rule returns, and return them as a flat list.
 
-        `tangents` has one for each value of the structure. `primals` are needed to convert a dense
-        cotangent to cotangents of leaves. They may be None.
+        The list has an item for each operand in `structure`: None if the rule returns None, or if
+        the operand has no floating leaf.
+
+        **Arguments:**
+
+        - `tangents`: the tangent, or None, that the rule returns for each array or implicit array.
+        - `structure`, `types`: the structure and the types of the operands or results.
+        - `primals`: the value of each operand that is a leaf of an implicit array with a dense
+          tangent, and None for all others. It converts a dense cotangent to cotangents of leaves.
+          If such a value is None, a dense cotangent raises TypeError.
         """
         groups = structure.group(types), structure.group(primals)
         args = zip(tangents, structure.values, *groups, strict=True)
@@ -107,7 +123,10 @@ class DerivativeRule(Expansion):
         return [self.check_tangent(x, t) if has_tangent(t) else None for x, t in pairs]
 
     def check_tangent(self, tangent: Any, t: Any) -> Any:
-        """Return the tangent of a value of type `t` as an operand. Raise if it does not fit."""
+        """Return the tangent of a value of type `t`, as an array or a `Tangent`.
+
+        Raise TypeError if the tangent has another class, structure, shape or dtype.
+        """
         aval = t.to_tangent_aval()
         if isinstance(aval, TangentType):
             if type(tangent) is t.cls:
@@ -135,9 +154,9 @@ class DerivativeRule(Expansion):
 class BackwardRule(DerivativeRule):
     """The function `bwd` of `defvjp`.
 
-    It takes the residuals, the operands that `ForwardRule` returns, and the cotangents of the
-    results. It returns the cotangents of operands that are not zero. The static data is a list of
-    bools: whether each operand has one.
+    The operation takes the residuals, the operands that `ForwardRule` returns, and the cotangents
+    of the results. It returns the cotangents of the operands, without those for which the function
+    returns None. The field `residuals` is the structure of the residuals.
     """
 
     residuals: Structure
@@ -146,6 +165,7 @@ class BackwardRule(DerivativeRule):
     rule = "bwd"
 
     def evaluate(self, *values: Any) -> tuple[list[Any], Any]:
+        """Return the cotangents, and a list of bools: whether each operand has a cotangent."""
         rest = iter(values)
         residuals = self.residuals.unflatten(map(expose, rest))
         primals = [next(rest) if d else None for d in _dense_cotangent_flags(self.structure)]
@@ -164,10 +184,11 @@ class BackwardRule(DerivativeRule):
 
 @dataclass(frozen=True)
 class LinearizedRule(Expansion):
-    """The tangents of the results: the transpose of `BackwardRule`.
+    """The forward derivative of a primitive with `defvjp`: the transpose of the rule `backward`.
 
-    It takes the operands of `backward` that precede the cotangents, and the tangents of the
-    operands that vary. In reverse mode, JAX transposes it back to `backward`.
+    The operation takes the operands of `backward` that precede the cotangents, then the tangents of
+    the operands of the primitive for which `varies` is true. It returns the tangents of the
+    results. In reverse mode, JAX transposes it, which calls `backward` itself.
     """
 
     backward: BackwardRule
@@ -184,11 +205,13 @@ class LinearizedRule(Expansion):
         residuals, tangents = self._split(values)
         leaf_types = [t.lo_ty() for t in self.result_types]
 
+        # Return tangents or cotangents of the results, given the flat list of their arrays.
         def unflatten(leaves: Iterable[Any]) -> list[Any]:
             rest = iter(leaves)
             pairs = zip(self.result_types, leaf_types, strict=True)
             return [of_arrays(t, list(islice(rest, len(types)))) for t, types in pairs]
 
+        # Return arrays of the cotangents of varying operands, given arrays of result cotangents.
         def pull(leaves: list[Any]) -> list[Any]:
             cts = self._select(*self.backward.evaluate(*residuals, *unflatten(leaves)))
             zeros = lambda like: list(map(jnp.zeros_like, leaves_of(like)))
@@ -201,11 +224,15 @@ class LinearizedRule(Expansion):
         return unflatten(flat), None
 
     def _split(self, values: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Return the operands that are passed on to `backward`, and the tangents."""
         count = len(values) - sum(self.varies)
         return values[:count], values[count:]
 
     def _select(self, flat: Sequence[Any], has_cotangent: Sequence[bool]) -> list[Any]:
-        """Return the cotangents of the operands that vary, or None where `flat` has none."""
+        """Return the cotangent, or None, of each operand that varies.
+
+        The arguments are the list of cotangents and the list of bools that `backward` returns.
+        """
         rest = iter(flat)
         cotangents = [next(rest) if h else None for h in has_cotangent]
         return list(compress(cotangents, self.varies))
@@ -227,8 +254,8 @@ class LinearizedRule(Expansion):
 class ForwardModeRule(DerivativeRule):
     """The rule of `defjvp`.
 
-    It takes the operands and the tangents of those that have tangents. It returns the tangents of
-    the results that have tangents.
+    The operation takes the operands, then the tangents of the operands with a floating leaf. It
+    returns the tangents of the results with a floating leaf.
     """
 
     suffix = ".jvp"
@@ -252,10 +279,11 @@ class ForwardModeRule(DerivativeRule):
 class TransposeRule(DerivativeRule):
     """The rule of `deftranspose`: the cotangent of an operand in which the primitive is linear.
 
-    It takes the other operands and the cotangents of the results.
+    The operation takes the other operands, then the cotangents of the results. It returns the
+    cotangent of the argument `argnum`, which is one operand, with the index `position`.
     """
 
-    position: int  # of the operand in the flat list
+    position: int
     argnum: int
 
     suffix = ".transpose"
@@ -273,7 +301,7 @@ class TransposeRule(DerivativeRule):
 def jvp_by_rule(
     expansion: Expansion, primals: Sequence[Any], tangents: Sequence[Any]
 ) -> tuple[list[Any], list[Any]] | None:
-    """Return the results and their tangents by the user's rule, or None if there is no rule."""
+    """Return the results and their tangents by the user's rule, or None if no rule applies."""
     types = tuple(map(strong_type_of, primals))
     rules = expansion.primitive.rules
     if "jvp" not in rules and "fwd" not in rules:
@@ -282,8 +310,8 @@ def jvp_by_rule(
     pairs = list(zip(tangents, types, strict=True))
     if "jvp" in rules:
         rule = ForwardModeRule.like(expansion, types, out_structure, out_types)
-        given = [instantiate_zeros(x) for x, t in pairs if has_tangent(t)]
-        return _fill_zero_tangents(apply(expansion, *primals), apply(rule, *primals, *given))
+        floating = [instantiate_zeros(x) for x, t in pairs if has_tangent(t)]
+        return _fill_zero_tangents(apply(expansion, *primals), apply(rule, *primals, *floating))
     forward = ForwardRule.like(expansion)
     results = apply(forward, *primals)
     out, residuals = results[: len(out_types)], results[len(out_types) :]
@@ -297,7 +325,10 @@ def jvp_by_rule(
 
 
 def _fill_zero_tangents(out: list[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Return results and their tangents. Results without a tangent in `tangents` get a zero."""
+    """Return the results `out`, and a tangent for each: the next of `tangents`, or a `Zero`.
+
+    `tangents` has the tangents of all results with a floating leaf. If it is empty, all are zero.
+    """
     rest = iter(tangents)
     zero = lambda t: Zero(t.to_tangent_aval())
     types = [jax.typeof(x) for x in out]
@@ -307,9 +338,10 @@ def _fill_zero_tangents(out: list[Any], tangents: Sequence[Any]) -> tuple[list[A
 def _jvp_of_linear(
     expansion: Expansion, types: Sequence[Any], primals: Sequence[Any], tangents: Sequence[Any]
 ) -> tuple[list[Any], list[Any]] | None:
-    """Return the results and their tangents if the varying operands have `deftranspose` rules.
+    """Return the results and their tangents, if all varying operands have `deftranspose` rules.
 
-    In such an operand the primitive is linear, so the tangent is the primitive of the tangent.
+    The primitive is linear in such an operand. So the tangent of the results is the primitive,
+    applied to the tangent in place of the operand. Otherwise return None.
     """
     varying = [i for i, t in enumerate(tangents) if type(t) is not Zero]
     is_tree = lambda t: isinstance(t.to_tangent_aval(), TangentType)
@@ -324,9 +356,9 @@ def _jvp_of_linear(
 
 
 def _linear_argnum(expansion: Expansion, position: int) -> int | None:
-    """Return the argument number of a flat operand with a `deftranspose` rule, or None.
+    """Return the argument number of the operand with the index `position` in the flat list.
 
-    Such an argument is one array.
+    Return None if the operand is only a part of an argument, or has no `deftranspose` rule.
     """
     args = expansion.structure.unflatten(range(expansion.structure.size))
     for argnum, arg in enumerate(args):
@@ -338,9 +370,10 @@ def _linear_argnum(expansion: Expansion, position: int) -> int | None:
 def transpose_by_rule(
     expansion: Expansion, cotangents: Sequence[Any], operands: Sequence[Any]
 ) -> bool:
-    """Add the cotangent by the user's rule to the accumulator among the operands.
+    """Call the user's `deftranspose` rule, and add its cotangent to the accumulator.
 
-    Return False if the operands have no such rule, or several accumulators.
+    In `operands`, a `GradAccum` stands in place of each linear operand. Return False, and add
+    nothing, if there is not exactly one, or if this operand has no rule.
     """
     linear = [i for i, x in enumerate(operands) if isinstance(x, GradAccum)]
     if len(linear) != 1 or (argnum := _linear_argnum(expansion, linear[0])) is None:

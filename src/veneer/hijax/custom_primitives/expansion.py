@@ -1,7 +1,8 @@
 """The functions of a user's primitive as operations, which `jax.vmap` can map.
 
-The functions take and return pytrees, and operations take and return flat lists. With high types
-on, an implicit array is one operand. Otherwise each leaf is an operand.
+The functions of the user take and return pytrees. An operation takes and returns flat lists of
+operands and results. With high types on, an implicit array in the pytree is one operand. Otherwise
+each leaf is an operand.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,18 +27,22 @@ from ..values import Operation, Pack, Tangent, Unpack, apply, expose, value_of
 
 @dataclass(frozen=True)
 class Structure:
-    """The structure of a pytree of values. Each value is an array or an implicit array."""
+    """The structure of a pytree of values. Each value is an array or an implicit array.
 
-    tree: Any  # the tree structure in which each value is a leaf
-    values: tuple[Any, ...]  # the tree structure of each value, `ONE_LEAF` for one operand
+    `tree` is the tree structure in which each value is a leaf. `values` has the tree structure of
+    each value, down to its operands: `ONE_LEAF` if the value is one operand.
+    """
+
+    tree: Any
+    values: tuple[Any, ...]
 
     @property
     def size(self) -> int:
-        """The number of operands."""
+        """The number of operands in all values."""
         return sum(value.num_leaves for value in self.values)
 
     def group(self, flat: Iterable[Any]) -> list[list[Any]]:
-        """Split a flat list into a list for each value."""
+        """Split a list with an item for each operand into a list for each value."""
         rest = iter(flat)
         return [list(islice(rest, value.num_leaves)) for value in self.values]
 
@@ -58,12 +63,12 @@ ONE_LEAF = jax.tree.structure(0)
 def flatten_values(tree: Any, typed: bool) -> tuple[list[Any], Structure]:
     """Return the operands in a pytree, and its structure.
 
-    An implicit array is one operand if `typed` is set. Otherwise each leaf is an operand.
+    An implicit array is one operand if `typed` is true. Otherwise each leaf is an operand.
     """
     values, treedef = jax.tree.flatten(tree, is_leaf=is_value)
-    parts = [([x], ONE_LEAF) if typed or not is_value(x) else jax.tree.flatten(x) for x in values]
-    flat = [x for group, _ in parts for x in group]
-    return flat, Structure(treedef, tuple(value for _, value in parts))
+    pairs = [([x], ONE_LEAF) if typed or not is_value(x) else jax.tree.flatten(x) for x in values]
+    flat = [x for group, _ in pairs for x in group]
+    return flat, Structure(treedef, tuple(structure for _, structure in pairs))
 
 
 def strong_type_of(x: Any) -> Any:
@@ -82,7 +87,11 @@ def show_types(types: Iterable[Any]) -> str:
 def map_operation(
     operation: Operation, size: int, name: Any, values: Sequence[Any], dims: Sequence[Any]
 ) -> tuple[list[Any], list[Any]]:
-    """Map an operation over an axis of its operands. Return the results and their axes."""
+    """Map an operation under `jax.vmap`. Return the results, and their batch axes, which are 0.
+
+    `size` and `name` are the size and the name of the mapped axis. `dims` are the batch axes of the
+    operands `values`, with None for an operand that is not mapped.
+    """
     out = apply(MappedExpansion(operation, size, name, tuple(dims)), *values)
     return out, [0] * len(out)
 
@@ -91,7 +100,8 @@ def map_operation(
 class Expansion(Operation):
     """The function that defines a primitive, as an operation.
 
-    Subclasses override `evaluate`, to call another function that the user has set.
+    A subclass overrides `evaluate` to call another function of the user, such as a derivative rule.
+    `evaluate` also returns static data about the results, which `infer` finds without a run.
     """
 
     primitive: Any  # the `HighPrimitive`
@@ -119,32 +129,41 @@ class Expansion(Operation):
         return self.flatten_results(out)
 
     def call(self, rule: Any, *args: Any) -> Any:
-        """Call one of the functions of the primitive, with the parameters."""
+        """Call a function of the user with the parameters. `rule` is its key in `rules`."""
         return self.primitive.rules[rule](*args, **self.parameters.params)
 
     def call_for_pair(self, rule: Any, message: str, *args: Any) -> Any:
-        """Call one of the functions of the primitive. Raise `message` if it returns no pair."""
+        """Return the pair that `call(rule, *args)` returns.
+
+        Raise TypeError with the text `message` if it returns something else.
+        """
         pair = self.call(rule, *args)
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise self.error(message)
         return pair
 
     def flatten_results(self, tree: Any) -> tuple[list[Any], Structure]:
-        """Return the results of a function as a flat list, and their structure.
+        """Return the results in the pytree `tree` as a flat list, and their structure.
 
-        A tracer of a high type becomes an implicit array. With `typed`, a tracer whose tangent is
-        dense stays one operand.
+        An implicit array is one result if `self.typed` is true. Otherwise each leaf is a result.
         """
         return flatten_values(jax.tree.map(self._unpack, tree, is_leaf=is_value), self.typed)
 
     def _unpack(self, x: Any) -> Any:
+        """Return a typed tracer as an implicit array, which `flatten_values` can flatten.
+
+        If `self.typed` is true, a tracer with a dense tangent stays a tracer.
+        """
         if not is_typed(x) or (self.typed and x.aval.dense_tangent):
             return value_of(x)
         value = unpack(x)
         return value if self.typed else jax.tree.map(self._unpack, value)
 
     def broadcast(self, tree: Any, prefix: Any) -> list[Any]:
-        """Return the item of `prefix` for each leaf of `tree`, or None for all if it is None."""
+        """Return the item of the pytree `prefix` for each leaf of the tree structure `tree`.
+
+        If `prefix` is None, each item is None. Raise TypeError if the structures do not fit.
+        """
         if prefix is None:
             return [None] * tree.num_leaves
         if tree == ONE_LEAF:
@@ -155,12 +174,15 @@ class Expansion(Operation):
             raise self.error(f"a rule returns a tree of another structure: {error}") from None
 
     def infer(self, types: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-        """Return the static data and the types of the results, for operands of given types."""
+        """Return the static data of `evaluate` and the result types, given the operand types."""
         return _infer(self, types, trace_context())
 
     @classmethod
     def like(cls, other: "Expansion", *fields: Any) -> Any:
-        """Return an operation of this class for the same call. `fields` are its own fields."""
+        """Return an operation of this class for the same primitive, operands and parameters.
+
+        `fields` are the values of the fields that the class has and `Expansion` does not have.
+        """
         return cls(other.primitive, other.structure, other.parameters, other.typed, *fields)
 
     def error(self, message: str) -> TypeError:
@@ -189,7 +211,7 @@ clear_with_rules(_infer.cache_clear)
 
 
 class MappedExpansion(Vmap):
-    """An expansion under `jax.vmap`. Its derivatives map the derivatives of the expansion."""
+    """An `Expansion` under `jax.vmap`. Its derivatives map the derivatives of the `Expansion`."""
 
     jvp = jvp_of_vmap
     batch = map_operation
@@ -213,17 +235,19 @@ class MappedExpansion(Vmap):
         types = [x.aval if d is None else x.aval.dec_rank(self.size, d) for x, d in linear]
         others = [(as_high_array(value_of(x)), d) for x, d in pairs if not isinstance(x, GradAccum)]
 
-        def transpose_one(others: list[Any], cts: list[Any]) -> list[Any]:
+        # Transpose the operation for one index of the mapped axis. Return the cotangents of the
+        # linear operands.
+        def transpose_slice(others: list[Any], cts: list[Any]) -> list[Any]:
             accumulators = [ValAccum(t) for t in types]
             rest, rest_linear = iter(others), iter(accumulators)
-            operands = [next(rest_linear if is_one else rest) for is_one in is_linear]
+            operands = [next(rest_linear if lin else rest) for lin in is_linear]
             transpose(cts, *operands, operation=self.of)
             return [instantiate_zeros(x.freeze()) for x in accumulators]
 
         mapped = jax.vmap(
-            transpose_one,
+            transpose_slice,
             ([d for _, d in others], 0),
-            [d or 0 for _, d in linear],
+            [d or 0 for _, d in linear],  # an operand that is not mapped: summed below
             axis_size=self.size,
             **({} if self.axis_name is None else {"axis_name": self.axis_name}),
         )
@@ -234,6 +258,7 @@ class MappedExpansion(Vmap):
 
 
 def _sum_first_axis(type: Any, ct: Any) -> Any:
+    """Sum a stack of cotangents to a cotangent of type `type`, an array type or a `TangentType`."""
     if not isinstance(type, TangentType):
         return jnp.sum(ct, axis=0)
     leaves = apply(Unpack(jax.typeof(ct)), ct)

@@ -91,7 +91,7 @@ class HighPrimitive:
         return self.bind(bound.args, Parameters(bound.kwargs))
 
     def bind(self, args: Any, params: Parameters) -> Any:
-        """Bind the primitive to operands in the current trace, and return its results."""
+        """Run or trace the primitive for the arguments `args`, and return its results."""
         trace = current_trace()
         if isinstance(trace, ImplicitTrace):
             with set_current_trace(trace.parent):
@@ -159,8 +159,9 @@ class HighPrimitive:
         return self._set("vmap", rule)
 
     def _set(self, kind: Any, rule: Callable) -> Callable:
+        """Add a rule with the key `kind` to `rules`. Raise ValueError if rules conflict."""
         names = {"fwd": "defvjp", "jvp": "defjvp", "vmap": "defvmap"}
-        name = lambda k: names.get(k, "deftranspose")
+        name = lambda k: names.get(k, "deftranspose")  # the method that sets a rule
         others = [k for k in self.rules if k not in ("expand", "bwd", "vmap")]
         if kind in self.rules or (kind != "vmap" and any(name(k) != name(kind) for k in others)):
             raise ValueError(
@@ -172,6 +173,7 @@ class HighPrimitive:
         return rule
 
     def _check(self, args: Sequence[Any], params: dict[str, Any]) -> None:
+        """Raise TypeError if a parameter has no hash, or an operand does not fit its annotation."""
         for name, x in params.items():
             try:
                 hash(x)
@@ -193,7 +195,7 @@ class HighPrimitive:
 
 
 def _class_of(x: Any) -> type:
-    """Return the class of an operand as in an annotation, or `object` for a tree of operands."""
+    """Return the class of an operand: of an implicit array, `Dense`, or `object` for a pytree."""
     x = value_of(x)
     if isinstance(x, Value):
         return type(x)
@@ -207,7 +209,7 @@ class PrimitiveCall(Expansion):
     """A call of a primitive, with the user's rules for derivatives and batching."""
 
     def infer(self, types: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-        return Expansion.like(self).infer(types)  # shares its cache
+        return Expansion.like(self).infer(types)  # uses the cache entry of the `Expansion`
 
     def rerun(self, *values: Any) -> list[Any]:
         # Operands that were dense when this was traced may be implicit arrays now.
@@ -231,7 +233,10 @@ class PrimitiveCall(Expansion):
 
 @dataclass(frozen=True)
 class BatchingRule(Expansion):
-    """The rule of `defvmap`. Its static data is a list of bools: whether each result is mapped."""
+    """The rule of `defvmap`, as an operation on mapped operands.
+
+    `size` is the size of the mapped axis. `dims` has the mapped axis of each operand, or None.
+    """
 
     size: int
     dims: tuple[int | None, ...]
@@ -239,11 +244,13 @@ class BatchingRule(Expansion):
     suffix = ".vmap"
 
     def evaluate(self, *values: Any) -> tuple[list[Any], Any]:
+        """Return the results, and a list of bools: whether each result has the mapped axis."""
         groups = zip(self.structure.group(values), self.structure.group(self.dims), strict=True)
         args, args_mapped = [], []
         for group, dims in groups:
-            args_mapped.append(any(d is not None for d in dims))
-            args += self._move_axis(group, dims) if args_mapped[-1] else group
+            is_mapped = any(d is not None for d in dims)
+            args_mapped.append(is_mapped)
+            args += self._move_axis(group, dims) if is_mapped else group
         out, out_mapped = self.call_for_pair(
             "vmap",
             "the rule of defvmap must return a pair: results, and which of them are mapped",
@@ -257,12 +264,15 @@ class BatchingRule(Expansion):
         else:
             out_mapped = self.broadcast(structure.tree, out_mapped)
         pairs = zip(out_mapped, structure.group(flat), strict=True)
-        is_mapped = [bool(m) for m, group in pairs for _ in group]
-        self._check(values, flat, is_mapped)
-        return flat, is_mapped
+        results_mapped = [bool(m) for m, group in pairs for _ in group]
+        self._check(values, flat, results_mapped)
+        return flat, results_mapped
 
     def _move_axis(self, operands: Sequence[Any], dims: Sequence[Any]) -> list[Any]:
-        """Return the operands with the mapped axis as the first axis of each leaf."""
+        """Return the operands with the mapped axis as the first axis of each leaf.
+
+        `dims` has the mapped axis of each operand. An operand without one is repeated.
+        """
 
         def move(leaf: Any, d: int | None) -> Any:
             if d is None:
@@ -273,6 +283,7 @@ class BatchingRule(Expansion):
         return [jax.tree.map(lambda leaf, d=d: move(leaf, d), x) for x, d in pairs]
 
     def _check(self, values: Sequence[Any], flat: Sequence[Any], is_mapped: Sequence[bool]) -> None:
+        """Raise TypeError if the results `flat` have other shapes than without the user's rule."""
         types = map(strong_type_of, values)
         default = Vmap(Expansion.like(self), self.size, None, self.dims)
         expected, _ = abstract_eval(*types, operation=default)
