@@ -1,4 +1,4 @@
-"""Weights for the tests of high types, with the mode on in each test."""
+"""Fixtures for tests of high types: weights, comparisons and the mode itself."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ import veneer as vn
 
 @dataclass
 class Weight:
-    """An implicit array, and what a function of it must agree with."""
+    """An implicit array, a stack of three, and the dense arrays to compare with."""
 
     value: Any
-    stack: Any  # three of them
-    dense_tangent: bool
+    stack: Any
+    dense_tangent: bool  # whether its gradient is dense
 
     @property
     def dense(self) -> jax.Array:
@@ -29,7 +29,7 @@ class Weight:
         return vn.materialise(self.stack)
 
     def reference(self, transform: Callable, function: Callable, *, stacked: bool = False) -> Any:
-        """`transform(function)` at the weight by dense arrays alone: `jax.grad`, say."""
+        """Apply `transform(function)`, such as a gradient, using only dense operations."""
         value = self.stack if stacked else self.value
         if self.dense_tangent:
             return transform(function)(vn.materialise(value))
@@ -42,14 +42,14 @@ def lora(*batch: int) -> Any:
     return vn.types.LoraArray(w, a, b, scale=0.5)
 
 
-def quantised(*batch: int) -> Any:
+def quantized(*batch: int) -> Any:
     w = jax.random.normal(jax.random.key(1), (*batch, 4, 6))
     return vn.quant.quantize(w, "int8", channelwise_axes=(*range(len(batch)), len(batch) + 1))
 
 
 WEIGHTS = {
     "lora": lambda: Weight(lora(), lora(3), dense_tangent=False),
-    "quantised": lambda: Weight(quantised(), quantised(3), dense_tangent=True),
+    "quantized": lambda: Weight(quantized(), quantized(3), dense_tangent=True),
 }
 
 
@@ -65,7 +65,7 @@ def x() -> jax.Array:
 
 @pytest.fixture(autouse=True)
 def mode(request: pytest.FixtureRequest) -> Any:
-    """The mode is on, but in tests that are marked as seeing to it themselves."""
+    """Enable high types, except in tests that use the fixture `mode_off`."""
     if "mode_off" in request.fixturenames:
         yield
         return
@@ -75,28 +75,31 @@ def mode(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture
 def mode_off() -> None:
-    """The mode is as the test sets it."""
+    """Leave high types disabled unless the test enables them."""
 
 
 @pytest.fixture
 def high() -> Callable:
-    """Makes of a weight a value of a high type, which is no argument: by transposing it twice."""
+    """Return a function that makes a typed value of a weight by transposing it twice."""
     return lambda w: jnp.swapaxes(jnp.swapaxes(w, -1, -2), -1, -2)
 
 
 @pytest.fixture
 def agree() -> Callable:
-    """Asserts that two trees are the same numbers. Rules sum in another order than dense code."""
+    """Return a check that two trees hold almost equal numbers, once materialized.
 
-    def check(found: Any, expected: Any, atol: float = 2e-5) -> None:
-        found, expected = (jax.tree.leaves(vn.materialise(t)) for t in (found, expected))
-        for one, other in zip(found, expected, strict=True):
-            np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-4, atol=atol)
+    Rules add numbers in another order than dense code does.
+    """
+
+    def check(actual: Any, expected: Any, atol: float = 2e-5) -> None:
+        actual, expected = (jax.tree.leaves(vn.materialise(t)) for t in (actual, expected))
+        for x, y in zip(actual, expected, strict=True):
+            np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=1e-4, atol=atol)
 
     return check
 
 
 @pytest.fixture
 def agree_by_leaves(agree: Callable) -> Callable:
-    """The same of derivatives, of whose implicit arrays the leaves are compared."""
-    return lambda found, expected: agree(jax.tree.leaves(found), jax.tree.leaves(expected))
+    """Return a check of derivatives that compares the leaves of implicit arrays."""
+    return lambda actual, expected: agree(jax.tree.leaves(actual), jax.tree.leaves(expected))

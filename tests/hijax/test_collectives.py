@@ -1,4 +1,4 @@
-"""What devices combine: arrays, and derivatives by the leaves of one."""
+"""Collectives combine implicit arrays as dense arrays, and derivatives leaf by leaf."""
 
 import jax
 import jax.numpy as jnp
@@ -36,16 +36,16 @@ def low_rank(lead=()):
     return T.LowRank(normal(*lead, 4, 2), normal(*lead, 2, 4))
 
 
-def quantised(qtype):
+def quantized(qtype):
     return vn.quant.quantize(normal(2, 2, 64), qtype, channelwise_axes=(0, 2))
 
 
 VALUES = {
-    "int8": lambda: quantised("int8"),
-    "nf4": lambda: quantised("nf4"),
+    "int8": lambda: quantized("int8"),
+    "nf4": lambda: quantized("nf4"),
     "NMSparse": lambda: T.NMSparse.prune(normal(2, 2, 4), 2, 4, -1),
     "LoraArray of int8": lambda: T.LoraArray(
-        quantised("int8"), normal(2, 2, 3), jax.random.normal(KEY, (2, 3, 64))
+        quantized("int8"), normal(2, 2, 3), jax.random.normal(KEY, (2, 3, 64))
     ),
 }
 
@@ -56,11 +56,11 @@ def agree(out, expected):
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_collectives_of_values_are_those_of_arrays(name):
+def test_collectives_agree_with_dense_arrays(name):
     value = VALUES[name]()
     run = jax.vmap(lambda x: {name: f(x) for name, f in COMBINE.items()}, axis_name="i")
-    for goes in (run, jax.jit(run)):
-        agree(vn.materialise(goes(value)), run(vn.materialise(value)))
+    for function in (run, jax.jit(run)):
+        agree(vn.materialise(function(value)), run(vn.materialise(value)))
 
 
 def over_devices(f, **options):
@@ -70,7 +70,7 @@ def over_devices(f, **options):
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices")
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jitted"])
-def test_values_are_sent_as_stored(jit):
+def test_collectives_send_the_packed_arrays(jit):
     value = vn.quant.quantize(normal(8, 64), "int4", channelwise_axes=(0,), tiled_axes={1: 8})
     body = lambda x: (
         lax.all_gather(x, "i", tiled=True),
@@ -79,13 +79,13 @@ def test_values_are_sent_as_stored(jit):
         x + 1,
     )
     run = over_devices(body)
-    found = (jax.jit(run) if jit else run)(value)
-    assert [type(x) for x in found[:3]] == [vn.quant.QArray] * 3
-    agree(vn.materialise(found), run(vn.materialise(value)))
+    actual = (jax.jit(run) if jit else run)(value)
+    assert [type(x) for x in actual[:3]] == [vn.quant.QArray] * 3
+    agree(vn.materialise(actual), run(vn.materialise(value)))
 
 
-def test_a_value_that_a_device_has_and_one_that_all_have():
-    value = quantised("int8")
+def test_psum_of_replicated_and_computed_values_agrees():
+    value = quantized("int8")
     run = over_devices(
         lambda x: lax.psum(x * 2, "i") + lax.psum(x, "i"), in_specs=P(), out_specs=P()
     )
@@ -99,8 +99,8 @@ def loss(w):
 DERIVATIVES = {
     "grad": lambda w: jax.grad(loss)(w),
     "value_and_grad": lambda w: jax.value_and_grad(loss)(w)[1],
-    "grad, of two": lambda w: jax.grad(lambda w, x: loss(w) * x, (0, 1))(w, 2.0),
-    "grad, of a part": lambda w: jax.grad(lambda ws: loss(ws["w"]))({"w": w})["w"],
+    "grad, two arguments": lambda w: jax.grad(lambda w, x: loss(w) * x, (0, 1))(w, 2.0),
+    "grad, argument in a dict": lambda w: jax.grad(lambda ws: loss(ws["w"]))({"w": w})["w"],
     "vjp": lambda w: jax.vjp(loss, w)[1](1.0),
     "jvp": lambda w: jax.jvp(jnp.transpose, (w,), (w,))[1],
     "linearize": lambda w: jax.linearize(jnp.transpose, w)[1](w),
@@ -109,7 +109,7 @@ DERIVATIVES = {
 
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jitted"])
 @pytest.mark.parametrize("name", DERIVATIVES)
-def test_derivatives_are_combined_by_leaves(name, jit):
+def test_collectives_combine_the_leaves_of_derivatives(name, jit):
     weights = low_rank((2,))
     derivatives = DERIVATIVES[name]
     combine = lambda w: (lax.pmean(derivatives(w), "i"), lax.all_gather(derivatives(w), "i"))
@@ -123,8 +123,8 @@ def test_derivatives_are_combined_by_leaves(name, jit):
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices")
 @pytest.mark.parametrize("check_vma", [False, True])
-def test_a_step_of_which_devices_have_parts(check_vma):
-    """What JAX checks is added up before, by JAX itself, and its mean is the sum."""
+def test_a_data_parallel_gradient_is_combined_by_leaves(check_vma):
+    """With `check_vma`, JAX sums the gradients over devices, and `pmean` keeps that sum."""
     w, x = low_rank(), normal(6, 4)
     step = lambda w, x: lax.pmean(jax.grad(lambda w: jnp.mean(jnp.sin(x @ w)))(w), "i")
     run = over_devices(
@@ -133,17 +133,18 @@ def test_a_step_of_which_devices_have_parts(check_vma):
         out_specs=P(),
         check_vma=check_vma,
     )
-    whole = jax.grad(lambda w: jnp.mean(jnp.sin(x @ w)))(w)
-    agree(jax.jit(run)(w, x), jax.tree.map(lambda leaf: leaf * (1 + check_vma), whole))
+    expected = jax.grad(lambda w: jnp.mean(jnp.sin(x @ w)))(w)
+    agree(jax.jit(run)(w, x), jax.tree.map(lambda leaf: leaf * (1 + check_vma), expected))
 
 
-def test_a_dense_derivative_that_is_a_value_is_an_array():
-    """By a quantised array it stands for the dense one, whatever its type."""
+def test_psum_of_an_implicit_gradient_reduces_its_dense_array():
+    """The gradient of a quantized array is dense, even if it is stored as a `LowRank`."""
     factor = low_rank()
     q = vn.quant.quantize(normal(4, 4), "int8")
-    by = lambda x: jax.grad(lambda w: jnp.sum(w * factor))(q) * x
-    found = jax.vmap(lambda x: lax.psum(by(x), "i"), axis_name="i", out_axes=None)(jnp.arange(3.0))
-    agree(found, 3 * vn.materialise(factor))
+    gradient = lambda x: jax.grad(lambda w: jnp.sum(w * factor))(q) * x
+    combined = jax.vmap(lambda x: lax.psum(gradient(x), "i"), axis_name="i", out_axes=None)
+    actual = combined(jnp.arange(3.0))
+    agree(actual, 3 * vn.materialise(factor))
 
 
 AMBIGUOUS = {
@@ -158,12 +159,15 @@ AMBIGUOUS = {
 
 
 @pytest.mark.parametrize("name", AMBIGUOUS)
-def test_what_may_be_either_is_refused_with_both_ways_out(name):
+def test_ambiguous_collectives_raise_and_name_alternatives(name):
     combine, weights = AMBIGUOUS[name], T.LowRank(normal(2, 2, 2), normal(2, 2, 2))
     map_over = lambda f: jax.vmap(f, axis_name="i")
-    said = name.replace("pmean", "psum")
-    said = rf"{said}\(lowrank\[2,2\]\).*vn.implicit.*lax.{said}.*vn.materialise.*jax.tree.map"
-    with pytest.raises(TypeError, match=said):
+    primitive = name.replace("pmean", "psum")
+    message = (
+        rf"{primitive}\(lowrank\[2,2\]\).*vn.implicit.*lax.{primitive}"
+        r".*vn.materialise.*jax.tree.map"
+    )
+    with pytest.raises(TypeError, match=message):
         map_over(combine)(weights)
     dense = map_over(combine)(vn.materialise(weights))
     agree(map_over(lambda x: combine(vn.materialise(x)))(weights), dense)
@@ -172,21 +176,21 @@ def test_what_may_be_either_is_refused_with_both_ways_out(name):
     agree(by_leaves, [map_over(combine)(x) for x in jax.tree.leaves(weights)])
 
 
-def test_what_has_a_type_is_an_array():
-    """A value that primitives made is no tree, and holds no derivatives."""
+def test_psum_of_typed_values_reduces_the_dense_array():
+    """A result of a primitive is a typed value, not a tree of derivatives."""
     weights = low_rank((2,))
     run = jax.vmap(lambda w: lax.psum(jnp.transpose(w), "i"), axis_name="i", out_axes=None)
     agree(jax.jit(run)(weights), vn.materialise(weights).sum(0).T)
-    agree(run(quantised("int8")), quantised("int8").dequantize().sum(0).T)
+    agree(run(quantized("int8")), quantized("int8").dequantize().sum(0).T)
 
 
-def test_what_has_no_dense_form_is_no_tree_either():
+def test_psum_of_a_masked_array_raises():
     a = normal(2, 4)
     with pytest.raises(TypeError, match="has no dense form"):
         jax.vmap(lambda x: lax.psum(x, "i"), axis_name="i")(T.Masked(a, a > 0))
 
 
-def test_labels_are_reduced_and_sent_as_what_they_label():
+def test_collectives_of_a_quantity_keep_its_unit():
     x = T.Quantity(normal(2, 4), "m")
     run = lambda f: jax.vmap(f, axis_name="i")(x)
     for combine in (COMBINE["psum"], COMBINE["pmean"], COMBINE["ppermute"], COMBINE["all_gather"]):

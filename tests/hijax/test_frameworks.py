@@ -1,4 +1,4 @@
-"""Unmodified models and optimisers, with implicit weights and no decorator."""
+"""Models and optimizers of other libraries, with implicit weights and no decorator."""
 
 import equinox as eqx
 import jax
@@ -10,8 +10,8 @@ from flax import linen, nnx
 import veneer as vn
 
 
-def frozen_base(shape):
-    """A quantised weight with a low-rank update."""
+def quantized_adapter(shape):
+    """Return a quantized weight with a LoRA adapter."""
     k, n = shape
     q = vn.quant.quantize(
         jax.random.normal(jax.random.key(0), shape), "int8", channelwise_axes=(1,)
@@ -21,26 +21,26 @@ def frozen_base(shape):
     )
 
 
-def test_optax_steps_over_leaves(x):
+def test_optax_updates_the_leaves_of_an_implicit_array(x):
     w = vn.types.LoraArray(jnp.ones((4, 6)), jnp.ones((4, 2)), jnp.ones((2, 6)))
     loss = lambda w: jnp.mean(jnp.dot(x, w) ** 2)
-    optimiser = optax.adam(1e-2)
+    optimizer = optax.adam(1e-2)
 
     @jax.jit
     def step(w, state):
-        updates, state = optimiser.update(jax.grad(loss)(w), state)
+        updates, state = optimizer.update(jax.grad(loss)(w), state)
         return optax.apply_updates(w, updates), state
 
-    new, state = step(w, optimiser.init(w))
+    new, state = step(w, optimizer.init(w))
     new, state = step(new, state)
     assert type(new) is vn.types.LoraArray
     assert loss(new) < loss(w)
 
 
-def test_an_equinox_model_trains(x):
+def test_an_equinox_model_trains_only_its_adapter(x):
     model = eqx.nn.MLP(4, 3, 6, 1, key=jax.random.key(0))
     where = lambda m: m.layers[0].weight
-    weight = frozen_base((6, 4))
+    weight = quantized_adapter((6, 4))
     model = eqx.tree_at(where, model, weight)
     loss = lambda model: jnp.mean(jax.vmap(model)(x) ** 2)
     trained, frozen = eqx.partition(model, vn.trainable(model))
@@ -59,32 +59,32 @@ def test_an_equinox_model_trains(x):
 
 
 @pytest.mark.parametrize("transform", [nnx.jit, lambda f: f], ids=["jitted", "eager"])
-def test_an_nnx_model_runs(transform, x, weight, agree):
+def test_an_nnx_layer_runs_with_an_implicit_kernel(transform, x, weight, agree):
     layer = nnx.Linear(4, 6, rngs=nnx.Rngs(0))
     layer.kernel = nnx.Param(weight.value)
     agree(transform(lambda layer, x: layer(x))(layer, x), x @ weight.dense + layer.bias[...])
 
 
-def test_an_nnx_model_trains(x):
+def test_an_nnx_layer_trains_with_an_implicit_kernel(x):
     layer = nnx.Linear(4, 6, rngs=nnx.Rngs(0))
     layer.kernel = nnx.Param(
         vn.types.LoraArray(jnp.ones((4, 6)), jnp.ones((4, 2)), jnp.ones((2, 6)))
     )
     loss = lambda layer: jnp.mean(layer(x) ** 2)
-    optimiser = nnx.Optimizer(layer, optax.sgd(1e-2), wrt=nnx.Param)
+    optimizer = nnx.Optimizer(layer, optax.sgd(1e-2), wrt=nnx.Param)
 
     @nnx.jit
-    def step(layer, optimiser):
+    def step(layer, optimizer):
         value, grads = nnx.value_and_grad(loss)(layer)
-        optimiser.update(layer, grads)
+        optimizer.update(layer, grads)
         return value
 
-    losses = [step(layer, optimiser) for _ in range(3)]
+    losses = [step(layer, optimizer) for _ in range(3)]
     assert losses[2] < losses[1] < losses[0]
     assert type(layer.kernel[...]) is vn.types.LoraArray
 
 
-def test_jit_of_frameworks_lets_a_box_change_its_structure(agree):
+def test_framework_jits_let_a_box_change_its_structure(agree):
     x = jnp.ones(2)
     for jit, model in (
         (eqx.filter_jit, eqx.nn.Linear(2, 3, key=jax.random.key(0))),
@@ -100,5 +100,5 @@ def test_jit_of_frameworks_lets_a_box_change_its_structure(agree):
 def test_a_linen_parameter_can_be_quantized(agree):
     model = linen.Dense(6, use_bias=False)
     kernel = vn.quant.quantize(jnp.ones((4, 6)), "nf4")
-    found = model.apply({"params": {"kernel": kernel}}, jnp.ones((3, 4)))
-    agree(found, jnp.ones((3, 4)) @ vn.materialise(kernel))
+    actual = model.apply({"params": {"kernel": kernel}}, jnp.ones((3, 4)))
+    agree(actual, jnp.ones((3, 4)) @ vn.materialise(kernel))

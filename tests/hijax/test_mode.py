@@ -1,4 +1,4 @@
-"""The mode: on and off again, in one thread or in all, and primitives defined meanwhile."""
+"""Turning high types on and off, in one thread or in all of them."""
 
 import threading
 from functools import partial
@@ -15,11 +15,11 @@ from veneer._jax.primitives import find_primitive
 
 pytestmark = pytest.mark.usefixtures("mode_off")
 
-REFUSED = pytest.raises(RuntimeError, match=r"outside vn\.implicit")
+RAISES_OUTSIDE_IMPLICIT = pytest.raises(RuntimeError, match=r"outside vn\.implicit")
 
 
 def state():
-    """All that the mode changes, as it is."""
+    """Return copies of all JAX and Veneer attributes that the mode patches."""
     modules = ["api", "pjit", "core", "custom_derivatives", "ad_checkpoint", "loops"]
     modules += ["conditionals", "dtypes", "jax_shard_map", "stages"]
     owners = [getattr(jax_hijax, name) for name in modules]
@@ -29,12 +29,12 @@ def state():
     return [dict(vars(owner)) for owner in owners], dict(jax_hijax.core.pytype_aval_mappings)
 
 
-def test_uninstall_restores_everything(x, weight):
+def test_uninstall_restores_jax(x, weight):
     before = state()
     vn.hijax.install()
     try:
         assert state() != before
-        vn.hijax.install()  # as once
+        vn.hijax.install()  # has no effect the second time
         jax.jit(jnp.dot)(x, weight.value)
         with vn.hijax.enabled():
             pass
@@ -42,15 +42,15 @@ def test_uninstall_restores_everything(x, weight):
     finally:
         vn.hijax.uninstall()
     assert state() == before
-    vn.hijax.uninstall()  # does nothing
+    vn.hijax.uninstall()  # has no effect the second time
     with vn.hijax.enabled(), vn.hijax.enabled():
         assert state() != before
     assert state() == before
 
 
-def test_without_the_mode_an_implicit_array_is_refused(x, weight, agree):
+def test_an_implicit_array_raises_without_the_mode(x, weight, agree):
     program = lambda x, w: jnp.dot(x, w)
-    with REFUSED:
+    with RAISES_OUTSIDE_IMPLICIT:
         program(x, weight.value)
     with vn.hijax.enabled():
         agree(jax.jit(program)(x, weight.value), x @ weight.dense)
@@ -58,40 +58,40 @@ def test_without_the_mode_an_implicit_array_is_refused(x, weight, agree):
             agree(program(x, weight.value), x @ weight.dense)
         agree(program(x, weight.value), x @ weight.dense)
     for function in (program, jax.jit(program)):
-        with REFUSED:
-            function(x, weight.value)  # and is not found in a cache either
+        with RAISES_OUTSIDE_IMPLICIT:
+            function(x, weight.value)  # nor does a cached call run
 
 
-def test_a_block_is_for_one_thread(x, weight):
-    found = []
+def test_enabled_affects_only_its_thread(x, weight):
+    results = []
 
-    def other():
-        found.append(vn.hijax.is_enabled())
-        with REFUSED:
+    def run_in_thread():
+        results.append(vn.hijax.is_enabled())
+        with RAISES_OUTSIDE_IMPLICIT:
             jnp.dot(x, weight.value)
-        found.append("refused")
+        results.append("raised")
 
     with vn.hijax.enabled():
-        thread = threading.Thread(target=other)
+        thread = threading.Thread(target=run_in_thread)
         thread.start()
         thread.join()
         assert vn.hijax.is_enabled()
-    assert found == [False, "refused"]
+    assert results == [False, "raised"]
 
 
-def test_installed_it_is_for_all_threads(x, weight, agree):
-    found = []
+def test_install_affects_all_threads(x, weight, agree):
+    results = []
     vn.hijax.install()
     try:
-        thread = threading.Thread(target=lambda: found.append(jnp.dot(x, weight.value)))
+        thread = threading.Thread(target=lambda: results.append(jnp.dot(x, weight.value)))
         thread.start()
         thread.join()
     finally:
         vn.hijax.uninstall()
-    agree(found[0], x @ weight.dense)
+    agree(results[0], x @ weight.dense)
 
 
-def test_a_block_outlasts_uninstall(x, weight, agree):
+def test_an_enabled_block_outlasts_uninstall(x, weight, agree):
     vn.hijax.install()
     with vn.hijax.enabled():
         vn.hijax.uninstall()
@@ -99,14 +99,14 @@ def test_a_block_outlasts_uninstall(x, weight, agree):
     assert not vn.hijax.is_enabled()
 
 
-def test_an_error_ends_the_mode():
+def test_an_error_in_an_enabled_block_restores_jax():
     before = state()
     with pytest.raises(ZeroDivisionError), vn.hijax.enabled():
         1 / 0  # noqa: B018
     assert state() == before
 
 
-def test_primitives_defined_later_take_implicit_arrays(weight, agree):
+def test_primitives_defined_in_the_mode_take_implicit_arrays(weight, agree):
     with vn.hijax.enabled():
         twice_p = Primitive("twice")
         twice_p.def_impl(lambda x: 2 * x)
@@ -120,14 +120,14 @@ def test_primitives_defined_later_take_implicit_arrays(weight, agree):
         agree(twice_p.bind(weight.value), 2 * weight.dense)
 
 
-def test_dense_programs_stay_as_they_are(x):
+def test_dense_programs_have_unchanged_jaxprs(x):
     program = jax.grad(lambda x: jnp.sum(jax.nn.gelu(x) @ x.T))
     before = str(jax.make_jaxpr(program)(x))
     with vn.hijax.enabled():
         assert str(jax.make_jaxpr(program)(x)) == before
 
 
-def test_implicit_works_as_ever_in_the_mode(x, weight, agree):
+def test_implicit_works_in_the_mode(x, weight, agree):
     with vn.hijax.enabled():
         agree(vn.implicit(jnp.dot)(x, weight.value), x @ weight.dense)
         agree(jax.jit(vn.implicit(partial(jnp.einsum, "ij,jk")))(x, weight.value), x @ weight.dense)

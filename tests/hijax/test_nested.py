@@ -1,4 +1,4 @@
-"""Low-rank updates of quantised weights, as a whole: the quantised part has a dense gradient."""
+"""LoRA adapters of quantized weights. The quantized part has a dense gradient."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ def weight():
 
 @pytest.fixture
 def dense(weight):
-    """The same update of the dense array that the quantised one stands for."""
+    """Return the same adapter with the quantized weight materialized."""
     return replace(weight, w=vn.materialise(weight.w))
 
 
@@ -61,22 +61,24 @@ TRANSFORMS = {
 
 @pytest.mark.parametrize("name", TRANSFORMS)
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_gradients(program, name, x, weight, dense, high, agree_by_leaves):
+def test_gradients_of_nested_arrays_agree(program, name, x, weight, dense, high, agree_by_leaves):
     transform = TRANSFORMS[name]
-    loss = lambda see: lambda w: jnp.sum(jnp.sin(program(x, see(w), high)))
-    found = transform(loss(lambda w: w))(weight)
-    assert type(found) is vn.types.LoraArray
-    agree_by_leaves(found, jax.grad(loss(vn.materialise))(dense))
+    loss = lambda convert: lambda w: jnp.sum(jnp.sin(program(x, convert(w), high)))
+    actual = transform(loss(lambda w: w))(weight)
+    assert type(actual) is vn.types.LoraArray
+    agree_by_leaves(actual, jax.grad(loss(vn.materialise))(dense))
 
 
 @pytest.mark.parametrize("transform", [jax.hessian, lambda f: jax.jit(jax.hessian(jax.jit(f)))])
-def test_second_derivatives(transform, x, weight, dense, high, agree_by_leaves):
-    loss = lambda see: lambda w: jnp.sum(jnp.sin(product(x, w, see)))
+def test_second_derivatives_of_nested_arrays_agree(
+    transform, x, weight, dense, high, agree_by_leaves
+):
+    loss = lambda convert: lambda w: jnp.sum(jnp.sin(product(x, w, convert)))
     agree_by_leaves(transform(loss(high))(weight), jax.hessian(loss(vn.materialise))(dense))
 
 
 @pytest.mark.parametrize("program", [product, carried, branched])
-def test_values(program, x, weight, agree):
+def test_products_of_nested_arrays_agree(program, x, weight, agree):
     run = lambda x, w: program(x, w, lambda w: jnp.swapaxes(jnp.swapaxes(w, -1, -2), -1, -2))
     agree(jax.jit(run)(x, weight), x @ vn.materialise(weight))
 
@@ -87,17 +89,18 @@ def test_jaxprs_show_both_types(x, weight):
     assert "lora[4,6] = pack" in text
 
 
-def test_a_stack_of_them(x, weight, high, agree_by_leaves):
+def test_gradients_of_stacked_nested_arrays_agree(x, weight, high, agree_by_leaves):
     stack = jax.tree.map(lambda leaf: jnp.stack([leaf, 2 * leaf]), weight)
     dense = replace(stack, w=vn.materialise(stack.w))
-    over = lambda see: lambda ws: jnp.sum(jnp.sin(jax.vmap(lambda w: jnp.dot(x, see(w)))(ws)))
-    found = jax.jit(jax.grad(over(high)))(stack)
-    agree_by_leaves(found, jax.grad(over(vn.materialise))(dense))
+    products = lambda convert: jax.vmap(lambda w: jnp.dot(x, convert(w)))
+    loss = lambda convert: lambda ws: jnp.sum(jnp.sin(products(convert)(ws)))
+    actual = jax.jit(jax.grad(loss(high)))(stack)
+    agree_by_leaves(actual, jax.grad(loss(vn.materialise))(dense))
 
 
-def test_only_what_is_trained_has_a_gradient(x, weight, dense, high, agree_by_leaves):
-    """The way to leave out the dense gradient: to part the tree."""
-    loss = lambda see: lambda w: jnp.sum(jnp.sin(jnp.dot(x, see(w))))
-    of = lambda f, w: lambda a, b: f(replace(w, a=a, b=b))
-    of_update = lambda f, w: jax.jit(jax.grad(of(f, w), (0, 1)))(w.a, w.b)
-    agree_by_leaves(of_update(loss(high), weight), of_update(loss(vn.materialise), dense))
+def test_gradients_of_the_adapter_alone_agree(x, weight, dense, high, agree_by_leaves):
+    """Differentiating only `a` and `b` avoids the dense gradient of the quantized weight."""
+    loss = lambda convert: lambda w: jnp.sum(jnp.sin(jnp.dot(x, convert(w))))
+    in_adapter = lambda f, w: lambda a, b: f(replace(w, a=a, b=b))
+    gradients = lambda f, w: jax.jit(jax.grad(in_adapter(f, w), (0, 1)))(w.a, w.b)
+    agree_by_leaves(gradients(loss(high), weight), gradients(loss(vn.materialise), dense))

@@ -1,4 +1,4 @@
-"""Plain functions of JAX on implicit arrays, eager and jitted, beside those on dense ones."""
+"""Programs of JAX functions on implicit arrays, compared with the same on dense arrays."""
 
 import jax
 import jax.numpy as jnp
@@ -29,12 +29,12 @@ PROGRAMS = {
 
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jitted"])
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_programs(name, jit, x, weight, agree):
+def test_programs_agree_with_dense_arrays(name, jit, x, weight, agree):
     program = PROGRAMS[name]
     agree((jax.jit(program) if jit else program)(x, weight.value), program(x, weight.dense))
 
 
-def test_a_closure_is_as_an_argument(x, weight, high, agree):
+def test_a_weight_can_be_closed_over(x, weight, high, agree):
     agree(jax.jit(lambda x: jnp.dot(x, high(weight.value)))(x), x @ weight.dense)
 
 
@@ -44,19 +44,19 @@ def test_a_jitted_function_returns_implicit_arrays(weight):
     assert out["t"].shape == (6, 4)
 
 
-def test_a_jitted_function_takes_what_another_returned(x, weight, agree):
-    turned = jax.jit(jnp.transpose)(weight.value)
-    agree(jax.jit(lambda x, w: jnp.dot(x, w.T))(x, turned), x @ weight.dense)
+def test_a_jitted_result_is_accepted_by_another_jit(x, weight, agree):
+    transposed = jax.jit(jnp.transpose)(weight.value)
+    agree(jax.jit(lambda x, w: jnp.dot(x, w.T))(x, transposed), x @ weight.dense)
 
 
-def test_an_array_in_an_array(x, agree):
+def test_products_of_nested_arrays_agree(x, agree):
     q = vn.quant.quantize(jax.random.normal(jax.random.key(0), (4, 6)), "int8")
     w = vn.types.LoraArray(q, jnp.ones((4, 2)), jnp.ones((2, 6)))
     agree(jax.jit(jnp.dot)(x, w), x @ vn.materialise(w))
 
 
-def test_the_rule_runs(x, weight):
-    """And not only materialise: the compiled program is the one written by hand."""
+def test_the_compiled_product_comes_from_the_rule(x, weight):
+    """The weight is not materialized: a hand-written product has the same dot products."""
     w = weight.value
     if weight.dense_tangent:
         by_hand = lambda x, w: (x @ w.qvalue.astype(x.dtype)) * w.scale
@@ -69,14 +69,14 @@ def test_the_rule_runs(x, weight):
     assert dots(lowered) == dots(jax.jit(by_hand).lower(x, w).as_text())
 
 
-def test_the_program_is_that_of_implicit(x, weight):
+def test_the_lowered_program_equals_that_of_implicit(x, weight):
     lowered = lambda f: jax.jit(f).lower(x, weight.value).as_text()
     program = lambda x, w: lax.dot_general(x, w, (((1,), (0,)), ((), ())))
     strip = lambda text: "\n".join(text.splitlines()[1:])
     assert strip(lowered(program)) == strip(lowered(vn.implicit(program)))
 
 
-def test_the_rules_results_are_typed(x, weight):
+def test_the_results_of_rules_are_typed(x, weight):
     text = str(jax.make_jaxpr(lambda x, w: lax.dot(x, lax.transpose(w, (1, 0)).T))(x, weight.value))
     name = "q8" if weight.dense_tangent else "lora"
     assert f"{name}[4,6] = pack" in text
@@ -84,7 +84,7 @@ def test_the_rules_results_are_typed(x, weight):
     assert text.count("dot_general[") == 1
 
 
-def test_a_rule_that_is_registered_later_is_used(x):
+def test_a_rule_registered_after_tracing_is_used(x):
     class Late(vn.ImplicitArray):
         x: jax.Array
 
@@ -105,7 +105,7 @@ def test_a_rule_that_is_registered_later_is_used(x):
     assert ran
 
 
-def test_a_failing_rule_says_where(x):
+def test_an_error_in_materialise_notes_that_no_rule_fits(x):
     class Failing(vn.ImplicitArray):
         x: jax.Array
 
@@ -120,8 +120,8 @@ def test_a_failing_rule_says_where(x):
     assert any("no rule fits" in note for note in error.value.__notes__)
 
 
-def test_an_operator_of_a_tree_and_a_typed_value_is_one_of_two_values(agree):
-    """`x - y` is the operator of the class, which runs rules: `y` is no dense operand of those."""
+def test_operators_combine_a_tree_with_a_typed_value(agree):
+    """`x - y` calls the operator of the class. Its rules see the typed `y` as implicit."""
     x = vn.types.Masked(jnp.arange(6.0).reshape(2, 3), jnp.arange(6).reshape(2, 3) > 1)
     for program in (
         lambda x: x - jnp.max(x, 1, keepdims=True),

@@ -1,4 +1,4 @@
-"""The behaviors that JAX's pull request 28781 lists, with types of ours.
+"""The behaviors that JAX's pull request 28781 lists, with implicit arrays.
 
 Its central case, a Box that changes type in `jit` and `grad` of `jit`, is in `test_box_structure`.
 """
@@ -24,23 +24,23 @@ def w():
     return vn.quant.quantize(jax.random.normal(jax.random.key(0), (4, 6)), "int8")
 
 
-def test_a_jaxpr_is_high_once_it_has_a_value_of_a_high_type(x, w):
+def test_a_jaxpr_with_a_high_type_is_high(x, w):
     is_high = lambda f, *args: jax.make_jaxpr(f)(*args).is_high
     assert not is_high(jnp.dot, x, vn.materialise(w))
-    assert not is_high(lambda w: w, w)  # arguments and results are leaves
+    assert not is_high(lambda w: w, w)  # arguments and results are passed as leaves
     assert is_high(jnp.dot, x, w)
     assert is_high(lambda x: jnp.dot(x, w), x)
 
 
-def test_a_call_is_high_if_its_jaxpr_is(x, w):
-    """Whether a primitive that contains a program is high depends on its parameters."""
+def test_a_call_of_a_high_jaxpr_is_high(x, w):
+    """A primitive that contains a jaxpr is high if the jaxpr in its parameters is."""
     for function, expected in ((jnp.dot, True), (lambda x, w: x, False)):
         (equation,) = jax.make_jaxpr(jax.jit(function))(x, w).eqns
         avals = [v.aval for v in equation.invars]
         assert equation.primitive.is_high(*avals, **equation.params) == expected
 
 
-def test_whether_a_primitive_is_high():
+def test_primitives_state_whether_they_are_high():
     array = jax.core.ShapedArray((2,), jnp.float32)
     assert high.is_high(array)
     assert not find_primitive("sin").is_high(array, accuracy=None)
@@ -57,13 +57,13 @@ def test_an_operation_runs_only_where_the_trace_requires_low(w, agree):
 
     jaxpr = jax.make_jaxpr(lambda w: vn.materialise(noted(w)))(w)
     assert "noted" in str(jaxpr)
-    assert True not in traces[:-1]  # the types of results follow from the function
+    assert True not in traces[:-1]  # the earlier calls only infer the types of results
     traces.clear()
     agree(jax.jit(lambda w: jnp.sum(noted(w)))(w), 2 * jnp.sum(vn.materialise(w)))
     assert traces[-1]
 
 
-def test_an_operation_is_given_and_gives_values_of_low_tracers(w, agree):
+def test_an_operation_receives_and_returns_low_tracers(w, agree):
     values = []
 
     @vn.hijax.primitive
@@ -80,14 +80,14 @@ def test_an_operation_is_given_and_gives_values_of_low_tracers(w, agree):
 
 
 def test_types_of_implicit_arrays_are_immutable(w):
-    """Only a Box changes. A flag of JAX 0.10 says so, under its later name."""
+    """JAX 0.10 marks mutable types, such as that of a Box, with the flag `has_qdd`."""
     (equation, *_) = jax.make_jaxpr(jnp.sin)(w).eqns
     (out,) = equation.outvars
     assert (out.aval.is_high, getattr(out.aval, "has_qdd", False)) == (True, False)
 
 
 def test_the_final_types_of_a_box_are_known_while_tracing(w):
-    """What a jitted function makes of a Box has its types in the function around it."""
+    """After a nested jit call writes a Box, the outer function sees the new types."""
     seen = []
 
     @jax.jit

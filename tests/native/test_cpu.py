@@ -1,4 +1,4 @@
-"""All that is compiled is for the CPU that Numba's settings name."""
+"""Kernels and programs are compiled for the CPU that the settings of Numba name."""
 
 import os
 import subprocess
@@ -39,10 +39,10 @@ y = vn.numba.compile(lambda x, c: x * x + c, x, c)(x, c)
 
 
 @pytest.mark.skipif(
-    not llvm.get_host_cpu_features().get("fma"), reason="one with and without fused instructions"
+    not llvm.get_host_cpu_features().get("fma"), reason="needs a CPU with fused multiply-add"
 )
 @pytest.mark.parametrize("code", [KERNEL, PROGRAM], ids=["a kernel", "a program"])
-def test_code_is_for_the_cpu_in_numbas_settings(code, tmp_path):
+def test_code_is_compiled_for_the_cpu_in_numba_settings(code, tmp_path):
     results = {}
     for settings in ("", "generic"):
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -57,5 +57,5 @@ def test_code_is_for_the_cpu_in_numbas_settings(code, tmp_path):
         )
         assert run.returncode == 0, run.stderr
         results[settings] = float(run.stdout)
-    # This CPU rounds the product and the sum at once; one without features, each.
+    # A fused multiply-add rounds once. Without it, the product and the sum are each rounded.
     assert results == {"": 2**-11 + 2**-24, "generic": 2**-11}

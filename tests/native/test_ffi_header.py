@@ -1,4 +1,4 @@
-"""XLA's header is read as a C compiler reads it, or refused."""
+"""The parser of the FFI header of XLA agrees with a C compiler, and rejects other headers."""
 
 import re
 import shutil
@@ -26,26 +26,26 @@ def test_an_unknown_header_raises(change, why):
         ffi_header.Header(change(HEADER))
 
 
-def test_offsets_are_those_of_a_c_compiler(tmp_path):
+def test_offsets_match_a_c_compiler(tmp_path):
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("there is no C compiler")
     header = ffi_header.header()
-    places = [(s, m) for s, members in ffi_header.MEMBERS.items() for m in members.split()]
-    asserted = [
+    members = [(s, m) for s, members in ffi_header.MEMBERS.items() for m in members.split()]
+    assertions = [
         f"_Static_assert(offsetof({s}, {m}) == {header.offset(s, m)}, {f'{s}.{m}'!r});".replace(
             "'", '"'
         )
-        for s, m in places
+        for s, m in members
     ]
-    asserted += [
+    assertions += [
         f'_Static_assert({s}_STRUCT_SIZE == {header.size(s)}, "{s}");'
         for s in ffi_header.MEMBERS
         if s.endswith("_Args")
     ]
-    asserted += [
+    assertions += [
         f'_Static_assert({e} == {header.value(e)}, "{e}");' for e in ffi_header.ENUMERATORS
     ]
     source = tmp_path / "layout.c"
-    source.write_text("\n".join([HEADER, *asserted]))
+    source.write_text("\n".join([HEADER, *assertions]))
     subprocess.run([compiler, "-fsyntax-only", "-x", "c", source], check=True)

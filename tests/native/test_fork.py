@@ -1,4 +1,7 @@
-"""The child of a fork: one that calls no XLA, which would hang there as it does in plain JAX."""
+"""A forked child process never hangs, as long as it calls no XLA.
+
+XLA can hang in forked processes, also in programs that do not import Veneer.
+"""
 
 import os
 import subprocess
@@ -7,8 +10,8 @@ import sys
 import pytest
 from support.optional import needs
 
-# Every lock of ours is held by another thread as the process forks, and so is locked in the child
-# for good. What is not finished when the alarm comes hangs.
+# Another thread holds each lock of Veneer while the process forks. A lock that the child does not
+# replace stays locked there. The alarm ends a child that hangs.
 CHILD = """
 import importlib, os, pkgutil, signal, sys, threading, traceback
 import jax, jax.numpy as jnp, numpy as np
@@ -40,7 +43,7 @@ held = threading.Event()
 
 def hold():
     for _, lock in locks():
-        if lock is not COMPILING:  # of which a fork waits until nobody has it
+        if lock is not COMPILING:  # a fork waits until this lock is free
             lock.acquire()
     held.set()
     threading.Event().wait()

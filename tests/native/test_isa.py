@@ -1,4 +1,4 @@
-"""Which vector instructions are used: what the CPU has, what is asked for, what was measured."""
+"""The choice of vector instructions: by CPU, environment variable or saved measurement."""
 
 import os
 import subprocess
@@ -16,21 +16,21 @@ def folder(monkeypatch, tmp_path):
     return tmp_path / "cache"
 
 
-def used(**environment):
+def isa_of_new_process(**environment):
     code = "from veneer.native.isa import ISA; print(ISA)"
     command = [sys.executable, "-c", code]
-    without = {k: v for k, v in os.environ.items() if k != "VENEER_KERNELS_ISA"}
-    return subprocess.check_output(command, env=without | environment, text=True).strip()
+    inherited = {k: v for k, v in os.environ.items() if k != "VENEER_KERNELS_ISA"}
+    return subprocess.check_output(command, env=inherited | environment, text=True).strip()
 
 
 def test_the_saved_isa_is_the_default():
     best = isa.available()[0]
-    assert used() == best
+    assert isa_of_new_process() == best
     cache.save_isa("portable")
-    assert cache.saved_isa() == used() == "portable"
-    assert used(VENEER_KERNELS_ISA=best) == best
+    assert cache.saved_isa() == isa_of_new_process() == "portable"
+    assert isa_of_new_process(VENEER_KERNELS_ISA=best) == best
     cache.save_isa(None)
-    assert (cache.saved_isa(), used()) == (None, best)
+    assert (cache.saved_isa(), isa_of_new_process()) == (None, best)
 
 
 def test_an_isa_is_saved_for_one_cpu(monkeypatch):
@@ -46,10 +46,10 @@ def test_an_isa_is_saved_for_one_cpu(monkeypatch):
 def test_an_invalid_file_is_ignored(folder, text):
     folder.mkdir()
     (folder / "isa.json").write_bytes(text.replace(b"HOST", cache.host_cpu().encode()))
-    assert used() == isa.available()[0]
+    assert isa_of_new_process() == isa.available()[0]
     assert build.CACHE.fingerprint
     cache.save_isa("portable")
-    assert used() == "portable"
+    assert isa_of_new_process() == "portable"
 
 
 def test_saving_to_a_read_only_cache_raises(folder):

@@ -1,4 +1,4 @@
-"""Object files of native functions, which LLVM optimizes once."""
+"""Object files of native functions, which only LLVM optimizes, and only once."""
 
 import ctypes
 
@@ -83,8 +83,8 @@ def fill(to, count):
         store_f32(to + 4 * i, 1)
 
 
-def test_loops_of_scalars_become_no_scatters(monkeypatch):
-    """A scatter takes several dozen cycles, also where its addresses are contiguous."""
+def test_loops_of_scalars_compile_to_no_scatters(monkeypatch):
+    """A scatter takes several dozen cycles, even if its addresses are contiguous."""
     texts, compile_module = [], object_file.compile_module
 
     def keep_text(module, *args, **options):

@@ -1,4 +1,4 @@
-"""Vectors hold what they are said to hold, with each set of instructions that this CPU has."""
+"""Vector operations give the expected values with every ISA of this CPU."""
 
 import ctypes
 import os
@@ -37,9 +37,9 @@ def test_deinterleave_splits_a_row(count):
 
 
 def decode(kind, packed, table, count):
-    """What codes of a kind are worth, by the instructions that kernels have for it."""
+    """Decode packed codes of a kind to f32 with the vector instructions of the kernels."""
     decode_row, restore_order = build_decoder(kind)
-    step = 2 * LANES  # two vectors begin at a byte, whatever the kind
+    step = 2 * LANES  # for every kind, two vectors start at a byte boundary
     bits = BITS[kind]
     out = np.empty(count, np.float32)
 
@@ -96,7 +96,7 @@ def test_each_8_bit_code_has_the_value_of_its_dtype(kind):
 
 @pytest.mark.parametrize("kind", ["float8_e4m3fn", "float8_e5m2"])
 def test_small_float8_is_not_flushed_to_zero(kind):
-    """XLA sets its threads so; a thread that does keeps it to itself."""
+    """XLA sets its threads to flush denormals to zero. The setting applies to one thread."""
     if sys.platform != "linux" or os.uname().machine != "x86_64":
         pytest.skip("sets the control register of x86-64 by its name in glibc")
     environment = (ctypes.c_uint32 * 8)()
@@ -116,9 +116,9 @@ OTHERS = [isa for isa in ISAS if isa not in (ISA, "avx512")]
 
 
 @pytest.mark.parametrize("isa", OTHERS)
-def test_all_isas_give_the_same_values(isa):
+def test_all_isas_decode_to_the_same_values(isa):
     if "VENEER_KERNELS_ISA" in os.environ:
-        pytest.skip("one is asked for")
+        pytest.skip("VENEER_KERNELS_ISA already selects an ISA")
     try:
         select(isa)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Threads that have helped with a job wait a while for the next one."""
+"""After a job, a thread waits for a short time to be given the next job."""
 
 import ctypes
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +27,7 @@ def functions():
 
 @pytest.fixture
 def slots(functions):
-    """Return a view of all slots, which are empty before and after a test."""
+    """Yield a view of all slots, and empty them after the test."""
     words = (ctypes.c_int64 * (threads._SLOTS_SIZE // 8)).from_address(functions[0](0))
     each = np.frombuffer(words, np.int64)[:: threads._SLOT_SIZE // 8]
     assert not each.any()
@@ -63,9 +63,9 @@ def test_each_job_goes_to_one_waiting_thread(functions, slots):
     assert not slots.any()
 
 
-def test_nobody_waits_if_all_slots_are_taken(functions, slots):
+def test_no_thread_waits_if_all_slots_are_taken(functions, slots):
     _, wait, give = functions
-    slots[:] = JOB  # others have been given jobs, and have not come to them yet
+    slots[:] = JOB  # other threads have jobs that they have not started
     assert wait(0) == 0
     assert not give(JOB + 8)
     assert (slots == JOB).all()
