@@ -161,10 +161,12 @@ def test_vmap_of_a_scan_that_stacks_tangents_agrees(jit):
         actual, expected = (jax.jit(inside) if jit else inside)(value), outside(value)
         agree(jax.tree.leaves(actual), jax.tree.leaves(expected))
         loss = lambda x: sum(jnp.sum(jnp.sin(y)) for y in scan_outputs(x))
-        each = [jax.grad(loss)(jax.tree.map(lambda leaf, i=i: leaf[i], value)) for i in range(3)]
-        one = jax.vmap(jax.grad(loss))
-        actual = (jax.jit(one) if jit else one)(value)
-        expected = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
+        gradients = [
+            jax.grad(loss)(jax.tree.map(lambda leaf, i=i: leaf[i], value)) for i in range(3)
+        ]
+        gradient = jax.vmap(jax.grad(loss))
+        actual = (jax.jit(gradient) if jit else gradient)(value)
+        expected = jax.tree.map(lambda *leaves: jnp.stack(leaves), *gradients)
         for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
 

@@ -80,7 +80,7 @@ def test_an_operation_receives_and_returns_low_tracers(w, agree):
 
 
 def test_types_of_implicit_arrays_are_immutable(w):
-    """JAX 0.10 marks mutable types, such as that of a Box, with the flag `has_qdd`."""
+    """JAX 0.10 marks mutable types, such as the type of a Box, with the flag `has_qdd`."""
     (equation, *_) = jax.make_jaxpr(jnp.sin)(w).eqns
     (out,) = equation.outvars
     assert (out.aval.is_high, getattr(out.aval, "has_qdd", False)) == (True, False)
