@@ -91,8 +91,8 @@ class Box(OpaqueNode):
     def tree_flatten(self) -> tuple[list[Any], Any]:
         """Return the leaves and the structure.
 
-        The leaves are JAX references. In a call of a function of `vn.jit` they are values, which
-        the compiled program takes and returns.
+        The leaves are references, a `jax.Ref` for each leaf of the contents. While `vn.jit` calls a
+        function, they are values, which the compiled program takes and returns.
         """
         contents = get_latest(self._contents)
         if state.flattened is not None:

@@ -224,6 +224,8 @@ def unify_carry(loop: Callable) -> Callable:
 
 
 def _wrap_scan_body(function: Callable) -> Callable:
+    """Wrap the body of a scan: match the carry, and materialize results that cannot be stacked."""
+
     @wraps(function)
     def body(carry: Any, xs: Any) -> Any:
         out = function(carry, xs)
@@ -236,11 +238,14 @@ def _wrap_scan_body(function: Callable) -> Callable:
 
 
 def _wrap_while_body(function: Callable) -> Callable:
+    """Wrap the body of a while loop, so that the new carry has the form of the old carry."""
     match = lambda carry: _match_carry(_WHILE, "while_loop", carry, function(carry))
     return wraps(function)(match)
 
 
 def _wrap_condition(function: Callable) -> Callable:
+    """Wrap the condition of a while loop, to materialize its result."""
+
     @wraps(function)
     def condition(carry: Any) -> Any:
         out = function(carry)

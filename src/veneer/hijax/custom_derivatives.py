@@ -77,14 +77,14 @@ def call_custom_vjp(call: Callable) -> Callable:
 
 
 def _with_functions(function: Any, **functions: Callable) -> Any:
-    """Return a copy of a `jax.custom_vjp` or `jax.custom_jvp` with other functions."""
+    """Return a copy of a `jax.custom_vjp` or `jax.custom_jvp`, with some attributes replaced."""
     copy = object.__new__(type(function))
     vars(copy).update(vars(function), **functions)
     return copy
 
 
 def _wrap_function(function: Callable, nondiff_argnums: Sequence[int]) -> Callable:
-    """Wrap the function that has the rule, so that results with a dense tangent are flat results.
+    """Wrap the function that has the rule. Each result with a dense tangent becomes one leaf.
 
     `nondiff_argnums` are the positions of static arguments, which stay unchanged.
     """
@@ -97,7 +97,10 @@ def _wrap_function(function: Callable, nondiff_argnums: Sequence[int]) -> Callab
 
 
 def _expose(args: Sequence[Any], nondiff_argnums: Sequence[int]) -> list[Any]:
-    """Apply `expose` to the leaves of the arguments that are not static."""
+    """Return the arguments with implicit arrays in place of each `HighArray` and `Tangent`.
+
+    The static arguments, at the positions `nondiff_argnums`, stay unchanged.
+    """
     is_varied = lambda i: i not in nondiff_argnums
     return [jax.tree.map(expose, x) if is_varied(i) else x for i, x in enumerate(args)]
 
@@ -165,7 +168,10 @@ def _merge_flags(x: Any) -> Any:
 
 
 def _wrap_backward(function: Any) -> Callable:
-    """Convert the cotangents that a backward rule returns to the types of the flat arguments."""
+    """Wrap a backward rule, to return one cotangent for each flat argument.
+
+    `function` is the `jax.custom_vjp`.
+    """
     bwd, static_count = function.bwd, len(function.nondiff_argnums)
 
     @wraps(bwd)
@@ -205,9 +211,10 @@ def _convert_cotangents(cotangents: Any, types: Any, operands: Any) -> Any:
 
 
 def _convert_cotangent(ct: Any, t: Any, operand: Any = None) -> Any:
-    """Convert the cotangent of one array or implicit array. None is a zero.
+    """Return the cotangent that JAX expects for one argument, given the one that a rule returns.
 
-    `t` is its type: an array type, a high type, or an implicit array whose leaves are types.
+    None is a zero. `t` is the type of the argument: an array type, a high type, or an implicit
+    array whose leaves are types. A cotangent has the same structure as its type.
     `operand` is the implicit array, or None. It is needed only if `ct` is dense.
     """
     if ct is None:
@@ -241,7 +248,10 @@ def _convert_leaf_cotangents(ct: Any, t: Any, operand: Any) -> Any:
 
 
 def _pull_back(ct: Any, t: Any, operand: Any) -> Any:
-    """Return the cotangents of the leaves of an operand, given the cotangent of its dense array."""
+    """Return the cotangents of the leaves of an operand, given the cotangent of its dense array.
+
+    The result is a `Tangent` if `t` is a high type, or an implicit array of cotangents.
+    """
     ct = materialise_traced(_COTANGENT, ct) if _is_implicit(ct) else ct
     if operand is None or not hasattr(ct, "dtype"):
         raise _cotangent_error(ct, t)
@@ -257,7 +267,7 @@ def _pull_back(ct: Any, t: Any, operand: Any) -> Any:
 
 
 def _pack_tangent(derivatives: Any, t: HighType) -> Any:
-    """Return a typed `Tangent`, given an implicit array that holds the derivatives of leaves."""
+    """Return the `Tangent` of a value of type `t`, given an implicit array of derivatives."""
     pairs = zip(leaves_of(derivatives), t.leaves, strict=True)
     return TangentType(t).raise_val(*(_convert_cotangent(x, a) for x, a in pairs if is_inexact(a)))
 
@@ -335,7 +345,11 @@ def _convert_primal(t: Any, primal: Any) -> Any:
 
 
 def _convert_tangent(t: Any, tangent: Any, primal: Any) -> Any:
-    """Convert the tangent of a result of type `t`, which can be an implicit array of types."""
+    """Return the tangent that JAX expects for the result `primal`, given the one of the rule.
+
+    `t` is the type of the result in the function: an array type, a high type, or an implicit array
+    whose leaves are types.
+    """
     if is_value(t):
         leaves, structure = jax.tree.flatten(primal)
         treedef: Any = structure

@@ -163,7 +163,7 @@ _traced_by_jitted: WeakSet = WeakSet()
 
 
 class TracedFunction:
-    """A function under `jax.jit`, with records of the captured Boxes of its compiled programs.
+    """A function under `jax.jit`, with the Boxes that its compiled programs capture.
 
     **Arguments:**
 
@@ -191,7 +191,7 @@ class TracedFunction:
         self.compiled: Any = jit_with_options(trace, options)
 
     def is_current(self) -> bool:
-        """Return whether a call would use the present references of all captured Boxes.
+        """Return whether the compiled programs hold the present references of captured Boxes.
 
         If not, the function must be traced again.
         """
@@ -298,7 +298,10 @@ def _collect_written(
 
 @weakref_lru_cache  # JAX clears it together with its own caches
 def _jitted_cell(function: Callable, key: tuple[Any, ...]) -> list[Jitted]:
-    """Return a list for the `Jitted` of a function with some options. It is empty at first."""
+    """Return the list that holds the `Jitted` of a function, and is empty at first.
+
+    `key` identifies the options of the `jax.jit`.
+    """
     return []
 
 

@@ -17,7 +17,7 @@ Wrapper = Callable[[Any], Any]
 
 
 class Patches:
-    """Attributes of other packages, which `apply` replaces and `undo` restores."""
+    """A list of attributes of other packages, which `apply` replaces and `undo` restores."""
 
     def __init__(self) -> None:
         #: From the name of an attribute to a function that replaces it. This returns the function
@@ -193,9 +193,10 @@ def turned_on() -> AbstractContextManager:
 
 
 def _count(change: int) -> None:
-    """Add `change` to the number of uses. Patch JAX before the first use, and undo after the last.
+    """Add `change` to the number of uses.
 
-    The caller must hold `_lock`.
+    Patch JAX before the first use, and restore its attributes after the last. The caller must hold
+    `_lock`.
     """
     global _uses
     if _uses == 0:

@@ -27,7 +27,9 @@ def run_lowered(run: Callable) -> Callable:
 
     def run_with_leaves(call: Any, *args: Any) -> Any:
         closed = call.params["jaxpr"]
-        if within_rule.value:  # a call from C++ would lose the marks of derivatives
+        if within_rule.value:
+            # Return None as the compiled function, so that JAX does not call it from C++, which
+            # would lose the marks of derivatives.
             outs, out_flat, out_tree, args_flat, jaxpr, _, *more = run(call, *args)
             return jax.tree.map(expose, outs), out_flat, out_tree, args_flat, jaxpr, None, *more
         if not closed.is_high:

@@ -49,7 +49,7 @@ class ForwardRule(Expansion):
     suffix = ".fwd"
 
     def evaluate(self, *values: Any) -> tuple[list[Any], Any]:
-        """Return the list, and a pair: the structures of the results and of the residuals."""
+        """Return this list, and a pair: the structures of the results and of the residuals."""
         args = self.structure.unflatten(map(expose, values))
         pair = self.call_for_pair("fwd", "fwd must return a pair: results and residuals", *args)
         (flat, out), (residuals, residual_structure) = map(self.flatten_results, pair)
@@ -106,19 +106,20 @@ class DerivativeRule(Expansion):
         return [x for value_args in args for x in self._flatten_tangent(*value_args)]
 
     def _flatten_tangent(
-        self, tangent: Any, value: Any, types: Sequence[Any], primals: Sequence[Any]
+        self, tangent: Any, treedef: Any, types: Sequence[Any], primals: Sequence[Any]
     ) -> list[Any]:
+        """Return the list of `flatten_tangents` for one value, with the structure `treedef`."""
         if tangent is None or not any(map(has_tangent, types)):
             return [None] * len(types)
-        if value == ONE_LEAF:
+        if treedef == ONE_LEAF:
             return [self.check_tangent(tangent, types[0])]
-        cls = value.node_data()[0]
+        cls = treedef.node_data()[0]
         if not isinstance(tangent, Value) and cls.dense_tangent and None not in primals:
-            tangents = leaf_cotangents(high, jax.tree.unflatten(value, primals), tangent)
+            tangents = leaf_cotangents(high, jax.tree.unflatten(treedef, primals), tangent)
         elif type(tangent) is not cls:
             raise self._tangent_error(tangent, f"a {cls.__name__}")
         else:
-            tangents = value.flatten_up_to(tangent)
+            tangents = treedef.flatten_up_to(tangent)
         pairs = zip(tangents, types, strict=True)
         return [self.check_tangent(x, t) if has_tangent(t) else None for x, t in pairs]
 
@@ -130,7 +131,7 @@ class DerivativeRule(Expansion):
         aval = t.to_tangent_aval()
         if isinstance(aval, TangentType):
             if type(tangent) is t.cls:
-                leaves = zip(self.broadcast(t.treedef, tangent), t.leaves, strict=True)
+                leaves = zip(self.flatten_up_to(t.treedef, tangent), t.leaves, strict=True)
                 return Tangent(aval, [self.check_tangent(x, a) for x, a in leaves if is_inexact(a)])
             expected = f"a {t.cls.__name__} of tangents"
         else:
@@ -177,7 +178,9 @@ class BackwardRule(DerivativeRule):
                 f"bwd must return a tuple of {len(args)}, a cotangent or None for each operand "
                 f"of types ({show_types(self.types)}), not {cts}."
             )
-        by_value = [x for tree, ct in zip(args, cts, strict=True) for x in self.broadcast(tree, ct)]
+        by_value = [
+            x for tree, ct in zip(args, cts, strict=True) for x in self.flatten_up_to(tree, ct)
+        ]
         flat = self.flatten_tangents(by_value, self.structure, self.types, primals)
         return [x for x in flat if x is not None], [x is not None for x in flat]
 
@@ -267,7 +270,7 @@ class ForwardModeRule(DerivativeRule):
         tangents = unflatten_tangents(self.structure, self.types, rest)
         message = f"{self.rule} must return a pair: results and tangents"
         _, out_tangents = self.call_for_pair("jvp", message, args, tangents)
-        by_value = self.broadcast(self.out.tree, out_tangents)
+        by_value = self.flatten_up_to(self.out.tree, out_tangents)
         primals = [None] * len(self.out_types)
         flat = self.flatten_tangents(by_value, self.out, self.out_types, primals)
         if any(x is None for x in compress(flat, map(has_tangent, self.out_types))):

@@ -52,7 +52,7 @@ class Structure:
         return jax.tree.unflatten(self.tree, [jax.tree.unflatten(v, group) for v, group in pairs])
 
     def flatten_up_to(self, tree: Any) -> list[Any]:
-        """Return the subtrees of `tree` at the positions of the operands."""
+        """Return the subtree of `tree` at the position of each operand."""
         pairs = zip(self.values, self.tree.flatten_up_to(tree), strict=True)
         return [x for value, subtree in pairs for x in value.flatten_up_to(subtree)]
 
@@ -101,7 +101,7 @@ class Expansion(Operation):
     """The function that defines a primitive, as an operation.
 
     A subclass overrides `evaluate` to call another function of the user, such as a derivative rule.
-    `evaluate` also returns static data about the results, which `infer` finds without a run.
+    `evaluate` also returns static data about the results, which `infer` finds on abstract operands.
     """
 
     primitive: Any  # the `HighPrimitive`
@@ -159,10 +159,10 @@ class Expansion(Operation):
         value = unpack(x)
         return value if self.typed else jax.tree.map(self._unpack, value)
 
-    def broadcast(self, tree: Any, prefix: Any) -> list[Any]:
-        """Return the item of the pytree `prefix` for each leaf of the tree structure `tree`.
+    def flatten_up_to(self, tree: Any, prefix: Any) -> list[Any]:
+        """Return the part of the pytree `prefix` at each leaf of the tree structure `tree`.
 
-        If `prefix` is None, each item is None. Raise TypeError if the structures do not fit.
+        If `prefix` is None, each part is None. Raise TypeError if the structures do not fit.
         """
         if prefix is None:
             return [None] * tree.num_leaves

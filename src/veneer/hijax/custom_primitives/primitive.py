@@ -195,7 +195,7 @@ class HighPrimitive:
 
 
 def _class_of(x: Any) -> type:
-    """Return the class of an operand: of an implicit array, `Dense`, or `object` for a pytree."""
+    """Return the class of an implicit array, `Dense` for other arrays, or `object` for a pytree."""
     x = value_of(x)
     if isinstance(x, Value):
         return type(x)
@@ -262,7 +262,7 @@ class BatchingRule(Expansion):
         if isinstance(out_mapped, bool):
             out_mapped = [out_mapped] * structure.tree.num_leaves
         else:
-            out_mapped = self.broadcast(structure.tree, out_mapped)
+            out_mapped = self.flatten_up_to(structure.tree, out_mapped)
         pairs = zip(out_mapped, structure.group(flat), strict=True)
         results_mapped = [bool(m) for m, group in pairs for _ in group]
         self._check(values, flat, results_mapped)
@@ -283,7 +283,11 @@ class BatchingRule(Expansion):
         return [jax.tree.map(lambda leaf, d=d: move(leaf, d), x) for x, d in pairs]
 
     def _check(self, values: Sequence[Any], flat: Sequence[Any], is_mapped: Sequence[bool]) -> None:
-        """Raise TypeError if the results `flat` have other shapes than without the user's rule."""
+        """Raise TypeError if the results `flat` of the user's rule have wrong shapes or dtypes.
+
+        They must be the same as if `jax.vmap` mapped the function itself over `values`, without the
+        mapped axis for a result that is not mapped.
+        """
         types = map(strong_type_of, values)
         default = Vmap(Expansion.like(self), self.size, None, self.dims)
         expected, _ = abstract_eval(*types, operation=default)
