@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any
 
 import jax
@@ -124,11 +124,9 @@ def jax_caller() -> str:
 
 def is_in_converted_function() -> bool:
     """Return whether a function that `jax.closure_convert` returned is evaluating an equation."""
-    frames = islice(
-        frames_from(sys._getframe(1)), 6
-    )  # no more than JAX and the patches put between
-    names = [frame.f_code.co_name for frame in frames]
-    return ("eval_jaxpr", "converted_fun") in zip(names, names[1:], strict=False)
+    # JAX and our patches put at most six frames between.
+    names = [frame.f_code.co_name for frame in islice(frames_from(sys._getframe(1)), 6)]
+    return ("eval_jaxpr", "converted_fun") in pairwise(names)
 
 
 def find_mesh(types: Sequence[Any]) -> Any:
