@@ -10,10 +10,10 @@ them depends on the traces between the program and the creation trace:
   `jax.Ref` for each leaf. JAX adds the references to the inputs of the jaxpr. Their types are
   fixed.
 
-Concrete contents are not differentiated, so they store primals. For these JAX has a kind of
-reference that is also written only once under `jax.checkpoint`. Contents made inside a function may
-be differentiated together with the function. Whether they are is known only when the derivative is
-computed: see `_match_tangent`.
+Concrete contents are not differentiated. They store primals, in JAX's references of the kind
+"no_grad_no_remat", which `jax.checkpoint` writes only once. Contents made inside a function may
+be differentiated together with the function. `_match_tangent` finds out when JAX computes the
+derivative.
 """
 
 import os

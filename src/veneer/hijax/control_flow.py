@@ -299,14 +299,15 @@ def _match_form(primitive: Primitive, example: Any, result: Any) -> Any:
 def unify_branches(choose: Callable) -> Callable:
     """Wrap `lax.cond`, or JAX's function for `lax.switch` and `lax.platform_dependent`.
 
-    Each branch converts its results to the form of an operand of the same class. If the types of
-    two branches still differ, the results are converted. An implicit predicate or index is
-    materialized.
+    A result becomes a pytree of leaves if an operand of the same class is one. If the types of two
+    branches still differ, the results become one typed value, a label or a dense array. An implicit
+    predicate or index is materialized.
     """
 
     def convert(forms: Forms, name: str, x: Any) -> Any:
         forms = dict(forms)  # a copy, because the caller changes the dict
         wrap = lambda f: lambda *args: _convert_leaves(forms, _COND, f(*args))
+        # The attribute that keeps the wrapper has a name for each set of forms.
         return _map_branches(name, f"_veneer_branch {forms}", wrap, x)
 
     @wraps(choose)

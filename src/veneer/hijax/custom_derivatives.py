@@ -227,10 +227,10 @@ def _convert_cotangent(ct: Any, t: Any, operand: Any = None) -> Any:
 
 
 def _convert_leaf_cotangents(ct: Any, t: Any, operand: Any) -> Any:
-    """Convert the cotangent of an implicit array whose leaves have a cotangent each.
+    """Return an implicit array of cotangents, or a `Tangent` if `t` is a high type.
 
-    Return an implicit array of cotangents if `t` is an implicit array of types. Return a `Tangent`
-    if `t` is a high type.
+    `ct` has a cotangent for each leaf, or is the cotangent of the dense array. The latter is pulled
+    back to the leaves of `operand`, the implicit array.
     """
     if isinstance(ct, SymbolicZero):
         return None
@@ -410,7 +410,10 @@ def _call_rule(rule: Callable, primals: Any, derivatives: Any) -> Any:
 
 
 class CarryToCheckpoint:
-    """JAX's registry of pytrees, as `jax.checkpoint` uses it. `flatten` keeps marks."""
+    """A stand-in for JAX's pytree registry, which flattens the arguments of `jax.checkpoint`.
+
+    Implicit arrays that are marked as derivatives (`mark_derivatives`) keep this mark.
+    """
 
     def __init__(self, registry: Any):
         self._registry = registry

@@ -55,12 +55,16 @@ def reject_marked(name: str, x: Any) -> None:
 
 # Axes of values.
 
-#: Whether `jax.vmap` maps over the leaves of all values: the tangents of a Jacobian.
+#: Whether `jax.vmap` maps over the leaves of implicit arrays. `map_derivatives` sets this for
+#: Jacobians, whose derivatives have one more axis on each leaf.
 maps_leaves = jax.make_user_context(False)
 
 
 def map_whole_values(is_vmappable: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Wrap the predicate that tells `jax.vmap` which arguments and results it must not flatten."""
+    """Wrap JAX's predicate for objects that `jax.vmap` does not flatten. Add implicit arrays.
+
+    If `maps_leaves` is set, do not add them. Otherwise, raise an error for marked derivatives.
+    """
 
     def is_whole(x: Any) -> bool:
         if not maps_leaves.value:

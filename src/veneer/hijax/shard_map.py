@@ -168,12 +168,14 @@ class _Body:
     def __init__(self, function: Callable, params: dict[str, Any]):
         self._function, self._mesh = function, params["mesh"]
         self._check_vma, self._manual = params["check_vma"], params["newly_manual_axes"]
-        self.blocks: list[Any] = []  # of typed operands: a value of specs; of others None
-        self._out: Any = None  # JAX's tree of the results, and for typed ones a value of specs
-        self._joined: list[Any] = []
+        # For each operand, its block: an implicit array with specs in place of leaves. None for a
+        # dense operand. The list is empty if no operand is an implicit array.
+        self.blocks: list[Any] = []
+        self._out: Any = None  # JAX's `FlatTree` of the results
+        self._joined: list[Any] = []  # like `blocks`, for each result
 
     def open(self, args: Sequence[Any], specs: Sequence[Any]) -> tuple[Any, Any]:
-        """Return the operands with the typed ones unpack, and their specs."""
+        """Return the operands, with implicit arrays replaced by their leaves, and their specs."""
         types = [_high_type_of(x) for x in args]
         if not any(types):
             return args, specs

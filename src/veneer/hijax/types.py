@@ -393,7 +393,8 @@ for _cls in (HighArray, Tangent):
 def as_typed_operand(x: Any) -> Any:
     """Return an implicit array as an operand of a primitive: a `HighArray`, or a tracer.
 
-    While a jaxpr is traced, the value is packed, so that the trace records its leaves.
+    In a trace that keeps high types, `Pack` combines the leaves. Its result is a tracer if a leaf
+    is traced.
     """
     value = value_of(x)
     if is_marked_as_derivatives(value):

@@ -121,9 +121,9 @@ def computing_dtype(*operands: Any) -> Any:
 
 
 def multiply_vectors(w: Any, x: Any, *, precision: Any = None) -> Any:
-    """Multiply a dense or implicit matrix `w` by vectors `x` `[*lead, k, n]`.
+    """Multiply a dense or implicit matrix `w` `[*lead, m, n]` by the rows of `x` `[*lead, k, n]`.
 
-    16-bit floats are accumulated in float32, and the result is float32.
+    Return the products `[*lead, k, m]`, one per row. For 8-bit and 16-bit floats, they are float32.
     """
     dtype = computing_dtype(w.dtype, x.dtype)
 
@@ -236,8 +236,8 @@ _M = TypeVar("_M", bound=type[Matrix])
 def register_elementwise(cls: _M) -> _M:
     """Register rules of a type for elementwise functions that map 0 to 0, such as `sqrt`.
 
-    `cls.rescaled(scale)` must apply `scale` to all stored entries. If the type sets `linear_in`,
-    this also registers a rule for the sum of two matrices of the type, which adds these fields.
+    `cls.rescaled` must apply any such function to all stored entries. If the type sets `linear_in`,
+    also register a rule that adds two matrices of the type by adding the fields in `linear_in`.
     """
     register_zero_preserving(cls, lambda x, function: x.rescaled(partial(redispatch, function)))
 
