@@ -200,7 +200,8 @@ def _mesh_axes(
 ) -> dict[str, _MeshAxes]:
     """Return the mesh axes that shard each axis of the product.
 
-    Use the sharding of the result, or else of an operand, if it divides neither bytes nor tiles.
+    For each axis, use the sharding of the result, or else of an operand. Ignore a sharding that
+    splits a byte or one of several tiles, or that uses a mesh axis which another axis uses.
     """
     counts = {
         "b": [operands.x.shape[0]],

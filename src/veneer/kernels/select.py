@@ -75,7 +75,8 @@ def _unknown_choice(choice: str, source: str) -> ValueError:
 def may_serve(entries: int, batch: Any) -> bool:
     """Return whether any kernel multiplies a batch of stored matrices with `entries` codes each.
 
-    No kernel multiplies matrices of a symbolic size, as rows of an embedding have for export.
+    Return False if a number is symbolic, as when an embedding is exported with a symbolic number of
+    rows.
     """
     smallest = min(LEAST_ENTRIES, key=LEAST_ENTRIES.__getitem__)
     return isinstance(entries, int) and is_large_enough(smallest, entries, batch)

@@ -55,7 +55,10 @@ class _UnoptimizedLibrary(CPUCodeLibrary):
 
 
 class Unoptimized(Compiler):
-    """The pipeline of Numba's compiler for functions that only an object file or `njit` call."""
+    """A Numba compiler that neither optimizes a function nor generates machine code for it.
+
+    Whatever calls the function, an object file or a function of `njit`, does both for it.
+    """
 
     def compile_extra(self, func: Callable[..., Any]) -> Any:
         """Compile a function into an `_UnoptimizedLibrary`."""

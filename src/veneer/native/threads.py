@@ -77,15 +77,16 @@ def run(frame, job, work, count, first, threads):
 
     All parts are done when this returns. The first `first` parts are done before others begin.
     """
-    memory = job - 8 * _JOB
+    memory = job - 8 * _JOB  # the words in front of the job
     set_word(memory, _WORK, work)
     set_word(memory, _COUNT, count)
     set_word(memory, _FIRST, first)
     for _ in range(min(threads, count) - 1):
-        fetch_add(memory + 8 * _REFERENCES, 1)
+        fetch_add(memory + 8 * _REFERENCES, 1)  # for one helper, which releases it in `_help`
         if _give_to_waiting_thread(memory):
             continue
         if not schedule(frame, c_function(_help, "veneer_help"), memory):
+            # XLA's pool takes no helper. This thread does the remaining parts.
             fetch_add(memory + 8 * _REFERENCES, -1)
             break
     _do_parts(memory)

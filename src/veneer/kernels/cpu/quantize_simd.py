@@ -89,9 +89,9 @@ def broadcast_largest(magnitudes):
 def compute_scales(magnitudes, reciprocal, rounds_scale, kind):
     """Return the scales of tiles: magnitudes times `reciprocal`, 1 / the largest code of the kind.
 
-    As in `as_divisor` of quant/conversion, a scale that is too small to divide by becomes 1, and
-    one that is too large becomes NaN. If `rounds_scale` is not 0, the significand of a scale is
-    rounded to 16 bits. A scale that would make a dense value infinite is reduced.
+    As in `as_divisor` of quant/conversion, a scale below `_TINY` becomes 1, and a scale above
+    `1 / _TINY` becomes NaN. If `rounds_scale` is not 0, the significand of a scale is rounded to 16
+    bits. Then a scale above the limit of its kind in `_LARGEST_SCALES` is reduced to the limit.
     """
     block = Block("f32", 1, magnitudes.columns)
     limit = _LARGEST_SCALES.get(kind.literal_value)

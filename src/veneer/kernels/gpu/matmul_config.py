@@ -114,9 +114,14 @@ def _start(codes: Codes, x_dtype: str) -> int:
 
 
 def can_multiply_digits(layout: ProductSizes) -> bool:
-    """Return whether the kernel can multiply integers: few rows, and consecutive codes."""
+    """Return whether the kernel can multiply integers: codes by the 8-bit digits of activations.
+
+    This needs few rows, codes that are consecutive integers, and one tile or tiles of a multiple of
+    32 codes.
+    """
     form = form_of(layout.codes, layout.x_dtype)
-    is_in_order = form is not None and form["FORM"] == 0
+    is_in_order = form is not None and form["FORM"] == 0  # consecutive integers
+    # One instruction adds the products of 32 codes (mma.m16n8k32), and they must share a scale.
     fits_tile = layout.tile % 32 == 0 or layout.tile == layout.k
     return is_in_order and layout.m <= MOST_DIGIT_ROWS and fits_tile
 

@@ -66,7 +66,9 @@ class BlockSizes(NamedTuple):
 
 
 def layout_of(codes: Codes, shape: MatmulShape) -> StoredLayout | None:
-    """Return the sizes of a product in entries, or None if a tile ends within a byte.
+    """Return the sizes of a product in entries, which are stored bytes of `fields` codes.
+
+    Return None if a tile along the columns of W is neither whole bytes nor an equal share of one.
 
     >>> from veneer.kernels.common.problem import Codes, MatmulShape
     >>> from veneer.kernels.tpu.matmul import layout_of

@@ -90,7 +90,7 @@ def make_block(builder: Any, values: Sequence[Any]) -> Any:
 
 
 def map_blocks(builder: Any, function: Callable[..., Any], *blocks: Any) -> Any:
-    """Return a block of `function` of the corresponding vectors of blocks of one shape."""
+    """Apply `function` to the corresponding vectors of blocks of one shape. Return a block."""
     groups = zip(*(get_vectors(builder, block) for block in blocks), strict=True)
     return make_block(builder, [function(*group) for group in groups])
 

@@ -37,7 +37,7 @@ OFFSET = 128
 
 @instruction
 def load_byte_table(address):
-    """Return a table for `look_up_bytes` of 16 f32 at an address, as bytes `value + OFFSET`."""
+    """Read 16 f32 at an address. Return a table for `look_up_bytes`, of bytes `value + OFFSET`."""
 
     def emit(builder, address):
         sixteen = ir.VectorType(F32, 16)

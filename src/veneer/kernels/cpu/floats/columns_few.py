@@ -286,7 +286,7 @@ def _write_results(job, rows, sums, batch, first, last, m):
     """Add up the lanes of the sums of a block of x, and write the totals to the result.
 
     The block has `rows` rows of x from row `m` on. Some of these rows may not exist. The sums are
-    in groups of the rows `first` to `last` of W.
+    grouped by rows of W, from `first` to `last`.
     """
     existing, group = min(rows, word(job, M) - m), _count_group_rows(rows)
     while first < last:

@@ -212,10 +212,10 @@ def _build_decoder(kind: str) -> Any:
 
 @native
 def _transpose_tile_values(job, leaf, to, row, rows, k, depth, unit):
-    """Write scales or minima of LANES rows of W: one vector for every `unit` of `depth` columns.
+    """Write scales or minima of LANES rows of W: one vector per `unit` columns, from column `k` on.
 
-    Columns begin with `k`. `row` is the first row, counted over all matrices. If fewer than LANES
-    rows exist, `rows` of them, the last values are repeated.
+    There are `depth` columns. `row` is the first row, counted over all matrices. If only `rows` <
+    LANES rows exist, the values of the last row fill the other lanes.
     """
     numbers, tile = stack(_ALL_SCALE_BYTES), word(job, TC)
     first, last = k // tile, (k + depth - 1) // tile
@@ -315,6 +315,8 @@ def _store_fields(to, stride, dwords, table, scales, next_scale, to_minimum, kin
         table = get_vectors(builder, table)
         dwords = load_vector(builder, dwords, INTS)
         for j in range(32 // bits):
+            # No mask: `look_up` ignores all but the lowest 4 bits. For shorter codes, the table
+            # repeats its entries, so that the bits above a code do not matter.
             indices = builder.lshr(dwords, constant(INTS, bits * j)) if j else dwords
             column = look_up(builder, table, indices)
             scale = advance(builder, scales, 0, j, next_scale)

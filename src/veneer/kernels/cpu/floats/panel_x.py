@@ -41,19 +41,24 @@ class PanelX(NamedTuple):
 
 @functools.cache
 def build_panel_x(kind: str) -> PanelX:
-    """Return the functions that store and find x in the panel order of codes of a kind."""
+    """Return the functions that store and find x in the panel order of codes of a kind.
+
+    A block of 2 rows is stored as: panel 0 of row 0, panel 0 of row 1, panel 1 of row 0, ...
+    """
     COUNT, PANEL, BYTES = VECTORS[kind], COLUMNS[kind], 4 * COLUMNS[kind]
     SCALE_BYTES = BYTES + 4 * LANES
     order = deinterleave if kind in LOOKUP_BITS else native(lambda block: block)
 
     @native
     def block_address(job, batch, m):
+        """Return the address of the block that begins with row m of x."""
         panels = (word(job, C) + PANEL - 1) // PANEL
         aligned = (word(job, SCRATCH) + 63) // 64 * 64
         return aligned + BYTES * panels * (batch * _count_padded_rows(word(job, M)) + m)
 
     @native
     def sums_address(job, batch, m):
+        """Return the address of the sums of row m over tiles, after the blocks of all batches."""
         first = block_address(job, word(job, BATCH), 0)
         return first + tile_sums_bytes(job) * (batch * _count_padded_rows(word(job, M)) + m)
 
@@ -69,6 +74,7 @@ def build_panel_x(kind: str) -> PanelX:
 
     @native
     def prepare(job):
+        """Allocate SCRATCH, and write x in panel order, and its sums over tiles if W has minima."""
         rows, columns = word(job, M), word(job, C)
         panels, padded = (columns + PANEL - 1) // PANEL, _count_padded_rows(rows)
         size = BYTES * panels + (tile_sums_bytes(job) if has_minima(job) else 0)
@@ -111,6 +117,7 @@ def build_panel_x(kind: str) -> PanelX:
 
     @native
     def fold(job, to, x, rows, tile_row, first, last):
+        """Write panels `first` to `last` of a block of x, multiplied by their scales."""
         scales = stack(BYTES)
         for panel in range(first, last):
             expand_scales(job, scales, tile_row, panel)

@@ -128,9 +128,10 @@ def _build_product(kind: str, rows: int, *, adds_minima: bool) -> Any:
 
     Its argument `tiles` is a tuple:
 
-    - the addresses of the f32 scales and of the minima of the block,
+    - the address of the f32 scales of the block,
+    - the address of the minima of the block,
     - the bytes between the values of neighboring rows of W,
-    - the number of vectors between the start of the first tile and the first column,
+    - the number of vectors between the start of the first tile and the first column of the block,
     - the binary logarithm of the number of vectors per tile.
     """
     decode_row, restore_order = build_decoder(kind)
@@ -147,9 +148,11 @@ def _build_product(kind: str, rows: int, *, adds_minima: bool) -> Any:
         values = load_table(table)
         depth, columns = size
         scales, minima, next_row, begin, shift = tiles
+        # Prefetch whole rows ahead: the same columns of a later row.
         ahead = (_PREFETCH_BYTES // w[1] + 1) * w[1]
         for column in range(0, columns, vectors * LANES):
             total, scale, minimum = zeros(rows, vectors), scales, minima
+            # `first` is the number of vectors from the start of the first tile to `column`.
             place, first = w[0] + column * bits // 8, begin + column // LANES
             for k in range(depth):
                 prefetch_for_later(place + ahead)

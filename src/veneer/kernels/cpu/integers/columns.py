@@ -50,7 +50,10 @@ def orientation(kind: str) -> Orientation:
 
     @native
     def reorder(x, count, position, to):
-        """Copy the activations of each chunk field by field, like the codes of 16 bytes."""
+        """Copy activations in chunks: first those for field 0 of 16 bytes, then for field 1, ...
+
+        `position` is the number of fields of the first byte that come before the first activation.
+        """
         i = 0
         while position == 0 and i + chunk <= count:
             copy_by_fields(x + i, to + i, fields, 16)

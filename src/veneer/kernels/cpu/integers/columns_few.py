@@ -158,7 +158,7 @@ def _build_products(kind: str) -> list[Any]:
 
             @native
             def add_tile(sums, total, x_scales, x_scale, scales, lanes):
-                """Return `sums` plus the int32 sums of a tile times the scales of both rows."""
+                """Return `sums` plus the int32 sums of a tile times the scales of x and of W."""
                 row_scales = load_repeated(x_scale, x_scales[1], m, x_scales[2], lanes)
                 return add_scaled_ints(sums, total, row_scales, scales)
 

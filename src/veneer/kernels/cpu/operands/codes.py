@@ -75,7 +75,7 @@ def keep_first_lanes(vector, count):
     return vector, emit
 
 
-# Conversions. Each takes a vector of the bits of LANES numbers.
+# Conversions. Each takes a vector of the bits of LANES numbers, and returns a vector of f32.
 
 
 def _from_f16(builder: Any, bits: Any) -> Any:
@@ -114,7 +114,7 @@ def _from_e4m3fn(builder: Any, codes: Any) -> Any:
 
 
 def _from_e5m2(builder: Any, codes: Any) -> Any:
-    """Convert float8_e5m2, the upper byte of an f16."""
+    """Convert float8_e5m2 to f32. Its bits are the upper byte of an f16."""
     if CONVERTS_F16:
         bits = builder.shl(builder.zext(codes, _HALVES), constant(_HALVES, 8))
         return _extend_f16(builder, bits)

@@ -58,7 +58,10 @@ def _broadcast_entry(builder: Any, tables: Sequence[Any], i: int, count: int) ->
 
 
 def _read_fields(builder: Any, addresses: Sequence[Any], units: int, bits: int) -> Any:
-    """Return the fields of `units` units at each address, in order, one per byte."""
+    """Return the fields of `units` units at each address, in order, one per byte.
+
+    A unit is `bits` bytes, with the bit planes of 8 codes.
+    """
     type = ir.VectorType(I64, units * len(addresses))
     transpose = _transpose_by_gfni if HAS_GFNI and type.count in (2, 4, 8) else _transpose_by_steps
     value = transpose(builder, addresses, units, bits, type)

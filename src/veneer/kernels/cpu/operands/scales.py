@@ -119,9 +119,11 @@ def read_tile_values(job, leaf, row, first, count, to):
     """Write the scales (`leaf` SCALE) or minima (`leaf` MINIMUM) of `count` tiles as f32.
 
     Begin with tile `first` of row `row` of tiles, and continue with the next rows of tiles. Rows of
-    tiles are counted over all matrices. The f32 at `to` are zero-padded to full vectors.
+    tiles are counted over all matrices. The f32 at `to` are zero-padded to full vectors. Zero
+    points are converted to minima.
     """
     _read_stored(job, leaf, row, first, count, to)
+    # Integers with outer scales are codes of minima. Integers without them are zero points.
     is_zero_point = leaf == MINIMUM and word(job, MINIMUM_TYPE) >= ZERO_POINT_TYPE
     if is_zero_point and word(job, OUTER_MINIMUM) == 0:
         _convert_zero_points(job, row, first, count, to)
