@@ -70,7 +70,7 @@ class Box(OpaqueNode):
         self._contents = Contents(*flatten_contents(value))
 
     def get(self) -> Any:
-        """Return the contents."""
+        """Return the contents, a pytree of arrays and implicit arrays."""
         return get_latest(self._contents).tree()
 
     def set(self, value: Any) -> None:
@@ -89,10 +89,10 @@ class Box(OpaqueNode):
         return Box, (self.get(),)
 
     def tree_flatten(self) -> tuple[list[Any], Any]:
-        """Return the leaves and the structure.
+        """Return the children and the static structure of the Box as a node of a pytree.
 
-        The leaves are references, a `jax.Ref` for each leaf of the contents. While `vn.jit` calls a
-        function, they are values, which the compiled program takes and returns.
+        The children are references, a `jax.Ref` for each leaf of the contents. While `vn.jit` calls
+        a function, they are the values of the leaves, which the compiled program takes and returns.
         """
         contents = get_latest(self._contents)
         if state.flattened is not None:
@@ -106,9 +106,10 @@ class Box(OpaqueNode):
 
     @classmethod
     def tree_unflatten(cls, structure: "_BoxStructure", children: Iterable[Any]) -> "Box":
-        """Return a Box with the leaves `children`.
+        """Return the Box with the children and the structure that `tree_flatten` returns.
 
-        If they are the references that `tree_flatten` of a Box returned, return the same Box.
+        If `children` are the references of a Box that still exists, return the same Box. Otherwise
+        make a Box that holds the values or the references.
         """
         leaves = list(children)
         if structure.box is None:
@@ -127,11 +128,12 @@ class Box(OpaqueNode):
 
 @dataclass(frozen=True)
 class _BoxStructure:
-    """The static part of a Box in a pytree.
+    """The static data of a Box as a node of a pytree.
 
-    `treedef` is the structure of the contents. If the leaves of the Box in the pytree are values,
-    `box` is None. If they are references, `box` is a weak reference to the Box. Two structures that
-    differ only in `box` are equal, so that JAX uses one compiled function for both.
+    `treedef` is the tree structure of the contents. `stops_gradients` tells whether the Box stores
+    values without derivatives. `box` is a weak reference to the Box if its children in the pytree
+    are references, and None if these are values. Two structures that differ only in `box` are
+    equal, so that JAX uses one compiled function for both.
     """
 
     treedef: Any

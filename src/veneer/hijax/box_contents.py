@@ -54,7 +54,9 @@ if hasattr(os, "register_at_fork"):
 
 
 class Contents:
-    """A pytree of arrays, or of references to arrays, with the trace in which it was made.
+    """The contents of a `Box`: a pytree of arrays, or of a `jax.Ref` for each array.
+
+    It remembers the trace in which it was made, which decides how programs can access it.
 
     **Arguments:**
 
@@ -85,7 +87,7 @@ class Contents:
     # Reading.
 
     def tree(self) -> Any:
-        """Return the contents as values of the current trace."""
+        """Read the contents in the current trace, as a pytree of arrays and implicit arrays."""
         tree = jax.tree.unflatten(self.treedef, self.read())
         trace = current_trace()
         if type(trace) is not ImplicitTrace:
@@ -93,7 +95,7 @@ class Contents:
         return jax.tree.map(trace.wrap, tree, is_leaf=is_value)
 
     def read(self) -> list[Any]:
-        """Return the leaves as values of the current trace."""
+        """Read the contents in the current trace, as a flat list of leaves."""
         traces = self._traces_inside()
         if not any(map(is_staging, traces)):
             return self._read_values()
@@ -127,7 +129,10 @@ class Contents:
         return self.is_concrete and any(ref._refs._buf.is_deleted() for ref in self.refs or ())
 
     def _traces_inside(self) -> list[Trace]:
-        """Return the traces from the current one up to the creation trace, which is excluded."""
+        """Return the traces between the current program and the creation trace, innermost first.
+
+        The first is the current trace. The creation trace is excluded.
+        """
         traces = []
         for trace in enclosing_traces(current_trace()):
             if trace is self.creation_trace:
@@ -138,7 +143,7 @@ class Contents:
     # Writing.
 
     def set(self, value: Any) -> None:
-        """Replace the contents with a pytree of values of the current trace."""
+        """Replace the contents with a pytree of arrays and implicit arrays of the current trace."""
         leaves, treedef = flatten_contents(value)
         traces = self._traces_inside()
         if any(map(is_staging, traces)):
@@ -159,7 +164,13 @@ class Contents:
     def _move_to_creation_trace(
         self, leaves: Sequence[Any], treedef: Any, traces: Sequence[Trace]
     ) -> tuple[list[Any], Any]:
-        """Return values of the creation trace: the primals with respect to the inner traces."""
+        """Convert a new value, which the current trace computed, to a value of the creation trace.
+
+        The value is a pytree, `leaves` and `treedef`, and so is the result. A leaf that one of
+        `traces`, the traces inside the creation trace, differentiates becomes its primal. Raise
+        ValueError if a leaf depends on these traces in another way, for example because `jax.vmap`
+        maps it.
+        """
         for trace in traces:
             leaves = [primal_in(trace, leaf) for leaf in leaves]
             tree = jax.tree.map(_unwrap, jax.tree.unflatten(treedef, leaves))
@@ -209,7 +220,12 @@ class Contents:
     def _change_structure(
         self, leaves: Sequence[Any], treedef: Any, traces: Sequence[Trace]
     ) -> None:
-        """Replace the contents for the rest of the innermost trace, which `vn.jit` must own."""
+        """Set contents of another structure, for the rest of the function that `vn.jit` traces now.
+
+        Raise TypeError if the innermost of `traces` that builds a jaxpr was not started by
+        `vn.jit`. Raise ValueError if the Box is both an argument of the function and captured by
+        it.
+        """
         frame = _find_frame(traces)
         if frame is None:
             raise self._structure_error(leaves, treedef, traces)
@@ -225,7 +241,11 @@ class Contents:
     def _structure_error(
         self, leaves: Sequence[Any], treedef: Any, traces: Sequence[Trace]
     ) -> TypeError:
-        """Return the error for contents of another structure. It names the innermost trace."""
+        """Return the error for a write of a pytree with another structure or other types.
+
+        Its message names the innermost function of JAX in `traces` that keeps the structure of a
+        Box.
+        """
         staged = next((s for s in map(staged_for, traces) if s), None)
         change = f"{self!r} cannot become {Contents(leaves, treedef)!r} here"
         keeps = "keeps the structure and the types of a Box"
@@ -255,7 +275,7 @@ class Contents:
         )
 
     def _has_types(self, leaves: Sequence[Any], treedef: Any) -> bool:
-        """Return whether the contents have the structure, shapes and dtypes of another pytree."""
+        """Return whether the contents have the structure, shapes and dtypes of the given pytree."""
         if self.refs is None:
             current, structure = unpack_typed(self._leaves, self.treedef)
         else:
@@ -267,7 +287,7 @@ class Contents:
     # References.
 
     def unpack(self) -> None:
-        """Replace leaves of high types by the pytrees of their leaves."""
+        """Replace each leaf that is an implicit array of a high type by its own leaves."""
         if self.refs is None:
             with set_current_trace(self.creation_trace):
                 self._leaves, self.treedef = unpack_typed(
@@ -275,9 +295,10 @@ class Contents:
                 )
 
     def references(self) -> list[Any]:
-        """Return a `jax.Ref` for each leaf, made in the creation trace.
+        """Return the references to the contents: a `jax.Ref` for each leaf.
 
-        Contents without leaves have one reference, by which JAX still recognizes the Box.
+        The first call makes them, in the creation trace. Contents without leaves have one
+        reference, by which JAX still recognizes the Box.
         """
         with _lock:
             if self.refs is None:
@@ -290,10 +311,10 @@ class Contents:
             return self.refs
 
     def _drop_references(self) -> None:
-        """Give up the references before a change of structure.
+        """Discard the references to the contents, whose structure is about to change.
 
-        JAX traces functions that hold them again. Functions that were compiled ahead of time fail
-        at their next call.
+        JAX traces functions that captured the references again. Functions that were compiled ahead
+        of time fail at their next call.
         """
         if self.refs is None:
             return
@@ -306,7 +327,12 @@ class Contents:
         self.in_jax_caches = False
 
     def record_use(self) -> None:
-        """Record in the traces around the current program that it uses the references."""
+        """Record that the function that is traced now captures the references to the contents.
+
+        Each `JitFrame` around it, the record of a trace by `vn.jit`, gets the contents. If another
+        function of JAX started the innermost trace that builds a jaxpr, set `in_jax_caches`,
+        because JAX's caches can then hold the references.
+        """
         traces = self._traces_inside()
         if any(map(is_staging, traces)):
             for frame in state.frames:
@@ -323,12 +349,10 @@ class ReferenceContents(Contents):
         self.refs = list(refs)
 
     def read(self) -> list[Any]:
-        """Return the values of the references."""
         self._check_traces()
         return self._read_values()
 
     def set(self, value: Any) -> None:
-        """Write a pytree of the same structure and types to the references."""
         self._check_traces()
         leaves, treedef = unpack_typed(
             *flatten_contents(value), stop_gradients=self.stops_gradients
@@ -350,14 +374,20 @@ class ReferenceContents(Contents):
 
 
 def _find_frame(traces: Sequence[Trace]) -> JitFrame | None:
-    """Return the frame of `vn.jit` for the innermost staging trace, if `vn.jit` started it."""
+    """Return the `JitFrame` of the innermost of `traces` that builds a jaxpr.
+
+    Return None if `vn.jit` did not start that trace.
+    """
     innermost = next(filter(is_staging, traces))
     frame = state.frames[-1] if state.frames else None
     return frame if frame and frame.trace is innermost else None
 
 
 def flatten_contents(value: Any) -> tuple[list[Any], Any]:
-    """Return the leaves of a pytree as arrays without weak types, and the structure."""
+    """Flatten the new contents of a `Box`: return the leaves as arrays, and the tree structure.
+
+    The arrays have no weak types. Raise TypeError if a leaf is neither an array nor a number.
+    """
     leaves, treedef = jax.tree.flatten(jax.tree.map(_unwrap, value))
     return list(map(_as_strong_array, leaves)), treedef
 
@@ -365,7 +395,11 @@ def flatten_contents(value: Any) -> tuple[list[Any], Any]:
 def unpack_typed(
     leaves: Sequence[Any], treedef: Any, stop_gradients: bool = False
 ) -> tuple[list[Any], Any]:
-    """Return a pytree in which each leaf of a high type is replaced by its own leaves."""
+    """Replace each leaf that is an implicit array of a high type by its own leaves.
+
+    Return the leaves and the structure of the new pytree. If there is such a leaf and
+    `stop_gradients` is true, the results have no derivatives.
+    """
     if not any(map(is_typed, leaves)):
         return list(leaves), treedef
     if stop_gradients:
@@ -374,7 +408,10 @@ def unpack_typed(
 
 
 def _unwrap(x: Any) -> Any:
-    """Return the implicit array or the derivatives that a tracer or an operand represents."""
+    """Return the implicit array, or its derivatives, in a tracer of `vn.implicit` or an operand.
+
+    Any other `x` is returned unchanged.
+    """
     return jax.tree.map(_unwrap, x.value) if type(x) is ImplicitTracer else expose(x)
 
 

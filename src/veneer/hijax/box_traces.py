@@ -30,7 +30,7 @@ def enclosing_traces(trace: Trace) -> Iterator[Trace]:
 
 
 def is_staging(trace: Trace) -> bool:
-    """Return whether a trace builds a jaxpr, so that it computes nothing."""
+    """Return whether a trace builds a jaxpr instead of computing values."""
     return hasattr(trace, "frame")
 
 
@@ -40,7 +40,10 @@ def is_checkpoint(trace: Trace) -> bool:
 
 
 def staged_for(trace: Trace) -> str | None:
-    """Return JAX's name of the function that a trace stages, such as "jit", or None."""
+    """Return JAX's name of the transformation that builds a jaxpr in a trace.
+
+    Examples are "jit" and "while_cond". Return None if the trace builds no jaxpr.
+    """
     frame = getattr(trace, "frame", None)
     return getattr(getattr(frame, "debug_info", None), "traced_for", None)
 
@@ -57,8 +60,8 @@ class JitFrame:
     """A context in which `vn.jit` traces a function. It records the Boxes that the function uses.
 
     `trace` is the trace of the function. `captured` is a dict to which the frame adds the contents
-    of captured Boxes, each with its version. `arguments` are the contents of Boxes among the
-    arguments.
+    of captured Boxes, each with its version. `arguments` has the contents of each Box among the
+    arguments of the function.
     """
 
     def __init__(self, trace: Trace, captured: "dict[Contents, int]", arguments: "list[Contents]"):
@@ -79,7 +82,10 @@ class JitFrame:
             clear_traced_functions()  # their references end with this trace
 
     def capture(self, contents: "Contents") -> None:
-        """Record that the function uses a captured Box. Raise ValueError if it is an argument."""
+        """Record that the function captures a Box, given its contents.
+
+        Raise ValueError if the Box is also an argument.
+        """
         if contents in self.arguments:
             raise alias_error(contents)
         self.captured[contents] = contents.version
@@ -97,7 +103,7 @@ def alias_error(contents: "Contents") -> ValueError:
 
 
 class _State(local):
-    """The state of one thread."""
+    """What `vn.jit` and `jax.jit` trace and call in one thread."""
 
     def __init__(self) -> None:
         self.frames: list[JitFrame] = []  # innermost last
@@ -111,10 +117,9 @@ state = _State()
 
 
 def get_latest(contents: "Contents") -> "Contents":
-    """Return the contents that a function under `vn.jit`, which is traced now, set for a Box.
+    """Return the current contents of a Box, given its contents before `vn.jit` traced a function.
 
-    `contents` are the contents of the Box before the trace. Return them if no function replaces
-    them.
+    They differ if a function that `vn.jit` traces now has changed the structure of the contents.
     """
     for frame in state.frames:
         contents = frame.replaced.get(contents, contents)

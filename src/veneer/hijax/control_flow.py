@@ -120,9 +120,10 @@ def _wrap_once(function: Any, name: str, wrap: Callable[[Callable], Callable]) -
 
 
 def _convert(form: Any, primitive: Primitive, x: Any) -> Any:
-    """Materialize `x` (`DENSE`), make it one typed value (`_TYPED`), or make it a label.
+    """Convert a value in a carry or among results to a form, if it can have the form.
 
-    Return `x` unchanged if it cannot have the form. A report of materialization names `primitive`.
+    The form is `DENSE` (materialized), `_TYPED` (one operand of a high type), or the tree structure
+    of a label. Otherwise return `x` unchanged. A report of materialization names `primitive`.
     """
     if form is DENSE:
         return materialise_traced(primitive, x) if _is_implicit(x) else x
@@ -135,7 +136,10 @@ def _convert(form: Any, primitive: Primitive, x: Any) -> Any:
 
 
 def _convert_leaves(forms: Forms, primitive: Primitive, tree: Any) -> Any:
-    """Convert the values in a tree to the forms that `forms` has for their indices."""
+    """Convert the values in a tree to the forms that `forms` has for their indices.
+
+    A report of materialization names `primitive`.
+    """
     leaves, treedef = _flatten(tree)
     for i, form in forms.items():
         leaves[i] = _convert(form, primitive, leaves[i])
@@ -198,8 +202,9 @@ def _bind_arguments(function: Callable, *args: Any, **kwargs: Any) -> BoundArgum
 def unify_carry(loop: Callable) -> Callable:
     """Wrap `lax.scan` or `lax.while_loop`, so that the carry keeps its type.
 
-    The body converts the new carry to the form of the old carry. If the types still differ, the
-    initial carry is converted. Results of a scan that cannot be stacked are materialized.
+    The body converts each new implicit array in the carry to a pytree of leaves or to one typed
+    value, as the old one is. If the types still differ, the initial carry is converted. Results of
+    a scan that cannot be stacked are materialized.
     """
     primitive = _SCAN if loop.__name__ == "scan" else _WHILE
 
@@ -224,7 +229,11 @@ def unify_carry(loop: Callable) -> Callable:
 
 
 def _wrap_scan_body(function: Callable) -> Callable:
-    """Wrap the body of a scan: match the carry, and materialize results that cannot be stacked."""
+    """Wrap the body of a scan.
+
+    Each implicit array in the new carry gets the form of the old one: a pytree of leaves or one
+    typed value. Results that cannot be stacked are materialized.
+    """
 
     @wraps(function)
     def body(carry: Any, xs: Any) -> Any:
@@ -238,14 +247,11 @@ def _wrap_scan_body(function: Callable) -> Callable:
 
 
 def _wrap_while_body(function: Callable) -> Callable:
-    """Wrap the body of a while loop, so that the new carry has the form of the old carry."""
     match = lambda carry: _match_carry(_WHILE, "while_loop", carry, function(carry))
     return wraps(function)(match)
 
 
 def _wrap_condition(function: Callable) -> Callable:
-    """Wrap the condition of a while loop, to materialize its result."""
-
     @wraps(function)
     def condition(carry: Any) -> Any:
         out = function(carry)
@@ -259,7 +265,11 @@ _WRAPPERS = {"f": _wrap_scan_body, "body_fun": _wrap_while_body, "cond_fun": _wr
 
 
 def _match_carry(primitive: Primitive, loop_name: str, before: Any, after: Any) -> Any:
-    """Return the carry `after` in the form of `before`. Raise `TypeMismatch` if types differ."""
+    """Convert `after`, the new carry of a loop, to the form of `before`, the old carry.
+
+    The form of an implicit array is a pytree of leaves or one typed value. Raise `TypeMismatch` if
+    the types of an implicit array still differ. A report of materialization names `primitive`.
+    """
     (old, tree), (new, new_tree) = _flatten(before), _flatten(after)
     if tree != new_tree or not any(map(_is_implicit, (*old, *new))):
         return after  # JAX raises the error for different structures
@@ -330,9 +340,11 @@ def unify_branches(choose: Callable) -> Callable:
 def _map_branches(
     argument: str, attribute: str, wrap: Callable[[Callable], Callable], x: Any
 ) -> Any:
-    """Return the argument `x` of a conditional. If it is a branch or branches, wrap these.
+    """Wrap the branches in one argument of `lax.cond` or `lax.switch`.
 
-    `argument` is the name of the argument. A branch keeps its wrapper as the attribute `attribute`.
+    `argument` is the name of the argument and `x` is its value: a branch, a list of branches, or
+    something else, which is returned unchanged. A branch keeps its wrapper as the attribute
+    `attribute`.
     """
     if argument == "branches":
         return [_wrap_once(branch, attribute, wrap) for branch in x]
@@ -340,7 +352,10 @@ def _map_branches(
 
 
 def _use_operand_forms(function: Callable) -> Callable:
-    """Wrap a branch to convert each result to the form of the last operand of the same class."""
+    """Wrap a branch: a result becomes a pytree of leaves if an operand of the same class is one.
+
+    The last such operand is the example, also for the forms of the parts of the implicit array.
+    """
 
     def branch(*args: Any) -> Any:
         values: Sequence[Any] = [x for x in _flatten(args)[0] if is_value(x)]

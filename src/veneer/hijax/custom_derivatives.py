@@ -77,16 +77,17 @@ def call_custom_vjp(call: Callable) -> Callable:
 
 
 def _with_functions(function: Any, **functions: Callable) -> Any:
-    """Return a copy of a `jax.custom_vjp` or `jax.custom_jvp`, with some attributes replaced."""
+    """Copy a `jax.custom_vjp` or `jax.custom_jvp`, with `functions` in place of its attributes."""
     copy = object.__new__(type(function))
     vars(copy).update(vars(function), **functions)
     return copy
 
 
 def _wrap_function(function: Callable, nondiff_argnums: Sequence[int]) -> Callable:
-    """Wrap the function that has the rule. Each result with a dense tangent becomes one leaf.
+    """Wrap the function that a `custom_vjp` or `custom_jvp` differentiates.
 
-    `nondiff_argnums` are the positions of static arguments, which stay unchanged.
+    The function gets implicit arrays. Each of its results with a dense tangent becomes one leaf for
+    JAX. `nondiff_argnums` are the positions of static arguments, which stay unchanged.
     """
 
     @wraps(function)
@@ -97,7 +98,7 @@ def _wrap_function(function: Callable, nondiff_argnums: Sequence[int]) -> Callab
 
 
 def _expose(args: Sequence[Any], nondiff_argnums: Sequence[int]) -> list[Any]:
-    """Return the arguments with implicit arrays in place of each `HighArray` and `Tangent`.
+    """Return arguments with an implicit array in place of each operand or tangent of a high type.
 
     The static arguments, at the positions `nondiff_argnums`, stay unchanged.
     """
@@ -112,11 +113,11 @@ def _expose(args: Sequence[Any], nondiff_argnums: Sequence[int]) -> list[Any]:
 )
 @dataclass
 class _Residuals:
-    """The residuals of a forward rule, with the arguments that the backward pass needs.
+    """The residuals of a `fwd` rule, with the arguments that the backward pass needs.
 
     `operands` are the arguments that are not static, with None for each dense array. They convert a
     dense cotangent to cotangents of leaves. JAX does not copy residuals that are arguments.
-    `treedef` and `avals` are the structure and the types of the flat arguments.
+    `treedef` and `avals` are the structure and the types of the arguments as JAX flattens them.
     """
 
     residuals: Any
@@ -126,7 +127,10 @@ class _Residuals:
 
 
 def _wrap_forward(fwd: Callable, nondiff_argnums: Sequence[int]) -> Callable:
-    """Wrap a forward rule to return its residuals as `_Residuals`."""
+    """Wrap the `fwd` rule of a `custom_vjp`, to take implicit arrays and return `_Residuals`.
+
+    `nondiff_argnums` are the positions of static arguments.
+    """
     value_of_leaf = lambda x: x.value if isinstance(x, CustomVJPPrimal) else x
 
     @wraps(fwd)
@@ -158,7 +162,8 @@ def _wrap_forward(fwd: Callable, nondiff_argnums: Sequence[int]) -> Callable:
 def _merge_flags(x: Any) -> Any:
     """Return one `CustomVJPPrimal` for an implicit array whose leaves are each a `CustomVJPPrimal`.
 
-    It is perturbed if any leaf is. A tree without a `CustomVJPPrimal` is returned unchanged.
+    This is JAX's pair of a value and the flag `perturbed`, which is true here if it is true for any
+    leaf. A tree without such pairs is returned unchanged.
     """
     leaves = [leaf for leaf in jax.tree.leaves(x) if isinstance(leaf, CustomVJPPrimal)]
     if not leaves:
@@ -168,9 +173,9 @@ def _merge_flags(x: Any) -> Any:
 
 
 def _wrap_backward(function: Any) -> Callable:
-    """Wrap a backward rule, to return one cotangent for each flat argument.
+    """Wrap the `bwd` rule of `function`, a `jax.custom_vjp`.
 
-    `function` is the `jax.custom_vjp`.
+    The wrapper returns one cotangent for each argument as JAX flattens it.
     """
     bwd, static_count = function.bwd, len(function.nondiff_argnums)
 
@@ -197,9 +202,10 @@ def _wrap_backward(function: Any) -> Callable:
 
 
 def _convert_cotangents(cotangents: Any, types: Any, operands: Any) -> Any:
-    """Convert the cotangents that a rule returns to one cotangent for each flat argument.
+    """Convert the cotangents that a user's rule returns to those that JAX expects.
 
-    `types` and `operands` are the types and the values of the arguments, as in `_Residuals`.
+    `types` and `operands` are the types and the values of the arguments, as in `_Residuals`. If the
+    tree structures differ, return the cotangents unchanged, for which JAX raises an error.
     """
     if not isinstance(cotangents, tuple | list):
         return cotangents
@@ -230,7 +236,7 @@ def _convert_leaf_cotangents(ct: Any, t: Any, operand: Any) -> Any:
     """Return an implicit array of cotangents, or a `Tangent` if `t` is a high type.
 
     `ct` has a cotangent for each leaf, or is the cotangent of the dense array. The latter is pulled
-    back to the leaves of `operand`, the implicit array.
+    back to the leaves of `operand`, the implicit array. Return None if `ct` is a `SymbolicZero`.
     """
     if isinstance(ct, SymbolicZero):
         return None
@@ -248,9 +254,10 @@ def _convert_leaf_cotangents(ct: Any, t: Any, operand: Any) -> Any:
 
 
 def _pull_back(ct: Any, t: Any, operand: Any) -> Any:
-    """Return the cotangents of the leaves of an operand, given the cotangent of its dense array.
+    """Convert the cotangent of the dense array of `operand` to cotangents of its leaves.
 
-    The result is a `Tangent` if `t` is a high type, or an implicit array of cotangents.
+    The result is a `Tangent` if `t`, the type of `operand`, is a high type. Otherwise it is an
+    implicit array of cotangents.
     """
     ct = materialise_traced(_COTANGENT, ct) if _is_implicit(ct) else ct
     if operand is None or not hasattr(ct, "dtype"):
@@ -267,7 +274,7 @@ def _pull_back(ct: Any, t: Any, operand: Any) -> Any:
 
 
 def _pack_tangent(derivatives: Any, t: HighType) -> Any:
-    """Return the `Tangent` of a value of type `t`, given an implicit array of derivatives."""
+    """Convert an implicit array of derivatives to the `Tangent` of a value of type `t`."""
     pairs = zip(leaves_of(derivatives), t.leaves, strict=True)
     return TangentType(t).raise_val(*(_convert_cotangent(x, a) for x, a in pairs if is_inexact(a)))
 
@@ -361,7 +368,11 @@ def _convert_tangent(t: Any, tangent: Any, primal: Any) -> Any:
 
 
 def _convert_leaf_tangent(leaf: Any, tangent: Any) -> Any:
-    """Return the tangent of a leaf, which is one array also if the leaf is an implicit array."""
+    """Return the tangent of one leaf of a result as one array.
+
+    If the leaf is an implicit array, the tangent can have one array for each of its leaves. These
+    are combined to the tangent of the dense array.
+    """
     if not is_value(tangent):
         return tangent
     if not holds_derivatives(tangent):
@@ -379,9 +390,10 @@ def _is_implicit(x: Any) -> bool:
 def _merge_zeros(derivative: Any, primal: Any = None) -> Any:
     """Return a derivative in which either the whole value is a `SymbolicZero`, or no leaf is.
 
-    If all leaves of the derivative are `SymbolicZero` and `primal`, the implicit array, is passed,
-    return one `SymbolicZero` with the shape of the dense array. Otherwise return arrays of zeros in
-    place of the leaves that are `SymbolicZero`. A zero of a typed value also gets the dense shape.
+    If all leaves of an implicit array of derivatives are `SymbolicZero`, and `primal` is its
+    implicit array, return one `SymbolicZero` with the shape of the dense array. Otherwise return
+    arrays of zeros in place of the leaves that are `SymbolicZero`. A zero of a high type also gets
+    the dense shape.
     """
     if isinstance(derivative, SymbolicZero) and isinstance(derivative.aval, TangentType):
         t = derivative.aval.of
@@ -396,9 +408,10 @@ def _merge_zeros(derivative: Any, primal: Any = None) -> Any:
 
 
 def _call_rule(rule: Callable, primals: Any, derivatives: Any) -> Any:
-    """Call `rule(primals, derivatives)` with derivatives that are marked.
+    """Call `rule(primals, derivatives)`, a user's rule, and mark its derivatives as such.
 
-    `within_rule` is set during the call, so that the marks survive calls of JAX inside the rule.
+    An operation that takes a marked derivative as an array raises an error. `within_rule` is set
+    during the call, so that the marks survive calls of JAX inside the rule.
     """
     mark = lambda x: mark_derivatives(unpack_tangent(x))
     derivatives = jax.tree.map(mark, derivatives, is_leaf=is_value)

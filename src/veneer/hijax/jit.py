@@ -80,9 +80,10 @@ def jit(function: Callable | None = None, /, **options: Any) -> Any:
 
 
 class Jitted:
-    """A function under `vn.jit`, with a `TracedFunction` for each structure of captured Boxes.
+    """The function that `vn.jit` returns.
 
-    `options` are the options of `jax.jit`, as `get_jit_options` returns them.
+    It has a `TracedFunction` for each structure of the Boxes that the function captures. `options`
+    are the options of `jax.jit`, as `get_jit_options` returns them.
     """
 
     def __init__(self, function: Callable, options: Any):
@@ -127,7 +128,7 @@ class Jitted:
         return out
 
     def _current_program(self) -> "TracedFunction":
-        """Return the program for the current structures of captured Boxes, or a new program."""
+        """Return the `TracedFunction` for the present contents of captured Boxes, or a new one."""
         program = next((p for p in self._programs if p.is_current()), None)
         if program is None:
             program = self._new_program()
@@ -163,7 +164,7 @@ _traced_by_jitted: WeakSet = WeakSet()
 
 
 class TracedFunction:
-    """A function under `jax.jit`, with the Boxes that its compiled programs capture.
+    """A function that `vn.jit` compiles by `jax.jit`, with the Boxes that it captures.
 
     **Arguments:**
 
@@ -217,9 +218,10 @@ class TracedFunction:
         _reject_held(passed, self.held_refs)
 
     def _trace(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Run the function in a new `JitFrame`, while JAX traces it.
+        """Run the function in a new `JitFrame`, while JAX traces it, and return its results.
 
-        Return its results, or a pair of its results and `WrittenContents`.
+        Return a pair of the results and `WrittenContents` if there are new contents to write to
+        Boxes, or if `returns_pair` is true.
         """
         flattened, state.flattened = state.flattened, None
         assert flattened is not None
@@ -245,7 +247,11 @@ class TracedFunction:
 
 
 def _reject_held(passed: Sequence[Contents], held_refs: Sequence[Any]) -> None:
-    """Raise ValueError if the contents of an argument have one of the captured references."""
+    """Raise ValueError if a Box is both an argument of a function and captured by it.
+
+    `passed` has the contents of each Box among the arguments. `held_refs` has all references that
+    the function captures.
+    """
     for contents in passed:
         if any(ref is held for ref in contents.refs or () for held in held_refs):
             raise alias_error(contents)
@@ -298,19 +304,19 @@ def _collect_written(
 
 @weakref_lru_cache  # JAX clears it together with its own caches
 def _jitted_cell(function: Callable, key: tuple[Any, ...]) -> list[Jitted]:
-    """Return the list that holds the `Jitted` of a function, and is empty at first.
+    """Return the list in which `catch_structure_changes` keeps the `Jitted` for a function.
 
-    `key` identifies the options of the `jax.jit`.
+    It is empty at first. `key` identifies the options of the `jax.jit`.
     """
     return []
 
 
 def catch_structure_changes(infer_params: Callable) -> Callable:
-    """Wrap JAX's function that traces a jitted function and returns the parameters of `jit`.
+    """Wrap JAX's function that traces a jitted function for the primitive `jit`.
 
-    In a call, if the function changes the structure of a Box, return a `Jitted` in place of the
-    parameters. `run_jitted` calls it. A trace without a call (`lower`, `make_jaxpr`) raises
-    TypeError.
+    It returns the parameters of the primitive. But if a call of the jitted function changes the
+    structure of a Box, the wrapper returns a `Jitted` in their place, which `run_jitted` calls. A
+    trace without a call (`lower`, `make_jaxpr`) raises TypeError.
     """
 
     def infer_or_make_jitted(function: Any, options: Any, args: Any, kwargs: Any) -> Any:
@@ -343,9 +349,10 @@ def catch_structure_changes(infer_params: Callable) -> Callable:
 
 
 def run_jitted(run: Callable) -> Callable:
-    """Wrap JAX's function that runs a jitted function with parameters, or with a `Jitted`.
+    """Wrap JAX's function that runs a jitted function with the parameters of the primitive `jit`.
 
-    A `Jitted`, which `catch_structure_changes` returns, is called with the original arguments.
+    If `catch_structure_changes` has returned a `Jitted` in place of the parameters, the wrapper
+    calls it with the original arguments.
     """
 
     def run_or_call(parameters: Any, flat: Any, function: Any, args: Any, kwargs: Any) -> Any:

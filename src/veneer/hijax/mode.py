@@ -62,17 +62,18 @@ class Patches:
         self.setters[name] = partial(_set_attribute, cell, "cell_contents", wrappers)
 
     def apply(self) -> None:
-        """Replace all attributes on the list."""
         self._undos = [replace() for replace in self.setters.values()]
 
     def undo(self) -> None:
-        """Restore all attributes."""
         while self._undos:
             self._undos.pop()()
 
 
 def _set_attribute(owner: Any, name: str, wrappers: tuple[Wrapper, ...]) -> Callable[[], None]:
-    """Replace an attribute by its wrapped value. Return a function that restores the attribute."""
+    """Replace an attribute by what the wrappers, in order, make of its value.
+
+    Return a function that restores the attribute.
+    """
     has_dict = hasattr(owner, "__dict__")  # a closure cell has none
     before = vars(owner).get(name, _ABSENT) if has_dict else getattr(owner, name)
     value = None if before is _ABSENT else before
@@ -193,7 +194,7 @@ def turned_on() -> AbstractContextManager:
 
 
 def _count(change: int) -> None:
-    """Add `change` to the number of uses.
+    """Add `change` to `_uses`, the number of reasons for which JAX must be patched.
 
     Patch JAX before the first use, and restore its attributes after the last. The caller must hold
     `_lock`.

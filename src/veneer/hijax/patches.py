@@ -113,13 +113,13 @@ class _HighConversion:
 def _asarray(asarray: Callable) -> Callable:
     """Wrap JAX's `asarray`, by which functions of `jax.lax` convert operands to arrays.
 
-    An implicit array becomes a typed operand.
+    An implicit array becomes one operand of a high type.
     """
     return lambda x: asarray(as_typed_operand(x) if isinstance(x, Value) and is_enabled() else x)
 
 
 def _bind(bind: Any) -> Callable:
-    """Wrap `Primitive.bind_with_trace`, so that primitives take typed operands.
+    """Wrap `Primitive.bind_with_trace`, so that primitives take operands of high types.
 
     JAX calls the method for each operation of each program, so it must be fast without them.
     """
@@ -201,9 +201,9 @@ def _lower_call(*args: Any, call_jaxpr: Any) -> list[Any]:
 
 
 def _lower_checkpoint(*args: Any, jaxpr: Any, **params: Any) -> list[Any]:
-    """Lower the primitive of `jax.checkpoint`, and return typed results.
+    """Lower the primitive of `jax.checkpoint`. Implicit arrays among the results stay whole.
 
-    It replaces the rule of JAX 0.10.2 to 0.12.0, which returns the leaves of typed results.
+    It replaces the rule of JAX 0.10.2 to 0.12.0, which returns the leaves of such results.
     """
     closed: Any = pe.close_jaxpr(jaxpr) if hasattr(pe, "close_jaxpr") else jaxpr  # JAX < 0.12
     lowered: Any = pe.lower_jaxpr2(closed)
@@ -223,7 +223,7 @@ def _lower_checkpoint(*args: Any, jaxpr: Any, **params: Any) -> list[Any]:
 
 
 def _get_typed_variable(get_variable: Callable) -> Callable:
-    """Wrap `Scope.get_variable` of Flax linen, to return implicit arrays as typed operands.
+    """Wrap `Scope.get_variable` of Flax linen, to return an implicit array as one typed operand.
 
     Flax compares the shape of each leaf of a variable with the shape that the initializer returns.
     A typed operand is one leaf with the shape of the dense array.

@@ -19,10 +19,11 @@ from .values import expose, is_inexact, within_rule
 
 
 def run_lowered(run: Callable) -> Callable:
-    """Wrap JAX's function that runs a jitted function.
+    """Wrap JAX's function that runs a jitted function, for results that are implicit arrays.
 
-    Outside of traces, the compiled function returns the leaves of its typed results, and JAX builds
-    the implicit arrays from these. Inside a trace, the results stay typed.
+    Such a result is one typed value in the jaxpr. Outside of traces, the compiled function returns
+    its leaves, and JAX builds the implicit array from these. Inside a trace, the result stays
+    typed.
     """
 
     def run_with_leaves(call: Any, *args: Any) -> Any:
@@ -63,7 +64,8 @@ def check_shardings(check: Callable) -> Callable:
 def lower_results(attribute: property) -> property:
     """Wrap a property of `jax.stages.Traced`, the result of `jax.jit(f).trace(...)`.
 
-    The property then describes a function that returns the leaves of typed results.
+    The property then describes a function that returns the leaves of each result that is an
+    implicit array.
     """
     get: Any = attribute.fget
 
@@ -82,9 +84,11 @@ def lower_results(attribute: property) -> property:
 
 
 def _lowered(params: dict[str, Any], out_tree: Any) -> Any:
-    """Return the parameters and the result tree of a `jit` that returns leaves.
+    """Convert a jitted function to return the leaves of each result that is an implicit array.
 
-    Return None if an operand is typed, or if the arrays of a typed result are not all its leaves.
+    `params` are the parameters of the primitive `jit`, and `out_tree` is the tree structure of the
+    results. Return both for the new function. Return None if an operand has a high type, or if the
+    arrays of a typed result are not all its leaves.
     """
     closed = params["jaxpr"]
     high = [aval for aval in closed.out_avals if aval.is_high]
@@ -99,9 +103,9 @@ def _lowered(params: dict[str, Any], out_tree: Any) -> Any:
 
 
 def _has_array_per_leaf(aval: Any) -> bool:
-    """Return whether a value of a type has one array for each leaf of the implicit array.
+    """Return whether `aval` is a high type with one array for each leaf of the implicit array.
 
-    A tangent has no array for a leaf of an integer dtype.
+    The type of a tangent has no array for a leaf of an integer dtype.
     """
     if isinstance(aval, TangentType):
         return all(map(is_inexact, aval.of.leaves))
@@ -109,10 +113,10 @@ def _has_array_per_leaf(aval: Any) -> bool:
 
 
 def _per_leaf(closed: Any, per_result: Sequence[Any], split: Callable) -> tuple[Any, ...]:
-    """Expand shardings or layouts, one for each result, to one for each leaf of each result.
+    """Return shardings or layouts, one for each result of a jaxpr, as one for each leaf.
 
     `split(aval, x)` returns the sharding or layout of each leaf of a result of type `aval`, given
-    the one that the user set for the result.
+    `x`, the one that the user set for the result.
     """
     per_leaf: list[Any] = []
     for aval, x in zip(closed.out_avals, per_result, strict=True):
@@ -124,7 +128,10 @@ def _per_leaf(closed: Any, per_result: Sequence[Any], split: Callable) -> tuple[
 
 
 def _leaf_shardings(aval: Any, sharding: Any) -> Sequence[Any]:
-    """Return the shardings of the leaves, given the sharding of the dense array."""
+    """Return the sharding of each leaf of an implicit array of type `aval`.
+
+    `sharding` is the sharding that the user set for the dense array.
+    """
     high_type = aval.of if isinstance(aval, TangentType) else aval
     shardings: list[Any] = []
 
@@ -143,14 +150,17 @@ def _reject_layout(aval: Any, layout: Any) -> Sequence[Any]:
 
 
 def _with_values(out_tree: Any, avals: Sequence[Any]) -> Any:
-    """Return `out_tree` with the structure of an implicit array in place of each typed leaf."""
+    """Replace each leaf of `out_tree` that has a high type by the structure of an implicit array.
+
+    `avals` are the types of the leaves of the tree structure `out_tree`.
+    """
     zeros = lambda treedef: jax.tree.unflatten(treedef, [0] * treedef.num_leaves)
     leaves = [zeros(_treedef_of(aval)) if aval.is_high else 0 for aval in avals]
     return tracing_registry.flatten(jax.tree.unflatten(out_tree, leaves))[1]
 
 
 def _treedef_of(aval: Any) -> Any:
-    """Return the structure of an implicit array of a type, down to all its leaves."""
+    """Return the tree structure of an implicit array of type `aval`, down to all its leaves."""
     if isinstance(aval, TangentType):
         return aval.of.treedef
     return jax.tree.structure(abstract(aval.treedef, aval.leaves))

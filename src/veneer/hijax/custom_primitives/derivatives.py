@@ -23,23 +23,24 @@ from .expansion import ONE_LEAF, Expansion, Structure, show_types, strong_type_o
 
 
 def has_tangent(t: Any) -> bool:
-    """Return whether values of a type have a tangent with a floating leaf."""
+    """Return whether a value of type `t` has a tangent with at least one floating leaf."""
     tangent = t.to_tangent_aval()
     return bool(tangent.leaves) if isinstance(tangent, TangentType) else is_inexact(tangent)
 
 
 def unflatten_tangents(structure: Structure, types: Sequence[Any], tangents: Any) -> Any:
-    """Return a pytree of tangents for values with a structure and types.
+    """Build the pytree of tangents for a pytree of operands or results.
 
-    `tangents` is an iterator, from which this takes the tangent of each type that has a floating
-    leaf. Other values, such as integers, get an array of zeros of dtype `float0`.
+    `structure` and `types` describe the operands or results. `tangents` is an iterator, from which
+    this takes the tangent of each type that has a floating leaf. The others, such as integers, get
+    an array of zeros of dtype `float0`.
     """
     zero = lambda t: np.zeros(t.shape, jax.dtypes.float0)
     return structure.unflatten(expose(next(tangents)) if has_tangent(t) else zero(t) for t in types)
 
 
 class ForwardRule(Expansion):
-    """The function `fwd` of `defvjp`.
+    """The function `fwd` of `defvjp`, as an operation.
 
     The operation returns three lists as one: the results, the residuals, and some of its operands.
     With high types off, the rule `bwd` may return a dense cotangent for an implicit array. To
@@ -49,7 +50,7 @@ class ForwardRule(Expansion):
     suffix = ".fwd"
 
     def evaluate(self, *values: Any) -> tuple[list[Any], Any]:
-        """Return this list, and a pair: the structures of the results and of the residuals."""
+        """Return the list of all three, and a pair: the structures of the results and residuals."""
         args = self.structure.unflatten(map(expose, values))
         pair = self.call_for_pair("fwd", "fwd must return a pair: results and residuals", *args)
         (flat, out), (residuals, residual_structure) = map(self.flatten_results, pair)
@@ -66,14 +67,17 @@ class ForwardRule(Expansion):
 
 
 def _dense_cotangent_flags(structure: Structure) -> list[bool]:
-    """Return for each operand whether it is a leaf of an implicit array with a dense tangent."""
+    """Return for each operand whether it is a leaf of an implicit array with a dense tangent.
+
+    For such an implicit array, a rule may return the cotangent of the dense array.
+    """
     is_dense = lambda v: v != ONE_LEAF and v.node_data()[0].dense_tangent
     return [is_dense(v) for v in structure.values for _ in range(v.num_leaves)]
 
 
 @dataclass(frozen=True)
 class DerivativeRule(Expansion):
-    """A rule that returns tangents or cotangents.
+    """A user's derivative rule that returns tangents or cotangents, as an operation.
 
     `types` are the types of the operands of the primitive. `out` and `out_types` are the structure
     and the types of its results.
@@ -108,7 +112,11 @@ class DerivativeRule(Expansion):
     def _flatten_tangent(
         self, tangent: Any, treedef: Any, types: Sequence[Any], primals: Sequence[Any]
     ) -> list[Any]:
-        """Return the list of `flatten_tangents` for one value, with the structure `treedef`."""
+        """Do the work of `flatten_tangents` for one array or implicit array.
+
+        `treedef` is its tree structure, `ONE_LEAF` if it is one operand. `types` and `primals` have
+        an item for each operand in it.
+        """
         if tangent is None or not any(map(has_tangent, types)):
             return [None] * len(types)
         if treedef == ONE_LEAF:
@@ -124,7 +132,7 @@ class DerivativeRule(Expansion):
         return [self.check_tangent(x, t) if has_tangent(t) else None for x, t in pairs]
 
     def check_tangent(self, tangent: Any, t: Any) -> Any:
-        """Return the tangent of a value of type `t`, as an array or a `Tangent`.
+        """Return the tangent of an operand or a result of type `t`, as an array or a `Tangent`.
 
         Raise TypeError if the tangent has another class, structure, shape or dtype.
         """
@@ -153,7 +161,7 @@ class DerivativeRule(Expansion):
 
 @dataclass(frozen=True)
 class BackwardRule(DerivativeRule):
-    """The function `bwd` of `defvjp`.
+    """The function `bwd` of `defvjp`, as an operation.
 
     The operation takes the residuals, the operands that `ForwardRule` returns, and the cotangents
     of the results. It returns the cotangents of the operands, without those for which the function
@@ -227,7 +235,7 @@ class LinearizedRule(Expansion):
         return unflatten(flat), None
 
     def _split(self, values: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-        """Return the operands that are passed on to `backward`, and the tangents."""
+        """Split the operands into those that are passed on to `backward`, and the tangents."""
         count = len(values) - sum(self.varies)
         return values[:count], values[count:]
 
@@ -255,7 +263,7 @@ class LinearizedRule(Expansion):
 
 
 class ForwardModeRule(DerivativeRule):
-    """The rule of `defjvp`.
+    """The user's rule of `defjvp`, as an operation.
 
     The operation takes the operands, then the tangents of the operands with a floating leaf. It
     returns the tangents of the results with a floating leaf.
@@ -280,10 +288,11 @@ class ForwardModeRule(DerivativeRule):
 
 @dataclass(frozen=True)
 class TransposeRule(DerivativeRule):
-    """The rule of `deftranspose`: the cotangent of an operand in which the primitive is linear.
+    """The user's rule of `deftranspose`, as an operation.
 
-    The operation takes the other operands, then the cotangents of the results. It returns the
-    cotangent of the argument `argnum`, which is one operand, with the index `position`.
+    The rule returns the cotangent of an operand in which the primitive is linear: the argument
+    `argnum`, which is one operand, with the index `position`. The operation takes the other
+    operands, then the cotangents of the results.
     """
 
     position: int
@@ -359,7 +368,7 @@ def _jvp_of_linear(
 
 
 def _linear_argnum(expansion: Expansion, position: int) -> int | None:
-    """Return the argument number of the operand with the index `position` in the flat list.
+    """Return which argument of the primitive is the operand with the index `position`.
 
     Return None if the operand is only a part of an argument, or has no `deftranspose` rule.
     """

@@ -27,10 +27,11 @@ from ..values import Operation, Pack, Tangent, Unpack, apply, expose, value_of
 
 @dataclass(frozen=True)
 class Structure:
-    """The structure of a pytree of values. Each value is an array or an implicit array.
+    """The structure of a pytree of operands or results of a user's primitive.
 
-    `tree` is the tree structure in which each value is a leaf. `values` has the tree structure of
-    each value, down to its operands: `ONE_LEAF` if the value is one operand.
+    The pytree has values, each an array or an implicit array. `tree` is the tree structure in which
+    each value is a leaf. `values` has the tree structure of each value, down to its operands:
+    `ONE_LEAF` if the value is one operand.
     """
 
     tree: Any
@@ -47,12 +48,12 @@ class Structure:
         return [list(islice(rest, value.num_leaves)) for value in self.values]
 
     def unflatten(self, flat: Iterable[Any]) -> Any:
-        """Return the pytree whose leaves are the next `size` items of `flat`."""
+        """Build the pytree whose operands are the next `size` items of `flat`."""
         pairs = zip(self.values, self.group(flat), strict=True)
         return jax.tree.unflatten(self.tree, [jax.tree.unflatten(v, group) for v, group in pairs])
 
     def flatten_up_to(self, tree: Any) -> list[Any]:
-        """Return the subtree of `tree` at the position of each operand."""
+        """Return the part of the pytree `tree` in the place of each operand."""
         pairs = zip(self.values, self.tree.flatten_up_to(tree), strict=True)
         return [x for value, subtree in pairs for x in value.flatten_up_to(subtree)]
 
@@ -61,7 +62,7 @@ ONE_LEAF = jax.tree.structure(0)
 
 
 def flatten_values(tree: Any, typed: bool) -> tuple[list[Any], Structure]:
-    """Return the operands in a pytree, and its structure.
+    """Return the operands in a pytree of arrays and implicit arrays, and its structure.
 
     An implicit array is one operand if `typed` is true. Otherwise each leaf is an operand.
     """
@@ -98,7 +99,7 @@ def map_operation(
 
 @dataclass(frozen=True)
 class Expansion(Operation):
-    """The function that defines a primitive, as an operation.
+    """The function that defines a user's primitive, as an operation on flat lists of operands.
 
     A subclass overrides `evaluate` to call another function of the user, such as a derivative rule.
     `evaluate` also returns static data about the results, which `infer` finds on abstract operands.
@@ -129,7 +130,10 @@ class Expansion(Operation):
         return self.flatten_results(out)
 
     def call(self, rule: Any, *args: Any) -> Any:
-        """Call a function of the user with the parameters. `rule` is its key in `rules`."""
+        """Call a function of the user with `args` and the static parameters of the primitive.
+
+        `rule` is the key of the function in `HighPrimitive.rules`.
+        """
         return self.primitive.rules[rule](*args, **self.parameters.params)
 
     def call_for_pair(self, rule: Any, message: str, *args: Any) -> Any:
@@ -150,7 +154,7 @@ class Expansion(Operation):
         return flatten_values(jax.tree.map(self._unpack, tree, is_leaf=is_value), self.typed)
 
     def _unpack(self, x: Any) -> Any:
-        """Return a typed tracer as an implicit array, which `flatten_values` can flatten.
+        """Return an implicit array in place of a tracer of one, for `flatten_values`.
 
         If `self.typed` is true, a tracer with a dense tangent stays a tracer.
         """
@@ -258,7 +262,10 @@ class MappedExpansion(Vmap):
 
 
 def _sum_first_axis(type: Any, ct: Any) -> Any:
-    """Sum a stack of cotangents to a cotangent of type `type`, an array type or a `TangentType`."""
+    """Sum cotangents, which `ct` stacks along its first axis, to a cotangent of type `type`.
+
+    The type is an array type or a `TangentType`.
+    """
     if not isinstance(type, TangentType):
         return jnp.sum(ct, axis=0)
     leaves = apply(Unpack(jax.typeof(ct)), ct)
