@@ -29,7 +29,11 @@ _MOST_PRODUCTS = 16
 
 
 def is_on_one_device(ctx: Any) -> bool:
-    """Return whether a program is for one device, or is the part of one device in a shard_map."""
+    """Return whether the program that is being lowered is for one device.
+
+    The part of one device in a `shard_map` is. `ctx` is the context that JAX gives to a lowering
+    rule.
+    """
     axes = ctx.module_context.axis_context
     if isinstance(axes, mlir.SPMDAxisContext):  # a shard_map
         return set(axes.manual_axes) == set(axes.mesh.axis_names)
@@ -37,11 +41,12 @@ def is_on_one_device(ctx: Any) -> bool:
 
 
 def is_local(ctx: Any, platform: str) -> bool:
-    """Return whether a program is for one device of a platform, and for this process.
+    """Return whether the program that is being lowered is for one device, and runs in this process.
 
     **Arguments:**
 
-    - `platform`: "cpu" or "cuda".
+    - `ctx`: the context that JAX gives to a lowering rule.
+    - `platform`: the only platform that the program may be for, "cpu" or "cuda".
     """
     context = ctx.module_context
     is_here = context.platforms == (platform,) and not context.lowering_parameters.for_export
@@ -49,7 +54,13 @@ def is_local(ctx: Any, platform: str) -> bool:
 
 
 def by_reference(*arrays: Any, problem: MatmulProblem, present: Sequence[bool]) -> jax.Array:
-    """Compute a product by XLA."""
+    """Compute a product with a stored matrix by XLA.
+
+    **Arguments:**
+
+    - `arrays`: the operands that are present.
+    - `present`: for each field of `MatmulOperands`, whether it is present.
+    """
     problem, operands = problem.flatten_batch(unflatten(arrays, present))
     problem, operands = problem.with_float_scales(operands)
     return problem.reference(operands, problem)
@@ -58,7 +69,13 @@ def by_reference(*arrays: Any, problem: MatmulProblem, present: Sequence[bool]) 
 def by_kernel(
     *arrays: Any, problem: MatmulProblem, present: Sequence[bool], platform: str = "cpu"
 ) -> jax.Array:
-    """Compute a product on one device: by a kernel if there is one for it, else by XLA."""
+    """Compute a product on one device: by a kernel if there is one for it, else by XLA.
+
+    **Arguments:**
+
+    - `arrays`, `present`: as for `by_reference`.
+    - `platform`: the platform of the device, "cpu", "gpu" or "tpu".
+    """
     operands = unflatten(arrays, present)
     if platform == "cpu":
         kernel = find_cpu_kernel(operands, problem)
@@ -84,7 +101,7 @@ def by_kernel(
 
 
 def by_gpu_kernel(*arrays: Any, problem: MatmulProblem, present: Sequence[bool]) -> jax.Array:
-    """Compute a product on one GPU: by a kernel if there is one for it, else by XLA."""
+    """Compute a product on one GPU: by a kernel if one fits and the GPU is here, else by XLA."""
     if not can_use_kernel("gpu", arrays, problem, present):
         return by_reference(*arrays, problem=problem, present=present)
     return by_kernel(*arrays, problem=problem, present=present, platform="gpu")
@@ -93,9 +110,10 @@ def by_gpu_kernel(*arrays: Any, problem: MatmulProblem, present: Sequence[bool])
 def can_use_kernel(
     platform: str, avals: Sequence[Any], problem: MatmulProblem, present: Sequence[bool]
 ) -> bool:
-    """Return whether a kernel of a GPU or TPU fits a product, and its device is here.
+    """Return whether a kernel for GPUs or TPUs fits a product, and can be lowered in this process.
 
     If not, XLA gets the product at once, and can partition it as any other over several devices.
+    `avals` are the types of the operands that are present.
     """
     operands = jax.eval_shape(
         lambda *xs: problem.with_float_scales(unflatten(xs, present).deinterleaved())[1], *avals
@@ -107,7 +125,7 @@ def can_use_kernel(
 def find_kernel(
     platform: str, operands: MatmulOperands, problem: MatmulProblem
 ) -> KernelRow | None:
-    """Return the kernel that fits a product, or None."""
+    """Return the kernel for a product on a platform, or None if no kernel fits."""
     shape = problem.shape(operands)
     if not shape.m:
         return None
@@ -115,7 +133,10 @@ def find_kernel(
 
 
 def find_cpu_kernel(operands: MatmulOperands, problem: MatmulProblem) -> KernelRow | None:
-    """Return the kernel that computes a product on one CPU, after building it, or None."""
+    """Return the kernel for a product on one CPU, after compiling it.
+
+    Return None if no kernel fits, or if it cannot be compiled.
+    """
     kernel = find_kernel("cpu", operands, problem)
     is_built = kernel is not None and select.is_built(kernel.target(problem.codes.kind))
     return kernel if is_built else None
@@ -125,12 +146,12 @@ def find_cpu_kernel(operands: MatmulOperands, problem: MatmulProblem) -> KernelR
 
 
 class Stacked(NamedTuple):
-    """An operand `[B, ...]` that is a part of a stack.
+    """An operand `[B, ...]` of a product that is one part of a larger array.
 
     **Arguments:**
 
-    - `stack`: `[parts * B, ...]`.
-    - `index`: of the part, an int32 scalar. Larger ones mean the last part.
+    - `stack`: the larger array, `[parts * B, ...]`.
+    - `index`: the index of the part, an int32 scalar. If it is too large, it means the last part.
     """
 
     stack: jax.Array
@@ -150,8 +171,8 @@ def call_cpu_kernel(
 
     **Arguments:**
 
-    - `stacks`: operands that the kernel reads from a stack. It uses only the shapes of the
-      same arrays in `operands`.
+    - `stacks`: the operands that the kernel reads from a stack, by their names in
+      `MatmulOperands`. Only the shapes of the arrays with these names in `operands` are used.
     """
     x, packed, x_scale = operands.x, operands.packed, operands.x_scale
     table = np.asarray(problem.codes.table, np.float32)
@@ -189,10 +210,11 @@ def call_cpu_kernel(
 def _fused_offset(
     kernel: KernelRow, operands: MatmulOperands, problem: MatmulProblem
 ) -> str | None:
-    """Return the operand that a CPU kernel adds to codes times scales: minima, zero points or None.
+    """Return "minimum" or "zero_point" if a CPU kernel reads this operand, else None.
 
-    Kernels of int8 that contract rows add neither. Zero points of short tiles are nearly as many as
-    the codes, so no kernel reads them, except for short rows, which share them.
+    If None, XLA adds the term of this operand to the product. Kernels of int8 activations that
+    contract rows read neither. Zero points of short tiles are nearly as many as the codes, so only
+    the kernel for short rows reads them.
     """
     if operands.x_scale is not None and problem.contracting == "rows":
         return None
@@ -207,7 +229,7 @@ def _fused_offset(
 
 
 def _zero_point_term(problem: MatmulProblem, operands: MatmulOperands) -> jax.Array:
-    """Return the product of x with `scale * zero_point`, f32 `[B, M, N]`."""
+    """Return the product of x with `scale * (zero_point - offset)`, f32 `[B, M, N]`."""
     zero_point = operands.zero_point
     assert zero_point is not None
     scale = operands.scale.astype(jnp.float32)  # its shape may differ from that of zero_point
@@ -216,11 +238,11 @@ def _zero_point_term(problem: MatmulProblem, operands: MatmulOperands) -> jax.Ar
 
 
 def _tile_product(problem: MatmulProblem, operands: MatmulOperands, values: jax.Array) -> jax.Array:
-    """Return the product of x with a matrix that has one value in each tile, f32 `[B, M, N]`.
+    """Return the product of x with a matrix whose entries are equal in each tile, f32 `[B, M, N]`.
 
     **Arguments:**
 
-    - `values`: f32 `[B, R / tr, C / tc]`.
+    - `values`: the value of each tile, f32 `[B, R / tr, C / tc]`.
     """
     x_scale = operands.x_scale
     if x_scale is not None and x_scale.ndim == 3:

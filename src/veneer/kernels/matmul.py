@@ -72,7 +72,7 @@ def _jvp(
 def _tangent_of_result(
     operands: MatmulOperands, problem: MatmulProblem, name: str, tangent: jax.Array
 ) -> jax.Array:
-    """Return the tangent of the product for the tangent of one operand."""
+    """Return the tangent of the product, given the tangent of the operand `name` alone."""
     if problem.tiles is not None and name.startswith("outer_"):
         name = name.removeprefix("outer_")
         tangent = problem.tiles.dequantize(getattr(operands, name), tangent)
@@ -145,9 +145,13 @@ batching.primitive_batchers[matmul_p] = _batch
 
 
 def _merge_mapped_axis(x: Any, axis: int | None, size: int, to: int) -> Any:
-    """Return an array with its mapped axis merged into axis `to`, as the slower part.
+    """Merge the axis of an array that `vmap` maps into another axis. The mapped axis varies slower.
 
-    An array that is not mapped (`axis` is None) is repeated.
+    **Arguments:**
+
+    - `axis`: the mapped axis. If it is None, the array is first repeated along a new axis.
+    - `size`: the size of the mapped axis.
+    - `to`: the other axis, counted without the mapped axis.
     """
     if axis is not None:
         x = jnp.moveaxis(x, axis, to)
@@ -160,10 +164,10 @@ def _merge_mapped_axis(x: Any, axis: int | None, size: int, to: int) -> Any:
 
 
 def _lowered(ctx: Any, *values: Any, problem: MatmulProblem, present: Sequence[bool]) -> Any:
-    """Lower a product. If its matrix is a transposed one, read the matrix before the transposition.
+    """Lower a product. If the program transposes its stored matrix, read the original instead.
 
-    To transpose codes, as `w.T` does, takes longer than the product. Contracting the other axis
-    gives the same result.
+    To transpose codes, as `w.T` does, takes longer than the product. Contracting the other axis of
+    the original gives the same result.
     """
     # Without types of a shard_map: all that is computed here stays on one device.
     avals = [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_in]
@@ -200,7 +204,10 @@ def _lowered(ctx: Any, *values: Any, problem: MatmulProblem, present: Sequence[b
 
 
 def _transposed_from(packed: Any) -> Any:
-    """Return the value that a program transposes to `packed` by swapping two axes, or None."""
+    """Return the MLIR value that a program transposes to `packed`, or None.
+
+    The transposition must swap the last two axes. A reshape of the axes before these may follow it.
+    """
     operation = packed.owner
     if getattr(operation, "name", "") == "stablehlo.reshape":  # which merges the axes of a batch
         operation = operation.operands[0].owner
@@ -215,10 +222,10 @@ def _transposed_from(packed: Any) -> Any:
 
 
 def _before_merge(ctx: Any, packed: Any) -> Any:
-    """Return stored matrices `[B1, B2, R, bytes]` that a program reshapes to `packed`, or None.
+    """Return the MLIR value `[B1, B2, R, bytes]` that a program reshapes to `packed`, or None.
 
-    CPU kernels read them. For an array that is written to, such as the blocks of a cache, XLA would
-    copy all of it for the reshape.
+    CPU kernels can read stored matrices with two axes before R. For an array that is written to,
+    such as the blocks of a cache, XLA would copy all of it for the reshape.
     """
     operation = packed.owner
     if not is_local(ctx, "cpu") or getattr(operation, "name", "") != "stablehlo.reshape":

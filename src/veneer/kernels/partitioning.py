@@ -81,7 +81,9 @@ def _by_partitions(
 def sharding_rule(
     arrays: Sequence[Any], problem: MatmulProblem, present: Sequence[bool]
 ) -> tuple[str, dict[str, int], tuple[str, ...]]:
-    """Return a sharding rule, the sizes of factors of divided axes, and the contracted factors.
+    """Return the sharding rule of a product, for `custom_partitioning` in JAX.
+
+    **Returns:** the rule, the sizes of the factors of divided axes, and the contracted factors.
 
     >>> import jax
     >>> from veneer.kernels import Codes, MatmulProblem
@@ -128,7 +130,7 @@ def sharding_rule(
 
 
 def _axes(operands: MatmulOperands, problem: MatmulProblem) -> list[tuple[str, ...]]:
-    """Return the names of the axes of each operand, and of the result."""
+    """Return the names of the axes of each operand that is not None, and of the result."""
     matrix = ("b", "rows", "columns")
     x = ("b", "m", problem.contracting)
     x_scale = x if operands.x_scale is not None and operands.x_scale.ndim == 3 else x[:2]
@@ -138,9 +140,16 @@ def _axes(operands: MatmulOperands, problem: MatmulProblem) -> list[tuple[str, .
 
 
 def _factors(prefix: str, counts: set[int]) -> dict[int, dict[str, int]]:
-    """Return the factors of axes that correspond to the same axis, by the number of entries.
+    """Divide an axis of the matrix into factors. Arrays with fewer entries along it have the first.
 
-    If one number does not divide the next, the axes have no factors in common.
+    Along the axis, codes, bytes and scales are different numbers of entries.
+
+    **Arguments:**
+
+    - `prefix`: the first letter of the names of factors.
+    - `counts`: the numbers of entries. If one does not divide the next, no factors are shared.
+
+    **Returns:** for each number of entries, the names and sizes of its factors.
     """
     factors: dict[int, dict[str, int]] = {}
     previous, axis = 1, dict[str, int]()
@@ -153,7 +162,7 @@ def _factors(prefix: str, counts: set[int]) -> dict[int, dict[str, int]]:
 
 
 def _most_tiles(operands: MatmulOperands) -> tuple[int, int]:
-    """Return the number of tiles along rows and columns, of scales or zero points."""
+    """Return the larger number of scales and of zero points, along rows and along columns."""
     leaves = [x for x in (operands.scale, operands.zero_point) if x is not None]
     return max(x.shape[1] for x in leaves), max(x.shape[2] for x in leaves)
 
@@ -198,7 +207,7 @@ _MeshAxes = tuple[str, ...] | None
 def _mesh_axes(
     operands: MatmulOperands, result: Any, problem: MatmulProblem, mesh: Any
 ) -> dict[str, _MeshAxes]:
-    """Return the mesh axes that shard each axis of the product.
+    """Return the mesh axes that shard each axis of a product: "b", "m", "rows" and "columns".
 
     For each axis, use the sharding of the result, or else of an operand. Ignore a sharding that
     splits a byte or one of several tiles, or that uses a mesh axis which another axis uses.
@@ -217,7 +226,6 @@ def _mesh_axes(
     counts["columns"].append(1 if problem.columns % codes else problem.columns // codes)
 
     def wanted(x: Any, axis: int) -> _MeshAxes:
-        """Return the mesh axes by which the partitioner would shard an axis of an array."""
         spec = find_partition_spec(mesh, x.sharding, len(x.shape))
         entry = spec[axis] if axis < len(spec) else None
         return (entry,) if isinstance(entry, str) else entry

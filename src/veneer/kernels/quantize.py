@@ -31,11 +31,13 @@ _MOST_VALUES = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Quantizer:
-    """A format, and the tiles of an array. The largest magnitude of a tile determines its scale.
+    """A format to quantize to, and the tiles of an array.
+
+    The largest magnitude of a tile determines its scale.
 
     **Arguments:**
 
-    - `kind`: a format of `QUANTIZED_BITS`.
+    - `kind`: the format, a key of `QUANTIZED_BITS`.
     - `table`: f32: the reciprocal of the value that the largest magnitude is scaled to; 1 if scales
       are rounded to 16 bits, else 0; and for a format that is no integer, the smallest value of
       each code but the first.
@@ -50,12 +52,17 @@ class Quantizer:
     reference: Callable[[jax.Array, Shape], tuple[jax.Array, jax.Array]]
 
     def packed_shape(self, shape: Shape) -> Shape:
-        """Return the shape of the stored codes, which are packed along the last axis."""
+        """Return the shape of the stored codes of an array. They are packed along the last axis."""
         return (*shape[:-1], -(-shape[-1] * QUANTIZED_BITS[self.kind] // 8))
 
 
 def serves(kind: str, shape: Shape, counts: Shape) -> bool:
     """Return whether a kernel quantizes an array of this shape, and is faster than XLA.
+
+    **Arguments:**
+
+    - `kind`: the format to quantize to.
+    - `counts`: the number of tiles along each axis.
 
     >>> from veneer.kernels.quantize import serves
     >>> serves("int4", (4096, 4096), (32, 4096)), serves("int4", (4096, 4096), (1, 1))
@@ -130,7 +137,7 @@ def _by_kernel(array: jax.Array, *, quantizer: Quantizer) -> tuple[jax.Array, ja
 def _as_matrices(
     kind: str, shape: Shape, counts: Shape
 ) -> tuple[tuple[int, int, int], tuple[int, int]] | None:
-    """Return the shape of an array as `[B, R, C]`, and the shape of a tile in `[R, C]`.
+    """Return the shape `[B, R, C]` by which a kernel reads an array, and the shape of a tile.
 
     R is the axis before the last whose tiles have more than one value, and C has all axes after R.
     Return None if more than one such axis exists, or if the kernel does not support the sizes.

@@ -54,7 +54,7 @@ def use(choice: str) -> Iterator[None]:
 
 
 def chosen() -> Choice:
-    """Return the choice in force.
+    """Return the choice of `use` or of the environment variable that applies now.
 
     **Raises:** `ValueError` if the environment variable `VENEER_KERNELS` holds no choice.
     """
@@ -83,10 +83,10 @@ def may_serve(entries: int, batch: Any) -> bool:
 
 
 def least_entries(platform: str, entries: int, batch: int) -> int | None:
-    """Return the entries that a matrix must have for the kernels of a platform.
+    """Return how many entries a matrix needs for the kernels of a platform, if it has too few.
 
-    None if these entries suffice, if their number is symbolic, or if the platform has no kernels
-    that were measured.
+    Return None if it has enough `entries`, if their number is symbolic, or if the platform has no
+    kernels that were measured.
     """
     has_kernels = any(row.platform == platform and not row.opt_in for row in TABLE)
     if not has_kernels or not isinstance(entries, int):
@@ -122,7 +122,7 @@ def find_kernel(
 def _is_unavailable(kernel: KernelRow) -> bool:
     """Return whether the devices of this process, or this JAX version, cannot run a kernel.
 
-    On a machine without a GPU, programs for a GPU can still be traced.
+    Without a GPU, kernels for GPUs count as available: programs for a GPU can still be traced.
     """
     if kernel.requires == "bf16":
         return not build.has_bf16()
@@ -133,7 +133,7 @@ def _is_unavailable(kernel: KernelRow) -> bool:
 
 
 def usable(operands: MatmulOperands, problem: MatmulProblem) -> dict[str, KernelRow]:
-    """Return the kernels that a program runs, by platform.
+    """Return the kernels that compute a product in this process, by platform.
 
     XLA computes the product on all other platforms. The kernel of a GPU is compiled to test it, if
     a GPU is here. On other machines, no program runs it.
@@ -161,7 +161,7 @@ def usable(operands: MatmulOperands, problem: MatmulProblem) -> dict[str, Kernel
 def is_built(target: str) -> bool:
     """Return whether a CPU kernel can be called in this process. Compile it if necessary.
 
-    If it cannot be compiled, a warning says why, once.
+    `target` is the name of its FFI target. If it cannot be compiled, a warning says why, once.
     """
     reason = build.available()
     if reason is None:
@@ -187,11 +187,15 @@ class DeviceKernel(Protocol):
         ...
 
     def product(self, operands: MatmulOperands, problem: MatmulProblem) -> jax.Array:
-        """Return a product without minima, and without zero points that it does not take."""
+        """Return the product of activations with `codes * scale`.
+
+        If `takes_zero_points`, zero points are subtracted from the codes. The caller adds the
+        terms of all other zero points and of minima.
+        """
         ...
 
     def takes_zero_points(self, operands: MatmulOperands, problem: MatmulProblem) -> bool:
-        """Return whether the kernel subtracts the zero points itself."""
+        """Return whether `product` subtracts zero points from the codes."""
         ...
 
 
@@ -220,7 +224,7 @@ def can_lower(kernel: KernelRow, operands: MatmulOperands, problem: MatmulProble
 def has_device(kernel: KernelRow) -> bool:
     """Return whether this process has a device for a kernel.
 
-    It need not have a TPU: programs for a TPU can be lowered on another machine.
+    For a TPU kernel, return True on every machine: programs for a TPU can be lowered on any.
     """
     if kernel.requires == "hopper":
         return hopper.is_hopper()

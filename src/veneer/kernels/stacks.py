@@ -39,7 +39,7 @@ _is_installed = False
 
 
 def lower_loops_in_place() -> None:
-    """Change the lowering of `while` for CPUs, once in a process."""
+    """Change how JAX lowers `while` for CPUs to `_lower_while`, once in a process."""
     global _is_installed
     with COMPILING:  # which a fork waits for
         if not _is_installed:
@@ -55,7 +55,10 @@ def _lower_while(
     body_nconsts: int,
     **params: Any,
 ) -> Any:
-    """Lower a `while`. By now, JAX has converted each `scan` to one."""
+    """Lower a `while` by JAX's rule. If the body has products, let these read stacks in place.
+
+    By now, JAX has converted each `scan` to a `while`.
+    """
 
     def in_place(*operands: Any) -> list[Any]:
         # Only constants of the loop are stacks: XLA would copy a carry that is written to.
@@ -85,7 +88,7 @@ class _Slice(NamedTuple):
 
     - `array`: the slice itself, which XLA computes if an operation reads it.
     - `stack`: the stack.
-    - `index`: of the part, an integer. Out of bounds, it means the first or the last part.
+    - `index`: the index of the part, an integer. Out of bounds, it means the first or last part.
     - `is_transposed`: whether the last two axes are swapped, compared with the stack.
     """
 
@@ -149,7 +152,10 @@ def _equation(equation: Any, operands: list[Any]) -> Sequence[Any]:
 def _product(
     operands: Sequence[Any], *, problem: MatmulProblem, present: Sequence[bool]
 ) -> jax.Array | None:
-    """Return the product by a kernel, or None if the matrix is no slice or no kernel fits."""
+    """Return the product by a CPU kernel that reads the stack of its matrix.
+
+    Return None if the matrix is not a `_Slice`, or if no kernel fits.
+    """
     slices = unflatten(operands, present)
     if not isinstance(slices.packed, _Slice):
         return None
@@ -185,7 +191,10 @@ def _slice(out: Any, x: Any, *, start_indices: Sequence[int], **params: Any) -> 
 
 
 def _entry(out: Any, x: Any, start: Any) -> Any:
-    """Return an entry along the first axis as a slice of the stack of x, if x is a slice."""
+    """Return `out`, which is entry `start` of x along the first axis, as a `_Slice` if possible.
+
+    It is possible if x is a `_Slice` that is not transposed.
+    """
     if not isinstance(x, _Slice) or x.is_transposed:
         return out
     start, count = jnp.asarray(_array_of(start)), x.array.shape[0]

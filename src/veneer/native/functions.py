@@ -33,8 +33,7 @@ class _UnoptimizedLibrary(CPUCodeLibrary):
 
     @property
     def codegen(self) -> Any:
-        """This object. Numba calls its `set_env`."""
-        return self
+        return self  # Numba calls its `set_env`
 
     def set_env(self, name: str, environment: Any) -> None:
         """Do nothing: the function uses no Python objects."""

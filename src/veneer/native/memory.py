@@ -68,7 +68,7 @@ store_i8, store_i32, store_i64, store_f32 = map(
 
 @intrinsic
 def word(typing_context, job, index):
-    """Return the int64 at `job + 8 * index`, a word of a job: `word(job, M)`."""
+    """Return the int64 at `job + 8 * index`, for an array of int64 at the address `job`."""
 
     def emit(context, builder, signature, args):
         return builder.load(builder.gep(pointer(builder, args[0], I64), [args[1]]))
@@ -78,7 +78,7 @@ def word(typing_context, job, index):
 
 @intrinsic
 def set_word(typing_context, job, index, value):
-    """Write an int64 to `job + 8 * index`."""
+    """Write an int64 to `job + 8 * index`, for an array of int64 at the address `job`."""
 
     def emit(context, builder, signature, args):
         builder.store(args[2], builder.gep(pointer(builder, args[0], I64), [args[1]]))

@@ -95,7 +95,10 @@ def run(frame, job, work, count, first, threads):
 
 @native
 def _help(memory):
-    """Run parts of this job and of jobs that follow within `_WAIT` of each other."""
+    """Run parts of a job, and then of each job that is given to this thread within `_WAIT`.
+
+    `memory` is the address of the words in front of the job. XLA's pool calls this.
+    """
     while memory != 0:
         _do_parts(memory)
         release(memory + 8 * _JOB)
@@ -105,7 +108,7 @@ def _help(memory):
 
 @native
 def _do_parts(memory):
-    """Take and run parts until none is left."""
+    """Take and run parts of the job in `memory` until none is left."""
     count, first = word(memory, _COUNT), word(memory, _FIRST)
     part = fetch_add(memory + 8 * _NEXT, 1)
     while part < count:

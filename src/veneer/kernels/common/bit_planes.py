@@ -58,5 +58,8 @@ def unpack_bits(packed: ArrayLike, bits: int, axis: int, size: int) -> jax.Array
 
 
 def _shifts(axis: int) -> jax.Array:
-    """Return 0 to 7, to broadcast along the new axis after a negative axis."""
+    """Return the bit of each of eight neighbors in a byte: 0 to 7, along their axis.
+
+    `axis` is the negative axis of the codes, before eight neighbors get an axis of their own.
+    """
     return jnp.arange(8, dtype=jnp.uint8).reshape(8, *[1] * (-1 - axis))

@@ -7,8 +7,7 @@ happens while JAX lowers a program, after all transformations, so derivatives, b
 jaxprs that users see are the same as before.
 
 JAX lowers some parts of a program separately, such as the body of a function with custom
-derivatives. Products in such a part join only each other. Therefore activations are rounded
-outside of it, except in loops, which `stacks.py` rewrites.
+derivatives. Products in such a part join only each other.
 """
 
 import functools
@@ -41,7 +40,7 @@ class CallableKernel(Protocol):
         ...
 
     def emit(self, ctx: Any, operands: Sequence[Any], shapes: Sequence[Any]) -> Sequence[Any]:
-        """Write a call into the program, and return a result of each shape.
+        """Write a call into the program, and return its results, one of each shape.
 
         The operands are the activations, then the arrays of each matrix. The avals of operands in
         `ctx` have the right shapes, but not the right dtypes.
@@ -62,11 +61,11 @@ class CpuKernel(NamedTuple):
     most_products: int
 
     def is_called_by(self, operation: Any) -> bool:
-        """Return whether a custom call has the target of this kernel."""
+        """Return whether a custom call calls the FFI target of this kernel."""
         return attribute(operation, "call_target_name") == self.target
 
     def emit(self, ctx: Any, operands: Sequence[Any], shapes: Sequence[Any]) -> Sequence[Any]:
-        """Write a call of the target."""
+        """Write a call of the FFI target into the program."""
         return jax.ffi.ffi_lowering(self.target)(ctx, *operands)
 
 
@@ -77,13 +76,15 @@ def call(
     shape: Sequence[int],
     dtype: str = "float32",
 ) -> jax.Array:
-    """Call a kernel, in a program that is lowered for one device.
+    """Compute a product by a kernel, in a program that is lowered for one device.
+
+    An earlier call of the kernel with the same activations may compute it as well.
 
     **Arguments:**
 
     - `activations`: the operands that products of the same x share: x, and its scales if it has
       some.
-    - `matrix`: all other operands.
+    - `matrix`: all other operands: the codes of the stored matrix, its scales and so on.
     - `shape`, `dtype`: the shape and dtype of the product.
     """
     return kernel_p.bind(
@@ -129,7 +130,7 @@ mlir.register_lowering(kernel_p, _lower, cacheable=False)
 def _emit(
     ctx: Any, kernel: CallableKernel, dtype: Any, operands: Sequence[Any], shapes: Sequence[Any]
 ) -> Sequence[Any]:
-    """Write a call at the current place of the program. Its results have a dtype."""
+    """Write a call at the current place of the program, with results of these shapes and dtype."""
     avals_in = [jax.core.ShapedArray(tuple(operand.type.shape), dtype) for operand in operands]
     avals_out = [jax.core.ShapedArray(tuple(shape), dtype) for shape in shapes]
     ctx = ctx.replace(avals_in=avals_in, avals_out=avals_out)
@@ -147,7 +148,7 @@ def _join_earlier_call(
     """Return the product as a result of an earlier call, or None if no call can compute it.
 
     If an earlier call already computes this product, return its result. Otherwise, replace a call
-    by one that has the operands of both.
+    by one that has the operands of both. `lead` operands are activations. `emit` writes a call.
     """
     activations, matrix = operands[:lead], operands[lead:]
     calls = [*_earlier_calls(program, kernel, activations, len(matrix))]
@@ -178,7 +179,10 @@ def _join_earlier_call(
 def _earlier_calls(
     program: "_Program", kernel: CallableKernel, activations: Sequence[Any], count: int
 ) -> Iterator[Any]:
-    """Yield calls of a kernel with the same activations, and `count` operands for each matrix."""
+    """Yield the calls in a program of a kernel with these activations.
+
+    They have `count` operands for each stored matrix.
+    """
     lead = len(activations)
     for x in program.equal_values(activations[0]):
         for use in x.uses:
@@ -192,7 +196,7 @@ def _earlier_calls(
 
 
 def attribute(operation: Any, name: str) -> str:
-    """Return an attribute of an operation, which must be a string."""
+    """Return the text of an attribute of an MLIR operation."""
     return ir.StringAttr(operation.attributes[name]).value
 
 
@@ -213,7 +217,7 @@ _DEPTH, _MOST_MOVED = 6, 32
 
 
 class _Program:
-    """The block of operations that is being written, and which of its values are equal."""
+    """The MLIR block that is being written, and which of its values are equal."""
 
     def __init__(self, ctx: Any) -> None:
         self.block = ir.InsertionPoint.current.block
@@ -257,9 +261,9 @@ class _Program:
         )
 
     def operations_to_move(self, operation: Any, values: Sequence[Any]) -> list[Any] | None:
-        """Return the operations to move before another so that it can use values, in order.
+        """Return the operations to move before `operation`, in order, so that it can use `values`.
 
-        None if they cannot be moved.
+        Return None if one of them is not pure, or if they are too many.
         """
         moved: list[Any] = []
         can_move = all(self._can_precede(operation, value, moved) for value in values)
@@ -268,7 +272,7 @@ class _Program:
     def _can_precede(
         self, operation: Any, value: Any, moved: list[Any], depth: int = _MOST_MOVED
     ) -> bool:
-        """Return whether an operation can use a value. Add the operations to move to `moved`."""
+        """Return whether `operation` can use a value, after moves that are added to `moved`."""
         if isinstance(value.owner, ir.Block):
             return True  # an argument of this block, or of one around it
         source = value.owner.operation
@@ -285,7 +289,7 @@ class _Program:
         return True
 
     def _pure_operation(self, value: Any) -> Any:
-        """Return the operation that computes a value, or None if it is not pure."""
+        """Return the operation that computes a value, or None if none does or it is not pure."""
         if isinstance(value.owner, ir.Block):
             return None
         operation = value.owner.operation

@@ -58,7 +58,7 @@ class Codes:
 
     @property
     def kind(self) -> str:
-        """The name of the encoding in names of kernels: a dtype, or as in "lookup4", "planes3"."""
+        """The name of the encoding: `dtype`, or else "lookup" or "planes" followed by `bits`."""
         return self.dtype or f"{'planes' if 8 % self.bits else 'lookup'}{self.bits}"
 
     @property
@@ -100,12 +100,12 @@ class Codes:
         return None
 
     def row_bytes(self, columns: int) -> int:
-        """Return the bytes of a row with this number of codes."""
+        """Return the number of bytes of a row of `columns` codes."""
         return row_bytes(columns, self.bits)
 
 
 class MatmulOperands(NamedTuple):
-    """The arrays of a product, or a fact about each of them, such as the axis that is mapped.
+    """The arrays of a product, or a fact about each of them, such as the axis that `vmap` maps.
 
     A tile is `tr` rows and `tc` columns of the matrix that share a scale.
 
@@ -153,7 +153,7 @@ class MatmulOperands(NamedTuple):
 
 
 def unflatten(arrays: Sequence[Any], present: Sequence[bool]) -> MatmulOperands:
-    """Return operands from the arrays that are present, with None for all others."""
+    """Return operands from the arrays of the fields that are `present`. All others are None."""
     rest = iter(arrays)
     return MatmulOperands(*(next(rest) if is_present else None for is_present in present))
 
@@ -261,12 +261,12 @@ class MatmulProblem:
         return dataclasses.replace(self, contracting=self.other_axis)
 
     def out_shape(self, x: Any, packed: Any) -> tuple[Any, ...]:
-        """Return the shape of the result, `[B, M, N]`."""
+        """Return the shape of the product of activations and stored matrices, `[B, M, N]`."""
         n = self.columns if self.contracting == "rows" else packed.shape[self.leading]
         return (*x.shape[:2], n)
 
     def out_aval(self, x: Any, packed: Any) -> Any:
-        """Return the type of the result."""
+        """Return the aval of the product of activations and stored matrices, given their avals."""
         shape, dtype = self.out_shape(x, packed), jnp.dtype(self.out_dtype)
         return x.update(shape=shape, dtype=dtype, weak_type=False)
 
@@ -290,12 +290,12 @@ class MatmulProblem:
         return MatmulShape(self.contracting, activations, m, k, n, tile, batch, along_n)
 
     def counts(self, operands: MatmulOperands) -> tuple[int, int]:
-        """Return the number of tiles along rows, and along columns."""
+        """Return the number of tiles of a stored matrix along R, and along C."""
         _, rows, columns = operands.scale.shape
         return rows, columns if self.tiles is None else self.tiles.count
 
     def with_float_scales(self, operands: MatmulOperands) -> tuple["MatmulProblem", MatmulOperands]:
-        """Return the same product, with scales and minima that are floats, and its operands."""
+        """Return the same product and its operands, with scales and minima decoded to floats."""
         if self.tiles is None:
             return self, operands
         dequantize, minimum = self.tiles.dequantize, operands.minimum
@@ -308,7 +308,7 @@ class MatmulProblem:
         return dataclasses.replace(self, tiles=None), operands
 
     def flatten_batch(self, operands: MatmulOperands) -> tuple["MatmulProblem", MatmulOperands]:
-        """Return the same product, with one axis of stored matrices before R, and its operands."""
+        """Return the same product and its operands, with one axis of stored matrices before R."""
         if self.leading == 1:
             return self, operands
         *_, rows, row_bytes = operands.packed.shape

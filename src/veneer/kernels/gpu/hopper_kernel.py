@@ -127,7 +127,7 @@ def _compute_tiles(
         return _multiply_step(kernel, own_n, x_smem, w_smem, scale_smem, acc)
 
     def run_pipelines(allocations: Any) -> None:
-        """Run a pipeline along K for each tile. All of them use the same shared memory."""
+        # The pipelines of all tiles use the same shared memory.
 
         @plgpu.nd_loop((kernel.grid[0] * kernel.grid[1],), collective_axes="block")
         def compute_tile(info: Any) -> None:
@@ -145,7 +145,7 @@ def _compute_tiles(
                 _write_tile(kernel, acc, slots, out_ref.at[m_span, n_span].at[:, own_n])
 
             def compute(evaluate: Callable[[Any], None]) -> None:
-                """Call `evaluate`, which runs all steps, with an accumulator in registers."""
+                # `evaluate` runs all steps. The accumulator is in registers.
                 accumulator = plgpu.ACC((c.tile_n, c.tile_m), jnp.float32)
                 pl.run_scoped(functools.partial(compute_and_write, evaluate), accumulator)
 
@@ -164,7 +164,10 @@ def _compute_tiles(
 
 
 def _pipeline(kernel: _HopperKernel, step: Callable[..., Any], compute: Callable[..., None]) -> Any:
-    """Return a pipeline along K. One warpgroup loads blocks, and the others run `step` on them."""
+    """Return a pipeline along K. One warpgroup loads blocks, and the others run `step` on them.
+
+    The others call `compute(evaluate)`, which calls `evaluate` with the accumulator for all steps.
+    """
     return plgpu.emit_pipeline_warp_specialized(
         step,
         grid=(kernel.sizes.k // kernel.config.tile_k,),
@@ -199,7 +202,8 @@ def _multiply_step(
 ) -> Any:
     """Add the product of one pipeline step to the accumulator, chunk by chunk. Return it.
 
-    `scale_smem` has the scales of the step if there are tiles. Otherwise it is empty.
+    `own_n` are the columns of this warpgroup in its block. `scale_smem` has the scales of the step
+    if there are tiles. Otherwise it is empty.
     """
     c = kernel.config
     if kernel.is_tiled:
@@ -226,7 +230,7 @@ def _multiply_step(
 
 
 def _load_scales(ref: Any, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
-    """Load a scale per row of an operand or accumulator `shape`, and broadcast them along rows."""
+    """Load one scale for each row of an array of this shape, and broadcast each along its row."""
     scales = _load(ref, layout=Layout.WGMMA.reduce(1), optimized=False)
     return lax.broadcast_in_dim(scales.astype(dtype), shape, (0,))
 

@@ -133,7 +133,7 @@ class Kernel(NamedTuple):
 
 
 def _stored_arrays(operands: MatmulOperands, layout: ProductSizes) -> list[jax.Array]:
-    """Return codes, scales and, if the kernel subtracts them, zero points, in its dtypes."""
+    """Return codes, scales and, if the kernel subtracts them, zero points, as it reads them."""
     packed, scale = operands.packed, operands.scale
     if packed.dtype != jnp.uint8:
         packed = lax.bitcast_convert_type(packed, jnp.uint8)
@@ -228,7 +228,7 @@ def compute_capabilities() -> set[str]:
 
 @functools.lru_cache(maxsize=1024)
 def ptx(layout: ProductSizes, config: Config, capability: int) -> str:
-    """Return the PTX of the kernel for a product."""
+    """Return the PTX of the kernel for a product, for a compute capability such as 90."""
     source = Path(__file__).with_name("matmul.cu").read_text("utf-8")
     defined = [
         f"-D{name}={value}{'u' if isinstance(value, int) and value >= 2**31 else ''}"

@@ -106,9 +106,9 @@ def form_of(codes: Codes, x_dtype: str) -> dict[str, int] | None:
 
 
 def _start(codes: Codes, x_dtype: str) -> int:
-    """Return the float `start` of integer codes in the kernel.
+    """Return the number that the kernel adds to integer codes to make them floats.
 
-    The kernel converts a code to `start + (code ^ FLIP)` by its bits, and subtracts `start + LESS`.
+    It converts a code to `start + (code ^ FLIP)` by its bits, and subtracts `start + LESS`.
     """
     return 1024 if x_dtype == "float16" else 128 if codes.bits == 4 else -128
 

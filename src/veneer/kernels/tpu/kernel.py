@@ -37,8 +37,8 @@ def multiply(
 ) -> jax.Array:
     """Multiply activations by a packed weight. Return f32 `[out_fields, B, M, n]`.
 
-    F is the number of fields, or 1. The sizes k and n are in entries. T is the number of scales
-    along K.
+    F is the number of fields, the codes in a byte, or 1. The sizes k and n are in entries, which
+    are bytes. T is the number of scales along K.
 
     **Arguments:**
 
@@ -52,7 +52,7 @@ def multiply(
     block_tiles = blocks.k if has_scale_per_entry else layout.tiles
 
     def spec(fields: int, axes: str) -> pl.BlockSpec:
-        """Return the spec of blocks `[fields, batch, ...]`, whose last axes are named by `axes`."""
+        # `axes` names the axes after the fields and the batch.
         size = {"m": blocks.m, "n": blocks.n, "k": blocks.k, "t": block_tiles}
         shape = (fields, None, *(size[axis] for axis in axes))
 

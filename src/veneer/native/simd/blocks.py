@@ -82,7 +82,7 @@ def get_vectors(builder: Any, block: Any) -> list[Any]:
 
 
 def make_block(builder: Any, values: Sequence[Any]) -> Any:
-    """Return a block of these vectors."""
+    """Return a block of vectors, which are in row-major order."""
     block = ir.Constant(ir.ArrayType(values[0].type, len(values)), ir.Undefined)
     for i, value in enumerate(values):
         block = builder.insert_value(block, value, i)
@@ -178,7 +178,10 @@ def look_up_floats(builder: Any, table: Sequence[Any], indices: Any) -> Any:
 
 
 def accumulate(builder: Any, total: Block, totals: Any, ws: Any, row: Emit, add: Emit) -> Any:
-    """Return a block of `add(builder, totals[r][c], row(r), ws[c])`."""
+    """Return the block whose vector [r][c] is `add(builder, totals[r][c], row(r), ws[c])`.
+
+    `total` is the type of the block `totals`. `row` and `add` write LLVM IR, and return its value.
+    """
     totals, ws = get_vectors(builder, totals), get_vectors(builder, ws)
     for r in range(total.rows):
         value = row(r)
@@ -201,7 +204,7 @@ def split_lanes(builder: Any, values: Sequence[Any], unit: int = 1) -> list[Any]
 
 
 def merge_lanes(builder: Any, values: Sequence[Any], unit: int = 1) -> list[Any]:
-    """Invert `split_lanes`."""
+    """Return the vectors that `split_lanes` would split into these."""
     if len(values) == 1:
         return [*values]
     evens, odds = (merge_lanes(builder, values[i::2], unit) for i in (0, 1))

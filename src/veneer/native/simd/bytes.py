@@ -52,7 +52,7 @@ def load_byte_table(address):
 
 @instruction
 def look_up_bytes(table, block, shift):
-    """Return, for each byte of a block, the entry of a table for its field at bit `shift`."""
+    """Return, for each byte of a block, the entry of a table for its four bits from bit `shift`."""
 
     def emit(builder, table, values, shift):
         table = builder.bitcast(get_vectors(builder, table)[0], BYTES)
@@ -87,7 +87,7 @@ def _look_up(builder: Any, table: Any, indices: Any) -> Any:
 
 @instruction
 def to_unsigned(block):
-    """Return int8 plus OFFSET, as uint8."""
+    """Add OFFSET to the int8 in the bytes of a block. The sums are uint8."""
     sign_bits = ir.Constant(INTS, [0x80808080] * LANES)
     return block, lambda builder, values: map_blocks(
         builder, lambda value: builder.xor(value, sign_bits), values
@@ -142,7 +142,10 @@ def load_transposed(address, stride):
 
 
 def _zip_halves(builder: Any, a: Any, b: Any, type: ir.VectorType) -> tuple[Any, Any]:
-    """Alternate entries of two vectors: of the lower halves of each 128 bits, and of the upper."""
+    """Return two vectors that alternate the entries of `a` and `b`, read as vectors of a type.
+
+    The first has the entries in the lower half of each 128 bits, and the second the others.
+    """
     a, b = builder.bitcast(a, type), builder.bitcast(b, type)
     count = 4 * type.count // LANES
     halves = (
@@ -186,7 +189,7 @@ def to_panels(block, fields):
 
 @instruction
 def from_panels(block, fields):
-    """Invert `to_panels`, for a row of vectors of f32."""
+    """Undo the reordering by `to_panels` of a row of vectors of f32."""
 
     def emit(builder, values, _):
         values = get_vectors(builder, values)

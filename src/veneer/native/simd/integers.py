@@ -67,13 +67,19 @@ def _load_rows(entry: str, vector: ir.Type, rows: Any, columns: Any) -> tuple[Bl
 
 @instruction
 def load_first_ints(address, stride, rows, count):
-    """Return one vector of int32 per row, with only its first `count` lanes read, and else 0."""
+    """Return one vector of int32 per row, at `address + r * stride`.
+
+    Only its first `count` lanes are read. The others are 0.
+    """
     return _load_first("i32", INTS, rows)
 
 
 @instruction
 def load_first_floats(address, stride, rows, count):
-    """Return one vector of f32 per row, with only its first `count` lanes read, and else 0."""
+    """Return one vector of f32 per row, at `address + r * stride`.
+
+    Only its first `count` lanes are read. The others are 0.
+    """
     return _load_first("f32", FLOATS, rows)
 
 
