@@ -74,11 +74,13 @@ def target(name: str) -> str:
 
 
 def registered(name: str, compile: Callable[[], bytes]) -> str:
-    """Register the C function of this name in an object file as a target. Return the name.
+    """Register the C function `name` of an object file as a target of `jax.ffi.ffi_call` on CPU.
 
     **Arguments:**
 
-    - `compile`: returns the object file, if the cache has none.
+    - `compile`: returns the bytes of the object file. It is called if the cache does not have them.
+
+    **Returns:** `name`.
     """
     with COMPILING:
         if name not in _registered:

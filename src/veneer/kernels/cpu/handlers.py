@@ -51,7 +51,9 @@ def handle_product(frame, bits, contracts_rows, activations, prepare, count, wor
 
     **Arguments:**
 
-    - `bits`, `contracts_rows`: the bits per code, and the contracted side of the matrices.
+    - `frame`: the address of the call frame, XLA's structure with the operands of the call.
+    - `bits`, `contracts_rows`: the bits per code, and whether the rows of the matrices are
+      contracted, not their columns.
     - `activations`: the dtype of activations, as an index into `kinds.ACTIVATIONS`.
     - `prepare`, `count`, `work`, `finish`: the C functions of the kernel: see `JobFunctions`.
     """
@@ -105,7 +107,7 @@ def _count_threads(frame, multiplications):
 
 @native
 def _fill_zeros(job, contracts_rows):
-    """Fill the result with zeros, because the contracted axis is empty."""
+    # The contracted axis is empty.
     n = word(job, words.C if contracts_rows else words.R)
     for i in range(word(job, words.BATCH) * word(job, words.M) * n):
         store_i32(word(job, words.OUT) + 4 * i, 0)
@@ -121,7 +123,7 @@ def _is_array(buffer, entry, axes):
 
 @native
 def _float_type(buffer):
-    """Return the type of a buffer, its index in `kinds.FLOATS`, or -1 for any other dtype."""
+    # An index into `kinds.FLOATS`, or -1 for any other dtype.
     entry = dtype(buffer)
     if entry == F32:
         return 0
@@ -134,10 +136,7 @@ def _float_type(buffer):
 
 @native
 def _minimum_type(buffer):
-    """Return the type of a buffer of minima or zero points.
-
-    Minima are floats, and zero points are int8 or uint8. Return -1 for any other dtype.
-    """
+    # Minima are floats, and zero points are int8 or uint8.
     entry = dtype(buffer)
     if entry == S8:
         return ZERO_POINT_TYPE
@@ -146,10 +145,7 @@ def _minimum_type(buffer):
 
 @native
 def _code_type(buffer):
-    """Return the type of a buffer of scales or minima that are codes.
-
-    Codes are int8, or uint8 if they are bit planes. Return -1 for any other dtype.
-    """
+    # Codes are int8, or uint8 if they are bit planes.
     entry = dtype(buffer)
     return ZERO_POINT_TYPE if entry == S8 else kinds.PLANES_TYPE if entry == U8 else -1
 
@@ -161,7 +157,7 @@ def _has_tiles(type, buffer):
 
 @native
 def _count_tiles(type, size):
-    """Return the number of scales in `size` entries, or -1 for bit planes that are incomplete."""
+    """Return how many scales an axis of `size` entries has, or -1 for incomplete bit planes."""
     if type != kinds.PLANES_TYPE:
         return size
     return size // kinds.PLANES * 8 if size % kinds.PLANES == 0 else -1
@@ -173,9 +169,9 @@ def _count_tiles(type, size):
 
 @native
 def _is_stack(frame, index, batch):
-    """Return whether argument `index` is a stack of places, followed by the index of a place.
+    """Return whether operand `index` of a call is a stack, followed by the index of a place.
 
-    The first axis of the stack must be a multiple of `batch`, the matrices of one place.
+    A stack `[places * batch, ...]` has the matrices of several places, `batch` for each.
     """
     size = dim(argument_buffer(frame, index), 0)
     fits = size == 0 if batch == 0 else size > 0 and size % batch == 0
@@ -184,10 +180,10 @@ def _is_stack(frame, index, batch):
 
 @native
 def _place_address(frame, index, batch, width):
-    """Return the address of the selected place of the stack that is argument `index`.
+    """Return the address of the selected place of the stack that is operand `index` of a call.
 
-    The entries of the stack have `width` bytes, and a place has `batch` matrices. An index out of
-    range selects the first or the last place, as in XLA's dynamic slice.
+    A stack `[places * batch, ...]` has `batch` matrices per place, with entries of `width` bytes.
+    An index out of range selects the first or the last place, as in XLA's dynamic slice.
     """
     stack = argument_buffer(frame, index)
     if batch == 0:
@@ -315,10 +311,11 @@ def _read_product(frame, job, index, bits, contracts_rows, activations):
 
 @native
 def _read_outer_scales(frame, job, index, batch, scale, tiles, first_word):
-    """Write the address, type and tiles of outer scales to three words from `first_word` on.
+    """Write the address, type and share of outer scales to the words of a job from `first_word` on.
 
-    The outer scales are the stack that is argument `index`. Return whether they fit `scale`, the
-    buffer of codes, which has `tiles` codes per row.
+    The outer scales are the stack that is operand `index` of a call, and the share is the number of
+    codes per outer scale. Return whether they fit the buffer of codes `scale`, with `tiles` codes
+    per row.
     """
     outer = argument_buffer(frame, index)
     type, share = _float_type(outer), 0
@@ -359,8 +356,8 @@ def _write_sizes(job, table, out, batch, r, c, matrix_row, tile_rows, tiles):
 def handle_quantize(frame, bits, count, work):
     """Handle a call from XLA that quantizes. Return the address of an error, or 0.
 
-    `bits` are the bits per code. `count` and `work` are the C functions of the kernel: see
-    `JobFunctions`.
+    `frame` is the address of the call frame, XLA's structure with the operands of the call. `bits`
+    are the bits per code. `count` and `work` are the C functions of the kernel: see `JobFunctions`.
     """
     if answer_metadata_query(frame):
         return 0

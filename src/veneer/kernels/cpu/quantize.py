@@ -58,7 +58,7 @@ def _is_within_rows(job):
 
 @native
 def _count_columns(job):
-    """Return the columns of a part whose tiles span rows: full tiles and full bytes of codes."""
+    # A part has full tiles and full bytes of codes.
     tile = word(job, words.TC)
     unit = tile if tile % 2 == 0 else 2 * tile
     return max(1, _COLUMNS // unit) * unit
@@ -66,13 +66,12 @@ def _count_columns(job):
 
 @native
 def _count_rows(job):
-    """Return the rows of a part whose tiles lie within rows."""
     return max(1, _VALUES // word(job, words.C))
 
 
 @native
 def count(job):
-    """Return the number of parts."""
+    """Return the number of parts of a job: see `JobFunctions`."""
     batch, r, c = word(job, words.BATCH), word(job, words.R), word(job, words.C)
     if _is_within_rows(job):
         rows = _count_rows(job)
@@ -82,7 +81,10 @@ def count(job):
 
 
 def kernel(kind: str) -> tuple[Any, Any]:
-    """Return the functions `count(job)` and `work(job, part)` for a format of `QUANTIZED_BITS`."""
+    """Return the functions that quantize to a format in `QUANTIZED_BITS`: see `JobFunctions`.
+
+    They are `count(job)` and `work(job, part)`.
+    """
     bits = QUANTIZED_BITS[kind]
     quantize_tile_row = _build_tile_row_quantizer(kind, bits)
 
@@ -125,13 +127,17 @@ def kernel(kind: str) -> tuple[Any, Any]:
 
 
 def _build_tile_row_quantizer(kind: str, bits: int) -> Any:
-    """Return a function `quantize_tile_row(job, part)`, for tiles that span rows or are narrow."""
+    """Return a function that quantizes columns of a row of tiles, if tiles span rows or are narrow.
+
+    Its arguments are a job and the index of a part.
+    """
 
     @native
     def encode_row(x, columns, factors, table, out):
-        """Multiply a row of `columns` values by a factor per column, and write its codes to `out`.
+        """Write the codes of a row of `columns` f32 at `x` to `out`.
 
-        `table` is the address of the thresholds between codes.
+        `factors` has the reciprocal of each column's scale. `table` is the address of the
+        thresholds between codes.
         """
         aligned = columns - columns % _STEP
         for i in range(0, aligned, _STEP):
@@ -193,7 +199,7 @@ def _build_tile_row_quantizer(kind: str, bits: int) -> Any:
 
 @native
 def _update_row_magnitudes(magnitudes, x, columns):
-    """Update `magnitudes`, the largest magnitude of each column, with the values of a row."""
+    """Update the largest magnitude of each of `columns` columns with a row of values at `x`."""
     aligned = columns - columns % _STEP
     for i in range(0, aligned, _STEP):
         place = magnitudes + 4 * i
@@ -206,14 +212,14 @@ def _update_row_magnitudes(magnitudes, x, columns):
 
 @native
 def _copy_padded_row(to, x, columns):
-    """Copy `columns` values of a row, fewer than `_STEP`, and zero-pad them to `_STEP`."""
+    # Fewer than `_STEP` columns are padded with zeros.
     for i in range(_STEP):
         store_f32(to + 4 * i, load_f32(x + 4 * i) if i < columns else 0.0)
 
 
 @native
 def _share_magnitudes(magnitudes, columns, tile):
-    """Set the magnitude of each column to the largest of its tile, a range of `tile` columns."""
+    """Set the magnitude of each column to the largest of its tile of `tile` columns."""
     for first in range(0, columns, tile):
         most = 0
         for i in range(first, first + tile):

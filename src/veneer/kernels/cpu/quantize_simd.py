@@ -87,11 +87,12 @@ def broadcast_largest(magnitudes):
 
 @instruction
 def compute_scales(magnitudes, reciprocal, rounds_scale, kind):
-    """Return the scales of tiles: magnitudes times `reciprocal`, 1 / the largest code of the kind.
+    """Return the scale of the tile of each magnitude: the magnitude times `reciprocal`.
 
-    As in `as_divisor` of quant/conversion, a scale below `_TINY` becomes 1, and a scale above
-    `1 / _TINY` becomes NaN. If `rounds_scale` is not 0, the significand of a scale is rounded to 16
-    bits. Then a scale above the limit of its kind in `_LARGEST_SCALES` is reduced to the limit.
+    `reciprocal` is 1 / the largest code of the kind. As in `as_divisor` of quant/conversion, a
+    scale below `_TINY` becomes 1, and a scale above `1 / _TINY` becomes NaN. If `rounds_scale` is
+    not 0, the significand of a scale is rounded to 16 bits. Then a scale above the limit of its
+    kind in `_LARGEST_SCALES` is reduced to the limit.
     """
     block = Block("f32", 1, magnitudes.columns)
     limit = _LARGEST_SCALES.get(kind.literal_value)
@@ -128,7 +129,7 @@ def _round_significand(builder: Any, x: Any) -> Any:
 
 @instruction
 def compute_reciprocals(block):
-    """Return the reciprocal of each number."""
+    """Return a block of the reciprocals of the f32 of a block."""
 
     def emit(builder, block):
         one = constant(FLOATS, 1.0)
@@ -153,10 +154,11 @@ def store_first(address, block):
 
 @instruction
 def encode(address, columns, factors, table, kind):
-    """Read `columns` vectors of f32, multiply by factors, and return the nearest codes as int32.
+    """Return the nearest codes of the products of f32 and factors, as int32.
 
-    `factors` is a row of as many vectors, or one vector. `table` is the address of the 15
-    thresholds between codes, which only nf4 uses. NaN gets the code of 0.
+    `columns` vectors of f32 are read at `address`. `factors` is a row of as many vectors, or one
+    vector. `table` is the address of the 15 thresholds between codes, which only nf4 uses. NaN gets
+    the code of 0.
     """
     block = Block("i32", 1, columns.literal_value)
     encode = _ENCODERS[kind.literal_value]
@@ -177,7 +179,7 @@ def encode(address, columns, factors, table, kind):
 
 
 def _build_rounding_encoder(low: int, high: int) -> Callable[..., Any]:
-    """Return a function that encodes to integers from `low` to `high`, rounding half to even."""
+    """Return a function that rounds f32 to codes from `low` to `high`, half to even."""
 
     def encode(builder: Any, x: Any, _: Any) -> Any:
         low_vector, high_vector = (constant(FLOATS, float(end)) for end in (low, high))
@@ -189,7 +191,7 @@ def _build_rounding_encoder(low: int, high: int) -> Callable[..., Any]:
 
 
 def _count_thresholds(builder: Any, x: Any, table: Any) -> Any:
-    """Encode a number as the count of the 15 thresholds in a table that it reaches."""
+    """Return the code of each f32: how many of the 15 thresholds at `table` it reaches."""
     code = constant(INTS, 0)
     for i in range(15):
         address = builder.add(table, ir.Constant(table.type, 4 * i))
@@ -225,7 +227,7 @@ def _store_bytes(builder: Any, address: Any, codes: Sequence[Any]) -> None:
 
 
 def _store_nibbles(builder: Any, address: Any, codes: Sequence[Any]) -> None:
-    """Write two neighboring codes per byte, the first in the lower 4 bits."""
+    # The first of two neighboring codes is in the lower 4 bits of a byte.
     packed = []
     for a, b in zip(codes[::2], codes[1::2], strict=True):
         even, odd = (

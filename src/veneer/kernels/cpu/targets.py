@@ -23,25 +23,25 @@ _CALL = re.compile(rb"veneer_(?:(?:integer_|bf16_)?(?:rows|columns)|quanti[sz]e)
 
 @functools.cache
 def _products() -> dict[str, tuple[KernelRow, str]]:
-    """Map the name of each target that multiplies to its kernel and its kind of codes."""
+    """Return the kernel and the kind of codes of each target that multiplies, by name."""
     rows = [row for row in TABLE if row.platform == "cpu"]
     return {row.target(kind): (row, kind) for row in rows for kind in row.kinds}
 
 
 def quantize_target(kind: str) -> str:
-    """Return the name of the target that quantizes to a format of `QUANTIZED_BITS`."""
+    """Return the name of the target that quantizes to a format in `QUANTIZED_BITS`, as "nf4"."""
     return f"veneer_quantize_{kind}"
 
 
 def names() -> list[str]:
-    """Return the names of all targets."""
+    """Return the names of the FFI targets of all CPU kernels."""
     return [*_products(), *map(quantize_target, QUANTIZED_BITS)]
 
 
 def names_in(executable: bytes) -> list[str]:
-    """Return the targets that a serialized executable calls.
+    """Return the names of the CPU kernels that a serialized executable calls.
 
-    **Raises:** `ValueError` if it calls a target of another version.
+    **Raises:** `ValueError` if it calls a kernel that this version of veneer does not have.
     """
     calls = set(_CALL.findall(executable))
     known = {name: name.encode() for name in names()}
@@ -83,15 +83,20 @@ def object_code(name: str) -> bytes:
 def product_code(
     functions: Any, name: str, bits: int, *, contracts_rows: bool, dtype: str
 ) -> bytes:
-    """Return the object file of a kernel that multiplies, from its `JobFunctions`."""
+    """Return the object file of a kernel that multiplies.
+
+    `functions` are the `JobFunctions` of the kernel, `name` is the name of its target, and `bits`
+    are the bits per code.
+    """
     constants = [bits, int(contracts_rows), ACTIVATIONS.index(dtype)]
     return _code(functions._asdict(), name, _PRODUCT, constants)
 
 
 def _code(functions: dict[str, Any], name: str, handler: str, constants: Sequence[int]) -> bytes:
-    """Return an object file with functions and the entry `name`, which XLA calls.
+    """Return an object file with the functions of a kernel and the entry `name`, which XLA calls.
 
-    The entry calls the handler with the constants and the addresses of the functions.
+    The entry calls the function `handler` of the object file `SHARED`, with the constants and the
+    addresses of the functions.
     """
     from ...native.object_file import ObjectFile
 

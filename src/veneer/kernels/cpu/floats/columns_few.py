@@ -71,7 +71,7 @@ _SUMS_BYTES = _VECTOR * max(
 
 
 def build(kind: str) -> JobFunctions:
-    """Return the job functions of this kernel for codes of a kind, such as "lookup4"."""
+    """Return the functions that compute a product in parts, for codes such as "lookup4"."""
     prepare, x_address, x_sums_address, fold = build_panel_x(kind)
     add_products = _build_range_product(kind)
     PANEL, X_PANEL = COLUMNS[kind], 4 * COLUMNS[kind]
@@ -104,7 +104,6 @@ def build(kind: str) -> JobFunctions:
 
     @native
     def multiply_rows(job, batch, first, last, strategy):
-        """Multiply all rows of x by the rows of matrix `batch` from `first` to `last`."""
         rows = word(job, M)
         for m in range(0, rows, MOST):
             multiply_block(job, count_block_rows(rows, m), batch, first, last, m, strategy)
@@ -113,7 +112,7 @@ def build(kind: str) -> JobFunctions:
 
 
 def _build_range_product(kind: str) -> Any:
-    """Return a function that multiplies a block of x by rows of W, over a range of panels."""
+    """Return a function that adds products of a block of rows of x and rows of W to sums."""
     PANEL, W_BYTES, FIELDS = COLUMNS[kind], BYTES[kind], VECTORS[kind]
     TAIL, FINE = W_BYTES * max(_GROUP.values()), fine_strategy(kind)
     X_PANEL, ROW_SCALE_BYTES = 4 * PANEL, _SCALE_BYTES
@@ -201,20 +200,18 @@ def _build_range_product(kind: str) -> Any:
 
 @functools.cache
 def _build_group_product(kind: str, rows: int, strategy: int) -> Any:
-    """Return a function that multiplies `rows` rows of x by a group of `_GROUP[rows]` rows of W.
+    """Return a function that adds products of `rows` rows of x and `_GROUP[rows]` rows of W.
 
-    Rows of W are `next_row` bytes apart, and their scales, from `scale` on, `next_scale` bytes.
+    It adds panels `begin` to `end` to `sums`, the address of a vector for each pair of rows. `x`
+    and `w` are the addresses of panel `begin`. Rows of W are `next_row` bytes apart, and their
+    scales, from `scale` on, `next_scale` bytes. `layout` and `lane_tiles` are arguments of
+    `load_panel_scales`.
     """
     PANEL, W_BYTES, X_PANEL = COLUMNS[kind], BYTES[kind], 4 * COLUMNS[kind]
     GROUP = _GROUP[rows]
 
     @native
     def multiply(job, sums, x, w, next_row, scale, next_scale, layout, lane_tiles, begin, end):
-        """Add the products of panels `begin` to `end` to `sums`, the address of a vector per pair.
-
-        `x` and `w` are the addresses of panel `begin`. `layout` and `lane_tiles` are arguments of
-        `load_panel_scales`.
-        """
         tile, group_bytes = word(job, TC), GROUP * next_row
         ahead = 0
         if group_bytes != 0:
@@ -248,7 +245,7 @@ def _build_group_product(kind: str, rows: int, strategy: int) -> Any:
 
 @native
 def _count_group_rows(rows):
-    """Return the rows of W in a group, for a block of `rows` rows of x."""
+    # `rows` are the rows of x in a block.
     if rows == 2:
         return _GROUP_OF_2
     return _GROUP_OF_4 if rows < MOST else _GROUP_OF_MOST

@@ -71,7 +71,7 @@ _ALL_SCALE_BYTES = LANES * _ROW_SCALE_BYTES
 
 @native
 def _count_units(job):
-    """Return the numbers of groups, of blocks, and of parts of one block.
+    """Return the numbers of groups and of blocks of rows of x, and of parts of one block.
 
     A group is ROWS rows of x, a block is up to `_GROUPS` groups, and a part has `_PART_ROWS` rows
     of W.
@@ -82,22 +82,22 @@ def _count_units(job):
 
 @native
 def count(job):
-    """Return the number of parts."""
+    """Return the number of parts of a job: see `JobFunctions`."""
     _, blocks, parts = _count_units(job)
     return word(job, BATCH) * blocks * parts
 
 
 def build(kind: str, activations: str = "float32") -> JobFunctions:
-    """Return the job functions of this kernel for codes of a kind, and f32 or bf16 activations.
+    """Return the functions that compute a product in parts, for codes such as "lookup4".
 
-    x must have at least ROWS rows.
+    `activations` is the dtype of x: "float32" or "bfloat16". x must have at least ROWS rows.
     """
     add_outer, pack_block, SIZE, PER_LANE = ARITHMETIC[activations]
     decode = _build_decoder(kind)
 
     @native
     def multiply(total, x, next_row, w, depth):
-        """Return `total` plus the product of a group of rows of x and `depth` rows of lanes at `w`.
+        """Return `total` plus the product of ROWS rows of x and `depth` rows of lanes at `w`.
 
         A row of lanes is a decoded column of W, or a pair of columns for bf16.
         """
@@ -107,7 +107,7 @@ def build(kind: str, activations: str = "float32") -> JobFunctions:
 
     @native
     def work(job, part):
-        """Multiply a block of groups of rows of x by `_PART_ROWS` rows of W."""
+        # Multiply a block of groups of rows of x by `_PART_ROWS` rows of W.
         sums, decoded, packed = stack(_SUMS_BYTES), stack(_DECODED_BYTES), stack(_DECODED_BYTES)
         groups, blocks, parts = _count_units(job)
         first, rest = part % parts * _PART_ROWS, part // parts
@@ -136,7 +136,7 @@ def build(kind: str, activations: str = "float32") -> JobFunctions:
 
 
 def build_bf16(kind: str) -> JobFunctions:
-    """Return the job functions of this kernel for codes of a kind, and bf16 activations."""
+    """Return the functions of `build` for bf16 activations, for codes such as "lookup4"."""
     return build(kind, "bfloat16")
 
 
@@ -149,7 +149,7 @@ def _prefetch_rows(x, next_row, depth):
 
 @native
 def _write_group(y, next_y, total, columns):
-    """Write the first `columns` columns of `total`, a group of rows of the result, to `y`."""
+    """Write the first `columns` columns of `total`, ROWS rows of the result, to `y`."""
     if columns == _PART_ROWS:
         store_block(y, next_y, total)
         return
@@ -161,7 +161,7 @@ def _write_group(y, next_y, total, columns):
 
 
 def _build_decoder(kind: str) -> Any:
-    """Return a function that decodes columns of the rows of a part and transposes them."""
+    """Return a function that writes dense values of W transposed, so that lanes are rows of W."""
     decode_square, SQUARE, SQUARE_BYTES, READ_BYTES = _build_square_decoder(kind)
     UNIT = _PLANE_COLUMNS if kind in PLANE_BITS else 32 // LOOKUP_BITS.get(kind, 32)
     SCALE_BYTES, COPY_BYTES = _DEPTH * _VECTOR, LANES * READ_BYTES
@@ -214,8 +214,8 @@ def _build_decoder(kind: str) -> Any:
 def _transpose_tile_values(job, leaf, to, row, rows, k, depth, unit):
     """Write scales or minima of LANES rows of W: one vector per `unit` columns, from column `k` on.
 
-    There are `depth` columns. `row` is the first row, counted over all matrices. If only `rows` <
-    LANES rows exist, the values of the last row fill the other lanes.
+    `leaf` is SCALE or MINIMUM. There are `depth` columns. `row` is the first row, counted over all
+    matrices. If only `rows` < LANES rows exist, the values of the last row fill the other lanes.
     """
     numbers, tile = stack(_ALL_SCALE_BYTES), word(job, TC)
     first, last = k // tile, (k + depth - 1) // tile
@@ -231,12 +231,12 @@ def _transpose_tile_values(job, leaf, to, row, rows, k, depth, unit):
 
 
 def _build_square_decoder(kind: str) -> tuple[Any, int, int, int]:
-    """Return a function that decodes, scales and transposes a square: columns of LANES rows of W.
+    """Return a function that writes dense values of LANES rows of W transposed, and three sizes.
 
     Its arguments are the address of the result, the address and the row stride of the codes, the
     lookup table, the address of the scales, the bytes from a scale to its minimum, and `unit`, the
-    columns that share a vector of scales. Also return the columns of a square, the bytes of their
-    codes in a row, and the bytes that are read per row.
+    columns that share a vector of scales. The sizes are the columns that the function decodes, the
+    bytes of their codes in a row, and the bytes that are read per row.
     """
     if BITS[kind] == 8:
 
@@ -292,7 +292,7 @@ def _build_square_decoder(kind: str) -> tuple[Any, int, int, int]:
 
 @instruction
 def _transpose_dwords(to, stride, address):
-    """Write LANES rows of LANES dwords transposed. The rows are `stride` bytes apart."""
+    """Write LANES rows of LANES dwords, 32-bit words, transposed. Rows are `stride` bytes apart."""
 
     def emit(builder, to, stride, address):
         rows = [load_vector(builder, advance(builder, address, 0, i, stride)) for i in range(LANES)]
@@ -304,10 +304,11 @@ def _transpose_dwords(to, stride, address):
 
 @instruction
 def _store_fields(to, stride, dwords, table, scales, next_scale, to_minimum, kind):
-    """Decode the fields of LANES dwords at `dwords`, one per row of W, and write them dequantized.
+    """Write the dense values of the codes in LANES dwords at `dwords`, one dword per row of W.
 
-    Each field is a column of W, written as a vector. The vectors are `stride` bytes apart, and
-    their vectors of scales `next_scale` bytes. A minimum is `to_minimum` bytes after its scale.
+    The codes at one position of all dwords are a column of W, written as a vector. The vectors are
+    `stride` bytes apart, and their vectors of scales `next_scale` bytes. A minimum is `to_minimum`
+    bytes after its scale.
     """
     bits = LOOKUP_BITS[kind.literal_value]
 
@@ -328,9 +329,10 @@ def _store_fields(to, stride, dwords, table, scales, next_scale, to_minimum, kin
 
 @instruction
 def _store_bytes(to, stride, codes, next_codes, scales, next_scale, to_minimum, kind):
-    """Write LANES columns of LANES rows of byte codes, dequantized: see `_store_fields`.
+    """Write the dense values of LANES columns of LANES rows of W with 8-bit codes.
 
-    The rows of codes begin at `codes`, and are `next_codes` bytes apart.
+    The rows of codes begin at `codes`, and are `next_codes` bytes apart. See `_store_fields` for
+    the other arguments.
     """
     convert = CONVERSIONS[kind.literal_value]
 

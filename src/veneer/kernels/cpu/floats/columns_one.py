@@ -74,7 +74,7 @@ _VECTOR, _FOUR_BYTES = 4 * LANES, 16
 
 
 def build(kind: str) -> JobFunctions:
-    """Return the job functions of this kernel for codes of a kind, such as "lookup4"."""
+    """Return the functions that compute a product in parts, for codes such as "lookup4"."""
     PANEL, W_BYTES, FIELDS = COLUMNS[kind], BYTES[kind], VECTORS[kind]
     X_PANEL, FINE = 4 * PANEL, fine_strategy(kind)
     prepare, x_address, x_sums_address, fold = build_panel_x(kind)
@@ -87,7 +87,6 @@ def build(kind: str) -> JobFunctions:
 
     @native
     def multiply_rows(job, batch, first, last, strategy):
-        """Multiply x by the rows of matrix `batch` from `first` to `last`."""
         columns, r, row_bytes = word(job, C), word(job, R), word(job, ROW_BYTES)
         stride, tile, rows = word(job, NEXT_ROW), word(job, TC), last - first
         panels, tiles = (columns + PANEL - 1) // PANEL, columns // tile
@@ -157,7 +156,7 @@ def build(kind: str) -> JobFunctions:
 
 
 def _build_row_product(kind: str, strategy: int) -> Any:
-    """Return a function that returns `total` plus the products of x with `ROWS` rows of W.
+    """Return a function that adds the products of one row of x and `ROWS` rows of W to `total`.
 
     `total` has a vector of sums per row of W. `w_rows` has the address of the first row, the bytes
     between rows, the bytes to prefetch ahead, the address of the scales, and the bytes between the

@@ -85,19 +85,19 @@ def _count_groups(job):
 
 @native
 def count(job):
-    """Return the number of parts."""
+    """Return the number of parts of a job: see `JobFunctions`."""
     groups, part_groups = _count_groups(job)
     row_parts = (word(job, R) + _PART_ROWS - 1) // _PART_ROWS
     return (groups + part_groups - 1) // part_groups * row_parts
 
 
 def build(kind: str) -> JobFunctions:
-    """Return the job functions of this kernel for codes of a kind, such as "lookup4"."""
+    """Return the functions that compute a product in parts, for codes such as "lookup4"."""
     multiply_1, multiply_2, multiply_4 = (_build_product(kind, rows) for rows in (1, 2, 4))
 
     @native
     def multiply_group(job, group, row, last):
-        """Multiply x by the rows from `row` to `last` of the matrices of a group."""
+        # A group is the matrices whose rows alternate in memory, or one matrix.
         m, heads = word(job, M), count_interleaved(job)
         while row < last:
             count = LANES
@@ -130,15 +130,12 @@ def build(kind: str) -> JobFunctions:
 
 @native
 def _folds_scales(job):
-    """Return whether several rows of W share a row of several scales.
-
-    Such scales are multiplied into x.
-    """
+    """Return whether scales are multiplied into x: rows of W share a row of several scales."""
     return word(job, TR) > 1 and word(job, TC) < word(job, C)
 
 
 def _build_product(kind: str, rows: int) -> Any:
-    """Return a function that multiplies `rows` rows of x by `count` rows of W.
+    """Return a function that writes the product of `rows` rows of x and `count` rows of W.
 
     The rows of x begin with row `m`, and the rows of W with `row`. `count` is LANES, or a multiple
     of LANES for rows of W that share scales. If fewer than LANES rows of W are left, the last LANES
@@ -234,7 +231,7 @@ def _fold_scales(job, x, rows, scales, minima, to, minimum_terms):
 
 @native
 def _expand_tiles(job, numbers):
-    """Replace one f32 per tile by one f32 per column, in place."""
+    """Replace one f32 per tile at `numbers` by one f32 per column, in place."""
     tile = word(job, TC)
     for i in range(word(job, C) - 1 if tile > 1 else 0, 0, -1):
         store_f32(numbers + 4 * i, load_f32(numbers + 4 * (i // tile)))
@@ -242,7 +239,6 @@ def _expand_tiles(job, numbers):
 
 @native
 def _dot(a, b, count):
-    """Return the dot product of the `count` f32 at a and at b. `count` is a multiple of LANES."""
     total, sum = zeros(1, 1), stack(4)
     for i in range(0, 4 * count, _VECTOR):
         total = add_inner(total, a + i, 0, load(b + i, 1))
@@ -272,7 +268,7 @@ def _add_minima(job, x, y, rows, minima, next_minimum, first):
 def _build_vector_product(kind: str, rows: int, has_tiles: bool = False) -> Any:
     """Return an instruction that multiplies `rows` rows of x by `LANES / rows` rows of W.
 
-    It adds the products of SHORT_VECTORS vectors of columns to one vector per pair of rows. With
+    It adds the products of SHORT_VECTORS vectors of columns to one vector per pair of rows. If
     `has_tiles`, decoded values are scaled: the scales of rows of W are `next_scale` bytes apart,
     `1 << shift` vectors share a scale, and `first` vectors of the row come before these columns.
     Otherwise these arguments are ignored.

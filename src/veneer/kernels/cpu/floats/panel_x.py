@@ -64,7 +64,7 @@ def build_panel_x(kind: str) -> PanelX:
 
     @native
     def store_panel(to, x, count):
-        """Write the `count` numbers at `x` as one panel in panel order, padded with zeros."""
+        # Write the `count` numbers at `x` as one panel in panel order, padded with zeros.
         padded = stack(BYTES)
         if count < PANEL:
             for i in range(PANEL):
@@ -97,10 +97,7 @@ def build_panel_x(kind: str) -> PanelX:
 
     @native
     def expand_scales(job, to, tile_row, panel):
-        """Write the scale of each column of panel number `panel`, in panel order.
-
-        The scales are in row `tile_row` of tiles.
-        """
+        # Write the scale of each column of a panel, in panel order.
         numbers = stack(SCALE_BYTES)
         columns, tile = word(job, C), word(job, TC)
         begin = panel * PANEL

@@ -92,7 +92,6 @@ def build_functions(kind: str, prepare: Any, multiply: Any) -> JobFunctions:
 
     @native
     def choose_strategy(job):
-        """Return the strategy for the tiles of a job."""
         tile = word(job, TC)
         if tile % PANEL == 0 or tile == word(job, C):
             return ONE_PER_PANEL
@@ -122,7 +121,7 @@ def build_functions(kind: str, prepare: Any, multiply: Any) -> JobFunctions:
 
 @instruction
 def load_block(address, rows, columns):
-    """Return a block of `rows` rows of `columns` vectors that `store` wrote at an address."""
+    """Return a block of `rows` rows of `columns` vectors of f32 that `store` wrote at `address`."""
     block = Block("f32", rows.literal_value, columns.literal_value)
 
     def emit(builder, address, *_):
@@ -214,7 +213,7 @@ def _panel_decoder(builder: Any, kind: str, places: Any, tables: Any) -> Callabl
 
 @native
 def scale_layout(job, strategy):
-    """Return the argument `layout` of `load_panel_scales`.
+    """Return how tiles divide a row of W: the argument `layout` of `load_panel_scales`.
 
     It is 1 / TC as a fixed-point number, and the number of scales per row of W. If scales are
     folded into x, the first number is 0, so that the scale at index 0 is read for all columns.
@@ -284,7 +283,7 @@ def _load_lane_scales(builder: Any, places: Any, lane_tiles: Any, count: Any) ->
 
 @instruction
 def find_lane_tiles(columns, tile):
-    """Return an int32 vector with the tile of each lane, for lanes of `columns` columns each.
+    """Return the index of the tile of each lane, in int32, for lanes of `columns` columns each.
 
     Tiles have `tile` columns, and are counted from the start of the panel.
     """

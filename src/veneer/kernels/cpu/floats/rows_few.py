@@ -81,7 +81,7 @@ _SCALE_BYTES, _SUMS_BYTES = 4 * (_WIDTH + PANEL), 4 * FLOATS_BY_ROWS * PANEL
 
 @native
 def _count_columns(job):
-    """Return the number of columns per part, a multiple of `PANEL`."""
+    # Columns per part.
     c = word(job, C)
     most = max(PANEL, _WIDTH // word(job, M) // PANEL * PANEL)
     count = (c + most - 1) // most
@@ -102,7 +102,7 @@ def _count_matrices(job):
 
 @native
 def _count_rows(job):
-    """Return the number of rows of W per part."""
+    # Rows of W per part.
     r, width = word(job, R), _count_columns(job)
     column_ranges = word(job, BATCH) // _count_matrices(job) * ((word(job, C) + width - 1) // width)
     parts = _PARTS * max(2, word(job, THREADS))
@@ -112,20 +112,19 @@ def _count_rows(job):
 
 @native
 def _count_ranges(job):
-    """Return the number of ranges of rows that a matrix is divided into, at least 1."""
+    """Return the number of ranges of rows that each stored matrix is divided into, at least 1."""
     rows = _count_rows(job)
     return max(1, (word(job, R) + rows - 1) // rows)
 
 
 @native
 def _count_results(job):
-    """Return the number of entries of the result."""
     return word(job, BATCH) * word(job, M) * word(job, C)
 
 
 @native
 def _count_products(job):
-    """Return the number of parts that multiply. Other parts add their results up."""
+    # Parts that multiply. Other parts add their results up.
     width = _count_columns(job)
     widths = (word(job, C) + width - 1) // width
     return word(job, BATCH) // _count_matrices(job) * widths * _count_ranges(job)
@@ -133,10 +132,9 @@ def _count_products(job):
 
 @native
 def prepare(job):
-    """Allocate SCRATCH for the results of all ranges of rows of W except the first.
-
-    The parts that multiply must then be complete before the parts that add up the results.
-    """
+    """Allocate the memory that all parts of a job share: see `JobFunctions`."""
+    # SCRATCH has the results of all ranges of rows of W except the first. The parts that multiply
+    # must be complete before the parts that add up the results.
     later_ranges = _count_ranges(job) - 1
     if later_ranges == 0:
         return
@@ -150,7 +148,7 @@ def prepare(job):
 
 @native
 def count(job):
-    """Return the number of parts."""
+    """Return the number of parts of a job: see `JobFunctions`."""
     sums = (_count_results(job) + _SUMMED - 1) // _SUMMED if word(job, FIRST) else 0
     return _count_products(job) + sums
 
@@ -180,11 +178,8 @@ def start_part(job, part):
 
 @native
 def _sum_ranges(job, part):
-    """Add the products of all ranges of rows except the first to `_SUMMED` entries of the result.
-
-    The result has the product of the first range, and SCRATCH has the other products. `part` counts
-    only the parts that add, from 0: part p adds the entries from `p * _SUMMED` on.
-    """
+    # Add the products of all ranges of rows except the first, in SCRATCH, to `_SUMMED` entries of
+    # the result, which has the product of the first. `part` counts only the parts that add, from 0.
     prevent_inlining()
     size, first = _count_results(job), part * _SUMMED
     count = min(_SUMMED, size - first)
@@ -194,7 +189,7 @@ def _sum_ranges(job, part):
 
 
 def build_functions(multiply: Any) -> JobFunctions:
-    """Return the functions of a kernel that divides W like this module.
+    """Return the functions of a kernel that divides W into parts like `rows_few.py`.
 
     `multiply(job, part)` computes a part that multiplies. It calls `start_part`.
     """
@@ -210,7 +205,7 @@ def build_functions(multiply: Any) -> JobFunctions:
 
 
 def build(kind: str) -> JobFunctions:
-    """Return the job functions of this kernel for codes of a kind, such as "lookup4"."""
+    """Return the functions that compute a product in parts, for codes such as "lookup4"."""
     bits = BITS[kind]
     add_product = build_block_functions(kind).add_product
     panel_row = PANEL * bits // 8
@@ -279,7 +274,7 @@ def build(kind: str) -> JobFunctions:
 
     @native
     def multiply(job, part):
-        """Compute a part that multiplies, tile by tile along K, and block by block in a tile."""
+        # Compute a part tile by tile along K, and block by block in a tile.
         m, r, c = word(job, M), word(job, R), word(job, C)
         batch, matrices, row, end, first, last, y = start_part(job, part)
         next_y, width = 4 * m * c, _count_columns(job)
@@ -319,7 +314,7 @@ def build(kind: str) -> JobFunctions:
 
 
 def _build_panel_copy(row_bytes: int) -> Any:
-    """Return a function that copies `rows` rows of `row_bytes` bytes to contiguous memory."""
+    """Return a function that copies rows of `row_bytes` bytes to contiguous memory."""
     vectors, words = row_bytes // (4 * LANES), row_bytes % (4 * LANES) // 8
     vector_bytes = 4 * LANES * vectors
 
@@ -337,9 +332,12 @@ def _build_panel_copy(row_bytes: int) -> Any:
 
 
 def _build_product(kind: str, rows: int, most_vectors: int) -> Any:
-    """Return a function that multiplies `rows` rows of x by a block of W.
+    """Return a function that adds the product of `rows` rows of x and a block of W to y.
 
-    At most `most_vectors` vectors of columns are multiplied at once.
+    At most `most_vectors` vectors of columns are multiplied at once. The function's arguments `x`,
+    `w`, `y` and `later`, the block that is prefetched, are pairs of an address and a row stride.
+    `size` is a pair of the rows and the columns of the block. The product is multiplied by a scale
+    per column of W, at `scales`.
     """
     decode_row, restore_order = build_decoder(kind)
     bits, vectors = BITS[kind], max(2, min(most_vectors, REGISTERS // 2 // rows))
@@ -347,11 +345,6 @@ def _build_product(kind: str, rows: int, most_vectors: int) -> Any:
 
     @native
     def multiply(x, w, size, y, scales, table, later):
-        """Add the product of x and a block of W, times the scales of columns, to y.
-
-        `size` is a pair: the rows and the columns of the block. `x`, `w`, `y` and `later` are pairs
-        of an address and a row stride. `later` is the block that is prefetched.
-        """
         prevent_inlining()
         values = load_table(table)
         depth, columns = size

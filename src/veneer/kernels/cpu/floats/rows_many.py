@@ -66,7 +66,7 @@ _CHUNK_BYTES = 4 * _CHUNK
 
 
 class Arithmetic(NamedTuple):
-    """How decoded blocks are multiplied by activations of a dtype.
+    """How decoded blocks of W are multiplied by activations of a dtype.
 
     - `add_outer(total, x, stride, w)`: the instruction that adds products.
     - `pack_block(block, depth, columns, to, packed)`: packs `depth` decoded rows at `to`, in the
@@ -84,13 +84,13 @@ class Arithmetic(NamedTuple):
 
 @native
 def _keep_block(block, depth, columns, to, packed):
-    """Return the decoded block, because f32 are multiplied without packing: see `Arithmetic`."""
+    # f32 need no packing.
     return block
 
 
 @native
 def _pack_pairs(block, depth, columns, to, packed):
-    """Write each pair of rows as one row of bf16 pairs, and return `packed`: see `Arithmetic`."""
+    # Write each pair of rows as one row of bf16 pairs.
     prevent_inlining()
     row = 4 * columns
     for _ in range(0, depth, 2):
@@ -108,7 +108,7 @@ ARITHMETIC = {
 
 
 class BlockFunctions(NamedTuple):
-    """The native functions that `build_block_functions` returns.
+    """The native functions that multiply x by decoded blocks of W.
 
     - `count(job)`: returns the number of parts.
     - `work(job, part)`: computes one part.
@@ -124,7 +124,7 @@ class BlockFunctions(NamedTuple):
 
 @native
 def expand_tile_row(job, leaf, batch, tile, column, columns, to):
-    """Write the f32 scale or minimum of each of `columns` columns, from `column` on.
+    """Write the f32 scale or minimum of each of `columns` columns of W, from `column` on, to `to`.
 
     Read the values from row `tile` of tiles of matrix `batch`. `leaf` is SCALE or MINIMUM. The
     memory must have space for full vectors. Return whether all values are finite.
@@ -151,7 +151,7 @@ def expand_tile_row(job, leaf, batch, tile, column, columns, to):
 
 @native
 def _is_all_finite(address, count):
-    """Return whether `count` f32 are finite. Only then, the sum of each number times 0 is 0."""
+    # Only if all numbers are finite, the sum of each number times 0 is 0.
     sum, i = zeros(1, 1), 0
     while i + LANES <= count:
         sum = add_inner(sum, address + 4 * i, 0, zeros(1, 1))
@@ -175,7 +175,7 @@ def copy_rows(w, stride, rows, size, to, to_stride):
 
 @native
 def add_scaled_floats(address, count, factor, y):
-    """Add `count` f32 at an address, times `factor`, to the f32 at `y`."""
+    """Add the `count` f32 at `address`, times `factor`, to the f32 at `y`."""
     i = 0
     while i + LANES <= count:
         add_scaled(y + 4 * i, 0, load(address + 4 * i, 1), splat(factor))
@@ -187,7 +187,7 @@ def add_scaled_floats(address, count, factor, y):
 
 @native
 def add_rows(address, stride, rows, columns, y, y_stride):
-    """Add `rows` rows of `columns` f32 at an address to the rows at `y`. Strides are in bytes."""
+    """Add `rows` rows of `columns` f32 at `address` to the rows at `y`. Strides are in bytes."""
     prevent_inlining()
     for row in range(rows):
         add_scaled_floats(address + row * stride, columns, _ONE, y + row * y_stride)
@@ -203,17 +203,15 @@ def clear_rows(address, stride, rows, columns):
 
 
 def _build_inner_product(rows: int, vectors: int, add_outer: Any) -> Any:
-    """Return a function that multiplies `rows` rows of x by a decoded block of `PANEL` columns.
+    """Return a function that adds the product of `rows` rows of x and a decoded block to y.
 
-    It multiplies `vectors` vectors of columns at a time. `add_outer` is one of `Arithmetic`.
+    It multiplies `vectors` vectors of the block's `PANEL` columns at a time, by the instruction
+    `add_outer` of an `Arithmetic`. The block `w` has `depth` rows of 32-bit lanes, each an f32 or a
+    pair of bf16.
     """
 
     @native
     def multiply(x, x_stride, w, depth, y, y_stride):
-        """Add the product of x and the block `w` to y.
-
-        The block has `depth` rows of 32-bit lanes, each an f32 or a pair of bf16.
-        """
         prevent_inlining()
         for column in range(0, PANEL, vectors * LANES):
             total = zeros(rows, vectors)
@@ -226,7 +224,10 @@ def _build_inner_product(rows: int, vectors: int, add_outer: Any) -> Any:
 
 
 def _build_block_product(add_outer: Any) -> Any:
-    """Return a function that multiplies any number of rows of x by a decoded block."""
+    """Return a function that adds the product of any number of rows of x and a decoded block to y.
+
+    Only the first `columns` columns of the product are added.
+    """
     multiply_many = _build_inner_product(_ROWS, _VECTORS, add_outer)
     multiply_2, multiply_1 = (
         _build_inner_product(rows, 2 * _VECTORS, add_outer) for rows in (2, 1)
@@ -234,7 +235,6 @@ def _build_block_product(add_outer: Any) -> Any:
 
     @native
     def multiply(x, x_stride, rows, w, depth, y, y_stride, columns):
-        """Add the first `columns` columns of the product of `rows` rows of x and a block to y."""
         prevent_inlining()
         sums = stack(_SUMS_BYTES)
         row = 0
@@ -261,18 +261,24 @@ def _build_block_product(add_outer: Any) -> Any:
 
 
 def build(kind: str, activations: str = "float32") -> JobFunctions:
-    """Return the job functions of this kernel for codes of a kind, and f32 or bf16 activations."""
+    """Return the functions that compute a product in parts, for codes such as "lookup4".
+
+    `activations` is the dtype of x: "float32" or "bfloat16".
+    """
     functions = build_block_functions(kind, activations)
     return JobFunctions(do_nothing, functions.count, functions.work, do_nothing)
 
 
 def build_bf16(kind: str) -> JobFunctions:
-    """Return the job functions of this kernel for codes of a kind, and bf16 activations."""
+    """Return the functions of `build` for bf16 activations, for codes such as "lookup4"."""
     return build(kind, "bfloat16")
 
 
 def build_block_functions(kind: str, activations: str = "float32") -> BlockFunctions:
-    """Return the functions that decode blocks of W and multiply x by them."""
+    """Return the functions that multiply x by decoded blocks of W, for codes such as "lookup4".
+
+    `activations` is the dtype of x: "float32" or "bfloat16".
+    """
     add_outer, pack_block, SIZE, PER_LANE = ARITHMETIC[activations]
     multiply = _build_block_product(add_outer)
     DEPTH = PER_LANE * BLOCK  # rows of W that are multiplied at once

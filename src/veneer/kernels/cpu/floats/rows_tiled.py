@@ -50,7 +50,7 @@ _ONE = np.float32(1)
 
 
 def build(kind: str) -> JobFunctions:
-    """Return the job functions of this kernel for codes of a kind, such as "lookup4"."""
+    """Return the functions that compute a product in parts, for codes such as "lookup4"."""
     bits = BITS[kind]
     scaled_1, scaled_2, scaled_4, scaled_8 = (
         _build_product(kind, rows, adds_minima=False) for rows in (1, 2, 4, 8)
@@ -87,7 +87,6 @@ def build(kind: str) -> JobFunctions:
 
     @native
     def multiply(job, part):
-        """Compute a part that multiplies, block by block."""
         c, r, tile, shift = word(job, C), word(job, R), word(job, TC), 0
         batch, matrices, row, end, first, last, y = start_part(job, part)
         scales, minima = stack(_SCALE_BYTES), stack(_SCALE_BYTES)
@@ -114,7 +113,8 @@ def build(kind: str) -> JobFunctions:
 def _read_block_values(job, leaf, row, first, rows, tiles, to):
     """Write the f32 scales or minima of a block, `tiles` tiles of each of `rows` rows of W.
 
-    The block begins with row `row` of W, counted over all matrices, and tile `first` of each row.
+    `leaf` is SCALE or MINIMUM. The block begins with row `row` of W, counted over all matrices, and
+    tile `first` of each row.
     """
     if tiles == word(job, C) // word(job, TC):  # The values of consecutive rows are contiguous.
         read_tile_values(job, leaf, row, 0, rows * tiles, to)
@@ -124,9 +124,10 @@ def _read_block_values(job, leaf, row, first, rows, tiles, to):
 
 
 def _build_product(kind: str, rows: int, *, adds_minima: bool) -> Any:
-    """Return a function that multiplies `rows` rows of x by a block of W.
+    """Return a function that adds the product of `rows` rows of x and a block of W to y.
 
-    Its argument `tiles` is a tuple:
+    Its arguments `x`, `w` and `y` are pairs of an address and a row stride, and `size` is a pair of
+    the rows and the columns of the block. `tiles` is a tuple:
 
     - the address of the f32 scales of the block,
     - the address of the minima of the block,
@@ -139,11 +140,6 @@ def _build_product(kind: str, rows: int, *, adds_minima: bool) -> Any:
 
     @native
     def multiply(x, w, size, y, tiles, table):
-        """Add the product of x and a block of W to y.
-
-        `size` is a pair: the rows and the columns of the block. `x`, `w` and `y` are pairs of an
-        address and a row stride.
-        """
         prevent_inlining()
         values = load_table(table)
         depth, columns = size
@@ -167,10 +163,10 @@ def _build_product(kind: str, rows: int, *, adds_minima: bool) -> Any:
 
 @instruction
 def _dequantize(codes, scales, minima, first, shift, adds_minima):
-    """Multiply decoded vectors of a row by the scales of their tiles. Add minima if `adds_minima`.
+    """Return decoded vectors of a row of W times the scales of their tiles.
 
-    `first` is the number of vectors between the start of the first tile and the first vector. A
-    tile has `1 << shift` vectors.
+    If `adds_minima`, add the minima of the tiles. `first` is the number of vectors between the
+    start of the first tile and the first vector. A tile has `1 << shift` vectors.
     """
     has_minimum = adds_minima.literal_value
 

@@ -51,7 +51,7 @@ _sum_activations = build_sum(16)
 
 
 def _build_minimum_adder(rows: int) -> Any:
-    """Return a function that adds minima times sums of `rows` rows of activations to panel rows."""
+    """Return a function that adds minima times sums of activations to `rows` rows of sums."""
 
     @native
     def add(sums, x_sums, next_x, minima, next_tile, tiles):
@@ -68,10 +68,11 @@ _add_minima_4, _add_minima_1 = map(_build_minimum_adder, (4, 1))
 
 
 def build_functions(side: Orientation, offset: int) -> JobFunctions:
-    """Return the job functions of the kernel for one contracted side of the matrix.
+    """Return the functions that compute a product in parts, for one contracted side of the matrix.
 
     **Arguments:**
 
+    - `side`: the functions that depend on the contracted side.
     - `offset`: the number that `side.decode` adds to codes.
     """
     panels, decode_step, sizes, span = side.panels, side.decode_step, side.sizes, side.span
@@ -82,7 +83,7 @@ def build_functions(side: Orientation, offset: int) -> JobFunctions:
 
     @native
     def rows_per_part(job):
-        """Return the rows of activations per part: M divided into equal ranges of at most 256."""
+        # Divide M into equal ranges of at most 256.
         m = word(job, M)
         parts = (m + 255) // 256
         return (m + parts - 1) // parts
@@ -99,7 +100,7 @@ def build_functions(side: Orientation, offset: int) -> JobFunctions:
 
     @native
     def divide_k(job):
-        """Return the tiles per block, and the numbers of segments, blocks and starts.
+        """Return the tiles per block, and the numbers of segments, blocks and starts along K.
 
         The tiles per block are 0 if a tile does not fit into a block, or is not aligned to it. A
         segment is a block of whole tiles, or else a tile or as much of it as int32 can sum. A start
@@ -118,9 +119,10 @@ def build_functions(side: Orientation, offset: int) -> JobFunctions:
 
     @native
     def segment(job, index, tiles):
-        """Return the first and last code of segment `index` along K, and its number of whole tiles.
+        """Return the range of codes along K of segment `index`, and its number of whole tiles.
 
         `tiles` are the tiles per block. If they are 0, a segment is within a tile, and has 0 tiles.
+        The end of the range is the code after its last.
         """
         k, _, tile = sizes(job)
         if tiles:
@@ -143,15 +145,13 @@ def build_functions(side: Orientation, offset: int) -> JobFunctions:
 
     @native
     def scratch_address(job):
-        """Return the address of the packed activations `[BATCH, blocks, M, stride]`.
-
-        After them are the starts, i32 `[BATCH, starts, M]`, and then the sums over tiles.
-        """
+        # SCRATCH has the packed activations `[BATCH, blocks, M, stride]`, the starts, i32
+        # `[BATCH, starts, M]`, and the sums over tiles.
         return (word(job, SCRATCH) + 63) // 64 * 64
 
     @native
     def tile_sums_address(job, row):
-        """Return the address of the f32 sums over tiles of a row, counted over all matrices."""
+        # `row` is counted over all matrices.
         tiles, _, blocks, starts = divide_k(job)
         rows = word(job, BATCH) * word(job, M)
         row_bytes = blocks * packed_stride(job, tiles) + starts * 4
@@ -171,7 +171,7 @@ def build_functions(side: Orientation, offset: int) -> JobFunctions:
 
     @native
     def pack_rows(job, first, last):
-        """Pack rows `first` to `last` of activations in SCRATCH, and write their starts."""
+        """Write rows `first` to `last` of activations to SCRATCH, and the starts of their sums."""
         k, _, tile = sizes(job)
         m = word(job, M)
         tiles, segments, blocks, starts = divide_k(job)
@@ -208,7 +208,7 @@ def build_functions(side: Orientation, offset: int) -> JobFunctions:
                     start += 4 * m
 
     def prepare(job):
-        """Allocate SCRATCH. Pack a few rows here, or let the FIRST parts pack many rows."""
+        # Pack a few rows here, or let the FIRST parts pack many rows.
         m = word(job, M)
         tiles, _, blocks, starts = divide_k(job)
         rows = word(job, BATCH) * m
@@ -225,7 +225,6 @@ def build_functions(side: Orientation, offset: int) -> JobFunctions:
             pack_rows(job, 0, rows)
 
     def count(job):
-        """Return the parts that pack rows, plus the parts that multiply."""
         strips, strips_per_part = divide_strips(job)
         m, rows = word(job, M), rows_per_part(job)
         row_parts = word(job, BATCH) * ((m + rows - 1) // rows)
@@ -248,7 +247,7 @@ def build_functions(side: Orientation, offset: int) -> JobFunctions:
 
     @native
     def add_minima(job, first_row, rows, first_strip, strips, sums, scratch):
-        """Add the products of minima and sums of activations over tiles to the sums of a part.
+        """Add minima times sums of activations over tiles to the f32 sums of a part, at `sums`.
 
         The part has `rows` rows of activations from `first_row` on, counted over all matrices, and
         `strips` strips from `first_strip` on.
@@ -281,7 +280,6 @@ def build_functions(side: Orientation, offset: int) -> JobFunctions:
 
     @native
     def multiply_part(job, part):
-        """Compute a range of rows and a range of strips of the result."""
         # Find the rows and the strips of the part.
         _, _, tile = sizes(job)
         m = word(job, M)

@@ -21,39 +21,36 @@ from .panel import BLOCK, PANEL_ROW, WIDTH, Orientation, build_reader, code_offs
 
 
 def build(kind: str) -> JobFunctions:
-    """Return the job functions of this kernel for codes of a kind, such as "lookup4"."""
+    """Return the functions that compute a product in parts, for codes such as "lookup4"."""
     return blocks.build_functions(orientation(kind), code_offset(kind))
 
 
 @functools.cache
 def orientation(kind: str) -> Orientation:
-    """Return the functions of `blocks.py` for contracted columns, with codes of a kind."""
+    """Return the functions that depend on the contracted side, for columns and a kind of codes."""
     bits, read = BITS[kind], build_reader(kind)
     fields = 8 // bits
     chunk = 16 * fields  # the codes that are reordered together
 
     @native
     def decode_step(m):
-        """Decode as many codes as a panel can have, because rows are contiguous along K."""
+        # Rows are contiguous along K.
         return BLOCK
 
     @native
     def sizes(job):
-        """Return K, N, and the number of codes along K that share a scale."""
         return word(job, C), word(job, R), word(job, TC)
 
     @native
     def span(k, count):
-        """Begin the panel at the byte with code k, and end it at a multiple of `chunk`."""
+        # Begin the panel at the byte with code k.
         position = k % fields
         return position, (position + count + chunk - 1) // chunk * chunk
 
     @native
     def reorder(x, count, position, to):
-        """Copy activations in chunks: first those for field 0 of 16 bytes, then for field 1, ...
-
-        `position` is the number of fields of the first byte that come before the first activation.
-        """
+        # Copy activations in chunks: first those for field 0 of 16 bytes, then for field 1, ...
+        # `position` is the number of fields of the first byte before the first activation.
         i = 0
         while position == 0 and i + chunk <= count:
             copy_by_fields(x + i, to + i, fields, 16)
@@ -66,10 +63,8 @@ def orientation(kind: str) -> Orientation:
 
     @native
     def fetch(job, matrix, strip, k, length, scratch):
-        """Copy `length` codes of each row of a strip, from code k on, closer together.
-
-        Rows are often a power of two apart, and would compete for the same cache lines.
-        """
+        # Copy the codes of each row closer together. Rows are often a power of two apart, and would
+        # compete for the same cache lines.
         rows, row_bytes = word(job, R) - strip * WIDTH, word(job, ROW_BYTES)
         first, count = k // fields, length // fields
         address = matrix + strip * WIDTH * row_bytes + first
@@ -90,14 +85,14 @@ def orientation(kind: str) -> Orientation:
 
     @native
     def ahead(job, matrix, strip, k, length, panel):
-        """Return the memory of a whole strip, because a strip has only one panel."""
+        # A strip has only one panel.
         row_bytes = word(job, ROW_BYTES)
         address = matrix + strip * WIDTH * row_bytes + k // fields
         return address, row_bytes, WIDTH, max(1, length // fields // 64)
 
     @native
     def decode(address, stride, length, panel, table, to):
-        """Transpose and decode 16 bytes of `WIDTH` rows at a time, LANES rows after the other."""
+        # Transpose and decode 16 bytes of `WIDTH` rows at a time, LANES rows after the other.
         for _ in range(length // chunk):
             for group in range(4):
                 rows = load_transposed(address + group * LANES * stride, stride)
@@ -109,14 +104,14 @@ def orientation(kind: str) -> Orientation:
 
     @native
     def scales_bytes(job, leaf, strips):
-        """Return the bytes of the f32 scales of the strips, or 0 if they are read in place."""
+        # Scales are read in place if they are f32.
         if is_f32(job, leaf):
             return 0
         return 4 * strips * WIDTH * (word(job, C) // word(job, TC)) + WIDTH
 
     @native
     def part_scales(job, leaf, batch, strip, strips, to):
-        """Return the address where the scales of the matrix's first row are, or would be."""
+        # Return the address where the scales of the matrix's first row are, or would be.
         shared, tiles = word(job, TR), word(job, C) // word(job, TC)
         row = batch * (word(job, R) // shared)
         if is_f32(job, leaf):
@@ -128,7 +123,6 @@ def orientation(kind: str) -> Orientation:
 
     @native
     def load_scales(job, leaf, address, strip, tile, scratch, to):
-        """Write the scale of each row of a strip. `address` is the result of `part_scales`."""
         first, shared = strip * WIDTH, word(job, TR)
         stride = word(job, C) // word(job, TC) * 4
         address += tile * 4
@@ -137,7 +131,7 @@ def orientation(kind: str) -> Orientation:
 
     @native
     def write(sums, stride, x_scale, scratch, to, count):
-        """Write the first `count` sums of a panel row, which has the order of the result."""
+        # A panel row has the order of the result.
         if count == WIDTH:
             store(to, scale_block(load(sums, 4), splat(x_scale)))
         else:

@@ -89,7 +89,7 @@ _VECTOR, _ROWS_OF_VECTORS = 4 * LANES, 4 * LANES * ROWS
 
 
 def _fields_of(kind: str) -> int:
-    """Return the codes per byte. Bit planes are decoded to one code per byte."""
+    # Bit planes are decoded to one code per byte.
     return 1 if kind in INTEGER_PLANES else 8 // BITS[kind]
 
 
@@ -123,7 +123,7 @@ def _build_products(kind: str) -> list[Any]:
 
     @native
     def add_products(total, x, next_x, codes, table):
-        """Return `total` plus the products of x with a group of codes of each row.
+        """Return `total` plus the products of rows of x with a group of codes of each row of W.
 
         Rows of x are `next_x` bytes apart.
         """
@@ -133,16 +133,11 @@ def _build_products(kind: str) -> list[Any]:
         return total
 
     def build_sum(m: int, rows: int) -> Any:
-        """Return a function that multiplies m rows of x by `rows` rows of the matrix.
-
-        The function returns a vector of f32 for each pair of rows. The sum of its lanes is the
-        product of the two rows.
-        """
+        # The sums of a pair of rows are in the lanes of a vector of f32.
         add_minima, load_codes = build_minimum_adder(m, rows), build_loader(rows)
 
         @native
         def add_group(total, x, next_x, w, row_bytes, later, table):
-            """Read a whole group of codes of each row, and add its products to `total`."""
             for row in range(rows):
                 prefetch(w + row * row_bytes + later)
             return add_products(total, x, next_x, load_codes(w, row_bytes, table), table)
@@ -151,14 +146,12 @@ def _build_products(kind: str) -> list[Any]:
 
             @native
             def add_tile(sums, total, x_scales, x_scale, scales, lanes):
-                """Return `sums` plus the int32 sums of a tile times the scales."""
                 return fma(to_floats(total), scales, sums)
 
         else:
 
             @native
             def add_tile(sums, total, x_scales, x_scale, scales, lanes):
-                """Return `sums` plus the int32 sums of a tile times the scales of x and of W."""
                 row_scales = load_repeated(x_scale, x_scales[1], m, x_scales[2], lanes)
                 return add_scaled_ints(sums, total, row_scales, scales)
 
@@ -226,7 +219,7 @@ def _build_products(kind: str) -> list[Any]:
 
 @native
 def _scale_by_x(job, batch, scales, count):
-    """Multiply `count` scales of rows of the matrix by the scales of the single row of x.
+    """Multiply `count` f32 scales of the matrix, in place, by the scales of the single row of x.
 
     A row of x has one scale, or as many as a row of the matrix.
     """
@@ -245,7 +238,7 @@ def _scale_by_x(job, batch, scales, count):
 
 
 def build(kind: str) -> JobFunctions:
-    """Return the job functions of this kernel for codes of a kind, such as "lookup4"."""
+    """Return the functions that compute a product in parts, for codes such as "lookup4"."""
     fields, offset = _fields_of(kind), code_offset(kind)
     group = WIDTH * fields  # the codes of a vector of bytes
     LANE = 4 * fields  # the codes of a 32-bit lane
@@ -261,7 +254,7 @@ def build(kind: str) -> JobFunctions:
 
     @native
     def count_groups(job):
-        """Return the number of groups per row and per tile.
+        """Return the number of groups, vectors of bytes of codes, per row and per tile.
 
         The last group of a row may have fewer codes. If tiles are smaller than a group, the lanes
         of a group have several scales, and each group counts as one tile.
@@ -270,18 +263,14 @@ def build(kind: str) -> JobFunctions:
 
     @native
     def log2_lanes_per_scale(job):
-        """Return the binary logarithm of the number of lanes of a vector that share a scale."""
         tile, shift = word(job, TC), 0
         while LANE << shift < tile and 1 << shift < LANES:
             shift += 1
         return shift
 
     def prepare(job):
-        """Reorder the activations in SCRATCH. If there are minima, also sum them over tiles.
-
-        SCRATCH has the activations `[BATCH, M, groups * group]`, the first int32 sums, a vector per
-        tile of each row, and the sums over tiles.
-        """
+        # SCRATCH has the reordered activations `[BATCH, M, groups * group]`, the first int32 sums,
+        # a vector per tile of each row, and if there are minima, the sums over tiles.
         c = word(job, C)
         groups, per_tile = count_groups(job)
         rows = word(job, BATCH) * word(job, M)
@@ -322,7 +311,6 @@ def build(kind: str) -> JobFunctions:
         return word(job, BATCH) * max(1, word(job, R) // PART)
 
     def work(job, part):
-        """Multiply all rows of x by the rows of the matrix from `first` to `last`."""
         m, rows, row_bytes = word(job, M), word(job, R), word(job, ROW_BYTES)
         parts = max(1, rows // PART)
         batch, part = divmod(part, parts)

@@ -33,11 +33,11 @@ _ROWS, _COLUMNS = (6, 4) if HAS_VNNI else (4, 4) if REGISTERS == 32 else (2, 2)
 
 
 class Orientation(NamedTuple):
-    """A table of functions for one contracted side of the matrix: its rows or its columns.
+    """The functions that depend on whether a product contracts the matrix's rows or its columns.
 
-    The kernel in `blocks.py` is the same for both sides, except for these functions. It divides the
-    columns of the result into strips. An argument `leaf` is SCALE or MINIMUM, `strip` is the index
-    of a strip, and `tile` is the index of a tile along K.
+    The kernel in `blocks.py` calls them. It divides the columns of the result into strips. An
+    argument `leaf` is SCALE or MINIMUM, `strip` is the index of a strip, and `tile` is the index of
+    a tile along K.
 
     **Arguments:**
 
@@ -78,14 +78,14 @@ class Orientation(NamedTuple):
 
 
 def code_offset(kind: str) -> int:
-    """Return the number that is added to codes to make them unsigned bytes."""
+    """Return the number that is added to codes of a kind to make them unsigned bytes."""
     return 0 if kind == "uint8" else OFFSET
 
 
 def build_reader(kind: str) -> Any:
-    """Return a function `read(table, block, shift)` that decodes stored bytes to unsigned bytes.
+    """Return a function `read(table, block, shift)` that decodes a vector of stored bytes.
 
-    It returns one code of each byte of the block, plus `code_offset(kind)`. Codes of fewer than 8
+    It returns an unsigned byte for each: a code plus `code_offset(kind)`. Codes of fewer than 8
     bits begin at bit `shift` of each byte, and are looked up in the table.
     """
     if BITS[kind] < 8:
@@ -115,7 +115,7 @@ def build_sum(step: int) -> Any:
 
 
 def _build_multiply(rows: int) -> Any:
-    """Return `multiply` below for a fixed number of rows, without `ahead`."""
+    """Return `multiply` below for a fixed number of rows of activations, without prefetching."""
 
     @native
     def multiply(x, panel, places):
@@ -147,7 +147,7 @@ _multiply_all, _multiply_4, _multiply_2, _multiply_1 = map(_build_multiply, (_RO
 
 @native
 def multiply(rows, x, panel, places, ahead):
-    """Multiply `rows` rows of activations by a panel, or by the part of it that is in one tile.
+    """Multiply `rows` rows of int8 activations by a panel, or by the part of it in one tile.
 
     The activations of a tile can be in several blocks. Their int32 sums are kept in memory between
     blocks. After the last block of the tile, they are multiplied by the scales of row and column,
@@ -159,8 +159,8 @@ def multiply(rows, x, panel, places, ahead):
       scale, and the bytes between the scales of rows.
     - `panel`: the address of the codes, their number along K divided by 4, the address of the f32
       scales, and whether this is the first and the last block of the tile.
-    - `places`: the addresses of the first int32 sums, i32 `[rows]`, of the int32 sums between
-      blocks, and of the f32 sums. Both sums are `[rows, WIDTH]`.
+    - `places`: the addresses of the numbers that the int32 sums begin with, i32 `[rows]`, of the
+      int32 sums between blocks, and of the f32 sums. Both sums are `[rows, WIDTH]`.
     - `ahead`: the memory to prefetch meanwhile, as `Orientation.ahead` returns.
     """
     first_x, stride, x_scale, next_x_scale = x

@@ -20,13 +20,13 @@ from .panel import BLOCK, PANEL_ROW, WIDTH, Orientation, build_reader, code_offs
 
 
 def build(kind: str) -> JobFunctions:
-    """Return the job functions of this kernel for codes of a kind, such as "lookup4"."""
+    """Return the functions that compute a product in parts, for codes such as "lookup4"."""
     return blocks.build_functions(orientation(kind), code_offset(kind))
 
 
 @functools.cache
 def orientation(kind: str) -> Orientation:
-    """Return the functions of `blocks.py` for contracted rows, with codes of a kind."""
+    """Return the functions that depend on the contracted side, for rows and a kind of codes."""
     bits, read = BITS[kind], build_reader(kind)
     fields = 8 // bits
     vectors = 4 * fields
@@ -34,28 +34,24 @@ def orientation(kind: str) -> Orientation:
 
     @native
     def decode_step(m):
-        """Decode fewer codes along K for fewer rows of activations.
-
-        Rows of the matrix are far apart in memory. With fewer rows at once, more of a row is read
-        before the next row, but the sums are loaded and stored more often.
-        """
+        # Rows of the matrix are far apart in memory. With fewer rows at once, more of a row is read
+        # before the next row, but the sums are loaded and stored more often.
         if m <= 12:
             return 16
         return 64 if m <= 96 else BLOCK
 
     @native
     def sizes(job):
-        """Return K, N, and the number of codes along K that share a scale."""
         return word(job, R), word(job, C), word(job, TR)
 
     @native
     def span(k, count):
-        """Begin the panel with code k, and end it at a multiple of the 4 codes of a lane."""
+        # A lane has 4 codes.
         return 0, (count + 3) // 4 * 4
 
     @native
     def reorder(x, count, position, to):
-        """Copy activations in their order, 16 bytes at a time: panels keep the order along K."""
+        # Panels keep the order along K.
         whole = count // 16 * 16
         for i in range(0, whole, 16):
             copy_by_fields(x + i, to + i, 1, 16)
@@ -64,7 +60,6 @@ def orientation(kind: str) -> Orientation:
 
     @native
     def fetch(job, matrix, strip, k, length, scratch):
-        """Read a strip in place, or copy it if it extends beyond the matrix."""
         rows, row_bytes = word(job, R) - k, word(job, ROW_BYTES)
         address = matrix + k * row_bytes + strip * WIDTH
         columns = row_bytes - strip * WIDTH
@@ -79,14 +74,14 @@ def orientation(kind: str) -> Orientation:
 
     @native
     def ahead(job, matrix, strip, k, length, panel):
-        """Return the share of one panel in the rows of a strip: the panels divide the rows."""
+        # The panels of a strip divide its rows.
         row_bytes = word(job, ROW_BYTES)
         rows = (length + fields - 1) // fields
         return matrix + (k + panel * rows) * row_bytes + strip * WIDTH, row_bytes, rows, 1
 
     @native
     def decode(address, stride, length, panel, table, to):
-        """Interleave 4 rows at a time, and decode one field of each byte: the field `panel`."""
+        # Interleave 4 rows at a time, and decode one field of each byte.
         shift = panel * bits
         for _ in range(length // 4):
             store_block(to, 0, read(table, load_interleaved(address, stride), shift))
@@ -95,17 +90,15 @@ def orientation(kind: str) -> Orientation:
 
     @native
     def scales_bytes(job, leaf, strips):
-        """Return 0: `part_scales` reads no scales."""
         return 0
 
     @native
     def part_scales(job, leaf, batch, strip, strips, to):
-        """Return the index of the matrix's first row of scales."""
+        # `load_scales` reads the scales itself, from this row of tiles on.
         return batch * (word(job, R) // word(job, TR))
 
     @native
     def load_scales(job, leaf, row, strip, tile, scratch, to):
-        """Write the scale of each column of a strip. `row` is the result of `part_scales`."""
         columns, shared = word(job, C), word(job, TC)
         first = strip * WIDTH * fields
         count = min(columns - first, WIDTH * fields)
@@ -130,7 +123,6 @@ def orientation(kind: str) -> Orientation:
 
     @native
     def write(sums, stride, x_scale, scratch, to, count):
-        """Bring the sums of all panels of a strip into the order of the result."""
         values = from_panels(load_floats(sums, stride, fields, 4), fields)
         values = scale_block(values, splat(x_scale))
         if count == WIDTH * fields:

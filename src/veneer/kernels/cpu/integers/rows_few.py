@@ -76,9 +76,10 @@ _sum_activations = build_sum(4)
 
 @native
 def _pack(x, stride, rows, count, to):
-    """Write groups of four activations: the first group of each row, then the next of each row.
+    """Copy int8 activations to `to`: the first four of each row, then the next four of each row.
 
-    `sweep` reads this order. Rows of x are `stride` bytes apart, and have `count` activations.
+    `sweep` reads them in this order. The rows at `x` are `stride` bytes apart, and have `count`
+    activations.
     """
     for k in range(0, count, 4):
         for row in range(rows):
@@ -87,7 +88,7 @@ def _pack(x, stride, rows, count, to):
 
 @native
 def _divide_k(job):
-    """Return the number of splits, the splits per tile, and the codes along K per split.
+    """Return how K is divided: the number of splits, the splits per tile, and the codes per split.
 
     The splits per tile are 0 if a split consists of whole tiles.
     """
@@ -103,13 +104,13 @@ def _divide_k(job):
 
 
 def _build_sweep(kind: str) -> Any:
-    """Return `sweep`, which multiplies rows of x by the strips of a block."""
+    """Return `sweep`, the function that multiplies rows of x by a block of the matrix."""
     bits, read = BITS[kind], build_reader(kind)
     fields = 8 // bits
     strip_bytes = fields * PANEL_ROW
 
     def build_product(rows: int) -> Any:
-        """Return `sweep` for a fixed number of rows, which are the first of the m packed rows."""
+        # The same as `sweep`, for the first `rows` of the m packed rows of x.
         together = 2 if rows <= 2 and fields > 1 else 1  # fields whose sums fit into registers
         columns = 4 * together
         # With more rows, it takes longer until a sweep reaches the prefetched memory.
@@ -143,12 +144,15 @@ def _build_sweep(kind: str) -> Any:
 
     @native
     def sweep(m, x, w, stride, count, strips, ints, table, later):
-        """Add to int32 sums the products of m packed rows of x with strips of a block.
+        """Add the products of m packed rows of x and a block of the matrix to int32 sums.
 
         **Arguments:**
 
+        - `x`: the address of the rows, as `_pack` writes them.
         - `w`, `stride`: the address of the block, and the bytes between its `count` rows.
-        - `ints`: the address of the sums, `[strips, m]` strips of `strip_bytes` bytes.
+        - `strips`: the number of strips, `WIDTH` bytes of each row of the block, to multiply.
+        - `ints`: the address of the sums, `[strips, m]` ranges of `strip_bytes` bytes.
+        - `table`: the lookup table of codes.
         - `later`: the address of a later block, to prefetch.
         """
         row = 0
@@ -168,7 +172,7 @@ def _build_sweep(kind: str) -> Any:
 
 
 def build(kind: str) -> JobFunctions:
-    """Return the job functions of this kernel for codes of a kind, such as "lookup4"."""
+    """Return the functions that compute a product in parts, for codes such as "lookup4"."""
     offset = code_offset(kind)
     sweep = _build_sweep(kind)
     side = orientation(kind)
@@ -178,7 +182,7 @@ def build(kind: str) -> JobFunctions:
 
     @native
     def divide_strips(job):
-        """Return the number of strips, and how many of them a multiplying part computes."""
+        """Return the number of strips of the matrix, and the strips per part that multiplies."""
         splits, _, _ = _divide_k(job)
         strips = (word(job, C) + width - 1) // width
         parts = (2 * word(job, THREADS) + splits - 1) // splits
@@ -186,7 +190,7 @@ def build(kind: str) -> JobFunctions:
         return strips, max(1, per_part)
 
     def prepare(job):
-        """Allocate the sums of all splits. The FIRST parts multiply, and the others add splits."""
+        # Allocate the sums of all splits. The FIRST parts multiply, and the others add splits.
         splits, _, _ = _divide_k(job)
         strips, per_part = divide_strips(job)
         split_bytes = word(job, BATCH) * strips * word(job, M) * strip_bytes
@@ -203,9 +207,10 @@ def build(kind: str) -> JobFunctions:
 
     @native
     def sums_address(job, batch, split, strip):
-        """Return the address of the sums of a strip in SCRATCH, `[BATCH, splits, strips, M]`.
+        """Return the address in SCRATCH of a strip's sums for one split of K.
 
-        They are int32 if a split is within a tile, otherwise f32. A row has `strip_bytes` bytes.
+        They are int32 if a split is within a tile, otherwise f32. Each row of x has `strip_bytes`
+        bytes.
         """
         splits, _, _ = _divide_k(job)
         strips, _ = divide_strips(job)
@@ -214,10 +219,10 @@ def build(kind: str) -> JobFunctions:
 
     @native
     def start_sums(m, x, x_stride, length, strips, ints):
-        """Write the values that the int32 sums `[strips, m]` begin with.
+        """Set int32 sums `[strips, m]` to `-offset` times the sum of the activations of each row.
 
-        Such a value is `-offset` times the sum of `length` activations, because `sweep` multiplies
-        codes to which `offset` was added.
+        A row has `length` activations. `sweep` multiplies codes to which `offset` was added, and
+        this corrects its sums.
         """
         for row in range(m):
             start = np.int32(-offset * _sum_activations(x + row * x_stride, length))
@@ -228,10 +233,9 @@ def build(kind: str) -> JobFunctions:
 
     @native
     def add_scaled_ints(job, batch, tile, strip, ints, sums, scale, scratch):
-        """Multiply the int32 sums of a strip by the scales of a tile, and add them to f32 sums.
+        """Add the int32 sums of a strip at `ints`, times the scales of a tile, to f32 at `sums`.
 
-        `ints` and `sums` are the addresses of the sums. `scale` and `scratch` are memory for the
-        scales of the strip.
+        `scale` and `scratch` are the addresses of memory for the scales of the strip.
         """
         first = batch * (word(job, R) // word(job, TR))
         load_scales(job, SCALE, first, strip, tile, scratch, scale)
@@ -249,7 +253,6 @@ def build(kind: str) -> JobFunctions:
 
     @native
     def multiply_part(job, part):
-        """Compute the sums of a range of strips over one split of K."""
         m, stride, x_stride = word(job, M), word(job, ROW_BYTES), word(job, R)
         splits, per_tile, length = _divide_k(job)
         strips, per_part = divide_strips(job)
@@ -306,10 +309,9 @@ def build(kind: str) -> JobFunctions:
 
     @native
     def add_splits_of_tiles(job, batch, strip, sums, scale, scratch):
-        """Add up the int32 sums of the splits of each tile, scale them, and add them to `sums`.
+        """Write the f32 sums of a strip to `sums`: int32 sums of all splits, scaled tile by tile.
 
-        `sums` is the address of the f32 sums of a strip, which are cleared first. `scale` and
-        `scratch` are memory for the scales.
+        `scale` and `scratch` are the addresses of memory for the scales of the strip.
         """
         splits, per_tile, _ = _divide_k(job)
         size = word(job, M) * strip_bytes
@@ -327,7 +329,7 @@ def build(kind: str) -> JobFunctions:
 
     @native
     def add_splits(job, batch, strip):
-        """Add the f32 sums of all splits of a strip into its first split. Return their address."""
+        """Add the f32 sums of a strip in all splits to those in the first. Return their address."""
         sums = sums_address(job, batch, 0, strip)
         splits, _, _ = _divide_k(job)
         for split in range(1, splits):
@@ -338,10 +340,8 @@ def build(kind: str) -> JobFunctions:
 
     @native
     def add_part(job, part):
-        """Add up the splits of `_ADDED_STRIPS` strips, and write the result.
-
-        `part` counts only the parts that add, from 0.
-        """
+        # Add up the splits of `_ADDED_STRIPS` strips, and write the result. `part` counts only the
+        # parts that add, from 0.
         m, c = word(job, M), word(job, C)
         _, per_tile, _ = _divide_k(job)
         strips, _ = divide_strips(job)

@@ -49,7 +49,7 @@ SIZES = {
 
 @instruction
 def load_as_floats(address, dtype):
-    """Read a vector of LANES numbers of a dtype in `SIZES`, as f32."""
+    """Return LANES numbers of a dtype in `SIZES`, read at `address`, as a vector of f32."""
     name = dtype.literal_value
 
     def emit(builder, address, _):
@@ -64,7 +64,7 @@ def load_as_floats(address, dtype):
 
 @instruction
 def keep_first_lanes(vector, count):
-    """Set all lanes of a vector of f32 to 0 except the first `count`."""
+    """Return a vector of f32 whose lanes are 0 except the first `count`."""
 
     def emit(builder, vector, count):
         count = broadcast(builder, builder.trunc(count, I32))
@@ -185,7 +185,7 @@ def _copy_sign(builder: Any, codes: Any, value: Any) -> Any:
 
 @instruction
 def load_table(address):
-    """Read a lookup table of 16 f32."""
+    """Return a lookup table, the 16 f32 at `address`, as vectors."""
     block = Block("f32", 1, 16 // LANES)
 
     def emit(builder, address):
@@ -196,7 +196,7 @@ def load_table(address):
 
 
 def look_up(builder: Any, tables: Sequence[Any], indices: Any) -> Any:
-    """Return the entry of a table for each lane of `indices`, by the lowest 4 bits of the lane.
+    """Return the table entry for each lane of `indices`, selected by the lowest 4 bits of the lane.
 
     `tables` are the vectors of a table of 16 f32.
     """
@@ -227,7 +227,7 @@ def look_up(builder: Any, tables: Sequence[Any], indices: Any) -> Any:
 
 
 def build_decoder(kind: str) -> tuple[Any, Any]:
-    """Return two instructions for codes of a kind, `decode_row` and `restore_order`.
+    """Return two instructions for codes of a kind: `decode_row` and `restore_order`.
 
     `decode_row(table, address, columns)` reads `columns` vectors of codes and returns f32. Lanes
     may be permuted. `restore_order(block)` undoes the permutation, also for sums of such vectors.

@@ -49,7 +49,7 @@ WORDS = 30
 
 @native
 def count_interleaved(job):
-    """Return H, the number of matrices whose rows alternate in memory, or 1.
+    """Return H, the number of stored matrices whose rows alternate in memory, or 1.
 
     Such interleaved matrices are stored as `[BATCH / H, R, H, ROW_BYTES]`, like the heads of
     tokens. With H = 1, each matrix is contiguous.
@@ -59,7 +59,7 @@ def count_interleaved(job):
 
 @native
 def row_address(job, batch, row):
-    """Return the address of row `row` of matrix `batch`. Its next row is NEXT_ROW bytes later."""
+    """Return the address of a row of matrix `batch`. Its next row is NEXT_ROW bytes later."""
     heads = count_interleaved(job)
     first = word(job, W) + batch % heads * word(job, ROW_BYTES)
     return first + (batch // heads * word(job, R) + row) * word(job, NEXT_ROW)
@@ -95,12 +95,12 @@ class JobFunctions(NamedTuple):
 
 @native
 def do_nothing(job):
-    """Prepare or finish a job that needs no shared memory."""
+    """The `prepare` or `finish` of a job that needs no memory."""
 
 
 @native
 def free_scratch(job):
-    """Free the memory at SCRATCH."""
+    """Free the memory of a job at SCRATCH, as its `finish`."""
     free(word(job, SCRATCH))
 
 
@@ -121,13 +121,13 @@ def new_group(jobs):
 
 @native
 def job_address(group, index):
-    """Return the address of a job of a group."""
+    """Return the address of job number `index` of a group."""
     return group + 8 * (_HEADER + index * WORDS)
 
 
 @native
 def _do_part(group, part):
-    """Compute part `part` of a group. The FIRST parts of all jobs come before all other parts."""
+    """Compute part `part` of a group of jobs. The FIRST parts of all jobs come first."""
     job = job_address(group, 0)
     if part < word(group, _GROUP_FIRST):
         while part >= word(job, FIRST):
@@ -144,7 +144,10 @@ def _do_part(group, part):
 
 @native
 def run_group(frame, group, work, threads):
-    """Compute all parts of all jobs with the C function `work`, on `threads` threads."""
+    """Compute all parts of the jobs of a group, on `threads` threads of the call `frame`.
+
+    `work` is the address of the C function that computes a part: see `JobFunctions`.
+    """
     parts, first = 0, 0
     for i in range(word(group, _JOBS)):
         parts += word(job_address(group, i), PARTS)

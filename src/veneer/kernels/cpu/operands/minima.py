@@ -37,7 +37,7 @@ _ROW = 4 * _TILES
 
 @native
 def sum_floats(address, count):
-    """Return the sum of `count` f32 numbers."""
+    """Return the sum of the `count` f32 at `address`."""
     sum, vectors, total = zeros(1, 1), count // LANES, stack(4)
     for i in range(vectors):
         sum = add_inner(sum, address + _VECTOR * i, 0, splat(_ONE))
@@ -52,15 +52,15 @@ def sum_floats(address, count):
 
 @native
 def tile_sums_bytes(job):
-    """Return the bytes of the sums of one row of x over tiles, padded to full vectors."""
+    """Return the bytes of the f32 sums of one row of x over its tiles, padded to full vectors."""
     return (word(job, C) // word(job, TC) + LANES - 1) // LANES * _VECTOR
 
 
 @native
 def write_tile_sums(job, x, exists, to):
-    """Write the sums of a row of x over tiles at `to`, zero-padded to `tile_sums_bytes`.
+    """Write the f32 sums of a row of x over its tiles to `to`, zero-padded to `tile_sums_bytes`.
 
-    If not `exists`, the row only pads x, and its sums are 0.
+    If `exists` is false, the row only pads x, and its sums are 0.
     """
     tile = word(job, TC)
     count = word(job, C) // tile if exists else 0
@@ -72,10 +72,10 @@ def write_tile_sums(job, x, exists, to):
 
 @native
 def write_scaled_tile_sums(job, x, scale, next_scale, to):
-    """Write the scaled sums of a row of int8 activations over tiles, zero-padded.
+    """Write the sums of a row of int8 activations over tiles, times scales, to `to` as f32.
 
-    The row is at `x`. The f32 scale of its first tile is at `scale`, and the scale of each next
-    tile is `next_scale` bytes later.
+    They are zero-padded to `tile_sums_bytes`. The row is at `x`. The f32 scale of its first tile is
+    at `scale`, and the scale of each next tile is `next_scale` bytes later.
     """
     tile = word(job, TC)
     count = word(job, C) // tile
@@ -97,7 +97,7 @@ def write_scaled_tile_sums(job, x, scale, next_scale, to):
 def build_minimum_adder(x_rows: int, w_rows: int) -> Any:
     """Return a function that adds minima times sums of x, for `x_rows` rows of x and `w_rows` of W.
 
-    Each pair of rows has a vector of sums, whose lanes are added up later.
+    Each pair of rows has a vector of results, whose lanes are added up later.
     """
 
     @native
@@ -116,15 +116,15 @@ def build_minimum_adder(x_rows: int, w_rows: int) -> Any:
 
 @functools.cache
 def build_stored_minimum_adder(x_rows: int, w_rows: int) -> Any:
-    """Return a function that reads minima of any type, and adds their terms to sums in memory.
+    """Return a function that reads minima of any type, and adds minima times sums of x to memory.
 
-    The sums are a vector for each pair of `x_rows` rows of x and `w_rows` rows of W.
+    The results are a vector for each pair of `x_rows` rows of x and `w_rows` rows of W.
     """
     buffer_bytes, add_minima = w_rows * _ROW, build_minimum_adder(x_rows, w_rows)
 
     @native
     def add_stored_minima(job, sums, x_sums, row, step):
-        """Add minima times `x_sums` to `sums`.
+        """Add minima times the sums of x at `x_sums` to the vectors at `sums`.
 
         The minima of the first row of W are in row `row` of tiles, and the minima of each next row
         of W are `step` rows of tiles later: 1, or 0 if the rows of W share them.

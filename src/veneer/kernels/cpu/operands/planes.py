@@ -37,9 +37,10 @@ _STEPS = ((7, 0x00AA00AA00AA00AA), (14, 0x0000CCCC0000CCCC), (28, 0x00000000F0F0
 def unpack_planes(
     builder: Any, addresses: Sequence[Any], units: int, bits: int, tables: Sequence[Any]
 ) -> list[Any]:
-    """Return the codes of `units` units at each address, in order, as vectors of LANES int8.
+    """Return the codes of `units` units of bit planes at each address, as vectors of LANES int8.
 
-    `tables` are the vectors of the table of the job. Only the bytes of the units are read.
+    A unit is 8 codes of `bits` bits. The codes are in order. `tables` are the vectors of the lookup
+    table of the job. Only the bytes of the units are read.
     """
     fields = _read_fields(builder, addresses, units, bits)
     count = fields.type.count
@@ -52,15 +53,15 @@ def unpack_planes(
 
 
 def _broadcast_entry(builder: Any, tables: Sequence[Any], i: int, count: int) -> Any:
-    """Return entry `i` of the table as a vector of `count` bytes; `i` is 0 or 1."""
+    """Return entry `i` of a job's lookup table, 0 or 1, as a vector of `count` bytes."""
     number = builder.extract_element(tables[0], I32(i))
     return broadcast(builder, builder.fptosi(number, I8), count)
 
 
 def _read_fields(builder: Any, addresses: Sequence[Any], units: int, bits: int) -> Any:
-    """Return the fields of `units` units at each address, in order, one per byte.
+    """Return the fields, the bits of each code, of `units` units at each address, one per byte.
 
-    A unit is `bits` bytes, with the bit planes of 8 codes.
+    They are in one vector, in order. A unit is `bits` bytes, with the bit planes of 8 codes.
     """
     type = ir.VectorType(I64, units * len(addresses))
     transpose = _transpose_by_gfni if HAS_GFNI and type.count in (2, 4, 8) else _transpose_by_steps
@@ -71,10 +72,11 @@ def _read_fields(builder: Any, addresses: Sequence[Any], units: int, bits: int) 
 def _transpose_by_gfni(
     builder: Any, addresses: Sequence[Any], units: int, bits: int, type: Any
 ) -> Any:
-    """Return the transposed units as a vector of `type`, by one instruction.
+    """Return bit planes at all addresses as one field of bits per code, by one instruction.
 
-    The instruction multiplies the matrix of each unit by the 8 unit vectors. It expects the rows of
-    a matrix from the last byte to the first.
+    The result is a vector of `type`, with a 64-bit lane per unit of 8 codes. The instruction
+    multiplies the matrix of each unit by the 8 unit vectors. It expects the rows of a matrix from
+    the last byte to the first.
     """
     parts = []
     for address in addresses:
@@ -115,9 +117,9 @@ def _read_bytes(builder: Any, address: Any, size: int) -> Any:
 def _transpose_by_steps(
     builder: Any, addresses: Sequence[Any], units: int, bits: int, type: Any
 ) -> Any:
-    """Return the transposed units as a vector of `type`, by swapping blocks of bits.
+    """Return bit planes at all addresses as one field of bits per code, by swapping blocks of bits.
 
-    Each unit is read as a word of 64 bits.
+    The result is a vector of `type`, with a 64-bit lane per unit of 8 codes.
     """
     size = units * bits
     word = ir.IntType(min(64, 8 * size))
@@ -145,7 +147,10 @@ def _transpose_by_steps(
 
 @instruction
 def store_plane_codes(to, address, units, bits, table):
-    """Write the codes of the `units` units at `address` as int8."""
+    """Write the codes of `units` units of bit planes at `address` to `to`, as int8.
+
+    A unit is 8 codes of `bits` bits. `table` is the lookup table of the job.
+    """
     units, bits = units.literal_value, bits.literal_value
 
     def emit(builder, to, address, _units, _bits, table):
@@ -158,10 +163,10 @@ def store_plane_codes(to, address, units, bits, table):
 
 @instruction
 def load_plane_fields(address, stride, rows, bits, table):
-    """Return a vector of unsigned bytes for each of `rows` rows: `field ^ flipped` of bit planes.
+    """Return a vector of unsigned bytes for each of `rows` rows of bit planes: `LANES / 2` units.
 
-    Rows are `stride` bytes apart. Subtract `offset`, the second number of the table, from the bytes
-    to get the codes.
+    A unit is 8 codes of `bits` bits. A byte is a code plus `offset`, the second number of the
+    lookup table. Rows are `stride` bytes apart from `address` on.
     """
     block, bits = Block("i32", rows.literal_value, 1), bits.literal_value
 

@@ -65,7 +65,7 @@ _ONE_UNIT, _UNITS, _TABLE = 1, max(1, LANES // 8), 16 // LANES
 
 @native
 def copy_padded(to, address, count, size):
-    """Copy `count` bytes from `address`, and write zeros after them up to `size` bytes.
+    """Copy `count` bytes from `address` to `to`, and write zeros after them up to `size` bytes.
 
     A `count` below 0 or above `size` is clipped.
     """
@@ -85,10 +85,10 @@ def copy_padded(to, address, count, size):
 
 
 def _build_reader(dtype: str) -> Any:
-    """Return a function that widens `count` numbers of a dtype to f32, zero-padded to full vectors.
+    """Return a function `read(address, count, available, to)` that converts a dtype to f32.
 
-    Its argument `available`, at least `count`, is how many numbers are stored at the address.
-    Memory after them is not read.
+    It writes `count` f32, zero-padded to full vectors. `available`, at least `count`, is how many
+    numbers are stored at the address. Memory after them is not read.
     """
     size = SIZES[dtype]
     vector_bytes = size * LANES
@@ -131,7 +131,7 @@ def read_tile_values(job, leaf, row, first, count, to):
 
 @native
 def locate_tile_values(job):
-    """Return the tuple `located` that `prefetch_tile_values` takes.
+    """Return where scales and minima are stored: the argument `located` of `prefetch_tile_values`.
 
     It is the address of the scales, their bytes per row of W, the address of the minima, and their
     bytes per row of W. Values that rows share are few and are not prefetched: their bytes per row
@@ -232,9 +232,10 @@ def _apply_outer_scales(outer, share, index, count, available, to):
 
 @native
 def _read_planes(address, index, count, to):
-    """Write codes `index` to `index + count` of an array as f32, zero-padded to full vectors.
+    """Write entries `index` to `index + count` of an array of bit planes as f32.
 
-    The array has codes of PLANES bits, stored as bit planes: a unit of PLANES bytes has 8 codes.
+    The array has codes of PLANES bits: a unit of PLANES bytes has 8 codes. The f32 at `to` are
+    zero-padded to full vectors.
     """
     prevent_inlining()
     codes, table, i = stack(_VECTOR), zeros(1, _TABLE), 0
@@ -258,7 +259,8 @@ def _read_planes(address, index, count, to):
 def _read_numbers(type, address, index, count, available, to):
     """Write entries `index` to `index + count` of an array as f32, zero-padded to full vectors.
 
-    The array has numbers of a type at `address`. `available` of them are stored from `index` on.
+    The array has numbers of the dtype with number `type` at `address`. `available` numbers are
+    stored from `index` on.
     """
     if type == PLANES_TYPE:
         _read_planes(address, index, count, to)
@@ -278,13 +280,16 @@ def _read_numbers(type, address, index, count, available, to):
 
 @native
 def entry_bytes(type):
-    """Return the bytes of an array entry of a type: a number, or one byte of bit planes."""
+    """Return the bytes of an array entry of the dtype with number `type`, or 1 for bit planes."""
     return 4 if type == 0 else 1 if type >= 3 else 2
 
 
 @native
 def stored_bytes(type, count):
-    """Return the bytes of `count` numbers of a type. For bit planes, `count` is a multiple of 8."""
+    """Return the bytes of `count` numbers of the dtype with number `type`.
+
+    For bit planes, `count` is a multiple of 8.
+    """
     return count // 8 * PLANES if type == PLANES_TYPE else count * entry_bytes(type)
 
 
