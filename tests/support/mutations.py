@@ -152,7 +152,7 @@ MUTATIONS = [
         "hijax/test_vmap.py hijax",
     ),
     Mutation(
-        "return as_typed_operand(result) if isinstance(result, Value) else result",
+        "return as_typed_operand(result)",
         "return result",
         "hijax",
     ),

@@ -2,7 +2,7 @@
 
 Contents have a creation trace: the trace that was current when they were made. If no transformation
 was active, this is JAX's evaluation trace, and the contents are concrete. How a program accesses
-them depends on the traces between the program and the creation trace:
+contents depends on the traces that were started since then and are still active:
 
 - *No trace stages the program* (`jax.grad` and `jax.vmap` alone do not): the contents are a pytree
   of values, which may change its structure.
@@ -44,7 +44,7 @@ from .mode import is_enabled
 from .types import is_typed, unpack
 from .values import expose
 
-# Held while references are made or replaced, so that all threads find the same references.
+# Held while references are made or replaced, so that all threads get the same references.
 _lock = RLock()
 
 
@@ -62,7 +62,7 @@ class Contents:
 
     - `leaves`, `treedef`: the pytree, as `flatten_contents` returns it.
     - `stops_gradients`: whether values are stored without derivatives. By default, this holds for
-      contents that are made outside of all transformations.
+      concrete contents.
     """
 
     def __init__(self, leaves: Sequence[Any], treedef: Any, stops_gradients: bool | None = None):
@@ -108,6 +108,7 @@ class Contents:
         return [ref[...] for ref in self.references()[: self.treedef.num_leaves]]
 
     def _reject_condition(self, traces: Sequence[Trace]) -> None:
+        """Raise an error if one of the traces stages the condition of a `while_loop`."""
         if any(staged_for(trace) == "while_cond" for trace in traces):
             raise NotImplementedError(
                 f"{self!r} is used in the condition of a while_loop. JAX's references do not show "
@@ -126,6 +127,7 @@ class Contents:
             return [ref[...] for ref in self.refs[: self.treedef.num_leaves]]
 
     def _is_lost(self) -> bool:
+        """Return whether JAX has deleted the buffer of a reference."""
         return self.is_concrete and any(ref._refs._buf.is_deleted() for ref in self.refs or ())
 
     def _traces_inside(self) -> list[Trace]:
@@ -153,6 +155,7 @@ class Contents:
         self.is_written = True
 
     def _write_values(self, leaves: Sequence[Any], treedef: Any) -> None:
+        """Replace the contents with values of the creation trace, whose structure may be new."""
         with _lock:
             if self.refs is not None and self._has_types(leaves, treedef) and not self._is_lost():
                 for ref, leaf in zip(self.refs, leaves, strict=False):
@@ -185,6 +188,7 @@ class Contents:
         return list(leaves), treedef
 
     def _write_staged(self, leaves: Sequence[Any], treedef: Any, traces: Sequence[Trace]) -> None:
+        """Stage writes to the references. If the structure or a type changes, replace contents."""
         leaves, treedef = unpack_typed(leaves, treedef, stop_gradients=self.stops_gradients)
         self._reject_condition(traces)
         if not self._has_types(leaves, treedef):
@@ -200,6 +204,7 @@ class Contents:
         self._write_references(self.references(), leaves)
 
     def _write_references(self, refs: Sequence[Any], leaves: Sequence[Any]) -> None:
+        """Write each leaf to its reference, with or without a tangent as the reference requires."""
         for ref, leaf in zip(refs, leaves, strict=False):
             if not self.stops_gradients and jnp.issubdtype(leaf.dtype, jnp.inexact):
                 leaf = _match_tangent(ref[...], leaf)
@@ -436,7 +441,10 @@ def _format_type(x: Any) -> str:
 
 @jax.custom_jvp
 def _match_tangent(before: jax.Array, after: jax.Array) -> jax.Array:
-    """Return `after`. It keeps its tangent only if `before`, the value it replaces, has one."""
+    """Return `after`, with its tangent if `before`, the value that it replaces, has a tangent.
+
+    Otherwise JAX's reference stores no tangents, and the result has none.
+    """
     del before
     return after
 

@@ -73,10 +73,13 @@ def _compare_types(where: str, tree_1: Any, tree_2: Any) -> None:
     (types_1, treedef_1), (types_2, treedef_2) = map(_flatten, (tree_1, tree_2))
     if not is_enabled() or treedef_1 != treedef_2:
         return
+    # A high type, or an implicit array whose leaves are types.
+    is_pytree = lambda t: is_value(t) and is_complete(jax.tree.map(abstract_of, t))
+    is_implicit = lambda t: type(t) is HighType or is_pytree(t)
     forms: dict[int, tuple[Any, Callable[[Any], Any]]] = {}
     for i, pair in enumerate(zip(types_1, types_2, strict=True)):
         are_arrays = all(isinstance(t, Value | jax.core.ShapedArray) for t in pair)
-        if not any(map(_is_implicit_type, pair)) or not are_arrays:
+        if not any(map(is_implicit, pair)) or not are_arrays:
             continue
         type_1, type_2 = (value_type(jax.tree.map(abstract_of, t)) for t in pair)
         next_form = partial(common_form, where.format(i), type_1, type_2)
@@ -97,11 +100,6 @@ def _is_implicit(x: Any) -> bool:
     """Return whether `x` is an implicit array: a pytree of leaves or one typed value."""
     x = value_of(x)
     return is_typed(x) or (isinstance(x, Value) and is_complete(x))
-
-
-def _is_implicit_type(t: Any) -> bool:
-    """Return whether `t` is a high type or an implicit array whose leaves are types."""
-    return type(t) is HighType or (is_value(t) and is_complete(jax.tree.map(abstract_of, t)))
 
 
 def _wrap_once(function: Any, name: str, wrap: Callable[[Callable], Callable]) -> Callable:
@@ -128,7 +126,7 @@ def _convert(form: Any, primitive: Primitive, x: Any) -> Any:
     if form is DENSE:
         return materialise_traced(primitive, x) if _is_implicit(x) else x
     if form is _TYPED:
-        return as_typed_operand(x) if isinstance(x, Value) else x
+        return as_typed_operand(x)
     if _is_implicit(x):  # only a dense array can become a label
         return x
     label = jax.tree.unflatten(form, [x])  # `form` is the tree structure of the label
@@ -296,7 +294,7 @@ def _match_form(primitive: Primitive, example: Any, result: Any) -> Any:
         matched = list(map(partial(_match_form, primitive), examples, leaves))
         return jax.tree.unflatten(treedef, matched)
     if is_typed(example):
-        return as_typed_operand(result) if isinstance(result, Value) else result
+        return as_typed_operand(result)
     if not _is_implicit(result):
         return result
     value = abstract_of(result.aval) if is_typed(result) else value_of(result)
@@ -309,9 +307,9 @@ def _match_form(primitive: Primitive, example: Any, result: Any) -> Any:
 def unify_branches(choose: Callable) -> Callable:
     """Wrap `lax.cond`, or JAX's function for `lax.switch` and `lax.platform_dependent`.
 
-    A result becomes a pytree of leaves if an operand of the same class is one. If the types of two
-    branches still differ, the results become one typed value, a label or a dense array. An implicit
-    predicate or index is materialized.
+    A result becomes a pytree of leaves if an operand of the same class is a pytree. If the types of
+    two branches still differ, the results become one typed value, a label or a dense array. An
+    implicit predicate or index is materialized.
     """
 
     def convert(forms: Forms, name: str, x: Any) -> Any:

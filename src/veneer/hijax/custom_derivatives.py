@@ -25,7 +25,7 @@ from .._core.primitives.custom_derivatives import (
     instantiate,
     leaf_cotangents,
 )
-from .._core.value import Value, describe, is_part, is_value
+from .._core.value import describe, is_part, is_value
 from .._jax.primitives import Primitive
 from .mapping import materialise_traced
 from .mode import is_enabled
@@ -322,6 +322,9 @@ def _wrap_jvp(jvp: Callable, static_count: int, result_types: list[Any]) -> Call
     result types once the function itself has run. It is empty before.
     """
 
+    to_pytree = lambda x: with_dense_tangents(unpack(x))
+    convert_primal = lambda t, x: to_pytree(x) if is_value(t) else as_typed_operand(x)
+
     @wraps(jvp)
     def flat_jvp(*args: Any) -> Any:
         rule = partial(jvp, *args[:static_count])
@@ -337,18 +340,12 @@ def _wrap_jvp(jvp: Callable, static_count: int, result_types: list[Any]) -> Call
         # If the function has not run, each result has the form of its tangent.
         (types,) = result_types or [out[1]]
         try:
-            primal = jax.tree.map(_convert_primal, types, out[0], is_leaf=is_value)
+            primal = jax.tree.map(convert_primal, types, out[0], is_leaf=is_value)
             return primal, jax.tree.map(_convert_tangent, types, out[1], primal, is_leaf=is_value)
         except ValueError:  # different tree structures, for which JAX raises an error
             return out
 
     return flat_jvp
-
-
-def _convert_primal(t: Any, primal: Any) -> Any:
-    if is_value(t):
-        return with_dense_tangents(unpack(primal))
-    return as_typed_operand(primal) if isinstance(primal, Value) else primal
 
 
 def _convert_tangent(t: Any, tangent: Any, primal: Any) -> Any:

@@ -39,7 +39,11 @@ _JACOBIAN = Primitive("jacobian")
 
 
 class _Differentiated:
-    """A function whose results are arrays or leaves of values, for `jax.grad` and Jacobians."""
+    """A function for `jax.grad` and Jacobians, which differentiate only arrays.
+
+    Its results are converted by `_leaves_for_jacobian`. With `has_aux`, the function returns a pair
+    with results that are not differentiated.
+    """
 
     def __init__(self, function: Callable, has_aux: bool = False):
         self._function, self._has_aux = function, has_aux
@@ -56,6 +60,7 @@ class _Differentiated:
 
 
 def _leaves_for_jacobian(x: Any) -> Any:
+    """Return a result as an array if it has a dense tangent or is a scalar, else as a pytree."""
     x = expose(x)
     if not is_typed(x) and not (isinstance(x, Value) and is_complete(x)):
         return x
@@ -101,7 +106,10 @@ def _parameter_names(function: Callable) -> tuple[str, ...]:
 
 
 def _mark_cotangents(pull: Any) -> Any:
-    """Let the object that `jax.vjp` returns mark its results. Its `fun` returns the function."""
+    """Let a `jax.vjp` function mark its results, and return it.
+
+    Its attribute `fun` is a partial function that returns the function to call with cotangents.
+    """
     fun, names = pull.fun, _parameter_names(pull.fun.func)
 
     def marking_fun(*args: Any) -> Any:
@@ -115,6 +123,10 @@ def _mark_cotangents(pull: Any) -> Any:
 
 
 def _call_and_mark(in_tree: Any, has_logs: bool, pull: Callable, cotangents: Any) -> Any:
+    """Return `pull(cotangents)`, marked like the arguments, whose structure is `in_tree`.
+
+    With `has_logs`, the result has another structure and is not marked.
+    """
     out = jax.tree.map(expose, pull(cotangents))
     return out if has_logs or not is_enabled() else _mark_like(in_tree, out)
 
@@ -158,9 +170,10 @@ def linearize(jax_linearize: Callable) -> Callable:
 
 
 def _mark_like(tree: Any, derivatives: Any) -> Any:
-    """Mark the derivatives of values that have one for each leaf. `tree` is the primals' structure.
+    """Mark the derivatives of values without a dense tangent. Return all derivatives.
 
-    A dense derivative can be a value too, and is an array.
+    `tree` is the structure of the primals. The derivative of a value with a dense tangent stands
+    for an array, even if it is a value too, so it is not marked.
     """
     primals = jax.tree.unflatten(tree, [0] * tree.num_leaves)
     if values_of(primals):
@@ -170,7 +183,10 @@ def _mark_like(tree: Any, derivatives: Any) -> Any:
 
 
 def map_derivatives(vmap: Callable) -> Callable:
-    """Wrap `jax.vmap` as Jacobians call it, on derivatives with one more axis on each leaf."""
+    """Wrap `jax.vmap`, to map over leaves when a Jacobian maps a derivative over basis vectors.
+
+    These derivatives have one more axis on each leaf.
+    """
 
     def vmap_by_leaves(function: Any, *args: Any, **kwargs: Any) -> Any:
         is_push = isinstance(function, partial) and function.func is api._jvp
@@ -215,9 +231,9 @@ def keep_marks_in_tree_map(tree_flatten: Callable) -> Callable:
 
 
 class _MarkedTree:
-    """The structure of a tree with derivatives, as `jax.tree.map` uses it.
+    """The structure of a tree with marked derivatives, as `jax.tree.map` uses it.
 
-    With further trees, the results are not marked.
+    `unflatten` marks the same derivatives again, unless `jax.tree.map` was given further trees.
     """
 
     def __init__(self, treedef: Any, tree: Any):

@@ -11,13 +11,14 @@ is evaluated or lowered, it runs the operation. There are two kinds of derivativ
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import compress
 from typing import Any
 
 import jax
 
 from .._core.policy import ALLOW, current_policy, policy_in_force
 from .._core.rules import add_rule, clear_with_rules
-from .._core.value import Value, is_value
+from .._core.value import Value
 from .._jax.hijax import (
     GradAccum,
     RefEffect,
@@ -34,9 +35,9 @@ from .mode import turned_on
 from .operations import Apply, Jvp, Materialise, Transpose, Vjp, Vmap
 from .types import (
     HighType,
-    TangentType,
     as_high_array,
     as_typed_operand,
+    has_tangent,
     is_traced_high,
     is_typed,
     of_arrays,
@@ -49,7 +50,6 @@ from .values import (
     Unpack,
     apply,
     high,
-    is_inexact,
     leaves_of,
     strong_leaf,
     value_of,
@@ -99,7 +99,7 @@ def _types_of_results(
     def on_leaves(*leaves: list[Any]) -> list[Any]:
         operands = [of_arrays(t, arrays) for t, arrays in zip(types, leaves, strict=True)]
         out = list(map(_without_weak_types, map(value_of, operation.run(*operands))))
-        result_types.extend(map(_type_of_result, out))
+        result_types.extend(type_of(x) if isinstance(x, Value) else jax.typeof(x) for x in out)
         return [leaf for x in out if not is_traced_high(x) for leaf in leaves_of(x)]
 
     with turned_on():
@@ -114,12 +114,6 @@ def _types_of_results(
 
 
 clear_with_rules(_types_of_results.cache_clear)
-
-
-def _type_of_result(x: Any) -> Any:
-    if isinstance(x, Value):
-        return type_of(x)
-    return x.aval if isinstance(x, Tangent) else jax.typeof(x)
 
 
 # Derivatives.
@@ -151,12 +145,6 @@ def _has_dense_tangent(t: Any) -> bool:
     return isinstance(t, HighType) and t.dense_tangent
 
 
-def _has_tangent(x: Any) -> bool:
-    """Return whether the tangent of `x` has an array of a floating dtype."""
-    tangent = jax.typeof(x).to_tangent_aval()
-    return bool(tangent.leaves) if isinstance(tangent, TangentType) else is_inexact(tangent)
-
-
 def _rule_jvp(
     operation: Operation,
     primals: Sequence[Any],
@@ -168,8 +156,8 @@ def _rule_jvp(
 
     `varies` says which tangents are not `Zero`.
     """
-    wanted = tuple(map(_has_tangent, out))
-    varying = [t for t, v in zip(tangents, varies, strict=True) if v]
+    wanted = tuple(has_tangent(jax.typeof(x)) for x in out)
+    varying = compress(tangents, varies)
     rest = iter(apply(Jvp(operation, varies, wanted), *primals, *varying) if any(wanted) else ())
     zero = lambda x: Zero(jax.typeof(x).to_tangent_aval())
     return [next(rest) if w else zero(x) for x, w in zip(out, wanted, strict=True)]
@@ -257,13 +245,13 @@ def jvp_of_vmap(
 ) -> tuple[list[Any], list[Any]]:
     """Return the results and tangents of a mapped operation, by mapping `jvp` of the operation."""
     varies = [type(t) is not Zero for t in tangents]
-    varying = [t for t, v in zip(tangents, varies, strict=True) if v]
-    varying_dims = [d for d, v in zip(operation.dims, varies, strict=True) if v]
+    varying = list(compress(tangents, varies))
+    varying_dims = list(compress(operation.dims, varies))
+    zero = lambda x: Zero(jax.typeof(x).to_tangent_aval())
     is_zero: list[bool] = []
 
     def derive(primals: list[Any], varying: list[Any]) -> Any:
         rest = iter(varying)
-        zero = lambda p: Zero(jax.typeof(p).to_tangent_aval())
         tangents = [next(rest) if v else zero(p) for p, v in zip(primals, varies, strict=True)]
         out, out_tangents = jvp(primals, tangents, operation=operation.of)
         is_zero[:] = [type(t) is Zero for t in out_tangents]
@@ -275,7 +263,6 @@ def jvp_of_vmap(
     mapped = jax.vmap(derive, in_axes=axes, axis_size=operation.size, **name)
     out, nonzero_tangents = mapped(operands, varying)
     rest = iter(nonzero_tangents)
-    zero = lambda p: Zero(jax.typeof(p).to_tangent_aval())
     return list(out), [zero(x) if z else next(rest) for x, z in zip(out, is_zero, strict=True)]
 
 
@@ -294,20 +281,14 @@ def transpose(cotangents: Sequence[Any], *operands: Any, operation: Operation) -
         call_transpose_rule(operation.primitive, cotangents, arrays, operation.parameters.params)
         return
     others = [x for x in operands if not isinstance(x, GradAccum)]
-    wanted = tuple(type(ct) is not Zero and _has_floating_leaf(ct) for ct in cotangents)
-    nonzero_cotangents = [ct for ct, w in zip(cotangents, wanted, strict=True) if w]
+    wanted = tuple(type(ct) is not Zero and has_tangent(jax.typeof(ct)) for ct in cotangents)
+    nonzero_cotangents = list(compress(cotangents, wanted))
     if not nonzero_cotangents:
         return
     backward = _backward_operation(operation, linear, types, wanted)
     accumulators = [x for x in operands if isinstance(x, GradAccum)]
     for x, ct in zip(accumulators, apply(backward, *others, *nonzero_cotangents), strict=True):
         x.accum(ct)
-
-
-def _has_floating_leaf(ct: Any) -> bool:
-    """Return whether a cotangent has an array of a floating dtype."""
-    t = jax.typeof(ct)
-    return bool(t.leaves) if isinstance(t, TangentType) else is_inexact(t)
 
 
 def _backward_operation(
@@ -354,7 +335,7 @@ def batch(
 def _under_implicit(*operands: Any, operation: Operation) -> list[Any]:
     """Run an equation of `high` in a jaxpr that is evaluated under `vn.implicit`."""
     if any(map(is_typed, operands)):  # a tracer of a high type, which rules do not accept
-        return apply(operation, *(as_typed_operand(x) if is_value(x) else x for x in operands))
+        return apply(operation, *map(as_typed_operand, operands))
     return operation.rerun(*operands)
 
 

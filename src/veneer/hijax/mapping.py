@@ -1,12 +1,12 @@
 """Mapped functions of implicit arrays: `jax.vmap`, `pmap`, `lax.scan`, `map`, `associative_scan`.
 
-JAX maps over the leaves of a pytree. This is correct if every leaf has the batch axis. Otherwise
-the axis is an axis of the dense array: the rules move it to the front, and a value whose leaves
-still have no batch axis is materialized and reported.
+JAX slices the leaves of a pytree. This is correct if the mapped axis is a batch axis of every leaf.
+For any other axis of the dense array, the functions here move the axis to the front. If it is still
+no batch axis of every leaf, the value is materialized and reported.
 """
 
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import wraps
 from inspect import signature
 from typing import Any
 
@@ -37,18 +37,21 @@ from .values import apply, expose, has_derivatives, value_of, within_rule
 
 
 def reject_marked_arguments(function: Callable) -> Callable:
-    """Wrap a loop or a conditional of JAX, to reject marked derivatives in a user's rule."""
+    """Wrap a loop or a conditional of JAX, to raise for arguments that are marked derivatives."""
 
     @wraps(function)
-    def of_arrays(*args: Any, **kwargs: Any) -> Any:
+    def check_and_call(*args: Any, **kwargs: Any) -> Any:
         reject_marked(function.__name__, (args, kwargs))
         return function(*args, **kwargs)
 
-    return of_arrays
+    return check_and_call
 
 
 def reject_marked(name: str, x: Any) -> None:
-    """Raise an error if a user's rule is running and `x` has marked derivatives."""
+    """Raise an error if a user's rule is running and `x` has marked derivatives.
+
+    `name` is the JAX function that would take them for arrays.
+    """
     if within_rule.value and has_derivatives(x):
         raise derivatives_error(name)
 
@@ -97,58 +100,62 @@ def materialise_traced(primitive: Primitive, x: Any) -> Any:
     is_cache = isinstance(value, Value) and value.is_cache
     operands = Operands(shown, (source_of(value),), (nbytes,), (is_cache,))
     report_materialised(primitive.name, lambda: operands)
-    return apply(Materialise(t), as_typed_operand(value) if isinstance(value, Value) else value)[0]
+    return apply(Materialise(t), as_typed_operand(value))[0]
 
 
 # `jax.vmap`.
 
 
 def slice_argument(to_elt: Callable) -> Callable:
-    """Wrap JAX's function that passes an argument of `vmap` to the mapped function."""
+    """Wrap JAX's function that slices an argument of `vmap`: it makes a batch tracer of it."""
 
-    def to_elt_of_any(trace: Any, get_idx: Any, x: Any, axis: Any) -> Any:
+    def slice_any(trace: Any, get_idx: Any, x: Any, axis: Any) -> Any:
         if not isinstance(axis, int) or not _is_implicit(x) or not is_enabled():
             return to_elt(trace, get_idx, x, axis)
         axis %= x.ndim
-        to = partial(to_elt_of_any, trace, get_idx)
         if has_leading_batch_axes(_type_of(x), axis + 1):
             if is_value(x):
-                return jax.tree.map(lambda leaf: to(leaf, axis), x)
+                return jax.tree.map(lambda leaf: slice_any(trace, get_idx, leaf, axis), x)
             return to_elt(trace, get_idx, x, axis)
-        front = jnp.moveaxis(x, axis, 0) if axis else x
-        if _is_implicit(front) and not has_leading_batch_axes(_type_of(front), 1):
-            front = materialise_traced(VMAP, front)
-        return to(front, 0)
+        x = jnp.moveaxis(x, axis, 0) if axis else x
+        if _is_implicit(x) and not has_leading_batch_axes(_type_of(x), 1):
+            x = materialise_traced(VMAP, x)
+        return slice_any(trace, get_idx, x, 0)
 
-    return to_elt_of_any
+    return slice_any
 
 
 def stack_result(from_elt: Callable) -> Callable:
-    """Wrap JAX's function that stacks a result of `vmap`, along an axis of the dense array."""
+    """Wrap JAX's function that stacks a result of `vmap`, along an axis of the dense array.
 
-    def from_elt_of_any(
+    It returns the stack and its axis, or None if the result is not mapped and has no `out_axes`.
+    """
+
+    def stack_any(
         trace: Any, size: Any, mesh_axis: Any, sum_match: bool, i: int, x: Any, axis: Any
     ) -> Any:
-        one = lambda x, axis: _expose_first(from_elt(trace, size, mesh_axis, sum_match, i, x, axis))
+        def stack_array(x: Any, axis: Any) -> tuple[Any, Any]:
+            stack, stack_axis = from_elt(trace, size, mesh_axis, sum_match, i, x, axis)
+            return expose(stack), stack_axis
+
         if not isinstance(x, Value) or not is_enabled():
-            return one(x, axis)
-        is_mapped = any(trace.to_batch_info(leaf)[1] is not None for leaf in jax.tree.leaves(x))
+            return stack_array(x, axis)
         if not isinstance(axis, int):
-            return one(as_typed_operand(x), axis) if is_mapped else (x, None)
+            is_mapped = any(trace.to_batch_info(leaf)[1] is not None for leaf in jax.tree.leaves(x))
+            return stack_array(as_typed_operand(x), axis) if is_mapped else (x, None)
         if not can_be_stacked(_type_of(x)):
-            raise TypeError(_not_stacked("vmap", _type_of(x)))
-        stack = jax.tree.map(lambda leaf: one(leaf, 0)[0], x)
+            raise _stack_error("vmap", _type_of(x))
+        stack = jax.tree.map(lambda leaf: stack_array(leaf, 0)[0], x)
         return jnp.moveaxis(stack, 0, axis) if axis else stack, axis
 
-    return from_elt_of_any
-
-
-def _expose_first(pair: tuple[Any, Any]) -> tuple[Any, Any]:
-    return expose(pair[0]), pair[1]
+    return stack_any
 
 
 def add_batch_axis(broadcast: Callable) -> Callable:
-    """Wrap JAX's function that adds a batch axis to an unmapped value."""
+    """Wrap JAX's function that adds a batch axis to an array that is not mapped.
+
+    A typed value, or a tangent of one, is repeated along a new first axis of each leaf.
+    """
 
     def broadcast_any(x: Any, size: int, axis: int, mesh_axis: Any) -> Any:
         t = jax.typeof(x)
@@ -161,7 +168,7 @@ def add_batch_axis(broadcast: Callable) -> Callable:
 
 
 def move_batch_axis(moveaxis: Callable) -> Callable:
-    """Wrap JAX's function that moves the batch axis. Move the axis of each leaf of a tangent."""
+    """Wrap JAX's function that moves the batch axis, to move it in each leaf of a tangent."""
 
     def move_any(x: Any, source: Any, destination: Any) -> Any:
         if source == destination or not isinstance(jax.typeof(x), TangentType):
@@ -186,38 +193,46 @@ def select_values(select: Callable) -> Callable:
     return select_any
 
 
-def _not_stacked(what: str, t: Any) -> str:
-    return (
-        f"{what} cannot stack a {t.cls.__name__} of the type {t}: a stack of its leaves does not "
-        "represent a stack of such arrays. Return vn.materialise(x) from the mapped function. If "
-        "it holds derivatives, return jax.tree.leaves(x)."
+def _stack_error(function: str, t: Any) -> TypeError:
+    return TypeError(
+        f"{function} cannot stack a {t.cls.__name__} of the type {t}: a stack of its leaves does "
+        "not represent a stack of such arrays. Return vn.materialise(x) from the mapped function. "
+        "If it holds derivatives, return jax.tree.leaves(x)."
     )
 
 
 def accept_axes_of_leaves(flatten_axes: Callable) -> Callable:
-    """Wrap JAX's function that flattens `in_axes` and `out_axes`. They can name axes of leaves."""
+    """Wrap JAX's function that flattens `in_axes` and `out_axes` of `vmap`.
+
+    An implicit array is one leaf of the arguments. But the axes can have an instance of its class
+    there, with an axis for each of its leaves.
+    """
 
     def flatten(name: str, treedef: Any, axes: Any, **kwargs: Any) -> Any:
         if name.startswith("vmap") and is_enabled():
-            axes = _axes_of_arrays(name, treedef, axes)
+            axes = _merge_axes_of_leaves(name, treedef, axes)
         return flatten_axes(name, treedef, axes, **kwargs)
 
     return flatten
 
 
-def _axes_of_arrays(name: str, treedef: Any, axes: Any) -> Any:
+def _merge_axes_of_leaves(name: str, treedef: Any, axes: Any) -> Any:
+    """Replace an implicit array of axes by one axis, if the tree of the arguments has a leaf there.
+
+    `name` is the argument in error messages. `treedef` is the structure of the arguments.
+    """
     if not any(map(is_value, jax.tree.leaves(axes, is_leaf=is_value))):
         return axes
-    places = jax.tree.unflatten(treedef, [0] * treedef.num_leaves)
-    paths = {path for path, _ in jax.tree_util.tree_leaves_with_path(places)}
-    of_array = lambda path, of: isinstance(of, Value) and path in paths
-    one = lambda path, of: _axis_of_array(name, of) if of_array(path, of) else of
-    is_leaf = lambda path, of: of is None or of_array(path, of)
-    return jax.tree_util.tree_map_with_path(one, axes, is_leaf=is_leaf, is_leaf_takes_path=True)
+    arguments = jax.tree.unflatten(treedef, [0] * treedef.num_leaves)
+    paths = {path for path, _ in jax.tree_util.tree_leaves_with_path(arguments)}
+    is_array = lambda path, x: isinstance(x, Value) and path in paths
+    merge = lambda path, x: _common_axis(name, x) if is_array(path, x) else x
+    is_leaf = lambda path, x: x is None or is_array(path, x)
+    return jax.tree_util.tree_map_with_path(merge, axes, is_leaf=is_leaf, is_leaf_takes_path=True)
 
 
-def _axis_of_array(name: str, axes: Value) -> Any:
-    """Return the axis of a value, given the equal axes of its leaves."""
+def _common_axis(name: str, axes: Value) -> Any:
+    """Return the axis that all leaves have, or raise TypeError if they have different axes."""
     distinct = set(jax.tree.leaves(axes, is_leaf=lambda x: x is None))
     if len(distinct) > 1:
         raise TypeError(
@@ -229,7 +244,11 @@ def _axis_of_array(name: str, axes: Value) -> Any:
 
 
 def check_pmap(cached_shard_map: Callable) -> Callable:
-    """Wrap the function in which JAX makes a `pmap` of slices and stacks of leaves."""
+    """Wrap the function that builds a `pmap`, to raise where JAX's slices or stacks are wrong.
+
+    JAX slices and stacks the leaves of an implicit array, which must represent slices and stacks of
+    the dense array.
+    """
 
     def checked(function: Any, *args: Any) -> Any:
         if is_enabled():
@@ -248,16 +267,18 @@ def _check_slices_and_stacks(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    axes_of_slices = jax.tree.unflatten(in_tree, in_axes)
-    jax.tree.map(_check_slice, (args, kwargs), axes_of_slices, is_leaf=is_value)
+    """Call the function of a `pmap` with the slices `args` and `kwargs`, and check both ends."""
+    slice_axes = jax.tree.unflatten(in_tree, in_axes)
+    jax.tree.map(_check_slice, (args, kwargs), slice_axes, is_leaf=is_value)
     out = function(*args, **kwargs)
-    axes_of_stacks = jax.tree.unflatten(out_tree, out_axes)
-    axes_of_stacks = jax.tree.broadcast(axes_of_stacks, out, is_leaf=lambda x: x is None)
-    jax.tree.map(_check_stack, out, axes_of_stacks, is_leaf=_is_array)
+    stack_axes = jax.tree.unflatten(out_tree, out_axes)
+    stack_axes = jax.tree.broadcast(stack_axes, out, is_leaf=lambda x: x is None)
+    jax.tree.map(_check_stack, out, stack_axes, is_leaf=_is_array)
     return out
 
 
 def _check_slice(x: Any, axes: Any) -> None:
+    """Raise TypeError if `x`, whose leaves are slices along `axes`, is no slice of the array."""
     if not is_value(x) or not has_all_leaves(x):
         return
     for axis in set(jax.tree.leaves(axes, is_leaf=lambda x: x is None)) - {None}:
@@ -271,6 +292,7 @@ def _check_slice(x: Any, axes: Any) -> None:
 
 
 def _check_stack(x: Any, axes: Any) -> None:
+    """Raise TypeError if stacks of the leaves of `x` along `axes` are no stack of such arrays."""
     distinct = set(jax.tree.leaves(axes, is_leaf=lambda x: x is None))
     if not isinstance(x, Value) or distinct <= {None}:
         return
@@ -287,54 +309,50 @@ def _check_stack(x: Any, axes: Any) -> None:
 
 
 def slice_dense_arrays(function: Callable) -> Callable:
-    """Wrap `lax.scan` or `lax.map`, which slice the argument `xs`."""
+    """Wrap `lax.scan` or `lax.map`, to slice the dense arrays of `xs` along the first axis.
 
-    def over_slices(f: Any, *args: Any, **kwargs: Any) -> Any:
+    A value in `xs` is materialized if slices of its leaves do not represent slices of the array.
+    """
+
+    def loop_over_slices(f: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_enabled():
             return function(f, *args, **kwargs)
         try:
             bound = signature(function).bind(f, *args, **kwargs)
         except TypeError:
             return function(f, *args, **kwargs)  # JAX raises the error
-        xs = bound.arguments["xs"] = _sliceable(bound.arguments.get("xs"))
+        is_sliceable = lambda x: not _is_implicit(x) or has_leading_batch_axes(_type_of(x), 1)
+        prepare = lambda x: x if is_sliceable(x) else materialise_traced(find_primitive("scan"), x)
+        xs = jax.tree.map(prepare, bound.arguments.get("xs"), is_leaf=_is_array)
+        bound.arguments["xs"] = xs
         sizes = {x.shape[0] for x in jax.tree.leaves(xs) if is_typed(x)}
         if function.__name__ == "scan" and bound.arguments.get("length") is None and sizes:
             bound.arguments["length"] = sizes.pop()  # JAX infers it from arrays only
         return function(*bound.args, **bound.kwargs)
 
-    return over_slices
-
-
-def _sliceable(xs: Any) -> Any:
-    is_sliced = lambda x: not _is_implicit(x) or has_leading_batch_axes(_type_of(x), 1)
-    one = lambda x: x if is_sliced(x) else materialise_traced(find_primitive("scan"), x)
-    return jax.tree.map(one, xs, is_leaf=_is_array)
+    return loop_over_slices
 
 
 def scan_whole_values(function: Callable) -> Callable:
-    """Wrap `lax.associative_scan`, so that each value is one array."""
+    """Wrap `lax.associative_scan`, to scan the dense array of a value, not each of its leaves."""
+    to_arrays = lambda tree: jax.tree.map(as_typed_operand, tree, is_leaf=_is_array)
 
-    def over_arrays(f: Any, elems: Any, *args: Any, **kwargs: Any) -> Any:
+    def scan_arrays(f: Any, elems: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_enabled():
             return function(f, elems, *args, **kwargs)
-        combine = lambda a, b: _as_arrays(f(a, b))
-        return function(combine, _as_arrays(elems), *args, **kwargs)
+        return function(lambda a, b: to_arrays(f(a, b)), to_arrays(elems), *args, **kwargs)
 
-    return over_arrays
-
-
-def _as_arrays(tree: Any) -> Any:
-    one = lambda x: as_typed_operand(x) if isinstance(x, Value) else x
-    return jax.tree.map(one, tree, is_leaf=_is_array)
+    return scan_arrays
 
 
 def make_stackable(x: Any) -> Any:
     """Materialize a typed result of a scan's body if its leaves cannot be stacked.
 
-    A pytree of leaves that cannot be stacked raises an error, because it may hold derivatives.
+    Raise TypeError for an implicit array whose leaves cannot be stacked, because it may hold
+    derivatives. Return any other result unchanged.
     """
     if not _is_implicit(x) or (is_value(x) and not is_complete(x)) or can_be_stacked(_type_of(x)):
         return x
     if isinstance(x, Value):
-        raise TypeError(_not_stacked("scan", _type_of(x)))
+        raise _stack_error("scan", _type_of(x))
     return materialise_traced(find_primitive("scan"), x)

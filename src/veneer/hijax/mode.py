@@ -90,14 +90,9 @@ jax_patches = Patches()
 
 _lock = RLock()
 
-
-def _unlock_child() -> None:
-    global _lock
-    _lock = RLock()  # another thread may hold the lock, and it does not run in the child
-
-
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_unlock_child)
+    # A forked process has no thread that could release the lock.
+    os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-defined]
 
 _uses = 0  # one for `install`, and one for each open block of `enabled`
 

@@ -6,7 +6,7 @@ lowered, it runs the rule of the primitive, and JAX differentiates or batches th
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import compress, islice
 from typing import Any
 
 import jax
@@ -26,8 +26,8 @@ from .types import (
     can_be_stacked,
     is_typed,
     of_arrays,
+    strong_type_of,
     type_of,
-    type_of_leaf,
     unpack,
 )
 from .values import Operation, Tangent, apply, is_inexact, leaves_of, value_of, with_leaves
@@ -79,12 +79,18 @@ class Apply(Operation):
             out = dispatch(self.primitive, values, params)
         else:  # the implicit operands have been materialized
             out = self.primitive.bind(*values, **self.primitive.get_bind_params(params))
-        return list(map(_unpack_result, out if self.primitive.multiple_results else [out]))
+        # A rule that calls JAX can return a typed tracer.
+        is_tree = lambda x: is_typed(x) and not x.aval.dense_tangent
+        out = out if self.primitive.multiple_results else [out]
+        return [unpack(x) if is_tree(x) else value_of(x) for x in out]
 
 
 @dataclass(frozen=True)
 class Materialise(Operation):
-    """Materialize an implicit array. With `of_leaves`, the operands are its flat arrays."""
+    """Materialize an implicit array of a type.
+
+    With `of_leaves`, the operands are the arrays that the value is lowered to.
+    """
 
     type: HighType
     of_leaves: bool = False
@@ -97,14 +103,14 @@ class Materialise(Operation):
 
 @dataclass(frozen=True)
 class Jvp(Operation):
-    """Compute the tangents of the wanted results of an operation.
+    """Compute the tangents of some results of the operation `of`.
 
-    The operands are the operands of the operation, then the tangents of the operands that vary.
+    The operands are the operands of `of`, then the tangents of those that vary.
     """
 
     of: Any
-    varies: tuple[bool, ...]
-    wanted: tuple[bool, ...]
+    varies: tuple[bool, ...]  # whether each operand of `of` has a tangent that is not zero
+    wanted: tuple[bool, ...]  # whether to return the tangent of each result
 
     @property
     def name(self) -> str:
@@ -115,19 +121,19 @@ class Jvp(Operation):
         function, variables = _flat_function(self.of, primals, self.varies, self.wanted)
         flat = [leaf for t in tangents for leaf in differentiable_leaves(t)]
         _, flat_out = jax.jvp(function, (variables,), (flat,))
-        return _regroup(flat_out, function.tangent_types)  # type: ignore[attr-defined]
+        return _group_tangents(flat_out, function.tangent_types)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
 class Vjp(Operation):
-    """Compute the cotangents of the operands that vary, given cotangents of the wanted results.
+    """Compute the cotangents of some operands of the operation `of`.
 
-    The operands are the operands of the operation, then the cotangents.
+    The operands are the operands of `of`, then the cotangents of the wanted results.
     """
 
     of: Any
-    varies: tuple[bool, ...]
-    wanted: tuple[bool, ...]
+    varies: tuple[bool, ...]  # whether to return the cotangent of each operand of `of`
+    wanted: tuple[bool, ...]  # whether each result has a cotangent that is not zero
 
     @property
     def name(self) -> str:
@@ -139,19 +145,20 @@ class Vjp(Operation):
         _, pull = jax.vjp(function, variables)
         (flat,) = pull([leaf for ct in cotangents for leaf in differentiable_leaves(ct)])
         types = [_tangent_type(p) for p, v in zip(primals, self.varies, strict=True) if v]
-        return _regroup(flat, types)
+        return _group_tangents(flat, types)
 
 
 @dataclass(frozen=True)
 class Transpose(Operation):
-    """Compute the cotangents of the operands in which an operation is linear.
+    """Compute the cotangents of the operands in which the operation `of` is linear.
 
-    The operands are the other operands, then the cotangents of the wanted results.
+    The operands are the operands of `of` that are not linear, then the cotangents of the wanted
+    results.
     """
 
     of: Any
-    linear: tuple[Any, ...]  # the type of each linear operand, and None for the others
-    wanted: tuple[bool, ...]
+    linear: tuple[Any, ...]  # the type of each linear operand, and None for each of the others
+    wanted: tuple[bool, ...]  # whether each result has a cotangent that is not zero
 
     @property
     def name(self) -> str:
@@ -167,42 +174,43 @@ class Transpose(Operation):
 
 @dataclass(frozen=True)
 class Vmap(Operation):
-    """Map an operation over axes of its operands. The batch axis of each result is the first."""
+    """Map the operation `of` over an axis of its operands. Results have it as their first axis."""
 
     of: Any
-    size: int
+    size: int  # of the mapped axis
     axis_name: Any
-    dims: tuple[int | None, ...]
+    dims: tuple[int | None, ...]  # the mapped axis of each operand, or None
 
     @property
     def name(self) -> str:
         return f"vmap({self.of.name})"
 
     def run(self, *operands: Any) -> list[Any]:
-        treedefs: list[Any] = []
+        slices: list[Any] = []
+        must_be_dense = lambda x: isinstance(x, Value) and not can_be_stacked(type_of(x))
 
-        def run_slice(*flats: Any) -> list[Any]:
-            pairs = zip(operands, flats, strict=True)
-            out = self.of.run(*(with_leaves(x, flat) for x, flat in pairs))
-            out = list(map(_stackable, out))
-            treedefs.extend(out)
-            return [leaves_of(x) for x in out]
+        def run_slice(*operand_leaves: Any) -> list[Any]:
+            pairs = zip(operands, operand_leaves, strict=True)
+            out = map(value_of, self.of.run(*(with_leaves(x, leaves) for x, leaves in pairs)))
+            slices[:] = [make_dense(VMAP, [x])[0] if must_be_dense(x) else x for x in out]
+            return [leaves_of(x) for x in slices]
 
         name = {} if self.axis_name is None else {"axis_name": self.axis_name}
         mapped = jax.vmap(run_slice, in_axes=self.dims, axis_size=self.size, **name)
-        flats = mapped(*map(leaves_of, operands))
-        return [_stacked(x, flat) for x, flat in zip(treedefs, flats, strict=True)]
+        stacks = mapped(*map(leaves_of, operands))
+        return [_with_stacked_leaves(x, leaves) for x, leaves in zip(slices, stacks, strict=True)]
 
 
 @dataclass(frozen=True)
 class Stack(Operation):
-    """Repeat a value or a tangent along a new first axis of each leaf."""
+    """Repeat a value or a tangent `size` times along a new first axis of each leaf."""
 
     size: int
     name = "stack"
 
     def run(self, x: Any) -> list[Any]:
-        return [_stacked(value_of(x), [stacked(leaf, self.size) for leaf in leaves_of(x)])]
+        leaves = [stacked(leaf, self.size) for leaf in leaves_of(x)]
+        return [_with_stacked_leaves(value_of(x), leaves)]
 
     def jvp(self, primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
         (out,), (tangent,) = apply(self, *primals), tangents
@@ -228,49 +236,35 @@ class MoveAxis(Operation):
 
 @dataclass(frozen=True)
 class Select(Operation):
-    """Select one of several stacks of a type, for each index of the first axis.
+    """Select, for each index of the first axis, a slice of one of several values of one type.
 
-    `select` does the same for arrays. Its first argument is the index of the case.
+    The operands are an array `which`, then the values (`cases`). `which` has one axis, and says
+    for each index from which of the values to take the slice.
     """
 
-    select: Callable
+    select: Callable  # JAX's function that does the same for arrays
     name = "select"
 
     def run(self, which: Any, *cases: Any) -> list[Any]:
-        return [self._selected(which, *map(value_of, cases))]
-
-    def _selected(self, which: Any, *cases: Any) -> Any:
-        if not isinstance(cases[0], Value | Tangent):
-            return self.select(which, *cases)
-        parts = zip(*map(leaves_of, cases), strict=True)
-        return with_leaves(cases[0], [self.run(which, *each)[0] for each in parts])
+        if not isinstance(value_of(cases[0]), Value | Tangent):
+            return [self.select(which, *cases)]
+        leaves = zip(*map(leaves_of, cases), strict=True)
+        return [with_leaves(cases[0], [self.run(which, *each)[0] for each in leaves])]
 
 
 def stacked(x: Any, size: int) -> Any:
-    """Repeat an array, a value or a tangent along a new first axis."""
+    """Return an array, a value or a tangent, repeated `size` times along a new first axis."""
     x = as_high_array(x)
     if isinstance(jax.typeof(x), StructuredType):
         return apply(Stack(size), x)[0]
     return jnp.broadcast_to(x, (size, *jnp.shape(x)))
 
 
-def _unpack_result(x: Any) -> Any:
-    """Return a result as an implicit array. A rule that calls JAX can return a typed tracer."""
-    return unpack(x) if is_typed(x) and not x.aval.dense_tangent else value_of(x)
-
-
 # Stacks, and leaves that have tangents.
 
 
-def _stackable(x: Any) -> Any:
-    """Materialize a result of a mapped operation if its leaves cannot be stacked."""
-    x = value_of(x)
-    return (
-        make_dense(VMAP, [x])[0] if isinstance(x, Value) and not can_be_stacked(type_of(x)) else x
-    )
-
-
-def _stacked(x: Any, leaves: Sequence[Any]) -> Any:
+def _with_stacked_leaves(x: Any, leaves: Sequence[Any]) -> Any:
+    """Return a stack of values like `x`, given the stacks of their leaves."""
     if isinstance(x, Tangent):
         return Tangent(x.aval.inc_rank(leaves[0].shape[0], 0), list(leaves))
     return with_leaves(x, leaves)
@@ -278,29 +272,31 @@ def _stacked(x: Any, leaves: Sequence[Any]) -> Any:
 
 def differentiable_leaves(x: Any) -> list[Any]:
     """Return the leaves of a value that have tangents. A dense tangent makes the value one leaf."""
-    return [leaf for leaf in _parts(x) if is_inexact(type_of_leaf(leaf))]
+    return [leaf for leaf in _leaves_for_tangents(x) if is_inexact(strong_type_of(leaf))]
 
 
-def _parts(x: Any) -> list[Any]:
+def _leaves_for_tangents(x: Any) -> list[Any]:
     return [x] if isinstance(x, Value) and x.dense_tangent else leaves_of(x)
 
 
-def _with_variables(x: Any, variables: Sequence[Any]) -> Any:
-    rest = iter(variables)
-    leaves = _parts(x)
-    new = [next(rest) if is_inexact(type_of_leaf(leaf)) else leaf for leaf in leaves]
+def _with_differentiable_leaves(x: Any, new_leaves: Sequence[Any]) -> Any:
+    """Return a value with other leaves in place of the leaves that have tangents."""
+    rest = iter(new_leaves)
+    leaves = _leaves_for_tangents(x)
+    new = [next(rest) if is_inexact(strong_type_of(leaf)) else leaf for leaf in leaves]
     return new[0] if leaves[0] is x else with_leaves(x, new)
 
 
 def _tangent_type(x: Any) -> Any:
-    """Return the type of the tangent of a value, or None if its tangent is dense."""
+    """Return the `TangentType` of the tangents of `x`, or None if they are dense arrays."""
     x = value_of(x)
     if isinstance(x, Value):
         return None if x.dense_tangent else TangentType(type_of(x))
     return x.aval if isinstance(x, Tangent) else None
 
 
-def _regroup(flat: Sequence[Any], types: Sequence[Any]) -> list[Any]:
+def _group_tangents(flat: Sequence[Any], types: Sequence[Any]) -> list[Any]:
+    """Return the tangents with these types (None for a dense tangent), given their leaves."""
     rest = iter(flat)
     pick = lambda t: next(rest) if t is None else Tangent(t, list(islice(rest, len(t.leaves))))
     return [pick(t) for t in types]
@@ -309,27 +305,23 @@ def _regroup(flat: Sequence[Any], types: Sequence[Any]) -> list[Any]:
 def _flat_function(
     operation: Any, primals: Sequence[Any], varies: Sequence[bool], wanted: Sequence[bool]
 ) -> tuple[Callable, list[Any]]:
-    """Return an operation as a function of varying leaves, and the leaves.
+    """Return an operation as a function that JAX can differentiate, and the argument to call it by.
 
-    The function returns the leaves of the wanted results that have tangents.
+    The argument is a list: the leaves that have tangents, of the operands that vary. The function
+    returns a list: the leaves that have tangents, of the wanted results. When it has run, its
+    attribute `tangent_types` has the types of the tangents of these results, for `_group_tangents`.
     """
-    counts = [
-        len(differentiable_leaves(p)) if v else 0 for p, v in zip(primals, varies, strict=True)
-    ]
-    varying = [p for p, v in zip(primals, varies, strict=True) if v]
-    variables = [leaf for p in varying for leaf in differentiable_leaves(p)]
+    groups = [differentiable_leaves(p) if v else [] for p, v in zip(primals, varies, strict=True)]
 
-    def function(flat: list[Any]) -> list[Any]:
-        rest = iter(flat)
-        pairs = zip(primals, varies, counts, strict=True)
-        operands = [_with_variables(p, list(islice(rest, n))) if v else p for p, v, n in pairs]
-        out = operation.run(*operands)
-        chosen = [x for x, w in zip(out, wanted, strict=True) if w]
-        function.tangent_types = [_tangent_type(x) for x in chosen]  # type: ignore[attr-defined]
-        return [_one_leaf(leaf) for x in chosen for leaf in differentiable_leaves(x)]
+    def function(variables: list[Any]) -> list[Any]:
+        rest = iter(variables)
+        operands = [
+            _with_differentiable_leaves(p, list(islice(rest, len(leaves)))) if v else p
+            for p, v, leaves in zip(primals, varies, groups, strict=True)
+        ]
+        results = list(compress(operation.run(*operands), wanted))
+        function.tangent_types = list(map(_tangent_type, results))  # type: ignore[attr-defined]
+        return [as_array(leaf) for x in results for leaf in differentiable_leaves(x)]
 
-    return function, list(map(_one_leaf, variables))
-
-
-def _one_leaf(x: Any) -> Any:
-    return as_high_array(x) if isinstance(x, Value) else jnp.asarray(x)
+    as_array = lambda x: as_high_array(x) if isinstance(x, Value) else jnp.asarray(x)
+    return function, [as_array(leaf) for leaves in groups for leaf in leaves]

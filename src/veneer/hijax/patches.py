@@ -191,15 +191,6 @@ def _ref_error(name: str, *types: Any) -> TypeError:
     )
 
 
-def _lower_call(*args: Any, call_jaxpr: Any) -> list[Any]:
-    """Lower JAX's primitive `closed_call` by evaluating its jaxpr.
-
-    Differentiating a scan under `jax.checkpoint` puts the forward pass of the scan into a
-    `closed_call`. JAX < 0.12 cannot lower this primitive if its jaxpr has high types.
-    """
-    return jaxpr_as_fun(call_jaxpr)(*args)
-
-
 def _lower_checkpoint(*args: Any, jaxpr: Any, **params: Any) -> list[Any]:
     """Lower the primitive of `jax.checkpoint`. Implicit arrays among the results stay whole.
 
@@ -279,7 +270,10 @@ jax_patches.attribute(stages.Traced, "out_info", lower_results)
 if _is_jax_012:
     jax_patches.attribute(pjit, "pjit_check_aval_sharding", check_shardings)
 else:
-    jax_patches.attribute(find_primitive("closed_call"), "to_lojax", lambda _: _lower_call)
+    # Differentiating a scan under `jax.checkpoint` puts the forward pass of the scan into a
+    # `closed_call`. JAX < 0.12 cannot lower this primitive if its jaxpr has high types.
+    lower_call = lambda *args, call_jaxpr: jaxpr_as_fun(call_jaxpr)(*args)
+    jax_patches.attribute(find_primitive("closed_call"), "to_lojax", lambda _: lower_call)
 jax_patches.attribute(find_primitive("remat"), "to_lojax", lambda _: _lower_checkpoint)
 # Mapped functions.
 jax_patches.attribute(batching, "is_vmappable", map_whole_values)

@@ -98,7 +98,8 @@ def _lowered(params: dict[str, Any], out_tree: Any) -> Any:
     if high:
         params["out_shardings"] = _per_leaf(closed, params["out_shardings"], _leaf_shardings)
         params["out_layouts"] = _per_leaf(closed, params["out_layouts"], _reject_layout)
-        out_tree = _with_values(out_tree, closed.out_avals)
+        values = [abstract(t.treedef, t.leaves) if t.is_high else 0 for t in closed.out_avals]
+        out_tree = tracing_registry.flatten(jax.tree.unflatten(out_tree, values))[1]
     return params, out_tree
 
 
@@ -147,20 +148,3 @@ def _reject_layout(aval: Any, layout: Any) -> Sequence[Any]:
         f"out_shardings of a jitted function set the layout {layout} for a result of type {aval}. "
         "An implicit array has no layout. Pass a sharding without a layout."
     )
-
-
-def _with_values(out_tree: Any, avals: Sequence[Any]) -> Any:
-    """Replace each leaf of `out_tree` that has a high type by the structure of an implicit array.
-
-    `avals` are the types of the leaves of the tree structure `out_tree`.
-    """
-    zeros = lambda treedef: jax.tree.unflatten(treedef, [0] * treedef.num_leaves)
-    leaves = [zeros(_treedef_of(aval)) if aval.is_high else 0 for aval in avals]
-    return tracing_registry.flatten(jax.tree.unflatten(out_tree, leaves))[1]
-
-
-def _treedef_of(aval: Any) -> Any:
-    """Return the tree structure of an implicit array of type `aval`, down to all its leaves."""
-    if isinstance(aval, TangentType):
-        return aval.of.treedef
-    return jax.tree.structure(abstract(aval.treedef, aval.leaves))

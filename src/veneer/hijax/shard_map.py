@@ -1,9 +1,9 @@
 """`jax.shard_map` and collectives of implicit arrays.
 
-A single spec for an implicit array is the spec of its dense array, and `Value.partition` returns
-the specs of the leaves. A tree of specs has one for each leaf. The arguments and results of the
-mapped function are passed to JAX leaf by leaf. Captured values are unpacked outside the function,
-because JAX has no specs for high types.
+A spec for an implicit array can be one `PartitionSpec` of its dense array, from which
+`Value.partition` derives the specs of the leaves. It can also be an instance of the same class with
+a spec for each leaf. Arguments and results are passed to JAX leaf by leaf. Values that the mapped
+function captures are unpacked outside of it, because JAX has no specs for high types.
 """
 
 import re
@@ -53,19 +53,19 @@ def accept_dense_specs(shard_map: Callable) -> Callable:
             return shard_map(f, in_specs=in_specs, out_specs=out_specs, **kwargs)
 
         @wraps(f)
-        def of_block(*args: Any) -> Any:
+        def compute_block(*args: Any) -> Any:
             out = f(*args)
-            return _apply_specs("out_specs", out_specs, out) if is_enabled() else out
+            return _merge_leaves("out_specs", out_specs, out) if is_enabled() else out
 
-        of_blocks = shard_map(of_block, in_specs=in_specs, out_specs=out_specs, **kwargs)
+        mapped = shard_map(compute_block, in_specs=in_specs, out_specs=out_specs, **kwargs)
 
-        @wraps(of_blocks)
-        def mapped(*args: Any) -> Any:
+        @wraps(mapped)
+        def call(*args: Any) -> Any:
             if not is_enabled():
-                return of_blocks(*args)
-            return jax.tree.map(expose, of_blocks(*_apply_specs("in_specs", in_specs, args)))
+                return mapped(*args)
+            return jax.tree.map(expose, mapped(*_merge_leaves("in_specs", in_specs, args)))
 
-        return mapped
+        return call
 
     return make
 
@@ -73,7 +73,8 @@ def accept_dense_specs(shard_map: Callable) -> Callable:
 def reject_leafwise_specs(broadcast_prefix: Callable) -> Callable:
     """Wrap JAX's function that gives each leaf the spec of its subtree, to raise for values.
 
-    `accept_dense_specs` has replaced the values, unless the function was made without high types.
+    A spec of the dense array would split the leaves wrongly. `accept_dense_specs` has made such a
+    value one leaf, unless `jax.shard_map` was called with high types off.
     """
 
     def broadcast(specs: Any, tree: Any, *args: Any, **kwargs: Any) -> Any:
@@ -105,16 +106,15 @@ def _splits(spec: Any) -> bool:
     return spec.partitions != (None,) * len(spec.partitions) or bool(spec.unreduced | spec.reduced)
 
 
-def _apply_specs(name: str, specs: Any, tree: Any) -> Any:
-    """Return arguments or results, in which a value with a single spec that splits it is one leaf.
+def _merge_leaves(name: str, specs: Any, tree: Any) -> Any:
+    """Return arguments or results, in which a value with a spec of its dense array is one leaf.
 
-    A value with a spec for each leaf stays a pytree.
+    A value stays a pytree if it has a spec for each leaf, or if the spec splits nothing. `name` is
+    the argument of `shard_map` that has the specs.
     """
 
-    def typed(spec: Any, x: Any) -> Any:
-        if not isinstance(x, Value):
-            return x
-        if not is_complete(x):
+    def merge(spec: Any, x: Any) -> Any:
+        if isinstance(x, Value) and not is_complete(x):
             raise TypeError(
                 f"{name} of shard_map has {spec} for {x!r}, which does not represent an array. "
                 "Pass a spec for each leaf."
@@ -123,8 +123,8 @@ def _apply_specs(name: str, specs: Any, tree: Any) -> Any:
 
     def convert(spec: Any, x: Any) -> Any:
         if not is_value(spec):
-            each = partial(typed, spec)
-            return jax.tree.map(each, x, is_leaf=is_value) if _splits(spec) else x
+            merge_by_spec = partial(merge, spec)
+            return jax.tree.map(merge_by_spec, x, is_leaf=is_value) if _splits(spec) else x
         value = unpack_fully(x)
         if type(value) is not type(spec):
             what = f"a {type(value).__name__}" if is_value(value) else f"{jax.typeof(value)}"
@@ -150,32 +150,36 @@ def bind_shard_map(bind: Callable) -> Callable:
         (function,) = params["subfuns"]
         body = _Body(function, params)
         with set_current_trace(trace):
-            leaves, specs = body.open(args, params["in_specs"])
-            avals = list(map(jax.typeof, leaves)) if body.blocks else avals
+            leaves, specs = body.unpack_operands(args, params["in_specs"])
+            avals = list(map(jax.typeof, leaves)) if body.operand_specs else avals
         params = {**params, "subfuns": (body,), "in_specs": specs}
         if len(leaves) != len(args):
             params["debug_info"] = params["debug_info"].with_unknown_names()
         out = bind(self, trace, leaves, avals, params)
         with set_current_trace(trace):
-            return body.close(out)
+            return body.pack_results(out)
 
     return bind_with_trace
 
 
 class _Body:
-    """The mapped function of a `shard_map`, as a function of leaves."""
+    """The mapped function of a `shard_map`, as a function of leaves.
+
+    JAX binds `shard_map` to the leaves that `unpack_operands` returns, calls the body, and passes
+    the results to `pack_results`.
+    """
 
     def __init__(self, function: Callable, params: dict[str, Any]):
         self._function, self._mesh = function, params["mesh"]
         self._check_vma, self._manual = params["check_vma"], params["newly_manual_axes"]
-        # For each operand, its block: an implicit array with specs in place of leaves. None for a
-        # dense operand. The list is empty if no operand is an implicit array.
-        self.blocks: list[Any] = []
-        self._out: Any = None  # JAX's `FlatTree` of the results
-        self._joined: list[Any] = []  # like `blocks`, for each result
+        #: For each operand, an implicit array of the specs of its leaves, or None for an array.
+        #: Empty if no operand is typed.
+        self.operand_specs: list[Any] = []
+        self._result_specs: list[Any] = []  # the same for each result
+        self._results: Any = None  # the results as JAX's `FlatTree`
 
-    def open(self, args: Sequence[Any], specs: Sequence[Any]) -> tuple[Any, Any]:
-        """Return the operands, with implicit arrays replaced by their leaves, and their specs."""
+    def unpack_operands(self, args: Sequence[Any], specs: Sequence[Any]) -> tuple[Any, Any]:
+        """Return the operands with each typed one replaced by its leaves, and their specs."""
         types = [_high_type_of(x) for x in args]
         if not any(types):
             return args, specs
@@ -184,55 +188,61 @@ class _Body:
         for x, t, spec in zip(args, types, specs, strict=True):
             if t is None:
                 leaves, leaf_specs = [*leaves, x], [*leaf_specs, spec]
-                self.blocks.append(None)
+                self.operand_specs.append(None)
                 continue
             value = unpack_fully(x)
-            block = block_specs(value, spec, self._mesh.shape)
-            if block is None:
+            value_specs = block_specs(value, spec, self._mesh.shape)
+            if value_specs is None:
                 remedy = "Use the spec P(), or pass vn.materialise(x)"
-                raise _spec_error(
-                    "split", t, spec, remedy, why_not_split(value, spec, self._mesh.shape)
-                )
-            place = lambda leaf, spec: reshard_leaf(leaf, spec, self._mesh, self._manual)
-            leaves += jax.tree.leaves(map_leaves(place, value, block))
-            leaf_specs += jax.tree.leaves(block)
-            self.blocks.append(block)
+                reason = why_not_split(value, spec, self._mesh.shape)
+                raise _spec_error("split", t, spec, remedy, reason)
+            reshard = lambda leaf, spec: reshard_leaf(leaf, spec, self._mesh, self._manual)
+            leaves += jax.tree.leaves(map_leaves(reshard, value, value_specs))
+            leaf_specs += jax.tree.leaves(value_specs)
+            self.operand_specs.append(value_specs)
         return leaves, tuple(leaf_specs)
 
     def __call__(self, *leaves: Any) -> Any:
-        out, specs = self._function(*self._operands(leaves)).unpack_aux()
+        operands = _pack_values(self.operand_specs, leaves) if self.operand_specs else leaves
+        out, specs = self._function(*operands).unpack_aux()
         results = list(out)
-        self._out, self._joined = out, [None] * len(results)
-        if not any(_high_type_of(x) for x in results):
+        self._results, self._result_specs = out, [None] * len(results)
+        if not any(map(_high_type_of, results)):
             return out.with_aux(specs)
         leaf_specs = list(specs)
         for i, (x, spec) in enumerate(zip(results, specs, strict=True)):
             t = _high_type_of(x)
             if t is not None:
                 results[i] = unpack_fully(x)
-                joint = checked_joined_specs(results[i], spec, self._mesh.shape, self._check_vma)
-                if joint is None:
+                joined = checked_joined_specs(results[i], spec, self._mesh.shape, self._check_vma)
+                if joined is None:
                     raise _spec_error("join", t, spec, "Return vn.materialise(x)")
-                leaf_specs[i] = self._joined[i] = joint
+                leaf_specs[i] = self._result_specs[i] = joined
         flat_specs = tuple(jax.tree.leaves(leaf_specs))
         return flat_tree(jax.tree.leaves(results)).with_aux(flat_specs)
 
-    def _operands(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        if not self.blocks:
-            return leaves
-        parts = jax.tree.unflatten(_tree_of(self.blocks), leaves)
-        return [as_typed_operand(x) if isinstance(x, Value) else x for x in parts]
-
-    def close(self, out: Any) -> Any:
-        """Return the results, and pack the leaves of values that the body returned."""
-        if not any(joint is not None for joint in self._joined):
+    def pack_results(self, out: Any) -> Any:
+        """Return the results of the body, given their leaves as JAX returns them."""
+        if all(specs is None for specs in self._result_specs):
             return out
-        parts = jax.tree.unflatten(_tree_of(self._joined), list(out))
-        return self._out.update([as_typed_operand(x) if isinstance(x, Value) else x for x in parts])
+        return self._results.update(_pack_values(self._result_specs, list(out)))
+
+
+def _pack_values(specs: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
+    """Return arrays and typed values, given their leaves.
+
+    `specs` has an implicit array of specs for each typed value, and None for each array.
+    """
+    tree = jax.tree.structure([0 if value is None else value for value in specs])
+    return list(map(as_typed_operand, jax.tree.unflatten(tree, leaves)))
 
 
 def unpack_fully(x: Any) -> Any:
-    """Return a typed value as an implicit array whose leaves are dense arrays."""
+    """Return a typed tracer as an implicit array whose leaves are all dense arrays.
+
+    A tracer of a tangent becomes a `Tangent`, and a `HighArray` its implicit array. Return any
+    other object unchanged.
+    """
     x = value_of(x)
     if not is_traced_high(x):
         return x
@@ -240,41 +250,38 @@ def unpack_fully(x: Any) -> Any:
 
 
 def move_captured_inside(trace: Trace, args: Sequence[Any]) -> list[Any]:
-    """Unpack the typed operands that a `shard_map` captures outside of it.
+    """Return operands of a primitive in a `shard_map`, with captured typed values moved inside.
 
-    The values that a loop inside the `shard_map` captures are unpacked, too.
+    A typed tracer of a trace other than `trace` is unpacked in its own trace, and its leaves are
+    packed in `trace`. This includes values that a loop inside the `shard_map` captures.
     """
-    return [_brought_in(x, trace) for x in args]
+
+    def move(x: Any) -> Any:
+        if not is_traced_high(x) or x._trace is trace:
+            return x
+        with set_current_trace(x._trace):
+            value = unpack_fully(x)
+        with set_current_trace(trace):
+            is_array = isinstance(value, Value)
+            return as_typed_operand(value) if is_array else x.aval.raise_val(*value.leaves)
+
+    return list(map(move, args))
 
 
-def _brought_in(x: Any, trace: Trace) -> Any:
-    if not is_traced_high(x) or x._trace is trace:
-        return x
-    with set_current_trace(x._trace):
-        value = unpack_fully(x)
-    with set_current_trace(trace):
-        return (
-            as_typed_operand(value) if isinstance(value, Value) else x.aval.raise_val(*value.leaves)
-        )
-
-
-def _tree_of(values: Sequence[Any]) -> Any:
-    return jax.tree.structure([0 if value is None else value for value in values])
-
-
-def _high_type_of(x: Any) -> Any:
+def _high_type_of(x: Any) -> HighType | None:
+    """Return the high type of an implicit array, a `HighArray` or a tracer. Else return None."""
     x = value_of(x)
     t = type_of(x) if isinstance(x, Value) else getattr(x, "aval", None)
     return t if isinstance(t, HighType) else None
 
 
-def _spec_error(verb: str, t: HighType, spec: Any, remedy: str, why: str = "") -> TypeError:
-    why = why or (
+def _spec_error(verb: str, t: HighType, spec: Any, remedy: str, reason: str = "") -> TypeError:
+    reason = reason or (
         "the spec does not fit the leaves, or the class does not declare how to split them "
         "(ImplicitArray.leaf_axes or partition)"
     )
     return TypeError(
-        f"shard_map cannot {verb} a {t.cls.__name__} of the type {t} by {spec}: {why}. {remedy}."
+        f"shard_map cannot {verb} a {t.cls.__name__} of the type {t} by {spec}: {reason}. {remedy}."
     )
 
 
@@ -282,23 +289,23 @@ def _spec_error(verb: str, t: HighType, spec: Any, remedy: str, why: str = "") -
 
 
 class Trees:
-    """A patch of JAX's module of tree functions, as collectives use it.
+    """A replacement for the module `jax.tree_util` in JAX's module of collectives.
 
-    Collectives combine the derivatives of a value leaf by leaf, and any other value as one array.
+    Its `tree_map` applies a collective to the dense array of a value, and not to each leaf. Only
+    derivatives are combined leaf by leaf.
     """
 
     def __init__(self, trees: Any):
         self._trees = trees
 
     def tree_map(self, function: Any, tree: Any, *rest: Any, **kwargs: Any) -> Any:
-        # Collectives map a function that they define.
+        # The function that a collective maps is nested in it, so that its name contains the name.
         name = function.__qualname__.split(".")[0].strip("_").removesuffix("_is_async")
         if rest or not is_enabled() or name == "pcast":
             return self._trees.tree_map(function, tree, *rest, **kwargs)
-        one = partial(_combine, name, function)
-        return self._trees.tree_map(
-            one, tree, is_leaf=lambda x: isinstance(x, Value) and is_complete(x), **kwargs
-        )
+        combine = partial(_combine, name, function)
+        is_leaf = lambda x: isinstance(x, Value) and is_complete(x)
+        return self._trees.tree_map(combine, tree, is_leaf=is_leaf, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._trees, name)
@@ -309,6 +316,7 @@ _REDUCE = re.compile("psum|pmean|pmax|pmin")
 
 
 def _combine(name: str, function: Callable, x: Any) -> Any:
+    """Apply the collective `name` to a value or an array. `function` applies it to an array."""
     x = unpack_tangent(x)
     if not isinstance(x, Value):
         return function(_as_operand(name, x) if is_typed(x) else x)
@@ -329,7 +337,10 @@ def _combine(name: str, function: Callable, x: Any) -> Any:
 
 
 def _as_operand(name: str, x: Any) -> Any:
-    """Return a value as one operand. Materialize it if the result is dense on all devices."""
+    """Return a value as one operand of the collective `name`.
+
+    The value is materialized for `psum`, `pmax` and `pmin`, whose results are dense arrays.
+    """
     if name in ("psum", "pmax", "pmin") and not is_label(unpack(x)):
         return materialise_traced(find_primitive(name), x)
     return x if is_typed(x) else as_typed_operand(x)

@@ -75,19 +75,20 @@ class StructuredType(HiType):
         raise NotImplementedError
 
     def raise_val(self, *lo_vals: Any) -> Any:
-        """Return the value that is lowered to these arrays, as a tracer or a `HighArray`.
+        """Return the value that is lowered to these arrays, as an operand of a primitive.
 
-        When JAX 0.10.2 to 0.12.0 lowers a scan, it calls the type of one value with the arrays of a
-        stack of values.
+        While a jaxpr with high types is traced, this is a tracer. Otherwise it is a `HighArray` or
+        a `Tangent`.
         """
+        # When JAX 0.10.2 to 0.12.0 lowers a scan, it calls the type of one value with the arrays
+        # of a stack of values.
         pairs = zip(self.lo_ty(), lo_vals, strict=True)
         sizes = {x.shape[0] for t, x in pairs if x.ndim > t.ndim}
         type: Any = self.inc_rank(sizes.pop(), 0) if sizes else self  # type: ignore[arg-type]
-        return packed(type, lo_vals) if is_staged(lo_vals) else type.standing_for(lo_vals)
-
-    def standing_for(self, arrays: Sequence[Any]) -> Any:
-        """Return the value that is lowered to these arrays, outside of traces."""
-        return self.of_arrays(arrays)
+        if is_staged(lo_vals):
+            return packed(type, lo_vals)
+        value = type.of_arrays(lo_vals)
+        return HighArray(value, type) if isinstance(type, HighType) else value
 
     def nospec(self, *_: Any) -> Any:
         """Raise an error: JAX asks for a spec of a residual of a `shard_map`."""
@@ -97,7 +98,10 @@ class StructuredType(HiType):
         )
 
     def parts(self, arrays: Sequence[Any], make: Callable[[Any, list[Any]], Any]) -> Sequence[Any]:
-        """Group arrays by leaf. `make` builds a leaf with a high type from its arrays."""
+        """Return the leaves of a value, given the arrays that it is lowered to.
+
+        `make(type, arrays)` builds a leaf of a high type. Any other leaf is one of the arrays.
+        """
         del make
         return arrays
 
@@ -121,8 +125,7 @@ class StructuredType(HiType):
         return self
 
     def leading_axis_spec(self) -> Any:
-        """Return the axis that a loop slices."""
-        return 0
+        return 0  # the axis that a loop slices
 
 
 class HighType(StructuredType, jax.core.ShapedArray):
@@ -136,15 +139,15 @@ class HighType(StructuredType, jax.core.ShapedArray):
     dense_tangent: bool
 
     def __new__(cls, treedef: Any, leaves: Any, example: Any) -> "HighType":
+        """Return the type of values with a structure and types of leaves.
+
+        `example` is such a value with abstract leaves.
+        """
         self = object.__new__(cls)
         dense = example.aval().strip_weak_type()
         copy_shaped_array(self, dense)
-        vars(self).update(
-            treedef=treedef,
-            leaves=leaves,
-            _dense=dense,
-            dense_tangent=example.dense_tangent,
-        )
+        attributes = {"treedef": treedef, "leaves": leaves, "_dense": dense}
+        vars(self).update(attributes, dense_tangent=example.dense_tangent)
         return self
 
     __hash__ = StructuredType.__hash__
@@ -180,12 +183,8 @@ class HighType(StructuredType, jax.core.ShapedArray):
         return self.dense().update(shape, dtype, weak_type, **kwargs)
 
     def lower_val(self, hi_val: Any, /) -> list[Any]:
-        """Return the arrays that a value is lowered to."""
+        """Return the arrays that a value is lowered to: its leaves, without weak types."""
         return list(map(strong_leaf, jax.tree.leaves(value_of(hi_val))))
-
-    def standing_for(self, arrays: Sequence[Any]) -> Any:
-        """Return a `HighArray` of the value that is lowered to these arrays."""
-        return HighArray(self.of_arrays(arrays), self)
 
     def of_arrays(self, arrays: Sequence[Any]) -> Any:
         """Return the implicit array that is lowered to these arrays."""
@@ -208,7 +207,10 @@ class HighType(StructuredType, jax.core.ShapedArray):
         return self.to_tangent_aval()
 
     def inc_rank(self, size: int | None, spec: Any) -> Any:
-        """Return the type of a stack of values, along an axis of each leaf."""
+        """Return the type of a stack of `size` values, along the axis `spec` of each leaf.
+
+        Return the type itself if `spec` is None.
+        """
         if spec is None:
             return self
         if (spec > 0 and not has_leading_batch_axes(self, spec)) or not can_be_stacked(self):
@@ -217,10 +219,15 @@ class HighType(StructuredType, jax.core.ShapedArray):
                 "represent a stack of such arrays. Use vn.materialise(x)."
             )
         more = lambda a: a.update(shape=(*a.shape[:spec], size, *a.shape[spec:]))
-        return self._moved([_along(a, "inc_rank", size, spec, more) for a in self.leaves], 1)
+        is_high = lambda a: type(a) is HighType
+        leaves = [a.inc_rank(size, spec) if is_high(a) else more(a) for a in self.leaves]
+        return self._with_leaf_types(leaves, 1)
 
     def dec_rank(self, size: int | None, spec: Any) -> Any:
-        """Return the type of one value of a stack."""
+        """Return the type of one of the `size` values of a stack along the axis `spec`.
+
+        Return the type itself if `spec` is None.
+        """
         if spec is None:
             return self
         if self.shape[spec : spec + 1] != (size,) or not has_leading_batch_axes(self, spec + 1):
@@ -229,27 +236,31 @@ class HighType(StructuredType, jax.core.ShapedArray):
                 f"{size} of its leaves ({', '.join(map(str, self.leaves))}). Use vn.materialise(x)."
             )
         fewer = lambda a: a.update(shape=(*a.shape[:spec], *a.shape[spec + 1 :]))
-        return self._moved([_along(a, "dec_rank", size, spec, fewer) for a in self.leaves], -1)
+        is_high = lambda a: type(a) is HighType
+        leaves = [a.dec_rank(size, spec) if is_high(a) else fewer(a) for a in self.leaves]
+        return self._with_leaf_types(leaves, -1)
 
-    def _moved(self, leaves: Sequence[Any], change: int) -> "HighType":
+    def _with_leaf_types(self, leaves: Sequence[Any], change: int) -> "HighType":
+        """Return the type with other types of leaves, which have `change` (1 or -1) more axes."""
+        what = "added to" if change > 0 else "removed from"
         try:
-            moved = _high_type(self.treedef, tuple(leaves))
+            new = _high_type(self.treedef, tuple(leaves))
         except Exception as error:
-            what = "added to" if change > 0 else "removed from"
             error.add_note(f"This is {self} with one axis {what} each leaf.")
             raise
-        if moved.ndim != self.ndim + change:
-            what = "added to" if change > 0 else "removed from"
+        if new.ndim != self.ndim + change:
             raise TypeError(
-                f"{self} cannot be batched: with one axis {what} each leaf, it represents {moved}, "
-                f"which has {moved.ndim} axes instead of {self.ndim + change}. Use "
-                "vn.materialise(x)."
+                f"{self} cannot be batched: with one axis {what} each leaf, it represents {new}, "
+                f"which has {new.ndim} axes instead of {self.ndim + change}. Use vn.materialise(x)."
             )
-        return moved
+        return new
 
 
 class TangentType(StructuredType):
-    """The type of tangents and cotangents of a value, with one array for each floating leaf."""
+    """The type of tangents and cotangents of a value of type `of`, which has no dense tangent.
+
+    A tangent is lowered to one array for each floating leaf of the value.
+    """
 
     of: HighType
 
@@ -272,7 +283,6 @@ class TangentType(StructuredType):
         return f"{self.of}ᵀ"
 
     def lower_val(self, hi_val: Any, /) -> list[Any]:
-        """Return the tangents of the floating leaves."""
         return list(map(strong_leaf, hi_val.leaves))
 
     def of_arrays(self, leaves: Sequence[Any]) -> Any:
@@ -288,11 +298,9 @@ class TangentType(StructuredType):
         return self
 
     def vspace_zero(self) -> Any:
-        """Return the tangent that is zero."""
         return apply(Zeros(self))[0]
 
     def vspace_add(self, x: Any, y: Any) -> Any:
-        """Return the sum of two tangents."""
         return apply(Add(self), x, y)[0]
 
     def inc_rank(self, size: int | None, spec: Any) -> Any:
@@ -302,31 +310,41 @@ class TangentType(StructuredType):
         return TangentType(self.of.dec_rank(size, spec))
 
 
-#: The names of the operators of a tracer, which JAX looks up on its type.
+#: The names of operators such as `_add`, which JAX looks up on the type of a tracer.
 _OPERATORS = {name for name in vars(jax.core.ShapedArray) if name[:1] == "_" != name[1:2]}
 _OPERATORS = _OPERATORS - {"_copy", "_create", "_deepcopy"} | {"__jax_array__"}  # of jax.numpy's
 
 
 def tangent_operand_error(what: str, *types: Any) -> TypeError:
-    """Return the error for tangents as operands of an operation."""
+    """Return the error for an operation `what` that has tangents of leaves as operands.
+
+    `types` are the types of its operands.
+    """
     return derivatives_error(f"{what}({', '.join(map(str, types))})")
 
 
 def type_of(value: Any) -> HighType:
     """Return the high type of an implicit array. Its leaves can be abstract."""
     leaves, treedef = flatten_value(value_of(value))
-    return _high_type(treedef, tuple(map(type_of_leaf, leaves)))
+    return _high_type(treedef, tuple(map(strong_type_of, leaves)))
 
 
-def type_of_leaf(leaf: Any) -> Any:
-    """Return the type of a leaf, without a weak type."""
-    if isinstance(leaf, Value):
-        return type_of(leaf)
-    return jax.typeof(leaf).strip_weak_type()
+def strong_type_of(x: Any) -> Any:
+    """Return the type of an implicit array, a tangent or another array, without a weak type."""
+    return type_of(x) if isinstance(x, Value) else jax.typeof(x).strip_weak_type()
+
+
+def has_tangent(t: Any) -> bool:
+    """Return whether values of a type have tangents. A tangent with no leaves does not count."""
+    tangent = t.to_tangent_aval()
+    return bool(tangent.leaves) if isinstance(tangent, TangentType) else is_inexact(tangent)
 
 
 def is_complete(value: Value) -> bool:
-    """Return whether all leaves are present. Parts of `equinox.partition` are not complete."""
+    """Return whether a value represents an array: all leaves are present and fit together.
+
+    For example, the parts of a value that `equinox.partition` returns are not complete.
+    """
     if not has_all_leaves(value):
         return False
     try:
@@ -342,7 +360,10 @@ def _high_type(treedef: Any, leaves: tuple[Any, ...]) -> HighType:
 
 @lru_cache(maxsize=4096)
 def high_type(treedef: Any, leaves: tuple[Any, ...], x64: bool) -> HighType:
-    """Return the high type of values with a structure and types of leaves."""
+    """Return the high type of values with a structure and types of leaves.
+
+    `x64` is the configuration `jax_enable_x64`, on which the dtype of the dense array may depend.
+    """
     del x64  # part of the key of the cache
     if not all(map(has_numeric_dtype, leaves)):
         reject_refs_and_float0([jax.tree.unflatten(treedef, leaves)])
@@ -350,12 +371,12 @@ def high_type(treedef: Any, leaves: tuple[Any, ...], x64: bool) -> HighType:
 
 
 def abstract(treedef: Any, leaves: Sequence[Any]) -> Any:
-    """Return an implicit array with abstract leaves."""
+    """Return an implicit array with abstract leaves, given the types of its leaves."""
     return jax.tree.unflatten(treedef, list(map(abstract_of, leaves)))
 
 
 def abstract_of(a: Any) -> Any:
-    """Return an abstract array of a type, or an implicit array of abstract leaves."""
+    """Return the abstract array of a type. For a high type, return `abstract` of its leaves."""
     if type(a) is HighType:
         return abstract(a.treedef, a.leaves)
     return abstract_array(a)
@@ -369,12 +390,8 @@ def can_be_stacked(type: HighType) -> bool:
 
 @lru_cache(maxsize=4096)
 def has_leading_batch_axes(type: HighType, count: int) -> bool:
-    """Return whether slices of the leaves along the first axes are slices of the dense array."""
+    """Return whether the first `count` axes of the dense array are batch axes of all leaves."""
     return has_batch_axes(abstract(type.treedef, type.leaves), count)
-
-
-def _along(a: Any, method: str, size: Any, spec: Any, of_array: Callable[[Any], Any]) -> Any:
-    return getattr(a, method)(size, spec) if type(a) is HighType else of_array(a)
 
 
 # Conversions.
@@ -393,20 +410,24 @@ for _cls in (HighArray, Tangent):
 def as_typed_operand(x: Any) -> Any:
     """Return an implicit array as an operand of a primitive: a `HighArray`, or a tracer.
 
-    In a trace that keeps high types, `Pack` combines the leaves. Its result is a tracer if a leaf
-    is traced.
+    Return any other object unchanged. In a trace that keeps high types, the leaves are packed into
+    a tracer. If they are traced too, it is cached on the value, so that a second use adds no
+    equation.
     """
     value = value_of(x)
+    if not isinstance(value, Value):
+        return x
     if is_marked_as_derivatives(value):
         raise derivatives_error(str(type_of(value)))
     if is_in_derivative(current_trace()):
         warn_of_scales_without_codes(value)
     if current_trace().requires_low:
         return x if x is not value else as_high_array(value)
-    leaves = [as_typed_operand(x) if isinstance(x, Value) else x for x in leaves_of(value)]
+    leaves = list(map(as_typed_operand, leaves_of(value)))
     if not holds_tracers(leaves):
         return apply(Pack(type_of(value)), *leaves)[0]
-    of, tracer_of = get_cached(value, "_high", (_nothing, _nothing))
+    dead_refs = (lambda: None, lambda: None)
+    of, tracer_of = get_cached(value, "_high", dead_refs)
     tracer = tracer_of() if of() is value else None  # a copy has the cache of the original
     if tracer is None or tracer._trace is not current_trace():
         tracer = apply(Pack(type_of(value)), *leaves)[0]
@@ -419,12 +440,11 @@ set_operand_conversion(HighArray, as_typed_operand)
 set_operand_conversion(Tangent, lambda x: x)
 
 
-def _nothing() -> None:
-    """Return None, as a dead weak reference does."""
-
-
 def with_dense_tangents(tree: Any) -> Any:
-    """Return a tree in which each value with a dense tangent is one leaf."""
+    """Return a tree in which each value with a dense tangent is one leaf, an operand.
+
+    With high types off, return `tree` unchanged.
+    """
     return jax.tree.map(_as_one_leaf, tree, is_leaf=is_value) if is_enabled() else tree
 
 
@@ -438,12 +458,12 @@ def _as_one_leaf(x: Any) -> Any:
 
 
 def of_arrays(type: Any, arrays: Sequence[Any]) -> Any:
-    """Return the value of a type that is lowered to these arrays. It can be a dense array."""
+    """Return the implicit array, the tangent or the dense array that is lowered to these arrays."""
     return type.of_arrays(arrays) if isinstance(type, StructuredType) else arrays[0]
 
 
 def is_typed(x: Any) -> bool:
-    """Return whether `x` has the high type of an implicit array."""
+    """Return whether `x` is a `HighArray`, or a tracer of an implicit array."""
     return isinstance(getattr(x, "aval", None), HighType)
 
 
@@ -453,19 +473,28 @@ def is_traced_high(x: Any) -> bool:
 
 
 def unpack(x: Any) -> Any:
-    """Return a typed tracer as an implicit array of traced leaves. Return others unchanged."""
+    """Return an implicit array, given a `HighArray` or a tracer of one.
+
+    The leaves of a tracer are traced. Return any other object unchanged.
+    """
     return x.aval.of_leaves(apply(Unpack(x.aval), x)) if is_typed(x) else x
 
 
 def unpack_tangent(x: Any) -> Any:
-    """Return a tangent as an implicit array of tangents. Return any other object unchanged."""
+    """Return a tangent, or a tracer of one, as an implicit array of tangents, marked.
+
+    Return any other object unchanged.
+    """
     if not isinstance(getattr(x, "aval", None), TangentType):
         return x
     return x.aval.of_leaves(apply(Unpack(x.aval), x)).value
 
 
 def to_operand(value: Value) -> Any:
-    """Return an implicit array as an operand. Marked derivatives become a tangent."""
+    """Return an implicit array as an operand of a primitive. Marked derivatives become a tangent.
+
+    Unlike this function, `as_typed_operand` rejects marked derivatives.
+    """
     if not is_marked_as_derivatives(value):
         return as_typed_operand(value)
     t = TangentType(type_of(value))

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class HighArray(jax.Array):
     """An implicit array as a `jax.Array`, which functions of `jax.numpy` require.
 
-    It has its own type. All other attributes and methods come from the implicit array.
+    `aval` is its high type. All other attributes and methods come from the implicit array `value`.
     """
 
     __slots__ = ("aval", "value")
@@ -55,6 +55,7 @@ class HighArray(jax.Array):
 
 
 def _forward(name: str) -> Any:
+    """Return a property or a method of `HighArray` that calls the one of the implicit array."""
     if isinstance(getattr(ImplicitArray, name), property):
         return property(lambda self: getattr(self.value, name))
     return lambda self, *args, **kwargs: getattr(self.value, name)(*args, **kwargs)
@@ -69,7 +70,11 @@ for _name in (set(dir(jax.Array)) & set(dir(ImplicitArray)) - _DEFINED) | _COMPA
 
 
 class Tangent:
-    """A tangent or a cotangent of an implicit array, with one array for each floating leaf."""
+    """A tangent or a cotangent of an implicit array.
+
+    `leaves` has the tangent of each floating leaf of the implicit array, in order. `aval` is the
+    type of the tangent.
+    """
 
     def __init__(self, aval: "TangentType", leaves: list[Any]):
         self.aval, self.leaves = aval, leaves
@@ -79,7 +84,7 @@ class Tangent:
 
     @property
     def value(self) -> Any:
-        """The implicit array whose leaves are replaced by their tangents."""
+        """The implicit array with the tangents as leaves, marked. Other leaves have `float0`."""
         tangents = iter(self.leaves)
         no_tangent = lambda a: np.zeros(a.shape, jax.dtypes.float0)
         full = [next(tangents) if is_inexact(a) else no_tangent(a) for a in self.aval.of.leaves]
@@ -90,7 +95,11 @@ class Tangent:
 
 
 def mark_derivatives(x: Any) -> Any:
-    """Mark an implicit array that holds the derivatives of leaves. Return it."""
+    """Mark an implicit array, and its implicit parts, as derivatives of leaves. Return `x`.
+
+    A marked array raises an error where an array is required. An array with a dense tangent and
+    other objects are not marked.
+    """
     if isinstance(x, Value) and not x.dense_tangent:
         object.__setattr__(x, "_holds_derivatives", True)
         for part in jax.tree.leaves(x, is_leaf=is_part(x)):
@@ -113,7 +122,8 @@ def has_derivatives(tree: Any) -> bool:
     return any(map(is_derivative, values_of(tree)))
 
 
-#: Whether a user's rule is running, with marked derivatives among its arguments.
+#: Whether the rule of a `custom_jvp` or `custom_vjp` is running, with marked derivatives among its
+#: arguments.
 within_rule = jax.make_user_context(False)
 
 
@@ -137,7 +147,10 @@ class _MarkedNode:
 
 
 def keep_marks(tree: Any) -> Any:
-    """Return arguments whose marks survive when JAX flattens and unflattens them."""
+    """Return a tree in which marked derivatives are still marked after JAX rebuilds the tree.
+
+    Outside of a user's rule, nothing is marked, and `tree` is returned unchanged.
+    """
     if not within_rule.value or not has_derivatives(tree):
         return tree
     return jax.tree.map(lambda x: _MarkedNode(x) if is_derivative(x) else x, tree, is_leaf=is_value)
@@ -154,7 +167,7 @@ def expose(x: Any) -> Any:
 
 
 def is_inexact(aval: Any) -> bool:
-    """Return whether the tangents of arrays of a type have the same dtype."""
+    """Return whether arrays of a type are floating or complex, so that they have tangents."""
     return jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
@@ -179,7 +192,10 @@ def leaves_of(x: Any) -> list[Any]:
 
 
 def with_leaves(x: Any, leaves: Sequence[Any]) -> Any:
-    """Return a copy of `x` with other leaves."""
+    """Return a copy of an implicit array or a tangent with other leaves, as `leaves_of` returns.
+
+    For another array `x`, return `leaves[0]`.
+    """
     x = value_of(x)
     if isinstance(x, Value):
         return jax.tree.unflatten(flatten_value(x)[1], leaves)
@@ -187,7 +203,7 @@ def with_leaves(x: Any, leaves: Sequence[Any]) -> Any:
 
 
 def strong_leaf(leaf: Any) -> Any:
-    """Return a leaf as an array without a weak type."""
+    """Return a leaf as an array without a weak type. A part with a dense tangent stays a value."""
     leaf = value_of(leaf)
     if isinstance(leaf, Value):
         return jax.tree.map(strong_leaf, leaf)
@@ -205,8 +221,7 @@ high = make_high_primitive("high")
 class Operation:
     """The parameter of an equation of `high`: a hashable description of a computation.
 
-    By default, derivatives and batching are derived from `run`. Subclasses can override `jvp`,
-    `transpose` and `batch`.
+    Unless a subclass overrides `jvp`, `transpose` or `batch`, JAX differentiates and batches `run`.
     """
 
     name: Any  # in printed jaxprs
@@ -218,19 +233,26 @@ class Operation:
         raise NotImplementedError
 
     def rerun(self, *values: Any) -> list[Any]:
-        """Return the results if the operation is evaluated again under `vn.implicit`."""
+        """Return the results if a jaxpr with the operation is evaluated under `vn.implicit`."""
         return self.run(*values)
 
     def jvp(self, primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
         """Return the results and their tangents, or None to use the default."""
 
     def transpose(self, cotangents: Sequence[Any], operands: Sequence[Any]) -> bool:
-        """Add cotangents to the accumulators in `operands`. Return False to use the default."""
+        """Add cotangents to the accumulators in `operands`, which JAX passes for linear operands.
+
+        Return True. Return False to use the default instead.
+        """
         del cotangents, operands
         return False
 
     def batch(self, size: int, name: Any, values: Sequence[Any], dims: Sequence[Any]) -> Any:
-        """Return the results and their batch axes, or None to use the default."""
+        """Return the results and their batch axes, or None to use the default.
+
+        `size` and `name` describe the mapped axis. `dims` has the batch axis of each operand or
+        None.
+        """
 
 
 def apply(operation: Operation, *operands: Any) -> list[Any]:
@@ -283,7 +305,7 @@ class Add(Operation):
 
 
 def packed(type: "HighType | TangentType", arrays: Sequence[Any]) -> Any:
-    """Return a tracer of a type, given the flat arrays of the value."""
+    """Return a tracer of a type, given the arrays that its value is lowered to."""
     return apply(Pack(type), *type.parts(arrays, packed))[0]
 
 

@@ -17,15 +17,9 @@ import numpy as np
 from ..._core.primitives.custom_derivatives import leaf_cotangents
 from ..._core.value import Value
 from ..._jax.hijax import GradAccum, Zero, instantiate_zeros
-from ..types import HighType, TangentType, of_arrays
+from ..types import HighType, TangentType, has_tangent, of_arrays, strong_type_of
 from ..values import Tangent, apply, expose, high, is_inexact, leaves_of
-from .expansion import ONE_LEAF, Expansion, Structure, show_types, strong_type_of
-
-
-def has_tangent(t: Any) -> bool:
-    """Return whether a value of type `t` has a tangent with at least one floating leaf."""
-    tangent = t.to_tangent_aval()
-    return bool(tangent.leaves) if isinstance(tangent, TangentType) else is_inexact(tangent)
+from .expansion import ONE_LEAF, Expansion, Structure, show_types
 
 
 def unflatten_tangents(structure: Structure, types: Sequence[Any], tangents: Any) -> Any:

@@ -15,14 +15,14 @@ import jax
 import jax.numpy as jnp
 
 from ..._core.rules import clear_with_rules
-from ..._core.value import Value, is_value
+from ..._core.value import is_value
 from ..._jax.hijax import GradAccum, ValAccum, Zero, instantiate_zeros
 from ..._jax.tracing import trace_context
 from ..high_rules import jvp_of_vmap, transpose
 from ..mode import turned_on
 from ..operations import Parameters, Vmap
-from ..types import TangentType, as_high_array, is_typed, of_arrays, type_of, unpack
-from ..values import Operation, Pack, Tangent, Unpack, apply, expose, value_of
+from ..types import TangentType, as_high_array, is_typed, of_arrays, strong_type_of, unpack
+from ..values import Operation, Pack, Unpack, apply, expose, value_of
 
 
 @dataclass(frozen=True)
@@ -70,14 +70,6 @@ def flatten_values(tree: Any, typed: bool) -> tuple[list[Any], Structure]:
     pairs = [([x], ONE_LEAF) if typed or not is_value(x) else jax.tree.flatten(x) for x in values]
     flat = [x for group, _ in pairs for x in group]
     return flat, Structure(treedef, tuple(structure for _, structure in pairs))
-
-
-def strong_type_of(x: Any) -> Any:
-    """Return the type of an operand or a result, without weak type."""
-    x = value_of(x)
-    if isinstance(x, Value):
-        return type_of(x)
-    return x.aval if isinstance(x, Tangent) else jax.typeof(x).strip_weak_type()
 
 
 def show_types(types: Iterable[Any]) -> str:

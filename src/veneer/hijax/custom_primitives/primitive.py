@@ -16,10 +16,10 @@ from ..._jax.tracing import current_trace, set_current_trace
 from ..high_rules import abstract_eval
 from ..mode import is_enabled
 from ..operations import Parameters, Vmap
-from ..types import as_typed_operand, is_typed
+from ..types import as_typed_operand, is_typed, strong_type_of
 from ..values import HighArray, apply, expose, strong_leaf, value_of
 from .derivatives import jvp_by_rule, transpose_by_rule
-from .expansion import ONE_LEAF, Expansion, flatten_values, show_types, strong_type_of
+from .expansion import ONE_LEAF, Expansion, flatten_values, show_types
 
 
 def primitive(expand: Callable) -> "HighPrimitive":
