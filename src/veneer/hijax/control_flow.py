@@ -350,7 +350,7 @@ def _map_branches(
 
 
 def _use_operand_forms(function: Callable) -> Callable:
-    """Wrap a branch: a result becomes a pytree of leaves if an operand of the same class is one.
+    """Wrap a branch: a result becomes a pytree if an operand of its class is a pytree.
 
     The last such operand is the example, also for the forms of the parts of the implicit array.
     """

@@ -70,7 +70,7 @@ class Patches:
 
 
 def _set_attribute(owner: Any, name: str, wrappers: tuple[Wrapper, ...]) -> Callable[[], None]:
-    """Replace an attribute by what the wrappers, in order, make of its value.
+    """Replace an attribute by its value, wrapped by each of the wrappers in order.
 
     Return a function that restores the attribute.
     """

@@ -53,7 +53,7 @@ class Structure:
         return jax.tree.unflatten(self.tree, [jax.tree.unflatten(v, group) for v, group in pairs])
 
     def flatten_up_to(self, tree: Any) -> list[Any]:
-        """Return the part of the pytree `tree` in the place of each operand."""
+        """Return the subtree of the pytree `tree` at the position of each operand."""
         pairs = zip(self.values, self.tree.flatten_up_to(tree), strict=True)
         return [x for value, subtree in pairs for x in value.flatten_up_to(subtree)]
 
