@@ -200,9 +200,9 @@ def _bind_arguments(function: Callable, *args: Any, **kwargs: Any) -> BoundArgum
 def unify_carry(loop: Callable) -> Callable:
     """Wrap `lax.scan` or `lax.while_loop`, so that the carry keeps its type.
 
-    The body converts each new implicit array in the carry to a pytree of leaves or to one typed
-    value, as the old one is. If the types still differ, the initial carry is converted. Results of
-    a scan that cannot be stacked are materialized.
+    The body returns each implicit array of the carry in the form of the initial carry: as a pytree
+    of leaves, or as one typed value. If the types still differ, the initial carry is converted.
+    Results of a scan that cannot be stacked are materialized.
     """
     primitive = _SCAN if loop.__name__ == "scan" else _WHILE
 

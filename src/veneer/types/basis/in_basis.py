@@ -28,8 +28,9 @@ Places = Mapping[int, int]
 class InBasis(ImplicitArray, abstract=True):
     """An array stored as `array`, in another basis along some axes.
 
-    An orthogonal or diagonal matrix `T` transforms an axis into the basis. The dense array is
-    `T.T @ array`.
+    Along such an axis, the dense array is `T.T @ array`, with an orthogonal or diagonal matrix `T`.
+    A product that contracts the axis transforms its other operand instead of the array: `(T.T @
+    array).T @ x` is `array.T @ (T @ x)`.
     """
 
     metadata_is_meaning: ClassVar[bool] = False

@@ -234,7 +234,10 @@ def _note_sum(x: Masked, count: int | None) -> Masked:
 
 
 def _summed_entries(x: Any) -> int | None:
-    """Return the number of entries of a sum, valid or not. None if `x` is not a sum."""
+    """Return how many entries were summed to make `x`, masked ones included.
+
+    None if `x` is not the result of a sum.
+    """
     return getattr(x, "_entries", None)
 
 

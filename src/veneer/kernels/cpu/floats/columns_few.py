@@ -202,7 +202,7 @@ def _build_range_product(kind: str) -> Any:
 def _build_group_product(kind: str, rows: int, strategy: int) -> Any:
     """Return a function that adds products of `rows` rows of x and `_GROUP[rows]` rows of W.
 
-    It adds panels `begin` to `end` to `sums`, the address of a vector for each pair of rows. `x`
+    It adds the products of panels `begin` to `end` to `sums`: one vector for each pair of rows. `x`
     and `w` are the addresses of panel `begin`. Rows of W are `next_row` bytes apart, and their
     scales, from `scale` on, `next_scale` bytes. `layout` and `lane_tiles` are arguments of
     `load_panel_scales`.
