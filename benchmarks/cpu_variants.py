@@ -66,6 +66,8 @@ def side(case: Case, which: int) -> Side:
     finally:
         select.find_kernel = selected
     assert f"_{variant}" in compiled.as_text(), f"{case}: the kernel {variant} did not run"
+    expected = multiply(x, small.dequantize())
+    np.testing.assert_allclose(compiled(x, small), expected, rtol=1e-3, atol=0.05)
     return Side(f"{case}, {case.kernels[which]}", functools.partial(compiled, x, small))
 
 

@@ -53,8 +53,9 @@ def test_a_new_row_and_module_are_a_new_kernel(new_kernel):
     quantize = functools.partial(vn.quant.quantize, w, "int8")
     with use("xla"):  # the kernel that quantizes is not in the empty cache
         whole, rows = quantize(), quantize(channelwise_axes=[0])
+        asymmetric = quantize(channelwise_axes=[0], calibration_method="minmax")
     multiply = jax.jit(vn.implicit(lambda x, w: x @ w.T))
-    for q in (whole, rows):
+    for q in (whole, rows, asymmetric):
         assert "veneer_columns_int8_plain" in multiply.lower(x, q).as_text()
         np.testing.assert_allclose(multiply(x, q), x @ q.dequantize().T, rtol=1e-4, atol=1e-4)
     assert select.find_kernel("cpu", CODES, MatmulShape(**SIZES, tile=160)) is new_kernel

@@ -62,9 +62,16 @@ class Patches:
         self.setters[name] = partial(_set_attribute, cell, "cell_contents", wrappers)
 
     def apply(self) -> None:
-        self._undos = [replace() for replace in self.setters.values()]
+        """Set all attributes. If one cannot be set, restore those that were set, and raise."""
+        try:
+            for replace in self.setters.values():
+                self._undos.append(replace())
+        except BaseException:
+            self.undo()
+            raise
 
     def undo(self) -> None:
+        """Restore all attributes, in reverse order."""
         while self._undos:
             self._undos.pop()()
 

@@ -212,11 +212,10 @@ def _fused_offset(
 ) -> str | None:
     """Return "minimum" or "zero_point" if a CPU kernel reads this operand, else None.
 
-    If None, XLA adds the term of this operand to the product. Kernels of int8 activations that
-    contract rows read neither. Zero points of short tiles are nearly as many as the codes, so only
-    the kernel for short rows reads them.
+    If None, XLA adds the term of this operand to the product. Zero points of short tiles are nearly
+    as many as the codes, so only the kernel for short rows reads them.
     """
-    if operands.x_scale is not None and problem.contracting == "rows":
+    if not kernel.adds_minima:
         return None
     if operands.minimum is not None:
         return "minimum"

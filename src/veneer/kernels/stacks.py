@@ -11,6 +11,8 @@ products lower as before.
 """
 
 import math
+import os
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -28,20 +30,26 @@ from .._jax.primitives import (
     start_in_bounds,
     wrap_lowering,
 )
-from ..native.cache import COMPILING
 from .common.problem import MatmulProblem, unflatten
 from .lowering import Stacked, call_cpu_kernel, find_cpu_kernel, is_local
 
 #: The name of the primitive of products with stored matrices.
 MATMUL = "stored_matmul"
 
+# No other lock: a thread can hold one while it waits for the thread that traces the product.
+_lock = threading.Lock()
+if hasattr(os, "register_at_fork"):
+    # A forked process has no thread that could release the lock.
+    os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-defined]
 _is_installed = False
 
 
 def lower_loops_in_place() -> None:
     """Change how JAX lowers `while` for CPUs to `_lower_while`, once in a process."""
     global _is_installed
-    with COMPILING:  # which a fork waits for
+    if _is_installed:
+        return
+    with _lock:
         if not _is_installed:
             wrap_lowering(find_primitive("while"), "cpu", _lower_while)
             _is_installed = True

@@ -8,11 +8,13 @@ FLOATS_BY_ROWS, FLOATS_BY_COLUMNS, INT8_BY_COLUMNS = 16, 23, 16
 #: registers.
 INT8_ROWS_BY_BITS = {8: 8, 4: 6, 2: 4, 1: 4}
 INT8_BY_ROWS = max(INT8_ROWS_BY_BITS.values())
-#: The fewest codes in a tile along the contracted axis, for kernels of few rows.
+#: The fewest codes in a tile along an axis of the matrix, for kernels of few rows of activations
+#: that contract rows or read short rows.
 LEAST_TILE = 16
 #: The most codes in a tile, for kernels that sum a tile of int8 products in int32.
 LONGEST = 32768
-#: Rows of the matrix that the kernel for few rows of int8 multiplies at once.
+#: Rows of the matrix that the kernel for few rows of int8 that contracts columns multiplies at
+#: once.
 ROWS = 4
 #: A kernel for matrices with tiles along each row: its columns are a multiple of the first number,
 #: and a row has at most the second number of tiles.

@@ -68,6 +68,8 @@ class KernelRow:
       not compute products with a symbolic number of rows.
     - `fits`: a further condition on the sizes and on the bits of a code.
     - `requires`: "bf16" or "hopper", for kernels that only some devices can run.
+    - `adds_minima`: whether a CPU kernel adds minima, or subtracts zero points, itself. Otherwise,
+      XLA adds their part of the product.
     - `function`: the function of a module for CPUs that takes a kind of codes and returns
       `JobFunctions`.
     - `opt_in`: the kernel was never measured, and runs only if the choice is "experimental".
@@ -84,6 +86,7 @@ class KernelRow:
     most_rows: int | None = None
     fits: Callable[[MatmulShape, int], bool] | None = None
     requires: str = ""
+    adds_minima: bool = False
     function: str = "build"
     opt_in: bool = False
 
@@ -194,6 +197,7 @@ def _cpu(
     kinds: tuple[str, ...],
     most_rows: int | None = None,
     fits: Callable[[MatmulShape, int], bool] | None = None,
+    adds_minima: bool = True,
     **fields: Any,
 ) -> KernelRow:
     prefix = {"float": "", "bfloat16": "bf16_", "int8": "integer_"}[activations[0]]
@@ -201,6 +205,7 @@ def _cpu(
         *("cpu", prefix + contracting, f"cpu.{module}", contracting, activations, kinds, variant),
         most_rows=most_rows,
         fits=fits,
+        adds_minima=adds_minima,
         **fields,
     )
 
@@ -239,8 +244,8 @@ TABLE = (
     _cpu("floats.columns_few", "columns", "few", _FLOATS, _ALL, FLOATS_BY_COLUMNS, least_rows=2),
     _cpu("floats.columns_many", "columns", "many", _FLOATS, _ALL),
     # All CPUs, int8.
-    _cpu("integers.rows_few", "rows", "few", _INT8, INTEGERS, INT8_BY_ROWS, _rows_fit),
-    _cpu("integers.rows", "rows", "many", _INT8, INTEGERS),
+    _cpu("integers.rows_few", "rows", "few", _INT8, INTEGERS, INT8_BY_ROWS, _rows_fit, False),
+    _cpu("integers.rows", "rows", "many", _INT8, INTEGERS, adds_minima=False),
     _cpu("integers.columns_few", "columns", "few", _INT8, _PACKED, INT8_BY_COLUMNS, _columns_fit),
     _cpu("integers.columns", "columns", "many", _INT8, INTEGERS),
     # NVIDIA GPUs.
