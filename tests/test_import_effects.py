@@ -1,8 +1,8 @@
 """Importing every module of veneer changes nothing that other users of the process observe.
 
 A child process runs this file. It imports JAX, NumPy, Numba and all other libraries that veneer
-imports, records what the process and these libraries show, imports every module of veneer, and
-records the same again.
+imports, records the state of the process and of these libraries, imports every module of veneer,
+and records the state again.
 """
 
 import importlib

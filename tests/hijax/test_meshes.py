@@ -171,7 +171,7 @@ def test_shard_map_rejects_gradients_of_a_quantized_weight(x, high, agree):
         jax.grad(loss(high), 1)(x, w)
     dense = vn.materialise(w)
     by_w = jax.grad(lambda w: jnp.sum(jnp.sin(x @ w)))(dense)
-    agree(jax.grad(loss(vn.materialise), 1)(x, w), by_w)  # what the error suggests
+    agree(jax.grad(loss(vn.materialise), 1)(x, w), by_w)  # the remedy that the error names
     by_x = jax.grad(lambda x: jnp.sum(jnp.sin(x @ dense)))(x)
     agree(jax.jit(jax.grad(loss(high)))(x, w), by_x)
 

@@ -109,9 +109,23 @@ import sys
 import pytest
 import veneer.hijax
 from veneer.hijax.mode import jax_patches
-del jax_patches.setters[sys.argv[1]]
+if sys.argv[1]:
+    del jax_patches.setters[sys.argv[1]]
 sys.exit(pytest.main(sys.argv[2:]))
 """
+
+
+def run_without(patch, tests):
+    """Run tests in a child process without a patch, or with all patches if it is empty."""
+    options = ["-q", "-x", "--all", "-p", "no:cacheprovider"]
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path))
+    return subprocess.run(
+        [sys.executable, "-c", LEAVE_OUT, patch, *options, *(str(TESTS / test) for test in tests)],
+        cwd=TESTS.parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
 
 
 @pytest.mark.slow
@@ -119,17 +133,14 @@ sys.exit(pytest.main(sys.argv[2:]))
 def test_a_test_fails_without_the_patch(patch):
     if patch not in jax_patches.setters:
         pytest.skip("this version of JAX does not need it")
-    test = str(TESTS / NEEDED_BY[patch])
-    options = ["-q", "-x", "--all", "-p", "no:cacheprovider"]
-    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path))
-    run = subprocess.run(
-        [sys.executable, "-c", LEAVE_OUT, patch, *options, test],
-        cwd=TESTS.parent,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    run = run_without(patch, [NEEDED_BY[patch]])
     assert run.returncode == pytest.ExitCode.TESTS_FAILED, run.stdout + run.stderr
+
+
+@pytest.mark.slow
+def test_the_named_tests_pass_with_all_patches():
+    run = run_without("", sorted({NEEDED_BY[patch] for patch in jax_patches.setters}))
+    assert run.returncode == pytest.ExitCode.OK, run.stdout + run.stderr
 
 
 # Programs that need a patch.

@@ -16,7 +16,7 @@ X = np.arange(6, dtype=np.float32).reshape(2, 3)
 
 @pytest.fixture
 def has_known_layout():
-    """Return `has_known_layout`, which forgets before and after the test what it found."""
+    """Return `has_known_layout`, with an empty cache before and after the test."""
     layout.has_known_layout.cache_clear()
     yield layout.has_known_layout
     layout.has_known_layout.cache_clear()

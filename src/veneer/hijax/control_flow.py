@@ -13,7 +13,7 @@ is the dense array, with metadata such as a unit.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from inspect import BoundArguments, signature
 from typing import Any
 
@@ -182,6 +182,9 @@ def _call_until_types_match(
         bound.arguments.update({name: convert(forms, name, x) for name, x in arguments.items()})
 
 
+_signature = cache(signature)  # of a few functions of JAX
+
+
 def _bind_arguments(function: Callable, *args: Any, **kwargs: Any) -> BoundArguments | None:
     """Return the arguments of a call, bound to the names of the parameters.
 
@@ -189,7 +192,7 @@ def _bind_arguments(function: Callable, *args: Any, **kwargs: Any) -> BoundArgum
     error.
     """
     try:
-        return signature(function).bind(*args, **kwargs) if is_enabled() else None
+        return _signature(function).bind(*args, **kwargs) if is_enabled() else None
     except TypeError:
         return None
 

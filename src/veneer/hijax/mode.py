@@ -31,8 +31,8 @@ class Patches:
         Each of the wrappers, in order, takes the value of the attribute and returns a new value.
         """
         owner_name: str = getattr(owner, "__name__", str(owner))
-        self.setters[f"{owner_name.split('.')[-1]}.{name}"] = partial(
-            _set_attribute, owner, name, wrappers
+        self._add(
+            f"{owner_name.split('.')[-1]}.{name}", partial(_set_attribute, owner, name, wrappers)
         )
 
     def attribute_if_imported(
@@ -49,7 +49,7 @@ class Patches:
             target = sys.modules[module] if owner is None else getattr(sys.modules[module], owner)
             return _set_attribute(target, name, (wrapper,))
 
-        self.setters[f"{owner or module.split('.')[0]}.{name}"] = replace
+        self._add(f"{owner or module.split('.')[0]}.{name}", replace)
 
     def boundary(self, function: Any, *wrappers: Wrapper) -> None:
         """Add a public function of JAX, which calls an inner function `fun` in its closure.
@@ -59,7 +59,12 @@ class Patches:
         """
         cell = function.__closure__[function.__code__.co_freevars.index("fun")]
         name = f"{function.__module__.split('.')[-1]}.{function.__qualname__}"
-        self.setters[name] = partial(_set_attribute, cell, "cell_contents", wrappers)
+        self._add(name, partial(_set_attribute, cell, "cell_contents", wrappers))
+
+    def _add(self, name: str, setter: Callable[[], Callable[[], None]]) -> None:
+        if name in self.setters:
+            raise ValueError(f"two patches have the name {name}")
+        self.setters[name] = setter
 
     def apply(self) -> None:
         """Set all attributes. If one cannot be set, restore those that were set, and raise."""

@@ -151,7 +151,8 @@ class Stacked(NamedTuple):
     **Arguments:**
 
     - `stack`: the larger array, `[parts * B, ...]`.
-    - `index`: the index of the part, an int32 scalar. If it is too large, it means the last part.
+    - `index`: the index of the part, an int32 scalar. Out of bounds, it means the first
+      or the last part.
     """
 
     stack: jax.Array

@@ -108,9 +108,12 @@ def register_handlers(executable: bytes | None = None) -> list[str]:
 
     **Returns:** the names of the registered kernels.
 
-    **Raises:** `RuntimeError` if the executable calls kernels and this process cannot use them, for
-    example without Numba. `ValueError` if the executable
-    was compiled by another version of veneer and calls a kernel that this version does not have.
+    **Raises:**
+
+    - `RuntimeError` if the executable calls kernels and this process cannot use them, for example
+      without Numba.
+    - `ValueError` if the executable was compiled by another version of veneer and calls a kernel
+      that this version does not have.
 
     >>> from veneer import kernels
     >>> kernels.register_handlers(b"...veneer_rows_int8_few...")

@@ -142,7 +142,7 @@ def _build_products(kind: str) -> list[Any]:
                 prefetch(w + row * row_bytes + later)
             return add_products(total, x, next_x, load_codes(w, row_bytes, table), table)
 
-        if m == 1:  # then `scale_by_x` has multiplied the scales by those of x
+        if m == 1:  # `_scale_by_x` has multiplied the scales of W by the scales of x
 
             @native
             def add_tile(sums, total, x_scales, x_scale, scales, lanes):

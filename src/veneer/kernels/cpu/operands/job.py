@@ -1,8 +1,8 @@
 """Jobs: the addresses and sizes of products, as 64-bit words in memory that all threads read.
 
-A job is one product. The handler writes its words before the first part runs. After that, only
-FAILED changes. Sizes count entries, not bytes. W is a stored matrix `[R, C]`, and a tile of it is
-`[TR, TC]`.
+A job is one product. The handler writes its words before the first part runs, and `prepare` of the
+kernel writes SCRATCH and FIRST. After that, only FAILED changes. Sizes count entries, not bytes. W
+is a stored matrix `[R, C]`, and a tile of it is `[TR, TC]`.
 """
 
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ WORDS = 30
     X,  # address of the activations [BATCH, M, K]: f32, int8 or bf16, depending on the kernel
     W,  # address of the stored matrices [BATCH, R, ROW_BYTES], or interleaved: see NEXT_ROW
     SCALE,  # address of the scales [BATCH, R / TR, C / TC]
-    TABLE,  # address of the lookup table, f32 [16]
+    TABLE,  # address of the numbers to decode codes with (`Codes.table`), f32 [16]
     OUT,  # address of the result, f32 [BATCH, M, N]
     X_SCALE,  # address of the scales of int8 activations, f32 [BATCH, M, X_SCALES], or 0
     X_SCALES,  # scales per row of activations: 1, or one per tile
