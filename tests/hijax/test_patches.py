@@ -7,8 +7,10 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
+from support import arrays
 
 import veneer as vn
 from veneer.hijax.mode import jax_patches
@@ -89,8 +91,8 @@ NEEDED_BY = {
 #: Patches that only some versions of JAX need.
 OF_VERSIONS = {"pjit.pjit_check_aval_sharding", "closed_call.to_lojax"}
 
-LOW_RANK = vn.types.LowRank(jnp.arange(1.0, 17).reshape(4, 4), jnp.ones((4, 4)))
-DENSE = LOW_RANK.a @ LOW_RANK.b
+LOW_RANK = vn.types.LowRank(arrays.normal(4, 4), arrays.normal(4, 4, seed=1))
+DENSE = arrays.array(np.asarray(LOW_RANK.a) @ np.asarray(LOW_RANK.b))
 
 
 def test_the_table_lists_all_patches():

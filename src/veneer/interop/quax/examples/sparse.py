@@ -107,7 +107,7 @@ def _add_dense(x: BCOO, y: ArrayLike) -> Any:
     y = jnp.broadcast_to(y, jnp.broadcast_shapes(x.shape, jnp.shape(y)))
     wide = redispatch(lambda x: jnp.broadcast_to(x, y.shape), x)
     entries = wide.to_veneer().entries()
-    return y.at[entries.at(range(y.ndim))].add(entries.data, mode="drop")
+    return y.at[tuple(entries.columns)].add(entries.data, mode="drop")
 
 
 @register(lax.add_p)
