@@ -1,4 +1,4 @@
-"""Attention of a new token to a quantised cache, beside one of f32, on a CPU.
+"""Attention of a new token to a quantized cache, beside one of f32, on a CPU.
 
 Layers of 8 heads of 64 features, each of which 1 or 4 queries share, write a key and a value and
 attend to all tokens. Caches are updated in place, and there are so many layers that f32 takes 134
@@ -57,7 +57,7 @@ def in_tiles(keys: Any, values: Any, new: Any, at: Any) -> Any:
 def within_tokens(keys: Any, values: Any, new: Any, at: Any) -> Any:
     """A layer whose keys and values are `[batch, tokens, heads, width]`."""
     query, key, value = (x.swapaxes(0, 1)[None] for x in new)
-    query = query.swapaxes(1, 2).reshape(1, 1, -1, WIDTH)  # those of a head are neighbours
+    query = query.swapaxes(1, 2).reshape(1, 1, -1, WIDTH)  # those of a head are neighbors
     keys = lax.dynamic_update_slice(keys, key, (0, at, 0, 0))
     values = lax.dynamic_update_slice(values, value, (0, at, 0, 0))
     is_seen = jnp.arange(keys.shape[1]) <= at

@@ -23,9 +23,9 @@ NAMES = (
     "columns_int8_short",
     "rows_int8_tiled",
     "bf16_rows_lookup4_many",
-    "quantise_int8",
+    "quantize_int8",
 )
-SMALLEST = "quantise_nf4"
+SMALLEST = "quantize_nf4"
 COMPILED, CACHED = 3.0, 60.0  # targets: seconds, and milliseconds
 
 MAKE = """

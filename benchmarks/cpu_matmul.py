@@ -1,4 +1,4 @@
-"""Products of a dense activation and a quantised weight on a CPU, beside XLA's in f32.
+"""Products of a dense activation and a quantized weight on a CPU, beside XLA's in f32.
 
 A matmul of M rows with a weight `[4096, N]` is timed as a program under `jax.jit`, with the weight
 as an argument: by our kernels, by XLA alone, by Qwix, and by ONNX Runtime where it is installed.
@@ -22,7 +22,7 @@ import numpy as np
 import onnx_matmul
 import qwix
 from measure import Side, markdown_table, medians, parser
-from qwix_arrays import QWIX_NAMES
+from support.qwix_arrays import QWIX_NAMES
 
 import veneer as vn
 from veneer import kernels
@@ -73,7 +73,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Format:
-    """A weight as we quantise it, what its products may miss and by how much they should gain."""
+    """A weight as we quantize it, what its products may miss and by how much they should gain."""
 
     name: str
     qtype: str
@@ -92,7 +92,7 @@ class Format:
         return EXACT if self.act_qtype is None else ROUNDED
 
     def with_activations(self, weight: Any) -> Any:
-        """The weight, told how the activations that it meets are quantised."""
+        """The weight, told how the activations that it meets are quantized."""
         rule = vn.quant.Rule(".*", self.qtype, act_qtype=self.act_qtype)
         return rule.with_activations(weight)
 

@@ -1,4 +1,4 @@
-"""Whole models with quantised weights on a CPU, beside the same in f32; and what a call costs.
+"""Whole models with quantized weights on a CPU, beside the same in f32; and what a call costs.
 
 The sentence encoder of the demo, and a step of `examples/decoder.py`, whose weights are random: all
 that a text of one token a step takes. And layers in a scan, beside the same written out; and those
@@ -43,7 +43,7 @@ def encoder_table(rounds: int) -> str:
     _, batch = next(bert.batches(sentences()))
     batches = {1: model.Batch(batch.ids[:1], batch.mask[:1]), len(batch.ids): batch}
     variants = [v for v in demo.VARIANTS if not v.rotate][:4]
-    params = {str(variant): demo.quantise(bert, variant) for variant in variants}
+    params = {str(variant): demo.quantize(bert, variant) for variant in variants}
     seconds = {}
     for size, given in batches.items():
         sides = [Side(name, partial(encode, p, given)) for name, p in params.items()]
@@ -96,8 +96,8 @@ def layers_table(layers: int, width: int, rounds: int) -> str:
     for variant in decoder_speed.VARIANTS:
         if variant.name in ("f32", "int8", "int4", "w4a8"):
             name = variant.name
-            stored = _quantised({"head": stack}, variant)["head"]
-            each = [_quantised({"head": w}, variant)["head"] for w in stack]
+            stored = _quantized({"head": stack}, variant)["head"]
+            each = [_quantized({"head": w}, variant)["head"] for w in stack]
             ours = Side(f"{name}, in a scan", partial(scanned, x, stored))
             theirs = Side("written out", partial(written, x, each))
             claims.append(Claim(ours, theirs, None if name == "f32" else SCANNED_TARGET))
@@ -123,7 +123,7 @@ def same_x_table(layers: int, columns: int, rounds: int) -> str:
     claims = []
     for variant in decoder_speed.VARIANTS:
         if variant.qtype is not None and variant.act_qtype is None:
-            stored = [_quantised({"head": w}, variant)["head"] for w in dense]
+            stored = [_quantized({"head": w}, variant)["head"] for w in dense]
             weights = [jax.tree.map(jnp.copy, stored) for _ in range(layers)]
             ours, theirs = (
                 partial(f, jnp.ones((1, columns)), weights) for f in (joined, one_by_one)
@@ -137,7 +137,7 @@ def _step(layer: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     return lambda x, w: (layer(x, w), None)
 
 
-def _quantised(params: Any, variant: decoder_speed.Variant) -> Any:
+def _quantized(params: Any, variant: decoder_speed.Variant) -> Any:
     if variant.qtype is None:
         return params
     of_products = vn.quant.Rule(

@@ -8,8 +8,8 @@ One Llama has random weights, 2048 wide, of 8 layers and a vocabulary of 32 thou
 writes them as GGUF files, which both read. The other is SmolLM2-135M-Instruct as it is shipped.
 What is timed here is `examples/llama.py`, a compiled program that writes 4 tokens of each text of a
 batch after a context, and one that reads a prompt of 512. There is 8 bits a value in the caches of
-both where weights are quantised, and else f32, or 16 bits. A format of ours that GGUF has not is
-beside the file of as many bits. Activations meet quantised weights in f32 here, but for w8a8 and
+both where weights are quantized, and else f32, or 16 bits. A format of ours that GGUF has not is
+beside the file of as many bits. Activations meet quantized weights in f32 here, but for w8a8 and
 w4a8; llama.cpp rounds all to 8 bits. The time of a side is that of its fastest round: other
 programs can only slow it. llama.cpp's figures are left out without llama-cpp-python.
 """
@@ -64,9 +64,9 @@ class Sizes:
 # Ours.
 
 
-def empty_cache(config: Any, cell: Cell, dtype: Any, is_quantised: bool) -> Any:
+def empty_cache(config: Any, cell: Cell, dtype: Any, is_quantized: bool) -> Any:
     dense = llama.empty_cache(config, cell.batch, cell.context + TOKENS, dtype)
-    if not is_quantised:
+    if not is_quantized:
         return dense
     zeros = lambda x: vn.quant.zeros(x.shape, "int8", dtype=dtype, channelwise_axes=(0, 1))
     return jax.tree.map(zeros, dense)
@@ -91,8 +91,8 @@ def read_prompt(params: Any, config: Any, tokens: Any, cache: Any, start: int) -
 
 def ours(params: Any, config: Any, format: Format, cell: Cell) -> Callable[[], Any]:
     """What a round runs: a compiled program, which keeps its cache from call to call."""
-    is_quantised = any(isinstance(w, vn.ImplicitArray) for w in params.values())
-    state = [empty_cache(config, cell, format.dtype, is_quantised)]
+    is_quantized = any(isinstance(w, vn.ImplicitArray) for w in params.values())
+    state = [empty_cache(config, cell, format.dtype, is_quantized)]
     shape = (cell.batch, cell.context) if cell.is_prompt else (cell.batch,)
     tokens, start = jnp.ones(shape, jnp.int32), 0 if cell.is_prompt else cell.context
     program = vn.implicit(read_prompt if cell.is_prompt else write_on)
@@ -122,8 +122,8 @@ class Theirs:
 
     def run(self, format: Format, cell: Cell) -> tuple[Callable[[], Any], Callable[[], None]]:
         """What a round runs, and what frees it."""
-        is_quantised = format.name not in ("f32", "bf16")
-        cache = peer.Q8_0 if is_quantised else peer.F32 if format.name == "f32" else peer.F16
+        is_quantized = format.name not in ("f32", "bf16")
+        cache = peer.Q8_0 if is_quantized else peer.F32 if format.name == "f32" else peer.F16
         room = max(256, cell.context + TOKENS)
         texts = peer.Texts(self.model, cell.batch, room, cache=cache, threads=THREADS)
         if cell.is_prompt:
@@ -232,7 +232,7 @@ def random_llama(sizes: Sizes, only: Sequence[str], folder: Path, kept: Kept) ->
             return None
         path = folder / f"{format.name}.gguf"
         if not path.exists() and format.file_type is not None:
-            peer.quantise(file(by_name["f32"]), path, format.file_type)
+            peer.quantize(file(by_name["f32"]), path, format.file_type)
         elif not path.exists():
             metadata, stored = gguf_metadata(config), format.stored(dense())
             vn.save(path, stored, format="gguf", config=metadata, names="huggingface")

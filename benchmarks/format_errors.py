@@ -1,6 +1,6 @@
 """Every format's bytes, and its error on Gaussian weights and on those of MiniLM.
 
-The error is relative: the root mean square of what quantisation changes over that of the weights.
+The error is relative: the root mean square of what quantization changes over that of the weights.
 Prints the tables, and writes them into docs/formats.md. The model is the demo's, fetched once.
 """
 
@@ -50,7 +50,7 @@ def tiles(format: Format) -> list[int | None]:
     return [128, 64, 32] if format.bits == 4 else [128, 32]
 
 
-def quantised(w: np.ndarray, name: str, tile: int | None, method: str | None = None) -> QArray:
+def quantized(w: np.ndarray, name: str, tile: int | None, method: str | None = None) -> QArray:
     """The weight in a format, with tiles along the axis that a product sums over."""
     own_scale = FORMATS[name].scale_dtype is not None
     return quantize(
@@ -69,7 +69,7 @@ def relative_error(
     """Over all of the weights together."""
     lost = kept = 0.0
     for w in weights:
-        difference = np.asarray(quantised(w, name, tile, method).dequantize(), np.float64) - w
+        difference = np.asarray(quantized(w, name, tile, method).dequantize(), np.float64) - w
         lost += float(np.square(difference).sum())
         kept += float(np.square(w, dtype=np.float64).sum())
     return (lost / kept) ** 0.5
@@ -77,7 +77,7 @@ def relative_error(
 
 def bits_a_value(weights: Weights, name: str, tile: int | None) -> float:
     """All that is stored, in bits, by the number of values: codes, scales and zero points."""
-    stored = sum(quantised(w, name, tile).nbytes for w in weights)
+    stored = sum(quantized(w, name, tile).nbytes for w in weights)
     return 8 * stored / sum(w.size for w in weights)
 
 

@@ -29,7 +29,7 @@ def _silence(low: Any) -> Any:
     return quiet
 
 
-def quantise(dense: Path, to: Path, file_type: int) -> None:
+def quantize(dense: Path, to: Path, file_type: int) -> None:
     """Has llama.cpp write a GGUF file of another type from a dense one."""
     import llama_cpp
 
@@ -67,7 +67,7 @@ class Texts:
     **Arguments:**
 
     - `batch`, `room`: how many texts, and how many tokens of each there is room for.
-    - `cache`: the type of keys and values. One that is quantised takes their flash attention.
+    - `cache`: the type of keys and values. One that is quantized takes their flash attention.
     - `threads`: how many.
     """
 

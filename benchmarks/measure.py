@@ -8,13 +8,18 @@ import argparse
 import gc
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
+
+# Programs that the tests also run are in tests/support.
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
 Thunk = Callable[[], Any]
 # Seconds to wait before timing a side: threads of the previous side may still spin on its cores.

@@ -63,7 +63,7 @@ def attention(q: Any, k: Any, v: Any) -> Any:
     return jax.nn.softmax(q @ k.T / q.shape[-1] ** 0.5) @ v
 
 
-def quantised(n: int) -> Callable[..., Any]:
+def quantized(n: int) -> Callable[..., Any]:
     weight = vn.quant.quantize(jnp.asarray(normal(n, n)), "int8", channelwise_axes=(1,))
     return vn.implicit(lambda x: x @ weight)
 
@@ -128,7 +128,7 @@ def cases() -> list[Case]:
         args = tuple(normal(min(d, 64), d) for _ in range(3))
         found.append(Case(f"attention d={d}", attention, args, target))
     for n in (8, 64):
-        found.append(Case(f"int8 matmul n={n}", quantised(n), (normal(1, n),), 7))
+        found.append(Case(f"int8 matmul n={n}", quantized(n), (normal(1, n),), 7))
     logpdfs = {
         "normal": (lambda x: stats.norm.logpdf(x, 0.5, 2.0), x),
         "student t": (lambda x: stats.t.logpdf(x, 3.0), x),

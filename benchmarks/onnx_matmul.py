@@ -1,6 +1,6 @@
 """Matmuls of one weight in ONNX Runtime: 4 bits in blocks, and 8 bits with dynamic activations.
 
-Each is a session of a graph of what ONNX Runtime's own quantiser makes of a MatMul. Both quantise
+Each is a session of a graph of what ONNX Runtime's own quantizer makes of a MatMul. Both quantize
 activations to 8 bits as they come. Neither `onnx` nor `onnxruntime` is needed to import this.
 """
 
@@ -47,7 +47,7 @@ def four_bits(codes: np.ndarray, scale: np.ndarray) -> Run:
 
 
 def eight_bits(codes: np.ndarray, scale: np.ndarray) -> Run:
-    """MatMulInteger of a dynamically quantised activation, which becomes one fused operator.
+    """MatMulInteger of a dynamically quantized activation, which becomes one fused operator.
 
     **Arguments:**
 

@@ -5,8 +5,8 @@
 The files are the model's own, in Q4_1, and three of its values that veneer writes. Windows of 512
 tokens are read each by itself, and `exp` of the mean loss is told. On the first 4,096 tokens of the
 test set of WikiText-2 it is 27.61. llama.cpp rounds activations to 8 bits, in blocks of 32, where
-weights are quantised, and so do we in another column. There is its column if llama-cpp-python is
-installed, which takes ten minutes to compile. With `--caches` it is told of quantised caches
+weights are quantized, and so do we in another column. There is its column if llama-cpp-python is
+installed, which takes ten minutes to compile. With `--caches` it is told of quantized caches
 instead, from which attention reads all that it sees: by the model's own file, in five minutes.
 With `--scales`, it compares rules for the scales of integer caches: of values that are written
 once, and of values that are read and written back until they were written ten times.

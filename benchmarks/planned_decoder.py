@@ -44,7 +44,7 @@ STEPS = {
 _SPLITS = (8, 1, 1, True), (2, 1, 4), (2, 1, 4, True), (1, 1, 8)
 SPLITS = [placing.Split(*split) for split in _SPLITS]
 AXES = "data", "tensor"  # of the mesh: the model has no experts
-OPTIMISER = optax.adam(1e-2)
+OPTIMIZER = optax.adam(1e-2)
 
 
 # A decoder, of what a device has. `p` gives a weight `[out, in]` of a layer, by its name.
@@ -176,7 +176,7 @@ class Program(NamedTuple):
             return surprise(x @ self.outside(outside, "lm_head.weight").T, tokens[:, 1:])
 
         value, grads = jax.value_and_grad(loss)(updates)
-        changes, state = OPTIMISER.update(grads, state)
+        changes, state = OPTIMIZER.update(grads, state)
         return optax.apply_updates(updates, changes), state, value
 
     def stepped(self, mesh: Any) -> tuple[Any, Any]:
@@ -199,9 +199,9 @@ class Program(NamedTuple):
             pairs = self.updates.items()
             updates = {path: [stacked(x.stored, count) for x in sides] for path, sides in pairs}
             of_updates = {path: [P(None, *x.spec) for x in sides] for path, sides in pairs}
-            state = jax.eval_shape(OPTIMISER.init, updates)
+            state = jax.eval_shape(OPTIMIZER.init, updates)
             of_state = optax.tree_utils.tree_map_params(
-                OPTIMISER,
+                OPTIMIZER,
                 lambda _, spec: spec,
                 state,
                 of_updates,

@@ -1,7 +1,7 @@
 """What works in Qwix and what in veneer, for each operation and each transformation.
 
-A cell works where the result agrees with the same program of the dequantised operands in float64.
-Both libraries quantise the same arrays, and each is held to what its own codes are worth. Prints
+A cell works where the result agrees with the same program of the dequantized operands in float64.
+Both libraries quantize the same arrays, and each is held to what its own codes are worth. Prints
 the tables, and writes them into docs/qwix.md.
 """
 
@@ -30,15 +30,15 @@ import numpy as np
 import qwix
 from jax.sharding import AxisType, PartitionSpec
 from measure import markdown_table
-from quantised_operations import DENSE, OPERATIONS, Operation
-from qwix_arrays import QWIX_NAMES, from_qwix
 from report import fill
+from support.quantized_operations import DENSE, OPERATIONS, Operation
+from support.qwix_arrays import QWIX_NAMES, from_qwix
 
 import veneer as vn
 
 PAGE = Path(__file__).parent.parent / "docs" / "qwix.md"
 
-# Which operands are quantised.
+# Which operands are quantized.
 OPERANDS = {"weight": (False, True), "activation": (True, False), "both": (True, True)}
 # How finely, and the method.
 GRANULARITIES = ["tensor", "channel", "tile 128", "tile 32", "channel, minmax"]
@@ -61,7 +61,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Library:
-    """One of the two: its name and functions, and what its quantised arrays are worth exactly."""
+    """One of the two: its name and functions, and what its quantized arrays are worth exactly."""
 
     name: str
     functions: Any
@@ -143,7 +143,7 @@ class Setting:
         self, library: Library, operation: Operation, operands: str, format: str, granularity: str
     ):
         self.library, self.operation = library, operation
-        self.quantised = OPERANDS[operands]
+        self.quantized = OPERANDS[operands]
         self.cells = [
             Cell(operation.name, operands, format, granularity, name)
             for name in transformations(operation)
@@ -161,9 +161,9 @@ class Setting:
         ]
         self.instances = [
             tuple(
-                quantize(x) if quantised else x
-                for x, quantize, quantised in zip(
-                    pair, self.quantizers, self.quantised, strict=True
+                quantize(x) if quantized else x
+                for x, quantize, quantized in zip(
+                    pair, self.quantizers, self.quantized, strict=True
                 )
             )
             for pair in self.dense
@@ -177,9 +177,9 @@ class Setting:
         operands, stacked = self.instances[0], self.stacked
 
         def by_activations(call: Callable) -> Any:
-            if self.quantised == (True, False):
+            if self.quantized == (True, False):
                 return jax.grad(lambda w: loss(call(operands[0], w)))(operands[1])
-            if self.quantised == (True, True):
+            if self.quantized == (True, True):
                 call = self.of_dense_activations()
             return jax.grad(lambda x: loss(call(x, operands[1])))(self.dense[0][0])
 
@@ -203,37 +203,37 @@ class Setting:
             "scan": scan,
             "checkpoint": lambda: (
                 checkpointed(*operands)
-                if self.quantised == (True, True) or not self.operation.differentiable
+                if self.quantized == (True, True) or not self.operation.differentiable
                 else by_activations(checkpointed)
             ),
             "shard_map": shard_map,
         }
 
     def of_dense_activations(self) -> Callable:
-        """The product that quantises its activations, too, with a derivative by them."""
+        """The product that quantizes its activations, too, with a derivative by them."""
         if self.library.name == "Qwix":  # whose functions know of no other way
             call = partial(self.operation.call, self.library.functions)
             return lambda x, w: call(self.quantizers[0](x), w)
         contracting = [axis - len(self.operation.rhs) for axis in self.operation.summed[1]]
-        quantise = partial(
+        quantize = partial(
             vn.quant.ActivationQuantized, qtype=self.cells[0].format, contracting=contracting
         )
         call = vn.implicit(partial(self.operation.call, DENSE))
-        return lambda x, w: call(x, quantise(w))
+        return lambda x, w: call(x, quantize(w))
 
     def references(self) -> dict[str, np.ndarray]:
-        """The answers in float64, from what the quantised operands are worth."""
+        """The answers in float64, from what the quantized operands are worth."""
         exact = [
             tuple(
-                self.library.worth(x) if quantised else np.asarray(x, np.float64)
-                for x, quantised in zip(pair, self.quantised, strict=True)
+                self.library.worth(x) if quantized else np.asarray(x, np.float64)
+                for x, quantized in zip(pair, self.quantized, strict=True)
             )
             for pair in self.instances
         ]
-        side = 1 if self.quantised == (True, False) else 0
+        side = 1 if self.quantized == (True, False) else 0
         one, derivative = reference(self.operation.name, side, *exact[0])
         two, _ = reference(self.operation.name, side, *exact[1])
-        value = self.quantised == (True, True) or not self.operation.differentiable
+        value = self.quantized == (True, True) or not self.operation.differentiable
         return {
             "eager": one,
             "jit": one,

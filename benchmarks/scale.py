@@ -1,7 +1,7 @@
 """What a device needs, and is sent, where a model lies in parts on 8 of them; and one of experts.
 
 The first table is of collectives under `shard_map`: the bytes that a device receives of a weight in
-int4, in tiles of 128, beside one in f32. The second is of gradients that are sent quantised: a
+int4, in tiles of 128, beside one in f32. The second is of gradients that are sent quantized: a
 small decoder, trained in full with its batch in parts. *received*: bytes of a step; *loss*: of text
 that it has not seen. The third is of `examples/fsdp.py`: a step of QLoRA, with everything whole on
 each device and in parts. *held*: weights, updates and moments; *at a time*: what the compiled step
@@ -76,7 +76,7 @@ def of_collectives() -> Iterator[str]:
 # A decoder that each device has whole, which predicts a Markov chain.
 
 SMALL = fsdp.Config(vocabulary=64, width=64, wide=128, num_layers=2, num_heads=4, batch=64)
-OPTIMISER = optax.adam(optax.cosine_decay_schedule(3e-3, 500))
+OPTIMIZER = optax.adam(optax.cosine_decay_schedule(3e-3, 500))
 
 #: How gradients are sent: a format, whether at random, and whether with what was lost before.
 GRADIENTS: dict[str, tuple[str | None, bool, bool]] = {
@@ -129,14 +129,14 @@ def data_parallel(how: str, steps: int, config: fsdp.Config = SMALL) -> tuple[fl
         own = lax.pcast(weights, AXIS, to="varying")  # or JAX itself sums gradients, in f32
         grads = jax.grad(surprise)(own, tokens, config)
         grads, errors = sums(grads, jax.tree.map(lambda e: e[0], errors), key)
-        changes, state = OPTIMISER.update(jax.tree.map(lambda g: g / 8, grads), state)
+        changes, state = OPTIMIZER.update(jax.tree.map(lambda g: g / 8, grads), state)
         return optax.apply_updates(weights, changes), state, jax.tree.map(lambda e: e[None], errors)
 
     specs = P(), P(), P(AXIS)
     run = jax.shard_map(step, mesh=mesh, in_specs=(*specs, P(), P(AXIS)), out_specs=specs)
     weights, _ = fsdp.init(jax.random.key(0), config)
     errors = jax.tree.map(lambda w: jnp.zeros((8, *w.shape)), weights)
-    args = weights, OPTIMISER.init(weights), errors
+    args = weights, OPTIMIZER.init(weights), errors
 
     @jax.jit
     def train(args: Any, keys: jax.Array) -> Any:
@@ -205,7 +205,7 @@ def of_experts(config: moe.Config, rounds: int = 15) -> Iterator[str]:
     x = jax.random.normal(jax.random.key(1), (1, 1, config.hidden_size))
     programs, times = {}, {format: [] for format in EXPERTS}
     for format, product in EXPERTS.items():
-        stored = params if format == "f32" else moe.quantised(params, format)
+        stored = params if format == "f32" else moe.quantized(params, format)
         layer = {k.removeprefix("model.layers.0."): v for k, v in stored.items() if ".mlp." in k}
         run = jax.jit(vn.implicit(partial(moe.experts, config=config, product=product)))
         programs[format] = run.lower(layer, x=x).compile(), layer

@@ -120,7 +120,7 @@ def attention(
     keys = jax.lax.dynamic_update_slice(keys, key.swapaxes(1, 2), (0, 0, start))
     values = jax.lax.dynamic_update_slice(values, value, (0, start, 0))
 
-    # The queries of a group are neighbours: they are rows of the same product.
+    # The queries of a group are neighbors: they are rows of the same product.
     query = query.reshape(len(keys), -1, config.head_width)
     scores = (query @ keys).reshape(-1, length, config.longest) * config.head_width**-0.5
     is_before = jnp.arange(config.longest) <= positions[:, None]

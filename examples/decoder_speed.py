@@ -32,7 +32,7 @@ KERNELS = r"layers\.\d+\.(query|key|value|mixed|gate|up|down)|head"
 
 @dataclass(frozen=True)
 class Variant:
-    """How weights are stored: in a float dtype, or quantised; and what activations become."""
+    """How weights are stored: in a float dtype, or quantized; and what activations become."""
 
     name: str
     dtype: str = "float32"

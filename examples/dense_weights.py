@@ -20,13 +20,13 @@ LOOPS = frozenset(["scan", "while", "cond", "shard_map", "pallas_call"])
 class DenseWeights:
     """The floating arrays of the size of a whole weight that a program makes.
 
-    `dequantised` counts those that are computed of weights alone, by the primitive that makes
+    `dequantized` counts those that are computed of weights alone, by the primitive that makes
     them; `alive` is how many there are of them at a time at most, and `nbytes` their bytes.
     `others` counts those that have the shape of a weight and are computed of other things too: its
     gradient and what becomes of that.
     """
 
-    dequantised: Counter[str]
+    dequantized: Counter[str]
     alive: int
     nbytes: int
     others: Counter[str]
@@ -66,7 +66,7 @@ def dense_weights(
     shapes |= {shape[::-1] for shape in shapes}
     sizes = {jnp.zeros(shape).size for shape in shapes}
 
-    dequantised: Counter[str] = Counter()
+    dequantized: Counter[str] = Counter()
     others: Counter[str] = Counter()
     last = {value: i for i, equation in enumerate(equations) for value in equation.taken}
     alive: set[_Made] = set()
@@ -78,14 +78,14 @@ def dense_weights(
             if not jnp.issubdtype(value.aval.dtype, jnp.floating):
                 continue
             if value in weights and value.aval.size in sizes:
-                dequantised[equation.primitive] += 1
+                dequantized[equation.primitive] += 1
                 alive.add(value)
             elif value not in weights and value.aval.shape in shapes:
                 others[equation.primitive] += 1
         alive = {value for value in alive if last.get(value, -1) > i}
         most = max(most, len(alive))
         most_nbytes = max(most_nbytes, sum(v.aval.size * v.aval.dtype.itemsize for v in alive))
-    return DenseWeights(dequantised, most, most_nbytes, others)
+    return DenseWeights(dequantized, most, most_nbytes, others)
 
 
 def _equations(

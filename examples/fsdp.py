@@ -43,7 +43,7 @@ class Config:
 
 
 SMALL = Config(width=512, wide=512, num_layers=2, batch=8, length=8)
-OPTIMISER = optax.adam(1e-2)
+OPTIMIZER = optax.adam(1e-2)
 TILE = 64
 
 
@@ -70,7 +70,7 @@ def init(key: jax.Array, config: Config) -> tuple[dict, dict]:
     return weights, updates
 
 
-def quantised(weights: dict) -> dict:
+def quantized(weights: dict) -> dict:
     """The layers in int4, and the rest in int8."""
     layers = vn.quant.Rule(r"layers\..*", "int4", tile_size=TILE)
     return vn.quant.quantize_tree(weights, [layers, vn.quant.Rule(r".*", "int8")])
@@ -116,7 +116,7 @@ def loss(updates: Any, weights: Any, tokens: jax.Array, config: Config, whole: C
 def train_step(loss: Callable, updates: Any, state: Any, weights: Any, tokens: jax.Array) -> Any:
     """One step of Adam. What it does to parts is what it does to each entry."""
     value, grads = jax.value_and_grad(loss)(updates, weights, tokens)
-    changes, state = OPTIMISER.update(grads, state)
+    changes, state = OPTIMIZER.update(grads, state)
     return optax.apply_updates(updates, changes), state, value
 
 
@@ -198,14 +198,14 @@ def ways(config: Config, tokens: jax.Array) -> Iterator[Way]:
     """Weights in f32 and int4, on each device and in parts."""
     mesh = jax.make_mesh((jax.device_count(),), (AXIS,), axis_types=(AxisType.Auto,))
     tokens = jax.device_put(tokens, NamedSharding(mesh, P(AXIS)))
-    for name, store in (("f32", lambda weights: weights), ("int4", quantised)):
+    for name, store in (("f32", lambda weights: weights), ("int4", quantized)):
         for how, put, make in (
             ("on each device", on_each, by_jit),
             ("in parts, by jit", in_parts, by_jit),
             ("in parts, by shard_map", in_parts, by_shard_map),
         ):
             weights, updates = init(jax.random.key(0), config)
-            trees = updates, OPTIMISER.init(updates), store(weights)
+            trees = updates, OPTIMIZER.init(updates), store(weights)
             args = tuple(put(mesh, tree) for tree in trees)
             compiled = make(mesh, config, *trees).lower(*args, tokens).compile()
             yield Way(f"{name}, {how}", compiled, args)

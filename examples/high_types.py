@@ -1,4 +1,4 @@
-"""Fine-tunes quantised models of Flax and Equinox by their own `grad`, with no decorator.
+"""Fine-tunes quantized models of Flax and Equinox by their own `grad`, with no decorator.
 
 Two classifiers of digits, an `nnx.Module` and an `eqx.nn.MLP`, know nothing of veneer. Each is
 trained in f32; then its hidden weights are put in four bits, with a low-rank update (QLoRA), and

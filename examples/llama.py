@@ -98,7 +98,7 @@ class Cache(NamedTuple):
     """What the layers keep of the tokens read, an array for each layer.
 
     Its first axis is all heads of a batch, and a token of a head is a row: it is written in one
-    piece, which may be quantised by itself, and products read the matrix of a head as it lies.
+    piece, which may be quantized by itself, and products read the matrix of a head as it lies.
     """
 
     keys: tuple[Array, ...]  # [batch * heads, room, width of a head]
@@ -179,7 +179,7 @@ def attention(
     keys = lax.dynamic_update_slice(keys, key, (0, start, 0))
     values = lax.dynamic_update_slice(values, value, (0, start, 0))
 
-    # The queries that share a head of keys are neighbours: they are rows of the same product.
+    # The queries that share a head of keys are neighbors: they are rows of the same product.
     query = query.reshape(len(keys), -1, width)
     scores = jnp.einsum("hqd,hsd->hqs", query, keys).reshape(batch, -1, length, room)
     distance = places[:, None] - jnp.arange(room)

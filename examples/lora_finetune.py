@@ -131,7 +131,7 @@ def with_lora(params: dict[str, Any]) -> dict[str, Any]:
     return {name: adapted(w) if is_linear(name) else w for name, w in params.items()}
 
 
-def quantised(bert: Model) -> dict[str, Any]:
+def quantized(bert: Model) -> dict[str, Any]:
     """The parameters with every matrix in nf4, those of the embeddings too."""
     nf4 = NF4.fitted(bert)
     rule = vn.quant.Rule(r".*weight", nf4.qtype, tile_size=nf4.tile_size, tile_axis=-1)
@@ -145,7 +145,7 @@ def is_adapter(path: str, x: Any) -> bool:
 VARIANTS = (
     Variant("full", lambda bert: jax.device_put(bert.params), lambda path, x: True, 1e-4),
     Variant("LoRA", lambda bert: with_lora(jax.device_put(bert.params)), is_adapter, 2e-3),
-    Variant("QLoRA", lambda bert: with_lora(quantised(bert)), is_adapter, 2e-3),
+    Variant("QLoRA", lambda bert: with_lora(quantized(bert)), is_adapter, 2e-3),
 )
 
 
@@ -163,7 +163,7 @@ def logits_of(bert: Model) -> Callable[[Any, Examples], jax.Array]:
     return logits
 
 
-def optimiser(learning_rate: float, steps: int) -> optax.GradientTransformation:
+def optimizer(learning_rate: float, steps: int) -> optax.GradientTransformation:
     """Adam on a schedule, with the gradient clipped; the head, which is new, learns faster."""
 
     def adam(rate: float) -> optax.GradientTransformation:
@@ -199,7 +199,7 @@ class Run:
         count = len(task.names)
         head = {"weight": jnp.zeros((bert.contracted[0], count)), "bias": jnp.zeros(count)}
         params = {"encoder": variant.adapted(bert), "head": head}
-        tx = optimiser(variant.learning_rate, steps)
+        tx = optimizer(variant.learning_rate, steps)
         step = make_step(logits_of(bert), tx)
         mask = vn.trainable(params, where=variant.trains)
         self.trained, self.frozen = vn.tree.partition(params, mask)
@@ -209,7 +209,7 @@ class Run:
         self.trained_count = sum(x.size for x in jax.tree.leaves(self.trained))
         self.stored = nbytes(params)
         self.gradient = nbytes(self.trained)  # of the same shapes and dtypes
-        self.optimiser = nbytes(self.state)
+        self.optimizer = nbytes(self.state)
         args = self.trained, self.state, self.frozen, first
         self.dense = dense_in(step, args, bert)
         compiled = jax.jit(step, donate_argnums=(0, 1)).lower(*args)
@@ -285,7 +285,7 @@ def table(runs: Sequence[Run]) -> Table:
     for heading in headings.split(", "):
         table.add_column(heading, justify="right", no_wrap=True)
     for r in runs:
-        kept = r.stored, r.gradient, r.optimiser
+        kept = r.stored, r.gradient, r.optimizer
         table.add_row(
             r.name,
             f"{r.accuracy:.1%}",
@@ -298,7 +298,7 @@ def table(runs: Sequence[Run]) -> Table:
 
 def about_weights(run: Run, whole: int) -> str:
     """What the jaxpr of a step tells; `whole` is the bytes of all the weights, dense."""
-    dense, makers = run.dense, ", ".join(sorted(run.dense.dequantised))
+    dense, makers = run.dense, ", ".join(sorted(run.dense.dequantized))
     return (
         f"In a step of {run.name}, dense weights that are alive at a time: {dense.alive}, of "
         f"{dense.nbytes / 1e6:.1f} MB; all are {whole / 1e6:.1f} MB. What makes them of codes and "
@@ -308,18 +308,18 @@ def about_weights(run: Run, whole: int) -> str:
 
 
 def draw(runs: Sequence[Run], path: Path) -> None:
-    """The losses, averaged over some neighbouring steps."""
+    """The losses, averaged over some neighboring steps."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.2, 4.2), dpi=160, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    for run, colour in zip(runs, ("#8c6d46", "#2a6f97", "#c8553d"), strict=True):
+    for run, color in zip(runs, ("#8c6d46", "#2a6f97", "#c8553d"), strict=True):
         steps = np.arange(1, len(run.losses) + 1)
         label = f"{run.name}: {run.trained_count:,} parameters, {run.accuracy:.1%}"
-        axes.plot(steps, run.losses, color=colour, lw=0.6, alpha=0.35)
-        axes.plot(steps, smoothed(run.losses), color=colour, lw=2, label=label)
+        axes.plot(steps, run.losses, color=color, lw=0.6, alpha=0.35)
+        axes.plot(steps, smoothed(run.losses), color=color, lw=2, label=label)
     axes.set(xlabel="step", ylabel="cross entropy of a batch", ylim=(0, None))
     axes.set_title("The same encoder, fine-tuned in three ways", loc="left")
     axes.grid(color="#e4e7eb", lw=0.8)

@@ -74,7 +74,7 @@ class Result:
 
 
 def with_formats(params: Any, variant: Variant) -> Any:
-    """The parameters with the kernels quantised."""
+    """The parameters with the kernels quantized."""
     if variant.weights is None:
         return params
     rule = vn.quant.Rule(
@@ -136,20 +136,20 @@ def table(results: Sequence[Result]) -> Table:
 
 
 def draw(results: Sequence[Result], path: Path) -> None:
-    """The losses, averaged over some neighbouring steps."""
+    """The losses, averaged over some neighboring steps."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.2, 4.2), dpi=160, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    colours = {"f32": "#8c6d46", "int8": "#2a6f97", "e5m2": "#5a8f5a", "int4": "#c8553d"}
+    colors = {"f32": "#8c6d46", "int8": "#2a6f97", "e5m2": "#5a8f5a", "int4": "#c8553d"}
     for result in results:
         v = result.variant
         style = "--" if v.gradients and not v.stochastic else "-"
         label = f"{v.name}: {result.held_out:.3f}"
         smooth = smoothed(result.losses)
-        axes.plot(smooth, style, color=colours[short(v.gradients)], lw=1.6, label=label)
+        axes.plot(smooth, style, color=colors[short(v.gradients)], lw=1.6, label=label)
     axes.set(xlabel="step", ylabel="cross entropy of a batch")
     axes.set(yscale="log")
     axes.set_title("One transformer, trained in several formats", loc="left")

@@ -3,7 +3,7 @@
 Parameters are a flat dict by the names of gpt-oss's checkpoint, random here: matrices `[out, in]`,
 and experts as stacks `[experts, in, out]`, which `jax.lax.ragged_dot` multiplies, a group of tokens
 for each. Attention sees a window in every other layer, and has a sink. The model does not import
-veneer; quantised, its experts are read as they are stored, and none but those in use. In f32 that
+veneer; quantized, its experts are read as they are stored, and none but those in use. In f32 that
 takes a loop of our own, `row_by_row`.
 
     python examples/moe.py              # 32 experts of half gpt-oss's width: 2 GB in f32
@@ -195,7 +195,7 @@ def init(key: Array, config: Config) -> dict[str, Array]:
 # By itself.
 
 
-def quantised(params: Params, format: str) -> Params:
+def quantized(params: Params, format: str) -> Params:
     """Experts in a format, in tiles of 32; and what is around them in int8, but for the router."""
     import veneer as vn
 
@@ -222,7 +222,7 @@ def main() -> None:
     print("|---|---:|---:|")
     for format in ("f32", "int4", "mxfp4"):
         is_dense = format == "f32"
-        stored = params if is_dense else quantised(params, format)
+        stored = params if is_dense else quantized(params, format)
         product = row_by_row if is_dense else lax.ragged_dot  # of f32, that is the faster one
         cache, token = empty_cache(config, 1, arguments.count + 1), jnp.zeros((1, 1), jnp.int32)
         for i in range(arguments.count + 1):

@@ -67,10 +67,10 @@ def ways(config: fsdp.Config, tokens: jax.Array) -> Iterator[Way]:
         "on the device": (lambda weights: weights, here),
         "layers on the host": (on_host, sent),
     }
-    for name, store in (("f32", lambda weights: weights), ("int4", fsdp.quantised)):
+    for name, store in (("f32", lambda weights: weights), ("int4", fsdp.quantized)):
         for where, (put, whole) in places.items():
             weights, updates = fsdp.init(jax.random.key(0), config)
-            args = updates, fsdp.OPTIMISER.init(updates), put(store(weights))
+            args = updates, fsdp.OPTIMIZER.init(updates), put(store(weights))
             loss = lambda *args, whole=whole: fsdp.loss(*args, config, whole)
             step = lambda *args, loss=loss: fsdp.train_step(loss, *args)
             run = jax.jit(vn.implicit(step), donate_argnums=(0, 1))

@@ -1,8 +1,8 @@
-"""Quantisation-aware training of a small network that recognises digits.
+"""Quantization-aware training of a small network that recognises digits.
 
 The network is `digits_network.py`, which knows nothing of veneer, and the digits are
-scikit-learn's. It is trained in f32; then its weights are quantised as they are, and in a second
-way trained on as they will be used: quantised in each step, with a gradient that goes straight
+scikit-learn's. It is trained in f32; then its weights are quantized as they are, and in a second
+way trained on as they will be used: quantized in each step, with a gradient that goes straight
 through.
 
     python examples/qat_digits.py            # about a minute on two cores
@@ -107,7 +107,7 @@ def nbytes(params: Any) -> int:
 
 
 def compare(*, epochs: int, more: int) -> list[Result]:
-    """Trains in f32 for some epochs, then on for some more; quantises before and after these."""
+    """Trains in f32 for some epochs, then on for some more; quantizes before and after these."""
     digits, held_out = load()
     results: list[Result] = []
 
@@ -149,16 +149,16 @@ def draw(results: Sequence[Result], path: Path) -> None:
     axes = figure.add_subplot()
     dense = results[0]
     axes.axhline(100 * dense.accuracy, color="#8c6d46", lw=1.5, label="f32", zorder=1)
-    for way, colour in (("after training", "#2a6f97"), ("QAT", "#c8553d")):
+    for way, color in (("after training", "#2a6f97"), ("QAT", "#c8553d")):
         found = [r for r in results if r.way == way]
         sizes, scores = [r.nbytes for r in found], [100 * r.accuracy for r in found]
-        axes.plot(sizes, scores, "o-", color=colour, lw=2, label=way)
+        axes.plot(sizes, scores, "o-", color=color, lw=2, label=way)
         for r in found:
             up = 8 if way == "QAT" else -16
             point = (r.nbytes, 100 * r.accuracy)
             axes.annotate(r.format, point, (0, up), textcoords="offset points", ha="center")
     axes.set(xlabel="bytes of the parameters", ylabel="held-out accuracy, %")
-    axes.set_title(f"A network for digits, quantised (f32: {dense.nbytes:,} bytes)", loc="left")
+    axes.set_title(f"A network for digits, quantized (f32: {dense.nbytes:,} bytes)", loc="left")
     axes.margins(0.08, 0.15)
     axes.grid(color="#e4e7eb", lw=0.8)
     axes.spines[:].set_visible(False)
@@ -167,7 +167,7 @@ def draw(results: Sequence[Result], path: Path) -> None:
 
 
 def main(plot: Path, *, quick: bool = False) -> list[Result]:
-    """Trains and quantises in each way, prints a table and draws `plot`."""
+    """Trains and quantizes in each way, prints a table and draws `plot`."""
     console = Console()
     results = compare(epochs=1 if quick else 20, more=1 if quick else 15)
     console.print(table(results))

@@ -1,4 +1,4 @@
-"""A sentence encoder in plain JAX: any Hugging Face BERT, mean pooled and normalised.
+"""A sentence encoder in plain JAX: any Hugging Face BERT, mean pooled and normalized.
 
 The parameters are the checkpoint as it lies on disk: a flat dict of torch's names and layouts
 (`[out, in]` for a matmul), so that there is nothing to convert and nothing to build.

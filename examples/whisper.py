@@ -98,7 +98,7 @@ def linear(p: Params, name: str, x: Array) -> Array:
 
 
 def norm(p: Params, name: str, x: Array) -> Array:
-    """Layer normalisation, in f32 whatever the dtype of `x`."""
+    """Layer normalization, in f32 whatever the dtype of `x`."""
     wide = x.astype(jnp.float32)
     wide = wide - wide.mean(-1, keepdims=True)
     normed = wide * lax.rsqrt((wide * wide).mean(-1, keepdims=True) + 1e-5)
@@ -221,11 +221,11 @@ _DTYPES = ("float32", "int8", "int16", "int32", "float16", "bfloat16")
 def load(folder: Path) -> tuple[dict[str, np.ndarray], Config]:
     """Reads `model.bin` and `config.json` of an English model, whose weights are floats.
 
-    **Raises:** `ValueError` where the file is of another kind, or quantised.
+    **Raises:** `ValueError` where the file is of another kind, or quantized.
     """
     params = read_ctranslate2(folder / "model.bin")
     if any(name.endswith("_scale") for name in params):
-        raise ValueError(f"{folder} is quantised already")
+        raise ValueError(f"{folder} is quantized already")
     said = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     layers = {m[0] for name in params if (m := re.match(r"(encoder|decoder)/layer_\d+", name))}
     count = lambda part: sum(layer.startswith(part) for layer in layers)

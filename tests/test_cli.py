@@ -50,7 +50,7 @@ TABLE_IS_DENSE = (
     "'kernel': table. Use --include REGEX (and --layout jax or torch)\n"
 )
 
-QUANTISED = ["embed.weight", "layers.0.kernel", "layers.0.proj.weight", "layers.1.proj.weight"]
+QUANTIZED = ["embed.weight", "layers.0.kernel", "layers.0.proj.weight", "layers.1.proj.weight"]
 
 
 @pytest.fixture
@@ -94,10 +94,10 @@ def test_quantize_makes_a_model_folder_that_loads(veneer, model, tmp_path):
     loaded = vn.load(out)
     assert list(loaded) == sorted(MODEL)
     assert formats(out) == {
-        name: ("nf4", (4, 1) if "kernel" in name else (1, 4)) for name in QUANTISED
+        name: ("nf4", (4, 1) if "kernel" in name else (1, 4)) for name in QUANTIZED
     }
     for name, original in MODEL.items():
-        if name in QUANTISED:
+        if name in QUANTIZED:
             rule = vn.quant.Rule(".*", "nf4", tile_size=4, tile_axis=-2 if "kernel" in name else -1)
             expected = vn.quant.quantize_tree(jnp.asarray(original), [rule])
             assert jax.tree.structure(loaded[name]) == jax.tree.structure(expected)
@@ -174,7 +174,7 @@ def test_quantize_reads_shards(veneer, tmp_path):
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": weight_map}))
     assert veneer("quantize", folder, tmp_path / "out", "--format", "int4")[0] == 0
-    assert sorted(formats(tmp_path / "out")) == QUANTISED
+    assert sorted(formats(tmp_path / "out")) == QUANTIZED
     assert not (tmp_path / "out" / index.name).exists()
 
 
@@ -864,14 +864,14 @@ def packed_folder(path, name="gptq"):
     return quantized_folders.write(path, tensors, quantization_config={"quant_method": name})
 
 
-def test_inspect_shows_what_another_library_quantised(veneer, tmp_path):
+def test_inspect_shows_what_another_library_quantized(veneer, tmp_path):
     code, stdout, stderr = veneer("inspect", packed_folder(tmp_path / "in"))
     assert (code, stderr) == (0, "")
     assert re.search(r"m\.weight +uint4, tile 32 +\[32, 96\]", stdout)
     assert "gptq: 2 tensors" in stdout
 
 
-def test_quantize_says_what_is_quantised_already(veneer, tmp_path):
+def test_quantize_says_what_is_quantized_already(veneer, tmp_path):
     result = veneer("quantize", packed_folder(tmp_path / "in"), tmp_path / "out", *INT8)
     assert_bad_input(result, "is already quantized (gptq). vn.load loads it packed")
     assert not (tmp_path / "out").exists()
@@ -910,7 +910,7 @@ def test_integers_named_weight_are_read_with_an_option(veneer, with_table, tmp_p
         assert isinstance(loaded["a.weight"], vn.quant.QArray) == (command == "quantize")
 
 
-def test_quantize_says_what_of_a_saved_folder_is_quantised_already(veneer, tmp_path):
+def test_quantize_says_what_of_a_saved_folder_is_quantized_already(veneer, tmp_path):
     q = vn.quant.quantize(normal(4, 8), "int8")
     vn.save(tmp_path / "in", {"a": {"weight": q}, "b": {"weight": normal(4, 8)}})
     code, stdout, _ = veneer("quantize", tmp_path / "in", tmp_path / "out", *INT8)

@@ -50,7 +50,7 @@ TUTORIALS = [
         "scale",
         "calibration",
         "ptq",
-        "quantised_training",
+        "quantized_training",
         "cache",
         "formats",
         "performance",
@@ -305,11 +305,11 @@ def test_an_implicit_operand_is_treated_as_the_reference_says(primitive):
     program, treatment = PROGRAMS[primitive], REFERENCE[primitive]
     if treatment == "leaf by leaf":
         strict = vn.implicit(program, on_materialise="error")
-        tagged, quantised = strict(TAGGED), strict(INT8)
+        tagged, quantized = strict(TAGGED), strict(INT8)
         assert (type(tagged), tagged.label) == (Tagged, "kg")
         assert_close(tagged.x, program(TAGGED.x))
-        assert type(quantised) is vn.quant.QArray
-        assert_close(quantised, program(vn.materialise(INT8)))
+        assert type(quantized) is vn.quant.QArray
+        assert_close(quantized, program(vn.materialise(INT8)))
         return
     report = vn.explain(program)(LORA)
     if primitive == "call_hi_primitive":  # what is inside has no rules

@@ -1,4 +1,4 @@
-"""The plots of the pages: drawn of what the pages say, in colours that can be told apart."""
+"""The plots of the pages: drawn of what the pages say, in colors that can be told apart."""
 
 import itertools
 import re
@@ -42,7 +42,7 @@ def test_a_plot_names_what_the_table_does(name, tmp_path):
             r'xmlns[:\w]*="[^"]*"|<metadata>.*?</metadata>', "", plot, flags=re.S
         ).partition("<svg")[2]
     )
-    assert not [colour for colour in gallery.DARK if f": {colour}" in plot]  # they follow the page
+    assert not [color for color in gallery.DARK if f": {color}" in plot]  # they follow the page
 
 
 def test_a_table_is_read_as_it_stands(tmp_path, monkeypatch):
@@ -67,15 +67,15 @@ def test_what_a_program_holds_is_what_xla_says():
     np.testing.assert_allclose(held.max() - held[0], memory.temp_size_in_bytes / 1e6, rtol=0.2)
 
 
-def contrast(*colours):
-    linear = [np.where(c <= 0.04045, c / 12.92, ((c + 0.055) / 1.055) ** 2.4) for c in colours]
+def contrast(*colors):
+    linear = [np.where(c <= 0.04045, c / 12.92, ((c + 0.055) / 1.055) ** 2.4) for c in colors]
     lights = sorted(float(c @ [0.2126, 0.7152, 0.0722]) + 0.05 for c in linear)
     return lights[1] / lights[0]
 
 
 @pytest.mark.parametrize("paper", ["#ffffff", "#1e2129"], ids=["light", "dark"])
 def test_lines_are_seen_on_either_paper(paper):
-    of = [contrast(np.array(to_rgb(colour)), np.array(to_rgb(paper))) for colour in gallery.COLOURS]
+    of = [contrast(np.array(to_rgb(color)), np.array(to_rgb(paper))) for color in gallery.COLORS]
     assert min(of) >= 3  # WCAG 2.1, 1.4.11
 
 
@@ -88,7 +88,7 @@ SEEN = {
 
 
 @pytest.mark.parametrize("kind", SEEN)
-def test_colours_are_told_apart_by_who_sees_fewer(kind):
-    seen = [np.array(SEEN[kind]) @ to_rgb(colour) for colour in gallery.COLOURS]
+def test_colors_are_told_apart_by_who_sees_fewer(kind):
+    seen = [np.array(SEEN[kind]) @ to_rgb(color) for color in gallery.COLORS]
     apart = [np.linalg.norm(a - b) for a, b in itertools.combinations(seen, 2)]
     assert min(apart) > 0.15

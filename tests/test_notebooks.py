@@ -51,7 +51,7 @@ def test_where_it_is_known_links_lead_to_the_site_and_to_colab(laid_out):
     )
     words = "".join(cell["source"] for cell in cells(site, "write_an_array_type", "markdown"))
     assert "(https://a.github.io/b/1.0/redispatch/)" in words
-    install = cells(site, "quantise_your_model", "code")[0]["source"]
+    install = cells(site, "quantize_your_model", "code")[0]["source"]
     assert '"veneer[examples] @ git+https://github.com/a/b" flax' in install
     page = (site / "training.md").read_text("utf-8")
     colab = "https://colab.research.google.com/github/a/b/blob/gh-pages/1.0/notebooks/qlora.ipynb"

@@ -32,7 +32,7 @@ INT8 = arrays.quantized("int8", 4, 4)
 def model():
     return {
         "dense": Adapted(jnp.eye(4), A, B),
-        "quantised": Adapted(INT8, A, B),
+        "quantized": Adapted(INT8, A, B),
         "frozen base": Adapted(vn.freeze(jnp.eye(4)), A, B),
         "plain": lora(jax.random.key(1), (4, 4)),
         "weight": INT8,
@@ -52,7 +52,7 @@ def trained_paths(mask):
     return {vn.tree.path_string(path) for path, trained in leaves if trained}
 
 
-ADAPTERS = {f"{name}.{x}" for name in ("dense", "quantised", "frozen base") for x in "ab"}
+ADAPTERS = {f"{name}.{x}" for name in ("dense", "quantized", "frozen base") for x in "ab"}
 DENSE = {"bias", "half", "numpy"}
 PLAIN = {"plain.w", "plain.a", "plain.b"}
 
@@ -68,7 +68,7 @@ def test_floating_arrays_are_trained_that_no_type_excludes():
     ("where", "paths"),
     [
         ("bias|half", {"bias", "half"}),
-        ("quantised", {"quantised.a", "quantised.b"}),
+        ("quantized", {"quantized.a", "quantized.b"}),
         (r".*\bba.*|weight|steps", {"frozen base.a", "frozen base.b"}),
         (lambda path, x: isinstance(x, Adapted), ADAPTERS),
         (Adapted, ADAPTERS),
@@ -83,7 +83,7 @@ def test_where_restricts_it(where, paths):
 
 
 def test_it_may_be_asked_of_a_model_that_is_not_loaded():
-    arrays = {name: model()[name] for name in ("dense", "quantised", "bias", "steps")}
+    arrays = {name: model()[name] for name in ("dense", "quantized", "bias", "steps")}
     abstract = jax.eval_shape(lambda: arrays)
     assert trained_paths(vn.trainable(abstract)) == trained_paths(vn.trainable(arrays))
 
@@ -124,8 +124,8 @@ def test_what_is_frozen_and_what_is_not():
 def test_where_says_what_is_frozen():
     frozen = vn.freeze(model(), lambda path, x: not isinstance(x, Adapted))
     assert trained_paths(vn.trainable(frozen)) == ADAPTERS
-    frozen = vn.freeze(model(), "quantised|bias")
-    assert {k for k, x in frozen.items() if isinstance(x, Frozen)} == {"quantised", "bias"}
+    frozen = vn.freeze(model(), "quantized|bias")
+    assert {k for k, x in frozen.items() if isinstance(x, Frozen)} == {"quantized", "bias"}
 
 
 def test_freezing_twice_is_freezing():

@@ -97,8 +97,8 @@ def test_an_array_at_two_depths_is_opened_at_the_outer_one_alone():
 
 
 def test_depth():
-    dense, quantised = jnp.ones((6, 6)), QLORA.w
-    trees = [{}, dense, [dense, quantised], TREE, Lora(QLORA, QLORA.a, QLORA.b)]
+    dense, quantized = jnp.ones((6, 6)), QLORA.w
+    trees = [{}, dense, [dense, quantized], TREE, Lora(QLORA, QLORA.a, QLORA.b)]
     assert [vn.tree.depth(tree) for tree in trees] == [0, 0, 1, 2, 3]
 
 

@@ -12,7 +12,7 @@ import contrast
 
 #: What people ask of the search, and the pages of which one is to be the first or the second found.
 QUESTIONS = {
-    "quantise a Flax model": {"your_model/flax_nnx", "your_model/flax_linen"},
+    "quantize a Flax model": {"your_model/flax_nnx", "your_model/flax_linen"},
     "quantize flax": {"your_model/flax_nnx", "your_model/flax_linen"},
     "what nf4 costs": {"formats"},
     "write a rule": {"your_own_array_type"},

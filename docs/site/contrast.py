@@ -1,4 +1,4 @@
-"""Text of a page that one may fail to read, for its colour is near to what it is on.
+"""Text of a page that one may fail to read, for its color is near to what it is on.
 
 WCAG 2.1, 1.4.3: a contrast of 4.5 to 1, and of 3 to 1 for large text.
 """

@@ -4,7 +4,7 @@
 
 Nothing is measured here: a figure is in a table first, which a program of benchmarks/ prints. Each
 plot says in a comment what it was drawn from, so that a test can tell when that has changed. In an
-SVG that is an image, colours of text follow the page: light, or dark.
+SVG that is an image, colors of text follow the page: light, or dark.
 """
 
 import hashlib
@@ -27,10 +27,10 @@ from tables import ROOT, Table
 GALLERY = ROOT / "docs" / "gallery"
 PROGRAM = re.compile(r"```python\n(.*?)```", re.DOTALL)
 
-# Near to Okabe and Ito's: people tell them apart who see fewer colours, and on white and on black.
+# Near to Okabe and Ito's: people tell them apart who see fewer colors, and on white and on black.
 # Lines differ in their marks, too, and each is named where it ends.
 BLUE, RED, GREEN, PINK = "#2b86c9", "#D55E00", "#009E73", "#CC79A7"
-COLOURS, MARKS = (BLUE, RED, GREEN, PINK), "osD^vPX"
+COLORS, MARKS = (BLUE, RED, GREEN, PINK), "osD^vPX"
 # What text, and lines behind it, are on light paper and on dark.
 INK, MUTED, GRID = "#1f2328", "#57606a", "#d8dee4"
 DARK = {INK: "#e6e9ec", MUTED: "#a2abb5", GRID: "#3a424b"}
@@ -82,11 +82,11 @@ def name_ends(axes: Axes, lines: dict[str, tuple[float, float]], apart: float = 
 def drawn_lines(
     axes: Axes, x: Sequence[float], lines: dict[str, Sequence[float]], apart: float = 12
 ) -> None:
-    """A line for each name, of a colour and a mark of its own, named where it ends."""
+    """A line for each name, of a color and a mark of its own, named where it ends."""
     ends = {}
     for i, (name, y) in enumerate(lines.items()):
-        colour, mark = COLOURS[i % len(COLOURS)], MARKS[i % len(MARKS)]
-        axes.plot(x, y, marker=mark, ms=5, lw=1.8, color=colour)
+        color, mark = COLORS[i % len(COLORS)], MARKS[i % len(MARKS)]
+        axes.plot(x, y, marker=mark, ms=5, lw=1.8, color=color)
         ends[name] = (x[-1], y[-1])
     name_ends(axes, ends, apart)
 
@@ -115,8 +115,8 @@ def fidelity(table: Table) -> Figure:
     axes.set_xscale("log")
     axes.set_xlim(min(megabytes) / 1.06, max(megabytes) * 1.04)
     ticks(axes.xaxis, [8, 10, 12, 14, 17, 20, 23])
-    for (name, y), colour, mark in zip(lines.items(), COLOURS, MARKS, strict=False):
-        axes.plot(megabytes, y, marker=mark, ms=6, lw=1.6, color=colour, label=name)
+    for (name, y), color, mark in zip(lines.items(), COLORS, MARKS, strict=False):
+        axes.plot(megabytes, y, marker=mark, ms=6, lw=1.6, color=color, label=name)
     axes.legend(loc="lower right", frameon=False, labelcolor=INK)
     for name, x, y in zip(rows, megabytes, lines["to nearest"], strict=True):
         side = "left" if 12 < x < 20 else "right"
@@ -144,7 +144,7 @@ def demo(table: Table) -> Figure:
         if " by " in name or name == "f32":
             continue
         kind = ["int8", "nf4", "int4"].index(name.partition(",")[0])
-        axes.plot(nbytes / 1e6, cosine, MARKS[kind], ms=9, color=COLOURS[kind])
+        axes.plot(nbytes / 1e6, cosine, MARKS[kind], ms=9, color=COLORS[kind])
         at, side = ((-10, 0), "right") if "128" in name else ((10, 0), "left")
         options: dict = {"textcoords": "offset points", "ha": side, "va": "center", "color": INK}
         axes.annotate(name, (nbytes / 1e6, cosine), at, fontsize=10, **options)
@@ -223,11 +223,11 @@ def structured(table: Table) -> Figure:
 def memory(names: dict[str, Any]) -> Figure:
     drawn, (axes,) = figure(6.4, 3.9)
     ends = {}
-    for (name, program), colour in zip(names["steps"].items(), COLOURS, strict=False):
+    for (name, program), color in zip(names["steps"].items(), COLORS, strict=False):
         held = megabytes_held(program)
         x = np.linspace(0, 1, len(held))
-        axes.plot(x, held, lw=2, color=colour)
-        axes.fill_between(x, held, color=colour, alpha=0.12, lw=0)
+        axes.plot(x, held, lw=2, color=color)
+        axes.fill_between(x, held, color=color, alpha=0.12, lw=0)
         ends[name] = (1.0, held[-1])
     axes.set_xlim(0, 1)
     axes.set_ylim(0)
@@ -280,10 +280,10 @@ def bytes_of(shape: str) -> int:
 
 def throws(names: dict[str, Any]) -> Figure:
     drawn, (axes,) = figure(6.4, 3.2)
-    for (degrees, path), colour in zip(names["paths"].items(), COLOURS, strict=False):
+    for (degrees, path), color in zip(names["paths"].items(), COLORS, strict=False):
         x, y = np.asarray(path.value).T
         flying = np.flatnonzero(y >= 0)
-        axes.plot(x[flying], y[flying], lw=2, color=colour)
+        axes.plot(x[flying], y[flying], lw=2, color=color)
         top = int(np.argmax(y))
         options: dict = {"textcoords": "offset points", "ha": "center", "color": INK}
         axes.annotate(f"{degrees}°", (x[top], y[top]), xytext=(0, 5), fontsize=10, **options)
@@ -313,9 +313,9 @@ def sharding(names: dict[str, Any]) -> Figure:
                 (cut.start / side, cut.stop / side)
                 for cut, side in zip(shard.index, array.shape, strict=True)
             )
-            colour = COLOURS[shard.device.id % len(COLOURS)]
+            color = COLORS[shard.device.id % len(COLORS)]
             box = (left, top), right - left, bottom - top
-            axes.add_patch(Rectangle(*box, facecolor=f"{colour}30", edgecolor=colour, lw=1.5))
+            axes.add_patch(Rectangle(*box, facecolor=f"{color}30", edgecolor=color, lw=1.5))
             middle = (left + right) / 2, (top + bottom) / 2
             label = {"ha": "center", "va": "center", "color": INK, "fontsize": 11}
             axes.annotate(f"CPU {shard.device.id}", middle, **label)
@@ -356,17 +356,17 @@ def source(name: str) -> str:
 
 
 def svg(drawn: Figure, of: str) -> str:
-    """The plot as text: its letters are letters, and its colours of the page that it is in."""
+    """The plot as text: its letters are letters, and its colors of the page that it is in."""
     options = {"svg.fonttype": "none", "svg.hashsalt": "veneer"}
     with matplotlib.rc_context(options), io.StringIO() as written:
         drawn.savefig(
             written, format="svg", transparent=True, bbox_inches="tight", metadata={"Date": None}
         )
         text = written.getvalue()
-    light = "".join(f"--c{i}:{colour};" for i, colour in enumerate(DARK))
-    dark = "".join(f"--c{i}:{colour};" for i, colour in enumerate(DARK.values()))
-    for i, colour in enumerate(DARK):
-        text = text.replace(colour, f"var(--c{i})")
+    light = "".join(f"--c{i}:{color};" for i, color in enumerate(DARK))
+    dark = "".join(f"--c{i}:{color};" for i, color in enumerate(DARK.values()))
+    for i, color in enumerate(DARK):
+        text = text.replace(color, f"var(--c{i})")
     text = re.sub(r"font-family: [^;]*", "font-family: system-ui, sans-serif", text)
     style = f"svg{{{light}}}@media(prefers-color-scheme:dark){{svg{{{dark}}}}}"
     text = re.sub(

@@ -13,7 +13,7 @@ from typing import Any
 #: The page of each, and what its programs need beside veneer[examples].
 NOTEBOOKS = {
     "start_here": ("README.md", ""),
-    "quantise_your_model": ("docs/your_model/flax_nnx.md", "flax"),
+    "quantize_your_model": ("docs/your_model/flax_nnx.md", "flax"),
     "write_an_array_type": ("docs/your_own_array_type.md", ""),
     "qlora": ("docs/training.md", ""),
 }

@@ -225,11 +225,11 @@ def test_the_array_may_be_implicit(make):
     expected = gradient(lambda w: by_a_difference(rounded)(vn.materialise(w)))
     assert_close(gradient(vn.ste(rounded)), expected)
     assert_close(gradient(vn.implicit(vn.ste(rounded))), expected)
-    quantised = lambda w: vn.quant.quantize(w, "int8", channelwise_axes=[1])
-    expected = gradient(lambda w: by_a_difference(quantised)(vn.materialise(w)))
-    assert_close(gradient(vn.ste(quantised)), expected)
-    assert_close(gradient(vn.implicit(vn.ste(quantised))), expected)
-    assert_close(gradient(lambda w: vn.ste(quantised)(w).T.T), expected)
+    quantized = lambda w: vn.quant.quantize(w, "int8", channelwise_axes=[1])
+    expected = gradient(lambda w: by_a_difference(quantized)(vn.materialise(w)))
+    assert_close(gradient(vn.ste(quantized)), expected)
+    assert_close(gradient(vn.implicit(vn.ste(quantized))), expected)
+    assert_close(gradient(lambda w: vn.ste(quantized)(w).T.T), expected)
 
 
 def test_cotangents_may_be_implicit():

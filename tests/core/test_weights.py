@@ -98,8 +98,8 @@ IN_PASSING = {
     "rows in jit": lambda p: jax.jit(jnp.sin)(p["table"][IDS]),
     "rows in a scan": lambda p: lax.scan(lambda c, t: (c, jnp.sin(t)), 0, p["table"][IDS])[1],
     "rows in custom_jvp": lambda p: custom(p["table"][IDS]),
-    "quantised there": lambda p: vn.implicit(jnp.sin)(vn.quant.quantize(X, "int8")),
-    "an operator on what is quantised there": lambda p: 2 + vn.quant.quantize(X, "int8"),
+    "quantized there": lambda p: vn.implicit(jnp.sin)(vn.quant.quantize(X, "int8")),
+    "an operator on what is quantized there": lambda p: 2 + vn.quant.quantize(X, "int8"),
 }
 
 

@@ -37,14 +37,14 @@ def in_calls(codes, x):
 
 def test_a_weight_is_alive_from_where_it_is_made_to_where_it_is_taken_last():
     found = counted(one_by_one)
-    assert found.dequantised == {"convert_element_type": 3}
+    assert found.dequantized == {"convert_element_type": 3}
     assert (found.alive, found.nbytes) == (1, 8 * 8 * 4)
     assert counted(all_at_first).alive == 3
 
 
 def test_calls_are_looked_into():
     found = counted(in_calls)
-    assert (found.alive, found.dequantised) == (1, {"convert_element_type": 3, "mul": 3})
+    assert (found.alive, found.dequantized) == (1, {"convert_element_type": 3, "mul": 3})
 
 
 def test_a_derivative_keeps_what_it_needs_unless_it_is_checkpointed():
@@ -53,13 +53,13 @@ def test_a_derivative_keeps_what_it_needs_unless_it_is_checkpointed():
     found = counted(grad(in_calls))
     # One for the product before and its transpose, but for the first of the transposes.
     assert found.alive <= 2
-    assert found.dequantised["convert_element_type"] >= 5
+    assert found.dequantized["convert_element_type"] >= 5
 
 
 def test_a_gradient_is_no_weight():
     loss = lambda ws, x: (x @ ws[0]).sum()
     found = counted(jax.grad(loss), weights=[jnp.ones((8, 8))])
-    assert (found.alive, sum(found.dequantised.values())) == (0, 0)
+    assert (found.alive, sum(found.dequantized.values())) == (0, 0)
     assert found.others.total() > 0
 
 

@@ -30,9 +30,9 @@ def ways(tokens):
 
 @pytest.fixture(scope="module")
 def gradients(tokens):
-    """Of one device, of the quantised weights made dense: by its updates."""
+    """Of one device, of the quantized weights made dense: by its updates."""
     weights, updates = example.init(jax.random.key(0), CONFIG)
-    dense = vn.materialise(example.quantised(weights))
+    dense = vn.materialise(example.quantized(weights))
     alone = lambda x, axis: x
     loss = lambda updates: vn.implicit(example.loss)(updates, dense, tokens, CONFIG, alone)
     return jax.jit(jax.value_and_grad(loss))(updates)
@@ -73,7 +73,7 @@ def test_a_device_holds_an_eighth_and_needs_less_at_a_time(ways):
         assert example.peak(parts.compiled) < example.peak(ways[f"f32, {how}"].compiled)
 
 
-def test_the_optimisers_moments_are_in_parts(ways):
+def test_the_optimizers_moments_are_in_parts(ways):
     updates, state, weights = ways["int4, in parts, by shard_map"].args
     for tree in (updates, state[0].mu, state[0].nu, weights["layers"]):
         for x in jax.tree.leaves(tree):

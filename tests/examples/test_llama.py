@@ -248,7 +248,7 @@ FOLDERS = {
 @pytest.mark.parametrize("format", [None, "gptq", "compressed-tensors"])
 @pytest.mark.parametrize("name", FOLDERS)
 def test_a_folder_as_transformers_writes_it_runs(tmp_path, params, tokens, name, format):
-    """By its `config.json` and the names of its tensors, dense and as others quantise it."""
+    """By its `config.json` and the names of its tensors, dense and as others quantize it."""
     kind, said = FOLDERS[name]
     said = {"model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-6} | said
     said |= {n: getattr(CONFIG, n) for n in llama.Config.__match_args__[:6]}
@@ -272,7 +272,7 @@ def test_a_folder_as_transformers_writes_it_runs(tmp_path, params, tokens, name,
 
 @pytest.mark.slow
 def test_the_perplexity_of_a_real_model_packed_is_that_of_its_values():
-    # As gguf 0.19 dequantises them, read by a program of its own.
+    # As gguf 0.19 dequantizes them, read by a program of its own.
     expected = 17.5526
     from veneer.demo import fetch, language_model
     from veneer.demo.sentences import all_sentences
@@ -304,7 +304,7 @@ def continued(params, texts, lengths=LENGTHS, run=llama.generate, config=CONFIG,
     return llama.compiled(run)(params, config, texts, lengths, key, count=5, **how)
 
 
-def quantised(qtype, *sizes):
+def quantized(qtype, *sizes):
     """A cache with a scale for each token of a head; None is dense."""
     zeros = lambda x: vn.quant.zeros(x.shape, qtype, dtype=x.dtype, channelwise_axes=(0, 1))
     cache = llama.empty_cache(*sizes)
@@ -325,7 +325,7 @@ def test_a_text_of_a_batch_goes_on_as_it_does_alone(params, texts, window):
 @pytest.mark.parametrize("chunk", [1, 3, 5, 8, 12])
 def test_chunks_of_any_size_are_one(params, texts, chunk, qtype):
     """By what is made of the last tokens, and by what the cache holds of all."""
-    cache, lengths = quantised(qtype, CONFIG, 3, LENGTH + 5), jnp.array(LENGTHS)
+    cache, lengths = quantized(qtype, CONFIG, 3, LENGTH + 5), jnp.array(LENGTHS)
 
     def read(params, texts, cache, chunk):
         first = LENGTH - lengths
@@ -401,8 +401,8 @@ def test_what_the_first_text_draws_is_what_it_draws_alone(params, texts):
 
 
 @pytest.mark.parametrize(("qtype", "error"), [("int8", 0.02), ("int4", 0.3)])
-def test_a_cache_may_be_quantised(params, tokens, qtype, error):
-    cache = quantised(qtype, CONFIG, *tokens.shape)
+def test_a_cache_may_be_quantized(params, tokens, qtype, error):
+    cache = quantized(qtype, CONFIG, *tokens.shape)
     found = jax.jit(vn.implicit(llama.losses), static_argnums=1)(params, CONFIG, tokens, cache)
     expected = llama.losses(params, CONFIG, tokens)
     assert np.abs(found - expected).mean() < error
@@ -410,11 +410,11 @@ def test_a_cache_may_be_quantised(params, tokens, qtype, error):
 
 
 @pytest.mark.parametrize("qtype", ["int8", "int4", "fp8"])
-def test_a_quantised_cache_stays_packed(params, texts, qtype):
+def test_a_quantized_cache_stays_packed(params, texts, qtype):
     """Kernels read it, and loops carry it: nothing is made dense."""
     config = dataclasses.replace(CONFIG, head_dim=64)
     params = llama.init(jax.random.key(0), config)
-    cache = quantised(qtype, config, 3, 256)
+    cache = quantized(qtype, config, 3, 256)
     run = vn.implicit(llama.generate, on_materialise="error")
     found = continued(params, texts, run=run, config=config, cache=cache, chunk=4)
     assert found.shape == (3, 5)
@@ -426,7 +426,7 @@ def test_keys_may_share_scales_in_blocks_of_tokens(texts):
     """As KIVI has them, in the same program."""
     config = dataclasses.replace(CONFIG, head_dim=64)
     params = llama.init(jax.random.key(0), config)
-    cache = quantised("int8", config, 3, 2048)
+    cache = quantized("int8", config, 3, 2048)
     how = {"channelwise_axes": (0, 2), "tiled_axes": {1: 32}, "block_axis": 1}
     by_channel = lambda x: vn.quant.zeros(x.shape, "int8", **how)
     cache = cache._replace(keys=tuple(map(by_channel, cache.keys)))

@@ -50,14 +50,14 @@ def test_the_sizes_are_those_of_what_is_trained(trained, bert):
     assert lora.trained_count == qlora.trained_count
     for run in runs.values():
         assert run.gradient == 4 * run.trained_count
-        assert 2 * run.gradient <= run.optimiser <= 2 * run.gradient + 16  # and counts of steps
+        assert 2 * run.gradient <= run.optimizer <= 2 * run.gradient + 16  # and counts of steps
     assert qlora.stored < 0.8 * lora.stored
 
 
 def test_what_is_frozen_stays_and_what_is_trained_moves(trained, bert):
     runs, _, _ = trained
     encoder = runs["QLoRA"].params["encoder"]
-    begun = lora_finetune.with_lora(lora_finetune.quantised(bert))
+    begun = lora_finetune.with_lora(lora_finetune.quantized(bert))
     for name, w in begun.items():
         if lora_finetune.is_linear(name):
             assert (encoder[name].w.packed == w.w.packed).all()
@@ -71,7 +71,7 @@ def test_what_is_frozen_stays_and_what_is_trained_moves(trained, bert):
 def test_one_dense_weight_of_qlora_is_alive_at_a_time_and_none_has_a_gradient(trained):
     runs, _, _ = trained
     dense = runs["QLoRA"].dense
-    assert dense.dequantised["gather"] > 12  # in the forward pass, and again in the backward one
+    assert dense.dequantized["gather"] > 12  # in the forward pass, and again in the backward one
     assert (dense.alive, dense.nbytes) == (1, 32 * 64 * 4)
     assert dense.others.total() == 0
     assert runs["full"].dense.others.total() > 0

@@ -1,4 +1,4 @@
-"""A decoder with experts: as by loops over tokens, quantised as dense, and reading few experts."""
+"""A decoder with experts: as by loops over tokens, quantized as dense, and reading few experts."""
 
 import re
 
@@ -86,8 +86,8 @@ def test_a_window_is_all_that_a_layer_sees():
 
 
 @pytest.mark.parametrize("format", ["int4", "mxfp4"])
-def test_quantised_experts_give_what_they_stand_for(format):
-    small = example.quantised(params(), format)
+def test_quantized_experts_give_what_they_stand_for(format):
+    small = example.quantized(params(), format)
     stacks = [
         small[f"model.layers.{i}.mlp.experts.{n}_proj"] for i in (0, 1) for n in ("gate_up", "down")
     ]
@@ -101,7 +101,7 @@ def test_quantised_experts_give_what_they_stand_for(format):
 
 @pytest.mark.parametrize("format", ["int4", "mxfp4"])
 def test_a_step_reads_experts_where_they_lie(format):
-    small, cache = example.quantised(params(), format), example.empty_cache(CONFIG, 1, 9)
+    small, cache = example.quantized(params(), format), example.empty_cache(CONFIG, 1, 9)
     run = jax.jit(vn.implicit(example.logits), static_argnums=1)
     compiled = run.lower(small, CONFIG, tokens()[:1, :1], cache, 3).compile()
     size = lambda shape: np.prod([int(n) for n in shape.split(",") if n])

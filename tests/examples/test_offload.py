@@ -66,7 +66,7 @@ def test_layers_are_sent_packed_one_at_a_time(ways, tokens):
 def test_layers_may_lie_in_parts_on_the_hosts_of_devices(tokens):
     mesh = jax.make_mesh((8,), (fsdp.AXIS,), axis_types=(AxisType.Auto,))
     weights, updates = fsdp.init(jax.random.key(0), CONFIG)
-    weights = fsdp.quantised(weights)
+    weights = fsdp.quantized(weights)
     specs = fsdp.specs(weights)
     kind = lambda spec: NamedSharding(mesh, spec, memory_kind="pinned_host")
     placed = vn.device_put(weights, jax.tree.map(kind, specs))
@@ -86,7 +86,7 @@ def test_layers_may_lie_in_parts_on_the_hosts_of_devices(tokens):
 
 def test_a_checkpoint_is_read_into_the_hosts_memory(tmp_path):
     weights, _ = fsdp.init(jax.random.key(0), fsdp.SMALL)
-    vn.save(tmp_path / "model", fsdp.quantised(weights))
+    vn.save(tmp_path / "model", fsdp.quantized(weights))
     host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
     read = vn.load(tmp_path / "model", shardings=[(r"layers\..*", host)])
     kinds = {x.sharding.memory_kind for x in jax.tree.leaves(read["layers"])}

@@ -1,4 +1,4 @@
-"""Quantisation-aware training of the network for digits, quickly."""
+"""Quantization-aware training of the network for digits, quickly."""
 
 import contextlib
 import io
@@ -47,7 +47,7 @@ def test_the_bytes_are_those_of_the_format(compared):
         assert results[format, "QAT"].nbytes == results[format, "after training"].nbytes
 
 
-def test_what_is_trained_is_what_is_quantised(compared):
+def test_what_is_trained_is_what_is_quantized(compared):
     results, _, _ = compared
     kernel = results["int4", "QAT"].params["conv1"]["kernel"]
     assert isinstance(kernel, vn.quant.QArray)

@@ -149,7 +149,7 @@ def test_a_folder(tmp_path):
     with pytest.raises(ValueError, match="is a TransformerSpec of version 6, and no Whisper"):
         whisper.load(tmp_path)
     write_ctranslate2(tmp_path / "model.bin", {"a/weight_scale": np.ones(1, np.float32)})
-    with pytest.raises(ValueError, match="is quantised already"):
+    with pytest.raises(ValueError, match="is quantized already"):
         whisper.load(tmp_path)
 
 

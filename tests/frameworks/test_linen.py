@@ -77,7 +77,7 @@ def test_with_high_types_a_parameter_is_one_array(case):
         assert_close(vn.implicit(layer.apply)(params, X), expected)
 
 
-def test_with_high_types_the_gradient_by_a_quantised_kernel_is_dense():
+def test_with_high_types_the_gradient_by_a_quantized_kernel_is_dense():
     layer, kernels = LAYERS["Dense"]
     params = with_implicit(layer.init(jax.random.key(0), X), kernels, nf4)
     loss = lambda params: jnp.sin(layer.apply(params, X)).sum()

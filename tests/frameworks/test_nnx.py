@@ -117,15 +117,15 @@ def test_the_gradient_by_the_leaves_and_the_one_by_the_dense_array():
     assert_close(vn.implicit(nnx.grad(loss))(layer).kernel[...], of_dense)
 
 
-def test_the_optimiser_of_nnx_takes_dense_variables_alone():
+def test_the_optimizer_of_nnx_takes_dense_variables_alone():
     # It reads its moments back as a tree of Variables, and finds the leaves of a LoraArray in the
     # place of one. optax itself, as in the loop below, does not mind.
     layer = put_in(*new_linear(), lora)
-    optimiser = nnx.Optimizer(layer, optax.adam(0.05), wrt=nnx.Param)
+    optimizer = nnx.Optimizer(layer, optax.adam(0.05), wrt=nnx.Param)
     gradient = nnx.grad(vn.implicit(loss))(layer)
-    optimiser.update(layer, gradient)
+    optimizer.update(layer, gradient)
     with pytest.raises(ValueError, match="different types at key path"):
-        optimiser.update(layer, gradient)
+        optimizer.update(layer, gradient)
 
 
 @pytest.mark.parametrize("jit", [lambda f: f, nnx.jit], ids=["eager", "jit"])
@@ -134,23 +134,23 @@ def test_the_optimiser_of_nnx_takes_dense_variables_alone():
     [(nf4, "sgd"), (nf4, "adam"), (qlora, "sgd"), (qlora, "adam"), (lora, "adam")],
     ids=lambda x: x if isinstance(x, str) else x.__name__,
 )
-def test_with_high_types_the_optimiser_of_nnx_undoes_nothing_and_says_what_to_do(make, tx, jit):
+def test_with_high_types_the_optimizer_of_nnx_undoes_nothing_and_says_what_to_do(make, tx, jit):
     layer = put_in(*new_linear(), make)
     before = jax.tree.leaves(layer)
-    optimiser = nnx.Optimizer(layer, getattr(optax, tx)(0.1), wrt=nnx.Param)
+    optimizer = nnx.Optimizer(layer, getattr(optax, tx)(0.1), wrt=nnx.Param)
 
     @jit
-    def step(layer, optimiser):
-        optimiser.update(layer, nnx.grad(loss)(layer))
+    def step(layer, optimizer):
+        optimizer.update(layer, nnx.grad(loss)(layer))
 
     if make is lora:  # whose moments are read back as no such tree, at the second update
         with vn.hijax.enabled():
-            step(layer, optimiser)
+            step(layer, optimizer)
         before = jax.tree.leaves(layer)
     # The TypeError names a QArray, and needs frames that checked annotations hide.
     named = r"\['kernel'\]|apply_updates: .*QArray\(nf4"
     with vn.hijax.enabled(), pytest.raises((TypeError, ValueError), match=named) as raised:
-        step(layer, optimiser)
+        step(layer, optimizer)
     assert "vn.tree.partition(" in str(raised.value)
     for one, other in zip(before, jax.tree.leaves(layer), strict=True):
         assert (one == other).all()
@@ -158,40 +158,40 @@ def test_with_high_types_the_optimiser_of_nnx_undoes_nothing_and_says_what_to_do
 
 @pytest.mark.parametrize("mode", ["implicit", "high types"])
 @pytest.mark.parametrize("jit", [lambda f: f, nnx.jit], ids=["eager", "jit"])
-def test_the_optimiser_of_nnx_trains_updates_of_low_rank_where_it_keeps_no_moments(jit, mode):
+def test_the_optimizer_of_nnx_trains_updates_of_low_rank_where_it_keeps_no_moments(jit, mode):
     layer = put_in(*new_linear(), lora)
-    optimiser = nnx.Optimizer(layer, optax.sgd(0.01), wrt=nnx.Param)
+    optimizer = nnx.Optimizer(layer, optax.sgd(0.01), wrt=nnx.Param)
     f = vn.implicit(loss) if mode == "implicit" else loss
 
     @jit
-    def step(layer, optimiser):
+    def step(layer, optimizer):
         value, gradient = nnx.value_and_grad(f)(layer)
-        optimiser.update(layer, gradient)
+        optimizer.update(layer, gradient)
         return value
 
     with vn.hijax.enabled() if mode == "high types" else contextlib.nullcontext():
-        values = [step(layer, optimiser) for _ in range(5)]
+        values = [step(layer, optimizer) for _ in range(5)]
     assert values == sorted(values, reverse=True)
     assert isinstance(layer.kernel[...], vn.types.LoraArray)
 
 
 @pytest.mark.parametrize("mode", ["implicit", "high types"])
 @pytest.mark.parametrize("jit", [lambda f: f, nnx.jit], ids=["eager", "jit"])
-def test_the_optimiser_of_nnx_trains_what_is_beside_quantised_weights(jit, mode):
+def test_the_optimizer_of_nnx_trains_what_is_beside_quantized_weights(jit, mode):
     layer = put_in(*new_linear(), nf4)
     is_dense = lambda path, x: isinstance(x, nnx.Param) and not isinstance(x[...], vn.ImplicitArray)
-    optimiser = nnx.Optimizer(layer, optax.adam(0.1), wrt=is_dense)
+    optimizer = nnx.Optimizer(layer, optax.adam(0.1), wrt=is_dense)
     f = vn.implicit(loss) if mode == "implicit" else loss
 
     @jit
-    def step(layer, optimiser):
+    def step(layer, optimizer):
         value, gradient = nnx.value_and_grad(f, argnums=nnx.DiffState(0, is_dense))(layer)
-        optimiser.update(layer, gradient)
+        optimizer.update(layer, gradient)
         return value
 
     before = layer.kernel[...]
     with vn.hijax.enabled() if mode == "high types" else contextlib.nullcontext():
-        values = [step(layer, optimiser) for _ in range(5)]
+        values = [step(layer, optimizer) for _ in range(5)]
     assert values == sorted(values, reverse=True)
     assert (layer.kernel[...].packed == before.packed).all()
 

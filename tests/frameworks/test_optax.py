@@ -29,7 +29,7 @@ def loss(params, x=X):
 
 
 def trained_with(tx, params, loss, steps=4):
-    """The part of the parameters that is trained, and the optimiser's state, after some steps."""
+    """The part of the parameters that is trained, and the optimizer's state, after some steps."""
     trained, frozen = vn.tree.partition(params, vn.trainable(params))
 
     @jax.jit
@@ -61,7 +61,7 @@ def reference(tx, base, steps=4):
 
 
 SCHEDULE = optax.warmup_cosine_decay_schedule(0.0, 0.1, 2, 8)
-OPTIMISERS = {
+OPTIMIZERS = {
     "sgd": optax.sgd(0.1, momentum=0.9),
     "adam": optax.adam(0.1),
     "adamw, clipped, scheduled": optax.chain(
@@ -72,9 +72,9 @@ OPTIMISERS = {
 
 
 @pytest.mark.parametrize("base", [DENSE, NF4], ids=["lora", "qlora"])
-@pytest.mark.parametrize("name", OPTIMISERS)
-def test_an_optimiser_does_what_it_does_to_the_low_rank_update_written_out(name, base):
-    tx = OPTIMISERS[name]
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_does_what_it_does_to_the_low_rank_update_written_out(name, base):
+    tx = OPTIMIZERS[name]
     trained, _ = trained_with(tx, params_of(base), loss)
     expected = reference(tx, vn.materialise(base))
     found = {"a": trained["kernel"].a, "b": trained["kernel"].b, "bias": trained["bias"]}
@@ -153,7 +153,7 @@ def test_a_tree_of_floats_may_be_masked_in_place_of_being_parted(make):
         assert jnp.allclose(getattr(new["kernel"], part), getattr(expected["kernel"], part))
 
 
-def test_codes_have_no_gradient_and_an_optimiser_says_so():
+def test_codes_have_no_gradient_and_an_optimizer_says_so():
     params = params_of(NF4)
     gradient = jax.grad(vn.implicit(loss), allow_int=True)(params)
     assert gradient["kernel"].w.packed.dtype == jax.dtypes.float0

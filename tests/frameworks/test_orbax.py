@@ -33,7 +33,7 @@ def test_every_type(name, tmp_path):
     assert_same(restored(tree, tmp_path / "saved", jax.eval_shape(lambda: tree)), tree)
 
 
-def test_adapters_and_the_state_of_their_optimiser(tmp_path):
+def test_adapters_and_the_state_of_their_optimizer(tmp_path):
     w = vn.quant.quantize(jnp.ones((64, 8)), "nf4", channelwise_axes=[1], tiled_axes={0: 32})
     params = {"w": vn.types.LoraArray.init(w, 2, key=jax.random.key(0)), "b": jnp.zeros(8)}
     adapters, _ = vn.tree.partition(params, vn.trainable(params))

@@ -1,4 +1,4 @@
-"""Transformers of each framework, quantised and updated by one rule: axes are seen in the program.
+"""Transformers of each framework, quantized and updated by one rule: axes are seen in the program.
 
 Each has an embedding that is tied to its head, a convolution, attention and a feed-forward block,
 norms of layers and of batches, and dropout, which all but nnx's, of which a call changes the state,

@@ -319,7 +319,7 @@ def over_rows(f):
     return lambda w, x: jax.lax.scan(lambda c, row: (c + f(w, row[None]), None), 0.0, x)[0]
 
 
-QUANTISING = {
+QUANTIZING = {
     "eager": lambda f: f,
     "jitted": jax.jit,
     "checkpoint": jax.checkpoint,
@@ -331,7 +331,7 @@ QUANTISING = {
 
 @pytest.mark.parametrize("kind", ["vjp", "jvp"])
 @both_ways
-@pytest.mark.parametrize("transform", QUANTISING.values(), ids=QUANTISING)
+@pytest.mark.parametrize("transform", QUANTIZING.values(), ids=QUANTIZING)
 def test_rules_receive_dense_derivatives_of_results(transform, jit, kind, x, agree):
     if kind == "vjp":
         f = jax.custom_vjp(quantize)

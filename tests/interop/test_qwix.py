@@ -12,8 +12,8 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from quantised_operations import DENSE, OPERATIONS
 from support import annotations, arrays, optional
+from support.quantized_operations import DENSE, OPERATIONS
 
 import veneer as vn
 import veneer.interop.qwix as qwix
@@ -503,7 +503,7 @@ FORMATS = [jnp.int8, jnp.int4, "int3", "nf4", jnp.float8_e4m3fn, jnp.float8_e5m2
 
 
 def compare_with_qwix(x, qtype, **options):
-    from qwix_arrays import from_qwix
+    from support.qwix_arrays import from_qwix
 
     # A program: Qwix divides by its bounds otherwise where it runs one operation at a time.
     other = jax.jit(functools.partial(theirs().quantize, qtype=qtype, **options))(x)

@@ -200,7 +200,7 @@ OURS = {
     "ragged_dot_qt": {"ragged_dot_qt": ragged_dot_qt},
 }
 
-# What says how an array is quantised, and what the tests compare with.
+# What says how an array is quantized, and what the tests compare with.
 THEIRS = {
     "qarray": ["HowToQuantize", "calibrate", "clip_to_calibration", "call_with_generic_broadcast"],
     "sparsity": ["SparsityRule"],

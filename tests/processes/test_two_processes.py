@@ -74,7 +74,7 @@ def test_they_train_as_one_process_does(trained):
     assert one["held"] == other["held"] == whole / 2
 
 
-def test_quantised_sums_are_the_same_in_both(trained):
+def test_quantized_sums_are_the_same_in_both(trained):
     _, (one, other) = trained
     assert one["sum"] == other["sum"]
     x = jax.random.normal(jax.random.key(3), (8, 2048))

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 import veneer as vn
 
 STEPS = 4
-OPTIMISER = optax.adam(1e-2)
+OPTIMIZER = optax.adam(1e-2)
 
 
 def weights():
@@ -54,16 +54,16 @@ def loss(trained, rest, x):
 @jax.jit
 def step(trained, state, rest, x):
     value, grads = jax.value_and_grad(vn.implicit(loss))(trained, rest, x)
-    changes, state = OPTIMISER.update(grads, state)
+    changes, state = OPTIMIZER.update(grads, state)
     return optax.apply_updates(trained, changes), state, value
 
 
 def begin(mesh, folder):
-    """What is trained, the state of the optimiser, and the rest, in parts on a mesh."""
+    """What is trained, the state of the optimizer, and the rest, in parts on a mesh."""
     parts = [(".*", vn.fully_sharded(mesh, mesh.axis_names))]
     params = vn.device_put(updated(vn.load(folder / "model", shardings=parts)), parts)
     trained, rest = vn.tree.partition(params, vn.trainable(params))
-    state = OPTIMISER.init(trained)
+    state = OPTIMIZER.init(trained)
     of_count = NamedSharding(mesh, P())
     state = jax.tree.map(lambda x: x if x.ndim else vn.device_put(x, of_count), state)
     return trained, state, rest
@@ -90,7 +90,7 @@ def line():
 
 
 def sum_of_devices():
-    """A quantised sum, as this process has it."""
+    """A quantized sum, as this process has it."""
     x = jax.random.normal(jax.random.key(3), (8, 2048))
     x = vn.device_put(x, NamedSharding(line(), P("i")))
     total = jax.shard_map(

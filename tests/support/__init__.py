@@ -9,6 +9,8 @@ claims            tests of the operations of a type under every transformation
 implicit_weights  implicit arrays for the weights of a layer
 jax_functions     arguments for every public function of JAX
 meshes            meshes of eight devices, and values with a sharding
+quantized_operations  the operations of `vn.quant`, with dense counterparts
+qwix_arrays       conversion between QArray and Qwix's arrays
 gguf_files        GGUF files of random blocks
 stored_values     the dense array of a QArray, computed by NumPy alone
 every_type        a value of every array type, in any floating dtype

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import qwix
-from quantised_operations import DENSE, OPERATIONS
-from qwix_arrays import QWIX_NAMES, from_qwix
+from support.quantized_operations import DENSE, OPERATIONS
+from support.qwix_arrays import QWIX_NAMES, from_qwix
 
 import veneer as vn
 from veneer.quant import FORMATS

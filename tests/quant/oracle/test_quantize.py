@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import qwix
-from qwix_arrays import QWIX_NAMES, from_qwix, to_qwix
+from support.qwix_arrays import QWIX_NAMES, from_qwix, to_qwix
 
 from veneer.quant import FORMATS, QArray, dequantize, quantize
 

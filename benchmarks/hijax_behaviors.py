@@ -196,7 +196,7 @@ def dense_leaf(w: Any) -> bool:
 
 
 def reference(transform: Callable, f: Callable, w: Any) -> Any:
-    """A derivative of `f` by dense arrays: by a quantised array as one, by others' leaves."""
+    """A derivative of `f` by dense arrays: by a quantized array as one, by others' leaves."""
     parts, treedef = jax.tree.flatten(w, is_leaf=dense_leaf)
     parts = [vn.materialise(part) for part in parts]
     if dense_leaf(w):
@@ -407,7 +407,7 @@ def box_checks() -> dict[str, Callable]:
         "Box: `while_loop`": box_while,
         "Box: `vmap` over one": box_vmap,
         "Box: a backward pass reads what the forward pass wrote": box_in_backward,
-        "Box: with a quantised array": box_of_weights,
+        "Box: with a quantized array": box_of_weights,
         "Box: `grad` of `checkpoint`, written once": box_checkpoint,
         "Box: the same one passed twice": box_aliased,
     }
@@ -468,8 +468,8 @@ def main() -> None:
     rows = outcomes()
     if options.parse_args().write:
         page = PAGE.read_text("utf-8")
-        before = page.partition("<!-- hijax_behaviours.py -->")[2]
-        PAGE.write_text(fill(page, "hijax_behaviours.py", table(before, rows)), "utf-8")
+        before = page.partition("<!-- hijax_behaviors.py -->")[2]
+        PAGE.write_text(fill(page, "hijax_behaviors.py", table(before, rows)), "utf-8")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Qwix's quantised arrays as ours, and ours as Qwix's: the same codes, scales and zero points."""
+"""Qwix's quantized arrays as ours, and ours as Qwix's: the same codes, scales and zero points."""
 
 import jax.numpy as jnp
 import qwix

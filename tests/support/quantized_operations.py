@@ -1,4 +1,4 @@
-"""The operations that take quantised operands, as programs of any library that has them.
+"""The operations that take quantized operands, as programs of any library that has them.
 
 Qwix and `veneer.quant` have functions of the same names and arguments, and JAX has them for dense
 arrays: a library is what has the six as attributes.

@@ -1,7 +1,7 @@
-"""Products of quantised operands through XLA, ours against Qwix's.
+"""Products of quantized operands through XLA, ours against Qwix's.
 
 Each is one program under `jax.jit`, with the operands as arguments. Weight-only is a dense
-activation and a quantised weight; in w8a8 the activation is quantised in the program, a scale to
+activation and a quantized weight; in w8a8 the activation is quantized in the program, a scale to
 each row, and int8 meets int8. The ratio is Qwix's time over ours: above 1, ours is faster.
 """
 
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import qwix
 from measure import Claim, Side, markdown_table, measure, parser
-from qwix_arrays import QWIX_NAMES
+from support.qwix_arrays import QWIX_NAMES
 
 import veneer as vn
 
@@ -34,7 +34,7 @@ Product = Callable[[Any, Any, Any], jax.Array]  # of a library's functions, acti
 
 @dataclass(frozen=True)
 class Case:
-    """A product, what it is called, its dense operands, and how they are quantised."""
+    """A product, what it is called, its dense operands, and how they are quantized."""
 
     name: str
     product: Product
@@ -45,7 +45,7 @@ class Case:
     rows: tuple[int, ...] | None = None  # the axes with scales of their own; None leaves it dense
 
     def side(self, library: str) -> Side:
-        """The product by one library, compiled, with the weight quantised."""
+        """The product by one library, compiled, with the weight quantized."""
         functions, quantize = LIBRARIES[library]
 
         @jax.jit

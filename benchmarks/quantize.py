@@ -1,11 +1,11 @@
-"""What quantising a weight costs, in time and in memory: against reading it once.
+"""What quantizing a weight costs, in time and in memory: against reading it once.
 
-A weight of 4096 x 11008 in f32 is 180 MB. Nothing that quantises it can be faster than a program
+A weight of 4096 x 11008 in f32 is 180 MB. Nothing that quantizes it can be faster than a program
 that reads it, which is what the ratio is to; temporaries are what XLA allocates beside input and
 output.
 
-    python benchmarks/quantise.py
-    python benchmarks/quantise.py --rows 512  # a smaller weight
+    python benchmarks/quantize.py
+    python benchmarks/quantize.py --rows 512  # a smaller weight
 """
 
 import functools
