@@ -13,8 +13,7 @@ is the dense array, with metadata such as a unit.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache, partial, wraps
-from inspect import BoundArguments, signature
+from functools import partial, wraps
 from typing import Any
 
 import jax
@@ -26,7 +25,7 @@ from .._core.primitives.staging import DENSE, value_type
 from .._core.value import Value, is_value
 from .._jax.primitives import Primitive, find_primitive
 from .mapping import make_stackable, materialise_traced
-from .mode import is_enabled
+from .mode import is_enabled, signature_of, wraps_with_signature
 from .types import HighType, abstract_of, as_typed_operand, is_complete, is_typed, unpack
 from .values import expose, flatten_value, value_of
 
@@ -159,19 +158,22 @@ def _events_at_end() -> Iterator[None]:
 
 
 def _call_until_types_match(
-    function: Callable, bound: BoundArguments, convert: Callable[[Forms, str, Any], Any]
+    function: Callable[[dict[str, Any]], Any],
+    arguments: dict[str, Any],
+    convert: Callable[[Forms, str, Any], Any],
 ) -> Any:
     """Call a loop or a conditional of JAX, and call it again after each `TypeMismatch`.
 
-    Before a further call, `convert(forms, name, x)` replaces each argument. `forms` has the forms
-    of all values that need a conversion, and `x` is the argument `name` of the first call.
+    `function(arguments)` makes the call, with the arguments by name. Before a further call,
+    `convert(forms, name, x)` replaces each argument. `forms` has the forms of all values that need
+    a conversion, and `x` is the argument `name` of the first call.
     """
     forms: dict[int, Any] = {}  # by the index of a value in the carry or among the results
-    arguments = dict(bound.arguments)
+    converted = arguments
     while True:
         try:
             with _events_at_end():
-                return jax.tree.map(expose, function(*bound.args, **bound.kwargs))
+                return jax.tree.map(expose, function(converted))
         except TypeMismatch as mismatch:
             changes = mismatch.forms
         # This ends: the last form of a value is `DENSE`, and `next_form(DENSE)` raises TypeError.
@@ -179,22 +181,7 @@ def _call_until_types_match(
             if i in forms and forms[i] == form:  # converted to this form, and types still differ
                 form = next_form(form) or DENSE
             forms[i] = form
-        bound.arguments.update({name: convert(forms, name, x) for name, x in arguments.items()})
-
-
-_signature = cache(signature)  # of a few functions of JAX
-
-
-def _bind_arguments(function: Callable, *args: Any, **kwargs: Any) -> BoundArguments | None:
-    """Return the arguments of a call, bound to the names of the parameters.
-
-    Return None if high types are off, or if the arguments do not fit, for which JAX raises an
-    error.
-    """
-    try:
-        return _signature(function).bind(*args, **kwargs) if is_enabled() else None
-    except TypeError:
-        return None
+        converted = {name: convert(forms, name, x) for name, x in arguments.items()}
 
 
 # Loops.
@@ -219,12 +206,14 @@ def unify_carry(loop: Callable) -> Callable:
 
     @wraps(loop)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if (bound := _bind_arguments(loop, *args, **kwargs)) is None:
-            return loop(*args, **kwargs)
+        names = tuple(signature_of(loop).parameters)[: len(args)]
+        if not is_enabled() or len(args) > len(names) or not kwargs.keys().isdisjoint(names):
+            return loop(*args, **kwargs)  # JAX raises an error for wrong arguments
+        arguments = dict(zip(names, args, strict=True), **kwargs)
         for name, wrap in _WRAPPERS.items():
-            if callable(function := bound.arguments.get(name)):
-                bound.arguments[name] = _wrap_once(function, f"_veneer_{name}", wrap)
-        return _call_until_types_match(loop, bound, convert)
+            if callable(function := arguments.get(name)):
+                arguments[name] = _wrap_once(function, f"_veneer_{name}", wrap)
+        return _call_until_types_match(lambda arguments: loop(**arguments), arguments, convert)
 
     return call
 
@@ -236,7 +225,7 @@ def _wrap_scan_body(function: Callable) -> Callable:
     typed value. Results that cannot be stacked are materialized.
     """
 
-    @wraps(function)
+    @wraps_with_signature(function)
     def body(carry: Any, xs: Any) -> Any:
         out = function(carry, xs)
         if not isinstance(out, tuple) or len(out) != 2:
@@ -249,11 +238,11 @@ def _wrap_scan_body(function: Callable) -> Callable:
 
 def _wrap_while_body(function: Callable) -> Callable:
     match = lambda carry: _match_carry(_WHILE, "while_loop", carry, function(carry))
-    return wraps(function)(match)
+    return wraps_with_signature(function)(match)
 
 
 def _wrap_condition(function: Callable) -> Callable:
-    @wraps(function)
+    @wraps_with_signature(function)
     def condition(carry: Any) -> Any:
         out = function(carry)
         return materialise_traced(_WHILE, out) if _is_implicit(out) else out
@@ -323,17 +312,26 @@ def unify_branches(choose: Callable) -> Callable:
 
     @wraps(choose)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if (bound := _bind_arguments(choose, *args, **kwargs)) is None:
+        if not is_enabled():
             return choose(*args, **kwargs)
-        condition, *_ = bound.arguments  # the name of the predicate or of the index
-        if _is_implicit(bound.arguments[condition]):
-            bound.arguments[condition] = materialise_traced(_COND, bound.arguments[condition])
-        operands = bound.arguments.get("operands"), bound.arguments.get("operand")
+        try:
+            bound = signature_of(choose).bind(*args, **kwargs)
+        except TypeError:
+            return choose(*args, **kwargs)  # JAX raises an error for wrong arguments
+        arguments = dict(bound.arguments)
+        condition, *_ = arguments  # the name of the predicate or of the index
+        if _is_implicit(arguments[condition]):
+            arguments[condition] = materialise_traced(_COND, arguments[condition])
+        operands = arguments.get("operands"), arguments.get("operand")
         if any(map(is_value, _flatten(operands)[0])):
-            for name, x in bound.arguments.items():
-                x = _map_branches(name, "_veneer_branch", _use_operand_forms, x)
-                bound.arguments[name] = x
-        return _call_until_types_match(choose, bound, convert)
+            for name, x in arguments.items():
+                arguments[name] = _map_branches(name, "_veneer_branch", _use_operand_forms, x)
+
+        def call_branches(arguments: dict[str, Any]) -> Any:
+            bound.arguments.update(arguments)
+            return choose(*bound.args, **bound.kwargs)
+
+        return _call_until_types_match(call_branches, arguments, convert)
 
     return call
 

@@ -28,7 +28,7 @@ from .._core.primitives.custom_derivatives import (
 from .._core.value import describe, is_part, is_value
 from .._jax.primitives import Primitive
 from .mapping import materialise_traced
-from .mode import is_enabled
+from .mode import is_enabled, wraps_with_signature
 from .operations import Materialise, Vjp
 from .types import (
     HighType,
@@ -83,16 +83,22 @@ def _with_functions(function: Any, **functions: Callable) -> Any:
     return copy
 
 
-def _wrap_function(function: Callable, nondiff_argnums: Sequence[int]) -> Callable:
+def _wrap_function(
+    function: Callable, nondiff_argnums: Sequence[int], result_types: list[Any] | None = None
+) -> Callable:
     """Wrap the function that a `custom_vjp` or `custom_jvp` differentiates.
 
     The function gets implicit arrays. Each of its results with a dense tangent becomes one leaf for
-    JAX. `nondiff_argnums` are the positions of static arguments, which stay unchanged.
+    JAX. `nondiff_argnums` are the positions of static arguments, which stay unchanged. A call sets
+    the only element of `result_types`, if it is a list, to the tree of the types of the results.
     """
 
-    @wraps(function)
+    @wraps_with_signature(function)
     def flat(*args: Any) -> Any:
-        return with_dense_tangents(function(*_expose(args, nondiff_argnums)))
+        out = with_dense_tangents(function(*_expose(args, nondiff_argnums)))
+        if result_types is not None:
+            result_types[:] = [jax.tree.map(jax.typeof, out)]
+        return out
 
     return flat
 
@@ -133,7 +139,7 @@ def _wrap_forward(fwd: Callable, nondiff_argnums: Sequence[int]) -> Callable:
     """
     value_of_leaf = lambda x: x.value if isinstance(x, CustomVJPPrimal) else x
 
-    @wraps(fwd)
+    @wraps_with_signature(fwd)
     def flat_fwd(*args: Any) -> Any:
         if not is_enabled():
             return fwd(*args)
@@ -179,7 +185,7 @@ def _wrap_backward(function: Any) -> Callable:
     """
     bwd, static_count = function.bwd, len(function.nondiff_argnums)
 
-    @wraps(bwd)
+    @wraps_with_signature(bwd)
     def flat_bwd(*args: Any) -> Any:
         rule = partial(bwd, *args[:static_count])
         saved, cotangents, *accumulators = args[static_count:]
@@ -298,17 +304,9 @@ def call_custom_jvp(call: Callable) -> Callable:
     def call_with_values(function: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_enabled() or not function.jvp:
             return call(function, *args, **kwargs)
-        result_types: list[Any] = []
-
-        flat_fun = _wrap_function(function.fun, function.nondiff_argnums)
-
-        @wraps(flat_fun)
-        def fun(*args: Any) -> Any:
-            out = flat_fun(*args)
-            result_types[:] = [jax.tree.map(jax.typeof, out)]
-            return out
-
-        jvp = _wrap_jvp(function.jvp, len(function.nondiff_argnums), result_types)
+        static, result_types = function.nondiff_argnums, []  # type: ignore[var-annotated]
+        fun = _wrap_function(function.fun, static, result_types)
+        jvp = _wrap_jvp(function.jvp, len(static), result_types)
         flat = _with_functions(function, fun=fun, jvp=jvp)
         return jax.tree.map(expose, call(flat, *keep_marks(args), **keep_marks(kwargs)))
 
@@ -325,7 +323,7 @@ def _wrap_jvp(jvp: Callable, static_count: int, result_types: list[Any]) -> Call
     to_pytree = lambda x: with_dense_tangents(unpack(x))
     convert_primal = lambda t, x: to_pytree(x) if is_value(t) else as_typed_operand(x)
 
-    @wraps(jvp)
+    @wraps_with_signature(jvp)
     def flat_jvp(*args: Any) -> Any:
         rule = partial(jvp, *args[:static_count])
         primals, tangents = jax.tree.map(expose, args[static_count:])

@@ -7,7 +7,6 @@ no batch axis of every leaf, the value is materialized and reported.
 
 from collections.abc import Callable
 from functools import wraps
-from inspect import signature
 from typing import Any
 
 import jax
@@ -18,7 +17,7 @@ from .._core.event import Operands
 from .._core.policy import report_materialised
 from .._core.value import Value, describe, has_all_leaves, is_value, make_dense, source_of
 from .._jax.primitives import Primitive, find_primitive
-from .mode import is_enabled
+from .mode import is_enabled, signature_of
 from .operations import VMAP, Materialise, MoveAxis, Select, stacked
 from .types import (
     HighType,
@@ -315,10 +314,11 @@ def slice_dense_arrays(function: Callable) -> Callable:
     """
 
     def loop_over_slices(f: Any, *args: Any, **kwargs: Any) -> Any:
-        if not is_enabled():
+        values = jax.tree.leaves((args, kwargs), is_leaf=_is_array) if is_enabled() else ()
+        if not any(map(_is_implicit, values)):
             return function(f, *args, **kwargs)
         try:
-            bound = signature(function).bind(f, *args, **kwargs)
+            bound = signature_of(function).bind(f, *args, **kwargs)
         except TypeError:
             return function(f, *args, **kwargs)  # JAX raises the error
         is_sliceable = lambda x: not _is_implicit(x) or has_leading_batch_axes(_type_of(x), 1)

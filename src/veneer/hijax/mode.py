@@ -3,12 +3,15 @@
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial, update_wrapper
+from inspect import Signature, signature
 from threading import RLock
 from typing import Any
 
 import jax
+
+from .._jax.hijax import weakref_lru_cache
 
 _ABSENT = object()
 
@@ -212,3 +215,28 @@ def _count(change: int) -> None:
     _uses += change
     if _uses == 0:
         jax_patches.undo()
+
+
+# Wrappers of functions that JAX inspects.
+
+
+@weakref_lru_cache
+def signature_of(function: Callable) -> Signature:
+    """Return the signature of a function. It is computed once for each function."""
+    return signature(function)
+
+
+def wraps_with_signature(function: Callable) -> Callable[[Callable], Callable]:
+    """Return a decorator that gives a wrapper the name and the signature of `function`.
+
+    JAX asks for the signature several times per call. With `functools.wraps` alone, Python computes
+    it each time.
+    """
+
+    def decorate(wrapper: Callable) -> Callable:
+        update_wrapper(wrapper, function)
+        with suppress(TypeError, ValueError):  # no signature, or no weak references
+            wrapper.__signature__ = signature_of(function)  # type: ignore[attr-defined]
+        return wrapper
+
+    return decorate
