@@ -68,7 +68,7 @@ def with_rows_of(there: str, table: str) -> str:
 
 def made_with() -> str:
     """What the figures depend on beside the programs: versions, and the machine in few words."""
-    from veneer.native.isa import ISA
+    from veneer.native.simd import ISA
 
     cpuinfo = Path("/proc/cpuinfo")
     models = re.findall(r"model name\s*: (.+)", cpuinfo.read_text()) if cpuinfo.exists() else []

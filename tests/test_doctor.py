@@ -13,7 +13,7 @@ from veneer import cli, doctor, kernels
 from veneer.cli_help import JSON_KEYS
 from veneer.kernels.gpu import hopper, nvrtc
 from veneer.kernels.gpu import matmul as gpu_matmul
-from veneer.native import cache, isa
+from veneer.native import cache, simd
 
 
 def found(size=256):
@@ -126,7 +126,7 @@ def slowed(monkeypatch, tmp_path):
     monkeypatch.delenv("VENEER_KERNELS_ISA", raising=False)
 
     def slowed(factors):
-        monkeypatch.setattr(isa, "available", lambda: list(factors))
+        monkeypatch.setattr(simd, "available_isas", lambda: list(factors))
         monkeypatch.setattr(doctor, "_measuring", lambda name, size: subprocess.Popen("true"))
         monkeypatch.setattr(doctor, "_round", lambda name, _: [1e-3 * factors[name], factors[name]])
 
@@ -177,7 +177,7 @@ def test_instructions_are_measured_by_turns(monkeypatch, tmp_path):
     monkeypatch.delenv("VENEER_KERNELS_ISA", raising=False)
     monkeypatch.setattr(doctor, "_ROUNDS", 2)
     lines = {finding.name: finding.text for finding in doctor.choices(256)}
-    assert list(lines) == isa.available()
+    assert list(lines) == simd.available_isas()
     assert sum("and chosen" in text for text in lines.values()) == 1
 
 

@@ -106,19 +106,19 @@ def _kernels() -> Finding:
     if select.chosen() == "xla":
         return Finding("kernels", "none: VENEER_KERNELS is set to xla", False)
     try:
-        from .native import isa
+        from .native import simd
     except ValueError as error:
         return Finding("kernels", str(error), False)
     if os.environ.get("VENEER_KERNELS_ISA"):
         why = "set by VENEER_KERNELS_ISA"
-    elif isa.available()[0] != isa.ISA:
+    elif simd.available_isas()[0] != simd.ISA:
         why = "the fastest on this machine, as measured"
     else:
-        others = ", ".join(isa.available()[1:])
+        others = ", ".join(simd.available_isas()[1:])
         why = "the most capable of this CPU"
         if others:
             why += f"; it also has {others}: compare them with veneer doctor --choose"
-    return Finding("kernels", f"{isa.ISA} ({why})")
+    return Finding("kernels", f"{simd.ISA} ({why})")
 
 
 def _cache() -> str:
@@ -265,10 +265,10 @@ def choices(size: int = 2048) -> list[Finding]:
         )
     if not (kernels := _kernels()).is_well:
         raise ValueError(f"there are no CPU kernels to measure: {kernels.text}")
-    from .native.isa import available
+    from .native.simd import available_isas
 
     cache.save_isa(cache.saved_isa())  # fail now if the cache cannot be written
-    names = available()
+    names = available_isas()
     with contextlib.ExitStack() as stack:
         processes = {name: stack.enter_context(_measuring(name, size)) for name in names}
         for name, process in processes.items():

@@ -17,7 +17,7 @@ import ctypes
 from veneer.native.functions import native
 from veneer.native.machine_code import load
 from veneer.native.memory import load_f32
-from veneer.native.object_file import ObjectFile
+from veneer.native.functions import ObjectFile
 from veneer.native.simd.floats import add_outer, splat, store
 
 @native

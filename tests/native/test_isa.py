@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from veneer.kernels.cpu import build
-from veneer.native import cache, isa
+from veneer.native import cache, simd
 
 
 @pytest.fixture(autouse=True)
@@ -17,14 +17,14 @@ def folder(monkeypatch, tmp_path):
 
 
 def isa_of_new_process(**environment):
-    code = "from veneer.native.isa import ISA; print(ISA)"
+    code = "from veneer.native.simd import ISA; print(ISA)"
     command = [sys.executable, "-c", code]
     inherited = {k: v for k, v in os.environ.items() if k != "VENEER_KERNELS_ISA"}
     return subprocess.check_output(command, env=inherited | environment, text=True).strip()
 
 
 def test_the_saved_isa_is_the_default():
-    best = isa.available()[0]
+    best = simd.available_isas()[0]
     assert isa_of_new_process() == best
     cache.save_isa("portable")
     assert cache.saved_isa() == isa_of_new_process() == "portable"
@@ -46,7 +46,7 @@ def test_an_isa_is_saved_for_one_cpu(monkeypatch):
 def test_an_invalid_file_is_ignored(folder, text):
     folder.mkdir()
     (folder / "isa.json").write_bytes(text.replace(b"HOST", cache.host_cpu().encode()))
-    assert isa_of_new_process() == isa.available()[0]
+    assert isa_of_new_process() == simd.available_isas()[0]
     assert build.CACHE.fingerprint
     cache.save_isa("portable")
     assert isa_of_new_process() == "portable"

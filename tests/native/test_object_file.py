@@ -6,10 +6,9 @@ import pytest
 from numba import njit, types
 from numba.core.codegen import CPUCodeLibrary
 
-from veneer.native import machine_code, object_file
-from veneer.native.functions import native
+from veneer.native import functions, machine_code
+from veneer.native.functions import ObjectFile, native
 from veneer.native.memory import store_f32
-from veneer.native.object_file import ObjectFile
 
 
 def load(file, **argument_counts):
@@ -85,14 +84,14 @@ def fill(to, count):
 
 def test_loops_of_scalars_compile_to_no_scatters(monkeypatch):
     """A scatter takes several dozen cycles, even if its addresses are contiguous."""
-    texts, compile_module = [], object_file.compile_module
+    texts, compile_module = [], functions.compile_module
 
     def keep_text(module, *args, **options):
         code = compile_module(module, *args, **options)
         texts.append(str(module))
         return code
 
-    monkeypatch.setattr(object_file, "compile_module", keep_text)
+    monkeypatch.setattr(functions, "compile_module", keep_text)
     file = ObjectFile()
     file.export("fill", fill)
     file.code()

@@ -13,7 +13,7 @@ from kernels.cpu.driver import fields_of_planes
 from veneer.kernels.common.kinds import BITS, LOOKUP_BITS, PLANE_BITS, SIX_BIT_FLOATS
 from veneer.kernels.cpu.operands.codes import build_decoder, load_table
 from veneer.native.functions import compile_for_python, prevent_inlining
-from veneer.native.isa import ISA, ISAS, LANES, select
+from veneer.native.simd import ISA, ISAS, LANES, select_isa
 from veneer.native.simd.floats import deinterleave, load, store
 
 TABLE = np.linspace(-1, 1, 16).astype(np.float32)
@@ -120,7 +120,7 @@ def test_all_isas_decode_to_the_same_values(isa):
     if "VENEER_KERNELS_ISA" in os.environ:
         pytest.skip("VENEER_KERNELS_ISA already selects an ISA")
     try:
-        select(isa)
+        select_isa(isa)
     except ValueError as error:
         pytest.skip(str(error))
     tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--all", __file__]
@@ -131,4 +131,4 @@ def test_all_isas_decode_to_the_same_values(isa):
 
 def test_an_unknown_isa_raises():
     with pytest.raises(ValueError, match=r"'sse9' is unknown; this CPU has .*portable"):
-        select("sse9")
+        select_isa("sse9")

@@ -6,9 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from veneer.native import machine_code, threads
-from veneer.native.functions import native
-from veneer.native.object_file import ObjectFile
+from veneer.native import machine_code, xla_calls
+from veneer.native.functions import ObjectFile, native
 
 JOB = 1 << 20  # an address that is never read
 
@@ -16,7 +15,7 @@ JOB = 1 << 20  # an address that is never read
 @pytest.fixture(scope="module")
 def functions():
     file = ObjectFile()
-    slots, wait, give = threads._slots, threads._wait_for_job, threads._give_to_waiting_thread
+    slots, wait, give = xla_calls._slots, xla_calls._wait_for_job, xla_calls._give_to_waiting_thread
     file.export("test_slots", native(lambda unused: slots()))
     file.export("test_wait", native(lambda unused: wait()))
     file.export("test_give", native(lambda memory: int(give(memory))))
@@ -28,11 +27,11 @@ def functions():
 @pytest.fixture
 def slots(functions):
     """Yield a view of all slots, and empty them after the test."""
-    words = (ctypes.c_int64 * (threads._SLOTS_SIZE // 8)).from_address(functions[0](0))
-    each = np.frombuffer(words, np.int64)[:: threads._SLOT_SIZE // 8]
+    words = (ctypes.c_int64 * (xla_calls._SLOTS_SIZE // 8)).from_address(functions[0](0))
+    each = np.frombuffer(words, np.int64)[:: xla_calls._SLOT_SIZE // 8]
     assert not each.any()
     yield each
-    each[:] = threads._EMPTY
+    each[:] = xla_calls._EMPTY
 
 
 def test_a_thread_without_a_job_leaves_its_slot(functions, slots):
@@ -69,6 +68,6 @@ def test_no_thread_waits_if_all_slots_are_taken(functions, slots):
     assert wait(0) == 0
     assert not give(JOB + 8)
     assert (slots == JOB).all()
-    slots[-1] = threads._WAITING
+    slots[-1] = xla_calls._WAITING
     assert give(JOB + 8)
     assert slots[-1] == JOB + 8

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import jax
 
-#: The version of the interface that `call_frame.py` is written for. XLA raises the major version
+#: The version of the interface that `xla_calls.py` is written for. XLA raises the major version
 #: with each incompatible change.
 MAJOR_VERSION = 0
 
-#: The members of each struct that `call_frame.py` reads or writes.
+#: The members of each struct that `xla_calls.py` reads or writes.
 MEMBERS = {
     "XLA_FFI_CallFrame": "extension_start api ctx args.size args.args rets.size rets.rets",
     "XLA_FFI_Buffer": "dtype data rank dims",

@@ -54,8 +54,8 @@ from veneer.kernels.cpu import build
 found = build.has_bf16()
 print("numba" in sys.modules)
 import numba
-from veneer.native import isa, machine_code
-print(found == isa.HAS_BF16 == ("avx512bf16" in machine_code.cpu_features()))
+from veneer.native import machine_code, simd
+print(found == simd.HAS_BF16 == ("avx512bf16" in machine_code.cpu_features()))
 """
     assert run(code, **settings) == "False\nTrue\n"
 

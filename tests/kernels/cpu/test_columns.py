@@ -12,7 +12,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from veneer.native import isa
+from veneer.native import simd
 from veneer.native.memory import I8, pointer
 from veneer.native.simd.blocks import call_llvm
 
@@ -261,7 +261,7 @@ for m in (1, 2, 3, 9, 40):
 def test_other_instruction_sets_give_the_same_products(name, kind):
     """A process chooses its instruction set once."""
     try:
-        isa.select(name)
+        simd.select_isa(name)
     except ValueError as reason:
         pytest.skip(str(reason))
     here = os.path.abspath("tests")

@@ -9,7 +9,7 @@ import pytest
 from kernels.cpu.driver import columns_contracted, guarded, rows_contracted, run, stored
 
 from veneer.kernels.cpu.integers import columns_few
-from veneer.native import isa
+from veneer.native import simd
 
 KINDS = ["int8", "uint8", "lookup4", "lookup2", "lookup1"]
 CONTRACTED = {"rows": rows_contracted, "columns": columns_contracted}
@@ -161,10 +161,10 @@ for contracted, kind in (("rows", "uint8"), ("columns", "lookup2")):
 """
 
 
-@pytest.mark.parametrize("name", [name for name in isa.ISAS if name != isa.ISA])
+@pytest.mark.parametrize("name", [name for name in simd.ISAS if name != simd.ISA])
 def test_every_instruction_set_is_exact(name):
     try:
-        isa.select(name)
+        simd.select_isa(name)
     except ValueError as error:
         pytest.skip(str(error))
     path = os.pathsep.join([os.path.dirname(__file__), *sys.path])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from kernels.cpu.driver import KINDS, guarded, rows_contracted, run, stored
 
-from veneer.native.isa import ISA, ISAS, select
+from veneer.native.simd import ISA, ISAS, select_isa
 
 #: B, M, R, C, TR, TC: few and many rows of x, tiles of all shapes, and a rest in every dimension.
 SHAPES = [
@@ -120,7 +120,7 @@ OTHERS = [isa for isa in ISAS if isa not in (ISA, "avx512")]
 @pytest.mark.parametrize("isa", OTHERS)
 def test_other_instruction_sets_give_the_same_products(isa):
     try:
-        select(isa)
+        select_isa(isa)
     except ValueError as error:
         pytest.skip(str(error))
     program = """

@@ -48,7 +48,7 @@ def has_bf16() -> bool:
     if available() is not None:
         return False
     try:
-        from ...native.isa import HAS_BF16
+        from ...native.simd import HAS_BF16
     except (ImportError, ValueError):  # building a kernel warns of it
         return False
     return HAS_BF16

@@ -5,7 +5,9 @@ kernels of products share one handler, and all kernels that quantize share anoth
 of a kernel and constants such as the bits of its codes are arguments of the handler.
 """
 
-from ...native.call_frame import (
+from ...native.functions import call, native
+from ...native.memory import load_i32, set_word, store_i32, word
+from ...native.xla_calls import (
     BF16,
     E8M0,
     F16,
@@ -23,14 +25,14 @@ from ...native.call_frame import (
     dim,
     dtype,
     has_buffers,
+    new_job,
     pool_threads,
     rank,
+    release,
     result_buffer,
     result_count,
+    run,
 )
-from ...native.functions import call, native
-from ...native.memory import load_i32, set_word, store_i32, word
-from ...native.threads import new_job, release, run
 from ..common import kinds
 from .operands import job as words
 from .operands.codes import row_bytes

@@ -11,7 +11,6 @@ are still in a cache the second time.
 from typing import Any
 
 from ...native.functions import native
-from ...native.isa import LANES
 from ...native.memory import (
     load_f32,
     load_i8,
@@ -22,6 +21,7 @@ from ...native.memory import (
     store_i32,
     word,
 )
+from ...native.simd import LANES
 from ...native.simd.floats import load, store
 from ...native.simd.integers import load_ints
 from ..common.kinds import MOST_COLUMNS, QUANTIZED_BITS, WITHIN_ROWS

@@ -7,8 +7,8 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
-from ...native.isa import LANES
 from ...native.memory import F32, I8, I32, pointer
+from ...native.simd import LANES
 from ...native.simd.blocks import (
     FLOATS,
     INTS,

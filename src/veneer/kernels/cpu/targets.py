@@ -98,7 +98,7 @@ def _code(functions: dict[str, Any], name: str, handler: str, constants: Sequenc
     The entry calls the function `handler` of the object file `SHARED`, with the constants and the
     addresses of the functions.
     """
-    from ...native.object_file import ObjectFile
+    from ...native.functions import ObjectFile
 
     file = ObjectFile()
     for part, function in functions.items():
@@ -108,7 +108,7 @@ def _code(functions: dict[str, Any], name: str, handler: str, constants: Sequenc
 
 
 def _shared_code() -> bytes:
-    from ...native.object_file import ObjectFile
+    from ...native.functions import ObjectFile
     from . import handlers
 
     file = ObjectFile()

@@ -14,8 +14,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import models, register_model
 
-from ..isa import IS_NEON, ISA, LANES
 from ..memory import F32, I8, I16, I32, I64, intrinsic, pointer
+from . import IS_NEON, ISA, LANES
 
 #: The types of a vector, in LLVM: as f32, int32, int16 and int8.
 FLOATS, INTS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)

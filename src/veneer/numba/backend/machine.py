@@ -11,7 +11,7 @@ from numba.core.registry import cpu_target
 from numba.np.numpy_support import from_dtype
 
 from ...native import functions
-from ...native.object_file import compile_module
+from ...native.functions import compile_module
 from ..codegen.program import Function, Source
 from .cache import register_symbols
 from .entry import ENTRY, PROGRAM, write_entry, write_program

@@ -10,8 +10,8 @@ import functools
 from typing import Any
 
 from ....native.functions import native
-from ....native.isa import LANES, REGISTERS
 from ....native.memory import prefetch_for_later, stack, store_f32, word
+from ....native.simd import LANES, REGISTERS
 from ....native.simd.floats import load, store, store_sums, zeros
 from ..operands.codes import load_table
 from ..operands.job import (

@@ -14,8 +14,8 @@ from llvmlite import ir
 from numba import types
 
 from ....native.functions import native
-from ....native.isa import LANES, REGISTERS
 from ....native.memory import I8, load_f32, prefetch, stack, store_f32, word
+from ....native.simd import LANES, REGISTERS
 from ....native.simd.blocks import (
     INTS,
     advance,

@@ -11,7 +11,6 @@ minima of all rows of a part are converted to f32 before the loop, unless they a
 from typing import Any
 
 from ....native.functions import native
-from ....native.isa import LANES
 from ....native.memory import (
     free,
     load_f32,
@@ -22,6 +21,7 @@ from ....native.memory import (
     store_f32,
     word,
 )
+from ....native.simd import LANES
 from ....native.simd.floats import store_four_sums, zeros
 from ..operands.codes import load_table
 from ..operands.job import (

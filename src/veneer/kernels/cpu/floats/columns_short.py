@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from ....native.functions import native
-from ....native.isa import LANES
 from ....native.memory import I64, load_f32, stack, store_f32, word
+from ....native.simd import LANES
 from ....native.simd.blocks import (
     Block,
     advance,

@@ -10,8 +10,8 @@ import functools
 from typing import Any, NamedTuple
 
 from ....native.functions import native
-from ....native.isa import LANES, REGISTERS
 from ....native.memory import load_f32, malloc, set_word, stack, store_f32, word
+from ....native.simd import LANES, REGISTERS
 from ....native.simd.floats import deinterleave, load, scale_block, store
 from ...common.kinds import LOOKUP_BITS
 from ..operands.job import BATCH, FAILED, SCALE, SCRATCH, TC, C, M, X

@@ -12,8 +12,8 @@ from typing import Any
 from llvmlite import ir
 
 from ....native.functions import native
-from ....native.isa import LANES
 from ....native.memory import I8, I32, I64, pointer, word
+from ....native.simd import LANES
 from ....native.simd.blocks import (
     FLOATS,
     INTS,

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from ....native.functions import native, prevent_inlining
-from ....native.isa import LANES, REGISTERS
 from ....native.memory import (
     load_i64,
     malloc,
@@ -26,6 +25,7 @@ from ....native.memory import (
     store_i64,
     word,
 )
+from ....native.simd import LANES, REGISTERS
 from ....native.simd.floats import add_outer, add_scaled, load, store, zeros
 from ...common.kinds import BITS
 from ...common.limits import FLOATS_BY_ROWS

@@ -16,15 +16,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ....native.functions import native, prevent_inlining
-from ....native.isa import LANES, REGISTERS
 from ....native.memory import load_f32, load_i8, prefetch, stack, store_f32, store_i8, word
-from ....native.simd.bf16 import add_outer_pairs, pair_as_bf16
+from ....native.simd import LANES, REGISTERS
 from ....native.simd.floats import (
     add_inner,
     add_outer,
+    add_outer_pairs,
     add_scaled,
     fma,
     load,
+    pair_as_bf16,
     splat,
     store,
     store_sums,

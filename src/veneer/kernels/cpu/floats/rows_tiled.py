@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from ....native.functions import native, prevent_inlining
-from ....native.isa import LANES
 from ....native.memory import I64, prefetch_for_later, stack, word
+from ....native.simd import LANES
 from ....native.simd.blocks import (
     get_vectors,
     instruction,

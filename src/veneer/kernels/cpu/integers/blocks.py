@@ -15,9 +15,8 @@ import numpy as np
 
 from ....native.functions import native
 from ....native.memory import free, load_f32, malloc, set_word, stack, store_f32, store_i32, word
-from ....native.simd.bytes import load_byte_table
 from ....native.simd.floats import add_outer, load, store, store_block, zeros
-from ....native.simd.integers import load_floats
+from ....native.simd.integers import load_byte_table, load_floats
 from ...common.limits import LONGEST
 from ..operands.job import (
     BATCH,

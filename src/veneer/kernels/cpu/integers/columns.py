@@ -8,11 +8,10 @@ first codes of 16 bytes come before their second codes. Activations are brought 
 import functools
 
 from ....native.functions import native
-from ....native.isa import LANES
 from ....native.memory import load_f32, load_i8, store_f32, store_i8, word
-from ....native.simd.bytes import copy_by_fields, load_transposed
+from ....native.simd import LANES
 from ....native.simd.floats import load, scale_block, splat, store, store_block
-from ....native.simd.integers import load_ints
+from ....native.simd.integers import copy_by_fields, load_ints, load_transposed
 from ...common.kinds import BITS
 from ..operands.job import ROW_BYTES, TC, TR, C, JobFunctions, R
 from ..operands.scales import is_f32, read_tile_values

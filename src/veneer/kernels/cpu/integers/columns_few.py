@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 
 from ....native.functions import native
-from ....native.isa import LANES
 from ....native.memory import free, load_f32, malloc, prefetch, set_word, stack, store_f32, word
-from ....native.simd.bytes import copy_by_fields, load_byte_table
+from ....native.simd import LANES
 from ....native.simd.floats import (
     fma,
     load,
@@ -31,6 +30,8 @@ from ....native.simd.integers import (
     add_inner_bytes,
     add_scaled_ints,
     broadcast_vectors,
+    copy_by_fields,
+    load_byte_table,
     load_first_ints,
     load_floats,
     load_ints,

@@ -8,18 +8,20 @@ operand of `add_outer_bytes`. An `Orientation` says how panels are made from the
 from typing import Any, NamedTuple
 
 from ....native.functions import native
-from ....native.isa import HAS_VNNI, REGISTERS
 from ....native.memory import prefetch
-from ....native.simd.bytes import OFFSET, look_up_bytes, to_unsigned
+from ....native.simd import HAS_VNNI, REGISTERS
 from ....native.simd.floats import add_scaled, load, scale_rows, store_block
 from ....native.simd.integers import (
+    OFFSET,
     WIDTH,
     add_byte_sums,
     add_outer_bytes,
     broadcast_ints,
     load_ints,
+    look_up_bytes,
     sum_lanes,
     to_floats,
+    to_unsigned,
     zero_ints,
 )
 from ...common.kinds import BITS

@@ -9,9 +9,14 @@ import functools
 
 from ....native.functions import native
 from ....native.memory import load_f32, load_i8, stack, store_f32, store_i8, word
-from ....native.simd.bytes import copy_by_fields, from_panels, load_interleaved, to_panels
 from ....native.simd.floats import load, scale_block, splat, store, store_block
-from ....native.simd.integers import load_floats
+from ....native.simd.integers import (
+    copy_by_fields,
+    from_panels,
+    load_floats,
+    load_interleaved,
+    to_panels,
+)
 from ...common.kinds import BITS
 from ..operands.job import ROW_BYTES, TC, TR, C, JobFunctions, R
 from ..operands.scales import is_f32, read_tile_values

@@ -30,9 +30,16 @@ from ....native.memory import (
     store_i32,
     word,
 )
-from ....native.simd.bytes import load_byte_table, load_interleaved
 from ....native.simd.floats import add_scaled, load, scale_rows, splat, store, store_block, zeros
-from ....native.simd.integers import add_blocks, add_outer_bytes, concatenate, load_ints, to_floats
+from ....native.simd.integers import (
+    add_blocks,
+    add_outer_bytes,
+    concatenate,
+    load_byte_table,
+    load_interleaved,
+    load_ints,
+    to_floats,
+)
 from ...common.kinds import BITS
 from ..operands.job import (
     BATCH,

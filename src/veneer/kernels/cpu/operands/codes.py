@@ -12,8 +12,8 @@ from typing import Any
 from llvmlite import ir
 
 from ....native.functions import native
-from ....native.isa import CONVERTS_F16, IS_NEON, ISA, LANES
 from ....native.memory import I8, I16, I32, I64, pointer
+from ....native.simd import CONVERTS_F16, IS_NEON, ISA, LANES
 from ....native.simd.blocks import (
     FLOATS,
     INTS,

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from ....native.functions import native, prevent_inlining
-from ....native.isa import LANES
 from ....native.memory import load_f32, load_i8, stack, store_f32, word
+from ....native.simd import LANES
 from ....native.simd.floats import add_inner, splat, store, store_sums, zeros
 from ....native.simd.integers import (
     WIDTH,

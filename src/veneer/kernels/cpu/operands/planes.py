@@ -14,8 +14,8 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
-from ....native.isa import HAS_GFNI, LANES
 from ....native.memory import I8, I32, I64, pointer
+from ....native.simd import HAS_GFNI, LANES
 from ....native.simd.blocks import (
     INTS,
     Block,

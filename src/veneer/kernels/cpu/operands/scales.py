@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from ....native.functions import native, prevent_inlining
-from ....native.isa import LANES
 from ....native.memory import (
     load_f32,
     load_i8,
@@ -26,6 +25,7 @@ from ....native.memory import (
     store_i64,
     word,
 )
+from ....native.simd import LANES
 from ....native.simd.floats import fma, load, scale_block, splat, store, zeros
 from ....native.simd.integers import load_repeated
 from ...common.kinds import FLOATS, PLANES, PLANES_TYPE, ZERO_POINTS

@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from ....native.functions import native, prevent_inlining
-from ....native.isa import ISA, LANES, REGISTERS
+from ....native.functions import ObjectFile, native, prevent_inlining
 from ....native.memory import load_f32, store_f32
-from ....native.object_file import ObjectFile
+from ....native.simd import ISA, LANES, REGISTERS
 from ....native.simd import blocks as simd
 from ....native.simd.floats import add_outer, load, zeros
 
