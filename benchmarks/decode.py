@@ -273,7 +273,7 @@ def _chosen(formats: Sequence[Format], only: Sequence[str]) -> list[Format]:
 
 
 def _config_of(path: Path) -> Any:
-    from veneer.interop.checkpoints.gguf import GgufFile
+    from veneer.files.gguf import GgufFile
 
     with GgufFile(path, names="huggingface") as file:
         return llama.Config.of(file.config)

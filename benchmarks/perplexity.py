@@ -29,7 +29,7 @@ import veneer as vn
 from veneer.demo.fetch import LANGUAGE_MODEL, fetch
 from veneer.demo.language_model import LanguageModel, load, perplexity, windows
 from veneer.demo.programs import program
-from veneer.interop.checkpoints.gguf import GgufFile, write_gguf
+from veneer.files.gguf import GgufFile, write_gguf
 from veneer.quant import Format
 from veneer.quant.caches import qcache
 from veneer.quant.conversion import quantize

@@ -25,8 +25,8 @@ from support.optional import needs
 import veneer as vn
 from veneer import cli
 from veneer.cli_help import EXAMPLES, FORMAT_COSTS, JSON_KEYS, MORE_FORMATS
-from veneer.interop.checkpoints.gguf import write_gguf
-from veneer.interop.folder import FolderWriter
+from veneer.files.folder import FolderWriter
+from veneer.files.gguf import write_gguf
 from veneer.quant.models.default_rules import default_tile
 
 

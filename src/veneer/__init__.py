@@ -10,7 +10,8 @@
     quant               quantized arrays: formats, products, calibration, training
     hijax               high types: implicit arrays as operands of plain JAX functions
     numba               JAX functions compiled to native functions
-    interop             files and other libraries
+    files               `save` and `load`, and checkpoints of other libraries
+    interop             drop-in modules with the names of other libraries
     lora                LoRA adapters, by rules on paths
     tree                trees in which an implicit array is one leaf
     distributed         collectives that send dense arrays quantized
@@ -46,8 +47,8 @@ from ._report.report import Report, explain
 if TYPE_CHECKING:
     from . import distributed, hijax, lora, numba, quant, testing, tree, types
     from ._core.surface.straight_through import ste
+    from .files.load_save import load, save
     from .hijax.jit import jit
-    from .interop.safetensors import load, save
     from .parameter_table import summary
     from .placement import device_put, fully_sharded, logical_shardings
     from .training import freeze, trainable, unfreeze
@@ -102,12 +103,12 @@ _LAZY = {
     "fully_sharded": "placement",
     "hijax": "hijax",
     "jit": "hijax.jit",
-    "load": "interop.safetensors",
+    "load": "files.load_save",
     "logical_shardings": "placement",
     "lora": "lora",
     "numba": "numba",
     "quant": "quant",
-    "save": "interop.safetensors",
+    "save": "files.load_save",
     "ste": "_core.surface.straight_through",
     "summary": "parameter_table",
     "testing": "testing",

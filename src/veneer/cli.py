@@ -261,9 +261,9 @@ def quantize(
     when all of its files are written.
     """
     from ._report.tables import count_of
-    from .interop.checkpoints.opened import open_checkpoint
-    from .interop.folder import FolderWriter, TensorFolder
-    from .interop.new_folder import write_aside, write_beside
+    from .files.checkpoint import open_checkpoint
+    from .files.folder import FolderWriter, TensorFolder
+    from .files.new_folder import write_aside, write_beside
     from .quant.models.checkpoint import describe_adapted, quantize_stream
     from .quant.models.matching import some_of
 
@@ -353,8 +353,7 @@ def inspect(
     from rich.filesize import decimal
 
     from ._report.tables import count_of
-    from .interop.checkpoints.opened import open_checkpoint
-    from .interop.inspect import inspect
+    from .files.checkpoint import inspect, open_checkpoint
 
     with contextlib.ExitStack() as stack, _bad_input():
         source = stack.enter_context(open_checkpoint(path, raw=raw, verify=verify))
@@ -414,9 +413,8 @@ def convert(
     configuration and the tokenizer are copied. A few tensors are in memory at a time. OUT is
     created when it is complete.
     """
-    from .interop.checkpoints.gguf import GgufFile
-    from .interop.checkpoints.opened import OnReading, open_checkpoint
-    from .interop.checkpoints.writing import convert
+    from .files.checkpoint import LazyTensors, convert, open_checkpoint
+    from .files.gguf import GgufFile
 
     with _kill_raises(), contextlib.ExitStack() as stack, _bad_input():
         as_gguf = format == "gguf"
@@ -431,7 +429,12 @@ def convert(
                 "vn.save(..., format='gguf', names='huggingface', config=METADATA)"
             )
         convert(
-            target, OnReading(tensors), format, config=metadata, overwrite=overwrite, beside=beside
+            target,
+            LazyTensors(tensors),
+            format,
+            config=metadata,
+            overwrite=overwrite,
+            beside=beside,
         )
 
 
@@ -720,7 +723,7 @@ def _calibrated(
 
 def _beside(source: Path, tensors: Any) -> Any:
     """Return the files beside the tensors: of the folder, or made of a GGUF file's metadata."""
-    from .interop.checkpoints.gguf import GgufFile, tokenizer_files
+    from .files.gguf import GgufFile, tokenizer_files
 
     if not isinstance(tensors, GgufFile):
         return source

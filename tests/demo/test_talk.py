@@ -10,7 +10,7 @@ import veneer as vn
 from veneer.cli_help import JSON_KEYS
 from veneer.demo import language_model, talk
 from veneer.demo.programs import program
-from veneer.interop.checkpoints.gguf import write_gguf
+from veneer.files.gguf import write_gguf
 
 HIDDEN, WIDE, LAYERS, HEADS, GROUPS = 64, 96, 2, 4, 2
 END = "<|end|>"

@@ -30,7 +30,7 @@ def locks():
                 if isinstance(value, LOCKS):
                     yield f"{name}.{key}", value
 
-from veneer.interop.folder import TensorFolder
+from veneer.files.folder import TensorFolder
 from veneer.kernels.cpu import build
 from veneer.native.cache import COMPILING
 

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from veneer.interop.folder import FolderWriter, TensorFolder
-from veneer.interop.new_folder import write_aside
-from veneer.interop.safetensors import load, save
+from veneer.files.folder import FolderWriter, TensorFolder
+from veneer.files.load_save import load, save
+from veneer.files.new_folder import write_aside
 from veneer.quant import Rule, quantize
 from veneer.quant.models.checkpoint import (
     ANY_WEIGHT,

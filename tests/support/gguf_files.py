@@ -4,9 +4,9 @@ import jax
 import numpy as np
 
 import veneer as vn
-from veneer.interop.checkpoints.gguf import GgufFile
-from veneer.interop.checkpoints.gguf.blocks import BLOCK_TYPES, DENSE_TYPES
-from veneer.interop.checkpoints.gguf.tensors import decode
+from veneer.files.gguf import GgufFile
+from veneer.files.gguf_blocks import BLOCK_TYPES, DENSE_TYPES
+from veneer.files.gguf_tensors import decode
 
 METADATA = {
     "general.architecture": "llama",

@@ -177,7 +177,7 @@ MUTATIONS = [
     Mutation(
         "while name in leaves:  #",
         "while False and name in leaves:  #",
-        "interop/test_safetensors.py",
+        "files/test_safetensors.py",
     ),
     Mutation(
         "return implicit(self.fn, self.filter_spec)(*args, **kwargs)",

@@ -42,6 +42,7 @@ RECORDED = 0.2
 #: Folders and files whose tests hardly depend on the version of JAX. CI runs half of their cases,
 #: or of their files, on each version.
 DIVIDED = {
+    "files": "case",
     "fuzz": "case",
     "interop": "case",
     "kernels/cpu": "file",  # tests of a file share the kernels that Numba compiles

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from .. import quant
 from .._core.value import materialise
-from ..interop.safetensors import load
+from ..files.load_save import load
 from ..quant.models.rules import Rule
 from ..quant.ptq.report import CalibrationReport
 from . import language_model, model

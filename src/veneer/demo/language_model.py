@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 import veneer as vn
 
-from ..interop.checkpoints.gguf import GgufFile, tokenizer
+from ..files.gguf import GgufFile, tokenizer
 from .programs import program
 
 LONGEST = 96  # tokens of an answer

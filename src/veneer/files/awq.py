@@ -1,0 +1,123 @@
+"""AWQ of the order "gemm": codes and zero points of 4 bits in words along the output.
+
+As AutoAWQ writes them: `qweight` i32 `[in, out / 8]`, `qzeros` i32 `[groups, out / 8]`, `scales`
+`[groups, out]`. The value is `(q - z) * s`.
+"""
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ..quant.formats.packing import packed_size
+from . import codes
+from .affine import Stored, UnsupportedByFormat, affine, affine_parts, most_common
+from .codes import pack
+from .stored_tensors import FLOATS, StoredTensors, Weight, tiled_axis
+
+# The outputs of a word, from its lowest bits on, and the place of each output.
+ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+PLACES = tuple(map(ORDER.index, range(8)))
+
+_WORDS = ("int32", "uint32")
+
+
+def weights(source: StoredTensors) -> Iterator[Weight]:
+    """The weights of a folder of AWQ's."""
+    version = source.quantization.get("version", "gemm")
+    if not isinstance(version, str) or version.lower() != "gemm":
+        raise ValueError(
+            f"{source.folder.path} holds AWQ weights of version {version!r:.20}, but only gemm is "
+            "supported; vn.load(..., raw=True) loads the stored tensors"
+        )
+    for module in source.modules(".qweight"):
+        yield _weight(source, module)
+
+
+def is_stored(source: StoredTensors, module: str) -> bool:
+    """Whether `qweight` lies as AWQ's does: with words along the output."""
+    headers = source.headers
+    qweight, scales = headers.get(f"{module}.qweight"), headers.get(f"{module}.scales")
+    if qweight is None or scales is None or len(qweight.shape) != 2 or len(scales.shape) != 2:
+        return False
+    return qweight.shape[1] * 8 == scales.shape[1]
+
+
+def _weight(source: StoredTensors, module: str) -> Weight:
+    qweight, qzeros, scales = (f"{module}.{part}" for part in ("qweight", "qzeros", "scales"))
+    size, words = source.shape(qweight, rank=2, dtypes=_WORDS)
+    groups, _ = source.shape(scales, rank=2, dtypes=FLOATS)
+    source.check(scales, (groups, words * 8), FLOATS, qweight)
+    source.check(qzeros, (groups, words), _WORDS, scales)
+    tile = source.tile(scales, size, groups, source.stated_size(source.quantization))
+    dtype = source.dense_dtype(source.header(scales).dtype.name)
+    read = partial(_read, source, module, size, tile, dtype)
+    return Weight(f"{module}.weight", (words * 8, size), dtype, (qweight, qzeros, scales), read)
+
+
+def _read(source: StoredTensors, module: str, size: int, tile: int, dtype: str) -> Any:
+    words, width = source.read(f"{module}.qweight").T, packed_size(size, 4)
+    eight = lambda rows: pack(_outputs(rows), 4).reshape(-1, 8 * width)
+    packed = codes.by_rows(eight, words, 8 * width).reshape(-1, width)
+    del words
+    zero = _outputs(source.read(f"{module}.qzeros").T)
+    scale = source.read(f"{module}.scales").T
+    scale, zero = (tiled_axis(x, 1, size, tile) for x in (scale, zero))
+    return affine(packed, scale, zero, bits=4, size=size, dtype=dtype)
+
+
+def _outputs(words: np.ndarray) -> np.ndarray:
+    """The codes of words `[out / 8, n]`: `uint8[out, n]`."""
+    eight = [(words >> 4 * place).astype(np.uint8) & np.uint8(15) for place in PLACES]
+    return np.stack(eight, 1).reshape(-1, words.shape[1])
+
+
+def stored(value: Any) -> Stored:
+    """A weight as AWQ has it.
+
+    **Raises:** `UnsupportedByFormat` where it cannot be.
+    """
+    parts = affine_parts(value)
+    out, size = parts.fields.shape
+    if parts.bits != 4 or parts.group_of is not None:
+        raise UnsupportedByFormat(
+            f"it has {parts.bits} bits, not 4" if parts.bits != 4 else "it is permuted"
+        )
+    if out % 8:
+        raise UnsupportedByFormat(f"its {out} outputs are not a multiple of 8, the codes per word")
+    tensors = {
+        ".qweight": _words(parts.fields.T),
+        ".qzeros": _words(parts.zero.T.astype(np.uint8)),
+        ".scales": parts.scale.T,
+    }
+    return Stored(tensors, {"group_size": parts.tile, "inputs": size})
+
+
+def _words(fields: np.ndarray) -> np.ndarray:
+    placed = fields.reshape(len(fields), -1, 8)[..., ORDER].reshape(fields.shape)
+    return codes.stream_of_fields(np.ascontiguousarray(placed), 4).view(np.int32)
+
+
+def configuration(stated: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """The `quantization_config` of weights, of which this is what `stored` says, by module.
+
+    **Raises:** `UnsupportedByFormat` where they differ in what the configuration says of all.
+    """
+    sizes = {
+        module: x["group_size"] if x["group_size"] < x["inputs"] else -1
+        for module, x in stated.items()
+    }
+    usual = most_common([*sizes.values()])
+    for module, size in sizes.items():
+        if size != usual:
+            raise UnsupportedByFormat(
+                f"{module!r} has groups of {size}, but others have groups of {usual}"
+            )
+    return {
+        "quant_method": "awq",
+        "version": "gemm",
+        "bits": 4,
+        "group_size": usual,
+        "zero_point": True,
+    }

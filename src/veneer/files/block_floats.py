@@ -1,0 +1,187 @@
+"""Floats of 8 bits under scales: of blocks, as DeepSeek's, of channels, or of the whole.
+
+`weight` e4m3 or e5m2 `[out, in]`, and `weight_scale_inv` `[ceil(out / 128), ceil(in / 128)]`, the
+numbers to multiply by, for blocks of `weight_block_size`, which DeepSeek's own files call `scale`;
+or `weight_scale` `[]`, `[1]` or `[out, 1]`. Stacks of matrices, as of experts, have leading axes.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from ..quant import Packing
+from .stored_tensors import FLOATS, StoredTensors, Weight, describe, quantized, tile_of, tiled_axis
+
+FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
+
+
+def weights(source: StoredTensors) -> Iterator[Weight]:
+    """The weights of a folder of floats of 8 bits.
+
+    **Raises:** `ValueError` for one without a scale, which would be read as numbers that it is not.
+    """
+    block = block_size(source, source.quantization.get("weight_block_size"))
+    scale_of = dict(pairs(source))
+    for name, header in source.headers.items():
+        if header.dtype.name in FLOAT8 and len(header.shape) > 1 and name not in scale_of:
+            raise source.error(
+                name,
+                f"({describe(header)}) has no scale ({name}_scale_inv or {name}_scale): "
+                "vn.load(..., raw=True) loads the stored tensors",
+            )
+    for name, scale_name in scale_of.items():
+        yield scaled(source, name, scale_name, block or _usual_block(source, name, scale_name))
+
+
+def pairs(source: StoredTensors) -> Iterator[tuple[str, str]]:
+    """The names of weights, each with that of its scale; without one, it is an array of floats."""
+    for name, header in source.headers.items():
+        if header.dtype.name in FLOAT8:
+            beside = (f"{name}_scale_inv", f"{name}_scale", f"{name.removesuffix('weight')}scale")
+            scale_name = next((x for x in beside if x in source.headers), None)
+            if scale_name is not None:
+                yield name, scale_name
+
+
+def _usual_block(source: StoredTensors, name: str, scale_name: str) -> tuple[int, int] | None:
+    """Return the default of `weight_block_size` if a scale has as many blocks, or None."""
+    shape, counts = (source.header(x).shape[-2:] for x in (name, scale_name))
+    fits = len(counts) == 2 and counts == tuple(-(-size // 128) for size in shape)
+    return (128, 128) if fits else None
+
+
+def block_size(source: StoredTensors, stated: Any) -> tuple[int, int] | None:
+    """Return the sizes of a block that the configuration states, or None if it states none.
+
+    **Raises:** `ValueError` where they are not two sizes.
+    """
+    if stated is None:
+        return None
+    if not (isinstance(stated, list) and [type(x) is int and x > 0 for x in stated] == [True] * 2):
+        raise ValueError(f"{source.folder.path}: {stated!r:.40} is not a valid block size")
+    return stated[0], stated[1]
+
+
+def scaled(
+    source: StoredTensors,
+    name: str,
+    scale_name: str,
+    *blocks: Sequence[int] | None,
+    zero_name: str | None = None,
+    dtype: str | None = None,
+) -> Weight:
+    """Return the weight `name`, a code a byte, with scales per block, row, group or tensor.
+
+    **Arguments:**
+
+    - `blocks`: the sizes of a tile along the last axes, -1 for a whole axis, of each configuration
+      that may be that of the weight. None, or no configuration, states nothing.
+
+    **Raises:** `ValueError` where the scales fit none of them, or two in different ways.
+    """
+    shape = tuple(source.header(name).shape)
+    counts = tuple(source.header(scale_name).shape)
+    if source.header(scale_name).dtype.name not in (*FLOATS, "float8_e8m0fnu"):
+        raise source.error(
+            scale_name, "is not a scale: its dtype is not a float of 16 or 32 bits or e8m0"
+        )
+    fitting = {_tiles(shape, counts, block) for block in blocks or (None,)} - {None}
+    if len(fitting) != 1:
+        stated = sorted(f"{list(block)}" for block in blocks if block is not None)
+        what = f"in blocks of {' or '.join(stated) or 'an unspecified size'}"
+        fits = "fits in several ways" if fitting else "does not fit"
+        raise source.error(
+            scale_name,
+            f"with shape {list(counts)} {fits} {list(shape)} {what}: correct the "
+            "quantization_config of config.json",
+        )
+    (tiles,) = fitting
+    assert tiles is not None
+    if zero_name is not None:
+        source.check(zero_name, counts, ("int8", "uint8", "int32", "int64", *FLOATS), scale_name)
+    dtype = dtype or source.dense_dtype(source.header(scale_name).dtype.name)
+    parts = (name, scale_name, *([] if zero_name is None else [zero_name]))
+    read = partial(_read, source, parts, tiles, dtype)
+    return Weight(name, shape, dtype, parts, read)
+
+
+def _tiles(
+    shape: tuple[int, ...], counts: tuple[int, ...], block: Sequence[int] | None
+) -> tuple[int, ...] | None:
+    """Return how many values share a scale along each axis, or None where the counts do not fit.
+
+    A scale of one number is that of the whole weight, whatever the block.
+    """
+    if counts in ((), (1,)):
+        return shape
+    if len(counts) == 1 and len(shape) == 2:
+        counts = (*counts, 1)
+    if len(counts) != len(shape):
+        return None
+    stated: Sequence[int | None] = [None] * len(shape)
+    if block is not None:
+        stated = (*[1] * (len(shape) - len(block)), *block)[-len(shape) :]
+    tiles: list[int] = []
+    for size, count, of in zip(shape, counts, stated, strict=True):
+        tile = tile_of(size, count, of)
+        if tile is None:
+            return None
+        tiles.append(min(tile, size))
+    return tuple(tiles)
+
+
+def _read(source: StoredTensors, parts: tuple[str, ...], tiles: tuple[int, ...], dtype: str) -> Any:
+    packed, *others = (source.read(name) for name in parts)
+    ones = [1] * packed.ndim
+    spread = []
+    for entries in others:
+        entries = entries.reshape(
+            [*entries.shape, *ones][: packed.ndim] if entries.size > 1 else ones
+        )
+        for axis, tile in enumerate(tiles):
+            if entries.shape[axis] > 1:
+                entries = tiled_axis(entries, axis, packed.shape[axis], tile)
+        spread.append(entries)
+    scale, zero = spread[0], spread[1] if len(spread) > 1 else None
+    if zero is not None:
+        if not np.count_nonzero(zero):  # `any` warns of a signalling NaN
+            zero = None
+        elif not np.issubdtype(zero.dtype, np.integer):
+            raise source.error(
+                parts[2], f"is {zero.dtype.name}, but a zero point must be an integer"
+            )
+    return quantized(packed, scale, zero, qtype=packed.dtype.name, packing=None, dtype=dtype)
+
+
+E8M0 = np.dtype(jnp.float8_e8m0fnu)
+
+
+def mxfp4_weights(source: StoredTensors) -> Iterator[Weight]:
+    """The weights of a folder like gpt-oss's."""
+    for name in source.modules("_blocks"):
+        yield _mxfp4_weight(source, name)
+
+
+def _mxfp4_weight(source: StoredTensors, name: str) -> Weight:
+    blocks, scales = f"{name}_blocks", f"{name}_scales"
+    header = source.header(blocks)
+    *lead, out, groups, width = source.shape(
+        blocks, rank=max(len(header.shape), 3), dtypes=("uint8",)
+    )
+    if width != 16:
+        raise source.error(blocks, f"has blocks of {width} bytes, not of 16")
+    source.check(scales, header.shape[:-1], ("uint8", "float8_e8m0fnu"), blocks)
+    dtype = source.dense_dtype("float8_e8m0fnu")
+    read = partial(_read_mxfp4, source, name, dtype)
+    return Weight(name, (*lead, groups * 32, out), dtype, (blocks, scales), read)
+
+
+def _read_mxfp4(source: StoredTensors, name: str, dtype: str) -> Any:
+    blocks = source.read(f"{name}_blocks")
+    packed = blocks.reshape(*blocks.shape[:-2], -1).swapaxes(-1, -2)
+    scale = source.read(f"{name}_scales").view(E8M0).swapaxes(-1, -2)
+    packing = Packing(-2, 2 * packed.shape[-2])
+    return quantized(packed, scale, qtype="mxfp4", packing=packing, dtype=dtype)

@@ -1,0 +1,432 @@
+"""`GgufFile`: the tensors of a GGUF file, read one at a time, each as one packed array."""
+
+import contextlib
+import math
+import os
+import re
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import jax
+import numpy as np
+
+from ..quant import QArray
+from .gguf_blocks import BLOCK_TYPES, DENSE_TYPES
+from .gguf_header import (
+    LONGEST_NAME,
+    MAGIC,
+    MOST_AXES,
+    VERSIONS,
+    Entry,
+    aligned,
+    alignment_of,
+    mapped,
+    nbytes_of,
+    read_header,
+    type_layout,
+    write_string,
+    write_value,
+)
+from .gguf_huggingface import Origin, huggingface_config, names_of, order_of_rows, stored_names
+from .gguf_tensors import Encoded, decode, encode, with_factors, without_factors
+from .gguf_tokenizer import tokenizer as tokenizer
+from .gguf_tokenizer import tokenizer_files as tokenizer_files
+from .new_folder import replacing
+
+# By what the wavelengths of the rotary embedding are longer.
+_ROPE_FACTORS = "rope_freqs.weight"
+
+_PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+
+
+class GgufFile:
+    """The tensors of a GGUF file, or of one in parts `-00001-of-0000N.gguf`.
+
+    Opening maps the files into memory and reads what stands before the tensors; `read` reads one
+    tensor. Use it as a context manager.
+
+    **Arguments:**
+
+    - `path`: the file; of one in parts, any of them.
+    - `names`: None for GGUF's names, or "huggingface" for those of the model's own checkpoint, in
+      which the rows of queries and keys are in another order, too, and experts are a tensor each.
+      Tensors that are not in such a checkpoint (`rope_freqs.weight`) keep GGUF's.
+
+    A tensor `*.scale` beside a `*.weight` in NVFP4 is a part of that, and none for itself.
+
+    **Attributes:**
+
+    - `metadata`: a dict of what the file says beside its tensors, tokenizer included. Numbers are
+      Python's or NumPy's, arrays of numbers are NumPy's, and others lists.
+    - `config`: of that, what `config.json` has; see `huggingface_config`.
+
+    **Raises:** `FileNotFoundError` where there is no file, or a part is missing. `ValueError`, in
+    one line that names the file, where it is truncated or no GGUF file of version 2 or 3; where the
+    names of its architecture are not known.
+
+    >>> import tempfile, numpy as np, veneer as vn
+    >>> from veneer.files.gguf import GgufFile, write_gguf
+    >>> w = vn.quant.quantize(np.ones((4, 32), np.float16), "int8", channelwise_axes=[0])
+    >>> path = tempfile.mkdtemp() + "/model.gguf"
+    >>> write_gguf(path, {"w": w}, {"general.architecture": "mine"})
+    >>> with GgufFile(path) as file:
+    ...     file.metadata["general.architecture"], file.types(), file.read("w").tile_shape
+    ('mine', {'w': 'Q8_0'}, (1, 32))
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, names: str | None = None):
+        self.path = Path(path)
+        self.metadata: dict[str, Any] = {}
+        self._entries: dict[str, tuple[np.ndarray, Entry]] = {}  # with the file's bytes
+        self._open()
+        self._factors = self._factors_of_nvfp4()
+        apart = self._entries.keys() - self._factors.values()
+        shapes = {name: x.shape for name, (_, x) in self._entries.items() if name in apart}
+        self._origins = {name: Origin(name) for name in shapes}
+        if names == "huggingface":
+            self._origins = _said_of(self.path, names_of, self.metadata, shapes)
+        elif names is not None:
+            raise ValueError(f"names must be 'huggingface' or None, not {names!r}")
+
+    def _open(self) -> None:
+        self.metadata = self._add(self.path)
+        parts = self.metadata.get("split.count", 1)
+        if not isinstance(parts, int | np.integer) or parts <= 1:
+            return
+        match = _PART.fullmatch(self.path.name)
+        if match is None or int(match[3]) != parts:
+            raise ValueError(
+                f"{self.path} is one of {parts} parts, but its name does not end in "
+                f"-00001-of-{parts:05}.gguf: rename it"
+            )
+        self._entries.clear()
+        for number in range(parts):
+            path = self.path.with_name(f"{match[1]}-{number + 1:05}-of-{parts:05}.gguf")
+            metadata = self._add(path)
+            if (metadata.get("split.no"), metadata.get("split.count")) != (number, parts):
+                raise ValueError(f"{path} is not part {number + 1} of {parts}, as its name says")
+            if number == 0:
+                self.metadata = metadata
+        stated = self.metadata.get("split.tensors.count", len(self._entries))
+        if stated != len(self._entries):
+            raise ValueError(
+                f"{self.path}: its parts have {len(self._entries)} of {stated} tensors"
+            )
+
+    def _add(self, path: Path) -> dict[str, Any]:
+        """Adds the tensors of one file, and returns its metadata."""
+        content = mapped(path)
+        metadata, entries = _said_of(path, read_header, content)
+        if twice := self._entries.keys() & entries.keys():
+            raise ValueError(f"tensor {min(twice)!r} is in {path} and in another part")
+        self._entries |= {name: (content, entry) for name, entry in entries.items()}
+        return metadata
+
+    def _factors_of_nvfp4(self) -> dict[str, str]:
+        """The tensors that the scales of others are times, by the names of these."""
+        factors = {}
+        for name, (_, entry) in self._entries.items():
+            beside = f"{name.removesuffix('weight')}scale"
+            if type_layout(entry.type)[0] == "NVFP4" and beside in self._entries:
+                factors[name] = beside
+        return factors
+
+    family = "gguf"
+
+    def __enter__(self) -> "GgufFile":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        # What is mapped is let go with the last array that is read from it: none is handed out.
+        self._entries = {}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._origins)
+
+    def __len__(self) -> int:
+        return len(self._origins)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._origins
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """What `config.json` of the model would say; see `huggingface_config`."""
+        factors = None
+        if _ROPE_FACTORS in self._entries:
+            factors = _read(*self._entries[_ROPE_FACTORS])
+        config = _said_of(self.path, huggingface_config, self.metadata, rope_factors=factors)
+        return config | {"tie_word_embeddings": "output.weight" not in self._entries}
+
+    def types(self) -> dict[str, str]:
+        """Returns GGUF's name of the type of each tensor, as Q4_K, by name."""
+        return {name: type_layout(self._find(name)[1].type)[0] for name in self}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Returns the shape of the values of each tensor, by name."""
+        return {name: self._find(name)[1].shape for name in self}
+
+    def dense_avals(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns shape and dtype of each tensor that is stored dense, by name."""
+        entries = {name: self._find(name)[1] for name in self}
+        return {
+            name: jax.ShapeDtypeStruct(entry.shape, DENSE_TYPES[entry.type][1])
+            for name, entry in entries.items()
+            if entry.type in DENSE_TYPES
+        }
+
+    def _find(self, name: str) -> tuple[np.ndarray, Entry]:
+        """The bytes of the file that has a tensor, and where it is there."""
+        stored, expert = self._origins[name]
+        content, entry = self._entries[stored]
+        if expert is None:
+            return content, entry
+        size = entry.nbytes // entry.shape[0]
+        return content, Entry(entry.type, entry.shape[1:], entry.start + expert * size, size)
+
+    def read(self, name: str) -> np.ndarray | QArray:
+        """Reads one tensor, to the bit: a NumPy array where it is stored dense, else a QArray.
+
+        A QArray stands for float32, as the file's values are worth: `[out, in]` for a matrix.
+
+        **Raises:** `KeyError` for a name that is not there. `ValueError` for a type of blocks that
+        is not read here, and for blocks with scales that are no number.
+        """
+        content, entry = self._find(name)
+        stored, expert = self._origins[name]
+        try:
+            order = None
+            if name != stored:
+                order = order_of_rows(stored, entry.shape, self.metadata)
+            value = _read(content, entry, order)
+            if isinstance(value, QArray) and stored in self._factors:
+                factors = _read(*self._entries[self._factors[stored]])
+                value = with_factors(value, factors, expert)
+            return value
+        except ValueError as error:
+            raise ValueError(f"{self.path}: tensor {name!r}: {error}") from None
+
+
+def _read(
+    content: np.ndarray, entry: Entry, order: np.ndarray | None = None
+) -> np.ndarray | QArray:
+    content = content[entry.start : entry.start + entry.nbytes]
+    if entry.type in DENSE_TYPES:
+        array = content.view(DENSE_TYPES[entry.type][1]).reshape(entry.shape)
+        return np.array(array if order is None else array[order])
+    if entry.type not in BLOCK_TYPES:
+        known = ", ".join(row.name for row in BLOCK_TYPES.values())
+        raise ValueError(f"its type is {type_layout(entry.type)[0]}; supported are {known}")
+    count = math.prod(entry.shape[:-1])
+    rows = content.reshape(count, entry.nbytes // max(count, 1))
+    return decode(rows, BLOCK_TYPES[entry.type], entry.shape, order)
+
+
+def _said_of(path: Path, function: Any, *args: Any, **options: Any) -> Any:
+    """What a function gives, whose errors are said of a file."""
+    try:
+        return function(*args, **options)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+_NUMBER_OF = {dtype: number for number, (_, dtype) in DENSE_TYPES.items()}
+
+# The version of the layouts of blocks, which llama.cpp asks for.
+_QUANTIZATION_VERSION = ("general.quantization_version", 2)
+
+
+def write_gguf(
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, Any],
+    metadata: Mapping[str, Any] | None = None,
+    *,
+    names: str | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Writes a GGUF file of version 3, which holds every code, scale and minimum exactly.
+
+    A QArray is written in the smallest type of blocks that holds it: int4 with a scale for 32
+    values along the last axis as Q4_0, int8 as Q8_0, what `GgufFile` has read as what it was.
+    Scales of wider tiles are repeated, those of f32 written where they are numbers of f16, and
+    zero points taken into the codes.
+
+    **Arguments:**
+
+    - `path`: the file to make, usually `.gguf`. It appears when it is complete.
+    - `tensors`: arrays `[out, in]`, of up to 4 axes, by names of at most 63 bytes: QArrays, and
+      NumPy or JAX arrays of float16, bfloat16, float32, float64 and int8 to int64. A mapping that
+      reads each when it is looked up is looked up twice, and one tensor at a time.
+    - `metadata`: as that of `GgufFile`. Python's integers are written in 4 bytes if they fit, its
+      floats as f32, NumPy's numbers and arrays in their dtypes. What says that a file is in parts
+      is left out.
+    - `names`: None where the names are GGUF's, or "huggingface" where they, and the order of rows
+      of queries and keys, are those of the model's own checkpoint, of the architecture that
+      `metadata` says. Vectors of 16 bits, norms and biases, are then f32, as llama.cpp has them.
+    - `overwrite`: whether a GGUF file that is there may be replaced.
+
+    **Raises:** `ValueError` naming the tensor that GGUF cannot hold, and why; `TypeError` for what
+    is no array and for metadata that GGUF does not have; `FileExistsError` where `path` exists;
+    `BlockingIOError` where another process or thread saves `path`. In each case nothing is written.
+
+    >>> import tempfile, jax.numpy as jnp, veneer as vn
+    >>> from veneer.files.gguf import GgufFile, write_gguf
+    >>> w = vn.quant.quantize(
+    ...     jnp.ones((2, 64)), "int4", channelwise_axes=[0], tiled_axes={1: 32},
+    ...     scale_dtype="float16",
+    ... )
+    >>> path = tempfile.mkdtemp() + "/model.gguf"
+    >>> write_gguf(path, {"w": w, "b": jnp.zeros(2)})
+    >>> with GgufFile(path) as file:
+    ...     file.types()
+    {'w': 'Q4_0', 'b': 'F32'}
+    """
+    metadata = {k: v for k, v in (metadata or {}).items() if not str(k).startswith("split.")}
+    # Each tensor is looked up twice, and not kept: it may be one that is read when it is asked for.
+    layout: dict[str, tuple[int, tuple[int, ...]]] = {}
+    for name, tensor, _ in _stored(tensors, metadata, names):
+        if name in layout:
+            raise ValueError(f"there are two tensors for {name!r}")
+        layout[name] = _layout(tensor)
+    if any(type in BLOCK_TYPES for type, _ in layout.values()):
+        metadata.setdefault(*_QUANTIZATION_VERSION)
+    alignment = alignment_of(metadata)
+    header = _header(metadata, layout, alignment)
+    with _aside(Path(path), overwrite) as file:
+        file.write(header)
+        for name, tensor, order in _stored(tensors, metadata, names):
+            _pad(file, alignment)
+            if _layout(tensor) != layout[name]:
+                raise ValueError(
+                    f"tensor {name!r} changed from {layout[name]} to {_layout(tensor)}"
+                )
+            if isinstance(tensor, Encoded):
+                file.writelines(part.data for part in tensor.parts(order))
+            else:
+                file.write((tensor if order is None else tensor[order]).tobytes())
+        _pad(file, alignment)
+
+
+def _stored(
+    tensors: Mapping[str, Any], metadata: Mapping[str, Any], names: str | None
+) -> Iterator[tuple[str, "Encoded | np.ndarray", np.ndarray | None]]:
+    """The tensors as they are stored, one at a time: GGUF's name, and which row comes where."""
+    stored: dict[str, str | list[str]] = {name: name for name in tensors}
+    if names == "huggingface":
+        stored = stored_names(metadata, tensors)
+    elif names is not None:
+        raise ValueError(f"names must be 'huggingface' or None, not {names!r}")
+    for name, of in stored.items():
+        if isinstance(of, str):
+            value = _dense_or_quantized(of, tensors[of])
+        else:
+            value = _stacked(name, [_dense_or_quantized(expert, tensors[expert]) for expert in of])
+        order = None
+        if names is not None:
+            order = order_of_rows(name, value.shape, metadata)
+            if value.ndim == 1 and value.dtype.name in ("float16", "bfloat16"):
+                value = value.astype(np.float32)
+        factors = None
+        if isinstance(value, QArray) and name.endswith(".weight"):
+            value, factors = without_factors(value)
+        encoded = _encoded(name, value)
+        yield name, encoded, None if order is None else np.argsort(order)
+        if factors is not None:
+            # The factors of scales of NVFP4 are a tensor beside it.
+            yield f"{name.removesuffix('weight')}scale", factors, None
+
+
+def _layout(tensor: "Encoded | np.ndarray") -> tuple[int, tuple[int, ...]]:
+    """The number of the type of a tensor, and its shape."""
+    if isinstance(tensor, Encoded):
+        return tensor.type.number, tensor.q.shape
+    return _NUMBER_OF[tensor.dtype], tensor.shape
+
+
+def _dense_or_quantized(name: str, value: Any) -> "QArray | np.ndarray":
+    if isinstance(value, QArray):
+        return value
+    if isinstance(value, np.ndarray | np.generic | jax.Array):
+        with contextlib.suppress(TypeError):  # of a key, and of what is traced
+            array = np.asarray(value)
+            return array.astype(array.dtype.newbyteorder("="), copy=False)
+    raise TypeError(
+        f"tensor {name!r} is a {type(value).__name__}, but GGUF can hold only QArrays and dense "
+        "arrays: convert it, for example with vn.materialise"
+    )
+
+
+def _stacked(name: str, values: "list[QArray | np.ndarray]") -> Any:
+    """The experts of a layer as one tensor."""
+    if len({(jax.tree.structure(value), value.shape, value.dtype) for value in values}) > 1:
+        raise ValueError(f"the experts of {name!r} differ in shape or format")
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *values)
+
+
+def _encoded(name: str, value: "QArray | np.ndarray") -> "Encoded | np.ndarray":
+    if not 0 < len(name.encode()) <= LONGEST_NAME:
+        raise ValueError(f"names in GGUF have at most {LONGEST_NAME} bytes: shorten {name!r}")
+    if value.ndim > MOST_AXES:
+        raise ValueError(
+            f"tensor {name!r} has shape {value.shape}, but GGUF has at most {MOST_AXES} axes"
+        )
+    if isinstance(value, QArray):
+        try:
+            return encode(value)
+        except ValueError as error:
+            raise ValueError(
+                f"GGUF cannot hold tensor {name!r}, a QArray of {value.qtype} {list(value.shape)} "
+                f"in tiles of {list(value.tile_shape)}: {error}. Quantize it accordingly "
+                "(vn.quant.Rule has tile_size, tile_axis and scale_dtype='float16'), or save "
+                "vn.materialise of it"
+            ) from None
+    if value.dtype not in _NUMBER_OF:
+        raise ValueError(
+            f"tensor {name!r} is {value.dtype.name}, but GGUF has only "
+            f"{', '.join(dtype.name for dtype in _NUMBER_OF)}: convert it with astype"
+        )
+    return value
+
+
+def _header(
+    metadata: Mapping[str, Any], layout: Mapping[str, tuple[int, tuple[int, ...]]], alignment: int
+) -> bytes:
+    header = [MAGIC, struct.pack("<IQQ", VERSIONS[-1], len(layout), len(metadata))]
+    for key, value in metadata.items():
+        if not isinstance(key, str):
+            raise TypeError(f"keys of metadata must be strings, not {key!r}")
+        try:
+            header += [write_string(key), write_value(value)]
+        except TypeError as error:
+            raise TypeError(f"metadata {key!r}: {error}") from None
+    offset = 0
+    for name, (type, shape) in layout.items():
+        header += [write_string(name), struct.pack("<I", len(shape))]
+        header.append(struct.pack(f"<{len(shape)}Q", *reversed(shape)))
+        header.append(struct.pack("<IQ", type, offset))
+        offset = aligned(offset + nbytes_of(shape, type), alignment)
+    return b"".join(header)
+
+
+def _pad(file: BinaryIO, alignment: int) -> None:
+    file.write(bytes(-file.tell() % alignment))
+
+
+@contextlib.contextmanager
+def _aside(path: Path, overwrite: bool) -> Iterator[BinaryIO]:
+    """Opens a new file that becomes `path` when the block ends, and vanishes when it fails."""
+    refusal = lambda path: None if _is_gguf(path) else "it is not a GGUF file"
+    with (
+        replacing(path, overwrite=overwrite, refusal=refusal) as aside,
+        aside.open("xb") as file,
+    ):
+        yield file
+
+
+def _is_gguf(path: Path) -> bool:
+    if path.is_symlink() or not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(MAGIC)) == MAGIC

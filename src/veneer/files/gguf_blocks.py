@@ -1,0 +1,357 @@
+"""The types of GGUF's blocks: where in a block its codes, scales and minima lie. A row each.
+
+A row of a tensor is a row of blocks, of 32 to 256 neighbours. A type says of its blocks which
+QArray they are: the format of the codes, how many share a scale, and, where scales and minima are
+small numbers themselves, their format and the one float above them.
+
+The layouts are those of llama.cpp's `ggml-common.h`; the `gguf` package is the reference.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+import ml_dtypes
+import numpy as np
+
+from .codes import pack, unpack
+
+
+@dataclasses.dataclass(frozen=True)
+class Bits:
+    """Numbers of 1, 2, 4 or 8 bits.
+
+    A byte has `8 // bits` places, the first its lowest bits. In each of `groups` runs of `size`
+    bytes lie first the numbers in the first place of the bytes, in their order, then those in the
+    next.
+
+    **Arguments:**
+
+    - `start`: the first byte of the first run.
+    - `places`: those that are meant, where others hold something else; None for all.
+    """
+
+    start: int
+    groups: int
+    size: int
+    bits: int
+    places: tuple[int, ...] | None = None
+
+    @property
+    def count(self) -> int:
+        """How many a block has."""
+        return self.groups * self.size * len(self._shifts())
+
+    def read(self, blocks: np.ndarray) -> np.ndarray:
+        """Returns the numbers of blocks."""
+        bytes_ = np.ascontiguousarray(self._bytes(blocks))
+        if self.bits == 8:
+            return bytes_
+        if self.size == 1 and self.places is None:
+            return unpack(bytes_, self.bits, self.count)
+        shifts = self._shifts()
+        words = self._words(bytes_, 1)[..., 0, :]
+        numbers = np.empty((*words.shape[:-1], len(shifts), words.shape[-1]), words.dtype)
+        mask = np.full(words.itemsize, 2**self.bits - 1, np.uint8).view(words.dtype)[0]
+        for i, shift in enumerate(shifts):
+            numbers[..., i, :] = (words >> shift) & mask
+        return numbers.view(np.uint8).reshape(*blocks.shape[:-1], self.count)
+
+    def write(self, blocks: np.ndarray, numbers: np.ndarray) -> None:
+        """Puts numbers into blocks."""
+        bytes_ = self._bytes(blocks)
+        if self.size == 1 and self.places is None:
+            bytes_ |= pack(numbers, self.bits)
+            return
+        shifts = self._shifts()
+        fields = self._words(np.ascontiguousarray(numbers), len(shifts))
+        words = fields[..., 0, :] << shifts[0]
+        for i, shift in enumerate(shifts[1:], 1):
+            words |= fields[..., i, :] << shift
+        bytes_ |= words.view(np.uint8).reshape(bytes_.shape)
+
+    def _words(self, bytes_: np.ndarray, places: int) -> np.ndarray:
+        """Bytes, as many for each place, as the largest words that make up a run of them.
+
+        `[..., groups, places, words]`: what is done to one is done to several bytes at once.
+        """
+        size = next(size for size in (8, 4, 2, 1) if self.size % size == 0)
+        runs = (*bytes_.shape[:-1], self.groups, places, self.size // size)
+        return bytes_.view(f"<u{size}").reshape(runs)
+
+    def _bytes(self, blocks: np.ndarray) -> np.ndarray:
+        return blocks[..., self.start : self.start + self.groups * self.size]
+
+    def _shifts(self) -> list[int]:
+        places = range(8 // self.bits) if self.places is None else self.places
+        return [self.bits * place for place in places]
+
+
+@dataclasses.dataclass(frozen=True)
+class Joined:
+    """Numbers whose low bits lie in one place and whose high bits in another."""
+
+    low: Bits
+    high: Bits
+
+    @property
+    def count(self) -> int:
+        """How many a block has."""
+        return self.low.count
+
+    def read(self, blocks: np.ndarray) -> np.ndarray:
+        """Returns the numbers of blocks."""
+        return self.low.read(blocks) | (self.high.read(blocks) << self.low.bits)
+
+    def write(self, blocks: np.ndarray, numbers: np.ndarray) -> None:
+        """Puts numbers into blocks."""
+        self.low.write(blocks, numbers & (2**self.low.bits - 1))
+        self.high.write(blocks, numbers >> self.low.bits)
+
+
+@dataclasses.dataclass(frozen=True)
+class EightOfSixBits:
+    """The scales, or the minima, of Q4_K and Q5_K, in the 12 bytes that both share.
+
+    The first four lie each in the low bits of a byte. Of the last four, the two high bits are above
+    those, and the four low bits in a nibble of the last four bytes.
+    """
+
+    start: int  # of the first four
+    nibbles: int  # the first byte that holds low bits of the last four
+    shift: int
+    count: ClassVar[int] = 8
+
+    def read(self, blocks: np.ndarray) -> np.ndarray:
+        """Returns the numbers of blocks."""
+        first = blocks[..., self.start : self.start + 4]
+        low = (blocks[..., self.nibbles : self.nibbles + 4] >> self.shift) & 15
+        return np.concatenate([first & 63, low | (first >> 6 << 4)], -1)
+
+    def write(self, blocks: np.ndarray, numbers: np.ndarray) -> None:
+        """Puts numbers into blocks."""
+        first, last = numbers[..., :4], numbers[..., 4:]
+        blocks[..., self.start : self.start + 4] |= first | (last >> 4 << 6)
+        blocks[..., self.nibbles : self.nibbles + 4] |= (last & 15) << self.shift
+
+
+# The runs of a block of TQ1_0: first byte, bytes, digits that a byte has.
+_DIGITS = ((0, 32, 5), (32, 16, 5), (48, 4, 4))
+
+
+class Digits:
+    """256 digits of base 3, five to a byte and in the last four bytes four.
+
+    A byte is a number below 1, in 256ths: times 3, what it has above 1 is its first digit.
+    """
+
+    count = 256
+
+    def read(self, blocks: np.ndarray) -> np.ndarray:
+        """Returns the numbers of blocks."""
+        runs = []
+        for start, size, count in _DIGITS:
+            rest = blocks[..., start : start + size]
+            for _ in range(count):
+                tripled = rest * np.uint16(3)
+                runs.append((tripled >> 8).astype(np.uint8))
+                rest = tripled.astype(np.uint8)
+        return np.concatenate(runs, -1)
+
+    def write(self, blocks: np.ndarray, numbers: np.ndarray) -> None:
+        """Puts numbers into blocks."""
+        done = 0
+        for start, size, count in _DIGITS:
+            total = np.zeros((*blocks.shape[:-1], size), np.uint16)
+            for place in range(count):
+                digits = numbers[..., done : done + size]
+                total += digits * np.uint16(3 ** (4 - place))
+                done += size
+            # Rounded up, lest the last digit be lost as it is read.
+            blocks[..., start : start + size] = (total * 256 + 242) // 243
+
+
+_F16 = np.dtype("<f2")
+_E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
+_E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+
+# The bytes of floats of 8 bits that are numbers without a sign. Of others llama.cpp makes numbers
+# that the dtypes do not have, and writes none.
+LARGEST_SCALES = {_E8M0: 0xFE, _E4M3: 0x7E}
+
+
+# What `read` returns of blocks, uint8 `[..., bytes]`, is uint8 `[..., count]`: numbers without a
+# sign. `write` puts such numbers into blocks of which the bits there are 0.
+Numbers = Bits | Joined | EightOfSixBits | Digits
+
+
+@dataclasses.dataclass(frozen=True)
+class Floats:
+    """Scales or minima of a block: floats, or small numbers under one float.
+
+    **Arguments:**
+
+    - `start`, `dtype`, `count`: where the floats lie, what they are, and how many.
+    - `negated`: whether the file holds them with the other sign.
+    - `qtype`, `numbers`, `flipped`: where each is a number times the one float, what `BlockType`
+      says of codes.
+    """
+
+    start: int
+    dtype: np.dtype = _F16
+    count: int = 1
+    _: dataclasses.KW_ONLY
+    negated: bool = False
+    qtype: str | None = None
+    numbers: Numbers | None = None
+    flipped: int = 0
+
+    def read(self, blocks: np.ndarray) -> np.ndarray:
+        """Returns the floats of blocks, uint8 `[..., bytes]`: `[..., count]`."""
+        bytes_ = blocks[..., self.start : self.start + self.count * self.dtype.itemsize]
+        bytes_ = np.ascontiguousarray(bytes_)
+        largest = LARGEST_SCALES.get(self.dtype, 0xFF)
+        if bytes_.size and bytes_.max() > largest:
+            raise ValueError(f"it has scales that are negative or NaN: above 0x{largest:X}")
+        floats = bytes_.view(self.dtype)
+        return -floats if self.negated else floats
+
+    def write(self, blocks: np.ndarray, floats: np.ndarray) -> None:
+        """Puts floats `[..., count]` into blocks."""
+        bytes_ = np.ascontiguousarray(-floats if self.negated else floats).view(np.uint8)
+        blocks[..., self.start : self.start + bytes_.shape[-1]] = bytes_
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockType:
+    """A type of blocks, and the QArray that they are: codes · scale + minimum.
+
+    **Arguments:**
+
+    - `name`, `number`: GGUF's.
+    - `values`, `nbytes`: of a block.
+    - `qtype`: the format of the codes.
+    - `codes`: where they lie.
+    - `flipped`: the bits of a code that are the other way round in the file. Its highest, where the
+      file adds `2**(bits - 1)` to codes with a sign.
+    """
+
+    name: str
+    number: int
+    values: int
+    nbytes: int
+    _: dataclasses.KW_ONLY
+    qtype: str
+    codes: Numbers
+    flipped: int = 0
+    scale: Floats = Floats(0)
+    minimum: Floats | None = None
+
+
+_NIBBLES = Bits(2, 1, 16, 4)
+_SCALES_OF_6 = EightOfSixBits(4, nibbles=12, shift=0)
+_MINIMA_OF_6 = EightOfSixBits(8, nibbles=12, shift=4)
+
+_ROWS = (
+    BlockType("Q4_0", 2, 32, 18, qtype="int4", codes=_NIBBLES, flipped=8),
+    BlockType("Q4_1", 3, 32, 20, qtype="uint4", codes=Bits(4, 1, 16, 4), minimum=Floats(2)),
+    BlockType(
+        *("Q5_0", 6, 32, 22),
+        qtype="int5",
+        codes=Joined(Bits(6, 1, 16, 4), Bits(2, 4, 1, 1)),
+        flipped=16,
+    ),
+    BlockType(
+        *("Q5_1", 7, 32, 24),
+        qtype="uint5",
+        codes=Joined(Bits(8, 1, 16, 4), Bits(4, 4, 1, 1)),
+        minimum=Floats(2),
+    ),
+    BlockType("Q8_0", 8, 32, 34, qtype="int8", codes=Bits(2, 1, 32, 8)),
+    BlockType(
+        *("Q2_K", 10, 256, 84),
+        qtype="uint2",
+        codes=Bits(16, 2, 32, 2),
+        scale=Floats(80, qtype="uint4", numbers=Bits(0, 1, 16, 4, places=(0,))),
+        minimum=Floats(82, negated=True, qtype="uint4", numbers=Bits(0, 1, 16, 4, places=(1,))),
+    ),
+    BlockType(
+        *("Q3_K", 11, 256, 110),
+        qtype="int3",
+        codes=Joined(Bits(32, 2, 32, 2), Bits(0, 1, 32, 1)),
+        flipped=4,
+        scale=Floats(
+            108, qtype="int6", numbers=Joined(Bits(96, 1, 8, 4), Bits(104, 1, 4, 2)), flipped=32
+        ),
+    ),
+    BlockType(
+        *("Q4_K", 12, 256, 144),
+        qtype="uint4",
+        codes=Bits(16, 4, 32, 4),
+        scale=Floats(0, qtype="uint6", numbers=_SCALES_OF_6),
+        minimum=Floats(2, negated=True, qtype="uint6", numbers=_MINIMA_OF_6),
+    ),
+    BlockType(
+        *("Q5_K", 13, 256, 176),
+        qtype="uint5",
+        codes=Joined(Bits(48, 4, 32, 4), Bits(16, 1, 32, 1)),
+        scale=Floats(0, qtype="uint6", numbers=_SCALES_OF_6),
+        minimum=Floats(2, negated=True, qtype="uint6", numbers=_MINIMA_OF_6),
+    ),
+    BlockType(
+        *("Q6_K", 14, 256, 210),
+        qtype="int6",
+        codes=Joined(Bits(0, 2, 64, 4), Bits(128, 2, 32, 2)),
+        flipped=32,
+        scale=Floats(208, qtype="int8", numbers=Bits(192, 1, 16, 8)),
+    ),
+    BlockType("IQ4_NL", 20, 32, 18, qtype="iq4_nl", codes=_NIBBLES),
+    BlockType(
+        *("IQ4_XS", 23, 256, 136),
+        qtype="iq4_nl",
+        codes=Bits(8, 8, 16, 4),
+        scale=Floats(
+            0, qtype="int6", numbers=Joined(Bits(4, 4, 1, 4), Bits(2, 2, 1, 2)), flipped=32
+        ),
+    ),
+    BlockType("TQ1_0", 34, 256, 54, qtype="ternary", codes=Digits(), scale=Floats(52)),
+    # Its fields are -1, 0, 1 and 2, times d: with the other signs, numbers of two bits.
+    BlockType(
+        *("TQ2_0", 35, 256, 66),
+        qtype="int2",
+        codes=Bits(0, 2, 32, 2),
+        flipped=1,
+        scale=Floats(64, negated=True),
+    ),
+    BlockType("MXFP4", 39, 32, 17, qtype="mxfp4", codes=Bits(1, 1, 16, 4), scale=Floats(0, _E8M0)),
+    BlockType(
+        "NVFP4", 40, 64, 36, qtype="nvfp4", codes=Bits(4, 4, 8, 4), scale=Floats(0, _E4M3, 4)
+    ),
+)
+
+BLOCK_TYPES: dict[int, BlockType] = {row.number: row for row in _ROWS}
+
+# Types whose values are stored as they are, by number.
+DENSE_TYPES: dict[int, tuple[str, np.dtype]] = {
+    0: ("F32", np.dtype("<f4")),
+    1: ("F16", np.dtype("<f2")),
+    24: ("I8", np.dtype("i1")),
+    25: ("I16", np.dtype("<i2")),
+    26: ("I32", np.dtype("<i4")),
+    27: ("I64", np.dtype("<i8")),
+    28: ("F64", np.dtype("<f8")),
+    30: ("BF16", np.dtype(ml_dtypes.bfloat16)),
+}
+
+# Types that GGUF has and that are not read here: name, values and bytes of a block.
+OTHER_TYPES: dict[int, tuple[str, int, int]] = {
+    9: ("Q8_1", 32, 40),
+    15: ("Q8_K", 256, 292),
+    16: ("IQ2_XXS", 256, 66),
+    17: ("IQ2_XS", 256, 74),
+    18: ("IQ3_XXS", 256, 98),
+    19: ("IQ1_S", 256, 50),
+    21: ("IQ3_S", 256, 110),
+    22: ("IQ2_S", 256, 82),
+    29: ("IQ1_M", 256, 56),
+    41: ("Q1_0", 128, 18),
+}

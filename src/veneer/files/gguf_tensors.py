@@ -1,0 +1,273 @@
+"""From the blocks of a tensor to a QArray, and back: a part of the rows at a time."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from ..quant import Format, Packing, QArray, get_format
+from .codes import pack, unpack
+from .gguf_blocks import BLOCK_TYPES, LARGEST_SCALES, BlockType, Floats
+
+# Of codes a byte each: few enough to stay in a processor's cache.
+_VALUES_AT_ONCE = 2**18
+
+
+def decode(
+    rows: np.ndarray, type: BlockType, shape: tuple[int, ...], order: np.ndarray | None = None
+) -> QArray:
+    """Returns the QArray of the blocks of a tensor, its leaves in NumPy.
+
+    **Arguments:**
+
+    - `rows`: their bytes, uint8 `[rows, bytes]`.
+    - `shape`: of the values, `[..., n]`.
+    - `order`: which row comes at each place; None for all in order.
+
+    **Raises:** `ValueError` where a scale is not one.
+    """
+    leaves: list[np.ndarray] = []
+    for part in _parts(len(rows), shape[-1]):
+        bytes_ = rows[part] if order is None else rows[order[part]]
+        blocks = bytes_.reshape(len(bytes_), shape[-1] // type.values, type.nbytes)
+        decoded = [*_read(blocks, type)]
+        leaves = leaves or [np.empty((len(rows), x.shape[1]), x.dtype) for x in decoded]
+        for leaf, x in zip(leaves, decoded, strict=True):
+            leaf[part] = x
+    arrays = iter([leaf.reshape(*shape[:-1], leaf.shape[1]) for leaf in leaves])
+
+    def quantized(qtype: str, size: int, scale: Floats, minimum: Floats | None) -> QArray:
+        packing = None if get_format(qtype).bits == 8 else Packing(-1, size)
+        # Products of these few bits are exact in f32, and not in the 16 bits of the floats.
+        return QArray.from_packed(
+            next(arrays),
+            floats(scale),
+            minimum=None if minimum is None else floats(minimum),
+            qtype=qtype,
+            packing=packing,
+            dense_dtype="float32",
+        )
+
+    def floats(part: Floats) -> Any:
+        if part.numbers is None:
+            return next(arrays)
+        count = shape[-1] // type.values * part.numbers.count
+        return quantized(str(part.qtype), count, dataclasses.replace(part, numbers=None), None)
+
+    return quantized(type.qtype, shape[-1], type.scale, type.minimum)
+
+
+def _parts(rows: int, values: int) -> Iterator[slice]:
+    """Some rows at a time; of none, no rows once."""
+    step = max(1, _VALUES_AT_ONCE // max(values, 1))
+    for start in range(0, max(rows, 1), step):
+        yield slice(start, min(start + step, rows))
+
+
+def _read(blocks: np.ndarray, type: BlockType) -> Iterator[np.ndarray]:
+    """The leaves of blocks `[rows, blocks, bytes]`, each `[rows, ...]`, in a QArray's order."""
+    yield _packed(type.codes.read(blocks), type.qtype, type.flipped)
+    for part in (type.scale, type.minimum):
+        if part is None:
+            continue
+        if part.numbers is not None:
+            yield _packed(part.numbers.read(blocks), str(part.qtype), part.flipped)
+        yield _joined(part.read(blocks))
+
+
+def _packed(fields: np.ndarray, qtype: str, flipped: int) -> np.ndarray:
+    format = get_format(qtype)
+    fields = _joined(fields ^ np.uint8(flipped) if flipped else fields)
+    return pack(fields, format.bits).view(format.storage_dtype)
+
+
+def _joined(x: np.ndarray) -> np.ndarray:
+    """What blocks have, `[rows, blocks, n]`, as rows."""
+    return x.reshape(len(x), x.shape[1] * x.shape[2])
+
+
+_E4M3 = "float8_e4m3fn"
+
+
+def with_factors(q: QArray, factors: Any, expert: int | None = None) -> QArray:
+    """Returns a QArray with scales in e4m3, times factors: one of all values, or of each matrix.
+
+    **Arguments:**
+
+    - `factors`: f32 `[1]` or `[matrices]`.
+    - `expert`: which of the matrices `q` is; None for all.
+
+    **Raises:** `ValueError` where they are others.
+    """
+    if expert is not None and factors.shape != (1,):
+        factors = factors[expert : expert + 1]
+    matrices = q.shape[0] if q.ndim == 3 else 1
+    if factors.dtype != np.float32 or factors.shape not in ((), (1,), (matrices,)):
+        raise ValueError(f"its scale is {factors.dtype.name} {factors.shape}, not one f32")
+    factors = np.asarray(factors).reshape(-1, *[1] * (q.ndim - 1))
+    packed: Any = q.scale
+    return q.replace(scale=QArray.from_packed(packed, factors, qtype=_E4M3, dense_dtype="float32"))
+
+
+def without_factors(q: QArray) -> tuple[QArray, np.ndarray | None]:
+    """Undoes `with_factors`: returns what they are taken from, and them; None if there are none."""
+    scale = q.scale
+    if not isinstance(scale, QArray) or scale.qtype != _E4M3 or isinstance(scale.scale, QArray):
+        return q, None
+    factors = np.asarray(scale.scale)
+    if factors.size != factors.shape[0] or q.ndim < 2 or (q.ndim < 3 and factors.size > 1):
+        return q, None
+    return q.replace(scale=scale.packed), factors.astype(np.float32).reshape(-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Encoded:
+    """A QArray as blocks of a type.
+
+    **Arguments:**
+
+    - `floats`: where the floats of a part lie, they, and the numbers under them.
+    """
+
+    type: BlockType
+    q: QArray
+    floats: Sequence[tuple[Floats, np.ndarray, np.ndarray | None]]
+
+    def parts(self, order: np.ndarray | None = None) -> Iterator[np.ndarray]:
+        """Yields the blocks, a part of the rows at a time: uint8 `[rows, bytes]`.
+
+        **Arguments:**
+
+        - `order`: which row comes at each place; None for all in order.
+        """
+        *leading, size = self.q.shape
+        count = size // self.type.values
+        fields_of = _fields_of(self.q, get_format(self.type.qtype))
+        for part in _parts(math.prod(leading), size):
+            rows = part if order is None else order[part]
+            fields = fields_of(rows)
+            blocks = np.zeros((len(fields), count, self.type.nbytes), np.uint8)
+            fields = fields.reshape(*blocks.shape[:2], self.type.values)
+            self.type.codes.write(blocks, fields ^ np.uint8(self.type.flipped))
+            for place, floats, numbers in self.floats:
+                place.write(blocks, floats[rows].reshape(*blocks.shape[:2], place.count))
+                if place.numbers is not None and numbers is not None:
+                    fields = numbers[rows].reshape(*blocks.shape[:2], place.numbers.count)
+                    place.numbers.write(blocks, fields ^ np.uint8(place.flipped))
+            yield blocks.reshape(len(blocks), count * self.type.nbytes)
+
+
+def encode(q: QArray) -> Encoded:
+    """Returns a QArray as the blocks that hold its codes, scales and minima exactly.
+
+    **Raises:** `ValueError`, saying why, where no type of blocks does.
+    """
+    if q.ndim == 0:
+        raise ValueError("it is a scalar, but blocks of GGUF have at least 32 values")
+    reasons = []
+    for type in _candidates(q):
+        try:
+            return _encoded(q, type)
+        except _Misfit as reason:
+            reasons.append(f"{type.name}: {reason}")
+    raise ValueError("; ".join(reasons) or f"GGUF has no type with codes of {q.qtype}")
+
+
+class _Misfit(Exception):
+    """Why a QArray is not blocks of a type."""
+
+
+def _candidates(q: QArray) -> list[BlockType]:
+    """The types whose codes are those of `q`, or integers with room for them; small ones first."""
+    format = q.format
+    if format.is_integer:
+        low, high = format.code_range
+        if q.zero_point is not None and q.zero_point.size:
+            zero = np.asarray(q.zero_point).astype(int)
+            low, high = low - int(zero.max()), high - int(zero.min())
+    fitting = []
+    for type in BLOCK_TYPES.values():
+        other = get_format(type.qtype)
+        if format.is_integer and other.is_integer:
+            fits = other.code_range[0] <= low and high <= other.code_range[1]
+        else:
+            fits = format.codebook is not None and format.codebook == other.codebook
+        if fits:
+            fitting.append(type)
+    return sorted(fitting, key=lambda type: type.nbytes / type.values)
+
+
+def _encoded(q: QArray, type: BlockType) -> Encoded:
+    if q.shape[-1] % type.values:
+        raise _Misfit(f"the last axis of {q.shape} is not a multiple of {type.values}")
+    floats = [(type.scale, *_floats(q.scale, q.shape, type, type.scale, "scale"))]
+    if type.minimum is not None:
+        minimum = np.zeros([1] * q.ndim, np.float16) if q.minimum is None else q.minimum
+        floats.append((type.minimum, *_floats(minimum, q.shape, type, type.minimum, "minimum")))
+    elif q.minimum is not None:
+        raise _Misfit("it must not have a minimum")
+    return Encoded(type, q, floats)
+
+
+def _floats(
+    leaf: Any, shape: tuple[int, ...], type: BlockType, place: Floats, name: str
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Scales or minima of `shape`, each row of values a row: floats, and numbers under them."""
+    numbers = None
+    count = shape[-1] // type.values
+    if place.numbers is not None:
+        if not isinstance(leaf, QArray) or leaf.qtype != place.qtype or leaf.zero_point is not None:
+            raise _Misfit(
+                f"its {name} must be {place.qtype} with one float per {type.values} values"
+            )
+        fields = _fields_of(leaf, leaf.format)(slice(None)).reshape(leaf.shape)
+        numbers = _repeated(fields, (*shape[:-1], count * place.numbers.count), name)
+        leaf = leaf.scale
+    else:
+        count *= place.count
+    wide = np.asarray(leaf.dequantize() if isinstance(leaf, QArray) else leaf)
+    floats = _repeated(_exactly(wide, place.dtype, name), (*shape[:-1], count), name)
+    return floats, numbers
+
+
+def _exactly(floats: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
+    floats = floats if floats.dtype == np.float64 else floats.astype(np.float32)
+    with np.errstate(over="ignore"):
+        narrow = floats.astype(dtype)
+    back = narrow.astype(floats.dtype)
+    if not np.all((back == floats) | (np.isnan(back) & np.isnan(floats))):
+        raise _Misfit(f"its {name} must be exact in {dtype.name}")
+    largest = LARGEST_SCALES.get(dtype, 0xFF)
+    if narrow.size and dtype.itemsize == 1 and narrow.view(np.uint8).max() > largest:
+        raise _Misfit(f"its {name} must be {dtype.name}, nonnegative and not NaN")
+    return narrow
+
+
+def _repeated(leaf: np.ndarray, shape: tuple[int, ...], name: str) -> np.ndarray:
+    """A leaf with an entry for each tile of blocks, which lie within its tiles: `[rows, tiles]`."""
+    for axis, (size, count) in enumerate(zip(shape, leaf.shape, strict=True)):
+        if count and size % count:
+            raise _Misfit(f"its {name} must have {size} entries along axis {axis}, not {count}")
+        leaf = leaf if size == count else np.repeat(leaf, size // max(count, 1), axis)
+    return leaf.reshape(math.prod(shape[:-1]), shape[-1])
+
+
+def _fields_of(q: QArray, format: Format) -> Callable[[slice | np.ndarray], np.ndarray]:
+    """The codes of `q`, some rows at a time, as the fields of those of another format."""
+    *leading, size = q.shape
+    count = math.prod(leading)
+    at_last_axis = q.packing is None or q.packing.axis == -1
+    if q.qtype == format.name and q.zero_point is None and at_last_axis:
+        packed = np.asarray(q.packed).reshape(count, q.packed.shape[-1])
+        if q.format.bits == 8 or q.packing is None:
+            return lambda part: packed[part].view(np.uint8)
+        return lambda part: unpack(packed[part], q.format.bits, size)
+    codes = np.asarray(q.codes())
+    if q.zero_point is not None:
+        zero = _repeated(np.asarray(q.zero_point), q.shape, "zero_point").reshape(q.shape)
+        codes = (codes.astype(np.int16) - zero).astype(format.byte_dtype)
+    fields = np.asarray(format.to_fields(jnp.asarray(codes))).reshape(count, size)
+    return lambda part: fields[part]

@@ -1,0 +1,236 @@
+"""GPTQ: codes in words along the input, zero points in words along the output.
+
+As AutoGPTQ and GPTQModel write them: `qweight` i32 `[in * bits / 32, out]` and `qzeros` i32
+`[groups, out * bits / 32]` are bit streams along their packed axis, `scales` is `[groups, out]`,
+and `g_idx` i32 `[in]` says the group of each input, in any order where `desc_act` is set. The value
+is `(q - z) * s`, z being the stored zero point, plus one in the first version of the format.
+
+AutoGPTQ takes 1 from each zero point and has none of 0. GPTQModel has, and takes 1 from each place
+of a word as of one number, so that a 0 borrows from the next; of 3 bits, from each alone, modulo 8.
+"""
+
+import math
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ..quant.formats.packing import packed_size
+from ..types.basis import Permuted
+from . import codes
+from .affine import AffineParts, Stored, UnsupportedByFormat, affine, affine_parts, most_common
+from .codes import pack
+from .stored_tensors import FLOATS, StoredTensors, Weight, sorted_groups
+
+# Of which the zero points are looked at to tell the versions of a symmetric folder apart.
+_MODULES_LOOKED_AT = 4
+
+
+def weights(source: StoredTensors) -> Iterator[Weight]:
+    """The weights of a folder of GPTQ's."""
+    layout = source.quantization.get("checkpoint_format", "gptq")
+    if layout not in ("gptq", "gptq_v2"):
+        raise ValueError(
+            f"{source.folder.path} has 'checkpoint_format': {layout!r:.20}; supported are gptq and "
+            "gptq_v2. vn.load(..., raw=True) loads the stored tensors"
+        )
+    plus_one = _plus_one(source)
+    for module in source.modules(".qweight"):
+        yield _weight(source, module, plus_one)
+
+
+def is_stored(source: StoredTensors, module: str) -> bool:
+    """Whether `qweight` lies as GPTQ's: AWQ's, of the same name, has words along the output."""
+    headers = source.headers
+    qweight, scales = headers.get(f"{module}.qweight"), headers.get(f"{module}.scales")
+    return bool(qweight and scales and qweight.shape[1:] == scales.shape[1:])
+
+
+def _weight(source: StoredTensors, module: str, plus_one: bool) -> Weight:
+    qweight, qzeros = f"{module}.qweight", f"{module}.qzeros"
+    scales, g_idx = f"{module}.scales", f"{module}.g_idx"
+    words, out = source.shape(qweight, rank=2, dtypes=("int32", "uint32"))
+    groups, _ = source.shape(scales, rank=2, dtypes=FLOATS)
+    bits = _bits(source, module, out)
+    size = words * 32 // bits
+    source.check(scales, (groups, out), FLOATS, qweight)
+    source.check(qzeros, (groups, out * bits // 32), ("int32", "uint32"), scales)
+    if words * 32 % bits or not size or not groups:
+        raise source.error(qweight, f"has {words} words, which do not fit codes of {bits} bits")
+    if g_idx in source.headers:
+        source.check(g_idx, (size,), ("int32", "int64"), qweight)
+        tile = None
+    else:
+        stated = source.stated_size(_stated_for(source, module))
+        tile = source.tile(scales, size, groups, stated)
+    dtype = source.dense_dtype(source.header(scales).dtype.name)
+    stored = [name for name in (qweight, qzeros, scales, g_idx) if name in source.headers]
+    read = partial(_read, source, module, bits, size, tile, plus_one, dtype)
+    return Weight(f"{module}.weight", (out, size), dtype, tuple(stored), read)
+
+
+def _read(
+    source: StoredTensors,
+    module: str,
+    bits: int,
+    size: int,
+    tile: int | None,
+    plus_one: bool,
+    dtype: str,
+) -> Any:
+    scale = source.read(f"{module}.scales").T
+    zero = _zero_points(source, module, bits, plus_one).T
+    order = None
+    groups = _groups(source, module, size, scale.shape[1], tile)
+    if groups is not None:
+        order, of_tile = sorted_groups(groups)
+        if not np.array_equal(of_tile, np.arange(scale.shape[1])):
+            scale, zero = scale[:, of_tile], zero[:, of_tile]
+
+    def packed_rows(words: np.ndarray) -> np.ndarray:
+        data = codes.bytes_of(words)
+        if order is None:
+            return codes.from_stream(data, bits, size)
+        return pack(np.take(codes.fields_of_stream(data, bits, size), order, 1), bits)
+
+    width = size if bits == 8 else packed_size(size, bits)
+    packed = codes.by_rows(packed_rows, source.read(f"{module}.qweight").T, width)
+    weight = affine(packed, scale, zero, bits=bits, size=size, dtype=dtype)
+    return weight if order is None else Permuted(weight, order[None])
+
+
+def _groups(
+    source: StoredTensors, module: str, size: int, groups: int, tile: int | None
+) -> np.ndarray | None:
+    """Return the group of each input, or None where groups of one size follow each other.
+
+    `tile` is the size of a group where there is no `g_idx`.
+    """
+    index = source.read(f"{module}.g_idx") if tile is None else np.arange(size) // tile
+    if index.min() < 0 or index.max() >= groups:
+        raise source.error(f"{module}.g_idx", f"names groups that are not in 0 to {groups - 1}")
+    even = size % groups == 0 and np.array_equal(index, np.arange(size) // (size // groups))
+    return None if even else index
+
+
+def _zero_points(source: StoredTensors, module: str, bits: int, plus_one: bool) -> np.ndarray:
+    out = source.header(f"{module}.scales").shape[1]
+    words = source.read(f"{module}.qzeros").view(np.uint32)
+    if plus_one and bits != 3:
+        words = words + np.uint32(sum(1 << place for place in range(0, 32, bits)))
+    zeros = codes.fields_of_stream(codes.bytes_of(words), bits, out)
+    return (zeros + np.uint8(1)) & np.uint8(7) if plus_one and bits == 3 else zeros
+
+
+def _bits(source: StoredTensors, module: str, out: int) -> int:
+    """By the sizes of what is stored: some folders have layers of several."""
+    _, words = source.shape(f"{module}.qzeros", rank=2, dtypes=("int32", "uint32"))
+    bits, rest = divmod(words * 32, max(out, 1))
+    if rest or bits not in (2, 3, 4, 8):
+        raise source.error(
+            f"{module}.qzeros",
+            f"has {words} words for {out} outputs, which is not 2, 3, 4 or 8 bits each",
+        )
+    return bits
+
+
+def _stated_for(source: StoredTensors, module: str) -> Mapping[str, Any]:
+    """Return the configuration of a module: the first match of `dynamic` overrides that of all."""
+    dynamic = source.quantization.get("dynamic")
+    for pattern, stated in dynamic.items() if isinstance(dynamic, Mapping) else ():
+        is_skipped = pattern.startswith("-:")  # a module that is left dense
+        if not is_skipped and source.matches(pattern.removeprefix("+:"), module):
+            return {**source.quantization, **(stated if isinstance(stated, Mapping) else {})}
+    return source.quantization
+
+
+def _plus_one(source: StoredTensors) -> bool:
+    """Whether zero points are stored less one, as they are in the first version of the format.
+
+    Of a symmetric folder the zero points themselves say so, against the label if need be.
+    """
+    stated = source.quantization.get("checkpoint_format", "gptq") != "gptq_v2"
+    if source.quantization.get("sym") is False:
+        return stated
+    found = set()
+    for module in list(source.modules(".qweight"))[:_MODULES_LOOKED_AT]:
+        if not is_stored(source, module):
+            return stated
+        bits = _bits(source, module, source.header(f"{module}.scales").shape[1])
+        zeros = np.unique(_zero_points(source, module, bits, plus_one=False))
+        found.add(2 ** (bits - 1) - int(zeros[0]) if len(zeros) == 1 else None)
+    if len(found) != 1 or not found <= {0, 1} or found == {int(stated)}:
+        return stated
+    label, version = ("gptq", 2) if stated else ("gptq_v2", 1)
+    warnings.warn(
+        f"{source.folder.path} has 'checkpoint_format': {label!r}, but it is symmetric with "
+        f"the zero points of version {version}: it is loaded as version {version}",
+        UserWarning,
+        stacklevel=2,
+    )
+    return not stated
+
+
+def stored(value: Any, *, plus_one: bool = True) -> Stored:
+    """A weight as GPTQ has it; with `plus_one`, in the first version of the format.
+
+    **Raises:** `UnsupportedByFormat` where it cannot be.
+    """
+    parts = affine_parts(value)
+    bits, (out, size) = parts.bits, parts.fields.shape
+    if bits not in (2, 3, 4, 8):
+        raise UnsupportedByFormat(f"it has {bits} bits, not 2, 3, 4 or 8")
+    if out * bits % 32 or size * bits % 32:
+        raise UnsupportedByFormat(
+            f"codes of {bits} bits in shape {[out, size]} do not fill words of 32 bits. Both sizes "
+            f"must be multiples of {32 // math.gcd(32, bits)}"
+        )
+    group_of = np.arange(size) // parts.tile if parts.group_of is None else parts.group_of
+    zero = (parts.zero - plus_one).T.astype(np.uint8)
+    words = lambda rows: codes.stream_of_fields(np.ascontiguousarray(rows), bits).view(np.int32)
+    tensors = {
+        ".qweight": words(parts.fields).T,
+        ".qzeros": words(zero),
+        ".scales": parts.scale.T,
+        ".g_idx": group_of.astype(np.int32),
+    }
+    return Stored(tensors, _stated(parts))
+
+
+def _stated(parts: AffineParts) -> dict[str, Any]:
+    return {
+        "bits": parts.bits,
+        "group_size": parts.tile if parts.scale.shape[1] > 1 else -1,
+        "sym": parts.is_symmetric,
+        "desc_act": parts.group_of is not None,
+    }
+
+
+def configuration(stated: Mapping[str, dict[str, Any]], *, plus_one: bool) -> dict[str, Any]:
+    """The `quantization_config` of weights, of which this is what `stored` says, by module."""
+    usual = most_common([(x["bits"], x["group_size"]) for x in stated.values()])
+    others = {
+        f"+:^{re.escape(module)}$": {"bits": x["bits"], "group_size": x["group_size"]}
+        for module, x in stated.items()
+        if (x["bits"], x["group_size"]) != usual
+    }
+    return {
+        "quant_method": "gptq",
+        "checkpoint_format": "gptq" if plus_one else "gptq_v2",
+        "bits": usual[0],
+        "group_size": usual[1],
+        "sym": all(x["sym"] for x in stated.values()),
+        "desc_act": any(x["desc_act"] for x in stated.values()),
+        **({"dynamic": others} if others else {}),
+    }
+
+
+def fits_first_version(value: Any) -> bool:
+    """Whether no zero point is 0, which less one is no code."""
+    try:
+        return bool((affine_parts(value).zero > 0).all())
+    except UnsupportedByFormat:
+        return True  # which is said when it is stored

@@ -1,0 +1,238 @@
+"""Trees of arrays in safetensors files: `save` and `load`."""
+
+import contextlib
+import gc
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+
+from .. import tree as vtree
+from ..placement import put, shardings_of
+from . import tree_encoding as structure
+from .checkpoint import LazyTensors, convert, open_checkpoint
+from .folder import FolderWriter, TensorFolder, as_jax
+from .new_folder import write_aside
+from .tensor_file import is_text
+
+
+def save(
+    path: str | os.PathLike[str],
+    tree: Any,
+    *,
+    overwrite: bool = False,
+    format: str | None = None,
+    config: Mapping[str, Any] | None = None,
+    names: str | None = None,
+) -> None:
+    """Save a tree of arrays to a folder. `vn.load` returns it exactly.
+
+    The folder holds safetensors files and a `veneer.json` that describes each tensor. A `QArray` is
+    stored packed. The folder appears only when it is complete.
+
+    **Arguments:**
+
+    - `path`: the folder to create. For `format="gguf"`, the file.
+    - `tree`: a pytree with string or integer keys and at most 100 levels. Modules of flax.nnx and
+      Equinox, optimizer states and parts of a tree (`vn.tree.partition`) are allowed. See the table
+      below for leaves.
+    - `overwrite`: whether to replace a folder that `save` wrote, in any format, or a GGUF file. The
+      old one stays until the new one is complete.
+    - `format`: the format of another library: "gptq", "awq", "compressed-tensors", "mlx" or "gguf".
+      Tensors are named by their paths. Values are not rounded again, so each `QArray` `[out, in]`
+      must have a format and tiles that the library can store. None writes the format of Veneer.
+    - `config`: a dict of further entries of `config.json` or, for GGUF, of the metadata. It needs
+      `format`.
+    - `names`: for `format="gguf"`: "huggingface" if the tensors have the names and the row order
+      of Hugging Face, None if they have the names and the row order of GGUF.
+
+    | leaf | stored as |
+    |---|---|
+    | a NumPy or JAX array (dtypes: see below) | a tensor |
+    | an implicit array of any type | its arrays and its metadata |
+    | a random key (`jax.random.key`) | its data and the name of its implementation |
+    | a Python bool, string, integer or finite float | its value |
+    | a function, a NumPy dtype or an enum member | its name; `vn.load` then needs `like` |
+
+    Dtypes are bool, integers and floats of 8 to 64 bits, and complex64.
+
+    **Raises:**
+
+    - `TypeError` if `path` is not a path, or if a leaf is a tracer or has a type or dtype that is
+      not listed above. The error names the path of the leaf.
+    - `TypeError` if a key is neither a string nor an integer, or `config` is not JSON.
+    - `ValueError` if `format` is None and `path` ends in .gguf or .safetensors. Without `format`,
+      `save` writes a folder.
+    - `ValueError` if `format` is not listed above or cannot hold a tensor (the error names it), if
+      two tensors get the same name, if the tree is too deep, or if `config` or `names` is passed
+      without `format`.
+    - `FileExistsError` if `path` exists and `overwrite` is False, or if `path` has files that
+      `save` did not write.
+    - `BlockingIOError` if another process or thread is saving to `path`.
+    - `OSError` if the files cannot be written.
+
+    >>> import tempfile, jax.numpy as jnp, veneer as vn
+    >>> q = vn.quant.quantize(jnp.ones((4, 8)), "nf4", channelwise_axes=[0])
+    >>> path = tempfile.mkdtemp() + "/weights"
+    >>> vn.save(path, {"layers": [{"w": q, "b": jnp.zeros(8)}]})
+    >>> vn.load(path)["layers"][0]["b"].shape
+    (8,)
+    """
+    _check_path(path, format)
+    if format is not None:
+        found, _ = vtree.flatten_with_path(tree)
+        tensors = {vtree.path_string(path): x for path, x in found}
+        if len(tensors) < len(found):
+            raise ValueError("two arrays of the tree have the same name")
+        for name in tensors:
+            if not is_text(name):
+                raise ValueError(f"the array name {name!r} is not valid Unicode text")
+        convert(path, tensors, format, config=config, overwrite=overwrite, names=names)
+        return
+    if config is not None or names is not None:
+        raise ValueError("config and names need format: pass format='gguf' or another")
+    encoded, leaves = structure.encode(tree)
+    with write_aside(path, overwrite=overwrite) as folder:
+        writer = FolderWriter(folder, leaves)
+        for name, leaf in leaves.items():
+            writer.add(name, leaf)
+        writer.finish(encoded)
+
+
+def _check_path(path: Any, format: str | None) -> None:
+    """Check that `path` is a path, and that a folder does not get the name of a file."""
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(
+            f"path must be a string or a Path, not a {type(path).__name__}. "
+            "Pass the path first: vn.save(path, tree)"
+        )
+    suffix = os.path.splitext(path)[1].lower()
+    if format is None and suffix in (".gguf", ".safetensors"):
+        remedy = " To write a GGUF file, pass format='gguf'." if suffix == ".gguf" else ""
+        raise ValueError(
+            f"vn.save writes a folder, and {os.fspath(path)!r} is the name of a file. Name the "
+            f"folder without {suffix}.{remedy}"
+        )
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    like: Any = None,
+    verify: bool = False,
+    raw: bool = False,
+    names: str | None = None,
+    shardings: Any = None,
+) -> Any:
+    """Load a folder that `vn.save` or `veneer quantize` wrote, or another checkpoint.
+
+    It reads safetensors files, Hugging Face folders and GGUF files. Quantized weights of other
+    libraries (GGUF, GPTQ, AWQ, compressed-tensors, FP8, bitsandbytes, MXFP4, torchao, MLX) stay
+    packed: each is one implicit array with the name and the shape of the dense weight.
+
+    **Arguments:**
+
+    - `path`: a folder or a file.
+    - `like`: a tree with the saved structure. It is needed to restore modules, optimizer states and
+      other classes. Leaves can be abstract (`jax.ShapeDtypeStruct`). A dense leaf accepts a saved
+      implicit array of its shape and dtype. If a leaf has a `NamedSharding`, the loaded array gets
+      the same sharding.
+    - `verify`: whether to compare all data with the checksums in `veneer.json`.
+    - `raw`: whether to return safetensors of other libraries as stored, without decoding them.
+    - `names`: for GGUF files: "huggingface" returns tensors with the names and the row order of
+      Hugging Face, None with the names and the row order of GGUF.
+    - `shardings`: the shardings of the arrays, as for `vn.device_put`. Each array is placed before
+      the next is read. Pass either `shardings` or `like`, not both.
+
+    **Returns:** the tree that `vn.save` saved. Without `like`, modules, named tuples and other
+    pytree classes are returned as dicts. For other checkpoints, a flat dict from names to arrays.
+    Leaves are JAX arrays and implicit arrays. A leaf is a NumPy array if `like` has one at the same
+    path, or if JAX would drop bits (64-bit dtypes without `jax_enable_x64`).
+
+    **Raises:**
+
+    - `FileNotFoundError` if nothing is at `path`.
+    - `ValueError` if a file is truncated, damaged or pickled, was saved by a newer version of
+      Veneer, or has packed codes of an unknown format.
+    - `ValueError` if the saved tree differs from `like` (the error names the path), or if it cannot
+      be restored without `like`.
+    - `ValueError` if `verify` is True and a checksum differs or is missing.
+
+    >>> import tempfile, numpy as np, safetensors.numpy, veneer as vn
+    >>> path = tempfile.mkdtemp() + "/model.safetensors"
+    >>> safetensors.numpy.save_file({"encoder.weight": np.ones((2, 3))}, path)
+    >>> vn.load(path)["encoder.weight"].shape
+    (2, 3)
+    """
+    if like is not None and shardings is not None:
+        raise ValueError("pass like or shardings, not both: the arrays of like have shardings")
+    with open_checkpoint(path, raw=raw, verify=verify, names=names) as source:
+        leaves = _TensorsByName(source)
+        node = source.manifest.tree if isinstance(source, TensorFolder) else None
+        if node is None:
+            node = {"dict": [[name, {"tensor": name}] for name in leaves]}
+        if like is None:
+            return _placed(path, node, leaves, shardings)
+        with _told_of(path, ValueError):
+            return structure.restore(node, leaves, like)
+
+
+class _Unreadable(ValueError):
+    """What is wrong with a tensor, said of its file already."""
+
+
+class _TensorsByName(LazyTensors):
+    """The tensors of a checkpoint by name, each read when it is looked up."""
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self.source:
+            raise KeyError(name)
+        try:
+            return self.source.read(name)
+        except ValueError as error:
+            raise _Unreadable(*error.args) from error
+
+
+def _placed(path: Any, node: Any, leaves: Mapping[str, Any], shardings: Any) -> Any:
+    """The tree of a node, each array where it goes before the next is read."""
+    with _told_of(path, structure.NotStored):
+        tree = structure.decode(node, lambda at, _: _Placeholder(at))
+    found, _ = vtree.flatten_with_path(tree)
+    asked = [None] * len(found) if shardings is None else shardings_of(tree, shardings)
+    goes = {
+        awaited.at: (vtree.path_string(at), device)
+        for (at, awaited), device in zip(found, asked, strict=True)
+        if isinstance(awaited, _Placeholder)
+    }
+
+    def array(at: structure.Path, node: Any) -> Any:
+        # What was read is held until it has been copied, and JAX lets go of it as garbage.
+        gc.collect(0)
+        with _told_of(path, structure.NotStored):
+            value = structure.array_of(at, node, leaves)
+        name, device = goes[at]
+        value = jax.tree.map(as_jax, value) if device is None else put([name], [value], [device])[0]
+        return jax.block_until_ready(value)
+
+    return structure.decode(node, array)
+
+
+class _Placeholder:
+    """In the place of an array that has not been read: where in the tree it is."""
+
+    def __init__(self, at: structure.Path):
+        self.at = at
+
+
+@contextlib.contextmanager
+def _told_of(path: Any, plain: type[Exception]) -> Iterator[None]:
+    """Says of which folder a tree is that is wrong; errors other than `plain` are damage."""
+    try:
+        yield
+    except _Unreadable:
+        raise
+    except plain as error:
+        raise ValueError(f"{path}: {error}") from None
+    except (AttributeError, KeyError, StopIteration, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: the 'tree' of veneer.json is damaged: {error!r}") from error
