@@ -53,7 +53,7 @@ def test_modules_do_not_import_each_other_in_a_circle():
     assert find_circle(graph) == []
 
 
-def test_a_circle_is_found():
+def test_find_circle_returns_a_circle():
     assert find_circle({"a": {"b"}, "b": {"c"}, "c": set()}) == []
     assert set(find_circle({"a": {"b"}, "b": {"c"}, "c": {"a"}})) == {"a", "b", "c"}
 
@@ -155,7 +155,7 @@ def test_class_names_are_unique():
     assert {name: files for name, files in places.items() if len(files) > 1} == {}
 
 
-def test_an_example_and_a_benchmark_have_two_names():
+def test_examples_and_benchmarks_have_different_names():
     # Both are imported by their names alone.
     names = [{path.name for path in (ROOT / of).glob("*.py")} for of in ("examples", "benchmarks")]
     assert all(names)

@@ -87,7 +87,7 @@ def formats(folder):
     }
 
 
-def test_quantize_makes_a_model_folder_that_loads(veneer, model, tmp_path):
+def test_quantize_writes_a_model_folder_that_loads(veneer, model, tmp_path):
     out = tmp_path / "out"
     code, _, stderr = veneer("quantize", model, out, "--format", "nf4", "--tile", 4)
     assert (code, stderr) == (0, TABLE_IS_DENSE)
@@ -107,7 +107,7 @@ def test_quantize_makes_a_model_folder_that_loads(veneer, model, tmp_path):
             np.testing.assert_array_equal(loaded[name], original)
 
 
-def test_quantize_copies_what_makes_a_folder_a_model(veneer, model, tmp_path):
+def test_quantize_copies_configs_and_tokenizers(veneer, model, tmp_path):
     veneer("quantize", model, tmp_path / "out", "--format", "int8")
     files = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*.*")}
     assert files == {
@@ -121,7 +121,7 @@ def test_quantize_copies_what_makes_a_folder_a_model(veneer, model, tmp_path):
     assert (tmp_path / "out" / "1_Pooling" / "config.json").read_text() == "1_Pooling/config.json"
 
 
-def test_quantize_prints_what_it_did_to_each_group(veneer, model, tmp_path):
+def test_quantize_prints_a_row_for_each_group(veneer, model, tmp_path):
     _, stdout, _ = veneer("quantize", model, tmp_path / "out", "--format", "int8")
     rows = {cells[0]: cells[1:] for line in stdout.splitlines() if (cells := line.split())}
     # 4 rows of 8 codes with a float32 scale each, and of 8 codes with a bfloat16 scale each
@@ -157,7 +157,7 @@ def test_quantize_warns_of_weights_that_are_not_finite(veneer, tmp_path):
     assert (result[0], result[2]) == (0, "veneer: warning: NaN or infinity in bad.weight\n")
 
 
-def test_quantize_reads_a_file_as_well(veneer, model, tmp_path):
+def test_quantize_reads_a_single_file(veneer, model, tmp_path):
     veneer("quantize", model / "model.safetensors", tmp_path / "out", "--format", "int8")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "model.safetensors",
@@ -178,7 +178,7 @@ def test_quantize_reads_shards(veneer, tmp_path):
     assert not (tmp_path / "out" / index.name).exists()
 
 
-def test_quantize_keeps_the_tree_of_a_saved_one(veneer, tmp_path):
+def test_quantize_keeps_the_tree_of_a_saved_model(veneer, tmp_path):
     vn.save(tmp_path / "saved", {"layers": [{"kernel": normal(8, 4), "bias": normal(4)}]})
     assert veneer("quantize", tmp_path / "saved", tmp_path / "out", "--format", "int8")[0] == 0
     loaded = vn.load(tmp_path / "out")
@@ -201,14 +201,14 @@ CHOICES = {
 
 
 @pytest.mark.parametrize(("options", "expected"), CHOICES.values(), ids=CHOICES)
-def test_options_choose_the_tensors(veneer, model, tmp_path, options, expected):
+def test_options_select_the_tensors(veneer, model, tmp_path, options, expected):
     code, _, stderr = veneer("quantize", model, tmp_path / "out", "--format", "int8", *options)
     chosen = "--include" in options or any("table" in option for option in options)
     assert (code, stderr) == (0, "" if chosen else TABLE_IS_DENSE)
     assert formats(tmp_path / "out") == {k: ("int8", v) for k, v in expected.items()}
 
 
-def test_rules_choose_the_tensors(veneer, model, tmp_path):
+def test_rules_select_the_tensors(veneer, model, tmp_path):
     rules = [
         {"path": "embed.*", "qtype": None},
         {"path": "table", "qtype": "nf4", "tile_size": 2, "tile_axis": -2},
@@ -240,7 +240,7 @@ def test_rules_choose_the_tensors(veneer, model, tmp_path):
         ("nf4_dq", "nf4_dq", 64),
     ],
 )
-def test_a_format_brings_its_own_tile(veneer, tmp_path, format, qtype, tile):
+def test_a_format_uses_its_default_tile(veneer, tmp_path, format, qtype, tile):
     save_file({"a.weight": normal(4, 128)}, tmp_path / "model.safetensors")
     code, stdout, stderr = veneer(
         *("quantize", tmp_path / "model.safetensors", tmp_path / "out", "--format", format)
@@ -271,7 +271,7 @@ def test_a_tile_of_channel_is_one_scale_per_channel(veneer, tmp_path):
 
 
 @pytest.mark.parametrize("format", ["nf4", "mxfp4", "int2"])
-def test_default_tiles_are_those_of_quantize_tree(veneer, tmp_path, format):
+def test_default_tiles_equal_the_tiles_of_quantize_tree(veneer, tmp_path, format):
     widths = (64, 96, 80, 40, 67)
     weights = {f"w{k}.kernel": normal(k, 128) for k in widths}
     save_file(weights, tmp_path / "model.safetensors")
@@ -442,7 +442,7 @@ def test_bad_input_gets_one_line_and_leaves_nothing(veneer, model, tmp_path, spo
 
 
 @pytest.mark.parametrize("name", ["model.bin", "model.pt", "model.pth", "model.ckpt", "model.pkl"])
-def test_a_pickled_file_is_refused_unopened(veneer, tmp_path, name):
+def test_a_pickled_file_is_rejected_unopened(veneer, tmp_path, name):
     (tmp_path / name).write_bytes(b"cos\nsystem\n")
     message = "is a pickled checkpoint: convert it to safetensors first"
     assert_bad_input(veneer("quantize", tmp_path / name, tmp_path / "out", *INT8), message)
@@ -504,7 +504,7 @@ def test_a_full_disk_gets_one_line_and_leaves_nothing(veneer, model, tmp_path, m
     assert contents(tmp_path) == before
 
 
-def test_a_defect_of_ours_is_not_taken_for_bad_input(veneer, model, tmp_path, monkeypatch):
+def test_an_internal_error_is_not_reported_as_bad_input(veneer, model, tmp_path, monkeypatch):
     def defect(*_):
         raise AssertionError("a defect")
 
@@ -515,7 +515,7 @@ def test_a_defect_of_ours_is_not_taken_for_bad_input(veneer, model, tmp_path, mo
     assert not (tmp_path / "o").exists()
 
 
-def test_a_value_error_after_the_work_is_a_defect_of_ours(veneer, model, tmp_path, monkeypatch):
+def test_a_value_error_after_writing_is_an_internal_error(veneer, model, tmp_path, monkeypatch):
     def defect(*_):
         raise ValueError("a defect")
 
@@ -525,7 +525,7 @@ def test_a_value_error_after_the_work_is_a_defect_of_ours(veneer, model, tmp_pat
         cli.main()
 
 
-def test_a_value_error_of_the_arithmetic_is_a_defect_of_ours(model, tmp_path, monkeypatch):
+def test_a_value_error_in_arithmetic_is_an_internal_error(model, tmp_path, monkeypatch):
     def defect(*_):
         raise ValueError("a defect")
 
@@ -547,7 +547,7 @@ def test_a_damaged_tensor_gets_one_line_and_leaves_nothing(veneer, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_tile_that_a_rules_file_states_is_mended_there(veneer, model, tmp_path):
+def test_an_invalid_tile_in_a_rules_file_gets_advice(veneer, model, tmp_path):
     rules = [{"path": "embed.weight", "qtype": "int8", "tile_size": 3}]
     (tmp_path / "rules.json").write_text(json.dumps(rules))
     result = veneer("quantize", model, tmp_path / "out", "--rules", tmp_path / "rules.json")
@@ -591,7 +591,7 @@ def test_inspect_shows_the_error_against_the_original(veneer, out, model):
     assert rows["norm.weight"][-1] == "0.0000"
 
 
-def test_inspect_reads_what_others_wrote(veneer, model):
+def test_inspect_reads_files_of_other_libraries(veneer, model):
     for path in (model, model / "model.safetensors"):
         assert rows_of(veneer("inspect", path)[1])["table"] == [
             "float32",
@@ -602,7 +602,7 @@ def test_inspect_reads_what_others_wrote(veneer, model):
         ]
 
 
-def test_names_in_brackets_are_shown_as_they_are(veneer, tmp_path):
+def test_names_in_brackets_are_shown_unchanged(veneer, tmp_path):
     vn.save(tmp_path / "out", {"[red]x[/red]": np.ones(2, np.float32)})
     assert "[red]x[/red]" in rows_of(veneer("inspect", tmp_path / "out")[1])
 
@@ -619,12 +619,12 @@ def without_table(folder):
     ("spoil", "message"),
     [(other_shape, "not the same model"), (without_table, "has no tensor 'table'")],
 )
-def test_inspect_refuses_another_model_as_the_original(veneer, out, model, spoil, message):
+def test_inspect_rejects_another_model_as_the_original(veneer, out, model, spoil, message):
     spoil(model)
     assert_bad_input(veneer("inspect", out, "--against", model), message)
 
 
-def test_inspect_verifies_what_quantize_wrote(veneer, out, model):
+def test_inspect_verifies_the_output_of_quantize(veneer, out, model):
     code, stdout, _ = veneer("inspect", out, "--verify")
     assert code == 0
     assert stdout.endswith(
@@ -637,12 +637,12 @@ def test_inspect_verifies_what_quantize_wrote(veneer, out, model):
     assert_bad_input(veneer("inspect", model, "--verify"), "has no checksums")
 
 
-def test_inspect_refuses_a_name_that_is_not_there(veneer, out):
+def test_inspect_rejects_an_unknown_name(veneer, out):
     assert_bad_input(veneer("inspect", out, "--tensor", "tabel"), "has no tensor 'tabel'; it holds")
 
 
 @needs("demo")
-def test_demo_hands_its_options_on(veneer, monkeypatch, tmp_path):
+def test_demo_forwards_its_options(veneer, monkeypatch, tmp_path):
     calls = []
 
     def main(*args):
@@ -670,7 +670,7 @@ def test_demo_hands_its_options_on(veneer, monkeypatch, tmp_path):
 
 
 @needs("demo")
-def test_demo_refuses_what_is_no_model_in_one_line(veneer, tmp_path):
+def test_demo_rejects_a_wrong_model_in_one_line(veneer, tmp_path):
     assert_bad_input(veneer("demo", "--model", tmp_path / "nowhere"), "nowhere is not a folder")
 
 
@@ -680,7 +680,7 @@ COMMANDS = ("quantize", "inspect", "convert", "plan", "demo", "doctor")
 
 @pytest.mark.parametrize("columns", ["60", "80"])
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
-def test_help_of_the_program_cuts_no_summary(veneer, monkeypatch, arguments, columns):
+def test_the_main_help_cuts_no_summary(veneer, monkeypatch, arguments, columns):
     monkeypatch.setenv("COLUMNS", columns)
     code, stdout, _ = veneer(*arguments)
     assert code == 0
@@ -691,7 +691,7 @@ def test_help_of_the_program_cuts_no_summary(veneer, monkeypatch, arguments, col
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_of_a_command_fits_80_columns(veneer, monkeypatch, command):
+def test_the_help_of_a_command_fits_80_columns(veneer, monkeypatch, command):
     monkeypatch.setenv("COLUMNS", "80")
     code, stdout, stderr = veneer(command, "-h")
     assert (code, stderr) == (0, "")
@@ -706,7 +706,7 @@ def test_help_of_a_command_fits_80_columns(veneer, monkeypatch, command):
 ROW = r"\| `(\w+)` \| (\w+) \| ([\d.]+) \| ([\d.]+%) \| ([\d.]+%) \|"
 
 
-def test_help_of_quantize_has_the_formats_of_the_page(veneer, monkeypatch):
+def test_the_help_of_quantize_has_the_formats_of_the_page(veneer, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     page = tables.Table("docs/formats.md", "| format | tile | bits ").text
     rows = {(name, tile): cells for name, tile, *cells in re.findall(ROW, page)}
@@ -727,7 +727,7 @@ def test_help_of_quantize_has_the_formats_of_the_page(veneer, monkeypatch):
 
 
 @pytest.mark.parametrize("row", FORMAT_COSTS, ids=lambda row: f"{row.name}-{row.tile}")
-def test_the_table_of_formats_is_what_a_computation_gives(row):
+def test_the_table_of_formats_equals_computed_values(row):
     w = normal(64, 1024)
     options = {} if row.tile == "channel" else {"tiled_axes": {1: int(row.tile)}}
     if vn.quant.get_format(row.name).scale_dtype is None:
@@ -831,14 +831,14 @@ def test_inspect_prints_json(veneer, out, model):
     assert json.loads(veneer("inspect", out, "--json")[1])["tensors"][0]["relative_error"] is None
 
 
-def test_the_version(veneer):
+def test_version_prints_veneer_jax_and_python(veneer):
     code, stdout, stderr = veneer("--version")
     assert (code, stderr) == (0, "")
     assert stdout.startswith(f"veneer {vn.__version__} (JAX {jax.__version__}, Python ")
 
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])
-def test_a_missing_extra_is_named_before_anything_is_done(missing):
+def test_a_missing_extra_is_reported_before_any_work(missing):
     program = (
         "import sys, importlib.util as util; find = util.find_spec\n"
         f"util.find_spec = lambda name: None if name == {missing!r} else find(name)\n"
@@ -852,7 +852,7 @@ def test_a_missing_extra_is_named_before_anything_is_done(missing):
     )
 
 
-def test_importing_the_command_line_loads_nothing_that_help_does_not_need():
+def test_importing_the_cli_loads_only_modules_for_help():
     heavy = ("safetensors", "rich.progress", "matplotlib", "tokenizers")
     program = f"import sys, veneer.cli; print([x for x in {heavy} if x in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
@@ -864,14 +864,14 @@ def packed_folder(path, name="gptq"):
     return quantized_folders.write(path, tensors, quantization_config={"quant_method": name})
 
 
-def test_inspect_shows_what_another_library_quantized(veneer, tmp_path):
+def test_inspect_shows_weights_of_other_libraries(veneer, tmp_path):
     code, stdout, stderr = veneer("inspect", packed_folder(tmp_path / "in"))
     assert (code, stderr) == (0, "")
     assert re.search(r"m\.weight +uint4, tile 32 +\[32, 96\]", stdout)
     assert "gptq: 2 tensors" in stdout
 
 
-def test_quantize_says_what_is_quantized_already(veneer, tmp_path):
+def test_quantize_rejects_a_quantized_checkpoint(veneer, tmp_path):
     result = veneer("quantize", packed_folder(tmp_path / "in"), tmp_path / "out", *INT8)
     assert_bad_input(result, "is already quantized (gptq). vn.load loads it packed")
     assert not (tmp_path / "out").exists()
@@ -887,7 +887,7 @@ def with_table(tmp_path):
 
 
 @pytest.mark.parametrize("command", ["quantize", "inspect", "convert"])
-def test_integers_named_weight_are_read_with_an_option(veneer, with_table, tmp_path, command):
+def test_integer_weights_are_read_with_raw(veneer, with_table, tmp_path, command):
     out = tmp_path / ("out.gguf" if command == "convert" else "out")
     arguments = {
         "quantize": (with_table, out, *INT8),
@@ -910,7 +910,7 @@ def test_integers_named_weight_are_read_with_an_option(veneer, with_table, tmp_p
         assert isinstance(loaded["a.weight"], vn.quant.QArray) == (command == "quantize")
 
 
-def test_quantize_says_what_of_a_saved_folder_is_quantized_already(veneer, tmp_path):
+def test_quantize_copies_quantized_tensors_of_a_saved_model(veneer, tmp_path):
     q = vn.quant.quantize(normal(4, 8), "int8")
     vn.save(tmp_path / "in", {"a": {"weight": q}, "b": {"weight": normal(4, 8)}})
     code, stdout, _ = veneer("quantize", tmp_path / "in", tmp_path / "out", *INT8)
@@ -918,7 +918,7 @@ def test_quantize_says_what_of_a_saved_folder_is_quantized_already(veneer, tmp_p
     assert "1 tensor already quantized: copied unchanged" in stdout
 
 
-def test_convert_writes_what_another_library_reads(veneer, tmp_path):
+def test_convert_writes_gptq_with_a_config(veneer, tmp_path):
     source = packed_folder(tmp_path / "in", "awq")
     (source / "tokenizer.json").write_text("{}")
     code, _, stderr = veneer("convert", source, tmp_path / "out", "--format", "gptq")
@@ -942,7 +942,7 @@ _LLAMA = {
 }
 
 
-def test_what_stands_beside_the_tensors_of_a_gguf_file_goes_along(veneer, tmp_path):
+def test_convert_keeps_the_metadata_of_a_gguf_file(veneer, tmp_path):
     metadata = _LLAMA | {"tokenizer.ggml.tokens": ["a", "b"]}
     source = tmp_path / "in.gguf"
     tensors = {"token_embd.weight": blocks_of("Q4_1", 32, 64)}
@@ -964,7 +964,7 @@ def test_what_stands_beside_the_tensors_of_a_gguf_file_goes_along(veneer, tmp_pa
     assert (tmp_path / "back.gguf").read_bytes() == source.read_bytes()
 
 
-def test_convert_of_a_folder_to_gguf_says_that_it_has_no_metadata(veneer, tmp_path):
+def test_converting_a_folder_to_gguf_warns_of_missing_metadata(veneer, tmp_path):
     source = tmp_path / "in"
     w = vn.quant.quantize(jnp.ones((32, 64)), "int4", channelwise_axes=[0], scale_dtype="float16")
     vn.save(source, {"m.weight": w}, format="gptq")
@@ -974,7 +974,7 @@ def test_convert_of_a_folder_to_gguf_says_that_it_has_no_metadata(veneer, tmp_pa
     assert list(vn.load(tmp_path / "out.gguf")) == ["m.weight"]
 
 
-def test_convert_names_what_a_format_cannot_hold(veneer, tmp_path):
+def test_convert_names_tensors_that_a_format_cannot_hold(veneer, tmp_path):
     source = packed_folder(tmp_path / "in")
     result = veneer("convert", source, tmp_path / "out", "--format", "mlx")
     assert_bad_input(result, "format 'mlx' cannot hold 'm.weight': its zero points times")
@@ -983,7 +983,7 @@ def test_convert_names_what_a_format_cannot_hold(veneer, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_inspect_shows_the_error_of_packed_weights_against_the_dense_ones(veneer, tmp_path):
+def test_inspect_compares_packed_with_dense_weights(veneer, tmp_path):
     packed = packed_folder(tmp_path / "in")
     dense = {k: np.asarray(vn.materialise(v)) for k, v in vn.load(packed).items()}
     save_file(dense, tmp_path / "dense.safetensors")
@@ -1010,7 +1010,7 @@ def test_a_dense_gguf_file_becomes_a_folder_with_its_tokenizer(veneer, tmp_path)
         assert json.loads((tmp_path / "out" / name).read_text())
 
 
-def test_a_gguf_file_without_a_tokenizer_that_is_known_says_so(veneer, tmp_path):
+def test_an_unknown_gguf_tokenizer_gives_a_warning(veneer, tmp_path):
     source = tmp_path / "in.gguf"
     metadata = _LLAMA | {"tokenizer.ggml.model": "bert"}
     write_gguf(source, {"token_embd.weight": np.ones((4, 64), np.float32)}, metadata)
@@ -1020,7 +1020,7 @@ def test_a_gguf_file_without_a_tokenizer_that_is_known_says_so(veneer, tmp_path)
     assert not (tmp_path / "out" / "tokenizer.json").exists()
 
 
-def test_convert_replaces_what_it_wrote_where_that_is_asked(veneer, tmp_path):
+def test_convert_replaces_its_output_only_with_overwrite(veneer, tmp_path):
     source = tmp_path / "in.gguf"
     write_gguf(source, {"token_embd.weight": blocks_of("Q4_1", 32, 64)}, _LLAMA)
     convert = ("convert", source, tmp_path / "out", "--format", "mlx")
@@ -1031,7 +1031,7 @@ def test_convert_replaces_what_it_wrote_where_that_is_asked(veneer, tmp_path):
     assert veneer(*convert, "--overwrite")[0] == 0
 
 
-def test_quantize_replaces_what_it_wrote_where_that_is_asked(veneer, model, tmp_path):
+def test_quantize_replaces_its_output_only_with_overwrite(veneer, model, tmp_path):
     quantize = ("quantize", model, tmp_path / "out", "--format")
     assert veneer(*quantize, "int8")[0] == 0
     code, _, stderr = veneer(*quantize, "int4")

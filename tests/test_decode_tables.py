@@ -22,7 +22,7 @@ def kept():
     return found
 
 
-def test_cells_have_what_is_kept_and_targets_of_one_text(kept):
+def test_cells_show_kept_results_and_targets(kept):
     kept[FILE, CELLS[3]] = [40, 20]
     one, four, bounds = of.tables([DENSE, FILE], CELLS, kept).split("\n\n")
     assert one.splitlines() == [
@@ -39,7 +39,7 @@ def test_cells_have_what_is_kept_and_targets_of_one_text(kept):
     ]
 
 
-def test_what_was_measured_of_another_model_is_not_shown(kept):
+def test_results_of_another_model_are_not_shown(kept):
     other = of.Kept(kept.kept, "Another")
     assert other[FILE, CELLS[0]] is None
     other[FILE, CELLS[1]], other[FILE, "bytes"] = [1, 1], 1
@@ -47,7 +47,7 @@ def test_what_was_measured_of_another_model_is_not_shown(kept):
 
 
 @pytest.mark.parametrize("format", of.FORMATS, ids=lambda format: format.name)
-def test_a_format_stores_matrices_as_it_says(format):
+def test_a_format_stores_matrices_by_its_rule(format):
     names = ("model.layers.0.mlp.up_proj.weight", "model.embed_tokens.weight")
     matrix = jax.random.normal(jax.random.key(0), (4, 128))
     if format.rule is not None and format.rule["qtype"] is None:  # as its file has it

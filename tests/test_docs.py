@@ -79,7 +79,7 @@ def registry(monkeypatch):
 @pytest.mark.slow  # each page runs for several seconds
 @pytest.mark.usefixtures("registry")
 @pytest.mark.parametrize("page", TUTORIALS + YOUR_MODEL + TYPES, ids=lambda page: page.stem)
-def test_the_programs_run_and_print_what_is_shown(page, capsys):
+def test_programs_print_the_output_on_the_page(page, capsys):
     programs = PROGRAM.findall(page.read_text("utf-8"))
     assert any(shown for _, shown in programs)
     names: dict = {"__name__": "example"}
@@ -294,14 +294,14 @@ TAGGED = Tagged(arrays.array(np.arange(36.0).reshape(6, 6)), "kg")
 INT8 = arrays.quantized("int8", 6, 6)
 
 
-def test_a_program_meets_the_primitive(primitive):
+def test_the_jaxpr_of_a_program_has_its_primitive(primitive):
     if primitive in ("custom_root", "call_hi_primitive") or (primitive == "eval_jaxpr" and OLD):
         pytest.skip("a jaxpr shows it by another name")
     program = jax.make_jaxpr(PROGRAMS[primitive])(vn.materialise(LORA))
     assert re.search(rf"(= |let |^ *){re.escape(primitive)}(\[| )", str(program), re.MULTILINE)
 
 
-def test_an_implicit_operand_is_treated_as_the_reference_says(primitive):
+def test_an_implicit_operand_behaves_as_the_reference_says(primitive):
     program, treatment = PROGRAMS[primitive], REFERENCE[primitive]
     if treatment == "leaf by leaf":
         strict = vn.implicit(program, on_materialise="error")
@@ -355,14 +355,14 @@ OTHERWISE = {
 
 
 @pytest.mark.parametrize("name", OTHERWISE)
-def test_an_operand_is_dense_where_the_reference_says_otherwise(name):
+def test_exceptions_of_the_reference_materialize_the_operand(name):
     if name == "call_hi_primitive" and OLD:
         pytest.skip("a primitive of JAX 0.12")
     assert REFERENCE[name] != "dense"
     assert name in {event.primitive for event in vn.explain(OTHERWISE[name])(LORA).materialised}
 
 
-def test_the_reference_lists_every_primitive_of_which_the_core_knows():
+def test_the_reference_lists_every_primitive_of_the_core():
     known = {p.name for p, of_p in rules._rules.items() if any(is_of_the_core(r) for r in of_p)}
     assert known - {pack.name} - RULES.keys() <= REFERENCE.keys()  # the first is ours
     assert REFERENCE.keys() == PROGRAMS.keys()
@@ -375,6 +375,6 @@ def is_of_the_core(rule):
     return module.startswith("veneer._core.") and module not in elsewhere
 
 
-def test_the_reference_names_what_moves_leaves():
+def test_the_reference_names_every_primitive_that_moves_leaves():
     text = (DOCS / "reference_primitives.md").read_text("utf-8")
     assert all(f"`{name}`" in text for name in RULES)

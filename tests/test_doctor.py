@@ -20,7 +20,7 @@ def found(size=256):
     return {finding.name: finding for finding in doctor.findings(size)}
 
 
-def test_products_are_right_and_timed():
+def test_products_are_checked_and_timed():
     here = found()
     timed = [finding for name, finding in here.items() if " x " in name]
     assert len(timed) == 3
@@ -28,14 +28,14 @@ def test_products_are_right_and_timed():
     assert all(finding.is_well for finding in here.values())
 
 
-def test_a_wrong_product_is_said(monkeypatch):
+def test_a_wrong_product_is_reported(monkeypatch):
     monkeypatch.setattr(doctor, "materialise", lambda w: 1.1 * vn.materialise(w))
     wrong = found()["int8 x f32, 256 x 256"]
     assert not wrong.is_well
     assert "WRONG by 9e-02: set VENEER_KERNELS=xla" in wrong.text
 
 
-def test_no_kernels_are_no_good(monkeypatch):
+def test_missing_kernels_are_reported(monkeypatch):
     with kernels.use("xla"):
         here = found()
     assert (here["kernels"].is_well, len(here)) == (False, len(found()) - 3)
@@ -61,7 +61,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(hopper, "compile", lambda *args: None)
 
 
-def test_on_a_gpu_products_are_right_and_timed(gpu):
+def test_on_a_gpu_products_are_checked_and_timed(gpu):
     here = found()
     assert here["GPU"].text.endswith(", compute capability unknown")
     assert here["kernel for few rows"].text == "rows_int8"
@@ -96,7 +96,7 @@ def test_on_a_gpu_missing_kernels_are_reported(gpu, monkeypatch):
         assert not found()["kernels"].is_well
 
 
-def test_an_isa_that_the_cpu_has_not():
+def test_an_unknown_isa_is_reported():
     code = "from veneer import doctor; print(doctor._kernels())"
     environment = {**os.environ, "VENEER_KERNELS_ISA": "sse1"}
     ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
@@ -104,14 +104,14 @@ def test_an_isa_that_the_cpu_has_not():
     assert b"is_well=False" in ran.stdout
 
 
-def test_a_cache_that_cannot_be_written(monkeypatch, tmp_path):
+def test_a_read_only_cache_is_reported(monkeypatch, tmp_path):
     monkeypatch.setenv("VENEER_CACHE", str(tmp_path / "none"))
     assert found()["cache"].text == f"{tmp_path / 'none'}: 0 files, 0.0 MB"
     monkeypatch.setattr(doctor.os, "access", lambda *_: False)
     assert "cannot be written" in found()["cache"].text
 
 
-def test_extras_that_are_missing(monkeypatch):
+def test_missing_extras_are_reported(monkeypatch):
     without = lambda name: None if name == "typer" else "1.0"
     monkeypatch.setattr(doctor, "_version", without)
     assert found()["[cli]"].text == (
@@ -134,7 +134,7 @@ def slowed(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(("other", "chosen"), [(0.99, "avx512"), (0.5, "avx2")])
-def test_the_best_that_is_as_fast_as_the_fastest_is_kept(slowed, other, chosen):
+def test_the_best_isa_near_the_fastest_time_is_kept(slowed, other, chosen):
     slowed({"avx512": 1, "avx2": other})
     lines = {finding.name: finding.text for finding in doctor.choices()}
     assert [name for name in lines if "chosen" in lines[name]] == [chosen]
@@ -142,7 +142,7 @@ def test_the_best_that_is_as_fast_as_the_fastest_is_kept(slowed, other, chosen):
     assert cache.saved_isa() == (None if chosen == "avx512" else chosen)
 
 
-def test_nothing_is_measured_where_that_says_nothing(slowed, monkeypatch, tmp_path, capsys):
+def test_choose_raises_without_selectable_cpu_kernels(slowed, monkeypatch, tmp_path, capsys):
     slowed({"avx512": 1})
     with kernels.use("xla"), pytest.raises(ValueError, match="no CPU kernels to measure"):
         doctor.choices()
@@ -161,7 +161,7 @@ def test_nothing_is_measured_where_that_says_nothing(slowed, monkeypatch, tmp_pa
         doctor.choices()
 
 
-def test_a_process_that_ends_is_told(monkeypatch, tmp_path):
+def test_a_failed_measuring_process_raises(monkeypatch, tmp_path):
     monkeypatch.setenv("VENEER_CACHE", str(tmp_path))
     monkeypatch.delenv("VENEER_KERNELS_ISA", raising=False)
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
@@ -172,7 +172,7 @@ def test_a_process_that_ends_is_told(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow  # it compiles some twenty kernels
-def test_instructions_are_measured_by_turns(monkeypatch, tmp_path):
+def test_every_available_isa_is_measured(monkeypatch, tmp_path):
     monkeypatch.setenv("VENEER_CACHE", str(tmp_path))
     monkeypatch.delenv("VENEER_KERNELS_ISA", raising=False)
     monkeypatch.setattr(doctor, "_ROUNDS", 2)
@@ -182,7 +182,7 @@ def test_instructions_are_measured_by_turns(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("is_well", [True, False])
-def test_the_command(monkeypatch, capsys, is_well):
+def test_the_exit_code_reports_findings_that_are_not_well(monkeypatch, capsys, is_well):
     findings = [doctor.Finding("CPU", "a good one"), doctor.Finding("kernels", "some", is_well)]
     monkeypatch.setattr(doctor, "findings", lambda: iter(findings))
     monkeypatch.setattr("sys.argv", ["veneer", "doctor"])

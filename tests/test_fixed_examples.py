@@ -24,7 +24,7 @@ def test_every_profile_draws_the_same_examples_each_time(profile):
     assert chosen.database is None
 
 
-def test_examples_do_not_depend_on_what_is_imported(tmp_path):
+def test_examples_do_not_depend_on_imports(tmp_path):
     def drawn(imports):
         here = Path(__file__).parent
         (tmp_path / "conftest.py").write_text(

@@ -16,7 +16,7 @@ NAMES = [*gallery.TABLES, *gallery.PROGRAMS]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_plot_is_of_what_the_pages_say_now(name):
+def test_plots_are_drawn_from_the_current_pages(name):
     plot = (gallery.GALLERY / f"{name}.svg").read_text("utf-8")
     how = "what it is drawn from has changed: python docs/site/gallery.py"
     assert f"<!-- {gallery.source(name)} -->" in plot, how
@@ -30,7 +30,7 @@ def test_every_plot_is_in_a_page():
 
 
 @pytest.mark.parametrize("name", gallery.TABLES)
-def test_a_plot_names_what_the_table_does(name, tmp_path):
+def test_a_plot_names_rows_of_its_table(name, tmp_path):
     gallery.main([name], tmp_path)
     plot = (tmp_path / f"{name}.svg").read_text("utf-8")
     written = re.findall(r"<text[^>]*>([^<]+)</text>", plot)
@@ -45,7 +45,7 @@ def test_a_plot_names_what_the_table_does(name, tmp_path):
     assert not [color for color in gallery.DARK if f": {color}" in plot]  # they follow the page
 
 
-def test_a_table_is_read_as_it_stands(tmp_path, monkeypatch):
+def test_a_table_of_a_page_is_parsed(tmp_path, monkeypatch):
     page = "words\n\n|  | MB | ms, n = 2 |\n| --- | ---: | ---: |\n| a, b | **1,234** | |\n\n| c |"
     (tmp_path / "page.md").write_text(page)
     monkeypatch.setattr(tables, "ROOT", tmp_path)
@@ -54,7 +54,7 @@ def test_a_table_is_read_as_it_stands(tmp_path, monkeypatch):
     np.testing.assert_array_equal(table.numbers("a, b", "MB", "ms, n = 2"), [1234, np.nan])
 
 
-def test_what_a_program_holds_is_what_xla_says():
+def test_held_bytes_agree_with_xla():
     def step(weights, x):
         loss = lambda weights: sum(jnp.sum(jnp.tanh(x @ w) ** 2) for w in weights)
         return jax.tree.map(lambda w, g: w - g, weights, jax.grad(loss)(weights))
@@ -74,7 +74,7 @@ def contrast(*colors):
 
 
 @pytest.mark.parametrize("paper", ["#ffffff", "#1e2129"], ids=["light", "dark"])
-def test_lines_are_seen_on_either_paper(paper):
+def test_lines_have_contrast_on_light_and_dark_pages(paper):
     of = [contrast(np.array(to_rgb(color)), np.array(to_rgb(paper))) for color in gallery.COLORS]
     assert min(of) >= 3  # WCAG 2.1, 1.4.11
 
@@ -88,7 +88,7 @@ SEEN = {
 
 
 @pytest.mark.parametrize("kind", SEEN)
-def test_colors_are_told_apart_by_who_sees_fewer(kind):
+def test_colors_differ_for_color_blind_readers(kind):
     seen = [np.array(SEEN[kind]) @ to_rgb(color) for color in gallery.COLORS]
     apart = [np.linalg.norm(a - b) for a, b in itertools.combinations(seen, 2)]
     assert min(apart) > 0.15

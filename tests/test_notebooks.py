@@ -32,7 +32,7 @@ def cells(site, name, kind):
     return [cell for cell in made["cells"] if cell["cell_type"] == kind]
 
 
-def test_a_notebook_has_the_programs_of_its_page_and_what_they_print(laid_out):
+def test_a_notebook_has_the_programs_and_output_of_its_page(laid_out):
     site = laid_out()
     for name, (page, _) in notebooks.NOTEBOOKS.items():
         programs = [source for source, _ in notebooks.PROGRAM.findall((ROOT / page).read_text())]
@@ -45,7 +45,7 @@ def test_a_notebook_has_the_programs_of_its_page_and_what_they_print(laid_out):
     assert "](" not in words.replace("](http", "")  # of the site's address nothing is known
 
 
-def test_where_it_is_known_links_lead_to_the_site_and_to_colab(laid_out):
+def test_a_known_site_address_gives_links_to_colab(laid_out):
     site = laid_out(
         GITHUB_REPOSITORY="a/b", SITE_URL="https://a.github.io/b/1.0", SITE_VERSION="1.0"
     )
@@ -61,7 +61,7 @@ def test_where_it_is_known_links_lead_to_the_site_and_to_colab(laid_out):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", notebooks.NOTEBOOKS)
-def test_a_notebook_runs_and_prints_what_it_shows(name, laid_out, tmp_path, monkeypatch):
+def test_a_notebook_runs_and_prints_its_recorded_output(name, laid_out, tmp_path, monkeypatch):
     import nbclient
     import nbformat
 

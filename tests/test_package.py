@@ -206,7 +206,7 @@ def test_annotations_are_checked_at_run_time(pytestconfig):
 
 
 @pytest.mark.parametrize("package", sorted(IMPORTS))
-def test_a_package_imports_what_the_page_says(package):
+def test_a_package_imports_only_the_packages_of_the_page(package):
     files = [path for path in SOURCES if package_of(module_of(path)) == package]
     imported = set().union(*map(packages_imported_by, files)) - {"_install"}
     assert files
@@ -218,7 +218,7 @@ def test_the_page_lists_every_package():
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=relative_name)
-def test_imports_no_example(path):
+def test_the_package_imports_no_example(path):
     assert not [name for name in imports_of(path) if name.split(".")[0] == "examples"]
 
 
@@ -242,13 +242,13 @@ def test_only_one_package_imports_private_jax():
         ("import veneer as vn", "veneer"),
     ],
 )
-def test_imports_are_found(source, expected):
+def test_imported_by_finds_every_import(source, expected):
     assert list(imported_by(ast.parse(source), "veneer._core.rules", is_package=False)) == [
         expected
     ]
 
 
-def test_relative_imports_of_a_package_are_found():
+def test_imported_by_resolves_relative_imports():
     names = imported_by(ast.parse("from .ops import dot_general"), "veneer.quant", True)
     assert list(names) == ["veneer.quant.ops.dot_general"]
 

@@ -35,7 +35,7 @@ def specs(tree):
     return [x.sharding.spec for x in jax.tree.leaves(tree)]
 
 
-def test_a_scale_goes_along_with_what_it_is_of():
+def test_scales_are_sharded_like_their_values():
     q = vn.quant.quantize(jax.random.normal(KEY, (64, 32)), "int8", channelwise_axes=[1])
     with pytest.raises(ValueError, match="dimension size is 1"):
         jax.device_put(q, on("model"))
@@ -48,7 +48,7 @@ def test_a_scale_goes_along_with_what_it_is_of():
 
 @pytest.mark.parametrize("name", [name for name in EVERY_TYPE if name != "PRNGKey"])
 @pytest.mark.parametrize("spec", [P("model"), P(None, "model"), P("data", "model")], ids=str)
-def test_each_type_is_cut_as_under_implicit(name, spec):
+def test_device_put_shards_each_type_as_implicit_does(name, spec):
     w, sharding = value(name), NamedSharding(MESH, spec)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
@@ -66,7 +66,7 @@ PARAMS = {
 }
 
 
-def test_by_rules():
+def test_rules_place_the_matching_leaves():
     rules = [
         (r".*up", on(None, "model")),
         (r".*down", on("model")),
@@ -81,7 +81,7 @@ def test_by_rules():
     assert placed["name"] == "model"
 
 
-def test_by_a_tree():
+def test_a_tree_of_shardings_places_each_leaf():
     shardings = {"layers": on(), "head": on("model"), "name": None}
     placed = vn.device_put(PARAMS, shardings)
     assert set(specs(placed["layers"])) == {P()} | {P(None, None)}
@@ -93,7 +93,7 @@ def test_by_a_tree():
     assert placed[1]["bias"] is PARAMS["layers"][1]["bias"]
 
 
-def test_by_one_for_all():
+def test_one_sharding_places_every_leaf():
     device = jax.devices()[1]
     placed = vn.device_put(PARAMS["layers"], device)
     assert {next(iter(x.devices())) for x in jax.tree.leaves(placed)} == {device}
@@ -101,7 +101,7 @@ def test_by_one_for_all():
     assert vn.device_put(jnp.ones(4), on("model")).sharding == on("model")
 
 
-def test_modules():
+def test_modules_can_be_placed():
     module = eqx.nn.MLP(32, 32, 64, 1, key=KEY)
     module = vn.quant.quantize_tree(module, [vn.quant.Rule(".*weight", "int8", tile_axis=-1)])
     placed = vn.device_put(module, [(r".*weight", on("model"))])
@@ -113,7 +113,7 @@ def test_modules():
     assert specs(placed["kernel"].get_value()) == [P(None, "model")] * 2
 
 
-def test_a_model_runs_on_what_was_placed():
+def test_a_model_runs_on_placed_parameters():
     def model(params, x):
         for layer in params["layers"]:
             x = jax.nn.relu(x @ layer["up"]) @ layer["down"]
@@ -128,14 +128,14 @@ def test_a_model_runs_on_what_was_placed():
 
 
 @pytest.mark.parametrize("wrap", [jax.jit, lambda f: jax.jit(vn.implicit(f)), vn.implicit])
-def test_within_a_program(wrap):
+def test_device_put_works_in_compiled_programs(wrap):
     placed = wrap(lambda tree: vn.device_put(tree, [("w", on(None, "model"))]))({"w": weight()})
     assert_close(placed["w"], weight().dequantize())
     if wrap is vn.implicit:  # within jit, the compiler has its way, as with jax.device_put
         assert specs(placed) == [P(None, "model")] * 2
 
 
-def test_what_cannot_be_cut_is_whole_and_said_to_be():
+def test_indivisible_weights_are_replicated_with_a_warning():
     w = weight("nf4", (64, 2))  # a byte has both columns
     message = r"^up is replicated on each device, .*blocks of shape \[64, 1\].*'model'.* QArray\("
     with pytest.warns(UserWarning, match=message):
@@ -144,7 +144,7 @@ def test_what_cannot_be_cut_is_whole_and_said_to_be():
     assert_close(placed, w.dequantize())
 
 
-def test_a_rule_that_matches_nothing_is_told():
+def test_a_rule_without_matches_gives_a_warning():
     with pytest.warns(
         UserWarning, match=r"'kernel' matches no array. .* such as head, layers\.0\.bias"
     ):
@@ -165,7 +165,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(("shardings", "error", "message"), REFUSED.values(), ids=REFUSED)
 @pytest.mark.parametrize("make", [lambda w: w, vn.freeze], ids=["dense", "implicit"])
-def test_what_does_not_fit_is_refused_with_the_path(make, shardings, error, message):
+def test_wrong_shardings_raise_with_the_path(make, shardings, error, message):
     tree = {"w": make(jnp.ones((64, 3)))}
     if error is None:
         assert vn.device_put(tree, shardings)["w"] is tree["w"]

@@ -54,7 +54,7 @@ class Nnx(nnx.Module):
         return self.down(jax.nn.relu(self.up(x)))
 
 
-def test_by_the_metadata_of_linen():
+def test_metadata_of_linen_places_kernels():
     model, x = Linen(), jax.random.normal(KEY, (8, 64))
     rules = vn.logical_shardings(jax.eval_shape(model.init, KEY, x), MESH, RULES)
     for variables in (model.init(KEY, x), linen.meta.unbox(model.init(KEY, x))):
@@ -75,7 +75,7 @@ def without_eager_sharding():
 
 
 @pytest.mark.usefixtures("without_eager_sharding")
-def test_by_the_metadata_of_nnx():
+def test_metadata_of_nnx_places_kernels():
     x = jax.random.normal(KEY, (8, 64))
     small = vn.quant.quantize_tree(Nnx(nnx.Rngs(0)), KERNELS)
     state = nnx.state(small)
@@ -128,7 +128,7 @@ def lora():
         ),
     ],
 )
-def test_every_leaf_goes_along(rules, of_up, of_experts):
+def test_every_leaf_of_a_weight_is_placed(rules, of_up, of_experts):
     tree = params()
     placed = vn.device_put(tree, vn.logical_shardings(AXES, MESH, rules))
     short = lambda x: [P(*trimmed(spec)) for spec in specs(x)]
@@ -145,12 +145,12 @@ def trimmed(spec):
     return entries
 
 
-def test_the_axes_of_the_mesh_stand_for_themselves():
+def test_names_of_mesh_axes_need_no_rule():
     ((_, sharding),) = vn.logical_shardings({"w": P("model", None)}, MESH)
     assert sharding == on("model", None)
 
 
-def test_a_checkpoint_is_read_to_where_its_axes_say(tmp_path):
+def test_a_checkpoint_is_loaded_with_logical_shardings(tmp_path):
     vn.save(tmp_path / "model", params())
     rules = vn.logical_shardings(AXES, MESH, {"embed": None, "mlp": "model", "expert": "data"})
     found = vn.load(tmp_path / "model", shardings=rules)
@@ -164,7 +164,7 @@ def test_a_checkpoint_is_read_to_where_its_axes_say(tmp_path):
     )
 
 
-def test_fully_sharded_each_device_has_an_eighth():
+def test_fully_sharded_gives_each_device_an_eighth():
     tree = {
         "w": vn.quant.quantize(
             jnp.ones((256, 64)), "nf4", channelwise_axes=[1], tiled_axes={0: 32}
@@ -191,7 +191,7 @@ def test_fully_sharded_names_an_axis_that_the_mesh_lacks():
         vn.fully_sharded(MESH, ("data", "pipe"))
 
 
-def test_fully_sharded_beside_tensor_parallelism():
+def test_fully_sharded_combines_with_a_sharded_axis():
     w = {"w": vn.quant.quantize(jnp.ones((64, 128)), "int8", channelwise_axes=[1])}
     placed = vn.device_put(w, [("w", vn.fully_sharded(MESH, "data", P(None, "model")))])["w"]
     assert placed.packed.sharding.spec == P("data", "model")
@@ -200,7 +200,7 @@ def test_fully_sharded_beside_tensor_parallelism():
         vn.device_put(w, [("w", vn.fully_sharded(MESH, "data", P(None, None, "model")))])
 
 
-def test_what_does_not_divide_is_named_with_what_would():
+def test_indivisible_axes_get_sizes_that_would_fit():
     w = vn.quant.quantize(jnp.ones((64, 8)), "int8", channelwise_axes=[1], tiled_axes={0: 32})
     f = jax.shard_map(lambda w: 2 * w, mesh=LINE, in_specs=P("data"), out_specs=P("data"))
     would = r"would have 8 values, but 32 are stored together \(tiles of 8 or 2 devices would fit"
@@ -227,6 +227,6 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("args", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_is_refused(args, message):
+def test_wrong_logical_rules_raise(args, message):
     with pytest.raises(ValueError, match=message):
         vn.logical_shardings(*args)

@@ -86,7 +86,7 @@ def test_public_docstrings_are_easy_to_read():
     assert not {name: british_words(text) for name, text in texts.items() if british_words(text)}
 
 
-def test_messages_are_easy_to_read():
+def test_error_messages_are_easy_to_read():
     files = sorted(Path(vn.__file__).parent.rglob("*.py"))
     texts = {(f.name, line, text): text for f in files for line, text in messages(f)}
     assert len(texts) > 1000

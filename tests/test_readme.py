@@ -19,7 +19,7 @@ README = Path(__file__).parent.parent / "README.md"
 PROGRAM = re.compile(r"```python\n(.*?)```\n+```text\n(.*?)```", re.DOTALL)
 
 
-def test_programs_print_what_is_shown(capsys):
+def test_programs_print_the_output_of_the_readme(capsys):
     programs = PROGRAM.findall(README.read_text("utf-8"))
     assert len(programs) == 2
     names: dict = {"__name__": "readme"}
@@ -30,7 +30,7 @@ def test_programs_print_what_is_shown(capsys):
     assert jnp.linalg.norm(names["y"] - names["dense"]) < 0.012 * jnp.linalg.norm(names["dense"])
 
 
-def test_results_are_rows_of_the_demo_page():
+def test_results_equal_rows_of_the_demo_page():
     demo = tables.Table("docs/demo.md", "| format | bytes | of f32 |")
     readme = tables.Table("README.md", "| format | size |")
     names = ("int8, channelwise", "int8 by int8, rotated", "nf4, tile 64")

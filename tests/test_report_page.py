@@ -69,7 +69,7 @@ def click(page, text, within="#weights "):
     )
 
 
-def test_a_click_on_a_heading_sorts_groups_and_rows(page):
+def test_clicking_a_heading_sorts_groups_and_rows(page):
     assert shown(page) == ["params.a", "params.b", "params.c"]
     click(page, "dense")
     assert shown(page) == ["params.c", "params.b", "params.a"]
@@ -86,7 +86,7 @@ def test_a_click_on_a_heading_sorts_groups_and_rows(page):
     assert page.run("document.querySelector('[aria-sort]')") is None
 
 
-def test_a_click_on_a_weight_folds_it(page):
+def test_clicking_a_weight_folds_its_rows(page):
     click(page, "params.b")
     assert shown(page, "td:first-child") == ["dot_general", "exp"]
     assert shown(page) == ["params.a", "params.b", "params.c"]
@@ -141,13 +141,13 @@ def test_the_page_has_contrast_and_fits_the_width(chromium, address, width, dark
         assert page.run("document.documentElement.scrollWidth") <= width
 
 
-def test_low_contrast_is_found(page):
+def test_the_check_finds_low_contrast(page):
     page.run("document.querySelector('h1').style = 'font-size: 14px; color: #808080'")
     (fault,) = contrast.faults(page)
     assert (fault["text"], fault["ratio"]) == ("What happened to implicit arrays", 3.95)
 
 
-def test_the_pictures_of_the_documentation_can_be_made(chromium, tmp_path):
+def test_the_screenshots_of_the_documentation_can_be_made(chromium, tmp_path):
     screenshots.of_report(chromium, tmp_path)
     pictures = {path.name for path in tmp_path.glob("*.png")}
     assert pictures == {"report.png", "report_dark.png"}

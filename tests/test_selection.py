@@ -50,7 +50,7 @@ def shares_of(cases, n_shares):
 
 
 @pytest.mark.parametrize("n_shares", [1, 2, 3])
-def test_every_share_has_every_value_and_all_have_every_combination(n_shares):
+def test_each_share_has_each_value_and_together_all_combinations(n_shares):
     cases = all_of(format=["int8", "int4", "nf4"], tile=[None, 4], shape=[[3], [4, 5], [0], [1]])
     for share in shares_of(cases, n_shares):
         assert len(share) == len(cases) / n_shares
@@ -74,7 +74,7 @@ def test_every_case_is_in_one_sample():
 
 
 @pytest.mark.parametrize("cases", [[Case()], all_of(format=["int8", "int4", 1, True])])
-def test_what_has_no_combinations_is_in_every_share(cases):
+def test_cases_without_combinations_are_in_every_share(cases):
     assert shares_of(cases, 2) == [set(cases)] * 2
 
 
@@ -85,7 +85,7 @@ def test_a_case_of_a_divided_test_is_in_one_share():
     assert 30 < len(first) < 70
 
 
-def test_a_file_that_is_divided_from_others_is_in_one_share_alone():
+def test_a_file_divided_by_file_is_in_one_share():
     cases = all_of({"divided": {"by": "file"}}, format=range(20))
     assert sorted(map(len, shares_of(cases, 2))) == [0, 20]
 
@@ -126,7 +126,7 @@ def test_quick_run_has_tests_without_parameters():
 
 
 @pytest.mark.parametrize("limit", [0, 1, 3])
-def test_quick_run_has_no_more_cases_than_the_limit(limit):
+def test_quick_run_respects_the_limit_of_cases(limit):
     tests = [all_of(x=range(5)), all_of(x=range(5))]
     kept = quick_cases(tests, [limit, 5])
     assert len(kept.intersection(tests[0])) == limit
@@ -213,7 +213,7 @@ def test_missing_library_is_found_in_the_cause_of_an_error(monkeypatch):
     assert optional.reason_to_skip(["flax"]) is None
 
 
-def test_flags_of_the_user_come_last():
+def test_flags_of_the_user_override_defaults():
     environ = {"XLA_FLAGS": "--xla_backend_optimization_level=3"}
     environment.set_defaults(environ)
     environment.set_defaults(environ)  # as a worker does

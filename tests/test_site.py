@@ -9,7 +9,7 @@ import pytest
 import stage
 
 
-def test_every_page_is_laid_out_with_the_sources_that_it_leads_to(tmp_path, monkeypatch):
+def test_staged_pages_include_the_sources_they_link_to(tmp_path, monkeypatch):
     monkeypatch.setattr(stage, "OUT", tmp_path)
     stage.main()  # raises for a link that leads nowhere
     pages = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.md")}
@@ -43,7 +43,7 @@ def site(tmp_path):
     return tmp_path
 
 
-def test_faults_of_pages_are_found(site, capsys):
+def test_the_check_finds_faults_in_html(site, capsys):
     assert check.main(site, look=False) == 5
     assert capsys.readouterr().out.splitlines() == [
         "faulty/index.html: a.png has no alternative text",
@@ -57,7 +57,7 @@ def test_faults_of_pages_are_found(site, capsys):
 @pytest.mark.skipif(
     browser.found() is None, reason="there is no Chromium: apt-get install chromium"
 )
-def test_faults_that_are_seen_are_found(site):
+def test_the_browser_check_finds_visible_faults(site):
     assert set(browsed.faults(site, browser.found())) == {
         "faulty, dark: 1 of p. have a contrast of 2.85",
         "faulty, dark: 780 pixels wide on a screen of 390",
@@ -66,7 +66,7 @@ def test_faults_that_are_seen_are_found(site):
     }
 
 
-def test_without_a_browser_it_is_said_that_nothing_was_looked_at(site, monkeypatch, capsys):
+def test_a_missing_browser_is_reported(site, monkeypatch, capsys):
     monkeypatch.setattr(browser, "found", lambda: None)
     check.main(site, look=True)
     assert "There is no Chromium" in capsys.readouterr().out

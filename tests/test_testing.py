@@ -171,7 +171,7 @@ EXAMPLES = [((), "int8"), ((3,), "complex64"), ((0, 2), "float32"), ((1, 1), "bo
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [*EXAMPLES, ((2, 3, 4), "float32")], ids=str)
-def test_examples_of_any_shape_and_dtype(shape, dtype):
+def test_examples_can_have_any_shape_and_dtype(shape, dtype):
     checked = check_rules(Bare, Bare(jnp.ones(shape, dtype)), transformations=False)
     assert len(checked.agree) > 20
 

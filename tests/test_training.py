@@ -57,7 +57,7 @@ DENSE = {"bias", "half", "numpy"}
 PLAIN = {"plain.w", "plain.a", "plain.b"}
 
 
-def test_floating_arrays_are_trained_that_no_type_excludes():
+def test_trainable_selects_floating_arrays():
     mask = vn.trainable(model())
     assert trained_paths(mask) == ADAPTERS | DENSE | PLAIN
     assert jax.tree.structure(mask) == jax.tree.structure(model())
@@ -78,17 +78,17 @@ def test_floating_arrays_are_trained_that_no_type_excludes():
     ],
     ids=["paths", "an implicit array", "excluded anyway", "type", "class", "dtype", "path", "none"],
 )
-def test_where_restricts_it(where, paths):
+def test_trainable_selects_by_where(where, paths):
     assert trained_paths(vn.trainable(model(), where)) == paths
 
 
-def test_it_may_be_asked_of_a_model_that_is_not_loaded():
+def test_trainable_takes_an_abstract_model():
     arrays = {name: model()[name] for name in ("dense", "quantized", "bias", "steps")}
     abstract = jax.eval_shape(lambda: arrays)
     assert trained_paths(vn.trainable(abstract)) == trained_paths(vn.trainable(arrays))
 
 
-def test_a_field_that_is_a_tree_is_trained_or_not_as_a_whole():
+def test_a_trainable_field_can_be_a_tree():
     class Layered(vn.ImplicitArray):
         fixed: dict
         moving: dict
@@ -102,7 +102,7 @@ def test_a_field_that_is_a_tree_is_trained_or_not_as_a_whole():
 
 
 @pytest.mark.parametrize("names", [("a", "c"), "a"])
-def test_a_type_that_names_other_than_its_fields_is_refused(names):
+def test_trainable_must_name_fields_of_the_type(names):
     class Wrong(vn.ImplicitArray):
         a: jax.Array
         trainable = names
@@ -114,26 +114,26 @@ def test_a_type_that_names_other_than_its_fields_is_refused(names):
         vn.trainable(Wrong(jnp.ones(2)))
 
 
-def test_what_is_frozen_and_what_is_not():
+def test_freeze_wraps_floating_arrays():
     frozen = vn.freeze(model())
     kept = {name for name, x in frozen.items() if not isinstance(x, Frozen)}
     assert kept == {"steps", "key", "activation", "rate", "nothing"}
     assert trained_paths(vn.trainable(frozen)) == set()
 
 
-def test_where_says_what_is_frozen():
+def test_freeze_selects_by_where():
     frozen = vn.freeze(model(), lambda path, x: not isinstance(x, Adapted))
     assert trained_paths(vn.trainable(frozen)) == ADAPTERS
     frozen = vn.freeze(model(), "quantized|bias")
     assert {k for k, x in frozen.items() if isinstance(x, Frozen)} == {"quantized", "bias"}
 
 
-def test_freezing_twice_is_freezing():
+def test_freezing_twice_equals_freezing_once():
     once = vn.freeze(model())
     assert jax.tree.structure(vn.freeze(once)) == jax.tree.structure(once)
 
 
-def test_unfreezing_gives_the_tree_again():
+def test_unfreeze_restores_the_tree():
     params = {k: v for k, v in model().items() if k != "frozen base"}
     thawed = vn.unfreeze(vn.freeze(params))
     assert jax.tree.structure(thawed) == jax.tree.structure(params)
@@ -141,26 +141,26 @@ def test_unfreezing_gives_the_tree_again():
     assert all(x is y for x, y in pairs)
 
 
-def test_unfreezing_reaches_what_is_frozen_within():
+def test_unfreeze_reaches_nested_frozen_arrays():
     within = Adapted(vn.freeze(vn.freeze(INT8)), A, B)
     assert vn.unfreeze({"w": within})["w"].w.packed is INT8.packed
 
 
-def test_a_model_is_unfrozen_layer_by_layer():
+def test_unfreeze_selects_by_where():
     frozen = vn.freeze({"layers": [jnp.ones(2), jnp.ones(2)], "out": jnp.ones(2)})
     thawed = vn.unfreeze(frozen, r"layers\.1|out")
     assert trained_paths(vn.trainable(thawed)) == {"layers.1", "out"}
 
 
 @pytest.mark.parametrize("function", [vn.trainable, vn.freeze, vn.unfreeze])
-def test_a_regex_that_matches_nothing_or_is_none_is_told(function):
+def test_an_invalid_or_unmatched_regex_is_reported(function):
     with pytest.warns(UserWarning, match=re.escape("'a.*' matches no array")):
         function({"bias": jnp.ones(2)}, where="a.*")
     with pytest.raises(ValueError, match=r"where='\(' is not a regex"):
         function({"bias": jnp.ones(2)}, where="(")
 
 
-def test_the_parameters_of_a_lora_are_trained_and_nothing_else_moves():
+def test_training_a_lora_changes_only_its_parameters():
     params = {"kernel": Adapted(INT8, A, 0 * B), "bias": jnp.zeros(4)}
     x, y = jnp.eye(4), jnp.ones((4, 4))
     mask = vn.trainable(params, where=lambda path, x: isinstance(x, Adapted))

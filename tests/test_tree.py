@@ -45,7 +45,7 @@ def test_leaves_have_the_paths_of_the_arrays():
     assert treedef == vn.tree.structure(TREE)
 
 
-def test_a_function_is_mapped_over_implicit_arrays():
+def test_map_calls_the_function_on_implicit_arrays():
     shapes = vn.tree.map(lambda x: x.shape, TREE)
     assert shapes == {"w": (6, 6), "rest": [(2,), {"d": (3, 3)}, None]}
     several = vn.tree.map(lambda x, n, y: (x is y, n), TREE, shapes, TREE, is_leaf=None)
@@ -68,20 +68,20 @@ FUNCTIONS = {
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_is_leaf_names_further_leaves(name):
+def test_is_leaf_adds_leaves(name):
     assert len(FUNCTIONS[name](TREE)) == 3
     assert len(FUNCTIONS[name](TREE, is_leaf=is_list)) == 2
 
 
 @pytest.mark.parametrize("name", [name for name in FUNCTIONS if name.endswith("path")])
-def test_is_leaf_may_take_the_path(name):
+def test_is_leaf_can_take_the_path(name):
     options = {"is_leaf_takes_path": True}
     assert len(FUNCTIONS[name](TREE, **options)) == 3
     at_rest = lambda path, x: vn.tree.path_string(path) == "rest"
     assert len(FUNCTIONS[name](TREE, is_leaf=at_rest, **options)) == 2
 
 
-def test_one_layer_is_opened():
+def test_flatten_one_layer_flattens_one_layer():
     leaves, treedef = vn.tree.flatten_one_layer(TREE)
     d = TREE["rest"][1]["d"].diagonal
     assert same(leaves, [TREE["rest"][0], d, QLORA.w, QLORA.a, QLORA.b])
@@ -90,19 +90,19 @@ def test_one_layer_is_opened():
     assert same(again, [*leaves[:2], QLORA.w.packed, QLORA.w.scale, *leaves[3:]])
 
 
-def test_an_array_at_two_depths_is_opened_at_the_outer_one_alone():
+def test_flatten_one_layer_keeps_an_array_that_is_also_inner():
     leaves, treedef = vn.tree.flatten_one_layer([QLORA.w, QLORA])
     assert same(leaves, [QLORA.w.packed, QLORA.w.scale, QLORA.w, QLORA.a, QLORA.b])
     assert vn.tree.unflatten(treedef, leaves)[1].w is QLORA.w
 
 
-def test_depth():
+def test_depth_counts_nested_implicit_arrays():
     dense, quantized = jnp.ones((6, 6)), QLORA.w
     trees = [{}, dense, [dense, quantized], TREE, Lora(QLORA, QLORA.a, QLORA.b)]
     assert [vn.tree.depth(tree) for tree in trees] == [0, 0, 1, 2, 3]
 
 
-def test_materialise_nested_opens_one_layer_or_all():
+def test_materialise_nested_removes_one_layer_or_all():
     tree = {"frozen": vn.freeze(QLORA), "w": QLORA, "n": 3}
     once = vn.tree.materialise_nested(tree)
     assert type(once["frozen"]) is Lora
@@ -112,7 +112,7 @@ def test_materialise_nested_opens_one_layer_or_all():
     assert (wholly["frozen"] == vn.materialise(QLORA)).all()
 
 
-def test_materialise_nested_is_asked_for_and_no_policy_hears_of_it():
+def test_materialise_nested_reports_no_event():
     run = lambda x: x @ vn.tree.materialise_nested(QLORA)
     strict = vn.implicit(run, on_materialise=only_by_rules)
     assert strict(jnp.ones(6)).shape == (6,)
@@ -126,7 +126,7 @@ MASKS = {
 
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-def test_a_tree_is_parted_within_implicit_arrays(mask):
+def test_partition_divides_the_leaves_of_implicit_arrays(mask):
     tree = {**TREE, "w": Lora(jnp.ones((6, 6)), QLORA.a, QLORA.b)}
     chosen, rest = vn.tree.partition(tree, mask)
     assert same(jax.tree.leaves(chosen), [TREE["rest"][0], QLORA.a, QLORA.b])
@@ -138,7 +138,7 @@ def test_a_tree_is_parted_within_implicit_arrays(mask):
     assert same(jax.tree.leaves(whole), jax.tree.leaves(tree))
 
 
-def test_a_module_may_be_a_mask_though_it_can_be_called():
+def test_a_callable_module_can_be_a_mask():
     class Linear(eqx.Module):
         w: jax.Array
         b: jax.Array
@@ -153,11 +153,11 @@ def test_a_module_may_be_a_mask_though_it_can_be_called():
     assert (vn.tree.combine(trained, rest)(x) == layer(x)).all()
 
 
-def test_a_part_shows_itself():
+def test_a_partition_has_a_repr():
     assert "QArray(packed=None" in repr(vn.tree.partition(QLORA, False)[0])
 
 
-def test_a_loss_is_differentiated_by_the_chosen_part_alone():
+def test_a_loss_can_be_differentiated_by_one_partition():
     mask = Lora(False, True, False, scale=QLORA.scale)
     chosen, rest = vn.tree.partition(QLORA, mask)
     loss = lambda chosen, x: jnp.sin(x @ vn.tree.combine(chosen, rest)).sum()
@@ -167,7 +167,7 @@ def test_a_loss_is_differentiated_by_the_chosen_part_alone():
     assert jnp.allclose(found, jax.grad(by_hand)(QLORA.a, jnp.ones((2, 6))))
 
 
-def test_combine_takes_the_first_that_is_there():
+def test_combine_takes_the_first_present_value():
     trees = [[None, 1, None, None], [2, 2, None, None], [3, 3, 3, None]]
     assert vn.tree.combine(*trees) == [2, 1, 3, None]
 
@@ -181,6 +181,6 @@ def test_combine_takes_the_first_that_is_there():
     ],
     ids=["structure", "number", "array"],
 )
-def test_a_mask_that_does_not_fit_is_refused(mask, error, says):
+def test_a_mask_that_does_not_fit_raises(mask, error, says):
     with pytest.raises(error, match=says):
         vn.tree.partition(TREE, mask)

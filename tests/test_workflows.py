@@ -36,7 +36,7 @@ def test_an_action_has_the_same_commit_everywhere():
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
-def test_a_job_may_only_read_unless_it_says_more(path):
+def test_jobs_have_read_permissions_unless_stated(path):
     text = path.read_text("utf-8")
     assert "\npermissions:\n  contents: read\n" in text
     granted = re.findall(r"^ *(?:permissions: *\S.*|[\w-]+: write.*)$", text, re.MULTILINE)
@@ -71,7 +71,7 @@ def test_ci_tests_the_oldest_versions():
     assert f"\njax=={jax}\n" in read(".ci/constraints-oldest.txt")
 
 
-def test_extras_are_for_users():
+def test_the_extras_are_only_for_users():
     metadata = tomllib.loads(read("pyproject.toml"))
     users = {"interop", "cli", "demo", "numba", "examples", "pytensor", "units"}
     assert set(metadata["project"]["optional-dependencies"]) == users

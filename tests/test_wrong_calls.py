@@ -167,7 +167,7 @@ untyped = pytest.mark.skipif(ARE_CHECKED, reason="the annotations reject these c
 
 @untyped
 @pytest.mark.parametrize(("call", "message"), CALLS.values(), ids=CALLS)
-def test_a_wrong_call_is_told_the_right_one(call, message):
+def test_a_wrong_call_gets_the_right_call(call, message):
     with pytest.raises((TypeError, ValueError), match=re.escape(message)) as error:
         call()
     assert type(error.value) in (TypeError, ValueError)
@@ -175,7 +175,7 @@ def test_a_wrong_call_is_told_the_right_one(call, message):
 
 
 @pytest.mark.parametrize(("name", "message"), FORMATS.items(), ids=FORMATS)
-def test_a_word_for_quantization_names_the_format(name, message):
+def test_an_unknown_format_name_suggests_a_format(name, message):
     pattern = re.escape(message).replace(r"\.\*calibrate", ".*calibrate")
     with pytest.raises(ValueError, match=rf"unknown format '{name}'.*{pattern}"):
         vn.quant.get_format(name)

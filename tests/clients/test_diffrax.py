@@ -87,13 +87,13 @@ ADJOINTS = {
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kind", WEIGHTS)
-def test_a_solve_is_that_of_the_dense_system(kind, method):
+def test_a_solve_agrees_with_the_dense_system(kind, method):
     w = WEIGHTS[kind]
     value = jax.jit(strictly(lambda y0, w: loss(y0, w, method)))(Y0, w)
     assert_close(value, dense(kind, method)[0])
 
 
-def test_the_weights_are_multiplied_by_their_rule_within_the_loop():
+def test_the_loop_multiplies_weights_by_their_rule():
     report = vn.explain(solve)(Y0, WEIGHTS["lora"])
     ran = {(e.primitive, e.rule is not None) for e in report.events}
     assert ("dot_general", True) in ran
@@ -102,7 +102,7 @@ def test_the_weights_are_multiplied_by_their_rule_within_the_loop():
 
 @pytest.mark.parametrize("adjoint", ADJOINTS)
 @pytest.mark.parametrize("kind", WEIGHTS)
-def test_its_gradient_by_state_and_leaves(kind, adjoint):
+def test_gradients_by_state_and_leaves_agree(kind, adjoint):
     w = WEIGHTS[kind]
 
     def of_leaves(y0, a, b, run):
@@ -119,13 +119,13 @@ def test_its_gradient_by_state_and_leaves(kind, adjoint):
 
 
 @pytest.mark.parametrize("kind", WEIGHTS)
-def test_the_gradient_of_the_dense_program(kind):
+def test_the_gradient_of_the_dense_program_agrees(kind):
     value, grads = vn.implicit(jax.value_and_grad(loss, (0, 1)))(Y0, WEIGHTS[kind])
     assert_close((value, grads), dense(kind))
 
 
 @pytest.mark.parametrize("order", ["implicit of vmap", "vmap of implicit"])
-def test_a_batch_of_adaptive_solves_each_with_steps_of_its_own(order):
+def test_a_batch_of_adaptive_solves_agrees(order):
     # Under vmap the loop runs until the last is done, and selects.
     batch, w = jnp.stack([Y0, 3 * Y0]), WEIGHTS["lora of int8"]
     grad = jax.grad(loss)

@@ -85,7 +85,7 @@ USES = {
 
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("within", WITHIN)
-def test_a_mask_built_inside_joins_the_other(within, use):
+def test_a_mask_built_inside_combines_with_an_argument(within, use):
     out = run(within, lambda x: USES[use](x, masked(LAST)), masked(FIRST))
     assert type(out) is Masked
     np.testing.assert_array_equal(out.mask, FIRST & LAST)
@@ -139,7 +139,7 @@ def test_types_built_from_tracers_work_with_other_types(within):
     assert_close(vn.materialise(out), f(jnp.kron(x, x), jnp.diag(jnp.arange(4.0))))
 
 
-def test_gradients_of_a_program_with_a_built_mask():
+def test_gradients_with_a_mask_built_inside_agree():
     loss = lambda x: vn.implicit(lambda x: (x * masked(LAST)).sum())(x).filled(0.0)
     grad = jax.grad(loss, allow_int=True)(masked(FIRST))
     np.testing.assert_array_equal(grad.value, [0, 2, 0])
@@ -148,7 +148,7 @@ def test_gradients_of_a_program_with_a_built_mask():
 
 
 @pytest.mark.parametrize("jit", [lambda f: f, jax.jit])
-def test_gradients_with_respect_to_leaves_of_built_arrays(jit):
+def test_gradients_by_leaves_of_built_arrays_agree(jit):
     f = lambda x, s: (Diagonal(s) @ x).sum()
     x, s = Quantity(jnp.arange(3.0), "m"), jnp.ones(3)
     grad = vn.implicit(jit(jax.grad(lambda s, x: f(x, s).astype("float32"))))(s, x)
@@ -165,7 +165,7 @@ def test_a_call_of_implicit_in_another_captures_its_arrays(jit):
     np.testing.assert_array_equal(out.mask, FIRST & LAST)
 
 
-def test_a_custom_jvp_of_both_kinds_of_operands():
+def test_a_custom_jvp_takes_built_arrays_and_arguments():
     @jax.custom_jvp
     def product(x, y):
         return x * y
@@ -176,7 +176,7 @@ def test_a_custom_jvp_of_both_kinds_of_operands():
     np.testing.assert_array_equal(out.mask, FIRST & LAST)
 
 
-def test_a_jitted_function_is_another_one_under_implicit():
+def test_jitted_functions_are_cached_separately_under_implicit():
     """JAX caches the trace of a jitted function by the shapes of the operands."""
     double = jax.jit(lambda x: x * masked(LAST))
     outside = double(jnp.ones(3))
@@ -217,7 +217,7 @@ def test_mapping_over_the_leaves_of_a_built_array_is_rejected(make, mapped):
 
 
 @pytest.mark.parametrize("call", [jax.jit, scanned])
-def test_a_program_of_a_lazy_operand_builds_arrays(call):
+def test_a_program_with_a_lazy_operand_builds_arrays(call):
     x = vn.types.Lazy(jnp.tanh, jnp.linspace(-1, 1, 9).reshape(3, 3))
     f = lambda x: x + jnp.asarray(LowRank(x, jnp.ones((3, 3))) * 1.0)
     expected = call(lambda x: x + x @ jnp.ones((3, 3)))(x.materialise())

@@ -93,13 +93,13 @@ def captures(w):
 
 @pytest.mark.parametrize("how", captures(W))
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_captured(how, wrap):
+def test_captured_weights_are_operands(how, wrap):
     f = captures(W)[how]
     assert_close(wrap(vn.implicit(f))(X), EXPECTED)
 
 
 @pytest.mark.parametrize("how", ["lambda", "function", "scan body", "checkpoint"])
-def test_captured_and_differentiated(how):
+def test_functions_with_captured_weights_have_gradients(how):
     loss = lambda f: lambda x: jnp.sum(jnp.sin(f(x)))
     f = captures(W)[how]
     grad = jax.grad(loss(lambda x: jnp.dot(x, vn.materialise(W))))(X)
@@ -125,7 +125,7 @@ def test_attributes_of_a_plain_object_are_operands():
     assert_close(jax.jit(vn.implicit(Model(W)))(X), EXPECTED)
 
 
-def test_functions_that_capture_no_value_are_called_themselves():
+def test_functions_without_captured_values_are_not_copied():
     seen = []
     inner = lambda: None
     vn.implicit(lambda w: seen.append(inner))(W)
@@ -145,7 +145,7 @@ def test_assignments_to_captured_variables_are_seen():
     assert calls == 2
 
 
-def test_a_function_that_captures_itself():
+def test_a_function_can_capture_itself():
     def f(x, depth):
         return jnp.sin(W).sum() + (f(x, depth - 1) if depth else 0) if depth else x.sum()
 
@@ -153,7 +153,7 @@ def test_a_function_that_captures_itself():
     assert_close(vn.implicit(f)(X, 1), jnp.sin(dense).sum() + X.sum(), 1e-4)
 
 
-def test_a_label_is_kept():
+def test_a_captured_value_keeps_its_label():
     tagged = Tagged(X, "m")
     out = jax.jit(vn.implicit(lambda: jnp.sin(tagged)))()
     assert (type(out), out.label) == (Tagged, "m")
@@ -172,7 +172,7 @@ def _reads_what_changes(x):
     return jnp.dot(x, W) * SCALE
 
 
-def test_module_variables_are_read_as_they_are_now():
+def test_module_variables_are_read_at_each_call():
     before = SCALE
     assert_close(vn.implicit(_reads_what_changes)(X), EXPECTED * (before + 1))
     assert before + 1 == SCALE
@@ -236,7 +236,7 @@ def test_a_captured_container_without_values_is_the_same_object():
     assert len(seen) == 1
 
 
-def test_an_assignment_that_would_be_lost_is_refused():
+def test_an_assignment_that_would_be_lost_raises():
     def scope(w):
         def double():
             nonlocal w
@@ -264,11 +264,11 @@ def _imports_and_defines(x):
     return jnp.dot(x, W) * Local.factor
 
 
-def test_imports_and_classes_in_a_function_with_captures():
+def test_a_function_with_captures_can_import_and_define():
     assert_close(vn.implicit(_imports_and_defines)(X), EXPECTED * jnp.pi, 1e-4)
 
 
-def test_functions_of_our_own_rules_are_not_opened(monkeypatch):
+def test_functions_of_our_own_rules_are_not_rewritten(monkeypatch):
     opened = []
     monkeypatch.setattr(implicit, "open_closure", lambda fn: opened.append(fn) or fn)
 

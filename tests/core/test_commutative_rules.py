@@ -64,7 +64,7 @@ def _apply(primitive, x, y):
     return vn.implicit(lambda x, y: primitive.bind(x, y))(x, y)
 
 
-def test_a_rule_serves_the_other_order(add):
+def test_a_rule_also_runs_in_the_other_order(add):
     _rule(add, Dog, vn.ArrayLike, 1)
     assert _apply(add, X, Dog(X)) == 1
 
@@ -75,7 +75,7 @@ def test_a_registered_rule_beats_a_swapped_copy(add):
     assert _apply(add, X, Dog(X)) == 2
 
 
-def test_a_type_that_opts_out_is_materialized(add):
+def test_a_type_can_opt_out_of_swapped_rules(add):
     _rule(add, Wild, vn.ArrayLike, 1)
     assert _apply(add, X, Wild(X)).tolist() == (X + X).tolist()
 

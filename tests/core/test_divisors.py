@@ -41,7 +41,7 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_divisors_of_traced_indices(name):
+def test_traced_indices_have_known_divisors(name):
     program, expected = PROGRAMS[name]
     divisors = []
 
@@ -56,7 +56,7 @@ def test_divisors_of_traced_indices(name):
     assert (results == 0 if expected == 0 else results % expected == 0).all()
 
 
-def test_divisors_of_known_values():
+def test_concrete_indices_have_divisors():
     assert find_divisor(jnp.array([48, 96, 0])) == 48
     assert find_divisor(jnp.int32(0)) == 0
 

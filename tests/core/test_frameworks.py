@@ -63,7 +63,7 @@ def w(request):
     return request.param(U, V, k=2.0)
 
 
-def test_it_is_a_frozen_dataclass(w):
+def test_framework_types_are_frozen_dataclasses(w):
     assert [f.name for f in dataclasses.fields(w)] == ["u", "v", "k"]
     with pytest.raises(dataclasses.FrozenInstanceError):
         w.k = 3.0
@@ -91,14 +91,14 @@ COPIES = {
 
 
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
-def test_it_is_pickled_and_copied_after_use(w, copied):
+def test_framework_types_can_be_pickled_and_copied(w, copied):
     vn.explain(jnp.sin)(w)
     same = copied(w)
     assert (type(same), jax.tree.structure(same)) == (type(w), jax.tree.structure(w))
     assert_close(same, DENSE)
 
 
-def test_use_does_not_change_its_structure(w):
+def test_using_a_value_does_not_change_its_structure(w):
     before = jax.tree.structure(w)
     vn.explain(jnp.sin)(w)
     with vn.hijax.enabled():
@@ -107,7 +107,7 @@ def test_use_does_not_change_its_structure(w):
     assert jax.tree.map(jnp.add, w, gradient).shape == w.shape
 
 
-def test_it_looks_dense(w):
+def test_framework_types_look_dense(w):
     assert (w.shape, w.dtype) == ((3, 2), jnp.float32)
     assert_close(w, DENSE)
 
@@ -117,7 +117,7 @@ def test_it_looks_dense(w):
     [lambda w: w + 1, lambda w: 2.0 * w, lambda w: U @ w, lambda w: w[1], lambda w: w.sum(axis=0)],
     ids=["add", "rmul", "rmatmul", "getitem", "sum"],
 )
-def test_operators_and_methods(w, f):
+def test_operators_and_methods_agree(w, f):
     assert_close(f(w), f(DENSE))
 
 
@@ -131,16 +131,16 @@ def test_operators_and_methods(w, f):
     ],
     ids=["eager", "jit outside", "jit inside", "vmap"],
 )
-def test_transformations(w, wrap):
+def test_transformations_agree(w, wrap):
     assert_close(wrap(lambda w: jnp.sin(U @ w).sum())(w), jnp.sin(U @ DENSE).sum())
 
 
-def test_jit_returns_it_unchanged(w):
+def test_jit_returns_a_value_unchanged(w):
     out = jax.jit(vn.implicit(lambda w: w))(w)
     assert (type(out), out.k) == (type(w), 2.0)
 
 
-def test_a_rule_may_be_registered_for_it(w):
+def test_framework_types_can_have_rules(w):
     kind = type(w)
 
     @vn.register("neg")

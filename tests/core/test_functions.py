@@ -75,20 +75,20 @@ def check_results(out, dense):
         (strict(lambda x: jax.lax.map(run, x)), several),
     ],
 )
-def test_a_rule_runs_where_the_function_is_called(transformed, x):
+def test_a_rule_for_a_function_runs_on_each_call(transformed, x):
     dense = vn.materialise(x)
     for _ in range(2):  # without and with the cache
         check_results(transformed(x), run(dense))
 
 
-def test_a_partial_is_the_function_called_with_these_keywords():
+def test_the_rule_of_a_function_applies_to_a_partial():
     diagonal = strict(functools.partial(jnp.diagonal, offset=0))
     assert diagonal(one) is one.diagonal or jnp.array_equal(diagonal(one), one.diagonal)
     with pytest.raises(vn.MaterialiseError):
         strict(functools.partial(jnp.diagonal, offset=1))(one)
 
 
-def test_derivatives_of_functions_with_rules():
+def test_functions_with_rules_have_derivatives():
     by_leaves = jax.grad(vn.implicit(jnp.linalg.det))(one)
     by_the_dense = vn.implicit(jax.grad(jnp.linalg.det))(one)
     dense = jax.grad(jnp.linalg.det)(vn.materialise(one))
@@ -105,7 +105,7 @@ def test_another_function_with_the_same_name_has_no_rule():
     assert vn.implicit(jax.vmap(det))(several).shape == (3,)
 
 
-def test_a_rule_may_decline():
+def test_a_rule_for_a_function_can_decline():
     found = vn.implicit(jnp.linalg.cond)(one)
     assert jnp.allclose(found, jnp.linalg.cond(vn.materialise(one)), rtol=1e-4)
 
@@ -116,7 +116,7 @@ def test_the_report_names_the_function():
     assert any("test_functions.py" in event.rule for event in report.events)
 
 
-def test_a_result_of_another_shape_is_refused():
+def test_a_result_of_another_shape_raises():
     class Odd(Diagonal):
         pass
 

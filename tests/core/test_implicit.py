@@ -23,17 +23,17 @@ def test_a_program_of_dense_values_has_the_same_jaxpr():
     assert str(jax.make_jaxpr(vn.implicit(with_values))(X, W)) == str(plain)
 
 
-def test_implicit_results_and_containers():
+def test_results_and_containers_can_be_implicit():
     out = vn.implicit(lambda tree: {"same": tree["w"], "x": tree["w"] @ X.T})({"w": W})
     assert isinstance(out["same"], Lora)
     assert_close(out["x"], DENSE @ X.T)
 
 
-def test_keyword_arguments():
+def test_keyword_arguments_can_be_implicit():
     assert_close(vn.implicit(lambda x, *, w: x @ w)(X, w=W), X @ DENSE)
 
 
-def test_the_function_may_be_a_pytree_of_values():
+def test_the_function_can_be_a_pytree_of_values():
     layer = jax.tree_util.Partial(lambda w, x: jnp.dot(x, w), W)
     assert_close(vn.implicit(layer)(X), X @ DENSE)
 
@@ -48,7 +48,7 @@ def test_a_captured_value_works_through_operators():
     [lambda v: isinstance(v, Lora), (False, (False, True), False), (False, True, False)],
     ids=["predicate", "position", "prefix"],
 )
-def test_filter_spec_chooses(spec):
+def test_filter_spec_selects_the_implicit_operands(spec):
     seen = []
     f = lambda x, w: seen.append(type(w)) or x
     vn.implicit(f, spec)(X, W)
@@ -131,12 +131,12 @@ def test_the_error_names_primitive_types_bytes_and_line():
     assert "144 bytes" in message
 
 
-def test_on_materialise_warn():
+def test_on_materialise_warn_warns():
     with pytest.warns(vn.MaterialiseWarning, match=r"exp\(Lora:f32\[6,6\]\)"):
         vn.implicit(jnp.exp, on_materialise="warn")(W)
 
 
-def test_on_materialise_says_nothing_of_the_parts():
+def test_on_materialise_reports_no_inner_events():
     class Doubled(vn.ImplicitArray):
         w: vn.ImplicitArray
 
@@ -149,13 +149,13 @@ def test_on_materialise_says_nothing_of_the_parts():
     assert [str(w.message).partition(" at ")[0] for w in warned] == ["exp(Doubled:f32[6,6])"]
 
 
-def test_on_materialise_calls_back():
+def test_on_materialise_calls_a_callback():
     events = []
     vn.implicit(lambda x, w: x @ w + w.sum(), on_materialise=events.append)(X, W)
     assert [(e.primitive, e.nbytes) for e in events] == [("reduce_sum", 144)]
 
 
-def test_on_materialise_refuses_nonsense():
+def test_an_unknown_on_materialise_raises():
     with pytest.raises((ValueError, TypeCheckError), match="sometimes"):
         vn.implicit(jnp.exp, on_materialise="sometimes")
 
@@ -171,7 +171,7 @@ def test_on_materialise_refuses_nonsense():
     ],
     ids=["jit", "checkpoint", "map", "nested", "grad"],
 )
-def test_the_choice_holds_inside_other_programs(wrap):
+def test_on_materialise_applies_inside_other_programs(wrap):
     f = wrap(lambda w: jnp.exp(w))
     vn.implicit(f)(W)  # staged once where it is allowed
     with pytest.raises(vn.MaterialiseError):
@@ -191,12 +191,12 @@ def test_explain_reports_rules_and_materialisations():
     assert "<td>dot_general</td>" in report.to_html()
 
 
-def test_explain_takes_functions_already_transformed():
+def test_explain_takes_transformed_functions():
     for fn in (vn.implicit(jnp.matmul), jax.jit(vn.implicit(jnp.matmul))):
         for _ in range(2):  # nothing cached hides an event
             assert [e.primitive for e in vn.explain(fn)(X, W).events] == ["dot_general"]
 
 
-def test_explain_leaves_other_arguments_alone():
+def test_explain_passes_other_arguments_unchanged():
     f = lambda x, w, name, n: x.reshape(n, -1) @ w if name == "go" else None
     assert len(vn.explain(f)(X, W, "go", 3).events) == 1

@@ -44,7 +44,7 @@ def indices(dtype, size):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("size", "length"), [(1, 1), (N, 1), (N, 7), (70_000, 1), (2**31 + 9, 2)])
-def test_a_start_is_clamped_in_any_dtype(dtype, size, length):
+def test_starts_are_clamped_in_any_dtype(dtype, size, length):
     with jax.enable_x64(True):
         numbers = indices(dtype, size)
         starts = [start_in_bounds(number, size, length) for number in numbers]
@@ -121,27 +121,27 @@ def is_value(x):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", VALUES)
-def test_slices_of_any_dtype(name, dtype):
+def test_indices_of_slices_can_have_any_dtype(name, dtype):
     compare(lambda w, i: [read(w, i), read(w, i, length=16), layer(w, i)], VALUES[name](), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", VALUES)
-def test_look_ups_of_any_dtype(name, dtype):
+def test_indices_of_lookups_can_have_any_dtype(name, dtype):
     # A dense gather in JAX 0.10 to 0.12 looks at the low half of an int64: -(2**63) is row 0.
     compare(look_up, VALUES[name](), dtype, least=None if dtype[0] == "u" else -(2**31))
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int32"])
 @pytest.mark.parametrize("name", VALUES)
-def test_slices_of_high_types(name, dtype):
+def test_high_types_are_sliced_at_any_dtype(name, dtype):
     program = lambda w, i: [read(w, i), layer(w, i)]
     compare(program, VALUES[name](), dtype, vn.hijax.enabled, lambda program: program)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int32"])
 @pytest.mark.parametrize("name", VALUES)
-def test_eager_slices(name, dtype):
+def test_eager_slices_agree_at_any_dtype(name, dtype):
     w = VALUES[name]()
     for i in indices(dtype, N)[[0, 1, -3, -1]]:
         out, expected = (vn.implicit(read)(v, jnp.asarray(i)) for v in (w, plain(w)))

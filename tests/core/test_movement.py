@@ -51,7 +51,7 @@ def test_axes_of_a_type_with_metadata_can_change(name):
     assert jnp.allclose(vn.materialise(out), run(vn.materialise(w)))
 
 
-def test_the_axes_of_a_matrix_are_no_batch_axes():
+def test_the_axes_of_a_matrix_are_not_batch_axes():
     d = Diagonal(jnp.ones((3, 3)))  # [3, 3, 3]: of one size all
     for run in (lambda d: d[:, 0], lambda d: d.transpose(1, 0, 2), lambda d: d.reshape(9, 3)):
         out = vn.implicit(run)(d)
@@ -66,12 +66,12 @@ def test_a_type_with_metadata_is_sliced_only_by_its_rule():
         vn.implicit(lambda x: x[0])(Tagged(jnp.ones((2, 2)), "a"))
 
 
-def test_entries_that_depend_on_each_other_are_not_cut():
+def test_entries_that_depend_on_each_other_are_not_split():
     x = Normed(jnp.arange(6.0).reshape(2, 3))
     assert jnp.allclose(vn.implicit(lambda x: x[0])(x), vn.materialise(x)[0])
 
 
-def test_indices_out_of_bounds_are_filled_as_in_dense():
+def test_indices_out_of_bounds_are_filled_as_in_dense_arrays():
     d = Diagonal(jnp.ones((2, 3)))
     out = vn.implicit(lambda d, i: jnp.take(d, i, axis=0))(d, jnp.array([0, 5]))
     assert jnp.isnan(out[1]).all()
@@ -83,14 +83,14 @@ def test_leaves_of_different_dtypes_are_not_joined():
     assert jnp.array_equal(vn.materialise(out), jnp.stack([jnp.eye(2)] * 2))
 
 
-def test_a_split_along_a_batch_axis_is_one_equation_a_leaf():
+def test_a_split_is_one_equation_per_leaf():
     d = Diagonal(jnp.ones((4, 3)))  # [4, 3, 3]
     jaxpr = jax.make_jaxpr(vn.implicit(lambda d: jnp.split(d, 2)))(d)
     assert str(jaxpr).count(" = split[") == 1
     assert " slice[" not in str(jaxpr)
 
 
-def test_a_field_may_have_any_name():
+def test_a_field_can_have_any_name():
     class Marked(vn.ImplicitArray):
         x: jax.Array
         moved: jax.Array

@@ -92,14 +92,14 @@ AROUND = {"nothing": lambda f: f, "jit": jax.jit}
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("use", USES)
-def test_arrays_that_a_function_builds_are_operands(value, way, use):
+def test_arrays_built_inside_a_function_are_operands(value, way, use):
     leaves = jax.tree.leaves(value)
     f = lambda x, leaves: USES[use](x, WAYS[way](leaves))
     assert_close(jax.jit(vn.implicit(f))(X, leaves), USES[use](X, vn.materialise(value)))
 
 
 @pytest.mark.parametrize("within", WITHIN)
-def test_in_whatever_runs_the_function(value, within):
+def test_container_weights_work_inside_transformations(value, within):
     f = lambda x: jnp.dot(x, CONTAINER["w"])
     dense = vn.materialise(value)
     found = jax.jit(vn.implicit(WITHIN[within](f)))(X)
@@ -126,7 +126,7 @@ def test_an_eager_call_without_values_raises_and_runs_once(value):
     assert len(ran) == 2
 
 
-def test_state_is_written_once(value):
+def test_a_box_is_written_once_per_call(value):
     box = vn.hijax.Box(jnp.zeros(()))
 
     def f(box, x):
@@ -149,13 +149,13 @@ def test_nested_calls_do_not_affect_later_calls(value):
     assert_close(jax.jit(vn.implicit(lambda x: 1 + jnp.dot(x, CONTAINER["w"])))(X), 1 + expected)
 
 
-def test_beside_values_that_are_arguments(value):
+def test_container_weights_and_arguments_combine(value):
     f = lambda x, w: jnp.dot(x, CONTAINER["w"]) + jnp.dot(x, w)
     assert_close(vn.implicit(f)(X, value), 2 * jnp.dot(X, vn.materialise(value)))
 
 
 @pytest.mark.parametrize("within", WITHIN)
-def test_a_value_may_be_made_of_one(value, within):
+def test_a_value_can_wrap_an_argument(value, within):
     leaves, _ = vn.tree.flatten_one_layer(VALUES["lora"])
     f = lambda x, w: WITHIN[within](
         lambda x: jnp.dot(x, vn.types.LoraArray(w, *leaves[1:]))  # of one that is an argument
@@ -167,7 +167,7 @@ def test_a_value_may_be_made_of_one(value, within):
 
 
 @pytest.mark.parametrize("jit", AROUND.values(), ids=AROUND)
-def test_inner_derivatives_with_respect_to_leaves(jit):
+def test_inner_derivatives_by_leaves_agree(jit):
     w, a, b = jax.tree.leaves(VALUES["lora"])
     of_leaves = lambda a, b: jnp.sin(jnp.dot(X, vn.types.LoraArray(w, a, b))).sum()
     dense = lambda a, b: jnp.sin(X @ (w + a @ b)).sum()
@@ -177,7 +177,7 @@ def test_inner_derivatives_with_respect_to_leaves(jit):
     assert_close(found[1], expected[1])
 
 
-def test_mapped_it_is_a_batch_of_values(value):
+def test_vmap_builds_a_batch_of_values(value):
     many = jax.tree.map(lambda x: jnp.stack([x, x]), jax.tree.leaves(value))
     f = lambda leaves: jnp.dot(X, built(leaves))
     found = jax.jit(vn.implicit(jax.vmap(f), on_materialise=only_by_rules))(many)
@@ -227,7 +227,7 @@ CALLS = {
 @pytest.mark.parametrize("name", VALUES)
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("jit", AROUND.values(), ids=AROUND)
-def test_parts_are_the_trees_that_they_are(call, name, jit):
+def test_partitions_are_plain_trees(call, name, jit):
     trained, rest = parts(name)
     expected = loss(vn.materialise(vn.tree.combine(trained, rest)))
     assert_close(jit(CALLS[call])(trained, rest), expected)
@@ -235,7 +235,7 @@ def test_parts_are_the_trees_that_they_are(call, name, jit):
 
 @pytest.mark.parametrize("order", ["grad of implicit", "implicit of grad"])
 @pytest.mark.parametrize("name", VALUES)
-def test_the_gradient_by_a_part_is_one_of_the_same_leaves(name, order):
+def test_the_gradient_of_a_partition_has_its_leaves(name, order):
     trained, rest = parts(name)
     f = lambda trained: loss(vn.tree.combine(trained, rest))
     before = jax.grad(lambda trained: vn.implicit(loss)(vn.tree.combine(trained, rest)))(trained)
@@ -246,7 +246,7 @@ def test_the_gradient_by_a_part_is_one_of_the_same_leaves(name, order):
         assert_close(one, other)
 
 
-def test_a_part_of_a_type_whose_annotations_do_not_tell():
+def test_types_without_array_annotations_can_be_partitioned():
     class Shifted(vn.ImplicitArray):
         parts: tuple
 
@@ -260,7 +260,7 @@ def test_a_part_of_a_type_whose_annotations_do_not_tell():
 
 
 @pytest.mark.parametrize("mode", [lambda f: f, vn.implicit, jax.jit])
-def test_a_part_is_no_operand(mode):
+def test_a_partition_is_rejected_as_an_operand(mode):
     trained, _ = parts("lora")
     with pytest.raises(TypeError, match=r"LoraArray\(w=None.*has None instead.*vn\.tree\.combine"):
         mode(lambda trained: jnp.dot(X, trained["w"]))(trained)
@@ -286,12 +286,12 @@ def test_functions_outside_implicit_raise(name, jit):
         f()
 
 
-def test_functions_of_lax_refuse_it_in_the_same_words():
+def test_functions_of_lax_outside_implicit_raise():
     with pytest.raises(RuntimeError, match=r"^JAX functions cannot take QArray:f32\[8,6\] outside"):
         jax.lax.dot(X, VALUES["nf4"])
 
 
-def test_a_program_traced_under_implicit_is_refused_without_it():
+def test_a_program_traced_under_implicit_raises_without_it():
     f = jax.jit(lambda x: jnp.dot(x, CONTAINER["w"]))
     CONTAINER["w"] = VALUES["nf4"]
     assert_close(jax.jit(vn.implicit(f))(X), X @ vn.materialise(VALUES["nf4"]))
@@ -307,7 +307,7 @@ def test_operators_and_methods_agree_with_the_dense_array(value):
     assert_close(jax.jit(lambda x: x @ value)(X), X @ dense)
 
 
-def test_a_part_that_looks_whole_is_not_put_together_wrongly():
+def test_a_partition_without_missing_fields_raises():
     lora = vn.types.LoraArray(DENSE, jnp.ones((8, 2)), jnp.ones((2, 6)), magnitude=jnp.ones((1, 6)))
     rest, magnitude = vn.tree.partition(
         {"w": lora}, jax.tree.map(lambda x: x is not lora.magnitude, {"w": lora})
@@ -319,7 +319,7 @@ def test_a_part_that_looks_whole_is_not_put_together_wrongly():
         vn.implicit(f)(rest, magnitude)
 
 
-def test_a_field_whose_default_is_none_may_be_none():
+def test_an_optional_field_can_be_none():
     class Sum(vn.ImplicitArray):
         a: jax.Array
         b: jax.Array = None

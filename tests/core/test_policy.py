@@ -29,14 +29,14 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize(("program", "operand"), PROGRAMS.values(), ids=PROGRAMS)
-def test_an_error_is_raised_each_time(program, operand):
+def test_every_call_raises_the_error(program, operand):
     vn.implicit(program)(operand)  # cached where it is allowed
     for _ in range(2):
         with pytest.raises(vn.MaterialiseError):
             vn.implicit(program, on_materialise="error")(operand)
 
 
-def test_a_warning_is_given_each_time_and_names_the_users_file():
+def test_every_call_warns_and_names_the_file_of_the_user():
     for _ in range(2):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -44,7 +44,7 @@ def test_a_warning_is_given_each_time_and_names_the_users_file():
         assert [(w.category, w.filename) for w in caught] == [(vn.MaterialiseWarning, __file__)]
 
 
-def test_a_callback_hears_each_time_and_need_not_be_hashable():
+def test_a_callback_runs_each_time_and_can_be_unhashable():
     @dataclasses.dataclass
     class Count:
         seen: int = 0
@@ -65,7 +65,7 @@ def test_every_explain_reports_captures_of_a_jit(wrap):
         assert [e.primitive for e in vn.explain(program)(X).events] == ["mul"]
 
 
-def test_explain_tells_of_an_overridden_default():
+def test_explain_reports_an_overridden_default():
     class Loud(vn.ImplicitArray):
         x: jax.Array
 
@@ -95,12 +95,12 @@ def test_discarded_attempts_are_not_reported():
     assert [event.primitive for event in report.events] == ["scan"]
 
 
-def test_a_loop_of_several_programs_tells_of_each_once():
+def test_each_branch_is_reported_once():
     choose = lambda w: jax.lax.cond(True, lambda w: w, lambda w: jnp.exp(w), w)
     assert sorted(e.primitive for e in vn.explain(choose)(W).events) == ["cond", "exp"]
 
 
-def test_each_line_of_the_program_is_told_by_its_own_number():
+def test_events_have_the_line_of_their_operation():
     def model(x, w):
         x = x @ w
         x = jnp.tanh(x)

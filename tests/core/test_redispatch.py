@@ -98,13 +98,13 @@ is_lora = lambda x: isinstance(x, RankOne)
 is_sparse = lambda x: isinstance(x, OneEntry)
 
 
-def test_a_dense_operand(dot):
+def test_a_rule_runs_on_a_dense_operand(dot):
     register_rank_one()
     assert vn.implicit(matmul)(LORA, Y).tolist() == [12.0, 12.0, 12.0]
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_a_type_that_the_rule_does_not_know(dot, wrap):
+def test_a_rule_runs_on_a_type_it_does_not_know(dot, wrap):
     register_rank_one()
     register_one_entry()
     assert wrap(vn.implicit(wrap(matmul)))(LORA, SPARSE).tolist() == [10.0, 10.0, 10.0]
@@ -142,12 +142,12 @@ INNER_FIRST = {
 
 
 @pytest.mark.parametrize(("inner", "outer"), INNER_FIRST.values(), ids=INNER_FIRST)
-def test_nested_implicit_says_which_rule_goes_first(ambiguous, inner, outer):
+def test_nested_implicit_determines_the_first_rule(ambiguous, inner, outer):
     nested = vn.implicit(vn.implicit(matmul, filter_spec=inner), filter_spec=outer)
     assert nested(LORA, SPARSE).tolist() == [10.0, 10.0, 10.0]
 
 
-def test_the_other_order_explains_itself(ambiguous):
+def test_the_error_of_the_other_order_names_the_operation(ambiguous):
     nested = vn.implicit(vn.implicit(matmul, filter_spec=is_sparse), filter_spec=is_lora)
     for wrong in (nested, lambda *args: jax.eval_shape(nested, *args)):  # found by tracing alone
         with pytest.raises(ValueError, match="RankOne refuses to be dense") as error:
@@ -158,7 +158,7 @@ def test_the_other_order_explains_itself(ambiguous):
         )
 
 
-def test_a_rule_for_the_combination(ambiguous):
+def test_a_rule_for_the_pair_resolves_an_ambiguity(ambiguous):
     @vn.register(jax.lax.dot_general_p)
     def _(x: RankOne, y: OneEntry, *, dimension_numbers, **params):
         return vn.implicit(rank_one_matmul)(x.w, x.a, x.b, y)
@@ -166,7 +166,7 @@ def test_a_rule_for_the_combination(ambiguous):
     assert vn.implicit(matmul)(LORA, SPARSE).tolist() == [10.0, 10.0, 10.0]
 
 
-def test_precedence_decides_as_well(ambiguous):
+def test_precedence_resolves_an_ambiguity(ambiguous):
     @vn.register("dot_general", precedence=1)
     def _(x: RankOne, y: vn.ArrayLike | vn.ImplicitArray, **params):
         return vn.implicit(rank_one_matmul)(x.w, x.a, x.b, y)
@@ -174,7 +174,7 @@ def test_precedence_decides_as_well(ambiguous):
     assert vn.implicit(matmul)(LORA, SPARSE).tolist() == [10.0, 10.0, 10.0]
 
 
-def test_a_name_an_object_and_a_sequence_are_one_primitive(dot):
+def test_a_primitive_can_be_named_in_three_ways(dot):
     def rule(result):
         def function(x: RankOne, **params):
             return jnp.full(x.shape, result, x.dtype)

@@ -78,7 +78,7 @@ def test_a_rule_for_a_subclass_does_not_take_its_base(primitive):
 @pytest.mark.parametrize(
     "dense", [X, np.ones(3), np.float32(2), 2, 2.0, True], ids=lambda d: type(d).__name__
 )
-def test_every_dense_operand_is_of_one_class(primitive, dense):
+def test_every_dense_operand_has_the_same_class(primitive, dense):
     rule(primitive, Dog, jax.Array, 1)
     assert combine(primitive, Dog(X), dense) == 1
 
@@ -91,7 +91,7 @@ T = TypeVar("T", bound=Animal)
     [Animal, Animal | vn.ArrayLike, "Dog", T, Annotated[Dog, "good"], Any, object, vn.Value],
     ids=str,
 )
-def test_annotations_of_an_implicit_operand(primitive, annotation):
+def test_annotations_select_implicit_operands(primitive, annotation):
     rule(primitive, annotation, vn.ArrayLike, 1)
     assert combine(primitive, Dog(X), X) == 1
 
@@ -101,13 +101,13 @@ def test_annotations_of_an_implicit_operand(primitive, annotation):
     [jax.Array, vn.ArrayLike, np.ndarray, float, Array, Float[Array, " n"], "jax.Array"],
     ids=str,
 )
-def test_annotations_of_a_dense_operand(primitive, annotation):
+def test_annotations_select_dense_operands(primitive, annotation):
     rule(primitive, Dog, annotation, 1)
     assert combine(primitive, Dog(X), X) == 1
     assert combine(primitive, Dog(X), Dog(X)).shape == (3,)  # not 1: it takes no second Dog
 
 
-def test_without_annotation_anything_fits(primitive):
+def test_an_operand_without_annotation_accepts_anything(primitive):
     @vn.register(primitive)
     def _(x: Dog, y):
         return 1
@@ -141,7 +141,7 @@ def test_precedence_does_not_outweigh_specificity(primitive):
     assert combine(primitive, Dog(X), X) == 2
 
 
-def test_a_rule_for_the_combination_resolves_an_ambiguity_late(primitive):
+def test_a_later_rule_resolves_an_ambiguity(primitive):
     rule(primitive, Dog, vn.ArrayLike | vn.ImplicitArray, 1)
     rule(primitive, vn.ArrayLike | vn.ImplicitArray, Cat, 2)
     with pytest.raises(vn.AmbiguousLookupError):
@@ -150,7 +150,7 @@ def test_a_rule_for_the_combination_resolves_an_ambiguity_late(primitive):
     assert combine(primitive, Dog(X), Cat(X)) == 3
 
 
-def test_the_same_signature_again_replaces(primitive):
+def test_registering_the_same_signature_replaces_a_rule(primitive):
     rule(primitive, Dog, vn.ArrayLike, 1)
     assert combine(primitive, Dog(X), X) == 1
     rule(primitive, Dog, vn.ArrayLike, 2)
@@ -202,7 +202,7 @@ def test_a_rule_that_returns_nothing_is_named(primitive):
         combine(primitive, Dog(X), X)
 
 
-def test_any_number_of_operands(primitive):
+def test_a_rule_can_take_any_number_of_operands(primitive):
     @vn.register("concatenate")
     def _(first: Puppy, *rest: Dog | vn.ArrayLike, dimension):
         return jnp.full(3 + 3 * len(rest), 7.0)
@@ -213,7 +213,7 @@ def test_any_number_of_operands(primitive):
     assert concatenate(Puppy(X), Cat(X)).tolist() == [*X, *X]
 
 
-def test_names_and_sequences_of_primitives():
+def test_a_rule_can_be_registered_for_several_primitives():
     @vn.register(["add", jax.lax.sub_p, "mul"])
     def _(x: Puppy, y: vn.ArrayLike, **params):
         return jnp.full(3, 7.0)
@@ -222,12 +222,12 @@ def test_names_and_sequences_of_primitives():
     assert (p + X).tolist() == (p - X).tolist() == (p * X).tolist() == [7] * 3
 
 
-def test_an_unknown_name_suggests():
+def test_an_unknown_primitive_name_suggests_another():
     with pytest.raises(ValueError, match=r"no primitive named 'dot_genera'.*'dot_general'"):
         vn.register("dot_genera")
 
 
-def test_register_rejects_objects_that_are_no_primitive():
+def test_register_rejects_objects_that_are_not_primitives():
     with pytest.raises((TypeError, TypeCheckError), match="primitive"):
         vn.register([lambda x: x])
 
@@ -249,7 +249,7 @@ class Quiet(Loud):
         return jnp.full(3, 6.0)
 
 
-def test_an_overridden_default_runs_where_no_rule_fits(primitive):
+def test_an_overridden_default_runs_if_no_rule_fits(primitive):
     assert combine(primitive, Loud(X), X).tolist() == [5] * 3
     assert combine(primitive, Dog(X), Quiet(X)).tolist() == [6] * 3
     rule(primitive, Loud, vn.ArrayLike, 4)
@@ -266,7 +266,7 @@ INDEXING = {
 
 
 @pytest.mark.parametrize("function", INDEXING.values(), ids=INDEXING)
-def test_batch_axes_stay_where_a_default_is_not_implemented(function):
+def test_batch_axes_are_kept_if_a_default_declines(function):
     class Halved(vn.ImplicitArray):
         x: jax.Array
 
@@ -288,7 +288,7 @@ def test_batch_axes_stay_where_a_default_is_not_implemented(function):
     assert (type(out) is WithDefault) == (type(expected) is Halved)
 
 
-def test_a_default_is_asked_before_batch_axes():
+def test_a_default_runs_before_batch_axes():
     class Sliced(vn.ImplicitArray):
         x: jax.Array
 
@@ -324,7 +324,7 @@ def test_a_rule_that_declines_before_a_default_runs_once():
     assert len(calls) == 1
 
 
-def test_two_different_defaults_are_refused(primitive):
+def test_two_different_defaults_raise(primitive):
     with pytest.raises(TypeError, match="Loud and Quiet each define `default`"):
         combine(primitive, Loud(X), Quiet(X))
 

@@ -60,13 +60,13 @@ def equations(function: Callable, *args: Any) -> str:
 
 
 @each_program
-def test_a_transformer_traces_to_the_equations_written_by_hand(updated):
+def test_a_transformer_has_the_handwritten_equations(updated):
     ours = equations(implicit, implicit_parameters(updated), IDS)
     assert ours == equations(by_hand, parameters_by_hand(updated), IDS)
 
 
 @each_program
-def test_so_does_a_batch_of_programs(updated):
+def test_a_batched_transformer_has_the_handwritten_equations(updated):
     over_ids = lambda function: jax.vmap(function, in_axes=(None, 0))
     ours = equations(over_ids(implicit), implicit_parameters(updated), IDS[:, None])
     theirs = equations(over_ids(by_hand), parameters_by_hand(updated), IDS[:, None])
@@ -74,7 +74,7 @@ def test_so_does_a_batch_of_programs(updated):
 
 
 @each_program
-def test_its_gradient_has_the_equations_of_the_gradient_by_hand(updated):
+def test_the_gradient_has_the_handwritten_equations(updated):
     # Cotangents may be added in another order, so the equations are counted.
     gradient = lambda f: jax.make_jaxpr(jax.grad(lambda params: jnp.sum(f(params, IDS) ** 2)))
     ours = gradient(implicit)(implicit_parameters(updated))
@@ -149,14 +149,14 @@ X = arrays.ones((4, 6))
 
 
 @pytest.mark.parametrize("name", COMPILED)
-def test_a_layer_compiles_to_the_code_written_by_hand(name):
+def test_a_layer_compiles_to_the_handwritten_code(name):
     w, matmul = COMPILED[name]
     ours = instructions(vn.implicit(layer(operator.matmul)), X, w)
     assert ours == instructions(layer(matmul), X, w)
 
 
 @pytest.mark.parametrize("name", ["LoRA", "int8 channelwise", "Diagonal"])
-def test_and_not_to_that_of_the_dense_form(name):
+def test_a_layer_does_not_compile_to_the_dense_code(name):
     w, _ = COMPILED[name]
     ours = instructions(vn.implicit(layer(operator.matmul)), X, w)
     assert ours != instructions(layer(lambda x, w: x @ vn.materialise(w)), X, w)

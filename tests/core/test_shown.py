@@ -58,7 +58,7 @@ class Page(html.parser.HTMLParser):
 
 
 @pytest.mark.parametrize("shown", TITLES)
-def test_titles(shown):
+def test_titles_show_the_shape_and_the_storage(shown):
     value = TITLES[shown]
     assert title(value) == shown
     assert title(jax.eval_shape(lambda: value)) == shown
@@ -67,7 +67,7 @@ def test_titles(shown):
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_every_type_is_shown_without_a_line_of_its_own(make):
+def test_every_type_is_shown_by_its_title(make):
     value = MAKERS[make](KEY)
     page = Page(value._repr_html_())
     assert not page.open
@@ -141,7 +141,7 @@ def test_reprs_are_short_in_a_tree():
 
 
 @pytest.mark.parametrize("leaf", [None, True, "a string", jax.sharding.PartitionSpec("x")])
-def test_leaves_that_are_no_arrays_are_shown_as_fields(leaf):
+def test_leaves_that_are_not_arrays_are_shown_as_fields(leaf):
     part = jax.tree.map(lambda _: leaf, LORA)
     assert title(part) == "LoraArray"
     assert repr(part.w).startswith(f"QArray(packed={leaf!r}, scale={leaf!r}")
@@ -160,7 +160,7 @@ def test_html_is_escaped():
     assert "<b>" not in Tagged(jnp.ones(2), "<b>")._repr_html_()
 
 
-def test_a_field_may_be_called_title_or_rank():
+def test_a_field_can_be_named_title_or_rank():
     class Stored(vn.ImplicitArray):
         rank: jax.Array
         title: jax.Array
@@ -171,7 +171,7 @@ def test_a_field_may_be_called_title_or_rank():
     assert Stored(jnp.ones(2), jnp.ones(2))._repr_html_()
 
 
-def test_a_class_says_how_it_is_stored():
+def test_a_class_can_describe_its_storage():
     class Halved(vn.ImplicitArray):
         half: jax.Array
         type_name = "h"

@@ -100,7 +100,7 @@ def test_high_types_move_a_result_straight_through(jit):
     assert_close(gradient, jax.grad(moved(by_a_difference(int8)))(W))
 
 
-def test_the_value_is_exact():
+def test_the_value_is_not_rounded():
     tiny = lambda x: jnp.full_like(x, 1e-9)  # which x + (tiny(x) - x) is not
     value, gradient = jax.value_and_grad(vn.ste(tiny))(1.0)
     assert (value, gradient) == (jnp.float32(1e-9), 1)
@@ -142,7 +142,7 @@ def test_structural_operations_keep_the_type(name):
     assert_close(gradient(vn.ste(int8)), gradient(by_a_difference(int8)))
 
 
-def test_gradients_of_an_unchanged_model():
+def test_an_unchanged_model_has_straight_through_gradients():
     def model(params, x):
         step = lambda x, w: (jnp.tanh(x @ w), None)
         return jax.lax.scan(step, x, params["layers"])[0] @ params["out"]
@@ -166,7 +166,7 @@ def test_a_result_crosses_jit_and_vmap():
     assert_close(jax.grad(loss)(W), jax.grad(reference)(W))
 
 
-def test_a_primitive_of_several_results():
+def test_primitives_with_several_results_agree():
     def loss(f):
         def of(w):
             values, indices = vn.implicit(jax.lax.top_k)(f(w), 2)
@@ -182,7 +182,7 @@ def test_a_comparison_has_no_derivative():
     assert_close(jax.grad(loss)(W), jnp.where(vn.materialise(int8(W)) > 0, 2.0, 1.0))
 
 
-def test_further_arguments_are_given_as_they_are():
+def test_other_arguments_are_passed_unchanged():
     seen = []
 
     def fn(x, scale, *, mode, offset=None, more):
@@ -204,7 +204,7 @@ def test_captured_variables_are_not_differentiated():
         assert (by_x.tolist(), by_scale) == ([2, 2, 2], 0)
 
 
-def test_a_function_needs_no_derivative():
+def test_a_function_without_derivative_is_accepted():
     shape = jax.ShapeDtypeStruct((3,), jnp.float32)
     on_host = lambda x, y: jax.pure_callback(lambda x, y: np.floor(x) + y, shape, x, y)
     loss = lambda x: (vn.ste(on_host)(x, x) ** 2).sum()
@@ -212,7 +212,7 @@ def test_a_function_needs_no_derivative():
 
 
 @pytest.mark.parametrize("make", [lora, lora_of_int8])
-def test_the_array_may_be_implicit(make):
+def test_the_array_can_be_implicit(make):
     w = make(jax.random.key(1))
     rounded = lambda w: jnp.round(vn.materialise(w) * 8) / 8
     out_of_place = jax.random.normal(jax.random.key(2), (2, 6))
@@ -232,7 +232,7 @@ def test_the_array_may_be_implicit(make):
     assert_close(gradient(lambda w: vn.ste(quantized)(w).T.T), expected)
 
 
-def test_cotangents_may_be_implicit():
+def test_cotangents_can_be_implicit():
     out, pull_back = jax.vjp(vn.implicit(vn.ste(jnp.sin)), Tagged(jnp.arange(3.0), "kg"))
     assert_close(out.x, jnp.sin(jnp.arange(3.0)))
     (cotangent,) = pull_back(Tagged(jnp.ones(3), "kg"))
@@ -255,6 +255,6 @@ def test_an_implicit_result_has_shape_and_repr():
     ],
     ids=["shape", "dtype", "implicit", "tree"],
 )
-def test_a_result_that_tangents_do_not_fit_is_refused(fn, says):
+def test_a_result_of_another_shape_or_type_raises(fn, says):
     with pytest.raises(TypeError, match=says):
         vn.ste(fn)(jnp.ones(3))

@@ -45,7 +45,7 @@ def test_eight_threads_trace_at_once():
         assert jaxprs == expected_jaxprs
 
 
-def test_threads_that_compute_at_once():
+def test_threads_can_compute_at_once():
     w = VALUES[0]()
     f = vn.implicit(lambda x, w: jnp.tanh(x @ w).sum())
     expected = f(X, w)

@@ -97,7 +97,7 @@ USES = {
 
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistaken_type(mistake, use):
+def test_a_wrong_class_raises(mistake, use):
     make, message = MISTAKES[mistake]
     with pytest.raises(TypeError, match=re.compile(message, re.DOTALL)):
         USES[use](make())
@@ -143,7 +143,7 @@ RESULTS = {
 
 @pytest.mark.parametrize("result", RESULTS)
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_a_mistaken_result_of_a_rule(result, wrap):
+def test_a_wrong_result_of_a_rule_raises(result, wrap):
     give, message = RESULTS[result]
     odd = typed()
 
@@ -156,7 +156,7 @@ def test_a_mistaken_result_of_a_rule(result, wrap):
         vn.implicit(wrap(jnp.cosh))(odd)
 
 
-def test_a_mistaken_number_of_results():
+def test_a_wrong_number_of_results_raises():
     odd = typed()
 
     @vn.register("split")
@@ -201,7 +201,7 @@ RESULTS_OF_SEVERAL = [Endless(), EndlessArray(X), X]
 
 @pytest.mark.parametrize("result", RESULTS_OF_SEVERAL, ids=["object", "value", "array"])
 @pytest.mark.parametrize("by", ["rule", "default"])
-def test_a_result_that_is_no_list_is_rejected(by, result):
+def test_a_result_that_is_not_a_list_raises(by, result):
     odd = typed() if by == "rule" else endless_default(result)
     if by == "rule":
         register_endless(type(odd), result)
@@ -212,7 +212,7 @@ def test_a_result_that_is_no_list_is_rejected(by, result):
 
 
 @pytest.mark.parametrize("by", ["rule", "default"])
-def test_a_result_that_is_no_array_is_rejected(by):
+def test_a_result_that_is_not_an_array_raises(by):
     odd = typed() if by == "rule" else endless_default(Endless())
     if by == "rule":
         register_endless(type(odd), Endless())
@@ -242,7 +242,7 @@ PLACED = jax.sharding.NamedSharding(MESH, jax.sharding.PartitionSpec("x"))
 
 @pytest.mark.parametrize("axes", [Endless(), [Endless()], [[Endless()]], 3, [[0]]], ids=str)
 @pytest.mark.parametrize("program", ["moved", "placed"])
-def test_leaf_axes_that_are_none_are_refused(axes, program):
+def test_invalid_leaf_axes_raise(axes, program):
     odd = typed(leaf_axes=lambda self: axes, materialise=lambda self: self.x + 0)  # no label
     place = lambda x: jax.lax.with_sharding_constraint(x, PLACED)
     with pytest.raises(
@@ -251,20 +251,20 @@ def test_leaf_axes_that_are_none_are_refused(axes, program):
         vn.implicit({"moved": jnp.flip, "placed": place}[program])(odd)
 
 
-def test_a_value_that_has_no_end_is_one_operand():
+def test_an_endless_sequence_is_one_operand():
     w = EndlessArray(X)
     for program in (jnp.sin, lambda x: jnp.where(x > 1, x, 0) + jnp.ones(3), jnp.flip, jnp.sum):
         np.testing.assert_allclose(vn.implicit(program)(w), program(X), rtol=1e-6)
         np.testing.assert_allclose(jax.jit(vn.implicit(program))(w), program(X), rtol=1e-6)
 
 
-def test_a_mistaken_result_of_a_default():
+def test_a_wrong_result_of_a_default_raises():
     odd = typed(default=staticmethod(lambda primitive, values, params: jnp.zeros(5)))
     with pytest.raises(TypeError, match=r"the default of Odd for cosh\(Odd.* f32\[5\], where cosh"):
         vn.implicit(jnp.cosh)(odd)
 
 
-def test_a_rule_that_takes_no_parameters():
+def test_a_rule_without_parameters_raises():
     odd = typed()
 
     @vn.register("tanh")
@@ -275,7 +275,7 @@ def test_a_rule_that_takes_no_parameters():
         vn.implicit(jnp.tanh)(odd)
 
 
-def test_implicit_rejects_objects_that_are_no_function():
+def test_implicit_rejects_objects_that_are_not_functions():
     with pytest.raises((TypeError, TypeCheckError), match="not an object of type int"):
         vn.implicit(3)
 
@@ -293,7 +293,7 @@ def test_implicit_names_the_types_of_parameters_it_is_given():
     assert len(message) < 200
 
 
-def test_a_leaked_value():
+def test_using_a_leaked_value_raises():
     leaked = []
     vn.implicit(lambda w: leaked.append(w))(W)
     for use in (lambda w: w + 1, jnp.sin, vn.implicit(jnp.sin), jax.jit(jnp.sin)):
@@ -317,7 +317,7 @@ def test_the_aval_follows_the_precision_in_force():
     assert odd.dtype == jnp.float32
 
 
-def test_a_refusing_type_tells_why():
+def test_the_error_of_a_type_that_stays_implicit_is_shown():
     with pytest.raises(RuntimeError, match="refuses to lose its label 'm'"):
         vn.implicit(jnp.cosh)(Tagged(X, "m"))
 
@@ -353,12 +353,12 @@ def test_staged_programs_follow_the_configuration():
     assert "HIGHEST" not in str(jax.make_jaxpr(run)(squared(jnp.ones((3, 3)))))
 
 
-def test_a_dense_form_of_the_same_kind_is_refused():
+def test_materialise_must_not_return_its_own_class():
     with pytest.raises(TypeError, match=r"Odd\.materialise\(\) returns itself"):
         vn.materialise(typed(lambda self: type(self)(self.x)))
 
 
-def test_a_rule_that_would_never_be_asked():
+def test_a_rule_for_dense_operands_only_raises():
     for wrong in (lambda x, y, **params: x, lambda *xs, **params: xs, lambda **params: 0):
         names = [n for n in wrong.__code__.co_varnames if n != "params"]
         wrong.__annotations__ = dict.fromkeys(names, vn.ArrayLike)
@@ -366,7 +366,7 @@ def test_a_rule_that_would_never_be_asked():
             vn.register("cosh")(wrong)
 
 
-def test_a_rule_without_annotations():
+def test_a_rule_without_annotations_raises():
     for wrong in (lambda x, **params: x, lambda *xs, **params: xs):
         with pytest.raises(
             TypeError, match=r"operand 'xs?' has no annotation.*every implicit type"
@@ -391,7 +391,7 @@ def rule_of(module, kind):
     return rule
 
 
-def test_a_rule_that_another_module_has_registered():
+def test_a_second_rule_from_another_module_raises():
     kind = type(typed())
     first, second = (rule_of(module, kind) for module in ("one", "two"))
     vn.register("cosh")(first)
@@ -404,7 +404,7 @@ def test_a_rule_that_another_module_has_registered():
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_a_rule_that_calls_itself(wrap):
+def test_a_rule_that_calls_itself_raises(wrap):
     kind = type(typed())
 
     @vn.register("cosh")
@@ -416,7 +416,7 @@ def test_a_rule_that_calls_itself(wrap):
         wrap(vn.implicit(jnp.cosh))(kind(X))
 
 
-def test_rules_that_call_each_other():
+def test_rules_that_call_each_other_raise():
     kind = type(typed())
 
     @vn.register("cosh")
@@ -457,7 +457,7 @@ def test_objects_without_rules_are_rejected(wrong):
         vn.register(wrong)
 
 
-def test_implicit_as_a_decorator_with_arguments():
+def test_implicit_can_be_a_decorator_with_arguments():
     @vn.implicit(on_materialise="error")
     def model(w, x):
         """Compute something."""

@@ -58,7 +58,7 @@ def test_dtype_follows_the_default_float():
     assert Eye(x).dtype == jnp.float32
 
 
-def test_a_materialise_that_returns_itself_is_refused():
+def test_a_materialise_that_returns_itself_raises():
     class Self(vn.ImplicitArray):
         x: jax.Array
 
@@ -73,7 +73,7 @@ def test_nbytes_counts_stored_bytes():
     assert W.nbytes == 4 * (4 * 6 + 4 * 2 + 2 * 6)
 
 
-def test_a_failing_materialise_asks_for_aval():
+def test_a_failing_materialise_suggests_aval():
     class Broken(vn.ImplicitArray):
         x: jax.Array
 
@@ -85,7 +85,7 @@ def test_a_failing_materialise_asks_for_aval():
     assert "define aval()" in "".join(error.value.__notes__)
 
 
-def test_a_stated_aval_needs_no_materialise():
+def test_a_class_with_aval_needs_no_materialise():
     assert Tagged(jnp.ones((2, 3))).shape == (2, 3)
 
 
@@ -98,7 +98,7 @@ def test_repr_is_one_line_eagerly_and_under_jit():
     assert seen == [expected, f"Implicit<{expected}>"]
 
 
-def test_materialise_a_tree():
+def test_materialise_takes_a_tree():
     tree = {"w": W, "b": [jnp.ones(2), None]}
     assert_close(vn.materialise(tree), {"w": DENSE, "b": [jnp.ones(2), None]})
 
@@ -139,21 +139,21 @@ OPERATORS = {
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_operators_and_methods_at_top_level(name):
+def test_operators_and_methods_outside_implicit_agree(name):
     assert_close(OPERATORS[name](W), OPERATORS[name](DENSE))
 
 
-def test_truth_of_several_elements_is_refused():
+def test_truth_of_several_elements_raises():
     with pytest.raises(ValueError, match="ambiguous"):
         bool(W)
 
 
-def test_it_is_not_hashable_for_equality_is_elementwise():
+def test_implicit_arrays_are_not_hashable():
     with pytest.raises(TypeError, match="unhashable"):
         hash(W)
 
 
-def test_fields_may_have_the_names_of_array_methods():
+def test_fields_can_have_the_names_of_array_methods():
     class Normal(vn.ImplicitArray):
         mean: jax.Array
         std: jax.Array
@@ -168,7 +168,7 @@ def test_fields_may_have_the_names_of_array_methods():
     assert value.shape == (2,)
 
 
-def test_a_class_may_be_decorated_as_a_dataclass_again():
+def test_a_class_can_be_decorated_as_a_dataclass_again():
     @dataclasses.dataclass(frozen=True)
     class Twice(vn.ImplicitArray):
         x: jax.Array
@@ -195,7 +195,7 @@ def test_a_class_that_registers_itself_keeps_its_registration():
     assert "mine" in str(jax.tree.structure(Own(1.0)))
 
 
-def test_inherited_fields():
+def test_fields_are_inherited():
     class Base(vn.ImplicitArray):
         x: jax.Array
         k: int = vn.static(default=3)
@@ -210,7 +210,7 @@ def test_inherited_fields():
     assert jax.tree.leaves(Child(1.0, 2, 3.0)) == [1.0, 3.0]
 
 
-def test_the_shape_and_dtype_that_a_caller_states_are_checked():
+def test_a_stated_shape_and_dtype_are_checked():
     x = jnp.ones((2, 3))
     assert Tagged(x, shape=(2, 3), dtype="float32").shape == (2, 3)
     assert Diagonal(jnp.ones(3), shape=[3, 3]).shape == (3, 3)
@@ -222,7 +222,7 @@ def test_the_shape_and_dtype_that_a_caller_states_are_checked():
         Tagged(x, size=6)
 
 
-def test_a_type_with_a_field_of_that_name_keeps_it():
+def test_a_field_named_shape_is_kept():
     class Ones(vn.ImplicitArray):
         shape: tuple[int, ...] = vn.static()
 
@@ -264,7 +264,7 @@ def test_values_are_pickled_and_copied_after_use(name, copied):
         lambda: vn.types.Toeplitz(jnp.ones(3), jnp.ones(3)),
     ],
 )
-def test_a_type_found_under_a_mesh_is_not_that_without_one(make):
+def test_the_aval_is_not_cached_across_meshes(make):
     """JAX computes types with the mesh of the context, which leaves may not have."""
     mesh = jax.make_mesh((1,), ("i",), (jax.sharding.AxisType.Explicit,))
     value = make()

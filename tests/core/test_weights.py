@@ -110,7 +110,7 @@ def dense_weights(program, *args):
 
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jitted"])
 @pytest.mark.parametrize("name", WEIGHTS)
-def test_a_weight_is_one_wherever_it_goes(name, jit):
+def test_a_weight_is_recognized_after_every_operation(name, jit):
     program, weights = WEIGHTS[name]
     named = lambda params: program(params)
     assert dense_weights(jax.jit(named) if jit else named, PARAMS) == weights
@@ -132,7 +132,7 @@ def test_intermediates_are_not_weights(name, jit):
         vn.implicit(program, on_materialise="error")(PARAMS)
 
 
-def test_a_warning_of_weights_alone():
+def test_warn_weights_ignores_activations():
     program = lambda params: jnp.sin(params["w"]).sum() + jnp.sin(params["table"][IDS]).sum()
     with pytest.warns(vn.MaterialiseWarning, match=r"of params\.w") as caught:
         vn.implicit(program, on_materialise="warn_weights")(PARAMS)
@@ -158,7 +158,7 @@ def test_captured_weights_have_the_names_of_variables():
 
 @pytest.mark.parametrize("filter_spec", [True, False], ids=["wrapped", "typed"])
 @pytest.mark.parametrize("where", ["around jit", "in jit", "eager"])
-def test_with_high_types(filter_spec, where):
+def test_high_types_distinguish_weights(filter_spec, where):
     wraps = {
         "around jit": lambda f, choice: vn.implicit(jax.jit(f), filter_spec, on_materialise=choice),
         "in jit": lambda f, choice: jax.jit(vn.implicit(f, filter_spec, on_materialise=choice)),
@@ -194,13 +194,13 @@ def test_a_product_reports_the_bytes_of_its_weight():
     assert event.rule is not None
 
 
-def test_materialized_activations_are_no_weight_bytes():
+def test_materialized_activations_add_no_weight_bytes():
     plan = vn.Event("dot_general", ("x", "w"), "rule.py:1", 64, "f.py:1", "", ((), ("w",)), (64, 0))
     assert plan.made_dense
     assert plan.weight_nbytes == 0
 
 
-def test_the_callers_arrays_stay_as_they_are():
+def test_the_arrays_of_the_caller_are_unchanged():
     w = arrays.quantized("int8", 8, 8)
     before = dict(vars(w))
     vn.implicit(lambda w: jnp.sin(w.T), on_materialise=lambda event: None)(w)

@@ -71,18 +71,18 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_layer_gives_what_it_gives_with_dense_weights(case, way):
+def test_a_layer_agrees_with_dense_weights(case, way):
     layer, call, x = case
     assert_close(WAYS[way](call)(layer, x), call(vn.materialise(layer), x))
 
 
-def test_a_module_may_be_made_implicit_itself(case):
+def test_a_module_can_be_made_implicit(case):
     layer, call, x = case
     assert_close(call(vn.implicit(layer), x), call(vn.materialise(layer), x))
 
 
 @pytest.mark.parametrize("case", cases(["Linear", "MultiheadAttention"]), indirect=True)
-def test_a_matrix_is_never_made_dense(case):
+def test_a_matrix_is_not_materialized(case):
     layer, call, x = case
     vn.implicit(call, on_materialise=only_by_rules)(layer, x)
 
@@ -91,7 +91,7 @@ def loss(layer, x):
     return jnp.sin(jax.vmap(layer)(x)).sum()
 
 
-def test_the_gradient_by_the_leaves_is_a_module_of_the_same_type():
+def test_the_gradient_by_leaves_is_a_module_of_the_same_type():
     layer = LAYERS["Linear"][0]
     w = lora(layer.weight)
     updated = eqx.tree_at(lambda layer: layer.weight, layer, w)
@@ -116,7 +116,7 @@ def told_of_scales():
 
 @pytest.mark.parametrize("jit", [lambda f: f, eqx.filter_jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("make", [nf4, qlora], ids=["nf4", "qlora"])
-def test_a_derivative_by_scales_that_nobody_chose_is_told(make, jit):
+def test_derivatives_by_scales_give_a_warning(make, jit):
     layer = eqx.tree_at(lambda layer: layer.weight, LAYERS["Linear"][0], replace_fn=make)
     with told_of_scales():
         jit(eqx.filter_grad(vn.implicit(loss)))(layer, X)
@@ -144,14 +144,14 @@ def test_high_types_give_filter_grad_a_dense_gradient(make, jit):
 
 
 @pytest.mark.parametrize("jit", [lambda f: f, eqx.filter_jit], ids=["eager", "jit"])
-def test_an_update_by_a_dense_gradient_is_refused(jit):
+def test_an_update_by_a_dense_gradient_raises(jit):
     layer = eqx.tree_at(lambda layer: layer.weight, LAYERS["Linear"][0], replace_fn=nf4)
     gradient = vn.implicit(eqx.filter_grad(loss))(layer, X)
     with pytest.raises(TypeError, match=r"equinox.apply_updates.*QArray.*vn\.trainable"):
         jit(eqx.apply_updates)(layer, gradient)
 
 
-def test_codes_have_no_gradient_and_do_not_move():
+def test_codes_have_no_gradient_and_do_not_change():
     layer = eqx.tree_at(lambda layer: layer.weight, LAYERS["Linear"][0], replace_fn=nf4)
     with told_of_scales():
         gradient = eqx.filter_grad(vn.implicit(loss))(layer, X)
@@ -162,7 +162,7 @@ def test_codes_have_no_gradient_and_do_not_move():
 
 
 @pytest.mark.parametrize("jit", [lambda f: f, eqx.filter_jit], ids=["eager", "jit"])
-def test_parts_may_be_combined_within_implicit(jit):
+def test_partitions_can_be_combined_inside_implicit(jit):
     layer = eqx.tree_at(lambda layer: layer.weight, LAYERS["Linear"][0], replace_fn=qlora)
     trained, frozen = vn.tree.partition(layer, vn.trainable(layer))
     of_parts = vn.implicit(lambda trained, frozen: loss(eqx.combine(trained, frozen), X))
@@ -171,14 +171,14 @@ def test_parts_may_be_combined_within_implicit(jit):
     assert jax.tree.all(jax.tree.map(jnp.allclose, found, expected))
 
 
-def test_a_layer_without_implicit_is_refused_and_never_made_dense():
+def test_a_layer_without_implicit_raises():
     layer, weights, call, x = LAYERS["Conv2d"]
     layer = eqx.tree_at(weights, layer, [nf4(w) for w in weights(layer)])
     with pytest.raises(RuntimeError, match=r"QArray.* outside vn\.implicit"):
         call(layer, x)
 
 
-def test_a_training_loop_moves_what_is_trainable_alone():
+def test_a_training_loop_updates_only_trainable_leaves():
     layer = eqx.tree_at(lambda layer: layer.weight, LAYERS["Linear"][0], replace_fn=qlora)
     trained, frozen = eqx.partition(layer, vn.trainable(layer))
     tx = optax.adam(0.05)
@@ -201,21 +201,21 @@ def test_a_training_loop_moves_what_is_trainable_alone():
     assert (new.weight.a != layer.weight.a).any()
 
 
-def test_a_partition_by_dtype_goes_through_implicit_arrays():
+def test_a_partition_by_dtype_divides_implicit_arrays():
     layer = eqx.tree_at(lambda layer: layer.weight, LAYERS["Linear"][0], replace_fn=qlora)
     floats, others = eqx.partition(layer, eqx.is_inexact_array)
     assert (floats.weight.w.packed, others.weight.a) == (None, None)
     assert eqx.tree_equal(eqx.combine(floats, others), layer)
 
 
-def test_a_file_of_leaves_gives_the_same_module_back(case, tmp_path):
+def test_a_file_of_leaves_restores_the_module(case, tmp_path):
     layer, _, _ = case
     eqx.tree_serialise_leaves(tmp_path / "layer.eqx", layer)
     like = eqx.filter_eval_shape(lambda: layer)
     assert eqx.tree_equal(eqx.tree_deserialise_leaves(tmp_path / "layer.eqx", like), layer)
 
 
-def test_a_weight_may_be_put_back():
+def test_a_weight_can_be_put_back():
     layer = LAYERS["Linear"][0]
     there = eqx.tree_at(lambda layer: layer.weight, layer, replace_fn=lora)
     back = eqx.tree_at(lambda layer: layer.weight, there, layer.weight)

@@ -56,19 +56,19 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_layer_gives_what_it_gives_with_dense_parameters(case, way):
+def test_a_layer_agrees_with_dense_parameters(case, way):
     layer, params = case
     found = WAYS[way](layer.apply)(params, X)
     assert_close(found, layer.apply(vn.materialise(params), X))
 
 
 @pytest.mark.parametrize("case", cases(["Dense", "MultiHeadDotProductAttention"]), indirect=True)
-def test_a_kernel_of_a_product_is_never_made_dense(case):
+def test_a_kernel_in_a_product_is_not_materialized(case):
     layer, params = case
     vn.implicit(layer.apply, on_materialise=only_by_rules)(params, X)
 
 
-def test_with_high_types_a_parameter_is_one_array(case):
+def test_high_types_take_parameters_without_implicit(case):
     layer, params = case
     expected = layer.apply(vn.materialise(params), X)
     with vn.hijax.enabled():
@@ -77,7 +77,7 @@ def test_with_high_types_a_parameter_is_one_array(case):
         assert_close(vn.implicit(layer.apply)(params, X), expected)
 
 
-def test_with_high_types_the_gradient_by_a_quantized_kernel_is_dense():
+def test_high_types_give_a_dense_gradient_of_a_quantized_kernel():
     layer, kernels = LAYERS["Dense"]
     params = with_implicit(layer.init(jax.random.key(0), X), kernels, nf4)
     loss = lambda params: jnp.sin(layer.apply(params, X)).sum()
@@ -87,7 +87,7 @@ def test_with_high_types_the_gradient_by_a_quantized_kernel_is_dense():
     assert jax.tree.all(jax.tree.map(jnp.allclose, gradient, expected))
 
 
-def test_a_layer_without_implicit_is_refused_and_never_made_dense():
+def test_a_layer_without_implicit_raises():
     layer, kernels = LAYERS["Dense"]
     params = with_implicit(layer.init(jax.random.key(0), X), kernels, lora)
     with pytest.raises(
@@ -96,14 +96,14 @@ def test_a_layer_without_implicit_is_refused_and_never_made_dense():
         layer.apply(params, X)
 
 
-def test_a_bound_module_runs_too():
+def test_a_bound_module_agrees_with_dense_parameters():
     layer, kernels = LAYERS["Dense"]
     params = with_implicit(layer.init(jax.random.key(0), X), kernels, qlora)
     found = vn.implicit(lambda params: layer.bind(params)(X))(params)
     assert_close(found, layer.apply(vn.materialise(params), X))
 
 
-def test_the_gradient_by_the_leaves_and_the_one_by_the_dense_array():
+def test_gradients_by_leaves_follow_the_dense_gradient():
     layer, kernels = LAYERS["Dense"]
     params = with_implicit(layer.init(jax.random.key(0), X), kernels, lora)
     loss = lambda params: jnp.sin(layer.apply(params, X)).sum()
@@ -115,7 +115,7 @@ def test_the_gradient_by_the_leaves_and_the_one_by_the_dense_array():
     assert_close(by_leaves.b, w.scale * w.a.T @ dense)
 
 
-def test_a_train_state_moves_what_is_trainable_alone():
+def test_a_train_state_updates_only_trainable_leaves():
     layer, kernels = LAYERS["Dense"]
     params = with_implicit(layer.init(jax.random.key(0), X), kernels, qlora)
     trained, frozen = vn.tree.partition(params, vn.trainable(params))
@@ -143,7 +143,7 @@ PARAMS = {}
 
 
 @pytest.mark.parametrize("make", [nf4, qlora], ids=["nf4", "qlora"])
-def test_a_dict_of_parameters_of_the_module_is_found(make):
+def test_a_captured_dict_of_parameters_is_found_or_raises(make):
     layer, kernels = LAYERS["Dense"]
     PARAMS.update(with_implicit(layer.init(jax.random.key(0), X), kernels, make))
     product = lambda x: jnp.dot(x, PARAMS["params"]["kernel"])
@@ -157,7 +157,7 @@ def test_a_dict_of_parameters_of_the_module_is_found(make):
     assert_close(of_layer, layer.apply(vn.materialise(PARAMS), X))
 
 
-def test_a_train_state_may_be_closed_over():
+def test_a_train_state_can_be_closed_over():
     layer, kernels = LAYERS["Dense"]
     params = with_implicit(layer.init(jax.random.key(0), X), kernels, qlora)
     trained, frozen = vn.tree.partition(params, vn.trainable(params))
@@ -178,7 +178,7 @@ def test_a_train_state_may_be_closed_over():
             assert_close(jit(of_trained)(state.params), expected)
 
 
-def test_statistics_of_a_batch_norm_come_back_as_from_any_apply():
+def test_a_batch_norm_returns_its_statistics():
     class Net(nn.Module):
         @nn.compact
         def __call__(self, x):

@@ -71,12 +71,12 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_layer_gives_what_it_gives_with_dense_parameters(layer, way):
+def test_a_layer_agrees_with_dense_parameters(layer, way):
     assert_close(WAYS[way](layer, X), dense(layer)(X))
 
 
 @pytest.mark.parametrize("layer", cases(["Linear", "MultiHeadAttention"]), indirect=True)
-def test_a_kernel_of_a_product_is_never_made_dense(layer):
+def test_a_kernel_in_a_product_is_not_materialized(layer):
     vn.implicit(call, on_materialise=only_by_rules)(layer, X)
 
 
@@ -91,7 +91,7 @@ def new_linear():
     return new(), kernels
 
 
-def test_split_state_and_merge_give_the_same_layer_back(layer):
+def test_split_and_merge_give_the_same_layer(layer):
     graph, state = nnx.split(layer)
     back = nnx.merge(graph, state)
     assert jax.tree.structure(nnx.state(back)) == jax.tree.structure(state)
@@ -106,7 +106,7 @@ def loss(layer):
     return jnp.sin(layer(X)).sum()
 
 
-def test_the_gradient_by_the_leaves_and_the_one_by_the_dense_array():
+def test_gradients_by_leaves_follow_the_dense_gradient():
     layer = put_in(*new_linear(), lora)
     of_dense = nnx.grad(loss)(dense(layer)).kernel[...]
     value, by_leaves = nnx.jit(nnx.value_and_grad(vn.implicit(loss)))(layer)
@@ -117,7 +117,7 @@ def test_the_gradient_by_the_leaves_and_the_one_by_the_dense_array():
     assert_close(vn.implicit(nnx.grad(loss))(layer).kernel[...], of_dense)
 
 
-def test_the_optimizer_of_nnx_takes_dense_variables_alone():
+def test_the_second_nnx_update_of_a_lora_with_adam_raises():
     # It reads its moments back as a tree of Variables, and finds the leaves of a LoraArray in the
     # place of one. optax itself, as in the loop below, does not mind.
     layer = put_in(*new_linear(), lora)
@@ -134,7 +134,7 @@ def test_the_optimizer_of_nnx_takes_dense_variables_alone():
     [(nf4, "sgd"), (nf4, "adam"), (qlora, "sgd"), (qlora, "adam"), (lora, "adam")],
     ids=lambda x: x if isinstance(x, str) else x.__name__,
 )
-def test_with_high_types_the_optimizer_of_nnx_undoes_nothing_and_says_what_to_do(make, tx, jit):
+def test_a_rejected_nnx_update_changes_nothing_with_high_types(make, tx, jit):
     layer = put_in(*new_linear(), make)
     before = jax.tree.leaves(layer)
     optimizer = nnx.Optimizer(layer, getattr(optax, tx)(0.1), wrt=nnx.Param)
@@ -158,7 +158,7 @@ def test_with_high_types_the_optimizer_of_nnx_undoes_nothing_and_says_what_to_do
 
 @pytest.mark.parametrize("mode", ["implicit", "high types"])
 @pytest.mark.parametrize("jit", [lambda f: f, nnx.jit], ids=["eager", "jit"])
-def test_the_optimizer_of_nnx_trains_updates_of_low_rank_where_it_keeps_no_moments(jit, mode):
+def test_nnx_optimizers_without_moments_train_a_lora(jit, mode):
     layer = put_in(*new_linear(), lora)
     optimizer = nnx.Optimizer(layer, optax.sgd(0.01), wrt=nnx.Param)
     f = vn.implicit(loss) if mode == "implicit" else loss
@@ -177,7 +177,7 @@ def test_the_optimizer_of_nnx_trains_updates_of_low_rank_where_it_keeps_no_momen
 
 @pytest.mark.parametrize("mode", ["implicit", "high types"])
 @pytest.mark.parametrize("jit", [lambda f: f, nnx.jit], ids=["eager", "jit"])
-def test_the_optimizer_of_nnx_trains_what_is_beside_quantized_weights(jit, mode):
+def test_nnx_optimizers_train_weights_beside_quantized_ones(jit, mode):
     layer = put_in(*new_linear(), nf4)
     is_dense = lambda path, x: isinstance(x, nnx.Param) and not isinstance(x[...], vn.ImplicitArray)
     optimizer = nnx.Optimizer(layer, optax.adam(0.1), wrt=is_dense)
@@ -196,7 +196,7 @@ def test_the_optimizer_of_nnx_trains_what_is_beside_quantized_weights(jit, mode)
     assert (layer.kernel[...].packed == before.packed).all()
 
 
-def test_a_layer_that_a_function_merges_is_seen():
+def test_a_layer_merged_inside_a_function_is_implicit():
     layer = put_in(*new_linear(), qlora)
     graph, state = nnx.split(layer)
     trained, rest = vn.tree.partition(state, vn.trainable(state))
@@ -209,13 +209,13 @@ def test_a_layer_that_a_function_merges_is_seen():
 
 
 @pytest.mark.parametrize("make", [nf4, lora])
-def test_a_layer_without_implicit_is_refused_and_never_made_dense(make):
+def test_a_layer_without_implicit_raises(make):
     layer = put_in(*new_linear(), make)
     with pytest.raises(RuntimeError, match=r"f32\[8,6\] outside vn\.implicit"):
         layer(X)
 
 
-def test_a_training_loop_moves_what_is_trainable_alone():
+def test_a_training_loop_updates_only_trainable_leaves():
     layer = put_in(*new_linear(), qlora)
     codes = layer.kernel[...].w.packed
     graph, state = nnx.split(layer)
@@ -256,7 +256,7 @@ class Normed(nnx.Module):
 
 
 @pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_state_that_a_call_changes_is_returned_and_put_back(jit):
+def test_changed_state_is_returned_and_written_back(jit):
     layer = put_in(Normed(), {"linear.kernel": 1}, qlora)
     expected = dense(layer)
 

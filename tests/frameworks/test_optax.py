@@ -73,7 +73,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("base", [DENSE, NF4], ids=["lora", "qlora"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizer_does_what_it_does_to_the_low_rank_update_written_out(name, base):
+def test_optimizers_agree_with_a_handwritten_lora(name, base):
     tx = OPTIMIZERS[name]
     trained, _ = trained_with(tx, params_of(base), loss)
     expected = reference(tx, vn.materialise(base))
@@ -84,13 +84,13 @@ def test_an_optimizer_does_what_it_does_to_the_low_rank_update_written_out(name,
         assert jnp.allclose(found[key], value, rtol=1e-3, atol=1e-4), key
 
 
-def test_the_state_has_moments_of_trained_leaves_alone():
+def test_the_state_has_moments_only_of_trained_leaves():
     _, state = trained_with(optax.adam(0.1), params_of(NF4), loss)
     moments = [x.shape for x in jax.tree.leaves(state) if x.ndim]
     assert sorted(moments) == sorted(2 * [(8, 2), (2, 4), (4,)])
 
 
-def test_the_loss_falls_and_the_whole_tree_is_put_together_again():
+def test_the_loss_falls_and_combine_restores_the_tree():
     params = params_of(NF4)
     trained, _ = trained_with(optax.adam(0.1), params, loss, steps=30)
     whole = vn.tree.combine(trained, vn.tree.partition(params, vn.trainable(params))[1])
@@ -99,7 +99,7 @@ def test_the_loss_falls_and_the_whole_tree_is_put_together_again():
     assert loss(whole) < 0.5 * loss(params)
 
 
-def test_global_norm_is_that_of_the_trained_leaves():
+def test_the_global_norm_covers_only_the_trained_leaves():
     trained, _ = vn.tree.partition(params_of(NF4), vn.trainable(params_of(NF4)))
     leaves = [trained["kernel"].a, trained["kernel"].b, trained["bias"]]
     expected = jnp.sqrt(sum(jnp.square(x).sum() for x in leaves))
@@ -116,7 +116,7 @@ def test_weight_decay_is_masked_by_a_tree_of_bools():
     assert (updates["bias"] == 0).all()
 
 
-def test_a_and_b_may_have_learning_rates_of_their_own():
+def test_a_and_b_can_have_different_learning_rates():
     params = params_of(NF4)
     trained, _ = vn.tree.partition(params, vn.trainable(params))
     last = lambda path, _: "b" if vn.tree.path_string(path).endswith("kernel.b") else "rest"
@@ -142,7 +142,7 @@ def masking(mask):
 
 
 @pytest.mark.parametrize("make", [freezing, masking], ids=["multi_transform", "masked"])
-def test_a_tree_of_floats_may_be_masked_in_place_of_being_parted(make):
+def test_a_mask_can_replace_a_partition(make):
     params = params_of(DENSE)
     tx = make(vn.trainable(params))
     updates, _ = tx.update(jax.grad(loss)(params), tx.init(params), params)
@@ -153,7 +153,7 @@ def test_a_tree_of_floats_may_be_masked_in_place_of_being_parted(make):
         assert jnp.allclose(getattr(new["kernel"], part), getattr(expected["kernel"], part))
 
 
-def test_codes_have_no_gradient_and_an_optimizer_says_so():
+def test_optimizers_report_that_codes_have_no_gradient():
     params = params_of(NF4)
     gradient = jax.grad(vn.implicit(loss), allow_int=True)(params)
     assert gradient["kernel"].w.packed.dtype == jax.dtypes.float0
@@ -162,7 +162,7 @@ def test_codes_have_no_gradient_and_an_optimizer_says_so():
         tx.update(gradient, tx.init(params), params)
 
 
-def test_parts_may_be_put_together_within_implicit():
+def test_partitions_can_be_combined_inside_implicit():
     trained, frozen = vn.tree.partition(params_of(NF4), vn.trainable(params_of(NF4)))
     found = jax.grad(vn.implicit(lambda trained: loss(vn.tree.combine(trained, frozen))))(trained)
     of_whole = lambda trained: vn.implicit(loss)(vn.tree.combine(trained, frozen))

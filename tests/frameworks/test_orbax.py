@@ -28,12 +28,12 @@ def assert_same(found, tree):
 
 # Orbax takes no array without entries, which the leaf of an Identity is.
 @pytest.mark.parametrize("name", [name for name in EVERY_TYPE if name != "Identity"])
-def test_every_type(name, tmp_path):
+def test_every_type_is_restored(name, tmp_path):
     tree = {"w": value(name)}
     assert_same(restored(tree, tmp_path / "saved", jax.eval_shape(lambda: tree)), tree)
 
 
-def test_adapters_and_the_state_of_their_optimizer(tmp_path):
+def test_adapters_and_their_optimizer_state_are_restored(tmp_path):
     w = vn.quant.quantize(jnp.ones((64, 8)), "nf4", channelwise_axes=[1], tiled_axes={0: 32})
     params = {"w": vn.types.LoraArray.init(w, 2, key=jax.random.key(0)), "b": jnp.zeros(8)}
     adapters, _ = vn.tree.partition(params, vn.trainable(params))
@@ -42,7 +42,7 @@ def test_adapters_and_the_state_of_their_optimizer(tmp_path):
 
 
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
-def test_what_is_cut_is_restored_as_it_was_cut(tmp_path):
+def test_sharded_arrays_are_restored_with_their_sharding(tmp_path):
     mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     q = vn.quant.quantize(jnp.ones((64, 8)), "nf4", channelwise_axes=[1], tiled_axes={0: 16})
     tree = {"w": jax.device_put(q, NamedSharding(mesh, P("x")))}

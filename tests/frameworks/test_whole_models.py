@@ -201,7 +201,7 @@ def weights(params):
     return {vn.tree.path_string(path): x for path, x in paths if isinstance(x, vn.Value)}
 
 
-def test_one_rule_finds_the_axes_that_one_would_state_by_hand(model):
+def test_one_rule_finds_the_axes_stated_by_hand(model):
     small = quantized(model, [Rule(".*", "nf4", tile_size=64)])
     rules = [
         Rule(rf".*{path}", "nf4", tile_size=tiles, tile_axis=tuple(tiles))
@@ -218,7 +218,7 @@ def test_one_rule_finds_the_axes_that_one_would_state_by_hand(model):
 
 
 @pytest.mark.parametrize("qtype", ["int8", "int3", "mxfp4"])
-def test_formats_take_the_bits_that_are_theirs(model, qtype):
+def test_weights_take_the_bits_of_their_format(model, qtype):
     small = quantized(model, [Rule(".*", qtype)])
     bits = {"int8": 8, "int3": 3, "mxfp4": 4.25}[qtype]
     for path, w in weights(small).items():
@@ -227,7 +227,7 @@ def test_formats_take_the_bits_that_are_theirs(model, qtype):
     assert len(weights(small)) == len(weights(quantized(model, [Rule(".*", "nf4")])))
 
 
-def test_the_usual_rules_keep_what_is_looked_up_in_8_bits(model):
+def test_default_rules_keep_embeddings_in_8_bits(model):
     small = weights(quantized(model, "nf4"))
     embedding = next(w for path, w in small.items() if "embed" in path)
     assert (embedding.qtype, embedding.scale.shape) == ("int8", (VOCABULARY, 1))
@@ -237,7 +237,7 @@ def test_the_usual_rules_keep_what_is_looked_up_in_8_bits(model):
         assert 8 * w.nbytes / w.size == pytest.approx(4.5, rel=0.01)
 
 
-def test_updates_of_low_rank_go_from_what_is_contracted_to_what_is_left(model):
+def test_adapters_of_every_product_change_nothing_at_first(model):
     small = quantized(model, "nf4")
     rules = [vn.lora.Rule(".*", rank=2)]
     key = jax.random.key(1)

@@ -10,6 +10,6 @@ from fuzz.programs import program
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_programs_give_what_they_give_of_dense_arrays(kind):
+def test_random_programs_agree_with_dense_arrays(kind):
     counts = [check(program(random.Random(f"{kind} {n}"), [kind])) for n in range(2)]
     assert set(counts) <= {"agrees", "refused", "invalid"}

@@ -77,7 +77,7 @@ def on_the_host():
 
 
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
-def test_a_box_records_what_the_host_records(program, on_the_host):
+def test_a_box_and_the_host_record_the_same_statistics(program, on_the_host):
     observed = vn.quant.observe(model, RULES, params=params(), gram=True, box=vn.hijax.Box)
     run, plain = program(observed), program(model)
     for batch in batches():

@@ -69,7 +69,7 @@ def test_the_compiled_product_comes_from_the_rule(x, weight):
     assert dots(lowered) == dots(jax.jit(by_hand).lower(x, w).as_text())
 
 
-def test_the_lowered_program_equals_that_of_implicit(x, weight):
+def test_the_lowered_program_equals_the_one_of_implicit(x, weight):
     lowered = lambda f: jax.jit(f).lower(x, weight.value).as_text()
     program = lambda x, w: lax.dot_general(x, w, (((1,), (0,)), ((), ())))
     strip = lambda text: "\n".join(text.splitlines()[1:])

@@ -69,7 +69,7 @@ AS_AN_ARRAY = {
 
 @given
 @pytest.mark.parametrize("name", AS_AN_ARRAY)
-def test_a_derivative_is_no_array(name, rule, run):
+def test_derivatives_are_no_arrays(name, rule, run):
     with pytest.raises(TypeError, match=r"not an array.*compute on the leaves"):
         RUN[run](rule(lambda w, t: AS_AN_ARRAY[name](t)))
 
@@ -99,7 +99,7 @@ BY_LEAVES = {
 
 @given
 @pytest.mark.parametrize("name", BY_LEAVES)
-def test_it_has_the_fields_of_the_class(name, rule, run):
+def test_a_derivative_has_the_fields_of_the_class(name, rule, run):
     if name == "vjp" and rule is with_jvp and run not in ("jvp", "linearize"):
         pytest.skip("a transpose is not transposed again")
     expected = jax.tree.map(lambda _: 0.0, LORA)
@@ -117,7 +117,7 @@ def test_it_has_the_fields_of_the_class(name, rule, run):
 
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jitted"])
 @pytest.mark.parametrize("typed", [False, True], ids=["a tree", "typed"])
-def test_a_rule_by_leaves_gives_the_derivative(typed, jit):
+def test_a_rule_by_leaves_is_used(typed, jit):
     """Of a rule that is the derivative, by the tangent of each leaf; its result is implicit."""
     double = jax.custom_jvp(lambda w: jnp.multiply(w, 2.0))
 
@@ -136,7 +136,7 @@ def test_a_rule_by_leaves_gives_the_derivative(typed, jit):
 
 
 @pytest.mark.parametrize("f", [jax.nn.softplus, jax.nn.relu, lambda w: jnp.logaddexp(1.0, w)])
-def test_functions_of_jax_that_have_rules_take_values_and_no_derivatives_by_leaves(f):
+def test_jax_functions_with_rules_reject_derivatives_by_leaves(f):
     np.testing.assert_allclose(f(LORA), f(vn.materialise(LORA)), rtol=1e-5)
     np.testing.assert_allclose(jax.jit(f)(LORA), f(vn.materialise(LORA)), rtol=1e-5)
     with pytest.raises(TypeError, match=r"not an array\. Differentiate vn\.materialise"):
@@ -145,7 +145,7 @@ def test_functions_of_jax_that_have_rules_take_values_and_no_derivatives_by_leav
     assert type(by_leaf) is type(LORA)
 
 
-def test_what_has_integers_is_refused_by_name_as_well():
+def test_derivatives_by_integer_leaves_raise_and_name_the_type():
     """Of which a rule asks the shape, that is found from a dense form where there is one."""
     w = vn.types.NMSparse.prune(jnp.arange(16.0).reshape(4, 4), 2, 4, -1)
     with pytest.raises(TypeError, match=r"NMSparse: derivatives with respect to the leaves"):

@@ -61,7 +61,7 @@ def trained(tmp_path_factory):
     return folder, [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
-def test_they_train_as_one_process_does(trained):
+def test_two_processes_train_like_one(trained):
     folder, (one, other) = trained
     assert one["devices"] == 8
     assert one["losses"] == other["losses"]
@@ -74,7 +74,7 @@ def test_they_train_as_one_process_does(trained):
     assert one["held"] == other["held"] == whole / 2
 
 
-def test_quantized_sums_are_the_same_in_both(trained):
+def test_quantized_sums_agree_in_both_processes(trained):
     _, (one, other) = trained
     assert one["sum"] == other["sum"]
     x = jax.random.normal(jax.random.key(3), (8, 2048))
@@ -95,7 +95,7 @@ def restored(folder, shape, number):
 
 
 @pytest.mark.parametrize("shape", [(1, 8), (4, 2)])
-def test_what_both_saved_is_restored_on_another_mesh(trained, shape):
+def test_a_checkpoint_of_two_processes_loads_on_another_mesh(trained, shape):
     folder, (told, _) = trained
     mesh, found, rest = restored(folder, shape, training.STEPS)
     *_, value = training.step(found["w"], found["state"], rest, training.batch(mesh))
@@ -115,7 +115,7 @@ def test_what_both_saved_is_restored_on_another_mesh(trained, shape):
     assert value < told["losses"][-1]
 
 
-def test_a_process_that_dies_leaves_the_checkpoint_before(tmp_path):
+def test_a_killed_process_leaves_the_previous_checkpoint(tmp_path):
     vn.save(tmp_path / "model", training.weights())
     with started(tmp_path, "4") as (_, second):  # the first waits for it
         assert second.wait(timeout=100) == 9, (tmp_path / "1.log").read_text()

@@ -53,7 +53,7 @@ def metadata(wheel):
         return Parser().parsestr(archive.read(name).decode())
 
 
-def test_the_wheel_is_small_and_of_one_version(wheel, metadata):
+def test_the_wheel_is_small_and_has_the_version(wheel, metadata):
     # It has only sources. A file of data that is packed by mistake would exceed this.
     assert wheel.stat().st_size <= 1.25 * 2**20
     assert wheel.name == f"veneer-{vn.__version__}-py3-none-any.whl"
@@ -80,7 +80,7 @@ def test_the_classifiers_exist(metadata):
     assert not set(metadata.get_all("Classifier")) - known
 
 
-def test_the_sources_have_what_tests_and_pages_need(built):
+def test_the_sdist_has_tests_docs_and_examples(built):
     (path,) = built.glob("*.tar.gz")
     with tarfile.open(path) as archive:
         held = {name.partition("/")[2] for name in archive.getnames()}
