@@ -19,11 +19,10 @@ import jax.numpy as jnp
 from measure import markdown_table, parser, seconds_a_call
 
 import veneer as vn
-from veneer.types.lora.low_rank import LowRank
+from veneer.types.structured import LowRank
 from veneer.types.structured.banded import Tridiagonal
-from veneer.types.structured.diagonal import Diagonal, Identity
+from veneer.types.structured.diagonal import Diagonal, Identity, Permutation
 from veneer.types.structured.partwise import BlockDiagonal, Kronecker
-from veneer.types.structured.permutation import Permutation
 from veneer.types.structured.toeplitz import Circulant, Toeplitz
 from veneer.types.structured.triangular import Triangular
 

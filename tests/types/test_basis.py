@@ -8,7 +8,7 @@ from support import arrays
 
 import veneer as vn
 from veneer.types import Permuted, Rotated, Scaled
-from veneer.types.basis.rotated import factor_sizes, rotate, rotate_back
+from veneer.types.rotated import factor_sizes, rotate, rotate_back
 
 X = np.random.RandomState(1).standard_normal((5, 12)).astype(np.float32)
 

@@ -1,11 +1,16 @@
 """Array types that represent a dense array and store something cheaper.
 
-    lora            a weight with a LoRA adapter, and low-rank matrices
-    structured      matrices: diagonal, banded, triangular, ...
-    sparse          arrays with few nonzero entries
-    masked          arrays with invalid entries
-    labels          arrays with axis names or a unit, and random keys
-    basis           arrays stored in another basis: permuted, rotated, scaled
+    lora            weights with a LoRA adapter
+    structured      matrices: diagonal, banded, triangular, low-rank, ...
+    sparse          `SparseArray`, which stores the nonzero entries
+    sparse_rules    the rules of JAX's primitives for `SparseArray`
+    nm_sparse       `NMSparse`, which stores n of every m neighboring entries
+    masked          `Masked`, with invalid entries
+    named           `Named`, with axis names
+    quantity        `Quantity`, with a unit
+    prng            `PRNGKey`, random keys stored as integers
+    basis           arrays stored in another basis: `Permuted`, `Scaled`
+    rotated         `Rotated`, stored in a basis that spreads outliers
     constant        `Constant`
     frozen          `Frozen`
     lazy            `Lazy`
@@ -14,17 +19,24 @@ Modules that several types use:
 
     axes            checks that the leaves of a type are arrays with matching shapes
     elementwise     lists of elementwise primitives, and rules for primitives that map 0 to 0
+    label           the base class of `Named` and `Quantity`
+    units           the algebra of units, by astropy or pint
 """
 
 from . import lora as lora
-from .basis import Permuted, Rotated, Scaled
+from . import sparse_rules as sparse_rules
+from .basis import Permuted, Scaled
 from .constant import Constant
 from .frozen import Frozen
-from .labels import Named, PRNGKey, Quantity
 from .lazy import Lazy
-from .lora import LoraArray, LowRank
+from .lora import LoraArray
 from .masked import Masked
-from .sparse import NMSparse, SparseArray
+from .named import Named
+from .nm_sparse import NMSparse
+from .prng import PRNGKey
+from .quantity import Quantity
+from .rotated import Rotated
+from .sparse import SparseArray
 from .structured import (
     Banded,
     BlockDiagonal,
@@ -32,6 +44,7 @@ from .structured import (
     Diagonal,
     Identity,
     Kronecker,
+    LowRank,
     Permutation,
     Product,
     Symmetric,

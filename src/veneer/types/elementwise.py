@@ -51,14 +51,19 @@ def register_unary(cls: Any, name: str, apply: Callable[..., Any]) -> None:
         return apply(x, lambda leaf: primitive.bind(leaf, **params))
 
 
-def register_zero_preserving(cls: type, apply: Callable[..., Any]) -> None:
+def register_zero_preserving(
+    cls: Any, apply: Callable[..., Any], apply_linear: Callable[..., Any] | None = None
+) -> None:
     """Register rules for the unary primitives that map 0 to 0, for a type that stores no zeros.
 
-    `cls` and `apply` are the same as in `register_unary`.
+    `cls` and `apply` are the same as in `register_unary`. For linear primitives, `apply_linear` is
+    used in place of `apply`, if it is given.
     """
-    for name in (*LINEAR, *NONLINEAR):
+    for name in LINEAR:
+        register_unary(cls, name, apply_linear or apply)
+    for name in NONLINEAR:
         register_unary(cls, name, apply)
 
     @register("integer_pow")
-    def _(x: cls, *, y: int) -> Any:  # type: ignore[valid-type]
+    def _(x: cls, *, y: int) -> Any:
         return apply(x, lambda leaf: lax.integer_pow(leaf, y)) if y > 0 else NotImplemented

@@ -18,7 +18,7 @@ from veneer.quant import (
     sparsity_masks,
     with_masks,
 )
-from veneer.types.sparse.nm_sparse import NMSparse
+from veneer.types.nm_sparse import NMSparse
 
 KEYS = [arrays.key(seed) for seed in range(3)]
 X = arrays.normal(6, 16)

@@ -10,7 +10,7 @@ from support.policies import only_by_rules
 from support.probes import Opaque
 
 import veneer as vn
-from veneer.types.labels.named import Named
+from veneer.types.named import Named
 
 
 def named(*names, shape=None):

@@ -8,7 +8,7 @@ from support import arrays
 from support.claims import Claim, claims
 
 import veneer as vn
-from veneer.types.labels.prng import PRNGKey
+from veneer.types.prng import PRNGKey
 
 
 def key(*shape):

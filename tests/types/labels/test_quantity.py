@@ -14,9 +14,8 @@ from support.policies import only_by_rules
 
 import veneer as vn
 from veneer._jax.primitives import find_primitive
-from veneer.types.labels import axis_names, unit_laws
-from veneer.types.labels.named import Named
-from veneer.types.labels.quantity import Quantity
+from veneer.types.named import Named
+from veneer.types.quantity import Quantity
 
 
 def strict(f):
@@ -400,7 +399,7 @@ WITHOUT = """
 import sys
 for name in {hidden!r}:
     sys.modules[name] = None
-from veneer.types.labels.quantity import Quantity
+from veneer.types.quantity import Quantity
 assert not {{"astropy", "pint"}} & {{n for n, m in sys.modules.items() if m}}
 try:
     print(type(Quantity(1.0, "m").unit).__module__)
@@ -426,7 +425,7 @@ def test_strings_are_parsed_by_the_installed_library(pint, hidden, printed):
 NEW_IN_JAX_0_12 = {"log2", "mulhi", "one_minus_square"}
 
 
-@pytest.mark.parametrize("name", sorted({*unit_laws.LAWS, *axis_names.LAWS}))
+@pytest.mark.parametrize("name", sorted({*Quantity.laws, *Named.laws}))
 def test_each_law_is_that_of_a_primitive(name):
     if name in NEW_IN_JAX_0_12 and jax.__version_info__ < (0, 12):
         pytest.skip("a primitive of JAX 0.12")

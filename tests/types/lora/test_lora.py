@@ -18,7 +18,6 @@ from support.policies import only_by_rules
 import veneer as vn
 from veneer.types import lora
 from veneer.types.lora import LoraArray
-from veneer.types.structured import linear_algebra as linear_algebra
 from veneer.types.structured.diagonal import Diagonal
 
 KEY = arrays.key(0)

@@ -13,8 +13,7 @@ from support.policies import only_by_rules
 
 import veneer as vn
 from veneer.types.lora import LoraArray
-from veneer.types.lora.low_rank import LowRank
-from veneer.types.structured import linear_algebra as linear_algebra
+from veneer.types.structured import LowRank
 from veneer.types.structured.diagonal import Diagonal
 
 KEY = arrays.key(0)

@@ -12,7 +12,7 @@ from support.claims import Claim, claims
 import veneer as vn
 from veneer.kernels.common.bit_planes import pack_bits, planes_size, unpack_bits
 from veneer.types.elementwise import NONLINEAR
-from veneer.types.sparse.nm_sparse import NMSparse
+from veneer.types.nm_sparse import NMSparse
 
 
 def pruned(n, m, axis):
@@ -102,7 +102,7 @@ def test_prune_keeps_the_largest_entries(n, m, axis):
     w = NMSparse.prune(put(x), n, m, axis)
     np.testing.assert_array_equal(w.mask(), put(mask))
     np.testing.assert_array_equal(vn.materialise(w), put(np.where(mask, x, 0)))
-    np.testing.assert_array_equal(w.kept(put(x)), w.values)
+    np.testing.assert_array_equal(w.gather(put(x)), w.values)
 
 
 def test_elementwise_operations_ignore_nan_at_pruned_entries():
@@ -135,7 +135,7 @@ def test_gradients_of_values_match_the_dense_gradient():
     loss = lambda w: (jnp.tanh(x @ w) ** 2).sum()
     of_values = lambda values: vn.implicit(loss)(dataclasses.replace(w, values=values))
     dense = vn.implicit(jax.grad(loss))(w)
-    np.testing.assert_allclose(jax.grad(of_values)(w.values), w.kept(dense), rtol=1e-5)
+    np.testing.assert_allclose(jax.grad(of_values)(w.values), w.gather(dense), rtol=1e-5)
 
 
 def test_prune_is_differentiable():

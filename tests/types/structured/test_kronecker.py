@@ -8,9 +8,8 @@ from support import arrays
 from support.claims import Claim, claims
 
 import veneer as vn
-from veneer.types.structured.diagonal import Diagonal
+from veneer.types.structured.diagonal import Diagonal, Permutation
 from veneer.types.structured.partwise import Kronecker
-from veneer.types.structured.permutation import Permutation
 
 
 def factors(n):

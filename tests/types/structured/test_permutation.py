@@ -10,7 +10,7 @@ from support import arrays
 from support.claims import Claim, claims
 
 import veneer as vn
-from veneer.types.structured.permutation import Permutation
+from veneer.types.structured.diagonal import Permutation
 from veneer.types.structured.product import Product
 
 

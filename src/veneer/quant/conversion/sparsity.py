@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from ...types.sparse.nm_sparse import largest_positions
+from ...types.nm_sparse import largest_positions
 from ..formats import get_format
 from ..formats.tiles import Shape
 

@@ -9,8 +9,9 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from ..._core.surface.arguments import check_regex, path_matches
-from ...types.basis import InBasis, Rotated
+from ...types.basis import InBasis
 from ...types.lora import LoraArray
+from ...types.rotated import Rotated
 from ..conversion.calibration import check_calibration
 from ..conversion.quantize import choose_scale_dtype, quantize
 from ..conversion.scale_axes import (

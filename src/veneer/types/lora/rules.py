@@ -1,10 +1,11 @@
-"""Rules of JAX's primitives for `LoraArray`: products, convolutions, row lookups, axes."""
+"""Rules of JAX's primitives for `LoraArray`, and the DoRA and dropout of its products."""
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
@@ -13,16 +14,19 @@ from ..._core.rules import register
 from ..._core.transform import redispatch
 from ..._core.value import materialise_one
 from ..._jax.primitives import find_primitive
+from ..structured.matrix import Matrix
+from ..structured.product import LowRank, concatenate
 from .array import LoraArray
 from .contractions import (
     RANK,
+    Label,
     Labels,
-    apply_magnitude,
     arrange,
     contract,
-    drop,
-    drop_entries,
+    divide_by_norm,
     scale_by,
+    squared_norm,
+    widen,
     widen_dtype,
 )
 
@@ -70,7 +74,7 @@ def _dot_general(
     if magnitude_on_x:
         if not columns <= set(labels):
             return NotImplemented
-        x = apply_magnitude(x, labels, lora)
+        x = _apply_magnitude(x, labels, lora)
 
     if lora_first:
         dimension_numbers = tuple(pair[::-1] for pair in dimension_numbers)
@@ -86,14 +90,14 @@ def _dot_general(
     first, second = pair[::-1] if contracted.isdisjoint(lora.ins) else pair
     sizes = dict(zip((*lora.w_labels, *labels), (*lora.shape, *x.shape), strict=True))
     if dropped_operand == "operand":
-        x, labels = drop(x, labels, lora, sizes)
+        x, labels = _drop(x, labels, lora, sizes)
     # Both factors have the leading axes. If these are contracted, the second product does it.
     low, labels = multiply(x, labels, *first, contracted.difference(lora.lead))
     update, labels = multiply(scale_by(lora.scale, low), labels, *second, {RANK, *contracted})
     if dropped_operand == "result":
-        update, labels = drop(update, labels, lora, sizes)
+        update, labels = _drop(update, labels, lora, sizes)
     total = out + arrange(update, labels, out_labels).astype(out.dtype)
-    return total if magnitude_on_x else apply_magnitude(total, out_labels, lora)
+    return total if magnitude_on_x else _apply_magnitude(total, out_labels, lora)
 
 
 def _dropped_operand(lora: LoraArray, contracted: Collection[int]) -> str | None:
@@ -113,6 +117,86 @@ def _dropped_operand(lora: LoraArray, contracted: Collection[int]) -> str | None
     if contracted.isdisjoint((*dropped, *lora.lead)) and contracted >= set(other):
         return "result"
     return None
+
+
+# DoRA.
+
+
+def _apply_magnitude(x: Any, labels: Sequence[Label], lora: LoraArray) -> Any:
+    """Multiply an array by `magnitude / norm(w + scale * a @ b)`. Without DoRA, return `x`."""
+    if lora.magnitude is None:
+        return x
+    own_labels = tuple(label for label in lora.w_labels if label not in lora.norm_axes)
+    factor = divide_by_norm(lora.magnitude, _norm_of_sum(lora))
+    factor = arrange(lax.squeeze(factor, lora.norm_axes), own_labels, labels)
+    return (x * factor).astype(x.dtype)
+
+
+def _norm_of_sum(lora: LoraArray) -> jax.Array:
+    """Return the norms of `v = w + scale * a @ b` along `norm_axes`, without computing `a @ b`.
+
+    For columns, `‖v‖² = ‖w‖² + Σ b · (2 s aᵀw + s² aᵀa b)`, summed over the rank. The result loses
+    precision if the update nearly cancels the weight.
+    """
+    lora = lora.with_dense_factors()
+    w, a, b = jax.tree.map(lax.stop_gradient, (lora.w, lora.a, lora.b))
+    pair = (widen(a), lora.a_labels), (widen(b), lora.b_labels)
+    (near, near_labels), (far, far_labels) = pair if lora.norm_axes == lora.ins else pair[::-1]
+    other_labels = tuple("other rank" if label == RANK else label for label in near_labels)
+    cross, cross_labels = contract(near, near_labels, w, lora.w_labels, lora.norm_axes)
+    gram, gram_labels = contract(near, near_labels, near, other_labels, lora.norm_axes)
+    square, square_labels = contract(gram, gram_labels, far, far_labels, [RANK])
+    square_labels = tuple(RANK if label == "other rank" else label for label in square_labels)
+    inner = 2 * arrange(cross, cross_labels, far_labels)
+    inner += lora.scale * arrange(square, square_labels, far_labels)
+    rank_axis = far_labels.index(RANK)
+    update = lora.scale * jnp.sum(far * inner, rank_axis)
+    update_labels = (*far_labels[:rank_axis], *far_labels[rank_axis + 1 :])
+    update = arrange(update, update_labels, lora.w_labels)
+    return jnp.sqrt(jnp.maximum(squared_norm(w, lora.norm_axes) + update, 0))
+
+
+# Dropout.
+
+
+def _drop(
+    x: Any, labels: Labels, lora: LoraArray, sizes: Mapping[Label, int]
+) -> tuple[Any, Labels]:
+    """Apply the dropout of a `LoraArray` to an operand or a result of a product.
+
+    The mask depends only on the key and on the sizes of the axes in a fixed order: leading axes,
+    other axes of `x`, dropped axes. So a product and its transpose drop the same entries.
+
+    **Arguments:**
+
+    - `x`, `labels`: an array that has the dropped axes of the adapter, and the labels of its axes.
+    - `sizes`: the size of the axis with each label.
+
+    **Returns:** the array with its axes in the order of the mask, and their labels.
+    """
+    lead, dropped = lora.lead, lora.ins if lora.dropped == "in" else lora.outs
+    others = tuple(label for label in labels if label not in lead and label not in dropped)
+    order = (*lead, *others, *dropped)
+    shape = tuple(sizes[label] for label in order)
+    return _drop_entries(arrange(x, labels, order), lora, shape), order
+
+
+def _drop_entries(x: Any, lora: LoraArray, shape: tuple[int, ...]) -> Any:
+    """Apply the dropout of a `LoraArray` to `x`, broadcast to `shape`.
+
+    The first axes of `shape` are the leading axes of the adapter. Each of their indices has its own
+    key.
+    """
+    keep_rate, n_lead = 1 - lora.dropout, len(lora.lead)
+    key = jnp.asarray(lora.dropout_key)
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        key = jax.random.wrap_key_data(key)
+    draw = lambda key: jax.random.bernoulli(key, keep_rate, shape[n_lead:])
+    if n_lead:
+        mask = jax.vmap(draw)(key.reshape(math.prod(shape[:n_lead]))).reshape(shape)
+    else:
+        mask = draw(key)
+    return jnp.where(mask, x / keep_rate, 0)
 
 
 @register("conv_general_dilated")
@@ -155,7 +239,7 @@ def _conv(
     x = jnp.asarray(x)
     out = redispatch(conv, x, kernel.w)
     dtype = jnp.result_type(x, first)
-    x = drop_entries(x, kernel, x.shape) if kernel.drops else x
+    x = _drop_entries(x, kernel, x.shape) if kernel.drops else x
     low = conv(x.astype(dtype), jnp.asarray(first, dtype))
     low_labels: Labels = tuple(RANK if i == feature else ("x", i) for i in range(low.ndim))
     update, labels = contract(
@@ -169,7 +253,7 @@ def _conv(
     )
     out_labels = tuple(channels if label == RANK else label for label in low_labels)
     out += arrange(update, labels, out_labels).astype(out.dtype)
-    return apply_magnitude(out, out_labels, kernel)
+    return _apply_magnitude(out, out_labels, kernel)
 
 
 @register("gather")
@@ -220,7 +304,7 @@ def _gather(
     update, labels = contract(low, (*index_labels, RANK), x.b, x.b_labels, [RANK])
     out_labels = (*index_labels, *x.outs)
     out = rows + arrange(update, labels, out_labels).astype(rows.dtype)
-    return apply_magnitude(out, out_labels, x)
+    return _apply_magnitude(out, out_labels, x)
 
 
 @register("transpose")
@@ -265,3 +349,21 @@ def _regroup(x: LoraArray, sizes: Shape) -> tuple[Shape, Shape, Shape] | None:
         if math.prod(new_ins) == math.prod(ins) and math.prod(new_outs) == math.prod(outs):
             return shape[:n_lead], new_ins, new_outs
     return None
+
+
+# Sums with a `LowRank`. JAX's primitive broadcasts axes of size 1, so the shapes are compared.
+
+
+@register("add")
+def _(x: Matrix, y: LowRank, **params: Any) -> Any:
+    if x.shape != y.shape or not jnp.issubdtype(x.dtype, jnp.inexact):
+        return NotImplemented
+    return LoraArray(x, y.a, y.b)
+
+
+@register("add")
+def _(x: LoraArray, y: LowRank, **params: Any) -> Any:
+    if x.shape != y.shape or not x.is_sum:
+        return NotImplemented
+    b = concatenate(scale_by(x.scale, x.b), y.b, -2)
+    return LoraArray(x.w, concatenate(x.a, y.a, -1), b)

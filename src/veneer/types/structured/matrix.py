@@ -1,7 +1,7 @@
 """`Matrix`: the base class of structured matrices, and decorators that register rules of its types.
 
-A type implements methods of `Matrix`, such as `matvec`. The rules in the modules `rules` and
-`linear_algebra` compute JAX primitives and functions of `jnp.linalg` with these methods.
+A type implements methods of `Matrix`, such as `matvec`. The rules in the module `rules` compute
+JAX primitives and functions of `jnp.linalg` with these methods.
 """
 
 import dataclasses
@@ -33,6 +33,9 @@ class Matrix(ImplicitArray, abstract=True):
 
     #: The fields to multiply by a number in order to multiply the matrix by this number.
     linear_in: ClassVar[tuple[str, ...]] = ()
+
+    #: Whether all matrices of the type are diagonal.
+    is_diagonal: ClassVar[bool] = False
 
     def matvec(self, x: Any, *, precision: Any = None) -> Any:
         """Multiply the matrix `[*lead, m, n]` by `k` vectors.

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..._core.leaf_axes import Movement, aligned_axes
-from ..._core.transform import redispatch
-from ..._core.tree import static
-from ..axes import Leaf, check_arrays
-from .in_basis import InBasis, Places
+from .._core.leaf_axes import Movement, aligned_axes
+from .._core.transform import redispatch
+from .._core.tree import static
+from .axes import Leaf, check_arrays
+from .basis import InBasis, Places
 
 
 class Rotated(InBasis):
@@ -136,7 +136,7 @@ def rotate(x: jax.Array, axis: int) -> jax.Array:
     16-bit floats are computed in float32.
 
     >>> import jax.numpy as jnp
-    >>> from veneer.types.basis.rotated import rotate, rotate_back
+    >>> from veneer.types.rotated import rotate, rotate_back
     >>> peak = jnp.zeros(64).at[5].set(8.0)
     >>> float(abs(rotate(peak, 0)).max()), float(rotate_back(rotate(peak, 0), 0)[5])
     (1.0, 8.0)
@@ -171,7 +171,7 @@ _LARGEST_FACTOR = 64
 def factor_sizes(n: int) -> tuple[int, ...]:
     """Split `n` into factors that are at most 64 or prime.
 
-    >>> from veneer.types.basis.rotated import factor_sizes
+    >>> from veneer.types.rotated import factor_sizes
     >>> factor_sizes(4096), factor_sizes(384), factor_sizes(1), factor_sizes(67 * 4)
     ((64, 64), (48, 8), (1,), (67, 4))
     """

@@ -1,7 +1,9 @@
 """`NMSparse`: a matrix that stores n of every m neighboring entries, as in 2:4 sparsity."""
 
+import dataclasses
+from collections.abc import Callable
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +11,15 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from ..._core.surface.array import ImplicitArray
-from ..._core.tree import static
-from ..._core.value import materialise_one
-from ...kernels.common.bit_planes import pack_bits, planes_size, unpack_bits
-from ..axes import check_axes
+from .._core.rules import register
+from .._core.surface.array import ImplicitArray
+from .._core.transform import redispatch
+from .._core.tree import static
+from .._core.value import materialise_one
+from .._jax.primitives import find_primitive
+from ..kernels.common.bit_planes import pack_bits, planes_size, unpack_bits
+from .axes import check_axes
+from .elementwise import register_zero_preserving
 
 
 class NMSparse(ImplicitArray):
@@ -149,7 +155,7 @@ class NMSparse(ImplicitArray):
             dense = jnp.where(take(positions) == all_positions, take(groups), dense)
         return _merge(dense, axis)
 
-    def kept(self, dense: ArrayLike) -> jax.Array:
+    def gather(self, dense: ArrayLike) -> jax.Array:
         """Return the entries of a dense array at the stored positions, in the shape of `values`."""
         groups = _split(jnp.asarray(dense), self.axis, self.m)
         positions = _split(self.positions, self.axis, self.n).astype(jnp.int32)
@@ -202,7 +208,7 @@ def largest_positions(groups: jax.Array, n: int, axis: int) -> jax.Array:
     **Returns:** int32 positions in ascending order. The axis has size n.
 
     >>> import jax.numpy as jnp
-    >>> from veneer.types.sparse.nm_sparse import largest_positions
+    >>> from veneer.types.nm_sparse import largest_positions
     >>> largest_positions(jnp.array([1.0, -4.0, 3.0, 3.0]), 2, 0).tolist()
     [1, 2]
     """
@@ -210,3 +216,51 @@ def largest_positions(groups: jax.Array, n: int, axis: int) -> jax.Array:
     magnitude = jnp.where(jnp.isnan(magnitude), jnp.inf, magnitude)
     order = jnp.argsort(-magnitude, axis, stable=True)
     return jnp.sort(lax.slice_in_dim(order, 0, n, axis=axis % groups.ndim), axis)
+
+
+@register("transpose")
+def _(x: NMSparse, *, permutation: Any) -> Any:
+    if {*permutation[-2:]} != {x.ndim - 2, x.ndim - 1}:
+        return NotImplemented
+    axis = -3 - x.axis if permutation[-1] == x.ndim - 2 else x.axis
+    transpose = partial(redispatch, lambda leaf: lax.transpose(leaf, permutation))
+    return NMSparse(transpose(x.values), transpose(x.indices), x.n, x.m, axis)
+
+
+@register("dot_general")
+def _(x: ArrayLike | NMSparse, y: ArrayLike | NMSparse, **params: Any) -> Any:
+    dense = [jnp.asarray(materialise_one(z)) for z in (x, y)]
+    return find_primitive("dot_general").bind(*dense, **params)
+
+
+def _map_values(x: NMSparse, function: Callable, *others: Any) -> NMSparse:
+    """Replace the stored values by `function(values, *others)`."""
+    return dataclasses.replace(x, values=redispatch(function, x.values, *others))
+
+
+register_zero_preserving(NMSparse, _map_values)
+
+
+@register("convert_element_type")
+def _(x: NMSparse, *, new_dtype: Any, weak_type: bool, sharding: Any) -> Any:
+    if weak_type or sharding is not None:
+        return NotImplemented
+    return _map_values(x, lambda values: lax.convert_element_type(values, new_dtype))
+
+
+def _register_by_dense(name: str) -> None:
+    """Register rules for products with a dense array ("mul"), or quotients by it ("div")."""
+    primitive = find_primitive(name)
+
+    @register(primitive)
+    def _(x: NMSparse, y: ArrayLike, **params: Any) -> Any:
+        y = jnp.asarray(y)
+        if jnp.broadcast_shapes(x.shape, y.shape) != x.shape:
+            return NotImplemented
+        is_number_per_matrix = set(y.shape[-2:]) <= {1}
+        factors = y if is_number_per_matrix else x.gather(jnp.broadcast_to(y, x.shape))
+        return _map_values(x, lambda *factors: primitive.bind(*factors, **params), factors)
+
+
+for _name in ("mul", "div"):
+    _register_by_dense(_name)

@@ -1,9 +1,7 @@
-"""Rules of JAX's primitives for sparse arrays."""
+"""Rules of JAX's primitives for `SparseArray`."""
 
-import dataclasses
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -11,14 +9,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from ..._core.primitives.labels import dense_unless
-from ..._core.rules import register
-from ..._core.transform import redispatch
-from ..._core.value import make_dense, materialise_one
-from ..._jax.primitives import find_primitive, start_in_bounds
-from ..elementwise import LINEAR, NONLINEAR, register_unary
-from .array import Axes, SparseArray
-from .nm_sparse import NMSparse
+from .._core.primitives.labels import dense_unless
+from .._core.rules import register
+from .._core.transform import redispatch
+from .._core.value import make_dense
+from .._jax.primitives import find_primitive, start_in_bounds
+from .elementwise import register_zero_preserving
+from .sparse import Axes, SparseArray
 
 
 def rearrange(x: SparseArray, batch: Axes, sparse: Axes) -> Any:
@@ -54,15 +51,6 @@ def _select_axes(x: SparseArray, axes: Axes) -> Any:
 @register("transpose")
 def _(x: SparseArray, *, permutation: Any) -> Any:
     return _select_axes(x, permutation)
-
-
-@register("transpose")
-def _(x: NMSparse, *, permutation: Any) -> Any:
-    if {*permutation[-2:]} != {x.ndim - 2, x.ndim - 1}:
-        return NotImplemented
-    axis = -3 - x.axis if permutation[-1] == x.ndim - 2 else x.axis
-    transpose = partial(redispatch, lambda leaf: lax.transpose(leaf, permutation))
-    return NMSparse(transpose(x.values), transpose(x.indices), x.n, x.m, axis)
 
 
 @register("reduce_sum")
@@ -180,12 +168,6 @@ def _(x: SparseArray, y: SparseArray, **params: Any) -> Any:
     return redispatch(primitive.bind, x, y, **params)
 
 
-@register("dot_general")
-def _(x: ArrayLike | NMSparse, y: ArrayLike | NMSparse, **params: Any) -> Any:
-    dense = [jnp.asarray(materialise_one(z)) for z in (x, y)]
-    return find_primitive("dot_general").bind(*dense, **params)
-
-
 def _multiply(
     x: SparseArray,
     y: jax.Array,
@@ -221,16 +203,13 @@ def _multiply(
     return entries.scatter(products, (*batch[0], *x_free)).astype(out_dtype)
 
 
-Sparse = SparseArray | NMSparse
-
-
-def _map_entries(x: Any, function: Callable, *others: Any) -> Any:
+def _map_entries(
+    x: SparseArray, function: Callable[..., jax.Array], *others: jax.Array
+) -> SparseArray:
     """Replace the stored entries of `x` by `function(entries, *others)`.
 
     `others` are numbers, or arrays with one value per stored entry.
     """
-    if isinstance(x, NMSparse):
-        return dataclasses.replace(x, values=redispatch(function, x.values, *others))
     # In place of padding, compute at 0.5 and 1, where derivatives are finite. Otherwise 0 * NaN
     # could make derivatives of other entries NaN.
     entries = x.entries()
@@ -240,33 +219,20 @@ def _map_entries(x: Any, function: Callable, *others: Any) -> Any:
     return SparseArray(replace_padding(values, jnp.zeros_like(values)), *x.pattern)
 
 
-def _sum_duplicates(x: Any) -> Any:
-    return x.sum_duplicates() if isinstance(x, SparseArray) else x
-
-
-for _name in LINEAR:
-    register_unary(Sparse, _name, _map_entries)
-for _name in NONLINEAR:
-    register_unary(Sparse, _name, lambda x, function: _map_entries(_sum_duplicates(x), function))
-
-
-@register("integer_pow")
-def _(x: Sparse, *, y: int) -> Any:
-    if y <= 0:
-        return NotImplemented
-    return _map_entries(_sum_duplicates(x), lambda values: lax.integer_pow(values, y))
+register_zero_preserving(
+    SparseArray,
+    lambda x, function: _map_entries(x.sum_duplicates(), function),
+    apply_linear=_map_entries,
+)
 
 
 @register("convert_element_type")
-def _(x: Sparse, *, new_dtype: Any, weak_type: bool, sharding: Any) -> Any:
-    if weak_type or sharding is not None:
+def _(x: SparseArray, *, new_dtype: Any, weak_type: bool, sharding: Any) -> Any:
+    if weak_type or sharding is not None or jnp.issubdtype(new_dtype, jnp.bool_):
         return NotImplemented
-    if isinstance(x, SparseArray):
-        if jnp.issubdtype(new_dtype, jnp.bool_):
-            return NotImplemented
-        floating = jnp.issubdtype(x.dtype, jnp.floating) and jnp.issubdtype(new_dtype, jnp.floating)
-        is_exact = floating and jnp.promote_types(x.dtype, new_dtype) == new_dtype
-        x = x if is_exact else x.sum_duplicates()
+    are_floats = all(jnp.issubdtype(dtype, jnp.floating) for dtype in (x.dtype, new_dtype))
+    if not are_floats or jnp.promote_types(x.dtype, new_dtype) != new_dtype:
+        x = x.sum_duplicates()  # the conversion rounds, so it is not linear
     return _map_entries(x, lambda values: lax.convert_element_type(values, new_dtype))
 
 
@@ -290,15 +256,6 @@ def _register_by_dense(name: str) -> None:
         kept = [axis for axis in range(len(shape)) if y.shape[axis] == shape[axis]]
         squeezed = lax.squeeze(y, [axis for axis in range(y.ndim) if axis not in kept])
         return _map_entries(broadcasted, operation, broadcasted.entries().gather(squeezed, kept))
-
-    @register(primitive)
-    def _(x: NMSparse, y: ArrayLike, **params: Any) -> Any:
-        y = jnp.asarray(y)
-        if jnp.broadcast_shapes(x.shape, y.shape) != x.shape:
-            return NotImplemented
-        is_number_per_matrix = set(y.shape[-2:]) <= {1}
-        factors = y if is_number_per_matrix else x.kept(jnp.broadcast_to(y, x.shape))
-        return _map_entries(x, lambda *factors: primitive.bind(*factors, **params), factors)
 
 
 for _name in ("mul", "div"):
