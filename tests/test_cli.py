@@ -24,7 +24,8 @@ from support.optional import needs
 
 import veneer as vn
 from veneer import cli
-from veneer.cli_help import EXAMPLES, FORMAT_COSTS, JSON_KEYS, MORE_FORMATS
+from veneer.cli.program import COMMANDS, EXAMPLES
+from veneer.cli.quantize import FORMAT_COSTS, MORE_FORMATS
 from veneer.files.folder import FolderWriter
 from veneer.files.gguf import write_gguf
 from veneer.quant.models.default_rules import default_tile
@@ -666,7 +667,7 @@ def test_demo_forwards_its_options(veneer, monkeypatch, tmp_path):
     code, stdout, stderr = veneer("demo", *options, "--json")
     assert (code, stderr) == (0, "a note\na note\n")
     assert json.loads(stdout) == {"encoder": {"bytes": 1}, "language_model": {"bytes": 1}}
-    assert json.loads(stdout).keys() == JSON_KEYS["demo"].keys()
+    assert json.loads(stdout).keys() == COMMANDS["demo"].json_keys.keys()
 
 
 @needs("demo")
@@ -675,7 +676,6 @@ def test_demo_rejects_a_wrong_model_in_one_line(veneer, tmp_path):
 
 
 ROOT = Path(__file__).parents[1]
-COMMANDS = ("quantize", "inspect", "convert", "plan", "demo", "doctor")
 
 
 @pytest.mark.parametrize("columns", ["60", "80"])
@@ -698,9 +698,9 @@ def test_the_help_of_a_command_fits_80_columns(veneer, monkeypatch, command):
     assert stdout == veneer(command, "--help")[1]
     assert max(map(len, stdout.splitlines())) <= 80
     assert not re.search("quantis|neighbour|colour", stdout, re.IGNORECASE)
-    for line in EXAMPLES[command]:
+    for line in COMMANDS[command].examples:
         assert f"\n  {line}\n" in stdout
-    assert ("--json" in stdout) == (command in JSON_KEYS) == (command != "convert")
+    assert ("--json" in stdout) == bool(COMMANDS[command].json_keys) == (command != "convert")
 
 
 ROW = r"\| `(\w+)` \| (\w+) \| ([\d.]+) \| ([\d.]+%) \| ([\d.]+%) \|"
@@ -738,7 +738,8 @@ def test_the_table_of_formats_equals_computed_values(row):
     assert 8 * q.nbytes / w.size == pytest.approx(float(row.bits), abs=0.02)
 
 
-EXAMPLE_LINES = [(command, line) for command in EXAMPLES for line in EXAMPLES[command]]
+EXAMPLE_LINES = [("veneer", line) for line in EXAMPLES]
+EXAMPLE_LINES += [(name, line) for name in COMMANDS for line in COMMANDS[name].examples]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGE_LINES = [
     (line.split()[1], line)
@@ -788,12 +789,12 @@ def test_quantize_prints_json(veneer, model, tmp_path):
     code, stdout, stderr = veneer("quantize", model, tmp_path / "out", *INT8, "--json")
     assert (code, stderr) == (0, TABLE_IS_DENSE)
     found = json.loads(stdout)
-    assert found.keys() == JSON_KEYS["quantize"].keys()
+    assert found.keys() == COMMANDS["quantize"].json_keys.keys()
     assert found["left_dense"] == ["table"]
     assert (found["path"], found["calibration"]) == (str(tmp_path / "out"), None)
     assert (found["already_quantized"], found["not_finite"]) == (0, [])
     for group in found["groups"]:
-        assert all(key in JSON_KEYS["quantize"]["groups"] for key in group)
+        assert all(key in COMMANDS["quantize"].json_keys["groups"] for key in group)
     groups = {group["name"]: group for group in found["groups"]}
     layers = groups["layers.*.proj.weight"]
     assert (layers["count"], layers["bytes_before"], layers["bytes_after"]) == (2, 192, 88)
@@ -816,7 +817,7 @@ def test_inspect_prints_json(veneer, out, model):
     code, stdout, stderr = veneer("inspect", out, "--against", model, "--verify", "--json")
     assert (code, stderr) == (0, "")
     found = json.loads(stdout)
-    assert found.keys() == JSON_KEYS["inspect"].keys()
+    assert found.keys() == COMMANDS["inspect"].json_keys.keys()
     assert (found["path"], found["family"], found["verified"]) == (str(out), None, True)
     assert found["bytes"] == sum(entry["bytes"] for entry in found["tensors"])
     tensors = {entry["name"]: entry for entry in found["tensors"]}
@@ -827,7 +828,7 @@ def test_inspect_prints_json(veneer, out, model):
     assert 0 < embedding["relative_error"] < 0.2
     assert tensors["norm.weight"]["scale"] is None
     named = {*embedding, *embedding["scale"]}
-    assert all(key in JSON_KEYS["inspect"]["tensors"] for key in named)
+    assert all(key in COMMANDS["inspect"].json_keys["tensors"] for key in named)
     assert json.loads(veneer("inspect", out, "--json")[1])["tensors"][0]["relative_error"] is None
 
 

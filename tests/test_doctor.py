@@ -10,7 +10,7 @@ import pytest
 
 import veneer as vn
 from veneer import cli, doctor, kernels
-from veneer.cli_help import JSON_KEYS
+from veneer.cli.doctor import COMMAND
 from veneer.kernels.gpu import hopper, nvrtc
 from veneer.kernels.gpu import matmul as gpu_matmul
 from veneer.native import cache, simd
@@ -197,4 +197,4 @@ def test_the_exit_code_reports_findings_that_are_not_well(monkeypatch, capsys, i
     entries = [finding._asdict() for finding in findings]
     printed = json.loads(capsys.readouterr().out)
     assert printed == {"is_well": is_well, "findings": entries}
-    assert printed.keys() == JSON_KEYS["doctor"].keys()
+    assert printed.keys() == COMMAND.json_keys.keys()

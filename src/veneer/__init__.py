@@ -1,7 +1,6 @@
 """Arrays for JAX that look dense to every program and store something cheaper.
 
     _jax                all uses of private functions of JAX
-    _install            the install commands that error messages show
     _core               implicit arrays, rules, and `implicit`
     _report             the reports that `explain` returns
     native              machine code for the CPU: compiled once and cached on disk
@@ -22,7 +21,6 @@
     plan                `veneer plan`: how to shard a model over devices
     doctor              `veneer doctor`: which kernels run on this machine
     cli, demo           the command line, and a demonstration on a real model
-    cli_help            examples and tables of the command line's help
 
 docs/architecture.md lists the imports that each module may have, and the functions that three
 example calls run through.

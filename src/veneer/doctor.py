@@ -20,9 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import quant
+from ._core.errors import install_command
 from ._core.surface.implicit import implicit
 from ._core.value import materialise
-from ._install import install_command
 from .kernels import Codes, MatmulOperands, MatmulProblem, select
 from .kernels.cpu import build
 from .kernels.gpu import hopper

@@ -8,7 +8,7 @@ import pytest
 from matplotlib.image import imread
 
 from veneer import demo
-from veneer.cli_help import JSON_KEYS
+from veneer.cli.demo import COMMAND
 from veneer.demo import run
 from veneer.demo.measure import VARIANTS
 
@@ -16,7 +16,7 @@ from veneer.demo.measure import VARIANTS
 def test_prints_a_table_and_an_answer_and_writes_a_picture(write_bert, params, tmp_path, capsys):
     folder = write_bert(params, num_hidden_layers=1)  # fifteen programs are compiled
     found = run.main(run.load(folder), tmp_path / "new" / "output")
-    assert set(re.findall(r"\w+", JSON_KEYS["demo"]["encoder"])) >= {
+    assert set(re.findall(r"\w+", COMMAND.json_keys["encoder"])) >= {
         *found,
         *found["variants"][0],
         *found["nearest"][0],

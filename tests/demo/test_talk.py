@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import veneer as vn
-from veneer.cli_help import JSON_KEYS
+from veneer.cli.demo import COMMAND
 from veneer.demo import language_model, talk
 from veneer.demo.programs import program
 from veneer.files.gguf import write_gguf
@@ -110,7 +110,7 @@ def test_the_act(model, monkeypatch, capsys):
     monkeypatch.setattr(talk, "_WINDOWS", 1)
     monkeypatch.setattr(language_model, "LONGEST", 8)
     found = talk.main(model, "the text")
-    assert set(re.findall(r"\w+", JSON_KEYS["demo"]["language_model"])) >= {
+    assert set(re.findall(r"\w+", COMMAND.json_keys["language_model"])) >= {
         *found,
         *found["variants"][0],
     }

@@ -15,7 +15,7 @@ from support.model_configs import CONFIGS, SMALL
 
 import veneer as vn
 from veneer import cli
-from veneer.cli_help import JSON_KEYS
+from veneer.cli.plan import COMMAND, _parse_bytes
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "scale.md").read_text("utf-8")
@@ -56,10 +56,10 @@ def test_shardings_of_the_json_place_the_weights_of_a_checkpoint(veneer, small):
     assert (code, stderr) == (0, "")
     found = json.loads(printed)
     assert (found["architecture"], found["parameters"]) == ("llama", 41_184)
-    assert found.keys() == JSON_KEYS["plan"].keys()
+    assert found.keys() == COMMAND.json_keys.keys()
     for use in (found["serving"], found["fine-tuning"]):
         named = {*use, *use["step"], *use["splits"][0], *use["splits"][0]["split"]}
-        assert all(key in JSON_KEYS["plan"]["serving"] for key in named)
+        assert all(key in COMMAND.json_keys["serving"] for key in named)
     best = next(s for s in found["serving"]["splits"] if s["split"]["tensor"] == 4 and s["fits"])
     assert best["total"] == sum(best["held"].values()) <= 900_000
     sizes = {name: best["split"][name] for name in ("data", "expert", "tensor")}
@@ -108,4 +108,4 @@ def test_a_config_that_is_not_json_and_none_at_all_are_told(veneer, small):
 
 
 def test_binary_units_are_more():
-    assert (cli._bytes_in("80GB"), cli._bytes_in("1.5 GiB")) == (80e9, 1.5 * 2**30)
+    assert (_parse_bytes("80GB"), _parse_bytes("1.5 GiB")) == (80e9, 1.5 * 2**30)

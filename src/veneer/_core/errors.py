@@ -12,6 +12,11 @@ import jax
 from .tree import CHECK_METHODS, check_metadata, checks_of
 
 
+def install_command(extra: str) -> str:
+    """Return the command that installs an extra of this package, which is not on PyPI yet."""
+    return f"pip install '.[{extra}]' in a clone of the repository"
+
+
 class OutsideImplicitError(RuntimeError):
     """The error for a JAX function that is called with an implicit array outside `vn.implicit`.
 

@@ -14,7 +14,7 @@ picture         size against fidelity
 
 from importlib.util import find_spec
 
-from .._install import install_command
+from .._core.errors import install_command
 
 _needed = ("jinja2", "matplotlib", "platformdirs", "rich", "tokenizers")
 if _missing := [name for name in _needed if find_spec(name) is None]:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .._install import install_command
+from .._core.errors import install_command
 
 # How a text is cut before pairs are merged, by `tokenizer.ggml.pre`. Numbers differ: all digits of
 # one together, three at most, or each alone.

@@ -23,8 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.sparse import BCOO
 
+from .._core.errors import install_command
 from .._core.transform import redispatch
-from .._install import install_command
 from ..quant.arrays.qarray import QArray
 from ..quant.formats import get_format
 from ..quant.formats.packing import Packing

@@ -15,7 +15,7 @@ The modules, in the order from a JAX function to machine code:
 
 from importlib.util import find_spec
 
-from .._install import install_command
+from .._core.errors import install_command
 
 if find_spec("numba") is None:
     raise ImportError(

@@ -3,7 +3,6 @@
     models    the shapes of a model's weights and caches, with names for their axes
     placing   weights quantised and cut over the devices of a split, and their bytes
     splits    what each split takes: bytes of a device, and what it receives in a step
-    printed   the same as tables, and as JSON
 
 Nothing is allocated: arrays are abstract, quantised and cut as `vn.quant.quantize` and
 `vn.device_put` would.
@@ -12,8 +11,6 @@ Nothing is allocated: arrays are abstract, quantised and cut as `vn.quant.quanti
 from .models import ModelShapes as ModelShapes
 from .models import model_of as model_of
 from .placing import Split as Split
-from .printed import as_json as as_json
-from .printed import as_text as as_text
 from .splits import DeviceRates as DeviceRates
 from .splits import PlannedStep as PlannedStep
 from .splits import SplitPlan as SplitPlan
