@@ -9,9 +9,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import transformer
-from lora import VENEER
+from lora import LIBRARIES
 from measure import Claim, Result, Side, Thunk, markdown_table, measure, parser, results_table
+from support import transformer
 
 import veneer as vn
 
@@ -26,7 +26,8 @@ def traced(function: Callable, *args: Any) -> Thunk:
 def tracing() -> list[Claim]:
     """A forward pass, and it with its gradient, of dense weights and of LoRA weights."""
     dense = transformer.init(jax.random.key(0))
-    lora, ids = transformer.with_low_rank(dense, VENEER.lora), jnp.zeros((2, 16), int)
+    make_lora = LIBRARIES["veneer"][0]().lora
+    lora, ids = transformer.with_low_rank(dense, make_lora), jnp.zeros((2, 16), int)
     written, forward = transformer.with_low_rank(dense), transformer.forward
     by_hand = lambda params, ids: forward(params, ids, matmul=transformer.by_hand)
     gradient = lambda f: jax.value_and_grad(lambda params, ids: jnp.mean(f(params, ids) ** 2))

@@ -18,8 +18,9 @@ from typing import Any
 
 import jax
 
+ROOT = Path(__file__).parents[1]
 # Programs that the tests also run are in tests/support.
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
+sys.path.append(str(ROOT / "tests"))
 
 Thunk = Callable[[], Any]
 # Seconds to wait before timing a side: threads of the previous side may still spin on its cores.

@@ -31,7 +31,7 @@ import qwix
 from jax.sharding import AxisType, PartitionSpec
 from measure import markdown_table
 from report import fill
-from support.quantized_operations import DENSE, OPERATIONS, Operation
+from support.operations import DENSE, OPERATIONS, Operation
 from support.qwix_arrays import QWIX_NAMES, from_qwix
 
 import veneer as vn

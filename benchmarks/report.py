@@ -79,16 +79,15 @@ def made_with() -> str:
 
 def main(names: list[str], folder: str, *, rounds: int | None) -> None:
     chosen = [] if rounds is None else ["--rounds", str(rounds)]
-    once = {"checkpoint_loading.py"}  # of which each figure is of one run
     for name in names:
         path = DOCS / f"{name}.md"
         page = fill(path.read_text("utf-8"), "made with", made_with())
-        for program in sorted(re.findall(r"<!-- (\S+\.py) -->", page)):
-            print(program, flush=True)
-            extra = [folder] if program.startswith("peers/") else []
-            page = fill(
-                page, program, printed_by(program, *(chosen if program not in once else ()), *extra)
-            )
+        for command in sorted(re.findall(r"<!-- (\S+\.py(?: \w+)?) -->", page)):
+            print(command, flush=True)
+            program, *arguments = command.split()
+            arguments += [folder] if program == "peers.py" else []
+            arguments += [] if program == "checkpoint_loading.py" else chosen  # it has no rounds
+            page = fill(page, command, printed_by(program, *arguments))
         path.write_text(page, "utf-8")
 
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-import call_paths
 import pytest
+from support import call_paths
 from support.mutations import MUTATIONS, ROOT, found_in
 from test_package import PACKAGE, SOURCES, imported_by, module_of, relative_name
 
@@ -161,6 +161,13 @@ def test_examples_and_benchmarks_have_different_names():
     assert not set.intersection(*names)
 
 
+def test_only_tests_of_benchmarks_import_benchmarks():
+    names = "|".join(path.stem for path in (ROOT / "benchmarks").glob("*.py"))
+    imports = re.compile(rf"^\s*(?:from|import) (?:{names})\b", re.MULTILINE)
+    tests = [path for path in (ROOT / "tests").rglob("*.py") if imports.search(path.read_text())]
+    assert {path.parent.name for path in tests} == {"benchmarks"}
+
+
 def private_imports(path: Path) -> Iterator[str]:
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.ImportFrom) and (node.level or "veneer" in (node.module or "")):
@@ -184,7 +191,7 @@ def call_paths_of_the_page() -> dict[str, list[str]]:
     return paths
 
 
-def test_the_page_has_the_call_paths_of_the_benchmark():
+def test_the_page_has_every_call_path():
     assert call_paths_of_the_page().keys() == call_paths.PROGRAMS.keys()
 
 

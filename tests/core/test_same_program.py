@@ -14,16 +14,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import transformer
-from lora import VENEER
-from support import arrays
+from support import arrays, transformer
 from support.array_types import Diagonal, quantized
 
 import veneer as vn
 
 KEY = arrays.key(0)
 
-# A small copy of the transformer that benchmarks/ measures.
+
+class Lora(vn.ImplicitArray):
+    """The weight `w + a @ b`."""
+
+    w: jax.Array
+    a: jax.Array
+    b: jax.Array
+
+    def materialise(self):
+        return self.w + self.a @ self.b
+
+
+@vn.register("dot_general")
+def _(x: vn.ArrayLike, w: Lora, **params):
+    return transformer.dot_general(x, w, **params)
 
 
 @arrays.once
@@ -41,7 +53,7 @@ each_program = pytest.mark.parametrize("updated", UPDATED.values(), ids=UPDATED.
 
 
 def implicit_parameters(updated: dict[str, Any]) -> Any:
-    return transformer.with_low_rank(dense_parameters(), VENEER.lora, **updated)
+    return transformer.with_low_rank(dense_parameters(), Lora, **updated)
 
 
 def parameters_by_hand(updated: dict[str, Any]) -> Any:
@@ -120,7 +132,7 @@ def of_nibbles(x: jax.Array, q: vn.quant.QArray) -> jax.Array:
 COMPILED = arrays.OnDemand(
     {
         "LoRA": lambda: (
-            VENEER.lora(*transformer.low_rank(KEY, arrays.ones((6, 8)))),
+            Lora(*transformer.low_rank(KEY, arrays.ones((6, 8)))),
             transformer.by_hand,
         ),
         "int8 channelwise": lambda: (quantized("int8", None)(KEY, (6, 8)), by_channel),

@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support import annotations, arrays, optional
-from support.quantized_operations import DENSE, OPERATIONS
+from support.operations import DENSE, OPERATIONS
 
 import veneer as vn
 import veneer.interop.qwix as qwix

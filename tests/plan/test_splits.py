@@ -6,9 +6,9 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-import planned_decoder as program
 import pytest
 from jax.sharding import PartitionSpec as P
+from support import planned_decoder as program
 from support.model_configs import SMALL, config
 
 from veneer.plan import DeviceRates, PlannedStep, Split, model_of, placing, plans

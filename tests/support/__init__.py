@@ -9,8 +9,12 @@ claims            tests of the operations of a type under every transformation
 implicit_weights  implicit arrays for the weights of a layer
 jax_functions     arguments for every public function of JAX
 meshes            meshes of eight devices, and values with a sharding
-quantized_operations  the operations of `vn.quant`, with dense counterparts
-qwix_arrays       conversion between QArray and Qwix's arrays
+transformer       a transformer in plain JAX, with implicit or handwritten LoRA weights
+data_parallel     a decoder that is trained on 8 devices, and the bytes that are sent
+planned_decoder   a decoder that is split as `veneer plan` says, and its bytes
+call_paths        the functions that run in a call
+operations        the operations of `vn.quant`, with their dense counterparts
+qwix_arrays       conversion between QArray and the arrays of Qwix
 gguf_files        GGUF files of random blocks
 stored_values     the dense array of a QArray, computed by NumPy alone
 every_type        a value of every array type, in any floating dtype

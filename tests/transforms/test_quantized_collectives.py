@@ -9,8 +9,8 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from scale import bytes_received, data_parallel
 from support import arrays
+from support.data_parallel import bytes_received, data_parallel
 from support.stored_values import stored_in_cache
 
 import veneer as vn

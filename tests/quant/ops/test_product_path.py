@@ -1,8 +1,8 @@
 """The number of functions that run between the rule for a product and the call of its kernel."""
 
-import call_paths
 import jax
 import jax.numpy as jnp
+from support import call_paths
 from support.arrays import normal
 
 import veneer as vn

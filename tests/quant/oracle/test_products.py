@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import qwix
-from support.quantized_operations import DENSE, OPERATIONS
+from support.operations import DENSE, OPERATIONS
 from support.qwix_arrays import QWIX_NAMES, from_qwix
 
 import veneer as vn

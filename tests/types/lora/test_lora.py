@@ -6,10 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import transformer
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from support import arrays
+from support import arrays, transformer
 from support.annotations import unless_checked
 from support.array_types import assert_close
 from support.claims import Claim, claims

@@ -1,7 +1,8 @@
-"""A transformer in plain JAX: small, so that its time is that of tracing and dispatch.
+"""A small transformer in plain JAX, for tests and benchmarks of implicit weights.
 
-It is not told what its weights are: `x @ w` is all that it does with them. The same model written
-by hand for low-rank updates differs in that one operation, which is passed in.
+It uses its matrices only as `x @ w`, so they can be implicit. The same model written by hand for
+low-rank updates passes another product as `matmul`. This module does not import veneer, so the
+benchmarks of other libraries can use it.
 """
 
 import operator
@@ -13,7 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 
 Params = dict[str, Any]
-MATRICES = ("q", "k", "v", "o", "up", "down")  # of a layer
+# The matrices of one layer.
+MATRICES = ("q", "k", "v", "o", "up", "down")
 
 
 def init(
@@ -37,7 +39,7 @@ def init(
 def forward(
     params: Params, ids: jax.Array, *, heads: int = 4, matmul: Callable = operator.matmul
 ) -> jax.Array:
-    """Logits `[batch, time, vocabulary]` of token ids `[batch, time]`."""
+    """Return the logits `[batch, time, vocabulary]` of token ids `[batch, time]`."""
     x = params["embedding"][ids]
     for layer in params["layers"]:
         x = x + _attention(layer, _norm(x, layer["norm1"]), heads, matmul)
@@ -61,7 +63,7 @@ def _norm(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 class LowRank(NamedTuple):
-    """What an array type for a low-rank update `w + a @ b` stores."""
+    """The leaves of a weight with a low-rank update, `w + a @ b`."""
 
     w: jax.Array  # [in, out]
     a: jax.Array  # [in, rank]
@@ -76,12 +78,12 @@ def low_rank(key: jax.Array, w: jax.Array, rank: int = 4) -> LowRank:
 
 
 def by_hand(x: jax.Array, w: jax.Array | LowRank) -> jax.Array:
-    """`x @ w` without making `w` dense: what a person would write into the model."""
+    """Return `x @ w` without computing `w + a @ b`, as a person would write it by hand."""
     return x @ w.w + (x @ w.a) @ w.b if isinstance(w, LowRank) else x @ w
 
 
 def dot_general(x: Any, w: Any, *, dimension_numbers: Any, **params: Any) -> jax.Array:
-    """The same as the rule of an array type, with leaves like those of `LowRank`."""
+    """Multiply x by a weight with the fields of `LowRank`: a rule for `dot_general`."""
     (_, w_contracting), batch = dimension_numbers
     if w_contracting != (0,) or batch != ((), ()):
         raise NotImplementedError(f"dot_general with {dimension_numbers}")
@@ -98,7 +100,7 @@ def with_low_rank(
     layers: int | None = None,
     matrices: tuple[str, ...] = MATRICES,
 ) -> Params:
-    """The parameters with `make(w, a, b)` for the named matrices of the first layers, or of all."""
+    """Replace matrices by `make(w, a, b)`, in the first `layers` layers or in all of them."""
 
     def updated(i: int, layer: Params) -> Params:
         key = jax.random.key(i)

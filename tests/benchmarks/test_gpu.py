@@ -20,7 +20,7 @@ from gpu_worker import INT4, SMALL
 
 import veneer as vn
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "gpu.md").read_text("utf-8")
 
 

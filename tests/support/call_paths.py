@@ -1,9 +1,11 @@
-"""Count the files and functions of veneer that run in one call: its call path.
+"""List the functions of veneer that run in a call: its call path.
 
-Each call path is traced in two new processes. The first one compiles kernels into the cache, and
-the second one is counted.
+    python tests/support/call_paths.py    # print all call paths, in about 15 seconds
+
+Each call path is recorded in a new process, which finds its kernels compiled.
 """
 
+import argparse
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +14,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from measure import markdown_table, parser
 
 import veneer as vn
 
@@ -81,29 +82,19 @@ def steps(program: Callable[[], object]) -> list[str]:
 
 
 def steps_of_cached(name: str) -> list[str]:
-    """Return the steps of a call path in a process that finds its kernels compiled."""
+    """Return the steps of a call path in a second process. The first one compiles the kernels."""
     command = [sys.executable, __file__, "--program", name]
     for _ in range(2):
         run = subprocess.run(command, capture_output=True, text=True, check=True)
     return run.stdout.split("\n")[:-1]
 
 
-def files(steps: list[str]) -> list[str]:
-    return list(dict.fromkeys(step.partition(":")[0] for step in steps))
-
-
 if __name__ == "__main__":
-    options = parser(__doc__)
-    options.add_argument("--program", help="print only the steps of this call path")
-    options.add_argument("--steps", action="store_true", help="print the steps of all call paths")
+    options = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    options.add_argument("--program", help="record only this call path, in this process")
     arguments = options.parse_args()
     if arguments.program:
         print(*steps(PROGRAMS[arguments.program]()), sep="\n")
-        sys.exit()
-    rows = []
-    for name in PROGRAMS:
-        path = steps_of_cached(name)
-        rows.append([f"`{name}`", str(len(files(path))), str(len(path))])
-        if arguments.steps:
-            print(name, *path, "", sep="\n    ")
-    print(markdown_table(["call", "files", "functions"], rows))
+    else:
+        for name in PROGRAMS:
+            print(name, *steps_of_cached(name), "", sep="\n    ")
