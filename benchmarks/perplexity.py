@@ -31,7 +31,7 @@ from veneer.demo.language_model import LanguageModel, load, perplexity, windows
 from veneer.demo.programs import program
 from veneer.files.gguf import GgufFile, write_gguf
 from veneer.quant import Format
-from veneer.quant.caches import qcache
+from veneer.quant import caches as cache_module
 from veneer.quant.conversion import quantize
 from veneer.quant.conversion.compute import QuantizeParams
 
@@ -198,7 +198,7 @@ def scales(text: Path, count: int) -> None:
                 losses = jax.jit(vn.implicit(llama.losses), static_argnums=1)
                 cached = functools.partial(losses, cache=empty_cache(name, model.config))
                 with (
-                    mock.patch.object(qcache, "quantize_as", written),
+                    mock.patch.object(cache_module, "quantize_as", written),
                     mock.patch.object(Format, "ends", ends),
                 ):
                     found = perplexity(cached, model, model.params, tokens)

@@ -86,20 +86,27 @@ def test_a_package_maps_its_modules(path):
     assert mapped_modules(ast.get_docstring(tree_of(path), clean=False) or "") == inside
 
 
-def folders_imported_by(folder: Path) -> set[str]:
-    """The folders inside the parent of `folder` that its files import, at any depth."""
+def siblings_imported_by(folder: Path) -> set[str]:
+    """Return the packages and modules beside a package (or module) that its files import."""
     parent = module_of(folder.parent / "__init__.py") + "."
-    modules = (m for path in folder.rglob("*.py") for m in modules_imported_by(path))
+    files = [*folder.rglob("*.py"), *folder.parent.glob(f"{folder.name}.py")]
+    assert files, folder
+    modules = (m for path in files for m in modules_imported_by(path))
     inside = {m.removeprefix(parent).split(".")[0] for m in modules if m.startswith(parent)}
-    return {name for name in inside if (folder.parent / name).is_dir()} - {folder.name}
+    return inside - {folder.name}
 
 
-def test_quant_lists_its_folders_in_the_order_of_imports():
+def folders_imported_by(folder: Path) -> set[str]:
+    """Return the packages beside a package that its files import, without modules."""
+    return {name for name in siblings_imported_by(folder) if (folder.parent / name).is_dir()}
+
+
+def test_quant_lists_its_parts_in_the_order_of_imports():
     text = ast.get_docstring(tree_of(PACKAGE / "quant" / "__init__.py"), clean=False) or ""
     order = re.findall(r"^ {4}(\w+) {2,}\S", text, re.MULTILINE)
     assert len(order) > 5
     for i, name in enumerate(order):
-        assert folders_imported_by(PACKAGE / "quant" / name) <= set(order[:i]), name
+        assert siblings_imported_by(PACKAGE / "quant" / name) <= set(order[:i]), name
 
 
 #: Folders that still import each other in a circle. Do not add to this list.

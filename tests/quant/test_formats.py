@@ -10,8 +10,8 @@ import pytest
 from jaxtyping import TypeCheckError
 
 from veneer.quant import FORMATS, get_format
-from veneer.quant.formats.lookup import ALIASES
 from veneer.quant.formats.packing import UNITS
+from veneer.quant.formats.table import ALIASES
 
 NF4 = np.array(FORMATS["nf4"].codebook)
 OF_FLOATS = [name for name, format in FORMATS.items() if not format.is_integer]

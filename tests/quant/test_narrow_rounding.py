@@ -12,7 +12,7 @@ from jax.extend.core import Literal
 import veneer as vn
 from veneer.quant import FORMATS
 from veneer.quant.conversion.scales import store_scale
-from veneer.quant.formats.rounding import encode_stochastically, round_to_dtype
+from veneer.quant.formats.format import encode_stochastically, round_to_dtype
 
 FLOAT8 = sorted(name for name in FORMATS if name.startswith("float8"))
 NARROW = [*FLOAT8, "float16", "bfloat16"]

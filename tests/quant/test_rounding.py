@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from veneer.quant import FORMATS, quantize, quantize_with_scale
-from veneer.quant.formats.rounding import encode_stochastically
+from veneer.quant.formats.format import encode_stochastically
 
 DRAWS = 4000
 # One format for each kind of rounding.

@@ -21,9 +21,7 @@ Each package imports only from packages above it in this list.
 """
 
 from .arrays.qarray import QArray
-from .caches.block_cache import BlockCache
-from .caches.qcache import QCache
-from .caches.zeros import zeros
+from .caches import BlockCache, QCache, zeros
 from .conversion.fake_quantize import fake_quantize, fake_quantize_with_scale
 from .conversion.quantize import dequantize, quantize, quantize_with_scale
 from .conversion.ranges import calibration_range, scale_of_range

@@ -14,8 +14,8 @@ from ..._jax.tracing import varying_axes
 from ...kernels import quantize as kernel
 from ..arrays.qarray import QArray, pack_codes
 from ..formats import FORMATS, Format
+from ..formats.format import encode_stochastically
 from ..formats.packing import UNITS, Packing, axis_to_pack
-from ..formats.rounding import encode_stochastically
 from ..formats.tiles import Shape, over_tiles, tile_shape
 from .calibration import Calibration, Range, find_range, range_to_scale, split_into_tiles
 from .scales import limit_scale, stable_scale, store_scale

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from ..arrays.qarray import QArray
 from ..formats import Format, get_format
-from ..formats.rounding import round_to_dtype
+from ..formats.format import round_to_dtype
 from ..formats.tiles import over_tiles, split_tiles
 from .calibration import Calibration, Tiles, as_divisor
 

@@ -18,8 +18,8 @@ import numpy as np
 
 from ...types.basis import InBasis
 from ..arrays.qarray import QUANTIZABLE, QArray
+from ..formats.format import round_to_dtype
 from ..formats.packing import pack
-from ..formats.rounding import round_to_dtype
 from ..formats.tiles import over_tiles
 from ..weights.activations import ActivationQuantized
 
