@@ -11,7 +11,7 @@ from jax.extend.core import Literal
 
 import veneer as vn
 from veneer.quant import FORMATS
-from veneer.quant.conversion.scales import store_scale
+from veneer.quant.conversion.compute import store_scale
 from veneer.quant.formats.format import encode_stochastically, round_to_dtype
 
 FLOAT8 = sorted(name for name in FORMATS if name.startswith("float8"))

@@ -23,8 +23,13 @@ Each package imports only from packages above it in this list.
 from .arrays.qarray import QArray
 from .caches import BlockCache, QCache, zeros
 from .conversion.fake_quantize import fake_quantize, fake_quantize_with_scale
-from .conversion.quantize import dequantize, quantize, quantize_with_scale
-from .conversion.ranges import calibration_range, scale_of_range
+from .conversion.quantize import (
+    calibration_range,
+    dequantize,
+    quantize,
+    quantize_with_scale,
+    scale_of_range,
+)
 from .formats import FORMATS, Format, get_format
 from .formats.packing import Packing
 from .models.activation_products import quantize_products

@@ -111,10 +111,46 @@ def range_to_scale(ranges: Range, format: Format) -> tuple[jax.Array, jax.Array 
     return scale, zero_point
 
 
+class _Method(NamedTuple):
+    """A calibration method.
+
+    - `find_range`: a function `(tiles, *numbers) -> Range`. In "rms,7", 7 is the only number.
+    - `syntax`: how users write the method, for error messages.
+    - `number_counts`: how many numbers can follow the name.
+    - `is_valid`: a function `(*numbers) -> bool` that checks the numbers, if there are any.
+    """
+
+    find_range: Callable[..., Range]
+    syntax: str
+    number_counts: tuple[int, ...]
+    is_valid: Callable[..., bool]
+
+
+#: From the name of a calibration method, such as "absmax", to the method.
+METHODS: dict[str, _Method] = {}
+
+
+def _method(
+    name: str,
+    numbers: str,
+    number_counts: tuple[int, ...],
+    is_valid: Callable[..., bool] = lambda *numbers: min(numbers) > 0,
+) -> Callable[[Callable[..., Range]], Callable[..., Range]]:
+    """Return a decorator that adds a function to `METHODS`. `numbers` is the syntax after `name`."""
+
+    def add(find_range: Callable[..., Range]) -> Callable[..., Range]:
+        METHODS[name] = _Method(find_range, name + numbers, number_counts, is_valid)
+        return find_range
+
+    return add
+
+
+@_method("absmax", "[,factor]", (0, 1))
 def _find_absmax_range(tiles: Tiles, factor: float = 1.0) -> Range:
     return Range(None, tiles.largest_magnitude() * factor)
 
 
+@_method("minmax", "[,factor]", (0, 1))
 def _find_minmax_range(tiles: Tiles, factor: float = 1.0) -> Range:
     low, high = tiles.limits()
     return Range(low * factor, high * factor)
@@ -125,6 +161,7 @@ def _find_minmax_range(tiles: Tiles, factor: float = 1.0) -> Range:
 _OAS_BIAS = {"mxfp8": 30 / 31, "mxfp8_16": 30 / 31, "mxfp4": 6 / 7}
 
 
+@_method("oas", "", (0,))
 def _find_oas_range(tiles: Tiles) -> Range:
     """Return ranges that may clip the largest value of a tile, by at most half a step.
 
@@ -136,6 +173,7 @@ def _find_oas_range(tiles: Tiles) -> Range:
     return _find_absmax_range(tiles, _OAS_BIAS[tiles.format.name] / (1 - 2.0**-9))
 
 
+@_method("rms", ",factor", (1,))
 def _find_rms_range(tiles: Tiles, factor: float) -> Range:
     # Divide by the largest magnitude, so that squares neither overflow nor vanish.
     largest = as_divisor(tiles.largest_magnitude())
@@ -143,18 +181,31 @@ def _find_rms_range(tiles: Tiles, factor: float) -> Range:
     return Range(None, largest * jnp.sqrt(jnp.mean(squares, axis=tiles.inner_axes)) * factor)
 
 
+@_method("absmean", "", (0,))
 def _find_absmean_range(tiles: Tiles) -> Range:
     # With this range, the scale, which is the value of code 1, is the mean magnitude.
     mean = jnp.mean(jnp.abs(tiles.values), axis=tiles.inner_axes)
     return Range(None, mean * tiles.format.bound)
 
 
+@_method(
+    "fixed",
+    ",bound or fixed,low,high with 0 in between",
+    (1, 2),
+    lambda low, high=None: low > 0 if high is None else low <= 0 <= high != low,
+)
 def _find_fixed_range(tiles: Tiles, *ends: float) -> Range:
     low, high = ends if len(ends) == 2 else (-ends[0], ends[0])
     fill = lambda end: jnp.full(tiles.scale_shape, end, tiles.values.dtype)
     return Range(None if low == -high else fill(low), fill(high))
 
 
+@_method(
+    "percentile",
+    ",p or percentile,low,high, up to 100",
+    (1, 2),
+    lambda low, high=None: 0 < low <= 100 if high is None else 0 <= low < high <= 100,
+)
 def _find_percentile_range(tiles: Tiles, *percents: float) -> Range:
     percentile = lambda x, percent: jnp.percentile(x, percent, axis=tiles.inner_axes)
     if len(percents) == 1:
@@ -163,6 +214,12 @@ def _find_percentile_range(tiles: Tiles, *percents: float) -> Range:
     return Range(jnp.minimum(low, 0), jnp.maximum(high, 0))
 
 
+@_method(
+    "mse",
+    "[,candidates[,power]]",
+    (0, 1, 2),
+    lambda candidates, power=2: candidates >= 1 and candidates % 1 == 0 and power > 0,
+)
 def _find_mse_range(tiles: Tiles, candidates: float = 40, power: float = 2) -> Range:
     """Return the range of each tile, shrunk by the factor with the smallest quantization error.
 
@@ -201,6 +258,7 @@ def _find_mse_range(tiles: Tiles, candidates: float = 40, power: float = 2) -> R
     return shrink(best_factor)
 
 
+@_method("hqq", "[,power up to 1]", (0, 1), lambda power: 0 < power <= 1)
 def _find_hqq_range(tiles: Tiles, power: float = 0.7) -> Range:
     """Return the range with the smallest sum of `|error|**power`, for a power of at most 1.
 
@@ -249,49 +307,6 @@ def _find_hqq_range(tiles: Tiles, power: float = 0.7) -> Range:
     return Range(low, high)
 
 
-class _Method(NamedTuple):
-    """A calibration method.
-
-    - `find_range`: a function `(tiles, *numbers) -> Range`. In "rms,7", 7 is the only number.
-    - `syntax`: how users write the method, for error messages.
-    - `number_counts`: how many numbers can follow the name.
-    - `is_valid`: a function `(*numbers) -> bool` that checks the numbers, if there are any.
-    """
-
-    find_range: Callable[..., Range]
-    syntax: str
-    number_counts: tuple[int, ...]
-    is_valid: Callable[..., bool] = lambda *numbers: min(numbers) > 0
-
-
-METHODS = {
-    "absmax": _Method(_find_absmax_range, "absmax[,factor]", (0, 1)),
-    "minmax": _Method(_find_minmax_range, "minmax[,factor]", (0, 1)),
-    "oas": _Method(_find_oas_range, "oas", (0,)),
-    "rms": _Method(_find_rms_range, "rms,factor", (1,)),
-    "absmean": _Method(_find_absmean_range, "absmean", (0,)),
-    "fixed": _Method(
-        _find_fixed_range,
-        "fixed,bound or fixed,low,high with 0 in between",
-        (1, 2),
-        lambda low, high=None: low > 0 if high is None else low <= 0 <= high != low,
-    ),
-    "percentile": _Method(
-        _find_percentile_range,
-        "percentile,p or percentile,low,high, up to 100",
-        (1, 2),
-        lambda low, high=None: 0 < low <= 100 if high is None else 0 <= low < high <= 100,
-    ),
-    "mse": _Method(
-        _find_mse_range,
-        "mse[,candidates[,power]]",
-        (0, 1, 2),
-        lambda candidates, power=2: candidates >= 1 and candidates % 1 == 0 and power > 0,
-    ),
-    "hqq": _Method(_find_hqq_range, "hqq[,power up to 1]", (0, 1), lambda power: 0 < power <= 1),
-}
-
-
 @dataclasses.dataclass(frozen=True)
 class Calibration:
     """A parsed calibration method: a key of `METHODS`, and the numbers after the name."""
@@ -301,7 +316,11 @@ class Calibration:
 
     @property
     def symmetric(self) -> bool:
-        """True if ranges are symmetric. Those of "mse" and "hqq" are not in unsigned integers."""
+        """True if ranges need no zero point.
+
+        "mse" and "hqq" also work without zero points, so they are symmetric here. But in unsigned
+        integer formats they choose ranges with a zero point.
+        """
         if self.name in ("fixed", "percentile") and len(self.numbers) == 2:
             return self.name == "fixed" and sum(self.numbers) == 0  # such as "fixed,-3,3"
         return self.name != "minmax"
