@@ -10,8 +10,8 @@ The modules and packages:
     arrays       QArray, the quantized array
     conversion   quantize: from dense arrays to QArrays
     caches       QCache and BlockCache, quantized arrays that programs write into
-    weights      ActivationQuantized, a weight that quantizes the other operand of its products
     ops          the rules of QArrays for JAX's primitives
+    weights      ActivationQuantized, a weight that quantizes the other operand of its products
     training     FakeQuantized and quantized products for training
     observation  statistics of activations
     models       Rule, quantize_tree, observe and quantize_products: rules for a whole model
@@ -22,7 +22,6 @@ Each package imports only from packages above it in this list.
 
 from .arrays.qarray import QArray
 from .caches import BlockCache, QCache, zeros
-from .conversion.fake_quantize import fake_quantize, fake_quantize_with_scale
 from .conversion.quantize import (
     calibration_range,
     dequantize,
@@ -49,6 +48,7 @@ from .training import (
     with_masks,
     with_stochastic_rounding,
 )
+from .training.fake_quantized import fake_quantize, fake_quantize_with_scale
 from .weights.activations import ActivationQuantized
 
 __all__ = [

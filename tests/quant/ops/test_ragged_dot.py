@@ -11,7 +11,6 @@ from jax import lax
 import veneer as vn
 from veneer.kernels import use
 from veneer.quant import QArray, quantize
-from veneer.quant.ops import group_tiles
 from veneer.quant.ops import ragged_dot as function
 
 module = __import__("sys").modules["veneer.quant.ops.ragged_dot"]  # the function hides the module
@@ -318,13 +317,13 @@ def test_a_product_can_be_lowered_for_a_gpu():
 def test_tiles_for_kernels_have_the_rows_of_an_average_group(kernels, rows, expected, monkeypatch):
     w = quantize(normal(8, 256, 256, seed=1), "int4", channelwise_axes=[0, 2], tiled_axes={1: 64})
     x, sizes = normal(rows, 256), jnp.full(8, rows // 8).at[2].add(rows % 8)
-    tiles, multiply = [], group_tiles.dot_general
+    tiles, multiply = [], module.dot_general
 
     def noted(lhs, *others):
         tiles.append(lhs.shape)
         return multiply(lhs, *others)
 
-    monkeypatch.setattr(group_tiles, "dot_general", noted)
+    monkeypatch.setattr(module, "dot_general", noted)
     with use(kernels):
         assert_agrees(function(x, w, sizes), (x, w), sizes)
     assert set(tiles) == {(expected, 256)}

@@ -60,7 +60,7 @@ def test_masks_equal_those_of_nm_sparse():
     tied = jnp.round(W).at[2, 3].set(jnp.nan)
     for axis in (-2, -1):
         for n, m in [(2, 4), (1, 4), (3, 8)]:
-            ours = FakeQuantized(tied, sparsity=(n, m), tile_axis=axis).kept
+            ours = FakeQuantized(tied, sparsity=(n, m), tile_axis=axis).current_mask
             assert (ours == NMSparse.prune(tied, n, m, axis).mask()).all()
 
 
@@ -69,7 +69,7 @@ def test_masks_equal_those_of_qwix():
 
     for axis, order in [(-2, "C"), (-1, "R")]:
         theirs = core.get_sparsity_mask(W, 2, 4, order=order)
-        assert (FakeQuantized(W, sparsity=(2, 4), tile_axis=axis).kept == theirs).all()
+        assert (FakeQuantized(W, sparsity=(2, 4), tile_axis=axis).current_mask == theirs).all()
 
 
 @pytest.mark.parametrize("order", ["C", "R"])
@@ -80,13 +80,13 @@ def test_blocks_are_ranked_by_their_absolute_sums(order):
     blocks = jnp.moveaxis(w, axis, -1).reshape(24, 6, 4)
     kept = mask_by_hand(abs(blocks).sum(-1), 2, 3, -1)
     by_hand = jnp.moveaxis(jnp.repeat(kept, 4, -1), -1, axis)
-    assert (weight.kept == by_hand).all()
+    assert (weight.current_mask == by_hand).all()
     assert (vn.materialise(weight) == jnp.where(by_hand, w, 0)).all()
     assert weight.storage_name == "2 of 3 blocks of 4 kept"
     import qwix._src.core.sparsity as core
 
     theirs = core.get_sparsity_mask(w, 2, 3, order=order, block_size=4)
-    assert (weight.kept == theirs).all()
+    assert (weight.current_mask == theirs).all()
 
 
 def test_products_on_codes_use_pruned_weights():
@@ -236,7 +236,7 @@ def test_converted_weights_have_the_zeros():
 def test_sharding_does_not_split_groups():
     P = jax.sharding.PartitionSpec
     w = FakeQuantized(W, sparsity=(2, 4))
-    w = w.with_mask(w.kept)
+    w = w.with_mask(w.current_mask)
     cut = w.partition(P(None, "x"), (16, 4))
     assert (cut.w, cut.mask) == (P(None, "x"), P(None, "x"))
     tiled = FakeQuantized(W, qtype="int8", tile_size=2, sparsity=(2, 4))

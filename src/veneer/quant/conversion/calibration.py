@@ -136,7 +136,7 @@ def _method(
     number_counts: tuple[int, ...],
     is_valid: Callable[..., bool] = lambda *numbers: min(numbers) > 0,
 ) -> Callable[[Callable[..., Range]], Callable[..., Range]]:
-    """Return a decorator that adds a function to `METHODS`. `numbers` is the syntax after `name`."""
+    """Return a decorator that adds a method to `METHODS`. `numbers` is the syntax after `name`."""
 
     def add(find_range: Callable[..., Range]) -> Callable[..., Range]:
         METHODS[name] = _Method(find_range, name + numbers, number_counts, is_valid)

@@ -20,7 +20,7 @@ from ..._jax.source_lines import warn_user
 from ..arrays.checks import check_tiling
 from ..arrays.qarray import QUANTIZABLE, QArray
 from ..formats import FORMATS, Format, get_format, is_format
-from ..formats.tiles import Leaf, Shape, split_tiles, tile_counts
+from ..formats.tiles import Leaf, Shape, resolve_tile_size, split_tiles, tile_counts
 from .calibration import (
     Range,
     as_divisor,
@@ -30,7 +30,6 @@ from .calibration import (
     split_into_tiles,
 )
 from .compute import QuantizeParams, encode_with_scale, quantize_with_params, store_scale
-from .scale_axes import resolve_tile_size
 
 Axes = Sequence[SupportsIndex]
 TiledAxes = Mapping[SupportsIndex, SupportsIndex | float]

@@ -25,8 +25,8 @@ from ..._core.value import MATERIALISE, Value, is_opaque_leaf
 from ..._jax.primitives import Primitive, find_primitive
 from ..arrays.qarray import QUANTIZABLE
 from ..conversion.quantize import quantize
-from ..conversion.scale_axes import choose_scale_axes, resolve_tile_size
 from ..formats import get_format
+from ..formats.tiles import choose_scale_axes, resolve_tile_size
 from ..weights.activations import PRODUCTS
 from .matching import as_rules
 from .rules import Rule

@@ -14,17 +14,17 @@ from ...types.lora import LoraArray
 from ...types.rotated import Rotated
 from ..conversion.calibration import check_calibration
 from ..conversion.quantize import choose_scale_dtype, quantize
-from ..conversion.scale_axes import (
+from ..formats import get_format, is_format
+from ..formats.tiles import (
+    Shape,
     check_tile_size,
     choose_scale_axes,
     resolve_tile_size,
     resolve_tile_sizes,
 )
-from ..conversion.sparsity import Sparsity, check_sparsity
-from ..formats import get_format, is_format
-from ..formats.tiles import Shape
 from ..observation.statistics import ActivationStatistics, static_range
 from ..training import BackwardProduct
+from ..training.options import Sparsity, check_sparsity
 from ..weights.activations import ActivationQuantized, check_activation_format, check_op_names
 
 ACT_RANGES = ("dynamic", "mean", "exponential", "widest")

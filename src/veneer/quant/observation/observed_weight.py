@@ -22,7 +22,7 @@ from ..._core.rules import register
 from ..._core.tree import static
 from ..._jax.sharding import replicated, replicated_sharding
 from ..formats.tiles import Leaf
-from ..ops.activations import bind, sums_over_features
+from ..weights.activations import bind, sums_over_features
 from ..weights.product_weights import Factors, ProductWeight
 from .recording import Recording, add_to_totals
 

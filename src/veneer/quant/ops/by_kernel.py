@@ -32,9 +32,16 @@ from ..formats import get_format
 from ..formats.packing import Packing
 from ..formats.tiles import over_tiles
 from .by_xla import XLA_STRATEGIES, find_code_product
-from .minima import split_minimum
 from .operands import fits_int32, fixes_dtypes, has_minimum, multiply_by_scale
-from .product import SIDES, Plan, QuantizedProduct, dense_nbytes, first_plan, runs_on_cpu
+from .product import (
+    SIDES,
+    Plan,
+    QuantizedProduct,
+    dense_nbytes,
+    first_plan,
+    runs_on_cpu,
+    split_minimum,
+)
 from .stored_matrix import as_stored_matrix, swap_packed_axis
 
 _DTYPES = tuple(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))

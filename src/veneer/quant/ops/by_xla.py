@@ -17,10 +17,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..._core.primitives.dimension_numbers import DotDimensionNumbers
 from ..arrays.pairs import runs_on_gpu
 from ..arrays.qarray import QUANTIZABLE, QArray
-from ..formats.tiles import Shape
-from .minima import split_minimum
+from ..formats.tiles import Leaf, Shape
 from .operands import (
     accumulator,
     code_factor,
@@ -32,6 +32,7 @@ from .operands import (
     int8_codes,
     is_exact_in,
     outer_scale,
+    unpack_codes,
     unscaled,
 )
 from .product import (
@@ -43,8 +44,8 @@ from .product import (
     describe_dequantized,
     first_plan,
     runs_on_cpu,
+    split_minimum,
 )
-from .tile_sums import common_tiles, sum_over_tiles
 
 # The number of terms in the smallest tiles that are summed separately. Each product of tiles is
 # added to the full output. For smaller tiles, this takes longer than dequantizing the operands.
@@ -75,9 +76,14 @@ def plan_scaled_matmul(product: QuantizedProduct) -> Plan | None:
     lhs, rhs = product.operands
     if not (isinstance(lhs, QArray) and isinstance(rhs, QArray) and has_block_scaled_matmul()):
         return None
+    # cuDNN supports mxfp8 with tiles along the only contracted axis: float8_e8m0fnu scales per 32
+    # codes in float8.
+    for q, axes in zip((lhs, rhs), product.dimension_numbers.contracting, strict=True):
+        is_mxfp8 = q.qtype in ("mxfp8", "mxfp8_e5m2") and q.scale.dtype == jnp.float8_e8m0fnu
+        if not is_mxfp8 or len(axes) != 1 or q.tile_shape[axes[0]] != 32:
+            return None
     fallback = plan_values(product)
-    has_blocks = all(_has_mx_blocks(x, product, side) for side, x in enumerate((lhs, rhs)))
-    if fallback is None or not has_blocks or product.out_sharding is not None:
+    if fallback is None or product.out_sharding is not None:
         return None
     if 0 in (*lhs.shape, *rhs.shape) or product.out_dtype == jnp.float64:
         return None
@@ -172,16 +178,6 @@ def has_block_scaled_matmul() -> bool:
     return major.isdecimal() and int(major) >= 10
 
 
-def _has_mx_blocks(q: QArray, product: QuantizedProduct, side: int) -> bool:
-    """Return whether an operand is mxfp8 with tiles along the only contracted axis.
-
-    These are the mx formats that cuDNN supports: float8 with a float8_e8m0fnu scale per 32 codes.
-    """
-    contracting = product.dimension_numbers.contracting[side]
-    is_mxfp8 = q.qtype in ("mxfp8", "mxfp8_e5m2") and q.scale.dtype == jnp.float8_e8m0fnu
-    return is_mxfp8 and len(contracting) == 1 and q.tile_shape[contracting[0]] == 32
-
-
 def find_code_product(product: QuantizedProduct) -> tuple[str, int, Shape] | None:
     """Return how XLA multiplies the codes of both operands, or None if XLA must dequantize them.
 
@@ -230,6 +226,36 @@ def find_code_product(product: QuantizedProduct) -> tuple[str, int, Shape] | Non
     return kind, tile_count, tile_sizes
 
 
+def common_tiles(lhs: QArray, rhs: QArray, numbers: DotDimensionNumbers) -> Shape:
+    """Return the size, along each contracted axis, of the largest tiles with constant scales.
+
+    Within such a tile, no scale or zero point of either operand varies along the contracted axes.
+    If the operands have tiles of different sizes along an axis, the size is the greatest common
+    divisor.
+
+    >>> import jax.numpy as jnp, veneer as vn
+    >>> from veneer._core.primitives.dimension_numbers import DotDimensionNumbers
+    >>> from veneer.quant.ops.by_xla import common_tiles
+    >>> w = jnp.ones((1, 12))
+    >>> q, r = (vn.quant.quantize(w, "int8", tiled_axes={1: tile}) for tile in (6, 4))
+    >>> common_tiles(q, r, DotDimensionNumbers.of((([1], [1]), ([], []))))
+    (2,)
+    """
+    common_sizes = []
+    for axes in zip(*numbers.contracting, strict=True):
+        tile_sizes = {
+            q.shape[axis] // leaf.shape[axis]
+            for q, axis in zip((lhs, rhs), axes, strict=True)
+            for leaf in (q.scale, q.zero_point)
+            if leaf is not None
+        }
+        if all(isinstance(size, int) for size in tile_sizes):
+            common_sizes.append(math.gcd(*tile_sizes))
+        else:  # in programs for export, sizes can be symbolic, which have no gcd
+            common_sizes.append(tile_sizes.pop() if len(tile_sizes) == 1 else 1)
+    return tuple(common_sizes)
+
+
 def _reason_to_dequantize(q: QArray, product: QuantizedProduct, side: int) -> str:
     """Return the reason why scales cannot be applied to the output, or "" if they can."""
     if not is_exact_in(q.format, q.dtype):
@@ -248,7 +274,7 @@ def multiply_block_scaled(product: QuantizedProduct) -> jax.Array:
     codes_and_scales, out_shape = [], []
     for side, q in enumerate(product.operands):
         assert isinstance(q, QArray)
-        assert not isinstance(q.scale, QArray)  # because `_has_mx_blocks` is True
+        assert not isinstance(q.scale, QArray)  # because `plan_scaled_matmul` checks it
         (contracted,), batch = (pair[side] for pair in product.dimension_numbers)
         free = product.free_axes(side)
         # The scales need one entry per index of the batch axes and the free axes.
@@ -322,15 +348,81 @@ def _multiply_codes(product: QuantizedProduct) -> jax.Array:
 def _multiply_tiles(product: QuantizedProduct, tile_sizes: Shape) -> jax.Array:
     """Return the product of two QArrays, where each tile is summed and scaled separately.
 
-    `tile_sizes` has the size of a tile along each contracted axis.
+    `tile_sizes` has the size of a tile along each contracted axis. Only one product of tiles is in
+    memory at a time.
     """
-    lhs, rhs = product.operands
-    assert isinstance(lhs, QArray)
-    assert isinstance(rhs, QArray)
-    dtype = accumulator(product.out_dtype)
-    multiply = lambda lhs, rhs: _multiply_codes(product.replace(lhs, rhs, dtype))
-    sums = sum_over_tiles(multiply, lhs, rhs, product.dimension_numbers, tile_sizes)
+    dtype, contracting = accumulator(product.out_dtype), product.dimension_numbers.contracting
+    sizes = zip(contracting[0], tile_sizes, strict=True)
+    counts = [product.shapes[0][axis] // size for axis, size in sizes]
+
+    # Codes that are packed along a contracted axis cannot be sliced.
+    operands, scales = [], []
+    for q, axes in zip(product.operands, contracting, strict=True):
+        assert isinstance(q, QArray)
+        operands.append(unpack_codes(q) if q.packing and q.packing.axis + q.ndim in axes else q)
+        scale, zero_point = _move_tiles_first(q.scales(), axes, counts), q.zero_points()
+        if zero_point is not None:
+            zero_point = _move_tiles_first(zero_point, axes, counts)
+        scales.append((scale, zero_point))
+
+    # A derivative by the scales computes each tile again. Otherwise the products of all tiles would
+    # be kept for it.
+    @jax.checkpoint
+    def multiply_tile(step: tuple) -> jax.Array:
+        number, tile_scales = step  # for lhs and for rhs, a scale and a zero point of the tile
+        # Convert the number to an index of the tile along each contracted axis, last axis first.
+        index: list[jax.Array] = []
+        for count in reversed(counts):
+            index.insert(0, number % count)
+            number = number // count
+        sides = zip(operands, contracting, tile_scales, strict=True)
+        lhs, rhs = (_slice_tile(q, axes, index, tile_sizes, *pair) for q, axes, pair in sides)
+        return _multiply_codes(product.replace(lhs, rhs, dtype))
+
+    def add(total: jax.Array, step: tuple) -> tuple[jax.Array, None]:
+        return total + multiply_tile(step), None
+
+    steps = jnp.arange(math.prod(counts), dtype=jnp.int32), scales
+    # The loop starts with the product of the first tile, because its type includes the sharding.
+    first = multiply_tile(jax.tree.map(lambda x: x[0], steps))
+    sums = lax.scan(add, first, jax.tree.map(lambda x: x[1:], steps))[0]
     return sums.astype(product.out_dtype)
+
+
+def _move_tiles_first(scale: Leaf, axes: Sequence[int], counts: Sequence[int]) -> jax.Array:
+    """Return a scale or zero point with a new first axis: the tiles of a product, in order.
+
+    `counts` has the number of tiles along each of the contracted axes `axes`, which have size 1 in
+    the result. The size of `scale` along these axes divides the number of tiles.
+    """
+    leaf = jnp.asarray(scale)
+    for axis, count in zip(axes, counts, strict=True):
+        leaf = jnp.repeat(leaf, count // leaf.shape[axis], axis, total_repeat_length=count)
+    tile_shape = [1 if axis in axes else size for axis, size in enumerate(leaf.shape)]
+    leaf = jnp.moveaxis(leaf, axes, range(len(axes)))
+    return leaf.reshape(math.prod(counts), *tile_shape)
+
+
+def _slice_tile(
+    q: QArray,
+    axes: Sequence[int],
+    index: Sequence[jax.Array],
+    tiles: Shape,
+    scale: jax.Array,
+    zero_point: jax.Array | None,
+) -> QArray:
+    """Return one tile of an operand, with its scale and zero point.
+
+    `index` and `tiles` have the index of the tile and the size of a tile along each of `axes`.
+    """
+    packed = jnp.asarray(q.packed)
+    if not jnp.issubdtype(packed.dtype, jnp.integer):
+        # Slice bytes, because XLA for CPUs converts a float8 array to f16 before it slices.
+        packed = lax.bitcast_convert_type(packed, jnp.uint8)
+    for axis, tile_index, size in zip(axes, index, tiles, strict=True):
+        packed = lax.dynamic_slice_in_dim(packed, tile_index * size, size, axis)
+    packed = lax.bitcast_convert_type(packed, q.packed.dtype)
+    return q.replace(packed=packed, scale=scale, zero_point=zero_point)
 
 
 def _scale_output(

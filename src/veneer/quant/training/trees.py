@@ -85,7 +85,7 @@ def sparsity_masks(params: Any) -> Any:
 
     def compute_mask(x: Any) -> Any:
         is_sparse = _is_fake_quantized(x) and x.sparsity is not None
-        return x.changed(mask=None).kept if is_sparse else None
+        return x.changed(mask=None).current_mask if is_sparse else None
 
     return jax.tree.map(compute_mask, params, is_leaf=_is_fake_quantized)
 
