@@ -26,7 +26,7 @@ import veneer.types  # whose rules are not those of a page
 from veneer._core import rules
 from veneer._core.nesting import pack
 from veneer._core.primitives import movement
-from veneer._core.primitives.leaf_movement import RULES
+from veneer._core.primitives.leaves import RULES
 from veneer._jax.primitives import find_primitive
 
 DOCS = Path(__file__).parent.parent / "docs"

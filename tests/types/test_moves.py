@@ -13,7 +13,7 @@ import pytest
 from support.every_type import EVERY_TYPE, T, plain, value
 
 import veneer as vn
-from veneer._core.primitives.leaf_movement import dense_shape_of
+from veneer._core.primitives.leaves import dense_shape_of
 from veneer._core.trace import ImplicitTracer
 from veneer.testing.programs import moves
 

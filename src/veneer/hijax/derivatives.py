@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from .._core.primitives.labels import is_label
+from .._core.primitives.leaves import is_label
 from .._core.value import Value, is_value
 from .._jax.hijax import api
 from .._jax.primitives import Primitive

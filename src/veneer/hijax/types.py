@@ -19,7 +19,7 @@ from .._core.errors import (
     is_marked_as_derivatives,
     reject_refs_and_float0,
 )
-from .._core.primitives.leaf_movement import can_stack_leaves, has_batch_axes
+from .._core.primitives.leaves import can_stack_leaves, has_batch_axes
 from .._core.surface.shown import short_name
 from .._core.value import Value, get_cached, has_all_leaves, is_value
 from .._jax.caller_errors import warn_of_scales_without_codes

@@ -11,7 +11,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from .._core.primitives.calls import has_default_options
-from .._core.primitives.labels import has_no_dense_form
+from .._core.primitives.leaves import has_no_dense_form
 from .._core.rules import add_rule
 from .._core.transform import redispatch
 from .._core.tree import static

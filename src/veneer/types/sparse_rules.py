@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from .._core.primitives.labels import dense_unless
+from .._core.primitives.leaves import dense_unless
 from .._core.rules import register
 from .._core.transform import redispatch
 from .._core.value import make_dense

@@ -22,8 +22,7 @@ Tools for rules:
 
     staging             programs traced again on leaves, with the rules in force
     scopes              the place in a program where a primitive is bound
-    labels              types whose only leaf is the dense array
-    leaf_movement       leaf layouts, and moving each leaf by its axes
+    leaves              labels, leaf layouts, and primitives that move elements in each leaf
     reshaping           leaf shapes when the dense array is reshaped
     dimension_numbers   contracted axes and batch axes of a product
 """

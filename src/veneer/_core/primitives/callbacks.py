@@ -19,7 +19,7 @@ import numpy as np
 from ..._jax.primitives import find_primitive
 from ..rules import structural
 from ..value import Value
-from .labels import dense_unless, has_no_dense_form
+from .leaves import dense_unless, has_no_dense_form
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from ..jitted_functions import JittedFunction, functions_named
 from ..policy import current_policy, must_replay_events
 from ..rules import add_rule, clear_with_rules, structural
 from ..value import Value
-from .leaf_movement import has_batch_axes
+from .leaves import has_batch_axes
 from .scopes import IN_DERIVATIVE_RULE, enter_program
 from .staging import lift_references, stage
 

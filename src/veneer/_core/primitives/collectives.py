@@ -29,7 +29,7 @@ from ..._jax.tracing import vary_along, varying_axes
 from ..leaf_axes import LeafAxis, Movement, Shape
 from ..transform import redispatch
 from ..value import Value
-from .leaf_movement import Leaf, can_move, layout_of, leaf_rule, rebuild
+from .leaves import Leaf, can_move, layout_of, leaf_rule, rebuild
 
 
 class Exchange(NamedTuple):

@@ -23,8 +23,14 @@ from ..policy import emit_events
 from ..rules import structural
 from ..sources import keep_sources
 from ..value import Value, describe, is_value, make_dense
-from .labels import can_become_label, dense_unless, has_no_dense_form, is_label
-from .leaf_movement import can_stack_leaves, has_batch_axes
+from .leaves import (
+    can_become_label,
+    can_stack_leaves,
+    dense_unless,
+    has_batch_axes,
+    has_no_dense_form,
+    is_label,
+)
 from .staging import (
     DENSE,
     StagedProgram,

@@ -21,7 +21,7 @@ from ..._jax.primitives import Primitive, find_primitive, split_list
 from ..rules import structural
 from ..sources import restore_sources
 from ..value import Value, describe, make_dense, materialise_one, source_of
-from .labels import dense_unless, is_label
+from .leaves import dense_unless, is_label
 from .scopes import IN_DERIVATIVE_RULE, record_tangent_queries, scope_query
 from .staging import capture_context
 

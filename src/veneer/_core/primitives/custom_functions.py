@@ -22,7 +22,7 @@ from ..trace import ImplicitTracer
 from ..transform import redispatch
 from ..value import Value, describe, is_value, make_dense
 from .custom_derivatives import flatten_values
-from .labels import dense_unless, is_label
+from .leaves import dense_unless, is_label
 from .staging import StagedProgram, stage_to_labels
 
 

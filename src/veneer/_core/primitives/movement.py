@@ -17,7 +17,7 @@ from ..._jax.known_values import find_divisor
 from ..leaf_axes import Axes, LeafAxis, Movement, Shape
 from ..transform import redispatch
 from ..value import Value, aval_of
-from .leaf_movement import UNCHANGED, Leaf, Step, can_move, layout_of, leaf_rule, move, rebuild
+from .leaves import UNCHANGED, Leaf, Step, can_move, layout_of, leaf_rule, move, rebuild
 from .reshaping import reshape
 
 

@@ -19,8 +19,7 @@ from ..rules import add_rule
 from ..trace import ImplicitTrace
 from ..value import describe_operands, make_dense
 from .custom_derivatives import dense_function_of
-from .labels import is_label
-from .leaf_movement import can_stack_leaves
+from .leaves import can_stack_leaves, is_label
 
 
 def _rule(*leaves: Any, structure: Any) -> Any:

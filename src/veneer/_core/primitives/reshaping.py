@@ -9,7 +9,7 @@ import numpy as np
 
 from ..leaf_axes import Movement, Shape
 from ..value import Value
-from .leaf_movement import Leaf, layout_of, move
+from .leaves import Leaf, layout_of, move
 
 
 def reshape(x: Value, new_shape: Shape) -> Any:

@@ -19,8 +19,7 @@ from ..._jax.primitives import find_primitive
 from ..leaf_axes import LeafAxis
 from ..rules import register
 from ..value import Value, declared_layout, is_part, make_dense
-from .labels import is_label
-from .leaf_movement import dense_shape_of, has_batch_axes
+from .leaves import dense_shape_of, has_batch_axes, is_label
 
 device_put_p, reshard_p = map(find_primitive, ("device_put", "reshard"))
 sharding_constraint_p = find_primitive("sharding_constraint")

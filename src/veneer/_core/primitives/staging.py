@@ -41,7 +41,7 @@ from ..rules import clear_with_rules
 from ..sources import find_source, leaf_sources, with_source
 from ..trace import ImplicitTrace
 from ..value import Value, is_value, make_dense, source_of
-from .labels import can_become_label, is_label
+from .leaves import can_become_label, is_label
 from .scopes import (
     IN_DERIVATIVE_RULE,
     capture_place,

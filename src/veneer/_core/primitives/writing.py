@@ -20,8 +20,7 @@ from ..leaf_axes import Shape
 from ..transform import redispatch
 from ..tree import has_metadata
 from ..value import Value, aval_of
-from .labels import is_label
-from .leaf_movement import Leaf, layout_of, leaf_rule
+from .leaves import Leaf, is_label, layout_of, leaf_rule
 from .movement import concatenate
 
 

@@ -20,7 +20,7 @@ import jax
 from ..._jax.tracing import current_trace, is_eager, is_read_by_operator
 from ..errors import CHECK_BUGS, reject_derivatives, reject_refs_and_float0
 from ..nesting import as_tracer, enclosing_implicit, outside_implicit_error
-from ..primitives.leaf_movement import dense_shape_of, run_checks
+from ..primitives.leaves import dense_shape_of, run_checks
 from ..value import Value, has_all_leaves, is_part, is_value
 
 

@@ -1,8 +1,13 @@
-"""Apply a primitive that moves elements, such as slice, to the leaves instead of the dense array.
+"""How the leaves of a value represent its dense array, and how to move elements in them.
 
-The method `leaf_axes` of a type declares which axis of the dense array each leaf axis corresponds
-to. A type without it can have batch axes: leading axes that every leaf has, and along which slices
-of the leaves represent slices of the array.
+This module has what the rules for all types share:
+
+- *Labels*: types whose only leaf is the dense array, with metadata such as a unit or a tag.
+- *Layouts*: which axis of each leaf corresponds to which axis of the dense array. The method
+  `leaf_axes` of a type declares them. A type without it can have batch axes: leading axes that
+  every leaf has, and along which slices of the leaves represent slices of the array.
+- *Moving*: a primitive that moves elements, such as `slice`, is bound with each leaf instead of
+  the dense array.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -12,7 +17,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 
-from ..._jax.primitives import find_primitive
+from ..._jax.known_values import is_zero
+from ..._jax.primitives import Primitive, find_primitive
 from ..._jax.tracing import vary_together
 from ..dispatch import unhandled_operands
 from ..errors import CHECK_BUGS
@@ -20,31 +26,75 @@ from ..leaf_axes import Axes, Movement, Shape, aligned_axes
 from ..rules import add_rule
 from ..transform import redispatch
 from ..tree import checks_of, has_metadata
-from ..value import Value, aval_of, declared_layout, is_part, is_value
-from .labels import is_label
+from ..value import Value, aval_of, declared_layout, is_part, is_value, make_dense
 
-F = TypeVar("F", bound=Callable)
-
-#: How to bind a primitive with a leaf: the operands after the leaf, and the parameters.
-Step = tuple[Sequence[Any], dict[str, Any]]
-UNCHANGED: Step = ((), {})  # do not bind the primitive, because the leaf does not change
-
-#: The rules that `leaf_rule` has registered, by primitive.
-RULES: dict[str, Callable[..., Any]] = {}
+# Labels.
 
 
-def leaf_rule(primitive: str) -> Callable[[F], F]:
-    """Register the decorated function as the rule of a primitive for all types.
+def is_label(value: Any) -> bool:
+    """Return whether a value is a label: it has one leaf, which is the dense array.
 
-    If the function returns NotImplemented, the next rule is tried.
+    The leaf may be abstract. It must have the shape and dtype of the value, and `materialise` must
+    return the leaf or raise an error. The class attribute `is_label` overrides the check of
+    `materialise`.
     """
+    return isinstance(value, Value) and _label_kind(value) != "other"
 
-    def add(function: F) -> F:
-        RULES[primitive] = function
-        add_rule(function, [find_primitive(primitive)], conditional=True)
-        return function
 
-    return add
+def has_no_dense_form(value: Any) -> bool:
+    """Return whether a value is a label (see `is_label`) that cannot be materialized."""
+    return isinstance(value, Value) and _label_kind(value) == "raises"
+
+
+def can_become_label(x: Any, label: Value) -> bool:
+    """Return whether a dense array can be converted to a label of the same type as `label`.
+
+    An array of zeros can, because it is zero in any unit. Any array can if the label has no
+    metadata and cannot be materialized.
+    """
+    return is_zero(x) or (not has_metadata(label) and has_no_dense_form(label))
+
+
+def dense_unless(
+    keep: Callable[[Any], bool], primitive: Primitive, values: Sequence[Any]
+) -> list[Any]:
+    """Return all values, but materialize and report those for which `keep` returns False."""
+    dense = iter(make_dense(primitive, [v for v in values if not keep(v)]))
+    return [v if keep(v) else next(dense) for v in values]
+
+
+def _label_kind(value: Value) -> str:
+    """Return what `materialise` of a label does: "returns leaf" or "raises". Else "other"."""
+    leaves, treedef = jax.tree.flatten(value)
+    if len(leaves) != 1 or type(value).is_label is False:
+        return "other"
+    leaf, aval = jax.typeof(leaves[0]), value.aval()
+    if (leaf.shape, leaf.dtype) != (aval.shape, aval.dtype):
+        return "other"
+    kind = _find_label_kind(treedef, leaf)
+    return "returns leaf" if kind == "other" and type(value).is_label else kind
+
+
+@lru_cache(maxsize=4096)
+def _find_label_kind(treedef: Any, leaf: Any) -> str:
+    """Trace `materialise` of a value with one leaf. Return the same as `_label_kind`."""
+    kind = "other"
+
+    def trace_materialise(x: jax.Array) -> None:
+        nonlocal kind
+        try:
+            if jax.tree.unflatten(treedef, [x]).materialise() is x:
+                kind = "returns leaf"
+        except CHECK_BUGS:
+            pass
+        except Exception:  # a type that cannot be materialized may raise anything
+            kind = "raises"
+
+    jax.eval_shape(trace_materialise, leaf)
+    return kind
+
+
+# Layouts.
 
 
 class Leaf(NamedTuple):
@@ -167,6 +217,55 @@ def _is_batch_transparent(tree: Any) -> bool:
     return all(map(_is_batch_transparent, tree.children()))
 
 
+@lru_cache(maxsize=4096)
+def dense_shape_of(tree: Any, leaves: tuple[jax.ShapeDtypeStruct, ...]) -> tuple[int, ...] | None:
+    """Return the dense shape of a value, given as a tree structure with abstract leaves.
+
+    Return None if the checks of its class, or its `aval`, raise an error for these leaves.
+    """
+    try:
+        with suppress(*CHECK_BUGS):
+            jax.eval_shape(partial(run_checks, tree), *leaves)
+        return jax.tree.unflatten(tree, leaves).aval().shape
+    except Exception:  # code of the class may raise anything for leaves that do not fit
+        return None
+
+
+def run_checks(tree: Any, *leaves: Any) -> None:
+    """Build a value from a tree structure and leaves, and run the checks of all its classes."""
+    values = [jax.tree.unflatten(tree, leaves)]
+    for value in values:  # grows by the values in the fields
+        values += filter(is_value, jax.tree.leaves(value, is_leaf=is_part(value)))
+        for check in checks_of(value):
+            check()
+
+
+# Moving.
+
+F = TypeVar("F", bound=Callable)
+
+#: How to bind a primitive with a leaf: the operands after the leaf, and the parameters.
+Step = tuple[Sequence[Any], dict[str, Any]]
+UNCHANGED: Step = ((), {})  # do not bind the primitive, because the leaf does not change
+
+#: The rules that `leaf_rule` has registered, by primitive.
+RULES: dict[str, Callable[..., Any]] = {}
+
+
+def leaf_rule(primitive: str) -> Callable[[F], F]:
+    """Register the decorated function as the rule of a primitive for all types.
+
+    If the function returns NotImplemented, the next rule is tried.
+    """
+
+    def add(function: F) -> F:
+        RULES[primitive] = function
+        add_rule(function, [find_primitive(primitive)], conditional=True)
+        return function
+
+    return add
+
+
 def can_move(
     x: Value, layout: LeafLayout, movement: Movement, changed_axes: Collection[int] = ()
 ) -> bool:
@@ -267,26 +366,3 @@ def rebuild(structure: Any, parts: Sequence[Any], movement: Movement) -> Any:
         if dense_shape_of(tree, abstract) is None:
             return NotImplemented
     return value
-
-
-@lru_cache(maxsize=4096)
-def dense_shape_of(tree: Any, leaves: tuple[jax.ShapeDtypeStruct, ...]) -> tuple[int, ...] | None:
-    """Return the dense shape of a value, given as a tree structure with abstract leaves.
-
-    Return None if the checks of its class, or its `aval`, raise an error for these leaves.
-    """
-    try:
-        with suppress(*CHECK_BUGS):
-            jax.eval_shape(partial(run_checks, tree), *leaves)
-        return jax.tree.unflatten(tree, leaves).aval().shape
-    except Exception:  # code of the class may raise anything for leaves that do not fit
-        return None
-
-
-def run_checks(tree: Any, *leaves: Any) -> None:
-    """Build a value from a tree structure and leaves, and run the checks of all its classes."""
-    values = [jax.tree.unflatten(tree, leaves)]
-    for value in values:  # grows by the values in the fields
-        values += filter(is_value, jax.tree.leaves(value, is_leaf=is_part(value)))
-        for check in checks_of(value):
-            check()
