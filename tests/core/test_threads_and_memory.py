@@ -12,7 +12,7 @@ from support import arrays
 from support.array_types import MAKERS, assert_close
 
 import veneer as vn
-from veneer._core.primitives import calls, staging
+from veneer._core.primitives import programs, staging
 
 X = arrays.array(np.linspace(-1.0, 1.0, 18).reshape(3, 6))
 VALUES = [
@@ -56,7 +56,7 @@ def test_threads_can_compute_at_once():
 
 def test_a_thousand_functions_leave_nothing_behind():
     w = VALUES[0]()
-    before = len(staging._staged), len(calls._compiled_functions)
+    before = len(staging._staged), len(programs._compiled_functions)
     functions = []
 
     def use(i):
@@ -68,13 +68,13 @@ def test_a_thousand_functions_leave_nothing_behind():
         use(i)
     gc.collect()
     assert sum(f() is not None for f in functions) <= 1
-    assert (len(staging._staged), len(calls._compiled_functions)) <= (before[0] + 1, before[1])
+    assert (len(staging._staged), len(programs._compiled_functions)) <= (before[0] + 1, before[1])
 
 
 def test_functions_run_eagerly_leave_nothing_behind():
     w = VALUES[0]()
-    before = len(calls._compiled_functions)
+    before = len(programs._compiled_functions)
     for i in range(5):
         vn.implicit(jax.jit(lambda x, w, i=i: x @ w + i))(X, w)
     gc.collect()
-    assert len(calls._compiled_functions) <= before + 1
+    assert len(programs._compiled_functions) <= before + 1

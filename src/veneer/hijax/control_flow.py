@@ -19,8 +19,8 @@ from typing import Any
 import jax
 
 from .._core.policy import ALLOW, current_policy, emit_events, recorded_events
-from .._core.primitives.control_flow import common_form
 from .._core.primitives.leaves import can_become_label, has_no_dense_form
+from .._core.primitives.programs import common_form
 from .._core.primitives.staging import DENSE, value_type
 from .._core.value import Value, is_value
 from .._jax.primitives import Primitive, find_primitive

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from .._core.primitives.calls import has_default_options
 from .._core.primitives.leaves import has_no_dense_form
+from .._core.primitives.programs import has_default_options
 from .._core.rules import add_rule
 from .._core.transform import redispatch
 from .._core.tree import static

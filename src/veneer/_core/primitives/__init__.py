@@ -2,8 +2,7 @@
 
 Rules of primitives that contain programs:
 
-    calls               programs that are called once: jit, jax.checkpoint, closed calls
-    control_flow        loops and branches
+    programs            jit, jax.checkpoint, branches and loops
     custom_derivatives  custom_jvp and custom_vjp
     custom_functions    custom_vmap, linear_call, custom_linear_solve, custom_root
     shard_map           programs on blocks of sharded values
@@ -28,14 +27,13 @@ Tools for rules:
 """
 
 from . import callbacks as callbacks
-from . import calls as calls
 from . import collectives as collectives
-from . import control_flow as control_flow
 from . import custom_derivatives as custom_derivatives
 from . import custom_functions as custom_functions
 from . import identities as identities
 from . import movement as movement
 from . import packing as packing
+from . import programs as programs
 from . import shard_map as shard_map
 from . import sharding as sharding
 from . import writing as writing
