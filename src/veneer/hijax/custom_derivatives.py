@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from .._core.errors import holds_derivatives
-from .._core.primitives.custom_derivatives import (
+from .._core.primitives.custom_functions import (
     cast_cotangent,
     combine_tangents,
     instantiate,

@@ -15,8 +15,13 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from .._core.primitives.leaves import is_label
-from .._core.primitives.shard_map import checked_joined_specs, reshard_leaf
-from .._core.primitives.sharding import block_specs, map_leaves, why_not_split
+from .._core.primitives.sharding import (
+    block_specs,
+    checked_joined_specs,
+    map_leaves,
+    reshard_leaf,
+    why_not_split,
+)
 from .._core.value import Value, is_part, is_value
 from .._jax.primitives import Primitive, find_primitive
 from .._jax.sharding import flat_tree

@@ -3,9 +3,8 @@
 Rules of primitives that contain programs:
 
     programs            jit, jax.checkpoint, branches and loops
-    custom_derivatives  custom_jvp and custom_vjp
-    custom_functions    custom_vmap, linear_call, custom_linear_solve, custom_root
-    shard_map           programs on blocks of sharded values
+    custom_functions    custom_jvp, custom_vjp, custom_vmap, linear_call, custom_root, ...
+    sharding            shard_map, sharding constraints and transfers, and specs for leaves
 
 Rules of other primitives:
 
@@ -14,7 +13,6 @@ Rules of other primitives:
     packing             our primitive that builds a value from its leaves
     movement            primitives that move elements: transpose, slice, gather, ...
     writing             updates of slices, scatter; the update is stored in the format of the value
-    sharding            sharding constraints and transfers, and specs for leaves
     collectives         primitives that send elements to other devices
 
 Tools for rules:
@@ -28,12 +26,10 @@ Tools for rules:
 
 from . import callbacks as callbacks
 from . import collectives as collectives
-from . import custom_derivatives as custom_derivatives
 from . import custom_functions as custom_functions
 from . import identities as identities
 from . import movement as movement
 from . import packing as packing
 from . import programs as programs
-from . import shard_map as shard_map
 from . import sharding as sharding
 from . import writing as writing

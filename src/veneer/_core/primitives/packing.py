@@ -18,7 +18,7 @@ from ..policy import report_materialised
 from ..rules import add_rule
 from ..trace import ImplicitTrace
 from ..value import describe_operands, make_dense
-from .custom_derivatives import dense_function_of
+from .custom_functions import dense_function_of
 from .leaves import can_stack_leaves, is_label
 
 

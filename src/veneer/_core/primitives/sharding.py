@@ -1,8 +1,12 @@
-"""Shardings of implicit values: a spec for each leaf, and the rules that place arrays on devices.
+"""Shardings of implicit values: a spec for each leaf, and the rules of primitives that use specs.
 
 A spec is a `PartitionSpec`. The method `Value.partition` of a type returns the specs of its leaves.
 Without it, leaves are sharded in two cases: if the only leaf is the dense array, and along leading
 axes that all leaves share with the dense array.
+
+In a `shard_map`, the user's function gets, for each implicit value, the block on its device as an
+implicit value. JAX's `shard_map` is bound with the leaves. Its body rebuilds values from the blocks
+of the leaves, and runs the user's function with the rules in force.
 """
 
 import itertools
@@ -12,17 +16,23 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..._jax.primitives import find_primitive
+from ..._jax.sharding import flat_tree
+from ..._jax.tracing import varying_axes
 from ..leaf_axes import LeafAxis
-from ..rules import register
+from ..policy import current_policy, policy_in_force
+from ..rules import register, structural
+from ..sources import keep_sources
 from ..value import Value, declared_layout, is_part, make_dense
 from .leaves import dense_shape_of, has_batch_axes, is_label
+from .staging import capture_context
 
-device_put_p, reshard_p = map(find_primitive, ("device_put", "reshard"))
-sharding_constraint_p = find_primitive("sharding_constraint")
+_device_put_p, _reshard_p = map(find_primitive, ("device_put", "reshard"))
+_shard_map_p, _pvary_p = map(find_primitive, ("shard_map", "pvary"))
+_constraint_p = find_primitive("sharding_constraint")
 
 Sizes = Mapping[str, int]  # the sizes of mesh axes, by name
 Resize = Callable[[int, int], int]  # from the size of an axis and its number of shards to a size
@@ -180,7 +190,7 @@ def _drop_uneven_entries(leaf: Any, spec: P, sizes: Sizes) -> P:
     return P(*(None if n % _count_blocks(e, sizes) else e for n, e in entries))
 
 
-@register(sharding_constraint_p, precedence=-1)
+@register(_constraint_p, precedence=-1)
 def _constrain(value: Value, *, sharding: Any, context_mesh: Any, **params: Any) -> Any:
     del params  # the layout and `unconstrained_dims` are about the dense array
     if not isinstance(sharding, NamedSharding):
@@ -193,7 +203,7 @@ def _constrain(value: Value, *, sharding: Any, context_mesh: Any, **params: Any)
     def constrain(leaf: Any, spec: P) -> Any:
         spec = _drop_uneven_entries(leaf, spec, sizes)
         unconstrained = frozenset(i for i, entry in enumerate(spec) if entry is P.UNCONSTRAINED)
-        return sharding_constraint_p.bind(
+        return _constraint_p.bind(
             leaf,
             sharding=sharding.update(spec=spec),
             layout=None,
@@ -204,7 +214,7 @@ def _constrain(value: Value, *, sharding: Any, context_mesh: Any, **params: Any)
     return map_leaves(constrain, value, specs)
 
 
-@register(reshard_p, precedence=-1)
+@register(_reshard_p, precedence=-1)
 def _reshard(value: Value, *, dst_sharding: Any, **params: Any) -> Any:
     sizes = dst_sharding.mesh.shape
     specs = leaf_specs(value, dst_sharding.spec, sizes)
@@ -212,23 +222,23 @@ def _reshard(value: Value, *, dst_sharding: Any, **params: Any) -> Any:
 
         def reshard(leaf: Any, spec: P) -> Any:
             sharding = dst_sharding.update(spec=_drop_uneven_entries(leaf, spec, sizes))
-            return reshard_p.bind(leaf, dst_sharding=sharding, **params)
+            return _reshard_p.bind(leaf, dst_sharding=sharding, **params)
 
         out = map_leaves(reshard, value, specs)
         # On explicit mesh axes, the sharding is part of the type, which must be as requested.
         aval = out.aval()
         if entries_of(aval.sharding.spec, aval.ndim) == entries_of(dst_sharding.spec, aval.ndim):
             return out
-    (dense,) = make_dense(reshard_p, [value])
-    return reshard_p.bind(dense, dst_sharding=dst_sharding, **params)
+    (dense,) = make_dense(_reshard_p, [value])
+    return _reshard_p.bind(dense, dst_sharding=dst_sharding, **params)
 
 
-@register(device_put_p, precedence=-1)
+@register(_device_put_p, precedence=-1)
 def _device_put(*values: Any, devices: Sequence[Any], srcs: Any, copy_semantics: Any) -> list[Any]:
     leaves, treedef = jax.tree.flatten(list(values))
     counts = [len(jax.tree.leaves(value)) for value in values]
     repeat = lambda items: tuple(x for x, n in zip(items, counts, strict=True) for _ in range(n))
-    out = device_put_p.bind(
+    out = _device_put_p.bind(
         *leaves,
         devices=tuple(itertools.chain(*map(leaf_destinations, values, devices))),
         srcs=repeat(srcs),
@@ -255,3 +265,130 @@ def leaf_destinations(value: Any, device: Any) -> list[Any]:
     specs = [P()] * len(leaves) if specs is None else jax.tree.leaves(specs)
     even_specs = (_drop_uneven_entries(x, s, sizes) for x, s in zip(leaves, specs, strict=True))
     return [device.update(spec=spec) for spec in even_specs]
+
+
+# `shard_map`.
+
+
+@structural("shard_map")
+def _shard_map(
+    *values: Any,
+    trace: Any,
+    f: Any,
+    mesh: Any,
+    in_specs: Sequence[Any],
+    check_vma: bool,
+    debug_info: Any,
+    **params: Any,
+) -> Any:
+    run_later, policy = capture_context(trace), current_policy()
+    manual = params["newly_manual_axes"]
+    reshard = lambda leaf, spec: reshard_leaf(leaf, spec, mesh, manual)
+    # Find the spec of each leaf. Materialize values that cannot be split. `specs` becomes a list
+    # of dense specs and of values, shaped as blocks, with a spec in place of each leaf.
+    operands, specs = list(values), list(in_specs)
+    for i, (value, spec) in enumerate(zip(values, in_specs, strict=True)):
+        if isinstance(value, Value):
+            value_specs = block_specs(value, spec, mesh.shape)
+            if value_specs is None:
+                why = why_not_split(value, spec, mesh.shape)
+                (operands[i],) = make_dense(_shard_map_p, [value], why)
+            else:
+                operands[i], specs[i] = map_leaves(reshard, value, value_specs), value_specs
+                keep_sources([value], [operands[i]])
+    leaves = jax.tree.leaves(operands)
+    leaf_specs, treedef = jax.tree.flatten(specs)
+    if len(leaves) != len(values):
+        debug_info = debug_info.with_unknown_names()
+    user_results: Any = None  # the FlatTree that the body of the user returns
+    out_treedef: Any = None  # the tree structure of the results, joined from blocks
+
+    def on_leaves(*leaves: Any) -> Any:
+        out_specs: Sequence[Any] = ()
+
+        def body(*args: Any) -> list[Any]:
+            nonlocal user_results, out_specs
+            user_results, out_specs = f(*args).unpack_aux()
+            return list(user_results)
+
+        blocks = keep_sources(operands, jax.tree.unflatten(treedef, leaves))
+        results = run_later(body)(*blocks)
+        specs = list(out_specs)
+        with policy_in_force(policy):
+            for i, (result, spec) in enumerate(zip(results, out_specs, strict=True)):
+                if isinstance(result, Value):
+                    specs[i] = checked_joined_specs(result, spec, mesh.shape, check_vma)
+                    if specs[i] is None:
+                        specs[i], (results[i],) = spec, make_dense(_shard_map_p, [result])
+        nonlocal out_treedef
+        leaf_out_specs, out_treedef = jax.tree.flatten(specs)
+        # JAX's messages show the tree of the user's results. In a derivative, this tree also
+        # contains other data.
+        if user_results.tree.num_leaves == len(results):
+            results = jax.tree.unflatten(user_results.tree, results)
+        return flat_tree(results).with_aux(tuple(leaf_out_specs))
+
+    leaves_out = trace.parent.process_shard_map(
+        _shard_map_p,
+        on_leaves,
+        leaves,
+        mesh=mesh,
+        in_specs=tuple(leaf_specs),
+        check_vma=check_vma,
+        debug_info=debug_info,
+        **params,
+    )
+    return user_results.update(jax.tree.unflatten(out_treedef, list(leaves_out)))
+
+
+def checked_joined_specs(block: Value, spec: P, sizes: Sizes, check_vma: bool) -> Any:
+    """Return the specs that join the blocks of all devices, or None if they cannot be joined.
+
+    If the spec of a leaf omits a mesh axis, JAX takes the leaf from an arbitrary device along this
+    axis. Unlike `joined_specs`, return None if these devices may have different leaves.
+    """
+    joined = joined_specs(block, spec, sizes)
+    if joined is None:
+        return None
+    names_in = lambda spec: {name for entry in spec.partitions for name in axes_of(entry)}
+    for leaf, leaf_spec in zip(jax.tree.leaves(block), jax.tree.leaves(joined), strict=True):
+        # Without `check_vma`, JAX does not know along which axes a leaf varies.
+        may_vary = varying_axes(leaf) & names_in(spec) if check_vma else names_in(spec)
+        if not may_vary <= names_in(leaf_spec):
+            return None
+    return joined
+
+
+def reshard_leaf(leaf: Any, spec: P, mesh: Any, manual: frozenset[str]) -> Any:
+    """Reshard a leaf along explicit mesh axes by `spec`, before it becomes a `shard_map` operand.
+
+    On explicit axes, JAX rejects an operand of `shard_map` with another sharding. The dense array
+    has the required sharding, but a leaf may be sharded along other or fewer axes. `manual` has the
+    mesh axes that become manual in the `shard_map`.
+    """
+    axis_types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    explicit = {name for name, axis_type in axis_types if axis_type == AxisType.Explicit}
+    if not explicit & manual:
+        return leaf
+    aval = jax.typeof(leaf)
+    old_entries = entries_of(aval.sharding.spec, aval.ndim)
+    # Take the manual axes from the required spec, and keep the sharding along other axes.
+    names_by_axis = [
+        tuple(name for name in axes_of(required) if name in explicit)
+        + tuple(name for name in axes_of(old) if name not in manual)
+        for required, old in zip(entries_of(spec, aval.ndim), old_entries, strict=True)
+    ]
+    new_spec = P(*(names[0] if len(names) == 1 else names or None for names in names_by_axis))
+    if old_entries == new_spec.partitions:
+        return leaf
+    return jax.sharding.reshard(leaf, NamedSharding(mesh.abstract_mesh, new_spec))
+
+
+@register(_pvary_p, precedence=-1)
+def _pvary(value: Value, *, axes: tuple[str, ...]) -> Any:
+    # The leaves of one value may vary along different axes.
+    def vary(leaf: Any) -> Any:
+        missing = tuple(axis for axis in axes if axis not in varying_axes(leaf))
+        return _pvary_p.bind(leaf, axes=missing) if missing else leaf
+
+    return jax.tree.map(vary, value)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._core.primitives.custom_derivatives import leaf_cotangents
+from ..._core.primitives.custom_functions import leaf_cotangents
 from ..._core.value import Value
 from ..._jax.hijax import GradAccum, Zero, instantiate_zeros
 from ..types import HighType, TangentType, has_tangent, of_arrays, strong_type_of
