@@ -12,7 +12,7 @@ from support import arrays
 from support.stored_values import entry_of_each_value, stored_values
 
 import veneer as vn
-from veneer._core.primitives.reshaping import reshaped
+from veneer._core.primitives.axes import reshape_leaf_shape
 from veneer.quant import Packing, QArray
 from veneer.quant.formats.packing import pack
 
@@ -271,7 +271,7 @@ def numbered(counts, shape):
 @given(reshapes())
 def test_reshaped_leaves_cover_the_same_values(case):
     old, new, counts = case
-    new_counts = reshaped(counts, old, new)
+    new_counts = reshape_leaf_shape(counts, old, new)
     possible = [
         grid
         for grid in itertools.product(*map(divisors, new))

@@ -17,7 +17,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from .._core.leaf_axes import LeafAxis, Movement
-from .._core.primitives.dimension_numbers import DotDimensionNumbers
+from .._core.primitives.axes import DotDimensionNumbers
 from .._core.primitives.writing import stored_as
 from .._core.rules import register
 from .._core.surface.array import ImplicitArray
@@ -308,7 +308,7 @@ def _multiply(cache: BlockCache, x: ArrayLike, cache_index: int, params: dict[st
     newest block with the product of `x` and that block in full precision. Return NotImplemented,
     which materializes the cache, if the product contracts the token axis or has it as a batch axis.
     """
-    numbers = DotDimensionNumbers.of(params["dimension_numbers"])
+    numbers = DotDimensionNumbers.from_lax(params["dimension_numbers"])
     axis, free_axes = cache.ndim + cache.axis, numbers.free(cache_index, cache.ndim)
     if isinstance(x, Value) or axis not in free_axes or params["out_sharding"] is not None:
         return NotImplemented

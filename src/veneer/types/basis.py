@@ -17,8 +17,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from .._core.leaf_axes import LeafAxis, Movement, aligned_axes
-from .._core.primitives.dimension_numbers import DotDimensionNumbers
-from .._core.primitives.reshaping import reshape_groups
+from .._core.primitives.axes import DotDimensionNumbers, reshape_groups
 from .._core.rules import register
 from .._core.surface.array import ImplicitArray
 from .._core.transform import redispatch
@@ -130,7 +129,7 @@ def _(x: ArrayLike, w: InBasis, **params: Any) -> Any:
 
 
 def _dot_general(w: InBasis, x: Any, params: dict[str, Any], *, basis_first: bool) -> Any:
-    numbers = DotDimensionNumbers.of(params["dimension_numbers"])
+    numbers = DotDimensionNumbers.from_lax(params["dimension_numbers"])
     (w_contracted, x_contracted), (w_batch, x_batch) = numbers if basis_first else numbers.swapped
     axes = w.basis_axes(w_batch)
     if axes is None or axes & {*w_batch} or params.get("out_sharding") is not None:

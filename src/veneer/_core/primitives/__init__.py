@@ -20,8 +20,7 @@ Tools for rules:
     staging             programs traced again on leaves, with the rules in force
     scopes              the place in a program where a primitive is bound
     leaves              labels, leaf layouts, and primitives that move elements in each leaf
-    reshaping           leaf shapes when the dense array is reshaped
-    dimension_numbers   contracted axes and batch axes of a product
+    axes                the axes of reshapes and products
 """
 
 from . import callbacks as callbacks

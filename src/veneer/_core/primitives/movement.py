@@ -17,8 +17,8 @@ from ..._jax.known_values import find_divisor
 from ..leaf_axes import Axes, LeafAxis, Movement, Shape
 from ..transform import redispatch
 from ..value import Value, aval_of
+from .axes import find_packed_axis, reshape_leaf_shape
 from .leaves import UNCHANGED, Leaf, Step, can_move, layout_of, leaf_rule, move, rebuild
-from .reshaping import reshape
 
 
 def _all_axes(shape: Shape) -> tuple[int, ...]:
@@ -60,6 +60,58 @@ def _reshape(x: Value, *, new_sizes: Sequence[int], dimensions: Any, sharding: A
     if dimensions is not None or sharding is not None:
         return NotImplemented
     return reshape(x, tuple(new_sizes))
+
+
+def reshape(x: Value, new_shape: Shape) -> Any:
+    """Reshape the leaves of a value, so that they represent the reshaped dense array.
+
+    Return NotImplemented if a block (dense elements that share a leaf entry) would be cut.
+    """
+    x = x._movable()
+    old_shape, layout = x.aval().shape, layout_of(x)
+    # Outer axes end with the last axis that a leaf axis corresponds to. Later axes must not change.
+    outer = 1 + max(layout.dense_axes(), default=-1)
+    new_outer = len(new_shape) - (len(old_shape) - outer)
+    if new_outer < 0 or old_shape[outer:] != new_shape[new_outer:]:
+        return NotImplemented
+    if layout.is_declared and 0 in old_shape:
+        return NotImplemented
+    outer_shapes = old_shape[:outer], new_shape[:new_outer]
+    # Find the new axis of each outer axis along which blocks are packed. Other axes may be split
+    # or merged, so they have no single new axis.
+    new_axes: list[int | None] = [None] * outer
+    for leaf in layout.leaves:
+        for i, axis in enumerate(leaf.axes):
+            if axis is not None and axis.packed_in:
+                dense_axis, count = axis.axis, leaf.shape[i] // axis.packed_in
+                block_counts = (*old_shape[:dense_axis], count, *old_shape[dense_axis + 1 : outer])
+                new_axis = find_packed_axis(
+                    block_counts, *outer_shapes, dense_axis, int(axis.block)
+                )
+                if new_axis is None:
+                    return NotImplemented
+                new_axes[dense_axis] = new_axis
+
+    def get_step(leaf: Leaf) -> Any:
+        outer_axes: Any = leaf.axes[:outer]
+        if [axis and axis.axis for axis in outer_axes] != [*range(outer)]:
+            return NotImplemented
+        if any(axis.block == "whole" for axis in outer_axes):
+            return NotImplemented
+        # Reshape the blocks. A packed block is `width` entries of the leaf.
+        widths = [axis.packed_in or 1 for axis in outer_axes]
+        block_counts = tuple(n // width for n, width in zip(leaf.shape, widths, strict=False))
+        new_block_counts = reshape_leaf_shape(block_counts, *outer_shapes)
+        if new_block_counts is None:
+            return NotImplemented
+        new_sizes = [*new_block_counts, *leaf.shape[outer:]]
+        for new_axis, width in zip(new_axes, widths, strict=True):
+            if width > 1 and new_axis is not None:
+                new_sizes[new_axis] *= width
+        return (), {"new_sizes": tuple(new_sizes), "dimensions": None, "sharding": None}
+
+    movement = Movement(new_shape, (*new_axes, *range(new_outer, len(new_shape))), reorders=True)
+    return move(x, "reshape", movement, get_step)
 
 
 @leaf_rule("broadcast_in_dim")

@@ -15,7 +15,7 @@ import jax
 from jax import lax
 from jax.typing import ArrayLike
 
-from ..._core.primitives.dimension_numbers import DotDimensionNumbers
+from ..._core.primitives.axes import DotDimensionNumbers
 from ..._core.rules import register
 from ..._core.surface.implicit import implicit
 from ..._core.transform import redispatch
@@ -286,7 +286,7 @@ def _product_axes(
         _, features, *space = params["dimension_numbers"][i]
         return ([features, *space] if i == 1 else [features]), ()  # operand 1 is the kernel
     if primitive == "dot_general":
-        contracted, batch = DotDimensionNumbers.of(params["dimension_numbers"])
+        contracted, batch = DotDimensionNumbers.from_lax(params["dimension_numbers"])
         return contracted[i], batch[i]
     numbers = params["ragged_dot_dimension_numbers"]
     contracted, batch = numbers.dot_dimension_numbers

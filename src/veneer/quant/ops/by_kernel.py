@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..._core.primitives.dimension_numbers import DotDimensionNumbers
+from ..._core.primitives.axes import DotDimensionNumbers
 from ...kernels import (
     BYTES,
     PLANE_BITS,

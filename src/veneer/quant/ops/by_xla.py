@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..._core.primitives.dimension_numbers import DotDimensionNumbers
+from ..._core.primitives.axes import DotDimensionNumbers
 from ..arrays.pairs import runs_on_gpu
 from ..arrays.qarray import QUANTIZABLE, QArray
 from ..formats.tiles import Leaf, Shape
@@ -234,11 +234,11 @@ def common_tiles(lhs: QArray, rhs: QArray, numbers: DotDimensionNumbers) -> Shap
     divisor.
 
     >>> import jax.numpy as jnp, veneer as vn
-    >>> from veneer._core.primitives.dimension_numbers import DotDimensionNumbers
+    >>> from veneer._core.primitives.axes import DotDimensionNumbers
     >>> from veneer.quant.ops.by_xla import common_tiles
     >>> w = jnp.ones((1, 12))
     >>> q, r = (vn.quant.quantize(w, "int8", tiled_axes={1: tile}) for tile in (6, 4))
-    >>> common_tiles(q, r, DotDimensionNumbers.of((([1], [1]), ([], []))))
+    >>> common_tiles(q, r, DotDimensionNumbers.from_lax((([1], [1]), ([], []))))
     (2,)
     """
     common_sizes = []

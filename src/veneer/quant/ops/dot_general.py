@@ -16,7 +16,7 @@ from opt_einsum import get_symbol
 from opt_einsum.parser import parse_einsum_input
 
 from ..._core.policy import ALLOW, current_policy
-from ..._core.primitives.dimension_numbers import NestedAxes
+from ..._core.primitives.axes import NestedAxes
 from ..._core.rules import register
 from ..._core.surface.array import ImplicitArray
 from ..._core.transform import redispatch

@@ -24,7 +24,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from ..._core.policy import note_how
-from ..._core.primitives.dimension_numbers import DotDimensionNumbers, NestedAxes
+from ..._core.primitives.axes import DotDimensionNumbers, NestedAxes
 from ..._core.surface.array import ImplicitArray
 from ..arrays.qarray import QArray
 from ..formats.tiles import over_tiles
@@ -101,7 +101,7 @@ class QuantizedProduct:
         out_sharding: Any = None,
     ) -> "QuantizedProduct":
         """Return the product for the arguments of `dot_general`."""
-        numbers = DotDimensionNumbers.of(dimension_numbers)
+        numbers = DotDimensionNumbers.from_lax(dimension_numbers)
         operands = operand_pair(lhs, rhs, precision, preferred_element_type)
         # The type of each dense operand. `aval` is called once, because it computes the shape.
         left = operands[0].aval() if isinstance(operands[0], QArray) else operands[0]

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from ..._core.primitives.dimension_numbers import DotDimensionNumbers, without
+from ..._core.primitives.axes import DotDimensionNumbers, without
 from ..._core.rules import register
 from ..._core.surface.array import ImplicitArray
 from ..._core.value import materialise_one
@@ -156,7 +156,7 @@ def _plan_ragged(
     dense = Plan(how_dense, multiply_dense, operands, dense_nbytes(lhs, rhs))
     if group_offset is not None:
         return dense
-    dot_numbers = DotDimensionNumbers.of(dimension_numbers.dot_dimension_numbers)
+    dot_numbers = DotDimensionNumbers.from_lax(dimension_numbers.dot_dimension_numbers)
     (ragged_axis,) = dimension_numbers.lhs_ragged_dimensions
     if ragged_axis in dot_numbers.batch[0]:  # groups do not change the result
         product = QuantizedProduct.create(lhs, rhs, dot_numbers, precision, preferred_element_type)
@@ -206,7 +206,7 @@ def _multiply_groups(
                 for x in (lhs, rhs)
             )
         params = _GroupedDotParams(
-            DotDimensionNumbers.of(dimension_numbers.dot_dimension_numbers),
+            DotDimensionNumbers.from_lax(dimension_numbers.dot_dimension_numbers),
             int(dimension_numbers.lhs_ragged_dimensions[0]),
             int(dimension_numbers.rhs_group_dimensions[0]),
             precision,

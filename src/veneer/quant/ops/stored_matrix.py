@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..._core.primitives.reshaping import reshape
+from ..._core.primitives.movement import reshape
 from ...kernels import FLOATS, MatmulOperands, ScaleCodes
 from ..arrays.qarray import QArray
 from ..formats.packing import Packing, ternary_to_int2

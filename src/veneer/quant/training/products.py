@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 from jax import lax
 
-from ..._core.primitives.dimension_numbers import Axes, DotDimensionNumbers
+from ..._core.primitives.axes import Axes, DotDimensionNumbers
 from ..._core.value import materialise_one
 from ..._jax.primitives import find_primitive
 from ..arrays.qarray import QArray
@@ -131,7 +131,7 @@ class _DotProduct(TrainingProduct):
 
     @property
     def _numbers(self) -> DotDimensionNumbers:
-        return DotDimensionNumbers.of(self["dimension_numbers"])
+        return DotDimensionNumbers.from_lax(self["dimension_numbers"])
 
     @property
     def contracted(self) -> tuple[Axes, Axes]:
@@ -285,7 +285,7 @@ class _RaggedDot(TrainingProduct):
 
     def gradient_axes(self, side: int, ndims: Sequence[int]) -> GradientAxes:
         ragged_numbers = self["ragged_dot_dimension_numbers"]
-        numbers = DotDimensionNumbers.of(ragged_numbers.dot_dimension_numbers)
+        numbers = DotDimensionNumbers.from_lax(ragged_numbers.dot_dimension_numbers)
         lhs_free, rhs_free = numbers.free(0, ndims[0]), numbers.free(1, ndims[1])
         rhs_free = tuple(a for a in rhs_free if a not in ragged_numbers.rhs_group_dimensions)
         # The output has the batch axes, the free axes of operand 0, and the free axes of operand 1.

@@ -16,7 +16,7 @@ from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from jax.typing import ArrayLike, DTypeLike
 
 from ..._core.policy import note_how
-from ..._core.primitives.dimension_numbers import DotDimensionNumbers
+from ..._core.primitives.axes import DotDimensionNumbers
 from ..._core.primitives.scopes import may_be_tangents
 from ..._core.rules import register
 from ..._core.sources import keep_sources
@@ -392,7 +392,7 @@ def _multiply(
 
     `activations_first` is True if the activations are lhs, and False if they are rhs.
     """
-    numbers = DotDimensionNumbers.of(params["dimension_numbers"])
+    numbers = DotDimensionNumbers.from_lax(params["dimension_numbers"])
     numbers = numbers if activations_first else numbers.swapped  # now the activations are lhs
     (x_contracted, w_contracted), (x_batch, w_batch) = numbers
     if not (w.sums_over(w_contracted) and w.is_for("dot_general")):

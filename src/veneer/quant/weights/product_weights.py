@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from ..._core.leaf_axes import LeafAxis, Movement, aligned_axes
-from ..._core.primitives.reshaping import reshape_groups
+from ..._core.primitives.axes import reshape_groups
 from ..._core.primitives.scopes import may_be_tangents
 from ..._core.rules import register
 from ..._core.surface.array import ImplicitArray

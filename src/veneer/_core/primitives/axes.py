@@ -1,70 +1,18 @@
-"""Reshape the leaves of a value when its dense array is reshaped."""
+"""The axes of reshapes and of products: which old axis becomes which new axis."""
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from ..leaf_axes import Movement, Shape
-from ..value import Value
-from .leaves import Leaf, layout_of, move
+from ..leaf_axes import Shape
+
+# Reshapes.
 
 
-def reshape(x: Value, new_shape: Shape) -> Any:
-    """Reshape the leaves of a value, so that they represent the reshaped dense array.
-
-    Return NotImplemented if a block (dense elements that share a leaf entry) would be cut.
-    """
-    x = x._movable()
-    old_shape, layout = x.aval().shape, layout_of(x)
-    # Outer axes end with the last axis that a leaf axis corresponds to. Later axes must not change.
-    outer = 1 + max(layout.dense_axes(), default=-1)
-    new_outer = len(new_shape) - (len(old_shape) - outer)
-    if new_outer < 0 or old_shape[outer:] != new_shape[new_outer:]:
-        return NotImplemented
-    if layout.is_declared and 0 in old_shape:
-        return NotImplemented
-    outer_shapes = old_shape[:outer], new_shape[:new_outer]
-    # Find the new axis of each outer axis along which blocks are packed. Other axes may be split
-    # or merged, so they have no single new axis.
-    new_axes: list[int | None] = [None] * outer
-    for leaf in layout.leaves:
-        for i, axis in enumerate(leaf.axes):
-            if axis is not None and axis.packed_in:
-                dense_axis, count = axis.axis, leaf.shape[i] // axis.packed_in
-                block_counts = (*old_shape[:dense_axis], count, *old_shape[dense_axis + 1 : outer])
-                new_axis = _new_packed_axis(
-                    block_counts, *outer_shapes, dense_axis, int(axis.block)
-                )
-                if new_axis is None:
-                    return NotImplemented
-                new_axes[dense_axis] = new_axis
-
-    def get_step(leaf: Leaf) -> Any:
-        outer_axes: Any = leaf.axes[:outer]
-        if [axis and axis.axis for axis in outer_axes] != [*range(outer)]:
-            return NotImplemented
-        if any(axis.block == "whole" for axis in outer_axes):
-            return NotImplemented
-        # Reshape the blocks. A packed block is `width` entries of the leaf.
-        widths = [axis.packed_in or 1 for axis in outer_axes]
-        block_counts = tuple(n // width for n, width in zip(leaf.shape, widths, strict=False))
-        new_block_counts = reshaped(block_counts, *outer_shapes)
-        if new_block_counts is None:
-            return NotImplemented
-        new_sizes = [*new_block_counts, *leaf.shape[outer:]]
-        for new_axis, width in zip(new_axes, widths, strict=True):
-            if width > 1 and new_axis is not None:
-                new_sizes[new_axis] *= width
-        return (), {"new_sizes": tuple(new_sizes), "dimensions": None, "sharding": None}
-
-    movement = Movement(new_shape, (*new_axes, *range(new_outer, len(new_shape))), reorders=True)
-    return move(x, "reshape", movement, get_step)
-
-
-def reshaped(leaf_shape: Shape, old: Shape, new: Shape) -> Shape | None:
+def reshape_leaf_shape(leaf_shape: Shape, old: Shape, new: Shape) -> Shape | None:
     """Return the shape of a leaf after its dense array is reshaped from `old` to `new`.
 
     Each leaf entry is for a block of dense elements. Return None if a block is not
@@ -91,7 +39,7 @@ def reshaped(leaf_shape: Shape, old: Shape, new: Shape) -> Shape | None:
     return tuple(new_leaf_shape)
 
 
-def _new_packed_axis(
+def find_packed_axis(
     block_counts: Shape, old: Shape, new: Shape, axis: int | np.integer, block: int
 ) -> int | None:
     """Return the axis of packed blocks after a reshape, or None if they do not lie along one axis.
@@ -103,7 +51,7 @@ def _new_packed_axis(
     - `axis`: the old axis along which blocks are packed.
     - `block`: the number of dense elements per block.
     """
-    new_counts = reshaped(block_counts, old, new)
+    new_counts = reshape_leaf_shape(block_counts, old, new)
     if new_counts is None:
         return None
     for old_axes, new_axes in reshape_groups(old, new):
@@ -171,3 +119,68 @@ def _shape_of_runs(entries: int, sizes: Sequence[int]) -> list[int] | None:
         shape.append(leaf_size)
         entries //= leaf_size
     return shape
+
+
+# Products.
+
+Axes = tuple[int, ...]
+
+#: `dimension_numbers` as `jax.lax.dot_general` takes them.
+NestedAxes = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
+
+
+class DotDimensionNumbers(NamedTuple):
+    """The `dimension_numbers` of `jax.lax.dot_general`, in hashable form.
+
+    **Arguments:**
+
+    - `contracting`: the contracted axes of the left and of the right operand.
+    - `batch`: the batch axes of the left and of the right operand. The output has them first.
+
+    >>> from veneer._core.primitives.axes import DotDimensionNumbers
+    >>> numbers = DotDimensionNumbers.from_lax((([2], [1]), ([0], [0])))
+    >>> numbers.free(0, 3), numbers.swapped.contracting
+    ((1,), ((1,), (2,)))
+    """
+
+    contracting: tuple[Axes, Axes]
+    batch: tuple[Axes, Axes]
+
+    @classmethod
+    def from_lax(
+        cls, dimension_numbers: Sequence[Sequence[Sequence[Any]]]
+    ) -> "DotDimensionNumbers":
+        """Convert `dimension_numbers` of `lax.dot_general`: nested sequences of any integers."""
+        contracting, batch = (
+            (tuple(map(int, lhs)), tuple(map(int, rhs))) for lhs, rhs in dimension_numbers
+        )
+        return cls(contracting, batch)
+
+    @property
+    def swapped(self) -> "DotDimensionNumbers":
+        """The dimension numbers of the product with its operands exchanged."""
+        return DotDimensionNumbers(self.contracting[::-1], self.batch[::-1])
+
+    def free(self, side: int, ndim: int) -> Axes:
+        """Return the axes of operand 0 or 1 that are neither contracted nor batch axes."""
+        shared = (*self.contracting[side], *self.batch[side])
+        return tuple(axis for axis in range(ndim) if axis not in shared)
+
+    def without(self, lhs_axis: int | None, rhs_axis: int | None) -> "DotDimensionNumbers":
+        """Return the numbers after one axis of each operand is removed. None removes no axis."""
+        contracting, batch = ((without(lhs, lhs_axis), without(rhs, rhs_axis)) for lhs, rhs in self)
+        return DotDimensionNumbers(contracting, batch)
+
+
+def without(axes: Axes, removed: int | None) -> Axes:
+    """Return `axes` of an array, renumbered for the array without its axis `removed`.
+
+    If `removed` is None, return `axes`.
+
+    >>> from veneer._core.primitives.axes import without
+    >>> without((0, 1, 3), 1)
+    (0, 2)
+    """
+    if removed is None:
+        return axes
+    return tuple(axis - (axis > removed) for axis in axes if axis != removed)
