@@ -8,8 +8,7 @@ Rules of primitives that contain programs:
 
 Rules of other primitives:
 
-    callbacks           callbacks and debug prints
-    identities          primitives that return their operand
+    passthrough         primitives that return their operand, callbacks and debug prints
     packing             our primitive that builds a value from its leaves
     movement            primitives that move elements: transpose, slice, gather, ...
     writing             updates of slices, scatter; the update is stored in the format of the value
@@ -23,12 +22,11 @@ Tools for rules:
     axes                the axes of reshapes and products
 """
 
-from . import callbacks as callbacks
 from . import collectives as collectives
 from . import custom_functions as custom_functions
-from . import identities as identities
 from . import movement as movement
 from . import packing as packing
+from . import passthrough as passthrough
 from . import programs as programs
 from . import sharding as sharding
 from . import writing as writing
