@@ -21,7 +21,7 @@ from .policy import report_materialised, set_variable
 from .sources import tag_sources
 from .value import Value, describe, describe_operands, is_part, is_value, materialise_one
 
-#: The primitive that builds a value from its leaves. Its rules are in `primitives/packing.py`.
+#: The primitive that builds a value from its leaves. Its rules are in `surface/operands.py`.
 pack = Primitive("pack_value")
 
 #: True once `pack` was bound in this process. Until then, jaxprs are not searched for it, because a

@@ -9,7 +9,6 @@ Rules of primitives that contain programs:
 Rules of other primitives:
 
     passthrough         primitives that return their operand, callbacks and debug prints
-    packing             our primitive that builds a value from its leaves
     movement            primitives that move elements: transpose, slice, gather, ...
     writing             updates of slices, scatter; the update is stored in the format of the value
     collectives         primitives that send elements to other devices
@@ -25,7 +24,6 @@ Tools for rules:
 from . import collectives as collectives
 from . import custom_functions as custom_functions
 from . import movement as movement
-from . import packing as packing
 from . import passthrough as passthrough
 from . import programs as programs
 from . import sharding as sharding

@@ -7,21 +7,36 @@ container of its module. Such a value is a plain pytree until a JAX function tak
 - Directly under `implicit`, the value is wrapped like an argument.
 - In another transformation under `implicit` (`jax.grad`, `vmap`, `jit`, a loop), the primitive
   `pack` is bound with its leaves. The rule of `pack` builds the value in the trace of `implicit`.
+  Until then, the program can be traced, differentiated and mapped by vmap, but not run. The
+  derivative of `pack` is the derivative of the dense array with respect to the leaves.
 - Everywhere else, `OutsideImplicitError` is raised. The value is never materialized silently.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.interpreters import ad, batching, mlir
 
-from ..._jax.tracing import current_trace, is_eager, is_read_by_operator
+from ..._jax.tracing import abstract_array, current_trace, is_eager, is_read_by_operator
 from ..errors import CHECK_BUGS, reject_derivatives, reject_refs_and_float0
-from ..nesting import as_tracer, enclosing_implicit, outside_implicit_error
-from ..primitives.leaves import dense_shape_of, run_checks
-from ..value import Value, has_all_leaves, is_part, is_value
+from ..nesting import as_tracer, compose_value, enclosing_implicit, outside_implicit_error, pack
+from ..policy import report_materialised
+from ..primitives.custom_functions import dense_function_of
+from ..primitives.leaves import can_stack_leaves, dense_shape_of, is_label, run_checks
+from ..rules import add_rule
+from ..trace import ImplicitTrace
+from ..value import (
+    Value,
+    describe_operands,
+    has_all_leaves,
+    is_part,
+    is_value,
+    make_dense,
+)
 
 
 class OperandConversion:
@@ -97,3 +112,60 @@ def _check_leaves_fit_together(value: Value) -> None:
             "call the function that takes it as an argument under vn.implicit."
         )
         raise
+
+
+# The rules of `pack`, which builds a value from its leaves.
+
+
+@pack.def_abstract_eval
+def _abstract_eval(*avals: Any, structure: Any) -> Any:
+    return jax.tree.unflatten(structure, map(abstract_array, avals)).aval()
+
+
+def _jvp(leaves: Sequence[Any], tangents: Sequence[Any], *, structure: Any) -> Any:
+    out = pack.bind(*leaves, structure=structure)
+    is_nonzero = [type(t) is not ad.Zero for t in tangents]
+    value = jax.tree.unflatten(structure, leaves)
+    if not is_label(value):  # the dense array of a label is its leaf, so nothing is materialized
+        why = "its derivative is that of the dense array"
+        report_materialised(pack.name, lambda: describe_operands([value]), why)
+    dense, primals = dense_function_of(value, is_nonzero)
+    nonzero_tangents = [t for t in tangents if type(t) is not ad.Zero]
+    _, out_tangent = jax.jvp(dense, primals, nonzero_tangents)
+    return out, out_tangent
+
+
+def _batch(leaves: Sequence[Any], dims: Sequence[Any], *, structure: Any) -> Any:
+    """Pack leaves with a batch axis. If they cannot be stacked, vmap the dense array instead."""
+    size = next(x.shape[d] for x, d in zip(leaves, dims, strict=True) if d is not None)
+
+    def slice_of(x: Any, d: int | None) -> Any:
+        shape = x.shape if d is None else (*x.shape[:d], *x.shape[d + 1 :])
+        return jax.ShapeDtypeStruct(shape, x.dtype)
+
+    def move_batch_axis_to_front(x: Any, d: int | None) -> Any:
+        return jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
+
+    if can_stack_leaves(jax.tree.unflatten(structure, map(slice_of, leaves, dims))):
+        return pack.bind(*map(move_batch_axis_to_front, leaves, dims), structure=structure), 0
+    materialize = lambda *leaves: make_dense(pack, [jax.tree.unflatten(structure, leaves)])[0]
+    return jax.vmap(materialize, in_axes=tuple(dims))(*leaves), 0
+
+
+@pack.def_impl
+def _raise_outside_implicit(*leaves: Any, structure: Any) -> Any:
+    raise outside_implicit_error(jax.tree.unflatten(structure, leaves))
+
+
+_build = lambda *leaves, structure: compose_value(
+    jax.tree.unflatten(structure, leaves), ImplicitTrace.run
+)
+add_rule(_build, [pack], structural=True)
+ad.primitive_jvps[pack] = _jvp
+batching.primitive_batchers[pack] = _batch
+
+
+@partial(mlir.register_lowering, pack)
+def _lower(ctx: Any, *leaves: Any, structure: Any) -> Any:
+    abstract = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in ctx.avals_in]
+    _raise_outside_implicit(*abstract, structure=structure)
