@@ -14,7 +14,7 @@ from support.array_types import MAKERS
 from support.every_type import EVERY_TYPE, Arrays
 
 import veneer as vn
-from veneer._core.surface.shown import title
+from veneer._core.surface.array import title
 
 # treescope emits it with a newer NumPy.
 pytestmark = pytest.mark.filterwarnings("ignore:The chararray class:DeprecationWarning")

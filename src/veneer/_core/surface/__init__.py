@@ -1,8 +1,7 @@
 """The API that users subclass and call, on top of the core and its rules for primitives.
 
-array             ImplicitArray, the class that users subclass
+array             ImplicitArray, the class that users subclass, and its display
 operators         its operators and methods, like those in `jax.Array`
-shown             the display of implicit arrays as text, in notebooks and by treescope
 implicit          implicit: the transformation with filters, policies and captured arrays
 captures          make the implicit arrays that a function captures arguments of it
 operands          implicit arrays that JAX functions get although `implicit` did not wrap them

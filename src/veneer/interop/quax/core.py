@@ -15,9 +15,8 @@ from jax.typing import ArrayLike
 from ..._core import rules
 from ..._core.errors import install_command
 from ..._core.rules import add_rule
-from ..._core.surface.array import Shaped
+from ..._core.surface.array import Shaped, Shown
 from ..._core.surface.implicit import FilterSpec, implicit
-from ..._core.surface.shown import Shown
 from ..._core.transform import redispatch
 from ..._core.value import Value as _CoreValue
 from ..._jax.primitives import Primitive, find_primitive, inlines_early, jaxpr_as_fun

@@ -10,8 +10,7 @@ from jax.typing import DTypeLike
 
 from ..._core.errors import reject_derivatives
 from ..._core.leaf_axes import LeafAxis, Movement, aligned_axes
-from ..._core.surface.array import ImplicitArray
-from ..._core.surface.shown import has_title, title
+from ..._core.surface.array import ImplicitArray, has_title, title
 from ..._core.tree import static
 from ..formats import Format, get_format
 from ..formats.packing import UNITS, Packing, axis_to_pack, pack, packed_size, unpack

@@ -15,8 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from ..._core.surface.array import ImplicitArray
-from ..._core.surface.shown import is_default
+from ..._core.surface.array import ImplicitArray, is_default
 from ..._core.surface.straight_through import ste
 from ..._core.tree import static
 from ..._core.value import describe
