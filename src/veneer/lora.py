@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from ._core.surface.arguments import check_key, check_parameters, check_regex, path_matches
+from ._core.surface import check_key, check_parameters, check_regex, path_matches
 from ._core.value import Value
 from ._jax.source_lines import warn_user
 from .quant.arrays.qarray import QUANTIZABLE

@@ -19,7 +19,7 @@ from ._core.primitives.sharding import (
     leaf_specs,
     why_not_split,
 )
-from ._core.surface.arguments import path_matches
+from ._core.surface import path_matches
 from ._core.value import is_value
 
 

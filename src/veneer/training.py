@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from . import tree as vtree
-from ._core.surface.arguments import check_regex, path_matches
+from ._core.surface import check_regex, path_matches
 from ._core.value import Value, is_value
 
 Where = str | type | Callable[[str, Any], Any] | None

@@ -13,7 +13,7 @@ import numpy as np
 from jax.tree_util import treedef_is_leaf
 from jax.typing import ArrayLike, DTypeLike
 
-from ..._core.surface.arguments import check_key
+from ..._core.surface import check_key
 from ..._core.surface.array import ImplicitArray
 from ..._core.value import materialise_one
 from ..._jax.source_lines import warn_user

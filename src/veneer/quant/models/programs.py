@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.dtypes import canonicalize_dtype
 
-from ..._core.surface.arguments import check_parameters
+from ..._core.surface import check_parameters
 from ..._jax.sharding import replicated_sharding
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 from jax.typing import DTypeLike
 
-from ..._core.surface.arguments import check_parameters
+from ..._core.surface import check_parameters
 from ..._jax.source_lines import warn_user
 from ..arrays.qarray import QArray
 from ..observation.statistics import ActivationStatistics

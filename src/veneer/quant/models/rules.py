@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.typing import DTypeLike
 
-from ..._core.surface.arguments import check_regex, path_matches
+from ..._core.surface import check_regex, path_matches
 from ...types.basis import InBasis
 from ...types.lora import LoraArray
 from ...types.rotated import Rotated

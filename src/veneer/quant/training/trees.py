@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..._core.surface.arguments import check_key, check_parameters
+from ..._core.surface import check_key, check_parameters
 from ..weights.activations import ActivationQuantized
 from .fake_quantized import FakeQuantized
 

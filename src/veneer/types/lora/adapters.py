@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..._core.surface.arguments import check_key
+from ..._core.surface import check_key
 from ..._core.value import describe, is_value, materialise_one
 from ..._jax.source_lines import warn_user
 from .array import LoraArray

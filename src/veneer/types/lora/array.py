@@ -14,7 +14,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from ..._core.leaf_axes import Axes, LeafAxis, Movement
-from ..._core.surface.arguments import check_key
+from ..._core.surface import check_key
 from ..._core.surface.array import ImplicitArray, is_default
 from ..._core.transform import redispatch
 from ..._core.tree import check_metadata, static
