@@ -33,8 +33,8 @@ from jax.typing import ArrayLike
 
 from . import _core as _core
 from ._core.errors import OutsideImplicitError
-from ._core.event import Event, MaterialiseError, MaterialiseWarning
 from ._core.leaf_axes import LeafAxis
+from ._core.policy import Event, MaterialiseError, MaterialiseWarning
 from ._core.rules import AmbiguousLookupError, register
 from ._core.surface.array import ImplicitArray
 from ._core.surface.implicit import implicit

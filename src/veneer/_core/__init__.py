@@ -4,8 +4,8 @@ The modules here are the core. Each imports only modules above it, and `_jax`:
 
     tree              classes as dataclasses and pytrees
     errors            errors for mistakes in types, rules and calls, with the remedy
-    event             Event, a record of a primitive that ran on an implicit operand
-    policy            the reaction to materialization: allow, warn, raise, collect
+    policy            Event, a record of a primitive that ran on an implicit operand, and the
+                      reaction to it: allow, warn, raise, collect
     leaf_axes         LeafAxis: how the axes of leaves correspond to dense axes
     value             Value, the base class of implicit arrays, and materialise
     sources           the weights that a value comes from, for reports

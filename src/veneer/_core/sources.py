@@ -21,8 +21,7 @@ import jax
 import numpy as np
 
 from .._jax.tracing import ConcreteArray, is_staged, primal_of
-from .event import FOUND, Source, join_sources
-from .policy import ALLOW, current_policy, set_variable
+from .policy import ALLOW, FOUND, Source, current_policy, join_sources, set_variable
 from .value import Value, is_opaque_leaf, is_part, is_value, source_of
 
 T = TypeVar("T")

@@ -17,9 +17,8 @@ from .._jax.primitives import Primitive
 from .._jax.source_lines import user_line
 from .._jax.tracing import find_mesh, vary_like
 from .errors import check_fields, check_leaves_fit, reject_derivatives
-from .event import Operands, Source
 from .leaf_axes import Axes, Movement, are_valid_axes, partition_leaves
-from .policy import ALLOW, policy_in_force, report_materialised, set_variable
+from .policy import ALLOW, Operands, Source, policy_in_force, report_materialised, set_variable
 from .tree import (
     ArrayFields,
     array_fields_of,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
-from .._core.event import BEFORE_CALL, Event
+from .._core.policy import BEFORE_CALL, Event
 from .tables import short_size_of, size_of
 
 _INTERMEDIATES = "intermediates"  # the name of the group of events without a weight

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from string import Template
 
-from .._core.event import Event
+from .._core.policy import Event
 from .groups import EventGroup, group_by_line, group_by_weight, shorten
 
 _CONTEXT_LINES = 2  # the number of source lines shown before and after a line of the program

@@ -8,8 +8,7 @@ from typing import Any, ParamSpec
 import jax
 import numpy as np
 
-from .._core.event import Event
-from .._core.policy import Policy, policy_in_force
+from .._core.policy import Event, Policy, policy_in_force
 from .._core.surface.implicit import implicit
 from .._core.surface.operators import materialised_before
 from .groups import group_by_weight, shorten

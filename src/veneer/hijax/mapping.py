@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from .._core.errors import derivatives_error
-from .._core.event import Operands
-from .._core.policy import report_materialised
+from .._core.policy import Operands, report_materialised
 from .._core.value import Value, describe, has_all_leaves, is_value, make_dense, source_of
 from .._jax.primitives import Primitive, find_primitive
 from .mode import is_enabled, signature_of

@@ -29,8 +29,7 @@ from jax import tree_util
 from .. import tree as _tree
 from .._core import rules
 from .._core.annotations import names_around, operand_types
-from .._core.event import MaterialiseWarning
-from .._core.policy import ALLOW, current_policy
+from .._core.policy import ALLOW, MaterialiseWarning, current_policy
 from .._core.surface.array import ImplicitArray as _CoreArray
 from .._core.surface.implicit import implicit as _implicit
 from .._core.surface.straight_through import StraightThrough

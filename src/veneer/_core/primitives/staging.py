@@ -26,16 +26,20 @@ from ..._jax.primitives import (
 from ..._jax.source_lines import user_line
 from ..._jax.tracing import current_trace, trace_context
 from ..errors import check_fields
-from ..event import FOUND, Event, Source, paths_of, resolve_source
 from ..nesting import mark_staging_trace, use_trace
 from ..policy import (
     ALLOW,
+    FOUND,
     RECORD,
+    Event,
+    Source,
     current_policy,
     emit_events,
     must_replay_events,
+    paths_of,
     policy_in_force,
     recorded_events,
+    resolve_source,
 )
 from ..rules import clear_with_rules
 from ..sources import find_source, leaf_sources, with_source

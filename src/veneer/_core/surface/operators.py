@@ -15,8 +15,7 @@ from ..._jax.caller_errors import reject_dense_update
 from ..._jax.source_lines import user_line
 from ..._jax.tracing import ConcreteArray, is_eager
 from ..errors import check_fields, is_marked_as_derivatives
-from ..event import BEFORE_CALL, Event
-from ..policy import ALLOW, Policy, current_policy, policy_in_force
+from ..policy import ALLOW, BEFORE_CALL, Event, Policy, current_policy, policy_in_force
 from ..rules import clear_with_rules
 from ..sources import tag_sources
 from ..transform import redispatch
