@@ -10,7 +10,6 @@ The modules here are the core. Each imports only modules above it, and `_jax`:
     value             Value, the base class of implicit arrays, and materialise
     sources           the weights that a value comes from, for reports
     annotations       the annotations of a rule as classes of operands
-    jitted_functions  jitted functions that have rules like primitives
     rules             register, and the selection of a rule by operand types
     dispatch          run a primitive by a rule, a default, or materialization
     nesting           nested calls of implicit, and values that programs build

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
+import jax
+
 from .._jax.primitives import Primitive, find_primitive
 from .annotations import Alternatives, check_annotations, operand_types
-from .jitted_functions import JittedFunction, jitted_function
 from .value import Value
 
 _F = TypeVar("_F", bound=Callable)
@@ -97,6 +98,66 @@ def location_of(function: Callable) -> str:
     """Return the file and line at which a function is defined, as `file:line`."""
     code = inspect.unwrap(function).__code__
     return f"{code.co_filename}:{code.co_firstlineno}"
+
+
+_functions: "dict[Any, JittedFunction]" = {}  # by the function and its keywords
+
+
+class JittedFunction:
+    """A jitted function, such as `jnp.linalg.det`, that has rules like a primitive.
+
+    It has static keywords, and the attributes of a primitive. The primitives inside
+    `jnp.linalg.det` do not show that they compute a determinant. So the rule of `jit` compares each
+    equation with the functions that have rules: by the name, and by the jaxpr for operands of the
+    same types, traced directly or under `jax.vmap`. The derivative of a function has another jaxpr
+    and is not recognized.
+    """
+
+    multiple_results = True
+
+    def __init__(self, jitted: Any, keywords: dict[str, Any]):
+        self._jitted, self._keywords = jitted, keywords
+        self.name: str = jitted.__name__
+
+    def jaxpr(self, avals: Sequence[Any], vmaps: int = 0) -> Any:
+        """Return the jaxpr of the function for operands of the types `avals`.
+
+        `vmaps` is the number of nested calls of `jax.vmap` around the function. Return None if
+        tracing the call of the function gives no equations.
+        """
+        operands = [
+            jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type, sharding=a.sharding)
+            for a in avals
+        ]
+        function = lambda *xs: self._jitted(*xs, **self._keywords)
+        for _ in range(vmaps):
+            function = jax.vmap(function)
+        equations = jax.make_jaxpr(function)(*operands).jaxpr.eqns
+        # The last equation is the `jit`. JAX may convert operands in the equations before.
+        return equations[-1].params["jaxpr"] if equations else None
+
+    def abstract_eval(self, *avals: Any) -> tuple[Any, Any]:
+        """Return the types of the results and no effects, like `Primitive.abstract_eval`."""
+        return list(self.jaxpr(avals).out_avals), set()
+
+
+def get_jitted_function(function: Any) -> JittedFunction | None:
+    """Return the `JittedFunction` for a result of `jax.jit`, or a `functools.partial` of one.
+
+    Return the same object in each call, and None for anything else.
+    """
+    keywords: dict[str, Any] = {}
+    if isinstance(function, functools.partial):
+        function, keywords = function.func, function.keywords
+    if not (callable(function) and hasattr(function, "trace") and hasattr(function, "lower")):
+        return None
+    key = function, tuple(sorted(keywords.items()))
+    return _functions.setdefault(key, JittedFunction(function, keywords))
+
+
+def functions_named(name: str) -> Sequence[JittedFunction]:
+    """Return the functions of this name for which `get_jitted_function` was called."""
+    return [function for function in _functions.values() if function.name == name]
 
 
 # The operation that a rule implements: a primitive, or a jitted function such as `jnp.linalg.det`.
@@ -185,7 +246,7 @@ def _target_of(x: Any) -> Target:
         return find_primitive(x)
     if isinstance(x, Primitive):
         return x
-    if (function := jitted_function(x)) is not None:
+    if (function := get_jitted_function(x)) is not None:
         return function
     raise TypeError(
         "vn.register takes a JAX primitive, its name, a function made by jax.jit, or a sequence "

@@ -31,9 +31,8 @@ from ..._jax.primitives import (
 from ..._jax.sharding import UNSPECIFIED
 from ..._jax.tracing import slice_type
 from ..dispatch import apply_rules
-from ..jitted_functions import JittedFunction, functions_named
 from ..policy import MaterialiseError, current_policy, emit_events, join_sources, must_replay_events
-from ..rules import add_rule, clear_with_rules, structural
+from ..rules import JittedFunction, add_rule, clear_with_rules, functions_named, structural
 from ..sources import keep_sources
 from ..value import Value, describe, is_value, make_dense
 from .leaves import (
