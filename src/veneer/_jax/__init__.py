@@ -6,9 +6,8 @@ version, so that it can be deleted with the support for that version.
 
     tracing             the current trace, kinds of traced arrays, and varying manual axes
     known_values        entries, zeros and divisors of traced arrays that are known at trace time
-    primitives          lookup of primitives, jaxprs, scans, and the lowering of primitives
+    primitives          lookup of primitives, jaxprs, scans, shardings, and the lowering of primitives
     derivatives         custom derivatives and batching rules, and a named scope for tangents
-    sharding            resharding, and reshapes of sharded arrays
     source_lines        the user's source line, without veneer's own frames
     caller_errors       notes on errors of JAX for implicit arrays outside `implicit`
     export              serialization of metadata for `jax.export`

@@ -1,4 +1,4 @@
-"""Look up primitives, inspect and evaluate jaxprs, bind scans, and set lowering rules."""
+"""Look up primitives, evaluate jaxprs, bind scans, read shardings, and set lowering rules."""
 
 import difflib
 import sys
@@ -18,7 +18,18 @@ from jax._src.core import jaxpr_as_fun as jaxpr_as_fun
 from jax._src.interpreters import mlir
 from jax._src.interpreters.partial_eval import convert_constvars_jaxpr
 from jax._src.lax import special
+from jax._src.sharding_impls import UNSPECIFIED as UNSPECIFIED
+from jax._src.sharding_impls import parse_flatten_op_sharding
 from jax._src.util import split_list as split_list
+from jax.sharding import PartitionSpec
+
+# The function that JAX's shard_map runs returns a FlatTree of results, with their specs.
+try:
+    from jax._src.flattree import flatten as flat_tree
+except ImportError:  # JAX < 0.12
+    from jax._src.tree_util import FlatTree
+
+    flat_tree = FlatTree.flatten
 
 # A dict from names to the primitives of all imported modules. jax.lax lists only some of them.
 _primitives: dict[str, Primitive] = {}
@@ -240,3 +251,15 @@ def wrap_lowering(primitive: Primitive, platform: str, rule: Callable[..., Any])
     former = mlir._platform_specific_lowerings[platform].get(primitive)
     former = former or mlir._lowerings[primitive]
     mlir.register_lowering(primitive, partial(rule, former.rule), platform=platform)
+
+
+def find_partition_spec(mesh: Any, sharding: Any, ndim: int) -> PartitionSpec:
+    """Return the `PartitionSpec` of a sharding that XLA's partitioner chose.
+
+    The result is an empty spec if no spec can express the sharding. For example, the partitioner
+    can split an array over a part of a mesh axis.
+    """
+    try:
+        return parse_flatten_op_sharding(sharding._to_xla_hlo_sharding(ndim), mesh)[0]
+    except Exception:  # JAX raises errors of several types, such as KeyError for a part of an axis
+        return PartitionSpec()

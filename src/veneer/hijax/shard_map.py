@@ -23,8 +23,7 @@ from .._core.primitives.sharding import (
     why_not_split,
 )
 from .._core.value import Value, is_part, is_value
-from .._jax.primitives import Primitive, find_primitive
-from .._jax.sharding import flat_tree
+from .._jax.primitives import Primitive, find_primitive, flat_tree
 from .._jax.tracing import Trace, set_current_trace
 from .mapping import materialise_traced
 from .mode import is_enabled

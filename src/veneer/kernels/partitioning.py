@@ -21,8 +21,7 @@ from jax.interpreters import mlir
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .._jax.primitives import Primitive
-from .._jax.sharding import find_partition_spec
+from .._jax.primitives import Primitive, find_partition_spec
 from .common.problem import MatmulOperands, MatmulProblem, unflatten
 from .lowering import by_kernel, by_reference, can_use_kernel, is_on_one_device
 

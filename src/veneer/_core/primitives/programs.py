@@ -20,6 +20,7 @@ from jax import lax
 from jax.tree_util import treedef_is_leaf
 
 from ..._jax.primitives import (
+    UNSPECIFIED,
     bind_scan,
     contained_jaxpr,
     find_primitive,
@@ -28,7 +29,6 @@ from ..._jax.primitives import (
     scan_counts,
     split_list,
 )
-from ..._jax.sharding import UNSPECIFIED
 from ..._jax.tracing import slice_type
 from ..dispatch import apply_rules
 from ..policy import MaterialiseError, current_policy, emit_events, join_sources, must_replay_events

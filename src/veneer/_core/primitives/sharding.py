@@ -19,8 +19,7 @@ import jax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ..._jax.primitives import find_primitive
-from ..._jax.sharding import flat_tree
+from ..._jax.primitives import find_primitive, flat_tree
 from ..._jax.tracing import varying_axes
 from ..leaf_axes import LeafAxis
 from ..policy import current_policy, policy_in_force
@@ -392,3 +391,66 @@ def _pvary(value: Value, *, axes: tuple[str, ...]) -> Any:
         return _pvary_p.bind(leaf, axes=missing) if missing else leaf
 
     return jax.tree.map(vary, value)
+
+
+# Dense arrays on meshes with explicit axes, where the sharding is part of the type.
+
+
+def _spec_entries(x: Any) -> tuple[Any, ...]:
+    return entries_of(jax.typeof(x).sharding.spec, len(x.shape))
+
+
+def replicated_sharding(x: Any) -> NamedSharding | None:
+    """Return the sharding that replicates an array, or None if its mesh has no explicit axes."""
+    mesh = jax.typeof(x).sharding.mesh
+    if AxisType.Explicit not in mesh.axis_types:
+        return None
+    return NamedSharding(mesh, P())
+
+
+def replicate(x: Any) -> Any:
+    """Return a copy of an array on every device, if the mesh of the array has explicit axes.
+
+    Otherwise return the array unchanged, because XLA then chooses the shardings.
+    """
+    sharding = replicated_sharding(x)
+    return x if sharding is None else jax.sharding.reshard(x, sharding)
+
+
+def split_axes(x: Any, new_sizes: Sequence[Sequence[int]]) -> Any:
+    """Return an array with each axis split into axes of the given sizes.
+
+    For example, `[[4], [2, 3]]` reshapes (4, 6) to (4, 2, 3). The first new axis keeps the sharding
+    of the old axis if the number of shards divides its size. If not, the old axis is gathered
+    first, because JAX cannot reshape an axis across the borders of its shards.
+    """
+    shape = [size for sizes in new_sizes for size in sizes]
+    if replicated_sharding(x) is None or shape == [*x.shape]:
+        return x.reshape(shape)
+    mesh = jax.typeof(x).sharding.mesh
+    old_spec: list[Any] = []
+    new_spec: list[Any] = []
+    for entry, sizes in zip(_spec_entries(x), new_sizes, strict=True):
+        is_divisible = sizes[0] % _count_blocks(entry, mesh.shape) == 0
+        old_spec.append(entry if is_divisible else None)
+        new_spec += [old_spec[-1], *[None] * (len(sizes) - 1)]
+    x = jax.sharding.reshard(x, NamedSharding(mesh, P(*old_spec)))
+    return jax.lax.reshape(x, shape, out_sharding=NamedSharding(mesh, P(*new_spec)))
+
+
+def join_axes(x: Any, like: Any) -> Any:
+    """Return an array with adjacent axes joined, in the shape and with the sharding of `like`."""
+    if replicated_sharding(like) is None or x.shape == like.shape:
+        return x.reshape(like.shape)
+    # First join the axes: a new axis gets the sharding of the first axis that is joined.
+    axis, entries, spec = 0, _spec_entries(x), []
+    for size in like.shape:
+        spec.append(entries[axis])
+        joined_size = x.shape[axis]
+        axis += 1
+        while joined_size < size:
+            joined_size *= x.shape[axis]
+            axis += 1
+    mesh = jax.typeof(like).sharding.mesh
+    x = jax.lax.reshape(x, like.shape, out_sharding=NamedSharding(mesh, P(*spec)))
+    return jax.sharding.reshard(x, NamedSharding(mesh, P(*_spec_entries(like))))

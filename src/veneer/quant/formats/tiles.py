@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._jax.sharding import join_axes, split_axes
+from ..._core.primitives.sharding import join_axes, split_axes
 from .format import Format
 
 Shape = tuple[int, ...]

@@ -11,8 +11,8 @@ import jax
 import numpy as np
 from jax.dtypes import canonicalize_dtype
 
+from ..._core.primitives.sharding import replicated_sharding
 from ..._core.surface import check_parameters
-from ..._jax.sharding import replicated_sharding
 
 
 def parameters_and_program(model: Any, params: Any, call: str) -> tuple[Any, Callable]:

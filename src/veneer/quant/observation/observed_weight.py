@@ -18,9 +18,9 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from ..._core.primitives.scopes import is_in_derivative_part, may_be_tangents
+from ..._core.primitives.sharding import replicate, replicated_sharding
 from ..._core.rules import register
 from ..._core.tree import static
-from ..._jax.sharding import replicated, replicated_sharding
 from ..formats.tiles import Leaf
 from ..weights.activations import bind, sums_over_features
 from ..weights.product_weights import Factors, ProductWeight
@@ -88,7 +88,7 @@ class ObservedWeight(ProductWeight):
         first_row = len(batch)
         rows = [first_row + i for i in range(len(rows))]
         # An explicit mesh may shard axes, so they are merged after the reductions.
-        merge_axes = lambda x, *shape: replicated(x).reshape(shape)
+        merge_axes = lambda x, *shape: replicate(x).reshape(shape)
         reductions = x.min(rows), x.max(rows), x.sum(rows), jnp.abs(x).sum(rows), (x * x).sum(rows)
         low, high, *sums = (merge_axes(y, batch_size, num_channels) for y in reductions)
         reduced = [self._channel_positions(w_batch, w_channels), low, high, jnp.stack(sums)]
