@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 import veneer as vn
-from veneer._jax.known_values import find_divisor
+from veneer._jax.tracing import find_divisor
 
 N = 1000
 

@@ -16,8 +16,8 @@ from .._core.rules import add_rule
 from .._core.transform import redispatch
 from .._core.tree import static
 from .._core.value import Value, aval_of
-from .._jax.known_values import known_entries
 from .._jax.primitives import find_primitive, jaxpr_as_fun
+from .._jax.tracing import known_entries
 from .axes import Leaf, check_axes
 from .label import Label
 from .units import Unit, as_unit, factor, is_convertible, product, radians, show

@@ -17,9 +17,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 
-from ..._jax.known_values import is_zero
 from ..._jax.primitives import Primitive, find_primitive
-from ..._jax.tracing import vary_together
+from ..._jax.tracing import is_zero, vary_together
 from ..dispatch import unhandled_operands
 from ..errors import CHECK_BUGS
 from ..leaf_axes import Axes, Movement, Shape, aligned_axes

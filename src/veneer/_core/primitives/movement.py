@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..._jax.known_values import find_divisor
+from ..._jax.tracing import find_divisor
 from ..leaf_axes import Axes, LeafAxis, Movement, Shape
 from ..transform import redispatch
 from ..value import Value, aval_of
