@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, settings  # noqa: E402
 from jax._src import compiler  # noqa: E402
 from support import contexts, fixed_examples, hooks, memory, optional, selection  # noqa: E402
 
-from veneer._jax.source_lines import hide_frames_of  # noqa: E402
+from veneer._jax.frames import hide_frames_of  # noqa: E402
 
 # The tests run on the CPU. To try another platform, set JAX_PLATFORMS.
 if jax.config.jax_platforms is None:

@@ -17,7 +17,7 @@ import jax
 
 from ._core.surface import check_key, check_parameters, check_regex, path_matches
 from ._core.value import Value
-from ._jax.source_lines import warn_user
+from ._jax.frames import warn_user
 from .quant.arrays.qarray import QUANTIZABLE
 from .quant.models.correction import low_rank_axes
 from .quant.models.matching import describe_value, flatten_with_paths, some_of, warn_of_unmatched

@@ -24,7 +24,7 @@ The packages, which import the core:
 
 from pathlib import Path
 
-from .._jax.source_lines import hide_frames_of
+from .._jax.frames import hide_frames_of
 from . import primitives as primitives
 
 hide_frames_of(Path(__file__).parent.parent)

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 import jax
 
-from .._jax.source_lines import user_line, user_place
+from .._jax.frames import user_line, user_place
 
 #: The paths of the weights that a value comes from. A program that is traced once may be called
 #: with other weights. So in its events, an integer `i` means the source of operand `i` of the call.

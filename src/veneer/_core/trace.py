@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from .._jax.caller_errors import warn_of_scales_without_codes
+from .._jax.frames import warn_of_scales_without_codes
 from .._jax.primitives import Primitive
 from .._jax.tracing import Trace, Tracer, current_trace, is_in_derivative
 from .dispatch import dispatch

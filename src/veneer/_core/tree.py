@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from .._jax.caller_errors import check_caller
 from .._jax.export import make_exportable
+from .._jax.frames import check_caller
 
 _ARRAYS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic, bool, int, float, complex)
 

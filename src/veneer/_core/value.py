@@ -12,9 +12,8 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from .._jax.caller_errors import reject_dense_update
+from .._jax.frames import reject_dense_update, user_line
 from .._jax.primitives import Primitive
-from .._jax.source_lines import user_line
 from .._jax.tracing import find_mesh, vary_like
 from .errors import check_fields, check_leaves_fit, reject_derivatives
 from .leaf_axes import Axes, Movement, are_valid_axes, partition_leaves

@@ -72,15 +72,9 @@ _lock = threading.Lock()
 _open_blocks = 0  # the number of open blocks of `tangents_in_scope`, in all threads
 _undo_functions: list[Callable[[], None]] = []  # restore the rules of JAX that are wrapped
 
-
-def _replace_lock() -> None:
-    global _lock
-    _lock = threading.Lock()
-
-
 if hasattr(os, "register_at_fork"):
     # A forked process has no copy of the thread that may hold the lock, so nobody would release it.
-    os.register_at_fork(after_in_child=_replace_lock)
+    os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 @contextmanager

@@ -1,8 +1,6 @@
 """Inspect the current trace, the types of traced arrays, and what is known of their entries."""
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice, pairwise
 from math import gcd, prod
 from typing import Any
 
@@ -18,12 +16,10 @@ from jax._src.mesh import empty_abstract_mesh
 from jax._src.shard_map import ShardMapTracer
 
 from .primitives import find_primitive
-from .source_lines import frames_from
 
 ConcreteArray = array.ArrayImpl
 Trace = core.Trace
 Tracer = core.Tracer
-InvalidInputException = dtypes.InvalidInputException
 set_current_trace = core.set_current_trace
 
 _DERIVATIVE_TRACES = {ad.JVPTrace, ad.LinearizeTrace}
@@ -106,30 +102,6 @@ def set_operand_conversion(cls: type, convert: Callable[[Any], Any]) -> None:
 def set_type_function(cls: type, type_of: Callable[[Any], Any]) -> None:
     """Set the function that `jax.typeof` calls for objects of a class."""
     core.pytype_aval_mappings[cls] = type_of
-
-
-def is_read_by_operator() -> bool:
-    """Return whether an operator of `jax.Array`, such as `+`, is reading the other operand.
-
-    Then `__jax_array__` of the operand raises AttributeError, so that the operator returns
-    NotImplemented, and Python calls the operator of the operand.
-    """
-    return jax_caller().startswith("_operator_")
-
-
-def jax_caller() -> str:
-    """Return the name of the innermost function of JAX that is running, or ""."""
-    # The frames of an equinox.Module's __getattribute__ or an annotation checker may come first.
-    frames = frames_from(sys._getframe(1))
-    names = (f.f_code.co_name for f in frames if f.f_globals.get("__name__", "").startswith("jax."))
-    return next(names, "")
-
-
-def is_in_converted_function() -> bool:
-    """Return whether a function that `jax.closure_convert` returned is evaluating an equation."""
-    # JAX and our patches put at most six frames between.
-    names = [frame.f_code.co_name for frame in islice(frames_from(sys._getframe(1)), 6)]
-    return ("eval_jaxpr", "converted_fun") in pairwise(names)
 
 
 def find_mesh(types: Sequence[Any]) -> Any:

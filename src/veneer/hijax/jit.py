@@ -22,6 +22,7 @@ from weakref import ReferenceType, WeakKeyDictionary, WeakSet
 import jax
 
 from .._core.surface.implicit import implicit
+from .._jax.frames import jax_caller
 from .._jax.hijax import (
     extend_options_to_pair,
     get_jit_options,
@@ -30,7 +31,7 @@ from .._jax.hijax import (
     jit_with_options,
     weakref_lru_cache,
 )
-from .._jax.tracing import Tracer, current_trace, is_eager, jax_caller
+from .._jax.tracing import Tracer, current_trace, is_eager
 from .box import Box, boxes_in
 from .box_contents import Contents
 from .box_traces import JitFrame, alias_error, get_latest, state

@@ -15,6 +15,7 @@ from .._core.surface import operands
 from .._core.surface.array import ImplicitArray
 from .._core.surface.operands import OperandConversion
 from .._core.value import Value, is_value
+from .._jax.frames import is_in_converted_function
 from .._jax.hijax import (
     ad_checkpoint,
     api,
@@ -34,7 +35,7 @@ from .._jax.hijax import (
 )
 from .._jax.hijax import tree_util as jax_tree_util
 from .._jax.primitives import find_primitive, jaxpr_as_fun
-from .._jax.tracing import is_eager, is_in_converted_function, set_current_trace
+from .._jax.tracing import is_eager, set_current_trace
 from .control_flow import (
     check_branches,
     unify_branches,

@@ -22,7 +22,7 @@ from .._core.errors import (
 from .._core.primitives.leaves import can_stack_leaves, has_batch_axes
 from .._core.surface.array import short_name
 from .._core.value import Value, get_cached, has_all_leaves, is_value
-from .._jax.caller_errors import warn_of_scales_without_codes
+from .._jax.frames import warn_of_scales_without_codes
 from .._jax.hijax import HiType, aval_property, copy_shaped_array, holds_tracers
 from .._jax.tracing import (
     abstract_array,

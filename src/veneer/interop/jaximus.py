@@ -36,8 +36,8 @@ from .._core.surface.straight_through import StraightThrough
 from .._core.surface.straight_through import ste as _ste
 from .._core.tree import static
 from .._core.value import Value, describe, is_value, materialise_one
+from .._jax.frames import user_place
 from .._jax.primitives import Primitive, find_primitive
-from .._jax.source_lines import user_place
 
 __all__ = [
     "WARN_ON_MATTER",

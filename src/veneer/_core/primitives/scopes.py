@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import jax
 
 from ..._jax.derivatives import TANGENT_SCOPE, tangents_in_scope
+from ..._jax.frames import current_scopes
 from ..._jax.primitives import find_primitive
-from ..._jax.source_lines import current_scopes
 
 
 class Place(NamedTuple):

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 
 import jax
 
+from ..._jax.frames import user_line
 from ..._jax.primitives import (
     Primitive,
     close_jaxpr,
@@ -23,7 +24,6 @@ from ..._jax.primitives import (
     open_jaxpr,
     split_list,
 )
-from ..._jax.source_lines import user_line
 from ..._jax.tracing import current_trace, trace_context
 from ..errors import check_fields
 from ..nesting import mark_staging_trace, use_trace

@@ -21,7 +21,8 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
 
-from ..._jax.tracing import abstract_array, current_trace, is_eager, is_read_by_operator
+from ..._jax.frames import is_read_by_operator
+from ..._jax.tracing import abstract_array, current_trace, is_eager
 from ..errors import CHECK_BUGS, reject_derivatives, reject_refs_and_float0
 from ..nesting import as_tracer, compose_value, enclosing_implicit, outside_implicit_error, pack
 from ..policy import report_materialised

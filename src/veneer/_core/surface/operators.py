@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._jax.caller_errors import reject_dense_update
-from ..._jax.source_lines import user_line
+from ..._jax.frames import reject_dense_update, user_line
 from ..._jax.tracing import ConcreteArray, is_eager
 from ..errors import check_fields, is_marked_as_derivatives
 from ..policy import ALLOW, BEFORE_CALL, Event, Policy, current_policy, policy_in_force

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..._jax.source_lines import user_place
+from ..._jax.frames import user_place
 from ..front.graph import Equation, Graph, Variable, graph_of, readers
 from ..registry import FUSED, SHOWN, Unsupported, funcify, is_numba_function
 from . import storage

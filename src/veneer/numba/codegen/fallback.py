@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from ..._jax.source_lines import user_place
+from ..._jax.frames import user_place
 from .arrays import ArrayExpr, Buffer
 from .calls import Calls
 

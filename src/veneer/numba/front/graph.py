@@ -9,8 +9,8 @@ import jax
 import numpy as np
 
 from ..._core.surface.implicit import implicit
+from ..._jax.frames import UNKNOWN_LINE, equation_line
 from ..._jax.primitives import open_jaxpr
-from ..._jax.source_lines import UNKNOWN_LINE, equation_line
 from .keys import data, known_aval, known_params, like, numbers
 
 #: Primitives that do nothing but call a jaxpr, and where it is among their parameters.

@@ -16,7 +16,7 @@ from jax.typing import ArrayLike, DTypeLike
 from ..._core.surface import check_key
 from ..._core.surface.array import ImplicitArray
 from ..._core.value import materialise_one
-from ..._jax.source_lines import warn_user
+from ..._jax.frames import warn_user
 from ..arrays.checks import check_tiling
 from ..arrays.qarray import QUANTIZABLE, QArray
 from ..formats import FORMATS, Format, get_format, is_format

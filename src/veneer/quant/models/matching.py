@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from ..._core.value import is_value
-from ..._jax.source_lines import warn_user
+from ..._jax.frames import warn_user
 from ..arrays.qarray import QUANTIZABLE
 from ..formats import get_format
 from .rules import Rule

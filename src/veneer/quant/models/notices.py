@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from ..._core.value import is_part, is_value
-from ..._jax.source_lines import warn_user
+from ..._jax.frames import warn_user
 from ...types.lora import LoraArray
 from ..arrays.qarray import QArray
 from ..formats import get_format

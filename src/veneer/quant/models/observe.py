@@ -16,7 +16,7 @@ import numpy as np
 
 from ..._core.primitives.scopes import mark_tangents
 from ..._core.surface.implicit import implicit
-from ..._jax.source_lines import warn_user
+from ..._jax.frames import warn_user
 from ..formats.tiles import Shape
 from ..observation.observed_weight import ObservedWeight, boxes_by_run, recordings_by_run, run_ids
 from ..observation.recording import Recording

@@ -12,7 +12,7 @@ import jax
 from jax.typing import DTypeLike
 
 from ..._core.surface import check_parameters
-from ..._jax.source_lines import warn_user
+from ..._jax.frames import warn_user
 from ..arrays.qarray import QArray
 from ..observation.statistics import ActivationStatistics
 from ..training import FakeQuantized

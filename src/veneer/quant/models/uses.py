@@ -21,8 +21,8 @@ from ..._core.surface.implicit import implicit
 from ..._core.transform import redispatch
 from ..._core.tree import static
 from ..._core.value import is_value
+from ..._jax.frames import user_line
 from ..._jax.primitives import Primitive, find_primitive
-from ..._jax.source_lines import user_line
 from ..formats.tiles import Shape
 from ..weights.activations import PRODUCTS
 from ..weights.product_weights import Factors, ProductWeight, reshape_factors

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from jax.typing import DTypeLike
 
-from ..._jax.source_lines import warn_user
+from ..._jax.frames import warn_user
 from ..models.matching import as_rules_or_format, some_of
 from ..models.observe import (
     record,

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._core.surface.implicit import implicit
+from ..._jax.frames import warn_user
 from ..._jax.primitives import constants_in
-from ..._jax.source_lines import warn_user
 from ..models.programs import abstract_arrays
 from ..observation.statistics import (
     ActivationStatistics,

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._core.surface.implicit import implicit
-from ..._jax.source_lines import warn_user
+from ..._jax.frames import warn_user
 from ..models.programs import arguments_of, check_batches, parameters_and_program
 from .tuned_tree import TunedTree, arrays_only, replace_arrays
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from ..._core.surface import check_key
 from ..._core.value import describe, is_value, materialise_one
-from ..._jax.source_lines import warn_user
+from ..._jax.frames import warn_user
 from .array import LoraArray
 
 

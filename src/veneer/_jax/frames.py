@@ -1,27 +1,121 @@
-"""Add notes to errors that JAX and optax raise for implicit arrays outside `implicit`.
+"""Inspect the Python frames of the running program: the user's line, and functions that call us.
 
-Outside `implicit`, an implicit array is a pytree. `jax.grad`, `jax.vmap`, `jax.lax.scan` and
-`optax.apply_updates` check its leaves, and raise an error about integers, sizes or structures. But
-first, they flatten or unflatten the array, for the check or for the message. Our flatten and
-unflatten functions call `check_caller`. It looks at the Python frame of the calling function, runs
-the check of the calling function early, adds a note with the remedy to the error, and raises it.
+The frames of JAX and veneer are skipped to find the user's line.
 
-JAX is not patched. If a version of JAX renames a function or a variable, the error has no note.
+Other frames show which function of JAX or optax is handling an implicit array outside `implicit`,
+where the array is a pytree. `jax.grad`, `jax.vmap`, `jax.lax.scan` and `optax.apply_updates` check
+its leaves, and raise an error about integers, sizes or structures. But first, they flatten or
+unflatten the array, for the check or for the message. Our flatten and unflatten functions call
+`check_caller`. It looks at the frame of the calling function, runs the check of that function
+early, adds a note with the remedy to the error, and raises it. JAX is not patched. If a version of
+JAX renames a function or a variable, the error has no note.
 """
 
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import islice, pairwise
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
 import jax
 import numpy as np
+from jax._src import source_info_util, traceback_util
 
-from .source_lines import frames_from
 from .tracing import Tracer, is_differentiated
+
+#: The result of `equation_line` for an equation without a user's source line.
+UNKNOWN_LINE = "unknown"
+
+
+def hide_frames_of(package: Path) -> None:
+    """Exclude a package's frames from the source lines and tracebacks that JAX records."""
+    source_info_util.register_exclusion(str(package))
+    traceback_util.register_exclusion(str(package))
+
+
+def equation_line(source_info: Any) -> str:
+    """Return the user's `file:line (function)` that an equation of a jaxpr was traced from."""
+    frame = source_info_util.user_frame(source_info.traceback)
+    if frame is None:
+        return UNKNOWN_LINE
+    return f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
+
+
+def user_line() -> str:
+    """Return the user's `file:line (function)` that is being traced.
+
+    JAX records this line for most equations. If JAX replays a cached jaxpr, no line is recorded,
+    and the result is the innermost user's line that is running, or `UNKNOWN_LINE`.
+    """
+    recorded = equation_line(source_info_util.current())
+    frame = _user_frame() if recorded == UNKNOWN_LINE else None
+    if frame is None:
+        return recorded
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_qualname})"
+
+
+def user_place() -> tuple[str, int]:
+    """Return the file and line number that the innermost function of the user is running."""
+    frame = _user_frame()
+    return (frame.f_code.co_filename, frame.f_lineno) if frame else ("<unknown>", 0)
+
+
+def warn_user(message: str) -> None:
+    """Emit a `UserWarning` at the line of the user's call that is running."""
+    warnings.warn_explicit(message, UserWarning, *user_place())
+
+
+def _user_frame() -> FrameType | None:
+    is_user_frame = lambda f: source_info_util.is_user_filename(f.f_code.co_filename)
+    return next(filter(is_user_frame, frames_from(sys._getframe())), None)
+
+
+def frames_from(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield a frame, its caller, the caller of the caller, and so on."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def current_scopes() -> list[tuple[str, str]]:
+    """Return the named scopes and transformations that are active now, outermost first.
+
+    Each is a pair ("scope", name) or ("transform", name). JAX starts an empty list when it traces
+    the body of an equation, such as a `jit` or a loop.
+    """
+    stack = source_info_util.current_name_stack().stack
+    return [(type(entry).__name__.lower(), entry.name) for entry in stack]
+
+
+def is_read_by_operator() -> bool:
+    """Return whether an operator of `jax.Array`, such as `+`, is reading the other operand.
+
+    Then `__jax_array__` of the operand raises AttributeError, so that the operator returns
+    NotImplemented, and Python calls the operator of the operand.
+    """
+    return jax_caller().startswith("_operator_")
+
+
+def jax_caller() -> str:
+    """Return the name of the innermost function of JAX that is running, or ""."""
+    # The frames of an equinox.Module's __getattribute__ or an annotation checker may come first.
+    frames = frames_from(sys._getframe(1))
+    names = (f.f_code.co_name for f in frames if f.f_globals.get("__name__", "").startswith("jax."))
+    return next(names, "")
+
+
+def is_in_converted_function() -> bool:
+    """Return whether a function that `jax.closure_convert` returned is evaluating an equation."""
+    # JAX and our patches put at most six frames between.
+    names = [frame.f_code.co_name for frame in islice(frames_from(sys._getframe(1)), 6)]
+    return ("eval_jaxpr", "converted_fun") in pairwise(names)
+
+
+# Errors of calling functions.
 
 _GRADIENT_NOTE = (
     "{} has integer or boolean leaves, such as codes of quantized weights. Differentiate with "
