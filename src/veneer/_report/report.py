@@ -1,18 +1,38 @@
-"""`explain` traces a function, and `Report` shows how its implicit operands were computed."""
+"""`explain` traces a function, and `Report` shows how its implicit operands were computed.
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+A report groups events by weight or by line of the program, and counts equal events.
+"""
+
+import html
+import linecache
+import os
+import re
+import sys
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import wraps
-from typing import Any, ParamSpec
+from pathlib import Path
+from string import Template
+from typing import Any, NamedTuple, ParamSpec
 
 import jax
 import numpy as np
 
-from .._core.policy import Event, Policy, policy_in_force
+from .._core.policy import BEFORE_CALL, Event, Policy, policy_in_force
 from .._core.surface.implicit import implicit
 from .._core.surface.operators import materialised_before
-from .groups import group_by_weight, shorten
-from .tables import Cells, count_of, html_table, screen_width, size_of, text_table, wrap_text
+from .tables import (
+    Cells,
+    count_of,
+    html_table,
+    screen_width,
+    short_size_of,
+    size_of,
+    text_table,
+    wrap_text,
+)
 
 P = ParamSpec("P")
 
@@ -99,22 +119,18 @@ class Report:
         shows the source code around each line, which this method reads from its file. Without
         JavaScript, the tables are complete but cannot be sorted.
         """
-        from .page import make_page  # imports modules that are slow to import
-
-        return make_page(self.events, self.summary)
+        return _make_page(self.events, self.summary)
 
     def _repr_html_(self) -> str:
-        import html  # slow to import
-
         table = html_table(_HEADINGS, list(self._rows()), right=_NUMBERS)
         return f"{table}\n<p>{html.escape(self.summary)}</p>"
 
     def _rows(self) -> Iterator[Cells | str]:
         """Yield the rows of the table: a title for each weight, and the cells of its events."""
-        for group in group_by_weight(self.events):
+        for group in _group_by_weight(self.events):
             yield group.name + (f": {group.materialized}" if group.materialized else "")
             for row in group.rows:
-                yield *row.cells, shorten(row.event.line)
+                yield *row.cells, _shorten(row.event.line)
 
 
 def explain(fn: Callable[P, Any]) -> Callable[P, Report]:
@@ -163,3 +179,181 @@ def explain(fn: Callable[P, Any]) -> Callable[P, Report]:
         return Report((*materialised_before([*arrays, *captured]), *events))
 
     return traced
+
+
+# Groups of events.
+
+_INTERMEDIATES = "intermediates"  # the name of the group of events without a weight
+
+
+class EventRow(NamedTuple):
+    """A row of a table: how a primitive ran (its event), and how often in the group."""
+
+    event: Event
+    weights: str  # the joined paths of the weights of the event, or "intermediates"
+    times: int
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes that all events of the row materialized together."""
+        return self.event.nbytes * self.times
+
+    @property
+    def cells(self) -> tuple[str, str, str, str, str]:
+        """The texts of the cells: primitive, operands, count, what ran, and materialized bytes."""
+        event = self.event
+        if event.rule is not None:
+            details = f": {event.how_and_why}" if event.how else ""
+            what_ran = f"rule {_shorten(event.rule)}{details}"
+        else:
+            when = f" {event.how}" if event.how == BEFORE_CALL else ""
+            what_ran = f"materialized{when}: no rule fits"
+        dense = short_size_of(self.nbytes) if event.made_dense else ""
+        return event.primitive, ", ".join(event.operands), str(self.times), what_ran, dense
+
+
+class EventGroup(NamedTuple):
+    """The events of one weight or program line. `name` is the path of the weight, or the line."""
+
+    name: str
+    rows: list[EventRow]
+
+    @property
+    def materialized(self) -> str:
+        """A text such as "64 bytes materialized", or "" if nothing was materialized."""
+        nbytes = sum(row.nbytes for row in self.rows)
+        is_small = all(row.event.no_kernel for row in self.rows if row.event.made_dense)
+        reason = ", too small for a kernel" if is_small else ""
+        return f"{size_of(nbytes)} materialized{reason}" if nbytes else ""
+
+
+def _group_by_weight(events: Iterable[Event]) -> list[EventGroup]:
+    """Group events by the paths of their weights. Events without a weight come last."""
+    groups = _group(events, lambda event, weights: weights)
+    return sorted(groups, key=lambda group: group.name == _INTERMEDIATES)
+
+
+def _group_by_line(events: Iterable[Event]) -> list[EventGroup]:
+    """Group events by their lines of the program, sorted by file and line number."""
+
+    def sort_key(group: EventGroup) -> list[str | int]:
+        parts = re.split(r"(\d+)", group.name)  # parts with odd indices are numbers
+        return [int(part) if i % 2 else part for i, part in enumerate(parts)]
+
+    return sorted(_group(events, lambda event, weights: event.line), key=sort_key)
+
+
+def _group(events: Iterable[Event], get_name: Callable[[Event, str], str]) -> list[EventGroup]:
+    """Group events, and count equal events in each group.
+
+    `get_name(event, weights)` returns the name of the group of an event. `weights` is a text: the
+    paths of the weights of the event, with "*" in place of layer numbers.
+    """
+    counts_by_name: dict[str, Counter[tuple[Event, str]]] = {}
+    for event in events:
+        # A layer number is a key of a path: digits between two dots, or at an end of the path.
+        paths = (re.sub(r"(?<![^.])\d+(?![^.])", "*", path) for path in event.weights)
+        weights = ", ".join(dict.fromkeys(paths)) or _INTERMEDIATES
+        # `sources` has paths with layer numbers. Without it, events of several layers are equal.
+        key = replace(event, sources=()), weights
+        counts_by_name.setdefault(get_name(event, weights), Counter())[key] += 1
+    return [
+        EventGroup(name, [EventRow(*key, times) for key, times in counts.items()])
+        for name, counts in counts_by_name.items()
+    ]
+
+
+def _shorten(place: str) -> str:
+    """Shorten a text such as "/home/me/model.py:12 (f)".
+
+    The file becomes relative to the working directory or to a folder of `sys.path`.
+    """
+    folders = (os.getcwd(), *(folder for folder in sys.path if isinstance(folder, str)))
+    relative = (place.removeprefix(os.path.join(os.path.abspath(f), "")) for f in folders)
+    return min([place, *relative], key=len).replace("<locals>.", "")
+
+
+# The HTML page. It loads no other files. Scripts sort its tables and fold their groups. Without
+# JavaScript, both tables are shown in full.
+
+_CONTEXT_LINES = 2  # the number of source lines shown before and after a line of the program
+
+
+def _make_page(events: Sequence[Event], summary: str) -> str:
+    """Return an HTML page with a summary and two tables of the events."""
+    template = Template(Path(__file__).with_name("page.html").read_text("utf-8"))
+    weight_bodies = [
+        _table_body(group, group.name, "", [_shorten(row.event.line) for row in group.rows])
+        for group in _group_by_weight(events)
+    ]
+    line_bodies = [
+        _table_body(
+            group,
+            _shorten(group.name),
+            _source_excerpt(group.name),
+            [row.weights for row in group.rows],
+        )
+        for group in _group_by_line(events)
+    ]
+    return template.substitute(
+        summary=html.escape(summary),
+        weights=_table(weight_bodies, last_heading="where"),
+        lines=_table(line_bodies, last_heading="weight"),
+    )
+
+
+def _table(bodies: list[str], *, last_heading: str) -> str:
+    headings = (
+        f'<th scope="col"{_class("number" if name in _NUMBERS else "")}>{name}</th>'
+        for name in (*_HEADINGS[:-1], last_heading)
+    )
+    return f"<table>\n<thead><tr>{''.join(headings)}</tr></thead>\n{''.join(bodies)}</table>"
+
+
+def _table_body(group: EventGroup, title: str, source: str, last_cells: list[str]) -> str:
+    """Return a `tbody` element: a title row, and a row for each event of the group.
+
+    The title row has the title, the number of materialized bytes and `source`: HTML that shows
+    source code. `last_cells` has the text of the last cell of each other row.
+    """
+    note = f" <span>{group.materialized}</span>" if group.materialized else ""
+    title_cell = f"<div><b>{html.escape(title)}</b>{note}</div>{source}"
+    html_rows = [f'<tr class="over"><th colspan="6" scope="rowgroup">{title_cell}</th></tr>']
+    for row, last_cell in zip(group.rows, last_cells, strict=True):
+        primitive, operands, times, what_ran, dense = map(html.escape, row.cells)
+        html_rows.append(
+            f"<tr{_class('dense' if row.event.made_dense else '')}>"
+            f"<td>{primitive}</td><td>{operands}</td>"
+            f'<td class="number times" data-n="{row.times}">{times}</td>'
+            f'<td class="what">{what_ran}</td>'
+            f'<td class="number" data-n="{row.nbytes}">{dense}</td>'
+            f'<td class="where">{html.escape(last_cell)}</td></tr>'
+        )
+    is_dense = any(row.event.made_dense for row in group.rows)
+    return f"<tbody{_class('dense' if is_dense else '')}>\n" + "\n".join(html_rows) + "\n</tbody>\n"
+
+
+def _source_excerpt(place: str) -> str:
+    """Return the source code around a place in a program as HTML.
+
+    `place` is a text such as "model.py:12 (Model.__call__)". The result is "" if there is no such
+    file or line.
+    """
+    match = re.match(r"(.*):(\d+)( \(|$)", place)
+    if not match:
+        return ""
+    lines, index = linecache.getlines(match[1]), int(match[2]) - 1
+    if not 0 <= index < len(lines):
+        return ""
+    start = max(0, index - _CONTEXT_LINES)
+    excerpt = textwrap.dedent("".join(lines[start : index + _CONTEXT_LINES + 1])).splitlines()
+    width = len(str(start + len(excerpt)))
+    shown = []
+    for number, text in enumerate(excerpt, start + 1):
+        line = html.escape(f"{number:>{width}}  {text}".rstrip())
+        shown.append(f"<mark>{line}</mark>" if number == index + 1 else line)
+    return "<pre>" + "\n".join(shown) + "</pre>"
+
+
+def _class(name: str) -> str:
+    return f' class="{name}"' if name else ""
