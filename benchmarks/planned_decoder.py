@@ -18,7 +18,7 @@ import jax
 from measure import ROOT
 from support.planned_decoder import STEPS, Program, compared, held
 
-from veneer.plan import PlannedStep, model_of, placing
+from veneer.plan import PlannedStep, Split, model_of
 
 
 def rows() -> Iterator[str]:
@@ -48,7 +48,7 @@ def costs() -> Iterator[str]:
     programs = []
     for layers, devices in COSTS:
         model = model_of(said | {"num_hidden_layers": layers})
-        split = placing.Split(devices // 8, 1, 8)
+        split = Split(devices // 8, 1, 8)
         programs.append(Program.of_model(model, split, step, "int4"))
     times: list[list[float]] = [[] for _ in COSTS]
     for _ in range(ROUNDS):

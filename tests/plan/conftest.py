@@ -1,4 +1,4 @@
-"""The examples as modules."""
+"""Make the examples importable."""
 
 import sys
 from pathlib import Path

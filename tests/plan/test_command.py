@@ -1,4 +1,4 @@
-"""`veneer plan`: what it prints, what it refuses, and that the page shows what it prints."""
+"""`veneer plan`: its output, its errors, and its output on the page about scale."""
 
 import json
 import re
@@ -71,7 +71,7 @@ def test_shardings_of_the_json_place_the_weights_of_a_checkpoint(veneer, small):
     assert vn.device_put({name: w}, rules)[name].packed.sharding.spec == P(None, "tensor")
 
 
-def test_what_does_not_fit_is_told_with_the_least_that_would_do(veneer, small):
+def test_if_no_split_fits_the_smallest_is_shown(veneer, small):
     code, printed, _ = veneer("plan", small, "--devices", 2, "--memory", "10kB")
     assert code == 0
     assert "0 of 3 splits of 2 devices fit in 0.0 MB" in printed
@@ -98,7 +98,7 @@ def test_bad_input_is_one_line(given, message, veneer, small):
     assert stderr.count("\n") == 1
 
 
-def test_a_config_that_is_not_json_and_none_at_all_are_told(veneer, small):
+def test_an_invalid_or_missing_config_is_reported(veneer, small):
     options = "--devices", 1, "--memory", "1GB"
     (small / "config.json").write_text("{")
     assert "config.json is not valid JSON: Expecting" in veneer("plan", small, *options)[2]
@@ -107,5 +107,5 @@ def test_a_config_that_is_not_json_and_none_at_all_are_told(veneer, small):
     assert "none.json does not exist: CONFIG" in veneer("plan", small / "none.json", *options)[2]
 
 
-def test_binary_units_are_more():
+def test_memory_is_parsed_with_decimal_and_binary_units():
     assert (_parse_bytes("80GB"), _parse_bytes("1.5 GiB")) == (80e9, 1.5 * 2**30)

@@ -1,4 +1,4 @@
-"""The shapes of models by their `config.json`: those of programs, and counts as published."""
+"""`model_of` gives the shapes of programs and the published parameter counts."""
 
 import re
 
@@ -18,12 +18,12 @@ from veneer.plan import model_of
         ("deepseek-v3", 671_026_419_200),  # 671 billion in arXiv 2412.19437
     ],
 )
-def test_parameters_are_as_many_as_published(name, parameters):
+def test_parameter_counts_are_those_published(name, parameters):
     assert model_of(config(name)).size == parameters
 
 
 def named(model):
-    """The shapes of all weights, with the number of each layer."""
+    """Return the shapes of all weights by their full names, with layer numbers."""
     found, first = {w.path: w.shape for w in model.outside}, 0
     for kind in model.layers:
         for layer in range(first, first + kind.count):
@@ -32,39 +32,40 @@ def named(model):
     return found
 
 
-def test_weights_are_those_of_a_program_by_name_and_shape():
+def test_names_and_shapes_are_those_of_the_llama_program():
     config = llama.Config.of(SMALL)
     params = jax.eval_shape(lambda key: llama.init(key, config), jax.random.key(0))
     assert named(model_of(SMALL)) == {name: x.shape for name, x in params.items()}
 
 
-def test_a_head_may_be_the_embedding():
+def test_tied_embeddings_have_no_output_head():
     outside = model_of(SMALL | {"tie_word_embeddings": True}).outside
     assert [w.path for w in outside] == ["model.embed_tokens.weight", "model.norm.weight"]
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("entries", "expected"),
     [
         ({"model_type": "qwen2"}, {"q_proj.bias", "k_proj.bias", "v_proj.bias"}),
         ({"model_type": "qwen3"}, {"q_norm.weight", "k_norm.weight"}),
         ({"attention_bias": True}, {f"{x}_proj.bias" for x in "qkvo"}),
     ],
 )
-def test_what_some_have_besides(said, expected):
-    one, other = (named(model_of(SMALL | extra)) for extra in ({}, said))
+def test_some_architectures_have_biases_or_query_norms(entries, expected):
+    one, other = (named(model_of(SMALL | extra)) for extra in ({}, entries))
     assert {re.sub(r".*attn\.", "", path) for path in other.keys() - one.keys()} == expected
 
 
-def test_layers_that_see_a_window_keep_no_more():
-    said = config("gpt-oss-120b")
-    assert [(kind.count, kind.window) for kind in model_of(said).layers] == [(18, 128), (18, None)]
+def test_layers_with_a_sliding_window_are_one_kind():
+    entries = config("gpt-oss-120b")
+    kinds = model_of(entries).layers
+    assert [(kind.count, kind.window) for kind in kinds] == [(18, 128), (18, None)]
     types = ["full_attention"] * 30 + ["sliding_attention"] * 6
-    kinds = model_of(said | {"layer_types": types}).layers
+    kinds = model_of(entries | {"layer_types": types}).layers
     assert [(kind.count, kind.window) for kind in kinds] == [(6, 128), (30, None)]
 
 
-def test_another_architecture_is_told_which_there_are():
+def test_an_unknown_architecture_lists_the_supported_ones():
     with pytest.raises(
         ValueError,
         match=r"model_type 'mamba' of config.json is not supported; supported are llama, mistral, ",
@@ -72,7 +73,7 @@ def test_another_architecture_is_told_which_there_are():
         model_of({"model_type": "mamba"})
 
 
-def test_a_missing_entry_is_named():
+def test_a_missing_config_entry_is_named():
     with pytest.raises(
         ValueError, match=r"config.json of a 'llama' model has no entry 'hidden_size'"
     ):

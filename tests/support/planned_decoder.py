@@ -21,7 +21,15 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import veneer as vn
-from veneer.plan import ModelShapes, PlannedStep, SplitPlan, model_of, placing, plans
+from veneer.plan import ModelShapes, PlannedStep, Split, SplitPlan, model_of, plans
+from veneer.plan.splits import (
+    PlacedWeight,
+    abstract_cache,
+    abstract_weight,
+    leaf_destinations,
+    place_updates,
+    place_weight,
+)
 
 SAID = {
     "model_type": "llama",
@@ -38,7 +46,7 @@ STEPS = {
     "fine-tuning": PlannedStep(batch=16, length=64, rank=8),
 }
 _SPLITS = (8, 1, 1, True), (2, 1, 4), (2, 1, 4, True), (1, 1, 8)
-SPLITS = [placing.Split(*split) for split in _SPLITS]
+SPLITS = [Split(*split) for split in _SPLITS]
 AXES = "data", "tensor"  # of the mesh: the model has no experts
 OPTIMIZER = optax.adam(1e-2)
 
@@ -106,21 +114,21 @@ class Program(NamedTuple):
     """
 
     model: ModelShapes
-    split: placing.Split
+    split: Split
     step: PlannedStep
-    of: dict[str, placing.PlacedWeight]
-    updates: dict[str, list[placing.PlacedWeight]]
+    of: dict[str, PlacedWeight]
+    updates: dict[str, list[PlacedWeight]]
 
     @classmethod
     def of_model(
-        cls, model: ModelShapes, split: placing.Split, step: PlannedStep, format: str
+        cls, model: ModelShapes, split: Split, step: PlannedStep, format: str
     ) -> "Program":
         """The program whose arrays lie as in a plan."""
         every = dict.fromkeys(weight for _, weight in model.counted)
-        stored = {w: placing.stored_as(w, format, None, model.dtype) for w in every}
-        of = {w.path: placing.placed(w, x, split) for w, x in stored.items()}
+        stored = {w: abstract_weight(w, format, None, model.dtype) for w in every}
+        of = {w.path: place_weight(w, x, split) for w, x in stored.items()}
         layers = model.layers[0].weights if step.rank else ()
-        updates = {w.path: placing.updates_of(w, step.rank or 0, split) for w in layers}
+        updates = {w.path: place_updates(w, step.rank or 0, split) for w in layers}
         return cls(
             model, split, step, of, {path: found for path, found in updates.items() if found}
         )
@@ -178,7 +186,7 @@ class Program(NamedTuple):
     def stepped(self, mesh: Any) -> tuple[Any, Any]:
         """The step, as `jax.jit` has it, and abstract arrays to call it with, as they lie."""
         of = self.of.items()
-        outside, layers = ({p: x.stored for p, x in of if ("*" in p) is it} for it in (False, True))
+        outside, layers = ({p: x.array for p, x in of if ("*" in p) is it} for it in (False, True))
         of_outside, of_layers = (
             {p: x.spec for p, x in of if ("*" in p) is it} for it in (False, True)
         )
@@ -186,14 +194,14 @@ class Program(NamedTuple):
         shape = jax.ShapeDtypeStruct
         if self.step.rank is None:
             cached = self.model.layers[0].cache[0]
-            cache = placing.cache_of(cached, batch, length, self.step.cache, self.model.dtype)
+            cache = abstract_cache(cached, batch, length, self.step.cache, self.model.dtype)
             caches, of_caches = ([(x, x)] * count for x in (cache, P("data", "tensor")))
             args = outside, [layers] * count, caches, shape((batch, 1), "int32"), shape((), "int32")
             specs = of_outside, [of_layers] * count, of_caches, P("data"), P()
             program, results, donated = self.decode, (P("data", None, "tensor"), of_caches), (2,)
         else:
             pairs = self.updates.items()
-            updates = {path: [stacked(x.stored, count) for x in sides] for path, sides in pairs}
+            updates = {path: [stacked(x.array, count) for x in sides] for path, sides in pairs}
             of_updates = {path: [P(None, *x.spec) for x in sides] for path, sides in pairs}
             state = jax.eval_shape(OPTIMIZER.init, updates)
             of_state = optax.tree_utils.tree_map_params(
@@ -230,9 +238,9 @@ def stacked(x: Any, count: int) -> Any:
     return jax.tree.map(lambda y: jax.ShapeDtypeStruct((count, *y.shape), y.dtype), x)
 
 
-def gathered(x: Any, placed: placing.PlacedWeight) -> Any:
+def gathered(x: Any, placed: PlacedWeight) -> Any:
     """A weight, whole along axes that are in parts."""
-    for axis, (given, cut) in enumerate(zip(placed.by_name, placed.spec, strict=True)):
+    for axis, (given, cut) in enumerate(zip(placed.spec_in_use, placed.spec, strict=True)):
         if given != cut:
             x = lax.all_gather(x, cut, axis=axis, tiled=True)
     return x
@@ -241,7 +249,7 @@ def gathered(x: Any, placed: placing.PlacedWeight) -> Any:
 def lying(x: Any, sharding: NamedSharding) -> Any:
     """An abstract array, implicit or dense, that lies somewhere."""
     leaves, structure = jax.tree.flatten(x)
-    pairs = zip(leaves, placing.leaf_destinations(x, sharding), strict=True)
+    pairs = zip(leaves, leaf_destinations(x, sharding), strict=True)
     return jax.tree.unflatten(
         structure, [jax.ShapeDtypeStruct(y.shape, y.dtype, sharding=s) for y, s in pairs]
     )

@@ -12,7 +12,7 @@ from typer.core import TyperCommand, TyperGroup
 from . import convert, demo, doctor, inspect, plan, quantize
 from .shared import InputError, OptionError
 
-#: The commands by name, in the order of `veneer --help`.
+#: The commands and their names, in the order of `veneer --help`.
 COMMANDS = {
     command.name: command
     for command in (

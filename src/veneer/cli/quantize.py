@@ -259,7 +259,7 @@ def _describe_left_dense(names: list[str]) -> str:
 def _choose_rules(
     avals: Mapping[str, Any], selectors: list[Any], *, in_file: bool
 ) -> dict[str, Any]:
-    """Return the `vn.quant.Rule` of each tensor to quantize, by name.
+    """Return a dict from the names of the tensors to quantize to their `vn.quant.Rule`.
 
     `in_file` says whether the selectors are from a file of rules, for the remedies in errors.
     """
@@ -280,7 +280,7 @@ def _choose_rules(
 def _calibrate(
     source: Path, text: Path | None, rules: Mapping[str, Any], method: str | None
 ) -> tuple[Mapping[str, Any], Any]:
-    """Calibrate on a text file. Return the quantized weights by name, and a report.
+    """Calibrate on a text file. Return a dict of quantized weights, and a report.
 
     Without a text, there are no weights, and the report is None.
     """

@@ -1,4 +1,4 @@
-"""What the commands share: their description, common options, errors, JSON and tables."""
+"""Shared by the commands: their description, common options, errors, JSON and tables."""
 
 import contextlib
 import json
@@ -55,7 +55,7 @@ class OptionError(InputError):
     """An option that the user can correct. The program adds a hint at the help of the command."""
 
 
-#: Texts in error messages that name Python arguments, and what the command line calls them.
+#: Texts of error messages that name Python arguments, and the names for the command line.
 OPTION_NAMES = {
     "overwrite=True": "--overwrite",
     "vn.load(..., raw=True)": "--raw",

@@ -1,7 +1,7 @@
-"""What a model is made of, by its `config.json`: shapes, with a name for each axis.
+"""The weights and caches of a language model, from its `config.json`: shapes with named axes.
 
-Weights have the names and the shapes of the checkpoint, `[out, in]`, of which a layer's number is
-left out. Experts are stacks, as gpt-oss has them.
+Weights have the names and shapes of Hugging Face checkpoints, `[out, in]`, with `*` in place of the
+number of a layer. The experts of a layer are one stacked weight, as in gpt-oss.
 """
 
 import math
@@ -9,18 +9,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-#: Axes that a split may cut; an axis of any other name is whole on each device.
+#: The names of the axes that a split can shard. Axes with other names are not sharded.
 AXES = ("vocabulary", "heads", "kv_heads", "mlp", "experts", "batch", "length")
 
 
 class NamedShape(NamedTuple):
-    """A weight of a model.
+    """The shape of a weight, with a name for each axis.
 
     **Arguments:**
 
-    - `path`: its name, with `*` for the number of a layer.
-    - `shape`, `axes`: its sizes, and their names.
-    - `contracted`: the axis that products sum; None for what stays dense, as norms.
+    - `path`: the name of the weight, with `*` in place of the number of a layer.
+    - `shape`, `axes`: the size and the name of each axis.
+    - `contracted`: the axis that products contract. None for a weight that is used in no product,
+      such as a norm. It is not quantized.
     """
 
     path: str
@@ -30,40 +31,40 @@ class NamedShape(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many values it has."""
+        """The number of values."""
         return math.prod(self.shape)
 
     @property
     def free(self) -> int:
-        """The axis that a product leaves."""
+        """The axis that remains in the result of a product."""
         return -2 if self.contracted == -1 else -1
 
 
 class CachedShape(NamedTuple):
-    """What a layer keeps of the tokens that it read: the sizes of axes, and None of two of them.
+    """The shape of one array of a KV cache, in one layer.
 
-    These are "batch" and "length", whose sizes a step says.
+    The sizes of the axes "batch" and "length" are None, because they depend on the step.
     """
 
     sizes: tuple[int | None, ...]
     axes: tuple[str, ...]
 
     def shape(self, batch: int, length: int) -> tuple[int, ...]:
-        """All sizes, for so many texts of so many tokens."""
-        said = {"batch": batch, "length": length}
+        """Return the full shape for `batch` sequences of `length` tokens."""
+        of_step = {"batch": batch, "length": length}
         pairs = zip(self.axes, self.sizes, strict=True)
-        return tuple(said[axis] if size is None else size for axis, size in pairs)
+        return tuple(of_step[axis] if size is None else size for axis, size in pairs)
 
 
 @dataclass(frozen=True)
 class LayerKind:
-    """Layers that are alike.
+    """A group of layers with the same shapes.
 
     **Arguments:**
 
-    - `count`: how many there are.
-    - `weights`, `cache`: of one.
-    - `window`: how many tokens a token sees, or None for all before it.
+    - `count`: the number of layers.
+    - `weights`, `cache`: the weights and the cache of one layer.
+    - `window`: the number of tokens that attention sees (a sliding window). None for all tokens.
     """
 
     count: int
@@ -73,16 +74,17 @@ class LayerKind:
 
 
 class ModelShapes(NamedTuple):
-    """A model.
+    """The shapes of a language model.
 
     **Arguments:**
 
-    - `architecture`: its `model_type`.
-    - `dtype`: of its weights, and of activations.
-    - `width`, `heads`: of the hidden state, and of queries.
-    - `experts_per_token`: 0 without experts.
-    - `outside`: weights of no layer: embedding, head and last norm.
-    - `layers`: the others, by kind.
+    - `architecture`: `model_type` of its `config.json`.
+    - `dtype`: the dtype of weights and activations.
+    - `width`: the size of the hidden state.
+    - `heads`: the number of query heads.
+    - `experts_per_token`: 0 if the model has no experts.
+    - `outside`: the weights outside the layers: the embedding, the output head and the last norm.
+    - `layers`: the layers, grouped by their shapes.
     """
 
     architecture: str
@@ -95,34 +97,39 @@ class ModelShapes(NamedTuple):
 
     @property
     def counted(self) -> list[tuple[int, NamedShape]]:
-        """Each weight, with how many there are of it."""
+        """All weights, each with the number of layers that have it (1 outside the layers)."""
         return [(1, w) for w in self.outside] + [
             (kind.count, w) for kind in self.layers for w in kind.weights
         ]
 
     @property
     def size(self) -> int:
-        """How many parameters it has."""
+        """The number of parameters."""
         return sum(count * weight.size for count, weight in self.counted)
 
     @property
     def experts(self) -> int:
-        """How many experts a layer has, 1 where it has none."""
+        """The number of experts of a layer; 1 if the model has none."""
         stacks = [w.shape[0] for _, w in self.counted if w.axes[0] == "experts"]
         return max(stacks, default=1)
 
+    @property
+    def head(self) -> NamedShape:
+        """The weight that computes the logits: the output head, or the embedding if it is tied."""
+        return [w for w in self.outside if "vocabulary" in w.axes][-1]
 
-class _Said(dict):
-    """A `config.json`, of which a missing entry is told by name."""
+
+class _ConfigEntries(dict):
+    """The entries of a `config.json`. A missing entry raises a `ValueError` with its name."""
 
     def __missing__(self, name: str) -> Any:
         raise ValueError(f"config.json of a {self['model_type']!r} model has no entry {name!r}")
 
 
-def model_of(said: Mapping[str, Any]) -> ModelShapes:
-    """Reads a `config.json`, parsed.
+def model_of(config: Mapping[str, Any]) -> ModelShapes:
+    """Return the shapes of the model that a parsed `config.json` describes.
 
-    **Raises:** `ValueError` for another architecture, and where an entry is missing.
+    **Raises:** `ValueError` if the architecture is not supported, or an entry is missing.
 
     >>> from veneer.plan import model_of
     >>> sizes = {"vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 11_008}
@@ -130,25 +137,25 @@ def model_of(said: Mapping[str, Any]) -> ModelShapes:
     >>> model_of({"model_type": "llama"} | sizes | heads).size
     6738415616
     """
-    kind = said.get("model_type")
+    kind = config.get("model_type")
     if kind not in ARCHITECTURES:
         raise ValueError(
             f"model_type {kind!r} of config.json is not supported; supported are "
             f"{', '.join(ARCHITECTURES)}"
         )
-    said = _Said(said)
-    layers = ARCHITECTURES[kind](said)
-    vocabulary, width = said["vocab_size"], said["hidden_size"]
+    config = _ConfigEntries(config)
+    layers = ARCHITECTURES[kind](config)
+    vocabulary, width = config["vocab_size"], config["hidden_size"]
     table = lambda path: NamedShape(path, (vocabulary, width), ("vocabulary", "embed"), -1)
     outside = [table("model.embed_tokens.weight"), _vector("model.norm.weight", width)]
-    if not said.get("tie_word_embeddings", False):
+    if not config.get("tie_word_embeddings", False):
         outside.append(table("lm_head.weight"))
     return ModelShapes(
         kind,
-        said.get("dtype") or said.get("torch_dtype") or "bfloat16",
+        config.get("dtype") or config.get("torch_dtype") or "bfloat16",
         width,
-        said["num_attention_heads"],
-        said.get("num_experts_per_tok", 0),
+        config["num_attention_heads"],
+        config.get("num_experts_per_tok", 0),
         tuple(outside),
         tuple(layers),
     )
@@ -166,70 +173,76 @@ def _norms(width: int) -> list[NamedShape]:
     return [_vector(f"{_LAYER}{name}.weight", width) for name in names]
 
 
-class _LayerProducts:
-    """Matrices `[out, in]` of a layer, each with the names of its two axes, and biases."""
+class _LayerWeights:
+    """A list of matrices `[out, in]` of a layer, with biases.
+
+    **Arguments:**
+
+    - `prefix`: the prefix of all names in the layer.
+    - `bias`: the names of the matrices with a bias, or True for all.
+    """
 
     def __init__(self, prefix: str = "", *, bias: tuple[str, ...] | bool = ()) -> None:
-        self.prefix, self.bias, self.found = _LAYER + prefix, bias, list[NamedShape]()
+        self.prefix, self.bias, self.weights = _LAYER + prefix, bias, list[NamedShape]()
 
     def add(self, name: str, out: tuple[int, str], into: tuple[int, str]) -> None:
+        """Add a matrix. `out` and `into` are the size and the name of its two axes."""
         shape, axes = (out[0], into[0]), (out[1], into[1])
-        self.found.append(NamedShape(f"{self.prefix}{name}.weight", shape, axes, -1))
+        self.weights.append(NamedShape(f"{self.prefix}{name}.weight", shape, axes, -1))
         if self.bias is True or (self.bias and name in self.bias):
-            self.found.append(_vector(f"{self.prefix}{name}.bias", *out))
+            self.weights.append(_vector(f"{self.prefix}{name}.bias", *out))
 
 
-def _gated(prefix: str, width: int, wide: int) -> list[NamedShape]:
-    """A wide layer whose activations are gated."""
-    made = _LayerProducts(prefix)
+def _gated_mlp(prefix: str, width: int, wide: int) -> list[NamedShape]:
+    mlp = _LayerWeights(prefix)
     for name in ("gate_proj", "up_proj"):
-        made.add(name, (wide, "mlp"), (width, "embed"))
-    made.add("down_proj", (width, "embed"), (wide, "mlp"))
-    return made.found
+        mlp.add(name, (wide, "mlp"), (width, "embed"))
+    mlp.add("down_proj", (width, "embed"), (wide, "mlp"))
+    return mlp.weights
 
 
 def _attention(
-    said: Mapping[str, Any], bias: tuple[str, ...] | bool
+    config: Mapping[str, Any], bias: tuple[str, ...] | bool
 ) -> tuple[list[NamedShape], tuple[CachedShape, ...]]:
-    """Of queries in groups, with keys and values."""
-    width, heads = said["hidden_size"], said["num_attention_heads"]
-    head = said.get("head_dim") or width // heads
-    kv_heads = said.get("num_key_value_heads") or heads
-    made = _LayerProducts("self_attn.", bias=bias)
-    made.add("q_proj", (heads * head, "heads"), (width, "embed"))
+    """Return the weights and the cache of grouped-query attention."""
+    width, heads = config["hidden_size"], config["num_attention_heads"]
+    head = config.get("head_dim") or width // heads
+    kv_heads = config.get("num_key_value_heads") or heads
+    attention = _LayerWeights("self_attn.", bias=bias)
+    attention.add("q_proj", (heads * head, "heads"), (width, "embed"))
     for name in ("k_proj", "v_proj"):
-        made.add(name, (kv_heads * head, "kv_heads"), (width, "embed"))
-    made.add("o_proj", (width, "embed"), (heads * head, "heads"))
-    kept = CachedShape((None, kv_heads, None, head), ("batch", "kv_heads", "length", "head"))
-    return made.found, (kept, kept)
+        attention.add(name, (kv_heads * head, "kv_heads"), (width, "embed"))
+    attention.add("o_proj", (width, "embed"), (heads * head, "heads"))
+    cached = CachedShape((None, kv_heads, None, head), ("batch", "kv_heads", "length", "head"))
+    return attention.weights, (cached, cached)
 
 
-def _llama(said: Mapping[str, Any]) -> list[LayerKind]:
-    kind, layers = said["model_type"], said["num_hidden_layers"]
-    of_qwen2 = ("q_proj", "k_proj", "v_proj") if kind == "qwen2" else ()
-    weights, cache = _attention(said, said.get("attention_bias") or of_qwen2)
+def _llama(config: Mapping[str, Any]) -> list[LayerKind]:
+    kind, layers = config["model_type"], config["num_hidden_layers"]
+    qwen2_biases = ("q_proj", "k_proj", "v_proj") if kind == "qwen2" else ()
+    weights, cache = _attention(config, config.get("attention_bias") or qwen2_biases)
     if kind == "qwen3":
-        head = said.get("head_dim") or said["hidden_size"] // said["num_attention_heads"]
+        head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         names = "q_norm", "k_norm"
         weights += [_vector(f"{_LAYER}self_attn.{name}.weight", head, "head") for name in names]
-    weights += _gated("mlp.", said["hidden_size"], said["intermediate_size"])
-    slides = said.get("use_sliding_window", kind == "mistral")
-    window = said.get("sliding_window") if slides else None
-    return [LayerKind(layers, (*weights, *_norms(said["hidden_size"])), cache, window)]
+    weights += _gated_mlp("mlp.", config["hidden_size"], config["intermediate_size"])
+    slides = config.get("use_sliding_window", kind == "mistral")
+    window = config.get("sliding_window") if slides else None
+    return [LayerKind(layers, (*weights, *_norms(config["hidden_size"])), cache, window)]
 
 
-def _gpt_oss(said: Mapping[str, Any]) -> list[LayerKind]:
+def _gpt_oss(config: Mapping[str, Any]) -> list[LayerKind]:
     width, wide, experts = (
-        said[name] for name in ("hidden_size", "intermediate_size", "num_local_experts")
+        config[name] for name in ("hidden_size", "intermediate_size", "num_local_experts")
     )
-    weights, cache = _attention(said, bias=True)
-    weights.append(_vector(f"{_LAYER}self_attn.sinks", said["num_attention_heads"], "heads"))
+    weights, cache = _attention(config, bias=True)
+    weights.append(_vector(f"{_LAYER}self_attn.sinks", config["num_attention_heads"], "heads"))
     mlp = f"{_LAYER}mlp."
     weights += [
         NamedShape(f"{mlp}router.weight", (experts, width), ("routed", "embed")),
         _vector(f"{mlp}router.bias", experts, "routed"),
     ]
-    # These are stacks of [in, out], in the checkpoint, too.
+    # The checkpoint also has these weights as stacks of [in, out].
     for name, into, out, axes in (
         ("gate_up_proj", width, 2 * wide, ("experts", "embed", "mlp")),
         ("down_proj", wide, width, ("experts", "mlp", "embed")),
@@ -238,48 +251,51 @@ def _gpt_oss(said: Mapping[str, Any]) -> list[LayerKind]:
         weights.append(NamedShape(path, (experts, into, out), axes, -2))
         weights.append(NamedShape(f"{path}_bias", (experts, out), (axes[0], axes[2])))
     weights += _norms(width)
-    layers = said["num_hidden_layers"]
-    types = said.get("layer_types") or ["sliding_attention", "full_attention"] * (layers // 2)
-    slide = types.count("sliding_attention")
-    kinds = (slide, said["sliding_window"]), (len(types) - slide, None)
+    layers = config["num_hidden_layers"]
+    types = config.get("layer_types") or ["sliding_attention", "full_attention"] * (layers // 2)
+    sliding = types.count("sliding_attention")
+    kinds = (sliding, config["sliding_window"]), (len(types) - sliding, None)
     return [LayerKind(count, tuple(weights), cache, window) for count, window in kinds if count]
 
 
-def _deepseek(said: Mapping[str, Any]) -> list[LayerKind]:
-    """Latent attention (arXiv 2405.04434), shared experts, and the first layers without experts."""
-    width, heads = said["hidden_size"], said["num_attention_heads"]
-    latent, queries = said["kv_lora_rank"], said.get("q_lora_rank")
-    turned, still, value = (
-        said[name] for name in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+def _deepseek(config: Mapping[str, Any]) -> list[LayerKind]:
+    """Return the layers of DeepSeek-V3: latent attention (arXiv 2405.04434) and shared experts.
+
+    The first layers have an MLP without experts.
+    """
+    width, heads = config["hidden_size"], config["num_attention_heads"]
+    latent, queries = config["kv_lora_rank"], config.get("q_lora_rank")
+    rotary, plain, value = (
+        config[name] for name in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
     )
-    attention, of_heads = _LayerProducts("self_attn."), (heads * (still + turned), "heads")
+    attention, all_queries = _LayerWeights("self_attn."), (heads * (plain + rotary), "heads")
     norms = [_vector(f"{_LAYER}self_attn.kv_a_layernorm.weight", latent, "latent")]
     if queries:
         attention.add("q_a_proj", (queries, "latent"), (width, "embed"))
-        attention.add("q_b_proj", of_heads, (queries, "latent"))
+        attention.add("q_b_proj", all_queries, (queries, "latent"))
         norms.append(_vector(f"{_LAYER}self_attn.q_a_layernorm.weight", queries, "latent"))
     else:
-        attention.add("q_proj", of_heads, (width, "embed"))
-    attention.add("kv_a_proj_with_mqa", (latent + turned, "latent"), (width, "embed"))
-    attention.add("kv_b_proj", (heads * (still + value), "heads"), (latent, "latent"))
+        attention.add("q_proj", all_queries, (width, "embed"))
+    attention.add("kv_a_proj_with_mqa", (latent + rotary, "latent"), (width, "embed"))
+    attention.add("kv_b_proj", (heads * (plain + value), "heads"), (latent, "latent"))
     attention.add("o_proj", (width, "embed"), (heads * value, "heads"))
-    weights = (*attention.found, *norms, *_norms(width))
-    cache = (CachedShape((None, None, latent + turned), ("batch", "length", "latent")),)
+    weights = (*attention.weights, *norms, *_norms(width))
+    cache = (CachedShape((None, None, latent + rotary), ("batch", "length", "latent")),)
 
-    experts, wide = said["n_routed_experts"], said["moe_intermediate_size"]
+    experts, wide = config["n_routed_experts"], config["moe_intermediate_size"]
     mlp = f"{_LAYER}mlp."
-    routed = [
+    moe = [
         NamedShape(f"{mlp}gate.weight", (experts, width), ("routed", "embed")),
         _vector(f"{mlp}gate.e_score_correction_bias", experts, "routed"),
     ]
-    for weight in _gated("mlp.experts.", width, wide):
+    for weight in _gated_mlp("mlp.experts.", width, wide):
         axes = ("experts", *weight.axes)
-        routed.append(NamedShape(weight.path, (experts, *weight.shape), axes, -1))
-    if said.get("n_shared_experts"):
-        routed += _gated("mlp.shared_experts.", width, wide * said["n_shared_experts"])
-    dense = said["first_k_dense_replace"]
-    plain = _gated("mlp.", width, said["intermediate_size"])
-    kinds = (dense, plain), (said["num_hidden_layers"] - dense, routed)
+        moe.append(NamedShape(weight.path, (experts, *weight.shape), axes, -1))
+    if config.get("n_shared_experts"):
+        moe += _gated_mlp("mlp.shared_experts.", width, wide * config["n_shared_experts"])
+    first = config["first_k_dense_replace"]
+    dense = _gated_mlp("mlp.", width, config["intermediate_size"])
+    kinds = (first, dense), (config["num_hidden_layers"] - first, moe)
     return [LayerKind(count, (*weights, *own), cache) for count, own in kinds if count]
 
 

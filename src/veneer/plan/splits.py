@@ -1,47 +1,73 @@
-"""Ways to divide a model over devices: what each device has of it, and what it receives in a step.
+"""Estimate the bytes that a device holds and receives, for each split of a model over devices.
 
-A mesh has three axes. *tensor*: heads and the width of the layers between them are cut. *expert*:
-experts are, and texts. *data*: texts are. What is the same on several devices may be cut over
-them, too, and gathered as it is used: *in parts*.
+The mesh has three axes. `tensor` shards heads, the vocabulary and the width of MLPs. `expert`
+shards experts and sequences, and `data` shards sequences. In a split "in parts" (fully sharded,
+FSDP), the weights that would be replicated along `data` or `expert` are sharded there as well, and
+gathered when they are used.
 
-Weights are as `placing` has them. What else is there and sent follows from their shapes.
+Arrays are abstract. They are quantized as by `vn.quant.quantize`, and sharded as by
+`vn.device_put`. If a sharding would split a tile or a byte of codes, the axis stays unsharded, and
+the plan has the reason.
 """
 
+import functools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .._core.primitives.sharding import axes_of
+from .._core.primitives.sharding import axes_of, block_specs, leaf_destinations, why_not_split
 from .._core.value import is_value
-from .models import LayerKind, ModelShapes, NamedShape
-from .placing import (
-    CUT,
-    PlacedWeight,
-    Split,
-    cache_of,
-    nbytes,
-    placed,
-    same_along,
-    spec_by_names,
-    stored_as,
-    updates_of,
-)
+from ..placement import fully_sharded
+from ..quant import Rule, get_format, zeros
+from ..quant.models.default_rules import VOCABULARY_QTYPE, default_tile, fit_default_rule
+from .models import AXES, CachedShape, LayerKind, ModelShapes, NamedShape
+
+#: The mesh axes that shard an axis of a weight or a cache, by the name of this axis.
+MESH_AXES = dict.fromkeys(AXES, ("tensor",)) | {"experts": ("expert",), "batch": ("data", "expert")}
+
+
+class Split(NamedTuple):
+    """The numbers of devices along each mesh axis.
+
+    `in_parts` says whether weights are fully sharded (FSDP): also along the mesh axes on which they
+    would be replicated.
+    """
+
+    data: int
+    expert: int
+    tensor: int
+    in_parts: bool = False
+
+    @property
+    def mesh(self) -> AbstractMesh:
+        """The mesh. Devices along its last axis, `tensor`, are the closest."""
+        return AbstractMesh(self[:3], self._fields[:3], axis_types=(AxisType.Auto,) * 3)
+
+    def count(self, axes: Any) -> int:
+        """Return the number of blocks that an entry of a `PartitionSpec` splits an axis into."""
+        return math.prod(getattr(self, name) for name in axes_of(axes))
+
+    def spec_entry(self, axes: Sequence[str]) -> Any:
+        """Return an entry of a `PartitionSpec` for those mesh axes that have several devices."""
+        several = tuple(name for name in axes if self.count(name) > 1)
+        return several[0] if len(several) == 1 else several or None
 
 
 class PlannedStep(NamedTuple):
-    """What a step is: a token for each text, or, of fine-tuning, all tokens of texts.
+    """A step of decoding, with one token per sequence, or of fine-tuning, with all tokens.
 
     **Arguments:**
 
-    - `batch`, `length`: texts, on all devices together, and their tokens.
-    - `rank`: of the updates that are trained; None where nothing is.
-    - `cache`: a format or a dtype of the keys and values; that of the model if None.
-    - `fused`: whether scores of attention are never all in memory.
+    - `batch`, `length`: the number of sequences on all devices, and the tokens per sequence.
+    - `rank`: the rank of the LoRA updates that are trained. None for decoding.
+    - `cache`: the format or dtype of the KV cache. None for the dtype of the model.
+    - `fused`: whether attention is fused (flash attention), so that its scores need no memory.
     """
 
     batch: int
@@ -52,13 +78,14 @@ class PlannedStep(NamedTuple):
 
 
 class DeviceRates(NamedTuple):
-    """Bytes a second, by default as NVIDIA states them for an H100 SXM and a NIC of 400 Gb/s each.
+    """The rates of a device, in bytes per second. The defaults describe an H100 SXM.
 
     **Arguments:**
 
-    - `memory`: that a device reads of its own.
-    - `link`, `network`: that it receives of devices near by, and of others.
-    - `near`: how many devices are near each other.
+    - `memory`: reading the memory of the device.
+    - `link`: receiving from devices of the same node.
+    - `network`: receiving from other nodes. The default is one NIC of 400 Gb/s per device.
+    - `near`: the number of devices per node.
     """
 
     memory: float = 3.35e12
@@ -67,20 +94,17 @@ class DeviceRates(NamedTuple):
     near: int = 8
 
 
-H100 = DeviceRates()
-
-
 class SplitPlan(NamedTuple):
-    """What a split takes.
+    """The estimate for one split.
 
     **Arguments:**
 
-    - `split`: it.
-    - `held`: bytes of a device, by what they are of.
-    - `received`: bytes that a device receives in a step, by the axes that they go along.
-    - `seconds`: a step takes at least, of reading and receiving.
-    - `shardings`: specs of weights, by their names.
-    - `whole`: what could not be cut as asked, and why.
+    - `split`: the split.
+    - `held`: the bytes that a device holds: weights, cache, activations and so on.
+    - `received`: the bytes that a device receives per step, by mesh axes.
+    - `seconds`: the time to read and receive these bytes, a lower bound of the time of a step.
+    - `shardings`: the `PartitionSpec` of each weight that is sharded, by its name.
+    - `whole`: the reasons why weights could not be sharded by the names of their axes.
     """
 
     split: Split
@@ -92,23 +116,12 @@ class SplitPlan(NamedTuple):
 
     @property
     def total(self) -> int:
-        """The bytes of a device."""
+        """The bytes that a device holds in total."""
         return sum(self.held.values())
 
     def fits(self, memory: float) -> bool:
-        """Whether a device has room for it, with a tenth left free."""
+        """Return whether a device with `memory` bytes is large enough, with a tenth left free."""
         return self.total <= 0.9 * memory
-
-
-def splits_of(model: ModelShapes, devices: int, batch: int) -> Iterator[Split]:
-    """All splits that give each device as many heads, experts and texts."""
-    divisors = [n for n in range(1, devices + 1) if devices % n == 0]
-    for tensor in (n for n in divisors if model.heads % n == 0):
-        rest = devices // tensor
-        for expert in (n for n in divisors if rest % n == 0 and model.experts % n == 0):
-            if batch % rest == 0:
-                alone = Split(rest // expert, expert, tensor)
-                yield from (alone, alone._replace(in_parts=True))[: 1 if rest == 1 else 2]
 
 
 def plans(
@@ -118,210 +131,375 @@ def plans(
     devices: int,
     *,
     tile: int | None = None,
-    rates: DeviceRates = H100,
+    rates: DeviceRates = DeviceRates(),  # noqa: B008
 ) -> list[SplitPlan]:
-    """What each split takes, those that are fastest first.
+    """Return the plans of all splits of a model over devices, with the fastest first.
 
     **Arguments:**
 
-    - `format`: of weights, in tiles of `tile`; embedding and head have 8 bits, as by the usual
-      rules of `vn.quant.quantize_tree`. Or a dtype.
+    - `model`: its shapes, from `model_of`.
+    - `format`: a format for the weights, or a dtype. With a format of fewer than 8 bits, the
+      embedding and the output head have 8 bits, as in `vn.quant.quantize_tree`.
+    - `step`: the step to plan.
+    - `devices`: the number of devices.
+    - `tile`: the number of values that share a scale. The default depends on the format.
+    - `rates`: the rates of a device.
 
-    **Raises:** `ValueError` for an unknown format, and where no split gives devices the same.
+    **Raises:** `ValueError` if the format is unknown, or if no split gives all devices equal work.
 
     >>> from veneer.plan import PlannedStep, model_of, plans
-    >>> said = {"model_type": "llama", "vocab_size": 512, "hidden_size": 256, "head_dim": 32}
-    >>> said |= {"num_attention_heads": 8, "num_hidden_layers": 2, "intermediate_size": 512}
-    >>> best = plans(model_of(said), "int4", PlannedStep(batch=8, length=128), 8)[0]
+    >>> config = {"model_type": "llama", "vocab_size": 512, "hidden_size": 256, "head_dim": 32}
+    >>> config |= {"num_attention_heads": 8, "num_hidden_layers": 2, "intermediate_size": 512}
+    >>> best = plans(model_of(config), "int4", PlannedStep(batch=8, length=128), 8)[0]
     >>> best.split.tensor, best.total < 1_000_000, best.shardings["lm_head.weight"]
     (4, True, P('tensor', None))
     """
-    stored = {w: stored_as(w, format, tile, model.dtype) for _, w in model.counted}
-    found = [
-        _plan(model, stored, step, split, rates) for split in splits_of(model, devices, step.batch)
-    ]
-    if not found:
+    arrays = {w: abstract_weight(w, format, tile, model.dtype) for _, w in model.counted}
+    results = []
+    for split in _all_splits(model, devices, step.batch):
+        placed = {weight: place_weight(weight, x, split) for weight, x in arrays.items()}
+        results.append(_SplitEstimate(model, step, split, placed).plan(rates))
+    if not results:
         raise ValueError(
             f"{devices} devices cannot evenly divide a batch of {step.batch}, {model.heads} heads "
             f"and {model.experts} experts: use a batch size that is a multiple of {devices}"
         )
-    return sorted(found, key=lambda plan: (plan.seconds, plan.total))
+    return sorted(results, key=lambda plan: (plan.seconds, plan.total))
 
 
-def _plan(
-    model: ModelShapes,
-    stored: Mapping[NamedShape, Any],
-    step: PlannedStep,
-    over: Split,
-    rates: DeviceRates,
-) -> SplitPlan:
-    of = {weight: placed(weight, array, over) for weight, array in stored.items()}
-    every = [(count, of[weight]) for count, weight in model.counted]
-    held = {"weights": sum(count * x.nbytes for count, x in every)}
-    received = _received(model, every, step, over)
-    read = _read(model, every, step, over)
-    if step.rank is None:
-        held["cache"] = _cache(model, step, over)
-        read += held["cache"]
+def _all_splits(model: ModelShapes, devices: int, batch: int) -> Iterator[Split]:
+    """Yield the splits that give all devices equal numbers of heads, experts and sequences."""
+    divisors = [n for n in range(1, devices + 1) if devices % n == 0]
+    for tensor in (n for n in divisors if model.heads % n == 0):
+        rest = devices // tensor
+        for expert in (n for n in divisors if rest % n == 0 and model.experts % n == 0):
+            if batch % rest == 0:
+                split = Split(rest // expert, expert, tensor)
+                yield split
+                if rest > 1:
+                    yield split._replace(in_parts=True)
+
+
+# The arrays of a device.
+
+
+class PlacedWeight(NamedTuple):
+    """An abstract weight with its sharding.
+
+    **Arguments:**
+
+    - `weight`: its shape and the names of its axes.
+    - `array`: the weight, dense or quantized.
+    - `spec`: its sharding between uses.
+    - `spec_in_use`: its sharding in products. It differs from `spec` if the weight is gathered
+      before use (FSDP).
+    - `nbytes`, `nbytes_in_use`: the bytes per device, with these two shardings.
+    - `why`: the reason why an axis with a name is not sharded, or "".
+    """
+
+    weight: NamedShape
+    array: Any
+    spec: P
+    spec_in_use: P
+    nbytes: int
+    nbytes_in_use: int
+    why: str = ""
+
+    @property
+    def is_gathered(self) -> bool:
+        """True if the weight is gathered before use."""
+        return self.spec != self.spec_in_use
+
+
+def abstract_weight(weight: NamedShape, format: str, tile: int | None, dtype: str) -> Any:
+    """Return an abstract array for a weight: quantized in `format`, or dense.
+
+    Weights that are used in no product have the dtype of the model, `dtype`.
+
+    **Raises:** `ValueError` if `format` is neither a format nor a dtype.
+    """
+    dense = _dense_dtype(format)
+    x = jax.ShapeDtypeStruct(weight.shape, dense or dtype)
+    if dense is not None or weight.contracted is None:
+        return x
+    if get_format(format).bits < 8 and "vocabulary" in weight.axes:
+        rule = Rule(".*", VOCABULARY_QTYPE)
     else:
-        layers = [(kind.count, w) for kind in model.layers for w in kind.weights]
-        updates = [(n, x) for n, w in layers for x in updates_of(w, step.rank, over)]
-        size = sum(count * x.nbytes for count, x in updates)
-        held |= {"updates": size, "gradients": size, "moments": 2 * size}
-        received += _received_of_updates(updates, over)
-    held["activations"] = _activations(model, of, step, over)
-    seconds = read / rates.memory
-    seconds += sum(n / _rate(axes, over, rates) for axes, n in received.items())
-    return SplitPlan(
-        over,
-        held,
-        {" ".join(axes): n for axes, n in received.items() if n},
-        seconds,
-        {x.weight.path: x.spec for x in of.values() if any(x.spec)},
-        {x.weight.path: x.why for x in of.values() if x.why},
-    )
+        rule = Rule(".*", format, tile_size=tile or default_tile(format))
+    fitted = fit_default_rule(rule, {weight.contracted}, weight.shape)
+    return jax.eval_shape(fitted.quantize, x)
 
 
-def _rate(axes: tuple[str, ...], over: Split, rates: DeviceRates) -> float:
-    """Bytes a second along axes: those of the mesh follow each other, and the last is closest."""
-    span = math.prod(over[min(map(over._fields.index, axes)) : 3])
-    return rates.link if span <= rates.near else rates.network
+def abstract_cache(
+    cached: CachedShape, batch: int, length: int, format: str | None, dtype: str
+) -> Any:
+    """Return an abstract array for a cache of one layer.
 
-
-def _cache(model: ModelShapes, step: PlannedStep, over: Split) -> int:
-    total = 0
-    for kind in model.layers:
-        for cached in kind.cache:
-            array = cache_of(cached, step.batch, _seen(kind, step), step.cache, model.dtype)
-            spec, _ = spec_by_names(array, cached.axes, over)
-            total += kind.count * nbytes(array, NamedSharding(over.mesh, spec))
-    return total
-
-
-def _seen(kind: LayerKind, step: PlannedStep) -> int:
-    return min(step.length, kind.window or step.length)
-
-
-def _tokens(step: PlannedStep, over: Split) -> int:
-    """How many a device computes in a step."""
-    texts = step.batch // over.count(("data", "expert"))
-    return texts * (1 if step.rank is None else step.length)
-
-
-def _activations(
-    model: ModelShapes, of: Mapping[NamedShape, PlacedWeight], step: PlannedStep, over: Split
-) -> int:
-    """What is there for a time: that of the layer, or the head, that needs most.
-
-    Of a layer these are what its products give, the scores of attention, in f32, with what they
-    become; the layer and the next one gathered; and one weight dense, as XLA unpacks it. Trained,
-    each of these has a gradient, and each layer keeps the hidden state that it was given.
+    If it is quantized in `format`, it has one scale per token and head. Without a format, it has
+    the dtype of the model, `dtype`.
     """
-    train, size = step.rank is not None, jnp.dtype(model.dtype).itemsize
-    tokens, sides = _tokens(step, over), 2 if train else 1
-    state = tokens * model.width * size
-
-    def of_layer(kind: LayerKind) -> int:
-        widths = 2 * model.width
-        for weight in kind.weights:
-            if weight.contracted is not None:
-                times = model.experts_per_token if "experts" in weight.axes else 1
-                widths += times * _local(of[weight], weight.free, over)
-        seen = step.length if train else _seen(kind, step)
-        scores = 0 if step.fused else 2 * 4 * tokens * model.heads * seen // over.tensor
-        gathered = 2 * sum(x.whole_nbytes for w in kind.weights if (x := of[w]).spec != x.by_name)
-        unpacked = max(_unpacked(of[w], size, over) for w in kind.weights)
-        return sides * (tokens * widths * size + scores) + gathered + unpacked
-
-    head = of[_head(model)]
-    logits = sides * 4 * tokens * _local(head, -2, over) + _unpacked(head, size, over)
-    logits += head.whole_nbytes if head.spec != head.by_name else 0
-    kept = sum(kind.count for kind in model.layers) * state if train else 0
-    return kept + max(logits, *map(of_layer, model.layers))
+    shape, format = cached.shape(batch, length), format or dtype
+    if (dense := _dense_dtype(format)) is not None:
+        return jax.ShapeDtypeStruct(shape, dense)
+    axes = tuple(range(len(shape) - 1))
+    make = functools.partial(zeros, shape, format, dtype=jnp.dtype(dtype), channelwise_axes=axes)
+    return jax.eval_shape(make)
 
 
-def _head(model: ModelShapes) -> NamedShape:
-    return [w for w in model.outside if "vocabulary" in w.axes][-1]
+def _dense_dtype(format: str) -> str | None:
+    """Return the name of a dtype, or None if `format` is a quantized format."""
+    names = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
+    names |= {name: name for name in names.values()}
+    return names.get(format)
 
 
-def _local(placed: PlacedWeight, axis: int, over: Split) -> int:
-    return placed.weight.shape[axis] // over.count(placed.by_name[axis])
+def device_nbytes(array: Any, sharding: NamedSharding) -> int:
+    """Return the bytes of an array, dense or quantized, that each device holds."""
+    leaves = zip(jax.tree.leaves(array), leaf_destinations(array, sharding), strict=True)
+    return sum(math.prod(s.shard_shape(x.shape)) * x.dtype.itemsize for x, s in leaves)
 
 
-def _unpacked(placed: PlacedWeight, itemsize: int, over: Split) -> int:
-    """The bytes of a weight where it's made dense for a product; none of one that is."""
-    if not is_value(placed.stored):
-        return 0
-    cut = NamedSharding(over.mesh, placed.by_name).shard_shape(placed.weight.shape)
-    return math.prod(cut) * itemsize
+def spec_by_names(array: Any, axes: tuple[str, ...], split: Split) -> tuple[P, str]:
+    """Return the sharding of an array by the names of its axes.
 
-
-def _received(
-    model: ModelShapes, every: list[tuple[int, PlacedWeight]], step: PlannedStep, over: Split
-) -> Counter[tuple[str, ...]]:
-    """Bytes that a device receives, by the axes that they go along.
-
-    A sum comes in parts and then whole. Trained, what is summed, sent or gathered in a layer is so
-    again in the backward pass, and once more as the layer is computed again, but for its last sum.
+    Also return the reason why one of these axes cannot be sharded, or "".
     """
-    train, size = step.rank is not None, jnp.dtype(model.dtype).itemsize
-    state = _tokens(step, over) * model.width * size
-    found = Counter[tuple[str, ...]]()
-    for count, x in every:
-        axes, summed = x.weight.axes, x.weight.contracted
-        if "vocabulary" in axes:
-            # Rows that are looked up; of a head, the gradient.
-            sums = (x.weight == model.outside[0]) + (train and x.weight == _head(model))
-            if x.by_name[0] is not None:
-                found["tensor",] += sums * _sum(state, over, ("tensor",))
-        elif summed is not None and "tensor" in CUT.get(axes[summed], ()):
-            passes = (2 if axes[summed] == "mlp" else 3) if train else 1
-            if x.by_name[summed] is not None:
-                found["tensor",] += count * passes * _sum(state, over, ("tensor",))
-            else:  # what it takes is gathered
-                times = model.experts_per_token if "experts" in axes else 1
-                taken = times * state * x.weight.shape[summed] // model.width
-                found["tensor",] += count * passes * _gather(taken, over, ("tensor",))
-        if x.spec != x.by_name:
-            times, same = 1 + (train and "*" in x.weight.path), same_along(x.weight)
-            found[same] += count * times * _gather(x.whole_nbytes, over, same)
-    for kind in model.layers:
-        if any("experts" in weight.axes for weight in kind.weights):  # there and back
-            sent = 2 * min(model.experts_per_token, over.expert) * state
-            times = 3 if train else 1
-            found["expert",] += kind.count * times * _gather(sent, over, ("expert",))
-    return found
+    entries: list[Any] = [None] * len(axes)
+    why, used = "", set[str]()
+    for i, name in enumerate(axes):
+        entry = split.spec_entry(MESH_AXES.get(name, ()))
+        if entry is None or used & {*axes_of(entry)}:
+            continue
+        spec = P(*entries[:i], entry, *entries[i + 1 :])
+        if _can_shard(array, spec, split.mesh):
+            entries[i], used = entry, used | {*axes_of(entry)}
+        else:
+            told = why_not_split(array, spec, split.mesh.shape) if is_value(array) else ""
+            why = told or f"{split.count(entry)} devices do not divide its axis of {array.shape[i]}"
+    return P(*entries), why
 
 
-def _gather(n: int, over: Split, axes: tuple[str, ...]) -> int:
-    """The bytes that each receives of `n` that all have in parts, or send each other."""
-    return n - n // over.count(axes)
+def _can_shard(array: Any, spec: P, mesh: AbstractMesh) -> bool:
+    if is_value(array):
+        return block_specs(array, spec, mesh.shape) is not None
+    counts = [math.prod(mesh.shape[name] for name in axes_of(entry)) for entry in spec]
+    return all(size % count == 0 for size, count in zip(array.shape, counts, strict=True))
 
 
-def _sum(n: int, over: Split, axes: tuple[str, ...]) -> int:
-    return 2 * _gather(n, over, axes)
+def replication_axes(weight: NamedShape) -> tuple[str, ...]:
+    """Return the mesh axes along which a weight is replicated, unless it is fully sharded."""
+    return ("data",) if "experts" in weight.axes else ("data", "expert")
 
 
-def _received_of_updates(
-    updates: list[tuple[int, PlacedWeight]], over: Split
-) -> Counter[tuple[str, ...]]:
-    """Of updates in parts, which are gathered twice, and of their gradients, which are summed."""
-    found = Counter[tuple[str, ...]]()
-    for count, x in updates:
-        same = same_along(x.weight)
-        times = 3 if x.spec != x.by_name else 2
-        found[same] += count * times * _gather(x.whole_nbytes, over, same)
-        if not any("tensor" in axes_of(entry) for entry in x.by_name):
-            found["tensor",] += count * _sum(x.whole_nbytes, over, ("tensor",))
-    return found
+def place_weight(weight: NamedShape, array: Any, split: Split) -> PlacedWeight:
+    """Shard a weight by the names of its axes, and, if the split is `in_parts`, fully."""
+    in_use, why = spec_by_names(array, weight.axes, split)
+    spec, replicated = in_use, split.spec_entry(replication_axes(weight))
+    if split.in_parts and replicated is not None and weight.contracted is not None:
+        spec = fully_sharded(split.mesh, replicated, in_use)(array).spec
+    stored, used = (device_nbytes(array, NamedSharding(split.mesh, s)) for s in (spec, in_use))
+    return PlacedWeight(weight, array, spec, in_use, stored, used, why)
 
 
-def _read(
-    model: ModelShapes, every: list[tuple[int, PlacedWeight]], step: PlannedStep, over: Split
-) -> float:
-    """Bytes of weights that a device reads in a step, of experts those that some token takes."""
-    tokens = _tokens(step, over) * over.expert
-    missed = (1 - model.experts_per_token / model.experts) ** tokens
-    used = lambda x: 1 - missed if "experts" in x.weight.axes else 1
-    weights = sum(count * x.whole_nbytes * used(x) for count, x in every)
-    return float(weights * (1 if step.rank is None else 3))
+def place_updates(weight: NamedShape, rank: int, split: Split) -> list[PlacedWeight]:
+    """Return the factors of the LoRA update of a weight, in f32: `[out, rank]` and `[rank, in]`.
+
+    Experts and weights that are used in no product have no update, and the list is empty.
+    """
+    if weight.contracted is None or "experts" in weight.axes:
+        return []
+    (rows, columns), (row_axis, column_axis) = weight.shape, weight.axes
+    factors = ((rows, rank), (row_axis, "rank")), ((rank, columns), ("rank", column_axis))
+    return [
+        place_weight(
+            NamedShape(weight.path, shape, axes, -1), jax.ShapeDtypeStruct(shape, "float32"), split
+        )
+        for shape, axes in factors
+    ]
+
+
+# The bytes of a step.
+
+
+def _gathered_bytes(nbytes: int, count: int) -> int:
+    """Return the bytes that a device receives when `count` devices gather an array."""
+    return nbytes - nbytes // count
+
+
+class _SplitEstimate:
+    """The bytes that one device holds, reads and receives in a step, with one split."""
+
+    def __init__(
+        self,
+        model: ModelShapes,
+        step: PlannedStep,
+        split: Split,
+        placed: Mapping[NamedShape, PlacedWeight],
+    ):
+        self.model, self.step, self.split, self.placed = model, step, split, placed
+        self.weights = [(count, placed[weight]) for count, weight in model.counted]
+        self.is_training = step.rank is not None
+        self.itemsize = jnp.dtype(model.dtype).itemsize
+        sequences = step.batch // split.count(("data", "expert"))
+        self.tokens = sequences * (step.length if self.is_training else 1)
+        #: The bytes of the hidden state of all tokens of the device.
+        self.state = self.tokens * model.width * self.itemsize
+
+    def plan(self, rates: DeviceRates) -> SplitPlan:
+        """Return the plan of the split."""
+        held = {"weights": sum(count * x.nbytes for count, x in self.weights)}
+        received, read = self.received_for_model(), self.read_weights()
+        if self.step.rank is None:
+            held["cache"] = self.cache()
+            read += held["cache"]
+        else:
+            updates = [
+                (kind.count, x)
+                for kind in self.model.layers
+                for weight in kind.weights
+                for x in place_updates(weight, self.step.rank, self.split)
+            ]
+            size = sum(count * x.nbytes for count, x in updates)
+            held |= {"updates": size, "gradients": size, "moments": 2 * size}
+            received += self.received_for_updates(updates)
+        held["activations"] = self.activations()
+
+        def rate(axes: tuple[str, ...]) -> float:
+            # Devices along the first of these mesh axes are this far apart.
+            span = math.prod(self.split[min(map(Split._fields.index, axes)) : 3])
+            return rates.link if span <= rates.near else rates.network
+
+        seconds = read / rates.memory + sum(n / rate(axes) for axes, n in received.items())
+        return SplitPlan(
+            self.split,
+            held,
+            {" ".join(axes): n for axes, n in received.items() if n},
+            seconds,
+            {x.weight.path: x.spec for x in self.placed.values() if any(x.spec)},
+            {x.weight.path: x.why for x in self.placed.values() if x.why},
+        )
+
+    def cache(self) -> int:
+        """Return the bytes of the KV cache."""
+        total = 0
+        for kind in self.model.layers:
+            length, batch = self.seen_tokens(kind), self.step.batch
+            for cached in kind.cache:
+                array = abstract_cache(cached, batch, length, self.step.cache, self.model.dtype)
+                spec, _ = spec_by_names(array, cached.axes, self.split)
+                sharding = NamedSharding(self.split.mesh, spec)
+                total += kind.count * device_nbytes(array, sharding)
+        return total
+
+    def seen_tokens(self, kind: LayerKind) -> int:
+        """Return the number of tokens that attention sees in decoding."""
+        return min(self.step.length, kind.window or self.step.length)
+
+    def read_weights(self) -> float:
+        """Return the bytes of weights that are read, three times in training.
+
+        Among the experts, only those that a token chooses are read.
+        """
+        model, tokens = self.model, self.tokens * self.split.expert
+        unused = (1 - model.experts_per_token / model.experts) ** tokens
+        nbytes = sum(
+            count * x.nbytes_in_use * (1 - unused if "experts" in x.weight.axes else 1)
+            for count, x in self.weights
+        )
+        return float(nbytes * (3 if self.is_training else 1))
+
+    def activations(self) -> int:
+        """Return the peak bytes of temporary arrays, in the largest layer or in the output head.
+
+        They are the results of products, attention scores in f32 with their softmax, this layer and
+        the next one gathered, and one weight materialized, because XLA unpacks weights. In training
+        there is a gradient for each of them, and each layer keeps its input.
+        """
+        sides = 2 if self.is_training else 1
+
+        def of_layer(kind: LayerKind) -> int:
+            widths = 2 * self.model.width
+            for weight in kind.weights:
+                if weight.contracted is not None:
+                    times = self.model.experts_per_token if "experts" in weight.axes else 1
+                    widths += times * self.local_size(self.placed[weight], weight.free)
+            seen = self.step.length if self.is_training else self.seen_tokens(kind)
+            scores = 2 * 4 * self.tokens * self.model.heads * seen // self.split.tensor
+            placed = [self.placed[weight] for weight in kind.weights]
+            gathered = 2 * sum(x.nbytes_in_use for x in placed if x.is_gathered)
+            unpacked = max(map(self.unpacked_bytes, placed))
+            results = self.tokens * widths * self.itemsize + (0 if self.step.fused else scores)
+            return sides * results + gathered + unpacked
+
+        head = self.placed[self.model.head]
+        logits = sides * 4 * self.tokens * self.local_size(head, -2) + self.unpacked_bytes(head)
+        logits += head.nbytes_in_use if head.is_gathered else 0
+        layers = sum(kind.count for kind in self.model.layers)
+        inputs = layers * self.state if self.is_training else 0
+        return inputs + max(logits, *map(of_layer, self.model.layers))
+
+    def local_size(self, placed: PlacedWeight, axis: int) -> int:
+        """Return the size of an axis of a weight on one device, in use."""
+        return placed.weight.shape[axis] // self.split.count(placed.spec_in_use[axis])
+
+    def unpacked_bytes(self, placed: PlacedWeight) -> int:
+        """Return the bytes of a quantized weight that is materialized; 0 for a dense weight."""
+        if not is_value(placed.array):
+            return 0
+        sharding = NamedSharding(self.split.mesh, placed.spec_in_use)
+        return math.prod(sharding.shard_shape(placed.weight.shape)) * self.itemsize
+
+    def received_for_model(self) -> Counter[tuple[str, ...]]:
+        """Return the bytes received for weights and activations, by mesh axes.
+
+        An all-reduce receives partial sums, and then totals. In training, the communication of a
+        layer is repeated in the backward pass, and again when the layer is recomputed, except for
+        its last all-reduce.
+        """
+        model, train = self.model, self.is_training
+        received = Counter[tuple[str, ...]]()
+        gather = lambda nbytes, *axes: _gathered_bytes(nbytes, self.split.count(axes))
+        all_reduce = 2 * gather(self.state, "tensor")
+        for count, x in self.weights:
+            axes, contracted = x.weight.axes, x.weight.contracted
+            if "vocabulary" in axes:
+                # The looked up rows of the embedding, and the gradient from the head.
+                sums = (x.weight == model.outside[0]) + (train and x.weight == model.head)
+                if x.spec_in_use[0] is not None:
+                    received["tensor",] += sums * all_reduce
+            elif contracted is not None and "tensor" in MESH_AXES.get(axes[contracted], ()):
+                passes = (2 if axes[contracted] == "mlp" else 3) if train else 1
+                if x.spec_in_use[contracted] is not None:
+                    received["tensor",] += count * passes * all_reduce
+                else:  # the weight is not sharded, so its inputs are gathered
+                    times = model.experts_per_token if "experts" in axes else 1
+                    inputs = times * self.state * x.weight.shape[contracted] // model.width
+                    received["tensor",] += count * passes * gather(inputs, "tensor")
+            if x.is_gathered:
+                times, replicated = 1 + (train and "*" in x.weight.path), replication_axes(x.weight)
+                received[replicated] += count * times * gather(x.nbytes_in_use, *replicated)
+        for kind in model.layers:
+            if any("experts" in weight.axes for weight in kind.weights):
+                # Tokens are sent to their experts and back.
+                sent = 2 * min(model.experts_per_token, self.split.expert) * self.state
+                times = 3 if train else 1
+                received["expert",] += kind.count * times * gather(sent, "expert")
+        return received
+
+    def received_for_updates(
+        self, updates: list[tuple[int, PlacedWeight]]
+    ) -> Counter[tuple[str, ...]]:
+        """Return the bytes received for LoRA updates, by mesh axes.
+
+        Gradients are reduced. Updates that are fully sharded are gathered in both passes.
+        """
+        received = Counter[tuple[str, ...]]()
+        for count, x in updates:
+            replicated = replication_axes(x.weight)
+            times = 3 if x.is_gathered else 2
+            gathered = _gathered_bytes(x.nbytes_in_use, self.split.count(replicated))
+            received[replicated] += count * times * gathered
+            if not any("tensor" in axes_of(entry) for entry in x.spec_in_use):
+                gathered = _gathered_bytes(x.nbytes_in_use, self.split.count("tensor"))
+                received["tensor",] += 2 * count * gathered
+        return received
