@@ -281,7 +281,7 @@ TYPES: dict[str, Callable[[_Texts], str]] = {
             f"({m}, {n}))"
         )
     )(t.size(), t.size()),
-    "Symmetric": lambda t: f"vn.types.Symmetric.of({_square(t)})",
+    "Symmetric": lambda t: f"vn.types.Symmetric.from_dense({_square(t)})",
     "Toeplitz": lambda t: f"vn.types.Toeplitz({t.dense(t.size())}, {t.dense(t.size())})",
     "Triangular": lambda t: (
         f"vn.types.Triangular({_square(t)}, {t.one_of(True, False)}, {t.one_of(True, False)})"

@@ -73,7 +73,7 @@ EVERY_TYPE: dict[str, Callable[[Arrays], Any]] = {
     "Scaled": lambda a: T.Scaled(a(4, 4), a(4, 1)),
     "SparseArray": lambda a: T.SparseArray.from_dense(a.some(4, 4), n_batch=len(a.lead)),
     "Symmetric": lambda a: T.Symmetric(a(10)),
-    "Symmetric, positive definite": lambda a: T.Symmetric.of(
+    "Symmetric, positive definite": lambda a: T.Symmetric.from_dense(
         a(4, 4) + 8 * jnp.eye(4, dtype=a.dtype), positive_definite=True
     ),
     "Toeplitz": lambda a: T.Toeplitz(a(4), a(4)),

@@ -66,8 +66,8 @@ MUTATIONS = [
         "transforms/test_control_flow.py transforms/test_batch_axes.py types",
     ),
     Mutation(
-        "return [None if x.unit is None else unit for x in operands], unit",
-        "return [None if x.unit is None else unit for x in operands], None",
+        "xs, [i for i, x in enumerate(xs) if x.unit is not None]",
+        "xs, [i for i, x in enumerate(xs) if x.unit is None]",
         "types/labels",
     ),
     Mutation(

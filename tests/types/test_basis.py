@@ -104,7 +104,7 @@ def test_a_product_can_contract_several_axes():
     w, x = array(4, 6, 8), array(5, 4, 6, seed=1)
     program = lambda w, x: jnp.einsum("thk,hkd->td", x, w)
     for value in (
-        Rotated.of(w, (-3, -2)),
+        Rotated.from_dense(w, (-3, -2)),
         Scaled(w / FACTORS[:6, None], np.broadcast_to(FACTORS[:6, None], (4, 6, 1))),
     ):
         np.testing.assert_allclose(vn.materialise(value), w, 1e-5, 1e-6)
@@ -150,7 +150,7 @@ UNDER = {
 def test_a_rotated_product_is_exact_up_to_rounding(product, under, n):
     axis, f = CONTRACTED[product]
     w, x = array(*((n, 4) if axis == -2 else (4, n))), array(3, n, seed=1)
-    turned = Rotated.of(w, (axis,))
+    turned = Rotated.from_dense(w, (axis,))
     assert n == 1 or abs(turned.array - w).max() > 0.1
     dense = UNDER[under](f)(w, x)
     found = vn.implicit(UNDER[under](f))(turned, x)
@@ -172,7 +172,7 @@ def test_a_rotation_reduces_the_error_of_int4():
     x = array(100, 256, seed=1)
     quantize = lambda w: vn.quant.quantize(w, "int4", channelwise_axes=[1])
     lost = lambda q: np.linalg.norm(x @ (vn.materialise(q) - w))
-    turned = Rotated.of(w)
+    turned = Rotated.from_dense(w)
     assert lost(turned.with_array(quantize(turned.array))) < 0.6 * lost(quantize(w))
 
 

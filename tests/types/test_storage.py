@@ -33,8 +33,8 @@ STORAGE = arrays.OnDemand(
         ("Banded", "lower"): lambda: (T.Banded(A[:2], 1, 0), T.Banded(A[:3], 2, 0)),
         ("Banded", "upper"): lambda: (T.Banded(A[:2], 0, 1), T.Banded(A[:3], 0, 2)),
         ("Symmetric", "positive_definite"): lambda: (
-            T.Symmetric.of(A),
-            T.Symmetric.of(A, positive_definite=True),
+            T.Symmetric.from_dense(A),
+            T.Symmetric.from_dense(A, positive_definite=True),
         ),
         ("LoraArray", "scale"): lambda: (
             LORA,

@@ -118,17 +118,21 @@ def _align(leaf: ArrayLike, places: Places, ndim: int) -> jax.Array:
     return leaf.transpose(*ordered, *others).reshape(sizes)
 
 
-@register("dot_general")
-def _(w: InBasis, x: ArrayLike, **params: Any) -> Any:
-    return _dot_general(w, x, params, basis_first=True)
+def _axes_of_factor(leaf: Any, shape: tuple[int, ...]) -> list[LeafAxis]:
+    """Return a `LeafAxis` per axis of a leaf that has size 1 along some axes of an array."""
+    return [
+        axis if size == shape[axis.axis] else axis._replace(block="shared")
+        for axis, size in zip(aligned_axes(len(shape)), leaf.shape, strict=True)
+    ]
 
 
 @register("dot_general")
-def _(x: ArrayLike, w: InBasis, **params: Any) -> Any:
-    return _dot_general(w, x, params, basis_first=False)
-
-
-def _dot_general(w: InBasis, x: Any, params: dict[str, Any], *, basis_first: bool) -> Any:
+def _(lhs: InBasis | ArrayLike, rhs: InBasis | ArrayLike, **params: Any) -> Any:
+    basis_first = isinstance(lhs, InBasis)
+    w: Any = lhs if basis_first else rhs
+    x: Any = rhs if basis_first else lhs
+    if isinstance(x, InBasis):
+        return NotImplemented
     numbers = DotDimensionNumbers.from_lax(params["dimension_numbers"])
     (w_contracted, x_contracted), (w_batch, x_batch) = numbers if basis_first else numbers.swapped
     axes = w.basis_axes(w_batch)
@@ -279,14 +283,9 @@ class Permuted(InBasis):
 
     def leaf_axes(self) -> Any:
         """Return a `vn.LeafAxis` per axis of each leaf. The permuted axis cannot be sliced."""
-
-        def leaf_axis(axis: LeafAxis, size: int) -> LeafAxis:
-            if axis.axis == self.axis:
-                return axis._replace(block="whole")
-            return axis if size == self.shape[axis.axis] else axis._replace(block="shared")
-
-        axes = aligned_axes(self.ndim)
-        return [[*map(leaf_axis, axes, sizes)] for sizes in (self.shape, self.order.shape)]
+        leaves = aligned_axes(self.ndim), _axes_of_factor(self.order, self.shape)
+        keep_whole = lambda x: x._replace(block="whole") if x.axis == self.axis else x
+        return [[*map(keep_whole, axes)] for axes in leaves]
 
     def _moved(self, movement: Movement) -> Any:
         axis = movement.axes[self.axis]
@@ -397,12 +396,4 @@ class Scaled(InBasis):
 
         A slice of the array slices `factor` too, except along axes where `factor` has size 1.
         """
-
-        def factor_axis(axis: LeafAxis, size: int) -> LeafAxis:
-            return axis if size == self.shape[axis.axis] else axis._replace(block="shared")
-
-        axes = aligned_axes(self.ndim)
-        return [axes, [*map(factor_axis, axes, self.factor.shape)]]
-
-    def _moved(self, movement: Movement) -> "Scaled":
-        return self
+        return [aligned_axes(self.ndim), _axes_of_factor(self.factor, self.shape)]

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec
 
 from .._core.surface.array import ImplicitArray
 from .._core.transform import redispatch
-from .._core.value import Value
+from .._core.value import Value, aval_of
 from .._jax.primitives import Primitive
 from .axes import Leaf, check_axes
 
@@ -53,7 +53,7 @@ class Frozen(ImplicitArray):
 
     def aval(self) -> jax.core.ShapedArray:
         """Return the shape and dtype of `x`."""
-        return self.x.aval() if isinstance(self.x, Value) else jax.typeof(self.x)
+        return aval_of(self.x)
 
     def materialise(self) -> Any:
         """Return `x` without a gradient. The result is implicit if `x` is."""

@@ -94,12 +94,6 @@ def _share_all(*operands: Measured, **params: Any) -> Outcome:
     return _share_unit(operands, range(len(operands)))
 
 
-def _sum_of_cotangents(*operands: Measured, **params: Any) -> Outcome:
-    # In a loop, JAX begins the sum with an array of zeros that is not known to be zero.
-    unit = next(x.unit for x in operands if x.unit is not None)
-    return [None if x.unit is None else unit for x in operands], unit
-
-
 def _quotient(x: Measured, y: Measured, **params: Any) -> Outcome:
     if x.unit is not None and y.unit is not None and is_convertible(x.unit, y.unit):
         # The conversion to the smaller unit multiplies, so integers stay exact.
@@ -146,7 +140,10 @@ _TABLE: dict[str, Law] = {
     ),
     # jnp.where passes its first case last.
     "select_n": lambda *xs, **params: _share_unit(xs, range(len(xs) - 1, 0, -1)),
-    "add_any": _sum_of_cotangents,
+    # In a loop, JAX begins a sum of cotangents with an array of zeros that is not known to be zero.
+    "add_any": lambda *xs, **params: _share_unit(
+        xs, [i for i, x in enumerate(xs) if x.unit is not None]
+    ),
     # The unit of the first operand. The others, such as indices, have none.
     "abs all_gather all_gather_invariant all_to_all broadcast_in_dim ceil conj "
     "convert_element_type cummax cummin cumsum dynamic_slice fft floor gather imag neg pbroadcast "

@@ -41,7 +41,7 @@ class Rotated(InBasis):
     **Arguments:**
 
     - `array`: the rotated floating array, of any shape, dense or implicit, such as a `QArray`. To
-      rotate a dense array, call `Rotated.of`.
+      rotate a dense array, call `Rotated.from_dense`.
     - `axes`: the rotated axes, negative numbers; static. Each axis is rotated separately.
 
     **Raises:**
@@ -51,7 +51,7 @@ class Rotated(InBasis):
 
     >>> import jax.numpy as jnp, veneer as vn
     >>> w = jnp.zeros((64, 1)).at[3].set(8.0)
-    >>> r = vn.types.Rotated.of(w)
+    >>> r = vn.types.Rotated.from_dense(w)
     >>> float(abs(r.array).max()), (jnp.ones(64) @ r).round(3).tolist()
     (1.0, [8.0])
     """
@@ -74,7 +74,7 @@ class Rotated(InBasis):
             )
 
     @classmethod
-    def of(cls, dense: Any, axes: Sequence[int] = (-2,)) -> "Rotated":
+    def from_dense(cls, dense: Any, axes: Sequence[int] = (-2,)) -> "Rotated":
         """Rotate a dense array along some axes, and return it as a `Rotated`.
 
         **Arguments:**

@@ -64,12 +64,12 @@ test_under, test_over = claims(
 
 def test_dense_matrix_agrees_with_scipy():
     matrices = [jnp.arange(6.0).reshape(2, 3), jnp.ones((2, 3))]
-    a = BlockDiagonal.of(*matrices)
+    a = BlockDiagonal.from_blocks(*matrices)
     np.testing.assert_array_equal(vn.materialise(a), scipy.linalg.block_diag(*matrices))
 
 
 def test_structured_blocks_keep_their_type():
-    a = BlockDiagonal.of(Diagonal(jnp.array([1.0, 2.0])), Diagonal(jnp.array([3.0, 4.0])))
+    a = BlockDiagonal.from_blocks(Diagonal(jnp.array([1.0, 2.0])), Diagonal(jnp.array([3.0, 4.0])))
     inverse = vn.implicit(jnp.linalg.inv, on_materialise="error")(a.T @ a)
     assert isinstance(inverse.blocks, Diagonal)
     assert jnp.allclose(inverse @ jnp.ones(4), 1 / jnp.array([1.0, 4.0, 9.0, 16.0]))
@@ -116,8 +116,11 @@ def test_only_blocks_are_stored():
     ("make", "message"),
     [
         (lambda: BlockDiagonal(jnp.ones((2, 2))), "too few axes"),
-        (lambda: BlockDiagonal.of(jnp.ones((2, 2)), jnp.ones((3, 3))), r"\[\(2, 2\), \(3, 3\)\]"),
-        (lambda: BlockDiagonal.of(), "one shape, got"),
+        (
+            lambda: BlockDiagonal.from_blocks(jnp.ones((2, 2)), jnp.ones((3, 3))),
+            r"\[\(2, 2\), \(3, 3\)\]",
+        ),
+        (lambda: BlockDiagonal.from_blocks(), "one shape, got"),
     ],
 )
 def test_invalid_blocks_raise(make, message):

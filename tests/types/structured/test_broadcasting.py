@@ -39,7 +39,7 @@ SQUARE = {
     "Identity": lambda n: Identity(n),
     "Circulant": lambda n: Circulant(normal(n)),
     "Toeplitz": lambda n: Toeplitz(normal(n), normal(n)),
-    "Symmetric": lambda n: Symmetric.of(normal(n, n)),
+    "Symmetric": lambda n: Symmetric.from_dense(normal(n, n)),
     "Triangular": lambda n: Triangular(normal(n, n)),
     "Permutation": lambda n: Permutation(arrays.array(np.arange(n)[::-1].copy())),
     "BlockDiagonal": lambda n: BlockDiagonal(normal(1, n, n)),

@@ -16,7 +16,7 @@ symmetric = lambda draw: Symmetric(draw(draw.n * (draw.n + 1) // 2))
 def definite(draw):
     x = draw(draw.n, draw.n)
     gram = x @ x.mT + jnp.eye(draw.n, dtype=draw.dtype)
-    return Symmetric.of(gram, positive_definite=True)
+    return Symmetric.from_dense(gram, positive_definite=True)
 
 
 diagonal = lambda draw: Diagonal(draw.positive(draw.n))
@@ -50,26 +50,27 @@ def test_of_packs_one_triangle(lower):
     x = jnp.arange(18.0).reshape(2, 3, 3)
     kept = jnp.tril(x) if lower else jnp.triu(x)
     strictly = jnp.tril(x, -1) if lower else jnp.triu(x, 1)
-    found = Symmetric.of(jnp.where(kept == x, x, jnp.nan), lower=lower)
+    found = Symmetric.from_dense(jnp.where(kept == x, x, jnp.nan), lower=lower)
     assert (vn.materialise(found) == kept + strictly.mT).all()
 
 
 def test_positive_definite_is_kept_by_sums_and_inverses():
-    a = Symmetric.of(jnp.eye(3), positive_definite=True)
+    a = Symmetric.from_dense(jnp.eye(3), positive_definite=True)
     assert (a + a).positive_definite
     assert vn.implicit(jnp.linalg.inv)(a).positive_definite
-    for unknown in (-a, a * 2, a - a, a + Diagonal(jnp.ones(3)), a + Symmetric.of(jnp.eye(3))):
+    other = Symmetric.from_dense(jnp.eye(3))
+    for unknown in (-a, a * 2, a - a, a + Diagonal(jnp.ones(3)), a + other):
         assert not unknown.positive_definite
 
 
 def test_solve_of_an_indefinite_matrix_is_nan():
-    a = Symmetric.of(-jnp.eye(3), positive_definite=True)
+    a = Symmetric.from_dense(-jnp.eye(3), positive_definite=True)
     assert jnp.isnan(vn.implicit(jnp.linalg.solve)(a, jnp.ones(3))).all()
     assert jnp.isnan(vn.implicit(jnp.linalg.det)(a))
 
 
 def test_half_of_the_dense_bytes_are_stored():
-    assert Symmetric.of(jnp.ones((64, 64))).nbytes == 4 * 64 * 65 // 2
+    assert Symmetric.from_dense(jnp.ones((64, 64))).nbytes == 4 * 64 * 65 // 2
 
 
 @pytest.mark.parametrize(
@@ -77,7 +78,11 @@ def test_half_of_the_dense_bytes_are_stored():
     [
         (lambda: Symmetric(jnp.ones(5)), ValueError, r"5 lies between 3 \(n = 2\) and 6"),
         (lambda: Symmetric(jnp.ones(3, "complex64")), TypeError, "real entries, not complex64"),
-        (lambda: Symmetric.of(jnp.ones((2, 3))), ValueError, r"square matrix, got \(2, 3\)"),
+        (
+            lambda: Symmetric.from_dense(jnp.ones((2, 3))),
+            ValueError,
+            r"square matrix, got \(2, 3\)",
+        ),
     ],
 )
 def test_invalid_symmetric_matrices_raise(make, error, message):

@@ -328,7 +328,7 @@ class Rule:
 
     def in_basis(self, array: Any) -> Any:
         """Return the array as a `vn.types.Rotated` if `rotate` is True, or else unchanged."""
-        return Rotated.of(array, self.contracting(array.ndim)) if self.rotate else array
+        return Rotated.from_dense(array, self.contracting(array.ndim)) if self.rotate else array
 
     def quantize(self, array: Any) -> Any:
         """Quantize a floating array of rank 2 or more.

@@ -115,15 +115,15 @@ class LoraArray(Matrix):
         ones = lambda n: " ".join(["1"] * n)
         ins, outs = number("in", self.in_ndim), number("out", self.out_ndim)
         axes = {"w": f"{ins} {outs}", "a": f"{ins} rank", "b": f"rank {outs}"}
-        check_axes(self, **axes)
-        _check_floating(self.w)
         if self.magnitude is not None:
             norms = {"in": f"{ones(self.in_ndim)} {outs}", "out": f"{ins} {ones(self.out_ndim)}"}
-            check_axes(self, **axes, magnitude=norms[self.normed])
+            axes["magnitude"] = norms[self.normed]
         if self.dropout_key is not None:
             check_arrays(self, Leaf, "dropout_key")
             is_typed = jnp.issubdtype(self.dropout_key.dtype, jax.dtypes.prng_key)
-            check_axes(self, **axes, dropout_key="" if is_typed else "2")
+            axes["dropout_key"] = "" if is_typed else "2"
+        check_axes(self, **axes)
+        _check_floating(self.w)
 
     @classmethod
     def init(

@@ -34,24 +34,17 @@ Shape = tuple[int, ...]
 
 
 @register("dot_general")
-def _dense_lora(x: ArrayLike, w: LoraArray, *, dimension_numbers: Any, **params: Any) -> Any:
-    return _dot_general(x, w, dimension_numbers, params, lora_first=False)
-
-
-@register("dot_general")
-def _lora_dense(w: LoraArray, x: ArrayLike, *, dimension_numbers: Any, **params: Any) -> Any:
-    swapped = tuple(pair[::-1] for pair in dimension_numbers)
-    return _dot_general(x, w, swapped, params, lora_first=True)
-
-
 def _dot_general(
-    x: Any, lora: LoraArray, dimension_numbers: Any, params: dict[str, Any], *, lora_first: bool
+    lhs: LoraArray | ArrayLike, rhs: LoraArray | ArrayLike, *, dimension_numbers: Any, **params: Any
 ) -> Any:
-    """Compute `x @ w + scale * (x @ a) @ b`, for any contracted axes.
-
-    `dimension_numbers` has the axes of `x` first, even if `x` is the second operand (`lora_first`).
-    """
-    (x_contracted, w_contracted), (x_batch, w_batch) = dimension_numbers
+    """Compute `x @ w + scale * (x @ a) @ b`, for any contracted axes."""
+    lora_first = isinstance(lhs, LoraArray)
+    lora: Any = lhs if lora_first else rhs
+    x: Any = rhs if lora_first else lhs
+    if isinstance(x, LoraArray):
+        return NotImplemented
+    swap = lambda pair: pair[::-1] if lora_first else pair
+    (x_contracted, w_contracted), (x_batch, w_batch) = map(swap, dimension_numbers)
     contracted = frozenset(w_contracted)
     dropped_operand = _dropped_operand(lora, contracted)
     if (
@@ -76,8 +69,6 @@ def _dot_general(
             return NotImplemented
         x = _apply_magnitude(x, labels, lora)
 
-    if lora_first:
-        dimension_numbers = tuple(pair[::-1] for pair in dimension_numbers)
     dot = partial(redispatch, lambda x, y: lax.dot_general(x, y, dimension_numbers, **params))
     out = dot(lora.w, x) if lora_first else dot(x, lora.w)
 

@@ -12,7 +12,14 @@ from jax.lax import linalg as lax_linalg
 from ..._core.tree import static
 from ..axes import Array, check_axes
 from .diagonal import Diagonal
-from .matrix import Matrix, computing_dtype, elementwise_rule, matmul_rule, register_elementwise
+from .matrix import (
+    Matrix,
+    computing_dtype,
+    elementwise_rule,
+    matmul_rule,
+    register_elementwise,
+    solve_implicitly,
+)
 
 
 @register_elementwise
@@ -202,10 +209,7 @@ class Banded(Matrix):
         return Banded(jnp.stack(rows[::-1], -2), lower=self.upper, upper=self.lower)
 
     def solve(self, b: Any) -> Any:
-        a = Banded(lax.stop_gradient(self.bands), self.lower, self.upper)
-        solve = lambda _, b: _solve_by_elimination(a, b)
-        solve_transposed = lambda _, b: _solve_by_elimination(a.transposed(), b)
-        return lax.custom_linear_solve(self.matvec, b, solve, solve_transposed)
+        return solve_implicitly(self, b, _solve_by_elimination)
 
     def slogdet(self) -> Any:
         @functools.partial(jnp.vectorize, signature="(w,n)->(),()")

@@ -136,6 +136,28 @@ def multiply_vectors(w: Any, x: Any, *, precision: Any = None) -> Any:
     return redispatch(multiply, w, x)
 
 
+def call_if_supported(function: Callable[..., Any], *values: Any) -> Any:
+    """Return `function(*values)`, or NotImplemented if one of the values is NotImplemented."""
+    is_missing = any(value is NotImplemented for value in values)
+    return NotImplemented if is_missing else function(*values)
+
+
+def solve_implicitly(matrix: Matrix, b: Any, solve: Callable[[Any, Any], Any]) -> Any:
+    """Solve by an algorithm that JAX does not differentiate.
+
+    Derivatives solve with the same matrix or its transpose instead.
+
+    **Arguments:**
+
+    - `matrix`, `b`: the matrix and the right-hand sides, as in `Matrix.solve`.
+    - `solve`: the algorithm, a function of a matrix of the same type and of right-hand sides.
+    """
+    a = jax.tree.map(jax.lax.stop_gradient, matrix)
+    return jax.lax.custom_linear_solve(
+        matrix.matvec, b, lambda _, b: solve(a, b), lambda _, b: solve(a.transposed(), b)
+    )
+
+
 def is_square(w: Any) -> bool:
     """Return whether the last two axes have the same size."""
     return w.shape[-2] == w.shape[-1]

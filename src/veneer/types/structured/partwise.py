@@ -110,7 +110,8 @@ class BlockDiagonal(PartwiseMatrix):
 
     **Arguments:**
 
-    - `blocks`: the stacked blocks, `[..., k, m, n]`. `BlockDiagonal.of(*matrices)` stacks matrices.
+    - `blocks`: the stacked blocks, `[..., k, m, n]`. `BlockDiagonal.from_blocks(*matrices)` stacks
+      matrices.
 
     **Raises:** `TypeError` if `blocks` is not an array, `ValueError` if it has fewer than three
     axes.
@@ -131,7 +132,7 @@ class BlockDiagonal(PartwiseMatrix):
         check_axes(self, blocks="k m n")
 
     @classmethod
-    def of(cls, *matrices: Any) -> "BlockDiagonal":
+    def from_blocks(cls, *matrices: Any) -> "BlockDiagonal":
         """Create a block-diagonal matrix from its blocks.
 
         **Arguments:**
@@ -141,14 +142,14 @@ class BlockDiagonal(PartwiseMatrix):
         **Raises:** `ValueError` if there are no matrices, or their shapes differ.
 
         >>> import jax.numpy as jnp, veneer as vn
-        >>> vn.types.BlockDiagonal.of(jnp.eye(3), jnp.ones((3, 3)))
+        >>> vn.types.BlockDiagonal.from_blocks(jnp.eye(3), jnp.ones((3, 3)))
         BlockDiagonal(blocks=f32[2,3,3])
         """
         shapes = [tuple(jnp.shape(w)) for w in matrices]
         if len(set(shapes)) != 1 or len(shapes[0]) < 2:
             raise ValueError(
-                f"BlockDiagonal.of takes matrices of one shape, got {shapes}. Pad them to one "
-                "shape, or multiply with each matrix separately."
+                f"BlockDiagonal.from_blocks takes matrices of one shape, got {shapes}. Pad them to "
+                "one shape, or multiply with each matrix separately."
             )
         return cls(redispatch(lambda ws: jnp.stack(ws, -3), matrices))
 

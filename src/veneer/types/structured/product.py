@@ -13,7 +13,15 @@ from ..._core.transform import redispatch
 from ..._core.value import make_dense, materialise_one
 from ..._jax.primitives import find_primitive
 from ..axes import Leaf, check_axes
-from .matrix import Matrix, computing_dtype, has_method, is_square, matmul_rule, multiply_vectors
+from .matrix import (
+    Matrix,
+    call_if_supported,
+    computing_dtype,
+    has_method,
+    is_square,
+    matmul_rule,
+    multiply_vectors,
+)
 
 
 class Product(Matrix):
@@ -65,55 +73,47 @@ class Product(Matrix):
     def matvec(self, x: Any, *, precision: Any = None) -> Any:
         dtype = jnp.result_type(x, self.dtype)
         x = self.right.matvec(x.astype(computing_dtype(dtype)), precision=precision)
-        x = x if x is NotImplemented else self.left.matvec(x, precision=precision)
-        return x if x is NotImplemented else x.astype(dtype)
+        x = call_if_supported(partial(self.left.matvec, precision=precision), x)
+        return call_if_supported(lambda x: x.astype(dtype), x)
 
     def transposed(self) -> Any:
-        return _make_product(self.right.transposed(), self.left.transposed())
+        return call_if_supported(Product, self.right.transposed(), self.left.transposed())
 
     def rescaled(self, scale: Any) -> Any:
         left = self.left.rescaled(scale)
         if left is not NotImplemented:
             return Product(left, self.right)
-        return _make_product(self.left, self.right.rescaled(scale))
+        return call_if_supported(Product, self.left, self.right.rescaled(scale))
 
     def solve(self, b: Any) -> Any:
         if not self._has_square_factors:
             return NotImplemented
-        b = self.left.solve(b)
-        return b if b is NotImplemented else self.right.solve(b)
+        return call_if_supported(self.right.solve, self.left.solve(b))
 
     def inverse(self) -> Any:
         if not self._has_square_factors:
             return NotImplemented
-        return _make_product(self.right.inverse(), self.left.inverse())
+        return call_if_supported(Product, self.right.inverse(), self.left.inverse())
 
     def slogdet(self) -> Any:
         if not self._has_square_factors:
             return NotImplemented
-        left, right = self.left.slogdet(), self.right.slogdet()
-        if left is NotImplemented or right is NotImplemented:
-            return NotImplemented
-        return left[0] * right[0], left[1] + right[1]
+        multiply = lambda left, right: (left[0] * right[0], left[1] + right[1])
+        return call_if_supported(multiply, self.left.slogdet(), self.right.slogdet())
 
     def main_diagonal(self) -> Any:
         if not (self.left.is_diagonal or self.right.is_diagonal):
             return NotImplemented
-        left, right = self.left.main_diagonal(), self.right.main_diagonal()
-        if left is NotImplemented or right is NotImplemented:
-            return NotImplemented
-        n = min(left.shape[-1], right.shape[-1])
-        return left[..., :n] * right[..., :n]
+
+        def multiply(left: Any, right: Any) -> Any:
+            n = min(left.shape[-1], right.shape[-1])
+            return left[..., :n] * right[..., :n]
+
+        return call_if_supported(multiply, self.left.main_diagonal(), self.right.main_diagonal())
 
     @property
     def _has_square_factors(self) -> bool:
         return is_square(self.left) and is_square(self.right)
-
-
-def _make_product(left: Any, right: Any) -> Any:
-    """Return the `Product`, or NotImplemented if `left` or `right` is NotImplemented."""
-    is_known = left is not NotImplemented and right is not NotImplemented
-    return Product(left, right) if is_known else NotImplemented
 
 
 # The rules of two types come first.

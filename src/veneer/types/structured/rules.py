@@ -20,7 +20,7 @@ from ..._core.surface.array import ImplicitArray
 from ..._core.transform import redispatch
 from ..._jax.primitives import split_list
 from ..lazy import Lazy
-from .matrix import Matrix, computing_dtype, has_method
+from .matrix import Matrix, call_if_supported, computing_dtype, has_method
 
 # A rule of one type takes precedence over these rules.
 _register_for_all = partial(register, precedence=-1)
@@ -124,10 +124,9 @@ def _dot_general(
     if preferred_element_type is not None:
         dense = dense.astype(jnp.promote_types(dense.dtype, preferred_element_type))
     products = acting.matvec(layout.to_vectors(dense), precision=precision)
-    if products is NotImplemented:
-        return NotImplemented
     # The products are implicit if a leaf of the matrix is.
-    return redispatch(lambda y: layout.to_result(y.astype(dtype)), products)
+    to_result = partial(redispatch, lambda y: layout.to_result(y.astype(dtype)))
+    return call_if_supported(to_result, products)
 
 
 @_register_for_all("transpose")
@@ -173,7 +172,7 @@ def _neg(x: Matrix, **params: Any) -> Any:
 @_register_for_all("sub")
 def _sub(x: Matrix, y: Matrix, **params: Any) -> Any:
     negative = y.rescaled(partial(redispatch, jnp.negative))
-    return negative if negative is NotImplemented else redispatch(lax.add, x, negative)
+    return call_if_supported(partial(redispatch, lax.add, x), negative)
 
 
 @_register_for_all("add_any")
@@ -327,17 +326,12 @@ def _register_linalg(function: Any, method: Callable[[Any], Any]) -> None:
             return method(a)
 
 
-def _det(a: Matrix) -> Any:
-    result = a.slogdet()
-    if result is NotImplemented:
-        return NotImplemented
-    sign, logabsdet = result
-    return sign * jnp.exp(logabsdet)
-
-
 _register_linalg(jnp.linalg.inv, lambda a: a.inverse())
 _register_linalg(jnp.linalg.slogdet, lambda a: a.slogdet())
-_register_linalg(jnp.linalg.det, _det)
+_register_linalg(
+    jnp.linalg.det,
+    lambda a: call_if_supported(lambda result: result[0] * jnp.exp(result[1]), a.slogdet()),
+)
 _register_linalg(jnp.linalg.cholesky, lambda a: a.cholesky())
 
 
@@ -347,18 +341,14 @@ def _register_on_diagonal(function: Any, compute: Callable[[Any], Any]) -> None:
     `compute` returns the result for the entries `[..., n]` of the main diagonal.
     """
 
-    def apply(a: Any) -> Any:
-        entries = a.main_diagonal()
-        return entries if entries is NotImplemented else compute(entries)
+    @register(partial(function, axis1=-2, axis2=-1))
+    def last_axes(a: Matrix) -> Any:
+        return call_if_supported(compute, a.main_diagonal())
 
     @register(function)
     def _(a: Matrix) -> Any:
         # Without axis1 and axis2, JAX takes the diagonal of the first two axes.
-        return apply(a) if a.ndim == 2 else NotImplemented
-
-    @register(partial(function, axis1=-2, axis2=-1))
-    def _(a: Matrix) -> Any:
-        return apply(a)
+        return last_axes(a) if a.ndim == 2 else NotImplemented
 
 
 _register_on_diagonal(jnp.trace, lambda entries: entries.sum(-1))

@@ -17,6 +17,7 @@ from .matrix import (
     matmul_rule,
     register_elementwise,
     slogdet_of_diagonal,
+    solve_implicitly,
 )
 
 #: Up to this size, a product uses the dense matrix. This is faster than the FFT, as measured on CPU
@@ -107,10 +108,7 @@ class Toeplitz(Matrix):
         n = self.column.shape[-1]
         if n <= DIRECT_UP_TO:
             return jnp.linalg.solve(self.materialise(), b.mT).mT
-        a = Toeplitz(lax.stop_gradient(self.column), lax.stop_gradient(self.row))
-        solve = lambda _, b: _solve_by_levinson(a, b)
-        solve_transposed = lambda _, b: _solve_by_levinson(a.transposed(), b)
-        return lax.custom_linear_solve(self.matvec, b, solve, solve_transposed)
+        return solve_implicitly(self, b, _solve_by_levinson)
 
     def main_diagonal(self) -> Any:
         column = jnp.asarray(self.column)[..., :1]

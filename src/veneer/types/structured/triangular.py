@@ -177,14 +177,15 @@ class Symmetric(Matrix):
     **Arguments:**
 
     - `packed`: real numbers `[..., n (n + 1) / 2]` in the order
-      `A[0, 0], A[1, 0], A[1, 1], A[2, 0], ...`. `Symmetric.of` packs a matrix.
+      `A[0, 0], A[1, 0], A[1, 1], A[2, 0], ...`. `Symmetric.from_dense` packs a matrix.
     - `positive_definite`: whether the matrix is known to be positive definite; static.
 
     **Raises:** `TypeError` if `packed` is not a dense array or is complex, `ValueError` if its last
     axis does not have size `n (n + 1) / 2` for some `n`.
 
     >>> import jax.numpy as jnp, veneer as vn
-    >>> a = vn.types.Symmetric.of(jnp.array([[2.0, 9.0], [1.0, 3.0]]), positive_definite=True)
+    >>> dense = jnp.array([[2.0, 9.0], [1.0, 3.0]])
+    >>> a = vn.types.Symmetric.from_dense(dense, positive_definite=True)
     >>> a
     Symmetric(packed=f32[3], positive_definite=True)
     >>> vn.materialise(a).tolist()
@@ -204,11 +205,11 @@ class Symmetric(Matrix):
         if _size(n) != entries:
             raise ValueError(
                 f"Symmetric takes n (n + 1) / 2 entries: {entries} lies between {_size(n)} (n = "
-                f"{n}) and {_size(n + 1)} (n = {n + 1}). Symmetric.of packs a square matrix."
+                f"{n}) and {_size(n + 1)} (n = {n + 1}). Symmetric.from_dense packs a matrix."
             )
 
     @staticmethod
-    def of(x: Any, *, lower: bool = True, positive_definite: bool = False) -> "Symmetric":
+    def from_dense(x: Any, *, lower: bool = True, positive_definite: bool = False) -> "Symmetric":
         """Create a `Symmetric` from one triangle of a matrix. The other triangle is not read.
 
         **Arguments:**
@@ -221,7 +222,7 @@ class Symmetric(Matrix):
         """
         x = jnp.asarray(x)
         if x.ndim < 2 or x.shape[-1] != x.shape[-2]:
-            raise ValueError(f"Symmetric.of takes a square matrix, got {x.shape}")
+            raise ValueError(f"Symmetric.from_dense takes a square matrix, got {x.shape}")
         x, n = x if lower else x.mT, x.shape[-1]
         i, j = jnp.arange(n)[:, None], jnp.arange(n)
         # Entries above the diagonal get an index out of range, so that they are dropped.
@@ -261,7 +262,7 @@ class Symmetric(Matrix):
         if not self.positive_definite:
             return NotImplemented
         eye = jnp.broadcast_to(jnp.eye(self._n, dtype=self.packed.dtype), self.shape)
-        return Symmetric.of(self.solve(eye), positive_definite=True)
+        return Symmetric.from_dense(self.solve(eye), positive_definite=True)
 
     def cholesky(self) -> Triangular:
         factor = lax_linalg.cholesky(self.materialise(), symmetrize_input=False)
