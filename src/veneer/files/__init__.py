@@ -3,7 +3,8 @@
 Trees of arrays:
 
     load_save           `vn.save` and `vn.load`
-    tree_encoding       the structure of a saved tree as JSON, and how to restore it
+    tree_encoding       the structure of a tree as JSON
+    tree_decoding       a tree from this JSON, alone or into the classes of another tree
     checkpoint          opens, inspects and converts a checkpoint of any kind
 
 Folders of safetensors files:
@@ -15,11 +16,10 @@ Folders of safetensors files:
 
 Folders that other libraries quantized, with one module per family:
 
-    families            the table of families, and the choice of one for a folder
-    writing             writes folders in the formats of other libraries
+    families            the table of families: reads and writes folders
     stored_tensors      the stored tensors of a folder, as the families see them
     affine              integers with scales and zero points, to a `QArray` and back
-    codes               packed codes of other libraries, to those of a `QArray` and back
+    codes               packed codes: between the layouts of other libraries and a `QArray`
     gptq                GPTQ, with 2, 3, 4 and 8 bits
     awq                 AWQ
     compressed_tensors  compressed-tensors: integers and floats, in several layouts

@@ -1,4 +1,4 @@
-"""Integers under scales and zero points, as most families have them: to a `QArray`, and back."""
+"""Convert integers with scales and zero points to a `QArray` and back."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -10,25 +10,31 @@ from ..quant.formats.packing import packed_size
 from ..types.basis import Permuted
 from . import codes
 from .codes import pack
-from .stored_tensors import quantized
+from .stored_tensors import make_qarray
 
 
 class UnsupportedByFormat(ValueError):
-    """Why a format cannot hold a weight; who knows its name says it."""
+    """The reason that a format cannot hold a weight. The caller adds the name of the weight."""
 
 
-class Stored(NamedTuple):
-    """A weight as a format has it: tensors by suffixes, and what the configuration says of it."""
+class EncodedWeight(NamedTuple):
+    """A weight in the format of another library.
+
+    - `tensors`: the stored tensors, by the suffixes of their names.
+    - `settings`: the facts about this weight that `config.json` must state.
+    """
 
     tensors: Mapping[str, np.ndarray]
-    stated: dict[str, Any]
+    settings: dict[str, Any]
 
 
 class AffineParts(NamedTuple):
-    """A matrix `[out, in]`: `(fields - zero) * scale`.
+    """The parts of a quantized matrix `[out, in]`, whose value is `(fields - zero) * scale`.
 
-    `fields` is uint8, `zero` of integers, `scale` and `zero` are `[out, groups]`, of which each
-    stands for `tile` values, and `group_of` the group of each column where they are not in order.
+    - `fields`: nonnegative codes of `bits` bits, `uint8[out, in]`.
+    - `scale`, `zero`: `[out, groups]`.
+    - `tile`: the number of inputs that share a scale.
+    - `group_of`: the group of each input, `int32[in]`. None if groups are contiguous and in order.
     """
 
     bits: int
@@ -40,59 +46,63 @@ class AffineParts(NamedTuple):
 
     @property
     def is_symmetric(self) -> bool:
-        """Whether all zero points are the middle of the codes."""
+        """True if every zero point is the middle of the code range."""
         return bool((self.zero == 2 ** (self.bits - 1)).all())
 
 
-def affine(
+def make_affine(
     packed: np.ndarray, scale: np.ndarray, zero: np.ndarray, *, bits: int, size: int, dtype: str
 ) -> QArray:
-    """The array of unsigned codes under zero points, which are none where codes can be signed.
+    """Return the `QArray` of nonnegative codes with zero points.
+
+    If all zero points are the middle of the code range, the codes become signed and the result has
+    no zero points.
 
     **Arguments:**
 
-    - `packed`: `uint8[out, bytes]`, as a `QArray` packs `size` codes.
+    - `packed`: `uint8[out, bytes]`, packed as in a `QArray`.
     - `scale`, `zero`: `[out, groups]`.
-    - `dtype`: the dense one.
+    - `size`: the number of codes in a row.
+    - `dtype`: the dtype of the dense matrix.
     """
     qtype = f"uint{bits}"
     zero_point: Any = zero if bits == 8 else _packed_zero_points(zero, bits)
     if (zero == 2 ** (bits - 1)).all():
         qtype, zero_point = f"int{bits}", None
-        packed = codes.with_high_bit_flipped(packed, bits)
+        packed = codes.flip_high_bits(packed, bits)
         packed = packed.view(np.int8) if bits == 8 else packed
-    packing = codes.packing_of(size, bits)
-    return quantized(packed, scale, zero_point, qtype=qtype, packing=packing, dtype=dtype)
+    packing = codes.last_axis_packing(size, bits)
+    return make_qarray(packed, scale, zero_point, qtype=qtype, packing=packing, dtype=dtype)
 
 
 def _packed_zero_points(zero: np.ndarray, bits: int) -> np.ndarray | QArray:
-    """Zero points packed as codes are, along the groups, where that takes fewer bytes."""
+    """Pack zero points along the groups, as a `QArray`, if that takes fewer bytes."""
     groups = zero.shape[1]
     if packed_size(groups, bits) >= groups:
         return zero
-    one, packing = np.ones((1, 1), np.float32), codes.packing_of(groups, bits)
+    one, packing = np.ones((1, 1), np.float32), codes.last_axis_packing(groups, bits)
     fields = zero.astype(np.uint8)
     return QArray.from_packed(pack(fields, bits), one, qtype=f"uint{bits}", packing=packing)
 
 
-def affine_parts(value: Any) -> AffineParts:
-    """Undoes `affine`, also of columns that are permuted.
+def split_affine(value: Any) -> AffineParts:
+    """Return the parts of a quantized matrix, which may be a `Permuted`. It undoes `make_affine`.
 
-    **Raises:** `UnsupportedByFormat` where the array is none of that kind.
+    **Raises:** `UnsupportedByFormat` for other arrays, such as one with a minimum.
     """
     order = None
     if isinstance(value, Permuted):
         if value.axis != -1 or value.order.size != value.order.shape[-1]:
             raise UnsupportedByFormat("it is permuted along an axis other than its inputs")
         order, value = np.asarray(value.order).reshape(-1), value.array
-    q = matrix(value)
+    q = require_matrix(value)
     if not q.format.is_integer or q.format.bits not in range(2, 9):
         raise UnsupportedByFormat(f"its codes are {q.qtype}, not integers of 2 to 8 bits")
     if q.minimum is not None:
         raise UnsupportedByFormat("it has a minimum per group, not a zero point")
     bits, (out, size) = int(q.format.bits), q.shape
-    fields = fields_of(q)
-    scale = by_rows(q.scale, out, size)
+    fields = unsigned_codes(q)
+    scale = entries_per_row(q.scale, out, size)
     zero = np.zeros((1, 1), np.int16)
     if q.zero_point is not None:
         zero = np.asarray(q.zero_points()).astype(np.int16)
@@ -101,7 +111,7 @@ def affine_parts(value: Any) -> AffineParts:
         raise UnsupportedByFormat(f"its zero points are not codes of {bits} bits")
     if zero.shape[1] > scale.shape[1]:
         raise UnsupportedByFormat("it has more zero points than scales")
-    zero = np.repeat(by_rows(zero, out, size), scale.shape[1] // zero.shape[1], 1)
+    zero = np.repeat(entries_per_row(zero, out, size), scale.shape[1] // zero.shape[1], 1)
     group_of = None
     tile = size // scale.shape[1]
     if order is not None:
@@ -113,10 +123,10 @@ def affine_parts(value: Any) -> AffineParts:
     return AffineParts(bits, fields, scale, zero, tile, group_of)
 
 
-def matrix(value: Any) -> QArray:
-    """The array, if it is quantized and a matrix that is not empty.
+def require_matrix(value: Any) -> QArray:
+    """Return the array if it is a nonempty quantized matrix.
 
-    **Raises:** `UnsupportedByFormat` where it is not.
+    **Raises:** `UnsupportedByFormat` if it is not.
     """
     if not isinstance(value, QArray):
         raise UnsupportedByFormat(f"it is a {type(value).__name__}, not a QArray")
@@ -125,24 +135,25 @@ def matrix(value: Any) -> QArray:
     return value
 
 
-def fields_of(q: QArray) -> np.ndarray:
-    """The codes of a matrix, of integers, as they are where none is negative: `uint8[out, in]`."""
+def unsigned_codes(q: QArray) -> np.ndarray:
+    """Return the codes of a matrix of integers as nonnegative numbers, `uint8[out, in]`."""
     bits, packed = int(q.format.bits), np.asarray(q.packed)
     if bits == 8:
         fields = packed.view(np.uint8)
     elif q.packing is None:
         fields = packed & np.uint8(2**bits - 1)
     elif q.packing.axis == -2:
-        fields = codes.to_fields(np.ascontiguousarray(packed.T), bits, q.packing.size).T
+        fields = codes.unpack_rows(np.ascontiguousarray(packed.T), bits, q.packing.size).T
     else:
-        fields = codes.to_fields(packed, bits, q.packing.size)
+        fields = codes.unpack_rows(packed, bits, q.packing.size)
     return fields ^ np.uint8(2 ** (bits - 1)) if q.format.signed else fields
 
 
-def by_rows(entries: Any, out: int, size: int) -> np.ndarray:
-    """Scales, or the like, of a matrix of tiles, with a row for each of its rows.
+def entries_per_row(entries: Any, out: int, size: int) -> np.ndarray:
+    """Repeat scales, zero points or minima to one row per output: `[out, groups]`.
 
-    **Raises:** `UnsupportedByFormat` where they are quantized in turn.
+    **Raises:** `UnsupportedByFormat` if they are quantized, or their tiles do not divide the
+    inputs.
     """
     if isinstance(entries, QArray):
         raise UnsupportedByFormat("its scales are quantized")
@@ -155,5 +166,5 @@ def by_rows(entries: Any, out: int, size: int) -> np.ndarray:
 
 
 def most_common(values: Sequence[Any]) -> Any:
-    """The value that is there most often, and first."""
+    """Return the most frequent value of a sequence. The first one wins a tie."""
     return max(values, key=values.count)

@@ -1,10 +1,10 @@
-"""AWQ of the order "gemm": codes and zero points of 4 bits in words along the output.
+"""AWQ in the order "gemm": codes and zero points of 4 bits in words along the output.
 
-As AutoAWQ writes them: `qweight` i32 `[in, out / 8]`, `qzeros` i32 `[groups, out / 8]`, `scales`
+AutoAWQ writes `qweight` i32 `[in, out / 8]`, `qzeros` i32 `[groups, out / 8]` and `scales`
 `[groups, out]`. The value is `(q - z) * s`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,19 +12,19 @@ import numpy as np
 
 from ..quant.formats.packing import packed_size
 from . import codes
-from .affine import Stored, UnsupportedByFormat, affine, affine_parts, most_common
+from .affine import EncodedWeight, UnsupportedByFormat, make_affine, most_common, split_affine
 from .codes import pack
-from .stored_tensors import FLOATS, StoredTensors, Weight, tiled_axis
+from .stored_tensors import FLOATS, StoredTensors, Weight, even_tiles
 
-# The outputs of a word, from its lowest bits on, and the place of each output.
+# The outputs in a word, from the lowest bits up, and the place of each output.
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 PLACES = tuple(map(ORDER.index, range(8)))
 
 _WORDS = ("int32", "uint32")
 
 
-def weights(source: StoredTensors) -> Iterator[Weight]:
-    """The weights of a folder of AWQ's."""
+def find_weights(source: StoredTensors) -> Iterator[Weight]:
+    """Yield the quantized weights of a folder in AWQ format."""
     version = source.quantization.get("version", "gemm")
     if not isinstance(version, str) or version.lower() != "gemm":
         raise ValueError(
@@ -35,8 +35,8 @@ def weights(source: StoredTensors) -> Iterator[Weight]:
         yield _weight(source, module)
 
 
-def is_stored(source: StoredTensors, module: str) -> bool:
-    """Whether `qweight` lies as AWQ's does: with words along the output."""
+def has_layout(source: StoredTensors, module: str) -> bool:
+    """Return whether `qweight` has words along the output, not along the input as in GPTQ."""
     headers = source.headers
     qweight, scales = headers.get(f"{module}.qweight"), headers.get(f"{module}.scales")
     if qweight is None or scales is None or len(qweight.shape) != 2 or len(scales.shape) != 2:
@@ -58,27 +58,27 @@ def _weight(source: StoredTensors, module: str) -> Weight:
 
 def _read(source: StoredTensors, module: str, size: int, tile: int, dtype: str) -> Any:
     words, width = source.read(f"{module}.qweight").T, packed_size(size, 4)
-    eight = lambda rows: pack(_outputs(rows), 4).reshape(-1, 8 * width)
-    packed = codes.by_rows(eight, words, 8 * width).reshape(-1, width)
+    pack_outputs = lambda rows: pack(_outputs(rows), 4).reshape(-1, 8 * width)
+    packed = codes.map_rows(pack_outputs, words, 8 * width).reshape(-1, width)
     del words
     zero = _outputs(source.read(f"{module}.qzeros").T)
     scale = source.read(f"{module}.scales").T
-    scale, zero = (tiled_axis(x, 1, size, tile) for x in (scale, zero))
-    return affine(packed, scale, zero, bits=4, size=size, dtype=dtype)
+    scale, zero = (even_tiles(x, 1, size, tile) for x in (scale, zero))
+    return make_affine(packed, scale, zero, bits=4, size=size, dtype=dtype)
 
 
 def _outputs(words: np.ndarray) -> np.ndarray:
-    """The codes of words `[out / 8, n]`: `uint8[out, n]`."""
+    """Return the codes of words `[out / 8, n]`, in the order of the outputs: `uint8[out, n]`."""
     eight = [(words >> 4 * place).astype(np.uint8) & np.uint8(15) for place in PLACES]
     return np.stack(eight, 1).reshape(-1, words.shape[1])
 
 
-def stored(value: Any) -> Stored:
-    """A weight as AWQ has it.
+def encode_weight(value: Any) -> EncodedWeight:
+    """Return a quantized matrix in AWQ format.
 
-    **Raises:** `UnsupportedByFormat` where it cannot be.
+    **Raises:** `UnsupportedByFormat` if AWQ cannot hold the matrix.
     """
-    parts = affine_parts(value)
+    parts = split_affine(value)
     out, size = parts.fields.shape
     if parts.bits != 4 or parts.group_of is not None:
         raise UnsupportedByFormat(
@@ -91,22 +91,26 @@ def stored(value: Any) -> Stored:
         ".qzeros": _words(parts.zero.T.astype(np.uint8)),
         ".scales": parts.scale.T,
     }
-    return Stored(tensors, {"group_size": parts.tile, "inputs": size})
+    return EncodedWeight(tensors, {"group_size": parts.tile, "inputs": size})
 
 
 def _words(fields: np.ndarray) -> np.ndarray:
     placed = fields.reshape(len(fields), -1, 8)[..., ORDER].reshape(fields.shape)
-    return codes.stream_of_fields(np.ascontiguousarray(placed), 4).view(np.int32)
+    return codes.pack_to_stream(np.ascontiguousarray(placed), 4).view(np.int32)
 
 
-def configuration(stated: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """The `quantization_config` of weights, of which this is what `stored` says, by module.
+def make_config(settings: Mapping[str, dict[str, Any]], dense: Sequence[str]) -> dict[str, Any]:
+    """Return the `quantization_config` of weights, from their settings by module.
 
-    **Raises:** `UnsupportedByFormat` where they differ in what the configuration says of all.
+    **Arguments:**
+
+    - `dense`: the modules whose weights are dense matrices.
+
+    **Raises:** `UnsupportedByFormat` if group sizes differ, because AWQ states one for all.
     """
     sizes = {
         module: x["group_size"] if x["group_size"] < x["inputs"] else -1
-        for module, x in stated.items()
+        for module, x in settings.items()
     }
     usual = most_common([*sizes.values()])
     for module, size in sizes.items():
@@ -120,4 +124,5 @@ def configuration(stated: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
         "bits": 4,
         "group_size": usual,
         "zero_point": True,
+        "modules_to_not_convert": [*dense],
     }

@@ -1,13 +1,16 @@
-"""bitsandbytes: codebooks of 16 values in flat blocks, and int8 by rows.
+"""bitsandbytes: 4-bit codes of a codebook in flat blocks, and int8 with scales per row.
 
-4 bits: `weight` u8 `[out * in / 2, 1]`, the first of two values in the high half of a byte. With
-`quant_storage`, as in FSDP-QLoRA, the same bytes are fewer numbers of another dtype, such as bf16.
-`weight.absmax`, for each 64 or more values in the order of memory; `weight.quant_map`, the
-codebook; and `weight.quant_state.bitsandbytes__nf4` or `__fp4`, JSON as u8. Nested, `absmax` is u8
-itself: `nested_quant_map[absmax] * nested_absmax + nested_offset`.
+4 bits: a weight has these tensors, and `weight.quant_state.bitsandbytes__nf4` or `__fp4` with JSON
+as u8.
 
-int8: `weight` i8 and `SCB` `[out]`; the value is `q * (SCB / 127)`. Their kernels multiply by SCB
-first, which may differ by two units in the last place.
+- `weight` u8 `[out * in / 2, 1]`: the first of two codes in the high half of a byte. With
+  `quant_storage`, as in FSDP-QLoRA, the same bytes have another dtype, such as bf16.
+- `weight.absmax`: one scale per block of 64 or more consecutive values. If it is nested, it is u8
+  itself, and the scale is `nested_quant_map[absmax] * nested_absmax + nested_offset`.
+- `weight.quant_map`: the codebook.
+
+int8: `weight` i8 and `SCB` `[out]`. The value is `q * (SCB / 127)`. Kernels of bitsandbytes
+multiply by SCB first, which can differ by two units in the last place.
 """
 
 import json
@@ -20,19 +23,19 @@ import numpy as np
 
 from ..quant import FORMATS, QArray
 from . import codes
-from .stored_tensors import FLOATS, StoredTensors, Weight, quantized, tiled_rows
+from .stored_tensors import FLOATS, StoredTensors, Weight, even_tiles_of_blocks, make_qarray
 
-# The formats of ours that have the codebooks of theirs.
-FORMAT_OF = {"nf4": "nf4", "fp4": "fp4_bnb"}
+# The formats of Veneer with the codebooks of bitsandbytes.
+_FORMATS = {"nf4": "nf4", "fp4": "fp4_bnb"}
 _NESTED_FORMAT = "dynamic8"
-STATE = ".quant_state.bitsandbytes__"
-_MOST_STATE_BYTES = 2**16
+_STATE = ".quant_state.bitsandbytes__"
+_MAX_STATE_BYTES = 2**16
 
 
-def weights(source: StoredTensors) -> Iterator[Weight]:
-    """The weights of a folder of bitsandbytes'."""
-    for kind in FORMAT_OF:
-        for name in source.modules(STATE + kind):
+def find_weights(source: StoredTensors) -> Iterator[Weight]:
+    """Yield the quantized weights of a folder in the formats of bitsandbytes."""
+    for kind in _FORMATS:
+        for name in source.modules(_STATE + kind):
             yield _of_4_bits(source, name, kind)
     for suffix in (".SCB", ".weight.SCB"):
         for module in source.modules(suffix):
@@ -41,9 +44,9 @@ def weights(source: StoredTensors) -> Iterator[Weight]:
                 yield _of_8_bits(source, name, module + suffix)
 
 
-def is_stored(source: StoredTensors) -> bool:
-    """Whether a folder has weights of bitsandbytes'."""
-    suffixes = (".SCB", *(STATE + kind for kind in FORMAT_OF))
+def is_present(source: StoredTensors) -> bool:
+    """Return whether a folder has weights in the formats of bitsandbytes."""
+    suffixes = (".SCB", *(_STATE + kind for kind in _FORMATS))
     return any(name.endswith(suffixes) for name in source.headers)
 
 
@@ -63,11 +66,11 @@ def _read_8_bits(source: StoredTensors, parts: tuple[str, ...], dtype: str) -> A
             parts[2], "says that rows are reordered: only the order 'row' is supported"
         )
     scale = (scb / np.float32(127))[:, None]
-    return quantized(packed, scale, qtype="int8", packing=None, dtype=dtype)
+    return make_qarray(packed, scale, qtype="int8", packing=None, dtype=dtype)
 
 
 def _of_4_bits(source: StoredTensors, name: str, kind: str) -> Weight:
-    state_name = f"{name}{STATE}{kind}"
+    state_name = f"{name}{_STATE}{kind}"
     state = _state(source, state_name)
     shape = tuple(state["shape"])
     tile = source.number(state, "blocksize", 64)
@@ -98,7 +101,7 @@ def _of_4_bits(source: StoredTensors, name: str, kind: str) -> Weight:
 
 def _state(source: StoredTensors, name: str) -> Mapping[str, Any]:
     (length,) = source.shape(name, rank=1, dtypes=("uint8",))
-    if length > _MOST_STATE_BYTES:
+    if length > _MAX_STATE_BYTES:
         raise source.error(
             name, f"has {length} bytes, too many for the JSON of a quantization state"
         )
@@ -120,21 +123,21 @@ def _read_4_bits(
     source: StoredTensors, name: str, kind: str, state: Mapping[str, Any], dtype: str
 ) -> Any:
     rows, columns = shape = tuple(state["shape"])
-    qtype = FORMAT_OF[kind]
+    qtype = _FORMATS[kind]
     _check_codebook(source, f"{name}.quant_map", qtype)
-    data = codes.bytes_of(source.read(name)).reshape(-1)[: -(-rows * columns // 2)]
+    data = codes.as_bytes(source.read(name)).reshape(-1)[: -(-rows * columns // 2)]
     if columns % 2:
-        flat = codes.fields_of_stream(codes.with_nibbles_swapped(data), 4, rows * columns)
-        packed = codes.from_fields(flat.reshape(shape), 4)
+        flat = codes.unpack_stream(codes.swap_nibbles(data), 4, rows * columns)
+        packed = codes.pack_rows(flat.reshape(shape), 4)
     else:
-        packed = codes.with_nibbles_swapped(data).reshape(rows, columns // 2)
+        packed = codes.swap_nibbles(data).reshape(rows, columns // 2)
     tile = source.number(state, "blocksize", 64)
     absmax = source.read(f"{name}.absmax")
-    scale: Any = tiled_rows(absmax, shape, tile)
+    scale: Any = even_tiles_of_blocks(absmax, shape, tile)
     if f"{name}.nested_absmax" in source.headers:
         scale = _nested(source, name, state, scale, shape, tile)
-    packing = codes.packing_of(columns, 4)
-    return quantized(packed, scale, qtype=qtype, packing=packing, dtype=dtype)
+    packing = codes.last_axis_packing(columns, 4)
+    return make_qarray(packed, scale, qtype=qtype, packing=packing, dtype=dtype)
 
 
 def _nested(
@@ -145,17 +148,17 @@ def _nested(
     shape: tuple[int, ...],
     tile: int,
 ) -> QArray:
-    """The scales as an array that is quantized in turn, with an offset."""
+    """Return nested scales: a `QArray` of the u8 `scale`, with the offset as its minimum."""
     _check_codebook(source, f"{name}.nested_quant_map", _NESTED_FORMAT)
     outer = source.number(state, "nested_blocksize", 256)
-    # Of each entry of the scale the first value, and so its block, and the one above that.
+    # The first value of each scale is in a block of values, whose scale is in a block of scales.
     starts = (np.arange(0, n, n // m) for n, m in zip(shape, scale.shape, strict=True))
     first = np.add.outer(next(starts) * shape[1], next(starts))
     above = source.read(f"{name}.nested_absmax")[first // tile // outer]
     minimum = np.full([1] * 2, state["nested_offset"], np.float32)
-    return quantized(
+    return make_qarray(
         scale,
-        _shared(above),
+        _merge_equal(above),
         qtype=_NESTED_FORMAT,
         packing=None,
         dtype="float32",
@@ -163,8 +166,8 @@ def _nested(
     )
 
 
-def _shared(entries: np.ndarray) -> np.ndarray:
-    """The fewest entries of a matrix of which each stands for a tile."""
+def _merge_equal(entries: np.ndarray) -> np.ndarray:
+    """Merge equal neighbors of a matrix into the largest tiles that divide its axes."""
     for axis in (0, 1):
         size = entries.shape[axis]
         changes = np.diff(entries, axis=axis).any(axis=1 - axis)
@@ -174,9 +177,10 @@ def _shared(entries: np.ndarray) -> np.ndarray:
 
 
 def _check_codebook(source: StoredTensors, name: str, qtype: str) -> None:
-    """Refuses another codebook than ours; torch computes some, which may differ in the last place.
+    """Raise a `ValueError` if a stored codebook differs from the codebook of `qtype`.
 
-    A few units of that: those of 8 bits depend on the processor that made them.
+    Two units in the last place are allowed: torch computes 8-bit codebooks, and its results depend
+    on the processor.
     """
     codebook = np.asarray(FORMATS[qtype].codebook, np.float32)
     theirs = source.read(name)

@@ -1,8 +1,15 @@
-"""Floats of 8 bits under scales: of blocks, as DeepSeek's, of channels, or of the whole.
+"""FP8 with scales per block, row or tensor, as DeepSeek has it, and MXFP4 of gpt-oss.
 
-`weight` e4m3 or e5m2 `[out, in]`, and `weight_scale_inv` `[ceil(out / 128), ceil(in / 128)]`, the
-numbers to multiply by, for blocks of `weight_block_size`, which DeepSeek's own files call `scale`;
-or `weight_scale` `[]`, `[1]` or `[out, 1]`. Stacks of matrices, as of experts, have leading axes.
+FP8: `weight` e4m3 or e5m2 `[..., out, in]`, multiplied by one of these scales. Leading axes,
+such as one of experts, are batch axes.
+
+- `weight_scale_inv`, or `scale` in DeepSeek's own files: `[ceil(out / 128), ceil(in / 128)]`, for
+  blocks of `weight_block_size`.
+- `weight_scale`: `[]`, `[1]` or `[out, 1]`.
+
+MXFP4: `<name>_blocks` u8 `[..., out, groups, 16]`, the first of two values in the low half of a
+byte, and `<name>_scales` u8 `[..., out, groups]`, the exponent of a power of two plus 127. The
+dense checkpoint has the transposed weight `[..., in, out]` as `<name>`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,18 +20,26 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..quant import Packing
-from .stored_tensors import FLOATS, StoredTensors, Weight, describe, quantized, tile_of, tiled_axis
+from .stored_tensors import (
+    FLOATS,
+    StoredTensors,
+    Weight,
+    describe,
+    even_tiles,
+    find_tile,
+    make_qarray,
+)
 
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 
 
-def weights(source: StoredTensors) -> Iterator[Weight]:
-    """The weights of a folder of floats of 8 bits.
+def find_weights(source: StoredTensors) -> Iterator[Weight]:
+    """Yield the quantized weights of a folder of FP8 weights.
 
-    **Raises:** `ValueError` for one without a scale, which would be read as numbers that it is not.
+    **Raises:** `ValueError` for a weight without a scale, because its values would be wrong.
     """
-    block = block_size(source, source.quantization.get("weight_block_size"))
-    scale_of = dict(pairs(source))
+    block = read_block_size(source, source.quantization.get("weight_block_size"))
+    scale_of = dict(pair_scales(source))
     for name, header in source.headers.items():
         if header.dtype.name in FLOAT8 and len(header.shape) > 1 and name not in scale_of:
             raise source.error(
@@ -33,11 +48,14 @@ def weights(source: StoredTensors) -> Iterator[Weight]:
                 "vn.load(..., raw=True) loads the stored tensors",
             )
     for name, scale_name in scale_of.items():
-        yield scaled(source, name, scale_name, block or _usual_block(source, name, scale_name))
+        shape, counts = (source.header(x).shape[-2:] for x in (name, scale_name))
+        has_default = len(counts) == 2 and counts == tuple(-(-size // 128) for size in shape)
+        default = (128, 128) if has_default else None  # of `weight_block_size`
+        yield byte_code_weight(source, name, scale_name, block or default)
 
 
-def pairs(source: StoredTensors) -> Iterator[tuple[str, str]]:
-    """The names of weights, each with that of its scale; without one, it is an array of floats."""
+def pair_scales(source: StoredTensors) -> Iterator[tuple[str, str]]:
+    """Yield the name of each FP8 tensor that has a scale, with the name of the scale."""
     for name, header in source.headers.items():
         if header.dtype.name in FLOAT8:
             beside = (f"{name}_scale_inv", f"{name}_scale", f"{name.removesuffix('weight')}scale")
@@ -46,17 +64,10 @@ def pairs(source: StoredTensors) -> Iterator[tuple[str, str]]:
                 yield name, scale_name
 
 
-def _usual_block(source: StoredTensors, name: str, scale_name: str) -> tuple[int, int] | None:
-    """Return the default of `weight_block_size` if a scale has as many blocks, or None."""
-    shape, counts = (source.header(x).shape[-2:] for x in (name, scale_name))
-    fits = len(counts) == 2 and counts == tuple(-(-size // 128) for size in shape)
-    return (128, 128) if fits else None
+def read_block_size(source: StoredTensors, stated: Any) -> tuple[int, int] | None:
+    """Return the block size of the configuration, or None if it states none.
 
-
-def block_size(source: StoredTensors, stated: Any) -> tuple[int, int] | None:
-    """Return the sizes of a block that the configuration states, or None if it states none.
-
-    **Raises:** `ValueError` where they are not two sizes.
+    **Raises:** `ValueError` if it is not a list of two positive integers.
     """
     if stated is None:
         return None
@@ -65,7 +76,7 @@ def block_size(source: StoredTensors, stated: Any) -> tuple[int, int] | None:
     return stated[0], stated[1]
 
 
-def scaled(
+def byte_code_weight(
     source: StoredTensors,
     name: str,
     scale_name: str,
@@ -73,14 +84,17 @@ def scaled(
     zero_name: str | None = None,
     dtype: str | None = None,
 ) -> Weight:
-    """Return the weight `name`, a code a byte, with scales per block, row, group or tensor.
+    """Return a weight with one byte per code, and scales per block, row, group or tensor.
 
     **Arguments:**
 
-    - `blocks`: the sizes of a tile along the last axes, -1 for a whole axis, of each configuration
-      that may be that of the weight. None, or no configuration, states nothing.
+    - `name`, `scale_name`, `zero_name`: the names of the stored tensors.
+    - `blocks`: the block size along the last axes in each configuration that may apply, with -1 for
+      a whole axis. None for a configuration that states no size.
+    - `dtype`: the dtype of the dense weight. By default, the dtype of the checkpoint.
 
-    **Raises:** `ValueError` where the scales fit none of them, or two in different ways.
+    **Raises:** `ValueError` if no block size fits the shapes, or if several fit and give different
+    tiles.
     """
     shape = tuple(source.header(name).shape)
     counts = tuple(source.header(scale_name).shape)
@@ -111,9 +125,12 @@ def scaled(
 def _tiles(
     shape: tuple[int, ...], counts: tuple[int, ...], block: Sequence[int] | None
 ) -> tuple[int, ...] | None:
-    """Return how many values share a scale along each axis, or None where the counts do not fit.
+    """Return how many values share a scale along each axis, or None if the shapes do not fit.
 
-    A scale of one number is that of the whole weight, whatever the block.
+    **Arguments:**
+
+    - `shape`, `counts`: the shapes of the weight and of its scale. A single scale always fits.
+    - `block`: the stated block size along the last axes, or None.
     """
     if counts in ((), (1,)):
         return shape
@@ -126,7 +143,7 @@ def _tiles(
         stated = (*[1] * (len(shape) - len(block)), *block)[-len(shape) :]
     tiles: list[int] = []
     for size, count, of in zip(shape, counts, stated, strict=True):
-        tile = tile_of(size, count, of)
+        tile = find_tile(size, count, of)
         if tile is None:
             return None
         tiles.append(min(tile, size))
@@ -143,24 +160,24 @@ def _read(source: StoredTensors, parts: tuple[str, ...], tiles: tuple[int, ...],
         )
         for axis, tile in enumerate(tiles):
             if entries.shape[axis] > 1:
-                entries = tiled_axis(entries, axis, packed.shape[axis], tile)
+                entries = even_tiles(entries, axis, packed.shape[axis], tile)
         spread.append(entries)
     scale, zero = spread[0], spread[1] if len(spread) > 1 else None
     if zero is not None:
-        if not np.count_nonzero(zero):  # `any` warns of a signalling NaN
+        if not np.count_nonzero(zero):  # `any` would warn of a signaling NaN
             zero = None
         elif not np.issubdtype(zero.dtype, np.integer):
             raise source.error(
                 parts[2], f"is {zero.dtype.name}, but a zero point must be an integer"
             )
-    return quantized(packed, scale, zero, qtype=packed.dtype.name, packing=None, dtype=dtype)
+    return make_qarray(packed, scale, zero, qtype=packed.dtype.name, packing=None, dtype=dtype)
 
 
 E8M0 = np.dtype(jnp.float8_e8m0fnu)
 
 
-def mxfp4_weights(source: StoredTensors) -> Iterator[Weight]:
-    """The weights of a folder like gpt-oss's."""
+def find_mxfp4_weights(source: StoredTensors) -> Iterator[Weight]:
+    """Yield the MXFP4 weights of a folder of gpt-oss."""
     for name in source.modules("_blocks"):
         yield _mxfp4_weight(source, name)
 
@@ -184,4 +201,4 @@ def _read_mxfp4(source: StoredTensors, name: str, dtype: str) -> Any:
     packed = blocks.reshape(*blocks.shape[:-2], -1).swapaxes(-1, -2)
     scale = source.read(f"{name}_scales").view(E8M0).swapaxes(-1, -2)
     packing = Packing(-2, 2 * packed.shape[-2])
-    return quantized(packed, scale, qtype="mxfp4", packing=packing, dtype=dtype)
+    return make_qarray(packed, scale, qtype="mxfp4", packing=packing, dtype=dtype)

@@ -1,4 +1,4 @@
-"""A checkpoint of any kind, opened: tensors by the names of the dense one, read one at a time."""
+"""Open a checkpoint of any kind, report on its tensors, and convert it to another format."""
 
 import os
 import re
@@ -14,31 +14,30 @@ from .._core.value import materialise
 from ..quant import QArray
 from ..quant.models.checkpoint import describe_format, error_norms, relative_error
 from ..types.basis import Permuted
-from .families import FamilyWeights, read_family
+from .families import WRITERS, FamilyWeights, read_family, write_folder
 from .folder import TensorFolder, no_checksums
-from .writing import FORMATS, write_folder
 
 
 class QuantizedFolder:
-    """The tensors of a folder that another library quantized; as a `TensorFolder`.
+    """The tensors of a folder that another library quantized, with the methods of a `TensorFolder`.
 
-    `read` gives an array of the dense shape, packed, where a family's tensors make one weight, and
-    other tensors as they are stored. Its leaves are NumPy arrays.
+    `read` returns each quantized weight as one packed array of the dense shape. Its leaves are
+    NumPy arrays. Other tensors are returned without decoding.
 
     **Arguments:**
 
-    - `folder`: open, and closed with this.
-    - `found`: what `read_family` found in it.
+    - `folder`: an open folder. Closing this object closes it.
+    - `weights`: the result of `read_family` for the folder.
     """
 
-    def __init__(self, folder: TensorFolder, found: FamilyWeights):
+    def __init__(self, folder: TensorFolder, weights: FamilyWeights):
         self.path = folder.path
-        self.family = found.family
+        self.family = weights.family
         self._folder = folder
-        self._weights = found.weights
-        parts = {part for weight in found.weights.values() for part in weight.parts}
+        self._weights = weights.weights
+        parts = {part for weight in self._weights.values() for part in weight.parts}
         self._names = [name for name in folder if name not in parts]
-        self._names += found.weights
+        self._names += self._weights
 
     def __enter__(self) -> "QuantizedFolder":
         return self
@@ -56,14 +55,14 @@ class QuantizedFolder:
         return name in self._weights or name in self._names
 
     def dense_avals(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns shape and dtype of each tensor that is stored dense, by name."""
+        """Return a dict from the names of dense tensors to their shapes and dtypes."""
         stored = self._folder.dense_avals()
         return {name: stored[name] for name in self._names if name not in self._weights}
 
     def read(self, name: str) -> np.ndarray | QArray | Any:
-        """Reads one tensor.
+        """Read one tensor.
 
-        **Raises:** `ValueError` where what is stored is not what the family has.
+        **Raises:** `ValueError` if the stored tensors do not have the layout of the family.
         """
         if name not in self._weights:
             return self._folder.read(name)
@@ -77,7 +76,7 @@ class QuantizedFolder:
 
 
 class LazyTensors(Mapping[str, Any]):
-    """The tensors of an open checkpoint as a mapping, each read when it is looked up."""
+    """A mapping from the names of an open checkpoint to its tensors, which are read on lookup."""
 
     def __init__(self, source: Any):
         self.source = source
@@ -99,46 +98,54 @@ def open_checkpoint(
     verify: bool = False,
     names: str | None = None,
 ) -> Any:
-    """Opens a checkpoint by what is there: a context manager of tensors by name.
+    """Open a checkpoint of any kind, as a context manager with a method `read(name)`.
 
     **Arguments:**
 
-    - `path`: a folder or a file: of veneer, of Hugging Face, of safetensors, or GGUF, which may be
-      the only one of a folder.
-    - `raw`: whether to give the tensors of safetensors as they are stored, packed codes for what
-      they are, whatever the family.
-    - `verify`: as for `TensorFolder`.
-    - `names`: as for `GgufFile`, and of no other kind.
+    - `path`: a safetensors or GGUF file, or a folder of `vn.save`, of Hugging Face, or with one
+      GGUF file.
+    - `raw`: whether to read safetensors of other libraries as stored, without decoding them.
+    - `verify`: whether to compare tensors with the checksums in `veneer.json`.
+    - `names`: "huggingface" to name the tensors of a GGUF file as Hugging Face does, else None.
 
     **Returns:** a `TensorFolder`, a `QuantizedFolder` or a `GgufFile`.
 
-    **Raises:** `FileNotFoundError` where there is nothing, and `ValueError`, in one line, where a
-    file is not what it claims, or holds packed codes that no family explains.
+    **Raises:** `FileNotFoundError` if there is no checkpoint. `ValueError`, in one line, if a file
+    is damaged or has packed codes of an unknown format.
     """
     path = Path(path)
-    if (file := _gguf(path)) is not None:
+    if (file := _find_gguf(path)) is not None:
         from .gguf import GgufFile
 
         if verify:
             raise no_checksums(path)
         return GgufFile(file, names=names)
-    if names not in (None, "huggingface"):
-        raise ValueError(f"names must be 'huggingface' or None, not {names!r}")
+    _check_names(names)
     folder = TensorFolder(path, verify=verify)
     try:
         if raw or verify or folder.is_ours:
             return folder
-        found = read_family(folder)
+        weights = read_family(folder)
     except BaseException:
         folder.__exit__()
         raise
-    return folder if found is None else QuantizedFolder(folder, found)
+    return folder if weights is None else QuantizedFolder(folder, weights)
 
 
-def _gguf(path: Path) -> Path | None:
-    """The GGUF file that a path is, or that is in a folder without safetensors; None for none."""
+def _check_names(names: str | None) -> None:
+    if names not in (None, "huggingface"):
+        raise ValueError(f"names must be 'huggingface' or None, not {names!r}")
+
+
+# The later parts of a GGUF file that is split into several. Any part opens the whole file.
+_LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
+
+
+def _find_gguf(path: Path) -> Path | None:
+    """Return the GGUF file at a path, or in a folder without safetensors, or None."""
     if path.is_file():
-        return path if path.suffix == ".gguf" or _starts_with(path, b"GGUF") else None
+        with path.open("rb") as file:
+            return path if path.suffix == ".gguf" or file.read(4) == b"GGUF" else None
     if not path.is_dir() or any(path.glob("*.safetensors")):
         return None
     files = sorted(path.glob("*.gguf"))
@@ -149,19 +156,11 @@ def _gguf(path: Path) -> Path | None:
     return files[0] if files else None
 
 
-# Of a file in parts, which is opened by the name of any.
-_LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
-
-
-def _starts_with(path: Path, magic: bytes) -> bool:
-    with path.open("rb") as file:
-        return file.read(len(magic)) == magic
-
-
 class TensorReport(NamedTuple):
-    """One tensor: `scale` is the minimum, median and maximum of its scales, None if it is dense.
+    """The description of one tensor of a checkpoint.
 
-    `relative_error` is that of its dense form against the original, None if none was given.
+    - `scale`: the minimum, median and maximum of its scales. None for a dense tensor.
+    - `relative_error`: the error relative to the original tensor. None without an original.
     """
 
     name: str
@@ -173,12 +172,16 @@ class TensorReport(NamedTuple):
 
 
 def inspect(source: Any, names: Sequence[str], against: Any = None) -> Iterator[TensorReport]:
-    """Reports on the tensors `names` of `source`, reading one at a time.
+    """Return an iterator of the reports of tensors, which reads one tensor at a time.
 
-    `source` and `against` are checkpoints that `open_checkpoint` opened.
+    **Arguments:**
 
-    **Raises:** `ValueError` where `source` or `against` lacks a name, before anything is read, and
-    where a tensor has another shape in `against`.
+    - `source`: an open checkpoint.
+    - `names`: the names of the tensors to report on.
+    - `against`: another open checkpoint, with the original tensors.
+
+    **Raises:** `ValueError` if a checkpoint does not have a tensor of that name (before anything is
+    read), or has it with another shape.
     """
     for folder in filter(None, (source, against)):
         if missing := [name for name in names if name not in folder]:
@@ -224,20 +227,20 @@ def convert(
     beside: Path | Mapping[str, str] | None = None,
     names: str | None = None,
 ) -> None:
-    """Writes tensors by name as another library has them: what `write_folder` does, and GGUF.
+    """Write named tensors in the format of another library.
 
-    `config` and `names` are, for GGUF, the metadata and the names of `write_gguf`.
+    For the arguments, see `write_folder` and, if `format` is "gguf", `write_gguf`, where `config`
+    is the metadata.
 
-    **Raises:** `ValueError` for a format that there is none, for names of another format than GGUF,
-    and what those raise.
+    **Raises:** `ValueError` for an unknown format, for `names` without "gguf", and the errors of
+    `write_folder` and `write_gguf`.
     """
     if format == "gguf":
         from .gguf import write_gguf
 
         write_gguf(path, tensors, config, names=names, overwrite=overwrite)
-    elif names not in (None, "huggingface"):
-        raise ValueError(f"names must be 'huggingface' or None, not {names!r}")
-    elif format in FORMATS:
-        write_folder(path, tensors, format, config=config, overwrite=overwrite, beside=beside)
-    else:
-        raise ValueError(f"format must be one of {', '.join(FORMATS)} and gguf, not {format!r}")
+        return
+    _check_names(names)
+    if format not in WRITERS:
+        raise ValueError(f"format must be one of {', '.join(WRITERS)} and gguf, not {format!r}")
+    write_folder(path, tensors, format, config=config, overwrite=overwrite, beside=beside)

@@ -1,8 +1,14 @@
-"""Codes as other libraries pack them, and as a `QArray` stores them: bytes to bytes, in NumPy.
+"""Convert packed codes between the layouts of other libraries and of a `QArray`, in NumPy.
 
-A *bit stream* has code after code, the lowest bit first, from the lowest place of the first byte
-on; little-endian words of 32 bits in order are such bytes. Of 1, 2, 4 and 8 bits that is how
-`QArray` packs codes too (quant/formats/packing.py), and nothing is done; others become bit planes.
+Three layouts of a row of codes occur:
+
+- *packed*: the layout of a `QArray` (quant/formats/packing.py). Codes of 1, 2, 4 and 8 bits are in
+  order, the first in the lowest bits of a byte. Codes of 3, 5, 6 and 7 bits are bit planes.
+- *stream*: codes of any width in order without gaps, the first in the lowest bits. Little-endian
+  32-bit words have the same bytes. For 1, 2, 4 and 8 bits, this is the packed layout.
+- *unpacked*: one code per byte.
+
+JAX would compile a function for each size, so the conversions run in NumPy, a few rows at a time.
 """
 
 import functools
@@ -15,7 +21,13 @@ from ..quant.formats.packing import UNITS, packed_size
 
 
 def pack(fields: np.ndarray, bits: int | float) -> np.ndarray:
-    """Packs fields, uint8 `[..., n]`, each below `2**bits` (3 for 1.6 bits): uint8 `[..., bytes]`.
+    """Pack codes along the last axis as in a `QArray`.
+
+    **Arguments:**
+
+    - `fields`: `uint8[..., n]`, each less than `2**bits`, or less than 3 for 1.6 bits.
+
+    **Returns:** `uint8[..., bytes]`.
 
     >>> import numpy as np
     >>> from veneer.files.codes import pack, unpack
@@ -40,7 +52,7 @@ def pack(fields: np.ndarray, bits: int | float) -> np.ndarray:
         for place in range(1, count):
             packed[..., 0] += units[..., place] * np.uint8(3**place)
     else:
-        # A unit as one number, of which the lowest byte gathers the others.
+        # Treat the codes of a unit as one integer, and shift them together into its lowest byte.
         units = np.ascontiguousarray(fields).view(f"<u{count}")
         gathered = units.copy()
         for place in range(1, count):
@@ -50,7 +62,7 @@ def pack(fields: np.ndarray, bits: int | float) -> np.ndarray:
 
 
 def unpack(packed: np.ndarray, bits: int | float, size: int) -> np.ndarray:
-    """Returns the fields, uint8 `[..., size]`, that `pack` packed."""
+    """Unpack the first `size` codes along the last axis of packed codes: `uint8[..., size]`."""
     if bits == 8:
         return packed
     count, bytes_ = UNITS[bits]
@@ -73,99 +85,101 @@ def unpack(packed: np.ndarray, bits: int | float, size: int) -> np.ndarray:
     return fields.reshape(*leading, units * count)[..., :size]
 
 
-# The five digits of each byte, of those that `pack` never makes, too: `[256, 5]`.
+# The five base-3 digits of each byte value: `[256, 5]`.
 _DIGITS = (np.arange(256)[:, None] // 3 ** np.arange(5) % 3).astype(np.uint8)
 
 
-# Codes take up to eight bytes each while they are moved: a few rows at a time.
+# The bytes of rows that are converted at once. Intermediate results are eight times as large.
 _ROWS_BYTES = 2**20
 
 
-def bytes_of(words: np.ndarray) -> np.ndarray:
-    """The bytes of words `[..., n]`: `uint8[..., n * itemsize]`."""
+def as_bytes(words: np.ndarray) -> np.ndarray:
+    """Return the bytes of an array along its last axis: `uint8[..., n * itemsize]`."""
     words = np.ascontiguousarray(words)
     return words.view(np.uint8).reshape(*words.shape[:-1], words.shape[-1] * words.itemsize)
 
 
-def packing_of(size: int, bits: int) -> Packing | None:
-    """The packing of codes that lie along the last axis; None for a byte each."""
+def last_axis_packing(size: int, bits: int) -> Packing | None:
+    """Return the `Packing` of `size` codes along the last axis, or None for 8 bits."""
     return None if bits == 8 else Packing(-1, size)
 
 
-def from_stream(data: np.ndarray, bits: int, size: int) -> np.ndarray:
-    """Packs as `QArray` does the first `size` codes of each row of bit streams.
+def stream_to_packed(data: np.ndarray, bits: int, size: int) -> np.ndarray:
+    """Convert the first `size` codes of each row from the stream layout to the packed layout.
 
     **Arguments:**
 
     - `data`: `uint8[..., bytes]`.
 
-    **Returns:** `uint8[..., packed_size(size, bits)]`; what pads the last unit is of the stream.
+    **Returns:** `uint8[..., packed_size(size, bits)]`. Bits after the last code are arbitrary.
     """
     width = packed_size(size, bits) if bits < 8 else size
     data = _padded(data, width)
     if bits in (1, 2, 4, 8):
         return data
-    return by_rows(lambda rows: _moved(rows, "stream", "planes", bits), data, width)
+    return map_rows(lambda rows: _convert_units(rows, "stream", "planes", bits), data, width)
 
 
-def to_stream(packed: np.ndarray, bits: int) -> np.ndarray:
-    """Undoes `from_stream`, but for what pads the last unit."""
+def packed_to_stream(packed: np.ndarray, bits: int) -> np.ndarray:
+    """Convert packed rows to the stream layout. Bits after the last code are kept."""
     if bits in (1, 2, 4, 8):
         return packed
-    return by_rows(lambda rows: _moved(rows, "planes", "stream", bits), packed, packed.shape[-1])
+    return map_rows(
+        lambda rows: _convert_units(rows, "planes", "stream", bits), packed, packed.shape[-1]
+    )
 
 
-def fields_of_stream(data: np.ndarray, bits: int, size: int) -> np.ndarray:
-    """Unpacks the first `size` codes of each row of bit streams: `uint8[..., size]`."""
+def unpack_stream(data: np.ndarray, bits: int, size: int) -> np.ndarray:
+    """Unpack the first `size` codes of each row of the stream layout: `uint8[..., size]`."""
     if bits in (1, 2, 4, 8):
-        return to_fields(from_stream(data, bits, size), bits, size)
-    change = lambda rows: _moved(rows, "stream", "fields", bits)[:, :size]
-    return by_rows(change, _padded(data, packed_size(size, bits)), size)
+        return unpack_rows(stream_to_packed(data, bits, size), bits, size)
+    change = lambda rows: _convert_units(rows, "stream", "fields", bits)[:, :size]
+    return map_rows(change, _padded(data, packed_size(size, bits)), size)
 
 
-def stream_of_fields(fields: np.ndarray, bits: int) -> np.ndarray:
-    """Packs codes, `uint8[..., n]`, each row a bit stream of whole units of bytes."""
+def pack_to_stream(fields: np.ndarray, bits: int) -> np.ndarray:
+    """Pack codes `uint8[..., n]` in the stream layout. Zeros fill the last unit of a row."""
     if bits in (1, 2, 4, 8):
-        return from_fields(fields, bits)
+        return pack_rows(fields, bits)
     width = packed_size(fields.shape[-1], bits)
-    change = lambda rows: _moved(rows, "fields", "stream", bits)
-    return by_rows(change, _padded(fields, width // bits * 8), width)
+    change = lambda rows: _convert_units(rows, "fields", "stream", bits)
+    return map_rows(change, _padded(fields, width // bits * 8), width)
 
 
-def from_fields(fields: np.ndarray, bits: int) -> np.ndarray:
-    """Packs codes, `uint8[..., n]`, as `QArray` does along the last axis."""
+def pack_rows(fields: np.ndarray, bits: int) -> np.ndarray:
+    """Pack codes `uint8[..., n]` along the last axis, a few rows at a time."""
     if bits == 8:
         return np.ascontiguousarray(fields)
     width = packed_size(fields.shape[-1], bits)
-    return by_rows(lambda rows: pack(rows, bits), fields, width)
+    return map_rows(lambda rows: pack(rows, bits), fields, width)
 
 
-def to_fields(packed: np.ndarray, bits: int, size: int) -> np.ndarray:
-    """Unpacks what `from_fields` packed: `uint8[..., size]`."""
-    return packed if bits == 8 else by_rows(lambda rows: unpack(rows, bits, size), packed, size)
+def unpack_rows(packed: np.ndarray, bits: int, size: int) -> np.ndarray:
+    """Unpack rows that `pack_rows` packed: `uint8[..., size]`."""
+    return packed if bits == 8 else map_rows(lambda rows: unpack(rows, bits, size), packed, size)
 
 
-def fields_of_words(words: np.ndarray, bits: int, size: int) -> np.ndarray:
-    """Unpacks words of 32 bits, `[..., n]`, of which none shares a code with the next."""
+def unpack_words(words: np.ndarray, bits: int, size: int) -> np.ndarray:
+    """Unpack the first `size` codes of 32-bit words `[..., n]` that hold only whole codes."""
     if 32 % bits == 0:
-        return fields_of_stream(bytes_of(words), bits, size)
+        return unpack_stream(as_bytes(words), bits, size)
     places = np.arange(32 // bits, dtype=np.uint32) * np.uint32(bits)
 
     def change(rows: np.ndarray) -> np.ndarray:
         fields = (rows.view(np.uint32)[..., None] >> places) & np.uint32(2**bits - 1)
         return fields.astype(np.uint8).reshape(*rows.shape[:-1], -1)[..., :size]
 
-    return by_rows(change, words, size)
+    return map_rows(change, words, size)
 
 
-def words_of_fields(fields: np.ndarray, bits: int) -> np.ndarray:
-    """Packs codes, `uint8[..., n]`, each row a bit stream of words: `int32[..., words]`."""
+def pack_to_words(fields: np.ndarray, bits: int) -> np.ndarray:
+    """Pack codes `uint8[..., n]` in the stream layout of 32-bit words: `int32[..., words]`."""
     width = -(-fields.shape[-1] * bits // 32) * 4
-    return np.ascontiguousarray(_padded(stream_of_fields(fields, bits), width)).view(np.int32)
+    return np.ascontiguousarray(_padded(pack_to_stream(fields, bits), width)).view(np.int32)
 
 
-def with_high_bit_flipped(packed: np.ndarray, bits: int) -> np.ndarray:
-    """Takes `2**(bits - 1)` from each code that is packed as `QArray` does, or puts it back."""
+def flip_high_bits(packed: np.ndarray, bits: int) -> np.ndarray:
+    """Flip the highest bit of each packed code. It adds or subtracts `2**(bits - 1)`."""
     if bits in (1, 2, 4, 8):
         high = sum(1 << place for place in range(bits - 1, 8, bits))
         return packed ^ np.uint8(high)
@@ -174,17 +188,20 @@ def with_high_bit_flipped(packed: np.ndarray, bits: int) -> np.ndarray:
     return planes.reshape(packed.shape)
 
 
-def with_nibbles_swapped(data: np.ndarray) -> np.ndarray:
-    """The bytes with their halves exchanged."""
+def swap_nibbles(data: np.ndarray) -> np.ndarray:
+    """Exchange the two halves of each byte."""
     return (data << np.uint8(4)) | (data >> np.uint8(4))
 
 
-def _moved(data: np.ndarray, source: str, target: str, bits: int) -> np.ndarray:
-    """Rows of eight codes after the other, laid out otherwise; by what each byte of eight becomes.
+def _convert_units(data: np.ndarray, source: str, target: str, bits: int) -> np.ndarray:
+    """Convert rows of units of eight codes from one layout to another, by lookup tables.
 
-    A layout is "stream", "planes" (as `QArray` has them, of 3, 5, 6 and 7 bits) or "fields".
+    **Arguments:**
+
+    - `source`, `target`: "stream", "planes" (packed, for 3, 5, 6 and 7 bits) or "fields"
+      (unpacked).
     """
-    tables = _tables(source, target, bits)
+    tables = _conversion_tables(source, target, bits)
     units = data.reshape(len(data), data.shape[-1] // len(tables), len(tables))
     moved = tables[0][units[..., 0]]
     for place in range(1, len(tables)):
@@ -195,8 +212,8 @@ def _moved(data: np.ndarray, source: str, target: str, bits: int) -> np.ndarray:
 
 
 @functools.cache
-def _tables(source: str, target: str, bits: int) -> np.ndarray:
-    """The bits of eight codes that each value of each of their bytes has: `uint64[bytes, 256]`."""
+def _conversion_tables(source: str, target: str, bits: int) -> np.ndarray:
+    """Return tables from each byte of a unit to its bits in the target: `uint64[bytes, 256]`."""
     code, bit = np.divmod(np.arange(8 * bits), bits)
     places = {"stream": bits * code + bit, "planes": 8 * bit + code, "fields": 8 * code + bit}
     values = np.arange(256, dtype="<u8")
@@ -207,20 +224,20 @@ def _tables(source: str, target: str, bits: int) -> np.ndarray:
 
 
 def _padded(data: np.ndarray, width: int) -> np.ndarray:
-    """The rows cut to a width, or filled up with zeros to it."""
+    """Cut or zero-pad rows to `width`."""
     data = data[..., :width]
-    lack = width - data.shape[-1]
-    return np.pad(data, [(0, 0)] * (data.ndim - 1) + [(0, lack)]) if lack else data
+    missing = width - data.shape[-1]
+    return np.pad(data, [(0, 0)] * (data.ndim - 1) + [(0, missing)]) if missing else data
 
 
-def by_rows(
+def map_rows(
     change: Callable[[np.ndarray], np.ndarray],
     data: np.ndarray,
     width: int,
 ) -> np.ndarray:
-    """Changes rows `[..., n]`, few at a time, to rows `uint8[..., width]`.
+    """Apply `change` to a few rows `[..., n]` at a time. Return `uint8[..., width]`.
 
-    A matrix that is a transpose is not copied as a whole.
+    A transposed matrix is not copied as a whole.
     """
     rows = data if data.ndim == 2 else np.ascontiguousarray(data).reshape(-1, data.shape[-1])
     out = np.empty((len(rows), width), np.uint8)

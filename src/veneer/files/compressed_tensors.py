@@ -1,18 +1,19 @@
-"""compressed-tensors, as llm-compressor writes: integers in words, and codes of 8 and 4 bits.
+"""compressed-tensors, the format of llm-compressor: packed integers, and codes of 8 or 4 bits.
 
-What is stored tells the formats apart. Of a matrix `[out, in]`:
+The stored tensors tell its formats apart. A matrix `[out, in]` has:
 
-- pack-quantized: `weight_packed` i32, with codes along the input, each plus `2**(bits - 1)`;
-  `weight_scale` `[out, groups]`; `weight_shape`; and where it is not symmetric
-  `weight_zero_point`, packed likewise along the *output*; `weight_g_idx` `[in]`. Codes are a bit
-  stream since version 0.18; before, words had whole codes, as many as they hold.
-- int-quantized, float-quantized: `weight` i8 or e4m3, and `weight_scale` of the whole, of rows, of
-  groups or of blocks.
-- nvfp4-pack-quantized: `weight_packed` u8, e2m1, the first of two in the low half of a byte;
-  `weight_scale` e4m3 for each 16, which `weight_global_scale` f32 **divides**. We multiply by its
-  reciprocal, which may differ by two units in the last place.
-- mxfp4-pack-quantized, and mxfp6 of e2m3, a bit stream: `weight_scale` u8 for each 32, the exponent
-  plus 127. mxfp8-quantized has `weight` e4m3.
+- pack-quantized: `weight_packed` i32, with codes plus `2**(bits - 1)` along the input;
+  `weight_scale` `[out, groups]`; `weight_shape`; if it is not symmetric, `weight_zero_point`,
+  packed along the *output*; and optionally `weight_g_idx` `[in]`, the group of each input. Since
+  version 0.18, codes are a bit stream. Before, a word held as many whole codes as fit.
+- int-quantized, float-quantized: `weight` i8 or e4m3, and `weight_scale` per tensor, row, group or
+  block.
+- nvfp4-pack-quantized: `weight_packed` u8, e2m1, with the first of two codes in the low half of a
+  byte; `weight_scale` e4m3 per 16 values; and `weight_global_scale` f32, by which the scales are
+  **divided**. Here, they are multiplied by its reciprocal, which can differ by two units in the
+  last place.
+- mxfp4-pack-quantized, and mxfp6 of e2m3 as a bit stream: `weight_scale` u8 per 32 values, the
+  exponent of a power of two plus 127. mxfp8-quantized has `weight` e4m3.
 """
 
 import re
@@ -25,17 +26,25 @@ import numpy as np
 from ..quant import QArray
 from ..types.basis import Permuted
 from . import codes
-from .affine import Stored, UnsupportedByFormat, affine, affine_parts, by_rows, matrix, most_common
-from .block_floats import E8M0, FLOAT8, block_size, scaled
+from .affine import (
+    EncodedWeight,
+    UnsupportedByFormat,
+    entries_per_row,
+    make_affine,
+    most_common,
+    require_matrix,
+    split_affine,
+)
+from .block_floats import E8M0, FLOAT8, byte_code_weight, read_block_size
 from .codes import pack
-from .stored_tensors import FLOATS, StoredTensors, Weight, quantized, sorted_groups, tiled_axis
+from .stored_tensors import FLOATS, StoredTensors, Weight, even_tiles, make_qarray, sort_by_group
 
 _FLOATS = ("nvfp4", "mxfp4", "mxfp6", "mxfp8")
 _SPARSE = ("_compressed", "_bitmask", ".compressed", ".bitmask")
 
 
-def weights(source: StoredTensors) -> Iterator[Weight]:
-    """The weights of a folder of compressed-tensors'."""
+def find_weights(source: StoredTensors) -> Iterator[Weight]:
+    """Yield the quantized weights of a folder in the formats of compressed-tensors."""
     for suffix in _SPARSE:
         for module in source.modules(suffix):
             raise source.error(
@@ -54,15 +63,17 @@ def weights(source: StoredTensors) -> Iterator[Weight]:
             zero = f"{module}.weight_zero_point"
             zero_name = zero if zero in source.headers else None
             blocks = (_tile_sizes(source, of) for of in _schemes(source, module))
-            yield scaled(source, name, f"{module}.weight_scale", *blocks, zero_name=zero_name)
+            yield byte_code_weight(
+                source, name, f"{module}.weight_scale", *blocks, zero_name=zero_name
+            )
 
 
 def _schemes(source: StoredTensors, module: str) -> list[Mapping[str, Any]]:
-    """Return the `weights` of the config groups that may be that of a module.
+    """Return the `weights` entries of the config groups that may apply to a module.
 
-    A group targets modules by name, by regular expression ("re:...") or by class ("Linear"), and
-    the first of these in that order counts, as in compressed-tensors. A folder does not tell the
-    classes of its modules: without a name that matches, all groups are returned.
+    A group has targets: names of modules, regular expressions ("re:..."), or classes ("Linear"). As
+    in compressed-tensors, the first match in this order counts. The class of a module is not known
+    here, so if no name matches, the entries of all groups are returned.
     """
     groups = source.quantization.get("config_groups")
     schemes: list[Mapping[str, Any]] = []
@@ -81,18 +92,18 @@ def _schemes(source: StoredTensors, module: str) -> list[Mapping[str, Any]]:
 
 
 def _tile_sizes(source: StoredTensors, scheme: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return the values along [out, in] that share a scale, -1 for all; None if not stated.
+    """Return how many values along [out, in] share a scale: -1 for all, None if not stated.
 
-    **Raises:** `ValueError` where they are stated and are not sizes.
+    **Raises:** `ValueError` if the stated sizes are invalid.
     """
     block, group = scheme.get("block_structure"), source.stated_size(scheme)
     strategy = scheme.get("strategy")
-    if strategy is None:  # as compressed-tensors infers it
+    if strategy is None:  # compressed-tensors infers it in the same way
         strategy = "block" if block is not None else "channel" if group == -1 else "group"
     if isinstance(block, str):  # as "128x128" in old files
         block = [int(size) if size.isdecimal() else size for size in block.split("x")]
     if strategy == "block":
-        return block_size(source, block)
+        return read_block_size(source, block)
     if strategy in ("tensor", "channel"):
         return (-1 if strategy == "tensor" else 1), -1
     return None if group is None else (1, group)
@@ -106,7 +117,7 @@ def _packed(source: StoredTensors, module: str) -> Weight:
 
 
 def _floats(source: StoredTensors, module: str, packed: str) -> Weight:
-    """Small floats, by the bytes that a tile of them has."""
+    """Return a weight of small floats. The number of bytes per scale determines its format."""
     scale, above = f"{module}.weight_scale", f"{module}.weight_global_scale"
     out, width = source.shape(packed, rank=2, dtypes=("uint8", "float8_e4m3fn"))
     nvidia = above in source.headers
@@ -138,30 +149,30 @@ def _read_floats(
 ) -> Any:
     packed, scale = source.read(parts[0]), source.read(parts[1])
     bits = int(qtype[-1])
-    packed = codes.from_stream(packed, bits, size)
-    packing = codes.packing_of(size, bits)
+    packed = codes.stream_to_packed(packed, bits, size)
+    packing = codes.last_axis_packing(size, bits)
     if len(parts) == 2:
-        return quantized(packed, scale.view(E8M0), qtype=qtype, packing=packing, dtype=dtype)
+        return make_qarray(packed, scale.view(E8M0), qtype=qtype, packing=packing, dtype=dtype)
     one = np.float32(1) / source.read(parts[2]).astype(np.float32).reshape(1, 1)
-    nested = quantized(scale, one, qtype="float8_e4m3fn", packing=None, dtype="float32")
-    return quantized(packed, nested, qtype=qtype, packing=packing, dtype=dtype)
+    nested = make_qarray(scale, one, qtype="float8_e4m3fn", packing=None, dtype="float32")
+    return make_qarray(packed, nested, qtype=qtype, packing=packing, dtype=dtype)
 
 
 class _WordLayout(NamedTuple):
-    """How words of 32 bits hold codes: as a bit stream, or each whole codes alone."""
+    """A layout of codes in 32-bit words: a bit stream or, if `whole`, no code in two words."""
 
     bits: int
     whole: bool
 
     def words(self, size: int) -> int:
-        """How many words hold `size` codes."""
+        """Return the number of words that hold `size` codes."""
         return -(-size // (32 // self.bits)) if self.whole else -(-size * self.bits // 32)
 
     def fields(self, words: np.ndarray, size: int) -> np.ndarray:
-        """The first `size` codes of each row of words: `uint8[..., size]`."""
+        """Return the first `size` codes of each row of words: `uint8[..., size]`."""
         if self.whole:
-            return codes.fields_of_words(words, self.bits, size)
-        return codes.fields_of_stream(codes.bytes_of(words), self.bits, size)
+            return codes.unpack_words(words, self.bits, size)
+        return codes.unpack_stream(codes.as_bytes(words), self.bits, size)
 
 
 def _words(source: StoredTensors, module: str) -> Weight:
@@ -204,9 +215,9 @@ def _words(source: StoredTensors, module: str) -> Weight:
 def _layout(
     source: StoredTensors, schemes: Sequence[Mapping[str, Any]], words: int, size: int
 ) -> _WordLayout | None:
-    """Return the one layout with the bits of a scheme that has these words, or None.
+    """Return the only layout with the bits of a scheme and this number of words, or None.
 
-    Of a few small sizes both layouts have as many words: then the version tells them apart.
+    For a few small sizes, both layouts have the same number of words. Then the version decides.
     """
     numbers = [of.get("num_bits") for of in schemes]
     stated = {bits for bits in numbers if type(bits) is int and 1 < bits <= 8}
@@ -234,34 +245,36 @@ def _read_words(
     bits, size = layout.bits, shape[1]
     words = source.read(f"{module}.weight_packed")
     if layout.whole:
-        packed = codes.from_fields(layout.fields(words, size), bits)
+        packed = codes.pack_rows(layout.fields(words, size), bits)
     else:
-        packed = codes.from_stream(codes.bytes_of(words), bits, size)
+        packed = codes.stream_to_packed(codes.as_bytes(words), bits, size)
     scale = source.read(f"{module}.weight_scale")
     zero = _zero_points(source, module, layout, scale.shape)
     tile = partial(source.tile, f"{module}.weight_scale", size, scale.shape[1], *stated)
     order = None
     if f"{module}.weight_g_idx" in source.headers:
         groups = source.read(f"{module}.weight_g_idx")
-        if (groups < 0).all():  # what it is before it is set
+        if (groups < 0).all():  # its initial value, so it is unused
             groups = np.arange(size) // tile()
         if groups.min() < 0 or groups.max() >= scale.shape[1]:
             raise source.error(f"{module}.weight_g_idx", "names groups that do not exist")
-        order, of_tile = sorted_groups(groups)
+        order, of_tile = sort_by_group(groups)
         scale, zero = scale[:, of_tile], zero[:, of_tile]
         if order is not None:
-            in_order = lambda rows: pack(np.take(codes.to_fields(rows, bits, size), order, 1), bits)
-            packed = codes.by_rows(in_order, packed, packed.shape[1])
+            in_order = lambda rows: pack(
+                np.take(codes.unpack_rows(rows, bits, size), order, 1), bits
+            )
+            packed = codes.map_rows(in_order, packed, packed.shape[1])
     else:
-        scale, zero = (tiled_axis(x, 1, size, tile()) for x in (scale, zero))
-    weight = affine(packed, scale, zero, bits=bits, size=size, dtype=dtype)
+        scale, zero = (even_tiles(x, 1, size, tile()) for x in (scale, zero))
+    weight = make_affine(packed, scale, zero, bits=bits, size=size, dtype=dtype)
     return weight if order is None else Permuted(weight, order[None])
 
 
 def _zero_points(
     source: StoredTensors, module: str, layout: _WordLayout, shape: tuple[int, ...]
 ) -> np.ndarray:
-    """Of codes that are not negative: those of a symmetric weight are `2**(bits - 1)`."""
+    """Return the zero points of nonnegative codes. By default, the middle of their range."""
     name, half = f"{module}.weight_zero_point", 2 ** (layout.bits - 1)
     if name not in source.headers:
         return np.full(shape, half, np.uint8)
@@ -271,56 +284,58 @@ def _zero_points(
     return layout.fields(zero.T, shape[0]).T
 
 
-def stored(value: Any) -> Stored:
-    """A weight as compressed-tensors has it, in the layout that has its codes.
+def encode_weight(value: Any) -> EncodedWeight:
+    """Return a quantized matrix in the format of compressed-tensors that has its codes.
 
-    **Raises:** `UnsupportedByFormat` where none has.
+    **Raises:** `UnsupportedByFormat` if none has.
     """
-    q = matrix(value.array if isinstance(value, Permuted) else value)
+    q = require_matrix(value.array if isinstance(value, Permuted) else value)
     if q.qtype in _FLOATS:
-        return _stored_floats(q)
+        return _encode_floats(q)
     if q is value and q.qtype in ("int8", "float8_e4m3fn") and q.zero_point is None:
-        return _stored_bytes(q)
-    parts = affine_parts(value)
+        return _encode_bytes(q)
+    parts = split_affine(value)
     bits = parts.bits
     tensors = {
-        ".weight_packed": codes.words_of_fields(parts.fields, bits),
+        ".weight_packed": codes.pack_to_words(parts.fields, bits),
         ".weight_scale": parts.scale,
         ".weight_shape": np.array(parts.fields.shape, np.int64),
     }
     if not parts.is_symmetric:
         zero = np.ascontiguousarray(parts.zero.T.astype(np.uint8))
-        tensors[".weight_zero_point"] = codes.words_of_fields(zero, bits).T
+        tensors[".weight_zero_point"] = codes.pack_to_words(zero, bits).T
     if parts.group_of is not None:
         tensors[".weight_g_idx"] = parts.group_of
     whole = parts.scale.shape[1] == 1
-    stated = _stated("pack-quantized", bits, "int", parts.is_symmetric)
+    stated = _settings("pack-quantized", bits, "int", parts.is_symmetric)
     stated |= {"strategy": "channel"} if whole else {"strategy": "group", "group_size": parts.tile}
     stated |= {"actorder": "group"} if parts.group_of is not None else {}
-    return Stored(tensors, stated)
+    return EncodedWeight(tensors, stated)
 
 
-def _stored_bytes(q: QArray) -> Stored:
+def _encode_bytes(q: QArray) -> EncodedWeight:
     if q.minimum is not None:
         raise UnsupportedByFormat("it has a minimum per group")
     (out, size), (rows, groups) = q.shape, q.scale.shape
     layout = "int-quantized" if q.qtype == "int8" else "float-quantized"
     of_tiles: dict[str, Any]
-    stated = _stated(layout, 8, "int" if q.qtype == "int8" else "float", True)
+    stated = _settings(layout, 8, "int" if q.qtype == "int8" else "float", True)
     if (rows, groups) == (1, 1):
-        scale, of_tiles = by_rows(q.scale, 1, size).reshape(1), {"strategy": "tensor"}
+        scale, of_tiles = entries_per_row(q.scale, 1, size).reshape(1), {"strategy": "tensor"}
     elif groups == 1 and rows == out:
-        scale, of_tiles = by_rows(q.scale, out, size), {"strategy": "channel"}
+        scale, of_tiles = entries_per_row(q.scale, out, size), {"strategy": "channel"}
     elif rows == out:
-        scale = by_rows(q.scale, out, size)
+        scale = entries_per_row(q.scale, out, size)
         of_tiles = {"strategy": "group", "group_size": size // groups}
     else:
-        scale = by_rows(q.scale, rows, size)
+        scale = entries_per_row(q.scale, rows, size)
         of_tiles = {"strategy": "block", "block_structure": [out // rows, size // groups]}
-    return Stored({".weight": np.asarray(q.packed), ".weight_scale": scale}, stated | of_tiles)
+    return EncodedWeight(
+        {".weight": np.asarray(q.packed), ".weight_scale": scale}, stated | of_tiles
+    )
 
 
-def _stored_floats(q: QArray) -> Stored:
+def _encode_floats(q: QArray) -> EncodedWeight:
     tile = 16 if q.qtype == "nvfp4" else 32
     bits, packed = int(q.qtype[-1]), np.asarray(q.packed)
     if bits < 8 and (q.packing is None or q.packing.axis != -1):
@@ -328,7 +343,7 @@ def _stored_floats(q: QArray) -> Stored:
             "its codes are not packed along the inputs: quantize the weight with shape [out, in]"
         )
     scale: Any = q.scale
-    tensors = {".weight_packed" if bits < 8 else ".weight": codes.to_stream(packed, bits)}
+    tensors = {".weight_packed" if bits < 8 else ".weight": codes.packed_to_stream(packed, bits)}
     if q.qtype == "nvfp4":
         if not isinstance(scale, QArray) or scale.scale.size != 1:
             raise UnsupportedByFormat("its scales have no global scale")
@@ -345,27 +360,25 @@ def _stored_floats(q: QArray) -> Stored:
     scale = np.asarray(scale)
     tensors[".weight_scale"] = scale if q.qtype == "nvfp4" else scale.view(np.uint8)
     layout = f"{q.qtype}-pack-quantized" if bits < 8 else f"{q.qtype}-quantized"
-    stated = _stated(layout, bits, "float", True)
+    stated = _settings(layout, bits, "float", True)
     strategy = "tensor_group" if q.qtype == "nvfp4" else "group"
-    return Stored(tensors, stated | {"strategy": strategy, "group_size": tile})
+    return EncodedWeight(tensors, stated | {"strategy": strategy, "group_size": tile})
 
 
-def _stated(layout: str, bits: int, kind: str, symmetric: bool) -> dict[str, Any]:
+def _settings(layout: str, bits: int, kind: str, symmetric: bool) -> dict[str, Any]:
     return {"format": layout, "num_bits": bits, "type": kind, "symmetric": symmetric}
 
 
-def configuration(
-    stated: Mapping[str, dict[str, Any]], *, dense: Sequence[str] = ()
-) -> dict[str, Any]:
-    """The `quantization_config` of weights, of which this is what `stored` says, by module.
+def make_config(settings: Mapping[str, dict[str, Any]], dense: Sequence[str]) -> dict[str, Any]:
+    """Return the `quantization_config` of weights, from their settings by module.
 
     **Arguments:**
 
-    - `dense`: the modules whose weights are matrices and not quantized.
+    - `dense`: the modules whose weights are dense matrices.
     """
     kinds: list[dict[str, Any]] = []
     modules: list[list[str]] = []
-    for module, weights in stated.items():
+    for module, weights in settings.items():
         if weights not in kinds:
             kinds.append(weights)
             modules.append([])
@@ -381,7 +394,7 @@ def configuration(
     }
     return {
         "quant_method": "compressed-tensors",
-        "version": "0.18.0",  # the first that has codes of 3, 5, 6 and 7 bits as a bit stream
+        "version": "0.18.0",  # the first with codes of 3, 5, 6 and 7 bits as a bit stream
         "format": most_common([*layouts]) if len(layouts) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "config_groups": groups,

@@ -1,35 +1,68 @@
-"""The families of quantized folders, a row each, and which of them a folder is of.
+"""Read and write folders in the formats of other libraries, by one table of families.
 
-`config.json` says it, or else the names of the tensors. Packed codes that no row explains are never
-taken for data.
+A family is a format of quantized weights, such as GPTQ. `config.json` names it, or else the names
+of the tensors decide. Packed codes that belong to no family are rejected, never read as numbers.
 """
 
+import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+import numpy as np
+
+from .._core.value import Value
 from ..quant.formats import FORMATS
 from . import awq, bitsandbytes, block_floats, compressed_tensors, gptq, manifest, mlx, torchao
+from .affine import EncodedWeight, UnsupportedByFormat, most_common
 from .folder import TensorFolder
+from .new_folder import write_aside, write_beside
 from .stored_tensors import StoredTensors, Weight, describe
+from .tensor_file import DTYPES, METADATA, WRITTEN_WITH, ShardWriter
 
 RAW = "vn.load(..., raw=True) loads the stored tensors"
 
 
+class WeightWriter(NamedTuple):
+    """The functions that write the weights of a family.
+
+    - `encode`: takes an array and the options. Returns its `EncodedWeight`, or raises
+      `UnsupportedByFormat`.
+    - `config`: takes the settings of each weight by module, the modules with a dense matrix, and
+      the options. Returns the entry of `config.json`.
+    - `key`: the name of that entry.
+    - `options`: takes all tensors and returns options that depend on all of them.
+    """
+
+    encode: Callable[..., EncodedWeight]
+    config: Callable[..., dict[str, Any]]
+    key: str = "quantization_config"
+    options: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda tensors: {}
+
+
 class Family(NamedTuple):
-    """A row: what it is called in `quant_method`, how its tensors are known, and its weights."""
+    """A format of quantized weights, and the functions that read it and write it.
+
+    - `methods`: its names in `quant_method` of `config.json`.
+    - `recognizes`: returns whether the tensors of a folder have this format, by their names.
+    - `weights`: returns the quantized weights of a folder.
+    - `writer`: None for a format that is only read.
+    """
 
     name: str
     methods: tuple[str, ...]
     recognizes: Callable[[StoredTensors], bool]
     weights: Callable[[StoredTensors], Iterator[Weight]]
+    writer: WeightWriter | None = None
 
 
-def _has(suffix: str, is_stored: Callable[[StoredTensors, str], bool] | None = None) -> Any:
-    """Whether a folder has a tensor of that name, which lies as that family's do."""
-    return lambda source: any(
-        is_stored is None or is_stored(source, module) for module in source.modules(suffix)
-    )
+def _has(
+    suffix: str, fits: Callable[[StoredTensors, str], bool] = lambda source, name: True
+) -> Any:
+    """Return a test whether a folder has a tensor with a suffix, for whose module `fits` holds."""
+    return lambda source: any(fits(source, module) for module in source.modules(suffix))
 
 
 def _is_mlx(source: StoredTensors, module: str) -> bool:
@@ -38,32 +71,52 @@ def _is_mlx(source: StoredTensors, module: str) -> bool:
 
 
 FAMILIES = (
-    Family("gptq", ("gptq",), _has(".qweight", gptq.is_stored), gptq.weights),
-    Family("awq", ("awq",), _has(".qweight", awq.is_stored), awq.weights),
+    Family(
+        "gptq",
+        ("gptq",),
+        _has(".qweight", gptq.has_layout),
+        gptq.find_weights,
+        WeightWriter(gptq.encode_weight, gptq.make_config, options=gptq.choose_version),
+    ),
+    Family(
+        "awq",
+        ("awq",),
+        _has(".qweight", awq.has_layout),
+        awq.find_weights,
+        WeightWriter(awq.encode_weight, awq.make_config),
+    ),
     Family(
         "compressed-tensors",
         ("compressed-tensors", "compressed_tensors"),
         _has(".weight_packed"),
-        compressed_tensors.weights,
+        compressed_tensors.find_weights,
+        WeightWriter(compressed_tensors.encode_weight, compressed_tensors.make_config),
     ),
     Family(
         "fp8",
         ("fp8", "fbgemm_fp8"),
-        lambda source: any(block_floats.pairs(source)),
-        block_floats.weights,
+        lambda source: any(block_floats.pair_scales(source)),
+        block_floats.find_weights,
     ),
-    Family("bitsandbytes", ("bitsandbytes",), bitsandbytes.is_stored, bitsandbytes.weights),
+    Family("bitsandbytes", ("bitsandbytes",), bitsandbytes.is_present, bitsandbytes.find_weights),
     Family(
         "mxfp4",
         ("mxfp4",),
         _has("_blocks", lambda source, name: f"{name}_scales" in source.headers),
-        block_floats.mxfp4_weights,
+        block_floats.find_mxfp4_weights,
     ),
-    Family("torchao", ("torchao",), _has("_qdata"), torchao.weights),
-    Family("mlx", ("mlx",), _has(".scales", _is_mlx), mlx.weights),
+    Family("torchao", ("torchao",), _has("_qdata"), torchao.find_weights),
+    Family(
+        "mlx",
+        ("mlx",),
+        _has(".scales", _is_mlx),
+        mlx.find_weights,
+        WeightWriter(mlx.encode_weight, mlx.make_config, key="quantization"),
+    ),
 )
+WRITERS = {family.name: family.writer for family in FAMILIES if family.writer is not None}
 
-# What nothing but a part of a packed weight is called.
+# Only parts of packed weights have names with these endings.
 _PARTS = (
     *(".qweight", ".qzeros", ".g_idx", ".weight_packed", ".weight_g_idx", "_scale_inv", ".SCB"),
     *(".absmax", ".quant_map", ".nested_absmax", "_qdata", ".W_q"),
@@ -73,23 +126,22 @@ _INTEGERS = ("int8", "uint8", "int32", "uint32")
 
 
 class FamilyWeights(NamedTuple):
-    """The family of a folder, and its weights by their names in the dense checkpoint."""
+    """The quantized weights of a folder by their dense names, and the name of their family."""
 
     family: str
     weights: Mapping[str, Weight]
-    source: StoredTensors
 
 
 def read_family(folder: TensorFolder) -> FamilyWeights | None:
-    """Finds the weights of a folder that are packed; None where all are dense.
+    """Find the quantized weights of a folder. Return None if all tensors are dense.
 
-    **Raises:** `ValueError`, in one line, where the configuration names a method of no family,
-    where a weight is not stored as its family has it, and where codes belong to none.
+    **Raises:** `ValueError`, in one line, if `config.json` names an unknown method, if a weight
+    does not have the layout of its family, or if packed codes belong to no family.
     """
     unreadable = None
     try:
         config = _config(folder.path)
-    except ValueError as error:  # which is of no consequence where all is dense
+    except ValueError as error:  # raised below, unless all tensors are dense
         config, unreadable = {}, error
     stated = config.get("quantization_config")
     text = config.get("text_config")
@@ -105,7 +157,8 @@ def read_family(folder: TensorFolder) -> FamilyWeights | None:
         raise unreadable
     weights: dict[str, Weight] = {}
     for weight in () if family is None else family.weights(source):
-        if weight.name in weights or (weight.name in source.headers and not _is_part(weight)):
+        is_also_dense = weight.name in source.headers and weight.name not in weight.parts
+        if weight.name in weights or is_also_dense:
             raise source.error(weight.name, "is stored twice, packed and dense: remove one of them")
         weights[weight.name] = weight
     parts = {part for weight in weights.values() for part in weight.parts}
@@ -119,7 +172,7 @@ def read_family(folder: TensorFolder) -> FamilyWeights | None:
                 name,
                 f"({describe(header)}) is a part of a quantized array. {remedy}. {RAW}",
             )
-        dotted = f".{name}"  # a part may have the name of no module before its own
+        dotted = f".{name}"  # a name may be only the suffix, without a module
         packed = dotted.endswith(".weight") and len(header.shape) > 1
         packed = packed and header.dtype.name in _INTEGERS
         if name not in parts and (packed or dotted.endswith(_PARTS)):
@@ -128,19 +181,15 @@ def read_family(folder: TensorFolder) -> FamilyWeights | None:
                 name,
                 f"({describe(header)}) looks like a part of a packed weight of {known}. {RAW}",
             )
-    return None if family is None else FamilyWeights(family.name, weights, source)
+    return None if family is None else FamilyWeights(family.name, weights)
 
 
 def _is_saved_codes(name: str, headers: Mapping[str, Any]) -> bool:
-    """Return whether a tensor is named as `vn.save` names the codes of a `QArray`."""
+    """Return whether a tensor has a name that `vn.save` gives to the codes of a `QArray`."""
     array, dot, part = name.rpartition(".")
     if not dot or part != "packed" or headers[name].dtype.name not in _CODES:
         return False
     return not {f"{array}.scale", f"{array}.scale.packed"}.isdisjoint(headers)
-
-
-def _is_part(weight: Weight) -> bool:
-    return weight.name in weight.parts
 
 
 def _family(source: StoredTensors, method: Any) -> Family | None:
@@ -149,27 +198,132 @@ def _family(source: StoredTensors, method: Any) -> Family | None:
             if method in family.methods:
                 return family
         known = ", ".join(family.name for family in FAMILIES)
-        said = " ".join(str(method).split())  # in one line, whatever it is
+        one_line = " ".join(str(method).split())
         raise ValueError(
-            f"{source.folder.path} is quantized with {said:.40}, which is not supported. Supported "
-            f"methods: {known}. {RAW}"
+            f"{source.folder.path} is quantized with {one_line:.40}, which is not supported. "
+            f"Supported methods: {known}. {RAW}"
         )
     return next((family for family in FAMILIES if family.recognizes(source)), None)
 
 
 def _config(path: Path) -> Mapping[str, Any]:
-    """What is said of a model next to its tensors, in the files that there are for it."""
+    """Return the content of `config.json`, with AutoGPTQ's `quantize_config.json` merged."""
     folder = path if path.is_dir() else path.parent
-    content = _object(folder / "config.json")
-    # Before config.json had it, AutoGPTQ wrote a file of its own.
+    content = _read_object(folder / "config.json")
+    # Old versions of AutoGPTQ wrote quantize_config.json instead of an entry of config.json.
     if "quantization_config" not in content and (folder / "quantize_config.json").is_file():
-        stated = {"quant_method": "gptq", **_object(folder / "quantize_config.json")}
+        stated = {"quant_method": "gptq", **_read_object(folder / "quantize_config.json")}
         content = {**content, "quantization_config": stated}
     return content
 
 
-def _object(file: Path) -> Mapping[str, Any]:
+def _read_object(file: Path) -> Mapping[str, Any]:
     if not file.is_file():
         return {}
     content = manifest.read_json(file)
     return content if isinstance(content, Mapping) else {}
+
+
+def write_folder(
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, Any],
+    format: str,
+    *,
+    config: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    beside: Path | Mapping[str, str] | None = None,
+) -> None:
+    """Write a folder in the format of another library. `vn.load` reads the same arrays from it.
+
+    **Arguments:**
+
+    - `path`: the folder to create. It appears only when it is complete.
+    - `tensors`: a dict of arrays. Each is looked up once, when it is written. Quantized arrays are
+      matrices `[out, in]`, and their names end in ".weight".
+    - `format`: the name of a family in `WRITERS`.
+    - `config`: further entries of `config.json`.
+    - `overwrite`: whether to replace a folder that this package wrote.
+    - `beside`: a folder whose configuration and tokenizer are copied, or a dict from file names to
+      contents. See `write_beside`.
+
+    **Raises:** `ValueError`, naming the tensor, if the format cannot hold it. `TypeError` for a
+    value that is not an array, or a `config` that is not JSON. Then no folder is written.
+    """
+    writer = WRITERS[format]
+    try:
+        json.dumps(dict(config or {}))
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"config cannot be written as JSON: {error}") from None
+    with write_aside(path, overwrite=overwrite) as folder:
+        written = {"config.json", *write_beside(beside, folder)}
+        # The loader of Hugging Face rejects files without this entry.
+        metadata = {"format": "mlx" if format == "mlx" else "pt"}
+        metadata[WRITTEN_WITH] = json.dumps(sorted(written))
+        shards = ShardWriter(folder, metadata=metadata)
+        settings: dict[str, dict[str, Any]] = {}
+        dense: list[str] = []
+        dtypes: list[str] = []
+        written_names: set[str] = set()
+        options = writer.options(tensors)
+        for name in tensors:
+            value = tensors[name]
+            if isinstance(value, Value):
+                module, encoded = _encode(name, value, format, options)
+                settings[module] = encoded.settings
+                dtypes.append(np.dtype(value.aval().dtype).name)
+                arrays = {module + suffix: np.asarray(x) for suffix, x in encoded.tensors.items()}
+            else:
+                arrays = {name: _check_dense(name, value)}
+                if name.endswith(".weight") and np.ndim(arrays[name]) == 2:
+                    dense.append(name.removesuffix(".weight"))
+            if twice := written_names & arrays.keys():
+                raise ValueError(f"two tensors would be stored as {min(twice)!r}")
+            written_names |= arrays.keys()
+            shards.add(arrays)
+        shards.finish()
+        if not settings:
+            raise ValueError(f"format {format!r} needs a quantized tensor, but all are dense")
+        try:
+            entry = writer.config(settings, dense, **options)
+        except UnsupportedByFormat as error:
+            raise ValueError(f"format {format!r} cannot hold it: {error}") from None
+        _write_config(folder / "config.json", {writer.key: entry}, config, most_common(dtypes))
+
+
+def _encode(
+    name: str, value: Any, format: str, options: Mapping[str, Any]
+) -> tuple[str, EncodedWeight]:
+    module = name.removesuffix(".weight")
+    if module == name:
+        raise ValueError(
+            f"format {format!r} cannot hold {name!r}: names of quantized tensors end in '.weight'"
+        )
+    try:
+        return module, WRITERS[format].encode(value, **options)
+    except UnsupportedByFormat as error:
+        raise ValueError(f"format {format!r} cannot hold {name!r}: {error}") from None
+
+
+def _check_dense(name: str, value: Any) -> np.ndarray:
+    if not isinstance(value, jax.Array | np.ndarray | np.generic):
+        raise TypeError(f"{name!r} is a {type(value).__name__}, not an array")
+    if isinstance(value, jax.core.Tracer) or value.dtype.name not in DTYPES.values():
+        what = f"a {type(value).__name__} of {value.dtype}"
+        raise TypeError(
+            f"{name!r} is {what}, which cannot be saved: tracers and other dtypes cannot"
+        )
+    if name == METADATA:
+        raise ValueError(f"safetensors cannot hold a tensor with the name {name!r}")
+    return np.asarray(value)
+
+
+def _write_config(
+    file: Path, quantization: dict[str, Any], config: Mapping[str, Any] | None, dtype: str
+) -> None:
+    before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    content = {**before, **(config or {})}
+    for key in ("quantization_config", "quantization"):
+        content.pop(key, None)
+    if not content.keys() & {"dtype", "torch_dtype"}:
+        content["torch_dtype"] = dtype
+    file.write_text(json.dumps({**content, **quantization}, indent=2) + "\n", encoding="utf-8")

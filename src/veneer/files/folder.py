@@ -1,4 +1,4 @@
-"""Folders and files of named tensors: read one at a time, written in shards."""
+"""Read the named tensors of a safetensors file or folder one at a time, and write such a folder."""
 
 import contextlib
 import json
@@ -20,18 +20,18 @@ PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
 class TensorFolder:
-    """The tensors of a safetensors file, a Hugging Face folder, or a folder that veneer wrote.
+    """The named tensors of a safetensors file, a Hugging Face folder, or a folder of `vn.save`.
 
-    Opening reads the headers alone; `read` reads one tensor. Use it as a context manager.
+    Opening reads only the headers. `read` reads one tensor. Use it as a context manager.
 
     **Arguments:**
 
-    - `path`: a `.safetensors` file, or a folder with one, or with shards and their index.
-    - `verify`: whether `veneer.json`, now, and each tensor, when it is read, must have the checksum
-      that `veneer.json` gives.
+    - `path`: a safetensors file, or a folder with one file or with shards and their index.
+    - `verify`: whether to compare `veneer.json`, when it is opened, and each tensor, when it is
+      read, with the checksums in `veneer.json`.
 
-    **Raises:** `FileNotFoundError` where there is nothing; `ValueError`, in one line that names the
-    file, where it is truncated, pickled, or something else altogether, and with `verify` where
+    **Raises:** `FileNotFoundError` if there are no tensors at `path`. `ValueError`, in one line
+    that names the file, if a file is truncated, pickled or of another kind, and with `verify` if
     there are no checksums.
     """
 
@@ -39,7 +39,7 @@ class TensorFolder:
         self.path = Path(path)
         self._verify = verify
         self._handles = contextlib.ExitStack()
-        self._file_of: dict[str, TensorFile] = {}  # by safetensors name
+        self._file_of: dict[str, TensorFile] = {}  # by the name in the safetensors file
         self.manifest: manifest.Manifest
         try:
             self._open()
@@ -58,10 +58,13 @@ class TensorFolder:
                 name = min(names ^ expected)
                 raise ValueError(f"{file} and the index next to it disagree about tensor {name!r}")
             self._file_of |= dict.fromkeys(names, handle)
-        described = self.path / manifest.FILE_NAME
         if self.is_ours:
-            self.manifest = manifest.read(described, verify=self._verify)
-            self._check_stored()
+            self.manifest = manifest.read(self.path / manifest.FILE_NAME, verify=self._verify)
+            stored = {name for entry in self.manifest.entries.values() for name in entry.stored()}
+            if missing := stored - set(self._file_of):
+                raise ValueError(
+                    f"{self.path}: tensor {min(missing)!r} of {manifest.FILE_NAME} is missing"
+                )
         elif self._verify:
             raise no_checksums(self.path)
         else:
@@ -73,12 +76,12 @@ class TensorFolder:
 
     @property
     def is_ours(self) -> bool:
-        """Whether veneer wrote it, so that `veneer.json` says how each tensor is stored."""
+        """True if the folder has a `veneer.json`, so that Veneer wrote it."""
         return self.path.is_dir() and (self.path / manifest.FILE_NAME).exists()
 
     @property
     def metadata(self) -> dict[str, str]:
-        """What the headers of the files say besides their tensors."""
+        """The `__metadata__` entries of the headers of all files, merged."""
         return {
             k: text for file in set(self._file_of.values()) for k, text in file.metadata.items()
         }
@@ -99,7 +102,7 @@ class TensorFolder:
         return name in self.manifest.entries
 
     def dense_avals(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns shape and dtype of each tensor that is stored dense, by name."""
+        """Return a dict from the names of dense tensors to their shapes and dtypes."""
         return {
             name: jax.ShapeDtypeStruct(tuple(entry.shape), np.dtype(entry.dtype))
             for name, entry in self.manifest.entries.items()
@@ -107,11 +110,10 @@ class TensorFolder:
         }
 
     def read(self, name: str) -> np.ndarray | QArray:
-        """Reads one tensor, to the bit: a NumPy array where it is stored dense, else a QArray of
-        them.
+        """Read one tensor: a NumPy array if it is stored dense, else a `QArray` of NumPy arrays.
 
-        **Raises:** `ValueError` where what is stored is not what `veneer.json` says, and, if this
-        was opened with `verify`, where its bytes are not those that were written.
+        **Raises:** `ValueError` if the stored tensor does not match `veneer.json` or, with
+        `verify`, if its checksum differs.
         """
         entry = self.manifest.entries[name]
         try:
@@ -129,7 +131,10 @@ class TensorFolder:
     def _read_entry(self, entry: manifest.Entry) -> np.ndarray | QArray:
         if isinstance(entry, manifest.DenseEntry):
             if self._is_packed(entry):
-                return _float4(self._read_stored(entry.tensor))
+                packed = self._read_stored(entry.tensor)
+                one = np.ones([1] * packed.ndim, np.float32)
+                packing = Packing(-1, 2 * packed.shape[-1])
+                return QArray.from_packed(packed, one, qtype="float4_e2m1fn", packing=packing)
             narrow = entry.dtype if entry.dtype in manifest.BYTE_FLOATS else None
             return _from_bytes(self._read_stored(entry.tensor), narrow)
         code_dtype = get_format(entry.format).code_dtype.name
@@ -167,23 +172,9 @@ class TensorFolder:
         dtype = "float32" if header.is_packed else header.dtype.name
         return manifest.DenseEntry(name, list(header.shape), dtype)
 
-    def _check_stored(self) -> None:
-        stored = {name for entry in self.manifest.entries.values() for name in entry.stored()}
-        if missing := stored - set(self._file_of):
-            raise ValueError(
-                f"{self.path}: tensor {min(missing)!r} of {manifest.FILE_NAME} is missing"
-            )
-
-
-def _float4(packed: np.ndarray) -> QArray:
-    """Floats of 4 bits as they are packed in a file, worth what they are."""
-    one = np.ones([1] * packed.ndim, np.float32)
-    packing = Packing(-1, 2 * packed.shape[-1])
-    return QArray.from_packed(packed, one, qtype="float4_e2m1fn", packing=packing)
-
 
 def no_checksums(path: Path) -> ValueError:
-    """The error that nothing can be verified there."""
+    """Return the error to raise if `verify=True` and a folder has no checksums."""
     return ValueError(
         f"{path} has no checksums to verify: only folders that veneer saved have them, in "
         f"{manifest.FILE_NAME}"
@@ -191,16 +182,14 @@ def no_checksums(path: Path) -> ValueError:
 
 
 def as_jax(leaf: Any) -> Any:
-    """Makes a JAX array of NumPy's where it holds the same bits, which of 64 without x64 it does
-    not."""
+    """Convert a NumPy array to a JAX array. If JAX would drop bits, return it unchanged.
+
+    JAX drops bits of 64-bit dtypes unless `jax_enable_x64` is set.
+    """
     if not isinstance(leaf, np.ndarray):
         return leaf
     exact = jax.dtypes.canonicalize_dtype(leaf.dtype) == leaf.dtype
     return jnp.asarray(leaf) if exact else leaf
-
-
-def _as_bytes(array: np.ndarray) -> np.ndarray:
-    return array.view(np.uint8) if array.dtype.name in manifest.BYTE_FLOATS else array
 
 
 def _from_bytes(array: np.ndarray, dtype: str | None) -> np.ndarray:
@@ -208,15 +197,17 @@ def _from_bytes(array: np.ndarray, dtype: str | None) -> np.ndarray:
 
 
 class FolderWriter:
-    """Writes named tensors into `folder`, holding one shard of at most `shard_bytes` in memory.
+    """A writer of named tensors into safetensors files, described by a `veneer.json`.
+
+    It holds one shard in memory.
 
     **Arguments:**
 
-    - `folder`: an existing, empty folder; see `write_aside`.
-    - `names`: the names of all tensors that will come, so that the names of the codes and scales of
-      one cannot be those of another.
-    - `beside`: what else was written into the folder, so that all of it may be overwritten.
-    - `shard_bytes`: a tensor larger than this has a file of its own.
+    - `folder`: an existing, empty folder. See `write_aside`.
+    - `names`: the names of all tensors that will be added. The names of codes and scales avoid
+      them.
+    - `beside`: the names of other files in the folder. `overwrite` may replace a folder with them.
+    - `shard_bytes`: the size limit of a file. A larger tensor has its own file.
     """
 
     def __init__(
@@ -228,7 +219,7 @@ class FolderWriter:
         shard_bytes: int = SHARD_BYTES,
     ):
         self._folder = folder
-        # The one name that the file format itself has taken.
+        # `__metadata__` is a reserved name in safetensors files.
         self._taken = {*names, "__metadata__"}
         metadata = {WRITTEN_WITH: json.dumps(sorted(beside))} if beside else None
         self._shards = ShardWriter(folder, metadata=metadata, shard_bytes=shard_bytes)
@@ -236,8 +227,7 @@ class FolderWriter:
         self._checksums: dict[str, str] = {}
 
     def add(self, name: str, value: np.ndarray | jax.Array | QArray) -> None:
-        """Writes one tensor: dense arrays `[...]` of a dtype that the file format has, or a
-        QArray."""
+        """Add one tensor: a `QArray`, or a dense array of a dtype that safetensors has."""
         entry: manifest.Entry
         arrays: dict[str, Any] = {}
         if isinstance(value, QArray):
@@ -247,14 +237,17 @@ class FolderWriter:
             arrays = {stored_name: value}
             entry = manifest.DenseEntry(stored_name, list(value.shape), value.dtype.name)
         self._entries[name] = entry
-        contiguous = {k: _as_bytes(np.asarray(x, order="C")) for k, x in arrays.items()}
+        contiguous = {k: np.asarray(x, order="C") for k, x in arrays.items()}
+        for k, x in contiguous.items():
+            if x.dtype.name in manifest.BYTE_FLOATS:
+                contiguous[k] = x.view(np.uint8)
         self._checksums |= {k: manifest.checksum(x) for k, x in contiguous.items()}
         self._shards.add(contiguous)
 
     def _quantized_entry(
         self, name: str, value: QArray, arrays: dict[str, Any]
     ) -> manifest.QuantizedEntry:
-        """Describes a QArray, and puts its leaves into `arrays`, under names of their own."""
+        """Return the entry of a `QArray`, and add its leaves to `arrays` under unused names."""
 
         def store(part: str, leaf: Any) -> str:
             stored = self._unused(f"{name}.{part}")
@@ -277,7 +270,12 @@ class FolderWriter:
         )
 
     def finish(self, tree: Any = None) -> None:
-        """Writes the last shard, the index of the shards if they are several, and `veneer.json`."""
+        """Write the last shard, the index if there are several shards, and `veneer.json`.
+
+        **Arguments:**
+
+        - `tree`: the JSON of how the tensors nest, or None for a flat dict.
+        """
         self._shards.finish()
         manifest.write(self._folder, manifest.Manifest(self._entries, tree, self._checksums))
 
@@ -289,7 +287,7 @@ class FolderWriter:
 
 
 def _weight_map(path: Path) -> dict[Path, set[str] | None]:
-    """Finds the safetensors files of `path`, each with the names that an index gives, or None."""
+    """Return the safetensors files of `path`, each with its tensor names if an index has them."""
     if not path.is_dir():
         if path.suffix in PICKLED:
             raise ValueError(f"{path} is a pickled checkpoint: convert it to safetensors first")
@@ -319,7 +317,7 @@ _SHARD = re.compile(r"(.*)-\d{5}-of-(\d{5})\.safetensors")
 
 
 def _are_all_shards(files: list[Path]) -> bool:
-    """Whether files, in order of their names, are the shards of one model, which say how many."""
+    """Return whether sorted files are all shards of one model."""
     match = _SHARD.fullmatch(files[-1].name) if files else None
     if match is None:
         return False
@@ -335,7 +333,7 @@ def _read_index(index: Path) -> dict[Path, set[str] | None]:
         raise ValueError(f"{index} is damaged: it has no 'weight_map'")
     shards: dict[Path, set[str] | None] = {}
     for name, file in weight_map.items():
-        # An index from elsewhere must not lead out of its folder.
+        # An index is untrusted input. It must not name files outside its folder.
         if not isinstance(file, str) or Path(file).name != file:
             raise ValueError(f"{index} is damaged: {file!r} is not the name of a file")
         names = shards.setdefault(index.with_name(file), set())

@@ -1,4 +1,8 @@
-"""`GgufFile`: the tensors of a GGUF file, read one at a time, each as one packed array."""
+"""Read and write GGUF files, the format of llama.cpp. Quantized tensors stay packed.
+
+The names to use are `GgufFile`, `write_gguf`, `huggingface_config`, `tokenizer` and
+`tokenizer_files`.
+"""
 
 import contextlib
 import math
@@ -15,14 +19,14 @@ import numpy as np
 from ..quant import QArray
 from .gguf_blocks import BLOCK_TYPES, DENSE_TYPES
 from .gguf_header import (
-    LONGEST_NAME,
     MAGIC,
-    MOST_AXES,
+    MAX_AXES,
+    MAX_NAME_BYTES,
     VERSIONS,
     Entry,
-    aligned,
+    align,
     alignment_of,
-    mapped,
+    map_file,
     nbytes_of,
     read_header,
     type_layout,
@@ -35,36 +39,36 @@ from .gguf_tokenizer import tokenizer as tokenizer
 from .gguf_tokenizer import tokenizer_files as tokenizer_files
 from .new_folder import replacing
 
-# By what the wavelengths of the rotary embedding are longer.
+# The tensor with the factors of the wavelengths of the rotary embedding.
 _ROPE_FACTORS = "rope_freqs.weight"
 
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
 class GgufFile:
-    """The tensors of a GGUF file, or of one in parts `-00001-of-0000N.gguf`.
+    """The tensors of a GGUF file, which may be split into parts `-00001-of-0000N.gguf`.
 
-    Opening maps the files into memory and reads what stands before the tensors; `read` reads one
-    tensor. Use it as a context manager.
+    Opening maps the files into memory and reads their metadata. `read` reads one tensor. Use it as
+    a context manager.
 
     **Arguments:**
 
-    - `path`: the file; of one in parts, any of them.
-    - `names`: None for GGUF's names, or "huggingface" for those of the model's own checkpoint, in
-      which the rows of queries and keys are in another order, too, and experts are a tensor each.
-      Tensors that are not in such a checkpoint (`rope_freqs.weight`) keep GGUF's.
+    - `path`: the file, or any of its parts.
+    - `names`: None for the names and the row order of GGUF, or "huggingface" for the names and the
+      row order of the original checkpoint, which also has one tensor per expert. Tensors that are
+      not in that checkpoint, such as `rope_freqs.weight`, keep their GGUF names.
 
-    A tensor `*.scale` beside a `*.weight` in NVFP4 is a part of that, and none for itself.
+    A tensor `*.scale` of a `*.weight` in NVFP4 is a part of the weight, and is not listed.
 
     **Attributes:**
 
-    - `metadata`: a dict of what the file says beside its tensors, tokenizer included. Numbers are
-      Python's or NumPy's, arrays of numbers are NumPy's, and others lists.
-    - `config`: of that, what `config.json` has; see `huggingface_config`.
+    - `metadata`: a dict of the file's metadata, including the tokenizer. Numbers are Python or
+      NumPy numbers, arrays of numbers are NumPy arrays, and other arrays are lists.
+    - `config`: the content of `config.json`, from the metadata. See `huggingface_config`.
 
-    **Raises:** `FileNotFoundError` where there is no file, or a part is missing. `ValueError`, in
-    one line that names the file, where it is truncated or no GGUF file of version 2 or 3; where the
-    names of its architecture are not known.
+    **Raises:** `FileNotFoundError` if the file or a part is missing. `ValueError`, in one line that
+    names the file, if it is truncated or not a GGUF file of version 2 or 3, and for
+    `names="huggingface"` if the architecture is unknown.
 
     >>> import tempfile, numpy as np, veneer as vn
     >>> from veneer.files.gguf import GgufFile, write_gguf
@@ -79,14 +83,16 @@ class GgufFile:
     def __init__(self, path: str | os.PathLike[str], *, names: str | None = None):
         self.path = Path(path)
         self.metadata: dict[str, Any] = {}
-        self._entries: dict[str, tuple[np.ndarray, Entry]] = {}  # with the file's bytes
+        self._entries: dict[str, tuple[np.ndarray, Entry]] = {}  # with the bytes of the file
         self._open()
         self._factors = self._factors_of_nvfp4()
-        apart = self._entries.keys() - self._factors.values()
-        shapes = {name: x.shape for name, (_, x) in self._entries.items() if name in apart}
+        names_of_weights = self._entries.keys() - self._factors.values()
+        shapes = {
+            name: x.shape for name, (_, x) in self._entries.items() if name in names_of_weights
+        }
         self._origins = {name: Origin(name) for name in shapes}
         if names == "huggingface":
-            self._origins = _said_of(self.path, names_of, self.metadata, shapes)
+            self._origins = _name_file(self.path, names_of, self.metadata, shapes)
         elif names is not None:
             raise ValueError(f"names must be 'huggingface' or None, not {names!r}")
 
@@ -116,16 +122,16 @@ class GgufFile:
             )
 
     def _add(self, path: Path) -> dict[str, Any]:
-        """Adds the tensors of one file, and returns its metadata."""
-        content = mapped(path)
-        metadata, entries = _said_of(path, read_header, content)
+        """Add the tensors of one file, and return its metadata."""
+        content = map_file(path)
+        metadata, entries = _name_file(path, read_header, content)
         if twice := self._entries.keys() & entries.keys():
             raise ValueError(f"tensor {min(twice)!r} is in {path} and in another part")
         self._entries |= {name: (content, entry) for name, entry in entries.items()}
         return metadata
 
     def _factors_of_nvfp4(self) -> dict[str, str]:
-        """The tensors that the scales of others are times, by the names of these."""
+        """Return a dict from NVFP4 tensors to the tensors with the factors of their scales."""
         factors = {}
         for name, (_, entry) in self._entries.items():
             beside = f"{name.removesuffix('weight')}scale"
@@ -139,7 +145,7 @@ class GgufFile:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        # What is mapped is let go with the last array that is read from it: none is handed out.
+        # `read` copies, so nothing else refers to the mapped files.
         self._entries = {}
 
     def __iter__(self) -> Iterator[str]:
@@ -153,23 +159,23 @@ class GgufFile:
 
     @property
     def config(self) -> dict[str, Any]:
-        """What `config.json` of the model would say; see `huggingface_config`."""
+        """The content of `config.json`, from the metadata. See `huggingface_config`."""
         factors = None
         if _ROPE_FACTORS in self._entries:
             factors = _read(*self._entries[_ROPE_FACTORS])
-        config = _said_of(self.path, huggingface_config, self.metadata, rope_factors=factors)
+        config = _name_file(self.path, huggingface_config, self.metadata, rope_factors=factors)
         return config | {"tie_word_embeddings": "output.weight" not in self._entries}
 
     def types(self) -> dict[str, str]:
-        """Returns GGUF's name of the type of each tensor, as Q4_K, by name."""
+        """Return a dict from the names of tensors to the names of their types, such as Q4_K."""
         return {name: type_layout(self._find(name)[1].type)[0] for name in self}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Returns the shape of the values of each tensor, by name."""
+        """Return a dict from the names of tensors to the shapes of their values."""
         return {name: self._find(name)[1].shape for name in self}
 
     def dense_avals(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns shape and dtype of each tensor that is stored dense, by name."""
+        """Return a dict from the names of dense tensors to their shapes and dtypes."""
         entries = {name: self._find(name)[1] for name in self}
         return {
             name: jax.ShapeDtypeStruct(entry.shape, DENSE_TYPES[entry.type][1])
@@ -178,7 +184,7 @@ class GgufFile:
         }
 
     def _find(self, name: str) -> tuple[np.ndarray, Entry]:
-        """The bytes of the file that has a tensor, and where it is there."""
+        """Return the bytes of the file that has a tensor, and the place of the tensor in it."""
         stored, expert = self._origins[name]
         content, entry = self._entries[stored]
         if expert is None:
@@ -187,12 +193,10 @@ class GgufFile:
         return content, Entry(entry.type, entry.shape[1:], entry.start + expert * size, size)
 
     def read(self, name: str) -> np.ndarray | QArray:
-        """Reads one tensor, to the bit: a NumPy array where it is stored dense, else a QArray.
+        """Read one tensor: a NumPy array if it is stored dense, else a `QArray` of dtype float32.
 
-        A QArray stands for float32, as the file's values are worth: `[out, in]` for a matrix.
-
-        **Raises:** `KeyError` for a name that is not there. `ValueError` for a type of blocks that
-        is not read here, and for blocks with scales that are no number.
+        **Raises:** `KeyError` for an unknown name. `ValueError` for an unsupported block type, and
+        for scales that are negative or NaN.
         """
         content, entry = self._find(name)
         stored, expert = self._origins[name]
@@ -224,8 +228,8 @@ def _read(
     return decode(rows, BLOCK_TYPES[entry.type], entry.shape, order)
 
 
-def _said_of(path: Path, function: Any, *args: Any, **options: Any) -> Any:
-    """What a function gives, whose errors are said of a file."""
+def _name_file(path: Path, function: Any, *args: Any, **options: Any) -> Any:
+    """Call a function, and add the path of the file to its errors."""
     try:
         return function(*args, **options)
     except ValueError as error:
@@ -234,7 +238,7 @@ def _said_of(path: Path, function: Any, *args: Any, **options: Any) -> Any:
 
 _NUMBER_OF = {dtype: number for number, (_, dtype) in DENSE_TYPES.items()}
 
-# The version of the layouts of blocks, which llama.cpp asks for.
+# The version of the block layouts. llama.cpp requires it.
 _QUANTIZATION_VERSION = ("general.quantization_version", 2)
 
 
@@ -246,30 +250,30 @@ def write_gguf(
     names: str | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Writes a GGUF file of version 3, which holds every code, scale and minimum exactly.
+    """Write a GGUF file of version 3. It holds every code, scale and minimum exactly.
 
-    A QArray is written in the smallest type of blocks that holds it: int4 with a scale for 32
-    values along the last axis as Q4_0, int8 as Q8_0, what `GgufFile` has read as what it was.
-    Scales of wider tiles are repeated, those of f32 written where they are numbers of f16, and
-    zero points taken into the codes.
+    A `QArray` is written in the smallest block type that can hold it: int4 with a scale per 32
+    values along the last axis as Q4_0, int8 as Q8_0, and tensors of `GgufFile` in their original
+    type. Scales of larger tiles are repeated. Scales in float32 must be exact in float16. Zero
+    points are subtracted from the codes.
 
     **Arguments:**
 
-    - `path`: the file to make, usually `.gguf`. It appears when it is complete.
-    - `tensors`: arrays `[out, in]`, of up to 4 axes, by names of at most 63 bytes: QArrays, and
-      NumPy or JAX arrays of float16, bfloat16, float32, float64 and int8 to int64. A mapping that
-      reads each when it is looked up is looked up twice, and one tensor at a time.
-    - `metadata`: as that of `GgufFile`. Python's integers are written in 4 bytes if they fit, its
-      floats as f32, NumPy's numbers and arrays in their dtypes. What says that a file is in parts
-      is left out.
-    - `names`: None where the names are GGUF's, or "huggingface" where they, and the order of rows
-      of queries and keys, are those of the model's own checkpoint, of the architecture that
-      `metadata` says. Vectors of 16 bits, norms and biases, are then f32, as llama.cpp has them.
-    - `overwrite`: whether a GGUF file that is there may be replaced.
+    - `path`: the file to create. It appears only when it is complete.
+    - `tensors`: a dict from names of at most 63 bytes to arrays `[out, in]` of at most 4 axes:
+      `QArray`s, and NumPy or JAX arrays of float16, bfloat16, float32, float64 and int8 to int64.
+      Each is looked up twice, and only one is held in memory.
+    - `metadata`: a dict, as in `GgufFile`. Python integers are written in 4 bytes if they fit,
+      Python floats as float32, and NumPy numbers and arrays in their dtypes. Entries about the
+      parts of a split file are omitted.
+    - `names`: None if `tensors` has the names of GGUF, or "huggingface" if it has the names and the
+      row order of Hugging Face for the architecture in `metadata`. Then 16-bit vectors, such as
+      norms and biases, are written as float32, as llama.cpp does.
+    - `overwrite`: whether to replace an existing GGUF file.
 
-    **Raises:** `ValueError` naming the tensor that GGUF cannot hold, and why; `TypeError` for what
-    is no array and for metadata that GGUF does not have; `FileExistsError` where `path` exists;
-    `BlockingIOError` where another process or thread saves `path`. In each case nothing is written.
+    **Raises:** `ValueError`, naming the tensor, if GGUF cannot hold it. `TypeError` for a value
+    that is not an array, or metadata that GGUF cannot hold. `FileExistsError` if `path` exists.
+    `BlockingIOError` if another process or thread is saving to `path`. Then no file is written.
 
     >>> import tempfile, jax.numpy as jnp, veneer as vn
     >>> from veneer.files.gguf import GgufFile, write_gguf
@@ -284,7 +288,7 @@ def write_gguf(
     {'w': 'Q4_0', 'b': 'F32'}
     """
     metadata = {k: v for k, v in (metadata or {}).items() if not str(k).startswith("split.")}
-    # Each tensor is looked up twice, and not kept: it may be one that is read when it is asked for.
+    # `tensors` may read a tensor on lookup. So look each up twice, and keep none in memory.
     layout: dict[str, tuple[int, tuple[int, ...]]] = {}
     for name, tensor, _ in _stored(tensors, metadata, names):
         if name in layout:
@@ -294,7 +298,11 @@ def write_gguf(
         metadata.setdefault(*_QUANTIZATION_VERSION)
     alignment = alignment_of(metadata)
     header = _header(metadata, layout, alignment)
-    with _aside(Path(path), overwrite) as file:
+    refusal = lambda path: None if _is_gguf(path) else "it is not a GGUF file"
+    with (
+        replacing(Path(path), overwrite=overwrite, refusal=refusal) as new,
+        new.open("xb") as file,
+    ):
         file.write(header)
         for name, tensor, order in _stored(tensors, metadata, names):
             _pad(file, alignment)
@@ -312,7 +320,10 @@ def write_gguf(
 def _stored(
     tensors: Mapping[str, Any], metadata: Mapping[str, Any], names: str | None
 ) -> Iterator[tuple[str, "Encoded | np.ndarray", np.ndarray | None]]:
-    """The tensors as they are stored, one at a time: GGUF's name, and which row comes where."""
+    """Yield the tensors in the order and the form of the file, one at a time.
+
+    Each comes with its GGUF name and the order of its rows, None for the order of `tensors`.
+    """
     stored: dict[str, str | list[str]] = {name: name for name in tensors}
     if names == "huggingface":
         stored = stored_names(metadata, tensors)
@@ -322,7 +333,10 @@ def _stored(
         if isinstance(of, str):
             value = _dense_or_quantized(of, tensors[of])
         else:
-            value = _stacked(name, [_dense_or_quantized(expert, tensors[expert]) for expert in of])
+            experts = [_dense_or_quantized(expert, tensors[expert]) for expert in of]
+            if len({(jax.tree.structure(x), x.shape, x.dtype) for x in experts}) > 1:
+                raise ValueError(f"the experts of {name!r} differ in shape or format")
+            value = jax.tree.map(lambda *leaves: np.stack(leaves), *experts)
         order = None
         if names is not None:
             order = order_of_rows(name, value.shape, metadata)
@@ -334,12 +348,12 @@ def _stored(
         encoded = _encoded(name, value)
         yield name, encoded, None if order is None else np.argsort(order)
         if factors is not None:
-            # The factors of scales of NVFP4 are a tensor beside it.
+            # GGUF stores the factors of NVFP4 scales as a second tensor.
             yield f"{name.removesuffix('weight')}scale", factors, None
 
 
 def _layout(tensor: "Encoded | np.ndarray") -> tuple[int, tuple[int, ...]]:
-    """The number of the type of a tensor, and its shape."""
+    """Return the number of the type of a tensor, and its shape."""
     if isinstance(tensor, Encoded):
         return tensor.type.number, tensor.q.shape
     return _NUMBER_OF[tensor.dtype], tensor.shape
@@ -358,19 +372,12 @@ def _dense_or_quantized(name: str, value: Any) -> "QArray | np.ndarray":
     )
 
 
-def _stacked(name: str, values: "list[QArray | np.ndarray]") -> Any:
-    """The experts of a layer as one tensor."""
-    if len({(jax.tree.structure(value), value.shape, value.dtype) for value in values}) > 1:
-        raise ValueError(f"the experts of {name!r} differ in shape or format")
-    return jax.tree.map(lambda *leaves: np.stack(leaves), *values)
-
-
 def _encoded(name: str, value: "QArray | np.ndarray") -> "Encoded | np.ndarray":
-    if not 0 < len(name.encode()) <= LONGEST_NAME:
-        raise ValueError(f"names in GGUF have at most {LONGEST_NAME} bytes: shorten {name!r}")
-    if value.ndim > MOST_AXES:
+    if not 0 < len(name.encode()) <= MAX_NAME_BYTES:
+        raise ValueError(f"names in GGUF have at most {MAX_NAME_BYTES} bytes: shorten {name!r}")
+    if value.ndim > MAX_AXES:
         raise ValueError(
-            f"tensor {name!r} has shape {value.shape}, but GGUF has at most {MOST_AXES} axes"
+            f"tensor {name!r} has shape {value.shape}, but GGUF has at most {MAX_AXES} axes"
         )
     if isinstance(value, QArray):
         try:
@@ -406,23 +413,12 @@ def _header(
         header += [write_string(name), struct.pack("<I", len(shape))]
         header.append(struct.pack(f"<{len(shape)}Q", *reversed(shape)))
         header.append(struct.pack("<IQ", type, offset))
-        offset = aligned(offset + nbytes_of(shape, type), alignment)
+        offset = align(offset + nbytes_of(shape, type), alignment)
     return b"".join(header)
 
 
 def _pad(file: BinaryIO, alignment: int) -> None:
     file.write(bytes(-file.tell() % alignment))
-
-
-@contextlib.contextmanager
-def _aside(path: Path, overwrite: bool) -> Iterator[BinaryIO]:
-    """Opens a new file that becomes `path` when the block ends, and vanishes when it fails."""
-    refusal = lambda path: None if _is_gguf(path) else "it is not a GGUF file"
-    with (
-        replacing(path, overwrite=overwrite, refusal=refusal) as aside,
-        aside.open("xb") as file,
-    ):
-        yield file
 
 
 def _is_gguf(path: Path) -> bool:

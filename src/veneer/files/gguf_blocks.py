@@ -1,10 +1,14 @@
-"""The types of GGUF's blocks: where in a block its codes, scales and minima lie. A row each.
+"""The block types of GGUF: one row per type says where a block holds codes, scales and minima.
 
-A row of a tensor is a row of blocks, of 32 to 256 neighbours. A type says of its blocks which
-QArray they are: the format of the codes, how many share a scale, and, where scales and minima are
-small numbers themselves, their format and the one float above them.
+A tensor's row is a sequence of blocks of 32 to 256 neighboring values. A type describes its blocks
+as a `QArray`: the format of the codes, the tile size, and, for types whose scales and minima are
+small integers, their format and the float that multiplies them.
 
-The layouts are those of llama.cpp's `ggml-common.h`; the `gguf` package is the reference.
+The layouts are defined in `ggml-common.h` of llama.cpp. The `gguf` package is the reference.
+
+A *field* is a nonnegative integer in a block. Four classes locate fields: `read` returns the fields
+of blocks, from `uint8[..., bytes]` to `uint8[..., count]`. `write` puts fields into blocks whose
+bits at these places are 0.
 """
 
 import dataclasses
@@ -18,16 +22,16 @@ from .codes import pack, unpack
 
 @dataclasses.dataclass(frozen=True)
 class Bits:
-    """Numbers of 1, 2, 4 or 8 bits.
+    """Fields of 1, 2, 4 or 8 bits.
 
-    A byte has `8 // bits` places, the first its lowest bits. In each of `groups` runs of `size`
-    bytes lie first the numbers in the first place of the bytes, in their order, then those in the
-    next.
+    A byte has `8 // bits` places, the first in its lowest bits. Fields lie in `groups` runs of
+    `size` bytes. The fields of a run are, in this order: the first place of each byte, the second
+    place of each byte, and so on.
 
     **Arguments:**
 
     - `start`: the first byte of the first run.
-    - `places`: those that are meant, where others hold something else; None for all.
+    - `places`: the places that hold these fields, if other places hold something else.
     """
 
     start: int
@@ -38,11 +42,11 @@ class Bits:
 
     @property
     def count(self) -> int:
-        """How many a block has."""
+        """The number of fields in a block."""
         return self.groups * self.size * len(self._shifts())
 
     def read(self, blocks: np.ndarray) -> np.ndarray:
-        """Returns the numbers of blocks."""
+        """Return the fields of blocks."""
         bytes_ = np.ascontiguousarray(self._bytes(blocks))
         if self.bits == 8:
             return bytes_
@@ -50,29 +54,30 @@ class Bits:
             return unpack(bytes_, self.bits, self.count)
         shifts = self._shifts()
         words = self._words(bytes_, 1)[..., 0, :]
-        numbers = np.empty((*words.shape[:-1], len(shifts), words.shape[-1]), words.dtype)
+        fields = np.empty((*words.shape[:-1], len(shifts), words.shape[-1]), words.dtype)
         mask = np.full(words.itemsize, 2**self.bits - 1, np.uint8).view(words.dtype)[0]
         for i, shift in enumerate(shifts):
-            numbers[..., i, :] = (words >> shift) & mask
-        return numbers.view(np.uint8).reshape(*blocks.shape[:-1], self.count)
+            fields[..., i, :] = (words >> shift) & mask
+        return fields.view(np.uint8).reshape(*blocks.shape[:-1], self.count)
 
-    def write(self, blocks: np.ndarray, numbers: np.ndarray) -> None:
-        """Puts numbers into blocks."""
+    def write(self, blocks: np.ndarray, fields: np.ndarray) -> None:
+        """Write fields into blocks."""
         bytes_ = self._bytes(blocks)
         if self.size == 1 and self.places is None:
-            bytes_ |= pack(numbers, self.bits)
+            bytes_ |= pack(fields, self.bits)
             return
         shifts = self._shifts()
-        fields = self._words(np.ascontiguousarray(numbers), len(shifts))
+        fields = self._words(np.ascontiguousarray(fields), len(shifts))
         words = fields[..., 0, :] << shifts[0]
         for i, shift in enumerate(shifts[1:], 1):
             words |= fields[..., i, :] << shift
         bytes_ |= words.view(np.uint8).reshape(bytes_.shape)
 
     def _words(self, bytes_: np.ndarray, places: int) -> np.ndarray:
-        """Bytes, as many for each place, as the largest words that make up a run of them.
+        """View bytes as the largest unsigned integers that divide a run.
 
-        `[..., groups, places, words]`: what is done to one is done to several bytes at once.
+        **Returns:** `[..., groups, places, words]`. One operation on an integer applies to several
+        bytes.
         """
         size = next(size for size in (8, 4, 2, 1) if self.size % size == 0)
         runs = (*bytes_.shape[:-1], self.groups, places, self.size // size)
@@ -88,66 +93,72 @@ class Bits:
 
 @dataclasses.dataclass(frozen=True)
 class Joined:
-    """Numbers whose low bits lie in one place and whose high bits in another."""
+    """Fields whose low bits and high bits lie in different places."""
 
     low: Bits
     high: Bits
 
     @property
     def count(self) -> int:
-        """How many a block has."""
+        """The number of fields in a block."""
         return self.low.count
 
     def read(self, blocks: np.ndarray) -> np.ndarray:
-        """Returns the numbers of blocks."""
+        """Return the fields of blocks."""
         return self.low.read(blocks) | (self.high.read(blocks) << self.low.bits)
 
-    def write(self, blocks: np.ndarray, numbers: np.ndarray) -> None:
-        """Puts numbers into blocks."""
-        self.low.write(blocks, numbers & (2**self.low.bits - 1))
-        self.high.write(blocks, numbers >> self.low.bits)
+    def write(self, blocks: np.ndarray, fields: np.ndarray) -> None:
+        """Write fields into blocks."""
+        self.low.write(blocks, fields & (2**self.low.bits - 1))
+        self.high.write(blocks, fields >> self.low.bits)
 
 
 @dataclasses.dataclass(frozen=True)
 class EightOfSixBits:
-    """The scales, or the minima, of Q4_K and Q5_K, in the 12 bytes that both share.
+    """The scales or the minima of Q4_K and Q5_K: 8 fields of 6 bits, in 12 bytes that both share.
 
-    The first four lie each in the low bits of a byte. Of the last four, the two high bits are above
-    those, and the four low bits in a nibble of the last four bytes.
+    The first four fields are in the low bits of four bytes. Of the last four fields, the two high
+    bits are above these, and the four low bits are half of the last four bytes.
+
+    **Arguments:**
+
+    - `start`: the byte of the first field.
+    - `nibbles`: the first of the bytes with the low bits of the last four fields.
+    - `shift`: the place of these low bits in their bytes: 0 or 4.
     """
 
-    start: int  # of the first four
-    nibbles: int  # the first byte that holds low bits of the last four
+    start: int
+    nibbles: int
     shift: int
     count: ClassVar[int] = 8
 
     def read(self, blocks: np.ndarray) -> np.ndarray:
-        """Returns the numbers of blocks."""
+        """Return the fields of blocks."""
         first = blocks[..., self.start : self.start + 4]
         low = (blocks[..., self.nibbles : self.nibbles + 4] >> self.shift) & 15
         return np.concatenate([first & 63, low | (first >> 6 << 4)], -1)
 
-    def write(self, blocks: np.ndarray, numbers: np.ndarray) -> None:
-        """Puts numbers into blocks."""
-        first, last = numbers[..., :4], numbers[..., 4:]
+    def write(self, blocks: np.ndarray, fields: np.ndarray) -> None:
+        """Write fields into blocks."""
+        first, last = fields[..., :4], fields[..., 4:]
         blocks[..., self.start : self.start + 4] |= first | (last >> 4 << 6)
         blocks[..., self.nibbles : self.nibbles + 4] |= (last & 15) << self.shift
 
 
-# The runs of a block of TQ1_0: first byte, bytes, digits that a byte has.
+# The runs of a block of TQ1_0: first byte, number of bytes, digits per byte.
 _DIGITS = ((0, 32, 5), (32, 16, 5), (48, 4, 4))
 
 
 class Digits:
-    """256 digits of base 3, five to a byte and in the last four bytes four.
+    """256 digits of base 3: five per byte, and four in each of the last four bytes.
 
-    A byte is a number below 1, in 256ths: times 3, what it has above 1 is its first digit.
+    A byte is a fraction in 256ths. Multiplied by 3, its integer part is the first digit.
     """
 
     count = 256
 
     def read(self, blocks: np.ndarray) -> np.ndarray:
-        """Returns the numbers of blocks."""
+        """Return the fields of blocks."""
         runs = []
         for start, size, count in _DIGITS:
             rest = blocks[..., start : start + size]
@@ -157,16 +168,16 @@ class Digits:
                 rest = tripled.astype(np.uint8)
         return np.concatenate(runs, -1)
 
-    def write(self, blocks: np.ndarray, numbers: np.ndarray) -> None:
-        """Puts numbers into blocks."""
+    def write(self, blocks: np.ndarray, fields: np.ndarray) -> None:
+        """Write fields into blocks."""
         done = 0
         for start, size, count in _DIGITS:
             total = np.zeros((*blocks.shape[:-1], size), np.uint16)
             for place in range(count):
-                digits = numbers[..., done : done + size]
+                digits = fields[..., done : done + size]
                 total += digits * np.uint16(3 ** (4 - place))
                 done += size
-            # Rounded up, lest the last digit be lost as it is read.
+            # Rounded up, so that reading does not lose the last digit.
             blocks[..., start : start + size] = (total * 256 + 242) // 243
 
 
@@ -174,26 +185,23 @@ _F16 = np.dtype("<f2")
 _E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
 _E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 
-# The bytes of floats of 8 bits that are numbers without a sign. Of others llama.cpp makes numbers
-# that the dtypes do not have, and writes none.
+# The largest byte of an 8-bit float that is nonnegative and finite. llama.cpp decodes larger bytes
+# to values that the dtypes do not have, and never writes them.
 LARGEST_SCALES = {_E8M0: 0xFE, _E4M3: 0x7E}
 
 
-# What `read` returns of blocks, uint8 `[..., bytes]`, is uint8 `[..., count]`: numbers without a
-# sign. `write` puts such numbers into blocks of which the bits there are 0.
-Numbers = Bits | Joined | EightOfSixBits | Digits
+Fields = Bits | Joined | EightOfSixBits | Digits
 
 
 @dataclasses.dataclass(frozen=True)
 class Floats:
-    """Scales or minima of a block: floats, or small numbers under one float.
+    """The scales or minima of a block: floats, or fields that one float multiplies.
 
     **Arguments:**
 
-    - `start`, `dtype`, `count`: where the floats lie, what they are, and how many.
-    - `negated`: whether the file holds them with the other sign.
-    - `qtype`, `numbers`, `flipped`: where each is a number times the one float, what `BlockType`
-      says of codes.
+    - `start`, `dtype`, `count`: the first byte of the floats, their dtype and their number.
+    - `negated`: whether the file holds the negated values.
+    - `qtype`, `fields`, `flipped`: for fields, as `qtype`, `codes` and `flipped` of `BlockType`.
     """
 
     start: int
@@ -202,11 +210,14 @@ class Floats:
     _: dataclasses.KW_ONLY
     negated: bool = False
     qtype: str | None = None
-    numbers: Numbers | None = None
+    fields: Fields | None = None
     flipped: int = 0
 
     def read(self, blocks: np.ndarray) -> np.ndarray:
-        """Returns the floats of blocks, uint8 `[..., bytes]`: `[..., count]`."""
+        """Return the floats of blocks, from `uint8[..., bytes]` to `[..., count]`.
+
+        **Raises:** `ValueError` for 8-bit scales that are negative or NaN.
+        """
         bytes_ = blocks[..., self.start : self.start + self.count * self.dtype.itemsize]
         bytes_ = np.ascontiguousarray(bytes_)
         largest = LARGEST_SCALES.get(self.dtype, 0xFF)
@@ -216,23 +227,23 @@ class Floats:
         return -floats if self.negated else floats
 
     def write(self, blocks: np.ndarray, floats: np.ndarray) -> None:
-        """Puts floats `[..., count]` into blocks."""
+        """Write floats `[..., count]` into blocks."""
         bytes_ = np.ascontiguousarray(-floats if self.negated else floats).view(np.uint8)
         blocks[..., self.start : self.start + bytes_.shape[-1]] = bytes_
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockType:
-    """A type of blocks, and the QArray that they are: codes · scale + minimum.
+    """A type of blocks, as a `QArray` with the value `codes * scale + minimum`.
 
     **Arguments:**
 
-    - `name`, `number`: GGUF's.
-    - `values`, `nbytes`: of a block.
+    - `name`, `number`: the name and the number of the type in GGUF.
+    - `values`, `nbytes`: the number of values and of bytes of a block.
     - `qtype`: the format of the codes.
-    - `codes`: where they lie.
-    - `flipped`: the bits of a code that are the other way round in the file. Its highest, where the
-      file adds `2**(bits - 1)` to codes with a sign.
+    - `codes`: the place of the codes in a block.
+    - `flipped`: the bits of a code that are inverted in the file. It is the highest bit if the file
+      stores signed codes plus `2**(bits - 1)`.
     """
 
     name: str
@@ -241,7 +252,7 @@ class BlockType:
     nbytes: int
     _: dataclasses.KW_ONLY
     qtype: str
-    codes: Numbers
+    codes: Fields
     flipped: int = 0
     scale: Floats = Floats(0)
     minimum: Floats | None = None
@@ -271,8 +282,8 @@ _ROWS = (
         *("Q2_K", 10, 256, 84),
         qtype="uint2",
         codes=Bits(16, 2, 32, 2),
-        scale=Floats(80, qtype="uint4", numbers=Bits(0, 1, 16, 4, places=(0,))),
-        minimum=Floats(82, negated=True, qtype="uint4", numbers=Bits(0, 1, 16, 4, places=(1,))),
+        scale=Floats(80, qtype="uint4", fields=Bits(0, 1, 16, 4, places=(0,))),
+        minimum=Floats(82, negated=True, qtype="uint4", fields=Bits(0, 1, 16, 4, places=(1,))),
     ),
     BlockType(
         *("Q3_K", 11, 256, 110),
@@ -280,29 +291,29 @@ _ROWS = (
         codes=Joined(Bits(32, 2, 32, 2), Bits(0, 1, 32, 1)),
         flipped=4,
         scale=Floats(
-            108, qtype="int6", numbers=Joined(Bits(96, 1, 8, 4), Bits(104, 1, 4, 2)), flipped=32
+            108, qtype="int6", fields=Joined(Bits(96, 1, 8, 4), Bits(104, 1, 4, 2)), flipped=32
         ),
     ),
     BlockType(
         *("Q4_K", 12, 256, 144),
         qtype="uint4",
         codes=Bits(16, 4, 32, 4),
-        scale=Floats(0, qtype="uint6", numbers=_SCALES_OF_6),
-        minimum=Floats(2, negated=True, qtype="uint6", numbers=_MINIMA_OF_6),
+        scale=Floats(0, qtype="uint6", fields=_SCALES_OF_6),
+        minimum=Floats(2, negated=True, qtype="uint6", fields=_MINIMA_OF_6),
     ),
     BlockType(
         *("Q5_K", 13, 256, 176),
         qtype="uint5",
         codes=Joined(Bits(48, 4, 32, 4), Bits(16, 1, 32, 1)),
-        scale=Floats(0, qtype="uint6", numbers=_SCALES_OF_6),
-        minimum=Floats(2, negated=True, qtype="uint6", numbers=_MINIMA_OF_6),
+        scale=Floats(0, qtype="uint6", fields=_SCALES_OF_6),
+        minimum=Floats(2, negated=True, qtype="uint6", fields=_MINIMA_OF_6),
     ),
     BlockType(
         *("Q6_K", 14, 256, 210),
         qtype="int6",
         codes=Joined(Bits(0, 2, 64, 4), Bits(128, 2, 32, 2)),
         flipped=32,
-        scale=Floats(208, qtype="int8", numbers=Bits(192, 1, 16, 8)),
+        scale=Floats(208, qtype="int8", fields=Bits(192, 1, 16, 8)),
     ),
     BlockType("IQ4_NL", 20, 32, 18, qtype="iq4_nl", codes=_NIBBLES),
     BlockType(
@@ -310,11 +321,11 @@ _ROWS = (
         qtype="iq4_nl",
         codes=Bits(8, 8, 16, 4),
         scale=Floats(
-            0, qtype="int6", numbers=Joined(Bits(4, 4, 1, 4), Bits(2, 2, 1, 2)), flipped=32
+            0, qtype="int6", fields=Joined(Bits(4, 4, 1, 4), Bits(2, 2, 1, 2)), flipped=32
         ),
     ),
     BlockType("TQ1_0", 34, 256, 54, qtype="ternary", codes=Digits(), scale=Floats(52)),
-    # Its fields are -1, 0, 1 and 2, times d: with the other signs, numbers of two bits.
+    # The values of its fields are -1, 0, 1 and 2. Negated, they are signed integers of two bits.
     BlockType(
         *("TQ2_0", 35, 256, 66),
         qtype="int2",
@@ -330,7 +341,7 @@ _ROWS = (
 
 BLOCK_TYPES: dict[int, BlockType] = {row.number: row for row in _ROWS}
 
-# Types whose values are stored as they are, by number.
+# The types of dense tensors: name and dtype by number.
 DENSE_TYPES: dict[int, tuple[str, np.dtype]] = {
     0: ("F32", np.dtype("<f4")),
     1: ("F16", np.dtype("<f2")),
@@ -342,7 +353,7 @@ DENSE_TYPES: dict[int, tuple[str, np.dtype]] = {
     30: ("BF16", np.dtype(ml_dtypes.bfloat16)),
 }
 
-# Types that GGUF has and that are not read here: name, values and bytes of a block.
+# Other types of GGUF, which are not supported: name, values and bytes of a block by number.
 OTHER_TYPES: dict[int, tuple[str, int, int]] = {
     9: ("Q8_1", 32, 40),
     15: ("Q8_K", 256, 292),

@@ -1,4 +1,7 @@
-"""What stands before the tensors of a GGUF file: metadata, and their names, types and places."""
+"""Read and write the start of a GGUF file: its metadata, and the description of each tensor.
+
+The metadata are typed values: strings, numbers, and arrays of them.
+"""
 
 import dataclasses
 import math
@@ -12,7 +15,7 @@ from .gguf_blocks import BLOCK_TYPES, DENSE_TYPES, OTHER_TYPES
 
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 
-# Types of numbers, by GGUF's number of each.
+# The dtypes of numbers, by the number of the type in GGUF.
 _NUMBERS: dict[int, np.dtype] = {
     0: np.dtype("u1"),
     1: np.dtype("i1"),
@@ -28,14 +31,14 @@ _NUMBERS: dict[int, np.dtype] = {
 }
 _NUMBER_OF = {dtype: number for number, dtype in _NUMBERS.items()}
 
-# Deeper than any file goes.
+# The most levels of nested arrays that are read.
 _LEVELS = 4
 
 
 class MetadataReader:
-    """Reads what stands before the tensors, from the first byte on.
+    """A reader of the values at the start of a GGUF file, from its first byte on.
 
-    **Raises:** `ValueError` wherever there is less than what is said to come.
+    Its methods raise `ValueError` if the file ends within a value.
     """
 
     def __init__(self, content: memoryview):
@@ -44,35 +47,35 @@ class MetadataReader:
 
     @property
     def size(self) -> int:
-        """The bytes of all."""
+        """The number of bytes of the file."""
         return len(self._content)
 
     def integer(self, format: str) -> int:
-        """Reads an integer, as `struct` names it: "I" of 4 bytes, "Q" of 8."""
+        """Read an integer with a format of `struct`: "I" of 4 bytes, or "Q" of 8."""
         return struct.unpack_from(f"<{format}", self._take(struct.calcsize(f"<{format}")))[0]
 
     def count(self, least: int) -> int:
-        """Reads how many things of at least so many bytes come, and looks that there is room."""
+        """Read a number of entries. Raise if the file cannot hold them, at `least` bytes each."""
         count = self.integer("Q")
         if count * least > len(self._content) - self.offset:
             raise ValueError(f"it ends within the {count} entries at byte {self.offset}")
         return count
 
     def string(self, errors: str = "strict") -> str:
-        """Reads a string: its length, and so many bytes of UTF-8."""
+        """Read a string: its length, and its bytes in UTF-8."""
         return str(self._take(self.count(1)), "utf-8", errors)
 
     def value(self, levels: int = _LEVELS) -> Any:
-        """Reads a type and a value of it.
+        """Read a type and a value of this type.
 
-        A number is Python's where `write_value` makes the same of that, and NumPy's elsewhere.
-        Arrays of numbers are NumPy's, others lists.
+        A number is a Python number if `write_value` writes it with the same type, else a NumPy
+        number. Arrays of numbers are NumPy arrays, and other arrays are lists.
         """
         return self._value_of(self.integer("I"), levels)
 
     def _value_of(self, type: int, levels: int) -> Any:
         if type == _STRING:
-            # Tokens are bytes, and some are no UTF-8.
+            # Tokens are bytes, and some are not valid UTF-8.
             return self.string("surrogateescape")
         if type == _ARRAY and levels:
             return self._array(levels - 1)
@@ -106,18 +109,18 @@ class MetadataReader:
 
 
 def write_string(string: str) -> bytes:
-    """Returns the length of a string and its bytes."""
+    """Return a string as GGUF stores it: its length, and its bytes in UTF-8."""
     encoded = string.encode("utf-8", "surrogateescape")
     return struct.pack("<Q", len(encoded)) + encoded
 
 
 def write_value(value: Any) -> bytes:
-    """Returns the type of a value and its bytes.
+    """Return a value as GGUF stores it: its type, and its bytes.
 
-    Python's integers are of 4 bytes without a sign where that holds them, else with one, else of 8
-    bytes; its floats are of 4. NumPy's numbers and arrays are of their dtypes.
+    Python integers have 4 bytes, unsigned if possible, or 8 bytes if they do not fit. Python floats
+    have 4 bytes. NumPy numbers and arrays keep their dtypes.
 
-    **Raises:** `TypeError` for what GGUF does not have.
+    **Raises:** `TypeError` for a value that GGUF cannot hold.
     """
     type, content = _encode(value)
     return struct.pack("<I", type) + content
@@ -142,7 +145,7 @@ def _encode(value: Any) -> tuple[int, bytes]:
 
 
 def _type_of(value: Any) -> int:
-    """The type that a number is written as."""
+    """Return the number of the GGUF type that a number is written with."""
     if isinstance(value, np.generic) and value.dtype in _NUMBER_OF:
         return _NUMBER_OF[value.dtype]
     if isinstance(value, bool):
@@ -162,17 +165,22 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 ALIGNMENT = 32
 
-# llama.cpp's limits: axes, and bytes of a name.
-MOST_AXES = 4
-LONGEST_NAME = 63
+# The limits of llama.cpp: the number of axes, and the bytes of a name.
+MAX_AXES = 4
+MAX_NAME_BYTES = 63
 
-# The largest alignment that is believed; usual are 32 and, for other memory, up to 4096.
-_MOST_ALIGNMENT = 2**20
+# The largest alignment that is accepted. Files have 32, or up to 4096.
+_MAX_ALIGNMENT = 2**20
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A tensor: its type's number, the shape of its values `[out, in]`, and where its bytes are."""
+    """The description of a tensor.
+
+    - `type`: the number of its block type.
+    - `shape`: the shape of its values, such as `[out, in]`.
+    - `start`, `nbytes`: the place of its bytes in the file.
+    """
 
     type: int
     shape: tuple[int, ...]
@@ -181,9 +189,9 @@ class Entry:
 
 
 def type_layout(number: int) -> tuple[str, int, int]:
-    """Returns the name of a type, and the values and bytes of a block of it.
+    """Return the name of a type, and the number of values and of bytes of a block.
 
-    **Raises:** `ValueError` where there is no such type.
+    **Raises:** `ValueError` for an unknown type.
     """
     if number in BLOCK_TYPES:
         row = BLOCK_TYPES[number]
@@ -197,13 +205,13 @@ def type_layout(number: int) -> tuple[str, int, int]:
 
 
 def read_header(content: np.ndarray) -> tuple[dict[str, Any], dict[str, Entry]]:
-    """Returns the metadata and the tensors of a file, by name and in its order.
+    """Return the metadata of a file, and a dict of the descriptions of its tensors, in their order.
 
     **Arguments:**
 
-    - `content`: the bytes of the file, mapped.
+    - `content`: the memory-mapped bytes of the file.
 
-    **Raises:** `ValueError` where a part is missing, or is not what can be at its place.
+    **Raises:** `ValueError` if the file is truncated or has an invalid value.
     """
     reader = MetadataReader(content.data)
     _check_version(reader)
@@ -221,7 +229,7 @@ def read_header(content: np.ndarray) -> tuple[dict[str, Any], dict[str, Entry]]:
             raise ValueError(f"tensor {name!r} occurs twice")
         infos[name] = info
     alignment = alignment_of(metadata)
-    data = aligned(reader.offset, alignment)
+    data = align(reader.offset, alignment)
     entries = {}
     offset = 0
     for name, (shape, type, stated) in infos.items():
@@ -234,7 +242,7 @@ def read_header(content: np.ndarray) -> tuple[dict[str, Any], dict[str, Entry]]:
         except ValueError as error:
             raise ValueError(f"tensor {name!r}: {error}") from None
         entries[name] = Entry(type, shape, data + offset, nbytes)
-        offset = aligned(offset + nbytes, alignment)
+        offset = align(offset + nbytes, alignment)
     return metadata, entries
 
 
@@ -251,14 +259,14 @@ def _check_version(reader: MetadataReader) -> None:
 
 
 def _read_info(reader: MetadataReader) -> tuple[str, tuple[tuple[int, ...], int, int]]:
-    """Name, and shape, type and offset, of a tensor."""
+    """Read the description of a tensor: its name, and its shape, type and offset."""
     name = reader.string()
     axes = reader.integer("I")
-    if axes > MOST_AXES:
-        raise ValueError(f"tensor {name!r} has {axes} axes, but GGUF has at most {MOST_AXES}")
-    # The fastest first.
+    if axes > MAX_AXES:
+        raise ValueError(f"tensor {name!r} has {axes} axes, but GGUF has at most {MAX_AXES}")
+    # GGUF lists the last axis first.
     shape = tuple(reader.integer("Q") for _ in range(axes))[::-1]
-    # No type has less than a bit a value.
+    # Every type has at least one bit per value.
     if math.prod(max(size, 1) for size in shape) > 8 * reader.size:
         raise ValueError(
             f"tensor {name!r} has shape {shape}, which has more values than the file has bits"
@@ -267,9 +275,9 @@ def _read_info(reader: MetadataReader) -> tuple[str, tuple[tuple[int, ...], int,
 
 
 def nbytes_of(shape: tuple[int, ...], type: int) -> int:
-    """Returns the bytes of a tensor.
+    """Return the number of bytes of a tensor.
 
-    **Raises:** `ValueError` where the last axis is not of whole blocks.
+    **Raises:** `ValueError` if the last axis is not a multiple of the block size.
     """
     name, values, nbytes = type_layout(type)
     if (shape[-1] if shape else 1) % values:
@@ -280,25 +288,25 @@ def nbytes_of(shape: tuple[int, ...], type: int) -> int:
 
 
 def alignment_of(metadata: dict[str, Any]) -> int:
-    """Returns what the offsets of tensors are multiples of.
+    """Return the alignment of the offsets of tensors.
 
-    **Raises:** `ValueError` where that is no power of two, of up to 2**20.
+    **Raises:** `ValueError` if it is not a power of two up to 2**20.
     """
     alignment = metadata.get("general.alignment", ALIGNMENT)
-    if type(alignment) is not int or alignment.bit_count() != 1 or alignment > _MOST_ALIGNMENT:
+    if type(alignment) is not int or alignment.bit_count() != 1 or alignment > _MAX_ALIGNMENT:
         raise ValueError(f"general.alignment must be a power of two up to 2**20, not {alignment!r}")
     return alignment
 
 
-def aligned(offset: int, alignment: int) -> int:
-    """Returns the first multiple of `alignment` from `offset` on."""
+def align(offset: int, alignment: int) -> int:
+    """Round an offset up to a multiple of `alignment`."""
     return -(-offset // alignment) * alignment
 
 
-def mapped(path: Path) -> np.ndarray:
-    """Returns the bytes of a file, mapped into memory: uint8 `[bytes]`.
+def map_file(path: Path) -> np.ndarray:
+    """Map a file into memory: `uint8[bytes]`.
 
-    **Raises:** `FileNotFoundError`; `ValueError` for an empty file.
+    **Raises:** `FileNotFoundError` if there is no file. `ValueError` if it is empty.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist or is not a file")

@@ -1,4 +1,4 @@
-"""Hugging Face's names of the tensors of a GGUF file, and the order that rows have there."""
+"""Convert between GGUF and Hugging Face: names of tensors, order of rows, and `config.json`."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -8,7 +8,7 @@ import numpy as np
 
 
 class Origin(NamedTuple):
-    """Where a tensor is: GGUF's name, and which of the experts there; None for the whole."""
+    """The GGUF tensor that holds a tensor, and the index of its expert, or None for all."""
 
     stored: str
     expert: int | None = None
@@ -48,7 +48,7 @@ _QWEN_MOE = {
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
 
-# What a layer has, by architecture. Mistral's and Mixtral's models are of architecture llama.
+# The names in a layer, by architecture. Mistral and Mixtral models have the architecture llama.
 _ARCHITECTURES = {
     "llama": _IN_LAYER | _MIXTRAL,
     "granite": _IN_LAYER,
@@ -59,19 +59,23 @@ _ARCHITECTURES = {
     "qwen3moe": _IN_LAYER | _QWEN_MOE,
 }
 
-# Architectures in whose files the two halves of a head, which the rotary embedding turns together,
-# lie side by side in pairs.
+# Architectures whose GGUF files interleave the two halves of a head, for the rotary embedding.
 _PAIRED = ("llama", "granite", "smollm3")
 
 
 def names_of(
     metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Origin]:
-    """Returns where each tensor is, by Hugging Face's name, or GGUF's for what has none there.
+    """Return the names of Hugging Face for the tensors of a GGUF file, with the origin of each.
 
-    The experts of a layer, which GGUF stacks, are a tensor each.
+    Tensors without such a name keep their GGUF names. Stacked experts become one tensor per expert.
 
-    **Raises:** `ValueError` for an architecture whose names are not known.
+    **Arguments:**
+
+    - `metadata`: the metadata of the file.
+    - `shapes`: a dict from GGUF names to the shapes of tensors.
+
+    **Raises:** `ValueError` for an unknown architecture.
     """
     in_layer = _names_in_layer(metadata)
     origins: dict[str, Origin] = {}
@@ -84,31 +88,33 @@ def names_of(
 
 
 def stored_names(metadata: Mapping[str, Any], names: Iterable[str]) -> dict[str, str | list[str]]:
-    """Undoes `names_of`: returns by GGUF's names those of Hugging Face, of experts a list.
+    """Return a dict from GGUF names to names of Hugging Face. It undoes `names_of`.
 
-    **Raises:** `ValueError` for an architecture whose names are not known, where two names are
-    those of one tensor, and where one of the experts is missing.
+    The value is a list for the experts of a layer, which GGUF stacks.
+
+    **Raises:** `ValueError` for an unknown architecture, for two names of one tensor, and if an
+    expert is missing.
     """
     in_layer = _names_in_layer(metadata)
-    whole: dict[str, str | list[str]] = {}
+    names_of_stored: dict[str, str | list[str]] = {}
     experts: dict[str, dict[int, str]] = {}
     for name in names:
         stored, expert = _origin(name, in_layer)
         if expert is not None:
             experts.setdefault(stored, {})[expert] = name
-        elif stored in whole:
+        elif stored in names_of_stored:
             raise ValueError(f"there are two tensors for {stored!r}")
         else:
-            whole[stored] = name
-    for stored, found in experts.items():
-        if found.keys() != set(range(len(found))):
-            raise ValueError(f"{stored!r} has only {len(found)} of {max(found) + 1} experts")
-        whole[stored] = [found[i] for i in range(len(found))]
-    return whole
+            names_of_stored[stored] = name
+    for stored, by_index in experts.items():
+        if by_index.keys() != set(range(len(by_index))):
+            raise ValueError(f"{stored!r} has only {len(by_index)} of {max(by_index) + 1} experts")
+        names_of_stored[stored] = [by_index[i] for i in range(len(by_index))]
+    return names_of_stored
 
 
 def _origin(name: str, in_layer: Mapping[str, str]) -> Origin:
-    """Where a tensor of Hugging Face's name is; by the same name, where that is none of these."""
+    """Return the origin of a tensor with a Hugging Face name. Other names are kept."""
     module, _, kind = name.rpartition(".")
     if kind not in ("weight", "bias"):
         return Origin(name)
@@ -147,13 +153,14 @@ def _name(stored: str, in_layer: Mapping[str, str]) -> str:
 def order_of_rows(
     stored: str, shape: tuple[int, ...], metadata: Mapping[str, Any]
 ) -> np.ndarray | None:
-    """Returns which of GGUF's rows comes at each place of Hugging Face's; None for all in order.
+    """Return the GGUF row at each row of the Hugging Face tensor, or None if the order is the same.
 
     **Arguments:**
 
-    - `stored`: GGUF's name of the tensor, of `shape`.
+    - `stored`, `shape`: the GGUF name and the shape of the tensor.
+    - `metadata`: the metadata of the file, with the number of heads.
 
-    **Raises:** `ValueError` where the rows are not those of so many heads.
+    **Raises:** `ValueError` if the rows cannot be divided among the heads.
     """
     architecture = metadata.get("general.architecture")
     match = re.fullmatch(r"blk\.(\d+)\.attn_([qk])\.(weight|bias)", stored)
@@ -162,7 +169,7 @@ def order_of_rows(
     heads = metadata.get(f"{architecture}.attention.head_count")
     if match[2] == "k":
         heads = metadata.get(f"{architecture}.attention.head_count_kv", heads)
-    if isinstance(heads, np.ndarray):  # one for each layer
+    if isinstance(heads, np.ndarray):  # one number per layer
         layer = int(match[1])
         heads = heads[layer] if layer < len(heads) else None
     rows = shape[0] if shape else 0
@@ -185,19 +192,19 @@ _TOKENS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "paddin
 def huggingface_config(
     metadata: Mapping[str, Any], *, rope_factors: np.ndarray | None = None
 ) -> dict[str, Any]:
-    """Returns what Hugging Face's `config.json` has, of a model of Llama's kind.
+    """Return the content of `config.json` for a model of the Llama kind.
 
-    Of a file, `GgufFile.config` says more: what its tensors tell.
+    `GgufFile.config` calls it, and adds the facts that follow from its tensors.
 
     **Arguments:**
 
-    - `metadata`: of a GGUF file whose architecture is llama (as those of Mistral's models are),
+    - `metadata`: the metadata of a GGUF file with the architecture llama (also of Mistral models),
       qwen2 or qwen3.
-    - `rope_factors`: the tensor `rope_freqs.weight`, `[head_dim / 2]`, where there is one: by what
-      the wavelengths of the rotary embedding are longer.
+    - `rope_factors`: the tensor `rope_freqs.weight`, `[head_dim / 2]`, if the file has it: the
+      factors of the wavelengths of the rotary embedding.
 
-    **Raises:** `ValueError` for other architectures and for mixtures of experts, where something is
-    missing or another in each layer, and for factors that are not those of Llama 3.
+    **Raises:** `ValueError` for other architectures and for mixtures of experts, if an entry is
+    missing or differs by layer, and if the factors differ from Llama 3.
 
     >>> from veneer.files.gguf import huggingface_config
     >>> config = huggingface_config({
@@ -217,14 +224,14 @@ def huggingface_config(
         )
 
     def value(key: str, default: Any = None, kind: type = int) -> Any:
-        found = metadata.get(f"{architecture}.{key}", default)
-        if found is None:
+        x = metadata.get(f"{architecture}.{key}", default)
+        if x is None:
             raise ValueError(f"the metadata have no {architecture}.{key}")
-        found = found.item() if isinstance(found, np.generic) else found
-        if not isinstance(found, kind):
-            raise ValueError(f"{architecture}.{key} is {found!r}, not one {kind.__name__}")
-        # Of an f32 the shortest number that is it, as it was written down: 1e-05.
-        return float(str(np.float32(found))) if isinstance(found, float) else found
+        x = x.item() if isinstance(x, np.generic) else x
+        if not isinstance(x, kind):
+            raise ValueError(f"{architecture}.{key} is {x!r}, not one {kind.__name__}")
+        # The shortest decimal that is this float32, such as 1e-05.
+        return float(str(np.float32(x))) if isinstance(x, float) else x
 
     if value("expert_count", 0):
         raise ValueError("config.json cannot be made for a mixture of experts")
@@ -256,7 +263,7 @@ def huggingface_config(
             ),
         }
     if isinstance(rope_factors, np.ndarray) and np.any(rope_factors != 1):
-        config["rope_scaling"] = _of_llama3(rope_factors, config["rope_theta"])
+        config["rope_scaling"] = _llama3_scaling(rope_factors, config["rope_theta"])
     if f"{architecture}.attention.sliding_window" in metadata:
         config["sliding_window"] = value("attention.sliding_window")
     for name, token in _TOKENS.items():
@@ -265,7 +272,7 @@ def huggingface_config(
     return config
 
 
-# Those of all models that have this scaling. Of it, files hold what comes out.
+# All models with this scaling have these values. GGUF files hold only the resulting factors.
 _LLAMA3 = {
     "rope_type": "llama3",
     "low_freq_factor": 1.0,
@@ -274,12 +281,13 @@ _LLAMA3 = {
 }
 
 
-def _of_llama3(factors: np.ndarray, theta: float) -> dict[str, Any]:
-    """What `rope_scaling` says where the wavelengths are longer by these factors.
+def _llama3_scaling(factors: np.ndarray, theta: float) -> dict[str, Any]:
+    """Return the `rope_scaling` of Llama 3 that gives these factors.
 
-    As in Hugging Face's `modeling_rope_utils`: those that come less than once in the original
-    context are longer by one factor, those that come more than four times stay, and frequencies in
-    between are interpolated.
+    As in `modeling_rope_utils` of Hugging Face: wavelengths longer than the original context get
+    one factor, wavelengths shorter than a quarter of it get none, and others are interpolated.
+
+    **Raises:** `ValueError` if no scaling of this kind gives these factors.
     """
     count = len(factors)
     turns = 8192 / (2 * np.pi) * theta ** -(np.arange(count) / count)

@@ -1,4 +1,4 @@
-"""From the blocks of a tensor to a QArray, and back: a part of the rows at a time."""
+"""Convert the blocks of a GGUF tensor to a `QArray` and back, a few rows at a time."""
 
 import dataclasses
 import math
@@ -12,22 +12,22 @@ from ..quant import Format, Packing, QArray, get_format
 from .codes import pack, unpack
 from .gguf_blocks import BLOCK_TYPES, LARGEST_SCALES, BlockType, Floats
 
-# Of codes a byte each: few enough to stay in a processor's cache.
+# The number of values that are converted at once. As bytes, they fit in a processor's cache.
 _VALUES_AT_ONCE = 2**18
 
 
 def decode(
     rows: np.ndarray, type: BlockType, shape: tuple[int, ...], order: np.ndarray | None = None
 ) -> QArray:
-    """Returns the QArray of the blocks of a tensor, its leaves in NumPy.
+    """Return the `QArray` of the blocks of a tensor. Its leaves are NumPy arrays.
 
     **Arguments:**
 
-    - `rows`: their bytes, uint8 `[rows, bytes]`.
-    - `shape`: of the values, `[..., n]`.
-    - `order`: which row comes at each place; None for all in order.
+    - `rows`: the bytes of the tensor, `uint8[rows, bytes]`.
+    - `shape`: the shape of the values, `[..., n]`.
+    - `order`: the row of the file at each place of the result. None for the order of the file.
 
-    **Raises:** `ValueError` where a scale is not one.
+    **Raises:** `ValueError` for 8-bit scales that are negative or NaN.
     """
     leaves: list[np.ndarray] = []
     for part in _parts(len(rows), shape[-1]):
@@ -41,7 +41,7 @@ def decode(
 
     def quantized(qtype: str, size: int, scale: Floats, minimum: Floats | None) -> QArray:
         packing = None if get_format(qtype).bits == 8 else Packing(-1, size)
-        # Products of these few bits are exact in f32, and not in the 16 bits of the floats.
+        # A code times a 16-bit scale is exact in float32.
         return QArray.from_packed(
             next(arrays),
             floats(scale),
@@ -52,29 +52,29 @@ def decode(
         )
 
     def floats(part: Floats) -> Any:
-        if part.numbers is None:
+        if part.fields is None:
             return next(arrays)
-        count = shape[-1] // type.values * part.numbers.count
-        return quantized(str(part.qtype), count, dataclasses.replace(part, numbers=None), None)
+        count = shape[-1] // type.values * part.fields.count
+        return quantized(str(part.qtype), count, dataclasses.replace(part, fields=None), None)
 
     return quantized(type.qtype, shape[-1], type.scale, type.minimum)
 
 
 def _parts(rows: int, values: int) -> Iterator[slice]:
-    """Some rows at a time; of none, no rows once."""
+    """Yield slices of a few rows each. Without rows, yield one empty slice."""
     step = max(1, _VALUES_AT_ONCE // max(values, 1))
     for start in range(0, max(rows, 1), step):
         yield slice(start, min(start + step, rows))
 
 
 def _read(blocks: np.ndarray, type: BlockType) -> Iterator[np.ndarray]:
-    """The leaves of blocks `[rows, blocks, bytes]`, each `[rows, ...]`, in a QArray's order."""
+    """Yield the leaves of blocks `[rows, blocks, bytes]`, as rows, in the order of a `QArray`."""
     yield _packed(type.codes.read(blocks), type.qtype, type.flipped)
     for part in (type.scale, type.minimum):
         if part is None:
             continue
-        if part.numbers is not None:
-            yield _packed(part.numbers.read(blocks), str(part.qtype), part.flipped)
+        if part.fields is not None:
+            yield _packed(part.fields.read(blocks), str(part.qtype), part.flipped)
         yield _joined(part.read(blocks))
 
 
@@ -85,7 +85,7 @@ def _packed(fields: np.ndarray, qtype: str, flipped: int) -> np.ndarray:
 
 
 def _joined(x: np.ndarray) -> np.ndarray:
-    """What blocks have, `[rows, blocks, n]`, as rows."""
+    """Join the blocks of each row: from `[rows, blocks, n]` to `[rows, blocks * n]`."""
     return x.reshape(len(x), x.shape[1] * x.shape[2])
 
 
@@ -93,14 +93,14 @@ _E4M3 = "float8_e4m3fn"
 
 
 def with_factors(q: QArray, factors: Any, expert: int | None = None) -> QArray:
-    """Returns a QArray with scales in e4m3, times factors: one of all values, or of each matrix.
+    """Multiply the e4m3 scales of a `QArray` by factors. The scales become a `QArray`.
 
     **Arguments:**
 
-    - `factors`: f32 `[1]` or `[matrices]`.
-    - `expert`: which of the matrices `q` is; None for all.
+    - `factors`: float32, `[1]` or one per matrix.
+    - `expert`: the index of the matrix that `q` is, or None if `q` has all matrices.
 
-    **Raises:** `ValueError` where they are others.
+    **Raises:** `ValueError` if the factors have another shape or dtype.
     """
     if expert is not None and factors.shape != (1,):
         factors = factors[expert : expert + 1]
@@ -113,7 +113,7 @@ def with_factors(q: QArray, factors: Any, expert: int | None = None) -> QArray:
 
 
 def without_factors(q: QArray) -> tuple[QArray, np.ndarray | None]:
-    """Undoes `with_factors`: returns what they are taken from, and them; None if there are none."""
+    """Undo `with_factors`. Return the `QArray` and the factors, or None if it has none."""
     scale = q.scale
     if not isinstance(scale, QArray) or scale.qtype != _E4M3 or isinstance(scale.scale, QArray):
         return q, None
@@ -125,11 +125,12 @@ def without_factors(q: QArray) -> tuple[QArray, np.ndarray | None]:
 
 @dataclasses.dataclass(frozen=True)
 class Encoded:
-    """A QArray as blocks of a type.
+    """A `QArray` that is about to be written as blocks.
 
     **Arguments:**
 
-    - `floats`: where the floats of a part lie, they, and the numbers under them.
+    - `type`: the type of the blocks.
+    - `floats`: for scales and minima: their place in a block, the floats, and the fields or None.
     """
 
     type: BlockType
@@ -137,11 +138,11 @@ class Encoded:
     floats: Sequence[tuple[Floats, np.ndarray, np.ndarray | None]]
 
     def parts(self, order: np.ndarray | None = None) -> Iterator[np.ndarray]:
-        """Yields the blocks, a part of the rows at a time: uint8 `[rows, bytes]`.
+        """Yield the blocks of a few rows at a time: `uint8[rows, bytes]`.
 
         **Arguments:**
 
-        - `order`: which row comes at each place; None for all in order.
+        - `order`: the row of the array at each place of the file. None for the order of the array.
         """
         *leading, size = self.q.shape
         count = size // self.type.values
@@ -152,18 +153,18 @@ class Encoded:
             blocks = np.zeros((len(fields), count, self.type.nbytes), np.uint8)
             fields = fields.reshape(*blocks.shape[:2], self.type.values)
             self.type.codes.write(blocks, fields ^ np.uint8(self.type.flipped))
-            for place, floats, numbers in self.floats:
+            for place, floats, scale_fields in self.floats:
                 place.write(blocks, floats[rows].reshape(*blocks.shape[:2], place.count))
-                if place.numbers is not None and numbers is not None:
-                    fields = numbers[rows].reshape(*blocks.shape[:2], place.numbers.count)
-                    place.numbers.write(blocks, fields ^ np.uint8(place.flipped))
+                if place.fields is not None and scale_fields is not None:
+                    fields = scale_fields[rows].reshape(*blocks.shape[:2], place.fields.count)
+                    place.fields.write(blocks, fields ^ np.uint8(place.flipped))
             yield blocks.reshape(len(blocks), count * self.type.nbytes)
 
 
 def encode(q: QArray) -> Encoded:
-    """Returns a QArray as the blocks that hold its codes, scales and minima exactly.
+    """Return a `QArray` as blocks of the smallest type that holds it exactly.
 
-    **Raises:** `ValueError`, saying why, where no type of blocks does.
+    **Raises:** `ValueError`, with the reasons, if no type does.
     """
     if q.ndim == 0:
         raise ValueError("it is a scalar, but blocks of GGUF have at least 32 values")
@@ -177,11 +178,11 @@ def encode(q: QArray) -> Encoded:
 
 
 class _Misfit(Exception):
-    """Why a QArray is not blocks of a type."""
+    """The reason that a `QArray` cannot be written as blocks of a type."""
 
 
 def _candidates(q: QArray) -> list[BlockType]:
-    """The types whose codes are those of `q`, or integers with room for them; small ones first."""
+    """Return the types whose codes can represent the codes of `q`, in the order of their size."""
     format = q.format
     if format.is_integer:
         low, high = format.code_range
@@ -215,25 +216,26 @@ def _encoded(q: QArray, type: BlockType) -> Encoded:
 def _floats(
     leaf: Any, shape: tuple[int, ...], type: BlockType, place: Floats, name: str
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Scales or minima of `shape`, each row of values a row: floats, and numbers under them."""
-    numbers = None
+    """Return the floats of scales or minima, and the fields that they multiply or None, as rows."""
+    fields = None
     count = shape[-1] // type.values
-    if place.numbers is not None:
+    if place.fields is not None:
         if not isinstance(leaf, QArray) or leaf.qtype != place.qtype or leaf.zero_point is not None:
             raise _Misfit(
                 f"its {name} must be {place.qtype} with one float per {type.values} values"
             )
-        fields = _fields_of(leaf, leaf.format)(slice(None)).reshape(leaf.shape)
-        numbers = _repeated(fields, (*shape[:-1], count * place.numbers.count), name)
+        own = _fields_of(leaf, leaf.format)(slice(None)).reshape(leaf.shape)
+        fields = _repeated(own, (*shape[:-1], count * place.fields.count), name)
         leaf = leaf.scale
     else:
         count *= place.count
     wide = np.asarray(leaf.dequantize() if isinstance(leaf, QArray) else leaf)
     floats = _repeated(_exactly(wide, place.dtype, name), (*shape[:-1], count), name)
-    return floats, numbers
+    return floats, fields
 
 
 def _exactly(floats: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
+    """Cast floats to the dtype of the file. Raise `_Misfit` if values change."""
     floats = floats if floats.dtype == np.float64 else floats.astype(np.float32)
     with np.errstate(over="ignore"):
         narrow = floats.astype(dtype)
@@ -247,7 +249,7 @@ def _exactly(floats: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
 
 
 def _repeated(leaf: np.ndarray, shape: tuple[int, ...], name: str) -> np.ndarray:
-    """A leaf with an entry for each tile of blocks, which lie within its tiles: `[rows, tiles]`."""
+    """Repeat the entries of a leaf so that it has the given shape. Return it as rows."""
     for axis, (size, count) in enumerate(zip(shape, leaf.shape, strict=True)):
         if count and size % count:
             raise _Misfit(f"its {name} must have {size} entries along axis {axis}, not {count}")
@@ -256,7 +258,7 @@ def _repeated(leaf: np.ndarray, shape: tuple[int, ...], name: str) -> np.ndarray
 
 
 def _fields_of(q: QArray, format: Format) -> Callable[[slice | np.ndarray], np.ndarray]:
-    """The codes of `q`, some rows at a time, as the fields of those of another format."""
+    """Return a function from a selection of rows to their codes, as fields of another format."""
     *leading, size = q.shape
     count = math.prod(leading)
     at_last_axis = q.packing is None or q.packing.axis == -1

@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file's metadata, by the library `tokenizers`."""
+"""Build the tokenizer that the metadata of a GGUF file describe, with the library `tokenizers`."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -6,8 +6,8 @@ from typing import Any
 
 from .._core.errors import install_command
 
-# How a text is cut before pairs are merged, by `tokenizer.ggml.pre`. Numbers differ: all digits of
-# one together, three at most, or each alone.
+# The patterns that split a text into words before pairs are merged, by `tokenizer.ggml.pre`. They
+# differ in how many digits of a number stay together. None is the pattern of GPT-2.
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -19,7 +19,7 @@ _PATTERNS = {
     "qwen2": _WORDS % "",
 }
 _DIGITS_ALONE = {"smollm"}
-_MERGES_LAST = {"llama-bpe"}  # a word that is a token is one, whatever merges would make of it
+_MERGES_LAST = {"llama-bpe"}  # a word that is in the vocabulary is never split
 
 _NORMAL, _CONTROL, _USER_DEFINED, _BYTE = 1, 3, 4, 6  # `tokenizer.ggml.token_type`
 
@@ -27,18 +27,18 @@ _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # in SentencePiece's tokens
 
 
 def tokenizer(metadata: Mapping[str, Any]) -> Any:
-    """Returns the `tokenizers.Tokenizer` that a file's metadata describes.
+    """Return the `tokenizers.Tokenizer` that the metadata of a GGUF file describe.
 
-    Byte-level pair encoding, `gpt2` in GGUF, that of SmolLM, Llama 3, Qwen2 and 3 and GPT-2; and
-    SentencePiece's, `llama`, of Llama 2, Mistral and Gemma. It adds no token of its own at the
-    beginning or the end of a text.
+    Two kinds are supported: byte-level pair encoding ("gpt2" in GGUF) of SmolLM, Llama 3, Qwen2,
+    Qwen3 and GPT-2, and SentencePiece ("llama") of Llama 2, Mistral and Gemma. The tokenizer adds
+    no tokens at the beginning or the end of a text.
 
     **Arguments:**
 
     - `metadata`: `GgufFile.metadata`.
 
-    **Raises:** `ValueError` for a tokenizer of another kind, and where a part of it is missing.
-    `ImportError` where `tokenizers` is not installed.
+    **Raises:** `ValueError` for another kind of tokenizer, or if an entry is missing. `ImportError`
+    if `tokenizers` is not installed.
 
     >>> from veneer.files.gguf import tokenizer
     >>> tokens = ["a", "b", "ab", "Ġ", "<end>"]
@@ -67,9 +67,11 @@ def tokenizer(metadata: Mapping[str, Any]) -> Any:
             f"the file has a tokenizer {kind!r} with pre-tokenizer {pre!r}; supported are 'llama', "
             f"and 'gpt2' with {', '.join(map(repr, _PATTERNS))}"
         )
-    special = [tokenizers.AddedToken(t, normalized=False) for t in _of_kind(metadata, _CONTROL)]
+    special = [
+        tokenizers.AddedToken(t, normalized=False) for t in _tokens_of_kind(metadata, _CONTROL)
+    ]
     words.add_special_tokens(special)
-    others = _of_kind(metadata, _USER_DEFINED)
+    others = _tokens_of_kind(metadata, _USER_DEFINED)
     words.add_tokens([tokenizers.AddedToken(t, normalized=False) for t in others])
     return words
 
@@ -78,9 +80,9 @@ def _byte_pairs(metadata: Mapping[str, Any], pre: str) -> Any:
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers
 
-    merges = _part(metadata, "merges")
+    merges = _entry(metadata, "merges")
     model = models.BPE(
-        vocab={token: number for number, token in enumerate(_part(metadata, "tokens"))},
+        vocab={token: number for number, token in enumerate(_entry(metadata, "tokens"))},
         merges=[tuple(merge.split(" ")) for merge in merges],
         ignore_merges=pre in _MERGES_LAST,
     )
@@ -97,18 +99,20 @@ def _byte_pairs(metadata: Mapping[str, Any], pre: str) -> Any:
 
 
 def _sentencepiece(metadata: Mapping[str, Any]) -> Any:
-    """SentencePiece's pairs: of all neighbours that make a token, those of the highest score are
-    merged first. Spaces are letters, and letters that are no token are bytes."""
+    """Return a SentencePiece tokenizer, which merges the pair with the best score first.
+
+    Spaces are letters. Letters that are not in the vocabulary are encoded as bytes.
+    """
     import tokenizers
     from tokenizers import decoders, models, normalizers
 
-    tokens = _part(metadata, "tokens")
+    tokens = _entry(metadata, "tokens")
     kinds = metadata.get("tokenizer.ggml.token_type", [_NORMAL] * len(tokens))
     number_of = {token: number for number, token in enumerate(tokens)}
     unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
     model = models.BPE(
         vocab=number_of,
-        merges=_merges(tokens, _part(metadata, "scores"), kinds),
+        merges=_merges(tokens, _entry(metadata, "scores"), kinds),
         unk_token=tokens[unknown] if 0 <= unknown < len(tokens) else None,
         fuse_unk=True,
         byte_fallback=any(kind == _BYTE for kind in kinds),
@@ -127,7 +131,7 @@ def _sentencepiece(metadata: Mapping[str, Any]) -> Any:
 def _merges(
     tokens: Sequence[str], scores: Sequence[float], kinds: Sequence[int]
 ) -> list[tuple[str, str]]:
-    """Each way to make a token of two, the token of the highest score first."""
+    """Return all ways to form a token of two tokens, in the order of the scores of the results."""
     normal = {
         token: number
         for number, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
@@ -143,29 +147,27 @@ def _merges(
 
 
 def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """Returns what `tokenizer.json` and `tokenizer_config.json` of a folder of Hugging Face have.
+    """Return the contents of `tokenizer.json` and `tokenizer_config.json`, as a dict.
 
-    Unlike `tokenizer`, the former adds the tokens that the model wants at the beginning and the
-    end.
+    Unlike the result of `tokenizer`, it adds the tokens that the model expects at the beginning and
+    the end of a text.
 
     **Arguments:**
 
     - `metadata`: `GgufFile.metadata`.
 
-    **Returns:** the contents of the files, by their names.
-
-    **Raises:** as `tokenizer`.
+    **Raises:** the errors of `tokenizer`.
     """
     words = tokenizer(metadata)
     from tokenizers import processors
 
-    tokens = _part(metadata, "tokens")
+    tokens = _entry(metadata, "tokens")
     named = {}
     for name, key in _NAMED.items():
         number = metadata.get(f"tokenizer.ggml.{key}_token_id")
         if number is not None and 0 <= number < len(tokens):
             named[name] = (tokens[number], int(number))
-    # What llama.cpp does where the file does not say.
+    # The defaults of llama.cpp.
     kind, pre = (metadata.get(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
     usual = kind == "llama" or pre == "llama-bpe"
     begins = metadata.get("tokenizer.ggml.add_bos_token", usual)
@@ -180,17 +182,17 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, str]:
             special_tokens=begin + [one for one in end if one not in begin],
         )
     architecture = metadata.get("general.architecture")
-    said = {
+    entries = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         **{name: token for name, (token, _) in named.items()},
         "chat_template": metadata.get("tokenizer.chat_template"),
         "model_max_length": metadata.get(f"{architecture}.context_length"),
         "clean_up_tokenization_spaces": False,
     }
-    said = {key: value for key, value in said.items() if value is not None}
+    entries = {key: value for key, value in entries.items() if value is not None}
     return {
         "tokenizer.json": words.to_str(pretty=True),
-        "tokenizer_config.json": json.dumps(said, indent=2, ensure_ascii=False) + "\n",
+        "tokenizer_config.json": json.dumps(entries, indent=2, ensure_ascii=False) + "\n",
     }
 
 
@@ -202,15 +204,15 @@ _NAMED = {
 }
 
 
-def _part(metadata: Mapping[str, Any], name: str) -> Any:
-    part = metadata.get(f"tokenizer.ggml.{name}")
-    if part is None:
+def _entry(metadata: Mapping[str, Any], name: str) -> Any:
+    entry = metadata.get(f"tokenizer.ggml.{name}")
+    if entry is None:
         raise ValueError(
             f"the tokenizer of the file is incomplete: tokenizer.ggml.{name} is missing"
         )
-    return part
+    return entry
 
 
-def _of_kind(metadata: Mapping[str, Any], wanted: int) -> list[str]:
-    tokens, kinds = _part(metadata, "tokens"), metadata.get("tokenizer.ggml.token_type", [])
+def _tokens_of_kind(metadata: Mapping[str, Any], wanted: int) -> list[str]:
+    tokens, kinds = _entry(metadata, "tokens"), metadata.get("tokenizer.ggml.token_type", [])
     return [token for token, kind in zip(tokens, kinds, strict=False) if kind == wanted]

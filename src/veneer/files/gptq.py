@@ -1,49 +1,57 @@
 """GPTQ: codes in words along the input, zero points in words along the output.
 
-As AutoGPTQ and GPTQModel write them: `qweight` i32 `[in * bits / 32, out]` and `qzeros` i32
-`[groups, out * bits / 32]` are bit streams along their packed axis, `scales` is `[groups, out]`,
-and `g_idx` i32 `[in]` says the group of each input, in any order where `desc_act` is set. The value
-is `(q - z) * s`, z being the stored zero point, plus one in the first version of the format.
+AutoGPTQ and GPTQModel write `qweight` i32 `[in * bits / 32, out]` and `qzeros` i32
+`[groups, out * bits / 32]`, which are bit streams along their packed axis, `scales`
+`[groups, out]`, and `g_idx` i32 `[in]`, the group of each input. With `desc_act`, groups are in any
+order. The value is `(q - z) * s`. In version 1 of the format, z is the stored zero point plus one.
 
-AutoGPTQ takes 1 from each zero point and has none of 0. GPTQModel has, and takes 1 from each place
-of a word as of one number, so that a 0 borrows from the next; of 3 bits, from each alone, modulo 8.
+So AutoGPTQ cannot store a zero point of 0. GPTQModel can: it subtracts 1 from each field of a word
+as from one number, so that a field of 0 borrows from the next field. With 3 bits, it subtracts 1
+from each field modulo 8.
 """
 
 import math
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
+from .._core.value import Value
 from ..quant.formats.packing import packed_size
 from ..types.basis import Permuted
 from . import codes
-from .affine import AffineParts, Stored, UnsupportedByFormat, affine, affine_parts, most_common
+from .affine import (
+    EncodedWeight,
+    UnsupportedByFormat,
+    make_affine,
+    most_common,
+    split_affine,
+)
 from .codes import pack
-from .stored_tensors import FLOATS, StoredTensors, Weight, sorted_groups
+from .stored_tensors import FLOATS, StoredTensors, Weight, sort_by_group
 
-# Of which the zero points are looked at to tell the versions of a symmetric folder apart.
-_MODULES_LOOKED_AT = 4
+# The number of modules whose zero points are read to find the version of a symmetric folder.
+_SAMPLED_MODULES = 4
 
 
-def weights(source: StoredTensors) -> Iterator[Weight]:
-    """The weights of a folder of GPTQ's."""
-    layout = source.quantization.get("checkpoint_format", "gptq")
-    if layout not in ("gptq", "gptq_v2"):
+def find_weights(source: StoredTensors) -> Iterator[Weight]:
+    """Yield the quantized weights of a folder in GPTQ format."""
+    version = source.quantization.get("checkpoint_format", "gptq")
+    if version not in ("gptq", "gptq_v2"):
         raise ValueError(
-            f"{source.folder.path} has 'checkpoint_format': {layout!r:.20}; supported are gptq and "
-            "gptq_v2. vn.load(..., raw=True) loads the stored tensors"
+            f"{source.folder.path} has 'checkpoint_format': {version!r:.20}; supported are gptq "
+            "and gptq_v2. vn.load(..., raw=True) loads the stored tensors"
         )
     plus_one = _plus_one(source)
     for module in source.modules(".qweight"):
         yield _weight(source, module, plus_one)
 
 
-def is_stored(source: StoredTensors, module: str) -> bool:
-    """Whether `qweight` lies as GPTQ's: AWQ's, of the same name, has words along the output."""
+def has_layout(source: StoredTensors, module: str) -> bool:
+    """Return whether `qweight` has words along the input. In AWQ, the output is packed."""
     headers = source.headers
     qweight, scales = headers.get(f"{module}.qweight"), headers.get(f"{module}.scales")
     return bool(qweight and scales and qweight.shape[1:] == scales.shape[1:])
@@ -86,28 +94,28 @@ def _read(
     order = None
     groups = _groups(source, module, size, scale.shape[1], tile)
     if groups is not None:
-        order, of_tile = sorted_groups(groups)
+        order, of_tile = sort_by_group(groups)
         if not np.array_equal(of_tile, np.arange(scale.shape[1])):
             scale, zero = scale[:, of_tile], zero[:, of_tile]
 
     def packed_rows(words: np.ndarray) -> np.ndarray:
-        data = codes.bytes_of(words)
+        data = codes.as_bytes(words)
         if order is None:
-            return codes.from_stream(data, bits, size)
-        return pack(np.take(codes.fields_of_stream(data, bits, size), order, 1), bits)
+            return codes.stream_to_packed(data, bits, size)
+        return pack(np.take(codes.unpack_stream(data, bits, size), order, 1), bits)
 
     width = size if bits == 8 else packed_size(size, bits)
-    packed = codes.by_rows(packed_rows, source.read(f"{module}.qweight").T, width)
-    weight = affine(packed, scale, zero, bits=bits, size=size, dtype=dtype)
+    packed = codes.map_rows(packed_rows, source.read(f"{module}.qweight").T, width)
+    weight = make_affine(packed, scale, zero, bits=bits, size=size, dtype=dtype)
     return weight if order is None else Permuted(weight, order[None])
 
 
 def _groups(
     source: StoredTensors, module: str, size: int, groups: int, tile: int | None
 ) -> np.ndarray | None:
-    """Return the group of each input, or None where groups of one size follow each other.
+    """Return the group of each input, or None if groups have one size and are in order.
 
-    `tile` is the size of a group where there is no `g_idx`.
+    `tile` is the group size, or None if the folder has `g_idx`.
     """
     index = source.read(f"{module}.g_idx") if tile is None else np.arange(size) // tile
     if index.min() < 0 or index.max() >= groups:
@@ -121,12 +129,12 @@ def _zero_points(source: StoredTensors, module: str, bits: int, plus_one: bool) 
     words = source.read(f"{module}.qzeros").view(np.uint32)
     if plus_one and bits != 3:
         words = words + np.uint32(sum(1 << place for place in range(0, 32, bits)))
-    zeros = codes.fields_of_stream(codes.bytes_of(words), bits, out)
+    zeros = codes.unpack_stream(codes.as_bytes(words), bits, out)
     return (zeros + np.uint8(1)) & np.uint8(7) if plus_one and bits == 3 else zeros
 
 
 def _bits(source: StoredTensors, module: str, out: int) -> int:
-    """By the sizes of what is stored: some folders have layers of several."""
+    """Return the bits per code of a module, from the shapes of its tensors."""
     _, words = source.shape(f"{module}.qzeros", rank=2, dtypes=("int32", "uint32"))
     bits, rest = divmod(words * 32, max(out, 1))
     if rest or bits not in (2, 3, 4, 8):
@@ -138,7 +146,7 @@ def _bits(source: StoredTensors, module: str, out: int) -> int:
 
 
 def _stated_for(source: StoredTensors, module: str) -> Mapping[str, Any]:
-    """Return the configuration of a module: the first match of `dynamic` overrides that of all."""
+    """Return the common configuration, with the first match for a module in `dynamic` merged."""
     dynamic = source.quantization.get("dynamic")
     for pattern, stated in dynamic.items() if isinstance(dynamic, Mapping) else ():
         is_skipped = pattern.startswith("-:")  # a module that is left dense
@@ -148,16 +156,17 @@ def _stated_for(source: StoredTensors, module: str) -> Mapping[str, Any]:
 
 
 def _plus_one(source: StoredTensors) -> bool:
-    """Whether zero points are stored less one, as they are in the first version of the format.
+    """Return whether stored zero points are the actual ones minus one, as in version 1.
 
-    Of a symmetric folder the zero points themselves say so, against the label if need be.
+    In a symmetric folder the zero points are known, so they decide. If the stated version is
+    another, a warning says so.
     """
     stated = source.quantization.get("checkpoint_format", "gptq") != "gptq_v2"
     if source.quantization.get("sym") is False:
         return stated
     found = set()
-    for module in list(source.modules(".qweight"))[:_MODULES_LOOKED_AT]:
-        if not is_stored(source, module):
+    for module in list(source.modules(".qweight"))[:_SAMPLED_MODULES]:
+        if not has_layout(source, module):
             return stated
         bits = _bits(source, module, source.header(f"{module}.scales").shape[1])
         zeros = np.unique(_zero_points(source, module, bits, plus_one=False))
@@ -174,12 +183,16 @@ def _plus_one(source: StoredTensors) -> bool:
     return not stated
 
 
-def stored(value: Any, *, plus_one: bool = True) -> Stored:
-    """A weight as GPTQ has it; with `plus_one`, in the first version of the format.
+def encode_weight(value: Any, *, plus_one: bool = True) -> EncodedWeight:
+    """Return a quantized matrix in GPTQ format.
 
-    **Raises:** `UnsupportedByFormat` where it cannot be.
+    **Arguments:**
+
+    - `plus_one`: whether to store zero points minus one, as in version 1 of the format.
+
+    **Raises:** `UnsupportedByFormat` if GPTQ cannot hold the matrix.
     """
-    parts = affine_parts(value)
+    parts = split_affine(value)
     bits, (out, size) = parts.bits, parts.fields.shape
     if bits not in (2, 3, 4, 8):
         raise UnsupportedByFormat(f"it has {bits} bits, not 2, 3, 4 or 8")
@@ -190,31 +203,30 @@ def stored(value: Any, *, plus_one: bool = True) -> Stored:
         )
     group_of = np.arange(size) // parts.tile if parts.group_of is None else parts.group_of
     zero = (parts.zero - plus_one).T.astype(np.uint8)
-    words = lambda rows: codes.stream_of_fields(np.ascontiguousarray(rows), bits).view(np.int32)
+    words = lambda rows: codes.pack_to_stream(np.ascontiguousarray(rows), bits).view(np.int32)
     tensors = {
         ".qweight": words(parts.fields).T,
         ".qzeros": words(zero),
         ".scales": parts.scale.T,
         ".g_idx": group_of.astype(np.int32),
     }
-    return Stored(tensors, _stated(parts))
-
-
-def _stated(parts: AffineParts) -> dict[str, Any]:
-    return {
+    settings = {
         "bits": parts.bits,
         "group_size": parts.tile if parts.scale.shape[1] > 1 else -1,
         "sym": parts.is_symmetric,
         "desc_act": parts.group_of is not None,
     }
+    return EncodedWeight(tensors, settings)
 
 
-def configuration(stated: Mapping[str, dict[str, Any]], *, plus_one: bool) -> dict[str, Any]:
-    """The `quantization_config` of weights, of which this is what `stored` says, by module."""
-    usual = most_common([(x["bits"], x["group_size"]) for x in stated.values()])
+def make_config(
+    settings: Mapping[str, dict[str, Any]], dense: Sequence[str], *, plus_one: bool
+) -> dict[str, Any]:
+    """Return the `quantization_config` of weights, from their settings by module."""
+    usual = most_common([(x["bits"], x["group_size"]) for x in settings.values()])
     others = {
         f"+:^{re.escape(module)}$": {"bits": x["bits"], "group_size": x["group_size"]}
-        for module, x in stated.items()
+        for module, x in settings.items()
         if (x["bits"], x["group_size"]) != usual
     }
     return {
@@ -222,15 +234,20 @@ def configuration(stated: Mapping[str, dict[str, Any]], *, plus_one: bool) -> di
         "checkpoint_format": "gptq" if plus_one else "gptq_v2",
         "bits": usual[0],
         "group_size": usual[1],
-        "sym": all(x["sym"] for x in stated.values()),
-        "desc_act": any(x["desc_act"] for x in stated.values()),
+        "sym": all(x["sym"] for x in settings.values()),
+        "desc_act": any(x["desc_act"] for x in settings.values()),
         **({"dynamic": others} if others else {}),
     }
 
 
-def fits_first_version(value: Any) -> bool:
-    """Whether no zero point is 0, which less one is no code."""
+def choose_version(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `{"plus_one": True}` for version 1, if all zero points are positive, else False."""
+    weights = (tensors[name] for name in tensors)
+    return {"plus_one": all(_fits_version_1(x) for x in weights if isinstance(x, Value))}
+
+
+def _fits_version_1(value: Value) -> bool:
     try:
-        return bool((affine_parts(value).zero > 0).all())
+        return bool((split_affine(value).zero > 0).all())
     except UnsupportedByFormat:
-        return True  # which is said when it is stored
+        return True  # `encode_weight` raises the error

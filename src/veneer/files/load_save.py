@@ -1,4 +1,4 @@
-"""Trees of arrays in safetensors files: `save` and `load`."""
+"""Save a tree of arrays with `vn.save`, and load it, or another checkpoint, with `vn.load`."""
 
 import contextlib
 import gc
@@ -10,11 +10,12 @@ import jax
 
 from .. import tree as vtree
 from ..placement import put, shardings_of
-from . import tree_encoding as structure
 from .checkpoint import LazyTensors, convert, open_checkpoint
 from .folder import FolderWriter, TensorFolder, as_jax
 from .new_folder import write_aside
 from .tensor_file import is_text
+from .tree_decoding import NotStored, decode, read_array, restore
+from .tree_encoding import Node, Path, encode
 
 
 def save(
@@ -81,9 +82,9 @@ def save(
     """
     _check_path(path, format)
     if format is not None:
-        found, _ = vtree.flatten_with_path(tree)
-        tensors = {vtree.path_string(path): x for path, x in found}
-        if len(tensors) < len(found):
+        leaves, _ = vtree.flatten_with_path(tree)
+        tensors = {vtree.path_string(path): x for path, x in leaves}
+        if len(tensors) < len(leaves):
             raise ValueError("two arrays of the tree have the same name")
         for name in tensors:
             if not is_text(name):
@@ -92,16 +93,16 @@ def save(
         return
     if config is not None or names is not None:
         raise ValueError("config and names need format: pass format='gguf' or another")
-    encoded, leaves = structure.encode(tree)
+    encoded, tensors = encode(tree)
     with write_aside(path, overwrite=overwrite) as folder:
-        writer = FolderWriter(folder, leaves)
-        for name, leaf in leaves.items():
-            writer.add(name, leaf)
+        writer = FolderWriter(folder, tensors)
+        for name, tensor in tensors.items():
+            writer.add(name, tensor)
         writer.finish(encoded)
 
 
 def _check_path(path: Any, format: str | None) -> None:
-    """Check that `path` is a path, and that a folder does not get the name of a file."""
+    """Raise if `path` is not a path, or if a folder would have the name of a file."""
     if not isinstance(path, str | os.PathLike):
         raise TypeError(
             f"path must be a string or a Path, not a {type(path).__name__}. "
@@ -168,22 +169,22 @@ def load(
     if like is not None and shardings is not None:
         raise ValueError("pass like or shardings, not both: the arrays of like have shardings")
     with open_checkpoint(path, raw=raw, verify=verify, names=names) as source:
-        leaves = _TensorsByName(source)
+        tensors = _TensorsByName(source)
         node = source.manifest.tree if isinstance(source, TensorFolder) else None
         if node is None:
-            node = {"dict": [[name, {"tensor": name}] for name in leaves]}
+            node = {"dict": [[name, {"tensor": name}] for name in tensors]}
         if like is None:
-            return _placed(path, node, leaves, shardings)
-        with _told_of(path, ValueError):
-            return structure.restore(node, leaves, like)
+            return _load_placed(path, node, tensors, shardings)
+        with _naming_folder(path, ValueError):
+            return restore(node, tensors, like)
 
 
-class _Unreadable(ValueError):
-    """What is wrong with a tensor, said of its file already."""
+class _DamagedTensor(ValueError):
+    """An error about one tensor, whose message already names the file."""
 
 
 class _TensorsByName(LazyTensors):
-    """The tensors of a checkpoint by name, each read when it is looked up."""
+    """A `LazyTensors` whose errors are `_DamagedTensor`."""
 
     def __getitem__(self, name: str) -> Any:
         if name not in self.source:
@@ -191,48 +192,48 @@ class _TensorsByName(LazyTensors):
         try:
             return self.source.read(name)
         except ValueError as error:
-            raise _Unreadable(*error.args) from error
-
-
-def _placed(path: Any, node: Any, leaves: Mapping[str, Any], shardings: Any) -> Any:
-    """The tree of a node, each array where it goes before the next is read."""
-    with _told_of(path, structure.NotStored):
-        tree = structure.decode(node, lambda at, _: _Placeholder(at))
-    found, _ = vtree.flatten_with_path(tree)
-    asked = [None] * len(found) if shardings is None else shardings_of(tree, shardings)
-    goes = {
-        awaited.at: (vtree.path_string(at), device)
-        for (at, awaited), device in zip(found, asked, strict=True)
-        if isinstance(awaited, _Placeholder)
-    }
-
-    def array(at: structure.Path, node: Any) -> Any:
-        # What was read is held until it has been copied, and JAX lets go of it as garbage.
-        gc.collect(0)
-        with _told_of(path, structure.NotStored):
-            value = structure.array_of(at, node, leaves)
-        name, device = goes[at]
-        value = jax.tree.map(as_jax, value) if device is None else put([name], [value], [device])[0]
-        return jax.block_until_ready(value)
-
-    return structure.decode(node, array)
+            raise _DamagedTensor(*error.args) from error
 
 
 class _Placeholder:
-    """In the place of an array that has not been read: where in the tree it is."""
+    """A leaf in place of an array that has not been read. It holds the path of the array."""
 
-    def __init__(self, at: structure.Path):
-        self.at = at
+    def __init__(self, path: Path):
+        self.path = path
+
+
+def _load_placed(path: Any, node: Node, tensors: Mapping[str, Any], shardings: Any) -> Any:
+    """Return the tree of a JSON node. Each array is put on its devices before the next is read."""
+    with _naming_folder(path, NotStored):
+        tree = decode(node, lambda at, _: _Placeholder(at))
+    leaves, _ = vtree.flatten_with_path(tree)
+    places = [None] * len(leaves) if shardings is None else shardings_of(tree, shardings)
+    destinations = {
+        leaf.path: (vtree.path_string(key_path), place)
+        for (key_path, leaf), place in zip(leaves, places, strict=True)
+        if isinstance(leaf, _Placeholder)
+    }
+
+    def load_array(at: Path, node: Node) -> Any:
+        # JAX frees the host copy of the previous array only when garbage is collected.
+        gc.collect(0)
+        with _naming_folder(path, NotStored):
+            value = read_array(at, node, tensors)
+        name, place = destinations[at]
+        value = jax.tree.map(as_jax, value) if place is None else put([name], [value], [place])[0]
+        return jax.block_until_ready(value)
+
+    return decode(node, load_array)
 
 
 @contextlib.contextmanager
-def _told_of(path: Any, plain: type[Exception]) -> Iterator[None]:
-    """Says of which folder a tree is that is wrong; errors other than `plain` are damage."""
+def _naming_folder(path: Any, expected: type[Exception]) -> Iterator[None]:
+    """Add the path of the folder to errors. Errors other than `expected` mean a damaged tree."""
     try:
         yield
-    except _Unreadable:
+    except _DamagedTensor:
         raise
-    except plain as error:
+    except expected as error:
         raise ValueError(f"{path}: {error}") from None
     except (AttributeError, KeyError, StopIteration, TypeError, ValueError) as error:
         raise ValueError(f"{path}: the 'tree' of veneer.json is damaged: {error!r}") from error

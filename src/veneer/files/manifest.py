@@ -1,18 +1,14 @@
-"""`veneer.json`: how each tensor of a saved folder is stored.
+"""Read and write `veneer.json`, which describes how each tensor of a saved folder is stored.
 
-Requirements, and why:
-
-- A reader needs a JSON parser, a safetensors reader and NumPy, and nothing of this library: weights
-  outlive the program that wrote them. So the file explains itself in words (`HOW_TO_READ`) and
-  carries the codebooks.
-- The layout has a version, because kernels may come to prefer another packing: a reader refuses
-  what it does not know instead of decoding it wrongly.
+Weights may outlive this library. So a reader needs only a JSON parser, a safetensors reader and
+NumPy: the file contains instructions (`HOW_TO_READ`) and the codebooks of its formats. The layout
+has a version. A file of a newer version is rejected, because decoding it could give wrong values.
 """
 
 import dataclasses
 import json
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,83 +22,82 @@ from .tensor_file import DTYPES, distinct
 FILE_NAME = "veneer.json"
 LAYOUT_VERSION = 4
 
-# Version 1 had integers of 4 and 8 bits and nf4, in the same bytes, and neither 'scale_dtype' nor
-# scales that are quantized. Version 2 had trees of dicts, lists, tuples, tensors, and weights with
-# quantized activations, each an 'activation_quantized'. Version 3 had no 'minimum', and
-# 'zero_point' was no object.
+# Changes by version. Version 2 added 'scale_dtype', quantized scales, and more formats than int4,
+# int8 and nf4. Version 3 added nodes of 'tree' other than dicts, lists, tuples, tensors and
+# 'activation_quantized'. Version 4 added 'minimum', and lets 'zero_point' be an object.
 HOW_TO_READ = (
-    "The safetensors tensors named below are in model.safetensors or, where there is a "
-    "model.safetensors.index.json, in the file that its 'weight_map' names.",
-    "storage 'dense': the value is the safetensors tensor named by 'tensor'; where 'dtype' is an "
-    "8-bit float, the bytes of that tensor are those of the value.",
-    "storage 'quantised': the value has the given 'shape' and 'dtype', and is computed from the "
-    "safetensors tensors named by 'packed', 'scale', 'zero_point' and 'minimum' (null: none), and "
-    "the row of 'formats' that 'format' names.",
-    "1. 'packed' holds fields: small integers that are not negative, of 'bits' bits. Where 'bits' "
-    "is 8 or 16, each element, read as an unsigned integer, is a field. Where 'packing' is null, "
-    "each byte holds one field in its lowest bits (byte % 3 where 'bits' is 1.6). Elsewhere the "
-    "'axis' of 'packing' (counted from the end) is a row of units of 'unit_bytes' bytes that hold "
-    "'unit_fields' fields, neighbours along that axis; the first 'size' fields count, the rest is "
-    "padding. In a unit, by its "
-    "'unit_layout': 'bits': field i is (byte >> (bits * i)) & (2**bits - 1). 'base 3': field i is "
-    "byte // 3**i % 3. 'bit planes': bit p of field i is bit i of byte p, the lowest bit being "
-    "bit 0.",
-    "2. A field becomes a code as 'code' says. 'field': it is one. 'two's complement': so read, of "
-    "'bits' bits. 'field - 1' and '2 * field - 1': as it says. Another word names the 8-bit float "
-    "whose bit pattern it is: float8_e4m3fn and float8_e5m2 of the OCP 8-bit Floating Point "
-    "Specification, and others as the Python package ml_dtypes defines them.",
-    "3. Where the format has a 'codebook', each code is replaced by codebook[code].",
-    "4. Where 'scale', 'zero_point' or 'minimum' is an object, it describes numbers that are a "
-    "quantized value themselves, to be computed first, and not rounded. Where 'scale_dtype' is not "
-    "null, the bytes of the scale are 8-bit floats: those above, or float8_e8m0fnu, of which byte "
-    "b is 2.0**(b - 127), and 255 is NaN.",
-    "5. scale, zero_point and minimum have the rank of the value; one element covers shape[i] / "
-    "scale.shape[i] neighbours along axis i (for the scale, this is 'tile_shape'). Repeat them to "
-    "the full shape.",
-    "6. value = (code - zero_point) * scale + minimum, computed in float32 or wider, rounded to "
-    "'dtype'.",
-    "'tree', if there, is how the tensors nest: {'none': true}; {'tensor': name}; {'dict': [[key, "
-    "node], ...]}; {'list': [node, ...]}; {'tuple': [node, ...]}; {'value': a bool, number or "
-    "string}; {'keys': generator, 'data': name}: keys of random numbers, by the integers of the "
-    "tensor; {'children': [[key, node], ...], 'of': class}: an object of a program's class, by the "
-    "names of its parts; {'opaque': name}: a function of the program's, which is not stored; "
-    "{'array': type, 'fields': [[name, node], ...], 'static': {...}}: an array of a type; what it "
-    "stands for is on that type's page of veneer's documentation: 'LoraArray' is w + scale * a @ b."
-    " With 'valid', the type accepted these fields when they were saved. Without 'tree', the "
-    "tensors are a flat dict by name.",
-    "'checksums', if there, has the CRC-32 of the bytes of each safetensors tensor, in "
-    "hexadecimal, and 'checksum', which ends this file, that of all lines before its own.",
+    "The safetensors tensors named below are in model.safetensors. If there is a "
+    "model.safetensors.index.json, they are in the files that its 'weight_map' names.",
+    "storage 'dense': the value is the safetensors tensor named by 'tensor'. If 'dtype' is an "
+    "8-bit float, that tensor holds the bytes of the value.",
+    "storage 'quantised': the value has the given 'shape' and 'dtype'. It is computed from the "
+    "safetensors tensors named by 'packed', 'scale', 'zero_point' and 'minimum' (null: none), "
+    "and from the row of 'formats' that 'format' names, in these steps:",
+    "1. 'packed' holds fields: nonnegative integers of 'bits' bits. If 'bits' is 8 or 16, each "
+    "element, read as an unsigned integer, is a field. Otherwise, if 'packing' is null, each "
+    "byte holds one field in its lowest bits (byte % 3 if 'bits' is 1.6). Otherwise, the 'axis' "
+    "of 'packing' (counted from the end) is a row of units. A unit has 'unit_bytes' bytes and "
+    "holds 'unit_fields' fields, which are neighbors along that axis. The first 'size' fields of "
+    "a row are used, and the rest is padding. 'unit_layout' describes a unit. 'bits': field i is "
+    "(byte >> (bits * i)) & (2**bits - 1). 'base 3': field i is byte // 3**i % 3. 'bit planes': "
+    "bit p of field i is bit i of byte p, where bit 0 is the lowest.",
+    "2. 'code' says how a field becomes a code. 'field': the code is the field. 'two's "
+    "complement': the code is the field read as a signed integer of 'bits' bits. 'field - 1' and "
+    "'2 * field - 1' are formulas. Any other word names the 8-bit float with this bit pattern: "
+    "float8_e4m3fn and float8_e5m2 of the OCP 8-bit Floating Point Specification, and others as "
+    "in the Python package ml_dtypes.",
+    "3. If the format has a 'codebook', each code is replaced by codebook[code].",
+    "4. If 'scale', 'zero_point' or 'minimum' is an object, it describes a quantized value. "
+    "Compute it first, without rounding it to its dtype. If 'scale_dtype' is not null, the bytes "
+    "of the scale are 8-bit floats: those above, or float8_e8m0fnu, in which byte b is 2.0**(b - "
+    "127) and 255 is NaN.",
+    "5. scale, zero_point and minimum have the rank of the value. One element applies to "
+    "shape[i] / scale.shape[i] neighbors along axis i (for the scale, this is 'tile_shape'). "
+    "Repeat them to the full shape.",
+    "6. value = (code - zero_point) * scale + minimum, computed in float32 or wider, and rounded "
+    "to 'dtype'.",
+    "'tree', if present, describes how the tensors nest. Its nodes are: {'none': true}; "
+    "{'tensor': name}; {'dict': [[key, node], ...]}; {'list': [node, ...]}; {'tuple': [node, "
+    "...]}; {'value': a bool, number or string}; {'keys': generator, 'data': name}: random keys, "
+    "made from the integers of the tensor; {'children': [[key, node], ...], 'of': class}: an "
+    "object of a class of the program, with its children by name; {'opaque': name}: an object "
+    "that is not stored, such as a function; {'array': type, 'fields': [[name, node], ...], "
+    "'static': {...}}: an implicit array. The documentation of veneer has a page on each type. "
+    "For example, 'LoraArray' represents w + scale * a @ b. 'valid': the type accepted these "
+    "fields when they were saved. Without 'tree', the tensors are a flat dict by name.",
+    "'checksums', if present, has the CRC-32 of the bytes of each safetensors tensor, in "
+    "hexadecimal. 'checksum', on the last line of this file, is that of all lines before it.",
 )
 
-# 8-bit floats, which NumPy does not have, are stored as the bytes that they are.
+# safetensors files hold these 8-bit floats as uint8.
 BYTE_FLOATS = (
     *(name for name in FORMATS if name.startswith("float8")),
-    "float8_e8m0fnu",  # of scales
+    "float8_e8m0fnu",  # only for scales
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class DenseEntry:
-    """A tensor stored as it is, under the name `tensor`."""
+    """A tensor that is stored dense, as the safetensors tensor named `tensor`."""
 
     tensor: str
     shape: Sequence[int]
     dtype: str
 
     def stored(self) -> set[str]:
-        """Returns the safetensors names of its parts."""
+        """Return the names of the safetensors tensors that hold the value."""
         return {self.tensor}
 
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedEntry:
-    """A tensor stored as codes and scales; strings name the safetensors tensors of its leaves.
+    """A quantized tensor. Strings are names of safetensors tensors; nested entries are quantized.
 
-    `packing` has the `axis` that is packed (negative) and its `size` before, or is None where
-    `packed` holds one code an element. `tile_shape` says how many neighbours share a scale along
-    each axis. `scale` is an entry itself where scales are quantized, and so are `minimum` and, of
-    those that are packed, `zero_point`; `scale_dtype` is that of scales which are stored as bytes
-    (`BYTE_FLOATS`).
+    - `packing`: the packed `axis` (negative) and its unpacked `size`. None if `packed` holds one
+      code per element.
+    - `tile_shape`: the number of values along each axis that share a scale.
+    - `scale_dtype`: the dtype of scales stored as bytes, one of `BYTE_FLOATS`. None for other
+      scales.
     """
 
     format: str
@@ -117,7 +112,7 @@ class QuantizedEntry:
     minimum: "str | QuantizedEntry | None" = None
 
     def stored(self) -> set[str]:
-        """Returns the safetensors names of its parts."""
+        """Return the names of the safetensors tensors that hold the value."""
         parts = (self.packed, self.zero_point, self.scale, self.minimum)
         nested = (part.stored() for part in parts if isinstance(part, QuantizedEntry))
         return {part for part in parts if isinstance(part, str)}.union(*nested)
@@ -128,17 +123,18 @@ _STORAGE: dict[str, type[Entry]] = {"dense": DenseEntry, "quantised": QuantizedE
 _STORAGE_OF = {entry: storage for storage, entry in _STORAGE.items()}
 
 
-# Dicts, lists and tuples in each other in a saved tree, and objects and lists in the JSON of it,
-# three for a level at most: parsers may stop at a few hundred, as recursive functions do.
+# The largest depth of a saved tree, and of its JSON, which has at most three levels per level of
+# the tree. JSON parsers may fail at a few hundred levels.
 MAX_LEVELS = 100
 _MAX_JSON_LEVELS = 3 * MAX_LEVELS + 10
 
 
 class Manifest(NamedTuple):
-    """What `veneer.json` says.
+    """The content of `veneer.json`.
 
-    `entries` has one for each tensor, and `tree` how they nest (None: a flat dict). `checksums` has
-    one for each safetensors tensor, or is None where the folder was written without.
+    - `entries`: a dict from tensor names to descriptions of their storage.
+    - `tree`: the JSON of how the tensors nest, from `tree_encoding.encode`. None for a flat dict.
+    - `checksums`: a dict from safetensors names to CRC-32s, or None if the file has none.
     """
 
     entries: Mapping[str, Entry]
@@ -154,7 +150,7 @@ def quantized_entry(
     zero_point: str | QuantizedEntry | None,
     minimum: str | QuantizedEntry | None,
 ) -> QuantizedEntry:
-    """Returns the entry of a QArray whose leaves are stored under the names given."""
+    """Return the entry of a `QArray` whose leaves are stored under the given names."""
     packing = value.packing
     scale_dtype = None if isinstance(value.scale, QArray) else value.scale.dtype.name
     return QuantizedEntry(
@@ -172,7 +168,7 @@ def quantized_entry(
 
 
 def write(folder: Path, manifest: Manifest) -> None:
-    """Writes `veneer.json` into `folder`."""
+    """Write `veneer.json` into `folder`."""
     formats = {name for entry in manifest.entries.values() for name in _formats_of(entry)}
     tensors = {
         name: {"storage": _STORAGE_OF[type(entry)], **dataclasses.asdict(entry)}
@@ -201,10 +197,15 @@ def _formats_of(entry: str | Entry | None) -> set[str]:
 
 
 def read(file: Path, *, verify: bool = False) -> Manifest:
-    """Reads a `veneer.json`; with `verify`, only if it has the bytes that were written.
+    """Read a `veneer.json`.
 
-    **Raises:** `ValueError` where it is not one, or is of a newer layout version, and, with
-    `verify`, where its checksum is another or it has none.
+    **Arguments:**
+
+    - `file`: the path of the file.
+    - `verify`: whether to compare the file with the checksum on its last line.
+
+    **Raises:** `ValueError` if the file is not a valid `veneer.json` or has a newer layout version.
+    With `verify`, also if the checksum differs or is missing.
     """
     content = read_json(file)
     version = content.get("layout_version") if isinstance(content, dict) else None
@@ -243,11 +244,11 @@ def _verify(file: Path, content: dict[str, Any]) -> None:
 
 
 def checksum(data: bytes | memoryview | np.ndarray) -> str:
-    """Returns the CRC-32, in hexadecimal, of bytes, or of an array as safetensors stores it."""
+    """Return the CRC-32 of bytes, or of an array as safetensors stores it, in hexadecimal."""
     if isinstance(data, np.ndarray):
         little = np.ascontiguousarray(data, data.dtype.newbyteorder("<"))
         return checksum(little.reshape(-1).view(np.uint8).data)
-    # Of disks that fail, not of people who forge: SHA-256 takes three times as long.
+    # CRC-32 detects damage, not forgery. SHA-256 takes three times as long.
     return f"{zlib.crc32(data):08x}"
 
 
@@ -261,41 +262,30 @@ def _entry(storage: str, **fields: Any) -> Entry:
     return _STORAGE[storage](**fields)
 
 
-def _is_name(value: Any) -> bool:
-    return isinstance(value, str)
-
-
 def _is_sizes(value: Any) -> bool:
     return isinstance(value, list) and all(type(size) is int for size in value)
 
 
-def _is_packing(value: Any) -> bool:
-    return value.keys() == {"axis", "size"} and _is_sizes([*value.values()])
-
-
-def _is_dtype(value: Any) -> bool:
-    return value in (*DTYPES.values(), *BYTE_FLOATS)
-
-
-# What comes from a file is checked when it is read, not where it first makes trouble.
+# Checks of the fields of an entry. They run when the file is read, so that errors name the file.
 _IS_VALID: dict[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("tensor", "format", "packed"), _is_name),
+    **dict.fromkeys(("tensor", "format", "packed"), lambda value: isinstance(value, str)),
     "scale": lambda value: isinstance(value, str | dict),
     **dict.fromkeys(
         ("zero_point", "minimum"), lambda value: value is None or isinstance(value, str | dict)
     ),
     "scale_dtype": lambda value: value is None or value in BYTE_FLOATS,
     **dict.fromkeys(("shape", "tile_shape"), _is_sizes),
-    "dtype": _is_dtype,
-    "packing": lambda value: value is None or _is_packing(value),
+    "dtype": lambda value: value in (*DTYPES.values(), *BYTE_FLOATS),
+    "packing": lambda value: (
+        value is None or (value.keys() == {"axis", "size"} and _is_sizes([*value.values()]))
+    ),
 }
 
 
 def read_json(file: Path) -> Any:
-    """Returns the content of a JSON file.
+    """Return the content of a JSON file.
 
-    **Raises:** `ValueError` naming the file where it is not JSON, or has more objects and lists in
-    each other than anything that is written as it should be.
+    **Raises:** `ValueError`, naming the file, if it is not JSON or is nested too deeply.
     """
     too_deep = f"{file} is damaged: its objects and lists nest too deeply"
     try:
@@ -305,22 +295,17 @@ def read_json(file: Path) -> Any:
         raise ValueError(f"{file} is not JSON, or is truncated: {error}") from error
     except RecursionError as error:
         raise ValueError(too_deep) from error
-    nodes = [content]
+    nodes = [content] if isinstance(content, dict | list) else []
     for _ in range(_MAX_JSON_LEVELS):
-        nodes = [child for node in nodes for child in _children(node)]
-    if nodes:
-        raise ValueError(too_deep)
-    return content
-
-
-def _children(node: Any) -> Iterable[Any]:
-    if isinstance(node, dict):
-        return node.values()
-    return node if isinstance(node, list) else ()
+        children = (node.values() if isinstance(node, dict) else node for node in nodes)
+        nodes = [x for inside in children for x in inside if isinstance(x, dict | list)]
+        if not nodes:
+            return content
+    raise ValueError(too_deep)
 
 
 def _one_a_line(content: dict[str, Any]) -> str:
-    # json's own indentation gives each number of a shape a line.
+    # With `indent`, json writes each number of a shape on its own line.
     lines = ",\n".join(f" {json.dumps(k)}: {json.dumps(v)}" for k, v in content.items())
     return f"{{\n{lines}\n}}"
 
@@ -328,20 +313,15 @@ def _one_a_line(content: dict[str, Any]) -> str:
 def _describe_format(name: str) -> dict[str, Any]:
     format = get_format(name)
     fields, bytes_ = UNITS.get(format.bits, (1, int(format.bits) // 8))
+    layout = "bits" if UNITS.get(format.bits, (1, 1))[1] == 1 else "bit planes"
     return {
         "bits": format.bits,
         "unit_fields": fields,
         "unit_bytes": bytes_,
-        "unit_layout": _unit_layout(format),
+        "unit_layout": "base 3" if format.bits == 1.6 else layout,
         "code": _code(format),
         "codebook": format.codebook,
     }
-
-
-def _unit_layout(format: Format) -> str:
-    if format.bits == 1.6:
-        return "base 3"
-    return "bits" if UNITS.get(format.bits, (1, 1))[1] == 1 else "bit planes"
 
 
 def _code(format: Format) -> str:

@@ -1,12 +1,12 @@
-"""MLX: codes of 2 to 8 bits in words along the input, each group with a scale and a minimum.
+"""MLX: codes of 2 to 8 bits in words along the input, with a scale and a minimum per group.
 
-`weight` u32 `[..., out, in * bits / 32]` is a bit stream, `scales` and `biases` are
-`[..., out, groups]`, and the value is `q * s + bias`. In the modes mxfp4, nvfp4 and mxfp8 codes are
-small floats, scales are u8, and there is no bias. `quantization` of `config.json` says bits, group
-size and mode; of a layer that differs, under its name.
+`weight` u32 `[..., out, in * bits / 32]` is a bit stream, `scales` and `biases` are `[..., out,
+groups]`, and the value is `q * s + bias`. In the modes mxfp4, nvfp4 and mxfp8, codes are small
+floats, scales are u8, and there is no bias. The entry `quantization` of `config.json` states bits,
+group size and mode. Layers that differ have their own entries in it.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,20 +16,20 @@ import numpy as np
 from ..quant import QArray
 from . import codes
 from .affine import (
-    Stored,
+    EncodedWeight,
     UnsupportedByFormat,
-    affine_parts,
-    by_rows,
-    fields_of,
-    matrix,
+    entries_per_row,
     most_common,
+    require_matrix,
+    split_affine,
+    unsigned_codes,
 )
-from .stored_tensors import FLOATS, StoredTensors, Weight, quantized
+from .stored_tensors import FLOATS, StoredTensors, Weight, make_qarray
 
 BITS = (2, 3, 4, 5, 6, 8)
 TILES = (32, 64, 128)
 
-# Bits, values that share a scale, and the dtype of scales that are stored as u8.
+# By mode: the bits of a code, the group size, and the dtype of the scales, which are stored as u8.
 MODES = {
     "mxfp4": (4, 32, np.dtype(jnp.float8_e8m0fnu)),
     "nvfp4": (4, 16, np.dtype(jnp.float8_e4m3fn)),
@@ -37,8 +37,8 @@ MODES = {
 }
 
 
-def weights(source: StoredTensors) -> Iterator[Weight]:
-    """The weights of a folder of MLX's."""
+def find_weights(source: StoredTensors) -> Iterator[Weight]:
+    """Yield the quantized weights of a folder in the format of MLX."""
     for module in source.modules(".scales"):
         if f"{module}.weight" in source.headers:
             yield _weight(source, module)
@@ -48,7 +48,8 @@ def _weight(source: StoredTensors, module: str) -> Weight:
     name, scales, biases = (f"{module}.{part}" for part in ("weight", "scales", "biases"))
     header, of_scales = source.header(name), source.header(scales)
     *lead, words = source.shape(name, rank=max(len(header.shape), 2), dtypes=("uint32",))
-    stated = {**source.quantization, **_of_layer(source, module)}
+    of_layer = source.quantization.get(module)
+    stated = {**source.quantization, **(of_layer if isinstance(of_layer, Mapping) else {})}
     mode = stated.get("mode", "affine")
     mode = "affine" if biases in source.headers else mode
     if mode not in ("affine", *MODES):
@@ -72,42 +73,41 @@ def _weight(source: StoredTensors, module: str) -> Weight:
     return Weight(name, (*lead, size), dtype, tuple(parts), read)
 
 
-def _of_layer(source: StoredTensors, module: str) -> Mapping[str, Any]:
-    stated = source.quantization.get(module)
-    return stated if isinstance(stated, Mapping) else {}
-
-
 def _read(
     source: StoredTensors, parts: tuple[str, ...], mode: str, bits: int, size: int, dtype: str
 ) -> Any:
-    packed = codes.from_stream(codes.bytes_of(source.read(parts[0])), bits, size)
-    scale, packing = source.read(parts[1]), codes.packing_of(size, bits)
+    packed = codes.stream_to_packed(codes.as_bytes(source.read(parts[0])), bits, size)
+    scale, packing = source.read(parts[1]), codes.last_axis_packing(size, bits)
     if mode == "affine":
         minimum = np.ascontiguousarray(source.read(parts[2]))
         qtype = f"uint{bits}"
-        return quantized(packed, scale, qtype=qtype, packing=packing, dtype=dtype, minimum=minimum)
+        return make_qarray(
+            packed, scale, qtype=qtype, packing=packing, dtype=dtype, minimum=minimum
+        )
     packed = packed.view(jnp.float8_e4m3fn) if mode == "mxfp8" else packed
     scale = scale.view(MODES[mode][2])
-    return quantized(packed, scale, qtype=mode, packing=packing, dtype=dtype)
+    return make_qarray(packed, scale, qtype=mode, packing=packing, dtype=dtype)
 
 
-def stored(value: Any) -> Stored:
-    """A weight as MLX has it: of a minimum, or a zero point whose product with the scale is exact.
+def encode_weight(value: Any) -> EncodedWeight:
+    """Return a quantized matrix in the format of MLX.
 
-    **Raises:** `UnsupportedByFormat` where it cannot be.
+    It may have a minimum, or zero points whose products with the scales are exact.
+
+    **Raises:** `UnsupportedByFormat` if MLX cannot hold the matrix.
     """
-    q = matrix(value)
+    q = require_matrix(value)
     if q.qtype in MODES:
-        return _stored_floats(q)
+        return _encode_floats(q)
     if q.minimum is not None:
         if q.zero_point is not None or q.qtype not in (f"uint{b}" for b in BITS):
             raise UnsupportedByFormat("it has both a minimum and zero points, or signed codes")
-        bits, fields = int(q.format.bits), fields_of(q)
-        scale, minimum = (by_rows(x, *q.shape) for x in (q.scale, q.minimum))
+        bits, fields = int(q.format.bits), unsigned_codes(q)
+        scale, minimum = (entries_per_row(x, *q.shape) for x in (q.scale, q.minimum))
         groups = max(scale.shape[1], minimum.shape[1])
         scale, minimum = (np.repeat(x, groups // x.shape[1], 1) for x in (scale, minimum))
     else:
-        bits, fields, scale, zero, _, group_of = affine_parts(q)
+        bits, fields, scale, zero, _, group_of = split_affine(q)
         if group_of is not None:
             raise UnsupportedByFormat("it is permuted")
         wide = -(zero * scale.astype(np.float64))
@@ -126,12 +126,12 @@ def stored(value: Any) -> Stored:
         raise UnsupportedByFormat(
             f"rows of {size} codes of {bits} bits in groups of {tile} do not fill words"
         )
-    words = codes.stream_of_fields(fields, bits).view(np.uint32)
+    words = codes.pack_to_stream(fields, bits).view(np.uint32)
     tensors: dict[str, np.ndarray] = {".weight": words, ".scales": scale, ".biases": minimum}
-    return Stored(tensors, {"group_size": tile, "bits": bits, "mode": "affine"})
+    return EncodedWeight(tensors, {"group_size": tile, "bits": bits, "mode": "affine"})
 
 
-def _stored_floats(q: QArray) -> Stored:
+def _encode_floats(q: QArray) -> EncodedWeight:
     bits, tile, of_scale = MODES[q.qtype]
     if isinstance(q.scale, QArray) or np.dtype(q.scale.dtype) != of_scale:
         raise UnsupportedByFormat(f"its scales are not {of_scale.name}")
@@ -143,15 +143,15 @@ def _stored_floats(q: QArray) -> Stored:
         raise UnsupportedByFormat(
             "its codes are not packed along the inputs: quantize the weight with shape [out, in]"
         )
-    words = codes.bytes_of(np.asarray(q.packed)).view(np.uint32)
+    words = codes.as_bytes(np.asarray(q.packed)).view(np.uint32)
     tensors: dict[str, np.ndarray] = {
         ".weight": words,
         ".scales": np.asarray(q.scale).view(np.uint8),
     }
-    return Stored(tensors, {"group_size": tile, "bits": bits, "mode": q.qtype})
+    return EncodedWeight(tensors, {"group_size": tile, "bits": bits, "mode": q.qtype})
 
 
-def configuration(stated: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """The `quantization` of weights, of which this is what `stored` says, by module."""
-    usual = most_common([*stated.values()])
-    return {**usual, **{module: x for module, x in stated.items() if x != usual}}
+def make_config(settings: Mapping[str, dict[str, Any]], dense: Sequence[str]) -> dict[str, Any]:
+    """Return the `quantization` entry of weights, from their settings by module."""
+    usual = most_common([*settings.values()])
+    return {**usual, **{module: x for module, x in settings.items() if x != usual}}

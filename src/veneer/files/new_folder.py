@@ -1,4 +1,8 @@
-"""New folders, which are there whole or not at all, and what a model has in one besides weights."""
+"""Write a file or folder so that it appears complete or not at all, also if the process is killed.
+
+`write_aside` writes to a hidden folder and moves it to its path. `write_beside` copies the other
+files of a model, such as its configuration and its tokenizer.
+"""
 
 import contextlib
 import ctypes
@@ -21,20 +25,23 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
-# What makes a folder a model besides its weights: configuration, tokenizer, vocabulary, ...
+# The files of a model other than weights: configuration, tokenizer, vocabulary, ...
 _SIDECAR_SUFFIXES = (".json", ".jsonl", ".txt", ".model", ".tiktoken", ".jinja", ".md", ".yaml")
 _SIDECAR_BYTES = 64 * 2**20
 
 
 @contextlib.contextmanager
 def write_aside(path: str | os.PathLike[str], *, overwrite: bool = False) -> Iterator[Path]:
-    """Makes a new folder that becomes `path` when the block ends, and vanishes when it fails.
+    """Yield a new folder, and move it to `path` when the block ends.
 
-    Whatever stops the block (an error, Ctrl-C), `path` is whole or absent. What is there already is
-    never replaced, but with `overwrite` a folder of which each file is one that is written here;
-    until the block ends, it stays.
+    If the block fails, for example by an error or Ctrl-C, `path` stays unchanged.
 
-    **Raises:** what `replacing` does.
+    **Arguments:**
+
+    - `overwrite`: whether to replace a folder at `path`, if all its files were written by this
+      package. The old folder stays until the new one is complete.
+
+    **Raises:** the errors of `replacing`.
     """
 
     def refusal(path: Path) -> str | None:
@@ -52,23 +59,23 @@ def replacing(
 ) -> Iterator[Path]:
     """Yield a path to write to, and move it to `path` when the block ends.
 
-    A file or a folder that is at `path` already stays there until then, and is put back if it
-    cannot be replaced. The yielded path is in a hidden folder next to `path`, on the same file
-    system. The next save removes what a killed one left there, and puts back an old version.
+    The yielded path is in a hidden folder next to `path`, so on the same file system. An old file
+    or folder at `path` stays until the block ends, and is put back if it cannot be replaced. If a
+    process was killed here, the next save removes its partial files and puts the old version back.
 
     **Arguments:**
 
     - `overwrite`: whether something at `path` may be replaced.
-    - `refusal`: returns why something at `path` is not replaced, or None.
+    - `refusal`: takes `path`, and returns why it must not be replaced, or None if it may be.
 
-    **Raises:** `FileExistsError` where `path` exists and is not replaced; `BlockingIOError` while
-    another process or thread saves it. Other errors of the file system name `path` and not the
-    hidden folder.
+    **Raises:** `FileExistsError` if `path` exists and must not be replaced. `BlockingIOError` if
+    another process or thread is saving to `path`. Other errors of the file system name `path`, not
+    the hidden folder.
     """
     _check_free(path, overwrite)
     path.parent.mkdir(parents=True, exist_ok=True)
     with _hidden_folder(path) as hidden:
-        # `tempfile` would make a folder that only its owner may read.
+        # Not `tempfile`, whose folders only their owner may read.
         new, old = hidden / "new", hidden / "old"
         try:
             _restore(old, path)
@@ -102,7 +109,7 @@ def _check_free(path: Path, overwrite: bool) -> None:
 
 
 def _move(new: Path, path: Path, old: Path) -> None:
-    """Move `new` to `path`. A folder that is there is afterwards at `new` or at `old`."""
+    """Move `new` to `path`. An existing folder moves to `new` or to `old`."""
     if not path.is_dir():
         os.replace(new, path)
     elif not _exchange(new, path):
@@ -111,14 +118,14 @@ def _move(new: Path, path: Path, old: Path) -> None:
 
 
 def _restore(old: Path, path: Path) -> None:
-    """Move an old version back if nothing is at `path`, or remove it."""
+    """Move `old` back to `path` if `path` does not exist. Otherwise, remove `old`."""
     if os.path.lexists(old) and not os.path.lexists(path):
         os.rename(old, path)
     _remove(old)
 
 
 def _remove(path: Path) -> None:
-    """Remove a file or a folder if it exists. The next save tries again if that fails."""
+    """Remove a file or a folder if it exists. Ignore errors."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -126,13 +133,13 @@ def _remove(path: Path) -> None:
             path.unlink()
 
 
-# By platform: the function that exchanges two paths, its arguments for paths that are not relative
-# to an open folder, and its flag.
+# By platform: the C function that exchanges two paths, its arguments before each path, and its
+# flag.
 _EXCHANGES = {"linux": ("renameat2", (-100,), 2), "darwin": ("renamex_np", (), 2)}
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two paths at once. Return False if the system or the file system cannot."""
+    """Exchange two paths atomically. Return False if the file system cannot."""
     name, folder, flag = _EXCHANGES.get(sys.platform, ("", (), 0))
     try:
         function = getattr(ctypes.CDLL(None), name)
@@ -144,11 +151,11 @@ def _exchange(one: Path, other: Path) -> bool:
 
 @contextlib.contextmanager
 def _hidden_folder(path: Path) -> Iterator[Path]:
-    """Make a hidden folder next to `path`, for one save at a time, and remove it afterwards.
+    """Make a hidden folder next to `path`, and remove it when the block ends.
 
-    A lock on a file in it tells a save that runs from one that was killed, whose lock the system
-    released. Without locks, as on Windows and some network file systems, each save has a folder of
-    its own, and what killed ones left stays.
+    A file in it is locked, so that only one save at a time uses the folder. The system releases the
+    lock of a killed process. Where locks are not available, as on Windows and some network file
+    systems, each save has its own folder, and the folders of killed processes are left behind.
 
     **Raises:** `BlockingIOError` if another save holds the lock.
     """
@@ -174,7 +181,7 @@ def _hidden_folder(path: Path) -> Iterator[Path]:
 
 
 def _lock(hidden: Path) -> BinaryIO | None:
-    """Return the file of a lock in a folder, to be closed, or None if there are no locks here."""
+    """Return an open, locked file in `hidden`, or None if locks are not available."""
     if fcntl is None:
         return None
     for _ in range(100):  # while other saves end, and remove the folder
@@ -203,25 +210,28 @@ def _lock(hidden: Path) -> BinaryIO | None:
 
 
 def _not_written_here(path: Path) -> str | None:
-    """Names something at `path` that is not written here; None if there is nothing."""
+    """Return the name of a file at `path` that this package did not write, or None if it wrote all.
+
+    It returns "it" if `path` as a whole was not written by this package.
+    """
     if path.is_symlink() or not path.is_dir():
         return "it"
     names = sorted(
-        file.relative_to(path).as_posix() for of in ("*", "*/*") for file in path.glob(of)
+        file.relative_to(path).as_posix() for pattern in ("*", "*/*") for file in path.glob(pattern)
     )
     shard = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
     shards = [name for name in names if shard.fullmatch(name)]
     beside = [_written_with(path / name) for name in shards]
     is_ours = manifest.FILE_NAME in names or (beside and None not in beside)
     written = {manifest.FILE_NAME, INDEX_NAME, *shards}
-    written |= {name for of in beside for name in of or ()}
+    written |= {name for files in beside for name in files or ()}
     written |= {part for name in written for part in Path(name).parts[:1]}
     foreign = [name for name in names if name not in written]
     return foreign[0] if foreign else None if is_ours else "it"
 
 
 def _written_with(file: Path) -> list[str] | None:
-    """The files that were written with one of tensors; None where another library wrote it."""
+    """Return the files written together with a safetensors file, or None if unknown."""
     try:
         with TensorFile(file) as tensors:
             names = json.loads(tensors.metadata[WRITTEN_WITH])
@@ -231,15 +241,13 @@ def _written_with(file: Path) -> list[str] | None:
 
 
 def write_beside(source: "Path | Mapping[str, str] | None", target: Path) -> list[str]:
-    """Writes into the folder `target` what a model has besides weights: `config.json`, ...
+    """Write the files of a model other than weights into the folder `target`. Return their names.
 
     **Arguments:**
 
-    - `source`: the contents of files by their names; or a folder, of which small files of the usual
-      suffixes are copied, and sentence-transformers' module folders (`1_Pooling/config.json`). A
-      file and None have nothing beside them.
-
-    **Returns:** the names of the files.
+    - `source`: a dict from file names to contents, or a folder to copy from. Small files with the
+      usual suffixes are copied, and `config.json` of the module folders of sentence-transformers,
+      such as `1_Pooling`. For a file or None, nothing is written.
     """
     if isinstance(source, Mapping):
         for name, content in source.items():
@@ -254,7 +262,7 @@ def write_beside(source: "Path | Mapping[str, str] | None", target: Path) -> lis
         if small and not ours and file.suffix in _SIDECAR_SUFFIXES:
             copied = target / file.relative_to(source)
             copied.parent.mkdir(exist_ok=True)
-            # Not the mode bits: a file of a read-only model folder becomes an ordinary one.
+            # `copyfile` does not copy the mode bits: a copy of a read-only file is writable.
             shutil.copyfile(file, copied)
             names.append(copied.relative_to(target).as_posix())
     return names

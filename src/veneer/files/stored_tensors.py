@@ -1,4 +1,4 @@
-"""What a family looks at: the stored tensors of a folder and its configuration; what it makes."""
+"""The stored tensors of a folder with their configuration, as the families of formats see them."""
 
 import math
 import re
@@ -13,9 +13,11 @@ from .folder import TensorFolder
 
 
 class Weight(NamedTuple):
-    """One array of the dense checkpoint, and the stored tensors that it is made of.
+    """A weight of the dense checkpoint, and the stored tensors that encode it.
 
-    `shape` and `dtype` are those of the dense array, known before anything is read.
+    - `name`, `shape`, `dtype`: describe the dense weight, and are known before it is read.
+    - `parts`: the names of the stored tensors.
+    - `read`: reads them, and returns the packed weight.
     """
 
     name: str
@@ -26,13 +28,13 @@ class Weight(NamedTuple):
 
 
 class StoredTensors:
-    """The stored tensors of a folder, by name, and what its `config.json` says.
+    """The headers and data of the stored tensors of a folder, and its configuration.
 
     **Arguments:**
 
-    - `folder`: open, and read as it is stored.
-    - `config`: of the model.
-    - `quantization`: what `config` says of the weights.
+    - `folder`: an open folder.
+    - `config`: the content of `config.json`.
+    - `quantization`: the entry of `config` about the quantized weights.
     """
 
     def __init__(
@@ -44,15 +46,15 @@ class StoredTensors:
         self.headers = folder.dense_avals()
 
     def modules(self, suffix: str) -> Iterator[str]:
-        """The names of stored tensors that end in `suffix`, without it; in order."""
+        """Yield the names of stored tensors that end in `suffix`, without the suffix."""
         for name in self.headers:
             if name.endswith(suffix):
                 yield name.removesuffix(suffix)
 
     def shape(self, name: str, *, rank: int, dtypes: Sequence[str]) -> tuple[int, ...]:
-        """The shape of a stored tensor.
+        """Return the shape of a stored tensor.
 
-        **Raises:** `ValueError` where there is none, or it is of another rank or dtype.
+        **Raises:** `ValueError` if the tensor is missing or has another rank or dtype.
         """
         header = self.header(name)
         if len(header.shape) != rank or header.dtype.name not in dtypes:
@@ -62,9 +64,13 @@ class StoredTensors:
         return tuple(header.shape)
 
     def check(self, name: str, shape: Sequence[int], dtypes: Sequence[str], of: str) -> None:
-        """Refuses a stored tensor that is not as that next to it asks for.
+        """Check the shape and the dtype of a stored tensor.
 
-        **Raises:** `ValueError`, naming both.
+        **Arguments:**
+
+        - `of`: the name of the tensor that requires them, for the error message.
+
+        **Raises:** `ValueError` if the tensor is missing or differs.
         """
         header = self.header(name)
         if tuple(header.shape) != tuple(shape) or header.dtype.name not in dtypes:
@@ -72,26 +78,26 @@ class StoredTensors:
             raise self.error(name, f"is {describe(header)}, but {of!r} requires {what}")
 
     def read(self, name: str) -> np.ndarray:
-        """Reads a stored tensor as it is."""
+        """Read a stored tensor without decoding it."""
         return np.asarray(self.folder.read(name))
 
-    def number(self, of: Mapping[str, Any], key: str, default: int, *, least: int = 1) -> int:
-        """An integer of the configuration.
+    def number(self, of: Mapping[str, Any], key: str, default: int) -> int:
+        """Return the integer `of[key]` of the configuration, or `default` if it is missing or null.
 
-        **Raises:** `ValueError` where it is something else, or too small.
+        **Raises:** `ValueError` if it is not an integer, or less than 1.
         """
         value = of.get(key, default)
         value = default if value is None else value
-        if type(value) is not int or value < least:
+        if type(value) is not int or value < 1:
             raise ValueError(
                 f"{self.folder.path}: {key!r} of its configuration is invalid: {value!r:.40}"
             )
         return value
 
     def matches(self, pattern: str, module: str) -> bool:
-        """Return whether a regular expression of the configuration matches a module's name.
+        """Return whether a regular expression of the configuration matches the name of a module.
 
-        **Raises:** `ValueError` where it is not a regular expression.
+        **Raises:** `ValueError` if it is not a valid regular expression.
         """
         try:
             return re.match(pattern, module) is not None
@@ -102,9 +108,9 @@ class StoredTensors:
             ) from None
 
     def stated_size(self, of: Mapping[str, Any], key: str = "group_size") -> int | None:
-        """Return a size that the configuration states: -1 for a whole axis, None if it is missing.
+        """Return the stated group size: -1 for the whole axis, None if it is not stated.
 
-        **Raises:** `ValueError` for anything else.
+        **Raises:** `ValueError` if it is neither -1 nor a positive integer.
         """
         size = of.get(key)
         if size is not None and size != -1:
@@ -112,17 +118,18 @@ class StoredTensors:
         return None if size is None else -1
 
     def tile(self, name: str, size: int, count: int, *stated: int | None) -> int:
-        """Return how many of `size` inputs share one of the `count` groups of the tensor `name`.
+        """Return the group size of scales: `count` groups share `size` inputs.
 
         **Arguments:**
 
-        - `stated`: the group size of each configuration that may be that of the weight, -1 for one
-          group, None where it states none.
+        - `name`: the name of the scales, for the error message.
+        - `stated`: the group sizes in the configurations that may apply: -1 for one group, None if
+          a configuration does not state it.
 
-        **Raises:** `ValueError` where the groups are not of a size that is stated, or of several,
-        and where none is stated and the count leaves it open.
+        **Raises:** `ValueError` if no stated size fits the count, if several different ones do, or
+        if none is stated and the count is ambiguous.
         """
-        tiles = (tile_of(size, count, of) for of in stated or (None,))
+        tiles = (find_tile(size, count, of) for of in stated or (None,))
         fitting = {min(tile, size) for tile in tiles if tile is not None}
         if len(fitting) == 1:
             return fitting.pop()
@@ -135,9 +142,10 @@ class StoredTensors:
         )
 
     def dense_dtype(self, scale_dtype: str) -> str:
-        """The dtype of the dense checkpoint: as the configuration says, or else as scales suggest.
+        """Return the dtype of the dense checkpoint: as `config.json` states it, or inferred.
 
-        Scales of 8 bits or of f32 suggest nothing: then it is that of tensors that are dense.
+        A 16-bit dtype of the scales is used. Otherwise, it is the dtype of the dense 16-bit
+        vectors if all of them have the same, else float32.
         """
         parts = [self.config, self.config.get("text_config")]
         for part in (part for part in parts if isinstance(part, Mapping)):
@@ -151,13 +159,13 @@ class StoredTensors:
         return narrow[0] if len(narrow) == 1 else "float32"
 
     def error(self, name: str, what: str) -> ValueError:
-        """A `ValueError` in one line, about the stored tensor `name`."""
+        """Return a one-line `ValueError` about a stored tensor."""
         return ValueError(f"{self.folder.path}: tensor {name!r} {' '.join(what.split())}")
 
     def header(self, name: str) -> jax.ShapeDtypeStruct:
-        """The shape and dtype of a stored tensor.
+        """Return the shape and dtype of a stored tensor.
 
-        **Raises:** `ValueError` where there is none.
+        **Raises:** `ValueError` if the tensor is missing.
         """
         if name not in self.headers:
             raise ValueError(f"{self.folder.path}: tensor {name!r} is missing")
@@ -169,11 +177,11 @@ FLOATS = ("float16", "bfloat16", "float32")
 
 
 def describe(header: Any) -> str:
-    """As `int32[4, 8]`."""
+    """Return a shape and dtype as error messages show them, such as `int32[4, 8]`."""
     return f"{header.dtype.name}{list(header.shape)}"
 
 
-def quantized(
+def make_qarray(
     packed: np.ndarray,
     scale: Any,
     zero_point: np.ndarray | QArray | None = None,
@@ -183,11 +191,11 @@ def quantized(
     dtype: str,
     **others: Any,
 ) -> QArray:
-    """A `QArray` of leaves in NumPy, which are contiguous."""
-    whole: Any = lambda x: x if isinstance(x, QArray) else np.ascontiguousarray(x)
-    zero_point = None if zero_point is None else whole(zero_point)
+    """Return a `QArray` of contiguous NumPy arrays. `dtype` is its dense dtype."""
+    contiguous: Any = lambda x: x if isinstance(x, QArray) else np.ascontiguousarray(x)
+    zero_point = None if zero_point is None else contiguous(zero_point)
     return QArray.from_packed(
-        *(whole(packed), whole(scale), zero_point),
+        *(contiguous(packed), contiguous(scale), zero_point),
         qtype=qtype,
         packing=packing,
         dense_dtype=dtype,
@@ -195,17 +203,17 @@ def quantized(
     )
 
 
-def tile_of(size: int, count: int, stated: int | None) -> int | None:
-    """Return how many values share a scale along an axis, or None where the numbers do not fit.
+def find_tile(size: int, count: int, stated: int | None) -> int | None:
+    """Return how many values share a scale along an axis, or None if the numbers do not fit.
 
-    The count alone does not say it: 1000 values under 8 scales are tiles of 128, the last of them
-    shorter, or of 125.
+    The count alone can be ambiguous: 1000 values with 8 scales may have tiles of 125, or of 128
+    with a shorter last tile.
 
     **Arguments:**
 
-    - `size`, `count`: the values and the scales along the axis.
-    - `stated`: the tile that the configuration states, -1 for the whole axis. With None, only a
-      count that leaves no doubt fits: one scale, or even tiles of a power of two.
+    - `size`, `count`: the number of values and the number of scales along the axis.
+    - `stated`: the tile size in the configuration, -1 for the whole axis. If it is None, only
+      unambiguous counts fit: one scale, or equal tiles whose size is a power of two.
     """
     if not size or not count:
         return None
@@ -217,14 +225,16 @@ def tile_of(size: int, count: int, stated: int | None) -> int | None:
     return tile if not rest and (count == 1 or is_power_of_two) else None
 
 
-def tiled_axis(entries: np.ndarray, axis: int, size: int, tile: int) -> np.ndarray:
-    """Scales along an axis of `size` values, of which every `tile` share one, the last perhaps few.
+def even_tiles(entries: np.ndarray, axis: int, size: int, tile: int) -> np.ndarray:
+    """Repeat scales along an axis so that tiles divide it, as in a `QArray`.
 
     **Arguments:**
 
-    - `entries`: with `ceil(size / tile)` along `axis`.
+    - `entries`: scales, `ceil(size / tile)` of them along `axis`. The last tile may be shorter.
+    - `size`, `tile`: the number of values along the axis, and in a tile.
 
-    **Returns:** the same, or with more entries along the axis: a divisor of `size`.
+    **Returns:** scales of tiles of `gcd(size, tile)` values, or `entries` if nothing must be
+    repeated.
     """
     if size % tile == 0 or entries.shape[axis] == 1:
         return entries
@@ -232,15 +242,16 @@ def tiled_axis(entries: np.ndarray, axis: int, size: int, tile: int) -> np.ndarr
     return np.take(entries, np.arange(0, size, smaller) // tile, axis)
 
 
-def tiled_rows(entries: np.ndarray, shape: Sequence[int], tile: int) -> np.ndarray:
-    """Scales of a matrix, of which every `tile` values in the order of memory share one.
+def even_tiles_of_blocks(entries: np.ndarray, shape: Sequence[int], tile: int) -> np.ndarray:
+    """Return the scales of a matrix with blocks of consecutive values, which may span rows.
 
     **Arguments:**
 
-    - `entries`: `[ceil(rows * columns / tile)]`.
-    - `shape`: rows and columns.
+    - `entries`: one scale per block, `[ceil(rows * columns / tile)]`.
+    - `shape`: `(rows, columns)`.
+    - `tile`: the number of values in a block.
 
-    **Returns:** a matrix, whose axes divide those of `shape`.
+    **Returns:** a matrix of scales. Its sizes divide those in `shape`.
     """
     rows, columns = shape
     if columns % tile == 0:
@@ -252,15 +263,15 @@ def tiled_rows(entries: np.ndarray, shape: Sequence[int], tile: int) -> np.ndarr
     return entries[at].reshape(rows, columns // smaller)
 
 
-def sorted_groups(groups: np.ndarray) -> tuple[np.ndarray | None, np.ndarray]:
-    """Puts columns in the order of their groups, so that tiles are neighbours.
+def sort_by_group(groups: np.ndarray) -> tuple[np.ndarray | None, np.ndarray]:
+    """Sort columns by their groups, so that the columns of a group are neighbors.
 
     **Arguments:**
 
     - `groups`: the group of each column, `int[columns]`.
 
-    **Returns:** the columns in their new order, None where they keep theirs; and the group of each
-    tile, of which there are a divisor of the columns.
+    **Returns:** the order of the columns, None if they are already sorted, and the group of each
+    tile. The number of tiles divides the number of columns.
     """
     order = None
     if (np.diff(groups) < 0).any():

@@ -1,7 +1,7 @@
-"""A safetensors file: its header checked as it is opened, and its tensors read one at a time.
+"""Read a safetensors file one tensor at a time, and write the safetensors files of a folder.
 
-A header comes from anywhere. So each tensor's bytes must be as many as its shape and dtype say, and
-all of them the file's, before any memory is taken for one.
+A header is untrusted input. When a file is opened, the size of each tensor is compared with its
+shape, its dtype and the size of the file. Memory for a tensor is allocated only after that.
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-# The format's names of dtypes that NumPy has, or ml_dtypes adds.
+# The names of dtypes in safetensors, and in NumPy and ml_dtypes.
 DTYPES = {
     "BOOL": "bool",
     "I8": "int8",
@@ -37,23 +37,24 @@ DTYPES = {
     "C64": "complex64",
 }
 
-# Two in a byte, the first in the lower half, as torch's float4_e2m1fn_x2 has them.
+# Two values share a byte. The first is in the lower half, as in torch's float4_e2m1fn_x2.
 FLOAT4 = "F4"
-# Of these the format says how many bytes they take, and not how they lie in them.
+# safetensors defines the sizes of these dtypes, but not how values share bytes.
 _FLOAT6 = ("F6_E2M3", "F6_E3M2")
 
 METADATA = "__metadata__"
-# As the text begins that is in the place of a file that Git LFS did not fetch.
+# The first bytes of a Git LFS pointer, a text file in place of one that was not fetched.
 _POINTER = b"version "
-# What the format's reference takes at most: an index of millions of tensors.
+# The limit of the reference implementation. Millions of tensors fit.
 _MOST_HEADER_BYTES = 100_000_000
 _MOST_AXES = 32  # NumPy takes 64
 
 
 class TensorHeader(NamedTuple):
-    """What the header says of a tensor; `start` counts bytes from the beginning of the file.
+    """The header of one tensor: its shape, its dtype, and the place of its bytes in the file.
 
-    Of `float4_e2m1fn` two of the last axis of `shape` are a byte.
+    `start` is an offset in bytes from the beginning of the file. In a tensor of `float4_e2m1fn`,
+    two neighbors along the last axis of `shape` share a byte.
     """
 
     shape: tuple[int, ...]
@@ -63,19 +64,19 @@ class TensorHeader(NamedTuple):
 
     @property
     def is_packed(self) -> bool:
-        """Whether values share bytes."""
+        """True if two values share a byte."""
         return self.dtype == jnp.float4_e2m1fn
 
 
 class TensorFile:
-    """The tensors of one file, by name; a context manager.
+    """An open safetensors file. Use it as a context manager. Iterating yields the tensor names.
 
     **Arguments:**
 
     - `path`: the file.
 
-    **Raises:** `FileNotFoundError` where there is none, and `ValueError`, in one line, where it is
-    no safetensors file, is truncated, or holds what its header does not say.
+    **Raises:** `FileNotFoundError` if there is no file at `path`. `ValueError`, in one line, if the
+    file is not a safetensors file, is truncated, or does not match its header.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -99,9 +100,9 @@ class TensorFile:
         return iter(self.headers)
 
     def read(self, name: str) -> np.ndarray:
-        """Reads one tensor into memory of its own; what is packed as `uint8[..., bytes]`.
+        """Read one tensor into a new NumPy array. Packed float4 values become `uint8[..., bytes]`.
 
-        **Raises:** `ValueError` where the file has become shorter meanwhile.
+        **Raises:** `ValueError` if the file has been truncated since it was opened.
         """
         header = self.headers[name]
         data = np.empty(header.nbytes, np.uint8)
@@ -121,35 +122,36 @@ class TensorFile:
                 f"{self.path} is a Git LFS pointer: run 'git lfs pull' to download the file"
             )
         if size < 8 or length > min(size - 8, _MOST_HEADER_BYTES):
-            raise self._alien("its header does not end within it")
+            raise self._invalid("its header does not end within it")
         try:
             content = json.loads(self._file.read(length), object_pairs_hook=distinct)
         except (ValueError, RecursionError) as error:
-            raise self._alien(f"its header is not JSON: {_first_line(error)}") from error
+            reason = " ".join(str(error).split())
+            raise self._invalid(f"its header is not JSON: {reason}") from error
         if not isinstance(content, dict):
-            raise self._alien("its header is not an object")
+            raise self._invalid("its header is not an object")
         metadata = content.pop(METADATA, None) or {}
         if not isinstance(metadata, dict) or not all(
             isinstance(text, str) for text in metadata.values()
         ):
-            raise self._alien(f"its {METADATA} is not an object of strings")
+            raise self._invalid(f"its {METADATA} is not an object of strings")
         headers = {name: self._header(name, fields) for name, fields in content.items()}
         end = 0
         for name, header in sorted(headers.items(), key=lambda item: item[1].start):
             if header.start != end:
-                raise self._alien(
+                raise self._invalid(
                     f"tensor {name!r} does not begin at the end of the previous tensor"
                 )
             end += header.nbytes
         if end != size - 8 - length:
-            raise self._alien(f"its tensors take {end} bytes, but it has {size - 8 - length}")
+            raise self._invalid(f"its tensors take {end} bytes, but it has {size - 8 - length}")
         begin = 8 + length
         return {k: x._replace(start=begin + x.start) for k, x in headers.items()}, metadata
 
     def _header(self, name: str, fields: Any) -> TensorHeader:
         keys = {"dtype", "shape", "data_offsets"}
         if not isinstance(fields, dict) or fields.keys() != keys:
-            raise self._alien(f"the header of tensor {name!r} must have the keys {sorted(keys)}")
+            raise self._invalid(f"the header of tensor {name!r} must have the keys {sorted(keys)}")
         dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
         if dtype in _FLOAT6:
             raise ValueError(
@@ -164,29 +166,29 @@ class TensorFile:
                 f"{', '.join(DTYPES)}, {FLOAT4}"
             )
         if not (_are_sizes(shape) and len(shape) <= _MOST_AXES and _are_sizes(offsets)):
-            raise self._alien(f"tensor {name!r} has an invalid shape or offsets")
+            raise self._invalid(f"tensor {name!r} has an invalid shape or offsets")
         if dtype == FLOAT4:
             if not shape or shape[-1] % 2:
-                raise self._alien(f"tensor {name!r} of {dtype}{shape} needs an even last axis")
+                raise self._invalid(f"tensor {name!r} of {dtype}{shape} needs an even last axis")
             of, nbytes = jnp.dtype(jnp.float4_e2m1fn), math.prod(shape) // 2
         else:
             of = jnp.dtype(DTYPES[dtype])
             nbytes = math.prod(shape) * of.itemsize
         if len(offsets) != 2 or offsets[1] - offsets[0] != nbytes:
-            raise self._alien(
+            raise self._invalid(
                 f"tensor {name!r} of {dtype}{shape} takes {nbytes} bytes, which its offsets do not"
             )
         return TensorHeader(tuple(shape), of, offsets[0], nbytes)
 
-    def _alien(self, what: str) -> ValueError:
+    def _invalid(self, what: str) -> ValueError:
         return ValueError(f"{self.path} is not a safetensors file, or is truncated: {what}")
 
 
 def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the object of pairs that a JSON parser has read.
+    """Return a dict of the key-value pairs of a JSON object. It serves as `object_pairs_hook`.
 
-    **Raises:** `ValueError` for a key that is there twice, of which parsers keep one without a
-    word, and for one that is not text.
+    **Raises:** `ValueError` if a key occurs twice (the `json` module would keep the last)
+    or if a key is not valid Unicode text.
     """
     content = dict(pairs)
     if len(content) != len(pairs):
@@ -199,7 +201,7 @@ def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def is_text(name: str) -> bool:
-    """Return whether a string can be written as UTF-8, which half of a surrogate pair cannot."""
+    """Return whether a string can be encoded as UTF-8. A lone surrogate cannot."""
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -208,32 +210,31 @@ def is_text(name: str) -> bool:
 
 
 def _are_sizes(value: Any) -> bool:
-    # NumPy's sizes end below 2**63.
+    # NumPy's sizes must be less than 2**63.
     return isinstance(value, list) and all(type(x) is int and 0 <= x < 2**62 for x in value)
 
 
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
-
-
-# Large enough for few files, small enough that a shard in memory is not what limits anyone.
+# Large enough for few files, and small enough to hold a shard in memory.
 SHARD_BYTES = 256 * 2**20
 
 INDEX_NAME = "model.safetensors.index.json"
 
-# In the header of each file of a folder as other libraries have it: the files beside the tensors
-# that were written with them. It is how such a folder is known to be ours.
+# A key of the header metadata in folders written in the format of another library. Its value lists
+# the other files written with the tensors. `overwrite` replaces only folders whose files it lists.
 WRITTEN_WITH = "veneer.written_with"
 
 
 class ShardWriter:
-    """Writes tensors into `folder`, holding one shard of at most `shard_bytes` in memory.
+    """A writer that splits named tensors into safetensors files of at most `shard_bytes` each.
+
+    It holds one shard in memory.
 
     **Arguments:**
 
     - `folder`: an existing, empty folder.
-    - `metadata`: what the header of each file says besides its tensors.
-    - `shard_bytes`: tensors that come together and are larger than this have a file of their own.
+    - `metadata`: entries for the `__metadata__` of each file's header.
+    - `shard_bytes`: the size limit of a file. Tensors passed to one call of `add` always share a
+      file, even if they are larger together.
     """
 
     def __init__(
@@ -250,7 +251,7 @@ class ShardWriter:
         self._shards: list[dict[str, int]] = []  # bytes of the tensors of each written file
 
     def add(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Writes tensors, which go into one file."""
+        """Add tensors that belong together: they are written to the same file."""
         # `save_file` reads memory from its first byte on, whatever the strides.
         contiguous = {name: np.asarray(x, order="C") for name, x in arrays.items()}
         if self._shard and _nbytes(self._shard) + _nbytes(contiguous) > self._shard_bytes:
@@ -258,7 +259,7 @@ class ShardWriter:
         self._shard |= contiguous
 
     def finish(self) -> None:
-        """Writes the last shard, and the index of the shards if they are several."""
+        """Write the last shard, and an index if there are several shards."""
         if self._shard or not self._shards:
             self._write_shard()
         count = len(self._shards)
@@ -292,5 +293,5 @@ def _nbytes(arrays: Mapping[str, np.ndarray]) -> int:
 
 
 def _unfinished(number: int) -> str:
-    # How many there will be is known at the end.
+    # The final name contains the number of shards, which is known only at the end.
     return f"model-{number:05}.safetensors"

@@ -1,12 +1,13 @@
-"""torchao's tensors in safetensors: parts under names of their own, and JSON in the file's header.
+"""torchao: tensor subclasses in safetensors, described by JSON in the file's header.
 
-Of `m.weight` there are `m._weight_qdata`, `m._weight_scale` and what else `_tensor_data_names` of
-the header says, with its type:
+The parts of `m.weight` are `m._weight_qdata`, `m._weight_scale` and others. The header states its
+type:
 
 - `Int4Tensor`: `qdata` i8 `[out, in / 2]`, the first of two signed codes in the low half of a byte;
-  `scale` and `zero_point` `[groups, out]`; the value is `q * s + zero_point`.
-- `Int8Tensor`, `Float8Tensor`: a code a byte, `(q - z) * s`, for blocks of `block_size`.
-- `IntxUnpackedToInt8Tensor`: likewise, of codes of fewer bits, a byte each, which are packed here.
+  `scale` and `zero_point` `[groups, out]`. The value is `q * s + zero_point`.
+- `Int8Tensor`, `Float8Tensor`: one byte per code, for blocks of `block_size`. The value is
+  `(q - z) * s`.
+- `IntxUnpackedToInt8Tensor`: like `Int8Tensor`, but codes have fewer bits. They are packed here.
 """
 
 import json
@@ -17,17 +18,17 @@ from typing import Any
 import numpy as np
 
 from . import codes
-from .block_floats import FLOAT8, scaled
-from .stored_tensors import FLOATS, StoredTensors, Weight, quantized
+from .block_floats import FLOAT8, byte_code_weight
+from .stored_tensors import FLOATS, StoredTensors, Weight, make_qarray
 
 _BITS = {f"int{bits}": bits for bits in range(2, 9)}
 
 
-def weights(source: StoredTensors) -> Iterator[Weight]:
-    """The weights of a folder of torchao's."""
+def find_weights(source: StoredTensors) -> Iterator[Weight]:
+    """Yield the quantized weights of a folder in the formats of torchao."""
     for name, text in source.folder.metadata.items():
-        said = _object(text)
-        kind = said.get("_type")
+        description = _parse_object(text)
+        kind = description.get("_type")
         if kind in (None, "Tensor", "torch.Tensor") or name in source.headers:
             continue
         if not isinstance(kind, str) or kind not in _KINDS:
@@ -44,7 +45,7 @@ def weights(source: StoredTensors) -> Iterator[Weight]:
             raise source.error(
                 f"{prefix}act_pre_scale", "scales activations, which is not supported"
             )
-        data = said.get("_data")
+        data = description.get("_data")
         yield _KINDS[kind](source, name, prefix, data if isinstance(data, Mapping) else {})
 
 
@@ -65,10 +66,10 @@ def _int4(source: StoredTensors, name: str, prefix: str, data: Mapping[str, Any]
 
 def _read_int4(source: StoredTensors, parts: tuple[str, ...], dtype: str) -> Any:
     packed, scale, zero = (source.read(part) for part in parts)
-    # Of a signalling NaN, `any` warns.
+    # `any` would warn of a signaling NaN.
     minimum = np.ascontiguousarray(zero.T) if np.count_nonzero(zero) else None
-    packing = codes.packing_of(2 * packed.shape[1], 4)
-    return quantized(
+    packing = codes.last_axis_packing(2 * packed.shape[1], 4)
+    return make_qarray(
         packed.view(np.uint8), scale.T, qtype="int4", packing=packing, dtype=dtype, minimum=minimum
     )
 
@@ -78,13 +79,15 @@ def _bytes(source: StoredTensors, name: str, prefix: str, data: Mapping[str, Any
     if source.header(qdata).dtype.name not in ("int8", *FLOAT8):
         raise source.error(qdata, "is neither int8 nor an 8-bit float")
     zero = f"{prefix}zero_point"
-    weight = scaled(
+    stated = data.get("dtype")
+    dtype = stated.get("_data") if isinstance(stated, Mapping) else None
+    weight = byte_code_weight(
         source,
         qdata,
         f"{prefix}scale",
         _block_size(data),
         zero_name=zero if zero in source.headers else None,
-        dtype=_dtype(data.get("dtype")),
+        dtype=dtype if dtype in FLOATS else None,
     )
     return weight._replace(name=name)
 
@@ -103,8 +106,8 @@ def _read_narrow(weight: Weight, bits: int) -> Any:
     wide = np.asarray(q.packed)
     if wide.size and not -(2 ** (bits - 1)) <= wide.min() <= wide.max() < 2 ** (bits - 1):
         raise ValueError(f"its codes do not fit {bits} bits")
-    packed = codes.from_fields(wide.view(np.uint8) & np.uint8(2**bits - 1), bits)
-    packing = codes.packing_of(wide.shape[-1], bits)
+    packed = codes.pack_rows(wide.view(np.uint8) & np.uint8(2**bits - 1), bits)
+    packing = codes.last_axis_packing(wide.shape[-1], bits)
     return q.replace(packed=packed, packing=packing, qtype=f"int{bits}")
 
 
@@ -112,11 +115,6 @@ def _block_size(data: Mapping[str, Any]) -> list[int] | None:
     block = data.get("block_size")
     are_sizes = isinstance(block, list) and all(type(n) is int and n > 0 for n in block)
     return block if block and are_sizes else None
-
-
-def _dtype(stated: Any) -> str | None:
-    name = stated.get("_data") if isinstance(stated, Mapping) else None
-    return name if name in FLOATS else None
 
 
 _KINDS: dict[Any, Callable[..., Weight]] = {
@@ -127,7 +125,7 @@ _KINDS: dict[Any, Callable[..., Weight]] = {
 }
 
 
-def _object(text: Any) -> Mapping[str, Any]:
+def _parse_object(text: Any) -> Mapping[str, Any]:
     try:
         content = json.loads(text) if isinstance(text, str) else None
     except (ValueError, RecursionError):
