@@ -397,3 +397,7 @@ class Scaled(InBasis):
         A slice of the array slices `factor` too, except along axes where `factor` has size 1.
         """
         return [aligned_axes(self.ndim), _axes_of_factor(self.factor, self.shape)]
+
+    def _moved(self, movement: Movement) -> "Scaled":
+        # Metadata of the array in the field, such as the format of a `QArray`, has no axes.
+        return self
