@@ -15,8 +15,7 @@ from report import made_with
 from scipy.linalg.lapack import dpotrf, dpotri
 
 import veneer as vn
-from veneer.quant.ptq.gptq import DAMPING, damp, gptq
-from veneer.quant.ptq.moments import Moments
+from veneer.quant.ptq.gptq import DAMPING, Moments, damp, gptq
 
 ROUNDS = 5
 

@@ -28,7 +28,7 @@ from veneer.cli.program import COMMANDS, EXAMPLES
 from veneer.cli.quantize import FORMAT_COSTS, MORE_FORMATS
 from veneer.files.folder import FolderWriter
 from veneer.files.gguf import write_gguf
-from veneer.quant.models.default_rules import default_tile
+from veneer.quant.models.uses import default_tile
 
 
 def normal(*shape, dtype=np.float32, seed=0):

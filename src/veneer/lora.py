@@ -19,9 +19,14 @@ from ._core.surface import check_key, check_parameters, check_regex, path_matche
 from ._core.value import Value
 from ._jax.frames import warn_user
 from .quant.arrays.qarray import QUANTIZABLE
+from .quant.models.arguments import (
+    describe_value,
+    flatten_with_paths,
+    program_for,
+    some_of,
+    warn_of_unmatched,
+)
 from .quant.models.correction import low_rank_axes
-from .quant.models.matching import describe_value, flatten_with_paths, some_of, warn_of_unmatched
-from .quant.models.programs import program_for
 from .quant.models.uses import Use, find_uses, uses_with_axes
 from .types.lora import LoraArray, join, merge, split, with_dropout, without_dropout
 

@@ -122,8 +122,8 @@ def run(
     from ..files.checkpoint import open_checkpoint
     from ..files.folder import FolderWriter, TensorFolder
     from ..files.new_folder import write_aside, write_beside
+    from ..quant.models.arguments import some_of
     from ..quant.models.checkpoint import describe_adapted, quantize_stream
-    from ..quant.models.matching import some_of
 
     outcomes = []
     with exit_on_signals(), contextlib.ExitStack() as stack:
@@ -232,8 +232,8 @@ def _find_left_dense(source: Path, avals: Mapping[str, Any], selectors: list[Any
 
     **Raises:** `ValueError` if there are no other tensors to quantize.
     """
+    from ..quant.models.arguments import can_be_quantized
     from ..quant.models.checkpoint import ANY_WEIGHT, find_unselected
-    from ..quant.models.matching import can_be_quantized
 
     if not avals:
         raise ValueError(f"{source} has no dense tensors: all are already quantized")
@@ -245,7 +245,7 @@ def _find_left_dense(source: Path, avals: Mapping[str, Any], selectors: list[Any
 
 
 def _describe_left_dense(names: list[str]) -> str:
-    from ..quant.models.matching import some_of
+    from ..quant.models.arguments import some_of
 
     stays = "1 matrix stays" if len(names) == 1 else f"{len(names)} matrices stay"
     whose = "its name does" if len(names) == 1 else "their names do"

@@ -25,7 +25,7 @@ from .._core.primitives.sharding import axes_of, block_specs, leaf_destinations,
 from .._core.value import is_value
 from ..placement import fully_sharded
 from ..quant import Rule, get_format, zeros
-from ..quant.models.default_rules import VOCABULARY_QTYPE, default_tile, fit_default_rule
+from ..quant.models.uses import VOCABULARY_QTYPE, default_tile, fit_default_rule
 from .models import AXES, CachedShape, LayerKind, ModelShapes, NamedShape
 
 #: The mesh axes that shard an axis of a weight or a cache, by the name of this axis.

@@ -147,14 +147,12 @@ def _keep_equal_groups(new: QArray, update: jax.Array, old: QArray) -> QArray:
     is_equal = is_equal.all(range(1, is_equal.ndim, 2))
     is_equal_per_value = over_tiles(jnp.logical_or, jnp.zeros(new.shape, bool), is_equal)
     codes = jnp.where(is_equal_per_value, old.codes(), new.codes())
-    if new.packing is not None:
-        codes, _ = pack(new.format.to_fields(codes), new.format.bits, new.packing.axis)
     scales = {
         name: jnp.where(is_equal, getattr(old, name), getattr(new, name))
         for name in ("scale", "zero_point")
         if getattr(new, name) is not None
     }
-    return new.changed(packed=codes, **scales)
+    return new.with_codes(codes).changed(**scales)
 
 
 def repack(q: QArray, axis: int) -> QArray:

@@ -10,8 +10,7 @@ from support import arrays
 
 import veneer as vn
 from veneer.quant import Rule, calibrate, quantize_tree
-from veneer.quant.ptq.gptq import gptq
-from veneer.quant.ptq.moments import Moments
+from veneer.quant.ptq.gptq import Moments, gptq
 from veneer.quant.ptq.report import CalibrationReport, WeightLoss, percent
 
 INT4 = [Rule(".*", "int4", tile_size=16)]

@@ -7,7 +7,7 @@ from support import arrays
 
 import veneer as vn
 from veneer.quant import Rule, calibrate, quantize_tree
-from veneer.quant.ptq.moments import low_rank_factors
+from veneer.quant.ptq.gptq import low_rank_factors
 
 RNG = np.random.default_rng(0)
 

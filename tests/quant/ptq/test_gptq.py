@@ -2,8 +2,7 @@ import numpy as np
 import pytest
 
 from veneer.quant import FORMATS, quantize
-from veneer.quant.ptq.gptq import damp, gptq, inverse_factor
-from veneer.quant.ptq.moments import Moments, cholesky
+from veneer.quant.ptq.gptq import Moments, cholesky, damp, gptq, inverse_factor
 
 RNG = np.random.default_rng(0)
 MIX = RNG.normal(size=(96, 96)) / 10

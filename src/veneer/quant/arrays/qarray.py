@@ -1,4 +1,7 @@
-"""`QArray`, a quantized array that looks dense."""
+"""`QArray`, a quantized array that looks dense, and checks of its fields.
+
+The messages of the checks name the field and the remedy.
+"""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -14,8 +17,8 @@ from ..._core.surface.array import ImplicitArray, has_title, title
 from ..._core.tree import static
 from ..formats import Format, get_format
 from ..formats.packing import UNITS, Packing, axis_to_pack, pack, packed_size, unpack
-from ..formats.tiles import Leaf, Shape, over_tiles, tile_shape
-from .checks import check_codes_are_stored, check_fields, format_of_codes
+from ..formats.table import format_of_codes
+from ..formats.tiles import Leaf, Shape, can_tile, over_tiles, tile_shape
 from .pairs import compute_elementwise, runs_on_gpu
 
 # The dtypes that can be quantized. Floats of 8 bits are codes already.
@@ -238,6 +241,24 @@ class QArray(ImplicitArray):
         fields = unpack(self.packed, self.packing, format.bits, by_shifts=runs_on_gpu())
         return format.from_fields(fields)
 
+    def unpacked(self) -> "QArray":
+        """Return the array with one code per byte. Its codes must have fewer than 8 bits."""
+        fields = unpack(self.packed, self.packing, self.format.bits, by_shifts=runs_on_gpu())
+        return self.changed(packed=fields, packing=None)
+
+    def with_codes(self, codes: jax.Array) -> "QArray":
+        """Return the array with other codes. They are unpacked, and get packed along the same axis.
+
+        `codes` has any integer dtype, or the `code_dtype` of a float format.
+        """
+        format = self.format
+        if format.bits >= 8:
+            return self.changed(packed=codes.astype(format.code_dtype))
+        fields = format.to_fields(codes)
+        if self.packing is not None:
+            fields, _ = pack(fields, format.bits, self.packing.axis)
+        return self.changed(packed=fields)
+
     def _decode(self, dtype: DTypeLike) -> jax.Array:
         """Return the value of each code in `dtype`, without zero point and scale."""
         format = self.format
@@ -314,10 +335,8 @@ class QArray(ImplicitArray):
 
         The number of bytes stays the same. An unpacked array can be transposed and reshaped freely.
         """
-        if self.packing is None or self.packing.size != 1:
-            return self
-        fields = unpack(self.packed, self.packing, self.format.bits)
-        return self.changed(packed=fields, packing=None)
+        is_free = self.packing is None or self.packing.size != 1
+        return self if is_free else self.unpacked()
 
     def _moved(self, movement: Movement) -> "QArray":
         """Return the array with `packing` updated, after its leaves were transposed or reshaped."""
@@ -388,6 +407,9 @@ def pack_codes(codes: jax.Array, format: Format) -> tuple[jax.Array, Packing | N
     return pack(fields, format.bits, axis_to_pack(codes.shape, format.bits))
 
 
+# Checks of the fields.
+
+
 def _check_arrays(**arrays: Any) -> None:
     """Raise `TypeError` if one of `arrays`, the arguments of `QArray`, has a wrong type."""
     for name, array in arrays.items():
@@ -398,3 +420,66 @@ def _check_arrays(**arrays: Any) -> None:
                 f"{name} must be a JAX or NumPy array with the rank of the codes, not a "
                 f"{type(array).__name__}: convert it with jnp.asarray"
             )
+
+
+def check_fields(q: QArray) -> None:
+    """Raise `ValueError` if the dtype or shape of a field breaks a rule of `QArray`."""
+    if q.packed.dtype != q.format.storage_dtype:
+        raise ValueError(
+            f"{q.qtype} is stored in {q.format.storage_dtype.name}, but packed has dtype "
+            f"{q.packed.dtype.name}"
+        )
+    if q.packing is not None:
+        if q.format.bits >= 8:
+            raise ValueError(
+                f"{q.qtype} takes whole bytes, so packing must be None, not {q.packing}"
+            )
+        axis, count = q.packing.axis, packed_size(q.packing.size, q.format.bits)
+        if not -q.packed.ndim <= axis < 0 or q.packed.shape[axis] != count:
+            raise ValueError(
+                f"packed of shape {q.packed.shape} does not fit {q.packing}: the axis must be "
+                f"negative, and have {count} bytes"
+            )
+    for name, leaf in (("scale", q.scale), ("minimum", q.minimum)):
+        if leaf is not None and not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise ValueError(f"{name} must have a floating dtype, not {leaf.dtype.name}")
+    if not jnp.issubdtype(jnp.dtype(q.dense_dtype), jnp.floating):
+        raise ValueError(f"dense_dtype must be a floating dtype, not {q.dense_dtype}")
+    if q.zero_point is not None and not q.format.is_integer:
+        raise ValueError(f"{q.qtype} is not an integer format, so it has no zero_point")
+    zero_point: Any = q.zero_point
+    is_qarray = not isinstance(zero_point, jax.Array | np.ndarray | None)
+    if is_qarray and not zero_point.format.is_integer:
+        raise ValueError(f"zero_point must have an integer format, not {zero_point.qtype}")
+    for name in ("scale", "zero_point", "minimum"):
+        leaf = getattr(q, name)
+        if leaf is not None:
+            check_tiling(name, leaf.shape, "codes", q.shape)
+
+
+def check_tiling(name: str, scale_shape: Shape, tiled_name: str, shape: Shape) -> None:
+    """Raise `ValueError` if a scale of `scale_shape` does not fit values of `shape`.
+
+    The message calls the scale `name` and the values `tiled_name`.
+    """
+    if not can_tile(scale_shape, shape):
+        raise ValueError(
+            f"{name} of shape {scale_shape} does not tile {tiled_name} of shape {shape}: it needs "
+            "the same rank, and the size of each axis must divide the size of the tiled axis"
+        )
+
+
+def check_codes_are_stored(q: QArray) -> None:
+    """Raise `ValueError` if the dtype of the stored codes is not the storage dtype of the format.
+
+    This happens if a function converts the leaves, such as `jax.tree.map(lambda x: 0.9 * x, q)`.
+    float0, the dtype of derivatives with respect to integers, is accepted.
+    """
+    dtype = jax.typeof(q.packed).dtype
+    if dtype not in (q.format.storage_dtype, jax.dtypes.float0):
+        raise ValueError(
+            f"the codes of a QArray in {q.qtype} are {jnp.dtype(dtype).name}, not "
+            f"{q.format.storage_dtype.name}. A function of leaves, such as jax.tree.map, changed "
+            "codes and scales separately. To change the array, use vn.tree.map, or call the "
+            "function under vn.implicit"
+        )

@@ -353,8 +353,7 @@ def limit_scale(
         least, largest = format.code_range
         largest_code = jnp.maximum(zero_point - least, largest - zero_point)
     else:
-        numbers = format.code_range if format.is_integer else format.codebook or [format.bound]
-        largest_code = float(max(map(abs, numbers)))
+        largest_code = max(map(abs, format.value_range))
     limit = jnp.asarray(float(jnp.finfo(dtype).max), scale.dtype) / largest_code
     if stored_in == "float8_e8m0fnu":  # The scale is rounded up to a power of two.
         limit = jnp.ldexp(jnp.ones((), scale.dtype), jnp.frexp(limit)[1] - 1)

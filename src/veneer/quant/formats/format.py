@@ -119,16 +119,28 @@ class Format:
         return (-levels // 2, levels // 2 - 1) if self.signed else (0, levels - 1)
 
     @property
+    def value_range(self) -> tuple[float, float]:
+        """The smallest and the largest value of a code, before a zero point and a scale apply.
+
+        For example, (-8.0, 7.0) for int4 and (-1.0, 1.0) for nf4.
+        """
+        if self.codebook is not None:
+            return float(min(self.codebook)), float(max(self.codebook))
+        if not self.is_integer:
+            return -self.bound, self.bound
+        least, largest = self.code_range
+        return float(least), float(largest)
+
+    @property
     def ends(self) -> tuple[float, float]:
         """The ends of the largest symmetric range whose ends are values of the format.
 
         For example, (-7.0, 7.0) for int4 and (-1.0, 1.0) for nf4. iq4_nl has no such range, so its
         ends are the smallest and the largest value of its codebook, (-127.0, 113.0).
         """
+        least, largest = self.value_range
         if self.codebook is None:
-            largest = float(self.code_range[1] if self.is_integer else self.bound)
             return -largest, largest
-        least, largest = float(min(self.codebook)), float(max(self.codebook))
         magnitude = min(-least, largest)
         is_symmetric = {-magnitude, magnitude} <= set(self.codebook)
         return (-magnitude, magnitude) if is_symmetric else (least, largest)

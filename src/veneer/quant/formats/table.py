@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -272,6 +273,54 @@ def get_format(qtype: DTypeLike) -> Format:
     if not is_format(name):
         raise ValueError(f"unknown format {name!r}{_suggest(name.lower())}")
     return FORMATS[ALIASES.get(name, name)]
+
+
+def format_of_codes(qvalue: jax.Array | np.ndarray, qtype: DTypeLike | None) -> Format:
+    """Return the format of codes that a user passes to `QArray`.
+
+    If `qtype` is None, the dtype of the codes has the name of the format, such as "int8".
+
+    **Raises:** `ValueError` if the dtype or the range of the codes does not fit the format.
+    """
+    dtype = qvalue.dtype
+    if qtype is None and dtype.name not in FORMATS:
+        raise ValueError(f"qvalue has dtype {dtype.name}, which is not a format: pass qtype")
+    format = get_format(dtype.name if qtype is None else qtype)
+    has_integers = format.is_integer or format.codebook is not None
+    if dtype != format.code_dtype and not (has_integers and jnp.issubdtype(dtype, jnp.integer)):
+        raise ValueError(
+            f"qvalue has dtype {dtype.name}, but codes of {format.name} are "
+            f"{format.code_dtype.name}. To quantize values, call vn.quant.quantize"
+        )
+    # If every value of the dtype is a code, such as uint4 for nf4, there is nothing to check.
+    has_only_codes = dtype == format.code_dtype and format.bits in (4, 8, 16)
+    if has_integers and not has_only_codes and dtype.name != format.name:
+        _check_code_range(qvalue, format)
+    return format
+
+
+def _check_code_range(qvalue: jax.Array | np.ndarray, format: Format) -> None:
+    """Raise `ValueError` if an integer in `qvalue` is not a code of the format.
+
+    The values of a tracer are unknown, so a tracer must have the `code_dtype` of the format.
+    """
+    if isinstance(qvalue, jax.core.Tracer):
+        if qvalue.dtype == format.code_dtype:
+            return
+        raise ValueError(
+            f"codes of {format.name} are {format.code_dtype.name}, and the range of "
+            f"{qvalue.dtype.name} codes cannot be checked in a traced program: pass "
+            f"qvalue.astype(jnp.{format.code_dtype})"
+        )
+    low, high = format.code_range
+    codes = np.asarray(qvalue)
+    if codes.size and not low <= codes.min() <= codes.max() <= high:
+        raise ValueError(
+            f"codes of {format.name} are from {low} to {high}, but qvalue has codes from "
+            f"{codes.min()} to {codes.max()}"
+        )
+    if format.bits == 1 and format.signed and not codes.all():
+        raise ValueError(f"codes of {format.name} are -1 and 1, but qvalue has code 0")
 
 
 def _suggest(name: str) -> str:

@@ -3,10 +3,8 @@
 The modules here:
 
     rules           Rule: the formats of the parameters whose paths match a regex
-    matching        match rules with the leaves of a tree
-    programs        split the model that a caller passes into parameters and program
-    uses            find_uses: find the axes of each weight that products contract
-    default_rules   the default rules for language models
+    arguments       the model, the parameters, the batches and the rules that a caller passes
+    uses            find_uses: the axes of each weight that products contract; the default rules
     quantize_tree   quantize_tree, and choose_rules for calibrate and allocate_bits
     notices         the warnings of quantize_tree
     correction      low-rank corrections of the rounding error

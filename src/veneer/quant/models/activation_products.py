@@ -17,7 +17,7 @@ import numpy as np
 
 from ..._core.policy import note_how
 from ..._core.primitives.scopes import current_place, query_scopes, scope_query
-from ..._core.rules import add_rule, register
+from ..._core.rules import add_rule, register, structural
 from ..._core.surface.array import ImplicitArray
 from ..._core.surface.straight_through import ste
 from ..._core.transform import redispatch, redispatch_isolated
@@ -26,9 +26,9 @@ from ..._jax.primitives import Primitive, find_primitive
 from ..arrays.qarray import QUANTIZABLE
 from ..conversion.quantize import quantize
 from ..formats import get_format
-from ..formats.tiles import choose_scale_axes, resolve_tile_size
+from ..formats.tiles import choose_activation_axes
 from ..weights.activations import PRODUCTS
-from .matching import as_rules
+from .arguments import as_rules
 from .rules import Rule
 
 
@@ -270,13 +270,10 @@ for _name in PRODUCTS:
 def _quantize_operand(x: Any, contracted: Axes, rule: Rule, place_name: str) -> Any:
     """Quantize an operand, with scales that are shared along the contracted axes."""
     assert rule.act_qtype is not None
-    tile = rule.act_tile_size
-    if tile is not None:
-        tile = resolve_tile_size(x.shape, contracted[-1] if contracted else 0, tile)
-    scale_axes = choose_scale_axes(x.ndim, contracted, get_format(rule.act_qtype), tile)
-    method = rule.act_calibration_method
+    format, method = get_format(rule.act_qtype), rule.act_calibration_method
+    axes = choose_activation_axes(x.shape, contracted, format, rule.act_tile_size)
     try:
-        return ste(quantize)(x, rule.act_qtype, calibration_method=method, **scale_axes.arguments)
+        return ste(quantize)(x, rule.act_qtype, calibration_method=method, **axes.arguments)
     except ValueError as error:
         error.add_note(
             f"This error was raised while quantizing an activation of shape {x.shape} at "
@@ -288,12 +285,10 @@ def _quantize_operand(x: Any, contracted: Axes, rule: Rule, place_name: str) -> 
 # Primitives that need dense arrays: the index of `cond`, and the arguments of callbacks.
 
 
+@structural("cond")
 def _cond(index: Activation, *operands: Any, branches: Any, **params: Any) -> Any:
     bind = lambda *xs: find_primitive("cond").bind(*xs, branches=branches, **params)
     return redispatch(bind, index.array, *operands)
-
-
-add_rule(_cond, [find_primitive("cond")], structural=True)
 
 
 def _register_callback(primitive: Primitive) -> None:

@@ -20,10 +20,10 @@ import numpy as np
 from ..arrays.qarray import QUANTIZABLE, QArray
 from ..formats import get_format
 from ..formats.tiles import dividing_tiles
-from .default_rules import default_tile, fit_default_rule
-from .matching import can_be_quantized, some_of
+from .arguments import can_be_quantized, some_of
 from .notices import describe_changed_tiles
 from .rules import Rule
+from .uses import default_tile, fit_default_rule
 
 #: The axis that products contract. torch stores a `weight` as [out, in], and JAX libraries store a
 #: `kernel` as [..., in, out].

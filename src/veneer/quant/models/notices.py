@@ -14,10 +14,9 @@ from ..arrays.qarray import QArray
 from ..formats import get_format
 from ..training import FakeQuantized
 from ..weights.activations import ActivationQuantized
-from .default_rules import SMALL, VOCABULARY_QTYPE
-from .matching import can_be_quantized, find_rule, some_of
+from .arguments import can_be_quantized, find_rule, some_of
 from .rules import Rule
-from .uses import Use
+from .uses import SMALL, VOCABULARY_QTYPE, Use
 
 #: If at most this number of values share a scale, the tile is probably a mistake.
 _FEW_VALUES = 8

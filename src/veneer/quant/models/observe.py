@@ -4,7 +4,6 @@ Each weight that a rule matches is replaced by an `ObservedWeight`. In products 
 activations are reduced to sums and ranges on the device. A callback sends these to the host.
 """
 
-import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -18,19 +17,26 @@ from ..._core.primitives.scopes import mark_tangents
 from ..._core.surface.implicit import implicit
 from ..._jax.frames import warn_user
 from ..formats.tiles import Shape
-from ..observation.observed_weight import ObservedWeight, boxes_by_run, recordings_by_run, run_ids
-from ..observation.recording import Recording
+from ..observation.recording import (
+    ObservedWeight,
+    Recording,
+    boxes_by_run,
+    recordings_by_run,
+    run_ids,
+)
 from ..observation.statistics import ActivationStatistics
 from ..weights.activations import PRODUCTS
-from .matching import (
+from .arguments import (
+    arguments_of,
     as_rules,
     can_be_quantized,
     find_rule,
+    first_arguments,
     flatten_with_paths,
+    parameter_trees_and_program,
     some_of,
     warn_of_unmatched,
 )
-from .programs import arguments_of, check_batches, parameter_trees_and_program
 from .rules import Rule
 from .uses import find_uses, uses_with_axes
 
@@ -108,15 +114,8 @@ def observe(
         )
 
     def run(batches: Iterable[Any]) -> dict[str, ActivationStatistics]:
-        check_batches(batches)
-        iterator = iter(batches)
-        try:
-            first_batch = next(iterator)
-        except StopIteration:
-            raise ValueError("there are no batches to observe. Pass at least one") from None
-        traced = _traced_axes(trees, program, rules, arguments_of(first_batch))
-        axes = _observed_axes(flat_trees, rules, traced)
-        batches = itertools.chain([first_batch], iterator)
+        args, batches = first_arguments(batches, "to observe")
+        axes = _observed_axes(flat_trees, rules, _traced_axes(trees, program, rules, args))
         return statistics_of(record(program, flat_trees, axes, batches, gram=gram, decay=decay))
 
     return run

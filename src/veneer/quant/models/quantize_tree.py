@@ -16,16 +16,16 @@ from ..._jax.frames import warn_user
 from ..arrays.qarray import QArray
 from ..observation.statistics import ActivationStatistics
 from ..training import FakeQuantized
-from .correction import LowRankAxes, low_rank_axes, quantize_with_correction
-from .default_rules import default_rules, fit_default_rule
-from .matching import (
+from .arguments import (
     as_rules_or_format,
     can_be_quantized,
     find_rule,
     flatten_with_paths,
+    program_for,
     some_of,
     warn_of_unmatched,
 )
+from .correction import LowRankAxes, low_rank_axes, quantize_with_correction
 from .notices import (
     describe_changed_tiles,
     warn_of_conflicting_uses,
@@ -36,9 +36,8 @@ from .notices import (
     warn_of_unchanged,
     warn_of_unused,
 )
-from .programs import program_for
 from .rules import TRAINING_OPTIONS, Rule
-from .uses import LOOK_UP, Use, find_uses, uses_with_axes
+from .uses import LOOK_UP, Use, default_rules, find_uses, fit_default_rule, uses_with_axes
 
 T = TypeVar("T")
 
@@ -188,6 +187,18 @@ class ChosenRules(NamedTuple):
                 "products are not contiguous. Add a rule for it without correction_rank"
             )
         return axes
+
+    def product_axes(self, rules: Mapping[str, Rule]) -> dict[str, tuple[int, ...]]:
+        """Return a dict from the path of each weight in `rules` to the axes its products contract.
+
+        Weights without a format, and weights that no product uses, are left out.
+        """
+        ndims = {path: leaf.ndim for path, leaf in zip(self.paths, self.leaves, strict=True)}
+        return {
+            path: rule.contracting(ndims[path])
+            for path, rule in rules.items()
+            if rule.has_format and any(use.is_product for use in (self.uses or {})[path])
+        }
 
     def replace_leaves(self, quantize: Callable[[str, Any, Rule], Any]) -> Any:
         """Return the tree with each leaf that has a rule replaced by `quantize(path, leaf, rule)`.

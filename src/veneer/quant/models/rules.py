@@ -439,20 +439,12 @@ def split_tile(shape: Sequence[int], tile: int) -> list[int]:
         along_last_axes.insert(0, math.gcd(size, remaining))
         # Only a tile that covers this axis can extend along the next axis.
         remaining = remaining // size if along_last_axes[0] == size else 1
-    along_one_axis = [
-        [_largest_divisor(size, tile) if i == axis else 1 for i in range(len(shape))]
-        for axis, size in reversed([*enumerate(shape)])
-    ]
+    along_one_axis = []
+    for axis, size in reversed([*enumerate(shape)]):
+        divisors = [n for n in range(1, min(size, tile) + 1) if size % n == 0]
+        # Prefer multiples of 8, if they are at least half of the tile.
+        aligned = [n for n in divisors if n % 8 == 0 and 2 * n >= tile]
+        divisor = max(aligned or divisors, default=1)
+        along_one_axis.append([divisor if i == axis else 1 for i in range(len(shape))])
     # `max` returns the first of several tiles of equal size: along one axis, if possible the last.
     return max([*along_one_axis, along_last_axes], key=math.prod)
-
-
-def _largest_divisor(size: int, tile: int) -> int:
-    """Return the largest divisor of `size` that is at most `tile`.
-
-    If a multiple of 8 that is at least half of `tile` divides `size`, return the largest such
-    multiple.
-    """
-    divisors = [n for n in range(1, min(size, tile) + 1) if size % n == 0]
-    aligned = [n for n in divisors if n % 8 == 0 and 2 * n >= tile]
-    return max(aligned or divisors, default=1)

@@ -1,8 +1,5 @@
-"""Statistics of the activations of a model, recorded while the model runs.
+"""Statistics of the activations of a model.
 
-The modules here:
-
-    observed_weight  ObservedWeight, whose rules for products record the activations
-    recording        sums and ranges of the activations of one weight, while the model runs
-    statistics       ActivationStatistics, the files that hold them, and static scales
+recording   ObservedWeight, a weight that records the activations that multiply it, and Recording
+statistics  ActivationStatistics, their files, and static scales
 """

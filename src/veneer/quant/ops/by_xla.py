@@ -32,7 +32,6 @@ from .operands import (
     int8_codes,
     is_exact_in,
     outer_scale,
-    unpack_codes,
     unscaled,
 )
 from .product import (
@@ -359,7 +358,7 @@ def _multiply_tiles(product: QuantizedProduct, tile_sizes: Shape) -> jax.Array:
     operands, scales = [], []
     for q, axes in zip(product.operands, contracting, strict=True):
         assert isinstance(q, QArray)
-        operands.append(unpack_codes(q) if q.packing and q.packing.axis + q.ndim in axes else q)
+        operands.append(q.unpacked() if q.packing and q.packing.axis + q.ndim in axes else q)
         scale, zero_point = _move_tiles_first(q.scales(), axes, counts), q.zero_points()
         if zero_point is not None:
             zero_point = _move_tiles_first(zero_point, axes, counts)

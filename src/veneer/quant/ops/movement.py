@@ -42,7 +42,7 @@ def _gather(q: QArray, indices: ArrayLike, *, mode, fill_value, **params) -> Any
         return NotImplemented
     if _is_packed(q, [axis for axis, size in enumerate(params["slice_sizes"]) if size == 1]):
         # Single codes are gathered along the packed axis. Each takes one byte, packed or not.
-        q = q.changed(packed=unpack(q.packed, q.packing, q.format.bits), packing=None)
+        q = q.unpacked()
     # The fill values of codes, scales, zero points and minima. Entries out of bounds become NaN,
     # because their scales are NaN.
     zero_point = () if q.zero_point is None else (0,)

@@ -65,11 +65,6 @@ def has_minimum(x: jax.Array | QArray) -> bool:
     return isinstance(x, QArray) and x.minimum is not None
 
 
-def unpack_codes(q: QArray) -> QArray:
-    """Return the same QArray with one code per byte."""
-    return q.replace(packed=q.format.to_fields(q.codes()), packing=None)
-
-
 def dequantized(x: jax.Array | QArray) -> jax.Array:
     """Return the dense array of an operand."""
     return x.dequantize() if isinstance(x, QArray) else x
@@ -102,24 +97,9 @@ def accumulator(out_dtype: DTypeLike) -> jnp.dtype:
     return jnp.promote_types(out_dtype, jnp.float32)
 
 
-def largest_code(format: Format) -> float:
-    """Return the largest magnitude of a decoded code, before the zero point is subtracted.
-
-    >>> import veneer as vn
-    >>> from veneer.quant.ops.operands import largest_code
-    >>> [largest_code(vn.quant.get_format(name)) for name in ("int8", "uint8", "nf4", "fp8")]
-    [128.0, 255.0, 1.0, 448.0]
-    """
-    if format.codebook is not None:
-        return max(map(abs, format.codebook))
-    if not format.is_integer:
-        return float(jnp.finfo(format.code_dtype).max)
-    return float(max(map(abs, format.code_range)))
-
-
 def _code_exponent(format: Format) -> int:
     """Return an exponent e, so that the codes of a format divided by `2**e` are below 4."""
-    largest = largest_code(format)
+    largest = max(map(abs, format.value_range))
     return math.floor(math.log2(largest)) - 1 if largest > 2 else 0
 
 
@@ -143,7 +123,7 @@ def fits_int32(lhs: QArray, rhs: QArray, terms: int) -> bool:
 def largest_difference(q: QArray) -> int:
     """Return an upper bound of the magnitude of an integer code minus its zero point."""
     if q.zero_point is None:
-        return int(largest_code(q.format))
+        return int(max(map(abs, q.format.value_range)))
     # Stored codes and zero points of 8 bits can have any value, even if the format has fewer bits.
     return 2 ** max(8, int(q.format.bits)) - 1
 

@@ -24,7 +24,7 @@ from ..._core.surface.array import ImplicitArray
 from ..._core.value import materialise_one
 from ..arrays.qarray import QUANTIZABLE, QArray
 from .dot_general import STRATEGIES, complete_report, dot_general
-from .operands import accumulator, dequantized, fixes_dtypes, operand_pair, unpack_codes
+from .operands import accumulator, dequantized, fixes_dtypes, operand_pair
 from .product import (
     Operand,
     Plan,
@@ -477,7 +477,7 @@ def _unpack_up_to(x: Any, axis: int) -> Any:
     The codes of the result can be indexed along `axis`. All other arrays are returned unchanged.
     """
     is_packed = isinstance(x, QArray) and x.packing and x.packing.axis + x.ndim <= axis
-    return unpack_codes(x) if is_packed else x
+    return x.unpacked() if is_packed else x
 
 
 def _take(x: Operand, axis: int, index: jax.Array, skip: int = 0) -> list[jax.Array]:

@@ -7,7 +7,6 @@ Problems", chapter 11). `solve_knapsack` uses dynamic programming over Pareto fr
 
 import dataclasses
 import functools
-import itertools
 import math
 import re
 import warnings
@@ -20,16 +19,20 @@ import numpy as np
 
 from ..._core.surface.implicit import implicit
 from ..._core.value import is_value, materialise_one
+from ..models.arguments import (
+    as_rules,
+    first_arguments,
+    parameters_and_program,
+    some_of,
+    warn_of_unmatched,
+)
 from ..models.correction import LowRankAxes, quantize_with_correction
-from ..models.matching import as_rules, some_of, warn_of_unmatched
 from ..models.observe import record, statistics_of, warn_of_vanishing
-from ..models.programs import arguments_of, check_batches, parameters_and_program
 from ..models.quantize_tree import ChosenRules, check_rules, choose_rules
 from ..models.rules import Rule
 from ..observation.statistics import ActivationStatistics
-from .matrices import MatrixStack, finite, product_axes
 from .report import AllocationReport, WeightBits
-from .weight import name_errors
+from .weight import MatrixStack, finite, name_errors
 
 #: The largest number of sums (bits, loss) that `solve_knapsack` keeps after each weight. If there
 #: are more, the bits are divided into this many ranges, and the sum of least loss in each is kept.
@@ -121,11 +124,7 @@ class BitAllocator:
 
     def __call__(self, batches: Iterable[Any]) -> list[Rule]:
         """Return a rule for each weight, chosen with the activations of the batches."""
-        check_batches(batches)
-        first = next(remaining := iter(batches), _NO_BATCH)
-        if first is _NO_BATCH:
-            raise ValueError("there are no batches to allocate bits with. Pass at least one")
-        args, batches = arguments_of(first), itertools.chain([first], remaining)
+        args, batches = first_arguments(batches, "to allocate bits with")
         # Find the candidates for each weight, and check that the smallest fit in the budget.
         tree, candidates = self._find_candidates(args)
         leaves = dict(zip(tree.paths, tree.leaves, strict=True))
@@ -207,7 +206,7 @@ class BitAllocator:
     ) -> Mapping[str, ActivationStatistics]:
         """Return a dict from the path of each weight to the statistics of its activations."""
         rules = {path: options[0].rule for path, options in candidates.items()}
-        axes = product_axes(tree, rules)
+        axes = tree.product_axes(rules)
         if not axes:
             return {}
         # `record` passes a list of parameter trees. Here, the list has one tree.
@@ -248,9 +247,6 @@ class BitAllocator:
                 loss = sum(np.square(y - z).sum() for y, z in zip(outs, expected, strict=True))
                 losses[path] = float(loss / expected_sum)
         return losses
-
-
-_NO_BATCH = object()
 
 
 class _WeightCandidate(NamedTuple):

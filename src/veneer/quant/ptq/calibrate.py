@@ -19,7 +19,12 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from ..._jax.frames import warn_user
-from ..models.matching import as_rules_or_format, some_of
+from ..models.arguments import (
+    as_rules_or_format,
+    first_arguments,
+    parameters_and_program,
+    some_of,
+)
 from ..models.observe import (
     record,
     split_recordings,
@@ -27,13 +32,11 @@ from ..models.observe import (
     warn_of_missing,
     warn_of_vanishing,
 )
-from ..models.programs import arguments_of, check_batches, parameters_and_program
 from ..models.quantize_tree import ChosenRules, check_rules, choose_rules
 from ..models.rules import Rule, get_method
 from ..observation.recording import Recording
 from ..observation.statistics import ActivationStatistics
 from .gptq import DAMPING
-from .matrices import product_axes
 from .report import CalibrationReport
 from .saved_progress import SavedProgress, digest_calibration
 from .weight import RoundedWeight, name_errors
@@ -194,22 +197,18 @@ class Calibrator:
 
     def __call__(self, batches: Iterable[Any]) -> Any:
         """Return the parameters, quantized with the activations of the batches."""
-        check_batches(batches)
         # Choose the rule of each weight, which needs the shapes of one batch.
-        first = next(remaining := iter(batches), _NO_BATCH)
-        if first is _NO_BATCH:
-            raise ValueError("there are no batches to calibrate with. Pass at least one")
-        args = arguments_of(first)
+        args, batches_once = first_arguments(batches, "to calibrate with")
         chosen = choose_rules(self._params, self._rules, self._program, args, needs_products=True)
-        axes = product_axes(chosen, chosen.rules)
+        axes = chosen.product_axes(chosen.rules)
         stages = _limit_memory(self._memory, chosen, axes)
         # Check that the batches can be read as often as needed.
         repeating = ["sequential"] if self._sequential else []
         repeating += [f"memory={self._memory:,}"] if len(stages) > 1 else []
         repeating += ["resume"] if self._resume is not None else []
         if not repeating:
-            batches = itertools.chain([first], remaining)
-        elif remaining is batches:
+            batches = batches_once
+        elif iter(batches) is batches:
             raise TypeError(
                 f"{repeating[0]} reads the batches several times, and a {type(batches).__name__} "
                 "can be read only once. Pass a list, or an object whose __iter__ starts again"
@@ -270,6 +269,12 @@ class Calibrator:
             in_order = [path for path in chosen.uses or () if path in dense]
             stages = _order_stages({path: dense[path] for path in in_order})
             leaves |= {path: w.rounded_values() for path, w in weights.items() if path not in axes}
+
+        def show_batches(show: Show, number: int) -> Iterator[Any]:
+            for i, batch in enumerate(batches, start=1):
+                show(f"stage {number + 1} of {len(stages)}, batch {i}")
+                yield batch
+
         statistics: dict[str, ActivationStatistics] = {}
         missing: dict[str, str] = {}
         with _progress_bar(sum(map(len, stages)), is_shown=self._progress) as show:
@@ -278,8 +283,7 @@ class Calibrator:
                 done = saved.restore(number, {path: weights.get(path) for path in stage})
                 show("", len(done))
                 remaining_axes = {path: axes[path] for path in stage if path not in done}
-                text = f"stage {number + 1} of {len(stages)}, batch"
-                shown = _show_batches(batches, text, show)
+                shown = show_batches(show, number)
                 recordings = observe(remaining_axes, shown, gram=True) if remaining_axes else {}
                 observed, missing_in_stage = split_recordings(recordings)
                 missing |= missing_in_stage
@@ -341,8 +345,6 @@ class Calibrator:
         return record(run, [current], axes, batches, gram=gram, decay=0.9, reference=dense)
 
 
-_NO_BATCH = object()
-
 #: A function of a text to show and of the number of weights that were finished since the last call.
 Show = Callable[..., None]
 
@@ -365,13 +367,6 @@ def _progress_bar(total: int, *, is_shown: bool) -> Iterator[Show]:
     with Progress(console=Console(stderr=True)) as bar:
         task = bar.add_task("", total=total)
         yield lambda text, advance=0: bar.update(task, description=text, advance=advance)
-
-
-def _show_batches(batches: Iterable[Any], text: str, show: Show) -> Iterator[Any]:
-    """Yield the batches, and show the number of each batch in the progress bar."""
-    for i, batch in enumerate(batches, start=1):
-        show(f"{text} {i}")
-        yield batch
 
 
 #: The weights that are rounded at the same time: by path, the indices of the matrices of a stacked

@@ -14,7 +14,7 @@ import numpy as np
 from ..._core.surface.implicit import implicit
 from ..._jax.frames import warn_user
 from ..._jax.primitives import constants_in
-from ..models.programs import abstract_arrays
+from ..models.arguments import abstract_arrays
 from ..observation.statistics import (
     ActivationStatistics,
     read_npz,

@@ -280,7 +280,7 @@ class FakeQuantized(ImplicitArray):
         return None if self.qtype is None else get_format(self.qtype)
 
     @property
-    def scales_are_quantised(self) -> bool:
+    def has_quantized_scales(self) -> bool:
         """True if the scales of the format are quantized, too, as in nvfp4.
 
         The scales of a whole matrix are quantized together, so a part of it cannot be quantized.
@@ -338,7 +338,7 @@ class FakeQuantized(ImplicitArray):
         if isinstance(self.tile_size, tuple):
             axes = (*axes, *(axis for axis, _ in self.tile_size))
         # The axes are counted from the end. Quantized scales need a matrix.
-        min_ndim = max(2 if self.scales_are_quantised else 1, -min(axes))
+        min_ndim = max(2 if self.has_quantized_scales else 1, -min(axes))
         if aval.ndim < min_ndim:
             raise ValueError(
                 f"w of shape {aval.shape} has no axis {min(axes)}, which its tiles need"
@@ -434,7 +434,7 @@ class FakeQuantized(ImplicitArray):
         if shape != self.shape:
             for axis in range(self.ndim):
                 tile = self.grid.size(axis)  # None if the whole axis is one tile
-                splits_tile = tile is None or shape[axis] % tile or self.scales_are_quantised
+                splits_tile = tile is None or shape[axis] % tile or self.has_quantized_scales
                 if spec[axis] is not None and splits_tile:
                     return None
         axis = self.tile_axes[-1]

@@ -123,7 +123,7 @@ def _convert_element_type(
 @register("transpose")
 def _transpose(w: FakeQuantized, *, permutation: Sequence[int]) -> Any:
     ndim = w.ndim
-    if w.format is not None and w.scales_are_quantised:
+    if w.format is not None and w.has_quantized_scales:
         # Scales are quantized in groups that share an outer scale. A group depends on the order of
         # axes, unless it consists of all scales of a matrix.
         is_per_matrix = w.format.scale_tile == 0  # 0 stands for all scales of a matrix

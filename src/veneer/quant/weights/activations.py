@@ -166,7 +166,7 @@ class ActivationQuantized(ProductWeight):
         """Record that the last two axes of all arrays were swapped: invert the flag `turned`."""
         return self.changed(turned=not self.turned)
 
-    def quantise_activations(
+    def quantize_activations(
         self, x: jax.Array, shared: Sequence[int], batch: Sequence[tuple[int, int]] = ()
     ) -> QArray:
         """Quantize the other operand of a product. The result has no derivative.
@@ -347,12 +347,12 @@ def _multiply_straight_through(
     def multiply(x: jax.Array, w: ActivationQuantized) -> Any:
         # `custom_jvp` rebuilds the weight, which loses the origin that reports show.
         keep_sources([original_w], [w])
-        return product(w.quantise_activations(x, x_contracted, batch), w.array)
+        return product(w.quantize_activations(x, x_contracted, batch), w.array)
 
     def jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
         x, w = primals
         out = multiply(x, w)
-        quantize = lambda x: materialise_one(w.quantise_activations(x, x_contracted, batch))
+        quantize = lambda x: materialise_one(w.quantize_activations(x, x_contracted, batch))
         # `ste` gives the quantized activations the derivative of the identity.
         leaves, treedef = jax.tree.flatten((ste(quantize)(x), w.array))
         # Differentiate only with respect to leaves with tangents, because each costs a product.

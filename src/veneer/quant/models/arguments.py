@@ -1,10 +1,12 @@
-"""Separate a model into its parameters and its program.
+"""The arguments that a caller passes: a model, its parameters, batches, and rules.
 
-A program is a function of the parameters and of the other arguments of the model.
+The model is separated into its parameters and its *program*: a function of the parameters and of
+the other arguments of the model. Rules are matched with the paths of the parameters.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +15,11 @@ from jax.dtypes import canonicalize_dtype
 
 from ..._core.primitives.sharding import replicated_sharding
 from ..._core.surface import check_parameters
+from ..._core.value import is_value
+from ..._jax.frames import warn_user
+from ..arrays.qarray import QUANTIZABLE
+from ..formats import get_format
+from .rules import Rule
 
 
 def parameters_and_program(model: Any, params: Any, call: str) -> tuple[Any, Callable]:
@@ -107,6 +114,19 @@ def check_batches(batches: Any) -> None:
         )
 
 
+def first_arguments(batches: Any, purpose: str) -> tuple[tuple[Any, ...], Iterator[Any]]:
+    """Return the arguments in the first batch, and an iterator of all batches, with the first one.
+
+    **Raises:** `TypeError` if `batches` is a single batch. `ValueError` if `batches` is empty, with
+    the text `purpose`, such as "to observe", in the message.
+    """
+    check_batches(batches)
+    iterator = iter(batches)
+    for first in iterator:
+        return arguments_of(first), itertools.chain([first], iterator)
+    raise ValueError(f"there are no batches {purpose}. Pass at least one")
+
+
 def arguments_of(batch: Any) -> tuple[Any, ...]:
     """Return a batch as a tuple of arguments. A batch that is not a tuple is the only argument."""
     return batch if type(batch) is tuple else (batch,)
@@ -137,3 +157,81 @@ def _abstract_array(array: Any) -> jax.ShapeDtypeStruct:
     has_sharding = isinstance(array, jax.Array) and replicated_sharding(array) is not None
     sharding = jax.typeof(array).sharding if has_sharding else None
     return jax.ShapeDtypeStruct(array.shape, dtype, sharding=sharding)
+
+
+def as_rules_or_format(rules: Any) -> tuple[Rule, ...] | str:
+    """Return a tuple of rules, or the name of a format if `rules` is a format or a dtype.
+
+    **Raises:** `TypeError` if `rules` is neither an iterable of rules nor a format.
+    """
+    if isinstance(rules, str | type | np.dtype):
+        return get_format(rules).name
+    return as_rules(rules)
+
+
+def as_rules(rules: Any) -> tuple[Rule, ...]:
+    """Return an iterable of rules as a tuple.
+
+    **Raises:** `TypeError` for any other argument. The message suggests a list of rules.
+    """
+    if isinstance(rules, Rule):
+        raise TypeError(f"rules must be a list: [{rules}]")
+    if not isinstance(rules, Iterable) or isinstance(rules, str | Mapping):
+        # If the argument is a format, or a dict from paths to formats, suggest it as a list.
+        formats: dict[str, str | None] = {".*": rules if isinstance(rules, str) else "int8"}
+        if isinstance(rules, Mapping) and all(isinstance(path, str) for path in rules):
+            formats = {path: x for path, x in rules.items() if isinstance(x, str | None)} or formats
+        suggestion = ", ".join(f"vn.quant.Rule({path!r}, {x!r})" for path, x in formats.items())
+        raise TypeError(
+            f"rules must be a list of Rule, such as [{suggestion}], not {describe_value(rules)}. "
+            "The rules are the second argument, after the parameters or the model"
+        )
+    rules = tuple(rules)
+    for i, rule in enumerate(rules):
+        if not isinstance(rule, Rule):
+            raise TypeError(
+                f"rules[{i}] must be a Rule, such as Rule('.*', 'int8'), not {describe_value(rule)}"
+            )
+    return rules
+
+
+def describe_value(x: Any) -> str:
+    """Describe a value in an error message: by its repr, or by its type if it holds arrays."""
+    holds_arrays = any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(x))
+    return f"a {type(x).__name__}" if holds_arrays else repr(x)
+
+
+def flatten_with_paths(tree: Any) -> tuple[list[str], list[Any], Any]:
+    """Return the paths, the leaves and the treedef of a tree. Rules match these paths.
+
+    An implicit array is one leaf.
+    """
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_value)
+    paths = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]
+    return paths, [leaf for _, leaf in leaves], treedef
+
+
+def find_rule(path: str, rules: Sequence[Rule]) -> Rule | None:
+    """Return the first rule that matches a path, or None."""
+    return next((rule for rule in rules if rule.matches(path)), None)
+
+
+def can_be_quantized(leaf: Any) -> bool:
+    """Return whether a leaf is a floating array of rank 2 or more. It may be abstract."""
+    return not is_value(leaf) and getattr(leaf, "ndim", 0) >= 2 and leaf.dtype in QUANTIZABLE
+
+
+def warn_of_unmatched(rules: Sequence[Any], paths: Sequence[str]) -> None:
+    """Warn of each rule that matches none of the paths."""
+    for rule in rules:
+        if not any(map(rule.matches, paths)):
+            warn_user(
+                f"the rule {rule.path_regex!r} matches no parameter. Change its path_regex, which "
+                f"must match a whole path, such as {some_of(paths)}"
+            )
+
+
+def some_of(paths: Sequence[str]) -> str:
+    """Join the first four paths for a message."""
+    some = ", ".join(paths[:4]) + (", ..." if len(paths) > 4 else "")
+    return some or "(the tree is empty)"
