@@ -1,13 +1,18 @@
-"""Attention of a new token to a quantized cache, beside one of f32, on a CPU.
+"""Time the attention of one new token to a quantized cache, and to one in f32, on a CPU.
 
-Layers of 8 heads of 64 features, each of which 1 or 4 queries share, write a key and a value and
-attend to all tokens. Caches are updated in place, and there are so many layers that f32 takes 134
-MB at 4,096 tokens. × is the median for f32 over that of a format, all by turns in one process.
-Keys lie by their features (`[heads, width, tokens]`), or by tokens (as in `examples/llama.py`), and
-have a scale for each, or one for each channel of 32 tokens; or are in the tiles that lose the least
-(`perplexity.py --caches`): of 4 bits, uint4 keys by channel with zero points and nf4 values in
-tiles of 16, of others tiles of 32. Or heads lie within tokens, as in Flax and
-`jax.nn.dot_product_attention`, which is what runs then.
+    python benchmarks/cache.py            # the tables of docs/cache.md, in ten minutes
+    python benchmarks/cache.py --quick    # a short context, to see that it runs
+
+There are 8 layers of 8 heads with 64 features each. 1 or 4 queries share a head. Each layer writes
+a key and a value in place, and attends to 4,096 tokens. In f32, the caches take 134 MB.
+
+Each row is one layout of the keys. `by features` is `[heads, width, tokens]`. `by tokens` is
+`[heads, tokens, width]`, as in `examples/llama.py`, with one scale per token. `by channel` has one
+scale per channel and block of 32 tokens. `in tiles` is the layout with the smallest loss
+(`perplexity.py --caches`). `within tokens` is `[batch, tokens, heads, width]`, as in
+`jax.nn.dot_product_attention`.
+
+A cell is the median time, and how many times as fast it is as f32.
 """
 
 import sys
@@ -25,11 +30,11 @@ import veneer as vn
 LAYERS, HEADS, WIDTH = 8, 8, 64
 FORMATS = ("float32", "int8", "fp8", "int4")
 TARGETS = {"int8": 1.5, "int4": 1.8}
-CONTEXT = 4096  # that the targets are for
+CONTEXT = 4096  # the targets are for this length
 
 
 def by_features(keys: Any, values: Any, new: Any, at: Any) -> Any:
-    """A layer whose keys are `[heads, width, tokens]`."""
+    """Run a layer whose keys are `[heads, width, tokens]`."""
     query, key, value = new
     keys = lax.dynamic_update_slice(keys, key.swapaxes(1, 2), (0, 0, at))
     values = lax.dynamic_update_slice(values, value, (0, at, 0))
@@ -37,7 +42,7 @@ def by_features(keys: Any, values: Any, new: Any, at: Any) -> Any:
 
 
 def by_tokens(keys: Any, values: Any, new: Any, at: Any) -> Any:
-    """A layer whose keys are `[heads, tokens, width]`."""
+    """Run a layer whose keys are `[heads, tokens, width]`."""
     query, key, value = new
     keys = lax.dynamic_update_slice(keys, key, (0, at, 0))
     values = lax.dynamic_update_slice(values, value, (0, at, 0))
@@ -45,19 +50,19 @@ def by_tokens(keys: Any, values: Any, new: Any, at: Any) -> Any:
 
 
 def by_channel(keys: Any, values: Any, new: Any, at: Any) -> Any:
-    """The same, whose keys have a scale for each channel of a block of tokens."""
+    """Run `by_tokens`. The keys have one scale per channel and block of tokens."""
     return by_tokens(keys, values, new, at)
 
 
 def in_tiles(keys: Any, values: Any, new: Any, at: Any) -> Any:
-    """The same, whose scales are for tiles."""
+    """Run `by_tokens`. The keys and values have one scale per tile."""
     return by_tokens(keys, values, new, at)
 
 
 def within_tokens(keys: Any, values: Any, new: Any, at: Any) -> Any:
-    """A layer whose keys and values are `[batch, tokens, heads, width]`."""
+    """Run a layer whose keys and values are `[batch, tokens, heads, width]`."""
     query, key, value = (x.swapaxes(0, 1)[None] for x in new)
-    query = query.swapaxes(1, 2).reshape(1, 1, -1, WIDTH)  # those of a head are neighbors
+    query = query.swapaxes(1, 2).reshape(1, 1, -1, WIDTH)  # the queries of a head are adjacent
     keys = lax.dynamic_update_slice(keys, key, (0, at, 0, 0))
     values = lax.dynamic_update_slice(values, value, (0, at, 0, 0))
     is_seen = jnp.arange(keys.shape[1]) <= at
@@ -70,7 +75,7 @@ def _mixed(scores: Any, values: Any, at: Any) -> Any:
     return jax.nn.softmax(jnp.where(is_seen, scores * WIDTH**-0.5, -jnp.inf)) @ values
 
 
-#: Of keys and of values, by how many tokens there is room for.
+#: The shapes of keys and values for a number of tokens.
 SHAPES: dict[Callable[..., Any], Callable[[int], tuple[Any, Any]]] = {
     by_features: lambda room: ((HEADS, WIDTH, room), (HEADS, room, WIDTH)),
     by_tokens: lambda room: ((HEADS, room, WIDTH), (HEADS, room, WIDTH)),
@@ -81,7 +86,7 @@ SHAPES: dict[Callable[..., Any], Callable[[int], tuple[Any, Any]]] = {
 
 
 def step(layer: Callable[..., Any], caches: Any, new: Any, at: Any) -> Any:
-    """All layers, each of which takes what the one before it made."""
+    """Run all layers. Each one takes the output of the one before as its queries."""
     query, *rest = new
     written = []
     for cache in caches:
@@ -91,7 +96,7 @@ def step(layer: Callable[..., Any], caches: Any, new: Any, at: Any) -> Any:
 
 
 def side(name: str, layer: Callable[..., Any], qtype: str, room: int, queries: int) -> Side:
-    """A format, which keeps its own caches from call to call."""
+    """Return the step with caches of a format. The caches are kept from call to call."""
 
     def zeros(shape: tuple[int, ...], is_key: bool) -> Any:
         if qtype == "float32":
@@ -132,7 +137,7 @@ def side(name: str, layer: Callable[..., Any], qtype: str, room: int, queries: i
 
 
 def rows(room: int, rounds: int) -> Iterator[list[str]]:
-    """A row for each layout and number of queries."""
+    """Measure and yield a row for each layout and number of queries."""
     for layer in SHAPES:
         for queries in (1, 4):
             sides = [side(qtype, layer, qtype, room, queries) for qtype in FORMATS]
@@ -155,6 +160,6 @@ def main(*, rounds: int, quick: bool) -> None:
 
 if __name__ == "__main__":
     options = parser(__doc__)
-    options.add_argument("--quick", action="store_true", help="a short context alone")
+    options.add_argument("--quick", action="store_true", help="only a short context")
     arguments = options.parse_args()
     main(rounds=arguments.rounds, quick=arguments.quick)

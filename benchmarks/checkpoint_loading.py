@@ -1,11 +1,15 @@
-"""Checkpoints read by `vn.load(path, shardings=...)`: how fast, and the memory that it takes.
+"""Measure the time and memory of `vn.load(path, shardings=...)`.
 
-A folder of each family (a file, of GGUF) holds four matrices of 8192 by 8192 and is read, in a
-process of its own, to eight devices of the host: each matrix is cut along its outputs. Before that
-small ones are read, so that what is compiled and imported once does not count. Seconds are of a
-processor, for other programs do not lengthen those. *Above the result* is the most memory beside
-the arrays that are returned, in matrices as they are held: of the process's own pages, looked at
-every millisecond. The file's, which are mapped, are not its own.
+    python benchmarks/checkpoint_loading.py            # for docs/checkpoints.md; ten minutes
+    python benchmarks/checkpoint_loading.py --quick    # small sizes, to see that it runs
+
+A checkpoint of each family has four matrices of 8192 by 8192. A new process loads it to eight host
+devices, with the outputs of each matrix divided over the devices. It first loads a small
+checkpoint, so that imports and compilation do not count.
+
+Seconds are CPU seconds, because other programs do not change them. *above the result* is the peak
+memory beside the returned arrays, in matrices of the loaded size. It is the private memory of the
+process, sampled every millisecond. Memory-mapped files do not count.
 """
 
 import argparse
@@ -33,7 +37,7 @@ SMALL = 512
 
 
 def weights(size: int) -> Iterator[tuple[str, str, Any]]:
-    """What a row is called, the format that a checkpoint is written in, and a matrix of it."""
+    """Yield the name of a row, the format of the checkpoint, and a matrix to write."""
     rng = np.random.default_rng(0)
     codes = {bits: jnp.asarray(rng.integers(0, 2**bits, (size, size), np.uint8)) for bits in (3, 4)}
     scale = jnp.ones((size, size // 128), jnp.float16)
@@ -76,7 +80,7 @@ def write(path: Path, format: str, matrix: Any, size: int) -> None:
 
 
 def read(path: str, warm: str) -> None:
-    """Reads a checkpoint when it is told to, between two lines that the parent waits for."""
+    """Load a checkpoint in this process. Wait for a line of input before and after."""
     mesh = jax.make_mesh((8,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec("model", None)
     load = lambda path: vn.load(path, shardings=jax.sharding.NamedSharding(mesh, spec))
@@ -92,12 +96,17 @@ def read(path: str, warm: str) -> None:
 
 
 def own_bytes(pid: int) -> int:
+    """Return the private memory of a process, from Linux."""
     status = Path(f"/proc/{pid}/status").read_text()
     return 1024 * int(status.split("RssAnon:")[1].split()[0])
 
 
 def measured(path: Path, warm: Path) -> tuple[float, int, int]:
-    """Seconds, bytes of what was read, and the most bytes above what was there before."""
+    """Load a checkpoint in a new process.
+
+    **Returns:** the CPU seconds, the bytes of the loaded arrays, and the growth of the memory at
+    its peak.
+    """
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     child = subprocess.Popen(
         [sys.executable, __file__, "--read", str(path), str(warm)],
@@ -124,6 +133,7 @@ def measured(path: Path, warm: Path) -> tuple[float, int, int]:
 
 
 def rows_of_table(size: int) -> Iterator[list[str]]:
+    """Write and load a checkpoint of each family, and yield its row."""
     for (name, format, matrix), (*_, other) in zip(weights(size), weights(SMALL), strict=True):
         with tempfile.TemporaryDirectory() as folder:
             whole, small = Path(folder) / "model", Path(folder) / "warm"

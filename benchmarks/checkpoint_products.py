@@ -1,11 +1,15 @@
-"""Products of activations with weights as checkpoints store them, beside XLA's in f32, on a CPU.
+"""Time products with weights in the formats of checkpoints on a CPU, compared with XLA in f32.
 
-A matmul of M rows with the transposed weight, which is stored as `[N, K]` in tiles along K, is
-timed as a program under `jax.jit` with the weight as an argument. All run in one process, in each
-round in another order, and every call takes another copy of the weight. XLA has the dense weight
-both as `[N, K]` and as `[K, N]`; × is the faster median of these over ours. Each result is compared
-with one in f64 first, and no program may hold a dense weight. With *activations int8*, these are
-rounded in the program, a tile at a time, as llama.cpp does.
+    python benchmarks/checkpoint_products.py            # for docs/checkpoints.md; 15 minutes
+    python benchmarks/checkpoint_products.py --quick    # small sizes, to see that it runs
+
+A product of M rows with the transpose of a weight `[N, K]`, which has tiles along K, is one program
+under `jax.jit`, with the weight as an argument. All programs run in one process, in a new random
+order in each round. Each call takes another copy of the weight. XLA multiplies the dense weight as
+`[N, K]` and as `[K, N]`, and the faster of the two counts.
+
+Each result is first compared with the product in f64. No program may materialize the weight. With
+*activations int8*, the program rounds activations per tile, as llama.cpp does.
 """
 
 import itertools
@@ -22,7 +26,7 @@ import veneer as vn
 from veneer.quant import ActivationQuantized, QArray
 
 IN_INT8 = ", activations int8"
-# Name, qtype, tile, dtypes of scale and of minimum: those of a format, or of nothing.
+# Name, qtype, tile, and how the scales and the minima are stored.
 FORMATS = (
     ("Q8_0", "int8", 32, "float16", None),
     ("Q8_0" + IN_INT8, "int8", 32, "float16", None),
@@ -48,7 +52,12 @@ FORMATS = (
 
 
 def numbers(counts: tuple[int, int], stored_as: str, seed: int) -> Any:
-    """Scales or minima `[N, K / tile]`: floats of a dtype, or codes of few bits under scales."""
+    """Return random scales or minima `[N, K / tile]`.
+
+    **Arguments:**
+
+    - `stored_as`: a float dtype, or the format and tile of quantized scales, such as "uint6 by 8".
+    """
     rng = np.random.default_rng(seed)
     if " by " not in stored_as:
         return jnp.asarray(2.0 ** rng.integers(-3, 1, counts), stored_as)
@@ -60,6 +69,7 @@ def numbers(counts: tuple[int, int], stored_as: str, seed: int) -> Any:
 
 
 def stored(n: int, k: int, qtype: str, tile: int, scale: str, minimum: str | None) -> QArray:
+    """Return a random weight `[n, k]` in a format, with f32 as its dense dtype."""
     format = vn.quant.get_format(qtype)
     low, high = format.code_range
     codes = np.random.default_rng(0).integers(low, high + 1, (n, k))
@@ -73,7 +83,7 @@ def stored(n: int, k: int, qtype: str, tile: int, scale: str, minimum: str | Non
 
 
 def side(name: str, product: Any, x: jax.Array, w: Any, dense: np.ndarray, rotated: int) -> Side:
-    """The program on an activation, compiled and found right, and without a dense weight."""
+    """Compile a product, check its result and that no dense weight is made, and return a side."""
     compiled = jax.jit(product).lower(x, w).compile()
     if not isinstance(w, jax.Array):
         n, k = w.shape
@@ -93,6 +103,7 @@ def side(name: str, product: Any, x: jax.Array, w: Any, dense: np.ndarray, rotat
 
 
 def rows_of_table(m: int, size: int, rotated: int, rounds: int) -> Iterator[list[str]]:
+    """Measure and yield a row for each format."""
     rng = np.random.default_rng(3)
     x = jnp.asarray(rng.normal(size=(m, size)), jnp.float32)
     w = jnp.asarray(rng.normal(size=(size, size)), jnp.float32)

@@ -1,9 +1,12 @@
-"""What a kernel of the CPU takes where a program first needs it: compiled, and from the cache.
+"""Time the compilation of CPU kernels, and loading them from the cache.
 
-Each is made in processes of its own, by `kernels.cpu.build.target`, as for a program that is
-lowered. Times are of a CPU, which other programs leave as they are, with what it takes to import
-Numba, or LLVM alone; *cached* is the median of some. What all kernels share is compiled once a
-machine, and was there.
+    python benchmarks/compile_time.py            # the table of docs/performance.md, in five minutes
+    python benchmarks/compile_time.py --quick    # one kernel, to see that it runs
+
+Each kernel is built in its own process by `kernels.cpu.build.target`, as for a program that is
+lowered. Times are CPU seconds, which include the import of Numba or LLVM. *cached* is the median of
+several processes. The code that all kernels share is compiled once per machine, before the first
+row.
 """
 
 import os
@@ -41,7 +44,7 @@ print(time.process_time() - start)
 
 
 def seconds(name: str, cache: str) -> float | None:
-    """What a process takes for a kernel; or None where this CPU has no such kernel."""
+    """Return the CPU seconds to build a kernel, or None if this CPU does not support it."""
     command = [sys.executable, "-c", MAKE, name]
     environment = os.environ | {"VENEER_CACHE": cache}
     run = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
@@ -50,7 +53,7 @@ def seconds(name: str, cache: str) -> float | None:
 
 def rows(names: Iterable[str], rounds: int) -> Iterator[list[str]]:
     with tempfile.TemporaryDirectory() as cache:
-        seconds(SMALLEST, cache)  # which leaves what all share there
+        seconds(SMALLEST, cache)  # compiles the code that all kernels share
         for name in names:
             first = seconds(name, cache)
             if first is None:

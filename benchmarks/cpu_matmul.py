@@ -1,10 +1,17 @@
-"""Products of a dense activation and a quantized weight on a CPU, beside XLA's in f32.
+"""Time products of a dense activation with a quantized weight on a CPU.
 
-A matmul of M rows with a weight `[4096, N]` is timed as a program under `jax.jit`, with the weight
-as an argument: by our kernels, by XLA alone, by Qwix, and by ONNX Runtime where it is installed.
-All run in one process, in each round in another order, and every call takes another copy of the
-weight, of 300 MB of them: what is timed is memory, as in a model, and not a cache. The figure is
-the median; × is XLA's median for f32 over it. Each result is compared with one in f64 first.
+    python benchmarks/cpu_matmul.py            # the tables of docs/performance.md, in an hour
+    python benchmarks/cpu_matmul.py --brief    # without Qwix and without kernels switched off
+    python benchmarks/cpu_matmul.py --quick    # small sizes, to see that it runs
+
+A product of M rows with a weight `[4096, N]` is one program under `jax.jit`, with the weight as an
+argument. It is computed by our kernels, by XLA alone, by Qwix, and by ONNX Runtime if it is
+installed. All programs run in one process, in a new random order in each round. Each call takes
+another copy of the weight, from 300 MB of copies, so that weights are read from memory and not from
+a CPU cache.
+
+The tables show the median time, and how many times as fast it is as XLA in f32. Each result is
+first compared with the product in f64.
 """
 
 import itertools
@@ -29,79 +36,85 @@ from veneer import kernels
 from veneer.kernels.cpu import build
 
 K = 4096
-DENSE, READING = "XLA f32", "reading memory"  # what others are compared with
-Run = Callable[[Any, Any], Any]  # of an activation and a weight
+DENSE, READING = "XLA f32", "reading memory"  # the baselines
+Run = Callable[[Any, Any], Any]  # takes an activation and a weight
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is timed, and how much of it."""
+    """The shapes of the products, and the bytes of weights to rotate through."""
 
     k: int = K
     rows: Sequence[int] = (1, 8, 256)  # M
     columns: Sequence[int] = (4096, 11008)  # N
-    rotated: int = 300_000_000  # bytes of copies of a weight
-    brief: bool = False  # without what is there for the record
+    rotated: int = 300_000_000  # bytes of the copies of a weight
+    brief: bool = False  # without Qwix and without kernels switched off
 
 
 @dataclass(frozen=True)
 class Program:
-    """A product by somebody, and the copies of the weight that it takes by turns."""
+    """A product computed by one library, and the copies of the weight to rotate through."""
 
     name: str
-    compiled: Callable[[Any, Any], Run]  # for operands such as these
-    weights: Callable[[], Sequence[Any]]  # made once, if they are wanted
-    dense: Callable[[Any], Any]  # what a weight stands for
-    error: float  # that its result may have, relative to one in f64
+    compiled: Callable[[Any, Any], Run]  # compiles for these operands
+    weights: Callable[[], Sequence[Any]]  # makes the copies once, on demand
+    dense: Callable[[Any], Any]  # the dense weight
+    error: float  # the largest allowed error, relative to f64
     activation: Callable[[np.ndarray], Any] = jnp.asarray
-    every: int = 1  # of so many rounds, it runs in one
+    every: int = 1  # run it only in every n-th round
 
     def side(self, x: np.ndarray) -> Side:
-        """The program on an activation, compiled and found right."""
+        """Compile the program, check its result, and return it as a side to time."""
         given, weights = self.activation(x), self.weights()
         run, turns = self.compiled(given, weights[0]), itertools.cycle(weights)
         self.check(x, run(given, next(turns)))
         return Side(self.name, lambda: run(given, next(turns)), self.every)
 
     def check(self, x: np.ndarray, found: Any) -> None:
-        """Compares a result with that in f64."""
+        """Raise an `AssertionError` if a result differs too much from the product in f64."""
         expected = x.astype(np.float64) @ np.asarray(self.dense(self.weights()[0]), np.float64)
         error = np.linalg.norm(np.asarray(found, np.float64) - expected) / np.linalg.norm(expected)
         if not error <= self.error:
-            raise AssertionError(f"{self.name}: an error of {error:.1e}, beyond {self.error:.0e}")
+            raise AssertionError(f"{self.name}: error {error:.1e} is more than {self.error:.0e}")
 
 
 @dataclass(frozen=True)
 class Format:
-    """A weight as we quantize it, what its products may miss and by how much they should gain."""
+    """A format of weights and activations, with the speed targets of its products.
+
+    **Arguments:**
+
+    - `targets`: how many times as fast as XLA in f32, by M.
+    - `share`: the share of the memory bandwidth at M = 1.
+    - `dtype`: the dtype of activations and of the dequantized weight.
+    """
 
     name: str
     qtype: str
     tile: int | None = None
     act_qtype: str | None = None
-    # By M, how many times as fast as XLA's f32; and how much of the memory's bandwidth at M = 1.
     targets: Mapping[int, float] = field(default_factory=dict)
     share: float | None = None
-    dtype: str = "float32"  # of activations, and of what the weight stands for
+    dtype: str = "float32"
 
     @property
     def error(self) -> float:
-        """What a product may miss."""
+        """The largest allowed relative error of a product."""
         if self.dtype == "bfloat16":
             return BF16
         return EXACT if self.act_qtype is None else ROUNDED
 
     def with_activations(self, weight: Any) -> Any:
-        """The weight, told how the activations that it meets are quantized."""
+        """Return the weight with the activation format of this row."""
         rule = vn.quant.Rule(".*", self.qtype, act_qtype=self.act_qtype)
         return rule.with_activations(weight)
 
 
-# Relative errors that are right: of sums in f32, with activations in int8, and in bf16.
+# The allowed relative errors: with f32 activations, with int8 activations, and in bf16.
 EXACT, ROUNDED, BF16 = 1e-5, 2e-2, 1e-2
 
 _FOUR_BITS = {1: 4.5, 8: 4.0, 256: 1.0}
-# Where the CPU multiplies bf16.
+# CPUs with bf16 instructions.
 _IN_BF16 = {256: 1.8} if build.has_bf16() else {}
 FORMATS = (
     Format("int8", "int8", targets={1: 3.3, 8: 4.0, 256: 1.0}, share=0.8),
@@ -117,7 +130,7 @@ FORMATS = (
 W8A8, W4A8 = FORMATS[-2:]
 OF_F32 = [form for form in FORMATS if form.dtype == "float32"]
 OF_QWIX = (FORMATS[0], FORMATS[1], FORMATS[4], W8A8)
-# What is there for the record takes long, and runs in one round of so many.
+# Programs that are shown only for comparison are slow, so they run in every n-th round.
 RECORD = 4
 
 
@@ -130,12 +143,12 @@ def nbytes(weight: Any) -> int:
 
 
 def tiling(tile: int | None) -> dict[str, Any]:
-    """What `quantize` is told of axes, ours and Qwix's."""
+    """Return the axes arguments of `quantize`, which veneer and Qwix share."""
     return {"channelwise_axes": [1], "tiled_axes": {0: tile} if tile else {}}
 
 
 def count(weight: Any, rotated: int) -> int:
-    """How many copies of a weight have so many bytes in all, and no fewer than two."""
+    """Return how many copies of a weight take `rotated` bytes. It is at least two."""
     return max(2, -(-rotated // nbytes(weight)))
 
 
@@ -144,7 +157,7 @@ def copies(weight: Any, rotated: int) -> list[Any]:
 
 
 def by_xla(w: np.ndarray, sizes: Sizes) -> Iterator[Program]:
-    """Dense weights, without veneer."""
+    """Yield the programs with dense weights."""
     compiled = lambda x, weight: jax.jit(matmul)
     for name, dtype, error in ((DENSE, jnp.float32, EXACT), ("XLA bf16", jnp.bfloat16, BF16)):
         given = partial(jnp.asarray, dtype=dtype)
@@ -153,7 +166,7 @@ def by_xla(w: np.ndarray, sizes: Sizes) -> Iterator[Program]:
 
 
 def ours(w: np.ndarray, sizes: Sizes) -> Iterator[Program]:
-    """By kernels, and for the record with the kernels switched off; of the same weights."""
+    """Yield the programs of veneer: by kernels, and with the kernels switched off."""
 
     @cache
     def stored(qtype: str, tile: int | None, dtype: str) -> list[Any]:
@@ -200,7 +213,7 @@ def by_qwix(w: np.ndarray, sizes: Sizes) -> Iterator[Program]:
 
 
 def by_onnx_runtime(w: np.ndarray, sizes: Sizes) -> Iterator[Program]:
-    """On two threads, as there are cores; what is rotated are sessions, with a weight each."""
+    """Yield the programs of ONNX Runtime on two threads. A session has its own weight."""
     for form, make in ((W4A8, onnx_matmul.four_bits), (W8A8, onnx_matmul.eight_bits)):
         weight = cache(
             lambda form=form: vn.quant.quantize(jnp.asarray(w), form.qtype, **tiling(form.tile))
@@ -228,9 +241,9 @@ def programs(w: np.ndarray, sizes: Sizes) -> list[Program]:
 
 
 def reading(nbytes: int) -> Side:
-    """Reads so many bytes of memory in two threads, and does no more with them than a sum.
+    """Return a side that reads and sums `nbytes` bytes of memory in two threads.
 
-    Four places are read at a time, which is faster than one after the other.
+    It reads at four places at a time, which is faster than one after the other.
     """
     from numba import njit
 
@@ -254,7 +267,7 @@ def reading(nbytes: int) -> Side:
 
 @dataclass(frozen=True)
 class Measured:
-    """Of a weight `[K, n]`: seconds by M and by the name of a program, and its bytes by name."""
+    """The seconds by M and program, and the bytes by program, for a weight `[K, n]`."""
 
     n: int
     seconds: Mapping[int, Mapping[str, float]]
@@ -278,7 +291,7 @@ def measured(n: int, sizes: Sizes, *, rounds: int, only: str) -> Measured:
 
 
 def speed_table(found: Measured) -> str:
-    """Milliseconds and how many times as fast as XLA's f32, of each program and M."""
+    """Return milliseconds, and how many times as fast as XLA in f32, by program and M."""
     targets = {form.name: form.targets for form in FORMATS}
 
     def cells(name: str, m: int) -> list[str]:
@@ -293,7 +306,7 @@ def speed_table(found: Measured) -> str:
 
 
 def bandwidth_table(found: Sequence[Measured], rotated: int) -> str:
-    """At M = 1, the bytes of a weight by the time, and that by what reading alone reaches."""
+    """Return the bytes of weights read per second at M = 1, and the share of the maximum."""
     most = [rotated / each.seconds[1][READING] for each in found]
 
     def cells(form: Format, each: Measured, most: float) -> list[str]:
@@ -311,7 +324,7 @@ def bandwidth_table(found: Sequence[Measured], rotated: int) -> str:
 
 
 def onnx_table(found: Sequence[Measured]) -> str:
-    """Of the programs that ONNX Runtime has too, its milliseconds beside ours."""
+    """Return our milliseconds and those that ONNX Runtime takes for the same products."""
 
     def row(form: Format, n: int, m: int, seconds: Mapping[str, float]) -> list[str]:
         ours, theirs = seconds[form.name], seconds[onnx_name(form)]
@@ -329,7 +342,7 @@ def onnx_table(found: Sequence[Measured]) -> str:
 
 
 def main(sizes: Sizes, *, rounds: int, only: str) -> None:
-    # Without its kernels, what is timed as ours would be XLA's.
+    # Fail if XLA would compute the products that are shown as ours.
     warnings.filterwarnings("error", "products with quantized weights are computed by XLA")
     found = [measured(n, sizes, rounds=rounds, only=only) for n in sizes.columns]
     for each in found:
@@ -348,10 +361,10 @@ if __name__ == "__main__":
     options = parser(__doc__)
     options.set_defaults(rounds=41)
     options.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
-    options.add_argument("--brief", action="store_true", help="neither Qwix nor kernels off")
+    options.add_argument("--brief", action="store_true", help="without Qwix and kernels off")
     options.add_argument("--rows", type=int, nargs="+", default=[1, 8, 256], help="M")
     options.add_argument("--columns", type=int, nargs="+", default=[4096, 11008], help="N")
-    options.add_argument("--only", default="", help="the programs with this in their names")
+    options.add_argument("--only", default="", help="only programs whose names contain this")
     arguments = options.parse_args()
     sizes = Sizes(rows=arguments.rows, columns=arguments.columns, brief=arguments.brief)
     main(QUICK if arguments.quick else sizes, rounds=arguments.rounds, only=arguments.only)

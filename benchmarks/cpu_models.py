@@ -1,9 +1,18 @@
-"""Whole models with quantized weights on a CPU, beside the same in f32; and what a call costs.
+"""Time whole models with quantized weights on a CPU, compared with f32.
 
-The sentence encoder of the demo, and a step of `examples/decoder.py`, whose weights are random: all
-that a text of one token a step takes. And layers in a scan, beside the same written out; and those
-of which several products have the same x, beside one by one. Variants of a model run in one
-process, each round in another order, and × is the median for f32 over that of the variant.
+    python benchmarks/cpu_models.py            # the tables of docs/performance.md, in 30 minutes
+    python benchmarks/cpu_models.py --quick    # small models, to see that it runs
+
+Prints five tables:
+
+- the sentence encoder of the demo, MiniLM
+- a decoding step of `examples/decoder.py` with random weights
+- layers in a `lax.scan`, compared with the same layers written out
+- products with the same x, which run in one kernel call, compared with one call per product
+- a call of a small product, compared with a call of a dense program
+
+The variants of a model run in one process, in a new random order in each round. × is the median
+time of f32 over the median time of the variant.
 """
 
 import statistics
@@ -28,16 +37,16 @@ sys.path.append(str(Path(__file__).parents[1] / "examples"))
 import decoder
 import decoder_speed
 
-TOKENS = 8  # that a text is continued by in a round
-DECODING_TARGETS = {"int4": 3.0}  # times the tokens a second of f32
-SCANNED_TARGET = 1.05  # times the time of layers that are written out
-SAME_X_TARGET = 0.95  # times the time of the same one by one
+TOKENS = 8  # tokens to decode per round
+DECODING_TARGETS = {"int4": 3.0}  # times as many tokens per second as f32
+SCANNED_TARGET = 1.05  # time, relative to layers that are written out
+SAME_X_TARGET = 0.95  # time, relative to one call per product
 LAYERS, WIDTH = 16, 2048
-OF_SAME_X, COLUMNS = 120, 768  # layers that no cache holds, and columns as of a small model
+OF_SAME_X, COLUMNS = 120, 768  # too large for a CPU cache, with the columns of a small model
 
 
 def encoder_table(rounds: int) -> str:
-    """Milliseconds of MiniLM for a sentence and for 64 of them."""
+    """Return the milliseconds of MiniLM for one sentence and for a batch."""
     bert = model.load(fetch(ENCODER))
     encode = demo.compiled(bert)
     _, batch = next(bert.batches(sentences()))
@@ -64,7 +73,7 @@ def encoder_table(rounds: int) -> str:
 
 
 def decoding_table(config: decoder.Config, rounds: int) -> str:
-    """Tokens a second of the decoder, and the bytes of its parameters."""
+    """Return the tokens per second of the decoder, and the bytes of its parameters."""
     results = decoder_speed.compare(config, decoder_speed.VARIANTS, rounds=rounds, count=TOKENS)
     dense = results[0]
 
@@ -86,7 +95,7 @@ def decoding_table(config: decoder.Config, rounds: int) -> str:
 
 
 def layers_table(layers: int, width: int, rounds: int) -> str:
-    """Milliseconds of layers of one product, M = 1, stacked for a scan and written out."""
+    """Return the milliseconds of layers in a scan and written out, with M = 1."""
     x = jnp.ones((1, width))
     stack = jax.random.normal(jax.random.key(0), (layers, width, width)) / width**0.5
     layer: Callable[[Any, Any], Any] = lambda x, w: jnp.tanh(x @ w)
@@ -105,15 +114,13 @@ def layers_table(layers: int, width: int, rounds: int) -> str:
 
 
 def same_x_table(layers: int, columns: int, rounds: int) -> str:
-    """Milliseconds of layers of three products of the same x, M = 1, in one call and one by one."""
+    """Return the milliseconds of layers with three products of the same x, with M = 1."""
 
     def layer(x: Any, weights: Any, each: Callable[[Any], Any] = lambda x: x) -> Any:
         query, key, value = (each(x) @ w for w in weights)
         return jnp.tanh(query + jnp.tile(key * value, 3))
 
-    apart = partial(
-        layer, each=jax.lax.optimization_barrier
-    )  # another x for each, as far as is seen
+    apart = partial(layer, each=jax.lax.optimization_barrier)  # hides that the operand is the same
     joined, one_by_one = (
         jax.jit(vn.implicit(lambda x, ws, layer=layer: reduce(layer, ws, x)))
         for layer in (layer, apart)
@@ -147,7 +154,7 @@ def _quantized(params: Any, variant: decoder_speed.Variant) -> Any:
 
 
 def call_table(rounds: int) -> str:
-    """Microseconds of a product of the smallest size that has a kernel, called as users call it."""
+    """Return the microseconds of a call, with the smallest weight that has a kernel."""
     x, w = jnp.ones((1, 128)), jnp.ones((128, 128))
     product: Callable[[Any, Any], Any] = lambda x, w: x @ w
     plain = Side("`jax.jit(f)`, dense", partial(jax.jit(product), x, w))
@@ -170,7 +177,7 @@ def call_table(rounds: int) -> str:
 
 
 def main(*, rounds: int, quick: bool) -> None:
-    # Without its kernels, what is timed as ours would be XLA's.
+    # Fail if XLA would compute the products that are shown as ours.
     warnings.filterwarnings("error", "products with quantized weights are computed by XLA")
     config = decoder_speed.SMALL if quick else decoder.Config()
     tables = {

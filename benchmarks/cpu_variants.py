@@ -1,14 +1,14 @@
-"""Is each CPU kernel faster than the more general kernel that could replace it?
+"""Compare special CPU kernels with the more general kernels that could replace them.
 
-    python benchmarks/cpu_variants.py [--rounds 41]
+    python benchmarks/cpu_variants.py    # five minutes
 
 - `columns_one` multiplies one row of activations. `columns_few` pads one row to two, so it is timed
   with two rows.
 - `rows_tiled` reads matrices with tiles along each row, such as cached values. `rows_few` can also
   multiply them.
 
-A ratio above 1 means that the special kernel is faster, and a row of the table of kernels
-(`kernels/common/table.py`) is worth its file. The sides alternate in one process.
+Prints a table of times. A ratio above 1 means that the special kernel is faster, so that its row in
+the table of kernels (`kernels/common/table.py`) is justified. The sides alternate in one process.
 """
 
 import argparse
@@ -72,7 +72,6 @@ def side(case: Case, which: int) -> Side:
 
 
 def main() -> None:
-    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=41)
     rounds = parser.parse_args().rounds

@@ -1,17 +1,21 @@
-"""Tokens a second of a Llama here and in llama.cpp: of the same shapes, bits and files, by turns.
+"""Compare the tokens per second of a Llama in veneer and in llama.cpp, on a CPU.
 
     python benchmarks/decode.py --write                # into docs/performance.md; half an hour
     python benchmarks/decode.py --only Q4_0 w4a8 --batches 1
     python benchmarks/decode.py --quick                # small sizes, to see that it runs
 
-One Llama has random weights, 2048 wide, of 8 layers and a vocabulary of 32 thousand: `vn.save`
-writes them as GGUF files, which both read. The other is SmolLM2-135M-Instruct as it is shipped.
-What is timed here is `examples/llama.py`, a compiled program that writes 4 tokens of each text of a
-batch after a context, and one that reads a prompt of 512. There is 8 bits a value in the caches of
-both where weights are quantized, and else f32, or 16 bits. A format of ours that GGUF has not is
-beside the file of as many bits. Activations meet quantized weights in f32 here, but for w8a8 and
-w4a8; llama.cpp rounds all to 8 bits. The time of a side is that of its fastest round: other
-programs can only slow it. llama.cpp's figures are left out without llama-cpp-python.
+The first model is a Llama with random weights, 8 layers of width 2048 and a vocabulary of 32,000.
+`vn.save` writes it as GGUF files, which both libraries read. The second model is
+SmolLM2-135M-Instruct from its published file.
+
+Veneer runs `examples/llama.py`: a program that decodes 4 tokens per text of a batch, and a program
+that reads a prompt of 512 tokens. The caches of both libraries have 8 bits per value if weights are
+quantized. A format that GGUF does not have is compared with a file of as many bits. Activations are
+in f32 in veneer, except in rows that name int8 activations, such as w4a8. llama.cpp always rounds
+them to 8 bits.
+
+The two sides alternate, and the fastest round counts, because other programs can only slow a round
+down. Without llama-cpp-python, the columns of llama.cpp are left out.
 """
 
 import functools
@@ -28,7 +32,7 @@ import jax
 import jax.numpy as jnp
 import llama_cpp_texts as peer
 from cpu_matmul import READING, reading
-from decode_tables import FORMATS, SHIPPED, Cell, Format, Kept, tables
+from decode_tables import FORMATS, SHIPPED, Cell, Format, Results, tables
 from jax import lax
 from measure import parser
 from report import made_with, write
@@ -39,29 +43,29 @@ from veneer.demo.fetch import LANGUAGE_MODEL, fetch
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 import llama
 
-TOKENS = 4  # that each text of a batch is continued by in a round
+TOKENS = 4  # tokens to decode per text and round
 THREADS = 2
-LONGEST = 10  # seconds, for the rounds of a cell
+LONGEST = 10  # seconds for the rounds of a cell
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is timed."""
+    """The contexts and batches to measure, and the shape of the Llama with random weights."""
 
     contexts: Sequence[int] = (0, 512, 4096)
     batches: Sequence[int] = (1, 4, 16)
     prompt: int = 512
     rounds: int = 9
-    # Of the Llama of random weights, as its config.json says.
+    # The `Config` of the Llama with random weights.
     shape: Sequence[int] = (32000, 2048, 8192, 8, 32, 8, 64)
 
     @property
     def llama(self) -> Any:
-        """The Llama's `Config`."""
+        """The configuration of the Llama with random weights."""
         return llama.Config(*self.shape)
 
 
-# Ours.
+# Programs of veneer.
 
 
 def empty_cache(config: Any, cell: Cell, dtype: Any, is_quantized: bool) -> Any:
@@ -73,7 +77,7 @@ def empty_cache(config: Any, cell: Cell, dtype: Any, is_quantized: bool) -> Any:
 
 
 def write_on(params: Any, config: Any, tokens: Any, cache: Any, start: int) -> Any:
-    """Writes tokens after a context, the likeliest: those of the last step, and the cache."""
+    """Decode `TOKENS` tokens greedily after a context. Return the last tokens and the cache."""
 
     def body(i: Any, state: Any) -> Any:
         tokens, cache = state
@@ -84,13 +88,13 @@ def write_on(params: Any, config: Any, tokens: Any, cache: Any, start: int) -> A
 
 
 def read_prompt(params: Any, config: Any, tokens: Any, cache: Any, start: int) -> Any:
-    """Reads a prompt: which token is likeliest to come next, and the cache."""
+    """Read a prompt. Return the most likely next token and the cache."""
     x, cache = llama.hidden(params, config, tokens, cache, start)
     return llama.likeliest(llama.logits(params, x[:, -1])), cache
 
 
 def ours(params: Any, config: Any, format: Format, cell: Cell) -> Callable[[], Any]:
-    """What a round runs: a compiled program, which keeps its cache from call to call."""
+    """Return a compiled program, which keeps its cache from call to call."""
     is_quantized = any(isinstance(w, vn.ImplicitArray) for w in params.values())
     state = [empty_cache(config, cell, format.dtype, is_quantized)]
     shape = (cell.batch, cell.context) if cell.is_prompt else (cell.batch,)
@@ -105,23 +109,23 @@ def ours(params: Any, config: Any, format: Format, cell: Cell) -> Callable[[], A
     return once
 
 
-# Theirs.
+# Programs of llama.cpp.
 
 
 class Theirs:
-    """llama.cpp's model of a file, and what its caches hold.
+    """A model of llama.cpp, and the contents of its caches.
 
     **Arguments:**
 
-    - `contents`: what caches hold, by their type and what is timed; shared by all models of these
-      shapes, for the time of a token does not depend on it.
+    - `contents`: the contents of filled caches, by cache type and cell. All models of the same
+      shape share them, because the time of a token does not depend on the contents.
     """
 
     def __init__(self, path: Path, contents: dict[tuple[int, Cell], Any]):
         self.model, self.contents = peer.Model(path), contents
 
     def run(self, format: Format, cell: Cell) -> tuple[Callable[[], Any], Callable[[], None]]:
-        """What a round runs, and what frees it."""
+        """Return a function that runs a round, and one that frees its memory."""
         is_quantized = format.name not in ("f32", "bf16")
         cache = peer.Q8_0 if is_quantized else peer.F32 if format.name == "f32" else peer.F16
         room = max(256, cell.context + TOKENS)
@@ -141,18 +145,21 @@ class Theirs:
         return functools.partial(texts.write, TOKENS, cell.context), texts.close
 
 
-# What is measured.
+# Measurements.
 
 
 def seconds(runs: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """The fastest of some rounds of each, by turns; of fewer, but three, where they take long."""
-    for run in runs.values():  # which compiles
+    """Time the fastest of several rounds of each function, alternately.
+
+    If rounds take more than `LONGEST` seconds, there are fewer rounds, but at least three.
+    """
+    for run in runs.values():  # compiles
         jax.block_until_ready(run())
     fastest = dict.fromkeys(runs, float("inf"))
     limit = time.perf_counter() + LONGEST
     for turn in range(rounds):
         for name, run in runs.items():
-            time.sleep(0.005)  # threads of the other look for work a while
+            time.sleep(0.005)  # threads of the other side still spin
             begin = time.perf_counter()
             jax.block_until_ready(run())
             fastest[name] = min(fastest[name], time.perf_counter() - begin)
@@ -164,7 +171,7 @@ def seconds(runs: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, flo
 def rates(
     params: Any, config: Any, format: Format, theirs: Theirs | None, cell: Cell, rounds: int
 ) -> tuple[float, float | None]:
-    """Tokens a second, here and in llama.cpp."""
+    """Return the tokens per second of veneer, and of llama.cpp or None."""
     runs, free = {"ours": ours(params, config, format, cell)}, lambda: None
     if theirs is not None:
         runs["theirs"], free = theirs.run(format, cell)
@@ -182,7 +189,7 @@ def cells(sizes: Sizes) -> Iterator[Cell]:
 
 
 def bandwidth() -> float:
-    """Bytes a second that two threads read: the most of some times."""
+    """Return the bytes per second that two threads read from memory, at their fastest."""
     size = 1 << 28
     side = reading(size)
     return size / min(seconds({side.name: side.run}, 15).values())
@@ -193,13 +200,13 @@ def measure(
     params_of: Callable[[Format], tuple[Any, Path | None]],
     config: Any,
     sizes: Sizes,
-    kept: Kept,
+    kept: Results,
 ) -> None:
-    """Measures what is not kept of a model.
+    """Measure the cells of a model that `kept` does not have.
 
     **Arguments:**
 
-    - `params_of`: the parameters in a format, and the file that llama.cpp reads beside it.
+    - `params_of`: returns the parameters in a format, and the file for llama.cpp or None.
     """
     contents: dict[tuple[int, Cell], Any] = {}
     for format in formats:
@@ -208,7 +215,7 @@ def measure(
             continue
         params, file = params_of(format)
         theirs = None if file is None else Theirs(file, contents)
-        # All but the embedding, of which a row is read; the head is that where it has none.
+        # A step reads only one row of the embedding, unless the embedding is also the head.
         skipped = params["model.embed_tokens.weight"] if "lm_head.weight" in params else ()
         kept[format, "bytes"] = nbytes(params) - nbytes(skipped)
         for cell in wanted:
@@ -221,8 +228,8 @@ def nbytes(tree: Any) -> int:
     return sum(x.nbytes for x in jax.tree.leaves(tree))
 
 
-def random_llama(sizes: Sizes, only: Sequence[str], folder: Path, kept: Kept) -> None:
-    """Measures a Llama of random weights, in files that `vn.save` writes."""
+def random_llama(sizes: Sizes, only: Sequence[str], folder: Path, kept: Results) -> None:
+    """Measure the Llama with random weights, from files that `vn.save` writes."""
     config = sizes.llama
     by_name = {format.name: format for format in FORMATS}
     dense = functools.cache(lambda: llama.init(jax.random.key(0), config))
@@ -247,13 +254,13 @@ def random_llama(sizes: Sizes, only: Sequence[str], folder: Path, kept: Kept) ->
         return params if format.rule is None else format.stored(params), path
 
     chosen = _chosen(FORMATS, only)
-    if peer.missing():  # which makes the files of some
+    if peer.missing():  # llama.cpp writes the files of some formats
         chosen = [x for x in chosen if by_name[x.beside or x.name].file_type is None]
     measure(chosen, params_of, config, sizes, kept)
 
 
-def shipped(sizes: Sizes, only: Sequence[str], kept: Kept) -> None:
-    """Measures SmolLM2."""
+def shipped(sizes: Sizes, only: Sequence[str], kept: Results) -> None:
+    """Measure SmolLM2 from its published file."""
     path = next(fetch(LANGUAGE_MODEL).glob("*.gguf"))
     params = vn.load(path, names="huggingface")
     dense = {name: vn.materialise(x) for name, x in params.items()}
@@ -280,7 +287,7 @@ def _config_of(path: Path) -> Any:
 
 
 def gguf_metadata(config: Any) -> dict[str, Any]:
-    """What a GGUF file says of a Llama that has no tokenizer."""
+    """Return the metadata of a GGUF file of a Llama without a tokenizer."""
     said = {
         "block_count": config.num_hidden_layers,
         "context_length": 8192,
@@ -297,9 +304,9 @@ def gguf_metadata(config: Any) -> dict[str, Any]:
 
 
 def main(sizes: Sizes, only: Sequence[str], file: Path | None, *, quick: bool) -> str:
-    """The tables of all that is kept, and of what is measured now."""
+    """Measure, and return the tables of these and of all earlier results in `file`."""
     kept = json.loads(file.read_text("utf-8")) if file is not None and file.exists() else {}
-    ours, theirs = Kept(kept, "Llama"), Kept(kept, "SmolLM2")
+    ours, theirs = Results(kept, "Llama"), Results(kept, "SmolLM2")
     try:
         with tempfile.TemporaryDirectory() as folder:
             random_llama(sizes, only, Path(folder), ours)
@@ -321,12 +328,12 @@ def main(sizes: Sizes, only: Sequence[str], file: Path | None, *, quick: bool) -
 
 if __name__ == "__main__":
     options = parser(__doc__)
-    options.add_argument("--only", nargs="+", default=(), help="of the formats, those so called")
+    options.add_argument("--only", nargs="+", default=(), help="only these formats")
     options.add_argument("--contexts", nargs="+", type=int, default=Sizes.contexts)
     options.add_argument("--batches", nargs="+", type=int, default=Sizes.batches)
-    options.add_argument("--kept", type=Path, help="of a run that was stopped, to go on from")
-    options.add_argument("--write", action="store_true", help="into docs/performance.md")
-    options.add_argument("--quick", action="store_true", help="a small Llama, and short texts")
+    options.add_argument("--kept", type=Path, help="JSON of results: continue an earlier run")
+    options.add_argument("--write", action="store_true", help="write into docs/performance.md")
+    options.add_argument("--quick", action="store_true", help="a small Llama and short texts")
     given = options.parse_args()
     sizes = Sizes(given.contexts, given.batches, rounds=given.rounds)
     if given.quick:

@@ -1,4 +1,4 @@
-"""What `decode.py` times, formats of weights and texts of a batch; and the tables of it."""
+"""Define the formats and cells of `decode.py`, and make its tables."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,16 +16,16 @@ PRODUCTS = r".*(_proj|lm_head)\.weight"
 
 @dataclass(frozen=True)
 class Format:
-    """How weights are stored, and which of llama.cpp's files has as many bits.
+    """A format of the weights, and the file of llama.cpp that is compared with it.
 
     **Arguments:**
 
-    - `rule`: what a `vn.quant.Rule` takes beside the names; None where weights are dense.
-    - `dtype`: that of a dense one.
-    - `beside`: the format of the file that is timed beside; None is its own.
-    - `file_type`: llama.cpp's number of what a file has that it makes, and that both read.
-    - `target`, `prompt_target`: of decoding at batch 1, and of reading a prompt, as many times as
-      fast as llama.cpp.
+    - `rule`: the arguments of a `vn.quant.Rule`, or None for dense weights.
+    - `dtype`: the dtype of dense weights.
+    - `beside`: the format of llama.cpp's file. None means the same format.
+    - `file_type`: the number of a file type that only llama.cpp writes, and both libraries read.
+    - `target`: how many times as fast as llama.cpp decoding should be at batch 1.
+    - `prompt_target`: how many times as fast as llama.cpp reading a prompt should be.
     """
 
     name: str
@@ -37,11 +37,11 @@ class Format:
     file_type: int | None = None
 
     def stored(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """Parameters as this format has them."""
+        """Return the parameters in this format."""
         if self.rule is None:
             is_wide = lambda x: self.dtype if x.ndim > 1 else "float32"
             return {name: x.astype(is_wide(x)) for name, x in params.items()}
-        is_tied = "lm_head.weight" not in params  # then the embeddings are the head
+        is_tied = "lm_head.weight" not in params  # the embedding is also the head
         rules = [vn.quant.Rule(MATRICES if is_tied else PRODUCTS, **self.rule)]
         rows = {k: v for k, v in self.rule.items() if not k.startswith("act_")}
         rules.append(vn.quant.Rule(MATRICES, **rows))
@@ -49,7 +49,7 @@ class Format:
 
 
 def _blocks(qtype: str, **others: Any) -> dict[str, Any]:
-    """A scale of f16 for 32 values, as the blocks of GGUF have."""
+    """Return the arguments of a rule with blocks of 32 values and f16 scales, as in GGUF."""
     return {"qtype": qtype, "tile_size": 32, "tile_axis": -1, "scale_dtype": "float16", **others}
 
 
@@ -57,7 +57,7 @@ def _tiles(qtype: str, tile: int | None, **others: Any) -> dict[str, Any]:
     return {"qtype": qtype, "tile_size": tile, "tile_axis": -1, **others}
 
 
-#: Activations as llama.cpp rounds them.
+#: The rounding of activations in llama.cpp.
 _INT8: Mapping[str, Any] = {"act_qtype": "int8", "act_tile_size": 32}
 _AS_STORED = {"qtype": None, "tile_axis": -1, **_INT8}
 
@@ -84,7 +84,7 @@ FORMATS = (
     Format("int8", _tiles("int8", None), beside="Q8_0", target=1.1),
     Format("w8a8", _tiles("int8", None, act_qtype="int8"), beside="Q8_0"),
 )
-#: Of SmolLM2, whose shapes no tile of 128 divides.
+#: The formats of SmolLM2. Tiles of 128 do not divide its shapes.
 SHIPPED = (
     Format("Q4_1, as shipped", target=1.0, prompt_target=1.0),
     Format(
@@ -101,7 +101,7 @@ SHIPPED = (
 
 @dataclass(frozen=True)
 class Cell:
-    """Tokens a second of texts that go on after a context; of a prompt, which is read."""
+    """A measurement: tokens per second after a context, or while a prompt is read."""
 
     context: int
     batch: int
@@ -111,14 +111,14 @@ class Cell:
         return f"prompt of {self.context}" if self.is_prompt else f"after {self.context:,}"
 
 
-class Kept:
-    """What was measured, now and before, of one model: by format and cell, `[ours, theirs]`."""
+class Results:
+    """The results for one model: `[ours, theirs]` by format and cell."""
 
     def __init__(self, kept: dict[str, Any], title: str):
         self.kept, self.title = kept, title
 
     def __getitem__(self, at: tuple[Format, Cell | str]) -> Any:
-        """None where there is nothing."""
+        """Return a result, or None."""
         return self.kept.get(self._key(*at))
 
     def __setitem__(self, at: tuple[Format, Cell | str], found: Any) -> None:
@@ -130,8 +130,8 @@ class Kept:
         return f"{self.title}, {format.name}{batch}, {what}"
 
 
-def tables(formats: Sequence[Format], cells: Sequence[Cell], kept: Kept) -> str:
-    """A table for each batch, and one of what bounds a token: the bytes that are read for it."""
+def tables(formats: Sequence[Format], cells: Sequence[Cell], kept: Results) -> str:
+    """Return a table for each batch size, and a table of the memory bandwidth of one token."""
     title, printed = kept.title, []
     every = [cell for cell in cells if any(kept[f, cell] for f in formats)]
     formats = [f for f in formats if any(kept[f, cell] for cell in every)]
@@ -157,7 +157,7 @@ def tables(formats: Sequence[Format], cells: Sequence[Cell], kept: Kept) -> str:
 
 
 def _cell(format: Format, cell: Cell, rates: Sequence[float | None] | None) -> str:
-    """Tokens a second, and times as fast as llama.cpp."""
+    """Return the tokens per second, and how many times as fast as llama.cpp that is."""
     rate, other = rates or (None, None)
     if rate is None or other is None:
         return "" if rate is None else f"{rate:.1f}"

@@ -1,7 +1,11 @@
-"""Every format's bytes, and its error on Gaussian weights and on those of MiniLM.
+"""Measure the bits per value and the error of each quantization format.
 
-The error is relative: the root mean square of what quantization changes over that of the weights.
-Prints the tables, and writes them into docs/formats.md. The model is the demo's, fetched once.
+    python benchmarks/format_errors.py                 # write into docs/formats.md; five minutes
+    python benchmarks/format_errors.py --print-only    # print the tables
+
+The weights are Gaussian, or the weights of MiniLM, the model of the demo. The error is the root
+mean square of the change, relative to the root mean square of the weights. The second table
+compares methods that choose the range of a tile.
 """
 
 import argparse
@@ -20,10 +24,10 @@ from veneer.quant import FORMATS, Format, QArray, quantize
 PAGE = Path(__file__).parent.parent / "docs" / "formats.md"
 Weights = list[np.ndarray]  # [out, in] each
 
-# Scales are stored in 16 bits where the format does not say otherwise.
+# The dtype of scales, unless the format has its own.
 SCALE_DTYPE = "bfloat16"
 
-# For the formats below, the range that each method chooses.
+# The methods that choose the range of a tile, and the formats to compare them with.
 METHODS = ["absmax", "mse", "rms,3", "percentile,99"]
 METHOD_CASES = [
     ("int8", None),
@@ -36,7 +40,7 @@ METHOD_CASES = [
 
 
 def tiles(format: Format) -> list[int | None]:
-    """The tiles that a format is shown with: None is a scale for each channel."""
+    """Return the tile sizes of a format in the table. None is one scale per channel."""
     if format.tile_size is not None:
         return [format.tile_size]
     if format.name.startswith("nf4"):
@@ -51,7 +55,7 @@ def tiles(format: Format) -> list[int | None]:
 
 
 def quantized(w: np.ndarray, name: str, tile: int | None, method: str | None = None) -> QArray:
-    """The weight in a format, with tiles along the axis that a product sums over."""
+    """Quantize a weight, with tiles along the contracted axis."""
     own_scale = FORMATS[name].scale_dtype is not None
     return quantize(
         jnp.asarray(w),
@@ -66,7 +70,7 @@ def quantized(w: np.ndarray, name: str, tile: int | None, method: str | None = N
 def relative_error(
     weights: Weights, name: str, tile: int | None, method: str | None = None
 ) -> float:
-    """Over all of the weights together."""
+    """Return the relative error over all weights together."""
     lost = kept = 0.0
     for w in weights:
         difference = np.asarray(quantized(w, name, tile, method).dequantize(), np.float64) - w
@@ -76,7 +80,7 @@ def relative_error(
 
 
 def bits_a_value(weights: Weights, name: str, tile: int | None) -> float:
-    """All that is stored, in bits, by the number of values: codes, scales and zero points."""
+    """Return the stored bits per value: codes, scales and zero points."""
     stored = sum(quantized(w, name, tile).nbytes for w in weights)
     return 8 * stored / sum(w.size for w in weights)
 
@@ -86,7 +90,7 @@ def gaussian() -> Weights:
 
 
 def minilm() -> Weights:
-    """The weights of the linear layers; embeddings are left out."""
+    """Return the weights of the linear layers, without embeddings."""
     params = load(fetch(ENCODER)).params
     return [w for name, w in params.items() if w.ndim == 2 and name.startswith("encoder.")]
 
@@ -130,5 +134,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--print-only", action="store_true", help="leave docs/formats.md as it is")
+    parser.add_argument("--print-only", action="store_true", help="do not write docs/formats.md")
     main(write=not parser.parse_args().print_only)

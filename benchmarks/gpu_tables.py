@@ -309,7 +309,7 @@ def _label(name: str) -> str:
 
 
 def _ordered(lines: Iterable[tuple[str, Line]]) -> list[tuple[str, Line]]:
-    """Sort by name, with bf16 first and kernels before XLA."""
+    """Sort the names: bf16 first, and kernels before XLA."""
     return sorted(lines, key=lambda pair: (not pair[0].startswith("bf16"), pair[0]))
 
 

@@ -1,7 +1,16 @@
-"""What high types cost: in tracing, whether a program has such values or not, and in a call.
+"""Time tracing and calls with high types, compared with programs without them.
 
-The model is a transformer of 12 layers, traced anew each time; nothing of it is compiled or run. A
-call is one of a jitted function on small arrays, so that its time is that of its arguments.
+    python benchmarks/hijax.py    # the tables of docs/benchmarks.md, in two minutes
+
+Prints three tables:
+
+- the time to trace a transformer of 12 layers: with dense weights while high types are on, and with
+  LoRA weights, compared with the same model written by hand
+- the time of a call with implicit arguments or results, compared with a call on their leaves
+- the time of a call that writes a `Box`, compared with a function that returns the new value
+
+Each trace uses a new function. The arrays of a call are small, so that handling the arguments takes
+most of the time.
 """
 
 from collections.abc import Callable
@@ -15,16 +24,17 @@ from support import transformer
 
 import veneer as vn
 
-LEAF_TARGET = 2.0  # µs that a leaf of an implicit argument or result may add to a call
+# The additional µs per leaf of an implicit argument or result.
+LEAF_TARGET = 2.0
 
 
 def traced(function: Callable, *args: Any) -> Thunk:
-    """Traces `function`, as a function that JAX has not seen before and so has in no cache."""
+    """Return a call that traces a new function, so that JAX finds nothing in its caches."""
     return lambda: jax.make_jaxpr(lambda *args: function(*args))(*args)
 
 
 def tracing() -> list[Claim]:
-    """A forward pass, and it with its gradient, of dense weights and of LoRA weights."""
+    """Return claims about a forward pass and about its gradient."""
     dense = transformer.init(jax.random.key(0))
     make_lora = LIBRARIES["veneer"][0]().lora
     lora, ids = transformer.with_low_rank(dense, make_lora), jnp.zeros((2, 16), int)
@@ -50,7 +60,7 @@ def tracing() -> list[Claim]:
 
 
 def calls() -> list[tuple[Claim, int]]:
-    """Calls with implicit arrays, against those with their leaves, and how many these are."""
+    """Return claims about calls with implicit arrays, with the number of their leaves."""
     w, a, b = jnp.ones((8, 8)), jnp.ones((8, 2)), jnp.ones((2, 8))
     x, lora = jnp.ones((2, 8)), vn.types.LoraArray(w, a, b)
     q = vn.quant.quantize(w, "int8", channelwise_axes=(1,))
@@ -94,7 +104,7 @@ def calls() -> list[tuple[Claim, int]]:
 
 
 def boxes() -> list[Claim]:
-    """Calls that count in a Box, against a function of the count that returns it."""
+    """Return claims about calls that count in a Box."""
     one = jnp.ones(())
     plain = jax.jit(lambda count, x: (count + x, x))
     given, held = vn.hijax.Box(one), vn.hijax.Box(one)
@@ -108,7 +118,7 @@ def boxes() -> list[Claim]:
 
 
 def calls_table(results: list[Result], leaves: list[int]) -> str:
-    """Microseconds of calls, and how many more a leaf takes."""
+    """Return the microseconds of calls, and the additional microseconds per leaf."""
 
     def row(result: Result, count: int) -> list[str]:
         ours, theirs = (seconds * 1e6 for seconds in result.seconds)
@@ -120,7 +130,6 @@ def calls_table(results: list[Result], leaves: list[int]) -> str:
 
 
 def main(rounds: int) -> None:
-    """Prints three tables."""
     print(results_table(measure(tracing(), rounds=rounds, batches=3), "ms"))
     claims, leaves = zip(*calls(), strict=True)
     with vn.hijax.enabled():

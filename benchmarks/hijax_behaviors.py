@@ -1,8 +1,11 @@
-"""What works on implicit arrays with high types on, beside the same program on dense arrays.
+"""List the programs that work on implicit arrays with high types.
 
-Each row of the table is a function of an operand x and a weight w, run on a LoRA weight and on an
-int8 one; "works" means that it gives what it gives of the dense weight, and else there is what it
-raises. Prints the rows; with `--write` puts them into docs/hijax.md, in the column of this JAX.
+    python benchmarks/hijax_behaviors.py            # print the rows, in two minutes
+    python benchmarks/hijax_behaviors.py --write    # also write them into docs/hijax.md
+
+A row is a function of an operand x and a weight w. It runs with a LoRA weight, an int8 weight and a
+LoRA weight over int8. "works" means that the result agrees with the one for the dense weight.
+Otherwise the row shows the error. The results go to the column of the installed version of JAX.
 """
 
 import argparse
@@ -49,7 +52,7 @@ WEIGHTS = {"LoRA": lora, "int8": int8, "LoRA of int8": qlora}
 
 
 def typed(w: Any) -> Any:
-    """The weight as a value of a high type, and no longer as an argument."""
+    """Return the weight as a computed value with a high type, not as an argument."""
     return jnp.swapaxes(jnp.swapaxes(w, -1, -2), -1, -2)
 
 
@@ -125,7 +128,7 @@ def mapped_over_devices(x: Any, w: Any) -> Any:
 
 everywhere = lambda: NamedSharding(mesh(), P())
 
-# Functions of x and w, of which the results agree with those for a dense w.
+# Functions of x and w. Their results should agree with the results for a dense w.
 VALUES = {
     "operators and `jax.numpy`, outside of `jit`": lambda x, w: (x @ w, jnp.sin(w), 2 * w.T),
     "`jit`: arguments, results, closures, nested": lambda x, w: (
@@ -161,7 +164,7 @@ VALUES = {
     )(x, w),
 }
 
-# The same of a stack of weights.
+# Functions of x and a stack of weights.
 STACKED = {
     "`vmap` over weights": lambda x, ws: jax.vmap(lambda w: dot(x, w))(ws),
     "`scan`: inputs, of inferred length": lambda x, ws: lax.scan(
@@ -171,7 +174,7 @@ STACKED = {
     "`lax.map`": lambda x, ws: lax.map(lambda w: dot(x, w), ws),
 }
 
-# Transformations, of a function of a weight: derivatives by it.
+# Derivatives of a function by the weight.
 DERIVATIVES = {
     "`grad`, `value_and_grad`": lambda f: lambda w: (jax.grad(f)(w), jax.value_and_grad(f)(w)),
     "`jit` of `grad`, `grad` of `jit`": lambda f: (
@@ -196,7 +199,10 @@ def dense_leaf(w: Any) -> bool:
 
 
 def reference(transform: Callable, f: Callable, w: Any) -> Any:
-    """A derivative of `f` by dense arrays: by a quantized array as one, by others' leaves."""
+    """Return a derivative of `f` by dense arrays.
+
+    A quantized array is one dense array. Any other implicit array is replaced by its leaves.
+    """
     parts, treedef = jax.tree.flatten(w, is_leaf=dense_leaf)
     parts = [vn.materialise(part) for part in parts]
     if dense_leaf(w):
@@ -205,10 +211,10 @@ def reference(transform: Callable, f: Callable, w: Any) -> Any:
 
 
 def agree(found: Any, expected: Any) -> None:
-    """Raises unless two trees are of the same numbers."""
+    """Raise an `AssertionError` unless two trees have equal numbers."""
     found, expected = (jax.tree.leaves(vn.materialise(t)) for t in (found, expected))
     if len(found) != len(expected):
-        raise AssertionError(f"{len(found)} arrays, and not {len(expected)}")
+        raise AssertionError(f"{len(found)} arrays, not {len(expected)}")
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-3, atol=2e-4)
 
@@ -224,7 +230,7 @@ def derivative_agrees(transform: Callable, program: Callable, w: Any) -> None:
 
 
 def forward_agrees(w: Any) -> None:
-    """`jvp` and `linearize` along the weight itself."""
+    """Compare `jvp` and `linearize`, with the weight itself as its tangent."""
     f = lambda w: total(dot)(X, w)
     parts, treedef = jax.tree.flatten(w, is_leaf=dense_leaf)
     dense = [vn.materialise(part) for part in parts]
@@ -242,14 +248,14 @@ def jaxpr_shows_types(w: Any) -> None:
 
 
 def program_is_that_of_implicit(w: Any) -> None:
-    """The compiled program is that of the rules, instruction for instruction."""
+    """Compare the lowered program with the one of `vn.implicit`, line by line."""
     program = lambda x, w: lax.dot_general(x, w, (((1,), (0,)), ((), ())))
     text = lambda f: jax.jit(f).lower(X, w).as_text().split("\n", 1)[1]
     assert text(program) == text(vn.implicit(program))
 
 
 def called_from_c(w: Any) -> None:
-    """A second call runs nothing of Python's, with typed results too."""
+    """Check that a second call runs no Python, also with typed results."""
     for program in (jax.jit(lambda x, w: dot(x, w)), jax.jit(lambda x, w: typed(w))):
         program(X, w)
         with jax.no_tracing():
@@ -258,7 +264,7 @@ def called_from_c(w: Any) -> None:
 
 
 def checks() -> dict[str, Callable[[Callable], None]]:
-    """By the name of a row, what is to be run for a kind of weight."""
+    """Return the checks by the name of a row. A check takes the constructor of a weight."""
     found: dict[str, Callable] = {}
     for name, f in VALUES.items():
         found[name] = lambda make, f=f: value_agrees(f, make())
@@ -277,7 +283,7 @@ def checks() -> dict[str, Callable[[Callable], None]]:
     return found
 
 
-# Boxes: each row is a function that raises if anything is not as it should be.
+# Boxes: each row is a function that raises an error if a result is wrong.
 
 
 def box_argument() -> None:
@@ -370,7 +376,7 @@ def box_grad_of_scan() -> None:
 
 
 def box_in_backward() -> None:
-    """The backward pass reads what the forward pass wrote."""
+    """Read in the backward pass a Box that the forward pass wrote."""
     box = vn.hijax.Box(jnp.zeros_like(X))
     f = jax.custom_vjp(jnp.sin)
     f.defvjp(lambda x: (jnp.sin(x), box.set(jnp.cos(x))), lambda _, ct: (ct * box.get(),))
@@ -389,9 +395,7 @@ def box_aliased() -> None:
 
 
 def box_checks() -> dict[str, Callable]:
-    """The rows of boxes, if there are such."""
-    if not hasattr(vn.hijax, "Box"):
-        return {}
+    """Return the checks of a Box by the name of a row."""
     rows = {
         "Box: an argument of `jit`": box_argument,
         "Box: a closure of `jit`": box_closure,
@@ -415,7 +419,7 @@ def box_checks() -> dict[str, Callable]:
 
 
 def outcome(check: Callable, make: Callable) -> str:
-    """How a check ends: "works", or the error."""
+    """Run a check. Return "works" or the error."""
     try:
         with vn.hijax.enabled():
             check(make)
@@ -427,14 +431,14 @@ def outcome(check: Callable, make: Callable) -> str:
 
 
 def _brief(error: Exception) -> str:
-    """The first words of a message, without what differs from one machine to another."""
+    """Return the beginning of a message, without text that differs between machines."""
     text = re.sub(r" at /\S+", "", " ".join(str(error).split("\n---")[0].split()))
     words = textwrap.shorten(text, 140, placeholder=" ...")
     return words.replace("|", "\\|")
 
 
 def outcomes() -> dict[str, str]:
-    """For each row what it comes to, of all kinds of weights."""
+    """Run all checks. Return the text of each row."""
     rows = {}
     for name, check in {**checks(), **box_checks()}.items():
         kinds = WEIGHTS if name in checks() else {"": None}
@@ -451,7 +455,7 @@ ROW = re.compile(r"^\| (.*?) ?\| (.+?) \| (.+?) \|$", re.MULTILINE)
 
 
 def table(page: str, rows: dict[str, str]) -> str:
-    """The rows in the column of this JAX, beside what the page has in the other."""
+    """Return the table of the page with `rows` in the column of this JAX."""
     mine = 0 if OLD else 1
     found = {name: cells for name, *cells in ROW.findall(page)}
     lines = []
@@ -464,7 +468,7 @@ def table(page: str, rows: dict[str, str]) -> str:
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--write", action="store_true", help="put them into docs/hijax.md")
+    options.add_argument("--write", action="store_true", help="write into docs/hijax.md")
     rows = outcomes()
     if options.parse_args().write:
         page = PAGE.read_text("utf-8")

@@ -1,6 +1,8 @@
-"""The time that `import veneer` takes once JAX is imported, each time in a new interpreter.
+"""Time `import veneer` after `import jax`, in new interpreters.
 
-The modules are compiled before, as pip compiles those that it installs.
+    python benchmarks/import_time.py    # one minute
+
+The modules have bytecode files, as after an installation with pip.
 """
 
 import os
@@ -21,13 +23,13 @@ print(between - start, time.perf_counter() - between)
 
 
 def import_times(module: str, *, rounds: int) -> tuple[float, float]:
-    """The median times, in seconds, to import JAX, and then `module`."""
+    """Return the median seconds to import JAX, and then to import `module`."""
     command = [sys.executable, "-c", PROGRAM, module]
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     run = lambda: (
         subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
     )
-    run()  # writes bytecode, and brings files into memory
+    run()  # writes bytecode, and reads the files into memory
     jax_times, module_times = zip(*(map(float, run().split()) for _ in range(rounds)), strict=True)
     return statistics.median(jax_times), statistics.median(module_times)
 

@@ -1,11 +1,11 @@
-"""Which primitives `vn.numba` compiles, for which dtypes: written into docs/numba_coverage.md.
+"""List the primitives that `vn.numba` compiles, by dtype, in docs/numba_coverage.md.
 
-    python benchmarks/numba_coverage.py [--interpreted]
+    python benchmarks/numba_coverage.py                  # an hour
+    python benchmarks/numba_coverage.py --interpreted    # compile nothing; five minutes
 
-Each cell is run: the primitive, on small operands, traced by JAX; its generated code, compiled and
-in Python (with `--interpreted` there alone), and its reference in NumPy, against JAX. Nothing is
-typed by hand but how each primitive is met. A primitive of the registry that no program here meets
-is listed as such.
+A cell is a primitive on small operands of a dtype. Its generated code and its NumPy reference run,
+and must agree with JAX. Primitives of the registry that no program here uses are listed below the
+table.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from veneer.numba.registry import funcify, perform
 PAGE = Path(__file__).parent.parent / "docs" / "numba_coverage.md"
 DTYPES = "float32 float64 float16 bfloat16 int32 int8 uint32 bool complex64".split()
 
-# What differs from the primitive's name in lax.
+# Names in `lax` that differ from the name of the primitive.
 NAMES = {"not": "bitwise_not", "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor"}
 UNARY = (
     "abs acos acosh asin asinh atan atanh bessel_i0e bessel_i1e cbrt ceil clz conj cos cosh "
@@ -163,7 +163,7 @@ def _bits_of(x: Any) -> Any:
 
 
 def operands(dtype: str) -> list[np.ndarray]:
-    """Two matrices `[3, 3]` whose entries lie where most functions are defined."""
+    """Return two matrices `[3, 3]` with entries where most functions are defined."""
     values = np.array([[0.3, 0.6, 0.2], [0.9, 0.5, 0.7], [0.1, 0.8, 0.4]])
     if dtype == "bool":
         values = values > 0.4
@@ -175,19 +175,19 @@ def operands(dtype: str) -> list[np.ndarray]:
 
 
 def primitives_in(program: Program, args: list[np.ndarray]) -> set[str]:
-    """Those of the program as it is compiled, what it calls and loops over included."""
+    """Return the primitives of a program, including primitives inside calls and loops."""
     graph, _, _ = traced(program, tuple(args))
     found = {equation.primitive for equation in graph.equations}
     return found | {e.primitive.name for e in jax.make_jaxpr(program)(*args).eqns}
 
 
 def status(name: str, program: Program, dtype: str, *, native: bool) -> tuple[str, str]:
-    """Of a cell: whether it compiles and gives what JAX does; and why not."""
+    """Return the content of a cell, and the reason if it does not work."""
     args = operands(dtype)
     try:
         jax.jit(program)(*args)
         met = primitives_in(program, args)
-    except Exception:  # JAX refuses in many ways
+    except Exception:  # JAX raises many types of errors
         return NONE, ""
     if name not in met:
         return NONE, ""
@@ -198,7 +198,7 @@ def status(name: str, program: Program, dtype: str, *, native: bool) -> tuple[st
         vn.numba.compare_jax_and_py(program, args, rtol=rtol)
     except NotImplementedError as error:
         return OPEN, str(error)
-    except Exception as error:  # whatever it is, it is not what JAX does
+    except Exception as error:  # any other error means a wrong result
         return WRONG, f"{type(error).__name__}: {error}"
     return OK, ""
 

@@ -1,11 +1,12 @@
-"""What a call costs: of a function compiled by `vn.numba.compile`, against `jax.jit`.
+"""Time calls of functions compiled by `vn.numba.compile`, compared with `jax.jit`.
 
-    python benchmarks/numba_latency.py [--rounds 9] [--cases mlp,adam]
+    python benchmarks/numba_latency.py                      # the table of docs/numba.md; an hour
+    python benchmarks/numba_latency.py --cases mlp,adam     # only these cases
 
-Small programs as samplers, solvers and controllers call them by the million. Both sides take NumPy
-arrays and are called by turns in one process; the result of `jax.jit` is waited for. A figure is
-the median of rounds, the ratio that of the times of a round. The time to compile is that of a
-process that has compiled something before, and what it takes again from the cache on disk.
+The programs are small, as in samplers, solvers and controllers, which call them millions of times.
+Both sides take NumPy arrays, alternate in one process, and wait for the result. The table shows
+median times and ratios, the seconds to compile, and the seconds to load the function from the cache
+on disk. The process compiles another function before.
 """
 
 import os
@@ -28,7 +29,7 @@ _random = np.random.default_rng(0)
 
 @dataclass(frozen=True)
 class Case:
-    """A function, what it is called with, and how many times as fast as `jax.jit` it should be."""
+    """A function and its arguments, and how many times as fast as `jax.jit` it should be."""
 
     name: str
     function: Callable[..., Any]
@@ -151,7 +152,7 @@ def cases() -> list[Case]:
 
 
 def compiled(case: Case) -> tuple[Any, float, float]:
-    """The compiled function, the seconds that it takes, and those from the cache."""
+    """Return the compiled function, the seconds to compile it, and to load it from the cache."""
     seconds = []
     for _ in range(2):
         start = time.perf_counter()
@@ -168,7 +169,7 @@ def main() -> None:
     picked = [case for case in cases() if any(name in case.name for name in names)]
     with tempfile.TemporaryDirectory() as directory:
         os.environ["VENEER_CACHE"] = directory
-        vn.numba.compile(lambda x: x + 1, normal(3))  # what a process does once
+        vn.numba.compile(lambda x: x + 1, normal(3))  # loads the compiler
         made = [compiled(case) for case in picked]
     claims = []
     for case, (ours, *_) in zip(picked, made, strict=True):

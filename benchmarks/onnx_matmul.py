@@ -1,7 +1,8 @@
-"""Matmuls of one weight in ONNX Runtime: 4 bits in blocks, and 8 bits with dynamic activations.
+"""Compile matrix products in ONNX Runtime, for `cpu_matmul.py`.
 
-Each is a session of a graph of what ONNX Runtime's own quantizer makes of a MatMul. Both quantize
-activations to 8 bits as they come. Neither `onnx` nor `onnxruntime` is needed to import this.
+Each product is a session with the graph that the quantizer of ONNX Runtime makes from a MatMul:
+with 4-bit weights in blocks, or with 8-bit weights. Both quantize activations to 8 bits at run
+time. To import this module, neither `onnx` nor `onnxruntime` is needed.
 """
 
 from collections.abc import Callable
@@ -15,12 +16,12 @@ BLOCK = 128
 
 
 def missing() -> list[str]:
-    """Of what this takes, the packages that are not installed."""
+    """Return the names of the required packages that are not installed."""
     return [name for name in ("onnx", "onnxruntime") if find_spec(name) is None]
 
 
 def four_bits(codes: np.ndarray, scale: np.ndarray) -> Run:
-    """MatMulNBits on int8 activations.
+    """Return a product with a 4-bit weight: MatMulNBits on int8 activations.
 
     **Arguments:**
 
@@ -30,7 +31,7 @@ def four_bits(codes: np.ndarray, scale: np.ndarray) -> Run:
     from onnx import helper
 
     k, n = codes.shape
-    fields = (codes.T + 8).astype(np.uint8)  # 8 stands for zero if nothing else is said
+    fields = (codes.T + 8).astype(np.uint8)  # the default zero point is 8
     packed = (fields[:, ::2] | fields[:, 1::2] << 4).reshape(n, k // BLOCK, BLOCK // 2)
     product = helper.make_node(
         "MatMulNBits",
@@ -47,7 +48,7 @@ def four_bits(codes: np.ndarray, scale: np.ndarray) -> Run:
 
 
 def eight_bits(codes: np.ndarray, scale: np.ndarray) -> Run:
-    """MatMulInteger of a dynamically quantized activation, which becomes one fused operator.
+    """Return a product with an int8 weight: MatMulInteger with dynamic activations, fused.
 
     **Arguments:**
 
@@ -69,7 +70,7 @@ def eight_bits(codes: np.ndarray, scale: np.ndarray) -> Run:
 
 
 def _session(nodes: list[Any], shape: tuple[int, int], **constants: np.ndarray) -> Run:
-    """The graph of `y` from `x` as a function, compiled."""
+    """Compile the graph that computes y from x `[M, K]`. Return it as a function."""
     import onnxruntime
     from onnx import TensorProto, helper, numpy_helper
 
@@ -81,7 +82,7 @@ def _session(nodes: list[Any], shape: tuple[int, int], **constants: np.ndarray) 
     model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 2
-    # Its threads spin for a while where a run has ended, and would take a core from what runs next.
+    # Otherwise its threads spin after a run and take a core from the next program.
     options.add_session_config_entry("session.force_spinning_stop", "1")
     session = onnxruntime.InferenceSession(
         model.SerializeToString(), options, ["CPUExecutionProvider"]

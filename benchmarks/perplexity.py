@@ -1,15 +1,20 @@
-"""The perplexity of the demo's language model on a text, here and in llama.cpp, by the same files.
+"""Measure the perplexity of the demo's language model on a text, in veneer and in llama.cpp.
 
-    python benchmarks/perplexity.py wikitext2-test.txt    # a text of your own; five minutes
+    python benchmarks/perplexity.py wikitext2-test.txt             # weights; five minutes
+    python benchmarks/perplexity.py wikitext2-test.txt --caches    # quantized caches; five minutes
+    python benchmarks/perplexity.py wikitext2-test.txt --scales    # rules for scales of caches
 
-The files are the model's own, in Q4_1, and three of its values that veneer writes. Windows of 512
-tokens are read each by itself, and `exp` of the mean loss is told. On the first 4,096 tokens of the
-test set of WikiText-2 it is 27.61. llama.cpp rounds activations to 8 bits, in blocks of 32, where
-weights are quantized, and so do we in another column. There is its column if llama-cpp-python is
-installed, which takes ten minutes to compile. With `--caches` it is told of quantized caches
-instead, from which attention reads all that it sees: by the model's own file, in five minutes.
-With `--scales`, it compares rules for the scales of integer caches: of values that are written
-once, and of values that are read and written back until they were written ten times.
+Prints the tables of docs/checkpoints.md and docs/cache.md. The text is read in windows of 512
+tokens, and the result is `exp` of the mean loss. On the first 4,096 tokens of the test set of
+WikiText-2 it is 27.61.
+
+Without options, the table compares the file of the model, in Q4_1, with three files that veneer
+writes from its values. llama.cpp rounds activations to 8 bits in blocks of 32 if weights are
+quantized. So does veneer in the column *activations in int8*. The last column needs
+llama-cpp-python, which takes ten minutes to compile.
+
+`--scales` compares rules for the scales of integer caches: for values that are written once, and
+for values that are read and written again until they have been written ten times.
 """
 
 import argparse
@@ -42,14 +47,14 @@ BLOCKS: dict[str, Any] = {
     "scale_dtype": "float16",
 }
 
-#: All products of the model have activations rounded, and what is looked up stays as it is.
+#: Round the activations of all products. The embedding is unchanged.
 IN_INT8 = vn.quant.Rule(
     r".*(_proj|embed_tokens)\.weight", None, act_qtype="int8", act_tile_size=32, tile_axis=-1
 )
 
 
 def files(original: Path, folder: Path) -> Iterator[tuple[str, Path]]:
-    """The model's own file, and those that are written of its values."""
+    """Yield the names and paths of the model's file, and of files written from its values."""
     yield "as in the model's file", original
     with GgufFile(original, names="huggingface") as source:
         metadata, tensors = source.metadata, {name: source.read(name) for name in source}
@@ -70,7 +75,7 @@ def files(original: Path, folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def by_llama_cpp(file: Path, tokens: list[int]) -> str:
-    """The same of llama.cpp; a dash where it is not installed."""
+    """Return the perplexity in llama.cpp, or a dash if it is not installed."""
     if importlib.util.find_spec("llama_cpp") is None:
         return "-"
     import llama_cpp
@@ -95,18 +100,18 @@ def by_llama_cpp(file: Path, tokens: list[int]) -> str:
 
 
 def _by_token(qtype: str, tile: int | None = None, method: str | None = None) -> dict[str, Any]:
-    """Each head of a token has scales of its own: one, or one for so many of its values."""
+    """Return the arguments of a cache with scales per token and head, or per tile of a head."""
     tiles = {} if tile is None else {"tiled_axes": {2: tile}, "scale_dtype": "float16"}
     return {"qtype": qtype, "channelwise_axes": (0, 1), "calibration_method": method, **tiles}
 
 
 def _by_channel(qtype: str, block: int, method: str | None = None) -> dict[str, Any]:
-    """Each channel of a block of tokens has a scale of its own, and the newest block none."""
+    """Return the arguments of a cache with scales per channel and block of tokens."""
     how = {"channelwise_axes": (0, 2), "tiled_axes": {1: block}, "block_axis": 1}
     return {"qtype": qtype, "calibration_method": method, "scale_dtype": "float16", **how}
 
 
-#: What `vn.quant.zeros` makes keys of, and values.
+#: The arguments of `vn.quant.zeros` for keys and for values.
 CACHES: dict[str, tuple[Any, Any]] = {
     "f32": (None, None),
     "int8": (_by_token("int8"), _by_token("int8")),
@@ -137,7 +142,7 @@ CACHES: dict[str, tuple[Any, Any]] = {
 
 
 def empty_cache(name: str, config: Any) -> Any:
-    """The cache of `examples/llama.py`."""
+    """Return an empty cache for `examples/llama.py`."""
     dense = program("llama").empty_cache(config, 1, WINDOW)
     zeros = lambda x, how: x if how is None else vn.quant.zeros(x.shape, **how)
     keys, values = CACHES[name]
@@ -148,7 +153,7 @@ def empty_cache(name: str, config: Any) -> Any:
 
 
 def caches(text: Path, count: int) -> None:
-    """Prints a row for each kind of cache."""
+    """Print a row for each format of the cache."""
     llama, model = program("llama"), load(next(fetch(LANGUAGE_MODEL).glob("*.gguf")))
     tokens = windows(model, [text.read_text(encoding="utf-8")[: 20_000 * count]], count)
     print("| cache | bytes a token | perplexity | to that of f32 |")
@@ -164,7 +169,7 @@ def caches(text: Path, count: int) -> None:
 
 
 def _written(array: Any, cache: Any, counts: Any, *, stable: bool, times: int) -> Any:
-    """Quantize an array as a cache does, or by the scales of weights, and write it back."""
+    """Quantize an array by the scales of caches or of weights. Write it back `times` times."""
     as_cache = quantize.quantize_as
     params = functools.partial(_params, stable=stable)
     with mock.patch.object(quantize, "QuantizeParams", params):
@@ -179,7 +184,7 @@ def _params(*args: Any, stable: bool) -> Any:
 
 
 def scales(text: Path, count: int) -> None:
-    """Print a row for each rule for the scales of integer formats in caches."""
+    """Print a row for each rule for the scales of integer caches."""
     llama, model = program("llama"), load(next(fetch(LANGUAGE_MODEL).glob("*.gguf")))
     tokens = windows(model, [text.read_text(encoding="utf-8")[: 20_000 * count]], count)
     names = [name for name in CACHES if name.startswith(("int8", "int4")) and "uint4" not in name]
@@ -187,8 +192,8 @@ def scales(text: Path, count: int) -> None:
     print("|---|---:|" + "---:|" * len(names), flush=True)
     all_codes = property(lambda f: f.code_range)
     for rule, stable, ends in (
-        ("absmax / (qmax + 1/2), as of weights", False, Format.ends),
-        ("absmax / qmax, as of caches", True, Format.ends),
+        ("absmax / (qmax + 1/2), as for weights", False, Format.ends),
+        ("absmax / qmax, as for caches", True, Format.ends),
         ("the larger of max / qmax and -min / (qmax + 1)", True, all_codes),
     ):
         for times in (1, 10):
@@ -208,7 +213,7 @@ def scales(text: Path, count: int) -> None:
 
 
 def main(text: Path, count: int) -> None:
-    """Prints a row for each file, of `count` windows of a text."""
+    """Print a row for each file, from `count` windows of a text."""
     original = next(fetch(LANGUAGE_MODEL).glob("*.gguf"))
     losses = jax.jit(vn.implicit(program("llama").losses), static_argnums=1)
     read = text.read_text(encoding="utf-8")[: 20_000 * count]
@@ -234,8 +239,8 @@ if __name__ == "__main__":
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("text", type=Path)
     options.add_argument("--windows", type=int, default=8)
-    options.add_argument("--caches", action="store_true", help="of formats of the cache")
-    options.add_argument("--scales", action="store_true", help="of rules for scales of the cache")
+    options.add_argument("--caches", action="store_true", help="compare formats of the cache")
+    options.add_argument("--scales", action="store_true", help="compare rules for its scales")
     given = options.parse_args()
     measure = scales if given.scales else caches if given.caches else main
     measure(given.text, given.windows)

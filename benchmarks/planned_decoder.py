@@ -6,7 +6,7 @@ Prints the two tables of docs/scale.md. The first compares a decoder on 8 virtua
 plan. *held* is the bytes of weights and cache, or of weights, updates and moments. *at a time* is
 the peak by `memory_analysis`. *received* is the bytes that collectives send to a device. The
 second table is the time to trace and lower a program as wide as Llama 3.1 405B for up to 64
-devices, none of which exist.
+devices that do not exist.
 """
 
 import json
@@ -22,7 +22,7 @@ from veneer.plan import PlannedStep, Split, model_of
 
 
 def rows() -> Iterator[str]:
-    """Those of the table, in MB."""
+    """Compile a decoder for each plan, and yield the rows of the first table, in MB."""
     yield "| step, weights | data × tensor | held: plan | program | at a time | | received | |"
     yield "|---|---|---:|---:|---:|---:|---:|---:|"
     for use in STEPS:
@@ -36,13 +36,13 @@ def rows() -> Iterator[str]:
                 yield f"| {use}, {format} | {name} | {numbers} |"
 
 
-#: Layers and devices of a decoder as wide as Llama 3.1 405B, and the rounds of which times are.
+#: The numbers of layers and devices of the second table.
 COSTS = (8, 8), (32, 8), (126, 8), (126, 64)
 ROUNDS = 5
 
 
 def costs() -> Iterator[str]:
-    """Rows of another table: what tracing and lowering a step of training take, in int4."""
+    """Yield the rows of the second table, for a training step with an int4 model."""
     config = ROOT / "docs" / "configs" / "llama-3.1-405b.json"
     said, step = json.loads(config.read_text("utf-8")), PlannedStep(64, 4096, rank=16)
     programs = []
@@ -65,7 +65,6 @@ def costs() -> Iterator[str]:
 
 
 def main() -> None:
-    """Prints the tables."""
     jax.config.update("jax_num_cpu_devices", 8)
     for table in (rows(), costs()):
         for row in (*table, ""):

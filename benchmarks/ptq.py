@@ -1,11 +1,13 @@
-"""What MiniLM loses in few bits: rounded to nearest, and by the activations that its weights meet.
+"""Measure the error of MiniLM in few bits, for each calibration method.
 
-    python benchmarks/ptq.py --write         # an hour and more on two cores
-    python benchmarks/ptq.py --only int4 --write  # these rows alone
+    python benchmarks/ptq.py --write                 # into docs/ptq.md; over an hour on two cores
+    python benchmarks/ptq.py --only int4 --write     # only these rows
 
-Prints tables of the mean cosine of 128 sentences to f32, calibrated with 512 others; one of them
-has GPTQ and AWQ of Qwix's too, where that is installed. The model and the sentences are the demo's.
-With `--write` puts them into docs/ptq.md; docs/site/gallery.py draws the plot of it.
+Prints the mean cosine to f32 of 128 sentences, after calibration with 512 other sentences of the
+demo. A second table has GPTQ and AWQ of Qwix, if Qwix is installed. Qwix receives single matrices
+with the activation statistics of `vn.quant.observe`, because its own calibration only takes Flax
+modules. Its scales are its default, "absmax". docs/site/gallery.py draws the plot of the first
+table.
 """
 
 import argparse
@@ -13,13 +15,12 @@ import functools
 import sys
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import ptq_qwix
 from measure import markdown_table
 from report import made_with, write_rows
 
@@ -29,18 +30,25 @@ from veneer.demo.model import Model
 from veneer.demo.programs import program
 from veneer.demo.run import load
 from veneer.demo.sentences import all_sentences
+from veneer.quant import ActivationStatistics
+
+try:
+    from qwix._src.core import qarray
+    from qwix.contrib import awq_core, gptq_core
+except ImportError:  # the columns of Qwix are left out
+    qarray = None
 
 HELD_OUT, CALIBRATED_ON = 128, 512
-LEAST_ERROR = "mse,40,2.4"  # of scales, as `calibrate` has them
+LEAST_ERROR = "mse,40,2.4"  # the method for scales, as in `calibrate`
 
 
 class Case(NamedTuple):
-    """Formats: of weights, with the tile that shares a scale; of activations; of embeddings."""
+    """The format and tile of the weights, the format of activations, and the one of embeddings."""
 
     qtype: str
     tile: int | None = None
     act_qtype: str | None = None
-    tables: str | None = None  # in that of the weights
+    tables: str | None = None  # None: the format of the weights
 
     def __str__(self) -> str:
         tile = "channelwise" if self.tile is None else f"tile {self.tile}"
@@ -48,7 +56,7 @@ class Case(NamedTuple):
         return f"{self.qtype}, {tile}{by}" + (f"; embeddings {self.tables}" if self.tables else "")
 
     def rules(self, **fields: Any) -> list[vn.quant.Rule]:
-        """Rules for all weights, with further fields."""
+        """Return rules for all weights, with additional fields."""
         tables = (self.qtype, self.tile) if self.tables is None else (self.tables, None)
         return [
             vn.quant.Rule(
@@ -80,7 +88,7 @@ CASES = [
     Case("int4", 128, "int8", "int8"),
     Case("int4", 128, "int4"),
 ]
-#: By what each column is called: fields of rules, and arguments of `calibrate`; None needs no data.
+#: The fields of rules and the arguments of `calibrate` for each column. None: no calibration.
 WAYS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "to nearest": ({}, None),
     "least error": ({"calibration_method": LEAST_ERROR}, None),
@@ -99,13 +107,13 @@ IN_ORDER: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "rotated, GPTQ, propagated": ({"rotate": True}, {"sequential": True, "propagation": 0.5}),
 }
 OTHERS = BY_AWQ | IN_ORDER
-#: What is rounded in order, too, and trained, from GPTQ's: epochs, in batches of 16, and the rate.
+#: Cases that are also tuned: the epochs, in batches of 16, and the learning rate.
 TUNED = {
     Case("int4", 128): (4, 0.001),
     Case("int3", 128): (4, 0.002),
     Case("int2", 32): (4, 0.004),
 }
-#: Cases whose matrices are those of one of these, whatever else they have.
+#: Cases with the same weight format as a tuned case.
 SAME_WEIGHTS = [case for case in CASES if case[:2] in {tuned[:2] for tuned in TUNED}]
 TUNING = "GPTQ, tuned"
 
@@ -113,7 +121,7 @@ Params = Mapping[str, Any]
 
 
 class Measured:
-    """The model, what it is calibrated with and what it is measured on."""
+    """The model, the sentences for calibration and the sentences for the measurement."""
 
     def __init__(self, bert: Model, sentences: Sequence[str]):
         self._bert, self._held_out = bert, sentences[:HELD_OUT]
@@ -122,28 +130,28 @@ class Measured:
         encode = program("sentence_encoder").encode
         encoder = jax.jit(encode, static_argnums=1)
         self.model = lambda params, ids, mask: encoder(params, bert.config, ids, mask)
-        # In order, each stage observes other weights: compiled, it would be so again each time.
+        # A sequential calibration would compile the model again for each stage.
         self._op_by_op = lambda params, ids, mask: encode(params, bert.config, ids, mask)
         self._encode = compiled(bert)
         self._reference = embed(bert, self._encode, self.params, self._held_out)
 
     def cosine(self, small: Params) -> float:
-        """The mean cosine of what is held out to f32."""
+        """Return the mean cosine of the measured sentences to f32."""
         return mean_cosine(embed(self._bert, self._encode, small, self._held_out), self._reference)
 
     @functools.cached_property
-    def statistics(self) -> Mapping[str, vn.quant.ActivationStatistics]:
-        """Of the activations, with second moments."""
+    def statistics(self) -> Mapping[str, ActivationStatistics]:
+        """The statistics of the activations, with second moments."""
         rules = Case("int8").rules()
         return vn.quant.observe(self.model, rules, params=self.params, gram=True)(self.batches)
 
     @functools.cache  # noqa: B019 - there is one
     def alone(self, qtype: str, tile: int | None, way: str) -> Params:
-        """The parameters in a format, rounded in a way of ours or of Qwix's."""
-        if way in ptq_qwix.WAYS:
+        """Return the parameters in a format, quantized by a method of veneer or Qwix."""
+        if way in QWIX_WAYS:
             small = self.alone(qtype, tile, "to nearest")
             return dict(small) | dict(
-                ptq_qwix.rounded(self.params, self.statistics, qtype, tile, way)
+                rounded_by_qwix(self.params, self.statistics, qtype, tile, way)
             )
         fields, how = (WAYS | OTHERS)[way]
         rules = Case(qtype, tile).rules(**fields)
@@ -154,7 +162,7 @@ class Measured:
         return calibration(self.batches)
 
     def rounded(self, case: Case, way: str) -> Params:
-        """The parameters as a case has them: the same matrices, whatever activations are in."""
+        """Return the parameters of a case. Cases with the same weight format share the matrices."""
         fields, _ = (WAYS | OTHERS).get(way, ({}, None))
         of_tables, of_matrices = case.rules(**fields)
         small = dict(self.alone(case.qtype, case.tile, way))
@@ -167,7 +175,7 @@ class Measured:
         }
 
     def tuned(self, case: Case) -> Params:
-        """Those that GPTQ rounded, trained further."""
+        """Train the codes and scales of the parameters quantized by GPTQ."""
         few = [
             tuple(x[i : i + 16] for x in batch)
             for batch in self.batches
@@ -185,12 +193,46 @@ class Measured:
         return tuning(few)
 
 
-Row = dict[str, float]  # cosines by the column; "MB" is what the parameters take
+def _gptq(w: Any, statistics: ActivationStatistics, how: Any) -> Any:
+    q, _ = gptq_core.quantize_weight(w, jnp.asarray(statistics.gram, jnp.float32), how)
+    return qarray.dequantize(q)
+
+
+def _awq(w: Any, statistics: ActivationStatistics, how: Any) -> Any:
+    absmean = jnp.asarray(statistics.absmean, jnp.float32).ravel()
+    q, factors = awq_core.quantize_weight(w, absmean, how)
+    return qarray.dequantize(q) / factors
+
+
+#: The function of each column of Qwix, by its heading.
+QWIX_WAYS: dict[str, Callable[[Any, ActivationStatistics, Any], Any]] = (
+    {} if qarray is None else {"Qwix's AWQ": _awq, "Qwix's GPTQ": _gptq}
+)
+
+
+def rounded_by_qwix(
+    params: Mapping[str, Any],
+    statistics: Mapping[str, ActivationStatistics],
+    qtype: str,
+    tile: int | None,
+    way: str,
+) -> Iterator[tuple[str, Any]]:
+    """Yield the paths of torch weights `[N, K]` with activations, and the dequantized weights."""
+    how = qarray.HowToQuantize(
+        qtype=getattr(jnp, qtype),
+        channelwise_axes=[0],
+        tiled_axes={} if tile is None else {1: tile},
+    )
+    for path, of_weight in statistics.items():
+        yield path, QWIX_WAYS[way](params[path], of_weight, how)
+
+
+Row = dict[str, float]  # the cosine of each column, and the parameters in MB
 
 
 def row_of(of: Measured, case: Case) -> Row:
-    """The row of a case; each cell is told of as it is found."""
-    beside_qwix = [*BY_AWQ, *ptq_qwix.WAYS] if case in BESIDE_QWIX else []
+    """Measure all columns of a row. Print each cell to stderr."""
+    beside_qwix = [*BY_AWQ, *QWIX_WAYS] if case in BESIDE_QWIX else []
     row: Row = {}
     in_order = IN_ORDER if case in SAME_WEIGHTS else []
     tuned = [TUNING] if case in TUNED else []
@@ -205,7 +247,7 @@ def row_of(of: Measured, case: Case) -> Row:
 
 
 def table(rows: Mapping[Case, Row], names: Sequence[str]) -> str:
-    """The cosines of some columns; the best of each row stands out."""
+    """Return the cosines of some columns. The best one of each row is bold."""
     cells = []
     for case, row in rows.items():
         best = max(row.get(name, 0) for name in names)
@@ -217,27 +259,26 @@ def table(rows: Mapping[Case, Row], names: Sequence[str]) -> str:
 
 
 def measured() -> Measured:
-    """The demo's model, and its sentences in the order of a seed."""
+    """Return the model of the demo with its sentences in a random order."""
     every = all_sentences()
     order = np.random.default_rng(0).permutation(len(every))[: HELD_OUT + CALIBRATED_ON]
     return Measured(load(None), [every[i] for i in order])
 
 
 def main() -> None:
-    """Prints the tables, and writes them."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", default="", help="cases with this in their names")
+    parser.add_argument("--only", default="", help="only cases whose names contain this")
     parser.add_argument("--write", action="store_true", help="put the tables into docs/ptq.md")
     options = parser.parse_args()
     warnings.simplefilter("ignore", UserWarning)
-    if not ptq_qwix.WAYS:
-        print("Qwix is not installed: the table of it is left out", file=sys.stderr)
+    if not QWIX_WAYS:
+        print("Qwix is not installed, so its table is left out", file=sys.stderr)
     of = measured()
     rows = {case: row_of(of, case) for case in CASES if options.only in str(case)}
     beside = {case: row for case, row in rows.items() if case in BESIDE_QWIX}
-    of_qwix = ["to nearest", "AWQ", *list(ptq_qwix.WAYS), "GPTQ", "AWQ and GPTQ"]
+    of_qwix = ["to nearest", "AWQ", *list(QWIX_WAYS), "GPTQ", "AWQ and GPTQ"]
     tables = {"ptq.py": table(rows, [*WAYS, *IN_ORDER, TUNING])}
-    if ptq_qwix.WAYS:
+    if QWIX_WAYS:
         tables["ptq.py, Qwix"] = table(beside, of_qwix)
     for name, text in tables.items():
         print(text, made_with(), sep="\n\n", end="\n\n")

@@ -1,6 +1,6 @@
-"""What calibrating costs: observing beside running a model, GPTQ beside LAPACK, and a weight.
+"""Time calibration: observing a model, GPTQ compared with LAPACK, and calibrating one weight.
 
-python benchmarks/ptq_costs.py    # two minutes on two cores
+python benchmarks/ptq_costs.py    # the figures of docs/ptq.md, in two minutes on two cores
 """
 
 import time
@@ -21,7 +21,7 @@ ROUNDS = 5
 
 
 def observing() -> Iterator[list[str]]:
-    """MiniLM, on a batch: what one more takes, once the program is compiled."""
+    """Yield the time to observe one more batch of MiniLM, once the program is compiled."""
     of = measured()
     chosen = Case("int4", 128).rules()
     batch = max(of.batches, key=lambda batch: batch[0].size)
@@ -47,7 +47,7 @@ def observing() -> Iterator[list[str]]:
 
 
 def rounding() -> Iterator[list[str]]:
-    """GPTQ of square matrices."""
+    """Yield the time of GPTQ for square matrices."""
     for n in (384, 1536, 4096):
         x = np.random.default_rng(0).normal(size=(2 * n, n)) * np.linspace(0.1, 3, n)
         gram = x.T @ x / len(x)
@@ -67,8 +67,8 @@ def rounding() -> Iterator[list[str]]:
         ]
 
 
-def whole() -> Iterator[list[str]]:
-    """A weight of 4096 x 4096, from observing to the report."""
+def one_weight() -> Iterator[list[str]]:
+    """Yield the time to calibrate a weight of 4096 x 4096."""
     keys = jax.random.split(jax.random.key(0), 2)
     params = {"w": jax.random.normal(keys[0], (4096, 4096))}
     batches = list(jax.random.normal(keys[1], (4, 2048, 4096)))
@@ -92,11 +92,10 @@ def _cells(ours: float, other: float) -> list[str]:
 
 
 def main() -> None:
-    """Prints the table."""
-    found = [*observing(), *rounding(), *whole()]
+    found = [*observing(), *rounding(), *one_weight()]
     print(made_with(), markdown_table(["", "beside", "takes", "that", "ratio"], found), sep="\n\n")
 
 
 if __name__ == "__main__":
-    warnings.simplefilter("ignore", UserWarning)  # of what is looked up, and met nothing
+    warnings.simplefilter("ignore", UserWarning)  # embeddings have no activations
     main()

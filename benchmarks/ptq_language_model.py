@@ -1,10 +1,10 @@
-"""The perplexity of SmolLM2-135M in few bits: to nearest, by GPTQ, rotated, with int8 activations.
+"""Measure the perplexity of SmolLM2-135M in few bits, for each calibration method.
 
     python benchmarks/ptq_language_model.py wikitext2-test.txt --write    # 20 minutes on two cores
 
-The model is the demo's, from its file's values in f32, its embeddings in int8. It is measured on
-the first 8 windows of 512 tokens of the text, and calibrated with windows that lie far behind them.
-With `--write` puts the table into docs/ptq.md.
+The model is the one of the demo, from the f32 values of its file, with embeddings in int8. The
+perplexity is measured on the first 8 windows of 512 tokens of the text. Calibration uses windows
+from later parts of the text. `--write` writes the table into docs/ptq.md.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from veneer.demo.language_model import load, perplexity, windows
 from veneer.demo.programs import program
 
 WINDOW, MEASURED_ON, BEHIND = 512, 8, 400_000
-#: Fields of the rule, and the method; None rounds to nearest, without the text.
+#: The fields of the rule, and the calibration method. None rounds to nearest.
 CASES: dict[str, tuple[dict[str, Any], str | None]] = {
     "int8": ({"qtype": "int8"}, None),
     "int8, GPTQ": ({"qtype": "int8"}, "gptq"),
@@ -41,7 +41,7 @@ CASES: dict[str, tuple[dict[str, Any], str | None]] = {
 
 
 def rows(text: str, count: int, only: str) -> Iterator[list[str]]:
-    """A row of the table for each case with some text in its name."""
+    """Measure and yield a row for each case whose name contains `only`."""
     model, llama = load(next(fetch(LANGUAGE_MODEL).glob("*.gguf"))), program("llama")
     losses = jax.jit(vn.implicit(llama.losses), static_argnums=1)
     params = {name: jnp.asarray(vn.materialise(x)) for name, x in model.params.items()}
@@ -72,7 +72,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="The perplexity of SmolLM2-135M in few bits.")
     parser.add_argument("text", type=Path, help="the test set of WikiText-2")
     parser.add_argument("--calibrate", type=int, default=16, help="windows to calibrate with")
-    parser.add_argument("--only", default="", help="cases with this in their names")
+    parser.add_argument("--only", default="", help="only cases whose names contain this")
     parser.add_argument("--write", action="store_true", help="put the table into docs/ptq.md")
     options = parser.parse_args()
     warnings.simplefilter("ignore", UserWarning)

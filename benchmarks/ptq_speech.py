@@ -1,11 +1,11 @@
-"""How likely Whisper finds what it wrote down itself, in few bits: to nearest, and by each method.
+"""Measure the likelihood of Whisper's transcripts in few bits, for each calibration method.
 
-    python benchmarks/ptq_speech.py --write    # 15 minutes on two cores; espeak-ng speaks
+    python benchmarks/ptq_speech.py --write    # 15 minutes on two cores; needs espeak-ng
 
-tiny.en hears 30 seconds at a time: sentences of the demo, as espeak-ng speaks them. From its file's
-values, in f16, it writes down what it hears; the table has by how much less likely each of these
-tokens is, in nats, in the mean. It is calibrated with other sentences, and its own words for them.
-With `--write` puts the table into docs/ptq.md.
+espeak-ng speaks sentences of the demo, in recordings of 30 seconds. Whisper tiny.en transcribes
+them with the f16 values of its file. The table shows how much less likely each token of these
+transcripts is after quantization, as a mean in nats. Calibration uses other sentences. `--write`
+writes the table into docs/ptq.md.
 """
 
 import argparse
@@ -30,8 +30,8 @@ sys.path.append(str(Path(__file__).parents[1] / "examples"))
 import dictation
 import whisper
 
-LONGEST = 128  # tokens of 30 seconds
-#: Fields of the rule, and the method; None rounds to nearest, without sound.
+LONGEST = 128  # the most tokens in 30 seconds
+#: The fields of the rule, and the calibration method. None rounds to nearest.
 CASES: dict[str, tuple[dict[str, Any], str | None]] = {
     "to nearest": ({}, None),
     "GPTQ": ({}, "gptq"),
@@ -41,7 +41,7 @@ CASES: dict[str, tuple[dict[str, Any], str | None]] = {
 
 
 def recordings(sentences: Iterator[str], count: int) -> list[np.ndarray]:
-    """Sound of up to 30 seconds each, of whole sentences with a pause behind each."""
+    """Return recordings of up to 30 seconds of whole sentences, with pauses between them."""
     size, pause = whisper.RATE * whisper.SECONDS, np.zeros(whisper.RATE // 2, np.float32)
     found: list[np.ndarray] = []
     sound = np.zeros(0, np.float32)
@@ -53,11 +53,11 @@ def recordings(sentences: Iterator[str], count: int) -> list[np.ndarray]:
                 return found
             sound = new[:0]
         sound = np.concatenate([sound, new])
-    raise ValueError(f"the sentences fill {len(found)} times 30 seconds, and {count} are wanted")
+    raise ValueError(f"the sentences fill {len(found)} recordings of 30 seconds, not {count}")
 
 
 def likelihoods(p: Any, config: whisper.Config, sound: jax.Array, tokens: jax.Array) -> jax.Array:
-    """The logarithm of how likely each token is after those before, and the sound: `[length]`."""
+    """Return the log likelihood of each token, given the sound and the tokens before it."""
     cache = whisper.begin(p, config, whisper.encode(p, config, sound), len(tokens) + 1)
     prompt = jnp.array([whisper.START, whisper.SILENT_TIMES])
     logits, _ = whisper.decode(p, config, jnp.concatenate([prompt, tokens[:-1]]), cache, 0)
@@ -66,7 +66,7 @@ def likelihoods(p: Any, config: whisper.Config, sound: jax.Array, tokens: jax.Ar
 
 
 class Heard:
-    """The model, and what it writes down of sound."""
+    """The Whisper model with its f32 parameters."""
 
     def __init__(self) -> None:
         stored, self.config = whisper.load(fetch(dictation.MODEL))
@@ -76,18 +76,18 @@ class Heard:
         self._transcribe = jax.jit(whisper.transcribe, static_argnums=1, static_argnames="count")
 
     def written(self, sounds: Sequence[np.ndarray]) -> list[tuple[jax.Array, np.ndarray]]:
-        """Spectrograms, and the tokens of each, to the end of the text."""
+        """Transcribe recordings. Return a spectrogram and tokens for each."""
         batches = []
         for sound in map(whisper.spectrogram, sounds):
             found = self._transcribe(self.params, self.config, sound, count=LONGEST)
             tokens = np.asarray(found)
             end = int((tokens == whisper.END).argmax()) + 1 if whisper.END in tokens else LONGEST
-            batches.append((sound, tokens[: end // 8 * 8]))  # of few lengths, which compile each
+            batches.append((sound, tokens[: end // 8 * 8]))  # each length compiles
         return batches
 
 
 def rows(each: int, qtype: str, tile: int) -> Iterator[list[str]]:
-    """A row of the table for each method."""
+    """Measure and yield a row for each method."""
     heard = Heard()
     sentences = all_sentences()
     order = np.random.default_rng(0).permutation(len(sentences))
@@ -118,8 +118,8 @@ def rows(each: int, qtype: str, tile: int) -> Iterator[list[str]]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="How likely Whisper finds its own words.")
-    parser.add_argument("--each", type=int, default=12, help="times 30 s to calibrate and measure")
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--each", type=int, default=12, help="recordings for each purpose")
     parser.add_argument("--qtype", default="int4", help="the format of the matrices")
     parser.add_argument("--tile", type=int, default=64, help="how many values share a scale")
     parser.add_argument("--write", action="store_true", help="put the table into docs/ptq.md")

@@ -1,8 +1,11 @@
-"""Products of quantized operands through XLA, ours against Qwix's.
+"""Time products of quantized operands, in veneer and in Qwix, computed by XLA.
 
-Each is one program under `jax.jit`, with the operands as arguments. Weight-only is a dense
-activation and a quantized weight; in w8a8 the activation is quantized in the program, a scale to
-each row, and int8 meets int8. The ratio is Qwix's time over ours: above 1, ours is faster.
+    python benchmarks/quantized_products.py            # for docs/benchmarks.md; half an hour
+    python benchmarks/quantized_products.py --small    # small sizes, to see that it runs
+
+A product is one program under `jax.jit`, with the operands as arguments. The activation is dense,
+or the program quantizes it to int8 with one scale per row (w8a8), so that int8 is multiplied by
+int8. The ratio is the time of Qwix over ours. Above 1, veneer is faster.
 """
 
 import sys
@@ -20,7 +23,7 @@ from support.qwix_arrays import QWIX_NAMES
 
 import veneer as vn
 
-# Sizes of what is timed, and of a trial that only shows that it runs.
+# The sizes that are timed, and the sizes for `--small`.
 FULL = {"width": 2048, "experts": (8, 64), "expert width": 512, "image": 32, "features": 64}
 SMALL = {"width": 256, "experts": (8,), "expert width": 128, "image": 8, "features": 16}
 ROWS = (1, 8, 256)
@@ -29,12 +32,19 @@ LIBRARIES = {
     "veneer": (vn.quant, lambda x, qtype, **tiling: vn.quant.quantize(x, qtype, **tiling)),
     "Qwix": (qwix, lambda x, qtype, **tiling: qwix.quantize(x, QWIX_NAMES[qtype], **tiling)),
 }
-Product = Callable[[Any, Any, Any], jax.Array]  # of a library's functions, activation and weight
+Product = Callable[[Any, Any, Any], jax.Array]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A product, what it is called, its dense operands, and how they are quantized."""
+    """A product, its dense operands, and how they are quantized.
+
+    **Arguments:**
+
+    - `product`: takes the functions of a library, the activation and the weight.
+    - `tiling`: the axes arguments of `quantize` for the weight.
+    - `rows`: the axes of the activation with their own scales. None leaves the activation dense.
+    """
 
     name: str
     product: Product
@@ -42,10 +52,10 @@ class Case:
     weight: np.ndarray
     qtype: str
     tiling: Mapping[str, Any]
-    rows: tuple[int, ...] | None = None  # the axes with scales of their own; None leaves it dense
+    rows: tuple[int, ...] | None = None
 
     def side(self, library: str) -> Side:
-        """The product by one library, compiled, with the weight quantized."""
+        """Quantize the weight, compile the product in a library, and return it as a side."""
         functions, quantize = LIBRARIES[library]
 
         @jax.jit
@@ -112,12 +122,12 @@ def cases(sizes: Mapping[str, Any]) -> Iterator[Case]:
 
 
 def row(case: Case, rounds: int, batches: int) -> list[str]:
-    """Measures a case, each by itself: its operands need not be kept for the next one."""
+    """Time a case on its own, so that the operands of other cases need no memory."""
     ours = case.side("veneer")
     try:
         theirs = case.side("Qwix")
         jax.block_until_ready(theirs.run())
-    except Exception as error:  # what Qwix does not have is in docs/qwix.md
+    except Exception as error:  # docs/qwix.md lists the missing operations
         return [case.name, "", "", type(error).__name__]
     jax.block_until_ready(ours.run())
     [result] = measure([Claim(ours, theirs)], rounds=rounds, batches=batches)
@@ -137,6 +147,6 @@ def main(*, rounds: int, small: bool, only: str) -> None:
 if __name__ == "__main__":
     options = parser(__doc__)
     options.add_argument("--small", action="store_true", help="small sizes, to see that it runs")
-    options.add_argument("--only", default="", help="the cases with this in their names")
+    options.add_argument("--only", default="", help="only cases whose names contain this")
     arguments = options.parse_args()
     main(rounds=arguments.rounds, small=arguments.small, only=arguments.only)

@@ -1,8 +1,11 @@
-"""What works in Qwix and what in veneer, for each operation and each transformation.
+"""Compare which operations work in Qwix and in veneer, under which transformations.
 
-A cell works where the result agrees with the same program of the dequantized operands in float64.
-Both libraries quantize the same arrays, and each is held to what its own codes are worth. Prints
-the tables, and writes them into docs/qwix.md.
+    python benchmarks/qwix_comparison.py                 # write into docs/qwix.md; half an hour
+    python benchmarks/qwix_comparison.py --print-only    # print the tables
+
+A cell is an operation with quantized operands, in a format, under a transformation. It works if the
+result agrees with the same program on the dequantized operands in float64. Both libraries quantize
+the same arrays, and each is compared with its own dequantized codes.
 """
 
 import argparse
@@ -18,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":  # before JAX starts: two devices, and programs compiled in little time
+if __name__ == "__main__":  # before JAX starts: use two devices, and compile fast
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = (
         "--xla_backend_optimization_level=0 --xla_force_host_platform_device_count=2"
@@ -38,19 +41,19 @@ import veneer as vn
 
 PAGE = Path(__file__).parent.parent / "docs" / "qwix.md"
 
-# Which operands are quantized.
+# Whether the left and the right operand are quantized.
 OPERANDS = {"weight": (False, True), "activation": (True, False), "both": (True, True)}
-# How finely, and the method.
+# The granularity of the scales, and the calibration method.
 GRANULARITIES = ["tensor", "channel", "tile 128", "tile 32", "channel, minmax"]
 TRANSFORMATIONS = ["eager", "jit", "grad", "vmap", "scan", "checkpoint", "shard_map"]
 
-# Of the largest number: what f32 loses in sums of some hundred terms, and in the scales on the way.
+# Relative to the largest number: the rounding of f32 in sums of some hundred terms.
 TOLERANCE = 2e-5
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Where in the table."""
+    """The position of a result in the table."""
 
     operation: str
     operands: str
@@ -61,17 +64,17 @@ class Cell:
 
 @dataclass(frozen=True)
 class Library:
-    """One of the two: its name and functions, and what its quantized arrays are worth exactly."""
+    """A library: its functions, and the exact dequantized array of its quantized arrays."""
 
     name: str
     functions: Any
     quantize: Callable
-    worth: Callable[[Any], np.ndarray]
+    dequantized: Callable[[Any], np.ndarray]
 
     def shard_map(self, program: Callable, mesh: Any, specs: tuple, operands: tuple) -> jax.Array:
-        """The program with the columns of `rhs` on two devices."""
+        """Run a program with the columns of `rhs` divided over two devices."""
         out = PartitionSpec(*[None] * specs[2], "x")
-        if self.name == "veneer":  # the specs of the dense arrays, cut leaf by leaf
+        if self.name == "veneer":  # takes the specs of the dense arrays
             mapped = jax.shard_map(program, mesh=mesh, in_specs=specs[:2], out_specs=out)
             return vn.implicit(mapped)(*operands)
 
@@ -86,8 +89,8 @@ class Library:
         return jax.shard_map(program, mesh=mesh, in_specs=leaves, out_specs=out)(*operands)
 
 
-def worth(q: vn.quant.QArray) -> np.ndarray:
-    """What the codes stand for, in float64 and by NumPy."""
+def dequantized(q: vn.quant.QArray) -> np.ndarray:
+    """Dequantize in float64, by NumPy."""
     values = np.asarray(q.format.decode(q.codes(), jnp.float32), np.float64)
     if q.zero_point is not None:
         values = values - _spread(np.asarray(q.zero_point, np.float64), values.shape)
@@ -105,13 +108,13 @@ def _qwix_quantize(x: jax.Array, format: str, **arguments: Any) -> qwix.QArray:
 
 
 LIBRARIES = [
-    Library("Qwix", qwix, _qwix_quantize, lambda q: worth(from_qwix(q))),
-    Library("veneer", vn.quant, vn.quant.quantize, worth),
+    Library("Qwix", qwix, _qwix_quantize, lambda q: dequantized(from_qwix(q))),
+    Library("veneer", vn.quant, vn.quant.quantize, dequantized),
 ]
 
 
 def granularities(format: str) -> list[str]:
-    """Those that the format has: a tile of its own, or any; zero points for two of Qwix's."""
+    """Return the granularities of a format in the table. Only two have zero points in Qwix."""
     own = vn.quant.FORMATS[format].tile_size
     if own is not None:
         return [f"tile {own}"]
@@ -119,7 +122,7 @@ def granularities(format: str) -> list[str]:
 
 
 def transformations(operation: Operation) -> list[str]:
-    """Those that JAX has for dense operands."""
+    """Return the transformations that work on dense operands in JAX."""
     return [name for name in TRANSFORMATIONS if name != "grad" or operation.differentiable]
 
 
@@ -128,7 +131,7 @@ def arrays(shape: Sequence[int], seed: int) -> jax.Array:
 
 
 def loss(result: jax.Array) -> jax.Array:
-    """Linear, so that its derivative tells nothing of the rounding of the result."""
+    """Return a linear function of the result. Its derivative does not depend on rounding."""
     weights = jnp.cos(jnp.arange(result.size, dtype=result.dtype)).reshape(result.shape)
     return jnp.sum(weights * result)
 
@@ -137,7 +140,7 @@ Program = Callable[[], Any]
 
 
 class Setting:
-    """An operation of operands in a format, by one library: its programs, transformed."""
+    """An operation with operands in a format, in one library."""
 
     def __init__(
         self, library: Library, operation: Operation, operands: str, format: str, granularity: str
@@ -172,7 +175,7 @@ class Setting:
         self.expected = self.references()
 
     def programs(self) -> dict[str, Program]:
-        """Of each transformation, a function of nothing."""
+        """Return a function without arguments for each transformation."""
         call = partial(self.operation.call, self.library.functions)
         operands, stacked = self.instances[0], self.stacked
 
@@ -210,8 +213,8 @@ class Setting:
         }
 
     def of_dense_activations(self) -> Callable:
-        """The product that quantizes its activations, too, with a derivative by them."""
-        if self.library.name == "Qwix":  # whose functions know of no other way
+        """Return the product that quantizes its activations and has a derivative by them."""
+        if self.library.name == "Qwix":  # its functions quantize before the product
             call = partial(self.operation.call, self.library.functions)
             return lambda x, w: call(self.quantizers[0](x), w)
         contracting = [axis - len(self.operation.rhs) for axis in self.operation.summed[1]]
@@ -222,10 +225,10 @@ class Setting:
         return lambda x, w: call(x, quantize(w))
 
     def references(self) -> dict[str, np.ndarray]:
-        """The answers in float64, from what the quantized operands are worth."""
+        """Return the exact result for each transformation, in float64."""
         exact = [
             tuple(
-                self.library.worth(x) if quantized else np.asarray(x, np.float64)
+                self.library.dequantized(x) if quantized else np.asarray(x, np.float64)
                 for x, quantized in zip(pair, self.quantized, strict=True)
             )
             for pair in self.instances
@@ -262,7 +265,7 @@ _references = {(op.name, side): _reference(op, side) for op in OPERATIONS for si
 
 
 def error_of(result: Any, expected: np.ndarray) -> str:
-    """Nothing where a result is right, or else what is wrong with it."""
+    """Return an empty string if a result is right, otherwise the error."""
     if result.shape != expected.shape:
         return f"wrong shape {result.shape}, not {expected.shape}"
     difference = np.abs(np.asarray(result, np.float64) - expected).max()
@@ -271,14 +274,14 @@ def error_of(result: Any, expected: np.ndarray) -> str:
 
 
 def message(error: Exception) -> str:
-    """The type of an error, and the first line of what it says, without its numbers."""
+    """Return the type of an error and the first line of its message, without numbers."""
     first = (str(error).strip() or "no message").splitlines()[0]
     first = re.sub(r"%\S+|\[[\d, ]*\]|\([\d, ]*\)|\d+", "…", first)
     return f"{type(error).__name__}: {first[:110]}"
 
 
 def outcomes(settings: Sequence[Setting]) -> Iterator[tuple[Cell, str]]:
-    """Runs every program; yields what is wrong with it, or nothing, for each cell."""
+    """Run all programs. Yield each cell with its error, or with an empty string."""
     compiled: dict[Cell, Program] = {}
     expected: dict[Cell, np.ndarray] = {}
     for setting in settings:
@@ -300,7 +303,7 @@ def outcomes(settings: Sequence[Setting]) -> Iterator[tuple[Cell, str]]:
 def _run(
     programs: Mapping[Cell, Program], expected: Mapping[Cell, np.ndarray]
 ) -> Iterator[tuple[Cell, str]]:
-    """Compiles programs as one, for that is faster; in halves, where there is an error in it."""
+    """Compile all programs as one, which is faster. If that fails, run them in halves."""
     if not programs:
         return
     try:
@@ -319,7 +322,7 @@ def _run(
         yield cell, error_of(result, expected[cell])
 
 
-Table = dict[Cell, dict[str, str]]  # of each cell, what is wrong with it in each library
+Table = dict[Cell, dict[str, str]]  # the error of each cell in each library
 
 
 def compare(
@@ -329,7 +332,13 @@ def compare(
     finenesses: Sequence[str] = (),
     progress: Callable[[str], None] = lambda line: None,
 ) -> Table:
-    """The table, of all granularities of a format or those that are named."""
+    """Return the table.
+
+    **Arguments:**
+
+    - `finenesses`: the granularities to include. All of them if it is empty.
+    - `progress`: called with a line of text after each format.
+    """
     table: Table = collections.defaultdict(dict)
     for operation, which, format in itertools.product(operations, operands, formats):
         for library in LIBRARIES:
@@ -350,12 +359,12 @@ def compare(
 
 
 def lost(table: Table) -> list[Cell]:
-    """The cells where Qwix works and we do not."""
+    """Return the cells that work in Qwix and not in veneer."""
     return [cell for cell, errors in table.items() if errors["veneer"] and not errors["Qwix"]]
 
 
 def counts(table: Table, row: Callable[[Cell], str], title: str) -> str:
-    """For each row and transformation, in how many cells each works."""
+    """Return a table of the numbers of cells that work, by row and transformation."""
     rows = list(dict.fromkeys(map(row, table)))
     lines = []
     for name in rows:
@@ -373,7 +382,7 @@ def counts(table: Table, row: Callable[[Cell], str], title: str) -> str:
 
 
 def failures(table: Table, library: str) -> str:
-    """What goes wrong, how often and where."""
+    """Return a table of the errors of a library: how often and where they occur."""
     where = collections.defaultdict(list)
     for cell, errors in table.items():
         if errors[library]:
@@ -425,8 +434,8 @@ def main() -> None:
     )
     parser.add_argument("--operations", nargs="*", default=names, choices=names)
     parser.add_argument("--formats", nargs="*", default=[*QWIX_NAMES], choices=[*QWIX_NAMES])
-    parser.add_argument("--csv", type=Path, help="also write every cell there")
-    parser.add_argument("--print-only", action="store_true", help="leave docs/qwix.md as it is")
+    parser.add_argument("--csv", type=Path, help="also write every cell to this file")
+    parser.add_argument("--print-only", action="store_true", help="do not write docs/qwix.md")
     options = parser.parse_args()
     table = compare(
         [op for op in OPERATIONS if op.name in options.operations],

@@ -1,4 +1,11 @@
-"""Runs benchmarks, and writes what they print into pages of docs/."""
+"""Run benchmarks, and write their tables into pages of docs/.
+
+    python benchmarks/report.py                    # all pages, in several hours
+    python benchmarks/report.py --pages numba      # one page
+
+A page has places for tables: `<!-- script.py argument -->` and `<!-- end -->`. The output of
+`python benchmarks/script.py argument` replaces the text between them.
+"""
 
 import os
 import platform
@@ -22,7 +29,7 @@ def printed_by(program: str, *arguments: str) -> str:
 
 
 def fill(page: str, name: str, text: str) -> str:
-    """The page with the text between `<!-- name -->` and `<!-- end -->`."""
+    """Return the page with `text` between `<!-- name -->` and `<!-- end -->`."""
     start = re.escape(f"<!-- {name} -->")
     filled, count = re.subn(
         rf"({start}\n).*?(<!-- end -->)",
@@ -36,15 +43,16 @@ def fill(page: str, name: str, text: str) -> str:
 
 
 def write(page: str, name: str, text: str) -> None:
-    """Fills the place of that name in docs/."""
+    """Write `text` into the place `name` of a page."""
     path = DOCS / f"{page}.md"
     path.write_text(fill(path.read_text("utf-8"), name, text), "utf-8")
 
 
 def write_rows(page: str, name: str, table: str, note: str) -> None:
-    """Writes a table and what it was made with, of which some rows may have been left out.
+    """Write a table and a note into the place `name` of a page.
 
-    Those that are on the page stay there, where its columns are the same.
+    Rows of the table on the page that the new table does not have stay, if the columns are the
+    same.
     """
     start = re.escape(f"<!-- {name} -->")
     text = (DOCS / f"{page}.md").read_text("utf-8")
@@ -54,9 +62,10 @@ def write_rows(page: str, name: str, table: str, note: str) -> None:
 
 
 def with_rows_of(there: str, table: str) -> str:
-    """A Markdown table with those rows of another that it has not, in the order of that one.
+    """Return the table `table`, with additional rows of the table `there`, in its order.
 
-    >>> with_rows_of("| a |\\n| - |\\n| 1 |\\n| 2 |", "| a |\\n| - |\\n| 2 |\\n| 3 |").splitlines()
+    >>> old, new = "| a |\\n| - |\\n| 1 |\\n| 2 |", "| a |\\n| - |\\n| 2 |\\n| 3 |"
+    >>> with_rows_of(old, new).splitlines()
     ['| a |', '| - |', '| 1 |', '| 2 |', '| 3 |']
     """
     old, new = ([x for x in text.splitlines() if x.startswith("|")] for text in (there, table))
@@ -67,7 +76,7 @@ def with_rows_of(there: str, table: str) -> str:
 
 
 def made_with() -> str:
-    """What the figures depend on beside the programs: versions, and the machine in few words."""
+    """Return the versions and the machine of a measurement, in a few words."""
     from veneer.native.simd import ISA
 
     cpuinfo = Path("/proc/cpuinfo")
@@ -93,9 +102,9 @@ def main(names: list[str], folder: str, *, rounds: int | None) -> None:
 
 if __name__ == "__main__":
     options = parser(__doc__)
-    options.set_defaults(rounds=None)  # each benchmark's own
-    options.add_argument("--peers", help="where to keep the environments of the peers")
-    options.add_argument("--pages", nargs="+", choices=PAGES, default=PAGES, help="of these alone")
+    options.set_defaults(rounds=None)  # each benchmark has its own default
+    options.add_argument("--peers", help="the folder for the environments of peers.py")
+    options.add_argument("--pages", nargs="+", choices=PAGES, default=PAGES, help="default: all")
     arguments = options.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         main(arguments.pages, arguments.peers or temporary, rounds=arguments.rounds)

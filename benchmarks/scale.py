@@ -1,13 +1,19 @@
-"""What a device needs, and is sent, where a model lies in parts on 8 of them; and one of experts.
+"""Measure memory and communication of models that are divided over 8 devices.
 
-The first table is of collectives under `shard_map`: the bytes that a device receives of a weight in
-int4, in tiles of 128, beside one in f32. The second is of gradients that are sent quantized: a
-small decoder, trained in full with its batch in parts. *received*: bytes of a step; *loss*: of text
-that it has not seen. The third is of `examples/fsdp.py`: a step of QLoRA, with everything whole on
-each device and in parts. *held*: weights, updates and moments; *at a time*: what the compiled step
-needs besides, too, by `memory_analysis`. The fourth is of `examples/offload.py`: a step on one
-device with layers in its memory, and in the host's. The last is of a layer of `examples/moe.py`, of
-32 experts of which a token takes 4. Times are medians, by turns.
+    python benchmarks/scale.py            # the tables of docs/scale.md, in 15 minutes
+    python benchmarks/scale.py --quick    # small models, to see that it runs
+
+The devices are virtual devices of the CPU. Prints five tables:
+
+- the bytes that collectives send of an int4 weight and of an f32 weight
+- data parallelism with quantized gradients: the bytes per step, and the loss on unseen text
+- `examples/fsdp.py`: the memory of a QLoRA step, with replicated and with sharded weights
+- `examples/offload.py`: the memory and time of a step with layers in host memory
+- `examples/moe.py`: the bytes and time of a layer with 32 experts, 4 per token
+
+*held* is the bytes of weights, adapters and optimizer state. *at a time* also includes the
+temporary memory of the compiled step, by `memory_analysis`. Times are medians, measured
+alternately.
 """
 
 import statistics
@@ -40,7 +46,7 @@ SENT: dict[str, Callable[[Any], Any]] = {
 
 
 def of_collectives() -> Iterator[str]:
-    """The rows of the first table."""
+    """Yield the rows of the first table."""
     mesh = jax.make_mesh((8,), (AXIS,), axis_types=(AxisType.Auto,))
     w = jax.random.normal(jax.random.key(0), (8192, 64))
     q = vn.quant.quantize(w, "int4", channelwise_axes=(-1,), tiled_axes={0: 128})
@@ -54,7 +60,7 @@ def of_collectives() -> Iterator[str]:
 
 
 def of_gradients(steps: int) -> Iterator[str]:
-    """The rows of the second table."""
+    """Train with each way to send gradients, and yield the rows of the second table."""
     yield f"| gradients | received | of f32 | loss after {steps} steps | of f32 |"
     yield "|---|---:|---:|---:|---:|"
     exact, dense = data_parallel("f32", steps)
@@ -65,7 +71,7 @@ def of_gradients(steps: int) -> Iterator[str]:
 
 
 def of_training(config: fsdp.Config) -> Iterator[str]:
-    """The rows of the third table."""
+    """Yield the rows of the third table."""
     yield "| weights | held | at a time |"
     yield "|---|---:|---:|"
     for way in fsdp.ways(config, fsdp.text(config)):
@@ -73,11 +79,11 @@ def of_training(config: fsdp.Config) -> Iterator[str]:
 
 
 def of_offload(config: fsdp.Config, rounds: int = 5) -> Iterator[str]:
-    """The rows of the fourth table."""
+    """Yield the rows of the fourth table."""
     tokens = fsdp.text(config)
     ways = list(offload.ways(config, tokens))
     args, times = [way.args for way in ways], [list[float]() for _ in ways]
-    for _ in range(rounds + 1):  # of which the first counts for nothing
+    for _ in range(rounds + 1):  # the first round does not count
         for i, way in enumerate(ways):
             start = time.perf_counter()
             updates, state, _ = jax.block_until_ready(way.compiled(*args[i], tokens))
@@ -87,12 +93,12 @@ def of_offload(config: fsdp.Config, rounds: int = 5) -> Iterator[str]:
     yield "|---|---:|---:|---:|"
     medians = [statistics.median(taken[1:]) for taken in times]
     for i, way in enumerate(ways):
-        one = medians[i] / medians[i - i % 2]  # those on the device come first
+        one = medians[i] / medians[i - i % 2]  # the variant on the device comes first
         sizes = f"{way.on_host / 1e6:.1f} MB | {way.on_device / 1e6:.1f} MB"
         yield f"| {way.name} | {sizes} | {one:.2f} |"
 
 
-#: Experts in a format, and how they are multiplied: in f32, too, reading those alone that are used.
+#: The product for each format. In f32 it also reads only the experts in use.
 EXPERTS: dict[str, Callable[..., jax.Array]] = {
     "f32": moe.row_by_row,
     "int4": lax.ragged_dot,
@@ -101,7 +107,7 @@ EXPERTS: dict[str, Callable[..., jax.Array]] = {
 
 
 def of_experts(config: moe.Config, rounds: int = 15) -> Iterator[str]:
-    """The rows of the last table."""
+    """Yield the rows of the fifth table."""
     config = replace(config, vocab_size=64, num_hidden_layers=1)
     params = moe.init(jax.random.key(0), config)
     x = jax.random.normal(jax.random.key(1), (1, 1, config.hidden_size))
@@ -111,7 +117,7 @@ def of_experts(config: moe.Config, rounds: int = 15) -> Iterator[str]:
         layer = {k.removeprefix("model.layers.0."): v for k, v in stored.items() if ".mlp." in k}
         run = jax.jit(vn.implicit(partial(moe.experts, config=config, product=product)))
         programs[format] = run.lower(layer, x=x).compile(), layer
-    for _ in range(rounds + 1):  # of which the first counts for nothing
+    for _ in range(rounds + 1):  # the first round does not count
         for format, (run, layer) in programs.items():
             start = time.perf_counter()
             run(layer, x=x).block_until_ready()
@@ -131,7 +137,6 @@ def of_experts(config: moe.Config, rounds: int = 15) -> Iterator[str]:
 
 
 def main() -> None:
-    """Prints the tables."""
     jax.config.update("jax_num_cpu_devices", 8)
     quick = "--quick" in sys.argv
     config = fsdp.SMALL if quick else fsdp.Config()

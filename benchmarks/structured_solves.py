@@ -1,9 +1,10 @@
-"""Solves and products by structure against the dense ones: time against size.
+"""Time solves and products of structured matrices, compared with dense matrices, by size.
 
-The plots of the tables: python docs/site/gallery.py.
+    python benchmarks/structured_solves.py    # the tables of docs/benchmarks.md, in ten minutes
 
-A program is `jnp.linalg.solve(A, b)` or `A @ x` of one vector, under `jax.jit`, with the matrix as
-an argument. The dense side is the same program of a dense matrix, whose time depends on n alone.
+A program is `jnp.linalg.solve(A, b)` or `A @ x` for one vector, under `jax.jit`, with the matrix as
+an argument. The tables also show how many times as many operations the dense program takes. `python
+docs/site/gallery.py` draws the plots of the tables.
 """
 
 import itertools
@@ -28,40 +29,47 @@ from veneer.types.structured.triangular import Triangular
 
 SIZES = (64, 128, 256, 512, 1024, 2048)
 BLOCK, RANK = 16, 8
-BATCHES = 3  # of calls, the fastest of which is the time of a side in a round
+BATCHES = 3  # the fastest batch of calls counts in each round
 PROGRAMS = {"solve": jnp.linalg.solve, "product": jnp.matmul}
 
 
 def normal(key: jax.Array) -> Callable[..., jax.Array]:
-    """What draws normal arrays of the shapes that it is asked for."""
+    """Return a function that draws normal arrays of a shape."""
     count = itertools.count()
     return lambda *shape: jax.random.normal(jax.random.fold_in(key, next(count)), shape)
 
 
 def factor_sizes(n: int) -> tuple[int, int]:
-    """Of a Kronecker product of this size, for powers of two."""
+    """Return the sizes of the two factors of a Kronecker product. `n` is a power of two."""
     first = 2 ** (int(math.log2(n)) // 2)
     return first, n // first
 
 
 @dataclass(frozen=True)
 class Structure:
-    """A type, what makes one of size n, and the operations that its algebra takes."""
+    """A type of matrix, its constructor, and the number of operations of its programs.
+
+    **Arguments:**
+
+    - `make`: takes a function that draws normal arrays, and the size n.
+    - `solve`, `product`: the number of operations for the size n.
+    - `orders`: the order of both numbers, as text.
+    """
 
     name: str
-    make: Callable[[Callable, int], Any]  # of what draws a normal array of a shape
+    make: Callable[[Callable, int], Any]
     solve: Callable[[int], float]
     product: Callable[[int], float]
-    orders: tuple[str, str]  # of the two
+    orders: tuple[str, str]
 
     def promised(self, program: str, n: int) -> float:
-        """How many times as many operations the dense program takes."""
+        """Return how many times as many operations the dense program takes."""
         dense = {"solve": 2 / 3 * n**3 + 2 * n**2, "product": 2 * n**2}[program]
         return dense / getattr(self, program)(n)
 
 
 def near_identity(draw: Callable, *shape: int) -> jax.Array:
-    """Matrices without small eigenvalues."""
+    """Return matrices without small eigenvalues."""
     return draw(*shape) / math.sqrt(shape[-1]) + 4 * jnp.eye(shape[-1])
 
 
@@ -134,7 +142,7 @@ Seconds = dict[tuple[str, int], list[float]]  # of each side and size, one a rou
 
 
 def times(program: str, *, rounds: int) -> Seconds:
-    """The seconds a call takes: of dense matrices, of each structure, and of next to nothing."""
+    """Return the seconds per call and round: dense, with each structure, and of `-b`."""
     found: Seconds = {}
     for n in SIZES:
         draw = normal(jax.random.key(n))
@@ -155,7 +163,7 @@ def times(program: str, *, rounds: int) -> Seconds:
 
 
 def table(program: str, found: Seconds) -> str:
-    """Microseconds by size, and at the largest one how many times as fast, beside the promise."""
+    """Return the microseconds by size, and the measured and promised ratios at the largest size."""
     shown, last = [SIZES[0], SIZES[2], *SIZES[-2:]], SIZES[-1]
     middle = lambda name, n: f"{statistics.median(found[name, n]) * 1e6:,.0f}"
 

@@ -14,7 +14,7 @@ CELLS = [of.Cell(512, 1, is_prompt=True), of.Cell(0, 1), of.Cell(4096, 1), of.Ce
 
 @pytest.fixture
 def kept():
-    found = of.Kept({READING: 1e9}, "A model")
+    found = of.Results({READING: 1e9}, "A model")
     found[DENSE, CELLS[1]] = [5, None]
     found[DENSE, "bytes"] = 1e8
     found[FILE, CELLS[0]], found[FILE, CELLS[1]] = [300, 200], [30, 60]
@@ -40,7 +40,7 @@ def test_cells_show_kept_results_and_targets(kept):
 
 
 def test_results_of_another_model_are_not_shown(kept):
-    other = of.Kept(kept.kept, "Another")
+    other = of.Results(kept.kept, "Another")
     assert other[FILE, CELLS[0]] is None
     other[FILE, CELLS[1]], other[FILE, "bytes"] = [1, 1], 1
     assert "f32" not in of.tables([DENSE, FILE], CELLS, other)

@@ -1,6 +1,6 @@
 """Train a small decoder with data parallelism on 8 devices, and count the bytes that are sent.
 
-`benchmarks/scale.py` prints the figures, and tests compare shorter runs.
+`benchmarks/scale.py` prints the results, and tests compare shorter runs.
 """
 
 import re
@@ -25,7 +25,7 @@ import fsdp
 
 AXIS = "devices"
 
-#: How many times its result a device receives, of 8: a sum comes in parts, and then whole.
+#: The bytes that each of 8 devices receives, relative to the bytes of its result.
 _TIMES = {"all-gather": 1, "all-to-all": 1, "collective-permute": 1}
 _TIMES |= {"reduce-scatter": 8, "all-reduce": 2}
 _COLLECTIVE = rf"= (.*?) ({'|'.join(_TIMES)})(?:-start)?\("
@@ -33,7 +33,7 @@ _BYTES = {"f32": 4, "u8": 1, "s8": 1}
 
 
 def bytes_received(run: Any, *args: Any) -> int:
-    """The bytes that collectives give to a device, in the compiled program."""
+    """Return the bytes that collectives of the compiled program send to one device."""
     total = 0
     for results, name in re.findall(_COLLECTIVE, run.lower(*args).compile().as_text()):
         for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", results):
@@ -42,12 +42,10 @@ def bytes_received(run: Any, *args: Any) -> int:
     return total
 
 
-# A decoder that each device has whole, which predicts a Markov chain.
-
 SMALL = fsdp.Config(vocabulary=64, width=64, wide=128, num_layers=2, num_heads=4, batch=64)
 OPTIMIZER = optax.adam(optax.cosine_decay_schedule(3e-3, 500))
 
-#: How gradients are sent: a format, whether at random, and whether with what was lost before.
+#: How gradients are sent: the format, stochastic rounding, and error feedback.
 GRADIENTS: dict[str, tuple[str | None, bool, bool]] = {
     "f32": (None, False, False),
     "int8": ("int8", False, False),
@@ -60,7 +58,7 @@ GRADIENTS: dict[str, tuple[str | None, bool, bool]] = {
 
 
 def chain(key: jax.Array, config: fsdp.Config) -> jax.Array:
-    """Sequences `[batch, length + 1]`, of which each token depends on the one before."""
+    """Return sequences `[batch, length + 1]` of a Markov chain."""
     likely = 2 * jax.random.normal(jax.random.key(7), (config.vocabulary, config.vocabulary))
     start, *keys = jax.random.split(key, config.length + 1)
     first = jax.random.randint(start, (config.batch,), 0, config.vocabulary)
@@ -73,7 +71,7 @@ def chain(key: jax.Array, config: fsdp.Config) -> jax.Array:
 
 
 def surprise(weights: Any, tokens: jax.Array, config: fsdp.Config) -> jax.Array:
-    """The mean loss at each next token, of a decoder whose weights are all dense."""
+    """Return the mean cross entropy of the next token, for a decoder with dense weights."""
     layer = lambda x, p: (fsdp.layer(p, x, config.num_heads), None)
     x, _ = lax.scan(layer, weights["embedding"][tokens[:, :-1]], weights["layers"])
     logits = fsdp.normed(x) @ weights["head"]
@@ -81,7 +79,12 @@ def surprise(weights: Any, tokens: jax.Array, config: fsdp.Config) -> jax.Array:
 
 
 def data_parallel(how: str, steps: int, config: fsdp.Config = SMALL) -> tuple[float, int]:
-    """The loss after training with gradients that are sent in a way; and the bytes of a step."""
+    """Train with one way to send gradients. Return the loss and the bytes per step.
+
+    **Arguments:**
+
+    - `how`: a key of `GRADIENTS`.
+    """
     qtype, at_random, with_error = GRADIENTS[how]
     mesh = jax.make_mesh((8,), (AXIS,), axis_types=(AxisType.Auto,))
 
@@ -95,7 +98,7 @@ def data_parallel(how: str, steps: int, config: fsdp.Config = SMALL) -> tuple[fl
         return send(grads, key=key, error=errors)
 
     def step(weights: Any, state: Any, errors: Any, key: jax.Array, tokens: jax.Array) -> Any:
-        own = lax.pcast(weights, AXIS, to="varying")  # or JAX itself sums gradients, in f32
+        own = lax.pcast(weights, AXIS, to="varying")  # otherwise JAX sums the gradients in f32
         grads = jax.grad(surprise)(own, tokens, config)
         grads, errors = sums(grads, jax.tree.map(lambda e: e[0], errors), key)
         changes, state = OPTIMIZER.update(jax.tree.map(lambda g: g / 8, grads), state)

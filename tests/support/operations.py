@@ -1,7 +1,7 @@
-"""The operations that take quantized operands, as programs of any library that has them.
+"""The operations that take quantized operands, for any library with their names.
 
-Qwix and `veneer.quant` have functions of the same names and arguments, and JAX has them for dense
-arrays: a library is what has the six as attributes.
+`veneer.quant` and Qwix have functions with the same names and arguments, and `DENSE` has them for
+dense arrays. An operation takes such a library as its first argument.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,21 +30,32 @@ GROUP_SIZES = np.array([5, 0, 11], np.int32)  # of 16 rows
 
 @dataclass(frozen=True)
 class Operation:
-    """A product, the shapes of its operands, and the axes of each that are summed over.
+    """A product, the shapes of its operands, and their contracted axes.
 
-    The last of those is the one that is tiled; the others that are not summed are channelwise.
+    **Arguments:**
+
+    - `summed`: the contracted axes of each operand. The last one has tiles. Other axes are
+      channelwise.
+    - `columns`: the axis of `rhs` that is the last axis of the result.
+    - `call`: takes a library and two operands.
+    - `differentiable`: whether JAX can differentiate the product of dense operands.
     """
 
     name: str
     lhs: Shape
     rhs: Shape
     summed: tuple[Shape, Shape]
-    columns: int  # the axis of rhs that is the last one of the result
-    call: Callable[[Any, Any, Any], jax.Array]  # of a library and two operands
-    differentiable: bool = True  # in JAX, of dense operands
+    columns: int
+    call: Callable[[Any, Any, Any], jax.Array]
+    differentiable: bool = True
 
     def tiling(self, side: int, granularity: str, tile: int | None) -> Mapping[str, Any]:
-        """The arguments of `quantize` for an operand: "tensor", "channel" or "tile"."""
+        """Return the axes arguments of `quantize` for an operand.
+
+        **Arguments:**
+
+        - `granularity`: "tensor", "channel" or "tile".
+        """
         if granularity == "tensor":
             return {}
         summed = self.summed[side]
@@ -55,7 +66,7 @@ class Operation:
         return {"channelwise_axes": channelwise, "tiled_axes": {summed[-1]: tile}}
 
 
-# Groups of rows, by a weight that is transposed; and of what is summed.
+# Groups of rows with a transposed weight, and groups of the contracted axis.
 _TRANSPOSED = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), (0,), (0,))
 _GROUPED_SUM = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
 

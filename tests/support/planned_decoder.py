@@ -1,11 +1,9 @@
-"""What `veneer plan` says of a device, beside what a compiled program takes.
+"""A decoder that is divided over devices as `veneer plan` says, under `jax.shard_map`.
 
-The program is a decoder as the plan has it, on 8 virtual devices under `jax.shard_map`: heads, the
-width between and the vocabulary are cut over `tensor`, and texts over `data`; what is in parts is
-gathered as it is used. It takes a step of decoding, or of training updates of low rank. *held*:
-weights and cache, or weights, updates and moments; *at a time*: by `memory_analysis`; *received*:
-by the collectives of the compiled program. The second table is of what it takes to trace and lower
-a program as wide as Llama 3.1 405B, for devices that there are not.
+The heads, the inner width of the MLP and the vocabulary are divided over the mesh axis `tensor`,
+and texts over `data`. Weights that are also divided over `data` are gathered when they are used. A
+program is a decoding step, or a training step of LoRA adapters. Tests and
+`benchmarks/planned_decoder.py` compare its bytes with the plan.
 """
 
 import math
@@ -47,15 +45,18 @@ STEPS = {
 }
 _SPLITS = (8, 1, 1, True), (2, 1, 4), (2, 1, 4, True), (1, 1, 8)
 SPLITS = [Split(*split) for split in _SPLITS]
-AXES = "data", "tensor"  # of the mesh: the model has no experts
+AXES = "data", "tensor"  # the axes of the mesh: the model has no experts
 OPTIMIZER = optax.adam(1e-2)
 
 
-# A decoder, of what a device has. `p` gives a weight `[out, in]` of a layer, by its name.
+# The decoder on one device.
 
 
 def normed(scale: jax.Array, x: jax.Array) -> jax.Array:
-    """RMSNorm, of which products with parts of weights take one copy: its gradient is one sum."""
+    """Return the RMSNorm of x, marked as varying over `tensor`.
+
+    All products with divided weights use this copy, so that its gradient is summed only once.
+    """
     y = scale * x * lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6)
     return lax.pcast(y, "tensor", to="varying")
 
@@ -63,7 +64,17 @@ def normed(scale: jax.Array, x: jax.Array) -> jax.Array:
 def layer(
     p: Callable, x: jax.Array, head: int, cache: Any = None, at: Any = 0
 ) -> tuple[jax.Array, Any]:
-    """One layer, and its cache, `[batch, heads, length, head]`, with tokens written at a place."""
+    """Run one layer.
+
+    **Arguments:**
+
+    - `p`: takes a name, and returns a weight `[out, in]` of the layer.
+    - `head`: the width of a head.
+    - `cache`: keys and values `[batch, heads, length, head]`, or None.
+    - `at`: the position in the cache.
+
+    **Returns:** the output and the new cache.
+    """
     y = normed(p("input_layernorm"), x)
     of = lambda name: (y @ p(f"self_attn.{name}").T).reshape(*y.shape[:2], -1, head).swapaxes(1, 2)
     query, key, value = map(of, ("q_proj", "k_proj", "v_proj"))
@@ -82,7 +93,10 @@ def layer(
 
 
 def own(tokens: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """Which tokens are among the so many of the vocabulary that a device has, and where."""
+    """Find the tokens in the device's part of the vocabulary.
+
+    **Returns:** a mask, and the row of each such token, both with the shape of `tokens`.
+    """
     place = tokens - lax.axis_index("tensor") * count
     is_own = (place >= 0) & (place < count)
     return is_own, jnp.where(is_own, place, 0)
@@ -94,7 +108,7 @@ def embedded(table: Any, tokens: jax.Array) -> jax.Array:
 
 
 def surprise(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    """The mean of all devices, each of which has the logits of some of the vocabulary."""
+    """Return the mean cross entropy over all devices. Each has a part of the logits."""
     most = lax.pmax(lax.stop_gradient(logits).max(-1), "tensor")
     total = lax.psum(jnp.exp(logits - most[..., None]).sum(-1), "tensor")
     is_own, place = own(tokens, logits.shape[-1])
@@ -103,14 +117,14 @@ def surprise(logits: jax.Array, tokens: jax.Array) -> jax.Array:
     return lax.pmean((jnp.log(total) + most - found).mean(), "data")
 
 
-# The decoder as a plan has it.
+# The steps.
 
 
 class Program(NamedTuple):
-    """A step of the decoder, for a plan.
+    """A decoding step or a training step of the decoder, for one plan.
 
-    Weights are by their names, of layers stacked to train, and one by one to decode. An update is
-    `a` and `b`.
+    Weights are named as in the checkpoint. To train, the layers are stacked. An adapter is a pair
+    `(a, b)`.
     """
 
     model: ModelShapes
@@ -123,7 +137,7 @@ class Program(NamedTuple):
     def of_model(
         cls, model: ModelShapes, split: Split, step: PlannedStep, format: str
     ) -> "Program":
-        """The program whose arrays lie as in a plan."""
+        """Return the program whose arrays are placed as in the plan."""
         every = dict.fromkeys(weight for _, weight in model.counted)
         stored = {w: abstract_weight(w, format, None, model.dtype) for w in every}
         of = {w.path: place_weight(w, x, split) for w, x in stored.items()}
@@ -141,7 +155,7 @@ class Program(NamedTuple):
         return size
 
     def by_name(self, weights: Any, updates: Any) -> Callable:
-        """The weights of a layer, each gathered as it is asked for."""
+        """Return a function that takes a name and gathers a weight of one layer."""
 
         def of(name: str) -> Any:
             path = f"model.layers.*.{name}.weight"
@@ -154,11 +168,11 @@ class Program(NamedTuple):
         return of
 
     def outside(self, weights: Any, path: str) -> Any:
-        """A weight that is of no layer."""
+        """Gather a weight that belongs to no layer."""
         return gathered(weights[path], self.of[path])
 
     def decode(self, outside: Any, layers: Any, caches: Any, tokens: jax.Array, at: Any) -> Any:
-        """Logits `[batch, 1, part of the vocabulary]` of a token each, and caches."""
+        """Decode a token per text. Return logits `[batch, 1, vocabulary part]` and caches."""
         x, kept = embedded(self.outside(outside, "model.embed_tokens.weight"), tokens), []
         for weights, cache in zip(layers, caches, strict=True):
             x, cache = layer(self.by_name(weights, {}), x, self.head, cache, at)
@@ -167,7 +181,7 @@ class Program(NamedTuple):
         return x @ self.outside(outside, "lm_head.weight").T, kept
 
     def train(self, outside: Any, layers: Any, updates: Any, state: Any, tokens: jax.Array) -> Any:
-        """Updates after a step of Adam, its state, and the loss; layers are stacked."""
+        """Run a step of Adam. Return the adapters, the optimizer state and the loss."""
 
         @jax.checkpoint
         def step(x: jax.Array, of: Any) -> Any:
@@ -184,7 +198,7 @@ class Program(NamedTuple):
         return optax.apply_updates(updates, changes), state, value
 
     def stepped(self, mesh: Any) -> tuple[Any, Any]:
-        """The step, as `jax.jit` has it, and abstract arrays to call it with, as they lie."""
+        """Return the jitted step, and abstract arguments with their shardings."""
         of = self.of.items()
         outside, layers = ({p: x.array for p, x in of if ("*" in p) is it} for it in (False, True))
         of_outside, of_layers = (
@@ -221,16 +235,16 @@ class Program(NamedTuple):
         return jax.jit(vn.implicit(step), donate_argnums=donated), args
 
     def compiled(self) -> Any:
-        """The step compiled for devices that there are."""
+        """Compile the step for the devices of this process."""
         sizes = self.split.data, self.split.tensor
         run, args = self.stepped(jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * 2))
         return run.lower(*args).compile()
 
     def lowered(self, platform: str = "cuda") -> Any:
-        """The step lowered for devices that there are not."""
+        """Lower the step for abstract devices of another platform."""
         sizes = self.split.data, self.split.tensor
         run, args = self.stepped(AbstractMesh(sizes, AXES, axis_types=(AxisType.Auto,) * 2))
-        with vn.kernels.use("xla"):  # a kernel is chosen by the devices that there are
+        with vn.kernels.use("xla"):  # kernels would be selected for the devices of this process
             return run.trace(*args).lower(lowering_platforms=(platform,))
 
 
@@ -239,7 +253,7 @@ def stacked(x: Any, count: int) -> Any:
 
 
 def gathered(x: Any, placed: PlacedWeight) -> Any:
-    """A weight, whole along axes that are in parts."""
+    """Gather a weight along the axes that are divided over `data`."""
     for axis, (given, cut) in enumerate(zip(placed.spec_in_use, placed.spec, strict=True)):
         if given != cut:
             x = lax.all_gather(x, cut, axis=axis, tiled=True)
@@ -247,7 +261,7 @@ def gathered(x: Any, placed: PlacedWeight) -> Any:
 
 
 def lying(x: Any, sharding: NamedSharding) -> Any:
-    """An abstract array, implicit or dense, that lies somewhere."""
+    """Return an abstract array, implicit or dense, with a sharding."""
     leaves, structure = jax.tree.flatten(x)
     pairs = zip(leaves, leaf_destinations(x, sharding), strict=True)
     return jax.tree.unflatten(
@@ -255,9 +269,9 @@ def lying(x: Any, sharding: NamedSharding) -> Any:
     )
 
 
-# What a compiled program takes.
+# The bytes of a compiled program.
 
-#: How many bytes each of `n` devices receives for a result, of which it has a part.
+#: The bytes that each of `n` devices receives, by the bytes of its result.
 RECEIVED: dict[str, Callable[[int, int], int]] = {
     "all-gather": lambda size, n: size - size // n,
     "all-reduce": lambda size, n: 2 * (size - size // n),
@@ -269,9 +283,9 @@ _ITEMSIZE = {"f32": 4, "bf16": 2, "u8": 1, "s8": 1}
 
 
 def received(program: str, layers: int) -> int:
-    """The bytes that a device receives by the collectives of a compiled program.
+    """Return the bytes that collectives of a compiled program send to one device.
 
-    What is in the body of a loop is counted for each layer.
+    A collective in the body of a loop counts once per layer.
     """
     total, times = 0, 1
     for line in program.splitlines():
@@ -288,7 +302,7 @@ def received(program: str, layers: int) -> int:
 
 
 def _devices_of(rest: str) -> int:
-    """How many devices take part in a collective, as versions of XLA write it."""
+    """Return the number of devices in a collective. Versions of XLA print it differently."""
     found = re.search(
         r"replica_groups=(?:\[\d+,(\d+)\]|\{\{([\d,]+)\}|mesh\[(.*?)\] *\{(.*?)\})", rest
     )
@@ -300,7 +314,7 @@ def _devices_of(rest: str) -> int:
 
 
 def taken(program: Program) -> tuple[int, int, int]:
-    """The bytes that a device is given, needs at a time, and receives."""
+    """Return the bytes of the arguments, of the peak memory, and of the collectives."""
     compiled = program.compiled()
     m = compiled.memory_analysis()
     given = m.argument_size_in_bytes
@@ -309,7 +323,7 @@ def taken(program: Program) -> tuple[int, int, int]:
 
 
 def compared(use: str, format: str) -> Iterator[tuple[SplitPlan, tuple[int, int, int]]]:
-    """The plan of some splits, and what the program takes."""
+    """Yield the plan of each split, and the bytes of its compiled program."""
     model, step = model_of(SAID), STEPS[use]
     found = {plan.split: plan for plan in plans(model, format, step, 8)}
     for split in SPLITS:
@@ -317,5 +331,5 @@ def compared(use: str, format: str) -> Iterator[tuple[SplitPlan, tuple[int, int,
 
 
 def held(plan: SplitPlan) -> int:
-    """The bytes that a step is given."""
+    """Return the planned bytes of the arguments of a step."""
     return plan.total - plan.held["activations"] - plan.held.get("gradients", 0)

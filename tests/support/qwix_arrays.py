@@ -1,11 +1,11 @@
-"""Qwix's quantized arrays as ours, and ours as Qwix's: the same codes, scales and zero points."""
+"""Convert between `QArray` and the quantized arrays of Qwix, with equal codes and scales."""
 
 import jax.numpy as jnp
 import qwix
 
 from veneer.quant import QArray, get_format
 
-# What Qwix 0.1.8 calls the formats that both have, by our names.
+# The formats of Qwix 0.1.8, by our names.
 QWIX_NAMES = {
     "int8": jnp.int8,
     "int7": "int7",
@@ -25,22 +25,22 @@ QWIX_NAMES = {
 
 
 def our_name(qtype) -> str:
-    """What we call a format of Qwix's: a name as it is, a dtype by its own."""
+    """Return our name of a format of Qwix."""
     return get_format(qtype).name
 
 
 def from_qwix(q: qwix.QArray) -> QArray:
-    """Returns our array of the same meaning, packed.
+    """Return the `QArray` with the codes, scales and zero points of Qwix's array.
 
-    Where our format has scales of a dtype of its own, Qwix's must be numbers that it has: they are,
-    where Qwix made them.
+    If our format has a special dtype of scales, the scales must be exact in it. They are if Qwix
+    quantized the array.
     """
     format = get_format(q.qtype)
     codes = q.qvalue
     if format.codebook is not None and codes.dtype == jnp.float4_e2m1fn:
         codes = format.encode(codes.astype(jnp.float32))
     scale = q.scale
-    if format.scale_tile is not None:  # scales of scales, which Qwix does not have: 1
+    if format.scale_tile is not None:  # Qwix has no scales of scales
         ones = jnp.ones([1] * scale.ndim, jnp.float32)
         inner = get_format(format.scale_dtype)
         scale = QArray.from_packed(scale.astype(inner.code_dtype), ones, qtype=inner.name)
@@ -51,7 +51,7 @@ def from_qwix(q: qwix.QArray) -> QArray:
 
 
 def to_qwix(q: QArray) -> qwix.QArray:
-    """Returns Qwix's array of the same meaning. Its scale is of the dense dtype."""
+    """Return Qwix's array with the codes, scales and zero points of a `QArray`."""
     qtype = QWIX_NAMES[q.qtype]
     codes = q.codes()
     if q.format.is_integer:
