@@ -3,7 +3,7 @@
     python benchmarks/compile_time.py            # the table of docs/performance.md, in five minutes
     python benchmarks/compile_time.py --quick    # one kernel, to see that it runs
 
-Each kernel is built in its own process by `kernels.cpu.build.target`, as for a program that is
+Each kernel is built in its own process by `kernels.cpu.build.register_target`, as for a program that is
 lowered. Times are CPU seconds, which include the import of Numba or LLVM. *cached* is the median of
 several processes. The code that all kernels share is compiled once per machine, before the first
 row.
@@ -38,7 +38,7 @@ from veneer.kernels.cpu import build
 start = time.process_time()
 if "bf16" in sys.argv[1] and not build.has_bf16():
     sys.exit()
-build.target(f"veneer_{sys.argv[1]}")
+build.register_target(f"veneer_{sys.argv[1]}")
 print(time.process_time() - start)
 """
 

@@ -60,7 +60,7 @@ from report import write
 
 import veneer as vn
 from veneer import kernels
-from veneer.kernels.gpu import hopper, hopper_config, matmul_config
+from veneer.kernels.gpu import cuda_program, hopper
 from veneer.kernels.gpu import matmul as gpu_matmul
 
 #: The parts in the order in which they run, and the seconds of each in a budget of 800. Later parts
@@ -159,7 +159,7 @@ def kernel_methods(format: Format, layout: str) -> Iterator[Method]:
 
     def few(config: Any) -> Callable[[jax.Array, Any], jax.Array]:
         def compute(x: jax.Array, q: Any) -> jax.Array:
-            return gpu_matmul.product(*problem_of(x, q, layout), config)[0]
+            return gpu_matmul.separate_product(*problem_of(x, q, layout), config)[0]
 
         return compute
 
@@ -171,13 +171,13 @@ def kernel_methods(format: Format, layout: str) -> Iterator[Method]:
     floats = ((4, 4), (4, 8)) if is_rows else ((2, 4), (2, 8), (1, 8))
     plan = [(1, (1, 8), False), (2, (9, 16), False), (4, (17, 64), False)]
     if format.qtype in ("int4", "int8", "uint4"):
-        plan.insert(0, (1, (1, matmul_config.MOST_DIGIT_ROWS), True))
+        plan.insert(0, (1, (1, cuda_program.MOST_DIGIT_ROWS), True))
     for m_tiles, rows, by_digits in plan:
         for n_tiles, k_warps in digits if by_digits else floats:
-            config = matmul_config.Config(n_tiles, m_tiles, k_warps, by_digits=by_digits)
+            config = cuda_program.Config(n_tiles, m_tiles, k_warps, by_digits=by_digits)
             yield Method(gpu_tables.few_rows_name(config), few(config), rows=rows)
     if format in (INT4, INT8, FP8):
-        for config in dict.fromkeys((*hopper_config.CONFIGS.values(), *hopper_config.FALLBACKS)):
+        for config in dict.fromkeys((*hopper.CONFIGS.values(), *hopper.FALLBACKS)):
             rows = (config.tile_m // 2, 2 * config.tile_m if config.tile_m < 256 else 1 << 30)
             yield Method(gpu_tables.many_rows_name(config), many(config), rows=rows)
 

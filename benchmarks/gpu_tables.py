@@ -17,7 +17,7 @@ from measure import markdown_table
 import veneer as vn
 from veneer.kernels import MatmulOperands, MatmulProblem, select
 from veneer.kernels.common.table import TABLE
-from veneer.kernels.gpu import hopper_config, matmul_config
+from veneer.kernels.gpu import cuda_program, hopper
 from veneer.kernels.gpu import matmul as gpu_matmul
 from veneer.quant.ops.by_kernel import codes_of
 
@@ -76,13 +76,13 @@ def problem_of(x: Any, q: Any, layout: str) -> tuple[MatmulOperands, MatmulProbl
     return operands, MatmulProblem(codes, q.shape[-1], layout, "bfloat16", offset, print)
 
 
-def few_rows_name(config: matmul_config.Config) -> str:
+def few_rows_name(config: cuda_program.Config) -> str:
     """Return the name of a configuration of the kernel for few rows."""
     name = f"few rows, {config.n_tiles} tiles, {config.k_warps} warps"
     return f"{name}, digits" if config.by_digits else name
 
 
-def many_rows_name(config: hopper_config.HopperConfig) -> str:
+def many_rows_name(config: hopper.HopperConfig) -> str:
     """Return the name of a configuration of the kernel for many rows."""
     name = f"many rows, {config.tile_m}x{config.block_n}x{config.tile_k}, {config.stages} stages"
     return f"{name}, overlap" if config.overlap else name
@@ -114,11 +114,11 @@ def selected(format: Format, layout: str, m: int, k: int, n: int) -> str:
     if kernel is None:
         return BY_XLA
     bits, tile = problem.codes.bits, format.tile or k
-    if kernel.requires == "hopper":
-        config = hopper_config.config_for(hopper_config.Sizes(m, k, n, bits, tile))
+    if kernel.module == "gpu.hopper":
+        config = hopper.config_for(hopper.Sizes(m, k, n, bits, tile))
         assert config is not None
         return many_rows_name(config)
-    return few_rows_name(matmul_config.config_for(gpu_matmul.layout_of(operands, problem)))
+    return few_rows_name(cuda_program.config_for(gpu_matmul.layout_of(operands, problem)))
 
 
 # Read the results.

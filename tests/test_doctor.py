@@ -11,7 +11,7 @@ import pytest
 import veneer as vn
 from veneer import cli, doctor, kernels
 from veneer.cli.doctor import COMMAND
-from veneer.kernels.gpu import hopper, nvrtc
+from veneer.kernels.gpu import cuda_program, hopper
 from veneer.kernels.gpu import matmul as gpu_matmul
 from veneer.native import cache, simd
 
@@ -39,7 +39,7 @@ def test_missing_kernels_are_reported(monkeypatch):
     with kernels.use("xla"):
         here = found()
     assert (here["kernels"].is_well, len(here)) == (False, len(found()) - 3)
-    monkeypatch.setattr(doctor.build, "available", lambda: "there is no Numba")
+    monkeypatch.setattr(doctor.build, "unavailable_reason", lambda: "there is no Numba")
     assert "there is no Numba" in found()["kernels"].text
 
 
@@ -81,7 +81,7 @@ def test_on_a_gpu_a_wrong_product_is_reported(gpu, monkeypatch):
 
 def test_on_a_gpu_missing_kernels_are_reported(gpu, monkeypatch):
     def fail(*args):
-        raise nvrtc.CompileError("NVRTC is missing\nand more")
+        raise cuda_program.CompileError("NVRTC is missing\nand more")
 
     monkeypatch.setattr(gpu_matmul, "compile", fail)
     monkeypatch.setattr(hopper, "is_hopper", lambda: False)

@@ -101,7 +101,7 @@ def _kernels() -> Finding:
             return Finding("kernels", "an experimental kernel, never measured")
         text = "XLA computes all products; VENEER_KERNELS=experimental tries a kernel on a TPU"
         return Finding("kernels", text)
-    if reason := build.available():
+    if reason := build.unavailable_reason():
         return Finding("kernels", f"none, so XLA computes all products: {reason}", False)
     if select.chosen() == "xla":
         return Finding("kernels", "none: VENEER_KERNELS is set to xla", False)
@@ -184,7 +184,7 @@ def _gpu_kernel(name: str, m: int) -> Finding:
     by_xla = lambda operands, problem: operands.x  # never called
     problem = MatmulProblem(Codes(8, "int8"), n, "rows", "bfloat16", 0, by_xla)
     kernel = select.find_kernel("gpu", problem.codes, problem.shape(operands))
-    if kernel is None or not select.has_device(kernel):
+    if kernel is None or not select.device_kernel(kernel).has_device():
         why = "none for this GPU"
         if hopper.is_hopper() and not hopper.has_jax():
             why = f"none before JAX {'.'.join(map(str, hopper.LEAST_JAX))}"

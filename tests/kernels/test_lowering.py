@@ -15,12 +15,11 @@ from support import arrays
 
 import veneer as vn
 from veneer import kernels
-from veneer.kernels import MatmulOperands, MatmulProblem, select
+from veneer.kernels import MatmulOperands, MatmulProblem, select, tpu
 from veneer.kernels.common.table import TABLE
-from veneer.kernels.gpu import hopper, nvrtc
+from veneer.kernels.gpu import cuda_program, hopper
 from veneer.kernels.gpu import matmul as gpu_matmul
 from veneer.kernels.lowering import by_kernel
-from veneer.kernels.tpu import matmul as tpu_matmul
 from veneer.quant.ops.by_kernel import ProductByXla, codes_of
 
 FEW_ROWS, MANY_ROWS, TPU = "__gpu$xla.gpu.ptx", "mosaic_gpu", "tpu_custom_call"
@@ -71,12 +70,12 @@ def no_warnings_yet():
 @pytest.fixture
 def gpu(monkeypatch, no_warnings_yet):
     """A Hopper GPU and NVRTC."""
-    gpu_matmul.ptx.cache_clear()
+    cuda_program.ptx.cache_clear()
     monkeypatch.setattr(gpu_matmul, "compute_capability", lambda: 90)
     monkeypatch.setattr(hopper, "is_hopper", lambda: True)
-    monkeypatch.setattr(nvrtc, "compile_ptx", lambda source, options: ".version 8.1")
+    monkeypatch.setattr(cuda_program, "compile_ptx", lambda source, options: ".version 8.1")
     yield
-    gpu_matmul.ptx.cache_clear()
+    cuda_program.ptx.cache_clear()
 
 
 FORMATS = [("int8", None), ("int4", 128), ("float8_e4m3fn", None)]
@@ -174,9 +173,9 @@ def test_on_other_gpus_many_rows_are_left_to_xla(gpu, monkeypatch):
 
 def test_without_nvrtc_one_warning_says_so(gpu, monkeypatch):
     def fail(source, options):
-        raise nvrtc.CompileError("NVRTC is missing: install it\nand more")
+        raise cuda_program.CompileError("NVRTC is missing: install it\nand more")
 
-    monkeypatch.setattr(nvrtc, "compile_ptx", fail)
+    monkeypatch.setattr(cuda_program, "compile_ptx", fail)
     with pytest.warns(UserWarning, match="computed by XLA: no kernel for GPU: .* NVRTC is missing"):
         assert not has_kernel(lowered("cuda", quantized()))
     with warnings.catch_warnings():
@@ -281,7 +280,7 @@ def test_a_tpu_kernel_that_jax_cannot_lower_warns(monkeypatch, no_warnings_yet):
     def fail(*args):
         raise NotImplementedError("no such primitive\nand more")
 
-    monkeypatch.setattr(tpu_matmul, "compile", fail)
+    monkeypatch.setattr(tpu, "compile", fail)
     with pytest.warns(
         UserWarning, match="computed by XLA: no kernel for TPU: .* no such primitive"
     ):
@@ -305,8 +304,8 @@ def test_the_environment_chooses_experimental_kernels(monkeypatch):
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
 @pytest.mark.parametrize("has_minima", [False, True])
 def test_zero_points_and_minima_are_added(platform, has_minima, monkeypatch, gpu):
-    module = tpu_matmul if platform == "tpu" else hopper
-    interpreted = functools.partial(tpu_matmul.product, interpret=True)
+    module = tpu if platform == "tpu" else hopper
+    interpreted = functools.partial(tpu.product, interpret=True)
     monkeypatch.setattr(module, "product", interpreted)
     monkeypatch.setattr(module, "compile", lambda *args: None)
     q = vn.quant.quantize(

@@ -14,8 +14,9 @@ import pytest
 import veneer as vn
 from veneer.kernels import select, use
 from veneer.kernels.common import table
-from veneer.kernels.common.problem import Codes, MatmulShape
-from veneer.kernels.cpu import targets
+from veneer.kernels.common.codes import Codes
+from veneer.kernels.common.problem import MatmulShape
+from veneer.kernels.cpu import build
 
 PAGE = Path(__file__).parents[2] / "docs" / "architecture.md"
 MODULE, ROW = re.findall(
@@ -37,13 +38,13 @@ def new_kernel(monkeypatch, tmp_path):
     names = dict(vars(table))
     exec(ROW.replace("\n_cpu(", "\nrow, = (_cpu(").rstrip() + ")", names)
     row = names["row"]
-    for place in (table, select, targets):
+    for place in (table, select, build):
         monkeypatch.setattr(place, "TABLE", (row, *table.TABLE))
     monkeypatch.setenv("VENEER_CACHE", str(tmp_path))
-    targets._products.cache_clear()
+    build._products.cache_clear()
     yield row
     monkeypatch.undo()
-    targets._products.cache_clear()
+    build._products.cache_clear()
 
 
 def test_a_new_row_and_module_are_a_new_kernel(new_kernel):

@@ -12,7 +12,7 @@ from veneer import kernels
 from veneer.kernels.cpu import build
 from veneer.kernels.quantize import serves
 
-if build.available() is not None:
+if build.unavailable_reason() is not None:
     pytest.skip("kernels cannot run here", allow_module_level=True)
 
 LAYOUTS = {

@@ -167,7 +167,7 @@ def test_the_old_name_of_a_choice_names_the_new_one():
 
 
 def test_without_numba_there_is_one_hint_and_the_way_of_xla(monkeypatch, warned_of_nothing):
-    monkeypatch.setattr(build, "available", lambda: "kernels need Numba: pip install ...")
+    monkeypatch.setattr(build, "unavailable_reason", lambda: "kernels need Numba: pip install ...")
     with pytest.warns(UserWarning, match="computed by XLA.*need Numba.*VENEER_KERNELS=xla"):
         y = jax.jit(vn.implicit(jnp.matmul))(X, W)
     np.testing.assert_allclose(y, X @ W.dequantize(), rtol=1e-4, atol=1e-4)
@@ -180,7 +180,7 @@ def test_a_kernel_that_cannot_be_built_is_left_to_xla(monkeypatch, warned_of_not
     def fail(name):
         raise OSError("no space left")
 
-    monkeypatch.setattr(build, "target", fail)
+    monkeypatch.setattr(build, "register_target", fail)
     with pytest.warns(
         UserWarning, match=r"veneer_rows_int8_few failed: OSError\('no space left'\)"
     ):

@@ -15,7 +15,7 @@ from veneer.native.cache import Cache, hash_sources, save_isa
 
 def new_cache():
     """Return a cache of kernels, as a new process creates it."""
-    return Cache("kernels", "veneer.kernels.cpu")
+    return Cache("veneer.kernels")
 
 
 @pytest.fixture
@@ -106,11 +106,11 @@ def test_code_of_edited_sources_is_not_cached(directory, tmp_path, monkeypatch):
     package = type(sys)("package_for_a_test")
     package.__path__ = [str(tmp_path)]
     monkeypatch.setitem(sys.modules, package.__name__, package)
-    kept = Cache("kernels", package.__name__)
+    kept = Cache(package.__name__)
     (tmp_path / "new.py").touch()
     assert kept.cached("f", counted_maker()[1]) == b"code"
-    assert not directory.exists()
-    assert Cache("kernels", package.__name__).fingerprint != kept.fingerprint
+    assert not kept.directory.exists()
+    assert Cache(package.__name__).fingerprint != kept.fingerprint
 
 
 @pytest.mark.parametrize("variable", ["VENEER_KERNELS_ISA", "NUMBA_CPU_NAME"])

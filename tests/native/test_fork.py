@@ -62,7 +62,7 @@ if child == 0:
             assert vn.hijax.is_enabled()
         vn.hijax.uninstall()
         build.CACHE.cached("nothing", lambda: b"code")
-        build.available()
+        build.unavailable_reason()
         assert vn.quant.get_format("nf4").bits == 4
         assert repr(w) and w.shape == (4, 8)
         with TensorFolder(folder + "/w", verify=True) as source:

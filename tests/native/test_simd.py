@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from kernels.cpu.driver import fields_of_planes
 
-from veneer.kernels.common.kinds import BITS, LOOKUP_BITS, PLANE_BITS, SIX_BIT_FLOATS
-from veneer.kernels.cpu.operands.codes import build_decoder, load_table
+from veneer.kernels.common.codes import BITS, LOOKUP_BITS, PLANE_BITS, SIX_BIT_FLOATS
+from veneer.kernels.cpu.decoding import build_decoder, load_table
 from veneer.native.functions import compile_for_python, prevent_inlining
 from veneer.native.simd import ISA, ISAS, LANES, select_isa
 from veneer.native.simd.floats import deinterleave, load, store

@@ -2,23 +2,23 @@
 
 Kernels know no array types. A stored matrix is codes in bytes, scales, and zero points or minima.
 
-    common          what kernels of all platforms share: the table of kernels, codes, operands
-    select          which kernel computes a product, and `use`
-    lowering        a product on one device: by a kernel, or by XLA
-    partitioning    a product on several devices
-    stacks          products in loops, which read slices of a stack in place
+    common          modules that all platforms share: the table of kernels, codes, operands
+    select          select the kernel for a product, and `use`
+    lowering        lower a product on one device: by a kernel, or by XLA
+    partitioning    lower a product on several devices
+    stacks          lower products in loops, which read slices of a stack in place
     matmul          the product as a JAX primitive: derivatives, batching, lowering
-    quantize        codes and scales of an array, as a JAX primitive
+    quantize        quantization of an array, as a JAX primitive
     cpu             kernels for the CPU
     gpu             kernels for NVIDIA GPUs
-    tpu             a kernel for TPUs, which is experimental
+    tpu             an experimental kernel for TPUs, which has never run on one
 """
 
-from .common.kinds import BYTES as BYTES
-from .common.kinds import FLOATS as FLOATS
-from .common.kinds import PLANE_BITS as PLANE_BITS
-from .common.kinds import SIX_BIT_FLOATS as SIX_BIT_FLOATS
-from .common.problem import Codes as Codes
+from .common.codes import BYTES as BYTES
+from .common.codes import FLOATS as FLOATS
+from .common.codes import PLANE_BITS as PLANE_BITS
+from .common.codes import SIX_BIT_FLOATS as SIX_BIT_FLOATS
+from .common.codes import Codes as Codes
 from .common.problem import MatmulOperands as MatmulOperands
 from .common.problem import MatmulProblem as MatmulProblem
 from .common.problem import ScaleCodes as ScaleCodes

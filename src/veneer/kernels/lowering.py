@@ -17,13 +17,10 @@ from jax.interpreters import mlir
 
 from . import select
 from .common import calls
-from .common.kinds import ZERO_POINTS
+from .common.codes import ZERO_POINTS
 from .common.problem import MatmulOperands, MatmulProblem, unflatten
 from .common.table import KernelRow
-from .gpu import matmul as gpu_matmul
 
-#: The fewest codes along the contracted axis that share a zero point, for a CPU kernel to read it.
-_LEAST_TILE = 16
 #: The most products in one call of a CPU kernel.
 _MOST_PRODUCTS = 16
 
@@ -87,12 +84,11 @@ def by_kernel(
             return call_cpu_kernel(kernel, operands, problem)
         return by_reference(*arrays, problem=problem, present=present)
     problem, operands = problem.with_float_scales(operands.deinterleaved())
-    kernel = find_kernel(platform, operands, problem)
+    kernel = _select_kernel(platform, operands, problem)
     if kernel is None or not select.can_lower(kernel, operands, problem):
         return problem.reference(operands, problem)
     module = select.device_kernel(kernel)
-    product = gpu_matmul.shared_product if module is gpu_matmul else module.product
-    out = product(operands, problem)
+    out = module.product(operands, problem)
     if operands.zero_point is not None and not module.takes_zero_points(operands, problem):
         out -= _zero_point_term(problem, operands)
     if operands.minimum is not None:
@@ -118,14 +114,14 @@ def can_use_kernel(
     operands = jax.eval_shape(
         lambda *xs: problem.with_float_scales(unflatten(xs, present).deinterleaved())[1], *avals
     )
-    kernel = find_kernel(platform, operands, dataclasses.replace(problem, tiles=None))
-    return kernel is not None and select.has_device(kernel)
+    kernel = _select_kernel(platform, operands, dataclasses.replace(problem, tiles=None))
+    return kernel is not None and select.device_kernel(kernel).has_device()
 
 
-def find_kernel(
+def _select_kernel(
     platform: str, operands: MatmulOperands, problem: MatmulProblem
 ) -> KernelRow | None:
-    """Return the kernel for a product on a platform, or None if no kernel fits."""
+    """Return the kernel for these operands, or None if no kernel fits or x has no rows."""
     shape = problem.shape(operands)
     if not shape.m:
         return None
@@ -137,12 +133,33 @@ def find_cpu_kernel(operands: MatmulOperands, problem: MatmulProblem) -> KernelR
 
     Return None if no kernel fits, or if it cannot be compiled.
     """
-    kernel = find_kernel("cpu", operands, problem)
+    kernel = _select_kernel("cpu", operands, problem)
     is_built = kernel is not None and select.is_built(kernel.target(problem.codes.kind))
     return kernel if is_built else None
 
 
 # Calls of CPU kernels.
+
+
+class _CpuKernel(NamedTuple):
+    """A CPU kernel, for `common/calls.py`.
+
+    **Arguments:**
+
+    - `target`: the name of its FFI target, which is built.
+    - `most_products`: the most products in one call.
+    """
+
+    target: str
+    most_products: int
+
+    def is_called_by(self, operation: Any) -> bool:
+        """Return whether a custom call calls the FFI target of this kernel."""
+        return calls.attribute(operation, "call_target_name") == self.target
+
+    def emit(self, ctx: Any, operands: Sequence[Any], shapes: Sequence[Any]) -> Sequence[Any]:
+        """Write a call of the FFI target into the program."""
+        return jax.ffi.ffi_lowering(self.target)(ctx, *operands)
 
 
 class Stacked(NamedTuple):
@@ -187,9 +204,7 @@ def call_cpu_kernel(
     outer = [] if operands.outer_scale is None else ["outer_scale"]
     outer += [] if operands.outer_minimum is None or offset_leaf is None else ["outer_minimum"]
     out = calls.call(
-        calls.CpuKernel(
-            kernel.target(problem.codes.kind), _MOST_PRODUCTS if kernel.has_few_rows else 1
-        ),
+        _CpuKernel(kernel.target(problem.codes.kind), _MOST_PRODUCTS if kernel.has_few_rows else 1),
         (x,) if x_scale is None else (x, x_scale),
         (
             *stacked("packed"),
@@ -213,26 +228,23 @@ def _fused_offset(
 ) -> str | None:
     """Return "minimum" or "zero_point" if a CPU kernel reads this operand, else None.
 
-    If None, XLA adds the term of this operand to the product. Zero points of short tiles are nearly
-    as many as the codes, so only the kernel for short rows reads them.
+    If None, XLA adds the term of this operand to the product.
     """
-    if not kernel.adds_minima:
-        return None
     if operands.minimum is not None:
-        return "minimum"
+        return "minimum" if kernel.adds_minima else None
     zero_point = operands.zero_point
     if zero_point is None or zero_point.shape[1:] != problem.counts(operands):
         return None
     is_readable = zero_point.dtype.name in ZERO_POINTS
-    are_few = problem.shape(operands).tile >= _LEAST_TILE or kernel.variant == "short"
-    return "zero_point" if is_readable and are_few else None
+    reads = is_readable and kernel.subtracts_zero_points(problem.shape(operands))
+    return "zero_point" if reads else None
 
 
 def _zero_point_term(problem: MatmulProblem, operands: MatmulOperands) -> jax.Array:
     """Return the product of x with `scale * (zero_point - offset)`, f32 `[B, M, N]`."""
     zero_point = operands.zero_point
     assert zero_point is not None
-    scale = operands.scale.astype(jnp.float32)  # its shape may differ from that of zero_point
+    scale = operands.scale.astype(jnp.float32)
     term = scale * (zero_point.astype(jnp.float32) - problem.offset)
     return _tile_product(problem, operands, term)
 

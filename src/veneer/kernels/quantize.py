@@ -16,9 +16,9 @@ from jax.interpreters import batching, mlir
 
 from .._jax.primitives import Primitive, compile_when_eager, require_devices_for_lowering
 from . import select
-from .common.kinds import MOST_COLUMNS, QUANTIZE_TABLE, QUANTIZED_BITS, WITHIN_ROWS
+from .common.table import MOST_COLUMNS, QUANTIZE_TABLE, QUANTIZED_BITS, WITHIN_ROWS
 from .cpu import build
-from .cpu.targets import quantize_target
+from .cpu.build import quantize_target
 from .lowering import is_on_one_device
 
 Shape = tuple[int, ...]
@@ -73,7 +73,7 @@ def serves(kind: str, shape: Shape, counts: Shape) -> bool:
         and all(isinstance(size, int) for size in shape)  # some are symbolic for export
         and math.prod(shape) >= _LEAST_VALUES
         and select.chosen() != "xla"
-        and build.available() is None
+        and build.unavailable_reason() is None
         and _as_matrices(kind, shape, counts) is not None
     )
 

@@ -16,11 +16,10 @@ from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import jax
 
-from .common.problem import Codes, MatmulOperands, MatmulProblem, MatmulShape
+from .common.codes import Codes
+from .common.problem import MatmulOperands, MatmulProblem, MatmulShape
 from .common.table import LEAST_ENTRIES, PLATFORMS, TABLE, KernelRow, is_large_enough
 from .cpu import build
-from .gpu import hopper
-from .gpu import matmul as gpu_matmul
 
 Choice = Literal["auto", "xla", "experimental"]
 
@@ -112,24 +111,16 @@ def find_kernel(
     for kernel in TABLE:
         if kernel.platform != platform or kernel.opt_in > opt_in:
             continue
-        if not kernel.computes(codes, shape) or (kernel.requires and _is_unavailable(kernel)):
-            continue
-        if platform == "cpu" or device_kernel(kernel).can_compute(codes, shape):
+        if kernel.computes(codes, shape) and _can_run(kernel, codes, shape):
             return kernel
     return None
 
 
-def _is_unavailable(kernel: KernelRow) -> bool:
-    """Return whether the devices of this process, or this JAX version, cannot run a kernel.
-
-    Without a GPU, kernels for GPUs count as available: programs for a GPU can still be traced.
-    """
-    if kernel.requires == "bf16":
-        return not build.has_bf16()
-    if kernel.requires == "hopper":
-        has_other_gpu = gpu_matmul.compute_capability() is not None and not hopper.is_hopper()
-        return has_other_gpu or not hopper.has_jax()
-    return False
+def _can_run(kernel: KernelRow, codes: Codes, shape: MatmulShape) -> bool:
+    if kernel.platform == "cpu":
+        return not kernel.requires_bf16 or build.has_bf16()
+    module = device_kernel(kernel)
+    return module.is_available() and module.can_compute(codes, shape)
 
 
 def usable(operands: MatmulOperands, problem: MatmulProblem) -> dict[str, KernelRow]:
@@ -144,7 +135,7 @@ def usable(operands: MatmulOperands, problem: MatmulProblem) -> dict[str, Kernel
         if kernel is None:
             continue
         if platform == "gpu":
-            if not has_device(kernel):  # before any work
+            if not device_kernel(kernel).has_device():  # before any work
                 continue
             arrays = jax.eval_shape(
                 lambda xs: problem.with_float_scales(xs.deinterleaved())[1], operands
@@ -163,10 +154,10 @@ def is_built(target: str) -> bool:
 
     `target` is the name of its FFI target. If it cannot be compiled, a warning says why, once.
     """
-    reason = build.available()
+    reason = build.unavailable_reason()
     if reason is None:
         try:
-            build.target(target)
+            build.register_target(target)
             return True
         except Exception as error:  # Numba, LLVM and file systems raise errors of many types
             reason = f"compiling {target} failed: {error!r}"
@@ -178,6 +169,21 @@ def is_built(target: str) -> bool:
 class DeviceKernel(Protocol):
     """A module with a kernel for GPUs or TPUs."""
 
+    def is_available(self) -> bool:
+        """Return whether programs with the kernel can be traced in this process.
+
+        The answer is no if JAX is too old, or if the GPUs of this process are of another kind.
+        Without a GPU, programs for a GPU can still be traced.
+        """
+        ...
+
+    def has_device(self) -> bool:
+        """Return whether programs with the kernel can be lowered in this process.
+
+        A kernel for GPUs is compiled for the GPUs of the process.
+        """
+        ...
+
     def can_compute(self, codes: Codes, shape: MatmulShape) -> bool:
         """Return whether the kernel computes a product, by its sizes and codes."""
         ...
@@ -187,7 +193,7 @@ class DeviceKernel(Protocol):
         ...
 
     def product(self, operands: MatmulOperands, problem: MatmulProblem) -> jax.Array:
-        """Return the product of activations with `codes * scale`.
+        """Return the product of activations with `codes * scale`, in a program for one device.
 
         If `takes_zero_points`, zero points are subtracted from the codes. The caller adds the
         terms of all other zero points and of minima.
@@ -210,25 +216,16 @@ def can_lower(kernel: KernelRow, operands: MatmulOperands, problem: MatmulProble
 
     There is no warning if this process has no GPU that the kernel is for.
     """
-    if not has_device(kernel):
+    module = device_kernel(kernel)
+    if not module.has_device():
         return False
     try:
-        device_kernel(kernel).compile(operands, problem)
+        module.compile(operands, problem)
     except Exception as error:  # NVRTC and Pallas raise errors of many types
         summary = str(error).strip().partition("\n")[0]
         _warn("XLA", f"no kernel for {kernel.platform.upper()}: {type(error).__name__}: {summary}")
         return False
     return True
-
-
-def has_device(kernel: KernelRow) -> bool:
-    """Return whether this process has a device for a kernel.
-
-    For a TPU kernel, return True on every machine: programs for a TPU can be lowered on any.
-    """
-    if kernel.requires == "hopper":
-        return hopper.is_hopper()
-    return kernel.platform != "gpu" or gpu_matmul.compute_capability() is not None
 
 
 @cache

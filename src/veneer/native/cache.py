@@ -40,13 +40,13 @@ class Cache:
 
     **Arguments:**
 
-    - `folder`: the name of the folder in `root()`.
-    - `package`: the name of the package, which must be imported.
+    - `package`: the name of the package, which must be imported. Its last part is the name of the
+      folder in `root()`.
     - `text`: returns a text for the fingerprint, of anything else that the code depends on.
     """
 
-    def __init__(self, folder: str, package: str, text: Callable[[], str] = str):
-        self._folder, self._text = folder, text
+    def __init__(self, package: str, text: Callable[[], str] = str):
+        self._folder, self._text = package.rpartition(".")[2], text
         (package_folder,) = sys.modules[package].__path__
         self._packages = {Path(__file__).parent, Path(package_folder)}
         self._sources = hash_sources(self._packages)  # as they were imported

@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from veneer.kernels.common.kinds import BITS, PLANE_BITS, row_bytes
+from veneer.kernels.common.codes import BITS, PLANE_BITS, row_bytes
 from veneer.kernels.common.problem import MatmulShape
 from veneer.kernels.common.table import TABLE
-from veneer.kernels.cpu import build, targets
-from veneer.kernels.cpu.operands import job
+from veneer.kernels.cpu import build, job
 from veneer.native import machine_code
 
 #: The kinds of codes that kernels are tested with. Other bit planes have tests of their reader.
@@ -93,8 +92,8 @@ def stored(
 @functools.cache
 def _functions(name: str) -> list[Any]:
     """Return the functions `prepare(job)`, `count(job)`, `work(job, part)`, `finish(job)`."""
-    build.target(name)  # This compiles the kernel, and loads the functions that it calls.
-    code = build.CACHE.cached(name, lambda: targets.object_code(name))
+    build.register_target(name)  # This compiles the kernel, and loads the functions that it calls.
+    code = build.CACHE.cached(name, lambda: build.object_code(name))
     parts = {"prepare": 1, "count": 1, "work": 2, "finish": 1}
     addresses = machine_code.load(code, *(f"{name}_{part}" for part in parts))
     return [

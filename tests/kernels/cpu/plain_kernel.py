@@ -22,8 +22,8 @@ COLUMNS = 16
 
 
 def compile() -> bytes:
-    from veneer.kernels.cpu import targets
-    from veneer.kernels.cpu.operands import job as words
+    from veneer.kernels.cpu import build
+    from veneer.kernels.cpu import job as words
     from veneer.native.functions import native
     from veneer.native.memory import free, load_f32, load_i8, malloc, set_word, store_f32, word
 
@@ -91,12 +91,12 @@ def compile() -> bytes:
         free(word(job, words.SCRATCH))
 
     functions = words.JobFunctions(prepare, count, work, finish)
-    return targets.product_code(functions, NAME, bits=8, contracts_rows=True, dtype="float32")
+    return build.product_code(functions, NAME, bits=8, contracts_rows=True, dtype="float32")
 
 
 @functools.cache
 def target() -> str:
-    return build.registered(NAME, compile)
+    return build.register_function(NAME, compile)
 
 
 def product(x, codes, scale, table=None, places=(0, 0)):

@@ -11,7 +11,7 @@ from kernels.cpu.test_runtime import run
 
 import veneer as vn
 from veneer import kernels
-from veneer.kernels.cpu import build, targets
+from veneer.kernels.cpu import build
 
 
 def test_a_kernel_that_is_compiled_needs_no_numba():
@@ -28,11 +28,11 @@ def test_processes_may_compile_at_the_same_time(tmp_path):
 
 def test_an_unknown_target_or_isa_is_an_error(tmp_path):
     with pytest.raises(KeyError, match="no kernel is named veneer_rows_int5_few"):
-        build.target("veneer_rows_int5_few")
+        build.register_target("veneer_rows_int5_few")
     code = """
 from veneer.kernels.cpu import build
 try:
-    build.target("veneer_rows_int8_few")
+    build.register_target("veneer_rows_int8_few")
 except ValueError as error:
     print(error)
 """
@@ -41,7 +41,9 @@ except ValueError as error:
 
 def test_numba_that_is_missing_is_said_once_and_how_to_get_it(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "numba", None)
-    assert build.available.__wrapped__() == ("kernels need Numba: pip install 'numba>=0.61'")
+    assert build.unavailable_reason.__wrapped__() == (
+        "kernels need Numba: pip install 'numba>=0.61'"
+    )
 
 
 @pytest.mark.parametrize(
@@ -83,7 +85,7 @@ def test_a_kernel_of_another_version_is_named():
 
 
 def test_an_executable_that_calls_kernels_needs_them(monkeypatch):
-    monkeypatch.setattr(build, "available", lambda: "kernels need Numba")
+    monkeypatch.setattr(build, "unavailable_reason", lambda: "kernels need Numba")
     with pytest.raises(
         RuntimeError, match="calls veneer_rows_int8_few, which cannot run: kernels need Numba"
     ):
@@ -92,8 +94,8 @@ def test_an_executable_that_calls_kernels_needs_them(monkeypatch):
 
 
 def test_no_name_of_a_kernel_hides_in_another():
-    for name in targets.names():
-        assert targets.names_in(f"a{name}z".encode()) == [name]
+    for name in build.target_names():
+        assert build.called_targets(f"a{name}z".encode()) == [name]
 
 
 WRITES = """

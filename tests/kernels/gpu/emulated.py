@@ -1,6 +1,6 @@
 """Run the CUDA kernel on a CPU. g++ replaces NVRTC, and `emulator.h` replaces the GPU.
 
-As on a GPU, `matmul.product` chooses the block sizes, the macros and the grid.
+As on a GPU, `matmul.separate_product` chooses the block sizes, the macros and the grid.
 """
 
 import ctypes
@@ -13,7 +13,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from veneer.kernels.gpu import matmul, nvrtc
+from veneer.kernels.gpu import cuda_program, matmul
 
 HERE = Path(__file__).parent
 KERNEL = Path(matmul.__file__).parent
@@ -21,7 +21,7 @@ KERNEL = Path(matmul.__file__).parent
 
 @contextmanager
 def emulate(monkeypatch, folder):
-    """Make `matmul.product` run kernels on this CPU. Write their libraries to `folder`."""
+    """Make `matmul.separate_product` run kernels on this CPU. Write their libraries to `folder`."""
 
     def compile_library(source, options):
         defined = [option for option in options if option.startswith("-D")]
@@ -33,12 +33,12 @@ def emulate(monkeypatch, folder):
             subprocess.run(command, check=True)
         return str(library)
 
-    matmul.ptx.cache_clear()
-    monkeypatch.setattr(nvrtc, "compile_ptx", compile_library)
+    cuda_program.ptx.cache_clear()
+    monkeypatch.setattr(cuda_program, "compile_ptx", compile_library)
     monkeypatch.setattr(matmul, "compute_capability", lambda: 90)
     monkeypatch.setattr(matmul.jax.ffi, "ffi_call", call_library)
     yield
-    matmul.ptx.cache_clear()
+    cuda_program.ptx.cache_clear()
 
 
 def call_library(target, out, *, legacy_backend_config, custom_call_api_version):

@@ -11,7 +11,7 @@ from kernels.device_products import example
 
 from veneer.kernels import MatmulProblem
 from veneer.kernels.gpu import hopper
-from veneer.kernels.gpu.hopper_config import CONFIGS, FALLBACKS, Sizes, config_for, fits
+from veneer.kernels.gpu.hopper import CONFIGS, FALLBACKS, Sizes, config_for, fits
 
 
 def multiply_dense(sizes, kind, is_rows, out_dtype, config):

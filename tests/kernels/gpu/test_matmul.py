@@ -15,7 +15,7 @@ from kernels.gpu.emulated import call_library, emulate
 import veneer as vn
 from veneer.kernels import Codes, MatmulProblem
 from veneer.kernels.common.problem import MatmulShape
-from veneer.kernels.gpu import matmul, nvrtc
+from veneer.kernels.gpu import cuda_program, matmul
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -32,7 +32,9 @@ def emulated(monkeypatch, libraries):
 
 
 def check(kind, m, shape, tile, contracting, dtype="bfloat16", scale="float32"):
-    assert_is_dense(matmul, matmul.product, kind, m, shape, tile, contracting, dtype, scale)
+    assert_is_dense(
+        matmul, matmul.separate_product, kind, m, shape, tile, contracting, dtype, scale
+    )
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -122,7 +124,7 @@ def check_differences(contracting, m, kind, offset, zero_points=None, dtype=jnp.
         dense = dense.mT
     # Each row of the product is a row of the weight. A difference of one code would be 1/255.
     expected = np.asarray(x, np.float64) @ dense
-    np.testing.assert_allclose(matmul.product(operands, problem), expected, rtol=1e-6)
+    np.testing.assert_allclose(matmul.separate_product(operands, problem), expected, rtol=1e-6)
 
 
 def test_different_kernels_have_different_names():
@@ -132,7 +134,9 @@ def test_different_kernels_have_different_names():
     others = {"tile": 256, "scale_dtype": "bfloat16", "out_dtype": "float32", "zero_dtype": "int8"}
     others["ns"] = 4096, 512
     changed = [sizes._replace(**{name: value}) for name, value in others.items()]
-    names = [matmul.name_of(each, matmul.config_for(each)) for each in (sizes, *changed)]
+    names = [
+        cuda_program.name_of(each, cuda_program.config_for(each)) for each in (sizes, *changed)
+    ]
     assert len(set(names)) == len(names)
     assert all(name.replace("_", "").isalnum() for name in names)
 
@@ -144,11 +148,11 @@ def test_sizes_beyond_32_bit_offsets_are_rejected():
 
 
 def test_ptx_claims_the_version_that_older_drivers_read():
-    assert nvrtc.with_version("//\n.version 9.9\n.target sm_90\n") == (
+    assert cuda_program.set_version("//\n.version 9.9\n.target sm_90\n") == (
         "//\n.version 8.1\n.target sm_90\n"
     )
-    with pytest.raises(nvrtc.CompileError, match="PTX without a version"):
-        nvrtc.with_version(".target sm_90")
+    with pytest.raises(cuda_program.CompileError, match="PTX without a version"):
+        cuda_program.set_version(".target sm_90")
 
 
 @pytest.mark.parametrize("contracting", ["rows", "columns"])
@@ -159,7 +163,7 @@ def test_digits_hold_activations_of_any_size(contracting, size):
     x[0, 1, 5] *= 1000.0  # an outlier among its neighbors
     w, codes, operands = example("int4", shape, tile, jnp.asarray(x, jnp.bfloat16))
     problem = MatmulProblem(codes, shape[2], contracting, "float32", 0, print)
-    actual = np.asarray(matmul.product(operands, problem), np.float64)
+    actual = np.asarray(matmul.separate_product(operands, problem), np.float64)
     dense = w.codes * w.scale.repeat(tile[0], 1).repeat(tile[1], 2)
     exact = np.asarray(operands.x, np.float64) @ (dense if contracting == "rows" else dense.mT)
     assert np.linalg.norm(actual - exact) <= 1e-5 * np.linalg.norm(exact)
@@ -178,7 +182,7 @@ def test_nan_and_infinity_stay_where_they_belong(contracting, value, name, m):
     arrays[name][at] = value
     operands = operands._replace(**{name: jnp.asarray(array) for name, array in arrays.items()})
     problem = MatmulProblem(codes, shape[2], contracting, "bfloat16", 0, print)
-    is_finite = np.isfinite(np.asarray(matmul.product(operands, problem), np.float32))
+    is_finite = np.isfinite(np.asarray(matmul.separate_product(operands, problem), np.float32))
     expected = np.ones((1, m, 64), bool)
     if name == "x":
         expected[:, 1] = False
@@ -213,7 +217,7 @@ def test_one_launch_computes_products_of_the_same_x(kind, m, ns, zero_dtype, con
         problems.append(MatmulProblem(codes, shape[2], contracting, "float32", 0, print))
     layouts = [matmul.layout_of(*single) for single in zip(operands, problems, strict=True)]
     (layout,) = {layout._replace(ns=ns) for layout in layouts}
-    config = matmul._call_config(layout, matmul.config_for(layout), batch=2)
+    config = matmul._call_config(layout, cuda_program.config_for(layout), batch=2)
     results = [jax.ShapeDtypeStruct((2, m, n), jnp.float32) for n in ns]
     call = call_library(
         matmul._TARGET, results, legacy_backend_config=config, custom_call_api_version=2
@@ -231,7 +235,7 @@ def launches(function, *args):
 
 
 def test_products_of_the_same_x_share_a_launch(monkeypatch):
-    monkeypatch.setattr(nvrtc, "compile_ptx", lambda source, options: "PTX")
+    monkeypatch.setattr(cuda_program, "compile_ptx", lambda source, options: "PTX")
 
     def stored(n, qtype="int4", k=1024):
         w = jax.random.normal(jax.random.key(n), (n, k), jnp.bfloat16)

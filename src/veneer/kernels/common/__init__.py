@@ -2,10 +2,8 @@
 
 They import no kernel, and neither Numba nor LLVM:
 
-    kinds           the kinds of codes that kernels read, and their bits
-    bit_planes      pack codes of any number of bits without gaps
-    limits          the sizes that CPU kernels are compiled for
+    codes           the kinds of codes, their values, and bit planes
     problem         the operands of a product with a stored matrix, and its description
-    table           the table of all kernels, one row per kernel
+    table           the table of all kernels, one row per kernel, and the sizes that they support
     calls           calls of kernels, which join products of the same activations
 """

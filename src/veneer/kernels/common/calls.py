@@ -13,7 +13,7 @@ derivatives. Products in such a part join only each other.
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -46,27 +46,6 @@ class CallableKernel(Protocol):
         `ctx` have the right shapes, but not the right dtypes.
         """
         ...
-
-
-class CpuKernel(NamedTuple):
-    """A kernel of the CPU.
-
-    **Arguments:**
-
-    - `target`: the name of its FFI target, which is built.
-    - `most_products`: the most products in one call.
-    """
-
-    target: str
-    most_products: int
-
-    def is_called_by(self, operation: Any) -> bool:
-        """Return whether a custom call calls the FFI target of this kernel."""
-        return attribute(operation, "call_target_name") == self.target
-
-    def emit(self, ctx: Any, operands: Sequence[Any], shapes: Sequence[Any]) -> Sequence[Any]:
-        """Write a call of the FFI target into the program."""
-        return jax.ffi.ffi_lowering(self.target)(ctx, *operands)
 
 
 def call(

@@ -18,22 +18,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from .kinds import BITS, BYTES, INTEGER_PLANES, INTEGERS, LOOKUP_BITS
-from .limits import (
-    FLOATS_BY_COLUMNS,
-    FLOATS_BY_ROWS,
-    INT8_BY_COLUMNS,
-    INT8_BY_ROWS,
-    INT8_ROWS_BY_BITS,
-    LEAST_TILE,
-    LONGEST,
-    MOST_TILES,
-    ROWS,
-    SHORT,
-    SHORT_VECTORS,
-    TILED_COLUMNS,
-)
-from .problem import Codes, MatmulShape
+from .codes import BITS, BYTES, INTEGER_PLANES, INTEGERS, LOOKUP_BITS, Codes
+from .problem import MatmulShape
 
 #: The fewest entries of a stored matrix, by platform. XLA multiplies smaller ones faster.
 LEAST_ENTRIES = {"cpu": 1 << 14, "gpu": 1 << 18, "tpu": 1 << 14}
@@ -46,8 +32,40 @@ _LEAST_IN_BATCH, _LEAST_OF_BATCH = 1 << 11, 1 << 18
 #: computes products of up to `MOST_ROWS` rows. Measured with benchmarks/gpu_all.py on an H200.
 FEW_ROWS, MOST_ROWS = 32, 64
 
+# Sizes that CPU kernels are compiled for.
+
+#: The most rows of activations for kernels of few rows, by the contracted axis of the matrix. More
+#: rows are faster by a kernel that decodes a block of the matrix once for all of them.
+FLOATS_BY_ROWS, FLOATS_BY_COLUMNS, INT8_BY_COLUMNS = 16, 23, 16
+#: The same for int8 activations and contracted rows, by the bits of a code. The kernel interleaves
+#: the matrix again for every four rows of activations, unless all fields of a byte fit in
+#: registers.
+INT8_ROWS_BY_BITS = {8: 8, 4: 6, 2: 4, 1: 4}
+INT8_BY_ROWS = max(INT8_ROWS_BY_BITS.values())
+#: The fewest codes in a tile along an axis of the matrix, for kernels of few rows of activations
+#: that contract rows or read short rows, and for kernels that subtract zero points.
+LEAST_TILE = 16
+#: The most codes in a tile, for kernels that sum a tile of int8 products in int32.
+LONGEST = 32768
+#: Rows of the matrix that the kernel for few rows of int8 that contracts columns multiplies at
+#: once.
+ROWS = 4
+#: A kernel for matrices with tiles along each row: its columns are a multiple of the first number,
+#: and a row has at most the second number of tiles.
+TILED_COLUMNS, MOST_TILES = 64, 512
+#: A kernel for short rows, such as the keys of one attention head: the vectors of columns that it
+#: decodes at once, and the most columns.
+SHORT_VECTORS, SHORT = 4, 256
 #: The lanes of the widest vectors. Sizes that fit them also fit narrower vectors.
 _LANES = 16
+
+#: The formats that CPU kernels quantize to, and the bits of their codes.
+QUANTIZED_BITS = {"int8": 8, "int4": 4, "nf4": 4}
+#: The size of the table of such a kernel: two numbers, and up to 15 thresholds.
+QUANTIZE_TABLE = 17
+#: For tiles within rows, such a kernel takes a multiple of `WITHIN_ROWS` columns: whole vectors of
+#: any CPU. Otherwise, a tile has at most `MOST_COLUMNS` columns.
+WITHIN_ROWS, MOST_COLUMNS = 32, 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,9 +85,9 @@ class KernelRow:
     - `least_rows`, `most_rows`: the number of rows of activations. With a limit, the kernel does
       not compute products with a symbolic number of rows.
     - `fits`: a further condition on the sizes and on the bits of a code.
-    - `requires`: "bf16" or "hopper", for kernels that only some devices can run.
+    - `requires_bf16`: whether only CPUs with instructions that multiply bf16 can run the kernel.
     - `adds_minima`: whether a CPU kernel adds minima, or subtracts zero points, itself. Otherwise,
-      XLA adds their part of the product.
+      XLA adds their term to the product.
     - `function`: the function of a module for CPUs that takes a kind of codes and returns
       `JobFunctions`.
     - `opt_in`: the kernel was never measured, and runs only if the choice is "experimental".
@@ -85,7 +103,7 @@ class KernelRow:
     least_rows: int = 1
     most_rows: int | None = None
     fits: Callable[[MatmulShape, int], bool] | None = None
-    requires: str = ""
+    requires_bf16: bool = False
     adds_minima: bool = False
     function: str = "build"
     opt_in: bool = False
@@ -99,6 +117,14 @@ class KernelRow:
     def has_few_rows(self) -> bool:
         """True for CPU kernels for few rows of activations."""
         return self.variant != "many"
+
+    def subtracts_zero_points(self, shape: MatmulShape) -> bool:
+        """Return whether a CPU kernel subtracts zero points itself, one per tile.
+
+        Zero points of short tiles are nearly as many as the codes. Only the kernel for short rows
+        reads these.
+        """
+        return self.adds_minima and (shape.tile >= LEAST_TILE or self.variant == "short")
 
     def target(self, kind: str) -> str:
         """Return the name of the FFI target of a CPU kernel for a kind of codes."""
@@ -186,7 +212,7 @@ def _columns_fit(shape: MatmulShape, bits: int) -> bool:
 _FLOATS, _BF16, _INT8 = ("float", "bfloat16", "float16"), ("bfloat16",), ("int8",)
 _ALL, _PACKED = tuple(BITS), (*INTEGERS, *INTEGER_PLANES)
 _HOPPER = ("lookup4", "int8", "float8_e4m3fn")
-_PAIRS: dict[str, Any] = {"least_rows": 16, "requires": "bf16", "function": "build_bf16"}
+_PAIRS: dict[str, Any] = {"least_rows": 16, "requires_bf16": True, "function": "build_bf16"}
 
 
 def _cpu(
@@ -221,13 +247,12 @@ def _hopper(contracting: str) -> KernelRow:
     return KernelRow(
         *("gpu", f"hopper_{contracting}", "gpu.hopper", contracting, _BF16, _HOPPER),
         least_rows=FEW_ROWS + 1,
-        requires="hopper",
     )
 
 
 def _tpu(contracting: str) -> KernelRow:
     kinds = (*LOOKUP_BITS, *BYTES)
-    return KernelRow("tpu", contracting, "tpu.matmul", contracting, _FLOATS, kinds, opt_in=True)
+    return KernelRow("tpu", contracting, "tpu", contracting, _FLOATS, kinds, opt_in=True)
 
 
 #: The first row that fits computes a product.
@@ -240,14 +265,18 @@ TABLE = (
     _cpu("floats.rows_tiled", "rows", "tiled", _FLOATS, _ALL, FLOATS_BY_ROWS, _has_column_tiles),
     _cpu("floats.rows_many", "rows", "many", _FLOATS, _ALL),
     _cpu("floats.columns_short", "columns", "short", _FLOATS, _ALL, FLOATS_BY_COLUMNS, _is_short),
-    _cpu("floats.columns_one", "columns", "one", _FLOATS, _ALL, 1),
+    _cpu("floats.columns_few", "columns", "one", _FLOATS, _ALL, 1, function="build_one_row"),
     _cpu("floats.columns_few", "columns", "few", _FLOATS, _ALL, FLOATS_BY_COLUMNS, least_rows=2),
     _cpu("floats.columns_many", "columns", "many", _FLOATS, _ALL),
     # All CPUs, int8.
     _cpu("integers.rows_few", "rows", "few", _INT8, INTEGERS, INT8_BY_ROWS, _rows_fit, False),
-    _cpu("integers.rows", "rows", "many", _INT8, INTEGERS, adds_minima=False),
+    _cpu(
+        *("integers.blocks", "rows", "many", _INT8, INTEGERS),
+        function="build_rows",
+        adds_minima=False,
+    ),
     _cpu("integers.columns_few", "columns", "few", _INT8, _PACKED, INT8_BY_COLUMNS, _columns_fit),
-    _cpu("integers.columns", "columns", "many", _INT8, INTEGERS),
+    _cpu("integers.blocks", "columns", "many", _INT8, INTEGERS, function="build_columns"),
     # NVIDIA GPUs.
     _gpu("rows", FEW_ROWS),
     _gpu("columns", FEW_ROWS),

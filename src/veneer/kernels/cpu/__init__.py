@@ -2,12 +2,16 @@
 
 `veneer.native` has the compiler toolchain, and the instructions of each CPU.
 
-    build           register kernels as FFI targets, and compile them at first use
-    targets         the names of all targets, and the object file of each
+    build           compile kernels at first use, and register them as FFI targets
     handlers        turn a call from XLA into jobs, whose parts threads compute
-    operands        read the operands of a product: addresses, codes, scales and minima
-    floats          kernels for f32 and bf16 activations
-    integers        kernels for int8 activations
+    job             jobs: the addresses and sizes of products
+    decoding        decode codes and numbers of small formats to f32
+    scales          read scales and minima, and add the term of minima
     quantize        the kernel that quantizes f32
-    quantize_simd   its vector instructions
+
+    floats          kernels that multiply f32 and bf16 activations
+    integers        kernels that multiply int8 activations
+
+The table in `common/table.py` names the modules of `floats` and `integers`. No module here imports
+them otherwise.
 """

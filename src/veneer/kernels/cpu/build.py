@@ -1,32 +1,45 @@
-"""Register CPU kernels as FFI targets, which XLA calls.
+"""Build CPU kernels and register them as FFI targets, which XLA calls.
 
-Numba compiles a kernel when it is first used on a machine. Later processes load its object file
-with LLVM alone, in a fraction of the time that importing Numba takes.
+Numba compiles a kernel when it is first used on a machine, and the cache stores its object file.
+Later processes load the file with LLVM alone, in a fraction of the time that importing Numba takes.
+
+The object file of a kernel has its functions, and an entry that XLA calls. The entry calls the
+handler that all kernels share (`handlers.py`), so each kernel is compiled separately.
 """
 
 import functools
+import importlib
 import importlib.util
 import os
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 
 from ...native.cache import COMPILING, Cache
 from ...native.ffi_header import header, header_text
-from . import targets
+from ..common.codes import ACTIVATIONS, BITS
+from ..common.table import QUANTIZED_BITS, TABLE, KernelRow
 
-CACHE = Cache("kernels", "veneer.kernels", header_text)
+CACHE = Cache("veneer.kernels", header_text)
+
+#: The object file with the functions that all kernels share, and the names of these functions.
+_SHARED, _HANDLERS = "veneer_shared", ("veneer_handle_product", "veneer_handle_quantize")
+_PRODUCT, _QUANTIZE = _HANDLERS
+
+_CALL = re.compile(rb"veneer_(?:(?:integer_|bf16_)?(?:rows|columns)|quanti[sz]e)_\w+")
 
 _registered: set[str] = set()
 
 
 @functools.cache
-def available() -> str | None:
+def unavailable_reason() -> str | None:
     """Return why this process cannot use CPU kernels, or None if it can.
 
     >>> from veneer.kernels.cpu import build
-    >>> build.available() is None
+    >>> build.unavailable_reason() is None
     True
     """
     if sys.maxsize < 2**32 or sys.byteorder != "little":
@@ -44,8 +57,8 @@ def available() -> str | None:
 
 @functools.cache
 def has_bf16() -> bool:
-    """Return whether kernels and this CPU multiply bf16."""
-    if available() is not None:
+    """Return whether this CPU has instructions that multiply bf16, and kernels can use them."""
+    if unavailable_reason() is not None:
         return False
     try:
         from ...native.simd import HAS_BF16
@@ -54,26 +67,137 @@ def has_bf16() -> bool:
     return HAS_BF16
 
 
-def target(name: str) -> str:
+# The names of targets.
+
+
+@functools.cache
+def _products() -> dict[str, tuple[KernelRow, str]]:
+    """Map the name of each target that multiplies to its row of the table and its kind of codes."""
+    rows = [row for row in TABLE if row.platform == "cpu"]
+    return {row.target(kind): (row, kind) for row in rows for kind in row.kinds}
+
+
+def quantize_target(kind: str) -> str:
+    """Return the name of the target that quantizes to a format in `QUANTIZED_BITS`, as "nf4"."""
+    return f"veneer_quantize_{kind}"
+
+
+def target_names() -> list[str]:
+    """Return the names of the FFI targets of all CPU kernels."""
+    return [*_products(), *map(quantize_target, QUANTIZED_BITS)]
+
+
+def called_targets(executable: bytes) -> list[str]:
+    """Return the names of the CPU kernels that a serialized executable calls.
+
+    **Raises:** `ValueError` if it calls a kernel that this version of veneer does not have.
+    """
+    calls = set(_CALL.findall(executable))
+    known = {name: name.encode() for name in target_names()}
+    # The bytes that follow a name may look like a part of it.
+    for call in calls:
+        if not any(call.startswith(name) for name in known.values()):
+            raise ValueError(
+                f"the executable calls the kernel {call.decode()!r}, which this version of veneer "
+                "does not have: compile the program again with this version"
+            )
+    return [name for name, text in known.items() if any(call.startswith(text) for call in calls)]
+
+
+# Object files.
+
+
+def object_code(name: str) -> bytes:
+    """Compile a target such as "veneer_rows_lookup4_few", and return the bytes of its object file.
+
+    **Raises:** `KeyError` if there is no such target.
+    """
+    if name in _products():
+        kernel, kind = _products()[name]
+        module = importlib.import_module(f"..{kernel.module}", __package__)
+        build = getattr(module, kernel.function)
+        return product_code(
+            *(build(kind), name, BITS[kind]),
+            contracts_rows=kernel.contracting == "rows",
+            dtype=kernel.dtype,
+        )
+    for kind, bits in QUANTIZED_BITS.items():
+        if name == quantize_target(kind):
+            from . import quantize
+
+            functions = dict(zip(("count", "work"), quantize.build(kind), strict=True))
+            return _entry_code(functions, name, _QUANTIZE, [bits])
+    raise KeyError(f"no kernel is named {name}")
+
+
+def product_code(
+    functions: Any, name: str, bits: int, *, contracts_rows: bool, dtype: str
+) -> bytes:
+    """Compile a kernel that multiplies, and return the bytes of its object file.
+
+    **Arguments:**
+
+    - `functions`: the `JobFunctions` of the kernel.
+    - `name`: the name of its target.
+    - `bits`: the bits per code.
+    - `contracts_rows`: whether it contracts the rows of the stored matrix, not the columns.
+    - `dtype`: the dtype of activations, one of `ACTIVATIONS`.
+    """
+    constants = [bits, int(contracts_rows), ACTIVATIONS.index(dtype)]
+    return _entry_code(functions._asdict(), name, _PRODUCT, constants)
+
+
+def _entry_code(
+    functions: dict[str, Any], name: str, handler: str, constants: Sequence[int]
+) -> bytes:
+    """Return an object file with the functions of a kernel and the entry `name`, which XLA calls.
+
+    The entry calls the function `handler` of the shared object file, with the constants and the
+    addresses of the functions.
+    """
+    from ...native.functions import ObjectFile
+
+    file = ObjectFile()
+    for part, function in functions.items():
+        file.export(f"{name}_{part}", function)
+    file.export_call(name, handler, [*constants, *(f"{name}_{part}" for part in functions)])
+    return file.code()
+
+
+def handlers_code() -> bytes:
+    """Compile the handlers that all kernels share, and return the bytes of their object file."""
+    from ...native.functions import ObjectFile
+    from . import handlers
+
+    file = ObjectFile()
+    file.export(_PRODUCT, handlers.handle_product)
+    file.export(_QUANTIZE, handlers.handle_quantize)
+    return file.code()
+
+
+# Registration.
+
+
+def register_target(name: str) -> str:
     """Register a kernel as a target of `jax.ffi.ffi_call` on CPU. Return its name.
 
     Threads may call this at the same time.
 
     **Arguments:**
 
-    - `name`: one of `targets.names()`, such as "veneer_rows_lookup4_few".
+    - `name`: one of `target_names()`, such as "veneer_rows_lookup4_few".
 
     **Raises:** `KeyError` for any other name. `ValueError` if VENEER_KERNELS_ISA names instructions
     that this CPU does not have. `ImportError` if Numba cannot be imported.
 
     >>> from veneer.kernels.cpu import build
-    >>> build.target("veneer_rows_int8_few")
+    >>> build.register_target("veneer_rows_int8_few")
     'veneer_rows_int8_few'
     """
-    return registered(name, lambda: targets.object_code(name))
+    return register_function(name, lambda: object_code(name))
 
 
-def registered(name: str, compile: Callable[[], bytes]) -> str:
+def register_function(name: str, compile: Callable[[], bytes]) -> str:
     """Register the C function `name` of an object file as a target of `jax.ffi.ffi_call` on CPU.
 
     **Arguments:**
@@ -91,6 +215,15 @@ def registered(name: str, compile: Callable[[], bytes]) -> str:
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(address), platform="cpu")
             _registered.add(name)
     return name
+
+
+@functools.cache
+def _load_handlers() -> None:
+    from ...native import machine_code
+
+    addresses = machine_code.load(CACHE.cached(_SHARED, handlers_code), *_HANDLERS)
+    for name, address in zip(_HANDLERS, addresses, strict=True):
+        machine_code.register_symbol(name, address)
 
 
 def register_handlers(executable: bytes | None = None) -> list[str]:
@@ -119,21 +252,11 @@ def register_handlers(executable: bytes | None = None) -> list[str]:
     >>> kernels.register_handlers(b"...veneer_rows_int8_few...")
     ['veneer_rows_int8_few']
     """
-    names = targets.names() if executable is None else targets.names_in(executable)
-    if (reason := available()) is not None:
+    names = target_names() if executable is None else called_targets(executable)
+    if (reason := unavailable_reason()) is not None:
         if not names or executable is None:
             return []
         raise RuntimeError(f"the executable calls {', '.join(names)}, which cannot run: {reason}")
     if executable is None:
         names = [name for name in names if CACHE.holds(name)]
-    return [target(name) for name in names]
-
-
-@functools.cache
-def _load_handlers() -> None:
-    from ...native import machine_code
-
-    code = CACHE.cached(targets.SHARED, lambda: targets.object_code(targets.SHARED))
-    addresses = machine_code.load(code, *targets.HANDLERS)
-    for name, address in zip(targets.HANDLERS, addresses, strict=True):
-        machine_code.register_symbol(name, address)
+    return [register_target(name) for name in names]

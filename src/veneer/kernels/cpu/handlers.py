@@ -33,13 +33,14 @@ from ...native.xla_calls import (
     result_count,
     run,
 )
-from ..common import kinds
-from .operands import job as words
-from .operands.codes import row_bytes
-from .operands.job import job_address, new_group, run_group
-from .operands.scales import ZERO_POINT_TYPE, entry_bytes
+from ..common.codes import ACTIVATIONS, PLANES, PLANES_TYPE
+from ..common.table import QUANTIZE_TABLE
+from . import job as words
+from .decoding import row_bytes
+from .job import job_address, new_group, run_group
+from .scales import ZERO_POINT_TYPE, entry_bytes
 
-_, _INT8, _BF16 = range(len(kinds.ACTIVATIONS))
+_, _INT8, _BF16 = range(len(ACTIVATIONS))
 
 #: A job with fewer multiplications than this is complete before another thread wakes up.
 _MULTI_THREADED = 1 << 18
@@ -56,7 +57,7 @@ def handle_product(frame, bits, contracts_rows, activations, prepare, count, wor
     - `frame`: the address of the call frame, XLA's structure with the operands of the call.
     - `bits`, `contracts_rows`: the bits per code, and whether the rows of the matrices are
       contracted, not their columns.
-    - `activations`: the dtype of activations, as an index into `kinds.ACTIVATIONS`.
+    - `activations`: the dtype of activations, as an index into `ACTIVATIONS` of common/codes.py.
     - `prepare`, `count`, `work`, `finish`: the C functions of the kernel: see `JobFunctions`.
     """
     if answer_metadata_query(frame):
@@ -120,12 +121,12 @@ def _is_array(buffer, entry, axes):
     return dtype(buffer) == entry and rank(buffer) == axes
 
 
-# A type is the number of a dtype of scales or minima: see `operands/scales.py`.
+# A type is the number of a dtype of scales or minima: see `scales.py`.
 
 
 @native
 def _float_type(buffer):
-    # An index into `kinds.FLOATS`, or -1 for any other dtype.
+    # An index into `FLOATS` of common/codes.py, or -1 for any other dtype.
     entry = dtype(buffer)
     if entry == F32:
         return 0
@@ -149,7 +150,7 @@ def _minimum_type(buffer):
 def _code_type(buffer):
     # Codes are int8, or uint8 if they are bit planes.
     entry = dtype(buffer)
-    return ZERO_POINT_TYPE if entry == S8 else kinds.PLANES_TYPE if entry == U8 else -1
+    return ZERO_POINT_TYPE if entry == S8 else PLANES_TYPE if entry == U8 else -1
 
 
 @native
@@ -160,9 +161,9 @@ def _has_tiles(type, buffer):
 @native
 def _count_tiles(type, size):
     """Return how many scales an axis of `size` entries has, or -1 for incomplete bit planes."""
-    if type != kinds.PLANES_TYPE:
+    if type != PLANES_TYPE:
         return size
-    return size // kinds.PLANES * 8 if size % kinds.PLANES == 0 else -1
+    return size // PLANES * 8 if size % PLANES == 0 else -1
 
 
 # A stack is an operand `[places * batch, ...]`, and the next operand is the index of a place. XLA
@@ -394,7 +395,7 @@ def _read_quantize(frame, job, bits):
     batch, r, c = dim(x, 0), dim(x, 1), dim(x, 2)
     matrix_row = row_bytes(c, bits)
     if not (
-        dim(table, 0) == kinds.QUANTIZE_TABLE
+        dim(table, 0) == QUANTIZE_TABLE
         and dim(out, 0) == batch
         and dim(out, 1) == r
         and dim(out, 2) == matrix_row

@@ -8,13 +8,22 @@ are still in a cache the second time.
   largest magnitude of each column, and then of each tile.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
 
 from ...native.functions import native
 from ...native.memory import (
+    F32,
+    I8,
+    I32,
     load_f32,
     load_i8,
     load_i32,
+    pointer,
     stack,
     store_f32,
     store_i8,
@@ -22,20 +31,24 @@ from ...native.memory import (
     word,
 )
 from ...native.simd import LANES
+from ...native.simd.blocks import (
+    FLOATS,
+    INTS,
+    Block,
+    advance,
+    broadcast,
+    constant,
+    get_vectors,
+    instruction,
+    load_vector,
+    make_block,
+    shuffle,
+    store_vector,
+)
 from ...native.simd.floats import load, store
 from ...native.simd.integers import load_ints
-from ..common.kinds import MOST_COLUMNS, QUANTIZED_BITS, WITHIN_ROWS
-from .operands import job as words
-from .quantize_simd import (
-    broadcast_largest,
-    compute_reciprocals,
-    compute_scales,
-    encode,
-    store_codes,
-    store_first,
-    update_magnitudes,
-    zero_magnitudes,
-)
+from ..common.table import MOST_COLUMNS, QUANTIZED_BITS, WITHIN_ROWS
+from . import job as words
 
 #: Columns of a part whose tiles span rows, unless a tile is wider.
 _COLUMNS = 512
@@ -80,10 +93,10 @@ def count(job):
     return batch * (r // word(job, words.TR)) * ((c + columns - 1) // columns)
 
 
-def kernel(kind: str) -> tuple[Any, Any]:
-    """Return the functions that quantize to a format in `QUANTIZED_BITS`: see `JobFunctions`.
+def build(kind: str) -> tuple[Any, Any]:
+    """Return the functions `count` and `work` that quantize to a format in `QUANTIZED_BITS`.
 
-    They are `count(job)` and `work(job, part)`.
+    `JobFunctions` describes these two functions.
     """
     bits = QUANTIZED_BITS[kind]
     quantize_tile_row = _build_tile_row_quantizer(kind, bits)
@@ -226,3 +239,219 @@ def _share_magnitudes(magnitudes, columns, tile):
             most = max(most, load_i32(magnitudes + 4 * i))
         for i in range(first, first + tile):
             store_i32(magnitudes + 4 * i, most)
+
+
+# Instructions on vectors of f32: magnitudes, scales, codes and packed bytes.
+
+#: The smallest normal f32. Neither a scale nor its reciprocal is smaller.
+_TINY = 2.0**-126
+#: The largest scale, by kind, at which the dense value of every code is finite. This matches
+#: `limit_scale` of quant/conversion.
+_LARGEST_SCALES = {
+    kind: float(np.finfo(np.float32).max / np.float32(reach) * np.float32(1 - 2.0**-23))
+    for kind, reach in {"int8": 128, "int4": 8}.items()
+}
+#: Adding this to a number of less than 23 bits rounds the number half to even. The lowest bits of
+#: the sum are the integer.
+_TO_INTEGER = 1.5 * 2.0**23
+
+
+@instruction
+def zero_magnitudes(columns):
+    """Return a row of `columns` vectors of integer zeros, the smallest magnitudes."""
+    block = Block("i32", 1, columns.literal_value)
+    return block, lambda builder, _: ir.Constant(block.llvm, [constant(INTS, 0)] * block.count)
+
+
+@instruction
+def update_magnitudes(magnitudes, address):
+    """Return the elementwise maximum of magnitudes and the magnitudes of the f32 at `address`.
+
+    Magnitudes are the bits of positive f32 as integers, which have the same order. NaN comes after
+    infinity.
+    """
+
+    def emit(builder, magnitudes, address):
+        larger = []
+        for c, old in enumerate(get_vectors(builder, magnitudes)):
+            bits = load_vector(builder, advance(builder, address, c), INTS)
+            new = builder.and_(bits, constant(INTS, 0x7FFFFFFF))
+            larger.append(_select_larger(builder, old, new))
+        return make_block(builder, larger)
+
+    return magnitudes, emit
+
+
+def _select_larger(builder: Any, a: Any, b: Any) -> Any:
+    return builder.select(builder.icmp_signed(">", a, b), a, b)
+
+
+@instruction
+def broadcast_largest(magnitudes):
+    """Return a vector whose lanes all have the largest of all magnitudes."""
+
+    def emit(builder, magnitudes):
+        first, *rest = get_vectors(builder, magnitudes)
+        for other in rest:
+            first = _select_larger(builder, first, other)
+        step = 1
+        while step < LANES:
+            lanes = [lane ^ step for lane in range(LANES)]
+            first = _select_larger(builder, first, shuffle(builder, first, first, lanes))
+            step *= 2
+        return make_block(builder, [first])
+
+    return Block("i32", 1, 1), emit
+
+
+@instruction
+def compute_scales(magnitudes, reciprocal, rounds_scale, kind):
+    """Return the scale of the tile of each magnitude: the magnitude times `reciprocal`.
+
+    `reciprocal` is 1 / the largest code of the kind. As in `as_divisor` of quant/conversion, a
+    scale below `_TINY` becomes 1, and a scale above `1 / _TINY` becomes NaN. If `rounds_scale` is
+    not 0, the significand of a scale is rounded to 16 bits. Then a scale above the limit of its
+    kind in `_LARGEST_SCALES` is reduced to the limit.
+    """
+    block = Block("f32", 1, magnitudes.columns)
+    limit = _LARGEST_SCALES.get(kind.literal_value)
+
+    def emit(builder, magnitudes, reciprocal, rounds_scale, _):
+        by = broadcast(builder, reciprocal)
+        rounds_scale = builder.fcmp_ordered(
+            "!=", broadcast(builder, rounds_scale), constant(FLOATS, 0.0)
+        )
+        scales = []
+        for bits in get_vectors(builder, magnitudes):
+            scale = builder.fmul(builder.bitcast(bits, FLOATS), by)
+            fits = builder.fcmp_ordered("<=", scale, constant(FLOATS, 1 / _TINY))
+            usable = builder.select(fits, scale, constant(FLOATS, float("nan")))
+            small = builder.fcmp_ordered("<", scale, constant(FLOATS, _TINY))
+            scale = builder.select(small, constant(FLOATS, 1.0), usable)
+            scale = builder.select(rounds_scale, _round_significand(builder, scale), scale)
+            if limit is not None:
+                exceeds = builder.fcmp_ordered(">", scale, constant(FLOATS, limit))
+                scale = builder.select(exceeds, constant(FLOATS, limit), scale)
+            scales.append(scale)
+        return make_block(builder, scales)
+
+    return block, emit
+
+
+def _round_significand(builder: Any, x: Any) -> Any:
+    """Round the significands of positive numbers to 16 bits, half to even. Quiet NaN stays NaN."""
+    bits = builder.bitcast(x, INTS)
+    is_odd = builder.and_(builder.lshr(bits, constant(INTS, 8)), constant(INTS, 1))
+    raised = builder.add(bits, builder.add(is_odd, constant(INTS, 0x7F)))
+    return builder.bitcast(builder.and_(raised, constant(INTS, 0xFFFFFF00)), FLOATS)
+
+
+@instruction
+def compute_reciprocals(block):
+    """Return a block of the reciprocals of the f32 of a block."""
+
+    def emit(builder, block):
+        one = constant(FLOATS, 1.0)
+        return make_block(
+            builder, [builder.fdiv(one, value) for value in get_vectors(builder, block)]
+        )
+
+    return block, emit
+
+
+@instruction
+def store_first(address, block):
+    """Write the first number of a vector to `address`."""
+
+    def emit(builder, address, block):
+        (value,) = get_vectors(builder, block)
+        first = builder.extract_element(value, I32(0))
+        builder.store(first, pointer(builder, address, F32)).align = 1
+
+    return types.void, emit
+
+
+@instruction
+def encode(address, columns, factors, table, kind):
+    """Return the nearest codes of the products of f32 and factors, as int32.
+
+    `columns` vectors of f32 are read at `address`. `factors` is a row of as many vectors, or one
+    vector. `table` is the address of the 15 thresholds between codes, which only nf4 uses. NaN gets
+    the code of 0.
+    """
+    block = Block("i32", 1, columns.literal_value)
+    encode = _ENCODERS[kind.literal_value]
+
+    def emit(builder, address, _, factors, table, *__):
+        by = get_vectors(builder, factors)
+        codes = []
+        for c in range(block.columns):
+            x = load_vector(builder, advance(builder, address, c))
+            scaled = builder.fmul(x, by[c % len(by)])
+            is_number = builder.fcmp_ordered("ord", scaled, scaled)
+            codes.append(
+                encode(builder, builder.select(is_number, scaled, constant(FLOATS, 0.0)), table)
+            )
+        return make_block(builder, codes)
+
+    return block, emit
+
+
+def _build_rounding_encoder(low: int, high: int) -> Callable[..., Any]:
+    """Return a function that rounds f32 to codes from `low` to `high`, half to even."""
+
+    def encode(builder: Any, x: Any, _: Any) -> Any:
+        low_vector, high_vector = (constant(FLOATS, float(end)) for end in (low, high))
+        x = builder.select(builder.fcmp_ordered(">", x, low_vector), x, low_vector)
+        x = builder.select(builder.fcmp_ordered("<", x, high_vector), x, high_vector)
+        return builder.bitcast(builder.fadd(x, constant(FLOATS, _TO_INTEGER)), INTS)
+
+    return encode
+
+
+def _count_thresholds(builder: Any, x: Any, table: Any) -> Any:
+    """Return the code of each f32: how many of the 15 thresholds at `table` it reaches."""
+    code = constant(INTS, 0)
+    for i in range(15):
+        address = builder.add(table, ir.Constant(table.type, 4 * i))
+        threshold = builder.load(pointer(builder, address, F32))
+        threshold.align = 1
+        reached = builder.fcmp_ordered(">=", x, broadcast(builder, threshold))
+        code = builder.sub(code, builder.sext(reached, INTS))
+    return code
+
+
+_ENCODERS = {
+    "int8": _build_rounding_encoder(-128, 127),
+    "int4": _build_rounding_encoder(-8, 7),
+    "nf4": _count_thresholds,
+}
+
+
+@instruction
+def store_codes(address, codes, bits):
+    """Write the lowest `bits` bits of int32 codes: 8, or 4 with two neighboring codes per byte."""
+    store = {8: _store_bytes, 4: _store_nibbles}[bits.literal_value]
+
+    def emit(builder, address, codes, _):
+        store(builder, address, get_vectors(builder, codes))
+
+    return types.void, emit
+
+
+def _store_bytes(builder: Any, address: Any, codes: Sequence[Any]) -> None:
+    for c, code in enumerate(codes):
+        place = builder.add(address, ir.Constant(address.type, LANES * c))
+        store_vector(builder, builder.trunc(code, ir.VectorType(I8, LANES)), place)
+
+
+def _store_nibbles(builder: Any, address: Any, codes: Sequence[Any]) -> None:
+    # The first of two neighboring codes is in the lower 4 bits of a byte.
+    packed = []
+    for a, b in zip(codes[::2], codes[1::2], strict=True):
+        even, odd = (
+            builder.and_(shuffle(builder, a, b, range(i, 2 * LANES, 2)), constant(INTS, 15))
+            for i in (0, 1)
+        )
+        packed.append(builder.or_(even, builder.shl(odd, constant(INTS, 4))))
+    _store_bytes(builder, address, packed)

@@ -10,7 +10,7 @@ The kernel was run with JAX 0.11.2, and compiled with JAX 0.11.2 and 0.12.0.1.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .hopper_config import WARPGROUPS, HopperConfig, Sizes
+if TYPE_CHECKING:
+    from .hopper import HopperConfig, Sizes
 
 Layout = plgpu.Layout
 #: The number of streaming multiprocessors of an H100 or H200 (SXM).
@@ -56,11 +57,11 @@ def _convert(codes: jax.Array, kind: str, is_rows: bool) -> jax.Array:
 class _HopperKernel(NamedTuple):
     """The arguments of `kernel_for`, and the options that follow from them."""
 
-    sizes: Sizes
+    sizes: "Sizes"
     kind: str
     is_rows: bool
     out_dtype: np.dtype
-    config: HopperConfig
+    config: "HopperConfig"
 
     @property
     def is_tiled(self) -> bool:
@@ -76,7 +77,7 @@ class _HopperKernel(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def kernel_for(
-    sizes: Sizes, kind: str, is_rows: bool, out_dtype: np.dtype, config: HopperConfig
+    sizes: "Sizes", kind: str, is_rows: bool, out_dtype: np.dtype, config: "HopperConfig"
 ) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
     """Return the kernel for a product, as a function of `x`, codes and scales.
 
@@ -93,7 +94,7 @@ def kernel_for(
         blocks = min(_MULTIPROCESSORS // config.cluster, blocks)
     # Each warpgroup has two slots for rows of the result, and copies one while it fills the other.
     out_smem = plgpu.SMEM(
-        (WARPGROUPS, 2, config.out_rows, config.tile_n),
+        (config.warpgroups, 2, config.out_rows, config.tile_n),
         out_dtype,
         transforms=_transforms(config.tile_n, 8 * out_dtype.itemsize),
     )
@@ -108,7 +109,7 @@ def kernel_for(
         grid_names=("block",),
         cluster=(config.cluster,),
         cluster_names=("cluster",),
-        num_threads=WARPGROUPS + 1,
+        num_threads=config.warpgroups + 1,
         thread_name="wg",
         scratch_types={"out_smem": out_smem},
     )
@@ -174,7 +175,7 @@ def _pipeline(kernel: _HopperKernel, step: Callable[..., Any], compute: Callable
         memory_registers=40,
         in_specs=_block_specs(kernel),
         wg_axis="wg",
-        num_compute_wgs=WARPGROUPS,
+        num_compute_wgs=kernel.config.warpgroups,
         max_concurrent_steps=kernel.config.stages,
         compute_context=compute,
     )

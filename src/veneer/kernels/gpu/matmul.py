@@ -8,10 +8,8 @@ A launch with a small weight takes 2 to 3 microseconds, however little it reads.
 """
 
 import functools
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -19,16 +17,18 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..common import calls
-from ..common.problem import Codes, MatmulOperands, MatmulProblem, MatmulShape
-from . import nvrtc
-from .matmul_config import (
+from ..common.codes import Codes
+from ..common.problem import MatmulOperands, MatmulProblem, MatmulShape
+from .cuda_program import (
     ZERO_POINTS,
+    CompileError,
     Config,
     ProductSizes,
     column_blocks,
     config_for,
     form_of,
-    macros,
+    name_of,
+    ptx,
 )
 
 #: The most products in one launch.
@@ -60,20 +60,33 @@ def can_compute(codes: Codes, shape: MatmulShape) -> bool:
     return shape.k % codes_in_16_bytes == 0 and tile % codes_in_16_bytes == 0 and fits_stage
 
 
-def product(
-    operands: MatmulOperands, problem: MatmulProblem, config: Config | None = None
-) -> jax.Array:
-    """Multiply activations by a packed weight, without the term of minima.
+def product(operands: MatmulOperands, problem: MatmulProblem) -> jax.Array:
+    """Multiply activations by a packed weight, in a program that is lowered for one device.
+
+    Products of the same x with weights that differ only in N are computed by one launch.
 
     **Arguments:**
 
     - `operands`: `x` is bf16 or f16 `[B, M, K]`.
-    - `config`: the configuration. The default is `config_for`.
 
-    **Returns:** `[B, M, N]`. The dtype is f32 if the caller must still add minima, or zero points
-    that the kernel does not subtract (see `takes_zero_points`).
+    **Returns:** `[B, M, N]`, without the term of minima. The dtype is f32 if the caller must still
+    add minima, or zero points that the kernel does not subtract (see `takes_zero_points`).
 
-    **Raises:** `nvrtc.CompileError` if the kernel cannot be compiled.
+    **Raises:** `CompileError` if the kernel cannot be compiled.
+    """
+    layout = layout_of(operands, problem)
+    shape = operands.x.shape[0], layout.m, *layout.ns
+    arrays = _stored_arrays(operands, layout)
+    return calls.call(Kernel(layout), [operands.x], arrays, shape, layout.out_dtype)
+
+
+def separate_product(
+    operands: MatmulOperands, problem: MatmulProblem, config: Config | None = None
+) -> jax.Array:
+    """Return the same as `product`, by a launch that no other product joins.
+
+    Tests and benchmarks call it outside of a lowering. `config` are the block sizes. By default,
+    `config_for` chooses them.
     """
     layout, batch = layout_of(operands, problem), operands.x.shape[0]
     shape, dtype = (batch, layout.m, *layout.ns), jnp.dtype(layout.out_dtype)
@@ -85,17 +98,6 @@ def product(
     )
     (out,) = call(operands.x, *_stored_arrays(operands, layout))
     return out
-
-
-def shared_product(operands: MatmulOperands, problem: MatmulProblem) -> jax.Array:
-    """Return the same as `product`, in a program that is lowered for one device.
-
-    Products of the same x with weights that differ only in N are computed by one launch.
-    """
-    layout = layout_of(operands, problem)
-    shape = operands.x.shape[0], layout.m, *layout.ns
-    arrays = _stored_arrays(operands, layout)
-    return calls.call(Kernel(layout), [operands.x], arrays, shape, layout.out_dtype)
 
 
 class Kernel(NamedTuple):
@@ -155,7 +157,7 @@ def takes_zero_points(operands: MatmulOperands, problem: MatmulProblem) -> bool:
 def compile(operands: MatmulOperands, problem: MatmulProblem) -> None:
     """Compile the kernel for a product, to check that this is possible.
 
-    **Raises:** `nvrtc.CompileError` if it is impossible.
+    **Raises:** `CompileError` if it is impossible.
     """
     layout = layout_of(operands, problem)
     ptx(layout, config_for(layout), _capability(layout))
@@ -191,15 +193,25 @@ def layout_of(operands: MatmulOperands, problem: MatmulProblem) -> ProductSizes:
 def _capability(layout: ProductSizes) -> int:
     """Return the compute capability to compile for, such as 90 for 9.0.
 
-    **Raises:** `nvrtc.CompileError` if there is no GPU that the kernel can run on.
+    **Raises:** `CompileError` if there is no GPU that the kernel can run on.
     """
     capability, least = compute_capability(), 89 if layout.codes.dtype.startswith("float8") else 80
     if capability is None or capability < least:
         reason = (
             "there is no NVIDIA GPU" if capability is None else f"this GPU has {capability / 10}"
         )
-        raise nvrtc.CompileError(f"the kernel needs compute capability {least / 10}, but {reason}")
+        raise CompileError(f"the kernel needs compute capability {least / 10}, but {reason}")
     return capability
+
+
+def is_available() -> bool:
+    """Return True: programs for a GPU can be traced in every process."""
+    return True
+
+
+def has_device() -> bool:
+    """Return whether this process has NVIDIA GPUs."""
+    return compute_capability() is not None
 
 
 @functools.cache
@@ -224,32 +236,6 @@ def compute_capabilities() -> set[str]:
     except RuntimeError:  # JAX has no GPU platform
         return set()
     return {str(getattr(device, "compute_capability", "")) for device in devices}
-
-
-@functools.lru_cache(maxsize=1024)
-def ptx(layout: ProductSizes, config: Config, capability: int) -> str:
-    """Return the PTX of the kernel for a product, for a compute capability such as 90."""
-    source = Path(__file__).with_name("matmul.cu").read_text("utf-8")
-    defined = [
-        f"-D{name}={value}{'u' if isinstance(value, int) and value >= 2**31 else ''}"
-        for name, value in macros(layout, config).items()
-    ]
-    defined.append(f"-DNAME={name_of(layout, config)}")
-    return nvrtc.compile_ptx(
-        source, [*defined, f"--gpu-architecture=compute_{capability}", "--std=c++17"]
-    )
-
-
-def name_of(layout: ProductSizes, config: Config) -> str:
-    """Return the name of a kernel, as profiles show it.
-
-    It ends with a hash of the macros, because XLA may take kernels of the same name for the same.
-    """
-    side = "rows" if layout.is_rows else "columns"
-    sizes = f"{layout.m}x{'_'.join(map(str, layout.ns))}x{layout.k}"
-    divided = "_".join(str(int(size)) for size in config)
-    digest = hashlib.sha256(json.dumps(macros(layout, config)).encode()).hexdigest()[:8]
-    return f"veneer_{side}_{layout.codes.kind}_{sizes}_{divided}_{digest}"
 
 
 def _call_config(layout: ProductSizes, config: Config, batch: int) -> str:

@@ -10,7 +10,7 @@ from ...native.cache import Cache
 from ...native.machine_code import load, register_symbol
 from ..maths.scalar import EXTERNAL, symbols_of
 
-CACHE = Cache("numba", "veneer.numba")
+CACHE = Cache("veneer.numba")
 
 
 def cached(key: str, make: Callable[[], bytes]) -> bytes:

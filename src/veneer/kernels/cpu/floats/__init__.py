@@ -6,12 +6,10 @@ dominates, so blocks of W are decoded to memory once for all rows. Each module o
 function `build`.
 
     rows_few        rows contracted, few rows of x: W is read once, in the order of memory
-    rows_tiled      the same, where each row of W has scales for tiles of columns
+    rows_tiled      rows contracted, few rows of x, and a scale per tile of columns in each row of W
     rows_many       rows contracted, many rows of x, f32 or bf16
-    columns_one     columns contracted, one row of x
-    columns_few     columns contracted, few rows of x
+    columns_few     columns contracted, few rows of x or one
     columns_short   columns contracted, few rows of x, rows of W as short as an attention head
     columns_many    columns contracted, many rows of x, f32 or bf16
-    panels          shared by columns_one and columns_few: decode and multiply panels of W
-    panel_x         shared by columns_one and columns_few: x in the order of decoded panels
+    panels          shared by the kernels of columns_few: decode and multiply panels of W
 """

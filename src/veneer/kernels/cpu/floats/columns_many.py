@@ -28,9 +28,9 @@ from ....native.simd.blocks import (
     store_vector,
 )
 from ....native.simd.floats import load, splat, store, store_block, zeros
-from ...common.kinds import BITS, LOOKUP_BITS, PLANE_BITS, byte_of_planes
-from ..operands.codes import CONVERSIONS, load_table, look_up
-from ..operands.job import (
+from ...common.codes import BITS, LOOKUP_BITS, PLANE_BITS, byte_of_planes
+from ..decoding import CONVERSIONS, load_table, look_up, store_plane_codes
+from ..job import (
     BATCH,
     MINIMUM,
     NEXT_ROW,
@@ -48,8 +48,7 @@ from ..operands.job import (
     do_nothing,
     row_address,
 )
-from ..operands.planes import store_plane_codes
-from ..operands.scales import copy_padded, has_minima, read_tile_values
+from ..scales import copy_padded, has_minima, read_tile_values
 from .panels import load_block
 from .rows_many import ARITHMETIC
 

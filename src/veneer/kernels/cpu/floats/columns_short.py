@@ -38,10 +38,10 @@ from ....native.simd.floats import (
     store_sums,
     zeros,
 )
-from ...common.kinds import BITS
-from ...common.limits import LEAST_TILE, SHORT, SHORT_VECTORS
-from ..operands.codes import decode_in_order, load_table
-from ..operands.job import (
+from ...common.codes import BITS
+from ...common.table import LEAST_TILE, SHORT, SHORT_VECTORS
+from ..decoding import decode_in_order, load_table
+from ..job import (
     BATCH,
     MINIMUM,
     NEXT_ROW,
@@ -59,8 +59,7 @@ from ..operands.job import (
     do_nothing,
     row_address,
 )
-from ..operands.minima import sum_floats
-from ..operands.scales import has_minima, read_tile_values
+from ..scales import has_minima, read_tile_values, sum_floats
 
 #: Columns that are decoded at once. C is a multiple of them.
 _WIDTH = SHORT_VECTORS * LANES

@@ -1,19 +1,32 @@
-"""Decode and multiply panels: neighboring columns of a few rows of W, in registers.
+"""Panels: neighboring columns of a few rows of W, which are decoded and multiplied in registers.
 
 A panel is `VECTORS[kind]` vectors of neighboring columns of one row of W. Codes of 1, 2 and 4 bits
-are decoded from dwords: vector j of a panel has field j of each dword, so lane d of all vectors
-covers the columns of dword d. `panel_x.py` brings x into the same order beforehand. Codes of other
-kinds are decoded in order. Sums are vectors, and their lanes are added up at the end of a row.
+are decoded from dwords, 32-bit words: vector j of a panel has code j of each dword, so lane d of
+all vectors covers the columns of dword d. `build_panel_x` copies x into the same order beforehand.
+Codes of other kinds are decoded in order. Sums are vectors, and their lanes are added up at the end
+of a row.
 """
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 
 from ....native.functions import native
-from ....native.memory import I8, I32, I64, pointer, word
-from ....native.simd import LANES
+from ....native.memory import (
+    I8,
+    I32,
+    I64,
+    load_f32,
+    malloc,
+    pointer,
+    set_word,
+    stack,
+    store_f32,
+    word,
+)
+from ....native.simd import LANES, REGISTERS
 from ....native.simd.blocks import (
     FLOATS,
     INTS,
@@ -30,20 +43,26 @@ from ....native.simd.blocks import (
     multiply_add,
     permute,
 )
-from ...common.kinds import BITS, LOOKUP_BITS, PLANE_BITS, byte_of_planes
-from ..operands.codes import CONVERSIONS, look_up
-from ..operands.job import (
+from ....native.simd.floats import deinterleave, load, scale_block, store
+from ...common.codes import BITS, LOOKUP_BITS, PLANE_BITS, byte_of_planes
+from ..decoding import CONVERSIONS, look_up, unpack_planes
+from ..job import (
     BATCH,
+    FAILED,
+    SCALE,
+    SCRATCH,
     TC,
     THREADS,
     TR,
     C,
     JobFunctions,
+    M,
     R,
+    X,
     contiguous_part,
     free_scratch,
 )
-from ..operands.planes import unpack_planes
+from ..scales import has_minima, read_tile_values, tile_sums_bytes, write_tile_sums
 
 #: Strategies: how the scales of a row of W are applied to its panels.
 #:
@@ -146,7 +165,14 @@ def multiply_panels(sums, x, stride, table, scales, w, row_bytes, kind, strategy
         totals, table, scales = (get_vectors(builder, block) for block in (totals, table, scales))
         places = [advance(builder, w, 0, c, row_bytes) for c in range(sums.columns)]
         scale = lambda c, j: scales[c * VECTORS[kind] + j if strategy == PER_VECTOR else c]
-        scaled = _choose_scaled_factor(kind, sums.rows, strategy)
+        # For one row of x, to scale the sum of a panel's products is less work than to scale
+        # values, and shortens the dependency between panels. For several rows, to scale the values
+        # of W once is less work, and to scale the lookup table is even less.
+        if sums.rows == 1:
+            scaled = "product" if strategy == PER_VECTOR else "sum"
+        else:
+            has_scaled_table = kind in LOOKUP_BITS and strategy == ONE_PER_PANEL
+            scaled = "table" if has_scaled_table else "values"
         tables = [table] * len(places)
         if scaled == "table":
             tables = [[builder.fmul(entries, by) for entries in table] for by in scales]
@@ -170,18 +196,6 @@ def multiply_panels(sums, x, stride, table, scales, w, row_bytes, kind, strategy
         return make_block(builder, [multiply_add(builder, *term) for term in terms])
 
     return sums, emit
-
-
-def _choose_scaled_factor(kind: str, rows: int, strategy: int) -> str:
-    """Return what `multiply_panels` multiplies by the scales, for `rows` rows of x.
-
-    For one row of x, scaling the sum of a panel's products is less work than scaling values, and
-    shortens the dependency between panels. For several rows, scaling the values of W once is less
-    work, and scaling the lookup table is even less.
-    """
-    if rows == 1:
-        return "product" if strategy == PER_VECTOR else "sum"
-    return "table" if kind in LOOKUP_BITS and strategy == ONE_PER_PANEL else "values"
 
 
 def _panel_decoder(builder: Any, kind: str, places: Any, tables: Any) -> Callable[[int, int], Any]:
@@ -295,3 +309,134 @@ def find_lane_tiles(columns, tile):
         return make_block(builder, [builder.udiv(first, tile)])
 
     return block, emit
+
+
+# x in the order of decoded panels. The rows of x are stored in blocks of at most `MOST` rows. The
+# last block has a power of two of rows, and one row only if x has one row. A block stores the first
+# panel of all its rows, then the next panel of all its rows, and so on. Missing rows and columns
+# are 0. If W has minima, the sums of x over tiles follow after the last block.
+
+#: The most rows of x in a block.
+MOST = 8 if REGISTERS == 32 else 4
+
+
+class PanelX(NamedTuple):
+    """The native functions that store and find x in panel order, for one kind of codes.
+
+    - `prepare(job)`: allocates SCRATCH and writes x in panel order.
+    - `block_address(job, batch, m)`: returns the address of the block that begins with row m of x.
+    - `sums_address(job, batch, m)`: returns the address of the sums of row m of x over tiles.
+    - `fold(job, to, x, rows, tile_row, first, last)`: writes the panels from `first` to `last` of a
+      block of x with `rows` rows, multiplied by the scales of row `tile_row` of tiles.
+    """
+
+    prepare: Any
+    block_address: Any
+    sums_address: Any
+    fold: Any
+
+
+@functools.cache
+def build_panel_x(kind: str) -> PanelX:
+    """Return the functions that store and find x in the panel order of codes of a kind.
+
+    A block of 2 rows is stored as: panel 0 of row 0, panel 0 of row 1, panel 1 of row 0, ...
+    """
+    COUNT, PANEL, BYTES = VECTORS[kind], COLUMNS[kind], 4 * COLUMNS[kind]
+    SCALE_BYTES = BYTES + 4 * LANES
+    order = deinterleave if kind in LOOKUP_BITS else native(lambda block: block)
+
+    @native
+    def block_address(job, batch, m):
+        """Return the address of the block that begins with row m of x."""
+        panels = (word(job, C) + PANEL - 1) // PANEL
+        aligned = (word(job, SCRATCH) + 63) // 64 * 64
+        return aligned + BYTES * panels * (batch * _count_padded_rows(word(job, M)) + m)
+
+    @native
+    def sums_address(job, batch, m):
+        """Return the address of the sums of row m over tiles, after the blocks of all batches."""
+        first = block_address(job, word(job, BATCH), 0)
+        return first + tile_sums_bytes(job) * (batch * _count_padded_rows(word(job, M)) + m)
+
+    @native
+    def store_panel(to, x, count):
+        # Write the `count` numbers at `x` as one panel in panel order, padded with zeros.
+        padded = stack(BYTES)
+        if count < PANEL:
+            for i in range(PANEL):
+                store_f32(padded + 4 * i, load_f32(x + 4 * i) if i < count else 0)
+            x = padded
+        store(to, order(load(x, COUNT)))
+
+    @native
+    def prepare(job):
+        """Allocate SCRATCH, and write x in panel order, and its sums over tiles if W has minima."""
+        rows, columns = word(job, M), word(job, C)
+        panels, padded = (columns + PANEL - 1) // PANEL, _count_padded_rows(rows)
+        size = BYTES * panels + (tile_sums_bytes(job) if has_minima(job) else 0)
+        memory = malloc(64 + size * padded * word(job, BATCH))
+        if memory == 0:
+            set_word(job, FAILED, 1)
+            return
+        set_word(job, SCRATCH, memory)
+        for batch in range(word(job, BATCH)):
+            for m in range(padded):
+                first = m // MOST * MOST
+                step = BYTES * count_block_rows(rows, first)
+                to = block_address(job, batch, first) + BYTES * (m - first)
+                x = word(job, X) + 4 * columns * (batch * rows + m)
+                for panel in range(panels):
+                    count = min(PANEL, columns - panel * PANEL) if m < rows else 0
+                    store_panel(to + step * panel, x + BYTES * panel, count)
+                if has_minima(job):
+                    write_tile_sums(job, x, m < rows, sums_address(job, batch, m))
+
+    @native
+    def expand_scales(job, to, tile_row, panel):
+        # Write the scale of each column of a panel, in panel order.
+        numbers = stack(SCALE_BYTES)
+        columns, tile = word(job, C), word(job, TC)
+        begin = panel * PANEL
+        count = min(PANEL, columns - begin)
+        first = begin // tile
+        tiles = (begin + count - 1) // tile + 1 - first
+        read_tile_values(job, SCALE, tile_row, first, tiles, numbers)
+        if tile > 1:
+            repeated = stack(BYTES)
+            for i in range(count):
+                store_f32(repeated + 4 * i, load_f32(numbers + 4 * ((begin + i) // tile - first)))
+            numbers = repeated
+        store_panel(to, numbers, count)
+
+    @native
+    def fold(job, to, x, rows, tile_row, first, last):
+        """Write panels `first` to `last` of a block of x, multiplied by their scales."""
+        scales = stack(BYTES)
+        for panel in range(first, last):
+            expand_scales(job, scales, tile_row, panel)
+            by = load(scales, COUNT)
+            for _ in range(rows):
+                store(to, scale_block(load(x, COUNT), by))
+                x += BYTES
+                to += BYTES
+
+    return PanelX(prepare, block_address, sums_address, fold)
+
+
+@native
+def count_block_rows(rows, m):
+    """Return the number of rows of the block that begins with row m of the `rows` rows of x.
+
+    The number includes rows of zeros: it is a power of two, and 1 only if x has one row.
+    """
+    count = 1 if rows == 1 else 2
+    while count < MOST and count < rows - m:
+        count *= 2
+    return count
+
+
+@native
+def _count_padded_rows(rows):
+    last = (rows - 1) // MOST * MOST
+    return last + count_block_rows(rows, last)

@@ -27,10 +27,10 @@ from ....native.memory import (
 )
 from ....native.simd import LANES, REGISTERS
 from ....native.simd.floats import add_outer, add_scaled, load, store, zeros
-from ...common.kinds import BITS
-from ...common.limits import FLOATS_BY_ROWS
-from ..operands.codes import build_decoder, load_table, row_bytes
-from ..operands.job import (
+from ...common.codes import BITS
+from ...common.table import FLOATS_BY_ROWS
+from ..decoding import build_decoder, load_table, row_bytes
+from ..job import (
     BATCH,
     FAILED,
     FIRST,
@@ -51,8 +51,7 @@ from ..operands.job import (
     free_scratch,
     row_address,
 )
-from ..operands.minima import sum_floats
-from ..operands.scales import has_minima
+from ..scales import has_minima, sum_floats
 from .rows_many import (
     PANEL,
     add_rows,

@@ -31,9 +31,9 @@ from ....native.simd.floats import (
     store_sums,
     zeros,
 )
-from ...common.kinds import BITS
-from ..operands.codes import build_decoder, load_table, row_bytes
-from ..operands.job import (
+from ...common.codes import BITS
+from ..decoding import build_decoder, load_table, row_bytes
+from ..job import (
     BATCH,
     MINIMUM,
     NEXT_ROW,
@@ -50,7 +50,7 @@ from ..operands.job import (
     do_nothing,
     row_address,
 )
-from ..operands.scales import has_minima, read_tile_values
+from ..scales import has_minima, read_tile_values
 
 #: Columns of a panel, and rows of W that are decoded at once: 24 KB of f32.
 PANEL, BLOCK = 128, 48

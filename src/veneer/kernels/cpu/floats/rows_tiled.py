@@ -22,23 +22,11 @@ from ....native.simd.blocks import (
     multiply_add,
 )
 from ....native.simd.floats import add_outer, add_scaled, splat, zeros
-from ...common.kinds import BITS
-from ...common.limits import MOST_TILES
-from ..operands.codes import build_decoder, load_table
-from ..operands.job import (
-    MINIMUM,
-    NEXT_ROW,
-    SCALE,
-    TABLE,
-    TC,
-    C,
-    JobFunctions,
-    M,
-    R,
-    X,
-    row_address,
-)
-from ..operands.scales import has_minima, read_tile_values
+from ...common.codes import BITS
+from ...common.table import MOST_TILES
+from ..decoding import build_decoder, load_table
+from ..job import MINIMUM, NEXT_ROW, SCALE, TABLE, TC, C, JobFunctions, M, R, X, row_address
+from ..scales import has_minima, read_tile_values
 from .rows_few import build_functions, start_part
 
 #: Rows of W in a block, and the bytes of their scales.

@@ -17,8 +17,8 @@ from ....native.functions import native
 from ....native.memory import free, load_f32, malloc, set_word, stack, store_f32, store_i32, word
 from ....native.simd.floats import add_outer, load, store, store_block, zeros
 from ....native.simd.integers import load_byte_table, load_floats
-from ...common.limits import LONGEST
-from ..operands.job import (
+from ...common.table import LONGEST
+from ..job import (
     BATCH,
     FAILED,
     FIRST,
@@ -38,9 +38,18 @@ from ..operands.job import (
     X,
     free_scratch,
 )
-from ..operands.minima import tile_sums_bytes, write_scaled_tile_sums
-from ..operands.scales import has_minima
-from .panel import BLOCK, PANEL_ROW, WIDTH, Orientation, build_sum, multiply
+from ..scales import has_minima, tile_sums_bytes, write_scaled_tile_sums
+from .panels import (
+    BLOCK,
+    PANEL_ROW,
+    WIDTH,
+    Orientation,
+    build_columns_orientation,
+    build_rows_orientation,
+    build_sum,
+    code_offset,
+    multiply,
+)
 
 _ONE = np.float32(1)
 #: The rows of activations that a part packs. `prepare` itself packs at most this many.
@@ -66,14 +75,18 @@ def _build_minimum_adder(rows: int) -> Any:
 _add_minima_4, _add_minima_1 = map(_build_minimum_adder, (4, 1))
 
 
-def build_functions(side: Orientation, offset: int) -> JobFunctions:
-    """Return the functions that compute a product in parts, for one contracted side of the matrix.
+def build_rows(kind: str) -> JobFunctions:
+    """Return the functions that contract the matrix's rows, for codes such as "lookup4"."""
+    return _build_functions(build_rows_orientation(kind), code_offset(kind))
 
-    **Arguments:**
 
-    - `side`: the functions that depend on the contracted side.
-    - `offset`: the number that `side.decode` adds to codes.
-    """
+def build_columns(kind: str) -> JobFunctions:
+    """Return the functions that contract the matrix's columns, for codes such as "lookup4"."""
+    return _build_functions(build_columns_orientation(kind), code_offset(kind))
+
+
+def _build_functions(side: Orientation, offset: int) -> JobFunctions:
+    """Return the functions of the kernel. `side.decode` adds `offset` to codes."""
     panels, decode_step, sizes, span = side.panels, side.decode_step, side.sizes, side.span
     reorder, fetch, decode, ahead = side.reorder, side.fetch, side.decode, side.ahead
     scales_bytes, part_scales = side.scales_bytes, side.part_scales

@@ -40,10 +40,10 @@ from ....native.simd.integers import (
     to_floats,
     zero_ints,
 )
-from ...common.kinds import BITS, INTEGER_PLANES
-from ...common.limits import ROWS
-from ..operands.codes import load_table
-from ..operands.job import (
+from ...common.codes import BITS, INTEGER_PLANES
+from ...common.table import ROWS
+from ..decoding import load_plane_fields, load_table
+from ..job import (
     BATCH,
     FAILED,
     MINIMUM,
@@ -66,17 +66,18 @@ from ..operands.job import (
     contiguous_part,
     free_scratch,
 )
-from ..operands.minima import build_minimum_adder, tile_sums_bytes, write_scaled_tile_sums
-from ..operands.planes import load_plane_fields
-from ..operands.scales import (
+from ..scales import (
     STACK_BYTES,
+    build_minimum_adder,
     copy_padded,
     has_minima,
     locate_tile_values,
     prefetch_tile_values,
     read_tile_values,
+    tile_sums_bytes,
+    write_scaled_tile_sums,
 )
-from .panel import WIDTH, build_reader, code_offset
+from .panels import WIDTH, build_reader, code_offset
 
 #: The rows of the matrix in a part. The last part also has the rest.
 PART = 64

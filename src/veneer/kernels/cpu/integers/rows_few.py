@@ -40,8 +40,8 @@ from ....native.simd.integers import (
     load_ints,
     to_floats,
 )
-from ...common.kinds import BITS
-from ..operands.job import (
+from ...common.codes import BITS
+from ..job import (
     BATCH,
     FAILED,
     FIRST,
@@ -62,8 +62,7 @@ from ..operands.job import (
     X,
     free_scratch,
 )
-from .panel import PANEL_ROW, WIDTH, build_reader, build_sum, code_offset
-from .rows import orientation
+from .panels import PANEL_ROW, WIDTH, build_reader, build_rows_orientation, build_sum, code_offset
 
 #: The rows of the matrix in a block. With one row of x, a smaller block is faster, because its rows
 #: are read sooner after each other.
@@ -182,7 +181,7 @@ def build(kind: str) -> JobFunctions:
     """Return the functions that compute a product in parts, for codes such as "lookup4"."""
     offset = code_offset(kind)
     sweep = _build_sweep(kind)
-    side = orientation(kind)
+    side = build_rows_orientation(kind)
     fetch, load_scales, write = side.fetch, side.load_scales, side.write
     width = side.panels * WIDTH  # the columns of a strip
     strip_bytes = side.panels * PANEL_ROW  # the sums of a strip, for one row of x

@@ -7,9 +7,9 @@ is a stored matrix `[R, C]`, and a tile of it is `[TR, TC]`.
 
 from typing import Any, NamedTuple
 
-from ....native.functions import c_function, call, native
-from ....native.memory import free, set_word, word
-from ....native.xla_calls import new_job, run
+from ...native.functions import c_function, call, native
+from ...native.memory import free, set_word, word
+from ...native.xla_calls import new_job, run
 
 #: The number of words of a job, and the index of each.
 WORDS = 30

@@ -1,13 +1,23 @@
-"""Configure the CUDA kernel for few rows: choose its block sizes, and return its macros."""
+"""The CUDA program for few rows: its block sizes, its macros, and its compilation to PTX.
 
+NVRTC compiles the program, `matmul.cu`. `jax[cuda12]` and `jax[cuda13]` install NVRTC.
+"""
+
+import ctypes
+import ctypes.util
 import functools
+import hashlib
+import importlib.util
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-from ..common.problem import Codes
-from .nvrtc import CompileError
+from ..common.codes import Codes
 
 #: The dtypes of activations, results and scales. Their index is their number in `matmul.cu`.
 FLOATS = ("float32", "bfloat16", "float16")
@@ -24,6 +34,10 @@ _MOST_STAGES = 6
 _UNIT = 128
 #: All integers up to these are exact.
 _MOST_EXACT = {"bfloat16": 256, "float16": 2048}
+
+
+class CompileError(RuntimeError):
+    """An error because NVRTC is missing or rejects a program."""
 
 
 class Config(NamedTuple):
@@ -133,7 +147,7 @@ def config_for(layout: ProductSizes) -> Config:
     choose the widest warps with which there are about ten warps per multiprocessor. An H100 or H200
     has 132 multiprocessors. The numbers are from benchmarks/gpu_all.py on an H200.
 
-    **Raises:** `nvrtc.CompileError` if no configuration fits into shared memory.
+    **Raises:** `CompileError` if no configuration fits into shared memory.
     """
     by_digits, is_byte = can_multiply_digits(layout), layout.codes.bits == 8
     m_tiles = 1 if layout.m <= 8 else 2 if layout.m <= 16 else 4
@@ -171,7 +185,7 @@ def column_blocks(layout: ProductSizes, config: Config) -> int:
 def macros(layout: ProductSizes, config: Config) -> dict[str, int | str]:
     """Return the macros for compiling `matmul.cu`.
 
-    **Raises:** `nvrtc.CompileError` if the configuration does not fit into shared memory.
+    **Raises:** `CompileError` if the configuration does not fit into shared memory.
     """
     form = form_of(layout.codes, layout.x_dtype)
     assert form is not None
@@ -253,3 +267,113 @@ def _stages(layout: ProductSizes, config: Config) -> int:
         available -= warps * digits
     # The sums use the same memory as the stages, after the last stage.
     return min(_MOST_STAGES, available // (warps * stage)) if sums <= available else 0
+
+
+# Compilation.
+
+#: The PTX version that the kernel needs. NVRTC writes a newer one, which older drivers reject.
+PTX_VERSION = "8.1"
+
+
+@functools.lru_cache(maxsize=1024)
+def ptx(layout: ProductSizes, config: Config, capability: int) -> str:
+    """Return the PTX of the kernel for a product, for a compute capability such as 90."""
+    source = Path(__file__).with_name("matmul.cu").read_text("utf-8")
+    defined = [
+        f"-D{name}={value}{'u' if isinstance(value, int) and value >= 2**31 else ''}"
+        for name, value in macros(layout, config).items()
+    ]
+    defined.append(f"-DNAME={name_of(layout, config)}")
+    return compile_ptx(
+        source, [*defined, f"--gpu-architecture=compute_{capability}", "--std=c++17"]
+    )
+
+
+def name_of(layout: ProductSizes, config: Config) -> str:
+    """Return the name of a kernel, as profiles show it.
+
+    It ends with a hash of the macros, because XLA may take kernels of the same name for the same.
+    """
+    side = "rows" if layout.is_rows else "columns"
+    sizes = f"{layout.m}x{'_'.join(map(str, layout.ns))}x{layout.k}"
+    divided = "_".join(str(int(size)) for size in config)
+    digest = hashlib.sha256(json.dumps(macros(layout, config)).encode()).hexdigest()[:8]
+    return f"veneer_{side}_{layout.codes.kind}_{sizes}_{divided}_{digest}"
+
+
+def compile_ptx(source: str, options: Sequence[str]) -> str:
+    """Return the PTX of a CUDA C++ program.
+
+    **Raises:** `CompileError` with NVRTC's log.
+    """
+    library = load_nvrtc()
+    program = ctypes.c_void_p()
+    _check(
+        library,
+        library.nvrtcCreateProgram(
+            ctypes.byref(program), source.encode(), b"veneer.cu", 0, None, None
+        ),
+    )
+    try:
+        encoded = [option.encode() for option in options]
+        result = library.nvrtcCompileProgram(
+            program, len(encoded), (ctypes.c_char_p * len(encoded))(*encoded)
+        )
+        if result:
+            raise CompileError(_text(library, program, "ProgramLog"))
+        ptx = _text(library, program, "PTX")
+    finally:
+        library.nvrtcDestroyProgram(ctypes.byref(program))
+    return set_version(ptx)
+
+
+def set_version(ptx: str) -> str:
+    """Return PTX whose version line is replaced by `PTX_VERSION`, so that older drivers accept it.
+
+    **Raises:** `CompileError` if the text has no version.
+    """
+    ptx, count = re.subn(r"^\.version .*$", f".version {PTX_VERSION}", ptx, count=1, flags=re.M)
+    if count != 1:
+        raise CompileError("NVRTC returned PTX without a version")
+    return ptx
+
+
+@functools.cache
+def load_nvrtc() -> ctypes.CDLL:
+    """Load NVRTC from NVIDIA's Python packages, or else from the system.
+
+    **Raises:** `CompileError` if neither has it.
+    """
+    for name in _candidates():
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    raise CompileError("NVRTC is missing: install jax with its CUDA packages, jax[cuda13]")
+
+
+def _candidates() -> Iterator[str]:
+    """Return the paths and names to load NVRTC by, in the order of preference."""
+    package = importlib.util.find_spec("nvidia")
+    for folder in package.submodule_search_locations or () if package else ():
+        for place in ("cu*/lib", "cuda_nvrtc/lib"):
+            yield from sorted(
+                map(str, Path(folder).glob(f"{place}/libnvrtc.so.*[0-9]")), reverse=True
+            )
+    if found := ctypes.util.find_library("nvrtc"):
+        yield found
+    yield from sorted(map(str, Path("/usr/local/cuda/lib64").glob("libnvrtc.so*")), reverse=True)
+
+
+def _check(library: ctypes.CDLL, result: int) -> None:
+    if result:
+        library.nvrtcGetErrorString.restype = ctypes.c_char_p
+        raise CompileError(f"NVRTC: {library.nvrtcGetErrorString(result).decode()}")
+
+
+def _text(library: ctypes.CDLL, program: ctypes.c_void_p, what: str) -> str:
+    size = ctypes.c_size_t()
+    _check(library, getattr(library, f"nvrtcGet{what}Size")(program, ctypes.byref(size)))
+    text = ctypes.create_string_buffer(size.value)
+    _check(library, getattr(library, f"nvrtcGet{what}")(program, text))
+    return text.value.decode()

@@ -5,18 +5,18 @@ import functools
 import pytest
 from kernels.device_products import FOUR_BITS, assert_is_dense
 
-from veneer.kernels.tpu import matmul
+from veneer.kernels import tpu
 
 OTHERS = ("lookup1", "lookup2", "int8", "uint8", "float8_e4m3fn", "float8_e5m2")
 
-product = functools.partial(matmul.product, interpret=True)
+product = functools.partial(tpu.product, interpret=True)
 
 
 @pytest.mark.parametrize("kind", [*FOUR_BITS, *OTHERS])
 @pytest.mark.parametrize("contracting", ["rows", "columns"])
 def test_each_kind_of_codes_matches_the_dense_product(kind, contracting):
     tile = (64, 1) if contracting == "rows" else (1, 64)
-    assert_is_dense(matmul, product, kind, 3, (1, 128, 192), tile, contracting)
+    assert_is_dense(tpu, product, kind, 3, (1, 128, 192), tile, contracting)
 
 
 @pytest.mark.parametrize(
@@ -38,15 +38,15 @@ def test_odd_shapes_and_tiles_match_the_dense_product(m, shape, tile, contractin
     batch, rows, columns = shape
     if contracting == "columns":
         shape, tile = (batch, columns, rows), tile[::-1]
-    assert_is_dense(matmul, product, "int4", m, shape, tile, contracting)
+    assert_is_dense(tpu, product, "int4", m, shape, tile, contracting)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("tile", [128, 32])
 def test_16_bit_activations_match_the_dense_product(dtype, tile):
-    assert_is_dense(matmul, product, "int4", 4, (1, 256, 64), (tile, 1), "rows", dtype)
+    assert_is_dense(tpu, product, "int4", 4, (1, 256, 64), (tile, 1), "rows", dtype)
 
 
 @pytest.mark.parametrize("scale", ["bfloat16", "float16", "float8_e8m0fnu"])
 def test_narrow_float_scales_match_the_dense_product(scale):
-    assert_is_dense(matmul, product, "e2m1", 4, (1, 64, 128), (1, 32), "columns", scale=scale)
+    assert_is_dense(tpu, product, "e2m1", 4, (1, 64, 128), (1, 32), "columns", scale=scale)
