@@ -36,12 +36,11 @@ The modules. Each imports only modules above it:
     custom_derivatives  the rules of `jax.custom_vjp` and `jax.custom_jvp`
     control_flow        loops and branches, which convert values to one form
     shard_map           `jax.shard_map` and collectives
-    results             results of jitted functions, converted to pytrees of leaves
     box_traces          the traces around a use of a `Box`
     box_contents        the contents of a `Box`, as values or as references
     box                 `Box`, a mutable container
     jit                 `vn.jit`: `jax.jit` for functions of implicit arrays and of Boxes
-    patches             the list of all patches of JAX
+    patches             the list of all patches of JAX, and typed results of jitted functions
     custom_primitives   `vn.hijax.primitive`
 """
 
