@@ -20,9 +20,9 @@ import numpy as np
 from jax import lax
 
 import veneer as vn
+from veneer.numba.codegen.graph import trace
+from veneer.numba.codegen.registry import funcify, perform
 from veneer.numba.compiler import source_of
-from veneer.numba.front.graph import traced
-from veneer.numba.registry import funcify, perform
 
 PAGE = Path(__file__).parent.parent / "docs" / "numba_coverage.md"
 DTYPES = "float32 float64 float16 bfloat16 int32 int8 uint32 bool complex64".split()
@@ -176,7 +176,7 @@ def operands(dtype: str) -> list[np.ndarray]:
 
 def primitives_in(program: Program, args: list[np.ndarray]) -> set[str]:
     """Return the primitives of a program, including primitives inside calls and loops."""
-    graph, _, _ = traced(program, tuple(args))
+    graph, _, _ = trace(program, tuple(args))
     found = {equation.primitive for equation in graph.equations}
     return found | {e.primitive.name for e in jax.make_jaxpr(program)(*args).eqns}
 
@@ -193,7 +193,7 @@ def status(name: str, program: Program, dtype: str, *, native: bool) -> tuple[st
         return NONE, ""
     rtol = 1e-2 if jnp.dtype(dtype).itemsize == 2 else None
     try:
-        source_of(traced(program, tuple(args))[0])
+        source_of(trace(program, tuple(args))[0])
         vn.numba.compare_numba_and_py(program, args, native=native, rtol=rtol)
         vn.numba.compare_jax_and_py(program, args, rtol=rtol)
     except NotImplementedError as error:

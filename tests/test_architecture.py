@@ -109,12 +109,6 @@ def test_quant_lists_its_parts_in_the_order_of_imports():
         assert siblings_imported_by(PACKAGE / "quant" / name) <= set(order[:i]), name
 
 
-#: Folders that still import each other in a circle. Do not add to this list.
-CIRCLES = [
-    {"numba", "numba/backend", "numba/codegen"},
-]
-
-
 def test_folders_do_not_import_each_other_in_a_circle():
     folder_of = lambda path: path.parent.relative_to(PACKAGE).as_posix().removeprefix(".")
     graph: dict[str, set[str]] = defaultdict(set)
@@ -123,9 +117,6 @@ def test_folders_do_not_import_each_other_in_a_circle():
             imported = (MODULES[name] for name in modules_imported_by(path))
             folders = {folder_of(p) for p in imported if p.name != "__init__.py"}
             graph[folder_of(path)] |= folders - {folder_of(path)}
-    for known in CIRCLES:
-        for folder in known:
-            graph[folder] -= known
     assert find_circle(graph) == []
 
 

@@ -12,8 +12,8 @@ import numpy as np
 
 from veneer._jax.hijax import pe
 from veneer.hijax.types import is_typed, unpack
-from veneer.numba.front.keys import data
-from veneer.numba.reference import evaluate_jaxpr
+from veneer.numba.codegen.graph import key_data
+from veneer.numba.codegen.registry import evaluate_jaxpr
 
 
 def by_numpy(f: Callable[..., Any], *args: Any) -> Any:
@@ -32,7 +32,7 @@ def by_numpy(f: Callable[..., Any], *args: Any) -> Any:
     closed = jax.jit(of_leaves).trace(*leaves).jaxpr
     try:
         lowered = pe.lower_jaxpr2(closed) if closed.is_high else closed
-        out = evaluate_jaxpr(lowered, *[np.asarray(data(x)) for x in leaves])
+        out = evaluate_jaxpr(lowered, *[np.asarray(key_data(x)) for x in leaves])
         out = [_array(x, aval) for x, aval in zip(out, lowered.out_avals, strict=True)]
     except Exception:  # what is not known there: a collective, say
         return jax.jit(f)(*args)

@@ -12,7 +12,7 @@ from jax import lax
 
 import veneer as vn
 from veneer.numba import compiler
-from veneer.numba.front.graph import traced
+from veneer.numba.codegen.graph import trace
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
 
@@ -29,7 +29,7 @@ def long():
 
 
 def is_long(f, *args):
-    return compiler.source_of(traced(f, args)[0]).is_long
+    return compiler.source_of(trace(f, args)[0]).is_long
 
 
 def test_long_calls_are_told_from_short_ones():

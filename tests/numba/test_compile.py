@@ -15,8 +15,8 @@ from jax.extend.core import Primitive
 from numba.core.codegen import CPUCodeLibrary
 
 import veneer as vn
-from veneer.numba import compiler
-from veneer.numba.front.graph import traced
+from veneer.numba import compiler, machine
+from veneer.numba.codegen.graph import trace
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
 W = np.ones(3, jnp.float8_e4m3fn)
@@ -111,7 +111,7 @@ def test_a_quantised_weight_that_is_closed_over_stays_packed(qtype, wrap):
     weight = jax.random.normal(jax.random.key(0), (16, 8))
     weight = jax.tree.map(wrap, vn.quant.quantize(weight, qtype, channelwise_axes=(1,)))
     f = lambda x: x @ weight
-    graph, _, _ = traced(f, (np.ones((2, 16), np.float32),))
+    graph, _, _ = trace(f, (np.ones((2, 16), np.float32),))
     source = compiler.source_of(graph)
     assert sum(array.nbytes for array in source.constants) == weight.nbytes
 
@@ -130,7 +130,7 @@ def test_equal_layers_share_their_kernels():
         return x
 
     weights = [np.eye(3, dtype=np.float32)] * 4
-    graph, _, _ = traced(f, (X, weights))
+    graph, _, _ = trace(f, (X, weights))
     text = compiler.source_of(graph).text
     assert re.findall(r"^def (\w+)", text, re.M) == ["dot_general_0", "tanh_0", "program"]
     assert __file__ in text  # beside each call, where it comes from
@@ -140,7 +140,7 @@ def test_a_program_is_compiled_once_for_all_processes(monkeypatch, tmp_path):
     monkeypatch.setenv("VENEER_CACHE", str(tmp_path))
     f = lambda x: x * 5
     vn.numba.compile(f, X)
-    monkeypatch.setattr(compiler, "_object_code", lambda source: pytest.fail("compiled again"))
+    monkeypatch.setattr(machine, "object_code", lambda source: pytest.fail("compiled again"))
     np.testing.assert_array_equal(vn.numba.compile(f, X)(X), X * 5)
 
 

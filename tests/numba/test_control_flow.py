@@ -10,7 +10,7 @@ from jax import lax
 
 import veneer as vn
 from veneer.numba import compiler
-from veneer.numba.front.graph import traced
+from veneer.numba.codegen.graph import trace
 
 X = np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4)
 
@@ -23,7 +23,7 @@ def check(f, *args, native=False, **tolerances):
 
 def body_of_loop(f, *args):
     """The lines of a program's last loop."""
-    text = compiler.source_of(traced(f, args)[0]).text
+    text = compiler.source_of(trace(f, args)[0]).text
     lines = text.partition("def program")[2].splitlines()
     start = max(n for n, line in enumerate(lines) if re.match(r" *(for|while) ", line))
     return [line.strip() for line in lines[start + 1 :] if line.startswith(" " * 8)]
@@ -160,7 +160,7 @@ def test_what_is_carried_is_updated_in_place():
         return lax.fori_loop(0, 5, body, (jnp.zeros((5, 3)), x))
 
     check(f, X[0, :3])
-    text = compiler.source_of(traced(f, (X[0, :3],))[0]).text
+    text = compiler.source_of(trace(f, (X[0, :3],))[0]).text
     assert text.count("range(15)") == 1  # where the zeros are written, and in no round
 
 

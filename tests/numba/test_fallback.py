@@ -10,9 +10,9 @@ import pytest
 
 import veneer as vn
 from veneer.numba import compiler
-from veneer.numba.backend.interpreted import interpreted
-from veneer.numba.codegen.fallback import Fallbacks
-from veneer.numba.front.graph import traced
+from veneer.numba.codegen.calls import Fallbacks
+from veneer.numba.codegen.graph import trace
+from veneer.numba.testing import python_program
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
 
@@ -100,11 +100,11 @@ def test_numba_code_cannot_call_it(compiled):
 
 def test_python_runs_the_program_too():
     fallbacks = Fallbacks()
-    source = compiler.source_of(traced(f, (X,))[0], fallbacks)
-    *results, finished = interpreted(source)(X)
+    source = compiler.source_of(trace(f, (X,))[0], fallbacks)
+    *results, finished = python_program(source)(X)
     jax.tree.map(np.testing.assert_array_equal, tuple(results), f(X))
     assert finished == 1
-    assert interpreted(source)(X + 100)[-1] == 0
+    assert python_program(source)(X + 100)[-1] == 0
 
 
 def test_float64_is_so_in_a_call_without_x64():

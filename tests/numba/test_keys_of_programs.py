@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 import veneer as vn
-from veneer.numba.maths import scalar
+from veneer.numba.maths import instructions
 
 X = np.ones(2, np.float32)
 
 MODULE = """
 import numpy as np
-from veneer.numba.maths.scalar import scalar
+from veneer.numba.maths.instructions import scalar
 
 SHIFT, TABLE = {shift}, np.array([{shift}])
 
@@ -43,7 +43,7 @@ def test_numbers_in_the_module_of_a_function_are_in_the_key(monkeypatch, tmp_pat
         (tmp_path / f"shifts{shift}.py").write_text(MODULE.format(shift=shift))
         modules.append(importlib.import_module(f"shifts{shift}"))
     for name in ("number", "table", "default", "calls"):
-        first, second = (scalar.key_of(getattr(module, name)) for module in modules)
+        first, second = (instructions.key_of(getattr(module, name)) for module in modules)
         assert first != second, name  # their lines are the same
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import veneer as vn
-from veneer.numba.backend import layout
+from veneer.numba import entry as layout
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
 
@@ -93,7 +93,7 @@ def test_large_work_memory_is_freed_without_a_known_layout():
 def test_the_warning_is_given_once():
     code = """
 import numpy as np, veneer as vn
-from veneer.numba.backend import layout
+from veneer.numba import entry as layout
 layout._CPYTHON_VERSIONS = (2, 7), (3, 0)
 for scale in (2, 3):
     print(vn.numba.compile(lambda x: x * scale, np.ones(1, np.float32))(np.ones(1, np.float32)))

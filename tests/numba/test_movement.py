@@ -7,7 +7,7 @@ from jax import lax
 
 import veneer as vn
 from veneer.numba import compiler
-from veneer.numba.front.graph import traced
+from veneer.numba.codegen.graph import trace
 
 X = np.arange(24, dtype=np.float32).reshape(2, 3, 4) - 7
 
@@ -51,7 +51,7 @@ def test_compiled_it_gives_the_same():
 
 
 def _source(f, *args):
-    return compiler.source_of(traced(f, args)[0]).text
+    return compiler.source_of(trace(f, args)[0]).text
 
 
 def test_a_chain_is_one_loop_over_all_entries():
@@ -85,5 +85,5 @@ def test_memory_is_used_again():
         return x
 
     x = np.eye(16, dtype=np.float32)
-    source = compiler.source_of(traced(f, (x,))[0])
+    source = compiler.source_of(trace(f, (x,))[0])
     assert source.work_nbytes == 2 * x.nbytes

@@ -437,11 +437,11 @@ PROGRAM = """
 import sys
 import numba, numpy as np, veneer as vn
 from jax.extend.core import Primitive
-from veneer.numba import compiler
+from veneer.numba import machine
 
 made = []
-object_code = compiler._object_code
-compiler._object_code = lambda source: made.append(source) or object_code(source)
+object_code = machine.object_code
+machine.object_code = lambda source: made.append(source) or object_code(source)
 p = Primitive("njit_cached")
 p.def_abstract_eval(lambda x: x)
 NUMBER = np.float32({number})
@@ -462,7 +462,7 @@ def test_the_cache_has_no_code_of_a_function(monkeypatch, tmp_path):
 
 
 def test_equal_calls_share_a_wrapper(monkeypatch):
-    from veneer.numba.backend import njit_functions
+    from veneer.numba.codegen import njit_functions
 
     made = []
     compiled = njit_functions.NativeFunction._compiled

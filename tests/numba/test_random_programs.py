@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, Phase, given, note, seed, settings
 from hypothesis import strategies as st
 from jax import lax
 
-from veneer.numba.backend.interpreted import interpreted
+from veneer.numba.codegen.graph import trace
 from veneer.numba.compiler import compile, source_of
-from veneer.numba.front.graph import traced
+from veneer.numba.testing import python_program
 
 PROGRAMS = int(os.environ.get("VENEER_RANDOM_PROGRAMS", "8"))
 NATIVE = int(os.environ.get("VENEER_RANDOM_NATIVE", "2"))
@@ -321,8 +321,8 @@ def check(program, args, native):
 
 
 def _in_python(program, args):
-    graph, _, _ = traced(program, tuple(args))
-    return interpreted(source_of(graph))(*args)
+    graph, _, _ = trace(program, tuple(args))
+    return python_program(source_of(graph))(*args)
 
 
 def _bounded(examples, start):

@@ -2,14 +2,12 @@
 
 The modules, in the order from a JAX function to machine code:
 
-    compiler        `compile`: a JAX function as a native function of NumPy arrays
-    front           traces a function to a graph of primitives
-    registry        `funcify` and `perform`: the registries of rules
+    compiler        `compile`: traces a function, generates its program, and loads the native code
+    codegen         traces to primitives, and generates the source: kernels, and their calls
     ops             the rules of JAX primitives
-    codegen         generates the source: kernels, and the program that calls them
     maths           scalar functions that generated code calls
-    backend         compiles the source to machine code, and makes it callable from Python
-    reference       runs a graph with the NumPy rules
+    machine         compiles the source to an object file, with Numba and LLVM
+    entry           the object files on disk, and the function that CPython calls
     testing         compares compiled programs with NumPy, and NumPy with JAX
 """
 
@@ -22,8 +20,8 @@ if find_spec("numba") is None:
         f"vn.numba needs Numba. Install it with: {install_command('numba')}", name="numba"
     )
 
+from .codegen.registry import funcify, perform
 from .compiler import compile
-from .registry import funcify, perform
 from .testing import compare_jax_and_py, compare_numba_and_py
 
 __all__ = ["compare_jax_and_py", "compare_numba_and_py", "compile", "funcify", "perform"]

@@ -1,28 +1,28 @@
-"""`compile`: a JAX function as one of NumPy arrays, which calls nothing of JAX."""
+"""`vn.numba.compile`: a JAX function as a native function of NumPy arrays."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import numpy as np
+from jax.tree_util import tree_flatten, tree_unflatten, treedef_is_leaf
 
 from ..native.cache import COMPILING
 from ..native.machine_code import load
 from . import ops as ops
-from .backend.cache import cached, register_symbols
-from .backend.entry import ENTRY, PROGRAM, make_entry
 from .codegen import storage
 from .codegen.arrays import ArrayExpr, Buffer
 from .codegen.builder import Builder
-from .codegen.calls import Calls
-from .codegen.fallback import Fallbacks
-from .codegen.program import Source, finished
-from .front import keys
-from .front.graph import Graph, traced
-from .front.trees import caller
+from .codegen.calls import Calls, Fallbacks
+from .codegen.graph import Graph, key_data, trace
+from .codegen.program import Source, finish
+from .entry import ENTRY, PROGRAM, cached, make_entry, register_symbols
 
 
 class Compiled:
-    """A compiled function; see `compile`. It is called as the function that it was made of."""
+    """A function that `vn.numba.compile` has compiled.
+
+    It takes the same positional arguments as the original function, and returns NumPy arrays.
+    """
 
     __call__: Callable[..., Any]
 
@@ -34,7 +34,7 @@ class Compiled:
 
     @property
     def source(self) -> str:
-        """The generated Python program, with one function per kernel, which Numba compiles."""
+        """The generated Python program that Numba compiles, with one function per kernel."""
         return self._source.text
 
     @property
@@ -53,7 +53,7 @@ class Compiled:
             )
         with COMPILING:
             if self._raw is None:
-                from .backend.raw import raw_function  # which imports Numba
+                from .codegen.njit_functions import raw_function  # imports Numba
 
                 self._raw = raw_function(self._source, self._address, self._entry)
             return self._raw
@@ -116,26 +116,22 @@ def compile(
     """
     if fallback not in (None, "jax"):
         raise ValueError(f"fallback must be None or 'jax', not {fallback!r}.")
-    with COMPILING:  # tracing too, for which JAX has locks of its own
-        return _compiled(f, example_args, Calls() if fallback is None else Fallbacks())
-
-
-def _compiled(f: Callable[..., Any], example_args: tuple[Any, ...], calls: Calls) -> Compiled:
-    graph, in_tree, out_tree = traced(f, example_args)
-    source = source_of(graph, calls)
-    name = getattr(f, "__name__", type(f).__name__)
-    compiled = Compiled(name, source, in_tree, out_tree)
-    compiled._calls = calls
-    if isinstance(calls, Fallbacks) and calls.primitives:
-        calls.warn(name)
-    return _callable(compiled)
+    calls = Calls() if fallback is None else Fallbacks()
+    with COMPILING:  # also while tracing, because JAX takes locks for it
+        graph, in_tree, out_tree = trace(f, example_args)
+        name = getattr(f, "__name__", type(f).__name__)
+        compiled = Compiled(name, source_of(graph, calls), in_tree, out_tree)
+        compiled._calls = calls
+        if isinstance(calls, Fallbacks) and calls.primitives:
+            calls.warn(name)
+        return _make_callable(compiled)
 
 
 def source_of(graph: Graph, calls: Calls | None = None) -> Source:
-    """Compile a graph to source. JAX runs primitives without a rule if `calls` are `Fallbacks`."""
+    """Generate the program of a graph. With `Fallbacks`, JAX runs primitives without a rule."""
     b = Builder(calls)
     for variable in (*graph.inputs, *graph.outputs):
-        if not storage.supported(variable.aval.dtype):
+        if not storage.is_supported(variable.aval.dtype):
             raise NotImplementedError(
                 f"vn.numba has no arrays of dtype {variable.aval.dtype}. The function has one as "
                 "an argument or a result."
@@ -144,11 +140,11 @@ def source_of(graph: Graph, calls: Calls | None = None) -> Source:
     for value in b.run(graph, inputs):
         b.program.output(_result(b, value))
     b.calls.end(b)
-    return finished(b.program)
+    return finish(b.program)
 
 
 def _result(b: Builder, value: ArrayExpr) -> Buffer:
-    """A result of a program: all of a piece of work memory, which nothing else is."""
+    """Return a buffer that is all of its own block of work memory, as a result has to be."""
     buffer = b.force(value)
     memory = buffer.memory
     if memory.kind == "work" and memory.alias is None and buffer.size == memory.size:
@@ -156,10 +152,16 @@ def _result(b: Builder, value: ArrayExpr) -> Buffer:
     return b.copy(value)
 
 
-def _callable(compiled: Compiled) -> Any:
+def _make_callable(compiled: Compiled) -> Any:
     source = compiled._source
     register_symbols(source.names.values())
-    code = cached(source.key, lambda: _object_code(source))
+
+    def make() -> bytes:
+        from .machine import object_code  # imports Numba
+
+        return object_code(source)
+
+    code = cached(source.key, make)
     address, compiled._address = load(code, ENTRY, PROGRAM)
     entry = make_entry(
         address,
@@ -178,23 +180,17 @@ def _callable(compiled: Compiled) -> Any:
         if len(args) != len(source.inputs):
             count = len(source.inputs)
             raise TypeError(f"{compiled} takes {count} array{'s' * (count != 1)}, not {len(args)}.")
-        return entry(*(_as_given(x, n, compiled) for n, x in enumerate(args)))
+        return entry(*(_convert_argument(x, n, compiled) for n, x in enumerate(args)))
 
     compiled._entry = entry
-    call = caller(compiled._calls.checked(entry), compiled._in_tree, compiled._out_tree)
-    # A method of a class of its own is found faster than one of an instance.
+    call = _tree_function(compiled._calls.checked(entry), compiled._in_tree, compiled._out_tree)
+    # Python finds `__call__` faster on a class than through an instance.
     compiled.__class__ = type("Compiled", (Compiled,), {"__call__": staticmethod(call)})
     return compiled
 
 
-def _object_code(source: Source) -> bytes:
-    from .backend.machine import object_code
-
-    return object_code(source)
-
-
-def _as_given(x: Any, number: int, compiled: Compiled) -> np.ndarray:
-    """An argument as the program takes it."""
+def _convert_argument(x: Any, number: int, compiled: Compiled) -> np.ndarray:
+    """Return an argument as the array that the program takes. Raise if that loses information."""
     source = compiled._source
     shape, dtype = source.input_shapes[number], source.inputs[number].dtype
     if isinstance(x, np.ma.MaskedArray):
@@ -202,13 +198,17 @@ def _as_given(x: Any, number: int, compiled: Compiled) -> np.ndarray:
             f"Argument {number} is a masked array, but {compiled} does not support masks. Fill the "
             "masked entries with x.filled(value)."
         )
-    if type(x) is int and dtype.kind in "iu" and not _holds(dtype, x):
-        raise OverflowError(f"Argument {number} is {x}, which {dtype} of {compiled} cannot hold.")
-    array = np.asarray(keys.data(x))
+    if type(x) is int and dtype.kind in "iu":
+        limits = np.iinfo(dtype)
+        if not limits.min <= x <= limits.max:
+            raise OverflowError(
+                f"Argument {number} is {x}, which {dtype} of {compiled} cannot hold."
+            )
+    array = np.asarray(key_data(x))
     if type(x) in _KINDS:
-        fits = _KINDS[type(x)] <= _KIND_OF.get(dtype.kind, 0)  # 1.5 is no integer
+        fits = _KINDS[type(x)] <= _KIND_OF.get(dtype.kind, 0)
     else:
-        wide = source.wide(dtype) or dtype
+        wide = source.wide_dtype(dtype) or dtype
         fits = array.dtype.newbyteorder("=") in (dtype, wide)
     if array.shape != shape or not fits:
         raise TypeError(
@@ -229,11 +229,131 @@ def _as_given(x: Any, number: int, compiled: Compiled) -> np.ndarray:
     return exact
 
 
-# Kinds of numbers, in the order in which one is also of the next; "V" are those of ml_dtypes.
+# Ranks of Python types and dtype kinds. A number fits a dtype of the same or a higher rank. "V" is
+# the kind of bfloat16.
 _KINDS = {bool: 1, int: 2, float: 3, complex: 4}
 _KIND_OF = {"b": 1, "i": 2, "u": 2, "f": 3, "V": 3, "c": 4}
 
 
-def _holds(dtype: np.dtype, number: int) -> bool:
-    limits = np.iinfo(dtype)
-    return bool(limits.min <= number <= limits.max)
+# Functions of pytrees. For tuples, lists and dicts, their code is generated for one tree structure,
+# because `jax.tree` takes longer than many compiled programs.
+
+
+def _tree_function(entry: Callable[..., Any], in_tree: Any, out_tree: Any) -> Callable[..., Any]:
+    """Return a function of pytrees that calls `entry` with all leaves.
+
+    It raises `TypeError` if the arguments have another structure than `in_tree`. `entry` returns
+    one leaf, or a tuple of leaves.
+    """
+    arguments = in_tree.children()
+    if all(map(_is_leaf, arguments)) and _is_leaf(out_tree):
+        return entry
+
+    def call_any(*args: Any) -> Any:
+        leaves, tree = tree_flatten(args)
+        if tree != in_tree:
+            raise TypeError(f"The arguments must have the structure {in_tree}, not {tree}.")
+        results = entry(*leaves)
+        return tree_unflatten(out_tree, results if type(results) is tuple else (results,))
+
+    source = _tree_function_source(arguments, out_tree)
+    if source is None:
+        return call_any
+    names = {"entry": entry, "call_any": call_any}
+    exec(source, names)
+    return names["call"]
+
+
+def _tree_function_source(arguments: list[Any], out_tree: Any) -> str | None:
+    """Return the source for trees of tuples, lists and dicts, or None for other trees."""
+    names = [f"x{n}" for n in range(len(arguments))]
+    reader = _Reader()
+    leaves = [
+        leaf
+        for name, tree in zip(names, arguments, strict=True)
+        for leaf in reader.read(name, tree)
+    ]
+    results = [f"y{n}" for n in range(out_tree.num_leaves)]
+    built = _tree_expression(out_tree, iter(results))
+    if built is None or reader.failed:
+        return None
+    called = f"entry({', '.join(f'leaf{n}' for n in range(len(leaves)))})"
+    # Leaves are read within `try`, because a dict may have other keys.
+    read = [f"            leaf{n} = {place}" for n, place in enumerate(leaves)]
+    left = f"{', '.join(results)} = " if results else ""
+    return "\n".join([
+        f"def call({', '.join(names)}):",
+        "    try:",
+        f"        fits = {' and '.join(reader.checks) or 'True'}",
+        "        if fits:",
+        *(read or ["            pass"]),
+        "    except KeyError:",
+        "        fits = False",
+        "    if not fits:",
+        f"        return call_any({', '.join(names)})",
+        f"    {left}{called}",
+        f"    return {built}",
+    ])  # fmt: skip
+
+
+class _Reader:
+    """A generator of code that checks the structure of trees and reads their leaves.
+
+    `checks` are conditions. `failed` is set for a tree with nodes other than tuples, lists, dicts.
+    """
+
+    def __init__(self) -> None:
+        self.checks: list[str] = []
+        self.failed = False
+        self._n_nodes = 0
+
+    def read(self, place: str, tree: Any) -> Iterator[str]:
+        """Yield expressions for the leaves of the tree at the expression `place`."""
+        if _is_leaf(tree):
+            yield place
+            return
+        kind, keys = _kind_of(tree)
+        if kind in (None, type(None)):
+            self.checks.append(f"({place}) is None")
+            return
+        if kind not in (tuple, list, dict) or (kind is dict and not _has_literal_keys(keys)):
+            self.failed = True
+            return
+        name, self._n_nodes = f"node{self._n_nodes}", self._n_nodes + 1
+        children = tree.children()
+        self.checks.append(f"type({name} := {place}) is {kind.__name__}")
+        self.checks.append(f"len({name}) == {len(children)}")
+        for n, child in enumerate(children):
+            yield from self.read(f"{name}[{keys[n]!r}]" if kind is dict else f"{name}[{n}]", child)
+
+
+def _kind_of(tree: Any) -> tuple[Any, Any]:
+    """Return the class of the root of a tree, and the keys of a dict."""
+    return tree.node_data() or (None, None)
+
+
+def _is_leaf(tree: Any) -> bool:
+    return bool(treedef_is_leaf(tree)) and tree.num_leaves == 1  # None has no leaves
+
+
+def _has_literal_keys(keys: Any) -> bool:
+    """Return whether the `repr` of each key of a dict is an expression for the key."""
+    return all(type(key) in (str, int, bool) for key in keys)
+
+
+def _tree_expression(tree: Any, leaves: Iterator[str]) -> str | None:
+    """Return an expression that builds a tree from expressions for its leaves, or None."""
+    if _is_leaf(tree):
+        return next(leaves)
+    kind, keys = _kind_of(tree)
+    if kind in (None, type(None)):
+        return "None"
+    children = [_tree_expression(child, leaves) for child in tree.children()]
+    if None in children:
+        return None
+    if kind is dict and _has_literal_keys(keys):
+        pairs = zip(keys, children, strict=True)
+        return f"{{{', '.join(f'{key!r}: {child}' for key, child in pairs)}}}"
+    if kind is tuple:
+        return f"({''.join(f'{child}, ' for child in children)})"
+    return f"[{', '.join(map(str, children))}]" if kind is list else None

@@ -1,4 +1,4 @@
-"""Comparisons for tests: compiled programs with references, and references with JAX."""
+"""Comparisons for tests: compiled programs with NumPy rules, and NumPy rules with JAX."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,14 +7,15 @@ import jax
 import numpy as np
 
 from .._core.surface.implicit import implicit
-from .backend.interpreted import interpreted
+from .codegen import storage
 from .codegen.calls import Calls
+from .codegen.graph import key_data, trace
+from .codegen.program import Source
+from .codegen.registry import evaluate
 from .compiler import compile, source_of
-from .front.graph import traced
-from .front.keys import data
-from .reference import performed
+from .maths.instructions import python_function
 
-#: By how much results of a dtype may differ, relatively: some units in their last place.
+#: The default relative tolerance by the size of a float in bytes: some units in the last place.
 _RTOL = {2: 1e-2, 4: 1e-5, 8: 1e-12}
 
 
@@ -50,14 +51,14 @@ def compare_numba_and_py(
     >>> import jax.numpy as jnp, numpy as np, veneer as vn
     >>> _ = vn.numba.compare_numba_and_py(lambda x: jnp.tanh(x).sum(), [np.ones(3, np.float32)])
     """
-    expected = performed(f)(*args)
-    graph, _, out_tree = traced(f, tuple(args))
+    expected = with_numpy_rules(f)(*args)
+    graph, _, out_tree = trace(f, tuple(args))
     calls = Calls()
     source = source_of(graph, calls)
-    leaves = [np.asarray(data(x)) for x in jax.tree.leaves(list(args))]
+    leaves = [np.asarray(key_data(x)) for x in jax.tree.leaves(list(args))]
     inputs = [x.astype(v.aval.dtype) for x, v in zip(leaves, graph.inputs, strict=True)]
     before = [x.copy() for x in inputs]
-    results = calls.checked(interpreted(source))(*inputs)
+    results = calls.checked(python_program(source))(*inputs)
     results = results if isinstance(results, tuple | list) else (results,)
     result = jax.tree.unflatten(out_tree, results)
     _assert_unchanged(inputs, before)
@@ -94,7 +95,7 @@ def compare_jax_and_py(
     >>> _ = vn.numba.compare_jax_and_py(lambda x: jnp.tanh(x).sum(), [np.ones(3, np.float32)])
     """
     expected = jax.jit(implicit(f))(*args)
-    assert_trees_equal(performed(f)(*args), expected, rtol, atol, "by its reference")
+    assert_trees_equal(with_numpy_rules(f)(*args), expected, rtol, atol, "by NumPy rules")
     return expected
 
 
@@ -106,14 +107,17 @@ def _assert_unchanged(arrays: Sequence[np.ndarray], before: Sequence[np.ndarray]
 def assert_trees_equal(
     result: Any, expected: Any, rtol: float | None, atol: float | None, how: str
 ) -> None:
-    """Checks that two trees have the same structure, dtypes and shapes, and values close by."""
+    """Assert that two pytrees have equal structures, dtypes and shapes, and close values.
+
+    `how` says in error messages how `result` was computed.
+    """
     structures: list[Any] = [jax.tree.structure(x) for x in (result, expected)]
     assert structures[0] == structures[1], structures
     for (path, x), y in zip(
         jax.tree_util.tree_leaves_with_path(result), jax.tree.leaves(expected), strict=True
     ):
         where = f"result{jax.tree_util.keystr(path)}, {how}"
-        x, y = np.asarray(data(x)), np.asarray(data(y))
+        x, y = np.asarray(key_data(x)), np.asarray(key_data(y))
         actual, wanted = (x.dtype, x.shape), (y.dtype, y.shape)
         assert actual == wanted, f"{where}: {actual}, and not {wanted}"
         _assert_close(x, y, rtol, atol, where)
@@ -132,3 +136,72 @@ def _assert_close(
     finite = np.abs(y[np.isfinite(y)])
     atol = (finite.max() if finite.size else 0.0) * rtol if atol is None else atol
     np.testing.assert_allclose(x, y, rtol, atol, err_msg=where)
+
+
+def with_numpy_rules(f: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a JAX function as a function that runs the NumPy rules of its primitives."""
+
+    def run(*args: Any) -> Any:
+        graph, _, out_tree = trace(f, args)
+        leaves = [np.asarray(key_data(x)) for x in jax.tree.leaves(args)]
+        typed = [x.astype(v.aval.dtype) for x, v in zip(leaves, graph.inputs, strict=True)]
+        return jax.tree.unflatten(out_tree, evaluate(graph, typed))
+
+    return run
+
+
+class _Pointer:
+    """A pointer into an array, for generated code run by Python. Checks each access."""
+
+    def __init__(self, entries: np.ndarray, start: int = 0):
+        self.entries, self.start = entries, start
+
+    def _position(self, index: Any) -> int:
+        position = int(index) + self.start
+        if not 0 <= position < len(self.entries):
+            raise IndexError(f"{position} is not within an array of {len(self.entries)} entries")
+        return position
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return _Pointer(self.entries, self.start + index.start)
+        return self.entries[self._position(index)]
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        if value.dtype != self.entries.dtype:
+            raise TypeError(f"{value.dtype} is written to memory of {self.entries.dtype}")
+        self.entries[self._position(index)] = value
+
+
+def python_program(source: Source) -> Callable[..., list[np.ndarray]]:
+    """Return a function that runs a generated program in Python, and checks each memory access.
+
+    It takes NumPy arrays, and returns a list of the results.
+    """
+    names: dict[str, Any] = {name: python_function(f) for name, f in source.names.items()}
+    names["np"] = np
+    exec(source.text, names)
+
+    def run(*arrays: np.ndarray) -> list[np.ndarray]:
+        sizes = iter(source.work_sizes)
+
+        def memory(work: Any, offset: Any, like: Any) -> _Pointer:
+            uninitialized = np.full(next(sizes) * like.itemsize, 0xA5, np.uint8)
+            return _Pointer(uninitialized.view(like.dtype))
+
+        names["memory"] = memory
+        inputs = [_pointer(x) for x in arrays]
+        results = [
+            np.empty(shape, memory.dtype)
+            for memory, shape in zip(source.outputs, source.output_shapes, strict=True)
+        ]
+        constants = [_pointer(x) for x in source.constants]
+        with np.errstate(all="ignore"):
+            names["program"](*inputs, *map(_pointer, results), *constants, None)
+        return results
+
+    return run
+
+
+def _pointer(array: np.ndarray) -> _Pointer:
+    return _Pointer(array.reshape(-1).view(storage.stored_dtype(array.dtype)))

@@ -1,15 +1,15 @@
-"""Code generation: a graph as source, of loop nests and of a function that calls them.
+"""Code generation: from a JAX function to Python source that Numba can compile.
 
-From what is imported to what imports it:
+The source of a program has a function per *kernel*, which is loops over arrays in memory, and a
+last function that calls the kernels. Each module imports only modules above it:
 
-    index           indices as sums of loop variables
-    storage         dtypes: how an entry is kept in memory, and what it is computed in
-    arrays          arrays in memory, and arrays that are computed where they are read
-    loop_nest       loops over buffers, as the source of a function: a kernel
-    program         statements, where their memory is, and the finished source
-    calls           calls from a program to functions at addresses
-    fallback        primitives that have no rule, run by JAX
-    njit_rules      rules that return an ordinary Numba function
-    builder         what rules are given: it makes kernels, and the program that calls them
-    assignment      many arrays written at once, where the new ones read the old
+    graph           traces a JAX function to a flat list of equations
+    registry        `funcify` and `perform`: the registries of rules. Runs graphs with NumPy rules
+    storage         how entries of each dtype are stored and computed
+    arrays          the arrays of a program, in memory or lazy, and indices of their entries
+    loop_nest       the loops of a kernel
+    program         the function that calls the kernels, its memory, and the finished source
+    calls           calls to functions at addresses, and primitives that JAX runs
+    njit_functions  calls to and from Numba functions of users. It imports Numba
+    builder         runs the rules of the equations, and collects kernels and calls
 """

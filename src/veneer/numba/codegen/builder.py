@@ -1,4 +1,4 @@
-"""The builder that rules are given: it makes kernels, and the program that calls them."""
+"""The builder that rules are given: it runs the rule of each equation and collects kernels."""
 
 import math
 import warnings
@@ -10,59 +10,67 @@ import jax
 import numpy as np
 
 from ..._jax.frames import user_place
-from ..front.graph import Equation, Graph, Variable, graph_of, readers
-from ..registry import FUSED, SHOWN, Unsupported, funcify, is_numba_function
 from . import storage
-from .arrays import ArrayExpr, Buffer, LazyArray, Memory, UpdatedArray, number, parts, reshaped
-from .calls import Calls
-from .fallback import Fallbacks
-from .index import Index
+from .arrays import (
+    ArrayExpr,
+    Buffer,
+    Index,
+    LazyArray,
+    Memory,
+    UpdatedArray,
+    lazy_arrays_in,
+    reshape,
+    scalar_expr,
+)
+from .calls import Calls, Fallbacks
+from .graph import Equation, Graph, Variable, count_readers, graph_of
 from .loop_nest import LoopNest
-from .njit_rules import call_function
 from .program import ProgramDraft, Statement
+from .registry import DEBUG_PRIMITIVES, FUSED, Unsupported, funcify, is_numba_function
 
-#: Values that cost no more are computed again by each loop that reads them.
-_CHEAP = 2
-#: A loop computes no more values than these of one another, or compilers take long over it.
-_MOST_PARTS = 160
+#: The largest cost of a lazy array that each loop which reads it computes again.
+_MAX_CHEAP_COST = 2
+#: The most lazy arrays that one loop computes. Compilation takes long for more of them.
+_MAX_FUSED = 160
 
 
 class Builder:
-    """Compiles the equations of a program one by one, by their rules.
+    """A compiler of the equations of a graph, one by one.
 
-    `out` is the aval of the result of the equation at hand, `outs` all of them; `primitive` is its
-    name. `calls` are the calls out of the program: `Fallbacks` if JAX may run what has no rule.
+    A rule gets the builder, the operands as `ArrayExpr`, and the parameters of its equation. It
+    returns the results as `ArrayExpr`: buffers that a kernel fills, or lazy arrays. `calls` are the
+    calls out of the program. If they are `Fallbacks`, JAX runs primitives without a rule.
     """
 
     def __init__(self, calls: Calls | None = None) -> None:
         self.program = ProgramDraft()
         self.calls = Calls() if calls is None else calls
-        self.native_functions: dict[Any, Any] = {}  # of rules that return Numba functions
+        self.native_functions: dict[Any, Any] = {}
         self.equation: Equation | None = None
         self._bodies: list[list[Statement]] = [self.program.statements]
         self._computed: list[dict[ArrayExpr, Buffer]] = [{}]
         self._n_names = 0
-        self._kernel: LoopNest | None = None  # that equations are written into, if into one
+        self._kernel: LoopNest | None = None
 
     @property
     def primitive(self) -> str:
-        """The name of the primitive at hand."""
+        """The name of the current primitive."""
         return self.equation.primitive if self.equation else "copy"
 
     @property
     def outs(self) -> list[Any]:
-        """The avals of the results of the equation at hand."""
+        """The avals of the results of the current equation."""
         return [v.aval for v in self.equation.outputs] if self.equation else []
 
     @property
     def out(self) -> Any:
-        """The aval of its only result."""
+        """The aval of the first result of the current equation."""
         return self.outs[0]
 
     # Values.
 
     def constant(self, value: Any, dtype: Any = None) -> ArrayExpr:
-        """An array that is known. One without axes is written into the source."""
+        """Return a constant array. A constant without axes becomes a literal in the source."""
         array = np.asarray(value, dtype)
         if array.ndim:
             return self.program.constant(array)
@@ -70,7 +78,10 @@ class Builder:
         return LazyArray((), array.dtype, lambda k, index: text)
 
     def buffer(self, shape: Sequence[int] | None = None, dtype: Any = None) -> Buffer:
-        """Memory to be written to, by default of the shape and dtype of the result."""
+        """Allocate memory to write to.
+
+        The default shape and dtype are those of the first result.
+        """
         shape = self.out.shape if shape is None else shape
         dtype = np.dtype(self.out.dtype if dtype is None else dtype)
         return Buffer(tuple(shape), dtype, Memory(dtype, math.prod(shape)))
@@ -83,40 +94,47 @@ class Builder:
         dtype: Any = None,
         cost: int = 0,
     ) -> LazyArray:
-        """A value whose entries are computed where they are read, of those of `operands`.
+        """Return a lazy array, whose entries are computed where they are read.
 
         **Arguments:**
 
-        - `entry`: given a kernel and an index, writes what it takes and returns an expression.
-        - `shape`, `dtype`: of the value; by default those of the result.
-        - `cost`: about how many instructions `entry` adds to what it reads.
+        - `entry`: given a loop nest and an index, returns the expression of an entry, and may write
+            statements to the loop nest.
+        - `operands`: the arrays that `entry` reads.
+        - `shape`, `dtype`: of the lazy array. The default is that of the first result.
+        - `cost`: about the number of instructions that `entry` adds per entry.
         """
         shape = self.out.shape if shape is None else shape
         dtype = np.dtype(self.out.dtype if dtype is None else dtype)
-        total = cost + sum(x.cost for x in operands if isinstance(x, LazyArray))
-        return LazyArray(tuple(shape), dtype, entry, total, parts(*operands), self.primitive)
+        cost += sum(x.cost for x in operands if isinstance(x, LazyArray))
+        reads = lazy_arrays_in(*operands)
+        return LazyArray(tuple(shape), dtype, entry, cost, reads, self.primitive)
 
-    def updated(
+    def update(
         self, base: ArrayExpr, update: Callable[..., None], *operands: ArrayExpr
     ) -> ArrayExpr:
-        """The value `base` with other entries here and there.
+        """Return `base` with some entries overwritten. Loops update it in place if possible.
 
         **Arguments:**
 
-        - `update`: a function of a buffer, in which the entries of `base` are, and of `operands`,
-            that writes to it.
+        - `base`: the array to update.
+        - `update`: called as `update(buffer, *operands)`, writes to a buffer that contains `base`.
+        - `operands`: the other arrays that `update` reads.
         """
 
         def entry(k: LoopNest, index: tuple[Index, ...]) -> str:
             return k.read(self.force(value), index)
 
-        reads, cost = parts(base, *operands), _CHEAP + 1
+        reads, cost = lazy_arrays_in(base, *operands), _MAX_CHEAP_COST + 1
         rest = (reads, self.primitive, base, operands, update)
         value = UpdatedArray(base.shape, base.dtype, entry, cost, *rest)
         return value
 
     def force(self, value: ArrayExpr) -> Buffer:
-        """The value in memory: computed now, unless it is there."""
+        """Return an array in memory.
+
+        A lazy array is computed now, or reused if it was computed before.
+        """
         if isinstance(value, Buffer):
             return value
         if self._kernel is not None:
@@ -128,7 +146,7 @@ class Builder:
         return buffer
 
     def copy(self, value: ArrayExpr, into: Buffer | None = None) -> Buffer:
-        """The value in memory of its own, or in that of `into`."""
+        """Compute an array into new memory, or into the buffer `into`. Return the buffer."""
         buffer = into or self.buffer(value.shape, value.dtype)
         if isinstance(value, UpdatedArray):
             self.copy(value.base, buffer)
@@ -139,34 +157,41 @@ class Builder:
         return buffer
 
     def cheap(self, value: ArrayExpr) -> ArrayExpr:
-        """The value, in memory if it takes more than a few instructions to read."""
+        """Return an array that is cheap to read repeatedly: force it if its entries are costly."""
         if self._kernel is not None:
             return self._let(value)
-        return self.force(value) if isinstance(value, LazyArray) and value.cost > _CHEAP else value
+        return (
+            self.force(value)
+            if isinstance(value, LazyArray) and value.cost > _MAX_CHEAP_COST
+            else value
+        )
 
     def _let(self, value: ArrayExpr) -> ArrayExpr:
-        """The value in the kernel that equations are written into: a number in a variable."""
+        """Return a scalar of the kernel being written as a local variable."""
         if value.ndim or self._kernel is None:
             return value
-        return number(self._kernel.let(self._kernel.read(value, ())), value.dtype)
+        return scalar_expr(self._kernel.let(self._kernel.read(value, ())), value.dtype)
 
-    def repeated(self, value: ArrayExpr, axes: Sequence[int]) -> ArrayExpr:
-        """The value as a result may read it that has it on `axes`, again along others.
+    def hoist(self, value: ArrayExpr, axes: Sequence[int]) -> ArrayExpr:
+        """Force an operand if loops over the result would compute its entries again and again.
 
-        What inner loops repeat, they leave to outer ones; what outer ones do is computed before.
+        **Arguments:**
+
+        - `axes`: the axes of the result that the operand depends on. Along other axes, its entries
+            are repeated. Repetition in inner loops costs nothing, as outer loops read the entry.
         """
         shape = self.out.shape
         others = [axis for axis in range(len(shape)) if axis not in axes and shape[axis] > 1]
         again = others and axes and min(others) < max(axes)
         return self.cheap(value) if again else value
 
-    def reshaped(self, value: ArrayExpr, shape: Sequence[int]) -> ArrayExpr:
-        """The value with another shape of as many entries."""
-        result = reshaped(value, tuple(shape))
-        return self.force(value).reshaped(tuple(shape)) if result is None else result
+    def reshape(self, value: ArrayExpr, shape: Sequence[int]) -> ArrayExpr:
+        """Return an array with another shape of the same size."""
+        result = reshape(value, tuple(shape))
+        return self.force(value).reshape(tuple(shape)) if result is None else result
 
-    def converted(self, value: ArrayExpr, dtype: Any) -> ArrayExpr:
-        """The value with another dtype, as JAX converts it."""
+    def convert(self, value: ArrayExpr, dtype: Any) -> ArrayExpr:
+        """Return an array with another dtype, converted as in JAX."""
         source, target = value.dtype, np.dtype(dtype)
         if source == target:
             return value
@@ -177,7 +202,7 @@ class Builder:
 
     @contextmanager
     def kernel(self, name: str | None = None) -> Iterator[LoopNest]:
-        """Writes a kernel, which is called here."""
+        """Open a kernel, and call it at this point of the program. Yield its loop nest."""
         k = LoopNest()
         yield k
         if k.written:
@@ -185,22 +210,22 @@ class Builder:
             self.call(function, *k.buffers)
 
     def call(self, function: str, *pointers: Buffer) -> None:
-        """Calls a function of the program with pointers."""
+        """Write a call of a function of the program with pointers to buffers."""
         pieces: list[str | Buffer] = [f"{function}("]
         for pointer in pointers:
             pieces += [pointer, ", "]
         self.line(*pieces[: max(1, 2 * len(pointers))], ")")
 
     def line(self, *pieces: str | Buffer) -> None:
-        """A statement of the program, of text and of buffers, which are pointers there."""
+        """Write a statement of the program, made of text and buffers. Buffers become pointers."""
         note = self.equation.line if self.equation else ""
         self._bodies[-1].append(Statement(pieces, note))
 
     @contextmanager
     def block(self, *pieces: str | Buffer) -> Iterator[None]:
-        """Statements under `while ...:`, `if ...:` and the like.
+        """Write the header of a block, such as `while ...:`, and open the block.
 
-        What is computed in them is not known after them, but for what is in buffers made before.
+        Lazy arrays that are forced in a block are not known after the block.
         """
         self.line(*pieces)
         body = self._bodies[-1][-1].body = []
@@ -212,47 +237,50 @@ class Builder:
 
     @property
     def block_statements(self) -> list[Statement]:
-        """The statements of the block at hand, so far."""
+        """The statements of the current block so far."""
         return self._bodies[-1]
 
     @property
     def earlier_statements(self) -> Iterator[Statement]:
-        """The statements before those of the block at hand."""
+        """The statements before those of the current block."""
         for body in self._bodies[:-1]:
             yield from body[:-1]
 
     @contextmanager
     def repeat(self, length: int, reverse: bool = False) -> Iterator[str]:
-        """A loop of the program; gives the name of its variable."""
+        """Open a loop of the program. Yield the name of its variable."""
         name = self.name("step")
         steps = f"range({length - 1}, -1, -1)" if reverse else f"range({length})"
         with self.block(f"for {name} in {steps}:"):
             yield name
 
     def name(self, prefix: str) -> str:
-        """A name of the program that is not taken."""
+        """Return a new name of the program."""
         self._n_names += 1
         return f"{prefix}{self._n_names - 1}"
 
     def function(self, function: Callable[..., Any]) -> str:
-        """Makes a function known to the program, as `LoopNest.function` does to a kernel."""
+        """Make a function available to the program under its name. Return the name."""
         return self.program.function(function)
 
     # Equations.
 
     def inline(self, jaxpr: Any, *operands: ArrayExpr) -> list[ArrayExpr]:
-        """Compiles a jaxpr here, for operands that are as cheap to read as they should be."""
+        """Compile a jaxpr at this point of the program. Return its results.
+
+        Operands are not forced. A caller makes those cheap that the jaxpr reads more than once.
+        """
         return self.run(graph_of(jaxpr), operands)
 
-    def traced(self, f: Callable[..., Any], *operands: ArrayExpr) -> list[ArrayExpr]:
-        """Compiles a function of JAX here, that returns a list."""
+    def inline_function(self, f: Callable[..., Any], *operands: ArrayExpr) -> list[ArrayExpr]:
+        """Trace and compile a JAX function that returns a list. Return its results."""
         avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
         return self.inline(jax.make_jaxpr(f)(*avals), *operands)
 
     def inline_in(self, k: LoopNest, jaxpr: Any, *operands: ArrayExpr) -> list[str]:
-        """Writes a function of numbers into a kernel, and returns expressions of its results.
+        """Write a jaxpr of scalars into a kernel. Return expressions of its results.
 
-        Its primitives must be fused: `require_fused`.
+        All its primitives must be fused. `require_fused` checks that.
         """
         outer, self._kernel = self._kernel, k
         results = self.inline(jaxpr, *operands)
@@ -260,9 +288,9 @@ class Builder:
         return [k.read(result, ()) for result in results]
 
     def run(self, graph: Graph, operands: Sequence[ArrayExpr]) -> list[ArrayExpr]:
-        """Compiles a graph here."""
+        """Compile a graph at this point of the program. Return its results."""
         values: dict[Variable, ArrayExpr] = dict(zip(graph.inputs, operands, strict=True))
-        counts = readers(graph, FUSED)
+        counts = count_readers(graph, FUSED)
 
         def value_of(variable: Variable) -> ArrayExpr:
             if variable not in values:
@@ -274,15 +302,16 @@ class Builder:
             self.equation = equation
             results = self._results([value_of(v) for v in equation.inputs])
             for variable, value in zip(equation.outputs, results, strict=True):
-                values[variable] = self._kept(value, counts.get(variable, 0))
+                values[variable] = self._force_if_shared(value, counts.get(variable, 0))
         self.equation = outer
         return [value_of(v) for v in graph.outputs]
 
-    def _kept(self, value: ArrayExpr, n_readers: int) -> ArrayExpr:
+    def _force_if_shared(self, value: ArrayExpr, n_readers: int) -> ArrayExpr:
+        """Force a costly lazy array that several loops read, or that fuses too many operations."""
         if self._kernel is not None or not isinstance(value, LazyArray):
             return value
-        costly = value.cost > _CHEAP and n_readers > 1
-        return self.force(value) if costly or len(value.reads) > _MOST_PARTS else value
+        costly = value.cost > _MAX_CHEAP_COST and n_readers > 1
+        return self.force(value) if costly or len(value.reads) > _MAX_FUSED else value
 
     def _results(self, operands: list[ArrayExpr]) -> list[ArrayExpr]:
         equation = self.equation
@@ -290,12 +319,12 @@ class Builder:
         name = equation.primitive
         for v in [*equation.inputs, *equation.outputs]:
             self._check(v.aval)
-        if equation.gives_no_entries:
+        if equation.has_empty_results:
             return [self.buffer(aval.shape, aval.dtype) for aval in self.outs]
         if name not in funcify:
             if isinstance(self.calls, Fallbacks):
                 return [*self.calls.compile(self, operands)]
-            if name in SHOWN:
+            if name in DEBUG_PRIMITIVES:
                 _leave_out(equation)
                 return []
             raise funcify.missing(name, equation.line)
@@ -321,16 +350,20 @@ class Builder:
 
     @property
     def in_kernel(self) -> bool:
-        """Return whether equations are written into a kernel, where every value is a number."""
+        """Whether equations are being written into a kernel, where every value is a scalar."""
         return self._kernel is not None
 
     def _by_rule(self, rule: Callable[..., Any], operands: list[ArrayExpr]) -> Any:
-        """Return the results of a rule: it returns them, or a function that computes them."""
+        """Return the results of a rule, or those of the Numba function that the rule returns."""
         assert self.equation is not None
-        if is_numba_function(rule):
-            return call_function(self, rule, rule, operands)
-        results = rule(self, *operands, **self.equation.params)
-        return call_function(self, rule, results, operands) if callable(results) else results
+        function = rule
+        if not is_numba_function(rule):
+            function = rule(self, *operands, **self.equation.params)
+            if not callable(function):
+                return function
+        from .njit_functions import call_function  # imports Numba
+
+        return call_function(self, rule, function, operands)
 
     def _check(self, aval: Any) -> None:
         assert self.equation is not None
@@ -341,12 +374,12 @@ class Builder:
                 f"vn.numba needs static shapes, but {aval} {where} does not have one. Compile once "
                 "for each shape."
             )
-        if not storage.supported(dtype):
+        if not storage.is_supported(dtype):
             raise NotImplementedError(f"vn.numba has no arrays of dtype {dtype}, as {where}.")
 
 
 def require_fused(jaxpr: Any) -> None:
-    """Refuses a function of numbers of which not all primitives are fused."""
+    """Raise `Unsupported` unless all primitives of a jaxpr of scalars can be part of a kernel."""
     for equation in graph_of(jaxpr).equations:
         name = equation.primitive
         if name not in FUSED or name == "dynamic_update_slice" or name.startswith("scatter"):
@@ -354,7 +387,7 @@ def require_fused(jaxpr: Any) -> None:
 
 
 def _leave_out(equation: Equation) -> None:
-    """Says to who compiles that a program will not show something."""
+    """Warn that the compiled program omits a debug primitive."""
     message = (
         f"vn.numba leaves out {equation.primitive!r}, from {equation.line}: compiled code calls no "
         "Python. To have JAX run it, in tens of microseconds each time, compile with "
@@ -364,7 +397,7 @@ def _leave_out(equation: Equation) -> None:
 
 
 def _name_of(value: ArrayExpr) -> str:
-    """What a kernel that computes a value is called: the primitives that it is of."""
+    """Return a name for the kernel that computes an array: the primitives that it fuses."""
     if not isinstance(value, LazyArray):
         return "copy"
     costly = [x.name for x in value.reads if isinstance(x, LazyArray) and x.cost > 0]
@@ -373,6 +406,8 @@ def _name_of(value: ArrayExpr) -> str:
 
 
 def broadcast_read(k: LoopNest, value: ArrayExpr, index: Sequence[Index]) -> str:
-    """Reads a value whose axes of size 1 stand for any size, as JAX's elementwise operands may."""
-    place = [Index() if n == 1 else i for n, i in zip(value.shape, index, strict=False)]
-    return k.read(value, place)
+    """Read an entry of an operand whose axes of size 1 broadcast along the axes of `index`."""
+    return k.read(
+        value,
+        [Index() if n == 1 else i for n, i in zip(value.shape, index, strict=False)],
+    )

@@ -1,30 +1,35 @@
-"""Calls from a compiled program to functions at addresses: callbacks, and what Numba compiled.
+"""Calls from a compiled program to functions at addresses, and primitives that JAX runs this way.
 
-The program reads an address from a constant. So the function is no part of the object code that
-the cache has on disk, and a function that changed is never served from there.
+The program reads an address from a constant, so the object code in the disk cache does not contain
+the function, and a function that was changed is never served from the cache. A function can be
+Python code: ctypes takes the GIL, and the callback copies operands and writes results.
 """
 
 import ctypes
 import threading
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import jax
 import numpy as np
 
-from ..maths.scalar import instruction
-from .arrays import Buffer
+from ..._jax.frames import user_place
+from ..maths.instructions import instruction
+from .arrays import ArrayExpr, Buffer
 from .program import Statement
 
 if TYPE_CHECKING:
     from .builder import Builder
+    from .graph import Equation
 
 PROTOTYPE = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 @instruction
 def call_address(function, *pointers):
-    """Call the function whose address `function` holds, with pointers. Return 1 on success."""
+    """Call the function whose address is `function[0]`, with pointers. Return 1 on success."""
     places = [p.entries.ctypes.data + p.start * p.entries.itemsize for p in pointers]
     words = (ctypes.c_int64 * (1 + len(places)))(0, *places)
     PROTOTYPE(int(function[0]))(ctypes.addressof(words))
@@ -32,7 +37,7 @@ def call_address(function, *pointers):
 
 
 class Calls:
-    """The calls out of a program. An error in one ends the program, and is raised after it.
+    """The calls out of a program. A call that fails ends the program, which then raises its error.
 
     `names` lists the called functions, for error messages.
     """
@@ -74,7 +79,7 @@ class Calls:
         - `n_operands`: the number of buffers that `run` takes. It returns the other ones.
         """
         callback = PROTOTYPE(self._function(run, n_operands, buffers))
-        b.program.kept.append(callback)
+        b.program.objects.append(callback)
         constant = self.address(b, ctypes.cast(callback, ctypes.c_void_p).value or 0)
         b.program.callbacks.append(len(b.program.constants) - 1)
         return constant
@@ -86,8 +91,12 @@ class Calls:
 
         def write_results(place: int) -> None:
             words = (ctypes.c_int64 * (1 + len(layouts))).from_address(place)
-            views = [_view(p, *x) for p, x in zip(words[1:], layouts, strict=True)]
-            # Copies: the function may keep its operands for longer than their memory exists.
+            views = []
+            for address, (shape, dtype) in zip(words[1:], layouts, strict=True):
+                nbytes = max(1, int(np.prod(shape)) * dtype.itemsize)
+                memory: Any = (ctypes.c_char * nbytes).from_address(address)
+                views.append(np.ndarray(shape, dtype, memory))
+            # Copy, because the function may keep its operands after the program frees them.
             results = run(*(view.copy() for view in views[:n_operands]))
             for view, result in zip(views[n_operands:], results, strict=True):
                 view[...] = np.asarray(result)
@@ -96,14 +105,14 @@ class Calls:
         def function(place: int) -> None:
             try:
                 write_results(place)
-            except BaseException as error:  # it must not pass through compiled code
-                traceback.clear_frames(error.__traceback__)  # which have views of that memory
+            except BaseException as error:  # it cannot propagate through compiled code
+                traceback.clear_frames(error.__traceback__)  # they have views of freed memory
                 self._thread.error = error
 
         return function
 
     def end(self, b: "Builder") -> None:
-        """Add a last result to a program with calls: whether it ran to its end."""
+        """Add a last result to a program with calls: 1 if the program ran to its end, or 0."""
         if self.names:
             finished = b.buffer((), np.int64)
             b.program.statements.insert(0, Statement((finished, "[0] = np.int64(0)")))
@@ -112,7 +121,7 @@ class Calls:
             b.program.calls = tuple(self.names)
 
     def checked(self, entry: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function of a program without its last result, raising what calls raised."""
+        """Return the function of a program without its last result, raising the errors of calls."""
         if not self.names:
             return entry
 
@@ -130,8 +139,63 @@ class Calls:
         return call
 
 
-def _view(place: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Memory of a program as an array."""
-    nbytes = max(1, int(np.prod(shape)) * dtype.itemsize)
-    memory: Any = (ctypes.c_char * nbytes).from_address(place)
-    return np.ndarray(shape, dtype, memory)
+class Fallbacks(Calls):
+    """The calls of a program in which JAX runs the primitives without a rule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.primitives: list[str] = []
+        self._lines: list[str] = []
+
+    def compile(self, b: "Builder", operands: Sequence[ArrayExpr]) -> list[Buffer]:
+        """Write a call of JAX for the current equation. Return its results."""
+        equation = b.equation
+        assert equation is not None
+        run = _compiled_by_jax(equation)
+        results = [b.buffer(aval.shape, aval.dtype) for aval in b.outs]
+        buffers = [*map(b.force, operands), *results]
+        x64 = bool(jax.config.jax_enable_x64)  # type: ignore[attr-defined]
+
+        def run_as_traced(*arrays: np.ndarray) -> list[np.ndarray]:
+            with jax.enable_x64(x64):
+                return [np.asarray(result) for result in run(*arrays)]
+
+        callback = self.callback(b, run_as_traced, len(operands), buffers)
+        self.write(b, [callback], buffers, f"{equation.primitive} is run by JAX")
+        self.primitives.append(equation.primitive)
+        self._lines.append(f"{equation.primitive!r}, from {equation.line}")
+        return results
+
+    def warn(self, name: str) -> None:
+        """Warn the caller of `compile` about the primitives that JAX runs."""
+        message = (
+            f"vn.numba.compile of {name}: JAX runs {'; '.join(self._lines)}, which has no rule. "
+            "Each run takes tens of microseconds and the GIL. To compile it, register a rule with "
+            "@vn.numba.funcify.register."
+        )
+        warnings.warn_explicit(message, UserWarning, *user_place())
+
+
+def _compiled_by_jax(equation: "Equation") -> Callable[..., Any]:
+    """Compile the primitive of an equation with JAX, so that a call never traces it again."""
+    origin = equation.origin
+    for v in (*origin.invars, *origin.outvars):
+        if not isinstance(v.aval.dtype, np.dtype):
+            raise NotImplementedError(
+                f"JAX cannot run {equation.primitive!r} from {equation.line} for vn.numba: it has "
+                f"arrays of dtype {v.aval.dtype}, which compiled code stores differently."
+            )
+    primitive = origin.primitive
+    structs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in origin.invars]
+
+    def function(*operands: Any) -> Any:
+        results = primitive.bind(*operands, **primitive.get_bind_params(origin.params))
+        return results if primitive.multiple_results else [results]
+
+    try:
+        return jax.jit(function).lower(*structs).compile()
+    except Exception as error:
+        raise NotImplementedError(
+            f"vn.numba has no rule for {equation.primitive!r} from {equation.line}, and JAX cannot "
+            f"compile it by itself: {error}"
+        ) from error

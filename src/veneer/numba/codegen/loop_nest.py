@@ -1,8 +1,7 @@
-"""A kernel: loops over buffers, as the source of a function of numbers and pointers.
+"""The loops of a kernel: a builder of the source of a function of numbers and pointers.
 
-Rules write it through a `LoopNest`, statement by statement. What a statement needs is computed as
-far out in the loops as what it depends on allows, and once; loops over an array in its own order
-are merged into one.
+Rules write statements through a `LoopNest`. An expression is computed once, in the outermost loop
+where its variables are known. Nested loops that run through memory in order become one loop.
 """
 
 import re
@@ -12,8 +11,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from . import storage
-from .arrays import ArrayExpr, Buffer, Memory
-from .index import Index, LoopVariable, all_names, flat
+from .arrays import (
+    ArrayExpr,
+    Buffer,
+    Index,
+    LoopVariable,
+    Memory,
+    flatten_index,
+    loop_variable_names,
+)
 
 _ACCESS = re.compile("\0(\\d+)\0")
 _NAME = re.compile(r"[A-Za-z_]\w*")
@@ -21,7 +27,7 @@ _NAME = re.compile(r"[A-Za-z_]\w*")
 
 @dataclass
 class _Scope:
-    """Lines under a loop, or under a condition that guards them, or of the function itself."""
+    """The lines under a loop or a condition, or of the whole function."""
 
     header: str | LoopVariable
     lines: "list[str | _Scope]" = field(default_factory=list)
@@ -39,15 +45,19 @@ class _Scope:
 
 @dataclass(frozen=True)
 class Access:
-    """An entry of memory: its place, from an offset on."""
+    """A read or write of memory, at a position after an offset."""
 
     memory: Memory
     offset: str
-    place: Index
+    position: Index
 
 
 class LoopNest:
-    """The source of a kernel in the making."""
+    """A kernel while rules write it.
+
+    `parameters` maps each memory and offset to its pointer, `written` is the memory that the kernel
+    writes, and `functions` are the functions that it calls.
+    """
 
     def __init__(self) -> None:
         self.functions: dict[str, Callable[..., Any]] = {}
@@ -57,20 +67,20 @@ class LoopNest:
         self._open = [self._body]
         self._depths: dict[str, int] = {}
         self._accesses: list[tuple[str, Index]] = []
-        self._known: list[dict[Any, str]] = [{}]
-        self._loop_names = iter(all_names())
+        self._cached: list[dict[Any, str]] = [{}]
+        self._loop_names = iter(loop_variable_names())
         self._n_locals = 0
 
     @property
     def buffers(self) -> list[Buffer]:
-        """What it is called with, in the order of its parameters."""
-        return [Buffer((), memory.dtype, memory, place) for memory, place in self.parameters]
+        """The arguments of the kernel, in the order of its parameters."""
+        return [Buffer((), memory.dtype, memory, offset) for memory, offset in self.parameters]
 
     # Loops and conditions.
 
     @contextmanager
     def loops(self, shape: Sequence[int]) -> Iterator[tuple[Index, ...]]:
-        """Loops over all indices of a shape, the last axis innermost; gives the index."""
+        """Open loops over all indices of a shape, the last axis innermost. Yield the index."""
         depth = len(self._open)
         index = []
         for extent in shape:
@@ -80,13 +90,13 @@ class LoopNest:
             variable = LoopVariable(next(self._loop_names), extent)
             self._enter(variable)
             self._depths[variable.name] = len(self._open) - 1
-            index.append(Index.of(variable))
+            index.append(Index.from_variable(variable))
         yield tuple(index)
         self._leave(depth)
 
     @contextmanager
     def under(self, header: str) -> Iterator[None]:
-        """Lines under `if ...:`, `while ...:` and the like; nothing is moved out of them."""
+        """Open a block under `if ...:` or `while ...:`. Nothing is moved out of it."""
         depth = len(self._open)
         self._enter(header)
         yield
@@ -96,89 +106,92 @@ class LoopNest:
         scope = _Scope(header)
         self._open[-1].lines.append(scope)
         self._open.append(scope)
-        self._known.append({})
+        self._cached.append({})
 
     def _leave(self, depth: int) -> None:
         for scope in self._open[depth:]:
             if not scope.lines:
                 scope.lines.append("pass")
         del self._open[depth:]
-        del self._known[depth:]
+        del self._cached[depth:]
 
     # Statements and expressions.
 
     def line(self, text: str) -> None:
-        """Writes a statement here."""
+        """Write a statement in the current block."""
         self._open[-1].lines.append(text)
 
     def read(self, value: ArrayExpr, index: Sequence[Index]) -> str:
-        """An expression for an entry of a value, with an `Index` an axis."""
+        """Return an expression for an entry of an array. `index` has an `Index` per axis."""
         key = (value, tuple(index))
-        for known in self._known:
-            if key in known:
-                return known[key]
+        for cached in self._cached:
+            if key in cached:
+                return cached[key]
         text = value.at(self, tuple(index))
         if not (isinstance(value, Buffer) and value.memory in self.written):
-            self._known[self._depth_of(text)][key] = text
+            self._cached[self._depth_of(text)][key] = text
         return text
 
     def load(self, buffer: Buffer, index: Sequence[Index]) -> str:
-        """A local variable with an entry of a buffer, as its dtype is computed in."""
+        """Load an entry of a buffer into a local variable of the computed dtype.
+
+        Return its name.
+        """
         stored = self._access(buffer, index)
-        text = storage.loaded(self, stored, buffer.dtype)
+        text = storage.decode(self, stored, buffer.dtype)
         if buffer.memory in self.written:
             return self.here(text)
         return self.let(text)
 
     def store(self, buffer: Buffer, index: Sequence[Index], text: str) -> None:
-        """Writes an entry of a buffer."""
+        """Write an expression to an entry of a buffer."""
         self.written.add(buffer.memory)
-        value = storage.stored(self, text, buffer.dtype)
+        value = storage.encode(self, text, buffer.dtype)
         self.line(f"{self._access(buffer, index)} = {value}")
 
     def let(self, text: str, name: str = "v") -> str:
-        """A local variable with the value of an expression that has no effects.
+        """Return a local variable with the value of an expression without side effects.
 
-        It is computed as far out as the variables that it uses allow, but under the conditions
-        that it is under.
+        It is computed in the outermost loop that knows the variables of `text`, but inside
+        conditions.
         """
         if text.isidentifier() and text in self._depths:
             return text
         depth = self._depth_of(text)
-        known = self._known[depth].get(text)
+        known = self._cached[depth].get(text)
         if known is not None:
             return known
         local = self._local(name, depth)
         lines = self._open[depth].lines
-        place = len(lines) - (depth + 1 < len(self._open))  # before the scope that is open
-        lines.insert(place, f"{local} = {text}")
-        self._known[depth][text] = local
+        position = len(lines) - (depth + 1 < len(self._open))  # before the open scope
+        lines.insert(position, f"{local} = {text}")
+        self._cached[depth][text] = local
         return local
 
     def here(self, text: str, name: str = "v") -> str:
-        """A new local variable with the value of an expression, computed in this place.
+        """Assign an expression to a new local variable in the current block. Return the variable.
 
-        It may be assigned to, and read in scopes within this.
+        Later lines may assign to the variable again.
         """
         local = self._local(name, len(self._open) - 1)
         self.line(f"{local} = {text}")
         return local
 
     def variable(self, text: str, extent: int) -> Index:
-        """An index computed by an expression, which must be from 0 to `extent - 1`."""
-        return Index.of(LoopVariable(self.let(text, "at"), extent))
+        """Return an index computed by an expression, whose value must be from 0 to `extent - 1`."""
+        return Index.from_variable(LoopVariable(self.let(text, "at"), extent))
 
     def function(self, function: Callable[..., Any]) -> str:
-        """Makes a function known to the kernel, by its name: see `scalar`."""
+        """Make a function available to the kernel under its name. Return the name."""
         self.functions[function.__name__] = function
         return function.__name__
 
     def call(self, function: Callable[..., Any], *args: str) -> str:
-        """An expression that calls a function."""
+        """Return an expression that calls a function."""
         return f"{self.function(function)}({', '.join(args)})"
 
     def pointer(self, buffer: Buffer) -> str:
-        """The parameter for a buffer, to be passed on; it is taken to be written to."""
+        """Return the pointer to a buffer, for a function that may write to it."""
         self.written.add(buffer.memory)
         return self._parameter(buffer)
 
@@ -189,13 +202,11 @@ class LoopNest:
         return local
 
     def _parameter(self, buffer: Buffer) -> str:
-        place = buffer.memory, buffer.offset
-        if place not in self.parameters:
-            self.parameters[place] = f"x{len(self.parameters)}"
-        return self.parameters[place]
+        key = buffer.memory, buffer.offset
+        return self.parameters.setdefault(key, f"x{len(self.parameters)}")
 
     def _access(self, buffer: Buffer, index: Sequence[Index]) -> str:
-        self._accesses.append((self._parameter(buffer), flat(index, buffer.shape)))
+        self._accesses.append((self._parameter(buffer), flatten_index(index, buffer.shape)))
         return f"\0{len(self._accesses) - 1}\0"
 
     def _names(self, text: str) -> Iterator[str]:
@@ -212,39 +223,42 @@ class LoopNest:
 
     @property
     def accesses(self) -> Iterator[Access]:
-        """All places of memory that it has read and written so far."""
+        """All reads and writes of memory so far."""
         names = {name: key for key, name in self.parameters.items()}
-        return (Access(*names[parameter], place) for parameter, place in self._accesses)
+        return (Access(*names[parameter], at) for parameter, at in self._accesses)
 
     def access_of(self, text: str) -> Access | None:
-        """Where a local variable was loaded from, if it is what is there and nothing else."""
-        sources = (source for known in self._known for source, v in known.items() if v == text)
+        """Return the access by which a local variable was loaded, or None if it was computed."""
+        sources = (source for known in self._cached for source, v in known.items() if v == text)
         for source in sources:
             match = _ACCESS.fullmatch(source) if isinstance(source, str) else None
             if match:
-                parameter, place = self._accesses[int(match[1])]
+                parameter, position = self._accesses[int(match[1])]
                 names = {name: key for key, name in self.parameters.items()}
-                return Access(*names[parameter], place)
+                return Access(*names[parameter], position)
         return None
 
     def source(self) -> str:
-        """The lines of the function, without its first."""
+        """Return the body of the function."""
         for scope in [*self._body.scopes()]:
             while self._merge(scope):
                 pass
         return "\n".join(self._rendered(self._body, 1))
 
     def _merge(self, scope: _Scope) -> bool:
-        """Makes one loop of two, where that is all that the outer has and no entry is the wiser."""
+        """Merge a loop with the only loop inside it, if every access allows it.
+
+        Return whether it did.
+        """
         inner = scope.lines[0] if len(scope.lines) == 1 else None
         if not isinstance(inner, _Scope):
             return False
         a, b = scope.header, inner.header
         if isinstance(a, str) or isinstance(b, str) or not self._may_merge(inner, a, b):
             return False
-        one = LoopVariable(a.name, a.extent * b.extent)
-        self._accesses = [(x, index.merged(a, b, one)) for x, index in self._accesses]
-        scope.header, scope.lines = one, inner.lines
+        merged = LoopVariable(a.name, a.extent * b.extent)
+        self._accesses = [(x, index.merge_variables(a, b, merged)) for x, index in self._accesses]
+        scope.header, scope.lines = merged, inner.lines
         return True
 
     def _may_merge(self, scope: _Scope, a: LoopVariable, b: LoopVariable) -> bool:
@@ -259,13 +273,13 @@ class LoopNest:
                 yield "    " * indent + self._header(line.header)
                 yield from self._rendered(line, indent + 1)
             else:
-                yield "    " * indent + _ACCESS.sub(self._place, line)
+                yield "    " * indent + _ACCESS.sub(self._access_text, line)
 
     def _header(self, header: str | LoopVariable) -> str:
         if isinstance(header, str):
-            return _ACCESS.sub(self._place, header)
+            return _ACCESS.sub(self._access_text, header)
         return f"for {header.name} in range({header.extent}):"
 
-    def _place(self, match: re.Match[str]) -> str:
+    def _access_text(self, match: re.Match[str]) -> str:
         parameter, index = self._accesses[int(match[1])]
         return f"{parameter}[{index}]"

@@ -1,26 +1,26 @@
-"""A compiled program as source: its kernels, and the function that calls them one by one."""
+"""Programs: statements that call kernels, the memory that they use, and the finished source."""
 
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
 from ..maths import instructions
-from ..maths.scalar import key_of
+from ..maths.instructions import key_of
 from . import storage
 from .arrays import Buffer, Memory
 from .loop_nest import LoopNest
 
 _ALIGNMENT = 64
 
-#: A call that works on so many bytes, or whose loops take so many steps, lets other threads of
-#: Python's run. It is for no others: to get the lock again takes milliseconds, if one computes.
+#: From this many bytes or loop iterations on, a call releases the GIL. Shorter calls keep it:
+#: taking it back costs milliseconds while another thread computes.
 _LONG_NBYTES, _LONG_STEPS = 2**20, 100_000
-#: A step of a loop of the program calls kernels, and counts for so many of theirs.
+#: The number of iterations of a kernel that an iteration of a loop of kernels counts for.
 _STEPS_OF_KERNELS = 100
 
 
@@ -29,9 +29,9 @@ _STEPS_OF_KERNELS = 100
 
 @dataclass
 class Statement:
-    """A line, of text and of buffers, which are pointers; under it, what is in a block of its own.
+    """A line of the program, made of text and buffers, and the statements of the block under it.
 
-    `note` says where in the user's program it comes from.
+    A buffer becomes a pointer. `note` is the line of the user's code that the statement comes from.
     """
 
     pieces: tuple["str | Buffer", ...]
@@ -40,17 +40,17 @@ class Statement:
 
     @property
     def memories(self) -> Iterator[Memory]:
-        """What it works on itself."""
-        return (pointed_at(x)[0] for x in self.pieces if isinstance(x, Buffer))
+        """The memory that the line itself uses."""
+        return (resolve_alias(x)[0] for x in self.pieces if isinstance(x, Buffer))
 
     @property
     def all_memories(self) -> set[Memory]:
-        """What it works on, and what is in its block does."""
+        """The memory that the line and its block use."""
         return set(self.memories).union(*(inner.all_memories for inner in self.body or ()))
 
 
-def pointed_at(buffer: Buffer) -> tuple[Memory, str]:
-    """The memory of a buffer, and the place there of its first entry."""
+def resolve_alias(buffer: Buffer) -> tuple[Memory, str]:
+    """Return the memory that a buffer is in, after aliases, and the offset of its first entry."""
     memory, offset = buffer.memory, buffer.offset
     while memory.alias is not None:
         whole = memory.alias
@@ -61,57 +61,45 @@ def pointed_at(buffer: Buffer) -> tuple[Memory, str]:
 
 @dataclass
 class _Life:
-    """The statements between which a piece of memory is needed."""
+    """The first and the last statement that use a block of memory, by number."""
 
     first: int
     last: int
 
 
-@dataclass
-class Allocation:
-    """Where pieces of work memory are, in bytes from the start, and how many it takes in all."""
+def allocate(statements: list[Statement]) -> tuple[dict[Memory, int], int]:
+    """Place all work memory, and let blocks that are needed at different times share a place.
 
-    offsets: dict[Memory, int] = field(default_factory=dict)
-    nbytes: int = 0
-
-
-def allocated(statements: list[Statement]) -> Allocation:
-    """Finds a place for all work memory; pieces share one that are not needed at the same time."""
+    **Returns:** the offset of each block in bytes, and the size of all work memory in bytes.
+    """
     lives: dict[Memory, _Life] = {}
     blocks: list[_Life] = []
-    _number(statements, 0, lives, blocks)
+    _number_statements(statements, 0, lives, blocks)
     for block in blocks:
         for life in lives.values():
-            # What is needed after a loop, all of its rounds may have written to.
+            # Every iteration of a loop may write memory that is read after the loop.
             if block.first <= life.first <= block.last < life.last:
                 life.first = block.first
-    result = Allocation()
-    placed: list[Memory] = []
+    offsets: dict[Memory, int] = {}
+    nbytes = 0
     for memory in sorted(lives, key=lambda memory: lives[memory].first):
         life = lives[memory]
-        others = [x for x in placed if lives[x].last >= life.first and lives[x].first <= life.last]
-        result.offsets[memory] = _first_gap(
-            sorted((result.offsets[x], _room(x)) for x in others), _room(memory)
-        )
-        placed.append(memory)
-        result.nbytes = max(result.nbytes, result.offsets[memory] + _room(memory))
-    return result
+        others = [x for x in offsets if lives[x].last >= life.first and lives[x].first <= life.last]
+        offset = 0
+        for start, size in sorted((offsets[x], _aligned_nbytes(x)) for x in others):
+            if start - offset >= _aligned_nbytes(memory):
+                break
+            offset = max(offset, start + size)
+        offsets[memory] = offset
+        nbytes = max(nbytes, offset + _aligned_nbytes(memory))
+    return offsets, nbytes
 
 
-def _room(memory: Memory) -> int:
+def _aligned_nbytes(memory: Memory) -> int:
     return -(-max(memory.nbytes, 1) // _ALIGNMENT) * _ALIGNMENT
 
 
-def _first_gap(taken: Iterable[tuple[int, int]], room: int) -> int:
-    place = 0
-    for start, size in taken:
-        if start - place >= room:
-            break
-        place = max(place, start + size)
-    return place
-
-
-def _number(
+def _number_statements(
     statements: list[Statement], number: int, lives: dict[Memory, _Life], blocks: list[_Life]
 ) -> int:
     for statement in statements:
@@ -123,34 +111,32 @@ def _number(
         if statement.body is not None:
             before = set(lives)
             inner: dict[Memory, _Life] = dict(lives)
-            number = _number(statement.body, number, inner, blocks)
+            number = _number_statements(statement.body, number, inner, blocks)
             for memory, life in inner.items():
                 lives[memory] = life
-                # What there was before a loop is needed until its last round.
+                # Memory from before a loop is needed until its last iteration.
                 if memory in before and life.last >= start:
                     life.last = number - 1
             blocks.append(_Life(start, number - 1))
     return number
 
 
-def lines(statements: list[Statement], names: dict[Memory, str], indent: int = 1) -> Iterator[str]:
-    """The source of statements."""
+def _lines(statements: list[Statement], names: dict[Memory, str], indent: int = 1) -> Iterator[str]:
+    """Yield the source lines of statements."""
     for statement in statements:
-        text = "".join(
-            piece if isinstance(piece, str) else _pointer(piece, names)
-            for piece in statement.pieces
-        )
+        text = ""
+        for piece in statement.pieces:
+            if isinstance(piece, Buffer):
+                memory, offset = resolve_alias(piece)
+                name = names[memory]
+                piece = name if offset == "0" else f"at({name}, {offset})"
+            text += piece
         note = f"  # {statement.note}" if statement.note else ""
         yield "    " * indent + text + note
         if statement.body is not None:
-            yield from lines(statement.body, names, indent + 1) or ()
+            yield from _lines(statement.body, names, indent + 1) or ()
             if not statement.body:
                 yield "    " * (indent + 1) + "pass"
-
-
-def _pointer(buffer: Buffer, names: dict[Memory, str]) -> str:
-    memory, offset = pointed_at(buffer)
-    return names[memory] if offset == "0" else f"at({names[memory]}, {offset})"
 
 
 # Programs.
@@ -158,7 +144,7 @@ def _pointer(buffer: Buffer, names: dict[Memory, str]) -> str:
 
 @dataclass(frozen=True)
 class Function:
-    """A function of the source: its text, and the dtypes of what its arguments point to."""
+    """A function of the source, with the dtypes of the memory that its arguments point to."""
 
     name: str
     source: str
@@ -166,7 +152,10 @@ class Function:
 
 
 class ProgramDraft:
-    """What a builder has made so far."""
+    """A program while a builder writes it.
+
+    `calls`, `callbacks` and `objects` are as in `Source`.
+    """
 
     def __init__(self) -> None:
         self.statements: list[Statement] = []
@@ -179,31 +168,34 @@ class ProgramDraft:
         self.functions: dict[str, Callable[..., Any]] = {}
         self.calls: tuple[str, ...] = ()
         self.callbacks: list[int] = []
-        self.kept: list[Any] = []
+        self.objects: list[Any] = []
 
     def input(self, shape: Sequence[int], dtype: Any) -> Buffer:
-        """A new argument."""
+        """Add an argument."""
         memory = Memory(np.dtype(dtype), int(np.prod(shape)), "input", f"in{len(self.inputs)}")
         self.inputs.append(memory)
         self.input_shapes.append(tuple(shape))
         return Buffer(tuple(shape), memory.dtype, memory)
 
     def constant(self, array: np.ndarray) -> Buffer:
-        """An array that is known. It is no part of the source, which takes its address."""
+        """Add a constant array.
+
+        The program gets its address, so that the source does not depend on it.
+        """
         name = f"const{len(self.constants)}"
         memory = Memory(array.dtype, array.size, "constant", name)
         self.constants.append((memory, np.array(array, order="C")))
         return Buffer(array.shape, array.dtype, memory)
 
     def output(self, buffer: Buffer) -> None:
-        """Makes a piece of work memory the next result."""
+        """Make the work memory of a buffer the next result."""
         memory = buffer.memory
         memory.kind, memory.name = "output", f"out{len(self.outputs)}"
         self.outputs.append(memory)
         self.output_shapes.append(buffer.shape)
 
     def add_kernel(self, name: str, k: LoopNest) -> str:
-        """Adds the function of a kernel, unless there is one like it; returns its name."""
+        """Add the function of a kernel, unless an equal one exists. Return the function's name."""
         for function in k.functions.values():
             self.function(function)
         body = k.source()
@@ -211,15 +203,15 @@ class ProgramDraft:
         key = body, dtypes
         if key not in self.kernels:
             taken = {function.name for function in self.kernels.values()}
-            plain = name.replace("-", "_")
-            names = (f"{plain}_{n}" for n in range(len(taken) + 1))
+            prefix = name.replace("-", "_")
+            names = (f"{prefix}_{n}" for n in range(len(taken) + 1))
             unique = next(x for x in names if x not in taken)
             source = f"def {unique}({', '.join(k.parameters.values())}):\n    no_aliases()\n{body}"
             self.kernels[key] = Function(unique, source, dtypes)
         return self.kernels[key].name
 
     def function(self, function: Callable[..., Any]) -> str:
-        """Makes a function known to the source by its name."""
+        """Make a function available to the source under its name. Return the name."""
         known = self.functions.setdefault(function.__name__, function)
         if known is not function:
             raise ValueError(
@@ -231,15 +223,15 @@ class ProgramDraft:
 
 @dataclass(frozen=True)
 class Source:
-    """The text of a program, and what it takes to run it.
+    """A finished program: its text, and everything that is needed to compile and call it.
 
-    `functions` are the kernels and, last, the one that calls them. `narrows` says that arguments of
-    64 bits are taken for those of 32, as JAX did where it was traced. `key` is equal for programs
-    of the same text, shapes and dtypes.
+    `functions` are the kernels and, last, the function that calls them. `names` are the functions
+    that they call. `narrows` says that 64-bit arguments are converted to 32 bits, as JAX did when
+    it traced the function. `key` is equal for programs of the same text, shapes and dtypes.
 
-    `calls` names the functions that it calls by their addresses. If there are any, the last output
-    says whether all succeeded. `callbacks` has the numbers of the constants that are addresses of
-    Python callbacks, and `kept` all objects that the constants refer to.
+    `calls` names the functions that are called by address. If there are any, the last output says
+    whether all succeeded. `callbacks` are the indices of constants with addresses of Python
+    callbacks, and `objects` the objects that must live as long as the program.
     """
 
     text: str
@@ -256,15 +248,15 @@ class Source:
     key: str
     calls: tuple[str, ...] = ()
     callbacks: tuple[int, ...] = ()
-    kept: tuple[Any, ...] = ()
+    objects: tuple[Any, ...] = ()
 
-    def wide(self, dtype: np.dtype) -> np.dtype | None:
-        """What else than arrays of a dtype is taken for them, and converted."""
+    def wide_dtype(self, dtype: np.dtype) -> np.dtype | None:
+        """Return the 64-bit dtype that is also accepted for arguments of a dtype, or None."""
         return storage.WIDE.get(dtype) if self.narrows else None
 
     @property
     def is_long(self) -> bool:
-        """Whether a call surely takes some tens of microseconds."""
+        """Whether a call certainly takes tens of microseconds."""
         memories = (*self.inputs, *self.outputs)
         nbytes = sum(memory.nbytes for memory in memories) + self.work_nbytes
         nbytes += sum(array.nbytes for array in self.constants)
@@ -273,8 +265,8 @@ class Source:
 
 
 def _n_steps(text: str) -> int:
-    """How many steps the loops of a function take, one in another, whose lengths it says."""
-    most, outer = 1, [(0, 1)]  # by their indents, loops with the steps of all around them
+    """Return the number of iterations of the longest loop nest of a function with known lengths."""
+    most, outer = 1, [(0, 1)]  # indent and total iterations of the loops around a line
     for line in text.splitlines()[1:]:
         indent = len(line) - len(line.lstrip())
         while len(outer) > 1 and outer[-1][0] >= indent:
@@ -285,18 +277,18 @@ def _n_steps(text: str) -> int:
     return most
 
 
-def finished(program: ProgramDraft) -> Source:
-    """The source of a program, with a place for all that it works on."""
-    places = allocated(program.statements)
-    work = {memory: f"t{n}" for n, memory in enumerate(places.offsets)}
+def finish(program: ProgramDraft) -> Source:
+    """Allocate the memory of a program, and return its source."""
+    offsets, work_nbytes = allocate(program.statements)
+    work = {memory: f"t{n}" for n, memory in enumerate(offsets)}
     memories = [*program.inputs, *program.outputs, *(m for m, _ in program.constants)]
     names = {memory: memory.name for memory in memories} | work
-    views = [
-        f"    {work[memory]} = memory(work, {offset}, {_example(memory.dtype)})"
-        for memory, offset in places.offsets.items()
-    ]
+    views = []
+    for memory, offset in offsets.items():
+        example = f"np.{storage.stored_dtype(memory.dtype).name}(0)"
+        views.append(f"    {work[memory]} = memory(work, {offset}, {example})")
     header = f"def program({', '.join([*(memory.name for memory in memories), 'work'])}):"
-    body = [header, *views, *lines(program.statements, names)]
+    body = [header, *views, *_lines(program.statements, names)]
     if len(body) == 1:
         body.append("    pass")
     dtypes = [storage.stored_dtype(memory.dtype) for memory in memories]
@@ -314,18 +306,14 @@ def finished(program: ProgramDraft) -> Source:
         input_shapes=tuple(program.input_shapes),
         output_shapes=tuple(program.output_shapes),
         constants=tuple(array for _, array in program.constants),
-        work_nbytes=places.nbytes,
-        work_sizes=tuple(memory.size for memory in places.offsets),
+        work_nbytes=work_nbytes,
+        work_sizes=tuple(memory.size for memory in offsets),
         narrows=narrows,
-        key=_key(program, places.nbytes, narrows, [*kernels, main], functions.values()),
+        key=_key(program, work_nbytes, narrows, [*kernels, main], functions.values()),
         calls=program.calls,
         callbacks=tuple(program.callbacks),
-        kept=tuple(program.kept),
+        objects=tuple(program.objects),
     )
-
-
-def _example(dtype: np.dtype) -> str:
-    return f"np.{storage.stored_dtype(dtype).name}(0)"
 
 
 def _key(
@@ -335,9 +323,12 @@ def _key(
     functions: Iterable[Function],
     called: Iterable[Callable[..., Any]],
 ) -> str:
-    """Of all that makes a program what it is; not of the lines of the user's that it notes."""
+    """Return a hash of everything that the compiled code depends on.
+
+    Notes of user lines are excluded.
+    """
     digest = hashlib.sha256()
-    # The function for Python checks these of arguments, and gives them to results.
+    # The entry for Python checks the shapes of arguments and sets those of results.
     shapes = f"{program.input_shapes}{program.output_shapes}"
     digest.update(f"{shapes}{work_nbytes}{narrows}".encode())
     for memory in (*program.inputs, *program.outputs):

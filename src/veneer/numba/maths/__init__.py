@@ -1,12 +1,9 @@
-"""Functions of numbers that generated code calls: plain Python, which Numba compiles when it must.
+"""Functions of numbers that generated code calls.
 
-What makes a function one of them, and then they:
+Each imports only the modules above it:
 
-    scalar          functions that are compiled, and those that are instructions
-    precision       a function written once for float32 and for float64
-    instructions    those that are an instruction of the CPU, or few
-    libm            those of the C library
-    conversions     numbers of one dtype as numbers of another
-    elementary      exponentials, logarithms, sigmoids and the like, without branches
+    instructions    how to define such a function; instructions of the CPU and the C library
+    elementary      exponentials, logarithms, sigmoids and others, without branches
     complex         functions of complex numbers
+    intrinsics      the LLVM code of the instructions. It imports Numba
 """

@@ -1,11 +1,14 @@
-"""Functions of mathematics, for loops that become vector instructions.
+"""Exponentials, logarithms, sigmoids and other real functions, for loops that become vector code.
 
-Those by precision have no branches. exp, exp2, log, log1p and rsqrt lie within 2 units in the last
-place of the exact result, denormals included; expm1, tanh and logistic within 5, and so do erf of
-float32 and erf_inv of float64 within 6. All are exact at infinities, zeros and NaN, and reach their
-limits where XLA's do: a bound of the argument alone leaves what the approximation is there. Others
-are those of the C library. The polynomials and rational functions are those of Cephes (Moshier,
-1989), and for tanh and erf of float32 those that XLA has from Eigen.
+The functions by precision have no branches. Their errors, in units in the last place, are at most
+
+- 2 for exp, exp2, log, log1p and rsqrt, also of denormals,
+- 5 for expm1, tanh and logistic, and erf of float32,
+- 6 for erf_inv of float64.
+
+All are exact at infinities, zeros and NaN, and reach their limits at the same arguments as XLA. The
+approximations are from Cephes (Moshier, 1989), and for tanh and erf of float32 from Eigen, as in
+XLA. Primitives without a function here use the C library.
 """
 
 from collections.abc import Callable
@@ -13,33 +16,44 @@ from typing import Any
 
 import numpy as np
 
-from . import libm
-from .instructions import copysign, fabs, polynomial, reinterpreted, rint, select, sqrt, trunc
-from .libm import erf as erf_f64
-from .libm import erfc
-from .precision import ByPrecision, by_precision, floats
-from .scalar import scalar
+from .instructions import (
+    C_LIBRARY,
+    ByPrecision,
+    by_precision,
+    copysign,
+    erfc,
+    fabs,
+    floats,
+    polynomial,
+    reinterpreted,
+    rint,
+    scalar,
+    select,
+    sqrt,
+    trunc,
+)
+from .instructions import erf as erf_f64
 
-# What differs by precision: of float32, and of float64.
+# Constants of the two precisions.
 
 _FLOAT: Any = ByPrecision(np.float32, np.float64)
-_INT: Any = ByPrecision(np.int32, np.int64)  # as many bits
+_INT: Any = ByPrecision(np.int32, np.int64)
 _MANTISSA_BITS: Any = ByPrecision(np.int32(23), np.int64(52))
 _BIAS: Any = ByPrecision(np.int32(127), np.int64(1023))
-_ROOT_OF_HALF: Any = ByPrecision(np.int32(0x3F3504F3), np.int64(0x3FE6A09E667F3BCD))  # its bits
+_ROOT_OF_HALF: Any = ByPrecision(np.int32(0x3F3504F3), np.int64(0x3FE6A09E667F3BCD))  # as bits
 _SMALLEST_NORMAL = floats(1.17549435e-38, 2.2250738585072014e-308)
 _TO_NORMAL, _TO_NORMAL_LOG2 = floats(2.0**23, 2.0**52), floats(23, 52)
 
-# Beyond these, results are 0 (or -1), and infinite.
+# Below the low bounds results are 0 (of expm1 -1). Above the high bounds they are infinite.
 _EXP_LOW, _EXP_HIGH = floats(-104, -746), floats(89, 710)
 _EXP2_LOW, _EXP2_HIGH = floats(-151, -1076), floats(129, 1025)
 _EXPM1_LOW = floats(-26, -56)
-#: What log1p is no different from its argument below.
+#: log1p(x) rounds to x below this magnitude.
 _LOG1P_SMALL = floats(1e-10, 1e-20)
 
 _LOG2_E = floats(1.44269504088896341, 1.4426950408889634073599)
 _LN2 = floats(0.69314718055994530942, 0.69314718055994530942)
-# ln(2) as a number with few bits, by which k is multiplied exactly, and the rest.
+# ln(2) as a sum. The high part has few bits, so that its product with an integer k is exact.
 _EXP_LN2_HIGH, _EXP_LN2_LOW = (
     floats(0.693359375, 6.93145751953125e-1),
     floats(-2.12194440e-4, 1.42860682030941723212e-6),
@@ -51,11 +65,11 @@ _LOG_LN2_HIGH, _LOG_LN2_LOW = (
 
 
 def _coefficients(dtype: type, *numbers: float) -> Any:
-    """Of a polynomial, that of the highest power first."""
     return tuple(map(dtype, numbers))
 
 
-# (exp(r) - 1 - r) / r**2 of float32; of float64 exp(r) - 1 = 2 r P(r**2) / (Q(r**2) - r P(r**2)).
+# Polynomials, with the coefficient of the highest power first.
+# float32: (exp(r) - 1 - r) / r**2. float64: exp(r) - 1 = 2 r P(r**2) / (Q(r**2) - r P(r**2)).
 _EXP_P32 = _coefficients(
     np.float32,
     1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1,
@@ -71,7 +85,7 @@ _EXP_Q64 = _coefficients(
     2.00000000000000000005,
 )  # fmt: skip
 
-# (log(1 + r) - r + r**2 / 2) / r**3: of float32 a polynomial, of float64 P / Q.
+# (log(1 + r) - r + r**2 / 2) / r**3: a polynomial for float32, and P / Q for float64.
 _LOG_P32 = _coefficients(
     np.float32,
     7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1,
@@ -88,7 +102,7 @@ _LOG_Q64 = _coefficients(
     7.11544750618563894466e1, 2.31251620126765340583e1,
 )  # fmt: skip
 
-# tanh(x) / x and erf(x) / x of float32: P / Q of x**2.
+# float32: tanh(x) / x and erf(x) / x are P / Q at x**2.
 _TANH_P32 = _coefficients(
     np.float32,
     -2.76076847742355e-16, 2.00018790482477e-13, -8.60467152213735e-11, 5.12229709037114e-08,
@@ -109,7 +123,8 @@ _ERF_Q32 = _coefficients(
     0.11098505178285362, 0.49746925110067538, 1.0,
 )  # fmt: skip
 
-# erf_inv(x) / x of float32 by w = -log(1 - x**2): of w - 5 / 2, and of sqrt(w) - 3 (Giles, 2010).
+# float32: erf_inv(x) / x, with w = -log(1 - x**2): polynomials in w - 5 / 2 for small w, and in
+# sqrt(w) - 3 for large w (Giles, "Approximating the erfinv function", 2010).
 _ERF_INV_NEAR32 = _coefficients(
     np.float32,
     2.81022636e-08, 3.43273939e-07, -3.5233877e-06, -4.39150654e-06, 0.00021858087,
@@ -127,19 +142,19 @@ _ERF_INV_FAR32 = _coefficients(
 
 @by_precision
 def power_of_two(k):
-    """2 to the power of a whole number that a normal float has as its exponent."""
+    """Return 2 to the power of an integer `k`. The result must be a normal float."""
     return reinterpreted(_INT((_INT(k) + _BIAS) << _MANTISSA_BITS), _FLOAT(0))
 
 
 @scalar
 def exp_less_1_f32(r):
-    """exp(r) - 1 of a small number."""
+    """Return exp(r) - 1 for |r| <= ln(2) / 2."""
     return polynomial(r, _EXP_P32) * (r * r) + r
 
 
 @scalar
 def exp_less_1_f64(r):
-    """exp(r) - 1 of a small number."""
+    """Return exp(r) - 1 for |r| <= ln(2) / 2."""
     z = r * r
     p = polynomial(z, _EXP_P64) * r
     return np.float64(2) * p / (polynomial(z, _EXP_Q64) - p)
@@ -150,19 +165,19 @@ _exp_less_1: Any = ByPrecision(exp_less_1_f32, exp_less_1_f64)
 
 @by_precision
 def exp(x):
-    """The exponential."""
+    """Return the exponential of `x`."""
     inside = select(x < _EXP_LOW, _EXP_LOW, select(x > _EXP_HIGH, _EXP_HIGH, x))
     k = rint(inside * _LOG2_E)
     r = inside - k * _EXP_LN2_HIGH
     r = r - k * _EXP_LN2_LOW
-    half = trunc(k * _FLOAT(0.5))  # 2**k alone may be a denormal, or too great
+    half = trunc(k * _FLOAT(0.5))  # 2**k itself may be denormal or overflow
     p = _exp_less_1(r) + _FLOAT(1)
     return p * power_of_two(half) * power_of_two(k - half)
 
 
 @by_precision
 def exp2(x):
-    """2 to the power of a number."""
+    """Return 2 to the power of `x`."""
     inside = select(x < _EXP2_LOW, _EXP2_LOW, select(x > _EXP2_HIGH, _EXP2_HIGH, x))
     k = rint(inside)
     half = trunc(k * _FLOAT(0.5))
@@ -172,7 +187,7 @@ def exp2(x):
 
 @by_precision
 def expm1(x):
-    """The exponential, less 1."""
+    """Return exp(x) - 1, accurate near 0."""
     inside = select(x < _EXPM1_LOW, _EXPM1_LOW, select(x > _EXP_HIGH, _EXP_HIGH, x))
     k = rint(inside * _LOG2_E)
     r = inside - k * _EXP_LN2_HIGH
@@ -187,13 +202,13 @@ def expm1(x):
 
 @scalar
 def log_series_f32(r, z):
-    """What log(1 + r) has beyond r - z / 2, with z = r**2."""
+    """Return log(1 + r) - r + z / 2, with z = r**2."""
     return polynomial(r, _LOG_P32) * r * z
 
 
 @scalar
 def log_series_f64(r, z):
-    """What log(1 + r) has beyond r - z / 2, with z = r**2."""
+    """Return log(1 + r) - r + z / 2, with z = r**2."""
     return r * (z * polynomial(r, _LOG_P64) / polynomial(r, _LOG_Q64))
 
 
@@ -202,11 +217,11 @@ _log_series: Any = ByPrecision(log_series_f32, log_series_f64)
 
 @by_precision
 def log(x):
-    """The natural logarithm."""
+    """Return the natural logarithm of `x`."""
     denormal = x < _SMALLEST_NORMAL
     normal = select(denormal, x * _TO_NORMAL, x)
     bits = reinterpreted(normal, _INT(0))
-    # The exponent is taken from where a mantissa is the root of 1/2.
+    # Choose the exponent so that the mantissa is between the roots of 1/2 and 2.
     above = _INT(bits - _ROOT_OF_HALF)
     exponent = _INT(above >> _MANTISSA_BITS)
     m = reinterpreted(_INT(bits - _INT(exponent << _MANTISSA_BITS)), _FLOAT(0))
@@ -222,11 +237,11 @@ def log(x):
 
 @by_precision
 def log1p(x):
-    """The natural logarithm of 1 and a number."""
+    """Return log(1 + x), accurate near 0."""
     u = _FLOAT(1) + x
-    lost = (x - (u - _FLOAT(1))) / u  # what rounding took from the sum
-    usual = (u > _FLOAT(0)) & (u < _FLOAT(np.inf))
-    result = log(u) + select(usual, lost, _FLOAT(0))
+    lost = (x - (u - _FLOAT(1))) / u  # the rounding error of u, relative to u
+    is_finite = (u > _FLOAT(0)) & (u < _FLOAT(np.inf))
+    result = log(u) + select(is_finite, lost, _FLOAT(0))
     return select(fabs(x) < _LOG1P_SMALL, x, result)
 
 
@@ -239,7 +254,7 @@ log_f32, log1p_f32 = log.f32, log1p.f32
 
 @scalar
 def tanh_f32(x):
-    """The hyperbolic tangent of a float32."""
+    """Return the hyperbolic tangent of a float32."""
     bound = np.float32(7.90531110763549805)
     c = select(x > bound, bound, select(x < -bound, -bound, x))
     z = c * c
@@ -250,7 +265,7 @@ def tanh_f32(x):
 
 @scalar
 def tanh_f64(x):
-    """The hyperbolic tangent of a float64."""
+    """Return the hyperbolic tangent of a float64."""
     magnitude = fabs(x)
     e = expm1_f64(select(magnitude > np.float64(20), np.float64(40), np.float64(2) * magnitude))
     return copysign(select(x == x, e / (e + np.float64(2)), x), x)
@@ -258,14 +273,14 @@ def tanh_f64(x):
 
 @by_precision
 def logistic(x):
-    """1 / (1 + exp(-x))."""
+    """Return 1 / (1 + exp(-x))."""
     e = exp(-fabs(x))
     return select(x < _FLOAT(0), e, _FLOAT(1)) / (_FLOAT(1) + e)
 
 
 @scalar
 def erf_f32(x):
-    """The error function of a float32."""
+    """Return the error function of a float32."""
     bound = np.float32(3.7439211627767994)
     c = select(x > bound, bound, select(x < -bound, -bound, x))
     z = c * c
@@ -275,8 +290,8 @@ def erf_f32(x):
 
 @scalar
 def erf_inv_f32(x):
-    """The inverse of the error function, of a float32."""
-    rest = (np.float32(1) - x) * (np.float32(1) + x)  # 1 - x is exact where x is near 1
+    """Return the inverse error function of a float32."""
+    rest = (np.float32(1) - x) * (np.float32(1) + x)  # 1 - x is exact near 1
     w = -select(fabs(x) < np.float32(0.5), log1p_f32(-x * x), log_f32(rest))
     near = polynomial(w - np.float32(2.5), _ERF_INV_NEAR32)
     far = polynomial(sqrt(w) - np.float32(3), _ERF_INV_FAR32)
@@ -286,12 +301,12 @@ def erf_inv_f32(x):
 
 @scalar
 def erf_inv_f64(x):
-    """The inverse of the error function, of a float64: Newton's method from that of float32."""
+    """Return the inverse error function of a float64, by Newton's method."""
     y = np.float64(erf_inv_f32(np.float32(x)))
     start = select(fabs(y) < np.float64(6), y, copysign(np.float64(5.4), x))
     y = start
     for _ in range(4):
-        # Near 1, what is missing to it is exact.
+        # Near 1, 1 - |x| is exact.
         error = (np.float64(1) - fabs(x)) - erfc(fabs(y))
         small = erf_f64(y) - x
         error = select(fabs(x) < np.float64(0.5), small, copysign(error, error * x))
@@ -301,54 +316,55 @@ def erf_inv_f64(x):
     return select(fabs(x) <= np.float64(1), y, np.float64(np.nan))
 
 
-# Of any float.
+# Any float.
 
 
 @by_precision
 def rsqrt(x):
-    """One over the square root."""
+    """Return 1 / sqrt(x)."""
     return _FLOAT(1) / sqrt(x)
 
 
 @scalar
 def round_away(x):
-    """The nearest whole number, the one away from zero of two."""
+    """Round a float to the nearest integer, and ties away from zero."""
     whole = trunc(x)
     one = copysign(whole * np.float32(0) + np.float32(1), x)
-    more = select(fabs(x - whole) >= np.float32(0.5), whole + one, whole)
-    return copysign(select(whole == x, whole, more), x)
+    rounded = select(fabs(x - whole) >= np.float32(0.5), whole + one, whole)
+    return copysign(select(whole == x, whole, rounded), x)
 
 
 @by_precision
 def sign(x):
-    """-1 or 1; zeros and NaN are themselves."""
+    """Return -1 or 1 with the sign of `x`. Zeros and NaN are returned unchanged."""
     return select(fabs(x) > _FLOAT(0), copysign(_FLOAT(1), x), x)
 
 
-# Of integers of any width: Numba computes in 64 bits, and callers cut to the width.
+# Integers of any width. Numba computes with 64 bits, and callers convert to the width.
 
 
 @scalar
 def abs_int(x):
-    """The absolute value; the least number is its own."""
+    """Return the absolute value of an integer. The minimum of the type is returned unchanged."""
     return select(x < 0, -np.int64(x), np.int64(x))
 
 
 @scalar
 def sign_int(x):
-    """-1, 0 or 1."""
+    """Return -1, 0 or 1: the sign of an integer."""
     return np.int64(x > 0) - np.int64(x < 0)
 
 
-#: By the names of primitives.
+#: Functions by the names of JAX primitives.
 FUNCTIONS: dict[str, ByPrecision] = {
     "exp": exp, "exp2": exp2, "expm1": expm1, "log": log, "log1p": log1p, "logistic": logistic,
     "tanh": ByPrecision(tanh_f32, tanh_f64), "erf": ByPrecision(erf_f32, erf_f64),
     "erf_inv": ByPrecision(erf_inv_f32, erf_inv_f64), "rsqrt": rsqrt, "sign": sign,
+    "sqrt": ByPrecision(sqrt, sqrt),
 }  # fmt: skip
 
 
 def functions_of(name: str) -> dict[np.dtype, Callable[..., Any]]:
-    """Those of a primitive, by the dtype of numbers; where there is none, that of the C library."""
-    functions = FUNCTIONS[name] if name in FUNCTIONS else (getattr(libm, name),) * 2
+    """Return the functions of a JAX primitive for float32 and float64, by dtype."""
+    functions = FUNCTIONS[name] if name in FUNCTIONS else (C_LIBRARY[name],) * 2
     return dict(zip(map(np.dtype, _FLOAT), functions, strict=True))

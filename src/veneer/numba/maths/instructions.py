@@ -1,29 +1,190 @@
-"""Instructions of numbers, as plain Python on NumPy's scalars.
+"""The functions of numbers that generated code calls: how to define one, and the smallest ones.
 
-Compiled code has for each of them the intrinsic of its name in `intrinsics`, which is one of LLVM's
-instructions, and makes no branch.
+Each is plain Python on NumPy scalars, so that tests can run generated code without Numba. Compiled
+code replaces an *instruction* by the LLVM intrinsic of the same name in `intrinsics`, and a *scalar
+function* by its compiled version. This module does not import Numba: a cached program needs none.
 """
+
+import dis
+import inspect
+from collections.abc import Callable, Iterable
+from types import FunctionType
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from .scalar import instruction
+F = TypeVar("F", bound=Callable[..., Any])
+
+_scalars: set[Callable[..., Any]] = set()
+_instructions: set[Callable[..., Any]] = set()
+
+#: Functions of compiled libraries: the name of an instruction, and the Cython module of SciPy with
+#: its address, or the module of this package that makes its object file.
+EXTERNAL: dict[str, str] = {}
+
+
+# Definition of functions. Tests wrap all functions to check annotations, so these unwrap them.
+
+
+def scalar(function: F) -> F:
+    """Register a function of numbers that generated code may call. It may call others like it.
+
+    Write it without branches if loops that call it should become vector instructions. Compiled code
+    may compute a product and a sum with one rounding.
+
+    >>> import numpy as np
+    >>> from veneer.numba.maths.instructions import scalar
+    >>> @scalar
+    ... def softplus(x):
+    ...     return np.log(np.float32(1) + np.exp(x))
+    """
+    unwrapped = inspect.unwrap(function)
+    _scalars.add(unwrapped)
+    return unwrapped
+
+
+def instruction(function: F) -> F:
+    """Register a function that compiled code replaces by the intrinsic of the same name."""
+    unwrapped = inspect.unwrap(function)
+    _instructions.add(unwrapped)
+    return unwrapped
+
+
+def external(module: str) -> Callable[[F], F]:
+    """Return a decorator for an instruction that calls a function of the same name in a library.
+
+    All arguments are passed by reference, as in Fortran, and integers as int32. Pointers are passed
+    unchanged.
+
+    **Arguments:**
+
+    - `module`: a Cython module of SciPy, or a module of this package with `object_code()`.
+    """
+
+    def decorate(function: F) -> F:
+        EXTERNAL[function.__name__] = module
+        return instruction(function)
+
+    return decorate
+
+
+class ByPrecision(NamedTuple):
+    """A pair of values or functions: one for float32, one for float64."""
+
+    f32: Any
+    f64: Any
+
+    def for_dtype(self, dtype: np.dtype) -> Any:
+        """Return the member for numbers that are computed in `dtype`."""
+        return self.f64 if dtype.itemsize == 8 else self.f32
+
+
+def floats(f32: int | float, f64: int | float) -> Any:
+    """Return a float32 and a float64 as a pair."""
+    return ByPrecision(np.float32(f32), np.float64(f64))
+
+
+def by_precision(function: Callable[..., Any]) -> Any:
+    """Make two scalar functions of one: `..._f32` and `..._f64`.
+
+    The first function uses the float32 member of each global name that is a `ByPrecision`, and the
+    second its float64 member. The choice is made here, not when the functions run.
+
+    >>> from veneer.numba.maths.instructions import by_precision, floats
+    >>> LARGEST = floats(88, 709)
+    >>> @by_precision
+    ... def bounded(x):
+    ...     return min(x, LARGEST)
+    >>> print(bounded.f32(1000.0), bounded.f64(1000.0))
+    88.0 709.0
+    """
+    template: Any = inspect.unwrap(function)
+    instances = []
+    for precision in ByPrecision._fields:
+        names = {name: template.__globals__[name] for name in global_names(template)}
+        for name, value in names.items():
+            if isinstance(value, ByPrecision):
+                names[name] = getattr(value, precision)
+        instance = FunctionType(template.__code__, names, argdefs=template.__defaults__)
+        instance.__name__ = instance.__qualname__ = f"{template.__name__}_{precision}"
+        instance.__module__, instance.__doc__ = template.__module__, template.__doc__
+        instances.append(scalar(instance))
+    return ByPrecision(*instances)
+
+
+# What compilation and the cache ask about a function.
+
+
+def global_names(function: Any) -> set[str]:
+    """Return the names of its module that a function uses."""
+    loaded = (i for i in dis.get_instructions(function.__code__) if i.opname == "LOAD_GLOBAL")
+    return {i.argval for i in loaded} & function.__globals__.keys()
+
+
+def is_scalar(function: Any) -> bool:
+    """Return whether `function` was registered with `scalar`."""
+    return isinstance(function, FunctionType) and function in _scalars
+
+
+def is_instruction(function: Any) -> bool:
+    """Return whether `function` was registered with `instruction`."""
+    return isinstance(function, FunctionType) and function in _instructions
+
+
+def python_function(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the Python function of a Numba dispatcher. Return other functions unchanged."""
+    return getattr(function, "py_func", function)
+
+
+def symbols_of(functions: Iterable[Callable[..., Any]]) -> set[str]:
+    """Return the names in `EXTERNAL` that functions call, directly or through scalar functions."""
+    names: set[str] = set()
+    for function in functions:
+        if is_instruction(function):
+            names |= {function.__name__} & EXTERNAL.keys()
+        elif is_scalar(function):
+            called = (function.__globals__[name] for name in sorted(global_names(function)))
+            names |= symbols_of(x for x in called if is_scalar(x) or is_instruction(x))
+    return names
+
+
+def key_of(function: Callable[..., Any]) -> str:
+    """Return a text that changes when the compiled code of a function may change.
+
+    It is the name of a function of this package, whose version is part of the cache. For another
+    function it is the source, with the values of the global names that the function uses.
+    """
+    python = python_function(function)
+    if python.__module__.startswith("veneer."):
+        return python.__qualname__
+    texts = [inspect.getsource(python), repr(python.__defaults__)]
+    for name in sorted(global_names(python)):
+        value = python.__globals__[name]
+        if callable(value) and isinstance(python_function(value), FunctionType):
+            texts.append(key_of(value))
+        else:
+            texts.append(repr(value.tolist() if isinstance(value, np.ndarray) else value))
+    return "\n".join(texts)
+
+
+# Instructions of the CPU. None of them branches.
 
 
 @instruction
 def select(condition, x, y):
-    """`x` where the condition holds, or else `y`: both of one type."""
+    """Return `x` if `condition` is true, or else `y`. Both have the same type."""
     return x if condition else y
 
 
 @instruction
 def reinterpreted(x, like):
-    """The bits of a number as a number of the type of another of its size."""
+    """Return the bits of `x` as a number of the type of `like`, which has the same size."""
     return np.asarray(x).view(np.asarray(like).dtype)[()]
 
 
 @instruction
 def maximum(x, y):
-    """The greater; NaN if either is, and 0.0 of -0.0 and 0.0."""
+    """Return the larger number. NaN wins over any number, and 0.0 over -0.0."""
     if isinstance(x, np.floating) and x == y:
         return y if np.signbit(x) else x
     return np.maximum(x, y)
@@ -31,7 +192,7 @@ def maximum(x, y):
 
 @instruction
 def minimum(x, y):
-    """The smaller; NaN if either is, and -0.0 of -0.0 and 0.0."""
+    """Return the smaller number. NaN wins over any number, and -0.0 over 0.0."""
     if isinstance(x, np.floating) and x == y:
         return x if np.signbit(x) else y
     return np.minimum(x, y)
@@ -39,49 +200,49 @@ def minimum(x, y):
 
 @instruction
 def floor(x):
-    """The greatest whole number that is not greater."""
+    """Round a float down to an integer."""
     return np.floor(x)
 
 
 @instruction
 def ceil(x):
-    """The smallest whole number that is not smaller."""
+    """Round a float up to an integer."""
     return np.ceil(x)
 
 
 @instruction
 def trunc(x):
-    """The whole number towards zero."""
+    """Round a float towards zero to an integer."""
     return np.trunc(x)
 
 
 @instruction
 def rint(x):
-    """The nearest whole number, the even one of two."""
+    """Round a float to the nearest integer, and ties to even."""
     return np.rint(x)
 
 
 @instruction
 def fabs(x):
-    """The absolute value of a float."""
+    """Return the absolute value of a float."""
     return np.abs(x)
 
 
 @instruction
 def sqrt(x):
-    """The square root, rounded correctly."""
+    """Return the correctly rounded square root of a float."""
     return np.sqrt(x)
 
 
 @instruction
 def copysign(x, y):
-    """The absolute value of x with the sign of y."""
+    """Return the absolute value of `x` with the sign of `y`."""
     return np.copysign(x, y)
 
 
 @instruction
 def polynomial(x, coefficients):
-    """That of a number by Horner's rule; the coefficient of the highest power is first."""
+    """Evaluate a polynomial by Horner's rule. The coefficient of the highest power is first."""
     total = coefficients[0]
     for coefficient in coefficients[1:]:
         total = total * x + coefficient
@@ -90,93 +251,130 @@ def polynomial(x, coefficients):
 
 @instruction
 def add_in_any_order(x, y):
-    """A term of a sum whose terms may be grouped in any way."""
+    """Return `x + y`, and let the compiler regroup the terms of the whole sum."""
     return x + y
 
 
 @instruction
 def multiply_in_any_order(x, y):
-    """A factor of a product whose factors may be grouped in any way."""
+    """Return `x * y`, and let the compiler regroup the factors of the whole product."""
     return x * y
 
 
 @instruction
 def bit_count(x):
-    """How many bits are 1."""
+    """Return the number of bits of an integer that are 1."""
     return type(x)(bin(_unsigned(x)).count("1"))
 
 
 @instruction
 def leading_zeros(x):
-    """How many of the highest bits are 0."""
+    """Return the number of zero bits above the highest bit of an integer that is 1."""
     return type(x)(x.itemsize * 8 - _unsigned(x).bit_length())
+
+
+@instruction
+def at(pointer, offset):
+    """Return a pointer to the entry `offset` entries after the one at `pointer`."""
+    return pointer[offset:]
+
+
+@instruction
+def memory(pointer, offset, dtype):
+    """Return a pointer to entries of the type of the number `dtype`, `offset` bytes further on."""
+    return pointer[offset:].view(np.asarray(dtype).dtype)
+
+
+@instruction
+def no_aliases():
+    """Tell LLVM that no other argument of the kernel points to memory that the kernel writes."""
+
+
+# Integer operations with the results of XLA. LLVM leaves some of the results undefined.
+
+
+@instruction
+def quotient(x, y):
+    """Divide integers and round towards zero. `x / 0` has all bits set; the minimum / -1 is itself.
+
+    For unsigned integers, all bits set is the maximum.
+    """
+    if y == 0:
+        return type(x)(np.iinfo(type(x)).max if x.dtype.kind == "u" else -1)
+    magnitude = abs(int(x)) // abs(int(y))
+    return _wrapped(-magnitude if (x < 0) != (y < 0) else magnitude, type(x))
+
+
+@instruction
+def remainder(x, y):
+    """Return the remainder of `quotient`, with the sign of `x`. Return `x` if `y` is 0."""
+    if y == 0:
+        return x
+    magnitude = abs(int(x)) % abs(int(y))
+    return type(x)(-magnitude if x < 0 else magnitude)
+
+
+@instruction
+def shift_left(x, y):
+    """Shift the bits of `x` up by `y`. Return 0 if `y` is the bit width or more."""
+    return _wrapped(int(x) << int(y), type(x)) if 0 <= y < x.itemsize * 8 else type(x)(0)
+
+
+@instruction
+def shift_right_logical(x, y):
+    """Shift the bits of `x` down by `y`, and fill with zeros. Return 0 for a too large `y`."""
+    return _wrapped(_unsigned(x) >> int(y), type(x)) if 0 <= y < x.itemsize * 8 else type(x)(0)
+
+
+@instruction
+def shift_right_arithmetic(x, y):
+    """Shift the bits of `x` down by `y`, and fill with copies of the highest bit."""
+    bits, width = _unsigned(x), x.itemsize * 8
+    signed = bits - (bits >> (width - 1) << width)  # of unsigned integers, too
+    return _wrapped(signed >> (int(y) if 0 <= y < width else width), type(x))
 
 
 def _unsigned(x):
     return int(x) & ((1 << x.itemsize * 8) - 1)
 
 
-@instruction
-def at(pointer, offset):
-    """The memory from an offset on."""
-    return pointer[offset:]
-
-
-@instruction
-def memory(pointer, offset, dtype):
-    """The memory from an offset in bytes on, as entries of a dtype given as an example of it."""
-    return pointer[offset:].view(np.asarray(dtype).dtype)
-
-
-@instruction
-def no_aliases():
-    """Says that what a kernel writes to, none of its other arguments points to."""
-
-
-# Integers, as XLA has them.
-
-
-@instruction
-def quotient(x, y):
-    """`x / y` towards zero; all bits are 1 where `y` is 0, and the least over -1 is itself."""
-    if y == 0:
-        return type(x)(np.iinfo(type(x)).max if x.dtype.kind == "u" else -1)
-    whole = abs(int(x)) // abs(int(y))
-    return _wrapped(-whole if (x < 0) != (y < 0) else whole, type(x))
-
-
-@instruction
-def remainder(x, y):
-    """What is left by `quotient`, of the sign of `x`; `x` where `y` is 0."""
-    if y == 0:
-        return x
-    rest = abs(int(x)) % abs(int(y))
-    return type(x)(-rest if x < 0 else rest)
-
-
-@instruction
-def shift_left(x, y):
-    """Bits moved up; none is left of a number moved by its width or more."""
-    return _wrapped(int(x) << int(y), type(x)) if 0 <= y < _width(x) else type(x)(0)
-
-
-@instruction
-def shift_right_logical(x, y):
-    """Bits moved down, with zeros above."""
-    return _wrapped(_unsigned(x) >> int(y), type(x)) if 0 <= y < _width(x) else type(x)(0)
-
-
-@instruction
-def shift_right_arithmetic(x, y):
-    """Bits moved down, with the sign above."""
-    number, width = _unsigned(x), _width(x)
-    signed = number - (number >> (width - 1) << width)  # the highest bit is one, of unsigned too
-    return _wrapped(signed >> (int(y) if 0 <= y < width else width), type(x))
-
-
-def _width(x):
-    return x.itemsize * 8
-
-
 def _wrapped(number, kind):
     return np.asarray(number & ((1 << kind(0).itemsize * 8) - 1), np.uint64).astype(kind)[()]
+
+
+# Functions of the C library.
+
+
+def _c_function(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the instruction that calls `name` of the C library, and `run` in Python."""
+
+    def call(*args):
+        return run(*args)
+
+    plain = inspect.unwrap(call)
+    plain.__name__ = plain.__qualname__ = name
+    return instruction(plain)
+
+
+def _scipy_function(name: str) -> Callable[..., Any]:
+    def run(x):
+        import scipy.special
+
+        return type(x)(getattr(scipy.special, name)(x))
+
+    return run
+
+
+_PYTHON_VERSIONS: dict[str, Callable[..., Any]] = {
+    "sinh": np.sinh, "cosh": np.cosh, "asinh": np.arcsinh, "acosh": np.arccosh,
+    "atanh": np.arctanh, "sin": np.sin, "cos": np.cos, "tan": np.tan, "asin": np.arcsin,
+    "acos": np.arccos, "atan": np.arctan, "cbrt": np.cbrt, "log2": np.log2, "atan2": np.arctan2,
+    "pow": np.power, "fmod": np.fmod, "nextafter": np.nextafter, "erf": _scipy_function("erf"),
+    "erfc": _scipy_function("erfc"), "lgamma": _scipy_function("gammaln"),
+}  # fmt: skip
+
+#: By their names in C, without the f at the end that the names for float32 have.
+C_LIBRARY = {name: _c_function(name, run) for name, run in _PYTHON_VERSIONS.items()}
+asinh, atan2, cos, cosh, sin, sinh, tan, erf, erfc = map(
+    C_LIBRARY.__getitem__, "asinh atan2 cos cosh sin sinh tan erf erfc".split()
+)

@@ -1,58 +1,72 @@
-"""Control flow: scan, while, cond, and calls whose derivatives are given."""
+"""Control flow: scan, while, cond, and primitives that pass their operands on.
+
+A loop keeps the values that change in memory of its own. Each iteration writes the new values in
+place of the old ones, with as few copies as possible: see `_assign`.
+"""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from ..._jax.primitives import scan_counts
-from ..codegen.arrays import ArrayExpr, Buffer, LazyArray
-from ..codegen.assignment import assign
+from ..codegen.arrays import (
+    ArrayExpr,
+    Buffer,
+    Index,
+    LazyArray,
+    Memory,
+    UpdatedArray,
+    flatten_index,
+)
 from ..codegen.builder import Builder
-from ..codegen.index import Index
+from ..codegen.graph import Graph, graph_of
 from ..codegen.loop_nest import LoopNest
-from ..front.graph import Graph, graph_of
+from ..codegen.program import resolve_alias
+from ..codegen.registry import evaluate, evaluate_jaxpr, funcify, fused, perform
 from ..maths import instructions
-from ..reference import evaluate, evaluate_jaxpr
-from ..registry import funcify, fused, perform
 
 
-def _read_in_loop(b: Builder, value: ArrayExpr) -> ArrayExpr:
-    """A value that each round of a loop may read: computed now, unless it is a view of memory."""
+def _force_before_loop(b: Builder, value: ArrayExpr) -> ArrayExpr:
+    """Force an array that every iteration of a loop reads, unless it is a view of memory."""
     return b.force(value) if isinstance(value, LazyArray) and value.cost > 0 else value
 
 
-class _Carried:
-    """The values that a loop carries: those that change are in memory of their own."""
+class _Carry:
+    """The values that a loop carries. Those that change are in memory of their own.
+
+    `changing` says for each value whether an iteration returns another value than it got.
+    """
 
     def __init__(self, b: Builder, values: Sequence[ArrayExpr], changing: Sequence[bool]):
         self.b, self.changing = b, changing
         self.values = [
-            b.buffer(v.shape, v.dtype) if changes else _read_in_loop(b, v)
+            b.buffer(v.shape, v.dtype) if changes else _force_before_loop(b, v)
             for v, changes in zip(values, changing, strict=True)
         ]
-        assign(b, self._buffers, self._those_that_change(values))
+        _assign(b, self._buffers, self._select_changing(values))
 
     @property
     def _buffers(self) -> list[Buffer]:
-        return [v for v in self._those_that_change(self.values) if isinstance(v, Buffer)]
+        return [v for v in self._select_changing(self.values) if isinstance(v, Buffer)]
 
-    def _those_that_change(self, values: Sequence[ArrayExpr]) -> list[ArrayExpr]:
+    def _select_changing(self, values: Sequence[ArrayExpr]) -> list[ArrayExpr]:
         return [v for v, changes in zip(values, self.changing, strict=True) if changes]
 
-    def become(
+    def assign(
         self,
         values: Sequence[ArrayExpr],
         ys: Sequence[Buffer] = (),
-        of_ys: Sequence[ArrayExpr] = (),
+        new_ys: Sequence[ArrayExpr] = (),
     ) -> None:
-        """Puts what a round has computed in the place of the values, and in `ys`."""
+        """Replace the values by those of an iteration, and write `new_ys` to `ys`."""
         targets = [*self._buffers, *ys]
-        assign(self.b, targets, [*self._those_that_change(values), *of_ys], final=True)
+        _assign(self.b, targets, [*self._select_changing(values), *new_ys], final=True)
 
 
 def _changing(graph: Graph, first: int, n: int) -> list[bool]:
-    """Which carried values a body returns other than as they are."""
+    """Return for each of the `n` carried values whether the body returns another one."""
     return [graph.outputs[i] is not graph.inputs[first + i] for i in range(n)]
 
 
@@ -63,16 +77,16 @@ def _(
     n_consts, n_carry = scan_counts(params)
     graph = graph_of(jaxpr)
     outs = b.outs
-    consts = [_read_in_loop(b, x) for x in operands[:n_consts]]
+    consts = [_force_before_loop(b, x) for x in operands[:n_consts]]
     xs = [b.force(x) for x in operands[n_consts + n_carry :]]
     changing = _changing(graph, n_consts, n_carry)
-    carried = _Carried(b, operands[n_consts : n_consts + n_carry], changing)
+    carried = _Carry(b, operands[n_consts : n_consts + n_carry], changing)
     ys = [b.buffer(aval.shape, aval.dtype) for aval in outs[n_carry:]]
     with b.repeat(length, reverse) as step:
         entries = [x.part(step) for x in xs]
         results = b.run(graph, [*consts, *carried.values, *entries])
         parts = [y.part(step) for y in ys]
-        carried.become(results[:n_carry], parts, results[n_carry:])
+        carried.assign(results[:n_carry], parts, results[n_carry:])
     return [*carried.values, *ys]
 
 
@@ -103,22 +117,22 @@ def _(
     **_: Any,
 ) -> list[ArrayExpr]:
     body, n_consts = graph_of(body_jaxpr), cond_nconsts + body_nconsts
-    consts = [_read_in_loop(b, x) for x in operands[:n_consts]]
+    consts = [_force_before_loop(b, x) for x in operands[:n_consts]]
     changing = _changing(body, body_nconsts, len(operands) - n_consts)
-    carried = _Carried(b, operands[n_consts:], changing)
+    carried = _Carry(b, operands[n_consts:], changing)
     with b.block("while True:"):
-        (goes_on,) = b.inline(cond_jaxpr, *consts[:cond_nconsts], *carried.values)
-        b.line("if not ", b.force(_any(b, goes_on)), "[0]: break")
+        (is_active,) = b.inline(cond_jaxpr, *consts[:cond_nconsts], *carried.values)
+        b.line("if not ", b.force(_any(b, is_active)), "[0]: break")
         results = b.run(body, [*consts[cond_nconsts:], *carried.values])
-        if goes_on.ndim:
+        if is_active.ndim:
             pairs = zip(results, carried.values, strict=True)
-            results = [_where(b, b.force(goes_on), new, old) for new, old in pairs]
-        carried.become(results)
+            results = [_where(b, b.force(is_active), new, old) for new, old in pairs]
+        carried.assign(results)
     return carried.values
 
 
 def _any(b: Builder, x: ArrayExpr) -> ArrayExpr:
-    """Whether one of the loops of a batch goes on."""
+    """Return whether any entry is true: whether a loop of a batch is still active."""
     if x.ndim == 0:
         return x
     out = b.buffer((), bool)
@@ -130,11 +144,11 @@ def _any(b: Builder, x: ArrayExpr) -> ArrayExpr:
     return out
 
 
-def _where(b: Builder, goes_on: ArrayExpr, new: ArrayExpr, old: ArrayExpr) -> ArrayExpr:
-    """What loops of a batch have computed, or what they had where they have ended."""
+def _where(b: Builder, is_active: ArrayExpr, new: ArrayExpr, old: ArrayExpr) -> ArrayExpr:
+    """Return the new values of the active loops of a batch, and the old ones of the others."""
 
     def entry(k: LoopNest, index: tuple[Index, ...]) -> str:
-        condition = k.read(goes_on, index[: goes_on.ndim])
+        condition = k.read(is_active, index[: is_active.ndim])
         return k.let(k.call(instructions.select, condition, k.read(new, index), k.read(old, index)))
 
     return b.lazy(entry, new, old, shape=new.shape, dtype=new.dtype, cost=1)
@@ -149,12 +163,14 @@ def _(
     body_nconsts: int,
     **_: Any,
 ) -> list[Any]:
-    of_cond, rest = operands[:cond_nconsts], operands[cond_nconsts:]
-    of_body, carry = rest[:body_nconsts], list(rest[body_nconsts:])
-    while np.any(goes_on := evaluate_jaxpr(cond_jaxpr, *of_cond, *carry)[0]):
-        results = evaluate_jaxpr(body_jaxpr, *of_body, *carry)
+    cond_consts, rest = operands[:cond_nconsts], operands[cond_nconsts:]
+    body_consts, carry = rest[:body_nconsts], list(rest[body_nconsts:])
+    while np.any(is_active := evaluate_jaxpr(cond_jaxpr, *cond_consts, *carry)[0]):
+        results = evaluate_jaxpr(body_jaxpr, *body_consts, *carry)
         carry = [
-            np.where(goes_on.reshape(goes_on.shape + (1,) * (new.ndim - goes_on.ndim)), new, old)
+            np.where(
+                is_active.reshape(is_active.shape + (1,) * (new.ndim - is_active.ndim)), new, old
+            )
             for new, old in zip(results, carry, strict=True)
         ]
     return carry
@@ -174,26 +190,25 @@ def _(
         word = "if" if number == 0 else "elif"
         header = ["else:"] if number == last else [f"{word} ", index, f"[0] <= {number}:"]
         with b.block(*header):
-            assign(b, outs, b.inline(branch, *values), final=True)
+            _assign(b, outs, b.inline(branch, *values), final=True)
     return [*outs]
 
 
 def _known_branch(b: Builder, branches: Any, params: Any) -> int | None:
-    """The branch that is always taken: of one, of those for platforms, or of a known index."""
+    """Return the index of the branch that is always taken, or None if it depends on an operand."""
     if len(branches) == 1:
         return 0
     platforms = params.get("branches_platforms")
     if platforms is not None:
-        return _of_cpu(platforms)
+        return _cpu_branch(platforms)
     assert b.equation is not None
     index = b.equation.inputs[0].value
     return None if index is None else min(max(int(index), 0), len(branches) - 1)
 
 
-def _of_cpu(platforms: Any) -> int:
-    """The first of branches that is for the CPU, or for all that no other is for."""
-    fitting = (n for n, names in enumerate(platforms) if names is None or "cpu" in names)
-    return next(fitting)
+def _cpu_branch(platforms: Any) -> int:
+    """Return the index of the first branch for the CPU, or for all platforms (None)."""
+    return next(n for n, names in enumerate(platforms) if names is None or "cpu" in names)
 
 
 @perform.register("cond")
@@ -204,43 +219,218 @@ def _(which: Any, *operands: Any, branches: Any, **_: Any) -> list[Any]:
 
 @funcify.register("platform_index")
 def _(b: Builder, *, platforms: Any) -> ArrayExpr:
-    return b.constant(_of_cpu(platforms), b.out.dtype)
+    return b.constant(_cpu_branch(platforms), b.out.dtype)
 
 
 @perform.register("platform_index")
 def _(*, platforms: Any) -> Any:
-    return np.asarray(_of_cpu(platforms), np.int32)
+    return np.asarray(_cpu_branch(platforms), np.int32)
 
 
 @funcify.register("custom_linear_solve")
 def _(b: Builder, *operands: ArrayExpr, const_lengths: Any, jaxprs: Any) -> list[ArrayExpr]:
-    values = [b.cheap(x) for x in _of_solve(operands, const_lengths)]
+    values = [b.cheap(x) for x in _solve_operands(operands, const_lengths)]
     return b.inline(jaxprs.solve, *values)
 
 
 @perform.register("custom_linear_solve")
 def _(*operands: Any, const_lengths: Any, jaxprs: Any) -> list[Any]:
-    return evaluate_jaxpr(jaxprs.solve, *_of_solve(operands, const_lengths))
+    return evaluate_jaxpr(jaxprs.solve, *_solve_operands(operands, const_lengths))
 
 
-def _of_solve(operands: Sequence[Any], lengths: Any) -> list[Any]:
-    """What the function that solves takes: its constants and the right-hand sides."""
+def _solve_operands(operands: Sequence[Any], lengths: Any) -> list[Any]:
+    """Return the operands of the jaxpr `solve`: its constants and the right-hand sides."""
     start = lengths.matvec + lengths.vecmat
     end = start + lengths.solve
     return [*operands[start:end], *operands[end + lengths.transpose_solve :]]
 
 
-#: Primitives that return what they are given, and are there for compilers or for derivatives.
-_AS_THEY_ARE = (
+#: Primitives that return their operands, and matter only to compilers or to derivatives.
+_IDENTITIES = (
     "device_put sharding_constraint layout_constraint mesh_cast reshard pvary pcast name"
 ).split()
 
 
-@fused(*_AS_THEY_ARE)
+@fused(*_IDENTITIES)
 def _(b: Builder, *operands: ArrayExpr, **_: Any) -> list[ArrayExpr]:
     return [*operands]
 
 
-@perform.register(*_AS_THEY_ARE)
+@perform.register(*_IDENTITIES)
 def _(*operands: Any, **_: Any) -> list[Any]:
     return [*operands]
+
+
+# Assignment of all carried values at once.
+
+
+@dataclass(eq=False)
+class _Pending:
+    """An array that has to be written to a target buffer.
+
+    `reads` maps each memory that `value` is computed from to offsets: those of buffers of which it
+    reads the same entry that it computes, and None if it also reads another entry.
+    """
+
+    target: Buffer
+    value: ArrayExpr
+    reads: dict[Memory, set[str | None]]
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the value is the target itself with some entries overwritten."""
+        value = self.value
+        while isinstance(value, UpdatedArray):
+            value = value.base
+        return value is not self.value and value == self.target
+
+
+@dataclass(eq=False)
+class _Group:
+    """The arrays that one kernel writes."""
+
+    members: list[_Pending] = field(default_factory=list)
+
+    def reads(self, other: "_Group") -> bool:
+        """Return whether a member reads memory that a member of `other` writes."""
+        written = {member.target.memory for member in other.members}
+        return any(not written.isdisjoint(member.reads) for member in self.members)
+
+    @property
+    def size(self) -> int:
+        return sum(member.target.size for member in self.members)
+
+
+def _assign(
+    b: Builder, targets: Sequence[Buffer], values: Sequence[ArrayExpr], final: bool = False
+) -> None:
+    """Write arrays to buffers all at once: the arrays may be lazy and read the old entries.
+
+    Each is written when no remaining array reads what it overwrites. In a cycle, an array is first
+    computed into other memory and then copied.
+
+    **Arguments:**
+
+    - `final`: whether nothing that the current block computed is used later. The memory of an array
+        may then become part of the memory of its target.
+    """
+    copies: list[tuple[Buffer, Buffer]] = []
+    pending = []
+    for target, value in zip(targets, values, strict=True):
+        if isinstance(value, Buffer) and _is_own(b, value.memory):
+            copies.append((target, value))
+        elif not isinstance(value, Buffer) or resolve_alias(value) != resolve_alias(target):
+            pending.append(_Pending(target, value, _reads(value)))
+    groups = _grouped(b, pending, copies)
+    while groups:
+        ready = (g for g in groups if not any(other.reads(g) for other in groups if other is not g))
+        group = next(ready, None)
+        if group is None:  # a cycle, which a copy of the smallest group breaks
+            group = min(groups, key=lambda group: group.size)
+            copies += [(member.target, _copy_of(b, member.value)) for member in group.members]
+        else:
+            _write(b, group)
+        groups.remove(group)
+    for target, value in copies:
+        if not (final and _move_memory(b, value, target)):
+            b.copy(value, target)
+
+
+def _reads(value: ArrayExpr) -> dict[Memory, set[str | None]]:
+    """Return the memory that an array is computed from, as in `_Pending.reads`."""
+    reads: dict[Memory, set[str | None]] = {}
+    while isinstance(value, UpdatedArray):
+        for memory in (memory for operand in value.operands for memory in _reads(operand)):
+            reads.setdefault(memory, set()).add(None)
+        value = value.base
+    k = LoopNest()
+    with k.loops(value.shape) as index:
+        k.read(value, index)
+        written = flatten_index(index, value.shape)
+    for access in k.accesses:
+        offset = access.offset if access.position == written else None
+        reads.setdefault(access.memory, set()).add(offset)
+    return reads
+
+
+def _grouped(
+    b: Builder, pending: list[_Pending], copies: list[tuple[Buffer, Buffer]]
+) -> list[_Group]:
+    """Group arrays of one shape whose kernel may write entry by entry.
+
+    An array that reads other entries of the targets of its group is computed and added to `copies`.
+    """
+    groups: dict[object, _Group] = {}
+    for member in pending:
+        key = member if isinstance(member.value, UpdatedArray) else member.target.shape
+        groups.setdefault(key, _Group()).members.append(member)
+    for group in groups.values():
+        written = {member.target.memory: member.target.offset for member in group.members}
+        for member in [*group.members]:
+            reads = {memory: member.reads[memory] for memory in written.keys() & member.reads}
+            aligned = all(offsets == {written[memory]} for memory, offsets in reads.items())
+            if not (aligned or member.in_place):
+                copies.append((member.target, _copy_of(b, member.value)))
+                group.members.remove(member)
+    return [group for group in groups.values() if group.members]
+
+
+def _copy_of(b: Builder, value: ArrayExpr) -> Buffer:
+    """Compute an array into memory that is not assigned to."""
+    return b.copy(value) if isinstance(value, Buffer) else b.force(value)
+
+
+def _write(b: Builder, group: _Group) -> None:
+    first = group.members[0]
+    if isinstance(first.value, UpdatedArray):
+        _update(b, first)
+        return
+    with b.kernel("assign") as k, k.loops(first.target.shape) as index:
+        texts = [k.let(k.read(member.value, index)) for member in group.members]
+        for member, text in zip(group.members, texts, strict=True):
+            k.store(member.target, index, text)
+
+
+def _update(b: Builder, member: _Pending) -> None:
+    """Write an updated array, in place if possible. All operands are computed first."""
+    value, target = member.value, member.target
+    assert isinstance(value, UpdatedArray)
+    if not member.in_place:
+        b.copy(value, target)
+        return
+    updates = []
+    while isinstance(value, UpdatedArray):
+        operands = [
+            b.copy(operand) if target.memory in _reads(operand) else operand
+            for operand in value.operands
+        ]
+        updates.append((value.update, operands))
+        base = value.base
+        value = base
+    for update, operands in reversed(updates):
+        update(target, *operands)
+
+
+def _is_own(b: Builder, memory: Memory) -> bool:
+    """Return whether memory was first used in the current block."""
+    if memory.kind != "work" or memory.alias is not None:
+        return False
+    if any(memory in statement.all_memories for statement in b.earlier_statements):
+        return False
+    return any(memory in statement.all_memories for statement in b.block_statements)
+
+
+def _move_memory(b: Builder, value: Buffer, target: Buffer) -> bool:
+    """Make `value` part of the memory of `target`, if the old entries of `target` are not used.
+
+    Return whether that was possible.
+    """
+    memory, target_memory = value.memory, resolve_alias(target)[0]
+    if memory.alias is not None or value.size != memory.size or value.dtype != target.dtype:
+        return False
+    used = [statement.all_memories for statement in b.block_statements]
+    first = next(n for n, memories in enumerate(used) if memory in memories)
+    if any(target_memory in memories for memories in used[first:]) and target.offset == "0":
+        return False
+    memory.alias = target
+    return True

@@ -1,9 +1,9 @@
-"""Fourier transforms: Stockham's passes of any radix, and Bluestein's way for large primes.
+"""Fourier transforms of any length.
 
-A transform of length n is a pass for each factor of n, from one piece of memory to another, which
-also sorts (Stockham, "High-speed convolution and correlation", 1966). Those with a large prime are
-convolutions with a chirp, of a length that is a power of two (Bluestein, "A linear filtering
-approach to the computation of discrete Fourier transform", 1970).
+A transform of length n makes one pass per prime factor of n, or per factor 4, each from one buffer
+to another. The passes also sort (Stockham, "High-speed convolution and correlation", 1966). If a
+factor is a large prime, the transform is a convolution with a chirp, whose length is a power of two
+(Bluestein, "A linear filtering approach to the computation of discrete Fourier transform", 1970).
 """
 
 from typing import Any
@@ -14,19 +14,19 @@ import numpy as np
 
 from ..codegen.arrays import ArrayExpr, Buffer
 from ..codegen.builder import Builder
-from ..maths.scalar import scalar
-from ..registry import funcify, perform
+from ..codegen.registry import funcify, perform
+from ..maths.instructions import scalar
 
-#: A pass takes as many products of an entry as its radix is; beyond this, Bluestein's takes fewer.
+#: A pass takes `radix` products per entry. For larger radices, Bluestein's algorithm takes fewer.
 _LARGEST_RADIX = 43
 
 
-# Passes: entry q + s * (p + m * k) is entry k of transform p, of m, in sequence q, of s.
+# Passes. Entry q + s * (p + m * k) of `x` is entry k of transform p of m, in sequence q of s.
 
 
 @scalar
 def fourier_pass_2(to, x, roots, m, s):
-    """A pass of radix 2."""
+    """Make a pass of radix 2 from `x` to `to`."""
     for p in range(m):
         w = roots[p * s]
         for q in range(s):
@@ -37,7 +37,7 @@ def fourier_pass_2(to, x, roots, m, s):
 
 @scalar
 def fourier_pass_4(to, x, roots, m, s):
-    """A pass of radix 4."""
+    """Make a pass of radix 4 from `x` to `to`."""
     quarter = roots[m * s]
     for p in range(m):
         w1, w2, w3 = roots[p * s], roots[2 * p * s], roots[3 * p * s]
@@ -54,7 +54,7 @@ def fourier_pass_4(to, x, roots, m, s):
 
 @scalar
 def fourier_pass(to, x, roots, radix, m, s):
-    """A pass of any radix."""
+    """Make a pass of any radix from `x` to `to`."""
     for p in range(m):
         for j in range(radix):
             w = roots[j * p * s]
@@ -69,27 +69,27 @@ _BY_RADIX = {2: fourier_pass_2, 4: fourier_pass_4}
 
 
 def radices(n: int) -> list[int]:
-    """Factors of a length: fours, and primes."""
-    found = []
+    """Return factors of a length: as many fours as possible, and primes."""
+    factors = []
     for radix in (4, 2, *range(3, n + 1, 2)):
         while n % radix == 0 and n > 1:
-            found.append(radix)
+            factors.append(radix)
             n //= radix
         if n == 1:
             break
-    return found
+    return factors
 
 
 def roots_of_unity(n: int, turns: Any, dtype: np.dtype) -> np.ndarray:
-    """`exp(-2 i pi turns / n)`, of whole numbers, each rounded once."""
+    """Return `exp(-2 i pi turns / n)` of integers, correctly rounded."""
     angles = 2 * np.pi * (np.asarray(turns, np.int64) % n).astype(np.longdouble) / n
     parts = np.stack([np.cos(angles), -np.sin(angles)], -1)
-    parts[np.abs(parts) < 1e-15] = 0  # as they are at quarters of a turn
+    parts[np.abs(parts) < 1e-15] = 0  # exactly 0 at quarters of a turn
     return parts.astype(f"f{dtype.itemsize // 2}").view(dtype)[..., 0]
 
 
-def _transformed(b: Builder, x: ArrayExpr, inverse: bool) -> ArrayExpr:
-    """The transform of each row of `complex[rows, n]`; an inverse one is not divided by n."""
+def _transform_rows(b: Builder, x: ArrayExpr, inverse: bool) -> ArrayExpr:
+    """Transform each row of `complex[rows, n]`. An inverse transform is not divided by n."""
     n, factors = x.shape[-1], radices(x.shape[-1])
     if max(factors, default=1) > _LARGEST_RADIX:
         return _by_chirps(b, x, inverse)
@@ -110,6 +110,7 @@ def _transformed(b: Builder, x: ArrayExpr, inverse: bool) -> ArrayExpr:
 
 
 def _by_chirps(b: Builder, x: ArrayExpr, inverse: bool) -> ArrayExpr:
+    """Transform each row by Bluestein's algorithm."""
     n = x.shape[-1]
     size = 1 << (2 * n - 2).bit_length()
     squares = np.arange(n, dtype=np.int64) ** 2
@@ -119,25 +120,25 @@ def _by_chirps(b: Builder, x: ArrayExpr, inverse: bool) -> ArrayExpr:
     around[size - n + 1 :] = np.conj(chirp[:0:-1])
     tables = [b.constant(np.asarray(t, x.dtype)) for t in (chirp, np.fft.fft(around) / size)]
     padded = lambda x, chirp: [jnp.pad(x * chirp, [(0, 0), (0, size - n)])]
-    # The inverse transform is the conjugate of the transform of what is conjugate.
+    # The inverse transform is the conjugate of the transform of the conjugate.
     multiplied = lambda x, table: [jnp.conj(x * table)]
     cut = lambda x, chirp: [jnp.conj(x[:, :n]) * chirp]
-    (x,) = b.traced(padded, x, tables[0])
-    (x,) = b.traced(multiplied, _transformed(b, x, False), tables[1])
-    return b.traced(cut, _transformed(b, x, False), tables[0])[0]
+    (x,) = b.inline_function(padded, x, tables[0])
+    (x,) = b.inline_function(multiplied, _transform_rows(b, x, False), tables[1])
+    return b.inline_function(cut, _transform_rows(b, x, False), tables[0])[0]
 
 
 def _along(b: Builder, x: ArrayExpr, axis: int, inverse: bool) -> ArrayExpr:
-    """The transform along an axis."""
+    """Transform along an axis."""
     n = x.shape[axis]
     moved = (*x.shape[:axis], *x.shape[axis + 1 :], n)
-    (rows,) = b.traced(lambda x: [jnp.moveaxis(x, axis, -1).reshape(-1, n)], x)
-    rows = _transformed(b, rows, inverse)
+    (rows,) = b.inline_function(lambda x: [jnp.moveaxis(x, axis, -1).reshape(-1, n)], x)
+    rows = _transform_rows(b, rows, inverse)
 
     def back(x: Any) -> list[Any]:
         return [jnp.moveaxis((x / n if inverse else x).reshape(moved), -1, axis)]
 
-    return b.traced(back, rows)[0]
+    return b.inline_function(back, rows)[0]
 
 
 @funcify.register("fft")
@@ -146,22 +147,22 @@ def _(b: Builder, x: ArrayExpr, *, fft_type: Any, fft_lengths: tuple[int, ...]) 
     inverse = kind in (jax.lax.FftType.IFFT, jax.lax.FftType.IRFFT)
     last, others = x.ndim - 1, [*range(x.ndim - len(fft_lengths), x.ndim - 1)]
     if kind == jax.lax.FftType.RFFT:
-        x = _along(b, b.converted(x, b.out.dtype), last, inverse)
-        (x,) = b.traced(lambda x: [x[..., : n // 2 + 1]], x)
+        x = _along(b, b.convert(x, b.out.dtype), last, inverse)
+        (x,) = b.inline_function(lambda x: [x[..., : n // 2 + 1]], x)
     elif kind != jax.lax.FftType.IRFFT:
         others = [*others, last]
     for axis in others:
         x = _along(b, x, axis, inverse)
     if kind == jax.lax.FftType.IRFFT:
-        (x,) = b.traced(lambda x: [_whole(x, n)], x)
-        (x,) = b.traced(lambda x: [jax.lax.real(x)], _along(b, x, last, inverse))
+        (x,) = b.inline_function(lambda x: [_full_spectrum(x, n)], x)
+        (x,) = b.inline_function(lambda x: [jax.lax.real(x)], _along(b, x, last, inverse))
     return x
 
 
-def _whole(x: Any, n: int) -> Any:
-    """All entries of what is symmetric, of the first half; those that must be real are."""
-    place = jnp.arange(n // 2 + 1)
-    x = jnp.where((place == 0) | (2 * place == n), jax.lax.real(x).astype(x.dtype), x)
+def _full_spectrum(x: Any, n: int) -> Any:
+    """Return all `n` frequencies of a real signal from the first half of them."""
+    k = jnp.arange(n // 2 + 1)
+    x = jnp.where((k == 0) | (2 * k == n), jax.lax.real(x).astype(x.dtype), x)
     return jnp.concatenate([x, jnp.conj(x[..., 1 : (n + 1) // 2][..., ::-1])], -1)
 
 

@@ -1,4 +1,4 @@
-"""Indexing: slices at places that are computed, and gather."""
+"""Dynamic slices, gather and scatter: entries at computed indices are read or written."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,29 +6,27 @@ from typing import Any
 import numpy as np
 
 from ..codegen import storage
-from ..codegen.arrays import ArrayExpr, Buffer, parts
-from ..codegen.builder import Builder
-from ..codegen.index import Index
+from ..codegen.arrays import ArrayExpr, Buffer, Index, lazy_arrays_in, scalar_expr
+from ..codegen.builder import Builder, require_fused
 from ..codegen.loop_nest import LoopNest
+from ..codegen.registry import Unsupported, evaluate_jaxpr, fused, perform
 from ..maths import instructions
-from ..registry import Unsupported, fused, perform
-
-Place = tuple[Index, ...]
+from .reductions import Step, maximum_step, minimum_step, operator_step
 
 
-def clamped(k: LoopNest, text: str, dtype: np.dtype, last: int) -> Index:
-    """An index at a computed number, moved to 0 or to `last` where it is not between them."""
+def clamped_index(k: LoopNest, text: str, dtype: np.dtype, last: int) -> Index:
+    """Return the index of an integer expression, clamped to the range from 0 to `last`."""
     most = storage.literal(min(last, np.iinfo(dtype).max), dtype)
     below = k.call(instructions.minimum, text, most)
     inside = k.call(instructions.maximum, below, storage.literal(0, dtype))
     return k.variable(f"np.int64({inside})", last + 1)
 
 
-def _starts(
+def _start_index(
     k: LoopNest, starts: Sequence[ArrayExpr], x: ArrayExpr, sizes: Sequence[int]
 ) -> list[Index]:
     axes = zip(starts, x.shape, sizes, strict=True)
-    return [clamped(k, k.read(s, ()), s.dtype, n - size) for s, n, size in axes]
+    return [clamped_index(k, k.read(s, ()), s.dtype, n - size) for s, n, size in axes]
 
 
 @fused("dynamic_slice")
@@ -36,21 +34,21 @@ def _(b: Builder, x: ArrayExpr, *starts: ArrayExpr, slice_sizes: Sequence[int]) 
     if len(starts) > x.ndim:
         raise Unsupported("shape", "it is not static.")
 
-    def entry(k: LoopNest, index: Place) -> str:
-        first = _starts(k, starts, x, slice_sizes)
+    def entry(k: LoopNest, index: tuple[Index, ...]) -> str:
+        first = _start_index(k, starts, x, slice_sizes)
         return k.read(x, [i + start for i, start in zip(index, first, strict=True)])
 
-    value = b.lazy(entry, x)  # loops find the place once: it adds nothing to the cost of an entry
-    value.reads |= parts(*starts)
+    value = b.lazy(entry, x)  # at no cost, because loops compute the start once
+    value.reads |= lazy_arrays_in(*starts)
     return value
 
 
 @perform.register("dynamic_slice")
 def _(x: Any, *starts: Any, slice_sizes: Sequence[int]) -> Any:
-    return x[_window(starts, np.shape(x), slice_sizes)]
+    return x[_window_slices(starts, np.shape(x), slice_sizes)]
 
 
-def _window(starts: Any, shape: Any, sizes: Any) -> tuple[slice, ...]:
+def _window_slices(starts: Any, shape: Any, sizes: Any) -> tuple[slice, ...]:
     axes = zip(map(int, starts), shape, sizes, strict=True)
     firsts = [(min(max(start, 0), n - size), size) for start, n, size in axes]
     return tuple(slice(first, first + size) for first, size in firsts)
@@ -60,18 +58,18 @@ def _window(starts: Any, shape: Any, sizes: Any) -> tuple[slice, ...]:
 def _(b: Builder, x: ArrayExpr, update: ArrayExpr, *starts: ArrayExpr) -> ArrayExpr:
     def write(out: Buffer, update: ArrayExpr, *starts: ArrayExpr) -> None:
         with b.kernel("dynamic_update_slice") as k:
-            first = _starts(k, starts, out, update.shape)
+            first = _start_index(k, starts, out, update.shape)
             with k.loops(update.shape) as index:
                 place = [i + start for i, start in zip(index, first, strict=True)]
                 k.store(out, place, k.read(update, index))
 
-    return b.updated(x, write, update, *starts)
+    return b.update(x, write, update, *starts)
 
 
 @perform.register("dynamic_update_slice")
 def _(x: Any, update: Any, *starts: Any) -> Any:
     out = np.array(x)
-    out[_window(starts, np.shape(x), np.shape(update))] = update
+    out[_window_slices(starts, np.shape(x), np.shape(update))] = update
     return out
 
 
@@ -96,41 +94,41 @@ def _(
     if np.prod(b.out.shape) > x.size:
         x = b.cheap(x)
 
-    def entry(k: LoopNest, index: Place) -> str:
+    def entry(k: LoopNest, index: tuple[Index, ...]) -> str:
         batch = [i for axis, i in enumerate(index) if axis not in offsets]
-        place = [Index()] * x.ndim
+        source = [Index()] * x.ndim
         for axis, offset in zip(kept, offsets, strict=True):
-            place[axis] = index[offset]
-        for axis, batch_axis in batching_axes(dimension_numbers):
-            place[axis] = batch[batch_axis]
+            source[axis] = index[offset]
+        for axis, batch_axis in _batching_axes(dimension_numbers):
+            source[axis] = batch[batch_axis]
         inside = []
         for number, axis in enumerate(dimension_numbers.start_index_map):
             text, last = k.read(indices, (*batch, Index((), number))), x.shape[axis]
             last -= slice_sizes[axis]
-            place[axis] = place[axis] + clamped(k, text, indices.dtype, last)
-            inside.append(within(k, text, indices.dtype, last))
-        text = k.read(x, place)
+            source[axis] = source[axis] + clamped_index(k, text, indices.dtype, last)
+            inside.append(is_within(k, text, indices.dtype, last))
+        text = k.read(x, source)
         if fill and inside:
             filling = storage.literal(fill_value, x.dtype)
             text = k.let(k.call(instructions.select, k.let(" and ".join(inside)), text, filling))
         return text
 
     empty = any(n < size for n, size in zip(x.shape, slice_sizes, strict=True))
-    if empty or x.size == 0:  # there is nothing to read: JAX refuses any but an empty result
+    if empty or x.size == 0:  # nothing to read, so the result is empty or filled
         return b.lazy(lambda k, index: storage.literal(fill_value or 0, x.dtype))
     return b.lazy(entry, x, indices, cost=3)
 
 
-def batching_axes(dimension_numbers: Any) -> list[tuple[int, int]]:
-    """The axes of an operand that go with axes of the indices, and those."""
+def _batching_axes(dimension_numbers: Any) -> list[tuple[int, int]]:
+    """Return pairs of batching axes: one of the operand, and one of the indices."""
     d = dimension_numbers
     indices_axes = getattr(d, "start_indices_batching_dims", None)
     indices_axes = d.scatter_indices_batching_dims if indices_axes is None else indices_axes
     return [(int(x), int(y)) for x, y in zip(d.operand_batching_dims, indices_axes, strict=True)]
 
 
-def within(k: LoopNest, text: str, dtype: np.dtype, last: int) -> str:
-    """A condition: that an index is one of 0 to `last`."""
+def is_within(k: LoopNest, text: str, dtype: np.dtype, last: int) -> str:
+    """Return a condition: an integer expression is from 0 to `last`."""
     most = np.iinfo(dtype).max
     above = [] if dtype.kind == "u" else [f"{text} >= {storage.literal(0, dtype)}"]
     below = [] if last >= most else [f"{text} <= {storage.literal(last, dtype)}"]
@@ -152,10 +150,10 @@ def _(
     dropped = (*d.collapsed_slice_dims, *d.operand_batching_dims)
     windows = []
     for batch in np.ndindex(indices.shape[:-1]):
-        starts, inside = window_starts(
-            x.shape, indices[batch], batch, d.start_index_map, slice_sizes, batching_axes(d)
+        starts, inside = _window_start(
+            x.shape, indices[batch], batch, d.start_index_map, slice_sizes, _batching_axes(d)
         )
-        window = x[_window(starts, x.shape, slice_sizes)].squeeze(tuple(map(int, dropped)))
+        window = x[_window_slices(starts, x.shape, slice_sizes)].squeeze(tuple(map(int, dropped)))
         outside = mode.name == "FILL_OR_DROP" and not inside
         windows.append(np.full_like(window, fill_value) if outside else window)
     if not windows:
@@ -166,10 +164,10 @@ def _(
     return np.moveaxis(result, range(indices.ndim - 1, result.ndim), d.offset_dims)
 
 
-def window_starts(
+def _window_start(
     shape: Any, row: Any, batch: Any, axes: Any, sizes: Any, batching: Any
 ) -> tuple[list[int], bool]:
-    """Where in an operand a window starts, and whether all of it is inside."""
+    """Return the index in an operand at which a window starts, and whether all of it is inside."""
     starts, inside = [0] * len(shape), True
     for number, axis in enumerate(axes):
         starts[axis] = int(row[number])
@@ -177,3 +175,132 @@ def window_starts(
     for axis, batch_axis in batching:
         starts[axis] = batch[batch_axis]
     return starts, inside
+
+
+_STEPS: dict[str, tuple[Step, Any]] = {
+    "scatter-add": (operator_step("+", "|"), np.add),
+    "scatter-sub": (operator_step("-"), np.subtract),
+    "scatter-mul": (operator_step("*", "&"), np.multiply),
+    "scatter-min": (minimum_step, np.minimum),
+    "scatter-max": (maximum_step, np.maximum),
+}
+
+
+@fused("scatter", *_STEPS)
+def _(
+    b: Builder,
+    x: ArrayExpr,
+    indices: ArrayExpr,
+    updates: ArrayExpr,
+    *,
+    dimension_numbers: Any,
+    update_jaxpr: Any,
+    update_consts: Any,
+    mode: Any,
+    **_: Any,
+) -> ArrayExpr:
+    name = b.primitive
+    step = _STEPS[name][0] if name in _STEPS else None
+    if name == "scatter" and update_jaxpr is not None:  # `x.at[...].apply`
+        if update_consts:
+            raise Unsupported("update_consts", "the function applied may not hold arrays.")
+        require_fused(update_jaxpr)
+
+        def step(k: LoopNest, dtype: np.dtype, old: str, new: str) -> str:
+            (result,) = b.inline_in(k, update_jaxpr, *(scalar_expr(x, dtype) for x in (old, new)))
+            return result
+
+    def write(out: Buffer, indices: ArrayExpr, updates: ArrayExpr) -> None:
+        with b.kernel(name) as k:
+            _scatter(k, out, indices, updates, dimension_numbers, mode.name == "CLIP", step)
+
+    return b.update(x, write, indices, updates)
+
+
+def _scatter(
+    k: LoopNest,
+    out: Buffer,
+    indices: ArrayExpr,
+    updates: ArrayExpr,
+    d: Any,
+    clip: bool,
+    step: Step | None,
+) -> None:
+    """Write windows of `updates` into `out`, combined by `step` with the entries of `out`.
+
+    **Arguments:**
+
+    - `d`: the dimension numbers of the primitive.
+    - `clip`: whether to move windows into `out` that are partly outside. Others are dropped.
+    """
+    window_axes = [int(axis) for axis in d.update_window_dims]
+    dropped = {*d.inserted_window_dims, *d.operand_batching_dims}
+    kept = [axis for axis in range(out.ndim) if axis not in dropped]
+    sizes = [1] * out.ndim
+    for axis, window_axis in zip(kept, window_axes, strict=True):
+        sizes[axis] = updates.shape[window_axis]
+    if any(n < size for n, size in zip(out.shape, sizes, strict=True)):
+        return  # no window fits
+    k.written.add(out.memory)  # so that entries are loaded again after each store
+    with k.loops(indices.shape[:-1]) as batch:
+        start = [Index()] * out.ndim
+        for axis, batch_axis in _batching_axes(d):
+            start[axis] = batch[batch_axis]
+        inside = []
+        for number, axis in enumerate(d.scatter_dims_to_operand_dims):
+            text, last = k.read(indices, (*batch, Index((), number))), out.shape[axis] - sizes[axis]
+            if not clip:
+                inside.append(is_within(k, text, indices.dtype, last))
+            start[axis] = start[axis] + clamped_index(k, text, indices.dtype, max(last, 0))
+        with (
+            k.under(f"if {' and '.join(inside) or 'True'}:"),
+            k.loops([updates.shape[axis] for axis in window_axes]) as offsets,
+        ):
+            rest = iter(batch)
+            inner = dict(zip(window_axes, offsets, strict=True))
+            index = [inner[axis] if axis in inner else next(rest) for axis in range(updates.ndim)]
+            target = [*start]
+            for axis, i in zip(kept, offsets, strict=True):
+                target[axis] = target[axis] + i
+            new = k.read(updates, index)
+            if step is not None:
+                new = step(k, out.dtype, k.load(out, target), new)
+            k.store(out, target, new)
+
+
+def _register_reference(name: str, ufunc: Any) -> None:
+    @perform.register(name)
+    def _(
+        x: Any, indices: Any, updates: Any, *, dimension_numbers: Any, mode: Any,
+        update_jaxpr: Any, **_: Any,
+    ) -> Any:  # fmt: skip
+        d, out = dimension_numbers, np.array(x)
+        batches = [axis for axis in range(updates.ndim) if axis not in d.update_window_dims]
+        moved = np.transpose(updates, (*batches, *map(int, d.update_window_dims)))
+        dropped = tuple(int(n) for n in (*d.inserted_window_dims, *d.operand_batching_dims))
+        axes, batching = d.scatter_dims_to_operand_dims, _batching_axes(d)
+        for batch in np.ndindex(indices.shape[:-1]):
+            new = np.expand_dims(moved[batch], dropped)
+            starts, inside = _window_start(
+                x.shape, indices[batch], batch, axes, new.shape, batching
+            )
+            if mode.name == "CLIP":
+                limits = zip(starts, x.shape, new.shape, strict=True)
+                starts = [min(max(0, s), n - size) for s, n, size in limits]
+            elif not inside:
+                continue
+            window = tuple(slice(s, s + n) for s, n in zip(starts, new.shape, strict=True))
+            old = out[window]
+            if ufunc is not None:
+                new = ufunc(old, new)
+            elif update_jaxpr is not None:
+                pairs = zip(old.flat, new.flat, strict=True)
+                entries = [evaluate_jaxpr(update_jaxpr, *pair)[0] for pair in pairs]
+                new = np.reshape(entries, old.shape)
+            out[window] = new
+        return out
+
+
+_register_reference("scatter", None)
+for _name, (_, _ufunc) in _STEPS.items():
+    _register_reference(_name, _ufunc)

@@ -1,21 +1,16 @@
-"""Movement: primitives that move entries, or repeat them."""
+"""Primitives that move, repeat or select entries, such as reshape, pad and select_n."""
 
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
-from jax import lax
 
 from ..codegen import storage
-from ..codegen.arrays import ArrayExpr
+from ..codegen.arrays import ArrayExpr, Index
 from ..codegen.builder import Builder
-from ..codegen.index import Index
 from ..codegen.loop_nest import LoopNest
+from ..codegen.registry import Unsupported, funcify, fused, perform
 from ..maths.instructions import select
-from ..registry import Unsupported, funcify, fused, perform
-
-Place = tuple[Index, ...]
 
 
 @fused("broadcast_in_dim")
@@ -25,9 +20,9 @@ def _(
     if sizes:
         raise Unsupported("shape", "it is not static.")
     long_axes = [axis for axis, n in zip(broadcast_dimensions, x.shape, strict=True) if n > 1]
-    x = b.repeated(x, long_axes)
+    x = b.hoist(x, long_axes)
 
-    def entry(k: LoopNest, index: Place) -> str:
+    def entry(k: LoopNest, index: tuple[Index, ...]) -> str:
         axes = zip(broadcast_dimensions, x.shape, strict=True)
         return k.read(x, [Index() if n == 1 else index[axis] for axis, n in axes])
 
@@ -46,7 +41,7 @@ def _(x: Any, *, shape: Any, broadcast_dimensions: Any, **_: Any) -> Any:
 def _(b: Builder, x: ArrayExpr, *sizes: ArrayExpr, dimensions: Any = None, **_: Any) -> ArrayExpr:
     if sizes:
         raise Unsupported("shape", "it is not static.")
-    return b.reshaped(x if dimensions is None else _transposed(b, x, dimensions), b.out.shape)
+    return b.reshape(x if dimensions is None else _transposed(b, x, dimensions), b.out.shape)
 
 
 @perform.register("reshape")
@@ -56,7 +51,7 @@ def _(x: Any, *, new_sizes: Any, dimensions: Any = None, **_: Any) -> Any:
 
 @fused("squeeze", "expand_dims")
 def _(b: Builder, x: ArrayExpr, **_: Any) -> ArrayExpr:
-    return b.reshaped(x, b.out.shape)
+    return b.reshape(x, b.out.shape)
 
 
 @perform.register("squeeze")
@@ -70,8 +65,8 @@ def _(b: Builder, x: ArrayExpr, *, permutation: Sequence[int]) -> ArrayExpr:
 
 
 def _transposed(b: Builder, x: ArrayExpr, permutation: Sequence[int]) -> ArrayExpr:
-    places, shape = np.argsort(permutation), [x.shape[axis] for axis in permutation]
-    entry = lambda k, index: k.read(x, [index[place] for place in places])
+    inverse, shape = np.argsort(permutation), [x.shape[axis] for axis in permutation]
+    entry = lambda k, index: k.read(x, [index[axis] for axis in inverse])
     return b.lazy(entry, x, shape=shape, dtype=x.dtype)
 
 
@@ -82,7 +77,7 @@ def _(x: Any, *, permutation: Any) -> Any:
 
 @fused("rev")
 def _(b: Builder, x: ArrayExpr, *, dimensions: Sequence[int]) -> ArrayExpr:
-    def entry(k: LoopNest, index: Place) -> str:
+    def entry(k: LoopNest, index: tuple[Index, ...]) -> str:
         axes = enumerate(zip(index, x.shape, strict=True))
         return k.read(x, [n - 1 - i if axis in dimensions else i for axis, (i, n) in axes])
 
@@ -98,7 +93,7 @@ def _(x: Any, *, dimensions: Any) -> Any:
 def _(b: Builder, x: ArrayExpr, *, start_indices: Any, strides: Any, **_: Any) -> ArrayExpr:
     steps = strides or (1,) * x.ndim
 
-    def entry(k: LoopNest, index: Place) -> str:
+    def entry(k: LoopNest, index: tuple[Index, ...]) -> str:
         axes = zip(index, start_indices, steps, strict=True)
         return k.read(x, [i * step + start for i, start, step in axes])
 
@@ -116,7 +111,7 @@ def _(b: Builder, x: ArrayExpr, *, sizes: Any, axis: int) -> list[ArrayExpr]:
     x, starts = b.cheap(x), np.cumsum([0, *sizes])[:-1].tolist()
 
     def part(start: int, aval: Any) -> ArrayExpr:
-        def entry(k: LoopNest, index: Place) -> str:
+        def entry(k: LoopNest, index: tuple[Index, ...]) -> str:
             return k.read(x, [i + start if d == axis else i for d, i in enumerate(index)])
 
         return b.lazy(entry, x, shape=aval.shape, dtype=aval.dtype)
@@ -152,8 +147,8 @@ def _(b: Builder, *operands: ArrayExpr, dimension: int) -> ArrayExpr:
         for x in operands:
             with k.loops(x.shape) as index:
                 text = k.read(x, index)
-                place = [i + start if axis == dimension else i for axis, i in enumerate(index)]
-                k.store(out, place, text)
+                target = [i + start if axis == dimension else i for axis, i in enumerate(index)]
+                k.store(out, target, text)
             start += x.shape[dimension]
     return out
 
@@ -170,36 +165,24 @@ def _(b: Builder, x: ArrayExpr, filling: ArrayExpr, *, padding_config: Any) -> A
         fill = k.read(filling, ())
         with k.loops(out.shape) as index:
             k.store(out, index, fill)
-        kept = [_kept(n, *config) for n, config in zip(x.shape, padding_config, strict=True)]
+        kept = [_kept_range(n, *config) for n, config in zip(x.shape, padding_config, strict=True)]
         starts = [start for start, _ in kept]
         with k.loops([max(0, end - start) for start, end in kept]) as index:
             source = [i + start for i, start in zip(index, starts, strict=True)]
-            to = [
+            target = [
                 i * (step + 1) + low
                 for i, (low, _, step) in zip(source, padding_config, strict=True)
             ]
-            k.store(out, to, k.read(x, source))
+            k.store(out, target, k.read(x, source))
     return out
 
 
-def _kept(n: int, low: int, high: int, interior: int) -> tuple[int, int]:
-    """The entries of an axis that negative padding does not cut off: a first and an end."""
+def _kept_range(n: int, low: int, high: int, interior: int) -> tuple[int, int]:
+    """Return the first index along an axis that negative padding keeps, and the end."""
     step = interior + 1
     start = -(low // step) if low < 0 else 0
     end = n - (-(high // step) if high < 0 else 0)
     return start, max(start, end)
-
-
-def padded(
-    b: Builder, x: ArrayExpr, filling: ArrayExpr, config: Sequence[tuple[int, int, int]]
-) -> ArrayExpr:
-    """As `lax.pad` has it; the value itself, if there is nothing to add."""
-    if not any(any(amounts) for amounts in config):
-        return b.cheap(x)
-    avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in (x, filling)]
-    f = lambda x, filling: lax.pad(x, filling, config)
-    (result,) = b.inline(jax.make_jaxpr(f)(*avals), x, filling)
-    return result
 
 
 @perform.register("pad")
@@ -208,24 +191,21 @@ def _(x: Any, filling: Any, *, padding_config: Any) -> Any:
     for axis, (low, high, interior) in enumerate(padding_config):
         n = x.shape[axis]
         long = max(0, n + interior * max(0, n - 1))
-        spread = np.full(_with(x.shape, axis, long), filling, x.dtype)
+        resized = lambda n, x=x, axis=axis: (*x.shape[:axis], n, *x.shape[axis + 1 :])
+        spread = np.full(resized(long), filling, x.dtype)
         spread[(slice(None),) * axis + (slice(None, None, interior + 1),)] = x
-        out = np.full(_with(x.shape, axis, long + low + high), filling, x.dtype)
+        out = np.full(resized(long + low + high), filling, x.dtype)
         first, last = max(0, -low), long - max(0, -high)
         inner = spread[(slice(None),) * axis + (slice(first, max(first, last)),)]
-        at = max(0, low)
-        out[(slice(None),) * axis + (slice(at, at + inner.shape[axis]),)] = inner
+        start = max(0, low)
+        out[(slice(None),) * axis + (slice(start, start + inner.shape[axis]),)] = inner
         x = out
     return x
 
 
-def _with(shape: Sequence[int], axis: int, n: int) -> tuple[int, ...]:
-    return (*shape[:axis], n, *shape[axis + 1 :])
-
-
 @fused("select_n")
 def _(b: Builder, which: ArrayExpr, *cases: ArrayExpr) -> ArrayExpr:
-    def entry(k: LoopNest, index: Place) -> str:
+    def entry(k: LoopNest, index: tuple[Index, ...]) -> str:
         chosen = k.read(which, index if which.ndim else ())
         texts = [k.read(case, index) for case in cases]
         if which.dtype.kind == "b":
@@ -264,7 +244,7 @@ def _(b: Builder, x: ArrayExpr, *, axis: int) -> list[ArrayExpr]:
     x = b.cheap(x)
 
     def part(n: int, aval: Any) -> ArrayExpr:
-        def entry(k: LoopNest, index: Place) -> str:
+        def entry(k: LoopNest, index: tuple[Index, ...]) -> str:
             return k.read(x, (*index[:axis], Index((), n), *index[axis:]))
 
         return b.lazy(entry, x, shape=aval.shape, dtype=aval.dtype)
@@ -281,8 +261,8 @@ def _(x: Any, *, axis: int) -> Any:
 def _(b: Builder, x: ArrayExpr, *, reps: Sequence[int]) -> ArrayExpr:
     x, out = b.cheap(x), b.buffer()
     with b.kernel() as k, k.loops(reps) as which, k.loops(x.shape) as index:
-        place = [i + copy * n for i, copy, n in zip(index, which, x.shape, strict=True)]
-        k.store(out, place, k.read(x, index))
+        target = [i + copy * n for i, copy, n in zip(index, which, x.shape, strict=True)]
+        k.store(out, target, k.read(x, index))
     return out
 
 

@@ -1,7 +1,8 @@
-"""Random bits, as JAX's threefry2x32 has them.
+"""Random bits and keys by JAX's generator threefry2x32.
 
-John Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011). The bits of an entry are
-those of its place: a loop computes each where it is read.
+See John Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011). The bits of an entry
+depend only on the key and on the position of the entry, so each loop computes them where they are
+read.
 """
 
 import functools
@@ -13,30 +14,28 @@ import jax
 import numpy as np
 from jax.extend.core.primitives import random_gamma_p
 
-from ..codegen.arrays import ArrayExpr
+from ..codegen.arrays import ArrayExpr, Index, flatten_index
 from ..codegen.builder import Builder, broadcast_read
-from ..codegen.index import Index, flat
 from ..codegen.loop_nest import LoopNest
-from ..maths.scalar import scalar
-from ..reference import evaluate_jaxpr
-from ..registry import Unsupported, funcify, fused, perform
+from ..codegen.registry import Unsupported, evaluate_jaxpr, funcify, fused, perform
+from ..maths.instructions import scalar
 
-#: About how many instructions an entry takes.
+#: About the number of instructions of an entry.
 _COST = 100
 _WORD = np.uint64(0xFFFFFFFF)
 
 
 @scalar
 def threefry_round(x, y, by):
-    """A round: two words become others."""
+    """Return two words after one round, with a rotation by `by` bits."""
     x = np.uint32(x + y)
-    turned = np.uint32(y << np.uint32(by)) | np.uint32(y >> np.uint32(32 - by))
-    return x, np.uint32(x ^ turned)
+    rotated = np.uint32(y << np.uint32(by)) | np.uint32(y >> np.uint32(32 - by))
+    return x, np.uint32(x ^ rotated)
 
 
 @scalar
 def four_rounds(x, y, a, b, c, d):
-    """Four of them, by whose numbers of bits words are turned."""
+    """Return two words after four rounds, with rotations by `a`, `b`, `c` and `d` bits."""
     x, y = threefry_round(x, y, a)
     x, y = threefry_round(x, y, b)
     x, y = threefry_round(x, y, c)
@@ -45,7 +44,7 @@ def four_rounds(x, y, a, b, c, d):
 
 @scalar
 def threefry_words(a, b, x, y):
-    """The words `x` and `y` under the key of `a` and `b`, after 20 rounds."""
+    """Return the random words of the counter `x`, `y` and the key `a`, `b`, after 20 rounds."""
     m = np.uint32(np.uint32(a ^ b) ^ np.uint32(0x1BD11BDA))
     x, y = four_rounds(np.uint32(x + a), np.uint32(y + b), 13, 15, 26, 6)
     x, y = four_rounds(np.uint32(x + b), np.uint32(np.uint32(y + m) + np.uint32(1)), 17, 29, 16, 24)
@@ -56,21 +55,21 @@ def threefry_words(a, b, x, y):
 
 
 @scalar
-def threefry(key, place):
-    """Both words, of 64 bits, under a key, the first one high."""
+def threefry(key, position):
+    """Return the random 64 bits of a position and a key, with the first word in the high bits."""
     x, y = threefry_words(
         np.uint32(key >> np.uint64(32)),
         np.uint32(key & np.uint64(0xFFFFFFFF)),
-        np.uint32(place >> np.uint64(32)),
-        np.uint32(place & np.uint64(0xFFFFFFFF)),
+        np.uint32(position >> np.uint64(32)),
+        np.uint32(position & np.uint64(0xFFFFFFFF)),
     )
     return np.uint64(np.uint64(x) << np.uint64(32)) | np.uint64(y)
 
 
 @scalar
-def threefry_word(key, place):
-    """Both words taken together as one."""
-    words = threefry(key, place)
+def threefry_word(key, position):
+    """Return the random 32 bits of a position and a key: the exclusive or of both words."""
+    words = threefry(key, position)
     return np.uint32(np.uint32(words >> np.uint64(32)) ^ np.uint32(words & np.uint64(0xFFFFFFFF)))
 
 
@@ -79,7 +78,7 @@ def _check_layout() -> None:
         raise Unsupported("jax_threefry_partitionable", "False is not supported.")
 
 
-# Keys, and what they are made of.
+# Keys are uint64 numbers here: see `codegen.graph`.
 
 
 @fused("random_wrap")
@@ -113,20 +112,18 @@ def _(b: Builder, keys: ArrayExpr) -> ArrayExpr:
 def _(b: Builder, seeds: ArrayExpr, *, impl: Any) -> ArrayExpr:
 
     def entry(k: LoopNest, index: tuple[Index, ...]) -> str:
-        return k.let(f"np.uint64({_unsigned(k.read(seeds, index), seeds.dtype)})")
+        text = k.read(seeds, index)
+        if seeds.dtype.itemsize < 8:  # the high bits are 0
+            text = f"np.uint32({text})"
+        return k.let(f"np.uint64({text})")
 
     return b.lazy(entry, seeds, cost=1)
-
-
-def _unsigned(text: str, dtype: np.dtype) -> str:
-    """Of integers of 32 bits or fewer, the high bits are 0."""
-    return text if dtype.itemsize == 8 else f"np.uint32({text})"
 
 
 @fused("random_split")
 def _(b: Builder, keys: ArrayExpr, *, shape: Any) -> ArrayExpr:
     _check_layout()
-    return _of_places(b, b.cheap(keys), shape, "np.uint64", threefry)
+    return _by_position(b, b.cheap(keys), shape, "np.uint64", threefry)
 
 
 @fused("random_fold_in")
@@ -142,18 +139,21 @@ def _(b: Builder, keys: ArrayExpr, data: ArrayExpr) -> ArrayExpr:
 def _(b: Builder, keys: ArrayExpr, *, bit_width: int, shape: Any) -> ArrayExpr:
     _check_layout()
     function = threefry if bit_width == 64 else threefry_word
-    return _of_places(b, b.cheap(keys), shape, f"np.uint{bit_width}", function)
+    return _by_position(b, b.cheap(keys), shape, f"np.uint{bit_width}", function)
 
 
-def _of_places(
+def _by_position(
     b: Builder, keys: ArrayExpr, shape: Any, name: str, function: Callable[..., Any]
 ) -> ArrayExpr:
-    """A function of a key and of the place of each entry in an array of a shape."""
+    """Return the array of `function(key, position)` for all positions in an array of a shape.
+
+    `name` is the type of the entries in generated code.
+    """
 
     def entry(k: LoopNest, index: tuple[Index, ...]) -> str:
         key = k.read(keys, index[: keys.ndim])
-        place = f"np.uint64({flat(index[keys.ndim :], shape)})"
-        return k.let(f"{name}({k.call(function, key, place)})")
+        position = f"np.uint64({flatten_index(index[keys.ndim :], shape)})"
+        return k.let(f"{name}({k.call(function, key, position)})")
 
     return b.lazy(entry, keys, cost=_COST)
 
@@ -175,8 +175,8 @@ def _(b: Builder, *operands: ArrayExpr) -> list[ArrayExpr]:
     return [b.lazy(entry, *operands, cost=_COST) for entry in (first, second)]
 
 
-def _gamma(keys: Any, a: Any, log_space: bool) -> Any:
-    """How JAX draws from gamma distributions, as a jaxpr."""
+def _gamma_jaxpr(keys: Any, a: Any, log_space: bool) -> Any:
+    """Return the jaxpr by which JAX draws from gamma distributions."""
     avals = [jax.ShapeDtypeStruct(keys.shape, jax.random.key(0, impl="threefry2x32").dtype)]
     avals.append(jax.ShapeDtypeStruct(a.shape, a.dtype))
     draw = functools.partial(random_gamma_p.impl, log_space=log_space)
@@ -185,19 +185,19 @@ def _gamma(keys: Any, a: Any, log_space: bool) -> Any:
 
 @funcify.register("random_gamma")
 def _(b: Builder, keys: ArrayExpr, a: ArrayExpr, *, log_space: bool) -> list[ArrayExpr]:
-    return b.inline(_gamma(keys, a, log_space), b.force(keys), b.force(a))
+    return b.inline(_gamma_jaxpr(keys, a, log_space), b.force(keys), b.force(a))
 
 
-# What they are in NumPy.
+# NumPy references.
 
 
 @perform.register("random_gamma")
 def _(keys: Any, a: Any, *, log_space: bool) -> Any:
-    return evaluate_jaxpr(_gamma(keys, a, log_space), keys, a)
+    return evaluate_jaxpr(_gamma_jaxpr(keys, a, log_space), keys, a)
 
 
 def _rounds(a: Any, b: Any, x: Any, y: Any) -> tuple[Any, Any]:
-    """Both words of arrays of uint32."""
+    """Return both random words of arrays of keys `a`, `b` and counters `x`, `y`."""
     keys = [a, b, a ^ b ^ np.uint32(0x1BD11BDA)]
     x, y = x + a, y + b
     for n in range(5):
@@ -208,29 +208,29 @@ def _rounds(a: Any, b: Any, x: Any, y: Any) -> tuple[Any, Any]:
     return x, y
 
 
-def _halves(x: Any) -> tuple[Any, Any]:
+def _split_words(x: Any) -> tuple[Any, Any]:
     x = np.asarray(x, np.uint64)
     return (x >> np.uint64(32)).astype(np.uint32), (x & _WORD).astype(np.uint32)
 
 
-def _joined(x: Any, y: Any) -> Any:
+def _join_words(x: Any, y: Any) -> Any:
     return np.asarray(x, np.uint64) << np.uint64(32) | np.asarray(y, np.uint64)
 
 
-def _at_places(keys: Any, shape: Sequence[int]) -> tuple[Any, Any]:
-    places = np.arange(math.prod(shape), dtype=np.uint64).reshape(shape)
+def _words_by_position(keys: Any, shape: Sequence[int]) -> tuple[Any, Any]:
+    positions = np.arange(math.prod(shape), dtype=np.uint64).reshape(shape)
     expanded = np.reshape(keys, np.shape(keys) + (1,) * len(shape))
-    return _rounds(*_halves(expanded), *_halves(places))
+    return _rounds(*_split_words(expanded), *_split_words(positions))
 
 
 @perform.register("random_wrap")
 def _(x: Any, *, impl: Any) -> Any:
-    return _joined(x[..., 0], x[..., 1])
+    return _join_words(x[..., 0], x[..., 1])
 
 
 @perform.register("random_unwrap")
 def _(keys: Any) -> Any:
-    return np.stack(_halves(keys), -1)
+    return np.stack(_split_words(keys), -1)
 
 
 @perform.register("random_clone")
@@ -246,18 +246,18 @@ def _(seeds: Any, *, impl: Any) -> Any:
 
 @perform.register("random_split")
 def _(keys: Any, *, shape: Any) -> Any:
-    return _joined(*_at_places(keys, shape))
+    return _join_words(*_words_by_position(keys, shape))
 
 
 @perform.register("random_fold_in")
 def _(keys: Any, data: Any) -> Any:
-    return _joined(*_rounds(*_halves(keys), *_halves(np.asarray(data, np.uint32))))
+    return _join_words(*_rounds(*_split_words(keys), *_split_words(np.asarray(data, np.uint32))))
 
 
 @perform.register("random_bits")
 def _(keys: Any, *, bit_width: int, shape: Any) -> Any:
-    x, y = _at_places(keys, shape)
-    return _joined(x, y) if bit_width == 64 else (x ^ y).astype(f"u{bit_width // 8}")
+    x, y = _words_by_position(keys, shape)
+    return _join_words(x, y) if bit_width == 64 else (x ^ y).astype(f"u{bit_width // 8}")
 
 
 @perform.register("threefry2x32")

@@ -1,4 +1,4 @@
-"""Reductions: sums, extremes, products and logic over axes."""
+"""Reductions over axes, cumulative reductions along an axis, and argmax and argmin."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,54 +9,118 @@ import numpy as np
 from jax import lax
 
 from ..codegen import storage
-from ..codegen.arrays import ArrayExpr, Buffer, number
+from ..codegen.arrays import ArrayExpr, Buffer, Index, scalar_expr
 from ..codegen.builder import Builder, require_fused
-from ..codegen.index import Index
 from ..codegen.loop_nest import LoopNest
-from ..maths import instructions
-from ..reference import evaluate_jaxpr
-from ..registry import Unsupported, funcify, perform
-from .combine import Combine, extreme, least, most, operator
+from ..codegen.registry import Unsupported, evaluate_jaxpr, funcify, perform
+from ..maths import elementary, instructions
+
+# Steps: how a total and an entry become the next total.
+
+#: A function of a loop nest, a dtype, the total so far and an entry, which are expressions. It
+#: returns the expression of the next total.
+Step = Callable[[LoopNest, np.dtype, str, str], str]
 
 
-def _register(name: str, first: Callable[[np.dtype], Any], step: Combine) -> None:
+def operator_step(symbol: str, bool_symbol: str = "") -> Step:
+    """Return a step by a Python operator, with another operator for bools if one is given."""
+
+    def step(k: LoopNest, dtype: np.dtype, total: str, entry: str) -> str:
+        operator = bool_symbol if dtype.kind == "b" and bool_symbol else symbol
+        return storage.wrap(f"{total} {operator} {entry}", dtype)
+
+    return step
+
+
+def extreme_step(function: Callable[..., Any], bool_symbol: str) -> Step:
+    """Return a step by `maximum` or `minimum`, with an operator for bools."""
+
+    def step(k: LoopNest, dtype: np.dtype, total: str, entry: str) -> str:
+        if dtype.kind == "c":
+            raise Unsupported("dtype", f"{dtype} has no order.")
+        if dtype.kind == "b":
+            return f"{total} {bool_symbol} {entry}"
+        return k.call(function, total, entry)
+
+    return step
+
+
+def _any_order_step(function: Callable[..., Any], symbol: str) -> Step:
+    """Return a step that lets the compiler regroup the floats, for vector instructions."""
+    in_order = operator_step(symbol)
+
+    def step(k: LoopNest, dtype: np.dtype, total: str, entry: str) -> str:
+        if dtype.kind in "fV":
+            return k.call(function, total, entry)
+        if dtype.kind == "b":
+            return f"{storage.type_name(dtype)}({total} {symbol} {entry})"
+        return in_order(k, dtype, total, entry)
+
+    return step
+
+
+def lowest_value(dtype: np.dtype) -> Any:
+    """Return the smallest value of a dtype, which is the maximum of no entries."""
+    if dtype.kind == "b":
+        return False
+    return np.iinfo(dtype).min if dtype.kind in "iu" else -np.inf
+
+
+def highest_value(dtype: np.dtype) -> Any:
+    """Return the largest value of a dtype, which is the minimum of no entries."""
+    if dtype.kind == "b":
+        return True
+    return np.iinfo(dtype).max if dtype.kind in "iu" else np.inf
+
+
+# Reductions of an array by a known function.
+
+
+def _register(name: str, first: Callable[[np.dtype], Any], step: Step, ufunc: Any) -> None:
+    """Register a reduction.
+
+    `first` returns the result for no entries, and `ufunc` is the reduction in NumPy.
+    """
+
     @funcify.register(name)
     def _(b: Builder, x: ArrayExpr, *, axes: Sequence[int], **_: Any) -> ArrayExpr:
-        if not axes:  # which some functions of jax.numpy reduce over
+        if not axes:  # some functions of jax.numpy reduce over no axes
             return x
         start = storage.literal(first(x.dtype), x.dtype)
-        out = b.buffer(dtype=storage.computed_dtype(x.dtype))  # in which sums are kept
+        out = b.buffer(dtype=storage.computed_dtype(x.dtype))  # holds totals
+        long_axes = [axis for axis in range(x.ndim) if x.shape[axis] > 1]
         with b.kernel(name) as k:
-            reduce = _by_rows if _ends(x, axes) else _into_memory
+            reduces_last = not long_axes or long_axes[-1] in axes
+            reduce = _reduce_in_register if reduces_last else _reduce_in_memory
             reduce(k, x, tuple(axes), out, start, step)
-        return b.converted(out, x.dtype)
+        return b.convert(out, x.dtype)
+
+    @perform.register(name)
+    def _(x: Any, *, axes: Any, **_: Any) -> Any:
+        initial = {"initial": first(x.dtype)} if ufunc in (np.maximum, np.minimum) else {}
+        return ufunc.reduce(x, axis=tuple(axes), dtype=x.dtype, **initial)
 
 
-def _ends(x: ArrayExpr, axes: Sequence[int]) -> bool:
-    """Whether the last axis that matters is reduced."""
-    long = [axis for axis in range(x.ndim) if x.shape[axis] > 1]
-    return not long or long[-1] in axes
-
-
-def _by_rows(
-    k: LoopNest, x: ArrayExpr, axes: tuple[int, ...], out: Buffer, start: str, step: Combine
+def _reduce_in_register(
+    k: LoopNest, x: ArrayExpr, axes: tuple[int, ...], out: Buffer, start: str, step: Step
 ) -> None:
+    """Reduce entry by entry of the result, for neighbors in memory."""
     kept = [axis for axis in range(x.ndim) if axis not in axes]
     with k.loops([x.shape[axis] for axis in kept]) as outer:
         total = k.here(start, "total")
         with k.loops([x.shape[axis] for axis in axes]) as inner:
-            text = k.read(x, _index(kept, outer, axes, inner))
-            k.line(f"{total} = {step(k, x.dtype, total, text)}")
+            entry = k.read(x, _join_index(kept, outer, axes, inner))
+            k.line(f"{total} = {step(k, x.dtype, total, entry)}")
         k.store(out, outer, total)
 
 
-def _into_memory(
-    k: LoopNest, x: ArrayExpr, axes: tuple[int, ...], out: Buffer, start: str, step: Combine
+def _reduce_in_memory(
+    k: LoopNest, x: ArrayExpr, axes: tuple[int, ...], out: Buffer, start: str, step: Step
 ) -> None:
-    """Adds up whole rows, where entries that are reduced are not neighbours."""
+    """Reduce whole rows into rows of the result, for entries that are not neighbors in memory."""
     kept = [axis for axis in range(x.ndim) if axis not in axes]
-    with k.loops(out.shape) as place:
-        k.store(out, place, start)
+    with k.loops(out.shape) as index:
+        k.store(out, index, start)
     first = [axis for axis in kept if axis < min(axes)]
     last = [axis for axis in kept if axis > min(axes)]
     with (
@@ -64,88 +128,63 @@ def _into_memory(
         k.loops([x.shape[axis] for axis in axes]) as reduced,
         k.loops([x.shape[axis] for axis in last]) as inner,
     ):
-        index = _index([*first, *last], (*outer, *inner), axes, reduced)
+        index = _join_index([*first, *last], (*outer, *inner), axes, reduced)
         total = k.load(out, (*outer, *inner))
         k.store(out, (*outer, *inner), step(k, x.dtype, total, k.read(x, index)))
 
 
-def _index(
+def _join_index(
     kept: Sequence[int], outer: Sequence[Index], axes: Sequence[int], inner: Sequence[Index]
-) -> list[Index]:
-    places = dict(zip([*kept, *axes], [*outer, *inner], strict=True))
-    return [places[axis] for axis in range(len(places))]
-
-
-def _any_order(function: Callable[..., Any], symbol: str) -> Combine:
-    def step(k: LoopNest, dtype: np.dtype, total: str, text: str) -> str:
-        if dtype.kind in "fV":
-            return k.call(function, total, text)
-        if dtype.kind == "c":
-            return f"{total} {symbol} {text}"
-        return f"{storage.type_name(dtype)}({total} {symbol} {text})"
-
-    return step
+) -> tuple[Index, ...]:
+    """Return an index of the operand from those along kept and reduced axes."""
+    parts = dict(zip([*kept, *axes], [*outer, *inner], strict=True))
+    return tuple(parts[axis] for axis in range(len(parts)))
 
 
 def _all_bits(dtype: np.dtype) -> Any:
     return True if dtype.kind == "b" else np.invert(dtype.type(0))
 
 
-_register("reduce_sum", lambda dtype: 0, _any_order(instructions.add_in_any_order, "+"))
-_register("reduce_prod", lambda dtype: 1, _any_order(instructions.multiply_in_any_order, "*"))
-_register("reduce_max", least, extreme(instructions.maximum, "|"))
-_register("reduce_min", most, extreme(instructions.minimum, "&"))
-_register("reduce_and", _all_bits, operator("&"))
-_register("reduce_or", lambda dtype: 0, operator("|"))
-_register("reduce_xor", lambda dtype: 0, operator("^"))
+_add = _any_order_step(instructions.add_in_any_order, "+")
+_multiply = _any_order_step(instructions.multiply_in_any_order, "*")
+maximum_step = extreme_step(instructions.maximum, "|")
+minimum_step = extreme_step(instructions.minimum, "&")
+_register("reduce_sum", lambda dtype: 0, _add, np.add)
+_register("reduce_prod", lambda dtype: 1, _multiply, np.multiply)
+_register("reduce_max", lowest_value, maximum_step, np.maximum)
+_register("reduce_min", highest_value, minimum_step, np.minimum)
+_register("reduce_and", _all_bits, operator_step("&"), np.bitwise_and)
+_register("reduce_or", lambda dtype: 0, operator_step("|"), np.bitwise_or)
+_register("reduce_xor", lambda dtype: 0, operator_step("^"), np.bitwise_xor)
 
 
-def _named(reduce: Callable[..., Any], axes: Any, groups: Any) -> Callable[..., Any]:
-    """A sum or so over axes that had a name under `jax.vmap`, and now have a number each."""
-    if groups is not None:
-        raise Unsupported("axis_index_groups", "only None is supported.")
-    if not all(isinstance(axis, int) for axis in axes):
-        raise Unsupported("axes", f"{axes} are axes of a mesh: a program runs on one device.")
-    return lambda *operands: [reduce(x, axes) for x in operands]
+# Collectives over an axis that `jax.vmap` has named: they reduce over axes by number.
 
 
-def _register_named(name: str, reduce: Callable[..., Any]) -> None:
-    def steps(operands: Any, axes: Any, groups: Any) -> Any:
+def _register_collective(name: str, reduce: Callable[..., Any]) -> None:
+    def to_jaxpr(operands: Any, axes: Any, groups: Any) -> Any:
+        if groups is not None:
+            raise Unsupported("axis_index_groups", "only None is supported.")
+        if not all(isinstance(axis, int) for axis in axes):
+            raise Unsupported("axes", f"{axes} are axes of a mesh: a program runs on one device.")
         avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
-        return jax.make_jaxpr(_named(reduce, axes, groups))(*avals)
+        return jax.make_jaxpr(lambda *xs: [reduce(x, axes) for x in xs])(*avals)
 
     @funcify.register(name)
     def _(b: Builder, *operands: ArrayExpr, axes: Any, axis_index_groups: Any) -> list[ArrayExpr]:
-        return b.inline(steps(operands, axes, axis_index_groups), *operands)
+        return b.inline(to_jaxpr(operands, axes, axis_index_groups), *operands)
 
     @perform.register(name)
     def _(*operands: Any, axes: Any, axis_index_groups: Any) -> Any:
-        return evaluate_jaxpr(steps(operands, axes, axis_index_groups), *operands)
+        return evaluate_jaxpr(to_jaxpr(operands, axes, axis_index_groups), *operands)
 
 
-_register_named("psum", lax.reduce_sum)
-_register_named("pmax", lax.reduce_max)
-_register_named("pmin", lax.reduce_min)
+_register_collective("psum", lax.reduce_sum)
+_register_collective("pmax", lax.reduce_max)
+_register_collective("pmin", lax.reduce_min)
 
 
-def _perform(function: Any) -> Callable[..., Any]:
-    def rule(x: Any, *, axes: Any, **_: Any) -> Any:
-        first = {"initial": _first[function](x.dtype)} if function in _first else {}
-        return function.reduce(x, axis=tuple(axes), dtype=x.dtype, **first)
-
-    return rule
-
-
-_first: dict[Any, Any] = {np.maximum: least, np.minimum: most}
-_UFUNCS = {
-    "sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum,
-    "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
-}  # fmt: skip
-for _name, _ufunc in _UFUNCS.items():
-    perform.register(f"reduce_{_name}")(_perform(_ufunc))
-
-
-# By any function of numbers, of one array or of several at once.
+# Reductions of several arrays at once by a jaxpr of scalars.
 
 
 @funcify.register("reduce")
@@ -158,21 +197,19 @@ def _(
     arrays, starts = operands[: len(operands) // 2], operands[len(operands) // 2 :]
     shape, dtypes = arrays[0].shape, [x.dtype for x in arrays]
     kept = [axis for axis in range(len(shape)) if axis not in dimensions]
-    # Totals are kept in what they are computed in.
     outs = [b.buffer(dtype=storage.computed_dtype(dtype)) for dtype in dtypes]
     with b.kernel() as k, k.loops([shape[axis] for axis in kept]) as outer:
         totals = [k.here(k.read(start, ()), "total") for start in starts]
         with k.loops([shape[axis] for axis in dimensions]) as inner:
-            places = dict(zip([*kept, *dimensions], [*outer, *inner], strict=True))
-            index = [places[axis] for axis in range(len(shape))]
-            now = [k.here(total) for total in totals]  # of which nothing moves out of the loop
+            index = _join_index(kept, outer, dimensions, inner)
+            now = [k.here(total) for total in totals]  # so that nothing moves out of the loop
             texts = [*now, *(k.read(x, index) for x in arrays)]
-            results = b.inline_in(k, jaxpr, *map(number, texts, dtypes * 2))
+            results = b.inline_in(k, jaxpr, *map(scalar_expr, texts, dtypes * 2))
             for total, text in zip(totals, results, strict=True):
                 k.line(f"{total} = {text}")
         for out, total in zip(outs, totals, strict=True):
             k.store(out, outer, total)
-    return [b.converted(out, dtype) for out, dtype in zip(outs, dtypes, strict=True)]
+    return [b.convert(out, dtype) for out, dtype in zip(outs, dtypes, strict=True)]
 
 
 @perform.register("reduce")
@@ -185,21 +222,21 @@ def _(*operands: Any, jaxpr: Any, dimensions: Sequence[int], **_: Any) -> list[A
     n, ends = math.prod(shape[axis] for axis in dimensions), range(-len(dimensions), 0)
     rows = [np.moveaxis(x, dimensions, ends).reshape(math.prod(kept), n) for x in arrays]
     outs = [np.empty(math.prod(kept), x.dtype) for x in arrays]
-    for place in range(math.prod(kept)):
+    for i in range(math.prod(kept)):
         totals = [np.asarray(start) for start in starts]
-        for entries in zip(*(row[place] for row in rows), strict=True):
+        for entries in zip(*(row[i] for row in rows), strict=True):
             totals = evaluate_jaxpr(jaxpr, *totals, *map(np.asarray, entries))
         for out, total in zip(outs, totals, strict=True):
-            out[place] = total
+            out[i] = total
     return [out.reshape(kept) for out in outs]
 
 
-# Where the greatest and the smallest entries along an axis are.
+# The indices of extremes.
 
 
 @funcify.register("argmax", "argmin")
 def _(b: Builder, x: ArrayExpr, *, axes: Any, index_dtype: Any) -> ArrayExpr:
-    """The first of them; a NaN is taken for the greatest, and for the smallest."""
+    """Return the index of the first extreme entry. NaN counts as the maximum and as the minimum."""
     if len(axes) != 1:
         raise Unsupported("axes", f"{axes} are not one axis.")
     if x.dtype.kind == "c":
@@ -208,11 +245,11 @@ def _(b: Builder, x: ArrayExpr, *, axes: Any, index_dtype: Any) -> ArrayExpr:
     symbol = ">" if b.primitive == "argmax" else "<"
     x, out = b.cheap(x), b.buffer()
     with b.kernel() as k, k.loops(out.shape) as outer:
-        place = lambda i: (*outer[:axis], i, *outer[axis:])
-        best = k.here(k.read(x, place(Index())), "best")
+        index_at = lambda i: (*outer[:axis], i, *outer[axis:])
+        best = k.here(k.read(x, index_at(Index())), "best")
         where = k.here(storage.literal(0, dtype), "where")
         with k.loops([x.shape[axis]]) as (i,):
-            new = k.read(x, place(i))
+            new = k.read(x, index_at(i))
             better = f"{new} {symbol} {best}"
             if x.dtype.kind in "fV":
                 better = f"({better} or {new} != {new}) and {best} == {best}"
@@ -223,9 +260,90 @@ def _(b: Builder, x: ArrayExpr, *, axes: Any, index_dtype: Any) -> ArrayExpr:
     return out
 
 
-def _perform_place(function: Any) -> Any:
-    return lambda x, *, axes, index_dtype: function(x, axes[0]).astype(index_dtype)
+@perform.register("argmax")
+def _(x: Any, *, axes: Any, index_dtype: Any) -> Any:
+    return np.argmax(x, axes[0]).astype(index_dtype)
 
 
-perform.register("argmax")(_perform_place(np.argmax))
-perform.register("argmin")(_perform_place(np.argmin))
+@perform.register("argmin")
+def _(x: Any, *, axes: Any, index_dtype: Any) -> Any:
+    return np.argmin(x, axes[0]).astype(index_dtype)
+
+
+# Cumulative reductions.
+
+
+def _register_cumulative(name: str, step: Step, ufunc: Any) -> None:
+    @funcify.register(name)
+    def _(b: Builder, x: ArrayExpr, *, axis: int, reverse: bool) -> ArrayExpr:
+        if x.size == 0:
+            return x
+        x = b.cheap(x)
+        out = b.buffer(dtype=storage.computed_dtype(x.dtype))  # holds totals
+        is_last = all(n == 1 for n in x.shape[axis + 1 :])
+        with b.kernel() as k:
+            accumulate = _accumulate_in_register if is_last else _accumulate_rows
+            accumulate(k, x, out, axis, reverse, step)
+        return b.convert(out, x.dtype)
+
+    @perform.register(name)
+    def _(x: Any, *, axis: int, reverse: bool) -> Any:
+        wide = x.astype(storage.computed_dtype(x.dtype))
+        wide = np.flip(wide, axis) if reverse else wide
+        out = ufunc.accumulate(wide, axis=axis, dtype=wide.dtype)
+        return (np.flip(out, axis) if reverse else out).astype(x.dtype)
+
+
+def _position(i: Index, n: int, reverse: bool) -> Index:
+    return n - 1 - i if reverse else i
+
+
+def _accumulate_in_register(
+    k: LoopNest, x: ArrayExpr, out: Buffer, axis: int, reverse: bool, step: Step
+) -> None:
+    """Accumulate along the last axis."""
+    n, zeros = x.shape[axis], [Index()] * (x.ndim - axis - 1)
+    with k.loops(x.shape[:axis]) as outer:
+        index_at = lambda i: (*outer, _position(i, n, reverse), *zeros)
+        total = k.here(k.read(x, index_at(Index())), "total")
+        k.store(out, index_at(Index()), total)
+        with k.loops([n - 1]) as (i,):
+            k.line(f"{total} = {step(k, x.dtype, total, k.read(x, index_at(i + 1)))}")
+            k.store(out, index_at(i + 1), total)
+
+
+def _accumulate_rows(
+    k: LoopNest, x: ArrayExpr, out: Buffer, axis: int, reverse: bool, step: Step
+) -> None:
+    """Accumulate whole rows, along an axis that is not the last."""
+    n, rest = x.shape[axis], x.shape[axis + 1 :]
+    with k.loops(x.shape[:axis]) as outer:
+        with k.loops(rest) as inner:
+            first = (*outer, _position(Index(), n, reverse), *inner)
+            k.store(out, first, k.read(x, first))
+        with k.loops([n - 1]) as (i,), k.loops(rest) as inner:
+            before, here = ((*outer, _position(j, n, reverse), *inner) for j in (i, i + 1))
+            total = k.load(out, before)
+            k.store(out, here, step(k, x.dtype, total, k.read(x, here)))
+
+
+def _logsumexp_step(k: LoopNest, dtype: np.dtype, total: str, x: str) -> str:
+    """Return `log(exp(total) + exp(x))`, computed from the maximum and the difference."""
+    if dtype.kind not in "fV":
+        raise Unsupported("dtype", f"{dtype} is not supported.")
+    computed = storage.computed_dtype(dtype)
+    exp, log1p = (elementary.functions_of(name)[computed] for name in ("exp", "log1p"))
+    total, x = k.here(total), k.let(x)
+    maximum, gap = k.here(k.call(instructions.maximum, total, x)), k.here(f"{total} - {x}")
+    below = k.here(k.call(exp, f"-{k.call(instructions.fabs, gap)}"))
+    # The difference of equal infinities is NaN, but their sum is the result.
+    equal = k.here(f"{total} + {x}")
+    result = f"{maximum} + {k.call(log1p, below)}"
+    return k.call(instructions.select, f"{gap} == {gap}", result, equal)
+
+
+_register_cumulative("cumsum", operator_step("+"), np.add)
+_register_cumulative("cumprod", operator_step("*"), np.multiply)
+_register_cumulative("cummax", maximum_step, np.maximum)
+_register_cumulative("cummin", minimum_step, np.minimum)
+_register_cumulative("cumlogsumexp", _logsumexp_step, np.logaddexp)

@@ -1,7 +1,9 @@
-"""Sorting: by numbers without a sign whose order is that of the entries.
+"""Sorting, top_k, and comparisons in the total order of floats.
 
-Where those and the places of entries fit into one word, words are sorted; which is stable, as no
-two are equal. Wider keys, and several, are sorted with places beside them, from the last key on.
+Entries are converted to unsigned integers of the same order. If a key has at most 32 bits, the key
+and the index of the entry form one 64-bit word, and words are sorted. Since no two words are equal,
+the order is stable. Wider keys, and several keys, are sorted together with indices, from the last
+key to the first.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,14 +13,11 @@ from typing import Any
 import numpy as np
 
 from ..codegen import storage
-from ..codegen.arrays import ArrayExpr, Buffer
+from ..codegen.arrays import ArrayExpr, Buffer, Index
 from ..codegen.builder import Builder
-from ..codegen.index import Index
 from ..codegen.loop_nest import LoopNest
-from ..maths.instructions import reinterpreted, select
-from ..maths.precision import ByPrecision, by_precision, floats
-from ..maths.scalar import scalar
-from ..registry import Unsupported, funcify, fused, perform
+from ..codegen.registry import Unsupported, funcify, fused, perform
+from ..maths.instructions import ByPrecision, by_precision, floats, reinterpreted, scalar, select
 from .elementwise import entrywise
 
 # Keys.
@@ -26,33 +25,34 @@ from .elementwise import entrywise
 
 _UNSIGNED: Any = ByPrecision(np.uint32, np.uint64)
 _SIGN_SHIFT: Any = ByPrecision(np.uint32(31), np.uint64(63))
-_MOST: Any = ByPrecision(np.uint64(0xFFFFFFFF), np.uint64(0xFFFFFFFFFFFFFFFF))
+_MAXIMUM: Any = ByPrecision(np.uint64(0xFFFFFFFF), np.uint64(0xFFFFFFFFFFFFFFFF))
 _ZERO = floats(0, 0)
 
 
 @by_precision
 def total_order(x):
-    """By all bits: -0.0 before 0.0, and NaN first or last, by its sign."""
-    whole = reinterpreted(x, _UNSIGNED(0))
-    sign = _UNSIGNED(whole >> _SIGN_SHIFT)
+    """Return the position of a float in the total order, with -0.0 before 0.0."""
+    bits = reinterpreted(x, _UNSIGNED(0))
+    sign = _UNSIGNED(bits >> _SIGN_SHIFT)
     ones = _UNSIGNED(_UNSIGNED(0) - sign)
-    return np.uint64(_UNSIGNED(whole ^ _UNSIGNED(ones | _UNSIGNED(_UNSIGNED(1) << _SIGN_SHIFT))))
+    return np.uint64(_UNSIGNED(bits ^ _UNSIGNED(ones | _UNSIGNED(_UNSIGNED(1) << _SIGN_SHIFT))))
 
 
 @by_precision
 def value_order(x):
-    """All NaN are equal and last, both zeros are equal."""
-    return select(x != x, _MOST, total_order(select(x == _ZERO, _ZERO, x)))
+    """Return the position of a float in an order with equal zeros, and with all NaN last."""
+    return select(x != x, _MAXIMUM, total_order(select(x == _ZERO, _ZERO, x)))
 
 
-def _keys(k: LoopNest, text: str, dtype: np.dtype, of_floats: ByPrecision) -> list[str]:
-    """What an entry is ordered by, the first first."""
+def _keys(k: LoopNest, text: str, dtype: np.dtype, float_order: ByPrecision) -> list[str]:
+    """Return the unsigned integers by which an entry is ordered, the most significant first."""
     if dtype.kind == "c":
         part = np.dtype(f"f{dtype.itemsize // 2}")
-        return [key for of in ("real", "imag") for key in _keys(k, f"{text}.{of}", part, of_floats)]
+        parts = (f"{text}.real", f"{text}.imag")
+        return [key for x in parts for key in _keys(k, x, part, float_order)]
     computed = storage.computed_dtype(dtype)
     if computed.kind == "f":
-        return [k.let(k.call(of_floats.of(computed), text))]
+        return [k.let(k.call(float_order.for_dtype(computed), text))]
     if computed.kind == "i":
         least = 1 << (8 * computed.itemsize - 1)
         return [k.let(f"np.uint64(np.uint64(np.int64({text})) + np.uint64({least}))")]
@@ -61,33 +61,37 @@ def _keys(k: LoopNest, text: str, dtype: np.dtype, of_floats: ByPrecision) -> li
 
 @dataclass(frozen=True)
 class _Key:
-    """An operand that others are sorted by."""
+    """An operand by which operands are sorted.
+
+    `float_order` is the function that converts floats to integers.
+    """
 
     value: ArrayExpr
     descending: bool = False
-    of_floats: ByPrecision = value_order
+    float_order: ByPrecision = value_order
 
     @property
     def is_narrow(self) -> bool:
-        """Whether it is ordered by one number of at most 32 bits."""
+        """Whether an entry is ordered by one integer of at most 32 bits."""
         dtype = self.value.dtype
         return dtype.kind != "c" and storage.computed_dtype(dtype).itemsize <= 4
 
     @property
     def n_parts(self) -> int:
-        """By how many numbers it is ordered."""
+        """The number of integers by which an entry is ordered."""
         return 2 if self.value.dtype.kind == "c" else 1
 
     def read(self, k: LoopNest, index: Sequence[Index]) -> list[str]:
-        """Those numbers of an entry, as uint64."""
-        keys = _keys(k, k.read(self.value, index), self.value.dtype, self.of_floats)
+        """Return the integers by which an entry is ordered, as uint64."""
+        keys = _keys(k, k.read(self.value, index), self.value.dtype, self.float_order)
         most = 0xFFFFFFFF if self.is_narrow else 0xFFFFFFFFFFFFFFFF
         return (
             [f"np.uint64(np.uint64({most}) - {key})" for key in keys] if self.descending else keys
         )
 
 
-_Place = Callable[[Index], tuple[Index, ...]]
+#: Returns the index of an entry from its index along the sorted axis.
+_IndexAt = Callable[[Index], tuple[Index, ...]]
 
 
 # Order.
@@ -95,7 +99,7 @@ _Place = Callable[[Index], tuple[Index, ...]]
 
 @scalar
 def sort_words(words, other, n):
-    """Sorts `words[:n]`, by merging runs; `other` is as much memory to do it in."""
+    """Sort `words[:n]` by merge sort. `other` is scratch memory of the same size."""
     for start in range(0, n, 8):
         for i in range(start + 1, min(start + 8, n)):
             word, j = words[i], i
@@ -122,7 +126,7 @@ def sort_words(words, other, n):
 
 @scalar
 def sort_pairs(keys, places, other_keys, other_places, n):
-    """Sorts `keys[:n]`, and with them `places`; of equal keys the order stays."""
+    """Sort `keys[:n]` and `places[:n]` by the keys, with a stable merge sort."""
     for start in range(0, n, 8):
         for i in range(start + 1, min(start + 8, n)):
             key, place, j = keys[i], places[i], i
@@ -153,29 +157,33 @@ def sort_pairs(keys, places, other_keys, other_places, n):
 
 
 def _order(b: Builder, keys: Sequence[_Key], axis: int, count: int) -> Buffer:
-    """Where along an axis the first `count` entries of it sorted are."""
+    """Return the indices along an axis of the first `count` entries in sorted order."""
     shape = keys[0].value.shape
     order = b.buffer((*shape[:axis], count, *shape[axis + 1 :]), np.int32)
     sort = _sort_words if len(keys) == 1 and keys[0].is_narrow else _sort_pairs
     with b.kernel() as k, k.loops([n for d, n in enumerate(shape) if d != axis]) as others:
-        place = lambda i: (*others[:axis], i, *others[axis:])
-        words = sort(b, k, keys, place, shape[axis])
+        index_at = lambda i: (*others[:axis], i, *others[axis:])
+        words = sort(b, k, keys, index_at, shape[axis])
         with k.loops([count]) as (i,):
             word = k.load(words, (i,))
-            k.store(order, place(i), f"np.int32({word} & np.uint64(0xFFFFFFFF))")
+            k.store(order, index_at(i), f"np.int32({word} & np.uint64(0xFFFFFFFF))")
     return order
 
 
-def _sort_words(b: Builder, k: LoopNest, keys: Sequence[_Key], place: _Place, n: int) -> Buffer:
+def _sort_words(
+    b: Builder, k: LoopNest, keys: Sequence[_Key], index_at: _IndexAt, n: int
+) -> Buffer:
     words, other = (b.buffer((n,), np.uint64) for _ in range(2))
     with k.loops([n]) as (i,):
-        (key,) = keys[0].read(k, place(i))
+        (key,) = keys[0].read(k, index_at(i))
         k.store(words, (i,), f"np.uint64({key} << np.uint64(32)) | np.uint64({i})")
     k.line(k.call(sort_words, k.pointer(words), k.pointer(other), str(n)))
     return words
 
 
-def _sort_pairs(b: Builder, k: LoopNest, keys: Sequence[_Key], place: _Place, n: int) -> Buffer:
+def _sort_pairs(
+    b: Builder, k: LoopNest, keys: Sequence[_Key], index_at: _IndexAt, n: int
+) -> Buffer:
     words, places, *others = (b.buffer((n,), np.uint64) for _ in range(4))
     with k.loops([n]) as (i,):
         k.store(places, (i,), f"np.uint64({i})")
@@ -183,19 +191,19 @@ def _sort_pairs(b: Builder, k: LoopNest, keys: Sequence[_Key], place: _Place, n:
         for part in reversed(range(key.n_parts)):
             with k.loops([n]) as (i,):
                 at = k.variable(f"np.int64({k.load(places, (i,))})", n)
-                k.store(words, (i,), key.read(k, place(at))[part])
+                k.store(words, (i,), key.read(k, index_at(at))[part])
             pointers = [k.pointer(x) for x in (words, places, *others)]
             k.line(k.call(sort_pairs, *pointers, str(n)))
     return places
 
 
-def _as_stored(b: Builder, x: ArrayExpr) -> ArrayExpr:
-    """The value as it is sorted: half precision rounded, after which some entries are equal."""
+def _round_operand(b: Builder, x: ArrayExpr) -> ArrayExpr:
+    """Return an operand rounded to its dtype. Rounding may make entries of half precision equal."""
     return b.force(x) if x.dtype.kind in "fV" and x.dtype.itemsize == 2 else b.cheap(x)
 
 
-def _taken(b: Builder, x: ArrayExpr, order: ArrayExpr, axis: int) -> ArrayExpr:
-    """The entries at places along an axis."""
+def _take_along(b: Builder, x: ArrayExpr, order: ArrayExpr, axis: int) -> ArrayExpr:
+    """Return the entries at the indices `order` along an axis."""
     n = x.shape[axis]
 
     def entry(k: LoopNest, index: tuple[Index, ...]) -> str:
@@ -211,10 +219,10 @@ def _(
 ) -> list[ArrayExpr]:
     if operands[0].size == 0:
         return [*operands]
-    values = [_as_stored(b, x) for x in operands]
+    values = [_round_operand(b, x) for x in operands]
     keys = [_Key(x) for x in values[:num_keys]]
     order = _order(b, keys, dimension, values[0].shape[dimension])
-    return [b.force(_taken(b, x, order, dimension)) for x in values]
+    return [b.force(_take_along(b, x, order, dimension)) for x in values]
 
 
 @funcify.register("top_k")
@@ -222,9 +230,9 @@ def _(b: Builder, x: ArrayExpr, *, k: int, axis: int = -1, **_: Any) -> list[Arr
     axis %= x.ndim
     if 0 in b.out.shape:
         return [b.buffer(aval.shape, aval.dtype) for aval in b.outs]
-    x = _as_stored(b, x)
+    x = _round_operand(b, x)
     order = _order(b, [_Key(x, True, total_order)], axis, k)
-    return [b.force(_taken(b, x, order, axis)), b.converted(order, b.outs[1].dtype)]
+    return [b.force(_take_along(b, x, order, axis)), b.convert(order, b.outs[1].dtype)]
 
 
 @funcify.register("approx_top_k")
@@ -234,9 +242,9 @@ def _(
 ) -> list[ArrayExpr]:  # fmt: skip
     if not aggregate_to_topk:
         raise Unsupported("aggregate_to_topk", "False is not supported.")
-    axis, x = reduction_dimension % x.ndim, _as_stored(b, x)
+    axis, x = reduction_dimension % x.ndim, _round_operand(b, x)
     order = _order(b, [_Key(x, is_max_k)], axis, k)
-    return [b.force(_taken(b, x, order, axis)), b.converted(order, b.outs[1].dtype)]
+    return [b.force(_take_along(b, x, order, axis)), b.convert(order, b.outs[1].dtype)]
 
 
 def _register_comparison(name: str, symbol: str, ufunc: Any) -> None:
@@ -262,11 +270,11 @@ _register_comparison("le_to", "<=", np.less_equal)
 _register_comparison("eq_to", "==", np.equal)
 
 
-# What they are in NumPy.
+# NumPy references.
 
 
 def _ordered(x: Any) -> Any:
-    """Entries that NumPy sorts as they are to be."""
+    """Return entries that NumPy sorts in the order of JAX."""
     x = np.asarray(x)
     if x.dtype.kind not in "fV":
         return x
@@ -293,8 +301,8 @@ def _(*operands: Any, dimension: int, num_keys: int, is_stable: bool) -> list[An
     return [np.take_along_axis(np.asarray(x), order, dimension) for x in operands]
 
 
-def _best(x: Any, k: int, axis: int, most: bool, keys: Any) -> list[Any]:
-    if most:  # of equal ones the first is still to be the first
+def _top_k(x: Any, k: int, axis: int, largest: bool, keys: Any) -> list[Any]:
+    if largest:  # keep the order of equal entries
         order = np.flip(_lexical([np.flip(keys, axis)], axis), axis)
         order = x.shape[axis] - 1 - order
     else:
@@ -304,18 +312,18 @@ def _best(x: Any, k: int, axis: int, most: bool, keys: Any) -> list[Any]:
 
 
 def _by_bits(x: Any) -> Any:
-    """Integers in the order of all bits of floats."""
+    """Return integers in the total order of floats."""
     if x.dtype.kind not in "fV":
         return x
-    whole = x.view(f"i{x.dtype.itemsize}")
-    return np.where(whole < 0, whole ^ np.iinfo(whole.dtype).max, whole)
+    bits = x.view(f"i{x.dtype.itemsize}")
+    return np.where(bits < 0, bits ^ np.iinfo(bits.dtype).max, bits)
 
 
 @perform.register("top_k")
 def _(x: Any, *, k: int, axis: int = -1, **_: Any) -> list[Any]:
-    return _best(x, k, axis % x.ndim, True, _by_bits(x))
+    return _top_k(x, k, axis % x.ndim, True, _by_bits(x))
 
 
 @perform.register("approx_top_k")
 def _(x: Any, *, k: int, reduction_dimension: int, is_max_k: bool, **_: Any) -> list[Any]:
-    return _best(x, k, reduction_dimension % x.ndim, is_max_k, x)
+    return _top_k(x, k, reduction_dimension % x.ndim, is_max_k, x)

@@ -1,7 +1,8 @@
-"""Special functions: what they are in terms of others, as JAX defines them or as XLA does.
+"""Functions of mathematics: elementary and special functions, and complex numbers.
 
-Each is a function of JAX, traced where it is met, so that its steps fuse with what is around them;
-those of half precision are computed in float32.
+Elementary functions are those of `maths`. A special function is a JAX function, defined here or in
+JAX, which is traced into each program, so that its steps fuse with the operations around it. Half
+precision is computed in float32.
 """
 
 from collections.abc import Callable
@@ -13,105 +14,204 @@ import numpy as np
 from jax import lax
 
 from ..._jax.primitives import get_special_implementation
-from ..codegen.arrays import ArrayExpr, number
+from ..codegen import storage
+from ..codegen.arrays import ArrayExpr, Index, scalar_expr
 from ..codegen.builder import Builder, broadcast_read
-from ..codegen.index import Index
+from ..codegen.graph import graph_of
 from ..codegen.loop_nest import LoopNest
-from ..front.graph import graph_of
-from ..reference import evaluate_jaxpr
-from ..registry import funcify, fused, perform
+from ..codegen.registry import Unsupported, evaluate_jaxpr, funcify, fused, perform
+from ..maths import elementary
+from .elementwise import entrywise, register, ufunc_rule
 
-#: About how many instructions an entry takes.
+# Elementary functions.
+
+#: Functions in which JAX ignores the sign of a zero on a branch cut.
+_CUTS = {np.sqrt, np.arcsin, np.arccos, np.arcsinh, np.arccosh}
+
+_UFUNCS: dict[str, Any] = {
+    "exp": np.exp, "exp2": np.exp2, "log": np.log, "log2": np.log2, "log1p": np.log1p,
+    "expm1": np.expm1, "tanh": np.tanh, "sinh": np.sinh, "cosh": np.cosh, "asinh": np.arcsinh,
+    "acosh": np.arccosh, "atanh": np.arctanh, "sin": np.sin, "cos": np.cos, "tan": np.tan,
+    "asin": np.arcsin, "acos": np.arccos, "atan": np.arctan, "atan2": np.arctan2,
+    "sqrt": np.sqrt, "cbrt": np.cbrt, "sign": np.sign,
+}  # fmt: skip
+_SCIPY = {"erf": "erf", "erfc": "erfc", "erf_inv": "erfinv", "lgamma": "gammaln"}
+
+
+def _ufunc_reference(function: Any) -> Callable[..., Any]:
+    def rule(*operands: Any, **_: Any) -> Any:
+        if function in _CUTS and np.iscomplexobj(operands[0]):
+            return function(operands[0] + 0)  # -0 becomes 0
+        return function(*operands)
+
+    return rule
+
+
+def _scipy_reference(name: str) -> Callable[..., Any]:
+    def rule(x: Any, **_: Any) -> Any:
+        import scipy.special  # SciPy comes with JAX
+
+        return getattr(scipy.special, name)(x).astype(x.dtype)
+
+    return rule
+
+
+def _register_elementary(name: str, reference: Callable[..., Any], cost: int = 20) -> None:
+    functions = elementary.functions_of(name)
+
+    @register(name, reference, cost)
+    def _(k: LoopNest, dtype: np.dtype, *texts: str, **_: Any) -> str:
+        if name == "sign" and dtype.kind in "iu":
+            return storage.wrap(k.call(elementary.sign_int, *texts), dtype)
+        if dtype.kind not in "fV":
+            raise Unsupported("dtype", f"{dtype} is not supported.")
+        return k.call(functions[storage.computed_dtype(dtype)], *texts)
+
+
+for _name, _ufunc in _UFUNCS.items():
+    _register_elementary(_name, _ufunc_reference(_ufunc), {"sqrt": 1, "sign": 2}.get(_name, 20))
+for _name, _scipy_name in _SCIPY.items():
+    _register_elementary(_name, _scipy_reference(_scipy_name))
+_register_elementary("rsqrt", lambda x, **_: (1 / np.sqrt(x)).astype(x.dtype))
+_register_elementary("logistic", lambda x, **_: (1 / (1 + np.exp(-x))).astype(x.dtype))
+
+
+# Complex numbers and their parts.
+
+
+@fused("complex")
+def _(b: Builder, real: ArrayExpr, imag: ArrayExpr) -> ArrayExpr:
+    name = storage.type_name(np.dtype(b.out.dtype))
+    return entrywise(b, lambda k, x, y: f"{name}(complex({x}, {y}))", real, imag)
+
+
+@perform.register("complex")
+def _(real: Any, imag: Any) -> Any:
+    out = np.empty(np.broadcast_shapes(np.shape(real), np.shape(imag)), np.result_type(real, 1j))
+    out.real, out.imag = real, imag
+    return out
+
+
+@fused("real")
+def _(b: Builder, x: ArrayExpr) -> ArrayExpr:
+    return entrywise(b, lambda k, x: f"{x}.real", x, cost=0)
+
+
+@fused("imag")
+def _(b: Builder, x: ArrayExpr) -> ArrayExpr:
+    return entrywise(b, lambda k, x: f"{x}.imag", x, cost=0)
+
+
+@fused("conj")
+def _(b: Builder, x: ArrayExpr, *, input_dtype: Any) -> ArrayExpr:
+    name = storage.type_name(np.dtype(b.out.dtype))
+    if x.dtype.kind != "c":
+        return entrywise(b, lambda k, x: f"{name}(complex({x}, 0.0))", x)
+    return entrywise(b, lambda k, x: f"{name}(complex({x}.real, -{x}.imag))", x)
+
+
+perform.register("real")(ufunc_rule(np.real))
+perform.register("imag")(ufunc_rule(np.imag))
+
+
+@perform.register("conj")
+def _(x: Any, *, input_dtype: Any) -> Any:
+    return np.conj(x).astype(np.result_type(x, np.complex64))
+
+
+# Special functions.
+
+#: About the number of instructions of an entry.
 _COST = 100
 
 Function = Callable[..., Any]
 
 
-class _Steps(Builder):
-    """A builder of the entries of one loop: each step is written as it comes, to a variable.
+class _LoopBuilder(Builder):
+    """A builder that writes the results of all equations into one loop, as local variables.
 
-    So a long chain of steps is no deep one of lazy values, which Python's recursion would end.
+    Nested lazy arrays would exceed Python's recursion limit in a long function.
     """
 
     def __init__(self, k: LoopNest):
         super().__init__()
         self._k = k
 
-    def _kept(self, value: ArrayExpr, n_readers: int) -> ArrayExpr:
-        return number(self._k.let(self._k.read(value, ())), value.dtype)
+    def _force_if_shared(self, value: ArrayExpr, n_readers: int) -> ArrayExpr:
+        return scalar_expr(self._k.let(self._k.read(value, ())), value.dtype)
 
 
-def _traced(function: Function, *operands: Any) -> Any:
+def _jaxpr_of(function: Function, *operands: Any) -> Any:
     avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
     return jax.make_jaxpr(function)(*avals)
 
 
-def _wide(dtype: np.dtype) -> np.dtype:
+def _wide_dtype(dtype: np.dtype) -> np.dtype:
     return dtype if dtype.itemsize >= 4 else np.dtype(np.float32)
 
 
-def _widened(function: Function) -> Function:
-    """A function of arrays of one shape and of 32 or 64 bits, as one of any floats."""
+def _broadcast_and_widen(function: Function) -> Function:
+    """Wrap a function of float32 or float64 arrays of one shape to take others, too."""
 
-    def of_any(*operands: Any) -> Any:
+    def wrapped(*operands: Any) -> Any:
         dtype = operands[0].dtype
         shape = np.broadcast_shapes(*(x.shape for x in operands))
-        wide = [jnp.broadcast_to(x, shape).astype(_wide(dtype)) for x in operands]
+        wide = [jnp.broadcast_to(x, shape).astype(_wide_dtype(dtype)) for x in operands]
         return function(*wide).astype(dtype)
 
-    return of_any
+    return wrapped
 
 
-def _perform_as(name: str, function: Function) -> None:
-    """Registers the steps of a function, each of which has a reference in NumPy."""
-    function = _widened(function)
+def _register_special_reference(name: str, function: Function) -> None:
+    """Register the NumPy rules of the primitives of a JAX function as the reference."""
+    function = _broadcast_and_widen(function)
 
     @perform.register(name)
     def _(*operands: Any) -> Any:
-        return evaluate_jaxpr(_traced(function, *operands), *operands)
+        return evaluate_jaxpr(_jaxpr_of(function, *operands), *operands)
 
 
 def _define(name: str, function: Function) -> None:
-    """Registers a function of JAX, without loops, as what a primitive is of each entry."""
-    _perform_as(name, function)
+    """Define an elementwise primitive by a JAX function without loops."""
+    _register_special_reference(name, function)
 
     @fused(name)
     def _(b: Builder, *operands: ArrayExpr) -> ArrayExpr:
         dtype = operands[0].dtype
-        wide = _wide(dtype)
-        operands = tuple(b.converted(b.cheap(x), wide) for x in operands)
-        graph = graph_of(_traced(function, *(jax.ShapeDtypeStruct((), wide) for _ in operands)))
+        wide = _wide_dtype(dtype)
+        operands = tuple(b.convert(b.cheap(x), wide) for x in operands)
+        graph = graph_of(_jaxpr_of(function, *(jax.ShapeDtypeStruct((), wide) for _ in operands)))
 
         def entry(k: LoopNest, index: tuple[Index, ...]) -> str:
             texts = [broadcast_read(k, x, index) for x in operands]
-            (result,) = _Steps(k).run(graph, [number(text, wide) for text in texts])
+            (result,) = _LoopBuilder(k).run(graph, [scalar_expr(text, wide) for text in texts])
             return k.read(result, ())
 
-        return b.converted(b.lazy(entry, *operands, dtype=wide, cost=_COST), dtype)
+        return b.convert(b.lazy(entry, *operands, dtype=wide, cost=_COST), dtype)
 
 
-def _define_by_loops(name: str, function: Function) -> None:
-    """Registers a function of JAX with loops, which end when all entries are done."""
-    _perform_as(name, function)
-    function = _widened(function)
+def _define_with_loops(name: str, function: Function) -> None:
+    """Define a primitive by a JAX function with loops, which run until all entries converge."""
+    _register_special_reference(name, function)
+    function = _broadcast_and_widen(function)
 
     @funcify.register(name)
     def _(b: Builder, *operands: ArrayExpr) -> list[ArrayExpr]:
-        return b.inline(_traced(function, *operands), *map(b.cheap, operands))
+        return b.inline(_jaxpr_of(function, *operands), *map(b.cheap, operands))
 
 
-def _of_jax(name: str, *, with_dtype: bool = True) -> Function:
-    """The function that JAX lowers a primitive to."""
+def _implementation_in_jax(name: str, *, with_dtype: bool = True) -> Function:
+    """Return the function to which JAX lowers a primitive."""
     function = get_special_implementation(name)
 
-    def of_arrays(*operands: Any) -> Any:
+    def run(*operands: Any) -> Any:
         options = {"dtype": operands[0].dtype} if with_dtype else {}
         return function(*operands, **options)
 
-    return of_arrays
+    return run
 
 
-# The digamma function: Lanczos' approximation, with g = 7 and 9 terms, as in XLA.
+# The digamma function by the Lanczos approximation, with g = 7 and 9 terms, as in XLA.
 
 _G = 7.0
 _LANCZOS = (
@@ -130,14 +230,14 @@ def _digamma(x: Any) -> Any:
         total, slope = total + coefficient / (z + n), slope - coefficient / ((z + n) * (z + n))
     log_t = np.log(_G + 0.5) + lax.log1p(z / (_G + 0.5))
     y = log_t + slope / total - _G / (z + _G + 0.5)
-    turn = np.pi * (x + jnp.abs(jnp.floor(x + 0.5)))  # the cotangent repeats itself
+    turn = np.pi * (x + jnp.abs(jnp.floor(x + 0.5)))  # the cotangent is periodic
     y = jnp.where(reflected, y - np.pi * jnp.cos(turn) / jnp.sin(turn), y)
     y = jnp.where(x == 0, -jnp.inf, y)  # NaN before JAX 0.12
     return jnp.where((x < 0) & (x == jnp.floor(x)), jnp.nan, y)
 
 
-# Hurwitz's zeta function by Euler and Maclaurin's formula: the sum of 9 terms, the integral of the
-# others, and 12 corrections whose coefficients are (2 k)! / B(2 k), as in Cephes and XLA.
+# The Hurwitz zeta function by the Euler-Maclaurin formula: a sum of 9 terms, the integral of the
+# others, and 12 corrections with the coefficients (2 k)! / B(2 k), as in Cephes and XLA.
 
 _EULER_MACLAURIN = (
     12.0, -720.0, 30240.0, -1209600.0, 47900160.0, -1307674368000.0 / 691, 74724249600.0,
@@ -152,7 +252,7 @@ def _zeta(x: Any, q: Any) -> Any:
         a = a + 1
         power = a**-x
         total = total + power
-    # The rest is nothing to the sum where x is large; and there it is an infinity times 0.
+    # For large x the remaining terms are negligible, and their formula gives infinity times 0.
     small = jnp.abs(power) <= jnp.abs(total) * jnp.finfo(total.dtype).eps
     done, last = small & (q < jnp.inf), total
     total = total + power * a / (x - 1) - power / 2
@@ -162,21 +262,22 @@ def _zeta(x: Any, q: Any) -> Any:
         factor = factor * (x + (2 * n + 1)) * (x + (2 * n + 2))
         power = power / (a * a)
     total = jnp.where(x < 1, jnp.nan, jnp.where(done, last, total))
-    whole = q == jnp.floor(q)
+    is_integer = q == jnp.floor(q)
     at_poles = jnp.where(x % 2 == 0, jnp.inf, jnp.nan)
-    total = jnp.where((q <= 0) & whole, at_poles, total)
-    total = jnp.where((q <= 0) & ~whole & (x != jnp.floor(x)), jnp.nan, total)
+    total = jnp.where((q <= 0) & is_integer, at_poles, total)
+    total = jnp.where((q <= 0) & ~is_integer & (x != jnp.floor(x)), jnp.nan, total)
     return jnp.where(x == 1, jnp.inf, total)
 
 
 def _polygamma(n: Any, x: Any) -> Any:
     sign = jnp.where(n % 2 == 0, -1, 1).astype(n.dtype)
-    of_zeta = sign * jnp.exp(lax.lgamma(n + 1)) * lax.zeta(n + 1, x)
-    value = jnp.where(n == 0, lax.digamma(x), of_zeta)
+    from_zeta = sign * jnp.exp(lax.lgamma(n + 1)) * lax.zeta(n + 1, x)
+    value = jnp.where(n == 0, lax.digamma(x), from_zeta)
     return jnp.where((n != jnp.floor(n)) | (n < 0), jnp.nan, value)
 
 
-# The scaled Bessel function of order 1: Chebyshev series for |x| <= 8 and for 32 / |x|, of Cephes.
+# The scaled Bessel function of order 1: two Chebyshev series, for |x| <= 8 and for larger |x|, from
+# Cephes.
 
 _I1E_NEAR = (
     2.77791411276104639959e-18, -2.11142121435816608115e-17, 1.55363195773620046921e-16,
@@ -220,10 +321,12 @@ def _bessel_i1e(x: Any) -> Any:
 _define("digamma", _digamma)
 _define("zeta", _zeta)
 _define("polygamma", _polygamma)
-_define("bessel_i0e", _of_jax("bessel_i0e", with_dtype=False))
+_define("bessel_i0e", _implementation_in_jax("bessel_i0e", with_dtype=False))
 _define("bessel_i1e", _bessel_i1e)
-_define_by_loops("igamma", _of_jax("igamma"))
-_define_by_loops("igammac", _of_jax("igammac"))
-_define_by_loops("regularized_incomplete_beta", _of_jax("regularized_incomplete_beta"))
-_define_by_loops("igamma_grad_a", _of_jax("igamma_grad_a"))
-_define_by_loops("random_gamma_grad", _of_jax("random_gamma_grad"))
+_define_with_loops("igamma", _implementation_in_jax("igamma"))
+_define_with_loops("igammac", _implementation_in_jax("igammac"))
+_define_with_loops(
+    "regularized_incomplete_beta", _implementation_in_jax("regularized_incomplete_beta")
+)
+_define_with_loops("igamma_grad_a", _implementation_in_jax("igamma_grad_a"))
+_define_with_loops("random_gamma_grad", _implementation_in_jax("random_gamma_grad"))

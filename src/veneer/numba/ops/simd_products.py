@@ -1,25 +1,25 @@
-"""Products of matrices of float32 in the CPU's vectors: an object file that programs call.
+"""Matrix products of float32 in vector instructions: an object file that programs call.
 
-Imported only to make that file, once a machine. An address is an int64, and so is all else.
+This module is imported only to compile the file, once per machine. Addresses and sizes are int64.
 """
 
 from typing import Any
 
 import numpy as np
 
-from ....native.functions import ObjectFile, native, prevent_inlining
-from ....native.memory import load_f32, store_f32
-from ....native.simd import ISA, LANES, REGISTERS
-from ....native.simd import blocks as simd
-from ....native.simd.floats import add_outer, load, zeros
+from ...native.functions import ObjectFile, native, prevent_inlining
+from ...native.memory import load_f32, store_f32
+from ...native.simd import ISA, LANES, REGISTERS
+from ...native.simd import blocks as simd
+from ...native.simd.floats import add_outer, load, zeros
 
-#: As many rows and vectors as a CPU has registers for.
+#: The rows and vectors per row of a tile of the result that fits into registers.
 ROWS, VECTORS = (6, 4) if REGISTERS == 32 else (4, 2) if ISA == "avx2" else (2, 4)
 WIDTH = LANES * VECTORS
 
 
 def object_code() -> bytes:
-    """The object file of `veneer_matrix_product`."""
+    """Return the object file of `veneer_matrix_product`."""
     file = ObjectFile()
     file.export("veneer_matrix_product", matrix_product)
     return file.code()
@@ -27,7 +27,7 @@ def object_code() -> bytes:
 
 @simd.instruction
 def store_rows(address, stride, block):
-    """Writes a block to rows of f32 that are `stride` bytes apart."""
+    """Write a block to rows of f32 that are `stride` bytes apart."""
 
     def emit(builder, address, stride, values):
         for i, value in enumerate(simd.get_vectors(builder, values)):
@@ -38,7 +38,10 @@ def store_rows(address, stride, block):
 
 
 def _tile(rows: int, vectors: int) -> Any:
-    """A function for so many rows of the result, and vectors of each; its strides are in bytes."""
+    """Return a function that computes a tile of `rows` rows of `vectors` vectors each.
+
+    Its strides are in bytes.
+    """
 
     @native
     def tile(out, x, y, n, k, x_row, x_step, y_row):
@@ -59,7 +62,7 @@ _wide_tile, _wide_row, _narrow_tile, _narrow_row = _tiles
 
 @native
 def _entry(out, x, y, k, x_step, y_row):
-    """A single entry, in the columns that are too few for a vector."""
+    """Compute one entry, in the last columns that do not fill a vector."""
     total = np.float32(0)
     for _ in range(k):
         total += load_f32(x) * load_f32(y)
@@ -70,7 +73,7 @@ def _entry(out, x, y, k, x_step, y_row):
 
 @native
 def matrix_product(out, x, y, m, n, k, x_row, x_step, y_row):
-    """`out = x @ y`, row by row; strides are in entries, and columns of y are neighbours."""
+    """Compute `out = x @ y`. Strides are in entries, and rows of `y` and `out` are dense."""
     x_row, x_step, y_row = 4 * x_row, 4 * x_step, 4 * y_row
     wide, narrow, rows = n - n % WIDTH, n - n % LANES, m - m % ROWS
     for j in range(0, wide, WIDTH):

@@ -1,79 +1,102 @@
-"""The function of a compiled program that Python calls with arrays.
+"""Compiling a program to an object file: Numba compiles its functions, LLVM writes the file.
 
-It is machine code that reads objects of CPython and NumPy by the offsets of their fields, so that a
-call takes a tenth of a microsecond. It converts 64-bit arguments as JAX does without x64. If any
-other argument is not an array of the right dtype, shape and layout, it calls a Python function,
-`slow`. If the offsets are not known to be right, the program is called by ctypes instead.
+The file also has two functions in LLVM IR that call the program. `veneer_entry` is for CPython: it
+reads array objects by the offsets in `entry`, converts 64-bit arguments as JAX does without x64,
+and calls the Python function `slow` for all other arguments that are not exactly the arrays that
+the program takes. `veneer_program` is for compiled code, and takes addresses.
 """
 
-import ctypes
 import math
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
+import llvmlite.binding as llvm
 import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core.registry import cpu_target
+from numba.np.numpy_support import from_dtype
 
-from .layout import (
+from ..native import functions
+from .codegen.program import Function, Source
+from .entry import (
     CONTIGUOUS_ALIGNED,
     DATA,
     DESCR,
     DIMENSIONS,
+    ENTRY,
     FLAGS,
     NDIM,
-    PYARRAY_EMPTY,
+    PROGRAM,
     SCALAR,
     TYPE,
-    has_known_layout,
-    numpy_function,
+    register_symbols,
+    table_dtypes,
+    table_names,
 )
+from .maths.intrinsics import native
 
-if TYPE_CHECKING:
-    from llvmlite import ir
-
-    from ..codegen.program import Source
-
-#: Names in an object file: of the function that Python calls, and of one for compiled code.
-ENTRY, PROGRAM = "veneer_entry", "veneer_program"
-
-_METH_FASTCALL_KEYWORDS = 0x80 | 0x2
+#: A product and a sum may be computed with one rounding, as in XLA. Nothing else is reordered.
+_OPTIONS: dict[str, Any] = {"fastmath": {"contract"}, "boundscheck": False}
 
 #: The most bytes of work memory on the stack, and of converted arguments there.
 _MAX_STACK_NBYTES = 32768
 
-#: Names of the first entries of the table that is the function's `self`. Dtypes, scalar types and
-#: constants follow.
-_FUNCTIONS = (
-    "PyTuple_New",
-    "PyTuple_SetItem",
-    "PyObject_Vectorcall",
-    "PyErr_NoMemory",
-    "Py_IncRef",
-    "Py_DecRef",
-    "PyEval_SaveThread",
-    "PyEval_RestoreThread",
-)
-_TABLE = ("slow", "array_type", "float_type", "PyArray_Empty", *_FUNCTIONS)
+
+def _compile(source: Source) -> Any:
+    """Compile the functions of a program. Return the dispatcher of the last one."""
+    register_symbols(source.names.values())
+    names: dict[str, Any] = {name: native(f) for name, f in source.names.items()} | {"np": np}
+    exec(compile(source.text, "<vn.numba>", "exec"), names)
+    for function in source.functions:
+        names[function.name] = dispatcher = functions.native(names[function.name], **_OPTIONS)
+        dispatcher.compile(_signature_of(function))
+    return names["program"]
 
 
-def _dtypes(source: "Source") -> list[np.dtype]:
-    """Return the dtypes of arguments, also of wide ones, and of results, each once."""
-    exact = [memory.dtype for memory in (*source.inputs, *source.outputs)]
-    wide = [source.wide(memory.dtype) for memory in source.inputs]
-    return [*dict.fromkeys([*exact, *(dtype for dtype in wide if dtype is not None)])]
+def _signature_of(function: Function) -> tuple[Any, ...]:
+    return tuple(types.CPointer(from_dtype(dtype)) for dtype in function.dtypes)
+
+
+def object_code(source: Source) -> bytes:
+    """Return the object file of a program, with `veneer_entry` and `veneer_program`."""
+    program = _compile(source)
+    signature = _signature_of(source.functions[-1])
+    result = program.overloads[signature]
+    module = ir.Module()
+
+    def call(builder: ir.IRBuilder, pointers: Iterable[ir.Value]) -> None:
+        context = cpu_target.target_context
+        values = [
+            builder.inttoptr(pointer, context.get_value_type(type))
+            for pointer, type in zip(pointers, signature, strict=True)
+        ]
+        context.call_internal_no_propagate(builder, result.fndesc, result.signature, values)
+
+    _write_entry(module, source, call)
+    _write_program(module, source, call)
+    linked = llvm.parse_assembly(str(module))
+    for library_module in functions.modules_of([result.library]):
+        linked.link_in(library_module, preserve=True)
+    code = functions.compile_module(linked, (ENTRY, PROGRAM), vectorize_loops=True)
+    if any(".const.picklebuf" in variable.name for variable in linked.global_variables):
+        raise NotImplementedError(
+            "a compiled program must not raise an error, because nobody would see it. A rule "
+            f"uses an operation in which Numba raises errors.\n{source.text}"
+        )
+    return code
+
+
+# The functions that call the program.
 
 
 class _Writer:
     """An LLVM IR builder that loads from integer addresses and from the table of an entry."""
 
-    def __init__(self, builder: "ir.IRBuilder", table: Any, source: "Source"):
-        from llvmlite import ir
-
-        self.ir, self.builder, self.table = ir, builder, table
+    def __init__(self, builder: ir.IRBuilder, table: Any, source: Source):
+        self.builder, self.table = builder, table
         self.word, self.int = ir.IntType(64), ir.IntType(32)
-        names = [*_TABLE, *(f"dtype{n}" for n in range(len(_dtypes(source))))]
-        names += [f"scalar{n}" for n in range(len(_dtypes(source)))]
-        names += [f"constant{n}" for n in range(len(source.constants))]
-        self._places = {name: 8 * n for n, name in enumerate(names)}
+        self._offsets = {name: 8 * n for n, name in enumerate(table_names(source))}
 
     def load(self, address: Any, offset: int = 0, type: Any = None) -> Any:
         type = type or self.word
@@ -81,21 +104,21 @@ class _Writer:
         return self.builder.load(self.builder.inttoptr(place, type.as_pointer()))
 
     def entry(self, name: str) -> Any:
-        return self.load(self.table, self._places[name])
+        return self.load(self.table, self._offsets[name])
 
     def call(self, function: Any, *args: Any) -> Any:
-        type = self.ir.FunctionType(self.word, [arg.type for arg in args])
+        type = ir.FunctionType(self.word, [arg.type for arg in args])
         return self.builder.call(self.builder.inttoptr(function, type.as_pointer()), args)
 
     def c_function(self, name: str, *args: Any) -> Any:
         module = self.builder.module
-        function = module.globals.get(name) or self.ir.Function(
-            module, self.ir.FunctionType(self.word, [arg.type for arg in args]), name
+        function = module.globals.get(name) or ir.Function(
+            module, ir.FunctionType(self.word, [arg.type for arg in args]), name
         )
         return self.builder.call(function, args)
 
 
-def write_entry(module: "ir.Module", source: "Source", call: Callable[..., None]) -> None:
+def _write_entry(module: ir.Module, source: Source, call: Callable[..., None]) -> None:
     """Add the function `veneer_entry(self, args, nargs, kwnames)` to an LLVM module.
 
     **Arguments:**
@@ -103,8 +126,6 @@ def write_entry(module: "ir.Module", source: "Source", call: Callable[..., None]
     - `call`: emits the call of the program, given a builder and the addresses of arguments,
       results, constants and work memory.
     """
-    from llvmlite import ir
-
     word = ir.IntType(64)
     function = ir.Function(module, ir.FunctionType(word, [word] * 4), ENTRY)
     builder = ir.IRBuilder(function.append_basic_block())
@@ -114,10 +135,10 @@ def write_entry(module: "ir.Module", source: "Source", call: Callable[..., None]
     slow = function.append_basic_block("slow")
     _require(w, builder.icmp_unsigned("==", n_args, word(len(source.inputs))), slow)
     _require(w, builder.icmp_unsigned("==", names, word(0)), slow)  # no keyword arguments
-    dtypes = _dtypes(source)
+    dtypes = table_dtypes(source)
     inputs, room = [], _MAX_STACK_NBYTES
     for n, memory in enumerate(source.inputs):
-        wide = source.wide(memory.dtype) if memory.nbytes <= room else None
+        wide = source.wide_dtype(memory.dtype) if memory.nbytes <= room else None
         room -= memory.nbytes if wide is not None else 0
         inputs.append(_input_address(w, w.load(args, 8 * n), n, source, wide, slow))
     outputs: list[Any] = []
@@ -143,13 +164,11 @@ def write_entry(module: "ir.Module", source: "Source", call: Callable[..., None]
     builder.ret(w.call(w.entry("PyObject_Vectorcall"), w.entry("slow"), args, n_args, names))
 
 
-def write_program(module: "ir.Module", source: "Source", call: Callable[..., None]) -> None:
+def _write_program(module: ir.Module, source: Source, call: Callable[..., None]) -> None:
     """Add the function `veneer_program(table, *inputs, *outputs)` to an LLVM module.
 
     All its arguments are addresses. It returns 0, or 1 if there is too little memory.
     """
-    from llvmlite import ir
-
     word = ir.IntType(64)
     n_arrays = len(source.inputs) + len(source.outputs)
     function = ir.Function(module, ir.FunctionType(word, [word] * (1 + n_arrays)), PROGRAM)
@@ -171,7 +190,7 @@ def _require(w: _Writer, condition: Any, otherwise: Any) -> None:
 
 
 def _input_address(
-    w: _Writer, x: Any, number: int, source: "Source", wide: np.dtype | None, slow: Any
+    w: _Writer, x: Any, number: int, source: Source, wide: np.dtype | None, slow: Any
 ) -> Any:
     """Return the address of the entries of the argument `x`, converted if its dtype is `wide`.
 
@@ -179,7 +198,7 @@ def _input_address(
     """
     builder, same, kind = w.builder, w.builder.icmp_unsigned, w.load(x, TYPE)
     dtype, shape = source.inputs[number].dtype, source.input_shapes[number]
-    n_of = _dtypes(source).index
+    n_of = table_dtypes(source).index
     done = builder.append_basic_block()
     addresses = []
 
@@ -218,7 +237,7 @@ def _input_address(
 
 def _narrow(w: _Writer, place: Any, dtype: np.dtype, size: int, slow: Any) -> Any:
     """Copy 64-bit numbers to 32-bit numbers on the stack. Branch to `slow` for large integers."""
-    ir, builder = w.ir, w.builder
+    builder = w.builder
     floats = dtype.kind in "fc"
     size *= 2 if dtype.kind == "c" else 1
     narrow, wide = (ir.FloatType(), ir.DoubleType()) if floats else (w.int, w.word)
@@ -267,7 +286,7 @@ def _require_layout(w: _Writer, array: Any, shape: Sequence[int], slow: Any) -> 
 
 def _new_array(w: _Writer, dtype: int, shape: Sequence[int], others: Sequence[Any]) -> Any:
     """Create an array. If that fails, release `others` and return from the function."""
-    builder, ir = w.builder, w.ir
+    builder = w.builder
     descr = w.entry(f"dtype{dtype}")
     w.call(w.entry("Py_IncRef"), descr)  # PyArray_Empty steals a reference
     type = ir.ArrayType(w.word, max(1, len(shape)))
@@ -301,7 +320,7 @@ def _allocate(w: _Writer, nbytes: int, fail: Callable[[], Any]) -> tuple[Any, Ca
 
     `fail` emits a return from the function, where there is too little memory.
     """
-    builder, ir = w.builder, w.ir
+    builder = w.builder
     if nbytes <= _MAX_STACK_NBYTES:
         with builder.goto_entry_block():
             memory = builder.alloca(ir.ArrayType(ir.IntType(8), max(1, nbytes)))
@@ -327,84 +346,3 @@ def _pack_results(w: _Writer, arrays: Sequence[Any]) -> Any:
     for n, array in enumerate(arrays):
         w.call(w.entry("PyTuple_SetItem"), result, w.word(n), array)
     return result
-
-
-class _MethodDef(ctypes.Structure):
-    """CPython's `PyMethodDef`."""
-
-    _fields_ = (
-        ("name", ctypes.c_char_p),
-        ("function", ctypes.c_void_p),
-        ("flags", ctypes.c_int),
-        ("doc", ctypes.c_char_p),
-    )
-
-
-_methods: list[_MethodDef] = []  # CPython reads them for as long as their functions live
-
-
-def make_entry(
-    entry: int, program: int, name: str, source: "Source", slow: Callable[..., Any]
-) -> Any:
-    """Return the function of a program that Python calls. Its `__self__` is the program's table.
-
-    **Arguments:**
-
-    - `entry`, `program`: the addresses of `veneer_entry` and `veneer_program`.
-    - `name`: the `__name__` of the function.
-    - `slow`: called with the same arguments if they are not the arrays that the program takes.
-    """
-    has_layout = has_known_layout()
-    addresses = [0] * len(_TABLE)
-    if has_layout:
-        addresses = [id(slow), id(np.ndarray), id(float), numpy_function(PYARRAY_EMPTY)]
-        addresses += [
-            ctypes.cast(getattr(ctypes.pythonapi, f), ctypes.c_void_p).value or 0
-            for f in _FUNCTIONS
-        ]
-    addresses += [id(dtype) for dtype in _dtypes(source)]
-    addresses += [id(dtype.type) for dtype in _dtypes(source)]
-    addresses += [array.ctypes.data for array in source.constants]
-    table = np.array(addresses, np.uint64)
-    if not has_layout:
-        return _entry_by_ctypes(program, name, source, slow, table)
-    _methods.append(_MethodDef(name.encode(), entry, _METH_FASTCALL_KEYWORDS, None))
-    make = ctypes.pythonapi.PyCFunction_NewEx
-    make.restype = ctypes.py_object
-    make.argtypes = [ctypes.c_void_p, ctypes.py_object, ctypes.py_object]
-    # The third argument, `__module__`, keeps the objects in the table alive.
-    return make(ctypes.addressof(_methods[-1]), table, (slow, *source.constants))
-
-
-def _entry_by_ctypes(
-    program: int, name: str, source: "Source", slow: Callable[..., Any], table: np.ndarray
-) -> Any:
-    count = 1 + len(source.inputs) + len(source.outputs)
-    run = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_void_p] * count)(program)
-    expected = [
-        (memory.dtype, shape)
-        for memory, shape in zip(source.inputs, source.input_shapes, strict=True)
-    ]
-
-    def entry(*args: Any, **named: Any) -> Any:
-        if named or len(args) != len(expected) or not all(map(is_exact, args, expected)):
-            return slow(*args, **named)
-        results = [
-            np.empty(shape, memory.dtype)
-            for memory, shape in zip(source.outputs, source.output_shapes, strict=True)
-        ]
-        if run(table.ctypes.data, *(x.ctypes.data for x in (*args, *results))):
-            raise MemoryError
-        return results[0] if len(results) == 1 else tuple(results)
-
-    def is_exact(x: Any, layout: tuple[np.dtype, tuple[int, ...]]) -> bool:
-        return (
-            type(x) is np.ndarray
-            and (x.dtype, x.shape) == layout
-            and x.flags.c_contiguous
-            and x.flags.aligned
-        )
-
-    entry.__name__ = name
-    entry.__self__ = table  # type: ignore[attr-defined]
-    return entry

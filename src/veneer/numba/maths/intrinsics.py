@@ -1,6 +1,7 @@
-"""What generated code calls that Numba has no name for, as LLVM's instructions.
+"""The LLVM code of the instructions that generated code calls.
 
-Imported when something is compiled; `maths.instructions` says what each does, in plain Python.
+The function of the same name in `instructions` documents each intrinsic and runs in Python. This
+module imports Numba, and is itself imported only to compile a program.
 """
 
 import functools
@@ -15,8 +16,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic as numba_intrinsic
 
 from ...native.functions import NATIVE_OPTIONS
-from ..maths import libm
-from ..maths.scalar import EXTERNAL, global_names, is_instruction, is_scalar
+from .instructions import C_LIBRARY, EXTERNAL, global_names, is_instruction, is_scalar
 
 _LLVM: dict[Any, ir.Type] = {
     types.float32: ir.FloatType(),
@@ -26,22 +26,22 @@ _LLVM: dict[Any, ir.Type] = {
 
 
 def llvm_type(type: Any) -> ir.Type:
-    """What LLVM calls a type of numbers."""
+    """Return the LLVM type of a Numba type of numbers."""
     return _LLVM[type] if type in _LLVM else ir.IntType(type.bitwidth)
 
 
 def intrinsic(function: Callable[..., Any]) -> Any:
-    """Numba's, for functions that tests have wrapped."""
+    """Do the same as `numba.extending.intrinsic`, also for functions that tests have wrapped."""
     return numba_intrinsic(inspect.unwrap(function))
 
 
 def _calling(name: str) -> Callable[..., Any]:
-    """An emitter of a call of one of LLVM's functions, whose arguments are of one type."""
+    """Return an emitter that calls an LLVM function. Its arguments have the type of its result."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        of = signature.return_type
-        suffix = f"{'f' if isinstance(of, types.Float) else 'i'}{of.bitwidth}"
-        type = ir.FunctionType(llvm_type(of), [llvm_type(of)] * len(args))
+        kind = signature.return_type
+        suffix = f"{'f' if isinstance(kind, types.Float) else 'i'}{kind.bitwidth}"
+        type = ir.FunctionType(llvm_type(kind), [llvm_type(kind)] * len(args))
         function = builder.module.globals.get(f"{name}.{suffix}")
         if function is None:
             function = ir.Function(builder.module, type, f"{name}.{suffix}")
@@ -51,10 +51,10 @@ def _calling(name: str) -> Callable[..., Any]:
 
 
 def _unary(name: str) -> Any:
-    def one(typing_context, x):
+    def unary(typing_context, x):
         return x(x), _calling(name)
 
-    return intrinsic(one)
+    return intrinsic(unary)
 
 
 floor, ceil, trunc, rint, fabs, sqrt, bit_count = map(
@@ -63,14 +63,14 @@ floor, ceil, trunc, rint, fabs, sqrt, bit_count = map(
 )
 
 
-def _extreme(of_floats: str, of_ints: str) -> Any:
-    def two(typing_context, x, y):
+def _extreme(float_function: str, int_function: str) -> Any:
+    def binary(typing_context, x, y):
         if isinstance(x, types.Float):
-            return x(x, y), _calling(of_floats)
+            return x(x, y), _calling(float_function)
         signed = "s" if getattr(x, "signed", False) else "u"
-        return x(x, y), _calling(of_ints.format(signed))
+        return x(x, y), _calling(int_function.format(signed))
 
-    return intrinsic(two)
+    return intrinsic(binary)
 
 
 maximum = _extreme("llvm.maximum", "llvm.{}max")
@@ -162,38 +162,42 @@ def no_aliases(typing_context):
     return types.void(), emit
 
 
-# Integers, as XLA has them: LLVM leaves open what some of these are.
+# Integer operations with the results of XLA. LLVM leaves some of the results undefined.
 
 
-def _of_integers(emit: Callable[..., Any]) -> Any:
-    def two(typing_context, x, y):
+def _integer_intrinsic(emit: Callable[..., Any]) -> Any:
+    def binary(typing_context, x, y):
         def generate(context, builder, signature, args):
             constant = lambda number: ir.Constant(args[0].type, number)
             return emit(builder, *args, signed=x.signed, constant=constant)
 
         return x(x, x), generate
 
-    return intrinsic(two)
+    return intrinsic(binary)
 
 
-def _divided(builder, x, y, signed, constant):
-    """The divisor that no CPU stops at, and whether the true one was 0, or -1."""
-    zero = builder.icmp_unsigned("==", y, constant(0))
-    minus = builder.icmp_unsigned("==", y, constant(-1)) if signed else ir.IntType(1)(0)
-    return builder.select(builder.or_(zero, minus), constant(1), y), zero, minus
+def _safe_divisor(builder, x, y, signed, constant):
+    """Return a divisor with which the CPU does not trap, and whether `y` is 0 or -1.
+
+    The divisor is 1 in these two cases, or else `y`.
+    """
+    is_zero = builder.icmp_unsigned("==", y, constant(0))
+    is_minus_one = builder.icmp_unsigned("==", y, constant(-1)) if signed else ir.IntType(1)(0)
+    divisor = builder.select(builder.or_(is_zero, is_minus_one), constant(1), y)
+    return divisor, is_zero, is_minus_one
 
 
 def _quotient(builder, x, y, signed, constant):
-    divisor, zero, minus = _divided(builder, x, y, signed, constant)
-    whole = (builder.sdiv if signed else builder.udiv)(x, divisor)
-    whole = builder.select(minus, builder.sub(constant(0), x), whole)
-    return builder.select(zero, constant(-1), whole)
+    divisor, is_zero, is_minus_one = _safe_divisor(builder, x, y, signed, constant)
+    result = (builder.sdiv if signed else builder.udiv)(x, divisor)
+    result = builder.select(is_minus_one, builder.sub(constant(0), x), result)
+    return builder.select(is_zero, constant(-1), result)
 
 
 def _remainder(builder, x, y, signed, constant):
-    divisor, zero, _ = _divided(builder, x, y, signed, constant)
-    rest = (builder.srem if signed else builder.urem)(x, divisor)
-    return builder.select(zero, x, rest)
+    divisor, is_zero, _ = _safe_divisor(builder, x, y, signed, constant)
+    result = (builder.srem if signed else builder.urem)(x, divisor)
+    return builder.select(is_zero, x, result)
 
 
 def _shift(kind: str) -> Any:
@@ -205,17 +209,17 @@ def _shift(kind: str) -> Any:
         moved = getattr(builder, kind)(x, builder.select(inside, y, constant(0)))
         return builder.select(inside, moved, constant(0))
 
-    return _of_integers(emit)
+    return _integer_intrinsic(emit)
 
 
-quotient, remainder = _of_integers(_quotient), _of_integers(_remainder)
+quotient, remainder = _integer_intrinsic(_quotient), _integer_intrinsic(_remainder)
 shift_left, shift_right_logical, shift_right_arithmetic = map(_shift, ("shl", "lshr", "ashr"))
 
 
-# Functions of the C library; those of float32 have an f at the end of their names.
+# The C library. Its names for float32 end in an f.
 
 
-def _of_c_library(name: str) -> Any:
+def _c_intrinsic(name: str) -> Any:
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         type = llvm_type(signature.return_type)
         symbol = name + ("f" if signature.return_type == types.float32 else "")
@@ -224,41 +228,39 @@ def _of_c_library(name: str) -> Any:
         )
         return builder.call(function, args)
 
-    def one(typing_context, x):
+    def unary(typing_context, x):
         return x(x), emit
 
-    def two(typing_context, x, y):
+    def binary(typing_context, x, y):
         return x(x, x), emit
 
-    return intrinsic(two if name in ("atan2", "pow", "fmod", "nextafter") else one)
+    return intrinsic(binary if name in ("atan2", "pow", "fmod", "nextafter") else unary)
 
 
-globals().update({name: _of_c_library(name) for name in libm.NAMES})
+globals().update({name: _c_intrinsic(name) for name in C_LIBRARY})
 
 
-# Functions of BLAS and LAPACK, whose addresses are given to who loads the code.
+# Calls of functions whose addresses are registered before the code is loaded: BLAS, LAPACK, and
+# the matrix product of this package.
+
+
+def _call_symbol(builder: Any, result: Any, name: str, words: list[Any]) -> None:
+    type = ir.FunctionType(result, [ir.IntType(64)] * len(words))
+    module, symbol = builder.module, f"veneer_{name}"
+    builder.call(module.globals.get(symbol) or ir.Function(module, type, symbol), words)
 
 
 def by_reference(name: str) -> Any:
-    """A call of a function that takes the addresses of all its arguments."""
+    """Return an intrinsic that calls `veneer_<name>` with the addresses of all its arguments.
 
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        word = ir.IntType(64)
-        places = [
-            _place(builder, value, type)
-            for value, type in zip(args, signature.args[0], strict=True)
-        ]
-        function = builder.module.globals.get(f"veneer_{name}") or ir.Function(
-            builder.module,
-            ir.FunctionType(ir.VoidType(), [word] * len(places)),
-            f"veneer_{name}",
-        )
-        builder.call(function, places)
-        return context.get_dummy_value()
+    Integers are stored as int32, as BLAS and LAPACK read them.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         values = cgutils.unpack_tuple(builder, args[0])
-        return emit(context, builder, signature, values)
+        pairs = zip(values, signature.args[0], strict=True)
+        _call_symbol(builder, ir.VoidType(), name, [_address(builder, *pair) for pair in pairs])
+        return context.get_dummy_value()
 
     def call(typing_context, *args):
         return types.void(types.StarArgTuple(args)), generate
@@ -266,7 +268,7 @@ def by_reference(name: str) -> Any:
     return intrinsic(call)
 
 
-def _place(builder: Any, value: Any, type: Any) -> Any:
+def _address(builder: Any, value: Any, type: Any) -> Any:
     word = ir.IntType(64)
     if isinstance(type, types.CPointer):
         return builder.ptrtoint(value, word)
@@ -278,8 +280,8 @@ def _place(builder: Any, value: Any, type: Any) -> Any:
     return builder.ptrtoint(slot, word)
 
 
-def _of_words(name: str) -> Any:
-    """A call of a function of ours that takes addresses and sizes, each an int64."""
+def _by_word(name: str) -> Any:
+    """Return an intrinsic that calls `veneer_<name>` with pointers and integers as 64-bit words."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         word = ir.IntType(64)
@@ -287,10 +289,7 @@ def _of_words(name: str) -> Any:
             builder.ptrtoint(value, word) if isinstance(value.type, ir.PointerType) else value
             for value in cgutils.unpack_tuple(builder, args[0])
         ]
-        type = ir.FunctionType(word, [word] * len(values))
-        module, symbol = builder.module, f"veneer_{name}"
-        function = module.globals.get(symbol) or ir.Function(module, type, symbol)
-        builder.call(function, values)
+        _call_symbol(builder, word, name, values)
         return context.get_dummy_value()
 
     def call(typing_context, *args):
@@ -299,15 +298,15 @@ def _of_words(name: str) -> Any:
     return intrinsic(call)
 
 
-matrix_product = _of_words("matrix_product")
+matrix_product = _by_word("matrix_product")
 
 
 @intrinsic
 def call_address(typing_context, *args):
-    return types.int64(types.StarArgTuple(args)), _call_of_python
+    return types.int64(types.StarArgTuple(args)), _emit_call_address
 
 
-def _call_of_python(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+def _emit_call_address(context: Any, builder: Any, signature: Any, args: Any) -> Any:
     callback, *pointers = cgutils.unpack_tuple(builder, args[0])
     word, zero = ir.IntType(64), ir.IntType(32)(0)
     with builder.goto_entry_block():
@@ -322,12 +321,16 @@ def _call_of_python(context: Any, builder: Any, signature: Any, args: Any) -> An
     return builder.load(places[0])
 
 
-# What Numba is given for functions that generated code calls.
+# The table that compilation uses.
 
 
 @functools.cache
 def native(function: Callable[..., Any]) -> Any:
-    """The intrinsic of an instruction, a scalar function compiled; any other object as it is."""
+    """Return what Numba compiles in place of a function that generated code calls.
+
+    An instruction becomes its intrinsic, a scalar function a dispatcher. Other objects are returned
+    unchanged.
+    """
     if is_instruction(function):
         name = function.__name__
         fortran = EXTERNAL.get(name, "").startswith("scipy.")
@@ -335,11 +338,7 @@ def native(function: Callable[..., Any]) -> Any:
     if not is_scalar(function):
         return function
     options = {"error_model": "numpy", "fastmath": {"contract"}, **NATIVE_OPTIONS}
-    return njit(_with_natives(function), **options)
-
-
-def _with_natives(function: Any) -> Callable[..., Any]:
-    """The function, with natives in the place of what it calls."""
     names = {name: function.__globals__[name] for name in global_names(function)}
     names = {name: native(x) if isinstance(x, FunctionType) else x for name, x in names.items()}
-    return FunctionType(function.__code__, names, function.__name__, function.__defaults__)
+    copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__)
+    return njit(copy, **options)

@@ -1,29 +1,31 @@
-"""The registries: what each primitive is in a compiled program, and what it is in NumPy."""
+"""The registries of rules for primitives, and the evaluation of graphs with the NumPy rules."""
 
 import difflib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
 from jax.extend.core import Primitive
+
+from .graph import Graph, Variable, graph_of
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class Unsupported(NotImplementedError):
-    """What a rule raises over a parameter or an operand that it does not know.
+    """The error of a rule for a parameter or an operand that it does not support.
 
-    Whoever compiles adds the primitive and the line of the program that it comes from.
+    `Builder` catches it and raises an error that also names the primitive and the user's line.
 
     **Arguments:**
 
-    - `parameter`: its name, or what it is about an operand.
-    - `reason`: what is not supported, and the way out, if there is one.
+    - `parameter`: the name of the parameter, or a property of an operand, such as "dtype".
+    - `reason`: a sentence that says what is not supported.
     """
 
     def __init__(self, parameter: str, reason: str):
         super().__init__(f"{parameter}: {reason}")
-        self.parameter, self.reason = parameter, reason
 
 
 class Registry:
@@ -116,7 +118,6 @@ class Registry:
 
 
 def _names(target: str | Primitive | Iterable[str | Primitive]) -> list[str]:
-    """Return the names of a primitive, or of a sequence of them."""
     if isinstance(target, str):
         return [target]
     if isinstance(target, Primitive):
@@ -129,7 +130,7 @@ def _names(target: str | Primitive | Iterable[str | Primitive]) -> list[str]:
 
 
 def is_numba_function(x: Any) -> bool:
-    """Return whether an object is a function that Numba has compiled, or will."""
+    """Return whether an object is a Numba dispatcher or ufunc."""
     if "numba" not in sys.modules:
         return False
     from numba.core.dispatcher import Dispatcher
@@ -139,8 +140,7 @@ def is_numba_function(x: Any) -> bool:
 
 
 #: The rules that compile primitives. A rule takes a `Builder`, the operands, and the parameters by
-#: keyword, and returns an `@numba.njit` function. Our own rules return lazy results, for which the
-#: builder writes the source.
+#: keyword, and returns an `@numba.njit` function. Our own rules return array expressions instead.
 funcify = Registry(
     "funcify",
     "a function of a builder, the operands and the parameters, that returns an @numba.njit "
@@ -152,15 +152,51 @@ funcify = Registry(
 #: keyword. Compiled programs are tested against them.
 perform = Registry("perform", "a function of NumPy arrays and the parameters.")
 
-#: Primitives that show what a program computes, and give no results.
-SHOWN = {"debug_callback", "debug_print"}
+#: Primitives without results that print or call back for debugging.
+DEBUG_PRIMITIVES = {"debug_callback", "debug_print"}
 
-#: Primitives whose results are read where they are used: each entry of the result is computed of
-#: few entries of the operands.
+#: Primitives whose rules return lazy arrays, which a later loop computes entry by entry.
 FUSED: set[str] = set()
 
 
 def fused(*primitives: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Registers a rule with `funcify` that returns a lazy value."""
+    """Register a rule with `funcify` that returns a lazy array."""
     FUSED.update(primitives)
     return funcify.register(*primitives)
+
+
+def evaluate_jaxpr(jaxpr: Any, *operands: Any) -> list[Any]:
+    """Evaluate a jaxpr on NumPy arrays with the rules of `perform`. Return the results."""
+    return evaluate(graph_of(jaxpr), operands)
+
+
+def evaluate(graph: Graph, operands: Sequence[Any]) -> list[Any]:
+    """Evaluate a graph on NumPy arrays with the rules of `perform`. Return the results."""
+    values: dict[Variable, Any] = dict(zip(graph.inputs, operands, strict=True))
+
+    def value_of(variable: Variable) -> Any:
+        if variable not in values:
+            values[variable] = np.asarray(variable.value, variable.aval.dtype)
+        return values[variable]
+
+    for equation in graph.equations:
+        if equation.primitive in DEBUG_PRIMITIVES:
+            continue
+        if equation.has_empty_results:
+            values |= {v: np.empty(v.aval.shape, v.aval.dtype) for v in equation.outputs}
+            continue
+        if equation.primitive not in perform:
+            raise perform.missing(equation.primitive, equation.line)
+        inputs = [value_of(v) for v in equation.inputs]
+        with np.errstate(all="ignore"):
+            results = perform[equation.primitive](*inputs, **equation.params)
+        results = results if isinstance(results, list | tuple) else [results]
+        for variable, result in zip(equation.outputs, results, strict=True):
+            array, aval = np.asarray(result), variable.aval
+            if (array.shape, array.dtype) != (aval.shape, aval.dtype):
+                raise TypeError(
+                    f"The rule of vn.numba.perform for {equation.primitive!r} returns "
+                    f"{array.dtype}{[*array.shape]}, but JAX has {aval}."
+                )
+            values[variable] = array
+    return [value_of(v) for v in graph.outputs]
