@@ -121,7 +121,7 @@ def test_folders_do_not_import_each_other_in_a_circle():
 
 
 def test_core_modules_import_only_earlier_modules():
-    """The map of `_core` lists its modules in the order of imports. Besides, they import `_jax`."""
+    """The map of `_core` lists its modules in import order. They may also import `_jax`."""
     core = PACKAGE / "_core"
     text = ast.get_docstring(tree_of(core / "__init__.py"), clean=False) or ""
     order = re.findall(r"^ {4}(\w+) {2,}\S", text, re.MULTILINE)

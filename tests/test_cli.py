@@ -1,4 +1,4 @@
-"""The command line, through its entry point: what it makes, what it prints, what it refuses."""
+"""The command line: its output, the files that it writes, and its errors."""
 
 import json
 import re
@@ -67,7 +67,7 @@ def model(tmp_path):
 
 @pytest.fixture
 def veneer(monkeypatch, capsys):
-    """Run `veneer ...` as its entry point does; returns the exit code, stdout and stderr."""
+    """Return a function that runs `veneer ...` and returns the exit code, stdout and stderr."""
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["veneer", *map(str, arguments)])
@@ -79,7 +79,7 @@ def veneer(monkeypatch, capsys):
 
 
 def formats(folder):
-    """The format of each tensor of a folder, with its tiles."""
+    """Return the format and tile shape of each quantized tensor in a folder."""
     tree = vn.load(folder)
     return {
         name: (value.qtype, tuple(np.array(value.shape) // value.scale.shape))
@@ -312,7 +312,7 @@ INT8 = ["--format", "int8"]
 
 @pytest.fixture
 def flat(tmp_path):
-    """A file most of whose matrices have names of no layout."""
+    """Return a file in which most matrices have unusual names."""
     layers = {f"layers.{i}.{name}": normal(8, 8) for i in range(4) for name in ("up", "down")}
     save_file(layers | {"embed.weight": normal(8, 8)}, tmp_path / "model.safetensors")
     return tmp_path / "model.safetensors"
@@ -880,7 +880,7 @@ def test_quantize_rejects_a_quantized_checkpoint(veneer, tmp_path):
 
 @pytest.fixture
 def with_table(tmp_path):
-    """A dense folder with integers under the name of a weight."""
+    """Return a dense folder with an integer tensor named as a weight."""
     table = np.arange(6, dtype=np.int32).reshape(2, 3)
     (tmp_path / "in").mkdir()
     save_file({"a.weight": normal(4, 8), "t.weight": table}, tmp_path / "in" / "model.safetensors")

@@ -1,4 +1,4 @@
-"""The documentation: its programs run as they stand, and print what its pages say they print."""
+"""The documentation: programs on its pages run and print the output on the page."""
 
 import contextlib
 import doctest
@@ -60,14 +60,14 @@ TUTORIALS = [
     )
 ]
 
-# A program, and what it prints, if that follows.
+# A program, and its output if the page shows it.
 PROGRAM = re.compile(r"```python\n(.*?)```(?:\n+```text\n(.*?)```)?", re.DOTALL)
 PRINTED = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
 @pytest.fixture
 def registry(monkeypatch):
-    """One of this test alone: the rules that a page registers for our types are forgotten."""
+    """Forget the rules that a page registers for our types."""
     table = {primitive: list(of_primitive) for primitive, of_primitive in rules._rules.items()}
     monkeypatch.setattr(rules, "_rules", table)
     yield
@@ -83,7 +83,7 @@ def test_programs_print_the_output_on_the_page(page, capsys):
     programs = PROGRAM.findall(page.read_text("utf-8"))
     assert any(shown for _, shown in programs)
     names: dict = {"__name__": "example"}
-    lines = 0  # so that the lines that they print are those of the program put together
+    lines = 0  # so that printed line numbers refer to the joined program
     for program, shown in programs:
         exec(compile("\n" * lines + program, "example.py", "exec"), names)
         printed = capsys.readouterr().out
@@ -118,7 +118,7 @@ def test_every_type_has_a_page_in_the_index():
     assert not missing
 
 
-# The reference page: what it says of each primitive, by a program that meets it.
+# The reference page: a program for each primitive, and the behavior that the page states.
 
 ROW = re.compile(r"^\| `(.+?)` \| .+? \| (inside|leaf by leaf|dense) \|", re.MULTILINE)
 REFERENCE = dict(ROW.findall((DOCS / "reference_primitives.md").read_text("utf-8")))
@@ -216,7 +216,7 @@ def sharded(function, in_specs, out_specs):
 
 
 def after(effect):
-    """The operand, after something has been done with it that has no result."""
+    """Return the operand, after an operation on it that has no result."""
     return lambda x: (effect(x), x)[1]
 
 
@@ -278,7 +278,7 @@ PROGRAMS = {
 
 
 def primitives_of_this_jax():
-    """Those of a name that is no alias; custom_root is a primitive of its own in no version."""
+    """Return the names of all primitives, without aliases and without `custom_root`."""
     for name in PROGRAMS:
         with contextlib.suppress(ValueError):
             if name == "custom_root" or find_primitive(name).name == name:
@@ -334,7 +334,7 @@ jvp_identity.defjvp(lambda primals, tangents: (jvp_identity(*primals), tangents[
 vjp_identity = jax.custom_vjp(lambda w: w)
 vjp_identity.defvjp(lambda w: (w, None), lambda _, ct: (ct,))
 
-# Programs in which the reference says that an operand is dense, though it is not so in others.
+# Programs that materialize the operand, although other programs with the primitive do not.
 OTHERWISE = {
     "cond": lambda w: jax.lax.cond(True, lambda w: w, lambda w: jnp.ones((6, 6)), w),
     "while": lambda w: jax.lax.while_loop(lambda w: True, lambda w: jnp.ones((6, 6)), w),
@@ -369,7 +369,7 @@ def test_the_reference_lists_every_primitive_of_the_core():
 
 
 def is_of_the_core(rule):
-    # In `rules` is what swaps the operands of somebody's rule.
+    # `RULES` also swaps the operands of a user's rule.
     module = inspect.unwrap(rule.function).__module__
     elsewhere = (movement.__name__, rules.__name__)
     return module.startswith("veneer._core.") and module not in elsewhere

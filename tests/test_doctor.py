@@ -1,4 +1,4 @@
-"""What a machine runs products by: found, and said where it is not as it should be."""
+"""The findings of `veneer doctor`, and the choice of vector instructions."""
 
 import json
 import os
@@ -16,12 +16,12 @@ from veneer.kernels.gpu import matmul as gpu_matmul
 from veneer.native import cache, simd
 
 
-def found(size=256):
+def findings_by_name(size=256):
     return {finding.name: finding for finding in doctor.findings(size)}
 
 
 def test_products_are_checked_and_timed():
-    here = found()
+    here = findings_by_name()
     timed = [finding for name, finding in here.items() if " x " in name]
     assert len(timed) == 3
     assert all("times as fast as XLA" in finding.text for finding in timed)
@@ -30,17 +30,17 @@ def test_products_are_checked_and_timed():
 
 def test_a_wrong_product_is_reported(monkeypatch):
     monkeypatch.setattr(doctor, "materialise", lambda w: 1.1 * vn.materialise(w))
-    wrong = found()["int8 x f32, 256 x 256"]
+    wrong = findings_by_name()["int8 x f32, 256 x 256"]
     assert not wrong.is_well
     assert "WRONG by 9e-02: set VENEER_KERNELS=xla" in wrong.text
 
 
 def test_missing_kernels_are_reported(monkeypatch):
     with kernels.use("xla"):
-        here = found()
-    assert (here["kernels"].is_well, len(here)) == (False, len(found()) - 3)
+        here = findings_by_name()
+    assert (here["kernels"].is_well, len(here)) == (False, len(findings_by_name()) - 3)
     monkeypatch.setattr(doctor.build, "unavailable_reason", lambda: "there is no Numba")
-    assert "there is no Numba" in found()["kernels"].text
+    assert "there is no Numba" in findings_by_name()["kernels"].text
 
 
 def test_on_a_tpu_the_experimental_kernel_is_named(monkeypatch):
@@ -62,7 +62,7 @@ def gpu(monkeypatch):
 
 
 def test_on_a_gpu_products_are_checked_and_timed(gpu):
-    here = found()
+    here = findings_by_name()
     assert here["GPU"].text.endswith(", compute capability unknown")
     assert here["kernel for few rows"].text == "rows_int8"
     assert here["kernel for many rows"].text == "hopper_rows_int8"
@@ -74,7 +74,7 @@ def test_on_a_gpu_products_are_checked_and_timed(gpu):
 
 def test_on_a_gpu_a_wrong_product_is_reported(gpu, monkeypatch):
     monkeypatch.setattr(doctor, "materialise", lambda w: 1.1 * vn.materialise(w))
-    wrong = found()["int4 x bf16, M = 256, 256 x 256"]
+    wrong = findings_by_name()["int4 x bf16, M = 256, 256 x 256"]
     assert not wrong.is_well
     assert "WRONG by 9e-02: set VENEER_KERNELS=xla" in wrong.text
 
@@ -93,7 +93,7 @@ def test_on_a_gpu_missing_kernels_are_reported(gpu, monkeypatch):
     monkeypatch.setattr(hopper, "has_jax", lambda: False)
     assert doctor._gpu_kernel("many", 256).text.startswith("none before JAX 0.11")
     with kernels.use("xla"):
-        assert not found()["kernels"].is_well
+        assert not findings_by_name()["kernels"].is_well
 
 
 def test_an_unknown_isa_is_reported():
@@ -106,22 +106,22 @@ def test_an_unknown_isa_is_reported():
 
 def test_a_read_only_cache_is_reported(monkeypatch, tmp_path):
     monkeypatch.setenv("VENEER_CACHE", str(tmp_path / "none"))
-    assert found()["cache"].text == f"{tmp_path / 'none'}: 0 files, 0.0 MB"
+    assert findings_by_name()["cache"].text == f"{tmp_path / 'none'}: 0 files, 0.0 MB"
     monkeypatch.setattr(doctor.os, "access", lambda *_: False)
-    assert "cannot be written" in found()["cache"].text
+    assert "cannot be written" in findings_by_name()["cache"].text
 
 
 def test_missing_extras_are_reported(monkeypatch):
     without = lambda name: None if name == "typer" else "1.0"
     monkeypatch.setattr(doctor, "_version", without)
-    assert found()["[cli]"].text == (
+    assert findings_by_name()["[cli]"].text == (
         "not installed: typer (pip install '.[cli]' in a clone of the repository)"
     )
 
 
 @pytest.fixture
 def slowed(monkeypatch, tmp_path):
-    """Has products take so many times as long by the vector instructions of some names."""
+    """Return a function that makes products slower by a factor for each instruction set."""
     monkeypatch.setenv("VENEER_CACHE", str(tmp_path))
     monkeypatch.delenv("VENEER_KERNELS_ISA", raising=False)
 

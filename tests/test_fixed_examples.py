@@ -1,4 +1,4 @@
-"""A run has the examples that every run has."""
+"""Hypothesis examples are the same in every run."""
 
 import subprocess
 import sys

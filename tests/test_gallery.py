@@ -1,4 +1,4 @@
-"""The plots of the pages: drawn of what the pages say, in colors that can be told apart."""
+"""The plots of the pages: their data are on the pages, and their colors differ enough."""
 
 import itertools
 import re
@@ -79,7 +79,7 @@ def test_lines_have_contrast_on_light_and_dark_pages(paper):
     assert min(of) >= 3  # WCAG 2.1, 1.4.11
 
 
-# What is seen without one kind of cones: Machado, Oliveira and Fernandes 2009, table 1.
+# The colors that color-blind people see: Machado, Oliveira and Fernandes 2009, table 1.
 SEEN = {
     "protanopia": [[0.152, 1.053, -0.205], [0.115, 0.786, 0.099], [-0.004, -0.048, 1.052]],
     "deuteranopia": [[0.367, 0.861, -0.228], [0.280, 0.673, 0.047], [-0.012, 0.043, 0.969]],

@@ -1,4 +1,4 @@
-"""The notebooks that the site makes of pages: what is in them, and that they run."""
+"""The notebooks that the site makes from pages: their contents, and that they run."""
 
 import doctest
 import json
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture
 def laid_out(tmp_path, monkeypatch):
-    """Lays the site out in a folder, and gives that of its notebooks."""
+    """Return a function that stages the site, and returns its folder of notebooks."""
     monkeypatch.setattr(stage, "OUT", tmp_path / "site")
 
     def lay(**environment):
@@ -42,7 +42,7 @@ def test_a_notebook_has_the_programs_and_output_of_its_page(laid_out):
     assert printed[1] == "1792 of 12736\nNone None\n"
     words = "".join(cell["source"] for cell in cells(site, "qlora", "markdown"))
     assert "```python" not in words
-    assert "](" not in words.replace("](http", "")  # of the site's address nothing is known
+    assert "](" not in words.replace("](http", "")  # the address of the site is unknown
 
 
 def test_a_known_site_address_gives_links_to_colab(laid_out):

@@ -1,4 +1,4 @@
-"""`vn.device_put`: the arrays of a tree where shardings of the dense arrays say."""
+"""`vn.device_put` places the leaves of a tree by the shardings of the dense arrays."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""The HTML page of a report, used as a reader does, in a headless Chromium."""
+"""The HTML page of a report, used in a headless Chromium as a reader would."""
 
 import browser
 import contrast

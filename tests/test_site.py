@@ -1,4 +1,4 @@
-"""The site's pages as they are laid out, before a tool makes HTML of them: `make docs` does."""
+"""The staged pages of the site, before `make docs` converts them to HTML."""
 
 import importlib
 

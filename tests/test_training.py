@@ -14,7 +14,7 @@ from veneer.types.frozen import Frozen
 
 
 class Adapted(vn.ImplicitArray):
-    """A weight with an update that is trained, unlike the weight."""
+    """A frozen weight with a trained low-rank update."""
 
     w: jax.Array | vn.ImplicitArray  # [..., in, out]
     a: jax.Array  # [..., in, rank]

@@ -1,4 +1,4 @@
-"""`vn.tree`: trees in which an implicit array is one leaf, opened by a layer, and in two parts."""
+"""`vn.tree`: functions of trees with implicit arrays as leaves."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Wrong calls that new users make: the error names the mistake, and shows the right call."""
+"""The errors of wrong calls that new users make name the mistake and the right call."""
 
 import re
 

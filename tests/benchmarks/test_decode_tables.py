@@ -1,4 +1,4 @@
-"""The tables of decoding beside llama.cpp: what is in a cell, and what is left empty."""
+"""The tables of `decode.py`: the contents of cells, and the cells that are empty."""
 
 import decode_tables as of
 import jax
@@ -50,7 +50,7 @@ def test_results_of_another_model_are_not_shown(kept):
 def test_a_format_stores_matrices_by_its_rule(format):
     names = ("model.layers.0.mlp.up_proj.weight", "model.embed_tokens.weight")
     matrix = jax.random.normal(jax.random.key(0), (4, 128))
-    if format.rule is not None and format.rule["qtype"] is None:  # as its file has it
+    if format.rule is not None and format.rule["qtype"] is None:  # as in its file
         matrix = vn.quant.quantize(matrix, "int4", channelwise_axes=(0,), tiled_axes={1: 32})
     stored = format.stored(dict.fromkeys(names, matrix) | {"model.norm.weight": jnp.ones(128)})
     assert stored["model.norm.weight"].dtype == jnp.float32

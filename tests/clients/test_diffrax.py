@@ -1,4 +1,4 @@
-"""Solves of Diffrax, which knows nothing of implicit arrays, are those of the dense system."""
+"""Diffrax solves systems with implicit weights as it solves dense ones."""
 
 from functools import cache
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.divided
 
 
 class Weight(Lora):
-    """A low-rank update with rules for both sides: a backward pass multiplies by it, too."""
+    """A low-rank update with rules for products from both sides, also for backward passes."""
 
 
 @vn.register("dot_general")
@@ -45,7 +45,7 @@ METHODS = {
 
 
 def solve(y0, w, method="adaptive", adjoint=None):
-    """Where a system of neurons with weights `w` comes to."""
+    """Return the final state of a system of neurons with weights `w`."""
     solver, controller = METHODS[method]
     return dfx.diffeqsolve(
         dfx.ODETerm(lambda t, y, w: jnp.tanh(y @ w) - y),
@@ -67,7 +67,7 @@ def loss(*args, **kwargs):
 
 @cache
 def dense(kind: str, method: str = "adaptive"):
-    """The loss of the dense system, and its gradients by the state and by the weights."""
+    """Return the loss of the dense system, and its gradients by the state and the weights."""
     of = lambda y0, w: loss(y0, w, method)
     return jax.value_and_grad(of, (0, 1))(Y0, vn.materialise(WEIGHTS[kind]))
 
@@ -126,7 +126,7 @@ def test_the_gradient_of_the_dense_program_agrees(kind):
 
 @pytest.mark.parametrize("order", ["implicit of vmap", "vmap of implicit"])
 def test_a_batch_of_adaptive_solves_agrees(order):
-    # Under vmap the loop runs until the last is done, and selects.
+    # Under vmap the loop runs until the last solve is done, and selects.
     batch, w = jnp.stack([Y0, 3 * Y0]), WEIGHTS["lora of int8"]
     grad = jax.grad(loss)
     if order == "implicit of vmap":

@@ -1,4 +1,4 @@
-"""Equinox's layers, as they are, with implicit weights put in by `eqx.tree_at`."""
+"""Equinox layers with implicit weights, set by `eqx.tree_at`."""
 
 import equinox as eqx
 import jax
@@ -21,7 +21,7 @@ def attend(layer, x):
     return layer(x, x, x)
 
 
-# A layer, what its weights are, how it is called, and on what.
+# A layer, the names of its weights, the function that calls it, and its operand.
 LAYERS = arrays.OnDemand(
     {
         "Linear": lambda: (
@@ -57,7 +57,7 @@ LAYERS = arrays.OnDemand(
 
 @pytest.fixture(params=cases(LAYERS))
 def case(request):
-    """A layer with implicit weights, the function that calls it, and its operand."""
+    """Return a layer with implicit weights, the function that calls it, and its operand."""
     name, make = request.param
     layer, weights, call, x = LAYERS[name]
     return eqx.tree_at(weights, layer, [make(w) for w in weights(layer)]), call, x

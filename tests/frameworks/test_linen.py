@@ -1,4 +1,4 @@
-"""Layers of flax.linen, as they are, with implicit arrays in their dict of parameters."""
+"""Layers of flax.linen with implicit arrays in their dict of parameters."""
 
 import functools
 
@@ -19,7 +19,7 @@ import veneer as vn
 
 X = arrays.normal(2, 5, 8, seed=1)
 
-# A layer, and for each of its kernels how many axes come in.
+# A layer, and the number of input axes of each kernel.
 LAYERS = {
     "Dense": (nn.Dense(6), {"kernel": 1}),
     "LayerNorm": (nn.LayerNorm(), {"scale": 1}),
@@ -41,7 +41,7 @@ def with_implicit(params, kernels, make):
 
 @pytest.fixture(params=cases(LAYERS))
 def case(request):
-    """A layer, and its parameters with implicit kernels."""
+    """Return a layer and its parameters with implicit kernels."""
     name, make = request.param
     layer, kernels = LAYERS[name]
     params = layer.init(jax.random.key(0), X)

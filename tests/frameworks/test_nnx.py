@@ -1,4 +1,4 @@
-"""Layers of flax.nnx, as they are, with implicit arrays in their `nnx.Param`s."""
+"""Layers of flax.nnx with implicit arrays in their `nnx.Param`s."""
 
 import contextlib
 
@@ -21,7 +21,7 @@ def attention():
     return nnx.MultiHeadAttention(num_heads=2, in_features=8, decode=False, rngs=nnx.Rngs(0))
 
 
-# What makes a layer, and the paths of its kernels with how many axes come in.
+# The constructor of a layer, and the number of input axes of each kernel by path.
 LAYERS = {
     "Linear": (lambda: nnx.Linear(8, 6, rngs=nnx.Rngs(0)), {"kernel": 1}),
     "LayerNorm": (lambda: nnx.LayerNorm(8, rngs=nnx.Rngs(0)), {"scale": 1}),
@@ -34,7 +34,7 @@ LAYERS = {
 
 
 def put_in(layer, kernels, make):
-    """The layer, with implicit arrays in its parameters."""
+    """Return the layer with implicit arrays in its parameters."""
     for path, in_ndim in kernels.items():
         *parents, name = path.split(".")
         owner = layer
@@ -45,14 +45,14 @@ def put_in(layer, kernels, make):
 
 
 def dense(layer):
-    """Another layer, with the dense arrays that the parameters stand for."""
+    """Return a copy of the layer with materialized parameters."""
     graph, state = nnx.split(layer)
     return nnx.merge(graph, vn.materialise(state))
 
 
 @pytest.fixture(params=cases(LAYERS))
 def layer(request):
-    """A layer with implicit parameters."""
+    """Return a layer with implicit parameters."""
     name, make = request.param
     new, kernels = LAYERS[name]
     return put_in(new(), kernels, make)
@@ -118,8 +118,8 @@ def test_gradients_by_leaves_follow_the_dense_gradient():
 
 
 def test_the_second_nnx_update_of_a_lora_with_adam_raises():
-    # It reads its moments back as a tree of Variables, and finds the leaves of a LoraArray in the
-    # place of one. optax itself, as in the loop below, does not mind.
+    # The optimizer reads its moments back as a tree of Variables, and a LoraArray has several
+    # leaves instead of one. optax itself works, as in the loop below.
     layer = put_in(*new_linear(), lora)
     optimizer = nnx.Optimizer(layer, optax.adam(0.05), wrt=nnx.Param)
     gradient = nnx.grad(vn.implicit(loss))(layer)
@@ -143,7 +143,7 @@ def test_a_rejected_nnx_update_changes_nothing_with_high_types(make, tx, jit):
     def step(layer, optimizer):
         optimizer.update(layer, nnx.grad(loss)(layer))
 
-    if make is lora:  # whose moments are read back as no such tree, at the second update
+    if make is lora:  # reading its moments fails in the second update
         with vn.hijax.enabled():
             step(layer, optimizer)
         before = jax.tree.leaves(layer)
@@ -243,7 +243,7 @@ def test_a_training_loop_updates_only_trainable_leaves():
 
 
 class Normed(nnx.Module):
-    """A layer with state that a call changes: statistics, and the count of a stream of keys."""
+    """A layer whose calls change its state: batch statistics, and the count of a random stream."""
 
     def __init__(self):
         rngs = nnx.Rngs(0)
@@ -267,7 +267,7 @@ def test_changed_state_is_returned_and_written_back(jit):
         return layer(x), nnx.state(layer)
 
     graph, variables = nnx.split(layer)
-    for _ in range(2):  # the second call drops other entries
+    for _ in range(2):  # the second call has another dropout mask
         out, variables = run(variables, X)
         assert_close(out, expected(X))
     nnx.update(layer, variables)

@@ -1,4 +1,4 @@
-"""optax trains what `vn.trainable` names in a tree with implicit arrays, and leaves the rest."""
+"""optax trains the arrays that `vn.trainable` selects in a tree with implicit arrays."""
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ def loss(params, x=X):
 
 
 def trained_with(tx, params, loss, steps=4):
-    """The part of the parameters that is trained, and the optimizer's state, after some steps."""
+    """Train for some steps. Return the trained partition and the optimizer's state."""
     trained, frozen = vn.tree.partition(params, vn.trainable(params))
 
     @jax.jit
@@ -45,7 +45,7 @@ def trained_with(tx, params, loss, steps=4):
 
 
 def reference(tx, base, steps=4):
-    """The same training, of a program that has its low-rank update written out."""
+    """Train a program with a handwritten low-rank update. Return its arrays."""
     kernel = params_of(DENSE)["kernel"]
     leaves = {"a": kernel.a, "b": kernel.b, "bias": jnp.zeros(4)}
 

@@ -1,4 +1,4 @@
-"""Orbax saves and restores trees with implicit arrays, which are pytrees of arrays to it."""
+"""Orbax saves and restores trees with implicit arrays as pytrees."""
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ def assert_same(found, tree):
         assert (x.dtype, np.asarray(x).tobytes()) == (y.dtype, np.asarray(y).tobytes())
 
 
-# Orbax takes no array without entries, which the leaf of an Identity is.
+# Orbax cannot save empty arrays, such as the leaf of an Identity.
 @pytest.mark.parametrize("name", [name for name in EVERY_TYPE if name != "Identity"])
 def test_every_type_is_restored(name, tmp_path):
     tree = {"w": value(name)}

@@ -1,8 +1,8 @@
-"""Transformers of each framework, quantized and updated by one rule: axes are seen in the program.
+"""One rule quantizes a transformer of each framework, because its axes are found by tracing.
 
-Each has an embedding that is tied to its head, a convolution, attention and a feed-forward block,
-norms of layers and of batches, and dropout, which all but nnx's, of which a call changes the state,
-have drop entries.
+Each model has an embedding that is tied to its head, a convolution, attention, a feed-forward
+block, layer norms and batch norms. All but the nnx model also have dropout, which would change the
+state of an nnx module.
 """
 
 from functools import partial
@@ -26,7 +26,7 @@ KEYS = [arrays.key(seed) for seed in range(8)]
 
 
 class Model(NamedTuple):
-    """A framework's: parameters, a program of them, and rules that a user would write by hand."""
+    """A model of a framework: its parameters, its program, and the tiles stated by hand."""
 
     params: Any
     program: Any  # None if the parameters are a module
@@ -128,7 +128,7 @@ def of_equinox():
 
 
 def plain(params, ids, *, heads):
-    """Layers that a scan goes through, experts, a convolution and the rest, in plain JAX."""
+    """Run a model in plain JAX: scanned layers, experts, a convolution and a head."""
     x = params["embed"][ids] * 8
     x = jax.lax.conv_general_dilated(
         x[None], params["conv"], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
@@ -184,7 +184,7 @@ MODELS = {"nnx": of_nnx, "linen": of_linen, "equinox": of_equinox, "plain": of_p
 
 @pytest.fixture(scope="module", params=MODELS)
 def model(request):
-    """A model."""
+    """Return a model."""
     return MODELS[request.param]()
 
 

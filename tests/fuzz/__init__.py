@@ -1,15 +1,14 @@
-"""Random programs of implicit arrays, against the same programs of dense arrays.
+"""Random programs on implicit arrays, compared with the same programs on dense arrays.
 
     python -m fuzz --programs 1000 --seed 7        # from tests/; or --seconds 120
 
-A program is a text, which can be run by itself: an operand, of any type or format, and lines that
-compute something of it, under some transformation. One that fails is printed, as small as it can be
-made.
+A program is a text that can be run on its own: an operand of any type or format, lines that compute
+with it, and a transformation. A failing program is shrunk and printed.
 
     operands    texts that make arrays of every type and format
-    lines       texts that compute something of an array
-    programs    programs of these, and their transformations
+    lines       texts that compute with an array
+    programs    programs with a transformation
     by_numpy    programs run without being compiled
-    run         programs, one after the other, and what fails made small
-    checks      whether a program gives what it gives of dense arrays
+    run         the worker processes, and the shrinking of failing programs
+    checks      the comparison of a program with its dense run
 """

@@ -1,4 +1,4 @@
-"""Runs programs for a while, and prints each that fails, as small as it can be made."""
+"""Run random programs for a while, and print each one that fails, shrunk."""
 
 import argparse
 

@@ -23,7 +23,7 @@ def by_numpy(f: Callable[..., Any], *args: Any) -> Any:
 
     def of_leaves(*leaves: Any) -> list[Any]:
         result = f(*jax.tree.unflatten(tree, leaves))
-        while any(map(is_typed, jax.tree.leaves(result))):  # which may hold others
+        while any(map(is_typed, jax.tree.leaves(result))):  # it may contain other equations
             result = jax.tree.map(unpack, result)
         out, out_tree = jax.tree.flatten(result)
         trees.append(out_tree)
@@ -34,13 +34,13 @@ def by_numpy(f: Callable[..., Any], *args: Any) -> Any:
         lowered = pe.lower_jaxpr2(closed) if closed.is_high else closed
         out = evaluate_jaxpr(lowered, *[np.asarray(key_data(x)) for x in leaves])
         out = [_array(x, aval) for x, aval in zip(out, lowered.out_avals, strict=True)]
-    except Exception:  # what is not known there: a collective, say
+    except Exception:  # for example a collective
         return jax.jit(f)(*args)
     return jax.tree.unflatten(trees[-1], out)
 
 
 def _array(x: Any, aval: Any) -> jax.Array:
-    """What was computed, as JAX has it: keys are integers there."""
+    """Convert a computed value to a JAX array. Integers become keys if `aval` is a key."""
     if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(x, impl=jax.random.key_impl(aval))
     return jax.device_put(x)

@@ -1,4 +1,4 @@
-"""Whether a program gives of an implicit array what it gives of the dense one."""
+"""Compare a program on an implicit array with the same program on the dense array."""
 
 import traceback
 import warnings
@@ -18,14 +18,14 @@ from .by_numpy import by_numpy
 from .operands import building_dense, undressed
 from .programs import HIGH, Program
 
-#: What is refused by what a type means: units that do not fit, names of axes that would be lost.
+#: Parts of the messages by which a type rejects an operation, such as units that do not fit.
 REFUSALS = {
     "Quantity": ("unit", "dimension", "cannot be converted", "metadata differs"),
     "Named": ("name", "axis", "axes", "metadata differs"),
     "Masked": ("has no dense form", "counts all entries"),
     "SparseArray": ("Symbolic dimension comparison",),  # in JAX's own functions of BCOO
 }
-#: By type, text of lines that are skipped, because their result differs by design: an out-of-bounds
+#: Texts of lines to skip for a type, because their result differs by design: an out-of-bounds
 #: entry of a `Masked` array is invalid.
 MEANT_OTHERWISE = {"Masked": "mode='fill'"}
 #: Parts of the messages by which high types reject a program.
@@ -49,9 +49,9 @@ HIGH_REFUSALS = (
 
 
 def _is_of_jax(error: Exception) -> bool:
-    """Whether it is JAX 0.10's own: a constant of a `shard_map` in a jit has no spec there.
+    """Return whether an assertion of JAX 0.10 failed: a constant of a `shard_map` has no spec.
 
-    docs/hijax.md says so. The assertion has no message, but a place (`with_all_frames`).
+    docs/hijax.md describes it. The assertion has no message, only a traceback (`with_all_frames`).
     """
     places = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
     return jax.__version_info__ < (0, 11) and "_shard_map_dce" in places
@@ -59,7 +59,7 @@ def _is_of_jax(error: Exception) -> bool:
 
 @contextmanager
 def with_all_frames() -> Iterator[None]:
-    """Leaves JAX's own frames in what is raised within."""
+    """Keep JAX's own frames in the traceback of errors."""
     before = jax.config.jax_traceback_filtering
     jax.config.update("jax_traceback_filtering", "off")
     try:
@@ -68,13 +68,13 @@ def with_all_frames() -> Iterator[None]:
         jax.config.update("jax_traceback_filtering", before)
 
 
-#: The errors by which something is refused.
+#: The errors that reject an operation.
 _REFUSED = (TypeError, ValueError, NotImplementedError, jax.errors.InconclusiveDimensionOperation)
 _EPS = float(jnp.finfo("float32").eps)
 
 
 class Disagreement(AssertionError):
-    """A program that gives something else of the dense array."""
+    """A program has another result on the dense array."""
 
 
 def check(program: Program, compiled: bool = True) -> str:
@@ -97,13 +97,13 @@ def check(program: Program, compiled: bool = True) -> str:
             return "invalid"  # XLA ends the process if a shard_map has a symbolic size
         x, dense = program.operands()
         if program.is_stacked and (not jnp.shape(dense) or len(dense) != 3):
-            return "invalid"  # nothing of it is stored, or could be stacked
+            return "invalid"  # it stores nothing that could be stacked
         try:
             run = jax.jit(partial(_of_dense, program)) if compiled else None
             run = run or partial(by_numpy, partial(_of_dense, program))
             with building_dense():
                 expected, rounding = run(program.reference(), dense)
-        except Exception:  # JAX does not take it
+        except Exception:  # JAX rejects it
             return "invalid"
         high = program.transformation in HIGH
         try:
@@ -169,7 +169,7 @@ def _repeated_label(x: Any, outside: tuple[type, ...] = ()) -> str:
 
 
 def _messages(error: BaseException | None) -> Iterator[str]:
-    """What is said of a bad argument, and of those that an error was raised from."""
+    """Yield the messages of an error and of the errors that caused it."""
     while error is not None:
         if isinstance(error, _REFUSED):
             yield str(error)

@@ -1,7 +1,7 @@
-"""Texts that compute something of an array, whose shape and dtype are known.
+"""Texts that compute with an array whose shape and dtype are known.
 
-Each is an expression in `x`. Functions of numbers are tame: errors before them grow little, and no
-result depends on which of two that are close is the larger.
+Each text is an expression in `x`. The functions amplify errors only a little, and no result depends
+on which of two close numbers is larger.
 """
 
 import math
@@ -104,7 +104,7 @@ OF_ALL = (
     "x[...]",
 )
 OF_ENTRIES = ("x[0]", "x[-1]", "x[::-1]", "x[:, None]", "x[jnp.array([0, 0])]", "jnp.array([*x])")
-# None of a scalar, by which XLA ends the process ("Invalid binary instruction opcode map").
+# Not for a scalar: XLA ends the process ("Invalid binary instruction opcode map").
 OF_ENTRIES += (
     "x.at[0].set(0.5)",
     "x.at[:].set(0.5)",
@@ -112,7 +112,7 @@ OF_ENTRIES += (
     "lax.dynamic_update_slice_in_dim(x, x[:1], 1, 0)",
 )
 
-# By an index of any dtype, in range and out of it, along the first axis or any other.
+# Indexing by any dtype, in range and out of range, along the first axis or any other.
 BY_INDEX = (
     "x[{index}]",
     "x.at[{index}].get(mode='fill', fill_value=0.5)",
@@ -128,7 +128,7 @@ BY_INDEX = (
 )
 INDEX_DTYPES = ("int8", "uint8", "int16", "uint16", "int32", "uint32")
 
-# Of an array that the program builds: {other} is the text of one, of any type.
+# Lines with an array that the program builds: {other} is its text.
 BUILT = (
     "jnp.asarray(x * built({other}))",
     "jnp.asarray(built({other}) * x)",
@@ -148,7 +148,7 @@ BUILT = (
     "jnp.asarray(lax.fori_loop(0, 2, lambda _, x: x * built({other}), x))",
     "jnp.asarray(jax.jit(lambda x: built({other}) * x)(x))",
 )
-# Of an array whose leaves are the operand.
+# Lines that build an array with the operand as a leaf.
 BUILT_OF_X = (
     "jnp.asarray(built(vn.freeze(x)) * x)",
     "jnp.asarray(built(vn.types.Diagonal(x)) @ jnp.ones((x.shape[-1], 2), x.dtype))",
@@ -186,7 +186,7 @@ OF_KEYS = (
     "jax.random.key_data(x) * 2.0**-32",
 )
 
-# Functions of another line: {body} is one that keeps the shape and dtype, {of} is any.
+# Functions of another line: {body} keeps the shape and dtype, {of} is any line.
 KEEPING = (
     "lax.fori_loop(0, 2, lambda _, x: {body}, x)",
     "lax.scan(lambda x, _: ({body}, None), x, None, length=2)[0]",
@@ -207,7 +207,7 @@ INSIDE = (
     "with_vjp(lambda x: {of})(2 * x)",
     "(lambda y: y + jnp.ones_like(y))({of})",
 )
-# Of one along an axis: {each} is any line of that.
+# Maps over an axis: {each} is any line.
 MAPPED = (
     "jax.vmap(lambda x: {each}, in_axes={axis})(x)",
     "jax.vmap(lambda x: {each}, in_axes={axis}, out_axes=-1)(x)",
@@ -216,7 +216,7 @@ MAPPED += tuple(
     f"jax.vmap(lambda x: {combined}, axis_name='i', in_axes={{axis}})(x)"
     for combined in ("lax.psum({each}, 'i')", "x - lax.pmean(x, 'i')", "lax.all_gather(x, 'i')")
 )
-# Of one half along an axis: {half} is any line of that.
+# Halves along an axis: {half} is any line.
 OVER_DEVICES = tuple(
     f"over_devices(lambda x: {combined}, x, {{axis}})"
     for combined in (
@@ -251,7 +251,7 @@ def lines_within(text: str) -> Iterator[str]:
 
 
 def result_type(text: str, aval: Any) -> Any:
-    """The shape and dtype of what a line gives, for a dense array; None if it is an error."""
+    """Return the shape and dtype of a line's dense result, or None if it raises an error."""
     try:
         with building_dense():
             out = jax.eval_shape(lambda x: eval(text, ENVIRONMENT | {"x": x}), aval)
@@ -261,7 +261,7 @@ def result_type(text: str, aval: Any) -> Any:
 
 
 def line(random: Random, aval: Any, depth: int = 2) -> tuple[str, Any]:
-    """A line, and the shape and dtype of its result."""
+    """Return a line, and the shape and dtype of its result."""
     shape = aval.shape
     if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
         text = random.choice(OF_KEYS)
@@ -317,7 +317,7 @@ def line(random: Random, aval: Any, depth: int = 2) -> tuple[str, Any]:
 
 
 def _with_other(random: Random, text: str, aval: Any) -> str:
-    """Return a line with the text of another array, mostly one that fits by its shape."""
+    """Return a line with the text of another array, which fits by its shape in most cases."""
     texts = [operand(random, kind, jnp.dtype(aval.dtype).name) for kind in random.sample(KINDS, 6)]
     fits = [other for other in texts if _may_meet(shape_of(other), aval.shape)]
     line = text.replace("{other}", random.choice(fits or texts))
@@ -332,7 +332,7 @@ def _may_meet(other: tuple[int, ...], shape: tuple[int, ...]) -> bool:
 
 
 def _keeping(random: Random, aval: Any) -> str:
-    """A line whose result is of the shape and dtype of its operand."""
+    """Return a line whose result has the shape and dtype of its operand."""
     text, result = line(random, aval, 0)
     same = (result.shape, result.dtype) == (aval.shape, aval.dtype)
     return text if same else "0.5 * x"

@@ -27,22 +27,22 @@ SIZES = (1, 2, 3, 4, 6)
 
 
 def normal(seed: Any, *shape: int, dtype: str = "float32") -> jax.Array:
-    """Normal numbers of deviation 1/2."""
+    """Return normal numbers with standard deviation 1/2."""
     return jnp.asarray(np.random.default_rng(seed).normal(0, 0.5, shape).astype(jnp.dtype(dtype)))
 
 
 def permuted(seed: Any, n: int) -> jax.Array:
-    """The numbers below n in some order."""
+    """Return the numbers below n in random order."""
     return jnp.asarray(np.random.default_rng(seed).permutation(n), jnp.int32)
 
 
 def stacked(make: Callable[[int], Any], count: int = 3) -> Any:
-    """Arrays of one structure as a stack."""
+    """Return a stack of arrays with the same structure."""
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(make, range(count)))
 
 
 def undressed(x: Any) -> Any:
-    """The dense array of a result; of a label or a mask, the array that it is of."""
+    """Return the dense array of a result. Remove labels and masks."""
     if is_typed(x) and x.aval.cls in (vn.types.Masked, vn.types.Named, vn.types.Quantity):
         x = unpack(x)
     while isinstance(x, vn.Value):
@@ -61,7 +61,7 @@ def without_leaves(x: Any) -> Any:
 
 
 def by_leaves(loss: Callable, x: Any) -> jax.Array:
-    """The derivatives of a number by all floating leaves, one after the other."""
+    """Return the derivatives of a scalar by all floating leaves, concatenated."""
     leaves = jax.tree.leaves(jax.grad(loss, allow_int=True)(x))
     flat = [jnp.ravel(g).astype("float32") for g in leaves if g.dtype != jax.dtypes.float0]
     return jnp.concatenate([*flat, jnp.zeros(1)])
@@ -83,7 +83,7 @@ def built(x: Any) -> Any:
 
 @contextmanager
 def building_dense() -> Iterator[None]:
-    """Within, what a program builds is the dense array."""
+    """Make `built` materialize, for reference runs."""
     token = _builds_dense.set(True)
     try:
         yield
@@ -141,7 +141,7 @@ def without_jit(f: Callable) -> Callable:
 
 
 def exported(f: Callable) -> Callable:
-    """Return a function of a stack, exported for one of any size."""
+    """Return a function of a stack, exported for stacks of any size."""
 
     def run(xs: Any) -> Any:
         (b,) = jax.export.symbolic_shape("b")
@@ -164,7 +164,7 @@ def on_a_mesh(f: Callable) -> Callable:
 
 
 def with_numpy_leaves(x: Any) -> Any:
-    """Return an array whose leaves are NumPy's."""
+    """Return an array with NumPy leaves."""
     is_key = lambda leaf: jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     return jax.tree.map(lambda leaf: leaf if is_key(leaf) else np.asarray(leaf), x)
 
@@ -177,7 +177,7 @@ def over_devices(f: Callable, x: Any, axis: int) -> Any:
 
 
 class _Texts:
-    """Texts of random arrays, no two of them alike."""
+    """Texts of random arrays. No two are alike."""
 
     def __init__(self, random: Random, dtype: str):
         self._random, self.dtype, self._count = random, dtype, 0
@@ -205,14 +205,14 @@ def dense(t: _Texts) -> str:
 
 
 def quantized(t: _Texts, format: str, shape: tuple[int, ...] | None = None) -> str:
-    """An array in some format, with scales of its own for channels and tiles."""
+    """Return the text of an array in a format, with scales per channel and tile."""
     if shape is None:
         shape = t.shape(1, (*SIZES, 32))
     described = vn.quant.FORMATS[format]
     axis = t.one_of(*range(len(shape)))
     channels = [a for a in range(len(shape)) if a != axis and t.one_of(True, False)]
     tiles = [d for d in range(1, shape[axis] + 1) if shape[axis] % d == 0]
-    if described.tile_size is not None:  # a format that is tiled, and has no other scales
+    if described.tile_size is not None:  # a format with a fixed tile
         tile, channels = described.tile_size, [a for a in range(len(shape)) if a != axis]
         shape = (*shape[:axis], 2 * tile, *shape[axis + 1 :])
     else:

@@ -55,7 +55,7 @@ class Program(NamedTuple):
         return self.results(x)[-1]
 
     def results(self, x: Any) -> list[Any]:
-        """An array, and the result of each line."""
+        """Return the array and the result of each line."""
         results = [x]
         for text in self.lines:
             results.append(eval(text, ENVIRONMENT | {"x": results[-1]}))
@@ -101,7 +101,7 @@ class Program(NamedTuple):
         return "\n".join([*head, *lines])
 
     def smaller(self) -> Iterator["Program"]:
-        """Programs that are a little simpler."""
+        """Yield programs that are slightly simpler."""
         for n in range(len(self.lines)):
             yield self._replace(lines=(*self.lines[:n], *self.lines[n + 1 :]))
         names = list(HIGH if self.transformation in HIGH else TRANSFORMATIONS)
@@ -118,7 +118,7 @@ MODES = {"implicit": TRANSFORMATIONS, "high": HIGH, "both": TRANSFORMATIONS | HI
 
 
 def program(random: Random, kinds: Sequence[str] = KINDS, mode: str = "both") -> Program:
-    """A program of an operand of one of these types and formats."""
+    """Return a random program with an operand of one of these types and formats."""
     kind, x64 = random.choice(kinds), random.random() < 0.2
     dtype = random.choice(["float32"] * 4 + ["bfloat16", "float16"] + ["float64"] * 4 * x64)
     with jax.enable_x64(x64):

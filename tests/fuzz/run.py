@@ -1,4 +1,4 @@
-"""Runs programs in processes of their own: XLA ends one now and then, and memory fills up."""
+"""Run programs in worker processes, because XLA can end a process and memory fills up."""
 
 import time
 from collections import Counter
@@ -14,7 +14,7 @@ from support import contexts
 from .checks import Disagreement, check
 from .programs import Program, program
 
-#: One program in so many is compiled, and the others are run by NumPy, many times as fast.
+#: Every n-th program is compiled. NumPy runs the others, which is many times as fast.
 COMPILED = 32
 #: A program may take this many seconds, with all smaller ones if it fails.
 LONGEST = 600
@@ -50,7 +50,7 @@ def tried(number: int, seed: int, kinds: Sequence[str], mode: str) -> tuple[str,
 
 
 def prepare() -> None:
-    """Sets JAX up for many small programs."""
+    """Configure JAX for many small programs."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 2)
     contexts.reuse()

@@ -1,4 +1,4 @@
-"""A few programs, the same in every run. `python -m fuzz`, in tests/, runs as many as one likes."""
+"""A few random programs, the same in every run. `python -m fuzz` in tests/ runs more."""
 
 import random
 

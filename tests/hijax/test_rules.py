@@ -1,4 +1,4 @@
-"""What the rules of `jax.custom_jvp` and `custom_vjp` are given: derivatives by leaves."""
+"""Derivatives by leaves in the rules of `jax.custom_jvp` and `jax.custom_vjp`."""
 
 import jax
 import jax.numpy as jnp
@@ -20,14 +20,14 @@ def high_types():
 
 
 def with_jvp(use):
-    """A function whose rule gives what `use` makes of the tangent."""
+    """Return a function whose JVP rule passes the tangent to `use`."""
     f = jax.custom_jvp(lambda w: jnp.sum(jnp.tanh(w)))
     f.defjvp(lambda primals, tangents: (f(*primals), use(*primals, *tangents)))
     return f
 
 
 def with_vjp(use):
-    """A function of which a cotangent is that, of a value, in each place."""
+    """Return a function whose VJP rule passes the cotangent to `use`."""
     f = jax.custom_vjp(lambda w: w)
     as_leaves = lambda w, ct: (jax.tree.map(lambda x: jnp.full_like(x, use(w, ct)), ct),)
     f.defvjp(lambda w: (w, w), as_leaves)
@@ -75,7 +75,7 @@ def test_derivatives_are_no_arrays(name, rule, run):
 
 
 def test_a_cached_call_rejects_a_derivative():
-    """JAX finds what it compiled for an array of the same leaves."""
+    """A derivative has the same leaves as an array, so JAX finds a compiled program."""
     norm = jax.jit(jnp.linalg.norm)
     for _ in range(2):
         norm(LORA)
@@ -118,7 +118,7 @@ def test_a_derivative_has_the_fields_of_the_class(name, rule, run):
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jitted"])
 @pytest.mark.parametrize("typed", [False, True], ids=["a tree", "typed"])
 def test_a_rule_by_leaves_is_used(typed, jit):
-    """Of a rule that is the derivative, by the tangent of each leaf; its result is implicit."""
+    """The rule gives an implicit result by the tangent of each leaf."""
     double = jax.custom_jvp(lambda w: jnp.multiply(w, 2.0))
 
     @double.defjvp
@@ -146,7 +146,7 @@ def test_jax_functions_with_rules_reject_derivatives_by_leaves(f):
 
 
 def test_derivatives_by_integer_leaves_raise_and_name_the_type():
-    """Of which a rule asks the shape, that is found from a dense form where there is one."""
+    """The shape that the rule asks for is taken from the dense array."""
     w = vn.types.NMSparse.prune(jnp.arange(16.0).reshape(4, 4), 2, 4, -1)
     with pytest.raises(TypeError, match=r"NMSparse: derivatives with respect to the leaves"):
         jax.grad(lambda w: jnp.sum(jax.nn.relu(w)), allow_int=True)(w)
@@ -162,7 +162,7 @@ def test_gradients_are_no_arrays():
 
 
 def test_calls_are_fast_again_after_a_rule():
-    """The arguments of what is called within one are taken apart by Python."""
+    """Inside a rule, Python flattens the arguments of calls."""
     RUN["grad"](with_vjp(lambda w, t: jnp.sum(jax.jit(lambda t: t.a)(t))))
     assert mode.is_enabled()
     traces = []

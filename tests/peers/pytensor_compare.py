@@ -1,7 +1,7 @@
 """A pytest plugin: PyTensor's suites for JAX and Numba test `to_jax`.
 
 Each suite compares graphs by one function. The plugin replaces the function of the JAX suite with
-`to_jax` under `jax.jit`, and that of the Numba suite with `vn.numba.compile` of `to_jax`. At the
+`to_jax` under `jax.jit`, and the one of the Numba suite with `vn.numba.compile` of `to_jax`. At the
 end it prints how many calls gave the right results, wrong results, or an error.
 """
 

@@ -1,6 +1,6 @@
 """A pytest plugin that runs Qwix's own tests on `veneer.interop.qwix`.
 
-The public names are those of `veneer.interop.qwix`. The functions here give `veneer.quant` the
+The public names come from `veneer.interop.qwix`. The functions here give `veneer.quant` the
 private names of `qwix._src.core`. Qwix's `get_how_to_quantize`, which computes nothing, still says
 which axes of an operand share a scale.
 
@@ -108,7 +108,7 @@ def sparsify(x: jax.Array, rule: Any) -> jax.Array:
 def trained(
     product: Callable[..., jax.Array], lhs: jax.Array, rhs: jax.Array, config: Any, **of: Any
 ) -> jax.Array:
-    """A product of which the second operand is the weight, as a `...QtConfig` says."""
+    """Return a product whose second operand is the weight, as a `...QtConfig` describes."""
     say = lambda name: getattr(config, name, None)
     original = say("use_original_residuals")
 
@@ -146,7 +146,7 @@ def conv_general_qt(lhs: jax.Array, rhs: jax.Array, config: Any, **how: Any) -> 
 
 
 def ragged_dot_qt(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, config: Any) -> jax.Array:
-    """All groups share the scale of a column."""
+    """Return a product in which all groups share the scale of a column."""
     product = lambda x, w: lax.ragged_dot(x, w, sizes)
     return trained(product, lhs, rhs, config, tile_size={-3: 1.0})
 
@@ -156,7 +156,7 @@ def tiled_axes(q: QArray) -> dict[int, int]:
     return {axis: tile for axis, (tile, size) in enumerate(tiles) if 1 < tile < size}
 
 
-# What Qwix computes in several ways is one function here, which chooses among its own.
+# Several functions of Qwix are one function here, which selects a strategy.
 OURS = {
     "qarray": {
         "QArray": QArray,
@@ -166,7 +166,7 @@ OURS = {
         "quantize_with_scale_zero_point": vn.quant.quantize_with_scale,
         "compute_scale_zero_point": compute_scale_zero_point,
         "get_tiled_axes": tiled_axes,
-        "validate_qarray": lambda q: None,  # none is made that is not valid
+        "validate_qarray": lambda q: None,  # all arrays are valid
         "broadcast_to": qwix._repeat_to,
         "sparsify": sparsify,
     },
@@ -200,7 +200,7 @@ OURS = {
     "ragged_dot_qt": {"ragged_dot_qt": ragged_dot_qt},
 }
 
-# What says how an array is quantized, and what the tests compare with.
+# The descriptions of quantized arrays, and the references of the tests.
 THEIRS = {
     "qarray": ["HowToQuantize", "calibrate", "clip_to_calibration", "call_with_generic_broadcast"],
     "sparsity": ["SparsityRule"],
@@ -230,7 +230,7 @@ def pytest_configure() -> None:
 
 
 def pytest_runtest_setup(item: Any) -> None:
-    """Qwix's tests run in a process for each file, of which two have their random numbers so."""
+    """Use the older random numbers of JAX in two files, as in Qwix's own runs."""
     of_old = item.path.name in ("qarray_test.py", "two_dim_scales_test.py")
     jax.config.update("jax_threefry_partitionable", not of_old)
 

@@ -26,7 +26,7 @@ HERE = Path(__file__).parent
 sys.path.append(str(HERE.parent))  # for the package `support`
 SOURCES = Path(sys.prefix) / "peers"
 
-# The folders of the tests of each. Those of unxt include benchmarks.
+# The test folders of each package. The tests of unxt include benchmarks.
 SUITES = {
     "quax": ["tests/unit", "tests/usage"],
     "quaxed": ["tests/unit"],
@@ -47,8 +47,8 @@ COMMITS = {
     "eformer": "4b17881393601885298725e5aef82592c325f19a",
     "pytensor": "f857e69611b9e36be2443f8e1905f5aa484aa455",
 }
-# Of these only the tests are checked out. Python would import a package beside them instead of the
-# installed one.
+# Only the tests of these packages are checked out. Otherwise Python would import the package
+# beside them instead of the installed one.
 ONLY_TESTS = {"pytensor": ["tests", "pyproject.toml"]}
 
 
@@ -56,7 +56,7 @@ from support import environment  # noqa: E402
 
 
 def source(name: str) -> Path:
-    """The folder of a package's sources, fetched if they are not there."""
+    """Return the folder of a package's sources. Fetch them if they are missing."""
     folder = SOURCES / f"{name}-{version(name)}"
     if not folder.exists():
         # pip asks the package's build for its metadata, and what that needs is in the extra.
@@ -76,7 +76,7 @@ def revision(name: str) -> str:
 
 
 def clone(name: str) -> Path | None:
-    """Return the folder of a repository, fetched if it is not there; None if git cannot."""
+    """Return the folder of a repository. Fetch it if it is missing. None if git fails."""
     folder = SOURCES / f"{name}-{revision(name)}"
     if not folder.exists():
         only = ONLY_TESTS.get(name)
@@ -95,7 +95,7 @@ def clone(name: str) -> Path | None:
 
 
 def run(name: str, arguments: list[str]) -> int:
-    """Runs the suite of a package on ours; returns the exit status of pytest."""
+    """Run the suite of a package on ours. Return the exit status of pytest."""
     if name == "pytensor" and not find_spec(name):
         print("\npytensor\nNOT RUN: it is missing: pip install '.[pytensor]' --group test")
         return 0
@@ -123,7 +123,7 @@ def run(name: str, arguments: list[str]) -> int:
         command += ["-p", "pytensor_compare", "-m", "not slow"]
     else:
         command += ["-p", "stand_in", "--quax", str(source("quax") / "src" / "quax")]
-    # Their settings hold, but for the plugins that their options name, and for the examples in
+    # Their settings apply, except the plugins in their options and the examples in
     # their documentation.
     command += ["-c", "pyproject.toml", "-o", "addopts=", "-o", "pythonpath="]
     command += ["--rootdir", ".", "--confcutdir", "tests"]
@@ -148,7 +148,7 @@ def run(name: str, arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    # All are run, whatever fails. 5 is that -k left no test.
+    # Run all suites, even if one fails. Status 5 means that -k selected no test.
     chosen = list(itertools.takewhile(SUITES.__contains__, sys.argv[1:]))
     arguments = sys.argv[1 + len(chosen) :]
     codes = [run(name, arguments) for name in chosen or SUITES]

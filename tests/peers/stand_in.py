@@ -1,4 +1,4 @@
-"""A plugin of pytest: `veneer.interop.quax` stands in for Quax in a suite that is not ours."""
+"""A pytest plugin that runs the tests of Quax and its clients on `veneer.interop.quax`."""
 
 import importlib.util
 import sys
@@ -14,7 +14,7 @@ COMPAT = "quax._compat"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    # A string, for it is sent to the workers of pytest-xdist.
+    # A string, because it is sent to the workers of pytest-xdist.
     parser.addoption("--quax", help="the folder of Quax's package in its sources")
 
 

@@ -1,8 +1,8 @@
-"""A plugin of pytest: of a suite that is not ours, which tests fail, and why.
+"""A pytest plugin that lists which tests of another library fail, and why.
 
-Where one of those that `--expected` names passes, or is there no more, the run fails as it does
-where another one fails: the list stays true. Those of `skips` are not run: they are
-in parts, which pytest reports one by one, or take long.
+`--expected` names a file with the tests that are expected to fail. The run also fails if one of
+them passes or no longer exists. Tests under `skips` are not run, because they take long or have
+subtests.
 """
 
 import tomllib
@@ -12,7 +12,7 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    # A string, for it is sent to the workers of pytest-xdist.
+    # A string, because it is sent to the workers of pytest-xdist.
     parser.addoption("--expected", help="the TOML file that says what fails")
 
 

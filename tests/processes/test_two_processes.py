@@ -1,4 +1,4 @@
-"""Two processes of 4 devices each, over the loopback: they read, train and save, and one dies."""
+"""Two processes with 4 devices each read a model, train it and save it. One is killed."""
 
 import contextlib
 import importlib.util
@@ -31,7 +31,7 @@ _spec.loader.exec_module(training)
 
 @contextlib.contextmanager
 def started(folder, *args):
-    """The two processes, each with its messages in a file."""
+    """Start the two processes, each with its messages in a file."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -52,7 +52,7 @@ def started(folder, *args):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A folder in which both have trained, and what they tell."""
+    """Train in two processes. Return their folder and their results."""
     folder = tmp_path_factory.mktemp("run")
     vn.save(folder / "model", training.weights())
     with started(folder) as processes:
@@ -82,7 +82,7 @@ def test_quantized_sums_agree_in_both_processes(trained):
 
 
 def restored(folder, shape, number):
-    """What was saved, on a mesh of this shape."""
+    """Load the checkpoint of a step on a mesh of this shape."""
     mesh = jax.make_mesh(shape, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     trained, state, rest = training.begin(mesh, folder)
     like = {"w": trained, "state": state}

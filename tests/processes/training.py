@@ -1,10 +1,10 @@
-"""A run of QLoRA, in parts on 8 devices, of one process or of two: for test_two_processes.
+"""QLoRA on 8 devices, in one process or in two, for test_two_processes.
 
     python training.py ADDRESS RANK FOLDER [DIES_AT]
 
-The weights, in int4, are read from FOLDER/model, and every second step is saved in FOLDER/steps.
-Each process writes the losses, and the bytes of weights that it holds, to FOLDER/RANK.json. With
-DIES_AT, process 1 ends without a word when it is to save that step.
+The int4 weights are read from FOLDER/model, and every second step is saved in FOLDER/steps. Each
+process writes its losses, and the bytes of the weights that it holds, to FOLDER/RANK.json. With
+DIES_AT, process 1 ends without a message before it saves that step.
 """
 
 import json
@@ -26,7 +26,7 @@ OPTIMIZER = optax.adam(1e-2)
 
 
 def weights():
-    """Two matrices, in int4: what is in the checkpoint."""
+    """Return two matrices in int4, as in the checkpoint."""
     keys = jax.random.split(jax.random.key(0))
     dense = {
         "up": jax.random.normal(keys[0], (64, 128)),
@@ -36,12 +36,12 @@ def weights():
 
 
 def updated(weights):
-    """The weights with updates of low rank, the same in every process."""
+    """Return the weights with LoRA adapters, which are equal in all processes."""
     return vn.lora.init_tree(weights, [vn.lora.Rule(".*", rank=4)], key=jax.random.key(1))
 
 
 def batch(mesh):
-    """Rows in parts, of which each process makes its own."""
+    """Return a batch whose rows are divided over the mesh. Each process makes its own rows."""
     x = jax.random.normal(jax.random.key(2), (16, 64))
     return vn.device_put(x, NamedSharding(mesh, P(mesh.axis_names)))
 
@@ -59,7 +59,7 @@ def step(trained, state, rest, x):
 
 
 def begin(mesh, folder):
-    """What is trained, the state of the optimizer, and the rest, in parts on a mesh."""
+    """Return the adapters, the optimizer state and the frozen weights, placed on a mesh."""
     parts = [(".*", vn.fully_sharded(mesh, mesh.axis_names))]
     params = vn.device_put(updated(vn.load(folder / "model", shardings=parts)), parts)
     trained, rest = vn.tree.partition(params, vn.trainable(params))
@@ -74,7 +74,7 @@ def manager(folder):
 
 
 def train(mesh, folder, saves=lambda number, trained, state: None):
-    """The losses of some steps."""
+    """Train for some steps. Return the losses and the frozen weights."""
     trained, state, rest = begin(mesh, folder)
     x, losses = batch(mesh), []
     for number in range(1, STEPS + 1):
@@ -90,7 +90,7 @@ def line():
 
 
 def sum_of_devices():
-    """A quantized sum, as this process has it."""
+    """Return a quantized sum over devices, as this process sees it."""
     x = jax.random.normal(jax.random.key(3), (8, 2048))
     x = vn.device_put(x, NamedSharding(line(), P("i")))
     total = jax.shard_map(

@@ -45,7 +45,7 @@ def programs() -> None:
     params: Params = {"w": jnp.ones((64, 64))}
     x = jnp.ones((2, 64))
 
-    # A function keeps its signature, however it is made implicit.
+    # A function keeps its signature under all forms of `implicit`.
     assert_type(vn.implicit(model)(params, x, scale=2.0), jax.Array)
     assert_type(vn.implicit(model, on_materialise="error")(params, x), jax.Array)
     assert_type(vn.implicit(model, False)(params, x), jax.Array)
@@ -53,7 +53,7 @@ def programs() -> None:
     assert_type(tripled(x), jax.Array)
     assert_type(vn.explain(model)(params, x), vn.Report)
 
-    # What gives a tree gives one like it.
+    # Functions of trees keep the type of the tree.
     small = vn.quant.quantize_tree(params, "nf4", model=model, args=(x,))
     assert_type(small, Params)
     tuned = vn.lora.init_tree(

@@ -1,7 +1,8 @@
-"""The wheel, installed in empty environments: `make test-wheel`.
+"""Install the wheel in empty environments, and try it: `make test-wheel`.
 
-In one environment for each extra, and in one for none, the package is imported from the wheel, and
-the first program of the README is run. Extras may be named: `make test-wheel ARGS='none numba'`.
+There is one environment for each extra, and one without extras. In each, the package is imported
+from the wheel, and the first program of the README runs. Extras can be named: `make test-wheel
+ARGS='none numba'`.
 """
 
 import argparse
@@ -14,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
-# What each extra brings, by a program that needs it.
+# A program that needs each extra.
 EXTRAS = {
     "none": "import sys; assert 'numba' not in sys.modules",
     "numba": "assert vn.numba.compile(lambda x: x + 1, 1.0)(2.0) == 3",
@@ -32,7 +33,7 @@ def run(*command: object, within: Path) -> None:
 
 
 def first_program() -> str:
-    """The README's, as a reader copies it."""
+    """Return the first program of the README."""
     readme = (ROOT / "README.md").read_text("utf-8")
     match = re.search(r"```python\n(.*?)```", readme, re.DOTALL)
     assert match
@@ -40,7 +41,7 @@ def first_program() -> str:
 
 
 def try_extra(extra: str, wheel: Path, jax: str, folder: Path) -> None:
-    """Installs the wheel with an extra, and runs from an empty folder what should run."""
+    """Install the wheel with an extra, and run its program in an empty folder."""
     run(sys.executable, "-m", "venv", folder / "environment", within=folder)
     python = folder / "environment" / "bin" / "python"
     what = wheel if extra == "none" else f"{wheel}[{extra}]"

@@ -1,4 +1,4 @@
-"""What the wheel holds, made from the source distribution as a release is."""
+"""The contents of the wheel, which is built from the source distribution as in a release."""
 
 import os
 import subprocess
