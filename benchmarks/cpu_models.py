@@ -28,10 +28,9 @@ import jax.numpy as jnp
 from measure import Claim, Side, markdown_table, measure, medians, parser, results_table
 
 import veneer as vn
-from veneer.demo import measure as demo
-from veneer.demo import model
-from veneer.demo.fetch import ENCODER, fetch
-from veneer.demo.sentences import sentences
+from veneer.demo import encoder
+from veneer.demo import encoder_demo as demo
+from veneer.demo.fetch import ENCODER, fetch, sentences
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 import decoder
@@ -47,10 +46,10 @@ OF_SAME_X, COLUMNS = 120, 768  # too large for a CPU cache, with the columns of 
 
 def encoder_table(rounds: int) -> str:
     """Return the milliseconds of MiniLM for one sentence and for a batch."""
-    bert = model.load(fetch(ENCODER))
-    encode = demo.compiled(bert)
+    bert = encoder.load(fetch(ENCODER))
+    encode = demo.compile_encoder(bert)
     _, batch = next(bert.batches(sentences()))
-    batches = {1: model.Batch(batch.ids[:1], batch.mask[:1]), len(batch.ids): batch}
+    batches = {1: encoder.Batch(batch.ids[:1], batch.mask[:1]), len(batch.ids): batch}
     variants = [v for v in demo.VARIANTS if not v.rotate][:4]
     params = {str(variant): demo.quantize(bert, variant) for variant in variants}
     seconds = {}
@@ -68,7 +67,7 @@ def encoder_table(rounds: int) -> str:
     heading = [f"MiniLM, {batch.ids.shape[1]} tokens"]
     for size in seconds:
         heading += [f"batch of {size}, ms", "×"]
-    rows = ([name, f"{demo.nbytes(p):,}", *cells(name)] for name, p in params.items())
+    rows = ([name, f"{vn.summary(p).nbytes:,}", *cells(name)] for name, p in params.items())
     return markdown_table([heading[0], "bytes", *heading[1:]], rows)
 
 

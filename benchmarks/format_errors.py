@@ -17,8 +17,8 @@ import numpy as np
 from measure import markdown_table
 from report import fill
 
+from veneer.demo.encoder import load
 from veneer.demo.fetch import ENCODER, fetch
-from veneer.demo.model import load
 from veneer.quant import FORMATS, Format, QArray, quantize
 
 PAGE = Path(__file__).parent.parent / "docs" / "formats.md"

@@ -31,9 +31,8 @@ import jax
 import numpy as np
 
 import veneer as vn
-from veneer.demo.fetch import LANGUAGE_MODEL, fetch
-from veneer.demo.language_model import LanguageModel, load, perplexity, windows
-from veneer.demo.programs import program
+from veneer.demo.fetch import LANGUAGE_MODEL, fetch, program
+from veneer.demo.language_model import LanguageModel, encode_windows, load, perplexity
 from veneer.files.gguf import GgufFile, write_gguf
 from veneer.quant import Format
 from veneer.quant import caches as cache_module
@@ -155,7 +154,7 @@ def empty_cache(name: str, config: Any) -> Any:
 def caches(text: Path, count: int) -> None:
     """Print a row for each format of the cache."""
     llama, model = program("llama"), load(next(fetch(LANGUAGE_MODEL).glob("*.gguf")))
-    tokens = windows(model, [text.read_text(encoding="utf-8")[: 20_000 * count]], count)
+    tokens = encode_windows(model.tokenizer, text.read_text("utf-8")[: 20_000 * count], count)
     print("| cache | bytes a token | perplexity | to that of f32 |")
     print("|---|---:|---:|---:|", flush=True)
     first = None
@@ -186,7 +185,7 @@ def _params(*args: Any, stable: bool) -> Any:
 def scales(text: Path, count: int) -> None:
     """Print a row for each rule for the scales of integer caches."""
     llama, model = program("llama"), load(next(fetch(LANGUAGE_MODEL).glob("*.gguf")))
-    tokens = windows(model, [text.read_text(encoding="utf-8")[: 20_000 * count]], count)
+    tokens = encode_windows(model.tokenizer, text.read_text("utf-8")[: 20_000 * count], count)
     names = [name for name in CACHES if name.startswith(("int8", "int4")) and "uint4" not in name]
     print(f"| scale | writes | {' | '.join(names)} |")
     print("|---|---:|" + "---:|" * len(names), flush=True)
@@ -224,7 +223,7 @@ def main(text: Path, count: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for name, file in files(original, Path(folder)):
             model: LanguageModel = load(file)
-            tokens = windows(model, [read], count)
+            tokens = encode_windows(model.tokenizer, read, count)
             here = perplexity(losses, model, model.params, tokens)
             rounded = vn.quant.quantize_tree(model.params, [IN_INT8])
             by_integers = perplexity(losses, model, rounded, tokens)

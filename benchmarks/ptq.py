@@ -25,11 +25,9 @@ from measure import markdown_table
 from report import made_with, write_rows
 
 import veneer as vn
-from veneer.demo.measure import compiled, embed, mean_cosine, nbytes
-from veneer.demo.model import Model
-from veneer.demo.programs import program
-from veneer.demo.run import load
-from veneer.demo.sentences import all_sentences
+from veneer.demo.encoder import BertEncoder
+from veneer.demo.encoder_demo import compile_encoder, embed, load, mean_cosine
+from veneer.demo.fetch import all_sentences, program
 from veneer.quant import ActivationStatistics
 
 try:
@@ -123,16 +121,16 @@ Params = Mapping[str, Any]
 class Measured:
     """The model, the sentences for calibration and the sentences for the measurement."""
 
-    def __init__(self, bert: Model, sentences: Sequence[str]):
+    def __init__(self, bert: BertEncoder, sentences: Sequence[str]):
         self._bert, self._held_out = bert, sentences[:HELD_OUT]
-        self.batches = [tuple(batch) for batch in bert.unpadded(sentences[HELD_OUT:])]
+        self.batches = [tuple(batch) for batch in bert.unpadded_batches(sentences[HELD_OUT:])]
         self.params = {name: jnp.asarray(x) for name, x in bert.params.items()}
         encode = program("sentence_encoder").encode
         encoder = jax.jit(encode, static_argnums=1)
         self.model = lambda params, ids, mask: encoder(params, bert.config, ids, mask)
         # A sequential calibration would compile the model again for each stage.
         self._op_by_op = lambda params, ids, mask: encode(params, bert.config, ids, mask)
-        self._encode = compiled(bert)
+        self._encode = compile_encoder(bert)
         self._reference = embed(bert, self._encode, self.params, self._held_out)
 
     def cosine(self, small: Params) -> float:
@@ -239,7 +237,7 @@ def row_of(of: Measured, case: Case) -> Row:
     for way in [*WAYS, *beside_qwix, *in_order, *tuned]:
         start = time.perf_counter()
         small = of.tuned(case) if way == TUNING else of.rounded(case, way)
-        row.setdefault("MB", nbytes(small) / 1e6)
+        row.setdefault("MB", vn.summary(small).nbytes / 1e6)
         row[way] = of.cosine(small)
         told = case, way, f"{row[way]:.4f}", f"{time.perf_counter() - start:.0f} s"
         print(*told, sep=" | ", file=sys.stderr, flush=True)

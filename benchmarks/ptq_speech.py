@@ -23,8 +23,7 @@ from measure import markdown_table
 from report import made_with, write
 
 import veneer as vn
-from veneer.demo.fetch import fetch
-from veneer.demo.sentences import all_sentences
+from veneer.demo.fetch import all_sentences, fetch
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 import dictation

@@ -32,10 +32,9 @@ from rich.progress import track
 from rich.table import Table
 
 import veneer as vn
-from veneer.demo.fetch import ENCODER, fetch
-from veneer.demo.measure import NF4
-from veneer.demo.model import Model, load
-from veneer.demo.programs import program
+from veneer.demo.encoder import BertEncoder, load
+from veneer.demo.encoder_demo import NF4
+from veneer.demo.fetch import ENCODER, fetch, program
 
 RANK = 8
 # On a CPU, XLA keeps every weight that it has made dense, unless it is to save memory and may not
@@ -76,7 +75,7 @@ def sentences_of(topic: str) -> list[str]:
     return [s for s in found if re.fullmatch(r"[A-Z].*[a-z]\.", s) and 8 <= len(s.split()) <= 60]
 
 
-def make_task(bert: Model, *, count: int, most: int, length: int) -> Task:
+def make_task(bert: BertEncoder, *, count: int, most: int, length: int) -> Task:
     """The topics with most sentences, no more than `most` of each; a third is held out."""
     topics_of: dict[str, set[str]] = {}
     for name in sorted(topics):
@@ -98,7 +97,7 @@ def make_task(bert: Model, *, count: int, most: int, length: int) -> Task:
     return Task(names, tokenised(bert, train, length), tokenised(bert, held_out, length))
 
 
-def tokenised(bert: Model, pairs: Sequence[tuple[str, int]], length: int) -> Examples:
+def tokenised(bert: BertEncoder, pairs: Sequence[tuple[str, int]], length: int) -> Examples:
     ids = np.zeros((len(pairs), length), np.int32)
     mask = np.zeros(ids.shape, bool)
     for i, encoding in enumerate(bert.tokenizer.encode_batch([sentence for sentence, _ in pairs])):
@@ -115,7 +114,7 @@ class Variant:
     """A way to fine-tune: what the weights become, which are trained, and how fast."""
 
     name: str
-    adapted: Callable[[Model], Any]  # the encoder's parameters
+    adapted: Callable[[BertEncoder], Any]  # the encoder's parameters
     trains: Callable[[str, Any], bool]  # given an array's path and the array
     learning_rate: float  # of the encoder
 
@@ -131,9 +130,9 @@ def with_lora(params: dict[str, Any]) -> dict[str, Any]:
     return {name: adapted(w) if is_linear(name) else w for name, w in params.items()}
 
 
-def quantized(bert: Model) -> dict[str, Any]:
+def quantized(bert: BertEncoder) -> dict[str, Any]:
     """The parameters with every matrix in nf4, those of the embeddings too."""
-    nf4 = NF4.fitted(bert)
+    nf4 = NF4.fit_tile(bert)
     rule = vn.quant.Rule(r".*weight", nf4.qtype, tile_size=nf4.tile_size, tile_axis=-1)
     return vn.quant.quantize_tree(jax.device_put(bert.params), [rule])
 
@@ -152,7 +151,7 @@ VARIANTS = (
 # Training.
 
 
-def logits_of(bert: Model) -> Callable[[Any, Examples], jax.Array]:
+def logits_of(bert: BertEncoder) -> Callable[[Any, Examples], jax.Array]:
     """The encoder with a linear head, as a function of parameters of any type."""
     encode = program("sentence_encoder").encode
 
@@ -195,7 +194,9 @@ def make_step(logits: Callable, tx: optax.GradientTransformation) -> Callable:
 class Run:
     """A variant in training, and what is measured of it. Sizes are in bytes."""
 
-    def __init__(self, bert: Model, task: Task, variant: Variant, *, steps: int, first: Examples):
+    def __init__(
+        self, bert: BertEncoder, task: Task, variant: Variant, *, steps: int, first: Examples
+    ):
         count = len(task.names)
         head = {"weight": jnp.zeros((bert.contracted[0], count)), "bias": jnp.zeros(count)}
         params = {"encoder": variant.adapted(bert), "head": head}
@@ -232,7 +233,7 @@ class Run:
         return vn.tree.combine(self.trained, self.frozen)
 
 
-def fine_tune(bert: Model, task: Task, *, steps: int, batch: int) -> list[Run]:
+def fine_tune(bert: BertEncoder, task: Task, *, steps: int, batch: int) -> list[Run]:
     """Trains all variants on the same batches, by turns, so that their times can be compared."""
     batches = list(sample(task.train, steps=steps, batch=batch))
     runs = [Run(bert, task, variant, steps=steps, first=batches[0]) for variant in VARIANTS]
@@ -264,7 +265,7 @@ def nbytes(tree: Any) -> int:
     return sum(x.nbytes for x in jax.tree.leaves(tree))
 
 
-def dense_in(step: Callable, args: tuple[Any, ...], bert: Model) -> DenseWeights:
+def dense_in(step: Callable, args: tuple[Any, ...], bert: BertEncoder) -> DenseWeights:
     """What dense weights a step makes of the frozen ones."""
     leaves = [len(jax.tree.leaves(arg)) for arg in args]
     frozen = [i == 2 for i, many in enumerate(leaves) for _ in range(many)]
@@ -334,7 +335,7 @@ def smoothed(losses: Sequence[float], width: int = 15) -> np.ndarray:
     return np.convolve(losses, window, "same") / counts
 
 
-def main(bert: Model, plot: Path, *, steps: int, quick: bool = False) -> list[Run]:
+def main(bert: BertEncoder, plot: Path, *, steps: int, quick: bool = False) -> list[Run]:
     """Fine-tunes in each way, prints a table and draws `plot`."""
     console = Console()
     task = make_task(bert, count=3 if quick else 8, most=12 if quick else 140, length=32)

@@ -6,7 +6,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import jax
@@ -644,6 +643,8 @@ def test_inspect_rejects_an_unknown_name(veneer, out):
 
 @needs("demo")
 def test_demo_forwards_its_options(veneer, monkeypatch, tmp_path):
+    from veneer.demo import encoder_demo, language_model
+
     calls = []
 
     def main(*args):
@@ -652,13 +653,10 @@ def test_demo_forwards_its_options(veneer, monkeypatch, tmp_path):
         calls.append(tuple(others))
         return {"bytes": 1}
 
-    acts = {
-        name: types.SimpleNamespace(load=lambda path, console: path, main=main, QUESTION="?")
-        for name in ("run", "talk")
-    }
-    for name, act in acts.items():
-        monkeypatch.setitem(sys.modules, f"veneer.demo.{name}", act)
-        monkeypatch.setattr(f"veneer.demo.{name}", act, raising=False)
+    for part in (encoder_demo, language_model):
+        monkeypatch.setattr(part, "load", lambda path, console: path)
+        monkeypatch.setattr(part, "main", main)
+    monkeypatch.setattr(language_model, "QUESTION", "?")
     options = ["--model", tmp_path, "--gguf", tmp_path / "g", "--output", tmp_path / "o"]
     assert veneer("demo", *options)[0] == 0
     assert veneer("demo", *options, "--ask", "why")[0] == 0

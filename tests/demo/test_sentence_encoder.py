@@ -1,4 +1,4 @@
-"""The program that the demo runs: plain JAX, and right."""
+"""`examples/sentence_encoder.py` is plain JAX, and computes BERT."""
 
 import ast
 import math
@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from veneer.demo.programs import program
+from veneer.demo.fetch import program
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "sentence_encoder.py"
 example = program("sentence_encoder")
@@ -54,7 +54,7 @@ def reference(params: dict[str, np.ndarray], ids: list[int]) -> np.ndarray:
 
 
 def padded(sentences: list[list[int]], length: int) -> tuple[np.ndarray, np.ndarray]:
-    # Padding holds a token id that means something, so that a leak shows.
+    # Padding has the id of a real token, so that a leak would change the result.
     ids = np.full((len(sentences), length), 7, np.int32)
     mask = np.zeros(ids.shape, bool)
     for i, sentence in enumerate(sentences):
@@ -64,7 +64,7 @@ def padded(sentences: list[list[int]], length: int) -> tuple[np.ndarray, np.ndar
 
 
 @pytest.mark.parametrize("length", [6, 9])
-def test_agrees_with_bert_written_out_in_numpy_whatever_the_padding(params, length):
+def test_the_program_agrees_with_numpy_with_any_padding(params, length):
     sentences = [[2, 4, 5, 3], [2, 6, 7, 8, 9, 3], [2, 3]]
     found = encode(params, config, *padded(sentences, length))
     expected = np.stack([reference(params, sentence) for sentence in sentences])
@@ -77,7 +77,7 @@ def test_an_empty_sentence_is_the_zero_vector(params):
     assert np.linalg.norm(found[1]) == pytest.approx(1)
 
 
-def test_the_program_knows_nothing_of_veneer():
+def test_the_program_does_not_import_veneer():
     imported = set()
     for node in ast.walk(ast.parse(EXAMPLE.read_text())):
         if isinstance(node, ast.Import):
@@ -87,7 +87,7 @@ def test_the_program_knows_nothing_of_veneer():
     assert imported - sys.stdlib_module_names == {"jax", "safetensors", "tokenizers"}
 
 
-def test_runs_by_itself(bert_folder):
+def test_the_program_runs_as_a_script(bert_folder):
     command = [sys.executable, str(EXAMPLE), str(bert_folder), "the statement", "the statement"]
     cosines = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     first = np.fromstring(cosines.replace("[", "").replace("]", ""), sep=" ")

@@ -13,7 +13,7 @@ sys.path.append(str(ROOT / "examples"))
 @pytest.fixture(scope="session")
 def bert(tmp_path_factory):
     """The encoder that the tests of the demo read: two layers, four heads, twelve words."""
-    from veneer.demo.model import load
+    from veneer.demo.encoder import load
 
     path = ROOT / "tests" / "demo" / "conftest.py"
     spec = importlib.util.spec_from_file_location("tests_of_the_demo", path)

@@ -275,11 +275,10 @@ def test_the_perplexity_of_a_real_model_packed_is_that_of_its_values():
     # As gguf 0.19 dequantizes them, read by a program of its own.
     expected = 17.5526
     from veneer.demo import fetch, language_model
-    from veneer.demo.sentences import all_sentences
 
     try:
         model = language_model.load(fetch.fetch(fetch.LANGUAGE_MODEL))
-        text = language_model.windows(model, all_sentences(), 1)
+        text = language_model.encode_windows(model.tokenizer, "\n".join(fetch.all_sentences()), 1)
     except FileNotFoundError as error:  # neither a cache nor a network
         pytest.skip(str(error))
     losses = jax.jit(vn.implicit(llama.losses), static_argnums=1)

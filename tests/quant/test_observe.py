@@ -443,7 +443,7 @@ def test_static_ranges_keep_sentence_embeddings_similar(sentence_encoder):
 @pytest.fixture
 def sentence_encoder():
     """Return the encoder of the demo with one layer and random parameters."""
-    from veneer.demo.programs import program
+    from veneer.demo.fetch import program
 
     module = program("sentence_encoder")
 

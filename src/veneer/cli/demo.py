@@ -40,14 +40,15 @@ def run(
 
     console = Console(stderr=as_json)
     with report_input_errors(option_names={}):
-        from ..demo import run, talk
+        from ..demo import encoder_demo, language_model
 
-        encoder, language_model = run.load(model, console), talk.load(gguf, console)
+        encoder = encoder_demo.load(model, console)
+        llama = language_model.load(gguf, console)
     with report_input_errors((OSError,)):
-        question = talk.QUESTION if ask is None else ask
+        question = language_model.QUESTION if ask is None else ask
         document = {
-            "encoder": run.main(encoder, output, console),
-            "language_model": talk.main(language_model, question, console),
+            "encoder": encoder_demo.main(encoder, output, console),
+            "language_model": language_model.main(llama, question, console),
         }
     if as_json:
         print_json(document)

@@ -1,15 +1,10 @@
-"""`veneer demo`: a sentence encoder and a language model, packed and run unchanged.
+"""`veneer demo`: run a sentence encoder and a language model, dense and quantized.
 
-run             the first act: a sentence encoder
-talk            the second act: a language model
-fetch           models and a text as data, into a cache
-programs        the programs of `examples/`, which do not import veneer
-calibrated      weights of a checkpoint, rounded by a text
-model           a Hugging Face BERT folder, and the program that runs it
-language_model  a GGUF file, and the program that runs it
-sentences       English sentences
-measure         bytes, fidelity and milliseconds of each variant of the encoder
-picture         size against fidelity
+fetch             download the models and a text, and import programs of `examples/`
+encoder           a BERT sentence encoder from a Hugging Face folder
+encoder_demo      the first part: formats of the encoder, a table, a picture and a search
+language_model    the second part: a Llama from a GGUF file, an answer and a table
+calibrated        `veneer quantize --calibrate`: run a model on a text, and round its weights
 """
 
 from importlib.util import find_spec

