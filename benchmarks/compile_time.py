@@ -4,9 +4,9 @@
     python benchmarks/compile_time.py --quick    # one kernel, to see that it runs
 
 Each kernel is built in its own process by `kernels.cpu.build.register_target`, as for a program
-that is lowered. Times are CPU seconds, which include the import of Numba or LLVM. *cached* is the median of
-several processes. The code that all kernels share is compiled once per machine, before the first
-row.
+that is lowered. Times are CPU seconds, which include the import of Numba or LLVM. *cached* is the
+median of several processes. The code that all kernels share is compiled once per machine, before
+the first row.
 """
 
 import os
