@@ -105,7 +105,7 @@ def test_the_loss_by_parts_of_the_vocabulary_is_the_loss():
     assert error < 0.01 * jnp.linalg.norm(exact.astype(jnp.float32))
 
 
-def test_stacked_layers_are_those_of_the_model():
+def test_stacked_layers_agree_with_the_model():
     sizes = dataclasses.replace(SMALL, llama=(64, 128, 256, 2, 2, 1, 64))
     params = gpu_models.model(sizes, INT4)
     name = "mlp.up_proj.weight"

@@ -51,14 +51,14 @@ def attended_in_full(p, x):
     return mixed.reshape(x.shape) @ p["mixed"]
 
 
-def test_attention_is_that_of_jax(params):
+def test_attention_agrees_with_jax(params):
     x = jax.random.normal(jax.random.key(2), (2, LENGTH, CONFIG.width))
     p, cache = params["layers"][0], decoder.empty_cache(CONFIG, 2)
     found, _, _ = decoder.attention(p, CONFIG, x, cache.keys[0], cache.values[0], 0)
     np.testing.assert_allclose(found, attended_in_full(p, x), atol=1e-5)
 
 
-def test_positions_count_by_their_difference_alone():
+def test_only_differences_of_positions_matter():
     x, y = jax.random.normal(jax.random.key(3), (2, 1, 8))
     product = lambda i, j: (
         decoder.rotated(x, jnp.array([i]), 1e4) * decoder.rotated(y, jnp.array([j]), 1e4)
@@ -68,20 +68,20 @@ def test_positions_count_by_their_difference_alone():
 
 
 @pytest.mark.parametrize("at_once", [1, 4])
-def test_a_text_is_read_by_tokens_as_it_is_at_once(params, tokens, at_once):
+def test_reading_in_chunks_agrees_with_reading_at_once(params, tokens, at_once):
     np.testing.assert_allclose(
         read(params, tokens, at_once=at_once), read(params, tokens), atol=1e-4
     )
 
 
-def test_what_comes_later_is_not_seen(params, tokens):
+def test_later_tokens_do_not_change_earlier_logits(params, tokens):
     changed = tokens.at[:, 8:].set(0)
     one, other = read(params, tokens), read(params, changed)
     np.testing.assert_array_equal(one[:, :8], other[:, :8])
     assert (one[:, 8:] != other[:, 8:]).any()
 
 
-def test_decoding_writes_what_is_most_likely_after_all_before(params, tokens):
+def test_decoding_writes_the_most_likely_tokens(params, tokens):
     step, prompt = decoder.compiled(), tokens[:, :8]
     written = decoder.decode(step, params, CONFIG, prompt, count=LENGTH - 8 + 1)
     text = jnp.concatenate([prompt, written[:, :-1]], 1)
@@ -89,7 +89,7 @@ def test_decoding_writes_what_is_most_likely_after_all_before(params, tokens):
 
 
 @pytest.mark.parametrize("variant", example.VARIANTS, ids=lambda variant: variant.name)
-def test_each_variant_runs_as_its_dense_weights_do(variant, params, tokens):
+def test_each_variant_agrees_with_its_dense_weights(variant, params, tokens):
     stored = variant.stored(params)
     found = read(stored, tokens)
     # Activations that are rounded, to 8 bits in all, change the logits somewhat.
@@ -97,7 +97,7 @@ def test_each_variant_runs_as_its_dense_weights_do(variant, params, tokens):
     np.testing.assert_allclose(found, read(vn.materialise(stored), tokens), atol=atol)
 
 
-def test_no_kernel_is_made_dense(params, tokens):
+def test_no_kernel_is_materialized(params, tokens):
     stored = example.VARIANTS[3].stored(params)
     cache = decoder.empty_cache(CONFIG, 2)
     step = lambda params: decoder.step(params, CONFIG, tokens, cache, 0)
@@ -109,7 +109,7 @@ def test_no_kernel_is_made_dense(params, tokens):
     assert all(event.nbytes <= 2 * tokens.size * CONFIG.width * 4 for event in without_rule(report))
 
 
-def test_it_prints_what_each_variant_decodes_and_takes():
+def test_the_example_prints_a_row_for_each_variant():
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         results = example.main(["f32", "int4"], quick=True)
     rows = {line.split()[0]: line for line in printed.getvalue().splitlines() if line.split()}

@@ -35,19 +35,19 @@ def in_calls(codes, x):
     return x
 
 
-def test_a_weight_is_alive_from_where_it_is_made_to_where_it_is_taken_last():
+def test_a_weight_is_alive_until_its_last_use():
     found = counted(one_by_one)
     assert found.dequantized == {"convert_element_type": 3}
     assert (found.alive, found.nbytes) == (1, 8 * 8 * 4)
     assert counted(all_at_first).alive == 3
 
 
-def test_calls_are_looked_into():
+def test_weights_inside_calls_are_counted():
     found = counted(in_calls)
     assert (found.alive, found.dequantized) == (1, {"convert_element_type": 3, "mul": 3})
 
 
-def test_a_derivative_keeps_what_it_needs_unless_it_is_checkpointed():
+def test_only_checkpointed_derivatives_release_dense_weights():
     grad = lambda f: lambda codes, x: jax.grad(lambda x: f(codes, x).sum())(x)
     assert counted(grad(one_by_one)).alive == 3
     found = counted(grad(in_calls))
@@ -56,14 +56,14 @@ def test_a_derivative_keeps_what_it_needs_unless_it_is_checkpointed():
     assert found.dequantized["convert_element_type"] >= 5
 
 
-def test_a_gradient_is_no_weight():
+def test_gradients_are_not_counted_as_weights():
     loss = lambda ws, x: (x @ ws[0]).sum()
     found = counted(jax.grad(loss), weights=[jnp.ones((8, 8))])
     assert (found.alive, sum(found.dequantized.values())) == (0, 0)
     assert found.others.total() > 0
 
 
-def test_a_loop_is_refused():
+def test_a_loop_raises():
     loop = lambda codes, x: jax.lax.fori_loop(0, 2, lambda i, x: x + 1, x)
     with pytest.raises(NotImplementedError, match=r"scan|while"):
         counted(loop)

@@ -39,7 +39,7 @@ def gradients(tokens):
 
 
 @pytest.mark.parametrize("how", ["on each device", "in parts, by jit", "in parts, by shard_map"])
-def test_gradients_are_those_of_one_device(how, ways, tokens, gradients):
+def test_gradients_agree_with_one_device(how, ways, tokens, gradients):
     way, (loss, expected) = ways[f"int4, {how}"], gradients
     args = jax.tree.map(jnp.copy, way.args)  # which the step is given for good
     _, state, value = way.compiled(*args, tokens)
@@ -53,7 +53,7 @@ def test_gradients_are_those_of_one_device(how, ways, tokens, gradients):
 
 
 @pytest.mark.parametrize("how", ["in parts, by jit", "in parts, by shard_map"])
-def test_what_is_gathered_is_packed(how, ways):
+def test_collectives_gather_packed_weights(how, ways):
     program = ways[f"int4, {how}"].compiled.as_text()
     gathered = re.findall(r"= (\w+)\[([\d,]*)\]\S* all-gather(?:-start)?\(", program)
     sizes = [(dtype, int(np.prod([*map(int, shape.split(","))]))) for dtype, shape in gathered]
@@ -64,7 +64,7 @@ def test_what_is_gathered_is_packed(how, ways):
     )  # and again, backward
 
 
-def test_a_device_holds_an_eighth_and_needs_less_at_a_time(ways):
+def test_each_device_holds_an_eighth_of_the_weights(ways):
     whole = ways["int4, on each device"]
     for how in ("in parts, by jit", "in parts, by shard_map"):
         parts = ways[f"int4, {how}"]
@@ -73,7 +73,7 @@ def test_a_device_holds_an_eighth_and_needs_less_at_a_time(ways):
         assert example.peak(parts.compiled) < example.peak(ways[f"f32, {how}"].compiled)
 
 
-def test_the_optimizers_moments_are_in_parts(ways):
+def test_the_moments_of_the_optimizer_are_sharded(ways):
     updates, state, weights = ways["int4, in parts, by shard_map"].args
     for tree in (updates, state[0].mu, state[0].nu, weights["layers"]):
         for x in jax.tree.leaves(tree):

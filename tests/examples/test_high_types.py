@@ -8,7 +8,7 @@ import veneer as vn
 
 
 @pytest.mark.parametrize("framework", [high_types.of_flax, high_types.of_equinox])
-def test_updates_are_trained_and_codes_are_not(framework):
+def test_training_changes_adapters_and_not_codes(framework):
     model = framework()
     result = high_types.fine_tune(model, steps=25)
     assert result.losses[-1] < 0.6 * result.losses[0]

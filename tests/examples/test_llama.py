@@ -116,14 +116,14 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_computes_what_the_definitions_say(params, tokens, kind):
+def test_logits_agree_with_the_definition(params, tokens, kind):
     change, of = KINDS[kind]
     config, params = dataclasses.replace(CONFIG, **of), change(params)
     found = jax.jit(logits, static_argnums=1)(params, config, tokens)
     np.testing.assert_allclose(found, forward(params, config, tokens), rtol=1e-4, atol=1e-5)
 
 
-def test_slow_turns_are_slowed_by_their_factor():
+def test_rope_scaling_slows_low_frequencies():
     scaled = dataclasses.replace(CONFIG, head_dim=64, rope_scaling=(8.0, 1.0, 4.0, 8192.0))
     plain = dataclasses.replace(scaled, rope_scaling=None)
     ours, before = (llama.angles(c, jnp.arange(2))[1] for c in (scaled, plain))
@@ -144,14 +144,14 @@ def greedy(params, tokens, count):
 
 
 @pytest.mark.parametrize("padding", [0, 3])
-def test_the_loop_writes_what_is_likeliest(params, tokens, padding):
+def test_greedy_decoding_writes_the_most_likely_tokens(params, tokens, padding):
     prompt = jnp.pad(tokens, ((0, 0), (0, padding)), constant_values=7)
     write = llama.compiled()
     found = write(params, CONFIG, prompt, LENGTH, jax.random.key(0), count=5)
     np.testing.assert_array_equal(found, greedy(params, tokens, 5))
 
 
-def test_a_text_ends_at_a_stop_and_tokens_are_shown_as_they_come(params, tokens):
+def test_a_text_ends_at_a_stop_token_and_is_streamed(params, tokens):
     expected = np.asarray(greedy(params, tokens, 6))
     stop = int(expected[0, 2])
     shown = []
@@ -173,7 +173,7 @@ def test_a_text_ends_at_a_stop_and_tokens_are_shown_as_they_come(params, tokens)
     np.testing.assert_array_equal(np.stack(shown, 1), found[:, : len(shown)])
 
 
-def test_at_a_temperature_tokens_are_drawn(params, tokens):
+def test_a_temperature_samples_tokens(params, tokens):
     write = lambda key, t: llama.compiled()(
         params, CONFIG, tokens, LENGTH, jax.random.key(key), count=8, temperature=t
     )
@@ -182,14 +182,14 @@ def test_at_a_temperature_tokens_are_drawn(params, tokens):
     np.testing.assert_array_equal(write(0, 1e-6), greedy(params, tokens, 8))
 
 
-def test_losses_are_those_of_the_logits(params, tokens):
+def test_losses_agree_with_the_logits(params, tokens):
     found = jax.nn.log_softmax(forward(params, CONFIG, tokens)[:, :-1])
     expected = -np.take_along_axis(np.asarray(found), np.asarray(tokens)[:, 1:, None], -1)[..., 0]
     np.testing.assert_allclose(llama.losses(params, CONFIG, tokens), expected, rtol=1e-4)
 
 
 @pytest.mark.parametrize("format", ["int8", "nf4"])
-def test_it_runs_packed_and_makes_no_weight_dense(params, tokens, format):
+def test_a_packed_model_materializes_no_weight(params, tokens, format):
     matrices = r".*(proj|embed_tokens|lm_head)\.weight"
     rule = vn.quant.Rule(matrices, format, tile_size=16, tile_axis=-1)
     packed = vn.quant.quantize_tree(params, [rule])
@@ -198,7 +198,7 @@ def test_it_runs_packed_and_makes_no_weight_dense(params, tokens, format):
     np.testing.assert_array_equal(found, greedy(vn.materialise(packed), tokens, 5))
 
 
-def test_config_json():
+def test_config_json_is_read_and_checked():
     said = {
         "model_type": "llama",
         "vocab_size": 50,
@@ -247,7 +247,7 @@ FOLDERS = {
 
 @pytest.mark.parametrize("format", [None, "gptq", "compressed-tensors"])
 @pytest.mark.parametrize("name", FOLDERS)
-def test_a_folder_as_transformers_writes_it_runs(tmp_path, params, tokens, name, format):
+def test_a_folder_of_transformers_can_be_loaded(tmp_path, params, tokens, name, format):
     """By its `config.json` and the names of its tensors, dense and as others quantize it."""
     kind, said = FOLDERS[name]
     said = {"model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-6} | said
@@ -271,7 +271,7 @@ def test_a_folder_as_transformers_writes_it_runs(tmp_path, params, tokens, name,
 
 
 @pytest.mark.slow
-def test_the_perplexity_of_a_real_model_packed_is_that_of_its_values():
+def test_a_real_packed_model_has_the_perplexity_of_its_values():
     # As gguf 0.19 dequantizes them, read by a program of its own.
     expected = 17.5526
     from veneer.demo import fetch, language_model
@@ -322,7 +322,7 @@ def test_a_text_of_a_batch_goes_on_as_it_does_alone(params, texts, window):
 
 @pytest.mark.parametrize("qtype", [None, "int8"])
 @pytest.mark.parametrize("chunk", [1, 3, 5, 8, 12])
-def test_chunks_of_any_size_are_one(params, texts, chunk, qtype):
+def test_reading_in_chunks_agrees_for_any_size(params, texts, chunk, qtype):
     """By what is made of the last tokens, and by what the cache holds of all."""
     cache, lengths = quantized(qtype, CONFIG, 3, LENGTH + 5), jnp.array(LENGTHS)
 
@@ -348,7 +348,7 @@ def test_chunks_of_any_size_are_one(params, texts, chunk, qtype):
     np.testing.assert_array_equal(found, expected)
 
 
-def test_chunks_before_all_texts_are_not_read(params, monkeypatch):
+def test_chunks_of_padding_are_not_read(params, monkeypatch):
     """What a prompt is filled up with costs nothing."""
     read, hidden = [], llama.hidden
 
@@ -368,7 +368,7 @@ def test_chunks_before_all_texts_are_not_read(params, monkeypatch):
         read.clear()
 
 
-def test_each_text_stops_by_itself(params, texts):
+def test_each_text_stops_at_its_own_stop_token(params, texts):
     whole = np.asarray(continued(params, texts))
     stop = (int(whole[0, 1]), int(whole[1, 3]))
     found = np.asarray(continued(params, texts, stop=stop))
@@ -379,7 +379,7 @@ def test_each_text_stops_by_itself(params, texts):
         assert (row[end:] == stop[0]).all()
 
 
-def test_what_is_drawn_is_of_the_likeliest(params):
+def test_top_k_and_top_p_restrict_sampling(params):
     chances = jnp.array([[0.05, 0.5, 0.3, 0.15]] * 400)
     keys = jax.random.split(jax.random.key(0), 400)
     drawn = lambda *how: set(llama.next_token(jnp.log(chances), keys, *how).tolist())
@@ -400,7 +400,7 @@ def test_what_the_first_text_draws_is_what_it_draws_alone(params, texts):
 
 
 @pytest.mark.parametrize(("qtype", "error"), [("int8", 0.02), ("int4", 0.3)])
-def test_a_cache_may_be_quantized(params, tokens, qtype, error):
+def test_losses_with_a_quantized_cache_are_close(params, tokens, qtype, error):
     cache = quantized(qtype, CONFIG, *tokens.shape)
     found = jax.jit(vn.implicit(llama.losses), static_argnums=1)(params, CONFIG, tokens, cache)
     expected = llama.losses(params, CONFIG, tokens)
@@ -421,7 +421,7 @@ def test_a_quantized_cache_stays_packed(params, texts, qtype):
         np.testing.assert_array_equal(found, continued(params, texts, config=config))
 
 
-def test_keys_may_share_scales_in_blocks_of_tokens(texts):
+def test_keys_can_share_scales_in_blocks_of_tokens(texts):
     """As KIVI has them, in the same program."""
     config = dataclasses.replace(CONFIG, head_dim=64)
     params = llama.init(jax.random.key(0), config)
@@ -434,7 +434,7 @@ def test_keys_may_share_scales_in_blocks_of_tokens(texts):
     np.testing.assert_array_equal(found, continued(params, texts, config=config))
 
 
-def test_a_cache_must_have_the_room(params, texts):
+def test_a_cache_without_room_raises(params, texts):
     cache = llama.empty_cache(CONFIG, 3, 16)
     with pytest.raises(ValueError, match="room for 17 tokens is wanted, not for 16"):
         continued(params, texts, cache=cache)

@@ -23,7 +23,7 @@ def trained(bert, tmp_path_factory):
     return {run.name: run for run in runs}, printed.getvalue(), plot
 
 
-def test_it_prints_a_row_for_each_and_draws_the_losses(trained):
+def test_the_example_prints_rows_and_plots_losses(trained):
     runs, printed, plot = trained
     for name, run in runs.items():
         [row] = [line.split() for line in printed.splitlines() if line.split()[:1] == [name]]
@@ -33,12 +33,12 @@ def test_it_prints_a_row_for_each_and_draws_the_losses(trained):
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-def test_all_begin_at_the_same_loss(trained, bert):
+def test_all_variants_begin_at_the_same_loss(trained, bert):
     runs, _, _ = trained
     assert {round(run.losses[0], 5) for run in runs.values()} == {round(float(np.log(3)), 5)}
 
 
-def test_the_sizes_are_those_of_what_is_trained(trained, bert):
+def test_the_sizes_count_the_trained_parameters(trained, bert):
     runs, _, _ = trained
     full, lora, qlora = runs["full"], runs["LoRA"], runs["QLoRA"]
     head = 32 * 3 + 3
@@ -54,7 +54,7 @@ def test_the_sizes_are_those_of_what_is_trained(trained, bert):
     assert qlora.stored < 0.8 * lora.stored
 
 
-def test_what_is_frozen_stays_and_what_is_trained_moves(trained, bert):
+def test_training_changes_only_the_trained_parameters(trained, bert):
     runs, _, _ = trained
     encoder = runs["QLoRA"].params["encoder"]
     begun = lora_finetune.with_lora(lora_finetune.quantized(bert))
@@ -68,7 +68,7 @@ def test_what_is_frozen_stays_and_what_is_trained_moves(trained, bert):
                 assert (one == other).all()
 
 
-def test_one_dense_weight_of_qlora_is_alive_at_a_time_and_none_has_a_gradient(trained):
+def test_qlora_keeps_one_dense_weight_alive_at_a_time(trained):
     runs, _, _ = trained
     dense = runs["QLoRA"].dense
     assert dense.dequantized["gather"] > 12  # in the forward pass, and again in the backward one
@@ -77,7 +77,7 @@ def test_one_dense_weight_of_qlora_is_alive_at_a_time_and_none_has_a_gradient(tr
     assert runs["full"].dense.others.total() > 0
 
 
-def test_the_compiled_step_keeps_its_dense_weights_no_longer_either():
+def test_the_compiled_step_keeps_less_than_three_dense_weights():
     """By XLA's account: of twelve weights that are larger than all else, less than three."""
     n, count = 128, 12
     w = vn.quant.quantize(jnp.ones((n, n)), "nf4", channelwise_axes=[1], tiled_axes={0: 64})
@@ -94,14 +94,14 @@ def test_the_compiled_step_keeps_its_dense_weights_no_longer_either():
     assert grad.compile(options).memory_analysis().temp_size_in_bytes < 3 * 4 * n * n
 
 
-def test_sentences_are_held_out_and_of_one_topic(bert):
+def test_the_task_holds_out_sentences_of_one_topic(bert):
     task = lora_finetune.make_task(bert, count=3, most=20, length=32)
     assert [len(part.topic) for part in (task.train, task.held_out)] == [42, 18]
     assert (np.bincount(task.train.topic) == 14).all()
     assert len(lora_finetune.sentences_of(lora_finetune.topics[task.names[0]])) > 20
 
 
-def test_batches_bring_each_sentence_once_before_any_again(bert):
+def test_batches_use_each_sentence_once_per_epoch(bert):
     task = lora_finetune.make_task(bert, count=3, most=20, length=32)
     numbered = task.train._replace(topic=np.arange(42))
     seen = [i for batch in lora_finetune.sample(numbered, steps=21, batch=4) for i in batch.topic]

@@ -25,7 +25,7 @@ def trained(tmp_path_factory):
     return {r.variant.name: r for r in results}, text.getvalue(), plot
 
 
-def test_it_prints_a_row_for_each_and_draws_the_losses(trained):
+def test_the_example_prints_rows_and_plots_losses(trained):
     results, printed, plot = trained
     assert list(results) == ["f32", "int8 int8 int4", "int8 int8 int4 stochastic"]
     for result in results.values():
@@ -35,7 +35,7 @@ def test_it_prints_a_row_for_each_and_draws_the_losses(trained):
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_way_gradients_are_rounded_tells(trained):
+def test_stochastic_rounding_changes_the_losses(trained):
     results, _, _ = trained
     nearest, stochastic = (results["int8 int8 int4" + more].losses for more in ("", " stochastic"))
     assert nearest[:2] == stochastic[:2]  # the rate of the first step is 0

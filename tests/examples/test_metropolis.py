@@ -4,7 +4,7 @@ import metropolis
 import numpy as np
 
 
-def test_the_chain_in_numba_is_the_chain_in_python(capsys):
+def test_the_chains_in_numba_and_python_agree(capsys):
     fast, slow = metropolis.main(steps=300, slow_steps=300, rounds=2)
     np.testing.assert_allclose(fast.mean, slow.mean, rtol=1e-3, atol=1e-3)
     np.testing.assert_allclose(fast.deviation, slow.deviation, rtol=1e-2, atol=1e-3)

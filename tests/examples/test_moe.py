@@ -30,7 +30,7 @@ def tokens():
     return jax.random.randint(arrays.key(1), (2, 9), 0, CONFIG.vocab_size)
 
 
-def test_weights_are_those_of_the_checkpoint_by_name_and_shape():
+def test_weights_have_the_names_and_shapes_of_the_checkpoint():
     said = {name: getattr(CONFIG, name) for name in CONFIG.__dataclass_fields__}
     model, shapes = model_of(said | {"model_type": "gpt_oss"}), {}
     for i, kind in enumerate(model.layers):  # of two layers, one of each kind
@@ -58,14 +58,14 @@ def token_by_token(layer, x):
 
 
 @pytest.mark.parametrize("product", [jax.lax.ragged_dot, example.row_by_row])
-def test_experts_are_those_of_each_token(product):
+def test_each_token_uses_its_own_experts(product):
     x = 3 * jax.random.normal(jax.random.key(2), (7, CONFIG.hidden_size))
     of = {k: v + 0.1 if k.endswith("bias") else v for k, v in layer_0().items()}
     found = example.experts(of, CONFIG, x, product)
     np.testing.assert_allclose(found, token_by_token(of, x), rtol=1e-4, atol=1e-4)
 
 
-def test_a_prompt_is_as_its_tokens_one_by_one():
+def test_reading_a_prompt_agrees_with_single_tokens():
     whole, _ = example.logits(params(), CONFIG, tokens(), example.empty_cache(CONFIG, 2, 9))
     cache = example.empty_cache(CONFIG, 2, 9)
     step = jax.jit(example.logits, static_argnums=1)
@@ -74,7 +74,7 @@ def test_a_prompt_is_as_its_tokens_one_by_one():
     np.testing.assert_allclose(one, whole, rtol=1e-4, atol=1e-4)
 
 
-def test_a_window_is_all_that_a_layer_sees():
+def test_a_layer_attends_only_to_its_window():
     key = jax.random.key(3)
     x, other = jax.random.normal(key, (2, 1, 8, CONFIG.hidden_size))
     (cache, *_) = example.empty_cache(CONFIG, 1, 8)
@@ -86,7 +86,7 @@ def test_a_window_is_all_that_a_layer_sees():
 
 
 @pytest.mark.parametrize("format", ["int4", "mxfp4"])
-def test_quantized_experts_give_what_they_stand_for(format):
+def test_quantized_experts_agree_with_dense_experts(format):
     small = example.quantized(params(), format)
     stacks = [
         small[f"model.layers.{i}.mlp.experts.{n}_proj"] for i in (0, 1) for n in ("gate_up", "down")
@@ -100,7 +100,7 @@ def test_quantized_experts_give_what_they_stand_for(format):
 
 
 @pytest.mark.parametrize("format", ["int4", "mxfp4"])
-def test_a_step_reads_experts_where_they_lie(format):
+def test_a_step_copies_no_expert(format):
     small, cache = example.quantized(params(), format), example.empty_cache(CONFIG, 1, 9)
     run = jax.jit(vn.implicit(example.logits), static_argnums=1)
     compiled = run.lower(small, CONFIG, tokens()[:1, :1], cache, 3).compile()

@@ -31,7 +31,7 @@ def ways(tokens, current_emitters):
 
 
 @pytest.mark.parametrize("format", ["f32", "int4"])
-def test_a_step_is_that_of_weights_on_the_device(format, ways, tokens):
+def test_a_step_agrees_with_weights_on_the_device(format, ways, tokens):
     def step(where):
         way = ways[f"{format}, {where}"]
         return way.compiled(*jax.tree.map(jnp.copy, way.args[:2]), way.args[2], tokens)
@@ -41,7 +41,7 @@ def test_a_step_is_that_of_weights_on_the_device(format, ways, tokens):
 
 
 @pytest.mark.parametrize("format", ["f32", "int4"])
-def test_the_device_needs_all_that_less_but_two_layers(format, ways):
+def test_the_device_holds_at_most_two_layers(format, ways):
     away, there = (ways[f"{format}, {where}"] for where in ("layers on the host", "on the device"))
     layers = sum(x.nbytes for x in jax.tree.leaves(away.args[2]["layers"]))
     assert (away.on_host, there.on_host) == (layers, 0)
@@ -63,7 +63,7 @@ def test_layers_are_sent_packed_one_at_a_time(ways, tokens):
 
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
-def test_layers_may_lie_in_parts_on_the_hosts_of_devices(tokens):
+def test_layers_can_be_sharded_over_the_hosts(tokens):
     mesh = jax.make_mesh((8,), (fsdp.AXIS,), axis_types=(AxisType.Auto,))
     weights, updates = fsdp.init(jax.random.key(0), CONFIG)
     weights = fsdp.quantized(weights)
@@ -84,7 +84,7 @@ def test_layers_may_lie_in_parts_on_the_hosts_of_devices(tokens):
     np.testing.assert_allclose(found, alone, rtol=1e-5)
 
 
-def test_a_checkpoint_is_read_into_the_hosts_memory(tmp_path):
+def test_a_checkpoint_is_loaded_into_host_memory(tmp_path):
     weights, _ = fsdp.init(jax.random.key(0), fsdp.SMALL)
     vn.save(tmp_path / "model", fsdp.quantized(weights))
     host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")

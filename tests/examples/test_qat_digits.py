@@ -23,7 +23,7 @@ def compared(tmp_path_factory):
     return {(r.format, r.way): r for r in results}, printed.getvalue(), plot
 
 
-def test_it_prints_a_row_for_each_and_draws_them(compared):
+def test_the_example_prints_rows_and_plots_them(compared):
     results, printed, plot = compared
     rows = [line.split() for line in printed.splitlines()]
     for (format, way), r in results.items():
@@ -33,7 +33,7 @@ def test_it_prints_a_row_for_each_and_draws_them(compared):
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_bytes_are_those_of_the_format(compared):
+def test_the_bytes_match_the_format(compared):
     results, _, _ = compared
     kernels = [np.prod(shape) for shape in digits_network.SHAPES.values()]
     channels = sum(shape[-1] for shape in digits_network.SHAPES.values())
@@ -47,7 +47,7 @@ def test_the_bytes_are_those_of_the_format(compared):
         assert results[format, "QAT"].nbytes == results[format, "after training"].nbytes
 
 
-def test_what_is_trained_is_what_is_quantized(compared):
+def test_training_changes_the_quantized_kernels(compared):
     results, _, _ = compared
     kernel = results["int4", "QAT"].params["conv1"]["kernel"]
     assert isinstance(kernel, vn.quant.QArray)
@@ -56,14 +56,14 @@ def test_what_is_trained_is_what_is_quantized(compared):
     assert (kernel.packed != before.packed).any()
 
 
-def test_no_kernel_is_made_dense_but_by_a_product():
+def test_fake_quantized_kernels_are_not_materialized():
     params = digits_network.init(jax.random.key(0))
     params = vn.quant.quantize_tree(params, qat_digits.rules("int4"), train=True)
     images = np.zeros((2, 8, 8), np.float32)
     assert not vn.explain(digits_network.logits)(params, images).materialised
 
 
-def test_digits_are_held_out():
+def test_the_held_out_digits_are_not_in_training():
     train, held_out = qat_digits.load()
     assert (len(train.labels), len(held_out.labels)) == (1348, 449)
     assert 0 <= train.images.min() < train.images.max() == 1

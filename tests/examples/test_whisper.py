@@ -59,7 +59,7 @@ def sound():
     return whisper.spectrogram(np.random.default_rng(1).normal(size=4000).astype(np.float32))
 
 
-def test_bands_are_triangles_of_area_one_on_the_mel_scale():
+def test_mel_bands_are_triangles_of_area_one():
     bands = whisper.bands()
     assert bands.shape == (201, 80)
     assert (bands >= 0).all()
@@ -72,7 +72,7 @@ def test_bands_are_triangles_of_area_one_on_the_mel_scale():
     np.testing.assert_allclose(steps.mean(), np.log(6.4) / 27 * 45.245 / 81, rtol=0.05)
 
 
-def test_a_tone_is_in_its_band_and_silence_is_least():
+def test_a_tone_is_in_its_band_and_silence_is_lowest():
     tone = np.sin(2 * np.pi * 1000 * np.arange(16_000) / 16_000).astype(np.float32)
     found = whisper.spectrogram(tone)
     assert found.shape == (3000, 80)
@@ -82,7 +82,7 @@ def test_a_tone_is_in_its_band_and_silence_is_least():
     assert (found[2000] == found.min()).all()
 
 
-def test_attention_is_that_of_jax():
+def test_attention_agrees_with_jax():
     q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 5, 8))
     mask = jnp.tril(jnp.ones((5, 5), bool))
     turned = (x.swapaxes(0, 1) for x in (q, k, v))
@@ -90,7 +90,7 @@ def test_attention_is_that_of_jax():
     np.testing.assert_allclose(whisper.attend(q, k, v, mask), expected, atol=1e-6)
 
 
-def test_tokens_read_one_by_one_give_what_all_at_once_do(params, sound):
+def test_reading_single_tokens_agrees_with_reading_at_once(params, sound):
     encoded = jax.jit(whisper.encode, static_argnums=1)(params, CONFIG, sound)
     assert encoded.shape == (1500, WIDTH)
     tokens = jnp.array([1, 9, 4, 2])
@@ -104,7 +104,7 @@ def test_tokens_read_one_by_one_give_what_all_at_once_do(params, sound):
 
 
 @pytest.mark.parametrize("format", [None, ("int8", None), ("nf4", 16)])
-def test_the_loop_writes_the_likeliest_of_what_is_allowed(params, sound, format):
+def test_the_loop_writes_the_most_likely_allowed_tokens(params, sound, format):
     packed = dictation.in_format(params, format)
     run = jax.jit(vn.implicit(whisper.transcribe), static_argnums=1, static_argnames="count")
     found = np.asarray(run(packed, CONFIG, sound, count=4))
@@ -133,7 +133,7 @@ def write_ctranslate2(path, variables, version=6, kind="WhisperSpec"):
     path.write_bytes(b"".join(parts) + struct.pack("<I", 0))
 
 
-def test_a_folder(tmp_path):
+def test_a_model_folder_is_loaded_and_checked(tmp_path):
     stored = variables() | {"encoder/num_heads": np.array(2, np.int16)}
     write_ctranslate2(tmp_path / "model.bin", stored)
     said = {"suppress_ids": [3, 5], "suppress_ids_begin": [7, whisper.END]}
@@ -153,7 +153,7 @@ def test_a_folder(tmp_path):
         whisper.load(tmp_path)
 
 
-def test_a_wav_file(tmp_path):
+def test_a_wav_file_is_read_and_checked(tmp_path):
     path = tmp_path / "tone.wav"
     tone = np.sin(2 * np.pi * 500 * np.arange(8000) / 8000)
     with wave.open(str(path), "wb") as file:
@@ -166,7 +166,7 @@ def test_a_wav_file(tmp_path):
     np.testing.assert_allclose(read[100:-100], expected[100:-100], atol=5e-3)
 
 
-def test_wrong_words():
+def test_the_word_error_rate_counts_edits():
     count = lambda said, written: dictation.wrong_words(said.split(), written.split())
     assert count("a b c", "a b c") == 0
     assert count("a b c", "a x c d") == 2
@@ -175,7 +175,7 @@ def test_wrong_words():
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("espeak-ng") is None, reason="espeak-ng is not installed")
-def test_dictation(capsys):
+def test_dictation_writes_the_spoken_words(capsys):
     try:
         dictation.fetch(dictation.MODEL)
     except FileNotFoundError as error:  # neither a cache nor a network
