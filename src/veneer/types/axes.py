@@ -1,4 +1,4 @@
-"""Checks that the fields of a type are arrays with matching shapes. Constructors call them."""
+"""Checks of the fields of array types, for constructors: arrays with matching shapes."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +19,13 @@ else:
 
 
 def check_axes(value: Any, kinds: Any = Leaf, /, **axes: str) -> None:
-    """Check that fields have the given trailing axes, and the same leading axes.
+    """Check that the fields of an array have the given trailing axes, and the same leading axes.
 
     **Arguments:**
 
-    - `value`: the array whose fields are checked.
-    - `kinds`: the accepted types: `Leaf` or `Array`.
+    - `value`: the implicit array whose fields are checked.
+    - `kinds`: the types that a field can have. `Array` accepts dense and traced arrays, `Leaf` also
+      accepts implicit arrays.
     - `axes`: for each field, the names of its trailing axes, as in `check_axes(self, a="m r",
       b="r n")`. Axes with the same name have the same size. A number is a size.
 
@@ -58,11 +59,9 @@ def check_axes(value: Any, kinds: Any = Leaf, /, **axes: str) -> None:
 
 
 def check_arrays(value: Any, kinds: Any, /, *fields: str) -> None:
-    """Check that fields of a value hold arrays.
+    """Check that the fields with these names hold arrays.
 
-    **Arguments:**
-
-    - `kinds`: the accepted types: `Leaf` or `Array`.
+    `value` and `kinds` are the same as in `check_axes`.
 
     **Raises:** `TypeError` if a field holds anything else.
     """

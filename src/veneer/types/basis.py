@@ -1,9 +1,9 @@
 """Arrays stored in another basis along some axes: `Permuted` and `Scaled`.
 
-If `T` transforms an array into the basis, the dense array is `T.T @ stored`. A product that
-contracts the axis transforms its other operand, `(x @ T.T) @ stored`. Other products transform
-their result back. The rules are written for the base class, `InBasis`. `Rotated`, in the module
-`rotated`, is another such type.
+If a matrix `T` transforms an axis of an array into the basis, the dense array is `T.T @ stored`. A
+product that contracts this axis transforms its other operand, `(x @ T.T) @ stored`. Other products
+transform their result back. The rules are written for the base class, `InBasis`. `Rotated`, in the
+module `rotated`, is another such type.
 """
 
 import dataclasses
@@ -44,14 +44,15 @@ class InBasis(ImplicitArray, abstract=True):
     array: Any
 
     def basis_axes(self, batch: Sequence[int] = ()) -> set[int] | None:
-        """Return the axes along which `T` transforms the array, counted from the front.
+        """Return the axes along which the array is transformed, counted from the front.
 
         **Arguments:**
 
-        - `batch`: the batch axes of a product. Each index of these axes can have its own `T`.
+        - `batch`: the batch axes of a product. Each index of these axes can have its own
+          transformation.
 
-        **Returns:** a set of axes. None if the indices of an axis that is neither in this set nor
-        in `batch` have different `T`, which the rules do not support.
+        **Returns:** a set of axes. None if the transformation varies along an axis that is neither
+        in this set nor in `batch`, which the rules do not support.
         """
         raise NotImplementedError
 
@@ -77,7 +78,7 @@ class InBasis(ImplicitArray, abstract=True):
         return dataclasses.replace(self, array=array)
 
     def stored(self, dense: Any) -> Any:
-        """Return the stored form of a dense array of the same shape."""
+        """Transform a dense array of the same shape to the form that the field `array` stores."""
         return self.into_basis(dense, {axis: axis for axis in range(self.ndim)})
 
     def regrouped(
@@ -119,7 +120,10 @@ def _align(leaf: ArrayLike, places: Places, ndim: int) -> jax.Array:
 
 
 def _axes_of_factor(leaf: Any, shape: tuple[int, ...]) -> list[LeafAxis]:
-    """Return a `LeafAxis` per axis of a leaf that has size 1 along some axes of an array."""
+    """Return a `LeafAxis` per axis of a leaf that broadcasts to the shape of an array.
+
+    Along axes where the leaf has size 1, all slices of the array share its entry.
+    """
     return [
         axis if size == shape[axis.axis] else axis._replace(block="shared")
         for axis, size in zip(aligned_axes(len(shape)), leaf.shape, strict=True)

@@ -34,7 +34,7 @@ class Constant(ImplicitArray):
 
     Rules do not check whether `fill` is 0. So a product with `fill=0` is NaN where the other
     operand is NaN. A matmul sums the entries of the dense operand, and then multiplies by `fill`.
-    So it can be a number or infinite where the dense matmul, which multiplies before the sum,
+    So the result can be finite or infinite where the dense matmul, which multiplies before the sum,
     overflows to NaN.
 
     **Arguments:**

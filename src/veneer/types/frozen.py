@@ -60,7 +60,13 @@ class Frozen(ImplicitArray):
         return jax.tree.map(jax.lax.stop_gradient, self.x)
 
     def partition(self, spec: PartitionSpec, shape: tuple[int, ...]) -> "Frozen | None":
-        """Return a `PartitionSpec` per leaf, or None if the leaves of `x` cannot be sharded."""
+        """Return a `PartitionSpec` per leaf, or None if the leaves of `x` cannot be sharded.
+
+        **Arguments:**
+
+        - `spec`: the `PartitionSpec` of the dense array.
+        - `shape`: the shape of the dense array.
+        """
         specs = self.x.partition(spec, shape) if isinstance(self.x, Value) else spec
         if specs is None:
             return None

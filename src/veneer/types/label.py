@@ -14,12 +14,13 @@ from .._jax.primitives import Primitive
 class Label(ImplicitArray, abstract=True):
     """An array with static metadata: the base class of `Named` and `Quantity`.
 
-    A primitive runs on the arrays, which may be implicit. A law computes the metadata of the
-    results from the metadata of the operands. If labels of two classes meet, the class with the
-    higher `default_precedence` handles the primitive, and treats the other as an array.
+    A primitive runs on the arrays, which may be implicit. A function per primitive, its law,
+    computes the metadata of the results from the metadata of the operands. If operands have labels
+    of two classes, the class with the higher `default_precedence` handles the primitive, and treats
+    the other label as an array.
 
-    This is a `default`, not a rule per primitive. So operands of other types can stand next to a
-    label, and their rules run first.
+    Labels have no rules of primitives, but the method `default`, which runs if no rule fits. So the
+    rules of other types run first, also if one of their operands is a label.
     """
 
     #: A law for each primitive name. Other primitives materialize a label, or raise.
@@ -27,7 +28,11 @@ class Label(ImplicitArray, abstract=True):
 
     @staticmethod
     def default(primitive: Primitive, values: Sequence[Any], params: dict[str, Any]) -> Any:
-        """Run a primitive by the law of the outermost label among the operands.
+        """Run a primitive on the arrays inside the labels, and label its results.
+
+        The label class with the highest `default_precedence` among the operands selects the law.
+
+        **Returns:** the results, or `NotImplemented` if the class has no law for the primitive.
 
         **Raises:** the `ValueError` of the law, with the primitive and its operands.
         """
@@ -62,6 +67,11 @@ class Label(ImplicitArray, abstract=True):
         cls, law: Callable, values: Sequence[Any], params: dict[str, Any]
     ) -> tuple[list[Any], Any]:
         """Apply a law to the operands of a primitive.
+
+        **Arguments:**
+
+        - `law`: an item of `laws`.
+        - `values`, `params`: the operands and the parameters of the primitive.
 
         **Returns:** the arrays on which the primitive runs, and the metadata of its results: one
         item for all results, or a list with an item per result. Or `NotImplemented`, which

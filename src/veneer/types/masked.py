@@ -349,16 +349,19 @@ def _(*operands: Masked | ArrayLike, num_keys: int, **params: Any) -> list[Any]:
 
 
 def _note_sum(x: Masked, count: int | None) -> Masked:
-    """Note that `x` is a sum of `count` entries, or that it is not a sum (None)."""
+    """Record in `x` that it is a sum of `count` entries, and return `x`.
+
+    If `count` is None, return `x` unchanged.
+    """
     if count is not None:
         x.__dict__["_entries"] = count
     return x
 
 
 def _summed_entries(x: Any) -> int | None:
-    """Return how many entries were summed to make `x`, masked ones included.
+    """Return how many valid and invalid entries were summed to compute `x`.
 
-    None if `x` is not the result of a sum.
+    Return None if `x` is not the result of a sum.
     """
     return getattr(x, "_entries", None)
 

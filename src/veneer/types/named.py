@@ -1,7 +1,8 @@
 """`Named`: an array with named axes, and the axis names of the results of primitives.
 
-If axes of two operands correspond, their names must agree. An axis without a name takes the name of
-the other, and so does an axis of size 1 that is broadcast. Merged, split and new axes have no name.
+If a primitive combines axes of two operands, such as the contracted axes of a product, their names
+must be equal. An axis without a name takes the name of the other axis, and so does an axis of size
+1 that is broadcast. Merged, split and new axes have no name.
 """
 
 import math
@@ -351,7 +352,7 @@ class Named(Label):
 
     @classmethod
     def attach(cls, array: Any, metadata: Names) -> Any:
-        """Return an array with names, which can occur twice, or the array itself without names."""
+        """Return an array with names, which may repeat. If all names are None, return the array."""
         return _unflatten((metadata,), (array,)) if any(metadata) else array
 
 

@@ -181,7 +181,7 @@ def _split(x: jax.Array, axis: int, size: int) -> jax.Array:
 
 
 def _merge(x: jax.Array, axis: int) -> jax.Array:
-    """Undo `_split`: merge the entries of each group, at `axis`, with the groups before them."""
+    """Undo `_split`: merge `axis`, the entries of each group, with the axis before it."""
     front = x.ndim + axis
     size = x.shape[front - 1] * x.shape[front]
     return x.reshape(*x.shape[: front - 1], size, *x.shape[front + 1 :])

@@ -79,10 +79,10 @@ Law = Callable[..., Outcome]
 
 
 def _share_unit(operands: Sequence[Measured], positions: Sequence[int]) -> Outcome:
-    """Convert the operands at `positions` to one unit, which is also the unit of the result.
+    """Return the units for a primitive whose operands at `positions` must have the same unit.
 
-    This is the unit of the first of them, except constants that fit any unit. The other operands,
-    such as indices, must be dimensionless.
+    This is the unit of the first of these operands, apart from constants that fit any unit. The
+    result has it, too. The other operands, such as indices, must be dimensionless.
     """
     candidates = [operands[i] for i in positions]
     units = [x.unit for x in candidates if x.unit is not None or not x.fits_any_unit]

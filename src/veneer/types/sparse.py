@@ -21,6 +21,8 @@ Axes = Sequence[int]
 class Entries:
     """The entries of a `SparseArray`, with an index along every axis, including batch axes.
 
+    Each array of the batch stores the same number of entries, `nse`. Some of these are padding.
+
     - `data`: the entries `[*batch, nse]`, with 0 in place of padding.
     - `is_entry`: booleans `[*batch, nse]`, False for padding.
     - `columns`: for each axis, the indices `[*batch, nse]` of the entries along this axis. Padding

@@ -19,11 +19,11 @@ from .sparse import Axes, SparseArray
 
 
 def rearrange(x: SparseArray, batch: Axes, sparse: Axes) -> Any:
-    """Transpose `x` to the axes `batch`, stored as batch axes, and `sparse`, as sparse axes.
+    """Transpose `x` to the axes `batch`, followed by the axes `sparse`, and sum all other axes.
 
-    `batch` are batch axes of `x`. Axes in neither list are summed. Along a batch axis that is
-    summed or becomes sparse, the entries are concatenated. The result is dense if `sparse` is
-    empty.
+    `batch` are batch axes of `x`, and stay batch axes. `sparse` are any axes of `x`, and become
+    sparse. Along a batch axis that is summed or becomes sparse, the entries are concatenated. The
+    result is dense if `sparse` is empty.
     """
     entries = x.entries()
     concatenated = [axis for axis in range(x.n_batch) if axis not in batch]

@@ -296,7 +296,10 @@ class LoraArray(Matrix):
 
     @property
     def is_sum(self) -> bool:
-        """True for one input axis and one output axis, no DoRA, and dropout off."""
+        """True if the array is a matrix `w + scale * a @ b`.
+
+        It has one input axis and one output axis, no DoRA, and dropout is off.
+        """
         return self.in_ndim == self.out_ndim == 1 and self.magnitude is None and not self.drops
 
     def matvec(self, x: Any, *, precision: Any = None) -> Any:
@@ -372,7 +375,10 @@ class LoraArray(Matrix):
     # as the rank. Digits are lost if `w` or `C` is much closer to a singular matrix than the sum.
 
     def _woodbury_parts(self, method: str) -> Any:
-        """Return `(w⁻¹ a).T`, `b` and `C`. NotImplemented if `w` has no `method` or no `solve`."""
+        """Return `(w⁻¹ a).T`, `b` and `C = I + scale * b w⁻¹ a`.
+
+        Return NotImplemented if `w` has no `method` or no `solve`.
+        """
         can_factorize = isinstance(self.w, Matrix) and self.is_sum
         if not can_factorize or not all(has_method(self.w, name) for name in (method, "solve")):
             return NotImplemented

@@ -35,8 +35,9 @@ def contract(
 ) -> tuple[Any, Labels]:
     """Contract two arrays over the axes that both have and whose label is in `contracted`.
 
-    Other axes that both arrays have are batch axes. The operands are promoted to one dtype. The
-    product has this dtype, or `preferred_element_type` if that is wider.
+    `x_labels` and `y_labels` have a label per axis. Other axes that both arrays have are batch
+    axes. The operands are promoted to one dtype. The product has this dtype, or
+    `preferred_element_type` if that is wider.
 
     **Returns:** the product, and the labels of its axes: batch axes, axes of `x`, axes of `y`.
     """

@@ -114,7 +114,10 @@ def _dropped_operand(lora: LoraArray, contracted: Collection[int]) -> str | None
 
 
 def _apply_magnitude(x: Any, labels: Sequence[Label], lora: LoraArray) -> Any:
-    """Multiply an array by `magnitude / norm(w + scale * a @ b)`. Without DoRA, return `x`."""
+    """Multiply an array by `magnitude / norm(w + scale * a @ b)`. Without DoRA, return `x`.
+
+    `labels` are the labels of the axes of `x`, as in the module `contractions`.
+    """
     if lora.magnitude is None:
         return x
     own_labels = tuple(label for label in lora.w_labels if label not in lora.norm_axes)

@@ -42,7 +42,7 @@ class VectorLayout:
     result_axes: tuple[int, ...]  # for each axis of the result, its place in (lead, free, m)
 
     def to_vectors(self, x: Any) -> Any:
-        """Return the vectors in the dense operand."""
+        """Return the vectors `[*lead, k, n]` in the dense operand."""
         x = lax.transpose(x, self.dense_axes)
         return x.reshape(*self.lead, math.prod(self.free), self.length)
 
@@ -313,9 +313,10 @@ def _parse_product(matrix: Matrix, program: Any) -> tuple[VectorLayout, Sequence
 
 
 def _register_linalg(function: Any, method: Callable[[Any], Any]) -> None:
-    """Register a rule of a jitted function for matrices of floats or complex numbers.
+    """Register a rule of a jitted function, such as `jnp.linalg.inv`, for structured matrices.
 
-    Integer matrices are materialized, because the result of the function is a float.
+    `method` computes the result for a matrix of floats or complex numbers. Integer matrices are
+    materialized, because the result of the function is a float.
     """
 
     @register(function)
