@@ -38,13 +38,13 @@ class TestAgainstDense:
     def check(self, f, value):
         assert_close(vn.implicit(f)(value), f(vn.materialise(value)))
 
-    def test_scan_over_rows(self, value):
+    def test_scan_over_rows_agrees_with_dense(self, value):
         self.check(lambda w: jax.lax.scan(lambda c, row: (c + row, row * 2), w[0], w), value)
 
-    def test_stacked_by_scan(self, value):
+    def test_scan_stacks_implicit_results(self, value):
         self.check(lambda w: jax.lax.scan(lambda c, _: (c, w), 0, None, length=4)[1], value)
 
-    def test_map_over_rows(self, value):
+    def test_map_over_rows_agrees_with_dense(self, value):
         self.check(lambda w: jax.lax.map(jnp.sum, w), value)
 
 

@@ -125,7 +125,7 @@ def test_a_compiled_callback_is_compiled_once():
     assert len(traces) == 1
 
 
-def test_a_gradient_is_refused_as_jax_refuses_it(x):
+def test_gradients_of_callbacks_raise_the_error_of_jax(x):
     w = lora(jax.random.key(0))
     loss = lambda x, w: jnp.sum(pure(x, w))
     for f in (jax.grad(vn.implicit(loss)), vn.implicit(jax.grad(loss))):
@@ -176,7 +176,7 @@ def test_debug_prints_are_in_order_in_a_loop(capfd):
     assert capfd.readouterr().out.splitlines() == expected
 
 
-def test_debug_print_does_not_disturb_a_gradient(capfd):
+def test_debug_print_does_not_change_a_gradient(capfd):
     w, x = lora(jax.random.key(0)), jnp.ones((2, 6))
 
     def loss(w):

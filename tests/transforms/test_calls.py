@@ -49,6 +49,6 @@ class TestCalls:
         assert_close(wrap(f)(X, w), f(X, vn.materialise(w)))
 
     @pytest.mark.parametrize("name", MAKERS)
-    def test_implicit_operands(self, called, wrap, name):
+    def test_calls_with_implicit_operands_agree_with_dense(self, called, wrap, name):
         w = MAKERS[name](jax.random.key(7))
         assert_close(wrap(called)(w), called(vn.materialise(w)))

@@ -100,7 +100,7 @@ def test_ppermute_to_some_devices_with_power_of_2_scales():
 
 
 @pytest.mark.parametrize("program", ["all_gather, tiled", "ppermute"])
-def test_bytes_that_are_sent(program):
+def test_collectives_send_the_packed_bytes(program):
     q = quantized("int4", -1, 8)
     run = jax.jit(vn.implicit(over_rows(SENT[program])))
     text = run.lower(q).compile().as_text()

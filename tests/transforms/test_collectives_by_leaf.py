@@ -157,7 +157,7 @@ def test_bytes_of_int4_in_tiles_of_128(program):
     assert 0 < bytes_sent(run, q) <= 0.16 * bytes_sent(jax.jit(f), q.dequantize())
 
 
-def test_a_low_rank_update_goes_from_rows_to_columns():
+def test_all_to_all_moves_a_lora_from_rows_to_columns():
     """Each device takes its part of the replicated `b`, and gathers `a`."""
     w = T.LoraArray(quantized(64, 64, tile=4), jnp.ones((64, 2)), jax.random.normal(KEY, (2, 64)))
     f = jax.shard_map(SENT["all_to_all"], mesh=LINE, in_specs=P("i"), out_specs=P(None, "i"))
@@ -244,7 +244,7 @@ def test_a_quantized_weight_has_a_gradient_only_inside():
 
 
 @pytest.mark.parametrize("outside", [True, False], ids=["vmap outside", "vmap inside"])
-def test_vmap_of_collectives(outside):
+def test_vmap_of_collectives_agrees_with_dense(outside):
     q = stacked(2)
     f = over_rows(
         lambda w: lax.all_to_all(SENT["all_gather"](w), "i", 1, 0, tiled=True), P("i"), P("i")
@@ -255,7 +255,7 @@ def test_vmap_of_collectives(outside):
     np.testing.assert_array_equal(out.dequantize(), jax.jit(jax.vmap(f))(q.dequantize()))
 
 
-def test_a_broadcast_is_of_each_leaf():
+def test_pbroadcast_sends_each_leaf():
     on_devices = over_rows(lambda x: lax.pbroadcast(x, "i", 2), P("i"), P("i"))
     run = jax.jit(vn.implicit(on_devices, on_materialise="error"))
     text = run.trace(quantized(64, 64, tile=8)).lower(lowering_platforms=("cuda",)).as_text()
@@ -286,7 +286,7 @@ def test_materializing_collectives_are_reported(primitive, program):
     np.testing.assert_allclose(jax.jit(vn.implicit(f))(q), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_tile_that_lies_across_devices_is_named():
+def test_errors_name_a_tile_that_spans_devices():
     w = {"up": quantized(64, 64, tile=32)}
     gather = over_rows(lambda w: SENT["all_gather"](w["up"]), P("i"), P("i"))
     run = vn.implicit(lambda w: gather(w), on_materialise="error")
@@ -298,7 +298,7 @@ def test_a_tile_that_lies_across_devices_is_named():
         run({"up": update})
 
 
-def test_a_type_whose_axis_is_stored_together_is_named():
+def test_errors_name_an_axis_that_cannot_be_split():
     w = {"up": T.Rotated(jnp.ones((8, 8)))}
     gather = over_rows(lambda w: SENT["all_gather"](w["up"]), P("i"), P("i"))
     with pytest.raises(vn.MaterialiseError, match="axis 0 is stored as a whole"):

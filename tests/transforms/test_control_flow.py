@@ -51,7 +51,7 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_everything_has_a_rule(program, name):
+def test_every_operation_in_loops_and_branches_has_a_rule(program, name):
     w, ws = MAKERS[name](KEY), MAKERS[name](KEY, (2, 6, 6))
     assert without_rule(vn.explain(PROGRAMS[program])(X, w, ws)) == []
 
@@ -78,7 +78,7 @@ def test_materialization_in_a_branch_is_reported(name):
     assert told == (["transpose"] if isinstance(w, Lora) else [])
 
 
-def test_a_carry_that_changes_type_is_materialized(name):
+def test_a_carry_that_changes_its_type_is_materialized(name):
     w = MAKERS[name](KEY)
     f = lambda w: lax.fori_loop(0, 3, lambda i, w: w * 2.0, w)
     assert_close(vn.implicit(f)(w), f(vn.materialise(w)))

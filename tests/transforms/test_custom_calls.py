@@ -48,7 +48,7 @@ def x():
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_the_program_inside_runs_the_rules(make, name, x):
+def test_programs_inside_custom_calls_run_the_rules(make, name, x):
     w = make(jax.random.key(0))
     f = CALLS[name]
     expected = jax.jit(f)(x, vn.materialise(w))
@@ -78,7 +78,7 @@ def test_a_value_with_one_batched_leaf_is_batched(x):
 
 @pytest.mark.parametrize("name", ["batched", "sequential", "linear"])
 @pytest.mark.parametrize("kind", ["lora", "int4"])
-def test_forward_derivatives(kind, name, x):
+def test_forward_derivatives_agree_with_dense(kind, name, x):
     """JAX has no reverse-mode derivative of a custom_vmap."""
     f, w = CALLS[name], MAKERS[kind](jax.random.key(0))
     expected = jax.jvp(lambda x: f(x, vn.materialise(w)), (x,), (x + 1,))
@@ -141,7 +141,7 @@ def test_a_custom_vmap_keeps_a_label():
     assert_close(out.x, jnp.sin(x.x))
 
 
-def test_a_batching_rule_that_loses_a_label_is_refused():
+def test_a_batching_rule_that_loses_a_label_raises():
     f = custom_vmap(jnp.sin)
 
     @f.def_vmap

@@ -88,7 +88,7 @@ def function(request):
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("name", ["lora", "int4"])
-def test_value(function, shape, name):
+def test_values_agree_with_dense(function, shape, name):
     w = MAKERS[name](KEY)
     f = shape(function)
     expected = f(X, vn.materialise(w))
@@ -123,7 +123,7 @@ def test_gradients_with_a_quantized_operand(function):
     assert_close(jax.grad(vn.implicit(f))(X, w), jax.grad(f)(X, vn.materialise(w)), tol=2e-5)
 
 
-def test_vmap(function):
+def test_vmap_agrees_with_dense(function):
     ws = MAKERS["int8"](KEY, (2, 6, 6))
     expected = jax.vmap(function, (None, 0))(X, vn.materialise(ws))
     assert_close(jax.vmap(vn.implicit(function), (None, 0))(X, ws), expected)
@@ -166,7 +166,7 @@ USES = {
 @pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
 @pytest.mark.parametrize("name", USES)
-def test_a_cotangent_by_leaves_is_no_array(name, inside, jit):
+def test_using_a_cotangent_of_leaves_as_an_array_raises(name, inside, jit):
     """Codes have no gradient, and zeros in their place would look like a real gradient."""
     quantize = lambda w: vn.quant.quantize(w, "int8", channelwise_axes=[1])
     f = jax.custom_vjp(quantize)
@@ -177,7 +177,7 @@ def test_a_cotangent_by_leaves_is_no_array(name, inside, jit):
         jit(jax.grad(vn.implicit(product) if inside else outside))(jnp.ones((6, 6)))
 
 
-def test_a_rule_may_use_the_cotangent_of_a_leaf():
+def test_a_backward_function_can_use_leaf_cotangents():
     quantize = lambda w: vn.quant.quantize(w, "int8", channelwise_axes=[1])
     f = jax.custom_vjp(quantize)
     f.defvjp(lambda w: (f(w), f(w)), lambda q, ct: (ct.scale * q.qvalue.astype("float32"),))
@@ -249,7 +249,7 @@ def test_a_derivative_must_keep_metadata():
 
 
 @pytest.mark.parametrize("name", ["custom_jvp_call", "custom_vjp_call"])
-def test_a_rule_of_a_user_does_not_take_the_place_of_an_authors(name, monkeypatch):
+def test_rules_of_users_do_not_replace_custom_derivatives(name, monkeypatch):
     table = {p: list(of_primitive) for p, of_primitive in rules._rules.items()}
     monkeypatch.setattr(rules, "_rules", table)
 

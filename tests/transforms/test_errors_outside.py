@@ -86,7 +86,7 @@ HOLD_CODES = {
 @pytest.mark.parametrize("apply", [optax.apply_updates, eqx.apply_updates], ids=["optax", "eqx"])
 @pytest.mark.parametrize("wrap", [lambda f: f, vn.implicit], ids=["outside", "implicit"])
 @pytest.mark.parametrize("make", HOLD_CODES.values(), ids=HOLD_CODES)
-def test_no_update_replaces_codes_in_silence(make, wrap, apply):
+def test_dense_updates_of_quantized_weights_raise(make, wrap, apply):
     params = {"w": make(quantized()["w"])}
     with pytest.raises(TypeError, match=r"apply_updates: quantized weights cannot be updated"):
         wrap(apply)(params, {"w": jnp.ones((8, 4))})

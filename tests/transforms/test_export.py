@@ -40,7 +40,7 @@ def test_an_exported_program_agrees_with_the_dense_one(make, x):
     assert jax.tree.structure(out) == jax.tree.structure(vn.implicit(model)(w, x))
 
 
-def test_types_that_refuse_to_be_dense_are_exported():
+def test_types_that_cannot_be_materialized_are_exported():
     value, one_hot = Tagged(jnp.ones(3), "kg"), OneHot(jnp.float32(2.0), 1, n=3)
     f = vn.implicit(lambda x, e: (jnp.sin(x), jnp.arange(3.0) @ e, e))
     tagged, picked, same = rebuilt(f, value, one_hot).call(value, one_hot)
@@ -128,7 +128,7 @@ def test_unsupported_metadata_raises(data):
         rebuilt(lambda x: x, Labelled(jnp.ones(2), data))
 
 
-def test_a_class_may_be_defined_again():
+def test_a_class_can_be_defined_again():
     def define(scale):
         class Scaled(vn.ImplicitArray):
             x: jax.Array
@@ -170,7 +170,7 @@ def test_a_file_is_read_by_another_process(tmp_path):
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_lower_and_compile(make, x):
+def test_a_compiled_program_runs_with_other_weights(make, x):
     w = make(jax.random.key(0))
     compiled = jax.jit(vn.implicit(model)).lower(w, x).compile()
     assert_close(compiled(w, x), model(vn.materialise(w), x))
@@ -192,7 +192,7 @@ def test_eval_shape_gives_implicit_results_of_abstract_leaves(make, x):
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_make_jaxpr_takes_and_gives_leaves(make, x):
+def test_jaxprs_take_and_return_leaves(make, x):
     w = make(jax.random.key(0))
     program, shape = jax.make_jaxpr(vn.implicit(model), return_shape=True)(w, x)
     out = jax.core.eval_jaxpr(program.jaxpr, program.consts, *jax.tree.leaves((w, x)))

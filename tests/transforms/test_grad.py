@@ -16,14 +16,14 @@ LORA = MAKERS["lora"](KEY)
 f = lambda x, w: jnp.sin(jnp.tanh(x @ w) + (w**2).sum()).sum()
 
 
-def test_the_gradient_by_leaves_is_of_the_same_type():
+def test_gradients_of_leaves_have_the_type_of_the_argument():
     g = jax.grad(vn.implicit(f), 1)(X, LORA)
     assert isinstance(g, Lora)
     assert g.scale == LORA.scale
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_a_dense_tangent_of_an_implicit_primal(name):
+def test_jvp_takes_a_dense_tangent_of_an_implicit_array(name):
     w = MAKERS[name](KEY)
     pushed = lambda x, w: jax.jvp(f, (x, w), (X, jnp.ones((6, 6))))
     assert_close(vn.implicit(pushed)(X, w), pushed(X, vn.materialise(w)), tol=2e-5)

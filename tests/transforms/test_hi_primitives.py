@@ -17,14 +17,14 @@ FUNCTIONS = {
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("kind", ["lora", "int4"])
-def test_the_result_is_that_of_the_dense_program(kind, name):
+def test_results_agree_with_the_dense_program(kind, name):
     f, x = FUNCTIONS[name], MAKERS[kind](jax.random.key(0))
     expected = f(vn.materialise(x))
     assert_close(vn.implicit(f)(x), expected)
     assert_close(jax.jit(vn.implicit(f))(x), expected)
 
 
-def test_a_derivative_is_that_which_jax_states():
+def test_derivatives_agree_with_jax():
     x = jnp.array([1.0, 2.0])
     q = vn.quant.quantize(x, "int8")
     f = lambda x: jnp.sum(jnp.ldexp(x, 2))

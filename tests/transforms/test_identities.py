@@ -29,7 +29,7 @@ def strict(f):
 
 @pytest.mark.parametrize("name", IDENTITIES)
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_the_type_and_its_value_are_kept(make, name):
+def test_identities_keep_the_type_and_the_value(make, name):
     x = make(jax.random.key(0))
     out = jax.jit(strict(IDENTITIES[name]))(x)
     assert jax.tree.structure(out) == jax.tree.structure(x)
@@ -41,7 +41,7 @@ def test_the_type_and_its_value_are_kept(make, name):
 
 @pytest.mark.parametrize("name", IDENTITIES)
 @pytest.mark.parametrize(("make", "unfit"), REFUSING.values(), ids=REFUSING)
-def test_a_type_that_refuses_to_be_dense_is_kept(make, unfit, name):
+def test_a_type_that_cannot_be_materialized_is_kept(make, unfit, name):
     if name == unfit:
         pytest.skip("the layout is of a matrix")
     x = make()
@@ -55,7 +55,7 @@ def test_a_type_that_refuses_to_be_dense_is_kept(make, unfit, name):
 @pytest.mark.parametrize(
     "name", sorted(IDENTITIES.keys() - {"layout_constraint"})
 )  # JAX has no vmap of it
-def test_under_vmap(name):
+def test_identities_keep_the_type_under_vmap(name):
     x = MAKERS["int4"](jax.random.key(0), (3, 6, 6))
     for f in (jax.vmap(strict(IDENTITIES[name])), strict(jax.vmap(IDENTITIES[name]))):
         assert jax.tree.structure(f(x)) == jax.tree.structure(x)
@@ -72,7 +72,7 @@ def test_a_barrier_of_several_operands_keeps_each():
 
 
 @pytest.mark.parametrize("name", ["copy", "checkpoint_name", "optimization_barrier"])
-def test_a_gradient_passes(name):
+def test_gradients_pass_through_identities(name):
     w, x = lora(jax.random.key(0)), jnp.ones((2, 6))
     loss = lambda w, x: jnp.sum((x @ IDENTITIES[name](w)) ** 2)
     of_leaves = jax.grad(lambda w, x: loss(w.materialise(), x))(w, x)
@@ -81,7 +81,7 @@ def test_a_gradient_passes(name):
     assert_close(vn.implicit(jax.grad(loss))(w, x), dense, 1e-4)
 
 
-def test_stop_gradient_stops_that_of_every_leaf():
+def test_stop_gradient_stops_the_gradient_of_every_leaf():
     w, x = lora(jax.random.key(0)), jnp.ones((2, 6))
     loss = lambda w, x: jnp.sum((x @ jax.lax.stop_gradient(w)) ** 2)
     grads = jax.grad(strict(loss))(w, x)
@@ -103,7 +103,7 @@ def test_a_rule_that_names_a_type_wins():
     assert strict(jax.lax.copy_p.bind)(Loud(jnp.zeros(2))).tolist() == [1, 1]
 
 
-def test_materialise_of_a_traced_value_is_dense_and_no_fallback():
+def test_materialise_in_a_program_is_not_a_fallback():
     q, x = MAKERS["nf4"](jax.random.key(0)), jnp.ones((2, 6))
     f = lambda q, x: x + vn.materialise(q)[0]
     assert_close(jax.jit(strict(jax.jit(f)))(q, x), f(vn.materialise(q), x))

@@ -38,7 +38,7 @@ def test_a_static_argument_of_an_implicit_function():
 
 
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
-def test_donated_leaves_are_taken():
+def test_donated_leaves_are_deleted():
     w = MAKERS["lora"](KEY)
     dense = vn.materialise(w)
     g = jax.jit(lambda w: w, donate_argnums=0)
@@ -65,7 +65,7 @@ def test_the_dense_weight_of_a_lora_is_never_computed(wrap):
     assert (512, 512) in shapes(lambda x, w: jnp.exp(w))  # for which there is no rule
 
 
-def test_shardings_of_dense_operands_are_honoured():
+def test_shardings_of_dense_operands_are_kept():
     mesh = jax.make_mesh((8,), ("rows",), axis_types=(AxisType.Auto,))
     by_rows = NamedSharding(mesh, PartitionSpec("rows"))
     w = MAKERS["lora"](KEY)

@@ -63,14 +63,14 @@ def b():
 
 @pytest.mark.parametrize("solver", SOLVERS.values(), ids=SOLVERS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_solution_is_that_of_the_dense_program(kind, solver, b):
+def test_solutions_agree_with_the_dense_program(kind, solver, b):
     w = matrix(kind)
     expected = jax.jit(solver)(vn.materialise(w), b)
     assert_close(jax.jit(vn.implicit(solver))(w, b), expected, 1e-4)
 
 
 @pytest.mark.parametrize("solver", SOLVERS.values(), ids=SOLVERS)
-def test_derivatives_of_the_program(solver, b):
+def test_gradients_inside_implicit_agree_with_dense(solver, b):
     w = matrix("lora")
     loss = lambda w, b: jnp.sum(solver(w, b) ** 2)
     expected = jax.jit(jax.grad(loss, (0, 1)))(vn.materialise(w), b)
@@ -78,7 +78,7 @@ def test_derivatives_of_the_program(solver, b):
 
 
 @pytest.mark.parametrize("solver", SOLVERS.values(), ids=SOLVERS)
-def test_derivatives_of_the_rules(solver, b):
+def test_gradients_of_leaves_agree_with_dense(solver, b):
     w = matrix("lora")
     loss = lambda w, b: jnp.sum(solver(w, b) ** 2)
     of_leaves = jax.jit(jax.grad(lambda w, b: loss(w.materialise(), b), (0, 1)))(w, b)
@@ -89,13 +89,13 @@ def test_derivatives_of_the_rules(solver, b):
 
 @pytest.mark.parametrize("solver", SOLVERS.values(), ids=SOLVERS)
 @pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_an_operator_stays_implicit(kind, solver, b):
+def test_solves_do_not_materialize_the_operator(kind, solver, b):
     jax.jit(vn.implicit(solver, on_materialise=only_by_rules)).lower(matrix(kind), b)
 
 
 @pytest.mark.parametrize("solver", [solve, root])
 @pytest.mark.parametrize("kind", KINDS)
-def test_jvp(kind, solver, b):
+def test_jvp_agrees_with_dense(kind, solver, b):
     w = matrix(kind)
     expected = jax.jvp(lambda b: solver(vn.materialise(w), b), (b,), (b + 1,))
     assert_close(jax.jvp(lambda b: vn.implicit(solver)(w, b), (b,), (b + 1,)), expected, 1e-4)
@@ -113,7 +113,7 @@ def test_vmap_over_right_hand_sides(kind, solver):
 
 
 @pytest.mark.parametrize("solver", [solve, root])
-def test_vmap_over_operators(solver, b):
+def test_vmap_over_operators_agrees_with_dense(solver, b):
     ws = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf[::-1]]), matrix("lora"))
     expected = jax.vmap(solver, (0, None))(vn.materialise(ws), b)
     assert_close(jax.vmap(vn.implicit(solver), (0, None))(ws, b), expected, 1e-4)

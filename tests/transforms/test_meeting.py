@@ -29,7 +29,7 @@ def check(f, *operands):
 
 
 @pytest.mark.parametrize("make", [lora, lora_of_int8])
-def test_one_slot_after_another_becomes_dense(make):
+def test_carries_become_dense_one_after_another(make):
     """The first is dense after one turn, the second after two: the types settle on the third."""
     ws = [make(key, SHAPE) for key in jax.random.split(KEY, 3)]
     body = lambda c: (c[0] + 1.0, c[0], c[1])
@@ -37,7 +37,7 @@ def test_one_slot_after_another_becomes_dense(make):
     assert not any(isinstance(x, vn.ImplicitArray) for x in out)
 
 
-def test_a_slot_that_keeps_its_type_is_left_alone():
+def test_a_carry_that_keeps_its_type_stays_implicit():
     body = lambda c: (c[0], jnp.tanh(c[1] @ c[0]), c[2] * 2.0)
     loop = lambda *c: lax.scan(lambda c, _: (body(c), c[0]), c, None, length=3)
     (kept, dense, changed), stacked = check(loop, W, X, W)
@@ -46,14 +46,14 @@ def test_a_slot_that_keeps_its_type_is_left_alone():
     assert not isinstance(changed, vn.ImplicitArray)
 
 
-def test_a_loop_in_a_loop():
+def test_nested_loops_agree_with_dense():
     inner = lambda w: lax.while_loop(lambda s: s[1] < 2, lambda s: (s[0] * 2.0, s[1] + 1), (w, 0))[
         0
     ]
     check(lambda w: lax.fori_loop(0, 2, lambda _, w: inner(w), w), W)
 
 
-def test_no_turn_gives_the_type_that_every_number_of_turns_gives():
+def test_a_loop_without_iterations_returns_the_same_type():
     loop = lambda w, n: lax.fori_loop(0, n, lambda _, w: w * 2.0, w)
     for n in (0, 1):
         assert not isinstance(check(loop, W, jnp.array(n)), vn.ImplicitArray)
@@ -123,7 +123,7 @@ LENGTHS = {
 @pytest.mark.parametrize(("length", "name"), LENGTHS.values(), ids=LENGTHS)
 @pytest.mark.parametrize(("slot", "program"), DIFFERING.values(), ids=DIFFERING)
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_the_slot_and_both_sides_are_named(wrap, slot, program, length, name):
+def test_errors_name_the_carry_and_both_types(wrap, slot, program, length, name):
     one, other = name.format(1), name.format(2)
     sides = rf"{slot} is ({one}.*{other}|{other}.*{one}).*metadata differs"
     with pytest.raises(TypeError, match=sides):
@@ -178,5 +178,5 @@ CUTTING = {
 
 @pytest.mark.parametrize("value", DEPENDENT.values(), ids=DEPENDENT)
 @pytest.mark.parametrize("program", CUTTING.values(), ids=CUTTING)
-def test_rows_that_depend_on_each_other(program, value):
+def test_carries_that_exchange_values_agree_with_dense(program, value):
     check(program, value)

@@ -73,7 +73,7 @@ def test_a_nonzero_array_gets_no_unit(program):
         vn.implicit(program)(Strict(LENGTH.x))
 
 
-def test_a_loop_whose_body_would_lose_a_label_is_refused():
+def test_a_loop_whose_body_loses_a_label_raises():
     loop = lambda t: jax.lax.fori_loop(0, 2, lambda i, t: jnp.exp(t), t)
     with pytest.raises(RuntimeError, match="refuses to lose its label"):
         vn.implicit(loop)(Tagged(jnp.ones(3), "m"))
@@ -118,7 +118,7 @@ def refuse(self):
     ],
     ids=["concrete leaves", "a typo", "the leaf is something else"],
 )
-def test_a_dense_branch_needs_a_known_type(value, error):
+def test_a_dense_branch_of_unknown_type_raises(value, error):
     choose = lambda p, d: jax.lax.cond(p, lambda d: d, lambda d: jnp.full(3, 5.0), d)
     with pytest.raises(error):
         vn.implicit(choose)(jnp.array(False), value)

@@ -100,7 +100,7 @@ def test_a_sum_is_quantized_before_and_after_adding():
 
 @pytest.mark.parametrize("key", [None, KEY], ids=["to nearest", "at random"])
 @pytest.mark.parametrize("name", ["psum", "all_gather", "all_gather, tiled"])
-def test_all_devices_have_the_same(name, key):
+def test_all_devices_get_the_same_result(name, key):
     found = over_blocks(lambda x: EACH[name][0](x, "int4", key=key), check_vma=False)(X)
     for i in range(1, 8):
         np.testing.assert_array_equal(found[i], found[0])
@@ -113,14 +113,14 @@ def test_a_sum_does_not_vary_over_devices():
 
 @of_each
 @pytest.mark.parametrize("qtype", ["int8", "float8_e4m3fn", "mxfp8"])
-def test_a_quarter_of_the_bytes(name, qtype):
+def test_8_bit_collectives_send_a_quarter_of_the_bytes(name, qtype):
     ours, exact = EACH[name]
     packed = bytes_received(over_blocks(lambda x: ours(x, qtype)), LARGE)
     dense = bytes_received(over_blocks(exact), LARGE)
     assert 0.25 * dense < packed <= 0.27 * dense
 
 
-def test_int4_takes_an_eighth():
+def test_int4_collectives_send_an_eighth_of_the_bytes():
     packed = bytes_received(over_blocks(lambda x: psum(x, "i", "int4")), LARGE)
     assert packed <= 0.14 * bytes_received(over_blocks(lambda x: lax.psum(x, "i")), LARGE)
 
@@ -174,7 +174,7 @@ def test_zero_plus_plus_gathers_again_and_scatters_gradients():
     assert sorted(sent) == sorted([*both, ("f32", "all_to_all"), ("u8", "all_to_all")])
 
 
-def test_there_is_a_derivative_of_the_second_order():
+def test_second_derivatives_are_close_to_exact_ones():
     of_sum = lambda x: jnp.sum(jnp.sin(psum_scatter(x[0], "i", tiled=True)))
     slope = jax.grad(lambda x: jnp.sum(jax.grad(of_sum)(x) ** 2))
     exact = lambda x: jnp.sum(jnp.sin(lax.psum_scatter(x[0], "i", tiled=True)))
@@ -233,7 +233,7 @@ def test_a_decoder_learns_as_by_exact_sums(how):
 # Trees, implicit operands and large arrays.
 
 
-def test_trees_and_arrays_too_small_to_quantize():
+def test_small_arrays_of_a_tree_are_sent_exactly():
     tree = {"w": X, "bias": X[:, 0, :4], "one": X[:, 0, 0]}
     exact = over_blocks(lambda x: lax.psum(x, "i"))(tree)
     zeros = jax.tree.map(jnp.zeros_like, tree)
@@ -249,7 +249,7 @@ def test_trees_and_arrays_too_small_to_quantize():
     np.testing.assert_array_equal(gathered[3], tree["bias"])
 
 
-def test_over_two_axes_of_a_mesh_and_over_one():
+def test_collectives_run_over_one_or_two_mesh_axes():
     both = over_blocks(lambda x: psum(x, ("x", "y")), mesh=GRID)(X)
     np.testing.assert_array_equal(both, over_blocks(lambda x: psum(x, "i"))(X))
     one = over_blocks(lambda x: psum_scatter(x[0], "y", tiled=True)[None], mesh=GRID)(X)
@@ -268,7 +268,7 @@ def test_sums_of_halves_are_in_f32(dtype):
     assert grad.dtype == dtype
 
 
-def test_vmap_of_collectives_and_axes_of_vmap():
+def test_collectives_work_inside_and_over_a_vmap():
     stack = jnp.stack([X, 2 * X], 1)
     per_row = over_blocks(jax.vmap(lambda x: psum(x, "i"), in_axes=1, out_axes=1))(stack)
     for i in range(2):
@@ -278,7 +278,7 @@ def test_vmap_of_collectives_and_axes_of_vmap():
     np.testing.assert_allclose(by_vmap, over_blocks(lambda x: psum(x, "i"))(X), rtol=1e-6)
 
 
-def test_a_value_with_nan_is_seen_by_all():
+def test_a_nan_reaches_all_devices_but_not_the_error():
     run = over_blocks(lambda x, e: psum(x, "i", error=e))
     found, error = run(X.at[3, 7, 5].set(jnp.nan), jnp.zeros_like(X))
     assert jnp.isfinite(error).all()  # which the next step is given, too

@@ -100,7 +100,7 @@ PROGRAMS = {
 
 @of_the_flat_types
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_shard_map(program, name):
+def test_shard_map_agrees_with_dense(program, name):
     w = MAKE[name]()
     if program == "two mesh axes on one of w" and name == "int4":
         w = MAKE[name]((8, 16))  # so that each of the 8 devices has a byte
@@ -109,12 +109,12 @@ def test_shard_map(program, name):
 
 @of_each_type
 @pytest.mark.parametrize("program", ["columns of w", "captured", "grad of it"])
-def test_shard_map_in_every_way(program, name):
+def test_shard_map_agrees_under_every_transformation(program, name):
     check(PROGRAMS[program], X, MAKE[name](), ways=WAYS)
 
 
 @of_each_type
-def test_a_shard_map_within_another(name):
+def test_nested_shard_maps_agree_with_dense(name):
     def outer(x, w):
         inner = jax.shard_map(matmul, in_specs=ROWS[0], out_specs=ROWS[1], axis_names={"x"})
         return inner(x, w)
@@ -140,7 +140,7 @@ def test_grad_with_respect_to_the_leaves(program, name):
 
 @pytest.mark.parametrize("program", ["rows of x", "columns of w, unchecked", "captured"])
 @pytest.mark.parametrize("outside", [True, False], ids=["vmap outside", "vmap inside"])
-def test_vmap_over_values(program, outside):
+def test_vmap_of_shard_map_agrees_with_dense(program, outside):
     w = MAKE["lora"]((3, 8, 8))
     f = PROGRAMS[program]
     over = lambda f: jax.vmap(f, in_axes=(None, 0))
@@ -153,12 +153,12 @@ def test_vmap_over_values(program, outside):
 
 @of_each_type
 @pytest.mark.parametrize("spec", [P(), P("x"), P(None, "y"), P("x", "y")], ids=str)
-def test_values_come_out_as_they_went_in(spec, name):
+def test_shard_map_returns_values_of_the_same_type(spec, name):
     w = MAKE[name]()
     assert type(check(shard(lambda w: w, spec, spec), w)) is type(w)
 
 
-def test_a_label_goes_through_whole():
+def test_shard_map_keeps_labels():
     f = shard(jnp.sin, P("x", "y"), P("x", "y"))
     captured = lambda x: shard(lambda: jnp.sin(x), (), P())()
     for program in (f, captured):
@@ -168,7 +168,7 @@ def test_a_label_goes_through_whole():
             assert_close(out.x, jnp.sin(X))
 
 
-def test_a_label_goes_round_a_loop_in_the_body():
+def test_a_loop_in_shard_map_keeps_labels():
     loop = lambda x: jax.lax.scan(lambda c, _: (jnp.sin(c), c), x, None, length=2)
     f = shard(loop, P("x"), (P("x"), P(None, "x")))
     last, all_ = jax.jit(vn.implicit(f))(Tagged(X, "metres"))
@@ -176,7 +176,7 @@ def test_a_label_goes_round_a_loop_in_the_body():
     assert_close((last.x, all_.x), (jnp.sin(jnp.sin(X)), jnp.stack([X, jnp.sin(X)])))
 
 
-def test_batch_axes_are_cut_in_every_leaf():
+def test_every_leaf_is_split_along_batch_axes():
     w = MAKERS["lora"](KEY, (4, 8, 8))
     out = check(shard(lambda w: w, P("y"), P("y")), w)
     assert type(out) is Lora
@@ -192,7 +192,7 @@ def test_types_without_a_partition_are_materialized():
     check(PROGRAMS["rows of x"], X, w)
 
 
-def test_a_type_that_refuses_to_be_dense_is_not_cut():
+def test_splitting_a_type_without_dense_form_raises():
     hot = OneHot(jnp.float32(2.0), index=1, n=8)
     f = lambda spec: vn.implicit(shard(lambda x, y: x @ y, (P(None, *spec), spec), P()))
     assert_close(f(P())(X, hot), 2 * X[:, 1])
@@ -218,7 +218,7 @@ def test_a_leaf_that_varies_over_blocks_is_not_replicated(check_vma):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_an_aval_without_varying_axes_works(check_vma):
+def test_an_aval_can_omit_the_varying_axes(check_vma):
     f = shard(lambda x: x, P("x"), P("x"), check_vma=check_vma)
     assert type(check(f, Stated(X))) is Stated
 
@@ -236,7 +236,7 @@ class Constant(vn.ImplicitArray):
         return Constant(P(), self.n)
 
 
-def test_a_block_of_another_shape_than_the_dense_one_is_not_used():
+def test_blocks_with_another_shape_than_dense_materialize():
     check(shard(lambda c: c * 2, P("x"), P("x")), Constant(jnp.ones(()), 8), events=("shard_map",))
 
 
@@ -251,7 +251,7 @@ def test_a_wrong_partition_is_rejected():
         vn.implicit(shard(lambda w: w, P("x"), P("x")))(Wrong(jnp.eye(8), X.T, X))
 
 
-def test_the_users_mistakes_are_told_as_for_dense_arrays():
+def test_wrong_specs_raise_the_error_of_dense_arrays():
     f = shard(lambda x, w: {"a": x, "w": w}, (P(), P("x")), {"a": P(), "w": P()})
     with pytest.raises(ValueError, match=r"out_specs\['w'\] is P\(\) which implies"):
         jax.jit(vn.implicit(f))(X, MAKE["lora"]())
@@ -260,7 +260,7 @@ def test_the_users_mistakes_are_told_as_for_dense_arrays():
 # Over explicit axes.
 
 
-def test_leaves_may_be_cut_along_fewer_axes_than_the_dense_array():
+def test_leaves_can_be_split_along_fewer_axes_than_dense():
     w = MAKE["lora"]()
     with jax.set_mesh(EXPLICIT):
         w = ColumnLora(put(w.w, None, "y"), put(w.a, "x"), put(w.b, None, "y"), w.scale)
@@ -275,7 +275,7 @@ def test_leaves_may_be_cut_along_fewer_axes_than_the_dense_array():
             assert_close(jax.jit(vn.implicit(f))(w), expected, TOLERANCE)
 
 
-def test_capture_is_refused_as_for_dense_arrays():
+def test_captured_sharded_values_raise_as_dense_ones_do():
     f = lambda x, w: jax.shard_map(lambda x: x @ w, out_specs=P("x"))(x)
     with jax.set_mesh(EXPLICIT):
         x, w = put(X, "x"), put(MAKE["lora"]())

@@ -42,7 +42,7 @@ def test_a_constraint_keeps_the_type(spec, name):
     assert jax.tree.structure(out) == jax.tree.structure(w)
 
 
-def test_a_constraint_holds_for_each_leaf():
+def test_a_sharding_constraint_applies_to_each_leaf():
     f = lambda w: jax.lax.with_sharding_constraint(w, NamedSharding(AUTO, P("x", "y")))
     out = jax.jit(vn.implicit(f))(MAKE["lora"]())
     assert specs_of(out) == [P("x", "y"), P("x"), P(None, "y")]
@@ -66,7 +66,7 @@ def test_the_cotangent_of_a_constraint(name):
 
 @of_each_type
 @pytest.mark.parametrize("to", [NamedSharding(AUTO, P("x", "y")), jax.devices()[1], None], ids=str)
-def test_device_put_in_a_program(to, name):
+def test_device_put_in_a_program_keeps_the_type(to, name):
     w = MAKE[name]()
     out = check(lambda w: jax.device_put(w, to), w, ways=["eager"])
     assert type(out) is type(w)
@@ -75,7 +75,7 @@ def test_device_put_in_a_program(to, name):
         assert all(leaf.devices() == devices for leaf in jax.tree.leaves(out))
 
 
-def test_unreduced_leaves_have_no_specs():
+def test_unreduced_specs_have_no_specs_of_leaves():
     unreduced = P(None, None, unreduced={"x"})
     assert leaf_specs(MAKE["lora"](), unreduced, AUTO.shape, lambda size, _: size) is None
 
@@ -100,7 +100,7 @@ def test_at_top_level_a_value_is_put_as_a_pytree(name):
     assert_close(jitted(X, w), expected, TOLERANCE)
 
 
-def test_at_top_level_leaves_may_be_cut_each_in_its_way():
+def test_leaves_of_arguments_can_have_own_shardings():
     w = MAKE["lora"]()
     by_leaf = ColumnLora(*(NamedSharding(AUTO, spec) for spec in _COLUMNS_OF_LORA), scale=w.scale)
     put = jax.device_put(w, by_leaf)
@@ -152,7 +152,7 @@ EXPLICIT_PROGRAMS = {
 
 @of_the_flat_types
 @pytest.mark.parametrize("program", EXPLICIT_PROGRAMS)
-def test_explicit_mesh(program, name, explicit):
+def test_products_on_an_explicit_mesh_agree_with_dense(program, name, explicit):
     f = EXPLICIT_PROGRAMS[program]
     x, w = put(X, "x"), columns(MAKE[name]())
     assert w.aval() == jax.typeof(vn.materialise(w))
@@ -171,7 +171,7 @@ def test_reshard_keeps_the_type(spec, name, explicit):
 
 
 @of_each_type
-def test_an_explicit_mesh_without_jit(name, explicit):
+def test_eager_products_on_an_explicit_mesh_agree(name, explicit):
     x, w = put(X, "x"), columns(MAKE[name]())
     check(matmul, x, w, ways=["eager"])
 
@@ -187,7 +187,7 @@ def test_reshard_sets_the_sharding_that_an_aval_omits(explicit):
     assert_close(out, X)
 
 
-def test_explicit_axes_within_an_auto_mesh():
+def test_explicit_axes_in_an_auto_mesh_agree_with_dense():
     with jax.set_mesh(AUTO):
         f = explicit_axes(matmul, in_sharding=(P("x"), P(None, "y")))
         for name in MAKE:

@@ -275,7 +275,7 @@ def test_statistics_that_count_invalid_entries_raise(function):
         lambda f: vn.implicit(jax.checkpoint(f)),
     ],
 )
-def test_such_statistics_raise_in_transformed_functions(function, transformed):
+def test_counting_statistics_raise_in_transformed_functions(function, transformed):
     x = operands()[0]
     of_a_slice = lambda x: function(x).sum()
     with pytest.raises(TypeError, match=r"counts all entries.* Use "):
@@ -290,7 +290,7 @@ def test_a_sum_can_be_divided_by_another_number():
         vn.implicit(jax.jit(lambda x: x.mean(keepdims=True)))(x)
 
 
-def test_it_cannot_be_materialized():
+def test_a_masked_array_cannot_be_materialized():
     x = operands()[0]
     for dense in (vn.materialise, np.asarray, vn.implicit(jnp.linalg.qr)):
         with pytest.raises(TypeError, match=r"Use x.filled\(0.0\)"):

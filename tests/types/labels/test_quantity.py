@@ -426,7 +426,7 @@ NEW_IN_JAX_0_12 = {"log2", "mulhi", "one_minus_square"}
 
 
 @pytest.mark.parametrize("name", sorted({*Quantity.laws, *Named.laws}))
-def test_each_law_is_that_of_a_primitive(name):
+def test_each_law_has_the_name_of_a_primitive(name):
     if name in NEW_IN_JAX_0_12 and jax.__version_info__ < (0, 12):
         pytest.skip("a primitive of JAX 0.12")
     assert find_primitive(name).name == name

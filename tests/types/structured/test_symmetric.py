@@ -46,7 +46,7 @@ test_under, test_over = claims(
 
 
 @pytest.mark.parametrize("lower", [True, False])
-def test_of_packs_one_triangle(lower):
+def test_from_dense_packs_one_triangle(lower):
     x = jnp.arange(18.0).reshape(2, 3, 3)
     kept = jnp.tril(x) if lower else jnp.triu(x)
     strictly = jnp.tril(x, -1) if lower else jnp.triu(x, 1)
