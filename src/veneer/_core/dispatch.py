@@ -88,7 +88,7 @@ def apply_rules(
 
 
 def _call_rule(function: Callable, target: Target, values: Sequence[Any], params: Params) -> Any:
-    """Call the function of a rule. Explain errors of endless recursion and of a wrong signature."""
+    """Call the function of a rule. Name the rule in errors of recursion and of its signature."""
     try:
         return function(*values, **params)
     except RecursionError as error:  # `function` and `target` are read from the stack frames
@@ -164,7 +164,10 @@ def _shape_and_dtype(aval: Any) -> tuple[Any, Any] | None:
 
 @lru_cache(maxsize=4096)
 def _abstract_results(target: Target, avals: Any, param_items: Any) -> list[Any] | None:
-    """Return shape and dtype of each result of a primitive, or None for invalid operands."""
+    """Return the shape and dtype of each result of a primitive for operands of the types `avals`.
+
+    Return None if JAX rejects the operands.
+    """
     try:
         out, _ = target.abstract_eval(*avals, **dict(param_items))
     except Exception:  # a primitive may raise anything for operands that it does not take

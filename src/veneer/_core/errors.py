@@ -40,10 +40,11 @@ CHECK_BUGS = (jax.errors.JAXTypeError, AttributeError, NameError)
 
 
 def check_fields(value: Any, error: Exception | None = None) -> None:
-    """Raise `TypeError` if a static field cannot be hashed, or a leaf is not an array.
+    """Raise `TypeError` if an implicit array has an unhashable static field or a leaf of no array.
 
-    `error` is an error that a method of the value has raised. If JAX raised it because the method
-    needs the concrete value of a traced bool or integer, raise an error that names this leaf.
+    `error` is an error that a method of the implicit array has raised. If JAX raised it because the
+    method needs the concrete value of a traced bool or integer, raise an error that names this
+    leaf.
     """
     check_metadata(value)
     leaves = jax.tree_util.tree_leaves_with_path(value)
@@ -72,11 +73,11 @@ def check_fields(value: Any, error: Exception | None = None) -> None:
 
 
 def check_leaves_fit(value: Any, error: Exception) -> None:
-    """Raise `ValueError` if a `__post_init__` or `__check_init__` of a value rejects its leaves.
+    """Raise `ValueError` if `__post_init__` or `__check_init__` rejects the leaves of `value`.
 
-    Call this after a method of the value has raised `error`. A function such as `jax.tree.map` may
-    have changed each leaf separately, without the checks that the constructor runs. If a check has
-    raised `error`, do nothing: its message is clear.
+    Call this after a method of this implicit array has raised `error`. A function such as
+    `jax.tree.map` may have changed each leaf separately, without the checks that the constructor
+    runs. If a check has raised `error`, do nothing: its message is clear.
     """
     # Look for a running check of this value. The first variable of a method is `self`.
     for frame, _ in traceback.walk_stack(sys._getframe()):
@@ -115,7 +116,10 @@ def reject_refs_and_float0(values: Sequence[Any], error: Exception | None = None
 
 
 def derivatives_error(name: str, mention_hijax: bool = False) -> TypeError:
-    """Return the error for an operand of type `name` whose leaves are derivatives."""
+    """Return the error for an operand of type `name` whose leaves are derivatives.
+
+    `mention_hijax` adds the remedies that need `vn.hijax`.
+    """
     remedy = (
         " With vn.hijax.enabled(), the backward rule of a jax.custom_vjp gets the dense cotangent. "
         "vn.ste gives a function the derivative of the identity."
@@ -128,18 +132,18 @@ def derivatives_error(name: str, mention_hijax: bool = False) -> TypeError:
 
 
 def is_marked_as_derivatives(value: Any) -> bool:
-    """Return whether `vn.hijax` has marked a value that holds the derivatives of leaves."""
+    """Return whether `vn.hijax` has marked an implicit array that holds derivatives of leaves."""
     return getattr(value, "_holds_derivatives", False)
 
 
 def holds_derivatives(value: Any) -> bool:
-    """Return whether a value is marked as derivatives, or has a leaf of dtype float0."""
+    """Return whether an implicit array is marked as derivatives, or has a leaf of dtype float0."""
     dtypes = [getattr(x, "dtype", None) for x in value.__dict__.values()]
     return is_marked_as_derivatives(value) or jax.dtypes.float0 in dtypes
 
 
 def reject_derivatives(value: Any, error: Exception | None = None) -> None:
-    """Raise `TypeError`, caused by `error`, if the leaves of a value are derivatives."""
+    """Raise `TypeError`, caused by `error`, if the leaves of an implicit array are derivatives."""
     if holds_derivatives(value):
         raise derivatives_error(type(value).__name__, value.dense_tangent) from error
 

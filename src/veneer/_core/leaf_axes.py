@@ -63,7 +63,7 @@ class LeafAxis(NamedTuple):
 
 
 class Movement(NamedTuple):
-    """A change of the axes of an array by a primitive such as `transpose` or `reshape`."""
+    """The effect of a primitive such as `transpose` or `reshape` on the axes of its operand."""
 
     shape: Shape  # the shape of the result
     axes: tuple[int | None, ...]  # for each axis of the operand, its index in the result; or None
@@ -76,7 +76,10 @@ def aligned_axes(ndim: int) -> tuple[LeafAxis, ...]:
 
 
 def are_valid_axes(axes: Any, ndims: list[int]) -> bool:
-    """Return whether `leaf_axes` returned a `LeafAxis` or None for each axis of each leaf."""
+    """Return whether `axes` has, for each leaf, a `LeafAxis` or None for each axis.
+
+    `ndims` is the number of axes of each leaf.
+    """
     if not isinstance(axes, list | tuple) or not all(isinstance(a, list | tuple) for a in axes):
         return False
     has_valid_entries = all(isinstance(x, LeafAxis | None) for entries in axes for x in entries)

@@ -66,10 +66,10 @@ class use_trace:
 
 
 def mark_staging_trace() -> AbstractContextManager[None]:
-    """Return a context for a rule that traces a program to a jaxpr with the current trace.
+    """Return a context in which a rule traces a program to a jaxpr with the current trace.
 
-    The rule was selected for the types of all operands. So in this trace, a tracer that looks dense
-    to `implicit` is dense in the outer calls of `implicit`, too.
+    Enclosing calls of `implicit` need not be searched for the operands of this program: the rule
+    was selected for the types of all operands, so an operand that looks dense is dense everywhere.
     """
     return set_variable(_staging_trace, current_trace())
 
@@ -89,10 +89,11 @@ def enclosing_implicit(trace: Any) -> Any:
 
 
 def mixes_with_outer(trace: Any, tracers: Sequence[Any]) -> bool:
-    """Return whether one of the operands `tracers` may be an implicit array of an outer call.
+    """Return whether an operand of a primitive may be an implicit array of an outer call.
 
-    `trace` is the trace of the inner call of `implicit`. Such an operand is a tracer of the outer
-    call, or of a transformation inside the outer call, where implicit arrays look dense.
+    `trace` is the trace of the inner call of `implicit`, and `tracers` are the operands. An
+    implicit array of the outer call is a tracer of that call, or of a transformation inside the
+    outer call, where implicit arrays look dense.
     """
     if trace.outer is None:
         return False
@@ -128,7 +129,7 @@ def _traces_hiding_values(trace: Any) -> list[Any]:
 
 
 def as_tracer(value: Value) -> Any:
-    """Return a tracer of the current trace for a value that a program under `implicit` has built.
+    """Return a tracer of the current trace for an implicit array built by a program.
 
     In a trace of another transformation, such as `jax.grad`, the tracer is the result of the
     primitive `pack`, which makes one array of the leaves.
@@ -146,7 +147,7 @@ def as_tracer(value: Value) -> Any:
 
 
 def outside_implicit_error(value: Value) -> OutsideImplicitError:
-    """Return the error for a JAX function that is called with a value outside `implicit`."""
+    """Return the error for a JAX function that is called with `value` outside `implicit`."""
     (name,) = describe([value])
     return OutsideImplicitError(
         f"JAX functions cannot take {name} outside vn.implicit. Wrap the function that uses it, "
@@ -157,15 +158,15 @@ def outside_implicit_error(value: Value) -> OutsideImplicitError:
 
 
 def builds_values(primitive: Primitive, params: dict[str, Any]) -> bool:
-    """Return whether a primitive, or a jaxpr in its parameters, builds values with `pack`."""
+    """Return whether a primitive is `pack`, or has a parameter that is a jaxpr with `pack`."""
     return _is_pack_used and is_or_contains(primitive, params, pack.name)
 
 
 def compose_value(value: Value, run: Callable[[Callable, Sequence[Any]], list[Any]]) -> Any:
-    """Return a value that a program built, with the paths of its weights for reports.
+    """Return an implicit array built by a program, with the paths of its weights for reports.
 
     If a leaf is an implicit array that the type does not accept, such as a `Quantity` in a
-    `Diagonal`, report this and return the dense array of the value. For that, `run(function,
+    `Diagonal`, report this and return the dense array of `value`. For that, `run(function,
     leaves)` must call `function(*leaves)` with the rules of the leaves.
     """
     leaves, structure = jax.tree.flatten(value, is_leaf=is_part(value))

@@ -137,7 +137,7 @@ class Event:
         """The texts `how` and `no_kernel`, joined with a comma."""
         return ", ".join(filter(None, (self.how, self.no_kernel)))
 
-    def met_by(self, sources: Sequence[Source], line: str) -> "Event":
+    def for_call(self, sources: Sequence[Source], line: str) -> "Event":
         """Return a copy of this event of a traced program for one call of the program.
 
         `sources[i]` are the paths of the weights that operand `i` of the call comes from. `line` is
@@ -158,12 +158,12 @@ class Event:
 
 
 def paths_of(source: Source) -> tuple[str, ...]:
-    """Return the weight paths in a source, without the integers for operands (see `Source`)."""
+    """Return the weight paths in a `Source`, without the integers, which are operand numbers."""
     return tuple(x for x in source if isinstance(x, str))
 
 
 def resolve_source(source: Source, operands: Sequence[Source]) -> Source:
-    """Replace each integer `i` in a source by `operands[i]`, the source of operand `i` of a call.
+    """Replace each integer `i` in a `Source` by `operands[i]`, the weight paths of operand `i`.
 
     Keep `FOUND`, the path of weights without a name. Drop the other paths: they name the weights of
     the call that was traced, and `operands` has the paths of this call.
@@ -218,7 +218,7 @@ def current_policy() -> Policy:
 
 
 def policy_in_force(policy: Policy) -> AbstractContextManager[None]:
-    """Return a context in which `policy` is the current policy.
+    """Return a context in which `policy` is the current policy, the reaction to materialization.
 
     A function that runs later gets the policy under which it was defined. If that was `RECORD`, and
     its block of `recorded_events` has ended, the context keeps the current policy.
@@ -272,7 +272,7 @@ def recorded_events() -> Iterator[list[Event]]:
 
 
 def must_replay_events(policy: Policy) -> bool:
-    """Return whether each call of a traced program must emit the events of its tracing.
+    """Return whether each call of a traced program must emit the events of its trace again.
 
     Under `ALLOW`, events have no effect. Under `ERROR`, tracing has raised the error already.
     """
@@ -311,7 +311,10 @@ def note_how(how: str, dense: Sequence[int] = (), no_kernel: str = "") -> None:
 
 
 def report_rule(primitive: str, operands: Callable[[], Operands], rule: str) -> None:
-    """Emit the event of a rule that ran, if it materialized an operand or events are collected."""
+    """Emit the event of a rule that ran, if it materialized an operand or events are collected.
+
+    `operands` returns the description of the operands. `rule` is the file and line of the rule.
+    """
     policy, (how, dense, no_kernel) = _policy.value, _how.get()
     _how.set(("", (), ""))
     if any(dense) or policy is RECORD or policy.events is not None:
@@ -322,7 +325,10 @@ def report_rule(primitive: str, operands: Callable[[], Operands], rule: str) -> 
 
 
 def report_materialised(primitive: str, operands: Callable[[], Operands], why: str = "") -> None:
-    """Emit the event of a primitive that runs on materialized operands, for the reason `why`."""
+    """Emit the event of a primitive that runs on materialized operands, for the reason `why`.
+
+    `operands` returns the description of the operands.
+    """
     if _policy.value is not ALLOW:
         shown, sources, dense, caches = operands()
         event = Event(primitive, shown, None, sum(dense), user_line(), why, sources, dense, caches)

@@ -172,7 +172,7 @@ _clear_caches: list[Callable[[], None]] = [_selected.clear]
 
 
 def clear_with_rules(clear: Callable[[], None]) -> None:
-    """Register a function that clears a cache. It is called whenever a rule is added."""
+    """Register `clear`, a function that clears a cache, to be called whenever a rule is added."""
     _clear_caches.append(clear)
 
 
@@ -321,9 +321,10 @@ def _swap_operands(rule: RegisteredRule) -> RegisteredRule:
 
 
 def structural(name: str) -> Callable[[_F], _F]:
-    """Return a decorator that adds a function as the rule of the primitive `name` for all types.
+    """Return a decorator that adds a structural rule: a rule of the primitive `name` for all types.
 
-    The primitive contains programs, like `scan`. The rule checks and reports its results itself.
+    A structural rule is for a primitive that contains programs, like `scan`, or that calls the
+    host. The rule checks and reports its results itself.
     """
 
     def add(function: _F) -> _F:

@@ -39,7 +39,7 @@ _leaf_sources: ContextVar[Mapping[int, Source]] = ContextVar(
 
 
 def leaf_sources(items: Iterable[tuple[Any, Source]]) -> AbstractContextManager[None]:
-    """Return a context in which `find_source` knows the weights that some leaves come from.
+    """Return a context in which `find_source` knows the weights from which some leaves come.
 
     `items` are pairs of a tree of leaves and the paths of the weights. The caller must keep the
     trees alive, because leaves are found by their `id`.
@@ -49,7 +49,10 @@ def leaf_sources(items: Iterable[tuple[Any, Source]]) -> AbstractContextManager[
 
 
 def find_source(x: Any) -> Source:
-    """Return the paths of the weights that a value or a leaf comes from, or an empty tuple."""
+    """Return the paths of the weights from which an implicit array or a leaf comes.
+
+    Return an empty tuple if it comes from no weight, or if no report needs the paths.
+    """
     if (source := source_of(x)) or current_policy() is ALLOW:
         return source
     if isinstance(x, Value):
@@ -63,10 +66,10 @@ def find_source(x: Any) -> Source:
 
 
 def with_source(value: Any, source: Source) -> Any:
-    """Record the paths of the weights that a value comes from, and return the value.
+    """Record the paths of the weights from which an implicit array comes, and return the array.
 
-    Also record the paths for the values in its fields. Do nothing if `source` is empty or `value`
-    is not an implicit value.
+    Also record the paths for the implicit arrays in its fields. Do nothing if `source` is empty or
+    `value` is a dense array.
     """
     if source and isinstance(value, Value):
         object.__setattr__(value, "_source", source)
@@ -76,7 +79,7 @@ def with_source(value: Any, source: Source) -> Any:
 
 
 def tag_sources(tree: T) -> T:
-    """Return a tree whose implicit arrays record the paths of the weights that they come from."""
+    """Return a tree whose implicit arrays record the paths of the weights from which they come."""
 
     def tag(x: Any) -> Any:
         if not isinstance(x, Value) or source_of(x) or not (source := find_source(x)):
@@ -88,14 +91,17 @@ def tag_sources(tree: T) -> T:
 
 
 def keep_sources(before: Sequence[Any], after: S) -> S:
-    """Copy the weight paths of the values `before` to the values `after`, and return `after`."""
+    """Copy the recorded weight paths of `before[i]` to `after[i]`, and return `after`.
+
+    Both are sequences of arrays, dense or implicit.
+    """
     return restore_sources(map(source_of, before), after)
 
 
 def restore_sources(sources: Iterable[Source], values: S) -> S:
-    """Record the given weight paths in each value, and return the values.
+    """Record the weight paths `sources[i]` in the implicit array `values[i]`, and return `values`.
 
-    A function that JAX calls later holds sources instead of the values, because tracers must not
+    A function that JAX calls later holds the paths instead of the arrays, because tracers must not
     outlive their trace.
     """
     for source, value in zip(sources, values, strict=True):
@@ -108,7 +114,8 @@ def propagate_sources(
 ) -> None:
     """Record the weight paths of operands in results that count as the same weight, like `w.T`.
 
-    If there are as many results as operands, each result comes from the operand at its index.
+    `values` are the operands of a primitive, and `out` is its result or the list of its results. If
+    there are as many results as operands, each result comes from the operand at its index.
     Otherwise, each result may come from all operands.
     """
     is_same_weight = lambda x, v: is_value(v) and _counts_as_weight(x, v, primitive, params)

@@ -131,7 +131,7 @@ class ImplicitTrace(Trace):
     def _call_custom(
         self, primitive: Primitive, tracers: Sequence[Any], params: dict[str, Any]
     ) -> Sequence[Any]:
-        """Run a `custom_jvp` or `custom_vjp` by its structural rule."""
+        """Run a `custom_jvp` or `custom_vjp` function by its rule for implicit operands."""
         if self.requires_low:  # No outer trace takes derivatives. JAX drops custom rules, too.
             return self._inline(params["fun"], tracers)
         with use_trace(self.parent, self.outer):
@@ -147,7 +147,7 @@ class ImplicitTrace(Trace):
     def _apply_structural_rule(
         self, primitive: Primitive, tracers: Sequence[Any], params: dict[str, Any]
     ) -> Any:
-        """Call the structural rule of a primitive with the values of its operands."""
+        """Call the structural rule (see `rules.structural`) of a primitive on its operands."""
         if mixes_with_outer(self, tracers):
             tracers = self._pack_operands(tracers)
         return structural_rule(primitive)(*map(self.unwrap, tracers), trace=self, **params)

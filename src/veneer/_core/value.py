@@ -200,9 +200,9 @@ def is_value(x: Any) -> bool:
 
 
 def has_all_leaves(value: Value) -> bool:
-    """Return whether every array field of a value is set.
+    """Return whether every array field of an implicit array is set.
 
-    If not, the value is a part of a partitioned tree, and `implicit` treats it as a plain pytree.
+    If not, it is a part of a partitioned tree, and `implicit` treats it as a plain pytree.
     """
     fields = type(value)._fields
     for name, content in value.__dict__.items():
@@ -225,7 +225,7 @@ def is_part(value: Any) -> Callable[[Any], bool]:
 
 
 def source_of(x: Any) -> Source:
-    """Return the recorded paths of the weights that a value comes from, or an empty tuple."""
+    """Return the recorded paths of the weights from which `x` comes, or an empty tuple."""
     return get_cached(x, "_source", ()) if isinstance(x, Value) else ()
 
 
@@ -235,9 +235,9 @@ def aval_of(x: Any) -> Any:
 
 
 def declared_layout(value: Value) -> tuple[list[Any], Any, Sequence[Axes] | None]:
-    """Return the parts of a value, their tree structure, and the checked result of `leaf_axes`.
+    """Return the parts of an implicit array, their tree structure, and the result of `leaf_axes`.
 
-    A part is a leaf, or an implicit array in a field.
+    A part is a leaf, or an implicit array in a field. Raise `TypeError` if the result is invalid.
     """
     parts, structure = jax.tree.flatten(value, is_part(value))
     axes = value.leaf_axes()
@@ -250,7 +250,7 @@ def declared_layout(value: Value) -> tuple[list[Any], Any, Sequence[Axes] | None
 
 
 class OpaqueNode:
-    """The base class of pytrees that `implicit` passes on without a look inside: `vn.hijax.Box`."""
+    """The base class of pytrees whose leaves `implicit` does not wrap, such as `vn.hijax.Box`."""
 
 
 def is_opaque_leaf(x: Any) -> bool:
@@ -279,7 +279,7 @@ def materialise_one(x: Any) -> Any:
 
 
 def _tree_type(value: Value) -> Any:
-    """Return the tree structure of a value and the types of its leaves."""
+    """Return the tree structure of an implicit array and the types of its leaves."""
     leaves, structure = jax.tree.flatten(value)
     return structure, list(map(jax.typeof, leaves))
 
@@ -325,7 +325,10 @@ def materialise(tree: Any) -> Any:
 
 
 def make_dense(primitive: Primitive, values: Sequence[Any], why: str = "") -> list[Any]:
-    """Return the operands of a primitive, materialized, and report this with the reason `why`."""
+    """Return the operands of a primitive as dense arrays, and report those that are materialized.
+
+    `why` is the reason in the report.
+    """
     if not any(map(is_value, values)):
         return list(values)
     report_materialised(primitive.name, lambda: describe_operands(values), why)
@@ -341,7 +344,7 @@ def make_dense(primitive: Primitive, values: Sequence[Any], why: str = "") -> li
 
 
 def _materialise_checked(value: Value) -> Any:
-    """Return the dense array of a value. Raise `TypeError` if it differs from `aval()`."""
+    """Return the dense array of a value. Raise `TypeError` if its type differs from `aval()`."""
     dense = materialise_one(value)
     declared, actual = value.aval(), _aval_of_dense(value, dense)
     if (declared.shape, declared.dtype) != (actual.shape, actual.dtype):
@@ -353,7 +356,10 @@ def _materialise_checked(value: Value) -> Any:
 
 
 def _aval_of_dense(value: Value, dense: Any) -> Any:
-    """Return the type of `dense`, the result of `value.materialise()`. Reject other than arrays."""
+    """Return the type of `dense`, the result of `value.materialise()`.
+
+    Raise `TypeError` if it is not an array.
+    """
     try:
         return jax.typeof(dense)
     except TypeError:
@@ -393,7 +399,10 @@ def _summary(x: Any) -> str:
 
 
 def _aval_of_materialise(value: Value, x64: bool) -> jax.core.ShapedArray:
-    """Return the type of the dense array by tracing `materialise`. Explain errors of the trace."""
+    """Return the type of the dense array by tracing `materialise`.
+
+    Errors of the trace get a note, or are replaced by an error that names the wrong field.
+    """
     leaves, treedef = jax.tree.flatten(value)
     try:
         return _find_aval(treedef, tuple(map(jax.typeof, leaves)), x64)

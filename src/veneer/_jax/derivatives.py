@@ -25,7 +25,7 @@ from .primitives import Primitive
 def transform_flat_function(
     function: lu.WrappedFun, transform: Callable[[Callable], Callable]
 ) -> lu.WrappedFun:
-    """Return a `WrappedFun` that calls `transform(f)`. `f` is the inner function of `function`."""
+    """Return a copy of a `WrappedFun` that calls `transform(f)` instead of its function `f`."""
     call_transformed = lambda inner, *args: transform(inner)(*args)
     return lu.transformation2(call_transformed)(function)
 
@@ -60,7 +60,7 @@ RootLinearMap: Any = getattr(solves, "_RootLinearMap", _Absent)
 
 
 def get_operand_structure(operands: Any) -> Any:
-    """Return the parameter `in_tree` of a `custom_vmap` equation with these operands."""
+    """Return the tree structure of operands as the parameter `in_tree` of `custom_vmap` has it."""
     registry = getattr(custom_batching, "tracing_registry", None)  # JAX >= 0.12
     return registry.flatten(operands)[1] if registry else jax.tree.structure(operands)
 
@@ -120,7 +120,10 @@ def _wrap_derivative_rules(primitives: Sequence[Primitive], is_on: Callable[[], 
 
 
 def _put_tangent_in_scope(primitive: Primitive, rule: Callable, is_on: Callable) -> Callable:
-    """Return a derivative rule that computes the tangent in the scope and the primal outside."""
+    """Wrap the derivative rule of a primitive, to compute tangents in the scope `TANGENT_SCOPE`.
+
+    The primal result is computed outside the scope. Nothing changes while `is_on()` is False.
+    """
 
     @wraps(rule)
     def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
@@ -135,10 +138,10 @@ def _put_tangent_in_scope(primitive: Primitive, rule: Callable, is_on: Callable)
 
 
 def _put_custom_rule_in_scope(process: Callable, is_on: Callable) -> Callable:
-    """Wrap the method of a trace that runs `custom_jvp` functions.
+    """Wrap `process`, the method by which a trace runs `custom_jvp` functions.
 
-    The rule of the user runs in the scope, for the tangents. The function itself runs outside, for
-    the primal results.
+    The rule of the user runs in the scope `TANGENT_SCOPE`, for the tangents. The function itself
+    runs outside, for the primal results. Nothing changes while `is_on()` is False.
     """
 
     @wraps(process)

@@ -63,7 +63,10 @@ def make_exportable(cls: Any) -> None:
 
 
 def _encode(x: Any, cls: type, field: str) -> Any:
-    """Return a JSON value for the value of a static field, or for an item of a tuple in it."""
+    """Convert the value of the static field `cls.field`, or an item of a tuple in it, to JSON.
+
+    Raise `TypeError` if it is not a number, string, dtype, None or a tuple of these.
+    """
     if x is None or type(x) in (bool, int, float, str):
         return x
     if isinstance(x, tuple):
@@ -86,7 +89,7 @@ def _encode(x: Any, cls: type, field: str) -> Any:
 
 
 def _decode(x: Any, cls: type, field: str) -> Any:
-    """Return the value that `_encode` has written as the JSON value `x`."""
+    """Return the value of the static field `cls.field` that `_encode` has converted to `x`."""
     if not isinstance(x, dict):
         return x
     if "tuple" in x:

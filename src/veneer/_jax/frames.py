@@ -92,7 +92,7 @@ def current_scopes() -> list[tuple[str, str]]:
 
 
 def is_read_by_operator() -> bool:
-    """Return whether an operator of `jax.Array`, such as `+`, is reading the other operand.
+    """Return whether an operator of `jax.Array`, such as `+`, is reading `__jax_array__`.
 
     Then `__jax_array__` of the operand raises AttributeError, so that the operator returns
     NotImplemented, and Python calls the operator of the operand.
@@ -161,7 +161,7 @@ def _check_dtypes(frame: FrameType, value: Any) -> None:
 
 
 def _check_scanned_sizes(frame: FrameType, value: Any) -> None:
-    """Raise the error of `jax.lax.scan` if the leaves of a scanned value differ in length."""
+    """Raise the error of `jax.lax.scan` if leaves of the scanned `value` differ in length."""
     variables, leaves = frame.f_locals, jax.tree.leaves(value)
     if "xs_flat" in variables or (frame.f_code.co_name == "scan" and "init_flat" not in variables):
         return  # JAX is flattening a carry or a result, whose leaves may have any size
@@ -171,7 +171,7 @@ def _check_scanned_sizes(frame: FrameType, value: Any) -> None:
 
 
 def _check_mapped_sizes(frame: FrameType, value: Any) -> None:
-    """Raise the error of `jax.vmap` if the leaves of a value differ in size along mapped axes."""
+    """Raise the error of `jax.vmap` if leaves of `value` differ in size along the mapped axes."""
     leaves = {id(leaf) for leaf in jax.tree.leaves(value)}
     mapped = zip(frame.f_locals["vals"], frame.f_locals["dims"], strict=True)
     sizes = {np.shape(x)[axis] for x, axis in mapped if id(x) in leaves and axis is not None}
@@ -251,7 +251,7 @@ _running = threading.local()
 
 
 def check_caller(value: Any, *, flattened: bool) -> None:
-    """Raise the error that a calling function of JAX is about to raise for a value, with a note.
+    """Raise the error that a calling function of JAX is about to raise for `value`, with a note.
 
     The functions that flatten (`flattened=True`) and unflatten an implicit array call this
     function. It adds 0.1 to 0.6 us per implicit array to each call of a compiled function.
@@ -266,7 +266,7 @@ def check_caller(value: Any, *, flattened: bool) -> None:
 
 
 def _run_check(frame: FrameType, value: Any, checks: _Checks) -> None:
-    """Run our check for the function that called JAX's tree functions, if `checks` has one."""
+    """Run the check in `checks` for the function that called JAX's tree functions, if any."""
     frame = next(f for f in frames_from(frame) if f.f_code.co_name not in _TREE_FUNCTIONS)
     check = checks.get((frame.f_globals.get("__name__", ""), frame.f_code.co_name))
     if check is None:

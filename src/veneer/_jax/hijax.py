@@ -106,7 +106,7 @@ def copy_shaped_array(aval: Any, model: jax.core.ShapedArray) -> None:
 
 
 def make_high_primitive(name: str) -> Primitive:
-    """Return a primitive that takes high types and returns a list. It has no rules yet."""
+    """Return a new primitive without rules, which takes high types and returns a list."""
     primitive = Primitive(name)
     primitive.multiple_results = True
     # JAX replaces a primitive for which `is_high` returns True before it lowers a program.
@@ -196,9 +196,9 @@ def holds_tracers(leaves: Sequence[Any]) -> bool:
 
 
 def stage_constant(x: Any) -> Any:
-    """Return the result of a rule as a tracer, if a jaxpr is being traced. Otherwise return `x`.
+    """Return a concrete array as a tracer, if a jaxpr is being traced. Otherwise return `x`.
 
-    JAX < 0.12 rejects a result that is a constant.
+    JAX < 0.12 rejects a rule that returns a concrete array there.
     """
     trace = core.trace_ctx.trace
     if isinstance(trace, pe.DynamicJaxprTrace) and hasattr(x, "dtype") and isinstance(x, jax.Array):

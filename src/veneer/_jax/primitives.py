@@ -36,7 +36,7 @@ _primitives: dict[str, Primitive] = {}
 
 
 def _find_primitives() -> dict[str, Primitive]:
-    """Return the primitives of all imported modules of JAX by name.
+    """Return a dict from names to the primitives of all imported modules of JAX.
 
     A primitive has a printed name (in jaxprs) and an attribute name (`neg` for `jax.lax.neg_p`). A
     printed name takes precedence over an attribute name. If two primitives still share a name, the
@@ -94,7 +94,7 @@ def close_jaxpr(jaxpr: Any) -> Any:
 
 
 def open_jaxpr(closed: Any) -> tuple[Any, list[Any]]:
-    """Return the jaxpr that takes the constants as first inputs, and the list of constants."""
+    """Return a jaxpr that takes the constants of `closed` as first inputs, and the constants."""
     return convert_constvars_jaxpr(closed.jaxpr), list(closed.consts)
 
 
@@ -254,7 +254,7 @@ def wrap_lowering(primitive: Primitive, platform: str, rule: Callable[..., Any])
 
 
 def find_partition_spec(mesh: Any, sharding: Any, ndim: int) -> PartitionSpec:
-    """Return the `PartitionSpec` of a sharding that XLA's partitioner chose.
+    """Return the `PartitionSpec` on a mesh of a sharding that XLA's partitioner chose.
 
     The result is an empty spec if no spec can express the sharding. For example, the partitioner
     can split an array over a part of a mesh axis.

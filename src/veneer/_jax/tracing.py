@@ -1,4 +1,4 @@
-"""Inspect the current trace, the types of traced arrays, and what is known of their entries."""
+"""Inspect the current trace, the types of traced arrays, and their known entries."""
 
 from collections.abc import Callable, Iterator, Sequence
 from math import gcd, prod
@@ -48,7 +48,7 @@ def traces_around(trace: Any) -> Iterator[Any]:
 
 
 def is_eager() -> bool:
-    """Return whether a primitive bound now would be computed at once."""
+    """Return whether a primitive that is bound now is computed at once, not traced."""
     return type(core.trace_ctx.trace) is core.EvalTrace
 
 
@@ -105,7 +105,7 @@ def set_type_function(cls: type, type_of: Callable[[Any], Any]) -> None:
 
 
 def find_mesh(types: Sequence[Any]) -> Any:
-    """Return the mesh of the first type that has one, or the empty mesh."""
+    """Return the mesh of the first of some array types that has a mesh, or the empty mesh."""
     meshes = [aval.sharding.mesh for aval in types if isinstance(aval, core.ShapedArray)]
     return next((mesh for mesh in meshes if not mesh.empty), empty_abstract_mesh)
 
@@ -127,7 +127,10 @@ def slice_type(x: Any) -> Any:
 
 
 def varying_axes(*arrays: Any) -> frozenset[str]:
-    """Return the manual mesh axes along which any of the arrays varies."""
+    """Return the manual mesh axes along which any of the arrays varies.
+
+    In a `shard_map`, an array varies along a mesh axis if its devices may hold different values.
+    """
     return frozenset[str]().union(*(jax.typeof(x).mat.varying for x in arrays))
 
 

@@ -71,7 +71,10 @@ def text_table(
 
 
 def _natural_widths(headings: Cells, all_rows: Rows, right: Collection[str]) -> list[int]:
-    """Return the width of each column if only the headings in `right` are wrapped, at spaces."""
+    """Return the width of each column if no cell is wrapped.
+
+    Only the headings in `right`, of columns with numbers, are wrapped at spaces.
+    """
     words = [heading.split() if heading in right else [heading] for heading in headings]
     rows = [row for row in all_rows if not isinstance(row, str) and row != headings]
     columns = zip(*rows, strict=True) if rows else [()] * len(headings)
@@ -81,7 +84,8 @@ def _natural_widths(headings: Cells, all_rows: Rows, right: Collection[str]) -> 
 def _fit_widths(natural: Sequence[int], is_number: Sequence[bool], room: int) -> list[int]:
     """Return column widths whose sum is at most `room`, if possible.
 
-    Columns of numbers keep their natural width. The other columns get a common maximum.
+    `natural` has the widths of columns that are not wrapped. Columns of numbers keep them. The
+    other columns get a common maximum.
     """
     text_widths = [n for n, keeps in zip(natural, is_number, strict=True) if not keeps]
     text_room = room - (sum(natural) - sum(text_widths))
@@ -118,7 +122,7 @@ def wrap_text(text: str, width: int) -> list[str]:
 def html_table(
     headings: Cells, rows: Rows, total: Cells | None = None, right: Collection[str] = ()
 ) -> str:
-    """Return a table as an HTML `table` element."""
+    """Return a table, given the arguments of `text_table`, as an HTML `table` element."""
     import html  # slow to import
 
     styles = [' style="text-align: right"' if heading in right else "" for heading in headings]
@@ -141,7 +145,7 @@ def html_table(
 def rich_table(
     headings: Cells, rows: Sequence[Cells], total: Cells | None = None, right: Collection[str] = ()
 ) -> Any:
-    """Return a table as a `rich.table.Table`."""
+    """Return a table, given the arguments of `text_table`, as a `rich.table.Table`."""
     from rich import box
     from rich.table import Table
     from rich.text import Text

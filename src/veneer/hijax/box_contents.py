@@ -108,7 +108,7 @@ class Contents:
         return [ref[...] for ref in self.references()[: self.treedef.num_leaves]]
 
     def _reject_condition(self, traces: Sequence[Trace]) -> None:
-        """Raise an error if one of the traces stages the condition of a `while_loop`."""
+        """Raise an error if one of the traces builds the jaxpr of a condition of a `while_loop`."""
         if any(staged_for(trace) == "while_cond" for trace in traces):
             raise NotImplementedError(
                 f"{self!r} is used in the condition of a while_loop. JAX's references do not show "
@@ -131,9 +131,9 @@ class Contents:
         return self.is_concrete and any(ref._refs._buf.is_deleted() for ref in self.refs or ())
 
     def _traces_inside(self) -> list[Trace]:
-        """Return the traces between the current program and the creation trace, innermost first.
+        """Return the traces that were started since the contents were made, innermost first.
 
-        The first is the current trace. The creation trace is excluded.
+        The first is the current trace. The trace in which the contents were made is excluded.
         """
         traces = []
         for trace in enclosing_traces(current_trace()):
@@ -155,7 +155,10 @@ class Contents:
         self.is_written = True
 
     def _write_values(self, leaves: Sequence[Any], treedef: Any) -> None:
-        """Replace the contents with values of the creation trace, whose structure may be new."""
+        """Replace the contents with a pytree of the trace in which the contents were made.
+
+        Its structure may be new.
+        """
         with _lock:
             if self.refs is not None and self._has_types(leaves, treedef) and not self._is_lost():
                 for ref, leaf in zip(self.refs, leaves, strict=False):
@@ -167,12 +170,11 @@ class Contents:
     def _move_to_creation_trace(
         self, leaves: Sequence[Any], treedef: Any, traces: Sequence[Trace]
     ) -> tuple[list[Any], Any]:
-        """Convert a new value, which the current trace computed, to a value of the creation trace.
+        """Convert a pytree of the current trace to the trace in which the contents were made.
 
-        The value is a pytree, `leaves` and `treedef`, and so is the result. A leaf that one of
-        `traces`, the traces inside the creation trace, differentiates becomes its primal. Raise
-        ValueError if a leaf depends on these traces in another way, for example because `jax.vmap`
-        maps it.
+        `leaves` and `treedef` are the pytree. The result is a pair, too. `traces` are the traces
+        between. A leaf that one of them differentiates becomes its primal. Raise ValueError if a
+        leaf depends on these traces in another way, for example because `jax.vmap` maps it.
         """
         for trace in traces:
             leaves = [primal_in(trace, leaf) for leaf in leaves]
@@ -188,7 +190,10 @@ class Contents:
         return list(leaves), treedef
 
     def _write_staged(self, leaves: Sequence[Any], treedef: Any, traces: Sequence[Trace]) -> None:
-        """Stage writes to the references. If the structure or a type changes, replace contents."""
+        """Write a pytree to the references, while JAX traces a jaxpr.
+
+        If its structure or a type is new, the contents are replaced (see `_change_structure`).
+        """
         leaves, treedef = unpack_typed(leaves, treedef, stop_gradients=self.stops_gradients)
         self._reject_condition(traces)
         if not self._has_types(leaves, treedef):
@@ -204,7 +209,7 @@ class Contents:
         self._write_references(self.references(), leaves)
 
     def _write_references(self, refs: Sequence[Any], leaves: Sequence[Any]) -> None:
-        """Write each leaf to its reference, with or without a tangent as the reference requires."""
+        """Write each leaf to its `jax.Ref`, with a tangent only if the `Ref` stores tangents."""
         for ref, leaf in zip(refs, leaves, strict=False):
             if not self.stops_gradients and jnp.issubdtype(leaf.dtype, jnp.inexact):
                 leaf = _match_tangent(ref[...], leaf)
@@ -292,7 +297,7 @@ class Contents:
     # References.
 
     def unpack(self) -> None:
-        """Replace each leaf that is an implicit array of a high type by its own leaves."""
+        """Replace each implicit array that is one leaf of the contents by its leaves."""
         if self.refs is None:
             with set_current_trace(self.creation_trace):
                 self._leaves, self.treedef = unpack_typed(
@@ -302,8 +307,8 @@ class Contents:
     def references(self) -> list[Any]:
         """Return the references to the contents: a `jax.Ref` for each leaf.
 
-        The first call makes them, in the creation trace. Contents without leaves have one
-        reference, by which JAX still recognizes the Box.
+        The first call makes them, in the trace in which the contents were made. Contents without
+        leaves have one reference, by which JAX still recognizes the Box.
         """
         with _lock:
             if self.refs is None:
@@ -400,7 +405,7 @@ def flatten_contents(value: Any) -> tuple[list[Any], Any]:
 def unpack_typed(
     leaves: Sequence[Any], treedef: Any, stop_gradients: bool = False
 ) -> tuple[list[Any], Any]:
-    """Replace each leaf that is an implicit array of a high type by its own leaves.
+    """Replace each implicit array that is one leaf of a pytree by its leaves.
 
     Return the leaves and the structure of the new pytree. If there is such a leaf and
     `stop_gradients` is true, the results have no derivatives.
@@ -413,7 +418,7 @@ def unpack_typed(
 
 
 def _unwrap(x: Any) -> Any:
-    """Return the implicit array, or its derivatives, in a tracer of `vn.implicit` or an operand.
+    """Return the implicit array in a tracer of `vn.implicit`, a `HighArray` or a `Tangent`.
 
     Any other `x` is returned unchanged.
     """

@@ -122,10 +122,11 @@ clear_with_rules(_types_of_results.cache_clear)
 def jvp(
     primals: Sequence[Any], tangents: Sequence[Any], *, operation: Operation
 ) -> tuple[list[Any], list[Any]]:
-    """Return the results and their tangents.
+    """Return the results of an operation of `high`, and their tangents.
 
-    A tangent is `Zero`, an array, or a `Tangent`. If `operation.jvp` returns None, use the
-    derivative of the rule, or of the program if an operand or a result has a dense tangent.
+    A tangent is `Zero`, an array, or a `Tangent`. If `operation.jvp` returns None, JAX
+    differentiates the rule that the operation runs on leaves. But if an operand or a result has a
+    dense tangent, JAX's derivative rule of the primitive runs on the implicit operands.
     """
     if (results := operation.jvp(primals, tangents)) is not None:
         return results
@@ -152,7 +153,7 @@ def _rule_jvp(
     varies: tuple[bool, ...],
     out: Sequence[Any],
 ) -> list[Any]:
-    """Return the tangents of the results `out`, by JAX's derivative of the rule on leaves.
+    """Return the tangents of the results `out`. JAX differentiates the rule on the leaves.
 
     `varies` says which tangents are not `Zero`.
     """
@@ -166,15 +167,15 @@ def _rule_jvp(
 def _program_jvp(
     operation: Apply, primals: Sequence[Any], tangents: Sequence[Any]
 ) -> tuple[list[Any], list[Any]]:
-    """Return the results and their tangents, by JAX's derivative rule of the primitive.
+    """Return the results of a primitive and their tangents, by the derivative rule of JAX.
 
-    The rule takes the implicit operands and dense tangents.
+    The derivative rule takes the implicit operands and dense tangents.
     """
     operands = [as_high_array(value_of(p)) for p in primals]
     dense = [_dense_tangent(p, t) for p, t in zip(primals, tangents, strict=True)]
     params = operation.parameters.params
     out, out_tangents = call_jvp_rule(operation.primitive, operands, dense, params)
-    pairs = [_matching(as_high_array(x), t) for x, t in zip(out, out_tangents, strict=True)]
+    pairs = [_match_result(as_high_array(x), t) for x, t in zip(out, out_tangents, strict=True)]
     return [x for x, _ in pairs], [t for _, t in pairs]
 
 
@@ -188,11 +189,11 @@ def _dense_tangent(primal: Any, tangent: Any) -> Any:
     return apply(Jvp(Materialise(t), (True,), (True,)), primal, tangent)[0]
 
 
-def _matching(x: Any, tangent: Any) -> tuple[Any, Any]:
-    """Return a result and its tangent, given its dense tangent.
+def _match_result(x: Any, tangent: Any) -> tuple[Any, Any]:
+    """Return a result `x` and its tangent, given the tangent of the dense array.
 
-    If the result is an implicit array whose tangent has an array for each leaf, and the dense
-    tangent is not zero, materialize the result.
+    If the result is an implicit array whose tangent must have an array for each leaf, and the dense
+    tangent is not zero, return the dense array instead of the implicit array.
     """
     t = jax.typeof(x)
     if not isinstance(t, HighType) or t.dense_tangent:
@@ -205,9 +206,9 @@ def _matching(x: Any, tangent: Any) -> tuple[Any, Any]:
 def _jvp_to_dense(
     operation: Operation, primals: Sequence[Any], tangents: Sequence[Any], out: Sequence[Any]
 ) -> tuple[list[Any], list[Any]]:
-    """Return results and tangents of an operation that returns a value with a dense tangent.
+    """Return results and tangents of an operation with a result that has a dense tangent.
 
-    `out` are the results without a derivative.
+    `out` are the results of the operation, computed without a derivative.
     """
     if isinstance(operation, Apply):
         return _program_jvp(operation, primals, tangents)
@@ -224,7 +225,7 @@ def _jvp_of_dense(
 ) -> tuple[list[Any], list[Any]]:
     """Return results and tangents of an operation with an operand that has a dense tangent.
 
-    The operation is not an `Apply`. `out` are the results without a derivative.
+    The operation is not an `Apply`. `out` are its results, computed without a derivative.
     """
     if isinstance(operation, Vmap):
         return jvp_of_vmap(operation, primals, tangents)

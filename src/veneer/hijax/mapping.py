@@ -35,7 +35,10 @@ from .values import apply, expose, has_derivatives, value_of, within_rule
 
 
 def reject_marked_arguments(function: Callable) -> Callable:
-    """Wrap a loop or a conditional of JAX, to raise for arguments that are marked derivatives."""
+    """Wrap a loop or a conditional of JAX, to reject derivatives of leaves as arguments.
+
+    These are implicit arrays marked by `mark_derivatives`. JAX would take them for arrays.
+    """
 
     @wraps(function)
     def check_and_call(*args: Any, **kwargs: Any) -> Any:
@@ -46,9 +49,9 @@ def reject_marked_arguments(function: Callable) -> Callable:
 
 
 def reject_marked(name: str, x: Any) -> None:
-    """Raise an error if a user's rule is running and `x` has marked derivatives.
+    """Raise an error if a user's derivative rule is running, and `x` holds derivatives of leaves.
 
-    `name` is the JAX function that would take them for arrays.
+    `name` is the JAX function that would take the derivatives for arrays.
     """
     if within_rule.value and has_derivatives(x):
         raise derivatives_error(name)
@@ -62,9 +65,10 @@ maps_leaves = jax.make_user_context(False)
 
 
 def map_whole_values(is_vmappable: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Wrap JAX's predicate for objects that `jax.vmap` does not flatten. Add implicit arrays.
+    """Wrap JAX's predicate for objects that `jax.vmap` does not flatten: add implicit arrays.
 
-    If `maps_leaves` is set, do not add them. Otherwise, raise an error for marked derivatives.
+    If `maps_leaves` is set, they are not included. Otherwise, the wrapper raises an error for
+    implicit arrays that are marked as derivatives.
     """
 
     def is_whole(x: Any) -> bool:
@@ -88,7 +92,7 @@ def _type_of(x: Any) -> HighType:
 
 
 def materialise_traced(primitive: Primitive, x: Any) -> Any:
-    """Materialize an implicit array or a typed tracer, and report it under the current policy."""
+    """Materialize an implicit array, or a tracer of one, and report it as an operand."""
     value = value_of(x)
     if isinstance(value, Value) and not any(map(is_typed, jax.tree.leaves(value))):
         return make_dense(primitive, [value])[0]
@@ -105,7 +109,11 @@ def materialise_traced(primitive: Primitive, x: Any) -> Any:
 
 
 def slice_argument(to_elt: Callable) -> Callable:
-    """Wrap JAX's function that slices an argument of `vmap`: it makes a batch tracer of it."""
+    """Wrap JAX's function that makes a batch tracer of an argument of `vmap`.
+
+    For an implicit array, the mapped axis is an axis of the dense array. If the leaves cannot be
+    sliced along it, also after the axis is moved to the front, the array is materialized.
+    """
 
     def slice_any(trace: Any, get_idx: Any, x: Any, axis: Any) -> Any:
         if not isinstance(axis, int) or not _is_implicit(x) or not is_enabled():
@@ -124,9 +132,10 @@ def slice_argument(to_elt: Callable) -> Callable:
 
 
 def stack_result(from_elt: Callable) -> Callable:
-    """Wrap JAX's function that stacks a result of `vmap`, along an axis of the dense array.
+    """Wrap JAX's function that stacks a result of `vmap`, to stack along a dense axis.
 
-    It returns the stack and its axis, or None if the result is not mapped and has no `out_axes`.
+    The function returns the stack and its axis. The axis is None if the result is not mapped and
+    `out_axes` does not set an axis. Leaves that cannot be stacked raise `TypeError`.
     """
 
     def stack_any(
@@ -152,7 +161,7 @@ def stack_result(from_elt: Callable) -> Callable:
 def add_batch_axis(broadcast: Callable) -> Callable:
     """Wrap JAX's function that adds a batch axis to an array that is not mapped.
 
-    A typed value, or a tangent of one, is repeated along a new first axis of each leaf.
+    An implicit array, or a tangent of one, is repeated along a new first axis of each leaf.
     """
 
     def broadcast_any(x: Any, size: int, axis: int, mesh_axis: Any) -> Any:
@@ -166,7 +175,7 @@ def add_batch_axis(broadcast: Callable) -> Callable:
 
 
 def move_batch_axis(moveaxis: Callable) -> Callable:
-    """Wrap JAX's function that moves the batch axis, to move it in each leaf of a tangent."""
+    """Wrap JAX's function that moves the batch axis, to move the axis in each leaf of a tangent."""
 
     def move_any(x: Any, source: Any, destination: Any) -> Any:
         if source == destination or not isinstance(jax.typeof(x), TangentType):
@@ -179,7 +188,7 @@ def move_batch_axis(moveaxis: Callable) -> Callable:
 def select_values(select: Callable) -> Callable:
     """Wrap JAX's function that selects from the results of branches with a batched predicate.
 
-    Values of one type are selected leaf by leaf, so that the result has the same type.
+    If the results are implicit arrays of one type, select their leaves, so that the type is kept.
     """
 
     def select_any(which: Any, *cases: Any) -> Any:
@@ -307,9 +316,9 @@ def _check_stack(x: Any, axes: Any) -> None:
 
 
 def slice_dense_arrays(function: Callable) -> Callable:
-    """Wrap `lax.scan` or `lax.map`, to slice the dense arrays of `xs` along the first axis.
+    """Wrap `lax.scan` or `lax.map`, to slice implicit arrays in `xs` along the first dense axis.
 
-    A value in `xs` is materialized if slices of its leaves do not represent slices of the array.
+    An implicit array is materialized if slices of its leaves do not represent slices of the array.
     """
 
     def loop_over_slices(f: Any, *args: Any, **kwargs: Any) -> Any:
@@ -333,7 +342,7 @@ def slice_dense_arrays(function: Callable) -> Callable:
 
 
 def scan_whole_values(function: Callable) -> Callable:
-    """Wrap `lax.associative_scan`, to scan the dense array of a value, not each of its leaves."""
+    """Wrap `lax.associative_scan`, to scan an implicit array as one array, not leaf by leaf."""
     to_arrays = lambda tree: jax.tree.map(as_typed_operand, tree, is_leaf=_is_array)
 
     def scan_arrays(f: Any, elems: Any, *args: Any, **kwargs: Any) -> Any:
@@ -345,10 +354,10 @@ def scan_whole_values(function: Callable) -> Callable:
 
 
 def make_stackable(x: Any) -> Any:
-    """Materialize a typed result of a scan's body if its leaves cannot be stacked.
+    """Materialize a result of a scan's body if its leaves cannot be stacked.
 
-    Raise TypeError for an implicit array whose leaves cannot be stacked, because it may hold
-    derivatives. Return any other result unchanged.
+    The result is a tracer of an implicit array. Raise TypeError for a pytree of leaves instead,
+    because it may hold derivatives. Return any other result unchanged.
     """
     if not _is_implicit(x) or (is_value(x) and not is_complete(x)) or can_be_stacked(_type_of(x)):
         return x

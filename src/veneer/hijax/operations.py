@@ -87,9 +87,9 @@ class Apply(Operation):
 
 @dataclass(frozen=True)
 class Materialise(Operation):
-    """Materialize an implicit array of a type.
+    """Materialize an implicit array of the high type `type`.
 
-    With `of_leaves`, the operands are the arrays that the value is lowered to.
+    The operand is the implicit array. With `of_leaves`, the operands are its leaves.
     """
 
     type: HighType
@@ -105,7 +105,7 @@ class Materialise(Operation):
 class Jvp(Operation):
     """Compute the tangents of some results of the operation `of`.
 
-    The operands are the operands of `of`, then the tangents of those that vary.
+    The operands are the operands of `of`, then the tangents of the operands that vary.
     """
 
     of: Any
@@ -264,14 +264,17 @@ def stacked(x: Any, size: int) -> Any:
 
 
 def _with_stacked_leaves(x: Any, leaves: Sequence[Any]) -> Any:
-    """Return a stack of values like `x`, given the stacks of their leaves."""
+    """Return a stack of implicit arrays or tangents like `x`, given the stacks of their leaves."""
     if isinstance(x, Tangent):
         return Tangent(x.aval.inc_rank(leaves[0].shape[0], 0), list(leaves))
     return with_leaves(x, leaves)
 
 
 def differentiable_leaves(x: Any) -> list[Any]:
-    """Return the leaves of a value that have tangents. A dense tangent makes the value one leaf."""
+    """Return the leaves of an implicit array that have tangents.
+
+    An implicit array with a dense tangent is one leaf.
+    """
     return [leaf for leaf in _leaves_for_tangents(x) if is_inexact(strong_type_of(leaf))]
 
 
@@ -280,7 +283,7 @@ def _leaves_for_tangents(x: Any) -> list[Any]:
 
 
 def _with_differentiable_leaves(x: Any, new_leaves: Sequence[Any]) -> Any:
-    """Return a value with other leaves in place of the leaves that have tangents."""
+    """Return an implicit array with other leaves in place of the leaves that have tangents."""
     rest = iter(new_leaves)
     leaves = _leaves_for_tangents(x)
     new = [next(rest) if is_inexact(strong_type_of(leaf)) else leaf for leaf in leaves]
@@ -296,7 +299,10 @@ def _tangent_type(x: Any) -> Any:
 
 
 def _group_tangents(flat: Sequence[Any], types: Sequence[Any]) -> list[Any]:
-    """Return the tangents with these types (None for a dense tangent), given their leaves."""
+    """Return tangents of the given types, from a flat list of their leaves.
+
+    The type of a dense tangent is None.
+    """
     rest = iter(flat)
     pick = lambda t: next(rest) if t is None else Tangent(t, list(islice(rest, len(t.leaves))))
     return [pick(t) for t in types]

@@ -75,10 +75,10 @@ def accept_dense_specs(shard_map: Callable) -> Callable:
 
 
 def reject_leafwise_specs(broadcast_prefix: Callable) -> Callable:
-    """Wrap JAX's function that gives each leaf the spec of its subtree, to raise for values.
+    """Wrap JAX's function that gives each leaf the spec of its subtree, to reject implicit arrays.
 
-    A spec of the dense array would split the leaves wrongly. `accept_dense_specs` has made such a
-    value one leaf, unless `jax.shard_map` was called with high types off.
+    A spec of the dense array would split the leaves wrongly. `accept_dense_specs` has made such an
+    array one leaf, unless `jax.shard_map` was called with high types off.
     """
 
     def broadcast(specs: Any, tree: Any, *args: Any, **kwargs: Any) -> Any:
@@ -111,10 +111,10 @@ def _splits(spec: Any) -> bool:
 
 
 def _merge_leaves(name: str, specs: Any, tree: Any) -> Any:
-    """Return arguments or results, in which a value with a spec of its dense array is one leaf.
+    """Return arguments or results of a `shard_map`, with implicit arrays as one leaf each.
 
-    A value stays a pytree if it has a spec for each leaf, or if the spec splits nothing. `name` is
-    the argument of `shard_map` that has the specs.
+    An implicit array stays a pytree if it has a spec for each leaf, or if its spec splits nothing.
+    `name` is the argument of `shard_map` that has the specs.
     """
 
     def merge(spec: Any, x: Any) -> Any:
@@ -183,7 +183,7 @@ class _Body:
         self._results: Any = None  # the results as JAX's `FlatTree`
 
     def unpack_operands(self, args: Sequence[Any], specs: Sequence[Any]) -> tuple[Any, Any]:
-        """Return the operands with each typed one replaced by its leaves, and their specs."""
+        """Return the operands, with each implicit array replaced by its leaves, and their specs."""
         types = [_high_type_of(x) for x in args]
         if not any(types):
             return args, specs
@@ -233,16 +233,16 @@ class _Body:
 
 
 def _pack_values(specs: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
-    """Return arrays and typed values, given their leaves.
+    """Return dense and implicit arrays, each as one operand, given the leaves of all.
 
-    `specs` has an implicit array of specs for each typed value, and None for each array.
+    `specs` has an implicit array of specs for each implicit array, and None for each dense array.
     """
     tree = jax.tree.structure([0 if value is None else value for value in specs])
     return list(map(as_typed_operand, jax.tree.unflatten(tree, leaves)))
 
 
 def unpack_fully(x: Any) -> Any:
-    """Return a typed tracer as an implicit array whose leaves are all dense arrays.
+    """Return a tracer of an implicit array as an implicit array with dense arrays as leaves.
 
     A tracer of a tangent becomes a `Tangent`, and a `HighArray` its implicit array. Return any
     other object unchanged.
@@ -254,10 +254,11 @@ def unpack_fully(x: Any) -> Any:
 
 
 def move_captured_inside(trace: Trace, args: Sequence[Any]) -> list[Any]:
-    """Return operands of a primitive in a `shard_map`, with captured typed values moved inside.
+    """Return operands of a primitive in a `shard_map`, with captured implicit arrays moved inside.
 
-    A typed tracer of a trace other than `trace` is unpacked in its own trace, and its leaves are
-    packed in `trace`. This includes values that a loop inside the `shard_map` captures.
+    A tracer that belongs to another trace than `trace` is unpacked to its leaves in that trace, and
+    the leaves are packed in `trace`. This includes arrays that a loop inside the `shard_map`
+    captures.
     """
 
     def move(x: Any) -> Any:
@@ -320,7 +321,10 @@ _REDUCE = re.compile("psum|pmean|pmax|pmin")
 
 
 def _combine(name: str, function: Callable, x: Any) -> Any:
-    """Apply the collective `name` to a value or an array. `function` applies it to an array."""
+    """Apply the collective `name` to an array, dense or implicit, or to derivatives of leaves.
+
+    `function` applies it to one array.
+    """
     x = unpack_tangent(x)
     if not isinstance(x, Value):
         return function(_as_operand(name, x) if is_typed(x) else x)
@@ -341,9 +345,9 @@ def _combine(name: str, function: Callable, x: Any) -> Any:
 
 
 def _as_operand(name: str, x: Any) -> Any:
-    """Return a value as one operand of the collective `name`.
+    """Return an implicit array as one operand of the collective `name`.
 
-    The value is materialized for `psum`, `pmax` and `pmin`, whose results are dense arrays.
+    It is materialized for `psum`, `pmax` and `pmin`, whose results are dense arrays.
     """
     if name in ("psum", "pmax", "pmin") and not is_label(unpack(x)):
         return materialise_traced(find_primitive(name), x)

@@ -98,7 +98,7 @@ class StructuredType(HiType):
         )
 
     def parts(self, arrays: Sequence[Any], make: Callable[[Any, list[Any]], Any]) -> Sequence[Any]:
-        """Return the leaves of a value, given the arrays that it is lowered to.
+        """Return the leaves of a value of this type, given the arrays that JAX lowers the value to.
 
         `make(type, arrays)` builds a leaf of a high type. Any other leaf is one of the arrays.
         """
@@ -341,9 +341,9 @@ def has_tangent(t: Any) -> bool:
 
 
 def is_complete(value: Value) -> bool:
-    """Return whether a value represents an array: all leaves are present and fit together.
+    """Return whether the leaves of an implicit array are all present and fit together.
 
-    For example, the parts of a value that `equinox.partition` returns are not complete.
+    For example, the parts of an implicit array that `equinox.partition` returns are not complete.
     """
     if not has_all_leaves(value):
         return False
@@ -376,7 +376,7 @@ def abstract(treedef: Any, leaves: Sequence[Any]) -> Any:
 
 
 def abstract_of(a: Any) -> Any:
-    """Return the abstract array of a type. For a high type, return `abstract` of its leaves."""
+    """Return an abstract array of a type, or an implicit array of them for a high type."""
     if type(a) is HighType:
         return abstract(a.treedef, a.leaves)
     return abstract_array(a)
@@ -384,7 +384,7 @@ def abstract_of(a: Any) -> Any:
 
 @lru_cache(maxsize=4096)
 def can_be_stacked(type: HighType) -> bool:
-    """Return whether a stack of the leaves represents a stack of the values."""
+    """Return whether a stack of the leaves represents a stack of the arrays of this type."""
     return can_stack_leaves(abstract(type.treedef, type.leaves))
 
 
@@ -441,9 +441,10 @@ set_operand_conversion(Tangent, lambda x: x)
 
 
 def with_dense_tangents(tree: Any) -> Any:
-    """Return a tree in which each value with a dense tangent is one leaf, an operand.
+    """Return a tree in which each implicit array with a dense tangent is one leaf.
 
-    With high types off, return `tree` unchanged.
+    The class of such an array sets `dense_tangent`, as `QArray` does. With high types off, return
+    `tree` unchanged.
     """
     return jax.tree.map(_as_one_leaf, tree, is_leaf=is_value) if is_enabled() else tree
 
@@ -481,7 +482,7 @@ def unpack(x: Any) -> Any:
 
 
 def unpack_tangent(x: Any) -> Any:
-    """Return a tangent, or a tracer of one, as an implicit array of tangents, marked.
+    """Return a tangent, or a tracer of one, as an implicit array that is marked as derivatives.
 
     Return any other object unchanged.
     """
@@ -491,9 +492,10 @@ def unpack_tangent(x: Any) -> Any:
 
 
 def to_operand(value: Value) -> Any:
-    """Return an implicit array as an operand of a primitive. Marked derivatives become a tangent.
+    """Return an implicit array as one operand of a primitive.
 
-    Unlike this function, `as_typed_operand` rejects marked derivatives.
+    If it is marked as derivatives of leaves, return a `Tangent`. Unlike this function,
+    `as_typed_operand` raises an error then.
     """
     if not is_marked_as_derivatives(value):
         return as_typed_operand(value)

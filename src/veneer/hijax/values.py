@@ -147,9 +147,9 @@ class _MarkedNode:
 
 
 def keep_marks(tree: Any) -> Any:
-    """Return a tree in which marked derivatives are still marked after JAX rebuilds the tree.
+    """Return a tree whose marked derivatives (`mark_derivatives`) stay marked when JAX rebuilds it.
 
-    Outside of a user's rule, nothing is marked, and `tree` is returned unchanged.
+    Outside of a user's derivative rule, nothing is marked, and `tree` is returned unchanged.
     """
     if not within_rule.value or not has_derivatives(tree):
         return tree
@@ -203,7 +203,7 @@ def with_leaves(x: Any, leaves: Sequence[Any]) -> Any:
 
 
 def strong_leaf(leaf: Any) -> Any:
-    """Return a leaf as an array without a weak type. A part with a dense tangent stays a value."""
+    """Return a leaf as an array without a weak type. An implicit array stays implicit."""
     leaf = value_of(leaf)
     if isinstance(leaf, Value):
         return jax.tree.map(strong_leaf, leaf)
@@ -262,7 +262,7 @@ def apply(operation: Operation, *operands: Any) -> list[Any]:
 
 @dataclass(frozen=True)
 class Pack(Operation):
-    """Build a typed value or a tangent from its leaves."""
+    """Build an implicit array or a tangent, as one operand, from its leaves."""
 
     type: "HighType | TangentType"
     name = "pack"
@@ -273,7 +273,7 @@ class Pack(Operation):
 
 @dataclass(frozen=True)
 class Unpack(Operation):
-    """Return the leaves of a typed value or a tangent."""
+    """Return the leaves of an implicit array or a tangent."""
 
     type: "HighType | TangentType"
     name = "unpack"
@@ -305,7 +305,7 @@ class Add(Operation):
 
 
 def packed(type: "HighType | TangentType", arrays: Sequence[Any]) -> Any:
-    """Return a tracer of a type, given the arrays that its value is lowered to."""
+    """Return a tracer of an implicit array or a tangent, given the arrays of its lowered form."""
     return apply(Pack(type), *type.parts(arrays, packed))[0]
 
 

@@ -285,7 +285,7 @@ class _Check:
                 self.differences[title(name)] = text
 
     def _record_error(self, name: str, error: Exception) -> None:
-        """Store the error of a program: as a rejection if allowed, or else as a difference."""
+        """Store an error of a program as a rejection, if that is allowed, or as a difference."""
         text = " ".join(str(error).split())
         may_reject = isinstance(error, TypeError | ValueError) and self._type_name is not None
         if may_reject and str(self._type_name) in text:

@@ -53,9 +53,10 @@ CHOLESKY: dict[str, Program] = {"cholesky": lambda w, d: jnp.linalg.cholesky(w)}
 
 
 def programs_for_shape(shape: Shape) -> dict[str, Program]:
-    """Return a dict from names to programs for arrays of a shape, of any dtype.
+    """Return a dict from names to programs for arrays `w` and `d` of a shape, of any dtype.
 
-    JAX rejects some of the programs for some dtypes.
+    A program is a function of the tested array `w` and a dense array `d`. JAX rejects some of the
+    programs for some dtypes.
     """
     # `f=f` and `move=move` bind the loop variables now. Otherwise all lambdas use the last values.
     elementwise = {name: getattr(lax, name) for name in ELEMENTWISE if hasattr(lax, name)}

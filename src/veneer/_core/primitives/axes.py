@@ -15,9 +15,9 @@ from ..leaf_axes import Shape
 def reshape_leaf_shape(leaf_shape: Shape, old: Shape, new: Shape) -> Shape | None:
     """Return the shape of a leaf after its dense array is reshaped from `old` to `new`.
 
-    Each leaf entry is for a block of dense elements. Return None if a block is not
+    A leaf is a stored array with one entry per block of dense elements, such as one scale per tile.
+    `leaf_shape` is the number of blocks along each dense axis. Return None if a block is not
     contiguous, before or after, within the axes that are merged or split together.
-    `leaf_shape` is the number of leaf entries along each dense axis.
     """
     if leaf_shape == old:
         return new
@@ -42,7 +42,10 @@ def reshape_leaf_shape(leaf_shape: Shape, old: Shape, new: Shape) -> Shape | Non
 def find_packed_axis(
     block_counts: Shape, old: Shape, new: Shape, axis: int | np.integer, block: int
 ) -> int | None:
-    """Return the axis of packed blocks after a reshape, or None if they do not lie along one axis.
+    """Return the axis along which packed blocks lie after a reshape, or None if there are several.
+
+    A packed block is a group of dense elements that are stored together, such as 8 codes in 3
+    bytes.
 
     **Arguments:**
 
@@ -67,11 +70,11 @@ def find_packed_axis(
 
 
 def reshape_groups(old: Shape, new: Shape) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield pairs of old axes and new axes that have the same number of elements.
+    """Yield, for a reshape from `old` to `new`, pairs of old axes and the new axes they become.
 
-    A reshape splits and merges the axes of each pair separately. The axes are consecutive, apart
-    from axes of size 1, which are omitted. If symbolic sizes cannot be compared, the pair has all
-    remaining axes.
+    The old axes and the new axes of a pair have the same number of elements. The axes are
+    consecutive, apart from axes of size 1, which are omitted. If symbolic sizes cannot be compared,
+    the pair has all remaining axes.
 
     >>> list(reshape_groups((2, 3, 8), (6, 4, 2)))
     [([0, 1], [0]), ([2], [1, 2])]
@@ -100,10 +103,10 @@ def reshape_groups(old: Shape, new: Shape) -> Iterator[tuple[list[int], list[int
 
 
 def _shape_of_runs(entries: int, sizes: Sequence[int]) -> list[int] | None:
-    """Return the shape of a leaf with `entries` entries, each for a contiguous run of elements.
+    """Return how many runs there are along each axis, if an array is divided into equal runs.
 
-    The dense array has the shape `sizes`, and all runs have the same length. Return None if these
-    runs do not form a grid.
+    A run is a number of consecutive elements of the array, which has the shape `sizes`. `entries`
+    is the number of runs. Return None if the runs do not form a grid.
 
     >>> _shape_of_runs(6, [2, 12]), _shape_of_runs(2, [2, 12]), _shape_of_runs(4, [6, 2])
     ([2, 3], [2, 1], None)
@@ -162,12 +165,18 @@ class DotDimensionNumbers(NamedTuple):
         return DotDimensionNumbers(self.contracting[::-1], self.batch[::-1])
 
     def free(self, side: int, ndim: int) -> Axes:
-        """Return the axes of operand 0 or 1 that are neither contracted nor batch axes."""
+        """Return the axes of an operand that are neither contracted nor batch axes.
+
+        `side` is 0 for the left operand and 1 for the right operand, which has `ndim` axes.
+        """
         shared = (*self.contracting[side], *self.batch[side])
         return tuple(axis for axis in range(ndim) if axis not in shared)
 
     def without(self, lhs_axis: int | None, rhs_axis: int | None) -> "DotDimensionNumbers":
-        """Return the numbers after one axis of each operand is removed. None removes no axis."""
+        """Return the dimension numbers for operands without the axes `lhs_axis` and `rhs_axis`.
+
+        None removes no axis.
+        """
         contracting, batch = ((without(lhs, lhs_axis), without(rhs, rhs_axis)) for lhs, rhs in self)
         return DotDimensionNumbers(contracting, batch)
 

@@ -33,7 +33,7 @@ from .leaves import Leaf, can_move, layout_of, leaf_rule, rebuild
 
 
 class Exchange(NamedTuple):
-    """A collective of a dense array or of a leaf.
+    """A collective that sends slices of an array, or the whole array, to other devices.
 
     **Arguments:**
 
@@ -56,7 +56,7 @@ class Exchange(NamedTuple):
     gather: str = "all_gather"
 
     def movement(self, old_shape: Shape) -> Movement:
-        """Return the effect on an array: its new shape, and the new index of each axis."""
+        """Return the new shape of an array of shape `old_shape`, and the new index of each axis."""
         new_shape, axes = list(old_shape), tuple(range(len(old_shape)))
         if self.cut is not None:
             new_shape[self.cut] //= self.devices
@@ -92,9 +92,10 @@ class Exchange(NamedTuple):
         )
 
     def for_leaf(self, leaf: Leaf, dense_shape: Shape, is_checked: bool, is_same: bool) -> Any:
-        """Return the collective of a leaf that represents this collective of the dense array.
+        """Return the collective to run on a leaf, if this collective is for the dense array.
 
-        Return NotImplemented if there is no such collective.
+        The results of the leaves then represent the result of the dense array. Return
+        NotImplemented if there is no such collective.
 
         `is_checked` says whether JAX knows which arrays may differ between devices (`check_vma`).
         `is_same` says whether JAX knows that all devices have the same leaf.
@@ -130,14 +131,21 @@ class Exchange(NamedTuple):
 
 
 def _has_whole_blocks(axis: LeafAxis | None, size: int) -> bool:
-    """Return whether a slice of the given size along a dense axis has no partial block."""
+    """Return whether a slice of `size` dense elements along an axis has no partial block.
+
+    A block is a group of dense elements that share one entry of a leaf. `axis` is the axis of the
+    leaf, or None if the leaf lacks the axis.
+    """
     if axis is None or axis.block == "shared":
         return True
     return axis.block != "whole" and size % axis.block == 0
 
 
 def exchange_leaves(x: Value, exchange: Exchange) -> Any:
-    """Run a collective on the leaves of a value. Return the result, or NotImplemented."""
+    """Run a collective on the leaves of an implicit array, and rebuild the array from the results.
+
+    Return NotImplemented if the results could not represent the result of the dense array.
+    """
     x = x._movable()
     layout, old_shape = layout_of(x), x.aval().shape
     movement = exchange.movement(old_shape)
@@ -220,7 +228,7 @@ def _pbroadcast(x: Value, *, axis_name: Any, source: int) -> Value:
 
 
 def _bind_leaves(primitive: str, x: Value, axis_name: Any, **params: Any) -> Value:
-    """Bind a collective with each leaf.
+    """Bind a collective with each leaf of `x`, and return the results as an implicit array.
 
     JAX requires that each operand varies along the mesh axes of the collective. So first type each
     leaf as varying along these axes if any leaf of `x` varies along them.

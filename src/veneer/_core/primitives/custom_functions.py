@@ -86,7 +86,8 @@ def _run_jvp(
 
     The rule takes primals and tangents, and returns primal outputs and their tangents. The primal
     outputs are computed by `fun` instead in two cases: if one of our rules did not quantize or
-    record operands that `may_be_tangents`, or if `query_scopes` asks for the place of primitives.
+    record an operand because it may be a tangent, or if `query_scopes` asks for the place of
+    primitives. `run_later` is the result of `capture_context`.
     """
     with record_tangent_queries() as tangent_queries, IN_DERIVATIVE_RULE(True):
         results = run_later(jvp, is_derivative=True)(*args)
@@ -158,10 +159,10 @@ def _custom_vjp_call(
 
 
 def flatten_values(values: Sequence[Any]) -> tuple[list[Any], Callable, Callable]:
-    """Flatten values to one list of leaves.
+    """Flatten arrays, dense or implicit, to one list of leaves.
 
-    **Returns:** the leaves; a function that rebuilds the values from a list of leaves; a function
-    that splits such a list into one list per value. The functions do not capture the leaves, whose
+    **Returns:** the leaves; a function that rebuilds the arrays from a list of leaves; a function
+    that splits such a list into one list per array. The functions do not capture the leaves, whose
     tracers must not outlive their trace.
     """
     leaves, treedef = jax.tree.flatten(list(values))
@@ -225,7 +226,7 @@ def _fill_zeros(tangent: Any, symbolic_zeros: bool) -> Any:
 
 
 def dense_function_of(value: Value, selected: Sequence[bool]) -> tuple[Callable, list[Any]]:
-    """Return a function from some leaves of a value to its dense array, and the list of the leaves.
+    """Return a function from some leaves of an implicit array to its dense array, and the leaves.
 
     `selected` has a bool per leaf. The function takes the selected leaves. The others are constant.
     """
@@ -260,7 +261,11 @@ def combine_tangents(value: Any, tangents: Sequence[Any], symbolic_zeros: bool) 
 
 
 def _tangent_of_output(primal: Any, tangent: Any) -> Any:
-    """Return the tangent of an output: a label with the same metadata if the output is a label."""
+    """Return the tangent of an output: a label for a label, and a dense array for other outputs.
+
+    A label is an implicit array whose only leaf is the dense array, such as an array with a unit.
+    Its tangent has the same metadata. Any other implicit tangent is materialized.
+    """
     if not isinstance(primal, Value):
         return make_dense(_custom_jvp_p, [tangent])[0]
     structure: Any = jax.tree.structure(primal)
@@ -278,7 +283,7 @@ def leaf_cotangents(primitive: Primitive, operand: Value | None, cotangent: Any)
     """Return the cotangent of each leaf of an operand, given the cotangent of the dense array.
 
     `operand` is None for a dense operand. `cotangent` is None for a zero. The cotangent of a leaf
-    with an integer dtype is None.
+    with an integer dtype is None. If the cotangent is materialized, the report names `primitive`.
     """
     if is_label(cotangent):  # JAX takes an array here, so drop the metadata, such as a unit
         (cotangent,) = jax.tree.leaves(cotangent)
@@ -297,7 +302,10 @@ def leaf_cotangents(primitive: Primitive, operand: Value | None, cotangent: Any)
 
 
 def cast_cotangent(operand: Value, cotangent: Any) -> Any:
-    """Convert a dense cotangent to the dtype of the operand. Raise if the shapes differ."""
+    """Convert a dense cotangent to the dtype of the operand.
+
+    Raise `TypeError` if the shapes differ.
+    """
     aval = operand.aval()
     if jnp.shape(cotangent) != aval.shape:
         actual, expected = describe([cotangent, operand])

@@ -1,6 +1,6 @@
 """How the leaves of a value represent its dense array, and how to move elements in them.
 
-This module has what the rules for all types share:
+The rules for all types share three parts:
 
 - *Labels*: types whose only leaf is the dense array, with metadata such as a unit or a tag.
 - *Layouts*: which axis of each leaf corresponds to which axis of the dense array. The method
@@ -31,25 +31,29 @@ from ..value import Value, aval_of, declared_layout, is_part, is_value, make_den
 
 
 def is_label(value: Any) -> bool:
-    """Return whether a value is a label: it has one leaf, which is the dense array.
+    """Return whether an object is a label: an implicit array whose only leaf is the dense array.
 
-    The leaf may be abstract. It must have the shape and dtype of the value, and `materialise` must
-    return the leaf or raise an error. The class attribute `is_label` overrides the check of
-    `materialise`.
+    The leaf may be abstract. It must have the shape and dtype of the implicit array, and
+    `materialise` must return the leaf or raise an error. The class attribute `is_label` overrides
+    the check of `materialise`.
     """
     return isinstance(value, Value) and _label_kind(value) != "other"
 
 
 def has_no_dense_form(value: Any) -> bool:
-    """Return whether a value is a label (see `is_label`) that cannot be materialized."""
+    """Return whether an object is a label that cannot be materialized, such as a length in meters.
+
+    A label is an implicit array whose only leaf is the dense array.
+    """
     return isinstance(value, Value) and _label_kind(value) == "raises"
 
 
 def can_become_label(x: Any, label: Value) -> bool:
     """Return whether a dense array can be converted to a label of the same type as `label`.
 
-    An array of zeros can, because it is zero in any unit. Any array can if the label has no
-    metadata and cannot be materialized.
+    A label is an implicit array whose only leaf is the dense array, such as an array with a unit.
+    An array of zeros can be converted, because it is zero in any unit. Any array can be converted
+    if the label has no metadata and cannot be materialized.
     """
     return is_zero(x) or (not has_metadata(label) and has_no_dense_form(label))
 
@@ -57,13 +61,16 @@ def can_become_label(x: Any, label: Value) -> bool:
 def dense_unless(
     keep: Callable[[Any], bool], primitive: Primitive, values: Sequence[Any]
 ) -> list[Any]:
-    """Return all values, but materialize and report those for which `keep` returns False."""
+    """Return arrays, with each implicit array materialized for which `keep` returns False.
+
+    The materialized arrays are reported as operands of `primitive`.
+    """
     dense = iter(make_dense(primitive, [v for v in values if not keep(v)]))
     return [v if keep(v) else next(dense) for v in values]
 
 
 def _label_kind(value: Value) -> str:
-    """Return what `materialise` of a label does: "returns leaf" or "raises". Else "other"."""
+    """Return "returns leaf" or "raises", which `materialise` of a label does, or else "other"."""
     leaves, treedef = jax.tree.flatten(value)
     if len(leaves) != 1 or type(value).is_label is False:
         return "other"
@@ -97,18 +104,21 @@ def _find_label_kind(treedef: Any, leaf: Any) -> str:
 
 
 class Leaf(NamedTuple):
-    """The shape of a leaf, and the dense axis of each leaf axis, counted from the front."""
+    """A leaf of an implicit array: its shape, and the dense axis of each of its axes.
+
+    The dense axes are counted from the front.
+    """
 
     shape: Shape
     axes: Axes
     number: int  # the position of the leaf in its `LeafLayout`
 
     def axis_map(self) -> dict[int, int]:
-        """Return a dict from dense axes to the leaf axes that correspond to them."""
+        """Return a dict from axes of the dense array to the corresponding axes of the leaf."""
         return {axis.axis: i for i, axis in enumerate(self.axes) if axis is not None}
 
     def arrange(self, dense_order: Sequence[int | None]) -> list[int | None]:
-        """Return the order of the old leaf axes in a result, given the order of the dense axes.
+        """Return the order of the axes of a leaf in a result, given the order of the dense axes.
 
         In both lists, None is a new axis. A dense axis that is not in `dense_order` is removed. A
         leaf axis without a dense axis stays before its right neighbor. `dense_order` must not
@@ -127,7 +137,7 @@ class Leaf(NamedTuple):
 
 
 class LeafLayout(NamedTuple):
-    """The parts of a value and their axes. A part is a leaf, or an implicit array in a field."""
+    """The parts of an implicit array: its leaves, and the implicit arrays in its fields."""
 
     parts: list[Any]
     structure: Any  # the tree structure whose leaves are the parts
@@ -135,7 +145,7 @@ class LeafLayout(NamedTuple):
     is_declared: bool  # whether the type has `leaf_axes`. If False, the axes are batch axes.
 
     def dense_axes(self) -> set[int]:
-        """Return the dense axes, counted from the front, that leaf axes correspond to."""
+        """Return the axes of the dense array, counted from the front, that a part has, too."""
         return {axis.axis for leaf in self.leaves for axis in leaf.axes if axis is not None}
 
 
@@ -161,7 +171,10 @@ def layout_of(value: Value) -> LeafLayout:
 
 
 def _count_batch_axes(value: Value) -> int:
-    """Return the number of batch axes, or 0 if the type has a `default` that has not run yet."""
+    """Return the number of batch axes (see `has_batch_axes`).
+
+    Return 0 if the class defines `default`, and this method has not been tried yet: it runs first.
+    """
     default = type(value).default
     has_own_default = default is not Value.default and not getattr(default, "is_fallback", False)
     # `unhandled_operands` are those for which `default` has returned NotImplemented.
@@ -172,10 +185,10 @@ def _count_batch_axes(value: Value) -> int:
 
 
 def has_batch_axes(value: Value, count: int) -> bool:
-    """Return whether the first `count` axes are batch axes. The leaves may be abstract.
+    """Return whether the first `count` axes of an implicit array are batch axes.
 
-    Batch axes are leading axes of the dense array and of every leaf. Slices of the leaves along a
-    batch axis represent slices of the dense array.
+    The leaves may be abstract. Batch axes are leading axes of the dense array and of every leaf.
+    Slices of the leaves along a batch axis represent slices of the dense array.
     """
     shape = value.aval().shape
     leaf_shapes = [jax.typeof(leaf).shape for leaf in jax.tree.leaves(value)]
@@ -209,7 +222,7 @@ def _has_dense_shape(value: Value, removed: int, added: int, inner_shape: Shape)
 
 
 def _is_batch_transparent(tree: Any) -> bool:
-    """Return whether all classes in a tree structure set `batch_transparent`."""
+    """Return whether no class in a tree structure sets `batch_transparent = False`."""
     data = tree.node_data()
     if data and issubclass(data[0], Value) and not data[0].batch_transparent:
         return False
@@ -218,7 +231,7 @@ def _is_batch_transparent(tree: Any) -> bool:
 
 @lru_cache(maxsize=4096)
 def dense_shape_of(tree: Any, leaves: tuple[jax.ShapeDtypeStruct, ...]) -> tuple[int, ...] | None:
-    """Return the dense shape of a value, given as a tree structure with abstract leaves.
+    """Return the dense shape of an implicit array, given its tree structure and abstract leaves.
 
     Return None if the checks of its class, or its `aval`, raise an error for these leaves.
     """
@@ -231,7 +244,10 @@ def dense_shape_of(tree: Any, leaves: tuple[jax.ShapeDtypeStruct, ...]) -> tuple
 
 
 def run_checks(tree: Any, *leaves: Any) -> None:
-    """Build a value from a tree structure and leaves, and run the checks of all its classes."""
+    """Build an implicit array from a tree structure and leaves, and run the checks of its classes.
+
+    The checks are the methods `__post_init__` and `__check_init__`.
+    """
     values = [jax.tree.unflatten(tree, leaves)]
     for value in values:  # grows by the values in the fields
         values += filter(is_value, jax.tree.leaves(value, is_leaf=is_part(value)))
@@ -252,7 +268,7 @@ RULES: dict[str, Callable[..., Any]] = {}
 
 
 def leaf_rule(primitive: str) -> Callable[[F], F]:
-    """Register the decorated function as the rule of a primitive for all types.
+    """Register the decorated function as the rule of a primitive for all implicit types.
 
     If the function returns NotImplemented, the next rule is tried.
     """
@@ -275,6 +291,7 @@ def can_move(
 
     **Arguments:**
 
+    - `layout`: the result of `layout_of(x)`.
     - `movement`: the effect of a primitive on the axes of the dense array.
     - `changed_axes`: dense axes along which elements are dropped, added or reversed, as by a slice.
     """
@@ -307,7 +324,9 @@ def move(
     changed_axes: Collection[int] = (),
     rule: Callable[..., Any] | None = None,
 ) -> Any:
-    """Bind a primitive with each leaf of a value. Return the result, or NotImplemented.
+    """Bind a primitive with each leaf of an implicit array, and rebuild the array from the results.
+
+    Return NotImplemented if the results could not represent the result of the dense array.
 
     **Arguments:**
 
@@ -315,7 +334,8 @@ def move(
     - `get_step`: a function of a `Leaf`. It returns a step: the operands after the leaf, and the
       parameters. Or `UNCHANGED` to keep the leaf, or NotImplemented.
     - `changed_axes`: dense axes along which elements are dropped, added or reversed, as by a slice.
-    - `rule`: the rule for an array of the type of `x` in a field. Default: `RULES[primitive]`.
+    - `rule`: the rule for an implicit array of the same type in a field of `x`. The default is
+      `RULES[primitive]`.
     """
     x = x._movable()
     layout = layout_of(x)
@@ -352,7 +372,7 @@ def _move_part(x: Value, primitive: str, part: Any, step: Step, rule: Callable[.
 
 
 def rebuild(structure: Any, parts: Sequence[Any], movement: Movement) -> Any:
-    """Build a value of the tree structure `structure` after its parts were moved.
+    """Build an implicit array of the tree structure `structure` after its parts were moved.
 
     A part is a leaf, or an implicit array in a field. Return NotImplemented if the class cannot
     adapt its metadata to `movement` (a transpose, for example), or rejects the shapes of the parts.

@@ -144,7 +144,10 @@ def _broadcast_in_dim(
 
 
 def _slice_spans(x: Value, spans: Sequence[tuple[int, int, int]]) -> Any:
-    """Slice a value by a `(start, limit, stride)` per axis. Return it, or NotImplemented."""
+    """Slice the leaves of an implicit array by a `(start, limit, stride)` for each dense axis.
+
+    Return NotImplemented if a slice would cut a block (dense elements that share a leaf entry).
+    """
     old_shape = x.aval().shape
     cut_spans = {i: span for i, span in enumerate(spans) if span != (0, old_shape[i], 1)}
 
@@ -237,8 +240,9 @@ def _dynamic_slice(x: Value, *indices: Any, slice_sizes: Sequence[int]) -> Any:
 def _has_whole_blocks(axis: LeafAxis, start: Any, old_size: int, size: int) -> bool:
     """Return whether a dynamic slice of a dense axis is known to have no partial block.
 
-    The equations that compute a traced `start`, such as `i * 32`, may show that `start` is
-    divisible by the block size.
+    A block is `axis.block` dense elements that share a leaf entry. `old_size` is the size of the
+    axis, and `size` is the size of the slice. The equations that compute a traced `start`, such as
+    `i * 32`, may show that `start` is divisible by the block size.
     """
     block = int(axis.block)
     if block == 1:
@@ -287,12 +291,15 @@ def gather(
     rule: Callable[..., Any] | None = None,
     **params: Any,
 ) -> Any:
-    """Gather from each leaf of a value. Return the result, or NotImplemented.
+    """Gather from each leaf of an implicit array, and rebuild the array from the results.
+
+    Return NotImplemented if a block (dense elements that share a leaf entry) would be cut.
 
     **Arguments:** the parameters of the primitive, and
 
     - `fills`: the fill value of each leaf, for indices out of bounds. Replaces `fill_value`.
-    - `rule`: the rule for an array of the type of `x` in a field. Default: the rule of `gather`.
+    - `rule`: the rule for an implicit array of the same type in a field of `x`. The default is the
+      rule of `gather`.
     """
     numbers, old_shape = dimension_numbers, x.aval().shape
     if isinstance(indices, Value) or 0 in old_shape:
@@ -366,14 +373,18 @@ def _leaf_indices(indices: jax.Array, columns: Sequence[int], divisors: list[int
 
 
 def _have_same_type(values: Sequence[Any]) -> bool:
-    """Return whether values have the same tree structure and the same dtypes of leaves."""
+    """Return whether implicit arrays have the same tree structure and the same dtypes of leaves."""
     dtypes = lambda v: tuple(jax.typeof(leaf).dtype for leaf in jax.tree.leaves(v))
     return len({(jax.tree.structure(v), dtypes(v)) for v in values}) == 1
 
 
 @leaf_rule("concatenate")
 def concatenate(*operands: Value, dimension: Any) -> Any:
-    """Concatenate the leaves of values of one type. Return the result, or NotImplemented."""
+    """Concatenate the leaves of implicit arrays along the dense axis `dimension`.
+
+    Return NotImplemented if the arrays differ in class, metadata or blocks, or if a block (dense
+    elements that share a leaf entry) would be cut.
+    """
     dimension = int(dimension)  # jnp.roll passes an integer of NumPy
     if len({type(x) for x in operands}) > 1:
         return NotImplemented
@@ -418,12 +429,12 @@ def concatenate(*operands: Value, dimension: Any) -> Any:
 def _concatenate_parts(
     cls: type[Value], axes: Axes, parts: Sequence[Any], sizes: Sequence[int], dimension: int
 ) -> Any:
-    """Concatenate one part (a leaf, or an implicit array in a field) of several values.
+    """Concatenate one part (a leaf, or an implicit array in a field) of several implicit arrays.
 
-    Return NotImplemented if a value before the last value ends with a partial block.
+    Return NotImplemented if an array before the last array ends with a partial block.
 
-    `cls` is the class of the values. `parts` has the part of each value, and `axes` has the axes of
-    each part. `sizes` has the size of each value along the dense axis `dimension`.
+    `cls` is the class of the arrays. `parts` has the part of each array, and `axes` has the axes of
+    each part. `sizes` has the size of each array along the dense axis `dimension`.
     """
     leaf_axis = next((j for j, axis in enumerate(axes) if axis and axis.axis == dimension), None)
     if leaf_axis is None:
@@ -452,7 +463,10 @@ def _stack(*operands: Value, axis: int) -> Any:
 
 @leaf_rule("select_n")
 def _select(predicate: Any, *cases: Value) -> Any:
-    """Select the leaves of one case by a scalar predicate. An array of bools is not supported."""
+    """Select the leaves of one case by a scalar predicate.
+
+    Return NotImplemented if the predicate is an array, or if the cases differ in their types.
+    """
     leaf_shapes = lambda x: tuple(map(jnp.shape, jax.tree.leaves(x)))
     same_types = _have_same_type(cases) and len(set(map(leaf_shapes, cases))) == 1
     if isinstance(predicate, Value) or jnp.ndim(predicate) or not same_types:

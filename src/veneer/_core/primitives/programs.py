@@ -63,11 +63,11 @@ clear_with_rules(_compiled_functions.clear)
 
 
 def _jit_eagerly(values: Sequence[Any], params: dict[str, Any]) -> Any:
-    """Run a jitted program on concrete implicit values as one compiled function.
+    """Run a `jit` equation on concrete implicit arrays as one compiled function.
 
-    The function is compiled once per jaxpr. Return NotImplemented in the cases that need `_jit`:
-    events must be reported, a derivative rule is running, the call has options such as shardings,
-    or the policy is to raise an error for a materialization.
+    The function is compiled once per jaxpr. Return NotImplemented in the cases that need the slower
+    rule `_jit`: a report needs events, a derivative rule is running, the call has options such as
+    shardings, or an operand would be materialized, which the user has set to raise an error.
     """
     reports_events = must_replay_events(current_policy())  # a compiled function reports nothing
     if reports_events or IN_DERIVATIVE_RULE.value or not has_default_options(params):
@@ -90,9 +90,10 @@ def _name_of(params: dict[str, Any]) -> str | None:
 
 
 def _compile(jaxpr: ref, name: str) -> Callable[..., list[Any]]:
-    """Return a compiled function of values that runs the jaxpr that `jaxpr` refers to.
+    """Return a compiled function of implicit arrays that runs the jaxpr to which `jaxpr` refers.
 
-    `jaxpr` is a weak reference, because a value of `_compiled_functions` must not keep its key.
+    `jaxpr` is a weak reference, because the function is stored in a dict with the jaxpr as weak
+    key. `name` is the name of the function in profiles and HLO.
     """
 
     def function(*values: Any) -> list[Any]:
@@ -108,9 +109,9 @@ class _NoRuleError(Exception):
 
 
 def _apply_rules_of_function(name: str, jaxpr: Any, values: Sequence[Any]) -> Any:
-    """Run the rule of the function, such as `jnp.linalg.det`, that a jaxpr was traced from.
+    """Run the rule of a jitted function, such as `jnp.linalg.det`, instead of its jaxpr.
 
-    Return NotImplemented if the function has no rule for these values.
+    Return NotImplemented if no function that was traced to this jaxpr has a rule for these values.
     """
 
     def apply(function: JittedFunction, *values: Any) -> Any:
@@ -309,6 +310,7 @@ def _stage_body(
 
     **Arguments:**
 
+    - `primitive`, `jaxpr`: the name of the loop primitive, and its body.
     - `consts`, `carry`, `xs`: the operands of the body. `carry` is for the first iteration.
     - `stacks`: whether the outputs after the carry are stacked, as in a scan. Outputs whose leaves
       cannot be stacked are then materialized.

@@ -35,7 +35,7 @@ class Place(NamedTuple):
     is_tangent: bool = False
 
     def is_within(self, outer: "Place") -> bool:
-        """Return whether a program that runs at `outer` may contain this place."""
+        """Return whether this place may be inside a program that runs at the place `outer`."""
         # `>=` of two bools: if `outer` is in a derivative, this place must be in one too.
         return (
             self.names[: len(outer.names)] == outer.names
@@ -62,7 +62,8 @@ def scope_query() -> Any:
 def query_scopes(key: Any) -> AbstractContextManager[None]:
     """Return a context in which `current_place` works and `scope_query` returns `key`.
 
-    `key` is a hashable object, or None to hide the object of an outer `query_scopes`.
+    `key` is any hashable object by which the caller recognizes its own context, or None to hide
+    the object of an outer `query_scopes`.
     """
     return _query(replace(_query.value or _ScopeQuery(), key=key))
 
@@ -100,9 +101,10 @@ def enter_program(name: str | None = None) -> AbstractContextManager[None]:
 
 
 def capture_place() -> Callable[[bool], AbstractContextManager[None]]:
-    """Return a function that restores the current place for code that runs later.
+    """Return a function that restores the current place for code that JAX runs later.
 
-    The function takes whether that code is a derivative rule, and returns a context for the code.
+    Its argument is a bool: whether the code is a derivative rule. It returns a context in which
+    the code must run.
     """
     if _query.value is None:
         return lambda is_derivative: nullcontext()

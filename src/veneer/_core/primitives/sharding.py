@@ -40,7 +40,9 @@ Resize = Callable[[int, int], int]  # from the size of an axis and its number of
 def leaf_specs(
     value: Value, spec: P, sizes: Sizes, resize: Resize = lambda size, blocks: size
 ) -> Any:
-    """Return a value with a `PartitionSpec` in place of each leaf, or None if that is impossible.
+    """Return an implicit array with the `PartitionSpec` of each leaf in place of the leaf.
+
+    Return None if no sharding of the leaves represents the sharding `spec` of the dense array.
 
     **Arguments:**
 
@@ -92,17 +94,19 @@ def _complete_specs(value: Value, declared: Any, sizes: Sizes, resize: Resize) -
 
 
 def block_specs(value: Value, spec: P, sizes: Sizes) -> Any:
-    """Return the specs that split a value into one block per device, or None if it cannot be split.
+    """Return the specs that split an implicit array into one block per device.
 
-    The result is a value with the metadata of one block and with specs in place of leaves.
+    The result is an implicit array with the metadata of one block and with specs in place of
+    leaves, or None if the array cannot be split. `sizes` are the sizes of the mesh axes.
     """
     return _resized_specs(value, spec, sizes, operator.floordiv)
 
 
 def joined_specs(block: Value, spec: P, sizes: Sizes) -> Any:
-    """Return the specs that join blocks of equal size, one per device. None if that is impossible.
+    """Return the specs that join the blocks of all devices, of equal size, to one implicit array.
 
-    The result has the metadata of the joined value, and specs in place of leaves.
+    The result has the metadata of the joined array, and specs in place of leaves. Return None if
+    the blocks cannot be joined. `sizes` are the sizes of the mesh axes.
     """
     return _resized_specs(block, spec, sizes, operator.mul)
 
@@ -130,7 +134,7 @@ def _resized_specs(value: Value, spec: P, sizes: Sizes, resize: Resize) -> Any:
 
 
 def why_not_split(value: Value, spec: P, sizes: Sizes) -> str:
-    """Return a text that says which axis `spec` cannot split, or an empty text."""
+    """Return a text that says which axis `spec` cannot split and why, or an empty text."""
     parts, _, axes = declared_layout(value)
     entries, shape = entries_of(spec, value.aval().ndim), value.aval().shape
     for part, part_axes in zip(parts, axes or [()] * len(parts), strict=True):
@@ -152,7 +156,10 @@ def why_not_split(value: Value, spec: P, sizes: Sizes) -> str:
 
 
 def _suggest_sizes(axis: LeafAxis, block: int, size: int, devices: int) -> str:
-    """Return a text with a tile size and a number of devices for which no block is cut."""
+    """Return a text that suggests a tile size and a number of devices for which no block is cut.
+
+    `devices` devices would split `size` dense elements, where `block` elements are stored together.
+    """
     fewer = [n for n in range(2, devices) if size % (n * block) == 0]
     remedies = [f"{max(fewer)} devices"] if fewer else []
     if axis.packed_in is None:  # a block with one scale, which could be smaller
@@ -161,12 +168,12 @@ def _suggest_sizes(axis: LeafAxis, block: int, size: int, devices: int) -> str:
 
 
 def entries_of(spec: P, ndim: int) -> tuple[Any, ...]:
-    """Return the entries of a spec, one per axis. An entry that the spec omits is None."""
+    """Return the entries of a `PartitionSpec` for `ndim` axes. An entry that it omits is None."""
     return (*spec.partitions, *(None,) * (ndim - len(spec.partitions)))
 
 
 def axes_of(entry: Any) -> tuple[str, ...]:
-    """Return the names of the mesh axes in one entry of a spec."""
+    """Return the names of the mesh axes in one entry of a `PartitionSpec`."""
     if entry is None or entry is P.UNCONSTRAINED:
         return ()
     return entry if isinstance(entry, tuple) else (entry,)

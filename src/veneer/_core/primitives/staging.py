@@ -2,8 +2,8 @@
 
 A staged program takes and returns the leaves of implicit values. It is cached by the jaxpr and the
 types of the operands. The trace records an event for each primitive that runs on implicit operands.
-Each call of the cached program emits the events again, with the sources of its own operands. The
-source of a value is the paths of the weights that the value comes from.
+Each call of the cached program emits the events again, with the sources of the operands of the
+call: the paths of the weights from which the operands come.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -75,11 +75,12 @@ class StagedProgram:
     queries_tangents: bool  # whether a rule in the program has called `may_be_tangents`
 
     def resolve(self, operands: Sequence[Any]) -> "StagedProgram":
-        """Return this program with `events` and `out_sources` for a call with these operands.
+        """Return a copy of this program for one call, so that reports name the weights of the call.
 
-        In the sources, the weight paths of the operands replace operand numbers. In the events, the
-        line of this call replaces the line of the traced call. These lines can differ, because JAX
-        traces its own functions, such as `jnp.matmul`, only once.
+        `events` and `out_sources` identify weights by the numbers of operands. Replace the numbers
+        by the weight paths of `operands`. Also replace the line of the traced call by the line of
+        this call. The lines can differ, because JAX traces its own functions, such as
+        `jnp.matmul`, only once.
         """
         if not (self.events or any(self.out_sources)):
             return self
@@ -87,7 +88,7 @@ class StagedProgram:
         line_of = lambda event: here if event.line == self.line else event.line
         return replace(
             self,
-            events=tuple(event.met_by(sources, line_of(event)) for event in self.events),
+            events=tuple(event.for_call(sources, line_of(event)) for event in self.events),
             out_sources=tuple(resolve_source(source, sources) for source in self.out_sources),
         )
 
@@ -99,7 +100,7 @@ class StagedProgram:
         return list(map(abstract_value, self.out_trees, self.out_avals))
 
     def unflatten(self, leaves: Sequence[Any]) -> list[Any]:
-        """Return the outputs as values, given the list of the leaves of all outputs."""
+        """Return the outputs, dense or implicit, given the list of the leaves of all outputs."""
         pieces = split_list(leaves, [tree.num_leaves for tree in self.out_trees])
         outputs = list(map(jax.tree.unflatten, self.out_trees, pieces))
         for output, source in zip(outputs, self.out_sources, strict=True):
@@ -111,14 +112,14 @@ class StagedProgram:
 
 
 def abstract_value(tree: Any, avals: Sequence[Any]) -> Any:
-    """Return a value with the given tree structure and abstract leaves."""
+    """Return an array or an implicit array with the given tree structure and abstract leaves."""
     return jax.tree.unflatten(tree, [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals])
 
 
 def value_type(value: Any) -> ValueType:
-    """Return the tree structure and the abstract leaves of a value or of a list of values.
+    """Return the tree structure and the abstract leaves of an array, dense or implicit, or a list.
 
-    **Raises:** `TypeError` if a leaf is no array.
+    **Raises:** `TypeError` that names the field, if a leaf is not an array.
     """
     leaves, treedef = jax.tree.flatten(value)
     try:
@@ -136,10 +137,11 @@ clear_with_rules(_staged.clear)
 def stage(
     primitive: str, jaxpr: Any, values: Sequence[Any], *, name: str | None = None
 ) -> StagedProgram:
-    """Return the staged program of a jaxpr for the types of some values, and emit its events.
+    """Trace a jaxpr again on the leaves of its operands `values`, with the rules in force.
 
-    An event is a record of a primitive that ran on implicit operands. `primitive` names the
-    primitive that contains the jaxpr, and `name` the jitted function that the jaxpr is from.
+    Also emit the events of the new program: records of the primitives that run on implicit
+    operands. `primitive` is the name of the primitive that contains the jaxpr, and `name` is the
+    name of the jitted function that the jaxpr is from.
     """
     staged = stage_without_events(primitive, jaxpr, values, name=name)
     emit_events(staged.events)
@@ -149,10 +151,10 @@ def stage(
 def stage_to_labels(
     primitive: str, jaxpr: Any, values: Sequence[Any], count: int | None = None
 ) -> StagedProgram:
-    """Return a staged program whose first `count` outputs, or all, are dense or labels.
+    """Trace a jaxpr again like `stage`, to a program whose outputs are dense arrays or labels.
 
-    A label is a value whose only leaf is the dense array. Other values are materialized at the end
-    of the program.
+    A label is an implicit array whose only leaf is the dense array. Other implicit outputs are
+    materialized at the end of the program. If `count` is set, only the first `count` outputs are.
     """
     outputs = stage_without_events(primitive, jaxpr, values).abstract_outputs()[:count]
     others = [i for i, x in enumerate(outputs) if is_value(x) and not is_label(x)]
@@ -168,11 +170,14 @@ def stage_without_events(
     forms: Forms = MappingProxyType({}),
     name: str | None = None,
 ) -> StagedProgram:
-    """Trace a jaxpr again on leaves. The caller must emit the `events` of a program that it runs.
+    """Trace a jaxpr again like `stage`, but emit no events.
+
+    The caller must emit the `events` of a program that it runs.
 
     **Arguments:**
 
-    - `primitive`: the primitive that contains the jaxpr.
+    - `primitive`: the name of the primitive that contains the jaxpr.
+    - `values`: the operands.
     - `forms`: by index of an output, `DENSE` or the structure of the label to convert it to.
     - `name`: the name of the jitted function that the jaxpr is from.
     """
@@ -245,7 +250,11 @@ def _stage(
 
 
 def _convert_output(primitive: Primitive, output: Any, form: Any) -> Any:
-    """Materialize an output if `form` is `DENSE`, or convert it to the label, if possible."""
+    """Materialize an output if `form` is `DENSE`. Otherwise convert a dense output to a label.
+
+    `form` is then the tree structure of the label. An output that cannot be converted is returned
+    unchanged.
+    """
     if form is DENSE:
         return make_dense(primitive, [output])[0]
     if isinstance(output, Value):
@@ -283,10 +292,11 @@ def lift_references(*jaxprs: Any) -> tuple[list[Any], list[Any]]:
 
 
 def capture_context(trace: ImplicitTrace) -> Callable[..., Callable[..., list[Any]]]:
-    """Return `run_later`, which wraps a function that JAX runs later, such as a derivative rule.
+    """Return a decorator for functions that JAX runs later, such as derivative rules.
 
-    The function takes and returns tracers of `trace`. The wrapped function takes and returns
-    values, and runs with our rules, the current policy and the current `Place`. Pass
+    The decorated function takes and returns dense and implicit arrays. It calls the original
+    function with tracers of `trace` in place of implicit arrays, so that our rules run, and
+    restores the current policy for reports and the current `Place`. The decorator takes
     `is_derivative=True` for a derivative rule.
     """
     tag, policy, restore_place = trace.tag, current_policy(), capture_place()

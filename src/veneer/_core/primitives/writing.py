@@ -28,14 +28,14 @@ from .movement import concatenate
 def stored_as(
     x: Any, update: Any, axes: Sequence[int | None], read: Callable[[], Any] | None = None
 ) -> Any:
-    """Convert an update to the format of the value that it is written into.
+    """Convert an update to the format of the implicit array that it is written into.
 
-    A class of values registers its own conversion. By default, an update of the same class is
-    returned unchanged.
+    A class registers its own conversion. By default, an update of the same class is returned
+    unchanged.
 
     **Arguments:**
 
-    - `x`: the value.
+    - `x`: the implicit array.
     - `update`: a dense or implicit array.
     - `axes`: for each axis of the update, the corresponding axis of `x`, or None.
     - `read`: a function that returns the elements of `x` that the update replaces, in the shape of
@@ -131,7 +131,10 @@ def _scatter(
 def _write_leaves(
     x: Value, update: Any, window: Shape, write_leaf: Callable, axes: Sequence[int]
 ) -> Any:
-    """Write the leaves of an update into the leaves of a value. Or return NotImplemented.
+    """Write the leaves of an update into the leaves of an implicit array.
+
+    Return NotImplemented if the update has another structure or dtype, or if only a part of a block
+    (dense elements that share a leaf entry) would be written.
 
     **Arguments:**
 
@@ -178,7 +181,7 @@ def _write_leaves(
 
 @leaf_rule("concatenate")
 def _concatenate(*operands: Any, dimension: Any) -> Any:
-    """Concatenate a value with arrays that its class can convert to its format with `stored_as`."""
+    """Concatenate an implicit array with arrays that `stored_as` can convert to its format."""
     has_conversion = lambda x: stored_as.dispatch(type(x)) is not stored_as.dispatch(object)
     target = next(filter(has_conversion, operands), None)
     if target is None:

@@ -141,7 +141,7 @@ set_type_function(Value, lambda value: operands.conversion.type_of(value))
 
 
 def short_name(value: Any) -> str:
-    """Return the name of the type of a value in jaxprs, such as `lora` for a `LoraArray`.
+    """Return the name of the type of an implicit array in jaxprs: `lora` for a `LoraArray`.
 
     This is the attribute `type_name`, or the class name in lower case without `Array`.
     """
@@ -152,7 +152,7 @@ def short_name(value: Any) -> str:
 
 
 def title(value: Any) -> str:
-    """Return a one-line description of a value, such as `q4[64,128] tile 64, 4.5 bits`.
+    """Return a one-line description of an implicit array: `q4[64,128] tile 64, 4.5 bits`.
 
     `4.5 bits` are the stored bits per element. If leaves are missing or are not arrays, return only
     the class name.
@@ -193,7 +193,7 @@ def _shape_and_storage(value: Any) -> str:
 
 
 def _fields(value: Any) -> list[tuple[str, Any]]:
-    """Return the name and content of each field that is set and differs from its default."""
+    """Return the names and contents of the fields that are set and differ from their defaults."""
     pairs = [(f, getattr(value, f.name, None)) for f in dataclasses.fields(value)]
     return [(f.name, x) for f, x in pairs if not is_default(x, f.default)]
 

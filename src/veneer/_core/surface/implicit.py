@@ -159,13 +159,13 @@ def _run(fn: Any, filter_spec: FilterSpec, policy: Policy, args: Any, kwargs: An
 
 
 def _call_closure(program: Program) -> Any:
-    """Call the function of a program, which may be a `Closure`."""
+    """Call a program, the triple `(fn, args, kwargs)`. `fn` may be a `Closure`."""
     fn, args, kwargs = program
     return close(fn)(*args, **kwargs)
 
 
 def _select_leaves(filter_spec: FilterSpec, program: Program) -> list[bool]:
-    """Return, for each leaf of a program, whether `filter_spec` selects the leaf."""
+    """Return, for each leaf of a program `(fn, args, kwargs)`, whether `filter_spec` selects it."""
 
     def select(spec: Any, subtree: Any) -> Any:
         choose = spec if callable(spec) else lambda _: bool(spec)
@@ -188,6 +188,7 @@ _has_paths: ContextVar[bool] = ContextVar("has_paths", default=False)
 def _run_with_paths(program: Program, select: Any) -> Any:
     """Run a program, and let reports name each implicit array by its path, such as `layer.kernel`.
 
+    `program` is the triple `(fn, args, kwargs)`, and `select` is the argument of `transform.run`.
     In a nested call of `implicit`, keep the names that the outer call has set.
     """
     if _has_paths.get():
@@ -209,10 +210,10 @@ def _run_with_paths(program: Program, select: Any) -> Any:
 
 
 def _path_string(element: Any, *keys: Any, names: Sequence[str]) -> str:
-    """Return the path of a leaf of `(fn, args, kwargs)`, such as `params.layer.kernel`.
+    """Return the path of a leaf of `(fn, args, kwargs)` as text, such as `params.layer.kernel`.
 
-    `element` is the key of `fn`, `args` or `kwargs`, and `keys` are the keys below. `names` are the
-    names of the positional arguments.
+    `element` and `keys` are JAX's keys of the path: `element` selects `fn`, `args` or `kwargs`, and
+    `keys` are the keys below. `names` are the names of the positional arguments.
     """
     name = ""  # the name of the argument; empty for a leaf in `fn`
     if element.idx == 1:  # args

@@ -41,26 +41,27 @@ from ..value import (
 
 
 class OperandConversion:
-    """How JAX functions take an implicit array as an operand, with `implicit` around them.
+    """The conversion of an implicit array that a JAX function gets as an operand.
 
-    With high types on, `vn.hijax` sets another conversion.
+    It applies under `implicit`. With high types on, `vn.hijax` sets another conversion.
     """
 
     def convert(self, value: Value) -> Any:
-        """Return the tracer for a value that is an operand of a JAX function.
+        """Return a tracer for an implicit array that is an operand of a JAX function.
 
-        Raise `OutsideImplicitError` outside `implicit`, and `TypeError` if the value is no array.
+        Raise `OutsideImplicitError` outside `implicit`. Raise `TypeError` if leaves are missing or
+        hold derivatives, so that `value` does not represent an array.
         """
         _check_operand(value)
         return as_tracer(value)
 
     def type_of(self, value: Value) -> Any:
-        """Return the result of `jax.typeof` for a value that is an operand of a JAX function."""
+        """Return `jax.typeof` of an implicit array. Raise the same errors as `convert`."""
         _check_operand(value)
         return value.aval()
 
     def jax_array(self, value: Value) -> Callable[[], Any]:
-        """Return the attribute `__jax_array__` of a value, or raise `AttributeError`."""
+        """Return the attribute `__jax_array__` of an implicit array, or raise `AttributeError`."""
         if is_read_by_operator():
             # Without the attribute, an operator of `jax.Array` returns NotImplemented. Then Python
             # calls the reflected operator of the value.
@@ -79,7 +80,10 @@ def _check_operand(value: Value) -> None:
 
 
 def check_is_array(value: Value) -> None:
-    """Raise an error if leaves of a value are missing, are derivatives, or do not fit together."""
+    """Raise an error if an implicit array does not represent an array.
+
+    That is, if leaves are missing, are derivatives, or do not fit together.
+    """
     reject_derivatives(value)
     if not has_all_leaves(value):
         raise TypeError(
@@ -91,7 +95,7 @@ def check_is_array(value: Value) -> None:
 
 
 def _check_leaves_fit_together(value: Value) -> None:
-    """Run the checks of the class on a copy with abstract leaves, and raise their errors.
+    """Run the checks of the class (`__post_init__`) on a copy with abstract leaves.
 
     A transformation such as `jax.vmap` may have changed each leaf. Use a copy, because a check may
     assign fields.
@@ -137,7 +141,10 @@ def _jvp(leaves: Sequence[Any], tangents: Sequence[Any], *, structure: Any) -> A
 
 
 def _batch(leaves: Sequence[Any], dims: Sequence[Any], *, structure: Any) -> Any:
-    """Pack leaves with a batch axis. If they cannot be stacked, vmap the dense array instead."""
+    """Return the result of `pack` for leaves with a batch axis, and its batch axis, which is 0.
+
+    If the leaves cannot be stacked, the result is a stack of dense arrays.
+    """
     size = next(x.shape[d] for x, d in zip(leaves, dims, strict=True) if d is not None)
 
     def slice_of(x: Any, d: int | None) -> Any:

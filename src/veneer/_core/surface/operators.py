@@ -34,7 +34,7 @@ class _DenseResult(NamedTuple):
     line: str  # file and line of the operation
 
     def events(self) -> list[Event]:
-        """Trace the operation again, and return the events in which it materialized an operand."""
+        """Trace the operation again, and return a `vn.Event` for each materialized operand."""
         arrays = {i: x for i, x in enumerate(self.leaves) if isinstance(x, jax.core.ShapedArray)}
 
         def run(traced_arrays: dict[int, Any]) -> Any:
@@ -78,7 +78,10 @@ def materialised_before(arrays: Iterable[Any]) -> list[Event]:
 
 
 def _operator(function: Callable) -> Callable[..., Any]:
-    """Return `function` with the rules in force. Eager calls use `jax.jit` if no policy is set."""
+    """Return an operator that calls `function` with the rules of implicit operands in force.
+
+    Eager calls are compiled by `jax.jit`, unless a report or `on_materialise` needs events.
+    """
 
     def with_rules(*operands: Any) -> Any:
         for x in operands:
@@ -139,7 +142,7 @@ def _reflected(function: Callable) -> Callable[[Any, Any], Any]:
 
 
 def _method(name: str) -> Callable[..., Any]:
-    """Return the method `name` of `jax.Array` for implicit arrays, with the rules in force."""
+    """Return the method `name` of `jax.Array` for implicit arrays, which runs their rules."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         check_is_array(self)
@@ -185,7 +188,7 @@ class _IndexUpdate:
 
 
 def _update(name: str) -> Callable[..., Any]:
-    """Return the method `name` of `jax.Array.at[index]`, with the rules in force."""
+    """Return the method `name` of `jax.Array.at[index]`, which runs the rules of operands."""
 
     def update(self: _IndexUpdate, *args: Any, **kwargs: Any) -> Any:
         call = lambda x, i, args, kwargs: getattr(x.at[i], name)(*args, **kwargs)

@@ -89,7 +89,7 @@ def _check_result(fn: Callable, value: Any, x: Any) -> None:
 
 @jax.custom_jvp
 def _with_derivative_of(value: Any, x: Any) -> Any:
-    """Return the array `value`, whose tangent is the tangent of `x`."""
+    """Return the array `value`, with the tangent of `x` in derivatives."""
     del x
     return value
 

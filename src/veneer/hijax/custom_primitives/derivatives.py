@@ -44,7 +44,7 @@ class ForwardRule(Expansion):
     suffix = ".fwd"
 
     def evaluate(self, *values: Any) -> tuple[list[Any], Any]:
-        """Return the list of all three, and a pair: the structures of the results and residuals."""
+        """Return all three as one list, and a pair: the structures of the results and residuals."""
         args = self.structure.unflatten(map(expose, values))
         pair = self.call_for_pair("fwd", "fwd must return a pair: results and residuals", *args)
         (flat, out), (residuals, residual_structure) = map(self.flatten_results, pair)
@@ -106,7 +106,7 @@ class DerivativeRule(Expansion):
     def _flatten_tangent(
         self, tangent: Any, treedef: Any, types: Sequence[Any], primals: Sequence[Any]
     ) -> list[Any]:
-        """Do the work of `flatten_tangents` for one array or implicit array.
+        """Return the result of `flatten_tangents` for one array, dense or implicit.
 
         `treedef` is its tree structure, `ONE_LEAF` if it is one operand. `types` and `primals` have
         an item for each operand in it.

@@ -146,9 +146,9 @@ class Expansion(Operation):
         return flatten_values(jax.tree.map(self._unpack, tree, is_leaf=is_value), self.typed)
 
     def _unpack(self, x: Any) -> Any:
-        """Return an implicit array in place of a tracer of one, for `flatten_values`.
+        """Return the implicit array of a tracer, whose leaves are traced. Return others unchanged.
 
-        If `self.typed` is true, a tracer with a dense tangent stays a tracer.
+        If `self.typed` is true, a tracer of an array with a dense tangent stays a tracer.
         """
         if not is_typed(x) or (self.typed and x.aval.dense_tangent):
             return value_of(x)
