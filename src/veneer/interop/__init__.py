@@ -10,6 +10,8 @@ Each module imports its library when it is first used.
 
 Parts of `pytensor`:
 
+    pytensor_graph   a graph in JAX: rewrites, declared dtypes, and checks of arguments
+    pytensor_quantized_dot  the `Op` of a product with a quantized matrix
     pytensor_ops     JAX implementations of PyTensor operations that its JAX mode does not have
     pytensor_sparse  sparse matrices of PyTensor as `BCOO`
 """

@@ -504,7 +504,8 @@ def register(primitive: Primitive | str | Callable, *, precedence: int = 0) -> C
     def add(rule: _F) -> _F:
         parameters = _with_annotations(rule)
         first = parameters[0] if parameters and parameters[0].kind in _POSITIONAL else None
-        takes_primitive = first is not None and _is_primitive(first.annotation)
+        kind = None if first is None else first.annotation
+        takes_primitive = isinstance(kind, type) and issubclass(kind, Primitive)
         rest = [p for p in parameters[1:] if p.kind not in _KEYWORDS]
         # eformer passes the primitive if a rule has one parameter more than there are operands.
         may_take_primitive = first is not None and first.annotation in (first.empty, Any)
@@ -576,10 +577,6 @@ def _without_any(parameter: inspect.Parameter) -> inspect.Parameter:
         return parameter
     known = ImplicitArray | ArrayLike
     return parameter.replace(annotation=functools.reduce(operator.or_, others, known))
-
-
-def _is_primitive(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, Primitive)
 
 
 def ste(func: Callable) -> Callable:

@@ -28,7 +28,7 @@ from pytensor.tensor.pad import Pad
 from pytensor.tensor.shape import Reshape, Shape, Shape_i, SpecifyShape
 from pytensor.tensor.subtensor import AdvancedIncSubtensor, indices_from_subtensor
 
-from .pytensor_sparse import register_sparse
+from .pytensor_sparse import bind_node, register_sparse
 
 __all__ = ["IMPLEMENTATIONS", "SIZE_OPERANDS", "is_known"]
 
@@ -61,65 +61,35 @@ SIZE_OPERANDS: dict[type, slice] = {
 }
 
 
-def _arange(op: Any, node: Any, **_: Any) -> Implementation:
+def _arange(op: Any, node: Any, *ends: Any) -> Any:
     dtype = jax.dtypes.canonicalize_dtype(op.dtype)
-
-    def arange(*ends: Any) -> Any:
-        # Python numbers: a start of int8 would limit the others.
-        start, stop, step = (x.item() if is_known(x) else x for x in ends)
-        return jnp.arange(start, stop, step, dtype=dtype)
-
-    return arange
+    # Python numbers: a start of int8 would limit the others.
+    start, stop, step = (x.item() if is_known(x) else x for x in ends)
+    return jnp.arange(start, stop, step, dtype=dtype)
 
 
-def _eye(op: Any, node: Any, **_: Any) -> Implementation:
-    dtype = jax.dtypes.canonicalize_dtype(op.dtype)
-    return lambda n, m, k: jnp.eye(int(n), int(m), int(k), dtype=dtype)
+def _split(op: Any, node: Any, x: Any, *where: Any) -> Any:
+    # Before PyTensor 3.3, the axis is an operand.
+    axis = op.axis if hasattr(op, "axis") else int(where[0])
+    sizes = np.asarray([int(size) for size in where[-1]])
+    if len(sizes) != op.len_splits or min(sizes) < 0 or sum(sizes) != x.shape[axis]:
+        raise ValueError(
+            f"Split into {op.len_splits} parts of sizes {sizes} along axis {axis} of an array "
+            f"{x.shape}"
+        )
+    return jnp.split(x, np.cumsum(sizes)[:-1], axis=axis)
 
 
-def _reshape(op: Any, node: Any, **_: Any) -> Implementation:
-    return lambda x, shape: jnp.reshape(x, tuple(int(size) for size in shape))
+def _repeat(op: Any, node: Any, x: Any, repeats: Any) -> Any:
+    if not is_known(repeats):
+        raise TypeError("the numbers of repetitions must be static, but they are traced")
+    return jnp.repeat(x, np.asarray(repeats), axis=op.axis)
 
 
-def _split(op: Any, node: Any, **_: Any) -> Implementation:
-    def split(x: Any, *where: Any) -> Any:
-        # Before PyTensor 3.3, the axis is an operand.
-        axis = op.axis if hasattr(op, "axis") else int(where[0])
-        sizes = np.asarray([int(size) for size in where[-1]])
-        if len(sizes) != op.len_splits or min(sizes) < 0 or sum(sizes) != x.shape[axis]:
-            raise ValueError(
-                f"Split into {op.len_splits} parts of sizes {sizes} along axis {axis} of an array "
-                f"{x.shape}"
-            )
-        return jnp.split(x, np.cumsum(sizes)[:-1], axis=axis)
-
-    return split
-
-
-def _repeat(op: Any, node: Any, **_: Any) -> Implementation:
-    def repeat(x: Any, repeats: Any) -> Any:
-        if not is_known(repeats):
-            raise TypeError("the numbers of repetitions must be static, but they are traced")
-        return jnp.repeat(x, np.asarray(repeats), axis=op.axis)
-
-    return repeat
-
-
-def _shape(op: Any, node: Any, **_: Any) -> Implementation:
-    return lambda x: np.asarray(np.shape(x), np.int64)
-
-
-def _shape_i(op: Any, node: Any, **_: Any) -> Implementation:
-    return lambda x: np.int64(np.shape(x)[op.i])
-
-
-def _print(op: Any, node: Any, **_: Any) -> Implementation:
+def _print(op: Any, node: Any, x: Any) -> Any:
     # Not `jax.debug.print`, which JAX 0.12 prints wrongly if the message has braces.
-    def show(x: Any) -> Any:
-        jax.debug.callback(lambda value: op.global_fn(op, np.asarray(value)), x)
-        return x
-
-    return show
+    jax.debug.callback(lambda value: op.global_fn(op, np.asarray(value)), x)
+    return x
 
 
 # Bitwise reductions. PyTensor's neutral element of `and` is -1, which unsigned types reject.
@@ -151,25 +121,22 @@ def is_out_of_range(index: Any, size: Any) -> bool:
     return bool(((index < 0) | (index >= size)).any())
 
 
-def _ravel_multi_index(op: Any, node: Any, **_: Any) -> Implementation:
-    def ravel(*operands: Any) -> Any:
-        *indices, dims = operands
-        axes = range(len(indices))
-        stride: Any = 1
-        total: Any = 0
-        for axis in axes if op.order == "F" else reversed(axes):
-            index, size = jnp.asarray(indices[axis]), dims[axis]
-            if op.mode == "clip":
-                index = jnp.clip(index, 0, size - 1)
-            elif op.mode == "wrap":
-                index = index % size
-            elif is_out_of_range(index, size):
-                raise ValueError(f"an index of ravel_multi_index is not in [0, {size})")
-            total = total + index * stride
-            stride = stride * size
-        return total
-
-    return ravel
+def _ravel_multi_index(op: Any, node: Any, *operands: Any) -> Any:
+    *indices, dims = operands
+    axes = range(len(indices))
+    stride: Any = 1
+    total: Any = 0
+    for axis in axes if op.order == "F" else reversed(axes):
+        index, size = jnp.asarray(indices[axis]), dims[axis]
+        if op.mode == "clip":
+            index = jnp.clip(index, 0, size - 1)
+        elif op.mode == "wrap":
+            index = index % size
+        elif is_out_of_range(index, size):
+            raise ValueError(f"an index of ravel_multi_index is not in [0, {size})")
+        total = total + index * stride
+        stride = stride * size
+    return total
 
 
 def _increment(op: Any, node: Any, **_: Any) -> Implementation | None:
@@ -248,42 +215,38 @@ def _lu(op: Any, node: Any, **_: Any) -> Implementation | None:
     return lu
 
 
-def _tridiagonal_factor(op: Any, node: Any, **_: Any) -> Implementation:
+def _tridiagonal_factor(op: Any, node: Any, dl: Any, d: Any, du: Any) -> Any:
     """Eliminate with pivots, as `gttrf` of LAPACK does."""
     dtype = jax.dtypes.canonicalize_dtype(node.outputs[0].type.dtype)
     size = lambda x: abs(x.real) + abs(x.imag) if jnp.iscomplexobj(x) else abs(x)
+    dl, d, du = (jnp.asarray(x, dtype) for x in (dl, d, du))
+    n = len(d)
+    if n == 1:
+        none = jnp.zeros(0, dtype)
+        return none, d, none, none, jnp.ones(1, jnp.int32)
 
-    def factor(dl: Any, d: Any, du: Any) -> Any:
-        dl, d, du = (jnp.asarray(x, dtype) for x in (dl, d, du))
-        n = len(d)
-        if n == 1:
-            none = jnp.zeros(0, dtype)
-            return none, d, none, none, jnp.ones(1, jnp.int32)
+    def step(row: Any, below: Any) -> Any:
+        diagonal, upper = row
+        left, pivot, right, i = below
+        swap = ~(size(diagonal) >= size(left))  # NaN on the diagonal is swapped, as in LAPACK
+        top = jnp.where(swap, left, diagonal)
+        is_zero = top == 0
+        factor = jnp.where(swap, diagonal, left) / jnp.where(is_zero, 1, top)
+        factor = jnp.where(is_zero, left, factor)
+        first = jnp.where(swap, pivot, upper)
+        second = jnp.where(swap, right, 0)
+        next_diagonal = jnp.where(
+            swap, upper - factor * pivot, pivot - jnp.where(is_zero, 0, factor) * upper
+        )
+        next_upper = jnp.where(swap, -factor * right, right)
+        place = i + 1 + swap.astype(jnp.int32)  # counted from 1, as LAPACK does
+        return (next_diagonal, next_upper), (factor, top, first, second, place)
 
-        def step(row: Any, below: Any) -> Any:
-            diagonal, upper = row
-            left, pivot, right, i = below
-            swap = ~(size(diagonal) >= size(left))  # NaN on the diagonal is swapped, as in LAPACK
-            top = jnp.where(swap, left, diagonal)
-            is_zero = top == 0
-            factor = jnp.where(swap, diagonal, left) / jnp.where(is_zero, 1, top)
-            factor = jnp.where(is_zero, left, factor)
-            first = jnp.where(swap, pivot, upper)
-            second = jnp.where(swap, right, 0)
-            next_diagonal = jnp.where(
-                swap, upper - factor * pivot, pivot - jnp.where(is_zero, 0, factor) * upper
-            )
-            next_upper = jnp.where(swap, -factor * right, right)
-            place = i + 1 + swap.astype(jnp.int32)  # counted from 1, as LAPACK does
-            return (next_diagonal, next_upper), (factor, top, first, second, place)
-
-        right = jnp.concatenate([du[1:], jnp.zeros(1, dtype)])
-        below = (dl, d[1:], right, jnp.arange(n - 1, dtype=jnp.int32))
-        (last, _), (dl, tops, du, du2, places) = jax.lax.scan(step, (d[0], du[0]), below)
-        places = jnp.concatenate([places, jnp.full(1, n, jnp.int32)])
-        return dl, jnp.concatenate([tops, last[None]]), du, du2[: n - 2], places
-
-    return factor
+    right = jnp.concatenate([du[1:], jnp.zeros(1, dtype)])
+    below = (dl, d[1:], right, jnp.arange(n - 1, dtype=jnp.int32))
+    (last, _), (dl, tops, du, du2, places) = jax.lax.scan(step, (d[0], du[0]), below)
+    places = jnp.concatenate([places, jnp.full(1, n, jnp.int32)])
+    return dl, jnp.concatenate([tops, last[None]]), du, du2[: n - 2], places
 
 
 def _tridiagonal_solve(op: Any, node: Any, **_: Any) -> Implementation:
@@ -333,7 +296,7 @@ def _tridiagonal_solve(op: Any, node: Any, **_: Any) -> Implementation:
 
 
 def _call_perform_on_host(op: Any, node: Any, **_: Any) -> Implementation:
-    """Call `Op.perform`, for what JAX has no primitive for."""
+    """Call `Op.perform` on the host, for an `Op` that JAX has no primitive for."""
     dtypes = [jax.dtypes.canonicalize_dtype(v.type.dtype) for v in node.outputs]
 
     def perform(*inputs: Any) -> Any:
@@ -350,28 +313,35 @@ def _call_perform_on_host(op: Any, node: Any, **_: Any) -> Implementation:
     return call
 
 
-# A function of an `Op`, its node, and `core`, which implements another `Op`. It returns an
-# implementation, or None for PyTensor's.
-IMPLEMENTATIONS: dict[type, Callable[..., Implementation | None]] = {
-    AdvancedIncSubtensor: _increment,
+# Functions of an `Op`, its node and the operands.
+_DIRECT: dict[type, Callable[..., Any]] = {
     ARange: _arange,
-    Blockwise: _blockwise,
-    CAReduce: _reduce,
-    DeepCopyOp: lambda op, node, **_: lambda x: x,  # also of sparse matrices
-    Eigh: _eigh,
-    Eigvalsh: _eigh,
-    Eye: _eye,
-    LU: _lu,
+    DeepCopyOp: lambda op, node, x: x,  # also of sparse matrices
+    Eye: lambda op, node, n, m, k: jnp.eye(
+        *(int(n), int(m), int(k)), dtype=jax.dtypes.canonicalize_dtype(op.dtype)
+    ),
     LUFactorTridiagonal: _tridiagonal_factor,
     Print: _print,
-    QZ: _call_perform_on_host,
     RavelMultiIndex: _ravel_multi_index,
     Repeat: _repeat,
-    Reshape: _reshape,
-    Shape: _shape,
-    Shape_i: _shape_i,
+    Reshape: lambda op, node, x, shape: jnp.reshape(x, tuple(int(size) for size in shape)),
+    Shape: lambda op, node, x: np.asarray(np.shape(x), np.int64),
+    Shape_i: lambda op, node, x: np.int64(np.shape(x)[op.i]),
+    Split: _split,
+}
+
+# Functions of an `Op`, its node, and `core`, a function that implements another `Op`. They return
+# an implementation, which takes the operands, or None to use PyTensor's.
+IMPLEMENTATIONS: dict[type, Callable[..., Implementation | None]] = {
+    AdvancedIncSubtensor: _increment,
+    Blockwise: _blockwise,
+    CAReduce: _reduce,
+    Eigh: _eigh,
+    Eigvalsh: _eigh,
+    LU: _lu,
+    QZ: _call_perform_on_host,
     Solve: _solve,
     SolveLUFactorTridiagonal: _tridiagonal_solve,
-    Split: _split,
+    **{op_class: bind_node(function) for op_class, function in _DIRECT.items()},
 }
 register_sparse(IMPLEMENTATIONS.__setitem__)

@@ -7,6 +7,7 @@ the index (rows, columns), outside the matrix, as in JAX's own `BCOO`.
 The implementations use only gathers, scatters and sorts, which `vn.numba` compiles.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.sparse import BCOO
 
-__all__ = ["check_patterns", "register_sparse"]
+__all__ = ["bind_node", "check_patterns", "register_sparse"]
 
 
 def _matrix(data: Any, rows: Any, columns: Any, shape: Any) -> BCOO:
@@ -76,16 +77,12 @@ def _dtype(node: Any) -> Any:
     return jax.dtypes.canonicalize_dtype(node.outputs[0].type.dtype)
 
 
-def _csm_properties(op: Any, node: Any, **_: Any) -> Callable[..., Any]:
+def _csm_properties(op: Any, node: Any, x: BCOO) -> Any:
     format = node.inputs[0].type.format
-
-    def properties(x: BCOO) -> Any:
-        data, major, minor = _sort_entries(x, format)
-        size = x.shape[0 if format == "csr" else 1]
-        indptr = jnp.searchsorted(major, jnp.arange(size + 1, dtype=major.dtype))
-        return data, minor, indptr, np.asarray(x.shape, np.int32)
-
-    return properties
+    data, major, minor = _sort_entries(x, format)
+    size = x.shape[0 if format == "csr" else 1]
+    indptr = jnp.searchsorted(major, jnp.arange(size + 1, dtype=major.dtype))
+    return data, minor, indptr, np.asarray(x.shape, np.int32)
 
 
 def _rows_of(indptr: Any, count: int) -> Any:
@@ -94,69 +91,62 @@ def _rows_of(indptr: Any, count: int) -> Any:
     return rows.astype(jnp.int32)
 
 
-def _csm(op: Any, node: Any, **_: Any) -> Callable[..., Any]:
-    def csm(data: Any, indices: Any, indptr: Any, shape: Any) -> BCOO:
-        if not isinstance(shape, np.ndarray | tuple):
-            raise TypeError("the shape of a sparse matrix must be static, but it is traced")
-        major, minor = _rows_of(indptr, len(data)), jnp.asarray(indices).astype(jnp.int32)
-        rows, columns = (major, minor) if op.format == "csr" else (minor, major)
-        return _matrix(jnp.asarray(data), rows, columns, shape)
-
-    return csm
+def _csm(op: Any, node: Any, data: Any, indices: Any, indptr: Any, shape: Any) -> BCOO:
+    if not isinstance(shape, np.ndarray | tuple):
+        raise TypeError("the shape of a sparse matrix must be static, but it is traced")
+    major, minor = _rows_of(indptr, len(data)), jnp.asarray(indices).astype(jnp.int32)
+    rows, columns = (major, minor) if op.format == "csr" else (minor, major)
+    return _matrix(jnp.asarray(data), rows, columns, shape)
 
 
-def _csm_grad(op: Any, node: Any, **_: Any) -> Callable[..., Any]:
-    def csm_grad(
-        data: Any, indices: Any, indptr: Any, shape: Any, g: Any, g_at: Any, g_ptr: Any, _: Any
-    ) -> Any:
-        is_csr = len(indptr) - 1 == shape[0]
-        sizes = (len(indptr) - 1, int(shape[1 if is_csr else 0]))
-        dense = jnp.zeros(sizes, jnp.asarray(g).dtype)
-        dense = dense.at[_rows_of(g_ptr, len(g)), jnp.asarray(g_at)].add(g, mode="drop")
-        return dense[_rows_of(indptr, len(data)), jnp.asarray(indices)]
+def _csm_grad(
+    op: Any,
+    node: Any,
+    data: Any,
+    indices: Any,
+    indptr: Any,
+    shape: Any,
+    g: Any,
+    g_at: Any,
+    g_ptr: Any,
+    _: Any,
+) -> Any:
+    is_csr = len(indptr) - 1 == shape[0]
+    sizes = (len(indptr) - 1, int(shape[1 if is_csr else 0]))
+    dense = jnp.zeros(sizes, jnp.asarray(g).dtype)
+    dense = dense.at[_rows_of(g_ptr, len(g)), jnp.asarray(g_at)].add(g, mode="drop")
+    return dense[_rows_of(indptr, len(data)), jnp.asarray(indices)]
 
-    return csm_grad
 
-
-def _structured_dot_grad(op: Any, node: Any, **_: Any) -> Callable[..., Any]:
+def _structured_dot_grad(op: Any, node: Any, indices: Any, indptr: Any, b: Any, g: Any) -> Any:
     is_csr = "CSR" in type(op).__name__
-
-    def grad(indices: Any, indptr: Any, b: Any, g: Any) -> Any:
-        major, minor = _rows_of(indptr, len(indices)), jnp.asarray(indices)
-        rows, columns = (major, minor) if is_csr else (minor, major)
-        return (_dense(g)[rows] * _dense(b)[columns]).sum(1)
-
-    return grad
+    major, minor = _rows_of(indptr, len(indices)), jnp.asarray(indices)
+    rows, columns = (major, minor) if is_csr else (minor, major)
+    return (_dense(g)[rows] * _dense(b)[columns]).sum(1)
 
 
-def _get_item_2d(op: Any, node: Any, **_: Any) -> Callable[..., Any]:
-    def get_item_2d(x: BCOO, *parts: Any) -> BCOO:
-        data, *indices = _entries(x)
-        shape, use = [], True
-        for axis in (0, 1):
-            bounds = (None if i is None else int(i) for i in parts[3 * axis : 3 * axis + 3])
-            chosen = range(*slice(*bounds).indices(x.shape[axis]))
-            offset, index = indices[axis] - chosen.start, indices[axis]
-            indices[axis] = offset // chosen.step
-            use &= (offset % chosen.step == 0) & (index < x.shape[axis])
-            use &= (indices[axis] >= 0) & (indices[axis] < len(chosen))
-            shape.append(len(chosen))
-        rows, columns = indices
-        return _mark_unused(use, data, rows, columns, shape)
-
-    return get_item_2d
+def _get_item_2d(op: Any, node: Any, x: BCOO, *parts: Any) -> BCOO:
+    data, *indices = _entries(x)
+    shape, use = [], True
+    for axis in (0, 1):
+        bounds = (None if i is None else int(i) for i in parts[3 * axis : 3 * axis + 3])
+        chosen = range(*slice(*bounds).indices(x.shape[axis]))
+        offset, index = indices[axis] - chosen.start, indices[axis]
+        indices[axis] = offset // chosen.step
+        use &= (offset % chosen.step == 0) & (index < x.shape[axis])
+        use &= (indices[axis] >= 0) & (indices[axis] < len(chosen))
+        shape.append(len(chosen))
+    rows, columns = indices
+    return _mark_unused(use, data, rows, columns, shape)
 
 
-def _get_item_scalar(op: Any, node: Any, **_: Any) -> Callable[..., Any]:
-    def get_item_scalar(x: BCOO, *at: Any) -> Any:
-        data, *indices = _entries(x)
-        for i, n in zip(at, x.shape, strict=True):
-            if isinstance(i, int | np.integer) and not -n <= i < n:
-                raise IndexError(f"{op} of index {i} along an axis of size {n}")
-        place = [jnp.where(i < 0, i + n, i) for i, n in zip(at, x.shape, strict=True)]
-        return jnp.sum(data, where=(indices[0] == place[0]) & (indices[1] == place[1]))
-
-    return get_item_scalar
+def _get_item_scalar(op: Any, node: Any, x: BCOO, *at: Any) -> Any:
+    data, *indices = _entries(x)
+    for i, n in zip(at, x.shape, strict=True):
+        if isinstance(i, int | np.integer) and not -n <= i < n:
+            raise IndexError(f"{op} of index {i} along an axis of size {n}")
+    place = [jnp.where(i < 0, i + n, i) for i, n in zip(at, x.shape, strict=True)]
+    return jnp.sum(data, where=(indices[0] == place[0]) & (indices[1] == place[1]))
 
 
 def _last_write(values: Any, zeros: Any, *index: Any) -> Any:
@@ -166,215 +156,149 @@ def _last_write(values: Any, zeros: Any, *index: Any) -> Any:
     return jnp.where(is_set, jnp.asarray(values)[order], zeros)
 
 
-def _get_item_list_grad(op: Any, node: Any, **_: Any) -> Callable[..., Any]:
-    def grad(x: BCOO, index: Any, g: BCOO) -> BCOO:
-        return _from_dense(_last_write(_dense(g), jnp.zeros(x.shape, g.dtype), jnp.asarray(index)))
-
-    return grad
+def _get_item_list_grad(op: Any, node: Any, x: BCOO, index: Any, g: BCOO) -> BCOO:
+    return _from_dense(_last_write(_dense(g), jnp.zeros(x.shape, g.dtype), jnp.asarray(index)))
 
 
-def _get_item_2lists_grad(op: Any, node: Any, **_: Any) -> Callable[..., Any]:
-    def grad(x: BCOO, rows: Any, columns: Any, g: Any) -> BCOO:
-        zeros = jnp.zeros(x.shape, jnp.asarray(g).dtype)
-        return _from_dense(_last_write(g, zeros, jnp.asarray(rows), jnp.asarray(columns)))
-
-    return grad
+def _get_item_2lists_grad(op: Any, node: Any, x: BCOO, rows: Any, columns: Any, g: Any) -> BCOO:
+    zeros = jnp.zeros(x.shape, jnp.asarray(g).dtype)
+    return _from_dense(_last_write(g, zeros, jnp.asarray(rows), jnp.asarray(columns)))
 
 
-def _construct_from_list(op: Any, node: Any, **_: Any) -> Callable[..., Any]:
-    def construct(shape: Any, values: Any, rows: Any) -> BCOO:
-        shape = tuple(map(int, shape))
-        zeros = jnp.zeros(shape, jnp.asarray(values).dtype)
-        return _from_dense(zeros.at[jnp.asarray(rows)].add(values))
-
-    return construct
+def _construct_from_list(op: Any, node: Any, shape: Any, values: Any, rows: Any) -> BCOO:
+    shape = tuple(map(int, shape))
+    zeros = jnp.zeros(shape, jnp.asarray(values).dtype)
+    return _from_dense(zeros.at[jnp.asarray(rows)].add(values))
 
 
-def _scale(axis: int) -> Callable[..., Any]:
-    def funcify(op: Any, node: Any, **_: Any) -> Callable[..., Any]:
-        def scale(x: BCOO, s: Any) -> BCOO:
-            if s.shape != x.shape[axis : axis + 1]:
-                raise ValueError(f"{op} of a matrix {x.shape} by a vector {s.shape}")
-            return BCOO((x.data * jnp.asarray(s)[x.indices[:, axis]], x.indices), shape=x.shape)
-
-        return scale
-
-    return funcify
+def _scale(axis: int, op: Any, node: Any, x: BCOO, s: Any) -> BCOO:
+    if s.shape != x.shape[axis : axis + 1]:
+        raise ValueError(f"{op} of a matrix {x.shape} by a vector {s.shape}")
+    return BCOO((x.data * jnp.asarray(s)[x.indices[:, axis]], x.indices), shape=x.shape)
 
 
-def _stack(axis: int) -> Callable[..., Any]:
-    def funcify(op: Any, node: Any, **_: Any) -> Callable[..., Any]:
-        dtype = _dtype(node)
-
-        def stack(*blocks: BCOO) -> BCOO:
-            sizes = {x.shape[1 - axis] for x in blocks}
-            if len(sizes) != 1:
-                raise ValueError(
-                    f"{op} of shapes {[x.shape for x in blocks]}: Mismatching dimensions along "
-                    f"axis {1 - axis}"
-                )
-            shape = [0, 0]
-            shape[1 - axis], shape[axis] = sizes.pop(), sum(x.shape[axis] for x in blocks)
-            parts, start = [], 0
-            for x in blocks:
-                data, *indices = _entries(x)
-                # An unused entry stays unused.
-                unused = indices[axis] >= x.shape[axis]
-                indices[axis] = jnp.where(unused, shape[axis], indices[axis] + start)
-                parts.append((data.astype(dtype), *indices))
-                start += x.shape[axis]
-            data, rows, columns = (jnp.concatenate(part) for part in zip(*parts, strict=True))
-            return _matrix(data, rows, columns, shape)
-
-        return stack
-
-    return funcify
-
-
-def _sum(op: Any, node: Any, **_: Any) -> Callable[..., Any]:
-    def total(x: BCOO) -> Any:
-        axis = op.axis
+def _stack(axis: int, op: Any, node: Any, *blocks: BCOO) -> BCOO:
+    sizes = {x.shape[1 - axis] for x in blocks}
+    if len(sizes) != 1:
+        raise ValueError(
+            f"{op} of shapes {[x.shape for x in blocks]}: Mismatching dimensions along axis "
+            f"{1 - axis}"
+        )
+    shape = [0, 0]
+    shape[1 - axis], shape[axis] = sizes.pop(), sum(x.shape[axis] for x in blocks)
+    parts, start = [], 0
+    for x in blocks:
         data, *indices = _entries(x)
-        kept = 0 if axis is None else 1 - axis
-        other = indices[1 - kept] < x.shape[1 - kept]
-        sums = jnp.zeros(x.shape[kept], data.dtype)
-        sums = sums.at[indices[kept]].add(jnp.where(other, data, 0), mode="drop")
-        return sums.sum(dtype=data.dtype) if axis is None else sums
+        # An unused entry stays unused.
+        unused = indices[axis] >= x.shape[axis]
+        indices[axis] = jnp.where(unused, shape[axis], indices[axis] + start)
+        parts.append((data.astype(_dtype(node)), *indices))
+        start += x.shape[axis]
+    data, rows, columns = (jnp.concatenate(part) for part in zip(*parts, strict=True))
+    return _matrix(data, rows, columns, shape)
 
-    return total
+
+def _sum(op: Any, node: Any, x: BCOO) -> Any:
+    axis = op.axis
+    data, *indices = _entries(x)
+    kept = 0 if axis is None else 1 - axis
+    other = indices[1 - kept] < x.shape[1 - kept]
+    sums = jnp.zeros(x.shape[kept], data.dtype)
+    sums = sums.at[indices[kept]].add(jnp.where(other, data, 0), mode="drop")
+    return sums.sum(dtype=data.dtype) if axis is None else sums
 
 
-def _add(op: Any, node: Any, **_: Any) -> Callable[..., Any]:
+def _add(op: Any, node: Any, x: BCOO, y: BCOO) -> BCOO:
     keep_zeros = "Data" in type(op).__name__
     dtype = _dtype(node)
-
-    def add(x: BCOO, y: BCOO) -> BCOO:
-        _check_equal_shapes(op, x, y)
-        data = jnp.concatenate([x.data.astype(dtype), y.data.astype(dtype)])
-        both = BCOO((data, jnp.concatenate([x.indices, y.indices])), shape=x.shape)
-        total = _sum_duplicates(both)
-        return total if keep_zeros else _drop_zeros(total)
-
-    return add
+    _check_equal_shapes(op, x, y)
+    data = jnp.concatenate([x.data.astype(dtype), y.data.astype(dtype)])
+    both = BCOO((data, jnp.concatenate([x.indices, y.indices])), shape=x.shape)
+    total = _sum_duplicates(both)
+    return total if keep_zeros else _drop_zeros(total)
 
 
-def _add_dense(op: Any, node: Any, **_: Any) -> Callable[..., Any]:
+def _add_dense(op: Any, node: Any, x: BCOO, y: Any) -> Any:
     dtype = _dtype(node)
-
-    def add(x: BCOO, y: Any) -> Any:
-        _check_equal_shapes(op, x, y)
-        return _dense(x, dtype) + _dense(y, dtype)
-
-    return add
+    _check_equal_shapes(op, x, y)
+    return _dense(x, dtype) + _dense(y, dtype)
 
 
-def _structured_add(op: Any, node: Any, **_: Any) -> Callable[..., Any]:
-    def add(x: BCOO, y: Any) -> BCOO:
-        x = _sum_duplicates(x)
-        data = jnp.where(x.data != 0, x.data + jnp.asarray(y)[x.indices[:, 1]], 0)
-        return _drop_zeros(BCOO((data, x.indices), shape=x.shape))
-
-    return add
+def _structured_add(op: Any, node: Any, x: BCOO, y: Any) -> BCOO:
+    x = _sum_duplicates(x)
+    data = jnp.where(x.data != 0, x.data + jnp.asarray(y)[x.indices[:, 1]], 0)
+    return _drop_zeros(BCOO((data, x.indices), shape=x.shape))
 
 
-def _multiply(op: Any, node: Any, **_: Any) -> Callable[..., Any]:
+def _multiply(op: Any, node: Any, x: BCOO, y: BCOO) -> BCOO:
     """Look each entry of `x` up in the sorted entries of `y`."""
     dtype = _dtype(node)
-
-    def multiply(x: BCOO, y: BCOO) -> BCOO:
-        _check_equal_shapes(op, x, y)
-        (data, rows, columns), other = _entries(_sum_duplicates(x)), _sum_duplicates(y)
-        y_data, y_rows, y_columns = _sort_entries(other, "csr")
-        if not len(y_data) or not len(data):
-            return _matrix(data.astype(dtype) * 0, rows, columns, x.shape)
-        # Rank the pairs (row, column) of both matrices without a product that could overflow.
-        pairs = [jnp.concatenate(pair) for pair in ((y_rows, rows), (y_columns, columns))]
-        order = jnp.lexsort(pairs[::-1])
-        first, second = (i[order] for i in pairs)
-        is_new = (first[1:] != first[:-1]) | (second[1:] != second[:-1])
-        ranks = jnp.concatenate([jnp.zeros(1, int), jnp.cumsum(is_new)])
-        rank = jnp.zeros_like(ranks).at[order].set(ranks)
-        values = jnp.zeros(len(order), dtype).at[rank[: len(y_data)]].add(y_data.astype(dtype))
-        product = data.astype(dtype) * values[rank[len(y_data) :]]
-        return _drop_zeros(_matrix(product, rows, columns, x.shape))
-
-    return multiply
+    _check_equal_shapes(op, x, y)
+    (data, rows, columns), other = _entries(_sum_duplicates(x)), _sum_duplicates(y)
+    y_data, y_rows, y_columns = _sort_entries(other, "csr")
+    if not len(y_data) or not len(data):
+        return _matrix(data.astype(dtype) * 0, rows, columns, x.shape)
+    # Rank the pairs (row, column) of both matrices without a product that could overflow.
+    pairs = [jnp.concatenate(pair) for pair in ((y_rows, rows), (y_columns, columns))]
+    order = jnp.lexsort(pairs[::-1])
+    first, second = (i[order] for i in pairs)
+    is_new = (first[1:] != first[:-1]) | (second[1:] != second[:-1])
+    ranks = jnp.concatenate([jnp.zeros(1, int), jnp.cumsum(is_new)])
+    rank = jnp.zeros_like(ranks).at[order].set(ranks)
+    values = jnp.zeros(len(order), dtype).at[rank[: len(y_data)]].add(y_data.astype(dtype))
+    product = data.astype(dtype) * values[rank[len(y_data) :]]
+    return _drop_zeros(_matrix(product, rows, columns, x.shape))
 
 
-def _multiply_dense(op: Any, node: Any, **_: Any) -> Callable[..., Any]:
+def _multiply_dense(op: Any, node: Any, x: BCOO, y: Any) -> BCOO:
     dtype = _dtype(node)
-
-    def multiply(x: BCOO, y: Any) -> BCOO:
-        y = jnp.asarray(y).astype(dtype)
-        if y.ndim == 2:
-            _check_equal_shapes(op, x, y)
-            y = y[x.indices[:, 0], x.indices[:, 1]]
-        elif y.ndim == 1:
-            y = y[x.indices[:, 1]]
-        return BCOO((x.data.astype(dtype) * y, x.indices), shape=x.shape)
-
-    return multiply
-
-
-def _multiply_vector(op: Any, node: Any, **_: Any) -> Callable[..., Any]:
-    multiply = _multiply_dense(op, node)
-
-    def multiply_vector(x: BCOO, y: Any) -> BCOO:
-        if x.shape[1:] != y.shape:
-            raise ValueError(f"{op} of a matrix {x.shape} and a vector {y.shape}")
-        return _drop_zeros(_sum_duplicates(multiply(x, y)))
-
-    return multiply_vector
-
-
-def _compare(op: Any, node: Any, **_: Any) -> Callable[..., Any]:
-    def compare(x: BCOO, y: Any) -> Any:
+    y = jnp.asarray(y).astype(dtype)
+    if y.ndim == 2:
         _check_equal_shapes(op, x, y)
-        result = op.comparison(_dense(x), _dense(y)).astype(jnp.uint8)
-        return _from_dense(result) if isinstance(y, BCOO) else result
+        y = y[x.indices[:, 0], x.indices[:, 1]]
+    elif y.ndim == 1:
+        y = y[x.indices[:, 1]]
+    return BCOO((x.data.astype(dtype) * y, x.indices), shape=x.shape)
 
-    return compare
+
+def _multiply_vector(op: Any, node: Any, x: BCOO, y: Any) -> BCOO:
+    if x.shape[1:] != y.shape:
+        raise ValueError(f"{op} of a matrix {x.shape} and a vector {y.shape}")
+    return _drop_zeros(_sum_duplicates(_multiply_dense(op, node, x, y)))
 
 
-def _dot(op: Any, node: Any, **_: Any) -> Callable[..., Any]:
+def _compare(op: Any, node: Any, x: BCOO, y: Any) -> Any:
+    _check_equal_shapes(op, x, y)
+    result = op.comparison(_dense(x), _dense(y)).astype(jnp.uint8)
+    return _from_dense(result) if isinstance(y, BCOO) else result
+
+
+def _dot(op: Any, node: Any, x: Any, y: Any) -> Any:
     """Read the stored entries of one operand. A second sparse operand is materialized."""
-    dtype = _dtype(node)
+    x, y = (
+        BCOO((x.data.astype(_dtype(node)), x.indices), shape=x.shape)
+        if isinstance(x, BCOO)
+        else jnp.asarray(x).astype(_dtype(node))
+        for x in (x, y)
+    )
+    if isinstance(x, BCOO) and isinstance(y, BCOO):
+        y = _dense(y)
+    # The primitive that vn.numba compiles has the sparse operand on the left.
+    product = x @ y if isinstance(x, BCOO) else (_transpose(y) @ x.T).T
     is_sparse = hasattr(node.outputs[0].type, "format")
-
-    def cast(x: Any) -> Any:
-        if isinstance(x, BCOO):
-            return BCOO((x.data.astype(dtype), x.indices), shape=x.shape)
-        return jnp.asarray(x).astype(dtype)
-
-    def dot(x: Any, y: Any) -> Any:
-        x, y = cast(x), cast(y)
-        if isinstance(x, BCOO) and isinstance(y, BCOO):
-            y = _dense(y)
-        # The primitive that vn.numba compiles has the sparse operand on the left.
-        product = x @ y if isinstance(x, BCOO) else (_transpose(y) @ x.T).T
-        return _from_dense(product) if is_sparse else product
-
-    return dot
+    return _from_dense(product) if is_sparse else product
 
 
-def _usmm(op: Any, node: Any, **_: Any) -> Callable[..., Any]:
-    dot = _dot(op, node)
-
-    def usmm(alpha: Any, x: Any, y: Any, z: Any) -> Any:
-        product = dot(x, y)
-        return jnp.asarray(alpha).astype(product.dtype) * product + _dense(z, product.dtype)
-
-    return usmm
+def _usmm(op: Any, node: Any, alpha: Any, x: Any, y: Any, z: Any) -> Any:
+    product = _dot(op, node, x, y)
+    return jnp.asarray(alpha).astype(product.dtype) * product + _dense(z, product.dtype)
 
 
-def _sampling_dot(op: Any, node: Any, **_: Any) -> Callable[..., Any]:
-    def sampling_dot(x: Any, y: Any, pattern: BCOO) -> BCOO:
-        pattern = _sum_duplicates(pattern)
-        data, rows, columns = _entries(pattern)
-        products = (jnp.asarray(x)[rows] * jnp.asarray(y)[columns]).sum(1)
-        return _drop_zeros(_matrix(data * products, rows, columns, pattern.shape))
-
-    return sampling_dot
+def _sampling_dot(op: Any, node: Any, x: Any, y: Any, pattern: BCOO) -> BCOO:
+    pattern = _sum_duplicates(pattern)
+    data, rows, columns = _entries(pattern)
+    products = (jnp.asarray(x)[rows] * jnp.asarray(y)[columns]).sum(1)
+    return _drop_zeros(_matrix(data * products, rows, columns, pattern.shape))
 
 
 def _transpose(x: BCOO) -> BCOO:
@@ -389,34 +313,35 @@ def _diagonal(x: BCOO) -> Any:
     return jnp.zeros(x.shape[0], data.dtype).at[rows].add(on, mode="drop")
 
 
-def _ignore_node(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda op, node, **_: function
+def bind_node(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a factory of implementations from a function of an `Op`, its node and the operands."""
+    return lambda op, node, **_: functools.partial(function, op, node)
 
 
-# The classes of PyTensor 3.3 and, where they had other names, of PyTensor 3.0.
+# Functions of an `Op`, its node and the operands, by the class names of PyTensor 3.3 and 3.0.
 _IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "CSMProperties": _csm_properties,
     "CSM": _csm,
     "CSMGrad": _csm_grad,
     "StructuredDotGradCSC": _structured_dot_grad,
     "StructuredDotGradCSR": _structured_dot_grad,
-    "Cast": _ignore_node(lambda x: x),  # `_typed_result` casts every result
-    "DenseFromSparse": _ignore_node(_dense),
-    "SparseFromDense": _ignore_node(lambda x: _from_dense(jnp.asarray(x))),
-    "GetItemList": _ignore_node(lambda x, i: _from_dense(_dense(x)[jnp.asarray(i)])),
+    "Cast": lambda op, node, x: x,  # `_typed_result` casts every result
+    "DenseFromSparse": lambda op, node, x: _dense(x),
+    "SparseFromDense": lambda op, node, x: _from_dense(jnp.asarray(x)),
+    "GetItemList": lambda op, node, x, i: _from_dense(_dense(x)[jnp.asarray(i)]),
     "GetItemListGrad": _get_item_list_grad,
-    "GetItem2Lists": _ignore_node(lambda x, i, j: _dense(x)[jnp.asarray(i), jnp.asarray(j)]),
+    "GetItem2Lists": lambda op, node, x, i, j: _dense(x)[jnp.asarray(i), jnp.asarray(j)],
     "GetItem2ListsGrad": _get_item_2lists_grad,
     "GetItem2d": _get_item_2d,
     "GetItemScalar": _get_item_scalar,
-    "Transpose": _ignore_node(_transpose),
-    "ColScaleCSC": _scale(1),
-    "RowScaleCSC": _scale(0),
-    "Diag": _ignore_node(_diagonal),
-    "EnsureSortedIndices": _ignore_node(lambda x: x),
-    "HStack": _stack(1),
-    "VStack": _stack(0),
-    "Remove0": _ignore_node(lambda x: _drop_zeros(_sum_duplicates(x))),
+    "Transpose": lambda op, node, x: _transpose(x),
+    "ColScaleCSC": functools.partial(_scale, 1),
+    "RowScaleCSC": functools.partial(_scale, 0),
+    "Diag": lambda op, node, x: _diagonal(x),
+    "EnsureSortedIndices": lambda op, node, x: x,
+    "HStack": functools.partial(_stack, 1),
+    "VStack": functools.partial(_stack, 0),
+    "Remove0": lambda op, node, x: _drop_zeros(_sum_duplicates(x)),
     "ConstructSparseFromList": _construct_from_list,
     "SpSum": _sum,
     "AddSparseSparse": _add,
@@ -461,7 +386,7 @@ def register_sparse(register: Callable[..., Any]) -> None:
         for module in (basic, math):
             op_class = vars(module).get(name)
             if op_class is not None and op_class.__module__ == module.__name__:
-                register(op_class, implementation)
+                register(op_class, bind_node(implementation))
 
 
 # Operations whose result has as many entries as their sparse operands together.
@@ -488,6 +413,7 @@ def check_patterns(fgraph: Any) -> None:
 
 
 def _has_known_pattern(x: Any) -> bool:
+    """Return whether JAX knows the number of entries of a sparse variable."""
     if x.owner is None:
         return True
     if type(x.owner.op).__name__ == "CSM":

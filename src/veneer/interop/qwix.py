@@ -1,11 +1,11 @@
 """The public operations of Qwix 0.1.8 on our arrays: `import veneer.interop.qwix as qwix`.
 
 Code that quantizes arrays and multiplies them with Qwix (https://github.com/google/qwix) runs when
-this import replaces `import qwix`. The names, the arguments and their order are those of Qwix, and
-`veneer.quant` computes the results. Qwix does not need to be installed.
+this import replaces `import qwix`. It has the names and the arguments of Qwix, and `veneer.quant`
+computes the results. Qwix does not need to be installed.
 
-`QArray` is `veneer.quant.QArray`. See docs/qwix.md for the numbers that differ from those of Qwix,
-and for what to write in place of its rules and providers.
+`QArray` is `veneer.quant.QArray`. docs/qwix.md lists results that differ from Qwix, and
+replacements for its rules and providers.
 """
 
 import functools
@@ -270,7 +270,7 @@ def _contract(
 
 
 def _repeat_to(x: Any, shape: tuple[Any, ...]) -> Any:
-    """Repeat the entries of each axis whose size in `shape` is a multiple of its own."""
+    """Repeat entries along axes whose size in `shape` is a multiple of their size in `x`."""
     if x.shape == shape:
         return x
     pairs = [

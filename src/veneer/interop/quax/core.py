@@ -1,4 +1,7 @@
-"""Quax's core: `Value`, `ArrayValue`, `quaxify` and `register`, on ours."""
+"""The core of Quax on Veneer's: `Value`, `ArrayValue`, `quaxify` and `register`.
+
+`Delegating` and `delegate` let a Quax type compute with a Veneer type. The examples use them.
+"""
 
 import abc
 import functools
@@ -6,7 +9,7 @@ import inspect
 import itertools
 import sys
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from jax.core import ShapedArray
@@ -15,10 +18,11 @@ from jax.typing import ArrayLike
 from ..._core import rules
 from ..._core.errors import install_command
 from ..._core.rules import add_rule
-from ..._core.surface.array import Shaped, Shown
+from ..._core.surface.array import ImplicitArray, Shaped, Shown
 from ..._core.surface.implicit import FilterSpec, implicit
 from ..._core.transform import redispatch
 from ..._core.value import Value as _CoreValue
+from ..._core.value import materialise_one
 from ..._jax.primitives import Primitive, find_primitive, inlines_early, jaxpr_as_fun
 
 try:
@@ -27,6 +31,7 @@ except ImportError as error:
     raise ImportError(f"veneer.interop.quax needs equinox: {install_command('interop')}") from error
 
 _F = TypeVar("_F", bound=Callable)
+_T = TypeVar("_T", bound="type[Delegating]")
 
 
 class Value(eqx.Module, _CoreValue):
@@ -191,7 +196,7 @@ def register(primitive: Primitive, /, *, precedence: int = 0) -> Callable[[_F], 
 
 
 def with_operands(rule: Callable, kinds: Sequence[Any]) -> Callable:
-    """Return a rule `(*operands, **params)` that says of what types its operands are."""
+    """Set the signature of a rule to operands of these types, and keywords. Return the rule."""
     parameter = inspect.Parameter
     operands = [
         parameter(f"x{i}", parameter.POSITIONAL_ONLY, annotation=kind)
@@ -220,7 +225,8 @@ def _declining(rule: Callable) -> Callable | None:
     @functools.wraps(rule)
     def declining(*values: Any, **params: Any) -> Any:
         annotations = itertools.chain(operands, itertools.cycle(more))
-        if all(map(_satisfies, values, annotations)):
+        pairs = zip(values, annotations, strict=False)
+        if all(not _has_condition(a) or isinstance(x, _members(a)) for x, a in pairs):
             return rule(*values, **params)
         return NotImplemented
 
@@ -236,15 +242,77 @@ def _has_condition(annotation: Any) -> bool:
     return any(hasattr(member, "array_type") for member in _members(annotation))
 
 
-def _satisfies(value: Any, annotation: Any) -> bool:
-    return not _has_condition(annotation) or isinstance(value, _members(annotation))
-
-
 def _inlined(*values: Value | ArrayLike, jaxpr: Any, inline: Any, **params: Any) -> Any:
-    # As Quax does, so that a rule sees what concrete values the functions of jax.numpy are called
-    # with: the unit of a power depends on the exponent.
+    # Quax inlines functions of jax.numpy, so that a rule sees concrete arguments: the unit of a
+    # power depends on the exponent.
     del params
     return redispatch(jaxpr_as_fun(jaxpr), *values) if inlines_early(inline) else NotImplemented
 
 
 add_rule(_inlined, [find_primitive("jit")], structural=True)
+
+
+class RefusesToMaterialise(ImplicitArray, abstract=True):
+    """A base of Veneer types that have rules, but whose `materialise` raises an error.
+
+    `name_in_quax` is the name of the type in this error.
+    """
+
+    name_in_quax: typing.ClassVar[str]
+
+    def materialise(self) -> Any:
+        """Raise a `RuntimeError`."""
+        raise RuntimeError(
+            f"Refusing to materialise `{self.name_in_quax}` with `allow_materialise=False`."
+        )
+
+
+class Delegating(ArrayValue):
+    """A Quax type that computes with a Veneer type."""
+
+    @abc.abstractmethod
+    def to_veneer(self) -> ImplicitArray:
+        """Return the array as a Veneer type. Its `materialise` raises if this array's does."""
+
+    @abc.abstractmethod
+    def from_veneer(self, ours: Any) -> Any:
+        """Convert a result of Veneer's rules to this type, with the settings of this array."""
+
+    def materialise(self) -> Any:
+        """Return the dense array, or raise if the Veneer type does."""
+        return materialise_one(self.to_veneer())
+
+
+def delegate(cls: _T, names: Iterable[str], operands: int = 2) -> None:
+    """Register rules that run Veneer's rule of each primitive and convert the result to `cls`.
+
+    **Arguments:**
+
+    - `names`: the names of the primitives.
+    - `operands`: their number of operands. With two, one of them may have any type. If it is a
+      `Value`, its rules see the computations of Veneer's rule, as in a nested `quaxify`.
+    """
+    other = ArrayLike | _CoreValue
+    for name in names:
+        for kinds in itertools.product((cls, other), repeat=operands):
+            if cls in kinds:
+                _delegate_rule(find_primitive(name), cls, kinds)
+
+
+def _delegate_rule(primitive: Primitive, cls: type[Delegating], kinds: tuple[Any, ...]) -> None:
+    def rule(*operands: Any, **params: Any) -> Any:
+        bind = lambda *xs: primitive.bind(*xs, **primitive.get_bind_params(params))
+        own = [isinstance(x, cls) for x in operands]
+        values = [x.to_veneer() if o else x for o, x in zip(own, operands, strict=True)]
+        others = [isinstance(x, _CoreValue) and not o for o, x in zip(own, operands, strict=True)]
+        ours = {type(x) for x in itertools.compress(values, own)}
+
+        def on_ours(*traced: Any) -> Any:
+            rest = iter(traced)
+            xs = [next(rest) if o else x for o, x in zip(others, values, strict=True)]
+            return implicit(bind, lambda value: type(value) in ours)(*xs)
+
+        out = redispatch(on_ours, *itertools.compress(values, others))
+        return next(itertools.compress(operands, own)).from_veneer(out)
+
+    register(primitive)(with_operands(rule, kinds))

@@ -9,10 +9,6 @@ Some of them compute with an array type of Veneer. Each module is imported when 
     structured_matrices     `TridiagonalMatrix`
     unitful                 `Unitful`, `Dimension`, `kilograms`, `meters`, `seconds`
     zero                    `Zero`: zeros that are known when a program is traced
-
-and what they share:
-
-    delegation              rules that run the rules of a Veneer type
 """
 
 import importlib

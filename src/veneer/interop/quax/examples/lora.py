@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from .... import types
-from .delegation import Delegating, RefusesToMaterialise, delegate
+from ..core import Delegating, RefusesToMaterialise, delegate
 
 __all__ = ["LoraArray", "loraify"]
 

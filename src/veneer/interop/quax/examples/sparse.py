@@ -13,8 +13,7 @@ from jax.typing import ArrayLike
 
 from .... import types
 from ...._core.transform import redispatch
-from ..core import register
-from .delegation import Delegating, RefusesToMaterialise, delegate
+from ..core import Delegating, RefusesToMaterialise, delegate, register
 
 __all__ = ["BCOO"]
 

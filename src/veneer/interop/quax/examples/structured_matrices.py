@@ -7,7 +7,7 @@ import jax
 from jax import Array
 
 from .... import types
-from .delegation import Delegating, RefusesToMaterialise, delegate
+from ..core import Delegating, RefusesToMaterialise, delegate
 
 __all__ = ["TridiagonalMatrix"]
 

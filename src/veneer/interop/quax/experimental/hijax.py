@@ -60,7 +60,7 @@ class HiValue(ArrayValue):
         return ShapedArray(leaf_type.shape, leaf_type.dtype)
 
     def materialise(self) -> Any:
-        """Raise a `ValueError`: the dense array would lose what the leaf's type says."""
+        """Raise a `ValueError`: the dense array would lose the type of the leaf."""
         raise ValueError(
             f"Refusing to materialise {type(self).__name__}, because the type information of its "
             "leaf would be lost. Register a rule for this primitive, or override `materialise`."
