@@ -311,7 +311,7 @@ def quantized(qtype, *sizes):
 
 
 @pytest.mark.parametrize("window", [None, 4])
-def test_a_text_of_a_batch_goes_on_as_it_does_alone(params, texts, window):
+def test_a_batched_text_continues_like_a_single_text(params, texts, window):
     config = dataclasses.replace(CONFIG, sliding_window=window)
     found = continued(params, texts, config=config)
     for row, text, length in zip(found, texts, LENGTHS, strict=True):
@@ -391,7 +391,7 @@ def test_top_k_and_top_p_restrict_sampling(params):
     assert abs(share - 0.5 / 0.8) < 0.1
 
 
-def test_what_the_first_text_draws_is_what_it_draws_alone(params, texts):
+def test_the_first_text_of_a_batch_samples_like_a_single_text(params, texts):
     how = {"temperature": 2.0, "top_k": 20, "top_p": 0.9}
     together = continued(params, texts, **how)
     alone = continued(params, texts[:1], LENGTHS[:1], **how)
