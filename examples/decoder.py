@@ -1,7 +1,7 @@
-"""A decoder in plain JAX, shaped as Llama: it reads tokens, and says what may come next.
+"""A decoder in plain JAX with the architecture of Llama.
 
-Grouped-query attention with rotary positions, SwiGLU, RMSNorm, and a cache of keys and values, so
-that a step reads new tokens alone. Its parameters are a tree of kernels `[in, out]`.
+It has grouped-query attention with rotary positions, SwiGLU, RMSNorm, and a cache of keys and
+values, so that a step reads only new tokens. The parameters are a tree of kernels `[in, out]`.
 """
 
 from collections.abc import Callable
@@ -14,20 +14,20 @@ import jax.numpy as jnp
 from jax import Array
 
 Params = dict[str, Any]
-Step = Callable[..., Any]  # `step`, below, as it is or compiled
+Step = Callable[..., Any]  # the function `step` below, or its compiled version
 
 
 @dataclass(frozen=True)
 class Config:
-    """The sizes; TinyLlama's, but for the layers. Hashable, so that `jit` can take it as static."""
+    """The sizes: TinyLlama with fewer layers. Hashable, so that `jit` can take it as static."""
 
     vocabulary: int = 32_000
     width: int = 2048
     num_layers: int = 8
     num_heads: int = 32  # of queries
-    num_groups: int = 8  # heads of keys and values, each of which serves several of queries
+    num_groups: int = 8  # heads of keys and values, each shared by several heads of queries
     wide: int = 5632
-    longest: int = 512  # tokens that the cache has room for
+    longest: int = 512  # the most tokens in the cache
     rotary_base: float = 10_000.0
 
     @property
@@ -37,10 +37,11 @@ class Config:
 
 
 class Cache(NamedTuple):
-    """What the layers keep of the tokens read, an array for each layer.
+    """The keys and values of the tokens read, with an array for each layer.
 
-    Its first axis is all heads of a batch; and a product takes keys by their features and values
-    by their tokens. So each lies as it is multiplied, and XLA writes in it without making a copy.
+    The first axis is all heads of a batch. A product contracts the features of the keys and the
+    tokens of the values. With these layouts XLA multiplies the cache and writes to it without a
+    copy.
     """
 
     keys: tuple[Array, ...]  # [batch * groups, width of a head, longest]
@@ -48,7 +49,7 @@ class Cache(NamedTuple):
 
 
 def init(key: Array, config: Config) -> Params:
-    """Random parameters in f32; products keep the size of what they take."""
+    """Return random f32 parameters, scaled so that products keep the size of their operand."""
     c, grouped = config, config.num_groups * config.head_width
     kernels = {
         "query": (c.width, c.width),
@@ -77,7 +78,7 @@ def init(key: Array, config: Config) -> Params:
 
 
 def empty_cache(config: Config, batch: int, dtype: Any = jnp.float32) -> Cache:
-    """Room for `config.longest` tokens of each of a batch of texts."""
+    """Return a cache with room for `config.longest` tokens per text."""
     heads, size = batch * config.num_groups, (config.longest, config.head_width)
     room = lambda *shape: tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers))
     return Cache(room(heads, *reversed(size)), room(heads, *size))
@@ -86,14 +87,19 @@ def empty_cache(config: Config, batch: int, dtype: Any = jnp.float32) -> Cache:
 def logits(
     params: Params, config: Config, tokens: Array, cache: Cache, start: Array | int = 0
 ) -> tuple[Array, Cache]:
-    """What speaks for each token of the vocabulary to come next, and the cache with these read.
+    """Return the logits of the next token, and the cache with the new tokens.
 
-    `tokens` are `[batch, length]`, the first of them number `start` of its text; the cache holds
-    those before. Returns `[batch, length, vocabulary]`.
+    **Arguments:**
+
+    - `tokens`: `[batch, length]`.
+    - `cache`: holds the tokens before.
+    - `start`: the position of the first new token.
+
+    **Returns:** logits `[batch, length, vocabulary]`, and the cache.
     """
     x = params["embedding"][tokens]
     keys, values = [], []
-    # The layers are written out: of dense weights, XLA would copy those of each from a stack.
+    # The layers are written out. In a scan, XLA would copy the dense weights of each layer.
     for p, *kept in zip(params["layers"], cache.keys, cache.values, strict=True):
         attended, key, value = attention(p, config, norm(p["attention_norm"], x), *kept, start)
         x = x + attended
@@ -106,7 +112,7 @@ def logits(
 def attention(
     p: Params, config: Config, x: Array, keys: Array, values: Array, start: Array | int
 ) -> tuple[Array, Array, Array]:
-    """Attention of `x`, `[batch, length, width]`, to itself and to all that came before it."""
+    """Return the attention of `x`, `[batch, length, width]`, to itself and to the cache."""
     batch, length, _ = x.shape
     positions = start + jnp.arange(length)
 
@@ -120,18 +126,18 @@ def attention(
     keys = jax.lax.dynamic_update_slice(keys, key.swapaxes(1, 2), (0, 0, start))
     values = jax.lax.dynamic_update_slice(values, value, (0, start, 0))
 
-    # The queries of a group are neighbors: they are rows of the same product.
+    # The queries of a group are adjacent, so they are rows of the same product.
     query = query.reshape(len(keys), -1, config.head_width)
     scores = (query @ keys).reshape(-1, length, config.longest) * config.head_width**-0.5
     is_before = jnp.arange(config.longest) <= positions[:, None]
-    scores = jnp.where(is_before, scores, -jnp.inf)  # of no row is all masked: it sees itself
+    scores = jnp.where(is_before, scores, -jnp.inf)  # a token sees itself
     mixed = jax.nn.softmax(scores).reshape(len(values), -1, config.longest) @ values
     mixed = mixed.reshape(batch, config.num_heads, length, -1).swapaxes(1, 2)
     return mixed.reshape(x.shape) @ p["mixed"], keys, values
 
 
 def rotated(x: Array, positions: Array, base: float) -> Array:
-    """RoPE (Su et al., 2021): pairs `(x[i], x[i + half])` turned by their position's angles."""
+    """Apply RoPE (Su et al., 2021): rotate pairs `(x[i], x[i + half])` by their position."""
     half = x.shape[-1] // 2
     angles = positions[:, None] * base ** (-jnp.arange(half) / half)
     cos, sin = jnp.cos(angles).astype(x.dtype), jnp.sin(angles).astype(x.dtype)
@@ -140,12 +146,12 @@ def rotated(x: Array, positions: Array, base: float) -> Array:
 
 
 def swiglu(p: Params, x: Array) -> Array:
-    """A wide layer whose activations are gated (Shazeer, 2020)."""
+    """Return a wide layer with gated activations (Shazeer, 2020)."""
     return (jax.nn.silu(x @ p["gate"]) * (x @ p["up"])) @ p["down"]
 
 
 def norm(scale: Array, x: Array) -> Array:
-    """RMSNorm (Zhang and Sennrich, 2019), in f32 whatever the dtype of `x`."""
+    """Return RMSNorm (Zhang and Sennrich, 2019), computed in f32."""
     wide = x.astype(jnp.float32)
     normed = wide * jax.lax.rsqrt((wide * wide).mean(-1, keepdims=True) + 1e-5)
     return scale * normed.astype(x.dtype)
@@ -154,20 +160,20 @@ def norm(scale: Array, x: Array) -> Array:
 def step(
     params: Params, config: Config, tokens: Array, cache: Cache, start: Array | int
 ) -> tuple[Array, Cache]:
-    """Reads tokens `[batch, length]`, and says which is the most likely to follow: `[batch, 1]`."""
+    """Read tokens `[batch, length]`. Return the next tokens `[batch, 1]`, and the cache."""
     found, cache = logits(params, config, tokens, cache, start)
     return found[:, -1:].argmax(-1).astype(tokens.dtype), cache
 
 
 def compiled(step: Step = step) -> Step:
-    """The step, compiled; it writes in the cache that it is given, which is then gone."""
+    """Compile the step. It writes in the cache that it is given, which cannot be used again."""
     return jax.jit(step, static_argnums=1, donate_argnums=3)
 
 
 def decode(step: Step, params: Params, config: Config, prompt: Array, *, count: int) -> Array:
-    """Continues prompts `[batch, length]` greedily: `[batch, count]` tokens, by a compiled step.
+    """Continue prompts `[batch, length]` greedily by `count` tokens, with a compiled step.
 
-    The prompt is read in one step, and then each token that is written.
+    The prompt is read in one step, and each new token in another one.
     """
     cache = empty_cache(config, len(prompt), params["norm"].dtype)
     token, cache = step(params, config, prompt, cache, 0)

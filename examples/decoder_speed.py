@@ -1,12 +1,12 @@
-"""Decode text with a transformer whose weights are stored in fewer bits, a token at a time.
+"""Decode text with a transformer whose weights are quantized, one token at a time.
 
-The transformer is `decoder.py`, which knows nothing of veneer. Its weights are random: what is
-shown is how fast each format is, and what it keeps in memory, which do not depend on what the
-weights are. To read a token, all of them are read from memory once, and so fewer bytes are faster.
+The transformer is `decoder.py`, which does not use veneer. Its weights are random, because speed
+and memory do not depend on their values. A token reads all weights from memory once, so fewer bytes
+are faster.
 
     python examples/decoder_speed.py                    # some minutes on two cores; 5 GB of memory
     python examples/decoder_speed.py --quick            # small sizes, to see that it runs
-    python examples/decoder_speed.py --only f32 int4    # of the formats, these
+    python examples/decoder_speed.py --only f32 int4    # only these formats
 """
 
 import argparse
@@ -32,7 +32,7 @@ KERNELS = r"layers\.\d+\.(query|key|value|mixed|gate|up|down)|head"
 
 @dataclass(frozen=True)
 class Variant:
-    """How weights are stored: in a float dtype, or quantized; and what activations become."""
+    """The dtype or format of the weights, and the format of the activations."""
 
     name: str
     dtype: str = "float32"
@@ -41,7 +41,7 @@ class Variant:
     act_qtype: str | None = None
 
     def stored(self, params: decoder.Params) -> decoder.Params:
-        """The parameters as this variant has them."""
+        """Return the parameters in this variant."""
         if self.qtype is None:
             return jax.tree.map(lambda x: x.astype(self.dtype), params)
         kernels = vn.quant.Rule(
@@ -63,7 +63,7 @@ VARIANTS = (
 
 @dataclass(frozen=True)
 class Result:
-    """A variant: how many tokens it decodes a second, and what its parameters take."""
+    """The tokens per second of a variant, and the bytes of its parameters."""
 
     variant: Variant
     tokens_a_second: float
@@ -75,10 +75,10 @@ def nbytes(params: decoder.Params) -> int:
 
 
 class Decoding:
-    """A text that is being decoded with the parameters of a variant."""
+    """A text that is decoded with the parameters of a variant."""
 
     def __init__(self, params: decoder.Params, config: decoder.Config):
-        # As for a dense model, but for `vn.implicit`.
+        # The only change from a dense model is `vn.implicit`.
         self.step = decoder.compiled(vn.implicit(decoder.step))
         self.params, self.config = params, config
         self.token = jnp.array([[1]], jnp.int32)
@@ -86,7 +86,7 @@ class Decoding:
         self.position = 0
 
     def write(self, count: int) -> float:
-        """Writes so many tokens; returns the seconds of each."""
+        """Decode `count` tokens. Return the seconds per token."""
         start = time.perf_counter()
         for _ in range(count):
             self.token, self.cache = self.step(
@@ -100,9 +100,9 @@ class Decoding:
 def compare(
     config: decoder.Config, variants: Sequence[Variant], *, rounds: int, count: int
 ) -> list[Result]:
-    """Decodes with each variant by turns, some tokens at a time; what is told is the median.
+    """Decode a few tokens with each variant alternately. Return the median speeds.
 
-    By turns, so that whatever else the machine does falls on all of them alike.
+    Variants alternate, so that other programs slow all of them alike.
     """
     params = decoder.init(jax.random.key(0), config)
     texts = {variant: Decoding(variant.stored(params), config) for variant in variants}
@@ -133,7 +133,7 @@ def table(results: Sequence[Result]) -> Table:
 
 
 def main(only: Sequence[str] = (), *, quick: bool = False) -> list[Result]:
-    """Decodes with each variant, and prints a table."""
+    """Decode with each variant, and print a table."""
     variants = [v for v in VARIANTS if not only or v.name in only]
     config = SMALL if quick else decoder.Config()
     results = compare(config, variants, rounds=3 if quick else 9, count=4 if quick else 8)

@@ -1,7 +1,7 @@
-"""Which dense weights a program makes of those it is given in another form, and how many at a time.
+"""Count the dense weights that a program computes from packed weights, and how many are alive.
 
-Read from a jaxpr: a list of equations in the order in which they run, if nothing reorders them. A
-value is alive from the equation that makes it to the last one that takes it.
+The count uses a jaxpr, whose equations run in order. A value is alive from the equation that
+computes it to the last equation that uses it.
 """
 
 from collections import Counter
@@ -18,12 +18,15 @@ LOOPS = frozenset(["scan", "while", "cond", "shard_map", "pallas_call"])
 
 @dataclass(frozen=True)
 class DenseWeights:
-    """The floating arrays of the size of a whole weight that a program makes.
+    """The floating arrays with the size of a whole weight that a program computes.
 
-    `dequantized` counts those that are computed of weights alone, by the primitive that makes
-    them; `alive` is how many there are of them at a time at most, and `nbytes` their bytes.
-    `others` counts those that have the shape of a weight and are computed of other things too: its
-    gradient and what becomes of that.
+    **Arguments:**
+
+    - `dequantized`: how many are computed only from weights, by primitive.
+    - `alive`: the largest number of them that are alive at the same time.
+    - `nbytes`: the bytes of the arrays that are alive then.
+    - `others`: how many have the shape of a weight but also depend on other values, by primitive:
+      gradients, for example.
     """
 
     dequantized: Counter[str]
@@ -33,7 +36,7 @@ class DenseWeights:
 
 
 class _Made:
-    """What an equation makes; equal to nothing else."""
+    """The result of an equation, compared by identity."""
 
     def __init__(self, aval: Any):
         self.aval = aval
@@ -49,13 +52,13 @@ class _Equation:
 def dense_weights(
     program: jax.extend.core.ClosedJaxpr, is_weight: Sequence[bool], shapes: Iterable[Any]
 ) -> DenseWeights:
-    """What dense weights a program makes.
+    """Count the dense weights that a program computes.
 
     **Arguments:**
 
     - `program`: from `jax.make_jaxpr`.
-    - `is_weight`: of each of its arguments, flat, whether it is a part of a weight.
-    - `shapes`: of the weights, dense.
+    - `is_weight`: for each flat argument, whether it is a part of a weight.
+    - `shapes`: the shapes of the dense weights.
 
     **Raises:** `NotImplementedError` for a program with a loop.
     """
@@ -91,11 +94,11 @@ def dense_weights(
 def _equations(
     jaxpr: Any, inputs: Sequence[_Made | None], weights: set[_Made]
 ) -> Generator[_Equation, None, list[_Made | None]]:
-    """The equations of a jaxpr, with those of the functions that it calls in their place."""
+    """Yield the equations of a jaxpr. Equations of called functions replace the calls."""
     names = dict(zip(jaxpr.invars, inputs, strict=True))
     for v in jaxpr.constvars:
         names[v] = _Made(v.aval)
-        weights.add(names[v])  # a codebook, say
+        weights.add(names[v])  # for example a codebook
     read = lambda v: None if isinstance(v, Literal) else names[v]
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in LOOPS:
@@ -112,7 +115,7 @@ def _equations(
 
 
 def _called(eqn: Any) -> Any:
-    """The jaxpr of the function that an equation calls (`jit`, `checkpoint`), or None."""
+    """Return the jaxpr that an equation calls (`jit`, `checkpoint`), or None."""
     for param in eqn.params.values():
         jaxpr = getattr(param, "jaxpr", param)
         if hasattr(jaxpr, "eqns") and len(jaxpr.invars) == len(eqn.invars):

@@ -1,7 +1,7 @@
-"""Dictate ten sentences to Whisper in fewer bits, and count the words that it takes for others.
+"""Dictate ten sentences to a quantized Whisper, and count the words that it gets wrong.
 
-The model is tiny.en, fetched once (69 MB); `whisper.py`, which knows nothing of veneer, runs it.
-espeak-ng, a program that has to be installed, speaks the sentences.
+The model is tiny.en, which is downloaded once (69 MB). `whisper.py` runs it without using veneer.
+espeak-ng, which must be installed, speaks the sentences.
 
     python examples/dictation.py
 """
@@ -56,7 +56,7 @@ FORMATS: dict[str, tuple[str, int | None] | None] = {
 
 
 def spoken(sentence: str) -> np.ndarray:
-    """A sentence as espeak-ng speaks it: 16,000 numbers a second."""
+    """Return a sentence spoken by espeak-ng, with 16,000 samples per second."""
     if shutil.which("espeak-ng") is None:
         raise SystemExit("dictation: espeak-ng is not installed (on Debian: apt install espeak-ng)")
     with tempfile.TemporaryDirectory() as folder:
@@ -71,7 +71,7 @@ def words(text: str) -> list[str]:
 
 
 def wrong_words(said: Sequence[str], written: Sequence[str]) -> int:
-    """The fewest words to change, leave out or put in that make one of the other (Levenshtein).
+    """Return the fewest words to change, remove or insert to get one text from the other.
 
     >>> wrong_words("the end of the week".split(), "an end of week".split())
     2
@@ -85,7 +85,7 @@ def wrong_words(said: Sequence[str], written: Sequence[str]) -> int:
 
 
 def in_format(params: dict[str, Any], format: tuple[str, int | None] | None) -> Any:
-    """The matrices in a format; what is small, and the two convolutions, stay in f32."""
+    """Quantize the matrices. Small arrays and the two convolutions stay in f32."""
     if format is None:
         return params
     rule = vn.quant.Rule(
@@ -95,14 +95,14 @@ def in_format(params: dict[str, Any], format: tuple[str, int | None] | None) -> 
 
 
 def main(sentences: Sequence[str] = SENTENCES) -> None:
-    """Writes down what was said in each format, and prints a table."""
+    """Transcribe all sentences in each format, and print a table."""
     console = Console()
     folder = fetch(MODEL)
     stored, config = whisper.load(folder)
     params = {k: jnp.asarray(v, jnp.float32) for k, v in stored.items() if v.dtype.kind == "f"}
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     sounds = [whisper.spectrogram(spoken(sentence)) for sentence in sentences]
-    # As for a dense model, but for `vn.implicit`.
+    # The only change from a dense model is `vn.implicit`.
     transcribe = jax.jit(vn.implicit(whisper.transcribe), static_argnums=1)
     table = Table(box=SIMPLE_HEAD)
     table.add_column("weights")

@@ -12,7 +12,7 @@ SHAPES = {"conv0": (3, 3, 1, 16), "conv1": (3, 3, 16, 32), "out": (4 * 4 * 32, 1
 
 
 def init(key: jax.Array) -> Params:
-    """Random parameters."""
+    """Return random parameters."""
     params = {}
     for name, shape in SHAPES.items():
         key, own = jax.random.split(key)
@@ -22,7 +22,7 @@ def init(key: jax.Array) -> Params:
 
 
 def logits(params: Params, images: jax.Array) -> jax.Array:
-    """What speaks for each digit, `[batch, 10]`, of images `[batch, 8, 8]` in [0, 1]."""
+    """Return logits `[batch, 10]` of the digits in images `[batch, 8, 8]` with values in [0, 1]."""
     x = images[..., None]
     for name, stride in (("conv0", 1), ("conv1", 2)):
         layout = ("NHWC", "HWIO", "NHWC")

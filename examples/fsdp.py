@@ -1,11 +1,11 @@
-"""QLoRA with everything sharded: no device has more than its part, and one whole layer at a time.
+"""QLoRA with everything sharded: a device holds its part, and one whole layer at a time.
 
-A decoder in int4, its LoRA and the moments of Adam lie in parts on 8 devices, and so does a batch.
-A scan over layers gathers each as it is stored, codes and scales, uses it and forgets it; the
-backward pass gathers it again (`jax.checkpoint`), and gradients are scattered to whom they belong.
+An int4 decoder, its LoRA adapters, the moments of Adam and the batch are divided over 8 devices. A
+scan over layers gathers the packed weights of each layer, uses them and frees them. The backward
+pass gathers them again (`jax.checkpoint`), and scatters the gradients.
 
-It is written once, for two ways to say who has what: `jax.jit` with shardings, where a constraint
-asks for a whole layer, and `jax.shard_map`, where `lax.all_gather` does.
+The program runs in two ways: by `jax.jit` with shardings, where a constraint gathers a layer, and
+by `jax.shard_map`, where `lax.all_gather` does.
 
     python examples/fsdp.py              # many minutes on two cores
     python examples/fsdp.py --quick      # small sizes, to see that it runs
@@ -30,7 +30,7 @@ AXIS = "devices"
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes. The widths are multiples of 64, a tile, for each of 8 devices."""
+    """The sizes. The widths are multiples of 8 tiles of 64, one for each device."""
 
     vocabulary: int = 512
     width: int = 512
@@ -48,7 +48,7 @@ TILE = 64
 
 
 def init(key: jax.Array, config: Config) -> tuple[dict, dict]:
-    """Random weights, of which those of layers are stacked, and an update of low rank for each."""
+    """Return random weights with the layers stacked, and LoRA adapters for each layer."""
     wide = {"up": (config.width, config.wide), "gate": (config.width, config.wide)}
     square = dict.fromkeys(("query", "key", "value", "mixed"), (config.width, config.width))
     shapes = {**square, **wide, "down": (config.wide, config.width)}
@@ -71,12 +71,12 @@ def init(key: jax.Array, config: Config) -> tuple[dict, dict]:
 
 
 def quantized(weights: dict) -> dict:
-    """The layers in int4, and the rest in int8."""
+    """Quantize the layers to int4, and the other weights to int8."""
     layers = vn.quant.Rule(r"layers\..*", "int4", tile_size=TILE)
     return vn.quant.quantize_tree(weights, [layers, vn.quant.Rule(r".*", "int8")])
 
 
-# The model, in plain JAX. `whole(x, axis)` gives all of an array that lies in parts along an axis.
+# The model, in plain JAX. `whole(x, axis)` gathers an array that is sharded along an axis.
 
 
 def normed(x: jax.Array) -> jax.Array:
@@ -84,7 +84,7 @@ def normed(x: jax.Array) -> jax.Array:
 
 
 def layer(p: Any, x: jax.Array, num_heads: int) -> jax.Array:
-    """One layer `[batch, length, width]`, with weights by name."""
+    """Run one layer on `x`, `[batch, length, width]`."""
     heads = lambda name: (normed(x) @ p[name]).reshape(*x.shape[:2], num_heads, -1)
     mixed = jax.nn.dot_product_attention(
         heads("query"), heads("key"), heads("value"), is_causal=True
@@ -94,7 +94,7 @@ def layer(p: Any, x: jax.Array, num_heads: int) -> jax.Array:
 
 
 def loss(updates: Any, weights: Any, tokens: jax.Array, config: Config, whole: Callable) -> Any:
-    """The mean surprise at each next token."""
+    """Return the mean cross entropy of the next token."""
 
     @jax.checkpoint
     def step(x: jax.Array, parts: Any) -> Any:
@@ -114,17 +114,17 @@ def loss(updates: Any, weights: Any, tokens: jax.Array, config: Config, whole: C
 
 
 def train_step(loss: Callable, updates: Any, state: Any, weights: Any, tokens: jax.Array) -> Any:
-    """One step of Adam. What it does to parts is what it does to each entry."""
+    """Run one step of Adam. It is elementwise, so it also works on shards."""
     value, grads = jax.value_and_grad(loss)(updates, weights, tokens)
     changes, state = OPTIMIZER.update(grads, state)
     return optax.apply_updates(updates, changes), state, value
 
 
-# Who has what.
+# Placement.
 
 
 def specs(tree: Any) -> Any:
-    """A spec for each array: weights and `a` in parts of their rows, `b` of its columns."""
+    """Return a spec for each array: weights and `a` are divided along rows, `b` along columns."""
 
     def of(path: str, x: Any) -> P:
         if x.ndim < 2:  # the number of steps
@@ -139,8 +139,8 @@ def specs(tree: Any) -> Any:
 
 
 def by_jit(mesh: Mesh, config: Config, *trees: Any) -> Callable:
-    """The step as `jax.jit` divides it: by where arrays lie, and a constraint for whole layers."""
-    del trees  # where arrays lie is seen
+    """Return the step as `jax.jit` partitions it, by shardings and constraints."""
+    del trees  # placement is in the types
     everywhere = NamedSharding(mesh, P())
     whole = lambda x, axis: lax.with_sharding_constraint(x, everywhere)
     of_batch = lambda *args: loss(*args, config, whole)
@@ -148,7 +148,7 @@ def by_jit(mesh: Mesh, config: Config, *trees: Any) -> Callable:
 
 
 def by_shard_map(mesh: Mesh, config: Config, *trees: Any) -> Callable:
-    """The step as each device takes it, with its parts of `trees` and of a batch."""
+    """Return the step as each device runs it, on its shards of the trees and the batch."""
     whole = lambda x, axis: lax.all_gather(x, AXIS, axis=axis, tiled=True)
     of_part = lambda *args: lax.pmean(loss(*args, config, whole), AXIS)
     updates, state, weights = map(specs, trees)
@@ -162,17 +162,17 @@ def by_shard_map(mesh: Mesh, config: Config, *trees: Any) -> Callable:
 
 
 def in_parts(mesh: Mesh, tree: Any) -> Any:
-    """A tree, of which each device is given its parts."""
+    """Place a tree so that each device has its shards."""
     return vn.device_put(tree, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs(tree)))
 
 
 def on_each(mesh: Mesh, tree: Any) -> Any:
-    """A tree, of which each device is given all."""
+    """Place a tree so that each device has all of it."""
     return vn.device_put(tree, NamedSharding(mesh, P()))
 
 
 def peak(compiled: Any) -> int:
-    """The bytes that a device needs at a time: what it is given, makes on the way, and returns."""
+    """Return the peak bytes per device: arguments, temporaries and results."""
     m = compiled.memory_analysis()
     given = m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes
     return given + m.temp_size_in_bytes
@@ -180,7 +180,7 @@ def peak(compiled: Any) -> int:
 
 @dataclass(frozen=True)
 class Way:
-    """A step that is compiled for arrays where they lie."""
+    """A step that is compiled for arrays with a placement."""
 
     name: str
     compiled: Any
@@ -188,14 +188,14 @@ class Way:
 
     @property
     def held(self) -> int:
-        """The bytes of weights, updates and moments on a device."""
+        """The bytes of weights, adapters and moments on a device."""
         first = jax.devices()[0]
         arrays = jax.tree.leaves(self.args)
         return sum(s.data.nbytes for x in arrays for s in x.addressable_shards if s.device == first)
 
 
 def ways(config: Config, tokens: jax.Array) -> Iterator[Way]:
-    """Weights in f32 and int4, on each device and in parts."""
+    """Yield the steps with f32 and int4 weights, replicated and sharded."""
     mesh = jax.make_mesh((jax.device_count(),), (AXIS,), axis_types=(AxisType.Auto,))
     tokens = jax.device_put(tokens, NamedSharding(mesh, P(AXIS)))
     for name, store in (("f32", lambda weights: weights), ("int4", quantized)):
@@ -212,14 +212,14 @@ def ways(config: Config, tokens: jax.Array) -> Iterator[Way]:
 
 
 def text(config: Config) -> jax.Array:
-    """Sequences that count in steps of their own: `[batch, length + 1]`."""
+    """Return sequences `[batch, length + 1]` that count with different steps."""
     key = jax.random.key(1)
     start, step = jax.random.randint(key, (2, config.batch, 1), 1, config.vocabulary)
     return (start + step * jnp.arange(config.length + 1)) % config.vocabulary
 
 
 def main() -> None:
-    """Prints what each way needs of a device, and the losses of some steps."""
+    """Print the memory per device of each step, and some losses."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="small sizes")
     parser.add_argument("--steps", type=int, default=10)

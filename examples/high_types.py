@@ -1,13 +1,13 @@
-"""Fine-tunes quantized models of Flax and Equinox by their own `grad`, with no decorator.
+"""Fine-tune quantized Flax and Equinox models with their own `grad`, without a decorator.
 
-Two classifiers of digits, an `nnx.Module` and an `eqx.nn.MLP`, know nothing of veneer. Each is
-trained in f32; then its hidden weights are put in four bits, with a low-rank update (QLoRA), and
-the updates are trained on digits that it has not seen: mirrored ones. With high types on, the
-models' own layers take such weights, and so do their framework's `jit` and `value_and_grad`.
+Two digit classifiers, an `nnx.Module` and an `eqx.nn.MLP`, do not use veneer. Each is trained in
+f32. Then its hidden weights are quantized to four bits with LoRA adapters (QLoRA), and the adapters
+are trained on mirrored digits. With high types on, the layers of the models take such weights, and
+so do `jit` and `value_and_grad` of their framework.
 
     python examples/high_types.py            # some seconds
 
-Prints the losses, and the bytes that the weights take.
+Prints the losses, and the bytes of the weights.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ WIDTH, RANK = 128, 8
 
 
 class Classifier(nnx.Module):
-    """A network of two hidden layers, as anybody writes it."""
+    """A network with two hidden layers."""
 
     def __init__(self, *, rngs: nnx.Rngs):
         self.first = nnx.Linear(64, WIDTH, rngs=rngs)
@@ -39,18 +39,20 @@ class Classifier(nnx.Module):
         self.out = nnx.Linear(WIDTH, 10, rngs=rngs)
 
     def __call__(self, images: jax.Array) -> jax.Array:
-        """Logits `[count, 10]` of images `[count, 64]`."""
+        """Return logits `[count, 10]` of images `[count, 64]`."""
         hidden = nnx.gelu(self.first(images))
         return self.out(nnx.gelu(self.second(hidden)))
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model as a tree, what calls that, and the transformations of its framework."""
+    """A model as a tree, the function that calls it, and the transformations of its framework."""
 
     framework: str
     tree: Any
-    call: Callable[[Any, jax.Array], jax.Array]  # of images f32 [count, 64]: logits [count, 10]
+    call: Callable[
+        [Any, jax.Array], jax.Array
+    ]  # takes images f32 [count, 64], returns logits [count, 10]
     jit: Callable
     value_and_grad: Callable
     in_axis: int  # of its weights
@@ -69,7 +71,7 @@ def of_equinox() -> Model:
 
 
 def digits(*, mirrored: bool) -> tuple[jax.Array, jax.Array]:
-    """Images, f32 `[count, 64]`, and which digits they are of."""
+    """Return images, f32 `[count, 64]`, and their labels."""
     found = load_digits()
     images = found.images[:, :, ::-1] if mirrored else found.images
     images = images.reshape(-1, 64).astype(np.float32) / 16
@@ -77,7 +79,7 @@ def digits(*, mirrored: bool) -> tuple[jax.Array, jax.Array]:
 
 
 def train(model: Model, tree: Any, data: Any, *, steps: int) -> tuple[Any, list[float]]:
-    """Trains those arrays of a model's tree that are to be trained; gives it, and the losses."""
+    """Train the trainable arrays of a model's tree. Return the tree and the losses."""
     trained, frozen = vn.tree.partition(tree, vn.trainable(tree))
     tx = optax.adam(3e-3)
 
@@ -100,11 +102,11 @@ def train(model: Model, tree: Any, data: Any, *, steps: int) -> tuple[Any, list[
 
 
 def in_four_bits(model: Model, tree: Any) -> Any:
-    """The tree with hidden weights in nf4, and a low-rank update of each."""
+    """Return the tree with hidden weights in nf4, and a LoRA adapter for each."""
     keys = iter(jax.random.split(jax.random.key(0), 2))
 
     def weight(x: Any) -> Any:
-        if not hasattr(x, "ndim") or x.ndim != 2 or 10 in x.shape:  # not so the last layer
+        if not hasattr(x, "ndim") or x.ndim != 2 or 10 in x.shape:  # not the last layer
             return x
         q = vn.quant.quantize(x, "nf4", tiled_axes={model.in_axis: 64})
         return vn.types.LoraArray.init(q, rank=RANK, key=next(keys), alpha=8)
@@ -114,7 +116,7 @@ def in_four_bits(model: Model, tree: Any) -> Any:
 
 @dataclass(frozen=True)
 class Result:
-    """What fine-tuning a model gave."""
+    """The trees and losses of a fine-tuned model."""
 
     framework: str
     dense: Any
@@ -123,12 +125,12 @@ class Result:
 
 
 def nbytes(tree: Any) -> int:
-    """The bytes of the arrays that a tree stores."""
+    """Return the bytes of the arrays in a tree."""
     return sum(getattr(x, "nbytes", 0) for x in jax.tree.leaves(tree))
 
 
 def fine_tune(model: Model, *, steps: int) -> Result:
-    """Trains a model, puts it in four bits, and trains that on mirrored digits."""
+    """Train a model, quantize it, and fine-tune it on mirrored digits."""
     dense, _ = train(model, model.tree, digits(mirrored=False), steps=steps)
     with vn.hijax.enabled():
         qlora = in_four_bits(model, dense)
@@ -137,7 +139,7 @@ def fine_tune(model: Model, *, steps: int) -> Result:
 
 
 def main(*, steps: int = 60) -> list[Result]:
-    """Fine-tunes each model, and prints a table."""
+    """Fine-tune each model, and print a table."""
     results = [fine_tune(model, steps=steps) for model in (of_flax(), of_equinox())]
     table = Table(box=SIMPLE_HEAD)
     for heading in ("model", "bytes in f32", "as QLoRA", "loss on mirrored digits", "after"):

@@ -1,10 +1,10 @@
-"""Llama in plain JAX: it reads a prompt, and writes on. It does not import veneer.
+"""Llama in plain JAX, without importing veneer.
 
-Any Hugging Face folder of a Llama, Mistral, Qwen2 or Qwen3 runs: parameters are a flat dict by the
-names of the checkpoint, of matrices `[out, in]`. Grouped-query attention, rotary positions,
-RMSNorm, SwiGLU, a cache of keys and values of whatever form the caller gives it. It writes as a
-server would: one program reads a batch of prompts of unequal lengths in chunks, and draws tokens
-until each text has stopped.
+It runs any Hugging Face folder of a Llama, Mistral, Qwen2 or Qwen3. The parameters are a flat dict
+with the names of the checkpoint and matrices `[out, in]`. The model has grouped-query attention,
+rotary positions, RMSNorm, SwiGLU, and a cache in any format that the caller provides. One program
+reads a batch of prompts with different lengths in chunks, and then samples tokens until each text
+has stopped, as a server does.
 
     python examples/llama.py MODEL_DIR "What is gravity?"
 """
@@ -29,25 +29,25 @@ ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 
 @dataclass(frozen=True)
 class Config:
-    """What `config.json` says, by its names. Hashable, so that `jit` can take it as static."""
+    """The fields of `config.json`. Hashable, so that `jit` can take it as static."""
 
     vocab_size: int
     hidden_size: int
     intermediate_size: int
     num_hidden_layers: int
     num_attention_heads: int  # of queries
-    num_key_value_heads: int  # each of which serves several of queries
+    num_key_value_heads: int  # each is shared by several heads of queries
     head_dim: int
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10_000.0
-    rope_scaling: tuple[float, float, float, float] | None = None  # of Llama 3.1, see `angles`
-    sliding_window: int | None = None  # how many tokens a token sees
+    rope_scaling: tuple[float, float, float, float] | None = None  # only in Llama 3.1, see `angles`
+    sliding_window: int | None = None  # the number of tokens that a token attends to
 
     @classmethod
     def of(cls, said: Mapping[str, Any]) -> "Config":
-        """Reads a `config.json`, parsed.
+        """Return the configuration of a parsed `config.json`.
 
-        **Raises:** `ValueError` for another architecture, and for rotary positions of other kinds.
+        **Raises:** `ValueError` for an unsupported architecture or unsupported rotary positions.
         """
         if said.get("model_type") not in ARCHITECTURES:
             names = ", ".join(ARCHITECTURES)
@@ -70,7 +70,7 @@ class Config:
 
 
 def _window(said: Mapping[str, Any]) -> int | None:
-    """How many tokens a token sees, in all layers; None where it sees all before it."""
+    """Return how many tokens a token attends to, or None if there is no window."""
     window, layers = said.get("sliding_window"), said["num_hidden_layers"]
     is_qwen = said["model_type"].startswith("qwen")
     if window is None or (is_qwen and not said.get("use_sliding_window", False)):
@@ -95,10 +95,10 @@ def _scaling(rope: Mapping[str, Any]) -> tuple[float, float, float, float] | Non
 
 
 class Cache(NamedTuple):
-    """What the layers keep of the tokens read, an array for each layer.
+    """The keys and values of the tokens read, with an array for each layer.
 
-    Its first axis is all heads of a batch, and a token of a head is a row: it is written in one
-    piece, which may be quantized by itself, and products read the matrix of a head as it lies.
+    The first axis is all heads of a batch. A row is one token of a head, so a token is written as
+    one piece, which can have its own scale. Products read the matrix of a head without a copy.
     """
 
     keys: tuple[Array, ...]  # [batch * heads, room, width of a head]
@@ -106,7 +106,7 @@ class Cache(NamedTuple):
 
 
 def empty_cache(config: Config, batch: int, room: int, dtype: Any = jnp.float32) -> Cache:
-    """Room for so many tokens of each of a batch of texts."""
+    """Return a cache with room for `room` tokens per text."""
     shape = batch * config.num_key_value_heads, room, config.head_dim
     zeros = lambda: tuple(jnp.zeros(shape, dtype) for _ in range(config.num_hidden_layers))
     return Cache(zeros(), zeros())
@@ -116,26 +116,27 @@ def empty_cache(config: Config, batch: int, room: int, dtype: Any = jnp.float32)
 
 
 def logits(params: Params, x: Array) -> Array:
-    """What speaks for each token of the vocabulary to come next, of what `hidden` returns."""
+    """Return the logits of the next token from the result of `hidden`."""
     return x @ params.get("lm_head.weight", params["model.embed_tokens.weight"]).T
 
 
 def hidden(
     params: Params, config: Config, tokens: Array, cache: Cache, start: Any = 0, first: Any = 0
 ) -> tuple[Array, Cache]:
-    """What the model makes of tokens, `[batch, length, width]`, and the cache with these read.
+    """Run the layers. Return `[batch, length, width]`, and the cache with the new tokens.
 
     **Arguments:**
 
     - `tokens`: `[batch, length]`.
-    - `cache`: holds those before, as many as `start`.
-    - `first`: where in the cache a text begins, or each of them, `[batch]`: texts of unequal
-      lengths end together. What comes before is not seen.
+    - `cache`: holds the tokens before.
+    - `start`: the position of the first new token in the cache.
+    - `first`: the position in the cache at which texts begin, a number or `[batch]`. Texts of
+      different lengths end at the same position. Earlier positions are masked.
     """
     x = params["model.embed_tokens.weight"][tokens]
     written = []
-    # The layers are written out: in a scan over stacked ones, XLA cuts dense weights of each layer
-    # from the stack in each step.
+    # The layers are written out. In a scan, XLA would copy the dense weights of each layer in each
+    # step.
     for i, kept in enumerate(zip(cache.keys, cache.values, strict=True)):
         prefix = f"model.layers.{i}."
         layer = {k.removeprefix(prefix): v for k, v in params.items() if k.startswith(prefix)}
@@ -149,7 +150,7 @@ def hidden(
 
 
 def linear(layer: Params, name: str, x: Array) -> Array:
-    """A product with a matrix `[out, in]`, and with the bias that some models have."""
+    """Multiply by a matrix `[out, in]`, and add a bias if the model has one."""
     y = x @ layer[f"{name}.weight"].T
     bias = layer.get(f"{name}.bias")
     return y if bias is None else y + bias
@@ -158,7 +159,7 @@ def linear(layer: Params, name: str, x: Array) -> Array:
 def attention(
     layer: Params, config: Config, x: Array, kept: Sequence[Array], start: Any, first: Any
 ) -> tuple[Array, Array, Array]:
-    """Attention of `x`, `[batch, length, width]`, to itself and to all that came before it."""
+    """Return the attention of `x`, `[batch, length, width]`, to itself and to the cache."""
     (keys, values), (batch, length, _) = kept, x.shape
     room, width = keys.shape[1:]
     places = start + jnp.arange(length)
@@ -166,7 +167,7 @@ def attention(
 
     def heads(name: str, count: int) -> Array:  # [batch, heads, length, width of a head]
         y = linear(layer, f"self_attn.{name}_proj", x).reshape(batch, length, count, width)
-        scale = layer.get(f"self_attn.{name}_norm.weight")  # which Qwen3 has
+        scale = layer.get(f"self_attn.{name}_norm.weight")  # only Qwen3
         y = y if scale is None else norm(scale, y, config)
         return y.swapaxes(1, 2)
 
@@ -179,14 +180,14 @@ def attention(
     keys = lax.dynamic_update_slice(keys, key, (0, start, 0))
     values = lax.dynamic_update_slice(values, value, (0, start, 0))
 
-    # The queries that share a head of keys are neighbors: they are rows of the same product.
+    # The queries that share a head of keys are adjacent, so they are rows of the same product.
     query = query.reshape(len(keys), -1, width)
     scores = jnp.einsum("hqd,hsd->hqs", query, keys).reshape(batch, -1, length, room)
     distance = places[:, None] - jnp.arange(room)
     is_seen = (distance >= 0) & (jnp.arange(room) >= first[..., None])
     if config.sliding_window is not None:
         is_seen &= distance < config.sliding_window
-    is_seen |= distance == 0  # a token sees itself, before its text too: of no row is all masked
+    is_seen |= distance == 0  # a padding token attends to itself, so no row is masked completely
     scores = jnp.where(is_seen, scores * width**-0.5, -jnp.inf)
     weights = jax.nn.softmax(scores.astype(jnp.float32)).astype(x.dtype)
     mixed = weights.reshape(len(values), -1, room) @ values
@@ -195,10 +196,10 @@ def attention(
 
 
 def angles(config: Config, positions: Array) -> Array:
-    """By how much pairs of features are turned, `[..., width of a head / 2]`.
+    """Return the rotation angles of pairs of features, `[..., width of a head / 2]`.
 
-    Llama 3.1 turns slow ones, whose wave is longer than what it was trained with at first, slower
-    still by a factor, and those between `low` and `high` waves of it by something in between.
+    Llama 3.1 slows low frequencies. If the wavelength is longer than the original context, the
+    angle is divided by a factor. Between the `low` and `high` limits it is interpolated.
     """
     half = config.head_dim // 2
     frequency = config.rope_theta ** (-jnp.arange(half) / half)
@@ -211,7 +212,7 @@ def angles(config: Config, positions: Array) -> Array:
 
 
 def rotated(x: Array, angles: Array) -> Array:
-    """RoPE (Su et al., 2021): pairs `(x[i], x[i + half])` turned by their position's angles."""
+    """Apply RoPE (Su et al., 2021): rotate pairs `(x[i], x[i + half])` by their angles."""
     half = x.shape[-1] // 2
     cos, sin = jnp.cos(angles).astype(x.dtype), jnp.sin(angles).astype(x.dtype)
     one, other = x[..., :half], x[..., half:]
@@ -219,31 +220,32 @@ def rotated(x: Array, angles: Array) -> Array:
 
 
 def swiglu(layer: Params, x: Array) -> Array:
-    """A wide layer whose activations are gated (Shazeer, 2020)."""
+    """Return a wide layer with gated activations (Shazeer, 2020)."""
     gate, up = linear(layer, "mlp.gate_proj", x), linear(layer, "mlp.up_proj", x)
     return linear(layer, "mlp.down_proj", jax.nn.silu(gate) * up)
 
 
 def norm(scale: Array, x: Array, config: Config) -> Array:
-    """RMSNorm (Zhang and Sennrich, 2019), in f32 whatever the dtype of `x`."""
+    """Return RMSNorm (Zhang and Sennrich, 2019), computed in f32."""
     wide = x.astype(jnp.float32)
     normed = wide * lax.rsqrt((wide * wide).mean(-1, keepdims=True) + config.rms_norm_eps)
     return scale * normed.astype(x.dtype)
 
 
-# Writing.
+# Sampling.
 
 
 def likeliest(found: Array) -> Array:
-    """The likeliest token of each text, by its logits, which XLA's CPU finds sooner than argmax."""
+    """Return the most likely token of each text. On CPU, XLA computes it faster than argmax."""
     return lax.top_k(found, 1)[1][..., 0].astype(jnp.int32)
 
 
 def next_token(found: Array, keys: Array, temperature: float, top_k: Any, top_p: float) -> Array:
-    """Chooses a token by the logits of each text, `[batch, vocabulary]`, and by its key.
+    """Choose a token of each text by its logits, `[batch, vocabulary]`, and its key.
 
-    It is the most likely one at a temperature of 0. Else it is drawn: of the `top_k` likeliest,
-    where None is all, and of these from the fewest that have `top_p` of the chance.
+    At a temperature of 0, the token is the most likely one. Otherwise it is sampled from the
+    `top_k` most likely tokens (None is all), and among them from the fewest with a probability of
+    `top_p`.
     """
     if temperature == 0:
         return likeliest(found)
@@ -251,7 +253,7 @@ def next_token(found: Array, keys: Array, temperature: float, top_k: Any, top_p:
     if top_k is not None or top_p < 1:
         likely, _ = lax.top_k(found, top_k or found.shape[-1])
         chance = jax.nn.softmax(likely)
-        is_kept = jnp.cumsum(chance, -1) - chance < top_p  # by the share of those before it
+        is_kept = jnp.cumsum(chance, -1) - chance < top_p  # by the probability of the tokens before
         least = likely.min(-1, keepdims=True, initial=jnp.inf, where=is_kept)
         found = jnp.where(found >= least, found, -jnp.inf)
     return jax.vmap(jax.random.categorical)(keys, found).astype(jnp.int32)
@@ -260,9 +262,9 @@ def next_token(found: Array, keys: Array, temperature: float, top_k: Any, top_p:
 def read(
     params: Params, config: Config, tokens: Array, cache: Cache, first: Array, chunk: int
 ) -> tuple[Array, Cache]:
-    """What the model makes of the last of tokens, `[batch, width]`, which are read in chunks.
+    """Read prompts in chunks. Return the hidden state of the last token, `[batch, width]`.
 
-    Chunks in which no text has begun are not read; the first may read tokens of the second.
+    Chunks before the beginning of all texts are skipped. The first chunk may overlap the second.
     """
     dtype, size = params["model.norm.weight"].dtype, tokens.shape[1]
     chunks = -((first.min() - size) // chunk)
@@ -293,26 +295,29 @@ def generate(
     show: Callable[[Any], None] | None = None,
     chunk: int = 128,
 ) -> Array:
-    """Continues prompts: `[batch, count]` tokens, in one program that is compiled.
+    """Continue prompts by `count` tokens, in one compiled program.
 
     **Arguments:**
 
-    - `prompt`: `[batch, padded]`, of which the first `length` tokens count, one or more: a number,
-      or one for each text, `[batch]`. So prompts of other lengths need no other program.
-    - `key`: of what is drawn, as `next_token` says: by the first text what it would draw alone.
-    - `cache`: with room for `padded + count` tokens, of any form. None is dense.
-    - `stop`: tokens that end a text. The first is repeated after it.
-    - `show`: is called with each column of tokens, `[batch]`, while the loop goes on.
+    - `prompt`: `[batch, padded]`. Only the first `length` tokens count.
+    - `length`: a number, or a length per text, `[batch]`. It is traced, so other lengths need no
+      compilation.
+    - `key`: the key for sampling. The first text samples the same tokens as it would alone.
+    - `cache`: a cache with room for `padded + count` tokens, in any format. None is dense.
+    - `stop`: tokens that end a text. The first one is repeated after the end.
+    - `show`: called with each column of tokens, `[batch]`, while the loop runs.
     - `chunk`: how many tokens of each prompt are read at once.
 
-    **Raises:** `ValueError` for a cache without the room.
+    **Returns:** tokens `[batch, count]`.
+
+    **Raises:** `ValueError` for a cache without enough room.
     """
     batch, padded = prompt.shape
     room = padded + count
     cache = cache or empty_cache(config, batch, room, params["model.norm.weight"].dtype)
     if cache.keys[0].shape[1] < room:
         raise ValueError(f"room for {room} tokens is wanted, not for {cache.keys[0].shape[1]}")
-    # Texts are moved so that they end together: all write at one place of the cache.
+    # Texts are moved so that they end together, and all write at the same position of the cache.
     first = padded - jnp.broadcast_to(jnp.asarray(length), batch)
     ends = jnp.array([*stop], jnp.int32)
     keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(batch))
@@ -342,13 +347,13 @@ def generate(
 
 
 def compiled(generate: Callable = generate) -> Callable:
-    """`generate`, compiled: once for each size of prompt and of what is written."""
+    """Compile `generate`, once for each padded length and `count`."""
     static = "config count temperature top_k top_p stop show chunk".split()
     return jax.jit(generate, static_argnames=static)
 
 
 def losses(params: Params, config: Config, tokens: Array, cache: Cache | None = None) -> Array:
-    """How unlikely each token but the first was: `-log p`, `[batch, length - 1]`, in f32."""
+    """Return `-log p` of each token after the first, `[batch, length - 1]`, in f32."""
     cache = cache or empty_cache(config, *tokens.shape, params["model.norm.weight"].dtype)
     x, _ = hidden(params, config, tokens, cache)
     found = jax.nn.log_softmax(logits(params, x[:, :-1]).astype(jnp.float32))
@@ -356,7 +361,7 @@ def losses(params: Params, config: Config, tokens: Array, cache: Cache | None = 
 
 
 def init(key: Array, config: Config) -> dict[str, Array]:
-    """Random parameters in f32; products keep the size of what they take."""
+    """Return random f32 parameters, scaled so that products keep the size of their operand."""
     c, names = config, ("model.embed_tokens.weight", "lm_head.weight")
     grouped, heads = c.num_key_value_heads * c.head_dim, c.num_attention_heads * c.head_dim
     matrices = {"self_attn.q": (heads, c.hidden_size), "self_attn.o": (c.hidden_size, heads)}
@@ -378,8 +383,8 @@ def init(key: Array, config: Config) -> dict[str, Array]:
 
 
 def main(folder: Path, text: str, count: int) -> None:
-    """Answers a question with the model of a Hugging Face folder, in the dtype that it has."""
-    from safetensors.flax import load_file  # which makes JAX arrays
+    """Answer a question with the model in a Hugging Face folder, in its own dtype."""
+    from safetensors.flax import load_file  # converts to JAX arrays
     from tokenizers import Tokenizer
 
     said = json.loads((folder / "config.json").read_text(encoding="utf-8"))

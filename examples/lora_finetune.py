@@ -1,13 +1,13 @@
-"""Fine-tune a sentence encoder: every parameter, by LoRA, and by QLoRA on nf4 weights.
+"""Fine-tune a sentence encoder: all parameters, by LoRA, and by QLoRA on nf4 weights.
 
-The task is to tell which topic of Python's language reference (`pydoc_data.topics`, the text behind
-`help("lambda")`) a sentence comes from. The encoder is `sentence_encoder.py` with the weights of
-all-MiniLM-L6-v2, and is told of nothing.
+The task is to classify sentences of Python's language reference by topic (`pydoc_data.topics`, the
+text behind `help("lambda")`). The encoder is `sentence_encoder.py` with the weights of
+all-MiniLM-L6-v2. It does not use veneer.
 
     python examples/lora_finetune.py            # some minutes on two cores
     python examples/lora_finetune.py --quick    # a few steps, to see that it runs
 
-Prints what each costs and how well it does, and draws the losses.
+Prints the cost and the accuracy of each variant, and plots the losses.
 """
 
 import argparse
@@ -37,8 +37,8 @@ from veneer.demo.encoder_demo import NF4
 from veneer.demo.fetch import ENCODER, fetch, program
 
 RANK = 8
-# On a CPU, XLA keeps every weight that it has made dense, unless it is to save memory and may not
-# merge what a derivative makes anew with what the forward pass has made.
+# On a CPU, XLA keeps every materialized weight for the backward pass, unless these options make it
+# save memory and keep it from merging the recomputation with the forward pass.
 SAVE_MEMORY = {
     "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
     "xla_disable_hlo_passes": "cse_barrier_expander",
@@ -49,7 +49,7 @@ SAVE_MEMORY = {
 
 
 class Examples(NamedTuple):
-    """Sentences, and the topics that they come from."""
+    """Sentences and their topics."""
 
     ids: np.ndarray  # int32 [count, length], tokens
     mask: np.ndarray  # bool [count, length], false where ids holds padding
@@ -61,7 +61,7 @@ class Examples(NamedTuple):
 
 @dataclass(frozen=True)
 class Task:
-    """Which topic a sentence is of: examples to train on, and others to be judged by."""
+    """Examples for training, and held-out examples."""
 
     names: list[str]
     train: Examples
@@ -69,14 +69,14 @@ class Task:
 
 
 def sentences_of(topic: str) -> list[str]:
-    """The sentences of a text that are prose of some length."""
+    """Return the sentences of a text that are prose and not short."""
     blocks = (" ".join(block.split()) for block in topic.split("\n\n"))
     found = (s for block in blocks for s in re.split(r"(?<=[.!?])\s+(?=[A-Z])", block))
     return [s for s in found if re.fullmatch(r"[A-Z].*[a-z]\.", s) and 8 <= len(s.split()) <= 60]
 
 
 def make_task(bert: BertEncoder, *, count: int, most: int, length: int) -> Task:
-    """The topics with most sentences, no more than `most` of each; a third is held out."""
+    """Return the topics with the most sentences, at most `most` of each. Hold out a third."""
     topics_of: dict[str, set[str]] = {}
     for name in sorted(topics):
         for sentence in sentences_of(topics[name]):
@@ -106,12 +106,12 @@ def tokenised(bert: BertEncoder, pairs: Sequence[tuple[str, int]], length: int) 
     return Examples(ids, mask, np.array([topic for _, topic in pairs], np.int32))
 
 
-# What is trained.
+# The variants.
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to fine-tune: what the weights become, which are trained, and how fast."""
+    """A way to fine-tune: the parameters, which of them are trained, and the learning rate."""
 
     name: str
     adapted: Callable[[BertEncoder], Any]  # the encoder's parameters
@@ -120,7 +120,7 @@ class Variant:
 
 
 def is_linear(name: str) -> bool:
-    """Whether a parameter is the weight of a linear layer, `[out, in]`."""
+    """Return whether a parameter is the weight `[out, in]` of a linear layer."""
     return re.fullmatch(r"encoder\..*(query|key|value|dense)\.weight", name) is not None
 
 
@@ -131,7 +131,7 @@ def with_lora(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def quantized(bert: BertEncoder) -> dict[str, Any]:
-    """The parameters with every matrix in nf4, those of the embeddings too."""
+    """Return the parameters with every matrix in nf4, also the embeddings."""
     nf4 = NF4.fit_tile(bert)
     rule = vn.quant.Rule(r".*weight", nf4.qtype, tile_size=nf4.tile_size, tile_axis=-1)
     return vn.quant.quantize_tree(jax.device_put(bert.params), [rule])
@@ -152,7 +152,7 @@ VARIANTS = (
 
 
 def logits_of(bert: BertEncoder) -> Callable[[Any, Examples], jax.Array]:
-    """The encoder with a linear head, as a function of parameters of any type."""
+    """Return a function that applies the encoder and a linear head to parameters."""
     encode = program("sentence_encoder").encode
 
     def logits(params: Any, batch: Examples) -> jax.Array:
@@ -163,7 +163,7 @@ def logits_of(bert: BertEncoder) -> Callable[[Any, Examples], jax.Array]:
 
 
 def optimizer(learning_rate: float, steps: int) -> optax.GradientTransformation:
-    """Adam on a schedule, with the gradient clipped; the head, which is new, learns faster."""
+    """Return Adam with a schedule and clipped gradients. The new head has a higher rate."""
 
     def adam(rate: float) -> optax.GradientTransformation:
         schedule = optax.warmup_cosine_decay_schedule(0, rate, max(1, steps // 10), steps)
@@ -175,7 +175,7 @@ def optimizer(learning_rate: float, steps: int) -> optax.GradientTransformation:
 
 
 def make_step(logits: Callable, tx: optax.GradientTransformation) -> Callable:
-    """One step: `(trained, state, frozen, batch)` to `(trained, state, loss)`."""
+    """Return a step from `(trained, state, frozen, batch)` to `(trained, state, loss)`."""
 
     @vn.implicit
     def loss(params: Any, batch: Examples) -> jax.Array:
@@ -192,7 +192,7 @@ def make_step(logits: Callable, tx: optax.GradientTransformation) -> Callable:
 
 
 class Run:
-    """A variant in training, and what is measured of it. Sizes are in bytes."""
+    """A variant in training, with its measurements. Sizes are in bytes."""
 
     def __init__(
         self, bert: BertEncoder, task: Task, variant: Variant, *, steps: int, first: Examples
@@ -209,7 +209,7 @@ class Run:
         self.name = variant.name
         self.trained_count = sum(x.size for x in jax.tree.leaves(self.trained))
         self.stored = nbytes(params)
-        self.gradient = nbytes(self.trained)  # of the same shapes and dtypes
+        self.gradient = nbytes(self.trained)  # the same shapes and dtypes
         self.optimizer = nbytes(self.state)
         args = self.trained, self.state, self.frozen, first
         self.dense = dense_in(step, args, bert)
@@ -218,10 +218,10 @@ class Run:
         self.temporary = self.compiled.memory_analysis().temp_size_in_bytes
         self.losses: list[float] = []
         self.seconds: list[float] = []
-        self.accuracy = math.nan  # on held-out sentences, once trained
+        self.accuracy = math.nan  # on held-out sentences, after training
 
     def step(self, batch: Examples) -> None:
-        """Trains on a batch."""
+        """Train on one batch."""
         start = time.perf_counter()
         self.trained, self.state, loss = self.compiled(self.trained, self.state, self.frozen, batch)
         self.losses.append(float(loss))
@@ -229,12 +229,12 @@ class Run:
 
     @property
     def params(self) -> Any:
-        """The encoder and its head, as they are by now."""
+        """The current parameters of the encoder and its head."""
         return vn.tree.combine(self.trained, self.frozen)
 
 
 def fine_tune(bert: BertEncoder, task: Task, *, steps: int, batch: int) -> list[Run]:
-    """Trains all variants on the same batches, by turns, so that their times can be compared."""
+    """Train all variants on the same batches, alternately, so that times can be compared."""
     batches = list(sample(task.train, steps=steps, batch=batch))
     runs = [Run(bert, task, variant, steps=steps, first=batches[0]) for variant in VARIANTS]
     for examples in track(batches, "Fine-tuning", transient=True):
@@ -246,7 +246,7 @@ def fine_tune(bert: BertEncoder, task: Task, *, steps: int, batch: int) -> list[
 
 
 def sample(examples: Examples, *, steps: int, batch: int) -> Iterator[Examples]:
-    """Batches for so many steps, each sentence once before any comes again."""
+    """Yield `steps` batches. Each sentence is used once before any is used again."""
     rng = np.random.default_rng(0)
     epochs = -(-steps * batch // len(examples.topic))
     order = np.concatenate([rng.permutation(len(examples.topic)) for _ in range(epochs)])
@@ -266,14 +266,14 @@ def nbytes(tree: Any) -> int:
 
 
 def dense_in(step: Callable, args: tuple[Any, ...], bert: BertEncoder) -> DenseWeights:
-    """What dense weights a step makes of the frozen ones."""
+    """Count the dense weights that a step computes from the frozen ones."""
     leaves = [len(jax.tree.leaves(arg)) for arg in args]
     frozen = [i == 2 for i, many in enumerate(leaves) for _ in range(many)]
     shapes = [w.shape for name, w in bert.params.items() if is_linear(name)]
     return dense_weights(jax.make_jaxpr(step)(*args), frozen, shapes)
 
 
-# What is said of it.
+# The report.
 
 
 def table(runs: Sequence[Run]) -> Table:
@@ -298,7 +298,7 @@ def table(runs: Sequence[Run]) -> Table:
 
 
 def about_weights(run: Run, whole: int) -> str:
-    """What the jaxpr of a step tells; `whole` is the bytes of all the weights, dense."""
+    """Describe the dense weights of a step. `whole` is the bytes of all dense weights."""
     dense, makers = run.dense, ", ".join(sorted(run.dense.dequantized))
     return (
         f"In a step of {run.name}, dense weights that are alive at a time: {dense.alive}, of "
@@ -309,7 +309,7 @@ def about_weights(run: Run, whole: int) -> str:
 
 
 def draw(runs: Sequence[Run], path: Path) -> None:
-    """The losses, averaged over some neighboring steps."""
+    """Plot the losses, averaged over adjacent steps."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -336,7 +336,7 @@ def smoothed(losses: Sequence[float], width: int = 15) -> np.ndarray:
 
 
 def main(bert: BertEncoder, plot: Path, *, steps: int, quick: bool = False) -> list[Run]:
-    """Fine-tunes in each way, prints a table and draws `plot`."""
+    """Fine-tune each variant, print a table, and draw `plot`."""
     console = Console()
     task = make_task(bert, count=3 if quick else 8, most=12 if quick else 140, length=32)
     console.print(

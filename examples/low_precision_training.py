@@ -1,13 +1,13 @@
-"""Train a transformer with its matmuls in int8 and fp8, forward and backward.
+"""Train a transformer with its products in int8 and fp8, forward and backward.
 
-It learns to tell scikit-learn's digits, which it reads row by row. The network is
-`row_transformer.py`, which knows nothing of veneer. Weights, activations and gradients have a
-format each; gradients are rounded to nearest, or stochastically.
+It classifies scikit-learn's digits, which it reads row by row. The network is `row_transformer.py`,
+which does not use veneer. Weights, activations and gradients each have a format. Gradients are
+rounded to nearest, or stochastically.
 
     python examples/low_precision_training.py            # about a minute on two cores
     python examples/low_precision_training.py --quick    # a few steps, to see that it runs
 
-Prints what each comes to on digits that are held out, and draws the losses.
+Prints the accuracy on held-out digits for each variant, and plots the losses.
 """
 
 import argparse
@@ -31,7 +31,7 @@ import veneer as vn
 
 @dataclass(frozen=True)
 class Variant:
-    """The formats of a way to train: None is f32."""
+    """The formats of a training run. None is f32."""
 
     weights: str | None = None
     activations: str | None = None
@@ -40,7 +40,7 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """What it is called in the table."""
+        """The name in the table."""
         if self.weights is None:
             return "f32"
         kinds = (self.weights, self.activations, self.gradients)
@@ -65,16 +65,16 @@ VARIANTS = (
 
 @dataclass(frozen=True)
 class Result:
-    """How a variant did."""
+    """The losses and the accuracy of a variant."""
 
     variant: Variant
-    losses: list[float]  # of each batch
-    held_out: float  # the same, of digits that it was not trained on
-    accuracy: float  # how many of those it tells
+    losses: list[float]  # one per batch
+    held_out: float  # the loss on held-out digits
+    accuracy: float  # the share of correct held-out digits
 
 
 def with_formats(params: Any, variant: Variant) -> Any:
-    """The parameters with the kernels quantized."""
+    """Return the parameters with quantized kernels."""
     if variant.weights is None:
         return params
     rule = vn.quant.Rule(
@@ -87,14 +87,14 @@ def with_formats(params: Any, variant: Variant) -> Any:
 
 
 def losses_of(params: Any, batch: Digits) -> tuple[jax.Array, jax.Array]:
-    """The mean cross entropy, and how many digits are told."""
+    """Return the mean cross entropy, and the number of correct digits."""
     logits = row_transformer.logits(params, batch.images)
     loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels).mean()
     return loss, (logits.argmax(-1) == batch.labels).mean()
 
 
 def train(digits: Digits, held_out: Digits, variant: Variant, *, steps: int) -> Result:
-    """Trains from the same weights, on the same batches."""
+    """Train from the same initial weights on the same batches."""
     params = with_formats(row_transformer.init(jax.random.key(0)), variant)
     schedule = optax.warmup_cosine_decay_schedule(0, 1e-2, max(1, steps // 10), steps)
     tx = optax.chain(optax.clip_by_global_norm(1), optax.adam(schedule))
@@ -136,7 +136,7 @@ def table(results: Sequence[Result]) -> Table:
 
 
 def draw(results: Sequence[Result], path: Path) -> None:
-    """The losses, averaged over some neighboring steps."""
+    """Plot the losses, averaged over adjacent steps."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -166,7 +166,7 @@ def smoothed(losses: Sequence[float], width: int = 15) -> np.ndarray:
 
 
 def main(plot: Path, *, quick: bool = False) -> list[Result]:
-    """Trains in each way, prints a table and draws `plot`."""
+    """Train each variant, print a table, and draw `plot`."""
     console = Console()
     digits, held_out = load()
     console.print(f"{len(digits.labels)} digits to train on, and {len(held_out.labels)} others")

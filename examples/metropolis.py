@@ -1,11 +1,11 @@
-"""A Metropolis sampler written in Numba, which calls a log-density of JAX a million times.
+"""A Metropolis sampler in Numba that calls a JAX log-density a million times.
 
     python examples/metropolis.py [--steps 1000000] [--rounds 5]
 
-The model is a logistic regression with a normal prior. The chain starts at its mode, found by
-gradients of JAX, and a compiled log-density is called once a step: `.raw` is what other Numba code
-calls. Beside it, the same chain as a loop of Python over `jax.jit`, on fewer steps. Both run by
-turns, and the times are medians.
+The model is a logistic regression with a normal prior. The chain starts at its mode, which is found
+by gradients of JAX. Each step calls a compiled log-density. Numba code calls its attribute `.raw`.
+The same chain also runs as a Python loop over `jax.jit`, with fewer steps. Both alternate, and the
+times are medians.
 """
 
 import argparse
@@ -27,7 +27,7 @@ TRUE = np.array([1.0, -2.0, 0.5, 0.0], np.float32)
 
 
 def log_density_of(x: np.ndarray, y: np.ndarray) -> Callable[[Any], Any]:
-    """The log-density of the weights `[DIM]`, but for a constant."""
+    """Return the log-density of the weights `[DIM]`, up to a constant."""
 
     def log_density(w):
         return jnp.sum(jax.nn.log_sigmoid((2 * y - 1) * (x @ w))) + jnp.sum(norm.logpdf(w))
@@ -43,9 +43,9 @@ def data(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
 
 
 def chain(log_density: Any, start: np.ndarray, steps: int, seed: int, size: float) -> Any:
-    """The mean and the standard deviation of each weight, and the share of steps accepted.
+    """Return the mean and the standard deviation of each weight, and the share of accepted steps.
 
-    Plain Python, that Numba compiles as well: the numbers drawn are then the same.
+    Python and Numba both run this function, and draw the same random numbers.
     """
     np.random.seed(seed)
     at, new = start.copy(), start.copy()
@@ -67,7 +67,7 @@ def chain(log_density: Any, start: np.ndarray, steps: int, seed: int, size: floa
 
 
 class Run(NamedTuple):
-    """What a chain gave, and the median seconds of a step."""
+    """The results of a chain, and the median seconds per step."""
 
     mean: np.ndarray
     deviation: np.ndarray
@@ -76,7 +76,7 @@ class Run(NamedTuple):
 
 
 def timed(*chains: tuple[Callable[[int], Any], int], rounds: int) -> list[Run]:
-    """Runs chains of so many steps by turns."""
+    """Run the chains alternately."""
     for sample, _ in chains:
         sample(10)  # compiles
     seconds: list[list[float]] = [[] for _ in chains]

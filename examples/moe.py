@@ -1,10 +1,10 @@
-"""A decoder with experts, shaped as gpt-oss, in plain JAX: each token goes to 4 experts of many.
+"""A decoder with experts in plain JAX, shaped as gpt-oss: each token uses 4 of many experts.
 
-Parameters are a flat dict by the names of gpt-oss's checkpoint, random here: matrices `[out, in]`,
-and experts as stacks `[experts, in, out]`, which `jax.lax.ragged_dot` multiplies, a group of tokens
-for each. Attention sees a window in every other layer, and has a sink. The model does not import
-veneer; quantized, its experts are read as they are stored, and none but those in use. In f32 that
-takes a loop of our own, `row_by_row`.
+The parameters are a flat dict with the names of gpt-oss's checkpoint, and random values. Matrices
+are `[out, in]`, and experts are stacks `[experts, in, out]`, which `jax.lax.ragged_dot` multiplies
+with groups of tokens. Attention sees a window in every second layer, and has a sink. The model does
+not import veneer. If the experts are quantized, a step reads only the packed experts in use. In f32
+that needs the loop `row_by_row`.
 
     python examples/moe.py              # 32 experts of half gpt-oss's width: 2 GB in f32
     python examples/moe.py --quick      # small sizes, to see that it runs
@@ -27,7 +27,7 @@ Params = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Config:
-    """What gpt-oss's `config.json` says, by its names; these are half of its sizes."""
+    """The fields of gpt-oss's `config.json`, with half of its sizes."""
 
     vocab_size: int = 8192
     hidden_size: int = 1440
@@ -55,7 +55,7 @@ class Cache(NamedTuple):
 
 
 def empty_cache(config: Config, batch: int, room: int) -> list[Cache]:
-    """Room for so many tokens of each of a batch of texts, in each layer."""
+    """Return a cache with room for `room` tokens per text, for each layer."""
     shape = batch, config.num_key_value_heads, room, config.head_dim
     return [Cache(jnp.zeros(shape), jnp.zeros(shape)) for _ in range(config.num_hidden_layers)]
 
@@ -71,12 +71,13 @@ def logits(
     start: Array | int = 0,
     product: Callable[..., Array] = lax.ragged_dot,
 ) -> tuple[Array, list[Cache]]:
-    """What speaks for each token of the vocabulary to come next, `[batch, vocabulary]`.
+    """Return the logits of the next token, `[batch, vocabulary]`, and the cache.
 
     **Arguments:**
 
-    - `tokens`: `[batch, length]`, of which the first is number `start` of its text.
-    - `cache`: holds those before; and with these, as it is returned.
+    - `tokens`: `[batch, length]`.
+    - `cache`: holds the tokens before. The returned cache also holds the new tokens.
+    - `start`: the position of the first new token.
     - `product`: as for `experts`.
     """
     x, kept = params["model.embed_tokens.weight"][tokens], []
@@ -97,7 +98,7 @@ def logits(
 def attention(
     layer: Params, config: Config, x: Array, cache: Cache, start: Array | int, window: int | None
 ) -> tuple[Array, Cache]:
-    """Attention of `x`, `[batch, length, width]`, to itself and to all that it sees before."""
+    """Return the attention of `x`, `[batch, length, width]`, to itself and to the cache."""
     batch, length, _ = x.shape
     positions = start + jnp.arange(length)
     half = config.head_dim // 2
@@ -114,7 +115,7 @@ def attention(
     scores = jnp.einsum("bgrlh,bgmh->bgrlm", query, cache.keys) * config.head_dim**-0.5
     distance = positions[:, None] - jnp.arange(cache.keys.shape[2])
     is_seen = (distance >= 0) & (distance < (window or math.inf))
-    # A sink takes part of the attention, and gives nothing.
+    # A sink takes part of the attention, and contributes nothing.
     sinks = layer["self_attn.sinks"].reshape(1, *query.shape[1:3], 1, 1)
     scores = jnp.where(is_seen, scores, -jnp.inf)
     scores = jnp.concatenate([scores, jnp.broadcast_to(sinks, (*scores.shape[:-1], 1))], -1)
@@ -126,10 +127,10 @@ def attention(
 def experts(
     layer: Params, config: Config, x: Array, product: Callable[..., Array] = lax.ragged_dot
 ) -> Array:
-    """What the experts make of `x`, `[..., width]`, to which a router sends each token.
+    """Apply to each token of `x`, `[..., width]`, the experts that a router selects for it.
 
-    Tokens are sorted by their expert; `product(rows, stack, sizes)` multiplies each group of rows
-    with a matrix of the stack.
+    Tokens are sorted by expert. `product(rows, stack, sizes)` multiplies each group of rows by a
+    matrix of the stack.
     """
     rows, count = x.reshape(-1, x.shape[-1]), config.num_experts_per_tok
     best, chosen = lax.top_k(linear(layer, "mlp.router", rows), count)
@@ -150,16 +151,16 @@ def experts(
 
 
 def row_by_row(rows: Array, stack: Array, sizes: Array) -> Array:
-    """What `lax.ragged_dot` does, by reading the matrix of each row: for few rows.
+    """Compute `lax.ragged_dot` by reading the matrix of each row, which suits few rows.
 
-    XLA's own, for a CPU, multiplies each row with all of them.
+    XLA's own algorithm for CPUs multiplies each row by all matrices.
     """
     expert = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(len(rows)), side="right")
     return lax.map(lambda pair: pair[0] @ stack[pair[1]], (rows, expert))
 
 
 def init(key: Array, config: Config) -> dict[str, Array]:
-    """Random parameters in f32; products keep the size of what they take."""
+    """Return random f32 parameters, scaled so that products keep the size of their operand."""
     c = config
     heads, grouped = (n * c.head_dim for n in (c.num_attention_heads, c.num_key_value_heads))
     matrices = {
@@ -192,11 +193,11 @@ def init(key: Array, config: Config) -> dict[str, Array]:
     return made
 
 
-# By itself.
+# The program.
 
 
 def quantized(params: Params, format: str) -> Params:
-    """Experts in a format, in tiles of 32; and what is around them in int8, but for the router."""
+    """Quantize the experts in tiles of 32, and the other matrices except routers to int8."""
     import veneer as vn
 
     rules = [
@@ -208,7 +209,7 @@ def quantized(params: Params, format: str) -> Params:
 
 
 def main() -> None:
-    """Writes some tokens with experts in f32, int4 and mxfp4, and says how fast."""
+    """Decode tokens with experts in f32, int4 and mxfp4, and print the speeds."""
     import veneer as vn
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -223,12 +224,12 @@ def main() -> None:
     for format in ("f32", "int4", "mxfp4"):
         is_dense = format == "f32"
         stored = params if is_dense else quantized(params, format)
-        product = row_by_row if is_dense else lax.ragged_dot  # of f32, that is the faster one
+        product = row_by_row if is_dense else lax.ragged_dot  # the faster product in f32
         cache, token = empty_cache(config, 1, arguments.count + 1), jnp.zeros((1, 1), jnp.int32)
         for i in range(arguments.count + 1):
             found, cache = step(stored, config, token, cache, i, product)
             token = found.argmax(-1, keepdims=True)
-            if i == 0:  # compiled
+            if i == 0:  # compiles
                 token.block_until_ready()
                 start = time.perf_counter()
         token.block_until_ready()

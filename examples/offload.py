@@ -1,11 +1,11 @@
-"""QLoRA of a model that a device has no room for: its layers lie in the memory of the host.
+"""QLoRA of a model that does not fit on the device: its layers are in host memory.
 
-The decoder of `fsdp.py` is trained as it is there, but what it gathers is moved: in its scan over
-layers, each is sent to the device as it is stored, codes and scales, used and forgotten, and sent
-again in the backward pass. Updates, their moments, embedding and head are on the device.
+The decoder is the one of `fsdp.py`. Its scan over layers moves the packed weights of each layer to
+the device, uses them and frees them. The backward pass moves them again. The adapters, their
+moments, the embedding and the head stay on the device.
 
-On a CPU both are the same memory, and a layer that is sent is copied; JAX and XLA treat it as they
-do on a GPU or TPU, where `pinned_host` is another.
+On a CPU, both are the same memory, and a moved layer is copied. JAX and XLA treat it as on a GPU or
+TPU, where `pinned_host` is a different memory.
 
     python examples/offload.py
     python examples/offload.py --quick      # small sizes, to see that it runs
@@ -24,26 +24,26 @@ import veneer as vn
 
 
 def sent(x: Any, axis: int) -> Any:
-    """An array on the device, wherever it was."""
+    """Return the array on the device. `axis` is ignored."""
     del axis  # along which `fsdp.py` gathers
     return jax.device_put(x, jax.memory.Space.Device)
 
 
 def here(x: Any, axis: int) -> Any:
-    """An array where it is."""
+    """Return the array unchanged."""
     del axis
     return x
 
 
 def on_host(weights: dict) -> dict:
-    """The weights, with those of layers in the host's memory."""
+    """Return the weights with the layers in host memory."""
     host = SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
     return vn.device_put(weights, [(r"layers\..*", host)])
 
 
 @dataclass(frozen=True)
 class Way:
-    """A step of training that is compiled for arrays where they lie."""
+    """A training step that is compiled for arrays with a placement."""
 
     name: str
     compiled: Any
@@ -51,18 +51,18 @@ class Way:
 
     @property
     def on_host(self) -> int:
-        """The bytes of weights, updates and moments that lie in the host's memory."""
+        """The bytes of weights, adapters and moments in host memory."""
         arrays = jax.tree.leaves(self.args)
         return sum(x.nbytes for x in arrays if x.sharding.memory_kind == "pinned_host")
 
     @property
     def on_device(self) -> int:
-        """The bytes that are needed at a time besides."""
+        """The peak bytes on the device."""
         return fsdp.peak(self.compiled) - self.on_host
 
 
 def ways(config: fsdp.Config, tokens: jax.Array) -> Iterator[Way]:
-    """Weights in f32 and int4, on the device and on the host."""
+    """Yield the steps with f32 and int4 weights, on the device and on the host."""
     places: dict[str, tuple[Callable, Callable]] = {
         "on the device": (lambda weights: weights, here),
         "layers on the host": (on_host, sent),
@@ -78,7 +78,7 @@ def ways(config: fsdp.Config, tokens: jax.Array) -> Iterator[Way]:
 
 
 def main() -> None:
-    """Prints what each way needs of the device, and the losses of some steps."""
+    """Print the memory of each step, and some losses."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="small sizes")
     parser.add_argument("--steps", type=int, default=5)

@@ -1,14 +1,13 @@
-"""Quantization-aware training of a small network that recognises digits.
+"""Quantization-aware training of a small network that classifies digits.
 
-The network is `digits_network.py`, which knows nothing of veneer, and the digits are
-scikit-learn's. It is trained in f32; then its weights are quantized as they are, and in a second
-way trained on as they will be used: quantized in each step, with a gradient that goes straight
-through.
+The network is `digits_network.py`, which does not use veneer, and the digits come from
+scikit-learn. It is trained in f32. Then its weights are quantized after training, or trained
+further with quantization-aware training: quantized in each step, with a straight-through gradient.
 
     python examples/qat_digits.py            # about a minute on two cores
     python examples/qat_digits.py --quick    # a few steps, to see that it runs
 
-Prints how well each does and what it stores, and draws one against the other.
+Prints the accuracy and the bytes of each network, and plots them.
 """
 
 import argparse
@@ -34,7 +33,7 @@ BATCH = 64
 
 
 class Digits(NamedTuple):
-    """Images of digits, and which they are of."""
+    """Images of digits, and their labels."""
 
     images: np.ndarray  # f32 [count, 8, 8], in [0, 1]
     labels: np.ndarray  # int32 [count]
@@ -42,7 +41,7 @@ class Digits(NamedTuple):
 
 @dataclass(frozen=True)
 class Result:
-    """A network as it is used, and what is to be told of it."""
+    """A quantized network, with its bytes and its accuracy."""
 
     format: str
     way: str
@@ -52,7 +51,7 @@ class Result:
 
 
 def load(held_out: float = 0.25) -> tuple[Digits, Digits]:
-    """The digits to train on, and others."""
+    """Return digits for training, and held-out digits."""
     found = load_digits()
     order = np.random.default_rng(0).permutation(len(found.target))
     images = found.images[order].astype(np.float32) / 16
@@ -62,13 +61,13 @@ def load(held_out: float = 0.25) -> tuple[Digits, Digits]:
 
 
 def rules(format: str) -> list[vn.quant.Rule]:
-    """Kernels in the format, with a scale for each output channel."""
+    """Return a rule for the kernels: the format, with a scale per output channel."""
     convolutions = vn.quant.Rule(r"conv\d\.kernel", format, tile_axis=(-4, -3, -2))
     return [convolutions, vn.quant.Rule(r"out\.kernel", format)]
 
 
 def train(params: Any, digits: Digits, *, epochs: int, learning_rate: float, seed: int) -> Any:
-    """Trains parameters of any type by Adam, its rate falling to zero."""
+    """Train parameters of any type with Adam. The learning rate falls to zero."""
     steps = len(digits.labels) // BATCH
     schedule = optax.cosine_decay_schedule(learning_rate, epochs * steps)
     tx = optax.adam(schedule)
@@ -107,7 +106,7 @@ def nbytes(params: Any) -> int:
 
 
 def compare(*, epochs: int, more: int) -> list[Result]:
-    """Trains in f32 for some epochs, then on for some more; quantizes before and after these."""
+    """Train in f32, then further in f32 and with QAT. Quantize the f32 networks."""
     digits, held_out = load()
     results: list[Result] = []
 
@@ -140,7 +139,7 @@ def table(results: Sequence[Result]) -> Table:
 
 
 def draw(results: Sequence[Result], path: Path) -> None:
-    """Accuracy against bytes."""
+    """Plot accuracy over bytes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -167,7 +166,7 @@ def draw(results: Sequence[Result], path: Path) -> None:
 
 
 def main(plot: Path, *, quick: bool = False) -> list[Result]:
-    """Trains and quantizes in each way, prints a table and draws `plot`."""
+    """Train and quantize each network, print a table, and draw `plot`."""
     console = Console()
     results = compare(epochs=1 if quick else 20, more=1 if quick else 15)
     console.print(table(results))

@@ -1,4 +1,4 @@
-"""A small transformer that reads an image row by row and tells what it shows, in plain JAX."""
+"""A small transformer in plain JAX that classifies images, which it reads row by row."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ Params = dict[str, Any]
 def init(
     key: jax.Array, *, rows: int = 8, pixels: int = 8, width: int = 32, layers: int = 2
 ) -> Params:
-    """Random parameters; those of the layers are stacked along a first axis."""
+    """Return random parameters, with the layers stacked."""
     keys = iter(jax.random.split(key, 7))
 
     def kernel(*shape: int) -> jax.Array:
@@ -32,7 +32,7 @@ def init(
 
 
 def logits(params: Params, images: jax.Array, heads: int = 4) -> jax.Array:
-    """What speaks for each digit, `[batch, 10]`, of images `[batch, rows, pixels]`."""
+    """Return logits `[batch, 10]` of the digits in images `[batch, rows, pixels]`."""
 
     def layer(x: jax.Array, p: Params) -> tuple[jax.Array, None]:
         qkv = p["scales"][0] * normed(x) @ p["qkv"]
@@ -46,5 +46,5 @@ def logits(params: Params, images: jax.Array, heads: int = 4) -> jax.Array:
 
 
 def normed(x: jax.Array) -> jax.Array:
-    """Of root mean square 1."""
+    """Return x divided by its root mean square."""
     return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6)

@@ -1,7 +1,7 @@
-"""A sentence encoder in plain JAX: any Hugging Face BERT, mean pooled and normalized.
+"""A sentence encoder in plain JAX: any Hugging Face BERT with mean pooling.
 
-The parameters are the checkpoint as it lies on disk: a flat dict of torch's names and layouts
-(`[out, in]` for a matmul), so that there is nothing to convert and nothing to build.
+The parameters are the tensors of the checkpoint: a flat dict with the names and layouts of torch
+(`[out, in]` for a matmul). Nothing is converted.
 
     python examples/sentence_encoder.py MODEL_DIR "a sentence" "and another one"
 """
@@ -23,7 +23,7 @@ Params = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Config:
-    """What the parameters' shapes do not tell. Hashable, so that `jit` can take it as static."""
+    """The settings that shapes do not contain. Hashable, so that `jit` can take it as static."""
 
     num_layers: int
     num_heads: int
@@ -31,7 +31,7 @@ class Config:
 
     @classmethod
     def from_json(cls, text: str) -> "Config":
-        """From the text of a checkpoint's `config.json`."""
+        """Parse the text of a checkpoint's `config.json`."""
         fields = json.loads(text)
         return cls(
             num_layers=fields["num_hidden_layers"],
@@ -85,9 +85,12 @@ def embed(params: Params, config: Config, ids: Array) -> Array:
 
 
 def encode(params: Params, config: Config, ids: Array, mask: Array) -> Array:
-    """One unit vector a sentence: `[batch, length]` token ids and mask to `[batch, hidden]`.
+    """Return a unit vector per sentence, `[batch, hidden]`.
 
-    `mask` is true where `ids` holds a token and false where it holds padding.
+    **Arguments:**
+
+    - `ids`: token ids, `[batch, length]`.
+    - `mask`: `[batch, length]`, true for tokens and false for padding.
     """
     x = embed(params, config, ids)
     for i in range(config.num_layers):
@@ -109,7 +112,7 @@ def main(folder: str, *sentences: str) -> None:
     ids = jnp.array([e.ids for e in encoded])
     mask = jnp.array([e.attention_mask for e in encoded], bool)
     embeddings = jax.jit(encode, static_argnums=1)(params, config, ids, mask)
-    print(embeddings @ embeddings.T)  # the cosine of each with each
+    print(embeddings @ embeddings.T)  # the cosine similarity of each pair
 
 
 if __name__ == "__main__":

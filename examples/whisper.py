@@ -1,8 +1,8 @@
-"""Whisper in plain JAX: it hears 30 seconds of English, and writes down what was said.
+"""Whisper in plain JAX: transcribe 30 seconds of English speech.
 
-An encoder of sound and a decoder of text that attends to it (Radford et al., 2022), greedily, in
-one compiled loop. It reads a folder of CTranslate2, whose names its parameters keep, as
-`encoder/layer_0/ffn/linear_0/weight`; matrices are `[out, in]`. It does not import veneer.
+An encoder reads sound, and a decoder writes text (Radford et al., 2022), greedily, in one compiled
+loop. The model is a folder of CTranslate2. The parameters keep its names, such as
+`encoder/layer_0/ffn/linear_0/weight`. Matrices are `[out, in]`. This file does not import veneer.
 
     python examples/whisper.py MODEL_DIR SOUND.wav
 """
@@ -25,27 +25,27 @@ from jax import Array, lax
 
 Params = Mapping[str, Any]
 
-RATE, SECONDS = 16_000, 30  # of the sound that the encoder takes
-WINDOW, HOP, BANDS = 400, 160, 80  # of its spectrogram
-START, SILENT_TIMES, END = 50_257, 50_362, 50_256  # tokens of the English models
+RATE, SECONDS = 16_000, 30  # the sample rate, and the length of the input
+WINDOW, HOP, BANDS = 400, 160, 80  # the sizes of a spectrogram
+START, SILENT_TIMES, END = 50_257, 50_362, 50_256  # special tokens of the English models
 
 
 @dataclass(frozen=True)
 class Config:
-    """What parameters do not say by their shapes. Hashable, so that `jit` takes it as static."""
+    """The settings that shapes do not contain. Hashable, so that `jit` can take it as static."""
 
     num_heads: int
     encoder_layers: int
     decoder_layers: int
     suppressed: tuple[int, ...] = ()  # tokens that are never written
-    suppressed_first: tuple[int, ...] = ()  # and those that no text begins with
+    suppressed_first: tuple[int, ...] = ()  # tokens that no text begins with
 
 
 # Sound.
 
 
 def read_wav(path: Path) -> np.ndarray:
-    """Reads a WAV file of 16 bits as the mean of its channels, 16,000 numbers a second."""
+    """Read a 16-bit WAV file as one channel with 16,000 samples per second."""
     from scipy.signal import resample_poly
 
     with wave.open(str(path)) as file:
@@ -58,10 +58,10 @@ def read_wav(path: Path) -> np.ndarray:
 
 @functools.cache
 def bands() -> np.ndarray:
-    """How much of each frequency is in each band, `[201, 80]`: triangles on Slaney's mel scale.
+    """Return the weight of each frequency in each band, `[201, 80]`, on Slaney's mel scale.
 
-    That is linear up to 1 kHz, of 200/3 Hz, and logarithmic above, 27 to a factor of 6.4; and each
-    triangle has an area of one.
+    The bands are triangles with an area of one. The scale is linear up to 1 kHz, with 200/3 Hz per
+    mel. Above, it is logarithmic, with 27 mels per factor of 6.4.
     """
     step, knee = 200 / 3, 15.0
     to_mel = lambda hz: np.where(hz < 1000, hz / step, knee + 27 * np.log(hz / 1000) / np.log(6.4))
@@ -75,9 +75,9 @@ def bands() -> np.ndarray:
 
 
 def spectrogram(sound: Array) -> Array:
-    """The logarithm of the power in each band, of 30 seconds, `[3000, 80]`; from about -1 to 1.
+    """Return the log power of each band in 30 seconds, `[3000, 80]`, from about -1 to 1.
 
-    Shorter sound is followed by silence, and longer is cut.
+    Shorter sound is padded with silence, and longer sound is cut.
     """
     size = RATE * SECONDS
     sound = jnp.pad(jnp.asarray(sound)[:size], (0, max(0, size - len(sound))))
@@ -93,12 +93,12 @@ def spectrogram(sound: Array) -> Array:
 
 
 def linear(p: Params, name: str, x: Array) -> Array:
-    """A product with a matrix `[out, in]`, and its bias."""
+    """Multiply by a matrix `[out, in]`, and add the bias."""
     return x @ p[f"{name}/weight"].T + p[f"{name}/bias"]
 
 
 def norm(p: Params, name: str, x: Array) -> Array:
-    """Layer normalization, in f32 whatever the dtype of `x`."""
+    """Return layer normalization, computed in f32."""
     wide = x.astype(jnp.float32)
     wide = wide - wide.mean(-1, keepdims=True)
     normed = wide * lax.rsqrt((wide * wide).mean(-1, keepdims=True) + 1e-5)
@@ -106,18 +106,18 @@ def norm(p: Params, name: str, x: Array) -> Array:
 
 
 def wide_layer(p: Params, name: str, x: Array) -> Array:
-    """The layer that is four times as wide."""
+    """Apply the MLP, whose inner width is four times as large."""
     y = jax.nn.gelu(linear(p, f"{name}/linear_0", norm(p, f"{name}/layer_norm", x)), False)
     return linear(p, f"{name}/linear_1", y)
 
 
 def heads(x: Array, count: int) -> Array:
-    """`[length, width]` as `[heads, length, width of a head]`."""
+    """Split `[length, width]` into `[heads, length, width of a head]`."""
     return x.reshape(len(x), count, -1).swapaxes(0, 1)
 
 
 def attend(query: Array, key: Array, value: Array, is_seen: Array | bool = True) -> Array:
-    """What each query, `[heads, length, width of a head]`, takes from values: `[length, width]`."""
+    """Return the attention of queries `[heads, length, width of a head]`: `[length, width]`."""
     scores = query @ key.swapaxes(1, 2) * query.shape[-1] ** -0.5
     weights = jax.nn.softmax(jnp.where(is_seen, scores.astype(jnp.float32), -jnp.inf))
     mixed = weights.astype(value.dtype) @ value
@@ -125,7 +125,7 @@ def attend(query: Array, key: Array, value: Array, is_seen: Array | bool = True)
 
 
 def encode(p: Params, config: Config, sound: Array) -> Array:
-    """What the encoder makes of a spectrogram `[3000, 80]`: `[1500, width]`."""
+    """Encode a spectrogram `[3000, 80]` to `[1500, width]`."""
     x = sound.T[None].astype(p["encoder/layer_norm/gamma"].dtype)
     for name, stride in (("encoder/conv1", 1), ("encoder/conv2", 2)):
         x = lax.conv_general_dilated(x, p[f"{name}/weight"], (stride,), ((1, 1),))
@@ -142,9 +142,9 @@ def encode(p: Params, config: Config, sound: Array) -> Array:
 
 
 class Cache(NamedTuple):
-    """What the layers of the decoder keep: of the text so far, and of the sound.
+    """The keys and values of the decoder: for the text so far, and for the sound.
 
-    Keys and values of the text are `[heads, room, width of a head]`, and so are those of the sound.
+    Each is `[heads, room, width of a head]`.
     """
 
     text: tuple[tuple[Array, Array], ...]
@@ -152,7 +152,7 @@ class Cache(NamedTuple):
 
 
 def begin(p: Params, config: Config, encoded: Array, room: int) -> Cache:
-    """Room for so many tokens, and the keys and values of what the encoder gave."""
+    """Return a cache with room for `room` tokens, and the keys and values of the sound."""
     sound = []
     for i in range(config.decoder_layers):
         both = jnp.split(linear(p, f"decoder/layer_{i}/attention/linear_1", encoded), 2, 1)
@@ -164,7 +164,7 @@ def begin(p: Params, config: Config, encoded: Array, room: int) -> Cache:
 def decode(
     p: Params, config: Config, tokens: Array, cache: Cache, start: Array | int
 ) -> tuple[Array, Cache]:
-    """The logits of each token to come, `[length, vocabulary]`, and the cache with these read."""
+    """Return the logits of each next token, `[length, vocabulary]`, and the cache."""
     positions = start + jnp.arange(len(tokens))
     encodings = p["decoder/position_encodings/encodings"][positions]
     x, text = p["decoder/embeddings/weight"][tokens] + encodings, []
@@ -189,7 +189,7 @@ def decode(
 
 
 def transcribe(p: Params, config: Config, sound: Array, *, count: int = 96) -> Array:
-    """The likeliest tokens for a spectrogram, `[count]`; those after the text's end are END."""
+    """Return the most likely tokens for a spectrogram, `[count]`, padded with END."""
     cache = begin(p, config, encode(p, config, sound), count + 2)
     prompt = jnp.array([START, SILENT_TIMES])
     found, cache = decode(p, config, prompt, cache, 0)
@@ -219,9 +219,9 @@ _DTYPES = ("float32", "int8", "int16", "int32", "float16", "bfloat16")
 
 
 def load(folder: Path) -> tuple[dict[str, np.ndarray], Config]:
-    """Reads `model.bin` and `config.json` of an English model, whose weights are floats.
+    """Read `model.bin` and `config.json` of an English model with float weights.
 
-    **Raises:** `ValueError` where the file is of another kind, or quantized.
+    **Raises:** `ValueError` if the model is of another kind or quantized.
     """
     params = read_ctranslate2(folder / "model.bin")
     if any(name.endswith("_scale") for name in params):
@@ -239,7 +239,7 @@ def load(folder: Path) -> tuple[dict[str, np.ndarray], Config]:
 
 
 def read_ctranslate2(path: Path) -> dict[str, np.ndarray]:
-    """Reads the variables of a `model.bin` of version 5 or 6: each has a name, a shape, a dtype."""
+    """Read the variables of a `model.bin` of version 5 or 6."""
     content, place = path.read_bytes(), 0
 
     def take(kind: str) -> Any:
@@ -268,7 +268,7 @@ def read_ctranslate2(path: Path) -> dict[str, np.ndarray]:
 
 
 def main(folder: Path, file: Path) -> None:
-    """Writes down what is said in a file of sound, computing in f32."""
+    """Transcribe a sound file, computing in f32."""
     from tokenizers import Tokenizer
 
     stored, config = load(folder)
