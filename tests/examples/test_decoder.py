@@ -30,7 +30,7 @@ def tokens():
 
 
 def read(params, tokens, *, at_once=LENGTH):
-    """The logits of texts that are read so many tokens at once."""
+    """Return the logits of texts that are read in chunks of `at_once` tokens."""
     cache = decoder.empty_cache(CONFIG, len(tokens), params["norm"].dtype)
     run = jax.jit(vn.implicit(decoder.logits), static_argnums=1)
     found = []
@@ -41,7 +41,7 @@ def read(params, tokens, *, at_once=LENGTH):
 
 
 def attended_in_full(p, x):
-    """Attention to what came before, by JAX's own, without a cache: `[batch, length, width]`."""
+    """Return causal attention by JAX's own function, without a cache: `[batch, length, width]`."""
     heads = lambda name, count: (x @ p[name]).reshape(*x.shape[:2], count, -1)
     turn = lambda x: decoder.rotated(x.swapaxes(1, 2), jnp.arange(LENGTH), CONFIG.rotary_base)
     query = turn(heads("query", CONFIG.num_heads)).swapaxes(1, 2)
@@ -104,7 +104,7 @@ def test_no_kernel_is_materialized(params, tokens):
     report = vn.explain(step)(stored)
     products = [event for event in report.events if event.primitive == "dot_general"]
     assert len(products) == 7 * CONFIG.num_layers + 1
-    # Of the embedding, the rows looked up are, where they are normed and where they are added to.
+    # Only the embedding rows that are looked up are materialized: in the norm and in the addition.
     assert {event.primitive for event in without_rule(report)} == {"mul", "add"}
     assert all(event.nbytes <= 2 * tokens.size * CONFIG.width * 4 for event in without_rule(report))
 

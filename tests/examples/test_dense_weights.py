@@ -1,4 +1,4 @@
-"""What is counted as a dense weight, of programs in which it can be counted by hand."""
+"""The counts of dense weights, for programs in which they can be counted by hand."""
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +51,7 @@ def test_only_checkpointed_derivatives_release_dense_weights():
     grad = lambda f: lambda codes, x: jax.grad(lambda x: f(codes, x).sum())(x)
     assert counted(grad(one_by_one)).alive == 3
     found = counted(grad(in_calls))
-    # One for the product before and its transpose, but for the first of the transposes.
+    # One for the product before, and one for its transpose, except for the first transpose.
     assert found.alive <= 2
     assert found.dequantized["convert_element_type"] >= 5
 

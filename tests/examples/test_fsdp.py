@@ -30,7 +30,7 @@ def ways(tokens):
 
 @pytest.fixture(scope="module")
 def gradients(tokens):
-    """Of one device, of the quantized weights made dense: by its updates."""
+    """Return the loss and the gradients of the adapters on one device, with dense weights."""
     weights, updates = example.init(jax.random.key(0), CONFIG)
     dense = vn.materialise(example.quantized(weights))
     alone = lambda x, axis: x

@@ -1,4 +1,4 @@
-"""The Llama of `examples/`: what it computes, how it writes, and what it reads."""
+"""The Llama of `examples/`: logits, sampling, batches, caches and checkpoints."""
 
 import dataclasses
 import json
@@ -136,7 +136,7 @@ def test_rope_scaling_slows_low_frequencies():
 
 
 def greedy(params, tokens, count):
-    """Writes on by computing everything anew for each token."""
+    """Continue texts by computing all logits again for each token."""
     for _ in range(count):
         following = logits(params, CONFIG, tokens)[:, -1].argmax(-1)
         tokens = jnp.concatenate([tokens, following[:, None]], 1)
@@ -248,7 +248,6 @@ FOLDERS = {
 @pytest.mark.parametrize("format", [None, "gptq", "compressed-tensors"])
 @pytest.mark.parametrize("name", FOLDERS)
 def test_a_folder_of_transformers_can_be_loaded(tmp_path, params, tokens, name, format):
-    """By its `config.json` and the names of its tensors, dense and as others quantize it."""
     kind, said = FOLDERS[name]
     said = {"model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-6} | said
     said |= {n: getattr(CONFIG, n) for n in llama.Config.__match_args__[:6]}
@@ -272,7 +271,7 @@ def test_a_folder_of_transformers_can_be_loaded(tmp_path, params, tokens, name, 
 
 @pytest.mark.slow
 def test_a_real_packed_model_has_the_perplexity_of_its_values():
-    # As gguf 0.19 dequantizes them, read by a program of its own.
+    # Computed from the values that gguf 0.19 dequantizes.
     expected = 17.5526
     from veneer.demo import fetch, language_model
 
@@ -293,7 +292,7 @@ LENGTHS = (12, 5, 9)
 
 @pytest.fixture(scope="module")
 def texts():
-    """A batch of texts of unequal lengths, and what fills the rest."""
+    """Return a batch of texts with different lengths, padded."""
     drawn = jax.random.randint(jax.random.key(2), (len(LENGTHS), LENGTH), 0, CONFIG.vocab_size)
     return jnp.where(jnp.arange(LENGTH) < jnp.array(LENGTHS)[:, None], drawn, 7)
 
@@ -304,7 +303,7 @@ def continued(params, texts, lengths=LENGTHS, run=llama.generate, config=CONFIG,
 
 
 def quantized(qtype, *sizes):
-    """A cache with a scale for each token of a head; None is dense."""
+    """Return a cache with a scale per token and head. None is dense."""
     zeros = lambda x: vn.quant.zeros(x.shape, qtype, dtype=x.dtype, channelwise_axes=(0, 1))
     cache = llama.empty_cache(*sizes)
     return cache if qtype is None else jax.tree.map(zeros, cache)
@@ -323,7 +322,7 @@ def test_a_batched_text_continues_like_a_single_text(params, texts, window):
 @pytest.mark.parametrize("qtype", [None, "int8"])
 @pytest.mark.parametrize("chunk", [1, 3, 5, 8, 12])
 def test_reading_in_chunks_agrees_for_any_size(params, texts, chunk, qtype):
-    """By what is made of the last tokens, and by what the cache holds of all."""
+    """Compare the last hidden states, and the cache of all tokens."""
     cache, lengths = quantized(qtype, CONFIG, 3, LENGTH + 5), jnp.array(LENGTHS)
 
     def read(params, texts, cache, chunk):
@@ -349,7 +348,6 @@ def test_reading_in_chunks_agrees_for_any_size(params, texts, chunk, qtype):
 
 
 def test_chunks_of_padding_are_not_read(params, monkeypatch):
-    """What a prompt is filled up with costs nothing."""
     read, hidden = [], llama.hidden
 
     def seen(params, config, part, cache, start, first):
@@ -410,7 +408,7 @@ def test_losses_with_a_quantized_cache_are_close(params, tokens, qtype, error):
 
 @pytest.mark.parametrize("qtype", ["int8", "int4", "fp8"])
 def test_a_quantized_cache_stays_packed(params, texts, qtype):
-    """Kernels read it, and loops carry it: nothing is made dense."""
+    """Kernels read the cache and loops carry it, so nothing is materialized."""
     config = dataclasses.replace(CONFIG, head_dim=64)
     params = llama.init(jax.random.key(0), config)
     cache = quantized(qtype, config, 3, 256)
@@ -422,7 +420,7 @@ def test_a_quantized_cache_stays_packed(params, texts, qtype):
 
 
 def test_keys_can_share_scales_in_blocks_of_tokens(texts):
-    """As KIVI has them, in the same program."""
+    """Use scales as in KIVI, in the same program."""
     config = dataclasses.replace(CONFIG, head_dim=64)
     params = llama.init(jax.random.key(0), config)
     cache = quantized("int8", config, 3, 2048)

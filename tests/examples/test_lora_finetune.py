@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.divided(by="file"), pytest.mark.slow]
 
 @pytest.fixture(scope="module")
 def trained(bert, tmp_path_factory):
-    """The runs by name, what was printed, and the plot."""
+    """Return the runs as a dict, the printed text, and the plot."""
     plot = tmp_path_factory.mktemp("plot") / "losses.png"
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         runs = lora_finetune.main(bert, plot, steps=3, quick=True)
@@ -78,7 +78,7 @@ def test_qlora_keeps_one_dense_weight_alive_at_a_time(trained):
 
 
 def test_the_compiled_step_keeps_less_than_three_dense_weights():
-    """By XLA's account: of twelve weights that are larger than all else, less than three."""
+    """Count by XLA's memory analysis, for twelve weights that are larger than all else."""
     n, count = 128, 12
     w = vn.quant.quantize(jnp.ones((n, n)), "nf4", channelwise_axes=[1], tiled_axes={0: 64})
     scales = [jnp.ones(n)] * count

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.divided(by="file"), pytest.mark.slow]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """The results by name, what was printed, and the plot; two variants, to be quick."""
+    """Return the results as a dict, the printed text, and the plot. Only two variants run."""
     plot = tmp_path_factory.mktemp("plot") / "losses.png"
     chosen = [v for v in example.VARIANTS if v.gradients in (None, "int4")]
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as text:

@@ -1,4 +1,4 @@
-"""Layers in the memory of the host: the same values, sent as they are stored, and less a device."""
+"""Layers in host memory: the same values, sent packed, and less memory on the device."""
 
 import re
 from dataclasses import replace

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.divided(by="file"), pytest.mark.slow]
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory):
-    """The results by format and way, what was printed, and the plot."""
+    """Return the results by format and method, the printed text, and the plot."""
     plot = tmp_path_factory.mktemp("plot") / "digits.png"
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         results = qat_digits.main(plot, quick=True)
