@@ -1,4 +1,4 @@
-"""Products of the same x, as one call of a kernel: what joins, what does not, and the numbers."""
+"""Products of the same x become one call of a kernel, and keep their values."""
 
 import functools
 import re
@@ -23,14 +23,14 @@ def stored(n, qtype="int4", seed=0, tiles=None, **options):
 
 
 def calls(function, *args):
-    """How many products each call of a kernel computes, in what is lowered."""
+    """Return the number of products of each call of a kernel in the lowered program."""
     text = jax.jit(function).lower(*args).as_text()
     found = re.findall(r"%\w+(?::(\d+))? = stablehlo.custom_call @veneer_(?!quantize)", text)
     return [int(count or 1) for count in found]
 
 
 def check(function, x, *weights, joined, **tolerance):
-    """Holds a program to the dense one, and says how its products are called."""
+    """Compare a program with the dense one. `joined` are the products of each call."""
     assert calls(vn.implicit(function), x, *weights) == joined
     actual = jax.jit(vn.implicit(function))(x, *weights)
     expected = function(x, *jax.tree.map(vn.materialise, weights, is_leaf=is_array))
@@ -43,7 +43,7 @@ def is_array(x):
 
 
 def each(x, *weights):
-    """With what reads a product before the next is computed."""
+    """Return the sine of each product, so that each is read before the next is computed."""
     return [jnp.sin(x @ w) for w in weights]
 
 
@@ -72,18 +72,18 @@ def test_products_of_the_same_x_are_one_call(side, options, rows):
         check(each, X[:1].repeat(rows, 0), *weights, joined=[3])
 
 
-def test_of_many_parts_each_is_computed_once():
+def test_each_part_of_a_joined_call_is_computed_once():
     weights = [stored(n, seed=n) for n in (4096, 64, 2048, 4096, 576)]
     for _ in range(20):  # as threads may take them in any order
         check(each, X[:1], *weights, joined=[5])
 
 
-def test_a_product_that_is_there_is_not_computed_again():
+def test_equal_products_share_one_result():
     w = stored(128)
     check(lambda x, w: (x @ w, jnp.cos(x @ w)), X, w, joined=[1])
 
 
-def test_first_results_may_be_read_as_they_are():
+def test_earlier_results_stay_usable_after_a_join():
     weights = stored(128), stored(64, seed=1)
     x = X[:, None]  # whose products are of the shape that the kernel gives
     check(
@@ -94,18 +94,18 @@ def test_first_results_may_be_read_as_they_are():
     )
 
 
-def test_other_activations_are_apart():
+def test_products_of_different_activations_do_not_join():
     weights = stored(128), stored(64, seed=1)
     check(lambda x, a, b: (x @ a, (x + 1) @ b), X, *weights, joined=[1, 1])
     check(lambda x, a, b: (x[:1] @ a, x[1:] @ b), X, *weights, joined=[1, 1])
 
 
-def test_other_kernels_are_apart():
+def test_products_by_different_kernels_do_not_join():
     weights = stored(128), stored(64, "int8", seed=1), stored(64, "nf4", seed=2)
     check(each, X, *weights, joined=[2, 1])  # int4 and nf4 are one kernel, by their tables
 
 
-def test_a_weight_that_depends_on_a_product_waits_for_it():
+def test_a_weight_that_depends_on_a_product_does_not_join_it():
     a, b, c = (stored(128, seed=i) for i in range(3))
 
     def program(product, x, *scales):
@@ -122,7 +122,7 @@ def test_a_weight_that_depends_on_a_product_waits_for_it():
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
 
 
-def test_what_takes_long_to_make_does_not_join():
+def test_a_weight_of_many_operations_does_not_join():
     a, b = stored(128), stored(128, seed=1)
 
     def program(x, scale):
@@ -134,12 +134,12 @@ def test_what_takes_long_to_make_does_not_join():
     assert calls(program, X, b.scale) == [1, 1]
 
 
-def test_there_may_be_any_number_of_products():
+def test_a_call_joins_at_most_16_products():
     weights = [stored(64, seed=i) for i in range(20)]
     check(each, X, *weights, joined=[16, 4])
 
 
-def test_products_of_other_widths_by_the_same_bytes_are_apart():
+def test_the_same_bytes_of_two_widths_are_two_products():
     codes = Codes(4, values=tuple(map(float, range(16))))
     packed, scale = jnp.full((1, K, 501), 0x37, jnp.uint8), jnp.ones((1, 8, 1))
     operands = MatmulOperands(X[None], packed, scale)
@@ -149,12 +149,12 @@ def test_products_of_other_widths_by_the_same_bytes_are_apart():
     assert [x.shape[2] for x in jax.jit(both)(operands)] == [1001, 1002]
 
 
-def test_many_rows_are_apart():
+def test_products_of_many_rows_do_not_join():
     weights = stored(128), stored(64, seed=1)
     check(each, jnp.ones((64, K)), *weights, joined=[1, 1])
 
 
-def test_branches_are_apart():
+def test_products_in_branches_do_not_join():
     a, b = stored(128), stored(128, seed=1)
 
     def program(x, a, b):
@@ -195,7 +195,7 @@ def test_activations_are_rounded_once_in_a_loop():
     np.testing.assert_allclose(rounded, vn.implicit(alone)(X, *weights), rtol=1e-5, atol=1e-6)
 
 
-def test_derivatives_and_batches():
+def test_derivatives_and_batches_of_joined_calls_are_right():
     weights = stored(128), stored(64, seed=1)
     dense = list(map(vn.materialise, weights))
     loss = lambda x, *ws: sum((y**2).sum() for y in each(x, *ws))
@@ -204,7 +204,7 @@ def test_derivatives_and_batches():
         np.testing.assert_allclose(actual, of(loss)(X, *dense), rtol=1e-3, atol=1e-3)
 
 
-def test_what_python_computes_twice_is_not_taken_for_the_same():
+def test_results_of_two_callbacks_are_not_taken_for_equal():
     a, b = stored(128), stored(64, seed=1)
 
     def program(x, a, b):

@@ -136,7 +136,7 @@ def test_explain_agrees_with_the_program_for_a_transposed_weight(gpu, tile):
     assert is_explained == has_kernel(lowered("cuda", w, f=f, x=x)) == (tile == 64)
 
 
-def test_gpus_of_several_kinds_share_what_all_can_run(monkeypatch):
+def test_gpus_of_several_kinds_use_kernels_that_all_can_run(monkeypatch):
     def is_of(*capabilities):
         gpus = [types.SimpleNamespace(compute_capability=each) for each in capabilities]
         monkeypatch.setattr(jax, "devices", lambda platform: gpus)
@@ -171,7 +171,7 @@ def test_on_other_gpus_many_rows_are_left_to_xla(gpu, monkeypatch):
         assert "GPU" not in vn.explain(jnp.matmul)(rows(300), quantized()).events[0].how
 
 
-def test_without_nvrtc_one_warning_says_so(gpu, monkeypatch):
+def test_without_nvrtc_there_is_one_warning(gpu, monkeypatch):
     def fail(source, options):
         raise cuda_program.CompileError("NVRTC is missing: install it\nand more")
 
@@ -183,7 +183,7 @@ def test_without_nvrtc_one_warning_says_so(gpu, monkeypatch):
         assert "GPU" not in vn.explain(jnp.matmul)(X, quantized()).events[0].how
 
 
-def test_what_jax_cannot_lower_is_left_to_xla(gpu, monkeypatch):
+def test_a_kernel_that_jax_cannot_lower_is_left_to_xla(gpu, monkeypatch):
     def fail(*args):
         raise NotImplementedError("no such primitive\nand more")
 

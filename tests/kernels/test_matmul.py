@@ -1,4 +1,4 @@
-"""The product with a stored matrix, as a primitive: against the same by its reference."""
+"""Compare the primitive of products with stored matrices with its reference."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ R, C = 96, 182  # rows end within a vector
 
 
 def dense(operands, product):
-    """What a stored matrix is worth, `[B, R, C]`."""
+    """Return the dense matrix `[B, R, C]`."""
     codes = operands.packed
     if product.codes.bits == 4:
         fields = jnp.stack([codes & 15, codes >> 4], -1).reshape(*codes.shape[:2], -1)
@@ -73,7 +73,7 @@ of_each_case = pytest.mark.parametrize(
 
 
 @of_each_case
-def test_is_what_the_reference_says(codes, contracting, options):
+def test_products_equal_those_of_the_reference(codes, contracting, options):
     operands, product = example(codes, contracting, **options)
     actual = jax.jit(lambda operands: matmul(operands, product))(operands)
     assert_close(actual, reference(operands, product))
@@ -89,7 +89,7 @@ def floats(operands):
 
 
 @of_each_case
-def test_derivatives(codes, contracting, options):
+def test_derivatives_equal_those_of_the_reference(codes, contracting, options):
     operands, product = example(codes, contracting, **options)
 
     def derivatives(f, variables):
@@ -101,7 +101,7 @@ def test_derivatives(codes, contracting, options):
     assert_close(*run(floats(operands)))
 
 
-# Which operands have an axis that is mapped, and where it is.
+#: The operands that are mapped, and their mapped axes.
 MAPPED = {
     "activations": {"x": 0},
     "activations, by their last axis": {"x": 3},
@@ -112,7 +112,7 @@ MAPPED = {
 
 
 @pytest.mark.parametrize("axes", MAPPED.values(), ids=MAPPED)
-def test_vmap(axes):
+def test_vmap_equals_vmap_of_the_reference(axes):
     operands, product = example(INT4, batch=2)
     for name, axis in axes.items():
         leaf = getattr(operands, name)
@@ -124,7 +124,7 @@ def test_vmap(axes):
     assert_close(actual, expected)
 
 
-def test_vmap_of_integer_activations_takes_their_scales_along():
+def test_vmap_maps_int8_activations_with_their_scales():
     operands, product = example(INT8, integer=True)
     x, x_scale = (jnp.stack([leaf, 2 * leaf]) for leaf in (operands.x // 2, operands.x_scale))
     run = lambda x, x_scale: matmul(operands._replace(x=x, x_scale=x_scale), product)
@@ -135,7 +135,7 @@ def test_vmap_of_integer_activations_takes_their_scales_along():
     assert_close(one_scale[1], actual[1])
 
 
-def test_mapped_activations_are_rows_and_no_batch():
+def test_mapped_activations_become_rows_and_not_a_batch():
     operands, product = example(INT4)
     x = jnp.stack([operands.x] * 5)
     text = jax.jit(jax.vmap(lambda x: matmul(operands._replace(x=x), product))).lower(x).as_text()
@@ -144,7 +144,7 @@ def test_mapped_activations_are_rows_and_no_batch():
 
 
 @pytest.mark.parametrize("shape", [(1, 0, R), (0, 3, R)])
-def test_nothing_to_multiply(shape):
+def test_products_and_gradients_can_be_empty(shape):
     operands, product = example(INT4)
     operands = MatmulOperands(jnp.zeros(shape), *(leaf[: shape[0]] for leaf in operands[1:3]))
     run = jax.value_and_grad(lambda x: matmul(operands._replace(x=x), product).sum())
@@ -152,7 +152,7 @@ def test_nothing_to_multiply(shape):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_activations_of_16_bits(dtype):
+def test_16_bit_activations_equal_the_reference(dtype):
     operands, product = example(INT4)
     operands = operands._replace(x=operands.x.astype(dtype))
     for out_dtype in ("float32", dtype):

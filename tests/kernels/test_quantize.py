@@ -1,4 +1,4 @@
-"""The kernel that quantises: the same bits as XLA's way."""
+"""The kernel that quantizes returns the same bits as XLA."""
 
 import jax
 import jax.numpy as jnp
@@ -47,22 +47,22 @@ def assert_same(found, want):
     assert jax.tree.structure(found) == jax.tree.structure(want)
 
 
-def by_xla(quantise, x):
+def by_xla(compute, x):
     with kernels.use("xla"):
-        return jax.block_until_ready(quantise(x))
+        return jax.block_until_ready(compute(x))
 
 
 @pytest.mark.parametrize("quantize", [vn.quant.quantize, stored_in_cache])
 @pytest.mark.parametrize("qtype", ["int8", "int4", "nf4"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_codes_and_scales_are_those_of_xla(layout, qtype, quantize):
+def test_codes_and_scales_equal_those_of_xla(layout, qtype, quantize):
     shape, tiles = LAYOUTS[layout]
-    quantise = lambda x: quantize(x, qtype, **tiles)
+    compute = lambda x: quantize(x, qtype, **tiles)
     x = values(shape)
-    assert_same(quantise(x), by_xla(quantise, x))
+    assert_same(compute(x), by_xla(compute, x))
 
 
-def test_a_kernel_is_used_where_it_is_worth_it():
+def test_a_kernel_serves_arrays_that_it_quantizes_faster():
     assert serves("int4", (256, 512), (4, 512))
     assert serves("int8", (3, 64), (3, 1))  # a token of a small model
     assert not serves("int4", (8, 8), (1, 8))
@@ -73,14 +73,14 @@ def test_a_kernel_is_used_where_it_is_worth_it():
         assert not serves("int4", (256, 512), (4, 512))
 
 
-def test_mapped_arrays_are_quantised_by_a_kernel():
+def test_mapped_arrays_are_quantized_by_a_kernel():
     x = values((4, 256, 128))
-    quantise = jax.jit(jax.vmap(lambda x: vn.quant.quantize(x, "int8", channelwise_axes=[0])))
-    assert "veneer_quantize_int8" in quantise.lower(x).as_text()
-    assert_same(quantise(x), by_xla(quantise, x))
+    compute = jax.jit(jax.vmap(lambda x: vn.quant.quantize(x, "int8", channelwise_axes=[0])))
+    assert "veneer_quantize_int8" in compute.lower(x).as_text()
+    assert_same(compute(x), by_xla(compute, x))
 
 
-def test_gradients_go_straight_through():
+def test_gradients_equal_those_of_xla():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(256, 256)), jnp.float32)
     loss = lambda x: jnp.sum(vn.quant.fake_quantize(x, "int8", channelwise_axes=[0]) ** 2)
     assert_same(jax.grad(loss)(x), by_xla(jax.grad(loss), x))
@@ -90,6 +90,6 @@ def test_arrays_on_several_devices_are_left_to_xla():
     x = values((256, 512))
     mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
     placed = jax.device_put(x, NamedSharding(mesh, PartitionSpec("x", None)))
-    quantise = jax.jit(lambda x: vn.quant.quantize(x, "int8", channelwise_axes=[0]))
-    assert "veneer_quantize" not in quantise.lower(placed).compile().as_text()
-    assert_same(quantise(placed), by_xla(quantise, x))
+    compute = jax.jit(lambda x: vn.quant.quantize(x, "int8", channelwise_axes=[0]))
+    assert "veneer_quantize" not in compute.lower(placed).compile().as_text()
+    assert_same(compute(placed), by_xla(compute, x))

@@ -1,4 +1,4 @@
-"""Which implementation is chosen, what says so, and what is said where there is no kernel."""
+"""The choice of a kernel: by the table, by `use`, and by what the process has."""
 
 import importlib
 import subprocess
@@ -44,7 +44,7 @@ def warned_of_nothing():
     select._warn.cache_clear()
 
 
-def test_the_table_names_kernels_that_are_built():
+def test_the_table_has_a_kernel_for_each_side_and_dtype():
     assert find("cpu", Codes(8, "int8"), shape()) == "rows_int8"
     assert find("cpu", Codes(8, "int8"), shape(contracting="columns")) == "columns_int8"
     assert find("cpu", Codes(8, "uint8"), shape(activations="int8")) == "integer_rows_uint8"
@@ -59,7 +59,7 @@ def test_each_row_names_a_module_and_its_functions(row):
         assert isinstance(module, select.DeviceKernel)
 
 
-def test_each_kernel_of_the_cpu_has_one_row():
+def test_each_cpu_kernel_has_one_row():
     targets = [row.target(kind) for row in TABLE if row.platform == "cpu" for kind in row.kinds]
     assert len(targets) == len(set(targets)) > 80
 
@@ -82,7 +82,7 @@ def test_every_product_of_floats_on_a_cpu_has_a_kernel(m):
         ("cpu", Codes(1, values=(0.5, 1.0)), {"activations": "int8"}),
     ],
 )
-def test_the_table_has_no_kernel_for_others(platform, codes, changes):
+def test_unsupported_products_have_no_kernel(platform, codes, changes):
     assert find(platform, codes, shape(**changes)) is None
 
 
@@ -109,12 +109,12 @@ LARGE = {"activations": "bfloat16", "k": 4096, "n": 4096, "tile": 128, "scale_co
         (Codes(4, values=tuple(map(float, range(16)))), {"m": 512}, None),
     ],
 )
-def test_the_table_has_kernels_for_gpus(codes, changes, target, monkeypatch):
+def test_products_on_gpus_have_the_kernel_that_fits(codes, changes, target, monkeypatch):
     monkeypatch.setattr(hopper, "has_jax", lambda: True)
     assert find("gpu", codes, shape(**LARGE | changes)) == target
 
 
-def test_small_matrices_have_a_kernel_where_there_are_many():
+def test_a_large_batch_of_small_matrices_has_a_kernel():
     assert find("cpu", Codes(8, "int8"), shape(k=64, n=32, batch=128)) == "rows_int8"
     x, w = jnp.ones((128, 1, 64)), jnp.asarray(np.random.default_rng(0).normal(size=(128, 64, 32)))
     q = vn.quant.quantize(w.astype(jnp.float32), "int4", channelwise_axes=[0, 2])
@@ -123,7 +123,7 @@ def test_small_matrices_have_a_kernel_where_there_are_many():
     np.testing.assert_allclose(found, x @ q.dequantize(), rtol=1e-4, atol=1e-4)
 
 
-def test_use_chooses_and_explain_says_what():
+def test_explain_names_the_choice_of_use():
     assert how() == BY_KERNEL
     with kernels.use("xla"):
         assert how() == "convert codes of rhs to float, scale the output"
@@ -132,7 +132,7 @@ def test_use_chooses_and_explain_says_what():
     assert how() == BY_KERNEL
 
 
-def test_a_jitted_function_follows_what_is_chosen():
+def test_a_jitted_function_is_traced_again_for_a_new_choice():
     run = jax.jit(vn.implicit(jnp.matmul))
     programs = {}
     for choice in ("auto", "xla", "auto"):
@@ -143,7 +143,7 @@ def test_a_jitted_function_follows_what_is_chosen():
     assert "veneer" not in programs["xla"]
 
 
-def test_the_environment_chooses_where_nothing_else_does(monkeypatch):
+def test_the_environment_variable_applies_outside_of_use(monkeypatch):
     monkeypatch.setenv("VENEER_KERNELS", "xla")
     assert how() == "convert codes of rhs to float, scale the output"
     with kernels.use("auto"):
@@ -152,7 +152,7 @@ def test_the_environment_chooses_where_nothing_else_does(monkeypatch):
     assert how() == BY_KERNEL
 
 
-def test_an_unknown_choice_is_refused(monkeypatch):
+def test_an_unknown_choice_raises(monkeypatch):
     choices = "'auto', 'xla' or 'experimental'"
     with pytest.raises(ValueError, match=f"kernels.use must be {choices}, not 'fast'"):
         kernels.use("fast").__enter__()
@@ -161,12 +161,12 @@ def test_an_unknown_choice_is_refused(monkeypatch):
         how()
 
 
-def test_the_old_name_of_a_choice_names_the_new_one():
+def test_the_old_name_of_a_choice_raises_with_the_new_name():
     with pytest.raises(ValueError, match="not 'pallas', which is now called 'experimental'"):
         kernels.use("pallas").__enter__()
 
 
-def test_without_numba_there_is_one_hint_and_the_way_of_xla(monkeypatch, warned_of_nothing):
+def test_without_numba_xla_multiplies_with_one_warning(monkeypatch, warned_of_nothing):
     monkeypatch.setattr(build, "unavailable_reason", lambda: "kernels need Numba: pip install ...")
     with pytest.warns(UserWarning, match="computed by XLA.*need Numba.*VENEER_KERNELS=xla"):
         y = jax.jit(vn.implicit(jnp.matmul))(X, W)

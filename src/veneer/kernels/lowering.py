@@ -146,7 +146,7 @@ class _CpuKernel(NamedTuple):
 
     **Arguments:**
 
-    - `target`: the name of its FFI target, which is built.
+    - `target`: the name of its FFI target, which is registered.
     - `most_products`: the most products in one call.
     """
 

@@ -139,9 +139,10 @@ def _axes(operands: MatmulOperands, problem: MatmulProblem) -> list[tuple[str, .
 
 
 def _factors(prefix: str, counts: set[int]) -> dict[int, dict[str, int]]:
-    """Divide an axis of the matrix into factors. Arrays with fewer entries along it have the first.
+    """Divide an axis of the matrix into factors, for the sharding rule.
 
-    Along the axis, codes, bytes and scales are different numbers of entries.
+    Along the axis, the arrays of codes, bytes and scales have different numbers of entries. An
+    array with fewer entries has only the first factors.
 
     **Arguments:**
 

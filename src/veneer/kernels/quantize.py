@@ -38,9 +38,10 @@ class Quantizer:
     **Arguments:**
 
     - `kind`: the format, a key of `QUANTIZED_BITS`.
-    - `table`: f32: the reciprocal of the value that the largest magnitude is scaled to; 1 if scales
-      are rounded to 16 bits, else 0; and for a format that is no integer, the smallest value of
-      each code but the first.
+    - `table`: the numbers that a kernel quantizes with. The first is the reciprocal of the value
+      that the largest magnitude is scaled to. The second is 1 if scales are rounded to 16 bits,
+      else 0. For a format that is no integer, the smallest value of each code except the first
+      follows.
     - `counts`: the number of tiles along each axis.
     - `reference`: quantizes by XLA, from the array and `counts`. It is hashable, so that programs
       are cached.

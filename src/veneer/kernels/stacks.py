@@ -65,7 +65,7 @@ def _lower_while(
 ) -> Any:
     """Lower a `while` by JAX's rule. If the body has products, let these read stacks in place.
 
-    By now, JAX has converted each `scan` to a `while`.
+    JAX has already converted each `scan` to a `while`.
     """
 
     def in_place(*operands: Any) -> list[Any]:

@@ -110,12 +110,12 @@ def can_compute(codes: Codes, shape: MatmulShape) -> bool:
 
 
 def is_available() -> bool:
-    """Return True: programs for a TPU can be traced in every process."""
+    """Return True: programs with the kernel can be traced in every process."""
     return True
 
 
 def has_device() -> bool:
-    """Return True: programs for a TPU can be lowered on every machine."""
+    """Return True: programs with the kernel can be lowered on machines without a TPU."""
     return True
 
 

@@ -97,7 +97,9 @@ def root() -> Path:
 
 
 def save_isa(isa: str | None) -> None:
-    """Let later processes on CPUs like this one use a vector instruction set, or None for the best.
+    """Save the vector instruction set that later processes on CPUs like this one use.
+
+    With None, they use the best that the CPU has.
 
     **Raises:** `OSError` if the cache cannot be written.
     """

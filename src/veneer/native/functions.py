@@ -207,7 +207,7 @@ class ObjectFile:
     def export_call(self, name: str, called: str, arguments: Sequence[int | str]) -> None:
         """Add a C function `name(x)` that returns `called(x, *arguments)` of another file.
 
-        An argument is a number, or the name of an exported function, which stands for its address.
+        An argument is a number, or the name of an exported function, whose address is passed.
         """
         self._imports.add(called)
         type = ir.FunctionType(I64, [I64] * (1 + len(arguments)))

@@ -74,7 +74,10 @@ _IS_METADATA = header().value("XLA_FFI_Extension_Metadata")
 
 @native
 def answer_metadata_query(frame):
-    """Write the handler's metadata if XLA asks for it. Return whether it does."""
+    """Write the handler's metadata if the call with this call frame only asks for it.
+
+    Return whether it does.
+    """
     extension = load_i64(frame + _EXTENSION)
     if extension == 0 or load_i32(extension + _TYPE) != _IS_METADATA:
         return False
@@ -252,7 +255,10 @@ _sched_yield: Any = types.ExternalFunction("sched_yield", signature(types.int32)
 
 @native
 def new_job(words):
-    """Return the address of a new job of `words` zeros, or 0 if there is too little memory."""
+    """Allocate a job: an array of `words` 64-bit words, initially 0, that threads read.
+
+    Return its address, or 0 if there is too little memory.
+    """
     memory = malloc(8 * (_JOB + words))
     if memory == 0:
         return 0

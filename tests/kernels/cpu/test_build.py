@@ -1,4 +1,4 @@
-"""How kernels come to be: compiled once, kept on disk, refused where they cannot run."""
+"""Kernels are compiled once, cached on disk, and rejected on machines that cannot run them."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,19 +14,19 @@ from veneer import kernels
 from veneer.kernels.cpu import build
 
 
-def test_a_kernel_that_is_compiled_needs_no_numba():
+def test_a_cached_kernel_runs_without_numba():
     plain.target()
     assert run("import sys; plain.check(); print('numba' in sys.modules)") == "False\n"
 
 
-def test_processes_may_compile_at_the_same_time(tmp_path):
+def test_processes_can_compile_at_the_same_time(tmp_path):
     with ThreadPoolExecutor(2) as pool:
         runs = [pool.submit(run, "plain.check()", VENEER_CACHE=str(tmp_path)) for _ in range(2)]
         assert [done.result() for done in runs] == ["", ""]
     assert len([*(tmp_path / "kernels").iterdir()]) == 2  # the kernel, and what all share
 
 
-def test_an_unknown_target_or_isa_is_an_error(tmp_path):
+def test_an_unknown_target_or_isa_raises(tmp_path):
     with pytest.raises(KeyError, match="no kernel is named veneer_rows_int5_few"):
         build.register_target("veneer_rows_int5_few")
     code = """
@@ -39,7 +39,7 @@ except ValueError as error:
     assert "'sse1' is unknown" in run(code, VENEER_KERNELS_ISA="sse1")
 
 
-def test_numba_that_is_missing_is_said_once_and_how_to_get_it(monkeypatch):
+def test_without_numba_the_reason_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "numba", None)
     assert build.unavailable_reason.__wrapped__() == (
         "kernels need Numba: pip install 'numba>=0.61'"
@@ -49,7 +49,7 @@ def test_numba_that_is_missing_is_said_once_and_how_to_get_it(monkeypatch):
 @pytest.mark.parametrize(
     "settings", [{}, {"NUMBA_CPU_NAME": "generic"}, {"NUMBA_CPU_FEATURES": ""}], ids=str
 )
-def test_whether_bf16_is_multiplied_is_known_without_numba_and_as_numba_is_told(settings):
+def test_has_bf16_agrees_with_numba_without_importing_it(settings):
     code = """
 import sys
 from veneer.kernels.cpu import build
@@ -70,7 +70,7 @@ def serialized():
     return executable, serialize_executable.serialize(executable)[0]
 
 
-def test_the_kernels_of_an_executable_are_known_by_its_bytes():
+def test_register_handlers_finds_kernels_in_an_executable():
     compiled, executable = serialized()
     names = kernels.register_handlers(executable)
     assert names
@@ -79,12 +79,12 @@ def test_the_kernels_of_an_executable_are_known_by_its_bytes():
     assert set(names) <= set(kernels.register_handlers())  # all that the cache has
 
 
-def test_a_kernel_of_another_version_is_named():
+def test_a_kernel_of_another_version_raises_with_its_name():
     with pytest.raises(ValueError, match=r"veneer_rows_int99_few.* compile the program again"):
         kernels.register_handlers(b"\0veneer_rows_int99_few\0")
 
 
-def test_an_executable_that_calls_kernels_needs_them(monkeypatch):
+def test_an_executable_with_unavailable_kernels_raises(monkeypatch):
     monkeypatch.setattr(build, "unavailable_reason", lambda: "kernels need Numba")
     with pytest.raises(
         RuntimeError, match="calls veneer_rows_int8_few, which cannot run: kernels need Numba"
@@ -93,7 +93,7 @@ def test_an_executable_that_calls_kernels_needs_them(monkeypatch):
     assert kernels.register_handlers() == []
 
 
-def test_no_name_of_a_kernel_hides_in_another():
+def test_no_name_of_a_kernel_is_found_in_another_name():
     for name in build.target_names():
         assert build.called_targets(f"a{name}z".encode()) == [name]
 

@@ -96,7 +96,7 @@ class TestProduct:
     @pytest.mark.parametrize(
         ("k", "tile"), [(16, 16), (300, 300), (520, 260), (1200, 400), (1216, 76), (900, 20)]
     )
-    def test_is_exact_for_splits_of_tiles_or_of_their_parts(self, contracted, kind, k, tile, m):
+    def test_is_exact_for_splits_of_tiles_and_within_tiles(self, contracted, kind, k, tile, m):
         check(contracted, kind, (2, k, 1100), (tile, 1), m, threads=3)
 
     @pytest.mark.parametrize("at_end", [True, False])

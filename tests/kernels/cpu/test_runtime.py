@@ -35,7 +35,7 @@ def test_kernel_reads_the_selected_place_of_a_stack(place):
 
 
 @pytest.mark.parametrize("empty", ["batch", "m", "r", "c"])
-def test_any_size_may_be_zero(empty):
+def test_any_size_can_be_zero(empty):
     x, codes, scale = plain.operands(**{"batch": 1, "m": 2, "r": 4, "c": 4, empty: 0}, tr=1, tc=1)
     result = plain.product(x, codes, scale)
     np.testing.assert_array_equal(result, np.zeros((x.shape[0], x.shape[1], codes.shape[2])))
@@ -53,7 +53,7 @@ def test_any_size_may_be_zero(empty):
         lambda x, codes, scale: (x.repeat(2, 0), codes.repeat(3, 0), scale),
     ],
 )
-def test_operands_of_other_shapes_are_an_error(change):
+def test_operands_of_other_shapes_raise(change):
     operands = change(*plain.operands())
     if operands[0].ndim == 2:
         shape = jax.ShapeDtypeStruct((3, 100), jnp.float32)
@@ -67,7 +67,7 @@ def test_operands_of_other_shapes_are_an_error(change):
 
 
 @pytest.mark.parametrize("when", [1, 2], ids=["before any part", "in a part"])
-def test_failed_allocation_is_an_error(when):
+def test_a_failed_allocation_raises(when):
     with pytest.raises(jax.errors.JaxRuntimeError, match="no memory for the buffers of a kernel"):
         plain.product(*plain.operands(), jnp.zeros(16).at[-1].set(when)).block_until_ready()
 
@@ -80,7 +80,7 @@ def test_parts_wait_for_the_first_parts():
         np.testing.assert_array_equal(plain.product(x, codes, scale, table), want)
 
 
-def test_threads_may_call_a_kernel_at_the_same_time():
+def test_threads_can_call_a_kernel_at_the_same_time():
     x, codes, scale = plain.operands(**LARGE)
     want = plain.product(x, codes, scale)
 
@@ -91,7 +91,7 @@ def test_threads_may_call_a_kernel_at_the_same_time():
         assert all(pool.map(call, range(8)))
 
 
-def test_program_may_call_a_kernel_many_times():
+def test_a_program_can_call_a_kernel_many_times():
     x, codes, scale = plain.operands(**LARGE)
     shape = jax.ShapeDtypeStruct((1, 8, 256), jnp.float32)
     call, first = jax.ffi.ffi_call(plain.target(), shape), np.int32(0)
@@ -121,13 +121,13 @@ def run(code: str, **environment: str) -> str:
 
 
 @pytest.mark.parametrize("flags", ["", "--xla_cpu_multi_thread_eigen=false"])
-def test_one_cpu_is_enough(flags):
+def test_kernels_run_on_a_single_cpu(flags):
     plain.target()  # Compile it, so that the other process loads it.
     pin = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
     run(f"{pin}plain.check(batch=4, m=8, r=512, c=256)", XLA_FLAGS=flags)
 
 
-def test_process_may_fork_after_using_kernels():
+def test_a_process_can_fork_after_using_kernels():
     plain.target()
     run(
         """

@@ -172,7 +172,7 @@ def test_digits_hold_activations_of_any_size(contracting, size):
 @pytest.mark.parametrize("contracting", ["rows", "columns"])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize(("name", "m"), [("x", 2), ("x", 3), ("scale", 3)])
-def test_nan_and_infinity_stay_where_they_belong(contracting, value, name, m):
+def test_nan_and_infinity_stay_in_their_row_and_column(contracting, value, name, m):
     shape, tile = ((1, 128, 64), (64, 1)) if contracting == "rows" else ((1, 64, 128), (1, 64))
     x = np.random.default_rng(2).normal(size=(1, m, 128))
     _, codes, operands = example("int8", shape, tile, jnp.asarray(x, jnp.bfloat16))

@@ -36,7 +36,7 @@ class CallableKernel(Protocol):
         ...
 
     def is_called_by(self, operation: Any) -> bool:
-        """Return whether a custom call in the program is a call of this kernel."""
+        """Return whether an MLIR custom call is a call of this kernel."""
         ...
 
     def emit(self, ctx: Any, operands: Sequence[Any], shapes: Sequence[Any]) -> Sequence[Any]:
@@ -127,7 +127,8 @@ def _join_earlier_call(
     """Return the product as a result of an earlier call, or None if no call can compute it.
 
     If an earlier call already computes this product, return its result. Otherwise, replace a call
-    by one that has the operands of both. `lead` operands are activations. `emit` writes a call.
+    by one that has the operands of both. The first `lead` operands are activations. `emit` writes a
+    call.
     """
     activations, matrix = operands[:lead], operands[lead:]
     calls = [*_earlier_calls(program, kernel, activations, len(matrix))]
@@ -158,9 +159,9 @@ def _join_earlier_call(
 def _earlier_calls(
     program: "_Program", kernel: CallableKernel, activations: Sequence[Any], count: int
 ) -> Iterator[Any]:
-    """Yield the calls in a program of a kernel with these activations.
+    """Yield the calls of a kernel that are in the program already, with these activations.
 
-    They have `count` operands for each stored matrix.
+    A call has `count` operands for each stored matrix.
     """
     lead = len(activations)
     for x in program.equal_values(activations[0]):
@@ -240,9 +241,9 @@ class _Program:
         )
 
     def operations_to_move(self, operation: Any, values: Sequence[Any]) -> list[Any] | None:
-        """Return the operations to move before `operation`, in order, so that it can use `values`.
+        """Return the operations that must be moved before `operation`, so that it can use `values`.
 
-        Return None if one of them is not pure, or if they are too many.
+        They are in order. Return None if one of them is not pure, or if they are too many.
         """
         moved: list[Any] = []
         can_move = all(self._can_precede(operation, value, moved) for value in values)

@@ -131,7 +131,7 @@ class KernelRow:
         return f"veneer_{self.name}_{kind}_{self.variant}"
 
     def computes(self, codes: Codes, shape: MatmulShape) -> bool:
-        """Return whether the row fits a product, on any device of its platform."""
+        """Return whether the kernel can compute a product, on some device of its platform."""
         if self.contracting != shape.contracting or shape.activations not in self.activations:
             return False
         if codes.kind not in self.kinds or (shape.activations == "int8" and not codes.is_integer):

@@ -273,9 +273,10 @@ def _read_fields(builder: Any, addresses: Sequence[Any], units: int, bits: int) 
 def _transpose_by_gfni(
     builder: Any, addresses: Sequence[Any], units: int, bits: int, type: Any
 ) -> Any:
-    """Return bit planes at all addresses as one field of bits per code, by one instruction.
+    """Transpose bit planes at all addresses to codes of `bits` bits, one per byte.
 
-    The result is a vector of `type`, with a 64-bit lane per unit of 8 codes. The instruction
+    Use one instruction. The result is a vector of `type`, with a 64-bit lane per unit of 8 codes.
+    The instruction
     multiplies the matrix of each unit by the 8 unit vectors. It expects the rows of a matrix from
     the last byte to the first.
     """
@@ -318,9 +319,10 @@ def _read_bytes(builder: Any, address: Any, size: int) -> Any:
 def _transpose_by_steps(
     builder: Any, addresses: Sequence[Any], units: int, bits: int, type: Any
 ) -> Any:
-    """Return bit planes at all addresses as one field of bits per code, by swapping blocks of bits.
+    """Transpose bit planes at all addresses to codes of `bits` bits, one per byte.
 
-    The result is a vector of `type`, with a 64-bit lane per unit of 8 codes.
+    Swap blocks of bits in three steps. The result is a vector of `type`, with a 64-bit lane per
+    unit of 8 codes.
     """
     size = units * bits
     word = ir.IntType(min(64, 8 * size))

@@ -160,7 +160,10 @@ def _has_tiles(type, buffer):
 
 @native
 def _count_tiles(type, size):
-    """Return how many scales an axis of `size` entries has, or -1 for incomplete bit planes."""
+    """Return how many scales an axis of `size` entries of a dtype has.
+
+    `type` is the number of the dtype: see `scales.py`. Return -1 for incomplete bit planes.
+    """
     if type != PLANES_TYPE:
         return size
     return size // PLANES * 8 if size % PLANES == 0 else -1
@@ -172,9 +175,10 @@ def _count_tiles(type, size):
 
 @native
 def _is_stack(frame, index, batch):
-    """Return whether operand `index` of a call is a stack, followed by the index of a place.
+    """Return whether operand `index` of a call is a stack, and the next operand an index of it.
 
-    A stack `[places * batch, ...]` has the matrices of several places, `batch` for each.
+    `frame` is the address of the call frame. A stack `[places * batch, ...]` has the matrices of
+    several places, `batch` for each. The next operand selects a place.
     """
     size = dim(argument_buffer(frame, index), 0)
     fits = size == 0 if batch == 0 else size > 0 and size % batch == 0
@@ -183,10 +187,11 @@ def _is_stack(frame, index, batch):
 
 @native
 def _place_address(frame, index, batch, width):
-    """Return the address of the selected place of the stack that is operand `index` of a call.
+    """Return the address of the matrices that a call selects from its operand `index`, a stack.
 
     A stack `[places * batch, ...]` has `batch` matrices per place, with entries of `width` bytes.
-    An index out of range selects the first or the last place, as in XLA's dynamic slice.
+    The next operand selects a place. Out of range, it selects the first or the last place, as in
+    XLA's dynamic slice. `frame` is the address of the call frame.
     """
     stack = argument_buffer(frame, index)
     if batch == 0:
@@ -205,7 +210,10 @@ def _tile_size(size, scales):
 
 @native
 def _read_product(frame, job, index, bits, contracts_rows, activations):
-    """Write the job of matrix `index` of a call. Return whether the operands fit together.
+    """Read the operands of matrix `index` of a call, and write the words of its product to `job`.
+
+    Return whether the operands fit together. `frame` is the address of the call frame, and the
+    other arguments are the same as for `handle_product`.
 
     The operands are x, for int8 also its scales, and then the operands of each matrix: the matrix
     and scales as stacks, and the table. Minima may follow as a stack and an offset, and then outer
@@ -314,11 +322,11 @@ def _read_product(frame, job, index, bits, contracts_rows, activations):
 
 @native
 def _read_outer_scales(frame, job, index, batch, scale, tiles, first_word):
-    """Write the address, type and share of outer scales to the words of a job from `first_word` on.
+    """Read outer scales, the scales of `scale`, which are operand `index` of a call.
 
-    The outer scales are the stack that is operand `index` of a call, and the share is the number of
-    codes per outer scale. Return whether they fit the buffer of codes `scale`, with `tiles` codes
-    per row.
+    Write their address, the number of their dtype, and the number of codes per outer scale to the
+    words of `job` from `first_word` on. `scale` is a buffer of codes, with `tiles` codes per row.
+    Return whether the outer scales fit it.
     """
     outer = argument_buffer(frame, index)
     type, share = _float_type(outer), 0
@@ -339,9 +347,10 @@ def _read_outer_scales(frame, job, index, batch, scale, tiles, first_word):
 
 @native
 def _write_sizes(job, table, out, batch, r, c, matrix_row, tile_rows, tiles):
-    """Write the table, result and sizes of a job. Return whether tiles divide the matrix.
+    """Write the addresses of the table and the result, and the sizes, to the words of `job`.
 
     The matrix is `[r, c]`, its rows have `matrix_row` bytes, and it has `[tile_rows, tiles]` tiles.
+    `table` and `out` are buffers. Return whether the tiles divide the matrix.
     """
     tr, tc = _tile_size(r, tile_rows), _tile_size(c, tiles)
     set_word(job, words.TABLE, data(table))
@@ -380,7 +389,10 @@ def handle_quantize(frame, bits, count, work):
 
 @native
 def _read_quantize(frame, job, bits):
-    """Write the job of a call that quantizes. Return whether the operands fit together."""
+    """Read the operands of a call that quantizes, and write the words that describe it to `job`.
+
+    Return whether the operands fit together.
+    """
     if not has_buffers(frame, 2, 2):
         return False
     x, table = argument_buffer(frame, 0), argument_buffer(frame, 1)

@@ -49,7 +49,7 @@ WORDS = 30
 
 @native
 def count_interleaved(job):
-    """Return H, the number of stored matrices whose rows alternate in memory, or 1.
+    """Return H, the number of stored matrices of a job whose rows alternate in memory, or 1.
 
     Such interleaved matrices are stored as `[BATCH / H, R, H, ROW_BYTES]`, like the heads of
     tokens. With H = 1, each matrix is contiguous.
@@ -59,7 +59,10 @@ def count_interleaved(job):
 
 @native
 def row_address(job, batch, row):
-    """Return the address of a row of matrix `batch`. Its next row is NEXT_ROW bytes later."""
+    """Return the address of row `row` of the stored matrix with index `batch`.
+
+    The next row of the matrix is NEXT_ROW bytes later.
+    """
     heads = count_interleaved(job)
     first = word(job, W) + batch % heads * word(job, ROW_BYTES)
     return first + (batch // heads * word(job, R) + row) * word(job, NEXT_ROW)
@@ -67,7 +70,7 @@ def row_address(job, batch, row):
 
 @native
 def contiguous_part(part, parts, threads):
-    """Return the part that replaces part `part` of `parts`, so that threads get contiguous ranges.
+    """Renumber part `part` of `parts` parts, so that each thread gets a contiguous range of parts.
 
     Threads take parts in turn: thread t of `threads` takes t, then t + threads. With contiguous
     ranges, a thread prefetches memory that its own next part reads.
@@ -77,7 +80,10 @@ def contiguous_part(part, parts, threads):
 
 
 class JobFunctions(NamedTuple):
-    """The native functions of a kernel, which compute a job in parts.
+    """The native functions of a kernel.
+
+    `job` is the address of the words that describe a product. A part is a share of the product
+    that one thread computes.
 
     **Arguments:**
 
@@ -95,12 +101,12 @@ class JobFunctions(NamedTuple):
 
 @native
 def do_nothing(job):
-    """The `prepare` or `finish` of a job that needs no memory."""
+    """Do nothing, as `prepare` or `finish` of a kernel that needs no memory."""
 
 
 @native
 def free_scratch(job):
-    """Free the memory of a job at SCRATCH, as its `finish`."""
+    """Free the memory at SCRATCH, as `finish` of a kernel."""
     free(word(job, SCRATCH))
 
 
@@ -112,7 +118,10 @@ _HEADER = 3
 
 @native
 def new_group(jobs):
-    """Allocate a group of `jobs` jobs, which `release` frees. Return its address, or 0."""
+    """Allocate the words of `jobs` products that one call computes. Return their address.
+
+    Return 0 if there is too little memory. `release` frees the words.
+    """
     group = new_job(_HEADER + jobs * WORDS)
     if group != 0:
         set_word(group, _JOBS, jobs)
@@ -121,13 +130,13 @@ def new_group(jobs):
 
 @native
 def job_address(group, index):
-    """Return the address of job number `index` of a group."""
+    """Return the address of the words of product `index` of the products at `group`."""
     return group + 8 * (_HEADER + index * WORDS)
 
 
 @native
 def _do_part(group, part):
-    """Compute part `part` of a group of jobs. The FIRST parts of all jobs come first."""
+    """Compute part `part` of the products at `group`. The FIRST parts of each come first."""
     job = job_address(group, 0)
     if part < word(group, _GROUP_FIRST):
         while part >= word(job, FIRST):
@@ -144,9 +153,10 @@ def _do_part(group, part):
 
 @native
 def run_group(frame, group, work, threads):
-    """Compute all parts of the jobs of a group, on `threads` threads of the call `frame`.
+    """Compute all parts of the products at `group`, on `threads` threads.
 
-    `work` is the address of the C function that computes a part: see `JobFunctions`.
+    `frame` is the address of XLA's call frame. `work` is the address of the C function
+    `work(job, part)`, which computes a part.
     """
     parts, first = 0, 0
     for i in range(word(group, _JOBS)):

@@ -84,7 +84,7 @@ def _count_rows(job):
 
 @native
 def count(job):
-    """Return the number of parts of a job: see `JobFunctions`."""
+    """Return the number of parts into which threads divide the array that `job` describes."""
     batch, r, c = word(job, words.BATCH), word(job, words.R), word(job, words.C)
     if _is_within_rows(job):
         rows = _count_rows(job)
@@ -140,9 +140,9 @@ def build(kind: str) -> tuple[Any, Any]:
 
 
 def _build_tile_row_quantizer(kind: str, bits: int) -> Any:
-    """Return a function that quantizes columns of a row of tiles, if tiles span rows or are narrow.
+    """Return a function `quantize(job, part)` for tiles that span rows, or are narrow.
 
-    Its arguments are a job and the index of a part.
+    A part is some columns of a row of tiles of the array that `job` describes.
     """
 
     @native
@@ -169,9 +169,10 @@ def _build_tile_row_quantizer(kind: str, bits: int) -> Any:
 
     @native
     def find_scales(job, x, columns, scale, factors):
-        """Write a row of scales to `scale`, and the reciprocal of each column's scale to `factors`.
+        """Write the scales of a row of tiles to `scale`, and the reciprocals of them to `factors`.
 
-        The row of tiles begins at `x` and has `columns` columns.
+        `factors` gets one reciprocal per column. The row of tiles is f32 at the address `x` and has
+        `columns` columns.
         """
         c, tr, tc = word(job, words.C), word(job, words.TR), word(job, words.TC)
         table = word(job, words.TABLE)
@@ -265,10 +266,10 @@ def zero_magnitudes(columns):
 
 @instruction
 def update_magnitudes(magnitudes, address):
-    """Return the elementwise maximum of magnitudes and the magnitudes of the f32 at `address`.
+    """Return the elementwise maximum of `magnitudes` and the magnitudes of the f32 at `address`.
 
-    Magnitudes are the bits of positive f32 as integers, which have the same order. NaN comes after
-    infinity.
+    A magnitude is the bits of a positive f32, read as an integer: integers have the same order. NaN
+    comes after infinity.
     """
 
     def emit(builder, magnitudes, address):
@@ -373,7 +374,7 @@ def store_first(address, block):
 
 @instruction
 def encode(address, columns, factors, table, kind):
-    """Return the nearest codes of the products of f32 and factors, as int32.
+    """Multiply f32 by factors, and return the nearest codes of the products as int32.
 
     `columns` vectors of f32 are read at `address`. `factors` is a row of as many vectors, or one
     vector. `table` is the address of the 15 thresholds between codes, which only nf4 uses. NaN gets

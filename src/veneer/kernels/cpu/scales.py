@@ -95,8 +95,8 @@ def copy_padded(to, address, count, size):
 def _build_reader(dtype: str) -> Any:
     """Return a function `read(address, count, available, to)` that converts a dtype to f32.
 
-    It writes `count` f32, zero-padded to full vectors. `available`, at least `count`, is how many
-    numbers are stored at the address. Memory after them is not read.
+    It writes `count` f32 to `to`, zero-padded to full vectors. `available`, at least `count`, is
+    how many numbers are stored at the address. Memory after them is not read.
     """
     size = SIZES[dtype]
     vector_bytes = size * LANES
@@ -124,10 +124,10 @@ _read_int8, _read_uint8 = map(_build_reader, ZERO_POINTS)
 
 @native
 def read_tile_values(job, leaf, row, first, count, to):
-    """Write the scales (`leaf` SCALE) or minima (`leaf` MINIMUM) of `count` tiles as f32.
+    """Write the scales (`leaf` SCALE) or minima (`leaf` MINIMUM) of `count` tiles to `to` as f32.
 
     Begin with tile `first` of row `row` of tiles, and continue with the next rows of tiles. Rows of
-    tiles are counted over all matrices. The f32 at `to` are zero-padded to full vectors. Zero
+    tiles are counted over all matrices of the job. The f32 are zero-padded to full vectors. Zero
     points are converted to minima.
     """
     _read_stored(job, leaf, row, first, count, to)
@@ -139,11 +139,11 @@ def read_tile_values(job, leaf, row, first, count, to):
 
 @native
 def locate_tile_values(job):
-    """Return where scales and minima are stored: the argument `located` of `prefetch_tile_values`.
+    """Return where the scales and minima of a job are, for `prefetch_tile_values`.
 
-    It is the address of the scales, their bytes per row of W, the address of the minima, and their
-    bytes per row of W. Values that rows share are few and are not prefetched: their bytes per row
-    are 0.
+    **Returns:** the address of the scales, their bytes per row of W, the address of the minima, and
+    their bytes per row of W. The bytes are 0 if rows share scales: these are few, and need no
+    prefetch.
     """
     tiles = word(job, C) // word(job, TC)
     scale, minimum = 0, 0
@@ -155,9 +155,10 @@ def locate_tile_values(job):
 
 @native
 def prefetch_tile_values(located, row, rows):
-    """Prefetch the scales and minima of `rows` rows of W from `row` on, which may not exist.
+    """Prefetch the scales and minima of `rows` rows of W, from row `row` on.
 
-    `located` is the result of `locate_tile_values`. Rows are counted over all matrices.
+    `located` is the result of `locate_tile_values`. Rows are counted over all matrices. They may be
+    beyond the last row.
     """
     scales, scale, minima, minimum = located
     for i in range(0, rows * scale, 64):
@@ -168,9 +169,9 @@ def prefetch_tile_values(located, row, rows):
 
 @native
 def _convert_zero_points(job, row, first, count, to):
-    """Replace `count` zero points, as f32 at `to`, by minima: `(OFFSET - zero_point) * scale`.
+    """Replace the `count` zero points at `to`, f32, by minima: `(OFFSET - zero_point) * scale`.
 
-    They belong to consecutive tiles, from tile `first` of row `row` of tiles on.
+    The zero points belong to consecutive tiles, from tile `first` of row `row` of tiles on.
     """
     scales, offset = stack(_BUFFER), splat(np.float32(word(job, OFFSET)))
     for i in range(0, count, _CHUNK):
@@ -205,10 +206,11 @@ def _read_stored(job, leaf, row, first, count, to):
 
 @native
 def _apply_outer_scales(outer, share, index, count, available, to):
-    """Multiply `count` codes, as f32 at `to`, by their outer scales.
+    """Multiply `count` scales that were codes, f32 at `to`, by their outer scales.
 
-    `outer` has the address and the type of the outer scales, one per `share` codes. The codes are
-    entries `index` to `index + count` of an array with `available` entries from `index` on.
+    `outer` has the address of the outer scales and the number of their dtype. `share` codes share
+    an outer scale. The codes are entries `index` to `index + count` of an array, which has
+    `available` entries from `index` on.
     """
     prevent_inlining()
     scales, (address, type) = stack(_BUFFER), outer
@@ -240,10 +242,10 @@ def _apply_outer_scales(outer, share, index, count, available, to):
 
 @native
 def _read_planes(address, index, count, to):
-    """Write entries `index` to `index + count` of an array of bit planes as f32.
+    """Write codes `index` to `index + count` of an array of bit planes at `address` to `to` as f32.
 
-    The array has codes of PLANES bits: a unit of PLANES bytes has 8 codes. The f32 at `to` are
-    zero-padded to full vectors.
+    The array has codes of PLANES bits: 8 codes take PLANES bytes. The f32 are zero-padded to full
+    vectors.
     """
     prevent_inlining()
     codes, table, i = stack(_VECTOR), zeros(1, _TABLE), 0
@@ -265,10 +267,10 @@ def _read_planes(address, index, count, to):
 
 @native
 def _read_numbers(type, address, index, count, available, to):
-    """Write entries `index` to `index + count` of an array as f32, zero-padded to full vectors.
+    """Write entries `index` to `index + count` of the array at `address` to `to` as f32.
 
-    The array has numbers of the dtype with number `type` at `address`. `available` numbers are
-    stored from `index` on.
+    `type` is the number of the dtype of the array, which has `available` entries from `index` on.
+    The f32 are zero-padded to full vectors.
     """
     if type == PLANES_TYPE:
         _read_planes(address, index, count, to)
@@ -303,13 +305,13 @@ def stored_bytes(type, count):
 
 @native
 def has_minima(job):
-    """Return whether the stored matrix has minima or zero points, so that a code of 0 is not 0."""
+    """Return whether the stored matrices of a job have minima or zero points."""
     return word(job, MINIMUM) != 0
 
 
 @native
 def is_f32(job, leaf):
-    """Return whether scales (`leaf` SCALE) or minima (`leaf` MINIMUM) are f32, to read in place."""
+    """Return whether the scales (`leaf` SCALE) or minima (`leaf` MINIMUM) of a job are f32."""
     return word(job, SCALE_TYPE if leaf == SCALE else MINIMUM_TYPE) == 0
 
 
@@ -342,15 +344,16 @@ def sum_floats(address, count):
 
 @native
 def tile_sums_bytes(job):
-    """Return the bytes of the f32 sums of one row of x over its tiles, padded to full vectors."""
+    """Return the bytes of the sums of one row of x over its tiles, f32 padded to full vectors."""
     return (word(job, C) // word(job, TC) + LANES - 1) // LANES * _VECTOR
 
 
 @native
 def write_tile_sums(job, x, exists, to):
-    """Write the f32 sums of a row of x over its tiles to `to`, zero-padded to `tile_sums_bytes`.
+    """Write the f32 sums of the row of activations at `x` over its tiles to `to`.
 
-    If `exists` is false, the row only pads x, and its sums are 0.
+    They are zero-padded to `tile_sums_bytes`. If `exists` is false, x has no such row, and the sums
+    are 0.
     """
     tile = word(job, TC)
     count = word(job, C) // tile if exists else 0
@@ -364,8 +367,8 @@ def write_tile_sums(job, x, exists, to):
 def write_scaled_tile_sums(job, x, scale, next_scale, to):
     """Write the sums of a row of int8 activations over tiles, times scales, to `to` as f32.
 
-    They are zero-padded to `tile_sums_bytes`. The row is at `x`. The f32 scale of its first tile is
-    at `scale`, and the scale of each next tile is `next_scale` bytes later.
+    The row is at `x`. The sums are zero-padded to `tile_sums_bytes`. The f32 scale of the first
+    tile is at `scale`, and the scale of each next tile is `next_scale` bytes later.
     """
     tile = word(job, TC)
     count = word(job, C) // tile
@@ -385,16 +388,18 @@ def write_scaled_tile_sums(job, x, scale, next_scale, to):
 
 @functools.cache
 def build_minimum_adder(x_rows: int, w_rows: int) -> Any:
-    """Return a function that adds minima times sums of x, for `x_rows` rows of x and `w_rows` of W.
+    """Return a function that adds products of minima with sums of x over tiles to vectors.
 
-    Each pair of rows has a vector of results, whose lanes are added up later.
+    There is a vector for each pair of one of `x_rows` rows of activations x and one of `w_rows`
+    rows of the matrix W. The lanes of a vector are added up later.
     """
 
     @native
     def add_minima(total, x_sums, next_x, minima, stride, tiles):
         """Return `total` plus the products of f32 minima with sums of x over `tiles` tiles.
 
-        Rows of `x_sums` are `next_x` bytes apart, and rows of minima `stride` bytes.
+        `total` is a block of vectors in registers. Rows of `x_sums` are `next_x` bytes apart, and
+        rows of minima `stride` bytes.
         """
         for t in range(0, tiles, LANES):
             values = load_first_floats(minima + 4 * t, stride, w_rows, tiles - t)
@@ -406,9 +411,9 @@ def build_minimum_adder(x_rows: int, w_rows: int) -> Any:
 
 @functools.cache
 def build_stored_minimum_adder(x_rows: int, w_rows: int) -> Any:
-    """Return a function that reads minima of any type, and adds minima times sums of x to memory.
+    """Return a function like that of `build_minimum_adder`, which also reads the minima of a job.
 
-    The results are a vector for each pair of `x_rows` rows of x and `w_rows` rows of W.
+    It adds the products to vectors in memory.
     """
     buffer_bytes, add_minima = w_rows * _ROW, build_minimum_adder(x_rows, w_rows)
 

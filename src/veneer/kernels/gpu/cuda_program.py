@@ -41,7 +41,7 @@ class CompileError(RuntimeError):
 
 
 class Config(NamedTuple):
-    """Block sizes of the kernel.
+    """Block sizes of the CUDA kernel.
 
     **Arguments:**
 

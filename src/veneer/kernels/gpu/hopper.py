@@ -25,7 +25,7 @@ _SHARED_MEMORY = 227 * 1024
 
 
 class HopperConfig(NamedTuple):
-    """Block sizes of the kernel.
+    """Block sizes of the kernel for Hopper GPUs.
 
     **Arguments:**
 
@@ -98,7 +98,7 @@ def config_for(sizes: Sizes) -> HopperConfig | None:
 
 
 def fits(sizes: Sizes, config: HopperConfig) -> bool:
-    """Return whether the kernel can compute a product with a config."""
+    """Return whether the kernel can compute a product of these sizes with these block sizes."""
     m, k, n, bits, tile = sizes
     is_tiled = tile != k
     return (

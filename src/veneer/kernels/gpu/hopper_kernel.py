@@ -118,7 +118,10 @@ def kernel_for(
 def _compute_tiles(
     kernel: _HopperKernel, x_ref: Any, w_ref: Any, scale_ref: Any, out_ref: Any, out_smem: Any
 ) -> None:
-    """Compute the tiles of a block. All warpgroups run this function."""
+    """Compute the tiles of the result that belong to a block of threads.
+
+    All warpgroups of the block run this function.
+    """
     c = kernel.config
     warpgroup = lax.axis_index("wg")
     own_n = pl.ds(warpgroup * c.tile_n, c.tile_n)  # the columns of this warpgroup in its block

@@ -192,7 +192,11 @@ def accumulate(builder: Any, total: Block, totals: Any, ws: Any, row: Emit, add:
 
 
 def split_lanes(builder: Any, values: Sequence[Any], unit: int = 1) -> list[Any]:
-    """Split n vectors, n a power of two, into n vectors of every n-th group of `unit` lanes."""
+    """Deinterleave n vectors: vector i of the result has the lanes i, i + n, i + 2 * n, ...
+
+    Lanes are counted over all n vectors in order. n is a power of two. If `unit` is more than 1,
+    groups of `unit` neighboring lanes are moved together.
+    """
     if len(values) == 1:
         return [*values]
     pairs = [*zip(values[::2], values[1::2], strict=True)]
@@ -204,7 +208,7 @@ def split_lanes(builder: Any, values: Sequence[Any], unit: int = 1) -> list[Any]
 
 
 def merge_lanes(builder: Any, values: Sequence[Any], unit: int = 1) -> list[Any]:
-    """Return the vectors that `split_lanes` would split into these."""
+    """Interleave the lanes of n vectors. This is the inverse of `split_lanes`."""
     if len(values) == 1:
         return [*values]
     evens, odds = (merge_lanes(builder, values[i::2], unit) for i in (0, 1))

@@ -84,7 +84,10 @@ def store_block(address, stride, block):
 
 @instruction
 def deinterleave(block):
-    """Split a row of n vectors, n a power of two, into n vectors of every n-th number."""
+    """Deinterleave a row of n vectors: vector i of the result has the numbers i, i + n, i + 2n, ...
+
+    n is a power of two.
+    """
     return block, lambda builder, values: make_block(
         builder, split_lanes(builder, get_vectors(builder, values))
     )

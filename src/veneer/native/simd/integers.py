@@ -334,7 +334,10 @@ def load_byte_table(address):
 
 @instruction
 def look_up_bytes(table, block, shift):
-    """Return, for each byte of a block, the entry of a table for its four bits from bit `shift`."""
+    """Look up four bits of each byte of a block, from bit `shift` on, in a table of 16 bytes.
+
+    `load_byte_table` returns the table. The result is a block of bytes.
+    """
 
     def emit(builder, table, values, shift):
         table = builder.bitcast(get_vectors(builder, table)[0], BYTES)
@@ -453,9 +456,11 @@ def _concatenate(builder: Any, parts: list[Any]) -> Any:
 
 @instruction
 def to_panels(block, fields):
-    """Reorder numbers of adjacent columns as `load_interleaved` reorders the fields of bytes.
+    """Reorder numbers of adjacent columns in the same way as `load_interleaved` reorders codes.
 
-    The block has `4 * fields` vectors. In the result, four vectors of each field follow each other.
+    A field is the position of a code in a byte, one of `fields`. The block has `4 * fields` vectors
+    of columns in order. The result has four vectors with the columns of the first field, then four
+    vectors of the second field, and so on.
     """
 
     def emit(builder, values, _):

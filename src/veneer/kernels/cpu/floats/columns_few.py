@@ -5,7 +5,7 @@ first cache, and over groups of rows of W. For a group, sums of all pairs of row
 registers. Each panel of these rows of W is decoded in registers and multiplied by the same panel of
 all rows of the block. Sums go to memory between ranges, and their lanes are added up at the end.
 
-One row of x, as in decoding, has a kernel of its own at the end of this module. It needs neither
+At the end of this module is another kernel, for one row of x, as in decoding. It needs neither
 blocks nor sums in memory. `benchmarks/cpu_variants.py` compares the two kernels.
 """
 
@@ -90,9 +90,9 @@ _SUMS_BYTES = _VECTOR * max(
 
 
 def build(kind: str) -> JobFunctions:
-    """Return the functions for any few rows of x, which compute a product in parts.
+    """Return the native functions of the kernel for a few rows of x, and a kind of codes.
 
-    `kind` is a kind of codes, such as "lookup4". A single row of x is padded to two rows.
+    `kind` is for example "lookup4". A single row of x is padded to two rows.
     """
     prepare, x_address, x_sums_address, fold = build_panel_x(kind)
     add_products = _build_range_product(kind)
@@ -101,7 +101,11 @@ def build(kind: str) -> JobFunctions:
 
     @native
     def multiply_block(job, rows, batch, first, last, m, strategy):
-        """Multiply `rows` rows of x, from row `m`, by rows `first` to `last` of matrix `batch`."""
+        """Multiply `rows` rows of x, from row `m`, by rows `first` to `last` of matrix `batch`.
+
+        Scales are applied by a strategy of `panels.py`. The results are written to the result of
+        the job.
+        """
         sums, folded, unit_scale = stack(_SUMS_BYTES), stack(FOLDED_BYTES), stack(64)
         store_f32(unit_scale, 1)
         group = _count_group_rows(rows)
@@ -134,7 +138,7 @@ def build(kind: str) -> JobFunctions:
 
 
 def _build_range_product(kind: str) -> Any:
-    """Return a function that adds products of a block of rows of x and rows of W to sums."""
+    """Return a function that multiplies rows of x by rows of W, in a range of panels of columns."""
     PANEL, W_BYTES, FIELDS = COLUMNS[kind], BYTES[kind], VECTORS[kind]
     TAIL, FINE = W_BYTES * max(_GROUP.values()), fine_strategy(kind)
     X_PANEL, ROW_SCALE_BYTES = 4 * PANEL, _SCALE_BYTES
@@ -148,11 +152,12 @@ def _build_range_product(kind: str) -> Any:
     def add_products(
         job, rows, sums, x, batch, first, last, begin, end, tile_row, unit_scale, strategy
     ):
-        """Add the products of a block of x and rows `first` to `last` of W to `sums`.
+        """Add the products of a block of x and rows `first` to `last` of W to vectors of sums.
 
-        Only panels `begin` to `end` are multiplied. `sums` is the address of the groups of rows of
-        W, each with a vector for every row of x and of W. The scales of row `first` are in row
-        `tile_row` of tiles. `unit_scale` is the address of 1.0, the scale if x has been scaled.
+        Only panels `begin` to `end` of the columns are multiplied. `sums` is the address of the
+        vectors: W is divided into groups of rows, and each group has a vector per pair of a row of
+        x and a row of W. The scales of row `first` are in row `tile_row` of tiles. If x was
+        multiplied by scales, the scale at `unit_scale`, 1.0, is used instead.
         """
         tail, numbers = stack(TAIL), stack(ALL_SCALE_BYTES)
         row_bytes, stride = word(job, ROW_BYTES), word(job, NEXT_ROW)
@@ -222,12 +227,12 @@ def _build_range_product(kind: str) -> Any:
 
 @functools.cache
 def _build_group_product(kind: str, rows: int, strategy: int) -> Any:
-    """Return a function that adds products of `rows` rows of x and `_GROUP[rows]` rows of W.
+    """Return a function that multiplies `rows` rows of x by a group of `_GROUP[rows]` rows of W.
 
-    It adds the products of panels `begin` to `end` to `sums`: one vector for each pair of rows. `x`
-    and `w` are the addresses of panel `begin`. Rows of W are `next_row` bytes apart, and their
-    scales, from `scale` on, `next_scale` bytes. `layout` and `lane_tiles` are arguments of
-    `load_panel_scales`.
+    It adds the products of panels `begin` to `end` of columns to the vectors at `sums`, one for
+    each pair of rows. `x` and `w` are the addresses of panel `begin`. Rows of W are `next_row`
+    bytes apart, and their scales, from `scale` on, `next_scale` bytes. `layout` and `lane_tiles`
+    are arguments of `load_panel_scales`.
     """
     PANEL, W_BYTES, X_PANEL = COLUMNS[kind], BYTES[kind], 4 * COLUMNS[kind]
     GROUP = _GROUP[rows]
@@ -280,9 +285,10 @@ _add_minima_2, _add_minima_4, _add_minima_most = (
 
 @native
 def _add_minima(job, rows, sums, x_sums, first, last, tile_row):
-    """Add minima of rows `first` to `last` of W, times sums over tiles of a block of x, to `sums`.
+    """Add products of minima with sums of x over tiles to the vectors at `sums`.
 
-    The minima of row `first` are in row `tile_row` of tiles.
+    The minima belong to rows `first` to `last` of W. The minima of row `first` are in row
+    `tile_row` of tiles. `x_sums` is the address of the sums of a block of `rows` rows of x.
     """
     next = 1 if word(job, TR) == 1 else 0  # rows of tiles per row of W
     while first < last:
@@ -302,10 +308,10 @@ def _add_minima(job, rows, sums, x_sums, first, last, tile_row):
 
 @native
 def _write_results(job, rows, sums, batch, first, last, m):
-    """Add up the lanes of the sums of a block of x, and write the totals to the result.
+    """Add up the lanes of each vector at `sums`, and write the totals to the result of the job.
 
-    The block has `rows` rows of x from row `m` on. Some of these rows may not exist. The sums are
-    grouped by rows of W, from `first` to `last`.
+    The vectors belong to pairs of one of `rows` rows of x, from row `m` on, and one of the rows
+    `first` to `last` of W, which are in groups. Some of the rows of x may not exist.
     """
     existing, group = min(rows, word(job, M) - m), _count_group_rows(rows)
     while first < last:
@@ -329,9 +335,9 @@ _ROWS, _RESULT_BYTES = 4, 16
 
 
 def build_one_row(kind: str) -> JobFunctions:
-    """Return the functions for one row of x, which compute a product in parts.
+    """Return the native functions of the kernel for one row of x, and a kind of codes.
 
-    `kind` is a kind of codes, such as "lookup4".
+    `kind` is for example "lookup4".
     """
     PANEL, W_BYTES, FIELDS = COLUMNS[kind], BYTES[kind], VECTORS[kind]
     X_PANEL, FINE = 4 * PANEL, fine_strategy(kind)
@@ -416,9 +422,10 @@ def build_one_row(kind: str) -> JobFunctions:
 def _build_row_product(kind: str, strategy: int) -> Any:
     """Return a function that adds the products of one row of x and `_ROWS` rows of W to `total`.
 
-    `total` has a vector of sums per row of W. `w_rows` has the address of the first row, the bytes
-    between rows, the bytes to prefetch ahead, the address of the scales, and the bytes between the
-    scales of rows. `layout` and `lane_tiles` are arguments of `load_panel_scales`.
+    `total` has a vector of sums per row of W. The argument `w_rows` has the address of the first
+    row of W, the bytes between rows, the bytes to prefetch ahead, the address of the scales, and
+    the bytes between the scales of rows. `layout` and `lane_tiles` are arguments of
+    `load_panel_scales`.
     """
     PANEL, W_BYTES, X_PANEL = COLUMNS[kind], BYTES[kind], 4 * COLUMNS[kind]
     SCALE_VECTORS = _ROWS * (VECTORS[kind] if strategy == PER_VECTOR else 1)

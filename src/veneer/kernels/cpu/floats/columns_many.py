@@ -70,10 +70,10 @@ _ALL_SCALE_BYTES = LANES * _ROW_SCALE_BYTES
 
 @native
 def _count_units(job):
-    """Return the numbers of groups and of blocks of rows of x, and of parts of one block.
+    """Return the numbers of groups of rows of x, of blocks of groups, and of parts per block.
 
-    A group is ROWS rows of x, a block is up to `_GROUPS` groups, and a part has `_PART_ROWS` rows
-    of W.
+    A group is ROWS rows of x, a block is up to `_GROUPS` groups, and a part, which one thread
+    computes, multiplies a block by `_PART_ROWS` rows of W.
     """
     groups = (word(job, M) + ROWS - 1) // ROWS
     return groups, (groups + _GROUPS - 1) // _GROUPS, (word(job, R) + _PART_ROWS - 1) // _PART_ROWS
@@ -81,13 +81,13 @@ def _count_units(job):
 
 @native
 def count(job):
-    """Return the number of parts of a job: see `JobFunctions`."""
+    """Return the number of parts into which threads divide the product that `job` describes."""
     _, blocks, parts = _count_units(job)
     return word(job, BATCH) * blocks * parts
 
 
 def build(kind: str, activations: str = "float32") -> JobFunctions:
-    """Return the functions that compute a product in parts, for codes such as "lookup4".
+    """Return the native functions of this kernel for a kind of codes, such as "lookup4".
 
     `activations` is the dtype of x: "float32" or "bfloat16". x must have at least ROWS rows.
     """
@@ -135,7 +135,7 @@ def build(kind: str, activations: str = "float32") -> JobFunctions:
 
 
 def build_bf16(kind: str) -> JobFunctions:
-    """Return the functions of `build` for bf16 activations, for codes such as "lookup4"."""
+    """Return the native functions of this kernel for bf16 activations and a kind of codes."""
     return build(kind, "bfloat16")
 
 
@@ -148,7 +148,10 @@ def _prefetch_rows(x, next_row, depth):
 
 @native
 def _write_group(y, next_y, total, columns):
-    """Write the first `columns` columns of `total`, ROWS rows of the result, to `y`."""
+    """Write the first `columns` columns of `total`, which has ROWS rows, to the result at `y`.
+
+    Rows of the result are `next_y` bytes apart.
+    """
     if columns == _PART_ROWS:
         store_block(y, next_y, total)
         return
@@ -167,9 +170,10 @@ def _build_decoder(kind: str) -> Any:
 
     @native
     def decode(job, to, batch, first, last, k, depth):
-        """Write the dense values of `depth` columns, from `k`, of rows `first` to `last` of W.
+        """Write the dense values of `depth` columns of rows `first` to `last` of matrix `batch`.
 
-        They are transposed: a row at `to` is a column of W, and has `_PART_ROWS` f32.
+        The columns begin with column `k`. The values are transposed: a row at `to` is a column of
+        W, and has `_PART_ROWS` f32.
         """
         scales, minima, copied = stack(SCALE_BYTES), stack(SCALE_BYTES), stack(COPY_BYTES)
         row_bytes, stride = word(job, ROW_BYTES), word(job, NEXT_ROW)
@@ -211,10 +215,11 @@ def _build_decoder(kind: str) -> Any:
 
 @native
 def _transpose_tile_values(job, leaf, to, row, rows, k, depth, unit):
-    """Write scales or minima of LANES rows of W: one vector per `unit` columns, from column `k` on.
+    """Write the scales or minima of LANES rows of W to `to`, transposed: lanes are rows of W.
 
-    `leaf` is SCALE or MINIMUM. There are `depth` columns. `row` is the first row, counted over all
-    matrices. If only `rows` < LANES rows exist, the values of the last row fill the other lanes.
+    There is one vector per `unit` of the `depth` columns from column `k` on. `leaf` is SCALE or
+    MINIMUM. `row` is the first row, counted over all matrices. If only `rows` < LANES rows exist,
+    the values of the last row fill the other lanes.
     """
     numbers, tile = stack(_ALL_SCALE_BYTES), word(job, TC)
     first, last = k // tile, (k + depth - 1) // tile
@@ -232,10 +237,10 @@ def _transpose_tile_values(job, leaf, to, row, rows, k, depth, unit):
 def _build_square_decoder(kind: str) -> tuple[Any, int, int, int]:
     """Return a function that writes dense values of LANES rows of W transposed, and three sizes.
 
-    Its arguments are the address of the result, the address and the row stride of the codes, the
-    lookup table, the address of the scales, the bytes from a scale to its minimum, and `unit`, the
-    columns that share a vector of scales. The sizes are the columns that the function decodes, the
-    bytes of their codes in a row, and the bytes that are read per row.
+    The arguments of the function are the address of the result, the address and the row stride of
+    the codes, the lookup table, the address of the scales, the bytes from a scale to its minimum,
+    and `unit`, the columns that share a vector of scales. The sizes are the columns that the
+    function decodes, the bytes of their codes in a row, and the bytes that are read per row.
     """
     if BITS[kind] == 8:
 
@@ -303,11 +308,11 @@ def _transpose_dwords(to, stride, address):
 
 @instruction
 def _store_fields(to, stride, dwords, table, scales, next_scale, to_minimum, kind):
-    """Write the dense values of the codes in LANES dwords at `dwords`, one dword per row of W.
+    """Write the dense values of the codes in LANES dwords, one dword per row of W, to `to`.
 
-    The codes at one position of all dwords are a column of W, written as a vector. The vectors are
-    `stride` bytes apart, and their vectors of scales `next_scale` bytes. A minimum is `to_minimum`
-    bytes after its scale.
+    A dword is a 32-bit word. The codes at one position of all dwords are a column of W, written as
+    a vector. The vectors are `stride` bytes apart, and their vectors of scales `next_scale` bytes.
+    A minimum is `to_minimum` bytes after its scale.
     """
     bits = LOOKUP_BITS[kind.literal_value]
 
@@ -328,10 +333,11 @@ def _store_fields(to, stride, dwords, table, scales, next_scale, to_minimum, kin
 
 @instruction
 def _store_bytes(to, stride, codes, next_codes, scales, next_scale, to_minimum, kind):
-    """Write the dense values of LANES columns of LANES rows of W with 8-bit codes.
+    """Write dense values of LANES columns of LANES rows of W with 8-bit codes, transposed, to `to`.
 
-    The rows of codes begin at `codes`, and are `next_codes` bytes apart. See `_store_fields` for
-    the other arguments.
+    The rows of codes begin at `codes`, and are `next_codes` bytes apart. The written vectors, which
+    are columns of W, are `stride` bytes apart, and their vectors of scales `next_scale` bytes. A
+    minimum is `to_minimum` bytes after its scale.
     """
     convert = CONVERSIONS[kind.literal_value]
 

@@ -74,7 +74,7 @@ _ONE = np.float32(1)
 
 @native
 def _count_groups(job):
-    """Return the number of groups of matrices, and the groups per part.
+    """Return the number of groups of matrices, and the groups that one part of the work has.
 
     A group is the matrices whose rows alternate in memory, or one matrix.
     """
@@ -84,14 +84,14 @@ def _count_groups(job):
 
 @native
 def count(job):
-    """Return the number of parts of a job: see `JobFunctions`."""
+    """Return the number of parts into which threads divide the product that `job` describes."""
     groups, part_groups = _count_groups(job)
     row_parts = (word(job, R) + _PART_ROWS - 1) // _PART_ROWS
     return (groups + part_groups - 1) // part_groups * row_parts
 
 
 def build(kind: str) -> JobFunctions:
-    """Return the functions that compute a product in parts, for codes such as "lookup4"."""
+    """Return the native functions of this kernel for a kind of codes, such as "lookup4"."""
     multiply_1, multiply_2, multiply_4 = (_build_product(kind, rows) for rows in (1, 2, 4))
 
     @native
@@ -129,12 +129,12 @@ def build(kind: str) -> JobFunctions:
 
 @native
 def _folds_scales(job):
-    """Return whether scales are multiplied into x: rows of W share a row of several scales."""
+    """Return whether x is multiplied by the scales: rows of W share a row of several scales."""
     return word(job, TR) > 1 and word(job, TC) < word(job, C)
 
 
 def _build_product(kind: str, rows: int) -> Any:
-    """Return a function that writes the product of `rows` rows of x and `count` rows of W.
+    """Return a function that writes the product of `rows` rows of x with `count` rows of W.
 
     The rows of x begin with row `m`, and the rows of W with `row`. `count` is LANES, or a multiple
     of LANES for rows of W that share scales. If fewer than LANES rows of W are left, the last LANES
@@ -211,10 +211,10 @@ def _build_product(kind: str, rows: int) -> Any:
 
 @native
 def _fold_scales(job, x, rows, scales, minima, to, minimum_terms):
-    """Write `rows` rows of x times a scale per column to `to`.
+    """Multiply `rows` rows of x by a scale per column, and write them to `to`.
 
-    Also write the product of each row with the minima of the columns to `minimum_terms`. `scales`
-    and `minima` have one number per tile, and are replaced by one number per column.
+    Also write the product of each row with the minima of the columns to `minimum_terms`. The
+    numbers at `scales` and `minima`, one per tile, are replaced by one number per column.
     """
     c = word(job, C)
     _expand_tiles(job, scales)
@@ -247,10 +247,10 @@ def _dot(a, b, count):
 
 @native
 def _add_minima(job, x, y, rows, minima, next_minimum, first):
-    """Add minima times sums of x over tiles to the results at `y`, for `rows` rows of x.
+    """Add products of minima with sums of x over tiles to the results at `y`.
 
-    Skip the first `first` of LANES rows of W. The minima of rows of W are `next_minimum` bytes
-    apart.
+    Do so for `rows` rows of x and LANES rows of W, without the first `first` rows of W. The minima
+    of neighboring rows of W are `next_minimum` bytes apart.
     """
     tile, tiles, tile_sums = word(job, TC), word(job, C) // word(job, TC), stack(_TILE_BYTES)
     for _ in range(rows):

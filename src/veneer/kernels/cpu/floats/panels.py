@@ -92,16 +92,20 @@ PREFETCH_BYTES = 8192
 
 
 def fine_strategy(kind: str) -> int:
-    """Return the strategy for tiles that are smaller than a panel: PER_LANE or PER_VECTOR."""
+    """Return the strategy for tiles that are smaller than a panel: PER_LANE or PER_VECTOR.
+
+    `kind` is a kind of codes, such as "lookup4".
+    """
     return PER_LANE if kind in LOOKUP_BITS else PER_VECTOR
 
 
 def build_functions(kind: str, prepare: Any, multiply: Any) -> JobFunctions:
-    """Return the functions of a kernel that computes `PART_ROWS` rows of W per part.
+    """Return the native functions of a kernel whose parts have `PART_ROWS` rows of W each.
 
     **Arguments:**
 
-    - `prepare`: see `JobFunctions`.
+    - `kind`: the kind of codes, such as "lookup4".
+    - `prepare(job)`: allocates memory that all parts share.
     - `multiply(job, batch, first, last, strategy)`: multiplies x by the rows of matrix `batch` from
       `first` to `last`, and applies scales by a strategy. These rows all share the same scales, or
       each of them has its own.
@@ -227,10 +231,10 @@ def _panel_decoder(builder: Any, kind: str, places: Any, tables: Any) -> Callabl
 
 @native
 def scale_layout(job, strategy):
-    """Return how tiles divide a row of W: the argument `layout` of `load_panel_scales`.
+    """Return 1 / TC as a fixed-point number, and the number of scales per row of W.
 
-    It is 1 / TC as a fixed-point number, and the number of scales per row of W. If scales are
-    folded into x, the first number is 0, so that the scale at index 0 is read for all columns.
+    `load_panel_scales` finds scales by them. If x was multiplied by the scales, the first number is
+    0, so that the scale at index 0 is read for all columns.
     """
     tile = word(job, TC)
     reciprocal = (_ONE_FIXED + tile - 1) // tile if strategy != FOLDED_INTO_X else 0
@@ -297,9 +301,10 @@ def _load_lane_scales(builder: Any, places: Any, lane_tiles: Any, count: Any) ->
 
 @instruction
 def find_lane_tiles(columns, tile):
-    """Return the index of the tile of each lane, in int32, for lanes of `columns` columns each.
+    """Return a vector of int32 with the index of the tile of each lane of a panel.
 
-    Tiles have `tile` columns, and are counted from the start of the panel.
+    A lane covers `columns` columns, and a tile `tile` columns. Tiles are counted from the start of
+    the panel.
     """
     block = Block("i32", 1, 1)
 
@@ -321,7 +326,7 @@ MOST = 8 if REGISTERS == 32 else 4
 
 
 class PanelX(NamedTuple):
-    """The native functions that store and find x in panel order, for one kind of codes.
+    """The native functions that store and find x in the order of panels, for one kind of codes.
 
     - `prepare(job)`: allocates SCRATCH and writes x in panel order.
     - `block_address(job, batch, m)`: returns the address of the block that begins with row m of x.
@@ -348,14 +353,14 @@ def build_panel_x(kind: str) -> PanelX:
 
     @native
     def block_address(job, batch, m):
-        """Return the address of the block that begins with row m of x."""
+        """Return the address of the block that begins with row m of x, for matrix `batch`."""
         panels = (word(job, C) + PANEL - 1) // PANEL
         aligned = (word(job, SCRATCH) + 63) // 64 * 64
         return aligned + BYTES * panels * (batch * _count_padded_rows(word(job, M)) + m)
 
     @native
     def sums_address(job, batch, m):
-        """Return the address of the sums of row m over tiles, after the blocks of all batches."""
+        """Return the address of the sums of row m of x over tiles, which follow all blocks."""
         first = block_address(job, word(job, BATCH), 0)
         return first + tile_sums_bytes(job) * (batch * _count_padded_rows(word(job, M)) + m)
 

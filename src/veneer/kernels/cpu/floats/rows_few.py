@@ -90,7 +90,7 @@ def _count_columns(job):
 
 @native
 def _count_matrices(job):
-    """Return the number of matrices per part.
+    """Return the number of matrices that one part of the work has.
 
     If rows of several matrices alternate in memory, they are in one part, unless their results
     would not fit into the caches. Otherwise a part has one matrix.
@@ -131,7 +131,7 @@ def _count_products(job):
 
 @native
 def prepare(job):
-    """Allocate the memory that all parts of a job share: see `JobFunctions`."""
+    """Allocate memory for the results that are summed up at the end."""
     # SCRATCH has the results of all ranges of rows of W except the first. The parts that multiply
     # must be complete before the parts that add up the results.
     later_ranges = _count_ranges(job) - 1
@@ -147,14 +147,16 @@ def prepare(job):
 
 @native
 def count(job):
-    """Return the number of parts of a job: see `JobFunctions`."""
+    """Return the number of parts into which threads divide the product that `job` describes."""
     sums = (_count_results(job) + _SUMMED - 1) // _SUMMED if word(job, FIRST) else 0
     return _count_products(job) + sums
 
 
 @native
 def start_part(job, part):
-    """Fill the result of a part that multiplies with zeros, and return the extent of the part.
+    """Fill the result of part `part` with zeros, and return which rows and columns the part has.
+
+    The part is one that multiplies.
 
     **Returns:** the first matrix, the number of matrices, the first row of W and the row after the
     last, the first column and the column after the last, and the address of the result.
@@ -188,9 +190,10 @@ def _sum_ranges(job, part):
 
 
 def build_functions(multiply: Any) -> JobFunctions:
-    """Return the functions of a kernel that divides W into parts like `rows_few.py`.
+    """Return the native functions of a kernel that divides W into parts as this module does.
 
-    `multiply(job, part)` computes a part that multiplies. It calls `start_part`.
+    `multiply(job, part)` computes a part that multiplies. It calls `start_part`. All other parts
+    sum up results.
     """
 
     @native
@@ -204,7 +207,7 @@ def build_functions(multiply: Any) -> JobFunctions:
 
 
 def build(kind: str) -> JobFunctions:
-    """Return the functions that compute a product in parts, for codes such as "lookup4"."""
+    """Return the native functions of this kernel for a kind of codes, such as "lookup4"."""
     bits = BITS[kind]
     add_product = build_block_functions(kind).add_product
     panel_row = PANEL * bits // 8
@@ -217,9 +220,10 @@ def build(kind: str) -> JobFunctions:
 
     @native
     def multiply_block(job, batch, row, depth, first, last, y, scales):
-        """Add x times a block of matrix `batch` to y: columns `first` to `last` of `depth` rows.
+        """Add the product of x and a block of matrix `batch` to the result at `y`.
 
-        The block begins at row `row` of W. `scales` has the f32 scale of each of its columns.
+        The block is columns `first` to `last` of `depth` rows of W, from row `row` on. `scales` is
+        the address of the f32 scale of each of its columns.
         """
         m, x_stride, y_stride = word(job, M), 4 * word(job, R), 4 * word(job, C)
         stride, table = word(job, NEXT_ROW), word(job, TABLE)
@@ -331,7 +335,7 @@ def _build_panel_copy(row_bytes: int) -> Any:
 
 
 def _build_product(kind: str, rows: int, most_vectors: int) -> Any:
-    """Return a function that adds the product of `rows` rows of x and a block of W to y.
+    """Return a function that adds the product of `rows` rows of x and a block of W to the result y.
 
     At most `most_vectors` vectors of columns are multiplied at once. The function's arguments `x`,
     `w`, `y` and `later`, the block that is prefetched, are pairs of an address and a row stride.

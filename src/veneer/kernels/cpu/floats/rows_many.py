@@ -225,9 +225,9 @@ def _build_inner_product(rows: int, vectors: int, add_outer: Any) -> Any:
 
 
 def _build_block_product(add_outer: Any) -> Any:
-    """Return a function that adds the product of any number of rows of x and a decoded block to y.
+    """Return a function that multiplies any number of rows of x by a decoded block of W.
 
-    Only the first `columns` columns of the product are added.
+    It adds the first `columns` columns of the product to the result y.
     """
     multiply_many = _build_inner_product(_ROWS, _VECTORS, add_outer)
     multiply_2, multiply_1 = (
@@ -262,7 +262,7 @@ def _build_block_product(add_outer: Any) -> Any:
 
 
 def build(kind: str, activations: str = "float32") -> JobFunctions:
-    """Return the functions that compute a product in parts, for codes such as "lookup4".
+    """Return the native functions of this kernel for a kind of codes, such as "lookup4".
 
     `activations` is the dtype of x: "float32" or "bfloat16".
     """
@@ -271,7 +271,7 @@ def build(kind: str, activations: str = "float32") -> JobFunctions:
 
 
 def build_bf16(kind: str) -> JobFunctions:
-    """Return the functions of `build` for bf16 activations, for codes such as "lookup4"."""
+    """Return the native functions of this kernel for bf16 activations and a kind of codes."""
     return build(kind, "bfloat16")
 
 
@@ -291,7 +291,10 @@ def build_block_functions(kind: str, activations: str = "float32") -> BlockFunct
 
     @native
     def decode(job, batch, row, rows, column, to):
-        """Write the dense values of a panel: `rows` rows of W from `row`, columns from `column`."""
+        """Write the dense values of a panel of matrix `batch` to `to`, f32 `[rows, PANEL]`.
+
+        The panel is `rows` rows of the matrix from row `row` on, and PANEL columns from `column`.
+        """
         prevent_inlining()
         stride, tr = word(job, NEXT_ROW), word(job, TR)
         w = row_address(job, batch, row) + column * bits // 8

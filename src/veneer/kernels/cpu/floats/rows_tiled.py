@@ -38,7 +38,7 @@ _ONE = np.float32(1)
 
 
 def build(kind: str) -> JobFunctions:
-    """Return the functions that compute a product in parts, for codes such as "lookup4"."""
+    """Return the native functions of this kernel for a kind of codes, such as "lookup4"."""
     bits = BITS[kind]
     scaled_1, scaled_2, scaled_4, scaled_8 = (
         _build_product(kind, rows, adds_minima=False) for rows in (1, 2, 4, 8)
@@ -49,9 +49,10 @@ def build(kind: str) -> JobFunctions:
 
     @native
     def multiply_block(job, batch, row, depth, first, last, y, tiles):
-        """Add x times a block of matrix `batch` to y: columns `first` to `last` of `depth` rows.
+        """Add the product of x and a block of matrix `batch` to the result at `y`.
 
-        The block begins at row `row` of W. `tiles` is the tuple that `_build_product` describes.
+        The block is columns `first` to `last` of `depth` rows of W, from row `row` on. `tiles` is
+        the tuple that `_build_product` describes.
         """
         m, x_stride, y_stride = word(job, M), 4 * word(job, R), 4 * word(job, C)
         w = row_address(job, batch, row) + first * bits // 8, word(job, NEXT_ROW)
@@ -99,10 +100,10 @@ def build(kind: str) -> JobFunctions:
 
 @native
 def _read_block_values(job, leaf, row, first, rows, tiles, to):
-    """Write the f32 scales or minima of a block, `tiles` tiles of each of `rows` rows of W.
+    """Write the f32 scales or minima of `tiles` tiles of each of `rows` rows of W to `to`.
 
-    `leaf` is SCALE or MINIMUM. The block begins with row `row` of W, counted over all matrices, and
-    tile `first` of each row.
+    `leaf` is SCALE or MINIMUM. The first row is row `row` of W, counted over all matrices. The
+    first tile of each row is tile `first`.
     """
     if tiles == word(job, C) // word(job, TC):  # The values of consecutive rows are contiguous.
         read_tile_values(job, leaf, row, 0, rows * tiles, to)
@@ -112,7 +113,7 @@ def _read_block_values(job, leaf, row, first, rows, tiles, to):
 
 
 def _build_product(kind: str, rows: int, *, adds_minima: bool) -> Any:
-    """Return a function that adds the product of `rows` rows of x and a block of W to y.
+    """Return a function that adds the product of `rows` rows of x and a block of W to the result y.
 
     Its arguments `x`, `w` and `y` are pairs of an address and a row stride, and `size` is a pair of
     the rows and the columns of the block. `tiles` is a tuple:

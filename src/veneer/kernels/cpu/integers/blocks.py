@@ -59,7 +59,10 @@ _sum_activations = build_sum(16)
 
 
 def _build_minimum_adder(rows: int) -> Any:
-    """Return a function that adds minima times sums of activations to `rows` rows of sums."""
+    """Return a function that adds products of minima with sums of activations to f32 sums.
+
+    It adds to `rows` rows of a panel, for the minima of `tiles` tiles along K.
+    """
 
     @native
     def add(sums, x_sums, next_x, minima, next_tile, tiles):
@@ -76,17 +79,20 @@ _add_minima_4, _add_minima_1 = map(_build_minimum_adder, (4, 1))
 
 
 def build_rows(kind: str) -> JobFunctions:
-    """Return the functions that contract the matrix's rows, for codes such as "lookup4"."""
+    """Return the kernel that contracts the rows of the matrix, for codes such as "lookup4"."""
     return _build_functions(build_rows_orientation(kind), code_offset(kind))
 
 
 def build_columns(kind: str) -> JobFunctions:
-    """Return the functions that contract the matrix's columns, for codes such as "lookup4"."""
+    """Return the kernel that contracts the columns of the matrix, for codes such as "lookup4"."""
     return _build_functions(build_columns_orientation(kind), code_offset(kind))
 
 
 def _build_functions(side: Orientation, offset: int) -> JobFunctions:
-    """Return the functions of the kernel. `side.decode` adds `offset` to codes."""
+    """Return the native functions of the kernel for one contracted side of the matrix.
+
+    `offset` is the number that `side.decode` adds to codes.
+    """
     panels, decode_step, sizes, span = side.panels, side.decode_step, side.sizes, side.span
     reorder, fetch, decode, ahead = side.reorder, side.fetch, side.decode, side.ahead
     scales_bytes, part_scales = side.scales_bytes, side.part_scales
@@ -102,7 +108,7 @@ def _build_functions(side: Orientation, offset: int) -> JobFunctions:
 
     @native
     def divide_strips(job):
-        """Return the number of strips of the result, and the number of strips per part."""
+        """Return the number of strips of the result, and how many of them one part computes."""
         _, n, _ = sizes(job)
         strips = (n + width - 1) // width
         # Several parts per thread balance the load. Wide parts read more of a row of the matrix
@@ -131,10 +137,10 @@ def _build_functions(side: Orientation, offset: int) -> JobFunctions:
 
     @native
     def segment(job, index, tiles):
-        """Return the range of codes along K of segment `index`, and its number of whole tiles.
+        """Return the first code along K of segment `index`, the code after its last, and its tiles.
 
-        `tiles` are the tiles per block. If they are 0, a segment is within a tile, and has 0 tiles.
-        The end of the range is the code after its last.
+        `tiles` is the number of tiles per block. If it is 0, a segment is within a tile, and has 0
+        tiles.
         """
         k, _, tile = sizes(job)
         if tiles:
@@ -147,9 +153,9 @@ def _build_functions(side: Orientation, offset: int) -> JobFunctions:
 
     @native
     def packed_stride(job, tiles):
-        """Return the bytes of a row of packed activations of a block of `tiles` tiles.
+        """Return the bytes of one row of the packed activations of a block of `tiles` tiles.
 
-        If `tiles` is 0, the block is a tile, or as much of it as a panel has codes.
+        If `tiles` is 0, the block is a tile, or as much of a tile as fits into a panel.
         """
         _, _, tile = sizes(job)
         _, length = span(tile % 8 and 7, tiles * tile if tiles else min(tile, BLOCK))
@@ -171,10 +177,10 @@ def _build_functions(side: Orientation, offset: int) -> JobFunctions:
 
     @native
     def x_scale_address(job, row, tile, unit_scale):
-        """Return the address of a row's scale for a tile, and the bytes to the next tile's scale.
+        """Return the address of the scale of a row of activations for a tile along K.
 
-        If a row has a single scale, return `unit_scale`, the address of the number 1, and 0. Then
-        `write_row` applies the scale.
+        Also return the bytes to the scale of the next tile. If a row has a single scale, return
+        `unit_scale`, the address of the number 1, and 0. Then `write_row` applies the scale.
         """
         scales = word(job, X_SCALES)
         if scales > 1:
@@ -183,7 +189,10 @@ def _build_functions(side: Orientation, offset: int) -> JobFunctions:
 
     @native
     def pack_rows(job, first, last):
-        """Write rows `first` to `last` of activations to SCRATCH, and the starts of their sums."""
+        """Write rows `first` to `last` of activations to SCRATCH, in the order of decoded codes.
+
+        Also write the numbers that their int32 sums begin with.
+        """
         k, _, tile = sizes(job)
         m = word(job, M)
         tiles, segments, blocks, starts = divide_k(job)
@@ -244,10 +253,11 @@ def _build_functions(side: Orientation, offset: int) -> JobFunctions:
 
     @native
     def write_row(job, row, first_strip, strips, rows, sums, scratch):
-        """Write a row of the result, in `strips` strips from `first_strip` on.
+        """Write the sums of one row of activations to `strips` strips of the result.
 
-        `row` is counted over all matrices. `sums` is the address of its sums in the first strip.
-        The sums of a panel are `[rows, WIDTH]`, for all rows of the part.
+        The strips begin with `first_strip`. `row` is counted over all matrices. `sums` is the
+        address of the sums of the row in the first strip. The sums of a panel are `[rows, WIDTH]`,
+        for all rows of the part.
         """
         _, n, _ = sizes(job)
         x_scale = load_f32(word(job, X_SCALE) + 4 * row) if word(job, X_SCALES) == 1 else _ONE
@@ -259,10 +269,10 @@ def _build_functions(side: Orientation, offset: int) -> JobFunctions:
 
     @native
     def add_minima(job, first_row, rows, first_strip, strips, sums, scratch):
-        """Add minima times sums of activations over tiles to the f32 sums of a part, at `sums`.
+        """Add products of minima with sums of activations over tiles to the f32 sums at `sums`.
 
-        The part has `rows` rows of activations from `first_row` on, counted over all matrices, and
-        `strips` strips from `first_strip` on.
+        The sums belong to a part, which has `rows` rows of activations from `first_row` on, counted
+        over all matrices, and `strips` strips from `first_strip` on.
         """
         k, _, tile = sizes(job)
         batch, tiles = first_row // word(job, M), k // tile

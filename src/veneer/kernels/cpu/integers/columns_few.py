@@ -96,13 +96,13 @@ def _fields_of(kind: str) -> int:
 
 
 def _build_products(kind: str) -> list[Any]:
-    """Return functions that multiply 1, 2 and 4 rows of x by `ROWS` rows of the matrix.
+    """Return three functions, which multiply 1, 2 and 4 rows of x by `ROWS` rows of the matrix.
 
     Their arguments are tuples, because Numba functions have no other structures. "Bytes between
     rows" are the distance from one row to the next:
 
-    - `x`: the address of the reordered activations, the bytes between rows, and the address of
-      the vectors that int32 sums begin with, and the address of the sums over tiles, with the bytes
+    - `x`: the address of the reordered activations, the bytes between rows, the address of the
+      vectors that int32 sums begin with, and the address of the sums over tiles, with the bytes
       between their rows.
     - `w`: the address of the codes, the bytes between rows, and the bytes to prefetch ahead.
     - `x_scales`: the address of the scales, the bytes between rows, the binary logarithm of the
@@ -240,7 +240,7 @@ def _scale_by_x(job, batch, scales, count):
 
 
 def build(kind: str) -> JobFunctions:
-    """Return the functions that compute a product in parts, for codes such as "lookup4"."""
+    """Return the native functions of this kernel for a kind of codes, such as "lookup4"."""
     fields, offset = _fields_of(kind), code_offset(kind)
     group = WIDTH * fields  # the codes of a vector of bytes
     LANE = 4 * fields  # the codes of a 32-bit lane
@@ -256,7 +256,7 @@ def build(kind: str) -> JobFunctions:
 
     @native
     def count_groups(job):
-        """Return the number of groups, vectors of bytes of codes, per row and per tile.
+        """Return the number of groups per row and per tile. A group is a vector of bytes of codes.
 
         The last group of a row may have fewer codes. If tiles are smaller than a group, the lanes
         of a group have several scales, and each group counts as one tile.

@@ -90,7 +90,10 @@ def build_sum(step: int) -> Any:
 
 
 def _build_multiply(rows: int) -> Any:
-    """Return `multiply` below for a fixed number of rows of activations, without prefetching."""
+    """Return a function that multiplies `rows` rows of activations by a panel.
+
+    Its arguments are the arguments `x`, `panel` and `places` of `multiply`.
+    """
 
     @native
     def multiply(x, panel, places):
@@ -122,7 +125,7 @@ _multiply_all, _multiply_4, _multiply_2, _multiply_1 = map(_build_multiply, (_RO
 
 @native
 def multiply(rows, x, panel, places, ahead):
-    """Multiply `rows` rows of int8 activations by a panel, or by the part of it in one tile.
+    """Multiply `rows` rows of int8 activations by a panel, or by its codes that are in one tile.
 
     The activations of a tile can be in several blocks. Their int32 sums are kept in memory between
     blocks. After the last block of the tile, they are multiplied by the scales of row and column,
@@ -212,7 +215,7 @@ class Orientation(NamedTuple):
 
 @functools.cache
 def build_rows_orientation(kind: str) -> Orientation:
-    """Return the functions for products that contract the rows of the matrix, and a kind of codes.
+    """Return the functions of products that contract the rows of the matrix, for a kind of codes.
 
     A strip is `WIDTH` bytes of each row of the matrix. It has one panel per field, the position of
     a code in a byte. Four rows at a time are interleaved, so that a 32-bit lane holds four codes of
@@ -342,7 +345,7 @@ def build_rows_orientation(kind: str) -> Orientation:
 
 @functools.cache
 def build_columns_orientation(kind: str) -> Orientation:
-    """Return the functions for products that contract the columns of the matrix.
+    """Return the functions of products that contract the matrix's columns, for a kind of codes.
 
     A strip is `WIDTH` rows of the matrix, and has one panel. For `LANES` rows at a time, 16 bytes
     of each row are transposed, so that a 32-bit lane holds four bytes of one row. If a byte has

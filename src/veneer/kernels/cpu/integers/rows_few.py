@@ -96,7 +96,8 @@ def _pack(x, stride, rows, count, to):
 def _divide_k(job):
     """Return how K is divided: the number of splits, the splits per tile, and the codes per split.
 
-    The splits per tile are 0 if a split consists of whole tiles.
+    A split is a range of K that one part multiplies. The splits per tile are 0 if a split consists
+    of whole tiles.
     """
     k, tile = word(job, R), word(job, TR)
     wanted = max(1, min(_SPLITS, k // _SPLIT))
@@ -178,7 +179,7 @@ def _build_sweep(kind: str) -> Any:
 
 
 def build(kind: str) -> JobFunctions:
-    """Return the functions that compute a product in parts, for codes such as "lookup4"."""
+    """Return the native functions of this kernel for a kind of codes, such as "lookup4"."""
     offset = code_offset(kind)
     sweep = _build_sweep(kind)
     side = build_rows_orientation(kind)
@@ -188,7 +189,10 @@ def build(kind: str) -> JobFunctions:
 
     @native
     def divide_strips(job):
-        """Return the number of strips of the matrix, and the strips per part that multiplies."""
+        """Return the number of strips of the matrix, and how many of them a part multiplies.
+
+        A strip is `WIDTH` bytes of each row of the matrix.
+        """
         splits, _, _ = _divide_k(job)
         strips = (word(job, C) + width - 1) // width
         parts = (2 * word(job, THREADS) + splits - 1) // splits
@@ -213,10 +217,10 @@ def build(kind: str) -> JobFunctions:
 
     @native
     def sums_address(job, batch, split, strip):
-        """Return the address in SCRATCH of a strip's sums for one split of K.
+        """Return the address in SCRATCH of the sums of a strip, for one split of K.
 
-        They are int32 if a split is within a tile, otherwise f32. Each row of x has `strip_bytes`
-        bytes.
+        The sums are int32 if a split is within a tile, otherwise f32. They take `strip_bytes` bytes
+        per row of x.
         """
         splits, _, _ = _divide_k(job)
         strips, _ = divide_strips(job)
@@ -225,10 +229,10 @@ def build(kind: str) -> JobFunctions:
 
     @native
     def start_sums(m, x, x_stride, length, strips, ints):
-        """Set int32 sums `[strips, m]` to `-offset` times the sum of the activations of each row.
+        """Set the int32 sums of `strips` strips to `-offset` times the sum of each row of x.
 
         A row has `length` activations. `sweep` multiplies codes to which `offset` was added, and
-        this corrects its sums.
+        the start of a sum corrects this. `ints` is the address of the sums.
         """
         for row in range(m):
             start = np.int32(-offset * _sum_activations(x + row * x_stride, length))
@@ -335,7 +339,7 @@ def build(kind: str) -> JobFunctions:
 
     @native
     def add_splits(job, batch, strip):
-        """Add the f32 sums of a strip in all splits to those in the first. Return their address."""
+        """Add up the f32 sums of a strip over all splits of K, in place. Return their address."""
         sums = sums_address(job, batch, 0, strip)
         splits, _, _ = _divide_k(job)
         for split in range(1, splits):
