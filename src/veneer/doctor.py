@@ -97,13 +97,13 @@ def _cpu() -> str:
 
 def _kernels() -> Finding:
     if jax.default_backend() != "cpu":
-        if select.chosen() == "experimental":
+        if select.current_choice() == "experimental":
             return Finding("kernels", "an experimental kernel, never measured")
         text = "XLA computes all products; VENEER_KERNELS=experimental tries a kernel on a TPU"
         return Finding("kernels", text)
     if reason := build.unavailable_reason():
         return Finding("kernels", f"none, so XLA computes all products: {reason}", False)
-    if select.chosen() == "xla":
+    if select.current_choice() == "xla":
         return Finding("kernels", "none: VENEER_KERNELS is set to xla", False)
     try:
         from .native import simd
@@ -158,7 +158,7 @@ def _on_gpu(size: int) -> Iterator[Finding]:
     device = jax.devices()[0]
     capability = getattr(device, "compute_capability", "unknown")
     yield Finding("GPU", f"{device.device_kind}, compute capability {capability}")
-    if select.chosen() == "xla":
+    if select.current_choice() == "xla":
         yield Finding("kernels", "none: VENEER_KERNELS is set to xla", False)
         return
     yield _gpu_kernel("kernel for few rows", 1)

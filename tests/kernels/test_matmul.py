@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from veneer.kernels import Codes, MatmulOperands, MatmulProblem, matmul
+from veneer.kernels.common.codes import row_bytes
 
 INT4 = Codes(4, values=(*map(float, range(8)), *map(float, range(-8, 0))))
 INT8 = Codes(8, "int8")
@@ -38,7 +39,7 @@ def reference(operands, product):
 def example(codes, contracting="rows", batch=1, rows=3, tile=(32, 1), integer=False, zero=None):
     rng = np.random.default_rng(0)
     k = R if contracting == "rows" else C
-    packed = rng.integers(0, 256, (batch, R, codes.row_bytes(C)), np.uint8)
+    packed = rng.integers(0, 256, (batch, R, row_bytes(C, codes.bits)), np.uint8)
     x = rng.normal(size=(batch, rows, k))
     operands = MatmulOperands(
         jnp.asarray(

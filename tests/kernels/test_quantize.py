@@ -10,7 +10,7 @@ from support.stored_values import stored_in_cache
 import veneer as vn
 from veneer import kernels
 from veneer.kernels.cpu import build
-from veneer.kernels.quantize import serves
+from veneer.kernels.quantize import can_quantize
 
 if build.unavailable_reason() is not None:
     pytest.skip("kernels cannot run here", allow_module_level=True)
@@ -63,14 +63,14 @@ def test_codes_and_scales_equal_those_of_xla(layout, qtype, quantize):
 
 
 def test_a_kernel_serves_arrays_that_it_quantizes_faster():
-    assert serves("int4", (256, 512), (4, 512))
-    assert serves("int8", (3, 64), (3, 1))  # a token of a small model
-    assert not serves("int4", (8, 8), (1, 8))
-    assert not serves("int3", (256, 512), (4, 512))
-    assert not serves("int8", (256, 512), (256, 512))  # a scale each
-    assert not serves("int8", (2048, 1024), (1, 1))  # which one thread would do
+    assert can_quantize("int4", (256, 512), (4, 512))
+    assert can_quantize("int8", (3, 64), (3, 1))  # a token of a small model
+    assert not can_quantize("int4", (8, 8), (1, 8))
+    assert not can_quantize("int3", (256, 512), (4, 512))
+    assert not can_quantize("int8", (256, 512), (256, 512))  # a scale each
+    assert not can_quantize("int8", (2048, 1024), (1, 1))  # which one thread would do
     with kernels.use("xla"):
-        assert not serves("int4", (256, 512), (4, 512))
+        assert not can_quantize("int4", (256, 512), (4, 512))
 
 
 def test_mapped_arrays_are_quantized_by_a_kernel():

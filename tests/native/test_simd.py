@@ -9,10 +9,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 from kernels.cpu.driver import fields_of_planes
+from numba import njit
 
 from veneer.kernels.common.codes import BITS, LOOKUP_BITS, PLANE_BITS, SIX_BIT_FLOATS
 from veneer.kernels.cpu.decoding import build_decoder, load_table
-from veneer.native.functions import compile_for_python, prevent_inlining
+from veneer.native.functions import prevent_inlining
 from veneer.native.simd import ISA, ISAS, LANES, select_isa
 from veneer.native.simd.floats import deinterleave, load, store
 
@@ -28,7 +29,7 @@ def test_deinterleave_splits_a_row(count):
     numbers = np.arange(count * LANES, dtype=np.float32)
     out = np.empty_like(numbers)
 
-    @compile_for_python
+    @njit(error_model="numpy")
     def run(numbers, out):
         store(out, deinterleave(load(numbers, count)))
 
@@ -43,7 +44,7 @@ def decode(kind, packed, table, count):
     bits = BITS[kind]
     out = np.empty(count, np.float32)
 
-    @compile_for_python
+    @njit(error_model="numpy")
     def run(table, packed, out):
         prevent_inlining()
         for i in range(0, count, step):

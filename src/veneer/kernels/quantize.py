@@ -57,7 +57,7 @@ class Quantizer:
         return (*shape[:-1], -(-shape[-1] * QUANTIZED_BITS[self.kind] // 8))
 
 
-def serves(kind: str, shape: Shape, counts: Shape) -> bool:
+def can_quantize(kind: str, shape: Shape, counts: Shape) -> bool:
     """Return whether a kernel quantizes an array of this shape, and is faster than XLA.
 
     **Arguments:**
@@ -65,15 +65,15 @@ def serves(kind: str, shape: Shape, counts: Shape) -> bool:
     - `kind`: the format to quantize to.
     - `counts`: the number of tiles along each axis.
 
-    >>> from veneer.kernels.quantize import serves
-    >>> serves("int4", (4096, 4096), (32, 4096)), serves("int4", (4096, 4096), (1, 1))
+    >>> from veneer.kernels.quantize import can_quantize
+    >>> can_quantize("int4", (4096, 4096), (32, 4096)), can_quantize("int4", (4096, 4096), (1, 1))
     (True, False)
     """
     return (
         kind in QUANTIZED_BITS
         and all(isinstance(size, int) for size in shape)  # some are symbolic for export
         and math.prod(shape) >= _LEAST_VALUES
-        and select.chosen() != "xla"
+        and select.current_choice() != "xla"
         and build.unavailable_reason() is None
         and _as_matrices(kind, shape, counts) is not None
     )

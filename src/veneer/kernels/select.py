@@ -52,7 +52,7 @@ def use(choice: str) -> Iterator[None]:
         yield
 
 
-def chosen() -> Choice:
+def current_choice() -> Choice:
     """Return the choice of `use` or of the environment variable that applies now.
 
     **Raises:** `ValueError` if the environment variable `VENEER_KERNELS` holds no choice.
@@ -71,7 +71,7 @@ def _unknown_choice(choice: str, source: str) -> ValueError:
 # Which kernel computes a product.
 
 
-def may_serve(entries: int, batch: Any) -> bool:
+def can_have_kernel(entries: int, batch: Any) -> bool:
     """Return whether any kernel multiplies a batch of stored matrices with `entries` codes each.
 
     Return False if a number is symbolic, as when an embedding is exported with a symbolic number of
@@ -123,7 +123,7 @@ def _can_run(kernel: KernelRow, codes: Codes, shape: MatmulShape) -> bool:
     return module.is_available() and module.can_compute(codes, shape)
 
 
-def usable(operands: MatmulOperands, problem: MatmulProblem) -> dict[str, KernelRow]:
+def usable_kernels(operands: MatmulOperands, problem: MatmulProblem) -> dict[str, KernelRow]:
     """Return the kernels that compute a product in this process, by platform.
 
     XLA computes the product on all other platforms. The kernel of a GPU is compiled to test it, if

@@ -119,11 +119,6 @@ def native(function: Callable[..., Any], **options: Any) -> Any:
     return dispatcher
 
 
-def compile_for_python(function: Callable[..., Any]) -> Any:
-    """Compile a function of numbers that Python can call. Tests call kernels without XLA by it."""
-    return njit(inspect.unwrap(function), nogil=True, error_model="numpy")
-
-
 @intrinsic
 def prevent_inlining(typing_context):
     """Keep the function that calls this from being inlined, for example where that saves code."""

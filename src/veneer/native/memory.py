@@ -18,7 +18,7 @@ intrinsic: Any = numba.extending.intrinsic
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 F32 = ir.FloatType()
 
-_LLVM = {types.int8: I8, types.uint8: I8, types.int32: I32, types.int64: I64, types.float32: F32}
+_LLVM = {types.int8: I8, types.int32: I32, types.int64: I64, types.float32: F32}
 
 #: The C functions. `malloc(size)` returns 0 if there is too little memory.
 malloc: Any = types.ExternalFunction("malloc", signature(types.int64, types.int64))
@@ -57,8 +57,8 @@ def _create_store(number: Any) -> Any:
 
 
 #: `load_i8(address)` returns the int8 at an address, which need not be aligned, and so on.
-load_i8, load_u8, load_i32, load_i64, load_f32 = map(
-    _create_load, (types.int8, types.uint8, types.int32, types.int64, types.float32)
+load_i8, load_i32, load_i64, load_f32 = map(
+    _create_load, (types.int8, types.int32, types.int64, types.float32)
 )
 #: `store_i8(address, value)` writes an int8 to an address, which need not be aligned, and so on.
 store_i8, store_i32, store_i64, store_f32 = map(

@@ -147,10 +147,6 @@ class Codes:
                 return float(mask), float(number)
         return None
 
-    def row_bytes(self, columns: int) -> int:
-        """Return the number of bytes of a row of `columns` codes."""
-        return row_bytes(columns, self.bits)
-
 
 # Bit planes.
 

@@ -134,7 +134,7 @@ def _has_cpu_kernel(array: jax.Array, params: QuantizeParams) -> bool:
         and params.calibration == Calibration("absmax", ())
         and not _has_sharded_axis(array)
         and (format.bits >= 8 or axis_to_pack(array.shape, format.bits) == -1)
-        and kernel.serves(params.qtype, array.shape, params.scale_shape)
+        and kernel.can_quantize(params.qtype, array.shape, params.scale_shape)
     )
 
 

@@ -53,7 +53,7 @@ def plan_kernel(product: QuantizedProduct) -> Plan | None:
     If both operands are QArrays, rhs is tried as the weight first, unless `product.weight_side`
     names the weight.
     """
-    if select.chosen() == "xla" or fixes_dtypes(product.precision):
+    if select.current_choice() == "xla" or fixes_dtypes(product.precision):
         return None
     if product.out_dtype not in _DTYPES or product.out_sharding is not None:
         return None
@@ -68,7 +68,7 @@ def plan_kernel(product: QuantizedProduct) -> Plan | None:
         for axis in product.dimension_numbers.batch[side]:
             batch_size *= shape[axis]
         # Kernels multiply neither empty nor small matrices.
-        if 0 in shape or not select.may_serve(math.prod(shape) // batch_size, batch_size):
+        if 0 in shape or not select.can_have_kernel(math.prod(shape) // batch_size, batch_size):
             continue
         is_quantized = isinstance(x, QArray)
         candidates = _activation_candidates(product, side) if is_quantized else [(x, None)]
@@ -159,7 +159,7 @@ def plan_kernel_without_minimum(product: QuantizedProduct) -> Plan | None:
 def describe_small_operand(product: QuantizedProduct) -> str:
     """Return a message if a QArray operand is too small for a kernel, and "" otherwise."""
     for side, q in enumerate(product.operands):
-        if not isinstance(q, QArray) or q.size == 0 or select.chosen() == "xla":
+        if not isinstance(q, QArray) or q.size == 0 or select.current_choice() == "xla":
             continue
         if not all(isinstance(n, int) for n in q.shape):  # exported programs call no kernel
             continue
@@ -293,7 +293,7 @@ def _plan_matmul(
     # Find the kernels.
     codes, offset = codes_and_offset
     fallback = ProductByXla(matrix.qtype, q.dense_dtype, product.precision)
-    allows_unmeasured_kernels = select.chosen() == "experimental"
+    allows_unmeasured_kernels = select.current_choice() == "experimental"
     problem = MatmulProblem(
         codes,
         matrix.columns,
@@ -304,7 +304,7 @@ def _plan_matmul(
         allows_unmeasured_kernels,
         matrix.scale_codes,
     )
-    kernels = select.usable(operands, problem)
+    kernels = select.usable_kernels(operands, problem)
     if not kernels:
         return None
 

@@ -5,6 +5,7 @@ Scales change from row to row, so sums cannot be scaled at the end of a block as
 The kernel converts the scales of a block of rows of W to f32, and loops over ranges of vectors of
 columns. For each row of the block, it decodes and scales these vectors in registers, and adds their
 products with a few rows of x to sums in registers. Parts are the same as in `rows_few.py`.
+`benchmarks/cpu_variants.py` compares the two kernels.
 """
 
 from typing import Any
