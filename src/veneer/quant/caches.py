@@ -126,7 +126,10 @@ def _update_scale_shape(cache: QCache, shape: Shape, axes: Sequence[int | None])
 
 
 def _describe_format(q: QArray) -> Any:
-    """Return the format, packing and dtypes of `q`. If equal, arrays can exchange their codes."""
+    """Return the format, packing and dtypes of an array.
+
+    If two arrays have equal descriptions, the codes of one are valid in the other.
+    """
     dtypes = [leaf.dtype for leaf in jax.tree.leaves(q)]
     return q.qtype, q.packing and q.packing.axis, q.dense_dtype, dtypes
 

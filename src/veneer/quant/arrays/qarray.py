@@ -242,14 +242,14 @@ class QArray(ImplicitArray):
         return format.from_fields(fields)
 
     def unpacked(self) -> "QArray":
-        """Return the array with one code per byte. Its codes must have fewer than 8 bits."""
+        """Return a copy that stores one code per byte. The format must have fewer than 8 bits."""
         fields = unpack(self.packed, self.packing, self.format.bits, by_shifts=runs_on_gpu())
         return self.changed(packed=fields, packing=None)
 
     def with_codes(self, codes: jax.Array) -> "QArray":
-        """Return the array with other codes. They are unpacked, and get packed along the same axis.
+        """Return a copy with other codes, which are packed along the same axis.
 
-        `codes` has any integer dtype, or the `code_dtype` of a float format.
+        `codes` holds unpacked codes, as the method `codes` returns them.
         """
         format = self.format
         if format.bits >= 8:
@@ -310,7 +310,10 @@ class QArray(ImplicitArray):
         return stored.update(shape=tuple(shape), dtype=dtype, weak_type=False)
 
     def leaf_axes(self) -> list[list[LeafAxis]]:
-        """Return the `vn.LeafAxis` of each axis, as one list per stored array."""
+        """Return a list of `vn.LeafAxis` per stored array, with one entry per axis.
+
+        A `vn.LeafAxis` maps an axis of a stored array to an axis of the dense array.
+        """
 
         def block_size(size: int, count: int) -> Any:
             if count == 1:
@@ -398,7 +401,10 @@ def _to_wide_floats(leaf: "Leaf | QArray") -> jax.Array:
 
 
 def pack_codes(codes: jax.Array, format: Format) -> tuple[jax.Array, Packing | None]:
-    """Return the stored codes and their `Packing`, or None if no two codes share a byte."""
+    """Pack codes, and return the stored array and its `Packing`.
+
+    The `Packing` is None if no two codes share a byte.
+    """
     if format.bits >= 8:
         return codes.astype(format.code_dtype), None
     fields = format.to_fields(codes)
@@ -423,7 +429,7 @@ def _check_arrays(**arrays: Any) -> None:
 
 
 def check_fields(q: QArray) -> None:
-    """Raise `ValueError` if the dtype or shape of a field breaks a rule of `QArray`."""
+    """Raise `ValueError` if a field has a dtype or shape that `QArray` does not allow."""
     if q.packed.dtype != q.format.storage_dtype:
         raise ValueError(
             f"{q.qtype} is stored in {q.format.storage_dtype.name}, but packed has dtype "

@@ -77,7 +77,10 @@ def split_into_tiles(
     format: Format,
     round_scale: Callable[[jax.Array], jax.Array] = lambda scale: scale,
 ) -> Tiles:
-    """Split an array into one tile per entry of the scale. The tiles have no derivative."""
+    """Split an array into one tile per entry of the scale. The tiles have no derivative.
+
+    `round_scale` is a field of `Tiles`. By default, scales are not rounded.
+    """
     wide = jax.lax.stop_gradient(array).astype(jnp.promote_types(array.dtype, jnp.float32))
     return Tiles(split_tiles(wide, scale_shape), format, round_scale)
 

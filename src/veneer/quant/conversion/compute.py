@@ -164,7 +164,10 @@ def _quantize_by_kernel(array: jax.Array, params: QuantizeParams, chunks: Chunks
 
 @dataclasses.dataclass(frozen=True)
 class _XlaReference:
-    """A hashable function that computes packed codes and scales by XLA instead of a kernel."""
+    """A hashable function that computes packed codes and scales by XLA.
+
+    On platforms other than CPUs, the kernel's primitive calls this function.
+    """
 
     params: QuantizeParams
     chunks: Chunks | None
@@ -222,7 +225,10 @@ def _quantize_in_chunks(
 def quantize_tiles(
     array: jax.Array, key: jax.Array | None, params: QuantizeParams
 ) -> tuple[QArray, Range | None]:
-    """Return the quantized array and the ranges of its tiles, or None if scales are stable."""
+    """Return the quantized array, and the range that the codes of each tile cover.
+
+    The ranges are None if scales are stable (`params.stable_in`).
+    """
     format, scale_dtype = FORMATS[params.qtype], params.scale_dtype
     array = jax.lax.stop_gradient(array)
     round_scale = lambda scale: store_scale(scale, scale_dtype, format)[1]
@@ -304,7 +310,10 @@ def stable_scale(
     steps = largest - least
 
     def place_zero(scale: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return how many codes are below zero, and how far the ends are from the last codes."""
+        """Return the number of codes below zero, and the distance from the ends to the last codes.
+
+        The distance is between the ends of the range and the outermost codes, in steps of codes.
+        """
         below, above = -low / scale, high / scale
         # Center the range in the codes, unless the range covers less than a quarter of the codes.
         unused_per_side = jnp.where(below + above < steps / 4, 0, steps - below - above) / 2
@@ -345,8 +354,9 @@ def limit_scale(
 ) -> jax.Array:
     """Reduce scales that are so large that the largest code would be dequantized to infinity.
 
-    Otherwise values near the maximum of `dtype`, the dtype of the dense array, could be rounded up
-    to infinity. Scales that are not finite become NaN. Scales are stored in the dtype `stored_in`.
+    Without this limit, values near the maximum of `dtype`, the dtype of the dense array, could be
+    rounded up to infinity. Scales that are not finite become NaN. `stored_in` is the dtype in which
+    scales are stored.
     """
     largest_code: jax.Array | float
     if zero_point is not None:

@@ -199,7 +199,7 @@ class Format:
 
         The result is a list of `(threshold, is_above, step)`. `is_above` is True if a value equal
         to the threshold gets the code above the threshold. `step` is the code above the threshold
-        minus the code below, modulo 256, because codes are added in uint8.
+        minus the code below the threshold, modulo 256.
         """
         thresholds = []
         for (low, low_code), (high, high_code) in itertools.pairwise(self.sorted_codebook()):
@@ -302,7 +302,11 @@ def encode_stochastically(x: jax.Array, format: Format, key: jax.Array) -> jax.A
 
 
 def _encode_in_codebook(x: jax.Array, format: Format, random: jax.Array) -> jax.Array:
-    """Return codes of a codebook, rounded up or down by `random` numbers in [0, 1)."""
+    """Round values at random to neighboring values of the codebook, and return their codes.
+
+    `random` has a number in [0, 1) for each value of `x`. The value is rounded up if the number is
+    less than the distance to the codebook value below, relative to the gap to the next one.
+    """
     ascending = format.sorted_codebook()
     code = jnp.full(x.shape, ascending[0][1], jnp.uint8)  # the code of the smallest value
     for (low, low_code), (high, high_code) in itertools.pairwise(ascending):
@@ -315,7 +319,7 @@ def _encode_in_codebook(x: jax.Array, format: Format, random: jax.Array) -> jax.
 
 
 def _encode_in_float8(x: jax.Array, format: Format, random: jax.Array) -> jax.Array:
-    """Return float8 values, rounded up or down by `random` numbers in [0, 1)."""
+    """Round values at random to neighboring float8 values. `random` is as in the codebook case."""
     dtype = format.code_dtype
     x = jnp.clip(x, -format.bound, format.bound)
     magnitude = jnp.abs(x)

@@ -73,7 +73,11 @@ def dividing_tiles(size: int, tile: int) -> list[int]:
 
 
 def can_tile(scale_shape: Shape, shape: Shape) -> bool:
-    """Return whether a scale has the rank of `shape`, and each of its sizes divides that axis."""
+    """Return whether a scale fits values of a shape.
+
+    The ranks must be equal, and the size of each axis of the scale must divide the same axis of
+    the values.
+    """
     return len(scale_shape) == len(shape) and all(
         size == count or (count > 0 and size % count == 0)
         for size, count in zip(shape, scale_shape, strict=True)

@@ -27,7 +27,7 @@ from ..arrays.qarray import QUANTIZABLE
 from ..conversion.quantize import quantize
 from ..formats import get_format
 from ..formats.tiles import choose_activation_axes
-from ..weights.activations import PRODUCTS
+from ..weights.product_weights import PRODUCTS, product_axes
 from .arguments import as_rules
 from .rules import Rule
 
@@ -126,9 +126,10 @@ class _ActiveRules:
         self.rule_by_product: dict[tuple[str, str], Rule | None] = {}  # by place and primitive
 
     def find(self, place: str, op: str) -> Rule | None:
-        """Return the first rule for the primitive `op` at a place, or None.
+        """Return the first rule that matches a place and the primitive named `op`, or None.
 
-        If no rule of this object matches, return the result of `outer.find`.
+        A place is the names of the scopes around a product, joined with "/". If no rule of this
+        object matches, return the result of `outer.find`.
         """
         if (place, op) not in self.rule_by_product:
             self.rule_by_product[place, op] = next(
@@ -191,7 +192,7 @@ class Activation(ImplicitArray):
     array: Any  # [...]
 
     def aval(self) -> Any:
-        """The shape and dtype of the array."""
+        """Return the shape and dtype of the array."""
         return jax.typeof(self.array)
 
     def materialise(self) -> Any:
@@ -223,20 +224,6 @@ def _as_activation(x: Any) -> Any:
 
 # Products of two activations.
 
-Axes = Sequence[int]
-
-
-def _contracted_axes(product: str, params: dict[str, Any]) -> tuple[Axes, Axes]:
-    """Return the axes that a product contracts, of the left and of the right operand."""
-    if product == "dot_general":
-        return params["dimension_numbers"][0]
-    if product == "ragged_dot_general":
-        return params["ragged_dot_dimension_numbers"].dot_dimension_numbers[0]
-    numbers = params["dimension_numbers"]
-    # The last contracted axis has tiles, so put the feature axis after the spatial axes.
-    (_, x_features, *x_space), (_, y_features, *y_space) = numbers.lhs_spec, numbers.rhs_spec
-    return (*x_space, x_features), (*y_space, y_features)
-
 
 def _register_product(name: str) -> None:
     """Register the rule that quantizes both operands of the product primitive `name`."""
@@ -251,7 +238,7 @@ def _register_product(name: str) -> None:
         dtypes = {jax.typeof(operand.array).dtype for operand in (x, y)}
         if rule is None or rule.act_qtype is None or not dtypes <= set(QUANTIZABLE):
             return NotImplemented
-        x_axes, y_axes = _contracted_axes(name, params)
+        (x_axes, y_axes), _ = product_axes(name, params)
         x_quantized = _quantize_operand(x.array, x_axes, rule, place_name)
         y_quantized = _quantize_operand(y.array, y_axes, rule, place_name)
         bind = lambda *xs: primitive.bind(*xs, **params)
@@ -267,8 +254,11 @@ for _name in PRODUCTS:
     _register_product(_name)
 
 
-def _quantize_operand(x: Any, contracted: Axes, rule: Rule, place_name: str) -> Any:
-    """Quantize an operand, with scales that are shared along the contracted axes."""
+def _quantize_operand(x: Any, contracted: Sequence[int], rule: Rule, place_name: str) -> Any:
+    """Quantize an operand of a product by a rule. Values along the contracted axes share a scale.
+
+    `place_name` names the product in an error.
+    """
     assert rule.act_qtype is not None
     format, method = get_format(rule.act_qtype), rule.act_calibration_method
     axes = choose_activation_axes(x.shape, contracted, format, rule.act_tile_size)

@@ -172,7 +172,7 @@ def as_rules_or_format(rules: Any) -> tuple[Rule, ...] | str:
 def as_rules(rules: Any) -> tuple[Rule, ...]:
     """Return an iterable of rules as a tuple.
 
-    **Raises:** `TypeError` for any other argument. The message suggests a list of rules.
+    **Raises:** `TypeError` if `rules` is not an iterable of `Rule`. The message suggests a list.
     """
     if isinstance(rules, Rule):
         raise TypeError(f"rules must be a list: [{rules}]")
@@ -202,9 +202,9 @@ def describe_value(x: Any) -> str:
 
 
 def flatten_with_paths(tree: Any) -> tuple[list[str], list[Any], Any]:
-    """Return the paths, the leaves and the treedef of a tree. Rules match these paths.
+    """Return the paths, the leaves and the treedef of a tree.
 
-    An implicit array is one leaf.
+    A path is a text such as "layers.0.kernel", which rules match. An implicit array is one leaf.
     """
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_value)
     paths = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]
@@ -217,7 +217,10 @@ def find_rule(path: str, rules: Sequence[Rule]) -> Rule | None:
 
 
 def can_be_quantized(leaf: Any) -> bool:
-    """Return whether a leaf is a floating array of rank 2 or more. It may be abstract."""
+    """Return whether a leaf is a floating array of rank 2 or more.
+
+    The leaf can also be a `jax.ShapeDtypeStruct`.
+    """
     return not is_value(leaf) and getattr(leaf, "ndim", 0) >= 2 and leaf.dtype in QUANTIZABLE
 
 

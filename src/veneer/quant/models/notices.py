@@ -33,8 +33,9 @@ def _describe_bits(array: Any) -> str:
 def warn_of_unused(weights: Mapping[str, Any], uses: Mapping[str, Sequence[Use]]) -> None:
     """Warn of weights that stay dense, because the program uses them in no product or not at all.
 
-    There is no warning for small weights that the program uses, or for biases and norm scales:
-    results keep only one axis of such a weight, even of a stack of them.
+    There is no warning for small weights that the program uses. There is none for biases and norm
+    scales either. They are recognized because the results keep only one of their axes, even if
+    several of them are stacked.
     """
     described = [
         f"{path} at {_describe_bits(x)} ({next(iter(uses[path]), 'unused')})"
@@ -167,7 +168,8 @@ def warn_of_hardly_smaller(
 ) -> None:
     """Warn of quantized weights that take as many bytes as dense weights.
 
-    With neither a program nor a tile size, also warn of many scales: `tile_axis` may be wrong.
+    `quantized` has the new leaf of each path. Without a program and a tile size, also warn if few
+    values share a scale, because `tile_axis` may name the wrong axis.
     """
     large, large_with_correction = [], []
     for path, x in zip(paths, quantized, strict=True):

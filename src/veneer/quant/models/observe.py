@@ -25,7 +25,7 @@ from ..observation.recording import (
     run_ids,
 )
 from ..observation.statistics import ActivationStatistics
-from ..weights.activations import PRODUCTS
+from ..weights.product_weights import PRODUCTS
 from .arguments import (
     arguments_of,
     as_rules,

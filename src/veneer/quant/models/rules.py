@@ -24,7 +24,7 @@ from ..formats.tiles import (
 )
 from ..observation.statistics import ActivationStatistics, static_range
 from ..training import BackwardProduct
-from ..training.options import Sparsity, check_sparsity
+from ..training.options import Sparsity, check_sparsity, describe_call
 from ..weights.activations import ActivationQuantized, check_activation_format, check_op_names
 
 ACT_RANGES = ("dynamic", "mean", "exponential", "widest")
@@ -231,14 +231,7 @@ class Rule:
 
     def __repr__(self) -> str:
         """Return the call that creates the rule."""
-        arguments = [repr(self.path_regex), repr(self.qtype)]
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.kw_only and value != field.default:
-                if field.name == "tile_size" and isinstance(value, tuple):
-                    value = dict(value)  # a dict is stored as pairs, because a rule is hashable
-                arguments.append(f"{field.name}={value!r}")
-        return f"Rule({', '.join(arguments)})"
+        return describe_call(self)
 
     def matches(self, path: str) -> bool:
         """Return whether the rule matches a path. A final `.value` of the path is optional."""

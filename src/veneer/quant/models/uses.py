@@ -18,7 +18,6 @@ import jax
 from jax import lax
 from jax.typing import ArrayLike
 
-from ..._core.primitives.axes import DotDimensionNumbers
 from ..._core.rules import register
 from ..._core.surface.implicit import implicit
 from ..._core.transform import redispatch
@@ -28,8 +27,13 @@ from ..._jax.frames import user_line
 from ..._jax.primitives import Primitive, find_primitive
 from ..formats import get_format
 from ..formats.tiles import Shape
-from ..weights.activations import PRODUCTS
-from ..weights.product_weights import Factors, ProductWeight, reshape_factors
+from ..weights.product_weights import (
+    PRODUCTS,
+    Factors,
+    ProductWeight,
+    product_axes,
+    reshape_factors,
+)
 from .arguments import abstract_arrays, can_be_quantized, flatten_with_paths
 from .rules import SMALLEST_TILE, Rule, split_tile
 
@@ -168,7 +172,7 @@ _uses_by_trace: dict[int, dict[str, list[Use]]] = {}  # by the number of a trace
 
 
 class TrackedAxes(NamedTuple):
-    """For each axis of an array computed from a weight, the axes of the weight it comes from.
+    """The axes of a weight from which each axis of a computed array comes.
 
     Each axis of the array has factors: `(origins, size)` pairs, whose sizes multiply to the size of
     the axis. `origins` is a set of axes of the weight, counted from the end. If a reshape
@@ -286,15 +290,13 @@ def _product_axes(
 
     Operand 0 of a product is the left one, and operand 1 the right one.
     """
-    if primitive == "conv_general_dilated":
-        _, features, *space = params["dimension_numbers"][i]
-        return ([features, *space] if i == 1 else [features]), ()  # operand 1 is the kernel
-    if primitive == "dot_general":
-        contracted, batch = DotDimensionNumbers.from_lax(params["dimension_numbers"])
-        return contracted[i], batch[i]
-    numbers = params["ragged_dot_dimension_numbers"]
-    contracted, batch = numbers.dot_dimension_numbers
-    return contracted[i], (*batch[i], *(numbers.rhs_group_dimensions if i == 1 else ()))
+    contracted, batch = product_axes(primitive, params)
+    if primitive == "conv_general_dilated" and i == 0:  # images keep their spatial axes
+        return contracted[i][-1:], ()
+    if primitive == "ragged_dot_general" and i == 1:
+        groups = params["ragged_dot_dimension_numbers"].rhs_group_dimensions
+        return contracted[i], (*batch[i], *groups)
+    return contracted[i], batch[i]
 
 
 @register("gather")

@@ -1,9 +1,10 @@
 """`ObservedWeight`, which records its activations, and `Recording`, which adds them up.
 
 In each product, the activations are reduced to sums and ranges on the device. A callback adds the
-results to a `Recording` on the host. But if `observe` created a Box for the weight, the results are
-added to the Box, without a callback. A `Recording` holds `Totals` on the host: float64 NumPy
-arrays. A Box holds `Totals` on the device: JAX arrays in float32, with int32 counts.
+results to a `Recording` on the host. But if `observe` created a Box (`vn.hijax.Box`, a mutable
+value on the device) for the weight, the results are added to the Box, without a callback. A
+`Recording` holds `Totals` on the host: float64 NumPy arrays. A Box holds `Totals` on the device:
+JAX arrays in float32, with int32 counts.
 """
 
 import functools
@@ -26,7 +27,7 @@ from ..._core.rules import register
 from ..._core.tree import static
 from ..formats.tiles import Leaf, Shape
 from ..weights.activations import bind, sums_over_features
-from ..weights.product_weights import Factors, ProductWeight
+from ..weights.product_weights import Factors, ProductWeight, product_axes
 from .statistics import ActivationStatistics
 
 _UNUSED_RANGE = np.array([[np.inf], [-np.inf]])  # a minimum and a maximum of no values
@@ -139,7 +140,10 @@ class Recording:
         return np.arange(len(self.stack), dtype=np.int32).reshape(self.shape)
 
     def note_other_axes(self, axes: Iterable[int]) -> None:
-        """Note the axes of a product that is not recorded, counted from the end."""
+        """Remember which axes a product contracts that is not recorded, for `explain_missing`.
+
+        `axes` are axes of the weight, counted from the end.
+        """
         self._other_axes.add(tuple(axes))
 
     def explain_missing(self) -> str:
@@ -178,14 +182,18 @@ class Recording:
                     self._add_gram(self.grams, positions_of_batch, product)
 
     def keep_operand(self, positions: np.ndarray, x: np.ndarray) -> None:
-        """Keep an operand, `[batch, rows, channels]`, until `add_cross` is called."""
+        """Keep the activations `x`, `[batch, rows, channels]`, until `add_cross` is called.
+
+        `positions` are the indices of the channels, as in `add`.
+        """
         with self._lock:
             self._operands.setdefault(positions.tobytes(), []).append((positions, x))
 
     def add_cross(self, other: "Recording") -> None:
         """Add the products `x.T @ y` for the kept operands: `x` of `self`, and `y` of `other`.
 
-        If the operands cannot be paired, drop these products for all batches. This happens if one
+        `other` records the same weight in another version of the model, such as the dense model. If
+        the operands cannot be paired, drop these products for all batches. This happens if one
         batch has several operands for the same positions, or the positions or shapes differ.
         """
         mine, others = self._operands, other._operands
@@ -226,7 +234,7 @@ class Recording:
             self.totals = self.totals.end_batch(self.decay, np)
 
     def device_totals(self) -> Totals:
-        """Return the totals of a new recording as JAX arrays, for a Box."""
+        """Return the totals of a new recording as JAX arrays, for a `vn.hijax.Box`."""
         totals = Totals(*(None if x is None else jnp.asarray(x, jnp.float32) for x in self.totals))
         shape = len(self.totals.batches), self.num_channels, self.num_channels
         return totals._replace(
@@ -236,7 +244,7 @@ class Recording:
         )
 
     def set_totals(self, totals: Totals) -> None:
-        """Replace the totals of this recording by the totals from a Box."""
+        """Replace the totals of this recording by totals on the device, from a Box."""
         *arrays, gram = totals
         self.totals = Totals(*(np.asarray(x, float) for x in arrays))
         if gram is not None:
@@ -271,7 +279,10 @@ class Recording:
         )
 
     def _mean_gram(self, grams: dict[int, np.ndarray], used: tuple[slice, ...]) -> np.ndarray:
-        """Return the mean Gram matrix of each stack in the slices `used`: `[*stacks, K, K]`."""
+        """Return the mean of the products of channels per stack, `[*stacks, K, K]`.
+
+        `grams` has the sums of these products. `used` slices the stacks that have activations.
+        """
         stacks = np.arange(len(self.totals.batches)).reshape(self.ranges_shape)[used]
         # The channels of a stack can have different counts. The largest is the number of rows.
         num_rows = np.zeros(len(self.totals.batches))
@@ -295,7 +306,7 @@ def add_to_totals(
     sums: Any,
     products: Any = None,
 ) -> Totals:
-    """Return the totals in a Box after adding the sums and ranges of one product.
+    """Add the sums and ranges of one product to totals on the device, and return the new totals.
 
     `recording` maps positions to stacks and channels. `Recording.add` describes the arguments from
     `num_rows` on.
@@ -455,7 +466,7 @@ def _dot_general_swapped(w: ObservedWeight, x: ArrayLike, **params: Any) -> Any:
 def _ragged_dot_general(
     x: ArrayLike, w: ObservedWeight, group_sizes: ArrayLike, **params: Any
 ) -> Any:
-    contracted, batch = params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+    contracted, batch = product_axes("ragged_dot_general", params)
     # The quantized and the dense model may choose different experts, so rows cannot be paired.
     _record_product(x, w, contracted, batch, keep_operand=False)
     return bind("ragged_dot_general", (x, w.array, group_sizes), params)

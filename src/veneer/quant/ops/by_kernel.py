@@ -48,7 +48,7 @@ _DTYPES = tuple(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
 
 
 def plan_kernel(product: QuantizedProduct) -> Plan | None:
-    """Return a plan in which a kernel multiplies the stored codes, or None if no kernel can.
+    """Return a plan in which a kernel reads the stored codes of a weight, or None if none can.
 
     If both operands are QArrays, rhs is tried as the weight first, unless `product.weight_side`
     names the weight.
@@ -84,9 +84,10 @@ def plan_kernel(product: QuantizedProduct) -> Plan | None:
 
 
 def plan_kernel_with_folded_scale(product: QuantizedProduct) -> Plan | None:
-    """Return a plan that multiplies x by the scale, and then calls a kernel with x and the codes.
+    """Return a plan that multiplies activations x by the scale of a weight before the kernel runs.
 
-    This is possible if the scale varies along the contracted axis k, but not along the free axis n:
+    The kernel then multiplies the scaled activations and the codes of the weight. This is possible
+    if the scale varies along the contracted axis k, but not along the free axis n:
     `sum_k x[k] * (codes[k, n] * scale[k])` is `sum_k (x[k] * scale[k]) * codes[k, n]`. The values
     in a KV cache have such scales, one per token.
 
@@ -181,10 +182,10 @@ def describe_small_operand(product: QuantizedProduct) -> str:
 def _activation_candidates(
     product: QuantizedProduct, side: int
 ) -> Iterator[tuple[jax.Array, jax.Array | None]]:
-    """Yield the inputs of a kernel to try for activations that are a QArray, best first.
+    """Yield the forms in which a kernel may read activations that are a QArray, the best first.
 
-    Each is a pair: int8 codes and their scale, or dequantized activations and None. Yield nothing
-    if XLA is better. `side` is 0 if the weight is lhs, and 1 if it is rhs.
+    Each form is a pair: int8 codes and their scale, or dequantized activations and None. Yield
+    nothing if XLA computes the product faster. `side` is 0 if the weight is lhs, 1 if it is rhs.
     """
     x: Any
     q: Any
@@ -357,7 +358,10 @@ class ProductByXla:
     precision: Any
 
     def __call__(self, operands: MatmulOperands, problem: MatmulProblem) -> jax.Array:
-        """Return the product as `[B, M, N]`: batch, rows of activations, outputs per row."""
+        """Return the product as `[B, M, N]`: batch, rows of activations, outputs per row.
+
+        `operands` and `problem` are the arguments of the kernel's function `matmul`.
+        """
         operands = operands.deinterleaved()  # codes [B, R, H, C] become [B * H, R, C]
         is_batched = operands.x.shape[0] != 1
         if not is_batched:  # XLA computes some products faster without a batch axis

@@ -256,7 +256,10 @@ def common_tiles(lhs: QArray, rhs: QArray, numbers: DotDimensionNumbers) -> Shap
 
 
 def _reason_to_dequantize(q: QArray, product: QuantizedProduct, side: int) -> str:
-    """Return the reason why scales cannot be applied to the output, or "" if they can."""
+    """Return why the scales of an operand cannot be applied to the output, or "" if they can.
+
+    `side` is 0 if the operand `q` is lhs, and 1 if it is rhs.
+    """
     if not is_exact_in(q.format, q.dtype):
         return f"{q.dtype.name} cannot represent the values of {q.qtype} exactly"
     for axis in product.dimension_numbers.contracting[side]:
@@ -389,10 +392,10 @@ def _multiply_tiles(product: QuantizedProduct, tile_sizes: Shape) -> jax.Array:
 
 
 def _move_tiles_first(scale: Leaf, axes: Sequence[int], counts: Sequence[int]) -> jax.Array:
-    """Return a scale or zero point with a new first axis: the tiles of a product, in order.
+    """Return a scale or zero point with a new first axis, which has one entry per tile.
 
-    `counts` has the number of tiles along each of the contracted axes `axes`, which have size 1 in
-    the result. The size of `scale` along these axes divides the number of tiles.
+    `axes` are the contracted axes, which have size 1 in the result. `counts` has the number of
+    tiles along each of them. The size of `scale` along these axes divides the number of tiles.
     """
     leaf = jnp.asarray(scale)
     for axis, count in zip(axes, counts, strict=True):

@@ -165,7 +165,7 @@ def _plan_codes(lhs: QArray, rhs: QArray, params: dict[str, Any], out_dtype: jnp
 
 
 def _sums_share_scales(lhs: QArray, rhs: QArray, params: dict[str, Any]) -> bool:
-    """Return whether all terms of each sum have the same scale.
+    """Return whether all terms of each sum of a convolution have the same scale.
 
     Each group of input features is summed separately, so groups can have different scales.
     """
@@ -223,8 +223,9 @@ _Codes = tuple[jax.Array, jax.Array | None]
 
 
 def _sum_integers(lhs: QArray, rhs: QArray, params: dict[str, Any], dtype: Any) -> jax.Array:
-    """Convolve integer codes minus zero points. Multiply the sums by `code_factor` of each operand.
+    """Convolve integer codes minus zero points, in `dtype`.
 
+    The sums are multiplied by the `code_factor` of each operand, a power of two.
     The convolution runs in int8 if the platform supports that and computes it fast. Otherwise it
     runs in f32, with so few input features at a time that the sums are exact.
     """

@@ -270,10 +270,10 @@ class _WeightCandidate(NamedTuple):
         return jnp.asarray(materialise_one(quantize_with_correction(leaf, self.rule, self.axes)))
 
     def loss(self, path: str, leaf: Any, statistics: ActivationStatistics | None) -> float:
-        """Return the relative squared error of the outputs of a weight.
+        """Return the relative squared error that rounding the weight causes in its products.
 
-        Without second moments of activations, return the relative squared error of the weight
-        itself.
+        If `statistics` has no second moments of activations, return the relative squared error of
+        the weight itself. `path` names the weight in an error.
         """
         if statistics is not None and statistics.gram is None:
             statistics = None  # no second moments, as for the kernel of a convolution

@@ -313,8 +313,9 @@ class Calibrator:
     def _method_for(self, rule: Rule) -> str:
         """Return the rounding method for a weight with a rule.
 
-        If the rule has no method, this is the method of the calibration. Its channel factors are
-        left out for a rotated weight. SmoothQuant factors also need quantized activations.
+        If the rule has no method, this is the method of the calibration, with two exceptions. The
+        factors of AWQ and SmoothQuant are left out if the rule rotates the weight. The factors of
+        SmoothQuant are also left out if the rule has no `act_qtype`.
         """
         if rule.method is not None:
             return rule.method

@@ -236,9 +236,9 @@ Variables = Mapping[str, jax.Array]
 class TunedTree:
     """A tree in which the codes and scales of each QArray, or dense arrays, are trained.
 
-    The argument `state` of the methods maps the index of each trained leaf to its variables (see
-    the table above). The attribute `arrays` lists the leaves before training, with None for leaves
-    that are not arrays.
+    The argument `state` of the methods maps the index of each trained leaf to its variables, which
+    the docstring of this module lists. The attribute `arrays` lists the leaves before training,
+    with None for leaves that are not arrays.
 
     **Arguments:**
 
@@ -432,6 +432,9 @@ def _from_codes(q: QArray, x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def _code_step(q: QArray) -> float:
-    """Return the divisor of the variable "codes": `_CODES_RATE` times the distance of codes."""
+    """Return the divisor of the variable "codes".
+
+    It is `_CODES_RATE` times the average distance between the values of neighboring codes.
+    """
     low, high = q.format.value_range
     return _CODES_RATE * (high - low) / (2**q.format.bits - 1)

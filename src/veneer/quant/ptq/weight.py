@@ -403,7 +403,7 @@ class RoundedWeight:
         return matrices.split(materialise_one(rule.quantize(jnp.asarray(matrices.join(w)))))
 
     def _scale_channels(self) -> Scaled:
-        """Return the array to round as a `Scaled`: stored after multiplying by channel factors."""
+        """Return the array to round as a `Scaled`, which stores the array times channel factors."""
         divisors = jnp.asarray(self._matrices.join_channels(1 / self._factors))
         unscaled = Scaled(self._target, divisors)
         return unscaled.with_array(unscaled.stored(self._target))
@@ -443,7 +443,7 @@ class RoundedWeight:
 
 @contextmanager
 def name_errors(path: str) -> Iterator[None]:
-    """Prefix the message of a `ValueError` with the path of a weight."""
+    """Prefix the message of a `ValueError` in a `with` block with the path of a weight."""
     try:
         yield
     except ValueError as error:

@@ -107,14 +107,21 @@ class BackwardProduct:
 
     def __repr__(self) -> str:
         """Return the call that creates this object, without arguments that have their defaults."""
-        arguments = [repr(self.qtype)]
-        _, *keyword_fields = dataclasses.fields(self)
-        for field in keyword_fields:
-            value = getattr(self, field.name)
-            if value != field.default:
-                value = dict(value) if isinstance(value, tuple) else value
-                arguments.append(f"{field.name}={value!r}")
-        return f"BackwardProduct({', '.join(arguments)})"
+        return describe_call(self)
+
+
+def describe_call(options: Any) -> str:
+    """Return the call that creates a dataclass, without keywords that have their defaults."""
+    arguments = []
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        if not field.kw_only:
+            arguments.append(repr(value))
+        elif value != field.default:
+            # A dict is stored as a tuple of pairs, because the options must be hashable.
+            is_dict = field.name == "tile_size" and isinstance(value, tuple)
+            arguments.append(f"{field.name}={dict(value) if is_dict else value!r}")
+    return f"{type(options).__name__}({', '.join(arguments)})"
 
 
 # `(n, m)`: n of each m neighbors are kept. `(n, m, block)`: n of each m blocks of neighbors.
@@ -150,7 +157,7 @@ def group_size(sparsity: Sparsity) -> int:
 
 
 def check_groups(sparsity: Sparsity, shape: Shape, axis: int) -> None:
-    """Raise `ValueError` if the size of a group does not divide an axis of the weights."""
+    """Raise `ValueError` if the size of a group does not divide the axis `axis` of `shape`."""
     size = group_size(sparsity)
     if shape[axis] % size:
         raise ValueError(

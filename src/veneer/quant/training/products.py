@@ -25,6 +25,7 @@ from ..ops.convolution import conv_general_dilated
 from ..ops.dot_general import dot_general
 from ..ops.operands import fixes_dtypes
 from ..ops.product import Operand
+from ..weights.product_weights import product_axes
 
 
 class GradientAxes(NamedTuple):
@@ -65,11 +66,15 @@ class TrainingProduct:
     @property
     def contracted(self) -> tuple[Axes, Axes]:
         """The contracted axes of lhs, and of rhs."""
-        raise NotImplementedError
+        return product_axes(self.primitive, dict(self.params))[0]
 
     @property
     def _precision(self) -> Any:
-        """The precision of gradients: like forward, unless that fixes the dtypes of operands."""
+        """The precision of gradient products.
+
+        It equals the precision of the forward product, but is None if that precision fixes the
+        dtypes of the operands.
+        """
         precision = self["precision"]
         return None if fixes_dtypes(precision) else precision
 
@@ -133,18 +138,17 @@ class _DotProduct(TrainingProduct):
     def _numbers(self) -> DotDimensionNumbers:
         return DotDimensionNumbers.from_lax(self["dimension_numbers"])
 
-    @property
-    def contracted(self) -> tuple[Axes, Axes]:
-        return self._numbers.contracting
+    def _free(self, side: int, ndims: Sequence[int]) -> Axes:
+        """Return the axes of operand `side` that the output keeps, other than batch axes."""
+        return self._numbers.free(side, ndims[side])
 
     def multiply(self, lhs: Operand, rhs: Operand, *other_operands: Any) -> jax.Array:
         return dot_general(lhs, rhs, **dict(self.params))
 
     def gradient_axes(self, side: int, ndims: Sequence[int]) -> GradientAxes:
         # The output has the batch axes, the free axes of operand 0, and the free axes of operand 1.
-        batch = self._numbers.batch[1 - side]
-        free = self._numbers.free(1 - side, ndims[1 - side])
-        start = len(batch) + (len(self._numbers.free(0, ndims[0])) if side == 0 else 0)
+        batch, free = self._numbers.batch[1 - side], self._free(1 - side, ndims)
+        start = len(batch) + (len(self._free(0, ndims)) if side == 0 else 0)
         of_gradient = tuple(range(start, start + len(free)))
         pairs = zip((*batch, *free), (*range(len(batch)), *of_gradient), strict=True)
         return GradientAxes(of_gradient, free, dict(pairs))
@@ -161,7 +165,7 @@ class _DotProduct(TrainingProduct):
         # free axes, and the contracted axes in the order of the other operand.
         contracted, other_contracted = self.contracted[side], self.contracted[1 - side]
         pairs = sorted(zip(other_contracted, contracted, strict=True))
-        free = self._numbers.free(side, ndims[side])
+        free = self._free(side, ndims)
         operand_axes = (*batch, *free, *(axis for _, axis in pairs))
         return lax.transpose(out, sorted(range(out.ndim), key=operand_axes.__getitem__))
 
@@ -171,17 +175,11 @@ class _Convolution(TrainingProduct):
 
     Both gradients are convolutions. The gradient of the images convolves the dilated gradient of
     the output with the reversed kernel. The gradient of the kernel convolves the images with the
-    gradient of the output, with the batch axis as channels.
+    gradient of the output, with the batch axis as channels. Scales of the images must be constant
+    along the whole spatial axes, because windows overlap.
     """
 
     primitive = "conv_general_dilated"
-
-    @property
-    def contracted(self) -> tuple[Axes, Axes]:
-        # A convolution sums over channels and a window. Scales of the images must be constant along
-        # the whole spatial axes, because windows overlap.
-        _, channels, *spatial = self["dimension_numbers"].lhs_spec
-        return (*spatial, channels), tuple(self["dimension_numbers"].rhs_spec[1:])
 
     @property
     def has_gradients_on_codes(self) -> bool:
@@ -263,16 +261,22 @@ class _Convolution(TrainingProduct):
         return padding
 
 
-class _RaggedDot(TrainingProduct):
+class _RaggedDot(_DotProduct):
     """A `ragged_dot_general` of materialized operands. Its gradients are in floating point."""
 
     primitive = "ragged_dot_general"
+    supports_tiles = False
     has_gradients_on_codes = False
     description = "quantized operands and gradients, in floating point"
 
     @property
-    def contracted(self) -> tuple[Axes, Axes]:
-        return self["ragged_dot_dimension_numbers"].dot_dimension_numbers[0]
+    def _numbers(self) -> DotDimensionNumbers:
+        numbers = self["ragged_dot_dimension_numbers"].dot_dimension_numbers
+        return DotDimensionNumbers.from_lax(numbers)
+
+    def _free(self, side: int, ndims: Sequence[int]) -> Axes:
+        groups = self["ragged_dot_dimension_numbers"].rhs_group_dimensions if side == 1 else ()
+        return tuple(axis for axis in super()._free(side, ndims) if axis not in groups)
 
     @property
     def is_forward(self) -> bool:
@@ -282,17 +286,6 @@ class _RaggedDot(TrainingProduct):
 
     def multiply(self, lhs: Operand, rhs: Operand, *other_operands: Any) -> jax.Array:
         return self.bind(materialise_one(lhs), materialise_one(rhs), *other_operands)
-
-    def gradient_axes(self, side: int, ndims: Sequence[int]) -> GradientAxes:
-        ragged_numbers = self["ragged_dot_dimension_numbers"]
-        numbers = DotDimensionNumbers.from_lax(ragged_numbers.dot_dimension_numbers)
-        lhs_free, rhs_free = numbers.free(0, ndims[0]), numbers.free(1, ndims[1])
-        rhs_free = tuple(a for a in rhs_free if a not in ragged_numbers.rhs_group_dimensions)
-        # The output has the batch axes, the free axes of operand 0, and the free axes of operand 1.
-        other_free = rhs_free if side == 0 else lhs_free
-        start = len(numbers.batch[0]) + (len(lhs_free) if side == 0 else 0)
-        # No scales are multiplied into g, because gradients are in floating point.
-        return GradientAxes(tuple(range(start, start + len(other_free))), other_free, {})
 
 
 #: The class for each primitive.

@@ -312,7 +312,8 @@ def _can_reuse_codes(
 ) -> bool:
     """Return whether the gradient of operand `1 - side` can use the codes of operand `side`.
 
-    `q` is operand `side`, as quantized in the forward pass. `lhs` and `rhs` are dense.
+    Operand 0 is lhs, and operand 1 is rhs. `q` is operand `side`, as quantized in the forward pass.
+    `lhs` and `rhs` are dense.
     """
     if not product.has_gradients_on_codes:
         return True
@@ -345,7 +346,11 @@ quantized_product.defvjp(_forward, _backward)
 def _gradient_on_codes(
     recipe: TrainingRecipe, side: int, saved: Sequence[Any], g: jax.Array, key: Any
 ) -> jax.Array:
-    """Return the gradient of operand `side`: a product of codes of `g` and of the other operand."""
+    """Return the gradient of operand `side`: a product of codes of `g` and of the other operand.
+
+    `g` is the gradient of the output. `saved` has lhs (operand 0) and rhs (operand 1) from the
+    forward pass, quantized or dense. `key` is for stochastic rounding of `g`.
+    """
     product, backward = recipe.product, recipe.backward[side]
     axes = product.gradient_axes(side, (saved[0].ndim, saved[1].ndim))
     other = product.transpose_operand(side, saved[1 - side])
@@ -376,7 +381,8 @@ def _dense_gradient(
 ) -> jax.Array:
     """Return the gradient of operand `side` in floating point, by JAX's transpose of the product.
 
-    `g` and the other operand are quantized and dequantized.
+    `g` and the other operand are quantized and dequantized. The arguments are as in
+    `_gradient_on_codes`.
     """
     product, backward, other = recipe.product, recipe.backward[side], saved[1 - side]
     axes = product.gradient_axes(side, (saved[0].ndim, saved[1].ndim))

@@ -31,7 +31,7 @@ from ..conversion.quantize import quantize, quantize_with_scale
 from ..formats import Format, get_format
 from ..formats.tiles import Leaf, check_tile_size, choose_activation_axes
 from ..ops.product import weight_operand
-from .product_weights import Factors, ProductWeight
+from .product_weights import PRODUCTS, Factors, ProductWeight, product_axes
 
 
 class ActivationQuantized(ProductWeight):
@@ -169,11 +169,11 @@ class ActivationQuantized(ProductWeight):
     def quantize_activations(
         self, x: jax.Array, shared: Sequence[int], batch: Sequence[tuple[int, int]] = ()
     ) -> QArray:
-        """Quantize the other operand of a product. The result has no derivative.
+        """Quantize the activations that multiply this weight. The result has no derivative.
 
         **Arguments:**
 
-        - `x`: the other operand.
+        - `x`: the activations.
         - `shared`: the contracted axes of `x`. Values along them share a dynamic scale. If
           `tile_size` is set, the tiles are along the last of these axes.
         - `batch`: the batch axes of the product, as pairs: an axis of `x` and the matching axis of
@@ -219,7 +219,8 @@ class ActivationQuantized(ProductWeight):
 
         Both have one entry per index of the batch axes. If the scale differs along other axes, as
         for concatenated weights, use one range that covers the ranges of all scales. `ndim` is the
-        rank of the activations. `batch` lists pairs of batch axes: of the activations, the weight.
+        rank of the activations. `batch` has a pair per batch axis of the product: the axis of the
+        activations and the axis of the weight.
         """
         scale = jnp.asarray(scale, jnp.promote_types(scale.dtype, jnp.float32))
         zero_point = None if self.zero_point is None else jnp.asarray(self.zero_point)
@@ -253,7 +254,8 @@ def check_activation_format(
 ) -> None:
     """Check the options for quantizing activations.
 
-    With `by_axis`, `tile_size` can also be a dict from axes to tile sizes.
+    `is_static` is True if activations have a static scale, and False if their scales are computed
+    in each product. With `by_axis`, `tile_size` can also be a dict from axes to tile sizes.
 
     **Raises:** `ValueError` if the format does not support the calibration method, the tile size or
     a static scale. `TypeError` if the tile size is not a number.
@@ -271,10 +273,6 @@ def check_activation_format(
             f"activations in {format.name} have a scale per tile, so they have no static range. "
             "Use act_range='dynamic', or another act_qtype"
         )
-
-
-#: The names of the primitives that are products.
-PRODUCTS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
 
 
 def check_op_names(names: Sequence[str]) -> tuple[str, ...]:
@@ -460,8 +458,8 @@ def _multiply_stacked(
 def _ragged_dot_general(
     x: ArrayLike | QArray, w: ActivationQuantized, group_sizes: ArrayLike, **params: Any
 ) -> Any:
-    numbers = params["ragged_dot_dimension_numbers"]
-    (x_contracted, w_contracted), (x_batch, w_batch) = numbers.dot_dimension_numbers
+    contracted, batch = product_axes("ragged_dot_general", params)
+    (x_contracted, w_contracted), (x_batch, w_batch) = contracted, batch
     if not (w.sums_over(w_contracted) and w.is_for("ragged_dot_general")):
         return _multiply_weight_only("ragged_dot_general", (x, w, group_sizes), params, w)
     product = lambda x, w: bind("ragged_dot_general", (x, w, group_sizes), params)
@@ -472,11 +470,11 @@ def _ragged_dot_general(
 
 @register("conv_general_dilated")
 def _conv_general_dilated(x: ArrayLike | QArray, w: ActivationQuantized, **params: Any) -> Any:
-    _, features, *space = params["dimension_numbers"].lhs_spec
+    (x_contracted, _), _ = product_axes("conv_general_dilated", params)
     if not (sums_over_features(w, params) and w.is_for("conv_general_dilated")):
         return _multiply_weight_only("conv_general_dilated", (x, w), params, w)
     product = lambda x, w: bind("conv_general_dilated", (x, w), params)
-    return _multiply_straight_through(product, x, w, [*space, features])
+    return _multiply_straight_through(product, x, w, x_contracted)
 
 
 def sums_over_features(w: ProductWeight, params: dict[str, Any]) -> bool:
@@ -485,5 +483,6 @@ def sums_over_features(w: ProductWeight, params: dict[str, Any]) -> bool:
     These axes must include the input features. The result is False for the convolution that
     computes the gradient of the images, because it sums over the output features.
     """
-    _, features, *space = params["dimension_numbers"].rhs_spec
-    return features - w.ndim in w.contracting and w.sums_over([features, *space])
+    (_, summed), _ = product_axes("conv_general_dilated", params)
+    *_, features = summed
+    return features - w.ndim in w.contracting and w.sums_over(summed)

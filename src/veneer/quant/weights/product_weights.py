@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from ..._core.leaf_axes import LeafAxis, Movement, aligned_axes
-from ..._core.primitives.axes import reshape_groups
+from ..._core.primitives.axes import Axes, reshape_groups
 from ..._core.primitives.scopes import may_be_tangents
 from ..._core.rules import register
 from ..._core.surface.array import ImplicitArray
@@ -24,6 +24,30 @@ from ..._core.transform import redispatch
 from ..._core.value import Value
 from ..._jax.primitives import Primitive, find_primitive
 from ..formats.tiles import Leaf, Shape
+
+#: The names of the primitives that are products.
+PRODUCTS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
+
+
+def product_axes(
+    primitive: str, params: Mapping[str, Any]
+) -> tuple[tuple[Axes, Axes], tuple[Axes, Axes]]:
+    """Return the contracted axes and the batch axes of a product, each for lhs and for rhs.
+
+    **Arguments:**
+
+    - `primitive`: a name in `PRODUCTS`. A convolution contracts the spatial axes and, as the last
+      axis, the input features. It has no batch axes.
+    - `params`: the parameters of the primitive.
+    """
+    if primitive == "ragged_dot_general":
+        return params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+    numbers = params["dimension_numbers"]
+    if primitive == "dot_general":
+        return numbers
+    lhs, rhs = ((*space, features) for _, features, *space in numbers[:2])
+    return (lhs, rhs), ((), ())
+
 
 #: The axes that reshapes merged into an axis, as pairs (origin, size), slowest-varying first. The
 #: origin is a set of axes of the original weight, or a bool: whether products contract the axis.
@@ -321,9 +345,10 @@ def _select(which: ArrayLike, *cases: ProductWeight) -> Any:
 def _combine(
     weights: Sequence[ProductWeight], combine: Callable, combine_companions: Callable[..., Any]
 ) -> Any:
-    """Return a weight with combined arrays and companions: `combine(*arrays)` and so on.
+    """Combine weights into one, whose field `array` is `combine(*arrays)`.
 
-    Drop the `factors` if they differ. Return NotImplemented if other static fields differ.
+    Each companion of the result is `combine_companions(*companions)`. Drop the `factors` if they
+    differ. Return NotImplemented if other static fields differ.
     """
     first = weights[0]
     if any(_static_fields(w) != _static_fields(first) for w in weights):
