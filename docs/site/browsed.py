@@ -1,5 +1,7 @@
-"""What only a browser tells of the site: text that is hard to read, pages too wide for a phone,
-what is fetched from other hosts as a page is read, and what the search finds first.
+"""Find faults of the site that only a browser shows.
+
+These are text that is hard to read, pages that are too wide for a phone, requests to other hosts,
+and questions that the search answers with the wrong page.
 """
 
 from collections import Counter
@@ -10,7 +12,7 @@ from urllib.parse import urlencode
 import browser
 import contrast
 
-#: What people ask of the search, and the pages of which one is to be the first or the second found.
+#: Questions for the search. One of the pages must be its first or second result.
 QUESTIONS = {
     "quantize a Flax model": {"your_model/flax_nnx", "your_model/flax_linen"},
     "quantize flax": {"your_model/flax_nnx", "your_model/flax_linen"},
@@ -27,7 +29,7 @@ QUESTIONS = {
 
 
 def not_found(address: str, chromium: browser.Browser) -> Iterator[str]:
-    """The questions that the search of the site answers with other pages."""
+    """Yield the questions that the search of the site answers with the wrong pages."""
     page = chromium.open(address)
     for question, wanted in QUESTIONS.items():
         page.go(f"{address}/?{urlencode({'q': question})}")
@@ -39,7 +41,7 @@ def not_found(address: str, chromium: browser.Browser) -> Iterator[str]:
 
 
 def faults(root: Path, executable: str) -> Iterator[str]:
-    """The faults of every page, in light on a desk and in dark on a phone."""
+    """Yield the faults of every page, in light on a desktop and in dark on a phone."""
     paths = sorted(path.parent for path in root.rglob("index.html"))
     with browser.started(executable) as chromium, browser.served(root) as address:
         if (root / "search").exists():

@@ -1,8 +1,8 @@
-"""Pages in a headless Chromium, over the pipe that it offers: nothing is installed but the browser.
+"""Control a headless Chromium through its pipe. Only the browser must be installed.
 
     apt-get install chromium
 
-https://chromedevtools.github.io/devtools-protocol has what is sent over the pipe.
+https://chromedevtools.github.io/devtools-protocol describes the commands.
 """
 
 import base64
@@ -24,12 +24,12 @@ PHONE, DESKTOP = 390, 1280  # pixels wide
 
 
 def found() -> str | None:
-    """The browser of this machine, if it has one."""
+    """Return the path of the browser, or None."""
     return next(filter(None, map(shutil.which, NAMES)), None)
 
 
 class Page:
-    """A page that a browser shows; `requests` are the addresses that it has asked for."""
+    """A page in a browser. `requests` are the addresses that it has requested."""
 
     def __init__(self, browser: "Browser", target: str) -> None:
         self.browser, self.target = browser, target
@@ -44,12 +44,12 @@ class Page:
         return self.browser.send(method, self.session, **params)
 
     def go(self, address: str) -> None:
-        """Opens an address, and returns when it and what it fetches are loaded."""
+        """Open an address. Return when the page and its resources are loaded."""
         self.send("Page.navigate", url=address)
         self.wait("document.readyState === 'complete' && location.href !== 'about:blank'")
 
     def run(self, script: str) -> Any:
-        """The value of an expression of JavaScript in the page."""
+        """Return the value of a JavaScript expression in the page."""
         answer = self.send(
             "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
         )
@@ -58,7 +58,7 @@ class Page:
         return answer["result"].get("value")
 
     def wait(self, script: str, seconds: float = 60) -> None:
-        """Returns when an expression is true."""
+        """Return when an expression is true."""
         end = time.monotonic() + seconds
         while not self.run(script):
             if time.monotonic() > end:
@@ -66,7 +66,7 @@ class Page:
             time.sleep(0.02)
 
     def screenshot(self, path: Path, *, whole: bool = False) -> None:
-        """Writes what is seen as a PNG, or the `whole` of the page."""
+        """Save the visible part of the page, or the `whole` page, as a PNG."""
         options: dict[str, Any] = {}
         if whole:
             width, height = (self.run(f"document.body.scroll{s}") for s in ("Width", "Height"))
@@ -77,7 +77,7 @@ class Page:
 
 
 class Browser:
-    """A process of Chromium; `Browser.open` gives pages."""
+    """A process of Chromium. `Browser.open` opens pages."""
 
     def __init__(self, executable: str, profile: str) -> None:
         self.pages: dict[str, Page] = {}
@@ -96,7 +96,7 @@ class Browser:
         os.close(to_write)
 
     def send(self, method: str, session: str | None = None, **params: Any) -> dict[str, Any]:
-        """Sends a command, and waits for its answer."""
+        """Send a command, and wait for its answer."""
         self.last += 1
         message = {"id": self.last, "method": method, "params": params}
         message |= {"sessionId": session} if session else {}
@@ -121,8 +121,8 @@ class Browser:
     def open(
         self, address: str, *, width: int = DESKTOP, dark: bool = False, scripts: bool = True
     ) -> Page:
-        """A page on a screen of a width, in light or dark, and with JavaScript or without."""
-        context = self.send("Target.createBrowserContext")  # in which nothing is remembered
+        """Open a page on a screen of a width, in light or dark, with or without JavaScript."""
+        context = self.send("Target.createBrowserContext")  # a context without stored data
         target = self.send("Target.createTarget", url="about:blank", **context)
         page = Page(self, target["targetId"])
         is_phone = width <= PHONE
@@ -148,7 +148,7 @@ class Browser:
 
 
 def _high(file: int) -> int:
-    """The same file under a number that is none of those that a browser is given."""
+    """Duplicate a file descriptor to a number above those that the browser uses."""
     import fcntl
 
     copy = fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 10)
@@ -158,7 +158,7 @@ def _high(file: int) -> int:
 
 @contextlib.contextmanager
 def started(executable: str) -> Iterator[Browser]:
-    """A browser, until the end of the block."""
+    """Run a browser until the end of the block."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         browser = Browser(executable, profile)
         try:
@@ -169,7 +169,7 @@ def started(executable: str) -> Iterator[Browser]:
 
 @contextlib.contextmanager
 def served(folder: Path) -> Iterator[str]:
-    """The address at which a folder is served, until the end of the block."""
+    """Serve a folder until the end of the block. Return its address."""
 
     class Quiet(http.server.SimpleHTTPRequestHandler):
         def log_message(self, *_: object) -> None:

@@ -1,11 +1,11 @@
-"""Holds the site that was built to what its readers need, with no network.
+"""Check the built site, without a network.
 
     python docs/site/check.py build/html [--look]
 
-Pictures say what they show; nothing is fetched from other hosts as a page is read; links within the
-site lead somewhere, those in HTML too; no example of a docstring has become a quotation. To look is
-to open every page in a headless Chromium, if there is one: text is readable in light and in dark,
-no page is wider than a phone, and the search finds what is asked for.
+Images have descriptions. Pages load nothing from other hosts. Links within the site work, also in
+HTML. No example of a docstring became a quotation. `--look` opens every page in a headless
+Chromium, if it is installed: text has enough contrast in light and in dark, no page is wider than a
+phone, and the search finds the right pages.
 """
 
 import sys
@@ -20,7 +20,7 @@ FETCHED = {"script": "src", "img": "src", "link": "href", "iframe": "src", "sour
 
 
 class Page(HTMLParser):
-    """What a page of HTML lacks, in `faults`."""
+    """The faults of an HTML page."""
 
     def __init__(self, path: Path, root: Path) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Page(HTMLParser):
 
 
 def main(root: Path, *, look: bool) -> int:
-    """Prints the faults of every page; returns how many there are."""
+    """Print the faults of every page, and return their number."""
     pages = [Page(path, root) for path in sorted(root.rglob("*.html")) if path.name != "404.html"]
     faults = [f"{page.path.relative_to(root)}: {fault}" for page in pages for fault in page.faults]
     done = "pictures, links and hosts"

@@ -1,6 +1,6 @@
-"""Text of a page that one may fail to read, for its color is near to what it is on.
+"""Find text with too little contrast to its background.
 
-WCAG 2.1, 1.4.3: a contrast of 4.5 to 1, and of 3 to 1 for large text.
+WCAG 2.1, 1.4.3 asks for a contrast of 4.5 to 1, and of 3 to 1 for large text.
 """
 
 from pathlib import Path
@@ -12,5 +12,5 @@ SCRIPT = Path(__file__).with_suffix(".js").read_text("utf-8")
 
 
 def faults(page: Page) -> list[dict[str, Any]]:
-    """What is hard to read of what is seen of a page: the text, its contrast and its element."""
+    """Return the visible text with too little contrast: the text, its contrast and its element."""
     return page.run(SCRIPT)

@@ -1,4 +1,4 @@
-"""Examples in docstrings, `>>>`, shown as code: Markdown would take them for quotations."""
+"""Show examples in docstrings, `>>>`, as code. Markdown would take them for quotations."""
 
 import re
 from typing import Any
@@ -9,7 +9,7 @@ EXAMPLE = re.compile(r"(?:^[ \t]*(?:>>>|\.\.\.).*\n?(?:^(?![ \t]*$).*\n?)*)+", r
 
 
 class Fences(griffe.Extension):
-    """Fences each block of examples of a docstring."""
+    """A preprocessor that puts a fence around each block of examples."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring and ">>>" in obj.docstring.value:

@@ -1,10 +1,10 @@
-"""Draws the plots of the pages, of the tables that they have and of the programs of the gallery.
+"""Draw the plots of the pages, from their tables and from the programs of the gallery.
 
     python docs/site/gallery.py [NAME ...]
 
-Nothing is measured here: a figure is in a table first, which a program of benchmarks/ prints. Each
-plot says in a comment what it was drawn from, so that a test can tell when that has changed. In an
-SVG that is an image, colors of text follow the page: light, or dark.
+Nothing is measured here. A figure comes from a table of a page, which a program of benchmarks/
+prints. Each plot has a comment with a hash of its data, so that a test finds outdated plots. The
+text of a plot has the light or dark color of the page.
 """
 
 import hashlib
@@ -27,17 +27,18 @@ from tables import ROOT, Table
 GALLERY = ROOT / "docs" / "gallery"
 PROGRAM = re.compile(r"```python\n(.*?)```", re.DOTALL)
 
-# Near to Okabe and Ito's: people tell them apart who see fewer colors, and on white and on black.
-# Lines differ in their marks, too, and each is named where it ends.
+# Similar to the colors of Okabe and Ito, which color-blind people can distinguish, on white and
+# on black.
+# Lines also have different marks, and names at their ends.
 BLUE, RED, GREEN, PINK = "#2b86c9", "#D55E00", "#009E73", "#CC79A7"
 COLORS, MARKS = (BLUE, RED, GREEN, PINK), "osD^vPX"
-# What text, and lines behind it, are on light paper and on dark.
+# The colors of text and grid lines, on a light and on a dark page.
 INK, MUTED, GRID = "#1f2328", "#57606a", "#d8dee4"
 DARK = {INK: "#e6e9ec", MUTED: "#a2abb5", GRID: "#3a424b"}
 
 
 def figure(width: float = 6.4, height: float = 3.7, columns: int = 1) -> tuple[Figure, list[Axes]]:
-    """An empty plot in the style of all."""
+    """Return an empty plot in the common style."""
     drawn = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasSVG(drawn)
     panels = list(np.ravel(drawn.subplots(1, columns, sharey=True)))
@@ -56,7 +57,7 @@ def say(axes: Axes, *, x: str = "", y: str = "", title: str = "") -> None:
 
 
 def ticks(axis: Any, at: Sequence[float], names: Iterable[str] | None = None) -> None:
-    """Marks these values of an axis and no others."""
+    """Set the ticks of an axis to these values."""
     axis.set_ticks(at)
     axis.set_minor_formatter(NullFormatter())
     if names is None:
@@ -66,11 +67,11 @@ def ticks(axis: Any, at: Sequence[float], names: Iterable[str] | None = None) ->
 
 
 def name_ends(axes: Axes, lines: dict[str, tuple[float, float]], apart: float = 12) -> None:
-    """Writes the names of lines to the right of where they end, at least so many points apart."""
+    """Write the names of lines at their right ends, at least `apart` points from each other."""
     options: dict = {"textcoords": "offset points", "va": "center", "annotation_clip": False}
     write = lambda name, end: axes.annotate(name, end, (9, 0), color=INK, fontsize=9, **options)
     names = [(write(name, end), end) for name, end in lines.items()]
-    axes.figure.canvas.draw()  # makes room for them; then it is known how high lines end
+    axes.figure.canvas.draw()  # makes room for the names, which determines the height of the ends
     height = lambda end: axes.transData.transform(end)[1] * 72 / axes.figure.dpi
     free = -np.inf
     for name, end in sorted(names, key=lambda item: height(item[1])):
@@ -82,7 +83,7 @@ def name_ends(axes: Axes, lines: dict[str, tuple[float, float]], apart: float = 
 def drawn_lines(
     axes: Axes, x: Sequence[float], lines: dict[str, Sequence[float]], apart: float = 12
 ) -> None:
-    """A line for each name, of a color and a mark of its own, named where it ends."""
+    """Draw a line for each name, with its own color and mark, and write its name at its end."""
     ends = {}
     for i, (name, y) in enumerate(lines.items()):
         color, mark = COLORS[i % len(COLORS)], MARKS[i % len(MARKS)]
@@ -92,7 +93,7 @@ def drawn_lines(
 
 
 def by_loss(axes: Axes, at: Sequence[float]) -> None:
-    """Cosines on an axis by how little they are short of 1."""
+    """Scale an axis of cosines by their distance from 1."""
     axes.set_yscale(
         "function",
         functions=(lambda y: -np.log(np.maximum(1 - y, 1e-9)), lambda z: 1 - np.exp(-z)),
@@ -238,10 +239,10 @@ def memory(names: dict[str, Any]) -> Figure:
 
 
 def megabytes_held(program: Any) -> list[float]:
-    """The megabytes that a compiled program holds as it goes on, instruction after instruction.
+    """Return the megabytes that a compiled program holds after each instruction.
 
-    Its arguments, of which those that are donated become results, and each value from where it is
-    computed to where it is used last.
+    They include the arguments, and each value from its computation to its last use. Donated
+    arguments become results.
     """
     text = program.as_text()
     lines = text[text.index("\nENTRY") :].splitlines()[2:]
@@ -258,7 +259,7 @@ def megabytes_held(program: Any) -> list[float]:
         owner[name] = used if kind in views else {name}
         sizes[name] = 0 if kind in {*views, "parameter", "constant"} else bytes_of(shape)
         last[name] = i
-        if root:  # results are where the arguments were that were donated
+        if root:  # results replace donated arguments
             sizes |= dict.fromkeys(used, 0)
     arguments = program.memory_analysis().argument_size_in_bytes
     held = [arguments / 1e6]
@@ -269,7 +270,7 @@ def megabytes_held(program: Any) -> list[float]:
 
 
 def bytes_of(shape: str) -> int:
-    """The bytes of a shape of HLO, or of a tuple of them: `f32[8,512]{1,0}`."""
+    """Return the bytes of a shape in HLO, such as `f32[8,512]{1,0}`, or of a tuple of shapes."""
     width = lambda kind: max(8, int(re.sub(r"\D", "", kind)[:2] or 8)) // 8
     sides = [
         (kind, [int(side) for side in dims.split(",") if side])
@@ -326,7 +327,7 @@ def sharding(names: dict[str, Any]) -> Figure:
 
 
 def programs() -> dict[str, Any]:
-    """What the names of the programs of the gallery are, once they have run."""
+    """Run the programs of the gallery, and return their variables."""
     names: dict[str, Any] = {"__name__": "example"}
     page = (ROOT / "docs" / "gallery.md").read_text("utf-8")
     for program in PROGRAM.findall(page):
@@ -346,7 +347,7 @@ PROGRAMS = {"memory": memory, "throws": throws, "sampler": sampler, "sharding": 
 
 
 def source(name: str) -> str:
-    """What a plot is drawn from, as a number."""
+    """Return a hash of the data of a plot."""
     if name in PROGRAMS:
         page = (ROOT / "docs" / "gallery.md").read_text("utf-8")
         text = "".join(PROGRAM.findall(page))
@@ -356,7 +357,7 @@ def source(name: str) -> str:
 
 
 def svg(drawn: Figure, of: str) -> str:
-    """The plot as text: its letters are letters, and its colors of the page that it is in."""
+    """Return the plot as SVG, with text as text, in the colors of the page."""
     options = {"svg.fonttype": "none", "svg.hashsalt": "veneer"}
     with matplotlib.rc_context(options), io.StringIO() as written:
         drawn.savefig(

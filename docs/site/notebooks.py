@@ -1,8 +1,8 @@
-"""Pages as notebooks: their programs are cells, and what these print is below them.
+"""Convert pages to notebooks: programs become cells, with their output.
 
-They are made as the site is laid out, so that none is committed. The site has them to download;
-and where it is made by GitHub ($GITHUB_REPOSITORY), for a branch gh-pages with a folder a version
-($SITE_VERSION), a page has a link that opens its notebook in Colab.
+The notebooks are made with the site and are not committed. The site offers them as downloads. If
+GitHub builds the site ($GITHUB_REPOSITORY) for a branch gh-pages with a folder per version
+($SITE_VERSION), a page also links to its notebook in Colab.
 """
 
 import os
@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-#: The page of each, and what its programs need beside veneer[examples].
+#: The page of each notebook, and the packages that it needs beside veneer[examples].
 NOTEBOOKS = {
     "start_here": ("README.md", ""),
     "quantize_your_model": ("docs/your_model/flax_nnx.md", "flax"),
@@ -19,7 +19,7 @@ NOTEBOOKS = {
 }
 PROGRAM = re.compile(r"^```python\n(.*?)^```(?:\n+```text\n(.*?)^```)?", re.DOTALL | re.MULTILINE)
 
-# Colab has JAX and NumPy; elsewhere one is asked to install what is missing.
+# Colab has JAX and NumPy. Elsewhere, the reader installs them.
 INSTALL = """\
 try:
     import veneer
@@ -28,7 +28,7 @@ except ImportError:
 
 
 def notebook(text: str, needs: str = "") -> dict[str, Any]:
-    """A page as a notebook of format 4.5."""
+    """Return a page as a notebook of format 4.5."""
     repository = os.environ.get("GITHUB_REPOSITORY")
     cells = list(cells_of(text))
     if repository:
@@ -55,7 +55,7 @@ def cells_of(text: str) -> Iterator[dict[str, Any]]:
 
 
 def prose(source: str) -> dict[str, Any]:
-    """A cell of words; links that lead nowhere from here, as `#`, are words, too."""
+    """Return a text cell. Links within the page become plain words."""
     source = re.sub(r"(!?)\[([^\]]*)\]\(#[^)]*\)", lambda m: "" if m[1] else m[2], source)
     return {"cell_type": "markdown", "metadata": {}, "source": source}
 
@@ -67,7 +67,7 @@ def code(source: str, printed: str) -> dict[str, Any]:
 
 
 def offered(name: str, folder: str) -> str:
-    """A line for the page of a notebook that offers it, of the folder that it is in."""
+    """Return the line of a page that links to its notebook."""
     links = [f"[As a notebook]({folder}/{name}.ipynb)"]
     if repository := os.environ.get("GITHUB_REPOSITORY"):
         version = os.environ.get("SITE_VERSION", "dev")

@@ -1,4 +1,4 @@
-"""Takes the pictures of pages that the documentation shows, with a headless Chromium.
+"""Take the screenshots of the documentation, with a headless Chromium.
 
 python docs/site/screenshots.py
 """
@@ -15,7 +15,7 @@ DOCS = Path(__file__).parents[1]
 
 
 def of_report(chromium: browser.Browser, out: Path) -> None:
-    """The report of the first program of docs/what_materialised.md, by line, in light and dark."""
+    """Capture the report of the first program of docs/what_materialised.md, in light and dark."""
     page = (DOCS / "what_materialised.md").read_text("utf-8")
     program = re.search(r"```python\n(.*?)^print", page, re.DOTALL | re.MULTILINE)
     assert program

@@ -1,10 +1,10 @@
-"""Lays out the pages for the site, as they lie in the repository and as they are read there.
+"""Stage the pages for the site, which have other links than the pages in the repository.
 
     python docs/site/stage.py
 
-Pages stay where they are, with links that GitHub follows. Into build/site they are copied, with
-the files outside of docs that they lead to, each as a page, and with a reference of the public
-names, found in the sources. mkdocs.yml is of that folder.
+Pages in docs have links for GitHub. This copies them to build/site, with the files outside of docs
+that they link to, each as a page, and with a reference of the public names. mkdocs.yml builds that
+folder.
 """
 
 import ast
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 OUT = ROOT / "build" / "site"
 
-# Where a page is on the site, if it is not where it is in docs.
+# The paths of pages on the site that differ from their paths in docs.
 MOVED = {
     "docs/README.md": "contents.md",
     "README.md": "project/readme.md",
@@ -41,18 +41,18 @@ LINK = re.compile(
 )
 
 
-# Lines of the README that show an image of another host. The site fetches nothing from others.
+# Lines of the README with images of another host, which the site does not load.
 BADGE = re.compile(r"^\[?!\[[^\]]*\]\(https://img\.shields\.io/.*\n", re.MULTILINE)
 
 
 class Site:
-    """The pages of the site; those that links lead to are added as they are met."""
+    """The pages of the site. Pages that links lead to are added."""
 
     def __init__(self) -> None:
         self.done: set[Path] = set()
 
     def place(self, source: Path) -> str:
-        """Where a file is on the site, laid there if it is not yet."""
+        """Return the path of a file on the site. Add the file if it is missing."""
         name = source.relative_to(ROOT).as_posix()
         if source.is_dir():
             readme = source / "README.md"
@@ -99,7 +99,7 @@ class Site:
         return target
 
     def linked(self, source: Path, address: Callable[[str], str]) -> str:
-        """The text of a page, with the addresses of the pages that it links to."""
+        """Return the text of a page, with the addresses of its links on the site."""
 
         def replaced(match: re.Match[str]) -> str:
             code, link, anchor = match.groups()
@@ -114,7 +114,7 @@ class Site:
 
 
 def found_last(page: Path) -> str:
-    """What tells the search that few look for a page: of sources, and for who works on them."""
+    """Return front matter that hides sources from the search and ranks project pages low."""
     name = page.relative_to(OUT).as_posix()
     if name.startswith("sources/"):
         return "---\nsearch:\n  exclude: true\n---\n\n"
@@ -124,7 +124,7 @@ def found_last(page: Path) -> str:
 
 
 def elsewhere(page: str) -> str:
-    """The address of a page for who is not on the site, or none if it is not known."""
+    """Return the public address of a page, or `#` if it is unknown."""
     site = os.environ.get("SITE_URL", "").rstrip("/")
     page = re.sub(r"(^|/)index\.md$", r"\1", page)
     page = re.sub(r"\.md$", "/", page)
@@ -143,7 +143,7 @@ def included(text: str) -> str:
 
 
 def public_names(module: str) -> list[str]:
-    """What a module offers, from its sources: `__all__`, or the names that it gives."""
+    """Return the public names of a module from its source: `__all__`, or its definitions."""
     path = ROOT / "src" / Path(*module.split("."))
     path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     names: list[str] = []

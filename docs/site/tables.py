@@ -1,4 +1,4 @@
-"""The tables of pages, as rows of what their cells say."""
+"""Read the tables of pages."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Table:
-    """The table of a page that begins with a line; without bold and links."""
+    """The table of a page that begins with a given line, without bold and links."""
 
     def __init__(self, page: str, first: str) -> None:
         text = (ROOT / page).read_text("utf-8")
