@@ -39,7 +39,7 @@ class Compiled:
 
     @property
     def raw(self) -> Any:
-        """The program as a Numba dispatcher, for other functions under `numba.njit`.
+        """The program as a Numba dispatcher, which other `numba.njit` functions can call.
 
         It takes the leaves of the arguments, and returns the result or a tuple of the leaves of
         the results. Scalars are numbers. An integer that does not fit raises `OverflowError`. Numba
@@ -144,7 +144,7 @@ def source_of(graph: Graph, calls: Calls | None = None) -> Source:
 
 
 def _result(b: Builder, value: ArrayExpr) -> Buffer:
-    """Return a buffer that is all of its own block of work memory, as a result has to be."""
+    """Return an array in a block of work memory that nothing else uses. Copy it if necessary."""
     buffer = b.force(value)
     memory = buffer.memory
     if memory.kind == "work" and memory.alias is None and buffer.size == memory.size:
@@ -265,7 +265,7 @@ def _tree_function(entry: Callable[..., Any], in_tree: Any, out_tree: Any) -> Ca
 
 
 def _tree_function_source(arguments: list[Any], out_tree: Any) -> str | None:
-    """Return the source for trees of tuples, lists and dicts, or None for other trees."""
+    """Return source code for trees of tuples, lists and dicts, or None for other trees."""
     names = [f"x{n}" for n in range(len(arguments))]
     reader = _Reader()
     leaves = [

@@ -153,14 +153,17 @@ _METH_FASTCALL_KEYWORDS = 0x80 | 0x2
 
 
 def table_dtypes(source: Source) -> list[np.dtype]:
-    """Return the distinct dtypes of arguments, of the 64-bit arguments taken, and of results."""
+    """Return the distinct dtypes of the arguments and results of a program.
+
+    They include the 64-bit dtypes that are accepted for 32-bit arguments.
+    """
     exact = [memory.dtype for memory in (*source.inputs, *source.outputs)]
     wide = [source.wide_dtype(memory.dtype) for memory in source.inputs]
     return [*dict.fromkeys([*exact, *(dtype for dtype in wide if dtype is not None)])]
 
 
 def table_names(source: Source) -> list[str]:
-    """Return the names of the entries of a program's table, each an address of 8 bytes."""
+    """Return the names of the addresses in the table of a program, 8 bytes each, in their order."""
     n_dtypes = range(len(table_dtypes(source)))
     names = [*_FIRST, *(f"dtype{n}" for n in n_dtypes), *(f"scalar{n}" for n in n_dtypes)]
     return [*names, *(f"constant{n}" for n in range(len(source.constants)))]

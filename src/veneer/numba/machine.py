@@ -91,7 +91,7 @@ def object_code(source: Source) -> bytes:
 
 
 class _Writer:
-    """An LLVM IR builder that loads from integer addresses and from the table of an entry."""
+    """An LLVM IR builder with loads from integer addresses, and from the table of a program."""
 
     def __init__(self, builder: ir.IRBuilder, table: Any, source: Source):
         self.builder, self.table = builder, table
@@ -300,7 +300,7 @@ def _new_array(w: _Writer, dtype: int, shape: Sequence[int], others: Sequence[An
 
 
 def _require_object(w: _Writer, made: Any, others: Sequence[Any]) -> None:
-    """If an object is NULL, for which an exception is set, release `others` and return NULL."""
+    """If CPython returned NULL, which means an error, release `others` and return NULL."""
     builder = w.builder
     success, failure = builder.append_basic_block(), builder.append_basic_block()
     builder.cbranch(builder.icmp_unsigned("!=", made, w.word(0)), success, failure)

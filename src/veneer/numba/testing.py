@@ -27,7 +27,7 @@ def compare_numba_and_py(
     atol: float | None = None,
     native: bool = True,
 ) -> Any:
-    """Compile a JAX function, and compare its results with those of the NumPy rules.
+    """Compile a JAX function, and compare its results with the results of the NumPy rules.
 
     The comparison covers the values, dtypes, shapes and structure of the results. It also checks
     that no argument is modified. The generated code runs in Python, with a check of each memory

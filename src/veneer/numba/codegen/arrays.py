@@ -184,7 +184,10 @@ class ArrayExpr:
         return len(self.shape)
 
     def at(self, k: "LoopNest", index: tuple[Index, ...]) -> str:
-        """Return an expression for the entry at `index`, and write to `k` what it needs."""
+        """Return an expression for the entry at `index`.
+
+        Statements that it needs are written to `k`.
+        """
         raise NotImplementedError
 
 
@@ -217,10 +220,10 @@ class Buffer(ArrayExpr):
 class LazyArray(ArrayExpr):
     """An array whose entries are computed by the loops that read them.
 
-    `entry` returns an expression for the entry at an index, and writes statements that it needs to
-    the loop nest. `cost` is about the number of instructions per entry, with those of all lazy
-    operands, and 0 for a view. `reads` are all lazy arrays that an entry depends on. `name` is the
-    primitive that made the array.
+    `entry` returns an expression for the entry at an index, and writes statements to the loop nest
+    if necessary. `cost` is about the number of instructions per entry, including lazy operands, and
+    0 for a view. `reads` are all lazy arrays that an entry depends on. `name` is the primitive that
+    made the array.
     """
 
     shape: tuple[int, ...]
@@ -280,5 +283,5 @@ def lazy_arrays_in(*values: ArrayExpr) -> frozenset[ArrayExpr]:
 
 
 def scalar_expr(text: str, dtype: np.dtype) -> LazyArray:
-    """Return an array of rank 0 with an expression as its entry."""
+    """Return an array of rank 0 whose only entry is an expression."""
     return LazyArray((), dtype, lambda k, index: text)

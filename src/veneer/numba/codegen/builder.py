@@ -1,4 +1,4 @@
-"""The builder that rules are given: it runs the rule of each equation and collects kernels."""
+"""The builder of a program: it runs the rule of each primitive and collects kernels."""
 
 import math
 import warnings
@@ -80,7 +80,7 @@ class Builder:
     def buffer(self, shape: Sequence[int] | None = None, dtype: Any = None) -> Buffer:
         """Allocate memory to write to.
 
-        The default shape and dtype are those of the first result.
+        The first result of the equation sets the default shape and dtype.
         """
         shape = self.out.shape if shape is None else shape
         dtype = np.dtype(self.out.dtype if dtype is None else dtype)
@@ -94,14 +94,14 @@ class Builder:
         dtype: Any = None,
         cost: int = 0,
     ) -> LazyArray:
-        """Return a lazy array, whose entries are computed where they are read.
+        """Return a lazy array, whose entries are computed by the loops that read them.
 
         **Arguments:**
 
         - `entry`: given a loop nest and an index, returns the expression of an entry, and may write
             statements to the loop nest.
         - `operands`: the arrays that `entry` reads.
-        - `shape`, `dtype`: of the lazy array. The default is that of the first result.
+        - `shape`, `dtype`: of the lazy array. By default, as the first result of the equation.
         - `cost`: about the number of instructions that `entry` adds per entry.
         """
         shape = self.out.shape if shape is None else shape
@@ -133,7 +133,7 @@ class Builder:
     def force(self, value: ArrayExpr) -> Buffer:
         """Return an array in memory.
 
-        A lazy array is computed now, or reused if it was computed before.
+        A lazy array is computed now, unless it was computed before.
         """
         if isinstance(value, Buffer):
             return value
@@ -157,7 +157,7 @@ class Builder:
         return buffer
 
     def cheap(self, value: ArrayExpr) -> ArrayExpr:
-        """Return an array that is cheap to read repeatedly: force it if its entries are costly."""
+        """Return an array that is cheap to read again. A costly lazy array is computed now."""
         if self._kernel is not None:
             return self._let(value)
         return (
@@ -167,18 +167,18 @@ class Builder:
         )
 
     def _let(self, value: ArrayExpr) -> ArrayExpr:
-        """Return a scalar of the kernel being written as a local variable."""
+        """Assign a scalar to a local variable of the kernel that is being written."""
         if value.ndim or self._kernel is None:
             return value
         return scalar_expr(self._kernel.let(self._kernel.read(value, ())), value.dtype)
 
     def hoist(self, value: ArrayExpr, axes: Sequence[int]) -> ArrayExpr:
-        """Force an operand if loops over the result would compute its entries again and again.
+        """Compute a lazy operand now if loops over the result would compute its entries repeatedly.
 
         **Arguments:**
 
-        - `axes`: the axes of the result that the operand depends on. Along other axes, its entries
-            are repeated. Repetition in inner loops costs nothing, as outer loops read the entry.
+        - `value`: the operand, which broadcasts to the result.
+        - `axes`: the axes of the result along which the operand is not repeated.
         """
         shape = self.out.shape
         others = [axis for axis in range(len(shape)) if axis not in axes and shape[axis] > 1]
@@ -242,7 +242,7 @@ class Builder:
 
     @property
     def earlier_statements(self) -> Iterator[Statement]:
-        """The statements before those of the current block."""
+        """The statements before the current block."""
         for body in self._bodies[:-1]:
             yield from body[:-1]
 
@@ -350,11 +350,14 @@ class Builder:
 
     @property
     def in_kernel(self) -> bool:
-        """Whether equations are being written into a kernel, where every value is a scalar."""
+        """True while equations are written into a kernel, where every value is a scalar."""
         return self._kernel is not None
 
     def _by_rule(self, rule: Callable[..., Any], operands: list[ArrayExpr]) -> Any:
-        """Return the results of a rule, or those of the Numba function that the rule returns."""
+        """Run a rule on operands.
+
+        If it returns a Numba function, write a call. Return the results.
+        """
         assert self.equation is not None
         function = rule
         if not is_numba_function(rule):

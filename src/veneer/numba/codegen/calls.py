@@ -37,9 +37,10 @@ def call_address(function, *pointers):
 
 
 class Calls:
-    """The calls out of a program. A call that fails ends the program, which then raises its error.
+    """The calls that a compiled program makes to functions at addresses.
 
-    `names` lists the called functions, for error messages.
+    A call that fails ends the program, which then raises the error. `names` lists the called
+    functions, for error messages.
     """
 
     def __init__(self) -> None:

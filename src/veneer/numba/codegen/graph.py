@@ -75,7 +75,7 @@ class Equation:
 
     @property
     def has_empty_results(self) -> bool:
-        """Whether no result has an entry. Rules are not called for such equations."""
+        """True if no result has an entry. No rule is called for such an equation."""
         shapes = [getattr(v.aval, "shape", (1,)) for v in self.outputs]
         return bool(shapes) and not self.origin.effects and all(0 in shape for shape in shapes)
 

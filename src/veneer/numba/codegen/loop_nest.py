@@ -133,10 +133,7 @@ class LoopNest:
         return text
 
     def load(self, buffer: Buffer, index: Sequence[Index]) -> str:
-        """Load an entry of a buffer into a local variable of the computed dtype.
-
-        Return its name.
-        """
+        """Load an entry of a buffer into a local variable. Return the name of the variable."""
         stored = self._access(buffer, index)
         text = storage.decode(self, stored, buffer.dtype)
         if buffer.memory in self.written:
@@ -152,8 +149,8 @@ class LoopNest:
     def let(self, text: str, name: str = "v") -> str:
         """Return a local variable with the value of an expression without side effects.
 
-        It is computed in the outermost loop that knows the variables of `text`, but inside
-        conditions.
+        The outermost loop that knows the variables of the expression computes it. Inside a
+        condition, the expression is not moved out of the condition.
         """
         if text.isidentifier() and text in self._depths:
             return text
@@ -228,7 +225,7 @@ class LoopNest:
         return (Access(*names[parameter], at) for parameter, at in self._accesses)
 
     def access_of(self, text: str) -> Access | None:
-        """Return the access by which a local variable was loaded, or None if it was computed."""
+        """Return the memory access that loaded a local variable, or None if it was computed."""
         sources = (source for known in self._cached for source, v in known.items() if v == text)
         for source in sources:
             match = _ACCESS.fullmatch(source) if isinstance(source, str) else None
@@ -246,9 +243,9 @@ class LoopNest:
         return "\n".join(self._rendered(self._body, 1))
 
     def _merge(self, scope: _Scope) -> bool:
-        """Merge a loop with the only loop inside it, if every access allows it.
+        """Merge a loop with the only loop inside it, if all accesses allow it.
 
-        Return whether it did.
+        Return whether they do.
         """
         inner = scope.lines[0] if len(scope.lines) == 1 else None
         if not isinstance(inner, _Scope):

@@ -166,7 +166,10 @@ class NativeFunction:
         return results
 
     def _accepted_params(self, python: Any, params: dict[str, Any]) -> dict[str, Any]:
-        """Return the parameters that the function takes. Raise if it takes too few of them."""
+        """Return the parameters that the function accepts. Raise `TypeError` if it lacks one.
+
+        It may lack parameters that are None.
+        """
         if not isinstance(python, FunctionType):
             return {name: value for name, value in params.items() if value is not None}
         known = inspect.signature(python).parameters
@@ -258,7 +261,7 @@ class NativeFunction:
 
 @functools.cache
 def _always_failing() -> Any:
-    """Return a C function like the one of `NativeFunction`, which always fails."""
+    """Return a compiled C function that returns without success, to replace a callback."""
 
     def native(place):
         return
@@ -267,7 +270,7 @@ def _always_failing() -> Any:
 
 
 def _caller(function: Any, n_operands: int, params: dict[str, Any]) -> Callable[..., Any]:
-    """Return a function of the operands that passes `params` to `function` as constants."""
+    """Return a function of operands that calls `function` with `params` as constant keywords."""
     names = {"function": function}
     arguments = operands = [f"x{n}" for n in range(n_operands)]
     for n, (name, value) in enumerate(params.items()):
@@ -309,9 +312,9 @@ _referenced: list[Any] = []  # objects to which compiled code refers by their ad
 
 @intrinsic
 def address_of(typing_context, x, like):
-    """Return the address of the entries of an array, or of a stack slot with a number.
+    """Return the address of the entries of an array, or of a copy of a number on the stack.
 
-    `like` is an array. Its dtype and rank are required of `x`.
+    `like` is an array with the required dtype and rank.
     """
     if isinstance(x, types.Array):
         if x.dtype != like.dtype or x.layout != "C" or x.ndim != like.ndim:
@@ -348,7 +351,10 @@ def _address_of_number(context: Any, builder: Any, signature: Any, args: Any) ->
 
 @intrinsic
 def fits(typing_context, x, like):
-    """Return whether an integer `x` fits the dtype of the array `like`. Pass other numbers."""
+    """Return whether the integer `x` fits the dtype of the array `like`.
+
+    Other numbers always fit.
+    """
 
     def emit(context, builder, signature, args):
         number, kind = signature.args[0], signature.args[1].dtype
@@ -391,9 +397,9 @@ def raw_function(source: Source, address: int, entry: Any) -> Any:
 
 
 def _table_without_callbacks(source: Source, table: np.ndarray) -> np.ndarray:
-    """Return a table whose callbacks only fail: threads of Numba must not wait for the GIL.
+    """Return the table of a program, with callbacks to Python replaced by a function that fails.
 
-    The constants are at the end of the table.
+    Threads of Numba must not wait for the GIL. The constants are at the end of the table.
     """
     if not source.callbacks:
         return table

@@ -40,17 +40,17 @@ class Statement:
 
     @property
     def memories(self) -> Iterator[Memory]:
-        """The memory that the line itself uses."""
+        """The blocks of memory that the line itself reads or writes."""
         return (resolve_alias(x)[0] for x in self.pieces if isinstance(x, Buffer))
 
     @property
     def all_memories(self) -> set[Memory]:
-        """The memory that the line and its block use."""
+        """The blocks of memory that the line or its block reads or writes."""
         return set(self.memories).union(*(inner.all_memories for inner in self.body or ()))
 
 
 def resolve_alias(buffer: Buffer) -> tuple[Memory, str]:
-    """Return the memory that a buffer is in, after aliases, and the offset of its first entry."""
+    """Return the memory in which a buffer finally is, and the offset of its first entry."""
     memory, offset = buffer.memory, buffer.offset
     while memory.alias is not None:
         whole = memory.alias
@@ -61,7 +61,7 @@ def resolve_alias(buffer: Buffer) -> tuple[Memory, str]:
 
 @dataclass
 class _Life:
-    """The first and the last statement that use a block of memory, by number."""
+    """The numbers of the first and the last statement that use a block of memory."""
 
     first: int
     last: int
@@ -256,7 +256,7 @@ class Source:
 
     @property
     def is_long(self) -> bool:
-        """Whether a call certainly takes tens of microseconds."""
+        """True if a call certainly takes tens of microseconds."""
         memories = (*self.inputs, *self.outputs)
         nbytes = sum(memory.nbytes for memory in memories) + self.work_nbytes
         nbytes += sum(array.nbytes for array in self.constants)
@@ -328,7 +328,7 @@ def _key(
     Notes of user lines are excluded.
     """
     digest = hashlib.sha256()
-    # The entry for Python checks the shapes of arguments and sets those of results.
+    # The entry for Python checks the shapes of arguments and sets the shapes of results.
     shapes = f"{program.input_shapes}{program.output_shapes}"
     digest.update(f"{shapes}{work_nbytes}{narrows}".encode())
     for memory in (*program.inputs, *program.outputs):

@@ -21,7 +21,7 @@ class Unsupported(NotImplementedError):
     **Arguments:**
 
     - `parameter`: the name of the parameter, or a property of an operand, such as "dtype".
-    - `reason`: a sentence that says what is not supported.
+    - `reason`: a sentence that explains the limitation.
     """
 
     def __init__(self, parameter: str, reason: str):

@@ -68,7 +68,7 @@ def float_to_half(x):
     sign = np.uint32(np.uint32(bits >> np.uint32(16)) & np.uint32(0x8000))
     magnitude = np.uint32(bits & np.uint32(0x7FFFFFFF))
     absolute = reinterpreted(magnitude, np.float32(0))
-    # The addition of 0.5 rounds a denormal, as its last bit is that of a denormal float16.
+    # The addition of 0.5 rounds a denormal, because 0.5 has the last bit of a denormal float16.
     small = reinterpreted(absolute + np.float32(0.5), np.uint32(0))
     denormal = np.uint32(np.int64(small) - np.int64(0x3F000000))
     odd = np.uint32(np.uint32(magnitude >> np.uint32(13)) & np.uint32(1))
@@ -138,17 +138,17 @@ def computed_dtype(dtype: np.dtype) -> np.dtype:
 
 
 def decode(k: "LoopNest", text: str, dtype: np.dtype) -> str:
-    """Convert an expression from the stored to the computed dtype."""
+    """Convert the expression of an entry in memory to the dtype of computation."""
     return k.call(_CONVERTED[dtype].load, text) if dtype in _CONVERTED else text
 
 
 def encode(k: "LoopNest", text: str, dtype: np.dtype) -> str:
-    """Convert an expression from the computed to the stored dtype."""
+    """Convert the expression of a computed entry to the dtype in memory."""
     return k.call(_CONVERTED[dtype].store, text) if dtype in _CONVERTED else text
 
 
 def round_to(k: "LoopNest", text: str, dtype: np.dtype) -> str:
-    """Round an expression of the computed dtype to a number that `dtype` can represent."""
+    """Round the expression of a computed entry to a number that `dtype` can represent."""
     if dtype not in _CONVERTED or dtype.kind == "b":
         return text
     return decode(k, encode(k, text, dtype), dtype)

@@ -170,6 +170,22 @@ def key_of(function: Callable[..., Any]) -> str:
 # Instructions of the CPU. None of them branches.
 
 
+def _named(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an instruction of a name that calls `run` in Python."""
+
+    def call(*args):
+        return run(*args)
+
+    unwrapped = inspect.unwrap(call)
+    unwrapped.__name__ = unwrapped.__qualname__ = name
+    return instruction(unwrapped)
+
+
+floor, ceil, trunc = (_named(f.__name__, f) for f in (np.floor, np.ceil, np.trunc))
+rint, sqrt, copysign = (_named(f.__name__, f) for f in (np.rint, np.sqrt, np.copysign))
+fabs = _named("fabs", np.abs)
+
+
 @instruction
 def select(condition, x, y):
     """Return `x` if `condition` is true, or else `y`. Both have the same type."""
@@ -196,48 +212,6 @@ def minimum(x, y):
     if isinstance(x, np.floating) and x == y:
         return x if np.signbit(x) else y
     return np.minimum(x, y)
-
-
-@instruction
-def floor(x):
-    """Round a float down to an integer."""
-    return np.floor(x)
-
-
-@instruction
-def ceil(x):
-    """Round a float up to an integer."""
-    return np.ceil(x)
-
-
-@instruction
-def trunc(x):
-    """Round a float towards zero to an integer."""
-    return np.trunc(x)
-
-
-@instruction
-def rint(x):
-    """Round a float to the nearest integer, and ties to even."""
-    return np.rint(x)
-
-
-@instruction
-def fabs(x):
-    """Return the absolute value of a float."""
-    return np.abs(x)
-
-
-@instruction
-def sqrt(x):
-    """Return the correctly rounded square root of a float."""
-    return np.sqrt(x)
-
-
-@instruction
-def copysign(x, y):
-    """Return the absolute value of `x` with the sign of `y`."""
-    return np.copysign(x, y)
 
 
 @instruction
@@ -345,17 +319,6 @@ def _wrapped(number, kind):
 # Functions of the C library.
 
 
-def _c_function(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the instruction that calls `name` of the C library, and `run` in Python."""
-
-    def call(*args):
-        return run(*args)
-
-    plain = inspect.unwrap(call)
-    plain.__name__ = plain.__qualname__ = name
-    return instruction(plain)
-
-
 def _scipy_function(name: str) -> Callable[..., Any]:
     def run(x):
         import scipy.special
@@ -374,7 +337,7 @@ _PYTHON_VERSIONS: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 #: By their names in C, without the f at the end that the names for float32 have.
-C_LIBRARY = {name: _c_function(name, run) for name, run in _PYTHON_VERSIONS.items()}
+C_LIBRARY = {name: _named(name, run) for name, run in _PYTHON_VERSIONS.items()}
 asinh, atan2, cos, cosh, sin, sinh, tan, erf, erfc = map(
     C_LIBRARY.__getitem__, "asinh atan2 cos cosh sin sinh tan erf erfc".split()
 )

@@ -1,6 +1,6 @@
-"""Control flow: scan, while, cond, and primitives that pass their operands on.
+"""Control flow: scan, while, cond, and primitives that return their operands.
 
-A loop keeps the values that change in memory of its own. Each iteration writes the new values in
+A loop keeps the values that change in separate memory. Each iteration writes the new values in
 place of the old ones, with as few copies as possible: see `_assign`.
 """
 
@@ -34,7 +34,7 @@ def _force_before_loop(b: Builder, value: ArrayExpr) -> ArrayExpr:
 
 
 class _Carry:
-    """The values that a loop carries. Those that change are in memory of their own.
+    """The values that a loop carries. Those that change have separate memory.
 
     `changing` says for each value whether an iteration returns another value than it got.
     """
@@ -60,7 +60,7 @@ class _Carry:
         ys: Sequence[Buffer] = (),
         new_ys: Sequence[ArrayExpr] = (),
     ) -> None:
-        """Replace the values by those of an iteration, and write `new_ys` to `ys`."""
+        """Replace the values by the results of an iteration, and write `new_ys` to `ys`."""
         targets = [*self._buffers, *ys]
         _assign(self.b, targets, [*self._select_changing(values), *new_ys], final=True)
 
@@ -266,10 +266,10 @@ def _(*operands: Any, **_: Any) -> list[Any]:
 
 @dataclass(eq=False)
 class _Pending:
-    """An array that has to be written to a target buffer.
+    """An assignment of an array to a target buffer.
 
-    `reads` maps each memory that `value` is computed from to offsets: those of buffers of which it
-    reads the same entry that it computes, and None if it also reads another entry.
+    `reads` are the blocks of memory that `value` reads. A block maps to the offsets of its buffers
+    that are read only at the index that is written, and to None if other entries are read.
     """
 
     target: Buffer
@@ -278,7 +278,7 @@ class _Pending:
 
     @property
     def in_place(self) -> bool:
-        """Whether the value is the target itself with some entries overwritten."""
+        """True if the value is the target itself with some entries overwritten."""
         value = self.value
         while isinstance(value, UpdatedArray):
             value = value.base
@@ -287,7 +287,7 @@ class _Pending:
 
 @dataclass(eq=False)
 class _Group:
-    """The arrays that one kernel writes."""
+    """Assignments that one kernel computes."""
 
     members: list[_Pending] = field(default_factory=list)
 
@@ -306,8 +306,8 @@ def _assign(
 ) -> None:
     """Write arrays to buffers all at once: the arrays may be lazy and read the old entries.
 
-    Each is written when no remaining array reads what it overwrites. In a cycle, an array is first
-    computed into other memory and then copied.
+    An array is written when no remaining array reads the entries that are overwritten. In a cycle,
+    an array is first computed into other memory and then copied.
 
     **Arguments:**
 
@@ -337,7 +337,7 @@ def _assign(
 
 
 def _reads(value: ArrayExpr) -> dict[Memory, set[str | None]]:
-    """Return the memory that an array is computed from, as in `_Pending.reads`."""
+    """Return the memory that an array reads, in the form of `_Pending.reads`."""
     reads: dict[Memory, set[str | None]] = {}
     while isinstance(value, UpdatedArray):
         for memory in (memory for operand in value.operands for memory in _reads(operand)):
@@ -356,9 +356,10 @@ def _reads(value: ArrayExpr) -> dict[Memory, set[str | None]]:
 def _grouped(
     b: Builder, pending: list[_Pending], copies: list[tuple[Buffer, Buffer]]
 ) -> list[_Group]:
-    """Group arrays of one shape whose kernel may write entry by entry.
+    """Group assignments of equal shape that one loop over all entries can compute.
 
-    An array that reads other entries of the targets of its group is computed and added to `copies`.
+    An array that reads other entries of a target of its group is computed now and added to
+    `copies`.
     """
     groups: dict[object, _Group] = {}
     for member in pending:

@@ -19,13 +19,13 @@ from ..maths import instructions
 from .indexing import clamped_index, is_within
 from .lapack import (
     Expression,
+    PerMatrix,
     call_lapack,
     check_dtype,
     conjugate,
     fill_failures,
     real_of,
     scipy_function,
-    stack,
     transpose,
     vectorize,
     workspace,
@@ -39,9 +39,8 @@ from .lapack import (
 def _(b: Builder, x: ArrayExpr, **_: Any) -> ArrayExpr:
     dtype, n = check_dtype(x), x.shape[-1]
     out, info = b.copy(x), b.buffer(x.shape[:-2], np.int32)
-    count, matrices = stack(out, 2)
-    infos = stack(info, 0)[1]
-    call_lapack(b, "potrf", dtype, count, lambda part: ["U", n, part(matrices), n, part(infos)])
+    args = ["U", n, PerMatrix(out), n, PerMatrix(info)]
+    call_lapack(b, "potrf", dtype, x.shape[:-2], args)
     zero = storage.literal(0, dtype)
 
     def entry(k: LoopNest, index: tuple[Index, ...]) -> str:
@@ -69,13 +68,10 @@ def _(b: Builder, x: ArrayExpr) -> list[ArrayExpr]:
     batch = x.shape[:-2]
     out = b.copy(transpose(b, x))
     pivots, info = b.buffer((*batch, min(m, n)), np.int32), b.buffer(batch, np.int32)
-    count, matrices = stack(out, 2)
-    per_matrix = [stack(pivots, 1)[1], stack(info, 0)[1]]
     if x.size == 0:
         return [b.buffer(x.shape, dtype), pivots, _permutation(b, pivots, m)]
-    call_lapack(
-        b, "getrf", dtype, count, lambda part: [m, n, part(matrices), m, *map(part, per_matrix)]
-    )
+    args = [m, n, PerMatrix(out), m, PerMatrix(pivots), PerMatrix(info)]
+    call_lapack(b, "getrf", dtype, batch, args)
     first = b.lazy(
         lambda k, index: k.let(f"np.int32({k.read(pivots, index)} - 1)"),
         pivots, shape=pivots.shape, dtype=np.int32, cost=1,
@@ -136,13 +132,10 @@ def _geqrf(b: Builder, x: ArrayExpr, **_: Any) -> list[ArrayExpr]:
     batch = x.shape[:-2]
     out = b.copy(transpose(b, x))
     taus, info = b.buffer((*batch, min(m, n)), dtype), b.buffer((), np.int32)
-    count, matrices = stack(out, 2)
-    scales = stack(taus, 1)[1]
     size = workspace("geqrf", dtype, m, n)
     work = b.buffer((size,), dtype)
-    call_lapack(b, "geqrf", dtype, count, lambda part: [
-        m, n, part(matrices), m, part(scales), work, size, info,
-    ])  # fmt: skip
+    args = [m, n, PerMatrix(out), m, PerMatrix(taus), work, size, info]
+    call_lapack(b, "geqrf", dtype, batch, args)
     return [transpose(b, out), taus]
 
 
@@ -153,14 +146,11 @@ def _geqp3(b: Builder, x: ArrayExpr) -> list[ArrayExpr]:
     out = b.copy(transpose(b, x))
     taus, info = b.buffer((*batch, min(m, n)), dtype), b.buffer((), np.int32)
     columns = b.copy(b.constant(np.zeros((*batch, n), np.int32)))  # LAPACK may move every column
-    count, matrices = stack(out, 2)
-    scales, orders = stack(taus, 1)[1], stack(columns, 1)[1]
     size = workspace_for("geqp3", dtype, np.zeros((m, n), dtype))
     work = b.buffer((size,), dtype)
     rwork = [b.buffer((2 * n,), real_of(dtype))] if dtype.kind == "c" else []
-    call_lapack(b, "geqp3", dtype, count, lambda part: [
-        m, n, part(matrices), m, part(orders), part(scales), work, size, *rwork, info,
-    ])  # fmt: skip
+    args = [m, n, PerMatrix(out), m, PerMatrix(columns), PerMatrix(taus), work, size, *rwork, info]
+    call_lapack(b, "geqp3", dtype, batch, args)
     return [transpose(b, out), taus, *b.inline_function(lambda order: [order - 1], columns)]
 
 
@@ -169,13 +159,11 @@ def _orgqr(b: Builder, x: ArrayExpr, taus: ArrayExpr) -> ArrayExpr:
     dtype, (m, n) = check_dtype(x), x.shape[-2:]
     reflections = taus.shape[-1]
     out, info = b.copy(transpose(b, x)), b.buffer((), np.int32)
-    count, matrices = stack(out, 2)
-    scales = stack(b.force(taus), 1)[1]
+    scales = PerMatrix(b.force(taus))
     size = workspace("geqrf", dtype, m, n)  # the same size; SciPy has no own query
     work = b.buffer((size,), dtype)
-    call_lapack(b, "orgqr", dtype, count, lambda part: [
-        m, n, reflections, part(matrices), m, part(scales), work, size, info,
-    ])  # fmt: skip
+    args = [m, n, reflections, PerMatrix(out), m, scales, work, size, info]
+    call_lapack(b, "orgqr", dtype, x.shape[:-2], args)
     return transpose(b, out)
 
 
@@ -189,7 +177,7 @@ def _(
         return [_identity(b, b.outs[0].shape, x.dtype), *rest]
     r, taus, *order = _geqp3(b, x) if pivoting else _geqrf(b, x)
     rows = columns = m if full_matrices or m < n else n
-    # The columns beyond those of `r` are overwritten.
+    # Columns that are not part of `r` are overwritten.
     pads = [(0, 0)] * (r.ndim - 1) + [(0, max(0, columns - n))]
     (first,) = b.inline_function(lambda r: [jnp.pad(r, pads)[..., :columns]], r)
     (upper,) = b.inline_function(lambda r: [jnp.triu(r[..., :rows, :])], r)
@@ -242,15 +230,13 @@ def _(
     batch = x.shape[:-2]
     real = real_of(dtype)
     v, w, info = b.copy(transpose(b, x)), b.buffer((*batch, n), real), b.buffer(batch, np.int32)
-    count, matrices = stack(v, 2)
-    values, infos = stack(w, 1)[1], stack(info, 0)[1]
     size = workspace("syevd", dtype, n)
     places, parts = 3 + 5 * n, 1 + 5 * n + 2 * n * n
     work, iwork = b.buffer((size,), dtype), b.buffer((places,), np.int32)
     rwork = [b.buffer((parts,), real), parts] if dtype.kind == "c" else []
-    call_lapack(b, "syevd", dtype, count, lambda part: [
-        "V", "L" if lower else "U", n, part(matrices), n, part(values), work, size, *rwork, iwork,
-        places, part(infos),
+    call_lapack(b, "syevd", dtype, batch, [
+        "V", "L" if lower else "U", n, PerMatrix(v), n, PerMatrix(w), work, size, *rwork, iwork,
+        places, PerMatrix(info),
     ])  # fmt: skip
     return [fill_failures(b, transpose(b, v), info), fill_failures(b, w, info)]
 
@@ -289,18 +275,15 @@ def _(
     # LAPACK ignores the arguments for factors that are not computed.
     u = b.buffer((*batch, inner[0], m), dtype) if compute_uv else s
     vt = b.buffer((*batch, n, inner[1]), dtype) if compute_uv else s
-    count, matrices = stack(out, 2)
-    results = [stack(u, 2)[1], stack(vt, 2)[1]] if compute_uv else [stack(s, 1)[1]] * 2
-    values, infos = stack(s, 1)[1], stack(info, 0)[1]
     options = {"compute_uv": compute_uv, "full_matrices": full_matrices}
     size = workspace("gesdd", dtype, m, n, **options)
     work, iwork = b.buffer((size,), dtype), b.buffer((8 * rank,), np.int32)
     parts = rank * max(5 * rank + 7, 2 * max(m, n) + 2 * rank + 1)
     rwork = [b.buffer((parts,), real)] if dtype.kind == "c" else []
     job = ("A" if full_matrices else "S") if compute_uv else "N"
-    call_lapack(b, "gesdd", dtype, count, lambda part: [
-        job, m, n, part(matrices), m, part(values), part(results[0]), m, part(results[1]), inner[1],
-        work, size, *rwork, iwork, part(infos),
+    call_lapack(b, "gesdd", dtype, batch, [
+        job, m, n, PerMatrix(out), m, PerMatrix(s), PerMatrix(u), m, PerMatrix(vt), inner[1], work,
+        size, *rwork, iwork, PerMatrix(info),
     ])  # fmt: skip
     factors = [s, transpose(b, u), transpose(b, vt)] if compute_uv else [s]
     return [fill_failures(b, x, info) for x in factors]
@@ -326,15 +309,13 @@ def _(
     dtype, n, batch = check_dtype(x), x.shape[-1], x.shape[:-2]
     form, info = b.copy(transpose(b, x)), b.buffer(batch, np.int32)
     vectors = b.buffer(x.shape, dtype) if compute_schur_vectors else form
-    count, matrices = stack(form, 2)
-    columns, infos = stack(vectors, 2)[1], stack(info, 0)[1]
     unsorted, some = b.buffer((), np.int32), b.buffer((n,), np.int32)
     size = workspace_for("gees", dtype, lambda *_: 0, np.eye(n, dtype=dtype))
     work, values = b.buffer((size,), dtype), _eigenvalues(b, (n,), dtype)
     rwork = [b.buffer((n,), real_of(dtype))] if dtype.kind == "c" else []
-    call_lapack(b, "gees", dtype, count, lambda part: [
-        "V" if compute_schur_vectors else "N", "N", some, n, part(matrices), n, unsorted, *values,
-        part(columns), n, work, size, *rwork, some, part(infos),
+    call_lapack(b, "gees", dtype, batch, [
+        "V" if compute_schur_vectors else "N", "N", some, n, PerMatrix(form), n, unsorted, *values,
+        PerMatrix(vectors), n, work, size, *rwork, some, PerMatrix(info),
     ])  # fmt: skip
     results = [form, vectors] if compute_schur_vectors else [form]
     return [fill_failures(b, transpose(b, x), info) for x in results]
@@ -358,15 +339,13 @@ def _(
     wants = [compute_left_eigenvectors, compute_right_eigenvectors]
     vectors = [b.buffer(x.shape, dtype) if wanted else matrix for wanted in wants]
     values = _eigenvalues(b, x.shape[:-1], dtype)
-    count, matrices = stack(matrix, 2)
-    sides = [stack(buffer, 2)[1] for buffer in vectors]
-    parts, infos = [stack(buffer, 1)[1] for buffer in values], stack(info, 0)[1]
     size = workspace("geev", dtype, n)
     work = b.buffer((size,), dtype)
     rwork = [b.buffer((2 * n,), real_of(dtype))] if dtype.kind == "c" else []
-    call_lapack(b, "geev", dtype, count, lambda part: [
-        *("V" if wanted else "N" for wanted in wants), n, part(matrices), n, *map(part, parts),
-        part(sides[0]), n, part(sides[1]), n, work, size, *rwork, part(infos),
+    left, right = map(PerMatrix, vectors)
+    call_lapack(b, "geev", dtype, batch, [
+        *("V" if wanted else "N" for wanted in wants), n, PerMatrix(matrix), n,
+        *map(PerMatrix, values), left, n, right, n, work, size, *rwork, PerMatrix(info),
     ])  # fmt: skip
     results: list[ArrayExpr] = [_complex_values(b, values)]
     results += [
@@ -383,7 +362,7 @@ def _complex_values(b: Builder, values: list[Buffer]) -> ArrayExpr:
 
 
 def _complex_vectors(b: Builder, columns: Buffer, values: list[Buffer]) -> ArrayExpr:
-    """Return complex eigenvectors. For conjugate pairs, LAPACK stores real and imaginary parts."""
+    """Combine LAPACK's real and imaginary parts of conjugate eigenvectors into complex ones."""
 
     def unpacked(v: Any, imag: Any) -> list[Any]:
         after, before = jnp.roll(v, -1, -2), jnp.roll(v, 1, -2)  # vectors are rows here
@@ -437,8 +416,7 @@ def _(
         a, conjugate_a = conjugate(b, a), False
     # Solving from the other side, OpenBLAS returns NaN where JAX returns infinity.
     out = b.copy(transpose(b, y))
-    count, results = stack(out, 2)
-    matrices = stack(b.force(a), 2)[1]
+    matrices = PerMatrix(b.force(a))
     letters = [
         "L" if left_side else "R",
         "U" if lower else "L",
@@ -446,9 +424,8 @@ def _(
         "U" if unit_diagonal else "N",
     ]
     one = storage.literal(1, dtype)
-    call_lapack(b, "trsm", dtype, count, lambda part: [
-        *letters, rows, columns, Expression(one), part(matrices), n, part(results), rows,
-    ])  # fmt: skip
+    args = [*letters, rows, columns, Expression(one), matrices, n, PerMatrix(out), rows]
+    call_lapack(b, "trsm", dtype, y.shape[:-2], args)
     return transpose(b, out)
 
 
@@ -496,12 +473,9 @@ def _(
         shape=shape,
         dtype=dtype,
     )
-    count, results = stack(out, 2)
-    bands = [stack(b.copy(band), 1)[1] for band in (moved, diagonal, upper)]
-    infos = stack(info, 0)[1]
-    call_lapack(b, "gtsv", dtype, count, lambda part: [
-        n, n_right, *map(part, bands), part(results), n, part(infos),
-    ])  # fmt: skip
+    bands = [PerMatrix(b.copy(band)) for band in (moved, diagonal, upper)]
+    args = [n, n_right, *bands, PerMatrix(out), n, PerMatrix(info)]
+    call_lapack(b, "gtsv", dtype, y.shape[:-2], args)
     return fill_failures(b, transpose(b, out), info)
 
 

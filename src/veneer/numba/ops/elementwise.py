@@ -44,14 +44,18 @@ def entrywise(b: Builder, entry: Entry, *operands: ArrayExpr, cost: int = 1) -> 
     return b.lazy(at, *operands, cost=cost)
 
 
-def register(name: str, reference: Callable[..., Any], cost: int = 1) -> Callable[[Entry], Entry]:
+def register(
+    name: str, reference: Callable[..., Any] | None, cost: int = 1
+) -> Callable[[Entry], Entry]:
     """Return a decorator that registers an elementwise primitive and its NumPy reference.
 
-    It takes `entry(k, dtype, *texts, **params)`, which returns the expression of an entry from
-    those of operands, which have one dtype.
+    The decorated function is called as `entry(k, dtype, *texts, **params)`. It returns the
+    expression of an entry of the result. `texts` are the expressions of the operands, which all
+    have `dtype`.
     """
-    is_ufunc = isinstance(reference, np.ufunc)
-    perform.register(name)(ufunc_rule(reference) if is_ufunc else reference)
+    if reference is not None:
+        is_ufunc = isinstance(reference, np.ufunc)
+        perform.register(name)(ufunc_rule(reference) if is_ufunc else reference)
 
     def decorate(entry: Entry) -> Entry:
         @fused(name)
@@ -81,7 +85,7 @@ _COMPLEX = set(
 
 
 def call_complex(function: Callable[..., Any], dtype: Any) -> Entry:
-    """Return an entry that calls a function of complex128 for any complex dtype."""
+    """Return an entry function that calls a function of complex128 for any complex dtype."""
 
     def entry(k: LoopNest, *texts: str) -> str:
         result = k.call(function, *(f"np.complex128({text})" for text in texts))
@@ -108,12 +112,27 @@ def _apply_to_each(function: Callable[..., Any]) -> Callable[..., Any]:
     return rule
 
 
+def _by_kind_in_numpy(
+    float_function: Callable[..., Any], int_function: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return a rule of `perform` that calls a ufunc, or for integers a function of scalars."""
+    apply_to_ints = _apply_to_each(int_function)
+
+    def rule(x: Any, y: Any) -> Any:
+        return (apply_to_ints if np.asarray(x).dtype.kind in "iu" else float_function)(x, y)
+
+    return rule
+
+
 def _by_kind(
     float_function: Callable[..., Any] | None,
     int_function: Callable[..., Any] | None = None,
     bool_symbol: str = "",
 ) -> Entry:
-    """Return an entry that calls a function of floats or integers, or has an operator of bools."""
+    """Return an entry function that calls a function of floats or of integers.
+
+    For bools, the entry uses the operator `bool_symbol`.
+    """
 
     def entry(k: LoopNest, dtype: np.dtype, *texts: str, **_: Any) -> str:
         if dtype.kind == "b" and bool_symbol:
@@ -129,14 +148,10 @@ def _by_kind(
 # Operators.
 
 
-def _multiply(x: Any, y: Any, *, out_dtype: Any = None) -> Any:
-    return np.multiply(x, y, dtype=out_dtype, casting="unsafe")
-
-
 def _register_operators() -> None:
-    operators: dict[str, tuple[str, Callable[..., Any]]] = {
+    operators: dict[str, tuple[str, Callable[..., Any] | None]] = {
         "add": ("+", np.add), "add_any": ("+", np.add), "sub": ("-", np.subtract),
-        "mul": ("*", _multiply), "and": ("&", np.bitwise_and), "or": ("|", np.bitwise_or),
+        "mul": ("*", None), "and": ("&", np.bitwise_and), "or": ("|", np.bitwise_or),
         "xor": ("^", np.bitwise_xor), "eq": ("==", np.equal), "ne": ("!=", np.not_equal),
         "lt": ("<", np.less), "le": ("<=", np.less_equal), "gt": (">", np.greater),
         "ge": (">=", np.greater_equal),
@@ -151,6 +166,11 @@ def _register_operators() -> None:
 
 
 _register_operators()
+
+
+@perform.register("mul")
+def _(x: Any, y: Any, *, out_dtype: Any = None) -> Any:
+    return np.multiply(x, y, dtype=out_dtype, casting="unsafe")
 
 
 @register("neg", np.negative)
@@ -176,25 +196,20 @@ def _(k: LoopNest, dtype: np.dtype, x: str) -> str:
     return f"({one} - {x}) * ({one} + {x})"  # exact where x is near 1
 
 
-def _divide(x: Any, y: Any) -> Any:
-    if np.asarray(x).dtype.kind not in "iu":
-        return np.divide(x, y)
-    return _apply_to_each(instructions.quotient)(x, y)
-
-
-@register("div", _divide, cost=4)
+@register("div", _by_kind_in_numpy(np.divide, instructions.quotient), cost=4)
 def _quotient_entry(k: LoopNest, dtype: np.dtype, x: str, y: str) -> str:
     if dtype.kind == "c":
         return call_complex(complex_maths.quotient_c128, dtype)(k, x, y)
     return k.call(instructions.quotient, x, y) if dtype.kind in "iu" else f"{x} / {y}"
 
 
-def _integer_power(x: Any, *, y: int) -> Any:
+@perform.register("integer_pow")
+def _(x: Any, *, y: int) -> Any:
     power = np.power(x, np.asarray(abs(y), np.asarray(x).dtype))
     return (1 / power).astype(power.dtype) if y < 0 else power
 
 
-@register("integer_pow", _integer_power, cost=3)
+@register("integer_pow", None, cost=3)
 def _(k: LoopNest, dtype: np.dtype, x: str, *, y: int) -> str:
     one = storage.literal(1, dtype)
     power, square, left = "", x, abs(y)
@@ -242,13 +257,9 @@ def _(k: LoopNest, dtype: np.dtype, x: str, *, rounding_method: Any) -> str:
     return k.call(instructions.rint if int(rounding_method) == 1 else elementary.round_away, x)
 
 
-def _remainder(x: Any, y: Any) -> Any:
-    if np.asarray(x).dtype.kind not in "iu":
-        return np.fmod(x, y)
-    return _apply_to_each(instructions.remainder)(x, y)
-
-
-register("rem", _remainder, cost=20)(_by_kind(C_LIBRARY["fmod"], instructions.remainder))
+register("rem", _by_kind_in_numpy(np.fmod, instructions.remainder), cost=20)(
+    _by_kind(C_LIBRARY["fmod"], instructions.remainder)
+)
 register("abs", np.absolute)(_by_kind(instructions.fabs, elementary.abs_int))
 register("max", np.maximum)(_by_kind(instructions.maximum, instructions.maximum, "|"))
 register("min", np.minimum)(_by_kind(instructions.minimum, instructions.minimum, "&"))

@@ -26,7 +26,10 @@ _LARGEST_RADIX = 43
 
 @scalar
 def fourier_pass_2(to, x, roots, m, s):
-    """Make a pass of radix 2 from `x` to `to`."""
+    """Compute one radix-2 pass of an FFT from `x` to `to`.
+
+    `roots` are the roots of unity. There are `m` butterflies in each of `s` interleaved sequences.
+    """
     for p in range(m):
         w = roots[p * s]
         for q in range(s):
@@ -37,7 +40,7 @@ def fourier_pass_2(to, x, roots, m, s):
 
 @scalar
 def fourier_pass_4(to, x, roots, m, s):
-    """Make a pass of radix 4 from `x` to `to`."""
+    """Compute one radix-4 pass of an FFT, as `fourier_pass_2`."""
     quarter = roots[m * s]
     for p in range(m):
         w1, w2, w3 = roots[p * s], roots[2 * p * s], roots[3 * p * s]
@@ -54,7 +57,7 @@ def fourier_pass_4(to, x, roots, m, s):
 
 @scalar
 def fourier_pass(to, x, roots, radix, m, s):
-    """Make a pass of any radix from `x` to `to`."""
+    """Compute one pass of an FFT of any radix, as `fourier_pass_2`."""
     for p in range(m):
         for j in range(radix):
             w = roots[j * p * s]
@@ -81,7 +84,7 @@ def radices(n: int) -> list[int]:
 
 
 def roots_of_unity(n: int, turns: Any, dtype: np.dtype) -> np.ndarray:
-    """Return `exp(-2 i pi turns / n)` of integers, correctly rounded."""
+    """Return `exp(-2 i pi turns / n)` for integers `turns`, correctly rounded."""
     angles = 2 * np.pi * (np.asarray(turns, np.int64) % n).astype(np.longdouble) / n
     parts = np.stack([np.cos(angles), -np.sin(angles)], -1)
     parts[np.abs(parts) < 1e-15] = 0  # exactly 0 at quarters of a turn
@@ -129,7 +132,7 @@ def _by_chirps(b: Builder, x: ArrayExpr, inverse: bool) -> ArrayExpr:
 
 
 def _along(b: Builder, x: ArrayExpr, axis: int, inverse: bool) -> ArrayExpr:
-    """Transform along an axis."""
+    """Transform a complex array along an axis."""
     n = x.shape[axis]
     moved = (*x.shape[:axis], *x.shape[axis + 1 :], n)
     (rows,) = b.inline_function(lambda x: [jnp.moveaxis(x, axis, -1).reshape(-1, n)], x)

@@ -167,7 +167,16 @@ def _(
 def _window_start(
     shape: Any, row: Any, batch: Any, axes: Any, sizes: Any, batching: Any
 ) -> tuple[list[int], bool]:
-    """Return the index in an operand at which a window starts, and whether all of it is inside."""
+    """Return the start of a window of gather or scatter, and whether the whole window is inside.
+
+    **Arguments:**
+
+    - `shape`: the shape of the operand.
+    - `row`: the indices of the window, one for each of `axes` of the operand.
+    - `batch`: the position of `row` in the array of indices.
+    - `sizes`: the shape of the window.
+    - `batching`: pairs of an axis of the operand and an axis of `batch`.
+    """
     starts, inside = [0] * len(shape), True
     for number, axis in enumerate(axes):
         starts[axis] = int(row[number])

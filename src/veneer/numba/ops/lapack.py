@@ -6,7 +6,7 @@ function is run by SciPy's wrapper, on the memory that it is given.
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +20,11 @@ from ..codegen.registry import Unsupported
 from ..maths import instructions
 from ..maths.instructions import external
 
-# Names of functions. The first letter is that of the dtype.
+# Names of functions. The first letter is for the dtype.
 
 _LETTERS = {"float32": "s", "float64": "d", "complex64": "c", "complex128": "z"}
 
-#: The names of functions of complex numbers that differ from those of real numbers.
+#: Functions that have another name for complex numbers.
 _COMPLEX_NAMES = {"orgqr": "ungqr", "syevd": "heevd"}
 
 
@@ -74,28 +74,44 @@ def check_dtype(x: ArrayExpr) -> np.dtype:
     return x.dtype
 
 
-def call_lapack(
-    b: Builder, name: str, dtype: np.dtype, n: int, args: Callable[[Callable[..., Any]], list[Any]]
-) -> None:
-    """Write calls of a LAPACK function for each of `n` matrices.
+@dataclass(frozen=True)
+class PerMatrix:
+    """An argument of `call_lapack`: a buffer with a part for each matrix of the batch."""
 
-    `args(part)` returns the arguments of one call: integers, letters as `str`, and buffers. `part`
-    takes the part of a stacked buffer that belongs to the current matrix.
+    buffer: Buffer
+
+
+@dataclass(frozen=True)
+class Expression:
+    """An argument of `call_lapack` that is an expression of the program."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def call_lapack(
+    b: Builder, name: str, dtype: np.dtype, batch: Sequence[int], args: Sequence[Any]
+) -> None:
+    """Write a loop that calls a LAPACK function for each matrix of a batch.
+
+    **Arguments:**
+
+    - `batch`: the shape of the batch.
+    - `args`: integers, letters as `str`, `PerMatrix`, `Expression`, and buffers that all calls use.
     """
+    n = math.prod(batch)
     with b.repeat(n) as step:
         pieces: list[str | Buffer] = [f"{b.function(lapack_function(name, dtype))}("]
-        for arg in args(lambda buffer: buffer.part(step)):
-            if isinstance(arg, str):
+        for arg in args:
+            if isinstance(arg, PerMatrix):
+                shape = arg.buffer.shape[len(batch) :]
+                arg = arg.buffer.reshape((n, *shape)).part(step)
+            elif isinstance(arg, str):
                 arg = f"np.int8({ord(arg)})"
             pieces += [arg if isinstance(arg, Buffer) else str(arg), ", "]
         b.line(*pieces[:-1], ")")
-
-
-def stack(value: Buffer, n_axes: int) -> tuple[int, Buffer]:
-    """Merge the axes before the last `n_axes` into one. Return its size and the buffer."""
-    inner = value.shape[value.ndim - n_axes :]
-    n = math.prod(value.shape[: value.ndim - n_axes])
-    return n, value.reshape((n, *inner))
 
 
 def transpose(b: Builder, x: ArrayExpr) -> ArrayExpr:
@@ -131,16 +147,6 @@ def fill_failures(b: Builder, x: ArrayExpr, info: Buffer, value: Any = np.nan) -
     return b.lazy(entry, x, info, shape=x.shape, dtype=x.dtype, cost=1)
 
 
-@dataclass(frozen=True)
-class Expression:
-    """An argument of `call_lapack` that is an expression of the program."""
-
-    text: str
-
-    def __str__(self) -> str:
-        return self.text
-
-
 def vectorize(function: Callable[..., Any], n_axes: int) -> Callable[..., Any]:
     """Return a function that applies a NumPy function to each array of `n_axes` axes."""
 
@@ -153,16 +159,16 @@ def vectorize(function: Callable[..., Any], n_axes: int) -> Callable[..., Any]:
     return apply
 
 
-# The functions in Python. Arguments are those of LAPACK, after SciPy's wrapper.
+# The functions in Python. They take SciPy's wrapper and the arguments of LAPACK.
 
 _LOWER, _UNIT, _LEFT = (ord(letter) for letter in "LUL")
 _FUNCTIONS: dict[str, Callable[..., Any]] = {}
 
 
 def _routine(module: str = "lapack", **names: str) -> Callable[[Any], Any]:
-    """Return a decorator that makes instructions of a function, one per dtype.
+    """Return a decorator that registers a Python implementation of LAPACK functions.
 
-    `names` maps letters of dtypes to the name of the function for them.
+    `names` maps letters of dtypes to the name of the function without its letter.
     """
 
     def decorate(body: Any) -> Any:

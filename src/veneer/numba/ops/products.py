@@ -79,7 +79,7 @@ def _(
 
 
 def _check_algorithm(precision: Any, dtype: np.dtype) -> None:
-    """Raise for an algorithm that computes with another dtype than that of the result."""
+    """Raise for an algorithm that computes with another dtype than the result has."""
     if not isinstance(precision, lax.DotAlgorithm | lax.DotAlgorithmPreset):
         return
     same = {"float32": "F32_F32_F32", "float64": "F64_F64_F64"}.get(dtype.name)
@@ -255,7 +255,8 @@ def _strided(value: ArrayExpr) -> _Strided | None:
 class _Matrices:
     """A batch of matrices in memory.
 
-    `step` is the distance of matrices, and `row` that of rows, or of columns if `transposed`.
+    `step` is the distance between matrices, and `row` the distance between rows, in entries. If
+    `transposed`, `row` is the distance between columns.
     """
 
     pointer: Buffer
@@ -265,7 +266,10 @@ class _Matrices:
 
 
 def _by_call(b: Builder, x: _DotOperand, y: _DotOperand, out: Buffer) -> bool:
-    """Write a call for a large product of float32 or float64. Return whether it applies."""
+    """Write a call of a matrix product if the product is large and has float32 or float64 entries.
+
+    Return whether a call was written.
+    """
     n_batches, m, n, k = x.size(x.batch), x.size(x.free), y.size(y.free), x.size(x.contracted)
     dtypes = {x.value.dtype, y.value.dtype, out.dtype}
     if len(dtypes) > 1 or out.dtype not in _CALL_FROM:
@@ -300,7 +304,7 @@ def _matrices(
 ) -> _Matrices:
     """Return an operand as matrices: a view if possible, or else a copy.
 
-    With `always_copy`, copy, so that rows are dense.
+    With `always_copy`, it is copied, so that rows are contiguous.
     """
     view = _strided(x.value)
     in_place = None if view is None or always_copy else _view(view, x, rows, columns)
@@ -345,7 +349,7 @@ def _joint_stride(view: _Strided, x: _DotOperand, axes: Sequence[int]) -> int | 
 
 # The functions that large products call.
 
-#: The letters N and T, for which BLAS takes a matrix as it is or transposed.
+#: The letters N and T, by which BLAS reads a matrix normally or transposed.
 _NOT_TRANSPOSED, _TRANSPOSED = 78, 84
 
 

@@ -104,7 +104,7 @@ def _register(name: str, first: Callable[[np.dtype], Any], step: Step, ufunc: An
 def _reduce_in_register(
     k: LoopNest, x: ArrayExpr, axes: tuple[int, ...], out: Buffer, start: str, step: Step
 ) -> None:
-    """Reduce entry by entry of the result, for neighbors in memory."""
+    """Reduce axes that include the last one, with a running total per entry of the result."""
     kept = [axis for axis in range(x.ndim) if axis not in axes]
     with k.loops([x.shape[axis] for axis in kept]) as outer:
         total = k.here(start, "total")
@@ -117,7 +117,7 @@ def _reduce_in_register(
 def _reduce_in_memory(
     k: LoopNest, x: ArrayExpr, axes: tuple[int, ...], out: Buffer, start: str, step: Step
 ) -> None:
-    """Reduce whole rows into rows of the result, for entries that are not neighbors in memory."""
+    """Reduce axes before the last one, by combining whole rows with rows of the result."""
     kept = [axis for axis in range(x.ndim) if axis not in axes]
     with k.loops(out.shape) as index:
         k.store(out, index, start)
@@ -136,13 +136,9 @@ def _reduce_in_memory(
 def _join_index(
     kept: Sequence[int], outer: Sequence[Index], axes: Sequence[int], inner: Sequence[Index]
 ) -> tuple[Index, ...]:
-    """Return an index of the operand from those along kept and reduced axes."""
+    """Return an index of the operand from its parts along kept axes and along reduced axes."""
     parts = dict(zip([*kept, *axes], [*outer, *inner], strict=True))
     return tuple(parts[axis] for axis in range(len(parts)))
-
-
-def _all_bits(dtype: np.dtype) -> Any:
-    return True if dtype.kind == "b" else np.invert(dtype.type(0))
 
 
 _add = _any_order_step(instructions.add_in_any_order, "+")
@@ -153,7 +149,7 @@ _register("reduce_sum", lambda dtype: 0, _add, np.add)
 _register("reduce_prod", lambda dtype: 1, _multiply, np.multiply)
 _register("reduce_max", lowest_value, maximum_step, np.maximum)
 _register("reduce_min", highest_value, minimum_step, np.minimum)
-_register("reduce_and", _all_bits, operator_step("&"), np.bitwise_and)
+_register("reduce_and", lambda dtype: ~dtype.type(0), operator_step("&"), np.bitwise_and)
 _register("reduce_or", lambda dtype: 0, operator_step("|"), np.bitwise_or)
 _register("reduce_xor", lambda dtype: 0, operator_step("^"), np.bitwise_xor)
 

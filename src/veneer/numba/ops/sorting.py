@@ -61,10 +61,7 @@ def _keys(k: LoopNest, text: str, dtype: np.dtype, float_order: ByPrecision) -> 
 
 @dataclass(frozen=True)
 class _Key:
-    """An operand by which operands are sorted.
-
-    `float_order` is the function that converts floats to integers.
-    """
+    """A sort key: an operand, its direction, and the function that converts floats to integers."""
 
     value: ArrayExpr
     descending: bool = False
@@ -72,7 +69,7 @@ class _Key:
 
     @property
     def is_narrow(self) -> bool:
-        """Whether an entry is ordered by one integer of at most 32 bits."""
+        """True if an entry is ordered by one integer of at most 32 bits."""
         dtype = self.value.dtype
         return dtype.kind != "c" and storage.computed_dtype(dtype).itemsize <= 4
 

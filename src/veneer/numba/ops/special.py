@@ -1,8 +1,8 @@
 """Functions of mathematics: elementary and special functions, and complex numbers.
 
-Elementary functions are those of `maths`. A special function is a JAX function, defined here or in
-JAX, which is traced into each program, so that its steps fuse with the operations around it. Half
-precision is computed in float32.
+The module `maths` implements elementary functions. A special function is a JAX function, defined
+here or in JAX, which is traced into each program, so that its steps fuse with the operations around
+it. Half precision is computed in float32.
 """
 
 from collections.abc import Callable

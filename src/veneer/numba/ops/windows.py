@@ -29,7 +29,10 @@ def _pad(b: Builder, x: ArrayExpr, filling: ArrayExpr, padding: Any, dilation: S
 def _index_in_window(
     window: Sequence[Index], inner: Sequence[Index], strides: Sizes, dilation: Sizes
 ) -> list[Index]:
-    """Return the index in a padded array from that of a window and that inside the window."""
+    """Return the index of an entry in a padded array.
+
+    `window` is the index of the window, and `inner` the index inside the window.
+    """
     axes = zip(window, inner, strides, dilation, strict=True)
     return [i * stride + j * step for i, j, stride, step in axes]
 
@@ -146,7 +149,7 @@ def _windows(
 
 
 def _selection_symbol(select_prim: Any) -> str:
-    """Return the operator that is true if the entry selected so far stays selected."""
+    """Return the operator, >= or <=, by which pooling keeps the entry that it has selected."""
     symbols = {"ge": ">=", "le": "<="}
     if select_prim.name not in symbols:
         raise Unsupported("select_prim", f"{select_prim} is not supported.")
