@@ -1,4 +1,4 @@
-"""Threads that call one compiled function at once, and those that run meanwhile."""
+"""Calls of compiled functions: threads, the conversion of arguments, and memory."""
 
 import sys
 import threading
@@ -18,7 +18,7 @@ X = np.arange(6, dtype=np.float32).reshape(2, 3)
 
 
 def steps(x):
-    """Loops of programs, with work memory that is carried from step to step."""
+    """Return a JAX function with a loop of `n` steps that carries work memory."""
     carry, rows = jax.lax.scan(lambda c, _: (jnp.sin(c[::-1] + x), c), x, length=2000)
     return carry, rows[-1]
 
@@ -32,7 +32,7 @@ def is_long(f, *args):
     return compiler.source_of(trace(f, args)[0]).is_long
 
 
-def test_long_calls_are_told_from_short_ones():
+def test_long_calls_are_distinguished_from_short_calls():
     large, small = (jax.ShapeDtypeStruct((n, n), np.float32) for n in (512, 8))
     assert is_long(lambda x: x + 1, large)
     assert is_long(steps, X[0])
@@ -40,7 +40,7 @@ def test_long_calls_are_told_from_short_ones():
     assert not is_long(lambda x: jax.lax.scan(lambda c, r: (c + r, None), x[0], x), small)
 
 
-def test_threads_may_call_one_function_at_once(long):
+def test_threads_can_call_one_function_at_once(long):
     inputs = [X[0] + n for n in range(4)]
     expected = [long(x) for x in inputs]
     wrong = []
@@ -61,7 +61,7 @@ def test_threads_may_call_one_function_at_once(long):
 
 @pytest.fixture
 def threads_that_keep_the_lock():
-    """No thread of Python's gives up its lock unless it lets go of it itself."""
+    """Keep Python from switching threads, unless a thread releases the GIL itself."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1000)
     yield
@@ -78,7 +78,7 @@ def test_other_threads_run_during_a_long_call(long, threads_that_keep_the_lock):
     thread = threading.Thread(target=run)
     thread.start()
     go.set()
-    for _ in range(20_000):  # a few will do, as soon as the system wakes the thread
+    for _ in range(20_000):  # a few suffice once the system wakes the thread
         if ran:
             break
         long(X[0])
@@ -86,7 +86,7 @@ def test_other_threads_run_during_a_long_call(long, threads_that_keep_the_lock):
     thread.join()
 
 
-def test_arguments_are_taken_as_what_they_are_for_or_refused():
+def test_arguments_are_converted_or_rejected():
     double = vn.numba.compile(lambda n: n * 2, np.int32(1))
     assert (double(3), double(True)) == (6, 2)
     for other in (1.5, 1j, np.float32(1), np.ones(1, np.int32)):
@@ -108,7 +108,7 @@ PAIRS = {"i4": "i8", "u4": "u8", "f4": "f8", "c8": "c16"}
 
 @pytest.mark.parametrize(("narrow", "wide"), PAIRS.items(), ids=PAIRS)
 @pytest.mark.parametrize("shape", [(), (3,), (0, 2), (2, 5000)], ids=str)
-def test_arguments_of_64_bits_are_taken_as_jit_takes_them(narrow, wide, shape):
+def test_64_bit_arguments_are_converted_as_under_jit(narrow, wide, shape):
     f = vn.numba.compile(lambda x: x, jax.ShapeDtypeStruct(shape, narrow))
     low = 0 if narrow == "u4" else -(2**31)
     x = np.asarray(np.random.default_rng(0).integers(low, 2**31, size=shape)).astype(wide)
@@ -120,7 +120,7 @@ def test_arguments_of_64_bits_are_taken_as_jit_takes_them(narrow, wide, shape):
 
 
 @pytest.mark.parametrize("wide", [2**31, -(2**31) - 1, 2**40, -(2**63)])
-def test_an_integer_of_64_bits_that_does_not_fit_is_refused(wide):
+def test_a_64_bit_integer_that_does_not_fit_raises(wide):
     f = vn.numba.compile(lambda x: x, np.zeros(3, np.int32))
     with pytest.raises(OverflowError, match=rf"Argument 0 is int64\[3\], .* cannot hold {wide}"):
         f(np.array([1, wide, 2]))
@@ -129,8 +129,8 @@ def test_an_integer_of_64_bits_that_does_not_fit_is_refused(wide):
         scalar(np.uint64(2**32))
 
 
-def test_a_call_with_arguments_of_64_bits_enters_no_python():
-    """They are converted as they are checked, not by Python, which takes far longer."""
+def test_a_call_with_64_bit_arguments_runs_no_python():
+    """Native code converts the arguments, which takes far less time than Python."""
     f = vn.numba.compile(lambda n, x: n * x, np.zeros((2, 3), np.int32), np.float32(1))
     entered = []
     sys.setprofile(lambda frame, event, of: entered.append(event) if event == "call" else None)
@@ -142,7 +142,7 @@ def test_a_call_with_arguments_of_64_bits_enters_no_python():
     assert entered == []
 
 
-def test_with_x64_arguments_of_64_bits_are_not_those_of_32():
+def test_a_program_traced_under_x64_rejects_64_bit_arguments():
     with jax.enable_x64(True):
         f = vn.numba.compile(lambda x: x, np.zeros(3, np.float32))
     for x64 in (True, False):
@@ -152,7 +152,7 @@ def test_with_x64_arguments_of_64_bits_are_not_those_of_32():
 
 @pytest.mark.parametrize("kind", ["result", "work"])
 def test_a_call_without_enough_memory_releases_its_results(kind):
-    """Of one with more bytes than any process has addresses for."""
+    """The program needs more bytes than a process has addresses."""
     size, many = 2**16, 2**48
 
     def f(x):

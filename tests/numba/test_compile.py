@@ -1,4 +1,4 @@
-"""What a compiled function is to who calls it."""
+"""`vn.numba.compile`: arguments, results, caching, and errors."""
 
 import copy
 import importlib
@@ -27,7 +27,7 @@ def doubled():
     return vn.numba.compile(lambda x: x * 2, X)
 
 
-def test_an_array_gives_a_new_array(doubled):
+def test_a_call_returns_a_new_array(doubled):
     first, second = doubled(X), doubled(X + 1)
     np.testing.assert_array_equal(first, X * 2)
     np.testing.assert_array_equal(second, X * 2 + 2)
@@ -40,7 +40,7 @@ def test_an_array_gives_a_new_array(doubled):
     [X.astype(np.float64), np.asfortranarray(X), X[::-1][::-1], jax.device_put(X), X.tolist()],
     ids=["float64", "fortran", "view", "jax", "list"],
 )
-def test_arguments_are_taken_as_jax_takes_them(doubled, given):
+def test_arguments_are_accepted_as_in_jax(doubled, given):
     if isinstance(given, list):
         given = np.asarray(given)
     before = np.array(given)
@@ -58,23 +58,23 @@ def test_arguments_are_taken_as_jax_takes_them(doubled, given):
     ],
     ids=["shape", "dtype", "too many", "none"],
 )
-def test_other_arguments_are_refused(doubled, given, told):
+def test_arguments_of_other_shapes_or_dtypes_raise(doubled, given, told):
     with pytest.raises(TypeError, match=told):
         doubled(*given)
 
 
-def test_arguments_by_name_are_refused(doubled):
+def test_keyword_arguments_raise(doubled):
     with pytest.raises(TypeError, match=r"called with the keyword 'x'.*by position"):
         doubled(x=X)
 
 
-def test_it_is_not_copied_and_not_pickled(doubled):
+def test_a_compiled_function_cannot_be_pickled(doubled):
     assert copy.deepcopy([doubled])[0] is copy.copy(doubled) is doubled
     with pytest.raises(TypeError, match=r"cannot be pickled.*in the process that calls it"):
         pickle.dumps(doubled)
 
 
-def test_trees_are_taken_and_returned_as_they_are():
+def test_arguments_and_results_can_be_pytrees():
     def f(tree, more):
         w, (b, none) = tree["w"], tree["b"]
         assert none is None
@@ -90,7 +90,7 @@ def test_trees_are_taken_and_returned_as_they_are():
             compiled(wrong, args[1])
 
 
-def test_trees_of_other_classes_are_taken_and_returned():
+def test_implicit_arrays_can_be_arguments_and_results():
     weight = vn.quant.quantize(jnp.asarray(X), "int8", channelwise_axes=(1,))
     compiled = vn.numba.compile(lambda q, x: (x @ q, q), weight, X[:, :2])
     product, same = compiled(weight, X[:, :2])
@@ -98,7 +98,7 @@ def test_trees_of_other_classes_are_taken_and_returned():
     assert type(same) is type(weight)
 
 
-def test_numbers_of_python_are_arrays_without_axes():
+def test_python_scalars_are_arrays_without_axes():
     compiled = vn.numba.compile(lambda x, n: x + n, 1.0, 2)
     for args in [(1.0, 2), (np.float32(1), np.int32(2)), (np.ones((), np.float32), 2)]:
         assert compiled(*args) == 3.0
@@ -107,7 +107,7 @@ def test_numbers_of_python_are_arrays_without_axes():
 
 @pytest.mark.parametrize("qtype", ["int8", "int4"])
 @pytest.mark.parametrize("wrap", [jnp.asarray, np.asarray], ids=["jax", "numpy"])
-def test_a_quantised_weight_that_is_closed_over_stays_packed(qtype, wrap):
+def test_a_captured_quantized_weight_stays_packed(qtype, wrap):
     weight = jax.random.normal(jax.random.key(0), (16, 8))
     weight = jax.tree.map(wrap, vn.quant.quantize(weight, qtype, channelwise_axes=(1,)))
     f = lambda x: x @ weight
@@ -116,7 +116,7 @@ def test_a_quantised_weight_that_is_closed_over_stays_packed(qtype, wrap):
     assert sum(array.nbytes for array in source.constants) == weight.nbytes
 
 
-def test_what_is_closed_over_is_kept_as_it_was():
+def test_captured_arrays_keep_their_values():
     weight = X.copy()
     compiled = vn.numba.compile(lambda x: x + weight, X)
     weight[:] = 0
@@ -133,7 +133,7 @@ def test_equal_layers_share_their_kernels():
     graph, _, _ = trace(f, (X, weights))
     text = compiler.source_of(graph).text
     assert re.findall(r"^def (\w+)", text, re.M) == ["dot_general_0", "tanh_0", "program"]
-    assert __file__ in text  # beside each call, where it comes from
+    assert __file__ in text  # a comment at each call names its line
 
 
 def test_a_program_is_compiled_once_for_all_processes(monkeypatch, tmp_path):
@@ -144,7 +144,7 @@ def test_a_program_is_compiled_once_for_all_processes(monkeypatch, tmp_path):
     np.testing.assert_array_equal(vn.numba.compile(f, X)(X), X * 5)
 
 
-def test_the_same_loops_for_another_shape_are_another_program():
+def test_each_shape_has_its_own_program():
     f = lambda x: x * 7
     compiled = [vn.numba.compile(f, X.reshape(shape)) for shape in [(2, 3), (3, 2), (6,)]]
     for program, shape in zip(compiled, [(2, 3), (3, 2), (6,)], strict=True):
@@ -172,20 +172,20 @@ def test_numba_code_calls_a_program():
         raw(X[:1], 1.0)
 
 
-def test_shapes_that_are_not_known_are_refused():
+def test_symbolic_shapes_raise():
     example = jax.ShapeDtypeStruct(export.symbolic_shape("n, 3"), np.float32)
     with pytest.raises(NotImplementedError, match=r"Argument 1 .*, 3\).* Compile once for each"):
         vn.numba.compile(lambda x, y: x + y.sum(), X, example)
 
 
-def test_shapes_that_depend_on_values_are_refused_by_jax():
+def test_jax_rejects_shapes_that_depend_on_values():
     with pytest.raises(jax.errors.ConcretizationTypeError, match=r"size argument of jnp\.nonzero"):
         vn.numba.compile(jnp.nonzero, X)
     found = vn.numba.compile(lambda x: jnp.nonzero(x, size=5), X)(X)
     np.testing.assert_array_equal(found, np.nonzero(X))
 
 
-def test_an_unknown_primitive_is_named_with_its_line():
+def test_the_error_for_an_unknown_primitive_names_its_line():
     line = sys._getframe().f_lineno + 1
     f = lambda x: jax.pure_callback(lambda x: x, x, x)
     with pytest.raises(NotImplementedError, match="'pure_callback'") as error:
@@ -194,7 +194,7 @@ def test_an_unknown_primitive_is_named_with_its_line():
     assert "funcify.register('pure_callback')" in str(error.value)
 
 
-def test_what_a_function_of_jax_has_within_is_named_with_the_line_that_calls_it():
+def test_the_error_names_the_line_that_calls_a_jax_function():
     f = lambda x: jax.scipy.linalg.hessenberg(x @ x.T)
     line = f"{f.__code__.co_filename}:{f.__code__.co_firstlineno}"
     with pytest.raises(NotImplementedError, match=f"'hessenberg', from {re.escape(line)}"):
@@ -202,18 +202,18 @@ def test_what_a_function_of_jax_has_within_is_named_with_the_line_that_calls_it(
 
 
 @pytest.mark.parametrize("f", [lambda x: (x, W), lambda x: x.astype("int4")], ids=["f8", "int4"])
-def test_dtypes_that_numba_has_not_are_refused(f):
+def test_dtypes_that_numba_lacks_raise(f):
     with pytest.raises(NotImplementedError, match=r"vn.numba has no arrays of dtype (int4|float8)"):
         vn.numba.compile(f, X)
 
 
-def test_an_unknown_parameter_is_named():
+def test_the_error_names_an_unsupported_parameter():
     f = lambda x: jax.lax.approx_max_k(x, 1, aggregate_to_topk=False)
     with pytest.raises(NotImplementedError, match=r"'approx_top_k' .*aggregate_to_topk"):
         vn.numba.compile(f, X)
 
 
-def test_users_register_primitives_of_their_own():
+def test_users_can_register_their_own_primitives():
     twice = Primitive("twice_for_a_test")
     twice.def_abstract_eval(lambda x: x)
     with pytest.raises(NotImplementedError, match="twice_for_a_test"):
@@ -227,8 +227,8 @@ def test_users_register_primitives_of_their_own():
     vn.numba.compare_numba_and_py(lambda x: twice.bind(x), [X])
 
 
-def test_a_rule_whose_code_may_raise_is_refused():
-    """Native code would stop there, and leave the rest of the result as memory was."""
+def test_a_rule_whose_code_can_raise_is_rejected():
+    """Native code would stop at the error and leave results uninitialized."""
     inverse = Primitive("inverse_of_complex")
     inverse.def_abstract_eval(lambda x: x)
     write = lambda b, x: b.lazy(lambda k, i: k.let(f"np.complex64(1) / {k.read(x, i)}"), x)
@@ -251,7 +251,7 @@ def test_numba_does_not_optimize_the_functions_of_a_program(monkeypatch, tmp_pat
     x = np.linspace(-1, 1, 7, dtype=np.float32)
     f = lambda x: jnp.tanh(x) * 1.0625 + jnp.sort(x)[::-1]
     np.testing.assert_allclose(vn.numba.compile(f, x)(x), f(x), rtol=1e-6)
-    # All users of Numba share its own functions, such as `min`.
+    # Numba's own functions, such as `min`, are shared by all its users.
     assert {name for name in optimized if not name.startswith("ol_")} <= {"nrt"}
 
 

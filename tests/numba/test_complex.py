@@ -1,4 +1,4 @@
-"""Functions of complex numbers: as close to JAX as it is to the exact result, cuts included."""
+"""Functions of complex numbers agree with JAX up to JAX's own error, also on branch cuts."""
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ def pairs(parts, dtype):
 
 
 def usual(dtype):
-    """Numbers of all sizes and angles, and around 1, where logarithms are small."""
+    """Return numbers of all sizes and angles, and numbers around 1, where logarithms are small."""
     random = np.random.default_rng(0)
     size = np.concatenate([10 ** random.uniform(-3, 1.3, 200), random.uniform(0.99, 1.01, 20)])
     return (size * np.exp(1j * random.uniform(-np.pi, np.pi, size.size))).astype(dtype)
@@ -34,7 +34,7 @@ def usual(dtype):
 
 @pytest.fixture(scope="module", params=["complex64", "complex128"])
 def results(request):
-    """Numbers, and functions of them compiled and by JAX."""
+    """Return numbers, and functions of the numbers by compiled code and by JAX."""
     dtype = request.param
     with jax.enable_x64(dtype == "complex128"):
         cuts = pairs([0.0, -0.0, 0.5, -0.5, 2.0, -2.0], dtype)
@@ -48,7 +48,7 @@ def parts(x):
 
 
 def check(found, wanted, rtol):
-    """Asserts that numbers are close by their absolute values, and their parts where infinite."""
+    """Assert that finite numbers are close in absolute value, and that infinite parts are equal."""
     finite = np.isfinite(wanted)
     size = np.maximum(1e-30, np.abs(wanted[finite]))
     assert (np.abs(found[finite] - wanted[finite]) / size).max() <= rtol
@@ -60,14 +60,14 @@ UNLIKE = {"rsqrt", "exp2", "sinh"}
 
 
 @pytest.mark.parametrize("name", sorted({*complex_maths.FUNCTIONS} - UNLIKE))
-def test_results_are_those_of_jax(results, name):
+def test_results_agree_with_jax(results, name):
     _, compiled, expected, rtol = results
     assert compiled[name].dtype == expected[name].dtype
     check(compiled[name], np.asarray(expected[name]), rtol)
 
 
 @pytest.mark.parametrize("name", sorted(UNLIKE))
-def test_results_are_those_of_numpy(results, name):
+def test_results_agree_with_numpy(results, name):
     x, compiled, _, rtol = results
     inside = np.isfinite(x) & (x != 0) & (np.abs(x) < 10)
     exact = {"rsqrt": lambda x: 1 / np.sqrt(x)}.get(name) or getattr(np, name)
@@ -75,7 +75,7 @@ def test_results_are_those_of_numpy(results, name):
     assert (np.abs(compiled[name][inside] - wanted) / np.abs(wanted)).max() <= rtol
 
 
-def test_powers():
+def test_powers_agree_with_jax():
     exponents = np.array([2.5, -1.5 + 0.5j, 1.5 - 0.5j, 0, 3, -1, 0.5j], np.complex64)
     x = np.append(usual("complex64"), np.array([0, 1, np.inf], np.complex64))[:, None]
     power = vn.numba.compile(lax.pow, x, exponents[None])
@@ -83,26 +83,26 @@ def test_powers():
 
 
 @pytest.mark.parametrize("name", sorted(complex_maths.FUNCTIONS))
-def test_references_agree(name):
+def test_references_agree_with_jax(name):
     x = usual("complex64")[::20]
     vn.numba.compare_numba_and_py(function(name), [x], native=False)
     vn.numba.compare_jax_and_py(function(name), [x])
 
 
-def test_functions_of_real_and_of_complex_numbers_are_in_one_program():
+def test_one_program_can_have_real_and_complex_functions():
     f = lambda z: [g(x) for g in (jnp.arctan, jnp.sqrt, jnp.sinh, jnp.abs) for x in (z, z.real)]
     vn.numba.compare_numba_and_py(f, [np.array([0.5 + 1j, 2], np.complex64)])
 
 
-def test_gradients_of_complex_functions():
+def test_gradients_of_complex_functions_agree_with_jax():
     loss = lambda z: jnp.abs(jnp.sum(jnp.exp(z) * jnp.sqrt(z)) / jnp.tanh(z[0]))
     z = usual("complex64")[:5]
     found, wanted = (f(z) for f in (vn.numba.compile(jax.grad(loss), z), jax.grad(loss)))
     np.testing.assert_allclose(found, wanted, rtol=2e-5)
 
 
-def test_quotients_by_zero_and_of_infinities():
-    """Numba's own division would raise, and leave the rest of the result as memory was."""
+def test_quotients_by_zero_and_of_infinities_agree_with_jax():
+    """Numba's own division would raise and leave results uninitialized."""
     x = pairs([np.inf, -np.inf, np.nan, 0.0, -0.0, 1.0, -1.0], "complex64")
     z, w = (np.ascontiguousarray(v) for v in np.broadcast_arrays(x[:, None], x))
     f = lambda z, w: (z / w, jnp.where(w == 0, 0, 1 / w), w**-2)

@@ -1,4 +1,4 @@
-"""Loops and branches, and what they carry from round to round."""
+"""Loops and branches, and the memory of carried values."""
 
 import re
 
@@ -16,13 +16,13 @@ X = np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4)
 
 
 def check(f, *args, native=False, **tolerances):
-    """The reference gives what JAX does, and the program what the reference does."""
+    """Compare the references with JAX, and the program with the references."""
     vn.numba.compare_jax_and_py(f, args, **tolerances)
     vn.numba.compare_numba_and_py(f, args, native=native, **tolerances)
 
 
 def body_of_loop(f, *args):
-    """The lines of a program's last loop."""
+    """Return the lines of the last loop of a program."""
     text = compiler.source_of(trace(f, args)[0]).text
     lines = text.partition("def program")[2].splitlines()
     start = max(n for n, line in enumerate(lines) if re.match(r" *(for|while) ", line))
@@ -31,7 +31,7 @@ def body_of_loop(f, *args):
 
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("length", [0, 1, 3])
-def test_scan(length, reverse):
+def test_scan_agrees_with_jax(length, reverse):
     def step(carry, y):
         total, same, last = carry
         return (total + y.sum() * same, same, y), (total * y, y > 0, last)
@@ -43,13 +43,13 @@ def test_scan(length, reverse):
     check(f, X)
 
 
-def test_scan_of_what_is_computed():
+def test_scan_reads_computed_arrays():
     step = lambda x: lambda c, y: (c + y * x.T @ jnp.exp(x), None)
     check(lambda x: lax.scan(step(x), jnp.eye(4), jnp.arange(5)), X)
     check(lambda x: lax.map(lambda y: y * x[0] + x.T[0, 0], (x * 2)[:, ::-1]), X)
 
 
-def test_carried_values_take_the_places_of_one_another():
+def test_carried_values_can_be_exchanged():
     def body(i, carry):
         a, b, c, d, e = carry
         return b, a + b, c[::-1] + e, (c + d * i).sum() * jnp.ones(4), d
@@ -58,7 +58,7 @@ def test_carried_values_take_the_places_of_one_another():
     check(lambda n: lax.fori_loop(0, n, body, start), 5)
 
 
-def test_carried_values_that_read_one_another_elsewhere():
+def test_carried_values_can_read_each_other_at_other_indices():
     def body(i, carry):
         x, y, n = carry
         return x.T + y.sum(), jnp.roll(y, 1) * x[0, 0] + n, n + y[0] + x[1, 2]
@@ -67,7 +67,7 @@ def test_carried_values_that_read_one_another_elsewhere():
     check(lambda n: lax.fori_loop(0, n, body, start), 3)
 
 
-def test_scans_within_scans():
+def test_scans_can_be_nested():
     def outer(carry, row):
         def inner(c, entry):
             return c * 0.5 + entry * carry.sum(), c
@@ -78,7 +78,7 @@ def test_scans_within_scans():
     check(lambda x: lax.scan(outer, jnp.ones(2), x), X)
 
 
-def test_while():
+def test_while_agrees_with_jax():
     def f(x, most):
         def goes_on(carry):
             return (carry[0] < most) & (carry[1].sum() < 100 * x.sum() ** 0)
@@ -95,7 +95,7 @@ def test_while():
 
 
 @pytest.mark.parametrize("which", [-7, 0, 1, 2, 9])
-def test_switch(which):
+def test_switch_agrees_with_jax(which):
     branches = [
         lambda x, y: (x, y),
         lambda x, y: (x * 2, y + 1),
@@ -104,7 +104,7 @@ def test_switch(which):
     check(lambda i, x: lax.switch(i, branches, x, jnp.exp(x)), which, X)
 
 
-def test_cond():
+def test_cond_agrees_with_jax():
     def f(x, y):
         x, sign = lax.cond(x.sum() > y, lambda x: (x * y, 1), lambda x: (x, -1), x)
         return lax.cond(True, lambda x: x + sign, lambda x: x, x)
@@ -114,13 +114,13 @@ def test_cond():
     check(jax.vmap(f, (None, 0)), X, np.array([-1.0, 1.0], np.float32))
 
 
-def test_one_platform_is_compiled():
+def test_only_the_branch_for_the_cpu_is_compiled():
     f = lambda x: lax.platform_dependent(x, cpu=jnp.sin, default=lambda x: x[::-1])
     g = lambda x: lax.platform_dependent(x, tpu=jnp.sin, default=jnp.cos)
     check(lambda x: f(x) + g(x), X)
 
 
-def test_solves():
+def test_custom_linear_solve_agrees_with_jax():
     def f(x, y):
         half = lambda matvec, y: y / x[0, 0]
         return lax.custom_linear_solve(lambda y: x[0, 0] * y, y, half, half)
@@ -138,7 +138,7 @@ def rnn(weight, x):
     return (last * all).sum()
 
 
-def test_derivatives_of_scans():
+def test_derivatives_of_scans_agree_with_jax():
     def f(weight, x):
         def step(carry, i):
             row = lax.dynamic_index_in_dim(x, i, keepdims=False)
@@ -151,7 +151,7 @@ def test_derivatives_of_scans():
     check(jax.value_and_grad(f, (0, 1)), weight, X, native=True, rtol=1e-4)
 
 
-def test_what_is_carried_is_updated_in_place():
+def test_carried_arrays_are_updated_in_place():
     def f(x):
         def body(i, carry):
             samples, x = carry
@@ -161,15 +161,15 @@ def test_what_is_carried_is_updated_in_place():
 
     check(f, X[0, :3])
     text = compiler.source_of(trace(f, (X[0, :3],))[0]).text
-    assert text.count("range(15)") == 1  # where the zeros are written, and in no round
+    assert text.count("range(15)") == 1  # only where zeros are written, not in the loop
 
 
-def test_a_round_copies_nothing():
+def test_an_iteration_copies_nothing():
     lines = body_of_loop(rnn, np.eye(4, dtype=np.float32), X)
     assert [re.match(r"[a-z_]+", line)[0] for line in lines] == ["dot_general_", "assign_"]
 
 
-def test_results_of_rounds_are_kept_while_later_ones_run():
+def test_results_of_iterations_survive_later_iterations():
     def f(x):
         def step(c, y):
             product = (y @ x.T).sum() * y

@@ -1,4 +1,4 @@
-"""What a program does beside its results: shown by JAX, or said to be left out, or refused."""
+"""Debugging effects of a program: run by JAX, omitted with a warning, or rejected."""
 
 import jax
 import numpy as np
@@ -9,7 +9,7 @@ import veneer as vn
 
 
 def looped(x, show):
-    """Shows x at each of three steps."""
+    """Show `x` in each of three steps."""
 
     def step(i, x):
         show(x)
@@ -29,13 +29,13 @@ def printed(x):
 PRINTED = f"{printed.__code__.co_filename}:{printed.__code__.co_firstlineno + 1} "
 
 
-def test_what_is_left_out_is_said_with_its_line():
+def test_a_warning_names_the_line_of_an_omitted_effect():
     with pytest.warns(UserWarning, match=f"leaves out 'debug.*', from {PRINTED}"):
         f = vn.numba.compile(printed, 1.0)
     assert f(1.0) == 4
 
 
-def test_jax_shows_it_where_it_may_be_called():
+def test_with_fallback_jax_runs_the_effect():
     seen = []
     with pytest.warns(UserWarning, match="JAX runs 'debug_callback'"):
         f = vn.numba.compile(shown_by_callback(seen), 1.0, fallback="jax")
@@ -45,7 +45,7 @@ def test_jax_shows_it_where_it_may_be_called():
 
 
 @pytest.mark.filterwarnings("ignore:vn.numba leaves out")
-def test_references_and_compiled_code_agree_without_it():
+def test_references_and_native_code_omit_effects():
     vn.numba.compare_numba_and_py(printed, [np.float32(1)], native=False)
     vn.numba.compare_jax_and_py(shown_by_callback([]), [np.float32(1)])
 
@@ -58,7 +58,7 @@ def acting(seen):
     return f
 
 
-def test_an_effect_whose_results_nobody_needs_is_no_less_of_the_program():
+def test_an_effect_with_unused_results_is_kept():
     with pytest.raises(NotImplementedError, match="no rule for the primitive 'io_callback'"):
         vn.numba.compile(acting([]), 1.0)
     seen = []

@@ -1,4 +1,4 @@
-"""Elementwise primitives on the values at which they are easily wrong."""
+"""Elementwise primitives, at values where errors are likely."""
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +59,7 @@ def _all_pairs(values, dtype):
 
 
 def _differences(result, expected, ulps):
-    """The names of results that are not those of JAX, to so many units in the last place."""
+    """Return the names of results that differ from JAX by more than a few ulps."""
     wrong = []
     for name, want in expected.items():
         found, want = np.asarray(result[name]), np.asarray(want)
@@ -72,7 +72,7 @@ def _differences(result, expected, ulps):
         same = (wide == exact) | (np.isnan(wide) & np.isnan(exact))
         with np.errstate(all="ignore"):
             near = np.abs(wide - exact) <= ulps * float(limits.eps) * np.abs(exact)
-        # XLA takes denormals for zeros.
+        # XLA flushes denormals to zero.
         near |= (np.abs(wide) < limits.tiny) & (np.abs(exact) < limits.tiny)
         zeros = (exact == 0) & (wide == 0) & (np.signbit(exact) != np.signbit(wide))
         if not (same | near).all() or zeros.any():
@@ -83,12 +83,12 @@ def _differences(result, expected, ulps):
 @pytest.mark.parametrize(
     ("dtype", "ulps"), [("float32", 20), ("bfloat16", 2), ("float16", 2), ("float64", 20)]
 )
-def test_floats_are_those_of_jax(dtype, ulps):
+def test_float_results_agree_with_jax(dtype, ulps):
     with jax.enable_x64(dtype == "float64"):
         args = _all_pairs(FLOATS, jnp.dtype(dtype))
         result = vn.numba.compile(of_floats, *args)(*args)
         if args[0].dtype.itemsize == 2:
-            result.pop("exp2")  # JAX's is some 20% off
+            result.pop("exp2")  # JAX's result is 20% off
         expected = jax.jit(of_floats)(*args)
         expected = {name: expected[name] for name in result}
         assert _differences(result, expected, ulps) == []
@@ -99,7 +99,7 @@ LIMITS = [1e-30, 1e-20, 8, 9, 20, 40, 200, 800, 1e4, 1e30, np.inf]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_functions_reach_their_limits_where_those_of_jax_do(dtype):
+def test_functions_reach_their_limits_where_jax_does(dtype):
     def f(x):
         functions = {name: getattr(lax, name) for name in [*UNARY, "erf_inv", "lgamma"]}
         functions |= {name: getattr(jax.nn, name) for name in ("gelu", "silu", "softplus", "elu")}
@@ -118,7 +118,7 @@ def test_functions_reach_their_limits_where_those_of_jax_do(dtype):
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "uint32", "int64", "uint64"])
-def test_integers_are_those_of_jax(dtype):
+def test_integer_results_equal_jax(dtype):
     limits = np.iinfo(dtype)
     values = [*INTS, limits.max, limits.max - 1, limits.min, limits.min + 1]
     values += [-1, -2, -5] if limits.min else [limits.max // 2 + 1]
@@ -129,38 +129,38 @@ def test_integers_are_those_of_jax(dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_python_runs_the_same_program(dtype):
+def test_python_runs_float_programs_with_equal_results(dtype):
     with jax.enable_x64(dtype == "float64"):
         x, y = (np.asarray(FLOATS[k::2]).astype(dtype) for k in (0, 1))
         f = lambda x, y: {k: v for k, v in of_floats(x, y).items() if "round" not in k}
         vn.numba.compare_numba_and_py(f, [x, y], native=False, rtol=1e-5)
 
 
-def test_python_runs_the_same_program_of_integers():
+def test_python_runs_integer_programs_with_equal_results():
     x, y = _all_pairs([-128, -7, -1, 0, 1, 5, 100, 127], "int8")
     f = lambda x, y: {k: v for k, v in of_ints(x, y).items() if k not in ("power", "select")}
     vn.numba.compare_numba_and_py(f, [x, y], native=False)
 
 
-def test_axes_of_size_1_stand_for_any_size():
+def test_axes_of_size_1_broadcast():
     x, y = np.arange(3, dtype=np.float32)[:, None], np.arange(4, dtype=np.float32)[None]
     vn.numba.compare_numba_and_py(lambda x, y: jnp.where(x > y, x * y, x + y), [x, y], native=False)
 
 
-def test_an_arithmetic_shift_of_unsigned_numbers_repeats_their_highest_bit():
+def test_an_arithmetic_shift_of_unsigned_repeats_the_top_bit():
     x, y = _all_pairs([0, 1, 31, 32, 2**31, 2**32 - 1], "uint32")
     vn.numba.compare_jax_and_py(jax.lax.shift_right_arithmetic, [x, y])
     vn.numba.compare_numba_and_py(jax.lax.shift_right_arithmetic, [x, y], native=False)
 
 
-def test_products_in_another_dtype_do_not_wrap():
+def test_products_with_an_output_dtype_do_not_wrap():
     both = lambda x: [lax.mul(x, x, out_dtype=dtype) for dtype in ("int32", "float32", "int8")]
     args = [np.array([100, -7], np.int8)]
     vn.numba.compare_jax_and_py(both, args)
     vn.numba.compare_numba_and_py(both, args, native=False)
 
 
-def test_the_conjugate_of_a_real_number_has_a_positive_zero():
+def test_conj_of_a_real_number_has_a_positive_imaginary_zero():
     f = lambda x: jnp.copysign(1, lax.imag(lax.conj(x)))
     args = [np.array([1, -2], np.float32)]
     vn.numba.compare_jax_and_py(f, args)
@@ -178,14 +178,14 @@ def of_bools(x, y):
 
 
 @pytest.mark.usefixtures("current_emitters")
-def test_bools_are_those_of_jax():
+def test_bool_results_equal_jax():
     x, y = _all_pairs([False, True, True, False], "bool")
     assert _differences(vn.numba.compile(of_bools, x, y)(x, y), jax.jit(of_bools)(x, y), 0) == []
     vn.numba.compare_numba_and_py(of_bools, [x, y], native=False)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_the_next_number_is_exact(dtype):
+def test_nextafter_is_exact(dtype):
     x = [1, 0, -2, 0.0, -0.0, np.inf, -np.inf, np.nan, 1, -1, 6e-8, 65504, 0]
     y = [2, 1, 3, -1, 1, 0, 0, 1, np.nan, -1, -1, np.inf, -0.0]
     args = [np.asarray(v).astype(jnp.dtype(dtype)) for v in (x, y)]

@@ -1,4 +1,7 @@
-"""Arrays without entries, which no rule needs to know of as results, and some do as operands."""
+"""Arrays without entries.
+
+Some rules get them as operands, but none has to compute them as results.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +20,7 @@ def check(f, *args):
 
 
 @pytest.mark.parametrize(("a", "b"), SHAPES, ids=str)
-def test_kron(a, b):
+def test_kron_agrees_with_jax(a, b):
     check(jnp.kron, np.ones(a, np.float32), np.ones(b, np.float32))
 
 
@@ -49,11 +52,11 @@ def of_no_entries(x):
 
 @pytest.mark.parametrize("shape", [(0, 4), (2, 0), (3, 0, 2)], ids=str)
 @pytest.mark.parametrize("f", [to_no_entries, of_no_entries])
-def test_operations(f, shape):
+def test_operations_of_empty_arrays_agree_with_jax(f, shape):
     check(f, np.ones(shape, np.float32))
 
 
-def test_compiled():
+def test_native_code_takes_empty_arrays():
     args = [np.ones((0, 4), np.float32)]
     vn.numba.compare_numba_and_py(of_no_entries, args)
     vn.numba.compare_numba_and_py(jnp.kron, [args[0], np.ones((3, 2), np.float32)])

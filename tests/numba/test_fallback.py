@@ -1,4 +1,4 @@
-"""Primitives without a rule that JAX runs, where it is asked to."""
+"""Primitives without a rule, which JAX runs with `fallback="jax"`."""
 
 import ast
 import threading
@@ -24,7 +24,7 @@ def squared(x):
 
 
 def f(x):
-    """In a loop, between what is compiled; of two results, one of half precision."""
+    """Call JAX in a loop, between compiled operations, with two results and half precision."""
 
     def step(carry, row):
         shapes = [jax.ShapeDtypeStruct((3,), dtype) for dtype in (np.float32, jnp.bfloat16)]
@@ -57,21 +57,21 @@ def compiled():
     return result
 
 
-def test_jax_runs_what_has_no_rule(compiled):
+def test_jax_runs_primitives_without_a_rule(compiled):
     jax.tree.map(np.testing.assert_array_equal, compiled(X), f(X))
     assert "# pure_callback is run by JAX" in compiled.source
     assert not any("veneer" in module for module in imported_modules(compiled.source))
 
 
-def test_what_jax_raises_is_raised(compiled):
+def test_errors_of_jax_are_raised(compiled):
     with pytest.raises(Exception, match="too large for us") as error:
         compiled(X + 100)
     frames = [entry.frame.f_locals for entry in error.traceback]
-    assert not any("views" in frame for frame in frames)  # of memory that is gone
+    assert not any("views" in frame for frame in frames)  # of freed memory
     jax.tree.map(np.testing.assert_array_equal, compiled(X), f(X))
 
 
-def test_errors_of_one_thread_are_its_own(compiled):
+def test_an_error_is_raised_in_its_own_thread(compiled):
     found = {}
 
     def work(n):
@@ -93,12 +93,12 @@ def test_errors_of_one_thread_are_its_own(compiled):
             jax.tree.map(np.testing.assert_array_equal, found[n], f(X))
 
 
-def test_numba_code_cannot_call_it(compiled):
+def test_raw_raises_for_programs_that_call_jax(compiled):
     with pytest.raises(NotImplementedError, match=r"pure_callback.*funcify.register"):
         _ = compiled.raw
 
 
-def test_python_runs_the_program_too():
+def test_python_can_run_the_program():
     fallbacks = Fallbacks()
     source = compiler.source_of(trace(f, (X,))[0], fallbacks)
     *results, finished = python_program(source)(X)
@@ -107,7 +107,7 @@ def test_python_runs_the_program_too():
     assert python_program(source)(X + 100)[-1] == 0
 
 
-def test_float64_is_so_in_a_call_without_x64():
+def test_float64_stays_float64_in_a_call_without_x64():
     call = lambda x: jax.pure_callback(lambda x: x * 2, x, x) + 1
     x = np.full(2, 1 / 3)
     with jax.enable_x64(True), pytest.warns(UserWarning, match="pure_callback"):
@@ -115,13 +115,13 @@ def test_float64_is_so_in_a_call_without_x64():
     np.testing.assert_array_equal(compiled(x), x * 2 + 1)
 
 
-def test_a_program_of_rules_alone_is_as_ever():
+def test_fallback_does_not_change_programs_with_rules():
     compiled = vn.numba.compile(lambda x: x * 2, X, fallback="jax")
     np.testing.assert_array_equal(compiled(X), X * 2)
     assert compiled.raw(X)[0, 1] == 2
 
 
-def test_what_jax_cannot_run_either_is_refused():
+def test_primitives_that_jax_cannot_run_raise():
     from jax.extend.core import Primitive
 
     unknown = Primitive("unknown_to_jax_too")
@@ -130,6 +130,6 @@ def test_what_jax_cannot_run_either_is_refused():
         vn.numba.compile(lambda x: unknown.bind(x), X, fallback="jax")
 
 
-def test_without_it_the_error_names_it():
+def test_the_error_without_fallback_names_fallback():
     with pytest.raises(NotImplementedError, match="fallback='jax'"):
         vn.numba.compile(f, X)

@@ -1,4 +1,4 @@
-"""Children of a fork, which have one thread of their parent's, and locks that no other unlocks."""
+"""Forks: a child has one thread of its parent, so locks of other threads stay locked."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forks")
 
-#: A parent with threads of XLA's, that has compiled `double`; `fork` waits for what a child did.
+#: A parent with threads of XLA that has compiled `double`. `fork` waits for its child.
 PARENT = """
     import faulthandler, os, sys, threading, time, warnings
     import jax, jax.numpy as jnp, numpy as np

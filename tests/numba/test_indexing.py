@@ -1,4 +1,4 @@
-"""Slices at computed places, gather and scatter: where indices are out of bounds, above all."""
+"""Dynamic slices, gather and scatter, mostly with indices out of bounds."""
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +14,13 @@ METHODS = "set add subtract multiply min max".split()
 
 
 def check(f, *args, native=False):
-    """The reference gives what JAX does, and the program what the reference does."""
+    """Compare the references with JAX, and the program with the references."""
     vn.numba.compare_jax_and_py(f, args)
     vn.numba.compare_numba_and_py(f, args, native=native)
 
 
 @pytest.mark.parametrize("mode", ["clip", "fill", "promise_in_bounds"])
-def test_gather(mode):
+def test_gather_agrees_with_jax(mode):
     def f(x, i):
         get = lambda at: at.get(mode=mode)
         return get(x.at[i]), get(x.at[:, i]), get(x.at[i, i]), get(x.at[i[:, None], :2])
@@ -31,14 +31,14 @@ def test_gather(mode):
 @pytest.mark.parametrize(
     "dtype", ["int32", "int8", "uint32", "bool", "float16", "bfloat16", "complex64"]
 )
-def test_gather_fills_with_what_jax_does(dtype):
+def test_gather_fills_with_the_values_of_jax(dtype):
     x = X.astype(jnp.dtype(dtype))
     check(lambda x, i: (x.at[i].get(mode="fill"), x.at[i, i].get(mode="clip")), x, INDICES)
 
 
 @pytest.mark.usefixtures("current_emitters")
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "uint32", "int64", "uint64"])
-def test_indices_of_any_dtype(dtype):
+def test_indices_can_have_any_integer_dtype(dtype):
     long = np.arange(300, dtype=np.float32)
     highest = np.iinfo(dtype).max
     with jax.enable_x64(True):
@@ -58,7 +58,7 @@ def test_indices_of_any_dtype(dtype):
 
 @pytest.mark.parametrize("mode", ["clip", "drop"])
 @pytest.mark.parametrize("method", METHODS)
-def test_scatter(method, mode):
+def test_scatter_agrees_with_jax(method, mode):
     def f(x, i):
         update = lambda at, y: getattr(at, method)(y, mode=mode)
         rows, entries = update(x.at[i], 2.0), update(x.at[i, i], jnp.arange(7.0))
@@ -68,7 +68,7 @@ def test_scatter(method, mode):
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "bool", "bfloat16", "complex64"])
-def test_scatter_of_other_dtypes(dtype):
+def test_scatter_of_other_dtypes_agrees_with_jax(dtype):
     x = (X * 30).astype(jnp.int32).astype(jnp.dtype(dtype))
     methods = [m for m in METHODS if not (dtype == "bool" and m not in ("set", "min", "max"))]
     methods = [m for m in methods if not (dtype == "complex64" and m in ("min", "max"))]
@@ -76,7 +76,7 @@ def test_scatter_of_other_dtypes(dtype):
     check(f, x, INDICES)
 
 
-def test_scatter_of_windows_that_are_partly_outside():
+def test_scatter_of_windows_partly_outside_agrees_with_jax():
     numbers = lax.ScatterDimensionNumbers((1,), (), (0,))
 
     def f(x, i):
@@ -101,7 +101,7 @@ def test_scatter_applies_functions():
     check(f, X, np.array([1, 2]))
 
 
-def test_axes_of_batches():
+def test_batched_gathers_and_scatters_agree_with_jax():
     def f(x, i, j):
         return (
             x[i],
@@ -128,7 +128,7 @@ def test_slices_start_within_the_array(start):
     check(f, X, start)
 
 
-def test_updates_follow_one_another():
+def test_updates_are_applied_in_order():
     def f(x, i):
         x = x.at[i].set(x[i + 1]).at[i + 1].add(x[i])
         return x.at[:, 0].set(x[:, 1] * 2), x.T.at[0].set(1.0)
@@ -136,7 +136,7 @@ def test_updates_follow_one_another():
     check(f, X, 0)
 
 
-def test_derivatives():
+def test_derivatives_of_indexing_agree_with_jax():
     def f(x, i):
         part = lax.dynamic_slice(x, (i[0], 0), (2, 2))
         updated = lax.dynamic_update_slice(x, part**2, (i[1], 1))
@@ -146,7 +146,7 @@ def test_derivatives():
     check(jax.grad(f), X / 10, INDICES, native=True)
 
 
-def test_an_unknown_mode_is_named():
+def test_the_error_names_an_unsupported_mode():
     numbers = lax.GatherDimensionNumbers((), (0,), (0,))
     f = lambda x, i: lax.gather(x, i, numbers, (1,), mode="one_hot")
     with pytest.raises(NotImplementedError, match=r"'gather' .*ONE_HOT"):

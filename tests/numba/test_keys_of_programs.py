@@ -1,4 +1,4 @@
-"""What a compiled program is kept under on disk, and what `.raw` refuses."""
+"""The cache keys of programs, and the arguments that `.raw` rejects."""
 
 import importlib
 import sys
@@ -35,7 +35,7 @@ def calls(x):
 """
 
 
-def test_numbers_in_the_module_of_a_function_are_in_the_key(monkeypatch, tmp_path):
+def test_the_key_depends_on_global_values_of_functions(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     modules = []
@@ -47,7 +47,7 @@ def test_numbers_in_the_module_of_a_function_are_in_the_key(monkeypatch, tmp_pat
         assert first != second, name  # their lines are the same
 
 
-def test_raw_refuses_numbers_that_it_would_round():
+def test_raw_rejects_numbers_that_it_would_round():
     import numba
 
     raw = vn.numba.compile(lambda n, x: n * x, np.int32(1), X).raw
@@ -59,7 +59,7 @@ def test_raw_refuses_numbers_that_it_would_round():
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "uint32"])
-def test_raw_refuses_integers_that_are_too_wide(dtype):
+def test_raw_rejects_integers_that_do_not_fit(dtype):
     raw = vn.numba.compile(lambda n: n, np.zeros((), dtype)).raw
     limits = np.iinfo(dtype)
     for number in (limits.min, limits.max, np.uint64(limits.max)):
@@ -69,13 +69,13 @@ def test_raw_refuses_integers_that_are_too_wide(dtype):
             raw(number)
 
 
-def test_raw_refuses_half_precision_by_name():
+def test_raw_rejects_half_precision():
     half = vn.numba.compile(lambda x: x + 1, X.astype(np.float16))
     with pytest.raises(NotImplementedError, match=r"float16.*no \.raw.*float32"):
         _ = half.raw
 
 
-def test_a_dict_with_another_key_is_refused():
+def test_a_dict_with_another_key_raises():
     doubled = vn.numba.compile(lambda tree: tree["x"] * 2, {"x": X})
     np.testing.assert_array_equal(doubled({"x": X}), X * 2)
     with pytest.raises(TypeError, match="structure"):

@@ -1,4 +1,4 @@
-"""Calls of compiled functions, with and without a known memory layout of Python's objects."""
+"""Calls of compiled functions, with and without a known memory layout of Python objects."""
 
 import subprocess
 import sys

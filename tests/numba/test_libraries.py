@@ -1,4 +1,4 @@
-"""What libraries make of JAX's primitives compiles: a few of each."""
+"""Some functions of libraries on top of JAX compile."""
 
 import equinox as eqx
 import jax
@@ -40,7 +40,7 @@ def _layers():
 
 
 @pytest.mark.parametrize("name", [*FUNCTIONS, "layers"])
-def test_libraries_compile(name):
+def test_functions_of_libraries_compile(name):
     f = _layers() if name == "layers" else FUNCTIONS[name]
     result = vn.numba.compare_numba_and_py(f, [X], native=False, rtol=1e-4)
     for found, want in zip(jax.tree.leaves(result), jax.tree.leaves(jax.jit(f)(X)), strict=True):

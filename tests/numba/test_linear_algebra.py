@@ -1,4 +1,4 @@
-"""Linear algebra of compiled programs: LAPACK's results, with its signs."""
+"""Linear algebra by LAPACK has the results of JAX, with the same signs."""
 
 import itertools
 
@@ -18,7 +18,7 @@ BAND = RANDOM.normal(size=(2, 5)).astype(np.float32)
 
 
 def both(f, args, native=False):
-    """Sums of a few products, in another order."""
+    """Check the references and the program. Sums of a few products may have another order."""
     vn.numba.compare_jax_and_py(f, args, rtol=1e-4)
     return vn.numba.compare_numba_and_py(f, args, rtol=1e-4, native=native)
 
@@ -39,13 +39,13 @@ def triangular(a, y):
     ]
 
 
-def test_triangular_systems_of_all_kinds():
+def test_triangular_systems_of_all_kinds_agree_with_jax():
     both(triangular, [A, Y])
 
 
 @pytest.mark.parametrize("place", ["right side", "matrix", "diagonal"])
-def test_triangular_systems_with_infinities(place):
-    n = 9  # more than OpenBLAS computes at once
+def test_triangular_systems_with_infinities_agree_with_jax(place):
+    n = 9  # more than one block of OpenBLAS
     a = (np.eye(n) + 0.1 * RANDOM.normal(size=(n, n))).astype(np.float32)
     y = RANDOM.normal(size=(n, n)).astype(np.float32)
     where = {"right side": (y, (3, 1)), "matrix": (a, (5, 2)), "diagonal": (a, (4, 4))}
@@ -56,7 +56,7 @@ def test_triangular_systems_with_infinities(place):
         np.testing.assert_array_equal(result, dense)
 
 
-def test_cholesky_gives_nan_for_what_is_not_positive():
+def test_cholesky_of_an_indefinite_matrix_is_nan():
     result = both(jnp.linalg.cholesky, [np.stack([POSITIVE[0], -POSITIVE[1]])])
     assert np.isfinite(result[0]).all()
     assert np.isnan(result[1][np.tril_indices(4)]).all()
@@ -66,7 +66,7 @@ SHAPES = {"square": A, "wide": A[:, :3], "tall": A[:, :, :3], "one": A[0]}
 
 
 @pytest.mark.parametrize("a", SHAPES.values(), ids=SHAPES)
-def test_factors_of_all_shapes(a):
+def test_factors_of_all_shapes_agree_with_jax(a):
     def f(a):
         return {
             "lu": linalg.lu(a),
@@ -84,7 +84,7 @@ def test_a_singular_matrix_has_an_lu():
     both(lambda a: linalg.lu(a), [np.zeros((3, 3), np.float32)])
 
 
-def test_eigenvectors_of_either_triangle():
+def test_eigenvectors_from_either_triangle_agree_with_jax():
     def f(a):
         own = [linalg.eigh(a, lower=lower, symmetrize_input=False) for lower in (True, False)]
         return [own, jnp.linalg.eigvalsh(a)]
@@ -93,13 +93,13 @@ def test_eigenvectors_of_either_triangle():
     vn.numba.compare_numba_and_py(f, [np.full((2, 2), np.nan, np.float32)], native=False)
 
 
-def test_a_tridiagonal_system_that_takes_pivots():
+def test_a_tridiagonal_system_with_pivoting_agrees_with_jax():
     y = RANDOM.normal(size=(2, 5, 2)).astype(np.float32)
     small = np.full((2, 5), 1e-3, np.float32)
     both(linalg.tridiagonal_solve, [BAND, small, BAND + 1, y])
 
 
-def test_compiled():
+def test_native_code_agrees_with_the_references():
     def f(a, positive, y):
         return {
             "cholesky": linalg.cholesky(positive),
@@ -115,7 +115,7 @@ def test_compiled():
     both(f, [A, POSITIVE, Y], native=True)
 
 
-def test_float64():
+def test_float64_agrees_with_jax():
     def f(positive, y):
         factor = linalg.cholesky(positive)
         solved = linalg.triangular_solve(factor, y, left_side=True, lower=True)
@@ -127,7 +127,7 @@ def test_float64():
         vn.numba.compare_numba_and_py(f, args, rtol=1e-10)
 
 
-def test_a_gradient_of_a_log_density():
+def test_a_gradient_of_a_log_density_agrees_with_jax():
     def log_density(positive, y):
         factor = jnp.linalg.cholesky(positive)
         z = linalg.triangular_solve(factor, y, left_side=True, lower=True)
@@ -138,8 +138,8 @@ def test_a_gradient_of_a_log_density():
     np.testing.assert_allclose(result, f(POSITIVE, Y), rtol=1e-3, atol=1e-4)
 
 
-def test_matrices_of_integers_are_refused():
-    # Newer JAX refuses them itself, before there is a program.
+def test_matrices_of_integers_raise():
+    # Newer JAX raises itself, while it traces.
     with pytest.raises((NotImplementedError, TypeError), match="float16"):
         vn.numba.compile(lambda x: linalg.cholesky_p.bind(x), np.eye(2, dtype=np.float16))
 
@@ -151,7 +151,7 @@ def test_pivots_out_of_bounds_write_nowhere(pivots):
     np.testing.assert_array_equal(vn.numba.compile(order, *args)(*args), order(*args))
 
 
-def test_a_tridiagonal_system_of_one_equation():
+def test_a_tridiagonal_system_can_have_one_equation():
     d = np.full(1, 2, np.float32)
     solve = lambda d: linalg.tridiagonal_solve(d * 0, d, d * 0, d[:, None])
     vn.numba.compare_numba_and_py(solve, [d], native=False)
@@ -192,14 +192,14 @@ def factors(a):
     }
 
 
-def test_factors_of_all_dtypes(dtype):
+def test_factors_of_all_dtypes_agree_with_jax(dtype):
     args, rtol = [matrices(dtype, 2, 3, 3)], DTYPES[dtype]
     vn.numba.compare_jax_and_py(factors, args, rtol=rtol)
-    native = dtype.startswith("complex")  # real ones are compiled above
+    native = dtype.startswith("complex")  # real matrices are compiled above
     vn.numba.compare_numba_and_py(factors, args, rtol=rtol, native=native)
 
 
-def test_eigenvectors_of_conjugate_values_and_of_what_is_not_finite():
+def test_eigenvectors_of_conjugates_and_infinities_agree():
     turn = np.array([[0, -1, 0], [1, 0, 0], [0, 0, 2]], np.float32)
     nan = np.full((3, 3), np.nan, np.float32)
     infinite = np.where(np.eye(3) == 1, np.inf, turn).astype(np.float32)
@@ -210,7 +210,7 @@ def test_eigenvectors_of_conjugate_values_and_of_what_is_not_finite():
 
 
 @pytest.mark.parametrize("shape", [(0, 0), (0, 3), (3, 0), (2, 3, 0), (0, 3, 3)], ids=str)
-def test_factors_of_empty_matrices(shape, dtype):
+def test_empty_matrices_can_be_factored(shape, dtype):
     def f(x):
         results = [linalg.lu(x), linalg.svd(x), linalg.svd(x, full_matrices=False)]
         results += [linalg.svd(x, compute_uv=False)]
@@ -229,12 +229,12 @@ def test_factors_of_empty_matrices(shape, dtype):
     both(f, [np.zeros(shape, dtype)])
 
 
-def test_systems_without_right_sides_or_reflections():
+def test_systems_can_have_no_right_sides_or_reflections():
     solve = lambda a: [linalg.triangular_solve(a, a[..., :0], left_side=True)]
     both(solve, [A])
     both(linalg.householder_product, [A, np.zeros((2, 0), np.float32)])
 
 
-def test_what_is_not_supported_is_refused_by_name():
+def test_errors_name_unsupported_options():
     with pytest.raises(NotImplementedError, match="sort_eig_vals: True"):
         vn.numba.compile(lambda a: linalg.schur(a, sort_eig_vals=True), A[0])

@@ -1,4 +1,4 @@
-"""How far functions of mathematics are from the exact result."""
+"""Errors of the functions of mathematics, in units in the last place."""
 
 import jax
 import numpy as np
@@ -23,7 +23,7 @@ EXACT = {
 
 
 def _numbers(dtype):
-    """Numbers of all sizes, denormals among them, and those that are special."""
+    """Return numbers of all sizes, with denormals and special numbers."""
     random = np.random.default_rng(0)
     bits = np.dtype(f"u{np.dtype(dtype).itemsize}")
     any_bits = random.integers(0, np.iinfo(bits).max, 20_000, dtype=bits).view(dtype)
@@ -36,7 +36,7 @@ def _numbers(dtype):
 
 
 @pytest.mark.parametrize("dtype", ULPS)
-def test_results_are_as_close_as_stated(dtype):
+def test_errors_are_within_the_documented_bounds(dtype):
     with jax.enable_x64(dtype == "float64"):
         x = _numbers(dtype)
         functions = {name: getattr(lax, name) for name in ULPS[dtype]}

@@ -1,4 +1,4 @@
-"""Primitives that move entries, and how little they cost."""
+"""Primitives that move entries, and the loops that are generated for them."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -41,12 +41,12 @@ MOVES = {
 
 
 @pytest.mark.parametrize("name", MOVES)
-def test_python_runs_it_as_numpy_does(name):
+def test_python_runs_programs_as_numpy_does(name):
     vn.numba.compare_jax_and_py(MOVES[name], [X])
     vn.numba.compare_numba_and_py(MOVES[name], [X], native=False)
 
 
-def test_compiled_it_gives_the_same():
+def test_native_code_agrees_with_the_references():
     vn.numba.compare_numba_and_py(lambda x: [move(x) for move in MOVES.values()], [X])
 
 
@@ -61,24 +61,24 @@ def test_a_chain_is_one_loop_over_all_entries():
     assert "range(24)" in text
 
 
-def test_what_is_reduced_is_computed_in_the_loop_that_reduces_it():
+def test_a_reduction_fuses_its_operand():
     text = _source(lambda x: (jnp.exp(x) * 2).sum(-1), X)
     assert text.count("def ") == 2
     assert text.count("for ") == 2
 
 
-def test_what_rows_share_is_computed_once_a_row():
+def test_values_shared_by_a_row_are_computed_once_per_row():
     text = _source(lambda x, y: jnp.exp(y)[:, None] * x, X[0], X[0, :, 0])
     inner = text[text.index("for j") : text.index("def program")]
     assert "exp" not in inner
 
 
-def test_what_columns_share_is_computed_before():
+def test_values_shared_by_columns_are_computed_before():
     text = _source(lambda x, y: jnp.exp(y) * x, X[0], X[0, 0])
     assert text.count("def ") == 3
 
 
-def test_memory_is_used_again():
+def test_work_memory_is_reused():
     def f(x):
         for _ in range(6):
             x = x @ x

@@ -1,4 +1,4 @@
-"""Rules that return an ordinary Numba function, and Numba functions that are rules."""
+"""Rules that return a Numba function, and Numba functions that are rules."""
 
 import re
 import subprocess
@@ -105,7 +105,7 @@ def test_a_rule_returns_an_njit_function(axis, mode, dtype):
     compare(lambda x: CUM.bind(x + 1, axis=axis, mode=mode) - 1, X.astype(dtype))
 
 
-def test_a_rule_refuses_a_parameter_in_its_own_words():
+def test_an_error_of_a_rule_is_raised_unchanged():
     with pytest.raises(NotImplementedError, match="cum has no mode 'max'"):
         vn.numba.compile(lambda x: CUM.bind(x, axis=0, mode="max"), X)
 
@@ -115,12 +115,12 @@ def test_a_rule_refuses_a_parameter_in_its_own_words():
     [((2, 3), "int8"), ((6,), "bfloat16"), ((), "float32"), ((), "float16"), ((2, 0), "float32")],
     ids=str,
 )
-def test_an_njit_function_is_a_rule(shape, dtype):
+def test_an_njit_function_can_be_a_rule(shape, dtype):
     x = np.arange(np.prod(shape)).reshape(shape).astype(dtype)
     compare(lambda x: TWICE.bind(x) + TWICE.bind(x[::-1] if x.ndim else x), x)
 
 
-def test_a_function_gives_several_results():
+def test_a_function_can_return_several_results():
     compare(lambda x: SPLIT.bind(x + 1), X)
     compare(lambda x: SPLIT.bind(x)[1], X.ravel())
 
@@ -130,7 +130,7 @@ def test_empty_operands_reach_the_function():
     assert (total, rest.shape, size) == (0, (2, 0), 0)
 
 
-def test_bools_are_bools_in_a_function():
+def test_functions_get_bool_operands():
     flip = primitive("njit_flip", run=np.logical_not)
 
     @vn.numba.funcify.register(flip)
@@ -161,7 +161,7 @@ def test_parameters_reach_an_njit_function_by_name():
         vn.numba.compile(lambda x: bind(x, object()), X)
 
 
-def test_numba_compiles_a_plain_function_of_a_rule():
+def test_numba_compiles_a_python_function_of_a_rule():
     plain = primitive("njit_plain", run=lambda x: x - 1)
 
     @vn.numba.funcify.register(plain)
@@ -174,7 +174,7 @@ def test_numba_compiles_a_plain_function_of_a_rule():
     compare(lambda x: plain.bind(x), X)
 
 
-def test_a_ufunc_of_numba_is_a_rule():
+def test_a_numba_ufunc_can_be_a_rule():
     third = primitive("njit_third", run=lambda x: x / np.float32(3))
 
     @vn.numba.funcify.register(third)
@@ -185,7 +185,7 @@ def test_a_ufunc_of_numba_is_a_rule():
     compare(lambda x: third.bind(x), X)
 
 
-def test_a_program_of_ours_is_the_function_of_a_rule():
+def test_a_compiled_program_can_be_the_function_of_a_rule():
     inner = primitive("njit_inner", run=lambda x: np.tanh(x))
 
     @vn.numba.funcify.register(inner)
@@ -218,7 +218,7 @@ def test_our_own_rules_can_be_replaced():
     compare(jnp.tanh, X)
 
 
-def test_only_primitives_and_names_are_registered():
+def test_only_primitives_and_names_can_be_registered():
     with pytest.raises(TypeError, match="a JAX primitive, its name, or a sequence of them"):
         vn.numba.funcify.register(3)
 
@@ -301,14 +301,14 @@ def test_threads_of_python_call_one_program():
     assert results == {n: [18.0 * n] * 50 for n in range(4)}
 
 
-def test_functions_run_beside_what_jax_runs():
+def test_functions_and_fallbacks_run_in_one_program():
     f = lambda x: TWICE.bind(jax.pure_callback(np.square, x, x)) + 1
     with pytest.warns(UserWarning, match="pure_callback"):
         compiled = vn.numba.compile(f, X, fallback="jax")
     np.testing.assert_array_equal(compiled(X), 2 * X**2 + 1)
 
 
-def test_a_program_without_results_of_its_own_runs():
+def test_a_program_with_an_empty_result_runs():
     f = vn.numba.compile(lambda x: (TWICE.bind(x), {}), X)
     np.testing.assert_array_equal(f(X)[0], 2 * X)
 
@@ -344,7 +344,7 @@ WRONG = primitive("njit_wrong", lambda *xs: jax.core.ShapedArray((2, 3), jnp.dty
     ],
     ids=["dtype", "rank", "number", "two", "none", "list"],
 )
-def test_wrong_results_are_named(function, gives):
+def test_the_error_names_wrong_result_types(function, gives):
     line = function.__code__.co_firstlineno
 
     @vn.numba.funcify.register(WRONG)
@@ -360,20 +360,20 @@ def test_wrong_results_are_named(function, gives):
         vn.numba.compile(lambda x: WRONG.bind(x), X)
 
 
-def test_a_function_that_numba_cannot_compile_is_named():
+def test_the_error_names_a_function_that_numba_rejects():
     vn.numba.funcify.register(WRONG)(lambda b, x: numba.njit(lambda x: x.no_such_thing))
     with pytest.raises(TypeError, match=r"(?s)'njit_wrong'.*cannot be compiled.*no_such_thing"):
         vn.numba.compile(lambda x: WRONG.bind(x), X)
 
 
-def test_a_function_with_other_arguments_is_named():
+def test_the_error_names_a_function_with_other_arguments():
     vn.numba.funcify.register(WRONG)(numba.njit(lambda x, y: x))
     with pytest.raises(TypeError, match=r"(?s)'njit_wrong', cannot be compiled.*argument.*'y'"):
         vn.numba.compile(lambda x: WRONG.bind(x), X)
 
 
 @pytest.mark.parametrize("value", [None, 3, X, []], ids=["none", "number", "array", "empty"])
-def test_a_rule_that_returns_no_function_is_named(value):
+def test_the_error_names_a_rule_that_returns_no_function(value):
     vn.numba.funcify.register(WRONG)(lambda b, x: value)
     with pytest.raises(TypeError, match=r"(?s)'njit_wrong' gave .* an @numba.njit function"):
         vn.numba.compile(lambda x: WRONG.bind(x), X)
@@ -399,20 +399,20 @@ def risky():
     return vn.numba.compile(f, X)
 
 
-def test_what_a_function_raises_is_raised(risky):
+def test_errors_of_a_function_are_raised(risky):
     with pytest.raises(ValueError, match="too large for us"):
         risky(X + 2)
     np.testing.assert_array_equal(risky(X), X)
 
 
-def test_wrong_shapes_are_named_by_the_call(risky):
+def test_a_call_raises_for_results_of_wrong_shapes(risky):
     expected = r"'risky_function' .*gave arrays of shape \[2, 1\] for .*, but JAX has .*\[2, 3\]"
     with pytest.raises(ValueError, match=expected):
         risky(X + 1)
 
 
 @pytest.mark.parametrize("number", [1, 2])
-def test_raw_raises_where_a_function_fails(risky, number):
+def test_raw_raises_if_a_function_fails(risky, number):
     @numba.njit
     def call(x):
         return risky_raw(x)

@@ -1,4 +1,4 @@
-"""Products and reductions, over any axes and of any dtype."""
+"""Products and reductions over any axes and of any dtype."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -36,12 +36,12 @@ def test_python_runs_small_products_as_numpy_does(dtype):
     vn.numba.compare_jax_and_py(f, args)
 
 
-def test_compiled_they_are_the_same():
+def test_native_products_agree_with_the_references():
     vn.numba.compare_numba_and_py(*_products(PRODUCTS, np.float32))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_large_ones_are_computed_in_vectors_or_by_blas(dtype):
+def test_large_products_use_vectors_or_blas(dtype):
     import jax
 
     with jax.enable_x64(dtype == "float64"):
@@ -52,7 +52,7 @@ def test_large_ones_are_computed_in_vectors_or_by_blas(dtype):
             np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-3)
 
 
-def test_small_integers_are_summed_in_the_dtype_that_is_asked_for():
+def test_small_integers_are_summed_in_the_requested_dtype():
     x, y = (normal(4, 300) * 50).astype(np.int8), (normal(300, 5) * 50).astype(np.int8)
     f = lambda x, y: (jnp.dot(x, y, preferred_element_type=jnp.int32), x @ y)
     vn.numba.compare_numba_and_py(f, [x, y], native=False)
@@ -68,7 +68,7 @@ def _reductions(x):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "uint8"])
-def test_reductions_are_those_of_numpy(dtype):
+def test_reductions_agree_with_numpy(dtype):
     x = (normal(2, 3, 5) * 2).astype(jnp.dtype(dtype))
     vn.numba.compare_jax_and_py(_reductions, [x], rtol=1e-2 if dtype == "bfloat16" else None)
     vn.numba.compare_numba_and_py(_reductions, [x], native=dtype == "float32")
@@ -81,12 +81,12 @@ def test_extremes_of_nan_are_nan():
     vn.numba.compare_numba_and_py(f, [x])
 
 
-def test_bits_are_combined():
+def test_bitwise_reductions_agree_with_numpy():
     f = lambda x: [jnp.bitwise_and.reduce(x), jnp.bitwise_or.reduce(x), jnp.bitwise_xor.reduce(x)]
     vn.numba.compare_numba_and_py(f, [np.array([12, 13, 6], np.int32)], native=False)
 
 
-def test_algorithms_in_another_dtype_are_refused():
+def test_algorithms_in_another_dtype_raise():
     x = np.eye(3, dtype=np.float32)
     f = lambda name: lambda x: jnp.dot(x, x, precision=getattr(lax.DotAlgorithmPreset, name))
     vn.numba.compare_numba_and_py(f("F32_F32_F32"), [x], native=False)

@@ -1,4 +1,4 @@
-"""Random bits of compiled programs: those of jax.random, bit by bit."""
+"""Compiled programs draw the same random bits as jax.random."""
 
 import jax
 import jax.numpy as jnp
@@ -28,16 +28,16 @@ def draws(key, raw, number):
 ARGS = [arrays.key(7), arrays.array([0, 3], np.uint32), np.int32(-5)]
 
 
-def test_references_draw_what_jax_draws():
+def test_references_draw_the_numbers_of_jax():
     vn.numba.compare_jax_and_py(draws, ARGS)
 
 
-def test_compiled_programs_draw_what_jax_draws():
+def test_compiled_programs_draw_the_numbers_of_jax():
     vn.numba.compare_numba_and_py(draws, ARGS)
 
 
 @pytest.mark.parametrize("seed", [-3, 2**40 + 1])
-def test_words_of_64_bits(seed):
+def test_64_bit_numbers_equal_those_of_jax(seed):
     def f(key, seed):
         return jax.random.bits(key, (3,), "uint64"), jax.random.normal(key), jax.random.key(seed)
 
@@ -46,13 +46,13 @@ def test_words_of_64_bits(seed):
         vn.numba.compare_numba_and_py(f, [jax.random.key(1), np.int64(seed)], native=False)
 
 
-def test_a_key_may_be_closed_over():
+def test_a_key_can_be_captured():
     key = jax.random.key(5)
     f = lambda x: jax.random.normal(key, (2,)) + x
     vn.numba.compare_numba_and_py(f, [np.float32(1)], native=False)
 
 
-def test_keys_go_round_as_their_data():
+def test_key_results_can_be_arguments():
     step = vn.numba.compile(lambda key: jax.random.split(key)[0], jax.random.key(0))
     key, expected = jax.random.key(0), jax.random.key(0)
     for _ in range(2):
@@ -60,13 +60,13 @@ def test_keys_go_round_as_their_data():
     np.testing.assert_array_equal(key, jax.random.key_data(expected))
 
 
-def test_other_algorithms_are_refused():
+def test_other_key_algorithms_raise():
     f = lambda raw: jax.random.bits(jax.random.wrap_key_data(raw, impl="rbg"))
     with pytest.raises(NotImplementedError, match="no arrays of dtype key<rbg>"):
         vn.numba.compile(f, np.zeros(4, np.uint32))
 
 
-def test_the_old_layout_is_refused():
+def test_the_unpartitionable_layout_raises():
     with (
         jax.threefry_partitionable(False),
         pytest.raises(NotImplementedError, match="False is not"),
@@ -74,13 +74,13 @@ def test_the_old_layout_is_refused():
         vn.numba.compile(lambda key: jax.random.bits(key), jax.random.key(0))
 
 
-def test_draws_from_gamma_distributions():
+def test_gamma_samples_equal_those_of_jax():
     f = lambda key: [jax.random.gamma(key, 2.0, (2,)), jax.random.beta(key, 0.5, 3.0)]
     vn.numba.compare_jax_and_py(f, ARGS[:1])
     vn.numba.compare_numba_and_py(f, ARGS[:1], native=False)
 
 
-def test_what_fills_gaps_between_keys_is_that_of_their_data():
+def test_keys_out_of_bounds_are_filled_as_in_jax():
     keys = jax.random.split(jax.random.key(3), 3)
     f = lambda keys: keys.at[jnp.array([5, 1])].get(mode="fill")
     expected = jax.random.key_data(f(keys))

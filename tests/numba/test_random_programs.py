@@ -1,7 +1,7 @@
-"""Random programs over the primitives that compile, against JAX.
+"""Random programs of primitives that compile, compared with JAX.
 
-CI runs a few; VENEER_RANDOM_PROGRAMS=10000 runs so many, of another seed with
-VENEER_RANDOM_SEED=1, and VENEER_RANDOM_NATIVE=100 compiles so many of them.
+CI runs a few of them. VENEER_RANDOM_PROGRAMS=10000 sets their number, VENEER_RANDOM_SEED=1 another
+seed, and VENEER_RANDOM_NATIVE=100 the number of programs that are compiled.
 """
 
 import os
@@ -22,7 +22,7 @@ PROGRAMS = int(os.environ.get("VENEER_RANDOM_PROGRAMS", "8"))
 NATIVE = int(os.environ.get("VENEER_RANDOM_NATIVE", "2"))
 SEED = int(os.environ.get("VENEER_RANDOM_SEED", "0"))
 
-# What a primitive may be off by, in units in the last place of its largest operand or result.
+# The tolerance of a primitive, in ulps of its largest operand or result.
 ULPS = 32
 SHAPES = [(), (1,), (3,), (2, 3), (3, 1), (2, 1, 3), (0, 2)]
 DTYPES = ["float32", "float32", "int32", "bool", "int8", "uint8", "uint32", "bfloat16", "float16"]
@@ -37,10 +37,6 @@ def _integer(x):
     return jnp.issubdtype(x.dtype, jnp.integer)
 
 
-def _signed(x):
-    return _floating(x) or jnp.issubdtype(x.dtype, jnp.signedinteger)
-
-
 def _complex(x):
     return jnp.issubdtype(x.dtype, jnp.complexfloating)
 
@@ -49,12 +45,11 @@ def _number(x):
     return _floating(x) or _integer(x)
 
 
-# Each takes `draw` and an array, and others of its shape and dtype from `like`; what an operation
-# is for is said by the predicate beside it. Functions with poles, or that grow, take arguments of
-# which they make none of the errors before them much greater.
+# Operations by the predicate of the arrays that they accept. Functions with poles, and functions
+# that grow, get arguments that do not amplify earlier errors.
 UNARY = {
     _number: "neg sign".split(),
-    _signed: ["abs"],
+    lambda x: _floating(x) or jnp.issubdtype(x.dtype, jnp.signedinteger): ["abs"],
     _integer: "bitwise_not population_count clz".split(),
     _floating: "floor ceil is_finite tanh logistic erf sin cos atan asinh".split(),
     _complex: "neg abs conj real imag".split(),
@@ -73,16 +68,16 @@ BINARY = {
     lambda x: x.dtype == bool: "bitwise_and bitwise_or bitwise_xor".split(),
 }
 TAMED = {
-    "exp": lambda x: lax.exp(lax.clamp(_of(x, -8), x, _of(x, 8))),
-    "expm1": lambda x: lax.expm1(lax.clamp(_of(x, -8), x, _of(x, 8))),
-    "log": lambda x: lax.log(lax.abs(x) + _of(x, 2)),
+    "exp": lambda x: lax.exp(lax.clamp(_full_like(x, -8), x, _full_like(x, 8))),
+    "expm1": lambda x: lax.expm1(lax.clamp(_full_like(x, -8), x, _full_like(x, 8))),
+    "log": lambda x: lax.log(lax.abs(x) + _full_like(x, 2)),
     "log1p": lambda x: lax.log1p(lax.abs(x)),
     "sqrt": lambda x: lax.sqrt(lax.abs(x)),
-    "rsqrt": lambda x: lax.rsqrt(lax.abs(x) + _of(x, 1)),
-    "cbrt": lambda x: lax.cbrt(lax.abs(x) + _of(x, 1)),
+    "rsqrt": lambda x: lax.rsqrt(lax.abs(x) + _full_like(x, 1)),
+    "cbrt": lambda x: lax.cbrt(lax.abs(x) + _full_like(x, 1)),
     "square": lambda x: lax.integer_pow(x, 2),
-    "div": lambda x: lax.div(_of(x, 1), lax.abs(x) + _of(x, 1)),
-    "pow": lambda x: lax.pow(lax.abs(x) + _of(x, 1), _of(x, 0.5)),
+    "div": lambda x: lax.div(_full_like(x, 1), lax.abs(x) + _full_like(x, 1)),
+    "pow": lambda x: lax.pow(lax.abs(x) + _full_like(x, 1), _full_like(x, 0.5)),
     "round": lambda x: lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN),
 }
 TAMED_COMPLEX = {
@@ -102,7 +97,7 @@ REDUCTIONS = {
 }
 
 
-def _of(x, value):
+def _full_like(x, value):
     return jnp.full(x.shape, value, x.dtype)
 
 
@@ -132,7 +127,7 @@ def selected(draw, x, like):
 
 
 def broadcast(draw, x, like):
-    """An operation whose operands have axes of size 1 where the other's have more."""
+    """Return an operation whose operands broadcast along axes of size 1."""
     if not x.ndim or x.dtype == bool:
         return None
     axis = draw(st.integers(0, x.ndim - 1))
@@ -202,7 +197,7 @@ def in_order(draw, x, like):
 
 
 def indexed(draw, x, like):
-    """Entries at places that may lie outside, which JAX clamps, drops or fills."""
+    """Return an operation with indices that can be out of bounds, as JAX allows."""
     if not x.ndim or not x.shape[0]:
         return None
     places = np.array(draw(st.lists(st.integers(-4, 4), min_size=1, max_size=3)))
@@ -250,7 +245,7 @@ KINDS += [cumulative, in_order, indexed, indexed, controlled, controlled]
 
 @st.composite
 def programs(draw):
-    """A function, what it is called with, and a list of its steps."""
+    """Draw a function, its arguments, and a list of its steps."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     args = [_array(rng, draw(st.sampled_from(SHAPES)), draw(st.sampled_from(DTYPES)))]
     args += [_array(rng, x.shape, x.dtype) for x in args if draw(st.booleans())]
@@ -293,7 +288,7 @@ def _array(rng, shape, dtype):
 
 
 def differences(found, wanted):
-    """Results that are not those of JAX: their number, and the arrays."""
+    """Yield the results that differ from JAX, with their number."""
     for n, (x, y) in enumerate(zip(found, wanted, strict=True)):
         x, y = np.asarray(x), np.asarray(y)
         if (x.shape, x.dtype) != (y.shape, y.dtype):
@@ -312,23 +307,22 @@ def differences(found, wanted):
 def check(program, args, native):
     note(str(jax.make_jaxpr(program)(*args)))
     note(repr(args))
-    # One primitive at a time: XLA fuses, and so rounds, otherwise; each step has its own tolerance.
+    # Run one primitive at a time, because fusion changes rounding. Each step has its tolerance.
     with jax.disable_jit():
         wanted = [np.asarray(x) for x in program(*map(jnp.asarray, args))]
-    found = compile(program, *args)(*args) if native else _in_python(program, args)
+    if native:
+        found = compile(program, *args)(*args)
+    else:
+        graph, _, _ = trace(program, tuple(args))
+        found = python_program(source_of(graph))(*args)
     wrong = list(differences(found, wanted))
     assert not wrong, wrong[0]
 
 
-def _in_python(program, args):
-    graph, _, _ = trace(program, tuple(args))
-    return python_program(source_of(graph))(*args)
-
-
 def _bounded(examples, start):
     def decorate(test):
-        # No example is kept, and the numbers are the same each time: what fails can be run again.
-        phases = [Phase.generate]  # programs are short, and to shrink them takes minutes
+        # Without a database of examples and with a fixed seed, a failure can be reproduced.
+        phases = [Phase.generate]  # shrinking takes minutes, and programs are short
         limits = settings(
             max_examples=examples, deadline=None, database=None, phases=phases,
             suppress_health_check=list(HealthCheck),
@@ -340,12 +334,12 @@ def _bounded(examples, start):
 
 @_bounded(PROGRAMS, 0)
 @given(programs())
-def test_generated_python_gives_what_jax_does(program):
+def test_generated_python_agrees_with_jax(program):
     check(*program, native=False)
 
 
 @pytest.mark.skipif(not NATIVE, reason="VENEER_RANDOM_NATIVE is 0")
 @_bounded(max(NATIVE, 1), 1)
 @given(programs())
-def test_native_code_gives_what_jax_does(program):
+def test_native_code_agrees_with_jax(program):
     check(*program, native=True)

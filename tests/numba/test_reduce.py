@@ -1,4 +1,4 @@
-"""Reductions by functions of numbers that have no primitive of their own."""
+"""Reductions by functions of scalars."""
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +17,12 @@ def both(f, args, **options):
 
 
 @pytest.mark.parametrize("axes", [(0,), (2,), (0, 2), (0, 1, 2)], ids=str)
-def test_of_one_array(axes):
+def test_one_array_can_be_reduced_by_a_function(axes):
     both(lambda x: lax.reduce(x, -np.inf, jnp.logaddexp, axes), [X], atol=1e-5)
 
 
 def furthest(x, places):
-    """The number that is furthest from 0, and where it is."""
+    """Return the number that is furthest from 0, and its index."""
 
     def further(old, new):
         is_new = jnp.abs(new[0]) > jnp.abs(old[0])
@@ -32,24 +32,24 @@ def furthest(x, places):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
-def test_of_arrays_of_several_dtypes(dtype):
+def test_arrays_of_several_dtypes_can_be_reduced_together(dtype):
     places = np.broadcast_to(np.arange(5, dtype=np.int32)[:, None], X.shape)
     both(furthest, [X.astype(dtype), places])
 
 
-def test_of_no_entries():
+def test_a_reduction_of_no_entries_returns_the_initial_value():
     both(lambda x: lax.reduce(x[:, :0], 2.0, lambda a, b: a * b + 1, (1,)), [X])
     both(lambda x: lax.reduce(x[:0], 2.0, lambda a, b: a * b + 1, (1,)), [X])
 
 
-def test_compiled():
+def test_native_code_agrees_with_the_references():
     places = np.broadcast_to(np.arange(5, dtype=np.int32)[:, None], X.shape)
     found, wanted = vn.numba.compile(furthest, X, places)(X, places), jax.jit(furthest)(X, places)
     for x, y in zip(found, wanted, strict=True):
         np.testing.assert_array_equal(x, y)
 
 
-def test_a_function_with_a_loop_in_it_is_refused():
+def test_a_function_with_a_loop_raises():
     powers = lambda a, b: lax.fori_loop(0, 3, lambda i, x: x * b, a)
     with pytest.raises(
         NotImplementedError, match=r"'reduce'.*jaxpr: it may not have '(scan|while)'"
@@ -58,11 +58,11 @@ def test_a_function_with_a_loop_in_it_is_refused():
 
 
 def of_many_steps(v):
-    """Of primitives that compute something before they are read, elsewhere."""
+    """Reduce by primitives that elsewhere compute arrays before a loop reads them."""
     return jax.scipy.special.digamma(jnp.exp(v / 9) + 1) + lax.reduce_precision(jnp.tanh(v), 8, 9)
 
 
-def test_functions_of_many_steps_stay_within_the_loop():
+def test_functions_of_many_steps_stay_in_the_loop():
     add = lambda a, b: of_many_steps(a) + b
     f = lambda x: (
         lax.reduce(x, np.float32(1), add, (0,)),
@@ -75,11 +75,11 @@ def test_functions_of_many_steps_stay_within_the_loop():
         np.testing.assert_allclose(found, wanted, 1e-5)
 
 
-def test_a_function_that_writes_to_an_array_is_refused():
+def test_a_function_that_updates_an_array_raises():
     f = lambda x: x.at[0].apply(lambda v: jnp.zeros(3).at[1].set(v)[1])
     with pytest.raises(NotImplementedError, match=r"'scatter'.*jaxpr: it may not have 'scatter'"):
         vn.numba.compile(f, X[0, 0])
 
 
-def test_over_no_axes_nothing_is_done():
+def test_a_reduction_over_no_axes_changes_nothing():
     both(lambda x: lax.reduce(x, np.float32(2), lambda a, b: a * b + 1, ()), [X])

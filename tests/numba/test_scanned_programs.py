@@ -1,4 +1,4 @@
-"""Programs as users write them, with loops of JAX's and of the libraries around it."""
+"""Programs as users write them, with loops of JAX and of libraries on top of JAX."""
 
 import functools
 
@@ -15,13 +15,13 @@ def normal(*shape):
 
 
 def check(f, *args, native=False, **tolerances):
-    """The program gives what JAX does."""
+    """Compare the program with JAX."""
     tolerances = {"rtol": 1e-3, "atol": 1e-4} | tolerances
     vn.numba.compare_jax_and_py(f, args, **tolerances)
     vn.numba.compare_numba_and_py(f, args, native=native, **tolerances)
 
 
-def test_training_with_optax():
+def test_training_with_optax_agrees_with_jax():
     import optax
 
     optimiser = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
@@ -43,7 +43,7 @@ def test_training_with_optax():
     check(f, params, state, normal(4, 2, 3), native=True)
 
 
-def test_a_recurrent_cell_of_equinox():
+def test_a_recurrent_cell_of_equinox_agrees_with_jax():
     import equinox as eqx
 
     cell = eqx.nn.LSTMCell(3, 4, key=jax.random.key(0))
@@ -58,10 +58,10 @@ def test_a_recurrent_cell_of_equinox():
     check(jax.value_and_grad(f), jax.tree.map(np.asarray, arrays), normal(3, 3))
 
 
-def test_differential_equations_of_diffrax(monkeypatch):
+def test_differential_equations_of_diffrax_agree_with_jax(monkeypatch):
     import diffrax
 
-    # As the environment variable of that name does: or else errors are raised by callbacks.
+    # As with the environment variable EQX_ON_ERROR. Otherwise errors are raised by callbacks.
     monkeypatch.setattr("equinox._errors.EQX_ON_ERROR", "nan")
 
     def f(y):
@@ -80,7 +80,7 @@ def test_differential_equations_of_diffrax(monkeypatch):
     check(f, np.array([1, 0], np.float32))
 
 
-def test_hamiltonian_monte_carlo():
+def test_hamiltonian_monte_carlo_agrees_with_jax():
     density = lambda q: -(q**2).sum() / 2 - jnp.log1p(jnp.exp(q[0]))
     gradient = jax.grad(density)
 
@@ -105,7 +105,7 @@ def test_hamiltonian_monte_carlo():
     check(f, np.array([0, 7], np.uint32), normal(3))
 
 
-def test_attention_with_a_cache():
+def test_attention_with_a_cache_agrees_with_jax():
     def f(wq, wk, wv, x):
         def step(carry, i):
             keys, values, x = carry
@@ -119,7 +119,7 @@ def test_attention_with_a_cache():
     check(f, normal(3, 3), normal(3, 3) / 2, normal(3, 3) / 3, normal(3))
 
 
-def test_entries_that_change_places():
+def test_insertion_sort_agrees_with_jax():
     def f(x):
         def back(carry):
             j, x = carry
@@ -133,7 +133,7 @@ def test_entries_that_change_places():
     check(jax.vmap(f), normal(2, 5))
 
 
-def test_the_best_path_and_its_way_back():
+def test_the_viterbi_algorithm_agrees_with_jax():
     def f(moves, scores):
         def forwards(best, score):
             paths = best[:, None] + moves
@@ -146,7 +146,7 @@ def test_the_best_path_and_its_way_back():
     check(f, normal(3, 3), normal(5, 3))
 
 
-def test_derivatives_of_an_embedding():
+def test_derivatives_of_an_embedding_agree_with_jax():
     def f(embedding, weight, tokens):
         scores = jax.nn.log_softmax(embedding[tokens] @ weight)
         return scores[jnp.arange(len(tokens)), tokens].sum()

@@ -1,4 +1,4 @@
-"""Sorting of compiled programs: JAX's order, of NaN and of zeros too."""
+"""Sorting in JAX's order, with NaN and signed zeros."""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ def both(f, args, native=False):
 
 
 def sorts(x, i):
-    """Sorts of several operands show where equal ones were."""
+    """Sort several operands, which shows the order of equal keys."""
     return {
         "ascending": lax.sort((x, i), num_keys=1),
         "descending": [jnp.sort(x, descending=True), jnp.argsort(x, descending=True)],
@@ -34,26 +34,26 @@ def sorts(x, i):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_the_order_of_special_numbers(dtype):
+def test_special_numbers_are_ordered_as_in_jax(dtype):
     with jax.enable_x64(dtype == "float64"):
         integer = "int64" if dtype == "float64" else "int32"
         both(sorts, [np.array(SPECIAL, dtype), PLACES.astype(integer)])
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_the_order_of_half_precision(dtype):
+def test_half_precision_is_ordered_as_in_jax(dtype):
     x = jnp.asarray(SPECIAL, dtype)
     both(lambda x: [lax.sort((x, lax.iota("int32", 16)), num_keys=1), lax.top_k(x, 9)], [x])
 
 
-def test_what_rounding_makes_equal_stays_in_order():
-    """Only of `sort`: XLA's own top_k takes products before they are rounded."""
+def test_entries_made_equal_by_rounding_stay_in_order():
+    """Tested for `sort` only, because XLA's top_k takes products before they are rounded."""
     x = jnp.asarray(1 + np.arange(128)[::-1] / 128, "bfloat16")
     f = lambda x, y: lax.sort((x * y, lax.iota("int32", 128)), num_keys=1)
     both(f, [x, jnp.asarray(1.3, "bfloat16")])
 
 
-def test_any_axis():
+def test_any_axis_can_be_sorted():
     def f(x):
         found = [function(x, axis=a) for a in range(3) for function in (jnp.sort, jnp.argsort)]
         return [found, lax.top_k(x, 2)]
@@ -61,23 +61,23 @@ def test_any_axis():
     both(f, [X])
 
 
-def test_runs_are_merged():
+def test_long_arrays_are_sorted_by_merging():
     x = np.round(np.random.default_rng(1).normal(size=100), 1).astype(np.float32)
     f = lambda x: [lax.sort((x.astype("int32"), x), num_keys=2), lax.top_k(x, 7)]
     both(f, [x], native=True)
 
 
-def test_an_empty_array():
+def test_an_empty_array_can_be_sorted():
     both(lambda x: [jnp.sort(x), lax.top_k(x[None], 0)], [np.zeros(0, np.float32)])
 
 
-def test_parts_of_an_approximation_are_refused():
+def test_approx_top_k_without_aggregation_raises():
     f = lambda x: lax.approx_max_k(x, 2, aggregate_to_topk=False)
     with pytest.raises(NotImplementedError, match="aggregate_to_topk"):
         vn.numba.compile(f, np.zeros(4, np.float32))
 
 
-def test_comparisons_in_total_order():
+def test_total_order_comparisons_agree_with_jax():
     x, y = (np.array(z, np.float32) for z in np.meshgrid(SPECIAL[:8], SPECIAL[:8]))
     primitives = (lax.lt_to_p, lax.le_to_p, lax.eq_to_p)
     both(lambda x, y: [compare.bind(x, y) for compare in primitives], [x, y])

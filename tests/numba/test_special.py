@@ -1,4 +1,4 @@
-"""What densities, layers and optimisers are made of beside sums and products."""
+"""Special functions, in densities, layers and optimizers."""
 
 import jax
 import jax.numpy as jnp
@@ -42,49 +42,49 @@ def _assert_close(result, expected, rtol):
 
 
 @pytest.mark.parametrize(("dtype", "rtol"), [("float64", 1e-12), ("bfloat16", 1e-2)])
-def test_special_functions_are_those_of_jax(dtype, rtol):
+def test_special_functions_agree_with_jax(dtype, rtol):
     with jax.enable_x64(dtype == "float64"):
         args = [np.asarray(v, jnp.dtype(dtype)) for v in (XS, ORDERS, EXPONENTS)]
         result = vn.numba.compare_numba_and_py(of_each, args, native=False, rtol=rtol)
         _assert_close(result, jax.jit(of_each)(*args), rtol)
 
 
-def test_zeta_far_from_its_pole_and_at_poles():
-    """Where the terms of its series are infinities by zeros, and those that are even poles."""
+def test_zeta_at_and_far_from_poles_agrees_with_jax():
+    """Far from the pole, terms of the series are infinity times zero."""
     grids = np.meshgrid([50, 88, 150, 2, 0, -2, -3, 1], [1, 0.5, 2, 30, 1e4, 0, -1, -2, -0.5])
     args = [x.reshape(-1).astype(np.float32) for x in grids]
     result = vn.numba.compare_numba_and_py(lax.zeta, args, native=False)
     np.testing.assert_allclose(result, jax.jit(lax.zeta)(*args), 1e-4)
 
 
-def test_special_functions_with_loops_are_those_of_jax():
+def test_special_functions_with_loops_agree_with_jax():
     args = [np.array(v, np.float32) for v in ([0.3, 2.5, -1.0], [0.5, 4.0, 1.0])]
     result = vn.numba.compare_numba_and_py(of_loops, args, native=False, rtol=1e-4)
     _assert_close(result, jax.jit(of_loops)(*args), 1e-4)
 
 
-def test_those_of_half_precision_are_computed_in_float32():
+def test_half_precision_is_computed_in_float32():
     f = lambda a, x: {"igamma": lax.igamma(a, x)}
     args = [np.array([v], np.float16) for v in (0.7, 0.4)]
     result = vn.numba.compare_numba_and_py(f, args, native=False)
     _assert_close(result, jax.jit(f)(*args), 1e-3)
 
 
-def test_compiled_ones_are_those_of_jax():
+def test_native_special_functions_agree_with_jax():
     f = lambda a, x: {"digamma": lax.digamma(x), "igamma": lax.igamma(a, x), "log2": jnp.log2(x)}
     args = [np.array(v, np.float32) for v in ([1.0, 2], [0.5, 4])]
     _assert_close(vn.numba.compile(f, *args)(*args), jax.jit(f)(*args), 1e-5)
 
 
 @pytest.mark.parametrize("zero", [0.0, -0.0])
-def test_digamma_of_zero_is_infinite(zero):
-    """Before JAX 0.12, JAX's is NaN."""
+def test_digamma_of_zero_is_minus_infinity(zero):
+    """JAX returns NaN before version 0.12."""
     f = lambda x: lax.digamma(x)
     result = vn.numba.compare_numba_and_py(f, [np.float32(zero)], native=False)
     np.testing.assert_array_equal(result, -np.inf)
 
 
-def test_densities_and_their_derivatives():
+def test_densities_and_their_derivatives_agree_with_jax():
     def f(x, a):
         log_density = lambda a: jax.scipy.stats.gamma.logpdf(x, a).sum()
         return jax.grad(log_density)(a), jax.scipy.stats.beta.cdf(x / 4, a, 2.0)
@@ -94,8 +94,8 @@ def test_densities_and_their_derivatives():
     vn.numba.compare_numba_and_py(f, args, native=False)
 
 
-def test_functions_that_jax_has_as_high_primitives():
-    """From JAX 0.12 on."""
+def test_high_primitives_of_jax_are_expanded():
+    """JAX has such primitives from version 0.12 on."""
 
     def f(x):
         edges = jnp.sort(x)
@@ -116,7 +116,7 @@ def test_functions_that_jax_has_as_high_primitives():
     vn.numba.compare_numba_and_py(f, args, native=False)
 
 
-def test_reductions_over_axes_named_by_vmap():
+def test_reductions_over_named_axes_agree_with_jax():
     of_row = lambda x: [lax.pmean(x, "i"), lax.pmax(x, "i"), lax.pmin(x, "i")]
     f = lambda x: jax.vmap(of_row, axis_name="i")(x)
     args = [np.arange(6, dtype=np.float32).reshape(3, 2)]
@@ -124,13 +124,13 @@ def test_reductions_over_axes_named_by_vmap():
     vn.numba.compare_numba_and_py(f, args, native=False)
 
 
-def test_reductions_over_no_axes():
+def test_reductions_over_no_axes_change_nothing():
     f = lambda x: [lax.reduce_sum(x, ()), lax.reduce_max(x + 1, ()), jnp.any(x > 1, axis=())]
     vn.numba.compare_numba_and_py(f, [np.arange(3, dtype=np.float32)], native=False)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_floats_of_fewer_bits(dtype):
+def test_reduce_precision_agrees_with_jax(dtype):
     values = [0.0, -0.0, 1.0, 1.0625, 1.1875, -2.9, 6e4, 7e-6, -3e-7, 1e-3, np.inf, np.nan]
     f = lambda x: [lax.reduce_precision(x, *bits) for bits in ((5, 10), (5, 3), (4, 3), (8, 4))]
     args = [np.array(values, dtype)]

@@ -1,4 +1,4 @@
-"""Convolutions and windows of compiled programs."""
+"""Convolutions, pooling, and derivatives of pooling."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ conv = lax.conv_general_dilated
 
 
 def both(f, args, native=False, rtol=1e-4):
-    """Sums of a few dozen terms, in another order."""
+    """Check the references and the program. Sums of a few dozen terms may have another order."""
     vn.numba.compare_jax_and_py(f, args, rtol=rtol)
     vn.numba.compare_numba_and_py(f, args, native=native, rtol=rtol)
 
@@ -58,16 +58,16 @@ CONVOLUTIONS = {
 
 
 @pytest.mark.parametrize("f", CONVOLUTIONS.values(), ids=CONVOLUTIONS)
-def test_convolutions(f):
+def test_convolutions_agree_with_jax(f):
     both(f, [X, KERNEL])
 
 
-def test_a_convolution_of_bfloat16():
+def test_a_convolution_of_bfloat16_agrees_with_jax():
     arrays = [jnp.asarray(a, "bfloat16") for a in (X, KERNEL)]
     both(CONVOLUTIONS["same"], arrays, rtol=2e-2)
 
 
-def test_gradients_of_convolutions():
+def test_gradients_of_convolutions_agree_with_jax():
     def f(x, w):
         loss = lambda f: lambda x, w: (f(x, w) ** 2).sum()
         return [jax.grad(loss(CONVOLUTIONS[name]), (0, 1))(x, w) for name in ("dilated", "groups")]
@@ -88,11 +88,11 @@ def pools(x, zero=0.0, least=-np.inf, most=np.inf):
     ]
 
 
-def test_pooling():
+def test_pooling_agrees_with_jax():
     both(pools, [IMAGES])
 
 
-def test_pooling_of_other_dtypes():
+def test_pooling_of_other_dtypes_agrees_with_jax():
     integers = [np.int8(n) for n in (0, -128, 127)]
     both(lambda x: pools((x * 50).astype(jnp.int8), *integers), [IMAGES])
     both(lambda x: pools(x.astype(jnp.bfloat16)), [IMAGES], rtol=1e-2)
@@ -106,7 +106,7 @@ def by_a_function(x):
     return lax.reduce_window(x, 2.0, product, WINDOW, STRIDES, PADDING)
 
 
-def test_windows_by_a_function_take_no_padding():
+def test_reductions_by_a_function_skip_padding():
     both(by_a_function, [IMAGES])
 
 
@@ -126,12 +126,12 @@ def tangents(x, t):
     return [jax.jvp(f, (x,), (t,)) for f in (greatest, smallest)]
 
 
-def test_derivatives_of_pooling():
+def test_derivatives_of_pooling_agree_with_jax():
     both(pooled_gradients, [ROUNDED])
     both(tangents, [IMAGES, ROUNDED])
 
 
-def test_compiled():
+def test_native_code_agrees_with_the_references():
     def f(x, w, images, rounded):
         return {
             "convolutions": [CONVOLUTIONS[name](x, w) for name in ("dilated", "depthwise")],
