@@ -95,7 +95,7 @@ def test_an_answer_equals_the_dense_one_and_is_streamed(model):
     assert packed.tokens_per_second > 0
 
 
-def test_perplexity_equals_that_of_dense_weights(model):
+def test_perplexity_equals_the_perplexity_of_dense_weights(model):
     tokens = language_model.encode_windows(model.tokenizer, "some words, and others. \n" * 50, 2)
     losses = jax.jit(vn.implicit(program("llama").losses), static_argnums=1)
     packed = language_model.perplexity(losses, model, model.params, tokens)

@@ -74,7 +74,7 @@ of_each_case = pytest.mark.parametrize(
 
 
 @of_each_case
-def test_products_equal_those_of_the_reference(codes, contracting, options):
+def test_products_equal_the_reference(codes, contracting, options):
     operands, product = example(codes, contracting, **options)
     actual = jax.jit(lambda operands: matmul(operands, product))(operands)
     assert_close(actual, reference(operands, product))
@@ -90,7 +90,7 @@ def floats(operands):
 
 
 @of_each_case
-def test_derivatives_equal_those_of_the_reference(codes, contracting, options):
+def test_derivatives_equal_the_reference(codes, contracting, options):
     operands, product = example(codes, contracting, **options)
 
     def derivatives(f, variables):

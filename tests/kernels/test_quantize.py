@@ -55,7 +55,7 @@ def by_xla(compute, x):
 @pytest.mark.parametrize("quantize", [vn.quant.quantize, stored_in_cache])
 @pytest.mark.parametrize("qtype", ["int8", "int4", "nf4"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_codes_and_scales_equal_those_of_xla(layout, qtype, quantize):
+def test_codes_and_scales_equal_the_results_of_xla(layout, qtype, quantize):
     shape, tiles = LAYOUTS[layout]
     compute = lambda x: quantize(x, qtype, **tiles)
     x = values(shape)
@@ -80,7 +80,7 @@ def test_mapped_arrays_are_quantized_by_a_kernel():
     assert_same(compute(x), by_xla(compute, x))
 
 
-def test_gradients_equal_those_of_xla():
+def test_gradients_equal_the_gradients_of_xla():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(256, 256)), jnp.float32)
     loss = lambda x: jnp.sum(vn.quant.fake_quantize(x, "int8", channelwise_axes=[0]) ** 2)
     assert_same(jax.grad(loss)(x), by_xla(jax.grad(loss), x))

@@ -45,7 +45,7 @@ def test_the_page_shows_three_models():
 
 
 @pytest.mark.parametrize(("command", "shown"), SHOWN, ids=lambda text: text.split()[1])
-def test_the_page_shows_what_is_printed(command, shown, veneer, monkeypatch):
+def test_the_page_shows_the_printed_output(command, shown, veneer, monkeypatch):
     monkeypatch.chdir(ROOT)
     assert veneer(*shlex.split(command)) == (0, shown, "")
 

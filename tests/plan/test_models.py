@@ -32,7 +32,7 @@ def named(model):
     return found
 
 
-def test_names_and_shapes_are_those_of_the_llama_program():
+def test_names_and_shapes_equal_the_llama_program():
     config = llama.Config.of(SMALL)
     params = jax.eval_shape(lambda key: llama.init(key, config), jax.random.key(0))
     assert named(model_of(SMALL)) == {name: x.shape for name, x in params.items()}

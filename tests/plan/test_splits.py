@@ -85,7 +85,7 @@ def test_a_405b_model_lowers_for_64_devices_as_planned(split, step):
         assert len(re.findall(r"stablehlo\.all_reduce", text)) == 2 * 126 + 1
 
 
-def test_weight_bytes_are_those_of_the_format():
+def test_weight_bytes_follow_the_format():
     one = lambda format, **of: plan_of((1, 1, 1), model("gpt-oss-120b"), format, **of).held[
         "weights"
     ]

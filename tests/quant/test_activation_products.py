@@ -147,7 +147,7 @@ CELLS += [(p, t) for p in PROGRAMS for t in ("none", "jit of grad", "vmap") if p
 
 
 @pytest.mark.parametrize(("program", "transformation"), CELLS)
-def test_products_equal_those_of_rounded_operands(program, transformation):
+def test_products_equal_products_of_rounded_operands(program, transformation):
     wrap, transform = PROGRAMS[program], TRANSFORMATIONS[transformation]
     if program == "while" and "grad" in transformation:
         pytest.skip("JAX has no reverse-mode derivative of a while loop")

@@ -74,7 +74,7 @@ def with_gradient(function, x):
 
 @pytest.mark.parametrize("tile_size", [None, 32])
 @pytest.mark.parametrize(("qtype", "act_qtype"), PAIRS)
-def test_products_equal_those_of_dequantized_operands(qtype, act_qtype, tile_size):
+def test_products_equal_products_of_dequantized_operands(qtype, act_qtype, tile_size):
     if qtype is None or qtype == "nvfp4":
         tile_size = None
     x, w = normal(3, 64), weight(qtype, 64, 6, tile_size=tile_size, act_qtype=act_qtype)
@@ -213,7 +213,7 @@ def test_moved_weights_still_quantize_activations(case):
 
 @pytest.mark.parametrize("act_qtype", ["int4", "float8_e4m3fn"])
 @pytest.mark.parametrize("static", [False, True])
-def test_gradients_equal_those_of_fake_quantization(act_qtype, static):
+def test_gradients_equal_fake_quantization(act_qtype, static):
     """The gradients are with respect to the input and the dense weights of a network, in f64."""
     with jax.enable_x64(True):
         scale = jnp.full((1, 1), 0.3) if static else None

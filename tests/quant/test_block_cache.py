@@ -117,7 +117,7 @@ PRODUCTS = {
 
 @pytest.mark.parametrize("qtype", ["int4", "uint4", "int8"])
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_products_equal_those_of_the_dense_array(name, qtype):
+def test_products_equal_products_of_the_dense_array(name, qtype):
     how = {"calibration_method": "minmax"} if qtype == "uint4" else {}
     cache = write(empty(qtype, **how), draw(H, 13, D), 0)
     x, run = draw(H, 3, D, seed=1), PRODUCTS[name]

@@ -38,7 +38,7 @@ RANGES = {
 
 
 @pytest.mark.parametrize("method", RANGES)
-def test_ranges_equal_those_of_numpy(method):
+def test_ranges_equal_numpy(method):
     x = X.astype(np.float32)
     low, high = calibration_range(x, "int4", **ROWS, calibration_method=method)
     for ours, expected in zip((low, high), RANGES[method](X), strict=True):

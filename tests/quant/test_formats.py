@@ -172,7 +172,7 @@ def test_encoding_gives_the_nearest_value_and_even_ties(name, dtype):
         ("float8_e5m2", ml_dtypes.float8_e5m2),
     ],
 )
-def test_small_floats_equal_those_of_ml_dtypes_after_clipping(name, dtype):
+def test_small_floats_equal_ml_dtypes_after_clipping(name, dtype):
     format = FORMATS[name]
     largest = float(ml_dtypes.finfo(dtype).max)
     assert format.bound == largest

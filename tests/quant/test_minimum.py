@@ -188,7 +188,7 @@ def test_minima_that_do_not_fit_raise():
         QArray(codes, scale, minimum=1.0)
 
 
-def test_codebooks_equal_those_of_bitsandbytes():
+def test_codebooks_equal_bitsandbytes():
     values = np.asarray(vn.quant.get_format("dynamic8").codebook, np.float32)
     assert len(set(values.tolist())) == 256
     assert (np.diff(values) > 0).all()

@@ -46,7 +46,7 @@ def values_to_round(dtype, wide):
         *((dtype, wide) for dtype in FLOAT8 for wide in ("bfloat16", "float16")),
     ],
 )
-def test_rounding_equals_that_of_a_conversion(dtype, wide):
+def test_rounding_equals_a_conversion(dtype, wide):
     x = values_to_round(dtype, wide)
     # The reference is NumPy. XLA on CPU also keeps the rounding.
     expected = x.astype(jnp.dtype(dtype)).astype(x.dtype).astype(np.float32)
@@ -240,7 +240,7 @@ def test_rounding_and_conversion_are_separate_operations(qtype):
 
 
 @pytest.mark.parametrize("value", [0.003, 0.33, 500.0])  # subnormal, normal, and too large
-def test_the_derivative_equals_that_of_a_conversion(value):
+def test_the_derivative_equals_the_one_of_a_conversion(value):
     derivative = jax.grad(lambda x: round_to_dtype(x, "float8_e4m3fn"))(jnp.float32(value))
     assert derivative == 1
     assert jax.vmap(jax.grad(lambda x: round_to_dtype(x, "float16")))(jnp.full(2, 1e-7)).min() == 1

@@ -301,7 +301,7 @@ def test_the_rules_of_jax_are_restored_after_observing():
     assert ad.JVPTrace.process_custom_jvp_call is process
 
 
-def test_outputs_are_those_of_the_model():
+def test_outputs_equal_the_outputs_of_the_model():
     outputs = []
 
     def model(params, x):

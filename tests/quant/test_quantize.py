@@ -81,7 +81,7 @@ def test_tiles_are_along_the_requested_axes(qtype, tiling, scale_shape):
 
 @pytest.mark.parametrize("qtype", ["int8", "int4"])
 @pytest.mark.parametrize(("tiling", "scale_shape"), TILINGS)
-def test_integer_codes_equal_those_of_numpy(qtype, tiling, scale_shape):
+def test_integer_codes_equal_numpy(qtype, tiling, scale_shape):
     x = normal(6, 8)
     q = quantize(x, qtype, **tiling)
     rows, columns = scale_shape

@@ -226,7 +226,7 @@ def test_a_label_is_kept_under_every_transformation():
     assert_close(tangent.x, jnp.tanh(X) * 2 * X)
 
 
-def test_the_cotangent_of_a_label_is_that_of_its_leaf():
+def test_the_cotangent_of_a_label_is_the_leaf_cotangent():
     same = jax.custom_vjp(lambda t: jnp.sin(t))
     same.defvjp(lambda t: (jnp.sin(t), jnp.tanh(t)), lambda tanh, ct: (tanh * ct,))
     _, vjp = jax.vjp(vn.implicit(same), Tagged(X, "m"))

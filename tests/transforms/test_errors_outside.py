@@ -195,7 +195,7 @@ def test_mapping_leaves_of_different_sizes_gets_a_note(run, text):
     ],
     ids=["scan", "fori_loop", "while_loop"],
 )
-def test_a_carry_that_becomes_dense_gets_a_note(loop):
+def test_a_materialized_carry_gets_a_note(loop):
     text, notes = notes_of(TypeError, lambda: loop(quantized()["w"]))
     assert "pytree structure" in text
     assert "Move the loop inside vn.implicit" in notes

@@ -23,7 +23,7 @@ X = arrays.array(np.linspace(-1.0, 1.0, 18).reshape(3, 6))
 KEY = arrays.key(1)
 
 
-def test_implicit_results_leave_jit_as_they_are():
+def test_implicit_results_leave_jit_unchanged():
     w = MAKERS["int4"](KEY)
     for wrap in (lambda f: jax.jit(vn.implicit(f)), lambda f: vn.implicit(jax.jit(f))):
         out = wrap(lambda w: (w, w.T))(w)

@@ -29,7 +29,7 @@ def check(f, *operands):
 
 
 @pytest.mark.parametrize("make", [lora, lora_of_int8])
-def test_carries_become_dense_one_after_another(make):
+def test_carries_are_materialized_one_after_another(make):
     """The first is dense after one turn, the second after two: the types settle on the third."""
     ws = [make(key, SHAPE) for key in jax.random.split(KEY, 3)]
     body = lambda c: (c[0] + 1.0, c[0], c[1])

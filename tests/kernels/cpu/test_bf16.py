@@ -62,7 +62,7 @@ def check(side, kind, shape, **options):
 class TestProduct:
     @pytest.mark.parametrize("kind", KINDS)
     @pytest.mark.parametrize("shape", SHAPES, ids=str)
-    def test_equals_that_of_the_dense_matrix(self, side, kind, shape):
+    def test_products_equal_the_dense_product(self, side, kind, shape):
         check(side, kind, shape)
 
     @pytest.mark.parametrize("offset", [1, 3])

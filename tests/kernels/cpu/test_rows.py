@@ -59,7 +59,7 @@ def check(kind, shape):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_product_equals_that_of_the_dense_matrix(kind, shape):
+def test_products_equal_the_dense_product(kind, shape):
     check(kind, shape)
 
 

@@ -120,7 +120,7 @@ def test_groups_can_have_any_sizes(group_sizes):
     ("shape", "group_sizes"),
     [((1, 3), [0, 1, 0]), ((3, 8), [1, 0, 0, 1, 0, 0, 1, 0]), ((40, 2), [38, 2]), ((9, 1), [9])],
 )
-def test_there_are_no_more_tiles_than_groups_need(shape, group_sizes):
+def test_products_with_few_tiles_agree(shape, group_sizes):
     x = normal(shape[0], 16)
     w = quantize(normal(shape[1], 16, 5), "int8", channelwise_axes=[0, 2])
     assert_agrees(function(x, w, jnp.array(group_sizes)), (x, w), group_sizes)

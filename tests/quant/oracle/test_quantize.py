@@ -222,7 +222,7 @@ def rms(x) -> float:
 
 
 @pytest.mark.parametrize("scale_dtype", ["bfloat16", "float16"])
-def test_codes_use_the_stored_scale_and_those_of_qwix_do_not(scale_dtype):
+def test_codes_use_the_stored_scale_unlike_qwix(scale_dtype):
     x = normal(jnp.float32)
     ours, theirs = both(x, "int8", channelwise_axes=[1], scale_dtype=scale_dtype)
     np.testing.assert_array_equal(ours.scale, theirs.scale)
@@ -271,7 +271,7 @@ def test_the_numbers_of_a_method_mean_the_same_as_in_qwix(qtype, method, dtype):
 
 
 @pytest.mark.parametrize("method", ["fixed,2", "fixed,-2,2", "fixed,-1,3"])
-def test_a_fixed_range_equals_that_of_qwix_per_tile(method):
+def test_a_fixed_range_equals_qwix_per_tile(method):
     x = normal(jnp.float32)
     ours, theirs = both(x, "int8", calibration_method=method, channelwise_axes=[1])
     # Qwix ignores the tiles and has one scale. Ours are all equal.

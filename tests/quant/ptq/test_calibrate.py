@@ -42,7 +42,7 @@ def error(model, small, params, x=HELD):
     return float(jnp.linalg.norm(vn.implicit(model)(small, x) - expected))
 
 
-def test_codes_equal_those_of_gptq():
+def test_codes_equal_direct_gptq():
     small = calibrate(mlp, INT4, params=MLP)(BATCHES)
     x = np.concatenate(BATCHES)
     met = {"up": x, "down": np.maximum(x @ np.asarray(MLP["up"]), 0)}

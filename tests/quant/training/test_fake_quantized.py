@@ -60,7 +60,7 @@ def fake_rows(x, rule):
 
 # Products contract the last axis of `out`, so its rule has tile_axis=-1.
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-def test_gradients_equal_those_of_fake_quantization(rule):
+def test_gradients_equal_fake_quantization(rule):
     out = W[0] * W[1]
 
     def given(layers, out):

@@ -56,7 +56,7 @@ def test_weights_are_pruned_before_quantization(pattern, qtype):
     assert (by_w != 0).all()  # pruned values get gradients, too
 
 
-def test_masks_equal_those_of_nm_sparse():
+def test_masks_equal_nm_sparse():
     tied = jnp.round(W).at[2, 3].set(jnp.nan)
     for axis in (-2, -1):
         for n, m in [(2, 4), (1, 4), (3, 8)]:
@@ -64,7 +64,7 @@ def test_masks_equal_those_of_nm_sparse():
             assert (ours == NMSparse.prune(tied, n, m, axis).mask()).all()
 
 
-def test_masks_equal_those_of_qwix():
+def test_masks_equal_qwix():
     import qwix._src.core.sparsity as core
 
     for axis, order in [(-2, "C"), (-1, "R")]:

@@ -238,7 +238,7 @@ def test_values_that_are_not_unnamed_arrays_raise():
         Named(array("a"), ("b",))
 
 
-def test_axes_are_found_by_name():
+def test_axis_names_select_axes():
     x = array("batch", "seq", "dim")
     assert x.axis("dim") == 2
     assert x.sum(x.axis("seq")).names == ("batch", "dim")
