@@ -141,7 +141,7 @@ def test_functions_get_bool_operands():
     compare(lambda x: flip.bind(x > 2), np.float32(1))
 
 
-def test_parameters_reach_an_njit_function_by_name():
+def test_an_njit_function_receives_primitive_parameters():
     scaled = primitive(
         "njit_scaled",
         lambda x, *, by, parts, hint: x,

@@ -37,7 +37,7 @@ def test_compiled_programs_draw_the_numbers_of_jax():
 
 
 @pytest.mark.parametrize("seed", [-3, 2**40 + 1])
-def test_64_bit_numbers_equal_those_of_jax(seed):
+def test_64_bit_numbers_equal_jax(seed):
     def f(key, seed):
         return jax.random.bits(key, (3,), "uint64"), jax.random.normal(key), jax.random.key(seed)
 
@@ -74,7 +74,7 @@ def test_the_unpartitionable_layout_raises():
         vn.numba.compile(lambda key: jax.random.bits(key), jax.random.key(0))
 
 
-def test_gamma_samples_equal_those_of_jax():
+def test_gamma_samples_equal_jax():
     f = lambda key: [jax.random.gamma(key, 2.0, (2,)), jax.random.beta(key, 0.5, 3.0)]
     vn.numba.compare_jax_and_py(f, ARGS[:1])
     vn.numba.compare_numba_and_py(f, ARGS[:1], native=False)

@@ -169,7 +169,7 @@ def test_contracting_tokens_is_reported():
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_narrow_dtypes(dtype):
+def test_the_newest_block_keeps_narrow_dtypes(dtype):
     cache = vn.quant.zeros(
         (H, S, D), "int4", dtype=dtype, channelwise_axes=(0, -1), tiled_axes={-2: 4}, block_axis=-2
     )

@@ -129,7 +129,7 @@ def test_a_replicated_leaf_is_not_gathered():
     assert event.primitive == "all_gather"
 
 
-def test_derivatives_through_collectives():
+def test_derivatives_through_collectives_agree():
     w = vn.types.LoraArray(*(0.2 * normal(*shape) for shape in ((8, 8), (8, 2), (2, 8))))
     gather = lambda x: lax.all_gather(x, "i", tiled=True)
     body = lambda w: jnp.sum(jnp.sin(gather(w) @ lax.ppermute(w, "i", ROUND).T))[None]

@@ -85,7 +85,7 @@ def test_shape_dtype_and_bytes_equal_the_wrapped_array(x):
     assert (value.shape, value.dtype, value.nbytes) == (x.shape, x.dtype, x.nbytes)
 
 
-def test_repr():
+def test_the_repr_shows_the_wrapped_value():
     assert repr(Frozen(jnp.ones(3))) == "Frozen(x=f32[3])"
     assert repr(Frozen(Diagonal(jnp.ones(3)))) == "Frozen(x=Diagonal(diagonal=f32[3]))"
 
