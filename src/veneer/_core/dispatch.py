@@ -164,10 +164,7 @@ def _shape_and_dtype(aval: Any) -> tuple[Any, Any] | None:
 
 @lru_cache(maxsize=4096)
 def _abstract_results(target: Target, avals: Any, param_items: Any) -> list[Any] | None:
-    """Return the shape and dtype of each result of a primitive for operands of the types `avals`.
-
-    Return None if JAX rejects the operands.
-    """
+    """Return the shape and dtype of each result for operand types `avals`, or None if invalid."""
     try:
         out, _ = target.abstract_eval(*avals, **dict(param_items))
     except Exception:  # a primitive may raise anything for operands that it does not take

@@ -116,10 +116,7 @@ def reject_refs_and_float0(values: Sequence[Any], error: Exception | None = None
 
 
 def derivatives_error(name: str, mention_hijax: bool = False) -> TypeError:
-    """Return the error for an operand of type `name` whose leaves are derivatives.
-
-    `mention_hijax` adds the remedies that need `vn.hijax`.
-    """
+    """Return the error for an operand of type `name` whose leaves are derivatives."""
     remedy = (
         " With vn.hijax.enabled(), the backward rule of a jax.custom_vjp gets the dense cotangent. "
         "vn.ste gives a function the derivative of the identity."

@@ -76,10 +76,7 @@ def aligned_axes(ndim: int) -> tuple[LeafAxis, ...]:
 
 
 def are_valid_axes(axes: Any, ndims: list[int]) -> bool:
-    """Return whether `axes` has, for each leaf, a `LeafAxis` or None for each axis.
-
-    `ndims` is the number of axes of each leaf.
-    """
+    """Return whether `axes[i]` has a `LeafAxis` or None for each of `ndims[i]` axes of leaf `i`."""
     if not isinstance(axes, list | tuple) or not all(isinstance(a, list | tuple) for a in axes):
         return False
     has_valid_entries = all(isinstance(x, LeafAxis | None) for entries in axes for x in entries)

@@ -311,10 +311,7 @@ def note_how(how: str, dense: Sequence[int] = (), no_kernel: str = "") -> None:
 
 
 def report_rule(primitive: str, operands: Callable[[], Operands], rule: str) -> None:
-    """Emit the event of a rule that ran, if it materialized an operand or events are collected.
-
-    `operands` returns the description of the operands. `rule` is the file and line of the rule.
-    """
+    """Emit the event of the rule at the line `rule`, if it materialized or events are collected."""
     policy, (how, dense, no_kernel) = _policy.value, _how.get()
     _how.set(("", (), ""))
     if any(dense) or policy is RECORD or policy.events is not None:
@@ -325,10 +322,7 @@ def report_rule(primitive: str, operands: Callable[[], Operands], rule: str) -> 
 
 
 def report_materialised(primitive: str, operands: Callable[[], Operands], why: str = "") -> None:
-    """Emit the event of a primitive that runs on materialized operands, for the reason `why`.
-
-    `operands` returns the description of the operands.
-    """
+    """Emit the event of a primitive that runs on materialized operands, for the reason `why`."""
     if _policy.value is not ALLOW:
         shown, sources, dense, caches = operands()
         event = Event(primitive, shown, None, sum(dense), user_line(), why, sources, dense, caches)

@@ -91,10 +91,7 @@ def tag_sources(tree: T) -> T:
 
 
 def keep_sources(before: Sequence[Any], after: S) -> S:
-    """Copy the recorded weight paths of `before[i]` to `after[i]`, and return `after`.
-
-    Both are sequences of arrays, dense or implicit.
-    """
+    """Copy the weight paths recorded in `before[i]` to the array `after[i]`. Return `after`."""
     return restore_sources(map(source_of, before), after)
 
 

@@ -325,10 +325,7 @@ def materialise(tree: Any) -> Any:
 
 
 def make_dense(primitive: Primitive, values: Sequence[Any], why: str = "") -> list[Any]:
-    """Return the operands of a primitive as dense arrays, and report those that are materialized.
-
-    `why` is the reason in the report.
-    """
+    """Materialize the operands of a primitive, and report them with the reason `why`."""
     if not any(map(is_value, values)):
         return list(values)
     report_materialised(primitive.name, lambda: describe_operands(values), why)
@@ -356,10 +353,7 @@ def _materialise_checked(value: Value) -> Any:
 
 
 def _aval_of_dense(value: Value, dense: Any) -> Any:
-    """Return the type of `dense`, the result of `value.materialise()`.
-
-    Raise `TypeError` if it is not an array.
-    """
+    """Return the type of `dense`, the result of `materialise`. Raise an error for a non-array."""
     try:
         return jax.typeof(dense)
     except TypeError:
@@ -399,10 +393,7 @@ def _summary(x: Any) -> str:
 
 
 def _aval_of_materialise(value: Value, x64: bool) -> jax.core.ShapedArray:
-    """Return the type of the dense array by tracing `materialise`.
-
-    Errors of the trace get a note, or are replaced by an error that names the wrong field.
-    """
+    """Return the type of the dense array by tracing `materialise`. Add a note to its errors."""
     leaves, treedef = jax.tree.flatten(value)
     try:
         return _find_aval(treedef, tuple(map(jax.typeof, leaves)), x64)
