@@ -91,9 +91,9 @@ __all__ = [
 ]
 
 
-# Where the names are that are imported when they are first asked for, so that a program need not
-# wait for what it does not use. A module is named after none but itself: the import of another
-# would put the module in the place of the name.
+# The modules of the names that are imported on first use, so that `import veneer` is quick. Apart
+# from the names of modules, no name is the name of a module here: importing the module would
+# replace the name.
 _LAZY = {
     "device_put": "placement",
     "distributed": "distributed",

@@ -79,18 +79,18 @@ def all_gather(
     >>> whole.shape, bool(abs(whole[0] - x.ravel()).max() <= 0.5 / 127)
     ((2, 512), True)
     """
-    sent = _sent("all_gather", axis_name, qtype, tile_size)
+    group = _make_group("all_gather", axis_name, qtype, tile_size)
 
-    def of_leaf(x: Any, key: jax.Array | None) -> jax.Array:
-        x = _floating(sent, materialise_one(x))
-        of_x = sent._replace(dtype=x.dtype.name)
-        at = _axis(sent, axis, x.ndim + (not tiled))
-        if x.size < sent.tile:
-            return lax.all_gather(x, sent.names, axis=at, tiled=tiled)
-        whole = _all_gather(_wide(vary_along(sent.names, x)), key, of_x, at, tiled)
-        return whole.astype(x.dtype)
+    def gather_leaf(x: Any, key: jax.Array | None) -> jax.Array:
+        x = group.check_floating(materialise_one(x))
+        at = group.check_axis(axis, x.ndim + (not tiled))
+        if x.size < group.tile:
+            return lax.all_gather(x, group.names, axis=at, tiled=tiled)
+        wide = _at_least_f32(vary_along(group.names, x))
+        gathered = _all_gather(wide, key, group._replace(dtype=x.dtype.name), at, tiled)
+        return gathered.astype(x.dtype)
 
-    return _each(of_leaf, x, key)
+    return _map_leaves(gather_leaf, x, key)
 
 
 def psum_scatter(
@@ -142,20 +142,25 @@ def psum_scatter(
     >>> parts.shape, bool(abs(parts.ravel() - x.sum(0)).max() <= 2 * 0.5 / 127)
     ((2, 256), True)
     """
-    sent = _sent("psum_scatter", axis_name, qtype, tile_size)
+    group = _make_group("psum_scatter", axis_name, qtype, tile_size)
 
-    def exact(x: jax.Array, at: int) -> jax.Array:
-        return lax.psum_scatter(x, sent.names, scatter_dimension=at, tiled=tiled)
-
-    def of_leaf(x: Any, key: jax.Array | None, error: Any = None) -> Any:
-        x = _floating(sent, x)
-        of_x = sent._replace(dtype=x.dtype.name)
-        at = _axis(sent, scatter_dimension, x.ndim)
-        _check_parts(sent, x.shape, at, tiled)
+    def sum_leaf(x: Any, key: jax.Array | None, error: Any = None) -> Any:
+        x = group.check_floating(x)
+        at = group.check_axis(scatter_dimension, x.ndim)
+        size, devices = x.shape[at], group.devices
+        if size % devices if tiled else size != devices:
+            need = f"a multiple of {devices}"
+            need = need if tiled else f"{devices} (with tiled=True, a multiple)"
+            raise ValueError(
+                f"psum_scatter: axis {at} of shape {x.shape} cannot be split over {devices} "
+                f"devices along {group.names}. Its size must be {need}, not {size}."
+            )
+        of_x = group._replace(dtype=x.dtype.name)
+        exact = partial(lax.psum_scatter, axis_name=group.names, scatter_dimension=at, tiled=tiled)
         rounded = lambda x: _psum_scatter(x, key, of_x, at, tiled)
-        return _summed(sent, x, error, lambda x: exact(x, at), rounded)
+        return _sum_leaf(group, x, error, exact, rounded)
 
-    return _each(of_leaf, x, key, error)
+    return _map_leaves(sum_leaf, x, key, error)
 
 
 def psum(
@@ -204,74 +209,114 @@ def psum(
     >>> bool(abs(lost).max() > 0.1), bool(abs(error.sum(0) - lost).max() < 1e-5)
     (True, True)
     """
-    sent = _sent("psum", axis_name, qtype, tile_size)
+    group = _make_group("psum", axis_name, qtype, tile_size)
 
-    def of_leaf(x: Any, key: jax.Array | None, error: Any = None) -> Any:
-        x = _floating(sent, x)
-        of_x = sent._replace(dtype=x.dtype.name)
-        exact = lambda x: lax.psum(x, sent.names)
-        return _summed(sent, x, error, exact, lambda x: _psum(x, key, of_x))
+    def sum_leaf(x: Any, key: jax.Array | None, error: Any = None) -> Any:
+        x = group.check_floating(x)
+        of_x = group._replace(dtype=x.dtype.name)
+        exact = lambda x: lax.psum(x, group.names)
+        return _sum_leaf(group, x, error, exact, lambda x: _psum(x, key, of_x))
 
-    return _each(of_leaf, x, key, error)
+    return _map_leaves(sum_leaf, x, key, error)
 
 
-class _Sent(NamedTuple):
-    """How arrays are sent: hashable, for `jax.custom_vjp`."""
+class _Group(NamedTuple):
+    """The devices of a collective, and the format of its messages.
+
+    Hashable, because it is a static argument of `jax.custom_vjp`.
+
+    **Arguments:**
+
+    - `collective`: the name of the collective, for errors.
+    - `names`: the names of the mesh axes.
+    - `devices`: the number of devices along them.
+    - `format`, `tile`: the format, and the number of consecutive values that share a scale.
+    - `tracks_varying`: whether JAX tracks which values differ between devices (`check_vma`).
+    - `dtype`: the dtype of the results. Sums are in f32, or f64.
+    """
 
     collective: str
     names: tuple[str, ...]
     devices: int
     format: str
     tile: int
-    is_told: bool  # whether an account is kept of what differs between devices
-    dtype: str = "float32"  # the dtype of the results; the sums are in f32
+    tracks_varying: bool
+    dtype: str = "float32"
 
-    def own_key(self, key: jax.Array | None) -> jax.Array | None:
-        """A key that no other device has."""
+    def check_floating(self, x: Any) -> jax.Array:
+        """Return `x` as an array. Raise a `TypeError` if it is implicit or not floating."""
+        if is_value(x):
+            raise TypeError(
+                f"{self.collective} cannot tell whether {x!r} is an array or the derivatives of "
+                "its leaves. For an array, pass vn.materialise(x). For derivatives, pass "
+                "jax.tree.leaves(x)."
+            )
+        dtype = jnp.result_type(x)
+        if dtype not in QUANTIZABLE:
+            raise TypeError(f"{self.collective} takes floating arrays, not {dtype.name}.")
+        return jnp.asarray(x)
+
+    def check_axis(self, axis: int, ndim: int) -> int:
+        """Return `axis` as a nonnegative number. Raise a `ValueError` if it is out of range."""
+        if not -ndim <= axis < ndim:
+            raise ValueError(f"{self.collective}: axis {axis} is out of range for {ndim} axes.")
+        return axis % ndim
+
+    def key_of_device(self, key: jax.Array | None) -> jax.Array | None:
+        """Return a key that differs between devices."""
         return None if key is None else jax.random.fold_in(key, lax.axis_index(self.names))
 
-    def quantised(self, parts: jax.Array, key: jax.Array | None) -> tuple[QArray, jax.Array]:
-        """Arrays `[parts, n]` as `[parts, tiles, tile]`, and what is lost of them."""
-        tiles = jnp.pad(parts, [(0, 0), (0, -parts.shape[1] % self.tile)])
-        tiles = tiles.reshape(parts.shape[0], -1, self.tile)
+    def quantize(self, rows: jax.Array, key: jax.Array | None) -> tuple[QArray, jax.Array]:
+        """Quantize rows `[n, size]` as tiles `[n, tiles, tile]`. Return the rounding errors, too.
+
+        The error of a value that is not finite is 0, so that it does not reach the next call.
+        """
+        tiles = jnp.pad(rows, [(0, 0), (0, -rows.shape[1] % self.tile)])
+        tiles = tiles.reshape(rows.shape[0], -1, self.tile)
         params = quantize_params(tiles, self.format, (0, 1), {2: self.tile}, None, None)
         q = quantize_with_params(tiles, dataclasses.replace(params, stable_in=self.dtype), key)
-        lost = parts - _as_parts(q, parts.shape[1])
-        return q, jnp.where(jnp.isfinite(lost), lost, 0)  # a step with NaN is one to leave out
+        error = rows - _dequantize_rows(q, rows.shape[1])
+        return q, jnp.where(jnp.isfinite(error), error, 0)
 
-    def exchanged(self, parts: jax.Array, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        """The sum `[n]` of what devices have for this one, and what this one lost in sending."""
-        q, lost = self.quantised(parts, key)
-        q = _by_bytes(lambda leaf: lax.all_to_all(leaf, self.names, 0, 0, tiled=True), q)
-        return _as_parts(q, parts.shape[1]).sum(0), lost
+    def reduce_scatter(self, rows: jax.Array, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        """Send row `i` of `[devices, n]` to device `i`. Return the sum `[n]` of the received rows.
 
-    def gathered(
-        self, x: jax.Array, key: jax.Array | None, is_same: bool = False
+        Also return the rounding errors of this device, `[devices, n]`.
+        """
+        q, error = self.quantize(rows, key)
+        q = _send(lambda leaf: lax.all_to_all(leaf, self.names, 0, 0, tiled=True), q)
+        return _dequantize_rows(q, rows.shape[1]).sum(0), error
+
+    def gather(
+        self, x: jax.Array, key: jax.Array | None, invarying: bool = False
     ) -> tuple[jax.Array, jax.Array]:
-        """What all devices have, `[devices, n]` of `[n]`, and what this one lost in sending."""
-        q, lost = self.quantised(x[None], key)
-        to = "invarying" if is_same else "varying"
-        q = _by_bytes(lambda leaf: lax.all_gather(leaf, self.names, tiled=True, to=to), q)
-        return _as_parts(q, x.size), lost[0]
+        """Return the arrays `[n]` of all devices, `[devices, n]`, and the rounding errors of `x`.
+
+        `invarying` says whether to tell JAX that the result is the same on all devices.
+        """
+        q, error = self.quantize(x[None], key)
+        to = "invarying" if invarying else "varying"
+        q = _send(lambda leaf: lax.all_gather(leaf, self.names, tiled=True, to=to), q)
+        return _dequantize_rows(q, x.size), error[0]
 
 
-def _as_parts(q: QArray, size: int) -> jax.Array:
-    """The dense form of arrays of tiles, without what was added at the end: `[parts, size]`."""
+def _dequantize_rows(q: QArray, size: int) -> jax.Array:
+    """Return rows `[n, size]` from tiles, without the padding."""
     return q.dequantize().reshape(q.shape[0], -1)[:, :size]
 
 
-def _by_bytes(send: Callable[[jax.Array], jax.Array], q: QArray) -> QArray:
-    """A QArray each of whose leaves is sent; a float of 8 bits as the byte that it is."""
+def _send(send: Callable[[jax.Array], jax.Array], q: QArray) -> QArray:
+    """Send each leaf of `q`. Floats of 8 bits are sent as bytes."""
 
-    def of_leaf(leaf: jax.Array) -> jax.Array:
+    def send_leaf(leaf: jax.Array) -> jax.Array:
         if leaf.dtype.itemsize > 1:
             return send(leaf)
         return lax.bitcast_convert_type(send(lax.bitcast_convert_type(leaf, jnp.uint8)), leaf.dtype)
 
-    return jax.tree.map(of_leaf, q)
+    return jax.tree.map(send_leaf, q)
 
 
-def _sent(collective: str, axis_name: AxisName, qtype: DTypeLike, tile: int | None) -> _Sent:
+def _make_group(collective: str, axis_name: AxisName, qtype: DTypeLike, tile: int | None) -> _Group:
     names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     format = get_format(qtype)
     if format.scale_tile is not None:
@@ -282,140 +327,112 @@ def _sent(collective: str, axis_name: AxisName, qtype: DTypeLike, tile: int | No
     tile = format.tile_size or 128 if tile is None else tile
     if tile < 1:
         raise ValueError(f"{collective}: tile_size must be positive, not {tile}.")
-    is_told = bool(varying_axes(vary_along(names, jnp.zeros(()))))
+    tracks_varying = bool(varying_axes(vary_along(names, jnp.zeros(()))))
     devices = math.prod(map(lax.axis_size, names))
-    return _Sent(collective, names, devices, format.name, tile, is_told)
+    return _Group(collective, names, devices, format.name, tile, tracks_varying)
 
 
-def _each(of_leaf: Callable, tree: Any, key: jax.Array | None, error: Any = None) -> Any:
-    """What a function gives of each array of a tree: of several results, so many trees."""
+def _map_leaves(f: Callable, tree: Any, key: jax.Array | None, error: Any = None) -> Any:
+    """Call `f(x, key)` for each array of a tree, and return the tree of results.
+
+    With a tree `error`, call `f(x, key, error)` and return two trees: sums and errors.
+    """
     structure: Any  # mypy does not know PyTreeDef
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_value)
     keys = [None if key is None else jax.random.fold_in(key, i) for i in range(len(leaves))]
     if error is None:
-        return jax.tree.unflatten(structure, map(of_leaf, leaves, keys))
-    errors, of_errors = jax.tree.flatten(error)
-    if of_errors != structure:
-        raise ValueError(f"error must have the structure of x, {structure}, not {of_errors}.")
-    outs = list(map(of_leaf, leaves, keys, errors))
-    sums, errors = ([out[i] for out in outs] for i in range(2))
+        return jax.tree.unflatten(structure, map(f, leaves, keys))
+    errors, error_structure = jax.tree.flatten(error)
+    if error_structure != structure:
+        raise ValueError(f"error must have the structure of x, {structure}, not {error_structure}.")
+    results = list(map(f, leaves, keys, errors))
+    sums, errors = ([result[i] for result in results] for i in range(2))
     return jax.tree.unflatten(structure, sums), jax.tree.unflatten(structure, errors)
 
 
-def _floating(sent: _Sent, x: Any) -> jax.Array:
-    if is_value(x):
-        raise TypeError(
-            f"{sent.collective} cannot tell whether {x!r} is an array or the derivatives of its "
-            "leaves. For an array, pass vn.materialise(x). For derivatives, pass "
-            "jax.tree.leaves(x)."
-        )
-    dtype = jnp.result_type(x)
-    if dtype not in QUANTIZABLE:
-        raise TypeError(f"{sent.collective} takes floating arrays, not {dtype.name}.")
-    return jnp.asarray(x)
+def _sum_leaf(group: _Group, x: jax.Array, error: Any, exact: Callable, rounded: Callable) -> Any:
+    """Return the sum of one array over devices. With an old `error`, return the new error, too.
 
-
-def _axis(sent: _Sent, axis: int, ndim: int) -> int:
-    if not -ndim <= axis < ndim:
-        raise ValueError(f"{sent.collective}: axis {axis} is out of range for {ndim} axes.")
-    return axis % ndim
-
-
-def _check_parts(sent: _Sent, shape: tuple[int, ...], axis: int, tiled: bool) -> None:
-    size, devices = shape[axis], sent.devices
-    if size % devices if tiled else size != devices:
-        wanted = f"a multiple of {devices}" if tiled else f"{devices} (with tiled=True, a multiple)"
-        raise ValueError(
-            f"{sent.collective}: axis {axis} of shape {shape} cannot be split over {devices} "
-            f"devices along {sent.names}. Its size must be {wanted}, not {size}."
-        )
-
-
-def _summed(sent: _Sent, x: jax.Array, error: Any, exact: Callable, rounded: Callable) -> Any:
-    """A sum, and what is lost if there was an error before: exact of a small array."""
-    total = vary_along(sent.names, _wide(x))
+    `rounded(x)` returns a quantized sum and its error. `exact(x)` is for arrays that are too small.
+    """
+    wide = vary_along(group.names, _at_least_f32(x))
     if error is not None:
         if jnp.shape(error) != x.shape:
             raise ValueError(
-                f"{sent.collective}: an error has shape {jnp.shape(error)}, its array {x.shape}."
+                f"{group.collective}: an error has shape {jnp.shape(error)}, its array {x.shape}."
             )
-        total += error
-    is_small = x.size < sent.tile * sent.devices
-    out, lost = (exact(total), jnp.zeros_like(total)) if is_small else rounded(total)
-    return out.astype(x.dtype) if error is None else (out.astype(x.dtype), lost)
+        wide += error
+    is_small = x.size < group.tile * group.devices
+    total, new_error = (exact(wide), jnp.zeros_like(wide)) if is_small else rounded(wide)
+    return total.astype(x.dtype) if error is None else (total.astype(x.dtype), new_error)
 
 
-def _wide(x: jax.Array) -> jax.Array:
+def _at_least_f32(x: jax.Array) -> jax.Array:
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
-# Of one array in f32 or f64. Derivatives are those of the exact collectives, in the same format;
-# what is lost in rounding has none.
+# The collectives of one array in f32 or f64. Their derivatives are the derivatives of the exact
+# collectives, with messages in the same format. The rounding errors have no derivative.
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def _all_gather(
-    x: jax.Array, key: jax.Array | None, sent: _Sent, axis: int, tiled: bool
+    x: jax.Array, key: jax.Array | None, group: _Group, axis: int, tiled: bool
 ) -> jax.Array:
-    parts = sent.gathered(x.ravel(), sent.own_key(key))[0].reshape(sent.devices, *x.shape)
-    stacked = jnp.moveaxis(parts, 0, axis)
+    rows, _ = group.gather(x.ravel(), group.key_of_device(key))
+    stacked = jnp.moveaxis(rows.reshape(group.devices, *x.shape), 0, axis)
     if not tiled:
         return stacked
     return stacked.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
 
 
-def _all_gather_bwd(
-    sent: _Sent, axis: int, tiled: bool, key: jax.Array | None, g: jax.Array
-) -> tuple[jax.Array, None]:
-    return _psum_scatter(g, _other(key), sent, axis, tiled)[0], None
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def _psum_scatter(
-    x: jax.Array, key: jax.Array | None, sent: _Sent, axis: int, tiled: bool
+    x: jax.Array, key: jax.Array | None, group: _Group, axis: int, tiled: bool
 ) -> tuple[jax.Array, jax.Array]:
     parts = jnp.moveaxis(
-        x.reshape(*x.shape[:axis], sent.devices, -1, *x.shape[axis + 1 :]), axis, 0
+        x.reshape(*x.shape[:axis], group.devices, -1, *x.shape[axis + 1 :]), axis, 0
     )
-    total, error = sent.exchanged(parts.reshape(sent.devices, -1), sent.own_key(key))
+    total, error = group.reduce_scatter(parts.reshape(group.devices, -1), group.key_of_device(key))
     shape = parts.shape[1:] if tiled else (*x.shape[:axis], *x.shape[axis + 1 :])
     return total.reshape(shape), jnp.moveaxis(error.reshape(parts.shape), 0, axis).reshape(x.shape)
 
 
-def _psum_scatter_bwd(
-    sent: _Sent, axis: int, tiled: bool, key: jax.Array | None, g: Any
-) -> tuple[jax.Array, None]:
-    return _all_gather(g[0], _other(key), sent, axis, tiled), None
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _psum(x: jax.Array, key: jax.Array | None, sent: _Sent) -> tuple[jax.Array, jax.Array]:
-    own_key = sent.own_key(key)
-    pad = -x.size % (sent.devices * sent.tile)
-    parts = jnp.pad(x.ravel(), (0, pad)).reshape(sent.devices, -1)
-    part, error = sent.exchanged(parts, own_key)
-    total, lost = sent.gathered(part, _other(own_key), sent.is_told)
-    error = error.at[lax.axis_index(sent.names)].add(lost)  # by who sends the sum, of the sum
+def _psum(x: jax.Array, key: jax.Array | None, group: _Group) -> tuple[jax.Array, jax.Array]:
+    own_key = group.key_of_device(key)
+    pad = -x.size % (group.devices * group.tile)
+    rows = jnp.pad(x.ravel(), (0, pad)).reshape(group.devices, -1)
+    part, error = group.reduce_scatter(rows, own_key)
+    total, part_error = group.gather(part, _second_key(own_key), group.tracks_varying)
+    # The device that sends a part of the sum also has the rounding error of that part.
+    error = error.at[lax.axis_index(group.names)].add(part_error)
     total, error = (y.ravel()[: x.size].reshape(x.shape) for y in (total, error))
     return total, error
 
 
-def _psum_bwd(sent: _Sent, key: jax.Array | None, g: Any) -> tuple[jax.Array, None]:
-    if sent.is_told:  # all devices have the same cotangent, and no sum is taken of it
-        return vary_along(sent.names, g[0]), None
-    return _psum(g[0], _other(key), sent)[0], None
-
-
-for _collective, _bwd in (
-    (_all_gather, _all_gather_bwd),
-    (_psum_scatter, _psum_scatter_bwd),
-    (_psum, _psum_bwd),
-):
-    _collective.defvjp(lambda x, key, *how, f=_collective: (f(x, key, *how), key), _bwd)
-
-
-def _other(key: jax.Array | None) -> jax.Array | None:
+def _second_key(key: jax.Array | None) -> jax.Array | None:
     return None if key is None else jax.random.fold_in(key, 2**31)
+
+
+def _define_vjp(collective: Any, backward: Callable[..., jax.Array]) -> None:
+    """Define the backward pass of a collective by `backward(g, key, *static)`."""
+
+    def forward(x: jax.Array, key: jax.Array | None, *static: Any) -> tuple[Any, jax.Array | None]:
+        return collective(x, key, *static), key
+
+    collective.defvjp(forward, lambda *args: (backward(args[-1], args[-2], *args[:-2]), None))
+
+
+def _psum_cotangent(g: Any, key: jax.Array | None, group: _Group) -> jax.Array:
+    if group.tracks_varying:  # all devices have the same cotangent, so there is nothing to sum
+        return vary_along(group.names, g[0])
+    return _psum(g[0], _second_key(key), group)[0]
+
+
+_define_vjp(_all_gather, lambda g, key, *static: _psum_scatter(g, _second_key(key), *static)[0])
+_define_vjp(_psum_scatter, lambda g, key, *static: _all_gather(g[0], _second_key(key), *static))
+_define_vjp(_psum, _psum_cotangent)
 
 
 def __dir__() -> list[str]:

@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import re
-import statistics
 import subprocess
 import sys
 import time
@@ -53,16 +52,21 @@ class Finding(NamedTuple):
 def findings(size: int = 4096) -> Iterator[Finding]:
     """Report how this machine computes products, and time some of `size x size` against XLA.
 
-    XLA multiplies f32 on CPU and bf16 on GPU. Each finding is yielded as soon as it is known.
+    XLA multiplies f32 on CPU and bf16 on GPU. Each finding is yielded immediately.
     Kernels that are not in the cache are compiled before they are timed.
 
     >>> from veneer import doctor
     >>> [finding.name for finding in doctor.findings(256)][:3]
     ['versions', 'devices', 'CPU']
     """
-    yield Finding("versions", _versions())
+    libraries = ("veneer", "jax", "jaxlib", "numpy", "numba")
+    versions = [f"{name} {version}" for name in libraries if (version := _version(name))]
+    yield Finding("versions", ", ".join([*versions, f"Python {platform.python_version()}"]))
     yield Finding("devices", ", ".join(map(str, jax.devices())))
-    yield Finding("CPU", f"{_cpu()}, {os.cpu_count()} threads")
+    cpu_info = Path("/proc/cpuinfo")
+    models = re.findall(r"model name\s*: (.+)", cpu_info.read_text()) if cpu_info.exists() else []
+    model = models[0] if models else platform.processor() or platform.machine()
+    yield Finding("CPU", f"{model}, {os.cpu_count()} threads")
     if jax.default_backend() == "gpu":
         yield from _on_gpu(size)
     else:
@@ -76,23 +80,11 @@ def findings(size: int = 4096) -> Iterator[Finding]:
             yield Finding(f"[{extra}]", f"not installed: {names} ({install_command(extra)})")
 
 
-def _versions() -> str:
-    names = ("veneer", "jax", "jaxlib", "numpy", "numba")
-    found = [f"{name} {version}" for name in names if (version := _version(name))]
-    return ", ".join([*found, f"Python {platform.python_version()}"])
-
-
 def _version(distribution: str) -> str | None:
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _cpu() -> str:
-    described = Path("/proc/cpuinfo")
-    models = re.findall(r"model name\s*: (.+)", described.read_text()) if described.exists() else []
-    return models[0] if models else platform.processor() or platform.machine()
 
 
 def _kernels() -> Finding:
@@ -122,15 +114,13 @@ def _kernels() -> Finding:
 
 
 def _cache() -> str:
-    files = [file for file in cache.root().rglob("*.o") if file.is_file()]
-    size = sum(file.stat().st_size for file in files)
-    writable = os.access(_existing(cache.root()), os.W_OK)
-    unwritable = "" if writable else ", cannot be written: each process compiles its kernels again"
-    return f"{cache.root()}: {len(files)} files, {size / 1e6:.1f} MB{unwritable}"
-
-
-def _existing(folder: Path) -> Path:
-    return next(place for place in (folder, *folder.parents) if place.exists())
+    root = cache.root()
+    files = [file for file in root.rglob("*.o") if file.is_file()]
+    text = f"{root}: {len(files)} files, {sum(file.stat().st_size for file in files) / 1e6:.1f} MB"
+    existing = next(folder for folder in (root, *root.parents) if folder.exists())
+    if not os.access(existing, os.W_OK):
+        text += ", cannot be written: each process compiles its kernels again"
+    return text
 
 
 def _timed(size: int) -> Iterator[Finding]:
@@ -139,18 +129,26 @@ def _timed(size: int) -> Iterator[Finding]:
     w = jnp.asarray(rng.standard_normal((size, size), np.float32))
     x = jnp.asarray(rng.standard_normal((1, size), np.float32))
     multiply = jax.jit(implicit(jnp.matmul))
-    for name, tile, activations in _TIMED:
-        rule = quant.Rule(".*", name, tile_size=tile, act_qtype=activations)
-        weight = rule.with_activations(rule.quantize(w))
-        expected = np.asarray(x @ materialise(weight))
-        error = np.linalg.norm(np.asarray(multiply(x, weight)) - expected)
-        error /= np.linalg.norm(expected)
-        ours, theirs = _seconds(partial(multiply, x, weight), partial(multiply, x, w))
-        text = f"{ours * 1e3:.2f} ms, {theirs / ours:.1f} times as fast as XLA in f32"
-        is_right = bool(error < _ERRORS[activations])
-        if not is_right:
-            text += f", and WRONG by {error:.0e}: set VENEER_KERNELS=xla to use XLA instead"
-        yield Finding(f"{name} x {activations or 'f32'}, {size} x {size}", text, is_right)
+    for (name, _, activations), weight in zip(_TIMED, _quantize_for_timing(w), strict=True):
+        wrong = _check(multiply(x, weight), x @ materialise(weight), _ERRORS[activations])
+        ours, theirs = _median_seconds(partial(multiply, x, weight), partial(multiply, x, w))
+        text = f"{ours * 1e3:.2f} ms, {theirs / ours:.1f} times as fast as XLA in f32{wrong}"
+        yield Finding(f"{name} x {activations or 'f32'}, {size} x {size}", text, not wrong)
+
+
+def _quantize_for_timing(w: jax.Array) -> list[Any]:
+    """Return a weight in the formats of `_TIMED`."""
+    rules = [quant.Rule(".*", name, tile_size=tile, act_qtype=acts) for name, tile, acts in _TIMED]
+    return [rule.with_activations(rule.quantize(w)) for rule in rules]
+
+
+def _check(product: jax.Array, expected: jax.Array, limit: float) -> str:
+    """Return the end of a message about a product with too large an error, or ""."""
+    error = np.linalg.norm(np.asarray(product, np.float32) - np.asarray(expected))
+    error /= np.linalg.norm(expected)
+    if error < limit:
+        return ""
+    return f", and WRONG by {error:.0e}: set VENEER_KERNELS=xla to use XLA instead"
 
 
 def _on_gpu(size: int) -> Iterator[Finding]:
@@ -199,41 +197,37 @@ def _gpu_kernel(name: str, m: int) -> Finding:
 
 def _timed_on_gpu(name: str, x: jax.Array, weight: Any, dense: jax.Array) -> Finding:
     """Check a product with a quantized weight. Time it alternately with XLA's bf16 product."""
-    multiply = jax.jit(implicit(jnp.matmul))
     exact = partial(jnp.matmul, precision="highest", preferred_element_type=jnp.float32)
-    expected = np.asarray(exact(x, materialise(weight)))
-    error = np.linalg.norm(np.asarray(multiply(x, weight), np.float32) - expected)
-    error /= np.linalg.norm(expected)
+    product = jax.jit(implicit(jnp.matmul))(x, weight)
+    wrong = _check(product, exact(x, materialise(weight)), _ERRORS["bf16"])
+
+    def multiply_all(x: jax.Array, weights: list[Any]) -> jax.Array:
+        for weight in weights:
+            x = jnp.matmul(x, weight)
+        return x
+
     # Time several products as one program, because a launch takes as long as a product.
-    run = jax.jit(implicit(_multiply_all))
+    run = jax.jit(implicit(multiply_all))
     copies = [[jax.tree.map(jnp.copy, w) for _ in range(_PRODUCTS_ON_GPU)] for w in (weight, dense)]
     sides = [partial(run, x, weights) for weights in copies]
     for side in sides:
         jax.block_until_ready(side())  # compile before timing
-    ours, theirs = _seconds(*sides)
+    ours, theirs = _median_seconds(*sides)
     microseconds = ours / _PRODUCTS_ON_GPU * 1e6
-    text = f"{microseconds:.1f} µs, {theirs / ours:.1f} times as fast as XLA in bf16"
-    is_right = bool(error < _ERRORS["bf16"])
-    if not is_right:
-        text += f", and WRONG by {error:.0e}: set VENEER_KERNELS=xla to use XLA instead"
-    return Finding(name, text, is_right)
+    text = f"{microseconds:.1f} µs, {theirs / ours:.1f} times as fast as XLA in bf16{wrong}"
+    return Finding(name, text, not wrong)
 
 
-def _multiply_all(x: jax.Array, weights: list[Any]) -> jax.Array:
-    for weight in weights:
-        x = jnp.matmul(x, weight)
-    return x
-
-
-def _seconds(*sides: Callable[[], Any]) -> list[float]:
+def _median_seconds(*calls: Callable[[], Any]) -> list[float]:
     """Return the median time of each call. The calls alternate."""
-    seconds: list[list[float]] = [[] for _ in sides]
-    for _ in range(_ROUNDS):
-        for side, times in zip(sides, seconds, strict=True):
-            start = time.perf_counter()
-            jax.block_until_ready(side())
-            times.append(time.perf_counter() - start)
-    return list(map(statistics.median, seconds))
+    rounds = [list(map(_seconds, calls)) for _ in range(_ROUNDS)]
+    return np.median(rounds, axis=0).tolist()
+
+
+def _seconds(call: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    jax.block_until_ready(call())
+    return time.perf_counter() - start
 
 
 #: The numbers of rows and dtypes of activations with which instruction sets are compared.
@@ -313,20 +307,15 @@ def _answer(size: int) -> None:
     rng = np.random.default_rng(0)
     w = jnp.asarray(rng.standard_normal((size, size), np.float32))
     multiply = jax.jit(implicit(jnp.matmul))
-    sides = []
-    for name, tile, activations in _TIMED:
-        rule = quant.Rule(".*", name, tile_size=tile, act_qtype=activations)
-        weight = rule.with_activations(rule.quantize(w))
-        sides += [partial(multiply, jnp.ones((m, size), x), weight) for m, x in _COMPARED]
-    for side in sides:
-        jax.block_until_ready(side())  # compile before timing
+    calls = [
+        partial(multiply, jnp.ones((m, size), dtype), weight)
+        for weight in _quantize_for_timing(w)
+        for m, dtype in _COMPARED
+    ]
+    for call in calls:
+        jax.block_until_ready(call())  # compile before timing
     for _ in sys.stdin:
-        seconds = []
-        for side in sides:
-            start = time.perf_counter()
-            jax.block_until_ready(side())
-            seconds.append(time.perf_counter() - start)
-        print(json.dumps(seconds), flush=True)
+        print(json.dumps(list(map(_seconds, calls))), flush=True)
 
 
 def _missing(extra: str) -> list[str]:

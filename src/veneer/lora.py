@@ -144,7 +144,7 @@ def init_tree(
     >>> tuned["query"].a.shape, tuned["query"].b.shape
     ((512, 4), (4, 8, 64))
     """
-    _check(rules)
+    _check_rules(rules)
     check_parameters(params, "init_tree(params, rules, key=key, model=f, args=(x,))")
     check_key(key)
     paths, leaves, treedef = flatten_with_paths(params)
@@ -153,29 +153,36 @@ def init_tree(
     matched: dict[Rule, list[str]] = {}
     for path, leaf in zip(paths, leaves, strict=True):
         rule = next((rule for rule in rules if rule.matches(path)), None)
-        if rule is not None and rule.rank is not None:
-            matched.setdefault(rule, []).append(path)
-            if _can_be_updated(leaf):
-                chosen[path] = rule
-    for rule, its_paths in matched.items():
+        if rule is None or rule.rank is None:
+            continue
+        matched.setdefault(rule, []).append(path)
+        aval = leaf.aval() if isinstance(leaf, Value) else leaf
+        is_weight = getattr(aval, "ndim", 0) >= 2 and aval.dtype in QUANTIZABLE
+        if is_weight and not isinstance(leaf, LoraArray):
+            chosen[path] = rule
+    for rule, paths_of_rule in matched.items():
         if rule not in chosen.values():
             warn_user(
-                f"the rule {rule.path_regex!r} gives nothing an adapter: {some_of(its_paths)}. "
+                f"the rule {rule.path_regex!r} gives nothing an adapter: {some_of(paths_of_rule)}. "
                 "Adapters are for floating arrays of rank 2 or more that are not LoraArrays yet"
             )
     program = program_for(params, model, args, kwargs)
     uses = {}
     if program is not None:
         uses = find_uses(program, params, lambda path, _: path in chosen, args or (), kwargs)
-        unused = [path for path in chosen if not uses_with_axes(uses[path])]
-        rule_of = chosen
-        chosen = {path: rule for path, rule in rule_of.items() if path not in unused}
-        at_work = list(chosen.values())
-        told = [x for x in unused if rule_of[x] not in at_work or not _is_bias_or_norm(uses[x])]
-        if told:
+        unused = {path: chosen.pop(path) for path in [*chosen] if not uses_with_axes(uses[path])}
+        # Do not report biases and norm scales if their rule adds other adapters. They are only
+        # added, or used as vectors.
+        is_vector = lambda use: use.primitive == "add" or len(use.free_axes) < 2
+        reported = [
+            path
+            for path, rule in unused.items()
+            if rule not in chosen.values() or not uses[path] or not all(map(is_vector, uses[path]))
+        ]
+        if reported:
             warn_user(
                 f"the program uses these weights in no product, so they get no adapter: "
-                f"{some_of(told)}"
+                f"{some_of(reported)}"
             )
     keys = iter(jax.random.split(key, max(1, len(chosen))))
     new, large = [], []
@@ -183,7 +190,7 @@ def init_tree(
         if path not in chosen:
             new.append(leaf)
             continue
-        axes = _axes(path, leaf.shape, uses_with_axes(uses[path])[0]) if uses else {}
+        axes = _adapter_axes(path, leaf.shape, uses_with_axes(uses[path])[0]) if uses else {}
         w = LoraArray.init(leaf, key=next(keys), **chosen[path].options, **axes)
         large += [f"{path} {list(w.shape)}"] if w.a.size + w.b.size >= w.size else []
         new.append(w)
@@ -193,7 +200,7 @@ def init_tree(
     return jax.tree.unflatten(treedef, new)
 
 
-def _check(rules: Any) -> None:
+def _check_rules(rules: Any) -> None:
     is_sequence = isinstance(rules, Sequence) and not isinstance(rules, str)
     for rule in rules if is_sequence else [rules]:
         if not is_sequence or not isinstance(rule, Rule):
@@ -203,19 +210,8 @@ def _check(rules: Any) -> None:
             )
 
 
-def _is_bias_or_norm(uses: Sequence[Use]) -> bool:
-    """Whether a program only adds a weight, or has it as a vector, of each layer of a stack say."""
-    return bool(uses) and all(use.primitive == "add" or len(use.free_axes) < 2 for use in uses)
-
-
-def _can_be_updated(leaf: Any) -> bool:
-    aval = leaf.aval() if isinstance(leaf, Value) else leaf
-    floating = getattr(aval, "ndim", 0) >= 2 and aval.dtype in QUANTIZABLE
-    return floating and not isinstance(leaf, LoraArray)
-
-
-def _axes(path: str, shape: Sequence[int], use: Use) -> dict[str, Any]:
-    """How many axes of a weight go in and out, and on which side a product contracts."""
+def _adapter_axes(path: str, shape: Sequence[int], use: Use) -> dict[str, Any]:
+    """Return the arguments of `LoraArray.init` for the input and output axes of a weight."""
     axes = low_rank_axes(len(shape), use.contracted, use.free_axes)
     if axes is None:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""`summary`: what the arrays of a tree are, what they cost, and which are trained."""
+"""`summary`: a table of the arrays of a tree, with formats, sizes and trained values."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -23,14 +23,14 @@ class Row:
 
     **Arguments:**
 
-    - `path`: its path.
+    - `path`: the path of the array in the tree.
     - `type`: the class of an implicit array, or "dense".
-    - `format`: the dtype, the quantized format and its tiles, or the class with its `rank` and the
-      formats of the implicit arrays inside.
-    - `shape`, `dtype`: of the dense array.
+    - `format`: the dtype of a dense array; the format and tiles of a quantized array; or the class
+      of another implicit array, with its rank and the formats of the arrays inside.
+    - `shape`, `dtype`: the shape and dtype of the dense array.
     - `nbytes`, `dense_nbytes`: the stored bytes, and the bytes of the dense array.
     - `trainable`: the number of stored values that `vn.trainable` selects.
-    - `error`: the relative error to `like`, or None.
+    - `error`: the relative error to the argument `like` of `summary`, or None without `like`.
     """
 
     path: str
@@ -94,10 +94,8 @@ class Summary(Tabular):
         if all(row.error is None for row in self.rows):
             del columns["error"]
         cells = [tuple(cell(row) for cell, _ in columns.values()) for row in self.rows]
-        return tuple(columns), cells, tuple(total for _, total in columns.values()), _NUMBERS
-
-
-_NUMBERS = ("bits", "error", "bytes", "dense bytes", "trainable")
+        numbers = ("bits", "error", "bytes", "dense bytes", "trainable")
+        return tuple(columns), cells, tuple(total for _, total in columns.values()), numbers
 
 
 def summary(tree: Any, like: Any = None) -> Summary:
@@ -112,8 +110,8 @@ def summary(tree: Any, like: Any = None) -> Summary:
       original array.
 
     **Returns:** a `Summary`. `print` shows the table. `rows` has one entry per array. `nbytes` is
-    the total of the stored bytes, and `dense_nbytes` that of the dense arrays. `trainable` is the
-    number of values that `vn.trainable` selects. An array at two paths is counted twice.
+    the total of the stored bytes, and `dense_nbytes` the total of the dense arrays. `trainable` is
+    the number of values that `vn.trainable` selects. An array at two paths is counted twice.
 
     **Raises:** `ValueError` if an implicit array of `tree` has no array of the same shape at its
     path in `like`.
@@ -126,40 +124,36 @@ def summary(tree: Any, like: Any = None) -> Summary:
     >>> table.nbytes, table.dense_nbytes, table.trainable
     (292, 2080, 8)
     """
-    marks = vtree.leaves(trainable(tree))
-    leaves = vtree.leaves_with_path(tree)
-    before = {} if like is None else dict(_paths(like))
+    by_path = lambda tree: [(vtree.path_string(p), x) for p, x in vtree.leaves_with_path(tree)]
+    before = None if like is None else dict(by_path(like))
     return Summary(
         tuple(
-            _row(vtree.path_string(path), x, mark, before if like is not None else None)
-            for (path, x), mark in zip(leaves, marks, strict=True)
+            _make_row(path, x, mark, before)
+            for (path, x), mark in zip(by_path(tree), vtree.leaves(trainable(tree)), strict=True)
             if is_value(x) or (hasattr(x, "shape") and hasattr(x, "dtype"))
         )
     )
 
 
-def _paths(tree: Any) -> list[tuple[str, Any]]:
-    return [(vtree.path_string(path), x) for path, x in vtree.leaves_with_path(tree)]
-
-
-def _row(path: str, x: Any, mark: Any, before: Mapping[str, Any] | None) -> Row:
+def _make_row(path: str, x: Any, mark: Any, before: Mapping[str, Any] | None) -> Row:
     aval = x.aval() if isinstance(x, Value) else x
-    parts = jax.tree.leaves(x)
-    trained = [p.size for p, m in zip(parts, jax.tree.leaves(mark), strict=True) if m]
+    leaves = jax.tree.leaves(x)
+    trained = [leaf.size for leaf, m in zip(leaves, jax.tree.leaves(mark), strict=True) if m]
     return Row(
         path=path,
         type=type(x).__name__ if isinstance(x, Value) else "dense",
-        format=_format(x),
+        format=_describe_format(x),
         shape=tuple(aval.shape),
         dtype=aval.dtype,
-        nbytes=x.nbytes if isinstance(x, ImplicitArray) else sum(map(_nbytes, parts)),
+        nbytes=x.nbytes if isinstance(x, ImplicitArray) else sum(map(_nbytes, leaves)),
         dense_nbytes=_nbytes(aval),
         trainable=sum(trained),
-        error=_error(path, x, before) if before is not None and isinstance(x, Value) else None,
+        error=None if before is None or not isinstance(x, Value) else _error(path, x, before),
     )
 
 
 def _error(path: str, x: Value, before: Mapping[str, Any]) -> float:
+    """Return the relative error of `x` to the dense array at its path in `before`."""
     shape = getattr(before.get(path), "shape", None)
     if shape != x.aval().shape:
         raise ValueError(
@@ -176,7 +170,7 @@ def _nbytes(x: Any) -> int:
     return x.size * x.dtype.itemsize
 
 
-def _format(x: Any) -> str:
+def _describe_format(x: Any) -> str:
     if not isinstance(x, Value):
         return x.dtype.name
     if isinstance(x, QArray):
@@ -184,5 +178,5 @@ def _format(x: Any) -> str:
     if x.storage_name is not None:
         return f"{type(x).__name__} {x.storage_name}"
     rank = [f"rank {x.rank}"] if hasattr(x, "rank") else []
-    held = [_format(y) for y in vtree.flatten_one_layer(x)[0] if is_value(y)]
-    return " ".join([type(x).__name__, *rank, *(["over", ", ".join(held)] if held else [])])
+    inner = [_describe_format(y) for y in vtree.flatten_one_layer(x)[0] if is_value(y)]
+    return " ".join([type(x).__name__, *rank, *(["over", ", ".join(inner)] if inner else [])])

@@ -1,4 +1,4 @@
-"""Where the arrays of a tree are: `device_put`, by shardings that speak of dense arrays."""
+"""Place the arrays of a tree on devices, with shardings that refer to the dense arrays."""
 
 import math
 import re
@@ -70,10 +70,10 @@ def device_put(tree: Any, shardings: Any) -> Any:
     >>> w.packed.sharding.spec, w.scale.sharding.spec
     (P(None, 'model'), P(None, 'model'))
     """
-    found, treedef = vtree.flatten_with_path(tree)
-    paths, arrays = [vtree.path_string(path) for path, _ in found], [x for _, x in found]
-    asked = shardings_of(tree, shardings)
-    return vtree.unflatten(treedef, put(paths, arrays, asked))
+    leaves, treedef = vtree.flatten_with_path(tree)
+    paths = [vtree.path_string(path) for path, _ in leaves]
+    arrays = put(paths, [x for _, x in leaves], match_shardings(tree, shardings))
+    return vtree.unflatten(treedef, arrays)
 
 
 def logical_shardings(tree: Any, mesh: Mesh, rules: Any = ()) -> list[tuple[str, NamedSharding]]:
@@ -117,23 +117,23 @@ def logical_shardings(tree: Any, mesh: Mesh, rules: Any = ()) -> list[tuple[str,
             raise ValueError(
                 f"the rule for {name!r} names {unknown.pop()!r}, not an axis of {mesh}"
             )
-    found = jax.tree.flatten_with_path(tree, is_leaf=lambda x: _names_of(x) is not None)[0]
-    named = [(vtree.path_string(path), _names_of(x)) for path, x in found]
-    out = [
-        (re.escape(path), NamedSharding(mesh, _mesh_spec(path, names, pairs)))
-        for path, names in named
-        if names is not None
-    ]
-    if not out:
+    leaves = jax.tree.flatten_with_path(tree, is_leaf=lambda x: _axis_names(x) is not None)[0]
+    shardings = []
+    for key, x in leaves:
+        if (names := _axis_names(x)) is not None:
+            path = vtree.path_string(key)
+            sharding = NamedSharding(mesh, _mesh_spec(path, names, pairs))
+            shardings.append((re.escape(path), sharding))
+    if not shardings:
         raise ValueError(
             "no array of the tree has axis names. Pass a flax model with sharding metadata, or a "
             "tree with a PartitionSpec in place of each array"
         )
-    return out
+    return shardings
 
 
-def _names_of(x: Any) -> tuple[Any, ...] | None:
-    """The names of the axes of an array, where a tree has them for it."""
+def _axis_names(x: Any) -> tuple[Any, ...] | None:
+    """Return the names of the axes of an array that flax or a `PartitionSpec` gives, or None."""
     if isinstance(x, PartitionSpec):
         return tuple(x)
     if hasattr(x, "get_metadata"):  # flax.nnx.Variable
@@ -146,7 +146,7 @@ def _names_of(x: Any) -> tuple[Any, ...] | None:
 def _mesh_spec(
     path: str, names: tuple[Any, ...], rules: Sequence[tuple[Any, Any]]
 ) -> PartitionSpec:
-    """The axes of a mesh along which those with names are cut, each once."""
+    """Return the spec with mesh axes for an array with axis names. Each mesh axis is used once."""
     entries: dict[int, Any] = {i: None for i, name in enumerate(names) if name is None}
     used: set[str] = set()
     for rule, to in rules:
@@ -197,97 +197,89 @@ def fully_sharded(
         if name not in mesh.shape:
             raise ValueError(f"axis_name {name!r} is not an axis of {mesh}")
     count = math.prod(mesh.shape[name] for name in axes_of(axis_name))
-    stated = PartitionSpec() if spec is None else spec
+    base = PartitionSpec() if spec is None else spec
 
-    def of(x: Any) -> NamedSharding:
+    def choose_sharding(x: Any) -> NamedSharding:
         shape = tuple(x.shape)
-        given = NamedSharding(mesh, stated)
-        if len(stated) > len(shape):
-            return given  # which is refused, with the path
-        entries = entries_of(stated, len(shape))
+        if len(base) > len(shape):
+            return NamedSharding(mesh, base)  # `put` raises an error with the path
+        entries = entries_of(base, len(shape))
         for axis in sorted(range(len(shape)), key=lambda axis: -shape[axis]):
-            cut = PartitionSpec(*entries[:axis], axis_name, *entries[axis + 1 :])
-            is_whole = shape[axis] % count == 0 and (
-                not is_value(x) or block_specs(x, cut, mesh.shape) is not None
-            )
-            if entries[axis] is None and is_whole:
-                return NamedSharding(mesh, cut)
-        return given
+            if entries[axis] is None and shape[axis] % count == 0:
+                sharded = PartitionSpec(*entries[:axis], axis_name, *entries[axis + 1 :])
+                if not is_value(x) or block_specs(x, sharded, mesh.shape) is not None:
+                    return NamedSharding(mesh, sharded)
+        return NamedSharding(mesh, base)
 
-    return of
+    return choose_sharding
 
 
-def shardings_of(tree: Any, shardings: Any) -> list[Any]:
-    """The sharding of each array of a tree, or None, as `device_put` takes them; in order."""
-    paths = [vtree.path_string(path) for path, _ in vtree.flatten_with_path(tree)[0]]
-    return _by_rules(shardings, paths) if _are_rules(shardings) else _by_prefix(shardings, tree)
+def match_shardings(tree: Any, shardings: Any) -> list[Any]:
+    """Return the sharding of each array of a tree, in order, or None for arrays that stay.
 
-
-def put(paths: Sequence[str], arrays: Sequence[Any], asked: Sequence[Any]) -> list[Any]:
-    """The arrays, each of a path, where a sharding says or, for None, where they are."""
-    arrays = list(arrays)
-    asked = [
-        device(x) if callable(device) and _is_array(x) else device
-        for x, device in zip(arrays, asked, strict=True)
-    ]
-    leaves: list[Any] = []
-    devices: list[Any] = []
-    for path, x, device in zip(paths, arrays, asked, strict=True):
-        if device is not None and _is_array(x):
-            _check(path, x, device)
-            leaves += jax.tree.leaves(x)
-            devices += leaf_destinations(x, device)
-    placed = iter(_put(leaves, devices))
-    for i, (x, device) in enumerate(zip(arrays, asked, strict=True)):
-        if device is not None and _is_array(x):
-            parts, structure = jax.tree.flatten(x)
-            arrays[i] = jax.tree.unflatten(structure, [next(placed) for _ in parts])
-    return arrays
-
-
-def _put(leaves: list[Any], devices: list[Any]) -> list[Any]:
-    """`jax.device_put` of leaves; of those that are cut over processes, each reads its own parts.
-
-    JAX's would send each leaf to all processes, to compare it.
+    `shardings` has one of the forms that `device_put` takes.
     """
+    if not (isinstance(shardings, list | tuple) and any(map(_is_rule, shardings))):
+        return _match_prefix(shardings, tree)
+    paths = [vtree.path_string(path) for path, _ in vtree.flatten_with_path(tree)[0]]
+    return _match_rules(shardings, paths)
+
+
+def put(paths: Sequence[str], arrays: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
+    """Place each array with its sharding. Arrays whose sharding is None stay where they are.
+
+    `paths` are the paths of the arrays, for error messages. A sharding can also be a device, or a
+    function that maps an array to its sharding.
+    """
+    results = list(arrays)
+    targets = {}
+    for i, (x, sharding) in enumerate(zip(arrays, shardings, strict=True)):
+        is_array = is_value(x) or (hasattr(x, "shape") and hasattr(x, "dtype"))
+        if sharding is not None and is_array:
+            targets[i] = sharding(x) if callable(sharding) else sharding
+            _check_fits(paths[i], x, targets[i])
+    leaves = [leaf for i in targets for leaf in jax.tree.leaves(arrays[i])]
+    devices = [d for i, target in targets.items() for d in leaf_destinations(arrays[i], target)]
     if all(getattr(device, "is_fully_addressable", True) for device in devices):
-        return jax.device_put(leaves, devices)  # in one transfer
-    return list(map(_put_own_parts, leaves, devices))
+        placed = iter(jax.device_put(leaves, devices))  # in one transfer
+    else:
+        placed = map(_put_leaf, leaves, devices)
+    for i in targets:
+        parts, structure = jax.tree.flatten(arrays[i])
+        results[i] = jax.tree.unflatten(structure, [next(placed) for _ in parts])
+    return results
 
 
-def _put_own_parts(leaf: Any, device: Any) -> Any:
-    is_here = not isinstance(leaf, jax.core.Tracer) and getattr(leaf, "is_fully_addressable", True)
-    is_of_numbers = not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended)
-    if getattr(device, "is_fully_addressable", True) or not (is_here and is_of_numbers):
+def _put_leaf(leaf: Any, device: Any) -> Any:
+    """Place a leaf. If it is sharded over several processes, each process reads its own part.
+
+    In this case, `jax.device_put` would send the leaf to all processes, to compare it.
+    """
+    is_local = not isinstance(leaf, jax.core.Tracer) and getattr(leaf, "is_fully_addressable", True)
+    is_numeric = not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended)
+    if getattr(device, "is_fully_addressable", True) or not (is_local and is_numeric):
         return jax.device_put(leaf, device)
     part = lambda index: np.asarray(leaf[index], jax.dtypes.canonicalize_dtype(leaf.dtype))
     leaf = leaf if isinstance(leaf, np.ndarray) else np.asarray(leaf)
     return jax.make_array_from_callback(leaf.shape, device, part)
 
 
-def _is_array(x: Any) -> bool:
-    return is_value(x) or (hasattr(x, "shape") and hasattr(x, "dtype"))
-
-
-def _are_rules(shardings: Any) -> bool:
-    return isinstance(shardings, list | tuple) and any(map(_is_rule, shardings))
-
-
 def _is_rule(x: Any) -> bool:
     return isinstance(x, list | tuple) and len(x) == 2 and isinstance(x[0], str)
 
 
-def _by_rules(rules: Sequence[Any], paths: Sequence[str]) -> list[Any]:
-    """The sharding of each path, or None."""
+def _match_rules(rules: Sequence[Any], paths: Sequence[str]) -> list[Any]:
+    """Return the sharding of the first rule that matches each path, or None."""
     compiled = []
     for rule in rules:
         if not _is_rule(rule):
             raise TypeError(f"a rule must be a pair of a regex and a sharding, not {rule!r}")
         regex, device = rule
         try:
-            compiled.append((re.compile(regex), _checked(device, regex)))
+            compiled.append((re.compile(regex), device))
         except re.error as error:
             raise ValueError(f"{regex!r} is not a regex: {error}") from None
+        _check_sharding(device, regex)
         if not any(path_matches(compiled[-1][0], path) for path in paths):
             some = ", ".join(paths[:4]) + (", ..." if len(paths) > 4 else "")
             warnings.warn(
@@ -301,28 +293,29 @@ def _by_rules(rules: Sequence[Any], paths: Sequence[str]) -> list[Any]:
     ]
 
 
-def _by_prefix(shardings: Any, tree: Any) -> list[Any]:
-    """The sharding of each array, by a tree of them that is a prefix; None where it has None."""
-    asked: list[Any] = []
+def _match_prefix(shardings: Any, tree: Any) -> list[Any]:
+    """Return the sharding of each array from a tree of shardings that is a prefix of `tree`."""
+    matched: list[Any] = []
 
-    def of_part(path: Any, device: Any, part: Any) -> None:
-        device = None if device is None else _checked(device, vtree.path_string(path))
-        asked.extend([device] * len(vtree.leaves(part)))
+    def add_subtree(path: Any, device: Any, subtree: Any) -> None:
+        if device is not None:
+            _check_sharding(device, vtree.path_string(path))
+        matched.extend([device] * len(vtree.leaves(subtree)))
 
-    # Leaves within implicit arrays are no arrays here: a prefix has one sharding for all of them.
-    whole = vtree.map(lambda x: _Whole() if is_value(x) else x, tree)
+    # A prefix has one sharding per implicit array, so replace each of them by one leaf.
+    arrays = vtree.map(lambda x: object() if is_value(x) else x, tree)
     try:
-        jax.tree.map_with_path(of_part, shardings, whole, is_leaf=lambda x: x is None)
+        jax.tree.map_with_path(add_subtree, shardings, arrays, is_leaf=lambda x: x is None)
     except ValueError as error:
         raise ValueError(f"shardings must be a prefix of the tree: {error}") from None
-    return asked
+    return matched
 
 
-class _Whole:
-    """In the place of an implicit array: one leaf."""
+def _check_sharding(device: Any, of: str) -> None:
+    """Raise a `TypeError` if an entry of `shardings` is not a sharding, a device or a function.
 
-
-def _checked(device: Any, of: str) -> Any:
+    `of` is the path or the regex of the entry, for the message.
+    """
     if isinstance(device, PartitionSpec) or not (
         isinstance(device, jax.sharding.Sharding | jax.Device)
         or hasattr(device, "sharding")
@@ -333,11 +326,13 @@ def _checked(device: Any, of: str) -> Any:
             f"the sharding{where} must be a jax.sharding.Sharding, such as NamedSharding(mesh, "
             f"PartitionSpec(...)), or a device, not {device!r}"
         )
-    return device
 
 
-def _check(path: str, x: Any, device: Any) -> None:
-    """Refuses a sharding that does not fit the dense array, and warns if its leaves stay whole."""
+def _check_fits(path: str, x: Any, device: Any) -> None:
+    """Raise a `ValueError` if a sharding does not fit the dense array at a path.
+
+    Warn if the largest leaf of an implicit array stays replicated.
+    """
     sharding, shape = getattr(device, "sharding", device), tuple(x.shape)
     if not isinstance(sharding, NamedSharding):
         return
@@ -348,7 +343,7 @@ def _check(path: str, x: Any, device: Any) -> None:
         block = sharding.shard_shape(shape)
     except ValueError as error:
         raise ValueError(f"{name} has shape {shape}: {error}") from None
-    if is_value(x) and block != shape and _stays_whole(x, sharding):
+    if is_value(x) and block != shape and _stays_replicated(x, sharding):
         why = why_not_split(x, sharding.spec, sharding.mesh.shape)
         warnings.warn(
             f"{name} is replicated on each device, because blocks of shape {list(block)} for "
@@ -360,13 +355,13 @@ def _check(path: str, x: Any, device: Any) -> None:
         )
 
 
-def _stays_whole(x: Any, sharding: NamedSharding) -> bool:
-    """Whether the largest leaf is not cut, though it should be, to follow the dense array."""
+def _stays_replicated(x: Any, sharding: NamedSharding) -> bool:
+    """Return whether the largest leaf is replicated, although the sharding would shard it."""
     leaves = jax.tree.leaves(x)
     specs = leaf_specs(x, sharding.spec, sharding.mesh.shape, lambda size, _: size)
-    asked = [None] * len(leaves) if specs is None else jax.tree.leaves(specs)
-    size = lambda part: math.prod(part[0].shape) * part[0].dtype.itemsize
-    of_leaves = zip(leaves, asked, leaf_destinations(x, sharding), strict=True)
-    leaf, spec, place = max(of_leaves, key=size)
-    follows = spec is None or any(entry is not None for entry in spec)
-    return follows and size((leaf,)) > 0 and place.shard_shape(leaf.shape) == leaf.shape
+    wanted = [None] * len(leaves) if specs is None else jax.tree.leaves(specs)
+    nbytes = lambda row: math.prod(row[0].shape) * row[0].dtype.itemsize
+    rows = zip(leaves, wanted, leaf_destinations(x, sharding), strict=True)
+    leaf, spec, actual = max(rows, key=nbytes)
+    is_wanted = spec is None or any(entry is not None for entry in spec)
+    return is_wanted and nbytes((leaf,)) > 0 and actual.shard_shape(leaf.shape) == leaf.shape

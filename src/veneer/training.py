@@ -1,7 +1,6 @@
-"""Which arrays of a model are trained: `trainable`, `freeze` and `unfreeze`.
+"""Select the arrays of a model to train: `trainable`, `freeze` and `unfreeze`.
 
-Each takes `where`, which chooses among arrays as the model sees them: an implicit array is one, and
-its path is that of the parameter that it stands for.
+The argument `where` of these functions selects arrays. An implicit array counts as one array.
 """
 
 import warnings
@@ -58,7 +57,7 @@ def trainable(tree: Any, where: Where = None) -> Any:
     >>> mask["kernel"].a, mask["kernel"].w.scale, mask["bias"]
     (True, False, False)
     """
-    return _map_arrays(lambda x, chosen: _marks(x, chosen), tree, where)
+    return _map_arrays(_mark_leaves, tree, where)
 
 
 def freeze(tree: Any, where: Where = None) -> Any:
@@ -120,22 +119,17 @@ def unfreeze(tree: Any, where: Where = None) -> Any:
     return _map_arrays(lambda x, chosen: thaw(x) if chosen else x, tree, where)
 
 
-def _marks(x: Any, chosen: bool) -> Any:
-    """A bool for each leaf of an array: whether it is trained, if the array is chosen."""
+def _mark_leaves(x: Any, is_selected: bool) -> Any:
+    """Return `x` with a bool in place of each leaf: True if the leaf is trained."""
     if not is_value(x):
-        return chosen and _is_inexact(x)
+        return is_selected and _is_inexact(x)
     trained = _trained_fields(type(x))
 
-    def of_part(path: tuple[Any, ...], part: Any) -> Any:
-        return _marks(part, chosen and (trained is None or _field_of(path) in trained))
+    def mark(path: tuple[Any, ...], leaf: Any) -> Any:
+        field = vtree.path_string(path[:1])
+        return _mark_leaves(leaf, is_selected and (trained is None or field in trained))
 
-    below = lambda y: y is not x and is_value(y)
-    return jax.tree.map_with_path(of_part, x, is_leaf=below)
-
-
-def _field_of(path: tuple[Any, ...]) -> str:
-    """The name of the field at which a path within an implicit array begins."""
-    return vtree.path_string(path[:1])
+    return jax.tree.map_with_path(mark, x, is_leaf=lambda y: y is not x and is_value(y))
 
 
 def _trained_fields(cls: type[Value]) -> Sequence[str] | None:
@@ -156,14 +150,14 @@ def _is_inexact(x: Any) -> bool:
 
 
 def _map_arrays(f: Callable[[Any, bool], Any], tree: Any, where: Where) -> Any:
-    """The tree with `f(array, whether it is chosen)` for each array, implicit ones being whole."""
+    """Return the tree with `f(x, is_selected)` in place of each array `x`."""
     leaves, treedef = vtree.flatten_with_path(tree)
     paths = [vtree.path_string(path) for path, _ in leaves]
-    chosen = _chosen(paths, [x for _, x in leaves], where)
-    return treedef.unflatten([f(x, c) for (_, x), c in zip(leaves, chosen, strict=True)])
+    selected = _select(paths, [x for _, x in leaves], where)
+    return treedef.unflatten([f(x, s) for (_, x), s in zip(leaves, selected, strict=True)])
 
 
-def _chosen(paths: Sequence[str], arrays: Sequence[Any], where: Where) -> list[bool]:
+def _select(paths: Sequence[str], arrays: Sequence[Any], where: Where) -> list[bool]:
     if where is None:
         return [True] * len(paths)
     if isinstance(where, type):
@@ -171,8 +165,8 @@ def _chosen(paths: Sequence[str], arrays: Sequence[Any], where: Where) -> list[b
     if callable(where):
         return [bool(where(path, x)) for path, x in zip(paths, arrays, strict=True)]
     check_regex(where, "where", "a regex, a class or a function")
-    chosen = [path_matches(where, path) for path in paths]
-    if not any(chosen):
+    selected = [path_matches(where, path) for path in paths]
+    if not any(selected):
         some = ", ".join(paths[:4]) + (", ..." if len(paths) > 4 else "")
         warnings.warn(
             f"where={where!r} matches no array. Change the regex, which must match a whole path, "
@@ -180,4 +174,4 @@ def _chosen(paths: Sequence[str], arrays: Sequence[Any], where: Where) -> list[b
             UserWarning,
             stacklevel=4,
         )
-    return chosen
+    return selected

@@ -229,11 +229,6 @@ def path_string(path: Iterable[Any]) -> str:
     return jax.tree_util.keystr(tuple(path), simple=True, separator=".")
 
 
-def _is_below(x: Any) -> Callable[[Any], bool]:
-    """The `is_leaf` that opens `x`, and no implicit array within it."""
-    return lambda y: y is not x and is_value(y)
-
-
 def flatten_one_layer(tree: Any) -> tuple[list[Any], Any]:
     """Split implicit arrays into their fields, and keep implicit arrays inside them as leaves.
 
@@ -250,11 +245,15 @@ def flatten_one_layer(tree: Any) -> tuple[list[Any], Any]:
     >>> vn.tree.unflatten(treedef, leaves).shape
     (2, 3)
     """
-    values, outer = flatten(tree)
-    opened = [jax.tree.flatten(x, is_leaf=_is_below(x)) for x in values]
-    # A structure is a function of that of its parts for uniform ones alone, hence the placeholders.
-    parts = [jax.tree.unflatten(inner, [0] * len(found)) for found, inner in opened]
-    return [x for found, _ in opened for x in found], jax.tree.structure(outer.unflatten(parts))
+
+    def flatten_fields(x: Any) -> tuple[list[Any], Any]:
+        return jax.tree.flatten(x, is_leaf=lambda y: y is not x and is_value(y))
+
+    outermost, outer = flatten(tree)
+    flat = [flatten_fields(x) for x in outermost]
+    # JAX cannot compose different structures, so compose trees with placeholders.
+    parts = [jax.tree.unflatten(inner, [0] * len(fields)) for fields, inner in flat]
+    return [x for fields, _ in flat for x in fields], jax.tree.structure(outer.unflatten(parts))
 
 
 def depth(tree: Any) -> int:
@@ -301,7 +300,7 @@ def materialise_nested(tree: Any, full: bool = False) -> Any:
     """
     if full:
         return _materialise(tree)
-    with policy_in_force(ALLOW):  # as asked for, so no news
+    with policy_in_force(ALLOW):  # the user asked for it, so do not report it
         return map(lambda x: x.materialise() if isinstance(x, Value) else x, tree)
 
 
@@ -339,20 +338,21 @@ def partition(tree: Any, mask: Any) -> tuple[Any, Any]:
     >>> jax.grad(loss)(trained, jnp.ones((3, 2)))["b"].tolist()
     [3.0, 3.0]
     """
-    if callable(mask) and treedef_is_leaf(jax.tree.structure(mask)):  # and no module of bools
+    # A callable with leaves is a module of bools, such as an Equinox module.
+    if callable(mask) and treedef_is_leaf(jax.tree.structure(mask)):
         mask = jax.tree.map(lambda x: bool(mask(x)), tree)
+
+    def broadcast(choice: Any, subtree: Any) -> Any:
+        if not isinstance(choice, bool):
+            raise TypeError(f"A mask must have bools as leaves, not {choice!r}.")
+        return jax.tree.map(lambda _: choice, subtree)
+
     try:
-        chosen = jax.tree.map(_spread, mask, tree)
+        chosen = jax.tree.map(broadcast, mask, tree)
     except ValueError as error:
         raise ValueError(f"The mask is not a prefix of the tree: {error}") from None
     keep = lambda wanted: jax.tree.map(lambda c, x: x if c is wanted else None, chosen, tree)
     return keep(True), keep(False)
-
-
-def _spread(choice: Any, subtree: Any) -> Any:
-    if not isinstance(choice, bool):
-        raise TypeError(f"A mask must have bools as leaves, not {choice!r}.")
-    return jax.tree.map(lambda _: choice, subtree)
 
 
 def combine(*trees: Any) -> Any:
@@ -378,21 +378,18 @@ def combine(*trees: Any) -> Any:
 
 
 def _first(*xs: Any) -> Any:
-    held = [x for x in xs if not _is_empty(x)]
-    if len(held) > 1 and any(isinstance(x, Value) for x in held):
+    present = [x for x in xs if not _is_empty(x)]
+    if len(present) > 1 and any(isinstance(x, Value) for x in present):
         raise TypeError(
-            f"One tree has {held[0]!r} where another has {held[1]!r}. Under vn.implicit, a part "
-            "without an optional array counts as a whole array. Combine the trees outside "
+            f"One tree has {present[0]!r} where another has {present[1]!r}. Under vn.implicit, a "
+            "part without an optional array counts as a whole array. Combine the trees outside "
             "vn.implicit."
         )
-    return held[0] if held else xs[0]
+    return present[0] if present else xs[0]
 
 
 def _is_empty(x: Any) -> bool:
-    """Whether it is None, or an implicit array all of whose leaves are elsewhere.
-
-    Under `implicit` it may be one operand there, which has no leaves to be put beside these.
-    """
+    """Return whether `x` is None or an implicit array without leaves."""
     return x is None or (isinstance(x, Value) and not jax.tree.leaves(x))
 
 

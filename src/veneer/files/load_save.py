@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from .. import tree as vtree
-from ..placement import put, shardings_of
+from ..placement import match_shardings, put
 from .checkpoint import LazyTensors, convert, open_checkpoint
 from .folder import FolderWriter, TensorFolder, as_jax
 from .new_folder import write_aside
@@ -207,7 +207,7 @@ def _load_placed(path: Any, node: Node, tensors: Mapping[str, Any], shardings: A
     with _naming_folder(path, NotStored):
         tree = decode(node, lambda at, _: _Placeholder(at))
     leaves, _ = vtree.flatten_with_path(tree)
-    places = [None] * len(leaves) if shardings is None else shardings_of(tree, shardings)
+    places = [None] * len(leaves) if shardings is None else match_shardings(tree, shardings)
     destinations = {
         leaf.path: (vtree.path_string(key_path), place)
         for (key_path, leaf), place in zip(leaves, places, strict=True)
