@@ -224,7 +224,7 @@ def test_a_family_is_known_by_the_names_of_its_tensors(tmp_path, name):
     np.testing.assert_array_equal(f32(w), value.astype(np.float32))
 
 
-def test_what_is_not_quantised_stays_as_it_is(tmp_path):
+def test_dense_tensors_are_loaded_unchanged(tmp_path):
     tensors, _ = folders.gptq(rng())
     dense = {"head.weight": np.ones((4, 2), E4M3), "ids": np.arange(3, dtype=np.int32)}
     loaded = vn.load(folders.write(tmp_path / "model", tensors | dense, quantization_config=GPTQ))
@@ -233,7 +233,7 @@ def test_what_is_not_quantised_stays_as_it_is(tmp_path):
         assert (loaded[name].dtype, loaded[name].tolist()) == (value.dtype, value.tolist())
 
 
-def test_a_raw_folder_is_as_it_is_stored(tmp_path):
+def test_raw_loads_the_stored_tensors(tmp_path):
     tensors, _ = folders.gptq(rng())
     loaded = vn.load(folders.write(tmp_path / "m", tensors, quantization_config=GPTQ), raw=True)
     assert set(loaded) == set(tensors)
@@ -291,7 +291,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("change", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_does_not_fit_is_refused_by_name(tmp_path, change, message):
+def test_tensors_that_do_not_fit_raise_with_their_names(tmp_path, change, message):
     tensors, _ = folders.gptq(rng())
     change(tensors)
     path = folders.write(tmp_path / "model", tensors, quantization_config=GPTQ)
@@ -343,9 +343,7 @@ def test_bits_that_the_configuration_leaves_open_are_not_guessed(tmp_path):
 
 @pytest.mark.parametrize("bits", [3, 5, 6, 7])
 @pytest.mark.parametrize("whole", [True, False])
-def test_the_version_says_how_codes_lie_where_both_layouts_have_as_many_words(
-    tmp_path, bits, whole
-):
+def test_the_version_determines_an_ambiguous_layout(tmp_path, bits, whole):
     make = partial(folders.pack_quantized, bits=bits, size=16, out=16, tile=16, whole=whole)
     tensors, value = make(rng())
     stated = ct(bits, 16) | {"version": "0.17.1" if whole else "0.18.0"}
@@ -419,7 +417,7 @@ def test_a_configuration_of_before_config_json_had_it_counts(tmp_path):
     np.testing.assert_array_equal(f32(vn.load(path)["m.weight"]), value.astype(np.float32))
 
 
-def test_a_configuration_that_is_no_json_matters_where_something_is_packed(tmp_path):
+def test_invalid_json_raises_only_for_packed_weights(tmp_path):
     path = folders.write(tmp_path / "model", {"w": np.ones(2, np.float32)})
     (path / "config.json").write_text("{")
     assert vn.load(path)["w"].tolist() == [1, 1]
@@ -430,7 +428,7 @@ def test_a_configuration_that_is_no_json_matters_where_something_is_packed(tmp_p
 
 
 @pytest.mark.parametrize("name", ["gptq_4_desc_act", "bitsandbytes_nf4_nested", "mlx_5", "mxfp4"])
-def test_what_was_read_is_saved_and_read_again(tmp_path, name):
+def test_a_loaded_checkpoint_can_be_saved_and_loaded(tmp_path, name):
     make, config = CONFIGS[name]
     tree = vn.load(folders.write(tmp_path / "model", make(rng())[0], **config))
     vn.save(tmp_path / "saved", tree)

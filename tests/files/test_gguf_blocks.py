@@ -62,7 +62,7 @@ def assert_equal(row, q, expected):
 
 @pytest.mark.parametrize("row", TYPES)
 @pytest.mark.parametrize("shape", [(5,), (3, 7), (2, 3, 1)])
-def test_random_blocks_are_worth_what_the_reference_says(row, shape):
+def test_random_blocks_agree_with_the_reference(row, shape):
     blocks = random_blocks(row, *shape)
     q = read(row, blocks)
     assert q.shape == (*shape[:-1], shape[-1] * row.values)
@@ -125,7 +125,7 @@ def test_every_scale_of_8_bits_is_read_and_others_are_refused(name):
         read(row, blocks)
 
 
-def test_mxfp4_is_clipped_near_the_largest_f32_as_by_the_reference():
+def test_mxfp4_clips_large_values_like_the_reference():
     import gguf.quants as quants
 
     mxfp4 = quants.GGMLQuantizationType.MXFP4
@@ -138,7 +138,7 @@ def test_mxfp4_is_clipped_near_the_largest_f32_as_by_the_reference():
 
 
 @pytest.mark.parametrize("row", TYPES)
-def test_what_is_read_is_written_as_it_was(row):
+def test_blocks_survive_reading_and_writing(row):
     blocks = random_blocks(row, 3, 5)
     q = read(row, blocks)
     type, again = written(q)
@@ -173,7 +173,7 @@ def test_tensors_without_values(row, shape):
 
 
 @pytest.mark.parametrize("row", TYPES)
-def test_rows_are_put_in_another_order_as_they_are(row):
+def test_reordering_rows_keeps_their_bytes(row):
     blocks = random_blocks(row, 6, 2)
     order = np.array([3, 1, 5, 0, 2, 4])
     q = decode(blocks.reshape(6, -1), row, (6, 2 * row.values), order)
@@ -230,9 +230,7 @@ def quantised(qtype, tile, *, shape=(4, 256), dtype="float16", **options):
         ("mxfp4", 32, "MXFP4"),
     ],
 )
-def test_what_was_quantised_here_is_written_in_the_smallest_type_that_holds_it(
-    qtype, tile, expected
-):
+def test_arrays_are_written_in_the_smallest_exact_type(qtype, tile, expected):
     q = quantised(qtype, tile, dtype=None if qtype == "mxfp4" else "float16")
     row, again = written(q)
     assert row.name == expected
@@ -250,7 +248,7 @@ def test_zero_points_are_taken_into_the_codes():
     np.testing.assert_array_equal(vn.materialise(decode(again, row, q.shape)), wide)
 
 
-def test_codes_packed_along_another_axis_and_a_byte_each_are_written():
+def test_other_packings_are_written_as_the_same_blocks():
     q = quantised("int4", 32)
     bytes_ = np.asarray(q.format.to_fields(q.codes()))
     for other in (
@@ -260,7 +258,7 @@ def test_codes_packed_along_another_axis_and_a_byte_each_are_written():
         np.testing.assert_array_equal(written(other)[1], written(q)[1])
 
 
-def test_scales_of_32_bits_are_written_where_they_are_numbers_of_16():
+def test_f32_scales_are_written_if_they_are_exact_in_f16():
     q = quantised("int8", 32)
     wide = q.replace(scale=q.scale.astype(np.float32))
     np.testing.assert_array_equal(written(wide)[1], written(q)[1])
@@ -299,7 +297,7 @@ def test_scales_of_32_bits_are_written_where_they_are_numbers_of_16():
         ),
     ],
 )
-def test_what_gguf_cannot_hold_is_refused_and_why(q, match):
+def test_arrays_that_gguf_cannot_hold_raise(q, match):
     with pytest.raises(ValueError, match=match):
         encode(q())
 

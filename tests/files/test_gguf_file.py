@@ -23,7 +23,7 @@ def path(tmp_path):
     return tmp_path / "model.gguf"
 
 
-def test_metadata_of_every_type_comes_back_as_it_was(path):
+def test_metadata_of_every_type_survives_a_round_trip(path):
     write_gguf(path, {}, METADATA)
     with GgufFile(path) as file:
         assert file.metadata.keys() == METADATA.keys()
@@ -31,7 +31,7 @@ def test_metadata_of_every_type_comes_back_as_it_was(path):
         assert len(file) == 0
 
 
-def test_metadata_is_what_the_gguf_package_reads(path):
+def test_the_gguf_package_reads_our_metadata(path):
     import gguf
 
     flat = {k: v for k, v in METADATA.items() if k not in ("arrays", "no UTF-8")}
@@ -46,7 +46,7 @@ def test_metadata_is_what_the_gguf_package_reads(path):
 
 
 @pytest.mark.parametrize("version", [2, 3])
-def test_tensors_are_read_one_at_a_time_with_their_names_and_types(path, version):
+def test_tensors_are_read_one_by_one_with_names_and_types(path, version):
     tensors = {"q": blocks_of("Q4_K", 3, 512), **DENSE, "scalar": np.array(2.5, np.float32)}
     write_gguf(path, tensors, {"general.alignment": 64})
     content = bytearray(path.read_bytes())
@@ -67,7 +67,7 @@ def test_tensors_are_read_one_at_a_time_with_their_names_and_types(path, version
             file.read("p")
 
 
-def test_what_was_read_stays_when_the_file_is_gone(path):
+def test_loaded_tensors_outlive_the_file(path):
     write_gguf(path, {"w": np.ones((2, 2), np.float32), "q": blocks_of("Q8_0", 1, 32)})
     tensors = read_all(path)
     path.write_bytes(b"")
@@ -75,7 +75,7 @@ def test_what_was_read_stays_when_the_file_is_gone(path):
     assert np.isfinite(vn.materialise(tensors["q"])).all()
 
 
-def test_the_gguf_package_reads_what_is_written(path):
+def test_the_gguf_package_reads_our_tensors(path):
     import gguf
 
     quantised = {row.name: blocks_of(row.name, 2, 3, 512) for row in BLOCK_TYPES.values()}
@@ -94,7 +94,7 @@ def test_the_gguf_package_reads_what_is_written(path):
             np.testing.assert_array_equal(tensor.data, DENSE[tensor.name])
 
 
-def test_what_the_gguf_package_writes_is_read(path):
+def test_files_of_the_gguf_package_can_be_loaded(path):
     import gguf
 
     x = np.random.default_rng(0).normal(size=(4, 512)).astype(np.float32)
@@ -122,7 +122,7 @@ def test_what_the_gguf_package_writes_is_read(path):
             np.testing.assert_array_equal(got, values)
 
 
-def test_the_tensors_that_are_dense_are_told(path):
+def test_dense_avals_lists_dense_tensors(path):
     write_gguf(path, {"q": blocks_of("Q8_0", 2, 32), "w": np.ones((2, 3), np.float16)})
     with GgufFile(path) as file:
         assert file.dense_avals() == {"w": jax.ShapeDtypeStruct((2, 3), np.float16)}

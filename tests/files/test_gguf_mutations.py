@@ -92,7 +92,7 @@ ALIGNMENT = b"general.alignment"
         (header(tensors=2) + info(shape=()) * 2 + bytes(999), "tensor 'w' occurs twice"),
     ],
 )
-def test_what_is_said_of_bad_files(path, content, match):
+def test_bad_files_raise_one_line_with_the_path(path, content, match):
     path.write_bytes(content)
     with pytest.raises(ValueError, match=match) as raised:
         GgufFile(path)

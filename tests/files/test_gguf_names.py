@@ -114,7 +114,7 @@ def test_experts_are_a_tensor_each(path, architecture, expected):
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3moe"])
-def test_a_model_by_hugging_faces_names_is_written_as_it_was_read(path, tmp_path, architecture):
+def test_a_model_with_hugging_face_names_is_written_unchanged(path, tmp_path, architecture):
     keys = {k.replace("llama", architecture): v for k, v in HEADS.items()}
     tensors = {
         "token_embd.weight": blocks_of("Q6_K", 5, 256),
@@ -182,7 +182,7 @@ def test_names_of_an_architecture_that_is_not_known(path):
         GgufFile(path, names="hf")
 
 
-def test_rows_that_are_not_those_of_the_heads(path):
+def test_rows_that_do_not_match_the_heads_raise(path):
     tensors = {"blk.0.attn_q.weight": np.ones((6, 2), np.float32)}
     write_gguf(path, tensors, {"general.architecture": "llama"} | HEADS)
     with pytest.raises(ValueError, match=r"q_proj\.weight': its 6 rows are not pairs of 4 heads"):
@@ -226,7 +226,7 @@ def test_the_configuration_of_a_model():
     }
 
 
-def test_the_configuration_of_a_file_says_whether_embeddings_are_tied(path):
+def test_the_configuration_tells_whether_embeddings_are_tied(path):
     write_gguf(path, {"output.weight": np.ones(2, np.float32)}, CONFIG)
     assert GgufFile(path).config == huggingface_config(CONFIG) | {"tie_word_embeddings": False}
     write_gguf(path, {}, CONFIG, overwrite=True)

@@ -94,7 +94,7 @@ NF4, INT4 = (
         ),
     ],
 )
-def test_what_gguf_cannot_hold_is_refused_by_name(path, tensors, error, match):
+def test_values_that_gguf_cannot_hold_raise_and_write_nothing(path, tensors, error, match):
     with pytest.raises(error, match=match):
         write_gguf(path, tensors)
     assert not path.exists()
@@ -136,7 +136,7 @@ def test_keys_of_metadata_are_strings(path):
 
 
 @pytest.mark.parametrize("shape", [(3, 128), (2, 3, 64)])
-def test_the_scale_above_those_of_nvfp4_is_a_part_of_the_weight(path, shape):
+def test_the_outer_scale_of_nvfp4_belongs_to_the_weight(path, shape):
     q = in_nvfp4(*shape)
     write_gguf(path, {"w.weight": q, "v.weight": q.replace(scale=np.asarray(q.scale.packed))})
     back = read_all(path)
@@ -156,7 +156,7 @@ def test_the_scale_of_an_expert_in_nvfp4(path):
         np.testing.assert_array_equal(vn.materialise(expert), vn.materialise(q)[i])
 
 
-def test_a_scale_above_those_of_nvfp4_that_is_none(path):
+def test_an_invalid_outer_scale_of_nvfp4_raises(path):
     q = in_nvfp4(3, 64)
     plain = q.replace(scale=np.asarray(q.scale.packed))
     write_gguf(path, {"w.weight": plain, "w.scale": np.ones(3, np.float32)})

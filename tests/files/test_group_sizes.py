@@ -185,7 +185,7 @@ def test_each_weight_has_the_group_size_of_its_config_group(tmp_path, bits, targ
         np.testing.assert_array_equal(values_of(weight), values[name].astype(np.float32))
 
 
-def test_a_block_size_is_that_of_the_config_group(tmp_path):
+def test_a_block_size_comes_from_the_config_group(tmp_path):
     blocks = {"a.q": [64, 64], "a.k": [96, 96], "b": [128, 128]}
 
     def make(rng, tile):

@@ -83,7 +83,7 @@ def test_a_product_is_by_a_kernel_and_nothing_is_dense(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_no_more_bytes_are_held_than_the_file_has(tmp_path, name):
+def test_loaded_weights_take_the_bytes_of_the_file(tmp_path, name):
     tensors, _, tree = loaded(tmp_path / "model", name)
     held = sum(x.nbytes for x in tree.values())
     assert held <= 1.01 * sum(x.nbytes for x in tensors.values())

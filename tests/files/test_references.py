@@ -33,7 +33,7 @@ def places(x):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_folder_is_worth_what_the_library_that_wrote_it_says(tmp_path, name):
+def test_folders_agree_with_the_library_that_wrote_them(tmp_path, name):
     with zipfile.ZipFile(REFERENCES) as archive:
         for file in ("config.json", "model.safetensors", "value.safetensors"):
             archive.extract(f"{name}/{file}", tmp_path)

@@ -243,7 +243,7 @@ def test_the_json_is_enough_to_read_a_tensor_without_veneer(tmp_path, name):
     assert bits(decode_without_veneer(tmp_path / "out", "bias")) == bits(np.ones(3))
 
 
-def test_the_json_says_how_the_tiles_lie_and_which_version_this_is(tmp_path):
+def test_the_json_has_the_layout_and_the_version(tmp_path):
     vn.save(tmp_path / "out", {"w": QARRAYS["nf4"]})
     layout = json.loads((tmp_path / "out" / "veneer.json").read_text())
     assert layout["layout_version"] == 4
@@ -261,7 +261,7 @@ def test_the_json_says_how_the_tiles_lie_and_which_version_this_is(tmp_path):
         ("every nvfp4", ["float32", "uint8", "uint8"]),
     ],
 )
-def test_no_more_bytes_are_on_disk_than_in_memory(tmp_path, name, dtypes):
+def test_files_take_the_bytes_of_the_arrays(tmp_path, name, dtypes):
     vn.save(tmp_path / "out", qarray(name))
     stored = load_file(tmp_path / "out" / "model.safetensors")
     assert sum(array.nbytes for array in stored.values()) == qarray(name).nbytes
@@ -383,7 +383,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("tree", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_would_not_come_back_is_refused_before_anything_is_written(tmp_path, tree, message):
+def test_values_that_cannot_be_restored_raise_before_writing(tmp_path, tree, message):
     with pytest.raises(TypeError, match=message):
         vn.save(tmp_path / "out", tree)
     assert not list(tmp_path.iterdir())
@@ -408,7 +408,7 @@ def test_save_never_replaces_what_exists(tmp_path, existing):
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
-def test_what_is_written_aside_vanishes_when_it_fails(tmp_path, error):
+def test_a_failed_save_removes_its_temporary_files(tmp_path, error):
     def fail(folder):
         (folder / "half").write_text("half")
         raise error
@@ -465,7 +465,7 @@ def test_saved_files_have_the_modes_that_the_umask_gives(tmp_path):
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()} == {0o644}
 
 
-def test_shards_are_as_large_as_told_and_indexed_as_hugging_face_does(tmp_path):
+def test_shards_have_the_given_size_and_an_index(tmp_path):
     tensors = {f"x{i}": normal(4, 8, seed=i) for i in range(5)}  # 128 bytes each
     with write_aside(tmp_path / "out") as folder:
         writer = FolderWriter(folder, tensors, shard_bytes=300)
@@ -626,7 +626,7 @@ def test_no_flipped_bit_is_loaded_when_verified(tmp_path):
         file.write_bytes(data)
 
 
-def test_a_flipped_bit_of_a_tensor_is_told_with_its_name(tmp_path):
+def test_a_flipped_bit_raises_with_the_tensor_name(tmp_path):
     vn.save(tmp_path / "out", {"w": X})
     damage(tmp_path / "out" / "model.safetensors", lambda data: data[:-1] + bytes([data[-1] ^ 1]))
     vn.load(tmp_path / "out")
@@ -650,7 +650,7 @@ def without_checksums(folder):
 
 
 @pytest.mark.parametrize("spoil", [without_checksums, lambda f: (f / "veneer.json").unlink()])
-def test_what_has_no_checksums_loads_and_is_not_called_verified(tmp_path, spoil):
+def test_a_file_without_checksums_loads_and_is_not_verified(tmp_path, spoil):
     vn.save(tmp_path / "out", {"w": X})
     spoil(tmp_path / "out")
     assert_same(vn.load(tmp_path / "out"), {"w": vn.load(tmp_path / "out")["w"]})
@@ -868,7 +868,7 @@ def test_reading_one_tensor_reads_no_other(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("shardings", [None, jax.devices()[0]])
-def test_what_was_read_is_let_go_before_long(tmp_path, monkeypatch, shardings):
+def test_loaded_file_contents_are_released(tmp_path, monkeypatch, shardings):
     """JAX may hold some until a thread of its own has run; not all of a model."""
     save_file({f"t{i:02}": normal(512, 513) for i in range(20)}, tmp_path / "m.safetensors")
     seen, held = [], []

@@ -103,7 +103,7 @@ def test_a_type_of_a_user_s(cls, tmp_path):
     assert (vn.load(tmp_path / "saved")[0] + 1).tolist() == (2 * X + 1).tolist()
 
 
-def test_a_type_of_which_there_are_several_wants_to_be_told(tmp_path):
+def test_a_class_name_with_several_classes_needs_like(tmp_path):
     make = lambda: type("Local", (Scaled,), {"__qualname__": "Local"})
     first, _second = make(), make()
     with pytest.raises(ValueError, match=r"has the type .*Local, the name of 2 imported classes"):
@@ -171,11 +171,11 @@ TREES = arrays.OnDemand(
 
 
 @pytest.mark.parametrize("name", TREES)
-def test_a_tree_comes_back_as_it_was(name, tmp_path):
+def test_a_tree_survives_a_round_trip(name, tmp_path):
     assert_same(loaded(TREES[name], tmp_path, like=TREES[name], verify=True), TREES[name])
 
 
-def test_what_comes_back_goes_on(tmp_path):
+def test_training_continues_from_a_loaded_state(tmp_path):
     optimiser = optax.adam(1e-2)
     loss = lambda adapters: jnp.sum((W.T @ vn.tree.combine(adapters, REST)["kernel"] - 1) ** 2)
 
@@ -188,7 +188,7 @@ def test_what_comes_back_goes_on(tmp_path):
     assert_same(step(*again), step(*first))
 
 
-def test_an_abstract_tree_says_what_the_classes_are(tmp_path):
+def test_like_can_be_an_abstract_tree(tmp_path):
     optimiser = optax.adam(1e-3)
     state = optimiser.init(ADAPTERS)
     assert_same(loaded(state, tmp_path, like=jax.eval_shape(optimiser.init, ADAPTERS)), state)
@@ -211,7 +211,7 @@ def test_a_state_goes_into_the_model(tmp_path):
     assert_same(nnx.state(model), state)
 
 
-def test_without_like_there_are_dicts_for_what_is_no_array(tmp_path):
+def test_without_like_other_nodes_become_dicts(tmp_path):
     found = loaded(quantised_state(), tmp_path)
     assert list(found) == ["dropout", "linear", "norm"]
     assert found["linear"]["kernel"]["value"].qtype == "nf4"
@@ -295,7 +295,7 @@ DIFFERENT = {
 
 
 @pytest.mark.parametrize(("tree", "like", "message"), DIFFERENT.values(), ids=DIFFERENT)
-def test_what_is_not_like_it_is_refused_with_its_path(tree, like, message, tmp_path):
+def test_a_tree_that_differs_from_like_raises_with_the_path(tree, like, message, tmp_path):
     with pytest.raises(ValueError, match=message) as error:
         loaded(tree, tmp_path, like=like)
     assert str(tmp_path / "saved") in str(error.value)
@@ -309,7 +309,7 @@ def test_a_function_is_the_program_s(tmp_path):
 
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
 @pytest.mark.parametrize("dense", [False, True])
-def test_what_is_read_goes_where_like_has_it(dense, tmp_path):
+def test_arrays_get_the_shardings_of_like(dense, tmp_path):
     mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     sharding = NamedSharding(mesh, P(None, "x"))
     of_dense = jax.ShapeDtypeStruct(NF4.shape, NF4.dtype, sharding=sharding)
@@ -469,7 +469,7 @@ def test_a_saved_folder_is_overwritten(tmp_path):
 
 
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
-def test_what_is_overwritten_stays_until_the_new_one_is_complete(tmp_path, error, monkeypatch):
+def test_a_failed_overwrite_keeps_the_old_files(tmp_path, error, monkeypatch):
     vn.save(tmp_path / "saved", {"x": X})
     before = contents(tmp_path / "saved")
 
@@ -640,7 +640,7 @@ THEIRS = {
 
 
 @pytest.mark.parametrize(("make", "what"), THEIRS.values(), ids=THEIRS)
-def test_what_veneer_did_not_write_is_not_overwritten(make, what, tmp_path):
+def test_files_of_others_are_not_overwritten(make, what, tmp_path):
     make(tmp_path / "out")
     before = sorted(file.name for file in tmp_path.rglob("*"))
     with pytest.raises(

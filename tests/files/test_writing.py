@@ -44,7 +44,7 @@ def assert_same(x, y):
 
 
 @pytest.mark.parametrize(("format", "name"), PAIRS)
-def test_what_is_written_is_read_again_to_the_bit(tmp_path, format, name):
+def test_written_folders_are_loaded_exactly(tmp_path, format, name):
     tree = load(tmp_path / "in", name)
     vn.save(tmp_path / "out", tree, format=format, config={"torch_dtype": "bfloat16", "layers": 3})
     assert not (tmp_path / "out" / "veneer.json").exists()
@@ -60,7 +60,7 @@ def test_what_is_written_is_read_again_to_the_bit(tmp_path, format, name):
 
 
 @pytest.mark.parametrize("format", OF_FORMAT)
-def test_layers_of_several_kinds_are_told_apart(tmp_path, format):
+def test_layers_can_have_different_formats(tmp_path, format):
     rng = np.random.default_rng(0)
     w = jnp.asarray(rng.normal(size=(32, 128)), jnp.float16)
     tile = lambda qtype, n: vn.quant.quantize(w, qtype, channelwise_axes=[0], tiled_axes={1: n})
@@ -145,7 +145,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("format", "name", "make", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_a_format_cannot_hold_is_refused_by_name(tmp_path, format, name, make, message):
+def test_weights_that_a_format_cannot_hold_raise(tmp_path, format, name, make, message):
     with pytest.raises(ValueError, match=message) as error:
         vn.save(tmp_path / "out", {name: make()}, format=format)
     assert name in str(error.value) or message.startswith(("format must", "needs a"))
@@ -176,7 +176,7 @@ def test_zero_points_of_0_are_written_in_the_second_version(tmp_path):
     np.testing.assert_array_equal(f32(vn.load(tmp_path / "out")["m.weight"]), codes)
 
 
-def test_columns_that_are_permuted_are_those_of_g_idx(tmp_path):
+def test_permuted_columns_are_written_as_g_idx(tmp_path):
     order = np.random.default_rng(0).permutation(64).astype(np.int32)[None]
     inner = quantised("int4", channelwise_axes=[0], tiled_axes={1: 16}, scale_dtype="float16")
     w = Permuted(inner, order)
@@ -187,7 +187,7 @@ def test_columns_that_are_permuted_are_those_of_g_idx(tmp_path):
 
 
 @pytest.mark.parametrize("name", [n for n in OF_FORMAT["mlx"] if n.startswith("mlx")])
-def test_mlx_reads_what_is_written_for_it(tmp_path, name):
+def test_mlx_reads_our_folders(tmp_path, name):
     import mlx.core as mx
 
     w = load(tmp_path / "in", name)["m.weight"]
@@ -210,7 +210,7 @@ def _tree(value):
 
 
 @pytest.mark.parametrize("format", ["gptq", "gguf"])
-def test_what_was_written_is_replaced_where_that_is_asked(tmp_path, format):
+def test_overwrite_replaces_only_our_folders(tmp_path, format):
     path, other = tmp_path / "out", tmp_path / "other"
     vn.save(path, _tree(1), format=format)
     with pytest.raises(FileExistsError, match="overwrite=True"):

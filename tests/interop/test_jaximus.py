@@ -139,7 +139,7 @@ def loss(x, w):
 
 @pytest.mark.parametrize("make", [codes, lora, lambda: Lora(codes(), *lora_parts())])
 @pytest.mark.parametrize("compile_", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_values_are_those_of_the_dense_program(make, compile_):
+def test_values_agree_with_the_dense_program(make, compile_):
     w = make()
     for function in (loss, lambda x, w: x @ w + 1, lambda x, w: w.T[1:].sum(0), jnp.matmul):
         expected = function(X, vn.materialise(w))
@@ -831,7 +831,7 @@ COMMON = {
 
 
 @pytest.mark.parametrize("name", COMMON)
-def test_common_primitives_are_registered_by_name(name):
+def test_common_primitives_can_be_registered_as_strings(name):
     fresh = new_type()
 
     @register(name)
@@ -942,7 +942,7 @@ def test_use_implicit_is_implicit():
     assert calls == ["dense @ codes"]
 
 
-def test_a_type_meets_those_of_veneer():
+def test_jaximus_and_veneer_types_combine():
     w, other = codes(), vn.quant.quantize(W, "int8")
     got = implicit(lambda x, y: x + y)(w, other)
     assert_close(got, w.materialize() + vn.materialise(other))

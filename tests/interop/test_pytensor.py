@@ -65,7 +65,7 @@ def in_jax(x, w, b):
 LAYER = to_jax(*layer())
 
 
-def test_x64_stays_as_it_was():
+def test_importing_does_not_change_x64():
     assert jax.config.jax_enable_x64 == BEFORE
     for state in ("True", "False"):
         program = (
@@ -93,7 +93,7 @@ def test_rules_are_in_force_in_it(w):
     assert_close(jax.jit(vn.implicit(LAYER))(X, w, B), in_jax(X, vn.materialise(w), B))
 
 
-def test_a_function_graph_has_several_results_and_stays_as_it_was():
+def test_a_function_graph_is_converted_and_not_changed():
     out, inputs = layer()
     fgraph = FunctionGraph(inputs, [out, out.sum()], clone=True)
     before = [node.op for node in fgraph.toposort()]
@@ -203,7 +203,7 @@ def test_no_part_of_a_number_is_dropped(dtype, number):
         to_jax(x, [x])([number])
 
 
-def test_what_the_graph_depends_on_must_be_given():
+def test_missing_inputs_raise():
     x, y = pt.vector("x"), pt.vector("y")
     with pytest.raises(TypeError, match=r"depends on y .* list them in the inputs"):
         to_jax(x * y, [x])
@@ -230,7 +230,7 @@ def test_unravel_index_in_any_order_and_of_any_shape(order, shape, how):
         np.testing.assert_array_equal(result, expected)
 
 
-def test_what_pytensor_would_ignore_is_refused():
+def test_ignored_arguments_raise():
     x = pt.matrix("x", dtype="float32")
     with pytest.raises(NotImplementedError, match=r"sort argument is ignored"):
         to_jax(list(pt.linalg.schur(x, sort="lhp")), [x])
@@ -360,7 +360,7 @@ def test_leaves_may_be_variables():
     )
 
 
-def test_what_does_not_fit_is_refused():
+def test_operands_that_do_not_fit_raise():
     x = pt.matrix("x", dtype="float32")
     with pytest.raises(TypeError, match=r"x is .*must be a matrix of float32"):
         quantized_dot(pt.vector("x", dtype="float32"), QUANTISED["int8"])
@@ -373,7 +373,7 @@ def test_what_does_not_fit_is_refused():
 
 
 @pytest.mark.parametrize("how", [jax.jit, lambda f: lambda x: vn.numba.compile(f, x)(x)])
-def test_what_lapack_and_sparse_products_give_natively(how):
+def test_lapack_and_sparse_products_compile_natively(how):
     """Where JAX compiles the function that a graph becomes, so does vn.numba."""
     from pytensor import sparse
     from scipy.sparse import csr_matrix

@@ -161,7 +161,7 @@ def test_a_difference_is_reported():
         compare_jax_and_py(graph, [A], assert_fn=fail)
 
 
-def test_a_graph_stays_as_it_was():
+def test_comparisons_do_not_change_the_graph():
     a = pt.matrix("a", dtype="float32")
     graph = FunctionGraph([a], [pt.log(1 + a)])
     before = [node.op for node in graph.toposort()]
@@ -170,7 +170,7 @@ def test_a_graph_stays_as_it_was():
     assert [node.op for node in graph.toposort()] == before
 
 
-def test_numba_funcify_is_called_as_that_of_pytensor():
+def test_numba_funcify_has_the_signature_of_pytensor():
     a = pt.matrix("a", dtype="float32")
     node = pt.cumsum(a, axis=0).owner
     function = numba_funcify(node.op, node=node)

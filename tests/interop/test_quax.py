@@ -268,7 +268,7 @@ def test_operands_are_materialised_where_no_rule_fits():
     assert_close(quax.quaxify(jnp.sin)(v), jnp.sin(dense(v)))
 
 
-def test_the_error_of_a_type_that_refuses_is_what_the_user_sees():
+def test_the_user_sees_the_error_of_materialise():
     with pytest.raises(ValueError, match="refusing to lose a unit"):
         quax.quaxify(jnp.sin)(Unitful(X, "m"))
 
@@ -280,7 +280,7 @@ class Told(Unitful):
         return Told(primitive.bind(*arrays, **params), (0, 0))
 
 
-def test_a_default_is_given_the_primitive_the_values_and_its_parameters():
+def test_a_default_receives_primitive_values_and_parameters():
     out = quax.quaxify(lambda x: jnp.cumsum(jnp.sin(x)))(Told(X, "m"))
     assert type(out) is Told
     assert_close(out.array, jnp.cumsum(jnp.sin(X)))
@@ -333,7 +333,7 @@ def test_a_method_may_be_quaxified(linear):
     assert_close(eqx.filter_jit(linear.method)(X), linear.method(X))
 
 
-def test_a_quaxified_function_is_told_by_its_name():
+def test_a_quaxified_function_keeps_its_name():
     def f(x):
         "Doc."
 
@@ -368,11 +368,11 @@ def test_a_filter_spec_leaves_values_for_a_nested_quaxify(filter_spec):
     assert_close(out.array, 2.0 * jnp.sum(X @ dense(w)))
 
 
-def test_without_a_value_the_function_is_called_as_it_is():
+def test_without_values_the_function_is_called_directly():
     assert quax.quaxify(lambda x: np.asarray(x).sum())(X) == X.sum()
 
 
-def test_a_rule_sees_concrete_values_within_functions_of_jax_numpy():
+def test_rules_see_concrete_values_in_jax_numpy_functions():
     assert quax.quaxify(jnp.power)(Unitful(X, "m"), 3.0).unit == (3, 0)
 
 
@@ -396,7 +396,7 @@ OPERANDS = {
 
 
 @pytest.mark.parametrize("last", ["general", "conditional"])
-def test_a_rule_with_dtypes_and_shapes_is_for_those_alone_and_preferred(last):
+def test_rules_with_shapes_and_dtypes_are_preferred(last):
     p = new_primitive()
 
     def general(x: Unitful, y: ArrayLike):

@@ -476,7 +476,7 @@ def test_bad_dtypes_of_draws_are_refused():
             draw(prng.ThreeFry(0), (2,), jnp.int32)
 
 
-def test_where_chooses_among_batched_keys():
+def test_select_works_on_batched_keys():
     keys = [jax.vmap(quax.examples.prng.ThreeFry)(jnp.arange(n, n + 3)) for n in (0, 10)]
     mask = jnp.array([True, False, True])
     chosen = quax.quaxify(jnp.where)(mask, *keys)

@@ -232,7 +232,7 @@ def test_parameters_are_passed_by_keyword_only_names(x):
     assert_close(out.leaf.array, rows.leaf.array.sum(1))
 
 
-def test_a_result_that_is_no_hijax_value_is_returned_as_it_is(x):
+def test_results_without_high_types_are_returned_unchanged(x):
     out = quax.quaxify(jnp.negative)(x)
     assert isinstance(out, jax.Array)
 

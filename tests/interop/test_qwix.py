@@ -66,7 +66,7 @@ def test_every_documented_name_is_offered():
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
-def test_arguments_are_those_of_the_document(name):
+def test_arguments_match_the_documentation(name):
     parameters = inspect.signature(getattr(qwix, name)).parameters
     before, _, after = ARGUMENTS[name].partition(" * ")
     assert " ".join(parameters) == f"{before} {after}".strip()
@@ -76,7 +76,7 @@ def test_arguments_are_those_of_the_document(name):
 
 @needs_qwix
 @pytest.mark.parametrize("name", ARGUMENTS)
-def test_signatures_are_those_of_the_installed_qwix(name):
+def test_signatures_match_the_installed_qwix(name):
     def described(library):
         parameters = inspect.signature(getattr(library, name)).parameters.values()
         named = lambda x: getattr(x, "__name__", x) if callable(x) else x
@@ -119,7 +119,7 @@ def test_operations_agree_with_dense_ones(op, quantized, transform):
 @both_ways
 @pytest.mark.parametrize("quantized", [(1,), (0, 1)], ids=str)
 @pytest.mark.parametrize("op", OPERATIONS, ids=lambda op: op.name)
-def test_operations_agree_with_those_of_qwix(op, quantized, transform):
+def test_operations_agree_with_qwix(op, quantized, transform):
     actual = transform(lambda *pair: op.call(qwix, *pair))(*operands(op, quantized))
     expected = op.call(theirs(), *operands(op, quantized, library=theirs()))
     # A scale that differs in its last bit moves a value that lies half-way between two codes.
@@ -479,7 +479,7 @@ def test_dense_floats_of_a_byte_meet_codes(name):
 
 
 @pytest.mark.parametrize("name", [name for name in CALLS if name != "dot"])
-def test_programs_are_those_of_vn_quant(name):
+def test_programs_equal_vn_quant(name):
     args, _ = CALLS[name]
     programs = [
         str(jax.make_jaxpr(functools.partial(getattr(library, name), *args))())
@@ -520,19 +520,19 @@ def compare_with_qwix(x, qtype, **options):
 
 @needs_qwix
 @pytest.mark.parametrize("tiling", TILINGS)
-def test_tilings_are_those_of_qwix(tiling):
+def test_tilings_agree_with_qwix(tiling):
     compare_with_qwix(arrays.normal(8, 12), jnp.int8, **TILINGS[tiling])
 
 
 @needs_qwix
 @pytest.mark.parametrize("qtype", FORMATS)
-def test_formats_are_those_of_qwix(qtype):
+def test_formats_agree_with_qwix(qtype):
     compare_with_qwix(arrays.normal(8, 12), qtype, channelwise_axes=[1])
 
 
 @needs_qwix
 @pytest.mark.parametrize("method", METHODS)
-def test_calibration_methods_are_those_of_qwix(method):
+def test_calibration_methods_agree_with_qwix(method):
     compare_with_qwix(arrays.normal(8, 12), jnp.int8, calibration_method=method)
 
 
