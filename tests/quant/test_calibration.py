@@ -301,7 +301,7 @@ def test_formats_without_a_zero_point_have_symmetric_ranges(method, qtype):
         scale_of_range(qtype, 1.0, -1.0)
 
 
-def test_the_scale_of_a_range():
+def test_a_range_is_covered_by_its_scale_and_zero_point():
     scale, zero_point = scale_of_range("int8", jnp.array([0.0, 12.75]))
     np.testing.assert_allclose(scale, [1, 0.1], rtol=1e-6)
     assert zero_point is None

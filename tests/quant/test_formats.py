@@ -213,6 +213,20 @@ def test_gguf_types_raise_with_the_equal_format(name, meant):
         get_format(name)
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_value_range_holds_the_values_of_all_codes(name):
+    format = FORMATS[name]
+    if format.is_integer or format.codebook is not None:
+        least, largest = format.code_range
+        codes = jnp.arange(least, largest + 1)
+    else:
+        bits = jnp.arange(2**format.bits, dtype=jnp.uint8)
+        codes = jax.lax.bitcast_convert_type(bits, format.code_dtype)
+    values = np.asarray(format.decode(codes, jnp.float32))
+    values = values[np.isfinite(values)]
+    assert format.value_range == (values.min(), values.max())
+
+
 def test_float_codes_have_no_code_range():
     with pytest.raises(TypeError, match="codes of mxfp8 are float8_e4m3fn"):
         _ = FORMATS["mxfp8"].code_range

@@ -33,15 +33,14 @@ def affine(shape, counts, *, qtype="uint4", scale_dtype="float16", nested=False)
     dtype = np.int8 if format.signed else np.uint8
     q = QArray(jnp.asarray(codes.astype(dtype)), scale, qtype=qtype, minimum=minimum)
     values = codes if format.codebook is None else np.asarray(format.codebook, "f4")[codes]
-    spread = lambda x: _spread(x, shape)
+
+    def spread(x):
+        for axis, size in enumerate(shape):
+            x = np.repeat(x, size // x.shape[axis], axis)
+        return x
+
     dense = values.astype("f4") * spread(dense_scale) + spread(dense_minimum)
     return q.replace(dense_dtype="float32"), dense
-
-
-def _spread(x, shape):
-    for axis, size in enumerate(shape):
-        x = np.repeat(x, size // x.shape[axis], axis)
-    return x
 
 
 CASES = [

@@ -81,13 +81,13 @@ def test_other_dtypes_give_the_same_bits(qtype, dtype, assert_same):
 
 
 @pytest.mark.parametrize(("shape", "tile"), [((4, 90), 3), ((4, 91), 7), ((3, 1), 1)])
-def test_odd_tiles_along_the_packed_axis(shape, tile, assert_same):
+def test_odd_tiles_along_the_packed_axis_give_the_same_bits(shape, tile, assert_same):
     q = quantized("uint4", shape, [0], {1: tile}, "bfloat16")
     assert q.zero_point is not None
     assert_same(q)
 
 
-def test_minima_and_scales_that_are_not_finite(assert_same):
+def test_minima_and_nonfinite_scales_give_the_same_bits(assert_same):
     q = quantized("int4", (64, 33), [1], {0: 32}, "bfloat16")
     scale = jnp.asarray(q.scale)
     scale = scale.at[0, :3].set(jnp.array([jnp.nan, jnp.inf, -jnp.inf], scale.dtype))
@@ -95,7 +95,7 @@ def test_minima_and_scales_that_are_not_finite(assert_same):
     assert_same(q)
 
 
-def test_empty_arrays_and_vectors(assert_same):
+def test_empty_arrays_and_vectors_give_the_same_bits(assert_same):
     for shape in ((0, 64), (64, 0), (7,)):
         assert_same(vn.quant.quantize(jnp.ones(shape, jnp.bfloat16), "int4"))
 

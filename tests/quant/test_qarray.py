@@ -213,7 +213,7 @@ def test_qarrays_pass_through_jit_and_eval_shape():
     assert (abstract.shape, abstract.dtype, abstract.nbytes) == (q.shape, q.dtype, q.nbytes)
 
 
-def test_materialise_is_dequantize():
+def test_materialise_equals_dequantize():
     q = quantize(normal(3, 5), "nf4")
     np.testing.assert_array_equal(vn.materialise({"w": q})["w"], dequantize(q))
 
@@ -238,3 +238,14 @@ def test_values_have_the_same_bits_eager_compiled_and_in_numpy(qtype, dtype, sca
         assert expected.dtype == dtype
         np.testing.assert_array_equal(q.dequantize(), expected)
         np.testing.assert_array_equal(jax.jit(dequantize)(q), expected)
+
+
+@pytest.mark.parametrize("qtype", FORMATS)
+def test_replaced_codes_are_packed_like_the_old_ones(qtype):
+    q = quantize(normal(2, 64), qtype)
+    one_per_byte = q if q.packing is None else q.unpacked()
+    for x in (q, one_per_byte):  # in int1 and ternary, a stored byte differs from its code
+        new = x.with_codes(x.codes()[::-1])
+        assert (new.packing, new.packed.shape) == (x.packing, x.packed.shape)
+        assert new.packed.dtype == x.packed.dtype
+        np.testing.assert_array_equal(new.codes(), x.codes()[::-1])

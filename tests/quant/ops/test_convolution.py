@@ -38,7 +38,7 @@ def spread(leaf, shape):
     return leaf
 
 
-def worth(x):
+def dequantized(x):
     """Return the dense array of an operand in f64, computed by NumPy."""
     if not isinstance(x, QArray):
         return np.asarray(x).astype(np.float64)
@@ -54,7 +54,7 @@ def worth(x):
 
 def in_float64(lhs, rhs, **params):
     """Return the convolution in f64, and the convolution of magnitudes, for tolerances."""
-    lhs, rhs = worth(lhs), worth(rhs)
+    lhs, rhs = dequantized(lhs), dequantized(rhs)
     with jax.enable_x64(True):
         conv = lambda lhs, rhs: lax.conv_general_dilated(jnp.array(lhs), jnp.array(rhs), **params)
         return np.asarray(conv(lhs, rhs)), np.asarray(conv(abs(lhs), abs(rhs)))
@@ -233,11 +233,11 @@ def test_padding_and_dilation_insert_the_value_zero(lhs_zero, rhs_zero):
 module = importlib.import_module("veneer.quant.ops.convolution")
 
 
-@pytest.mark.parametrize("way", ["int8", "floats"])
+@pytest.mark.parametrize("arithmetic", ["int8", "floats"])
 @pytest.mark.parametrize("zero", [None, 3])
 @pytest.mark.parametrize("groups", [1, 2])
-def test_long_sums_are_exact_in_integers_and_in_floats(way, groups, zero, monkeypatch):
-    in_int8 = way == "int8" and zero is None  # the int8 convolution takes no zero points
+def test_long_sums_are_exact_in_integers_and_in_floats(arithmetic, groups, zero, monkeypatch):
+    in_int8 = arithmetic == "int8" and zero is None  # the int8 convolution takes no zero points
     monkeypatch.setattr(module, "_can_convolve_int8", lambda *_: in_int8)
     module._scale_sums_of_codes.clear_cache()
     features = 4096  # products of up to 2**14 each, and f32 holds sums of 2**10 of them

@@ -72,7 +72,7 @@ def test_derivatives_agree_with_the_dense_array():
         np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-2)
 
 
-def test_it_overflows_only_if_the_dense_sum_does():
+def test_sums_overflow_only_if_the_dense_sum_does():
     large = 1e-3 * jnp.ones_like(V)
     q = vn.quant.quantize(large, "int8", channelwise_axes=(0, 1))
     found = vn.implicit(jnp.matmul)(jnp.full_like(P, 1e36), q)
