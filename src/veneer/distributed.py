@@ -220,7 +220,7 @@ def psum(
     return _map_leaves(sum_leaf, x, key, error)
 
 
-class _Group(NamedTuple):
+class _DeviceGroup(NamedTuple):
     """The devices of a collective, and the format of its messages.
 
     Hashable, because it is a static argument of `jax.custom_vjp`.
@@ -316,7 +316,9 @@ def _send(send: Callable[[jax.Array], jax.Array], q: QArray) -> QArray:
     return jax.tree.map(send_leaf, q)
 
 
-def _make_group(collective: str, axis_name: AxisName, qtype: DTypeLike, tile: int | None) -> _Group:
+def _make_group(
+    collective: str, axis_name: AxisName, qtype: DTypeLike, tile: int | None
+) -> _DeviceGroup:
     names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     format = get_format(qtype)
     if format.scale_tile is not None:
@@ -329,7 +331,7 @@ def _make_group(collective: str, axis_name: AxisName, qtype: DTypeLike, tile: in
         raise ValueError(f"{collective}: tile_size must be positive, not {tile}.")
     tracks_varying = bool(varying_axes(vary_along(names, jnp.zeros(()))))
     devices = math.prod(map(lax.axis_size, names))
-    return _Group(collective, names, devices, format.name, tile, tracks_varying)
+    return _DeviceGroup(collective, names, devices, format.name, tile, tracks_varying)
 
 
 def _map_leaves(f: Callable, tree: Any, key: jax.Array | None, error: Any = None) -> Any:
@@ -350,7 +352,9 @@ def _map_leaves(f: Callable, tree: Any, key: jax.Array | None, error: Any = None
     return jax.tree.unflatten(structure, sums), jax.tree.unflatten(structure, errors)
 
 
-def _sum_leaf(group: _Group, x: jax.Array, error: Any, exact: Callable, rounded: Callable) -> Any:
+def _sum_leaf(
+    group: _DeviceGroup, x: jax.Array, error: Any, exact: Callable, rounded: Callable
+) -> Any:
     """Return the sum of one array over devices. With an old `error`, return the new error, too.
 
     `rounded(x)` returns a quantized sum and its error. `exact(x)` is for arrays that are too small.
@@ -377,7 +381,7 @@ def _at_least_f32(x: jax.Array) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def _all_gather(
-    x: jax.Array, key: jax.Array | None, group: _Group, axis: int, tiled: bool
+    x: jax.Array, key: jax.Array | None, group: _DeviceGroup, axis: int, tiled: bool
 ) -> jax.Array:
     rows, _ = group.gather(x.ravel(), group.key_of_device(key))
     stacked = jnp.moveaxis(rows.reshape(group.devices, *x.shape), 0, axis)
@@ -388,7 +392,7 @@ def _all_gather(
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def _psum_scatter(
-    x: jax.Array, key: jax.Array | None, group: _Group, axis: int, tiled: bool
+    x: jax.Array, key: jax.Array | None, group: _DeviceGroup, axis: int, tiled: bool
 ) -> tuple[jax.Array, jax.Array]:
     parts = jnp.moveaxis(
         x.reshape(*x.shape[:axis], group.devices, -1, *x.shape[axis + 1 :]), axis, 0
@@ -399,7 +403,7 @@ def _psum_scatter(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _psum(x: jax.Array, key: jax.Array | None, group: _Group) -> tuple[jax.Array, jax.Array]:
+def _psum(x: jax.Array, key: jax.Array | None, group: _DeviceGroup) -> tuple[jax.Array, jax.Array]:
     own_key = group.key_of_device(key)
     pad = -x.size % (group.devices * group.tile)
     rows = jnp.pad(x.ravel(), (0, pad)).reshape(group.devices, -1)
@@ -424,7 +428,7 @@ def _define_vjp(collective: Any, backward: Callable[..., jax.Array]) -> None:
     collective.defvjp(forward, lambda *args: (backward(args[-1], args[-2], *args[:-2]), None))
 
 
-def _psum_cotangent(g: Any, key: jax.Array | None, group: _Group) -> jax.Array:
+def _psum_cotangent(g: Any, key: jax.Array | None, group: _DeviceGroup) -> jax.Array:
     if group.tracks_varying:  # all devices have the same cotangent, so there is nothing to sum
         return vary_along(group.names, g[0])
     return _psum(g[0], _second_key(key), group)[0]
