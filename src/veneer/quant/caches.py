@@ -236,7 +236,7 @@ class BlockCache(ImplicitArray):
 
 
 def _join_blocks(blocks: jax.Array, axis: int) -> jax.Array:
-    """Concatenate `blocks[0], blocks[1], ...` along the axis `axis` of each block."""
+    """Concatenate stacked blocks along the axis `axis` of a block. The first axis is the stack."""
     moved = jnp.moveaxis(blocks, 0, axis)
     *before, count, size = moved.shape[: axis + 2]
     return moved.reshape(*before, count * size, *moved.shape[axis + 2 :])

@@ -1,7 +1,7 @@
 """`observe`: record statistics of the activations of a model, without changing the model.
 
-Each weight that a rule matches is replaced by an `ObservedWeight`. In products with it, the
-activations are reduced to sums and ranges on the device. A callback sends these to the host.
+Each weight that a rule matches is replaced by an `ObservedWeight`. Its products reduce the
+activations to sums and ranges on the device. A callback sends the sums and ranges to the host.
 """
 
 import weakref

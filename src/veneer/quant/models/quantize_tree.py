@@ -284,7 +284,8 @@ def _rules_of_quantized(
 ) -> dict[str, Rule]:
     """Return rules, by path, for leaves that are a `QArray`, to quantize only activations.
 
-    Without a `tile_axis` and a program, the axes that share scales are the contracted axes.
+    If a rule has no `tile_axis` and there is no program, its `tile_axis` becomes the axes along
+    which the values of the `QArray` share a scale.
     """
     chosen = {}
     for path, leaf in zip(paths, leaves, strict=True):

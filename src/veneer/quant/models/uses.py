@@ -214,7 +214,10 @@ class TrackedAxes(NamedTuple):
         return self.factors[index] if index >= 0 else ()
 
     def _resized_factors(self, axis: int, ndim: int, size: int) -> Factors:
-        """Return the factors of an axis. If their sizes do not fit `size`, merge them into one."""
+        """Return the factors of an axis that has the size `size`.
+
+        Merge the factors into one if their sizes do not multiply to `size`, as after a slice.
+        """
         factors = self._factors_of(axis, ndim)
         if math.prod(n for _, n in factors) == size:
             return factors
@@ -231,14 +234,14 @@ class TrackedWeight(ProductWeight):
     factors: tuple[Factors, ...] | None = static(default=None, repr=False, kw_only=True)
 
     def with_axes(self, places: Sequence[Sequence[int]], shape: Shape) -> "TrackedWeight":
-        """Return the weight with `tracked_axes` updated after a transpose, slice or broadcast.
+        """Update the origins of all axes after a transpose, slice or broadcast.
 
         `places[i]` lists the new axes that replace axis `i`. `shape` is the new shape.
         """
         return self.changed(tracked_axes=tuple(x.moved(places, shape) for x in self.tracked_axes))
 
     def with_reshaped_axes(self, sizes: Shape) -> "TrackedWeight":
-        """Return the weight with `tracked_axes` updated after a reshape to the shape `sizes`."""
+        """Update the origins of all axes (`tracked_axes`) after a reshape to the shape `sizes`."""
         new = (axes.reshaped(self.shape, sizes) for axes in self.tracked_axes)
         return self.changed(tracked_axes=tuple(new))
 
@@ -368,7 +371,8 @@ def default_rules(
 ) -> dict[str, Rule]:
     """Return the default rules of the weights to quantize, as a dict from paths to rules.
 
-    `weights` and `uses` are dicts from paths: to the weight, and to its uses in the program.
+    `weights` is a dict from paths to weights, and `uses` a dict from paths to their uses in the
+    program.
 
     | weight | format |
     |---|---|

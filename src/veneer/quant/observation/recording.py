@@ -36,9 +36,9 @@ _UNUSED_RANGE = np.array([[np.inf], [-np.inf]])  # a minimum and a maximum of no
 class Totals(NamedTuple):
     """Sums and ranges of activations, as NumPy or JAX arrays.
 
-    A stack is one of the weights that a stacked array holds, such as a layer. A position is one
-    channel of one stack. There are few arrays, because each is an operand of every program that
-    updates a Box.
+    A stack is one of the weights that a stacked array holds, such as a layer. A channel is an index
+    of the axes of the weight that products contract. A position is one channel of one stack. There
+    are few arrays, because each is an operand of every program that updates a `vn.hijax.Box`.
     """
 
     counts: Any  # [positions], the number of values
@@ -82,7 +82,8 @@ class Recording:
     - `contracting`: the axes that products with activations contract, counted from the end.
     - `gram`: also add up the products of any two channels.
     - `decay`: the weight of earlier batches in the exponential average of ranges.
-    - `paired`: keep the operands of each batch, for `add_cross`.
+    - `paired`: keep the activations of each batch. `add_cross` multiplies them by the activations
+      of another version of the model.
     """
 
     def __init__(
@@ -382,7 +383,7 @@ class ObservedWeight(ProductWeight):
         - `channel_axes`, `batch_axes`: the contracted axes and the batch axes of the product. Each
           is a pair: axes of the operand, and axes of the weight.
         - `gram`: also record the products `x.T @ x` of channels.
-        - `keep_operand`: also keep `x` in the recording for `add_cross`, if it is `paired`.
+        - `keep_operand`: also keep `x` for `Recording.add_cross`, if the recording is `paired`.
         """
         if x.size == 0:
             return

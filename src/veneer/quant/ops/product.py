@@ -304,9 +304,10 @@ def split_minimum(
 
 
 def _minimum_term(product: QuantizedProduct, x: Operand, q: QArray, side: int) -> jax.Array:
-    """Return the minimum term: the product of the sums of `x` over tiles and the minima of `q`.
+    """Return the part of a product that the minima of the operand `q` contribute.
 
-    `product` is the main product, which has the same output. `side` is 0 if `q` is lhs, 1 if rhs.
+    It is the product of the sums of the other operand `x` over the tiles of `q`, and the minima.
+    `product` has the same axes, and `side` is 0 if `q` is lhs and 1 if it is rhs.
     """
     dtype = jnp.dtype(product.out_dtype)
     minima = q.minima()

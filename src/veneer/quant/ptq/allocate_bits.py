@@ -171,7 +171,7 @@ class BitAllocator:
     def _find_candidates(
         self, args: Sequence[Any]
     ) -> tuple[ChosenRules, dict[str, list["_WeightCandidate"]]]:
-        """Return the flattened parameters, and the choices that match each weight, by path."""
+        """Return the flattened parameters, and a dict from paths to the candidates for a weight."""
         with warnings.catch_warnings():
             # `quantize_tree` or `calibrate` will repeat these warnings for the allocated rules.
             warnings.simplefilter("ignore", UserWarning)

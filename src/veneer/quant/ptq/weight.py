@@ -463,5 +463,5 @@ def _with_least_error(rule: Rule) -> Rule:
 
 
 def _unwrap(x: Any) -> Any:
-    """Return the array that `x` stores if it is an `InBasis`, or else `x`."""
+    """Return the array inside an `InBasis`, which is in another basis, or else `x` itself."""
     return x.array if isinstance(x, InBasis) else x

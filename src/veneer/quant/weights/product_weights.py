@@ -367,7 +367,11 @@ def _combine(
 
 
 def _static_fields(w: ProductWeight) -> Any:
-    """Return the type, the static fields and the names of companions that are not None."""
+    """Return a description of a weight without its arrays, to compare weights.
+
+    It has the type, the static fields except `factors`, and the names of the companions that are
+    not None.
+    """
     names = [f.name for f in dataclasses.fields(w) if f.metadata.get("static")]
     values = [getattr(w, name) for name in names if name != "factors"]
     return type(w), values, tuple(w._companions())
