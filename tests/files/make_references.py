@@ -77,7 +77,7 @@ def of_compressed_tensors(layout, shape, dtype=torch.bfloat16, **stated):
 
 
 def of_bitsandbytes_4(kind, shape, nested, blocksize=64, storage=torch.uint8):
-    """Of whole blocks a row: others, its own kernel for CPUs dequantises by wrong scales."""
+    """Of whole blocks a row: others, its own kernel for CPUs dequantizes by wrong scales."""
     stated = {"quant_type": kind, "compress_statistics": nested, "quant_storage": storage}
     layer = bnb.nn.Linear4bit(shape[1], shape[0], bias=False, **stated)
     layer.weight = bnb.nn.Params4bit(

@@ -204,7 +204,7 @@ def test_codes_are_packed_as_a_qarray_packs_them(bits, size):
     np.testing.assert_array_equal(unpack(packed, bits, size), fields)
 
 
-def quantised(qtype, tile, *, shape=(4, 256), dtype="float16", **options):
+def quantized(qtype, tile, *, shape=(4, 256), dtype="float16", **options):
     x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     axes = {"channelwise_axes": [*range(len(shape) - 1)], "tiled_axes": {len(shape) - 1: tile}}
     return vn.quant.quantize(x, qtype, scale_dtype=dtype, **axes | options)
@@ -231,7 +231,7 @@ def quantised(qtype, tile, *, shape=(4, 256), dtype="float16", **options):
     ],
 )
 def test_arrays_are_written_in_the_smallest_exact_type(qtype, tile, expected):
-    q = quantised(qtype, tile, dtype=None if qtype == "mxfp4" else "float16")
+    q = quantized(qtype, tile, dtype=None if qtype == "mxfp4" else "float16")
     row, again = written(q)
     assert row.name == expected
     back = decode(again, row, q.shape)
@@ -240,7 +240,7 @@ def test_arrays_are_written_in_the_smallest_exact_type(qtype, tile, expected):
 
 
 def test_zero_points_are_taken_into_the_codes():
-    q = quantised("uint4", 32, calibration_method="minmax")
+    q = quantized("uint4", 32, calibration_method="minmax")
     assert q.zero_point is not None
     row, again = written(q)
     assert row.name == "Q5_0"
@@ -249,7 +249,7 @@ def test_zero_points_are_taken_into_the_codes():
 
 
 def test_other_packings_are_written_as_the_same_blocks():
-    q = quantised("int4", 32)
+    q = quantized("int4", 32)
     bytes_ = np.asarray(q.format.to_fields(q.codes()))
     for other in (
         q.replace(packed=bytes_, packing=None),
@@ -259,21 +259,21 @@ def test_other_packings_are_written_as_the_same_blocks():
 
 
 def test_f32_scales_are_written_if_they_are_exact_in_f16():
-    q = quantised("int8", 32)
+    q = quantized("int8", 32)
     wide = q.replace(scale=q.scale.astype(np.float32))
     np.testing.assert_array_equal(written(wide)[1], written(q)[1])
     with pytest.raises(ValueError, match="Q8_0: its scale must be exact in float16"):
-        encode(quantised("int8", 32, dtype="float32"))
+        encode(quantized("int8", 32, dtype="float32"))
 
 
 @pytest.mark.parametrize(
     ("q", "match"),
     [
-        (lambda: quantised("nf4", 32), "GGUF has no type with codes of nf4"),
-        (lambda: quantised("float8_e4m3fn", 32), "no type with codes of float8_e4m3fn"),
-        (lambda: quantised("int8", 16), "its scale must have 8 entries along axis 1, not 16"),
+        (lambda: quantized("nf4", 32), "GGUF has no type with codes of nf4"),
+        (lambda: quantized("float8_e4m3fn", 32), "no type with codes of float8_e4m3fn"),
+        (lambda: quantized("int8", 16), "its scale must have 8 entries along axis 1, not 16"),
         (
-            lambda: quantised("int8", 24, shape=(4, 48)),
+            lambda: quantized("int8", 24, shape=(4, 48)),
             r"the last axis of \(4, 48\) is not a multiple of 32",
         ),
         (
@@ -281,7 +281,7 @@ def test_f32_scales_are_written_if_they_are_exact_in_f16():
             "it is a scalar, but blocks of GGUF have at least 32 values",
         ),
         (
-            lambda: quantised("int8", 32).replace(
+            lambda: quantized("int8", 32).replace(
                 qtype="uint8", packed=np.ones((4, 256), np.uint8), minimum=np.ones((4, 8))
             ),
             "no type with codes of uint8",

@@ -78,15 +78,15 @@ def test_loaded_tensors_outlive_the_file(path):
 def test_the_gguf_package_reads_our_tensors(path):
     import gguf
 
-    quantised = {row.name: blocks_of(row.name, 2, 3, 512) for row in BLOCK_TYPES.values()}
-    write_gguf(path, quantised | DENSE, {"general.architecture": "llama"})
+    quantized = {row.name: blocks_of(row.name, 2, 3, 512) for row in BLOCK_TYPES.values()}
+    write_gguf(path, quantized | DENSE, {"general.architecture": "llama"})
     reader = gguf.GGUFReader(path)
-    assert [tensor.name for tensor in reader.tensors] == [*quantised, *DENSE]
+    assert [tensor.name for tensor in reader.tensors] == [*quantized, *DENSE]
     for tensor in reader.tensors:
-        if tensor.name in quantised:
+        if tensor.name in quantized:
             assert tensor.tensor_type.name == tensor.name
             values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-            expected = vn.materialise(quantised[tensor.name])
+            expected = vn.materialise(quantized[tensor.name])
             np.testing.assert_array_equal(values.reshape(expected.shape), expected)
         elif tensor.name == "bfloat16":
             assert tensor.data.tobytes() == DENSE["bfloat16"].tobytes()

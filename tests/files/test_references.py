@@ -1,4 +1,4 @@
-"""Folders that other libraries wrote are worth what those libraries dequantise them to, to the bit.
+"""Folders that other libraries wrote are worth what those libraries dequantize them to, to the bit.
 
 `make_references.py` has the libraries write them.
 """

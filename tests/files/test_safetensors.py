@@ -174,10 +174,10 @@ def decode_without_veneer(folder, name):
     entry = layout["tensors"][name]
     if entry["storage"] == "dense":
         return stored[entry["tensor"]]
-    return decode_quantised(entry, stored, layout["formats"])
+    return decode_quantized(entry, stored, layout["formats"])
 
 
-def decode_quantised(entry, stored, formats):
+def decode_quantized(entry, stored, formats):
     format = formats[entry["format"]]
     code, bits, codebook = format["code"], format["bits"], format["codebook"]
     codes = decode_fields(stored[entry["packed"]], entry["packing"], format)
@@ -199,7 +199,7 @@ def decode_quantised(entry, stored, formats):
         return tiles.astype(np.float32)
 
     if isinstance(entry["scale"], dict):
-        scale = decode_quantised(entry["scale"], stored, formats)
+        scale = decode_quantized(entry["scale"], stored, formats)
     else:
         scale = stored[entry["scale"]]
     if entry["scale_dtype"] == "float8_e8m0fnu":
@@ -209,7 +209,7 @@ def decode_quantised(entry, stored, formats):
     if entry["zero_point"] is not None:
         zero_point = entry["zero_point"]
         packed = isinstance(zero_point, dict)
-        of = decode_quantised(zero_point, stored, formats) if packed else stored[zero_point]
+        of = decode_quantized(zero_point, stored, formats) if packed else stored[zero_point]
         values = values - spread(of)
     dtype = {"bfloat16": ml_dtypes.bfloat16}.get(entry["dtype"], entry["dtype"])
     return (values.astype(np.float32) * spread(scale)).astype(dtype)

@@ -125,12 +125,12 @@ class Net(nnx.Module):
         return self.dropout(self.norm(self.linear(x)))
 
 
-def quantised_state():
+def quantized_state():
     state = nnx.state(Net(nnx.Rngs(0)))
     return vn.quant.quantize_tree(state, [vn.quant.Rule(".*kernel.*", "nf4", tile_size=32)])
 
 
-def quantised_module():
+def quantized_module():
     module = eqx.nn.MLP(8, 4, 16, 1, key=jax.random.key(0))
     return vn.quant.quantize_tree(module, [vn.quant.Rule(".*weight", "int8", tile_axis=-1)])
 
@@ -140,10 +140,10 @@ ADAPTERS, REST = vn.tree.partition(PARAMS, vn.trainable(PARAMS))
 
 TREES = arrays.OnDemand(
     {
-        "nnx state": lambda: quantised_state(),
+        "nnx state": lambda: quantized_state(),
         "nnx module": lambda: Net(nnx.Rngs(0)),
-        "equinox module": lambda: quantised_module(),
-        "equinox module, in part": lambda: eqx.filter(quantised_module(), eqx.is_array),
+        "equinox module": lambda: quantized_module(),
+        "equinox module, in part": lambda: eqx.filter(quantized_module(), eqx.is_array),
         "adam": lambda: optax.adam(1e-3).init(X),
         "adam of adapters": lambda: optax.adam(1e-3).init(ADAPTERS),
         "masked": lambda: optax.masked(optax.adam(1e-3), vn.trainable(PARAMS)).init(PARAMS),
@@ -176,29 +176,29 @@ def test_a_tree_survives_a_round_trip(name, tmp_path):
 
 
 def test_training_continues_from_a_loaded_state(tmp_path):
-    optimiser = optax.adam(1e-2)
+    optimizer = optax.adam(1e-2)
     loss = lambda adapters: jnp.sum((W.T @ vn.tree.combine(adapters, REST)["kernel"] - 1) ** 2)
 
     def step(adapters, state):
-        updates, state = optimiser.update(jax.grad(loss)(adapters), state, adapters)
+        updates, state = optimizer.update(jax.grad(loss)(adapters), state, adapters)
         return optax.apply_updates(adapters, updates), state
 
-    first = step(ADAPTERS, optimiser.init(ADAPTERS))
+    first = step(ADAPTERS, optimizer.init(ADAPTERS))
     again = loaded(first, tmp_path, like=first)
     assert_same(step(*again), step(*first))
 
 
 def test_like_can_be_an_abstract_tree(tmp_path):
-    optimiser = optax.adam(1e-3)
-    state = optimiser.init(ADAPTERS)
-    assert_same(loaded(state, tmp_path, like=jax.eval_shape(optimiser.init, ADAPTERS)), state)
+    optimizer = optax.adam(1e-3)
+    state = optimizer.init(ADAPTERS)
+    assert_same(loaded(state, tmp_path, like=jax.eval_shape(optimizer.init, ADAPTERS)), state)
 
 
 @pytest.mark.parametrize("abstract", [False, True])
-def test_a_dense_model_is_like_its_quantised_one(abstract, tmp_path):
+def test_a_dense_model_is_like_its_quantized_one(abstract, tmp_path):
     make = lambda: eqx.nn.MLP(8, 4, 16, 1, key=jax.random.key(0))
     like = eqx.filter_eval_shape(make) if abstract else make()
-    model = quantised_module()
+    model = quantized_module()
     found = loaded(model, tmp_path, like=like)
     assert_same(found, model)
     assert vn.implicit(found)(X).tolist() == vn.implicit(model)(X).tolist()
@@ -206,13 +206,13 @@ def test_a_dense_model_is_like_its_quantised_one(abstract, tmp_path):
 
 def test_a_state_goes_into_the_model(tmp_path):
     model = Net(nnx.Rngs(0))
-    state = quantised_state()
+    state = quantized_state()
     nnx.update(model, loaded(state, tmp_path, like=nnx.state(Net(nnx.Rngs(1)))))
     assert_same(nnx.state(model), state)
 
 
 def test_without_like_other_nodes_become_dicts(tmp_path):
-    found = loaded(quantised_state(), tmp_path)
+    found = loaded(quantized_state(), tmp_path)
     assert list(found) == ["dropout", "linear", "norm"]
     assert found["linear"]["kernel"]["value"].qtype == "nf4"
     found = vn.load(tmp_path / "saved")["linear"]["bias"]

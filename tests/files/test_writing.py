@@ -78,7 +78,7 @@ def test_layers_can_have_different_formats(tmp_path, format):
         np.testing.assert_array_equal(f32(x), f32(y))
 
 
-def quantised(qtype, shape=(32, 64), **others):
+def quantized(qtype, shape=(32, 64), **others):
     w = jax.random.normal(jax.random.key(0), shape, jnp.float32)
     return vn.quant.quantize(w, qtype, **others)
 
@@ -88,39 +88,39 @@ REFUSED = {
     "gptq_float": (
         "gptq",
         "a.weight",
-        lambda: quantised("nf4", **ROWS),
+        lambda: quantized("nf4", **ROWS),
         "its codes are nf4, not integers",
     ),
-    "gptq_5_bits": ("gptq", "a.weight", lambda: quantised("int5", **ROWS), "it has 5 bits"),
+    "gptq_5_bits": ("gptq", "a.weight", lambda: quantized("int5", **ROWS), "it has 5 bits"),
     "gptq_words": (
         "gptq",
         "a.weight",
-        lambda: quantised("int4", (33, 64), **ROWS),
+        lambda: quantized("int4", (33, 64), **ROWS),
         r"\[33, 64\] do not fill",
     ),
     "gptq_name": (
         "gptq",
         "a.kernel",
-        lambda: quantised("int4", **ROWS),
+        lambda: quantized("int4", **ROWS),
         "'a.kernel': names of quantized",
     ),
-    "awq_8_bits": ("awq", "a.weight", lambda: quantised("int8", **ROWS), "it has 8 bits, not 4"),
+    "awq_8_bits": ("awq", "a.weight", lambda: quantized("int8", **ROWS), "it has 8 bits, not 4"),
     "ct_stack": (
         "compressed-tensors",
         "a.weight",
-        lambda: quantised("int4", (2, 4, 8), **ROWS),
+        lambda: quantized("int4", (2, 4, 8), **ROWS),
         r"its shape is \[2, 4, 8\], but it must be a matrix",
     ),
     "ct_codebook": (
         "compressed-tensors",
         "a.weight",
-        lambda: quantised("nf4", **ROWS),
+        lambda: quantized("nf4", **ROWS),
         "its codes are nf4",
     ),
     "mlx_groups": (
         "mlx",
         "a.weight",
-        lambda: quantised("int4", (4, 48), **ROWS),
+        lambda: quantized("int4", (4, 48), **ROWS),
         "in groups of 48",
     ),
     "type": (
@@ -153,14 +153,14 @@ def test_weights_that_a_format_cannot_hold_raise(tmp_path, format, name, make, m
 
 
 def test_a_name_that_safetensors_has_taken_is_refused(tmp_path):
-    tree = {"m.weight": quantised("int4", **ROWS), "__metadata__": np.ones(2, np.float32)}
+    tree = {"m.weight": quantized("int4", **ROWS), "__metadata__": np.ones(2, np.float32)}
     with pytest.raises(ValueError, match="with the name '__metadata__'"):
         vn.save(tmp_path / "out", tree, format="gptq")
     assert not list(tmp_path.iterdir())
 
 
 def test_a_configuration_that_is_no_json_is_refused(tmp_path):
-    tree = {"m.weight": quantised("int4", **ROWS)}
+    tree = {"m.weight": quantized("int4", **ROWS)}
     with pytest.raises(TypeError, match=r"config cannot be written as JSON: .*float32"):
         vn.save(tmp_path / "out", tree, format="gptq", config={"a": np.float32(1)})
     assert not list(tmp_path.iterdir())
@@ -178,7 +178,7 @@ def test_zero_points_of_0_are_written_in_the_second_version(tmp_path):
 
 def test_permuted_columns_are_written_as_g_idx(tmp_path):
     order = np.random.default_rng(0).permutation(64).astype(np.int32)[None]
-    inner = quantised("int4", channelwise_axes=[0], tiled_axes={1: 16}, scale_dtype="float16")
+    inner = quantized("int4", channelwise_axes=[0], tiled_axes={1: 16}, scale_dtype="float16")
     w = Permuted(inner, order)
     vn.save(tmp_path / "out", {"m.weight": w}, format="gptq")
     again = vn.load(tmp_path / "out")["m.weight"]

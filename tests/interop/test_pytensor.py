@@ -281,7 +281,7 @@ def test_an_op_without_an_implementation_is_named():
 
 K, N = 8, 6
 DENSE = arrays.normal(K, N)
-QUANTISED = arrays.OnDemand(
+QUANTIZED = arrays.OnDemand(
     {
         "int8": lambda: vn.quant.quantize(DENSE, "int8", channelwise_axes=(1,)),
         "int4": lambda: vn.quant.quantize(
@@ -305,10 +305,10 @@ def compiled(q, mode):
     return pytensor.function([x], quantized_dot(x, q), mode=mode)
 
 
-@pytest.mark.parametrize("name", QUANTISED)
+@pytest.mark.parametrize("name", QUANTIZED)
 @pytest.mark.parametrize("mode", ["py", "jax"])
 def test_the_product_in_python_and_jax(name, mode):
-    q = QUANTISED[name]
+    q = QUANTIZED[name]
     result = compiled(q, {"py": Mode("py", None), "jax": "JAX"}[mode])(XS)
     assert result.dtype == np.float32
     np.testing.assert_allclose(result, XS @ vn.materialise(q), rtol=1e-5, atol=1e-5)
@@ -316,7 +316,7 @@ def test_the_product_in_python_and_jax(name, mode):
 
 @pytest.mark.parametrize("name", ["int4", "uint8"])
 def test_the_product_in_numba(name):
-    q = QUANTISED[name]
+    q = QUANTIZED[name]
     result = compiled(q, "NUMBA")(XS)
     assert result.dtype == np.float32
     np.testing.assert_allclose(result, XS @ vn.materialise(q), rtol=1e-5, atol=1e-5)
@@ -335,15 +335,15 @@ def test_codes_of_a_byte_each_and_sizes_that_do_not_fit():
 
 
 def test_the_product_in_c():
-    result = compiled(QUANTISED["int8"], Mode("cvm", "fast_run"))(XS)
-    np.testing.assert_allclose(result, XS @ vn.materialise(QUANTISED["int8"]), rtol=1e-5, atol=1e-5)
+    result = compiled(QUANTIZED["int8"], Mode("cvm", "fast_run"))(XS)
+    np.testing.assert_allclose(result, XS @ vn.materialise(QUANTIZED["int8"]), rtol=1e-5, atol=1e-5)
 
 
 def test_the_weight_stays_packed_in_jax():
     x = pt.matrix("x", dtype="float32")
-    f = to_jax(quantized_dot(x, QUANTISED["nf4"]), [x])
-    assert_close(f(XS), XS @ vn.materialise(QUANTISED["nf4"]))
-    packed = QUANTISED["nf4"].packed
+    f = to_jax(quantized_dot(x, QUANTIZED["nf4"]), [x])
+    assert_close(f(XS), XS @ vn.materialise(QUANTIZED["nf4"]))
+    packed = QUANTIZED["nf4"].packed
     shapes = {(c.shape, c.dtype) for c in jax.make_jaxpr(f)(XS).consts}
     assert (packed.shape, packed.dtype) in shapes
 
@@ -351,7 +351,7 @@ def test_the_weight_stays_packed_in_jax():
 def test_leaves_may_be_variables():
     x, scale = (pt.matrix(name, dtype="float32") for name in ("x", "scale"))
     packed = pt.matrix("packed", dtype="int8")
-    q = QUANTISED["int8"]
+    q = QUANTIZED["int8"]
     f = to_jax(QuantizedDot("int8")(x, packed, scale), [x, packed, scale])
     assert_close(f(XS, q.packed, q.scale), XS @ vn.materialise(q))
     assert_close(
@@ -363,13 +363,13 @@ def test_leaves_may_be_variables():
 def test_operands_that_do_not_fit_raise():
     x = pt.matrix("x", dtype="float32")
     with pytest.raises(TypeError, match=r"x is .*must be a matrix of float32"):
-        quantized_dot(pt.vector("x", dtype="float32"), QUANTISED["int8"])
+        quantized_dot(pt.vector("x", dtype="float32"), QUANTIZED["int8"])
     with pytest.raises(TypeError, match="not float8"):
         quantized_dot(x, vn.quant.quantize(DENSE, "float8_e4m3fn"))
     with pytest.raises(TypeError, match="not int3"):
         quantized_dot(x, vn.quant.quantize(DENSE, "int3"))
     with pytest.raises(ValueError, match="QuantizedDot"):
-        compiled(QUANTISED["int8"], Mode("py", None))(XS[:, :4])
+        compiled(QUANTIZED["int8"], Mode("py", None))(XS[:, :4])
 
 
 @pytest.mark.parametrize("how", [jax.jit, lambda f: lambda x: vn.numba.compile(f, x)(x)])

@@ -15,10 +15,10 @@ KEY = arrays.key(0)
 X = np.array([0.3, 0.7, 0.5], np.float32)
 
 
-def _updated(optimiser):
+def _updated(optimizer):
     def update(x):
         params = {"w": x, "m": jnp.outer(x, x)}
-        return optimiser.update(jax.tree.map(jnp.sin, params), optimiser.init(params), params)[0]
+        return optimizer.update(jax.tree.map(jnp.sin, params), optimizer.init(params), params)[0]
 
     return update
 

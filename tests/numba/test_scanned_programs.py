@@ -24,7 +24,7 @@ def check(f, *args, native=False, **tolerances):
 def test_training_with_optax_agrees_with_jax():
     import optax
 
-    optimiser = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
 
     def loss(params, x):
         return jnp.mean(jnp.tanh(x @ params["w"] + params["b"]) ** 2)
@@ -33,13 +33,13 @@ def test_training_with_optax_agrees_with_jax():
         def step(carry, x):
             params, state = carry
             value, gradient = jax.value_and_grad(loss)(params, x)
-            updates, state = optimiser.update(gradient, state, params)
+            updates, state = optimizer.update(gradient, state, params)
             return (optax.apply_updates(params, updates), state), value
 
         return lax.scan(step, (params, state), xs)
 
     params = {"w": normal(3, 3), "b": normal(3)}
-    state = jax.tree.map(np.asarray, optimiser.init(params))
+    state = jax.tree.map(np.asarray, optimizer.init(params))
     check(f, params, state, normal(4, 2, 3), native=True)
 
 

@@ -153,13 +153,13 @@ USES = {
     "indexed": lambda ct: ct[:],
     "codes": lambda ct: ct.qvalue * 7.0,
     "materialised": vn.materialise,
-    "dequantised": lambda ct: ct.dequantize(),
+    "dequantized": lambda ct: ct.dequantize(),
     "asarray": jnp.asarray,
     "numpy": np.asarray,
     "jax.numpy": lambda ct: jnp.multiply(ct, 7),
     "implicit": lambda ct: vn.implicit(jnp.multiply)(ct, 7),
     "dot": lambda ct: vn.quant.dot(X[:, :6], ct),
-    "quantised": lambda ct: vn.quant.quantize(ct, "int8"),
+    "quantized": lambda ct: vn.quant.quantize(ct, "int8"),
 }
 
 

@@ -29,8 +29,8 @@ def frozen(make):
 
 CLAIMS = {
     "matmul": Claim(jnp.matmul, [square, frozen(square)]),
-    "matmul of a quantised one": Claim(jnp.matmul, [square, frozen(int8)]),
-    "transpose of a quantised one": Claim(lambda w: w.mT, [frozen(int8)], kept=vn.quant.QArray),
+    "matmul of a quantized one": Claim(jnp.matmul, [square, frozen(int8)]),
+    "transpose of a quantized one": Claim(lambda w: w.mT, [frozen(int8)], kept=vn.quant.QArray),
     "two frozen ones": Claim(lambda x, y: x * y - y, [frozen(square), frozen(square)]),
     "a custom derivative": Claim(jax.nn.silu, [frozen(square)], made_dense=True),
 }
