@@ -136,7 +136,6 @@ def rsqrt_c128(z):
 
 @scalar
 def exp_c128(z):
-    """Return the exponential of `z`."""
     x, y = z.real, z.imag
     half = exp_f64(x * np.float64(0.5))  # exp(x) can overflow where the result does not
     sine = select(y == np.float64(0), y, half * sin(y) * half)
@@ -219,35 +218,30 @@ def pow_c128(z, w):
 
 @scalar
 def sin_c128(z):
-    """Return the sine of `z`."""
     x, y = z.real, z.imag
     return complex(_times(sin(x), cosh(y)), cos(x) * sinh(y))
 
 
 @scalar
 def cos_c128(z):
-    """Return the cosine of `z`."""
     x, y = z.real, z.imag
     return complex(cos(x) * cosh(y), -_times(sin(x), sinh(y)))
 
 
 @scalar
 def sinh_c128(z):
-    """Return the hyperbolic sine of `z`."""
     x, y = z.real, z.imag
     return complex(sinh(x) * cos(y), _times(sin(y), cosh(x)))
 
 
 @scalar
 def cosh_c128(z):
-    """Return the hyperbolic cosine of `z`."""
     x, y = z.real, z.imag
     return complex(cosh(x) * cos(y), _times(sin(y), sinh(x)))
 
 
 @scalar
 def tanh_c128(z):
-    """Return the hyperbolic tangent of `z`."""
     x, y = z.real, z.imag
     far = fabs(x) > np.float64(20)
     near_x = select(far, np.float64(0), x)
@@ -263,14 +257,12 @@ def tanh_c128(z):
 
 @scalar
 def tan_c128(z):
-    """Return the tangent of `z`."""
     turned = tanh_c128(complex(-z.imag, z.real))
     return complex(turned.imag, -turned.real)
 
 
 @scalar
 def asin_c128(z):
-    """Return the inverse sine of `z`."""
     x, y = z.real, _positive(z.imag)
     below, above = _root(complex(np.float64(1) - x, -y)), _root(complex(np.float64(1) + x, y))
     real = below.real * above.real - below.imag * above.imag
@@ -284,7 +276,6 @@ def asin_c128(z):
 
 @scalar
 def acos_c128(z):
-    """Return the inverse cosine of `z`."""
     x, y = z.real, _positive(z.imag)
     below, above = _root(complex(np.float64(1) - x, -y)), _root(complex(np.float64(1) + x, y))
     imag = above.real * below.imag - above.imag * below.real
@@ -297,14 +288,12 @@ def acos_c128(z):
 
 @scalar
 def asinh_c128(z):
-    """Return the inverse hyperbolic sine of `z`."""
     turned = asin_c128(complex(-z.imag, z.real))
     return complex(turned.imag, -turned.real)
 
 
 @scalar
 def acosh_c128(z):
-    """Return the inverse hyperbolic cosine of `z`."""
     x, y = z.real, _positive(z.imag)
     below, above = _root(complex(x - np.float64(1), y)), _root(complex(x + np.float64(1), y))
     real = below.real * above.real + below.imag * above.imag
@@ -317,7 +306,6 @@ def acosh_c128(z):
 
 @scalar
 def atanh_c128(z):
-    """Return the inverse hyperbolic tangent of `z`."""
     x, y = fabs(z.real), z.imag
     less = np.float64(1) - x
     square = less * less + y * y
@@ -330,7 +318,6 @@ def atanh_c128(z):
 
 @scalar
 def atan_c128(z):
-    """Return the inverse tangent of `z`."""
     turned = atanh_c128(complex(-z.imag, z.real))
     return complex(turned.imag, -turned.real)
 

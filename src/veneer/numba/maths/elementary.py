@@ -165,7 +165,6 @@ _exp_less_1: Any = ByPrecision(exp_less_1_f32, exp_less_1_f64)
 
 @by_precision
 def exp(x):
-    """Return the exponential of `x`."""
     inside = select(x < _EXP_LOW, _EXP_LOW, select(x > _EXP_HIGH, _EXP_HIGH, x))
     k = rint(inside * _LOG2_E)
     r = inside - k * _EXP_LN2_HIGH
@@ -177,7 +176,6 @@ def exp(x):
 
 @by_precision
 def exp2(x):
-    """Return 2 to the power of `x`."""
     inside = select(x < _EXP2_LOW, _EXP2_LOW, select(x > _EXP2_HIGH, _EXP2_HIGH, x))
     k = rint(inside)
     half = trunc(k * _FLOAT(0.5))
@@ -217,7 +215,6 @@ _log_series: Any = ByPrecision(log_series_f32, log_series_f64)
 
 @by_precision
 def log(x):
-    """Return the natural logarithm of `x`."""
     denormal = x < _SMALLEST_NORMAL
     normal = select(denormal, x * _TO_NORMAL, x)
     bits = reinterpreted(normal, _INT(0))
@@ -254,7 +251,6 @@ log_f32, log1p_f32 = log.f32, log1p.f32
 
 @scalar
 def tanh_f32(x):
-    """Return the hyperbolic tangent of a float32."""
     bound = np.float32(7.90531110763549805)
     c = select(x > bound, bound, select(x < -bound, -bound, x))
     z = c * c
@@ -265,7 +261,6 @@ def tanh_f32(x):
 
 @scalar
 def tanh_f64(x):
-    """Return the hyperbolic tangent of a float64."""
     magnitude = fabs(x)
     e = expm1_f64(select(magnitude > np.float64(20), np.float64(40), np.float64(2) * magnitude))
     return copysign(select(x == x, e / (e + np.float64(2)), x), x)
@@ -273,14 +268,12 @@ def tanh_f64(x):
 
 @by_precision
 def logistic(x):
-    """Return 1 / (1 + exp(-x))."""
     e = exp(-fabs(x))
     return select(x < _FLOAT(0), e, _FLOAT(1)) / (_FLOAT(1) + e)
 
 
 @scalar
 def erf_f32(x):
-    """Return the error function of a float32."""
     bound = np.float32(3.7439211627767994)
     c = select(x > bound, bound, select(x < -bound, -bound, x))
     z = c * c
@@ -321,7 +314,6 @@ def erf_inv_f64(x):
 
 @by_precision
 def rsqrt(x):
-    """Return 1 / sqrt(x)."""
     return _FLOAT(1) / sqrt(x)
 
 

@@ -35,6 +35,11 @@ def intrinsic(function: Callable[..., Any]) -> Any:
     return numba_intrinsic(inspect.unwrap(function))
 
 
+def _operation(emit: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an emitter that calls `emit` with the LLVM builder and the arguments."""
+    return lambda context, builder, signature, args: emit(builder, *args)
+
+
 def _calling(name: str) -> Callable[..., Any]:
     """Return an emitter that calls an LLVM function. Its arguments have the type of its result."""
 
@@ -95,50 +100,35 @@ def polynomial(typing_context, x, coefficients):
 
 @intrinsic
 def leading_zeros(typing_context, x):
-    def emit(context, builder, signature, args):
-        return builder.ctlz(args[0], ir.Constant(ir.IntType(1), 0))
-
-    return x(x), emit
+    return x(x), _operation(lambda builder, x: builder.ctlz(x, ir.Constant(ir.IntType(1), 0)))
 
 
 @intrinsic
 def select(typing_context, condition, x, y):
-    def emit(context, builder, signature, args):
-        return builder.select(*args)
-
-    return x(types.boolean, x, x), emit
+    return x(types.boolean, x, x), _operation(lambda builder, *args: builder.select(*args))
 
 
 @intrinsic
 def reinterpreted(typing_context, x, like):
-    def emit(context, builder, signature, args):
-        return builder.bitcast(args[0], llvm_type(signature.return_type))
-
-    return like(x, like), emit
+    emit = lambda builder, x, _: builder.bitcast(x, llvm_type(like))
+    return like(x, like), _operation(emit)
 
 
 @intrinsic
 def add_in_any_order(typing_context, x, y):
-    def emit(context, builder, signature, args):
-        return builder.fadd(*args, flags=("reassoc", "contract"))
-
-    return x(x, x), emit
+    emit = lambda builder, x, y: builder.fadd(x, y, flags=("reassoc", "contract"))
+    return x(x, x), _operation(emit)
 
 
 @intrinsic
 def multiply_in_any_order(typing_context, x, y):
-    def emit(context, builder, signature, args):
-        return builder.fmul(*args, flags=("reassoc",))
-
-    return x(x, x), emit
+    return x(x, x), _operation(lambda builder, x, y: builder.fmul(x, y, flags=("reassoc",)))
 
 
 @intrinsic
 def at(typing_context, pointer, offset):
-    def emit(context, builder, signature, args):
-        return builder.gep(args[0], [args[1]])
-
-    return pointer(pointer, types.intp), emit
+    emit = lambda builder, pointer, offset: builder.gep(pointer, [offset])
+    return pointer(pointer, types.intp), _operation(emit)
 
 
 @intrinsic

@@ -247,7 +247,8 @@ def _solve_operands(operands: Sequence[Any], lengths: Any) -> list[Any]:
 
 #: Primitives that return their operands, and matter only to compilers or to derivatives.
 _IDENTITIES = (
-    "device_put sharding_constraint layout_constraint mesh_cast reshard pvary pcast name"
+    "device_put sharding_constraint layout_constraint mesh_cast reshard pvary pcast name "
+    "optimization_barrier"
 ).split()
 
 
@@ -256,9 +257,7 @@ def _(b: Builder, *operands: ArrayExpr, **_: Any) -> list[ArrayExpr]:
     return [*operands]
 
 
-@perform.register(*_IDENTITIES)
-def _(*operands: Any, **_: Any) -> list[Any]:
-    return [*operands]
+perform.register(*_IDENTITIES)(lambda *operands, **_: [*operands])
 
 
 # Assignment of all carried values at once.

@@ -269,16 +269,6 @@ for _name in ("copy", "copy_p", "stop_gradient"):
     register(_name, ufunc_rule(np.copy), cost=0)(lambda k, dtype, x, **_: x)
 
 
-@fused("optimization_barrier")
-def _(b: Builder, *operands: ArrayExpr) -> list[ArrayExpr]:
-    return [*operands]
-
-
-@perform.register("optimization_barrier")
-def _(*operands: Any) -> list[Any]:
-    return [*operands]
-
-
 @fused("is_finite")
 def _(b: Builder, x: ArrayExpr) -> ArrayExpr:
     infinity = storage.literal(np.inf, x.dtype)
@@ -301,9 +291,7 @@ def _(b: Builder, x: ArrayExpr, y: ArrayExpr) -> ArrayExpr:
     return entrywise(b, entry, x, y, cost=30)
 
 
-@perform.register("pow")
-def _(x: Any, y: Any) -> Any:
-    return np.power(x, np.asarray(y).astype(np.asarray(x).dtype))
+perform.register("pow")(lambda x, y: np.power(x, np.asarray(y).astype(np.asarray(x).dtype)))
 
 
 # Conversions.

@@ -54,9 +54,7 @@ def _(b: Builder, x: ArrayExpr, **_: Any) -> ArrayExpr:
     return b.reshape(x, b.out.shape)
 
 
-@perform.register("squeeze")
-def _(x: Any, *, dimensions: Any) -> Any:
-    return np.squeeze(x, tuple(dimensions))
+perform.register("squeeze")(lambda x, *, dimensions: np.squeeze(x, tuple(dimensions)))
 
 
 @fused("transpose")
@@ -70,9 +68,7 @@ def _transposed(b: Builder, x: ArrayExpr, permutation: Sequence[int]) -> ArrayEx
     return b.lazy(entry, x, shape=shape, dtype=x.dtype)
 
 
-@perform.register("transpose")
-def _(x: Any, *, permutation: Any) -> Any:
-    return np.transpose(x, permutation)
+perform.register("transpose")(lambda x, *, permutation: np.transpose(x, permutation))
 
 
 @fused("rev")
@@ -84,9 +80,7 @@ def _(b: Builder, x: ArrayExpr, *, dimensions: Sequence[int]) -> ArrayExpr:
     return b.lazy(entry, x)
 
 
-@perform.register("rev")
-def _(x: Any, *, dimensions: Any) -> Any:
-    return np.flip(x, dimensions)
+perform.register("rev")(lambda x, *, dimensions: np.flip(x, dimensions))
 
 
 @fused("slice")
@@ -119,9 +113,7 @@ def _(b: Builder, x: ArrayExpr, *, sizes: Any, axis: int) -> list[ArrayExpr]:
     return [part(start, aval) for start, aval in zip(starts, b.outs, strict=True)]
 
 
-@perform.register("split")
-def _(x: Any, *, sizes: Any, axis: int) -> Any:
-    return np.split(x, np.cumsum(sizes)[:-1], axis)
+perform.register("split")(lambda x, *, sizes, axis: np.split(x, np.cumsum(sizes)[:-1], axis))
 
 
 @fused("iota")
@@ -153,9 +145,7 @@ def _(b: Builder, *operands: ArrayExpr, dimension: int) -> ArrayExpr:
     return out
 
 
-@perform.register("concatenate")
-def _(*operands: Any, dimension: int) -> Any:
-    return np.concatenate(operands, dimension)
+perform.register("concatenate")(lambda *operands, dimension: np.concatenate(operands, dimension))
 
 
 @funcify.register("pad")
@@ -234,9 +224,7 @@ def _(b: Builder, *operands: ArrayExpr, axis: int) -> ArrayExpr:
     return out
 
 
-@perform.register("stack")
-def _(*operands: Any, axis: int) -> Any:
-    return np.stack(operands, axis)
+perform.register("stack")(lambda *operands, axis: np.stack(operands, axis))
 
 
 @fused("unstack")
@@ -252,9 +240,7 @@ def _(b: Builder, x: ArrayExpr, *, axis: int) -> list[ArrayExpr]:
     return [part(n, aval) for n, aval in enumerate(b.outs)]
 
 
-@perform.register("unstack")
-def _(x: Any, *, axis: int) -> Any:
-    return [*np.moveaxis(x, axis, 0)]
+perform.register("unstack")(lambda x, *, axis: [*np.moveaxis(x, axis, 0)])
 
 
 @funcify.register("tile")
@@ -266,9 +252,7 @@ def _(b: Builder, x: ArrayExpr, *, reps: Sequence[int]) -> ArrayExpr:
     return out
 
 
-@perform.register("tile")
-def _(x: Any, *, reps: Any) -> Any:
-    return np.tile(x, reps)
+perform.register("tile")(lambda x, *, reps: np.tile(x, reps))
 
 
 @fused("empty", "empty2")
@@ -277,6 +261,4 @@ def _(b: Builder, **_: Any) -> ArrayExpr:
     return b.lazy(lambda k, index: zero)
 
 
-@perform.register("empty", "empty2")
-def _(*, dtype: Any, shape: Any = (), **_: Any) -> Any:
-    return np.zeros(shape, dtype)
+perform.register("empty", "empty2")(lambda *, dtype, shape=(), **_: np.zeros(shape, dtype))

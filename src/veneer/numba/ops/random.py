@@ -223,19 +223,13 @@ def _words_by_position(keys: Any, shape: Sequence[int]) -> tuple[Any, Any]:
     return _rounds(*_split_words(expanded), *_split_words(positions))
 
 
-@perform.register("random_wrap")
-def _(x: Any, *, impl: Any) -> Any:
-    return _join_words(x[..., 0], x[..., 1])
+perform.register("random_wrap")(lambda x, *, impl: _join_words(x[..., 0], x[..., 1]))
 
 
-@perform.register("random_unwrap")
-def _(keys: Any) -> Any:
-    return np.stack(_split_words(keys), -1)
+perform.register("random_unwrap")(lambda keys: np.stack(_split_words(keys), -1))
 
 
-@perform.register("random_clone")
-def _(keys: Any) -> Any:
-    return keys
+perform.register("random_clone")(lambda keys: keys)
 
 
 @perform.register("random_seed")
@@ -260,6 +254,4 @@ def _(keys: Any, *, bit_width: int, shape: Any) -> Any:
     return _join_words(x, y) if bit_width == 64 else (x ^ y).astype(f"u{bit_width // 8}")
 
 
-@perform.register("threefry2x32")
-def _(*operands: Any) -> list[Any]:
-    return [*_rounds(*operands)]
+perform.register("threefry2x32")(lambda *operands: [*_rounds(*operands)])
