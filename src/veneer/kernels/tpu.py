@@ -281,7 +281,10 @@ def _kernel(
     layout: StoredLayout,
     blocks: BlockSizes,
 ) -> None:
-    """Add the product of one block of codes to a block of the result, field by field."""
+    """Add the product of one block of codes to a block of the result.
+
+    A field is the position of a code in a byte. Fields are multiplied one after the other.
+    """
     first = pl.program_id(3) * blocks.k
     packed = packed_ref[0].astype(jnp.int32)
     k_axis = 0 if layout.contracts_rows else 1

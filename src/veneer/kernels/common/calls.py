@@ -269,7 +269,7 @@ class _Program:
         return True
 
     def _pure_operation(self, value: Any) -> Any:
-        """Return the operation that computes a value, or None if none does or it is not pure."""
+        """Return the operation that computes a value if it is pure, else None."""
         if isinstance(value.owner, ir.Block):
             return None
         operation = value.owner.operation

@@ -1,4 +1,6 @@
-"""Contract the columns of W with few rows of x: `x @ W.T`. Reading and decoding W takes the time.
+"""Multiply few rows of activations x by a stored matrix W, and contract its columns: `x @ W.T`.
+
+Reading and decoding W takes most of the time.
 
 The kernel loops over blocks of up to `MOST` rows of x, over ranges of panels of x that fit into the
 first cache, and over groups of rows of W. For a group, sums of all pairs of rows are vectors in

@@ -1,4 +1,6 @@
-"""Contract the columns of W with many rows of x: `x @ W.T`. Arithmetic takes most of the time.
+"""Multiply many rows of activations x by a stored matrix W, and contract its columns: `x @ W.T`.
+
+Arithmetic takes most of the time.
 
 A part is a few vectors of rows of W, times some rows of x. The kernel loops over ranges of columns
 that fit into the first cache. A range of the rows of W is decoded, scaled and transposed, so that

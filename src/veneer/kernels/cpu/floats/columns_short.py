@@ -1,4 +1,4 @@
-"""Contract the columns of W with few rows of x, where rows of W are short: `x @ W.T`.
+"""Multiply few rows of activations x by a matrix W with short rows: `x @ W.T`.
 
 This is the product of queries with the keys of attention: a row of W is a key, and is as wide as a
 head. The start and the end of a row take most of the time of other kernels. So this kernel keeps as

@@ -1,4 +1,6 @@
-"""Panels: neighboring columns of a few rows of W, which are decoded and multiplied in registers.
+"""Panels: neighboring columns of a few rows of a stored matrix W, decoded in registers.
+
+The kernels of `columns_few.py` decode panels, and multiply them by activations x.
 
 A panel is `VECTORS[kind]` vectors of neighboring columns of one row of W. Codes of 1, 2 and 4 bits
 are decoded from dwords, 32-bit words: vector j of a panel has code j of each dword, so lane d of

@@ -1,4 +1,6 @@
-"""Contract the rows of W with few rows of x: `x @ W`. Reading W takes the time, so it is read once.
+"""Multiply few rows of activations x by a stored matrix W, and contract its rows: `x @ W`.
+
+Reading W takes most of the time, so each byte is read once.
 
 A part is a range of rows of W, and all of its columns or a wide range of them, because narrow
 ranges would look up each memory page many times. If rows of a few matrices alternate in memory, the

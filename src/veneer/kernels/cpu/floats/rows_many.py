@@ -1,4 +1,6 @@
-"""Contract the rows of W with many rows of x: `x @ W`. Arithmetic takes most of the time.
+"""Multiply many rows of activations x by a stored matrix W, and contract its rows: `x @ W`.
+
+Arithmetic takes most of the time.
 
 A part is a panel of `PANEL` columns of W, times some rows of x. The kernel loops over blocks of
 `BLOCK` rows of W. A block is decoded to f32, scaled, and kept in the first cache for all rows of x.

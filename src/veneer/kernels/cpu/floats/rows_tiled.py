@@ -1,11 +1,11 @@
-"""Contract the rows of W with few rows of x, where each row of W has a scale per tile of columns.
+"""Multiply few rows of activations x by a matrix W whose rows have a scale per tile of columns.
 
-This is the product of attention weights with the values of a cache that is quantized per token.
-Scales change from row to row, so sums cannot be scaled at the end of a block as in `rows_few.py`.
-The kernel converts the scales of a block of rows of W to f32, and loops over ranges of vectors of
-columns. For each row of the block, it decodes and scales these vectors in registers, and adds their
-products with a few rows of x to sums in registers. Parts are the same as in `rows_few.py`.
-`benchmarks/cpu_variants.py` compares the two kernels.
+The rows of W are contracted: `x @ W`. This is the product of attention weights with the values of a
+cache that is quantized per token. Scales change from row to row, so sums cannot be scaled at the
+end of a block as in `rows_few.py`. The kernel converts the scales of a block of rows of W to f32,
+and loops over ranges of vectors of columns. For each row of the block, it decodes and scales these
+vectors in registers, and adds their products with a few rows of x to sums in registers. Parts are
+the same as in `rows_few.py`. `benchmarks/cpu_variants.py` compares the two kernels.
 """
 
 from typing import Any

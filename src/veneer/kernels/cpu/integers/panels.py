@@ -215,7 +215,7 @@ class Orientation(NamedTuple):
 
 @functools.cache
 def build_rows_orientation(kind: str) -> Orientation:
-    """Return the functions of products that contract the rows of the matrix, for a kind of codes.
+    """Return the functions that decode panels if the rows of the stored matrix are contracted.
 
     A strip is `WIDTH` bytes of each row of the matrix. It has one panel per field, the position of
     a code in a byte. Four rows at a time are interleaved, so that a 32-bit lane holds four codes of
@@ -345,7 +345,7 @@ def build_rows_orientation(kind: str) -> Orientation:
 
 @functools.cache
 def build_columns_orientation(kind: str) -> Orientation:
-    """Return the functions of products that contract the matrix's columns, for a kind of codes.
+    """Return the functions that decode panels if the columns of the stored matrix are contracted.
 
     A strip is `WIDTH` rows of the matrix, and has one panel. For `LANES` rows at a time, 16 bytes
     of each row are transposed, so that a 32-bit lane holds four bytes of one row. If a byte has
