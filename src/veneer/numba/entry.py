@@ -104,7 +104,7 @@ def _is_known_version() -> bool:
 
 
 def _offsets_match() -> bool:
-    """Compare the fields of some objects with their values."""
+    """Return whether the fields of some objects are at the assumed offsets."""
     read = lambda x, offset, type: type.from_address(id(x) + offset).value
     word = ctypes.c_size_t
     array = np.zeros((2, 3), np.float32)

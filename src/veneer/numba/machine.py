@@ -285,7 +285,7 @@ def _require_layout(w: _Writer, array: Any, shape: Sequence[int], slow: Any) -> 
 
 
 def _new_array(w: _Writer, dtype: int, shape: Sequence[int], others: Sequence[Any]) -> Any:
-    """Create an array. If that fails, release `others` and return from the function."""
+    """Create an array of NumPy. If that fails, release `others` and return from the function."""
     builder = w.builder
     descr = w.entry(f"dtype{dtype}")
     w.call(w.entry("Py_IncRef"), descr)  # PyArray_Empty steals a reference
@@ -338,7 +338,7 @@ def _allocate(w: _Writer, nbytes: int, fail: Callable[[], Any]) -> tuple[Any, Ca
 
 
 def _pack_results(w: _Writer, arrays: Sequence[Any]) -> Any:
-    """Return the one result, or a new tuple of the results."""
+    """Return the only result of a program, or a new tuple of several results."""
     if len(arrays) == 1:
         return arrays[0]
     result = w.call(w.entry("PyTuple_New"), w.word(len(arrays)))

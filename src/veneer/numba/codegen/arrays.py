@@ -90,12 +90,12 @@ class Index:
 
     @property
     def smallest(self) -> int:
-        """The minimum over all values of the variables."""
+        """The smallest value of the index over all values of its loop variables."""
         return self.constant + sum(min(0, f * (v.extent - 1)) for v, f in self.terms)
 
     @property
     def largest(self) -> int:
-        """The maximum over all values of the variables."""
+        """The largest value of the index over all values of its loop variables."""
         return self.constant + sum(max(0, f * (v.extent - 1)) for v, f in self.terms)
 
     def __str__(self) -> str:
@@ -121,7 +121,7 @@ def flatten_index(index: Iterable[Index], shape: Sequence[int]) -> Index:
 
 
 def unflatten_index(position: Index, shape: Sequence[int]) -> tuple[Index, ...] | None:
-    """Return the index of the entry at a position, or None if it is not linear in the variables."""
+    """Return the index of the entry at a position, or None if it needs a division."""
     index = []
     rest = position
     for stride, extent in zip(strides_of(shape), shape, strict=True):
@@ -163,12 +163,12 @@ class Memory:
 
     @property
     def nbytes(self) -> int:
-        """The size in bytes."""
+        """The size of the block in bytes."""
         return self.size * storage.stored_dtype(self.dtype).itemsize
 
 
 class ArrayExpr:
-    """The base class of arrays in a program. It has a shape and a dtype."""
+    """The base class of the arrays in a program, which have a shape and a dtype."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -201,7 +201,7 @@ class Buffer(ArrayExpr):
     offset: str = "0"
 
     def at(self, k: "LoopNest", index: tuple[Index, ...]) -> str:
-        """Load an entry into a local variable."""
+        """Load the entry at `index` into a local variable. Return its name."""
         return k.load(self, index)
 
     def reshape(self, shape: tuple[int, ...]) -> "Buffer":
@@ -234,7 +234,7 @@ class LazyArray(ArrayExpr):
     name: str = "copy"
 
     def at(self, k: "LoopNest", index: tuple[Index, ...]) -> str:
-        """Compute an entry."""
+        """Return an expression that computes the entry at `index`."""
         return self.entry(k, index)
 
 

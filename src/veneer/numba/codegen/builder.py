@@ -131,10 +131,7 @@ class Builder:
         return value
 
     def force(self, value: ArrayExpr) -> Buffer:
-        """Return an array in memory.
-
-        A lazy array is computed now, unless it was computed before.
-        """
+        """Return an array in memory. A lazy array is computed, unless it was computed before."""
         if isinstance(value, Buffer):
             return value
         if self._kernel is not None:
@@ -167,7 +164,7 @@ class Builder:
         )
 
     def _let(self, value: ArrayExpr) -> ArrayExpr:
-        """Assign a scalar to a local variable of the kernel that is being written."""
+        """Return a scalar as a local variable of the kernel that is being written."""
         if value.ndim or self._kernel is None:
             return value
         return scalar_expr(self._kernel.let(self._kernel.read(value, ())), value.dtype)
@@ -225,7 +222,7 @@ class Builder:
     def block(self, *pieces: str | Buffer) -> Iterator[None]:
         """Write the header of a block, such as `while ...:`, and open the block.
 
-        Lazy arrays that are forced in a block are not known after the block.
+        Code after the block does not reuse lazy arrays that were computed in the block.
         """
         self.line(*pieces)
         body = self._bodies[-1][-1].body = []
@@ -268,7 +265,7 @@ class Builder:
     def inline(self, jaxpr: Any, *operands: ArrayExpr) -> list[ArrayExpr]:
         """Compile a jaxpr at this point of the program. Return its results.
 
-        Operands are not forced. A caller makes those cheap that the jaxpr reads more than once.
+        Operands that the jaxpr may read more than once should be cheap.
         """
         return self.run(graph_of(jaxpr), operands)
 

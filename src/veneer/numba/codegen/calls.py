@@ -50,7 +50,11 @@ class Calls:
     def write(
         self, b: "Builder", functions: Sequence[Buffer], buffers: Sequence[Buffer], name: str
     ) -> None:
-        """Write a call that ends the program if every function fails. Each is tried in order."""
+        """Write a call of functions in the order given, until one succeeds.
+
+        The program ends if all of them fail. `buffers` are the operands and results of each
+        function.
+        """
         pieces: list[str | Buffer] = []
         for function in functions:
             pieces += [f"{' and not ' if pieces else 'if not '}{b.function(call_address)}("]
@@ -62,7 +66,7 @@ class Calls:
         self.names.append(name)
 
     def address(self, b: "Builder", address: int) -> Buffer:
-        """Return a constant of the program that holds an address."""
+        """Return a constant array of the program that contains a memory address."""
         return b.program.constant(np.array([address], np.int64))
 
     def callback(

@@ -160,7 +160,7 @@ def _inline(
 
 
 def _called_jaxpr(equation: Any) -> Any:
-    """Return the jaxpr that replaces an equation, or None if the equation is kept."""
+    """Return the jaxpr that replaces the equation of a call, or None for other equations."""
     name = equation.primitive.name
     if name in _CALLS:
         return equation.params[_CALLS[name]]
@@ -219,7 +219,7 @@ _THREEFRY = "key<fry>"
 
 
 def _is_key(x: Any) -> bool:
-    """Return whether an array, a tracer or a `ShapeDtypeStruct` has a key dtype."""
+    """Return whether the dtype of an array, tracer or `ShapeDtypeStruct` is a typed random key."""
     return jax.dtypes.issubdtype(getattr(x, "dtype", np.float32), jax.dtypes.prng_key)
 
 

@@ -53,7 +53,7 @@ class Access:
 
 
 class LoopNest:
-    """A kernel while rules write it.
+    """The source of a kernel, which rules write statement by statement.
 
     `parameters` maps each memory and offset to its pointer, `written` is the memory that the kernel
     writes, and `functions` are the functions that it calls.
@@ -96,7 +96,10 @@ class LoopNest:
 
     @contextmanager
     def under(self, header: str) -> Iterator[None]:
-        """Open a block under `if ...:` or `while ...:`. Nothing is moved out of it."""
+        """Open a block with a header such as `if ...:`.
+
+        Its statements are never moved out of the block.
+        """
         depth = len(self._open)
         self._enter(header)
         yield
@@ -149,8 +152,8 @@ class LoopNest:
     def let(self, text: str, name: str = "v") -> str:
         """Return a local variable with the value of an expression without side effects.
 
-        The outermost loop that knows the variables of the expression computes it. Inside a
-        condition, the expression is not moved out of the condition.
+        The variable is assigned in the outermost loop in which all variables of `text` are known,
+        but not outside a condition.
         """
         if text.isidentifier() and text in self._depths:
             return text
@@ -179,7 +182,7 @@ class LoopNest:
         return Index.from_variable(LoopVariable(self.let(text, "at"), extent))
 
     def function(self, function: Callable[..., Any]) -> str:
-        """Make a function available to the kernel under its name. Return the name."""
+        """Make a function callable from the kernel by its name. Return the name."""
         self.functions[function.__name__] = function
         return function.__name__
 
@@ -236,7 +239,7 @@ class LoopNest:
         return None
 
     def source(self) -> str:
-        """Return the body of the function."""
+        """Return the source of the body of the kernel, without its `def` line."""
         for scope in [*self._body.scopes()]:
             while self._merge(scope):
                 pass

@@ -188,7 +188,7 @@ class ProgramDraft:
         return Buffer(array.shape, array.dtype, memory)
 
     def output(self, buffer: Buffer) -> None:
-        """Make the work memory of a buffer the next result."""
+        """Make the memory of a buffer the next result of the program."""
         memory = buffer.memory
         memory.kind, memory.name = "output", f"out{len(self.outputs)}"
         self.outputs.append(memory)
@@ -211,7 +211,7 @@ class ProgramDraft:
         return self.kernels[key].name
 
     def function(self, function: Callable[..., Any]) -> str:
-        """Make a function available to the source under its name. Return the name."""
+        """Make a function callable from the source by its name. Return the name."""
         known = self.functions.setdefault(function.__name__, function)
         if known is not function:
             raise ValueError(
@@ -278,7 +278,7 @@ def _n_steps(text: str) -> int:
 
 
 def finish(program: ProgramDraft) -> Source:
-    """Allocate the memory of a program, and return its source."""
+    """Allocate the work memory of a program, and return the finished source."""
     offsets, work_nbytes = allocate(program.statements)
     work = {memory: f"t{n}" for n, memory in enumerate(offsets)}
     memories = [*program.inputs, *program.outputs, *(m for m, _ in program.constants)]

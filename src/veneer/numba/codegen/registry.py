@@ -160,7 +160,7 @@ FUSED: set[str] = set()
 
 
 def fused(*primitives: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a rule with `funcify` that returns a lazy array."""
+    """Return a decorator that registers a rule of `funcify` whose result is a lazy array."""
     FUSED.update(primitives)
     return funcify.register(*primitives)
 

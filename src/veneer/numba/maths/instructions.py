@@ -44,7 +44,7 @@ def scalar(function: F) -> F:
 
 
 def instruction(function: F) -> F:
-    """Register a function that compiled code replaces by the intrinsic of the same name."""
+    """Register a function that compiled code replaces by an intrinsic of the same name."""
     unwrapped = inspect.unwrap(function)
     _instructions.add(unwrapped)
     return unwrapped
@@ -171,7 +171,7 @@ def key_of(function: Callable[..., Any]) -> str:
 
 
 def _named(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an instruction of a name that calls `run` in Python."""
+    """Return an instruction with a name, which calls `run` when Python executes it."""
 
     def call(*args):
         return run(*args)

@@ -29,7 +29,10 @@ from ..maths import instructions
 
 
 def _force_before_loop(b: Builder, value: ArrayExpr) -> ArrayExpr:
-    """Force an array that every iteration of a loop reads, unless it is a view of memory."""
+    """Compute a lazy array into memory before a loop that reads it.
+
+    Views are returned unchanged.
+    """
     return b.force(value) if isinstance(value, LazyArray) and value.cost > 0 else value
 
 
@@ -66,7 +69,10 @@ class _Carry:
 
 
 def _changing(graph: Graph, first: int, n: int) -> list[bool]:
-    """Return for each of the `n` carried values whether the body returns another one."""
+    """Return for each of `n` carried values whether an iteration changes it.
+
+    `graph` is the body of the loop, and `first` the position of the first carried value.
+    """
     return [graph.outputs[i] is not graph.inputs[first + i] for i in range(n)]
 
 
@@ -239,7 +245,7 @@ def _(*operands: Any, const_lengths: Any, jaxprs: Any) -> list[Any]:
 
 
 def _solve_operands(operands: Sequence[Any], lengths: Any) -> list[Any]:
-    """Return the operands of the jaxpr `solve`: its constants and the right-hand sides."""
+    """Return the operands for the jaxpr `solve` of a `custom_linear_solve` equation."""
     start = lengths.matvec + lengths.vecmat
     end = start + lengths.solve
     return [*operands[start:end], *operands[end + lengths.transpose_solve :]]
@@ -291,7 +297,7 @@ class _Group:
     members: list[_Pending] = field(default_factory=list)
 
     def reads(self, other: "_Group") -> bool:
-        """Return whether a member reads memory that a member of `other` writes."""
+        """Return whether an assignment of this group reads memory that `other` writes."""
         written = {member.target.memory for member in other.members}
         return any(not written.isdisjoint(member.reads) for member in self.members)
 
@@ -357,8 +363,8 @@ def _grouped(
 ) -> list[_Group]:
     """Group assignments of equal shape that one loop over all entries can compute.
 
-    An array that reads other entries of a target of its group is computed now and added to
-    `copies`.
+    A value that reads other entries of a target of its group is computed now, and its copy is added
+    to `copies`.
     """
     groups: dict[object, _Group] = {}
     for member in pending:
@@ -376,7 +382,7 @@ def _grouped(
 
 
 def _copy_of(b: Builder, value: ArrayExpr) -> Buffer:
-    """Compute an array into memory that is not assigned to."""
+    """Compute a value into new memory, which no assignment overwrites."""
     return b.copy(value) if isinstance(value, Buffer) else b.force(value)
 
 
@@ -392,7 +398,7 @@ def _write(b: Builder, group: _Group) -> None:
 
 
 def _update(b: Builder, member: _Pending) -> None:
-    """Write an updated array, in place if possible. All operands are computed first."""
+    """Write the array of an assignment that overwrites entries, in place if possible."""
     value, target = member.value, member.target
     assert isinstance(value, UpdatedArray)
     if not member.in_place:
@@ -412,7 +418,7 @@ def _update(b: Builder, member: _Pending) -> None:
 
 
 def _is_own(b: Builder, memory: Memory) -> bool:
-    """Return whether memory was first used in the current block."""
+    """Return whether the block of statements that is being written is the first to use `memory`."""
     if memory.kind != "work" or memory.alias is not None:
         return False
     if any(memory in statement.all_memories for statement in b.earlier_statements):
@@ -421,9 +427,9 @@ def _is_own(b: Builder, memory: Memory) -> bool:
 
 
 def _move_memory(b: Builder, value: Buffer, target: Buffer) -> bool:
-    """Make `value` part of the memory of `target`, if the old entries of `target` are not used.
+    """Let `value` be computed directly into the memory of `target`, instead of copying it.
 
-    Return whether that was possible.
+    Return whether that is possible: the old entries of `target` must not be read meanwhile.
     """
     memory, target_memory = value.memory, resolve_alias(target)[0]
     if memory.alias is not None or value.size != memory.size or value.dtype != target.dtype:

@@ -140,7 +140,7 @@ def _geqrf(b: Builder, x: ArrayExpr, **_: Any) -> list[ArrayExpr]:
 
 
 def _geqp3(b: Builder, x: ArrayExpr) -> list[ArrayExpr]:
-    """Return the results of geqrf for permuted columns, and the permutation."""
+    """Factor matrices as `geqrf`, with permuted columns. Return the results and the permutation."""
     dtype, (m, n) = check_dtype(x), x.shape[-2:]
     batch = x.shape[:-2]
     out = b.copy(transpose(b, x))

@@ -27,11 +27,12 @@ Entry = Callable[..., str]
 
 
 def entrywise(b: Builder, entry: Entry, *operands: ArrayExpr, cost: int = 1) -> ArrayExpr:
-    """Return the lazy array with entries `entry(k, *texts)`, of operands that broadcast.
+    """Return a lazy array with the entries `entry(k, *texts)`, for operands that broadcast.
 
     **Arguments:**
 
-    - `entry`: given a loop nest and an expression per operand, returns an expression.
+    - `entry`: takes a loop nest and the expression of an entry of each operand. It returns an
+        expression.
     - `cost`: about the number of instructions of an entry.
     """
     operands = tuple(
@@ -115,7 +116,7 @@ def _apply_to_each(function: Callable[..., Any]) -> Callable[..., Any]:
 def _by_kind_in_numpy(
     float_function: Callable[..., Any], int_function: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Return a rule of `perform` that calls a ufunc, or for integers a function of scalars."""
+    """Return a rule of `perform`: a ufunc for floats, and a function of scalars for integers."""
     apply_to_ints = _apply_to_each(int_function)
 
     def rule(x: Any, y: Any) -> Any:
@@ -360,7 +361,7 @@ def _(k: LoopNest, dtype: np.dtype, x: str, y: str) -> str:
 
 
 def _to_bits(k: LoopNest, text: str, dtype: np.dtype) -> str:
-    """Return an expression for the bits of a number as an unsigned integer."""
+    """Convert the expression of a number to an unsigned integer with the same bits."""
     text = storage.encode(k, text, dtype)
     like = np.dtype(f"u{dtype.itemsize}")
     if storage.stored_dtype(dtype) == like:
@@ -369,7 +370,7 @@ def _to_bits(k: LoopNest, text: str, dtype: np.dtype) -> str:
 
 
 def _from_bits(k: LoopNest, text: str, dtype: np.dtype) -> str:
-    """Return an expression for the number with the bits of an unsigned integer."""
+    """Convert the expression of an unsigned integer to the number with the same bits."""
     stored = storage.stored_dtype(dtype)
     if stored != np.dtype(f"u{dtype.itemsize}"):
         text = k.call(instructions.reinterpreted, text, storage.literal(0, stored))

@@ -28,7 +28,7 @@ _LARGEST_RADIX = 43
 def fourier_pass_2(to, x, roots, m, s):
     """Compute one radix-2 pass of an FFT from `x` to `to`.
 
-    `roots` are the roots of unity. There are `m` butterflies in each of `s` interleaved sequences.
+    `roots` are the n-th roots of unity. There are `s` interleaved sequences of length 2 * `m`.
     """
     for p in range(m):
         w = roots[p * s]

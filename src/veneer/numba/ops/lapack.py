@@ -29,12 +29,12 @@ _COMPLEX_NAMES = {"orgqr": "ungqr", "syevd": "heevd"}
 
 
 def lapack_function(name: str, dtype: np.dtype) -> Callable[..., Any]:
-    """Return the instruction for a function, whose name is given without the letter."""
+    """Return the instruction for a LAPACK function, such as "getrf", for a dtype."""
     return _FUNCTIONS[_name_of(name, dtype)]
 
 
 def scipy_function(name: str, dtype: np.dtype) -> Callable[..., Any]:
-    """Return SciPy's Python wrapper of a function, whose name is given without the letter."""
+    """Return SciPy's Python wrapper of a LAPACK function, such as "getrf", for a dtype."""
     from scipy.linalg import lapack
 
     return getattr(lapack, _name_of(name, dtype))
@@ -53,13 +53,13 @@ def real_of(dtype: np.dtype) -> np.dtype:
 
 
 def workspace(name: str, dtype: np.dtype, *args: Any, **options: Any) -> int:
-    """Return the best workspace size in entries, by the `..._lwork` function of LAPACK."""
+    """Return the best workspace size of a LAPACK function in entries, by a call of `..._lwork`."""
     sizes = scipy_function(f"{name}_lwork", dtype)(*args, **options)
     return int(np.real(sizes[0]))
 
 
 def workspace_for(name: str, dtype: np.dtype, *args: Any) -> int:
-    """Return the best workspace size of a function without `..._lwork`, by a query with `args`."""
+    """Return the best workspace size of a LAPACK function without `..._lwork`, by a query."""
     *_, work, _ = scipy_function(name, dtype)(*args, lwork=-1)
     return int(np.real(work[0]))
 
@@ -83,7 +83,7 @@ class PerMatrix:
 
 @dataclass(frozen=True)
 class Expression:
-    """An argument of `call_lapack` that is an expression of the program."""
+    """An argument of `call_lapack` that is an expression of the generated program."""
 
     text: str
 

@@ -168,7 +168,7 @@ def _(b: Builder, x: ArrayExpr, filling: ArrayExpr, *, padding_config: Any) -> A
 
 
 def _kept_range(n: int, low: int, high: int, interior: int) -> tuple[int, int]:
-    """Return the first index along an axis that negative padding keeps, and the end."""
+    """Return the range of indices along an axis that negative padding keeps, as start and end."""
     step = interior + 1
     start = -(low // step) if low < 0 else 0
     end = n - (-(high // step) if high < 0 else 0)

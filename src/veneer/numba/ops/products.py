@@ -88,7 +88,7 @@ def _check_algorithm(precision: Any, dtype: np.dtype) -> None:
 
 
 def _outer_product(b: Builder, x: _DotOperand, y: _DotOperand) -> ArrayExpr:
-    """Return a product whose contracted axes have one entry as a lazy array."""
+    """Return a product as a lazy array, for contracted axes with only one entry."""
     dtype, zeros = np.dtype(b.out.dtype), [Index()] * len(x.contracted)
     n_batch, n_rows = len(x.batch), len(x.free)
 
@@ -110,7 +110,7 @@ def _outer_product(b: Builder, x: _DotOperand, y: _DotOperand) -> ArrayExpr:
 
 
 def _by_loops(k: LoopNest, x: _DotOperand, y: _DotOperand, out: Buffer) -> None:
-    """Write loops that read `y` in the order of memory."""
+    """Write loops that compute a product and read `y` in the order of memory."""
     view = _strided(y.value)
     long = [axis for axis in y.contracted if y.value.shape[axis] > 1]
     is_contracted_dense = view is not None and bool(long) and view.strides[long[-1]] == 1

@@ -271,7 +271,7 @@ _register_comparison("eq_to", "==", np.equal)
 
 
 def _ordered(x: Any) -> Any:
-    """Return entries that NumPy sorts in the order of JAX."""
+    """Convert entries so that NumPy sorts them in the order of JAX."""
     x = np.asarray(x)
     if x.dtype.kind not in "fV":
         return x
