@@ -66,10 +66,10 @@ class use_trace:
 
 
 def mark_staging_trace() -> AbstractContextManager[None]:
-    """Return a context in which a rule traces a program to a jaxpr with the current trace.
+    """Return a context for a rule that traces a program to a jaxpr with the current trace.
 
-    Enclosing calls of `implicit` need not be searched for the operands of this program: the rule
-    was selected for the types of all operands, so an operand that looks dense is dense everywhere.
+    In this context, operands that look dense in the trace are not taken for implicit arrays of
+    outer calls of `implicit`, because the rule was selected for the types of all operands.
     """
     return set_variable(_staging_trace, current_trace())
 

@@ -117,9 +117,9 @@ state = _State()
 
 
 def get_latest(contents: "Contents") -> "Contents":
-    """Return the current contents of a Box, given its contents before `vn.jit` traced a function.
+    """Return the contents of a Box as the function that is traced now sees them.
 
-    They differ if a function that `vn.jit` traces now has changed the structure of the contents.
+    They differ from `contents` if a function that `vn.jit` traces now has changed their structure.
     """
     for frame in state.frames:
         contents = frame.replaced.get(contents, contents)

@@ -58,7 +58,7 @@ from .values import (
 
 
 def run(*operands: Any, operation: Operation) -> list[Any]:
-    """Return the results of an operation, when JAX evaluates or lowers an equation of `high`."""
+    """Run the operation of an equation of the primitive `high`, which JAX evaluates or lowers."""
     # In a staged program, events were reported when the types of the results were found.
     policy = current_policy() if is_eager() else ALLOW
     with turned_on(), policy_in_force(policy):
@@ -74,7 +74,7 @@ def _without_weak_types(x: Any) -> Any:
 
 
 def abstract_eval(*types: Any, operation: Operation) -> tuple[list[Any], Any]:
-    """Return the types of the results, by tracing the operation on abstract leaves."""
+    """Return the types of the results of `high`, by tracing the operation on abstract leaves."""
     if isinstance(operation, Unpack):
         return list(operation.type.leaves), no_effects
     if operation.result_types is not None:
@@ -122,11 +122,12 @@ clear_with_rules(_types_of_results.cache_clear)
 def jvp(
     primals: Sequence[Any], tangents: Sequence[Any], *, operation: Operation
 ) -> tuple[list[Any], list[Any]]:
-    """Return the results of an operation of `high`, and their tangents.
+    """Return the results of an equation of `high`, and their tangents.
 
     A tangent is `Zero`, an array, or a `Tangent`. If `operation.jvp` returns None, JAX
-    differentiates the rule that the operation runs on leaves. But if an operand or a result has a
-    dense tangent, JAX's derivative rule of the primitive runs on the implicit operands.
+    differentiates the rule that the operation runs on leaves. But if the tangent of an operand or a
+    result is one dense array, as for a `QArray`, JAX's derivative rule of the primitive runs on the
+    implicit operands.
     """
     if (results := operation.jvp(primals, tangents)) is not None:
         return results
@@ -206,7 +207,7 @@ def _match_result(x: Any, tangent: Any) -> tuple[Any, Any]:
 def _jvp_to_dense(
     operation: Operation, primals: Sequence[Any], tangents: Sequence[Any], out: Sequence[Any]
 ) -> tuple[list[Any], list[Any]]:
-    """Return results and tangents of an operation with a result that has a dense tangent.
+    """Return the results and tangents of an operation, if a result has one dense array as tangent.
 
     `out` are the results of the operation, computed without a derivative.
     """
@@ -223,7 +224,7 @@ def _jvp_to_dense(
 def _jvp_of_dense(
     operation: Operation, primals: Sequence[Any], tangents: Sequence[Any], out: Sequence[Any]
 ) -> tuple[list[Any], list[Any]]:
-    """Return results and tangents of an operation with an operand that has a dense tangent.
+    """Return the results and tangents of an operation, if an operand has a dense array as tangent.
 
     The operation is not an `Apply`. `out` are its results, computed without a derivative.
     """
@@ -244,7 +245,7 @@ def _jvp_of_dense(
 def jvp_of_vmap(
     operation: Vmap, primals: Sequence[Any], tangents: Sequence[Any]
 ) -> tuple[list[Any], list[Any]]:
-    """Return the results and tangents of a mapped operation, by mapping `jvp` of the operation."""
+    """Return the results and tangents of a `Vmap`, by mapping `jvp` of the operation in it."""
     varies = [type(t) is not Zero for t in tangents]
     varying = list(compress(tangents, varies))
     varying_dims = list(compress(operation.dims, varies))
@@ -268,7 +269,7 @@ def jvp_of_vmap(
 
 
 def transpose(cotangents: Sequence[Any], *operands: Any, operation: Operation) -> None:
-    """Add the cotangents of the linear operands to their accumulators.
+    """Add the cotangents of the linear operands of an equation of `high` to their accumulators.
 
     `cotangents` has the cotangent of each result. In `operands`, an operand in which the operation
     is linear is replaced by its accumulator, a `GradAccum`. All other operands are values.
@@ -319,7 +320,7 @@ def _backward_operation(
 def batch(
     size: int, axis_name: Any, values: Sequence[Any], dims: Sequence[Any], *, operation: Operation
 ) -> tuple[list[Any], list[Any]]:
-    """Return the results of an operation under `jax.vmap`, and their batch axes.
+    """Return the results of an equation of `high` under `jax.vmap`, and their batch axes.
 
     `dims` are the batch axes of the operands `values`, of size `size`. An axis is None if the
     operand or the result has no batch axis.

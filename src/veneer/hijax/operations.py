@@ -174,7 +174,7 @@ class Transpose(Operation):
 
 @dataclass(frozen=True)
 class Vmap(Operation):
-    """Map the operation `of` over an axis of its operands. Results have it as their first axis."""
+    """Map the operation `of` over an axis of its operands, which is the first axis of results."""
 
     of: Any
     size: int  # of the mapped axis
@@ -203,7 +203,7 @@ class Vmap(Operation):
 
 @dataclass(frozen=True)
 class Stack(Operation):
-    """Repeat a value or a tangent `size` times along a new first axis of each leaf."""
+    """Repeat an implicit array or a tangent `size` times along a new first axis of each leaf."""
 
     size: int
     name = "stack"
@@ -236,10 +236,10 @@ class MoveAxis(Operation):
 
 @dataclass(frozen=True)
 class Select(Operation):
-    """Select, for each index of the first axis, a slice of one of several values of one type.
+    """Select, for each index of the first axis, a slice of one of several implicit arrays.
 
-    The operands are an array `which`, then the values (`cases`). `which` has one axis, and says
-    for each index from which of the values to take the slice.
+    The operands are an array `which`, then the implicit arrays `cases`, all of one type. `which`
+    has one axis: for each index, the number of the implicit array from which to take the slice.
     """
 
     select: Callable  # JAX's function that does the same for arrays
@@ -253,7 +253,7 @@ class Select(Operation):
 
 
 def stacked(x: Any, size: int) -> Any:
-    """Return an array, a value or a tangent, repeated `size` times along a new first axis."""
+    """Return an array or a tangent, dense or implicit, `size` times along a new first axis."""
     x = as_high_array(x)
     if isinstance(jax.typeof(x), StructuredType):
         return apply(Stack(size), x)[0]
@@ -273,7 +273,7 @@ def _with_stacked_leaves(x: Any, leaves: Sequence[Any]) -> Any:
 def differentiable_leaves(x: Any) -> list[Any]:
     """Return the leaves of an implicit array that have tangents.
 
-    An implicit array with a dense tangent is one leaf.
+    An implicit array whose tangent is one dense array, as for a `QArray`, is one leaf.
     """
     return [leaf for leaf in _leaves_for_tangents(x) if is_inexact(strong_type_of(leaf))]
 

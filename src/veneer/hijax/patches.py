@@ -196,7 +196,7 @@ def _ref_error(name: str, *types: Any) -> TypeError:
 
 
 def _lower_checkpoint(*args: Any, jaxpr: Any, **params: Any) -> list[Any]:
-    """Lower the primitive of `jax.checkpoint`. Implicit arrays among the results stay whole.
+    """Lower the primitive of `jax.checkpoint`, and return implicit results as one value each.
 
     It replaces the rule of JAX 0.10.2 to 0.12.0, which returns the leaves of such results.
     """
@@ -225,9 +225,9 @@ def _lower_checkpoint(*args: Any, jaxpr: Any, **params: Any) -> list[Any]:
 def _run_lowered(run: Callable) -> Callable:
     """Wrap JAX's function that runs a jitted function, for results that are implicit arrays.
 
-    Such a result is one typed value in the jaxpr. Outside of traces, the compiled function returns
-    its leaves, and JAX builds the implicit array from these. Inside a trace, the result stays
-    typed.
+    Such a result is one value in the jaxpr. Outside of traces, the compiled function returns its
+    leaves, and JAX builds the implicit array from the leaves. Inside a trace, the result stays one
+    value.
     """
 
     def run_with_leaves(call: Any, *args: Any) -> Any:

@@ -296,8 +296,8 @@ def _spec_error(verb: str, t: HighType, spec: Any, remedy: str, reason: str = ""
 class Trees:
     """A replacement for the module `jax.tree_util` in JAX's module of collectives.
 
-    Its `tree_map` applies a collective to the dense array of a value, and not to each leaf. Only
-    derivatives are combined leaf by leaf.
+    Its `tree_map` applies a collective to an implicit array as one array, not to each leaf. Only
+    derivatives of leaves are combined leaf by leaf.
     """
 
     def __init__(self, trees: Any):

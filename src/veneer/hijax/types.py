@@ -131,17 +131,17 @@ class StructuredType(HiType):
 class HighType(StructuredType, jax.core.ShapedArray):
     """The type of an implicit array, with the shape and dtype of the dense array.
 
-    Two values have the same type if their classes, their metadata and the types of their leaves
-    are equal. If a value has no dense tangent, a part with a dense tangent is one leaf with its own
-    high type, such as the quantized weight in a LoRA update.
+    Two implicit arrays have the same type if their classes, their metadata and the types of their
+    leaves are equal. An implicit array in a field is one leaf with its own high type, if only its
+    class sets `dense_tangent`. An example is the quantized weight in a LoRA update.
     """
 
     dense_tangent: bool
 
     def __new__(cls, treedef: Any, leaves: Any, example: Any) -> "HighType":
-        """Return the type of values with a structure and types of leaves.
+        """Return the type of implicit arrays with a tree structure and types of leaves.
 
-        `example` is such a value with abstract leaves.
+        `example` is such an implicit array with abstract leaves.
         """
         self = object.__new__(cls)
         dense = example.aval().strip_weak_type()
@@ -183,7 +183,7 @@ class HighType(StructuredType, jax.core.ShapedArray):
         return self.dense().update(shape, dtype, weak_type, **kwargs)
 
     def lower_val(self, hi_val: Any, /) -> list[Any]:
-        """Return the arrays that a value is lowered to: its leaves, without weak types."""
+        """Return the arrays that an implicit array is lowered to: the leaves without weak types."""
         return list(map(strong_leaf, jax.tree.leaves(value_of(hi_val))))
 
     def of_arrays(self, arrays: Sequence[Any]) -> Any:
@@ -207,7 +207,7 @@ class HighType(StructuredType, jax.core.ShapedArray):
         return self.to_tangent_aval()
 
     def inc_rank(self, size: int | None, spec: Any) -> Any:
-        """Return the type of a stack of `size` values, along the axis `spec` of each leaf.
+        """Return the type of a stack of `size` implicit arrays, along the axis `spec` of each leaf.
 
         Return the type itself if `spec` is None.
         """
@@ -224,7 +224,7 @@ class HighType(StructuredType, jax.core.ShapedArray):
         return self._with_leaf_types(leaves, 1)
 
     def dec_rank(self, size: int | None, spec: Any) -> Any:
-        """Return the type of one of the `size` values of a stack along the axis `spec`.
+        """Return the type of one of the `size` implicit arrays in a stack along the axis `spec`.
 
         Return the type itself if `spec` is None.
         """
@@ -257,9 +257,10 @@ class HighType(StructuredType, jax.core.ShapedArray):
 
 
 class TangentType(StructuredType):
-    """The type of tangents and cotangents of a value of type `of`, which has no dense tangent.
+    """The type of tangents and cotangents of an implicit array of type `of`.
 
-    A tangent is lowered to one array for each floating leaf of the value.
+    A tangent is lowered to one array for each floating leaf of the implicit array. If the class
+    sets `dense_tangent`, the tangent is a dense array instead, without a `TangentType`.
     """
 
     of: HighType
@@ -360,7 +361,7 @@ def _high_type(treedef: Any, leaves: tuple[Any, ...]) -> HighType:
 
 @lru_cache(maxsize=4096)
 def high_type(treedef: Any, leaves: tuple[Any, ...], x64: bool) -> HighType:
-    """Return the high type of values with a structure and types of leaves.
+    """Return the high type of implicit arrays with a tree structure and types of leaves.
 
     `x64` is the configuration `jax_enable_x64`, on which the dtype of the dense array may depend.
     """

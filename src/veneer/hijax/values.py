@@ -97,8 +97,8 @@ class Tangent:
 def mark_derivatives(x: Any) -> Any:
     """Mark an implicit array, and its implicit parts, as derivatives of leaves. Return `x`.
 
-    A marked array raises an error where an array is required. An array with a dense tangent and
-    other objects are not marked.
+    A marked array raises an error where an array is required. An array whose tangent is one dense
+    array (`dense_tangent`) and other objects are not marked.
     """
     if isinstance(x, Value) and not x.dense_tangent:
         object.__setattr__(x, "_holds_derivatives", True)
@@ -177,7 +177,8 @@ def is_inexact(aval: Any) -> bool:
 def flatten_value(value: Value) -> tuple[list[Any], Any]:
     """Return the leaves of an implicit array and their tree structure.
 
-    A part with a dense tangent is one leaf, unless the whole array has a dense tangent.
+    An implicit array in a field is one leaf if its tangent is one dense array (`dense_tangent`),
+    unless this holds for the whole array.
     """
     is_leaf = lambda x: isinstance(x, Value) and x.dense_tangent
     return jax.tree.flatten(value, is_leaf=None if value.dense_tangent else is_leaf)

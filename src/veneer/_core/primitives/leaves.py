@@ -70,7 +70,7 @@ def dense_unless(
 
 
 def _label_kind(value: Value) -> str:
-    """Return "returns leaf" or "raises", which `materialise` of a label does, or else "other"."""
+    """Return what `materialise` of an implicit array does: "returns leaf", "raises" or "other"."""
     leaves, treedef = jax.tree.flatten(value)
     if len(leaves) != 1 or type(value).is_label is False:
         return "other"

@@ -239,7 +239,7 @@ class PrimitiveCall(Expansion):
 
 @dataclass(frozen=True)
 class BatchingRule(Expansion):
-    """The rule of `defvmap`, as an operation on mapped operands.
+    """The user's rule of `defvmap`, as an `Operation` on flat lists of mapped operands.
 
     `size` is the size of the mapped axis. `dims` has the mapped axis of each operand, or None.
     """

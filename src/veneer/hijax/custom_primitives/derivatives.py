@@ -34,7 +34,7 @@ def unflatten_tangents(structure: Structure, types: Sequence[Any], tangents: Any
 
 
 class ForwardRule(Expansion):
-    """The function `fwd` of `defvjp`, as an operation.
+    """The user's function `fwd` of `defvjp`, as an `Operation` on flat lists of operands.
 
     The operation returns three lists as one: the results, the residuals, and some of its operands.
     With high types off, the rule `bwd` may return a dense cotangent for an implicit array. To
@@ -61,9 +61,9 @@ class ForwardRule(Expansion):
 
 
 def _dense_cotangent_flags(structure: Structure) -> list[bool]:
-    """Return for each operand whether it is a leaf of an implicit array with a dense tangent.
+    """Return for each operand whether a rule may return a dense cotangent in its place.
 
-    For such an implicit array, a rule may return the cotangent of the dense array.
+    This holds for the leaves of an implicit array whose class sets `dense_tangent`.
     """
     is_dense = lambda v: v != ONE_LEAF and v.node_data()[0].dense_tangent
     return [is_dense(v) for v in structure.values for _ in range(v.num_leaves)]
@@ -71,7 +71,7 @@ def _dense_cotangent_flags(structure: Structure) -> list[bool]:
 
 @dataclass(frozen=True)
 class DerivativeRule(Expansion):
-    """A user's derivative rule that returns tangents or cotangents, as an operation.
+    """A user's rule that returns tangents or cotangents, as an `Operation` on flat lists.
 
     `types` are the types of the operands of the primitive. `out` and `out_types` are the structure
     and the types of its results.
@@ -155,7 +155,7 @@ class DerivativeRule(Expansion):
 
 @dataclass(frozen=True)
 class BackwardRule(DerivativeRule):
-    """The function `bwd` of `defvjp`, as an operation.
+    """The user's function `bwd` of `defvjp`, as an `Operation` on flat lists of operands.
 
     The operation takes the residuals, the operands that `ForwardRule` returns, and the cotangents
     of the results. It returns the cotangents of the operands, without those for which the function
@@ -257,7 +257,7 @@ class LinearizedRule(Expansion):
 
 
 class ForwardModeRule(DerivativeRule):
-    """The user's rule of `defjvp`, as an operation.
+    """The user's rule of `defjvp`, as an `Operation` on flat lists of operands.
 
     The operation takes the operands, then the tangents of the operands with a floating leaf. It
     returns the tangents of the results with a floating leaf.
@@ -282,7 +282,7 @@ class ForwardModeRule(DerivativeRule):
 
 @dataclass(frozen=True)
 class TransposeRule(DerivativeRule):
-    """The user's rule of `deftranspose`, as an operation.
+    """The user's rule of `deftranspose`, as an `Operation` on flat lists of operands.
 
     The rule returns the cotangent of an operand in which the primitive is linear: the argument
     `argnum`, which is one operand, with the index `position`. The operation takes the other

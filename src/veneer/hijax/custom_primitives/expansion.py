@@ -53,7 +53,7 @@ class Structure:
         return jax.tree.unflatten(self.tree, [jax.tree.unflatten(v, group) for v, group in pairs])
 
     def flatten_up_to(self, tree: Any) -> list[Any]:
-        """Return the subtree of the pytree `tree` at the position of each operand."""
+        """Return the list of the subtrees of `tree` at the positions of the operands."""
         pairs = zip(self.values, self.tree.flatten_up_to(tree), strict=True)
         return [x for value, subtree in pairs for x in value.flatten_up_to(subtree)]
 
@@ -91,10 +91,11 @@ def map_operation(
 
 @dataclass(frozen=True)
 class Expansion(Operation):
-    """The function that defines a user's primitive, as an operation on flat lists of operands.
+    """The function that defines a user's primitive, as an `Operation` on flat lists of operands.
 
-    A subclass overrides `evaluate` to call another function of the user, such as a derivative rule.
-    `evaluate` also returns static data about the results, which `infer` finds on abstract operands.
+    An `Operation` is the computation of an equation of the primitive `high`. A subclass overrides
+    `evaluate` to call another function of the user, such as a derivative rule. `evaluate` also
+    returns static data about the results, which `infer` finds on abstract operands.
     """
 
     primitive: Any  # the `HighPrimitive`
