@@ -2,8 +2,8 @@
 
 from support.optional import missing_libraries
 
-collect_ignore = [
-    path
-    for extra, path in (("demo", "veneer/demo"), ("pytensor", "veneer/interop/pytensor.py"))
+collect_ignore_glob = [
+    pattern
+    for extra, pattern in (("demo", "veneer/demo"), ("pytensor", "veneer/interop/pytensor*.py"))
     if missing_libraries(extra)
 ]

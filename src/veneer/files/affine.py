@@ -14,14 +14,14 @@ from .stored_tensors import make_qarray
 
 
 class UnsupportedByFormat(ValueError):
-    """The reason that a format cannot hold a weight. The caller adds the name of the weight."""
+    """The error that the format of another library cannot hold a weight, with the reason."""
 
 
 class EncodedWeight(NamedTuple):
     """A weight in the format of another library.
 
-    - `tensors`: the stored tensors, by the suffixes of their names.
-    - `settings`: the facts about this weight that `config.json` must state.
+    - `tensors`: the stored tensors, by the suffixes that follow the name of the module.
+    - `settings`: the facts about this weight that `config.json` states, such as the group size.
     """
 
     tensors: Mapping[str, np.ndarray]
@@ -76,7 +76,7 @@ def make_affine(
 
 
 def _packed_zero_points(zero: np.ndarray, bits: int) -> np.ndarray | QArray:
-    """Pack zero points along the groups, as a `QArray`, if that takes fewer bytes."""
+    """Return zero points `[out, groups]`, packed as a `QArray` if that takes fewer bytes."""
     groups = zero.shape[1]
     if packed_size(groups, bits) >= groups:
         return zero
@@ -86,9 +86,13 @@ def _packed_zero_points(zero: np.ndarray, bits: int) -> np.ndarray | QArray:
 
 
 def split_affine(value: Any) -> AffineParts:
-    """Return the parts of a quantized matrix, which may be a `Permuted`. It undoes `make_affine`.
+    """Split a quantized matrix into codes, scales and zero points.
 
-    **Raises:** `UnsupportedByFormat` for other arrays, such as one with a minimum.
+    **Arguments:**
+
+    - `value`: a `QArray` `[out, in]`, or a `Permuted` whose inputs are permuted.
+
+    **Raises:** `UnsupportedByFormat` for any other array, such as one with a minimum.
     """
     order = None
     if isinstance(value, Permuted):
@@ -124,7 +128,7 @@ def split_affine(value: Any) -> AffineParts:
 
 
 def require_matrix(value: Any) -> QArray:
-    """Return the array if it is a nonempty quantized matrix.
+    """Return the array if it is a nonempty `QArray` of rank 2.
 
     **Raises:** `UnsupportedByFormat` if it is not.
     """
@@ -136,7 +140,7 @@ def require_matrix(value: Any) -> QArray:
 
 
 def unsigned_codes(q: QArray) -> np.ndarray:
-    """Return the codes of a matrix of integers as nonnegative numbers, `uint8[out, in]`."""
+    """Return the integer codes of a matrix, signed ones plus half their range: `uint8[out, in]`."""
     bits, packed = int(q.format.bits), np.asarray(q.packed)
     if bits == 8:
         fields = packed.view(np.uint8)
@@ -150,9 +154,11 @@ def unsigned_codes(q: QArray) -> np.ndarray:
 
 
 def entries_per_row(entries: Any, out: int, size: int) -> np.ndarray:
-    """Repeat scales, zero points or minima to one row per output: `[out, groups]`.
+    """Repeat the scales, zero points or minima of a `QArray` `[out, in]` to one row per output.
 
-    **Raises:** `UnsupportedByFormat` if they are quantized, or their tiles do not divide the
+    **Returns:** `[out, groups]`.
+
+    **Raises:** `UnsupportedByFormat` if they are a `QArray`, or if their tiles do not divide the
     inputs.
     """
     if isinstance(entries, QArray):

@@ -36,7 +36,10 @@ def find_weights(source: StoredTensors) -> Iterator[Weight]:
 
 
 def has_layout(source: StoredTensors, module: str) -> bool:
-    """Return whether `qweight` has words along the output, not along the input as in GPTQ."""
+    """Return whether the codes of a module are packed along its outputs, as in AWQ.
+
+    In GPTQ, whose tensors have the same names, they are packed along the inputs.
+    """
     headers = source.headers
     qweight, scales = headers.get(f"{module}.qweight"), headers.get(f"{module}.scales")
     if qweight is None or scales is None or len(qweight.shape) != 2 or len(scales.shape) != 2:
@@ -68,7 +71,7 @@ def _read(source: StoredTensors, module: str, size: int, tile: int, dtype: str) 
 
 
 def _outputs(words: np.ndarray) -> np.ndarray:
-    """Return the codes of words `[out / 8, n]`, in the order of the outputs: `uint8[out, n]`."""
+    """Unpack 4-bit codes of words `[out / 8, n]`, in the order of the outputs: `uint8[out, n]`."""
     eight = [(words >> 4 * place).astype(np.uint8) & np.uint8(15) for place in PLACES]
     return np.stack(eight, 1).reshape(-1, words.shape[1])
 
@@ -100,13 +103,14 @@ def _words(fields: np.ndarray) -> np.ndarray:
 
 
 def make_config(settings: Mapping[str, dict[str, Any]], dense: Sequence[str]) -> dict[str, Any]:
-    """Return the `quantization_config` of weights, from their settings by module.
+    """Return the `quantization_config` entry of `config.json`.
 
     **Arguments:**
 
+    - `settings`: the settings of each `EncodedWeight`, by module.
     - `dense`: the modules whose weights are dense matrices.
 
-    **Raises:** `UnsupportedByFormat` if group sizes differ, because AWQ states one for all.
+    **Raises:** `UnsupportedByFormat` if group sizes differ, because AWQ states one for all modules.
     """
     sizes = {
         module: x["group_size"] if x["group_size"] < x["inputs"] else -1

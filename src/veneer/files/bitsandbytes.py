@@ -148,7 +148,13 @@ def _nested(
     shape: tuple[int, ...],
     tile: int,
 ) -> QArray:
-    """Return nested scales: a `QArray` of the u8 `scale`, with the offset as its minimum."""
+    """Return scales that are quantized themselves, as a `QArray` whose minimum is the offset.
+
+    **Arguments:**
+
+    - `scale`: the u8 codes of the scales, a matrix whose sizes divide `shape`.
+    - `shape`, `tile`: the shape of the weight, and the number of values per scale.
+    """
     _check_codebook(source, f"{name}.nested_quant_map", _NESTED_FORMAT)
     outer = source.number(state, "nested_blocksize", 256)
     # The first value of each scale is in a block of values, whose scale is in a block of scales.
@@ -167,7 +173,7 @@ def _nested(
 
 
 def _merge_equal(entries: np.ndarray) -> np.ndarray:
-    """Merge equal neighbors of a matrix into the largest tiles that divide its axes."""
+    """Remove repeated rows and columns of a matrix of scales, so that each covers a larger tile."""
     for axis in (0, 1):
         size = entries.shape[axis]
         changes = np.diff(entries, axis=axis).any(axis=1 - axis)

@@ -34,9 +34,10 @@ FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 
 
 def find_weights(source: StoredTensors) -> Iterator[Weight]:
-    """Yield the quantized weights of a folder of FP8 weights.
+    """Yield the FP8 weights of a folder.
 
-    **Raises:** `ValueError` for a weight without a scale, because its values would be wrong.
+    **Raises:** `ValueError` for an FP8 tensor without a scale, which would be loaded with wrong
+    values.
     """
     block = read_block_size(source, source.quantization.get("weight_block_size"))
     scale_of = dict(pair_scales(source))
@@ -55,7 +56,7 @@ def find_weights(source: StoredTensors) -> Iterator[Weight]:
 
 
 def pair_scales(source: StoredTensors) -> Iterator[tuple[str, str]]:
-    """Yield the name of each FP8 tensor that has a scale, with the name of the scale."""
+    """Yield the names of each FP8 tensor that has a scale, and of the scale."""
     for name, header in source.headers.items():
         if header.dtype.name in FLOAT8:
             beside = (f"{name}_scale_inv", f"{name}_scale", f"{name.removesuffix('weight')}scale")
@@ -89,8 +90,8 @@ def byte_code_weight(
     **Arguments:**
 
     - `name`, `scale_name`, `zero_name`: the names of the stored tensors.
-    - `blocks`: the block size along the last axes in each configuration that may apply, with -1 for
-      a whole axis. None for a configuration that states no size.
+    - `blocks`: the block size `[out, in]` of each configuration that may apply, with -1 for a whole
+      axis, and None if it states no size.
     - `dtype`: the dtype of the dense weight. By default, the dtype of the checkpoint.
 
     **Raises:** `ValueError` if no block size fits the shapes, or if several fit and give different

@@ -19,10 +19,12 @@ from .folder import TensorFolder, no_checksums
 
 
 class QuantizedFolder:
-    """The tensors of a folder that another library quantized, with the methods of a `TensorFolder`.
+    """The tensors of a folder that another library quantized.
 
-    `read` returns each quantized weight as one packed array of the dense shape. Its leaves are
-    NumPy arrays. Other tensors are returned without decoding.
+    It has the methods of a `TensorFolder`.
+
+    `read` returns each quantized weight as one packed array of the dense shape, of NumPy arrays.
+    Other tensors are returned as stored.
 
     **Arguments:**
 
@@ -60,9 +62,9 @@ class QuantizedFolder:
         return {name: stored[name] for name in self._names if name not in self._weights}
 
     def read(self, name: str) -> np.ndarray | QArray | Any:
-        """Read one tensor.
+        """Read one tensor: a packed array for a quantized weight, else a NumPy array.
 
-        **Raises:** `ValueError` if the stored tensors do not have the layout of the family.
+        **Raises:** `ValueError` if the stored tensors are damaged.
         """
         if name not in self._weights:
             return self._folder.read(name)
@@ -76,7 +78,7 @@ class QuantizedFolder:
 
 
 class LazyTensors(Mapping[str, Any]):
-    """A mapping from the names of an open checkpoint to its tensors, which are read on lookup."""
+    """A mapping from names to tensors of an open checkpoint. Each lookup reads the tensor."""
 
     def __init__(self, source: Any):
         self.source = source
@@ -172,16 +174,16 @@ class TensorReport(NamedTuple):
 
 
 def inspect(source: Any, names: Sequence[str], against: Any = None) -> Iterator[TensorReport]:
-    """Return an iterator of the reports of tensors, which reads one tensor at a time.
+    """Return an iterator over `TensorReport`s. It reads one tensor at a time.
 
     **Arguments:**
 
     - `source`: an open checkpoint.
     - `names`: the names of the tensors to report on.
-    - `against`: another open checkpoint, with the original tensors.
+    - `against`: an open checkpoint with the original tensors, to compute errors, or None.
 
-    **Raises:** `ValueError` if a checkpoint does not have a tensor of that name (before anything is
-    read), or has it with another shape.
+    **Raises:** `ValueError` if a checkpoint does not have one of the tensors (before anything is
+    read), or if the shapes of a tensor differ.
     """
     for folder in filter(None, (source, against)):
         if missing := [name for name in names if name not in folder]:
@@ -227,13 +229,17 @@ def convert(
     beside: Path | Mapping[str, str] | None = None,
     names: str | None = None,
 ) -> None:
-    """Write named tensors in the format of another library.
+    """Write a dict of tensors in the format of another library.
 
-    For the arguments, see `write_folder` and, if `format` is "gguf", `write_gguf`, where `config`
-    is the metadata.
+    **Arguments:**
 
-    **Raises:** `ValueError` for an unknown format, for `names` without "gguf", and the errors of
-    `write_folder` and `write_gguf`.
+    - `format`: "gguf", or the name of a family in `WRITERS`.
+    - `config`: further entries of `config.json` or, for "gguf", of the metadata.
+    - `names`: only for "gguf". See `write_gguf`.
+    - `path`, `tensors`, `overwrite`, `beside`: as in `write_folder`. "gguf" ignores `beside`.
+
+    **Raises:** `ValueError` for an unknown format, and the errors of `write_folder` and
+    `write_gguf`.
     """
     if format == "gguf":
         from .gguf import write_gguf

@@ -105,7 +105,7 @@ def last_axis_packing(size: int, bits: int) -> Packing | None:
 
 
 def stream_to_packed(data: np.ndarray, bits: int, size: int) -> np.ndarray:
-    """Convert the first `size` codes of each row from the stream layout to the packed layout.
+    """Convert the first `size` codes of each row from consecutive bits to the layout of a `QArray`.
 
     **Arguments:**
 
@@ -121,7 +121,7 @@ def stream_to_packed(data: np.ndarray, bits: int, size: int) -> np.ndarray:
 
 
 def packed_to_stream(packed: np.ndarray, bits: int) -> np.ndarray:
-    """Convert packed rows to the stream layout. Bits after the last code are kept."""
+    """Convert rows of packed codes from the layout of a `QArray` to consecutive bits."""
     if bits in (1, 2, 4, 8):
         return packed
     return map_rows(
@@ -130,7 +130,7 @@ def packed_to_stream(packed: np.ndarray, bits: int) -> np.ndarray:
 
 
 def unpack_stream(data: np.ndarray, bits: int, size: int) -> np.ndarray:
-    """Unpack the first `size` codes of each row of the stream layout: `uint8[..., size]`."""
+    """Unpack the first `size` codes of rows of consecutive bits: `uint8[..., size]`."""
     if bits in (1, 2, 4, 8):
         return unpack_rows(stream_to_packed(data, bits, size), bits, size)
     change = lambda rows: _convert_units(rows, "stream", "fields", bits)[:, :size]
@@ -138,7 +138,7 @@ def unpack_stream(data: np.ndarray, bits: int, size: int) -> np.ndarray:
 
 
 def pack_to_stream(fields: np.ndarray, bits: int) -> np.ndarray:
-    """Pack codes `uint8[..., n]` in the stream layout. Zeros fill the last unit of a row."""
+    """Pack codes `uint8[..., n]` as consecutive bits. Zeros fill the last unit of a row."""
     if bits in (1, 2, 4, 8):
         return pack_rows(fields, bits)
     width = packed_size(fields.shape[-1], bits)
@@ -147,7 +147,7 @@ def pack_to_stream(fields: np.ndarray, bits: int) -> np.ndarray:
 
 
 def pack_rows(fields: np.ndarray, bits: int) -> np.ndarray:
-    """Pack codes `uint8[..., n]` along the last axis, a few rows at a time."""
+    """Pack codes `uint8[..., n]` as in a `QArray`, along the last axis, a few rows at a time."""
     if bits == 8:
         return np.ascontiguousarray(fields)
     width = packed_size(fields.shape[-1], bits)
@@ -155,12 +155,12 @@ def pack_rows(fields: np.ndarray, bits: int) -> np.ndarray:
 
 
 def unpack_rows(packed: np.ndarray, bits: int, size: int) -> np.ndarray:
-    """Unpack rows that `pack_rows` packed: `uint8[..., size]`."""
+    """Unpack the first `size` codes of rows packed as in a `QArray`: `uint8[..., size]`."""
     return packed if bits == 8 else map_rows(lambda rows: unpack(rows, bits, size), packed, size)
 
 
 def unpack_words(words: np.ndarray, bits: int, size: int) -> np.ndarray:
-    """Unpack the first `size` codes of 32-bit words `[..., n]` that hold only whole codes."""
+    """Unpack 32-bit words `[..., n]` in which no code spans two words: `uint8[..., size]`."""
     if 32 % bits == 0:
         return unpack_stream(as_bytes(words), bits, size)
     places = np.arange(32 // bits, dtype=np.uint32) * np.uint32(bits)
@@ -173,13 +173,13 @@ def unpack_words(words: np.ndarray, bits: int, size: int) -> np.ndarray:
 
 
 def pack_to_words(fields: np.ndarray, bits: int) -> np.ndarray:
-    """Pack codes `uint8[..., n]` in the stream layout of 32-bit words: `int32[..., words]`."""
+    """Pack codes `uint8[..., n]` as consecutive bits of 32-bit words: `int32[..., words]`."""
     width = -(-fields.shape[-1] * bits // 32) * 4
     return np.ascontiguousarray(_padded(pack_to_stream(fields, bits), width)).view(np.int32)
 
 
 def flip_high_bits(packed: np.ndarray, bits: int) -> np.ndarray:
-    """Flip the highest bit of each packed code. It adds or subtracts `2**(bits - 1)`."""
+    """Flip the highest bit of each packed code: it shifts signed codes by half their range."""
     if bits in (1, 2, 4, 8):
         high = sum(1 << place for place in range(bits - 1, 8, bits))
         return packed ^ np.uint8(high)
@@ -198,8 +198,9 @@ def _convert_units(data: np.ndarray, source: str, target: str, bits: int) -> np.
 
     **Arguments:**
 
-    - `source`, `target`: "stream", "planes" (packed, for 3, 5, 6 and 7 bits) or "fields"
-      (unpacked).
+    - `data`: `uint8[rows, bytes]`.
+    - `source`, `target`: "stream" (consecutive bits), "planes" (as in a `QArray` of 3, 5, 6 or 7
+      bits) or "fields" (a byte per code).
     """
     tables = _conversion_tables(source, target, bits)
     units = data.reshape(len(data), data.shape[-1] // len(tables), len(tables))
@@ -213,7 +214,10 @@ def _convert_units(data: np.ndarray, source: str, target: str, bits: int) -> np.
 
 @functools.cache
 def _conversion_tables(source: str, target: str, bits: int) -> np.ndarray:
-    """Return tables from each byte of a unit to its bits in the target: `uint64[bytes, 256]`."""
+    """Return a table per byte of eight codes, from its value to its bits in the target layout.
+
+    **Returns:** `uint64[bytes, 256]`.
+    """
     code, bit = np.divmod(np.arange(8 * bits), bits)
     places = {"stream": bits * code + bit, "planes": 8 * bit + code, "fields": 8 * code + bit}
     values = np.arange(256, dtype="<u8")
@@ -235,9 +239,14 @@ def map_rows(
     data: np.ndarray,
     width: int,
 ) -> np.ndarray:
-    """Apply `change` to a few rows `[..., n]` at a time. Return `uint8[..., width]`.
+    """Apply a function to a few rows at a time, to limit memory.
 
-    A transposed matrix is not copied as a whole.
+    **Arguments:**
+
+    - `change`: a function from rows `[rows, n]` to `uint8[rows, width]`.
+    - `data`: `[..., n]`. A transposed matrix is copied a few rows at a time.
+
+    **Returns:** `uint8[..., width]`.
     """
     rows = data if data.ndim == 2 else np.ascontiguousarray(data).reshape(-1, data.shape[-1])
     out = np.empty((len(rows), width), np.uint8)

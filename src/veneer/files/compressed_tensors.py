@@ -69,11 +69,12 @@ def find_weights(source: StoredTensors) -> Iterator[Weight]:
 
 
 def _schemes(source: StoredTensors, module: str) -> list[Mapping[str, Any]]:
-    """Return the `weights` entries of the config groups that may apply to a module.
+    """Return the `weights` entries of `config_groups` that may apply to a module.
 
-    A group has targets: names of modules, regular expressions ("re:..."), or classes ("Linear"). As
-    in compressed-tensors, the first match in this order counts. The class of a module is not known
-    here, so if no name matches, the entries of all groups are returned.
+    A group lists targets: names of modules, regular expressions ("re:..."), or classes ("Linear").
+    As in compressed-tensors, the first match in this order applies. The class of a module is not
+    known here, so if neither a name nor an expression matches, the entries of all groups are
+    returned.
     """
     groups = source.quantization.get("config_groups")
     schemes: list[Mapping[str, Any]] = []
@@ -117,7 +118,7 @@ def _packed(source: StoredTensors, module: str) -> Weight:
 
 
 def _floats(source: StoredTensors, module: str, packed: str) -> Weight:
-    """Return a weight of small floats. The number of bytes per scale determines its format."""
+    """Return a weight of small floats, such as NVFP4. Its bytes per scale determine its format."""
     scale, above = f"{module}.weight_scale", f"{module}.weight_global_scale"
     out, width = source.shape(packed, rank=2, dtypes=("uint8", "float8_e4m3fn"))
     nvidia = above in source.headers
@@ -159,7 +160,11 @@ def _read_floats(
 
 
 class _WordLayout(NamedTuple):
-    """A layout of codes in 32-bit words: a bit stream or, if `whole`, no code in two words."""
+    """A layout of codes in 32-bit words.
+
+    - `bits`: the bits of a code.
+    - `whole`: whether no code spans two words. Otherwise, codes follow each other without gaps.
+    """
 
     bits: int
     whole: bool
@@ -215,9 +220,15 @@ def _words(source: StoredTensors, module: str) -> Weight:
 def _layout(
     source: StoredTensors, schemes: Sequence[Mapping[str, Any]], words: int, size: int
 ) -> _WordLayout | None:
-    """Return the only layout with the bits of a scheme and this number of words, or None.
+    """Return the layout of packed codes, from their number of words, or None if it is ambiguous.
 
-    For a few small sizes, both layouts have the same number of words. Then the version decides.
+    **Arguments:**
+
+    - `schemes`: the `weights` entries that may apply, which state the number of bits.
+    - `words`, `size`: the number of words and of codes in a row.
+
+    For a few small sizes, both layouts have the same number of words. Then the version of the
+    format decides.
     """
     numbers = [of.get("num_bits") for of in schemes]
     stated = {bits for bits in numbers if type(bits) is int and 1 < bits <= 8}
@@ -274,7 +285,7 @@ def _read_words(
 def _zero_points(
     source: StoredTensors, module: str, layout: _WordLayout, shape: tuple[int, ...]
 ) -> np.ndarray:
-    """Return the zero points of nonnegative codes. By default, the middle of their range."""
+    """Return zero points of the given shape. For a symmetric weight, they are `2**(bits - 1)`."""
     name, half = f"{module}.weight_zero_point", 2 ** (layout.bits - 1)
     if name not in source.headers:
         return np.full(shape, half, np.uint8)
@@ -285,9 +296,9 @@ def _zero_points(
 
 
 def encode_weight(value: Any) -> EncodedWeight:
-    """Return a quantized matrix in the format of compressed-tensors that has its codes.
+    """Return a quantized matrix in a format of compressed-tensors, chosen by its codes.
 
-    **Raises:** `UnsupportedByFormat` if none has.
+    **Raises:** `UnsupportedByFormat` if no format can hold it.
     """
     q = require_matrix(value.array if isinstance(value, Permuted) else value)
     if q.qtype in _FLOATS:
@@ -370,10 +381,11 @@ def _settings(layout: str, bits: int, kind: str, symmetric: bool) -> dict[str, A
 
 
 def make_config(settings: Mapping[str, dict[str, Any]], dense: Sequence[str]) -> dict[str, Any]:
-    """Return the `quantization_config` of weights, from their settings by module.
+    """Return the `quantization_config` entry of `config.json`.
 
     **Arguments:**
 
+    - `settings`: the settings of each `EncodedWeight`, by module.
     - `dense`: the modules whose weights are dense matrices.
     """
     kinds: list[dict[str, Any]] = []

@@ -61,7 +61,7 @@ class Family(NamedTuple):
 def _has(
     suffix: str, fits: Callable[[StoredTensors, str], bool] = lambda source, name: True
 ) -> Any:
-    """Return a test whether a folder has a tensor with a suffix, for whose module `fits` holds."""
+    """Return a predicate: whether a folder has a tensor with a suffix, and `fits` its module."""
     return lambda source: any(fits(source, module) for module in source.modules(suffix))
 
 
@@ -126,7 +126,7 @@ _INTEGERS = ("int8", "uint8", "int32", "uint32")
 
 
 class FamilyWeights(NamedTuple):
-    """The quantized weights of a folder by their dense names, and the name of their family."""
+    """The quantized weights of a folder by the names of the dense weights, and their family."""
 
     family: str
     weights: Mapping[str, Weight]
@@ -185,7 +185,7 @@ def read_family(folder: TensorFolder) -> FamilyWeights | None:
 
 
 def _is_saved_codes(name: str, headers: Mapping[str, Any]) -> bool:
-    """Return whether a tensor has a name that `vn.save` gives to the codes of a `QArray`."""
+    """Return whether `vn.save` would use a name of a tensor for the codes of a `QArray`."""
     array, dot, part = name.rpartition(".")
     if not dot or part != "packed" or headers[name].dtype.name not in _CODES:
         return False

@@ -247,7 +247,7 @@ class FolderWriter:
     def _quantized_entry(
         self, name: str, value: QArray, arrays: dict[str, Any]
     ) -> manifest.QuantizedEntry:
-        """Return the entry of a `QArray`, and add its leaves to `arrays` under unused names."""
+        """Return the manifest entry of a `QArray`, and add its leaves to `arrays`."""
 
         def store(part: str, leaf: Any) -> str:
             stored = self._unused(f"{name}.{part}")
@@ -317,7 +317,7 @@ _SHARD = re.compile(r"(.*)-\d{5}-of-(\d{5})\.safetensors")
 
 
 def _are_all_shards(files: list[Path]) -> bool:
-    """Return whether sorted files are all shards of one model."""
+    """Return whether files, in the order of their names, are all shards of one model."""
     match = _SHARD.fullmatch(files[-1].name) if files else None
     if match is None:
         return False

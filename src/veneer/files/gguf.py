@@ -122,7 +122,7 @@ class GgufFile:
             )
 
     def _add(self, path: Path) -> dict[str, Any]:
-        """Add the tensors of one file, and return its metadata."""
+        """Add the tensors of one of the files, and return its metadata."""
         content = map_file(path)
         metadata, entries = _name_file(path, read_header, content)
         if twice := self._entries.keys() & entries.keys():
@@ -320,9 +320,9 @@ def write_gguf(
 def _stored(
     tensors: Mapping[str, Any], metadata: Mapping[str, Any], names: str | None
 ) -> Iterator[tuple[str, "Encoded | np.ndarray", np.ndarray | None]]:
-    """Yield the tensors in the order and the form of the file, one at a time.
+    """Yield each tensor as it is written, after its GGUF name and before the order of its rows.
 
-    Each comes with its GGUF name and the order of its rows, None for the order of `tensors`.
+    An order of None means the order of `tensors`.
     """
     stored: dict[str, str | list[str]] = {name: name for name in tensors}
     if names == "huggingface":
@@ -353,7 +353,7 @@ def _stored(
 
 
 def _layout(tensor: "Encoded | np.ndarray") -> tuple[int, tuple[int, ...]]:
-    """Return the number of the type of a tensor, and its shape."""
+    """Return the number of the GGUF type of a tensor, and its shape."""
     if isinstance(tensor, Encoded):
         return tensor.type.number, tensor.q.shape
     return _NUMBER_OF[tensor.dtype], tensor.shape

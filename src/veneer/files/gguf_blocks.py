@@ -6,9 +6,7 @@ small integers, their format and the float that multiplies them.
 
 The layouts are defined in `ggml-common.h` of llama.cpp. The `gguf` package is the reference.
 
-A *field* is a nonnegative integer in a block. Four classes locate fields: `read` returns the fields
-of blocks, from `uint8[..., bytes]` to `uint8[..., count]`. `write` puts fields into blocks whose
-bits at these places are 0.
+A *field* is a nonnegative integer in a block, such as a code. Four classes say where fields are.
 """
 
 import dataclasses
@@ -22,16 +20,16 @@ from .codes import pack, unpack
 
 @dataclasses.dataclass(frozen=True)
 class Bits:
-    """Fields of 1, 2, 4 or 8 bits.
+    """The place of integers of 1, 2, 4 or 8 bits in a block.
 
-    A byte has `8 // bits` places, the first in its lowest bits. Fields lie in `groups` runs of
-    `size` bytes. The fields of a run are, in this order: the first place of each byte, the second
-    place of each byte, and so on.
+    A byte has `8 // bits` places, the first in its lowest bits. The integers lie in `groups` runs
+    of `size` bytes: those in the first place of each byte, then those in the second place, and so
+    on.
 
     **Arguments:**
 
     - `start`: the first byte of the first run.
-    - `places`: the places that hold these fields, if other places hold something else.
+    - `places`: the places in use. By default, all.
     """
 
     start: int
@@ -42,11 +40,11 @@ class Bits:
 
     @property
     def count(self) -> int:
-        """The number of fields in a block."""
+        """The number of these integers in a block."""
         return self.groups * self.size * len(self._shifts())
 
     def read(self, blocks: np.ndarray) -> np.ndarray:
-        """Return the fields of blocks."""
+        """Return these integers of blocks `uint8[..., bytes]`, as `uint8[..., count]`."""
         bytes_ = np.ascontiguousarray(self._bytes(blocks))
         if self.bits == 8:
             return bytes_
@@ -61,7 +59,7 @@ class Bits:
         return fields.view(np.uint8).reshape(*blocks.shape[:-1], self.count)
 
     def write(self, blocks: np.ndarray, fields: np.ndarray) -> None:
-        """Write fields into blocks."""
+        """Write integers `uint8[..., count]` into blocks whose bits here are 0."""
         bytes_ = self._bytes(blocks)
         if self.size == 1 and self.places is None:
             bytes_ |= pack(fields, self.bits)
@@ -93,29 +91,31 @@ class Bits:
 
 @dataclasses.dataclass(frozen=True)
 class Joined:
-    """Fields whose low bits and high bits lie in different places."""
+    """The places of integers whose low bits and high bits lie apart in a block."""
 
     low: Bits
     high: Bits
 
     @property
     def count(self) -> int:
-        """The number of fields in a block."""
+        """The number of these integers in a block."""
         return self.low.count
 
     def read(self, blocks: np.ndarray) -> np.ndarray:
-        """Return the fields of blocks."""
+        """Return these integers of blocks `uint8[..., bytes]`, as `uint8[..., count]`."""
         return self.low.read(blocks) | (self.high.read(blocks) << self.low.bits)
 
     def write(self, blocks: np.ndarray, fields: np.ndarray) -> None:
-        """Write fields into blocks."""
+        """Write integers `uint8[..., count]` into blocks whose bits here are 0."""
         self.low.write(blocks, fields & (2**self.low.bits - 1))
         self.high.write(blocks, fields >> self.low.bits)
 
 
 @dataclasses.dataclass(frozen=True)
 class EightOfSixBits:
-    """The scales or the minima of Q4_K and Q5_K: 8 fields of 6 bits, in 12 bytes that both share.
+    """The place of the scales or the minima of Q4_K and Q5_K: 8 integers of 6 bits.
+
+    Scales and minima share 12 bytes.
 
     The first four fields are in the low bits of four bytes. Of the last four fields, the two high
     bits are above these, and the four low bits are half of the last four bytes.
@@ -133,13 +133,13 @@ class EightOfSixBits:
     count: ClassVar[int] = 8
 
     def read(self, blocks: np.ndarray) -> np.ndarray:
-        """Return the fields of blocks."""
+        """Return these integers of blocks `uint8[..., bytes]`, as `uint8[..., count]`."""
         first = blocks[..., self.start : self.start + 4]
         low = (blocks[..., self.nibbles : self.nibbles + 4] >> self.shift) & 15
         return np.concatenate([first & 63, low | (first >> 6 << 4)], -1)
 
     def write(self, blocks: np.ndarray, fields: np.ndarray) -> None:
-        """Write fields into blocks."""
+        """Write integers `uint8[..., count]` into blocks whose bits here are 0."""
         first, last = fields[..., :4], fields[..., 4:]
         blocks[..., self.start : self.start + 4] |= first | (last >> 4 << 6)
         blocks[..., self.nibbles : self.nibbles + 4] |= (last & 15) << self.shift
@@ -150,7 +150,7 @@ _DIGITS = ((0, 32, 5), (32, 16, 5), (48, 4, 4))
 
 
 class Digits:
-    """256 digits of base 3: five per byte, and four in each of the last four bytes.
+    """The place of 256 digits of base 3: five per byte, and four in each of the last four bytes.
 
     A byte is a fraction in 256ths. Multiplied by 3, its integer part is the first digit.
     """
@@ -158,7 +158,7 @@ class Digits:
     count = 256
 
     def read(self, blocks: np.ndarray) -> np.ndarray:
-        """Return the fields of blocks."""
+        """Return these integers of blocks `uint8[..., bytes]`, as `uint8[..., count]`."""
         runs = []
         for start, size, count in _DIGITS:
             rest = blocks[..., start : start + size]
@@ -169,7 +169,7 @@ class Digits:
         return np.concatenate(runs, -1)
 
     def write(self, blocks: np.ndarray, fields: np.ndarray) -> None:
-        """Write fields into blocks."""
+        """Write integers `uint8[..., count]` into blocks whose bits here are 0."""
         done = 0
         for start, size, count in _DIGITS:
             total = np.zeros((*blocks.shape[:-1], size), np.uint16)
@@ -195,13 +195,13 @@ Fields = Bits | Joined | EightOfSixBits | Digits
 
 @dataclasses.dataclass(frozen=True)
 class Floats:
-    """The scales or minima of a block: floats, or fields that one float multiplies.
+    """The place of the scales or minima of a block: floats, or integers that one float multiplies.
 
     **Arguments:**
 
     - `start`, `dtype`, `count`: the first byte of the floats, their dtype and their number.
     - `negated`: whether the file holds the negated values.
-    - `qtype`, `fields`, `flipped`: for fields, as `qtype`, `codes` and `flipped` of `BlockType`.
+    - `qtype`, `fields`, `flipped`: the format, the place and the inverted bits of the integers.
     """
 
     start: int

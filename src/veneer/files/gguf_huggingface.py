@@ -66,7 +66,7 @@ _PAIRED = ("llama", "granite", "smollm3")
 def names_of(
     metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Origin]:
-    """Return the names of Hugging Face for the tensors of a GGUF file, with the origin of each.
+    """Return a dict from names of Hugging Face to the origins of these tensors in a GGUF file.
 
     Tensors without such a name keep their GGUF names. Stacked experts become one tensor per expert.
 
@@ -114,7 +114,7 @@ def stored_names(metadata: Mapping[str, Any], names: Iterable[str]) -> dict[str,
 
 
 def _origin(name: str, in_layer: Mapping[str, str]) -> Origin:
-    """Return the origin of a tensor with a Hugging Face name. Other names are kept."""
+    """Return the origin in GGUF of a tensor with a Hugging Face name. Other names are kept."""
     module, _, kind = name.rpartition(".")
     if kind not in ("weight", "bias"):
         return Origin(name)

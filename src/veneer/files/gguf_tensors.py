@@ -61,14 +61,14 @@ def decode(
 
 
 def _parts(rows: int, values: int) -> Iterator[slice]:
-    """Yield slices of a few rows each. Without rows, yield one empty slice."""
+    """Yield slices of a few rows each, so that a slice has at most `_VALUES_AT_ONCE` values."""
     step = max(1, _VALUES_AT_ONCE // max(values, 1))
     for start in range(0, max(rows, 1), step):
         yield slice(start, min(start + step, rows))
 
 
 def _read(blocks: np.ndarray, type: BlockType) -> Iterator[np.ndarray]:
-    """Yield the leaves of blocks `[rows, blocks, bytes]`, as rows, in the order of a `QArray`."""
+    """Yield the leaves of a `QArray`, `[rows, ...]`, of blocks `uint8[rows, blocks, bytes]`."""
     yield _packed(type.codes.read(blocks), type.qtype, type.flipped)
     for part in (type.scale, type.minimum):
         if part is None:
@@ -113,7 +113,10 @@ def with_factors(q: QArray, factors: Any, expert: int | None = None) -> QArray:
 
 
 def without_factors(q: QArray) -> tuple[QArray, np.ndarray | None]:
-    """Undo `with_factors`. Return the `QArray` and the factors, or None if it has none."""
+    """Separate the factors of e4m3 scales, which GGUF stores as another tensor.
+
+    **Returns:** the `QArray` with e4m3 scales, and the factors, or None if it has none.
+    """
     scale = q.scale
     if not isinstance(scale, QArray) or scale.qtype != _E4M3 or isinstance(scale.scale, QArray):
         return q, None
@@ -216,7 +219,10 @@ def _encoded(q: QArray, type: BlockType) -> Encoded:
 def _floats(
     leaf: Any, shape: tuple[int, ...], type: BlockType, place: Floats, name: str
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return the floats of scales or minima, and the fields that they multiply or None, as rows."""
+    """Return the floats of scales or minima as rows, and the integers that they multiply, or None.
+
+    **Raises:** `_Misfit` if the block type cannot hold them.
+    """
     fields = None
     count = shape[-1] // type.values
     if place.fields is not None:
@@ -249,7 +255,10 @@ def _exactly(floats: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
 
 
 def _repeated(leaf: np.ndarray, shape: tuple[int, ...], name: str) -> np.ndarray:
-    """Repeat the entries of a leaf so that it has the given shape. Return it as rows."""
+    """Repeat the entries of a leaf to the given shape. Return it as a matrix.
+
+    **Raises:** `_Misfit` if its sizes do not divide the shape.
+    """
     for axis, (size, count) in enumerate(zip(shape, leaf.shape, strict=True)):
         if count and size % count:
             raise _Misfit(f"its {name} must have {size} entries along axis {axis}, not {count}")
@@ -258,7 +267,12 @@ def _repeated(leaf: np.ndarray, shape: tuple[int, ...], name: str) -> np.ndarray
 
 
 def _fields_of(q: QArray, format: Format) -> Callable[[slice | np.ndarray], np.ndarray]:
-    """Return a function from a selection of rows to their codes, as fields of another format."""
+    """Return a function from a selection of rows to their codes, `uint8[rows, n]`, none negative.
+
+    **Arguments:**
+
+    - `format`: the format of these integers. It can represent the codes of `q`.
+    """
     *leading, size = q.shape
     count = math.prod(leading)
     at_last_axis = q.packing is None or q.packing.axis == -1

@@ -131,7 +131,7 @@ def _sentencepiece(metadata: Mapping[str, Any]) -> Any:
 def _merges(
     tokens: Sequence[str], scores: Sequence[float], kinds: Sequence[int]
 ) -> list[tuple[str, str]]:
-    """Return all ways to form a token of two tokens, in the order of the scores of the results."""
+    """Return all pairs of tokens that form a token, sorted by the score of that token."""
     normal = {
         token: number
         for number, (token, kind) in enumerate(zip(tokens, kinds, strict=True))

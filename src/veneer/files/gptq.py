@@ -51,7 +51,10 @@ def find_weights(source: StoredTensors) -> Iterator[Weight]:
 
 
 def has_layout(source: StoredTensors, module: str) -> bool:
-    """Return whether `qweight` has words along the input. In AWQ, the output is packed."""
+    """Return whether the codes of a module are packed along its inputs, as in GPTQ.
+
+    In AWQ, whose tensors have the same names, they are packed along the outputs.
+    """
     headers = source.headers
     qweight, scales = headers.get(f"{module}.qweight"), headers.get(f"{module}.scales")
     return bool(qweight and scales and qweight.shape[1:] == scales.shape[1:])
@@ -113,9 +116,12 @@ def _read(
 def _groups(
     source: StoredTensors, module: str, size: int, groups: int, tile: int | None
 ) -> np.ndarray | None:
-    """Return the group of each input, or None if groups have one size and are in order.
+    """Return the group of each input, or None if groups are consecutive and of equal size.
 
-    `tile` is the group size, or None if the folder has `g_idx`.
+    **Arguments:**
+
+    - `size`, `groups`: the number of inputs and of groups.
+    - `tile`: the stated group size. None if the tensor `g_idx` lists the groups.
     """
     index = source.read(f"{module}.g_idx") if tile is None else np.arange(size) // tile
     if index.min() < 0 or index.max() >= groups:
@@ -146,7 +152,10 @@ def _bits(source: StoredTensors, module: str, out: int) -> int:
 
 
 def _stated_for(source: StoredTensors, module: str) -> Mapping[str, Any]:
-    """Return the common configuration, with the first match for a module in `dynamic` merged."""
+    """Return the entries of `quantization_config` that apply to a module.
+
+    The first pattern in `dynamic` that matches the module overrides the common entries.
+    """
     dynamic = source.quantization.get("dynamic")
     for pattern, stated in dynamic.items() if isinstance(dynamic, Mapping) else ():
         is_skipped = pattern.startswith("-:")  # a module that is left dense
@@ -222,7 +231,14 @@ def encode_weight(value: Any, *, plus_one: bool = True) -> EncodedWeight:
 def make_config(
     settings: Mapping[str, dict[str, Any]], dense: Sequence[str], *, plus_one: bool
 ) -> dict[str, Any]:
-    """Return the `quantization_config` of weights, from their settings by module."""
+    """Return the `quantization_config` entry of `config.json`.
+
+    **Arguments:**
+
+    - `settings`: the settings of each `EncodedWeight`, by module.
+    - `dense`: unused. GPTQ does not list modules with dense weights.
+    - `plus_one`: whether the weights have version 1 of the format. See `encode_weight`.
+    """
     usual = most_common([(x["bits"], x["group_size"]) for x in settings.values()])
     others = {
         f"+:^{re.escape(module)}$": {"bits": x["bits"], "group_size": x["group_size"]}
@@ -241,7 +257,10 @@ def make_config(
 
 
 def choose_version(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `{"plus_one": True}` for version 1, if all zero points are positive, else False."""
+    """Return the options of `encode_weight` for a dict of tensors.
+
+    Version 1 stores zero points minus one, so it is chosen only if no zero point is 0.
+    """
     weights = (tensors[name] for name in tensors)
     return {"plus_one": all(_fits_version_1(x) for x in weights if isinstance(x, Value))}
 

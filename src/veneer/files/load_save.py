@@ -184,7 +184,7 @@ class _DamagedTensor(ValueError):
 
 
 class _TensorsByName(LazyTensors):
-    """A `LazyTensors` whose errors are `_DamagedTensor`."""
+    """A `LazyTensors` that raises `_DamagedTensor`, so that callers can tell these errors apart."""
 
     def __getitem__(self, name: str) -> Any:
         if name not in self.source:
@@ -203,7 +203,15 @@ class _Placeholder:
 
 
 def _load_placed(path: Any, node: Node, tensors: Mapping[str, Any], shardings: Any) -> Any:
-    """Return the tree of a JSON node. Each array is put on its devices before the next is read."""
+    """Return the tree of a checkpoint. Each array is put on its devices before the next is read.
+
+    **Arguments:**
+
+    - `path`: the path of the checkpoint, for error messages.
+    - `node`: the JSON of the tree.
+    - `tensors`: the tensors, which are read on lookup.
+    - `shardings`: as in `load`.
+    """
     with _naming_folder(path, NotStored):
         tree = decode(node, lambda at, _: _Placeholder(at))
     leaves, _ = vtree.flatten_with_path(tree)

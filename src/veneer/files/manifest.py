@@ -78,7 +78,7 @@ BYTE_FLOATS = (
 
 @dataclasses.dataclass(frozen=True)
 class DenseEntry:
-    """A tensor that is stored dense, as the safetensors tensor named `tensor`."""
+    """The `veneer.json` entry of a dense tensor. `tensor` is its name in the safetensors file."""
 
     tensor: str
     shape: Sequence[int]
@@ -91,8 +91,11 @@ class DenseEntry:
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedEntry:
-    """A quantized tensor. Strings are names of safetensors tensors; nested entries are quantized.
+    """The `veneer.json` entry of a quantized tensor.
 
+    - `format`, `shape`, `dtype`: the number format, and the represented array.
+    - `packed`, `scale`, `zero_point`, `minimum`: the names of safetensors tensors, or nested
+      entries.
     - `packing`: the packed `axis` (negative) and its unpacked `size`. None if `packed` holds one
       code per element.
     - `tile_shape`: the number of values along each axis that share a scale.
@@ -150,7 +153,7 @@ def quantized_entry(
     zero_point: str | QuantizedEntry | None,
     minimum: str | QuantizedEntry | None,
 ) -> QuantizedEntry:
-    """Return the entry of a `QArray` whose leaves are stored under the given names."""
+    """Return the entry of a `QArray`, given the names or entries of its stored leaves."""
     packing = value.packing
     scale_dtype = None if isinstance(value.scale, QArray) else value.scale.dtype.name
     return QuantizedEntry(
@@ -244,7 +247,7 @@ def _verify(file: Path, content: dict[str, Any]) -> None:
 
 
 def checksum(data: bytes | memoryview | np.ndarray) -> str:
-    """Return the CRC-32 of bytes, or of an array as safetensors stores it, in hexadecimal."""
+    """Return the CRC-32 of bytes, or of an array in little-endian order, in hexadecimal."""
     if isinstance(data, np.ndarray):
         little = np.ascontiguousarray(data, data.dtype.newbyteorder("<"))
         return checksum(little.reshape(-1).view(np.uint8).data)

@@ -152,6 +152,12 @@ def _encode_floats(q: QArray) -> EncodedWeight:
 
 
 def make_config(settings: Mapping[str, dict[str, Any]], dense: Sequence[str]) -> dict[str, Any]:
-    """Return the `quantization` entry of weights, from their settings by module."""
+    """Return the `quantization` entry of `config.json`.
+
+    **Arguments:**
+
+    - `settings`: the settings of each `EncodedWeight`, by module.
+    - `dense`: unused. MLX does not list modules with dense weights.
+    """
     usual = most_common([*settings.values()])
     return {**usual, **{module: x for module, x in settings.items() if x != usual}}

@@ -109,7 +109,7 @@ def _check_free(path: Path, overwrite: bool) -> None:
 
 
 def _move(new: Path, path: Path, old: Path) -> None:
-    """Move `new` to `path`. An existing folder moves to `new` or to `old`."""
+    """Move `new` to `path`. If a folder exists at `path`, it is moved to `new` or `old`."""
     if not path.is_dir():
         os.replace(new, path)
     elif not _exchange(new, path):
@@ -210,9 +210,9 @@ def _lock(hidden: Path) -> BinaryIO | None:
 
 
 def _not_written_here(path: Path) -> str | None:
-    """Return the name of a file at `path` that this package did not write, or None if it wrote all.
+    """Return the name of a file in a folder that this package did not write.
 
-    It returns "it" if `path` as a whole was not written by this package.
+    Return None if there is no such file, and "it" if the folder as a whole is foreign.
     """
     if path.is_symlink() or not path.is_dir():
         return "it"
@@ -231,7 +231,7 @@ def _not_written_here(path: Path) -> str | None:
 
 
 def _written_with(file: Path) -> list[str] | None:
-    """Return the files written together with a safetensors file, or None if unknown."""
+    """Return the names of files that were written together with a safetensors file, if known."""
     try:
         with TensorFile(file) as tensors:
             names = json.loads(tensors.metadata[WRITTEN_WITH])

@@ -110,6 +110,10 @@ class StoredTensors:
     def stated_size(self, of: Mapping[str, Any], key: str = "group_size") -> int | None:
         """Return the stated group size: -1 for the whole axis, None if it is not stated.
 
+        **Arguments:**
+
+        - `of`: a dict of the configuration.
+
         **Raises:** `ValueError` if it is neither -1 nor a positive integer.
         """
         size = of.get(key)
@@ -118,13 +122,14 @@ class StoredTensors:
         return None if size is None else -1
 
     def tile(self, name: str, size: int, count: int, *stated: int | None) -> int:
-        """Return the group size of scales: `count` groups share `size` inputs.
+        """Return how many inputs share a scale.
 
         **Arguments:**
 
         - `name`: the name of the scales, for the error message.
-        - `stated`: the group sizes in the configurations that may apply: -1 for one group, None if
-          a configuration does not state it.
+        - `size`, `count`: the number of inputs, and of scales along them.
+        - `stated`: the group size in each configuration that may apply: -1 for one group, None if a
+          configuration does not state it.
 
         **Raises:** `ValueError` if no stated size fits the count, if several different ones do, or
         if none is stated and the count is ambiguous.
@@ -159,7 +164,7 @@ class StoredTensors:
         return narrow[0] if len(narrow) == 1 else "float32"
 
     def error(self, name: str, what: str) -> ValueError:
-        """Return a one-line `ValueError` about a stored tensor."""
+        """Return a `ValueError` about a stored tensor, in one line that names the folder."""
         return ValueError(f"{self.folder.path}: tensor {name!r} {' '.join(what.split())}")
 
     def header(self, name: str) -> jax.ShapeDtypeStruct:
@@ -191,7 +196,7 @@ def make_qarray(
     dtype: str,
     **others: Any,
 ) -> QArray:
-    """Return a `QArray` of contiguous NumPy arrays. `dtype` is its dense dtype."""
+    """Build a `QArray` of contiguous NumPy arrays. `dtype` is the dtype of the dense array."""
     contiguous: Any = lambda x: x if isinstance(x, QArray) else np.ascontiguousarray(x)
     zero_point = None if zero_point is None else contiguous(zero_point)
     return QArray.from_packed(
@@ -243,15 +248,15 @@ def even_tiles(entries: np.ndarray, axis: int, size: int, tile: int) -> np.ndarr
 
 
 def even_tiles_of_blocks(entries: np.ndarray, shape: Sequence[int], tile: int) -> np.ndarray:
-    """Return the scales of a matrix with blocks of consecutive values, which may span rows.
+    """Arrange the scales of flat blocks, which may span rows, as a matrix, as in a `QArray`.
 
     **Arguments:**
 
-    - `entries`: one scale per block, `[ceil(rows * columns / tile)]`.
-    - `shape`: `(rows, columns)`.
+    - `entries`: one scale per block of consecutive values, `[ceil(rows * columns / tile)]`.
+    - `shape`: `(rows, columns)` of the weight.
     - `tile`: the number of values in a block.
 
-    **Returns:** a matrix of scales. Its sizes divide those in `shape`.
+    **Returns:** a matrix of scales. Its sizes divide `shape`.
     """
     rows, columns = shape
     if columns % tile == 0:
@@ -270,8 +275,8 @@ def sort_by_group(groups: np.ndarray) -> tuple[np.ndarray | None, np.ndarray]:
 
     - `groups`: the group of each column, `int[columns]`.
 
-    **Returns:** the order of the columns, None if they are already sorted, and the group of each
-    tile. The number of tiles divides the number of columns.
+    **Returns:** the order of the columns, `int32[columns]`, or None if they are already sorted; and
+    the group of each tile, `int[tiles]`. Tiles have equal sizes, so a large group has several.
     """
     order = None
     if (np.diff(groups) < 0).any():

@@ -64,7 +64,7 @@ class TensorHeader(NamedTuple):
 
     @property
     def is_packed(self) -> bool:
-        """True if two values share a byte."""
+        """True for float4, where two values share a byte."""
         return self.dtype == jnp.float4_e2m1fn
 
 
@@ -251,7 +251,7 @@ class ShardWriter:
         self._shards: list[dict[str, int]] = []  # bytes of the tensors of each written file
 
     def add(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Add tensors that belong together: they are written to the same file."""
+        """Add a dict of tensors that belong together. They are written to the same file."""
         # `save_file` reads memory from its first byte on, whatever the strides.
         contiguous = {name: np.asarray(x, order="C") for name, x in arrays.items()}
         if self._shard and _nbytes(self._shard) + _nbytes(contiguous) > self._shard_bytes:

@@ -60,12 +60,12 @@ def _require_like(what: str) -> NoReturn:
 
 
 def decode(node: Node, array: Callable[[Path, Node], Any]) -> Any:
-    """Return the tree that a JSON node describes. Classes that are not stored become dicts.
+    """Return the tree that the JSON of `encode` describes. Unknown classes become dicts.
 
     **Arguments:**
 
-    - `node`: the JSON of a tree, as `encode` returns it.
-    - `array`: takes the path and the node of an array, and returns the leaf. See `read_array`.
+    - `node`: the JSON of a tree.
+    - `array`: takes the path and the JSON of an array, and returns the leaf. See `read_array`.
 
     **Raises:** `NotStored` if the tree has an object that files do not store.
     """
@@ -97,7 +97,7 @@ def _decode(node: Node, path: Path, array: Callable[[Path, Node], Any]) -> Any:
 
 
 def _children(node: Node) -> Iterable[tuple[str | int, Node]]:
-    """Return the keys and the nodes of the children of a node.
+    """Return the keys and the JSON of the children of a JSON node.
 
     **Raises:** `ValueError` for a key that occurs twice, or is neither a string nor an integer.
     """
@@ -118,11 +118,12 @@ def _children(node: Node) -> Iterable[tuple[str | int, Node]]:
 
 
 def read_array(path: Path, node: Node, tensors: Tensors) -> Any:
-    """Return the array of a JSON node: a tensor, random keys, or an implicit array.
+    """Return an array from the JSON of `encode`: a tensor, random keys, or an implicit array.
 
     **Arguments:**
 
     - `path`: the path of the array in the tree, for error messages.
+    - `node`: the JSON of the array.
     - `tensors`: a dict of all tensors. Only the tensors of this array are looked up.
 
     **Raises:** `ValueError` if the class of an implicit array rejects its fields.
@@ -208,7 +209,7 @@ def _decode_static(x: Any, what: str) -> Any:
 
 @functools.cache
 def _type_hints(cls: Any) -> dict[str, Any]:
-    """Return the type hints of a class of Veneer. Those of other classes may be inexact."""
+    """Return the type hints of a class of Veneer, or {} for others, whose hints may be inexact."""
     return typing.get_type_hints(cls) if cls.__module__.startswith("veneer.") else {}
 
 
@@ -232,7 +233,7 @@ def _has_type(x: Any, hint: Any) -> bool:
 
 
 def restore(node: Node, tensors: Tensors, like: Any) -> Any:
-    """Return the tree that a JSON node describes, with the classes of `like`.
+    """Return the tree that JSON of `encode` describes, with the classes of the tree `like`.
 
     Objects that files do not store, such as functions, are taken from `like`.
 
@@ -281,7 +282,10 @@ def _restore(node: Node, like: Any, path: Path, tensors: Tensors) -> Any:
 
 
 def _match_array(value: Any, like: Any, reject: Callable[[], NoReturn]) -> Any:
-    """Return a saved array as NumPy or JAX array, and with the sharding, as `like` has it."""
+    """Convert a saved array to NumPy or JAX, with the sharding of `like`, to match `like`.
+
+    If its shape, dtype or class differs from `like`, call `reject`, which raises.
+    """
     is_implicit = isinstance(like, Value)
     structures: list[Any] = [jax.tree.structure(x) for x in (value, like)]
     if is_implicit and structures[0] != structures[1]:

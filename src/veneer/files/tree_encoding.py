@@ -32,7 +32,7 @@ SEQUENCES: dict[str, Callable[[Any], Any]] = {"list": list, "tuple": tuple}
 
 
 def encode(tree: Any) -> tuple[Node, dict[str, Any]]:
-    """Return the JSON of the structure of a tree, and its tensors by the names in the JSON.
+    """Return the structure of a tree as JSON, and a dict of its tensors, to which the JSON refers.
 
     **Raises:** `TypeError`, naming the path, for a leaf or key that cannot be stored. `ValueError`
     if the tree is too deep.
@@ -170,7 +170,7 @@ def encode_metadata(value: Value, children: Sequence[str | int]) -> dict[str, An
 
 
 def encode_static(x: Any) -> Any:
-    """Return the JSON of the value of a static field."""
+    """Return the value of a static field as JSON."""
     if x is None or type(x) in (bool, int, str) or (type(x) is float and math.isfinite(x)):
         return x
     if type(x) is tuple:
@@ -183,7 +183,7 @@ def encode_static(x: Any) -> Any:
 
 
 def describe_opaque(x: Any) -> str:
-    """Return the stored name of an object. It must be the same in every process."""
+    """Return the name of an object that is not stored. It is the same in every process."""
     text = getattr(x, "__qualname__", None) or repr(x)
     return describe_type(x) if " at 0x" in text else text
 
@@ -199,7 +199,10 @@ def name_of_class(cls: type) -> str:
 
 
 def find_refusal(value: Value) -> str | None:
-    """Return why the class of an implicit array rejects its fields, or None if it accepts them."""
+    """Return why the class of an implicit array rejects its fields, or None if it accepts them.
+
+    It runs the checks of the class on abstract values.
+    """
     leaves, structure = jax.tree.flatten(value)
     if not all(is_array(leaf) for leaf in leaves):
         return "leaves are missing"

@@ -1,6 +1,6 @@
 """Implement a PyTensor graph in JAX: rewrites, implementations with declared dtypes, and checks.
 
-PyTensor's own implementations leave dtypes to JAX, whose rules differ from those of NumPy. Here,
+PyTensor's own implementations leave dtypes to JAX, whose rules differ from NumPy's. Here,
 each result has the dtype that the graph declares.
 """
 
@@ -134,7 +134,7 @@ def _perform(op: Any, node: Any, inputs: Sequence[Any]) -> Any:
 def implement_op(op: Any, node: Any, **kwargs: Any) -> Callable[..., Any]:
     """Return the implementation of an `Op`, with inputs and outputs cast as the graph declares.
 
-    It is Veneer's implementation if there is one, else PyTensor's. In JAX, a sum of int8 is int32,
+    Implementations of Veneer go before those in PyTensor. In JAX, a sum of int8 is int32,
     and a product of int32 and float32 is float32. In PyTensor, as in NumPy, both are wider.
     """
     ours = next((IMPLEMENTATIONS[cls] for cls in type(op).__mro__ if cls in IMPLEMENTATIONS), None)

@@ -216,7 +216,7 @@ def _lu(op: Any, node: Any, **_: Any) -> Implementation | None:
 
 
 def _tridiagonal_factor(op: Any, node: Any, dl: Any, d: Any, du: Any) -> Any:
-    """Eliminate with pivots, as `gttrf` of LAPACK does."""
+    """Return the LU factors of a tridiagonal matrix with pivoting, as `gttrf` of LAPACK."""
     dtype = jax.dtypes.canonicalize_dtype(node.outputs[0].type.dtype)
     size = lambda x: abs(x.real) + abs(x.imag) if jnp.iscomplexobj(x) else abs(x)
     dl, d, du = (jnp.asarray(x, dtype) for x in (dl, d, du))
@@ -250,7 +250,7 @@ def _tridiagonal_factor(op: Any, node: Any, dl: Any, d: Any, du: Any) -> Any:
 
 
 def _tridiagonal_solve(op: Any, node: Any, **_: Any) -> Implementation:
-    """Solve by factors, as `gttrs` of LAPACK does."""
+    """Return a function that solves a system by tridiagonal LU factors, as `gttrs` of LAPACK."""
     dtype = jax.dtypes.canonicalize_dtype(node.outputs[0].type.dtype)
 
     def forward(dl: Any, swaps: Any, b: Any) -> Any:

@@ -86,7 +86,7 @@ def _csm_properties(op: Any, node: Any, x: BCOO) -> Any:
 
 
 def _rows_of(indptr: Any, count: int) -> Any:
-    """Return the index along the compressed axis of each stored number."""
+    """Return the compressed index of each stored entry: its row in CSR, its column in CSC."""
     rows = jnp.searchsorted(jnp.asarray(indptr), jnp.arange(count), side="right") - 1
     return rows.astype(jnp.int32)
 

@@ -289,8 +289,9 @@ def delegate(cls: _T, names: Iterable[str], operands: int = 2) -> None:
     **Arguments:**
 
     - `names`: the names of the primitives.
-    - `operands`: their number of operands. With two, one of them may have any type. If it is a
-      `Value`, its rules see the computations of Veneer's rule, as in a nested `quaxify`.
+    - `operands`: their number of operands. With two, one of them may have any type. If it is
+      another `Value`, Veneer's rule runs inside a nested `quaxify`, so that the other type's rules
+      apply too.
     """
     other = ArrayLike | _CoreValue
     for name in names:
