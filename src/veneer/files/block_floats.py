@@ -59,8 +59,12 @@ def pair_scales(source: StoredTensors) -> Iterator[tuple[str, str]]:
     """Yield the names of each FP8 tensor that has a scale, and of the scale."""
     for name, header in source.headers.items():
         if header.dtype.name in FLOAT8:
-            beside = (f"{name}_scale_inv", f"{name}_scale", f"{name.removesuffix('weight')}scale")
-            scale_name = next((x for x in beside if x in source.headers), None)
+            candidates = (
+                f"{name}_scale_inv",
+                f"{name}_scale",
+                f"{name.removesuffix('weight')}scale",
+            )
+            scale_name = next((x for x in candidates if x in source.headers), None)
             if scale_name is not None:
                 yield name, scale_name
 

@@ -62,7 +62,7 @@ def find_weights(source: StoredTensors) -> Iterator[Weight]:
         elif source.header(name).dtype.name in ("int8", *FLOAT8):
             zero = f"{module}.weight_zero_point"
             zero_name = zero if zero in source.headers else None
-            blocks = (_tile_sizes(source, of) for of in _schemes(source, module))
+            blocks = (_tile_sizes(source, scheme) for scheme in _schemes(source, module))
             yield byte_code_weight(
                 source, name, f"{module}.weight_scale", *blocks, zero_name=zero_name
             )
@@ -163,19 +163,20 @@ class _WordLayout(NamedTuple):
     """A layout of codes in 32-bit words.
 
     - `bits`: the bits of a code.
-    - `whole`: whether no code spans two words. Otherwise, codes follow each other without gaps.
+    - `has_whole_codes`: whether no code spans two words. Otherwise, codes follow each other without
+      gaps.
     """
 
     bits: int
-    whole: bool
+    has_whole_codes: bool
 
     def words(self, size: int) -> int:
         """Return the number of words that hold `size` codes."""
-        return -(-size // (32 // self.bits)) if self.whole else -(-size * self.bits // 32)
+        return -(-size // (32 // self.bits)) if self.has_whole_codes else -(-size * self.bits // 32)
 
     def fields(self, words: np.ndarray, size: int) -> np.ndarray:
         """Return the first `size` codes of each row of words: `uint8[..., size]`."""
-        if self.whole:
+        if self.has_whole_codes:
             return codes.unpack_words(words, self.bits, size)
         return codes.unpack_stream(codes.as_bytes(words), self.bits, size)
 
@@ -207,8 +208,8 @@ def _words(source: StoredTensors, module: str) -> Weight:
     if g_idx in source.headers:
         source.check(g_idx, (size,), ("int32", "int64"), packed)
         parts.append(g_idx)
-    of_bits = [of for of in schemes if of.get("num_bits") in (layout.bits, None)]
-    tiles = [_tile_sizes(source, of) for of in of_bits]
+    matching = [scheme for scheme in schemes if scheme.get("num_bits") in (layout.bits, None)]
+    tiles = [_tile_sizes(source, scheme) for scheme in matching]
     stated = [None if tile is None else tile[1] for tile in tiles]
     if g_idx not in source.headers:
         source.tile(scale, size, groups, *stated)
@@ -230,19 +231,21 @@ def _layout(
     For a few small sizes, both layouts have the same number of words. Then the version of the
     format decides.
     """
-    numbers = [of.get("num_bits") for of in schemes]
+    numbers = [scheme.get("num_bits") for scheme in schemes]
     stated = {bits for bits in numbers if type(bits) is int and 1 < bits <= 8}
-    found = [
+    layouts = [
         layout
         for bits in stated or (4, 8)
         for layout in (_WordLayout(bits, False), _WordLayout(bits, True))
-        if size > 0 and words == layout.words(size) and not (layout.whole and 32 % bits == 0)
+        if size > 0
+        and words == layout.words(size)
+        and not (layout.has_whole_codes and 32 % bits == 0)
     ]
     version = re.fullmatch(r"(\d{1,4})\.(\d{1,4})\.\d+", str(source.quantization.get("version")))
-    if len(found) > 1 and version:
-        whole = (int(version[1]), int(version[2])) < (0, 18)
-        found = [layout for layout in found if layout.whole == whole or 32 % layout.bits == 0]
-    return found[0] if len(found) == 1 else None
+    if len(layouts) > 1 and version:
+        is_old = (int(version[1]), int(version[2])) < (0, 18)
+        layouts = [x for x in layouts if x.has_whole_codes == is_old or 32 % x.bits == 0]
+    return layouts[0] if len(layouts) == 1 else None
 
 
 def _read_words(
@@ -255,7 +258,7 @@ def _read_words(
 ) -> Any:
     bits, size = layout.bits, shape[1]
     words = source.read(f"{module}.weight_packed")
-    if layout.whole:
+    if layout.has_whole_codes:
         packed = codes.pack_rows(layout.fields(words, size), bits)
     else:
         packed = codes.stream_to_packed(codes.as_bytes(words), bits, size)
@@ -317,9 +320,13 @@ def encode_weight(value: Any) -> EncodedWeight:
         tensors[".weight_zero_point"] = codes.pack_to_words(zero, bits).T
     if parts.group_of is not None:
         tensors[".weight_g_idx"] = parts.group_of
-    whole = parts.scale.shape[1] == 1
+    is_per_channel = parts.scale.shape[1] == 1
     stated = _settings("pack-quantized", bits, "int", parts.is_symmetric)
-    stated |= {"strategy": "channel"} if whole else {"strategy": "group", "group_size": parts.tile}
+    stated |= (
+        {"strategy": "channel"}
+        if is_per_channel
+        else {"strategy": "group", "group_size": parts.tile}
+    )
     stated |= {"actorder": "group"} if parts.group_of is not None else {}
     return EncodedWeight(tensors, stated)
 

@@ -134,9 +134,9 @@ class GgufFile:
         """Return a dict from NVFP4 tensors to the tensors with the factors of their scales."""
         factors = {}
         for name, (_, entry) in self._entries.items():
-            beside = f"{name.removesuffix('weight')}scale"
-            if type_layout(entry.type)[0] == "NVFP4" and beside in self._entries:
-                factors[name] = beside
+            factors_name = f"{name.removesuffix('weight')}scale"
+            if type_layout(entry.type)[0] == "NVFP4" and factors_name in self._entries:
+                factors[name] = factors_name
         return factors
 
     family = "gguf"

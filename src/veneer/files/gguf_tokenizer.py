@@ -179,7 +179,7 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, str]:
         words.post_processor = processors.TemplateProcessing(
             single=around("$A"),
             pair=[*around("$A"), *(f"{piece}:1" for piece in around("$B"))],
-            special_tokens=begin + [one for one in end if one not in begin],
+            special_tokens=begin + [token for token in end if token not in begin],
         )
     architecture = metadata.get("general.architecture")
     entries = {

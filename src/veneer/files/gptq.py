@@ -173,14 +173,14 @@ def _plus_one(source: StoredTensors) -> bool:
     stated = source.quantization.get("checkpoint_format", "gptq") != "gptq_v2"
     if source.quantization.get("sym") is False:
         return stated
-    found = set()
+    offsets = set()
     for module in list(source.modules(".qweight"))[:_SAMPLED_MODULES]:
         if not has_layout(source, module):
             return stated
         bits = _bits(source, module, source.header(f"{module}.scales").shape[1])
         zeros = np.unique(_zero_points(source, module, bits, plus_one=False))
-        found.add(2 ** (bits - 1) - int(zeros[0]) if len(zeros) == 1 else None)
-    if len(found) != 1 or not found <= {0, 1} or found == {int(stated)}:
+        offsets.add(2 ** (bits - 1) - int(zeros[0]) if len(zeros) == 1 else None)
+    if len(offsets) != 1 or not offsets <= {0, 1} or offsets == {int(stated)}:
         return stated
     label, version = ("gptq", 2) if stated else ("gptq_v2", 1)
     warnings.warn(

@@ -221,10 +221,10 @@ def _not_written_here(path: Path) -> str | None:
     )
     shard = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
     shards = [name for name in names if shard.fullmatch(name)]
-    beside = [_written_with(path / name) for name in shards]
-    is_ours = manifest.FILE_NAME in names or (beside and None not in beside)
+    listed = [_written_with(path / name) for name in shards]
+    is_ours = manifest.FILE_NAME in names or (listed and None not in listed)
     written = {manifest.FILE_NAME, INDEX_NAME, *shards}
-    written |= {name for files in beside for name in files or ()}
+    written |= {name for files in listed for name in files or ()}
     written |= {part for name in written for part in Path(name).parts[:1]}
     foreign = [name for name in names if name not in written]
     return foreign[0] if foreign else None if is_ours else "it"

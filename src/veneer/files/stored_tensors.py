@@ -134,12 +134,12 @@ class StoredTensors:
         **Raises:** `ValueError` if no stated size fits the count, if several different ones do, or
         if none is stated and the count is ambiguous.
         """
-        tiles = (find_tile(size, count, of) for of in stated or (None,))
+        tiles = (find_tile(size, count, x) for x in stated or (None,))
         fitting = {min(tile, size) for tile in tiles if tile is not None}
         if len(fitting) == 1:
             return fitting.pop()
-        of = {"one group" if x == -1 else f"groups of {x}" for x in stated if x is not None}
-        what = f"states {' or '.join(sorted(of))}" if of else "does not state the group size"
+        sizes = {"one group" if x == -1 else f"groups of {x}" for x in stated if x is not None}
+        what = f"states {' or '.join(sorted(sizes))}" if sizes else "does not state the group size"
         raise self.error(
             name,
             f"has {count} groups for {size} inputs, but the configuration {what}: correct the "

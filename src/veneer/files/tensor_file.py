@@ -170,15 +170,15 @@ class TensorFile:
         if dtype == FLOAT4:
             if not shape or shape[-1] % 2:
                 raise self._invalid(f"tensor {name!r} of {dtype}{shape} needs an even last axis")
-            of, nbytes = jnp.dtype(jnp.float4_e2m1fn), math.prod(shape) // 2
+            item, nbytes = jnp.dtype(jnp.float4_e2m1fn), math.prod(shape) // 2
         else:
-            of = jnp.dtype(DTYPES[dtype])
-            nbytes = math.prod(shape) * of.itemsize
+            item = jnp.dtype(DTYPES[dtype])
+            nbytes = math.prod(shape) * item.itemsize
         if len(offsets) != 2 or offsets[1] - offsets[0] != nbytes:
             raise self._invalid(
                 f"tensor {name!r} of {dtype}{shape} takes {nbytes} bytes, which its offsets do not"
             )
-        return TensorHeader(tuple(shape), of, offsets[0], nbytes)
+        return TensorHeader(tuple(shape), item, offsets[0], nbytes)
 
     def _invalid(self, what: str) -> ValueError:
         return ValueError(f"{self.path} is not a safetensors file, or is truncated: {what}")

@@ -357,12 +357,12 @@ def convert_argument(x: Any, declared: Any, name: str) -> Any:
         if any(_KINDS[t.kind] > _KINDS[np.dtype(declared.dtype).kind] for t in dtypes):
             raise TypeError(f"the graph's input {name} is {declared}, but got {x}")
         x = jnp.asarray(x, jax.dtypes.canonicalize_dtype(declared.dtype))
-    given, wanted = (jax.dtypes.canonicalize_dtype(t.dtype) for t in (x, declared))
+    actual, wanted = (jax.dtypes.canonicalize_dtype(t.dtype) for t in (x, declared))
     sizes_fit = len(x.shape) == declared.ndim and all(
-        size in (None, found) for size, found in zip(declared.shape, x.shape, strict=True)
+        size in (None, n) for size, n in zip(declared.shape, x.shape, strict=True)
     )
-    if given != wanted or not sizes_fit:
-        raise TypeError(f"the graph's input {name} is {declared}, but got {given}{[*x.shape]}")
+    if actual != wanted or not sizes_fit:
+        raise TypeError(f"the graph's input {name} is {declared}, but got {actual}{[*x.shape]}")
     return jnp.asarray(x) if isinstance(x, np.ndarray) and x.ndim else x
 
 
