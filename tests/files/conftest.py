@@ -1,10 +1,10 @@
 import pytest
 
-# A program for an environment of its own, and no test.
+# A program that needs its own environment, not a test.
 collect_ignore = ["make_references.py"]
 
 
 @pytest.fixture
 def mutations(request):
-    """How many changes a file is spoilt by."""
+    """Return how many damaged variants of a file a test tries."""
     return 1000 if request.config.getoption("all") else 100

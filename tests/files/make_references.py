@@ -1,10 +1,10 @@
-"""Writes `references.zip`: small folders as other libraries write them, and what they are worth.
+"""Write `references.zip`: small folders from other libraries, and the values that these compute.
 
 `python make_references.py` writes all of them, and `python make_references.py NAME...` these cases
 alone, keeping the others. It needs torch, transformers, accelerate, safetensors,
 compressed-tensors, bitsandbytes and torchao, and on PYTHONPATH the unpacked auto-gptq, autoawq and
-gptqmodel. Of these only the layers are imported: the rest of them asks for libraries that no layer
-does.
+gptqmodel. Only their layers are imported, because other modules need more
+libraries.
 """
 
 import importlib.machinery
@@ -48,7 +48,7 @@ def linear(shape, dtype=torch.float16):
 
 
 def of_compressed_tensors(layout, shape, dtype=torch.bfloat16, **stated):
-    """By the compressor of a layout; scales as its observers have them."""
+    """Compress a weight with compressed-tensors. Its observers compute the scales."""
     args = ctq.QuantizationArgs(**stated)
     scheme = ctq.QuantizationScheme(targets=["Linear"], weights=args, format=layout)
     w = linear(shape, dtype).weight.data
@@ -77,7 +77,9 @@ def of_compressed_tensors(layout, shape, dtype=torch.bfloat16, **stated):
 
 
 def of_bitsandbytes_4(kind, shape, nested, blocksize=64, storage=torch.uint8):
-    """Of whole blocks a row: others, its own kernel for CPUs dequantizes by wrong scales."""
+    """Quantize a weight with bitsandbytes, to 4 bits.
+
+    Blocks must divide rows. For others, its CPU kernel uses wrong scales."""
     stated = {"quant_type": kind, "compress_statistics": nested, "quant_storage": storage}
     layer = bnb.nn.Linear4bit(shape[1], shape[0], bias=False, **stated)
     layer.weight = bnb.nn.Params4bit(
@@ -140,7 +142,7 @@ def of_auto_gptq(bits, shape, group=32, *, sym=False, desc_act=False):
 
 
 def of_gptqmodel(bits, shape, group=32, *, version=1, desc_act=False):
-    """Of zero points that may be 0, which the first version stores less one, and borrows."""
+    """Quantize a weight with GPTQModel, with some zero points of 0, which borrow in version 1."""
     from gptqmodel.nn_modules.qlinear.torch import TorchLinear
     from gptqmodel.utils import model
 
@@ -200,7 +202,7 @@ def of_torchao(config, shape):
 
 
 def cases():
-    """The cases by name: what makes each, and of what."""
+    """Yield the name of each case, the function that makes it, and its arguments."""
     packed = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group"}
     for bits in range(2, 9):
         of = packed | {"num_bits": bits, "group_size": 16}

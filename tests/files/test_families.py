@@ -1,4 +1,4 @@
-"""Folders of each family: read packed, by the dense names, and worth what NumPy says to the bit."""
+"""Quantized folders: weights stay packed, with their dense names and the values of NumPy."""
 
 import inspect
 import json
@@ -178,7 +178,7 @@ def rng():
 
 
 def f32(w):
-    """What an array stands for, before it is rounded to the dense dtype."""
+    """Return the dense values in f32, before they are rounded to the dense dtype."""
     if isinstance(w, Permuted):
         return np.asarray(vn.materialise(Permuted(f32(w.array), w.order, w.axis)))
     return np.asarray(w.replace(dense_dtype="float32").dequantize())
@@ -366,7 +366,7 @@ def test_small_floats_with_zero_points_are_refused(tmp_path):
 
 
 def test_tensors_go_to_their_devices_one_at_a_time(tmp_path, monkeypatch):
-    """By rules that say where the dense ones go; no tensor is whole on a device that has a part."""
+    """Shardings by rules apply to packed weights. No device holds a whole tensor."""
     mesh = jax.make_mesh((1,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
     on = lambda *spec: jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
     tensors, value = folders.gptq(rng(), order="desc_act")

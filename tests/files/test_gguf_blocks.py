@@ -1,4 +1,4 @@
-"""Each type of GGUF's blocks: packed, and worth to the bit what the `gguf` package makes of it."""
+"""GGUF block types: tensors stay packed, and have the values of the `gguf` package."""
 
 import re
 

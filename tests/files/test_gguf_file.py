@@ -1,4 +1,4 @@
-"""GGUF files: what is in them, in one part or several."""
+"""Read GGUF files, in one part or several."""
 
 import jax
 import numpy as np
@@ -129,7 +129,7 @@ def test_dense_avals_lists_dense_tensors(path):
 
 
 def split(tmp_path, tensors, *, parts=None, stated=None):
-    """Writes each tensor into a part of its own."""
+    """Write each tensor into a separate part."""
     count = len(tensors)
     for i, (name, value) in enumerate(tensors.items()):
         path = tmp_path / f"m-{i + 1:05}-of-{count:05}.gguf"

@@ -1,4 +1,4 @@
-"""GGUF files that are bad: one line says what is wrong, and nothing large is made."""
+"""Damaged GGUF files: the error is one line, and no large array is allocated."""
 
 import contextlib
 import struct
@@ -116,7 +116,7 @@ def test_a_file_that_is_not_there(tmp_path):
 
 
 def mutated(content, rng):
-    """A file of which something is otherwise: bytes, a length, or the end."""
+    """Return the bytes of a file with changed bytes, a changed length, or a missing end."""
     content = bytearray(content)
     kind = rng.integers(4)
     at = int(rng.integers(0, min(len(content), 1800)))  # what stands before the tensors, mostly

@@ -1,4 +1,4 @@
-"""What is written as GGUF: whole, or refused."""
+"""Write GGUF files, completely or not at all."""
 
 import jax.numpy as jnp
 import ml_dtypes

@@ -163,7 +163,7 @@ def three_layers(make):
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("targets", ["names", "patterns", "mixed"])
 def test_each_weight_has_the_group_size_of_its_config_group(tmp_path, bits, targets):
-    """Of 192 columns: two groups of 96 and of 128 look alike."""
+    """With 192 columns, groups of 96 and of 128 both have two scales."""
     named = {
         "names": (["a.q"], ["a.k"], ["b"]),
         "patterns": (["re:.*q$"], ["re:a[.]k"], ["re:b"]),

@@ -1,7 +1,7 @@
-"""Folders that are damaged: one clear line, no crash, no memory that the file does not account for.
+"""Damaged folders: the error is one clear line, and memory is bounded by the size of the files.
 
-A thousand changes a family, of which a quick run has a hundred: of the JSON of the configuration
-and of the header, of shapes, dtypes and offsets, of single bytes, and files that end early.
+Each family has a thousand damaged variants (a hundred in a quick run). They change the JSON of the
+configuration and the header, shapes, dtypes, offsets, or single bytes, or cut the file.
 """
 
 import copy

@@ -18,7 +18,7 @@ from .test_families import CONFIGS, E4M3, ct
 OUT, IN = 192, 512
 SIZES = {"out": OUT, "groups": IN // 128, "size": IN, "tile": 128, "shape": (OUT, IN)}
 
-# Of shapes that are their own, or of tiles that are those of the whole weight.
+# Cases with other shapes, or with one scale for the whole weight.
 OTHERS = ("odd", "share", "one_group", "fp8_whole", "int_quantized", "float_quantized")
 WHOLE = {
     "int_quantized": (np.int8, (1, IN), (OUT, 1)),

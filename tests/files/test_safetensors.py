@@ -1,4 +1,4 @@
-"""`vn.save` and `vn.load`: exact to the bit, whole or absent, readable without veneer."""
+"""`vn.save` and `vn.load`: exact, complete or absent, and readable without veneer."""
 
 import functools
 import json
@@ -168,7 +168,7 @@ def test_a_qarray_comes_back_to_the_bit(tmp_path, name):
 
 
 def decode_without_veneer(folder, name):
-    """What `veneer.json` says in words, in NumPy."""
+    """Decode a tensor in NumPy, as `veneer.json` describes it."""
     layout = json.loads((folder / "veneer.json").read_text())
     stored = load_file(folder / "model.safetensors")
     entry = layout["tensors"][name]
@@ -269,7 +269,7 @@ def test_files_take_the_bytes_of_the_arrays(tmp_path, name, dtypes):
 
 
 def write_version_1(folder, q):
-    """What veneer wrote before it had formats of other than 4 and 8 bits."""
+    """Write a folder of layout version 1, which had only formats of 4 and 8 bits."""
     vn.save(folder, {"w": q})
     content = json.loads((folder / "veneer.json").read_text())
     del content["tensors"]["w"]["scale_dtype"]
@@ -869,7 +869,7 @@ def test_reading_one_tensor_reads_no_other(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("shardings", [None, jax.devices()[0]])
 def test_loaded_file_contents_are_released(tmp_path, monkeypatch, shardings):
-    """JAX may hold some until a thread of its own has run; not all of a model."""
+    """JAX may hold a few tensors until one of its threads has run, but not all of a model."""
     save_file({f"t{i:02}": normal(512, 513) for i in range(20)}, tmp_path / "m.safetensors")
     seen, held = [], []
 

@@ -1,4 +1,4 @@
-"""`vn.save` and `vn.load(path, like=tree)`: any tree, of the classes that it is of."""
+"""`vn.save` and `vn.load(path, like=tree)`: trees of any class are restored."""
 
 import collections
 import contextlib
@@ -243,7 +243,7 @@ def test_packed_stays_packed(tmp_path):
 
 scaled = partial(vn.types.LoraArray, NF4, arrays.ones((64, 2)), arrays.zeros((2, 8)))
 
-# What was saved, what it is loaded as, and what is said.
+# The saved tree, the tree `like`, and the error message.
 DIFFERENT = {
     "metadata": (
         {"w": scaled(scale=0.5)},
@@ -441,7 +441,7 @@ def test_metadata_is_checked_where_leaves_are_missing(tmp_path):
 
 
 def test_a_state_with_leaves_of_other_shapes_is_loaded(tmp_path):
-    """As those of Adafactor are: it has the structure of an array and is none."""
+    """A state of Adafactor has the structure of an array, but other leaves."""
     norms = [jax.tree.map(jnp.linalg.norm, vn.types.LoraArray(W, LORA.a, LORA.b, scale=2.0))]
     vn.save(tmp_path / "saved", norms)
     assert_same(vn.load(tmp_path / "saved"), norms)

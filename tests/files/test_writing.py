@@ -1,4 +1,4 @@
-"""Written as another library has it, and read again: equal to the bit, or refused by name."""
+"""Write folders in formats of other libraries, and read them bit for bit."""
 
 import json
 

@@ -374,7 +374,7 @@ def test_operands_that_do_not_fit_raise():
 
 @pytest.mark.parametrize("how", [jax.jit, lambda f: lambda x: vn.numba.compile(f, x)(x)])
 def test_lapack_and_sparse_products_compile_natively(how):
-    """Where JAX compiles the function that a graph becomes, so does vn.numba."""
+    """`vn.numba` compiles the function of a graph, as `jax.jit` does."""
     from pytensor import sparse
     from scipy.sparse import csr_matrix
 

@@ -304,7 +304,7 @@ def test_a_generator_is_an_input():
         own = pytensor.function([], numbers_of(shared)[1], mode="JAX")()
     ours = to_jax(numbers, [rng])(np.random.default_rng(3))
     np.testing.assert_allclose(ours, own, rtol=1e-6)
-    # A generator stays what it was: two operations that read it draw the same numbers.
+    # A draw does not change the generator: two operations that read it draw the same numbers.
     once, again = to_jax([numbers, numbers_of(rng)[1] * 2], [rng])(key)
     np.testing.assert_allclose(2 * once, again)
     for wrong in (jnp.ones(3), 1, jax.random.split(key)):

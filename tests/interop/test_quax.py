@@ -110,7 +110,7 @@ def _(x: ArrayLike | quax.ArrayValue, w: Lora, *, dimension_numbers, **params):
 
 
 class SparseVector(quax.ArrayValue):
-    """A vector with few entries that are not zero. A class with an `__init__` of its own."""
+    """A vector with few nonzero entries, whose class defines `__init__`."""
 
     values: Float[Array, "*batch k"]
     indices: Int[Array, "*batch k"]
@@ -167,7 +167,7 @@ def with_custom_vjp(f):
     return wrapped
 
 
-# What a program does with a function of a value and an array, within `quaxify`.
+# Transformations of a function of a value and an array, inside `quaxify`.
 INSIDE = {
     "as it is": lambda f: f,
     "jit": jax.jit,
@@ -181,7 +181,7 @@ INSIDE = {
     "custom_vjp": with_custom_vjp,
 }
 
-# What is done with the function of leaves that `quaxify` gives.
+# Transformations of the function of leaves that `quaxify` returns.
 OUTSIDE = {
     "eager": lambda f: f,
     "jit": jax.jit,
@@ -260,7 +260,7 @@ def test_a_class_may_be_strict():
     assert_close(quax.quaxify(jnp.add)(Strict(X, "m"), Strict(X, "m")).array, X + X)
 
 
-# What is done where no rule fits.
+# Fallbacks if no rule fits.
 
 
 def test_operands_are_materialised_where_no_rule_fits():
@@ -273,27 +273,27 @@ def test_the_user_sees_the_error_of_materialise():
         quax.quaxify(jnp.sin)(Unitful(X, "m"))
 
 
-class Told(Unitful):
+class Recording(Unitful):
     @staticmethod
     def default(primitive, values, params):
-        arrays = [v.array if isinstance(v, Told) else v for v in values]
-        return Told(primitive.bind(*arrays, **params), (0, 0))
+        arrays = [v.array if isinstance(v, Recording) else v for v in values]
+        return Recording(primitive.bind(*arrays, **params), (0, 0))
 
 
 def test_a_default_receives_primitive_values_and_parameters():
-    out = quax.quaxify(lambda x: jnp.cumsum(jnp.sin(x)))(Told(X, "m"))
-    assert type(out) is Told
+    out = quax.quaxify(lambda x: jnp.cumsum(jnp.sin(x)))(Recording(X, "m"))
+    assert type(out) is Recording
     assert_close(out.array, jnp.cumsum(jnp.sin(X)))
 
 
 def test_two_defaults_are_refused():
-    class Other(Told):
+    class Other(Recording):
         @staticmethod
         def default(primitive, values, params):
-            return Told.default(primitive, values, params)
+            return Recording.default(primitive, values, params)
 
-    with pytest.raises(TypeError, match="Told"):
-        quax.quaxify(jnp.arctan2)(Told(X, "m"), Other(X, "m"))
+    with pytest.raises(TypeError, match="Recording"):
+        quax.quaxify(jnp.arctan2)(Recording(X, "m"), Other(X, "m"))
 
 
 def test_a_carry_whose_metadata_changes_is_refused():

@@ -176,7 +176,7 @@ def total(x, *, axes):
 
 
 class Meters(HiValue):
-    """Made of an array, or of what a rule returns."""
+    """A value made from an array, or from the result of a rule."""
 
     def __init__(self, x, power=1, /):
         self.leaf = x if isinstance(x, Length) else wrap(x, power)

@@ -1,4 +1,4 @@
-"""`unxt` and `quaxed`, as they are, with `veneer.interop.quax` standing in for Quax."""
+"""Run `unxt` and `quaxed` unchanged, with `veneer.interop.quax` in place of Quax."""
 
 import importlib
 import sys
@@ -28,7 +28,7 @@ def qnp(unxt):
 
 LENGTH, TIME = arrays.array([1.0, 4.0, 9.0]), arrays.array([2.0, 0.5, 4.0])
 
-# Functions of a module like jax.numpy, a length and a time; and the unit of what they give.
+# Functions of a module like jax.numpy, a length and a time, with the unit of the result.
 FUNCTIONS = {
     "add": (lambda np, x, t: x + 3 * x, "m"),
     "subtract": (lambda np, x, t: x - x[0], "m"),
