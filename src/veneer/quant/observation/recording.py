@@ -182,6 +182,42 @@ class Recording:
                 for positions_of_batch, product in zip(positions, products, strict=True):
                     self._add_gram(self.grams, positions_of_batch, product)
 
+    def add_on_device(
+        self,
+        totals: Totals,
+        num_rows: int,
+        positions: Any,
+        low: Any,
+        high: Any,
+        sums: Any,
+        products: Any = None,
+    ) -> Totals:
+        """Add the activations of one product to totals on the device, and return the new totals.
+
+        The arguments after `totals` are as in `add`.
+        """
+        low, high, sums = (jnp.asarray(x, jnp.float32) for x in (low, high, sums))
+        # XLA's reduction to a maximum may drop NaN.
+        low, high = (jnp.where(jnp.isnan(sums[0]), jnp.nan, x) for x in (low, high))
+        index, stack = positions.ravel(), jnp.asarray(self.stack)[positions]
+        ranges = totals.ranges.at[0, 0, stack.ravel()].min(low.ravel())  # 0: the current batch
+        counts = totals.counts.at[index].add(num_rows)
+        counts = jnp.where(counts < totals.counts, jnp.iinfo(counts.dtype).max, counts)  # saturate
+        gram = totals.gram
+        if gram is not None and products is not None:
+            channel = jnp.asarray(self.channel)[positions]
+            is_same_stack = stack[:, :, None] == stack[:, None, :]
+            entries = stack[:, :, None], channel[:, :, None], channel[:, None, :]
+            gram = gram.at[entries].add(jnp.where(is_same_stack, products, 0).astype(gram.dtype))
+        return Totals(
+            counts=counts,
+            ends=totals.ends.at[0, index].min(low.ravel()).at[1, index].max(high.ravel()),
+            sums=totals.sums.at[:, index].add(sums.reshape(3, -1)),
+            ranges=ranges.at[0, 1, stack.ravel()].max(high.ravel()),
+            batches=totals.batches,
+            gram=gram,
+        )
+
     def keep_operand(self, positions: np.ndarray, x: np.ndarray) -> None:
         """Keep the activations `x`, `[batch, rows, channels]`, until `add_cross` is called.
 
@@ -297,44 +333,6 @@ class Recording:
         return np.stack(means).reshape(*leading, self.num_channels, self.num_channels)
 
 
-def add_to_totals(
-    totals: Totals,
-    recording: Recording,
-    num_rows: int,
-    positions: Any,
-    low: Any,
-    high: Any,
-    sums: Any,
-    products: Any = None,
-) -> Totals:
-    """Add the sums and ranges of one product to totals on the device, and return the new totals.
-
-    `recording` maps positions to stacks and channels. `Recording.add` describes the arguments from
-    `num_rows` on.
-    """
-    low, high, sums = (jnp.asarray(x, jnp.float32) for x in (low, high, sums))
-    # XLA's reduction to a maximum may drop NaN.
-    low, high = (jnp.where(jnp.isnan(sums[0]), jnp.nan, x) for x in (low, high))
-    index, stack = positions.ravel(), jnp.asarray(recording.stack)[positions]
-    ranges = totals.ranges.at[0, 0, stack.ravel()].min(low.ravel())  # 0: the current batch
-    counts = totals.counts.at[index].add(num_rows)
-    counts = jnp.where(counts < totals.counts, jnp.iinfo(counts.dtype).max, counts)  # saturate
-    gram = totals.gram
-    if gram is not None and products is not None:
-        channel = jnp.asarray(recording.channel)[positions]
-        is_same_stack = stack[:, :, None] == stack[:, None, :]
-        entries = stack[:, :, None], channel[:, :, None], channel[:, None, :]
-        gram = gram.at[entries].add(jnp.where(is_same_stack, products, 0).astype(gram.dtype))
-    return Totals(
-        counts=counts,
-        ends=totals.ends.at[0, index].min(low.ravel()).at[1, index].max(high.ravel()),
-        sums=totals.sums.at[:, index].add(sums.reshape(3, -1)),
-        ranges=ranges.at[0, 1, stack.ravel()].max(high.ravel()),
-        batches=totals.batches,
-        gram=gram,
-    )
-
-
 #: Each run of `observe` takes a number from `run_ids`. Weights hold this number instead of a
 #: `Recording` or a Box, because their metadata must be hashable.
 run_ids = itertools.count()
@@ -412,7 +410,7 @@ class ObservedWeight(ProductWeight):
             reduced.append(products.reshape(batch_size, num_channels, num_channels))
         if self.run_id in boxes_by_run:
             boxes_by_run[self.run_id][self.path].update(
-                lambda totals: add_to_totals(totals, self.recording, num_rows, *reduced)
+                lambda totals: self.recording.add_on_device(totals, num_rows, *reduced)
             )
             return
         receive = functools.partial(_receive, self.run_id, self.path, num_rows)
