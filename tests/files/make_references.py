@@ -1,9 +1,9 @@
-"""Write `references.zip`: small folders from other libraries, and the values that these compute.
+"""Write `references.zip`: small folders written by other libraries, with their dequantized values.
 
-`python make_references.py` writes all of them, and `python make_references.py NAME...` these cases
-alone, keeping the others. It needs torch, transformers, accelerate, safetensors,
-compressed-tensors, bitsandbytes and torchao, and on PYTHONPATH the unpacked auto-gptq, autoawq and
-gptqmodel. Only their layers are imported, because other modules need more
+`python make_references.py` writes all of them. `python make_references.py NAME...` writes only
+these cases and keeps the others. It needs torch, transformers, accelerate, safetensors,
+compressed-tensors, bitsandbytes and torchao, and the unpacked auto-gptq, autoawq and gptqmodel on
+PYTHONPATH. Only the layers of these three are imported, because their packages need further
 libraries.
 """
 
@@ -31,7 +31,7 @@ LIBRARIES = ("torch", "compressed-tensors", "bitsandbytes", "torchao")
 
 
 def only(package, *inner):
-    """Makes packages importable without what their `__init__` does."""
+    """Make packages importable without running their `__init__`."""
     for name in (package, *(f"{package}.{x}" for x in inner)):
         path = importlib.machinery.PathFinder.find_spec(
             name, sys.modules[name.rpartition(".")[0]].__path__ if "." in name else None
@@ -48,7 +48,7 @@ def linear(shape, dtype=torch.float16):
 
 
 def of_compressed_tensors(layout, shape, dtype=torch.bfloat16, **stated):
-    """Compress a weight with compressed-tensors. Its observers compute the scales."""
+    """Write with the compressor of a layout, with scales as its observers compute them."""
     args = ctq.QuantizationArgs(**stated)
     scheme = ctq.QuantizationScheme(targets=["Linear"], weights=args, format=layout)
     w = linear(shape, dtype).weight.data
@@ -77,9 +77,7 @@ def of_compressed_tensors(layout, shape, dtype=torch.bfloat16, **stated):
 
 
 def of_bitsandbytes_4(kind, shape, nested, blocksize=64, storage=torch.uint8):
-    """Quantize a weight with bitsandbytes, to 4 bits.
-
-    Blocks must divide rows. For others, its CPU kernel uses wrong scales."""
+    """Write rows of whole blocks. For other rows its CPU kernel dequantizes with wrong scales."""
     stated = {"quant_type": kind, "compress_statistics": nested, "quant_storage": storage}
     layer = bnb.nn.Linear4bit(shape[1], shape[0], bias=False, **stated)
     layer.weight = bnb.nn.Params4bit(
@@ -106,7 +104,7 @@ def of_bitsandbytes_8(shape):
 
 
 def affine_grid(w, bits, group, sym, least=1):
-    """Scales and zero points `[out, groups]` as GPTQ's quantizer has them."""
+    """Return scales and zero points `[out, groups]` like GPTQ's quantizer."""
     tiles, most = w.float().unflatten(-1, (-1, group)), 2**bits - 1
     low, high = tiles.amin(-1).clamp(max=0), tiles.amax(-1).clamp(min=0)
     if sym:
@@ -129,7 +127,7 @@ def of_auto_gptq(bits, shape, group=32, *, sym=False, desc_act=False):
     scale, zero = affine_grid(layer.weight.data, bits, group, sym)
     packed = QuantLinear(bits, group, shape[1], shape[0], bias=False)
     index = groups_of(shape[1], group, desc_act)
-    whole = layer.weight.data.float()  # what its grid does not hold would spill into other codes
+    whole = layer.weight.data.float()  # values outside of the grid would spill into other codes
     near = (whole / scale[:, index]).round() + zero[:, index]
     near = near.clamp(0, 2**bits - 1) - zero[:, index]
     layer.weight.data = near * scale[:, index]
@@ -142,7 +140,7 @@ def of_auto_gptq(bits, shape, group=32, *, sym=False, desc_act=False):
 
 
 def of_gptqmodel(bits, shape, group=32, *, version=1, desc_act=False):
-    """Quantize a weight with GPTQModel, with some zero points of 0, which borrow in version 1."""
+    """Write zero points that may be 0. Version 1 stores them minus one, with a borrow."""
     from gptqmodel.nn_modules.qlinear.torch import TorchLinear
     from gptqmodel.utils import model
 
@@ -202,7 +200,7 @@ def of_torchao(config, shape):
 
 
 def cases():
-    """Yield the name of each case, the function that makes it, and its arguments."""
+    """Return the function and the arguments of each case."""
     packed = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group"}
     for bits in range(2, 9):
         of = packed | {"num_bits": bits, "group_size": 16}

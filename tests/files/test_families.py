@@ -1,4 +1,4 @@
-"""Quantized folders: weights stay packed, with their dense names and the values of NumPy."""
+"""Checkpoints of each family are loaded packed, with dense names, and exactly as by NumPy."""
 
 import inspect
 import json
@@ -178,7 +178,7 @@ def rng():
 
 
 def f32(w):
-    """Return the dense values in f32, before they are rounded to the dense dtype."""
+    """Return the dense values of an array before they are rounded to the dense dtype."""
     if isinstance(w, Permuted):
         return np.asarray(vn.materialise(Permuted(f32(w.array), w.order, w.axis)))
     return np.asarray(w.replace(dense_dtype="float32").dequantize())
@@ -214,7 +214,7 @@ def test_a_program_for_the_dense_checkpoint_runs(tmp_path, make, config):
 def test_a_family_is_known_by_the_names_of_its_tensors(tmp_path, name):
     make = CONFIGS[name][0]
     tensors, value = make(rng())
-    if name == "fp8":  # whose blocks are of 128 by 128, if nothing is said
+    if name == "fp8":  # blocks are 128 by 128 by default
         tensors, value = folders.scaled_bytes(
             rng(), dtype=E4M3, shape=(136, 130), tile=(128, 128), name="m.weight_scale_inv"
         )
@@ -366,7 +366,7 @@ def test_small_floats_with_zero_points_are_refused(tmp_path):
 
 
 def test_tensors_go_to_their_devices_one_at_a_time(tmp_path, monkeypatch):
-    """Shardings by rules apply to packed weights. No device holds a whole tensor."""
+    """Rules place the dense tensors. No device with a part ever holds a whole tensor."""
     mesh = jax.make_mesh((1,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
     on = lambda *spec: jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
     tensors, value = folders.gptq(rng(), order="desc_act")
@@ -457,14 +457,14 @@ def test_memory_holds_the_result_and_one_tensor(tmp_path):
         parts, _ = folders.gptq(rng(), bits=3, out=512, groups=8, tile=64, order="desc_act")
         tensors |= {name.replace("m.", f"m{i}."): x for name, x in parts.items()}
     path = folders.write(tmp_path / "model", tensors, quantization_config=GPTQ)
-    vn.load(path)  # what is compiled and imported at first does not count
+    vn.load(path)  # imports and compilation do not count
     tracemalloc.start()
     try:
         loaded = vn.load(path)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    dense = loaded["m0.weight"].size  # a byte a code, as they are while they are sorted
+    dense = loaded["m0.weight"].size  # one byte per code while they are sorted
     assert peak < sum(x.nbytes for x in loaded.values()) + 8 * dense + 2**21
 
 

@@ -1,4 +1,4 @@
-"""GGUF block types: tensors stay packed, and have the values of the `gguf` package."""
+"""GGUF blocks of each type are loaded packed, and agree to the bit with the `gguf` package."""
 
 import re
 
@@ -15,12 +15,12 @@ from veneer.quant.formats import packing as reference
 
 TYPES = [pytest.param(row, id=row.name) for row in BLOCK_TYPES.values()]
 
-# Every f16, infinities and NaN among them: a block for each.
+# Every f16, including infinities and NaN: one block each.
 ALL_F16 = np.arange(2**16, dtype=np.uint16)
 
 
 def random_blocks(row, *shape, seed=0):
-    """Random bytes of blocks `[..., bytes]`, with scales of 8 bits that are numbers."""
+    """Return random blocks `[..., bytes]` whose 8-bit scales are not NaN."""
     blocks = np.random.default_rng(seed).integers(0, 256, (*shape, row.nbytes), dtype=np.uint8)
     for place in (row.scale, row.minimum):
         if place is not None and place.dtype in LARGEST_SCALES:
@@ -30,7 +30,7 @@ def random_blocks(row, *shape, seed=0):
 
 
 def read(row, blocks):
-    """The QArray of blocks `[..., blocks, bytes]`."""
+    """Return the QArray of blocks `[..., blocks, bytes]`."""
     *leading, count, nbytes = blocks.shape
     rows = blocks.reshape(int(np.prod(leading)), count * nbytes)
     return decode(rows, row, (*leading, count * row.values))
@@ -101,7 +101,7 @@ F16_TYPES = [p for p in TYPES if p.values[0].scale.dtype == np.float16]
 
 @pytest.mark.parametrize("row", F16_TYPES)
 def test_every_scale_of_16_bits_is_read(row):
-    # All of them in the small blocks; of large ones one in eight, and the infinities.
+    # All of them for small blocks. For large blocks every eighth, and the infinities.
     patterns = (
         ALL_F16 if row.values == 32 else np.append(ALL_F16[::8], ALL_F16[[0x7C00, 0xFC00, 0x7C01]])
     )
@@ -143,7 +143,7 @@ def test_blocks_survive_reading_and_writing(row):
     q = read(row, blocks)
     type, again = written(q)
     assert type is row
-    if row.name == "TQ1_0":  # several bytes stand for the same five digits
+    if row.name == "TQ1_0":  # several bytes represent the same five digits
         blocks = again.reshape(blocks.shape)
     np.testing.assert_array_equal(again, blocks.reshape(3, -1))
     for one, other in zip(jax.tree.leaves(q), jax.tree.leaves(read(row, blocks)), strict=True):

@@ -1,4 +1,4 @@
-"""Read GGUF files, in one part or several."""
+"""The contents of GGUF files, in one part or several."""
 
 import jax
 import numpy as np
@@ -133,7 +133,7 @@ def split(tmp_path, tensors, *, parts=None, stated=None):
     count = len(tensors)
     for i, (name, value) in enumerate(tensors.items()):
         path = tmp_path / f"m-{i + 1:05}-of-{count:05}.gguf"
-        # `write_gguf` leaves out what says that a file is in parts: it has a name of that length.
+        # `write_gguf` leaves out the entries of parts, so these have names of the same length.
         metadata = {"split_no": np.uint16((parts or range(count))[i]), "number": i}
         metadata |= {"split_count": np.uint16(count), "split_tensors.count": stated or count}
         write_gguf(path, {name: value}, metadata)

@@ -1,4 +1,4 @@
-"""Damaged GGUF files: the error is one line, and no large array is allocated."""
+"""Damaged GGUF files raise an error of one line, and no large array is allocated."""
 
 import contextlib
 import struct
@@ -116,10 +116,10 @@ def test_a_file_that_is_not_there(tmp_path):
 
 
 def mutated(content, rng):
-    """Return the bytes of a file with changed bytes, a changed length, or a missing end."""
+    """Return a file with changed bytes, a changed length, or a missing end."""
     content = bytearray(content)
     kind = rng.integers(4)
-    at = int(rng.integers(0, min(len(content), 1800)))  # what stands before the tensors, mostly
+    at = int(rng.integers(0, min(len(content), 1800)))  # mostly the part before the tensors
     if kind == 0:
         for _ in range(rng.integers(1, 4)):
             content[int(rng.integers(0, 1800))] = int(rng.integers(256))
@@ -161,7 +161,7 @@ def test_mutations_are_read_or_refused(tmp_path, mutations):
                 assert message.startswith(str(path))
                 assert "\n" not in message
                 outcomes["refused"] += 1
-            # Objects of Python's, and no array of a size that a file only states.
+            # Python objects, but no array with a size that only the header states.
             assert tracemalloc.get_traced_memory()[1] - before < 2**20
     finally:
         tracemalloc.stop()

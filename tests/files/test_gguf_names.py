@@ -1,4 +1,4 @@
-"""Hugging Face's names of what GGUF files hold, its order of rows, and its configuration."""
+"""The Hugging Face names, row order and configuration of GGUF files."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +16,7 @@ def path(tmp_path):
 
 
 def paired(w, heads):
-    """The rows of a matrix as a file of architecture llama has them: halves of a head in pairs."""
+    """Return the rows of a matrix in the order of a llama file: the halves of a head in pairs."""
     halves = w.reshape(heads, 2, w.shape[0] // heads // 2, *w.shape[1:])
     return halves.swapaxes(1, 2).reshape(w.shape)
 
@@ -259,7 +259,7 @@ def test_a_configuration_that_cannot_be_made():
 
 
 def llama3_factors(factor, count=64, theta=500000.0):
-    """As Hugging Face computes them, of the definition in its `modeling_rope_utils`."""
+    """Compute frequency factors by the definition in Hugging Face's `modeling_rope_utils`."""
     factors = []
     for i in range(count):
         wavelength = 2 * np.pi * theta ** (i / count)

@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file: its tokens, and the files that a Hugging Face folder has of it."""
+"""The tokenizer of a GGUF file, and its Hugging Face files."""
 
 import json
 
@@ -7,14 +7,14 @@ import tokenizers
 
 from veneer.files.gguf import tokenizer, tokenizer_files
 
-# SentencePiece's kinds of tokens: 1 normal, 2 unknown, 3 control, 4 of the user, 6 a byte.
+# The kinds of SentencePiece tokens: 1 normal, 2 unknown, 3 control, 4 user-defined, 6 byte.
 _TOKENS = [
     ("<unk>", 0.0, 2),
     ("<s>", 0.0, 3),
     ("</s>", 0.0, 3),
     ("<user>", 0.0, 4),
     *((f"<0x{byte:02X}>", 0.0, 6) for byte in range(256)),
-    # The scores of pairs fall as they were found; letters come after all of them.
+    # The scores of pairs decrease in order of discovery. Letters come after all pairs.
     ("ab", -1.0, 1),
     ("▁a", -2.0, 1),
     ("abab", -3.0, 1),
@@ -36,7 +36,7 @@ SENTENCEPIECE = {
 @pytest.mark.parametrize(
     ("text", "tokens"),
     [
-        ("ab", ["▁", "ab"]),  # the pair of the higher score, though "▁a" comes first
+        ("ab", ["▁", "ab"]),  # the pair with the higher score, although "▁a" comes first
         ("ac", ["▁a", "c"]),
         ("cabab a", ["▁", "c", "abab", "▁a"]),
         ("é", ["▁", "<0xC3>", "<0xA9>"]),

@@ -1,4 +1,4 @@
-"""Write GGUF files, completely or not at all."""
+"""Arrays are written to GGUF exactly, or rejected."""
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -52,7 +52,7 @@ def test_a_disk_that_is_full(path, monkeypatch):
     assert list(path.parent.iterdir()) == []
 
 
-# With one scale for all, and with one for each row.
+# With one scale for the array, and with one per row.
 NF4, INT4 = (
     vn.quant.QArray.from_packed(
         arrays.zeros((2, 16), np.uint8),

@@ -1,4 +1,4 @@
-"""Checkpoints with groups of any size: read exactly by the size that the configuration states."""
+"""Checkpoints with groups of any size are loaded exactly, by the configured size."""
 
 import json
 import re
@@ -18,7 +18,7 @@ E4M3 = ml_dtypes.float8_e4m3fn
 
 
 def values_of(weight):
-    """The values of a weight in f32, by NumPy: nothing is compiled for its shape."""
+    """Return the f32 values of a weight by NumPy, which compiles nothing."""
     if isinstance(weight, Permuted):
         value = np.empty(weight.shape, np.float32)
         value[:, np.asarray(weight.order).reshape(-1)] = values_of(weight.array)
@@ -36,7 +36,7 @@ def write(path, tensors, stated):
 
 
 def ct_config(*groups, **others):
-    """The configuration of compressed-tensors with groups of targets and arguments."""
+    """Return a configuration of compressed-tensors from targets and arguments of groups."""
     listed = {
         f"group_{i}": {"targets": targets, "weights": weights}
         for i, (targets, weights) in enumerate(groups)
@@ -48,11 +48,11 @@ def in_groups(bits, tile):
     return {"num_bits": bits, "strategy": "group", "group_size": tile}
 
 
-# A random weight of a family: its tensors, its values and its configuration.
+# Functions that return a random weight: its tensors, its values and its configuration.
 
 
 def random_size(rng):
-    """Values along an axis and a group size that need not divide them."""
+    """Return a number of values along an axis, and a group size that need not divide it."""
     tile = int(rng.integers(2, 150))
     return int(rng.integers(1, 4 * tile)), tile
 
@@ -152,7 +152,7 @@ def test_a_tile_of_80_to_120_is_saved_and_loaded(tmp_path, qtype, tile):
 
 
 def three_layers(make):
-    """Tensors and values of the layers `a.q`, `a.k` and `b`, in groups of 64, 96 and 128."""
+    """Return tensors and values of layers `a.q`, `a.k` and `b`, in groups of 64, 96 and 128."""
     rng, tensors, values = np.random.default_rng(0), {}, {}
     for name, tile in (("a.q", 64), ("a.k", 96), ("b", 128)):
         parts, values[name] = make(rng, tile)
@@ -163,7 +163,7 @@ def three_layers(make):
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("targets", ["names", "patterns", "mixed"])
 def test_each_weight_has_the_group_size_of_its_config_group(tmp_path, bits, targets):
-    """With 192 columns, groups of 96 and of 128 both have two scales."""
+    """With 192 columns, two groups of 96 and two groups of 128 have the same shapes."""
     named = {
         "names": (["a.q"], ["a.k"], ["b"]),
         "patterns": (["re:.*q$"], ["re:a[.]k"], ["re:b"]),
@@ -176,7 +176,7 @@ def test_each_weight_has_the_group_size_of_its_config_group(tmp_path, bits, targ
         return folders.scaled_bytes(rng, dtype=np.int8, shape=(4, 192), tile=(1, tile))
 
     tensors, values = three_layers(make)
-    if targets == "mixed":  # a module that only a class can target may be of any group
+    if targets == "mixed":  # a module that only a class can target may belong to any group
         tensors = {key: x for key, x in tensors.items() if not key.startswith("b.")}
     groups = [(of, in_groups(bits, n)) for of, n in zip(named, (64, 96, 128), strict=True)]
     path = write(tmp_path / "model", tensors, ct_config(*groups))

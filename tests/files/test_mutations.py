@@ -1,7 +1,8 @@
-"""Damaged folders: the error is one clear line, and memory is bounded by the size of the files.
+"""Damaged checkpoint folders raise one clear line, without a crash or too much memory.
 
-Each family has a thousand damaged variants (a hundred in a quick run). They change the JSON of the
-configuration and the header, shapes, dtypes, offsets, or single bytes, or cut the file.
+There are a thousand changes per family, and a hundred in a quick run: to the JSON of the
+configuration and of the header, to shapes, dtypes, offsets and single bytes, and to the end of
+files.
 """
 
 import copy
@@ -42,7 +43,7 @@ DTYPES = ["U8", "I8", "I32", "U32", "F16", "BF16", "F32", "F64", "I64", "F8_E4M3
 
 
 def spoil_json(random_, content):
-    """Something somewhere in a JSON object is something else, gone or named otherwise."""
+    """Change, remove or rename a value in a JSON object."""
     content = copy.deepcopy(content)
     node = content
     while True:
@@ -67,7 +68,7 @@ def spoil_json(random_, content):
 
 
 def spoil(random_, header, data, config):
-    """The three parts of a folder, one of them damaged."""
+    """Return the three parts of a folder, with one of them damaged."""
     kind = random_.randrange(6)
     text = json.dumps(header).encode()
     length = len(text)
@@ -93,7 +94,7 @@ def spoil(random_, header, data, config):
 
 
 def read_all(path):
-    """How a folder is refused, if it is, and the most bytes that were allocated on the way."""
+    """Return the error of loading a folder, if any, and the peak of allocated bytes."""
     tracemalloc.reset_peak()
     message = None
     try:
@@ -123,7 +124,7 @@ def test_a_damaged_folder_is_read_or_refused_in_one_line(tmp_path, family, mutat
             (path / "config.json").write_bytes(stated)
             most = 64 * len(whole) + 2**20
             message, peak = read_all(path)
-            if peak >= most:  # once more, without what is loaded or cached but once
+            if peak >= most:  # again, so that imports and caches do not count
                 message, peak = read_all(path)
             assert peak < most
             messages += [message] if message else []

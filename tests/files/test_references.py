@@ -1,6 +1,6 @@
-"""Folders that other libraries wrote are worth what those libraries dequantize them to, to the bit.
+"""Folders written by other libraries agree to the bit with their dequantized values.
 
-`make_references.py` has the libraries write them.
+`make_references.py` runs the libraries.
 """
 
 import zipfile
@@ -16,7 +16,7 @@ REFERENCES = Path(__file__).with_name("references.zip")
 with zipfile.ZipFile(REFERENCES) as archive:
     NAMES = sorted({name.partition("/")[0] for name in archive.namelist() if "/" in name})
 
-# The reference multiplies, or divides, in another order or dtype: the units in the last place.
+# Units in the last place. The reference multiplies or divides in another order or dtype.
 ROUNDED = {"bnb_int8": 2}
 
 
@@ -27,7 +27,7 @@ def in_dtype(w, dtype):
 
 
 def places(x):
-    """Floats in their order, each next to the next."""
+    """Map floats to integers in the same order, with adjacent floats at adjacent integers."""
     bits = x.view(f"int{8 * x.itemsize}").astype(np.int64)
     return np.where(bits < 0, np.iinfo(f"int{8 * x.itemsize}").min - bits, bits)
 

@@ -1,4 +1,4 @@
-"""`vn.save` and `vn.load`: exact, complete or absent, and readable without veneer."""
+"""`vn.save` and `vn.load` are exact, atomic, and readable without veneer."""
 
 import functools
 import json
@@ -44,7 +44,7 @@ def normal(*shape, dtype=np.float32, seed=0):
 
 
 def all_bit_patterns(dtype):
-    """Every 16-bit pattern: all NaN payloads, infinities and subnormals."""
+    """Return every 16-bit pattern, including NaN payloads, infinities and subnormals."""
     return np.arange(2**16, dtype=np.uint16).view(dtype)
 
 
@@ -147,7 +147,7 @@ QARRAYS = arrays.OnDemand(
 
 @functools.cache
 def qarray(name):
-    """One of `QARRAYS`, or of every format: "every int4"."""
+    """Return an array of `QARRAYS`, or one of any format: "every int4"."""
     if name in QARRAYS:
         return QARRAYS[name]
     qtype = name.removeprefix("every ")
@@ -168,7 +168,7 @@ def test_a_qarray_comes_back_to_the_bit(tmp_path, name):
 
 
 def decode_without_veneer(folder, name):
-    """Decode a tensor in NumPy, as `veneer.json` describes it."""
+    """Decode an array by the description in `veneer.json`, with NumPy."""
     layout = json.loads((folder / "veneer.json").read_text())
     stored = load_file(folder / "model.safetensors")
     entry = layout["tensors"][name]
@@ -269,7 +269,7 @@ def test_files_take_the_bytes_of_the_arrays(tmp_path, name, dtypes):
 
 
 def write_version_1(folder, q):
-    """Write a folder of layout version 1, which had only formats of 4 and 8 bits."""
+    """Write the file format that veneer had when it only supported 4 and 8 bits."""
     vn.save(folder, {"w": q})
     content = json.loads((folder / "veneer.json").read_text())
     del content["tensors"]["w"]["scale_dtype"]
@@ -419,7 +419,7 @@ def test_a_failed_save_removes_its_temporary_files(tmp_path, error):
 
 
 ASIDE = {
-    "no permission": lambda folder: os.open(folder / "file", os.O_RDONLY),  # as if it had been none
+    "no permission": lambda folder: os.open(folder / "file", os.O_RDONLY),  # raises
     "a full disk": lambda folder: (_ for _ in ()).throw(OSError(f"{folder}/file: I/O error")),
 }
 
@@ -481,7 +481,7 @@ def test_shards_have_the_given_size_and_an_index(tmp_path):
     assert_same(vn.load(tmp_path / "out"), tensors)
 
 
-# Files that others wrote.
+# Files of other libraries.
 
 MODEL = {"encoder.weight": normal(4, 8), "encoder.bias": normal(4), "ids": np.arange(3)}
 
@@ -747,7 +747,7 @@ NOT_MODELS = {
 
 
 def with_header(header):
-    """A file with this text as its header, of one number."""
+    """Return a file with this text as its header, and one number."""
     text = header.replace("T", '{"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}').encode()
     content = len(text).to_bytes(8, "little") + text + bytes(4)
     return lambda folder: (folder / "a.safetensors").write_bytes(content)
@@ -869,7 +869,7 @@ def test_reading_one_tensor_reads_no_other(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("shardings", [None, jax.devices()[0]])
 def test_loaded_file_contents_are_released(tmp_path, monkeypatch, shardings):
-    """JAX may hold a few tensors until one of its threads has run, but not all of a model."""
+    """JAX may keep some contents until one of its threads has run, but not a whole model."""
     save_file({f"t{i:02}": normal(512, 513) for i in range(20)}, tmp_path / "m.safetensors")
     seen, held = [], []
 

@@ -1,4 +1,4 @@
-"""Write folders in formats of other libraries, and read them bit for bit."""
+"""Weights are written in the formats of other libraries exactly, or rejected."""
 
 import json
 
@@ -24,7 +24,7 @@ OF_FORMAT = {
     "mlx": [*(name for name in CONFIGS if name.startswith("mlx")), "gptq_8_symmetric"],
 }
 PAIRS = [(format, name) for format, names in OF_FORMAT.items() for name in names]
-# Twelve outputs fill no words.
+# Twelve outputs do not fill a word.
 PAIRS = [pair for pair in PAIRS if pair not in {("gptq", "pack_quantized_4")}]
 PAIRS = [pair for pair in PAIRS if pair != ("gptq", "pack_quantized_desc_act")]
 

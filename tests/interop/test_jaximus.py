@@ -1,4 +1,4 @@
-"""Code written for eformer's jaximus, on our core: every name and argument of its document."""
+"""Code written for eformer's jaximus runs: every name and argument of its documentation."""
 
 import copy
 import dataclasses
@@ -61,7 +61,7 @@ def no_calls():
 
 @dataclass
 class Codes(ImplicitArray, warn_on_materialize=False):
-    """A matrix in int8 with a scale per channel, as eformer's quantized arrays are written."""
+    """An int8 matrix with a scale per channel, written like eformer's quantized arrays."""
 
     codes: jax.Array
     scale: jax.Array
@@ -98,7 +98,7 @@ def _(w: Codes, x: ArrayLike, **params):
 
 @dataclass
 class Lora(ImplicitArray, warn_on_materialize=False):
-    """A weight, dense or implicit, and an update of low rank."""
+    """A weight, dense or implicit, and a low-rank update."""
 
     w: Any
     a: jax.Array

@@ -172,10 +172,10 @@ def test_results_have_the_declared_dtype(name, x64):
         warnings.simplefilter("ignore")  # NumPy's, of complex numbers as real ones
         expected = pytensor.function(inputs, graph, mode=Mode("py", None))(*arguments)
     expected = expected.astype(graph.type.dtype)  # PyTensor's Python mode sums up int8 in int64
-    f = to_jax(graph, inputs)  # of the other setting: dtypes are those of the call
+    f = to_jax(graph, inputs)  # with the other setting, because dtypes follow the call
     with jax.enable_x64(x64):
         for result in (f(*arguments), jax.jit(f)(*arguments)):
-            if x64 or name != "comparison":  # that is exact in float64 alone
+            if x64 or name != "comparison":  # exact only in float64
                 np.testing.assert_allclose(result, expected, rtol=1e-15 if x64 else 1e-6)
 
 
@@ -374,7 +374,6 @@ def test_operands_that_do_not_fit_raise():
 
 @pytest.mark.parametrize("how", [jax.jit, lambda f: lambda x: vn.numba.compile(f, x)(x)])
 def test_lapack_and_sparse_products_compile_natively(how):
-    """`vn.numba` compiles the function of a graph, as `jax.jit` does."""
     from pytensor import sparse
     from scipy.sparse import csr_matrix
 

@@ -1,4 +1,4 @@
-"""The array types of Quax's documentation, by Quax's names, against the dense program."""
+"""The array types of Quax's documentation agree with the dense program."""
 
 import importlib
 import sys
@@ -44,7 +44,7 @@ def test_every_name_of_quax_is_there():
 
 @pytest.fixture
 def modules() -> Iterator[None]:
-    """Take all modules of Quax out of `sys.modules` during a test."""
+    """Remove all modules of Quax from `sys.modules` during a test."""
     is_quax = lambda name: name.partition(".")[0] == "quax"
     before = {name: sys.modules.pop(name) for name in [*filter(is_quax, sys.modules)]}
     yield
@@ -102,7 +102,7 @@ def test_lora_products_agree_with_dense_ones_and_stay_low_rank(name, swap):
     if swap:
         swapped = tuple(pair[::-1] for pair in numbers)
         f = lambda w, x: lax.dot_general(x, w, swapped)
-    assert_close(quax.quaxify(f)(w, x), f(dense, x))  # it refuses to be dense
+    assert_close(quax.quaxify(f)(w, x), f(dense, x))  # it cannot be materialized
 
 
 def test_lora_multiplies_types_that_it_does_not_know():

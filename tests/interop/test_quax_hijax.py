@@ -31,7 +31,7 @@ class Length(metaclass=LengthMeta):
 
 @dataclass(frozen=True)
 class LeadingAxis(hijax.MappingSpec):
-    """How `jax.vmap` maps a `Length`: along the first axis."""
+    """Map a `Length` along the first axis in `jax.vmap`."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ def total(x, *, axes):
 
 
 class Meters(HiValue):
-    """A value made from an array, or from the result of a rule."""
+    """A Quax type made from an array or from the result of a rule."""
 
     def __init__(self, x, power=1, /):
         self.leaf = x if isinstance(x, Length) else wrap(x, power)
@@ -269,7 +269,7 @@ def test_vmap_inside_and_outside_agree():
         assert_close(out.leaf.array, rows.leaf.array**2)
 
 
-# Programs of a value x that give 4 * x, by an addition of two values.
+# Programs that return 4 * x by adding two values.
 PROGRAMS = {
     "scan": lambda add, x: lax.scan(lambda c, _: (add(c, x), None), x, length=3)[0],
     "fori_loop": lambda add, x: lax.fori_loop(0, 3, lambda _, c: add(c, x), x),

@@ -25,7 +25,7 @@ def outer_update(w, a, b, y):
 
 @pytest.fixture
 def tutorial() -> SimpleNamespace:
-    """Return both types of the tutorial, with rules. Each test has separate classes."""
+    """Return both types of the tutorial, with rules. Each test has new classes."""
 
     class RankOne(quax.ArrayValue):
         w: Shaped[Array, "m n"]

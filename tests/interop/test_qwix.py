@@ -1,4 +1,4 @@
-"""`veneer.interop.qwix`: each name and argument, beside the dense computation and Qwix itself."""
+"""`veneer.interop.qwix`: each name and argument, compared with dense programs and Qwix."""
 
 import functools
 import inspect
@@ -43,7 +43,7 @@ both_ways = pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["e
 
 
 def theirs():
-    """Return Qwix, which importing this file does not need."""
+    """Return Qwix, which this file imports only on demand."""
     return pytest.importorskip("qwix")
 
 
@@ -172,7 +172,7 @@ CALLS = arrays.OnDemand(
 
 
 def apply(function, args, options=None, transform=lambda f: f):
-    """Call a function with its arrays as arguments of `transform`, and the rest closed over."""
+    """Call a function with its arrays as arguments of `transform`, and the rest captured."""
     is_array = [isinstance(x, jax.Array | qwix.QArray) for x in args]
 
     def of_arrays(*given):

@@ -1,4 +1,4 @@
-"""The choice of a kernel: by the table, by `use`, and by what the process has."""
+"""The choice of a kernel: by the table, by `use`, and by the libraries of the process."""
 
 import importlib
 import subprocess
