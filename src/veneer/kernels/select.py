@@ -111,16 +111,16 @@ def find_kernel(
     for kernel in TABLE:
         if kernel.platform != platform or kernel.opt_in > opt_in:
             continue
-        if kernel.computes(codes, shape) and _can_run(kernel, codes, shape):
+        if not kernel.computes(codes, shape):
+            continue
+        if platform == "cpu":
+            can_run = not kernel.requires_bf16 or build.has_bf16()
+        else:
+            module = device_kernel(kernel)
+            can_run = module.is_available() and module.can_compute(codes, shape)
+        if can_run:
             return kernel
     return None
-
-
-def _can_run(kernel: KernelRow, codes: Codes, shape: MatmulShape) -> bool:
-    if kernel.platform == "cpu":
-        return not kernel.requires_bf16 or build.has_bf16()
-    module = device_kernel(kernel)
-    return module.is_available() and module.can_compute(codes, shape)
 
 
 def usable_kernels(operands: MatmulOperands, problem: MatmulProblem) -> dict[str, KernelRow]:
