@@ -77,14 +77,14 @@ def decoding_table(config: decoder.Config, rounds: int) -> str:
     dense = results[0]
 
     def row(found: decoder_speed.Result) -> list[str]:
-        name, faster = found.variant.name, found.tokens_a_second / dense.tokens_a_second
+        name, faster = found.variant.name, found.tokens_per_second / dense.tokens_per_second
         target = f"≥ {DECODING_TARGETS[name]:g}" if name in DECODING_TARGETS else ""
         share = f"{found.nbytes / dense.nbytes:.3f}"
         return [
             name,
             f"{found.nbytes:,}",
             share,
-            f"{found.tokens_a_second:.1f}",
+            f"{found.tokens_per_second:.1f}",
             f"**{faster:.2f}**",
             target,
         ]

@@ -82,7 +82,7 @@ def write_on(params: Any, config: Any, tokens: Any, cache: Any, start: int) -> A
     def body(i: Any, state: Any) -> Any:
         tokens, cache = state
         x, cache = llama.hidden(params, config, tokens[:, None], cache, start + i)
-        return llama.likeliest(llama.logits(params, x[:, 0])), cache
+        return llama.most_likely(llama.logits(params, x[:, 0])), cache
 
     return lax.fori_loop(0, TOKENS, body, (tokens, cache))
 
@@ -90,7 +90,7 @@ def write_on(params: Any, config: Any, tokens: Any, cache: Any, start: int) -> A
 def read_prompt(params: Any, config: Any, tokens: Any, cache: Any, start: int) -> Any:
     """Read a prompt. Return the most likely next token and the cache."""
     x, cache = llama.hidden(params, config, tokens, cache, start)
-    return llama.likeliest(llama.logits(params, x[:, -1])), cache
+    return llama.most_likely(llama.logits(params, x[:, -1])), cache
 
 
 def ours(params: Any, config: Any, format: Format, cell: Cell) -> Callable[[], Any]:
@@ -283,7 +283,7 @@ def _config_of(path: Path) -> Any:
     from veneer.files.gguf import GgufFile
 
     with GgufFile(path, names="huggingface") as file:
-        return llama.Config.of(file.config)
+        return llama.Config.from_dict(file.config)
 
 
 def gguf_metadata(config: Any) -> dict[str, Any]:

@@ -60,7 +60,7 @@ def measure_decoding(worker: Worker) -> None:
         def step(at: Any, state: Any) -> Any:
             token, cache = state
             x, cache = llama.hidden(params, config, token, cache, at)
-            return llama.likeliest(llama.logits(params, x[:, -1]))[:, None], cache
+            return llama.most_likely(llama.logits(params, x[:, -1]))[:, None], cache
 
         return lax.fori_loop(0, sizes.tokens, step, (token, cache))[0]
 

@@ -45,7 +45,7 @@ def recordings(sentences: Iterator[str], count: int) -> list[np.ndarray]:
     found: list[np.ndarray] = []
     sound = np.zeros(0, np.float32)
     for sentence in sentences:
-        new = np.concatenate([dictation.spoken(sentence), pause])
+        new = np.concatenate([dictation.speak(sentence), pause])
         if len(sound) + len(new) > size:
             found.append(sound)
             if len(found) == count:

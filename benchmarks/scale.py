@@ -74,14 +74,15 @@ def of_training(config: fsdp.Config) -> Iterator[str]:
     """Yield the rows of the third table."""
     yield "| weights | held | at a time |"
     yield "|---|---:|---:|"
-    for way in fsdp.ways(config, fsdp.text(config)):
-        yield f"| {way.name} | {way.held / 1e6:.1f} MB | {fsdp.peak(way.compiled) / 1e6:.1f} MB |"
+    for way in fsdp.setups(config, fsdp.make_tokens(config)):
+        peak = fsdp.peak_bytes(way.compiled)
+        yield f"| {way.name} | {way.held / 1e6:.1f} MB | {peak / 1e6:.1f} MB |"
 
 
 def of_offload(config: fsdp.Config, rounds: int = 5) -> Iterator[str]:
     """Yield the rows of the fourth table."""
-    tokens = fsdp.text(config)
-    ways = list(offload.ways(config, tokens))
+    tokens = fsdp.make_tokens(config)
+    ways = list(offload.setups(config, tokens))
     args, times = [way.args for way in ways], [list[float]() for _ in ways]
     for _ in range(rounds + 1):  # the first round does not count
         for i, way in enumerate(ways):
@@ -113,7 +114,7 @@ def of_experts(config: moe.Config, rounds: int = 15) -> Iterator[str]:
     x = jax.random.normal(jax.random.key(1), (1, 1, config.hidden_size))
     programs, times = {}, {format: [] for format in EXPERTS}
     for format, product in EXPERTS.items():
-        stored = params if format == "f32" else moe.quantized(params, format)
+        stored = params if format == "f32" else moe.quantize(params, format)
         layer = {k.removeprefix("model.layers.0."): v for k, v in stored.items() if ".mlp." in k}
         run = jax.jit(vn.implicit(partial(moe.experts, config=config, product=product)))
         programs[format] = run.lower(layer, x=x).compile(), layer

@@ -1,7 +1,8 @@
 """A decoder in plain JAX with the architecture of Llama.
 
 It has grouped-query attention with rotary positions, SwiGLU, RMSNorm, and a cache of keys and
-values, so that a step reads only new tokens. The parameters are a tree of kernels `[in, out]`.
+values, so that a step reads only new tokens. The parameters are a tree of kernels `[in, out]`. This
+file is not a script: `decoder_speed.py` measures the decoder in several formats.
 """
 
 from collections.abc import Callable
@@ -66,8 +67,8 @@ def init(key: Array, config: Config) -> Params:
         return jax.random.normal(next(keys), shape) * shape[0] ** -0.5
 
     def layer() -> Params:
-        made: Params = {name: kernel(shape) for name, shape in kernels.items()}
-        return made | {"attention_norm": jnp.ones(c.width), "wide_norm": jnp.ones(c.width)}
+        matrices: Params = {name: kernel(shape) for name, shape in kernels.items()}
+        return matrices | {"attention_norm": jnp.ones(c.width), "wide_norm": jnp.ones(c.width)}
 
     return {
         "embedding": jax.random.normal(next(keys), (c.vocabulary, c.width)),
@@ -120,8 +121,8 @@ def attention(
         y = (x @ p[name]).reshape(batch, length, count, -1).swapaxes(1, 2)
         return y.reshape(batch * count, length, -1)
 
-    turn = partial(rotated, positions=positions, base=config.rotary_base)
-    query, key = turn(heads("query", config.num_heads)), turn(heads("key", config.num_groups))
+    rotate = partial(apply_rope, positions=positions, base=config.rotary_base)
+    query, key = rotate(heads("query", config.num_heads)), rotate(heads("key", config.num_groups))
     value = heads("value", config.num_groups)
     keys = jax.lax.dynamic_update_slice(keys, key.swapaxes(1, 2), (0, 0, start))
     values = jax.lax.dynamic_update_slice(values, value, (0, start, 0))
@@ -136,13 +137,13 @@ def attention(
     return mixed.reshape(x.shape) @ p["mixed"], keys, values
 
 
-def rotated(x: Array, positions: Array, base: float) -> Array:
+def apply_rope(x: Array, positions: Array, base: float) -> Array:
     """Apply RoPE (Su et al., 2021): rotate pairs `(x[i], x[i + half])` by their position."""
     half = x.shape[-1] // 2
     angles = positions[:, None] * base ** (-jnp.arange(half) / half)
     cos, sin = jnp.cos(angles).astype(x.dtype), jnp.sin(angles).astype(x.dtype)
-    one, other = x[..., :half], x[..., half:]
-    return jnp.concatenate([one * cos - other * sin, other * cos + one * sin], -1)
+    first, second = x[..., :half], x[..., half:]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
 
 
 def swiglu(p: Params, x: Array) -> Array:
@@ -165,7 +166,7 @@ def step(
     return found[:, -1:].argmax(-1).astype(tokens.dtype), cache
 
 
-def compiled(step: Step = step) -> Step:
+def compile_step(step: Step = step) -> Step:
     """Compile the step. It writes in the cache that it is given, which cannot be used again."""
     return jax.jit(step, static_argnums=1, donate_argnums=3)
 

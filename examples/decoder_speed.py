@@ -1,11 +1,11 @@
-"""Decode text with a transformer whose weights are quantized, one token at a time.
+"""Measure how fast a transformer decodes with weights in f32, bf16, int8, int4 and nf4.
 
-The transformer is `decoder.py`, which does not use veneer. Its weights are random, because speed
-and memory do not depend on their values. A token reads all weights from memory once, so fewer bytes
-are faster.
+For users who choose a format for inference. The transformer is `decoder.py`, which does not use
+veneer. Its weights are random, because speed and memory do not depend on their values. A token
+reads all weights from memory once, so fewer bytes are faster.
 
-    python examples/decoder_speed.py                    # some minutes on two cores; 5 GB of memory
-    python examples/decoder_speed.py --quick            # small sizes, to see that it runs
+    python examples/decoder_speed.py                    # two minutes on two cores; 5 GB of memory
+    python examples/decoder_speed.py --quick            # small sizes; some seconds
     python examples/decoder_speed.py --only f32 int4    # only these formats
 """
 
@@ -40,7 +40,7 @@ class Variant:
     tile_size: int | None = None
     act_qtype: str | None = None
 
-    def stored(self, params: decoder.Params) -> decoder.Params:
+    def store(self, params: decoder.Params) -> decoder.Params:
         """Return the parameters in this variant."""
         if self.qtype is None:
             return jax.tree.map(lambda x: x.astype(self.dtype), params)
@@ -66,7 +66,7 @@ class Result:
     """The tokens per second of a variant, and the bytes of its parameters."""
 
     variant: Variant
-    tokens_a_second: float
+    tokens_per_second: float
     nbytes: int
 
 
@@ -79,7 +79,7 @@ class Decoding:
 
     def __init__(self, params: decoder.Params, config: decoder.Config):
         # The only change from a dense model is `vn.implicit`.
-        self.step = decoder.compiled(vn.implicit(decoder.step))
+        self.step = decoder.compile_step(vn.implicit(decoder.step))
         self.params, self.config = params, config
         self.token = jnp.array([[1]], jnp.int32)
         self.cache = decoder.empty_cache(config, 1, params["norm"].dtype)
@@ -105,7 +105,7 @@ def compare(
     Variants alternate, so that other programs slow all of them alike.
     """
     params = decoder.init(jax.random.key(0), config)
-    texts = {variant: Decoding(variant.stored(params), config) for variant in variants}
+    texts = {variant: Decoding(variant.store(params), config) for variant in variants}
     del params
     for text in texts.values():
         text.write(2)  # compiles
@@ -122,13 +122,13 @@ def compare(
 def table(results: Sequence[Result]) -> Table:
     table = Table(box=SIMPLE_HEAD)
     table.add_column("weights")
-    for heading in ("tokens a second", "of f32", "bytes", "of f32"):
+    for heading in ("tokens per second", "of f32", "bytes", "of f32"):
         table.add_column(heading, justify="right")
     first = results[0]
     for r in results:
-        faster = f"{r.tokens_a_second / first.tokens_a_second:.1f}×"
+        faster = f"{r.tokens_per_second / first.tokens_per_second:.1f}×"
         share = f"{r.nbytes / first.nbytes:.0%}"
-        table.add_row(r.variant.name, f"{r.tokens_a_second:.1f}", faster, f"{r.nbytes:,}", share)
+        table.add_row(r.variant.name, f"{r.tokens_per_second:.1f}", faster, f"{r.nbytes:,}", share)
     return table
 
 

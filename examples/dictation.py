@@ -3,7 +3,7 @@
 The model is tiny.en, which is downloaded once (69 MB). `whisper.py` runs it without using veneer.
 espeak-ng, which must be installed, speaks the sentences.
 
-    python examples/dictation.py
+    python examples/dictation.py        # a few minutes on two cores
 """
 
 import re
@@ -55,7 +55,7 @@ FORMATS: dict[str, tuple[str, int | None] | None] = {
 }
 
 
-def spoken(sentence: str) -> np.ndarray:
+def speak(sentence: str) -> np.ndarray:
     """Return a sentence spoken by espeak-ng, with 16,000 samples per second."""
     if shutil.which("espeak-ng") is None:
         raise SystemExit("dictation: espeak-ng is not installed (on Debian: apt install espeak-ng)")
@@ -66,25 +66,25 @@ def spoken(sentence: str) -> np.ndarray:
         return whisper.read_wav(file)
 
 
-def words(text: str) -> list[str]:
+def split_words(text: str) -> list[str]:
     return re.findall(r"[a-z']+|\d+", text.lower())
 
 
-def wrong_words(said: Sequence[str], written: Sequence[str]) -> int:
+def count_wrong_words(spoken: Sequence[str], written: Sequence[str]) -> int:
     """Return the fewest words to change, remove or insert to get one text from the other.
 
-    >>> wrong_words("the end of the week".split(), "an end of week".split())
+    >>> count_wrong_words("the end of the week".split(), "an end of week".split())
     2
     """
     row = list(range(len(written) + 1))
-    for i, word in enumerate(said, start=1):
+    for i, word in enumerate(spoken, start=1):
         before, row = row, [i]
         for j, other in enumerate(written, start=1):
             row.append(min(before[j] + 1, row[-1] + 1, before[j - 1] + (word != other)))
     return row[-1]
 
 
-def in_format(params: dict[str, Any], format: tuple[str, int | None] | None) -> Any:
+def quantize(params: dict[str, Any], format: tuple[str, int | None] | None) -> Any:
     """Quantize the matrices. Small arrays and the two convolutions stay in f32."""
     if format is None:
         return params
@@ -101,7 +101,7 @@ def main(sentences: Sequence[str] = SENTENCES) -> None:
     stored, config = whisper.load(folder)
     params = {k: jnp.asarray(v, jnp.float32) for k, v in stored.items() if v.dtype.kind == "f"}
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    sounds = [whisper.spectrogram(spoken(sentence)) for sentence in sentences]
+    sounds = [whisper.spectrogram(speak(sentence)) for sentence in sentences]
     # The only change from a dense model is `vn.implicit`.
     transcribe = jax.jit(vn.implicit(whisper.transcribe), static_argnums=1)
     table = Table(box=SIMPLE_HEAD)
@@ -109,13 +109,13 @@ def main(sentences: Sequence[str] = SENTENCES) -> None:
     for heading in ("bytes", "of f32", "wrong words", "word error rate"):
         table.add_column(heading, justify="right")
     dense_bytes = sum(x.nbytes for x in params.values())
-    total = sum(len(words(sentence)) for sentence in sentences)
+    total = sum(len(split_words(sentence)) for sentence in sentences)
     for name, format in FORMATS.items():
-        weights, wrong = in_format(params, format), 0
+        weights, wrong = quantize(params, format), 0
         for sentence, sound in zip(sentences, sounds, strict=True):
             tokens = np.asarray(transcribe(weights, config, sound)).tolist()
             written = tokenizer.decode(tokens).strip()
-            mistakes = wrong_words(words(sentence), words(written))
+            mistakes = count_wrong_words(split_words(sentence), split_words(written))
             if mistakes:
                 console.print(f"[dim]{name}: {written}[/dim]", highlight=False)
             wrong += mistakes

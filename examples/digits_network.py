@@ -1,4 +1,7 @@
-"""A small convolutional network for digits of 8 by 8 pixels, in plain JAX."""
+"""A small convolutional network for digits of 8 by 8 pixels, in plain JAX.
+
+It does not import veneer. This file is not a script: `qat_digits.py` trains the network.
+"""
 
 from typing import Any
 

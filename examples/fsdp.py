@@ -1,14 +1,15 @@
-"""QLoRA with everything sharded: a device holds its part, and one whole layer at a time.
+"""Fine-tune a fully sharded decoder with QLoRA (FSDP): a device holds one full layer at a time.
 
-An int4 decoder, its LoRA adapters, the moments of Adam and the batch are divided over 8 devices. A
-scan over layers gathers the packed weights of each layer, uses them and frees them. The backward
-pass gathers them again (`jax.checkpoint`), and scatters the gradients.
+For models that are larger than one device. An int4 decoder, its LoRA adapters, the moments of Adam
+and the batch are divided over 8 devices. A scan over layers gathers the packed weights of each
+layer, uses them and frees them. The backward pass gathers them again (`jax.checkpoint`), and
+scatters the gradients.
 
 The program runs in two ways: by `jax.jit` with shardings, where a constraint gathers a layer, and
 by `jax.shard_map`, where `lax.all_gather` does.
 
     python examples/fsdp.py              # many minutes on two cores
-    python examples/fsdp.py --quick      # small sizes, to see that it runs
+    python examples/fsdp.py --quick      # small sizes; about a minute
 """
 
 import argparse
@@ -70,30 +71,30 @@ def init(key: jax.Array, config: Config) -> tuple[dict, dict]:
     return weights, updates
 
 
-def quantized(weights: dict) -> dict:
+def quantize(weights: dict) -> dict:
     """Quantize the layers to int4, and the other weights to int8."""
     layers = vn.quant.Rule(r"layers\..*", "int4", tile_size=TILE)
     return vn.quant.quantize_tree(weights, [layers, vn.quant.Rule(r".*", "int8")])
 
 
-# The model, in plain JAX. `whole(x, axis)` gathers an array that is sharded along an axis.
+# The model, in plain JAX. `gather(x, axis)` gathers an array that is sharded along an axis.
 
 
-def normed(x: jax.Array) -> jax.Array:
+def norm(x: jax.Array) -> jax.Array:
     return x * lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6)
 
 
 def layer(p: Any, x: jax.Array, num_heads: int) -> jax.Array:
     """Run one layer on `x`, `[batch, length, width]`."""
-    heads = lambda name: (normed(x) @ p[name]).reshape(*x.shape[:2], num_heads, -1)
+    heads = lambda name: (norm(x) @ p[name]).reshape(*x.shape[:2], num_heads, -1)
     mixed = jax.nn.dot_product_attention(
         heads("query"), heads("key"), heads("value"), is_causal=True
     )
     x = x + mixed.reshape(x.shape) @ p["mixed"]
-    return x + (jax.nn.silu(normed(x) @ p["gate"]) * (normed(x) @ p["up"])) @ p["down"]
+    return x + (jax.nn.silu(norm(x) @ p["gate"]) * (norm(x) @ p["up"])) @ p["down"]
 
 
-def loss(updates: Any, weights: Any, tokens: jax.Array, config: Config, whole: Callable) -> Any:
+def loss(updates: Any, weights: Any, tokens: jax.Array, config: Config, gather: Callable) -> Any:
     """Return the mean cross entropy of the next token."""
 
     @jax.checkpoint
@@ -101,15 +102,15 @@ def loss(updates: Any, weights: Any, tokens: jax.Array, config: Config, whole: C
         stored, by = parts
         p = {
             name: vn.types.LoraArray(
-                whole(w, 0), whole(by[name]["a"], 0), whole(by[name]["b"], 1), scale=2.0
+                gather(w, 0), gather(by[name]["a"], 0), gather(by[name]["b"], 1), scale=2.0
             )
             for name, w in stored.items()
         }
         return layer(p, x, config.num_heads), None
 
-    x = whole(weights["embedding"], 0)[tokens[:, :-1]]
+    x = gather(weights["embedding"], 0)[tokens[:, :-1]]
     x, _ = lax.scan(step, x, (weights["layers"], updates))
-    logits = normed(x) @ whole(weights["head"], 0)
+    logits = norm(x) @ gather(weights["head"], 0)
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
 
@@ -142,15 +143,15 @@ def by_jit(mesh: Mesh, config: Config, *trees: Any) -> Callable:
     """Return the step as `jax.jit` partitions it, by shardings and constraints."""
     del trees  # placement is in the types
     everywhere = NamedSharding(mesh, P())
-    whole = lambda x, axis: lax.with_sharding_constraint(x, everywhere)
-    of_batch = lambda *args: loss(*args, config, whole)
+    gather = lambda x, axis: lax.with_sharding_constraint(x, everywhere)
+    of_batch = lambda *args: loss(*args, config, gather)
     return jax.jit(vn.implicit(lambda *args: train_step(of_batch, *args)), donate_argnums=(0, 1))
 
 
 def by_shard_map(mesh: Mesh, config: Config, *trees: Any) -> Callable:
     """Return the step as each device runs it, on its shards of the trees and the batch."""
-    whole = lambda x, axis: lax.all_gather(x, AXIS, axis=axis, tiled=True)
-    of_part = lambda *args: lax.pmean(loss(*args, config, whole), AXIS)
+    gather = lambda x, axis: lax.all_gather(x, AXIS, axis=axis, tiled=True)
+    of_part = lambda *args: lax.pmean(loss(*args, config, gather), AXIS)
     updates, state, weights = map(specs, trees)
     step = jax.shard_map(
         lambda *args: train_step(of_part, *args),
@@ -161,17 +162,17 @@ def by_shard_map(mesh: Mesh, config: Config, *trees: Any) -> Callable:
     return jax.jit(vn.implicit(step), donate_argnums=(0, 1))
 
 
-def in_parts(mesh: Mesh, tree: Any) -> Any:
+def shard(mesh: Mesh, tree: Any) -> Any:
     """Place a tree so that each device has its shards."""
     return vn.device_put(tree, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs(tree)))
 
 
-def on_each(mesh: Mesh, tree: Any) -> Any:
+def replicate(mesh: Mesh, tree: Any) -> Any:
     """Place a tree so that each device has all of it."""
     return vn.device_put(tree, NamedSharding(mesh, P()))
 
 
-def peak(compiled: Any) -> int:
+def peak_bytes(compiled: Any) -> int:
     """Return the peak bytes per device: arguments, temporaries and results."""
     m = compiled.memory_analysis()
     given = m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes
@@ -179,7 +180,7 @@ def peak(compiled: Any) -> int:
 
 
 @dataclass(frozen=True)
-class Way:
+class Setup:
     """A step that is compiled for arrays with a placement."""
 
     name: str
@@ -194,24 +195,24 @@ class Way:
         return sum(s.data.nbytes for x in arrays for s in x.addressable_shards if s.device == first)
 
 
-def ways(config: Config, tokens: jax.Array) -> Iterator[Way]:
+def setups(config: Config, tokens: jax.Array) -> Iterator[Setup]:
     """Yield the steps with f32 and int4 weights, replicated and sharded."""
     mesh = jax.make_mesh((jax.device_count(),), (AXIS,), axis_types=(AxisType.Auto,))
     tokens = jax.device_put(tokens, NamedSharding(mesh, P(AXIS)))
-    for name, store in (("f32", lambda weights: weights), ("int4", quantized)):
+    for name, store in (("f32", lambda weights: weights), ("int4", quantize)):
         for how, put, make in (
-            ("on each device", on_each, by_jit),
-            ("in parts, by jit", in_parts, by_jit),
-            ("in parts, by shard_map", in_parts, by_shard_map),
+            ("on each device", replicate, by_jit),
+            ("in parts, by jit", shard, by_jit),
+            ("in parts, by shard_map", shard, by_shard_map),
         ):
             weights, updates = init(jax.random.key(0), config)
             trees = updates, OPTIMIZER.init(updates), store(weights)
             args = tuple(put(mesh, tree) for tree in trees)
             compiled = make(mesh, config, *trees).lower(*args, tokens).compile()
-            yield Way(f"{name}, {how}", compiled, args)
+            yield Setup(f"{name}, {how}", compiled, args)
 
 
-def text(config: Config) -> jax.Array:
+def make_tokens(config: Config) -> jax.Array:
     """Return sequences `[batch, length + 1]` that count with different steps."""
     key = jax.random.key(1)
     start, step = jax.random.randint(key, (2, config.batch, 1), 1, config.vocabulary)
@@ -225,17 +226,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     arguments = parser.parse_args()
     config = SMALL if arguments.quick else Config()
-    tokens = text(config)
+    tokens = make_tokens(config)
     print("| weights | held by a device | needed at a time | first and last loss |")
     print("|---|---:|---:|---:|")
-    for way in ways(config, tokens):
-        updates, state, weights = way.args
-        held, losses = way.held, []
+    for setup in setups(config, tokens):
+        updates, state, weights = setup.args
+        held, losses = setup.held, []
         for _ in range(arguments.steps):
-            updates, state, value = way.compiled(updates, state, weights, tokens)
+            updates, state, value = setup.compiled(updates, state, weights, tokens)
             losses.append(float(value))
-        sizes = f"{held / 1e6:.1f} MB | {peak(way.compiled) / 1e6:.1f} MB"
-        print(f"| {way.name} | {sizes} | {losses[0]:.4f}, {losses[-1]:.4f} |", flush=True)
+        sizes = f"{held / 1e6:.1f} MB | {peak_bytes(setup.compiled) / 1e6:.1f} MB"
+        print(f"| {setup.name} | {sizes} | {losses[0]:.4f}, {losses[-1]:.4f} |", flush=True)
 
 
 if __name__ == "__main__":

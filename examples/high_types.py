@@ -1,9 +1,9 @@
 """Fine-tune quantized Flax and Equinox models with their own `grad`, without a decorator.
 
-Two digit classifiers, an `nnx.Module` and an `eqx.nn.MLP`, do not use veneer. Each is trained in
-f32. Then its hidden weights are quantized to four bits with LoRA adapters (QLoRA), and the adapters
-are trained on mirrored digits. With high types on, the layers of the models take such weights, and
-so do `jit` and `value_and_grad` of their framework.
+For users of Flax or Equinox. Two digit classifiers, an `nnx.Module` and an `eqx.nn.MLP`, do not use
+veneer. Each is trained in f32. Then its hidden weights are quantized to four bits with LoRA
+adapters (QLoRA), and the adapters are trained on mirrored digits. With high types on, the layers of
+the models take such weights, and so do `jit` and `value_and_grad` of their framework.
 
     python examples/high_types.py            # some seconds
 
@@ -58,19 +58,19 @@ class Model:
     in_axis: int  # of its weights
 
 
-def of_flax() -> Model:
+def make_flax_model() -> Model:
     graph, state = nnx.split(Classifier(rngs=nnx.Rngs(0)))
     call = lambda state, images: nnx.merge(graph, state)(images)
     return Model("flax.nnx", state, call, nnx.jit, nnx.value_and_grad, in_axis=0)
 
 
-def of_equinox() -> Model:
+def make_equinox_model() -> Model:
     mlp = eqx.nn.MLP(64, 10, WIDTH, 2, jax.nn.gelu, key=jax.random.key(0))
     call = lambda mlp, images: jax.vmap(mlp)(images)
     return Model("equinox", mlp, call, eqx.filter_jit, eqx.filter_value_and_grad, in_axis=1)
 
 
-def digits(*, mirrored: bool) -> tuple[jax.Array, jax.Array]:
+def load_images(*, mirrored: bool) -> tuple[jax.Array, jax.Array]:
     """Return images, f32 `[count, 64]`, and their labels."""
     found = load_digits()
     images = found.images[:, :, ::-1] if mirrored else found.images
@@ -101,7 +101,7 @@ def train(model: Model, tree: Any, data: Any, *, steps: int) -> tuple[Any, list[
     return vn.tree.combine(trained, frozen), losses
 
 
-def in_four_bits(model: Model, tree: Any) -> Any:
+def add_qlora(model: Model, tree: Any) -> Any:
     """Return the tree with hidden weights in nf4, and a LoRA adapter for each."""
     keys = iter(jax.random.split(jax.random.key(0), 2))
 
@@ -131,16 +131,16 @@ def nbytes(tree: Any) -> int:
 
 def fine_tune(model: Model, *, steps: int) -> Result:
     """Train a model, quantize it, and fine-tune it on mirrored digits."""
-    dense, _ = train(model, model.tree, digits(mirrored=False), steps=steps)
+    dense, _ = train(model, model.tree, load_images(mirrored=False), steps=steps)
     with vn.hijax.enabled():
-        qlora = in_four_bits(model, dense)
-        tuned, losses = train(model, qlora, digits(mirrored=True), steps=steps)
+        qlora = add_qlora(model, dense)
+        tuned, losses = train(model, qlora, load_images(mirrored=True), steps=steps)
     return Result(model.framework, dense, tuned, losses)
 
 
 def main(*, steps: int = 60) -> list[Result]:
     """Fine-tune each model, and print a table."""
-    results = [fine_tune(model, steps=steps) for model in (of_flax(), of_equinox())]
+    results = [fine_tune(model, steps=steps) for model in (make_flax_model(), make_equinox_model())]
     table = Table(box=SIMPLE_HEAD)
     for heading in ("model", "bytes in f32", "as QLoRA", "loss on mirrored digits", "after"):
         table.add_column(heading, justify="left" if heading == "model" else "right")

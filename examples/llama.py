@@ -6,7 +6,7 @@ rotary positions, RMSNorm, SwiGLU, and a cache in any format that the caller pro
 reads a batch of prompts with different lengths in chunks, and then samples tokens until each text
 has stopped, as a server does.
 
-    python examples/llama.py MODEL_DIR "What is gravity?"
+    python examples/llama.py MODEL_DIR "Explain gravity."     # 64 tokens, one by one
 """
 
 import argparse
@@ -40,44 +40,46 @@ class Config:
     head_dim: int
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10_000.0
-    rope_scaling: tuple[float, float, float, float] | None = None  # only in Llama 3.1, see `angles`
+    rope_scaling: tuple[float, float, float, float] | None = (
+        None  # only in Llama 3.1, see `rope_angles`
+    )
     sliding_window: int | None = None  # the number of tokens that a token attends to
 
     @classmethod
-    def of(cls, said: Mapping[str, Any]) -> "Config":
+    def from_dict(cls, entries: Mapping[str, Any]) -> "Config":
         """Return the configuration of a parsed `config.json`.
 
         **Raises:** `ValueError` for an unsupported architecture or unsupported rotary positions.
         """
-        if said.get("model_type") not in ARCHITECTURES:
+        if entries.get("model_type") not in ARCHITECTURES:
             names = ", ".join(ARCHITECTURES)
-            raise ValueError(f"a {said.get('model_type')!r} model; this program runs {names}")
-        if said.get("hidden_act", "silu") != "silu":
-            raise ValueError(f"activations are {said['hidden_act']!r}; this program has 'silu'")
-        heads = said["num_attention_heads"]
-        rope = said.get("rope_parameters") or said.get("rope_scaling") or {}
+            raise ValueError(f"a {entries.get('model_type')!r} model; this program runs {names}")
+        if entries.get("hidden_act", "silu") != "silu":
+            raise ValueError(f"activations are {entries['hidden_act']!r}; this program has 'silu'")
+        heads = entries["num_attention_heads"]
+        rope = entries.get("rope_parameters") or entries.get("rope_scaling") or {}
         return cls(
-            **{name: said[name] for name in ("vocab_size", "hidden_size", "intermediate_size")},
-            num_hidden_layers=said["num_hidden_layers"],
+            **{name: entries[name] for name in ("vocab_size", "hidden_size", "intermediate_size")},
+            num_hidden_layers=entries["num_hidden_layers"],
             num_attention_heads=heads,
-            num_key_value_heads=said.get("num_key_value_heads") or heads,
-            head_dim=said.get("head_dim") or said["hidden_size"] // heads,
-            rms_norm_eps=said.get("rms_norm_eps", 1e-6),
-            rope_theta=said.get("rope_theta") or rope.get("rope_theta", 10_000.0),
+            num_key_value_heads=entries.get("num_key_value_heads") or heads,
+            head_dim=entries.get("head_dim") or entries["hidden_size"] // heads,
+            rms_norm_eps=entries.get("rms_norm_eps", 1e-6),
+            rope_theta=entries.get("rope_theta") or rope.get("rope_theta", 10_000.0),
             rope_scaling=_scaling(rope),
-            sliding_window=_window(said),
+            sliding_window=_window(entries),
         )
 
 
-def _window(said: Mapping[str, Any]) -> int | None:
+def _window(entries: Mapping[str, Any]) -> int | None:
     """Return how many tokens a token attends to, or None if there is no window."""
-    window, layers = said.get("sliding_window"), said["num_hidden_layers"]
-    is_qwen = said["model_type"].startswith("qwen")
-    if window is None or (is_qwen and not said.get("use_sliding_window", False)):
+    window, layers = entries.get("sliding_window"), entries["num_hidden_layers"]
+    is_qwen = entries["model_type"].startswith("qwen")
+    if window is None or (is_qwen and not entries.get("use_sliding_window", False)):
         return None
-    see_all = min(said.get("max_window_layers", 28), layers) if is_qwen else 0
-    if said.get("layer_types"):
-        see_all = said["layer_types"].count("full_attention")
+    see_all = min(entries.get("max_window_layers", 28), layers) if is_qwen else 0
+    if entries.get("layer_types"):
+        see_all = entries["layer_types"].count("full_attention")
     if 0 < see_all < layers:
         raise ValueError(f"{see_all} of {layers} layers have no sliding window; this has one kind")
     return None if see_all else window
@@ -171,9 +173,9 @@ def attention(
         y = y if scale is None else norm(scale, y, config)
         return y.swapaxes(1, 2)
 
-    turn = functools.partial(rotated, angles=angles(config, places - first))
-    query = turn(heads("q", config.num_attention_heads))
-    key = turn(heads("k", config.num_key_value_heads))
+    rotate = functools.partial(apply_rope, angles=rope_angles(config, places - first))
+    query = rotate(heads("q", config.num_attention_heads))
+    key = rotate(heads("k", config.num_key_value_heads))
     value = heads("v", config.num_key_value_heads)
 
     key, value = (y.reshape(-1, length, width).astype(keys.dtype) for y in (key, value))
@@ -195,7 +197,7 @@ def attention(
     return linear(layer, "self_attn.o_proj", mixed), keys, values
 
 
-def angles(config: Config, positions: Array) -> Array:
+def rope_angles(config: Config, positions: Array) -> Array:
     """Return the rotation angles of pairs of features, `[..., width of a head / 2]`.
 
     Llama 3.1 slows low frequencies. If the wavelength is longer than the original context, the
@@ -211,12 +213,12 @@ def angles(config: Config, positions: Array) -> Array:
     return positions[..., None] * frequency
 
 
-def rotated(x: Array, angles: Array) -> Array:
+def apply_rope(x: Array, angles: Array) -> Array:
     """Apply RoPE (Su et al., 2021): rotate pairs `(x[i], x[i + half])` by their angles."""
     half = x.shape[-1] // 2
     cos, sin = jnp.cos(angles).astype(x.dtype), jnp.sin(angles).astype(x.dtype)
-    one, other = x[..., :half], x[..., half:]
-    return jnp.concatenate([one * cos - other * sin, other * cos + one * sin], -1)
+    first, second = x[..., :half], x[..., half:]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
 
 
 def swiglu(layer: Params, x: Array) -> Array:
@@ -235,7 +237,7 @@ def norm(scale: Array, x: Array, config: Config) -> Array:
 # Sampling.
 
 
-def likeliest(found: Array) -> Array:
+def most_likely(found: Array) -> Array:
     """Return the most likely token of each text. On CPU, XLA computes it faster than argmax."""
     return lax.top_k(found, 1)[1][..., 0].astype(jnp.int32)
 
@@ -248,7 +250,7 @@ def next_token(found: Array, keys: Array, temperature: float, top_k: Any, top_p:
     `top_p`.
     """
     if temperature == 0:
-        return likeliest(found)
+        return most_likely(found)
     found = found.astype(jnp.float32) / temperature
     if top_k is not None or top_p < 1:
         likely, _ = lax.top_k(found, top_k or found.shape[-1])
@@ -346,7 +348,7 @@ def generate(
     return lax.while_loop(more, body, (jnp.int32(1), written, cache))[1][0]
 
 
-def compiled(generate: Callable = generate) -> Callable:
+def compile_generate(generate: Callable = generate) -> Callable:
     """Compile `generate`, once for each padded length and `count`."""
     static = "config count temperature top_k top_p stop show chunk".split()
     return jax.jit(generate, static_argnames=static)
@@ -387,18 +389,18 @@ def main(folder: Path, text: str, count: int) -> None:
     from safetensors.flax import load_file  # converts to JAX arrays
     from tokenizers import Tokenizer
 
-    said = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    entries = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     params: dict[str, Array] = {}
     for file in sorted(folder.glob("*.safetensors")):
         params |= load_file(file)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokens = tokenizer.encode(text).ids
     prompt = jnp.array([tokens + [0] * (-len(tokens) % 64)])
-    ends = said.get("eos_token_id")
+    ends = entries.get("eos_token_id")
     stop = tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,)
     show = lambda token: print(tokenizer.decode([int(token[0])]), end="", flush=True)
-    read = params, Config.of(said), prompt, len(tokens), jax.random.key(0)
-    compiled()(*read, count=count, stop=stop, show=show).block_until_ready()
+    read = params, Config.from_dict(entries), prompt, len(tokens), jax.random.key(0)
+    compile_generate()(*read, count=count, stop=stop, show=show).block_until_ready()
     print()
 
 

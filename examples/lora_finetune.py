@@ -1,11 +1,11 @@
 """Fine-tune a sentence encoder: all parameters, by LoRA, and by QLoRA on nf4 weights.
 
-The task is to classify sentences of Python's language reference by topic (`pydoc_data.topics`, the
-text behind `help("lambda")`). The encoder is `sentence_encoder.py` with the weights of
-all-MiniLM-L6-v2. It does not use veneer.
+For users who fine-tune a quantized model. The task is to classify sentences of Python's language
+reference by topic (`pydoc_data.topics`, the text behind `help("lambda")`). The encoder is
+`sentence_encoder.py` with the weights of all-MiniLM-L6-v2. It does not use veneer.
 
-    python examples/lora_finetune.py            # some minutes on two cores
-    python examples/lora_finetune.py --quick    # a few steps, to see that it runs
+    python examples/lora_finetune.py            # three minutes on two cores
+    python examples/lora_finetune.py --quick    # a few steps; under a minute
 
 Prints the cost and the accuracy of each variant, and plots the losses.
 """
@@ -68,7 +68,7 @@ class Task:
     held_out: Examples
 
 
-def sentences_of(topic: str) -> list[str]:
+def split_sentences(topic: str) -> list[str]:
     """Return the sentences of a text that are prose and not short."""
     blocks = (" ".join(block.split()) for block in topic.split("\n\n"))
     found = (s for block in blocks for s in re.split(r"(?<=[.!?])\s+(?=[A-Z])", block))
@@ -79,7 +79,7 @@ def make_task(bert: BertEncoder, *, count: int, most: int, length: int) -> Task:
     """Return the topics with the most sentences, at most `most` of each. Hold out a third."""
     topics_of: dict[str, set[str]] = {}
     for name in sorted(topics):
-        for sentence in sentences_of(topics[name]):
+        for sentence in split_sentences(topics[name]):
             topics_of.setdefault(sentence, set()).add(name)
     of_topic: dict[str, list[str]] = {}
     for sentence, found in topics_of.items():
@@ -94,10 +94,10 @@ def make_task(bert: BertEncoder, *, count: int, most: int, length: int) -> Task:
         third = len(chosen) // 3
         held_out += [(str(sentence), topic) for sentence in chosen[:third]]
         train += [(str(sentence), topic) for sentence in chosen[third:]]
-    return Task(names, tokenised(bert, train, length), tokenised(bert, held_out, length))
+    return Task(names, tokenize(bert, train, length), tokenize(bert, held_out, length))
 
 
-def tokenised(bert: BertEncoder, pairs: Sequence[tuple[str, int]], length: int) -> Examples:
+def tokenize(bert: BertEncoder, pairs: Sequence[tuple[str, int]], length: int) -> Examples:
     ids = np.zeros((len(pairs), length), np.int32)
     mask = np.zeros(ids.shape, bool)
     for i, encoding in enumerate(bert.tokenizer.encode_batch([sentence for sentence, _ in pairs])):
@@ -124,13 +124,13 @@ def is_linear(name: str) -> bool:
     return re.fullmatch(r"encoder\..*(query|key|value|dense)\.weight", name) is not None
 
 
-def with_lora(params: dict[str, Any]) -> dict[str, Any]:
+def add_lora(params: dict[str, Any]) -> dict[str, Any]:
     keys = iter(jax.random.split(jax.random.key(0), len(params)))
     adapted = lambda w: vn.types.LoraArray.init(w, RANK, key=next(keys), alpha=2 * RANK)
     return {name: adapted(w) if is_linear(name) else w for name, w in params.items()}
 
 
-def quantized(bert: BertEncoder) -> dict[str, Any]:
+def quantize(bert: BertEncoder) -> dict[str, Any]:
     """Return the parameters with every matrix in nf4, also the embeddings."""
     nf4 = NF4.fit_tile(bert)
     rule = vn.quant.Rule(r".*weight", nf4.qtype, tile_size=nf4.tile_size, tile_axis=-1)
@@ -143,15 +143,15 @@ def is_adapter(path: str, x: Any) -> bool:
 
 VARIANTS = (
     Variant("full", lambda bert: jax.device_put(bert.params), lambda path, x: True, 1e-4),
-    Variant("LoRA", lambda bert: with_lora(jax.device_put(bert.params)), is_adapter, 2e-3),
-    Variant("QLoRA", lambda bert: with_lora(quantized(bert)), is_adapter, 2e-3),
+    Variant("LoRA", lambda bert: add_lora(jax.device_put(bert.params)), is_adapter, 2e-3),
+    Variant("QLoRA", lambda bert: add_lora(quantize(bert)), is_adapter, 2e-3),
 )
 
 
 # Training.
 
 
-def logits_of(bert: BertEncoder) -> Callable[[Any, Examples], jax.Array]:
+def make_logits(bert: BertEncoder) -> Callable[[Any, Examples], jax.Array]:
     """Return a function that applies the encoder and a linear head to parameters."""
     encode = program("sentence_encoder").encode
 
@@ -201,7 +201,7 @@ class Run:
         head = {"weight": jnp.zeros((bert.contracted[0], count)), "bias": jnp.zeros(count)}
         params = {"encoder": variant.adapted(bert), "head": head}
         tx = optimizer(variant.learning_rate, steps)
-        step = make_step(logits_of(bert), tx)
+        step = make_step(make_logits(bert), tx)
         mask = vn.trainable(params, where=variant.trains)
         self.trained, self.frozen = vn.tree.partition(params, mask)
         self.state = jax.jit(tx.init)(self.trained)
@@ -212,7 +212,7 @@ class Run:
         self.gradient = nbytes(self.trained)  # the same shapes and dtypes
         self.optimizer = nbytes(self.state)
         args = self.trained, self.state, self.frozen, first
-        self.dense = dense_in(step, args, bert)
+        self.dense = find_dense_weights(step, args, bert)
         compiled = jax.jit(step, donate_argnums=(0, 1)).lower(*args)
         self.compiled = compiled.compile(SAVE_MEMORY if jax.default_backend() == "cpu" else None)
         self.temporary = self.compiled.memory_analysis().temp_size_in_bytes
@@ -241,7 +241,7 @@ def fine_tune(bert: BertEncoder, task: Task, *, steps: int, batch: int) -> list[
         for run in runs:
             run.step(examples)
     for run in runs:
-        run.accuracy = accuracy(logits_of(bert), run.params, task.held_out, batch)
+        run.accuracy = accuracy(make_logits(bert), run.params, task.held_out, batch)
     return runs
 
 
@@ -265,7 +265,7 @@ def nbytes(tree: Any) -> int:
     return sum(x.nbytes for x in jax.tree.leaves(tree))
 
 
-def dense_in(step: Callable, args: tuple[Any, ...], bert: BertEncoder) -> DenseWeights:
+def find_dense_weights(step: Callable, args: tuple[Any, ...], bert: BertEncoder) -> DenseWeights:
     """Count the dense weights that a step computes from the frozen ones."""
     leaves = [len(jax.tree.leaves(arg)) for arg in args]
     frozen = [i == 2 for i, many in enumerate(leaves) for _ in range(many)]
@@ -297,7 +297,7 @@ def table(runs: Sequence[Run]) -> Table:
     return table
 
 
-def about_weights(run: Run, whole: int) -> str:
+def describe_dense_weights(run: Run, whole: int) -> str:
     """Describe the dense weights of a step. `whole` is the bytes of all dense weights."""
     dense, makers = run.dense, ", ".join(sorted(run.dense.dequantized))
     return (
@@ -346,7 +346,7 @@ def main(bert: BertEncoder, plot: Path, *, steps: int, quick: bool = False) -> l
     runs = fine_tune(bert, task, steps=steps, batch=4 if quick else 16)
     console.print(table(runs))
     whole = sum(w.nbytes for name, w in bert.params.items() if is_linear(name))
-    console.print(about_weights(runs[-1], whole), highlight=False)
+    console.print(describe_dense_weights(runs[-1], whole), highlight=False)
     draw(runs, plot)
     console.print(f"The losses: {plot}", soft_wrap=True)
     return runs

@@ -1,11 +1,11 @@
 """Train a transformer with its products in int8 and fp8, forward and backward.
 
-It classifies scikit-learn's digits, which it reads row by row. The network is `row_transformer.py`,
-which does not use veneer. Weights, activations and gradients each have a format. Gradients are
-rounded to nearest, or stochastically.
+For users who train with quantized matmuls. The transformer classifies scikit-learn's digits, which
+it reads row by row. The network is `row_transformer.py`, which does not use veneer. Weights,
+activations and gradients each have a format. Gradients are rounded to nearest, or stochastically.
 
     python examples/low_precision_training.py            # about a minute on two cores
-    python examples/low_precision_training.py --quick    # a few steps, to see that it runs
+    python examples/low_precision_training.py --quick    # a few steps; some seconds
 
 Prints the accuracy on held-out digits for each variant, and plots the losses.
 """
@@ -73,7 +73,7 @@ class Result:
     accuracy: float  # the share of correct held-out digits
 
 
-def with_formats(params: Any, variant: Variant) -> Any:
+def quantize(params: Any, variant: Variant) -> Any:
     """Return the parameters with quantized kernels."""
     if variant.weights is None:
         return params
@@ -86,7 +86,7 @@ def with_formats(params: Any, variant: Variant) -> Any:
     return vn.quant.quantize_tree(params, [rule], train=True)
 
 
-def losses_of(params: Any, batch: Digits) -> tuple[jax.Array, jax.Array]:
+def evaluate(params: Any, batch: Digits) -> tuple[jax.Array, jax.Array]:
     """Return the mean cross entropy, and the number of correct digits."""
     logits = row_transformer.logits(params, batch.images)
     loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels).mean()
@@ -95,7 +95,7 @@ def losses_of(params: Any, batch: Digits) -> tuple[jax.Array, jax.Array]:
 
 def train(digits: Digits, held_out: Digits, variant: Variant, *, steps: int) -> Result:
     """Train from the same initial weights on the same batches."""
-    params = with_formats(row_transformer.init(jax.random.key(0)), variant)
+    params = quantize(row_transformer.init(jax.random.key(0)), variant)
     schedule = optax.warmup_cosine_decay_schedule(0, 1e-2, max(1, steps // 10), steps)
     tx = optax.chain(optax.clip_by_global_norm(1), optax.adam(schedule))
 
@@ -105,7 +105,7 @@ def train(digits: Digits, held_out: Digits, variant: Variant, *, steps: int) -> 
         def loss(params: Any) -> jax.Array:
             if variant.stochastic:
                 params = vn.quant.with_stochastic_rounding(params, key)
-            return vn.implicit(losses_of)(params, jax.tree.map(lambda x: x[rows], digits))[0]
+            return vn.implicit(evaluate)(params, jax.tree.map(lambda x: x[rows], digits))[0]
 
         value, gradient = jax.value_and_grad(loss)(params)
         updates, state = tx.update(gradient, state, params)
@@ -117,7 +117,7 @@ def train(digits: Digits, held_out: Digits, variant: Variant, *, steps: int) -> 
     digits = jax.device_put(digits)
     run = jax.jit(lambda params, given: jax.lax.scan(step, (params, tx.init(params)), given))
     (params, _), losses = run(params, (keys, order))
-    found, accuracy = jax.jit(vn.implicit(losses_of))(params, held_out)
+    found, accuracy = jax.jit(vn.implicit(evaluate))(params, held_out)
     return Result(variant, losses.tolist(), float(found), float(accuracy))
 
 
@@ -148,7 +148,7 @@ def draw(results: Sequence[Result], path: Path) -> None:
         v = result.variant
         style = "--" if v.gradients and not v.stochastic else "-"
         label = f"{v.name}: {result.held_out:.3f}"
-        smooth = smoothed(result.losses)
+        smooth = smooth_losses(result.losses)
         axes.plot(smooth, style, color=colors[short(v.gradients)], lw=1.6, label=label)
     axes.set(xlabel="step", ylabel="cross entropy of a batch")
     axes.set(yscale="log")
@@ -160,7 +160,7 @@ def draw(results: Sequence[Result], path: Path) -> None:
     figure.savefig(path)
 
 
-def smoothed(losses: Sequence[float], width: int = 15) -> np.ndarray:
+def smooth_losses(losses: Sequence[float], width: int = 15) -> np.ndarray:
     window = np.ones(min(width, len(losses)))
     return np.convolve(losses, window, "same") / np.convolve(np.ones(len(losses)), window, "same")
 

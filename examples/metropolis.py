@@ -1,11 +1,11 @@
 """A Metropolis sampler in Numba that calls a JAX log-density a million times.
 
-    python examples/metropolis.py [--steps 1000000] [--rounds 5]
+    python examples/metropolis.py [--steps 1000000] [--rounds 5]        # some seconds
 
-The model is a logistic regression with a normal prior. The chain starts at its mode, which is found
-by gradients of JAX. Each step calls a compiled log-density. Numba code calls its attribute `.raw`.
-The same chain also runs as a Python loop over `jax.jit`, with fewer steps. Both alternate, and the
-times are medians.
+For users of Numba who want to call JAX functions. The model is a logistic regression with a normal
+prior. The chain starts at its mode, which is found by gradients of JAX. Each step calls a compiled
+log-density. Numba code calls its attribute `.raw`. The same chain also runs as a Python loop over
+`jax.jit`, with fewer steps. Both alternate, and the times are medians.
 """
 
 import argparse
@@ -26,7 +26,7 @@ N, DIM = 32, 4
 TRUE = np.array([1.0, -2.0, 0.5, 0.0], np.float32)
 
 
-def log_density_of(x: np.ndarray, y: np.ndarray) -> Callable[[Any], Any]:
+def make_log_density(x: np.ndarray, y: np.ndarray) -> Callable[[Any], Any]:
     """Return the log-density of the weights `[DIM]`, up to a constant."""
 
     def log_density(w):
@@ -75,7 +75,7 @@ class Run(NamedTuple):
     seconds: float
 
 
-def timed(*chains: tuple[Callable[[int], Any], int], rounds: int) -> list[Run]:
+def time_chains(*chains: tuple[Callable[[int], Any], int], rounds: int) -> list[Run]:
     """Run the chains alternately."""
     for sample, _ in chains:
         sample(10)  # compiles
@@ -93,7 +93,7 @@ def timed(*chains: tuple[Callable[[int], Any], int], rounds: int) -> list[Run]:
 def main(
     steps: int = 1_000_000, slow_steps: int = 10_000, rounds: int = 5, seed: int = 0
 ) -> tuple[Run, Run]:
-    log_density = log_density_of(*data())
+    log_density = make_log_density(*data())
     start = np.zeros(DIM, np.float32)
     climb = jax.jit(lambda w: w + 0.05 * jax.grad(log_density)(w))
     for _ in range(100):
@@ -102,7 +102,7 @@ def main(
 
     compiled = vn.numba.compile(log_density, start)
     jitted, native = jax.jit(log_density), numba.njit(chain)
-    fast, slow = timed(
+    fast, slow = time_chains(
         (lambda steps: native(compiled.raw, start, steps, seed, 0.5), steps),
         (lambda steps: chain(lambda w: float(jitted(w)), start, steps, seed, 0.5), slow_steps),
         rounds=rounds,

@@ -6,8 +6,8 @@ with groups of tokens. Attention sees a window in every second layer, and has a 
 not import veneer. If the experts are quantized, a step reads only the packed experts in use. In f32
 that needs the loop `row_by_row`.
 
-    python examples/moe.py              # 32 experts of half gpt-oss's width: 2 GB in f32
-    python examples/moe.py --quick      # small sizes, to see that it runs
+    python examples/moe.py              # 32 experts of half gpt-oss's width: 2 GB in f32; a minute
+    python examples/moe.py --quick      # small sizes; some seconds
 """
 
 import argparse
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from llama import linear, norm, rotated
+from llama import apply_rope, linear, norm
 
 Params = Mapping[str, Any]
 
@@ -108,7 +108,7 @@ def attention(
         y = linear(layer, f"self_attn.{name}_proj", x)
         return y.reshape(batch, length, -1, config.head_dim).swapaxes(1, 2)
 
-    query, key, value = rotated(heads("q"), angles), rotated(heads("k"), angles), heads("v")
+    query, key, value = apply_rope(heads("q"), angles), apply_rope(heads("k"), angles), heads("v")
     write = lambda kept, new: lax.dynamic_update_slice(kept, new, (0, 0, start, 0))
     cache = Cache(write(cache.keys, key), write(cache.values, value))
     query = query.reshape(*key.shape[:2], -1, length, config.head_dim)
@@ -196,7 +196,7 @@ def init(key: Array, config: Config) -> dict[str, Array]:
 # The program.
 
 
-def quantized(params: Params, format: str) -> Params:
+def quantize(params: Params, format: str) -> Params:
     """Quantize the experts in tiles of 32, and the other matrices except routers to int8."""
     import veneer as vn
 
@@ -219,11 +219,11 @@ def main() -> None:
     config = SMALL if arguments.quick else Config()
     params = init(jax.random.key(0), config)
     step = jax.jit(vn.implicit(logits), static_argnums=(1, 5), donate_argnums=3)
-    print("| experts | bytes | tokens a second |")
+    print("| experts | bytes | tokens per second |")
     print("|---|---:|---:|")
     for format in ("f32", "int4", "mxfp4"):
         is_dense = format == "f32"
-        stored = params if is_dense else quantized(params, format)
+        stored = params if is_dense else quantize(params, format)
         product = row_by_row if is_dense else lax.ragged_dot  # the faster product in f32
         cache, token = empty_cache(config, 1, arguments.count + 1), jnp.zeros((1, 1), jnp.int32)
         for i in range(arguments.count + 1):

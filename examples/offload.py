@@ -1,14 +1,14 @@
 """QLoRA of a model that does not fit on the device: its layers are in host memory.
 
-The decoder is the one of `fsdp.py`. Its scan over layers moves the packed weights of each layer to
-the device, uses them and frees them. The backward pass moves them again. The adapters, their
-moments, the embedding and the head stay on the device.
+For GPUs and TPUs with too little memory. The decoder is the one of `fsdp.py`. Its scan over layers
+moves the packed weights of each layer to the device, uses them and frees them. The backward pass
+moves them again. The adapters, their moments, the embedding and the head stay on the device.
 
 On a CPU, both are the same memory, and a moved layer is copied. JAX and XLA treat it as on a GPU or
 TPU, where `pinned_host` is a different memory.
 
-    python examples/offload.py
-    python examples/offload.py --quick      # small sizes, to see that it runs
+    python examples/offload.py              # some minutes on two cores
+    python examples/offload.py --quick      # small sizes; about a minute
 """
 
 import argparse
@@ -23,13 +23,13 @@ from jax.sharding import SingleDeviceSharding
 import veneer as vn
 
 
-def sent(x: Any, axis: int) -> Any:
+def send(x: Any, axis: int) -> Any:
     """Return the array on the device. `axis` is ignored."""
     del axis  # along which `fsdp.py` gathers
     return jax.device_put(x, jax.memory.Space.Device)
 
 
-def here(x: Any, axis: int) -> Any:
+def keep(x: Any, axis: int) -> Any:
     """Return the array unchanged."""
     del axis
     return x
@@ -42,7 +42,7 @@ def on_host(weights: dict) -> dict:
 
 
 @dataclass(frozen=True)
-class Way:
+class Setup:
     """A training step that is compiled for arrays with a placement."""
 
     name: str
@@ -58,23 +58,23 @@ class Way:
     @property
     def on_device(self) -> int:
         """The peak bytes on the device."""
-        return fsdp.peak(self.compiled) - self.on_host
+        return fsdp.peak_bytes(self.compiled) - self.on_host
 
 
-def ways(config: fsdp.Config, tokens: jax.Array) -> Iterator[Way]:
+def setups(config: fsdp.Config, tokens: jax.Array) -> Iterator[Setup]:
     """Yield the steps with f32 and int4 weights, on the device and on the host."""
     places: dict[str, tuple[Callable, Callable]] = {
-        "on the device": (lambda weights: weights, here),
-        "layers on the host": (on_host, sent),
+        "on the device": (lambda weights: weights, keep),
+        "layers on the host": (on_host, send),
     }
-    for name, store in (("f32", lambda weights: weights), ("int4", fsdp.quantized)):
-        for where, (put, whole) in places.items():
+    for name, store in (("f32", lambda weights: weights), ("int4", fsdp.quantize)):
+        for where, (put, gather) in places.items():
             weights, updates = fsdp.init(jax.random.key(0), config)
             args = updates, fsdp.OPTIMIZER.init(updates), put(store(weights))
-            loss = lambda *args, whole=whole: fsdp.loss(*args, config, whole)
+            loss = lambda *args, gather=gather: fsdp.loss(*args, config, gather)
             step = lambda *args, loss=loss: fsdp.train_step(loss, *args)
             run = jax.jit(vn.implicit(step), donate_argnums=(0, 1))
-            yield Way(f"{name}, {where}", run.lower(*args, tokens).compile(), args)
+            yield Setup(f"{name}, {where}", run.lower(*args, tokens).compile(), args)
 
 
 def main() -> None:
@@ -84,17 +84,19 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     arguments = parser.parse_args()
     config = fsdp.SMALL if arguments.quick else fsdp.Config()
-    tokens = fsdp.text(config)
+    tokens = fsdp.make_tokens(config)
     print("| weights | on the host | on the device, at a time | first and last loss |")
     print("|---|---:|---:|---:|")
-    for way in ways(config, tokens):
-        updates, state, weights = way.args
-        sizes, losses = (way.on_host, way.on_device), []
+    for setup in setups(config, tokens):
+        updates, state, weights = setup.args
+        sizes, losses = (setup.on_host, setup.on_device), []
         for _ in range(arguments.steps):
-            updates, state, value = way.compiled(updates, state, weights, tokens)
+            updates, state, value = setup.compiled(updates, state, weights, tokens)
             losses.append(float(value))
         host, device = (f"{size / 1e6:.1f} MB" for size in sizes)
-        print(f"| {way.name} | {host} | {device} | {losses[0]:.4f}, {losses[-1]:.4f} |", flush=True)
+        print(
+            f"| {setup.name} | {host} | {device} | {losses[0]:.4f}, {losses[-1]:.4f} |", flush=True
+        )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """Quantization-aware training of a small network that classifies digits.
 
-The network is `digits_network.py`, which does not use veneer, and the digits come from
-scikit-learn. It is trained in f32. Then its weights are quantized after training, or trained
-further with quantization-aware training: quantized in each step, with a straight-through gradient.
+For users whose quantized model is not accurate enough. The network is `digits_network.py`, which
+does not use veneer, and the digits come from scikit-learn. It is trained in f32. Then its weights
+are quantized after training, or trained further with quantization-aware training: quantized in each
+step, with a straight-through gradient.
 
     python examples/qat_digits.py            # about a minute on two cores
-    python examples/qat_digits.py --quick    # a few steps, to see that it runs
+    python examples/qat_digits.py --quick    # a few steps; some seconds
 
 Prints the accuracy and the bytes of each network, and plots them.
 """
@@ -44,7 +45,7 @@ class Result:
     """A quantized network, with its bytes and its accuracy."""
 
     format: str
-    way: str
+    method: str
     params: Any
     nbytes: int  # of all parameters
     accuracy: float  # on held-out digits
@@ -110,8 +111,8 @@ def compare(*, epochs: int, more: int) -> list[Result]:
     digits, held_out = load()
     results: list[Result] = []
 
-    def add(format: str, way: str, params: Any) -> None:
-        results.append(Result(format, way, params, nbytes(params), accuracy(params, held_out)))
+    def add(format: str, method: str, params: Any) -> None:
+        results.append(Result(format, method, params, nbytes(params), accuracy(params, held_out)))
 
     begin = digits_network.init(jax.random.key(0))
     dense = train(begin, digits, epochs=epochs, learning_rate=3e-3, seed=0)
@@ -134,7 +135,7 @@ def table(results: Sequence[Result]) -> Table:
         table.add_column(heading, justify="right")
     for r in results:
         share = r.nbytes / results[0].nbytes
-        table.add_row(r.format, r.way, f"{r.accuracy:.1%}", f"{r.nbytes:,}", f"{share:.0%}")
+        table.add_row(r.format, r.method, f"{r.accuracy:.1%}", f"{r.nbytes:,}", f"{share:.0%}")
     return table
 
 
@@ -148,12 +149,12 @@ def draw(results: Sequence[Result], path: Path) -> None:
     axes = figure.add_subplot()
     dense = results[0]
     axes.axhline(100 * dense.accuracy, color="#8c6d46", lw=1.5, label="f32", zorder=1)
-    for way, color in (("after training", "#2a6f97"), ("QAT", "#c8553d")):
-        found = [r for r in results if r.way == way]
+    for method, color in (("after training", "#2a6f97"), ("QAT", "#c8553d")):
+        found = [r for r in results if r.method == method]
         sizes, scores = [r.nbytes for r in found], [100 * r.accuracy for r in found]
-        axes.plot(sizes, scores, "o-", color=color, lw=2, label=way)
+        axes.plot(sizes, scores, "o-", color=color, lw=2, label=method)
         for r in found:
-            up = 8 if way == "QAT" else -16
+            up = 8 if method == "QAT" else -16
             point = (r.nbytes, 100 * r.accuracy)
             axes.annotate(r.format, point, (0, up), textcoords="offset points", ha="center")
     axes.set(xlabel="bytes of the parameters", ylabel="held-out accuracy, %")

@@ -1,4 +1,7 @@
-"""A small transformer in plain JAX that classifies images, which it reads row by row."""
+"""A small transformer in plain JAX that classifies images, which it reads row by row.
+
+It does not import veneer. This file is not a script: `low_precision_training.py` trains it.
+"""
 
 from typing import Any
 

@@ -3,6 +3,8 @@
 The parameters are the tensors of the checkpoint: a flat dict with the names and layouts of torch
 (`[out, in]` for a matmul). Nothing is converted.
 
+`veneer demo` runs this program with quantized weights. Alone, it prints the cosines of sentences:
+
     python examples/sentence_encoder.py MODEL_DIR "a sentence" "and another one"
 """
 
@@ -45,9 +47,9 @@ def dense(params: Params, name: str, x: Array) -> Array:
 
 
 def layer_norm(params: Params, name: str, x: Array, eps: float) -> Array:
-    centred = x - x.mean(-1, keepdims=True)
-    variance = jnp.square(centred).mean(-1, keepdims=True)
-    normed = centred * jax.lax.rsqrt(variance + eps)
+    centered = x - x.mean(-1, keepdims=True)
+    variance = jnp.square(centered).mean(-1, keepdims=True)
+    normed = centered * jax.lax.rsqrt(variance + eps)
     return normed * params[f"{name}.weight"] + params[f"{name}.bias"]
 
 

@@ -1,10 +1,10 @@
-"""Whisper in plain JAX: transcribe 30 seconds of English speech.
+"""Whisper in plain JAX: transcribe up to 30 seconds of English speech.
 
 An encoder reads sound, and a decoder writes text (Radford et al., 2022), greedily, in one compiled
 loop. The model is a folder of CTranslate2. The parameters keep its names, such as
 `encoder/layer_0/ffn/linear_0/weight`. Matrices are `[out, in]`. This file does not import veneer.
 
-    python examples/whisper.py MODEL_DIR SOUND.wav
+    python examples/whisper.py MODEL_DIR SOUND.wav        # some seconds
 """
 
 import argparse
@@ -168,14 +168,14 @@ def decode(
     positions = start + jnp.arange(len(tokens))
     encodings = p["decoder/position_encodings/encodings"][positions]
     x, text = p["decoder/embeddings/weight"][tokens] + encodings, []
-    for i, (kept, sound) in enumerate(zip(cache.text, cache.sound, strict=True)):
+    for i, (cached, sound) in enumerate(zip(cache.text, cache.sound, strict=True)):
         name = f"decoder/layer_{i}"
         y = norm(p, f"{name}/self_attention/layer_norm", x)
         parts = jnp.split(linear(p, f"{name}/self_attention/linear_0", y), 3, 1)
         q, k, v = (heads(part, config.num_heads) for part in parts)
         k, v = (
             lax.dynamic_update_slice(old, new, (0, start, 0))
-            for old, new in zip(kept, (k, v), strict=True)
+            for old, new in zip(cached, (k, v), strict=True)
         )
         is_seen = jnp.arange(k.shape[1]) <= positions[:, None]
         x = x + linear(p, f"{name}/self_attention/linear_1", attend(q, k, v, is_seen))
@@ -226,15 +226,15 @@ def load(folder: Path) -> tuple[dict[str, np.ndarray], Config]:
     params = read_ctranslate2(folder / "model.bin")
     if any(name.endswith("_scale") for name in params):
         raise ValueError(f"{folder} is quantized already")
-    said = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    entries = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     layers = {m[0] for name in params if (m := re.match(r"(encoder|decoder)/layer_\d+", name))}
     count = lambda part: sum(layer.startswith(part) for layer in layers)
     return params, Config(
         int(params["encoder/num_heads"]),
         count("encoder"),
         count("decoder"),
-        tuple(said.get("suppress_ids", ())),
-        tuple(said.get("suppress_ids_begin", ())),
+        tuple(entries.get("suppress_ids", ())),
+        tuple(entries.get("suppress_ids_begin", ())),
     )
 
 
@@ -278,7 +278,7 @@ def main(folder: Path, file: Path) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Writes down what is said, in English.")
+    parser = argparse.ArgumentParser(description="Transcribe English speech.")
     parser.add_argument("folder", type=Path, help="of CTranslate2: model.bin, tokenizer.json, ...")
     parser.add_argument("file", type=Path, help="a WAV file of at most 30 seconds")
     given = parser.parse_args()

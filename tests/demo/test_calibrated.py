@@ -83,7 +83,7 @@ def test_a_decoder_is_calibrated_on_windows_of_text(tmp_path, bert_folder, quant
         "num_hidden_layers": 1,
         "num_attention_heads": 2,
     }
-    params = llama.init(jax.random.key(0), llama.Config.of(config))
+    params = llama.init(jax.random.key(0), llama.Config.from_dict(config))
     folder.mkdir()
     save_file({name: np.asarray(x) for name, x in params.items()}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))

@@ -43,7 +43,7 @@ def read(params, tokens, *, at_once=LENGTH):
 def attended_in_full(p, x):
     """Return causal attention by JAX's own function, without a cache: `[batch, length, width]`."""
     heads = lambda name, count: (x @ p[name]).reshape(*x.shape[:2], count, -1)
-    turn = lambda x: decoder.rotated(x.swapaxes(1, 2), jnp.arange(LENGTH), CONFIG.rotary_base)
+    turn = lambda x: decoder.apply_rope(x.swapaxes(1, 2), jnp.arange(LENGTH), CONFIG.rotary_base)
     query = turn(heads("query", CONFIG.num_heads)).swapaxes(1, 2)
     key = turn(heads("key", CONFIG.num_groups)).swapaxes(1, 2)
     value = heads("value", CONFIG.num_groups)
@@ -61,7 +61,7 @@ def test_attention_agrees_with_jax(params):
 def test_only_differences_of_positions_matter():
     x, y = jax.random.normal(jax.random.key(3), (2, 1, 8))
     product = lambda i, j: (
-        decoder.rotated(x, jnp.array([i]), 1e4) * decoder.rotated(y, jnp.array([j]), 1e4)
+        decoder.apply_rope(x, jnp.array([i]), 1e4) * decoder.apply_rope(y, jnp.array([j]), 1e4)
     ).sum()
     np.testing.assert_allclose(product(7, 3), product(104, 100), rtol=1e-4)
     assert abs(product(7, 3) - product(7, 4)) > 1e-3
@@ -82,7 +82,7 @@ def test_later_tokens_do_not_change_earlier_logits(params, tokens):
 
 
 def test_decoding_writes_the_most_likely_tokens(params, tokens):
-    step, prompt = decoder.compiled(), tokens[:, :8]
+    step, prompt = decoder.compile_step(), tokens[:, :8]
     written = decoder.decode(step, params, CONFIG, prompt, count=LENGTH - 8 + 1)
     text = jnp.concatenate([prompt, written[:, :-1]], 1)
     np.testing.assert_array_equal(read(params, text)[:, 7:].argmax(-1), written)
@@ -90,7 +90,7 @@ def test_decoding_writes_the_most_likely_tokens(params, tokens):
 
 @pytest.mark.parametrize("variant", example.VARIANTS, ids=lambda variant: variant.name)
 def test_each_variant_agrees_with_its_dense_weights(variant, params, tokens):
-    stored = variant.stored(params)
+    stored = variant.store(params)
     found = read(stored, tokens)
     # Activations that are rounded, to 8 bits in all, change the logits somewhat.
     atol = 1e-4 if variant.act_qtype is None and variant.dtype == "float32" else 0.2
@@ -98,7 +98,7 @@ def test_each_variant_agrees_with_its_dense_weights(variant, params, tokens):
 
 
 def test_no_kernel_is_materialized(params, tokens):
-    stored = example.VARIANTS[3].stored(params)
+    stored = example.VARIANTS[3].store(params)
     cache = decoder.empty_cache(CONFIG, 2)
     step = lambda params: decoder.step(params, CONFIG, tokens, cache, 0)
     report = vn.explain(step)(stored)
@@ -119,4 +119,4 @@ def test_the_example_prints_a_row_for_each_variant():
     assert int4.nbytes < 0.14 * dense.nbytes
     for result in results:
         assert f"{result.nbytes:,}" in rows[result.variant.name]
-        assert f"{result.tokens_a_second:.1f}" in rows[result.variant.name]
+        assert f"{result.tokens_per_second:.1f}" in rows[result.variant.name]

@@ -20,19 +20,19 @@ CONFIG = example.SMALL
 
 @pytest.fixture(scope="module")
 def tokens():
-    return example.text(CONFIG)
+    return example.make_tokens(CONFIG)
 
 
 @pytest.fixture(scope="module")
 def ways(tokens):
-    return {way.name: way for way in example.ways(CONFIG, tokens)}
+    return {way.name: way for way in example.setups(CONFIG, tokens)}
 
 
 @pytest.fixture(scope="module")
 def gradients(tokens):
     """Return the loss and the gradients of the adapters on one device, with dense weights."""
     weights, updates = example.init(jax.random.key(0), CONFIG)
-    dense = vn.materialise(example.quantized(weights))
+    dense = vn.materialise(example.quantize(weights))
     alone = lambda x, axis: x
     loss = lambda updates: vn.implicit(example.loss)(updates, dense, tokens, CONFIG, alone)
     return jax.jit(jax.value_and_grad(loss))(updates)
@@ -69,8 +69,8 @@ def test_each_device_holds_an_eighth_of_the_weights(ways):
     for how in ("in parts, by jit", "in parts, by shard_map"):
         parts = ways[f"int4, {how}"]
         assert parts.held < 0.13 * whole.held
-        assert example.peak(parts.compiled) < example.peak(whole.compiled)
-        assert example.peak(parts.compiled) < example.peak(ways[f"f32, {how}"].compiled)
+        assert example.peak_bytes(parts.compiled) < example.peak_bytes(whole.compiled)
+        assert example.peak_bytes(parts.compiled) < example.peak_bytes(ways[f"f32, {how}"].compiled)
 
 
 def test_the_moments_of_the_optimizer_are_sharded(ways):

@@ -7,13 +7,13 @@ import pytest
 import veneer as vn
 
 
-@pytest.mark.parametrize("framework", [high_types.of_flax, high_types.of_equinox])
+@pytest.mark.parametrize("framework", [high_types.make_flax_model, high_types.make_equinox_model])
 def test_training_changes_adapters_and_not_codes(framework):
     model = framework()
     result = high_types.fine_tune(model, steps=25)
     assert result.losses[-1] < 0.6 * result.losses[0]
     assert high_types.nbytes(result.tuned) < 0.35 * high_types.nbytes(result.dense)
-    start = high_types.in_four_bits(model, result.dense)
+    start = high_types.add_qlora(model, result.dense)
     weights = [x for x in arrays_of(result.tuned) if isinstance(x, vn.types.LoraArray)]
     assert len(weights) == 2
     for weight, first in zip(weights, filter(is_lora, arrays_of(start)), strict=True):

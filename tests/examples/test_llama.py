@@ -126,7 +126,7 @@ def test_logits_agree_with_the_definition(params, tokens, kind):
 def test_rope_scaling_slows_low_frequencies():
     scaled = dataclasses.replace(CONFIG, head_dim=64, rope_scaling=(8.0, 1.0, 4.0, 8192.0))
     plain = dataclasses.replace(scaled, rope_scaling=None)
-    ours, before = (llama.angles(c, jnp.arange(2))[1] for c in (scaled, plain))
+    ours, before = (llama.rope_angles(c, jnp.arange(2))[1] for c in (scaled, plain))
     waves = 8192 * np.asarray(before) / (2 * np.pi)
     np.testing.assert_allclose(ours[waves > 4], before[waves > 4], rtol=1e-6)
     np.testing.assert_allclose(ours[waves < 1], before[waves < 1] / 8, rtol=1e-6)
@@ -146,7 +146,7 @@ def greedy(params, tokens, count):
 @pytest.mark.parametrize("padding", [0, 3])
 def test_greedy_decoding_writes_the_most_likely_tokens(params, tokens, padding):
     prompt = jnp.pad(tokens, ((0, 0), (0, padding)), constant_values=7)
-    write = llama.compiled()
+    write = llama.compile_generate()
     found = write(params, CONFIG, prompt, LENGTH, jax.random.key(0), count=5)
     np.testing.assert_array_equal(found, greedy(params, tokens, 5))
 
@@ -155,7 +155,7 @@ def test_a_text_ends_at_a_stop_token_and_is_streamed(params, tokens):
     expected = np.asarray(greedy(params, tokens, 6))
     stop = int(expected[0, 2])
     shown = []
-    found = llama.compiled()(
+    found = llama.compile_generate()(
         params,
         CONFIG,
         tokens,
@@ -174,7 +174,7 @@ def test_a_text_ends_at_a_stop_token_and_is_streamed(params, tokens):
 
 
 def test_a_temperature_samples_tokens(params, tokens):
-    write = lambda key, t: llama.compiled()(
+    write = lambda key, t: llama.compile_generate()(
         params, CONFIG, tokens, LENGTH, jax.random.key(key), count=8, temperature=t
     )
     assert (write(0, 2.0) != write(1, 2.0)).any()
@@ -193,7 +193,7 @@ def test_a_packed_model_materializes_no_weight(params, tokens, format):
     matrices = r".*(proj|embed_tokens|lm_head)\.weight"
     rule = vn.quant.Rule(matrices, format, tile_size=16, tile_axis=-1)
     packed = vn.quant.quantize_tree(params, [rule])
-    write = llama.compiled(vn.implicit(llama.generate))
+    write = llama.compile_generate(vn.implicit(llama.generate))
     found = write(packed, CONFIG, tokens, LENGTH, jax.random.key(0), count=5)
     np.testing.assert_array_equal(found, greedy(vn.materialise(packed), tokens, 5))
 
@@ -208,11 +208,13 @@ def test_config_json_is_read_and_checked():
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
     }
-    assert llama.Config.of(json.loads(json.dumps(said | {"rms_norm_eps": 1e-5}))) == CONFIG
+    assert llama.Config.from_dict(json.loads(json.dumps(said | {"rms_norm_eps": 1e-5}))) == CONFIG
     scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
     scaling |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    assert llama.Config.of(said | {"rope_scaling": scaling}).rope_scaling == (8, 1, 4, 8192)
-    window = lambda **others: llama.Config.of(said | {"sliding_window": 64} | others).sliding_window
+    assert llama.Config.from_dict(said | {"rope_scaling": scaling}).rope_scaling == (8, 1, 4, 8192)
+    window = lambda **others: (
+        llama.Config.from_dict(said | {"sliding_window": 64} | others).sliding_window
+    )
     qwen = {"model_type": "qwen2", "use_sliding_window": True}
     assert window() == window(model_type="mistral") == window(**qwen, max_window_layers=0) == 64
     assert (
@@ -222,11 +224,11 @@ def test_config_json_is_read_and_checked():
     with pytest.raises(ValueError, match="1 of 2 layers have no sliding window"):
         window(**qwen, max_window_layers=1)
     with pytest.raises(ValueError, match="activations are 'gelu'"):
-        llama.Config.of(said | {"hidden_act": "gelu"})
+        llama.Config.from_dict(said | {"hidden_act": "gelu"})
     with pytest.raises(ValueError, match="a 'gemma' model; this program runs llama, mistral"):
-        llama.Config.of(said | {"model_type": "gemma"})
+        llama.Config.from_dict(said | {"model_type": "gemma"})
     with pytest.raises(ValueError, match="scaled as 'yarn'"):
-        llama.Config.of(said | {"rope_scaling": {"rope_type": "yarn"}})
+        llama.Config.from_dict(said | {"rope_scaling": {"rope_type": "yarn"}})
 
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -260,7 +262,7 @@ def test_a_folder_of_transformers_can_be_loaded(tmp_path, params, tokens, name, 
         rule = vn.quant.Rule(r".*_proj\.weight", "int4", tile_size=16, tile_axis=-1)
         small = vn.quant.quantize_tree(params, [rule])
         vn.save(tmp_path / "model", small, format=format, config=said)
-    config = llama.Config.of(json.loads((tmp_path / "model" / "config.json").read_text()))
+    config = llama.Config.from_dict(json.loads((tmp_path / "model" / "config.json").read_text()))
     assert config.sliding_window == (4 if name == "mistral" else None)
     loaded = vn.load(tmp_path / "model")
     found = jax.jit(vn.implicit(logits), static_argnums=1)(loaded, config, tokens)
@@ -299,7 +301,7 @@ def texts():
 
 def continued(params, texts, lengths=LENGTHS, run=llama.generate, config=CONFIG, **how):
     lengths, key = jnp.asarray(lengths), jax.random.key(0)
-    return llama.compiled(run)(params, config, texts, lengths, key, count=5, **how)
+    return llama.compile_generate(run)(params, config, texts, lengths, key, count=5, **how)
 
 
 def quantized(qtype, *sizes):

@@ -57,7 +57,7 @@ def test_the_sizes_count_the_trained_parameters(trained, bert):
 def test_training_changes_only_the_trained_parameters(trained, bert):
     runs, _, _ = trained
     encoder = runs["QLoRA"].params["encoder"]
-    begun = lora_finetune.with_lora(lora_finetune.quantized(bert))
+    begun = lora_finetune.add_lora(lora_finetune.quantize(bert))
     for name, w in begun.items():
         if lora_finetune.is_linear(name):
             assert (encoder[name].w.packed == w.w.packed).all()
@@ -98,7 +98,7 @@ def test_the_task_holds_out_sentences_of_one_topic(bert):
     task = lora_finetune.make_task(bert, count=3, most=20, length=32)
     assert [len(part.topic) for part in (task.train, task.held_out)] == [42, 18]
     assert (np.bincount(task.train.topic) == 14).all()
-    assert len(lora_finetune.sentences_of(lora_finetune.topics[task.names[0]])) > 20
+    assert len(lora_finetune.split_sentences(lora_finetune.topics[task.names[0]])) > 20
 
 
 def test_batches_use_each_sentence_once_per_epoch(bert):

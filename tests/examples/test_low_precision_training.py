@@ -44,7 +44,7 @@ def test_stochastic_rounding_changes_the_losses(trained):
 
 def test_every_matmul_of_a_layer_runs_on_codes():
     params = row_transformer.init(jax.random.key(0))
-    params = example.with_formats(params, example.FP8)
+    params = example.quantize(params, example.FP8)
     images = np.zeros((2, 8, 8), np.float32)
     report = vn.explain(row_transformer.logits)(params, images)
     assert not report.materialised

@@ -87,7 +87,7 @@ def test_a_layer_attends_only_to_its_window():
 
 @pytest.mark.parametrize("format", ["int4", "mxfp4"])
 def test_quantized_experts_agree_with_dense_experts(format):
-    small = example.quantized(params(), format)
+    small = example.quantize(params(), format)
     stacks = [
         small[f"model.layers.{i}.mlp.experts.{n}_proj"] for i in (0, 1) for n in ("gate_up", "down")
     ]
@@ -101,7 +101,7 @@ def test_quantized_experts_agree_with_dense_experts(format):
 
 @pytest.mark.parametrize("format", ["int4", "mxfp4"])
 def test_a_step_copies_no_expert(format):
-    small, cache = example.quantized(params(), format), example.empty_cache(CONFIG, 1, 9)
+    small, cache = example.quantize(params(), format), example.empty_cache(CONFIG, 1, 9)
     run = jax.jit(vn.implicit(example.logits), static_argnums=1)
     compiled = run.lower(small, CONFIG, tokens()[:1, :1], cache, 3).compile()
     size = lambda shape: np.prod([int(n) for n in shape.split(",") if n])

@@ -22,12 +22,12 @@ CONFIG = replace(fsdp.SMALL, num_layers=8)
 
 @pytest.fixture(scope="module")
 def tokens():
-    return fsdp.text(CONFIG)
+    return fsdp.make_tokens(CONFIG)
 
 
 @pytest.fixture(scope="module")
 def ways(tokens, current_emitters):
-    return {way.name: way for way in example.ways(CONFIG, tokens)}
+    return {way.name: way for way in example.setups(CONFIG, tokens)}
 
 
 @pytest.mark.parametrize("format", ["f32", "int4"])
@@ -50,7 +50,7 @@ def test_the_device_holds_at_most_two_layers(format, ways):
 
 def test_layers_are_sent_packed_one_at_a_time(ways, tokens):
     updates, _, weights = ways["int4, layers on the host"].args
-    loss = lambda *args: fsdp.loss(*args, tokens, CONFIG, example.sent)
+    loss = lambda *args: fsdp.loss(*args, tokens, CONFIG, example.send)
     run = jax.jit(vn.implicit(jax.grad(loss)))
     lowered = run.trace(updates, weights).lower(lowering_platforms=("cuda",)).as_text()
     found = re.findall(r"@annotate_device_placement\(.*?-> tensor<(.*?)>", lowered)
@@ -66,27 +66,27 @@ def test_layers_are_sent_packed_one_at_a_time(ways, tokens):
 def test_layers_can_be_sharded_over_the_hosts(tokens):
     mesh = jax.make_mesh((8,), (fsdp.AXIS,), axis_types=(AxisType.Auto,))
     weights, updates = fsdp.init(jax.random.key(0), CONFIG)
-    weights = fsdp.quantized(weights)
+    weights = fsdp.quantize(weights)
     specs = fsdp.specs(weights)
     kind = lambda spec: NamedSharding(mesh, spec, memory_kind="pinned_host")
     placed = vn.device_put(weights, jax.tree.map(kind, specs))
     assert placed["layers"]["up"].packed.sharding.memory_kind == "pinned_host"
     assert placed["layers"]["up"].packed.addressable_shards[0].data.shape[1] == CONFIG.width // 8
-    whole = lambda x, axis: lax.all_gather(example.sent(x, axis), fsdp.AXIS, axis=axis, tiled=True)
+    whole = lambda x, axis: lax.all_gather(example.send(x, axis), fsdp.AXIS, axis=axis, tiled=True)
 
     def loss(updates, weights, tokens):
         own = lambda x, axis: x if x.ndim == 2 and CONFIG.rank in x.shape else whole(x, axis)
         return lax.pmean(fsdp.loss(updates, weights, tokens, CONFIG, own), fsdp.AXIS)
 
     step = jax.shard_map(loss, mesh=mesh, in_specs=(P(), specs, P(fsdp.AXIS)), out_specs=P())
-    alone = vn.implicit(fsdp.loss)(updates, weights, tokens, CONFIG, example.here)
+    alone = vn.implicit(fsdp.loss)(updates, weights, tokens, CONFIG, example.keep)
     found = jax.jit(vn.implicit(step))(updates, placed, tokens)
     np.testing.assert_allclose(found, alone, rtol=1e-5)
 
 
 def test_a_checkpoint_is_loaded_into_host_memory(tmp_path):
     weights, _ = fsdp.init(jax.random.key(0), fsdp.SMALL)
-    vn.save(tmp_path / "model", fsdp.quantized(weights))
+    vn.save(tmp_path / "model", fsdp.quantize(weights))
     host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
     read = vn.load(tmp_path / "model", shardings=[(r"layers\..*", host)])
     kinds = {x.sharding.memory_kind for x in jax.tree.leaves(read["layers"])}

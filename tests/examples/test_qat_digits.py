@@ -20,14 +20,14 @@ def compared(tmp_path_factory):
     plot = tmp_path_factory.mktemp("plot") / "digits.png"
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         results = qat_digits.main(plot, quick=True)
-    return {(r.format, r.way): r for r in results}, printed.getvalue(), plot
+    return {(r.format, r.method): r for r in results}, printed.getvalue(), plot
 
 
 def test_the_example_prints_rows_and_plots_them(compared):
     results, printed, plot = compared
     rows = [line.split() for line in printed.splitlines()]
-    for (format, way), r in results.items():
-        assert [format, *way.split(), f"{r.accuracy:.1%}", f"{r.nbytes:,}"] in [
+    for (format, method), r in results.items():
+        assert [format, *method.split(), f"{r.accuracy:.1%}", f"{r.nbytes:,}"] in [
             row[:-1] for row in rows
         ]
     assert plot.read_bytes().startswith(b"\x89PNG")

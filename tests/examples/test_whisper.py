@@ -105,7 +105,7 @@ def test_reading_single_tokens_agrees_with_reading_at_once(params, sound):
 
 @pytest.mark.parametrize("format", [None, ("int8", None), ("nf4", 16)])
 def test_the_loop_writes_the_most_likely_allowed_tokens(params, sound, format):
-    packed = dictation.in_format(params, format)
+    packed = dictation.quantize(params, format)
     run = jax.jit(vn.implicit(whisper.transcribe), static_argnums=1, static_argnames="count")
     found = np.asarray(run(packed, CONFIG, sound, count=4))
     dense = vn.materialise(packed)
@@ -167,7 +167,7 @@ def test_a_wav_file_is_read_and_checked(tmp_path):
 
 
 def test_the_word_error_rate_counts_edits():
-    count = lambda said, written: dictation.wrong_words(said.split(), written.split())
+    count = lambda said, written: dictation.count_wrong_words(said.split(), written.split())
     assert count("a b c", "a b c") == 0
     assert count("a b c", "a x c d") == 2
     assert count("", "a b") == count("a b", "") == 2

@@ -33,7 +33,7 @@ def named(model):
 
 
 def test_names_and_shapes_equal_the_llama_program():
-    config = llama.Config.of(SMALL)
+    config = llama.Config.from_dict(SMALL)
     params = jax.eval_shape(lambda key: llama.init(key, config), jax.random.key(0))
     assert named(model_of(SMALL)) == {name: x.shape for name, x in params.items()}
 

@@ -74,7 +74,7 @@ def surprise(weights: Any, tokens: jax.Array, config: fsdp.Config) -> jax.Array:
     """Return the mean cross entropy of the next token, for a decoder with dense weights."""
     layer = lambda x, p: (fsdp.layer(p, x, config.num_heads), None)
     x, _ = lax.scan(layer, weights["embedding"][tokens[:, :-1]], weights["layers"])
-    logits = fsdp.normed(x) @ weights["head"]
+    logits = fsdp.norm(x) @ weights["head"]
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .shared import OPTION_NAMES_OF_RULES, Command, OptionError, report_input_errors
+from .shared import OPTION_NAMES_OF_RULES, AsJson, Command, OptionError, report_input_errors
 
 if TYPE_CHECKING:
     from ..plan.models import ModelShapes
@@ -69,12 +69,7 @@ def run(
         bool,
         typer.Option("--fused", help="Assume flash attention: scores are never all in memory."),
     ] = False,
-    as_json: Annotated[
-        bool,
-        typer.Option(
-            "--json", help="Print all splits as one JSON document. Its keys are listed below."
-        ),
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Plan how to shard a language model for serving and fine-tuning, from its config.json.
 

@@ -139,7 +139,7 @@ def print_table(
     print_rich(rich_table(columns, rows, total, right=numbers))
 
 
-def companion_files(source: Path, tensors: Any) -> Any:
+def companion_files(source: Path, tensors: Any) -> Path | dict[str, str]:
     """Return the config and tokenizer files to copy with the tensors of a checkpoint.
 
     For a GGUF file, they are made from its metadata: a dict from file names to contents. For other

@@ -99,7 +99,7 @@ def load_text_model(source: Path) -> TextModel:
             encoder.name_in_program,
         )
     try:
-        llama_config = program("llama").Config.of(entries)
+        llama_config = program("llama").Config.from_dict(entries)
     except ValueError as error:
         raise ValueError(
             f"{config}: {error}, and BERT encoders. For other models, use vn.quant.calibrate."

@@ -87,7 +87,7 @@ def load(path: Path | None, console: Console | None = None) -> LanguageModel:
     end = metadata.get("tokenizer.ggml.eos_token_id")
     return LanguageModel(
         params,
-        program("llama").Config.of(config),
+        program("llama").Config.from_dict(config),
         tokenizer(metadata),
         () if end is None else (int(end),),
         metadata.get("tokenizer.chat_template", "{{ messages[0]['content'] }}"),
@@ -108,7 +108,7 @@ class Speaker:
         self.model, self.show = model, show
         llama = program("llama")
         # Without `vn.implicit`, this would be the program for dense weights.
-        self._generate = llama.compiled(vn.implicit(llama.generate))
+        self._generate = llama.compile_generate(vn.implicit(llama.generate))
         self._times: list[float] = []
         self._tokens: list[int] = []
         self._shown = ""
