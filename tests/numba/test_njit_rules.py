@@ -465,9 +465,9 @@ def test_equal_calls_share_a_wrapper(monkeypatch):
     from veneer.numba.codegen import njit_functions
 
     made = []
-    compiled = njit_functions.NativeFunction._compiled
+    compiled = njit_functions.NativeFunction._make_c_function
     count = lambda self, returned: made.append(self) or compiled(self, returned)
-    monkeypatch.setattr(njit_functions.NativeFunction, "_compiled", count)
+    monkeypatch.setattr(njit_functions.NativeFunction, "_make_c_function", count)
     f = lambda x: TWICE.bind(TWICE.bind(x)) + TWICE.bind(x[:1])
     vn.numba.compile(f, X)
     assert len(made) == 2

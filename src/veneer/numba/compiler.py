@@ -183,7 +183,7 @@ def _make_callable(compiled: Compiled) -> Any:
         return entry(*(_convert_argument(x, n, compiled) for n, x in enumerate(args)))
 
     compiled._entry = entry
-    call = _tree_function(compiled._calls.checked(entry), compiled._in_tree, compiled._out_tree)
+    call = _tree_function(compiled._calls.with_errors(entry), compiled._in_tree, compiled._out_tree)
     # Python finds `__call__` faster on a class than through an instance.
     compiled.__class__ = type("Compiled", (Compiled,), {"__call__": staticmethod(call)})
     return compiled

@@ -58,7 +58,7 @@ def compare_numba_and_py(
     leaves = [np.asarray(key_data(x)) for x in jax.tree.leaves(list(args))]
     inputs = [x.astype(v.aval.dtype) for x, v in zip(leaves, graph.inputs, strict=True)]
     before = [x.copy() for x in inputs]
-    results = calls.checked(python_program(source))(*inputs)
+    results = calls.with_errors(python_program(source))(*inputs)
     results = results if isinstance(results, tuple | list) else (results,)
     result = jax.tree.unflatten(out_tree, results)
     _assert_unchanged(inputs, before)

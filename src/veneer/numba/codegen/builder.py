@@ -153,7 +153,7 @@ class Builder:
             k.store(buffer, index, k.read(value, index))
         return buffer
 
-    def cheap(self, value: ArrayExpr) -> ArrayExpr:
+    def force_costly(self, value: ArrayExpr) -> ArrayExpr:
         """Return an array that is cheap to read again. A costly lazy array is computed now."""
         if self._kernel is not None:
             return self._let(value)
@@ -180,7 +180,7 @@ class Builder:
         shape = self.out.shape
         others = [axis for axis in range(len(shape)) if axis not in axes and shape[axis] > 1]
         again = others and axes and min(others) < max(axes)
-        return self.cheap(value) if again else value
+        return self.force_costly(value) if again else value
 
     def reshape(self, value: ArrayExpr, shape: Sequence[int]) -> ArrayExpr:
         """Return an array with another shape of the same size."""
@@ -274,7 +274,7 @@ class Builder:
         avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
         return self.inline(jax.make_jaxpr(f)(*avals), *operands)
 
-    def inline_in(self, k: LoopNest, jaxpr: Any, *operands: ArrayExpr) -> list[str]:
+    def inline_into_kernel(self, k: LoopNest, jaxpr: Any, *operands: ArrayExpr) -> list[str]:
         """Write a jaxpr of scalars into a kernel. Return expressions of its results.
 
         All its primitives must be fused. `require_fused` checks that.
@@ -297,7 +297,7 @@ class Builder:
         outer = self.equation
         for equation in graph.equations:
             self.equation = equation
-            results = self._results([value_of(v) for v in equation.inputs])
+            results = self._run_equation([value_of(v) for v in equation.inputs])
             for variable, value in zip(equation.outputs, results, strict=True):
                 values[variable] = self._force_if_shared(value, counts.get(variable, 0))
         self.equation = outer
@@ -310,7 +310,7 @@ class Builder:
         costly = value.cost > _MAX_CHEAP_COST and n_readers > 1
         return self.force(value) if costly or len(value.reads) > _MAX_FUSED else value
 
-    def _results(self, operands: list[ArrayExpr]) -> list[ArrayExpr]:
+    def _run_equation(self, operands: list[ArrayExpr]) -> list[ArrayExpr]:
         equation = self.equation
         assert equation is not None
         name = equation.primitive
@@ -324,7 +324,7 @@ class Builder:
             if name in DEBUG_PRIMITIVES:
                 _leave_out(equation)
                 return []
-            raise funcify.missing(name, equation.line)
+            raise funcify.missing_rule_error(name, equation.line)
         try:
             results = self._by_rule(funcify[name], operands)
         except Unsupported as reason:

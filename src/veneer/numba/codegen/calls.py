@@ -83,13 +83,13 @@ class Calls:
         - `run`: a function of arrays that returns a list of arrays.
         - `n_operands`: the number of buffers that `run` takes. It returns the other ones.
         """
-        callback = PROTOTYPE(self._function(run, n_operands, buffers))
+        callback = PROTOTYPE(self._c_callback(run, n_operands, buffers))
         b.program.objects.append(callback)
         constant = self.address(b, ctypes.cast(callback, ctypes.c_void_p).value or 0)
         b.program.callbacks.append(len(b.program.constants) - 1)
         return constant
 
-    def _function(
+    def _c_callback(
         self, run: Callable[..., Any], n_operands: int, buffers: Sequence[Buffer]
     ) -> Callable[[int], None]:
         layouts = [(buffer.shape, buffer.dtype) for buffer in buffers]
@@ -125,7 +125,7 @@ class Calls:
             b.program.output(finished)
             b.program.calls = tuple(self.names)
 
-    def checked(self, entry: Callable[..., Any]) -> Callable[..., Any]:
+    def with_errors(self, entry: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function of a program without its last result, raising the errors of calls."""
         if not self.names:
             return entry

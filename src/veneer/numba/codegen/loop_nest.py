@@ -95,7 +95,7 @@ class LoopNest:
         self._leave(depth)
 
     @contextmanager
-    def under(self, header: str) -> Iterator[None]:
+    def block(self, header: str) -> Iterator[None]:
         """Open a block with a header such as `if ...:`.
 
         Its statements are never moved out of the block.
@@ -140,7 +140,7 @@ class LoopNest:
         stored = self._access(buffer, index)
         text = storage.decode(self, stored, buffer.dtype)
         if buffer.memory in self.written:
-            return self.here(text)
+            return self.assign(text)
         return self.let(text)
 
     def store(self, buffer: Buffer, index: Sequence[Index], text: str) -> None:
@@ -168,7 +168,7 @@ class LoopNest:
         self._cached[depth][text] = local
         return local
 
-    def here(self, text: str, name: str = "v") -> str:
+    def assign(self, text: str, name: str = "v") -> str:
         """Assign an expression to a new local variable in the current block. Return the variable.
 
         Later lines may assign to the variable again.
@@ -243,7 +243,7 @@ class LoopNest:
         for scope in [*self._body.scopes()]:
             while self._merge(scope):
                 pass
-        return "\n".join(self._rendered(self._body, 1))
+        return "\n".join(self._render(self._body, 1))
 
     def _merge(self, scope: _Scope) -> bool:
         """Merge a loop with the only loop inside it, if all accesses allow it.
@@ -267,11 +267,11 @@ class LoopNest:
             return False
         return all(index.factor(a) == index.factor(b) * b.extent for _, index in self._accesses)
 
-    def _rendered(self, scope: _Scope, indent: int) -> Iterable[str]:
+    def _render(self, scope: _Scope, indent: int) -> Iterable[str]:
         for line in scope.lines:
             if isinstance(line, _Scope):
                 yield "    " * indent + self._header(line.header)
-                yield from self._rendered(line, indent + 1)
+                yield from self._render(line, indent + 1)
             else:
                 yield "    " * indent + _ACCESS.sub(self._access_text, line)
 

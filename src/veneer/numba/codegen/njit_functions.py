@@ -59,14 +59,14 @@ def call_function(
             rule,
             function,
             equation.params if function is rule else {},
-            [(x.shape, _computed(x.dtype)) for x in operands],
-            [(aval.shape, _computed(aval.dtype)) for aval in b.outs],
+            [(x.shape, _function_dtype(x.dtype)) for x in operands],
+            [(aval.shape, _function_dtype(aval.dtype)) for aval in b.outs],
         )
         b.program.objects.append(native)
-    arrays = [b.force(b.convert(x, _computed(x.dtype))) for x in operands]
+    arrays = [b.force(b.convert(x, _function_dtype(x.dtype))) for x in operands]
     if native.writes_operands:
         arrays = [b.copy(x) if x.ndim else x for x in arrays]
-    results = [b.buffer(aval.shape, _computed(aval.dtype)) for aval in b.outs]
+    results = [b.buffer(aval.shape, _function_dtype(aval.dtype)) for aval in b.outs]
     buffers = [*arrays, *results]
     address = b.calls.address(b, native.address)
     callback = b.calls.callback(b, native.run, len(arrays), buffers)
@@ -75,7 +75,7 @@ def call_function(
     return [b.convert(x, aval.dtype) for x, aval in zip(results, b.outs, strict=True)]
 
 
-def _computed(dtype: Any) -> np.dtype:
+def _function_dtype(dtype: Any) -> np.dtype:
     """Return the dtype of the arrays that a function takes. Numba has no half precision."""
     return np.dtype(dtype) if np.dtype(dtype).kind == "b" else storage.computed_dtype(dtype)
 
@@ -142,10 +142,10 @@ class NativeFunction:
         else:
             self._where += f", the rule of {primitive!r},"
         accepted = self._accepted_params(python, params)
-        self._call = njit(_caller(function, len(operands), accepted))
+        self._call = njit(_with_constant_params(function, len(operands), accepted))
         self.writes_operands, returned = self._compile_for_operands()
         self._check(returned)
-        self._native = self._compiled(returned)
+        self._native = self._make_c_function(returned)
         self.address: int = self._native.address
 
     def run(self, *arrays: np.ndarray) -> list[np.ndarray]:
@@ -161,7 +161,7 @@ class NativeFunction:
             actual = ", ".join(str([*shape]) for shape in shapes)
             raise ValueError(
                 f"{self._where} gave arrays of shape {actual} for "
-                f"{_listed(self._operands)}, but JAX has {_listed(self._results)}."
+                f"{_format_layouts(self._operands)}, but JAX has {_format_layouts(self._results)}."
             )
         return results
 
@@ -208,7 +208,7 @@ class NativeFunction:
                     continue
                 raise TypeError(
                     f"{self._where} cannot be compiled by Numba for "
-                    f"{_listed(self._operands)}: {error}"
+                    f"{_format_layouts(self._operands)}: {error}"
                 ) from error
             compiled: Any = self._call.overloads[arguments]
             return writes, compiled.signature.return_type
@@ -219,10 +219,10 @@ class NativeFunction:
         if len(kinds) != len(self._results) or not all(map(_matches, kinds, self._results)):
             raise TypeError(
                 f"{self._where} gives {', '.join(map(str, kinds)) or 'nothing'} for "
-                f"{_listed(self._operands)}, but JAX has {_listed(self._results)}."
+                f"{_format_layouts(self._operands)}, but JAX has {_format_layouts(self._results)}."
             )
 
-    def _compiled(self, returned: Any) -> Any:
+    def _make_c_function(self, returned: Any) -> Any:
         n_operands = len(self._operands)
         names: dict[str, Any] = {"call": self._call, "carray": carray, "np": np}
         names |= {"pointer_to": pointer_to, "read_only": read_only}
@@ -260,7 +260,7 @@ class NativeFunction:
 
 
 @functools.cache
-def _always_failing() -> Any:
+def _failing_function() -> Any:
     """Return a compiled C function that returns without success, to replace a callback."""
 
     def native(place):
@@ -269,7 +269,9 @@ def _always_failing() -> Any:
     return cfunc(types.void(types.voidptr))(inspect.unwrap(native))
 
 
-def _caller(function: Any, n_operands: int, params: dict[str, Any]) -> Callable[..., Any]:
+def _with_constant_params(
+    function: Any, n_operands: int, params: dict[str, Any]
+) -> Callable[..., Any]:
     """Return a function of operands that calls `function` with `params` as constant keywords."""
     names = {"function": function}
     arguments = operands = [f"x{n}" for n in range(n_operands)]
@@ -297,7 +299,7 @@ def _matches(kind: Any, layout: Layout) -> bool:
     return not shape and types.unliteral(kind) == number
 
 
-def _listed(layouts: Sequence[Layout]) -> str:
+def _format_layouts(layouts: Sequence[Layout]) -> str:
     return f"({', '.join(f'{dtype}{[*shape]}' for shape, dtype in layouts)})"
 
 
@@ -404,7 +406,7 @@ def _table_without_callbacks(source: Source, table: np.ndarray) -> np.ndarray:
     if not source.callbacks:
         return table
     table = table.copy()
-    address = np.array([_always_failing().address], np.int64)
+    address = np.array([_failing_function().address], np.int64)
     _referenced.append(address)
     table[[n - len(source.constants) for n in source.callbacks]] = address.ctypes.data
     return table

@@ -106,7 +106,7 @@ class Registry:
     def __iter__(self) -> Any:
         return iter(sorted(self._rules))
 
-    def missing(self, primitive: str, place: str) -> NotImplementedError:
+    def missing_rule_error(self, primitive: str, place: str) -> NotImplementedError:
         """Return the error for a primitive without a rule."""
         close = difflib.get_close_matches(primitive, self._rules, n=2)
         hint = f" (there are rules for {' and '.join(close)})" if close else ""
@@ -186,7 +186,7 @@ def evaluate(graph: Graph, operands: Sequence[Any]) -> list[Any]:
             values |= {v: np.empty(v.aval.shape, v.aval.dtype) for v in equation.outputs}
             continue
         if equation.primitive not in perform:
-            raise perform.missing(equation.primitive, equation.line)
+            raise perform.missing_rule_error(equation.primitive, equation.line)
         inputs = [value_of(v) for v in equation.inputs]
         with np.errstate(all="ignore"):
             results = perform[equation.primitive](*inputs, **equation.params)

@@ -68,7 +68,7 @@ class _Carry:
         _assign(self.b, targets, [*self._select_changing(values), *new_ys], final=True)
 
 
-def _changing(graph: Graph, first: int, n: int) -> list[bool]:
+def _changed_by_body(graph: Graph, first: int, n: int) -> list[bool]:
     """Return for each of `n` carried values whether an iteration changes it.
 
     `graph` is the body of the loop, and `first` the position of the first carried value.
@@ -85,7 +85,7 @@ def _(
     outs = b.outs
     consts = [_force_before_loop(b, x) for x in operands[:n_consts]]
     xs = [b.force(x) for x in operands[n_consts + n_carry :]]
-    changing = _changing(graph, n_consts, n_carry)
+    changing = _changed_by_body(graph, n_consts, n_carry)
     carried = _Carry(b, operands[n_consts : n_consts + n_carry], changing)
     ys = [b.buffer(aval.shape, aval.dtype) for aval in outs[n_carry:]]
     with b.repeat(length, reverse) as step:
@@ -124,7 +124,7 @@ def _(
 ) -> list[ArrayExpr]:
     body, n_consts = graph_of(body_jaxpr), cond_nconsts + body_nconsts
     consts = [_force_before_loop(b, x) for x in operands[:n_consts]]
-    changing = _changing(body, body_nconsts, len(operands) - n_consts)
+    changing = _changed_by_body(body, body_nconsts, len(operands) - n_consts)
     carried = _Carry(b, operands[n_consts:], changing)
     with b.block("while True:"):
         (is_active,) = b.inline(cond_jaxpr, *consts[:cond_nconsts], *carried.values)
@@ -143,7 +143,7 @@ def _any(b: Builder, x: ArrayExpr) -> ArrayExpr:
         return x
     out = b.buffer((), bool)
     with b.kernel("any") as k:
-        total = k.here("False", "total")
+        total = k.assign("False", "total")
         with k.loops(x.shape) as index:
             k.line(f"{total} = {total} | {k.read(x, index)}")
         k.store(out, (), total)
@@ -187,7 +187,7 @@ def _(
     b: Builder, which: ArrayExpr, *operands: ArrayExpr, branches: Any, **params: Any
 ) -> list[ArrayExpr]:
     known = _known_branch(b, branches, params)
-    values = [b.cheap(x) for x in operands]
+    values = [b.force_costly(x) for x in operands]
     if known is not None:
         return b.inline(branches[known], *values)
     outs = [b.buffer(aval.shape, aval.dtype) for aval in b.outs]
@@ -235,7 +235,7 @@ def _(*, platforms: Any) -> Any:
 
 @funcify.register("custom_linear_solve")
 def _(b: Builder, *operands: ArrayExpr, const_lengths: Any, jaxprs: Any) -> list[ArrayExpr]:
-    values = [b.cheap(x) for x in _solve_operands(operands, const_lengths)]
+    values = [b.force_costly(x) for x in _solve_operands(operands, const_lengths)]
     return b.inline(jaxprs.solve, *values)
 
 
@@ -325,14 +325,14 @@ def _assign(
         if isinstance(value, Buffer) and _is_own(b, value.memory):
             copies.append((target, value))
         elif not isinstance(value, Buffer) or resolve_alias(value) != resolve_alias(target):
-            pending.append(_Pending(target, value, _reads(value)))
-    groups = _grouped(b, pending, copies)
+            pending.append(_Pending(target, value, _find_reads(value)))
+    groups = _group_assignments(b, pending, copies)
     while groups:
         ready = (g for g in groups if not any(other.reads(g) for other in groups if other is not g))
         group = next(ready, None)
         if group is None:  # a cycle, which a copy of the smallest group breaks
             group = min(groups, key=lambda group: group.size)
-            copies += [(member.target, _copy_of(b, member.value)) for member in group.members]
+            copies += [(member.target, _compute_copy(b, member.value)) for member in group.members]
         else:
             _write(b, group)
         groups.remove(group)
@@ -341,11 +341,11 @@ def _assign(
             b.copy(value, target)
 
 
-def _reads(value: ArrayExpr) -> dict[Memory, set[str | None]]:
+def _find_reads(value: ArrayExpr) -> dict[Memory, set[str | None]]:
     """Return the memory that an array reads, in the form of `_Pending.reads`."""
     reads: dict[Memory, set[str | None]] = {}
     while isinstance(value, UpdatedArray):
-        for memory in (memory for operand in value.operands for memory in _reads(operand)):
+        for memory in (memory for operand in value.operands for memory in _find_reads(operand)):
             reads.setdefault(memory, set()).add(None)
         value = value.base
     k = LoopNest()
@@ -358,7 +358,7 @@ def _reads(value: ArrayExpr) -> dict[Memory, set[str | None]]:
     return reads
 
 
-def _grouped(
+def _group_assignments(
     b: Builder, pending: list[_Pending], copies: list[tuple[Buffer, Buffer]]
 ) -> list[_Group]:
     """Group assignments of equal shape that one loop over all entries can compute.
@@ -376,12 +376,12 @@ def _grouped(
             reads = {memory: member.reads[memory] for memory in written.keys() & member.reads}
             aligned = all(offsets == {written[memory]} for memory, offsets in reads.items())
             if not (aligned or member.in_place):
-                copies.append((member.target, _copy_of(b, member.value)))
+                copies.append((member.target, _compute_copy(b, member.value)))
                 group.members.remove(member)
     return [group for group in groups.values() if group.members]
 
 
-def _copy_of(b: Builder, value: ArrayExpr) -> Buffer:
+def _compute_copy(b: Builder, value: ArrayExpr) -> Buffer:
     """Compute a value into new memory, which no assignment overwrites."""
     return b.copy(value) if isinstance(value, Buffer) else b.force(value)
 
@@ -407,7 +407,7 @@ def _update(b: Builder, member: _Pending) -> None:
     updates = []
     while isinstance(value, UpdatedArray):
         operands = [
-            b.copy(operand) if target.memory in _reads(operand) else operand
+            b.copy(operand) if target.memory in _find_reads(operand) else operand
             for operand in value.operands
         ]
         updates.append((value.update, operands))

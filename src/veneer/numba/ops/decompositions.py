@@ -91,14 +91,14 @@ def _permutation(b: Builder, pivots: ArrayExpr, size: int) -> ArrayExpr:
             at = clamped_index(k, pivot, pivots.dtype, size - 1)
             here, there = k.load(out, (*matrix, i)), k.load(out, (*matrix, at))
             k.store(out, (*matrix, i), there)
-            with k.under(f"if {is_within(k, pivot, pivots.dtype, size - 1)}:"):
+            with k.block(f"if {is_within(k, pivot, pivots.dtype, size - 1)}:"):
                 k.store(out, (*matrix, at), here)
     return out
 
 
 @funcify.register("lu_pivots_to_permutation")
 def _(b: Builder, pivots: ArrayExpr, *, permutation_size: int) -> ArrayExpr:
-    return _permutation(b, b.cheap(pivots), permutation_size)
+    return _permutation(b, b.force_costly(pivots), permutation_size)
 
 
 @perform.register("lu_pivots_to_permutation")
@@ -311,7 +311,7 @@ def _(
     vectors = b.buffer(x.shape, dtype) if compute_schur_vectors else form
     unsorted, some = b.buffer((), np.int32), b.buffer((n,), np.int32)
     size = workspace_for("gees", dtype, lambda *_: 0, np.eye(n, dtype=dtype))
-    work, values = b.buffer((size,), dtype), _eigenvalues(b, (n,), dtype)
+    work, values = b.buffer((size,), dtype), _allocate_eigenvalues(b, (n,), dtype)
     rwork = [b.buffer((n,), real_of(dtype))] if dtype.kind == "c" else []
     call_lapack(b, "gees", dtype, batch, [
         "V" if compute_schur_vectors else "N", "N", some, n, PerMatrix(form), n, unsorted, *values,
@@ -321,7 +321,7 @@ def _(
     return [fill_failures(b, transpose(b, x), info) for x in results]
 
 
-def _eigenvalues(b: Builder, shape: Sequence[int], dtype: np.dtype) -> list[Buffer]:
+def _allocate_eigenvalues(b: Builder, shape: Sequence[int], dtype: np.dtype) -> list[Buffer]:
     """Allocate eigenvalues: one complex buffer, or the real and the imaginary parts."""
     return [b.buffer(shape, dtype) for _ in range(1 if dtype.kind == "c" else 2)]
 
@@ -338,7 +338,7 @@ def _(
     matrix, info = b.copy(fill_failures(b, transpose(b, x), infinite, 0)), b.buffer(batch, np.int32)
     wants = [compute_left_eigenvectors, compute_right_eigenvectors]
     vectors = [b.buffer(x.shape, dtype) if wanted else matrix for wanted in wants]
-    values = _eigenvalues(b, x.shape[:-1], dtype)
+    values = _allocate_eigenvalues(b, x.shape[:-1], dtype)
     size = workspace("geev", dtype, n)
     work = b.buffer((size,), dtype)
     rwork = [b.buffer((2 * n,), real_of(dtype))] if dtype.kind == "c" else []
@@ -347,21 +347,21 @@ def _(
         *("V" if wanted else "N" for wanted in wants), n, PerMatrix(matrix), n,
         *map(PerMatrix, values), left, n, right, n, work, size, *rwork, PerMatrix(info),
     ])  # fmt: skip
-    results: list[ArrayExpr] = [_complex_values(b, values)]
+    results: list[ArrayExpr] = [_join_values(b, values)]
     results += [
-        _complex_vectors(b, v, values) for v, wanted in zip(vectors, wants, strict=True) if wanted
+        _join_vectors(b, v, values) for v, wanted in zip(vectors, wants, strict=True) if wanted
     ]
     return [fill_failures(b, fill_failures(b, x, info), infinite) for x in results]
 
 
-def _complex_values(b: Builder, values: list[Buffer]) -> ArrayExpr:
+def _join_values(b: Builder, values: list[Buffer]) -> ArrayExpr:
     if len(values) == 1:
         return values[0]
     (result,) = b.inline_function(lambda x, y: [jax.lax.complex(x, y)], *values)
     return result
 
 
-def _complex_vectors(b: Builder, columns: Buffer, values: list[Buffer]) -> ArrayExpr:
+def _join_vectors(b: Builder, columns: Buffer, values: list[Buffer]) -> ArrayExpr:
     """Combine LAPACK's real and imaginary parts of conjugate eigenvectors into complex ones."""
 
     def unpacked(v: Any, imag: Any) -> list[Any]:

@@ -402,7 +402,7 @@ def _(b: Builder, x: ArrayExpr, *, new_dtype: Any) -> ArrayExpr:
     if count == 1:
         return b.lazy(same_size, x, cost=1)
     if target.itemsize < source.itemsize:
-        x = b.cheap(x)
+        x = b.force_costly(x)
         return b.lazy(split, x, cost=count)
     return b.lazy(joined, x, cost=count)
 
@@ -417,7 +417,7 @@ def _(x: Any, *, new_dtype: Any) -> Any:
     return np.ascontiguousarray(x).view(target)[..., 0]
 
 
-def _with_fewer_bits(x: Any, exponent_bits: int, mantissa_bits: int) -> Any:
+def _round_to_bits(x: Any, exponent_bits: int, mantissa_bits: int) -> Any:
     """Round floats to fewer bits as XLA does: ties to even, and denormal results to zero."""
     limits = jnp.finfo(x.dtype)
     like = np.dtype(f"u{x.dtype.itemsize}").type
@@ -437,13 +437,13 @@ def _with_fewer_bits(x: Any, exponent_bits: int, mantissa_bits: int) -> Any:
 
 
 def _reduce_precision_jaxpr(x: Any, params: Any) -> Any:
-    function = functools.partial(_with_fewer_bits, **params)
+    function = functools.partial(_round_to_bits, **params)
     return jax.make_jaxpr(function)(jax.ShapeDtypeStruct(x.shape, x.dtype))
 
 
 @fused("reduce_precision")
 def _(b: Builder, x: ArrayExpr, **params: Any) -> list[ArrayExpr]:
-    return b.inline(_reduce_precision_jaxpr(x, params), b.cheap(x))
+    return b.inline(_reduce_precision_jaxpr(x, params), b.force_costly(x))
 
 
 @perform.register("reduce_precision")

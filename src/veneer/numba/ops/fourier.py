@@ -95,7 +95,7 @@ def _transform_rows(b: Builder, x: ArrayExpr, inverse: bool) -> ArrayExpr:
     """Transform each row of `complex[rows, n]`. An inverse transform is not divided by n."""
     n, factors = x.shape[-1], radices(x.shape[-1])
     if max(factors, default=1) > _LARGEST_RADIX:
-        return _by_chirps(b, x, inverse)
+        return _transform_by_chirps(b, x, inverse)
     table = roots_of_unity(n, np.arange(n), x.dtype)
     roots = b.constant(np.conj(table) if inverse else table)
     assert isinstance(roots, Buffer)
@@ -112,7 +112,7 @@ def _transform_rows(b: Builder, x: ArrayExpr, inverse: bool) -> ArrayExpr:
     return here
 
 
-def _by_chirps(b: Builder, x: ArrayExpr, inverse: bool) -> ArrayExpr:
+def _transform_by_chirps(b: Builder, x: ArrayExpr, inverse: bool) -> ArrayExpr:
     """Transform each row by Bluestein's algorithm."""
     n = x.shape[-1]
     size = 1 << (2 * n - 2).bit_length()
@@ -131,7 +131,7 @@ def _by_chirps(b: Builder, x: ArrayExpr, inverse: bool) -> ArrayExpr:
     return b.inline_function(cut, _transform_rows(b, x, False), tables[0])[0]
 
 
-def _along(b: Builder, x: ArrayExpr, axis: int, inverse: bool) -> ArrayExpr:
+def _transform_axis(b: Builder, x: ArrayExpr, axis: int, inverse: bool) -> ArrayExpr:
     """Transform a complex array along an axis."""
     n = x.shape[axis]
     moved = (*x.shape[:axis], *x.shape[axis + 1 :], n)
@@ -150,15 +150,15 @@ def _(b: Builder, x: ArrayExpr, *, fft_type: Any, fft_lengths: tuple[int, ...]) 
     inverse = kind in (jax.lax.FftType.IFFT, jax.lax.FftType.IRFFT)
     last, others = x.ndim - 1, [*range(x.ndim - len(fft_lengths), x.ndim - 1)]
     if kind == jax.lax.FftType.RFFT:
-        x = _along(b, b.convert(x, b.out.dtype), last, inverse)
+        x = _transform_axis(b, b.convert(x, b.out.dtype), last, inverse)
         (x,) = b.inline_function(lambda x: [x[..., : n // 2 + 1]], x)
     elif kind != jax.lax.FftType.IRFFT:
         others = [*others, last]
     for axis in others:
-        x = _along(b, x, axis, inverse)
+        x = _transform_axis(b, x, axis, inverse)
     if kind == jax.lax.FftType.IRFFT:
         (x,) = b.inline_function(lambda x: [_full_spectrum(x, n)], x)
-        (x,) = b.inline_function(lambda x: [jax.lax.real(x)], _along(b, x, last, inverse))
+        (x,) = b.inline_function(lambda x: [jax.lax.real(x)], _transform_axis(b, x, last, inverse))
     return x
 
 

@@ -92,7 +92,7 @@ def _(
     if mode.name not in ("FILL_OR_DROP", "CLIP", "PROMISE_IN_BOUNDS"):
         raise Unsupported("mode", f"{mode} is not supported.")
     if np.prod(b.out.shape) > x.size:
-        x = b.cheap(x)
+        x = b.force_costly(x)
 
     def entry(k: LoopNest, index: tuple[Index, ...]) -> str:
         batch = [i for axis, i in enumerate(index) if axis not in offsets]
@@ -216,7 +216,9 @@ def _(
         require_fused(update_jaxpr)
 
         def step(k: LoopNest, dtype: np.dtype, old: str, new: str) -> str:
-            (result,) = b.inline_in(k, update_jaxpr, *(scalar_expr(x, dtype) for x in (old, new)))
+            (result,) = b.inline_into_kernel(
+                k, update_jaxpr, *(scalar_expr(x, dtype) for x in (old, new))
+            )
             return result
 
     def write(out: Buffer, indices: ArrayExpr, updates: ArrayExpr) -> None:
@@ -262,7 +264,7 @@ def _scatter(
                 inside.append(is_within(k, text, indices.dtype, last))
             start[axis] = start[axis] + clamped_index(k, text, indices.dtype, max(last, 0))
         with (
-            k.under(f"if {' and '.join(inside) or 'True'}:"),
+            k.block(f"if {' and '.join(inside) or 'True'}:"),
             k.loops([updates.shape[axis] for axis in window_axes]) as offsets,
         ):
             rest = iter(batch)

@@ -174,13 +174,13 @@ def _routine(module: str = "lapack", **names: str) -> Callable[[Any], Any]:
     def decorate(body: Any) -> Any:
         for letters, name in names.items():
             for letter in letters:
-                _FUNCTIONS[letter + name] = _instruction(letter + name, body, module)
+                _FUNCTIONS[letter + name] = _make_instruction(letter + name, body, module)
         return body
 
     return decorate
 
 
-def _instruction(name: str, body: Callable[..., Any], module: str) -> Callable[..., Any]:
+def _make_instruction(name: str, body: Callable[..., Any], module: str) -> Callable[..., Any]:
     def run(*args):
         import scipy.linalg
 

@@ -41,7 +41,7 @@ def _(x: Any, *, shape: Any, broadcast_dimensions: Any, **_: Any) -> Any:
 def _(b: Builder, x: ArrayExpr, *sizes: ArrayExpr, dimensions: Any = None, **_: Any) -> ArrayExpr:
     if sizes:
         raise Unsupported("shape", "it is not static.")
-    return b.reshape(x if dimensions is None else _transposed(b, x, dimensions), b.out.shape)
+    return b.reshape(x if dimensions is None else _transpose(b, x, dimensions), b.out.shape)
 
 
 @perform.register("reshape")
@@ -59,10 +59,10 @@ perform.register("squeeze")(lambda x, *, dimensions: np.squeeze(x, tuple(dimensi
 
 @fused("transpose")
 def _(b: Builder, x: ArrayExpr, *, permutation: Sequence[int]) -> ArrayExpr:
-    return _transposed(b, x, permutation)
+    return _transpose(b, x, permutation)
 
 
-def _transposed(b: Builder, x: ArrayExpr, permutation: Sequence[int]) -> ArrayExpr:
+def _transpose(b: Builder, x: ArrayExpr, permutation: Sequence[int]) -> ArrayExpr:
     inverse, shape = np.argsort(permutation), [x.shape[axis] for axis in permutation]
     entry = lambda k, index: k.read(x, [index[axis] for axis in inverse])
     return b.lazy(entry, x, shape=shape, dtype=x.dtype)
@@ -102,7 +102,7 @@ def _(x: Any, *, start_indices: Any, limit_indices: Any, strides: Any) -> Any:
 
 @fused("split")
 def _(b: Builder, x: ArrayExpr, *, sizes: Any, axis: int) -> list[ArrayExpr]:
-    x, starts = b.cheap(x), np.cumsum([0, *sizes])[:-1].tolist()
+    x, starts = b.force_costly(x), np.cumsum([0, *sizes])[:-1].tolist()
 
     def part(start: int, aval: Any) -> ArrayExpr:
         def entry(k: LoopNest, index: tuple[Index, ...]) -> str:
@@ -229,7 +229,7 @@ perform.register("stack")(lambda *operands, axis: np.stack(operands, axis))
 
 @fused("unstack")
 def _(b: Builder, x: ArrayExpr, *, axis: int) -> list[ArrayExpr]:
-    x = b.cheap(x)
+    x = b.force_costly(x)
 
     def part(n: int, aval: Any) -> ArrayExpr:
         def entry(k: LoopNest, index: tuple[Index, ...]) -> str:
@@ -245,7 +245,7 @@ perform.register("unstack")(lambda x, *, axis: [*np.moveaxis(x, axis, 0)])
 
 @funcify.register("tile")
 def _(b: Builder, x: ArrayExpr, *, reps: Sequence[int]) -> ArrayExpr:
-    x, out = b.cheap(x), b.buffer()
+    x, out = b.force_costly(x), b.buffer()
     with b.kernel() as k, k.loops(reps) as which, k.loops(x.shape) as index:
         target = [i + copy * n for i, copy, n in zip(index, which, x.shape, strict=True)]
         k.store(out, target, k.read(x, index))

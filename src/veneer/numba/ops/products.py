@@ -70,11 +70,11 @@ def _(
     left, right = _DotOperand(x, bx, fx, cx), _DotOperand(y, by, fy, cy)
     if left.size(cx) == 1:
         return _outer_product(b, left, right)
-    left.value, right.value = b.cheap(x), b.cheap(y)
+    left.value, right.value = b.force_costly(x), b.force_costly(y)
     out = b.buffer(dtype=storage.computed_dtype(np.dtype(b.out.dtype)))  # holds sums
-    if not _by_call(b, left, right, out):
+    if not _write_call(b, left, right, out):
         with b.kernel() as k:
-            _by_loops(k, left, right, out)
+            _write_loops(k, left, right, out)
     return b.convert(out, b.out.dtype)
 
 
@@ -109,16 +109,16 @@ def _outer_product(b: Builder, x: _DotOperand, y: _DotOperand) -> ArrayExpr:
 # Loops.
 
 
-def _by_loops(k: LoopNest, x: _DotOperand, y: _DotOperand, out: Buffer) -> None:
+def _write_loops(k: LoopNest, x: _DotOperand, y: _DotOperand, out: Buffer) -> None:
     """Write loops that compute a product and read `y` in the order of memory."""
-    view = _strided(y.value)
+    view = _as_strided(y.value)
     long = [axis for axis in y.contracted if y.value.shape[axis] > 1]
     is_contracted_dense = view is not None and bool(long) and view.strides[long[-1]] == 1
     by_rows = y.size(y.free) > 1 and not is_contracted_dense
-    (_by_rows if by_rows else _by_entries)(k, x, y, out)
+    (_write_row_loops if by_rows else _write_entry_loops)(k, x, y, out)
 
 
-def _by_entries(k: LoopNest, x: _DotOperand, y: _DotOperand, out: Buffer) -> None:
+def _write_entry_loops(k: LoopNest, x: _DotOperand, y: _DotOperand, out: Buffer) -> None:
     """Write loops that compute the result entry by entry."""
     dtype = out.dtype
     with (
@@ -126,7 +126,7 @@ def _by_entries(k: LoopNest, x: _DotOperand, y: _DotOperand, out: Buffer) -> Non
         k.loops(x.sizes(x.free)) as rows,
         k.loops(y.sizes(y.free)) as columns,
     ):
-        total = k.here(storage.literal(0, dtype), "total")
+        total = k.assign(storage.literal(0, dtype), "total")
         with k.loops(x.sizes(x.contracted)) as inner:
             factors = [
                 _entry(k, x, dtype, batch, rows, inner),
@@ -136,7 +136,7 @@ def _by_entries(k: LoopNest, x: _DotOperand, y: _DotOperand, out: Buffer) -> Non
         k.store(out, (*batch, *rows, *columns), total)
 
 
-def _by_rows(k: LoopNest, x: _DotOperand, y: _DotOperand, out: Buffer) -> None:
+def _write_row_loops(k: LoopNest, x: _DotOperand, y: _DotOperand, out: Buffer) -> None:
     """Write loops that compute a row of the result as a sum of rows of `y` times entries of `x`.
 
     A long row is computed in parts that stay in registers.
@@ -151,10 +151,10 @@ def _by_rows(k: LoopNest, x: _DotOperand, y: _DotOperand, out: Buffer) -> None:
                 continue
             with k.loops([count]) as (part,), k.loops(x.sizes(x.free)) as rows:
                 shape = [*others, size]
-                _row(k, x, y, out, batch, rows, part * width + start, shape)
+                _write_row(k, x, y, out, batch, rows, part * width + start, shape)
 
 
-def _row(
+def _write_row(
     k: LoopNest,
     x: _DotOperand,
     y: _DotOperand,
@@ -233,7 +233,7 @@ class _Strided:
         return Buffer((), self.memory.dtype, self.memory, offset)
 
 
-def _strided(value: ArrayExpr) -> _Strided | None:
+def _as_strided(value: ArrayExpr) -> _Strided | None:
     """Return an array as a strided view of memory, or None if its entries are computed."""
     if isinstance(value, Buffer):
         return _Strided(value.memory, value.offset, 0, strides_of(value.shape))
@@ -265,7 +265,7 @@ class _Matrices:
     row: int
 
 
-def _by_call(b: Builder, x: _DotOperand, y: _DotOperand, out: Buffer) -> bool:
+def _write_call(b: Builder, x: _DotOperand, y: _DotOperand, out: Buffer) -> bool:
     """Write a call of a matrix product if the product is large and has float32 or float64 entries.
 
     Return whether a call was written.
@@ -277,11 +277,11 @@ def _by_call(b: Builder, x: _DotOperand, y: _DotOperand, out: Buffer) -> bool:
     products, rows, columns = _CALL_FROM[out.dtype]
     if m * n * k < products or m < rows or n < columns:
         return False
-    left = _matrices(b, x, x.free, x.contracted)
-    right = _matrices(b, y, y.contracted, y.free)
+    left = _as_matrices(b, x, x.free, x.contracted)
+    right = _as_matrices(b, y, y.contracted, y.free)
     if out.dtype == np.float32:
         if right.transposed:
-            right = _matrices(b, y, y.contracted, y.free, always_copy=True)
+            right = _as_matrices(b, y, y.contracted, y.free, always_copy=True)
         steps = (1, left.row) if left.transposed else (left.row, 1)
         numbers = [n_batches, left.step, right.step, m, n, k, *steps, right.row]
         name = b.function(products_f32)
@@ -295,7 +295,7 @@ def _by_call(b: Builder, x: _DotOperand, y: _DotOperand, out: Buffer) -> bool:
     return True
 
 
-def _matrices(
+def _as_matrices(
     b: Builder,
     x: _DotOperand,
     rows: Sequence[int],
@@ -306,8 +306,8 @@ def _matrices(
 
     With `always_copy`, it is copied, so that rows are contiguous.
     """
-    view = _strided(x.value)
-    in_place = None if view is None or always_copy else _view(view, x, rows, columns)
+    view = _as_strided(x.value)
+    in_place = None if view is None or always_copy else _view_matrices(view, x, rows, columns)
     if in_place is not None:
         return in_place
     order = [*x.batch, *rows, *columns]
@@ -322,7 +322,7 @@ def _matrices(
     return _Matrices(b.force(moved), n_rows * n_columns, False, n_columns)
 
 
-def _view(
+def _view_matrices(
     view: _Strided, x: _DotOperand, rows: Sequence[int], columns: Sequence[int]
 ) -> _Matrices | None:
     """Return matrices as a view, or None if neither rows nor columns are dense."""

@@ -83,7 +83,7 @@ def _check_layout() -> None:
 
 @fused("random_wrap")
 def _(b: Builder, x: ArrayExpr, *, impl: Any) -> ArrayExpr:
-    x = b.cheap(x)
+    x = b.force_costly(x)
 
     def entry(k: LoopNest, index: tuple[Index, ...]) -> str:
         first, last = (k.read(x, (*index, Index((), n))) for n in (0, 1))
@@ -94,7 +94,7 @@ def _(b: Builder, x: ArrayExpr, *, impl: Any) -> ArrayExpr:
 
 @fused("random_unwrap")
 def _(b: Builder, keys: ArrayExpr) -> ArrayExpr:
-    keys = b.cheap(keys)
+    keys = b.force_costly(keys)
 
     def entry(k: LoopNest, index: tuple[Index, ...]) -> str:
         moved = f"np.uint64({k.read(keys, index[:-1])}) >> np.uint64({(1 - index[-1]) * 32})"
@@ -123,7 +123,7 @@ def _(b: Builder, seeds: ArrayExpr, *, impl: Any) -> ArrayExpr:
 @fused("random_split")
 def _(b: Builder, keys: ArrayExpr, *, shape: Any) -> ArrayExpr:
     _check_layout()
-    return _by_position(b, b.cheap(keys), shape, "np.uint64", threefry)
+    return _draw_by_position(b, b.force_costly(keys), shape, "np.uint64", threefry)
 
 
 @fused("random_fold_in")
@@ -139,10 +139,10 @@ def _(b: Builder, keys: ArrayExpr, data: ArrayExpr) -> ArrayExpr:
 def _(b: Builder, keys: ArrayExpr, *, bit_width: int, shape: Any) -> ArrayExpr:
     _check_layout()
     function = threefry if bit_width == 64 else threefry_word
-    return _by_position(b, b.cheap(keys), shape, f"np.uint{bit_width}", function)
+    return _draw_by_position(b, b.force_costly(keys), shape, f"np.uint{bit_width}", function)
 
 
-def _by_position(
+def _draw_by_position(
     b: Builder, keys: ArrayExpr, shape: Any, name: str, function: Callable[..., Any]
 ) -> ArrayExpr:
     """Return the array of `function(key, position)` for all positions in an array of a shape.
@@ -196,7 +196,7 @@ def _(keys: Any, a: Any, *, log_space: bool) -> Any:
     return evaluate_jaxpr(_gamma_jaxpr(keys, a, log_space), keys, a)
 
 
-def _rounds(a: Any, b: Any, x: Any, y: Any) -> tuple[Any, Any]:
+def _threefry_rounds(a: Any, b: Any, x: Any, y: Any) -> tuple[Any, Any]:
     """Return both random words of arrays of keys `a`, `b` and counters `x`, `y`."""
     keys = [a, b, a ^ b ^ np.uint32(0x1BD11BDA)]
     x, y = x + a, y + b
@@ -220,7 +220,7 @@ def _join_words(x: Any, y: Any) -> Any:
 def _words_by_position(keys: Any, shape: Sequence[int]) -> tuple[Any, Any]:
     positions = np.arange(math.prod(shape), dtype=np.uint64).reshape(shape)
     expanded = np.reshape(keys, np.shape(keys) + (1,) * len(shape))
-    return _rounds(*_split_words(expanded), *_split_words(positions))
+    return _threefry_rounds(*_split_words(expanded), *_split_words(positions))
 
 
 perform.register("random_wrap")(lambda x, *, impl: _join_words(x[..., 0], x[..., 1]))
@@ -245,7 +245,9 @@ def _(keys: Any, *, shape: Any) -> Any:
 
 @perform.register("random_fold_in")
 def _(keys: Any, data: Any) -> Any:
-    return _join_words(*_rounds(*_split_words(keys), *_split_words(np.asarray(data, np.uint32))))
+    return _join_words(
+        *_threefry_rounds(*_split_words(keys), *_split_words(np.asarray(data, np.uint32)))
+    )
 
 
 @perform.register("random_bits")
@@ -254,4 +256,4 @@ def _(keys: Any, *, bit_width: int, shape: Any) -> Any:
     return _join_words(x, y) if bit_width == 64 else (x ^ y).astype(f"u{bit_width // 8}")
 
 
-perform.register("threefry2x32")(lambda *operands: [*_rounds(*operands)])
+perform.register("threefry2x32")(lambda *operands: [*_threefry_rounds(*operands)])

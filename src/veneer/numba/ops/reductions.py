@@ -107,7 +107,7 @@ def _reduce_in_register(
     """Reduce axes that include the last one, with a running total per entry of the result."""
     kept = [axis for axis in range(x.ndim) if axis not in axes]
     with k.loops([x.shape[axis] for axis in kept]) as outer:
-        total = k.here(start, "total")
+        total = k.assign(start, "total")
         with k.loops([x.shape[axis] for axis in axes]) as inner:
             entry = k.read(x, _join_index(kept, outer, axes, inner))
             k.line(f"{total} = {step(k, x.dtype, total, entry)}")
@@ -195,12 +195,12 @@ def _(
     kept = [axis for axis in range(len(shape)) if axis not in dimensions]
     outs = [b.buffer(dtype=storage.computed_dtype(dtype)) for dtype in dtypes]
     with b.kernel() as k, k.loops([shape[axis] for axis in kept]) as outer:
-        totals = [k.here(k.read(start, ()), "total") for start in starts]
+        totals = [k.assign(k.read(start, ()), "total") for start in starts]
         with k.loops([shape[axis] for axis in dimensions]) as inner:
             index = _join_index(kept, outer, dimensions, inner)
-            now = [k.here(total) for total in totals]  # so that nothing moves out of the loop
+            now = [k.assign(total) for total in totals]  # so that nothing moves out of the loop
             texts = [*now, *(k.read(x, index) for x in arrays)]
-            results = b.inline_in(k, jaxpr, *map(scalar_expr, texts, dtypes * 2))
+            results = b.inline_into_kernel(k, jaxpr, *map(scalar_expr, texts, dtypes * 2))
             for total, text in zip(totals, results, strict=True):
                 k.line(f"{total} = {text}")
         for out, total in zip(outs, totals, strict=True):
@@ -239,17 +239,17 @@ def _(b: Builder, x: ArrayExpr, *, axes: Any, index_dtype: Any) -> ArrayExpr:
         raise Unsupported("dtype", f"{x.dtype} has no order.")
     (axis,), dtype = axes, np.dtype(index_dtype)
     symbol = ">" if b.primitive == "argmax" else "<"
-    x, out = b.cheap(x), b.buffer()
+    x, out = b.force_costly(x), b.buffer()
     with b.kernel() as k, k.loops(out.shape) as outer:
         index_at = lambda i: (*outer[:axis], i, *outer[axis:])
-        best = k.here(k.read(x, index_at(Index())), "best")
-        where = k.here(storage.literal(0, dtype), "where")
+        best = k.assign(k.read(x, index_at(Index())), "best")
+        where = k.assign(storage.literal(0, dtype), "where")
         with k.loops([x.shape[axis]]) as (i,):
             new = k.read(x, index_at(i))
             better = f"{new} {symbol} {best}"
             if x.dtype.kind in "fV":
                 better = f"({better} or {new} != {new}) and {best} == {best}"
-            with k.under(f"if {better}:"):
+            with k.block(f"if {better}:"):
                 k.line(f"{best} = {new}")
                 k.line(f"{where} = {storage.type_name(dtype)}({i})")
         k.store(out, outer, where)
@@ -274,7 +274,7 @@ def _register_cumulative(name: str, step: Step, ufunc: Any) -> None:
     def _(b: Builder, x: ArrayExpr, *, axis: int, reverse: bool) -> ArrayExpr:
         if x.size == 0:
             return x
-        x = b.cheap(x)
+        x = b.force_costly(x)
         out = b.buffer(dtype=storage.computed_dtype(x.dtype))  # holds totals
         is_last = all(n == 1 for n in x.shape[axis + 1 :])
         with b.kernel() as k:
@@ -301,7 +301,7 @@ def _accumulate_in_register(
     n, zeros = x.shape[axis], [Index()] * (x.ndim - axis - 1)
     with k.loops(x.shape[:axis]) as outer:
         index_at = lambda i: (*outer, _position(i, n, reverse), *zeros)
-        total = k.here(k.read(x, index_at(Index())), "total")
+        total = k.assign(k.read(x, index_at(Index())), "total")
         k.store(out, index_at(Index()), total)
         with k.loops([n - 1]) as (i,):
             k.line(f"{total} = {step(k, x.dtype, total, k.read(x, index_at(i + 1)))}")
@@ -329,11 +329,11 @@ def _logsumexp_step(k: LoopNest, dtype: np.dtype, total: str, x: str) -> str:
         raise Unsupported("dtype", f"{dtype} is not supported.")
     computed = storage.computed_dtype(dtype)
     exp, log1p = (elementary.functions_of(name)[computed] for name in ("exp", "log1p"))
-    total, x = k.here(total), k.let(x)
-    maximum, gap = k.here(k.call(instructions.maximum, total, x)), k.here(f"{total} - {x}")
-    below = k.here(k.call(exp, f"-{k.call(instructions.fabs, gap)}"))
+    total, x = k.assign(total), k.let(x)
+    maximum, gap = k.assign(k.call(instructions.maximum, total, x)), k.assign(f"{total} - {x}")
+    below = k.assign(k.call(exp, f"-{k.call(instructions.fabs, gap)}"))
     # The difference of equal infinities is NaN, but their sum is the result.
-    equal = k.here(f"{total} + {x}")
+    equal = k.assign(f"{total} + {x}")
     result = f"{maximum} + {k.call(log1p, below)}"
     return k.call(instructions.select, f"{gap} == {gap}", result, equal)
 

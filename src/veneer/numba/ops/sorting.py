@@ -44,12 +44,12 @@ def value_order(x):
     return select(x != x, _MAXIMUM, total_order(select(x == _ZERO, _ZERO, x)))
 
 
-def _keys(k: LoopNest, text: str, dtype: np.dtype, float_order: ByPrecision) -> list[str]:
+def _order_keys(k: LoopNest, text: str, dtype: np.dtype, float_order: ByPrecision) -> list[str]:
     """Return the unsigned integers by which an entry is ordered, the most significant first."""
     if dtype.kind == "c":
         part = np.dtype(f"f{dtype.itemsize // 2}")
         parts = (f"{text}.real", f"{text}.imag")
-        return [key for x in parts for key in _keys(k, x, part, float_order)]
+        return [key for x in parts for key in _order_keys(k, x, part, float_order)]
     computed = storage.computed_dtype(dtype)
     if computed.kind == "f":
         return [k.let(k.call(float_order.for_dtype(computed), text))]
@@ -80,7 +80,7 @@ class _Key:
 
     def read(self, k: LoopNest, index: Sequence[Index]) -> list[str]:
         """Return the integers by which an entry is ordered, as uint64."""
-        keys = _keys(k, k.read(self.value, index), self.value.dtype, self.float_order)
+        keys = _order_keys(k, k.read(self.value, index), self.value.dtype, self.float_order)
         most = 0xFFFFFFFF if self.is_narrow else 0xFFFFFFFFFFFFFFFF
         return (
             [f"np.uint64(np.uint64({most}) - {key})" for key in keys] if self.descending else keys
@@ -153,7 +153,7 @@ def sort_pairs(keys, places, other_keys, other_places, n):
         width *= 2
 
 
-def _order(b: Builder, keys: Sequence[_Key], axis: int, count: int) -> Buffer:
+def _argsort(b: Builder, keys: Sequence[_Key], axis: int, count: int) -> Buffer:
     """Return the indices along an axis of the first `count` entries in sorted order."""
     shape = keys[0].value.shape
     order = b.buffer((*shape[:axis], count, *shape[axis + 1 :]), np.int32)
@@ -196,7 +196,7 @@ def _sort_pairs(
 
 def _round_operand(b: Builder, x: ArrayExpr) -> ArrayExpr:
     """Return an operand rounded to its dtype. Rounding may make entries of half precision equal."""
-    return b.force(x) if x.dtype.kind in "fV" and x.dtype.itemsize == 2 else b.cheap(x)
+    return b.force(x) if x.dtype.kind in "fV" and x.dtype.itemsize == 2 else b.force_costly(x)
 
 
 def _take_along(b: Builder, x: ArrayExpr, order: ArrayExpr, axis: int) -> ArrayExpr:
@@ -218,7 +218,7 @@ def _(
         return [*operands]
     values = [_round_operand(b, x) for x in operands]
     keys = [_Key(x) for x in values[:num_keys]]
-    order = _order(b, keys, dimension, values[0].shape[dimension])
+    order = _argsort(b, keys, dimension, values[0].shape[dimension])
     return [b.force(_take_along(b, x, order, dimension)) for x in values]
 
 
@@ -228,7 +228,7 @@ def _(b: Builder, x: ArrayExpr, *, k: int, axis: int = -1, **_: Any) -> list[Arr
     if 0 in b.out.shape:
         return [b.buffer(aval.shape, aval.dtype) for aval in b.outs]
     x = _round_operand(b, x)
-    order = _order(b, [_Key(x, True, total_order)], axis, k)
+    order = _argsort(b, [_Key(x, True, total_order)], axis, k)
     return [b.force(_take_along(b, x, order, axis)), b.convert(order, b.outs[1].dtype)]
 
 
@@ -240,7 +240,7 @@ def _(
     if not aggregate_to_topk:
         raise Unsupported("aggregate_to_topk", "False is not supported.")
     axis, x = reduction_dimension % x.ndim, _round_operand(b, x)
-    order = _order(b, [_Key(x, is_max_k)], axis, k)
+    order = _argsort(b, [_Key(x, is_max_k)], axis, k)
     return [b.force(_take_along(b, x, order, axis)), b.convert(order, b.outs[1].dtype)]
 
 
@@ -251,7 +251,7 @@ def _register_comparison(name: str, symbol: str, ufunc: Any) -> None:
             raise Unsupported("dtype", f"{x.dtype} is not supported.")
 
         def entry(k: LoopNest, x: str, y: str) -> str:
-            (left,), (right,) = (_keys(k, text, dtype, total_order) for text in (x, y))
+            (left,), (right,) = (_order_keys(k, text, dtype, total_order) for text in (x, y))
             return f"{left} {symbol} {right}"
 
         dtype = x.dtype
@@ -259,7 +259,7 @@ def _register_comparison(name: str, symbol: str, ufunc: Any) -> None:
 
     @perform.register(name)
     def _(x: Any, y: Any) -> Any:
-        return ufunc(_by_bits(np.asarray(x)), _by_bits(np.asarray(y)))
+        return ufunc(_to_ordered_bits(np.asarray(x)), _to_ordered_bits(np.asarray(y)))
 
 
 _register_comparison("lt_to", "<", np.less)
@@ -270,7 +270,7 @@ _register_comparison("eq_to", "==", np.equal)
 # NumPy references.
 
 
-def _ordered(x: Any) -> Any:
+def _to_sortable(x: Any) -> Any:
     """Convert entries so that NumPy sorts them in the order of JAX."""
     x = np.asarray(x)
     if x.dtype.kind not in "fV":
@@ -279,12 +279,12 @@ def _ordered(x: Any) -> Any:
     return np.where(np.isnan(wide), np.nan, wide)
 
 
-def _lexical(keys: Sequence[Any], axis: int) -> Any:
+def _lexsort(keys: Sequence[Any], axis: int) -> Any:
     parts = []
     for key in keys:
         key = np.asarray(key)
         parts += [key.real, key.imag] if key.dtype.kind == "c" else [key]
-    ordered = [np.moveaxis(_ordered(part), axis, -1) for part in parts]
+    ordered = [np.moveaxis(_to_sortable(part), axis, -1) for part in parts]
     order = np.argsort(ordered[-1], axis=-1, kind="stable")
     for part in ordered[-2::-1]:
         again = np.argsort(np.take_along_axis(part, order, -1), axis=-1, kind="stable")
@@ -294,21 +294,21 @@ def _lexical(keys: Sequence[Any], axis: int) -> Any:
 
 @perform.register("sort")
 def _(*operands: Any, dimension: int, num_keys: int, is_stable: bool) -> list[Any]:
-    order = _lexical(operands[:num_keys], dimension)
+    order = _lexsort(operands[:num_keys], dimension)
     return [np.take_along_axis(np.asarray(x), order, dimension) for x in operands]
 
 
 def _top_k(x: Any, k: int, axis: int, largest: bool, keys: Any) -> list[Any]:
     if largest:  # keep the order of equal entries
-        order = np.flip(_lexical([np.flip(keys, axis)], axis), axis)
+        order = np.flip(_lexsort([np.flip(keys, axis)], axis), axis)
         order = x.shape[axis] - 1 - order
     else:
-        order = _lexical([keys], axis)
+        order = _lexsort([keys], axis)
     order = np.take(order, range(k), axis)
     return [np.take_along_axis(x, order, axis), order.astype(np.int32)]
 
 
-def _by_bits(x: Any) -> Any:
+def _to_ordered_bits(x: Any) -> Any:
     """Return integers in the total order of floats."""
     if x.dtype.kind not in "fV":
         return x
@@ -318,7 +318,7 @@ def _by_bits(x: Any) -> Any:
 
 @perform.register("top_k")
 def _(x: Any, *, k: int, axis: int = -1, **_: Any) -> list[Any]:
-    return _top_k(x, k, axis % x.ndim, True, _by_bits(x))
+    return _top_k(x, k, axis % x.ndim, True, _to_ordered_bits(x))
 
 
 @perform.register("approx_top_k")

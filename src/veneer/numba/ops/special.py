@@ -141,7 +141,7 @@ class _LoopBuilder(Builder):
         return scalar_expr(self._k.let(self._k.read(value, ())), value.dtype)
 
 
-def _jaxpr_of(function: Function, *operands: Any) -> Any:
+def _trace_function(function: Function, *operands: Any) -> Any:
     avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
     return jax.make_jaxpr(function)(*avals)
 
@@ -168,7 +168,7 @@ def _register_special_reference(name: str, function: Function) -> None:
 
     @perform.register(name)
     def _(*operands: Any) -> Any:
-        return evaluate_jaxpr(_jaxpr_of(function, *operands), *operands)
+        return evaluate_jaxpr(_trace_function(function, *operands), *operands)
 
 
 def _define(name: str, function: Function) -> None:
@@ -179,8 +179,10 @@ def _define(name: str, function: Function) -> None:
     def _(b: Builder, *operands: ArrayExpr) -> ArrayExpr:
         dtype = operands[0].dtype
         wide = _wide_dtype(dtype)
-        operands = tuple(b.convert(b.cheap(x), wide) for x in operands)
-        graph = graph_of(_jaxpr_of(function, *(jax.ShapeDtypeStruct((), wide) for _ in operands)))
+        operands = tuple(b.convert(b.force_costly(x), wide) for x in operands)
+        graph = graph_of(
+            _trace_function(function, *(jax.ShapeDtypeStruct((), wide) for _ in operands))
+        )
 
         def entry(k: LoopNest, index: tuple[Index, ...]) -> str:
             texts = [broadcast_read(k, x, index) for x in operands]
@@ -197,7 +199,7 @@ def _define_with_loops(name: str, function: Function) -> None:
 
     @funcify.register(name)
     def _(b: Builder, *operands: ArrayExpr) -> list[ArrayExpr]:
-        return b.inline(_jaxpr_of(function, *operands), *map(b.cheap, operands))
+        return b.inline(_trace_function(function, *operands), *map(b.force_costly, operands))
 
 
 def _implementation_in_jax(name: str, *, with_dtype: bool = True) -> Function:

@@ -22,7 +22,7 @@ def _pad(b: Builder, x: ArrayExpr, filling: ArrayExpr, padding: Any, dilation: S
     pairs = zip(padding, dilation, strict=True)
     config = [(int(low), int(high), int(step) - 1) for (low, high), step in pairs]
     if not any(any(amounts) for amounts in config):
-        return b.cheap(x)
+        return b.force_costly(x)
     return b.inline_function(lambda x, y: [lax.pad(x, y, config)], x, filling)[0]
 
 
@@ -57,11 +57,11 @@ def _reduce_windows(
     x = _pad(b, x, start, padding, base_dilation)
     out = b.buffer(dtype=storage.computed_dtype(x.dtype))  # holds totals
     with b.kernel() as k, k.loops(out.shape) as window:
-        total = k.here(k.read(start, ()), "total")
+        total = k.assign(k.read(start, ()), "total")
         with k.loops(window_dimensions) as inner:
             at = _index_in_window(window, inner, window_strides, window_dilation)
             condition = "True" if mask is None else k.read(mask, at)
-            with nullcontext() if condition == "True" else k.under(f"if {condition}:"):
+            with nullcontext() if condition == "True" else k.block(f"if {condition}:"):
                 k.line(f"{total} = {step(k, x.dtype, total, k.read(x, at))}")
         k.store(out, window, total)
     return b.convert(out, x.dtype)
@@ -95,8 +95,10 @@ def _(b: Builder, *operands: ArrayExpr, jaxpr: Any, consts: Any, **params: Any) 
     require_fused(jaxpr)
 
     def step(k: LoopNest, dtype: np.dtype, total: str, entry: str) -> str:
-        now = k.here(total)  # so that nothing moves out of the loop
-        (result,) = b.inline_in(k, jaxpr, scalar_expr(now, dtype), scalar_expr(entry, dtype))
+        now = k.assign(total)  # so that nothing moves out of the loop
+        (result,) = b.inline_into_kernel(
+            k, jaxpr, scalar_expr(now, dtype), scalar_expr(entry, dtype)
+        )
         return result
 
     return _reduce_windows(b, operands[0], operands[1], step, masked=True, **params)
@@ -121,15 +123,15 @@ def _reduce_windows_in_numpy(
     total = None
     start = np.asarray(start).astype(x.dtype)
     args = window_dimensions, window_strides, padding, base_dilation, window_dilation
-    inside = _windows(np.ones(x.shape, bool), np.False_, *args)
-    for part, counts in zip(_windows(x, start, *args), inside, strict=True):
+    inside = _iterate_windows(np.ones(x.shape, bool), np.False_, *args)
+    for part, counts in zip(_iterate_windows(x, start, *args), inside, strict=True):
         wide = part.astype(storage.computed_dtype(x.dtype))
         total = np.full(part.shape, start, wide.dtype) if total is None else total
         total = np.where(counts, step(total, wide), total)
     return np.asarray(total).astype(x.dtype)
 
 
-def _windows(
+def _iterate_windows(
     x: Any, filling: Any, sizes: Any, strides: Any, padding: Any, base: Any, dilation: Any
 ) -> Any:
     """Yield, for each position in the window, the entries of all windows at that position."""
@@ -161,15 +163,15 @@ def _(
     b: Builder, source: ArrayExpr, x: ArrayExpr, *, select_prim: Any, window_dimensions: Sizes,
     window_strides: Sizes, padding: Any,
 ) -> ArrayExpr:  # fmt: skip
-    symbol, x, source = _selection_symbol(select_prim), b.cheap(x), b.cheap(source)
+    symbol, x, source = _selection_symbol(select_prim), b.force_costly(x), b.force_costly(source)
     out = b.buffer(dtype=storage.computed_dtype(x.dtype))  # holds sums
     entries = out.reshape((out.size,))
     with b.kernel() as k:
         with k.loops([out.size]) as (i,):
             k.store(entries, (i,), storage.literal(0, out.dtype))
         with k.loops(source.shape) as window:
-            best = k.here(storage.literal(0, x.dtype), "best")
-            where = k.here("-1", "where")
+            best = k.assign(storage.literal(0, x.dtype), "best")
+            where = k.assign("-1", "where")
             with k.loops(window_dimensions) as inner:
                 padded = _index_in_window(window, inner, window_strides, [1] * x.ndim)
                 at_x = [i - int(low) for i, (low, _) in zip(padded, padding, strict=True)]
@@ -177,13 +179,13 @@ def _(
                 for i, n in zip(at_x, x.shape, strict=True):
                     tests += [f"{i} >= 0"] if i.smallest < 0 else []
                     tests += [f"{i} < {n}"] if i.largest >= n else []
-                with k.under(f"if {' and '.join(tests) or 'True'}:"):
+                with k.block(f"if {' and '.join(tests) or 'True'}:"):
                     entry = k.read(x, at_x)
-                    with k.under(f"if {where} < 0 or not {best} {symbol} {entry}:"):
+                    with k.block(f"if {where} < 0 or not {best} {symbol} {entry}:"):
                         k.line(f"{best} = {entry}")
                         k.line(f"{where} = {flatten_index(at_x, x.shape)}")
-            with k.under(f"if {where} >= 0:"):
-                at = (k.variable(k.here(where), out.size),)
+            with k.block(f"if {where} >= 0:"):
+                at = (k.variable(k.assign(where), out.size),)
                 total = k.load(entries, at)
                 k.store(entries, at, storage.wrap(f"{total} + {k.read(source, window)}", x.dtype))
     return b.convert(out, x.dtype)
@@ -223,11 +225,11 @@ def _(
     source = _pad(b, source, zero, padding, base_dilation)
     out = b.buffer()
     with b.kernel() as k, k.loops(out.shape) as window:
-        best, gathered = k.here(k.read(first, ()), "best"), k.here(k.read(zero, ()), "gathered")
+        best, gathered = k.assign(k.read(first, ()), "best"), k.assign(k.read(zero, ()), "gathered")
         with k.loops(window_dimensions) as inner:
             at = _index_in_window(window, inner, window_strides, window_dilation)
             entry, other = k.read(x, at), k.read(source, at)
-            with k.under(f"if not {best} {symbol} {entry}:"):
+            with k.block(f"if not {best} {symbol} {entry}:"):
                 k.line(f"{best} = {entry}")
                 k.line(f"{gathered} = {other}")
         k.store(out, window, gathered)
@@ -241,7 +243,7 @@ def _(source: Any, x: Any, *, select_prim: Any, **params: Any) -> Any:
     start = np.asarray(start).astype(x.dtype)
     names = "window_dimensions window_strides padding base_dilation window_dilation".split()
     args = [params[name] for name in names]
-    pairs = zip(_windows(x, start, *args), _windows(source, 0, *args), strict=True)
+    pairs = zip(_iterate_windows(x, start, *args), _iterate_windows(source, 0, *args), strict=True)
     best = gathered = None
     for part, other in pairs:
         best = np.full(part.shape, start) if best is None else best
