@@ -411,9 +411,10 @@ def build_minimum_adder(x_rows: int, w_rows: int) -> Any:
 
 @functools.cache
 def build_stored_minimum_adder(x_rows: int, w_rows: int) -> Any:
-    """Return a function like that of `build_minimum_adder`, which also reads the minima of a job.
+    """Return a function that reads the minima of a job, and adds their products with sums of x.
 
-    It adds the products to vectors in memory.
+    It adds the products to vectors in memory, one for each pair of one of `x_rows` rows of
+    activations x and one of `w_rows` rows of the matrix W.
     """
     buffer_bytes, add_minima = w_rows * _ROW, build_minimum_adder(x_rows, w_rows)
 
