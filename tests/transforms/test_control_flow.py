@@ -71,6 +71,22 @@ def test_a_condition_that_uses_a_value(name):
     assert_close(vn.implicit(f)(X, w), f(X, vn.materialise(w)))
 
 
+def test_vmap_of_jvp_of_cond_agrees_with_dense(name):
+    w = MAKERS[name](KEY)
+    f = lambda p, x, w: lax.cond(p, layer, jnp.matmul, x, w)
+
+    def pushed(f):
+        by_x = lambda p, x, w: jax.jvp(lambda x: f(p, x, w), (x,), (x + 1,))
+        return jax.vmap(by_x, (0, 0, None))
+
+    predicates = jnp.array([True, False, True])
+    expected = pushed(f)(predicates, X, vn.materialise(w))
+    assert_close(vn.implicit(pushed(f))(predicates, X, w), expected)
+    assert_close(pushed(vn.implicit(f))(predicates, X, w), expected)
+    with vn.hijax.enabled():
+        assert_close(pushed(f)(predicates, X, w), expected)
+
+
 def test_materialization_in_a_branch_is_reported(name):
     w = MAKERS[name](KEY)
     f = lambda x, w: lax.cond(True, jnp.matmul, lambda x, w: x @ w.T, x, w)

@@ -543,3 +543,13 @@ def test_operators_on_a_weight_with_a_dropout_key_raise(f):
     )
     with pytest.raises(TypeError, match="has a dropout key, so it has no dense form"):
         f(lora)
+
+
+@pytest.mark.parametrize("options", [{}, {"magnitude": jnp.ones((1, 4))}], ids=["lora", "dora"])
+def test_vmap_of_jvp_of_cond_agrees_with_dense(options):
+    w = example(**options)
+    f = lambda p, w: jax.lax.cond(p, lambda w: jnp.sin(X @ w), lambda w: X @ w * 2, w)
+    pushed = lambda f: jax.vmap(lambda p, w: jax.jvp(lambda w: f(p, w), (w,), (w,)), (0, None))
+    predicates = jnp.array([True, False])
+    expected = pushed(lambda p, w: f(p, w.materialise()))(predicates, w)
+    assert_close(pushed(vn.implicit(f))(predicates, w), expected)
