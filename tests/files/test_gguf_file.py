@@ -207,3 +207,10 @@ def test_a_file_called_gguf_is_refused_as_one(path, content):
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"model\.gguf(: it is not a GGUF file| is empty)"):
         vn.load(path)
+
+
+def test_the_earlier_name_of_the_module_works():
+    from veneer.files import gguf
+    from veneer.interop.checkpoints.gguf import GgufFile as earlier
+
+    assert earlier is gguf.GgufFile

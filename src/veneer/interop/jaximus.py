@@ -128,16 +128,17 @@ def aux_field(metadata: Any = None, **kwargs: Any) -> Any:
 
 
 class _StatedShape(typing.NamedTuple):
-    """A shape that a caller stated, and the shapes of the leaves at that time."""
+    """A shape that a caller stated, and the shapes that the leaves had at that time."""
 
     shape: tuple[int, ...]
     leaves: tuple[tuple[int, ...], ...]
 
 
 class _ShapeOrDtype:
-    """The attribute `shape` or `dtype`, stated by a caller or derived from `materialize`.
+    """A descriptor of the attribute `shape` or `dtype`.
 
-    `__dict__` has only stated values, so derived shapes cannot go stale when JAX slices leaves.
+    It returns the value that the caller or the class states, or else derives it from `materialize`.
+    Only stated values are stored, so derived ones stay correct when JAX slices leaves.
     """
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -217,7 +218,7 @@ class _Aval:
 
 
 def _warn_of_fallback(primitive: Primitive, values: Sequence[Any], params: dict[str, Any]) -> Any:
-    """Warn that no rule fits, and leave the operands to be materialized."""
+    """Warn that no rule fits, and return `NotImplemented` to materialize the operands."""
     del params
     warns = [x for x in values if isinstance(x, ImplicitArray) and x.warn_on_materialize]
     if WARN_ON_MATTER and warns and current_policy() is ALLOW:  # a policy reports by itself
@@ -350,7 +351,10 @@ class ImplicitArray(_AuxFields, _CoreArray, OrginArray, abstract=True):  # type:
         """Return the dense array. It may be another implicit array."""
 
     def materialise(self) -> Any:
-        """Return the result of `materialize` in the stated dtype, mapped over stacked leaves."""
+        """Return the dense array, cast to the stated dtype.
+
+        If leaves have gained leading axes, it is mapped over these axes.
+        """
         if self._is_stacked():
             return jax.vmap(type(self).materialise)(self)
         with _materialize_running(self):
@@ -387,7 +391,7 @@ class ImplicitArray(_AuxFields, _CoreArray, OrginArray, abstract=True):  # type:
             return False
 
     def _added_axes(self) -> tuple[int, ...]:
-        """Return the leading axes that every leaf has gained since the shape was stated."""
+        """Return the axes that stacking has added to every leaf since the shape was stated."""
         stated = self.__dict__.get("shape")
         if not isinstance(stated, _StatedShape):
             return ()
@@ -425,7 +429,7 @@ class ImplicitArray(_AuxFields, _CoreArray, OrginArray, abstract=True):  # type:
 
     @classmethod
     def tree_unflatten(cls, aux_data: Sequence[Any], children: Sequence[Any]) -> Any:
-        """Return an array of the class, from what `tree_flatten_with_keys` gives."""
+        """Return an array of the class, from the leaves and the values of the auxiliary fields."""
         array = object.__new__(cls)
         aux, leaves = iter(aux_data), iter(children)
         for field in dataclasses.fields(cls):
@@ -434,7 +438,10 @@ class ImplicitArray(_AuxFields, _CoreArray, OrginArray, abstract=True):  # type:
 
 
 def _find_aval(array: ImplicitArray) -> jax.core.ShapedArray:
-    """Return the abstract value that `materialize` gives, or the stated one if it raises."""
+    """Return the abstract value of the result of `materialize`.
+
+    If `materialize` raises, return the stated shape and dtype.
+    """
     try:
         with _materialize_running(array):
             return Value.aval(array)
@@ -531,7 +538,15 @@ def _add(
     function: Callable,
     parameters: Sequence[inspect.Parameter],
 ) -> None:
-    """Register `function`, which calls `rule`, for operands with these annotations."""
+    """Register a function as the rule of a primitive. Warn if the rule can never run.
+
+    **Arguments:**
+
+    - `target`: the primitive.
+    - `rule`: the function that the user decorated, which names the rule in reports.
+    - `function`: calls `rule` with the operands.
+    - `parameters`: the parameters of the operands, with their annotations.
+    """
 
     @functools.wraps(rule)
     def call(*operands: Any, **params: Any) -> Any:
@@ -551,7 +566,7 @@ def _add(
 
 
 def _with_annotations(rule: Callable) -> list[inspect.Parameter]:
-    """Return the parameters of a rule, with the annotations of operands evaluated."""
+    """Return the parameters of a rule. String annotations of operands are evaluated."""
     names: dict[str, Any] | None = None
     parameters = []
     for parameter in inspect.signature(rule).parameters.values():
@@ -563,9 +578,10 @@ def _with_annotations(rule: Callable) -> list[inspect.Parameter]:
 
 
 def _without_any(parameter: inspect.Parameter) -> inspect.Parameter:
-    """Annotate an operand that may be anything with the arrays that eformer knows.
+    """Replace the annotations `Any`, `OrginArray` or none by the array types that eformer knows.
 
-    Its rules cannot compute with a `vn.quant.QArray`, for instance. It is materialized.
+    Rules written for eformer cannot compute with other types, such as `vn.quant.QArray`. These
+    operands are materialized.
     """
     if parameter.kind in _KEYWORDS:
         return parameter

@@ -145,7 +145,7 @@ def to_jax(graph: Any, inputs: Any = None) -> Callable[..., Any]:
 
 
 def _outputs_and_inputs(graph: Any, inputs: Any) -> tuple[Any, Any]:
-    """Return the outputs and the inputs of a graph, which may be in either order."""
+    """Return the outputs and the inputs of a graph, given in this or the reverse order."""
     if isinstance(graph, FunctionGraph) or inputs is None:
         return graph, inputs
     inputs_are_roots, graph_is_roots = (
@@ -373,7 +373,7 @@ def _assert_as_performed(
 
 
 def _own_graph(graph: Any, inputs: Sequence[Any] | None) -> Any:
-    """Return a `FunctionGraph` that may be rewritten, with the values of shared variables."""
+    """Return a copy of a graph as a `FunctionGraph`. Shared variables become constants."""
     if isinstance(graph, FunctionGraph):
         if inputs is not None:
             raise TypeError("a FunctionGraph already lists its inputs: omit the argument inputs")

@@ -94,7 +94,7 @@ def _implement_typed_graph(fgraph: Any, node: Any = None, **kwargs: Any) -> Call
 
 
 def _constant(data: Any, variable: Any = None, **kwargs: Any) -> Any:
-    """Convert a constant. If it is small, it stays in NumPy: it may decide a shape."""
+    """Convert a constant to JAX. Small ones stay in NumPy, because they may determine a shape."""
     if isinstance(data, np.ndarray):
         is_small = data.ndim == 0 or (data.ndim == 1 and data.size <= _MAX_KNOWN)
         return data[()] if is_small else jnp.asarray(data, dtype_of(variable))
@@ -116,7 +116,7 @@ _SHAPE_OPS = (
 
 
 def _perform(op: Any, node: Any, inputs: Sequence[Any]) -> Any:
-    """Compute a result in NumPy from operands that are known, as PyTensor's Python mode does."""
+    """Compute a result in NumPy, with `Op.perform`, if all operands are known while JAX traces."""
     operands = [
         np.asarray(x, variable.type.dtype)[() if isinstance(variable.type, ScalarType) else ...]
         for x, variable in zip(inputs, node.inputs, strict=True)
@@ -166,14 +166,14 @@ def implement_op(op: Any, node: Any, **kwargs: Any) -> Callable[..., Any]:
 
 
 def _typed_result(x: Any, variable: Any) -> Any:
-    """Cast a result as the graph declares. A shape stays in NumPy."""
+    """Cast a result to the declared dtype. A small NumPy array, such as a shape, stays in NumPy."""
     if isinstance(x, np.ndarray | np.generic) and x.size <= _MAX_KNOWN:
         return x.astype(variable.type.dtype)
     return _cast(x, dtype_of(variable))
 
 
 def _with_typed_graphs(op: Any) -> Any:
-    """Copy an `Op` that contains graphs, and make them typed."""
+    """Copy an `Op` so that the graphs inside it give results of the declared dtypes."""
     if isinstance(op, HasInnerGraph):
         graph: Any = op.fgraph
         # PyTensor freezes the graphs of some classes.
@@ -189,9 +189,10 @@ def _with_typed_graphs(op: Any) -> Any:
 
 
 def _common_dtype(op: Any, node: Any) -> tuple[int, Any]:
-    """Return the first operand that NumPy casts before it computes, and the dtype it casts to.
+    """Return the index of the first operand to cast, and the dtype to cast to.
 
-    The dtype is None where JAX computes in the same one.
+    NumPy casts operands to a common dtype before it computes. The dtype is None if JAX does the
+    same.
     """
     core = getattr(op, "core_op", op)
     # Before PyTensor 3.3, the first input of `Join` is the axis.
@@ -208,13 +209,13 @@ def _common_dtype(op: Any, node: Any) -> tuple[int, Any]:
 
 
 def dtype_of(variable: Any) -> Any:
-    """Return the dtype that JAX has for a variable. That of a generator or slice is None."""
+    """Return the dtype of a variable in JAX, or None for a generator or a slice."""
     dtype = getattr(variable.type, "dtype", None)
     return None if dtype is None else jax.dtypes.canonicalize_dtype(dtype)
 
 
 def _cast(x: Any, dtype: Any) -> Any:
-    """Cast an array or scalar. A shape, which is a tuple, is no array yet."""
+    """Cast an array or a scalar. A tuple, which is a shape, is returned unchanged."""
     if dtype is None or isinstance(x, tuple):
         return x
     if isinstance(x, BCOO):
@@ -228,7 +229,7 @@ def _cast(x: Any, dtype: Any) -> Any:
 
 
 def _drop_imaginary_part(x: Any, dtype: Any) -> Any:
-    """Drop the imaginary part for a real dtype, as NumPy does."""
+    """Return the real part of a complex array if the dtype to cast to is real, as NumPy does."""
     return x.real if x.dtype.kind == "c" and dtype.kind != "c" else x
 
 
@@ -300,7 +301,7 @@ def name_deciding_inputs(fgraph: Any) -> Iterator[None]:
 
 
 def _sizes(fgraph: Any) -> list[Any]:
-    """Return the variables that are sizes of results."""
+    """Return the variables of a graph that are sizes of results."""
     return [
         size
         for node in fgraph.toposort()
@@ -311,7 +312,7 @@ def _sizes(fgraph: Any) -> list[Any]:
 
 
 def _slice_bounds(fgraph: Any) -> list[Any]:
-    """Return the variables that are starts, stops and steps of slices."""
+    """Return the variables of a graph that are starts, stops or steps of slices."""
     indices = [
         index
         for node in fgraph.toposort()

@@ -36,7 +36,7 @@ Implementation = Callable[..., Any]
 
 
 def is_known(x: Any) -> bool:
-    """Return whether a value is known while JAX traces: a shape, or computed from shapes."""
+    """Return whether a value is not traced: a shape, or a number computed from shapes."""
     if isinstance(x, tuple):
         return all(map(is_known, x))
     return isinstance(x, bool | int | float | np.generic | np.ndarray)
@@ -115,7 +115,7 @@ def _reduce(op: Any, node: Any, **_: Any) -> Implementation | None:
 
 
 def is_out_of_range(index: Any, size: Any) -> bool:
-    """Return whether an index is known to be out of range. A traced index follows JAX."""
+    """Return whether an index is known to be out of range. JAX does not check traced indices."""
     if isinstance(index, jax.core.Tracer) or isinstance(size, jax.core.Tracer):
         return False
     return bool(((index < 0) | (index >= size)).any())
@@ -140,7 +140,7 @@ def _ravel_multi_index(op: Any, node: Any, *operands: Any) -> Any:
 
 
 def _increment(op: Any, node: Any, **_: Any) -> Implementation | None:
-    """Add to each index once, as NumPy's `x[index] += y`. PyTensor's JAX adds all duplicates."""
+    """Implement `x[index] += y` as NumPy does, which ignores duplicates of an index."""
     if op.set_instead_of_inc or not op.ignore_duplicates:
         return None
 
@@ -165,7 +165,7 @@ def _blockwise(op: Any, node: Any, *, core: Any, **_: Any) -> Implementation:
 
 
 def _mirror_triangle(a: Any, lower: bool, conjugate: bool = True) -> Any:
-    """Copy one triangle of a symmetric or Hermitian matrix to the other."""
+    """Copy one triangle of a symmetric or Hermitian matrix to the other triangle."""
     part = jnp.tril(a) if lower else jnp.triu(a)
     other = jnp.swapaxes(part, -1, -2)
     on_diagonal = jnp.eye(a.shape[-1], dtype=bool)
@@ -192,7 +192,7 @@ def _eigh(op: Any, node: Any, **_: Any) -> Implementation | None:
 
 
 def _solve(op: Any, node: Any, **_: Any) -> Implementation | None:
-    """Read only the triangle that `op.lower` names, for symmetric and Hermitian matrices."""
+    """Solve a symmetric or Hermitian system. Only the triangle that `op.lower` names is read."""
     if op.assume_a not in ("sym", "her", "pos"):
         return None
 

@@ -105,7 +105,7 @@ class QuantizedDot(Op):
         return Apply(self, operands, [out])
 
     def infer_shape(self, *args: Any) -> Any:
-        """Return the shape of the result, as variables."""
+        """Return the shape of the result, as PyTensor variables."""
         shapes = args[-1]  # after the node, and before PyTensor 3.3 a graph
         n = shapes[1][1] if self.size is None else pt.as_tensor_variable(self.size)
         return [(shapes[0][0], n)]

@@ -38,7 +38,7 @@ def _drop_zeros(x: BCOO) -> BCOO:
 
 
 def _mark_unused(use: Any, data: Any, rows: Any, columns: Any, shape: Any) -> BCOO:
-    """Mark entries as unused where `use` is False, by an index outside the matrix."""
+    """Build a matrix. Entries whose `use` is False get an index outside the matrix."""
     return _matrix(data, jnp.where(use, rows, shape[0]), jnp.where(use, columns, shape[1]), shape)
 
 
@@ -56,7 +56,7 @@ def _sort_entries(x: BCOO, format: str) -> tuple[Any, Any, Any]:
 
 
 def _sum_duplicates(x: BCOO) -> BCOO:
-    """Give each place one entry."""
+    """Add up entries with equal indices, so that each index has one entry."""
     data, rows, columns = _sort_entries(x, "csr")
     if len(data) < 2:
         return x
@@ -150,7 +150,7 @@ def _get_item_scalar(op: Any, node: Any, x: BCOO, *at: Any) -> Any:
 
 
 def _last_write(values: Any, zeros: Any, *index: Any) -> Any:
-    """Set entries of an array in order, so that the last of several values is kept."""
+    """Set entries of zeros in order. If an index occurs several times, its last value is kept."""
     order = jnp.full(zeros.shape[: len(index)], -1).at[index].max(jnp.arange(len(values)))
     is_set = (order >= 0).reshape(*order.shape, *(1,) * (zeros.ndim - order.ndim))
     return jnp.where(is_set, jnp.asarray(values)[order], zeros)
@@ -231,7 +231,10 @@ def _structured_add(op: Any, node: Any, x: BCOO, y: Any) -> BCOO:
 
 
 def _multiply(op: Any, node: Any, x: BCOO, y: BCOO) -> BCOO:
-    """Look each entry of `x` up in the sorted entries of `y`."""
+    """Multiply two sparse matrices by entries.
+
+    Each entry of `x` is looked up in the sorted entries of `y`.
+    """
     dtype = _dtype(node)
     _check_equal_shapes(op, x, y)
     (data, rows, columns), other = _entries(_sum_duplicates(x)), _sum_duplicates(y)
@@ -274,7 +277,7 @@ def _compare(op: Any, node: Any, x: BCOO, y: Any) -> Any:
 
 
 def _dot(op: Any, node: Any, x: Any, y: Any) -> Any:
-    """Read the stored entries of one operand. A second sparse operand is materialized."""
+    """Multiply two matrices. If both are sparse, the second one is materialized."""
     x, y = (
         BCOO((x.data.astype(_dtype(node)), x.indices), shape=x.shape)
         if isinstance(x, BCOO)
@@ -379,7 +382,7 @@ _IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
 
 
 def register_sparse(register: Callable[..., Any]) -> None:
-    """Register the implementations with a function of an `Op` class and an implementation."""
+    """Call `register(op_class, implementation)` for each sparse operation."""
     from pytensor.sparse import basic, math
 
     for name, implementation in _IMPLEMENTATIONS.items():
@@ -425,7 +428,7 @@ def _has_known_pattern(x: Any) -> bool:
 
 
 def _is_used_only_for_matrices(fgraph: Any, x: Any) -> bool:
-    """Return whether data or indices are used only for matrices of the same pattern."""
+    """Return whether data or indices are only used to build matrices with the same entries."""
     for client, position in fgraph.clients[x]:
         name = type(client.op).__name__
         if (name == "CSM" and position < 3) or (name == "CSMGrad" and position > 3):

@@ -1,4 +1,4 @@
-"""The public operations of Qwix 0.1.8 on our arrays: `import veneer.interop.qwix as qwix`.
+"""The public names of Qwix 0.1.8, implemented by Veneer: `import veneer.interop.qwix as qwix`.
 
 Code that quantizes arrays and multiplies them with Qwix (https://github.com/google/qwix) runs when
 this import replaces `import qwix`. It has the names and the arguments of Qwix, and `veneer.quant`
@@ -242,7 +242,7 @@ def _contract(
     optimize: Any = "auto",
     **options: Any,
 ) -> jax.Array:
-    """Contract the operands of an einsum with a given `dot_general`, two at a time."""
+    """Compute an einsum. Products of two operands are computed by `dot_general`."""
     inputs, output, operands = parse_einsum_input(args)
     terms = inputs.split(",")
     sizes: dict[str, Any] = {}
@@ -294,7 +294,7 @@ def _multiply(
     dot_general: Callable[..., jax.Array],
     options: Mapping[str, Any],
 ) -> jax.Array:
-    """Multiply two operands of an einsum with a given `dot_general`."""
+    """Multiply two operands of an einsum by `dot_general`."""
     pair, labels = [], []
     for x, term, other in zip(operands, terms, terms[::-1], strict=True):
         kept = "".join(label for label in dict.fromkeys(term) if label in other + result)
@@ -332,7 +332,7 @@ ragged_dot_general = _with_qwix_dtypes(quant.ragged_dot_general)
 
 
 def _wide_type(dtype: DTypeLike) -> DTypeLike:
-    """Return the dtype that Qwix promotes a dtype to: int32 or bfloat16 for one of one byte."""
+    """Return the dtype that Qwix promotes to: int32 or bfloat16 for a dtype of one byte."""
     if jnp.dtype(dtype).itemsize > 1:
         return dtype
     if jnp.issubdtype(dtype, jnp.integer):
@@ -341,13 +341,13 @@ def _wide_type(dtype: DTypeLike) -> DTypeLike:
 
 
 def _element_type(preferred: DTypeLike | None, *operands: Any) -> DTypeLike | None:
-    """Return the dtype of a product. None leaves the choice to JAX, which agrees with Qwix."""
+    """Return the dtype of a product, or None if JAX's own choice agrees with Qwix."""
     dtypes = [x.dtype for x in operands if hasattr(x, "dtype")]
     wide = [_wide_type(dtype) for dtype in dtypes]
     return preferred if preferred is not None or wide == dtypes else jnp.result_type(*wide)
 
 
 def _widened(x: Any) -> Any:
-    """Return a dense array of floats of one byte as bfloat16, and anything else unchanged."""
+    """Return bfloat16 for an array of 1-byte floats, and anything else unchanged."""
     is_float = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
     return x.astype(jnp.bfloat16) if is_float and x.dtype.itemsize == 1 else x

@@ -1,4 +1,4 @@
-"""The core of Quax on Veneer's: `Value`, `ArrayValue`, `quaxify` and `register`.
+"""The names of Quax's core: `Value`, `ArrayValue`, `quaxify` and `register`.
 
 `Delegating` and `delegate` let a Quax type compute with a Veneer type. The examples use them.
 """
@@ -120,7 +120,7 @@ def _error_class_with_base(base: type[Exception]) -> type[AmbiguousLookupError]:
 
 
 class _Quaxified(eqx.Module):
-    """The function that `quaxify` returns: `implicit` of a function, with its leaves."""
+    """The function that `quaxify` returns: a module with the leaves of the original function."""
 
     fn: Callable
     filter_spec: FilterSpec
@@ -196,7 +196,7 @@ def register(primitive: Primitive, /, *, precedence: int = 0) -> Callable[[_F], 
 
 
 def with_operands(rule: Callable, kinds: Sequence[Any]) -> Callable:
-    """Set the signature of a rule to operands of these types, and keywords. Return the rule."""
+    """Give a rule a signature with operands of the given types. Return the rule."""
     parameter = inspect.Parameter
     operands = [
         parameter(f"x{i}", parameter.POSITIONAL_ONLY, annotation=kind)
@@ -208,9 +208,9 @@ def with_operands(rule: Callable, kinds: Sequence[Any]) -> Callable:
 
 
 def _declining(rule: Callable) -> Callable | None:
-    """Return a rule that declines operands whose dtype or shape does not fit its annotations.
+    """Return a rule that returns `NotImplemented` if the dtypes or shapes of operands do not fit.
 
-    Return None if the annotations have no dtypes or shapes.
+    Return None if no annotation of the rule states a dtype or shape.
     """
     signature = inspect.signature(rule, eval_str=True)
     operands, more = [], []
@@ -261,7 +261,7 @@ class RefusesToMaterialise(ImplicitArray, abstract=True):
     name_in_quax: typing.ClassVar[str]
 
     def materialise(self) -> Any:
-        """Raise a `RuntimeError`."""
+        """Raise a `RuntimeError`, because `allow_materialise` is False."""
         raise RuntimeError(
             f"Refusing to materialise `{self.name_in_quax}` with `allow_materialise=False`."
         )

@@ -77,7 +77,7 @@ class LoraArray(Delegating):
         return jax.core.ShapedArray(self._w.shape, self._w.dtype)
 
     def to_veneer(self) -> types.LoraArray:
-        """Return the array of our type."""
+        """Return the array as a type of Veneer."""
         cls = types.LoraArray if self.allow_materialise else _StrictLora
         return cls(self.w, self.a, self.b)
 

@@ -22,7 +22,7 @@ _Array = TypeVar("_Array", bound=ArrayLike)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Axis:
-    """A name of an axis. Each instance is another name, even if the sizes are equal.
+    """The name of an axis. Each instance is a different name.
 
     **Arguments:**
 
@@ -96,7 +96,7 @@ class NamedArray(ArrayValue, Generic[_Array]):
         return self.array
 
     def enable_materialise(self, allow_materialise: bool = True) -> "NamedArray":
-        """Return the same array with another `allow_materialise`."""
+        """Return the same array with the given `allow_materialise`."""
         return NamedArray(self.array, self.axes, allow_materialise)
 
 

@@ -40,7 +40,7 @@ class PRNG(ArrayValue):
 
     @abc.abstractmethod
     def split(self: PRNG_T, num: int) -> Sequence[PRNG_T]:
-        """Return new keys."""
+        """Return `num` new keys."""
 
 
 class ThreeFry(PRNG):
@@ -73,7 +73,7 @@ class ThreeFry(PRNG):
         return jax.random.bits(self._typed(), shape, f"uint{bit_width}")
 
     def split(self, num: int) -> Sequence["ThreeFry"]:
-        """Return new keys, as `jax.random.split` makes them."""
+        """Return `num` new keys, as `jax.random.split` does."""
         data = jax.random.key_data(jax.random.split(self._typed(), num))
         return [eqx.tree_at(lambda key: key.value, self, row) for row in data]
 
@@ -124,7 +124,7 @@ def normal(key: PRNG, shape: tuple[int, ...] = (), dtype: Any = float) -> Array:
 
 
 def split(key: PRNG_T, num: int = 2) -> Sequence[PRNG_T]:
-    """Return new keys from a key, with its method `split`."""
+    """Return `num` new keys, by the method `split` of the key."""
     return key.split(num)
 
 

@@ -79,16 +79,16 @@ class BCOO(Delegating):
         return jax.core.ShapedArray(self._shape, self.data.dtype)
 
     def enable_materialise(self, allow_materialise: bool = True) -> "BCOO":
-        """Return the same array with another `allow_materialise`."""
+        """Return the same array with the given `allow_materialise`."""
         return BCOO(self.data, self.indices, self._shape, allow_materialise)
 
     def to_veneer(self) -> types.SparseArray:
-        """Return the array of our type."""
+        """Return the array as a type of Veneer."""
         cls = types.SparseArray if self.allow_materialise else _StrictSparse
         return cls(self.data, self.indices, tuple(self._shape[self.data.ndim - 1 :]))
 
     def from_veneer(self, ours: Any) -> Any:
-        """Return a result of our rules as this type, if it has the structure."""
+        """Convert a result of Veneer's rules to this type, if it has the same structure."""
         if not isinstance(ours, types.SparseArray):
             return ours
         return BCOO(

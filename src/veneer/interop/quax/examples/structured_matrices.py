@@ -60,12 +60,12 @@ class TridiagonalMatrix(Delegating):
         return jax.core.ShapedArray((*batch, n, n), self.main_diag.dtype)
 
     def to_veneer(self) -> types.Tridiagonal:
-        """Return the array of our type."""
+        """Return the array as a type of Veneer."""
         cls = types.Tridiagonal if self.allow_materialise else _StrictTridiagonal
         return cls(self.lower_diag, self.main_diag, self.upper_diag)
 
     def from_veneer(self, ours: Any) -> Any:
-        """Return a result of our rules as this type, if it has the structure."""
+        """Convert a result of Veneer's rules to this type, if it has the same structure."""
         if not isinstance(ours, types.Tridiagonal):
             return ours
         diagonals = ours.lower, ours.diagonal, ours.upper

@@ -15,7 +15,7 @@ __all__ = ["Dimension", "Unitful", "kilograms", "meters", "seconds"]
 
 
 class Dimension:
-    """A base unit, such as `meters`. Each instance is another unit, even if the names are equal.
+    """A base unit, such as `meters`. Each instance is a different unit, even with an equal name.
 
     **Arguments:**
 
