@@ -15,7 +15,13 @@ from typing import Any, TypeVar
 
 import jax
 
-from ._core.surface import check_key, check_parameters, check_regex, path_matches
+from ._core.surface import (
+    check_key,
+    check_parameters,
+    check_regex,
+    path_matches,
+    some_of,
+)
 from ._core.value import Value
 from ._jax.frames import warn_user
 from .quant.arrays.qarray import QUANTIZABLE
@@ -23,7 +29,6 @@ from .quant.models.arguments import (
     describe_value,
     flatten_with_paths,
     program_for,
-    some_of,
     warn_of_unmatched,
 )
 from .quant.models.correction import low_rank_axes

@@ -19,7 +19,7 @@ from ._core.primitives.sharding import (
     leaf_specs,
     why_not_split,
 )
-from ._core.surface import path_matches
+from ._core.surface import path_matches, some_of
 from ._core.value import is_value
 
 
@@ -281,10 +281,9 @@ def _match_rules(rules: Sequence[Any], paths: Sequence[str]) -> list[Any]:
             raise ValueError(f"{regex!r} is not a regex: {error}") from None
         _check_sharding(device, regex)
         if not any(path_matches(compiled[-1][0], path) for path in paths):
-            some = ", ".join(paths[:4]) + (", ..." if len(paths) > 4 else "")
             warnings.warn(
                 f"the rule {regex!r} matches no array. Change the regex, which must match a whole "
-                f"path, such as {some or '(the tree is empty)'}",
+                f"path, such as {some_of(paths)}",
                 UserWarning,
                 stacklevel=4,
             )

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from . import tree as vtree
-from ._core.surface import check_regex, path_matches
+from ._core.surface import check_regex, path_matches, some_of
 from ._core.value import Value, is_value
 
 Where = str | type | Callable[[str, Any], Any] | None
@@ -167,10 +167,9 @@ def _select(paths: Sequence[str], arrays: Sequence[Any], where: Where) -> list[b
     check_regex(where, "where", "a regex, a class or a function")
     selected = [path_matches(where, path) for path in paths]
     if not any(selected):
-        some = ", ".join(paths[:4]) + (", ..." if len(paths) > 4 else "")
         warnings.warn(
             f"where={where!r} matches no array. Change the regex, which must match a whole path, "
-            f"such as {some or '(the tree is empty)'}",
+            f"such as {some_of(paths)}",
             UserWarning,
             stacklevel=4,
         )

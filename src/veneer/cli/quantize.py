@@ -118,11 +118,11 @@ def run(
     Only a few tensors are in memory at a time, but --calibrate loads the whole model. OUT appears
     when all of its files are written.
     """
+    from .._core.surface import some_of
     from .._report.tables import count_of
     from ..files.checkpoint import open_checkpoint
     from ..files.folder import FolderWriter, TensorFolder
     from ..files.new_folder import write_aside, write_beside
-    from ..quant.models.arguments import some_of
     from ..quant.models.checkpoint import describe_adapted, quantize_stream
 
     outcomes = []
@@ -245,7 +245,7 @@ def _find_left_dense(source: Path, avals: Mapping[str, Any], selectors: list[Any
 
 
 def _describe_left_dense(names: list[str]) -> str:
-    from ..quant.models.arguments import some_of
+    from .._core.surface import some_of
 
     stays = "1 matrix stays" if len(names) == 1 else f"{len(names)} matrices stay"
     whose = "its name does" if len(names) == 1 else "their names do"

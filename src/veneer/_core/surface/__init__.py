@@ -10,6 +10,7 @@ The functions here check arguments that several public functions take.
 """
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -56,3 +57,8 @@ def path_matches(regex: str | re.Pattern, path: str) -> bool:
     True
     """
     return any(re.fullmatch(regex, part) for part in (path, path.removesuffix(".value")))
+
+
+def some_of(paths: Sequence[str]) -> str:
+    """Join the first four of some paths for an error message."""
+    return ", ".join(paths[:4]) + (", ..." if len(paths) > 4 else "") or "(the tree is empty)"

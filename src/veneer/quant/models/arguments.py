@@ -14,7 +14,7 @@ import numpy as np
 from jax.dtypes import canonicalize_dtype
 
 from ..._core.primitives.sharding import replicated_sharding
-from ..._core.surface import check_parameters
+from ..._core.surface import check_parameters, some_of
 from ..._core.value import is_value
 from ..._jax.frames import warn_user
 from ..arrays.qarray import QUANTIZABLE
@@ -232,9 +232,3 @@ def warn_of_unmatched(rules: Sequence[Any], paths: Sequence[str]) -> None:
                 f"the rule {rule.path_regex!r} matches no parameter. Change its path_regex, which "
                 f"must match a whole path, such as {some_of(paths)}"
             )
-
-
-def some_of(paths: Sequence[str]) -> str:
-    """Join the first four paths for a message."""
-    some = ", ".join(paths[:4]) + (", ..." if len(paths) > 4 else "")
-    return some or "(the tree is empty)"

@@ -17,10 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..._core.surface import some_of
 from ..arrays.qarray import QUANTIZABLE, QArray
 from ..formats import get_format
 from ..formats.tiles import dividing_tiles
-from .arguments import can_be_quantized, some_of
+from .arguments import can_be_quantized
 from .notices import describe_changed_tiles
 from .rules import Rule
 from .uses import default_tile, fit_default_rule

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ..._core.surface import some_of
 from ..._core.value import is_part, is_value
 from ..._jax.frames import warn_user
 from ...types.lora import LoraArray
@@ -14,7 +15,7 @@ from ..arrays.qarray import QArray
 from ..formats import get_format
 from ..training import FakeQuantized
 from ..weights.activations import ActivationQuantized
-from .arguments import can_be_quantized, find_rule, some_of
+from .arguments import can_be_quantized, find_rule
 from .rules import Rule
 from .uses import SMALL, VOCABULARY_QTYPE, Use
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._core.primitives.scopes import mark_tangents
+from ..._core.surface import some_of
 from ..._core.surface.implicit import implicit
 from ..._jax.frames import warn_user
 from ..formats.tiles import Shape
@@ -34,7 +35,6 @@ from .arguments import (
     first_arguments,
     flatten_with_paths,
     parameter_trees_and_program,
-    some_of,
     warn_of_unmatched,
 )
 from .rules import Rule

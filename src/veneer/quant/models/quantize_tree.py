@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 from jax.typing import DTypeLike
 
-from ..._core.surface import check_parameters
+from ..._core.surface import check_parameters, some_of
 from ..._jax.frames import warn_user
 from ..arrays.qarray import QArray
 from ..observation.statistics import ActivationStatistics
@@ -22,7 +22,6 @@ from .arguments import (
     find_rule,
     flatten_with_paths,
     program_for,
-    some_of,
     warn_of_unmatched,
 )
 from .correction import LowRankAxes, low_rank_axes, quantize_with_correction

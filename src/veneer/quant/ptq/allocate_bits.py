@@ -17,13 +17,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..._core.surface import some_of
 from ..._core.surface.implicit import implicit
 from ..._core.value import is_value, materialise_one
 from ..models.arguments import (
     as_rules,
     first_arguments,
     parameters_and_program,
-    some_of,
     warn_of_unmatched,
 )
 from ..models.correction import LowRankAxes, quantize_with_correction

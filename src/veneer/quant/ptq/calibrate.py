@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 from jax.typing import DTypeLike
 
+from ..._core.surface import some_of
 from ..._jax.frames import warn_user
 from ..models.arguments import (
     as_rules_or_format,
     first_arguments,
     parameters_and_program,
-    some_of,
 )
 from ..models.observe import (
     record,
