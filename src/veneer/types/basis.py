@@ -84,11 +84,11 @@ class InBasis(ImplicitArray, abstract=True):
     def regrouped(
         self, array: Any, groups: Sequence[tuple[list[int], list[int]]], new: tuple[int, ...]
     ) -> Any:
-        """Return the result of a reshape, or None if the type cannot store the result.
+        """Return this array after a reshape, or None if the type cannot represent the result.
 
         **Arguments:**
 
-        - `array`: the field `array` of the result, in the new shape.
+        - `array`: the reshaped field `array`.
         - `groups`: pairs of a list of old axes and the list of new axes that they become. Axes of
           size 1 are left out.
         - `new`: the new shape.
@@ -117,6 +117,12 @@ def _align(leaf: ArrayLike, places: Places, ndim: int) -> jax.Array:
     for axis in ordered:
         sizes[places[axis]] = leaf.shape[axis]
     return leaf.transpose(*ordered, *others).reshape(sizes)
+
+
+def _broadcasts_to(sizes: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Return whether an array has the rank of another, and along each axis its size or 1."""
+    pairs = zip(sizes, shape, strict=False)
+    return len(sizes) == len(shape) and all(n in (1, size) for n, size in pairs)
 
 
 def _axes_of_factor(leaf: Any, shape: tuple[int, ...]) -> list[LeafAxis]:
@@ -245,11 +251,7 @@ class Permuted(InBasis):
             raise ValueError(
                 f"axis must be negative, for an array of shape {shape}, not {self.axis}"
             )
-        allowed = [(1, size) for size in shape]
-        allowed[self.axis] = (shape[self.axis], shape[self.axis])
-        if len(sizes) != len(shape) or any(
-            n not in ok for n, ok in zip(sizes, allowed, strict=True)
-        ):
+        if not _broadcasts_to(sizes, shape) or sizes[self.axis] != shape[self.axis]:
             raise ValueError(
                 f"order has shape {sizes}, but must have the rank of the array {shape}, its size "
                 f"along axis {self.axis}, and 1 or its size along other axes"
@@ -272,7 +274,7 @@ class Permuted(InBasis):
     def regrouped(
         self, array: Any, groups: Sequence[tuple[list[int], list[int]]], new: tuple[int, ...]
     ) -> "Permuted | None":
-        """Return the result of a reshape, which stores the reshaped `array`.
+        """Return this array after a reshape, with the reshaped field `array`.
 
         Return None if the reshape splits or merges the permuted axis, or if `order` has more than
         one entry along another axis.
@@ -314,12 +316,13 @@ def _take(x: Any, indices: jax.Array, axis: int) -> Any:
 class Scaled(InBasis):
     """An array `array * factor`, stored as `array` and a factor per channel.
 
-    If a product contracts the channel axis, the other operand is multiplied by `factor`, and then
-    multiplied with `array`. Otherwise the other operand is multiplied with `array`, and then the
-    result is multiplied by `factor`. Two calibration methods use this. AWQ (Lin et al., arXiv
-    2306.00978) scales up the channels with large activations before it rounds the weight, so the
-    rounding errors of these channels are smaller. SmoothQuant (Xiao et al., arXiv 2211.10438)
-    divides large activations by a factor, and multiplies their weights by the same factor.
+    If a product contracts the channel axis, along which `factor` varies, the other operand is
+    multiplied by `factor`, and then multiplied with `array`. Otherwise the other operand is
+    multiplied with `array`, and then the result is multiplied by `factor`. Two calibration methods
+    use this. AWQ (Lin et al., arXiv 2306.00978) scales up the channels with large activations
+    before it rounds the weight, so the rounding errors of these channels are smaller. SmoothQuant
+    (Xiao et al., arXiv 2211.10438) divides large activations by a factor, and multiplies their
+    weights by the same factor.
 
     **Keeps the structure:** transposes, slices, reshapes, row lookups, and floating dtype
     conversions.
@@ -355,9 +358,7 @@ class Scaled(InBasis):
             dtype = getattr(self, name).dtype
             if not jnp.issubdtype(dtype, jnp.inexact):
                 raise TypeError(f"{name} must be floating, not {dtype.name}")
-        if len(sizes) != len(shape) or any(
-            n not in (1, size) for n, size in zip(sizes, shape, strict=True)
-        ):
+        if not _broadcasts_to(sizes, shape):
             raise ValueError(
                 f"factor has shape {sizes}, but must have the rank of the array {shape}, and "
                 "along each axis its size or 1"
@@ -381,7 +382,7 @@ class Scaled(InBasis):
     def regrouped(
         self, array: Any, groups: Sequence[tuple[list[int], list[int]]], new: tuple[int, ...]
     ) -> "Scaled":
-        """Return the result of a reshape, which stores the reshaped `array`.
+        """Return this array after a reshape, with the reshaped field `array`.
 
         If axes are split or merged, and `factor` has several entries along one of them, `factor` is
         first broadcast to the sizes of these axes.

@@ -39,9 +39,10 @@ class Axes:
 
 
 def _unify(*axes: tuple[Axes, SupportsIndex]) -> str | None:
-    """Return the name of axes that correspond, or None if none of them has a name.
+    """Return the name that axes of operands share, or None if none of them has a name.
 
-    `axes` are pairs of an operand and the index of its axis.
+    `axes` are pairs of an operand and the index of its axis. A primitive combines these axes: for
+    example, it contracts one with the other.
 
     **Raises:** `ValueError` if two axes have different names.
     """

@@ -329,7 +329,8 @@ def _reshape(x: LoraArray, *, new_sizes: Any, dimensions: Any, sharding: Any) ->
 def _regroup(x: LoraArray, sizes: Shape) -> tuple[Shape, Shape, Shape] | None:
     """Split a new shape into the sizes of leading, input and output axes.
 
-    Return None if the reshape merges axes of different groups.
+    Return None if the reshape merges axes of two of these kinds, such as an input axis and an
+    output axis.
     """
     shape, n_lead = x.shape, len(x.lead)
     ins, outs = shape[n_lead : n_lead + x.in_ndim], shape[n_lead + x.in_ndim :]

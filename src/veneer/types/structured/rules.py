@@ -136,7 +136,11 @@ def _transpose(x: Matrix, *, permutation: Any) -> Any:
 
 
 def _rescale(operation: Callable, x: Matrix, numbers: Any) -> Any:
-    """Multiply or divide a matrix by a number, or each matrix of a batch by its own number."""
+    """Multiply or divide a matrix by a number, or each matrix of a batch by its own number.
+
+    `operation` is `jnp.multiply` or `jnp.divide`. `numbers` is a number, or an array with one
+    number per matrix, `[*lead, 1, 1]`. Return NotImplemented for any other array.
+    """
     shape = jnp.shape(numbers)
     if shape:
         is_one_per_matrix = len(shape) == x.ndim and shape[-2:] == (1, 1)
