@@ -208,7 +208,7 @@ class Calibrator:
         repeating += ["resume"] if self._resume is not None else []
         if not repeating:
             batches = batches_once
-        elif iter(batches) is batches:
+        elif isinstance(batches, Iterator):
             raise TypeError(
                 f"{repeating[0]} reads the batches several times, and a {type(batches).__name__} "
                 "can be read only once. Pass a list, or an object whose __iter__ starts again"
