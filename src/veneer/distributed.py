@@ -290,7 +290,7 @@ class _DeviceGroup(NamedTuple):
     def gather(
         self, x: jax.Array, key: jax.Array | None, invarying: bool = False
     ) -> tuple[jax.Array, jax.Array]:
-        """Return the arrays `[n]` of all devices, `[devices, n]`, and the rounding errors of `x`.
+        """Gather `x`, `[n]`, as `[devices, n]`. Return the result and the rounding errors of `x`.
 
         `invarying` says whether to tell JAX that the result is the same on all devices.
         """
@@ -420,7 +420,10 @@ def _second_key(key: jax.Array | None) -> jax.Array | None:
 
 
 def _define_vjp(collective: Any, backward: Callable[..., jax.Array]) -> None:
-    """Define the backward pass of a collective by `backward(g, key, *static)`."""
+    """Define the backward pass of a collective by `backward(g, key, *static)`.
+
+    `g` is the cotangent of the result, and `static` are the static arguments.
+    """
 
     def forward(x: jax.Array, key: jax.Array | None, *static: Any) -> tuple[Any, jax.Array | None]:
         return collective(x, key, *static), key

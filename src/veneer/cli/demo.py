@@ -1,4 +1,4 @@
-"""`veneer demo`: compare a dense and a quantized sentence encoder, and language model."""
+"""`veneer demo`: compare a sentence encoder and a language model, dense and quantized."""
 
 from pathlib import Path
 from typing import Annotated

@@ -95,16 +95,16 @@ class DeviceRates(NamedTuple):
 
 
 class SplitPlan(NamedTuple):
-    """The estimate for one split.
+    """The memory, the communication and the shardings of one split.
 
     **Arguments:**
 
     - `split`: the split.
     - `held`: the bytes that a device holds: weights, cache, activations and so on.
-    - `received`: the bytes that a device receives per step, by mesh axes.
+    - `received`: the bytes that a device receives per step. The keys are mesh axes.
     - `seconds`: the time to read and receive these bytes, a lower bound of the time of a step.
-    - `shardings`: the `PartitionSpec` of each weight that is sharded, by its name.
-    - `whole`: the reasons why weights could not be sharded by the names of their axes.
+    - `shardings`: the `PartitionSpec` of each sharded weight. The keys are names of weights.
+    - `whole`: the reasons why weights stay unsharded along an axis. The keys are names of weights.
     """
 
     split: Split
@@ -450,7 +450,7 @@ class _SplitEstimate:
         return math.prod(sharding.shard_shape(placed.weight.shape)) * self.itemsize
 
     def received_for_model(self) -> Counter[tuple[str, ...]]:
-        """Return the bytes received for weights and activations, by mesh axes.
+        """Return the bytes received for weights and activations, keyed by mesh axes.
 
         An all-reduce receives partial sums, and then totals. In training, the communication of a
         layer is repeated in the backward pass, and again when the layer is recomputed, except for
@@ -489,7 +489,7 @@ class _SplitEstimate:
     def received_for_updates(
         self, updates: list[tuple[int, PlacedWeight]]
     ) -> Counter[tuple[str, ...]]:
-        """Return the bytes received for LoRA updates, by mesh axes.
+        """Return the bytes received for LoRA updates, keyed by mesh axes.
 
         Gradients are reduced. Updates that are fully sharded are gathered in both passes.
         """
