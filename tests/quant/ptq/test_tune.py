@@ -89,6 +89,17 @@ def test_tuning_starts_from_the_calibrated_codes():
     np.testing.assert_allclose(tuning.losses, tuning.losses[0], rtol=1e-5)
 
 
+@pytest.mark.parametrize("qtype", ["ternary", "int1"])  # their bytes differ from their codes
+def test_codes_of_one_byte_each_are_tuned(qtype):
+    small = jax.tree.map(
+        lambda x: x.unpacked() if isinstance(x, QArray) else x,
+        quantized(qtype),
+        is_leaf=lambda x: isinstance(x, QArray),
+    )
+    tuning = tune(model, small, params=PARAMS, epochs=2)
+    np.testing.assert_allclose(loss_of(tuning(X)), tuning.losses[-1], rtol=1e-4)
+
+
 def test_transposed_weights_and_adapters_are_tuned():
     params = {"w": PARAMS["w"].T, "v": PARAMS["v"], "bias": PARAMS["bias"]}
     transposed = lambda params, x: model(params | {"w": params["w"].T}, x)

@@ -195,7 +195,7 @@ def _multiply_groups(
     The ragged axis of `lhs` must be a free axis, and `rhs` must have a group axis.
     """
 
-    def multiply_on_cpu(lhs: Any, rhs: Any, group_sizes: Any) -> jax.Array:
+    def multiply_wide(lhs: Any, rhs: Any, group_sizes: Any) -> jax.Array:
         dtype = out_dtype
         if {lhs.dtype, rhs.dtype, out_dtype} <= set(QUANTIZABLE) and not fixes_dtypes(precision):
             # CPUs multiply f32 several times faster than floats of 16 bits.
@@ -212,7 +212,7 @@ def _multiply_groups(
             precision,
             dtype,
         )
-        return _multiply_by_group(lhs, rhs, group_sizes, params).astype(out_dtype)
+        return _multiply_on_cpu(lhs, rhs, group_sizes, params).astype(out_dtype)
 
     def multiply_dense(lhs: Any, rhs: Any, group_sizes: Any) -> jax.Array:
         # JAX 0.10 to 0.12 batch `ragged_dot_general` only if all operands are batched. Make each
@@ -233,7 +233,7 @@ def _multiply_groups(
     # A derivative dequantizes again. Otherwise dense weights would be kept for the backward pass.
     @jax.checkpoint
     def multiply(*args: Any) -> jax.Array:
-        return lax.platform_dependent(*args, cpu=multiply_on_cpu, default=multiply_dense)
+        return lax.platform_dependent(*args, cpu=multiply_wide, default=multiply_dense)
 
     return multiply(lhs, rhs, group_sizes)
 
@@ -281,7 +281,7 @@ class _GroupedDotParams(NamedTuple):
     preferred_element_type: DTypeLike
 
 
-def _multiply_by_group(
+def _multiply_on_cpu(
     lhs: Operand, rhs: QArray, group_sizes: jax.Array, params: _GroupedDotParams
 ) -> jax.Array:
     """Return `jax.lax.ragged_dot_general`, one group at a time, for a free ragged axis.
@@ -317,7 +317,7 @@ def _multiply_by_group(
 
     def multiply_entry(entry: Any) -> jax.Array:
         lhs_entry, rhs_entry, entry_sizes = entry
-        return _multiply_by_group(
+        return _multiply_on_cpu(
             _rebuild(lhs, lhs_entry),
             rhs if rhs_entry is None else _rebuild(rhs, rhs_entry),
             entry_sizes,
