@@ -7,8 +7,8 @@ There are 8 layers of 8 heads with 64 features each. 1 or 4 queries share a head
 a key and a value in place, and attends to 4,096 tokens. In f32, the caches take 134 MB.
 
 Each row is one layout of the keys. `by features` is `[heads, width, tokens]`. `by tokens` is
-`[heads, tokens, width]`, as in `examples/llama.py`, with one scale per token. `by channel` has one
-scale per channel and block of 32 tokens. `in tiles` is the layout with the smallest loss
+`[heads, tokens, width]`, as in `veneer.models.llama`, with one scale per token. `by channel` has
+one scale per channel and block of 32 tokens. `in tiles` is the layout with the smallest loss
 (`perplexity.py --caches`). `within tokens` is `[batch, tokens, heads, width]`, as in
 `jax.nn.dot_product_attention`.
 

@@ -8,11 +8,11 @@ The first model is a Llama with random weights, 8 layers of width 2048 and a voc
 `vn.save` writes it as GGUF files, which both libraries read. The second model is
 SmolLM2-135M-Instruct from its published file.
 
-Veneer runs `examples/llama.py`: a program that decodes 4 tokens per text of a batch, and a program
-that reads a prompt of 512 tokens. The caches of both libraries have 8 bits per value if weights are
-quantized. A format that GGUF does not have is compared with a file of as many bits. Activations are
-in f32 in veneer, except in rows that name int8 activations, such as w4a8. llama.cpp always rounds
-them to 8 bits.
+Veneer runs `veneer.models.llama`: a program that decodes 4 tokens per text of a batch, and a
+program that reads a prompt of 512 tokens. The caches of both libraries have 8 bits per value if
+weights are quantized. A format that GGUF does not have is compared with a file of as many bits.
+Activations are in f32 in veneer, except in rows that name int8 activations, such as w4a8. llama.cpp
+always rounds them to 8 bits.
 
 The two sides alternate, and the fastest round counts, because other programs can only slow a round
 down. Without llama-cpp-python, the columns of llama.cpp are left out.
@@ -41,7 +41,7 @@ import veneer as vn
 from veneer.demo.fetch import LANGUAGE_MODEL, fetch
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
-import llama
+from veneer.models import llama
 
 TOKENS = 4  # tokens to decode per text and round
 THREADS = 2
@@ -62,7 +62,7 @@ class Sizes:
     @property
     def llama(self) -> Any:
         """The configuration of the Llama with random weights."""
-        return llama.Config(*self.shape)
+        return llama.LlamaConfig(*self.shape)
 
 
 # Programs of veneer.
@@ -283,7 +283,7 @@ def _config_of(path: Path) -> Any:
     from veneer.files.gguf import GgufFile
 
     with GgufFile(path, names="huggingface") as file:
-        return llama.Config.from_dict(file.config)
+        return llama.LlamaConfig.from_dict(file.config)
 
 
 def gguf_metadata(config: Any) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import veneer as vn
 from veneer import kernels
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
-import llama
+from veneer.models import llama
 
 # Parts 5 and 6: decoding, and a LoRA training step.
 
@@ -29,7 +29,7 @@ def model(sizes: Sizes, stored: Format | None, embedding: bool = False) -> dict[
 
     Quantize its matrices if `stored` is a format. The embedding is quantized only if `embedding`.
     """
-    config = llama.Config(*sizes.llama)
+    config = llama.LlamaConfig(*sizes.llama)
     shapes = jax.eval_shape(lambda: llama.init(jax.random.key(0), config))
 
     @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -50,8 +50,8 @@ def model(sizes: Sizes, stored: Format | None, embedding: bool = False) -> dict[
 
 
 def measure_decoding(worker: Worker) -> None:
-    """Measure the tokens per second of examples/llama.py, and the bytes of its weights."""
-    sizes, config = worker.sizes, llama.Config(*worker.sizes.llama)
+    """Measure the tokens per second of `veneer.models.llama`, and the bytes of its weights."""
+    sizes, config = worker.sizes, llama.LlamaConfig(*worker.sizes.llama)
 
     def decode(leaves: Any, token: jax.Array, *, treedef: Any) -> jax.Array:
         params = jax.tree.unflatten(treedef, leaves)
@@ -152,7 +152,7 @@ def training_steps(worker: Worker) -> list[TrainingStep]:
     """
     import optax
 
-    sizes, config = worker.sizes, llama.Config(*worker.sizes.llama)
+    sizes, config = worker.sizes, llama.LlamaConfig(*worker.sizes.llama)
     tx = optax.adam(1e-4)
 
     @jax.checkpoint

@@ -31,9 +31,11 @@ import jax
 import numpy as np
 
 import veneer as vn
-from veneer.demo.fetch import LANGUAGE_MODEL, fetch, program
-from veneer.demo.language_model import LanguageModel, encode_windows, load, perplexity
+from veneer.demo.fetch import LANGUAGE_MODEL, fetch
+from veneer.demo.language_model import perplexity
 from veneer.files.gguf import GgufFile, write_gguf
+from veneer.models import LanguageModel, llama, load
+from veneer.models.comparison import split_windows
 from veneer.quant import Format
 from veneer.quant import caches as cache_module
 from veneer.quant.conversion import quantize
@@ -141,8 +143,8 @@ CACHES: dict[str, tuple[Any, Any]] = {
 
 
 def empty_cache(name: str, config: Any) -> Any:
-    """Return an empty cache for `examples/llama.py`."""
-    dense = program("llama").empty_cache(config, 1, WINDOW)
+    """Return an empty cache for `veneer.models.llama`."""
+    dense = llama.empty_cache(config, 1, WINDOW)
     zeros = lambda x, how: x if how is None else vn.quant.zeros(x.shape, **how)
     keys, values = CACHES[name]
     return dense._replace(
@@ -153,8 +155,8 @@ def empty_cache(name: str, config: Any) -> Any:
 
 def caches(text: Path, count: int) -> None:
     """Print a row for each format of the cache."""
-    llama, model = program("llama"), load(next(fetch(LANGUAGE_MODEL).glob("*.gguf")))
-    tokens = encode_windows(model.tokenizer, text.read_text("utf-8")[: 20_000 * count], count)
+    model = load(next(fetch(LANGUAGE_MODEL).glob("*.gguf")))
+    tokens = split_windows(model.tokenizer, text.read_text("utf-8")[: 20_000 * count], count)
     print("| cache | bytes a token | perplexity | to that of f32 |")
     print("|---|---:|---:|---:|", flush=True)
     first = None
@@ -184,8 +186,8 @@ def _params(*args: Any, stable: bool) -> Any:
 
 def scales(text: Path, count: int) -> None:
     """Print a row for each rule for the scales of integer caches."""
-    llama, model = program("llama"), load(next(fetch(LANGUAGE_MODEL).glob("*.gguf")))
-    tokens = encode_windows(model.tokenizer, text.read_text("utf-8")[: 20_000 * count], count)
+    model = load(next(fetch(LANGUAGE_MODEL).glob("*.gguf")))
+    tokens = split_windows(model.tokenizer, text.read_text("utf-8")[: 20_000 * count], count)
     names = [name for name in CACHES if name.startswith(("int8", "int4")) and "uint4" not in name]
     print(f"| scale | writes | {' | '.join(names)} |")
     print("|---|---:|" + "---:|" * len(names), flush=True)
@@ -214,7 +216,7 @@ def scales(text: Path, count: int) -> None:
 def main(text: Path, count: int) -> None:
     """Print a row for each file, from `count` windows of a text."""
     original = next(fetch(LANGUAGE_MODEL).glob("*.gguf"))
-    losses = jax.jit(vn.implicit(program("llama").losses), static_argnums=1)
+    losses = jax.jit(vn.implicit(llama.losses), static_argnums=1)
     read = text.read_text(encoding="utf-8")[: 20_000 * count]
     print(
         "| weights | types in the file | bytes | perplexity | activations in int8 | in llama.cpp |"
@@ -223,11 +225,11 @@ def main(text: Path, count: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for name, file in files(original, Path(folder)):
             model: LanguageModel = load(file)
-            tokens = encode_windows(model.tokenizer, read, count)
+            tokens = split_windows(model.tokenizer, read, count)
             here = perplexity(losses, model, model.params, tokens)
             rounded = vn.quant.quantize_tree(model.params, [IN_INT8])
             by_integers = perplexity(losses, model, rounded, tokens)
-            types = " and ".join(t for t in model.types if len(model.types) == 1 or t != "F32")
+            types = " and ".join(t for t in model.formats if len(model.formats) == 1 or t != "F32")
             there = by_llama_cpp(file, tokens)
             size = file.stat().st_size
             found = f"{here:.2f} | {by_integers:.2f} | {there}"

@@ -22,8 +22,10 @@ from measure import markdown_table
 from report import made_with, write_rows
 
 import veneer as vn
-from veneer.demo.fetch import LANGUAGE_MODEL, fetch, program
-from veneer.demo.language_model import encode_windows, load, perplexity
+from veneer.demo.fetch import LANGUAGE_MODEL, fetch
+from veneer.demo.language_model import perplexity
+from veneer.models import llama, load
+from veneer.models.comparison import split_windows
 
 WINDOW, MEASURED_ON, BEHIND = 512, 8, 400_000
 #: The fields of the rule, and the calibration method. None rounds to nearest.
@@ -41,12 +43,12 @@ CASES: dict[str, tuple[dict[str, Any], str | None]] = {
 
 def rows(text: str, count: int, only: str) -> Iterator[list[str]]:
     """Measure and yield a row for each case whose name contains `only`."""
-    model, llama = load(next(fetch(LANGUAGE_MODEL).glob("*.gguf"))), program("llama")
+    model = load(next(fetch(LANGUAGE_MODEL).glob("*.gguf")))
     losses = jax.jit(vn.implicit(llama.losses), static_argnums=1)
     params = {name: jnp.asarray(vn.materialise(x)) for name, x in model.params.items()}
-    held_out = encode_windows(model.tokenizer, text[: 20_000 * MEASURED_ON], MEASURED_ON)
+    held_out = split_windows(model.tokenizer, text[: 20_000 * MEASURED_ON], MEASURED_ON)
     behind = np.reshape(
-        encode_windows(model.tokenizer, text[BEHIND:], count), (-1, 2, WINDOW)
+        split_windows(model.tokenizer, text[BEHIND:], count), (-1, 2, WINDOW)
     ).astype(np.int32)
     run = lambda params, tokens: llama.losses(params, model.config, tokens)
     yield ["f32", f"{perplexity(losses, model, params, held_out):.2f}"]

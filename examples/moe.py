@@ -2,9 +2,9 @@
 
 The parameters are a flat dict with the names of gpt-oss's checkpoint, and random values. Matrices
 are `[out, in]`, and experts are stacks `[experts, in, out]`, which `jax.lax.ragged_dot` multiplies
-with groups of tokens. Attention sees a window in every second layer, and has a sink. The model does
-not import veneer. If the experts are quantized, a step reads only the packed experts in use. In f32
-that needs the loop `row_by_row`.
+with groups of tokens. Attention sees a window in every second layer, and has a sink. Three
+functions are those of `veneer.models.llama`, which is plain JAX too. If the experts are quantized,
+a step reads only the packed experts in use. In f32 that needs the loop `row_by_row`.
 
     python examples/moe.py              # 32 experts of half gpt-oss's width: 2 GB in f32; a minute
     python examples/moe.py --quick      # small sizes; some seconds
@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from llama import apply_rope, linear, norm
+
+from veneer.models.llama import apply_rope, linear, norm
 
 Params = Mapping[str, Any]
 

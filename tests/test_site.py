@@ -14,9 +14,9 @@ def test_staged_pages_include_the_sources_they_link_to(tmp_path, monkeypatch):
     stage.main()  # raises for a link that leads nowhere
     pages = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.md")}
     assert {"index.md", "contents.md", "types/lora_array.md", "project/readme.md"} <= pages
-    assert "sources/examples/llama.py.md" in pages
+    assert "sources/src/veneer/models/llama.py.md" in pages
     assert "| nf4, tile 64 |" in (tmp_path / "index.md").read_text("utf-8")  # the demo's table
-    assert "(sources/examples/llama.py.md)" in (tmp_path / "demo.md").read_text("utf-8")
+    assert "(sources/src/veneer/models/llama.py.md)" in (tmp_path / "demo.md").read_text("utf-8")
 
 
 @pytest.mark.parametrize("module", [m for m in stage.REFERENCE if not m.endswith("pytensor")])

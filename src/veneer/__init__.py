@@ -10,6 +10,7 @@
     hijax               high types: implicit arrays as operands of plain JAX functions
     numba               JAX functions compiled to native functions
     files               `save` and `load`, and checkpoints of other libraries
+    models              language models: load, chat, compare
     interop             drop-in modules with the names of other libraries
     lora                LoRA adapters, by rules on paths
     tree                trees in which an implicit array is one leaf
@@ -43,7 +44,7 @@ from ._core.value import Value, materialise
 from ._report.report import Report, explain
 
 if TYPE_CHECKING:
-    from . import distributed, hijax, lora, numba, quant, testing, tree, types
+    from . import distributed, hijax, lora, models, numba, quant, testing, tree, types
     from ._core.surface.straight_through import ste
     from .files.load_save import load, save
     from .hijax.jit import jit
@@ -76,6 +77,7 @@ __all__ = [
     "logical_shardings",
     "lora",
     "materialise",
+    "models",
     "numba",
     "quant",
     "register",
@@ -104,6 +106,7 @@ _LAZY = {
     "load": "files.load_save",
     "logical_shardings": "placement",
     "lora": "lora",
+    "models": "models",
     "numba": "numba",
     "quant": "quant",
     "save": "files.load_save",

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 import veneer as vn
 from veneer.cli import app
 from veneer.demo.calibrated import load_text_model
-from veneer.demo.fetch import program
+from veneer.models import llama
 
 from .conftest import WORDS
 
@@ -74,7 +74,7 @@ def test_calibration_lowers_the_error_of_an_encoder(
 
 
 def test_a_decoder_is_calibrated_on_windows_of_text(tmp_path, bert_folder, quantize):
-    llama, folder = program("llama"), tmp_path / "llama"
+    folder = tmp_path / "llama"
     config = {
         "model_type": "llama",
         "vocab_size": len(WORDS),
@@ -83,7 +83,7 @@ def test_a_decoder_is_calibrated_on_windows_of_text(tmp_path, bert_folder, quant
         "num_hidden_layers": 1,
         "num_attention_heads": 2,
     }
-    params = llama.init(jax.random.key(0), llama.Config.from_dict(config))
+    params = llama.init(jax.random.key(0), llama.LlamaConfig.from_dict(config))
     folder.mkdir()
     save_file({name: np.asarray(x) for name, x in params.items()}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))

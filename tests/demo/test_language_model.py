@@ -1,6 +1,7 @@
 """The second part of the demo, with a small language model."""
 
 import re
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -9,8 +10,9 @@ import pytest
 import veneer as vn
 from veneer.cli.demo import COMMAND
 from veneer.demo import language_model
-from veneer.demo.fetch import program
 from veneer.files.gguf import write_gguf
+from veneer.models import llama, load
+from veneer.models.comparison import split_windows
 
 HIDDEN, WIDE, LAYERS, HEADS, GROUPS = 64, 96, 2, 4, 2
 END = "<|end|>"
@@ -71,38 +73,38 @@ def gguf(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def model(gguf):
-    return language_model.load(gguf)
+    return load(gguf)
 
 
 def test_a_model_is_loaded_packed(model, gguf):
     packed = [w for w in model.params.values() if isinstance(w, vn.ImplicitArray)]
     assert len(packed) == 1 + 7 * LAYERS
     assert sum(x.nbytes for x in jax.tree.leaves(model.params)) <= 1.02 * gguf.stat().st_size
-    assert model.types[0] == "Q8_0"
+    assert model.formats[0] == "Q8_0"
 
 
 def test_a_prompt_follows_the_chat_template(model):
-    assert model.tokenizer.decode(model.prompt("why {{ 1 }}?")) == "why {{ 1 }}?\n"
+    assert model.tokenizer.decode(model.encode_chat("why {{ 1 }}?")) == "why {{ 1 }}?\n"
 
 
 def test_an_answer_equals_the_dense_one_and_is_streamed(model):
     shown = []
-    packed, dense = language_model.Speaker(model, shown.append), language_model.Speaker(model)
-    answer = packed.answer(model.params, "the text", 12)
-    assert answer.startswith("".join(shown))  # without an incomplete letter at the end
+    answer = model.generate("the text", max_tokens=12, on_text=shown.append)
+    assert answer.text.startswith("".join(shown))  # without an incomplete letter at the end
     assert len(shown) > 1
-    assert dense.answer(vn.materialise(model.params), "the text", 12) == answer
-    assert packed.tokens_per_second > 0
+    dense = replace(model, params=vn.materialise(model.params))
+    assert dense.generate("the text", max_tokens=12).text == answer.text
+    assert answer.tokens_per_second > 0
 
 
 def test_perplexity_equals_the_perplexity_of_dense_weights(model):
-    tokens = language_model.encode_windows(model.tokenizer, "some words, and others. \n" * 50, 2)
-    losses = jax.jit(vn.implicit(program("llama").losses), static_argnums=1)
+    tokens = split_windows(model.tokenizer, "some words, and others. \n" * 50, 2)
+    losses = jax.jit(vn.implicit(llama.losses), static_argnums=1)
     packed = language_model.perplexity(losses, model, model.params, tokens)
     dense = language_model.perplexity(losses, model, vn.materialise(model.params), tokens)
     assert packed == pytest.approx(dense, rel=1e-4)
     with pytest.raises(ValueError, match="the text has 10 tokens, but 512 are needed"):
-        language_model.encode_windows(model.tokenizer, "ten words.", 1)
+        split_windows(model.tokenizer, "ten words.", 1)
 
 
 def test_main_prints_an_answer_and_a_table(model, monkeypatch, capsys):
@@ -120,8 +122,3 @@ def test_main_prints_an_answer_and_a_table(model, monkeypatch, capsys):
     assert found["answer"] in printed
     for text in ("Q8_0, as in the file", "int8, channelwise", "No weight was materialized"):
         assert text in printed
-
-
-def test_a_folder_without_a_gguf_file_raises(tmp_path):
-    with pytest.raises(FileNotFoundError, match="holds no GGUF file"):
-        language_model.load(tmp_path)

@@ -3,10 +3,10 @@
 import re
 
 import jax
-import llama
 import pytest
 from support.model_configs import SMALL, config
 
+from veneer.models import llama
 from veneer.plan import model_of
 
 
@@ -33,7 +33,7 @@ def named(model):
 
 
 def test_names_and_shapes_equal_the_llama_program():
-    config = llama.Config.from_dict(SMALL)
+    config = llama.LlamaConfig.from_dict(SMALL)
     params = jax.eval_shape(lambda key: llama.init(key, config), jax.random.key(0))
     assert named(model_of(SMALL)) == {name: x.shape for name, x in params.items()}
 

@@ -17,7 +17,7 @@ pytestmark = optional.needs("build")
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "src"
-FROM_EXAMPLES = {"veneer/demo/llama.py", "veneer/demo/sentence_encoder.py"}
+FROM_EXAMPLES = {"veneer/demo/sentence_encoder.py"}
 
 
 @pytest.fixture(scope="module")
@@ -84,5 +84,5 @@ def test_the_sdist_has_tests_docs_and_examples(built):
     (path,) = built.glob("*.tar.gz")
     with tarfile.open(path) as archive:
         held = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"tests/conftest.py", "docs/README.md", "examples/llama.py", "Makefile"} <= held
+    assert {"tests/conftest.py", "docs/README.md", "examples/whisper.py", "Makefile"} <= held
     assert not [name for name in held if "__pycache__" in name or name.startswith(".venv")]

@@ -43,7 +43,7 @@ def run(
         from ..demo import encoder_demo, language_model
 
         encoder = encoder_demo.load(model, console)
-        llama = language_model.load(gguf, console)
+        llama = language_model.load_model(gguf, console)
     with report_input_errors((OSError,)):
         question = language_model.QUESTION if ask is None else ask
         document = {

@@ -9,7 +9,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from . import convert, demo, doctor, inspect, plan, quantize
+from . import chat, compare, convert, demo, doctor, inspect, plan, quantize
 from .shared import InputError, OptionError
 
 #: The commands and their names, in the order of `veneer --help`.
@@ -19,6 +19,8 @@ COMMANDS = {
         quantize.COMMAND,
         inspect.COMMAND,
         convert.COMMAND,
+        chat.COMMAND,
+        compare.COMMAND,
         plan.COMMAND,
         demo.COMMAND,
         doctor.COMMAND,
@@ -29,6 +31,7 @@ COMMANDS = {
 EXAMPLES = (
     "veneer quantize model small --format int8",
     "veneer inspect small --against model",
+    "veneer chat small",
     "veneer quantize --help",
 )
 

@@ -12,15 +12,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from tokenizers import Tokenizer
 
 from .. import quant
 from .._core.value import materialise
-from ..files.load_save import load
+from ..models import LanguageModel, llama, load
+from ..models.comparison import split_windows
+from ..models.llama import UnsupportedModelError
 from ..quant.models.rules import Rule
 from ..quant.ptq.report import CalibrationReport
-from . import encoder, language_model
+from . import encoder
 from .fetch import program
 
 
@@ -80,8 +80,7 @@ def calibrated(
 def load_text_model(source: Path) -> TextModel:
     """Load the model of a Hugging Face folder or a GGUF file. Raises the errors of `calibrated`."""
     if source.suffix == ".gguf":
-        llama = language_model.load(source)
-        return _decoder(llama.params, llama.config, llama.tokenizer)
+        return _decoder(load(source))
     config = source / "config.json"
     if not config.is_file():
         raise FileNotFoundError(
@@ -99,24 +98,20 @@ def load_text_model(source: Path) -> TextModel:
             encoder.name_in_program,
         )
     try:
-        llama_config = program("llama").Config.from_dict(entries)
-    except ValueError as error:
+        model = load(source)
+    except UnsupportedModelError as error:
         raise ValueError(
             f"{config}: {error}, and BERT encoders. For other models, use vn.quant.calibrate."
         ) from None
-    if not (source / "tokenizer.json").is_file():
-        raise FileNotFoundError(f"{source} has no tokenizer.json, which calibration needs")
-    return _decoder(load(source), llama_config, Tokenizer.from_file(str(source / "tokenizer.json")))
+    return _decoder(model)
 
 
-def _decoder(params: Mapping[str, Any], config: Any, tokenizer: Tokenizer) -> TextModel:
-    losses = jax.jit(program("llama").losses, static_argnums=1)
-
-    def batches(text: str) -> list[np.ndarray]:
-        tokens = language_model.encode_windows(tokenizer, text)
-        return [*np.reshape(tokens, (-1, 1, language_model.WINDOW)).astype(np.int32)]
-
-    dense = {name: jnp.asarray(materialise(x), jnp.float32) for name, x in params.items()}
+def _decoder(model: LanguageModel) -> TextModel:
+    losses = jax.jit(llama.losses, static_argnums=1)
+    dense = {name: jnp.asarray(materialise(x), jnp.float32) for name, x in model.params.items()}
     return TextModel(
-        dense, lambda params, tokens: losses(params, config, tokens), batches, lambda name: name
+        dense,
+        lambda params, tokens: losses(params, model.config, tokens),
+        lambda text: list(split_windows(model.tokenizer, text)[:, None]),
+        lambda name: name,
     )

@@ -1,18 +1,18 @@
-"""The Llama of `examples/`: logits, sampling, batches, caches and checkpoints."""
+"""The Llama in plain JAX: logits, sampling, batches, caches and checkpoints."""
 
 import dataclasses
 import json
 
 import jax
 import jax.numpy as jnp
-import llama
 import numpy as np
 import pytest
 from safetensors.flax import save_file
 
 import veneer as vn
+from veneer.models import llama
 
-CONFIG = llama.Config(
+CONFIG = llama.LlamaConfig(
     vocab_size=50,
     hidden_size=32,
     intermediate_size=48,
@@ -208,12 +208,19 @@ def test_config_json_is_read_and_checked():
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
     }
-    assert llama.Config.from_dict(json.loads(json.dumps(said | {"rms_norm_eps": 1e-5}))) == CONFIG
+    assert (
+        llama.LlamaConfig.from_dict(json.loads(json.dumps(said | {"rms_norm_eps": 1e-5}))) == CONFIG
+    )
     scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
     scaling |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    assert llama.Config.from_dict(said | {"rope_scaling": scaling}).rope_scaling == (8, 1, 4, 8192)
+    assert llama.LlamaConfig.from_dict(said | {"rope_scaling": scaling}).rope_scaling == (
+        8,
+        1,
+        4,
+        8192,
+    )
     window = lambda **others: (
-        llama.Config.from_dict(said | {"sliding_window": 64} | others).sliding_window
+        llama.LlamaConfig.from_dict(said | {"sliding_window": 64} | others).sliding_window
     )
     qwen = {"model_type": "qwen2", "use_sliding_window": True}
     assert window() == window(model_type="mistral") == window(**qwen, max_window_layers=0) == 64
@@ -224,11 +231,11 @@ def test_config_json_is_read_and_checked():
     with pytest.raises(ValueError, match="1 of 2 layers have no sliding window"):
         window(**qwen, max_window_layers=1)
     with pytest.raises(ValueError, match="activations are 'gelu'"):
-        llama.Config.from_dict(said | {"hidden_act": "gelu"})
+        llama.LlamaConfig.from_dict(said | {"hidden_act": "gelu"})
     with pytest.raises(ValueError, match="a 'gemma' model; this program runs llama, mistral"):
-        llama.Config.from_dict(said | {"model_type": "gemma"})
+        llama.LlamaConfig.from_dict(said | {"model_type": "gemma"})
     with pytest.raises(ValueError, match="scaled as 'yarn'"):
-        llama.Config.from_dict(said | {"rope_scaling": {"rope_type": "yarn"}})
+        llama.LlamaConfig.from_dict(said | {"rope_scaling": {"rope_type": "yarn"}})
 
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -252,7 +259,7 @@ FOLDERS = {
 def test_a_folder_of_transformers_can_be_loaded(tmp_path, params, tokens, name, format):
     kind, said = FOLDERS[name]
     said = {"model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-6} | said
-    said |= {n: getattr(CONFIG, n) for n in llama.Config.__match_args__[:6]}
+    said |= {n: getattr(CONFIG, n) for n in llama.LlamaConfig.__match_args__[:6]}
     params = KINDS[kind][0](params)
     if format is None:
         tmp_path.joinpath("model").mkdir()
@@ -262,7 +269,9 @@ def test_a_folder_of_transformers_can_be_loaded(tmp_path, params, tokens, name, 
         rule = vn.quant.Rule(r".*_proj\.weight", "int4", tile_size=16, tile_axis=-1)
         small = vn.quant.quantize_tree(params, [rule])
         vn.save(tmp_path / "model", small, format=format, config=said)
-    config = llama.Config.from_dict(json.loads((tmp_path / "model" / "config.json").read_text()))
+    config = llama.LlamaConfig.from_dict(
+        json.loads((tmp_path / "model" / "config.json").read_text())
+    )
     assert config.sliding_window == (4 if name == "mistral" else None)
     loaded = vn.load(tmp_path / "model")
     found = jax.jit(vn.implicit(logits), static_argnums=1)(loaded, config, tokens)
@@ -279,7 +288,7 @@ def test_a_real_packed_model_has_the_perplexity_of_its_values():
 
     try:
         model = language_model.load(fetch.fetch(fetch.LANGUAGE_MODEL))
-        text = language_model.encode_windows(model.tokenizer, "\n".join(fetch.all_sentences()), 1)
+        text = language_model.split_windows(model.tokenizer, "\n".join(fetch.all_sentences()), 1)
     except FileNotFoundError as error:  # neither a cache nor a network
         pytest.skip(str(error))
     losses = jax.jit(vn.implicit(llama.losses), static_argnums=1)
@@ -436,5 +445,5 @@ def test_keys_can_share_scales_in_blocks_of_tokens(texts):
 
 def test_a_cache_without_room_raises(params, texts):
     cache = llama.empty_cache(CONFIG, 3, 16)
-    with pytest.raises(ValueError, match="room for 17 tokens is wanted, not for 16"):
+    with pytest.raises(ValueError, match="has room for 16 tokens, but 17 are needed"):
         continued(params, texts, cache=cache)

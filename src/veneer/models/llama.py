@@ -1,21 +1,16 @@
-"""Llama in plain JAX, without importing veneer.
+"""Llama in plain JAX: a program that does not import veneer, and runs with dense arrays.
 
-It runs any Hugging Face folder of a Llama, Mistral, Qwen2 or Qwen3. The parameters are a flat dict
-with the names of the checkpoint and matrices `[out, in]`. The model has grouped-query attention,
-rotary positions, RMSNorm, SwiGLU, and a cache in any format that the caller provides. One program
-reads a batch of prompts with different lengths in chunks, and then samples tokens until each text
-has stopped, as a server does.
-
-    python examples/llama.py MODEL_DIR "Explain gravity."     # 64 tokens, one by one
+It runs Llama, Mistral, Qwen2, Qwen3 and SmolLM. The parameters are a flat dict with Hugging Face's
+names and matrices `[out, in]`. The model has grouped-query attention, rotary positions, RMSNorm,
+SwiGLU, and a cache in any format that the caller provides. One program reads a batch of prompts
+with different lengths in chunks, and then samples tokens until each text has stopped, as a server
+does. With quantized parameters, wrap its functions in `vn.implicit`.
 """
 
-import argparse
 import functools
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -27,8 +22,12 @@ Params = Mapping[str, Any]
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 
 
+class UnsupportedModelError(ValueError):
+    """The error for a model that this program does not run."""
+
+
 @dataclass(frozen=True)
-class Config:
+class LlamaConfig:
     """The fields of `config.json`. Hashable, so that `jit` can take it as static."""
 
     vocab_size: int
@@ -40,22 +39,25 @@ class Config:
     head_dim: int
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10_000.0
-    rope_scaling: tuple[float, float, float, float] | None = (
-        None  # only in Llama 3.1, see `rope_angles`
-    )
+    rope_scaling: tuple[float, float, float, float] | None = None  # Llama 3.1, see `rope_angles`
     sliding_window: int | None = None  # the number of tokens that a token attends to
 
     @classmethod
-    def from_dict(cls, entries: Mapping[str, Any]) -> "Config":
+    def from_dict(cls, entries: Mapping[str, Any]) -> "LlamaConfig":
         """Return the configuration of a parsed `config.json`.
 
-        **Raises:** `ValueError` for an unsupported architecture or unsupported rotary positions.
+        **Raises:** `UnsupportedModelError` for another architecture, or for rotary positions,
+        activations or sliding windows that the program does not have.
         """
         if entries.get("model_type") not in ARCHITECTURES:
             names = ", ".join(ARCHITECTURES)
-            raise ValueError(f"a {entries.get('model_type')!r} model; this program runs {names}")
+            raise UnsupportedModelError(
+                f"a {entries.get('model_type')!r} model; this program runs {names}"
+            )
         if entries.get("hidden_act", "silu") != "silu":
-            raise ValueError(f"activations are {entries['hidden_act']!r}; this program has 'silu'")
+            raise UnsupportedModelError(
+                f"activations are {entries['hidden_act']!r}; this program has 'silu'"
+            )
         heads = entries["num_attention_heads"]
         rope = entries.get("rope_parameters") or entries.get("rope_scaling") or {}
         return cls(
@@ -77,12 +79,15 @@ def _window(entries: Mapping[str, Any]) -> int | None:
     is_qwen = entries["model_type"].startswith("qwen")
     if window is None or (is_qwen and not entries.get("use_sliding_window", False)):
         return None
-    see_all = min(entries.get("max_window_layers", 28), layers) if is_qwen else 0
+    without_window = min(entries.get("max_window_layers", 28), layers) if is_qwen else 0
     if entries.get("layer_types"):
-        see_all = entries["layer_types"].count("full_attention")
-    if 0 < see_all < layers:
-        raise ValueError(f"{see_all} of {layers} layers have no sliding window; this has one kind")
-    return None if see_all else window
+        without_window = entries["layer_types"].count("full_attention")
+    if 0 < without_window < layers:
+        raise UnsupportedModelError(
+            f"{without_window} of {layers} layers have no sliding window; this program needs the "
+            "same in all layers"
+        )
+    return None if without_window else window
 
 
 def _scaling(rope: Mapping[str, Any]) -> tuple[float, float, float, float] | None:
@@ -90,13 +95,15 @@ def _scaling(rope: Mapping[str, Any]) -> tuple[float, float, float, float] | Non
     if kind == "default":
         return None
     if kind != "llama3":
-        raise ValueError(f"rotary positions are scaled as {kind!r}; this program has 'llama3'")
+        raise UnsupportedModelError(
+            f"rotary positions are scaled as {kind!r}; this program has 'llama3'"
+        )
     names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     factor, low, high, before = (float(rope[name]) for name in names)
     return factor, low, high, before
 
 
-class Cache(NamedTuple):
+class KeyValueCache(NamedTuple):
     """The keys and values of the tokens read, with an array for each layer.
 
     The first axis is all heads of a batch. A row is one token of a head, so a token is written as
@@ -107,11 +114,13 @@ class Cache(NamedTuple):
     values: tuple[Array, ...]  # the same
 
 
-def empty_cache(config: Config, batch: int, room: int, dtype: Any = jnp.float32) -> Cache:
+def empty_cache(
+    config: LlamaConfig, batch: int, room: int, dtype: Any = jnp.float32
+) -> KeyValueCache:
     """Return a cache with room for `room` tokens per text."""
     shape = batch * config.num_key_value_heads, room, config.head_dim
     zeros = lambda: tuple(jnp.zeros(shape, dtype) for _ in range(config.num_hidden_layers))
-    return Cache(zeros(), zeros())
+    return KeyValueCache(zeros(), zeros())
 
 
 # The model.
@@ -123,8 +132,13 @@ def logits(params: Params, x: Array) -> Array:
 
 
 def hidden(
-    params: Params, config: Config, tokens: Array, cache: Cache, start: Any = 0, first: Any = 0
-) -> tuple[Array, Cache]:
+    params: Params,
+    config: LlamaConfig,
+    tokens: Array,
+    cache: KeyValueCache,
+    start: Any = 0,
+    first: Any = 0,
+) -> tuple[Array, KeyValueCache]:
     """Run the layers. Return `[batch, length, width]`, and the cache with the new tokens.
 
     **Arguments:**
@@ -139,15 +153,15 @@ def hidden(
     written = []
     # The layers are written out. In a scan, XLA would copy the dense weights of each layer in each
     # step.
-    for i, kept in enumerate(zip(cache.keys, cache.values, strict=True)):
+    for i, layer_cache in enumerate(zip(cache.keys, cache.values, strict=True)):
         prefix = f"model.layers.{i}."
         layer = {k.removeprefix(prefix): v for k, v in params.items() if k.startswith(prefix)}
         y = norm(layer["input_layernorm.weight"], x, config)
-        attended, *kept = attention(layer, config, y, kept, start, first)
+        attended, keys, values = attention(layer, config, y, layer_cache, start, first)
         x = x + attended
         x = x + swiglu(layer, norm(layer["post_attention_layernorm.weight"], x, config))
-        written.append(kept)
-    cache = Cache(*zip(*written, strict=True))
+        written.append((keys, values))
+    cache = KeyValueCache(*zip(*written, strict=True))
     return norm(params["model.norm.weight"], x, config), cache
 
 
@@ -159,10 +173,10 @@ def linear(layer: Params, name: str, x: Array) -> Array:
 
 
 def attention(
-    layer: Params, config: Config, x: Array, kept: Sequence[Array], start: Any, first: Any
+    layer: Params, config: LlamaConfig, x: Array, cache: Sequence[Array], start: Any, first: Any
 ) -> tuple[Array, Array, Array]:
     """Return the attention of `x`, `[batch, length, width]`, to itself and to the cache."""
-    (keys, values), (batch, length, _) = kept, x.shape
+    (keys, values), (batch, length, _) = cache, x.shape
     room, width = keys.shape[1:]
     places = start + jnp.arange(length)
     first = jnp.reshape(first, (-1, 1, 1))  # [batch or 1, heads, places]
@@ -197,7 +211,7 @@ def attention(
     return linear(layer, "self_attn.o_proj", mixed), keys, values
 
 
-def rope_angles(config: Config, positions: Array) -> Array:
+def rope_angles(config: LlamaConfig, positions: Array) -> Array:
     """Return the rotation angles of pairs of features, `[..., width of a head / 2]`.
 
     Llama 3.1 slows low frequencies. If the wavelength is longer than the original context, the
@@ -227,7 +241,7 @@ def swiglu(layer: Params, x: Array) -> Array:
     return linear(layer, "mlp.down_proj", jax.nn.silu(gate) * up)
 
 
-def norm(scale: Array, x: Array, config: Config) -> Array:
+def norm(scale: Array, x: Array, config: LlamaConfig) -> Array:
     """Return RMSNorm (Zhang and Sennrich, 2019), computed in f32."""
     wide = x.astype(jnp.float32)
     normed = wide * lax.rsqrt((wide * wide).mean(-1, keepdims=True) + config.rms_norm_eps)
@@ -262,8 +276,13 @@ def next_token(found: Array, keys: Array, temperature: float, top_k: Any, top_p:
 
 
 def read(
-    params: Params, config: Config, tokens: Array, cache: Cache, first: Array, chunk: int
-) -> tuple[Array, Cache]:
+    params: Params,
+    config: LlamaConfig,
+    tokens: Array,
+    cache: KeyValueCache,
+    first: Array,
+    chunk: int,
+) -> tuple[Array, KeyValueCache]:
     """Read prompts in chunks. Return the hidden state of the last token, `[batch, width]`.
 
     Chunks before the beginning of all texts are skipped. The first chunk may overlap the second.
@@ -271,7 +290,7 @@ def read(
     dtype, size = params["model.norm.weight"].dtype, tokens.shape[1]
     chunks = -((first.min() - size) // chunk)
 
-    def body(i: Array, state: tuple[Array, Cache]) -> tuple[Array, Cache]:
+    def body(i: Array, state: tuple[Array, KeyValueCache]) -> tuple[Array, KeyValueCache]:
         start = jnp.maximum(size - (chunks - i) * chunk, 0)
         part = lax.dynamic_slice_in_dim(tokens, start, chunk, 1)
         x, cache = hidden(params, config, part, state[1], start, first)
@@ -283,11 +302,11 @@ def read(
 
 def generate(
     params: Params,
-    config: Config,
+    config: LlamaConfig,
     prompt: Array,
     length: Array | int,
     key: Array,
-    cache: Cache | None = None,
+    cache: KeyValueCache | None = None,
     *,
     count: int,
     temperature: float = 0.0,
@@ -318,7 +337,9 @@ def generate(
     room = padded + count
     cache = cache or empty_cache(config, batch, room, params["model.norm.weight"].dtype)
     if cache.keys[0].shape[1] < room:
-        raise ValueError(f"room for {room} tokens is wanted, not for {cache.keys[0].shape[1]}")
+        raise ValueError(
+            f"the cache has room for {cache.keys[0].shape[1]} tokens, but {room} are needed"
+        )
     # Texts are moved so that they end together, and all write at the same position of the cache.
     first = padded - jnp.broadcast_to(jnp.asarray(length), batch)
     ends = jnp.array([*stop], jnp.int32)
@@ -354,15 +375,18 @@ def compile_generate(generate: Callable = generate) -> Callable:
     return jax.jit(generate, static_argnames=static)
 
 
-def losses(params: Params, config: Config, tokens: Array, cache: Cache | None = None) -> Array:
+def losses(
+    params: Params, config: LlamaConfig, tokens: Array, cache: KeyValueCache | None = None
+) -> Array:
     """Return `-log p` of each token after the first, `[batch, length - 1]`, in f32."""
-    cache = cache or empty_cache(config, *tokens.shape, params["model.norm.weight"].dtype)
+    batch, length = tokens.shape
+    cache = cache or empty_cache(config, batch, length, params["model.norm.weight"].dtype)
     x, _ = hidden(params, config, tokens, cache)
     found = jax.nn.log_softmax(logits(params, x[:, :-1]).astype(jnp.float32))
     return -jnp.take_along_axis(found, tokens[:, 1:, None], -1)[..., 0]
 
 
-def init(key: Array, config: Config) -> dict[str, Array]:
+def init(key: Array, config: LlamaConfig) -> dict[str, Array]:
     """Return random f32 parameters, scaled so that products keep the size of their operand."""
     c, names = config, ("model.embed_tokens.weight", "lm_head.weight")
     grouped, heads = c.num_key_value_heads * c.head_dim, c.num_attention_heads * c.head_dim
@@ -382,31 +406,3 @@ def init(key: Array, config: Config) -> dict[str, Array]:
         for k, (name, shape) in zip(keys, shapes.items(), strict=True)
     }
     return params | {name: jnp.ones(c.hidden_size) for name in norms}
-
-
-def main(folder: Path, text: str, count: int) -> None:
-    """Answer a question with the model in a Hugging Face folder, in its own dtype."""
-    from safetensors.flax import load_file  # converts to JAX arrays
-    from tokenizers import Tokenizer
-
-    entries = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    params: dict[str, Array] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        params |= load_file(file)
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokens = tokenizer.encode(text).ids
-    prompt = jnp.array([tokens + [0] * (-len(tokens) % 64)])
-    ends = entries.get("eos_token_id")
-    stop = tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,)
-    show = lambda token: print(tokenizer.decode([int(token[0])]), end="", flush=True)
-    read = params, Config.from_dict(entries), prompt, len(tokens), jax.random.key(0)
-    compile_generate()(*read, count=count, stop=stop, show=show).block_until_ready()
-    print()
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Continues a text with a Llama, by greedy choice.")
-    parser.add_argument("folder", type=Path, help="config.json, tokenizer.json, *.safetensors")
-    parser.add_argument("text")
-    parser.add_argument("--count", type=int, default=64, help="how many tokens to write")
-    main(**vars(parser.parse_args()))
