@@ -1,12 +1,22 @@
 """`veneer convert`: write a quantized checkpoint in the format of another library."""
 
 import contextlib
+import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from .shared import Command, Raw, companion_files, exit_on_signals, report_input_errors, warn
+from .shared import (
+    Command,
+    Raw,
+    companion_files,
+    exit_on_signals,
+    print_table,
+    report_input_errors,
+    warn,
+)
 
 
 def run(
@@ -20,6 +30,14 @@ def run(
         str,
         typer.Option(metavar="FORMAT", help="gptq, awq, compressed-tensors, mlx or gguf."),
     ],
+    requantize: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FORMAT",
+            help="Round the weights that OUT cannot hold exactly to this number format, and print "
+            "the error that this adds.",
+        ),
+    ] = None,
     raw: Raw = False,
     overwrite: Annotated[
         bool,
@@ -28,35 +46,75 @@ def run(
         ),
     ] = False,
 ) -> None:
-    """Write the quantized weights of IN in the format of another library, without rounding.
+    """Write the quantized weights of IN in the format of another library.
 
-    A tensor that the format cannot hold exactly is an error that names the tensor. The
-    configuration and the tokenizer are copied. A few tensors are in memory at a time. OUT is
-    created when it is complete.
+    Codes and scales are copied without rounding. If the format cannot hold some weights exactly,
+    the error names all of them, and --requantize rounds these weights. The configuration and the
+    tokenizer are copied. A few tensors are in memory at a time. OUT is created when it is complete.
     """
     from ..files.checkpoint import LazyTensors, convert, open_checkpoint
     from ..files.gguf import GgufFile
+    from ..files.targets import TARGETS, Requantized
 
     with exit_on_signals(), contextlib.ExitStack() as stack, report_input_errors():
         as_gguf = format == "gguf"
-        tensors = stack.enter_context(
+        source_tensors = stack.enter_context(
             open_checkpoint(source, raw=raw, names=None if as_gguf else "huggingface")
         )
-        metadata = tensors.metadata if as_gguf and isinstance(tensors, GgufFile) else None
-        companions = None if as_gguf else companion_files(source, tensors)
+        is_gguf = isinstance(source_tensors, GgufFile)
+        metadata = source_tensors.metadata if as_gguf and is_gguf else None
+        companions = None if as_gguf else companion_files(source, source_tensors)
         if as_gguf and metadata is None:
             warn(
                 f"{target} has no metadata, and llama.cpp needs them. Write them with "
                 "vn.save(..., format='gguf', names='huggingface', config=METADATA)"
             )
-        convert(
-            target,
-            LazyTensors(tensors),
-            format,
-            config=metadata,
-            overwrite=overwrite,
-            beside=companions,
-        )
+        tensors: Any = LazyTensors(source_tensors)
+        if requantize is not None and format in TARGETS:
+            tensors = Requantized(tensors, format, requantize)
+        try:
+            convert(
+                target, tensors, format, config=metadata, overwrite=overwrite, beside=companions
+            )
+        except ValueError as error:
+            if requantize is None and (message := _describe_unsupported(format, tensors)):
+                raise ValueError(message) from error
+            raise
+    if isinstance(tensors, Requantized):
+        _print_errors(tensors.errors)
+        if tensors.made_dense:
+            warn(f"{format} keeps these weights dense: {', '.join(tensors.made_dense)}")
+
+
+def _describe_unsupported(format: str, tensors: Any) -> str | None:
+    """Return an error that names all tensors that a format cannot hold. None if it holds all."""
+    from ..files.targets import TARGETS, find_unsupported
+
+    reasons = find_unsupported(format, tensors) if format in TARGETS else {}
+    if not reasons:
+        return None
+    name, reason = next(iter(reasons.items()))
+    which = "" if len(reasons) == 1 else f"The reason for {name!r}: "
+    return (
+        f"format {format!r} cannot hold {', '.join(map(repr, reasons))}: {which}{reason}. "
+        f"--requantize {TARGETS[format].formats[0]} rounds to what it can hold"
+    )
+
+
+def _print_errors(errors: Mapping[str, tuple[float, float]]) -> None:
+    """Print the relative error of each weight that was rounded, and of all of them together."""
+    from ..quant.models.checkpoint import relative_error
+
+    if not errors:
+        print("no weight was rounded")
+        return
+    total = [math.hypot(*norms) for norms in zip(*errors.values(), strict=True)]
+    rows = [[name, f"{relative_error(*norms):.4f}"] for name, norms in errors.items()]
+    print_table(
+        ["tensor", "relative error"],
+        rows,
+        [f"total of {len(errors)}", f"{relative_error(total[0], total[1]):.4f}"],
+    )
 
 
 COMMAND = Command(
@@ -67,5 +125,6 @@ COMMAND = Command(
     examples=(
         "veneer convert awq-model gptq-model --format gptq",
         "veneer convert model.gguf mlx-model --format mlx",
+        "veneer convert q4_1.gguf gptq-model --format gptq --requantize int4",
     ),
 )

@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -47,7 +48,7 @@ def run(
         typer.Option(
             metavar="FORMAT",
             help="The number format of the weights, from the table below. "
-            "[required unless --rules is given]",
+            "[required unless --rules or --for is given]",
         ),
     ] = None,
     tile: Annotated[
@@ -59,6 +60,24 @@ def run(
             "the default does not divide an axis, a smaller tile or channel is used, with a "
             "warning. The mx formats have tiles of 32 (mxfp8_16: 16), and nvfp4 has tiles of 16. "
             "Weights that these do not divide are int8, with a warning.",
+        ),
+    ] = None,
+    scale_dtype: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DTYPE",
+            help="The dtype of the scales: float16, bfloat16 or float32. The default is the dtype "
+            "of the weight.",
+        ),
+    ] = None,
+    library: Annotated[
+        str | None,
+        typer.Option(
+            "--for",
+            metavar="LIBRARY",
+            help="Choose a format, a group size and a dtype of scales that 'veneer convert' can "
+            "write without rounding: gguf, mlx, gptq, awq or compressed-tensors. --format selects "
+            "another number format of the library. Embeddings stay dense for the last three.",
         ),
     ] = None,
     include: Annotated[
@@ -88,8 +107,9 @@ def run(
         typer.Option(
             metavar="FILE",
             help='A JSON list of {"path": REGEX, "qtype": FORMAT or null, "tile_size": N, '
-            '"tile_axis": N}. The first rule whose path matches applies. Without "tile_size", a '
-            "rule has one scale per channel. Replaces --format, --tile, --include and --exclude.",
+            '"tile_axis": N, "scale_dtype": DTYPE}. The first rule whose path matches applies. '
+            'Without "tile_size", a rule has one scale per channel. Replaces --format, --tile, '
+            "--scale-dtype, --include and --exclude.",
         ),
     ] = None,
     calibrate: Annotated[
@@ -128,7 +148,11 @@ def run(
     outcomes = []
     with exit_on_signals(), contextlib.ExitStack() as stack:
         with report_input_errors(option_names=OPTION_NAMES if rules else OPTION_NAMES_OF_RULES):
-            selectors = _make_selectors(format, tile, include or [], exclude or [], layout, rules)
+            selectors = []
+            if library is None:
+                selectors = _make_selectors(
+                    format, tile, scale_dtype, include or [], exclude or [], layout, rules
+                )
             tensors = stack.enter_context(open_checkpoint(source, raw=raw, names="huggingface"))
             dense = tensors.dense_avals()
             if not isinstance(tensors, TensorFolder) and len(dense) < len(tensors):
@@ -136,10 +160,18 @@ def run(
                     f"{source} is already quantized ({tensors.family}). vn.load loads it packed, "
                     "'veneer inspect' lists its tensors, and 'veneer convert' changes its format."
                 )
-            by_name = rules is None and not include
-            left_dense = _find_left_dense(source, dense, selectors) if by_name else []
-            chosen = _choose_rules(dense, selectors, in_file=rules is not None)
-            adapted = describe_adapted(dense, chosen, format) if format and not tile else []
+            if library is None:
+                by_name = rules is None and not include
+                left_dense = _find_left_dense(source, dense, selectors) if by_name else []
+                chosen = _choose_rules(dense, selectors, in_file=rules is not None)
+                adapted = describe_adapted(dense, chosen, format) if format and not tile else []
+            else:
+                options: dict[str, Any] = {"--tile": tile, "--scale-dtype": scale_dtype}
+                options |= {"--rules": rules, "--layout": layout, "--include": include}
+                if extra := [name for name, value in options.items() if value]:
+                    raise OptionError(f"--for {library} cannot be combined with {extra[0]}")
+                chosen = _choose_for(library, format, dense, exclude or [])
+                left_dense, adapted = [], []
             calibrated, report = _calibrate(source, calibrate, chosen, method)
             companions = companion_files(source, tensors)
         with report_input_errors((OSError,)), write_aside(target, overwrite=overwrite) as folder:
@@ -174,9 +206,25 @@ def run(
         print(f"{count_of(already, 'tensor')} already quantized: copied unchanged")
 
 
+def _choose_for(
+    library: str, format: str | None, avals: Mapping[str, Any], exclude: list[str]
+) -> dict[str, Any]:
+    """Return a dict from the names of the tensors to quantize to their rules, by --for."""
+    from ..files.targets import choose_rules
+    from ..quant.models.arguments import can_be_quantized
+
+    shapes = {
+        name: aval.shape
+        for name, aval in avals.items()
+        if can_be_quantized(aval) and not any(re.fullmatch(regex, name) for regex in exclude)
+    }
+    return choose_rules(library, shapes, format)
+
+
 def _make_selectors(
     format: str | None,
     tile: str | None,
+    scale_dtype: str | None,
     include: list[str],
     exclude: list[str],
     layout: Layout | None,
@@ -193,6 +241,7 @@ def _make_selectors(
     axis = None if layout is None else CONTRACTING_AXIS[layout]
     if rules is not None:
         options = {"--format": format, "--tile": tile, "--include": include, "--exclude": exclude}
+        options |= {"--scale-dtype": scale_dtype}
         if extra := [name for name, value in options.items() if value]:
             raise OptionError(
                 f"{', '.join(extra)} cannot be combined with --rules: the rules file sets the "
@@ -203,11 +252,14 @@ def _make_selectors(
         except ValueError as error:
             raise ValueError(f"{rules}: {error}") from error
     if format is None:
-        raise OptionError("give --format FORMAT, e.g. --format int8, or --rules FILE")
+        raise OptionError("give --format FORMAT, e.g. --format int8, --for LIBRARY or --rules FILE")
     size = _parse_tile(tile, format)
     dense = [Selector(regex, None, stated="--exclude") for regex in exclude]
-    wanted = [Selector(regex, format, size, axis, "--include") for regex in include]
-    default = Selector(ANY_WEIGHT, format, size, axis, "--include (by default)")
+    select = partial(
+        Selector, qtype=format, tile_size=size, tile_axis=axis, scale_dtype=scale_dtype
+    )
+    wanted = [select(regex, stated="--include") for regex in include]
+    default = select(ANY_WEIGHT, stated="--include (by default)")
     return dense + (wanted or [default])
 
 
@@ -430,6 +482,7 @@ COMMAND = Command(
     examples=(
         "veneer quantize model small --format int8",
         "veneer quantize model nf4 --format nf4 --exclude lm_head.weight",
+        "veneer quantize model for-mlx --for mlx",
         "veneer quantize model mixed --rules rules.json",
         "veneer quantize model int4 --format int4 --tile 128 --calibrate text.txt",
         "veneer quantize model.safetensors small --format int8 --overwrite --json",

@@ -27,6 +27,7 @@ Folders that other libraries quantized, with one module per family:
     bitsandbytes        bitsandbytes: nf4, fp4, int8
     mlx                 MLX
     torchao             torchao: int4, int8, float8, and narrower integers in int8
+    targets             the formats that each library can hold, for new and converted weights
 
 GGUF, the files of llama.cpp:
 

@@ -112,16 +112,17 @@ def make_config(settings: Mapping[str, dict[str, Any]], dense: Sequence[str]) ->
 
     **Raises:** `UnsupportedByFormat` if group sizes differ, because AWQ states one for all modules.
     """
-    sizes = {
-        module: x["group_size"] if x["group_size"] < x["inputs"] else -1
-        for module, x in settings.items()
-    }
-    usual = most_common([*sizes.values()])
-    for module, size in sizes.items():
-        if size != usual:
-            raise UnsupportedByFormat(
-                f"{module!r} has groups of {size}, but others have groups of {usual}"
-            )
+    sizes = {module: x["group_size"] for module, x in settings.items()}
+    is_whole = {module: x["group_size"] == x["inputs"] for module, x in settings.items()}
+    if all(is_whole.values()):
+        usual = -1
+    else:
+        usual = most_common([size for module, size in sizes.items() if not is_whole[module]])
+        for module, size in sizes.items():
+            if size != usual:
+                raise UnsupportedByFormat(
+                    f"{module!r} has groups of {size}, but others have groups of {usual}"
+                )
     return {
         "quant_method": "awq",
         "version": "gemm",

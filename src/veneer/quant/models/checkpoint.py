@@ -60,6 +60,7 @@ class Selector:
     - `tile_axis`: the contracted axis. None means -1 for names that end in "weight", as in torch,
       and -2 for names that end in "kernel", as in JAX.
     - `stated`: the name of the selector in messages, such as a command-line option.
+    - `scale_dtype`: the dtype of the scales. None is the dtype that the format chooses.
 
     **Raises:** `ValueError` if the regex or the format is invalid, or a tile size is below 1 or
     differs from the fixed one of the format.
@@ -70,6 +71,7 @@ class Selector:
     tile_size: int | Literal["default"] | None = None
     tile_axis: int | None = None
     stated: str = "the rule"
+    scale_dtype: str | None = None
 
     def __post_init__(self) -> None:
         self.rule(-1)  # checks the arguments
@@ -84,7 +86,10 @@ class Selector:
             tile = None if self.qtype is None else default_tile(self.qtype)
         elif tile is None and self.qtype is not None:
             tile = get_format(self.qtype).tile_size
-        return Rule(self.regex, self.qtype, tile_size=tile, tile_axis=tile_axis)
+        scale_dtype = None if self.qtype is None else self.scale_dtype
+        return Rule(
+            self.regex, self.qtype, tile_size=tile, tile_axis=tile_axis, scale_dtype=scale_dtype
+        )
 
 
 #: For each key of a rule in a rules file: the allowed types, and a text with these types.
@@ -93,6 +98,7 @@ _RULE_KEYS: dict[str, tuple[Any, str]] = {
     "qtype": (str | None, "a string or null"),
     "tile_size": (int | None, "an integer or null"),
     "tile_axis": (int, "an integer"),
+    "scale_dtype": (str | None, "a string or null"),
 }
 
 
@@ -102,7 +108,7 @@ def selectors_from_json(text: str, *, tile_axis: int | None = None) -> list[Sele
     **Arguments:**
 
     - `text`: a JSON list of `{"path": regex, "qtype": name or null, "tile_size": int or null,
-      "tile_axis": int}`. The keys "tile_size" and "tile_axis" are optional.
+      "tile_axis": int, "scale_dtype": dtype or null}`. Only "path" and "qtype" are required.
     - `tile_axis`: the axis for rules without "tile_axis".
 
     **Raises:** `ValueError` if the text is not such a list. The message has the invalid rule.
@@ -121,8 +127,8 @@ def selectors_from_json(text: str, *, tile_axis: int | None = None) -> list[Sele
     for rule in rules:
         if not isinstance(rule, dict) or not {"path", "qtype"} <= rule.keys() <= _RULE_KEYS.keys():
             raise ValueError(
-                "a rule must be an object with 'path', 'qtype' and optionally 'tile_size' and "
-                f"'tile_axis', not {json.dumps(rule)}"
+                "a rule must be an object with 'path', 'qtype' and optionally 'tile_size', "
+                f"'tile_axis' and 'scale_dtype', not {json.dumps(rule)}"
             )
         for key, value in rule.items():
             types, expected = _RULE_KEYS[key]
@@ -132,7 +138,15 @@ def selectors_from_json(text: str, *, tile_axis: int | None = None) -> list[Sele
                     f"{json.dumps(rule)}"
                 )
         axis = rule.get("tile_axis", tile_axis)
-        selectors.append(Selector(rule["path"], rule["qtype"], rule.get("tile_size"), axis))
+        selectors.append(
+            Selector(
+                rule["path"],
+                rule["qtype"],
+                rule.get("tile_size"),
+                axis,
+                scale_dtype=rule.get("scale_dtype"),
+            )
+        )
     return selectors
 
 
